@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOG_FLOOR', 'load_audio', 'resample', 'synthetic_voice', 'mel_filterbank', 'hann_window', 'frame_count', 'stft',
-           'log_mel', 'log_mel_reference', 'griffin_lim', 'save_audio']
+           'log_mel', 'log_mel_numpy', 'griffin_lim', 'save_audio']
 
 # %% ../nbs/06_audio.ipynb #8ee4e93a
 from functools import lru_cache
@@ -138,18 +138,17 @@ def log_mel(
     power = tf.math.real(spectrum)**2 + tf.math.imag(spectrum)**2
     return tf.math.log(tf.maximum(tf.tensordot(power, mel_filterbank(n_fft, audio), 1), LOG_FLOOR))
 
-# %% ../nbs/06_audio.ipynb #5127de8d
-def log_mel_reference(
-    wav: np.ndarray,               # (N,)
+# %% ../nbs/06_audio.ipynb #7317a617
+def log_mel_numpy(
+    wav: np.ndarray,               # (N,) float32 or float64: the precision of the computation
     n_fft: int,
     audio: AudioConfig = AudioConfig(),
-) -> np.ndarray:                   # (F, C) float32
-    "The same log-mel in NumPy, frame by frame: the answer to compare with, and the slow loader of the lessons."
-    padded = np.pad(np.asarray(wav, np.float64), n_fft // 2, mode='reflect')
-    window, filters = hann_window(n_fft, audio.win_length), mel_filterbank(n_fft, audio)
-    starts = range(0, len(padded) - n_fft + 1, audio.hop_length)
-    power = np.stack([np.abs(np.fft.rfft(padded[i:i + n_fft] * window))**2 for i in starts])
-    return np.log(np.maximum(power @ filters, LOG_FLOOR)).astype(np.float32)
+) -> np.ndarray:                   # (F, C)
+    "The same log-mel in NumPy: the answer to compare with, and what a Python loader does."
+    padded = np.pad(wav, n_fft // 2, mode='reflect')
+    frames = np.lib.stride_tricks.sliding_window_view(padded, n_fft)[::audio.hop_length]
+    power = np.abs(np.fft.rfft(frames * hann_window(n_fft, audio.win_length)))**2
+    return np.log(np.maximum(power @ mel_filterbank(n_fft, audio), LOG_FLOOR))
 
 # %% ../nbs/06_audio.ipynb #34a04542
 def _spectrum_from_mel(

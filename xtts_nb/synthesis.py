@@ -106,7 +106,7 @@ def reference_mel(
     mel = log_mel(wav, audio.reference_n_fft, audio) / xtts.dvae.mel_stats
     return wrapped(mel.numpy(), xtts.config.data.reference_frames)
 
-# %% ../nbs/24_synthesis.ipynb #cbcad306
+# %% ../nbs/24_synthesis.ipynb #445d3759
 class Speaker:
     "Makes a model speak; compiled once per padded shape."
     def __init__(self,
@@ -143,8 +143,8 @@ class Speaker:
         width = -(-max(map(len, ids)) // 32) * 32   # a multiple of 32, so that few shapes are compiled
         width = min(width, self.xtts.config.model.gpt.max_text_tokens)
         mels = np.stack([reference_mel(self.xtts, r) for r in references])
-        codes, length = self._generate(tf.constant(pad_ids(ids, width)), tf.constant([len(i) for i in ids]), tf.constant(mels, tf.float32),
-                                       tf.constant([seed, 0]))
+        codes, length = self._generate(tf.constant(pad_ids(ids, width)), tf.constant([len(i) for i in ids]),
+                                       tf.constant(mels, tf.float32), tf.constant([seed, 0]))
         return [self._decode(c[None, :max(1, n)]).numpy()[0] for c, n in zip(codes.numpy(), length.numpy())]
 
     def __call__(self, text: str, language: str, reference, seed: int = 0) -> np.ndarray:
