@@ -169,7 +169,7 @@ def _too_many(dropped: list[Dropped], total: int, config: XTTSConfig, corpus: Pa
     return UserError(f'{corpus}: {len(dropped)} of {total} clips cannot be used, more than data.max_drop_rate '
                      f'{config.data.max_drop_rate:.0%} ({worst}); mend them or raise the rate.')
 
-# %% ../nbs/08_cache.ipynb #f5d18f41
+# %% ../nbs/08_cache.ipynb #701a3684
 class ClipEncoder:
     "Turns a clip and its samples into the arrays of the cache."
     def __init__(self,
@@ -192,7 +192,8 @@ class ClipEncoder:
 
     def __call__(self, clip: Clip, wav: np.ndarray) -> dict | Dropped:
         "`codes`, `text`, `mel` and `seconds` of a clip, or why it is left out."
-        if clip.language not in self.tokenizer.languages: return Dropped(clip.id, f'the tokenizer has no language {clip.language}')
+        if clip.language not in self.tokenizer.languages:
+            return Dropped(clip.id, f'the tokenizer has no language {clip.language}')
         ids, count = self.tokenizer.encode(clip.text, clip.language), -(-len(wav) // self.samples_per_code)
         if complaint := self._complaint(clip, ids, count): return Dropped(clip.id, complaint)
         return {'codes': self.encode(self.code_mel(wav)[None]).numpy()[0][:count], 'text': ids,

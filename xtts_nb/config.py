@@ -202,15 +202,16 @@ def _merge(base: dict, changes: dict) -> dict:
     for k, v in changes.items(): out[k] = _merge(out[k], v) if isinstance(v, dict) and isinstance(out.get(k), dict) else v
     return out
 
-# %% ../nbs/00_config.ipynb #53129bc5
+# %% ../nbs/00_config.ipynb #c68694e7
 class Workspace(Section):
     "Where things live, as absolute paths, and the `scale` of the lessons."
+    root: Path = Path('.')       # folder of `settings.ini`
     data: Path = Path('data')
     cache: Path = Path('cache')
     runs: Path = Path('runs')
     scale: Literal['tiny', 'full'] = 'tiny'
 
-# %% ../nbs/00_config.ipynb #451851c4
+# %% ../nbs/00_config.ipynb #0bf9c8d0
 def workspace(
     start: str | Path | None = None,  # folder where the search begins; default: the working directory
 ) -> Workspace:
@@ -228,7 +229,7 @@ def workspace(
     except pydantic.ValidationError as e:
         bad = e.errors()[0]
         raise UserError(f'{found}: {bad["loc"][0]}: {bad["msg"]}; {_nearest(str(bad["loc"][0]), Workspace)}') from None
-    return settings.model_copy(update={k: root / getattr(settings, k) for k in ('data', 'cache', 'runs')})
+    return settings.model_copy(update={k: root / getattr(settings, k) for k in ('root', 'data', 'cache', 'runs')})
 
 # %% ../nbs/00_config.ipynb #a4387e74
 def sizes(tiny, full):
