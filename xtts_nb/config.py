@@ -95,12 +95,13 @@ class DataConfig(Section):
     max_drop_rate: float = Field(0.5, ge=0, le=1)   # more dropped clips than this is an error
     seed: int = 0                        # of the order of clips and of the crops
 
-# %% ../nbs/00_config.ipynb #451f80bc
+# %% ../nbs/00_config.ipynb #7dbac331
 class TrainingConfig(Section):
     "How the weights move."
     steps: Positive = 1000               # updates
     learning_rate: float = Field(5e-6, gt=0)
     warmup_steps: int = Field(0, ge=0)   # updates, linear from 0
+    schedule: Literal['constant', 'cosine'] = 'constant'   # after the warm-up; cosine ends at 2 %
     weight_decay: float = Field(1e-2, ge=0)   # on matrices only
     beta_2: float = Field(0.96, gt=0, lt=1)
     gradient_clip_norm: float = Field(1.0, gt=0)   # of all gradients together
@@ -135,7 +136,7 @@ def _explain(error: pydantic.ValidationError, where: str) -> str:
     if e['type'] == 'extra_forbidden': return f'{where}: there is no key "{key}"; {_nearest(str(e["loc"][-1]), section)}'
     return f'{where}: {key or "the settings"}: {e["msg"]}; got {e["input"]!r}.'
 
-# %% ../nbs/00_config.ipynb #53760304
+# %% ../nbs/00_config.ipynb #5d62c433
 class XTTSConfig(Section):
     "Everything a run depends on: `model`, `data`, `training`."
     model: ModelConfig = ModelConfig()
@@ -155,11 +156,12 @@ class XTTSConfig(Section):
         return cls(
             model=ModelConfig(
                 dvae=DVAEConfig(hidden=96, codebook_dim=64, codes=256, resnet_blocks=1),
-                gpt=GPTConfig(layers=4, width=width, heads=width // 32, text_tokens=256, max_text_tokens=120, max_audio_codes=160,
-                              prompt_latents=8, conditioning_layers=2, perceiver_layers=1, perceiver_heads=4,
-                              perceiver_head_dim=32, dropout=0.1)),
-            data=DataConfig(batch_size=16, max_seconds=11.0, max_text_tokens=120, reference_frames=128, buckets=3),
-            training=TrainingConfig(steps=1000, learning_rate=1e-3, warmup_steps=50, text_loss_weight=0.01, beta_2=0.98))
+                gpt=GPTConfig(layers=4, width=width, heads=width // 32, text_tokens=256, max_text_tokens=200,
+                              max_audio_codes=256, prompt_latents=8, conditioning_layers=2, perceiver_layers=1,
+                              perceiver_heads=4, perceiver_head_dim=32)),
+            data=DataConfig(batch_size=16, reference_frames=128, buckets=3),
+            training=TrainingConfig(steps=1000, learning_rate=1e-3, warmup_steps=50, schedule='cosine', beta_2=0.98,
+                                    dvae_learning_rate=2e-3))
 
     @classmethod
     def preset(cls, name: str) -> 'XTTSConfig':
