@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['H200_CLIPS_PER_SECOND', 'bucket_bounds', 'BatchPlan', 'CacheReader', 'cached_batches', 'OnlineLoader', 'check_native',
-           'online_batches', 'check_equal', 'data_before_after']
+           'online_batches', 'check_equal', 'comparison_plan', 'data_before_after']
 
-# %% ../nbs/10_data_tf_native.ipynb #330ed0b1
+# %% ../nbs/10_data_tf_native.ipynb #57b08b4b
+import time
 from pathlib import Path
 
 import numpy as np
@@ -251,7 +252,12 @@ def _code_difference(mels, batch, cache, encode) -> float:
         wrong += int((again != codes[:n]).sum()); total += int(n)
     return wrong / total
 
-# %% ../nbs/10_data_tf_native.ipynb #fee9dcb0
+# %% ../nbs/10_data_tf_native.ipynb #933dbebb
+def comparison_plan(cache: Cache) -> BatchPlan:
+    "One shape for all pipelines, and a short buffer, so that work is measured and not what was laid by."
+    return BatchPlan(cache, cache.config.data.model_copy(update={'buckets': 1, 'prefetch_buffer_size': 1}))
+
+# %% ../nbs/10_data_tf_native.ipynb #2931d6e1
 H200_CLIPS_PER_SECOND = 298   # full-size model, 11.6 s clips, bfloat16 at 40 % of the peak: by arithmetic, not measured
 
 def data_before_after(
@@ -263,18 +269,21 @@ def data_before_after(
 ) -> list[dict]:              # {name, clips_per_s, ratio, spread, au} of each pipeline
     "Measure the three pipelines against each other."
     loader = OnlineLoader(plan, corpus, stats)
-    sources = {'numpy_function': (online_batches(loader, python=True), 3), 'native': (online_batches(loader, python=False), 6),
-               'cache': (cached_batches(plan), 300)}   # batches of a round, so that rounds last about as long
+    sources = {'numpy_function': (online_batches(loader, python=True), 10), 'native': (online_batches(loader, python=False), 30),
+               'cache': (cached_batches(plan), 1500)}   # batches of a round, so that rounds last about as long
     running = {name: iter(source) for name, (source, _) in sources.items()}
 
     def take(name, count):
         for _ in range(count): next(running[name])
         return count * plan.data.batch_size
 
-    # What was prefetched while the others ran is no work of this round: it is taken out before the clock starts.
-    ready = plan.data.prefetch_buffer_size + plan.data.num_workers
+    def settle(name):
+        "Let the others fill their buffers, then empty one's own: what was laid by is no work of this round."
+        time.sleep(0.2)
+        take(name, plan.data.prefetch_buffer_size + 1)
+
     arms = {name: lambda name=name, n=n: take(name, n) for name, (_, n) in sources.items()}
-    rows = compare(arms, 'clips_per_s', rounds, before=lambda name: take(name, ready), progress=progress).rows()
+    rows = compare(arms, 'clips_per_s', rounds, before=settle, progress=progress).rows()
     step_seconds = plan.data.batch_size / H200_CLIPS_PER_SECOND
     for row in rows: row['au'] = round(accelerator_utilisation(running[row['name']], step_seconds, steps=20)['au'], 3)
     return rows

@@ -140,11 +140,15 @@ class DVAE(keras.Model):
         q = z + ops.stop_gradient(ops.cast(self.codebook.decode(codes), z.dtype) - z)
         return self.decoder(q), z, codes
 
-# %% ../nbs/14_dvae.ipynb #b6842c42
-def load_dvae(path, config: XTTSConfig) -> DVAE:
+# %% ../nbs/14_dvae.ipynb #549c646c
+def load_dvae(
+    path,                 # a safetensors file
+    config: XTTSConfig,
+    prefix: str = '',     # of the names, `dvae/` in the file of a whole model
+) -> DVAE:
     "The DVAE saved at `path`; raises `UserError` if it is missing or of another size."
     dvae = DVAE(config)
-    load_weights(path, named_weights(dvae))
+    load_weights(path, {prefix + name: v for name, v in named_weights(dvae).items()})
     return dvae
 
 # %% ../nbs/14_dvae.ipynb #afcb8264

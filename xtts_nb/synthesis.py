@@ -106,7 +106,7 @@ def reference_mel(
     mel = log_mel(wav, audio.reference_n_fft, audio) / xtts.dvae.mel_stats
     return wrapped(mel.numpy(), xtts.config.data.reference_frames)
 
-# %% ../nbs/24_synthesis.ipynb #445d3759
+# %% ../nbs/24_synthesis.ipynb #7b076b07
 class Speaker:
     "Makes a model speak; compiled once per padded shape."
     def __init__(self,
@@ -115,11 +115,14 @@ class Speaker:
         top_k: int = 50,
         top_p: float = 0.85,
         repetition_penalty: float = 1.0,
+        max_seconds: float | None = None,   # a clip is cut here; default: what the model can say
     ):
-        self.xtts = xtts
+        self.xtts, most = xtts, xtts.config.model.gpt.max_audio_codes
+        if max_seconds:
+            codes_per_second = xtts.config.model.audio.frames_per_second / xtts.config.model.dvae.frames_per_code
+            most = min(most, int(max_seconds * codes_per_second) + 1)
         self._generate = tf.function(lambda text, length, reference, seed: generate(
-            xtts.gpt, text, length, reference, xtts.config.model.gpt.max_audio_codes, temperature, top_k, top_p,
-            repetition_penalty, seed), jit_compile=True)
+            xtts.gpt, text, length, reference, most, temperature, top_k, top_p, repetition_penalty, seed), jit_compile=True)
         self._decode = tf.function(xtts.dvae.decode, reduce_retracing=True)
 
     def _ids(self, text: str, language: str) -> list[int]:

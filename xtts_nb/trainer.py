@@ -131,7 +131,7 @@ def trace_count(step) -> int:
     "How often TensorFlow has traced `step`; 0 for a plain function."
     return getattr(step, 'experimental_get_tracing_count', lambda: 0)()
 
-# %% ../nbs/30_trainer_xla.ipynb #e8300127
+# %% ../nbs/30_trainer_xla.ipynb #2338d54e
 class Trainer:
     "Trains the GPT of `xtts` by a plan; `run`, a folder, keeps what is needed to go on."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None):
@@ -187,7 +187,8 @@ class Trainer:
             if self.run and (self.step % self.training.checkpoint_every == 0 or self.step == steps): self.save()
         clips = self.plan.data.batch_size / float(np.median([r for r, _ in rates])) if rates else 0.
         return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(last),
-                'clips_per_s': round(clips, 2), 'traces': trace_count(self.train_step), 'seconds': round(time.perf_counter() - begun, 2)}
+                'clips_per_s': round(clips, 2), 'traces': trace_count(self.train_step),
+                'seconds': round(time.perf_counter() - begun, 2)}
 
     def _log(self, pending: list[dict], rates: list) -> tuple[dict, list[float]]:
         "Fetch what has gathered on the device, all at once, and append a line to `metrics.jsonl`."

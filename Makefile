@@ -1,0 +1,63 @@
+# Two commands need nothing but Python 3.11 to 3.13, pip and make:
+#   make demo     trains a small XTTS on speech made on the spot, and lets it speak
+#   make test     everything that must hold
+# Options go through ARGS, as in: make demo ARGS=--json.  GPU=1 lets the tests see the GPU and runs those that need one.
+
+bin = .venv/bin
+ready = .venv/.installed
+hide_gpu = $(if $(GPU),,CUDA_VISIBLE_DEVICES=-1)
+env = $(hide_gpu) TF_CPP_MIN_LOG_LEVEL=2 MPLBACKEND=Agg
+
+.PHONY: help demo test test-all readme docs export clean lock
+
+help:
+	@echo "make demo      train a small XTTS, measure each bottleneck before and after, and let it speak"
+	@echo "make test      style, notebooks and library in step, every notebook, the quick tests"
+	@echo "make test-all  the same with everything slow"
+	@echo "make export    write the library from the notebooks, and clean them"
+	@echo "make readme    write README.md from nbs/index.ipynb"
+	@echo "make docs      write the pages into _docs"
+	@echo "make lock      renew requirements.lock (needs uv; ARGS=--upgrade takes newer versions)"
+	@echo "make clean     remove what can be made again; .venv, runs, cache and data stay"
+	@echo "ARGS='...' passes options on; GPU=1 tests on the GPU; PYTHON=... chooses the interpreter of a new .venv."
+
+$(ready): pyproject.toml requirements.lock
+	@sh dev/venv.sh
+
+demo: $(ready)
+	@$(bin)/xtts-nb demo $(ARGS)
+
+test: flags = $(if $(GPU),gpu)
+test: marked = not slow$(if $(GPU),, and not gpu)
+test-all: flags = slow $(if $(GPU),gpu)
+test-all: marked = $(if $(GPU),,not gpu)
+
+test test-all: $(ready)
+	@echo "== style"
+	@$(bin)/ruff check nbs tests dev
+	@echo "== notebooks and library"
+	@$(bin)/python dev/in_step.py
+	@echo "== every notebook"
+	@$(env) $(bin)/nbdev-test --n-workers 2 --timing --flags "$(strip $(flags))"
+	@echo "== tests"
+	@$(env) $(bin)/pytest -m "$(marked)" $(ARGS)
+
+export: $(ready)
+	@$(bin)/nbdev-export
+	@$(bin)/nbdev-clean
+
+readme: $(ready)
+	@$(bin)/python dev/pages.py readme
+
+docs: $(ready)
+	@$(bin)/python dev/pages.py docs
+
+lock:
+	@command -v uv >/dev/null || { echo "make lock needs uv: pip install uv." >&2; exit 2; }
+	@uv pip compile --quiet --universal --python-version 3.11 --extra dev --no-annotate \
+	    --custom-compile-command "make lock" pyproject.toml -o requirements.lock $(ARGS)
+	@echo "requirements.lock holds the versions that the next make installs."
+
+clean:
+	rm -rf build dist _docs _proc _site *.egg-info .pytest_cache .ruff_cache nbs/nbdev.yml nbs/sidebar.yml
+	find nbs xtts_nb tests dev -name __pycache__ -prune -exec rm -rf {} + -o -name .ipynb_checkpoints -prune -exec rm -rf {} +

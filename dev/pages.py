@@ -1,0 +1,234 @@
+"""README.md and the pages, from the notebooks as they are stored; nothing is executed.
+
+    python dev/pages.py readme    nbs/index.ipynb -> README.md, its pictures -> nbs/images/
+    python dev/pages.py docs      every notebook -> _docs/*.html, each complete in one file
+
+The published site is made by nbdev and Quarto from the same notebooks; this needs neither."""
+import base64
+import html
+import os
+import re
+import sys
+from pathlib import Path
+from string import Template
+
+import nbformat
+from jinja2 import DictLoader
+from nbconvert import HTMLExporter, MarkdownExporter
+from nbformat import NotebookNode
+from pygments.formatters import HtmlFormatter
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# GitHub shows Markdown and pictures; HTML with scripts or sound it strips.
+SHOWN = 'text/markdown', 'image/svg+xml', 'image/png', 'image/jpeg', 'text/plain'
+SUFFIX = {'image/svg+xml': 'svg', 'image/png': 'png', 'image/jpeg': 'jpg'}
+LINK = re.compile(r'(\]\(|<(?:img|a)\b[^>]*?\b(?:src|href)=")(?![a-z]+:|#|/)([^)"\s]+)')
+
+
+# ---- what a reader sees of a notebook
+
+def split_directives(
+    source: str,  # of a cell
+) -> tuple[dict[str, str], str]:
+    "The nbdev directives at the top of a cell as `{name: value}`, and the rest of it."
+    lines, found = source.split('\n'), {}
+    while lines and (match := re.match(r'#\|\s*([\w-]+)\s*:?\s*(.*)', lines[0])):
+        found[match[1]] = match[2].strip()
+        lines.pop(0)
+    return found, '\n'.join(lines).strip('\n')
+
+
+def is_shown(
+    output: NotebookNode,  # of a code cell
+) -> bool:
+    "Warnings and widgets without a picture are no part of a page."
+    if output.output_type == 'stream': return output.name == 'stdout'
+    return output.output_type == 'error' or bool(output.data.keys() & {*SHOWN, 'text/html'})
+
+
+def visible(
+    path: Path,  # of a notebook
+) -> NotebookNode:
+    "The notebook without directives, hidden cells and noise."
+    nb = nbformat.read(path, as_version=4)
+    cells = []
+    for cell in nb.cells:
+        found, cell.source = split_directives(cell.source)
+        code = cell.cell_type == 'code'
+        if cell.cell_type == 'raw' or found.keys() & {'hide', 'default_exp'}: continue
+        if code:
+            cell.outputs = [o for o in cell.outputs if is_shown(o) and found.get('output') != 'false']
+            if found.get('echo') == 'false': cell.metadata.transient = {'remove_source': True}
+        if cell.source.strip() or (code and cell.outputs): cells.append(cell)
+    nb.cells = cells
+    return nb
+
+
+def relink(
+    text: str,  # Markdown
+    move,       # target of a relative link -> its new target
+) -> str:
+    "The text with every relative link and picture pointing where `move` says."
+    return LINK.sub(lambda match: match[1] + move(match[2]), text)
+
+
+def relink_cells(
+    nb: NotebookNode,  # changed in place
+    move,              # as in `relink`
+):
+    "Apply `relink` to the Markdown cells and the Markdown outputs."
+    for cell in nb.cells:
+        if cell.cell_type == 'markdown': cell.source = relink(cell.source, move)
+        for output in cell.get('outputs', []):
+            if 'text/markdown' in output.get('data', {}):
+                output.data['text/markdown'] = relink(output.data['text/markdown'], move)
+
+
+# ---- README.md
+
+README = """{%- extends 'markdown/index.md.j2' -%}
+{% block input %}
+```python
+{{ cell.source }}
+```
+{% endblock input %}
+{% block stream %}
+```text
+{{ output.text.rstrip() }}
+```
+{% endblock stream %}
+{% block data_text scoped %}
+```text
+{{ output.data['text/plain'].rstrip() }}
+```
+{% endblock data_text %}
+"""
+
+
+def take_picture(
+    output: NotebookNode,  # becomes a Markdown output that shows the picture, if it holds one
+    stem: str,             # of the picture's file
+) -> dict[str, bytes]:
+    "The picture of an output as `{file name: bytes}`."
+    data = output.get('data', {})
+    kind = next((k for k in SHOWN if k in data), None)
+    if kind not in SUFFIX: return {}
+    name = f'{stem}.{SUFFIX[kind]}'
+    content = data[kind].encode() if kind == 'image/svg+xml' else base64.b64decode(data[kind])
+    output.data = NotebookNode({'text/markdown': f'![figure](images/{name})'})
+    return {name: content}
+
+
+def readme(
+    root: Path = ROOT,  # the repository
+) -> tuple[str, dict[str, bytes]]:
+    "The text of README.md, and its pictures by name, as they stand in `nbs/images`."
+    nb, pictures = visible(root / 'nbs/index.ipynb'), {}
+    for cell in nb.cells:
+        if 'outputs' not in cell: continue
+        cell.outputs = [o for o in cell.outputs if '<audio' not in o.get('data', {}).get('text/html', '')]
+        for i, output in enumerate(cell.outputs): pictures |= take_picture(output, f'index-{cell.id}-{i}')
+    relink_cells(nb, lambda target: os.path.normpath(f'nbs/{target}').replace(os.sep, '/'))
+    exporter = MarkdownExporter(extra_loaders=[DictLoader({'readme.md.j2': README})], template_file='readme.md.j2')
+    exporter.display_data_priority = list(SHOWN)
+    text, _ = exporter.from_notebook_node(nb)
+    return re.sub(r'\n{3,}', '\n\n', text).strip() + '\n', pictures
+
+
+def write_readme(
+    root: Path = ROOT,  # the repository
+):
+    "Write README.md and its pictures, and remove the pictures that it no longer shows."
+    text, pictures = readme(root)
+    folder = root / 'nbs/images'
+    for old in folder.glob('index-*'):
+        if old.name not in pictures: old.unlink()
+    if pictures: folder.mkdir(exist_ok=True)
+    for name, content in pictures.items(): (folder / name).write_bytes(content)
+    (root / 'README.md').write_text(text, encoding='utf-8')
+    print('README.md written from nbs/index.ipynb.')
+
+
+# ---- the pages
+
+PAGE = Template("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title><style>$style</style></head>
+<body><nav>$nav</nav><main>
+$body
+</main></body></html>
+""")
+
+STYLE = """
+body { display: flex; margin: 0; font: 16px/1.55 system-ui, sans-serif; color: #222; background: #fff }
+nav { flex: 0 0 13em; padding: 1.5em 1em; box-sizing: border-box; position: sticky; top: 0; height: 100vh; overflow: auto }
+nav a { display: block; padding: .15em .5em; color: #444; text-decoration: none; border-left: 3px solid transparent }
+nav a[aria-current] { border-color: #2a6fb0; font-weight: 600 }
+main { flex: 1; min-width: 0; max-width: 52em; padding: 1em 2em 6em }
+blockquote { margin-left: 0; color: #555; font-size: 1.1em }
+pre { padding: .6em .8em; overflow-x: auto; font: 13px/1.45 ui-monospace, monospace; margin: .5em 0 }
+.highlight pre { background: #f6f7f9; border-radius: 4px } .output pre { color: #333; border-left: 3px solid #d5dbe1 }
+table { border-collapse: collapse; font-size: .92em } td, th { padding: .25em .7em; border-bottom: 1px solid #ddd }
+img, svg { max-width: 100% } .anchor-link, .prompt { display: none } audio { width: 100% }
+@media (max-width: 50em) { body { display: block } nav { position: static; height: auto } main { padding: 1em } }
+"""
+
+
+def page_name(
+    notebook: str,  # `10_data_tf_native.ipynb`
+) -> str:
+    "`data_tf_native.html`: nbdev names its pages without the number too."
+    return re.sub(r'^\d+[a-zA-Z0-9]*_', '', notebook.lower()).removesuffix('.ipynb') + '.html'
+
+
+def page_link(
+    target: str,  # of a relative link
+) -> str:
+    "A link to a notebook as one to its page; others unchanged, since `_docs` lies beside `nbs`."
+    name, hash_, part = target.partition('#')
+    return page_name(name) + hash_ + part if name.endswith('.ipynb') and '/' not in name else target
+
+
+def title(
+    nb: NotebookNode,
+    default: str,  # where the notebook has no H1
+) -> str:
+    "The text of the first H1."
+    lines = (line for cell in nb.cells if cell.cell_type == 'markdown' for line in cell.source.splitlines())
+    return next((line[2:].strip() for line in lines if line.startswith('# ')), default)
+
+
+def docs(
+    root: Path = ROOT,  # the repository
+) -> dict[str, str]:
+    "Every page by file name: the index first, the others in the order of their numbers."
+    paths = sorted((root / 'nbs').glob('*.ipynb'), key=lambda p: (p.stem != 'index', p.name))
+    notebooks = {page_name(p.name): visible(p) for p in paths}
+    titles = {name: html.escape(title(nb, name)) for name, nb in notebooks.items()}
+    exporter = HTMLExporter(template_name='basic', embed_images=True)
+    style, pages = STYLE + HtmlFormatter().get_style_defs('.highlight'), {}
+    for name, nb in notebooks.items():
+        relink_cells(nb, page_link)
+        body, _ = exporter.from_notebook_node(nb, {'metadata': {'path': str(root / 'nbs')}})
+        here = {name: ' aria-current="page"'}
+        nav = '\n'.join(f'<a href="{n}"{here.get(n, "")}>{t}</a>' for n, t in titles.items())
+        pages[name] = PAGE.substitute(title=titles[name], style=style, nav=nav, body=body)
+    return pages
+
+
+def write_docs(
+    root: Path = ROOT,  # the repository
+):
+    "Write the pages into `_docs`."
+    folder = root / '_docs'
+    folder.mkdir(exist_ok=True)
+    pages = docs(root)
+    for name, text in pages.items(): (folder / name).write_text(text, encoding='utf-8')
+    print(f'{len(pages)} pages written; begin at _docs/index.html.')
+
+
+if __name__ == '__main__':
+    actions = {'readme': write_readme, 'docs': write_docs}
+    if sys.argv[1:] not in [[name] for name in actions]: sys.exit('usage: python dev/pages.py readme|docs')
+    actions[sys.argv[1]]()

@@ -1,0 +1,83 @@
+"""README.md is the index page; dev/pages.py shows of a notebook what a reader should see."""
+import base64
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / 'dev'))
+import pages  # noqa: E402
+
+PNG = base64.b64decode('iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGNgYGBgAAAABQABh6FO1AAAAABJRU5ErkJggg==')
+
+
+def test_readme_is_the_index_page():
+    text, pictures = pages.readme()
+    assert (ROOT / 'README.md').read_text(encoding='utf-8') == text, 'run `make readme`'
+    shown = {f.name: f.read_bytes() for f in (ROOT / 'nbs/images').glob('index-*')}
+    assert shown == pictures, 'run `make readme`'
+
+
+def result(**data):
+    "A cell's value, by MIME type."
+    return new_output('execute_result', data={k.replace('__', '/'): v for k, v in data.items()})
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    "A repository of two notebooks, with everything that an index page may hold."
+    (tmp_path / 'nbs').mkdir()
+    picture = result(image__png=base64.b64encode(PNG).decode(), text__plain='<Figure>')
+    cells = [
+        new_code_cell('#| default_exp nothing', id='a'),
+        new_markdown_cell('# Title\n\n> Subtitle\n\n[a page](00_one.ipynb#two) [log](../dev/LOG.md) [web](https://a.b/c)',
+                          id='b'),
+        new_code_cell('#| hide\nsecret = 1', id='c'),
+        new_code_cell('#| export\n#| slow\nx = 1\nx', id='d', outputs=[result(text__plain='1')]),
+        new_code_cell('#| echo: false\nplot()', id='e', outputs=[picture]),
+        new_code_cell('#| output: false\nloud()', id='f', outputs=[result(text__plain='unheard')]),
+        new_code_cell('table()', id='g', outputs=[result(text__markdown='| [one](00_one.ipynb) |\n|---|\n| 2 |')]),
+        new_code_cell('print(3)', id='h', outputs=[new_output('stream', name='stderr', text='noise'),
+                                                   new_output('stream', name='stdout', text='3\n')]),
+        new_code_cell('hear()', id='i', outputs=[result(text__html='<audio></audio>', text__plain='<Audio>')]),
+    ]
+    nbformat.write(new_notebook(cells=cells), tmp_path / 'nbs/index.ipynb')
+    nbformat.write(new_notebook(cells=[new_markdown_cell('# One\n\n[home](index.ipynb)', id='a')]), tmp_path / 'nbs/00_one.ipynb')
+    return tmp_path
+
+
+def test_readme_shows_what_a_reader_should_see(root):
+    text, _ = pages.readme(root)
+    for unseen in ('#|', 'secret', 'plot()', 'unheard', 'noise', 'default_exp', '<Figure>', '<Audio>'): assert unseen not in text
+    assert '```python\nx = 1\nx\n```\n\n```text\n1\n```' in text
+    assert '```python\nloud()\n```' in text
+    assert '```text\n3\n```' in text
+
+
+def test_readme_links_start_at_the_repository(root):
+    text, _ = pages.readme(root)
+    assert '[a page](nbs/00_one.ipynb#two) [log](dev/LOG.md) [web](https://a.b/c)' in text
+    assert '| [one](nbs/00_one.ipynb) |' in text
+
+
+def test_readme_keeps_its_pictures_in_files(root):
+    (root / 'nbs/images').mkdir()
+    (root / 'nbs/images/index-gone-0.png').write_bytes(PNG)
+    (root / 'nbs/images/drawn-by-hand.png').write_bytes(PNG)
+    pages.write_readme(root)
+    assert '![figure](nbs/images/index-e-0.png)' in (root / 'README.md').read_text()
+    assert {f.name: f.read_bytes() for f in (root / 'nbs/images').iterdir()} == {'index-e-0.png': PNG, 'drawn-by-hand.png': PNG}
+    assert pages.readme(root) == pages.readme(root)
+
+
+def test_pages_stand_alone_and_lead_to_each_other(root):
+    written = pages.docs(root)
+    assert list(written) == ['index.html', 'one.html']
+    index = written['index.html']
+    assert '<a href="index.html" aria-current="page">Title</a>\n<a href="one.html">One</a>' in index
+    assert 'href="one.html#two"' in index and 'href="index.html"' in written['one.html']
+    assert 'data:image/png;base64,' in index and '<audio>' in index and 'secret' not in index
+    assert not [part for part in ('<script', '<link', 'src="http') if part in index]

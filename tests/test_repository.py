@@ -1,0 +1,182 @@
+"""The rules of the house, read off the files: no test here runs a page."""
+import ast
+import configparser
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / 'nbs').glob('*.ipynb'))
+PAGES = [nb for nb in NOTEBOOKS if nb.stem != 'index']
+
+
+def name(path): return path.name
+
+
+def tracked() -> list[Path]:
+    "The files of the repository; without git, those that lie where its files lie."
+    if (ROOT / '.git').exists():
+        listed = subprocess.run(['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard'], cwd=ROOT,
+                                capture_output=True, text=True, check=True).stdout.split('\0')
+        files = [ROOT / f for f in listed if f]
+    else:
+        folders = '.ci', '.github', 'benchmarks', 'dev', 'nbs', 'tests', 'xtts_nb'
+        files = [*ROOT.glob('*'), *(f for folder in folders for f in (ROOT / folder).rglob('*'))]
+    return [f for f in files if f.is_file() and not f.is_symlink() and '__pycache__' not in f.parts]
+
+
+def cells(
+    path: Path,  # of a notebook
+    kind: str,   # `code` or `markdown`
+) -> list[dict]:
+    "The cells of one kind, `source` joined."
+    found = json.loads(path.read_text(encoding='utf-8'))['cells']
+    return [{**c, 'source': ''.join(c['source'])} for c in found if c['cell_type'] == kind]
+
+
+def module(
+    path: Path,  # of a notebook
+) -> str | None:
+    "The module that the notebook writes."
+    return next((m[1] for c in cells(path, 'code') if (m := re.match(r'#\|\s*default_exp:?\s+(\w+)', c['source']))), None)
+
+
+# ---- what must not be in it
+
+# Written in pieces, so that this file passes its own test.
+ELSEWHERE = re.compile(r'''(?<![\w.~$}:/<-])/(?:home|root|work|tmp|opt|mnt|Users|private)(?=/\w)'''
+                       r'''|file:''' r'''//|\bissue[s]? #?\d+\b''')
+BESIDE = '../' + 'shared'
+
+
+def test_no_path_of_one_machine():
+    found = []
+    for f in tracked():
+        try: text = f.read_text(encoding='utf-8')
+        except UnicodeDecodeError: continue   # pictures and the like
+        if f.name == 'LICENSE': continue
+        found += [f'{f.relative_to(ROOT)}:{i}: {m[0]}' for i, line in enumerate(text.splitlines(), 1)
+                  for m in ELSEWHERE.finditer(line)]
+        if BESIDE in text and f != ROOT / '.ci/run': found.append(f'{f.relative_to(ROOT)}: {BESIDE}')
+    assert not found
+
+
+# ---- notebooks
+
+@pytest.mark.parametrize('path', PAGES, ids=name)
+def test_page_has_a_module(path):
+    number, stem = re.fullmatch(r'(\d\d)_(\w+)', path.stem).groups()
+    assert module(path) and (stem == module(path) or stem.startswith(module(path) + '_'))
+    assert (ROOT / 'xtts_nb' / f'{module(path)}.py').is_file()
+
+
+def test_each_module_has_one_page():
+    modules = [module(p) for p in PAGES]
+    assert len(set(modules)) == len(modules)
+    assert {f.stem for f in (ROOT / 'xtts_nb').glob('*.py')} == {*modules, '__init__', '_modidx'}
+    assert module(ROOT / 'nbs/index.ipynb') is None
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=name)
+def test_page_reads_as_a_page(path):
+    markdown = [c['source'] for c in cells(path, 'markdown')]
+    assert re.match(r'# \S.*\n\n> \S', markdown[0]), 'it begins with an H1 and a > subtitle'
+    assert len(' '.join(markdown).split()) > 100, 'prose leads'
+
+
+@pytest.mark.parametrize('path', PAGES, ids=name)
+def test_page_stores_its_outputs(path):
+    outputs = [o for c in cells(path, 'code') for o in c['outputs']]
+    assert outputs, 'run `nbdev-test --save` on it'
+    assert not [o for o in outputs if o['output_type'] == 'error']
+
+
+def imported(
+    source: str,  # Python
+) -> set[str]:
+    "The modules of the library that some code imports, inside functions too."
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import): found |= {a.name for a in node.names}
+        if isinstance(node, ast.ImportFrom):
+            base = '.'.join(filter(None, ['xtts_nb'] * node.level + [node.module or '']))
+            found |= {base} | {f'{base}.{a.name}' for a in node.names}
+    return {parts[1] for f in found if (parts := f.split('.'))[0] == 'xtts_nb' and len(parts) > 1}
+
+
+@pytest.mark.parametrize('source, modules', [
+    ('import xtts_nb.data', {'data'}), ('from xtts_nb import gpt, __version__', {'gpt', '__version__'}),
+    ('from .audio import mel', {'audio'}), ('from . import bench', {'bench'}),
+    ('def f():\n    from xtts_nb.text import Tokenizer as T', {'text'}), ('import numpy, xtts_nb', set())])
+def test_imported(source, modules): assert imported(source) >= modules and imported(source) - modules <= {'mel', 'Tokenizer'}
+
+
+@pytest.mark.parametrize('path', PAGES, ids=name)
+def test_exported_code_imports_lower_numbers(path):
+    number = {module(p): p.name[:2] for p in PAGES}
+    exported = [c['source'] for c in cells(path, 'code') if re.match(r'(#\|.*\n)*#\|\s*exporti?\b', c['source'])]
+    above = {m for source in exported for m in imported(source) if number.get(m, '') >= path.name[:2]}
+    assert not above
+
+
+# ---- the package
+
+HEAVY = 'tensorflow', 'keras', 'numpy', 'matplotlib', 'pydantic'
+
+
+def test_import_is_light():
+    code = f'import sys, xtts_nb; print([m for m in {HEAVY!r} if m in sys.modules])'
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == '[]'
+
+
+def test_version_is_in_the_changelog():
+    import xtts_nb
+    headings = re.findall(r'^## \[?([^\]\s]+)', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), re.MULTILINE)
+    assert headings[0] == 'Unreleased' and xtts_nb.__version__ == headings[1]
+
+
+def test_lock_file_covers_the_dependencies_and_nothing_of_one_machine():
+    def key(requirement): return re.match(r'[\w.-]+', requirement)[0].lower().replace('_', '-')
+    project = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']
+    extras = project['optional-dependencies']
+    wanted = {key(r) for r in [*project['dependencies'], *extras['demo'], *extras['dev']]} - {key(project['name'])}
+    lines = [line for line in (ROOT / 'requirements.lock').read_text(encoding='utf-8').splitlines() if not line.startswith('#')]
+    locked = {key(line) for line in lines}
+    assert wanted <= locked, 'run `make lock`'
+    assert all(re.match(r'[\w.-]+==[\w.]+( ;|$)', line) for line in lines)
+    assert not [n for n in locked if n.startswith('nvidia') and n != 'nvidia-ml-py']
+
+
+def test_workspace_settings_are_the_defaults():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / 'settings.ini', encoding='utf-8')
+    assert dict(parser['workspace']) == {'data': 'data', 'cache': 'cache', 'runs': 'runs', 'scale': 'tiny'}
+
+
+def test_continuous_integration_runs_make_test():
+    assert os.access(ROOT / '.ci/run', os.X_OK)
+    assert re.search(r'^exec make .*\btest\b', (ROOT / '.ci/run').read_text(), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_library_only(tmp_path):
+    files = [f for f in tracked() if f.suffix in ('.py', '.toml', '.md') or f.name == 'LICENSE']
+    for f in files:
+        copy = tmp_path / 'source' / f.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(f.read_bytes())
+    code = 'import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))'
+    done = subprocess.run([sys.executable, '-c', code, tmp_path], cwd=tmp_path / 'source', capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]).namelist()
+    info = [n for n in names if '.dist-info/' in n]
+    assert {n for n in names if n not in info} == {f'xtts_nb/{f.name}' for f in (ROOT / 'xtts_nb').glob('*.py')}
+    assert [n for n in info if n.endswith('licenses/LICENSE')]

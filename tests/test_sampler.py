@@ -1,0 +1,226 @@
+"The sampler on recorded traces, broken probes and a driver that is made up: no GPU, no waiting."
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pynvml
+import pytest
+
+from xtts_nb import sampler
+from xtts_nb.config import UserError
+from xtts_nb.sampler import (CPU, GPU, Sample, Sampler, best_probe, cpu_probe, longest_idle, nvml_probe, replay_probe,
+                             series, summarise)
+
+
+def gpu_trace(*curves, step=.1):
+    "One GPU per curve."
+    return [Sample(i * step, tuple(GPU(k, f'Card {k}', v) for k, v in enumerate(now)))
+            for i, now in enumerate(zip(*curves))]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    "A made-up driver with two cards; its readings can be replaced by errors."
+    state = SimpleNamespace(count=2, use={0: 10, 1: 80}, power={0: 50_000, 1: 300_500}, fail={})
+    def read(name, value):
+        def call(handle, *args):
+            if (name, handle) in state.fail: raise pynvml.NVMLError(state.fail[name, handle])
+            return value(handle)
+        return call
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    monkeypatch.setattr(pynvml, 'nvmlInit', lambda: None)
+    monkeypatch.setattr(pynvml, 'nvmlDeviceGetCount', lambda: state.count)
+    monkeypatch.setattr(pynvml, 'nvmlDeviceGetHandleByIndex', lambda i: i)
+    for name, value in {
+        'Name': lambda h: f'Card {h}',
+        'UtilizationRates': lambda h: SimpleNamespace(gpu=state.use[h], memory=5),
+        'MemoryInfo': lambda h: SimpleNamespace(used=(h + 1) << 30, total=8 << 30, free=0),
+        'PowerUsage': lambda h: state.power[h], 'Temperature': lambda h: 40 + h, 'ClockInfo': lambda h: 1500 + h,
+    }.items(): monkeypatch.setattr(pynvml, f'nvmlDeviceGet{name}', read(name, value))
+    return state
+
+
+def test_nvml_units(driver):
+    s = nvml_probe()()
+    assert s.gpus == (GPU(0, 'Card 0', 10., 1 << 30, 8 << 30, 50., 40, 1500),
+                      GPU(1, 'Card 1', 80., 2 << 30, 8 << 30, 300.5, 41, 1501))
+    assert s.error is None and s.cpu.memory_total == psutil.virtual_memory().total
+
+
+def test_nvml_zero_is_a_reading(driver):
+    driver.use[0] = driver.power[0] = 0
+    assert (nvml_probe()().gpus[0].utilisation, nvml_probe()().gpus[0].power) == (0., 0.)
+
+
+@pytest.mark.parametrize('code', [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION,
+                                  pynvml.NVML_ERROR_FUNCTION_NOT_FOUND])
+@pytest.mark.parametrize('name, field', [('UtilizationRates', 'utilisation'), ('MemoryInfo', 'memory_used'),
+                                         ('PowerUsage', 'power'), ('Temperature', 'temperature'),
+                                         ('ClockInfo', 'clock')])
+def test_nvml_what_a_card_does_not_offer_is_none(driver, code, name, field):
+    driver.fail[name, 0] = code
+    s = nvml_probe()()
+    assert getattr(s.gpus[0], field) is None and getattr(s.gpus[1], field) is not None and s.error is None
+
+
+def test_nvml_a_lost_card_keeps_its_neighbour(driver):
+    probe = nvml_probe()
+    driver.fail['UtilizationRates', 0] = pynvml.NVML_ERROR_GPU_IS_LOST
+    s = probe()
+    assert s.gpus[0] == GPU(0, 'Card 0') and s.gpus[1].utilisation == 80 and s.error.startswith('GPU 0: ')
+    driver.fail.clear()
+    assert probe().gpus[0].utilisation == 10 and probe().error is None
+
+
+def test_best_probe_takes_the_gpus_silently(driver):
+    lines = []
+    assert best_probe(lines.append)().devices.keys() == {'GPU 0', 'GPU 1', 'CPU'} and not lines
+
+
+def test_best_probe_says_in_one_line_what_it_uses_instead(driver, monkeypatch, capsys):
+    def missing(): raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    monkeypatch.setattr(pynvml, 'nvmlInit', missing)
+    assert best_probe()().devices.keys() == {'CPU'}
+    out = capsys.readouterr().out
+    assert out.count('\n') == 1 and 'NVML Shared Library Not Found' in out and 'showing the CPU instead' in out
+    with pytest.raises(UserError, match='NVML'): nvml_probe()
+
+
+def test_best_probe_without_cards(driver):
+    driver.count, lines = 0, []
+    best_probe(lines.append)
+    assert len(lines) == 1 and 'sees no GPU' in lines[0]
+
+
+@pytest.mark.parametrize('hidden', ['', '-1'])
+def test_best_probe_shows_no_gpu_that_this_process_cannot_use(driver, monkeypatch, hidden):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', hidden)
+    lines = []
+    assert best_probe(lines.append)().gpus == () and 'CUDA_VISIBLE_DEVICES' in lines[0]
+
+
+def test_cpu_probe_reports_differences(monkeypatch):
+    clocks = iter([(0., 0., 0., 0.), (.001, .001, .002, .002), (1., .5, 2., 1.5), (2., 2.5, 4., 1.5)])
+    monkeypatch.setattr(sampler, '_cpu_clocks', lambda: next(clocks))
+    monkeypatch.setattr(psutil, 'cpu_count', lambda: 2)
+    probe = cpu_probe()
+    first, second, third = probe().cpu, probe().cpu, probe().cpu
+    assert (first.utilisation, first.process) == (None, None)     # nothing passed since the reading before
+    assert (second.utilisation, second.process) == (75., 25.)     # half a core of two
+    assert (third.utilisation, third.process) == (0., 100.)
+    assert first.process_memory > 0 and first.memory_used < first.memory_total
+
+
+def test_replay_raises_its_exceptions_and_ends():
+    a, b = Sample(0.), Sample(1.)
+    probe = replay_probe([a, OSError('gone'), b])
+    assert probe() is a
+    with pytest.raises(OSError, match='gone'): probe()
+    assert probe() is b
+    with pytest.raises(StopIteration): probe()
+
+
+def test_two_gpus_are_never_mixed():
+    devices = summarise(gpu_trace([100.] * 10, [0.] * 10))['devices']
+    assert (devices['GPU 0']['mean'], devices['GPU 0']['idle_share']) == (100, 0)
+    assert (devices['GPU 1']['mean'], devices['GPU 1']['idle_share']) == (0, 1)
+    assert devices['GPU 1']['longest_idle_s'] == pytest.approx(.9)
+
+
+def test_series_has_gaps_where_a_device_is_missing():
+    trace = [Sample(5., (GPU(0, 'a', 1.),)), Sample(6., error='x'), Sample(7., (GPU(0, 'a', 3.), GPU(1, 'b', 4.)))]
+    curves = series(trace)
+    np.testing.assert_array_equal(curves['GPU 0'][0], [0, 1, 2])
+    np.testing.assert_array_equal(curves['GPU 0'][1], [1, np.nan, 3])
+    np.testing.assert_array_equal(curves['GPU 1'][1], [np.nan, np.nan, 4])
+    assert series([]) == {}
+
+
+@pytest.mark.parametrize('values, longest', [([0, 0, 0, 0], 3), ([9, 0, 0, 9], 2), ([9, 4.9, 9, 9], 1),
+                                             ([9, 5, 5, 9], 0), ([0, 0, np.nan, 0], 1), ([], 0)])
+def test_longest_idle(values, longest):
+    assert longest_idle(np.arange(len(values), dtype=float), np.array(values, float)) == longest
+
+
+def test_summary_numbers():
+    d = summarise(gpu_trace(list(np.arange(101.))))['devices']['GPU 0']
+    assert (d['min'], d['p50'], d['p95'], d['max'], d['mean']) == (0, 50, 95, 100, 50) and d['idle_share'] == 5 / 101
+    assert d['memory_max'] is None
+
+
+def test_summary_of_nothing_and_of_a_device_without_utilisation():
+    assert summarise([]) == dict(seconds=0., samples=0, gaps=0, devices={})
+    only = summarise([Sample(0., (GPU(0, 'MIG', memory_used=5),))])
+    assert only['devices']['GPU 0'] == dict(name='MIG', samples=0, memory_max=5, memory_total=None)
+    json.dumps(only)
+
+
+def test_sample_survives_json():
+    s = Sample(1., (GPU(0, 'a', 2., 3, 4, 5., 6., 7.), GPU(1, 'b')), CPU('c', 1.), 'GPU 1: lost')
+    assert Sample.from_dict(json.loads(json.dumps(asdict(s)))) == s
+    assert Sample.from_dict(json.loads(json.dumps(asdict(Sample(1.))))) == Sample(1.)
+
+
+def test_sampler_survives_a_broken_probe_and_says_it_once():
+    lines, trace = [], gpu_trace([1.] * 6)
+    s = Sampler(replay_probe([trace[0], OSError('gone 1'), OSError('gone 2'), trace[3], ValueError('odd'), trace[5]]),
+                clock=lambda: .25, say=lines.append)
+    for _ in range(6): s.sample()
+    assert [x.error for x in s.samples] == [None, 'OSError: gone 1', 'OSError: gone 2', None, 'ValueError: odd', None]
+    assert len(lines) == 2 and 'gone 1' in lines[0] and 'odd' in lines[1]
+    assert s.samples[1].time == .25 and s.summary()['gaps'] == 3
+    with pytest.raises(StopIteration): s.sample()
+
+
+def test_ring_keeps_the_latest():
+    s = Sampler(replay_probe(gpu_trace(list(range(10)))), capacity=3)
+    assert s.latest is None and s.samples == []
+    for _ in range(10): s.sample()
+    assert [x.gpus[0].utilisation for x in s.samples] == [7, 8, 9] and s.latest is s.samples[-1]
+    assert s.summary()['dropped'] == 7 and s.summary()['samples'] == 3
+
+
+@pytest.mark.parametrize('bad', [dict(interval=0), dict(interval=-1), dict(capacity=0)])
+def test_sampler_refuses(bad):
+    with pytest.raises(UserError, match='take'): Sampler(replay_probe([]), **bad)
+
+
+def test_thread_samples_survives_and_ends():
+    "The one test with a thread: it waits for events, not for time."
+    seen, lines, gate = [], [], threading.Event()
+    def probe():
+        seen.append(threading.current_thread())
+        if len(seen) == 2: raise RuntimeError('gone')
+        if len(seen) >= 5: gate.set()
+        return Sample(float(len(seen)))
+    with Sampler(probe, interval=.001, say=lines.append) as s:
+        assert gate.wait(20)
+        thread = s._thread
+        assert s.start() is s and s._thread is thread      # starting twice is starting once
+        s.mark('here')
+    assert not thread.is_alive() and set(seen) == {thread} and thread.daemon and len(lines) == 1
+    taken = s.taken
+    assert taken == len(seen) >= 5 and s.samples[1].error == 'RuntimeError: gone' and s.marks[0][1] == 'here'
+    s.stop()
+    gate.clear()
+    with s: assert gate.wait(20)                           # and it can start again
+    assert s.taken > taken
+
+
+def test_thread_stops_at_the_end_of_a_trace():
+    s = Sampler(replay_probe(gpu_trace([1., 2.])), interval=.001).start()
+    s._thread.join(20)
+    assert not s._thread.is_alive() and s.taken == 2
+    s.stop()
+
+
+def test_import_is_light():
+    heavy = {'tensorflow', 'keras', 'matplotlib', 'IPython', 'pynvml'}
+    program = f'import sys, xtts_nb.sampler; print({heavy} & set(sys.modules))'
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == 'set()'
