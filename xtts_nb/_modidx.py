@@ -366,6 +366,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'xtts_nb.utilisation._dress': ('utilisation.html#_dress', 'xtts_nb/utilisation.py'),
                                      'xtts_nb.utilisation._field': ('utilisation.html#_field', 'xtts_nb/utilisation.py'),
                                      'xtts_nb.utilisation._path': ('utilisation.html#_path', 'xtts_nb/utilisation.py'),
+                                     'xtts_nb.utilisation._paths': ('utilisation.html#_paths', 'xtts_nb/utilisation.py'),
                                      'xtts_nb.utilisation._reading': ('utilisation.html#_reading', 'xtts_nb/utilisation.py'),
                                      'xtts_nb.utilisation._thin': ('utilisation.html#_thin', 'xtts_nb/utilisation.py'),
                                      'xtts_nb.utilisation.device_names': ('utilisation.html#device_names', 'xtts_nb/utilisation.py'),

@@ -95,7 +95,7 @@ def _table(title: str, rows: list[dict]) -> str:
     with console.capture() as captured: console.print(title, Markdown(rows_markdown(rows)), sep='\n')
     return captured.get().rstrip()
 
-# %% ../nbs/60_cli.ipynb #96372769
+# %% ../nbs/60_cli.ipynb #49b0d04d
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help='Folder for everything.')] = Path('runs/demo'),
@@ -112,8 +112,8 @@ def demo(
         config = XTTSConfig.tiny()
         if steps: config = config.replace(training={'steps': steps})
         with _progress() as tell: result = run_demo(out, config, listen=tell, say=lambda line: print(line, file=sys.stderr))
-        if record: keep('58_demo', [result['spoken']], benchmarks(), **{k: result[k] for k in result if k.endswith('_before_after')},
-                        train=result['train'], seconds=result['seconds'])
+        kept = ('data_before_after', 'step_before_after', 'train', 'seconds')
+        if record: keep('58_demo', [result['spoken']], benchmarks(), **{k: result[k] for k in kept})
         show(result, _demo_text(result))
 
 # %% ../nbs/60_cli.ipynb #b163f5d4

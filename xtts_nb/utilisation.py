@@ -33,10 +33,10 @@ def device_names(samples) -> str:
         return f'{first} {"and" if len(gpus) == 2 else "to"} {last.removeprefix("GPU ")}: {gpus[first]}'
     return ', '.join(f'{label}: {name}' for label, name in gpus.items()) or 'no device could be read'
 
-# %% ../nbs/48_utilisation.ipynb #e3edf8de
+# %% ../nbs/48_utilisation.ipynb #aad52e4b
 def _thin(seconds, values, points: int = 600):
     "At most `points` means of neighbours; a bin with a NaN is NaN."
-    k = -(-len(values) // points) or 1
+    k = max(1, -(-len(values) // points))
     n = len(values) // k * k
     return seconds[:n].reshape(-1, k).mean(1), values[:n].reshape(-1, k).mean(1)
 
@@ -49,7 +49,7 @@ def png_bytes(fig) -> bytes:
     Image.open(drawn).convert('RGB').quantize(64).save(out, 'png', optimize=True)
     return out.getvalue()
 
-# %% ../nbs/48_utilisation.ipynb #cf274b63
+# %% ../nbs/48_utilisation.ipynb #19786a38
 def plot_samples(
     samples,            # `Sample`s in order
     title: str = None,  # default: the devices' names
@@ -68,9 +68,13 @@ def plot_samples(
         mean = np.mean(v[~np.isnan(v)]) if not np.isnan(v).all() else None
         ax.plot(*_thin(t, v), color=colour, lw=1.3, label=label if mean is None else f'{label}, mean {mean:.0f} %')
         if mean is not None: ax.axhline(mean, color=colour, lw=1, ls='--', alpha=.7)
-    for when, name in list(marks)[:: -(-len(marks) // 10) or 1]:
-        ax.axvline(when - samples[0].time, color='#999999', lw=.7, ls=':')
-        ax.text(when - samples[0].time, 101, f' {name}', size=7, color='#666666', va='top',
+    span, free = samples[-1].time - samples[0].time if samples else 0, -1.
+    for when, name in marks:
+        at = when - samples[0].time
+        ax.axvline(at, color='#999999', lw=.7, ls=':')
+        if at < free: continue   # no room: the line stands without its name
+        free = at + span * (len(name) + 2) / 95
+        ax.text(at, 101, f' {name}', size=7, color='#666666', va='top',
                 bbox=dict(facecolor='white', edgecolor='none', alpha=.7, pad=.3))
     _dress(fig, ax, title or device_names(samples), note)
     return fig
@@ -102,27 +106,36 @@ def summary_lines(
     missing = f'; {summary["gaps"]} of them with readings missing' if summary['gaps'] else ''
     return lines + [f'{summary["samples"]} samples over {summary["seconds"]:.1f} s{missing}.']
 
-# %% ../nbs/48_utilisation.ipynb #7c13f512
-def _path(seconds, values, end: float, window: float) -> str:
-    "An SVG path on a field of 600 x 100; a NaN lifts the pen."
+# %% ../nbs/48_utilisation.ipynb #545e3069
+def _path(seconds, values) -> str:
+    "An SVG path, ten units to a second and one to a percent, newest at x = 600; a NaN lifts the pen."
     out, pen = [], 'M'
-    for x, y in zip(600 + 600 * (seconds - end) / window, 100 - values):
+    for x, y in zip(600 + 10 * (seconds - seconds[-1]), 100 - values):
         if y != y: pen = 'M'; continue
         out.append(f'{pen}{x:.0f} {y:.0f}'); pen = 'L'
     return ' '.join(out)
 
-# %% ../nbs/48_utilisation.ipynb #5b9ca1a0
-def _field(curves: dict, behind: tuple, window: float) -> str:
-    "The curves as SVG, the newest sample at the right edge."
-    end = max([t[-1] for t, _ in curves.values() if len(t)], default=0.)
+# %% ../nbs/48_utilisation.ipynb #998fe04f
+def _paths(curves: dict, behind: tuple) -> str:
+    "The curves of the devices over the thin grey one."
     lines = [(c, 1.6, t, v) for c, (t, v) in zip(COLOURS * len(curves), curves.values())]
     if behind: lines.insert(0, ('#999999', .8, *behind[1:]))
-    paths = ''.join(f'<path d="{_path(*_thin(t, v, 300), end, window)}" fill="none" stroke="{c}" stroke-width="{w}"/>'
-                    for c, w, t, v in lines)
+    out = []
+    for colour, width, t, v in lines:
+        old = int(np.searchsorted(t, t[-1] - 60))
+        t, v = (np.concatenate(pair) for pair in zip(_thin(t[:old], v[:old], 240), (t[old:], v[old:])))
+        out.append(f'<path d="{_path(t, v)}" fill="none" stroke="{colour}" stroke-width="{width}" '
+                   f'vector-effect="non-scaling-stroke"/>')
+    return ''.join(out)
+
+# %% ../nbs/48_utilisation.ipynb #87f91c74
+def _field(curves: dict, behind: tuple) -> str:
+    "The curves as SVG on a grid; the variable `--zoom` is 60 s over the seconds shown."
     grid = ''.join(f'<path d="M0 {y}H600" stroke="#999" stroke-width=".4"/><text x="606" y="{y + 3}">{100 - y} %</text>'
                    for y in (0, 50, 100))
-    return (f'<svg viewBox="-5 -6 650 124" style="width:100%;max-width:820px" font-size="9" fill="currentColor">'
-            f'{grid}{paths}<text y="114">{window:.0f} s ago</text><text x="600" y="114" text-anchor="end">now</text></svg>')
+    return (f'<svg viewBox="0 -6 645 124" style="width:100%;max-width:820px" font-size="9" fill="currentColor">{grid}'
+            f'<g style="transform:scaleX(var(--zoom,1));transform-origin:600px 0">{_paths(curves, behind)}</g>'
+            f'<text x="600" y="114" text-anchor="end">now</text></svg>')
 
 # %% ../nbs/48_utilisation.ipynb #60efca73
 def number(value) -> str:
@@ -143,10 +156,10 @@ def _reading(label: str, device, colour: str) -> str:
         if has(name) is not None: parts.append(f'{has(name):.0f} {unit}')
     return f'<div><span style="color:{colour}">■</span> {label}: {" · ".join(parts)}</div>'
 
-# %% ../nbs/48_utilisation.ipynb #74a05389
+# %% ../nbs/48_utilisation.ipynb #e6aa9676
 def live_html(
     samples,              # `Sample`s in order
-    window: float = 60,   # s shown
+    window: float = 300,  # s at most
     values: dict = {},    # noqa: B006 -- what the training pushed; only read
     elapsed: float = 0,   # s since the view began
 ) -> str:
@@ -157,5 +170,5 @@ def live_html(
     curves, behind = _curves(recent)
     readings = [_reading(label, recent[-1].devices.get(label), c) for c, label in zip(COLOURS * len(curves), curves)]
     head = f'<b>{html.escape(device_names(recent))}</b> · {elapsed // 60:02.0f}:{elapsed % 60:02.0f}'
-    return (f'<div style="line-height:1.5">{head}{_field(curves, behind, window)}{"".join(readings)}'
+    return (f'<div style="line-height:1.5">{head}{_field(curves, behind)}{"".join(readings)}'
             f'<div><b>{html.escape(values_line(values))}</b></div></div>')
