@@ -108,6 +108,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'xtts_nb.config._merge': ('config.html#_merge', 'xtts_nb/config.py'),
                                 'xtts_nb.config._nearest': ('config.html#_nearest', 'xtts_nb/config.py'),
                                 'xtts_nb.config._section_at': ('config.html#_section_at', 'xtts_nb/config.py'),
+                                'xtts_nb.config._without_greeting': ('config.html#_without_greeting', 'xtts_nb/config.py'),
                                 'xtts_nb.config.setup_tf': ('config.html#setup_tf', 'xtts_nb/config.py'),
                                 'xtts_nb.config.sizes': ('config.html#sizes', 'xtts_nb/config.py'),
                                 'xtts_nb.config.workspace': ('config.html#workspace', 'xtts_nb/config.py')},

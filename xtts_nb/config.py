@@ -6,10 +6,12 @@
 __all__ = ['Positive', 'UserError', 'Section', 'AudioConfig', 'DVAEConfig', 'GPTConfig', 'ModelConfig', 'DataConfig',
            'TrainingConfig', 'XTTSConfig', 'Workspace', 'workspace', 'sizes', 'setup_tf']
 
-# %% ../nbs/00_config.ipynb #b029914a
+# %% ../nbs/00_config.ipynb #0670ef92
 import configparser
 import difflib
 import os
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -238,16 +240,30 @@ def sizes(tiny, full):
     "`tiny` or `full`, as the workspace's scale says; always `tiny` under test."
     return full if workspace().scale == 'full' else tiny
 
-# %% ../nbs/00_config.ipynb #075adeb1
+# %% ../nbs/00_config.ipynb #2007aaa9
+@contextmanager
+def _without_greeting():
+    "Send what C++ writes to stderr nowhere, while TensorFlow loads and looks for devices."
+    if 'tensorflow' in sys.modules or os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '0':
+        yield; return
+    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+    sys.stderr.flush()
+    screen, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try: yield
+    finally:
+        os.dup2(screen, 2); os.close(screen); os.close(nowhere)
+
+# %% ../nbs/00_config.ipynb #5f7bd488
 def setup_tf(
     threads: int | None = None,       # for one op; default: one per core
     memory_growth: bool = True,       # take GPU memory as needed instead of all of it
 ) -> dict:
     "Prepare TensorFlow; returns `{setting: (asked, got)}`, read back from TensorFlow."
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-    import tensorflow as tf
+    with _without_greeting():
+        import tensorflow as tf
+        gpus = tf.config.list_physical_devices('GPU')
     threads = threads or (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
-    gpus = tf.config.list_physical_devices('GPU')
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)

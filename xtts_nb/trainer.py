@@ -131,7 +131,7 @@ def trace_count(step) -> int:
     "How often TensorFlow has traced `step`; 0 for a plain function."
     return getattr(step, 'experimental_get_tracing_count', lambda: 0)()
 
-# %% ../nbs/30_trainer_xla.ipynb #2338d54e
+# %% ../nbs/30_trainer_xla.ipynb #afa3dd45
 class Trainer:
     "Trains the GPT of `xtts` by a plan; `run`, a folder, keeps what is needed to go on."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None):
@@ -140,7 +140,7 @@ class Trainer:
         self.optimizer = make_optimizer(xtts.gpt.trainable_variables, self.training)
         self.train_step = compile_step(self.custom_train_step, self.training)
         self.update = make_step(xtts.gpt, self.optimizer, self.training)
-        self.step, self.first_losses = 0, []
+        self.step, self.first_losses, self.last_losses = 0, [], []
         if self.run and checkpoints(self.run / 'checkpoints'): self._restore()
 
     def custom_train_step(self, batch: dict, number) -> dict:
@@ -155,14 +155,15 @@ class Trainer:
     def _restore(self):
         "Go on where the newest checkpoint stands; metrics behind it are forgotten."
         facts = load_checkpoint(checkpoints(self.run / 'checkpoints')[-1], self.state)
-        self.step, self.first_losses = facts['step'], facts['first_losses']
+        self.step, self.first_losses, self.last_losses = facts['step'], facts['first_losses'], facts['last_losses']
         if (self.run / 'metrics.jsonl').is_file():
             kept = [l for l in (self.run / 'metrics.jsonl').read_text().splitlines() if json.loads(l)['step'] <= self.step]
             with atomic_file(self.run / 'metrics.jsonl') as part: part.write_text(''.join(l + '\n' for l in kept))
 
     def save(self):
         "A checkpoint of now, and the model as it is."
-        save_checkpoint(self.run / 'checkpoints', self.step, self.state, first_losses=self.first_losses)
+        losses = {'first_losses': self.first_losses, 'last_losses': self.last_losses}
+        save_checkpoint(self.run / 'checkpoints', self.step, self.state, **losses)
         self.xtts.save(self.run)
 
     def fit(self,
@@ -170,7 +171,7 @@ class Trainer:
         progress=None,              # called with (done, total, the metrics of the latest log line)
     ) -> dict:                      # steps, loss_first, loss_last, clips_per_s, traces, seconds
         "Train; the summary's losses are means over the first and the last 10 updates."
-        steps, last, rates = steps or self.training.steps, [], []   # rates: (seconds, of them waiting) of each step
+        steps, rates = steps or self.training.steps, []   # rates: (seconds, of them waiting) of each step
         begun, pending, source = time.perf_counter(), [], iter(cached_batches(self.plan, self.step, steps))
         while self.step < steps:
             start, traces = time.perf_counter(), trace_count(self.train_step)
@@ -182,11 +183,11 @@ class Trainer:
             if self.step % self.training.log_every == 0 or self.step == steps:
                 line, losses = self._log(pending, rates)
                 self.first_losses = (self.first_losses + losses)[:10]
-                last, pending, rates = (last + losses)[-10:], [], rates[-200:]
+                self.last_losses, pending, rates = (self.last_losses + losses)[-10:], [], rates[-200:]
                 if progress: progress(self.step, steps, line)
             if self.run and (self.step % self.training.checkpoint_every == 0 or self.step == steps): self.save()
         clips = self.plan.data.batch_size / float(np.median([r for r, _ in rates])) if rates else 0.
-        return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(last),
+        return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
                 'clips_per_s': round(clips, 2), 'traces': trace_count(self.train_step),
                 'seconds': round(time.perf_counter() - begun, 2)}
 
