@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .config import UserError
 
-# %% ../nbs/01_files.ipynb #9c394da2
+# %% ../nbs/01_files.ipynb #f929dc05
 @contextmanager
 def atomic_file(
     path: str | Path,   # where the file shall stand
@@ -23,6 +23,8 @@ def atomic_file(
     "Write a file whole or not at all; raises `UserError` where the disk is full or the folder is not writable."
     path = Path(path)
     part = path.with_name(f'{path.name}.{os.getpid()}.part')
+    if path.exists() and not path.is_file():   # a rename would put a file in the place of a device or a folder
+        raise UserError(f'{path}: is no regular file and will not be replaced by one; choose another name.')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part
