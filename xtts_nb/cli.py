@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-# %% ../nbs/60_cli.ipynb #c76d6e76
+# %% ../nbs/60_cli.ipynb #2700c2ac
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help='XTTS in TensorFlow, with the accelerator kept busy.')
 bench_app = typer.Typer(no_args_is_help=True, help='Measure a bottleneck before and after its fix.')
@@ -25,6 +25,18 @@ Json = Annotated[bool, typer.Option('--json', help='Print one JSON object as the
 Preset = Annotated[str, typer.Option(help='tiny or xtts_v2.')]
 Record = Annotated[bool, typer.Option('--record', help='Keep the numbers in benchmarks/.')]
 Settings = Annotated[Path | None, typer.Option(help='YAML settings; they beat the preset.')]
+
+@app.callback()
+def _common(
+    version: Annotated[bool, typer.Option('--version', is_eager=True, callback=lambda on: _version() if on else None,
+                                          help='Print the version.')] = False,
+    debug: Annotated[bool, typer.Option('--debug', help='Show the traceback of a mistake; may stand anywhere.')] = False,
+): pass
+
+def _version():
+    from xtts_nb import __version__
+    print(__version__)
+    raise typer.Exit
 
 def main():
     "Run a command; the exit code is 0, 2 for what the user can mend, 130 for Ctrl-C."
@@ -130,7 +142,7 @@ def _demo_text(result: dict) -> str:
         f'(untrained: {said["untrained_heldout_sentence_hits"]} and {said["untrained_heldout_voice_hits"]}).',
         f'{result["seconds"] / 60:.1f} minutes. Listen and look: {result["report"]}'])
 
-# %% ../nbs/60_cli.ipynb #dc469ed7
+# %% ../nbs/60_cli.ipynb #eb96a6c3
 @app.command()
 def prepare(
     corpus: Annotated[Path, typer.Argument(help='Folder with metadata.csv and wavs/.')],
@@ -143,16 +155,15 @@ def prepare(
 ):
     "Decode, transform and encode a corpus once, so that training only reads."
     with _result(json_) as show:
-        from xtts_nb.cache import check_cache_folder, read_corpus, report_text
         settings = _settings(preset, config, dvae)
-        clips, _ = read_corpus(corpus, language)
-        check_cache_folder(out)
         _start()
         from xtts_nb import cache
+        clips, _ = cache.read_corpus(corpus, language)
+        cache.check_cache_folder(out)
         with _progress() as tell:
             encoder, tokenizer = _encoder(clips, settings, dvae, tell)
             report = cache.prepare(corpus, out, settings, encoder, tokenizer, language, progress=_stage(tell, 'encode the clips'))
-        show(report | {'cache': str(out)}, report_text(report) + f'{out} is ready: xtts-nb train --data {out}')
+        show(report | {'cache': str(out)}, cache.report_text(report) + f'{out} is ready: xtts-nb train --data {out}')
 
 # %% ../nbs/60_cli.ipynb #5dffa8fe
 def _settings(preset: str, config: Path | None, made: Path | None = None):
