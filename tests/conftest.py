@@ -32,3 +32,66 @@ def speech() -> Path:
     if not folder: pytest.skip('no recorded speech: XTTS_NB_SPEECH names no folder')
     if not Path(folder).is_dir(): pytest.fail(f'XTTS_NB_SPEECH names {folder}, which is no folder')
     return Path(folder).resolve()
+
+
+@pytest.fixture(scope='session')
+def small():
+    "Settings of a model that is built and compiled in a second."
+    from xtts_nb.config import XTTSConfig, setup_tf
+    setup_tf(threads=2)
+    return XTTSConfig.tiny(64).replace(
+        model={'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32},
+               'gpt': {'layers': 2, 'text_tokens': 48, 'max_text_tokens': 40, 'max_audio_codes': 48, 'prompt_latents': 4}},
+        data={'batch_size': 4, 'reference_frames': 32, 'max_text_tokens': 40})
+
+
+@pytest.fixture(scope='session')
+def corpus(tmp_path_factory) -> Path:
+    "Two voices, seven clips each, 0.6 to 1.2 s; to be read only."
+    from xtts_nb.cache import synthetic_corpus
+    return synthetic_corpus(tmp_path_factory.mktemp('corpus'), clips=7, seconds=0.6)
+
+
+@pytest.fixture(scope='session')
+def dvae(small):
+    "A DVAE with random weights and the mel constants of a trained one's size."
+    import keras
+    from xtts_nb.dvae import DVAE
+    keras.utils.set_random_seed(0)
+    model = DVAE(small)
+    model.mel_stats.assign(np.full(small.model.audio.n_mels, 5.))
+    return model
+
+
+@pytest.fixture(scope='session')
+def stats(dvae) -> np.ndarray:
+    "The mel constants of the DVAE."
+    return dvae.mel_stats.numpy()
+
+
+@pytest.fixture(scope='session')
+def prepared(corpus, small, dvae, tmp_path_factory):
+    "The corpus as a cache; to be read only."
+    from xtts_nb.cache import Cache, prepare
+    out = tmp_path_factory.mktemp('prepared') / 'cache'
+    prepare(corpus, out, small, dvae, shard_clips=5)
+    return Cache(out)
+
+
+@pytest.fixture(scope='session')
+def xtts(small, prepared, dvae):
+    "A model with random weights, the voice's output layers included; to be read only."
+    import keras
+    from xtts_nb.model import XTTS
+    keras.utils.set_random_seed(0)
+    model = XTTS(small, prepared.tokenizer, dvae)
+    for name, v in model.weights.items():   # zeros at first: the reference would not matter to the blocks
+        if name.endswith('project/kernel') and 'conditioning' in name: v.assign(keras.random.normal(v.shape, stddev=0.1))
+    return model
+
+
+@pytest.fixture(scope='session')
+def batch(prepared, small):
+    "The first batch, of four clips."
+    from xtts_nb.data import BatchPlan, cached_batches
+    return next(iter(cached_batches(BatchPlan(prepared, small.data))))

@@ -6,7 +6,8 @@
 __all__ = ['LOG_FLOOR', 'load_audio', 'resample', 'synthetic_voice', 'mel_filterbank', 'hann_window', 'frame_count', 'stft',
            'log_mel', 'log_mel_numpy', 'griffin_lim', 'save_audio']
 
-# %% ../nbs/06_audio.ipynb #8ee4e93a
+# %% ../nbs/06_audio.ipynb #9f08e984
+import io
 from functools import lru_cache
 from math import ceil, gcd
 from pathlib import Path
@@ -18,14 +19,14 @@ import tensorflow as tf
 from .config import AudioConfig, UserError
 from .files import atomic_file
 
-# %% ../nbs/06_audio.ipynb #48c592e8
+# %% ../nbs/06_audio.ipynb #4ef309ff
 def load_audio(
     path: str | Path,              # any format that libsndfile reads
     sample_rate: int = 22050,      # Hz
 ) -> np.ndarray:                   # (N,) float32 in [-1, 1]
     "Mono audio at `sample_rate`; raises `UserError` for a file that is missing, not audio, empty or not finite."
     try: wav, rate = soundfile.read(path, dtype='float32', always_2d=True)
-    except soundfile.LibsndfileError as e:
+    except (soundfile.LibsndfileError, TypeError) as e:   # TypeError: a .raw file, which has no head
         if not Path(path).is_file(): raise UserError(f'{path}: the file is missing; add it or remove its row.') from None
         reason = getattr(e, 'error_string', str(e)).rstrip('.')
         raise UserError(f'{path}: not readable as audio ({reason}); convert it to wav or remove its row.') from None
@@ -113,15 +114,16 @@ def frame_count(
     "Frames of a clip of `samples` samples."
     return 1 + samples // audio.hop_length
 
-# %% ../nbs/06_audio.ipynb #b4f8c29c
+# %% ../nbs/06_audio.ipynb #38ef3061
 def stft(
     wav: tf.Tensor,                # (..., N) float32
     n_fft: int,
     audio: AudioConfig = AudioConfig(),
 ) -> tf.Tensor:                    # (..., F, n_fft // 2 + 1) complex64
-    "Short-time Fourier transform with centred frames and mirrored ends."
+    "Short-time Fourier transform with centred frames and mirrored ends, for clips longer than n_fft / 2."
     half = n_fft // 2
-    padded = tf.concat([tf.reverse(wav[..., 1:half + 1], [-1]), wav, tf.reverse(wav[..., -half - 1:-1], [-1])], -1)
+    wav = tf.convert_to_tensor(wav, tf.float32)
+    padded = tf.pad(wav, [[0, 0]] * (wav.shape.rank - 1) + [[half, half]], 'REFLECT')
     frames = tf.signal.frame(padded, n_fft, audio.hop_length)
     return tf.signal.rfft(frames * hann_window(n_fft, audio.win_length))
 
@@ -197,7 +199,7 @@ def griffin_lim(
         angle, before = unit(rebuilt + momentum * (rebuilt - before)), rebuilt
     return _inverse_stft(magnitude * angle, n_fft, audio)
 
-# %% ../nbs/06_audio.ipynb #c73af848
+# %% ../nbs/06_audio.ipynb #4fbf3985
 def save_audio(
     path: str | Path,
     wav: np.ndarray,               # (N,) float in [-1, 1]
@@ -205,4 +207,6 @@ def save_audio(
 ):
     "Write 16-bit PCM; louder than full scale is scaled down to it."
     wav = np.asarray(wav) / max(1., np.abs(wav).max(initial=0))
-    with atomic_file(path) as part: soundfile.write(part, wav, sample_rate, subtype='PCM_16', format='WAV')
+    sound = io.BytesIO()   # libsndfile hides why a write failed
+    soundfile.write(sound, wav, sample_rate, subtype='PCM_16', format='WAV')
+    with atomic_file(path) as part: part.write_bytes(sound.getvalue())

@@ -7,8 +7,9 @@ __all__ = ['CODE_TYPE', 'TEXT_TYPE', 'MEL_TYPE', 'Clip', 'Dropped', 'read_corpus
            'mel_function', 'mel_sample', 'ClipEncoder', 'prepare', 'check_cache_folder', 'summary', 'report_text',
            'Cache']
 
-# %% ../nbs/08_cache.ipynb #f488b69f
+# %% ../nbs/08_cache.ipynb #44ac6230
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ import tensorflow as tf
 from .audio import load_audio, log_mel, save_audio, synthetic_voice
 from .config import UserError, XTTSConfig
 from .files import atomic_file, atomic_folder, fingerprint, read_json, write_json
-from .text import Tokenizer, clean, train_tokenizer
+from .text import LANGUAGE, Tokenizer, clean, train_tokenizer
 
 # %% ../nbs/08_cache.ipynb #4683d244
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Dropped:
     id: str
     reason: str
 
-# %% ../nbs/08_cache.ipynb #371e408a
+# %% ../nbs/08_cache.ipynb #aacbbc08
 def _read_row(folder: Path, number: int, line: str, language: str) -> Clip | Dropped:
     "Row `number` of the metadata."
     cells = [c.strip() for c in line.split('|')]
@@ -49,15 +50,17 @@ def _read_row(folder: Path, number: int, line: str, language: str) -> Clip | Dro
     if len(cells) not in (2, 3, 5):
         return Dropped(name, f'line {number} has {len(cells)} columns instead of id|text|normalised[|speaker|language]')
     path = folder / 'wavs' / f'{cells[0]}.wav'
-    if not path.resolve().is_relative_to(folder.resolve()):
+    if Path(cells[0]).is_absolute() or '..' in Path(cells[0]).parts:
         return Dropped(name, f'line {number}: the id leaves the corpus folder')
-    if not path.is_file(): return Dropped(name, f'the file wavs/{cells[0]}.wav is missing')
+    if not os.path.isfile(path): return Dropped(name, f'the file wavs/{cells[0]}.wav is missing')
     text = cells[2] if len(cells) > 2 and cells[2] else cells[1]
     if not clean(text): return Dropped(name, 'the text is empty')
-    speaker, language = cells[3:] if len(cells) == 5 else ('speaker', language)
+    speaker, given = cells[3:] if len(cells) == 5 else ('', '')
+    speaker, language = speaker or 'speaker', given or language
+    if not LANGUAGE.fullmatch(language): return Dropped(name, f'"{language}" is no language code such as en or zh-cn')
     return Clip(cells[0], text, speaker, language, path)
 
-# %% ../nbs/08_cache.ipynb #88f4aef4
+# %% ../nbs/08_cache.ipynb #09e8a3f5
 def read_corpus(
     folder: str | Path,
     language: str = 'en',     # of rows that name none
@@ -66,12 +69,12 @@ def read_corpus(
     folder = Path(folder)
     if not folder.is_dir(): raise UserError(f'{folder}: there is no such folder; give the folder that holds metadata.csv.')
     try: text = (folder / 'metadata.csv').read_text(encoding='utf-8-sig')
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise UserError(f'{folder}: holds no metadata.csv; write one with a line "id|text|normalised text" '
                         'for each wavs/id.wav.') from None
     except UnicodeDecodeError as e:
         raise UserError(f'{folder / "metadata.csv"}: not UTF-8 at byte {e.start}; save it again as UTF-8.') from None
-    rows = [_read_row(folder, n, line, language) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    rows = [_read_row(folder, n, line, language) for n, line in enumerate(text.split('\n'), 1) if line.strip()]
     if not rows: raise UserError(f'{folder / "metadata.csv"}: has no rows; write a line "id|text|normalised text" for each clip.')
     seen, clips, dropped = set(), [], [r for r in rows if isinstance(r, Dropped)]
     for clip in (r for r in rows if isinstance(r, Clip)):
@@ -96,11 +99,12 @@ def synthetic_corpus(
     with atomic_file(folder / 'metadata.csv') as part: part.write_text('\n'.join(rows) + '\n', encoding='utf-8')
     return folder
 
-# %% ../nbs/08_cache.ipynb #c2887059
+# %% ../nbs/08_cache.ipynb #716bbdc8
 def _load(clip: Clip, config: XTTSConfig) -> np.ndarray | Dropped:
     "The samples of a clip, or why it is left out."
     try: wav = load_audio(clip.path, config.model.audio.sample_rate)
-    except UserError as e: return Dropped(clip.id, str(e).split(': ', 1)[-1])
+    except UserError as e: return Dropped(clip.id, str(e).removeprefix(f'{clip.path}: '))
+    if len(wav) <= config.model.audio.reference_n_fft // 2: return Dropped(clip.id, f'{len(wav)} samples, too short for a mel')
     seconds = len(wav) / config.model.audio.sample_rate
     least, most = config.data.min_seconds, config.data.max_seconds
     if seconds < least: return Dropped(clip.id, f'{seconds:.2f} s, shorter than data.min_seconds {least}')
@@ -147,7 +151,7 @@ def mel_sample(
     if not mels: raise UserError('No clip of the corpus can be used; the report of prepare names the reasons.')
     return np.concatenate(mels)
 
-# %% ../nbs/08_cache.ipynb #cfaeb00f
+# %% ../nbs/08_cache.ipynb #b9c0f595
 CODE_TYPE, TEXT_TYPE, MEL_TYPE = np.uint16, np.int32, np.float16
 
 def _write_shard(path: Path, rows: list[dict]) -> dict:
@@ -156,8 +160,9 @@ def _write_shard(path: Path, rows: list[dict]) -> dict:
     for name, kind in (('codes', CODE_TYPE), ('text', TEXT_TYPE), ('mel', MEL_TYPE)):
         arrays[name] = np.concatenate([r[name] for r in rows]).astype(kind)
         arrays[f'{name}_length'] = np.array([len(r[name]) for r in rows], np.int32)
-    safetensors.numpy.save_file(arrays, path)
-    return {'file': path.name, 'clips': len(rows), 'sha': fingerprint(path.read_bytes())}
+    data = safetensors.numpy.save(arrays)
+    path.write_bytes(data)
+    return {'file': path.name, 'clips': len(rows), 'sha': fingerprint(data)}
 
 # %% ../nbs/08_cache.ipynb #c4c9460b
 def _too_many(dropped: list[Dropped], total: int, config: XTTSConfig, corpus: Path) -> UserError | None:
@@ -169,7 +174,7 @@ def _too_many(dropped: list[Dropped], total: int, config: XTTSConfig, corpus: Pa
     return UserError(f'{corpus}: {len(dropped)} of {total} clips cannot be used, more than data.max_drop_rate '
                      f'{config.data.max_drop_rate:.0%} ({worst}); mend them or raise the rate.')
 
-# %% ../nbs/08_cache.ipynb #701a3684
+# %% ../nbs/08_cache.ipynb #bb6417e5
 class ClipEncoder:
     "Turns a clip and its samples into the arrays of the cache."
     def __init__(self,
@@ -178,7 +183,7 @@ class ClipEncoder:
         tokenizer: Tokenizer,
     ):
         audio = config.model.audio
-        self.config, self.tokenizer, self.stats = config, tokenizer, np.array(dvae.mel_stats)
+        self.config, self.tokenizer, self.stats = config, tokenizer, np.asarray(dvae.mel_stats)
         self.code_mel, self.voice_mel = (mel_function(config, n) for n in (audio.dvae_n_fft, audio.reference_n_fft))
         self.encode = tf.function(dvae.encode, input_signature=[tf.TensorSpec([1, None, audio.n_mels], tf.float32)])
         self.samples_per_code = audio.hop_length * config.model.dvae.frames_per_code
@@ -281,7 +286,7 @@ def report_text(report: dict) -> str:
              f'dropped    {len(report["dropped"])}']
     return '\n'.join([*lines, *(f'  {d["id"]}: {d["reason"]}' for d in report['dropped'])]) + '\n'
 
-# %% ../nbs/08_cache.ipynb #5b958a11
+# %% ../nbs/08_cache.ipynb #e510a40d
 class Cache:
     "A prepared corpus: flat arrays `codes`, `text`, `mel` with `<name>_start` and `<name>_length` of each clip."
     def __init__(self, folder: str | Path):
@@ -291,19 +296,27 @@ class Cache:
         self.manifest = read_json(self.folder / 'manifest.json')
         self.config = XTTSConfig.load(self.folder / 'config.yaml')
         self.tokenizer = Tokenizer.load(self.folder / 'tokenizer.json')
-        with open(self.folder / 'clips.jsonl', encoding='utf-8') as f: self.clips = [json.loads(line) for line in f]
-        shards = [self._shard(s['file']) for s in self.manifest['shards']]
+        self.clips = self._table()
+        shards = [self._shard(s) for s in self.manifest['shards']]
         for name in ('codes', 'text', 'mel'):
             length = np.concatenate([s[f'{name}_length'] for s in shards])
             setattr(self, name, np.concatenate([s[name] for s in shards]))
             setattr(self, f'{name}_length', length)
             setattr(self, f'{name}_start', np.concatenate([[0], np.cumsum(length[:-1], dtype=np.int64)]))
 
-    def _shard(self, name: str) -> dict:
+    def _table(self) -> list[dict]:
+        "The line of each clip; raises `UserError` if they are missing or damaged."
+        path = self.folder / 'clips.jsonl'
+        try: return [json.loads(line) for line in path.read_text(encoding='utf-8').split('\n') if line]
+        except (OSError, ValueError) as e: raise UserError(f'{path}: not readable ({e}); run xtts-nb prepare again.') from None
+
+    def _shard(self, shard: dict) -> dict:
         "The arrays of one shard; raises `UserError` if it is missing or damaged."
-        try: return safetensors.numpy.load_file(self.folder / name)
-        except (OSError, safetensors.SafetensorError) as e:
-            raise UserError(f'{self.folder / name}: not readable ({e}); run xtts-nb prepare again.') from None
+        path = self.folder / shard['file']
+        try: data = path.read_bytes()
+        except OSError as e: raise UserError(f'{path}: not readable ({e}); run xtts-nb prepare again.') from None
+        if fingerprint(data) != shard['sha']: raise UserError(f'{path}: is damaged; run xtts-nb prepare again.')
+        return safetensors.numpy.load(data)
 
     def __len__(self) -> int: return len(self.clips)
 

@@ -30,7 +30,7 @@ class Section(pydantic.BaseModel):
 
 Positive = Annotated[int, Field(gt=0)]
 
-# %% ../nbs/00_config.ipynb #537592ba
+# %% ../nbs/00_config.ipynb #8bdcf1c5
 class AudioConfig(Section):
     "The front end: what a second of sound becomes."
     sample_rate: Positive = 22050        # Hz, of everything the model reads
@@ -40,6 +40,12 @@ class AudioConfig(Section):
     dvae_n_fft: Positive = 1024          # points, mel of the audio codes
     reference_n_fft: Positive = 2048     # points, mel of the reference voice
     f_max: float = Field(8000.0, gt=0)   # Hz, upper edge of the filterbank
+
+    @pydantic.model_validator(mode='after')
+    def _window_fits(self):
+        least = min(self.dvae_n_fft, self.reference_n_fft)
+        if self.win_length > least: raise ValueError(f'win_length {self.win_length} is longer than the {least} points of an FFT')
+        return self
 
     @property
     def frames_per_second(self) -> float: return self.sample_rate / self.hop_length
@@ -55,7 +61,7 @@ class DVAEConfig(Section):
     @property
     def frames_per_code(self) -> int: return 4   # two convolutions of stride 2
 
-# %% ../nbs/00_config.ipynb #e7cca4c5
+# %% ../nbs/00_config.ipynb #ce60cb7e
 class GPTConfig(Section):
     "Voice and text -> audio codes."
     layers: Positive = 30
@@ -74,6 +80,7 @@ class GPTConfig(Section):
     @pydantic.model_validator(mode='after')
     def _heads_divide_width(self):
         if self.width % self.heads: raise ValueError(f'width {self.width} is not a multiple of heads {self.heads}')
+        if self.width % 32: raise ValueError(f'width {self.width} is not a multiple of 32, the groups of the norm')
         return self
 
 # %% ../nbs/00_config.ipynb #e1795d18
@@ -83,7 +90,7 @@ class ModelConfig(Section):
     dvae: DVAEConfig = DVAEConfig()
     gpt: GPTConfig = GPTConfig()
 
-# %% ../nbs/00_config.ipynb #65e97291
+# %% ../nbs/00_config.ipynb #3eac74aa
 class DataConfig(Section):
     "What is read, and in which shapes."
     batch_size: Positive = 8             # B
@@ -95,9 +102,9 @@ class DataConfig(Section):
     num_workers: Positive = 2            # parallel calls in the input pipeline
     prefetch_buffer_size: Positive = 4   # batches ready ahead of the step
     max_drop_rate: float = Field(0.5, ge=0, le=1)   # more dropped clips than this is an error
-    seed: int = 0                        # of the order of clips and of the crops
+    seed: int = Field(0, ge=0, lt=2**31)     # of the order of clips and of the crops
 
-# %% ../nbs/00_config.ipynb #7dbac331
+# %% ../nbs/00_config.ipynb #c506da83
 class TrainingConfig(Section):
     "How the weights move."
     steps: Positive = 1000               # updates
@@ -117,7 +124,7 @@ class TrainingConfig(Section):
     dvae_steps: Positive = 2000          # updates of the DVAE when it is trained here
     dvae_batch_size: Positive = 16       # crops
     dvae_learning_rate: float = Field(5e-4, gt=0)
-    seed: int = 0                        # of the initial weights and the dropout masks
+    seed: int = Field(0, ge=0, lt=2**31)     # of the initial weights and the dropout masks
 
 # %% ../nbs/00_config.ipynb #d759714b
 def _nearest(key: str, section: type) -> str:
@@ -138,7 +145,7 @@ def _explain(error: pydantic.ValidationError, where: str) -> str:
     if e['type'] == 'extra_forbidden': return f'{where}: there is no key "{key}"; {_nearest(str(e["loc"][-1]), section)}'
     return f'{where}: {key or "the settings"}: {e["msg"]}; got {e["input"]!r}.'
 
-# %% ../nbs/00_config.ipynb #5d62c433
+# %% ../nbs/00_config.ipynb #c4406bbb
 class XTTSConfig(Section):
     "Everything a run depends on: `model`, `data`, `training`."
     model: ModelConfig = ModelConfig()
@@ -175,7 +182,7 @@ class XTTSConfig(Section):
     @classmethod
     def from_dict(cls, values: dict, where: str = 'settings') -> 'XTTSConfig':
         "Checked settings; raises `UserError` naming `where`, the key, and the key that was meant."
-        try: return cls(**values)
+        try: return cls.model_validate(values)
         except pydantic.ValidationError as e: raise UserError(_explain(e, where)) from None
 
     @classmethod
@@ -183,6 +190,8 @@ class XTTSConfig(Section):
         "Settings from a YAML file; keys left out keep their defaults."
         try: values = yaml.safe_load(Path(path).read_text(encoding='utf-8')) or {}
         except FileNotFoundError: raise UserError(f'{path}: there is no such settings file.') from None
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f'{path}: not readable as settings ({e}); give a YAML file.') from None
         except yaml.YAMLError as e: raise UserError(f'{path}: not YAML ({str(e).splitlines()[0]}); mend it there.') from None
         if not isinstance(values, dict): raise UserError(f'{path}: expected sections model, data, training; got {values!r}.')
         return cls.from_dict(values, str(path))
@@ -215,7 +224,7 @@ class Workspace(Section):
     runs: Path = Path('runs')
     scale: Literal['tiny', 'full'] = 'tiny'
 
-# %% ../nbs/00_config.ipynb #0bf9c8d0
+# %% ../nbs/00_config.ipynb #7d7550a5
 def workspace(
     start: str | Path | None = None,  # folder where the search begins; default: the working directory
 ) -> Workspace:
@@ -224,9 +233,10 @@ def workspace(
     found = next((d / 'settings.ini' for d in (start, *start.parents) if (d / 'settings.ini').is_file()), None)
     values, root = {}, start
     if found:
-        parser = configparser.ConfigParser()
-        try: parser.read(found, encoding='utf-8')
-        except configparser.Error as e: raise UserError(f'{found}: {str(e).splitlines()[0]}; mend that line.') from None
+        parser = configparser.ConfigParser(interpolation=None)   # a path may hold a %
+        try: parser.read(found, encoding='utf-8-sig')
+        except (configparser.Error, UnicodeDecodeError) as e:
+            raise UserError(f'{found}: {str(e).splitlines()[0]}; mend that line.') from None
         values, root = dict(parser['workspace']) if parser.has_section('workspace') else {}, found.parent
     if os.environ.get('IN_TEST'): values['scale'] = 'tiny'
     try: settings = Workspace(**values)

@@ -6,7 +6,7 @@
 __all__ = ['H200_CLIPS_PER_SECOND', 'bucket_bounds', 'BatchPlan', 'CacheReader', 'cached_batches', 'OnlineLoader', 'check_native',
            'online_batches', 'check_equal', 'comparison_plan', 'data_before_after']
 
-# %% ../nbs/10_data_tf_native.ipynb #57b08b4b
+# %% ../nbs/10_data_tf_native.ipynb #38b6eb89
 import time
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import numpy as np
 import soundfile
 import tensorflow as tf
 
-from .audio import frame_count, load_audio, log_mel, log_mel_numpy
+from .audio import load_audio, log_mel, log_mel_numpy
 from .bench import accelerator_utilisation, compare
 from .cache import Cache, read_corpus
 from .config import DataConfig, UserError
@@ -154,7 +154,7 @@ def cached_batches(
     batches = steps.map(CacheReader(plan.cache, plan), num_parallel_calls=plan.data.num_workers, deterministic=True)
     return batches.prefetch(plan.data.prefetch_buffer_size)
 
-# %% ../nbs/10_data_tf_native.ipynb #d3ee329c
+# %% ../nbs/10_data_tf_native.ipynb #65be99c2
 class OnlineLoader:
     "Reads clip and reference from their files at every step, in Python or with native ops."
     def __init__(self, plan: BatchPlan, corpus: str | Path, stats: np.ndarray):
@@ -165,7 +165,7 @@ class OnlineLoader:
         if missing:
             raise UserError(f'{corpus}: lacks the clip {missing[0]} of {self.cache.folder}; give the corpus the cache came from.')
         self.files = [str(paths[c['id']]) for c in self.cache.clips]
-        self.frames = frame_count(int(max(c['seconds'] for c in self.cache.clips) * self.audio.sample_rate + 1), self.audio)
+        self.frames = int(self.cache.mel_length.max())
         self.width = int(self.cache.text_length.max())
 
     def python(self, clip, other, start):

@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['atomic_file', 'atomic_folder', 'write_json', 'read_json', 'fingerprint']
 
-# %% ../nbs/01_files.ipynb #f0eed993
+# %% ../nbs/01_files.ipynb #24d7a70f
 import hashlib
 import json
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .config import UserError
 
-# %% ../nbs/01_files.ipynb #f929dc05
+# %% ../nbs/01_files.ipynb #f9f925a0
 @contextmanager
 def atomic_file(
     path: str | Path,   # where the file shall stand
@@ -30,18 +30,20 @@ def atomic_file(
         yield part
         os.replace(part, path)
     except OSError as e: raise _unwritable(path, e) from e
-    finally: part.unlink(missing_ok=True)
+    finally:
+        with suppress(OSError): part.unlink()   # never made, or in a place that cannot be
 
-# %% ../nbs/01_files.ipynb #ce4b9dfe
+# %% ../nbs/01_files.ipynb #819a001d
 def _unwritable(path: Path, error: OSError) -> UserError:
     "The reason why `path` could not be written, with the remedy."
     import errno
     remedy = {errno.ENOSPC: 'the disk is full; free some space', errno.EDQUOT: 'the quota is used up; free some space',
               errno.EACCES: 'the folder is not writable; choose another', errno.EROFS: 'the disk is read-only; choose another',
+              errno.EFBIG: 'the file would be larger than allowed; choose another disk or raise the limit',
               errno.ENOTDIR: 'a file stands where a folder is needed; choose another place'}
     return UserError(f'{path}: {remedy.get(error.errno, str(error))}; nothing was written.')
 
-# %% ../nbs/01_files.ipynb #084a1439
+# %% ../nbs/01_files.ipynb #743c25b9
 @contextmanager
 def atomic_folder(
     path: str | Path,        # where the folder shall stand
@@ -49,16 +51,18 @@ def atomic_folder(
 ):                           # yields the folder to fill
     "Fill a folder whole or not at all; raises `UserError` where one stands already or the disk is full."
     path = Path(path)
-    part = path.with_name(f'{path.name}.{os.getpid()}.part')
+    part, old = (path.with_name(f'{path.name}.{os.getpid()}.{end}') for end in ('part', 'old'))
     if path.exists() and not replace and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f'{path}: already holds something; choose another folder or remove it.')
     try:
         part.mkdir(parents=True)
         yield part
-        if path.is_dir(): shutil.rmtree(path)
+        if path.is_dir(): os.replace(path, old)
         os.replace(part, path)
     except OSError as e: raise _unwritable(path, e) from e
-    finally: shutil.rmtree(part, ignore_errors=True)
+    finally:
+        if old.exists() and not path.exists(): os.replace(old, path)
+        for gone in (part, old): shutil.rmtree(gone, ignore_errors=True)
 
 # %% ../nbs/01_files.ipynb #b3143579
 def write_json(path: str | Path, value):

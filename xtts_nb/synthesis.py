@@ -19,7 +19,7 @@ from .layers import fold
 from .model import XTTS
 from .text import TEXT_STOP, pad_ids
 
-# %% ../nbs/24_synthesis.ipynb #ec1ea68a
+# %% ../nbs/24_synthesis.ipynb #292682fa
 def choose(
     score_BV,                 # (B, V) float32 logits
     spoken_BV,                # (B, V) bool, codes already spoken
@@ -34,10 +34,10 @@ def choose(
     score_BV = tf.where(spoken_BV, penalised, score_BV)
     if temperature == 0: return tf.argmax(score_BV, -1, tf.int32)
     score_BV = score_BV / temperature
-    ranked = tf.sort(score_BV, direction='DESCENDING')[:, :top_k]
+    ranked = tf.sort(score_BV, direction='DESCENDING')[:, :max(1, top_k)]
     share = tf.nn.softmax(ranked)
     kept = tf.cumsum(share, axis=-1, exclusive=True) < top_p   # the best one always stays
-    least = tf.reduce_min(tf.where(kept, ranked, np.inf), -1, keepdims=True)
+    least = tf.minimum(tf.reduce_min(tf.where(kept, ranked, np.inf), -1, keepdims=True), ranked[:, :1])
     noise = -tf.math.log(-tf.math.log(tf.random.stateless_uniform(tf.shape(score_BV), seed, 1e-9, 1.)))
     return tf.argmax(tf.where(score_BV >= least, score_BV + noise, -np.inf), -1, tf.int32)
 
@@ -92,7 +92,7 @@ def wrapped(
     "`frames` frames from `start`, going round at the end."
     return mel[(start + np.arange(frames)) % len(mel)]
 
-# %% ../nbs/24_synthesis.ipynb #b69d525b
+# %% ../nbs/24_synthesis.ipynb #5ed811c1
 def reference_mel(
     xtts: XTTS,
     reference: str | Path | np.ndarray,   # an audio file, or samples (N,) at the model's rate
@@ -100,13 +100,15 @@ def reference_mel(
     "The voice as the model wants to hear it; raises `UserError` for a clip under half a second."
     audio = xtts.config.model.audio
     wav = reference if isinstance(reference, np.ndarray) else load_audio(reference, audio.sample_rate)
+    name = 'the reference' if isinstance(reference, np.ndarray) else reference
+    if wav.ndim != 1 or not np.isfinite(wav).all():
+        raise UserError(f'{name}: expected finite samples (N,), got shape {wav.shape}; give mono sound without NaN.')
     if len(wav) < audio.sample_rate // 2:
-        name = 'the reference' if isinstance(reference, np.ndarray) else reference
         raise UserError(f'{name}: {len(wav) / audio.sample_rate:.2f} s are too short for a reference voice; give at least 0.5 s.')
     mel = log_mel(wav, audio.reference_n_fft, audio) / xtts.dvae.mel_stats
     return wrapped(mel.numpy(), xtts.config.data.reference_frames)
 
-# %% ../nbs/24_synthesis.ipynb #7b076b07
+# %% ../nbs/24_synthesis.ipynb #524cd515
 class Speaker:
     "Makes a model speak; compiled once per padded shape."
     def __init__(self,
@@ -142,13 +144,14 @@ class Speaker:
         seed: int = 0,
     ) -> list[np.ndarray]:       # (4 S, C) log-mels
         "Spoken mels, all rows in one compiled loop."
-        ids = [self._ids(t, l) for t, l in zip(texts, languages)]
+        ids = [self._ids(t, l) for t, l, _ in zip(texts, languages, references, strict=True)]
         width = -(-max(map(len, ids)) // 32) * 32   # a multiple of 32, so that few shapes are compiled
         width = min(width, self.xtts.config.model.gpt.max_text_tokens)
         mels = np.stack([reference_mel(self.xtts, r) for r in references])
         codes, length = self._generate(tf.constant(pad_ids(ids, width)), tf.constant([len(i) for i in ids]),
                                        tf.constant(mels, tf.float32), tf.constant([seed, 0]))
-        return [self._decode(c[None, :max(1, n)]).numpy()[0] for c, n in zip(codes.numpy(), length.numpy())]
+        codes = tf.where(codes < self.xtts.gpt.code_start, codes, 0).numpy()   # a row that stops at once is one code long
+        return [self._decode(c[None, :max(1, n)]).numpy()[0] for c, n in zip(codes, length.numpy())]
 
     def __call__(self, text: str, language: str, reference, seed: int = 0) -> np.ndarray:
         "Samples (N,) float32 at the model's rate."

@@ -5,7 +5,9 @@
 # %% auto #0
 __all__ = ['named_weights', 'save_weights', 'load_weights']
 
-# %% ../nbs/13_weights.ipynb #08a8d375
+# %% ../nbs/13_weights.ipynb #792da786
+import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +24,23 @@ def named_weights(
     "All variables of `model` by their place in it."
     return {v.path.removeprefix(f'{model.name}/'): v for v in model.variables}
 
-# %% ../nbs/13_weights.ipynb #e4207250
+# %% ../nbs/13_weights.ipynb #8a55f1a9
 def save_weights(
     path: str | Path,     # a .safetensors file
     variables: dict,      # {name: variable or array}
     **metadata: str,      # short texts kept in the file's head
 ):
     "Write tensors whole or not at all."
-    arrays = {name: np.asarray(v) for name, v in variables.items()}
-    with atomic_file(path) as part: safetensors.numpy.save_file(arrays, part, metadata=metadata or None)
+    arrays = {name: np.asarray(v, order='C') for name, v in variables.items()}   # safetensors writes the memory as it lies
+    with atomic_file(path) as part:
+        try: safetensors.numpy.save_file(arrays, part, metadata=metadata or None)
+        except safetensors.SafetensorError as e: raise _os_error(e) from e
+
+# %% ../nbs/13_weights.ipynb #0635927f
+def _os_error(error: safetensors.SafetensorError) -> Exception:
+    "The refusal of the system, such as a full disk, that `error` only quotes; else `error` itself."
+    number = re.search(r'os error (\d+)', str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
 
 # %% ../nbs/13_weights.ipynb #f2d4ebeb
 def load_weights(

@@ -1,0 +1,123 @@
+"Mel <-> codes: shapes, the nearest code, lost codes, training, files."
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.dvae import DVAE, Codebook, load_dvae, mel_stats, parameter_count, train_dvae, update_codebook
+from xtts_nb.weights import named_weights
+
+
+def normal(*shape, seed=0): return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+@pytest.mark.slow
+def test_the_full_size(): assert parameter_count(DVAE(XTTSConfig.xtts_v2())) == 51_567_184
+
+@pytest.mark.parametrize('frames', [1, 2, 3, 4, 5, 7, 8, 63, 64, 65])
+def test_a_code_for_four_frames_begun(dvae, frames):
+    codes = dvae.encode(tf.constant(normal(2, frames, 80)))
+    assert codes.shape == (2, -(-frames // 4)) and codes.dtype == tf.int32
+    assert dvae.decode(codes).shape == (2, 4 * codes.shape[1], 80) and dvae.decode(codes).dtype == tf.float32
+
+def test_codes_of_a_row_do_not_depend_on_its_neighbours(dvae):
+    mel = 5 * normal(3, 40, 80)
+    assert np.array_equal(dvae.encode(tf.constant(mel)),
+                          np.concatenate([dvae.encode(tf.constant(mel[i:i + 1])) for i in range(3)]))
+
+def test_codes_are_local(dvae):
+    "What follows far behind does not change a code, so a cut clip has the codes of the whole one."
+    mel = 5 * normal(1, 80, 80)
+    whole, cut = dvae.encode(tf.constant(mel)).numpy()[0], dvae.encode(tf.constant(mel[:, :40])).numpy()[0]
+    assert np.array_equal(whole[:6], cut[:6])
+
+def test_the_nearest_code_is_chosen():
+    book = Codebook(7, 3); book.build()
+    z = normal(2, 5, 3)
+    far = ((z[:, :, None] - np.array(book.embed.numpy()).T[None, None])**2).sum(-1)
+    assert np.array_equal(book.encode(z), far.argmin(-1))
+    assert np.array_equal(book.encode(book.decode(tf.range(7)[None])), np.arange(7)[None])
+
+def moved(book, z, codes, steps):
+    "The vectors of the codes after some updates."
+    update = tf.function(lambda i: update_codebook(book, z, codes, tf.stack([0, i])))
+    for i in range(steps): update(tf.constant(i))
+    return book.embed.numpy().T
+
+def test_codes_move_to_the_mean_of_what_chose_them():
+    book = Codebook(2, 3); book.build()
+    z, codes = normal(1, 8, 3), tf.constant([[0, 0, 0, 1, 1, 1, 1, 1]])
+    assert np.allclose(moved(book, z, codes, 600), [z[0, :3].mean(0), z[0, 3:].mean(0)], atol=0.05)
+
+def test_a_code_that_nothing_chose_moves_to_a_vector_of_the_batch():
+    book = Codebook(4, 3); book.build()
+    z = normal(1, 8, 3)
+    lost = moved(book, z, tf.zeros((1, 8), tf.int32), 100)[3]
+    assert np.abs(z[0] - lost).max(-1).min() < 0.1
+
+def test_the_codebook_gets_no_gradient(dvae):
+    with tf.GradientTape() as tape: loss = tf.reduce_sum(dvae(tf.constant(normal(1, 8, 80)))[0])
+    assert all(g is not None for g in tape.gradient(loss, dvae.trainable_variables))
+    assert not any('codebook' in v.path or 'mel_stats' in v.path for v in dvae.trainable_variables)
+
+def test_gradients_pass_straight_through(dvae):
+    "The encoder learns from the reconstruction although choosing a code has no derivative."
+    with tf.GradientTape() as tape: loss = tf.reduce_mean(dvae(tf.constant(normal(1, 8, 80)))[0]**2)
+    kernels = [v for v in dvae.encoder.trainable_variables if 'kernel' in v.path]
+    assert all(np.abs(g).max() > 0 for g in tape.gradient(loss, kernels))
+
+def test_mel_constants():
+    mels = np.array([[1., -3., 0.], [3., -1., 0.]])
+    assert np.allclose(mel_stats(mels), [2, 2, 0.1])   # never zero, it is divided by
+    assert mel_stats(mels).dtype == np.float32
+
+@pytest.fixture(scope='module')
+def mels(): return np.repeat(normal(40, 80).cumsum(0), 4, 0)
+
+def settings(small, **training):
+    return small.replace(training={'dvae_steps': 30, 'dvae_batch_size': 4, 'dvae_learning_rate': 2e-3,
+                                                                'enable_xla_compilation': False} | training)
+
+@pytest.fixture(scope='module')
+def trained(small, mels): return train_dvae(mels, settings(small))
+
+def test_training_repeats_and_learns(small, mels, trained):
+    seen = []
+    (a, first), (b, second) = train_dvae(mels, settings(small), lambda *x: seen.append(x), log_every=10), trained
+    assert first == second and len(first) == 30 and np.mean(first[-5:]) < np.mean(first[:5])
+    assert [(s, n) for s, n, _ in seen] == [(10, 30), (20, 30), (30, 30)] and seen[-1][2] == pytest.approx(first[-1])
+    assert all(np.array_equal(x, y) for x, y in zip(a.variables, b.variables)) and np.allclose(a.mel_stats, mel_stats(mels))
+
+@pytest.mark.parametrize('change', [{'seed': 1}, {'dvae_steps': 20}, {'dvae_batch_size': 2}, {'dvae_learning_rate': 1e-3}])
+def test_every_setting_of_the_training_matters(small, mels, trained, change):
+    other = train_dvae(mels, settings(small, **change))[1]
+    assert len(other) != 30 or not np.allclose(other, trained[1], rtol=1e-3)
+
+def test_xla_changes_the_speed_only(small, mels, trained):
+    assert np.allclose(train_dvae(mels, settings(small, enable_xla_compilation=True))[1], trained[1], rtol=1e-2)
+
+@pytest.mark.parametrize('frames', [1, 63, 64, 65])
+def test_a_pool_shorter_than_a_crop_will_do(small, frames):
+    losses = train_dvae(normal(frames, 80), settings(small, dvae_steps=2))[1]
+    assert np.isfinite(losses).all()
+
+def test_saved_and_loaded(dvae, small, tmp_path):
+    dvae.save(tmp_path / 'd.safetensors')
+    again, mel = load_dvae(tmp_path / 'd.safetensors', small), tf.constant(5 * normal(1, 40, 80))
+    assert np.array_equal(dvae.encode(mel), again.encode(mel)) and np.array_equal(dvae.mel_stats, again.mel_stats)
+    assert all(np.array_equal(a, b) for a, b in zip(dvae.variables, again.variables))
+    again.save(tmp_path / 'e.safetensors')
+    assert (tmp_path / 'd.safetensors').read_bytes() == (tmp_path / 'e.safetensors').read_bytes()
+
+@pytest.mark.parametrize('change', [{'hidden': 32}, {'codes': 16}, {'codebook_dim': 4}, {'resnet_blocks': 2}])
+def test_another_size_is_named(dvae, small, tmp_path, change):
+    dvae.save(tmp_path / 'd.safetensors')
+    with pytest.raises(UserError, match='d.safetensors.*(of another size|belongs to another model)'):
+        load_dvae(tmp_path / 'd.safetensors', small.replace(model={'dvae': change}))
+
+def test_bfloat16_keeps_codebook_and_constants_in_float32(small):
+    keras.utils.set_random_seed(0); plain = DVAE(small)
+    keras.utils.set_random_seed(0); mixed = DVAE(small, dtype='mixed_bfloat16')
+    assert all(v.dtype == 'float32' for v in named_weights(mixed).values())
+    codes = tf.constant([[1, 2, 3, 4]])
+    assert np.abs(plain.decode(codes) - mixed.decode(codes)).max() < 0.05 * np.abs(plain.decode(codes)).max()

@@ -1,0 +1,192 @@
+"Outputs appear whole or not at all: under exceptions, Ctrl-C and a full disk, and beside foreign content."
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xtts_nb.config import UserError
+from xtts_nb.files import atomic_file, atomic_folder, fingerprint, read_json, write_json
+
+
+def tree(folder):
+    "Everything under a folder, with contents."
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob('*'))}
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit, MemoryError, UserError])
+@pytest.mark.parametrize('before', [None, b'old'])
+def test_an_interrupted_file_leaves_what_was_there(tmp_path, error, before):
+    path = tmp_path / 'a.txt'
+    if before: path.write_bytes(before)
+    kept = tree(tmp_path)
+    with pytest.raises(error), atomic_file(path) as part:
+        part.write_text('half')
+        raise error('stop')
+    assert tree(tmp_path) == kept
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit, MemoryError, UserError])
+@pytest.mark.parametrize('replace', [False, True])
+def test_an_interrupted_folder_leaves_what_was_there(tmp_path, error, replace):
+    out = tmp_path / 'out'
+    if replace: out.mkdir(); (out / 'old').write_text('old')
+    kept = tree(tmp_path)
+    with pytest.raises(error), atomic_folder(out, replace) as part:
+        (part / 'sub').mkdir(); (part / 'sub' / 'half').write_text('half')
+        raise error('stop')
+    assert tree(tmp_path) == kept
+
+
+def test_nothing_stands_there_before_the_end(tmp_path):
+    with atomic_file(tmp_path / 'a') as part:
+        part.write_text('half')
+        assert not (tmp_path / 'a').exists() and part.parent == tmp_path
+    with atomic_folder(tmp_path / 'f') as part:
+        (part / 'x').write_text('half')
+        assert not (tmp_path / 'f').exists() and part.parent == tmp_path
+    assert tree(tmp_path) == {'a': b'half', 'f': None, 'f/x': b'half'}
+
+
+def test_a_file_that_was_never_written_is_an_error(tmp_path):
+    with pytest.raises(UserError, match='a.txt'), atomic_file(tmp_path / 'a.txt'): pass
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('make', ['file', 'folder'])
+def test_a_folder_that_holds_something_is_refused_before_any_work(tmp_path, make):
+    out = tmp_path / 'out'
+    if make == 'file': out.write_text('mine')
+    else: out.mkdir(); (out / 'mine').write_text('mine')
+    kept, worked = tree(tmp_path), []
+    with pytest.raises(UserError, match='out.*already holds something.*choose another'), atomic_folder(out): worked.append(1)
+    assert not worked and tree(tmp_path) == kept
+
+
+def test_an_empty_folder_may_be_filled(tmp_path):
+    (tmp_path / 'out').mkdir()
+    with atomic_folder(tmp_path / 'out') as part: (part / 'x').write_text('1')
+    assert tree(tmp_path) == {'out': None, 'out/x': b'1'}
+
+
+def test_a_replaced_folder_keeps_nothing_of_the_old_one(tmp_path):
+    with atomic_folder(tmp_path / 'out') as part: (part / 'old').write_text('1')
+    with atomic_folder(tmp_path / 'out', replace=True) as part: (part / 'new').write_text('2')
+    assert tree(tmp_path) == {'out': None, 'out/new': b'2'}
+
+
+def test_a_file_is_no_folder_to_replace(tmp_path):
+    (tmp_path / 'out').write_text('mine')
+    with pytest.raises(UserError, match='out'), atomic_folder(tmp_path / 'out', replace=True) as part:
+        (part / 'x').write_text('1')
+    assert tree(tmp_path) == {'out': b'mine'}
+
+
+def test_ctrl_c_while_the_old_folder_goes_loses_neither(tmp_path, monkeypatch):
+    out, real = tmp_path / 'out', shutil.rmtree
+    with atomic_folder(out) as part:
+        for i in range(3): (part / f'{i}').write_text('old')
+    def interrupted(path, *args, **kwargs):
+        first = Path(path) / '0'
+        if not first.is_file() or first.read_text() != 'old': return real(path, *args, **kwargs)
+        first.unlink()
+        raise KeyboardInterrupt
+    monkeypatch.setattr(shutil, 'rmtree', interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True) as part:
+        for i in range(3): (part / f'{i}').write_text('new')
+    contents = {p.name: p.read_text() for p in out.iterdir()}
+    assert contents in ({str(i): 'old' for i in range(3)}, {str(i): 'new' for i in range(3)})
+
+
+REASONS = [(errno.ENOSPC, 'the disk is full; free some space'), (errno.EDQUOT, 'quota'), (errno.EACCES, 'not writable'),
+           (errno.EROFS, 'read-only'), (errno.EIO, 'Input/output error')]
+
+@pytest.mark.parametrize('number, reason', REASONS)
+def test_a_failed_write_names_file_and_remedy(tmp_path, monkeypatch, number, reason):
+    def fail(self, *args, **kwargs):
+        self.touch()
+        raise OSError(number, os.strerror(number), str(self))
+    (tmp_path / 'a.json').write_text('{}')
+    kept = tree(tmp_path)
+    monkeypatch.setattr(Path, 'write_text', fail)
+    with pytest.raises(UserError, match=f'a.json.*{reason}.*nothing was written'): write_json(tmp_path / 'a.json', {'a': 1})
+    with pytest.raises(UserError, match=f'f: .*{reason}'), atomic_folder(tmp_path / 'f') as part: (part / 'x').write_text('1')
+    monkeypatch.undo()
+    assert tree(tmp_path) == kept
+
+
+def test_a_file_in_the_way_of_a_folder(tmp_path):
+    (tmp_path / 'a').write_text('mine')
+    with pytest.raises(UserError, match='a file stands where a folder is needed|File exists'): write_json(tmp_path / 'a' / 'b', 1)
+    assert tree(tmp_path) == {'a': b'mine'}
+
+
+WRITE_TOO_MUCH = '''
+import resource, signal, sys
+from pathlib import Path
+import numpy as np
+from xtts_nb.audio import save_audio
+from xtts_nb.cache import _write_shard
+from xtts_nb.config import UserError
+from xtts_nb.files import atomic_folder, write_json
+from xtts_nb.weights import save_weights
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+folder, row = Path(sys.argv[1]), {'codes': np.ones(9000), 'text': np.ones(9000), 'mel': np.ones((90, 80))}
+def shard():
+    with atomic_folder(folder / 'shards') as part: _write_shard(part / 'shard', [row] * 9)
+writers = {'json': lambda: write_json(folder / 'json', ['x' * 100] * 3000),
+           'wav': lambda: save_audio(folder / 'wav', np.ones(100_000)),
+           'weights': lambda: save_weights(folder / 'weights', {'a': np.ones(50_000)}), 'shards': shard}
+for name, write in writers.items():
+    try: write()
+    except UserError as e: print(name, 'UserError', str(folder / name) in str(e), 'nothing was written' in str(e))
+    except Exception as e: print(name, type(e).__name__)
+    else: print(name, 'written')
+'''
+
+@pytest.fixture(scope='module')
+def limited(tmp_path_factory):
+    "What four writers say when no file may grow beyond 20 000 bytes, and the folder they wrote to."
+    folder = tmp_path_factory.mktemp('limited')
+    done = subprocess.run([sys.executable, '-c', WRITE_TOO_MUCH, str(folder)], capture_output=True, text=True, check=True)
+    return dict(line.split(' ', 1) for line in done.stdout.splitlines()), folder
+
+@pytest.mark.parametrize('name', ['json', 'wav', 'weights', 'shards'])
+def test_a_write_that_the_system_refuses_is_one_sentence(limited, name):
+    assert limited[0][name] == 'UserError True True'
+
+def test_a_write_that_the_system_refuses_leaves_nothing(limited):
+    assert len(limited[0]) == 4 and not any(limited[1].iterdir())
+
+
+def test_json_goes_there_and_back(tmp_path):
+    value = {'ü': [1, 2.5, None, True], 'سلام': {'a': ''}}
+    write_json(tmp_path / 'deep' / 'er' / 'a.json', value)
+    assert read_json(tmp_path / 'deep' / 'er' / 'a.json') == value
+    assert 'سلام' in (tmp_path / 'deep' / 'er' / 'a.json').read_text(encoding='utf-8')
+
+
+def test_a_value_json_cannot_hold_leaves_the_old_file(tmp_path):
+    write_json(tmp_path / 'a.json', 1)
+    with pytest.raises(TypeError): write_json(tmp_path / 'a.json', {'a': object()})
+    assert tree(tmp_path) == {'a.json': b'1\n'}
+
+
+@pytest.mark.parametrize('content, message', [(None, 'missing'), (b'', 'not JSON'), (b'{"a": ', 'not JSON'),
+                                              (b'\xff\xfe', 'not JSON')])
+def test_a_bad_json_file_is_named(tmp_path, content, message):
+    if content is not None: (tmp_path / 'a.json').write_bytes(content)
+    with pytest.raises(UserError, match=f'a.json: .*{message}.*make it again'): read_json(tmp_path / 'a.json')
+
+
+def test_a_fingerprint_changes_with_every_part():
+    prints = [fingerprint(*parts) for parts in
+              [(), (1,), ('1',), (1, 2), ([1, 2],), (b'x',), ('x',), ({'a': 1},), ({'a': 2},), ({'b': 1},), ('12',), ('1', '2')]]
+    assert len(set(prints)) == len(prints) and all(len(p) == 16 for p in prints)
+    assert fingerprint({'a': 1, 'b': 2}) == fingerprint({'b': 2, 'a': 1})
+    assert fingerprint(np.arange(3).tobytes()) == fingerprint(np.arange(3).tobytes())

@@ -1,0 +1,156 @@
+"The blocks: what each position may see, seeds, shapes, precision."
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.layers import (AttentionBlock, Conv1D, Perceiver, ResidualBlock, RMSNorm, TransformerBlock, attend, causal_mask,
+                            dropout, fold,
+                            split_heads)
+
+
+def normal(*shape, seed=0): return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+SEED = tf.constant([3, 4])
+
+
+# --- dropout -------------------------------------------------------------------------------------------------------
+
+def test_the_seed_decides_the_mask():
+    x = tf.ones((50, 50))
+    a, b, c = (dropout(x, 0.3, fold(SEED, p)).numpy() for p in (1, 1, 2))
+    assert np.array_equal(a, b) and not np.array_equal(a, c)
+    assert set(np.unique(a)) == {0., np.float32(1 / 0.7)} and abs((a == 0).mean() - 0.3) < 0.03
+
+def test_graph_and_eager_draw_the_same_mask():
+    x = tf.ones((20, 20))
+    assert np.array_equal(dropout(x, 0.5, SEED), tf.function(dropout)(x, 0.5, SEED))
+
+@pytest.mark.parametrize('rate, seed', [(0., SEED), (0.9, None), (0., None)])
+def test_without_rate_or_seed_nothing_happens(rate, seed):
+    x = tf.ones(10)
+    assert dropout(x, rate, seed) is x
+
+def test_folding_gives_other_seeds_and_keeps_none():
+    seeds = {tuple(fold(SEED, i).numpy()) for i in range(100)}
+    assert len(seeds) == 100 and fold(None, 3) is None
+    assert tuple(fold(fold(SEED, 1), 2).numpy()) != tuple(fold(fold(SEED, 2), 1).numpy())
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('queries, keys, offset', [(1, 1, 0), (4, 4, 0), (1, 9, 5), (3, 9, 6)])
+def test_the_causal_mask(queries, keys, offset):
+    mask = np.array(causal_mask(queries, keys, offset))
+    assert all(mask[q, k] == (k <= q + offset) for q in range(queries) for k in range(keys))
+
+def loops(q, k, v, mask):
+    out = np.zeros((*q.shape[:2], q.shape[2] * v.shape[3]))
+    for b in range(q.shape[0]):
+        for h in range(q.shape[2]):
+            score = np.where(mask, q[b, :, h] @ k[b, :, h].T / np.sqrt(q.shape[3]), -1e9)
+            weight = np.exp(score - score.max(-1, keepdims=True))
+            out[b, :, h * v.shape[3]:(h + 1) * v.shape[3]] = weight / weight.sum(-1, keepdims=True) @ v[b, :, h]
+    return out
+
+@pytest.mark.parametrize('causal', [False, True])
+@pytest.mark.parametrize('batch, queries, keys, heads, size', [(1, 1, 2, 1, 1), (2, 5, 5, 3, 4), (3, 2, 7, 2, 8)])
+def test_attention_equals_loops(batch, queries, keys, heads, size, causal):
+    q = normal(batch, queries, heads, size)
+    k, v = (normal(batch, keys, heads, size, seed=s) for s in (1, 2))
+    mask = np.array(causal_mask(queries, keys)) if causal else np.ones((queries, keys), bool)
+    got = attend(tf.constant(q), tf.constant(k), tf.constant(v), mask if causal else None)
+    assert got.shape == (batch, queries, heads * size) and np.allclose(got, loops(q, k, v, mask), atol=1e-5)
+
+def test_masked_keys_do_not_matter_even_if_huge():
+    q, k, v = (tf.constant(normal(1, 4, 2, 8, seed=s)) for s in range(3))
+    wild = tf.tensor_scatter_nd_update(v, [[0, 3]], [tf.fill((2, 8), 1e6)])
+    mask = np.array([[True, True, True, False]] * 4)
+    assert np.array_equal(attend(q, k, v, mask), attend(q, k, wild, mask))
+
+def test_heads_are_slices_of_the_width():
+    x = tf.constant(normal(2, 3, 12))
+    split = split_heads(x, 4)
+    assert split.shape == (2, 3, 4, 3) and np.array_equal(split[:, :, 1], x[:, :, 3:6])
+
+
+# --- blocks --------------------------------------------------------------------------------------------------------
+
+def test_a_block_sees_only_the_past():
+    block, x = TransformerBlock(16, 2), normal(1, 12, 16)
+    changed = x.copy(); changed[0, 7] += normal(16, seed=1)
+    moved = np.abs(block(x, causal_mask(12, 12)) - block(changed, causal_mask(12, 12))).max(-1)[0]
+    assert not moved[:7].any() and moved[7:].all()
+
+@pytest.mark.parametrize('chunks', [[12], [1] * 12, [5, 1, 6]], ids=str)
+def test_a_block_with_a_cache_equals_one_without(chunks):
+    block, x = TransformerBlock(16, 2), normal(2, 12, 16)
+    whole, cache, place, parts = block(x, causal_mask(12, 12)), (tf.zeros((2, 12, 2, 8)),) * 2, 0, []
+    for n in chunks:
+        y, cache = block(x[:, place:place + n], causal_mask(n, 12, place), cache=cache, position=place)
+        parts.append(y); place += n
+    assert np.allclose(np.concatenate(parts, 1), whole, atol=1e-5)
+
+def test_dropout_in_a_block_follows_the_seed():
+    block, x, mask = TransformerBlock(16, 2, rate=0.5), normal(1, 6, 16), causal_mask(6, 6)
+    a, b, c, plain = (np.array(block(x, mask, seed)) for seed in (SEED, SEED, fold(SEED, 1), None))
+    assert np.array_equal(a, b) and not np.allclose(a, c) and not np.allclose(a, plain)
+
+def test_residual_scale_shrinks_the_way_back():
+    std = lambda scale: float(np.std(_built(TransformerBlock(64, 2, residual_scale=scale), (1, 4, 64)).project.kernel))
+    assert 0.05 < std(0.1) / std(1.) < 0.2
+
+def _built(block, shape): block.build(shape); return block
+
+@pytest.mark.parametrize('frames', [1, 2, 7, 64])
+def test_the_perceiver_takes_any_length(frames):
+    perceiver = Perceiver(4, 32, 2, 2, 8)
+    out = perceiver(tf.constant(normal(3, frames, 32)))
+    assert out.shape == (3, 4, 32) and np.isfinite(out).all() and np.allclose(np.linalg.norm(out, axis=-1), 32**0.5, atol=1e-3)
+
+def test_the_perceiver_does_not_mind_the_order_of_frames():
+    perceiver, x = Perceiver(4, 32, 2, 2, 8), normal(1, 9, 32)
+    assert np.allclose(perceiver(tf.constant(x)), perceiver(tf.constant(x[:, ::-1])), atol=1e-5)
+
+def test_rows_of_a_batch_do_not_meet():
+    x = normal(3, 8, 32)
+    block = _built(AttentionBlock(2), (1, 8, 32))
+    block.project.kernel.assign(normal(32, 32, seed=1))
+    for layer in (block, Perceiver(4, 32, 1, 2, 8), ResidualBlock(32), Conv1D(8, 3, 2)):
+        assert np.allclose(layer(tf.constant(x)), np.concatenate([layer(tf.constant(x[i:i + 1])) for i in range(3)]),
+                           atol=1e-5), layer
+
+def test_an_attention_block_begins_as_its_norm():
+    "The released model adds to the normalised frames, not to the frames."
+    block, x = AttentionBlock(2), tf.constant(3 * normal(2, 8, 32) + 1)
+    assert np.allclose(block(x), block.norm(x), atol=1e-6) and abs(float(tf.reduce_mean(block(x)))) < 1e-3
+
+@pytest.mark.parametrize('frames', [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize('stride', [1, 2])
+def test_a_convolution_halves_rounding_up(frames, stride):
+    conv = _built(Conv1D(5, 3, stride), (None, None, 4))
+    assert conv(tf.constant(normal(1, frames, 4))).shape == (1, -(-frames // stride), 5)
+
+def test_a_convolution_equals_loops():
+    conv, x = Conv1D(5, 3, 2), normal(1, 9, 4)
+    got, padded, kernel = conv(tf.constant(x)), np.pad(x[0], ((1, 1), (0, 0))), np.array(conv.conv.kernel.numpy())
+    assert np.allclose(got[0], [np.einsum('kc,kcf->f', padded[i:i + 3], kernel) for i in range(0, 9, 2)], atol=1e-5)
+
+@pytest.mark.parametrize('scale', [1e-20, 1., 1e8])
+def test_the_norm_is_one_for_any_loudness(scale):
+    out = np.array(RMSNorm()(tf.constant(normal(3, 16)) * scale))
+    assert np.isfinite(out).all() and (scale < 1e-15 or np.allclose(np.linalg.norm(out, axis=-1), 4, atol=1e-3))
+
+@pytest.mark.parametrize('layer', [lambda p: TransformerBlock(32, 2, dtype=p), lambda p: AttentionBlock(2, dtype=p),
+                                   lambda p: Perceiver(4, 32, 1, 2, 8, dtype=p), lambda p: ResidualBlock(32, dtype=p),
+                                   lambda p: RMSNorm(dtype=p)],
+                         ids=['transformer', 'attention', 'perceiver', 'residual', 'norm'])
+def test_bfloat16_is_close_and_weights_stay_float32(layer):
+    x, outs = tf.constant(normal(2, 8, 32)), []
+    for policy in ('float32', 'mixed_bfloat16'):
+        keras.utils.set_random_seed(1)
+        net = layer(policy)
+        out = net(x, causal_mask(8, 8)) if isinstance(net, TransformerBlock) else net(x)
+        assert all(v.dtype == 'float32' for v in net.variables)
+        outs.append(np.array(tf.cast(out, tf.float32)))
+    assert out.dtype == tf.bfloat16 and np.abs(outs[0] - outs[1]).max() < 0.1

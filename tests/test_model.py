@@ -1,0 +1,185 @@
+"The losses: what counts in them, halves and wholes; and a model as a folder."
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.model import XTTS, parameter_table, step_flops, token_losses, total_loss
+from xtts_nb.text import train_tokenizer
+from xtts_nb.weights import save_weights
+
+SEED = tf.constant([1, 2])
+
+
+@pytest.fixture(scope='module')
+def losses(xtts):
+    "Compiled: loss, its parts, and the gradients as one vector."
+    @tf.function
+    def run(batch, seed):
+        with tf.GradientTape() as tape:
+            parts = token_losses(xtts.gpt, batch, seed)
+            loss = total_loss(parts)
+        gradients = tape.gradient(loss, xtts.gpt.trainable_variables)
+        return loss, parts, tf.concat([tf.reshape(tf.convert_to_tensor(g), [-1]) for g in gradients], 0)
+    return lambda batch, seed=None: tf.nest.map_structure(np.array, run(batch, seed))
+
+def with_rows(batch, weight, **changes): return batch | {'weight': tf.constant(weight, tf.float32)} | changes
+
+def take(batch, rows): return {k: tf.gather(v, rows) for k, v in batch.items()}
+
+
+@pytest.mark.parametrize('seed', [None, SEED], ids=['plain', 'dropout'])
+def test_zero_weight_rows_change_neither_loss_nor_gradients(losses, batch, seed):
+    loss, _, gradient = losses(with_rows(batch, [1, 1, 1, 0]), seed)
+    wild = {k: tf.concat([batch[k][:3], tf.constant(np.full((1, *batch[k].shape[1:]), v), batch[k].dtype)], 0)
+            for k, v in dict(text=7, codes=9, reference=3., text_length=2, code_length=3).items()}
+    loss2, _, gradient2 = losses(with_rows(batch, [1, 1, 1, 0], **wild), seed)
+    assert loss == pytest.approx(loss2, rel=1e-6) and np.allclose(gradient, gradient2, atol=1e-6)
+
+def test_rows_left_out_equal_rows_that_were_never_there(losses, batch):
+    with_zero, without = losses(with_rows(batch, [1, 0, 1, 0])), losses(take(with_rows(batch, [1, 1, 1, 1]), [0, 2]))
+    assert with_zero[0] == pytest.approx(without[0], rel=1e-5) and np.allclose(with_zero[2], without[2], atol=1e-5)
+    assert np.abs(with_zero[2]).max() > 1e-3
+
+def test_the_loss_of_the_whole_is_that_of_its_halves(losses, batch):
+    whole, halves = losses(batch)[1], [losses(take(batch, rows))[1] for rows in ([0, 1], [2, 3])]
+    for name in whole: assert whole[name] == pytest.approx(sum(h[name] for h in halves), rel=1e-5)
+    together = {name: tf.constant(sum(h[name] for h in halves)) for name in whole}
+    assert float(total_loss(together)) == pytest.approx(float(losses(batch)[0]), rel=1e-5)
+
+def test_counts_are_tokens_and_one_stop_a_row(losses, batch):
+    parts = losses(with_rows(batch, [1, 1, 0, 1]))[1]
+    rows = np.array([0, 1, 3])
+    assert parts['text_count'] == batch['text_length'].numpy()[rows].sum() + 3
+    assert parts['code_count'] == batch['code_length'].numpy()[rows].sum() + 3
+
+def test_a_batch_of_nothing_is_no_nan(losses, batch):
+    loss, parts, gradient = losses(with_rows(batch, [0, 0, 0, 0]))
+    assert loss == 0 and not gradient.any() and parts['code_count'] == 0
+
+def test_padding_does_not_change_the_loss(losses, batch):
+    wide = {k: tf.pad(batch[k], [[0, 0], [0, 9]], constant_values=5) for k in ('text', 'codes')}
+    assert losses(batch | wide)[0] == pytest.approx(float(losses(batch)[0]), rel=1e-5)
+
+def test_the_order_of_rows_does_not_matter(losses, batch):
+    assert losses(take(batch, [3, 1, 0, 2]))[0] == pytest.approx(float(losses(batch)[0]), rel=1e-5)
+
+def test_dropout_follows_the_seed(losses, batch):
+    a, b, c = (losses(batch, s)[0] for s in (SEED, SEED, tf.constant([1, 3])))
+    assert a == b != c
+
+@pytest.mark.parametrize('weight', [0., 0.01, 1.])
+def test_the_text_weight(losses, batch, weight):
+    parts = losses(batch)[1]
+    expected = weight * parts['text_loss'] / parts['text_count'] + parts['code_loss'] / parts['code_count']
+    assert float(total_loss(parts, weight)) == pytest.approx(float(expected), rel=1e-6)
+
+def test_losses_equal_loops(xtts, batch):
+    "Cross-entropy of every counted position, one after the other."
+    logits = xtts.gpt(*(batch[k] for k in ('text', 'text_length', 'codes', 'code_length', 'reference')))
+    parts = token_losses(xtts.gpt, batch)
+    for name, scores, ids, length, stop in (('text', logits[0], 'text', 'text_length', 0),
+                                            ('code', logits[1], 'codes', 'code_length', xtts.gpt.code_stop)):
+        total = 0.
+        for row, n in enumerate(batch[length].numpy()):
+            for place, target in enumerate([*batch[ids].numpy()[row, :n], stop]):
+                s = scores.numpy()[row, place].astype(np.float64)
+                total += np.log(np.exp(s).sum()) - s[target]
+        assert float(parts[f'{name}_loss']) == pytest.approx(total, rel=1e-4)
+
+def test_every_weight_learns(losses, batch, xtts):
+    gradient, place = losses(batch)[2], 0
+    for v in xtts.gpt.trainable_variables:
+        size = int(np.prod(v.shape))
+        assert np.abs(gradient[place:place + size]).max() > 0, v.path
+        place += size
+
+def test_bfloat16_loss_is_close(small, xtts, batch):
+    rough = XTTS(small.replace(training={'precision': 'bfloat16'}), xtts.tokenizer, xtts.dvae)
+    for name, v in rough.weights.items(): v.assign(xtts.weights[name])
+    a, b = (float(total_loss(token_losses(m.gpt, batch))) for m in (xtts, rough))
+    assert a != b and a == pytest.approx(b, rel=0.01) and rough.gpt.compute_dtype == 'bfloat16'
+
+
+# --- the folder ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def saved(xtts, tmp_path):
+    xtts.save(tmp_path / 'm')
+    return tmp_path / 'm'
+
+def test_saved_and_loaded(xtts, saved, batch):
+    again = XTTS.load(saved)
+    assert again.config == xtts.config and again.tokenizer.to_json() == xtts.tokenizer.to_json()
+    assert list(again.weights) == list(xtts.weights) and all(np.array_equal(v, xtts.weights[k]) for k, v in again.weights.items())
+    assert np.array_equal(token_losses(xtts.gpt, batch)['code_loss'], token_losses(again.gpt, batch)['code_loss'])
+    again.save(saved.parent / 'n')
+    for path in saved.iterdir(): assert path.read_bytes() == (saved.parent / 'n' / path.name).read_bytes(), path.name
+
+@pytest.mark.parametrize('name', ['config.yaml', 'tokenizer.json', 'model.safetensors'])
+def test_a_missing_file_is_named(saved, name):
+    (saved / name).unlink()
+    with pytest.raises(UserError, match=name): XTTS.load(saved)
+
+@pytest.mark.parametrize('name', ['tokenizer.json', 'model.safetensors'])
+@pytest.mark.parametrize('share', [0., 0.01, 0.5, 0.99])
+def test_a_file_cut_off_is_named(saved, name, share):
+    data = (saved / name).read_bytes()
+    (saved / name).write_bytes(data[:int(share * len(data))])
+    with pytest.raises(UserError, match=name): XTTS.load(saved)
+
+@pytest.mark.parametrize('change, name', [({'gpt': {'width': 128, 'heads': 4}}, 'gpt/'), ({'gpt': {'layers': 3}}, 'gpt/block_2'),
+                                          ({'dvae': {'codes': 40}}, 'dvae/codebook'),
+                                          ({'gpt': {'prompt_latents': 6}}, 'latents')], ids=str)
+def test_another_size_is_named(xtts, saved, change, name):
+    (saved / 'config.yaml').write_text(xtts.config.replace(model=change).to_yaml())
+    with pytest.raises(UserError, match=f'model.safetensors: .*{name}.*(another size|another model)'): XTTS.load(saved)
+
+def test_a_missing_tensor_is_named(xtts, saved):
+    save_weights(saved / 'model.safetensors', {k: v for k, v in xtts.weights.items() if k != 'gpt/code_head/bias'})
+    with pytest.raises(UserError, match='model.safetensors: the tensor "gpt/code_head/bias" is missing'): XTTS.load(saved)
+
+@pytest.mark.parametrize('kind', ['nowhere', 'empty', 'a file'])
+def test_what_is_no_model_is_named(tmp_path, kind):
+    if kind == 'empty': (tmp_path / 'm').mkdir()
+    if kind == 'a file': (tmp_path / 'm').write_text('')
+    with pytest.raises(UserError, match='m: holds no model'): XTTS.load(tmp_path / 'm')
+
+def test_a_tokenizer_too_large_names_the_key(small):
+    tokenizer = train_tokenizer(['abcdefghijklmnopqrstuvwxyz ' * 3], ['en'], 48)
+    with pytest.raises(UserError, match=f'has {tokenizer.size} tokens, model.gpt.text_tokens is {tokenizer.size - 1}'):
+        XTTS(small.replace(model={'gpt': {'text_tokens': tokenizer.size - 1}}), tokenizer)
+    XTTS(small.replace(model={'gpt': {'text_tokens': tokenizer.size}}), tokenizer)
+
+def test_the_table_adds_up(xtts):
+    table = parameter_table(xtts)
+    assert table['all'] == sum(v for k, v in table.items() if k != 'all')
+    assert set(table) == {'DVAE', 'GPT voice', 'GPT blocks', 'GPT embeddings', 'GPT heads', 'all'}
+
+def test_flops_grow_as_they_should():
+    config = XTTSConfig.xtts_v2()
+    base = step_flops(config, 1, 100, 250)
+    assert step_flops(config, 4, 100, 250) == 4 * base and step_flops(config, 1, 100, 500) > 1.5 * base > 0
+    assert 6 * 378e6 * 384 < base < 6 * 480e6 * 384 * 1.5   # about 6 x parameters x positions, the voice on top
+
+def test_flops_agree_with_what_tensorflow_counts(small):
+    "Forward products of the compiled graph, against a third of the formula."
+    from tensorflow.python.profiler.model_analyzer import profile
+    from tensorflow.python.profiler.option_builder import ProfileOptionBuilder
+
+    from xtts_nb.gpt import GPT
+    config = small.replace(model={'gpt': {'width': 256, 'heads': 8}})
+    net, B, T, S = GPT(config, 3), 2, 20, 40
+    keras_inputs = [tf.TensorSpec([B, T], tf.int32), tf.TensorSpec([B], tf.int32), tf.TensorSpec([B, S], tf.int32),
+                    tf.TensorSpec([B], tf.int32),
+                    tf.TensorSpec([B, config.data.reference_frames, 80], tf.float32)]
+    graph = tf.function(lambda *x: net(*x)).get_concrete_function(*keras_inputs).graph
+    options = ProfileOptionBuilder(ProfileOptionBuilder.float_operation()).with_empty_output().build()
+    counted = profile(graph, options=options).total_float_ops
+    assert step_flops(config, B, T, S) / 3 == pytest.approx(counted, rel=0.1)
+
+def test_precision_is_all_that_changes(small, xtts):
+    keras.utils.set_random_seed(0); a = XTTS(small, xtts.tokenizer)
+    keras.utils.set_random_seed(0); b = XTTS(small.replace(training={'precision': 'bfloat16'}), xtts.tokenizer)
+    assert all(np.array_equal(v, b.weights[k]) and v.dtype == b.weights[k].dtype == 'float32' for k, v in a.weights.items())

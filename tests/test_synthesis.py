@@ -1,0 +1,229 @@
+"Speaking: the cache changes nothing, rows do not meet, seeds repeat, and what cannot be said is refused."
+from functools import cache
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.audio import save_audio, synthetic_voice
+from xtts_nb.config import UserError
+from xtts_nb.gpt import GPT
+from xtts_nb.model import XTTS
+from xtts_nb.synthesis import Speaker, choose, generate, reference_mel, wrapped
+
+TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
+
+
+# --- choosing ------------------------------------------------------------------------------------------------------
+
+def draws(score, n=400, spoken=None, temperature=1., top_k=50, top_p=1., penalty=1.):
+    score = tf.constant(score, tf.float32)[None]
+    spoken = tf.zeros(score.shape, bool) if spoken is None else tf.constant([spoken])
+    pick = tf.function(lambda i: choose(score, spoken, tf.stack([7, i]), temperature, top_k, top_p, penalty)[0])
+    return np.array([int(pick(tf.constant(i))) for i in range(n)])
+
+def test_draws_follow_the_softmax():
+    score = np.log([0.5, 0.3, 0.15, 0.05])
+    share = np.bincount(draws(score, 2000), minlength=4) / 2000
+    assert np.abs(share - np.exp(score)).max() < 0.04
+
+@pytest.mark.parametrize('limits, allowed', [(dict(top_k=1), {0}), (dict(top_k=2), {0, 1}), (dict(top_k=99), {0, 1, 2, 3}),
+                                             (dict(top_p=0.45), {0}),
+                                             (dict(top_p=0.55), {0, 1}), (dict(top_p=0.9), {0, 1, 2}),
+                                             (dict(top_k=3, top_p=0.55), {0, 1}),
+                                             (dict(temperature=1e-4), {0}), (dict(top_p=0.), {0}), (dict(top_k=0), {0})], ids=str)
+def test_limits_keep_the_best(limits, allowed):
+    order = [2, 0, 3, 1]   # places of the scores, best first
+    score = np.zeros(4); score[order] = np.log([0.5, 0.3, 0.15, 0.05])
+    assert set(draws(score, **limits)) == {order[i] for i in allowed}
+
+def test_at_temperature_0_the_best_is_taken(): assert set(draws([0., 3., 2.9], 20, temperature=0)) == {1}
+
+@pytest.mark.parametrize('score, spoken, best', [([2., 1.5, 1.], 0, 1), ([-1., -1.5, -2.9], 0, 1), ([2., 1.5, 1.], 2, 0)])
+def test_what_was_spoken_becomes_less_likely(score, spoken, best):
+    said = [i == spoken for i in range(3)]
+    assert set(draws(score, 5, said, temperature=0, penalty=2.)) == {best}
+
+def test_the_seed_decides():
+    score = tf.constant(np.random.default_rng(0).normal(size=(3, 40)), tf.float32)
+    pick = lambda seed: choose(score, tf.zeros(score.shape, bool), tf.constant(seed), 1., 50, 1., 1.).numpy().tolist()
+    assert pick([1, 0]) == pick([1, 0]) and len({tuple(pick([i, 0])) for i in range(5)}) == 5
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------
+
+MAX = 16
+
+@pytest.fixture(scope='module')
+def inputs(xtts):
+    ids = [xtts.tokenizer.encode(t, 'en') for t in TEXTS]
+    width = max(map(len, ids)) + 2
+    reference = np.stack([reference_mel(xtts, synthetic_voice(1., p)) for p in (90., 150., 230.)])
+    return (np.array([i + [0] * (width - len(i)) for i in ids], np.int32), np.array([len(i) for i in ids], np.int32), reference)
+
+@cache
+def compiled(gpt, max_codes, options):
+    return tf.function(lambda seed, *x: generate(gpt, *x, max_codes, **dict(options), seed=seed))
+
+def speak(gpt, inputs, max_codes=MAX, seed=(0, 0), **options):
+    options = dict(temperature=0., repetition_penalty=3.) | options
+    run = compiled(gpt, max_codes, tuple(options.items()))
+    return [x.numpy() for x in run(tf.constant(seed), *map(tf.constant, inputs))]
+
+def biased(xtts, small, stop):
+    "The model with its STOP made likelier (or impossible)."
+    net = GPT(small, xtts.gpt.text_start)
+    for a, b in zip(net.variables, xtts.gpt.variables): a.assign(b)
+    # START is never spoken
+    bias = np.zeros(net.code_stop + 1, np.float32); bias[net.code_stop] = stop; bias[net.code_start] = 50.
+    net.code_head.bias.assign(bias)
+    return net
+
+@pytest.fixture(scope='module')
+def endless(xtts, small): return biased(xtts, small, -50.)
+
+@pytest.mark.parametrize('bias', [-50., 0.])
+def test_greedy_with_cache_is_the_argmax_of_the_full_pass(xtts, small, inputs, bias):
+    net = biased(xtts, small, bias)
+    text, text_length, reference = inputs
+    codes, length = speak(net, inputs, repetition_penalty=1.)
+    logits = net(*map(tf.constant, (text, text_length, codes, length, reference)))[1].numpy()
+    logits[..., net.code_start] = -np.inf
+    for row, n in enumerate(length):
+        said = [*codes[row, :n], net.code_stop][:MAX]
+        best = logits[row, :len(said)]
+        close = best.max(-1) - np.take_along_axis(best, np.array(said)[:, None], -1)[:, 0]
+        assert (close < 1e-4).all(), row   # the argmax, or level with it in float32
+
+def test_the_greatest_length_is_respected(endless, inputs):
+    for most in (1, 2, MAX):
+        codes, length = speak(endless, inputs, most)
+        assert codes.shape == (3, most) and (length == most).all() and (codes < endless.code_start).all()
+
+def test_the_longest_that_the_model_has_places_for(endless, inputs, small):
+    codes, length = speak(endless, inputs, small.model.gpt.max_audio_codes)
+    assert (length == small.model.gpt.max_audio_codes).all()
+
+def test_rows_that_stop_at_once(xtts, small, inputs):
+    net = biased(xtts, small, 100.)
+    codes, length = speak(net, inputs)
+    assert not length.any() and (codes == net.code_stop).all()
+
+def test_rows_stop_each_for_itself(xtts, small, inputs):
+    "Behind a row's end there is only STOP, before it none."
+    net, ends = biased(xtts, small, 1.5), set()
+    for seed in range(6):
+        codes, length = speak(net, inputs, temperature=1., top_p=1., repetition_penalty=1., seed=(seed, 0))
+        for row, n in zip(codes, length): assert (row[:n] < net.code_start).all() and (row[n:] == net.code_stop).all()
+        ends |= {tuple(length)}
+    assert any(len(set(e)) == 3 for e in ends), ends
+
+def test_a_row_does_not_depend_on_its_neighbours(endless, inputs):
+    together = speak(endless, inputs)[0]
+    alone = [speak(endless, [x[i:i + 1] for x in inputs])[0][0] for i in range(3)]
+    assert np.array_equal(together, alone) and len({tuple(r) for r in alone}) > 1
+
+def test_sampling_does_not_depend_on_what_the_neighbours_say(endless, inputs):
+    sampled = dict(temperature=1., seed=(5, 0))
+    other = [np.concatenate([x[:1], x[[0, 0]]]) for x in inputs]
+    assert np.array_equal(speak(endless, inputs, **sampled)[0][0], speak(endless, other, **sampled)[0][0])
+
+@pytest.mark.parametrize('more', [1, 7])
+def test_the_padding_of_the_text_does_not_matter(endless, inputs, more):
+    wide = (np.pad(inputs[0], ((0, 0), (0, more)), constant_values=9), *inputs[1:])
+    assert np.array_equal(speak(endless, inputs)[0], speak(endless, wide)[0])
+
+def test_seeds_repeat_and_differ(endless, inputs):
+    a, b, c = (speak(endless, inputs, temperature=1., seed=s)[0] for s in ((1, 0), (1, 0), (2, 0)))
+    assert np.array_equal(a, b) and not np.array_equal(a, c)
+
+def test_text_and_voice_steer(endless, inputs):
+    codes = speak(endless, inputs)[0]
+    assert not np.array_equal(codes, speak(endless, (inputs[0][::-1].copy(), inputs[1][::-1].copy(), inputs[2]))[0])
+    assert not np.array_equal(codes, speak(endless, (*inputs[:2], inputs[2] + 2.))[0])
+
+def test_xla_says_the_same(endless, inputs):
+    run = tf.function(lambda *x: generate(endless, *x, MAX, temperature=0., repetition_penalty=3.), jit_compile=True)
+    assert np.array_equal(run(*map(tf.constant, inputs))[0], speak(endless, inputs)[0])
+
+def test_bfloat16_speaks(xtts, small, inputs):
+    net = GPT(small, xtts.gpt.text_start, dtype='mixed_bfloat16')
+    codes, length = speak(net, inputs)
+    assert codes.dtype == np.int32 and (codes <= net.code_stop).all() and (length <= MAX).all()
+
+
+# --- the speaker ---------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def speaker(xtts): return Speaker(xtts, temperature=0.)
+
+@pytest.mark.parametrize('text, language, message', [
+    ('Жaa', 'en', 'never saw the characters ж; write the text without'), ('a 1 ?', 'en', r'characters 1 \?'),
+    ('', 'en', 'The text is empty'),
+    (' \n', 'en', 'The text is empty'), ('"“', 'en', 'The text is empty'), ('aa', 'de', 'no language "de"; it has en'),
+    ('a h ' * 40, 'en', 'The text has .* tokens, the model takes 40; split it'), ('aa', '', 'no language ""')])
+def test_what_cannot_be_said_is_refused(speaker, text, language, message):
+    with pytest.raises(UserError, match=message): speaker(text, language, VOICE)
+
+@pytest.mark.parametrize('samples', [0, 1, 2000, 11024])
+def test_a_short_reference_is_refused(speaker, samples, tmp_path):
+    with pytest.raises(UserError, match='the reference: 0...? s are too short.*at least 0.5 s'):
+        speaker('aa', 'en', VOICE[:samples])
+    if not samples: return
+    save_audio(tmp_path / 'r.wav', VOICE[:samples])
+    with pytest.raises(UserError, match=f'{tmp_path / "r.wav"}: .*too short'): speaker('aa', 'en', tmp_path / 'r.wav')
+
+@pytest.mark.parametrize('kind', ['missing', 'text', 'nan'])
+def test_a_reference_that_is_no_sound_is_named(speaker, tmp_path, kind):
+    if kind == 'text': (tmp_path / 'r.wav').write_text('no sound')
+    if kind == 'nan':
+        import soundfile
+        soundfile.write(tmp_path / 'r.wav', np.full(22050, np.nan), 22050, subtype='FLOAT')
+    with pytest.raises(UserError, match='r.wav'): speaker('aa', 'en', tmp_path / 'r.wav')
+
+@pytest.mark.parametrize('samples', [np.full(22050, np.nan, np.float32), np.zeros((22050, 2), np.float32)], ids=['nan', 'stereo'])
+def test_samples_that_are_no_clip_are_refused(speaker, samples):
+    with pytest.raises(UserError, match='the reference'): speaker('aa', 'en', samples)
+
+def test_a_file_and_its_samples_are_the_same_voice(xtts, tmp_path):
+    import soundfile
+    soundfile.write(tmp_path / 'r.wav', VOICE, 22050, subtype='FLOAT')
+    soundfile.write(tmp_path / 'r.flac', np.stack([VOICE, VOICE], 1), 22050, subtype='PCM_24')
+    from_array = reference_mel(xtts, VOICE)
+    assert from_array.shape == (32, 80) and np.array_equal(reference_mel(xtts, tmp_path / 'r.wav'), from_array)
+    assert np.allclose(reference_mel(xtts, str(tmp_path / 'r.flac')), from_array, atol=1e-2)
+
+def test_float64_samples_are_a_voice(xtts):
+    assert np.allclose(reference_mel(xtts, VOICE.astype(np.float64)), reference_mel(xtts, VOICE), atol=1e-4)
+
+@pytest.mark.parametrize('frames, start', [(3, 0), (10, 0), (25, 0), (3, 9), (7, 23)])
+def test_a_short_clip_goes_round(frames, start):
+    mel = np.arange(20.).reshape(10, 2)
+    assert np.array_equal(wrapped(mel, frames, start), mel[[(start + i) % 10 for i in range(frames)]])
+
+def test_a_clip_of_sound(speaker, small):
+    wav = speaker('aa bb', 'en', VOICE)
+    assert wav.ndim == 1 and wav.dtype == np.float32 and np.isfinite(wav).all() and 0 < len(wav) <= 48 * 1024
+    assert np.array_equal(wav, speaker('AA  "bb"', 'en', VOICE)) and (len(wav) + 256) % 1024 == 0
+
+def test_many_at_once_are_each_alone(speaker):
+    voices = [synthetic_voice(0.8, p) for p in (90., 200., 150.)]
+    together = speaker.mels(TEXTS, ['en'] * 3, voices)
+    for mel, text, voice in zip(together, TEXTS, voices):
+        [alone] = speaker.mels([text], ['en'], [voice])
+        assert mel.shape == alone.shape and np.allclose(mel, alone, atol=1e-3)
+
+@pytest.mark.parametrize('texts, languages, references',
+                         [(['aa', 'bb'], ['en'], [VOICE, VOICE]), (['aa', 'bb'], ['en', 'en'], [VOICE])])
+def test_lists_of_different_lengths_are_refused(speaker, texts, languages, references):
+    with pytest.raises((ValueError, UserError), match='shorter|longer|lengths'): speaker.mels(texts, languages, references)
+
+def test_a_saved_model_speaks_the_same(xtts, speaker, tmp_path):
+    xtts.save(tmp_path / 'm')
+    again = Speaker(XTTS.load(tmp_path / 'm'), temperature=0.)
+    assert np.array_equal(again('aa bb', 'en', VOICE), speaker('aa bb', 'en', VOICE))
+
+def test_a_model_that_stops_at_once_still_gives_a_clip(xtts):
+    mute = Speaker(xtts)
+    mute._generate = lambda text, *_: (tf.fill([len(text), 48], xtts.gpt.code_stop), tf.zeros([len(text)], tf.int32))
+    assert np.isfinite(mute('aa', 'en', VOICE)).all()

@@ -1,0 +1,82 @@
+"Tensors by name, and files that are missing, cut off, or of another model."
+import keras
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from xtts_nb.config import UserError
+from xtts_nb.weights import load_weights, named_weights, save_weights
+
+
+def model(width=4, seed=0):
+    keras.utils.set_random_seed(seed)
+    net = keras.Sequential([keras.layers.Dense(width, name='one'), keras.layers.Dense(2, name='two')], name='net')
+    net.build((None, 3))
+    return net
+
+def values(net): return {k: np.asarray(v) for k, v in named_weights(net).items()}
+
+def test_names_are_places():
+    assert list(named_weights(model())) == ['one/kernel', 'one/bias', 'two/kernel', 'two/bias']
+
+def test_names_do_not_depend_on_how_many_models_there_are(xtts, small):
+    from xtts_nb.dvae import DVAE
+    from xtts_nb.gpt import GPT
+    for kind, made in ((DVAE, DVAE(small)), (GPT, GPT(small, 3))):
+        again = kind(small) if kind is DVAE else GPT(small, 3)
+        assert list(named_weights(made)) == list(named_weights(again)) and len(named_weights(made)) == len(made.variables)
+
+def test_there_and_back_with_metadata(tmp_path):
+    save_weights(tmp_path / 'new' / 'a.safetensors', named_weights(model()), step='7', note='ü')
+    other = model(seed=1)
+    assert not np.array_equal(values(other)['one/kernel'], values(model())['one/kernel'])
+    assert load_weights(tmp_path / 'new' / 'a.safetensors', named_weights(other)) == {'step': '7', 'note': 'ü'}
+    assert all(np.array_equal(v, values(model())[k]) for k, v in values(other).items())
+
+def test_without_metadata(tmp_path):
+    save_weights(tmp_path / 'a.safetensors', {'x': np.zeros(3)})
+    assert load_weights(tmp_path / 'a.safetensors', {}) == {}
+
+@pytest.mark.parametrize('array', [np.float32(3), np.zeros((0, 3), np.float32), np.asfortranarray(np.arange(6.).reshape(2, 3)),
+                                   np.arange(12.).reshape(3, 4)[:, ::2], np.arange(3, dtype=np.int64)],
+                         ids=['scalar', 'empty', 'F', 'strided', 'int'])
+def test_every_kind_of_array(tmp_path, array):
+    save_weights(tmp_path / 'a.safetensors', {'x': array})
+    with safetensors.safe_open(tmp_path / 'a.safetensors', 'numpy') as f:
+        assert np.array_equal(f.get_tensor('x'), array) and f.get_tensor('x').dtype == array.dtype
+
+def test_more_tensors_than_needed_are_fine(tmp_path):
+    save_weights(tmp_path / 'a.safetensors', named_weights(model()) | {'more': np.zeros(2)})
+    load_weights(tmp_path / 'a.safetensors', named_weights(model()))
+
+@pytest.mark.parametrize('kind, message', [
+    ('missing', 'not readable as weights'), ('empty', 'not readable as weights'), ('text', 'not readable as weights'),
+    ('cut in the head', 'not readable as weights'), ('cut in the tensors', 'not readable as weights'),
+    ('folder', 'not readable as weights'),
+    ('lacking', 'the tensor "two/bias" is missing; the file belongs to another model'),
+    ('wider', r'"one/kernel" has shape \(3, 5\), expected \(3, 4\); the file belongs to a model of another size')])
+def test_a_bad_file_is_named_and_changes_nothing(tmp_path, kind, message):
+    path, net = tmp_path / 'a.safetensors', model()
+    save_weights(path, named_weights(model(5 if kind == 'wider' else 4, seed=1)))
+    data = path.read_bytes()
+    if kind == 'missing': path.unlink()
+    if kind == 'folder': path.unlink(); path.mkdir()
+    if kind == 'empty': path.write_bytes(b'')
+    if kind == 'text': path.write_text('these are no weights\n' * 9)
+    if kind == 'cut in the head': path.write_bytes(data[:20])
+    if kind == 'cut in the tensors': path.write_bytes(data[:-10])
+    if kind == 'lacking': save_weights(path, {k: v for k, v in named_weights(net).items() if k != 'two/bias'})
+    before = values(net)
+    with pytest.raises(UserError, match=message) as e: load_weights(path, named_weights(net))
+    assert str(path) in str(e.value) and all(np.array_equal(v, before[k]) for k, v in values(net).items())
+
+def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / 'a.safetensors'
+    save_weights(path, named_weights(model()))
+    kept = path.read_bytes()
+    def stop(arrays, file, metadata=None):
+        file.write_bytes(b'half')
+        raise KeyboardInterrupt
+    monkeypatch.setattr(safetensors.numpy, 'save_file', stop)
+    with pytest.raises(KeyboardInterrupt): save_weights(path, named_weights(model(seed=1)))
+    assert path.read_bytes() == kept and len(list(tmp_path.iterdir())) == 1
