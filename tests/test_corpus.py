@@ -10,7 +10,7 @@ import pytest
 
 from xtts_nb import corpus
 from xtts_nb.config import UserError
-from xtts_nb.corpus import SENTENCES, VOICES, Clip, Voice, digest, held_out_pairs, make_corpus, plan, short_path, speak
+from xtts_nb.corpus import SENTENCES, VOICES, Utterance, Voice, digest, held_out_pairs, make_corpus, plan, short_path, speak
 
 
 def samples_of(path):
@@ -51,7 +51,7 @@ def test_noise_is_not_seeded_by_the_clock():
 def test_every_voice_speaks_every_sentence(small):
     out, clips = small
     rows = [line.split('|') for line in (out / 'metadata.csv').read_text(encoding='utf-8').splitlines()]
-    assert [Clip(*row) for row in rows] == clips and len(clips) == 3 * 2 * len(VOICES)
+    assert [Utterance(*row) for row in rows] == clips and len(clips) == 3 * 2 * len(VOICES)
     everything = {(v, l, t) for v in VOICES for l in SENTENCES for t in SENTENCES[l][:2]}
     assert {(c.speaker, c.language, c.text) for c in clips} == everything
     assert sorted(p.stem for p in (out / 'wavs').iterdir()) == sorted(c.id for c in clips)

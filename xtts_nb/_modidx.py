@@ -116,7 +116,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'xtts_nb.config.setup_tf': ('config.html#setup_tf', 'xtts_nb/config.py'),
                                 'xtts_nb.config.sizes': ('config.html#sizes', 'xtts_nb/config.py'),
                                 'xtts_nb.config.workspace': ('config.html#workspace', 'xtts_nb/config.py')},
-            'xtts_nb.corpus': { 'xtts_nb.corpus.Clip': ('corpus.html#clip', 'xtts_nb/corpus.py'),
+            'xtts_nb.corpus': { 'xtts_nb.corpus.Utterance': ('corpus.html#utterance', 'xtts_nb/corpus.py'),
                                 'xtts_nb.corpus.Voice': ('corpus.html#voice', 'xtts_nb/corpus.py'),
                                 'xtts_nb.corpus._say': ('corpus.html#_say', 'xtts_nb/corpus.py'),
                                 'xtts_nb.corpus._stands': ('corpus.html#_stands', 'xtts_nb/corpus.py'),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SENTENCES', 'VOICES', 'SYNCHRONOUS', 'DONT_EXIT', 'UTF8', 'CHARACTERS', 'RATE', 'PITCH', 'Voice', 'espeak_files',
-           'short_path', 'unload', 'speak', 'Clip', 'plan', 'digest', 'make_corpus', 'held_out_pairs']
+           'short_path', 'unload', 'speak', 'Utterance', 'plan', 'digest', 'make_corpus', 'held_out_pairs']
 
 # %% ../nbs/56_corpus.ipynb #8d1ac7af
 import atexit
@@ -129,8 +129,8 @@ def speak(
     finally: unload(lib)
     return np.frombuffer(samples, '<i2'), rate
 
-# %% ../nbs/56_corpus.ipynb #cc0b5ef7
-class Clip(NamedTuple):
+# %% ../nbs/56_corpus.ipynb #f63ce357
+class Utterance(NamedTuple):
     "A row of `metadata.csv`; the sound is `wavs/<id>.wav`."
     id: str
     text: str
@@ -141,13 +141,13 @@ class Clip(NamedTuple):
 def plan(
     sentences: dict = SENTENCES,   # {language: texts}
     voices: dict = VOICES,         # {speaker: Voice}
-) -> list[Clip]:
+) -> list[Utterance]:
     "Every sentence by every voice."
-    return [Clip(f'{language}-{i:02d}-{speaker}', text, text, speaker, language)
+    return [Utterance(f'{language}-{i:02d}-{speaker}', text, text, speaker, language)
             for language, texts in sentences.items() for i, text in enumerate(texts) for speaker in voices]
 
-# %% ../nbs/56_corpus.ipynb #040f0f71
-def _write(folder: Path, clips: list[Clip], voices: dict, progress):
+# %% ../nbs/56_corpus.ipynb #37898963
+def _write(folder: Path, clips: list[Utterance], voices: dict, progress):
     "Speak all clips into `folder`."
     (folder / 'wavs').mkdir()
     for done, c in enumerate(clips, 1):
@@ -179,14 +179,14 @@ def _stands(out: Path, settings: dict) -> bool:
     if reason: raise UserError(f'{out} holds {reason}; remove it or choose another folder.')
     return True
 
-# %% ../nbs/56_corpus.ipynb #b8d2fce6
+# %% ../nbs/56_corpus.ipynb #9160cbca
 def make_corpus(
     out: str | Path,                        # a new or empty folder, or one that holds this very corpus
     sentences: dict = SENTENCES,            # {language: texts}
     voices: dict = VOICES,                  # {speaker: Voice}
     limit: int | None = None,               # sentences per language; default: all
     progress=lambda done, total: None,      # called after each clip
-) -> list[Clip]:
+) -> list[Utterance]:
     "Speak a corpus into `out`, whole or not at all; raises `UserError` where `out` holds something else."
     out, sentences = Path(out), {language: list(texts)[:limit] for language, texts in sentences.items()}
     settings = {'sentences': sentences, 'voices': {speaker: list(v) for speaker, v in voices.items()}}
@@ -198,12 +198,12 @@ def make_corpus(
         write_json(folder / 'corpus.json', {'digest': digest(folder), 'settings': settings})
     return clips
 
-# %% ../nbs/56_corpus.ipynb #7068933e
+# %% ../nbs/56_corpus.ipynb #9add6dd9
 def held_out_pairs(
-    clips: list[Clip],
+    clips: list[Utterance],
     n: int = 16,
     seed: int = 0,
-) -> list[Clip]:
+) -> list[Utterance]:
     "`n` clips to keep from training, which keeps each sentence and voice; raises `UserError` if there are too few."
     order = np.random.default_rng(seed).permutation(len(clips))
     keys = lambda c: [c.language, (c.language, c.text), c.speaker, (c.speaker, c.language)]
