@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-# %% ../nbs/60_cli.ipynb #2700c2ac
+# %% ../nbs/60_cli.ipynb #d4a2a0ee
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help='XTTS in TensorFlow, with the accelerator kept busy.')
 bench_app = typer.Typer(no_args_is_help=True, help='Measure a bottleneck before and after its fix.')
@@ -42,7 +42,9 @@ def main():
     "Run a command; the exit code is 0, 2 for what the user can mend, 130 for Ctrl-C."
     from xtts_nb.config import UserError
     arguments = [a for a in sys.argv[1:] if a != '--debug']
-    try: code = app(arguments, standalone_mode=False)
+    try:
+        code = app(arguments, standalone_mode=False)
+        if code == 130: raise KeyboardInterrupt   # how typer reports it
     except (KeyboardInterrupt, typer.Abort): code = _say('Stopped.', 130)
     except UserError as e:
         if '--debug' in sys.argv: raise
@@ -142,7 +144,7 @@ def _demo_text(result: dict) -> str:
         f'(untrained: {said["untrained_heldout_sentence_hits"]} and {said["untrained_heldout_voice_hits"]}).',
         f'{result["seconds"] / 60:.1f} minutes. Listen and look: {result["report"]}'])
 
-# %% ../nbs/60_cli.ipynb #eb96a6c3
+# %% ../nbs/60_cli.ipynb #aa737b44
 @app.command()
 def prepare(
     corpus: Annotated[Path, typer.Argument(help='Folder with metadata.csv and wavs/.')],
@@ -158,7 +160,8 @@ def prepare(
         settings = _settings(preset, config, dvae)
         _start()
         from xtts_nb import cache
-        clips, _ = cache.read_corpus(corpus, language)
+        clips, dropped = cache.read_corpus(corpus, language)
+        cache.check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
         cache.check_cache_folder(out)
         with _progress() as tell:
             encoder, tokenizer = _encoder(clips, settings, dvae, tell)
@@ -280,15 +283,16 @@ def monitor(
         show(summary, '\n'.join(summary_lines(summary)))
     if summary['interrupted']: raise KeyboardInterrupt
 
-# %% ../nbs/60_cli.ipynb #e8acc04e
+# %% ../nbs/60_cli.ipynb #95e5c2c2
 @contextmanager
 def _prepared(corpus: Path, tell):
     "A cache of `corpus` in a temporary folder, with a DVAE of few updates: enough to measure with."
     import tempfile
-    from xtts_nb.cache import Cache, prepare, read_corpus
+    from xtts_nb.cache import Cache, check_dropped, prepare, read_corpus
     from xtts_nb.config import XTTSConfig
     settings = XTTSConfig.tiny().replace(training={'dvae_steps': 200})
-    clips, _ = read_corpus(corpus)
+    clips, dropped = read_corpus(corpus)
+    check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
     with tempfile.TemporaryDirectory() as folder:
         encoder, _ = _encoder(clips, settings, None, tell)
         prepare(corpus, Path(folder) / 'cache', settings, encoder, progress=_stage(tell, 'encode the clips'))

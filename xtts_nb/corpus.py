@@ -6,16 +6,19 @@
 __all__ = ['SENTENCES', 'VOICES', 'SYNCHRONOUS', 'DONT_EXIT', 'UTF8', 'CHARACTERS', 'RATE', 'PITCH', 'Voice', 'espeak_files',
            'short_path', 'unload', 'speak', 'Utterance', 'plan', 'digest', 'make_corpus', 'held_out_pairs']
 
-# %% ../nbs/56_corpus.ipynb #8d1ac7af
+# %% ../nbs/56_corpus.ipynb #321931d5
 import atexit
 import ctypes
 import functools
 import hashlib
 import os
 import shutil
+import signal
 import tempfile
+import threading
 import wave
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,7 +119,18 @@ def unload(lib: ctypes.CDLL):
     import _ctypes
     (_ctypes.FreeLibrary if os.name == 'nt' else _ctypes.dlclose)(lib._handle)
 
-# %% ../nbs/56_corpus.ipynb #aa83351b
+# %% ../nbs/56_corpus.ipynb #8848d62b
+@contextmanager
+def _interrupts_held():
+    "Keep a Ctrl-C until the block is over; only the main thread receives one."
+    if threading.current_thread() is not threading.main_thread(): yield; return
+    caught = []
+    before = signal.signal(signal.SIGINT, lambda *what: caught.append(what))
+    try: yield
+    finally: signal.signal(signal.SIGINT, before)
+    if caught and callable(before): before(*caught[0])
+
+# %% ../nbs/56_corpus.ipynb #48f6d1db
 def speak(
     text: str,
     language: str,             # `en`, `de`, `fa` or another of espeak-ng
@@ -125,8 +139,9 @@ def speak(
     "Speech that depends on nothing spoken before; raises `UserError` for a language or variant there is not."
     path, data = espeak_files()
     lib = ctypes.CDLL(path)
-    try: samples, rate = _say(lib, data, text, language, voice)
-    finally: unload(lib)
+    with _interrupts_held():
+        try: samples, rate = _say(lib, data, text, language, voice)
+        finally: unload(lib)
     return np.frombuffer(samples, '<i2'), rate
 
 # %% ../nbs/56_corpus.ipynb #f63ce357

@@ -6,7 +6,7 @@
 __all__ = ['DECAYED', 'MODES', 'learning_rate', 'make_optimizer', 'make_step', 'compile_step', 'mode_line', 'step_modes',
            'check_modes_agree', 'step_before_after', 'trace_count', 'Trainer', 'new_run', 'resume_run']
 
-# %% ../nbs/30_trainer_xla.ipynb #47029797
+# %% ../nbs/30_trainer_xla.ipynb #cb4d3fc6
 import json
 import time
 from pathlib import Path
@@ -21,7 +21,7 @@ from .checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from .config import TrainingConfig, UserError, XTTSConfig
 from .data import BatchPlan, cached_batches
 from .dvae import load_dvae
-from .files import atomic_file, read_json, write_json
+from .files import append_line, atomic_file, read_json, write_json
 from .gpt import GPT
 from .model import XTTS, token_losses, total_loss
 from .weights import named_weights
@@ -131,7 +131,7 @@ def trace_count(step) -> int:
     "How often TensorFlow has traced `step`; 0 for a plain function."
     return getattr(step, 'experimental_get_tracing_count', lambda: 0)()
 
-# %% ../nbs/30_trainer_xla.ipynb #afa3dd45
+# %% ../nbs/30_trainer_xla.ipynb #291caa0a
 class Trainer:
     "Trains the GPT of `xtts` by a plan; `run`, a folder, keeps what is needed to go on."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None):
@@ -141,7 +141,7 @@ class Trainer:
         self.train_step = compile_step(self.custom_train_step, self.training)
         self.update = make_step(xtts.gpt, self.optimizer, self.training)
         self.step, self.first_losses, self.last_losses = 0, [], []
-        if self.run and checkpoints(self.run / 'checkpoints'): self._restore()
+        if self.run: self._restore()
 
     def custom_train_step(self, batch: dict, number) -> dict:
         "One update; override it to train differently, it is compiled all the same."
@@ -153,18 +153,21 @@ class Trainer:
         return {f'gpt/{k}': v for k, v in named_weights(self.xtts.gpt).items()} | {v.path: v for v in self.optimizer.variables}
 
     def _restore(self):
-        "Go on where the newest checkpoint stands; metrics behind it are forgotten."
-        facts = load_checkpoint(checkpoints(self.run / 'checkpoints')[-1], self.state)
-        self.step, self.first_losses, self.last_losses = facts['step'], facts['first_losses'], facts['last_losses']
-        if (self.run / 'metrics.jsonl').is_file():
-            kept = [l for l in (self.run / 'metrics.jsonl').read_text().splitlines() if json.loads(l)['step'] <= self.step]
-            with atomic_file(self.run / 'metrics.jsonl') as part: part.write_text(''.join(l + '\n' for l in kept))
+        "Go on where the newest checkpoint stands; metrics behind it, and what a kill left half-written, are forgotten."
+        for part in [*self.run.glob('*.part'), *self.run.glob('checkpoints/*.part')]: part.unlink()
+        if saved := checkpoints(self.run / 'checkpoints'):
+            facts = load_checkpoint(saved[-1], self.state)
+            self.step, self.first_losses, self.last_losses = facts['step'], facts['first_losses'], facts['last_losses']
+        metrics = self.run / 'metrics.jsonl'
+        if not metrics.is_file(): return
+        whole = [l for l in metrics.read_text(encoding='utf-8').split('\n') if l.endswith('}')]
+        with atomic_file(metrics) as part: part.write_text(''.join(l + '\n' for l in whole if json.loads(l)['step'] <= self.step))
 
     def save(self):
         "A checkpoint of now, and the model as it is."
         losses = {'first_losses': self.first_losses, 'last_losses': self.last_losses}
+        self.xtts.save(self.run)   # first: whoever finds the checkpoint finds its model too
         save_checkpoint(self.run / 'checkpoints', self.step, self.state, **losses)
-        self.xtts.save(self.run)
 
     def fit(self,
         steps: int | None = None,   # train until this many updates are done in all; default: training.steps
@@ -180,12 +183,13 @@ class Trainer:
             pending.append(self.train_step(batch, tf.constant(self.step)))
             self.step += 1
             if trace_count(self.train_step) == traces: rates.append((time.perf_counter() - start, waited))
-            if self.step % self.training.log_every == 0 or self.step == steps:
+            save = self.step % self.training.checkpoint_every == 0 or self.step == steps
+            if save or self.step % self.training.log_every == 0:   # no loss is pending at a checkpoint
                 line, losses = self._log(pending, rates)
                 self.first_losses = (self.first_losses + losses)[:10]
                 self.last_losses, pending, rates = (self.last_losses + losses)[-10:], [], rates[-200:]
                 if progress: progress(self.step, steps, line)
-            if self.run and (self.step % self.training.checkpoint_every == 0 or self.step == steps): self.save()
+            if self.run and save: self.save()
         clips = self.plan.data.batch_size / float(np.median([r for r, _ in rates])) if rates else 0.
         return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
                 'clips_per_s': round(clips, 2), 'traces': trace_count(self.train_step),
@@ -200,9 +204,7 @@ class Trainer:
         clips = len(rates[-len(pending):]) * self.plan.data.batch_size
         line |= {'learning_rate': float(self.optimizer.learning_rate),
                  'clips_per_s': round(clips / spent, 2) if spent else 0., 'wait_share': round(waited / spent, 4) if spent else 0.}
-        if self.run:
-            self.run.mkdir(parents=True, exist_ok=True)
-            with open(self.run / 'metrics.jsonl', 'a', encoding='utf-8') as f: f.write(json.dumps(line) + '\n')
+        if self.run: append_line(self.run / 'metrics.jsonl', json.dumps(line))
         return line, values[:, names.index('loss')].tolist()
 
 def _mean(values) -> float | None: return round(float(np.mean(values)), 5) if len(values) else None
