@@ -99,21 +99,20 @@ def synthetic_corpus(
     with atomic_file(folder / 'metadata.csv') as part: part.write_text('\n'.join(rows) + '\n', encoding='utf-8')
     return folder
 
-# %% ../nbs/08_cache.ipynb #4d5472fb
+# %% ../nbs/08_cache.ipynb #beaab94e
 def check_dropped(dropped: list[Dropped], total: int, config: XTTSConfig, corpus: str | Path):
     "Raise `UserError` if more clips are dropped than allowed, naming the first reasons."
-    if dropped and len(dropped) == total:
-        raise UserError(f'{corpus}: none of the {total} clips can be used, e.g. {dropped[0].id}: {dropped[0].reason}; mend them.')
-    if len(dropped) <= config.data.max_drop_rate * total: return
     worst = '; '.join(f'{d.id}: {d.reason}' for d in dropped[:3])
+    if dropped and len(dropped) == total: raise UserError(f'{corpus}: none of the {total} clips can be used ({worst}); mend them.')
+    if len(dropped) <= config.data.max_drop_rate * total: return
     raise UserError(f'{corpus}: {len(dropped)} of {total} clips cannot be used, more than data.max_drop_rate '
                     f'{config.data.max_drop_rate:.0%} ({worst}); mend them or raise the rate.')
 
-# %% ../nbs/08_cache.ipynb #716bbdc8
+# %% ../nbs/08_cache.ipynb #1951c18d
 def _load(clip: Clip, config: XTTSConfig) -> np.ndarray | Dropped:
     "The samples of a clip, or why it is left out."
     try: wav = load_audio(clip.path, config.model.audio.sample_rate)
-    except UserError as e: return Dropped(clip.id, str(e).removeprefix(f'{clip.path}: '))
+    except UserError as e: return Dropped(clip.id, str(e).removeprefix(f'{clip.path}: ').rstrip('.'))
     if len(wav) <= config.model.audio.reference_n_fft // 2: return Dropped(clip.id, f'{len(wav)} samples, too short for a mel')
     seconds = len(wav) / config.model.audio.sample_rate
     least, most = config.data.min_seconds, config.data.max_seconds
