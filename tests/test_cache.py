@@ -156,7 +156,7 @@ def test_more_dropped_clips_than_allowed_is_an_error(mixed, small, dvae, tmp_pat
 @pytest.mark.parametrize('rows', [['nobody|a|a', 'noone|a|a'], ['low-0'], ['too long|aa|aa|low|en']])
 def test_no_usable_clip_is_an_error_whatever_is_allowed(make, small, dvae, tmp_path, rows):
     folder = make(rows, extra={'too long': np.zeros(22050 * 12)})
-    with pytest.raises(UserError, match='none of the . clips can be used, e.g. '):
+    with pytest.raises(UserError, match='none of the . clips can be used \\('):
         prepare(folder, tmp_path / 'out', small.replace(data={'max_drop_rate': 1.}), dvae)
     assert not any(tmp_path.glob('out*'))
 

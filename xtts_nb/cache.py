@@ -99,11 +99,12 @@ def synthetic_corpus(
     with atomic_file(folder / 'metadata.csv') as part: part.write_text('\n'.join(rows) + '\n', encoding='utf-8')
     return folder
 
-# %% ../nbs/08_cache.ipynb #beaab94e
+# %% ../nbs/08_cache.ipynb #b9c15d65
 def check_dropped(dropped: list[Dropped], total: int, config: XTTSConfig, corpus: str | Path):
     "Raise `UserError` if more clips are dropped than allowed, naming the first reasons."
     worst = '; '.join(f'{d.id}: {d.reason}' for d in dropped[:3])
-    if dropped and len(dropped) == total: raise UserError(f'{corpus}: none of the {total} clips can be used ({worst}); mend them.')
+    if dropped and len(dropped) == total:
+        raise UserError(f'{corpus}: none of the {total} clips can be used ({worst}); mend them.')
     if len(dropped) <= config.data.max_drop_rate * total: return
     raise UserError(f'{corpus}: {len(dropped)} of {total} clips cannot be used, more than data.max_drop_rate '
                     f'{config.data.max_drop_rate:.0%} ({worst}); mend them or raise the rate.')
