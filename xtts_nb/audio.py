@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LOG_FLOOR', 'load_audio', 'resample', 'synthetic_voice', 'mel_filterbank', 'hann_window', 'frame_count', 'stft',
-           'log_mel', 'log_mel_numpy', 'griffin_lim', 'save_audio']
+           'log_mel', 'speaker_log_mel', 'log_mel_numpy', 'griffin_lim', 'save_audio']
 
-# %% ../nbs/06_audio.ipynb #9f08e984
+# %% ../nbs/06_audio.ipynb #53e92f72
 import io
 from functools import lru_cache
 from math import ceil, gcd
@@ -16,7 +16,7 @@ import numpy as np
 import soundfile
 import tensorflow as tf
 
-from .config import AudioConfig, UserError
+from .config import AudioConfig, SpeakerConfig, UserError
 from .files import atomic_file
 
 # %% ../nbs/06_audio.ipynb #4ef309ff
@@ -81,19 +81,29 @@ def synthetic_voice(
     wav = sum(np.sin(k * phase) * gain(k * f0) / k**0.3 for k in range(1, 30))
     return (0.3 * wav * np.hanning(len(t))**0.2 / np.abs(wav).max()).astype(np.float32)
 
-# %% ../nbs/06_audio.ipynb #0b2911d4
+# %% ../nbs/06_audio.ipynb #db8a8827
+def _triangles(
+    n_fft: int,
+    sample_rate: int,             # Hz
+    n_mels: int,                  # C
+    f_max: float,                 # Hz
+) -> tuple[np.ndarray, np.ndarray]:   # (n_fft // 2 + 1, C), (C,) Hz
+    "Triangles of height 1, evenly spaced on the HTK mel scale from 0 Hz to `f_max`, and the width of each."
+    mel = lambda hz: 2595 * np.log10(1 + hz / 700)
+    edges = 700 * (10**(np.linspace(0, mel(f_max), n_mels + 2) / 2595) - 1)
+    hz = np.linspace(0, sample_rate / 2, n_fft // 2 + 1)[:, None]
+    rising = (hz - edges[:-2]) / np.diff(edges)[:-1]
+    falling = (edges[2:] - hz) / np.diff(edges)[1:]
+    return np.maximum(0, np.minimum(rising, falling)), edges[2:] - edges[:-2]
+
 @lru_cache
 def mel_filterbank(
     n_fft: int,
     audio: AudioConfig = AudioConfig(),
 ) -> np.ndarray:                  # (n_fft // 2 + 1, C) float32
     "Triangles of equal area, evenly spaced on the HTK mel scale from 0 to `f_max` Hz."
-    mel = lambda hz: 2595 * np.log10(1 + hz / 700)
-    edges = 700 * (10**(np.linspace(0, mel(audio.f_max), audio.n_mels + 2) / 2595) - 1)
-    hz = np.linspace(0, audio.sample_rate / 2, n_fft // 2 + 1)[:, None]
-    rising = (hz - edges[:-2]) / np.diff(edges)[:-1]
-    falling = (edges[2:] - hz) / np.diff(edges)[1:]
-    return (np.maximum(0, np.minimum(rising, falling)) * 2 / (edges[2:] - edges[:-2])).astype(np.float32)
+    height, width = _triangles(n_fft, audio.sample_rate, audio.n_mels, audio.f_max)
+    return (height * 2 / width).astype(np.float32)
 
 # %% ../nbs/06_audio.ipynb #4609f004
 @lru_cache
@@ -139,6 +149,22 @@ def log_mel(
     spectrum = stft(wav, n_fft, audio)
     power = tf.math.real(spectrum)**2 + tf.math.imag(spectrum)**2
     return tf.math.log(tf.maximum(tf.tensordot(power, mel_filterbank(n_fft, audio), 1), LOG_FLOOR))
+
+# %% ../nbs/06_audio.ipynb #c3a36b5e
+def speaker_log_mel(
+    wav: tf.Tensor,                # (..., N) float32 at `speaker.sample_rate`
+    speaker: SpeakerConfig = SpeakerConfig(),
+) -> tf.Tensor:                    # (..., 1 + N // hop, C) float32
+    "The log-mel that the speaker encoder reads, in graph."
+    wav, n_fft, win = tf.convert_to_tensor(wav, tf.float32), speaker.n_fft, speaker.win_length
+    wav -= speaker.pre_emphasis * tf.concat([wav[..., 1:2], wav[..., :-1]], -1)
+    window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(win) / win)
+    window = np.pad(window, (n_fft - win) // 2).astype(np.float32)
+    padded = tf.pad(wav, [[0, 0]] * (wav.shape.rank - 1) + [[n_fft // 2] * 2], 'REFLECT')
+    spectrum = tf.signal.rfft(tf.signal.frame(padded, n_fft, speaker.hop_length) * window)
+    power = tf.math.real(spectrum)**2 + tf.math.imag(spectrum)**2
+    filters = _triangles(n_fft, speaker.sample_rate, speaker.n_mels, speaker.sample_rate / 2)[0].astype(np.float32)
+    return tf.math.log(tf.tensordot(power, filters, 1) + 1e-6)
 
 # %% ../nbs/06_audio.ipynb #7317a617
 def log_mel_numpy(

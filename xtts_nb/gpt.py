@@ -35,40 +35,43 @@ class ConditioningEncoder(keras.layers.Layer):
         for block in self.blocks: x = block(x)
         return self.perceiver(x)
 
-# %% ../nbs/16_gpt.ipynb #2e36b6f2
+# %% ../nbs/16_gpt.ipynb #4266b01b
 def shifted(
     ids,          # (B, S) int32, anything behind each length
     length,       # (B,)
     start: int,
     stop: int,
-):                # inputs (B, S + 2), targets (B, S + 2), counted (B, S + 2) float32
-    "`[START ids STOP ...]`, what each position shall predict, and which positions count (one STOP included)."
+    stops: int = 1,   # STOPs to be predicted, E
+):                # inputs (B, S + 1 + E), targets and counted (float32) alike
+    "`[START ids STOP ...]`, what each position shall predict, and which positions count (`stops` STOPs included)."
     place = ops.arange(ids.shape[1])[None]
     body = ops.where(place < length[:, None], ids, stop)
-    edge = ops.full((ops.shape(ids)[0], 1), stop, dtype=ids.dtype)
+    edge = ops.full((ops.shape(ids)[0], stops), stop, dtype=ids.dtype)
     first = ops.full((ops.shape(ids)[0], 1), start, dtype=ids.dtype)
-    inputs, targets = ops.concatenate([first, body, edge], 1), ops.concatenate([body, edge, edge], 1)
-    return inputs, targets, ops.cast(ops.arange(inputs.shape[1])[None] <= length[:, None], 'float32')
+    inputs, targets = ops.concatenate([first, body, edge], 1), ops.concatenate([body, edge, edge[:, :1]], 1)
+    return inputs, targets, ops.cast(ops.arange(inputs.shape[1])[None] < length[:, None] + stops, 'float32')
 
-# %% ../nbs/16_gpt.ipynb #84c3b87b
+# %% ../nbs/16_gpt.ipynb #4f620ce5
 def joint_mask(
     prompt: int,       # P
     text: int,         # positions of the text part, T + 2
     text_length,       # (B,) tokens, without START and STOP
     codes: int,        # positions of the code part
+    stop_seen: bool = True,   # whether the STOP of the text may be seen
 ):                     # (B, 1, L, L) bool
     "True where a query may see a key, over `[prompt | text | codes]`."
     total = prompt + text + codes
     place = ops.arange(total)[None] - prompt
-    filling = ops.logical_and(place >= text_length[:, None] + 2, place < text)
+    filling = ops.logical_and(place >= text_length[:, None] + 1 + stop_seen, place < text)
     return ops.logical_and(causal_mask(total, total)[None, None], ops.logical_not(filling)[:, None, None])
 
-# %% ../nbs/16_gpt.ipynb #266e2656
+# %% ../nbs/16_gpt.ipynb #d7621ad5
 class GPT(keras.Model):
     "Text (B, T), codes (B, S) and prompt (B, P, D) -> logits of both."
-    def __init__(self, config: XTTSConfig, text_start: int, **kwargs):
+    def __init__(self, config: XTTSConfig, text_start: int, parity: bool = False, **kwargs):
         super().__init__(**kwargs)
         cfg = self.cfg = config.model.gpt
+        self.parity, self.code_stops = parity, 4 if parity else 1
         self.text_start, self.code_start, self.code_stop = text_start, config.model.dvae.codes, config.model.dvae.codes + 1
         embed = lambda n, name: keras.layers.Embedding(
             n, cfg.width, embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02), dtype=self.dtype_policy, name=name)
@@ -116,9 +119,9 @@ class GPT(keras.Model):
         "Ids (B, T), codes (B, S), normalised reference mel (B, F, C) -> float32 logits (B, T + 2, V), (B, S + 2, V)."
         prompt = self.conditioning(reference)
         text_in, _, _ = shifted(text, text_length, self.text_start, TEXT_STOP)
-        code_in, _, _ = shifted(codes, code_length, self.code_start, self.code_stop)
+        code_in, _, _ = shifted(codes, code_length, self.code_start, self.code_stop, self.code_stops)
         x = ops.concatenate([prompt, self.embed_text(text_in), self.embed_codes(code_in)], 1)
         x = dropout(x, self.cfg.dropout, fold(seed, 1000))
         P, T = prompt.shape[1], text_in.shape[1]
-        x = self.hidden(x, joint_mask(P, T, text_length, code_in.shape[1]), seed)
+        x = self.hidden(x, joint_mask(P, T, text_length, code_in.shape[1], stop_seen=not self.parity), seed)
         return ops.cast(self.text_head(x[:, P:P + T]), 'float32'), ops.cast(self.code_head(x[:, P + T:]), 'float32')

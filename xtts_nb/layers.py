@@ -6,7 +6,9 @@
 __all__ = ['fold', 'dropout', 'Conv1D', 'RMSNorm', 'attend', 'split_heads', 'AttentionBlock', 'PerceiverLayer', 'Perceiver',
            'TransformerBlock', 'causal_mask', 'ResidualBlock']
 
-# %% ../nbs/12_layers.ipynb #d1dc4515
+# %% ../nbs/12_layers.ipynb #5042766e
+from math import gcd
+
 import keras
 import tensorflow as tf
 from keras import ops
@@ -80,16 +82,17 @@ def split_heads(
     "Give each head its slice of the width."
     return ops.reshape(x, (-1, x.shape[1], heads, x.shape[2] // heads))
 
-# %% ../nbs/12_layers.ipynb #73e139b2
+# %% ../nbs/12_layers.ipynb #1495478b
 class AttentionBlock(keras.layers.Layer):
     "(B, F, D) -> (B, F, D): self-attention over all frames, as the conditioning encoder does it."
-    def __init__(self, heads, groups=32, **kwargs):
+    def __init__(self, heads, **kwargs):
         super().__init__(**kwargs)
-        self.heads, self.groups = heads, groups
-        self.norm = keras.layers.GroupNormalization(groups, epsilon=1e-5, dtype='float32', name='norm')
+        self.heads = heads
 
     def build(self, shape):
         width = shape[-1]
+        groups = gcd(width, 32 if width > 64 else 16)
+        self.norm = keras.layers.GroupNormalization(groups, epsilon=1e-5, dtype='float32', name='norm')
         self.qkv = keras.layers.Dense(3 * width, dtype=self.dtype_policy, name='qkv')
         self.project = keras.layers.Dense(width, kernel_initializer='zeros', dtype=self.dtype_policy, name='project')
         for layer, inner in ((self.norm, width), (self.qkv, width), (self.project, width)): layer.build((*shape[:-1], inner))

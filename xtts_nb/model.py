@@ -19,7 +19,7 @@ from .gpt import GPT, shifted
 from .text import TEXT_STOP, Tokenizer
 from .weights import load_weights, named_weights, save_weights
 
-# %% ../nbs/20_model.ipynb #6e6d1f63
+# %% ../nbs/20_model.ipynb #2f6a444e
 def token_losses(
     gpt: GPT,
     batch: dict,     # text (B, T), text_length (B,), codes (B, S), code_length (B,), reference (B, F, C), weight (B,)
@@ -28,10 +28,10 @@ def token_losses(
     "Summed cross-entropies of both heads and the number of tokens they were summed over."
     logits = gpt(batch['text'], batch['text_length'], batch['codes'], batch['code_length'], batch['reference'], seed=seed)
     parts = {}
-    for name, scores, ids, length, start, stop in (
-            ('text', logits[0], batch['text'], batch['text_length'], gpt.text_start, TEXT_STOP),
-            ('code', logits[1], batch['codes'], batch['code_length'], gpt.code_start, gpt.code_stop)):
-        _, targets, counted = shifted(ids, length, start, stop)
+    for name, scores, ids, length, start, stop, stops in (
+            ('text', logits[0], batch['text'], batch['text_length'], gpt.text_start, TEXT_STOP, 1),
+            ('code', logits[1], batch['codes'], batch['code_length'], gpt.code_start, gpt.code_stop, gpt.code_stops)):
+        _, targets, counted = shifted(ids, length, start, stop, stops)
         counted *= batch['weight'][:, None]
         loss = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, scores)
         parts |= {f'{name}_loss': tf.reduce_sum(loss * counted), f'{name}_count': tf.reduce_sum(counted)}

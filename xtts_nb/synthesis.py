@@ -41,7 +41,7 @@ def choose(
     noise = -tf.math.log(-tf.math.log(tf.random.stateless_uniform(tf.shape(score_BV), seed, 1e-9, 1.)))
     return tf.argmax(tf.where(score_BV >= least, score_BV + noise, -np.inf), -1, tf.int32)
 
-# %% ../nbs/24_synthesis.ipynb #381d7ca9
+# %% ../nbs/24_synthesis.ipynb #1bec4b46
 def generate(
     gpt: GPT,
     text,                     # (B, T) int32
@@ -63,12 +63,13 @@ def generate(
     shape = (B, P + T + S + 1, gpt.cfg.heads, gpt.cfg.width // gpt.cfg.heads)
     cache = [(ops.zeros(shape, gpt.compute_dtype),) * 2 for _ in gpt.blocks]
     begin = tf.fill([B, 1], gpt.code_start)
+    heard = tf.reduce_any(tf.range(V)[None] == tf.constant([[1], [gpt.code_start]]), 0) & gpt.parity
     x = ops.concatenate([prompt, gpt.embed_text(text_in), gpt.embed_codes(begin)], 1)
     x, cache = gpt.hidden(x, mask[:, :, :P + T + 1], cache=cache, position=0)
 
     def step(i, x, codes, length, done, spoken, cache):
         score = tf.cast(gpt.code_head(x[:, -1]), tf.float32)
-        score = tf.where(tf.range(V) == gpt.code_start, -np.inf, score)   # START is never spoken
+        if not gpt.parity: score = tf.where(tf.range(V) == gpt.code_start, -np.inf, score)   # START is never spoken
         code = choose(score, spoken, fold(seed, i), temperature, top_k, top_p, repetition_penalty)
         code = tf.where(done, gpt.code_stop, code)
         done |= code == gpt.code_stop
@@ -79,7 +80,7 @@ def generate(
         return i + 1, x, codes, length + tf.cast(~done, tf.int32), done, spoken, cache
 
     state = (tf.constant(0), x[:, -1:], tf.fill([B, S], gpt.code_stop), tf.zeros([B], tf.int32),
-             tf.zeros([B], bool), tf.zeros([B, V], bool), cache)
+             tf.zeros([B], bool), tf.tile(heard[None], [B, 1]), cache)
     _, _, codes, length, *_ = tf.while_loop(lambda i, x, codes, length, done, *_: (i < S) & ~tf.reduce_all(done), step, state)
     return codes, length
 
