@@ -227,7 +227,7 @@ def _write_shards(
         if progress: progress(done, len(clips))
     return table, shards, dropped
 
-# %% ../nbs/08_cache.ipynb #3a15abb0
+# %% ../nbs/08_cache.ipynb #0beb19e5
 def prepare(
     corpus: str | Path,
     out: str | Path,               # the cache's folder; an older cache there is replaced
@@ -253,7 +253,7 @@ def prepare(
         tokenizer.save(part / 'tokenizer.json')
         (part / 'config.yaml').write_text(config.to_yaml(), encoding='utf-8')
         (part / 'clips.jsonl').write_text(''.join(json.dumps(t, ensure_ascii=False) + '\n' for t in table), encoding='utf-8')
-        key = fingerprint(config.model.audio.model_dump(), tokenizer.to_json(), (part / 'dvae.safetensors').read_bytes())
+        key = fingerprint(config.model.audio.model_dump(), tokenizer.to_json(), table, shards)   # the codes stand for the DVAE
         write_json(part / 'manifest.json', {'format': 1, 'key': key, 'clips': len(table), 'shards': shards})
         report = summary(table, dropped)
         write_json(part / 'report.json', report)

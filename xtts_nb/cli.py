@@ -168,7 +168,7 @@ def prepare(
             report = cache.prepare(corpus, out, settings, encoder, tokenizer, language, progress=_stage(tell, 'encode the clips'))
         show(report | {'cache': str(out)}, cache.report_text(report) + f'{out} is ready: xtts-nb train --data {out}')
 
-# %% ../nbs/60_cli.ipynb #5dffa8fe
+# %% ../nbs/60_cli.ipynb #95bc5552
 def _settings(preset: str, config: Path | None, made: Path | None = None):
     "Settings from a file, else from what was made before, else from a preset."
     from xtts_nb.config import UserError, XTTSConfig
@@ -188,10 +188,11 @@ def _encoder(clips, settings, dvae: Path | None, tell):
         path = dvae / ('dvae.safetensors' if inside else 'model.safetensors')
         return load_dvae(path, settings, prefix='' if inside else 'dvae/'), Tokenizer.load(dvae / 'tokenizer.json')
     mels = mel_sample(clips, settings, progress=_stage(tell, 'read the clips'))
+    tell('train the DVAE', 0, settings.training.dvae_steps, 'compiling')
     told = lambda done, total, loss: tell('train the DVAE', done, total, f'mel loss {loss:.3f}')
     return train_dvae(mels, settings, progress=told)[0], None
 
-# %% ../nbs/60_cli.ipynb #3278cd7a
+# %% ../nbs/60_cli.ipynb #475a5490
 @app.command()
 def train(
     data: Annotated[Path | None, typer.Option(help='Cache to train on; not needed to go on with a run.')] = None,
@@ -214,6 +215,7 @@ def train(
         print(mode_line(trainer.training), file=sys.stderr)
         if trainer.step: print(f'{trainer.run} goes on at update {trainer.step}.', file=sys.stderr)
         with _progress() as tell:
+            tell('train the GPT', trainer.step, steps or trainer.training.steps, 'compiling')
             note = lambda line: f'loss {line["loss"]:.3f}  {line["clips_per_s"]:,.0f} clips/s'
             result = trainer.fit(progress=lambda done, total, line: tell('train the GPT', done, total, note(line)))
         text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '

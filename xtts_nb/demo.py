@@ -201,7 +201,7 @@ def _fresh_run(cache: Cache, config: XTTSConfig, run: Path, held_out: list[str])
     if (run / 'run.json').is_file(): shutil.rmtree(run)
     return new_run(cache, config, run, held_out)
 
-# %% ../nbs/58_demo.ipynb #9a91221d
+# %% ../nbs/58_demo.ipynb #e00ff040
 def _numbers(result: dict) -> str:
     "What to see first."
     voices = result['spoken']
@@ -233,7 +233,7 @@ def _speech(pair: Pair, spoken: Path, score: tuple[bool, bool], corpus: Path, me
              'the real clip, never trained on': wav(pair.target)}
     verdict = ', '.join(f'{name} {"right" if ok else "wrong"}' for name, ok in zip(('sentence', 'voice'), score))
     mels = {name: mel(load_audio(file)).numpy() for name, file in files.items()}
-    return [f'<h3 dir="auto">{pair.target.text}</h3>', f'<p>voice {pair.target.speaker}; {verdict}</p>',
+    return [heading(pair.target.text, f'voice {pair.target.speaker}; {verdict}', level=3),
             picture(plot_mels(mels, frames_per_second), 'mels of reference, synthesis and recording'),
             '<div class="row">', *(player(f, n) for n, f in files.items()), '</div>']
 

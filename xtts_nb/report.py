@@ -74,7 +74,7 @@ def plot_mels(
         ax.set(xlim=(0, longest), yticks=[], xlabel='s'); ax.set_title(name, size=8, loc='left')
     return fig
 
-# %% ../nbs/57_report.ipynb #49f8479e
+# %% ../nbs/57_report.ipynb #bb9dc6c7
 def picture(fig: Figure, label: str) -> str:
     "A figure as an image inside the page; `label` is read where it cannot be seen."
     data = base64.b64encode(png_bytes(fig)).decode()
@@ -86,9 +86,9 @@ def player(path: str | Path, label: str) -> str:
     sound = f'<audio controls src="data:audio/wav;base64,{data}"></audio>'
     return f'<figure><figcaption>{html.escape(label)}</figcaption>{sound}</figure>'
 
-def heading(text: str, lead: str = '') -> str:
-    "A section's title and its first sentence."
-    return f'<h2>{html.escape(text)}</h2>' + (f'<p>{html.escape(lead)}</p>' if lead else '')
+def heading(text: str, lead: str = '', level: int = 2) -> str:
+    "A section's title and its first sentence; text in any direction."
+    return f'<h{level} dir="auto">{html.escape(text)}</h{level}>' + (f'<p>{html.escape(lead)}</p>' if lead else '')
 
 def facts(values: dict) -> str:
     "Numbers to see first: large value, small name."

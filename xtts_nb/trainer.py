@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DECAYED', 'MODES', 'learning_rate', 'make_optimizer', 'make_step', 'compile_step', 'mode_line', 'step_modes',
-           'check_modes_agree', 'step_before_after', 'trace_count', 'Trainer', 'new_run', 'resume_run']
+           'check_modes_agree', 'step_before_after', 'trace_count', 'Pace', 'Trainer', 'new_run', 'resume_run']
 
 # %% ../nbs/30_trainer_xla.ipynb #cb4d3fc6
 import json
@@ -26,14 +26,13 @@ from .gpt import GPT
 from .model import XTTS, token_losses, total_loss
 from .weights import named_weights
 
-# %% ../nbs/30_trainer_xla.ipynb #34b9a02b
+# %% ../nbs/30_trainer_xla.ipynb #4cd1d6d5
 def learning_rate(training: TrainingConfig):
     "The schedule of a run, a function of the number of updates."
-    t = training
+    t, first = training, training.learning_rate / max(1, training.warmup_steps)   # no update is wasted on a rate of 0
     if t.schedule == 'cosine':
-        return keras.optimizers.schedules.CosineDecay(0., max(1, t.steps - t.warmup_steps), alpha=0.02,
+        return keras.optimizers.schedules.CosineDecay(first, max(1, t.steps - t.warmup_steps), alpha=0.02,
                                                       warmup_target=t.learning_rate, warmup_steps=t.warmup_steps)
-    first = t.learning_rate / max(1, t.warmup_steps)
     return keras.optimizers.schedules.PolynomialDecay(first, max(1, t.warmup_steps), t.learning_rate)
 
 # %% ../nbs/30_trainer_xla.ipynb #da4865b5
@@ -131,7 +130,29 @@ def trace_count(step) -> int:
     "How often TensorFlow has traced `step`; 0 for a plain function."
     return getattr(step, 'experimental_get_tracing_count', lambda: 0)()
 
-# %% ../nbs/30_trainer_xla.ipynb #291caa0a
+# %% ../nbs/30_trainer_xla.ipynb #440cdbdb
+class Pace:
+    "Clips a second from one log line to the next, and the share of the time that was spent waiting for data."
+    def __init__(self, clips_per_step: int):
+        self.clips_per_step, self.rates = clips_per_step, []
+        self.begin()
+
+    def begin(self): self.start, self.waited, self.left_out, self.missing = time.perf_counter(), 0., 0., 0
+
+    def leave_out(self, seconds: float):
+        "A step that traced."
+        self.left_out += seconds; self.missing += 1
+
+    def lap(self, steps: int) -> dict:
+        "`clips_per_s` and `wait_share` of the lap that ends now; 0 if every step of it traced."
+        counted, spent = steps - self.missing, time.perf_counter() - self.start - self.left_out
+        if counted <= 0 or spent <= 0: return {'clips_per_s': 0., 'wait_share': 0.}
+        self.rates.append(counted * self.clips_per_step / spent)
+        return {'clips_per_s': round(self.rates[-1], 2), 'wait_share': round(self.waited / spent, 4)}
+
+    def median(self) -> float: return round(float(np.median(self.rates)), 2) if self.rates else 0.
+
+# %% ../nbs/30_trainer_xla.ipynb #fa860c38
 class Trainer:
     "Trains the GPT of `xtts` by a plan; `run`, a folder, keeps what is needed to go on."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None):
@@ -174,42 +195,40 @@ class Trainer:
         progress=None,              # called with (done, total, the metrics of the latest log line)
     ) -> dict:                      # steps, loss_first, loss_last, clips_per_s, traces, seconds
         "Train; the summary's losses are means over the first and the last 10 updates."
-        steps, rates = steps or self.training.steps, []   # rates: (seconds, of them waiting) of each step
-        begun, pending, source = time.perf_counter(), [], iter(cached_batches(self.plan, self.step, steps))
+        steps, pending, begun = steps or self.training.steps, [], time.perf_counter()
+        source, pace = iter(cached_batches(self.plan, self.step, steps)), Pace(self.plan.data.batch_size)
         while self.step < steps:
             start, traces = time.perf_counter(), trace_count(self.train_step)
             batch = next(source)
-            waited = time.perf_counter() - start
+            ready = time.perf_counter()
             pending.append(self.train_step(batch, tf.constant(self.step)))
             self.step += 1
-            if trace_count(self.train_step) == traces: rates.append((time.perf_counter() - start, waited))
+            if trace_count(self.train_step) > traces: pace.leave_out(time.perf_counter() - start)
+            else: pace.waited += ready - start
             save = self.step % self.training.checkpoint_every == 0 or self.step == steps
             if save or self.step % self.training.log_every == 0:   # no loss is pending at a checkpoint
-                line, losses = self._log(pending, rates)
+                line, losses = self._log(pending, pace)
                 self.first_losses = (self.first_losses + losses)[:10]
-                self.last_losses, pending, rates = (self.last_losses + losses)[-10:], [], rates[-200:]
+                self.last_losses, pending = (self.last_losses + losses)[-10:], []
                 if progress: progress(self.step, steps, line)
-            if self.run and save: self.save()
-        clips = self.plan.data.batch_size / float(np.median([r for r, _ in rates])) if rates else 0.
+                if self.run and save: self.save()
+                pace.begin()   # neither the callbacks nor the checkpoint count as training
         return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
-                'clips_per_s': round(clips, 2), 'traces': trace_count(self.train_step),
+                'clips_per_s': pace.median(), 'traces': trace_count(self.train_step),
                 'seconds': round(time.perf_counter() - begun, 2)}
 
-    def _log(self, pending: list[dict], rates: list) -> tuple[dict, list[float]]:
+    def _log(self, pending: list[dict], pace: Pace) -> tuple[dict, list[float]]:
         "Fetch what has gathered on the device, all at once, and append a line to `metrics.jsonl`."
         names = list(pending[0])
         values = tf.stack([tf.stack([p[n] for n in names]) for p in pending]).numpy()
-        spent, waited = np.sum(rates[-len(pending):], axis=0) if rates else (0., 0.)
         line = {'step': self.step} | {n: round(float(v), 6) for n, v in zip(names, values.mean(0))}
-        clips = len(rates[-len(pending):]) * self.plan.data.batch_size
-        line |= {'learning_rate': float(self.optimizer.learning_rate),
-                 'clips_per_s': round(clips / spent, 2) if spent else 0., 'wait_share': round(waited / spent, 4) if spent else 0.}
+        line |= {'learning_rate': float(self.optimizer.learning_rate), **pace.lap(len(pending))}
         if self.run: append_line(self.run / 'metrics.jsonl', json.dumps(line))
         return line, values[:, names.index('loss')].tolist()
 
 def _mean(values) -> float | None: return round(float(np.mean(values)), 5) if len(values) else None
 
-# %% ../nbs/30_trainer_xla.ipynb #03aeabcd
+# %% ../nbs/30_trainer_xla.ipynb #703c8717
 def new_run(
     cache: Cache,
     config: XTTSConfig,
@@ -221,7 +240,7 @@ def new_run(
     for part in ('audio', 'dvae'):
         if getattr(config.model, part) != getattr(cache.config.model, part):
             raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again with these.')
-    if (run / 'run.json').is_file(): _check_run(run, cache)
+    if (run / 'run.json').is_file(): _check_run(run, cache, held_out)
     elif run.is_dir() and any(run.iterdir()):
         raise UserError(f'{run}: holds something that is not a run; choose another folder.')
     unknown = set(held_out) - {c['id'] for c in cache.clips}
@@ -235,13 +254,15 @@ def new_run(
     with atomic_file(run / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
     return trainer
 
-# %% ../nbs/30_trainer_xla.ipynb #b529c95e
-def _check_run(run: Path, cache: Cache):
-    "Raise `UserError` if `run` was trained on another cache."
-    known = read_json(run / 'run.json')['key']
-    if known != cache.manifest['key']:
-        raise UserError(f'{run}: was trained on the cache with key {known}, {cache.folder} has {cache.manifest["key"]}; '
+# %% ../nbs/30_trainer_xla.ipynb #81a9ab18
+def _check_run(run: Path, cache: Cache, held_out: list[str]):
+    "Raise `UserError` if `run` was trained on another cache or held out other clips."
+    known = read_json(run / 'run.json')
+    if known['key'] != cache.manifest['key']:
+        raise UserError(f'{run}: was trained on the cache with key {known["key"]}, {cache.folder} has {cache.manifest["key"]}; '
                         'choose another folder.')
+    if known['held_out'] != sorted(held_out):
+        raise UserError(f'{run}: held out {len(known["held_out"])} other clips; hold out the same or choose another folder.')
 
 def resume_run(run: str | Path) -> Trainer:
     "The trainer of a run that stands in `run`; raises `UserError` if there is none."
