@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['save_checkpoint', 'checkpoints', 'load_checkpoint']
 
-# %% ../nbs/26_checkpoint.ipynb #d1ca9a0b
+# %% ../nbs/26_checkpoint.ipynb #0a3fa94a
 import json
 from pathlib import Path
 
+from .config import UserError
 from .weights import load_weights, save_weights
 
 # %% ../nbs/26_checkpoint.ipynb #66999487
@@ -26,7 +27,7 @@ def save_checkpoint(
     for old in checkpoints(folder)[:-keep]: old.unlink()
     return path
 
-# %% ../nbs/26_checkpoint.ipynb #2f5fb7c6
+# %% ../nbs/26_checkpoint.ipynb #442e1e64
 def checkpoints(folder: str | Path) -> list[Path]:
     "The checkpoints in `folder`, oldest first."
     return sorted(Path(folder).glob('step-?????????.safetensors'))
@@ -36,4 +37,6 @@ def load_checkpoint(
     variables: dict,       # {name: variable} to fill
 ) -> dict:                 # the facts, `step` among them
     "Restore a state; raises `UserError` naming the tensor that is missing or has another shape."
-    return json.loads(load_weights(path, variables)['facts'])
+    found = load_weights(path, variables)
+    if 'facts' not in found: raise UserError(f'{path}: holds weights but no step to go on from; give a checkpoint of a run.')
+    return json.loads(found['facts'])

@@ -28,7 +28,7 @@ def _axes(width: float, height: float, **settings):
     ax.spines[['top', 'right']].set_visible(False)
     return fig, ax
 
-# %% ../nbs/57_report.ipynb #ee8e62e1
+# %% ../nbs/57_report.ipynb #cd0e3138
 def plot_before_after(
     rows: list[dict],   # {name, clips_per_s or step_ms, ratio}
     title: str,
@@ -41,7 +41,7 @@ def plot_before_after(
     for y, r in enumerate(rows):
         value = f'{r["clips_per_s"]:,.0f} clips/s' if 'clips_per_s' in r else f'{r["step_ms"]:,.1f} ms'
         ax.text(r['ratio'], y, f'  {r["ratio"]:,.1f} ×   {value}', va='center', size=8)
-    ax.set(yticks=range(len(rows)), yticklabels=[r['name'] for r in rows], xlim=(0.6, max(ratios) * 9))
+    ax.set(yticks=range(len(rows)), yticklabels=[r['name'] for r in rows], xlim=(0.6 * min(1, *ratios), 9 * max(ratios)))
     ax.xaxis.set_major_formatter('{x:,.0f} ×'); ax.xaxis.set_minor_formatter('')
     ax.invert_yaxis(); ax.set_title(title, loc='left', size=10)
     return fig

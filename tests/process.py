@@ -1,0 +1,78 @@
+"""`xtts-nb` in processes of its own: run to the end, interrupted at a stage, killed."""
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+COMMAND = [sys.executable, '-c', 'from xtts_nb.cli import main; main()']
+
+
+@dataclass
+class Done:
+    "How a process ended and what it printed."
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict:
+        "The only line of stdout."
+        (line,) = self.out.splitlines()
+        return json.loads(line)
+
+    @property
+    def said(self) -> list[str]:
+        "What the command itself has to say on stderr."
+        return [line for line in self.err.splitlines() if line.startswith('xtts-nb: ')]
+
+
+def environment() -> dict:
+    "As a user has it: TensorFlow's log level is not set."
+    kept = {k: v for k, v in os.environ.items() if k not in ('TF_CPP_MIN_LOG_LEVEL', 'IN_TEST')}
+    return kept | {'TERM': 'xterm', 'COLUMNS': '120'}
+
+
+def xtts_nb(*arguments, cwd=None, before=None, timeout=300) -> Done:
+    "Run a command to its end; `before` is called in the child."
+    done = subprocess.run([*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(), preexec_fn=before, timeout=timeout,
+                          capture_output=True, text=True, encoding='utf-8')
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def interrupted(
+    *arguments,
+    at: str,          # what stderr, a terminal, must have shown
+    cwd=None, program=COMMAND, timeout=120,
+) -> Done:
+    "Run a command and press Ctrl-C as soon as it shows `at`."
+    screen, end = pty.openpty()
+    child = subprocess.Popen([*program, *map(str, arguments)], cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=end)
+    os.close(end)
+    seen, sent, begun = b'', False, time.monotonic()
+    try:
+        while True:
+            assert time.monotonic() - begun < timeout, f'still running; it showed {seen[-2000:]!r}'
+            if select.select([screen], [], [], 0.05)[0]:
+                try: more = os.read(screen, 65536)
+                except OSError: break   # the child has closed the terminal
+                if not more: break
+                seen += more
+            if not sent and at.encode() in seen: child.send_signal(signal.SIGINT); sent = True
+        out = child.stdout.read().decode()
+        child.wait(timeout)
+    finally:
+        child.kill(); child.wait(); child.stdout.close(); os.close(screen)
+    assert sent, f'it never showed {at!r}: {seen[-2000:]!r}'
+    plain = re.sub(r'(\x1b\[[0-9;?]*[a-zA-Z]|\s*[\r\n])+', '\n', seen.decode(errors='replace'))
+    return Done(child.returncode, out, plain)
+
+
+def tree(folder) -> dict[str, bytes]:
+    "Everything below a folder, by path."
+    return {p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else b'' for p in sorted(folder.rglob('*'))}
