@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xtts_nb.config import UserError
-from xtts_nb.text import TEXT_STOP, Tokenizer, clean, pad_ids, train_tokenizer
+from xtts_nb.text import CLEANERS, TEXT_STOP, Tokenizer, clean, pad_ids, train_tokenizer
 
 TEXTS = ['The old dog sleeps.', 'The cold fog creeps, and the old dog sleeps.', 'Der alte Hund schläft.',
          'سگ پیر می‌خوابد.', '老狗在睡觉。']
@@ -120,3 +120,19 @@ def test_padding(rows, width):
 
 def test_the_file_is_plain_json(tokenizer):
     assert json.loads(tokenizer.to_json())['model']['type'] == 'BPE'
+
+def test_the_cleaner_is_part_of_the_file(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setitem(CLEANERS, 'loud', lambda text, language: text.upper())
+    Tokenizer(tokenizer.bpe, 'loud').save(tmp_path / 't.json')
+    again = Tokenizer.load(tmp_path / 't.json')
+    assert again.cleaner == 'loud' and again.decode(again.encode('the', 'en')) == '[en]' + '[UNK]' * 3
+    assert again.unknown('the') == ['E', 'H', 'T'] and again.to_json() == Tokenizer(tokenizer.bpe, 'loud').to_json()
+    assert Tokenizer.load(tmp_path / 't.json', 'plain').encode('the', 'en') == tokenizer.encode('the', 'en')
+
+def test_a_cleaner_that_nobody_has_is_named(tokenizer, tmp_path):
+    Tokenizer(tokenizer.bpe, 'lost').save(tmp_path / 't.json')
+    with pytest.raises(UserError, match='"lost", which is none of plain'): Tokenizer.load(tmp_path / 't.json')
+
+def test_a_file_of_the_plain_cleaner_is_one_of_hugging_face(tokenizer):
+    "So that the files and caches from before cleaners had names stay valid."
+    assert tokenizer.to_json() == tokenizer.bpe.to_str()

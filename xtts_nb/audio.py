@@ -150,21 +150,25 @@ def log_mel(
     power = tf.math.real(spectrum)**2 + tf.math.imag(spectrum)**2
     return tf.math.log(tf.maximum(tf.tensordot(power, mel_filterbank(n_fft, audio), 1), LOG_FLOOR))
 
-# %% ../nbs/06_audio.ipynb #c3a36b5e
+# %% ../nbs/06_audio.ipynb #295b0119
+def _hamming(win_length: int) -> np.ndarray:   # (win_length,) float32
+    "A periodic Hamming window, rounded where torch rounds: 2e-7 is audible to a logarithm."
+    angle = np.arange(win_length, dtype=np.float32) * np.float32(2 * np.pi / win_length)
+    return np.float32(0.54) - np.float32(0.46) * np.cos(angle)
+
 def speaker_log_mel(
     wav: tf.Tensor,                # (..., N) float32 at `speaker.sample_rate`
     speaker: SpeakerConfig = SpeakerConfig(),
 ) -> tf.Tensor:                    # (..., 1 + N // hop, C) float32
     "The log-mel that the speaker encoder reads, in graph."
-    wav, n_fft, win = tf.convert_to_tensor(wav, tf.float32), speaker.n_fft, speaker.win_length
+    wav, n_fft = tf.convert_to_tensor(wav, tf.float32), speaker.n_fft
     wav -= speaker.pre_emphasis * tf.concat([wav[..., 1:2], wav[..., :-1]], -1)
-    window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(win) / win)
-    window = np.pad(window, (n_fft - win) // 2).astype(np.float32)
-    padded = tf.pad(wav, [[0, 0]] * (wav.shape.rank - 1) + [[n_fft // 2] * 2], 'REFLECT')
+    window = np.pad(_hamming(speaker.win_length), (n_fft - speaker.win_length) // 2).astype(np.float64)
+    padded = tf.pad(tf.cast(wav, tf.float64), [[0, 0]] * (wav.shape.rank - 1) + [[n_fft // 2] * 2], 'REFLECT')
     spectrum = tf.signal.rfft(tf.signal.frame(padded, n_fft, speaker.hop_length) * window)
     power = tf.math.real(spectrum)**2 + tf.math.imag(spectrum)**2
-    filters = _triangles(n_fft, speaker.sample_rate, speaker.n_mels, speaker.sample_rate / 2)[0].astype(np.float32)
-    return tf.math.log(tf.tensordot(power, filters, 1) + 1e-6)
+    filters, _ = _triangles(n_fft, speaker.sample_rate, speaker.n_mels, speaker.sample_rate / 2)
+    return tf.cast(tf.math.log(tf.tensordot(power, filters, 1) + 1e-6), tf.float32)
 
 # %% ../nbs/06_audio.ipynb #7317a617
 def log_mel_numpy(

@@ -7,7 +7,7 @@ __all__ = ['CODE_TYPE', 'TEXT_TYPE', 'MEL_TYPE', 'Clip', 'Dropped', 'read_corpus
            'read_audio', 'mel_function', 'mel_sample', 'ClipEncoder', 'prepare', 'check_cache_folder', 'summary',
            'report_text', 'Cache']
 
-# %% ../nbs/08_cache.ipynb #44ac6230
+# %% ../nbs/08_cache.ipynb #2e06cc97
 import json
 import os
 from collections import Counter
@@ -22,6 +22,7 @@ import safetensors.numpy
 import tensorflow as tf
 
 from .audio import load_audio, log_mel, save_audio, synthetic_voice
+from . import languages  # noqa: F401  adds the cleaner that a tokenizer may name
 from .config import UserError, XTTSConfig
 from .files import atomic_file, atomic_folder, fingerprint, read_json, write_json
 from .text import LANGUAGE, Tokenizer, clean, train_tokenizer
@@ -174,7 +175,7 @@ def _write_shard(path: Path, rows: list[dict]) -> dict:
     path.write_bytes(data)
     return {'file': path.name, 'clips': len(rows), 'sha': fingerprint(data)}
 
-# %% ../nbs/08_cache.ipynb #bb6417e5
+# %% ../nbs/08_cache.ipynb #a50c2932
 class ClipEncoder:
     "Turns a clip and its samples into the arrays of the cache."
     def __init__(self,
@@ -191,7 +192,7 @@ class ClipEncoder:
     def _complaint(self, clip: Clip, ids: list[int], codes: int) -> str | None:
         "What the model could not take."
         gpt, limit = self.config.model.gpt, min(self.config.data.max_text_tokens, self.config.model.gpt.max_text_tokens)
-        if unknown := self.tokenizer.unknown(clip.text): return f'the tokenizer does not know {" ".join(unknown)}'
+        if unknown := self.tokenizer.unknown(clip.text, clip.language): return f'the tokenizer does not know {" ".join(unknown)}'
         if len(ids) > limit: return f'the text has {len(ids)} tokens, more than {limit}'
         if codes > gpt.max_audio_codes: return f'{codes} codes, more than model.gpt.max_audio_codes {gpt.max_audio_codes}'
 

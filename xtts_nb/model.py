@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['token_losses', 'total_loss', 'XTTS', 'parameter_table', 'step_flops']
 
-# %% ../nbs/20_model.ipynb #786ad7d8
+# %% ../nbs/20_model.ipynb #22e77699
 from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from . import languages  # noqa: F401  adds the cleaner that the tokenizer of a released model names
 from .config import UserError, XTTSConfig
 from .dvae import DVAE, parameter_count
 from .files import atomic_file
@@ -46,17 +47,18 @@ def total_loss(
     mean = lambda name: parts[f'{name}_loss'] / tf.maximum(parts[f'{name}_count'], 1.)
     return text_weight * mean('text') + mean('code')
 
-# %% ../nbs/20_model.ipynb #3b9ba072
+# %% ../nbs/20_model.ipynb #5663ec1f
 class XTTS:
     "Settings, tokenizer, DVAE and GPT; a folder on disk."
-    def __init__(self, config: XTTSConfig, tokenizer: Tokenizer, dvae: DVAE | None = None, gpt: GPT | None = None):
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(self, config: XTTSConfig, tokenizer: Tokenizer, dvae: DVAE | None = None, gpt: GPT | None = None,
+                 parity: bool = False):
+        self.config, self.tokenizer, self.source = config, tokenizer, None
         if tokenizer.size > config.model.gpt.text_tokens:
             raise UserError(f'The tokenizer has {tokenizer.size} tokens, model.gpt.text_tokens is '
                             f'{config.model.gpt.text_tokens}; raise it to at least that.')
         self.dvae = dvae or DVAE(config)
         policy = {'float32': 'float32', 'bfloat16': 'mixed_bfloat16'}[config.training.precision]
-        self.gpt = gpt or GPT(config, tokenizer.start, dtype=policy)
+        self.gpt = gpt or GPT(config, tokenizer.start, parity, dtype=policy)
 
     @property
     def weights(self) -> dict:
@@ -64,20 +66,28 @@ class XTTS:
         return {f'{part}/{k}': v for part, net in (('dvae', self.dvae), ('gpt', self.gpt)) for k, v in named_weights(net).items()}
 
     def save(self, folder: str | Path):
-        "Write `config.yaml`, `tokenizer.json` and `model.safetensors` into `folder`, each whole or not at all."
+        "Write `config.yaml`, `tokenizer.json` and `model.safetensors` into `folder`, each whole or not at all; \
+        what the folder it was loaded from holds besides (the decoder of a converted model) comes along."
         folder = Path(folder)
         with atomic_file(folder / 'config.yaml') as part: part.write_text(self.config.to_yaml(), encoding='utf-8')
         self.tokenizer.save(folder / 'tokenizer.json')
-        save_weights(folder / 'model.safetensors', self.weights)
+        save_weights(folder / 'model.safetensors', self.weights, besides=self.source and self.source / 'model.safetensors')
+        came_with = self.source and self.source / 'coqui.json'
+        if came_with and came_with.is_file() and self.source.resolve() != folder.resolve():
+            with atomic_file(folder / 'coqui.json') as part: part.write_bytes(came_with.read_bytes())
 
     @classmethod
-    def load(cls, folder: str | Path) -> 'XTTS':
+    def load(cls,
+        folder: str | Path,
+        parity: bool = False,   # repeat the habits of coqui-tts
+    ) -> 'XTTS':
         "The model in `folder`; raises `UserError` naming what is missing or does not fit."
         folder = Path(folder)
         if not (folder / 'config.yaml').is_file():
             raise UserError(f'{folder}: holds no model (config.yaml is missing); train one there.')
-        xtts = cls(XTTSConfig.load(folder / 'config.yaml'), Tokenizer.load(folder / 'tokenizer.json'))
+        xtts = cls(XTTSConfig.load(folder / 'config.yaml'), Tokenizer.load(folder / 'tokenizer.json'), parity=parity)
         load_weights(folder / 'model.safetensors', xtts.weights)
+        xtts.source = folder
         return xtts
 
 # %% ../nbs/20_model.ipynb #c830bf95

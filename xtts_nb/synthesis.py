@@ -109,7 +109,7 @@ def reference_mel(
     mel = log_mel(wav, audio.reference_n_fft, audio) / xtts.dvae.mel_stats
     return wrapped(mel.numpy(), xtts.config.data.reference_frames)
 
-# %% ../nbs/24_synthesis.ipynb #524cd515
+# %% ../nbs/24_synthesis.ipynb #07c37703
 class Speaker:
     "Makes a model speak; compiled once per padded shape."
     def __init__(self,
@@ -130,7 +130,7 @@ class Speaker:
 
     def _ids(self, text: str, language: str) -> list[int]:
         "Token ids, or a `UserError` naming what is wrong with the text."
-        unknown, ids = self.xtts.tokenizer.unknown(text), self.xtts.tokenizer.encode(text, language)
+        unknown, ids = self.xtts.tokenizer.unknown(text, language), self.xtts.tokenizer.encode(text, language)
         if unknown:
             raise UserError(f'"{text}": the model never saw the characters {" ".join(unknown)}; write the text without them.')
         if len(ids) < 2: raise UserError('The text is empty; give the model something to say.')

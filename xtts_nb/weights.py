@@ -24,14 +24,17 @@ def named_weights(
     "All variables of `model` by their place in it."
     return {v.path.removeprefix(f'{model.name}/'): v for v in model.variables}
 
-# %% ../nbs/13_weights.ipynb #8a55f1a9
+# %% ../nbs/13_weights.ipynb #4e5a518b
 def save_weights(
     path: str | Path,     # a .safetensors file
     variables: dict,      # {name: variable or array}
+    besides: str | Path | None = None,   # a file whose other tensors come along
     **metadata: str,      # short texts kept in the file's head
 ):
     "Write tensors whole or not at all."
     arrays = {name: np.asarray(v, order='C') for name, v in variables.items()}   # safetensors writes the memory as it lies
+    if besides:
+        with open_weights(besides) as file: arrays |= {n: file.get_tensor(n) for n in file.keys() if n not in arrays}
     with atomic_file(path) as part:
         try: safetensors.numpy.save_file(arrays, part, metadata=metadata or None)
         except safetensors.SafetensorError as e: raise _os_error(e) from e

@@ -1,0 +1,52 @@
+"""Writes tests/data/parity.npz, what coqui-tts computes from the toy checkpoint.
+
+python tests/make_parity_data.py PYTHON_WITH_COQUI_TTS    (in an environment with the `convert` extra)
+"""
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+import coqui_toy
+
+from xtts_nb.convert import write_pth
+from xtts_nb.parity import reference
+
+HERE = Path(__file__).parent
+
+
+def inputs():
+    from xtts_nb.audio import synthetic_voice
+    from xtts_nb.parity import make_inputs
+    cfg = coqui_toy.config().model
+    return make_inputs([synthetic_voice(0.4)], cfg.gpt.text_tokens, cfg.gpt.width, cfg.dvae.codes, states=6)
+
+
+def main(coqui_python):
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        coqui_toy.write_settings(folder)
+        files = coqui_toy.tensors(coqui_toy.config())
+        speaker = 'hifigan_decoder.speaker_encoder.torch_spec.'   # its window and filters, which coqui-tts keeps as tensors
+        mel = {'0.filter': np.array([[[-0.97, 1]]], np.float32)}
+        files['model.pth'] |= {speaker + k: v for k, v in mel.items()}
+        files['model.pth'] |= {speaker + k: v for k, v in speaker_mel().items()}
+        write_pth(folder / 'model.pth', {'model': files['model.pth']})
+        write_pth(folder / 'dvae.pth', files['dvae.pth'])
+        write_pth(folder / 'mel_stats.pth', files['mel_stats.pth'])
+        theirs = reference(folder, coqui_python, inputs())
+    (HERE / 'data').mkdir(exist_ok=True)
+    np.savez_compressed(HERE / 'data' / 'parity.npz', **theirs)
+    print({k: v.shape for k, v in theirs.items()}, (HERE / 'data' / 'parity.npz').stat().st_size)
+
+
+def speaker_mel():
+    from xtts_nb.audio import _triangles
+    filters = _triangles(512, 16000, 64, 8000.)[0].astype(np.float32)
+    window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(400) / 400)
+    return {'1.mel_scale.fb': filters, '1.spectrogram.window': window.astype(np.float32)}
+
+
+if __name__ == '__main__': main(sys.argv[1])

@@ -1,0 +1,286 @@
+"""Checkpoints of coqui-tts in and out. Most tests replace PyTorch's reader and writer; those with real files need PyTorch."""
+import json
+import os
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from xtts_nb import convert
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.hifigan import fold_weight_norm, load_decoder
+from xtts_nb.model import XTTS
+from xtts_nb.text import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+import coqui_toy
+
+
+class Disk:
+    "Stands for PyTorch's files: what was written is what is read."
+    def __init__(self): self.files = {}
+
+    def write(self, path, held):
+        path.touch()
+        self.files[path.name] = held
+
+    def read(self, path):
+        if path.name not in self.files: raise UserError(f'{path}: the file is missing')
+        return self.files[path.name]
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    disk = Disk()
+    monkeypatch.setattr(convert, 'read_pth', disk.read)
+    monkeypatch.setattr(convert, 'write_pth', disk.write)
+    return disk
+
+
+def coqui_folder(disk, folder: Path, spelling='new', prefix='') -> dict:
+    "A folder of coqui-tts on `disk`; returns its tensors."
+    coqui_toy.write_settings(folder)
+    files = coqui_toy.tensors(coqui_toy.config(small=True), spelling)
+    disk.write(folder / 'model.pth', {'model': {prefix + n: x for n, x in files['model.pth'].items()}, 'step': 3})
+    disk.write(folder / 'dvae.pth', files['dvae.pth'])
+    disk.write(folder / 'mel_stats.pth', files['mel_stats.pth'])
+    return files
+
+
+def vocabulary(path: Path) -> str:
+    "What a tokenizer file says, however it is written."
+    return Tokenizer.load(path).bpe.to_str()
+
+
+def assert_same(a: dict, b: dict):
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].shape, a[name].tobytes()) == (b[name].dtype, b[name].shape, b[name].tobytes()), name
+
+
+@pytest.mark.parametrize('spelling, prefix', [('new', ''), ('old', ''), ('new', 'xtts.')])
+def test_round_trip_is_bit_identical(disk, tmp_path, spelling, prefix):
+    files = coqui_folder(disk, tmp_path / 'coqui', spelling, prefix)
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    assert_same(disk.files['model.pth']['model'], files['model.pth'])
+    assert_same(disk.files['dvae.pth'], files['dvae.pth'])
+    assert np.array_equal(disk.files['mel_stats.pth'], files['mel_stats.pth'])
+    assert vocabulary(tmp_path / 'back/vocab.json') == vocabulary(tmp_path / 'coqui/vocab.json')
+    assert json.loads((tmp_path / 'back/config.json').read_text())['languages'] == ['en', 'de']
+
+
+def test_half_precision_survives(disk, tmp_path):
+    files = coqui_folder(disk, tmp_path / 'coqui')
+    state = disk.files['model.pth']['model']
+    for name, kind in (('gpt.text_head.weight', np.float16), ('gpt.mel_head.weight', ml_dtypes.bfloat16)):
+        state[name] = state[name].astype(kind)
+    given = dict(state)
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    assert_same(disk.files['model.pth']['model'], given)
+    xtts = XTTS.load(tmp_path / 'ours')
+    assert np.allclose(xtts.gpt.code_head.kernel, files['model.pth']['gpt.mel_head.weight'].T, rtol=1e-2)
+
+
+def test_loads_and_has_the_sizes_of_the_tensors(disk, tmp_path):
+    coqui_folder(disk, tmp_path / 'coqui')
+    report = convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    xtts, expected = XTTS.load(tmp_path / 'ours'), coqui_toy.config(small=True)
+    assert xtts.config.model == expected.model
+    assert report['text_tokens'] == expected.model.gpt.text_tokens and report['kept_aside'] > 0
+
+
+def test_a_model_saved_after_training_goes_back_whole(disk, tmp_path):
+    files = coqui_folder(disk, tmp_path / 'coqui')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    xtts = XTTS.load(tmp_path / 'ours')
+    xtts.gpt.code_head.bias.assign(xtts.gpt.code_head.bias + 1)
+    xtts.save(tmp_path / 'tuned')
+    convert.to_coqui(tmp_path / 'tuned', tmp_path / 'back')
+    tuned = disk.files['model.pth']['model']
+    assert np.allclose(tuned.pop('gpt.mel_head.bias'), files['model.pth'].pop('gpt.mel_head.bias') + 1)
+    assert_same(tuned, files['model.pth'])
+    assert json.loads((tmp_path / 'back/config.json').read_text())['languages'] == ['en', 'de']
+
+
+@pytest.mark.parametrize('spelling', ['new', 'old'])
+def test_weight_norm_is_folded_on_loading(disk, tmp_path, spelling):
+    files = coqui_folder(disk, tmp_path / 'coqui', spelling)
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    decoder = load_decoder(tmp_path / 'ours/model.safetensors', coqui_toy.config(small=True))
+    up = 'hifigan_decoder.waveform_decoder.ups.1.'
+    length, direction = (files['model.pth'][up + s] for s in coqui_toy.SPELLINGS[spelling])
+    kernel = direction * length / np.sqrt((direction.astype(np.float64)**2).sum((1, 2), keepdims=True))
+    assert np.allclose(decoder.ups[1].kernel, kernel.transpose(2, 1, 0), atol=1e-6)
+
+
+def test_trainer_folder_without_released_files(disk, tmp_path):
+    "A trainer leaves best_model.pth with the DVAE and copies inside, and neither dvae.pth nor mel_stats.pth."
+    files = coqui_folder(disk, tmp_path / 'coqui')
+    state = {f'xtts.{n}': x for n, x in files['model.pth'].items()} | {f'dvae.{n}': x for n, x in files['dvae.pth'].items()}
+    state |= {'torch_mel_spectrogram_dvae.mel_norms': np.ones(80), 'xtts.gpt.gpt_inference.lm_head.weight': np.ones((2, 2))}
+    for name in ('model.pth', 'dvae.pth', 'mel_stats.pth'):
+        (tmp_path / 'coqui' / name).unlink()
+        disk.files.pop(name)
+    disk.write(tmp_path / 'coqui/best_model.pth', {'model': state, 'optimizer': {}, 'config': {}})
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    assert_same(disk.files['model.pth']['model'], files['model.pth'])
+    assert_same(disk.files['dvae.pth'], files['dvae.pth'])
+
+
+def test_the_last_checkpoint_is_taken(tmp_path):
+    for n in ('checkpoint_900.pth', 'checkpoint_1000.pth'): (tmp_path / n).touch()
+    assert convert.checkpoint_file(tmp_path).name == 'checkpoint_1000.pth'
+    (tmp_path / 'best_model_5.pth').touch()
+    assert convert.checkpoint_file(tmp_path).name == 'best_model_5.pth'
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(UserError, match='model.pth is missing'): convert.checkpoint_file(tmp_path)
+
+
+@pytest.mark.parametrize('name', ['config.json', 'vocab.json'])
+def test_a_missing_file_is_named(disk, tmp_path, name):
+    coqui_folder(disk, tmp_path / 'coqui')
+    (tmp_path / 'coqui' / name).unlink()
+    with pytest.raises(UserError, match=f'{name}: the file is missing'): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+@pytest.mark.parametrize('file, name', [
+    ('model.pth', 'gpt.gpt.h.1.mlp.c_fc.weight'), ('model.pth', 'gpt.text_embedding.weight'), ('dvae.pth', 'decoder.0.bias'),
+    ('model.pth', 'hifigan_decoder.speaker_encoder.layer3.1.bn1.running_var'),
+    ('model.pth', 'hifigan_decoder.waveform_decoder.conv_pre.weight')])
+def test_a_missing_tensor_is_named(disk, tmp_path, file, name):
+    coqui_folder(disk, tmp_path / 'coqui')
+    held = disk.files[file]
+    held.get('model', held).pop(name)
+    with pytest.raises(UserError, match=f'{file}.*"{name}" is missing'): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    assert not (tmp_path / 'ours').exists()
+
+
+def test_half_of_a_weight_norm_pair(disk, tmp_path):
+    coqui_folder(disk, tmp_path / 'coqui')
+    disk.files['model.pth']['model'].pop('hifigan_decoder.waveform_decoder.ups.0.parametrizations.weight.original0')
+    with pytest.raises(UserError, match='ups.0.*original0" is missing'): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+def test_another_shape_is_named(disk, tmp_path):
+    coqui_folder(disk, tmp_path / 'coqui')
+    state = disk.files['model.pth']['model']
+    state['gpt.mel_head.weight'] = state['gpt.mel_head.weight'][:, :60]
+    with pytest.raises(UserError, match=r'gpt.mel_head.weight" has shape \(66, 60\), expected \(66, 64\)'):
+        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+@pytest.mark.parametrize('half, shape', [('original1', (32, 16, 15)), ('original0', (31, 1, 1))])
+def test_another_shape_in_a_pair(disk, tmp_path, half, shape):
+    coqui_folder(disk, tmp_path / 'coqui')
+    name = f'hifigan_decoder.waveform_decoder.ups.0.parametrizations.weight.{half}'
+    disk.files['model.pth']['model'][name] = np.ones(shape, np.float32)
+    with pytest.raises(UserError, match='ups.0.*has shape'): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+def test_a_vocabulary_that_does_not_fit(disk, tmp_path):
+    coqui_folder(disk, tmp_path / 'coqui')
+    state = disk.files['model.pth']['model']
+    for name in ('gpt.text_embedding.weight', 'gpt.text_head.weight', 'gpt.text_head.bias'): state[name] = state[name][:-3]
+    with pytest.raises(UserError, match='vocab.json: has .* tokens, expected'):
+        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+def test_settings_of_another_checkpoint(disk, tmp_path):
+    coqui_folder(disk, tmp_path / 'coqui')
+    args = coqui_toy.settings()['model_args'] | {'gpt_layers': 30}
+    (tmp_path / 'coqui/config.json').write_text(json.dumps({'model_args': args}))
+    with pytest.raises(UserError, match='gpt_layers is 30, the tensors have 2'):
+        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+def test_nothing_is_overwritten(disk, tmp_path):
+    coqui_folder(disk, tmp_path / 'coqui')
+    (tmp_path / 'ours').mkdir()
+    (tmp_path / 'ours/note').write_text('mine')
+    with pytest.raises(UserError, match='already holds something'): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    assert (tmp_path / 'ours/note').read_text() == 'mine'
+
+
+def test_a_model_without_decoder_is_refused(disk, tmp_path):
+    coqui_folder(disk, tmp_path / 'coqui')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    path = tmp_path / 'ours/model.safetensors'
+    convert.write_tensors(path, {n: x for n, x in convert.read_tensors(path) if not n.startswith('decoder/')})
+    with pytest.raises(UserError, match='waveform_decoder'): convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    assert not (tmp_path / 'back').exists()
+
+
+def test_a_cut_weights_file_is_named(tmp_path):
+    convert.write_tensors(tmp_path / 'x.safetensors', {'a': np.ones(100), 'b': np.ones(100)})
+    data = (tmp_path / 'x.safetensors').read_bytes()
+    (tmp_path / 'x.safetensors').write_bytes(data[:-9])
+    with pytest.raises(UserError, match='ends within "b"'): list(convert.read_tensors(tmp_path / 'x.safetensors'))
+
+
+def test_every_name_of_the_released_model_is_mapped_once():
+    here = [name for name, _ in convert.name_map(XTTSConfig.xtts_v2().model).values()]
+    assert len(set(here)) == len(here)
+    small = coqui_toy.config(small=True)
+    assert set(convert.expected_shapes(small, 3)) <= {name for name, _ in convert.name_map(small.model).values()}
+
+
+def test_fold_weight_norm_has_the_given_lengths():
+    length = np.array([1., 2., 3.]).reshape(1, 1, 3)
+    kernel = fold_weight_norm(length, np.random.randn(5, 4, 3))
+    assert np.allclose(np.sqrt((kernel**2).sum((0, 1))), [1, 2, 3])
+
+
+# With PyTorch: real files
+
+class Touch:
+    def __init__(self, path): self.path = path
+    def __reduce__(self): return os.system, (f'touch {self.path}',)
+
+
+@pytest.fixture
+def torch(): return pytest.importorskip('torch')
+
+
+def test_code_in_a_checkpoint_never_runs(torch, tmp_path):
+    torch.save({'model': {'w': torch.ones(2)}, 'config': Touch(tmp_path / 'ran')}, tmp_path / 'model.pth')
+    with pytest.raises(UserError, match=r'model.pth: asks for (posix|nt)\.system'): convert.read_pth(tmp_path / 'model.pth')
+    assert not (tmp_path / 'ran').exists()
+
+
+@pytest.mark.parametrize('archive', [True, False])
+def test_settings_objects_are_read_as_nothing(torch, tmp_path, monkeypatch, archive):
+    import types
+    name = 'TTS.tts.configs.xtts_config'
+    for part in ('TTS', 'TTS.tts', 'TTS.tts.configs', name): monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    kind = type('XttsConfig', (), {'__module__': name})
+    sys.modules[name].XttsConfig = kind
+    given = kind()
+    given.lr = 1
+    torch.save({'model': {'w': torch.ones(2)}, 'config': given}, tmp_path / 'model.pth', _use_new_zipfile_serialization=archive)
+    held = convert.read_pth(tmp_path / 'model.pth')
+    assert np.array_equal(held['model']['w'], [1, 1]) and not vars(held['config'])
+
+
+def test_a_cut_checkpoint_is_named(torch, tmp_path):
+    torch.save({'w': torch.ones(1000)}, tmp_path / 'model.pth')
+    (tmp_path / 'model.pth').write_bytes((tmp_path / 'model.pth').read_bytes()[:2000])
+    with pytest.raises(UserError, match='model.pth: not readable'): convert.read_pth(tmp_path / 'model.pth')
+
+
+def test_files_of_pytorch_come_back(torch, tmp_path):
+    given = {'model': {'a': np.random.randn(3, 4).astype(np.float32).T, 'b': np.ones(3, ml_dtypes.bfloat16), 'c': np.array(5)}}
+    convert.write_pth(tmp_path / 'x.pth', given)
+    assert_same(convert.read_pth(tmp_path / 'x.pth')['model'], given['model'])
+
+
+def test_without_pytorch_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torch', None)
+    (tmp_path / 'model.pth').touch()
+    with pytest.raises(UserError, match=r'xtts_nb\[convert\]'): convert.read_pth(tmp_path / 'model.pth')

@@ -1,0 +1,151 @@
+"""The decoder, the speaker encoder and their exact interpolation."""
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.audio import speaker_log_mel, synthetic_voice
+from xtts_nb.config import SpeakerConfig, UserError, XTTSConfig
+from xtts_nb.dvae import parameter_count
+from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder, fold_weight_norm, is_normalised, load_decoder, load_speaker_encoder, stretch
+from xtts_nb.weights import named_weights, save_weights
+
+
+@pytest.fixture(scope='module')
+def config(): return XTTSConfig.tiny(width=64)
+
+
+@pytest.fixture(scope='module')
+def decoder(config): return HiFiGAN(config)
+
+
+def shapes(kind):
+    "Of the released size, built in a graph that is never run."
+    with tf.Graph().as_default():
+        model = kind(XTTSConfig.xtts_v2())
+        return parameter_count(model), {name: tuple(v.shape) for name, v in named_weights(model).items()}
+
+
+def test_parameters_of_the_released_decoder():
+    "The usual count has one length for each vector of a normalised kernel."
+    count, names = shapes(HiFiGAN)
+    lengths = [shape[-1] for name, shape in names.items() if is_normalised(name)]
+    assert len(lengths) == 76
+    assert count + sum(lengths) == 17_827_808
+
+
+def test_parameters_of_the_released_speaker_encoder(): assert shapes(SpeakerEncoder)[0] == 8_028_492
+
+
+@pytest.mark.parametrize('scale', [4.0, 24000 / 22050])
+@pytest.mark.parametrize('length', [1, 2, 7, 50])
+def test_stretch_is_linear_at_the_given_scale(scale, length):
+    x = np.random.randn(2, length, 3).astype(np.float32)
+    place = np.clip((np.arange(int(length * scale)) + 0.5) / scale - 0.5, 0, length - 1)
+    expected = np.stack([[np.interp(place, np.arange(length), x[b, :, d]) for d in range(3)] for b in range(2)])
+    assert np.allclose(stretch(tf.constant(x), scale), expected.transpose(0, 2, 1), atol=1e-5)
+
+
+def test_stretch_of_a_length_known_only_at_run_time():
+    x = tf.random.normal((1, 23, 2))
+    f = tf.function(lambda x: stretch(x, 24000 / 22050), input_signature=[tf.TensorSpec((1, None, 2))])
+    assert np.allclose(f(x), stretch(x, 24000 / 22050))
+
+
+@pytest.mark.parametrize('codes, samples', [(20, 22272), (1, 1024), (7, 7680)])
+def test_samples_of_a_length(config, decoder, codes, samples):
+    assert decoder(tf.random.normal((1, codes, 64)), tf.random.normal((1, 32))).shape == (1, samples)
+
+
+def test_rows_do_not_mix(config, decoder):
+    latents, voice = tf.random.normal((2, 6, 64)), tf.random.normal((2, 32))
+    both = decoder(latents, voice)
+    assert np.allclose(both[1], decoder(latents[1:], voice[1:])[0], atol=1e-5)
+
+
+def test_the_voice_is_heard(decoder):
+    latents = tf.random.normal((1, 6, 64))
+    a, b = (decoder(latents, tf.random.normal((1, 32))) for _ in 'ab')
+    assert np.abs(a - b).max() > 1e-4
+
+
+def test_rates_that_do_not_multiply_to_the_hop(config):
+    with pytest.raises(ValueError, match='expected the hop 256'):
+        HiFiGAN(config.replace(model={'decoder': {'rates': (8, 8, 2, 4)}}))
+
+
+def test_bfloat16_stays_near(config, decoder):
+    half = HiFiGAN(config, dtype='mixed_bfloat16')
+    for a, b in zip(half.weights, decoder.weights): a.assign(b)
+    latents, voice = tf.random.normal((1, 6, 64)), tf.random.normal((1, 32))
+    wav = half(latents, voice)
+    assert wav.dtype == 'float32'
+    assert np.abs(wav - decoder(latents, voice)).max() < 0.05
+
+
+def test_the_graph_gives_what_eager_gives(decoder):
+    latents, voice = tf.random.normal((1, 6, 64)), tf.random.normal((1, 32))
+    compiled = tf.function(decoder.__call__, jit_compile=True)
+    assert np.allclose(compiled(latents, voice), decoder(latents, voice), atol=1e-5)
+
+
+def test_a_voice_has_length_one_and_no_loudness(config):
+    "Per-bin means over time are taken away, so a constant in the logarithm changes nothing."
+    encoder, mel = SpeakerEncoder(config), tf.random.normal((2, 90, 64))
+    voice = encoder(mel)
+    assert np.allclose(np.linalg.norm(voice, axis=-1), 1, atol=1e-5)
+    assert np.allclose(voice, encoder(mel + 3), atol=1e-3)
+
+
+@pytest.mark.parametrize('frames', [17, 81, 100])
+def test_any_number_of_frames(config, frames):
+    assert SpeakerEncoder(config)(tf.random.normal((1, frames, 64))).shape == (1, 32)
+
+
+def test_speaker_mel_is_the_textbook_one():
+    wav, cfg = synthetic_voice(0.5, sample_rate=16000).astype(np.float64), SpeakerConfig()
+    raised = wav - cfg.pre_emphasis * np.concatenate([wav[1:2], wav[:-1]])
+    padded = np.pad(raised, 256, mode='reflect')
+    window = np.pad(0.54 - 0.46 * np.cos(2 * np.pi * np.arange(400) / 400), 56)
+    power = np.abs(np.fft.rfft(np.lib.stride_tricks.sliding_window_view(padded, 512)[::160] * window))**2
+    edges = 700 * (10**(np.linspace(0, 2595 * np.log10(1 + 8000 / 700), 66) / 2595) - 1)
+    hz = np.linspace(0, 8000, 257)
+    filters = np.stack([np.interp(hz, edges[i:i + 3], [0, 1, 0]) for i in range(64)], 1)
+    error = np.abs(speaker_log_mel(wav.astype(np.float32)) - np.log(power @ filters + 1e-6))
+    assert np.mean(error < 1e-4) > 0.99 and error.max() < 2e-3
+
+
+def stored(decoder, a, b) -> dict:
+    "The decoder's weights with lengths and directions under the names `a` and `b`."
+    out = {}
+    for name, v in named_weights(decoder).items():
+        if is_normalised(name):
+            out[f'decoder/{name}{a}'] = np.linalg.norm(v, axis=(0, 1), keepdims=True)
+            out[f'decoder/{name}{b}'] = v.numpy() * 5
+        else: out[f'decoder/{name}'] = v.numpy()
+    return out
+
+
+@pytest.mark.parametrize('names', [('_original0', '_original1'), ('_g', '_v')])
+def test_loading_folds_both_spellings(config, decoder, tmp_path, names):
+    save_weights(tmp_path / 'x.safetensors', stored(decoder, *names))
+    again = load_decoder(tmp_path / 'x.safetensors', config)
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(decoder.weights, again.weights))
+
+
+def test_loading_takes_plain_kernels(config, decoder, tmp_path):
+    save_weights(tmp_path / 'x.safetensors', {f'decoder/{n}': v for n, v in named_weights(decoder).items()})
+    again = load_decoder(tmp_path / 'x.safetensors', config)
+    assert all(np.array_equal(a, b) for a, b in zip(decoder.weights, again.weights))
+
+
+def test_a_missing_tensor_is_named(config, decoder, tmp_path):
+    weights = stored(decoder, '_g', '_v')
+    weights.pop('decoder/enter/bias')
+    save_weights(tmp_path / 'x.safetensors', weights)
+    with pytest.raises(UserError, match='decoder/enter/bias'): load_decoder(tmp_path / 'x.safetensors', config)
+    with pytest.raises(UserError, match='speaker/enter'): load_speaker_encoder(tmp_path / 'x.safetensors', config)
+
+
+def test_fold_of_a_transposed_kernel_runs_over_its_inputs():
+    length, direction = np.arange(1., 4).reshape(1, 1, 3), np.random.randn(16, 5, 3)
+    assert np.allclose(np.linalg.norm(fold_weight_norm(length, direction), axis=(0, 1)), [1, 2, 3])
