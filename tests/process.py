@@ -38,6 +38,11 @@ def environment() -> dict:
     return kept | {'TERM': 'xterm', 'COLUMNS': '120'}
 
 
+def hears_ctrl_c():
+    "Called in a child before it starts: what a shell or a CI job runs in the background is born deaf to Ctrl-C."
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def xtts_nb(*arguments, cwd=None, before=None, timeout=300) -> Done:
     "Run a command to its end; `before` is called in the child."
     done = subprocess.run([*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(), preexec_fn=before, timeout=timeout,
@@ -52,7 +57,8 @@ def interrupted(
 ) -> Done:
     "Run a command and press Ctrl-C as soon as it shows `at`."
     screen, end = pty.openpty()
-    child = subprocess.Popen([*program, *map(str, arguments)], cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=end)
+    child = subprocess.Popen([*program, *map(str, arguments)], cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=end,
+                             preexec_fn=hears_ctrl_c)
     os.close(end)
     seen, sent, begun = b'', False, time.monotonic()
     try:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from process import Done, interrupted, tree, xtts_nb
+from process import Done, hears_ctrl_c, interrupted, tree, xtts_nb
 from xtts_nb import __version__, cli
 from xtts_nb.audio import load_audio
 from xtts_nb.cache import Cache
@@ -379,7 +379,7 @@ def test_ctrl_c_while_the_corpus_is_spoken(tmp_path):
 def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
     "Most of the time is spent in C, which calls back: what is raised there must not get lost."
     program = f'from xtts_nb.corpus import make_corpus; make_corpus({str(tmp_path / "corpus")!r})'
-    child = subprocess.Popen([sys.executable, '-c', program], stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, '-c', program], stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
     while len(list(tmp_path.glob('*.part/wavs/*.wav'))) < clips: assert child.poll() is None; time.sleep(0.005)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
@@ -402,7 +402,8 @@ def test_ctrl_c_ends_the_monitor(tmp_path):
 def test_ctrl_c_while_it_starts(longer, prepared, tmp_path, delay):
     program = 'import sys; from xtts_nb.cli import main; print("ready", file=sys.stderr, flush=True); main()'
     arguments = ['prepare', longer, '--out', tmp_path / 'out', '--dvae', prepared.folder]
-    child = subprocess.Popen([sys.executable, '-c', program, *arguments], stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, '-c', program, *arguments], stderr=subprocess.PIPE, text=True,
+                             preexec_fn=hears_ctrl_c)
     assert child.stderr.readline() == 'ready\n'
     time.sleep(delay)
     child.send_signal(signal.SIGINT)
