@@ -374,7 +374,7 @@ def convert_to_coqui(
             tell('write the tensors', 1, 1)
         show(result | {'out': str(out)}, f'{out}: {result["tensors"]} tensors')
 
-# %% ../nbs/60_cli.ipynb #537eaef9
+# %% ../nbs/60_cli.ipynb #758b6f13
 @app.command('parity')
 def parity_(
     folder: Annotated[Path, typer.Argument(help='Folder that coqui-tts loads.')],
@@ -391,7 +391,7 @@ def parity_(
         from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.parity import parity, parity_markdown
         with _progress() as tell: result = parity(folder, coqui_python, clip, lambda part: tell(part, 0, 1))
-        if record: keep('23_parity', result['rows'], benchmarks(), model=result['model'])
+        if record: keep('25_parity', result['rows'], benchmarks(), model=result['model'])
         console = Console(width=110)
         with console.capture() as captured: console.print(Markdown(parity_markdown(result)))
         show(result, captured.get().rstrip())
