@@ -26,12 +26,12 @@ from .gpt import GPT
 from .model import XTTS, token_losses, total_loss
 from .weights import named_weights
 
-# %% ../nbs/30_trainer_xla.ipynb #4cd1d6d5
+# %% ../nbs/30_trainer_xla.ipynb #38c323d5
 def learning_rate(training: TrainingConfig):
     "The schedule of a run, a function of the number of updates."
-    t, first = training, training.learning_rate / max(1, training.warmup_steps)   # no update is wasted on a rate of 0
+    t, first = training, training.learning_rate / max(1, training.warmup_steps)
     if t.schedule == 'cosine':
-        return keras.optimizers.schedules.CosineDecay(first, max(1, t.steps - t.warmup_steps), alpha=0.02,
+        return keras.optimizers.schedules.CosineDecay(0., max(1, t.steps - t.warmup_steps), alpha=0.02,
                                                       warmup_target=t.learning_rate, warmup_steps=t.warmup_steps)
     return keras.optimizers.schedules.PolynomialDecay(first, max(1, t.warmup_steps), t.learning_rate)
 
