@@ -249,6 +249,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'xtts_nb.gpt.GPT.embed_text': ('gpt.html#gpt.embed_text', 'xtts_nb/gpt.py'),
                              'xtts_nb.gpt.GPT.hidden': ('gpt.html#gpt.hidden', 'xtts_nb/gpt.py'),
                              'xtts_nb.gpt.joint_mask': ('gpt.html#joint_mask', 'xtts_nb/gpt.py'),
+                             'xtts_nb.gpt.noisy_codes': ('gpt.html#noisy_codes', 'xtts_nb/gpt.py'),
                              'xtts_nb.gpt.shifted': ('gpt.html#shifted', 'xtts_nb/gpt.py')},
             'xtts_nb.hifigan': { 'xtts_nb.hifigan.Conv2D': ('hifigan.html#conv2d', 'xtts_nb/hifigan.py'),
                                  'xtts_nb.hifigan.Conv2D.__init__': ('hifigan.html#conv2d.__init__', 'xtts_nb/hifigan.py'),

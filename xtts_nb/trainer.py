@@ -87,8 +87,8 @@ def step_modes(
     config: XTTSConfig,
     text_start: int,
 ) -> dict:                   # {mode: step}, each with its own model, all with the same first weights
-    "The training step in the three modes, dropout off."
-    config, steps = config.replace(model={'gpt': {'dropout': 0.}}), {}
+    "The training step in the three modes, without dropout and noise."
+    config, steps = config.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}), {}
     for name, flags in MODES.items():
         training = config.replace(training=flags).training
         keras.utils.set_random_seed(training.seed)
