@@ -239,11 +239,11 @@ def test_something_else_listens(tmp_path, monkeypatch):
         text = said(fetch, FILE, tmp_path / 'a.bin', f'http://127.0.0.1:{s.getsockname()[1]}', pause=0, tries=2, timeout=5)
     assert 'check the network' in text and tree(tmp_path) == {}
 
-@pytest.mark.parametrize('base', ['', 'mirror', 'ftp://a.b', 'file:///etc', 'http://', 'http://a..b', 'http://a:port',
+@pytest.mark.parametrize('base', ['', 'mirror', 'ftp://a.b', 'file:/etc', 'http://', 'http://a..b', 'http://a:port',
                                   'http://[1', '//a'])
 def test_what_is_no_web_address(tmp_path, base):
     if base: assert 'is no web address' in said(fetch, FILE, tmp_path / 'a.bin', base)
-    else: assert 'is no web address' in said(fetch, replace(FILE, url='file:///etc/passwd'), tmp_path / 'a.bin')
+    else: assert 'is no web address' in said(fetch, replace(FILE, url='file:/etc/passwd'), tmp_path / 'a.bin')
 
 def test_an_address_with_blanks_and_letters_beyond_ascii(server, tmp_path):
     server.files['my%20d%C3%A4ta/a.bin'] = BODY
