@@ -74,6 +74,7 @@ BAD = {   # name: bytes, reason
     'nan.wav': (sound(subtype='FLOAT', wav=np.where(np.arange(22050) == 99, np.nan, VOICE)), 'NaN'),
     'inf.wav': (sound(subtype='FLOAT', wav=np.where(np.arange(22050) == 99, np.inf, VOICE)), 'infinite'),
     'beyond float.wav': (sound(subtype='DOUBLE', wav=np.where(np.arange(22050) == 99, 1e300, VOICE.astype(float))), 'infinite'),
+    'integers as floats.wav': (sound(subtype='FLOAT', wav=VOICE * 32768), 'times full scale'),
     'silent.wav': (sound(wav=np.zeros(22050)), 'silent'), 'one level.wav': (sound(wav=np.full(22050, 0.5)), 'silent'),
     'antiphase.wav': (antiphase(), 'silent'), 'one sample.wav': (sound(wav=np.ones(1)), '1 samples, too short for a mel'),
     'short.wav': (sound(wav=VOICE[:5000]), 'shorter than data.min_seconds'),
@@ -131,6 +132,11 @@ def test_a_reason_holds_no_path_whatever_the_folder_is_called(small, tmp_path):
     (folder / 'metadata.csv').write_text('x|a|a\n')
     [(_, dropped)] = read_audio(read_corpus(folder)[0], small)
     assert dropped.reason.startswith('not readable as audio')
+
+def test_a_disk_that_fails_is_a_reason(small, tmp_path, monkeypatch):
+    def fail(path): raise OSError(5, 'Input/output error')
+    monkeypatch.setattr('xtts_nb.audio._foreign', fail)
+    assert load(tmp_path / 'x.wav', b'text').reason == 'the file is not readable: Input/output error'
 
 def test_a_file_that_is_gone_by_now_is_a_reason(corpus, small, tmp_path):
     [(_, dropped)] = read_audio([Clip('x', 'a', 'a', 'en', tmp_path / 'x.wav')], small)

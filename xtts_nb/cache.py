@@ -129,6 +129,7 @@ def prepare(
     shard_clips: int = 512,
     progress=None,                 # called with (done, total)
     layout: str | None = None,     # of the corpus; default: the first that fits
+    page=None,                     # called with (report, where its HTML page goes)
 ) -> dict:                         # the report: clips, seconds, speakers, languages, dropped, ...
     "Turn a corpus into a cache; raises `UserError` where nothing useful could come of it."
     corpus, out = Path(corpus), Path(out)
@@ -150,6 +151,7 @@ def prepare(
         report = summary(table, dropped)
         write_json(part / 'report.json', report)
         (part / 'report.txt').write_text(report_text(report), encoding='utf-8')
+        if page: page(report, part / 'report.html')
     return report
 
 # %% ../nbs/08_cache.ipynb #72f17aff

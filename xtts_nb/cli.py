@@ -167,6 +167,7 @@ def prepare(
         from xtts_nb import cache
         from xtts_nb.corpora import check_dropped, layout_line, read_corpus
         from xtts_nb.recordings import report_text
+        from xtts_nb.report import corpus_page
         print(layout_line(corpus, layout), file=sys.stderr)
         clips, dropped = read_corpus(corpus, language, layout)
         check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
@@ -174,8 +175,9 @@ def prepare(
         with _progress() as tell:
             encoder, tokenizer = _encoder(clips, settings, dvae, tell)
             report = cache.prepare(corpus, out, settings, encoder, tokenizer, language, layout=layout,
-                                   progress=_stage(tell, 'encode the clips'))
-        show(report | {'cache': str(out)}, report_text(report, most=20) + f'{out} is ready: xtts-nb train --data {out}')
+                                   page=corpus_page, progress=_stage(tell, 'encode the clips'))
+        text = report_text(report, most=20) + f'All of it: {out}/report.html\n{out} is ready: xtts-nb train --data {out}'
+        show(report | {'cache': str(out)}, text)
 
 # %% ../nbs/60_cli.ipynb #95bc5552
 def _settings(preset: str, config: Path | None, made: Path | None = None):

@@ -25,7 +25,7 @@ from .files import atomic_file
 from .text import LANGUAGE, clean
 
 # %% ../nbs/09_corpora.ipynb #d95b078c
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Clip:
     "One row of a corpus."
     id: str
@@ -34,7 +34,7 @@ class Clip:
     language: str
     path: Path      # of the audio
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dropped:
     "A row that is left out, and why."
     id: str
@@ -64,14 +64,14 @@ def file_fault(path: str | Path) -> str | None:
     except (OSError, ValueError) as e:   # ValueError: a name that cannot exist
         if getattr(e, 'errno', None) == errno.ELOOP: return 'a link that leads back to itself'
         return 'not readable' if isinstance(e, PermissionError) else 'missing'
-    if stat.S_ISREG(mode): return None
-    return 'a folder' if stat.S_ISDIR(mode) else 'no regular file'
+    if not stat.S_ISREG(mode): return 'a folder' if stat.S_ISDIR(mode) else 'no regular file'
+    return None if os.access(path, os.R_OK) else 'not readable'
 
 # %% ../nbs/09_corpora.ipynb #73f95fb7
 def _inside(folder: Path, name: str) -> str | None:
     "`name` relative to `folder`, or None if it leads out of it."
     name = name.replace('\\', '/')
-    if '..' in PurePath(name).parts: return None
+    if '..' in name.split('/'): return None
     if not os.path.isabs(name): return name
     tops = (folder.absolute(), folder.resolve())
     return next((os.path.relpath(name, top) for top in tops if PurePath(name).is_relative_to(top)), None)
@@ -87,7 +87,7 @@ def find_audio(
     endings = ('', *SUFFIXES) if inside.lower().endswith(SUFFIXES) else SUFFIXES
     first = None
     for path in (os.path.join(place, inside + ending) for ending in endings for place in places):
-        fault = file_fault(folder / path)
+        fault = file_fault(os.path.join(folder, path))
         if not fault: return path, None
         if first is None or first[1] == 'missing': first = first if first and fault == 'missing' else (path, fault)
     return '', f'the file {visible(first[0])} is {first[1]}'

@@ -65,6 +65,7 @@ def _load(clip: Clip, config: XTTSConfig) -> np.ndarray | Dropped:
     "The samples of a clip, or why it is left out."
     try: return decode(clip.path, config)
     except UserError as e: return Dropped(clip.id, str(e).removeprefix(f'{clip.path}: ').rstrip('.'))
+    except OSError as e: return Dropped(clip.id, f'the file is not readable: {e.strerror or visible(str(e))}')   # the disk
 
 # %% ../nbs/10_recordings.ipynb #53fa22c5
 def read_audio(
@@ -104,7 +105,7 @@ def spread(values: np.ndarray, bins: int = 20) -> dict:
     "Quantiles and a histogram."
     counts, edges = np.histogram(values, bins)
     at = (0, 5, 25, 50, 75, 95, 100)
-    quantiles = dict(zip(map(str, at), np.percentile(values, at).round(3).tolist()))
+    quantiles = dict(zip(map(str, at), np.percentile(values if len(values) else [0.], at).round(3).tolist()))
     return {'quantiles': quantiles, 'counts': counts.tolist(), 'edges': edges.round(3).tolist()}
 
 def _alike(table: list[dict], key: Callable[[dict], object]) -> list[list[str]]:
@@ -142,11 +143,11 @@ def summary(
     seconds, count = np.array([t['seconds'] for t in table]), lambda values: dict(Counter(values).most_common())
     report = {
         'clips': len(table), 'seconds': round(float(seconds.sum()), 2),
-        'shortest': float(seconds.min()), 'longest': float(seconds.max()), 'durations': spread(seconds),
+        'shortest': float(min(seconds, default=0)), 'longest': float(max(seconds, default=0)), 'durations': spread(seconds),
         'text_lengths': spread(np.array([len(clean(t['text'])) for t in table])),
         'speakers': count(t['speaker'] for t in table), 'languages': count(t['language'] for t in table),
         'characters': count(c for t in table for c in clean(t['text'])), 'same_text': _alike(table, _same_text)}
-    if all('sound' in t for t in table): report |= _sound(table)
+    if table and all('sound' in t for t in table): report |= _sound(table)
     return report | {'reasons': count(reason_kind(d.reason) for d in dropped),
                      'dropped': [{'id': d.id, 'reason': d.reason} for d in dropped]}
 
