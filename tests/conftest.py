@@ -48,7 +48,7 @@ def small():
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory) -> Path:
     "Two voices, seven clips each, 0.6 to 1.2 s; to be read only."
-    from xtts_nb.cache import synthetic_corpus
+    from xtts_nb.corpora import synthetic_corpus
     return synthetic_corpus(tmp_path_factory.mktemp('corpus'), clips=7, seconds=0.6)
 
 

@@ -1,6 +1,5 @@
 "Bad input of every kind: dropped, counted and named, or refused in one sentence; a cache is there whole or not at all."
 import json
-import os
 import shutil
 
 import numpy as np
@@ -8,12 +7,11 @@ import pytest
 import safetensors.numpy
 import soundfile
 
-from xtts_nb import cache as cache_module
 from xtts_nb.audio import log_mel, save_audio, synthetic_voice
-from xtts_nb.cache import (Cache, ClipEncoder, Dropped, check_cache_folder, mel_sample, prepare, read_audio, read_corpus,
-                           report_text,
-                           synthetic_corpus)
+from xtts_nb.cache import Cache, ClipEncoder, check_cache_folder, mel_sample, prepare
 from xtts_nb.config import UserError
+from xtts_nb.corpora import Dropped, read_corpus
+from xtts_nb.recordings import read_audio
 from xtts_nb.text import train_tokenizer
 
 LINE = 'low-0|aa bb|aa bb|low|en'   # a row that can be used
@@ -32,82 +30,6 @@ def make(corpus, tmp_path):
     return write
 
 def tree(folder): return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
-
-def reasons(dropped): return {d.id: d.reason for d in dropped}
-
-
-# --- metadata ------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('line, text, speaker, language', [
-    ('low-0|Ab', 'Ab', 'speaker', 'de'), ('low-0|Ab|', 'Ab', 'speaker', 'de'),
-    ('low-0|Dr. A|doctor a', 'doctor a', 'speaker', 'de'),
-    ('low-0|Ab|ab|anna|en', 'ab', 'anna', 'en'), ('low-0|Ab||anna|en', 'Ab', 'anna', 'en'),
-    ('low-0|Ab|ab||en', 'ab', 'speaker', 'en'),
-    ('low-0|Ab|ab|anna|', 'ab', 'anna', 'de'), (' low-0 | Ab | ab ', 'ab', 'speaker', 'de')])
-def test_rows_of_two_three_and_five_columns(make, line, text, speaker, language):
-    clips, dropped = read_corpus(make([line]), language='de')
-    assert not dropped and [(c.id, c.text, c.speaker, c.language) for c in clips] == [('low-0', text, speaker, language)]
-
-@pytest.mark.parametrize('line, name, reason', [
-    ('low-1', 'low-1', 'line 2 has 1 columns instead of'), ('low-1|a|a|low', 'low-1', 'line 2 has 4 columns'),
-    ('low-1|a|a|low|en|x', 'low-1', 'line 2 has 6 columns'), ('nobody|a|a', 'nobody', 'wavs/nobody.wav is missing'),
-    ('low-1| | ', 'low-1', 'the text is empty'), ('low-1|""|«»', 'low-1', 'the text is empty'),
-    ('low-0|b|b', 'low-0', 'occurs twice'),
-    ('|a|a', 'line 2', 'missing|empty'), ('../low-1|a|a', '../low-1', 'missing|leaves'),
-    ('../../x|a|a', '../../x', 'leaves the corpus folder'),
-    ('/etc/passwd|a|a', '/etc/passwd', 'leaves the corpus folder'), ('id|text|normalised text|speaker|language', 'id', 'missing'),
-    ('low-1|a|a|low|EN', 'low-1', 'language'), ('low-1|a|a|low|eng', 'low-1', 'language'),
-    ('lo\0w|a|a', 'lo\0w', 'missing'), ('x' * 300 + '|a|a', 'x' * 300, 'missing')],
-    ids=['1', '4', '6', 'missing', 'blank', 'quotes', 'twice', 'no-id', 'up', 'up2', 'absolute', 'head', 'EN', 'eng', 'nul',
-         'long'])
-def test_a_bad_row_is_dropped_with_its_reason(make, line, name, reason):
-    clips, dropped = read_corpus(make([LINE, line]))
-    assert [c.id for c in clips] == ['low-0'] and [d.id for d in dropped] == [name]
-    assert any(r in dropped[0].reason for r in reason.split('|')) and len(dropped[0].reason.splitlines()) == 1
-
-def test_of_two_rows_with_one_id_the_first_is_used(make):
-    clips, dropped = read_corpus(make([LINE, 'low-0|other|other|low|en', 'low-0|third|third|low|en']))
-    assert [c.text for c in clips] == ['aa bb'] and [d.id for d in dropped] == ['low-0', 'low-0']
-
-@pytest.mark.parametrize('raw', [
-    LINE.encode() + b'\n', b'\xef\xbb\xbf' + LINE.encode(), LINE.encode() + b'\r\n', b'\n\n' + LINE.encode() + b'\n   \n',
-    'low-0|aa\u2028bb|aa\u2028bb|low|en\n'.encode(), 'low-0|aa\x85bb|aa\x85bb|low|en\n'.encode()],
-    ids=['plain', 'BOM', 'CRLF', 'blank lines', 'line separator', 'next line'])
-def test_the_same_row_in_other_clothes(make, raw):
-    clips, dropped = read_corpus(make(raw=raw))
-    assert not dropped
-    assert [(c.id, cache_module.clean(c.text), c.speaker, c.language) for c in clips] == [('low-0', 'aa bb', 'low', 'en')]
-
-@pytest.mark.parametrize('raw, message', [
-    (b'', 'metadata.csv: has no rows'), (b'\n \n', 'metadata.csv: has no rows'), (b'\xef\xbb\xbf', 'metadata.csv: has no rows'),
-    ('low-0|schön|schön'.encode('latin-1'), 'metadata.csv: not UTF-8 at byte 9'),
-    (LINE.encode('utf-16'), 'metadata.csv: not UTF-8')],
-    ids=['empty', 'blank', 'BOM only', 'latin1', 'utf16'])
-def test_metadata_that_cannot_be_read_is_refused(make, raw, message):
-    with pytest.raises(UserError, match=message): read_corpus(make(raw=raw))
-
-def test_utf16_without_a_mark_is_no_crash(make, small, dvae, tmp_path):
-    with pytest.raises(UserError): prepare(make(raw=LINE.encode('utf-16-le')), tmp_path / 'out', small, dvae)
-
-@pytest.mark.parametrize('kind', ['nowhere', 'a file', 'empty folder', 'metadata is a folder'])
-def test_no_metadata_names_folder_and_remedy(tmp_path, small, dvae, kind):
-    folder = tmp_path / 'corpus'
-    if kind == 'a file': folder.write_text('')
-    if kind == 'empty folder': folder.mkdir()
-    if kind == 'metadata is a folder': (folder / 'metadata.csv').mkdir(parents=True)
-    with pytest.raises(UserError, match='corpus.*metadata.csv'): prepare(folder, tmp_path / 'out', small, dvae)
-    assert not (tmp_path / 'out').exists()
-
-def test_sound_may_lie_behind_a_link(make, tmp_path):
-    folder = make([LINE])
-    shutil.move(folder / 'wavs', tmp_path / 'other disk')
-    (folder / 'wavs').symlink_to(tmp_path / 'other disk')
-    clips, dropped = read_corpus(folder)
-    assert [c.id for c in clips] == ['low-0'], reasons(dropped)
-
-def test_ids_may_name_subfolders(make):
-    folder = make(['anna/1|aa|aa'], extra={'anna/1': synthetic_voice(1.)})
-    assert [c.id for c in read_corpus(folder)[0]] == ['anna/1']
 
 
 # --- sound ---------------------------------------------------------------------------------------------------------
@@ -135,13 +57,6 @@ def test_one_bad_clip_never_ends_a_run(mixed, small, dvae, tmp_path):
     assert all(f'{k}: {dropped[k]}' in text for k in SOUND) and 'dropped    6' in text
     assert json.loads((tmp_path / 'out/report.json').read_text()) == report
     assert [c['id'] for c in Cache(tmp_path / 'out').clips] == ['low-0', 'low-1', 'low-2']
-
-def test_a_reason_holds_no_path_whatever_the_folder_is_called(corpus, small, tmp_path):
-    folder = tmp_path / 'a: b'
-    (folder / 'wavs').mkdir(parents=True); (folder / 'wavs/x.wav').write_text('no sound')
-    (folder / 'metadata.csv').write_text('x|a|a\n')
-    [(_, dropped)] = read_audio(read_corpus(folder)[0], small)
-    assert dropped.reason.startswith('not readable as audio')
 
 @pytest.mark.parametrize('rate, works', [(0.66, False), (0.67, True)])
 def test_more_dropped_clips_than_allowed_is_an_error(mixed, small, dvae, tmp_path, rate, works):
@@ -181,11 +96,6 @@ def test_a_clip_too_short_for_a_frame_is_dropped_even_if_allowed(make, small, dv
     config = small.replace(data={'min_seconds': 0., 'max_drop_rate': 0.9})
     report = prepare(folder, tmp_path / 'out', config, dvae)
     assert all(Cache(tmp_path / 'out').mel_length > 0) and report['clips'] + len(report['dropped']) == 3
-
-def test_clips_come_in_order_for_any_number_of_workers(corpus, small):
-    clips = read_corpus(corpus)[0]
-    runs = [[(c.id, len(w)) for c, w in read_audio(clips, small.replace(data={'num_workers': n}), chunk=3)] for n in (1, 4)]
-    assert runs[0] == runs[1] and [i for i, _ in runs[0]] == [c.id for c in clips]
 
 def test_mels_to_train_on(corpus, mixed, small):
     clips, seen = read_corpus(corpus)[0], []
@@ -317,16 +227,3 @@ def test_what_is_no_cache_is_named_with_the_remedy(tmp_path, kind):
     if kind == 'a file': path.write_text('')
     if kind == 'empty': path.mkdir()
     with pytest.raises(UserError, match='c: holds no cache; make one with xtts-nb prepare'): Cache(path)
-
-def test_the_report_adds_up(prepared, corpus):
-    report = json.loads((prepared.folder / 'report.json').read_text())
-    seconds = [soundfile.info(corpus / 'wavs' / f'{c["id"]}.wav').duration for c in prepared.clips]
-    assert report['seconds'] == pytest.approx(sum(seconds), abs=0.01)
-    assert (report['shortest'], report['longest']) == pytest.approx((min(seconds), max(seconds)), abs=1e-3)
-    assert report['speakers'] == {'low': 7, 'high': 7} and report['languages'] == {'en': 14}
-    assert report['characters'] == ' abcdefgh'
-    assert report_text(report).splitlines()[0].startswith('14 clips')
-
-def test_synthetic_corpora_repeat(tmp_path):
-    a, b = (tree(synthetic_corpus(tmp_path / n, clips=2, seconds=0.3)) for n in 'ab')
-    assert a == b and len(a) == 5 and os.path.join('wavs', 'low-0.wav') in a

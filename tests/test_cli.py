@@ -107,6 +107,8 @@ def test_prepare(session, corpus, mini):
     assert done.code == 0, done.err
     report = json.loads((session['home'] / 'the cache' / 'report.json').read_text(encoding='utf-8'))
     assert done.json == report | {'cache': 'the cache'} and done.json['clips'] == 14 and done.json['dropped'] == []
+    assert 'my corpus/metadata.csv: read as ljspeech' in done.err
+    assert (session['home'] / 'the cache' / 'report.html').read_text(encoding='utf-8').startswith('<!doctype html>')
     assert XTTSConfig.load(session['home'] / 'the cache' / 'config.yaml') == mini
 
 def test_train_takes_the_settings_of_the_cache(session, mini):
@@ -199,6 +201,10 @@ BAD = {   # rows of the corpus; arguments; what the sentence names
     'misspelled key': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--config', 'bad.yaml'],
                        ['bad.yaml', 'learnin_rate', 'learning_rate']),
     'no YAML': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--config', 'broken.yaml'], ['broken.yaml', 'not YAML']),
+    'no such layout': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--layout', 'lj'], ['"lj"', 'ljspeech', 'vctk']),
+    'another layout': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--layout', 'vctk'],
+                       ['corpus', 'not laid out as vctk']),
+    'no such language': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--language', 'English'], ['"English"', 'zh-cn']),
     'no such preset': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--preset', 'huge'], ['huge', 'tiny']),
     'no DVAE': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--dvae', 'empty'], ['empty', 'config.yaml']),
     'train: nothing given': ([], ['train'], ['--data', 'xtts-nb prepare']),

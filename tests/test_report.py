@@ -12,8 +12,10 @@ from matplotlib.image import imread
 from process import tree
 from xtts_nb.audio import save_audio, synthetic_voice
 from xtts_nb.config import UserError
-from xtts_nb.report import (AFTER, BEFORE, BETWEEN, facts, heading, picture, player, plot_before_after, plot_losses, plot_mels,
-                            write_report)
+from xtts_nb.corpora import Dropped
+from xtts_nb.recordings import summary
+from xtts_nb.report import (AFTER, BEFORE, BETWEEN, corpus_page, counted, facts, heading, picture, player, plot_before_after,
+                            plot_losses, plot_mels, plot_spread, table, write_report)
 
 NASTY = '<script>alert("1")</script> & "quoted" \' سلام'
 
@@ -105,3 +107,37 @@ def test_mels_share_time_and_level():
     assert top == mels['long'].max()
     assert [tuple(a.images[0].get_extent()) for a in figure.axes] == [(0, 0.5, 0, 80), (0, 1., 0, 80)]
     assert figure.axes[0].images[0].get_array().shape == (80, 50)
+
+
+# --- the page of a corpus ------------------------------------------------------------------------------------------
+
+def clips(count, **values):
+    "A table of measured clips."
+    row = {'text': NASTY, 'speaker': NASTY, 'language': 'fa', 'peak': 1., 'clipped': 0.25, 'leading': 0.1,
+           'inner': 0., 'trailing': 0., 'sound': 'same'}
+    return [{'id': f'{NASTY} {i}', 'seconds': 1 + i / 7} | row | values for i in range(count)]
+
+@pytest.mark.parametrize('report', [
+    summary(clips(9), [Dropped(NASTY, f'bad: {NASTY}')]), summary(clips(1), []), summary([], [Dropped('a', 'bad')]),
+    summary([{k: r[k] for k in ('id', 'text', 'speaker', 'language', 'seconds')} for r in clips(3)], [])],
+    ids=['all kinds', 'one clip', 'no clip', 'not measured'])
+def test_the_page_of_any_corpus(tmp_path, report):
+    text = corpus_page(report, tmp_path / 'page.html', NASTY).read_text(encoding='utf-8')
+    page = Page(text)
+    assert not page.open and '<script' not in text and [t for t, _ in page.tags].count('img') == 2
+    assert all(d['id'] in page.text for d in report['dropped'])
+    assert ('Clipping' in page.text) == ('silence' in report)
+
+def test_no_name_hides_in_a_page(tmp_path):
+    text = corpus_page(summary(clips(1, speaker='a\u202eb\n'), []), tmp_path / 'page.html').read_text(encoding='utf-8')
+    assert '\u202e' not in text and r'a\u202eb\n' in text
+
+def test_a_long_table_is_cut_and_says_so():
+    text = table(['a'], [(i,) for i in range(250)])
+    assert text.count('<tr>') == 201 and 'and 50 more' in text
+    assert 'more' not in counted({'x': 1}, 'speaker') and '␣' in counted({' ': 1}, 'letter')
+
+def test_bars_of_a_histogram():
+    figure = plot_spread({'counts': [1, 0, 3], 'edges': [0., 1., 2., 3.]}, 'title', 'seconds')
+    (bars,) = figure.axes[0].patches
+    assert bars.get_data().values.tolist() == [1, 0, 3] and figure.axes[0].get_xlabel() == 'seconds'

@@ -170,15 +170,17 @@ def download(
             raise
         show(result, download_text(source, result))
 
-# %% ../nbs/60_cli.ipynb #aa737b44
+# %% ../nbs/60_cli.ipynb #0b3c5526
 @app.command()
 def prepare(
-    corpus: Annotated[Path, typer.Argument(help='Folder with metadata.csv and wavs/.')],
+    corpus: Annotated[Path, typer.Argument(help='Folder of a corpus, or its metadata file.')],
     out: Annotated[Path, typer.Option(help='Folder of the cache; an older cache there is replaced.')],
     dvae: Annotated[Path | None, typer.Option(help='Run or cache whose DVAE and tokenizer to use; default: learn both.')] = None,
     preset: Preset = 'tiny',
     config: Settings = None,
     language: Annotated[str, typer.Option(help='Language of rows that name none.')] = 'en',
+    layout: Annotated[str | None, typer.Option(
+        help='jsonl, table, ljspeech, commonvoice, vctk or libritts; default: by its look.')] = None,
     json_: Json = False,
 ):
     "Decode, transform and encode a corpus once, so that training only reads."
@@ -186,13 +188,19 @@ def prepare(
         settings = _settings(preset, config, dvae)
         _start()
         from xtts_nb import cache
-        clips, dropped = cache.read_corpus(corpus, language)
-        cache.check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
+        from xtts_nb.corpora import check_dropped, layout_line, read_corpus
+        from xtts_nb.recordings import report_text
+        from xtts_nb.report import corpus_page
+        print(layout_line(corpus, layout), file=sys.stderr)
+        clips, dropped = read_corpus(corpus, language, layout)
+        check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
         cache.check_cache_folder(out)
         with _progress() as tell:
             encoder, tokenizer = _encoder(clips, settings, dvae, tell)
-            report = cache.prepare(corpus, out, settings, encoder, tokenizer, language, progress=_stage(tell, 'encode the clips'))
-        show(report | {'cache': str(out)}, cache.report_text(report) + f'{out} is ready: xtts-nb train --data {out}')
+            report = cache.prepare(corpus, out, settings, encoder, tokenizer, language, layout=layout,
+                                   page=corpus_page, progress=_stage(tell, 'encode the clips'))
+        text = report_text(report, most=20) + f'All of it: {out}/report.html\n{out} is ready: xtts-nb train --data {out}'
+        show(report | {'cache': str(out)}, text)
 
 # %% ../nbs/60_cli.ipynb #95bc5552
 def _settings(preset: str, config: Path | None, made: Path | None = None):
@@ -311,13 +319,14 @@ def monitor(
         show(summary, '\n'.join(summary_lines(summary)))
     if summary['interrupted']: raise KeyboardInterrupt
 
-# %% ../nbs/60_cli.ipynb #95e5c2c2
+# %% ../nbs/60_cli.ipynb #55903cbf
 @contextmanager
 def _prepared(corpus: Path, tell):
     "A cache of `corpus` in a temporary folder, with a DVAE of few updates: enough to measure with."
     import tempfile
-    from xtts_nb.cache import Cache, check_dropped, prepare, read_corpus
+    from xtts_nb.cache import Cache, prepare
     from xtts_nb.config import XTTSConfig
+    from xtts_nb.corpora import check_dropped, read_corpus
     settings = XTTSConfig.tiny().replace(training={'dvae_steps': 200})
     clips, dropped = read_corpus(corpus)
     check_dropped(dropped, len(clips) + len(dropped), settings, corpus)

@@ -16,8 +16,9 @@ import tensorflow as tf
 
 from .audio import load_audio, log_mel, log_mel_numpy
 from .bench import accelerator_utilisation, compare
-from .cache import Cache, read_corpus
+from .cache import Cache
 from .config import DataConfig, UserError
+from .corpora import read_corpus
 
 # %% ../nbs/10_data_tf_native.ipynb #bf2a6534
 def bucket_bounds(

@@ -18,8 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 from .audio import griffin_lim, load_audio, log_mel, save_audio
-from .cache import Cache, mel_function, mel_sample, prepare, read_corpus
+from .cache import Cache, mel_function, mel_sample, prepare
 from .config import XTTSConfig
+from .corpora import read_corpus
 from .corpus import held_out_pairs, make_corpus
 from .data import CacheReader, OnlineLoader, check_equal, comparison_plan, data_before_after
 from .dvae import train_dvae
