@@ -295,7 +295,8 @@ def test_each_mel_has_its_own_constants(disk, tmp_path):
 
 
 @pytest.mark.parametrize('said, expected', [
-    ({}, (2.0, 12, 4)), ({'repetition_penalty': 5.0, 'gpt_cond_len': 30}, (5.0, 30, 4)), ({'gpt_cond_chunk_len': 6}, (2.0, 12, 6))])
+    ({}, (2.0, 12, 4)), ({'repetition_penalty': 5.0, 'gpt_cond_len': 30}, (5.0, 30, 4)),
+    ({'gpt_cond_chunk_len': 6}, (2.0, 12, 6))])
 def test_it_speaks_as_its_config_says(disk, tmp_path, said, expected):
     "A silent config.json means the defaults of coqui-tts' class."
     coqui_folder(disk, tmp_path / 'coqui')

@@ -251,7 +251,7 @@ def from_coqui(
         raise UserError(f'{folder / "vocab.json"}: has {tokenizer.size} tokens, expected {config.model.gpt.text_tokens} as in '
                         'gpt.text_embedding; use the vocab.json of this checkpoint.')
     laid = lay_all_out(tensors, name_map(config.model), expected_shapes(config, tokenizer.start), folder)
-    config = with_speech(config, settings, folder / 'config.json')
+    config = with_speech(config, read_json(folder / 'config.json'), folder / 'config.json')
     with atomic_folder(out) as part:
         (part / 'config.yaml').write_text(config.to_yaml(), encoding='utf-8')
         tokenizer.save(part / 'tokenizer.json')

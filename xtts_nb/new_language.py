@@ -61,5 +61,4 @@ def grow(
     old, random = xtts.weights, np.random.default_rng(seed)
     for name, v in new.weights.items():
         if v is not old[name]: v.assign(_grown(old[name].numpy(), tuple(v.shape), random))
-    new.source = xtts.source   # what lies in its file besides, such as HiFi-GAN, comes along
     return new
