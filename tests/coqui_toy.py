@@ -40,7 +40,7 @@ def numbers(name: str, shape: tuple) -> np.ndarray:
 def tensors(cfg: XTTSConfig, spelling: str = 'new') -> dict:
     "`{file: {name: array}}` of the whole checkpoint."
     names = {here: (key, layout) for key, (here, layout) in name_map(cfg.model).items()}
-    files = {'model.pth': {'mel_stats': numbers('mel', (80,))**2 + 0.5}, 'dvae.pth': {}, 'mel_stats.pth': {}}
+    files = {'model.pth': {}, 'dvae.pth': {}, 'mel_stats.pth': {}}
     for here, shape in expected_shapes(cfg, tokenizer().start).items():
         pair = here + '_original1' in names and here.startswith('decoder/')
         (file, name), layout = names[here + '_original1' if pair else here]
@@ -50,7 +50,7 @@ def tensors(cfg: XTTSConfig, spelling: str = 'new') -> dict:
             files[file][direction] = numbers(name, there) * 3
             files[file][length] = np.abs(numbers(name + 'g', (there[0], 1, 1))) / 4 + 0.3
         elif name: files[file][name] = numbers(name, there)
-    files['mel_stats.pth'] = files['model.pth']['mel_stats']
+    files['model.pth']['mel_stats'] = files['mel_stats.pth'] = numbers('mel', (80,))**2 + 0.5
     for name in [n for n in files['model.pth'] if n.endswith('running_mean')]:
         files['model.pth'][name.replace('running_mean', 'num_batches_tracked')] = np.array(7)
     return files
@@ -59,7 +59,8 @@ def tensors(cfg: XTTSConfig, spelling: str = 'new') -> dict:
 def settings() -> dict:
     g = config().model.gpt
     audio = {'sample_rate': 22050, 'output_sample_rate': 24000}
-    return {'model': 'xtts', 'languages': ['en', 'de'], 'audio': audio, 'model_args': dict(
+    speech = dict(repetition_penalty=3.0, max_ref_len=2, gpt_cond_len=3, gpt_cond_chunk_len=1)
+    return {'model': 'xtts', 'languages': ['en', 'de'], 'audio': audio, **speech, 'model_args': dict(
         gpt_layers=g.layers, gpt_n_model_channels=g.width, gpt_n_heads=g.heads, gpt_number_text_tokens=g.text_tokens,
         gpt_max_text_tokens=g.max_text_tokens, gpt_max_audio_tokens=g.max_audio_codes, gpt_start_text_token=tokenizer().start,
         gpt_stop_text_token=0, gpt_num_audio_tokens=66, gpt_start_audio_token=64, gpt_stop_audio_token=65,

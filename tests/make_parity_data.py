@@ -1,4 +1,4 @@
-"""Writes tests/data/parity.npz, what coqui-tts computes from the toy checkpoint.
+"""Writes tests/data/parity.npz and utterance.npz, what coqui-tts computes from the toy checkpoint.
 
 python tests/make_parity_data.py PYTHON_WITH_COQUI_TTS    (in an environment with the `convert` extra)
 """
@@ -24,6 +24,13 @@ def inputs():
     return make_inputs([synthetic_voice(0.4)], cfg.gpt.text_tokens, cfg.gpt.width, cfg.dvae.codes, states=6)
 
 
+def utterance():
+    "Two references, the first longer than is heard of it, in pieces of a second."
+    from xtts_nb.audio import synthetic_voice
+    from xtts_nb.parity import utterance_inputs
+    return utterance_inputs([synthetic_voice(2.2, 100), synthetic_voice(1.6, 190)], ['en', 'de'], codes=16)
+
+
 def main(coqui_python):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -36,10 +43,11 @@ def main(coqui_python):
         write_pth(folder / 'model.pth', {'model': files['model.pth']})
         write_pth(folder / 'dvae.pth', files['dvae.pth'])
         write_pth(folder / 'mel_stats.pth', files['mel_stats.pth'])
-        theirs = reference(folder, coqui_python, inputs())
-    (HERE / 'data').mkdir(exist_ok=True)
-    np.savez_compressed(HERE / 'data' / 'parity.npz', **theirs)
-    print({k: v.shape for k, v in theirs.items()}, (HERE / 'data' / 'parity.npz').stat().st_size)
+        theirs = reference(folder, coqui_python, inputs() | utterance())
+    said = {k: theirs.pop(k) for k in list(theirs) if k.startswith('utterance_')}
+    for name, arrays in (('parity', theirs), ('utterance', said)):
+        np.savez_compressed(HERE / 'data' / f'{name}.npz', **arrays)
+        print({k: v.shape for k, v in arrays.items()}, (HERE / 'data' / f'{name}.npz').stat().st_size)
 
 
 def speaker_mel():

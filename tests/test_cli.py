@@ -123,7 +123,8 @@ def test_say(session):
     done = session['say']
     assert done.code == 0, done.err
     wav, rate = soundfile.read(session['home'] / 'out put' / 'ä.wav')
-    assert rate == 22050 and done.json == {'wav': 'out put/ä.wav', 'seconds': round(len(wav) / rate, 3)}
+    assert rate == 22050 and done.json == {'wav': 'out put/ä.wav', 'seconds': round(len(wav) / rate, 3), 'sample_rate': rate,
+                                          'vocoder': 'griffin-lim'}
 
 def test_train_goes_on_with_a_run_and_steps_extend_it(session, tmp_path, capfd):
     run = tmp_path / 'run'

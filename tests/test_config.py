@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 import xtts_nb
-from xtts_nb.config import (AudioConfig, DataConfig, DVAEConfig, GPTConfig, TrainingConfig, UserError, XTTSConfig, setup_tf,
-                            sizes,
-                            workspace)
+from xtts_nb.config import (AudioConfig, DataConfig, DVAEConfig, GPTConfig, SpeechConfig, TrainingConfig, UserError, XTTSConfig,
+                            setup_tf, sizes, workspace)
 
-SECTIONS = {'audio': AudioConfig, 'dvae': DVAEConfig, 'gpt': GPTConfig, 'data': DataConfig, 'training': TrainingConfig}
+SECTIONS = {'audio': AudioConfig, 'dvae': DVAEConfig, 'gpt': GPTConfig, 'data': DataConfig, 'training': TrainingConfig,
+            'speech': SpeechConfig}
 KEYS = [(section, key) for section, model in SECTIONS.items() for key in model.model_fields]
-ALIASES = {'cfg', 'config', 'g', 't'}   # what modules call the section at hand
+ALIASES = {'cfg', 'config', 'g', 's', 't'}   # what modules call the section at hand
 
 
 # --- every key is used ---------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def test_a_key_is_read_somewhere(reads, section, key):
 def test_yaml_goes_there_and_back(config, tmp_path):
     (tmp_path / 'c.yaml').write_text(config.to_yaml())
     assert XTTSConfig.load(tmp_path / 'c.yaml') == config
-    assert list(yaml.safe_load(config.to_yaml())) == ['model', 'data', 'training']
+    assert list(yaml.safe_load(config.to_yaml())) == ['model', 'data', 'training', 'speech']
 
 @pytest.mark.parametrize('text', ['', '# nothing\n', '{}', 'model: {}\n'])
 def test_what_is_left_out_keeps_its_default(text, tmp_path):
@@ -57,14 +57,16 @@ def test_numbers_as_people_write_them(written, value, tmp_path):
     (tmp_path / 'c.yaml').write_text(f'training: {{learning_rate: {written}}}')
     assert XTTSConfig.load(tmp_path / 'c.yaml').training.learning_rate == value
 
-def misspelled(key): return key[:-1] if len(key) > 3 else key + key[-1]
+TOP = ('data', 'training', 'speech')
+
+def misspelled(key): return key[:-1] if len(key) > 5 else key + key[-1]
 
 @pytest.mark.parametrize('section, key', KEYS, ids=lambda x: x)
 def test_a_misspelled_key_names_the_nearest(section, key):
     wrong = misspelled(key)
-    values = {section: {wrong: 1}} if section in ('data', 'training') else {'model': {section: {wrong: 1}}}
+    values = {section: {wrong: 1}} if section in TOP else {'model': {section: {wrong: 1}}}
     with pytest.raises(UserError) as e: XTTSConfig.from_dict(values, 'run.yaml')
-    place = f'{section}.{wrong}' if section in ('data', 'training') else f'model.{section}.{wrong}'
+    place = f'{section}.{wrong}' if section in TOP else f'model.{section}.{wrong}'
     assert str(e.value).startswith(f'run.yaml: there is no key "{place}"')
     assert f'did you mean "{key}"?' in str(e.value)
 
@@ -83,6 +85,8 @@ def test_a_misspelled_key_names_the_nearest(section, key):
     ({'training': {'seed': 2**40}}, ['training.seed', str(2**40)]),
     ({'model': {'gpt': {'width': 80, 'heads': 2}}}, ['model.gpt', 'width 80', '32']),   # groups of the norm
     ({'model': {'audio': {'win_length': 2000}}}, ['model.audio', 'win_length 2000', '1024']),
+    ({'speech': {'temperature': -1}}, ['speech.temperature', '-1']), ({'speech': {'top_p': 1.1}}, ['speech.top_p', '1.1']),
+    ({'speech': {'speed': 0}}, ['speech.speed', '0']), ({'speech': {'repetition_penalty': 0}}, ['speech.repetition_penalty']),
     ({'data': None}, ['data', 'None']),
     ({'data': [1]}, ['data', '[1]']),
     ({'data': {1: 2}}, ['data', '1']),

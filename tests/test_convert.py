@@ -279,3 +279,38 @@ def test_without_pytorch_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'torch', None)
     (tmp_path / 'model.pth').touch()
     with pytest.raises(UserError, match=r'xtts_nb\[convert\]'): convert.read_pth(tmp_path / 'model.pth')
+
+
+def test_each_mel_has_its_own_constants(disk, tmp_path):
+    "model.pth's are for the reference in speaking, mel_stats.pth's for the codes and for training."
+    files = coqui_folder(disk, tmp_path / 'coqui')
+    other = files['mel_stats.pth'] * 2 + 1
+    disk.files['model.pth']['model']['mel_stats'] = other
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    xtts = XTTS.load(tmp_path / 'ours')
+    assert np.array_equal(xtts.gpt.mel_stats, other) and np.array_equal(xtts.dvae.mel_stats, files['mel_stats.pth'])
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    assert np.array_equal(disk.files['model.pth']['model']['mel_stats'], other)
+    assert np.array_equal(disk.files['mel_stats.pth'], files['mel_stats.pth'])
+
+
+@pytest.mark.parametrize('said, expected', [
+    ({}, (2.0, 12, 4)), ({'repetition_penalty': 5.0, 'gpt_cond_len': 30}, (5.0, 30, 4)),
+    ({'gpt_cond_chunk_len': 6}, (2.0, 12, 6))])
+def test_it_speaks_as_its_config_says(disk, tmp_path, said, expected):
+    "A silent config.json means the defaults of coqui-tts' class."
+    coqui_folder(disk, tmp_path / 'coqui')
+    plain = {k: v for k, v in coqui_toy.settings().items() if k in ('model', 'languages', 'audio', 'model_args')}
+    (tmp_path / 'coqui/config.json').write_text(json.dumps(plain | said))
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    speech = XTTSConfig.load(tmp_path / 'ours/config.yaml').speech
+    assert (speech.repetition_penalty, speech.reference_seconds, speech.reference_chunk_seconds) == expected
+    assert (speech.temperature, speech.top_k, speech.top_p) == (0.85, 50, 0.85)
+
+
+@pytest.mark.parametrize('said', [{'temperature': 'hot'}, {'temperature': -1}, {'top_p': 2}, {'gpt_cond_chunk_len': 0}], ids=str)
+def test_a_config_that_makes_no_sense_is_named(disk, tmp_path, said):
+    coqui_folder(disk, tmp_path / 'coqui')
+    (tmp_path / 'coqui/config.json').write_text(json.dumps(coqui_toy.settings() | said))
+    with pytest.raises(UserError, match=r'config.json: speech\..*got '): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    assert not (tmp_path / 'ours').exists()

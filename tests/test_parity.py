@@ -11,7 +11,7 @@ from xtts_nb.model import XTTS
 
 sys.path.insert(0, str(Path(__file__).parent))
 import coqui_toy
-from make_parity_data import inputs as make_inputs
+from make_parity_data import inputs as make_inputs, utterance
 
 
 @pytest.fixture(scope='module')
@@ -52,13 +52,19 @@ def test_dvae(inputs, theirs, xtts): check(parity.dvae_rows(xtts.dvae, inputs, t
 def test_gpt(inputs, theirs, xtts): check(parity.gpt_rows(xtts.gpt, inputs, theirs))
 
 
-def test_latents(inputs, theirs, xtts): check(parity.latents_rows(xtts.gpt, inputs, theirs))
+def test_latents(inputs, theirs, xtts): check(parity.latents_rows(xtts, inputs, theirs))
 
 
 def test_voice(folder, inputs, theirs, xtts): check(parity.voice_rows(folder, xtts.config, inputs, theirs))
 
 
 def test_greedy(inputs, theirs, xtts): check(parity.greedy_rows(xtts.gpt, inputs, theirs))
+
+
+def test_a_whole_utterance(xtts):
+    "Two recordings and a sentence in, sound out."
+    with np.load(Path(__file__).parent / 'data' / 'utterance.npz') as file: theirs = dict(file)
+    check(parity.utterance_rows(xtts, utterance(), theirs))
 
 
 def test_habits_show_without_parity(folder, inputs, theirs):

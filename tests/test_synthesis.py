@@ -6,10 +6,12 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.audio import save_audio, synthetic_voice
-from xtts_nb.config import UserError
+from xtts_nb.config import SpeechConfig, UserError
 from xtts_nb.gpt import GPT
+from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.model import XTTS
-from xtts_nb.synthesis import Speaker, choose, generate, reference_mel, wrapped
+from xtts_nb.synthesis import Speaker, choose, generate, listen, read_reference, reference_mels, wrapped
+from xtts_nb.weights import named_weights, save_weights
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
 
@@ -58,17 +60,21 @@ MAX = 16
 def inputs(xtts):
     ids = [xtts.tokenizer.encode(t, 'en') for t in TEXTS]
     width = max(map(len, ids)) + 2
-    reference = np.stack([reference_mel(xtts, synthetic_voice(1., p)) for p in (90., 150., 230.)])
+    voices = [synthetic_voice(1., p) for p in (90., 150., 230.)]
+    reference = np.stack(reference_mels(xtts, voices, xtts.config.speech))
     return (np.array([i + [0] * (width - len(i)) for i in ids], np.int32), np.array([len(i) for i in ids], np.int32), reference)
 
 @cache
 def compiled(gpt, max_codes, options):
-    return tf.function(lambda seed, *x: generate(gpt, *x, max_codes, **dict(options), seed=seed))
+    return tf.function(lambda seed, text, length, reference: generate(
+        gpt, text, length, gpt.conditioning(reference), max_codes, **dict(options), seed=seed))
 
-def speak(gpt, inputs, max_codes=MAX, seed=(0, 0), **options):
+def speak_states(gpt, inputs, max_codes=MAX, seed=(0, 0), **options):
     options = dict(temperature=0., repetition_penalty=3.) | options
     run = compiled(gpt, max_codes, tuple(options.items()))
     return [x.numpy() for x in run(tf.constant(seed), *map(tf.constant, inputs))]
+
+def speak(*args, **options): return speak_states(*args, **options)[:2]
 
 def biased(xtts, small, stop):
     "The model with its STOP made likelier (or impossible)."
@@ -94,6 +100,15 @@ def test_greedy_with_cache_is_the_argmax_of_the_full_pass(xtts, small, inputs, b
         best = logits[row, :len(said)]
         close = best.max(-1) - np.take_along_axis(best, np.array(said)[:, None], -1)[:, 0]
         assert (close < 1e-4).all(), row   # the argmax, or level with it in float32
+
+def test_the_states_are_those_of_a_second_pass(xtts, small, inputs):
+    "Up to and with the one that chose STOP."
+    net = biased(xtts, small, 1.5)
+    text, text_length, reference = inputs
+    codes, length, states = speak_states(net, inputs, seed=(1, 0), temperature=1., top_p=1.)
+    again = net.states(*map(tf.constant, (text, text_length, codes, length)), net.conditioning(tf.constant(reference)))[1]
+    assert len(set(length)) > 1
+    for row, n in enumerate(length): assert np.allclose(states[row, :n + 1], again[row, :min(n + 1, MAX)], atol=1e-4)
 
 def test_the_greatest_length_is_respected(endless, inputs):
     for most in (1, 2, MAX):
@@ -143,8 +158,9 @@ def test_text_and_voice_steer(endless, inputs):
     assert not np.array_equal(codes, speak(endless, (*inputs[:2], inputs[2] + 2.))[0])
 
 def test_xla_says_the_same(endless, inputs):
+    text, length, reference = map(tf.constant, inputs)
     run = tf.function(lambda *x: generate(endless, *x, MAX, temperature=0., repetition_penalty=3.), jit_compile=True)
-    assert np.array_equal(run(*map(tf.constant, inputs))[0], speak(endless, inputs)[0])
+    assert np.array_equal(run(text, length, endless.conditioning(reference))[0], speak(endless, inputs)[0])
 
 def test_bfloat16_speaks(xtts, small, inputs):
     net = GPT(small, xtts.gpt.text_start, dtype='mixed_bfloat16')
@@ -185,16 +201,20 @@ def test_a_reference_that_is_no_sound_is_named(speaker, tmp_path, kind):
 def test_samples_that_are_no_clip_are_refused(speaker, samples):
     with pytest.raises(UserError, match='the reference'): speaker('aa', 'en', samples)
 
+def crop(xtts, reference):
+    "What a model trained here hears of a recording."
+    return reference_mels(xtts, [read_reference(reference, xtts.config.model.audio)], xtts.config.speech)[0]
+
 def test_a_file_and_its_samples_are_the_same_voice(xtts, tmp_path):
     import soundfile
     soundfile.write(tmp_path / 'r.wav', VOICE, 22050, subtype='FLOAT')
     soundfile.write(tmp_path / 'r.flac', np.stack([VOICE, VOICE], 1), 22050, subtype='PCM_24')
-    from_array = reference_mel(xtts, VOICE)
-    assert from_array.shape == (32, 80) and np.array_equal(reference_mel(xtts, tmp_path / 'r.wav'), from_array)
-    assert np.allclose(reference_mel(xtts, str(tmp_path / 'r.flac')), from_array, atol=1e-2)
+    from_array = crop(xtts, VOICE)
+    assert from_array.shape == (32, 80) and np.array_equal(crop(xtts, tmp_path / 'r.wav'), from_array)
+    assert np.allclose(crop(xtts, str(tmp_path / 'r.flac')), from_array, atol=1e-2)
 
 def test_float64_samples_are_a_voice(xtts):
-    assert np.allclose(reference_mel(xtts, VOICE.astype(np.float64)), reference_mel(xtts, VOICE), atol=1e-4)
+    assert np.allclose(crop(xtts, VOICE.astype(np.float64)), crop(xtts, VOICE), atol=1e-4)
 
 @pytest.mark.parametrize('frames, start', [(3, 0), (10, 0), (25, 0), (3, 9), (7, 23)])
 def test_a_short_clip_goes_round(frames, start):
@@ -225,5 +245,107 @@ def test_a_saved_model_speaks_the_same(xtts, speaker, tmp_path):
 
 def test_a_model_that_stops_at_once_still_gives_a_clip(xtts):
     mute = Speaker(xtts)
-    mute._generate = lambda text, *_: (tf.fill([len(text), 48], xtts.gpt.code_stop), tf.zeros([len(text)], tf.int32))
+    mute._generate = lambda text, *_: (tf.fill([len(text), 48], xtts.gpt.code_stop), tf.zeros([len(text)], tf.int32), None)
     assert np.isfinite(mute('aa', 'en', VOICE)).all()
+
+
+# --- listening -----------------------------------------------------------------------------------------------------
+
+def in_pieces(**values): return SpeechConfig(reference_chunk_seconds=1., **values)
+
+@pytest.mark.parametrize('seconds, heard, samples', [([2.5], 30, [22050, 22050, 11025]), ([1.3, 1.1], 30, [22050, 22050, 8820]),
+                                                     ([2.3], 30, [22050, 22050]), ([2.34], 30, [22050, 22050, 7497]),
+                                                     ([4.], 1.5, [22050, 11025]), ([0.6], 30, [13230])], ids=str)
+def test_recordings_are_heard_end_to_end_in_pieces(xtts, seconds, heard, samples):
+    "A last piece under a third of a second is left out."
+    wavs = [synthetic_voice(s) for s in seconds]
+    mels = reference_mels(xtts, wavs, in_pieces(reference_seconds=heard))
+    assert [len(m) for m in mels] == [1 + n // 256 for n in samples]
+    assert np.allclose(mels[0], reference_mels(xtts, [np.concatenate(wavs)[:22050]], in_pieces())[0])
+
+def test_the_prompt_is_the_mean_over_the_pieces(xtts):
+    wav = synthetic_voice(2.)
+    halves = [listen(xtts, [w], in_pieces()).prompt for w in (wav[:22050], wav[22050:])]
+    assert np.allclose(listen(xtts, [wav], in_pieces()).prompt, np.mean(halves, 0), atol=1e-5)
+    assert not np.allclose(*halves, atol=1e-3)
+
+def test_a_model_trained_here_hears_a_crop_of_each_recording(xtts):
+    wavs = [synthetic_voice(0.8, 90.), synthetic_voice(2., 200.)]
+    alone = [listen(xtts, [w]).prompt for w in wavs]
+    assert np.allclose(listen(xtts, wavs).prompt, np.mean(alone, 0), atol=1e-5)
+
+def test_of_each_recording_only_the_beginning_is_heard(xtts):
+    wav, speech = synthetic_voice(2.), in_pieces(max_reference_seconds=1)
+    assert np.allclose(listen(xtts, [wav, wav], speech).prompt, listen(xtts, [wav[:22050]] * 2, speech).prompt)
+
+def test_a_voice_needs_a_recording(xtts):
+    with pytest.raises(UserError, match='at least one recording'): listen(xtts, [])
+
+def test_the_reference_is_divided_by_the_constants_of_the_gpt(xtts, small):
+    "A converted model has others there than in its DVAE; one trained here has the same."
+    assert np.array_equal(xtts.gpt.mel_stats, xtts.dvae.mel_stats)
+    other = XTTS(small, xtts.tokenizer, xtts.dvae)
+    other.gpt.mel_stats.assign(xtts.dvae.mel_stats * 2)
+    assert np.allclose(crop(other, VOICE), crop(xtts, VOICE) / 2)
+
+
+# --- HiFi-GAN ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def with_hifigan(xtts, small, tmp_path_factory):
+    "The folder of the same model, with a decoder and a speaker encoder in its file."
+    folder = tmp_path_factory.mktemp('hifigan') / 'm'
+    xtts.save(folder)
+    path, nets = folder / 'model.safetensors', {'decoder': HiFiGAN(small), 'speaker': SpeakerEncoder(small)}
+    save_weights(path, {f'{part}/{n}': v for part, net in nets.items() for n, v in named_weights(net).items()}, besides=path)
+    return folder
+
+@pytest.fixture(scope='module')
+def singer(with_hifigan): return Speaker(XTTS.load(with_hifigan))
+
+def test_a_model_says_what_it_speaks_with(speaker, singer):
+    assert (speaker.vocoder, speaker.sample_rate) == ('griffin-lim', 22050)
+    assert (singer.vocoder, singer.sample_rate) == ('hifigan', 24000)
+
+def test_sound_is_made_of_the_states_up_to_stop(singer, endless):
+    voice = singer.listen(VOICE)
+    made = singer._say(['aa bb'], ['en'], [voice], 0)
+    decoder, _ = singer.xtts.hifigan
+    for most in (0, 5, len(made[0][0])):   # a clip that stops at once is one state long
+        cut = Speaker(singer.xtts)
+        cut._generate = lambda *_, most=most: (made[0], tf.constant([most]), made[2])
+        expected = decoder(made[2][:, :most + 1], voice.vector[None])[0]
+        assert np.allclose(cut('aa bb', 'en', voice), expected, atol=1e-5), most
+
+def test_the_vector_is_the_mean_of_the_recordings(singer):
+    wavs = [synthetic_voice(0.8, 90.), synthetic_voice(2., 200.)]
+    alone = [singer.listen(w).vector for w in wavs]
+    assert np.allclose(np.linalg.norm(alone, axis=-1), 1, atol=1e-5) and not np.allclose(*alone, atol=1e-3)
+    assert np.allclose(singer.listen(wavs).vector, np.mean(alone, 0), atol=1e-5)
+
+def test_the_vector_colours_the_sound(singer):
+    voice = singer.listen(VOICE)
+    assert not np.allclose(singer('aa', 'en', voice), singer('aa', 'en', voice._replace(vector=-voice.vector)), atol=1e-4)
+
+@pytest.mark.parametrize('speed', [0.5, 2.])
+def test_speed_changes_the_length(singer, speaker, speed):
+    for one in (singer, speaker):
+        usual, other = one('aa', 'en', VOICE), Speaker(one.xtts, speed=speed)('aa', 'en', VOICE)
+        assert abs(len(usual) / len(other) / speed - 1) < 0.05
+
+def test_a_wrong_setting_is_named(xtts):
+    with pytest.raises(UserError, match='speech.temperature.*-1'): Speaker(xtts, temperature=-1)
+    with pytest.raises(UserError, match='did you mean "temperature"'): Speaker(xtts, temprature=1)
+
+def test_hifigan_comes_along_when_saved(singer, tmp_path):
+    singer.xtts.save(tmp_path / 'm')
+    again = Speaker(XTTS.load(tmp_path / 'm'))
+    assert np.array_equal(again('aa', 'en', VOICE), singer('aa', 'en', VOICE))
+
+def test_a_part_of_hifigan_that_is_missing_is_named(with_hifigan, tmp_path):
+    from xtts_nb.weights import open_weights
+    with open_weights(with_hifigan / 'model.safetensors') as file: tensors = {n: file.get_tensor(n) for n in file.keys()}
+    xtts = XTTS.load(with_hifigan)
+    xtts.source = tmp_path
+    save_weights(tmp_path / 'model.safetensors', {n: x for n, x in tensors.items() if not n.startswith('speaker/')})
+    with pytest.raises(UserError, match='model.safetensors: the tensor "speaker/.*is missing'): Speaker(xtts)

@@ -276,31 +276,38 @@ def _free_run(runs: Path) -> Path:
     while (runs / f'train-{n}').exists(): n += 1
     return runs / f'train-{n}'
 
-# %% ../nbs/60_cli.ipynb #7d04aefc
+# %% ../nbs/60_cli.ipynb #5d65bdf9
 @app.command()
 def say(
     text: Annotated[str, typer.Argument(help='What to say.')],
     run: Annotated[Path, typer.Option(help='A trained run.')],
-    voice: Annotated[Path, typer.Option(help='A few seconds of the voice to say it in.')],
+    voice: Annotated[list[Path], typer.Option(help='A few seconds of the voice to say it in; may be given several times.')],
     language: Annotated[str, typer.Option(help='Language of the text.')] = 'en',
     out: Annotated[Path, typer.Option(help='Where the wav file goes.')] = Path('say.wav'),
-    temperature: Annotated[float, typer.Option(min=0, help='0 takes the likeliest code; more varies more.')] = 0.0,
+    temperature: Annotated[float | None, typer.Option(help='0 takes the likeliest code; more varies more.')] = None,
+    top_k: Annotated[int | None, typer.Option(help='Codes to draw from, at most.')] = None,
+    top_p: Annotated[float | None, typer.Option(help='Their probability together, at least.')] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help='Of codes that were spoken; 1 is none.')] = None,
+    speed: Annotated[float | None, typer.Option(help='2 is twice as fast, at the same pitch.')] = None,
     seed: Annotated[int, typer.Option(help='Of the choice of codes.')] = 0,
     json_: Json = False,
 ):
-    "Speak a text in the voice of a recording."
+    "Speak a text in the voice of a recording; what is not given is as the model's config.yaml says."
+    given = dict(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, speed=speed)
     with _result(json_) as show:
         _start()
         from xtts_nb.audio import save_audio
         from xtts_nb.model import XTTS
         from xtts_nb.synthesis import Speaker
         with _progress() as tell:
-            tell('load the model', 0, 1); xtts = XTTS.load(run)
+            tell('load the model', 0, 1)
+            speaker = Speaker(XTTS.load(run), **{name: value for name, value in given.items() if value is not None})
             tell('speak', 0, 1)
-            wav = Speaker(xtts, temperature)(text, language, voice, seed)
-        save_audio(out, wav, xtts.config.model.audio.sample_rate)
-        seconds = len(wav) / xtts.config.model.audio.sample_rate
-        show({'wav': str(out), 'seconds': round(seconds, 3)}, f'{out}: {seconds:.2f} s')
+            wav = speaker(text, language, voice, seed)
+        save_audio(out, wav, speaker.sample_rate)
+        seconds = len(wav) / speaker.sample_rate
+        show({'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate, 'vocoder': speaker.vocoder},
+             f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}')
 
 # %% ../nbs/60_cli.ipynb #52e17150
 @app.command()

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Positive', 'UserError', 'Section', 'AudioConfig', 'DVAEConfig', 'GPTConfig', 'SpeakerConfig', 'DecoderConfig',
-           'ModelConfig', 'DataConfig', 'TrainingConfig', 'XTTSConfig', 'Workspace', 'workspace', 'sizes', 'setup_tf']
+           'ModelConfig', 'DataConfig', 'TrainingConfig', 'SpeechConfig', 'XTTSConfig', 'Workspace', 'workspace',
+           'sizes', 'setup_tf']
 
 # %% ../nbs/00_config.ipynb #0670ef92
 import configparser
@@ -152,6 +153,18 @@ class TrainingConfig(Section):
     dvae_learning_rate: float = Field(5e-4, gt=0)
     seed: int = Field(0, ge=0, lt=2**31)     # of the initial weights and the dropout masks
 
+# %% ../nbs/00_config.ipynb #4c6eab7c
+class SpeechConfig(Section):
+    "How a trained model listens to a voice, and how it chooses what to say."
+    temperature: float = Field(0.0, ge=0)    # 0 takes the likeliest code; more varies more
+    top_k: Positive = 50                     # codes to draw from, at most
+    top_p: float = Field(0.85, ge=0, le=1)   # their probability together, at least
+    repetition_penalty: float = Field(1.0, gt=0)     # of codes that were spoken; 1 is none
+    speed: float = Field(1.0, ge=0.25, le=4)         # 2 is twice as fast, at the same pitch
+    max_reference_seconds: float = Field(30.0, ge=0.5)   # of each recording; the rest is not heard
+    reference_seconds: float = Field(30.0, ge=0.5)       # of all recordings end to end, for the prompt
+    reference_chunk_seconds: float | None = Field(None, ge=0.5)   # heard at once; none: one crop as long as in training
+
 # %% ../nbs/00_config.ipynb #d759714b
 def _nearest(key: str, section: type) -> str:
     "A hint at the key that was meant, or the keys there are."
@@ -171,12 +184,13 @@ def _explain(error: pydantic.ValidationError, where: str) -> str:
     if e['type'] == 'extra_forbidden': return f'{where}: there is no key "{key}"; {_nearest(str(e["loc"][-1]), section)}'
     return f'{where}: {key or "the settings"}: {e["msg"]}; got {e["input"]!r}.'
 
-# %% ../nbs/00_config.ipynb #37150e62
+# %% ../nbs/00_config.ipynb #c355e115
 class XTTSConfig(Section):
-    "Everything a run depends on: `model`, `data`, `training`."
+    "Everything a run depends on: `model`, `data`, `training`, `speech`."
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    speech: SpeechConfig = SpeechConfig()
 
     @classmethod
     def xtts_v2(cls) -> 'XTTSConfig':
@@ -221,7 +235,7 @@ class XTTSConfig(Section):
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f'{path}: not readable as settings ({e}); give a YAML file.') from None
         except yaml.YAMLError as e: raise UserError(f'{path}: not YAML ({str(e).splitlines()[0]}); mend it there.') from None
-        if not isinstance(values, dict): raise UserError(f'{path}: expected sections model, data, training; got {values!r}.')
+        if not isinstance(values, dict): raise UserError(f'{path}: expected sections such as model or data; got {values!r}.')
         return cls.from_dict(values, str(path))
 
     def to_yaml(self) -> str: return yaml.safe_dump(self.model_dump(), sort_keys=False)
@@ -234,7 +248,7 @@ class XTTSConfig(Section):
         rows = [f'| {name} | ' + ', '.join(f'{k} {v}' for k, v in section) + ' |'
                 for name, section in [('audio', self.model.audio), ('dvae', self.model.dvae), ('gpt', self.model.gpt),
                                       ('speaker', self.model.speaker), ('decoder', self.model.decoder),
-                                      ('data', self.data), ('training', self.training)]]
+                                      ('data', self.data), ('training', self.training), ('speech', self.speech)]]
         return '\n'.join(['| section | settings |', '|---|---|', *rows])
 
 # %% ../nbs/00_config.ipynb #f24bcf00

@@ -78,7 +78,7 @@ def noisy_codes(
     other = tf.random.stateless_uniform(tf.shape(codes), fold(seed, 1), 0, count, tf.int32)
     return tf.where(tf.logical_and(hit, codes < count), other, codes)
 
-# %% ../nbs/16_gpt.ipynb #d7621ad5
+# %% ../nbs/16_gpt.ipynb #5121782d
 class GPT(keras.Model):
     "Text (B, T), codes (B, S) and prompt (B, P, D) -> logits of both."
     def __init__(self, config: XTTSConfig, text_start: int, parity: bool = False, **kwargs):
@@ -92,7 +92,9 @@ class GPT(keras.Model):
             n, kernel_initializer=keras.initializers.RandomNormal(stddev=0.02), dtype=self.dtype_policy, name=name)
         norm = lambda name: keras.layers.LayerNormalization(epsilon=1e-5, dtype=self.dtype_policy, name=name)
         codes = config.model.dvae.codes + 2
-        self.conditioning = ConditioningEncoder(cfg, config.model.audio.n_mels, dtype=self.dtype_policy, name='conditioning')
+        n_mels = config.model.audio.n_mels
+        self.mel_stats = self.add_weight(shape=(n_mels,), initializer='ones', trainable=False, dtype='float32', name='mel_stats')
+        self.conditioning = ConditioningEncoder(cfg, n_mels, dtype=self.dtype_policy, name='conditioning')
         self.text_embedding, self.code_embedding = embed(cfg.text_tokens, 'text_embedding'), embed(codes, 'code_embedding')
         self.text_position = embed(cfg.max_text_tokens + 2, 'text_position')
         self.code_position = embed(cfg.max_audio_codes + 3, 'code_position')
@@ -128,9 +130,8 @@ class GPT(keras.Model):
         x = self.final_norm(self.stack_norm(x))
         return x if cache is None else (x, grown)
 
-    def call(self, text, text_length, codes, code_length, reference, seed=None):
-        "Ids (B, T), codes (B, S), normalised reference mel (B, F, C) -> float32 logits (B, T + 2, V), (B, S + 2, V)."
-        prompt = self.conditioning(reference)
+    def states(self, text, text_length, codes, code_length, prompt, seed=None):
+        "Ids (B, T), codes (B, S), prompt (B, P, D) -> hidden states of both parts (B, T + 2, D), (B, S + 2, D)."
         text_in, _, _ = shifted(text, text_length, self.text_start, TEXT_STOP)
         code_in, _, _ = shifted(codes, code_length, self.code_start, self.code_stop, self.code_stops)
         code_in = noisy_codes(code_in, self.cfg.code_noise, self.code_start, fold(seed, 1001))
@@ -138,4 +139,9 @@ class GPT(keras.Model):
         x = dropout(x, self.cfg.dropout, fold(seed, 1000))
         P, T = prompt.shape[1], text_in.shape[1]
         x = self.hidden(x, joint_mask(P, T, text_length, code_in.shape[1], stop_seen=not self.parity), seed)
-        return ops.cast(self.text_head(x[:, P:P + T]), 'float32'), ops.cast(self.code_head(x[:, P + T:]), 'float32')
+        return x[:, P:P + T], x[:, P + T:]
+
+    def call(self, text, text_length, codes, code_length, reference, seed=None):
+        "Ids (B, T), codes (B, S), normalised reference mel (B, F, C) -> float32 logits (B, T + 2, V), (B, S + 2, V)."
+        text, codes = self.states(text, text_length, codes, code_length, self.conditioning(reference), seed)
+        return ops.cast(self.text_head(text), 'float32'), ops.cast(self.code_head(codes), 'float32')

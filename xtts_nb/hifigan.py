@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAIRS', 'stretch', 'DilatedBlock', 'leaky', 'HiFiGAN', 'fold_weight_norm', 'is_normalised', 'Conv2D', 'norm',
-           'SpeakerBlock', 'SpeakerEncoder', 'load_decoder', 'load_speaker_encoder']
+           'SpeakerBlock', 'SpeakerEncoder', 'load_decoder', 'load_speaker_encoder', 'load_hifigan']
 
 # %% ../nbs/18_hifigan.ipynb #0283807f
 import keras
@@ -18,13 +18,14 @@ from .weights import load_weights, named_weights, open_weights
 # %% ../nbs/18_hifigan.ipynb #3ade5b3e
 def stretch(
     x,               # (B, S, D)
-    scale: float,    # at least 1
-):                   # (B, floor(S scale), D)
+    scale: float,    # above 1 it gets longer
+):                   # (B, floor(S scale), D), one vector at least
     "Linear interpolation in time; sample centres stay where they were, both ends are held."
     length = x.shape[1] or ops.shape(x)[1]
     longer = int(length * scale) if isinstance(length, int) else tf.cast(tf.cast(length, tf.float64) * scale, tf.int32)
+    longer = ops.maximum(longer, 1)
     place = (tf.range(longer, dtype=tf.float32) + 0.5) * np.float32(1 / scale) - 0.5
-    place = ops.maximum(place, 0.)
+    place = ops.clip(place, 0., ops.cast(length - 1, 'float32'))
     left = ops.cast(ops.floor(place), 'int32')
     right, share = ops.minimum(left + 1, length - 1), ops.cast(place - ops.floor(place), x.dtype)[None, :, None]
     return ops.take(x, left, axis=1) * (1 - share) + ops.take(x, right, axis=1) * share
@@ -212,3 +213,8 @@ def load_speaker_encoder(path, config: XTTSConfig, prefix: str = 'speaker/') -> 
     encoder = SpeakerEncoder(config)
     load_weights(path, {prefix + name: v for name, v in named_weights(encoder).items()})
     return encoder
+
+def load_hifigan(path, config: XTTSConfig) -> tuple[HiFiGAN, SpeakerEncoder] | None:
+    "Decoder and speaker encoder in `path`; None if it holds neither."
+    with open_weights(path) as file: held = any(name.startswith(('decoder/', 'speaker/')) for name in file.keys())
+    return (load_decoder(path, config), load_speaker_encoder(path, config)) if held else None

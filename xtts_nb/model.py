@@ -6,6 +6,7 @@
 __all__ = ['token_losses', 'total_loss', 'XTTS', 'parameter_table', 'step_flops']
 
 # %% ../nbs/20_model.ipynb #22e77699
+from functools import cached_property
 from pathlib import Path
 
 import keras
@@ -17,6 +18,7 @@ from .config import UserError, XTTSConfig
 from .dvae import DVAE, parameter_count
 from .files import atomic_file
 from .gpt import GPT, shifted
+from .hifigan import HiFiGAN, SpeakerEncoder, load_hifigan
 from .text import TEXT_STOP, Tokenizer
 from .weights import load_weights, named_weights, save_weights
 
@@ -59,11 +61,17 @@ class XTTS:
         self.dvae = dvae or DVAE(config)
         policy = {'float32': 'float32', 'bfloat16': 'mixed_bfloat16'}[config.training.precision]
         self.gpt = gpt or GPT(config, tokenizer.start, parity, dtype=policy)
+        if gpt is None: self.gpt.mel_stats.assign(self.dvae.mel_stats)
 
     @property
     def weights(self) -> dict:
         "`{name: variable}` of both networks."
         return {f'{part}/{k}': v for part, net in (('dvae', self.dvae), ('gpt', self.gpt)) for k, v in named_weights(net).items()}
+
+    @cached_property
+    def hifigan(self) -> tuple[HiFiGAN, SpeakerEncoder] | None:
+        "What the folder it was loaded from holds to speak with, kernels folded; None where that is nothing."
+        return load_hifigan(self.source / 'model.safetensors', self.config) if self.source else None
 
     def save(self, folder: str | Path):
         "Write `config.yaml`, `tokenizer.json` and `model.safetensors` into `folder`, each whole or not at all; \

@@ -101,7 +101,7 @@ PARTS = [   # file, prefix there, prefix here, rows
 
 def name_map(model) -> dict:
     "`{(file, name there): (name here, layout)}` for every tensor that a model of this size can have."
-    names = {('mel_stats.pth', ''): ('dvae/mel_stats', 'keep')}
+    names = {('mel_stats.pth', ''): ('dvae/mel_stats', 'keep'), ('model.pth', 'mel_stats'): ('gpt/mel_stats', 'keep')}
     for file, there, here, rows in PARTS:
         for a, b, kind, numbers in rows(model):
             for (n, m), (x, (y, layout)) in product(numbers, KINDS[kind].items()):
