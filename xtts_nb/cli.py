@@ -380,6 +380,7 @@ def parity_(
     folder: Annotated[Path, typer.Argument(help='Folder that coqui-tts loads.')],
     coqui_python: Annotated[Path, typer.Option(help='The Python of an environment with coqui-tts 0.28.')],
     clip: Annotated[list[Path] | None, typer.Option(help='Audio, the first at least 7 s; default: synthetic voices.')] = None,
+    sentences: Annotated[Path | None, typer.Option(help='JSON {language: [sentence, ...]}; default: one each.')] = None,
     record: Record = False,
     json_: Json = False,
 ):
@@ -390,7 +391,7 @@ def parity_(
         from rich.markdown import Markdown
         from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.parity import parity, parity_markdown
-        with _progress() as tell: result = parity(folder, coqui_python, clip, lambda part: tell(part, 0, 1))
+        with _progress() as tell: result = parity(folder, coqui_python, clip, sentences, lambda part: tell(part, 0, 1))
         if record: keep('25_parity', result['rows'], benchmarks(), model=result['model'])
         console = Console(width=110)
         with console.capture() as captured: console.print(Markdown(parity_markdown(result)))

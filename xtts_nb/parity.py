@@ -8,6 +8,7 @@ __all__ = ['make_inputs', 'reference', 'compare', 'compare_mel', 'compare_codes'
 
 # %% ../nbs/25_parity.ipynb #b3ee9b97
 import inspect
+import json
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,6 +18,8 @@ import tensorflow as tf
 
 from .audio import load_audio, log_mel, resample, speaker_log_mel, synthetic_voice
 from .config import UserError, XTTSConfig
+from .text import Tokenizer
+from .text_parity import our_text, read_sentences, reference_text, text_rows
 
 # %% ../nbs/25_parity.ipynb #e81a61a8
 def make_inputs(
@@ -89,7 +92,7 @@ def _reference_gpt(model, x, out, torch):
             gpt.get_style_emb(mel[:, :, :300]).transpose(1, 2), torch.from_numpy(x['text'][:1]), do_sample=False, num_beams=1,
             repetition_penalty=penalty, max_new_tokens=200, output_attentions=False)
 
-# %% ../nbs/25_parity.ipynb #178a44e3
+# %% ../nbs/25_parity.ipynb #e3916c9f
 def _reference_main(folder, given, made):
     "All stages of coqui-tts for the arrays in the file `given`, as arrays in the file `made`."
     import logging, os, random
@@ -109,16 +112,18 @@ def _reference_main(folder, given, made):
         _reference_dvae(folder, x, out, torch)
         _reference_gpt(model, x, out, torch)
         out['waveform'] = model.hifigan_decoder(torch.from_numpy(x['latents']), g=out['voice_0'][:, :, None])
-    np.savez(made, mel_stats=model.mel_stats.numpy(), **{k: v.detach().numpy() for k, v in out.items()})
+    said = reference_text(folder + '/vocab.json', str(x['sentences'])) if 'sentences' in x else '[]'
+    arrays = {k: v.detach().numpy() for k, v in out.items()}
+    np.savez(made, said=said, mel_stats=model.mel_stats.numpy(), **arrays)
 
-# %% ../nbs/25_parity.ipynb #587f8194
+# %% ../nbs/25_parity.ipynb #9e3f0ee8
 def reference(
     coqui_dir: str | Path,     # a folder that coqui-tts loads
     coqui_python: str | Path,  # the Python of an environment with coqui-tts
     inputs: dict,              # from `make_inputs`
 ) -> dict:                     # {stage: array}
     "What coqui-tts computes, in a process of its own; raises `UserError` with its last words if it fails."
-    functions = (_reference_features, _reference_dvae, _reference_gpt, _reference_main)
+    functions = (reference_text, _reference_features, _reference_dvae, _reference_gpt, _reference_main)
     with tempfile.TemporaryDirectory() as folder:
         given, made, script = (Path(folder) / n for n in ('given.npz', 'made.npz', 'reference.py'))
         np.savez(given, **inputs)
@@ -250,17 +255,18 @@ def voice_rows(folder: Path, config: XTTSConfig, inputs: dict, theirs: dict) -> 
     sound = decoder(inputs['latents'], theirs['voice_0'])
     return [*rows, compare('HiFi-GAN waveform', sound, theirs['waveform'].reshape(sound.shape[0], -1))]
 
-# %% ../nbs/25_parity.ipynb #e3916c9f
+# %% ../nbs/25_parity.ipynb #e1300d06
 def parity(
     coqui_dir: str | Path,         # a folder that coqui-tts loads
     coqui_python: str | Path,      # the Python of an environment with coqui-tts 0.28
     clips: list | None = None,     # audio files, the first at least 7 s; default: synthetic voices
+    sentences: str | Path | None = None,   # JSON {language: [sentence, ...]}; default: one sentence a language
     listen=None,                   # called with a line of text before each part
 ) -> dict:                         # rows: [{stage, max_abs, max_rel, ok}, ...], ok, model
     "Convert, compute both sides, compare."
     from xtts_nb.convert import from_coqui
     from xtts_nb.model import XTTS
-    tell = listen or (lambda line: None)
+    tell, said = listen or (lambda line: None), read_sentences(sentences)
     wavs = [load_audio(c) for c in clips] if clips else [synthetic_voice(9.0), synthetic_voice(2.3, 190)]
     if len(wavs[0]) < 7 * 22050:
         raise UserError(f'{clips[0]}: lasts {len(wavs[0]) / 22050:.1f} s; give a first clip of at least 7 s.')
@@ -269,8 +275,10 @@ def parity(
         tell('convert'); from_coqui(coqui_dir, folder)
         config = XTTSConfig.load(folder / 'config.yaml')
         inputs = make_inputs(wavs, config.model.gpt.text_tokens, config.model.gpt.width, config.model.dvae.codes)
+        spoken = our_text(Tokenizer.load(folder / 'tokenizer.json'), said)
+        inputs['sentences'] = np.array(json.dumps(said))
         tell('coqui-tts'); theirs = reference(coqui_dir, coqui_python, inputs)
-        tell('features'); rows = feature_rows(inputs, theirs, config)
+        tell('features'); rows = text_rows(said, spoken, json.loads(str(theirs['said']))) + feature_rows(inputs, theirs, config)
         tell('voice'); voice = voice_rows(folder, config, inputs, theirs)
         tell('GPT and DVAE'); xtts = XTTS.load(folder, parity=True)
         rows += dvae_rows(xtts.dvae, inputs, theirs) + gpt_rows(xtts.gpt, inputs, theirs)
