@@ -82,6 +82,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'xtts_nb.cli.convert_from_coqui': ('cli.html#convert_from_coqui', 'xtts_nb/cli.py'),
                              'xtts_nb.cli.convert_to_coqui': ('cli.html#convert_to_coqui', 'xtts_nb/cli.py'),
                              'xtts_nb.cli.demo': ('cli.html#demo', 'xtts_nb/cli.py'),
+                             'xtts_nb.cli.grow': ('cli.html#grow', 'xtts_nb/cli.py'),
                              'xtts_nb.cli.main': ('cli.html#main', 'xtts_nb/cli.py'),
                              'xtts_nb.cli.monitor': ('cli.html#monitor', 'xtts_nb/cli.py'),
                              'xtts_nb.cli.parity_': ('cli.html#parity_', 'xtts_nb/cli.py'),

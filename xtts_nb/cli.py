@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Settings', 'Corpus', 'Rounds', 'main', 'demo',
            'prepare', 'train', 'say', 'monitor', 'bench_data', 'bench_train', 'convert_from_coqui', 'convert_to_coqui',
-           'parity_']
+           'grow', 'parity_']
 
 # %% ../nbs/60_cli.ipynb #0a52b53b
 import json
@@ -373,6 +373,28 @@ def convert_to_coqui(
             result = to_coqui(folder, out)
             tell('write the tensors', 1, 1)
         show(result | {'out': str(out)}, f'{out}: {result["tensors"]} tensors')
+
+# %% ../nbs/60_cli.ipynb #67e4010d
+@app.command()
+def grow(
+    folder: Annotated[Path, typer.Argument(metavar='MODEL', help='Folder of a model.')],
+    out: Annotated[Path, typer.Argument(help='A new folder for the grown model.')],
+    language: Annotated[str, typer.Option(help='Code of the new language, such as fa.')],
+    texts: Annotated[Path, typer.Option(help='Text file in that language, one sentence a line.')],
+    tokens: Annotated[int, typer.Option(min=0, help='New tokens; default: the tag and the missing characters.')] = 0,
+    seed: Annotated[int, typer.Option(min=0, help='Of the new rows.')] = 0,
+    json_: Json = False,
+):
+    "Teach a model the letters of one more language; what it knew stays bit by bit."
+    with _result(json_) as show:
+        _start()
+        from xtts_nb.new_language import grow_folder, read_texts
+        lines = read_texts(texts)
+        with _progress() as tell:
+            tell('grow the model', 0, 1)
+            result = grow_folder(folder, out, language, lines, tokens, seed)
+            tell('grow the model', 1, 1)
+        show(result | {'out': str(out)}, f'{out}: {result["tokens_before"]} -> {result["tokens"]} text tokens, {language} among them')
 
 # %% ../nbs/60_cli.ipynb #758b6f13
 @app.command('parity')
