@@ -394,7 +394,8 @@ def grow(
             tell('grow the model', 0, 1)
             result = grow_folder(folder, out, language, lines, tokens, seed)
             tell('grow the model', 1, 1)
-        show(result | {'out': str(out)}, f'{out}: {result["tokens_before"]} -> {result["tokens"]} text tokens, {language} among them')
+        text = f'{out}: {result["tokens_before"]} -> {result["tokens"]} text tokens, {language} among them'
+        show(result | {'out': str(out)}, text)
 
 # %% ../nbs/60_cli.ipynb #758b6f13
 @app.command('parity')
