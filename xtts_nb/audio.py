@@ -27,7 +27,8 @@ def load_audio(
     "Mono audio at `sample_rate`; raises `UserError` for a file that is missing, not audio, empty or not finite."
     try: wav, rate = soundfile.read(path, dtype='float32', always_2d=True)
     except (soundfile.LibsndfileError, TypeError) as e:   # TypeError: a .raw file, which has no head
-        if not Path(path).is_file(): raise UserError(f'{path}: the file is missing; add it or remove its row.') from None
+        if not Path(path).is_file():
+            raise UserError(f'{path}: the file is missing; add it or remove its row.') from None
         reason = getattr(e, 'error_string', str(e)).rstrip('.')
         raise UserError(f'{path}: not readable as audio ({reason}); convert it to wav or remove its row.') from None
     if not len(wav): raise UserError(f'{path}: the clip has 0 samples; record it again or remove its row.')

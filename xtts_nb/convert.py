@@ -24,7 +24,8 @@ from .weights import TYPES, read_tensors, write_tensors
 
 # %% ../nbs/22_convert.ipynb #e1d36223
 CONFIG_CLASSES = [f'TTS.{place}.{name}' for place, names in {
-    'tts.configs.xtts_config': ('XttsConfig', 'XttsArgs', 'XttsAudioConfig'), 'tts.models.xtts': ('XttsArgs', 'XttsAudioConfig'),
+    'tts.configs.xtts_config': ('XttsConfig', 'XttsArgs', 'XttsAudioConfig'),
+    'tts.models.xtts': ('XttsArgs', 'XttsAudioConfig'),
     'config.shared_configs': ('BaseDatasetConfig', 'BaseAudioConfig'),
     'tts.layers.xtts.trainer.gpt_trainer': ('GPTArgs', 'GPTTrainerConfig')}.items() for name in names]
 
@@ -54,7 +55,7 @@ def _array(x, name: str = ''):
 
 # %% ../nbs/22_convert.ipynb #a0e9d375
 def read_pth(path: str | Path):   # what the file holds, tensors as arrays that are still on disk
-    "The contents of a PyTorch file, no code run; raises `UserError` if it is broken or asks for a name that is not allowed."
+    "The contents of a PyTorch file, no code run; raises `UserError` if it is broken or asks for a forbidden name."
     path = Path(path)
     if not path.is_file(): raise UserError(f'{path}: the file is missing; copy it there.')
     torch = _torch()
@@ -75,7 +76,8 @@ def _tensor(x):
     torch = _torch()
     if isinstance(x, dict): return {k: _tensor(v) for k, v in x.items()}
     x = np.ascontiguousarray(x).reshape(x.shape)
-    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == ml_dtypes.bfloat16 else torch.from_numpy(x)
+    if x.dtype == ml_dtypes.bfloat16: return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
 
 def write_pth(path: Path, held):
     "Write arrays, alone or in dictionaries, as a PyTorch file."
@@ -98,10 +100,11 @@ def infer_config(
     args: dict,       # `model_args` of config.json
     folder: Path,
 ) -> XTTSConfig:
-    "The settings that fit the tensors; raises `UserError` if a tensor that decides is missing or `args` says otherwise."
+    "The settings that fit the tensors; raises `UserError` if one of these is missing or `args` says otherwise."
     size, many = _sizes(shapes, folder)
-    dvae = dict(hidden=size('encoder.0.0.weight', file='dvae.pth'), codebook_dim=size('codebook.embed', file='dvae.pth'),
-                codes=size('codebook.embed', 1, 'dvae.pth'), resnet_blocks=many(r'encoder\.(\d+)\.net\.0\.weight') - 2)
+    dvae = dict(hidden=size('encoder.0.0.weight', file='dvae.pth'),
+                codebook_dim=size('codebook.embed', file='dvae.pth'), codes=size('codebook.embed', 1, 'dvae.pth'),
+                resnet_blocks=many(r'encoder\.(\d+)\.net\.0\.weight') - 2)
     gpt = dict(layers=many(r'gpt\.gpt\.h\.(\d+)\.ln_1\.weight'), width=size('gpt.text_embedding.weight', 1),
                heads=args.get('gpt_n_heads') or 16, text_tokens=size('gpt.text_embedding.weight'),
                max_text_tokens=size('gpt.text_pos_embedding.emb.weight') - 2,
@@ -131,15 +134,18 @@ def expected_shapes(config: XTTSConfig, text_start: int) -> dict:
     from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
     from xtts_nb.weights import named_weights
     with tf.Graph().as_default():
-        nets = dict(dvae=DVAE(config), gpt=GPT(config, text_start), decoder=HiFiGAN(config), speaker=SpeakerEncoder(config))
-        return {f'{part}/{name}': tuple(v.shape) for part, net in nets.items() for name, v in named_weights(net).items()}
+        nets = dict(dvae=DVAE(config), gpt=GPT(config, text_start),
+                    decoder=HiFiGAN(config), speaker=SpeakerEncoder(config))
+        return {f'{part}/{name}': tuple(v.shape) for part, net in nets.items()
+                for name, v in named_weights(net).items()}
 
 # %% ../nbs/22_convert.ipynb #876dae4d
 def checkpoint_file(folder: Path) -> Path:
     "`model.pth`, or what a trainer leaves: the best model, else the last checkpoint."
     number = lambda path: int(re.search(r'\d+', path.name)[0])
-    saved = [sorted(folder.glob(pattern), key=number)[-1:] for pattern in ('best_model_[0-9]*.pth', 'checkpoint_[0-9]*.pth')]
-    for path in (folder / 'model.pth', folder / 'best_model.pth', *saved[0], *saved[1]):
+    last = lambda pattern: sorted(folder.glob(pattern), key=number)[-1:]
+    saved = last('best_model_[0-9]*.pth') + last('checkpoint_[0-9]*.pth')
+    for path in (folder / 'model.pth', folder / 'best_model.pth', *saved):
         if path.is_file(): return path
     raise UserError(f'{folder}: holds no checkpoint (model.pth is missing); name the folder of a coqui-tts model.')
 
@@ -214,12 +220,13 @@ def from_coqui(
     out: str | Path,      # a new folder
     progress=None,        # called with (done, total)
 ) -> dict:                # tensors, kept_aside, text_tokens
-    "A model of coqui-tts as a folder that `XTTS.load` reads; raises `UserError` naming file, tensor, expected and found."
+    "A model of coqui-tts as a folder that `XTTS.load` reads; a `UserError` names file, tensor, expected and found."
     from xtts_nb import languages  # noqa: F401  adds the cleaner of the released models
     from xtts_nb.text import Tokenizer
     folder = Path(folder)
     for name in ('config.json', 'vocab.json'):
-        if not (folder / name).is_file(): raise UserError(f'{folder / name}: the file is missing; copy it beside the checkpoint.')
+        if not (folder / name).is_file():
+            raise UserError(f'{folder / name}: the file is missing; copy it beside the checkpoint.')
     tokenizer, tensors = Tokenizer.load(folder / 'vocab.json', 'xtts'), read_coqui(folder)
     config = infer_config({key: x.shape for key, x in tensors.items()}, model_args(folder), folder)
     check_vocabulary(folder / 'vocab.json', tokenizer, config)
@@ -241,12 +248,14 @@ def lay_all_back(tensors, names: dict, folder: Path) -> dict:
     for name, x in tensors:
         key, layout = (tuple(name.split('/', 2)[1:]), 'keep') if name.startswith('coqui/') else back.get(name, ((), ''))
         if len(key) != 2 or key[0] not in files:
-            raise UserError(f'{folder / "model.safetensors"}: "{name}" is no tensor of XTTS; use a model made or converted here.')
+            raise UserError(f'{folder / "model.safetensors"}: "{name}" is no tensor of XTTS; '
+                            'use a model made or converted here.')
         file, there = key
         files[file][there] = np.ascontiguousarray(lay_back(x, layout)).reshape(lay_back(x, layout).shape)
     for part in NEEDED:
         if not any(n.startswith(part) for n in files['model.pth']):
-            raise UserError(f'{folder}: the model has no {part[:-1]}, which coqui-tts needs; start from a converted XTTS-v2.')
+            raise UserError(f'{folder}: the model has no {part[:-1]}, which coqui-tts needs; '
+                            'start from a converted XTTS-v2.')
     return files
 
 # %% ../nbs/22_convert.ipynb #d8b77ddd
@@ -275,8 +284,8 @@ def vocabulary_bytes(tokenizer, folder: Path) -> bytes:
     "vocab.json for coqui-tts: the one that came with the model, as long as both say the same."
     from xtts_nb.text import Tokenizer
     came = folder / CAME_WITH['vocab.json']
-    if came.is_file() and Tokenizer.load(came, tokenizer.cleaner).to_json() == tokenizer.to_json(): return came.read_bytes()
-    return tokenizer.bpe.to_str(pretty=True).encode()
+    same = came.is_file() and Tokenizer.load(came, tokenizer.cleaner).to_json() == tokenizer.to_json()
+    return came.read_bytes() if same else tokenizer.bpe.to_str(pretty=True).encode()
 
 # %% ../nbs/22_convert.ipynb #63093dce
 def coqui_settings(config: XTTSConfig, tokenizer, folder: Path) -> dict:
@@ -292,4 +301,5 @@ def coqui_settings(config: XTTSConfig, tokenizer, folder: Path) -> dict:
         use_masking_gt_prompt_approach=True, use_perceiver_resampler=True).items()}
     sizes |= dict(decoder_input_dim=g.width, d_vector_dim=config.model.speaker.width)
     rates = dict(sample_rate=config.model.audio.sample_rate, output_sample_rate=config.model.decoder.sample_rate)
-    return settings | {'model_args': settings.get('model_args', {}) | sizes, 'audio': settings.get('audio', {}) | rates}
+    return settings | {'model_args': settings.get('model_args', {}) | sizes,
+                       'audio': settings.get('audio', {}) | rates}

@@ -29,7 +29,8 @@ def token_losses(
     seed=None,       # (2,) int32 of the dropout masks; None means no dropout
 ) -> dict:           # text_loss, text_count, code_loss, code_count: float32 scalars
     "Summed cross-entropies of both heads and the number of tokens they were summed over."
-    logits = gpt(batch['text'], batch['text_length'], batch['codes'], batch['code_length'], batch['reference'], seed=seed)
+    inputs = (batch[k] for k in ('text', 'text_length', 'codes', 'code_length', 'reference'))
+    logits = gpt(*inputs, seed=seed)
     parts = {}
     for name, scores, ids, length, start, stop, stops in (
             ('text', logits[0], batch['text'], batch['text_length'], gpt.text_start, TEXT_STOP, 1),
@@ -63,7 +64,8 @@ class XTTS:
                             f'{config.model.gpt.text_tokens}; raise it to at least that.')
         self.dvae = dvae or DVAE(config)
         dtype = dtype or config.training.precision
-        if dtype not in POLICIES: raise UserError(f'dtype: "{dtype}" is none of {", ".join(POLICIES)}; choose one of them.')
+        if dtype not in POLICIES:
+            raise UserError(f'dtype: "{dtype}" is none of {", ".join(POLICIES)}; choose one of them.')
         self.gpt = gpt or GPT(config, tokenizer.start, parity, dtype=POLICIES[dtype])
 
     @property
@@ -115,8 +117,10 @@ def released_parts(config: XTTSConfig) -> dict[str, int]:
     with tf.Graph().as_default():
         nets = {'GPT': GPT(config, text_start=0), 'DVAE': DVAE(config),
                 'waveform decoder': HiFiGAN(config), 'speaker encoder': SpeakerEncoder(config)}
-        lengths = [v.shape[-1] for name, v in named_weights(nets['waveform decoder']).items() if is_normalised(name)]
-        return {name: parameter_count(net) + sum(lengths) * (name == 'waveform decoder') for name, net in nets.items()}
+        counts = {name: parameter_count(net) for name, net in nets.items()}
+        kernels = named_weights(nets['waveform decoder']).items()
+        counts['waveform decoder'] += sum(v.shape[-1] for name, v in kernels if is_normalised(name))
+        return counts
 
 # %% ../nbs/20_model.ipynb #c10443de
 def forward_flops(
@@ -128,10 +132,12 @@ def forward_flops(
     g, P, F = config.model.gpt, config.model.gpt.prompt_latents, config.data.reference_frames
     T, S = text + 2, codes + 2
     L, inner = P + T + S, g.perceiver_heads * g.perceiver_head_dim
-    encoder = g.conditioning_layers * (2 * 4 * g.width**2 * F + 4 * F * F * g.width) + 2 * config.model.audio.n_mels * g.width * F
-    perceiver = g.perceiver_layers * (2 * g.width * inner * (2 * P + 2 * (P + F)) + 2 * 4 * g.width**2 * P * 2)
-    return {'GPT voice': encoder + perceiver, 'GPT blocks': g.layers * (2 * 12 * g.width**2 * L + 4 * L * L * g.width),
-            'GPT heads': 2 * g.width * (T * g.text_tokens + S * (config.model.dvae.codes + 2))}
+    D, first = g.width, 2 * config.model.audio.n_mels * g.width * F
+    encoder = first + g.conditioning_layers * (2 * 4 * D**2 * F + 4 * F * F * D)
+    perceiver = g.perceiver_layers * (2 * D * inner * (2 * P + 2 * (P + F)) + 2 * 4 * D**2 * P * 2)
+    return {'GPT voice': encoder + perceiver,
+            'GPT blocks': g.layers * (2 * 12 * D**2 * L + 4 * L * L * D),
+            'GPT heads': 2 * D * (T * g.text_tokens + S * (config.model.dvae.codes + 2))}
 
 def step_flops(
     config: XTTSConfig,
@@ -153,7 +159,8 @@ def forward_numbers(
     T, S = text + 2, codes + 2
     L, D, inner = P + T + S, g.width, g.perceiver_heads * g.perceiver_head_dim
     encoder = F * D + g.conditioning_layers * (7 * F * D + 2 * g.heads * F * F)
-    perceiver = g.perceiver_layers * (2 * (P + F) * inner + 2 * P * inner + 2 * g.perceiver_heads * P * (P + F) + 12 * P * D)
+    looks = 2 * (P + F) * inner + 2 * P * inner + 2 * g.perceiver_heads * P * (P + F)
+    perceiver = g.perceiver_layers * (looks + 12 * P * D)
     return {'GPT voice': encoder + perceiver, 'GPT embeddings': 3 * (T + S) * D,
             'GPT blocks': g.layers * (18 * L * D + 2 * g.heads * L * L),
             'GPT heads': 2 * L * D + 2 * (T * g.text_tokens + S * (config.model.dvae.codes + 2))}

@@ -40,8 +40,10 @@ def grow_tokenizer(
     tokens: int = 0,           # new ones, the tag and the characters included; fewer: those alone
 ) -> Tokenizer:
     "A tokenizer with the language's tag, characters and pieces added; the ids of all old tokens stay."
-    if not LANGUAGE.fullmatch(language): raise UserError(f'"{language}" is no language code such as fa or zh-cn.')
-    if language in tokenizer.languages: raise UserError(f'The model has {language} already; train it on the texts as it is.')
+    if not LANGUAGE.fullmatch(language):
+        raise UserError(f'"{language}" is no language code such as fa or zh-cn.')
+    if language in tokenizer.languages:
+        raise UserError(f'The model has {language} already; train it on the texts as it is.')
     cleaned, known = [tokenizer.clean(t, language) for t in texts], set(tokenizer.bpe.get_vocab())
     if not any(cleaned): raise UserError(f'The texts in {language} are empty; give some sentences of the language.')
     characters = set().union(*cleaned) - {' '} - known
@@ -50,8 +52,8 @@ def grow_tokenizer(
     added = [f'[{language}]', *sorted(characters), *(a + b for a, b in pairs)]
     values['model']['vocab'] |= {token: tokenizer.size + i for i, token in enumerate(added)}
     values['model']['merges'] += pairs
-    values['added_tokens'].append({'id': tokenizer.size, 'content': f'[{language}]', 'special': True, 'single_word': False,
-                                   'lstrip': False, 'rstrip': False, 'normalized': False})
+    options = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
+    values['added_tokens'].append({'id': tokenizer.size, 'content': f'[{language}]', 'special': True} | options)
     return Tokenizer(BPE.from_str(json.dumps(values)), tokenizer.cleaner)
 
 # %% ../nbs/23_new_language.ipynb #be3f2625
@@ -88,7 +90,8 @@ def grow(
 def read_texts(path: str | Path) -> list[str]:
     "The sentences of a text file, one a line."
     try: lines = Path(path).read_text(encoding='utf-8').splitlines()
-    except FileNotFoundError: raise UserError(f'{path}: the file is missing; write one sentence a line there.') from None
+    except FileNotFoundError:
+        raise UserError(f'{path}: the file is missing; write one sentence a line there.') from None
     except UnicodeDecodeError: raise UserError(f'{path}: is not UTF-8; save the text as UTF-8.') from None
     lines = [line for line in map(str.strip, lines) if line]
     if not lines: raise UserError(f'{path}: holds no text; write one sentence a line there.')
@@ -103,7 +106,8 @@ def grow_folder(
     seed: int = 0,             # of the new rows
 ) -> dict:                     # tokens_before, tokens
     "A model in a new folder that knows one more language; raises `UserError` where it cannot."
-    if not (Path(folder) / 'config.yaml').is_file(): raise UserError(f'{folder}: holds no model; name the folder of one.')
+    if not (Path(folder) / 'config.yaml').is_file():
+        raise UserError(f'{folder}: holds no model; name the folder of one.')
     before = Tokenizer.load(Path(folder) / 'tokenizer.json')
     grow_tokenizer(before, language, texts, tokens)
     with atomic_folder(out) as part:

@@ -62,7 +62,8 @@ class Tokenizer:
     def to_json(self) -> str:
         "What the file holds: a tokenizer of Hugging Face, and the cleaner's name unless it is `plain`."
         text = self.bpe.to_str()
-        return text if self.cleaner == 'plain' else json.dumps({'cleaner': self.cleaner} | json.loads(text), ensure_ascii=False)
+        if self.cleaner == 'plain': return text
+        return json.dumps({'cleaner': self.cleaner} | json.loads(text), ensure_ascii=False)
 
     def save(self, path: str | Path):
         "One JSON file in the format of Hugging Face tokenizers, as XTTS has it."
@@ -78,7 +79,8 @@ class Tokenizer:
             values = json.loads(Path(path).read_text(encoding='utf-8'))
             named = values.pop('cleaner', 'plain')   # the library takes no keys but its own
             bpe, cleaner = BPE.from_str(json.dumps(values)), cleaner or named
-        except FileNotFoundError: raise UserError(f'{path}: the tokenizer file is missing; train or copy one there.') from None
+        except FileNotFoundError:
+            raise UserError(f'{path}: the tokenizer file is missing; train or copy one there.') from None
         except Exception as e:   # the library raises bare Exception for a malformed file
             raise UserError(f'{path}: not a tokenizer file ({e}); copy it again.') from None
         missing = {'[STOP]', '[UNK]', '[SPACE]', '[START]'} - set(bpe.get_vocab())

@@ -34,9 +34,10 @@ def save_weights(
     **metadata: str,      # short texts kept in the file's head
 ):
     "Write tensors whole or not at all."
-    arrays = {name: np.asarray(v, order='C') for name, v in variables.items()}   # safetensors writes the memory as it lies
+    arrays = {name: np.asarray(v, order='C') for name, v in variables.items()}   # it writes the memory as it lies
     if besides:
-        with open_weights(besides) as file: arrays |= {n: file.get_tensor(n) for n in file.keys() if n not in arrays}
+        with open_weights(besides) as file:
+            arrays |= {name: file.get_tensor(name) for name in file.keys() if name not in arrays}
     with atomic_file(path) as part:
         try: safetensors.numpy.save_file(arrays, part, metadata=metadata or None)
         except safetensors.SafetensorError as e: raise _os_error(e) from e
@@ -63,7 +64,8 @@ def load_weights(
     with open_weights(path) as file:
         names = set(file.keys())
         for name, variable in variables.items():
-            if name not in names: raise UserError(f'{path}: the tensor "{name}" is missing; the file belongs to another model.')
+            if name not in names:
+                raise UserError(f'{path}: the tensor "{name}" is missing; the file belongs to another model.')
             shape = tuple(file.get_slice(name).get_shape())
             if shape != tuple(variable.shape):
                 raise UserError(f'{path}: "{name}" has shape {shape}, expected {tuple(variable.shape)}; '
