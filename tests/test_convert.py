@@ -1,6 +1,7 @@
 """Checkpoints of coqui-tts in and out. Most tests replace PyTorch's reader and writer; those with real files need PyTorch."""
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from xtts_nb import convert
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.hifigan import fold_weight_norm, load_decoder
 from xtts_nb.model import XTTS
+from xtts_nb.new_language import grow_folder
+from xtts_nb.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import coqui_toy
@@ -62,8 +65,7 @@ def test_round_trip_is_bit_identical(disk, tmp_path, spelling, prefix):
     assert_same(disk.files['model.pth']['model'], files['model.pth'])
     assert_same(disk.files['dvae.pth'], files['dvae.pth'])
     assert np.array_equal(disk.files['mel_stats.pth'], files['mel_stats.pth'])
-    vocabulary = lambda folder: json.loads((tmp_path / folder / 'vocab.json').read_text())['model']
-    assert vocabulary('back') == vocabulary('coqui')
+    assert (tmp_path / 'back/vocab.json').read_bytes() == (tmp_path / 'coqui/vocab.json').read_bytes()
     assert json.loads((tmp_path / 'back/config.json').read_text())['languages'] == ['en', 'de']
 
 
@@ -179,12 +181,89 @@ def test_another_shape_in_a_pair(disk, tmp_path, half, shape):
     with pytest.raises(UserError, match='ups.0.*has shape'): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
 
 
-def test_a_vocabulary_that_does_not_fit(disk, tmp_path):
+ROWS = ('gpt.text_embedding.weight', 'gpt.text_head.weight', 'gpt.text_head.bias')   # one row per text token
+
+
+def grow_rows(state: dict, rows: int):
+    for name in ROWS: state[name] = np.resize(state[name], (rows, *state[name].shape[1:]))
+
+
+def grow_vocabulary(path: Path, rows: int):
+    values = json.loads(path.read_text())
+    size = max(values['model']['vocab'].values()) + 1
+    values['model']['vocab'] |= {chr(0x4e00 + i): i for i in range(size, rows)}
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize('more', [-3, 1, 540])
+def test_a_vocabulary_that_does_not_fit(disk, tmp_path, more):
     coqui_folder(disk, tmp_path / 'coqui')
-    state = disk.files['model.pth']['model']
-    for name in ('gpt.text_embedding.weight', 'gpt.text_head.weight', 'gpt.text_head.bias'): state[name] = state[name][:-3]
-    with pytest.raises(UserError, match='vocab.json: has .* tokens, expected'):
+    size = coqui_toy.tokenizer().size
+    grow_rows(disk.files['model.pth']['model'], size + more)
+    with pytest.raises(UserError, match=f'vocab.json: has {size} tokens, but gpt.text_embedding has {size + more} rows'):
         convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    assert not (tmp_path / 'ours').exists()
+
+
+@pytest.mark.parametrize('rows', [6153, 6681, 6700])
+def test_the_sizes_of_vocabulary_there_are(disk, tmp_path, rows):
+    "Both released ones and a grown one; what config.json says of it does not matter to coqui-tts either."
+    files = coqui_folder(disk, tmp_path / 'coqui')
+    for held in (disk.files['model.pth']['model'], files['model.pth']): grow_rows(held, rows)
+    grow_vocabulary(tmp_path / 'coqui/vocab.json', rows)
+    assert convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')['text_tokens'] == rows
+    assert XTTS.load(tmp_path / 'ours').config.model.gpt.text_tokens == rows
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    assert_same(disk.files['model.pth']['model'], files['model.pth'])
+    assert (tmp_path / 'back/vocab.json').read_bytes() == (tmp_path / 'coqui/vocab.json').read_bytes()
+    assert json.loads((tmp_path / 'back/config.json').read_text())['model_args']['gpt_number_text_tokens'] == rows
+
+
+def test_merges_that_stand_twice(disk, tmp_path):
+    "As in XTTS's vocabulary: the last place counts, here and after the way through our file."
+    coqui_folder(disk, tmp_path / 'coqui')
+    path = tmp_path / 'coqui/vocab.json'
+    values = json.loads(path.read_text())
+    merges = values['model']['merges']
+    values['model']['merges'] = [' '.join(m) for m in [*merges, *reversed(merges)]]
+    path.write_text(json.dumps(values, indent=4))
+    letters = coqui_toy.WORDS.replace(' ', '')
+    words = [letters[i:i + 9] for i in range(0, len(letters), 4)]
+    ids = lambda path, cleaner=None: [Tokenizer.load(path, cleaner).encode(w, 'en') for w in words]
+    given = ids(path, 'xtts')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    assert ids(tmp_path / 'ours/tokenizer.json') == given
+    assert given != [coqui_toy.tokenizer().encode(w, 'en') for w in words]
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    assert (tmp_path / 'back/vocab.json').read_bytes() == path.read_bytes()
+    XTTS.load(tmp_path / 'ours').save(tmp_path / 'saved')
+    convert.to_coqui(tmp_path / 'saved', tmp_path / 'again')
+    assert (tmp_path / 'again/vocab.json').read_bytes() == path.read_bytes()
+
+
+def test_a_grown_model_goes_back_with_its_vocabulary(disk, tmp_path):
+    files = coqui_folder(disk, tmp_path / 'coqui')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    done = grow_folder(tmp_path / 'ours', tmp_path / 'grown', 'fa', ['سگ پیر'])
+    convert.to_coqui(tmp_path / 'grown', tmp_path / 'back')
+    state, settings = disk.files['model.pth']['model'], json.loads((tmp_path / 'back/config.json').read_text())
+    for name in ROWS:
+        assert len(state[name]) == done['tokens'] > done['tokens_before']
+        assert_same({name: state.pop(name)[:done['tokens_before']]}, {name: files['model.pth'].pop(name)})
+    assert_same(state, files['model.pth'])
+    assert settings['languages'] == ['en', 'de', 'fa'] and settings['model_args']['gpt_number_text_tokens'] == done['tokens']
+    assert Tokenizer.load(tmp_path / 'back/vocab.json').size == done['tokens']
+
+
+def test_spare_rows_are_refused_on_the_way_out(disk, tmp_path):
+    coqui_folder(disk, tmp_path / 'coqui')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    config = XTTSConfig.load(tmp_path / 'ours/config.yaml')
+    size = config.model.gpt.text_tokens
+    (tmp_path / 'ours/config.yaml').write_text(config.replace(model={'gpt': {'text_tokens': size + 2}}).to_yaml())
+    with pytest.raises(UserError, match=f'tokenizer.json: has {size} tokens, but .* {size + 2} rows'):
+        convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    assert not (tmp_path / 'back').exists()
 
 
 def test_settings_of_another_checkpoint(disk, tmp_path):
@@ -193,6 +272,87 @@ def test_settings_of_another_checkpoint(disk, tmp_path):
     (tmp_path / 'coqui/config.json').write_text(json.dumps({'model_args': args}))
     with pytest.raises(UserError, match='gpt_layers is 30, the tensors have 2'):
         convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+@pytest.mark.parametrize('text', ['', '[]', '{"model_args": 3}', '{"model_args": []}', '"xtts"', '{"model_args": {"gpt_la'])
+def test_settings_that_are_none(disk, tmp_path, text):
+    coqui_folder(disk, tmp_path / 'coqui')
+    (tmp_path / 'coqui/config.json').write_text(text)
+    with pytest.raises(UserError, match='config.json: (not JSON|holds no settings)'):
+        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+@pytest.mark.parametrize('heads', [7, 'many', -1, 0.5])
+def test_heads_that_do_not_fit(disk, tmp_path, heads):
+    coqui_folder(disk, tmp_path / 'coqui')
+    args = coqui_toy.settings()['model_args'] | {'gpt_n_heads': heads}
+    (tmp_path / 'coqui/config.json').write_text(json.dumps({'model_args': args}))
+    with pytest.raises(UserError, match='heads'): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+@pytest.mark.parametrize('share', [0, 0.5, 0.99])
+def test_a_cut_vocabulary_is_named(disk, tmp_path, share):
+    coqui_folder(disk, tmp_path / 'coqui')
+    path = tmp_path / 'coqui/vocab.json'
+    path.write_bytes(path.read_bytes()[:int(share * path.stat().st_size)])
+    with pytest.raises(UserError, match='vocab.json: not a tokenizer'): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+@pytest.mark.parametrize('file, held', [('model.pth', [1, 2]), ('model.pth', {'model': 5}), ('model.pth', {'step': 5}),
+                                        ('model.pth', np.ones(3)), ('dvae.pth', {}), ('dvae.pth', None),
+                                        ('mel_stats.pth', {'a': 1}), ('mel_stats.pth', 'x')])
+def test_a_file_that_holds_something_else(disk, tmp_path, file, held):
+    coqui_folder(disk, tmp_path / 'coqui')
+    disk.files[file] = held
+    with pytest.raises(UserError, match=f'{file}: holds no named tensors'):
+        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+def test_mel_constants_of_another_length(disk, tmp_path):
+    coqui_folder(disk, tmp_path / 'coqui')
+    disk.files['mel_stats.pth'] = np.ones(79, np.float32)
+    with pytest.raises(UserError, match=r'mel_stats.pth: .*has shape \(79,\), expected \(80,\)'):
+        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+
+
+def everything(folder: Path) -> dict: return {p: p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
+
+
+def test_names_that_look_like_paths_stay_names(disk, tmp_path):
+    "Whatever a tensor is called, nothing is written but the new folder, in and out."
+    coqui_folder(disk, tmp_path / 'coqui')
+    evil = {'../../evil': np.ones(2, np.float32), '/evil': np.ones(3, np.float32), 'a/../../evil.pth': np.ones(1, np.float32)}
+    disk.files['model.pth']['model'] |= evil
+    before = everything(tmp_path)
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'new/ours')
+    convert.to_coqui(tmp_path / 'new/ours', tmp_path / 'new/back')
+    after = everything(tmp_path)
+    assert {p for p in after if p not in before} == {p for p in after if p.is_relative_to(tmp_path / 'new')}
+    assert {p.name for p in (tmp_path / 'new').iterdir()} == {'ours', 'back'}
+    assert all(after[p] == data for p, data in before.items())
+    assert_same({n: disk.files['model.pth']['model'][n] for n in evil}, evil)
+
+
+@pytest.mark.parametrize('name', ['evil', 'coqui/../../x', 'coqui/evil.pth/x', 'coqui/model.pth', 'gpt/block_99/qkv/kernel'])
+def test_a_tensor_that_no_one_knows_is_named(disk, tmp_path, name):
+    coqui_folder(disk, tmp_path / 'coqui')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    path = tmp_path / 'ours/model.safetensors'
+    convert.write_tensors(path, dict(convert.read_tensors(path)) | {name: np.ones(1)})
+    with pytest.raises(UserError, match=f'model.safetensors: "{re.escape(name)}" is no tensor of XTTS'):
+        convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    assert not (tmp_path / 'back').exists()
+
+
+def test_nothing_half_written_stays(disk, tmp_path, monkeypatch):
+    coqui_folder(disk, tmp_path / 'coqui')
+    before = everything(tmp_path)
+    def full(path, tensors, progress=None):
+        path.write_bytes(b'half')
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(convert, 'write_tensors', full)
+    with pytest.raises(UserError, match='disk is full'): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    assert everything(tmp_path) == before and not list(tmp_path.glob('*.part'))
 
 
 def test_nothing_is_overwritten(disk, tmp_path):
@@ -210,13 +370,6 @@ def test_a_model_without_decoder_is_refused(disk, tmp_path):
     convert.write_tensors(path, {n: x for n, x in convert.read_tensors(path) if not n.startswith('decoder/')})
     with pytest.raises(UserError, match='waveform_decoder'): convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert not (tmp_path / 'back').exists()
-
-
-def test_a_cut_weights_file_is_named(tmp_path):
-    convert.write_tensors(tmp_path / 'x.safetensors', {'a': np.ones(100), 'b': np.ones(100)})
-    data = (tmp_path / 'x.safetensors').read_bytes()
-    (tmp_path / 'x.safetensors').write_bytes(data[:-9])
-    with pytest.raises(UserError, match='ends within "b"'): list(convert.read_tensors(tmp_path / 'x.safetensors'))
 
 
 def test_every_name_of_the_released_model_is_mapped_once():
@@ -243,10 +396,46 @@ class Touch:
 def torch(): return pytest.importorskip('torch')
 
 
-def test_code_in_a_checkpoint_never_runs(torch, tmp_path):
-    torch.save({'model': {'w': torch.ones(2)}, 'config': Touch(tmp_path / 'ran')}, tmp_path / 'model.pth')
+@pytest.mark.parametrize('archive', [True, False])
+def test_code_in_a_checkpoint_never_runs(torch, tmp_path, archive):
+    held = {'model': {'w': torch.ones(2)}, 'config': Touch(tmp_path / 'ran')}
+    torch.save(held, tmp_path / 'model.pth', _use_new_zipfile_serialization=archive)
     with pytest.raises(UserError, match=r'model.pth: asks for (posix|nt)\.system'): convert.read_pth(tmp_path / 'model.pth')
     assert not (tmp_path / 'ran').exists()
+
+
+class Call:
+    def __init__(self, function, *args): self.call = function, args
+    def __reduce__(self): return self.call
+
+
+@pytest.mark.parametrize('call, name', [
+    (Call(eval, '1'), r'(builtins\.)?eval'), (Call(getattr, 1, 'real'), r'(builtins\.)?getattr'),
+    (Call(Path, 'x'), r'pathlib\.\w+'), (Call(np.random.RandomState), 'numpy.random.*RandomState'),
+    (Call(convert.read_json, 'x'), 'xtts_nb.files.read_json')],
+    ids=['eval', 'getattr', 'path', 'numpy', 'ours'])
+def test_any_other_name_is_refused(torch, tmp_path, call, name):
+    torch.save({'model': {'w': torch.ones(2)}, 'extra': call}, tmp_path / 'model.pth')
+    with pytest.raises(UserError, match=f'model.pth: asks for {name}, which could run code'):
+        convert.read_pth(tmp_path / 'model.pth')
+
+
+def test_a_name_beside_the_known_settings_is_refused(torch, tmp_path, monkeypatch):
+    import types
+    name = 'TTS.tts.configs.xtts_config'
+    for part in ('TTS', 'TTS.tts', 'TTS.tts.configs', name): monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    kind = sys.modules[name].Other = type('Other', (), {'__module__': name})
+    torch.save({'config': kind()}, tmp_path / 'model.pth')
+    with pytest.raises(UserError, match=f'asks for {name}.Other'): convert.read_pth(tmp_path / 'model.pth')
+
+
+@pytest.mark.parametrize('make, kind', [
+    (lambda t: t.ones(2, dtype=t.complex64), 'complex64'), (lambda t: t.eye(3).to_sparse(), 'sparse'),
+    (lambda t: t.ones(2).to(t.float8_e4m3fn), 'float8')], ids=['complex', 'sparse', 'float8'])
+def test_a_kind_of_tensor_that_has_no_place(torch, tmp_path, make, kind):
+    torch.save({'model': {'odd': make(torch)}}, tmp_path / 'model.pth')
+    with pytest.raises(UserError, match=f'model.pth: not readable .*"odd" is a tensor of .*{kind}'):
+        convert.read_pth(tmp_path / 'model.pth')
 
 
 @pytest.mark.parametrize('archive', [True, False])
@@ -263,9 +452,11 @@ def test_settings_objects_are_read_as_nothing(torch, tmp_path, monkeypatch, arch
     assert np.array_equal(held['model']['w'], [1, 1]) and not vars(held['config'])
 
 
-def test_a_cut_checkpoint_is_named(torch, tmp_path):
-    torch.save({'w': torch.ones(1000)}, tmp_path / 'model.pth')
-    (tmp_path / 'model.pth').write_bytes((tmp_path / 'model.pth').read_bytes()[:2000])
+@pytest.mark.parametrize('archive', [True, False])
+@pytest.mark.parametrize('size', [0, 5, 100, 2000])
+def test_a_cut_checkpoint_is_named(torch, tmp_path, archive, size):
+    torch.save({'w': torch.ones(1000)}, tmp_path / 'model.pth', _use_new_zipfile_serialization=archive)
+    (tmp_path / 'model.pth').write_bytes((tmp_path / 'model.pth').read_bytes()[:size])
     with pytest.raises(UserError, match='model.pth: not readable'): convert.read_pth(tmp_path / 'model.pth')
 
 

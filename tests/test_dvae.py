@@ -115,9 +115,10 @@ def test_another_size_is_named(dvae, small, tmp_path, change):
     with pytest.raises(UserError, match='d.safetensors.*(of another size|belongs to another model)'):
         load_dvae(tmp_path / 'd.safetensors', small.replace(model={'dvae': change}))
 
-def test_bfloat16_keeps_codebook_and_constants_in_float32(small):
+@pytest.mark.parametrize('kind', ['bfloat16', 'float16'])
+def test_half_precision_keeps_codebook_and_constants_in_float32(small, kind):
     keras.utils.set_random_seed(0); plain = DVAE(small)
-    keras.utils.set_random_seed(0); mixed = DVAE(small, dtype='mixed_bfloat16')
+    keras.utils.set_random_seed(0); mixed = DVAE(small, dtype=f'mixed_{kind}')
     assert all(v.dtype == 'float32' for v in named_weights(mixed).values())
     codes = tf.constant([[1, 2, 3, 4]])
     assert np.abs(plain.decode(codes) - mixed.decode(codes)).max() < 0.05 * np.abs(plain.decode(codes)).max()

@@ -156,11 +156,12 @@ def test_the_seed_gives_the_first_weights(small):
     same = lambda a, b: all(np.array_equal(x, y) for x, y in zip(a.variables, b.variables))
     assert same(nets[0], nets[1]) and not same(nets[0], nets[2])
 
-def test_bfloat16_is_close_to_float32(small, gpt, inputs):
-    mixed = GPT(small.replace(training={'precision': 'bfloat16'}), gpt.text_start, dtype='mixed_bfloat16')
+@pytest.mark.parametrize('kind, near', [('bfloat16', 0.05), ('float16', 0.005)])
+def test_half_precision_is_close_to_float32(small, gpt, inputs, kind, near):
+    mixed = GPT(small, gpt.text_start, dtype=f'mixed_{kind}')
     for a, b in zip(mixed.variables, gpt.variables): a.assign(b)
     for plain, rough in zip(call(gpt, inputs), call(mixed, inputs)):
-        assert rough.dtype == np.float32 and 0 < np.abs(plain - rough).max() < 0.05
+        assert rough.dtype == np.float32 and 0 < np.abs(plain - rough).max() < near
     assert all(v.dtype == 'float32' for v in mixed.variables)
 
 ARCHITECTURE = [('layers', 1), ('width', 128), ('text_tokens', 60), ('max_text_tokens', 50), ('max_audio_codes', 50),

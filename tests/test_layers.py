@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from xtts_nb import layers
 from xtts_nb.layers import (AttentionBlock, Conv1D, Perceiver, ResidualBlock, RMSNorm, TransformerBlock, attend, causal_mask,
                             dropout, fold,
                             split_heads)
@@ -145,12 +146,31 @@ def test_the_norm_is_one_for_any_loudness(scale):
                                    lambda p: Perceiver(4, 32, 1, 2, 8, dtype=p), lambda p: ResidualBlock(32, dtype=p),
                                    lambda p: RMSNorm(dtype=p)],
                          ids=['transformer', 'attention', 'perceiver', 'residual', 'norm'])
-def test_bfloat16_is_close_and_weights_stay_float32(layer):
+@pytest.mark.parametrize('kind, near', [('bfloat16', 0.1), ('float16', 0.01)])
+def test_half_precision_is_close_and_weights_stay_float32(layer, kind, near):
     x, outs = tf.constant(normal(2, 8, 32)), []
-    for policy in ('float32', 'mixed_bfloat16'):
+    for policy in ('float32', f'mixed_{kind}'):
         keras.utils.set_random_seed(1)
         net = layer(policy)
         out = net(x, causal_mask(8, 8)) if isinstance(net, TransformerBlock) else net(x)
         assert all(v.dtype == 'float32' for v in net.variables)
         outs.append(np.array(tf.cast(out, tf.float32)))
-    assert out.dtype == tf.bfloat16 and np.abs(outs[0] - outs[1]).max() < 0.1
+    assert out.dtype == kind and 0 < np.abs(outs[0] - outs[1]).max() < near
+
+@pytest.mark.parametrize('kind', ['bfloat16', 'float16'])
+def test_softmax_is_float32_in_half_precision(monkeypatch, kind):
+    seen, softmax = [], layers.ops.softmax
+    monkeypatch.setattr(layers.ops, 'softmax', lambda score: seen.append(score.dtype) or softmax(score))
+    out = attend(*(tf.cast(tf.constant(normal(1, 5, 2, 4)), kind) for _ in 'qkv'))
+    assert seen == ['float32'] and out.dtype == kind
+
+@pytest.mark.parametrize('kind', ['bfloat16', 'float16'])
+def test_norms_are_float32_in_half_precision(kind):
+    "A sum of squares of 300 is 90 000 a number, beyond float16."
+    x = tf.cast(tf.constant(300 * normal(2, 8, 32)), kind)
+    block = _built(TransformerBlock(32, 2, dtype=f'mixed_{kind}'), (None, None, 32))
+    for norm in (_built(RMSNorm(dtype=f'mixed_{kind}'), (None, 32)), block.attention_norm):
+        out = np.array(tf.cast(norm(x), tf.float32))
+        assert np.isfinite(out).all() and np.allclose((out**2).mean(-1), 1, rtol=0.02)
+    frames = AttentionBlock(2, dtype=f'mixed_{kind}')(x)
+    assert np.isfinite(np.array(tf.cast(frames, tf.float32))).all()

@@ -1,6 +1,7 @@
 "A grown model: old ids, old rows, old answers; the new language complete."
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.model import XTTS
-from xtts_nb.new_language import grow, grow_tokenizer
-from xtts_nb.text import Tokenizer, train_tokenizer
+from process import tree, xtts_nb
+from xtts_nb.new_language import grow, grow_folder, grow_tokenizer, new_pieces, read_texts
+from xtts_nb.text import Tokenizer, learn_merges, train_tokenizer
+from xtts_nb.weights import read_tensors, write_tensors
 
 OLD, NEW = ['The old dog sleeps all day.', 'The boat is old, too!'], ['سگ پیر می‌خوابد.', 'قایق ۱۲ تومان است؟']
 
@@ -86,6 +89,98 @@ def test_saved_and_loaded(model, tmp_path):
     again = XTTS.load(tmp_path / 'm')
     assert all(np.array_equal(a, b) for a, b in zip(grown.weights.values(), again.weights.values()))
     assert again.tokenizer.encode(NEW[1], 'fa') == grown.tokenizer.encode(NEW[1], 'fa')
+
+@pytest.mark.parametrize('texts', [[], [''], [' ', '"']])
+def test_texts_without_text(tokenizer, texts):
+    with pytest.raises(UserError, match='texts in fa are empty'): grow_tokenizer(tokenizer, 'fa', texts)
+
+
+# --- pieces of words -----------------------------------------------------------------------------------------------
+
+MANY = [f'{a} {b}' for a in ('سگ', 'سگ‌ها', 'قایق', 'old سگ', 'boat') for b in ('پیر', 'پیرتر', 'کهنه', 'dog')]
+
+@pytest.mark.parametrize('tokens', [0, 5, 20, 25, 30, 10_000])
+def test_pieces_fill_up_to_the_number_asked_for(tokenizer, tokens):
+    least = grow_tokenizer(tokenizer, 'fa', MANY).size - tokenizer.size
+    most = grow_tokenizer(tokenizer, 'fa', MANY, 10**6).size - tokenizer.size
+    grown = grow_tokenizer(tokenizer, 'fa', MANY, tokens)
+    assert least < most and grown.size - tokenizer.size == min(max(tokens, least), most)
+    assert sorted(grown.bpe.get_vocab().values()) == list(range(grown.size))
+
+def test_pieces_make_rows_shorter_and_leave_old_texts_alone(tokenizer):
+    plain, pieces = (grow_tokenizer(tokenizer, 'fa', MANY, n) for n in (0, 40))
+    for text in MANY:
+        ids = pieces.encode(text, 'fa')
+        assert pieces.decode(ids) == '[fa]' + pieces.clean(text, 'fa') and 1 not in ids
+    length = lambda t: sum(len(t.encode(text, 'fa')) for text in MANY)
+    assert length(pieces) < 0.8 * length(plain)
+    for text in [*OLD, 'boatdog', 'olddog the']: assert pieces.encode(text, 'en') == tokenizer.encode(text, 'en')
+
+def test_every_piece_holds_a_new_character(tokenizer):
+    cleaned = [tokenizer.clean(t, 'fa') for t in MANY]
+    known = set(tokenizer.bpe.get_vocab())
+    characters = set(''.join(cleaned)) - {' '} - known
+    pairs = list(new_pieces(cleaned, known | characters, characters))
+    assert pairs and all(characters & set(a + b) for a, b in pairs) and len(set(pairs)) == len(pairs)
+    assert not all(characters & set(a + b) for a, b in learn_merges(cleaned))   # there were others to be refused
+
+
+# --- a folder for a folder -----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def home(model, tmp_path):
+    "A model with a tensor and settings besides, and texts."
+    model.save(tmp_path / 'model')
+    path = tmp_path / 'model/model.safetensors'
+    write_tensors(path, dict(read_tensors(path)) | {'decoder/enter/bias': np.arange(3, dtype=np.float32)})
+    (tmp_path / 'model/coqui.json').write_text('{"model": "xtts"}')
+    (tmp_path / 'fa.txt').write_text('\n\n'.join(NEW) + '\n', encoding='utf-8')
+    (tmp_path / 'empty.txt').write_text(' \n\n'); (tmp_path / 'binary.txt').write_bytes(b'\xff\xfe\x00')
+    (tmp_path / 'taken').mkdir(); (tmp_path / 'taken/note').write_text('mine')
+    return tmp_path
+
+def test_grow_as_a_command(home, model, tokenizer):
+    before = tree(home / 'model')
+    done = xtts_nb('grow', 'model', 'grown', '--language', 'fa', '--texts', 'fa.txt', '--tokens', '30', '--json', cwd=home)
+    assert done.code == 0, done.err
+    assert done.json == dict(tokens_before=tokenizer.size, tokens=XTTS.load(home / 'grown').tokenizer.size, out='grown')
+    assert tree(home / 'model') == before and (home / 'grown/coqui.json').read_text() == '{"model": "xtts"}'
+    old, new = (dict(read_tensors(home / name / 'model.safetensors')) for name in ('model', 'grown'))
+    assert old.keys() == new.keys()
+    for name, x in old.items():
+        kept = new[name][tuple(slice(n) for n in x.shape)]
+        assert kept.dtype == x.dtype and kept.tobytes() == x.tobytes(), name
+
+BAD = {'no model': (['nowhere', 'out', '--language', 'fa', '--texts', 'fa.txt'], ['nowhere', 'holds no model']),
+       'there already': (['model', 'out', '--language', 'en', '--texts', 'fa.txt'], ['has en already']),
+       'no language': (['model', 'out', '--language', 'persian', '--texts', 'fa.txt'], ['persian', 'language code']),
+       'no texts': (['model', 'out', '--language', 'fa', '--texts', 'no.txt'], ['no.txt', 'missing']),
+       'empty texts': (['model', 'out', '--language', 'fa', '--texts', 'empty.txt'], ['empty.txt', 'no text']),
+       'no UTF-8': (['model', 'out', '--language', 'fa', '--texts', 'binary.txt'], ['binary.txt', 'UTF-8']),
+       'taken': (['model', 'taken', '--language', 'fa', '--texts', 'fa.txt'], ['taken', 'already holds something'])}
+
+@pytest.mark.parametrize('kind', BAD)
+def test_what_grow_refuses(home, kind, monkeypatch, capfd):
+    from xtts_nb import cli
+    arguments, parts = BAD[kind]
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'grow', *arguments])
+    before = tree(home)
+    with pytest.raises(SystemExit) as end: cli.main()
+    out, err = capfd.readouterr()
+    assert end.value.code == 2 and out == '' and 'Traceback' not in err
+    assert all(part in err.splitlines()[-1] for part in parts), err
+    assert tree(home) == before
+
+def test_texts_are_lines(home):
+    assert read_texts(home / 'fa.txt') == NEW
+
+def test_a_model_whose_weights_are_broken_leaves_nothing(home):
+    path = home / 'model/model.safetensors'
+    path.write_bytes(path.read_bytes()[:-5])
+    before = tree(home)
+    with pytest.raises(UserError, match='model.safetensors'): grow_folder(home / 'model', home / 'out', 'fa', NEW)
+    assert tree(home) == before
 
 @pytest.mark.parametrize('language, reason', [('en', 'has en already'), ('fas', 'no language code'), ('', 'no language code')])
 def test_what_cannot_grow(tokenizer, language, reason):

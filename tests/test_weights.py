@@ -1,11 +1,12 @@
 "Tensors by name, and files that are missing, cut off, or of another model."
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from xtts_nb.config import UserError
-from xtts_nb.weights import load_weights, named_weights, save_weights
+from xtts_nb.weights import load_weights, named_weights, read_tensors, save_weights, write_tensors
 
 
 def model(width=4, seed=0):
@@ -69,6 +70,34 @@ def test_a_bad_file_is_named_and_changes_nothing(tmp_path, kind, message):
     before = values(net)
     with pytest.raises(UserError, match=message) as e: load_weights(path, named_weights(net))
     assert str(path) in str(e.value) and all(np.array_equal(v, before[k]) for k, v in values(net).items())
+
+def test_one_at_a_time_gives_what_all_at_once_gives(tmp_path):
+    given = {'a': np.ones((3, 2), np.float32).T, 'b': np.arange(3, dtype=np.int8), 'c': np.ones((), np.float16),
+             'd': np.ones(5, ml_dtypes.bfloat16), 'e': np.zeros((0, 2))}
+    write_tensors(tmp_path / 'x.safetensors', given)
+    with safetensors.safe_open(tmp_path / 'x.safetensors', 'numpy') as f: whole = {n: f.get_tensor(n) for n in f.keys()}
+    for read in (whole, dict(read_tensors(tmp_path / 'x.safetensors'))):
+        assert read.keys() == given.keys()
+        assert all(np.array_equal(read[n], x) and read[n].dtype == x.dtype for n, x in given.items())
+
+@pytest.mark.parametrize('size', [0, 4, 20, -9])
+def test_a_file_cut_off_is_named_when_read_one_at_a_time(tmp_path, size):
+    write_tensors(tmp_path / 'x.safetensors', {'a': np.ones(100), 'b': np.ones(100)})
+    data = (tmp_path / 'x.safetensors').read_bytes()
+    (tmp_path / 'x.safetensors').write_bytes(data[:size])
+    with pytest.raises(UserError, match='ends within "b"' if size < 0 else 'x.safetensors: not readable as weights'):
+        list(read_tensors(tmp_path / 'x.safetensors'))
+
+@pytest.mark.parametrize('head', ['[]', '"x"', '{"a": 3}', '{"a": {}}',
+                                  '{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}',
+                                  '{"a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}',
+                                  '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}',
+                                  '{"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]}}'])
+@pytest.mark.parametrize('length', [None, 2**62])
+def test_a_head_that_says_something_else_is_an_error(tmp_path, head, length):
+    path = tmp_path / 'x.safetensors'
+    path.write_bytes((length or len(head)).to_bytes(8, 'little') + head.encode() + bytes(4))
+    with pytest.raises(UserError, match='x.safetensors: not readable as weights'): list(read_tensors(path))
 
 def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / 'a.safetensors'

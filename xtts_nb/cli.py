@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Settings', 'Corpus', 'Rounds', 'main', 'demo',
            'download', 'prepare', 'train', 'say', 'monitor', 'bench_data', 'bench_train', 'convert_from_coqui',
-           'convert_to_coqui', 'parity_']
+           'convert_to_coqui', 'grow', 'parity_']
 
 # %% ../nbs/60_cli.ipynb #0a52b53b
 import json
@@ -413,12 +413,36 @@ def convert_to_coqui(
             tell('write the tensors', 1, 1)
         show(result | {'out': str(out)}, f'{out}: {result["tensors"]} tensors')
 
-# %% ../nbs/60_cli.ipynb #758b6f13
+# %% ../nbs/60_cli.ipynb #67e4010d
+@app.command()
+def grow(
+    folder: Annotated[Path, typer.Argument(metavar='MODEL', help='Folder of a model.')],
+    out: Annotated[Path, typer.Argument(help='A new folder for the grown model.')],
+    language: Annotated[str, typer.Option(help='Code of the new language, such as fa.')],
+    texts: Annotated[Path, typer.Option(help='Text file in that language, one sentence a line.')],
+    tokens: Annotated[int, typer.Option(min=0, help='New tokens; default: the tag and the missing characters.')] = 0,
+    seed: Annotated[int, typer.Option(min=0, help='Of the new rows.')] = 0,
+    json_: Json = False,
+):
+    "Teach a model the letters of one more language; what it knew stays bit by bit."
+    with _result(json_) as show:
+        _start()
+        from xtts_nb.new_language import grow_folder, read_texts
+        lines = read_texts(texts)
+        with _progress() as tell:
+            tell('grow the model', 0, 1)
+            result = grow_folder(folder, out, language, lines, tokens, seed)
+            tell('grow the model', 1, 1)
+        text = f'{out}: {result["tokens_before"]} -> {result["tokens"]} text tokens, {language} among them'
+        show(result | {'out': str(out)}, text)
+
+# %% ../nbs/60_cli.ipynb #e87cffa3
 @app.command('parity')
 def parity_(
     folder: Annotated[Path, typer.Argument(help='Folder that coqui-tts loads.')],
     coqui_python: Annotated[Path, typer.Option(help='The Python of an environment with coqui-tts 0.28.')],
     clip: Annotated[list[Path] | None, typer.Option(help='Audio, the first at least 7 s; default: synthetic voices.')] = None,
+    sentences: Annotated[Path | None, typer.Option(help='JSON {language: [sentence, ...]}; default: one each.')] = None,
     record: Record = False,
     json_: Json = False,
 ):
@@ -429,7 +453,7 @@ def parity_(
         from rich.markdown import Markdown
         from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.parity import parity, parity_markdown
-        with _progress() as tell: result = parity(folder, coqui_python, clip, lambda part: tell(part, 0, 1))
+        with _progress() as tell: result = parity(folder, coqui_python, clip, sentences, lambda part: tell(part, 0, 1))
         if record: keep('25_parity', result['rows'], benchmarks(), model=result['model'])
         console = Console(width=110)
         with console.capture() as captured: console.print(Markdown(parity_markdown(result)))

@@ -85,7 +85,8 @@ class GPT(keras.Model):
         super().__init__(**kwargs)
         cfg = self.cfg = config.model.gpt
         self.parity, self.code_stops = parity, 4 if parity else 1
-        self.text_start, self.code_start, self.code_stop = text_start, config.model.dvae.codes, config.model.dvae.codes + 1
+        self.text_start = text_start
+        self.code_start, self.code_stop = config.model.dvae.codes, config.model.dvae.codes + 1
         embed = lambda n, name: keras.layers.Embedding(
             n, cfg.width, embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02), dtype=self.dtype_policy, name=name)
         dense = lambda n, name: keras.layers.Dense(
@@ -106,7 +107,8 @@ class GPT(keras.Model):
 
     def _build_all(self, width):
         self.conditioning.build()
-        for layer in (self.text_embedding, self.code_embedding, self.text_position, self.code_position): layer.build((None, None))
+        for table in (self.text_embedding, self.code_embedding, self.text_position, self.code_position):
+            table.build((None, None))
         for layer in (*self.blocks, self.stack_norm, self.final_norm, self.text_head, self.code_head):
             layer.build((None, None, width))
         self.built = True

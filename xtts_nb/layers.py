@@ -95,7 +95,7 @@ class AttentionBlock(keras.layers.Layer):
         self.norm = keras.layers.GroupNormalization(groups, epsilon=1e-5, dtype='float32', name='norm')
         self.qkv = keras.layers.Dense(3 * width, dtype=self.dtype_policy, name='qkv')
         self.project = keras.layers.Dense(width, kernel_initializer='zeros', dtype=self.dtype_policy, name='project')
-        for layer, inner in ((self.norm, width), (self.qkv, width), (self.project, width)): layer.build((*shape[:-1], inner))
+        for layer in (self.norm, self.qkv, self.project): layer.build(shape)
 
     def call(self, x):
         x = ops.cast(self.norm(x), self.compute_dtype)
@@ -145,7 +145,8 @@ class Perceiver(keras.layers.Layer):
         self.norm.build(latents_shape)
 
     def call(self, frames):
-        latents = ops.broadcast_to(ops.cast(self.latents, frames.dtype)[None], (ops.shape(frames)[0], *self.latents.shape))
+        latents = ops.cast(self.latents, frames.dtype)[None]
+        latents = ops.broadcast_to(latents, (ops.shape(frames)[0], *self.latents.shape))
         for layer in self.layers: latents = layer(latents, frames)
         return self.norm(latents)
 
@@ -159,8 +160,10 @@ class TransformerBlock(keras.layers.Layer):
             n, kernel_initializer=keras.initializers.RandomNormal(stddev=std), dtype=self.dtype_policy, name=name)
         norm = lambda name: keras.layers.LayerNormalization(epsilon=1e-5, dtype=self.dtype_policy, name=name)
         self.attention_norm, self.mlp_norm = norm('attention_norm'), norm('mlp_norm')
-        self.qkv, self.project = dense(3 * width, 'qkv', 0.02), dense(width, 'project', 0.02 * residual_scale)
-        self.expand, self.contract = dense(4 * width, 'expand', 0.02), dense(width, 'contract', 0.02 * residual_scale)
+        self.qkv = dense(3 * width, 'qkv', 0.02)
+        self.project = dense(width, 'project', 0.02 * residual_scale)
+        self.expand = dense(4 * width, 'expand', 0.02)
+        self.contract = dense(width, 'contract', 0.02 * residual_scale)
 
     def build(self, shape):
         for layer in (self.attention_norm, self.qkv, self.project, self.mlp_norm, self.expand):
@@ -170,7 +173,8 @@ class TransformerBlock(keras.layers.Layer):
     def call(self, x, mask, seed=None, cache=None, position=0):
         q, k, v = (split_heads(t, self.heads) for t in ops.split(self.qkv(self.attention_norm(x)), 3, axis=-1))
         if cache is not None:
-            k, v = (ops.slice_update(old, (0, position, 0, 0), ops.cast(new, old.dtype)) for old, new in zip(cache, (k, v)))
+            put = lambda old, new: ops.slice_update(old, (0, position, 0, 0), ops.cast(new, old.dtype))
+            k, v = put(cache[0], k), put(cache[1], v)
         mixed = attend(q, k, v, mask, self.rate, fold(seed, 0))
         x = x + dropout(self.project(mixed), self.rate, fold(seed, 1))
         hidden = ops.gelu(self.expand(self.mlp_norm(x)), approximate=True)
