@@ -72,7 +72,8 @@ def stats(dvae) -> np.ndarray:
 @pytest.fixture(scope='session')
 def prepared(corpus, small, dvae, tmp_path_factory):
     "The corpus as a cache; to be read only."
-    from xtts_nb.cache import Cache, prepare
+    from xtts_nb.cache import Cache
+    from xtts_nb.prepare import prepare
     out = tmp_path_factory.mktemp('prepared') / 'cache'
     prepare(corpus, out, small, dvae, shard_clips=5)
     return Cache(out)

@@ -10,10 +10,9 @@ import soundfile
 
 from xtts_nb import cache as cache_module
 from xtts_nb.audio import log_mel, save_audio, synthetic_voice
-from xtts_nb.cache import (Cache, ClipEncoder, Dropped, check_cache_folder, mel_sample, prepare, read_audio, read_corpus,
-                           report_text,
-                           synthetic_corpus)
+from xtts_nb.cache import Cache, Dropped, read_audio, read_corpus, report_text, synthetic_corpus
 from xtts_nb.config import UserError
+from xtts_nb.prepare import ClipEncoder, mel_sample, prepare
 from xtts_nb.text import train_tokenizer
 
 LINE = 'low-0|aa bb|aa bb|low|en'   # a row that can be used
@@ -133,7 +132,7 @@ def test_one_bad_clip_never_ends_a_run(mixed, small, dvae, tmp_path):
     assert not any(str(mixed) in r or '\n' in r for r in dropped.values())
     text = (tmp_path / 'out/report.txt').read_text()
     assert all(f'{k}: {dropped[k]}' in text for k in SOUND) and 'dropped    6' in text
-    assert json.loads((tmp_path / 'out/report.json').read_text()) == report
+    assert json.loads((tmp_path / 'out/report.json').read_text()).items() <= report.items()
     assert [c['id'] for c in Cache(tmp_path / 'out').clips] == ['low-0', 'low-1', 'low-2']
 
 def test_a_reason_holds_no_path_whatever_the_folder_is_called(corpus, small, tmp_path):
@@ -196,71 +195,6 @@ def test_mels_to_train_on(corpus, mixed, small):
     assert len(mel_sample(read_corpus(mixed)[0], small)) == len(mel_sample(good, small))
     with pytest.raises(UserError, match='none of the 6 clips can be used'):
         mel_sample([c for c in read_corpus(mixed)[0] if c.id in SOUND], small)
-
-
-# --- whole or not at all -------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('error', [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize('at', [1, 6, 14])
-@pytest.mark.parametrize('before', [False, True])
-def test_an_interrupted_prepare_leaves_what_was_there(corpus, small, dvae, prepared, tmp_path, error, at, before):
-    if before: shutil.copytree(prepared.folder, tmp_path / 'out')
-    kept = tree(tmp_path)
-    def stop(done, total):
-        if done == at: raise error
-    with pytest.raises(error): prepare(corpus, tmp_path / 'out', small, dvae, shard_clips=2, progress=stop)
-    assert tree(tmp_path) == kept and len(list(tmp_path.iterdir())) == before
-
-def test_progress_counts_every_row(mixed, small, dvae, tmp_path):
-    seen = []
-    prepare(mixed, tmp_path / 'out', small.replace(data={'max_drop_rate': 0.9}), dvae, progress=lambda *a: seen.append(a))
-    assert seen == [(i, 9) for i in range(1, 10)]
-
-@pytest.mark.parametrize('kind', ['a file', 'notes', 'a hidden file'])
-def test_foreign_content_is_refused_and_kept(make, small, dvae, tmp_path, kind):
-    out = tmp_path / 'out'
-    if kind == 'a file': out.write_text('mine')
-    else: out.mkdir(); (out / {'notes': 'notes.txt', 'a hidden file': '.git'}[kind]).write_text('mine')
-    kept = tree(tmp_path)
-    with pytest.raises(UserError, match='out: holds something that is not a cache; choose another folder'):
-        prepare(make([LINE]), out, small, dvae)
-    assert {k: v for k, v in tree(tmp_path).items() if not k.startswith('corpus')} == kept
-    with pytest.raises(UserError): check_cache_folder(out)
-
-def test_an_older_cache_is_replaced_whole(make, corpus, small, dvae, tmp_path):
-    prepare(corpus, tmp_path / 'out', small, dvae, shard_clips=2)
-    assert len(list((tmp_path / 'out').glob('shard-*'))) == 7
-    prepare(make([LINE]), tmp_path / 'out', small, dvae)
-    assert [c['id'] for c in Cache(tmp_path / 'out').clips] == ['low-0'] and len(list((tmp_path / 'out').glob('shard-*'))) == 1
-
-def test_an_empty_folder_may_hold_the_cache(make, small, dvae, tmp_path):
-    (tmp_path / 'out').mkdir()
-    assert prepare(make([LINE]), tmp_path / 'out', small, dvae)['clips'] == 1
-
-@pytest.mark.parametrize('workers', [1, 4])
-def test_the_same_corpus_gives_the_same_bytes(corpus, small, dvae, prepared, tmp_path, workers):
-    prepare(corpus, tmp_path / 'out', small.replace(data={'num_workers': workers}), dvae, shard_clips=5)
-    mine, theirs = tree(tmp_path / 'out'), tree(prepared.folder)
-    assert set(mine) == set(theirs)
-    assert {k for k in mine if mine[k] != theirs[k]} <= {'config.yaml'}   # it names the workers
-
-def test_a_corpus_of_another_order_has_the_same_clips(corpus, small, dvae, prepared, tmp_path):
-    folder = tmp_path / 'corpus'
-    shutil.copytree(corpus, folder)
-    lines = (folder / 'metadata.csv').read_text().splitlines()
-    (folder / 'metadata.csv').write_text('\n'.join(reversed(lines)))
-    prepare(folder, tmp_path / 'out', small, dvae, prepared.tokenizer)
-    other = Cache(tmp_path / 'out')
-    for i, clip in enumerate(other.clips):
-        j = next(j for j, c in enumerate(prepared.clips) if c['id'] == clip['id'])
-        assert all(np.array_equal(other.array(n, i), prepared.array(n, j)) for n in ('codes', 'text', 'mel'))
-
-@pytest.mark.parametrize('change', [{'model': {'audio': {'f_max': 7000.}}}, {'model': {'dvae': {'codes': 16}}}])
-def test_the_key_tells_caches_apart(corpus, small, dvae, prepared, tmp_path, change):
-    from xtts_nb.dvae import DVAE
-    config = small.replace(**change)
-    prepare(corpus, tmp_path / 'out', config, DVAE(config), prepared.tokenizer)
-    assert Cache(tmp_path / 'out').manifest['key'] != prepared.manifest['key']
 
 
 # --- reading it again ----------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Settings', 'Corpus', 'Rounds', 'main', 'demo',
-           'prepare', 'train', 'say', 'monitor', 'bench_data', 'bench_train', 'convert_from_coqui', 'convert_to_coqui',
-           'parity_']
+           'prepare', 'merge', 'verify', 'train', 'say', 'monitor', 'bench_data', 'bench_train', 'convert_from_coqui',
+           'convert_to_coqui', 'parity_']
 
 # %% ../nbs/60_cli.ipynb #0a52b53b
 import json
@@ -151,27 +151,77 @@ def _demo_text(result: dict) -> str:
 @app.command()
 def prepare(
     corpus: Annotated[Path, typer.Argument(help='Folder with metadata.csv and wavs/.')],
-    out: Annotated[Path, typer.Option(help='Folder of the cache; an older cache there is replaced.')],
+    out: Annotated[Path, typer.Option(help='Folder of the cache; of an older cache there is kept what still fits.')],
     dvae: Annotated[Path | None, typer.Option(help='Run or cache whose DVAE and tokenizer to use; default: learn both.')] = None,
     preset: Preset = 'tiny',
     config: Settings = None,
     language: Annotated[str, typer.Option(help='Language of rows that name none.')] = 'en',
+    workers: Annotated[int | None, typer.Option(min=0, help='Processes; default: one per core, if that pays.')] = None,
+    shard: Annotated[str, typer.Option(metavar='I/N', help='Make one of N parts, to be joined by merge.')] = '1/1',
     json_: Json = False,
 ):
     "Decode, transform and encode a corpus once, so that training only reads."
     with _result(json_) as show:
-        settings = _settings(preset, config, dvae)
+        settings, part = _settings(preset, config, dvae), _part(shard)
         _start()
         from xtts_nb import cache
+        from xtts_nb import prepare as making
+        from xtts_nb.dvae import load_dvae
         clips, dropped = cache.read_corpus(corpus, language)
         cache.check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
         cache.check_cache_folder(out)
-        with _progress() as tell:
-            encoder, tokenizer = _encoder(clips, settings, dvae, tell)
-            report = cache.prepare(corpus, out, settings, encoder, tokenizer, language, progress=_stage(tell, 'encode the clips'))
-        show(report | {'cache': str(out)}, cache.report_text(report) + f'{out} is ready: xtts-nb train --data {out}')
+        making.check_part(part, dvae is not None, len(clips))
+        if workers is None: workers = making.default_workers(len(clips) // part[1])
+        with making.work_folder(out) as work, _progress() as tell:
+            encoder, tokenizer = _encoder(clips, settings, dvae, tell, work)
+            stage = _stage(tell, 'encode the clips')
+            report = making.prepare(corpus, out, settings, encoder, tokenizer, language, progress=stage, workers=workers,
+                                    load=load_dvae, part=part)
+        text = cache.report_text(report) if report['clips'] else ''
+        ready = f'ready: xtts-nb train --data {out}' if part[1] == 1 else f'shard {shard}; xtts-nb merge joins them.'
+        show(report | {'cache': str(out)}, f'{text}{out} is {ready}')
+
+# %% ../nbs/60_cli.ipynb #95e5c2c2
+def _part(shard: str) -> tuple[int, int]:
+    "(I, N) of `I/N`."
+    from xtts_nb.config import UserError
+    i, _, n = shard.partition('/')
+    if not (i.isdecimal() and n.isdecimal()): raise UserError(f'--shard {shard}: give I/N, such as 2/4.')
+    return int(i), int(n)
 
 # %% ../nbs/60_cli.ipynb #95bc5552
+@app.command()
+def merge(
+    parts: Annotated[list[Path], typer.Argument(help='Folders made by prepare --shard.')],
+    out: Annotated[Path, typer.Option(help='Folder of the cache; an older cache there is replaced.')],
+    json_: Json = False,
+):
+    "Join the parts that `prepare --shard` made into the cache that one machine would have made."
+    with _result(json_) as show:
+        from xtts_nb.cache import report_text
+        from xtts_nb.prepare import merge_caches
+        report = merge_caches(parts, out)
+        show(report | {'cache': str(out)}, report_text(report) + f'{out} is ready: xtts-nb train --data {out}')
+
+@app.command()
+def verify(
+    cache: Annotated[Path, typer.Argument(help='Folder of a cache.')],
+    fix: Annotated[bool, typer.Option('--fix', help='Make damaged parts again from the corpus.')] = False,
+    source: Annotated[Path | None, typer.Option(help='The corpus, if it was moved.')] = None,
+    json_: Json = False,
+):
+    "Look at every byte of a cache; exit code 1 if something is wrong and was not mended."
+    with _result(json_) as show:
+        if fix: _start()
+        from xtts_nb.dvae import load_dvae
+        from xtts_nb.prepare import verify_and_fix_cache
+        with _progress() as tell: result = verify_and_fix_cache(cache, fix, source, load_dvae, _stage(tell, 'verify the clips'))
+        end = lambda p: ', mended' if p['fixed'] else f'; {p["reason"]}' if 'reason' in p else ''
+        said = [f'{p["file"]} {p["clip"]}: {p["problem"]}{end(p)}' for p in result['problems']]
+        show(result, '\n'.join([*said, *(f'{name:8}{result[name]}' for name in ('checked', 'bad', 'fixed', 'failed'))]))
+    return 1 if result['bad'] > result['fixed'] else 0
+
+# %% ../nbs/60_cli.ipynb #ddd6b2de
 def _settings(preset: str, config: Path | None, made: Path | None = None):
     "Settings from a file, else from what was made before, else from a preset."
     from xtts_nb.config import UserError, XTTSConfig
@@ -181,19 +231,24 @@ def _settings(preset: str, config: Path | None, made: Path | None = None):
         return XTTSConfig.load(made / 'config.yaml')
     return XTTSConfig.preset(preset)
 
-def _encoder(clips, settings, dvae: Path | None, tell):
-    "DVAE and tokenizer: those in `dvae`, or a DVAE trained on `clips` and no tokenizer yet."
-    from xtts_nb.cache import mel_sample
+def _encoder(clips, settings, dvae: Path | None, tell, work: Path):
+    "DVAE and tokenizer: those in `dvae`, or a DVAE trained on `clips`, kept in `work`, and no tokenizer yet."
     from xtts_nb.dvae import load_dvae, train_dvae
+    from xtts_nb.files import fingerprint
+    from xtts_nb.prepare import mel_sample
     from xtts_nb.text import Tokenizer
     if dvae:
         inside = (dvae / 'dvae.safetensors').is_file()
         path = dvae / ('dvae.safetensors' if inside else 'model.safetensors')
         return load_dvae(path, settings, prefix='' if inside else 'dvae/'), Tokenizer.load(dvae / 'tokenizer.json')
+    learned = work / f'learned-{fingerprint(settings.model_dump(), [str(c) for c in clips])}.safetensors'
+    if learned.is_file(): return load_dvae(learned, settings), None   # before a run was killed
     mels = mel_sample(clips, settings, progress=_stage(tell, 'read the clips'))
     tell('train the DVAE', 0, settings.training.dvae_steps, 'compiling')
     told = lambda done, total, loss: tell('train the DVAE', done, total, f'mel loss {loss:.3f}')
-    return train_dvae(mels, settings, progress=told)[0], None
+    trained = train_dvae(mels, settings, progress=told)[0]
+    trained.save(learned)
+    return trained, None
 
 # %% ../nbs/60_cli.ipynb #475a5490
 @app.command()
@@ -288,18 +343,19 @@ def monitor(
         show(summary, '\n'.join(summary_lines(summary)))
     if summary['interrupted']: raise KeyboardInterrupt
 
-# %% ../nbs/60_cli.ipynb #95e5c2c2
+# %% ../nbs/60_cli.ipynb #13f9f1b5
 @contextmanager
 def _prepared(corpus: Path, tell):
     "A cache of `corpus` in a temporary folder, with a DVAE of few updates: enough to measure with."
     import tempfile
-    from xtts_nb.cache import Cache, check_dropped, prepare, read_corpus
+    from xtts_nb.cache import Cache, check_dropped, read_corpus
     from xtts_nb.config import XTTSConfig
+    from xtts_nb.prepare import prepare
     settings = XTTSConfig.tiny().replace(training={'dvae_steps': 200})
     clips, dropped = read_corpus(corpus)
     check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
     with tempfile.TemporaryDirectory() as folder:
-        encoder, _ = _encoder(clips, settings, None, tell)
+        encoder, _ = _encoder(clips, settings, None, tell, Path(folder))
         prepare(corpus, Path(folder) / 'cache', settings, encoder, progress=_stage(tell, 'encode the clips'))
         yield Cache(Path(folder) / 'cache')
 
