@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
+import tensorflow as tf
 
-from fake_dvae import Fake, load_and_die, load_and_fail
+from fake_dvae import Fake, load, load_and_die, load_and_fail
 from process import environment, hears_ctrl_c, tree
-from xtts_nb.audio import save_audio, synthetic_voice
+from xtts_nb import cache as cache_module
+from xtts_nb.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.cache import Cache, check_cache_folder, read_corpus
 from xtts_nb.config import UserError
-from xtts_nb.prepare import ClipEncoder, merge_caches, prepare, spread, verify_and_fix_cache
+from xtts_nb.prepare import ClipEncoder, choose_mode, merge_caches, prepare, spread, verify_and_fix_cache
 from xtts_nb.text import train_tokenizer
 
 ROW = '{0}|aa bb|aa bb|low|en'
@@ -120,9 +123,8 @@ def test_the_key_tells_caches_apart(corpus, small, prepared, tmp_path, change):
 
 # --- whole or not at all -------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('error', [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize('at', [1, 6, 14])
-@pytest.mark.parametrize('before', [False, True])
+@pytest.mark.parametrize('error, at, before', [(KeyboardInterrupt, 1, True), (KeyboardInterrupt, 6, False),
+                                               (RuntimeError, 6, True), (KeyboardInterrupt, 14, True)])
 def test_an_interrupted_run_leaves_what_was_there_and_goes_on(corpus, small, tokenizer, straight, tmp_path, error, at, before):
     if before: shutil.copytree(straight, tmp_path / 'out')
     kept, dvae = tree(tmp_path), Fake(gain=1.5)
@@ -243,9 +245,10 @@ def children() -> list:
 def begin_adding(): return lambda x: x + 1
 
 def test_jobs_are_spread_and_nobody_is_left():
-    assert sorted(spread(range(5), 1, begin_adding)) == [(i, i + 1) for i in range(5)] and not children()
-    for _ in spread(range(5), 1, begin_adding): break
-    assert not children()
+    for job, answer in spread(range(5), 1, begin_adding):
+        assert answer == job + 1 and children()
+        if job == 3: break
+    assert job == 3 and not children()
 
 
 # --- killed --------------------------------------------------------------------------------------------------------
@@ -301,7 +304,8 @@ def undisturbed(corpus, small, tokenizer, tmp_path_factory):
 RANDOM = np.random.default_rng(4)
 MOMENTS = [(int(RANDOM.integers(8)), float(RANDOM.uniform(0, 0.15))) for _ in range(20)]   # finished shards of 7, seconds more
 
-@pytest.mark.parametrize('done, more', [pytest.param(*m, marks=[pytest.mark.slow] * (i not in (0, 1, 2))) for i, m in enumerate(MOMENTS)])
+@pytest.mark.parametrize('done, more', [pytest.param(*m, marks=[pytest.mark.slow] * (i not in (0, 3, 8)))
+                                        for i, m in enumerate(MOMENTS)])
 def test_kill_at_any_moment(start, corpus, small, tokenizer, undisturbed, tmp_path, done, more):
     child, out = start(0), tmp_path / 'here' / 'out'
     while child.poll() is None and not out.exists() and shards(tmp_path) < done: time.sleep(0.005)
@@ -383,3 +387,170 @@ def test_too_many_dropped_clips_are_found_when_parts_are_merged(mine, small, tok
     assert len(Cache(tmp_path / '1')) == 0
     with pytest.raises(UserError, match='7 of 14 clips cannot be used'):
         merge_caches([tmp_path / '1', tmp_path / '2'], tmp_path / 'out')
+
+
+# --- runtime -------------------------------------------------------------------------------------------------------
+
+def as_plain(path): pass
+def as_float(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='FLOAT')
+def as_stereo(path): soundfile.write(path, np.stack([soundfile.read(path)[0]] * 2, 1), 22050, subtype='PCM_16')
+def as_fast(path): soundfile.write(path, soundfile.read(path)[0], 44100, subtype='PCM_16')
+def as_deep(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='PCM_24')
+def as_extensible(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='PCM_16', format='WAVEX')
+def as_rf64(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='PCM_16', format='RF64')
+def as_flac(path): soundfile.write(path, soundfile.read(path)[0], 22050, format='FLAC')
+def as_mp3(path): soundfile.write(path, soundfile.read(path)[0], 22050, format='MP3')
+KINDS_OF_SOUND = [as_plain, as_float, as_stereo, as_fast, as_deep, as_extensible, as_rf64, as_flac, as_mp3]
+
+@pytest.fixture
+def sounds(mine):
+    "The corpus, each recording of another kind, whatever its name says."
+    rows = (mine / 'metadata.csv').read_text().splitlines()[:len(KINDS_OF_SOUND)]
+    (mine / 'metadata.csv').write_text('\n'.join(rows))
+    for kind, row in zip(KINDS_OF_SOUND, rows): kind(mine / 'wavs' / f'{row.split("|")[0]}.wav')
+    return mine
+
+def test_runtime_mode_keeps_only_what_tensorflow_reads(sounds, small, tokenizer, tmp_path):
+    config = small.replace(data={'preprocessing_mode': 'runtime', 'min_seconds': 0.1})
+    report = prepare(sounds, tmp_path / 'out', config, Fake(), tokenizer, shard_clips=4)
+    cache = Cache(tmp_path / 'out')
+    assert report['mode'] == cache.manifest['mode'] == 'runtime' and len(cache) == len(KINDS_OF_SOUND), report['dropped']
+    assert cache.wav_path(0) == sounds / 'wavs' / 'low-0.wav' and ['wav' in row for row in cache.clips] == [False] + [True] * 8
+    for i, row in enumerate(cache.clips):
+        wav, rate = tf.audio.decode_wav(tf.io.read_file(str(cache.wav_path(i))))
+        original = load_audio(sounds / row['path'])
+        assert int(rate) == 22050 and wav.shape == (cache.samples[i], 1) and np.abs(wav[:, 0] - original).max() < 4e-5
+        assert cache.codes_length[i] == -(-len(original) // 1024) and cache.mel_length[i] == 1 + len(original) // 256
+        assert tokenizer.decode(cache.array('text', i)) == '[en]' + row['text']
+    with pytest.raises(UserError, match='holds no codes; prepare it with .* precompute'): cache.array('codes', 0)
+
+def test_runtime_and_precomputed_caches_agree_on_lengths(corpus, small, tokenizer, straight, tmp_path):
+    prepare(corpus, tmp_path / 'out', small.replace(data={'preprocessing_mode': 'runtime'}), Fake(), tokenizer)
+    one, two = Cache(straight), Cache(tmp_path / 'out')
+    for name in ('samples', 'codes_length', 'text_length', 'mel_length'):
+        assert np.array_equal(getattr(one, name), getattr(two, name))
+    assert not (tmp_path / 'out' / 'audio').exists() and one.manifest['key'] != two.manifest['key']
+    assert all(one.wav_path(i) == two.wav_path(i) for i in range(14))
+
+def test_a_damaged_recording_of_the_cache_is_found_and_mended(sounds, small, tokenizer, tmp_path):
+    config = small.replace(data={'preprocessing_mode': 'runtime', 'min_seconds': 0.1})
+    prepare(sounds, tmp_path / 'out', config, Fake(), tokenizer, shard_clips=4)
+    whole, (one, two, *_) = tree(tmp_path / 'out'), sorted((tmp_path / 'out' / 'audio').iterdir())
+    one.write_bytes(one.read_bytes()[:-1] + b'\x7f')
+    two.unlink()
+    (tmp_path / 'out' / 'audio' / 'orphan.wav').write_bytes(b'')
+    result = verify_and_fix_cache(tmp_path / 'out')
+    assert {(p['file'], p['clip']) for p in result['problems']} == {
+        ('audio/00000-00001.wav', 'low-1'), ('audio/00000-00002.wav', 'low-2'), ('audio/orphan.wav', '')}
+    result = verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)
+    assert result['fixed'] == 3 and result['failed'] == 0 and tree(tmp_path / 'out') == whole
+
+@pytest.mark.parametrize('change, mode', [({}, 'precompute'), ({'max_cache_gb': 2e-6}, 'runtime'),
+                                          ({'max_cache_gb': 3e-4}, 'precompute'),
+                                          ({'preprocessing_mode': 'runtime'}, 'runtime'),
+                                          ({'preprocessing_mode': 'precompute', 'max_cache_gb': 1e-9}, 'precompute')])
+def test_the_mode_follows_the_settings_and_the_size(corpus, small, straight, change, mode):
+    clips = read_corpus(corpus)[0]
+    assert choose_mode(clips, small.replace(data=change)) == mode
+    if change.get('max_cache_gb') == 3e-4: assert Cache(straight).mel.nbytes + Cache(straight).codes.nbytes < 3e5
+
+def test_runtime_caches_can_be_merged(sounds, small, tokenizer, tmp_path):
+    config = small.replace(data={'preprocessing_mode': 'runtime', 'min_seconds': 0.1})
+    for i in (1, 2): prepare(sounds, tmp_path / str(i), config, Fake(), tokenizer, shard_clips=3, part=(i, 2))
+    prepare(sounds, tmp_path / 'whole', config, Fake(), tokenizer, shard_clips=3)
+    merge_caches([tmp_path / '1', tmp_path / '2'], tmp_path / 'merged')
+    assert tree(tmp_path / 'merged') == tree(tmp_path / 'whole')
+
+
+# --- mending -------------------------------------------------------------------------------------------------------
+
+def flip(path, place, bit=0):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.unlink()   # it may be linked
+    path.write_bytes(data)
+
+FIXABLE = ['clips.jsonl', 'index.safetensors', 'report.json', 'report.txt', 'shard-00000.safetensors', 'shard-00002.safetensors']
+
+@pytest.mark.parametrize('how', ['flipped', 'cut off', 'missing'])
+def test_what_follows_from_the_corpus_is_mended(copy, straight, how):
+    for name in FIXABLE:
+        path = copy / name
+        if how == 'flipped': flip(path, path.stat().st_size // 2)
+        elif how == 'cut off': path.write_bytes(path.read_bytes()[:40])
+        else: path.unlink()
+        result = verify_and_fix_cache(copy, fix=True, load=load)
+        assert result['bad'] == result['fixed'] == 1 and result['failed'] == 0, (name, result)
+        assert tree(copy) == tree(straight)
+
+def test_all_of_it_at_once(copy, straight):
+    for name in FIXABLE[1:]: flip(copy / name, (copy / name).stat().st_size // 2)
+    result = verify_and_fix_cache(copy, fix=True, load=load)
+    assert result['bad'] == result['fixed'] == 5 and tree(copy) == tree(straight)
+
+def test_only_the_damaged_record_is_encoded(copy, straight, calls):
+    shard = copy / 'shard-00001.safetensors'
+    flip(shard, shard.read_bytes().index(Cache(straight).array('mel', 7).tobytes()) + 5)
+    result = verify_and_fix_cache(copy)
+    assert [(p['file'], p['clip'], p['problem'], p['fixed']) for p in result['problems']] == [
+        ('shard-00001.safetensors', 'high-0', 'is not what was written', False)]
+    assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1
+    assert calls == {'codes': 1, 'mel': 1} and tree(copy) == tree(straight)
+
+@pytest.mark.parametrize('kind, words', [('gone', 'the file is missing'), ('another', 'has changed since'),
+                                         ('no DVAE', 'load=load_dvae')])
+def test_what_cannot_be_mended_says_why(mine, small, tokenizer, tmp_path, kind, words):
+    prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
+    shard = tmp_path / 'out' / 'shard-00000.safetensors'
+    flip(shard, shard.read_bytes().index(Cache(tmp_path / 'out').array('mel', 1).tobytes()) + 5)
+    before = shard.read_bytes()
+    if kind == 'gone': (mine / 'wavs' / 'low-1.wav').unlink()
+    if kind == 'another': save_audio(mine / 'wavs' / 'low-1.wav', synthetic_voice(0.9))
+    result = verify_and_fix_cache(tmp_path / 'out', fix=True, load=None if kind == 'no DVAE' else load)
+    assert (result['bad'], result['fixed'], result['failed']) == (1, 0, 1) and words in result['problems'][0]['reason']
+    assert shard.read_bytes() == before
+
+def test_a_corpus_that_was_moved(mine, small, tokenizer, tmp_path):
+    prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
+    whole = tree(tmp_path / 'out')
+    (tmp_path / 'out' / 'shard-00001.safetensors').unlink()
+    mine.rename(tmp_path / 'there')
+    assert verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)['failed'] == 1
+    assert verify_and_fix_cache(tmp_path / 'out', fix=True, source=tmp_path / 'there', load=load)['fixed'] == 1
+    assert tree(tmp_path / 'out') == whole
+
+@pytest.mark.parametrize('name', ['dvae.safetensors', 'config.yaml', 'manifest.json'])
+def test_what_the_corpus_does_not_hold_is_a_failure(copy, name):
+    flip(copy / name, 200)
+    result = verify_and_fix_cache(copy, fix=True, load=load)
+    assert result['failed'] == result['bad'] == 1 and result['problems'][0]['file'] == name and result['problems'][0]['reason']
+
+@pytest.mark.parametrize('learned', [True, False])
+def test_a_tokenizer_is_learned_again_if_it_was_learned_here(corpus, small, tmp_path, learned):
+    prepare(corpus, tmp_path / 'out', small, Fake(), None if learned else train_tokenizer(['abcdefgh'], ['en'], 40))
+    whole = tree(tmp_path / 'out')
+    flip(tmp_path / 'out' / 'tokenizer.json', 200)
+    result = verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)
+    if learned: assert result['fixed'] == 1 and tree(tmp_path / 'out') == whole
+    else: assert result['failed'] == 1 and 'was not learned from' in result['problems'][0]['reason']
+
+def test_leftovers_go_and_what_is_not_ours_stays(copy, straight):
+    (copy / 'shard-00009.safetensors').write_bytes(b'old'); (copy / 'index.safetensors.123.part').write_bytes(b'half')
+    (copy / 'thesis.txt').write_text('mine')
+    result = verify_and_fix_cache(copy, fix=True, load=load)
+    assert (result['bad'], result['fixed'], result['failed']) == (3, 2, 1)
+    assert tree(copy) == tree(straight) | {'thesis.txt': b'mine'}
+    assert next(p for p in result['problems'] if not p['fixed'])['reason'].startswith('thesis.txt: is not ours')
+
+def test_another_version_makes_it_stale(copy, monkeypatch):
+    monkeypatch.setattr(cache_module, 'FEATURES', 99)
+    result = verify_and_fix_cache(copy)
+    assert [p['problem'] for p in result['problems']] == [f'the {kind} are stale' for kind in ('codes', 'text', 'mel')]
+
+def test_a_repair_on_another_processor_is_accepted_where_only_roundings_differ(copy, straight, monkeypatch):
+    key, shard, real = Cache(straight).manifest['key'], copy / 'shard-00001.safetensors', ClipEncoder.mel
+    monkeypatch.setattr(ClipEncoder, 'mel', lambda self, wav: real(self, wav) * 1.001)
+    flip(shard, shard.read_bytes().index(Cache(straight).array('mel', 7).tobytes()) + 5)
+    assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1 and Cache(copy).manifest['key'] == key
+    assert np.allclose(Cache(copy).array('mel', 7), Cache(straight).array('mel', 7), rtol=2e-3)
+    assert not np.array_equal(Cache(copy).array('mel', 7), Cache(straight).array('mel', 7))

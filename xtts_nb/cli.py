@@ -217,7 +217,7 @@ def verify(
         from xtts_nb.prepare import verify_and_fix_cache
         with _progress() as tell: result = verify_and_fix_cache(cache, fix, source, load_dvae, _stage(tell, 'verify the clips'))
         end = lambda p: ', mended' if p['fixed'] else f'; {p["reason"]}' if 'reason' in p else ''
-        said = [f'{p["file"]} {p["clip"]}: {p["problem"]}{end(p)}' for p in result['problems']]
+        said = [f'{" ".join(filter(None, (p["file"], p["clip"])))}: {p["problem"]}{end(p)}' for p in result['problems']]
         show(result, '\n'.join([*said, *(f'{name:8}{result[name]}' for name in ('checked', 'bad', 'fixed', 'failed'))]))
     return 1 if result['bad'] > result['fixed'] else 0
 

@@ -118,7 +118,7 @@ def is_plain(
 ) -> bool:
     "Whether TensorFlow's decoder reads the very same samples."
     try: sound, rate = tf.audio.decode_wav(tf.io.read_file(str(path)))
-    except tf.errors.OpError: return False
+    except (tf.errors.OpError, UnicodeDecodeError): return False   # its complaint may quote bytes that are no text
     return int(rate) == sample_rate and sound.shape[-1] == 1 and np.array_equal(sound[:, 0], wav)
 
 def choose_mode(clips: list[Clip], config: XTTSConfig, sample: int = 200) -> str:
@@ -467,10 +467,10 @@ def check_part(
     (i, n), shards = part, -(-clips // shard_clips)
     if not 1 <= i <= n: raise UserError(f'--shard {i}/{n}: give I/N with I from 1 to N.')
     if n == 1: return
-    if n > shards: raise UserError(f'--shard {i}/{n}: {clips} clips make {shards} shards; make {shards} parts at most.')
     if not shared:
         raise UserError(f'--shard {i}/{n}: all parts must share one DVAE and one tokenizer; learn them once, by xtts-nb prepare '
                         'on a sample of the corpus, and give its folder with --dvae.')
+    if n > shards: raise UserError(f'--shard {i}/{n}: {clips} clips make {shards} shards; make {shards} parts at most.')
 
 def _counter(progress: Callable | None, total: int) -> Callable:
     "A function that counts clips and tells how far it is."
