@@ -124,7 +124,8 @@ def test_verify_finds_and_mends(corpus, prepared, tmp_path, capfd):
     whole = tree(out)
     capfd.readouterr()
     assert main('verify', out, '--json') == 0
-    assert json.loads(capfd.readouterr().out) == {'checked': 23, 'bad': 0, 'fixed': 0, 'failed': 0, 'problems': []}
+    clean = json.loads(capfd.readouterr().out)
+    assert clean.pop('checked') > 14 and clean == {'bad': 0, 'fixed': 0, 'failed': 0, 'problems': []}
     data = bytearray((out / 'shard-00000.safetensors').read_bytes())
     data[len(data) // 2] ^= 1
     (out / 'shard-00000.safetensors').write_bytes(data)

@@ -136,7 +136,8 @@ from xtts_nb.files import atomic_folder, write_json
 from xtts_nb.weights import save_weights
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-folder, row = Path(sys.argv[1]), {'codes': np.ones(9000), 'text': np.ones(9000), 'mel': np.ones((90, 80))} | dict.fromkeys(COLUMNS, 1)
+folder = Path(sys.argv[1])
+row = {'codes': np.ones(9000), 'text': np.ones(9000), 'mel': np.ones((90, 80))} | dict.fromkeys(COLUMNS, 1)
 def shard():
     with atomic_folder(folder / 'shards') as part: write_shard(part / 'shard', [row] * 9)
 writers = {'json': lambda: write_json(folder / 'json', ['x' * 100] * 3000),
@@ -201,5 +202,7 @@ def test_what_a_killed_writer_left_is_undone(tmp_path, moment):
     old.mkdir(); (old / 'a').write_text('old')
     others = tmp_path / f'out.{os.getppid()}.part'   # of a process that lives
     others.mkdir()
-    with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True) as part: (part / 'b').write_text('1'); raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True) as part:
+        (part / 'b').write_text('1')
+        raise KeyboardInterrupt
     assert tree(out) == {'a': b'old'} and others.is_dir() and len(list(tmp_path.iterdir())) == 2

@@ -170,8 +170,7 @@ def digest(*parts: bytes) -> int:
 
 def record_check(record: dict) -> int:
     "The digest of a record's arrays and numbers."
-    arrays = [np.asarray(record[kind], dtype).tobytes() for kind, dtype in KINDS.items()]
-    return digest(*arrays, *(int(record[name]).to_bytes(8, 'little') for name in COLUMNS if name != 'check'))
+    return digest(*(np.asarray(record[name], dtype).tobytes() for name, dtype in (KINDS | COLUMNS).items() if name != 'check'))
 
 # %% ../nbs/08_cache.ipynb #a63746f9
 def write_shard(
@@ -412,7 +411,7 @@ def load_shard(path: Path) -> dict:
     try: shard = safetensors.numpy.load(path.read_bytes())
     except (safetensors.SafetensorError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f'is not readable ({e})') from None
-    for name, dtype in {**KINDS, **COLUMNS}.items():
+    for name, dtype in (KINDS | COLUMNS).items():
         if name not in shard: raise ValueError(f'lacks {name}')
         if shard[name].dtype != dtype: raise ValueError(f'{name} is {shard[name].dtype} instead of {np.dtype(dtype)}')
         if shard[name].ndim != (2 if name == 'mel' else 1): raise ValueError(f'{name} has {shard[name].ndim} dimensions')

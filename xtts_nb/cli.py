@@ -213,9 +213,8 @@ def verify(
     "Look at every byte of a cache; exit code 1 if something is wrong and was not mended."
     with _result(json_) as show:
         if fix: _start()
-        from xtts_nb.dvae import load_dvae
-        from xtts_nb.prepare import verify_and_fix_cache
-        with _progress() as tell: result = verify_and_fix_cache(cache, fix, source, load_dvae, _stage(tell, 'verify the clips'))
+        from xtts_nb.repair import verify_and_fix_cache
+        with _progress() as tell: result = verify_and_fix_cache(cache, fix, source, progress=_stage(tell, 'verify the clips'))
         end = lambda p: ', mended' if p['fixed'] else f'; {p["reason"]}' if 'reason' in p else ''
         said = [f'{" ".join(filter(None, (p["file"], p["clip"])))}: {p["problem"]}{end(p)}' for p in result['problems']]
         show(result, '\n'.join([*said, *(f'{name:8}{result[name]}' for name in ('checked', 'bad', 'fixed', 'failed'))]))
