@@ -72,10 +72,52 @@ def stats(dvae) -> np.ndarray:
 @pytest.fixture(scope='session')
 def prepared(corpus, small, dvae, tmp_path_factory):
     "The corpus as a cache; to be read only."
-    from xtts_nb.cache import Cache, prepare
+    from xtts_nb.cache import Cache
+    from xtts_nb.prepare import prepare
     out = tmp_path_factory.mktemp('prepared') / 'cache'
     prepare(corpus, out, small, dvae, shard_clips=5)
     return Cache(out)
+
+
+@pytest.fixture
+def mine(corpus, tmp_path):
+    "The corpus, to be changed."
+    import shutil
+    shutil.copytree(corpus, tmp_path / 'mine')
+    return tmp_path / 'mine'
+
+
+@pytest.fixture(scope='session')
+def tokenizer(corpus):
+    "Learned from the corpus."
+    from xtts_nb.corpora import read_corpus
+    from xtts_nb.text import train_tokenizer
+    clips = read_corpus(corpus)[0]
+    return train_tokenizer([c.text for c in clips], ['en'], 48)
+
+
+@pytest.fixture(scope='session')
+def straight(corpus, small, tokenizer, tmp_path_factory):
+    "The corpus in three shards, with a DVAE that needs no weights; to be read only."
+    from fake_dvae import Fake
+    from xtts_nb.prepare import prepare
+    out = tmp_path_factory.mktemp('straight') / 'out'
+    prepare(corpus, out, small, Fake(), tokenizer, shard_clips=5)
+    return out
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    "Counts what is encoded."
+    from xtts_nb.prepare import ClipEncoder
+    counts = {'codes': 0, 'mel': 0}
+    for name in counts:
+        real = getattr(ClipEncoder, name)
+        def counted(self, wav, name=name, real=real):
+            counts[name] += 1
+            return real(self, wav)
+        monkeypatch.setattr(ClipEncoder, name, counted)
+    return counts
 
 
 @pytest.fixture(scope='session')

@@ -19,8 +19,9 @@ from xtts_nb.audio import load_audio
 from xtts_nb.cache import Cache
 from xtts_nb.config import XTTSConfig
 
-COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['train'], ['say'], ['monitor'], ['bench'], ['bench', 'data'],
-            ['bench', 'train'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'], ['grow'], ['parity']]
+COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['monitor'], ['bench'],
+            ['bench', 'data'], ['bench', 'train'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'], ['grow'],
+            ['parity']]
 
 
 @pytest.fixture(scope='session')
@@ -106,10 +107,53 @@ def test_prepare(session, corpus, mini):
     done = session['prepare']
     assert done.code == 0, done.err
     report = json.loads((session['home'] / 'the cache' / 'report.json').read_text(encoding='utf-8'))
-    assert done.json == report | {'cache': 'the cache'} and done.json['clips'] == 14 and done.json['dropped'] == []
+    made = {'codes': 14, 'text': 14, 'mel': 14}
+    assert done.json == report | {'cache': 'the cache', 'mode': 'precompute', 'made': made} and done.json['dropped'] == []
     assert 'my corpus/metadata.csv: read as ljspeech' in done.err
     assert (session['home'] / 'the cache' / 'report.html').read_text(encoding='utf-8').startswith('<!doctype html>')
     assert XTTSConfig.load(session['home'] / 'the cache' / 'config.yaml') == mini
+
+def test_prepare_in_parts_with_workers_and_merge(corpus, prepared, tmp_path):
+    "The commands; what they give is what one run gives."
+    given = ['prepare', corpus, '--dvae', prepared.folder]
+    assert xtts_nb(*given, '--out', tmp_path / 'a', '--workers', '1').code == 0
+    assert main(*given, '--out', tmp_path / 'b', '--shard', '1/1', '--workers', '0') == 0
+    assert main('merge', tmp_path / 'b', '--out', tmp_path / 'c') == 0
+    assert tree(tmp_path / 'a') == tree(tmp_path / 'b') == tree(tmp_path / 'c')
+
+def test_verify_finds_and_mends(corpus, prepared, tmp_path, capfd):
+    out = tmp_path / 'out'
+    assert main('prepare', corpus, '--dvae', prepared.folder, '--out', out) == 0
+    whole = tree(out)
+    capfd.readouterr()
+    assert main('verify', out, '--json') == 0
+    clean = json.loads(capfd.readouterr().out)
+    assert clean.pop('checked') > 14 and clean == {'bad': 0, 'fixed': 0, 'failed': 0, 'problems': []}
+    data = bytearray((out / 'shard-00000.safetensors').read_bytes())
+    data[len(data) // 2] ^= 1
+    (out / 'shard-00000.safetensors').write_bytes(data)
+    assert main('verify', out, '--json') == 1
+    assert json.loads(capfd.readouterr().out)['bad'] == 1
+    assert main('verify', out, '--fix', '--json') == 0
+    result = json.loads(capfd.readouterr().out)
+    assert (result['bad'], result['fixed'], result['failed']) == (1, 1, 0) and tree(out) == whole
+    (out / 'dvae.safetensors').unlink()
+    assert main('verify', out, '--fix') == 1
+    assert 'dvae.safetensors: is missing' in capfd.readouterr().out
+
+def test_a_dvae_that_was_learned_survives_a_kill(corpus, settings, tmp_path):
+    "It is found in the folder of unfinished work, and is not learned again."
+    from xtts_nb import dvae
+    here = ['prepare', corpus, '--out', tmp_path / 'out', '--config', settings]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('xtts_nb.prepare.prepare', lambda *args, **more: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(*here) == 130
+    (learned,) = (tmp_path / 'out.work').glob('learned-*')
+    weights = learned.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dvae, 'train_dvae', lambda *args, **more: pytest.fail('learned again'))
+        assert main(*here) == 0
+    assert (tmp_path / 'out' / 'dvae.safetensors').read_bytes() == weights and not (tmp_path / 'out.work').exists()
 
 def test_train_takes_the_settings_of_the_cache(session, mini):
     done, run = session['train'], session['home'] / 'runs' / 'train-1'
@@ -207,6 +251,10 @@ BAD = {   # rows of the corpus; arguments; what the sentence names
                        ['corpus', 'not laid out as vctk']),
     'no such language': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--language', 'English'], ['"English"', 'zh-cn']),
     'no such preset': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--preset', 'huge'], ['huge', 'tiny']),
+    'verify: no cache': ([], ['verify', 'empty'], ['empty', 'holds no cache', 'xtts-nb prepare']),
+    'merge: no cache': ([], ['merge', 'empty', '--out', 'out'], ['empty', 'holds no cache']),
+    'half of a shard': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--shard', 'one'], ['one', 'I/N']),
+    'shard without DVAE': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--shard', '1/2'], ['1/2', '--dvae']),
     'no DVAE': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--dvae', 'empty'], ['empty', 'config.yaml']),
     'train: nothing given': ([], ['train'], ['--data', 'xtts-nb prepare']),
     'train: no run, no cache': ([], ['train', '--run', 'no-run'], ['no-run', '--data']),

@@ -8,9 +8,10 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.audio import save_audio, synthetic_voice
-from xtts_nb.cache import Cache, prepare
+from xtts_nb.cache import Cache
 from xtts_nb.config import DataConfig, UserError
 from xtts_nb.data import BatchPlan, OnlineLoader, bucket_bounds, cached_batches, check_equal, check_native, online_batches
+from xtts_nb.prepare import prepare
 
 
 # --- buckets -------------------------------------------------------------------------------------------------------

@@ -130,15 +130,16 @@ import resource, signal, sys
 from pathlib import Path
 import numpy as np
 from xtts_nb.audio import save_audio
-from xtts_nb.cache import _write_shard
+from xtts_nb.cache import COLUMNS, write_shard
 from xtts_nb.config import UserError
 from xtts_nb.files import atomic_folder, write_json
 from xtts_nb.weights import save_weights
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-folder, row = Path(sys.argv[1]), {'codes': np.ones(9000), 'text': np.ones(9000), 'mel': np.ones((90, 80))}
+folder = Path(sys.argv[1])
+row = {'codes': np.ones(9000), 'text': np.ones(9000), 'mel': np.ones((90, 80))} | dict.fromkeys(COLUMNS, 1)
 def shard():
-    with atomic_folder(folder / 'shards') as part: _write_shard(part / 'shard', [row] * 9)
+    with atomic_folder(folder / 'shards') as part: write_shard(part / 'shard', [row] * 9)
 writers = {'json': lambda: write_json(folder / 'json', ['x' * 100] * 3000),
            'wav': lambda: save_audio(folder / 'wav', np.ones(100_000)),
            'weights': lambda: save_weights(folder / 'weights', {'a': np.ones(50_000)}), 'shards': shard}
@@ -190,3 +191,18 @@ def test_a_fingerprint_changes_with_every_part():
     assert len(set(prints)) == len(prints) and all(len(p) == 16 for p in prints)
     assert fingerprint({'a': 1, 'b': 2}) == fingerprint({'b': 2, 'a': 1})
     assert fingerprint(np.arange(3).tobytes()) == fingerprint(np.arange(3).tobytes())
+
+
+@pytest.mark.parametrize('moment', ['filling', 'between the renames'])
+def test_what_a_killed_writer_left_is_undone(tmp_path, moment):
+    out, gone = tmp_path / 'out', subprocess.Popen([sys.executable, '-c', ''])
+    gone.wait()
+    (tmp_path / f'out.{gone.pid}.part').mkdir()
+    old = out if moment == 'filling' else tmp_path / f'out.{gone.pid}.old'
+    old.mkdir(); (old / 'a').write_text('old')
+    others = tmp_path / f'out.{os.getppid()}.part'   # of a process that lives
+    others.mkdir()
+    with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True) as part:
+        (part / 'b').write_text('1')
+        raise KeyboardInterrupt
+    assert tree(out) == {'a': b'old'} and others.is_dir() and len(list(tmp_path.iterdir())) == 2

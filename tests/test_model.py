@@ -115,7 +115,8 @@ def test_loaded_to_compute_in_any_precision(xtts, saved, batch, kind):
     loaded = XTTS.load(saved, dtype=kind)
     assert loaded.gpt.compute_dtype == kind and loaded.config == xtts.config
     assert all(np.array_equal(v, xtts.weights[k]) and v.dtype == 'float32' for k, v in loaded.weights.items())
-    codes = generate(loaded.gpt, batch['text'][:1], batch['text_length'][:1], loaded.gpt.conditioning(batch['reference'][:1]), 8, temperature=0)[0]
+    prompt = loaded.gpt.conditioning(batch['reference'][:1])
+    codes = generate(loaded.gpt, batch['text'][:1], batch['text_length'][:1], prompt, 8, temperature=0)[0]
     assert codes.shape == (1, 8)
     loaded.save(saved.parent / 'again')
     assert (saved.parent / 'again/model.safetensors').read_bytes() == (saved / 'model.safetensors').read_bytes()

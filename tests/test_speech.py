@@ -4,9 +4,10 @@ import json
 import pytest
 
 from process import xtts_nb
-from xtts_nb.cache import Cache, prepare
+from xtts_nb.cache import Cache
 from xtts_nb.config import XTTSConfig
 from xtts_nb.dvae import DVAE
+from xtts_nb.prepare import prepare
 from xtts_nb.trainer import new_run
 
 

@@ -15,11 +15,12 @@ import tensorflow as tf
 
 from process import COMMAND, environment, tree, xtts_nb
 from xtts_nb import checkpoint, trainer as trainer_page
-from xtts_nb.cache import Cache, prepare
+from xtts_nb.cache import Cache
 from xtts_nb.checkpoint import checkpoints
 from xtts_nb.config import TrainingConfig, UserError
 from xtts_nb.data import BatchPlan, cached_batches
 from xtts_nb.dvae import DVAE
+from xtts_nb.prepare import prepare
 from xtts_nb.trainer import (MODES, Trainer, check_modes_agree, compile_step, learning_rate, make_optimizer, mode_line, new_run,
                              resume_run, step_before_after, step_modes, trace_count)
 

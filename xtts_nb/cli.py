@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Settings', 'Corpus', 'Rounds', 'main', 'demo',
-           'download', 'prepare', 'train', 'say', 'monitor', 'bench_data', 'bench_train', 'convert_from_coqui',
-           'convert_to_coqui', 'grow', 'parity_']
+           'download', 'prepare', 'merge', 'verify', 'train', 'say', 'monitor', 'bench_data', 'bench_train',
+           'convert_from_coqui', 'convert_to_coqui', 'grow', 'parity_']
 
 # %% ../nbs/60_cli.ipynb #0a52b53b
 import json
@@ -170,39 +170,87 @@ def download(
             raise
         show(result, download_text(source, result))
 
-# %% ../nbs/60_cli.ipynb #0b3c5526
+# %% ../nbs/60_cli.ipynb #aa737b44
 @app.command()
 def prepare(
     corpus: Annotated[Path, typer.Argument(help='Folder of a corpus, or its metadata file.')],
-    out: Annotated[Path, typer.Option(help='Folder of the cache; an older cache there is replaced.')],
+    out: Annotated[Path, typer.Option(help='Folder of the cache; of an older cache there is kept what still fits.')],
     dvae: Annotated[Path | None, typer.Option(help='Run or cache whose DVAE and tokenizer to use; default: learn both.')] = None,
     preset: Preset = 'tiny',
     config: Settings = None,
     language: Annotated[str, typer.Option(help='Language of rows that name none.')] = 'en',
     layout: Annotated[str | None, typer.Option(
         help='jsonl, table, ljspeech, commonvoice, vctk or libritts; default: by its look.')] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help='Processes; default: one per core, if that pays.')] = None,
+    shard: Annotated[str, typer.Option(metavar='I/N', help='Make one of N parts, to be joined by merge.')] = '1/1',
     json_: Json = False,
 ):
     "Decode, transform and encode a corpus once, so that training only reads."
     with _result(json_) as show:
-        settings = _settings(preset, config, dvae)
+        settings, part = _settings(preset, config, dvae), _part(shard)
         _start()
         from xtts_nb import cache
+        from xtts_nb import prepare as making
         from xtts_nb.corpora import check_dropped, layout_line, read_corpus
+        from xtts_nb.dvae import load_dvae
         from xtts_nb.recordings import report_text
         from xtts_nb.report import corpus_page
         print(layout_line(corpus, layout), file=sys.stderr)
         clips, dropped = read_corpus(corpus, language, layout)
         check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
         cache.check_cache_folder(out)
-        with _progress() as tell:
-            encoder, tokenizer = _encoder(clips, settings, dvae, tell)
-            report = cache.prepare(corpus, out, settings, encoder, tokenizer, language, layout=layout,
-                                   page=corpus_page, progress=_stage(tell, 'encode the clips'))
-        text = report_text(report, most=20) + f'All of it: {out}/report.html\n{out} is ready: xtts-nb train --data {out}'
+        making.check_part(part, dvae is not None, len(clips))
+        if workers is None: workers = making.default_workers(len(clips) // part[1])
+        with making.work_folder(out) as work, _progress() as tell:
+            encoder, tokenizer = _encoder(clips, settings, dvae, tell, work)
+            stage = _stage(tell, 'encode the clips')
+            report = making.prepare(corpus, out, settings, encoder, tokenizer, language, progress=stage, workers=workers,
+                                    load=load_dvae, part=part, layout=layout, page=corpus_page)
+        ready = f'ready: xtts-nb train --data {out}' if part[1] == 1 else f'shard {shard}; xtts-nb merge joins them.'
+        text = report_text(report, most=20) + f'All of it: {out}/report.html\n{out} is {ready}'
         show(report | {'cache': str(out)}, text)
 
-# %% ../nbs/60_cli.ipynb #95bc5552
+# %% ../nbs/60_cli.ipynb #95e5c2c2
+def _part(shard: str) -> tuple[int, int]:
+    "(I, N) of `I/N`."
+    from xtts_nb.config import UserError
+    i, _, n = shard.partition('/')
+    if not (i.isdecimal() and n.isdecimal()): raise UserError(f'--shard {shard}: give I/N, such as 2/4.')
+    return int(i), int(n)
+
+# %% ../nbs/60_cli.ipynb #08a825e1
+@app.command()
+def merge(
+    parts: Annotated[list[Path], typer.Argument(help='Folders made by prepare --shard.')],
+    out: Annotated[Path, typer.Option(help='Folder of the cache; an older cache there is replaced.')],
+    json_: Json = False,
+):
+    "Join the parts that `prepare --shard` made into the cache that one machine would have made."
+    with _result(json_) as show:
+        from xtts_nb.prepare import merge_caches
+        from xtts_nb.recordings import report_text
+        from xtts_nb.report import corpus_page
+        report = merge_caches(parts, out, corpus_page)
+        show(report | {'cache': str(out)}, report_text(report, most=20) + f'{out} is ready: xtts-nb train --data {out}')
+
+@app.command()
+def verify(
+    cache: Annotated[Path, typer.Argument(help='Folder of a cache.')],
+    fix: Annotated[bool, typer.Option('--fix', help='Make damaged parts again from the corpus.')] = False,
+    source: Annotated[Path | None, typer.Option(help='The corpus, if it was moved.')] = None,
+    json_: Json = False,
+):
+    "Look at every byte of a cache; exit code 1 if something is wrong and was not mended."
+    with _result(json_) as show:
+        if fix: _start()
+        from xtts_nb.repair import verify_and_fix_cache
+        with _progress() as tell: result = verify_and_fix_cache(cache, fix, source, progress=_stage(tell, 'verify the clips'))
+        end = lambda p: ', mended' if p['fixed'] else f'; {p["reason"]}' if 'reason' in p else ''
+        said = [f'{" ".join(filter(None, (p["file"], p["clip"])))}: {p["problem"]}{end(p)}' for p in result['problems']]
+        show(result, '\n'.join([*said, *(f'{name:8}{result[name]}' for name in ('checked', 'bad', 'fixed', 'failed'))]))
+    return 1 if result['bad'] > result['fixed'] else 0
+
+# %% ../nbs/60_cli.ipynb #ddd6b2de
 def _settings(preset: str, config: Path | None, made: Path | None = None):
     "Settings from a file, else from what was made before, else from a preset."
     from xtts_nb.config import UserError, XTTSConfig
@@ -212,19 +260,24 @@ def _settings(preset: str, config: Path | None, made: Path | None = None):
         return XTTSConfig.load(made / 'config.yaml')
     return XTTSConfig.preset(preset)
 
-def _encoder(clips, settings, dvae: Path | None, tell):
-    "DVAE and tokenizer: those in `dvae`, or a DVAE trained on `clips` and no tokenizer yet."
-    from xtts_nb.cache import mel_sample
+def _encoder(clips, settings, dvae: Path | None, tell, work: Path):
+    "DVAE and tokenizer: those in `dvae`, or a DVAE trained on `clips`, kept in `work`, and no tokenizer yet."
     from xtts_nb.dvae import load_dvae, train_dvae
+    from xtts_nb.files import fingerprint
+    from xtts_nb.prepare import mel_sample
     from xtts_nb.text import Tokenizer
     if dvae:
         inside = (dvae / 'dvae.safetensors').is_file()
         path = dvae / ('dvae.safetensors' if inside else 'model.safetensors')
         return load_dvae(path, settings, prefix='' if inside else 'dvae/'), Tokenizer.load(dvae / 'tokenizer.json')
+    learned = work / f'learned-{fingerprint(settings.model_dump(), [str(c) for c in clips])}.safetensors'
+    if learned.is_file(): return load_dvae(learned, settings), None   # before a run was killed
     mels = mel_sample(clips, settings, progress=_stage(tell, 'read the clips'))
     tell('train the DVAE', 0, settings.training.dvae_steps, 'compiling')
     told = lambda done, total, loss: tell('train the DVAE', done, total, f'mel loss {loss:.3f}')
-    return train_dvae(mels, settings, progress=told)[0], None
+    trained = train_dvae(mels, settings, progress=told)[0]
+    trained.save(learned)
+    return trained, None
 
 # %% ../nbs/60_cli.ipynb #475a5490
 @app.command()
@@ -326,19 +379,20 @@ def monitor(
         show(summary, '\n'.join(summary_lines(summary)))
     if summary['interrupted']: raise KeyboardInterrupt
 
-# %% ../nbs/60_cli.ipynb #55903cbf
+# %% ../nbs/60_cli.ipynb #13f9f1b5
 @contextmanager
 def _prepared(corpus: Path, tell):
     "A cache of `corpus` in a temporary folder, with a DVAE of few updates: enough to measure with."
     import tempfile
-    from xtts_nb.cache import Cache, prepare
+    from xtts_nb.cache import Cache
     from xtts_nb.config import XTTSConfig
     from xtts_nb.corpora import check_dropped, read_corpus
+    from xtts_nb.prepare import prepare
     settings = XTTSConfig.tiny().replace(training={'dvae_steps': 200})
     clips, dropped = read_corpus(corpus)
     check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
     with tempfile.TemporaryDirectory() as folder:
-        encoder, _ = _encoder(clips, settings, None, tell)
+        encoder, _ = _encoder(clips, settings, None, tell, Path(folder))
         prepare(corpus, Path(folder) / 'cache', settings, encoder, progress=_stage(tell, 'encode the clips'))
         yield Cache(Path(folder) / 'cache')
 

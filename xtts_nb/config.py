@@ -117,7 +117,7 @@ class ModelConfig(Section):
     speaker: SpeakerConfig = SpeakerConfig()
     decoder: DecoderConfig = DecoderConfig()
 
-# %% ../nbs/00_config.ipynb #3eac74aa
+# %% ../nbs/00_config.ipynb #777488b3
 class DataConfig(Section):
     "What is read, and in which shapes."
     batch_size: Positive = 8             # B
@@ -129,6 +129,8 @@ class DataConfig(Section):
     num_workers: Positive = 2            # parallel calls in the input pipeline
     prefetch_buffer_size: Positive = 4   # batches ready ahead of the step
     max_drop_rate: float = Field(0.5, ge=0, le=1)   # more dropped clips than this is an error
+    preprocessing_mode: Literal['auto', 'precompute', 'runtime'] = 'auto'   # encode once, or at each step
+    max_cache_gb: float = Field(64., gt=0)   # auto: precompute where the arrays are not larger than this
     seed: int = Field(0, ge=0, lt=2**31)     # of the order of clips and of the crops
 
 # %% ../nbs/00_config.ipynb #c506da83

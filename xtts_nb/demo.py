@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from .audio import griffin_lim, load_audio, log_mel, save_audio
-from .cache import Cache, mel_function, mel_sample, prepare
+from .cache import Cache
 from .config import XTTSConfig
 from .corpora import read_corpus
 from .corpus import held_out_pairs, make_corpus
@@ -26,6 +26,7 @@ from .data import CacheReader, OnlineLoader, check_equal, comparison_plan, data_
 from .dvae import train_dvae
 from .files import atomic_file
 from .model import XTTS
+from .prepare import mel_function, mel_sample, prepare
 from .report import facts, heading, picture, player, plot_before_after, plot_losses, plot_mels, write_report
 from .sampler import Sampler, best_probe
 from .score import hits

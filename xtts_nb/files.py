@@ -7,6 +7,7 @@ __all__ = ['atomic_file', 'atomic_folder', 'append_line', 'write_json', 'read_js
 
 # %% ../nbs/01_files.ipynb #db2293af
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -51,6 +52,7 @@ def atomic_folder(
 ):                           # yields the folder to fill
     "Fill a folder whole or not at all; raises `UserError` where one stands already or the disk is full."
     path = Path(path)
+    _sweep(path)
     part, old = (path.with_name(f'{path.name}.{os.getpid()}.{end}') for end in ('part', 'old'))
     if path.exists() and not replace and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f'{path}: already holds something; choose another folder or remove it.')
@@ -63,6 +65,23 @@ def atomic_folder(
     finally:
         if old.exists() and not path.exists(): os.replace(old, path)
         for gone in (part, old): shutil.rmtree(gone, ignore_errors=True)
+
+# %% ../nbs/01_files.ipynb #85bcfafe
+def _sweep(path: Path):
+    "Undo what a killed writer of the folder `path` began."
+    for left in path.parent.glob(f'{glob.escape(path.name)}.*.*'):
+        number, end = left.name.removeprefix(f'{path.name}.').rsplit('.', 1)
+        if end not in ('part', 'old') or not number.isdigit() or _alive(int(number)): continue
+        if end == 'old' and not path.exists(): os.replace(left, path)
+        else: shutil.rmtree(left, ignore_errors=True)
+
+def _alive(process: int) -> bool:
+    "Whether another process has that number."
+    if process == os.getpid(): return False   # in a container each run may have the same
+    try: os.kill(process, 0)
+    except ProcessLookupError: return False
+    except PermissionError: pass   # of another user
+    return True
 
 # %% ../nbs/01_files.ipynb #b1eb8407
 def append_line(path: str | Path, line: str):

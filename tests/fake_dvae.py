@@ -1,0 +1,32 @@
+"A DVAE for tests of `prepare`: no weights to train, quick to start, and found again by the processes it is used in."
+import os
+import signal
+import time
+
+import numpy as np
+import safetensors.numpy
+import tensorflow as tf
+
+
+class Fake:
+    "Codes by loudness; another `gain` makes other codes, other `stats` other mels."
+    def __init__(self, gain=1., stats=5.): self.gain, self.mel_stats = gain, np.full(80, stats, np.float32)
+    def encode(self, mel): return tf.cast(tf.clip_by_value(tf.reduce_mean(mel, -1)[:, ::4] * -2 * self.gain, 0, 31), tf.int32)
+    def save(self, path): safetensors.numpy.save_file({'gain': np.float32([self.gain]), 'mel_stats': self.mel_stats}, path)
+
+class Slow(Fake):
+    "The same codes, a little later, so that there is a middle to be killed in."
+    def encode(self, mel):
+        wait = tf.numpy_function(lambda: (time.sleep(0.03), np.int32(0))[1], [], tf.int32)
+        with tf.control_dependencies([wait]): return tf.identity(super().encode(mel))
+
+
+def load(path, config, kind=Fake) -> Fake:
+    values = safetensors.numpy.load_file(path)
+    return kind(float(values['gain'][0]), float(values['mel_stats'][0]))
+
+def load_slow(path, config): return load(path, config, Slow)
+
+def load_and_fail(path, config): raise ValueError('these weights are odd')
+
+def load_and_die(path, config): os.kill(os.getpid(), signal.SIGKILL)

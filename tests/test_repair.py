@@ -1,0 +1,116 @@
+"Repair: what follows from the corpus comes back byte for byte, what does not says why, and nothing else is touched."
+import shutil
+
+import numpy as np
+import pytest
+
+from fake_dvae import Fake, load
+from process import tree
+from xtts_nb import cache as cache_module
+from xtts_nb.audio import save_audio, synthetic_voice
+from xtts_nb.cache import Cache
+from xtts_nb.prepare import ClipEncoder, prepare
+from xtts_nb.repair import verify_and_fix_cache
+from xtts_nb.text import train_tokenizer
+
+
+@pytest.fixture
+def copy(straight, tmp_path):
+    "A cache to be damaged."
+    shutil.copytree(straight, tmp_path / 'out')
+    return tmp_path / 'out'
+
+def flip(path, place, bit=0):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.unlink()   # it may be linked
+    path.write_bytes(data)
+
+FIXABLE = ['clips.jsonl', 'index.safetensors', 'report.json', 'report.txt', 'shard-00000.safetensors', 'shard-00002.safetensors']
+
+@pytest.mark.parametrize('how', ['flipped', 'cut off', 'missing'])
+def test_what_follows_from_the_corpus_is_mended(copy, straight, how):
+    for name in FIXABLE:
+        path = copy / name
+        if how == 'flipped': flip(path, path.stat().st_size // 2)
+        elif how == 'cut off': path.write_bytes(path.read_bytes()[:40])
+        else: path.unlink()
+        result = verify_and_fix_cache(copy, fix=True, load=load)
+        assert result['bad'] == result['fixed'] == 1 and result['failed'] == 0, (name, result)
+        assert tree(copy) == tree(straight)
+
+def test_all_of_it_at_once(copy, straight):
+    for name in FIXABLE[1:]: flip(copy / name, (copy / name).stat().st_size // 2)
+    result = verify_and_fix_cache(copy, fix=True, load=load)
+    assert result['bad'] == result['fixed'] == 5 and tree(copy) == tree(straight)
+
+def test_only_the_damaged_record_is_encoded(copy, straight, calls):
+    shard = copy / 'shard-00001.safetensors'
+    flip(shard, shard.read_bytes().index(Cache(straight).array('mel', 7).tobytes()) + 5)
+    result = verify_and_fix_cache(copy)
+    assert [(p['file'], p['clip'], p['problem'], p['fixed']) for p in result['problems']] == [
+        ('shard-00001.safetensors', 'high-0', 'is not what was written', False)]
+    assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1
+    assert calls == {'codes': 1, 'mel': 1} and tree(copy) == tree(straight)
+
+@pytest.mark.parametrize('kind, words', [('gone', 'the file is missing'), ('another', 'has changed since')])
+def test_what_cannot_be_mended_says_why(mine, small, tokenizer, tmp_path, kind, words):
+    prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
+    shard = tmp_path / 'out' / 'shard-00000.safetensors'
+    flip(shard, shard.read_bytes().index(Cache(tmp_path / 'out').array('mel', 1).tobytes()) + 5)
+    before = shard.read_bytes()
+    if kind == 'gone': (mine / 'wavs' / 'low-1.wav').unlink()
+    if kind == 'another': save_audio(mine / 'wavs' / 'low-1.wav', synthetic_voice(0.9))
+    result = verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)
+    assert (result['bad'], result['fixed'], result['failed']) == (1, 0, 1) and words in result['problems'][0]['reason']
+    assert shard.read_bytes() == before
+
+def test_a_corpus_that_was_moved(mine, small, tokenizer, tmp_path):
+    prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
+    whole = tree(tmp_path / 'out')
+    (tmp_path / 'out' / 'shard-00001.safetensors').unlink()
+    mine.rename(tmp_path / 'there')
+    assert verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)['failed'] == 1
+    assert verify_and_fix_cache(tmp_path / 'out', fix=True, source=tmp_path / 'there', load=load)['fixed'] == 1
+    assert tree(tmp_path / 'out') == whole
+
+@pytest.mark.parametrize('name', ['dvae.safetensors', 'config.yaml', 'manifest.json'])
+def test_what_the_corpus_does_not_hold_is_a_failure(copy, name):
+    flip(copy / name, 200)
+    result = verify_and_fix_cache(copy, fix=True, load=load)
+    assert result['failed'] == result['bad'] == 1 and result['problems'][0]['file'] == name and result['problems'][0]['reason']
+
+def test_a_lost_dvae_does_not_keep_the_rest_from_being_mended(copy):
+    (copy / 'dvae.safetensors').unlink(); (copy / 'index.safetensors').unlink()
+    result = verify_and_fix_cache(copy, fix=True, load=load)
+    assert {p['file']: p['fixed'] for p in result['problems']} == {'dvae.safetensors': False, 'index.safetensors': True}
+
+@pytest.mark.parametrize('learned', [True, False])
+def test_a_tokenizer_is_learned_again_if_it_was_learned_here(corpus, small, tmp_path, learned):
+    prepare(corpus, tmp_path / 'out', small, Fake(), None if learned else train_tokenizer(['abcdefgh'], ['en'], 40))
+    whole = tree(tmp_path / 'out')
+    flip(tmp_path / 'out' / 'tokenizer.json', 200)
+    result = verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)
+    if learned: assert result['fixed'] == 1 and tree(tmp_path / 'out') == whole
+    else: assert result['failed'] == 1 and 'was not learned from' in result['problems'][0]['reason']
+
+def test_leftovers_go_and_what_is_not_ours_stays(copy, straight):
+    (copy / 'shard-00009.safetensors').write_bytes(b'old'); (copy / 'index.safetensors.123.part').write_bytes(b'half')
+    (copy / 'thesis.txt').write_text('mine')
+    result = verify_and_fix_cache(copy, fix=True, load=load)
+    assert (result['bad'], result['fixed'], result['failed']) == (3, 2, 1)
+    assert tree(copy) == tree(straight) | {'thesis.txt': b'mine'}
+    assert next(p for p in result['problems'] if not p['fixed'])['reason'].startswith('thesis.txt: is not ours')
+
+def test_another_version_makes_it_stale(copy, monkeypatch):
+    monkeypatch.setattr(cache_module, 'FEATURES', 99)
+    result = verify_and_fix_cache(copy)
+    assert [p['problem'] for p in result['problems']] == [f'the {kind} are stale' for kind in ('codes', 'text', 'mel')]
+
+def test_a_repair_on_another_processor_is_accepted_where_only_roundings_differ(copy, straight, monkeypatch):
+    key, shard, real = Cache(straight).manifest['key'], copy / 'shard-00001.safetensors', ClipEncoder.mel
+    monkeypatch.setattr(ClipEncoder, 'mel', lambda self, wav: real(self, wav) * 1.001)
+    flip(shard, shard.read_bytes().index(Cache(straight).array('mel', 7).tobytes()) + 5)
+    assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1 and Cache(copy).manifest['key'] == key
+    assert np.allclose(Cache(copy).array('mel', 7), Cache(straight).array('mel', 7), rtol=2e-3)
+    assert not np.array_equal(Cache(copy).array('mel', 7), Cache(straight).array('mel', 7))
