@@ -19,7 +19,8 @@ from xtts_nb.audio import load_audio
 from xtts_nb.cache import Cache
 from xtts_nb.config import XTTSConfig
 
-COMMANDS = [[], ['demo'], ['prepare'], ['train'], ['say'], ['monitor'], ['bench'], ['bench', 'data'], ['bench', 'train']]
+COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['train'], ['say'], ['monitor'], ['bench'], ['bench', 'data'],
+            ['bench', 'train']]
 
 
 @pytest.fixture(scope='session')

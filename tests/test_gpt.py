@@ -121,8 +121,26 @@ def test_every_dropout_has_a_seed_of_its_own(gpt, inputs, monkeypatch):
     assert len(seen) == len(set(seen)) == 1 + 3 * len(gpt.blocks) and {rate for rate, *_ in seen} == {gpt.cfg.dropout}
 
 def test_without_dropout_the_seed_does_nothing(small, inputs):
-    net = GPT(small.replace(model={'gpt': {'dropout': 0.}}), START)
+    net = GPT(small.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}), START)
     assert np.array_equal(call(net, inputs, SEED)[1], call(net, inputs)[1])
+
+@pytest.mark.parametrize('share', [0.15, 0.6])
+def test_noise_replaces_its_share_of_codes_and_no_edge(share):
+    codes = np.random.default_rng(0).integers(0, 258, (8, 4000), dtype=np.int32)   # 256 is START, 257 STOP
+    noisy = gpt_module.noisy_codes(tf.constant(codes), share, 256, SEED).numpy()
+    assert np.array_equal(noisy[codes >= 256], codes[codes >= 256]) and noisy.min() == 0 and noisy.max() == 257
+    inner = codes < 256
+    assert np.mean(noisy[inner] != codes[inner]) == pytest.approx(share * 255 / 256, abs=0.01)
+    assert len(np.unique(noisy[inner & (noisy != codes)])) == 256
+    assert not np.array_equal(noisy, gpt_module.noisy_codes(tf.constant(codes), share, 256, tf.constant([1, 3])))
+
+def test_noise_is_for_training_alone(small, gpt, inputs):
+    net = GPT(small.replace(model={'gpt': {'code_noise': 0.5}}), gpt.text_start)
+    for a, b in zip(net.variables, gpt.variables): a.assign(b)
+    assert np.array_equal(call(net, inputs)[1], call(gpt, inputs)[1])
+
+def test_the_released_model_knows_no_noise():
+    assert XTTSConfig.xtts_v2().model.gpt.code_noise == 0 < XTTSConfig.tiny().model.gpt.code_noise
 
 def test_graph_equals_eager(gpt, inputs):
     fast = tf.function(lambda x, seed: gpt(**x, seed=seed))
@@ -155,7 +173,7 @@ def test_every_size_changes_the_weights(small, gpt, key, value):
     assert getattr(small.model.gpt, key) != value
     assert shapes(GPT(small.replace(model={'gpt': {key: value}}), START)) != shapes(gpt)
 
-@pytest.mark.parametrize('change', [{'heads': 4}, {'dropout': 0.5}])
+@pytest.mark.parametrize('change', [{'heads': 4}, {'dropout': 0.5}, {'code_noise': 0.5}])
 def test_what_no_shape_shows_changes_the_answer(small, gpt, inputs, change):
     net = GPT(small.replace(model={'gpt': change}), gpt.text_start)
     for a, b in zip(net.variables, gpt.variables): a.assign(b)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Settings', 'Corpus', 'Rounds', 'main', 'demo',
-           'prepare', 'train', 'say', 'monitor', 'bench_data', 'bench_train', 'convert_from_coqui', 'convert_to_coqui',
-           'parity_']
+           'download', 'prepare', 'train', 'say', 'monitor', 'bench_data', 'bench_train', 'convert_from_coqui',
+           'convert_to_coqui', 'parity_']
 
 # %% ../nbs/60_cli.ipynb #0a52b53b
 import json
@@ -146,6 +146,29 @@ def _demo_text(result: dict) -> str:
         f'{said["heldout_voice_hits"]} of {m} the right voice\n'
         f'(untrained: {said["untrained_heldout_sentence_hits"]} and {said["untrained_heldout_voice_hits"]}).',
         f'{result["seconds"] / 60:.1f} minutes. Listen and look: {result["report"]}'])
+
+# %% ../nbs/60_cli.ipynb #204845a4
+@app.command()
+def download(
+    name: Annotated[str | None, typer.Argument(help='What to fetch; without it, the list of what there is.')] = None,
+    out: Annotated[Path | None, typer.Option(help='Folder for it; default: NAME in the data folder.')] = None,
+    from_: Annotated[str | None, typer.Option('--from', help='Address of a mirror that holds the same files.')] = None,
+    accept_cpml: Annotated[bool, typer.Option('--accept-cpml', help='I have read and accept the licence of XTTS-v2.')] = False,
+    json_: Json = False,
+):
+    "Fetch the released model or an open corpus, checked to the last bit."
+    with _result(json_) as show:
+        from xtts_nb.config import workspace
+        from xtts_nb.download import download as fetch, download_text, find_source, source_rows, terms
+        if name is None: return show({'sources': source_rows()}, _table('xtts-nb download NAME', source_rows()))
+        source = find_source(name)
+        if source.terms and not accept_cpml: print(terms(source, from_), file=sys.stderr)
+        try:
+            with _progress() as tell: result = fetch(source, out or workspace().data / name, from_, accept_cpml, tell)
+        except KeyboardInterrupt:
+            print('What has come is kept: the same command goes on from there.', file=sys.stderr)
+            raise
+        show(result, download_text(source, result))
 
 # %% ../nbs/60_cli.ipynb #aa737b44
 @app.command()

@@ -76,6 +76,7 @@ class GPTConfig(Section):
     perceiver_heads: Positive = 8
     perceiver_head_dim: Positive = 64    # K of the perceiver
     dropout: float = Field(0.1, ge=0, lt=1)
+    code_noise: float = Field(0., ge=0, lt=1)   # share of input codes replaced by random ones in training
 
     @pydantic.model_validator(mode='after')
     def _heads_divide_width(self):
@@ -205,7 +206,7 @@ class XTTSConfig(Section):
                 dvae=DVAEConfig(hidden=96, codebook_dim=64, codes=256, resnet_blocks=1),
                 gpt=GPTConfig(layers=4, width=width, heads=width // 32, text_tokens=256, max_text_tokens=200,
                               max_audio_codes=256, prompt_latents=8, conditioning_layers=2, perceiver_layers=1,
-                              perceiver_heads=4, perceiver_head_dim=32),
+                              perceiver_heads=4, perceiver_head_dim=32, code_noise=0.15),
                 speaker=SpeakerConfig(filters=(8, 16, 16, 16), blocks=(1, 1, 1, 1), width=32),
                 decoder=DecoderConfig(channels=64)),
             data=DataConfig(batch_size=16, reference_frames=128, buckets=3),

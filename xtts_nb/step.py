@@ -137,8 +137,8 @@ def step_modes(
     text_start: int,
     modes: dict = MODES,     # {name: settings of the training section}
 ) -> dict:                   # {name: step}, each with its own model, all with the same first weights
-    "The training step in some modes, dropout off."
-    config, steps = config.replace(model={'gpt': {'dropout': 0.}}), {}
+    "The training step in some modes, without dropout and noise."
+    config, steps = config.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}), {}
     for name, settings in modes.items():
         training = config.replace(training=settings).training
         keras.utils.set_random_seed(training.seed)
