@@ -55,7 +55,7 @@ class Update:
             parts = token_losses(self.gpt, batch, seed)
             loss = total_loss(parts, self.training.text_loss_weight, counts)
             if self.scale: loss *= self.scale.factor
-        gradients = tape.gradient(loss, self.weights)
+        gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, self.weights)]   # embeddings' are lists of rows
         return gradients, {name: parts[name] for name in ('text_loss', 'code_loss')}
 
     def gradients(self, batch, number, counts):
