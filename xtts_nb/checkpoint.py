@@ -47,7 +47,7 @@ def load_checkpoint(
 # %% ../nbs/26_checkpoint.ipynb #b703f6b7
 def snapshot(variables: dict) -> dict[str, np.ndarray]:
     "`{name: array}`, copies on the host that no later update changes."
-    return {name: np.array(v) for name, v in variables.items()}
+    return {name: np.array(v.numpy()) for name, v in variables.items()}
 
 class Writer:
     "Does one job at a time in a thread; the next one waits for it and raises its error."
