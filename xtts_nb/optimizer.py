@@ -16,11 +16,11 @@ from .config import TrainingConfig
 # %% ../nbs/27_optimizer.ipynb #8affb090
 class Noam(keras.optimizers.schedules.LearningRateSchedule):
     "Up in a straight line to `peak` at update `warmup`, then down with the square root of the update."
-    def __init__(self, peak: float, warmup: int): self.peak, self.warmup = peak, float(max(1, warmup))
+    def __init__(self, peak: float, warmup: int): self.peak, self.warmup = peak, warmup
 
     def __call__(self, step):
-        done = tf.cast(step, 'float32')
-        return self.peak * tf.minimum(done / self.warmup, tf.sqrt(self.warmup / tf.maximum(done, 1.)))
+        done, turn = tf.cast(step, 'float32'), max(1., self.warmup)
+        return self.peak * tf.minimum(done / turn if self.warmup else 1., tf.sqrt(turn / tf.maximum(done, 1.)))
 
     def get_config(self): return {'peak': self.peak, 'warmup': self.warmup}
 

@@ -42,8 +42,8 @@ class Lap:
 # %% ../nbs/30_trainer_xla.ipynb #703c8717
 class Pace:
     "Clips a second, AU, and where the host spent its time, from log line to log line."
-    def __init__(self, clips_per_step: int):
-        self.clips_per_step, self.rates, self.alone, self.compiling, self.latest = clips_per_step, [], {}, 0., None
+    def __init__(self, clips_per_step: int, alone: dict):   # {shape: seconds of a step alone}, grows here
+        self.clips_per_step, self.rates, self.alone, self.compiling, self.latest = clips_per_step, [], alone, 0., None
         self.begin()
 
     def begin(self): self.start, self.lap = time.perf_counter(), Lap()
@@ -128,16 +128,18 @@ def terminated():
 # %% ../nbs/30_trainer_xla.ipynb #fa860c38
 class Trainer:
     "Trains the GPT of `xtts` by a plan; `run`, a folder, keeps what is needed to go on."
-    def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None, held_out: BatchPlan | None = None):
+    def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None, held_out: BatchPlan | None = None,
+                 update: Update | None = None):
         self.xtts, self.plan, self.run, self.held_out = xtts, plan, run and Path(run), held_out
         self.training = xtts.config.training
-        self.update = Update(xtts.gpt, self.training)
+        self.update = update or Update(xtts.gpt, self.training)
         self.optimizer = self.update.optimizer
         self.train_step = compile_step(self.custom_train_step, self.training)
+        self.rate = tf.function(lambda: self.optimizer.learning_rate)   # a graph: its conditions ask the host otherwise
         self.evaluate = compile_step(lambda batch: token_losses(xtts.gpt, batch), self.training)
         self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
         self.best, self.since_best, self.bad_in_row, self.failure = None, 0, 0, None
-        self.writer, self.fetcher = Writer(), ThreadPoolExecutor(1, 'fetcher')
+        self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
         if self.run: restore(self)
 
     def custom_train_step(self, batch: dict, number) -> dict:
@@ -156,7 +158,7 @@ class Trainer:
         "Train; the summary's losses are means over the first and the last 10 updates."
         steps, begun = steps or self.training.steps, time.perf_counter()
         self.tell = lambda line: progress and progress(line['step'], steps, line)
-        self.pending, self.flying, self.pace = [], None, Pace(self.plan.data.batch_size)
+        self.pending, self.flying, self.pace = [], None, Pace(self.plan.data.batch_size, self.alone)
         pace = self.pace
         self.hooks = Hooks(callbacks, self.xtts.gpt, self.optimizer, self.counts)
         source, ended = iter(self.batches(self.step, steps)), self.over
@@ -203,7 +205,8 @@ class Trainer:
     def _send(self):
         "Let a thread fetch what has gathered on the device, all at once."
         names = list(self.pending[0])
-        values = tf.stack([tf.stack([losses[n] for n in names]) for losses in self.pending])
+        values = [losses[n] for losses in self.pending for n in names]
+        values = tf.stack([tf.cast(v, 'float32') for v in (*values, self.rate())])
         arrived = self.fetcher.submit(lambda: (values.numpy(), time.perf_counter()))
         self.flying, self.pending = (self.step, names, self.pace.cut(), arrived), []
 
@@ -211,14 +214,15 @@ class Trainer:
         "Make a log line of what was fetched, and of `more`."
         step, names, lap, arrived = self.flying
         self.flying, (values, when) = None, arrived.result()
-        by_name = dict(zip(names, values.T))
-        good = by_name.get('skipped', np.zeros(len(values))) == 0
+        rows = values[:-1].reshape(-1, len(names))
+        by_name = dict(zip(names, rows.T))
+        good = by_name.get('skipped', np.zeros(len(rows))) == 0
         means = {n: round(float(v[good].mean()), 6) if good.any() else None
                  for n, v in by_name.items() if n not in ('skipped', 'bad')}
         losses = by_name['loss'][good].tolist()
         self.first_losses, self.last_losses = (self.first_losses + losses)[:10], (self.last_losses + losses)[-10:]
         line = {'step': step, **means, 'skipped': int((~good).sum()), **self._count_bad(step, by_name.get('bad', ())),
-                'learning_rate': float(self.optimizer.learning_rate), **self.pace.numbers(lap, when), **more}
+                'learning_rate': float(values[-1]), **self.pace.numbers(lap, when), **more}
         if self.run: append_line(self.run / 'metrics.jsonl', json.dumps(line))
         self.hooks.logs = {k: v for k, v in line.items() if isinstance(v, (int, float))}
         self.tell(line)
