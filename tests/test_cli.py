@@ -471,11 +471,14 @@ def test_ctrl_c_while_it_starts(longer, prepared, tmp_path, delay):
 
 # --- measuring -----------------------------------------------------------------------------------------------------
 
+TINY_STEP = ['--layers', '1', '--width', '64', '--heads', '2', '--batch-size', '2', '--text-tokens', '12', '--codes', '20']
+
 @pytest.mark.slow
 @pytest.mark.parametrize('what, unit, names', [('data', 'clips_per_s', ['numpy_function', 'native', 'cache']),
-                                               ('train', 'step_ms', ['eager', 'graph', 'xla'])])
+                                               ('train', 'step_ms', ['eager', 'graph', 'xla', 'graph_bf16', 'xla_bf16'])])
 def test_bench(longer, tmp_path, what, unit, names):
-    done = xtts_nb('bench', what, '--data', longer, '--rounds', '2', '--record', '--json', cwd=tmp_path, timeout=900)
+    given = {'data': ['--data', longer], 'train': TINY_STEP}[what]
+    done = xtts_nb('bench', what, *given, '--rounds', '2', '--record', '--json', cwd=tmp_path, timeout=900)
     assert done.code == 0, done.err
     assert [r['name'] for r in done.json['rows']] == names and all(r[unit] > 0 and r['ratio'] > 0 for r in done.json['rows'])
     (file,) = (tmp_path / 'benchmarks').iterdir()

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from process import tree
-from xtts_nb.cache import prepare
+from xtts_nb.prepare import prepare
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.corpora import (LAYOUTS, LONGEST_LINE, LONGEST_TEXT, Dropped, check_dropped, find_layout, layout_line,
                              read_corpus, read_rows, synthetic_corpus, visible)

@@ -15,7 +15,7 @@ import pytest
 from process import interrupted, tree, xtts_nb
 from server import serving
 from xtts_nb import cli
-from xtts_nb.cache import read_corpus
+from xtts_nb.corpora import read_corpus
 from xtts_nb.config import UserError
 from xtts_nb.download import SOURCES, Source, download, download_text, find_source, terms
 from xtts_nb.transfer import File

@@ -8,7 +8,8 @@ import pytest
 import soundfile
 
 from xtts_nb.audio import load_audio, resample, synthetic_voice
-from xtts_nb.cache import Cache, prepare
+from xtts_nb.cache import Cache
+from xtts_nb.prepare import prepare
 from xtts_nb.config import XTTSConfig
 from xtts_nb.corpora import Clip, Dropped, read_corpus
 from xtts_nb.recordings import _load, measure, read_audio, reason_kind, report_text, spread, summary

@@ -8,7 +8,7 @@ from xtts_nb.cache import Cache
 from xtts_nb.config import XTTSConfig
 from xtts_nb.dvae import DVAE
 from xtts_nb.prepare import prepare
-from xtts_nb.trainer import new_run
+from xtts_nb.runs import new_run
 
 
 def test_a_few_updates_lower_the_loss(speech, tmp_path):

@@ -14,17 +14,20 @@ import pytest
 import tensorflow as tf
 
 from process import COMMAND, environment, tree, xtts_nb
-from xtts_nb import checkpoint, trainer as trainer_page
+from xtts_nb import checkpoint, runs, trainer as trainer_page
 from xtts_nb.cache import Cache
 from xtts_nb.checkpoint import checkpoints
 from xtts_nb.config import TrainingConfig, UserError
 from xtts_nb.data import BatchPlan, cached_batches
 from xtts_nb.dvae import DVAE
+from xtts_nb.model import XTTS
+from xtts_nb.optimizer import averaged, learning_rate
 from xtts_nb.prepare import prepare
-from xtts_nb.trainer import (MODES, Trainer, check_modes_agree, compile_step, learning_rate, make_optimizer, mode_line, new_run,
-                             resume_run, step_before_after, step_modes, trace_count)
+from xtts_nb.runs import export_run, held_out_share, new_run, resume_run
+from xtts_nb.step import trace_count
+from xtts_nb.trainer import Trainer, terminated
 
-CLOCKS = ('clips_per_s', 'wait_share', 'seconds')   # what may differ between two runs that are the same
+CLOCKS = 'clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'   # what may differ between two equal runs
 
 
 @pytest.fixture(scope='module')
@@ -45,7 +48,7 @@ class Cheap(Trainer):
         return {'loss': loss, 'text_loss': loss / 2, 'code_loss': loss / 3, 'gradient_norm': tf.square(loss)}
 
 @pytest.fixture
-def cheap(monkeypatch): monkeypatch.setattr(trainer_page, 'Trainer', Cheap)
+def cheap(monkeypatch): monkeypatch.setattr(runs, 'Trainer', Cheap)
 
 def lines_of(run) -> list[dict]:
     "Its metrics, without what the clock says."
@@ -62,79 +65,11 @@ def outcome(run) -> dict:
 
 # --- the optimizer -------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('schedule', ['constant', 'cosine'])
-@pytest.mark.parametrize('steps, warmup', [(20, 0), (20, 1), (20, 5), (5, 5), (1, 0)])
-def test_the_schedule_is_what_it_is_called(schedule, steps, warmup):
-    training = TrainingConfig(steps=steps, warmup_steps=warmup, schedule=schedule, learning_rate=3e-4)
-    rates = [float(learning_rate(training)(s)) / 3e-4 for s in range(steps + 1)]
-    assert rates[warmup] == pytest.approx(1, rel=1e-5) and rates[0] <= 1 / max(1, warmup) + 1e-6
-    assert np.allclose(np.diff(rates[:warmup + 1], 2), 0, atol=1e-5)   # a straight line
-    shares = [(s - warmup) / max(1, steps - warmup) for s in range(warmup, steps + 1)]   # of the way behind the warm-up
-    wanted = [0.02 + 0.98 * (1 + math.cos(math.pi * s)) / 2 if schedule == 'cosine' else 1 for s in shares]
-    assert rates[warmup:] == pytest.approx(wanted, rel=1e-4)
-    if schedule == 'cosine' and steps > warmup: assert rates[-1] == pytest.approx(0.02, rel=1e-4)
-
-def test_weight_decay_is_for_matrices_only(xtts):
-    "With gradients of zero, what moves is what decays, and by exactly rate x decay."
-    keras.utils.set_random_seed(0)
-    variables = [keras.Variable(tf.ones(v.shape), name=v.name, dtype='float32') for v in xtts.gpt.trainable_variables]
-    names = {v.path.rsplit('/', 1)[-1] for v in xtts.gpt.trainable_variables}
-    assert names == {'beta', 'bias', 'embeddings', 'gain', 'gamma', 'kernel', 'latents'}   # a new kind wants a decision
-    training = TrainingConfig(learning_rate=0.1, weight_decay=0.5)
-    optimizer = make_optimizer(variables, training)
-    optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
-    for v in variables:
-        decays = v.name in ('kernel', 'latents', 'gain')
-        assert np.allclose(v.numpy(), 0.95 if decays else 1., atol=1e-6) and (decays or (v.numpy() == 1).all()), v.path
-
 def test_the_optimizer_follows_the_schedule(cheap, prepared, mini, tmp_path):
     run = new_run(prepared, mini.replace(training={'schedule': 'cosine', 'steps': 8}), tmp_path / 'run')
     run.fit()
     rates = [line['learning_rate'] for line in lines_of(tmp_path / 'run')]
     assert rates == pytest.approx([float(learning_rate(run.training)(s)) for s in (2, 4, 6, 8)])
-
-
-# --- the step in three modes ---------------------------------------------------------------------------------------
-
-@pytest.fixture(scope='module')
-def modes(prepared, mini):
-    "Steps and batches of one shape."
-    config = mini.replace(data={'buckets': 1})
-    return step_modes(config, prepared.tokenizer.start), list(cached_batches(BatchPlan(prepared, config.data), 0, 3))
-
-def test_eager_graph_and_xla_compute_the_same(modes):
-    steps, batches = modes
-    losses = check_modes_agree(steps, batches)
-    assert list(losses) == ['eager', 'graph', 'xla'] and len(set(losses['eager'])) == 3   # it moves
-    assert [trace_count(s) for s in steps.values()] == [0, 1, 1]
-
-def test_other_losses_are_noticed(modes):
-    steps, batches = modes
-    wrong = lambda b, i: {'loss': steps['graph'](b, i)['loss'] * (1 + 1e-3)}
-    with pytest.raises(AssertionError, match='graph computes other losses than eager'):
-        check_modes_agree({'eager': steps['eager'], 'graph': wrong}, batches[:1])
-
-def test_the_comparison_has_a_row_for_each_mode():
-    step, seen = lambda batch, number: {'loss': tf.constant(1.)}, []
-    steps = {'eager': step, 'xla': tf.function(step)}
-    rows = step_before_after(steps, {'clip': tf.zeros(2)}, rounds=2, progress=lambda *a: seen.append(a))
-    assert [r['name'] for r in rows] == ['eager', 'xla'] and rows[0]['ratio'] == 1 and all(r['step_ms'] > 0 for r in rows)
-    assert [r['traces'] for r in rows] == [0, 1] and seen[-1] == (6, 6)
-
-@pytest.mark.parametrize('flags, compiled, line', [
-    ({}, True, 'with XLA'), ({'enable_xla_compilation': False}, False, 'without XLA'),
-    ({'enable_graph_mode': False}, None, 'Eager'), ({'enable_graph_mode': False, 'enable_xla_compilation': False}, None, 'Eager'),
-    ({'enable_eager_debug': True}, None, 'Eager'), ({'enable_eager_debug': True, 'enable_xla_compilation': False}, None, 'Eager'),
-], ids=str)
-def test_the_three_switches(flags, compiled, line):
-    training, inside = TrainingConfig(**flags), []
-    def step(x): inside.append(tf.executing_eagerly()); return x + 1
-    made = compile_step(step, training)
-    assert float(made(tf.constant(1.))) == 2 and inside == [compiled is None]
-    assert compiled is None or made._jit_compile == compiled
-    assert line in mode_line(training)
-
-def test_every_mode_has_its_line(): assert len({mode_line(TrainingConfig(**flags)) for flags in MODES.values()}) == 3
 
 
 # --- the loop ------------------------------------------------------------------------------------------------------
@@ -170,8 +105,9 @@ def test_nothing_is_fetched_between_two_log_lines(prepared, mini, monkeypatch, e
     assert len(fetched) >= 2   # the watch works
     fetched.clear()
     run.fit(steps=16)
-    lines = set(range(every, 17, every))
-    assert lines <= set(fetched) <= {0, *lines}   # 0: before the first update
+    lines = {s + (s < 16) for s in range(every, 17, every)}   # a line is fetched while the next update runs
+    timed = {0, 1, 2, 3, 4}   # before the first update, and the few that are timed alone
+    assert max(lines) in fetched and set(fetched) <= timed | lines | {s - 1 for s in lines}
     assert all(fetched.count(step) <= 4 for step in lines), fetched
 
 def test_a_log_line_is_the_mean_of_its_updates(cheap, prepared, mini, tmp_path):
@@ -219,13 +155,14 @@ def real_losses(prepared, config) -> list[float]:
 
 def files(prepared, config, folder) -> list[str]:
     "What a run leaves, by name, and the steps of its log lines."
-    new_run(prepared, config, folder).fit()
+    new_run(prepared, config, folder, ['low-0', 'high-0']).fit()
     return sorted(tree(folder)) + [line['step'] for line in lines_of(folder)]
 
 LOSSES = {'learning_rate': 2e-2, 'weight_decay': 0.9, 'beta_2': 0.5, 'gradient_clip_norm': 0.01, 'text_loss_weight': 1.,
-          'precision': 'bfloat16', 'seed': 7, 'warmup_steps': 1}
-FILES = {'steps': 6, 'log_every': 1, 'checkpoint_every': 3}
-ELSEWHERE = {'schedule', 'enable_graph_mode', 'enable_xla_compilation', 'enable_eager_debug',   # above
+          'precision': 'bfloat16', 'seed': 7, 'warmup_steps': 1, 'accumulation': 2}   # parts draw masks of their own
+FILES = {'steps': 6, 'log_every': 1, 'checkpoint_every': 3, 'keep_checkpoints': 1, 'validate_every': 2}
+ELSEWHERE = {'schedule', 'ema', 'patience', 'max_bad_steps',   # here and in test_optimizer.py
+             'enable_graph_mode', 'enable_xla_compilation', 'enable_eager_debug', 'gradient_checkpointing',   # test_step.py
              'dvae_steps', 'dvae_batch_size', 'dvae_learning_rate'}   # test_dvae.py
 
 def test_no_key_of_the_training_section_is_forgotten():
@@ -326,6 +263,209 @@ def test_held_out_clips_are_neither_trained_on_nor_heard(cheap, prepared, mini, 
     assert len(out) == 3 and clips == references == set(range(len(prepared))) - out
 
 
+def test_a_share_of_the_sentences_is_held_out_in_every_voice(prepared):
+    few, more = held_out_share(prepared, 0.01), held_out_share(prepared, 0.5)
+    text = {c['id']: c['text'] for c in prepared.clips}
+    sentences = {text[i] for i in more}
+    assert few and set(few) < set(more) and len(sentences) == round(0.5 * len(set(text.values())))
+    assert set(more) == {i for i, t in text.items() if t in sentences}
+    for share in (0, 1, -0.1): pytest.raises(UserError, held_out_share, prepared, share)
+
+
+# --- validation ----------------------------------------------------------------------------------------------------
+
+HELD = ['low-0', 'low-3', 'high-6']
+
+class Given(Cheap):
+    "Whose validation losses are given."
+    losses = [3., 2., 2.5, 2., 1., 4., 4., 4.]
+    def validate(self): return {'val_loss': self.losses[self.step // self.training.validate_every - 1]}
+
+@pytest.fixture
+def given(monkeypatch): monkeypatch.setattr(runs, 'Trainer', Given)
+
+def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_path):
+    "Over all of them, once each, at dropout 0, whatever the batches; and twice the same."
+    config = mini.replace(training={'validate_every': 1}, data={'batch_size': 2})
+    run = new_run(prepared, config, tmp_path / 'run', HELD)
+    seen = run.validate()
+    assert run.validate() == seen and trace_count(run.evaluate) == 1
+    clips = [b['clip'].numpy()[b['weight'].numpy() > 0] for b in cached_batches(run.held_out, 0, run.held_out.steps_per_epoch)]
+    assert sorted(prepared.clips[i]['id'] for i in np.concatenate(clips)) == sorted(HELD)
+    config = config.replace(data={'batch_size': 4}, training={'text_loss_weight': 0.5})
+    other = new_run(prepared, config, tmp_path / 'other', HELD).validate()
+    assert other['val_text_loss'] == pytest.approx(seen['val_text_loss'], rel=0.05)   # with other references
+    assert other['val_loss'] == pytest.approx(0.5 * other['val_text_loss'] + other['val_code_loss'], rel=1e-4)
+
+def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, tmp_path):
+    config = mini.replace(training={'steps': 20, 'validate_every': 2, 'patience': 3, 'checkpoint_every': 5, 'log_every': 5})
+    run = new_run(prepared, config, tmp_path / 'run', HELD)
+    weights = {}
+    store = run.save
+    run.save = lambda checkpoint, best, wait: (best and weights.update({run.step: run.xtts.gpt.final_norm.beta.numpy()}),
+                                               store(checkpoint, best, wait))
+    result = run.fit()
+    assert result['steps'] == 16 and result['best'] == {'step': 10, 'val_loss': 1.} and list(weights) == [2, 4, 10]
+    assert [line['step'] for line in lines_of(tmp_path / 'run') if 'val_loss' in line] == [2, 4, 6, 8, 10, 12, 14, 16]
+    best = XTTS.load(tmp_path / 'run' / 'best').gpt.final_norm.beta.numpy()
+    assert np.array_equal(best, weights[10]) and not np.array_equal(best, run.xtts.gpt.final_norm.beta.numpy())
+    assert resume_run(tmp_path / 'run').fit()['steps'] == 16   # it is over
+
+def test_patience_survives_a_stop(given, prepared, mini, tmp_path):
+    config = mini.replace(training={'steps': 20, 'validate_every': 2, 'patience': 3, 'checkpoint_every': 7})
+    for stop in (7, 14, None): result = (resume_run if stop != 7 else lambda r: new_run(prepared, config, r, HELD))(
+        tmp_path / 'run').fit(stop)
+    assert (result['steps'], result['best']['step']) == (16, 10)
+
+def test_validation_and_the_saved_model_see_the_mean_weights(prepared, mini, tmp_path):
+    config = mini.replace(training={'steps': 6, 'ema': 0.9, 'validate_every': 6, 'learning_rate': 1e-2})
+    run = new_run(prepared, config, tmp_path / 'run', HELD)
+    run.fit()
+    now, looked = run.xtts.gpt.final_norm.beta.numpy(), run.validate()
+    with averaged(run.optimizer, run.update.weights):
+        mean = run.xtts.gpt.final_norm.beta.numpy()
+        run.optimizer.use_ema = False
+        assert run.validate() == looked == {k: v for k, v in lines_of(tmp_path / 'run')[-1].items() if k.startswith('val')}
+        run.optimizer.use_ema = True
+    assert run.validate() == looked and not np.array_equal(mean, now)
+    for kept in (tmp_path / 'run', tmp_path / 'run' / 'best'):
+        assert np.array_equal(XTTS.load(kept).gpt.final_norm.beta.numpy(), mean)
+    assert np.array_equal(resume_run(tmp_path / 'run').xtts.gpt.final_norm.beta.numpy(), now)
+
+
+# --- callbacks of Keras --------------------------------------------------------------------------------------------
+
+class Counting(keras.callbacks.Callback):
+    "Notes every call."
+    def __init__(self): super().__init__(); self.calls, self.epochs = [], 0
+    def on_train_begin(self, logs=None): self.calls.append('begin'); self.epochs = 0
+    def on_train_batch_end(self, batch, logs=None): self.calls.append((batch, dict(logs)))
+    def on_epoch_end(self, epoch, logs=None): self.calls.append(f'epoch {epoch}'); self.epochs += 1
+    def on_train_end(self, logs=None): self.calls.append('end')
+
+def test_callbacks_hear_of_updates_epochs_and_the_end(cheap, prepared, mini, tmp_path):
+    heard = Counting()
+    config = mini.replace(training={'validate_every': 4, 'log_every': 3})
+    runs.Trainer.validate = lambda self: {'val_loss': 1.}
+    try: new_run(prepared, config, tmp_path / 'run', HELD).fit(callbacks=[heard])
+    finally: del runs.Trainer.validate
+    assert heard.calls[0] == 'begin' and heard.calls[-1] == 'end'
+    assert [c for c in heard.calls if isinstance(c, str)][1:-1] == ['epoch 0', 'epoch 1']
+    updates = [c for c in heard.calls if isinstance(c, tuple)]
+    assert [step for step, _ in updates] == list(range(1, 9)) and updates[0][1] == {}
+    assert updates[-1][1]['step'] == 6 and isinstance(updates[-1][1]['loss'], float)   # of the latest line, on the host
+
+def test_without_validation_an_epoch_is_a_pass(cheap, prepared, mini, tmp_path):
+    run, log = new_run(prepared, mini, tmp_path / 'run'), tmp_path / 'epochs.csv'
+    run.fit(steps=2 * run.plan.steps_per_epoch + 1, callbacks=[keras.callbacks.CSVLogger(log)])
+    lines = log.read_text().splitlines()
+    assert len(lines) == 3 and 'loss' in lines[0]
+
+def test_early_stopping_of_keras_works_and_goes_on_counting(given, prepared, mini, tmp_path):
+    config = mini.replace(training={'steps': 20, 'validate_every': 2, 'checkpoint_every': 7})
+    early = lambda: keras.callbacks.EarlyStopping('val_loss', patience=3)
+    whole = new_run(prepared, config, tmp_path / 'whole', HELD).fit(callbacks=[early()])
+    new_run(prepared, config, tmp_path / 'run', HELD).fit(14, callbacks=[early()])
+    heard = Counting()
+    assert whole['steps'] == 16 == resume_run(tmp_path / 'run').fit(callbacks=[early(), heard])['steps']
+    assert heard.epochs == 1
+
+
+# --- what goes wrong -----------------------------------------------------------------------------------------------
+
+class Broken(Cheap):
+    "Whose losses are not finite at some updates."
+    at = ()
+    def custom_train_step(self, batch, number):
+        bad = tf.reduce_any(tf.equal(number, tf.constant(self.at)))
+        before = [tf.identity(v.value) for v in self.xtts.gpt.final_norm.variables]
+        losses = super().custom_train_step(batch, number)
+        for v, value in zip(self.xtts.gpt.final_norm.variables, before): v.assign(tf.where(bad, value, v.value))
+        flag = tf.cast(bad, 'float32')
+        return {k: tf.where(bad, np.nan, v) for k, v in losses.items()} | {'skipped': flag, 'bad': flag}
+
+def test_a_broken_update_is_counted_and_its_clips_are_named(prepared, mini, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runs, 'Trainer', type('Some', (Broken,), {'at': (1, 4, 5)}))
+    run = new_run(prepared, mini.replace(training={'max_bad_steps': 3}), tmp_path / 'run')
+    result = run.fit()
+    ids = {n: [prepared.clips[i]['id'] for i in run.plan.pick(tf.constant(n, tf.int64))[1].numpy()] for n in (1, 4, 5)}
+    lines = lines_of(tmp_path / 'run')
+    assert [line['skipped'] for line in lines] == [1, 0, 2, 0]
+    assert lines[0]['bad'] == {'1': ids[1]} and lines[2]['bad'] == {'4': ids[4], '5': ids[5]} and 'bad' not in lines[1]
+    assert lines[2]['loss'] is None and math.isfinite(lines[0]['loss']) and math.isfinite(result['loss_last'])
+    said = capsys.readouterr().err
+    assert all(f'Update {n} was left out' in said and ids[n][0] in said for n in ids)
+
+@pytest.mark.parametrize('log_every', [1, 3])
+def test_too_many_in_a_row_stop_with_the_last_good_state(prepared, mini, tmp_path, monkeypatch, log_every):
+    monkeypatch.setattr(runs, 'Trainer', type('All', (Broken,), {'at': tuple(range(2, 20))}))
+    run = new_run(prepared, mini.replace(training={'max_bad_steps': 3, 'log_every': log_every, 'steps': 20}), tmp_path / 'run')
+    with pytest.raises(UserError, match=r'\d updates in a row .* not finite, the last with the clips .*(low|high)-'): run.fit()
+    good = new_run(prepared, mini, tmp_path / 'good')
+    good.fit(steps=2)
+    again = resume_run(tmp_path / 'run')
+    assert np.array_equal(again.xtts.gpt.final_norm.beta.numpy(), good.xtts.gpt.final_norm.beta.numpy()) and again.step >= 5
+
+def test_a_real_nan_is_skipped_by_the_real_step(prepared, mini, tmp_path):
+    run = new_run(prepared, mini.replace(data={'buckets': 1}, training={'max_bad_steps': 3}), tmp_path / 'run')
+    batches = run.batches
+    poison = lambda b: b | {'reference': b['reference'] * tf.constant(np.nan, tf.float16)}
+    run.batches = lambda first, last: (poison(b) if i == 2 else b for i, b in enumerate(batches(first, last), first))
+    run.fit(steps=4)
+    assert [line['skipped'] for line in lines_of(tmp_path / 'run')] == [0, 1] and int(run.optimizer.iterations) == 3
+
+def test_a_full_disk_keeps_the_checkpoint_before(cheap, prepared, mini, tmp_path, monkeypatch):
+    "The error of the thread comes up, and the run goes on from the state that was written."
+    real, calls = checkpoint.save_checkpoint, []
+    def full(*args, **kwargs):
+        calls.append(kwargs['step'])
+        if len(calls) == 2: raise UserError('the disk is full')
+        return real(*args, **kwargs)
+    monkeypatch.setattr(trainer_page, 'save_checkpoint', full)
+    config = mini.replace(training={'checkpoint_every': 2, 'keep_checkpoints': 1})
+    with pytest.raises(UserError, match='the disk is full'): new_run(prepared, config, tmp_path / 'run').fit()
+    assert calls[:2] == [2, 4]
+    assert resume_run(tmp_path / 'run').step == 2
+    assert resume_run(tmp_path / 'run').fit()['steps'] == 8
+
+def test_a_step_that_xla_refuses_trains_as_a_graph(prepared, mini, tmp_path, capsys):
+    class Odd(Cheap):
+        def custom_train_step(self, batch, number):
+            losses = super().custom_train_step(batch, number)
+            return losses | {'digits': tf.cast(tf.strings.length(tf.strings.as_string(number)), 'float32')}
+    config = mini.replace(training={'enable_xla_compilation': True})
+    run = Odd(XTTS(config, prepared.tokenizer), BatchPlan(prepared, config.data))
+    run.fit(steps=4)
+    assert run.step == 4 and capsys.readouterr().err.count('XLA CANNOT COMPILE THE STEP: AsString') == 1
+
+def test_sigterm_waits_for_the_update():
+    with terminated() as asked:
+        assert not asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# --- the model alone -----------------------------------------------------------------------------------------------
+
+def test_export_is_the_model_alone_and_the_best_one_where_asked(given, prepared, mini, tmp_path):
+    new_run(prepared, mini.replace(training={'validate_every': 2}), tmp_path / 'run', HELD).fit()
+    whole = export_run(tmp_path / 'run', tmp_path / 'whole')
+    half = export_run(tmp_path / 'run', tmp_path / 'half', best=True, precision='bfloat16')
+    assert half['bytes'] < 0.6 * whole['bytes'] and sorted(tree(tmp_path / 'half')) == sorted(
+        ['config.yaml', 'model.safetensors', 'tokenizer.json'])
+    newest, kept = XTTS.load(tmp_path / 'run').weights, XTTS.load(tmp_path / 'run' / 'best').weights
+    for name, v in XTTS.load(tmp_path / 'whole').weights.items(): assert np.array_equal(v.numpy(), newest[name].numpy())
+    for name, v in XTTS.load(tmp_path / 'half').weights.items():
+        assert v.dtype == 'float32' and np.allclose(v.numpy(), kept[name].numpy(), rtol=4e-3, atol=1e-6), name
+
+def test_export_refuses_what_is_not_there(cheap, prepared, mini, tmp_path):
+    new_run(prepared, mini, tmp_path / 'run').fit(2)
+    with pytest.raises(UserError, match='keeps no best model'): export_run(tmp_path / 'run', tmp_path / 'out', best=True)
+    with pytest.raises(UserError, match='holds no model'): export_run(tmp_path / 'nowhere', tmp_path / 'out')
+    with pytest.raises(UserError, match='already holds something'): export_run(tmp_path / 'run', tmp_path / 'run')
+
+
 # --- stopped and resumed -------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -353,7 +493,7 @@ def fit_killed(monkeypatch, run, where, count):
         return call
     with monkeypatch.context() as m:
         if where == 'step': run.train_step = bomb(run.train_step, False)
-        elif where == 'log': run._log = bomb(run._log, True)
+        elif where == 'log': run._land = bomb(run._land, True)
         elif where == 'checkpoint written': m.setattr(trainer_page, 'save_checkpoint', bomb(checkpoint.save_checkpoint, True))
         elif where == 'model written': m.setattr(run.xtts, 'save', bomb(run.xtts.save, True))
         elif where == 'before a file': m.setattr(os, 'replace', bomb(os.replace, False))
@@ -451,6 +591,19 @@ def check_killed(whole, prepared, folder, seed, points, xla):
 def test_killed_and_resumed_to_the_bit(whole, prepared, tmp_path):
     "Before the first checkpoint, and at two random moments."
     check_killed(whole, prepared, tmp_path, time.time_ns(), [3, (9, 25), (30, 50)], xla=False)
+
+def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
+    "Exit code 143, and a checkpoint of the update that was running."
+    config = mini.replace(training={'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000})
+    (tmp_path / 'run.yaml').write_text(config.to_yaml())
+    command = [*COMMAND, 'train', '--data', prepared.folder, '--config', tmp_path / 'run.yaml', '--run', tmp_path / 'run']
+    child = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+    while reached(tmp_path / 'run') < 4 and child.poll() is None: time.sleep(0.01)
+    child.send_signal(signal.SIGTERM)
+    err = child.communicate(timeout=120)[1].decode()
+    assert child.returncode == 143 and 'Traceback' not in err, err
+    (saved,) = checkpoints(tmp_path / 'run' / 'checkpoints')
+    assert int(saved.stem[5:]) == reached(tmp_path / 'run') >= 4 and f'--run {tmp_path / "run"}' in err
 
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', range(5))

@@ -70,10 +70,11 @@ class Comparison:
 # %% ../nbs/02_bench.ipynb #bd4c1ab7
 def rows_markdown(rows: list[dict]) -> str:
     "Rows of a comparison as a Markdown table."
-    heads = {'name': '', 'clips_per_s': 'clips/s', 'step_ms': 'ms per step', 'ratio': 'speed', 'spread': 'spread', 'au': 'AU'}
-    show = {'clips_per_s': '{:,.0f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}', 'au': '{:.0%}'}
+    heads = {'name': '', 'clips_per_s': 'clips/s', 'step_ms': 'ms per step', 'ratio': 'speed', 'au': 'AU', 'mfu': 'MFU'}
+    show = {'clips_per_s': '{:,.0f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}', 'au': '{:.0%}',
+            'mfu': '{:.0%}'}
     lines = ['| ' + ' | '.join(heads.get(k, k) for k in rows[0]) + ' |', '|---' + '|---:' * (len(rows[0]) - 1) + '|']
-    lines += ['| ' + ' | '.join(show.get(k, '{}').format(v) for k, v in row.items()) + ' |' for row in rows]
+    lines += ['| ' + ' | '.join('–' if v is None else show.get(k, '{}').format(v) for k, v in row.items()) + ' |' for row in rows]
     return '\n'.join(lines)
 
 # %% ../nbs/02_bench.ipynb #f85a6d97

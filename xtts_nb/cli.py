@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Settings', 'Corpus', 'Rounds', 'main', 'demo',
-           'download', 'prepare', 'merge', 'verify', 'train', 'say', 'monitor', 'bench_data', 'bench_train',
+           'download', 'prepare', 'merge', 'verify', 'train', 'say', 'monitor', 'bench_data', 'bench_train', 'export',
            'convert_from_coqui', 'convert_to_coqui', 'grow', 'parity_']
 
 # %% ../nbs/60_cli.ipynb #0a52b53b
@@ -279,7 +279,7 @@ def _encoder(clips, settings, dvae: Path | None, tell, work: Path):
     trained.save(learned)
     return trained, None
 
-# %% ../nbs/60_cli.ipynb #475a5490
+# %% ../nbs/60_cli.ipynb #06d1c738
 @app.command()
 def train(
     data: Annotated[Path | None, typer.Option(help='Cache to train on; not needed to go on with a run.')] = None,
@@ -287,9 +287,10 @@ def train(
     preset: Annotated[str | None, typer.Option(help='tiny or xtts_v2; default: as the cache was made.')] = None,
     config: Settings = None,
     steps: Annotated[int | None, typer.Option(min=1, help='Updates in all.')] = None,
+    val: Annotated[float, typer.Option(min=0, max=0.9, help='Share of the sentences to hold out and validate on.')] = 0.,
     json_: Json = False,
 ):
-    "Train the GPT on a cache; metrics go to RUN/metrics.jsonl, the model to RUN."
+    "Train the GPT on a cache; metrics go to RUN/metrics.jsonl, the model to RUN. After SIGTERM it saves and exits with 143."
     with _result(json_) as show:
         from xtts_nb.config import UserError
         known = run is not None and (run / 'run.json').is_file()
@@ -297,31 +298,42 @@ def train(
             where = f'{run}: holds no run to go on with' if run else 'train: neither a cache nor a run is given'
             raise UserError(f'{where}; name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE.')
         _start()
-        from xtts_nb.trainer import mode_line
-        trainer = _trainer(data, run, preset, config, steps)
+        from xtts_nb.step import mode_line
+        trainer = _trainer(data, run, preset, config, steps, val)
         print(mode_line(trainer.training), file=sys.stderr)
         if trainer.step: print(f'{trainer.run} goes on at update {trainer.step}.', file=sys.stderr)
         with _progress() as tell:
             tell('train the GPT', trainer.step, steps or trainer.training.steps, 'compiling')
-            note = lambda line: f'loss {line["loss"]:.3f}  {line["clips_per_s"]:,.0f} clips/s'
-            result = trainer.fit(progress=lambda done, total, line: tell('train the GPT', done, total, note(line)))
+            try: result = trainer.fit(progress=lambda done, total, line: tell('train the GPT', done, total, _note(line)))
+            except SystemExit:
+                print(f'SIGTERM: saved at update {trainer.step}; xtts-nb train --run {trainer.run} goes on.', file=sys.stderr)
+                raise
         text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '
-                f'{result["clips_per_s"]:,.0f} clips/s.\nxtts-nb say TEXT --run {trainer.run} --voice FILE')
+                f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.\n'
+                f'xtts-nb say TEXT --run {trainer.run} --voice FILE')
         show(result | {'run': str(trainer.run)}, text)
 
-# %% ../nbs/60_cli.ipynb #59b8e907
-def _trainer(data, run, preset, config, steps):
+# %% ../nbs/60_cli.ipynb #ed7d77ee
+def _note(line: dict) -> str:
+    "The latest log line, short."
+    parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'clips_per_s': '{:,.0f} clips/s', 'au': 'AU {:.0%}'}
+    return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
+
+def _trainer(data, run, preset, config, steps, val):
     "A trainer on a cache, or the one that stands in `run`."
     from xtts_nb.cache import Cache
     from xtts_nb.config import XTTSConfig, workspace
     from xtts_nb.files import read_json
-    from xtts_nb.trainer import new_run
+    from xtts_nb.runs import held_out_share, new_run
     facts = read_json(run / 'run.json') if run and (run / 'run.json').is_file() else {}
     cache = Cache(data or facts['cache'])
     if facts and not (preset or config): settings = XTTSConfig.load(run / 'config.yaml')
     else: settings = _settings(preset, config) if preset or config else cache.config
     if steps: settings = settings.replace(training={'steps': steps})
-    return new_run(cache, settings, run or _free_run(workspace().runs), facts.get('held_out', ()))
+    held_out = facts['held_out'] if facts else held_out_share(cache, val) if val else ()
+    if val and not settings.training.validate_every:
+        settings = settings.replace(training={'validate_every': settings.training.checkpoint_every})
+    return new_run(cache, settings, run or _free_run(workspace().runs), held_out)
 
 def _free_run(runs: Path) -> Path:
     "The first of train-1, train-2, ... that is free."
@@ -419,24 +431,50 @@ def bench_data(data: Corpus, rounds: Rounds = 7, record: Record = False, json_: 
         if record: keep('10_data_tf_native', rows, benchmarks(), corpus=about)
         show({'rows': rows, 'corpus': about}, _table(about, rows))
 
-# %% ../nbs/60_cli.ipynb #5c810162
+# %% ../nbs/60_cli.ipynb #3c614ad3
 @bench_app.command('train')
-def bench_train(data: Corpus, rounds: Rounds = 7, record: Record = False, json_: Json = False):
-    "Milliseconds of a training step: eager, as a graph, compiled by XLA."
+def bench_train(
+    layers: Annotated[int, typer.Option(min=1, help='Of the GPT.')] = 8,
+    width: Annotated[int, typer.Option(min=64, help='D.')] = 512,
+    heads: Annotated[int, typer.Option(min=1, help='H.')] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help='B.')] = 4,
+    text_tokens: Annotated[int, typer.Option(min=1, max=400, help='T, of each clip.')] = 120,
+    codes: Annotated[int, typer.Option(min=1, max=603, help='S, of each clip.')] = 220,
+    coqui_python: Annotated[Path | None, typer.Option(help='The Python of an environment with coqui-tts 0.28.')] = None,
+    rounds: Rounds = 7,
+    record: Record = False,
+    json_: Json = False,
+):
+    "Milliseconds of a training step in each mode, its MFU, and its AU in the loop; the lengths are given, the clips random."
+    with _result(json_) as show:
+        from xtts_nb.config import XTTSConfig
+        config = XTTSConfig.xtts_v2().replace(model={'gpt': {'layers': layers, 'width': width, 'heads': heads}},
+                                              data={'batch_size': batch_size})
+        _start()
+        from xtts_nb.bench import benchmarks, record as keep
+        from xtts_nb.step_speed import step_speed
+        with _progress() as tell:
+            tell('measure', 0, 1, 'compiling')
+            rows = step_speed(config, text_tokens, codes, rounds, coqui_python, _stage(tell, 'measure'))
+        about = f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes'
+        if record: keep('33_step_speed', rows, benchmarks(), model=about)
+        show({'rows': rows, 'model': about}, _table(about, rows))
+
+# %% ../nbs/60_cli.ipynb #bf9b4769
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help='Folder of a run.')],
+    out: Annotated[Path, typer.Argument(help='A new folder for the model.')],
+    best: Annotated[bool, typer.Option('--best', help='The model of the best validation instead of the newest.')] = False,
+    bfloat16: Annotated[bool, typer.Option('--bfloat16', help='Half the bytes.')] = False,
+    json_: Json = False,
+):
+    "Write the model of a run, and nothing else, into a folder."
     with _result(json_) as show:
         _start()
-        import tensorflow as tf
-        from xtts_nb.bench import benchmarks, record as keep
-        from xtts_nb.data import CacheReader, comparison_plan
-        from xtts_nb.trainer import step_before_after, step_modes
-        with _progress() as tell, _prepared(data, tell) as cache:
-            batch = CacheReader(cache, comparison_plan(cache))(tf.constant(0, tf.int64))
-            steps = step_modes(cache.config, cache.tokenizer.start)
-            rows = step_before_after(steps, batch, rounds, _stage(tell, 'measure'))
-        gpt, (B, T), S = cache.config.model.gpt, batch['text'].shape, batch['codes'].shape[1]
-        about = f'GPT {gpt.layers} x {gpt.width}, batch {B}, {T} text tokens, {S} codes'
-        if record: keep('30_trainer_xla', rows, benchmarks(), model=about)
-        show({'rows': rows, 'model': about}, _table(about, rows))
+        from xtts_nb.runs import export_run
+        result = export_run(run, out, best, 'bfloat16' if bfloat16 else 'float32')
+        show(result, f'{out}: {result["bytes"] / 1e6:,.1f} MB')
 
 # %% ../nbs/60_cli.ipynb #d08eb5e8
 @convert_app.command('from-coqui')

@@ -133,23 +133,30 @@ class DataConfig(Section):
     max_cache_gb: float = Field(64., gt=0)   # auto: precompute where the arrays are not larger than this
     seed: int = Field(0, ge=0, lt=2**31)     # of the order of clips and of the crops
 
-# %% ../nbs/00_config.ipynb #c506da83
+# %% ../nbs/00_config.ipynb #9a297591
 class TrainingConfig(Section):
     "How the weights move."
     steps: Positive = 1000               # updates
     learning_rate: float = Field(5e-6, gt=0)
     warmup_steps: int = Field(0, ge=0)   # updates, linear from 0
-    schedule: Literal['constant', 'cosine'] = 'constant'   # after the warm-up; cosine ends at 2 %
+    schedule: Literal['constant', 'cosine', 'noam'] = 'constant'   # after the warm-up; cosine ends at 2 %
     weight_decay: float = Field(1e-2, ge=0)   # on matrices only
     beta_2: float = Field(0.96, gt=0, lt=1)
     gradient_clip_norm: float = Field(1.0, gt=0)   # of all gradients together
     text_loss_weight: float = Field(0.01, ge=0)
-    precision: Literal['float32', 'bfloat16'] = 'float32'   # of the matrix products
+    precision: Literal['float32', 'bfloat16', 'float16'] = 'float32'   # of the matrix products
+    accumulation: Positive = 1           # parts that a batch is computed in, one after the other
+    gradient_checkpointing: bool = False # compute each block again instead of keeping what it computed
+    ema: float = Field(0., ge=0, lt=1)   # share of the running mean of the weights that stays at an update; 0 keeps none
     enable_graph_mode: bool = True       # compile the step into a graph
     enable_xla_compilation: bool = True  # and the graph into kernels
     enable_eager_debug: bool = False     # run op by op; beats the two above
     log_every: Positive = 10             # updates between two host syncs
     checkpoint_every: Positive = 500     # updates
+    keep_checkpoints: Positive = 2       # the newest ones; the best one stays besides
+    validate_every: int = Field(0, ge=0) # updates between two looks at the clips held out; 0 looks never
+    patience: int = Field(0, ge=0)       # validations without a better loss before training stops; 0 goes on
+    max_bad_steps: Positive = 10         # updates in a row skipped for a NaN before training stops
     dvae_steps: Positive = 2000          # updates of the DVAE when it is trained here
     dvae_batch_size: Positive = 16       # crops
     dvae_learning_rate: float = Field(5e-4, gt=0)
@@ -186,13 +193,19 @@ def _explain(error: pydantic.ValidationError, where: str) -> str:
     if e['type'] == 'extra_forbidden': return f'{where}: there is no key "{key}"; {_nearest(str(e["loc"][-1]), section)}'
     return f'{where}: {key or "the settings"}: {e["msg"]}; got {e["input"]!r}.'
 
-# %% ../nbs/00_config.ipynb #c355e115
+# %% ../nbs/00_config.ipynb #37150e62
 class XTTSConfig(Section):
     "Everything a run depends on: `model`, `data`, `training`, `speech`."
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
     speech: SpeechConfig = SpeechConfig()
+
+    @pydantic.model_validator(mode='after')
+    def _parts_are_equal(self):
+        rows, parts = self.data.batch_size, self.training.accumulation
+        if rows % parts: raise ValueError(f'data.batch_size {rows} is not a multiple of training.accumulation {parts}')
+        return self
 
     @classmethod
     def xtts_v2(cls) -> 'XTTSConfig':
@@ -260,16 +273,17 @@ def _merge(base: dict, changes: dict) -> dict:
     for k, v in changes.items(): out[k] = _merge(out[k], v) if isinstance(v, dict) and isinstance(out.get(k), dict) else v
     return out
 
-# %% ../nbs/00_config.ipynb #c68694e7
+# %% ../nbs/00_config.ipynb #3a43b2cb
 class Workspace(Section):
     "Where things live, as absolute paths, and the `scale` of the lessons."
     root: Path = Path('.')       # folder of `settings.ini`
     data: Path = Path('data')
     cache: Path = Path('cache')
     runs: Path = Path('runs')
+    xla_cache: Path | None = None   # where XLA keeps what it compiled, for the next start; none: nowhere
     scale: Literal['tiny', 'full'] = 'tiny'
 
-# %% ../nbs/00_config.ipynb #7d7550a5
+# %% ../nbs/00_config.ipynb #3ac14586
 def workspace(
     start: str | Path | None = None,  # folder where the search begins; default: the working directory
 ) -> Workspace:
@@ -288,7 +302,8 @@ def workspace(
     except pydantic.ValidationError as e:
         bad = e.errors()[0]
         raise UserError(f'{found}: {bad["loc"][0]}: {bad["msg"]}; {_nearest(str(bad["loc"][0]), Workspace)}') from None
-    return settings.model_copy(update={k: root / getattr(settings, k) for k in ('root', 'data', 'cache', 'runs')})
+    paths = [k for k in ('root', 'data', 'cache', 'runs', 'xla_cache') if getattr(settings, k)]
+    return settings.model_copy(update={k: root / getattr(settings, k) for k in paths})
 
 # %% ../nbs/00_config.ipynb #a4387e74
 def sizes(tiny, full):
@@ -309,7 +324,15 @@ def _without_greeting():
     finally:
         os.dup2(screen, 2); os.close(screen); os.close(nowhere)
 
-# %% ../nbs/00_config.ipynb #5f7bd488
+# %% ../nbs/00_config.ipynb #509c1ce1
+def _keep_compiled(folder: Path | None, device: str):
+    "Name the folder of XLA's persistent cache in `TF_XLA_FLAGS`, where flags that stand there are left alone."
+    flags = os.environ.get('TF_XLA_FLAGS', '')
+    if folder and 'persistent_cache_directory' not in flags:
+        here = f'--tf_xla_persistent_cache_directory={folder} --tf_xla_persistent_cache_device_types={device}'
+        os.environ['TF_XLA_FLAGS'] = f'{flags} {here}'.strip()
+
+# %% ../nbs/00_config.ipynb #3cb23eb5
 def setup_tf(
     threads: int | None = None,       # for one op; default: one per core
     memory_growth: bool = True,       # take GPU memory as needed instead of all of it
@@ -318,6 +341,7 @@ def setup_tf(
     with _without_greeting():
         import tensorflow as tf
         gpus = tf.config.list_physical_devices('GPU')
+    _keep_compiled(workspace().xla_cache, 'GPU' if gpus else 'CPU')
     threads = threads or (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)

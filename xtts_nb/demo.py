@@ -31,7 +31,9 @@ from .report import facts, heading, picture, player, plot_before_after, plot_los
 from .sampler import Sampler, best_probe
 from .score import hits
 from .synthesis import Speaker
-from .trainer import Trainer, new_run, step_before_after, step_modes
+from .runs import new_run
+from .step import step_before_after, step_modes
+from .trainer import Trainer
 from .utilisation import device_names, plot_samples
 
 # %% ../nbs/58_demo.ipynb #a3002c79
