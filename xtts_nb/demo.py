@@ -21,7 +21,7 @@ from .audio import griffin_lim, load_audio, log_mel, save_audio
 from .cache import Cache, mel_function, mel_sample, prepare, read_corpus
 from .config import XTTSConfig
 from .corpus import held_out_pairs, make_corpus
-from .data import CacheReader, OnlineLoader, check_equal, comparison_plan, data_before_after
+from .data import CacheReader, check_equal, comparison_plan, wav_files
 from .dvae import train_dvae
 from .files import atomic_file
 from .model import XTTS
@@ -29,6 +29,7 @@ from .report import facts, heading, picture, player, plot_before_after, plot_los
 from .sampler import Sampler, best_probe
 from .score import hits
 from .synthesis import Speaker
+from .throughput import data_before_after
 from .trainer import Trainer, new_run, step_before_after, step_modes
 from .utilisation import device_names, plot_samples
 
@@ -125,7 +126,7 @@ def measure(cache: Cache, corpus: Path, stages: Stages, rounds: int) -> tuple[li
     "Both before/after tables: the three pipelines and the three ways to run a step, equal outputs checked first."
     stats, one_shape = _mel_stats(cache), comparison_plan(cache)
     told = stages.begin('measure the data')
-    check_equal(one_shape, OnlineLoader(one_shape, corpus, stats))
+    check_equal(one_shape, wav_files(cache, corpus), stats)
     data = data_before_after(one_shape, corpus, stats, rounds, told)
     told = stages.begin('measure the step')
     batch = CacheReader(cache, one_shape)(tf.constant(0, tf.int64))
