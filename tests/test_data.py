@@ -326,9 +326,8 @@ def stages(dataset): return [name for d in dataset._inputs() for name in stages(
 def test_the_device_comes_last_and_the_batches_are_the_same():
     plan = BatchPlan(fake_cache(CORPORA['random']), data())
     with_device = cached_batches(plan, 0, 6, device='/CPU:0')
-    names = stages(with_device)
-    assert [n for n in names if 'Prefetch' in n][0].startswith('_Prefetch') and names[-1] != names[-2]
-    assert stages(cached_batches(plan, 0, 6))[-1].startswith('_Prefetch')
+    assert stages(with_device)[-3:] == ['_PrefetchDataset', '_CopyToDeviceDataset', '_PrefetchDataset']
+    assert stages(cached_batches(plan, 0, 6))[-2:] == ['_ParallelMapDataset', '_PrefetchDataset']
     for a, b in zip(with_device, cached_batches(plan, 0, 6), strict=True): assert all(np.array_equal(a[k], b[k]) for k in a)
 
 @pytest.mark.parametrize('on, gpus, asked', [(True, ['gpu'], '/GPU:0'), (True, [], None), (False, ['gpu'], None)])

@@ -541,6 +541,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'xtts_nb.throughput.bench_loaders': ('throughput.html#bench_loaders', 'xtts_nb/throughput.py'),
                                     'xtts_nb.throughput.cards_fed': ('throughput.html#cards_fed', 'xtts_nb/throughput.py'),
                                     'xtts_nb.throughput.cards_table': ('throughput.html#cards_table', 'xtts_nb/throughput.py'),
+                                    'xtts_nb.throughput.check_python': ('throughput.html#check_python', 'xtts_nb/throughput.py'),
                                     'xtts_nb.throughput.configure_tensorflow_for_max_throughput': ( 'throughput.html#configure_tensorflow_for_max_throughput',
                                                                                                     'xtts_nb/throughput.py'),
                                     'xtts_nb.throughput.create_parallel_interleave_dataset': ( 'throughput.html#create_parallel_interleave_dataset',

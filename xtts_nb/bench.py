@@ -75,7 +75,7 @@ def rows_markdown(rows: list[dict]) -> str:
     show = {'clips_per_s': '{:,.0f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}', 'au': '{:.0%}',
             'cv': '{:.1%}', 'padding': '{:.1%}'}
     lines = ['| ' + ' | '.join(heads.get(k, k) for k in rows[0]) + ' |', '|---' + '|---:' * (len(rows[0]) - 1) + '|']
-    lines += ['| ' + ' | '.join(show.get(k, '{}').format(v) for k, v in row.items()) + ' |' for row in rows]
+    lines += ['| ' + ' | '.join('–' if v is None else show.get(k, '{}').format(v) for k, v in row.items()) + ' |' for row in rows]
     return '\n'.join(lines)
 
 # %% ../nbs/02_bench.ipynb #f85a6d97

@@ -310,7 +310,7 @@ Rounds = Annotated[int, typer.Option(min=1, help='Times that each arm runs.')]
 @bench_app.command('data')
 def bench_data(
     data: Corpus,
-    coqui_python: Annotated[Path | None, typer.Option(help='The Python of an environment with coqui-tts, to measure it too.')] = None,
+    coqui_python: Annotated[Path | None, typer.Option(help='The Python of coqui-tts, to measure that too.')] = None,
     clips: Annotated[int, typer.Option(min=1, help='Distinct clips in memory, at least.')] = 10_000,
     rounds: Rounds = 7,
     record: Record = False,
@@ -324,7 +324,8 @@ def bench_data(
         from xtts_nb.config import DataConfig
         from xtts_nb.data import BatchPlan, check_equal, wav_files
         from xtts_nb.dvae import load_dvae
-        from xtts_nb.throughput import bench_loaders, cards_table
+        from xtts_nb.throughput import bench_loaders, cards_table, check_python
+        if coqui_python: check_python(coqui_python)
         sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
         with _progress() as tell, _prepared(data, tell, sizes) as cache:
             stats = np.array(load_dvae(cache.folder / 'dvae.safetensors', cache.config).mel_stats)

@@ -4,23 +4,23 @@
 
 # %% auto #0
 __all__ = ['STEP_TFLOP', 'MFU', 'CARDS', 'H200_CLIPS_PER_SECOND', 'Tiled', 'measure_loaders', 'data_before_after', 'serve_coqui',
-           'CoquiLoader', 'LibrosaReader', 'OneMelReader', 'dali_batches', 'padding', 'bench_loaders', 'cards_fed',
-           'cards_table', 'auto_tune_performance', 'TFNativeDataLoader', 'get_optimized_dataset_options',
+           'check_python', 'CoquiLoader', 'LibrosaReader', 'OneMelReader', 'dali_batches', 'padding', 'bench_loaders',
+           'cards_fed', 'cards_table', 'auto_tune_performance', 'TFNativeDataLoader', 'get_optimized_dataset_options',
            'configure_tensorflow_for_max_throughput', 'apply_aggressive_prefetching', 'optimize_dataset_pipeline',
            'create_parallel_interleave_dataset', 'python_stages', 'print_optimization_summary']
 
 # %% ../nbs/15_throughput.ipynb #fb6bde5e
 import importlib.util
 import inspect
-import itertools
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import tensorflow as tf
@@ -31,7 +31,7 @@ from .bench import accelerator_utilisation, compare
 from .cache import Cache
 from .config import AudioConfig, UserError, XTTSConfig, setup_tf
 from .data import (
-    BatchPlan, CacheReader, OnlineReader, PythonReader, batches_of, cached_batches, check_native, decode_wav, readers, wav_files)
+    BatchPlan, CacheReader, OnlineReader, PythonReader, batches_of, cached_batches, decode_wav, readers, wav_files)
 from .files import atomic_file
 
 # %% ../nbs/15_throughput.ipynb #26f0f596
@@ -129,6 +129,7 @@ def serve_coqui():
                              max_wav_length=255995, max_conditioning_length=132300, min_conditioning_length=66150)
     settings = SimpleNamespace(training_seed=1, model_args=limits)
     data = XTTSDataset(settings, job['clips'], VoiceBpeTokenizer(job['tokenizer']), job['sample_rate'])
+    data.load_item(job['clips'][0])   # inside a loader, coqui would try other clips forever
     loader = DataLoader(data, batch_size=job['batch_size'], collate_fn=data.collate_fn, num_workers=job['workers'],
                         drop_last=True, persistent_workers=True)
     while True:
@@ -139,6 +140,10 @@ def serve_coqui():
             print(json.dumps({'used': used, 'room': room}), file=answers, flush=True)
 
 # %% ../nbs/15_throughput.ipynb #6edef153
+def check_python(python: str | Path):
+    "Raise `UserError` unless `python` is a program."
+    if not shutil.which(python): raise UserError(f'{python}: cannot be run; give the Python of coqui-tts 0.28.')
+
 class CoquiLoader:
     "Batches of coqui-tts' own loader over the recordings of a cache; each is `{used, room}` in text tokens and samples."
     def __init__(self, python: str | Path, cache, files: list[str], batch_size: int, workers: int = 2):
@@ -147,18 +152,16 @@ class CoquiLoader:
         job = {'clips': rows, 'tokenizer': str(cache.folder / 'tokenizer.json'), 'batch_size': batch_size, 'workers': workers,
                'sample_rate': cache.config.model.audio.sample_rate}
         self.python, self.ahead, self.errors = python, 2 * workers + 1, tempfile.TemporaryFile('w+')
+        check_python(python)
         script = inspect.getsource(serve_coqui) + '\nserve_coqui()\n'
-        try:
-            self.process = subprocess.Popen([python, '-c', script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                            stderr=self.errors, text=True, env=os.environ | {'COQUI_TOS_AGREED': '1'})
-            print(json.dumps(job), file=self.process.stdin, flush=True)
-        except OSError as e: raise UserError(f'{python}: cannot be run ({e.strerror}); give the Python of coqui-tts.') from None
+        self.process = subprocess.Popen([python, '-c', script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=self.errors, text=True, env=os.environ | {'COQUI_TOS_AGREED': '1'})
+        with suppress(BrokenPipeError): print(json.dumps(job), file=self.process.stdin, flush=True)   # `next` says why
 
     def __iter__(self): return self
 
     def __next__(self) -> dict:
-        try: print(file=self.process.stdin, flush=True)
-        except BrokenPipeError: pass   # the reason follows
+        with suppress(BrokenPipeError): print(file=self.process.stdin, flush=True)   # the reason follows
         line = self.process.stdout.readline()
         if line: return json.loads(line)
         self.errors.seek(0)
@@ -167,9 +170,9 @@ class CoquiLoader:
 
     def close(self):
         "End coqui's processes."
-        self.process.stdin.close()
+        with suppress(BrokenPipeError): self.process.stdin.close()
         try: self.process.wait(10)
-        except subprocess.TimeoutExpired: self.process.kill()
+        except subprocess.TimeoutExpired: self.process.kill(); self.process.wait()
         self.process.stdout.close(); self.errors.close()
 
 # %% ../nbs/15_throughput.ipynb #4b23d91f
