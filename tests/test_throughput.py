@@ -61,16 +61,29 @@ def test_one_mel_is_the_mel_of_both(prepared, corpus, small, stats):
     one, both = (next(iter(batches_of(kind(plan, files, stats), plan.data))) for kind in (OneMelReader, MelReader))
     assert 'reference' not in one and np.allclose(one['mel'], both['mel'], atol=1e-4)
 
-def test_cards_are_tried_until_they_are_fed(prepared, small, monkeypatch):
-    "The pipeline could feed many; the emulated cards say that more than six starve."
+@pytest.mark.parametrize('most', [0, 1, 6, 40])
+def test_cards_are_tried_until_they_are_fed(prepared, small, monkeypatch, most):
+    "The pipeline could make batches for more; the emulated cards starve beyond some number."
     import xtts_nb.throughput
     tried = []
+    monkeypatch.setattr(xtts_nb.throughput, '_groups', lambda plan, reader, number: iter(lambda: number, None))
     def utilisation(groups, step, steps):
-        tried.append(len(next(iter(groups))))
-        return {'au': 0.96 if tried[-1] <= 6 else 0.9}
+        tried.append(next(groups))
+        return {'au': 0.96 if tried[-1] <= most else 0.94}
     monkeypatch.setattr(xtts_nb.throughput, 'accelerator_utilisation', utilisation)
-    fed = cards_fed(BatchPlan(prepared, small.data), clips_per_second=20.)
-    assert fed == tried[-1] <= 6 and tried == sorted(tried, reverse=True) and (len(tried) == 1 or tried[-2] > 6)
+    fed = cards_fed(BatchPlan(prepared, small.data), clips_per_second=1e3)
+    assert most - 0.05 * most - 1 <= fed <= most and len(tried) < 40
+
+def test_a_group_is_that_many_batches(prepared, small, monkeypatch):
+    import xtts_nb.throughput
+    from xtts_nb.data import CacheReader
+    plan, taken = BatchPlan(prepared, small.data), []
+    count = lambda reader, data: taken.append(data.prefetch_buffer_size) or batches_of(reader, data, 0, 10)
+    monkeypatch.setattr(xtts_nb.throughput, 'batches_of', count)
+    groups = xtts_nb.throughput._groups(plan, CacheReader(prepared, plan), 5)
+    next(groups); next(groups)
+    with pytest.raises(tf.errors.OutOfRangeError): next(groups)
+    assert taken == [5]
 
 
 # --- coqui's loader, played by a script ----------------------------------------------------------------------------

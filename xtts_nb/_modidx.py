@@ -534,6 +534,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'xtts_nb.throughput._settings_to_try': ('throughput.html#_settings_to_try', 'xtts_nb/throughput.py'),
                                     'xtts_nb.throughput._sources': ('throughput.html#_sources', 'xtts_nb/throughput.py'),
                                     'xtts_nb.throughput._stages': ('throughput.html#_stages', 'xtts_nb/throughput.py'),
+                                    'xtts_nb.throughput._take': ('throughput.html#_take', 'xtts_nb/throughput.py'),
                                     'xtts_nb.throughput.apply_aggressive_prefetching': ( 'throughput.html#apply_aggressive_prefetching',
                                                                                          'xtts_nb/throughput.py'),
                                     'xtts_nb.throughput.auto_tune_performance': ( 'throughput.html#auto_tune_performance',

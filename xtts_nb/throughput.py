@@ -259,9 +259,15 @@ def bench_loaders(
     return [row | {'padding': round(padded[row['name']], 4) if row['name'] in padded else None} for row in rows]
 
 # %% ../nbs/15_throughput.ipynb #67088d94
-def _groups(batches: Iterator, number: int) -> Iterator:
-    "`number` batches at a time."
-    while True: yield [next(batches) for _ in range(number)]
+@tf.function
+def _take(source, number: tf.Tensor):
+    "Take so many batches."
+    for _ in tf.range(number): next(source)
+
+def _groups(plan: BatchPlan, reader: CacheReader, number: int) -> Iterator:
+    "Batches of the cache, `number` at a time and `number` ahead; the iterator yields nothing else."
+    source = iter(batches_of(reader, plan.data.model_copy(update={'prefetch_buffer_size': number})))
+    while True: yield _take(source, tf.constant(number))
 
 def cards_fed(
     plan: BatchPlan,
@@ -269,19 +275,18 @@ def cards_fed(
     target: float = 0.95,       # AU
     seconds: float = 2.0,       # of a trial
 ) -> int:
-    "The number of such cards that the cached pipeline keeps busy, found by trying."
-    step = plan.data.batch_size / clips_per_second
-    source = iter(cached_batches(plan))
-    for _ in range(50): next(source)
-    start = time.perf_counter()
-    for _ in range(200): next(source)
-    cards = int(200 * step / (time.perf_counter() - start))   # if nothing else took time
-    while cards > 1:
-        wide = plan.data.model_copy(update={'prefetch_buffer_size': 2 * cards})
-        groups = _groups(iter(batches_of(CacheReader(plan.cache, plan), wide)), cards)
-        if accelerator_utilisation(groups, step, steps=max(4, round(seconds / step)))['au'] >= target: break
-        cards = int(cards * 0.9)
-    return cards
+    "The number of such cards that the cached pipeline keeps busy, found by trying; 0 if not even one."
+    step, reader = plan.data.batch_size / clips_per_second, CacheReader(plan.cache, plan)
+    free = _groups(plan, reader, 64)
+    next(free); start = time.perf_counter()
+    for _ in range(4): next(free)
+    fed, starved = 0, 1 + int(4 * 64 * step / (time.perf_counter() - start))   # more cannot be made
+    while starved - fed > max(1, starved // 20):
+        cards = (fed + starved) // 2
+        au = accelerator_utilisation(_groups(plan, reader, cards), step, steps=max(4, round(seconds / step)))['au']
+        if au >= target: fed = cards
+        else: starved = cards
+    return fed
 
 # %% ../nbs/15_throughput.ipynb #b4f03e3e
 def cards_table(cache: Cache, clips: int = 10_000, seconds: float = 2.0, progress=None) -> dict[str, int]:
