@@ -265,6 +265,7 @@ BAD = {   # rows of the corpus; arguments; what the sentence names
     'say: a cache': ([], ['say', 'aa', '--run', 'CACHE', '--voice', 'corpus/wavs/good.wav'], ['model.safetensors']),
     'monitor: ending': ([], ['monitor', '--duration', '0.1', '--log-file', 'log.txt'], ['log.txt', '.jsonl']),
     'bench: no corpus': ([], ['bench', 'data', '--data', 'no-such'], ['no-such', 'metadata.csv']),
+    'bench: no coqui': ([], ['bench', 'data', '--data', 'corpus', '--coqui-python', 'no'], ['no: cannot be run', 'coqui-tts']),
     'demo: foreign corpus': ([], ['demo', '--out', 'demo'], ['demo/corpus', 'another folder']),
 }
 
@@ -474,13 +475,18 @@ def test_ctrl_c_while_it_starts(longer, prepared, tmp_path, delay):
 TINY_STEP = ['--layers', '1', '--width', '64', '--heads', '2', '--batch-size', '2', '--text-tokens', '12', '--codes', '20']
 
 @pytest.mark.slow
-@pytest.mark.parametrize('what, unit, names', [('data', 'clips_per_s', ['numpy_function', 'native', 'cache']),
-                                               ('train', 'step_ms', ['eager', 'graph', 'xla', 'graph_bf16', 'xla_bf16'])])
-def test_bench(longer, tmp_path, what, unit, names):
-    given = {'data': ['--data', longer], 'train': TINY_STEP}[what]
+@pytest.mark.parametrize('what, unit, names, more', [
+    ('data', 'clips_per_s', ['numpy_function', 'native_wav', 'native', 'cache'], ['--clips', '200']),
+    ('train', 'step_ms', ['eager', 'graph', 'xla', 'graph_bf16', 'xla_bf16'], TINY_STEP)])
+def test_bench(longer, tmp_path, what, unit, names, more):
+    given = ['--data', longer, *more] if what == 'data' else more
     done = xtts_nb('bench', what, *given, '--rounds', '2', '--record', '--json', cwd=tmp_path, timeout=900)
     assert done.code == 0, done.err
-    assert [r['name'] for r in done.json['rows']] == names and all(r[unit] > 0 and r['ratio'] > 0 for r in done.json['rows'])
+    if what == 'data':
+        assert all(0 < r['au'] <= 1 and r['cv'] >= 0 and 0 <= r['padding'] < 1 for r in done.json['rows'][:4])
+        assert set(done.json['cards']) == {'RTX 4090', 'A100', 'H200'} and min(done.json['cards'].values()) >= 1
+    assert [r['name'] for r in done.json['rows']][:len(names)] == names
+    assert all(r[unit] > 0 and r['ratio'] > 0 for r in done.json['rows'])
     (file,) = (tmp_path / 'benchmarks').iterdir()
     assert json.loads(file.read_text())['rows'] == done.json['rows']
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import xtts_nb
-from xtts_nb.config import (AudioConfig, DataConfig, DVAEConfig, GPTConfig, SpeechConfig, TrainingConfig, UserError, XTTSConfig,
-                            setup_tf, sizes, workspace)
+from xtts_nb.config import (REFUSED, AudioConfig, DataConfig, DVAEConfig, GPTConfig, SpeechConfig, TrainingConfig, UserError,
+                            XTTSConfig, setup_tf, sizes, workspace)
 
 SECTIONS = {'audio': AudioConfig, 'dvae': DVAEConfig, 'gpt': GPTConfig, 'data': DataConfig, 'training': TrainingConfig,
             'speech': SpeechConfig}
@@ -69,6 +69,21 @@ def test_a_misspelled_key_names_the_nearest(section, key):
     place = f'{section}.{wrong}' if section in TOP else f'model.{section}.{wrong}'
     assert str(e.value).startswith(f'run.yaml: there is no key "{place}"')
     assert f'did you mean "{key}"?' in str(e.value)
+
+OTHERS = ['data.shuffle_buffer_multiplier', 'data.pipeline_buffer_size', 'data.enhanced_gpu_prefetch', 'data.pin_memory',
+          'data.optimize_cpu_gpu_overlap', 'data.use_tf_native_loading', 'data.max_mel_frames', 'data.auto_tune_performance',
+          'data.enable_xla', 'data.mixed_precision', 'training.batch_size']   # keys of other trainers
+
+@pytest.mark.parametrize('key', OTHERS)
+def test_keys_of_others_are_refused_with_the_reason_and_the_key_to_use(key):
+    section, name = key.split('.')
+    with pytest.raises(UserError) as e: XTTSConfig.from_dict({section: {name: True}}, 'their.yaml')
+    assert str(e.value) == f'their.yaml: there is no key "{key}": {REFUSED[key]}.' and set(OTHERS) == set(REFUSED)
+    assert 'use that' in str(e.value) or 'use these' in str(e.value) or 'leave it out' in str(e.value)
+    for word in REFUSED[key].replace(',', ' ').replace(';', ' ').split():   # every key that is named exists
+        if word.startswith(('data.', 'training.')):
+            part, field = word.split('.')
+            assert field in getattr(XTTSConfig(), part).model_dump(), word
 
 @pytest.mark.parametrize('values, parts', [
     ({'trainin': {}}, ['"trainin"', 'did you mean "training"?']),

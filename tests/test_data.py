@@ -1,5 +1,6 @@
 "Batches: least padding, each clip once, the same for any workers and after resuming, shapes that stand still."
 import itertools
+import os
 from collections import Counter
 from types import SimpleNamespace
 
@@ -10,42 +11,70 @@ import tensorflow as tf
 from xtts_nb.audio import save_audio, synthetic_voice
 from xtts_nb.cache import Cache
 from xtts_nb.config import DataConfig, UserError
-from xtts_nb.data import BatchPlan, OnlineLoader, bucket_bounds, cached_batches, check_equal, check_native, online_batches
+from xtts_nb.data import (BatchPlan, CacheReader, InFiles, InMemory, MelReader, PythonReader, WavReader, batches_of, bucket_of,
+                          bucket_shapes, cached_batches, check_equal, check_native, decode_wav, fixed_shape, Held, mels_of,
+                          over_file, wav_files)
 from xtts_nb.prepare import prepare
 
 
 # --- buckets -------------------------------------------------------------------------------------------------------
 
-def padding(lengths, bounds):
-    bounds = np.array(bounds)
-    return int((bounds[np.searchsorted(bounds, lengths)] - lengths).sum())
+def positions(codes, text, shapes):
+    return int(np.array(shapes)[bucket_of(codes, text, shapes)].sum())
 
-def least_padding(lengths, buckets):
-    values = sorted(set(lengths))
-    return min(padding(lengths, sorted({*cuts, values[-1]})) for k in range(buckets)
-               for cuts in itertools.combinations(values[:-1], min(k, len(values) - 1)))
+def fewest_positions(codes, text, buckets):
+    "Over all chains of shapes that end in one that takes every clip."
+    corner = int(codes.max()), int(text.max())
+    corners = [c for c in itertools.product(sorted({*codes.tolist()}), sorted({*text.tolist()})) if c != corner]
+    best = positions(codes, text, [corner])
+    for k in range(1, buckets):
+        for chain in itertools.combinations(corners, k):
+            if all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(chain, chain[1:])):
+                best = min(best, positions(codes, text, [*chain, corner]))
+    return best
 
-@pytest.mark.parametrize('buckets', [1, 2, 3, 5, 20])
-@pytest.mark.parametrize('lengths', [[7], [7, 7, 7], [1, 2], [3, 1, 2], [1, 1, 1, 9], [5, 6, 7, 20, 21, 40],
-                                     [1, 10, 11, 12, 13, 30, 30, 30]], ids=str)
-def test_bounds_pad_least(lengths, buckets):
-    bounds = bucket_bounds(np.array(lengths), buckets)
-    assert bounds == sorted(set(bounds)) and bounds[-1] == max(lengths) and len(bounds) <= buckets
-    assert padding(np.array(lengths), bounds) == least_padding(lengths, buckets)
+@pytest.mark.parametrize('buckets', [1, 2, 3])
+@pytest.mark.parametrize('codes, text', [([7], [3]), ([7, 7, 7], [3, 3, 3]), ([1, 2], [2, 1]), ([3, 1, 2], [9, 9, 9]),
+                                         ([1, 1, 1, 9], [1, 5, 1, 1]), ([5, 6, 20, 21], [2, 3, 9, 8])], ids=str)
+def test_shapes_are_a_chain_that_takes_every_clip(codes, text, buckets):
+    codes, text = np.array(codes), np.array(text)
+    shapes = bucket_shapes(codes, text, buckets)
+    assert len(shapes) <= buckets and shapes[-1] == (codes.max(), text.max())
+    assert all(a[0] <= b[0] and a[1] <= b[1] and a != b for a, b in zip(shapes, shapes[1:]))
+    assert set(bucket_of(codes, text, shapes).tolist()) == set(range(len(shapes)))   # no empty bucket
+    assert positions(codes, text, shapes) == fewest_positions(codes, text, buckets)
 
-@pytest.mark.parametrize('seed', range(30))
-def test_bounds_equal_brute_force(seed):
+@pytest.mark.parametrize('seed', range(20))
+def test_shapes_equal_brute_force(seed):
     rng = np.random.default_rng(seed)
-    lengths, buckets = rng.integers(1, 25, rng.integers(1, 40)), int(rng.integers(1, 5))
-    assert padding(lengths, bucket_bounds(lengths, buckets)) == least_padding(list(lengths), buckets)
+    n, buckets = rng.integers(1, 12), int(rng.integers(1, 4))
+    codes, text = rng.integers(1, 9, n), rng.integers(1, 6, n)
+    assert positions(codes, text, bucket_shapes(codes, text, buckets)) == fewest_positions(codes, text, buckets)
+
+def speech_lengths(clips, seed=0):
+    "Like those of LJSpeech: 1.1 to 10.1 s, 6.6 s on average, 8.7 text tokens a second."
+    rng = np.random.default_rng(seed)
+    seconds = 1.11 + 8.99 * rng.beta(1.86, 1.2, clips)
+    text = 8.7 * seconds + 6 * np.clip(seconds / 6, 0.4, 1.2) * rng.normal(size=clips)
+    return np.ceil(seconds * 22050 / 1024).astype(np.int32), np.maximum(text, 4).round().astype(np.int32)
+
+def test_six_buckets_leave_little_empty():
+    codes, text = speech_lengths(13100)
+    used = int(codes.sum() + text.sum())
+    waste = {k: 1 - used / positions(codes, text, bucket_shapes(codes, text, k)) for k in (1, 6)}
+    assert waste[6] < 0.13 < 0.38 < waste[1]
+    few = positions(codes, text, bucket_shapes(codes, text, 6))
+    assert few < 1.006 * positions(codes, text, bucket_shapes(codes, text, 6, most=60))   # forty lengths are enough
 
 
 # --- a cache without sound -----------------------------------------------------------------------------------------
 
-def fake_cache(lengths, speakers=None, seed=0):
+def fake_cache(lengths, speakers=None, seed=0, languages=None):
     "What a plan and a reader need, with clip i's arrays full of i + 1."
     n, rng = len(lengths), np.random.default_rng(seed)
-    cache = SimpleNamespace(folder='fake', clips=[{'id': str(i), 'speaker': (speakers or ['s'] * n)[i]} for i in range(n)])
+    who, tongue = speakers or ['s'] * n, languages or ['en'] * n
+    cache = SimpleNamespace(folder='fake', manifest={'key': 'fake'},
+                            clips=[{'id': str(i), 'speaker': who[i], 'language': tongue[i]} for i in range(n)])
     sizes = {'codes': np.array(lengths), 'text': rng.integers(1, 9, n), 'mel': rng.integers(3, 12, n)}
     for name, length in sizes.items():
         flat = np.repeat(np.arange(1, n + 1), length)
@@ -74,8 +103,7 @@ def test_each_clip_once_an_epoch_and_one_shape_a_bucket(lengths, batch_size, buc
     both = epoch(plan, count=2)
     for batches in (both[:plan.steps_per_epoch], both[plan.steps_per_epoch:]):
         assert heard(batches) == Counter(range(len(lengths)))
-        assert len({b['codes'].shape for b in batches}) == len(plan.bounds)
-        assert len({(b['codes'].shape, b['text'].shape) for b in batches}) == len(plan.bounds)
+        assert {(b['codes'].shape[1], b['text'].shape[1]) for b in batches} == set(plan.shapes)
         assert all(b['codes'].shape[0] == b['weight'].shape[0] == batch_size for b in batches)
         assert {b['reference'].shape for b in batches} == {(batch_size, 6, 2)}
 
@@ -95,13 +123,13 @@ def test_only_filled_rows_weigh_nothing():
     assert sum(b['weight'].sum() for b in batches) == 37 and {w for b in batches for w in b['weight']} == {0., 1.}
     assert all(np.array_equal(b['weight'], np.sort(b['weight'])[::-1]) and b['weight'][0] == 1 for b in batches)
 
-def test_padding_stays_within_its_bucket():
+def test_a_clip_goes_to_the_first_bucket_it_fits():
     plan = BatchPlan(fake_cache(CORPORA['random']), data(buckets=4))
-    bounds = [0, *plan.bounds]
     for b in epoch(plan):
-        width = b['codes'].shape[1]
-        assert width in plan.bounds and (b['code_length'] > bounds[bounds.index(width) - 1]).all()
-        assert (b['code_length'] <= width).all()
+        shape = b['codes'].shape[1], b['text'].shape[1]
+        assert shape in plan.shapes
+        for c, t in zip(b['code_length'], b['text_length']):
+            assert next(s for s in plan.shapes if c <= s[0] and t <= s[1]) == shape
 
 def test_epochs_and_seeds_differ_and_repeat():
     plan = lambda seed: BatchPlan(fake_cache(CORPORA['random']), data(seed=seed))
@@ -139,27 +167,38 @@ def test_resuming_goes_on_where_it_stopped(first):
 
 # --- references ----------------------------------------------------------------------------------------------------
 
-def picks(plan, steps): return [[np.asarray(x) for x in plan.pick(tf.constant(s, tf.int64))] for s in range(steps)]
+def picks(plan, steps): return list(tf.data.Dataset.range(steps).map(plan.pick).as_numpy_iterator())
 
 def test_the_reference_is_another_clip_of_the_same_speaker():
     speakers = ['a', 'b', 'c'] * 12 + ['alone']
     plan = BatchPlan(fake_cache(CORPORA['random'], speakers), data())
-    pairs = Counter((int(c), int(o)) for _, clip, other, _, _ in picks(plan, 20 * plan.steps_per_epoch)
+    pairs = Counter((int(c), int(o)) for _, clip, other, _, _ in picks(plan, 80 * plan.steps_per_epoch)
                     for c, o in zip(clip, other))
     assert all(speakers[c] == speakers[o] for c, o in pairs)
     assert all((c == o) == (speakers[c] == 'alone') for c, o in pairs) and (36, 36) in pairs
     assert {o for c, o in pairs if c == 0} == set(range(3, 36, 3))   # every other clip gets its turn
 
-def test_a_crop_goes_round_at_the_end_of_its_clip():
+@pytest.mark.parametrize('frames', [1, 5, 20])
+def test_a_crop_lies_in_its_clip_and_goes_round_only_if_that_is_shorter(frames):
     cache = fake_cache(CORPORA['random'], ['a', 'b'] * 18 + ['c'])
     cache.mel[:, 1] = np.concatenate([np.arange(n) for n in cache.mel_length])   # the frame's number
-    plan = BatchPlan(cache, data(reference_frames=20))   # longer than any clip
+    plan = BatchPlan(cache, data(reference_frames=frames))
     for (_, _, other, start, _), b in zip(picks(plan, 12), cached_batches(plan, 0, 12)):
-        assert (start >= 0).all() and (start < cache.mel_length[other]).all()
+        room = cache.mel_length[other] - frames
+        assert (start >= 0).all() and (start <= np.maximum(room, 0)).all()
         for row, (o, s) in enumerate(zip(other, start)):
             assert (b['reference'][row, :, 0].numpy() == o + 1).all()
-            assert np.array_equal(b['reference'][row, :, 1], (s + np.arange(20)) % cache.mel_length[o])
-    assert len({int(s) for _, _, _, start, _ in picks(plan, 12) for s in start}) > 3
+            assert np.array_equal(b['reference'][row, :, 1], s + np.arange(frames) % cache.mel_length[o])
+
+def test_crops_begin_anywhere_in_the_clip():
+    plan = BatchPlan(fake_cache([5] * 8), data(reference_frames=3))
+    room = plan.cache.mel_length - 3
+    seen = {(int(o), int(s)) for _, _, other, start, _ in picks(plan, 400) for o, s in zip(other, start)}
+    assert seen == {(o, s) for o in range(8) for s in range(room[o] + 1)}
+
+def test_a_reference_may_come_from_the_clip_itself():
+    plan = BatchPlan(fake_cache(CORPORA['random']), data(reference_from='clip'))
+    assert all((clip == other).all() for _, clip, other, _, _ in picks(plan, 20))
 
 def test_excluded_clips_are_never_heard_nor_referred_to():
     speakers = ['a', 'b'] * 18 + ['c']
@@ -180,40 +219,190 @@ def test_nothing_left_to_train_on_is_named(clips):
         BatchPlan(fake_cache([5, 6]), data(), clips)
 
 
+# --- balance -------------------------------------------------------------------------------------------------------
+
+def drawn(plan, steps=600): return Counter(int(c) for _, clip, *_ in picks(plan, steps) for c in clip)
+
+def test_speakers_and_languages_are_balanced_where_asked():
+    "One clip of a, 36 of b; b speaks two languages' worth of clips."
+    speakers, languages = ['a'] + ['b'] * 36, ['de'] * 5 + ['en'] * 32
+    share = lambda count, which: sum(n for c, n in count.items() if which[c]) / sum(count.values())
+    cache = fake_cache(CORPORA['random'], speakers, languages=languages)
+    first, german = [s == 'a' for s in speakers], [x == 'de' for x in languages]
+    plain, voices, tongues = (drawn(BatchPlan(cache, data(**how))) for how in
+                              ({}, {'balance_speakers': True}, {'balance_languages': True}))
+    assert share(plain, first) < 0.06 and 0.45 < share(voices, first) < 0.55
+    assert share(plain, german) < 0.2 and 0.45 < share(tongues, german) < 0.55
+    both = drawn(BatchPlan(cache, data(balance_speakers=True, balance_languages=True)))
+    assert 0.45 < share(both, german) < 0.55 and share(both, first) > 0.3
+    assert set(voices) == set(range(37))   # nobody is left out
+
+def test_balanced_batches_have_full_rows_of_one_shape():
+    plan = BatchPlan(fake_cache(CORPORA['random'], ['a'] + ['b'] * 36), data(balance_speakers=True))
+    for b in epoch(plan, count=4):
+        assert (b['weight'] == 1).all() and (b['codes'].shape[1], b['text'].shape[1]) in plan.shapes
+        assert all(b['codes'][row, :n].all() for row, n in enumerate(b['code_length']))
+
+
+# --- one shape, files instead of memory, columns that are kept -----------------------------------------------------
+
+def test_a_fixed_length_is_that_of_the_settings(prepared, small):
+    plan = BatchPlan(prepared, small.data.model_copy(update={'pad_to_fixed_length': True}))
+    shape = fixed_shape(prepared.config.model, plan.data)
+    assert shape == (48, 40) and plan.shapes == [shape]   # 11.6 s would be 250 codes, but the model takes 48
+    assert {(b['codes'].shape[1], b['text'].shape[1]) for b in epoch(plan)} == {shape}
+    short = small.data.model_copy(update={'pad_to_fixed_length': True, 'max_seconds': 0.7})
+    with pytest.raises(UserError, match='more than the 16 and 40 of data.pad_to_fixed_length; raise data.max_seconds'):
+        BatchPlan(prepared, short)
+
+@pytest.mark.parametrize('first', [0, 3])
+def test_batches_from_files_are_those_from_memory(prepared, small, first):
+    memory, files = (BatchPlan(prepared, small.data.model_copy(update={'ram_budget': gib})) for gib in (1., 0.))
+    assert isinstance(CacheReader(prepared, memory).rows, InMemory) and isinstance(CacheReader(prepared, files).rows, InFiles)
+    for a, b in zip(*(cached_batches(plan, first, first + 12) for plan in (memory, files)), strict=True):
+        assert a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+@pytest.mark.parametrize('dtype', [np.int32, np.int64, np.float16])
+def test_a_mapped_array_is_found_again_in_its_file(tmp_path, dtype):
+    np.arange(5000, dtype=dtype).tofile(tmp_path / 'numbers')
+    whole = np.memmap(tmp_path / 'numbers', dtype, 'r')
+    for array in (whole, whole[64:100], np.asarray(whole)[64:100], whole.view(np.uint8).view(dtype)[7:]):
+        flat, first = over_file(array)
+        assert np.array_equal(flat[first:], array)
+        seen = Held([flat])()
+        flat[first] = 9   # a private write shows that it is the same memory
+        assert seen[first] == 9 and whole[64] == 64
+    odd = np.memmap(tmp_path / 'numbers', np.uint8, 'r')[3:3 + 40 * whole.itemsize].view(dtype)
+    flat, first = over_file(odd)
+    assert first == 0 and not isinstance(flat, np.memmap) and np.array_equal(flat.view(np.uint8), odd.view(np.uint8))
+    assert over_file(np.arange(4))[1] == 0 and Held([np.zeros(0)])().shape == 0
+
+def test_kept_columns_are_used_until_something_else_is_asked(tmp_path, monkeypatch):
+    import xtts_nb.data
+    made, real = [], xtts_nb.data.order_columns
+    monkeypatch.setattr(xtts_nb.data, 'order_columns', lambda *a: made.append(1) or real(*a))
+    cache = fake_cache(CORPORA['random'], ['a', 'b'] * 18 + ['c'])
+    plan = lambda clips=None, **how: BatchPlan(cache, data(**how), clips, keep=tmp_path / 'plan')
+    fresh = epoch(BatchPlan(cache, data()))
+    for _ in range(2):
+        kept = epoch(plan())
+        assert all(np.array_equal(a[k], b[k]) for a, b in zip(fresh, kept, strict=True) for k in a)
+    assert len(made) == 2   # once without keeping, once kept
+    plan(batch_size=2, seed=7); assert len(made) == 2
+    for n, other in enumerate([dict(buckets=2), dict(balance_speakers=True), dict(clips=np.arange(9))], 3):
+        plan(**other); plan(**other); assert len(made) == n
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['plan']
+
+def lengths_only(folder, clips):
+    "What a plan needs of a cache, mapped from files."
+    columns = dict(zip(('codes_length', 'text_length'), speech_lengths(clips)), speaker=np.arange(clips) % 1000)
+    columns['mel_length'] = columns['codes_length'] * 4
+    for name, array in columns.items(): array.astype(np.int32).tofile(folder / name)
+    arrays = {name: np.memmap(folder / name, np.int32, 'r') for name in columns}
+    return type('Lengths', (), {'__len__': lambda self: clips, 'manifest': {'key': 'x'}, 'folder': folder, **arrays})()
+
+def own_memory() -> int:
+    "Bytes of this process that are not pages of files."
+    return next(int(line.split()[1]) * 1024 for line in open('/proc/self/status') if line.startswith('RssAnon'))
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='memory is told apart on Linux only')
+@pytest.mark.parametrize('clips', [3_000_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+def test_resuming_reads_nothing_of_a_large_plan(tmp_path, monkeypatch, clips):
+    "The columns stay in their files: opened again they take no memory, in a dataset neither, and the order is the same."
+    import xtts_nb.data
+    cache, step = lengths_only(tmp_path, clips), 1_000_000
+    before = BatchPlan(cache, data(), keep=tmp_path / 'plan').pick(tf.constant(step, tf.int64))
+    monkeypatch.setattr(xtts_nb.data, 'order_columns', lambda *a: pytest.fail('made again'))
+    start = own_memory()
+    again = BatchPlan(cache, data(), keep=tmp_path / 'plan')
+    after = next(iter(tf.data.Dataset.range(step, step + 1).map(again.pick)))
+    assert own_memory() - start < 4 * clips   # less than one column
+    assert all(np.array_equal(a, b) for a, b in zip(before, after))
+
+
+# --- ahead of the step ---------------------------------------------------------------------------------------------
+
+def stages(dataset): return [name for d in dataset._inputs() for name in stages(d)] + [type(dataset).__name__]
+
+def test_the_device_comes_last_and_the_batches_are_the_same():
+    plan = BatchPlan(fake_cache(CORPORA['random']), data())
+    with_device = cached_batches(plan, 0, 6, device='/CPU:0')
+    assert stages(with_device)[-3:] == ['_PrefetchDataset', '_CopyToDeviceDataset', '_PrefetchDataset']
+    assert stages(cached_batches(plan, 0, 6))[-2:] == ['_ParallelMapDataset', '_PrefetchDataset']
+    for a, b in zip(with_device, cached_batches(plan, 0, 6), strict=True): assert all(np.array_equal(a[k], b[k]) for k in a)
+
+@pytest.mark.parametrize('on, gpus, asked', [(True, ['gpu'], '/GPU:0'), (True, [], None), (False, ['gpu'], None)])
+def test_prefetch_to_gpu_asks_for_the_gpu_there_is(monkeypatch, on, gpus, asked):
+    seen = []
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: gpus)
+    monkeypatch.setattr(tf.data.experimental, 'prefetch_to_device', lambda device, n: seen.append(device) or (lambda ds: ds))
+    cached_batches(BatchPlan(fake_cache([5]), data(prefetch_to_gpu=on)))
+    assert seen == ([asked] if asked else [])
+
+
 # --- online --------------------------------------------------------------------------------------------------------
 
-def test_three_pipelines_deliver_the_same(prepared, corpus, dvae, small, stats):
+def test_all_pipelines_deliver_the_same(prepared, corpus, dvae, small, stats):
     plan = BatchPlan(prepared, small.data)
-    loader = OnlineLoader(plan, corpus, stats)
-    differ = check_equal(plan, loader, dvae.encode, batches=plan.steps_per_epoch + 1)
+    differ = check_equal(plan, wav_files(prepared, corpus), stats, dvae.encode, batches=plan.steps_per_epoch + 1)
     assert set(differ) == {'mel', 'reference', 'cached reference', 'codes'} and max(differ.values()) < 1e-3
 
 def test_a_difference_is_noticed(prepared, corpus, dvae, small, stats):
-    plan = BatchPlan(prepared, small.data)
-    with pytest.raises(AssertionError, match='different batches'): check_equal(plan, OnlineLoader(plan, corpus, stats * 1.1))
+    plan, files = BatchPlan(prepared, small.data), wav_files(prepared, corpus)
+    with pytest.raises(AssertionError, match='different batches'): check_equal(plan, files, stats * 1.1)
     with pytest.raises(AssertionError, match='different batches'):
-        check_equal(plan, OnlineLoader(plan, corpus, stats), lambda mel: 1 - dvae.encode(mel))
+        check_equal(plan, files, stats, lambda mel: 1 - dvae.encode(mel))
 
-@pytest.mark.parametrize('python', [True, False])
-def test_online_shapes_are_static(prepared, corpus, stats, small, python):
-    spec = online_batches(OnlineLoader(BatchPlan(prepared, small.data), corpus, stats), python).element_spec
-    assert all(s.shape[1:].is_fully_defined() for s in spec.values()) and spec['reference'].shape[1:] == (32, 80)
+@pytest.mark.parametrize('source', ['speaker', 'clip'])
+def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, corpus, small, stats, source):
+    "The whole batch at once, as a device would compute it."
+    data_ = small.data.model_copy(update={'reference_from': source, 'reference_frames': 80})   # longer than some clips
+    plan, files = BatchPlan(prepared, data_), wav_files(prepared, corpus)
+    audio = prepared.config.model.audio
+    kinds = WavReader(plan, files, stats), MelReader(plan, files, stats), CacheReader(prepared, plan)
+    for wav, native, cached in zip(*(batches_of(kind, data_, 0, 4) for kind in kinds)):
+        mel = mels_of(wav['wav'], audio.dvae_n_fft, audio).numpy()
+        voice = mels_of(wav['reference_wav'], audio.reference_n_fft, audio).numpy() / stats
+        for row, (n, m) in enumerate(zip(wav['mel_length'].numpy(), wav['reference_length'].numpy())):
+            assert np.allclose(mel[row, :n], native['mel'][row, :n], atol=1e-4) and not native['mel'][row, n:].numpy().any()
+            assert np.allclose(voice[row, np.arange(80) % m], cached['reference'][row], atol=6e-3)
+        assert wav['wav'].dtype == tf.int16 and wav['wav'].shape[1] == (mel.shape[1] - 1) * 256 + 1024
+        assert native['mel'].shape[1] == mel.shape[1]
+
+@pytest.mark.parametrize('kind', [PythonReader, MelReader])
+def test_online_shapes_follow_the_buckets(prepared, corpus, stats, small, kind):
+    plan = BatchPlan(prepared, small.data)
+    source = batches_of(kind(plan, wav_files(prepared, corpus), stats), plan.data, 0, plan.steps_per_epoch)
+    assert source.element_spec['reference'].shape[1:] == (32, 80)
+    assert {(b['mel'].shape[1], b['text'].shape[1]) for b in source} == set(zip(plan.frames.numpy(), (t for _, t in plan.shapes)))
 
 # 11520 and others: rounded seconds fall short of a frame
 @pytest.mark.parametrize('samples', [11520, 11521, 14080, 16640, 22050])
-@pytest.mark.parametrize('python', [True, False])
-def test_the_longest_clip_fits_whatever_its_length(tmp_path, small, dvae, samples, python, stats):
+@pytest.mark.parametrize('kind', [PythonReader, MelReader])
+def test_the_longest_clip_fits_whatever_its_length(tmp_path, small, dvae, samples, kind, stats):
     for name, n in (('a', samples), ('b', 11100)): save_audio(tmp_path / 'corpus/wavs' / f'{name}.wav', synthetic_voice(1.)[:n])
     (tmp_path / 'corpus/metadata.csv').write_text('a|aa|aa\nb|bb|bb\n')
     prepare(tmp_path / 'corpus', tmp_path / 'cache', small, dvae)
-    plan = BatchPlan(Cache(tmp_path / 'cache'), small.data.model_copy(update={'buckets': 1, 'batch_size': 2}))
-    batch = next(iter(online_batches(OnlineLoader(plan, tmp_path / 'corpus', stats), python)))
+    cache = Cache(tmp_path / 'cache')
+    plan = BatchPlan(cache, small.data.model_copy(update={'buckets': 1, 'batch_size': 2}))
+    batch = next(iter(batches_of(kind(plan, wav_files(cache, tmp_path / 'corpus'), stats), plan.data)))
     assert batch['mel'].shape == (2, 1 + samples // 256, 80)
 
-def test_another_corpus_is_named(prepared, tmp_path, small, stats):
+def test_another_corpus_is_named(prepared, tmp_path):
     (tmp_path / 'wavs').mkdir(); (tmp_path / 'metadata.csv').write_text('x|a|a\n')
     with pytest.raises(UserError, match=f'{tmp_path}: lacks the clip low-0 of .*give the corpus the cache came from'):
-        OnlineLoader(BatchPlan(prepared, small.data), tmp_path, stats)
+        wav_files(prepared, tmp_path)
+
+def test_decoding_finds_the_samples_wherever_they_are(tmp_path):
+    "A plain header; a chunk before the data and one behind; a size that was never filled in."
+    samples = np.random.default_rng(0).integers(-32768, 32768, 999, np.int16)
+    save_audio(tmp_path / 'plain.wav', samples / 32768)
+    plain = (tmp_path / 'plain.wav').read_bytes()
+    chunk = b'LIST' + (6).to_bytes(4, 'little') + b'noise!'
+    (tmp_path / 'before.wav').write_bytes(plain[:36] + chunk + plain[36:])
+    (tmp_path / 'behind.wav').write_bytes(plain + chunk)
+    for name in ('plain', 'before', 'behind'):
+        assert np.array_equal(decode_wav(str(tmp_path / f'{name}.wav')), samples), name
 
 @pytest.mark.parametrize('how', [dict(subtype='FLOAT'), dict(samplerate=16000), dict(channels=2), dict(format='FLAC')], ids=str)
 def test_native_reading_refuses_what_it_would_misread(tmp_path, how):
@@ -225,12 +414,6 @@ def test_native_reading_refuses_what_it_would_misread(tmp_path, how):
     check_native([str(tmp_path / 'good.wav')], 22050)
     with pytest.raises(UserError, match='a.wav: is .*so use the cache'):
         check_native([str(tmp_path / 'good.wav'), str(tmp_path / 'a.wav')], 22050)
-
-def test_only_the_python_loader_is_a_python_function(prepared, corpus, stats, small):
-    "What a graph calls tells which pipeline holds the interpreter lock."
-    loader = OnlineLoader(BatchPlan(prepared, small.data), corpus, stats)
-    concrete = tf.function(loader.native).get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 3)
-    assert not any(op.type.endswith('PyFunc') for op in concrete.graph.get_operations())
 
 def test_a_batch_has_what_the_losses_read(batch):
     assert set(batch) == {'clip', 'weight', 'reference', 'codes', 'text', 'code_length', 'text_length'}

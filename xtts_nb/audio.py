@@ -170,29 +170,31 @@ def frame_count(
     "Frames of a clip of `samples` samples."
     return 1 + samples // audio.hop_length
 
-# %% ../nbs/06_audio.ipynb #38ef3061
+# %% ../nbs/06_audio.ipynb #bd005a6a
 def stft(
     wav: tf.Tensor,                # (..., N) float32
     n_fft: int,
     audio: AudioConfig = AudioConfig(),
+    mirror: bool = True,           # the ends; False where `wav` has them mirrored already
 ) -> tf.Tensor:                    # (..., F, n_fft // 2 + 1) complex64
     "Short-time Fourier transform with centred frames and mirrored ends, for clips longer than n_fft / 2."
     half = n_fft // 2
     wav = tf.convert_to_tensor(wav, tf.float32)
-    padded = tf.pad(wav, [[0, 0]] * (wav.shape.rank - 1) + [[half, half]], 'REFLECT')
-    frames = tf.signal.frame(padded, n_fft, audio.hop_length)
+    if mirror: wav = tf.pad(wav, [[0, 0]] * (wav.shape.rank - 1) + [[half, half]], 'REFLECT')
+    frames = tf.signal.frame(wav, n_fft, audio.hop_length)
     return tf.signal.rfft(frames * hann_window(n_fft, audio.win_length))
 
-# %% ../nbs/06_audio.ipynb #e3f5a3d8
+# %% ../nbs/06_audio.ipynb #a95fcd95
 LOG_FLOOR = 1e-5   # of the power, before the logarithm
 
 def log_mel(
     wav: tf.Tensor,                # (..., N) float32
     n_fft: int,                    # `audio.dvae_n_fft` for codes, `audio.reference_n_fft` for the voice
     audio: AudioConfig = AudioConfig(),
+    mirror: bool = True,           # the ends; False where `wav` has them mirrored already
 ) -> tf.Tensor:                    # (..., F, C) float32
     "The log-mel of XTTS, in graph."
-    spectrum = stft(wav, n_fft, audio)
+    spectrum = stft(wav, n_fft, audio, mirror)
     power = tf.math.real(spectrum)**2 + tf.math.imag(spectrum)**2
     return tf.math.log(tf.maximum(tf.tensordot(power, mel_filterbank(n_fft, audio), 1), LOG_FLOOR))
 

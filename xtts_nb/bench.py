@@ -67,12 +67,13 @@ class Comparison:
 
     def _repr_markdown_(self) -> str: return rows_markdown(self.rows())
 
-# %% ../nbs/02_bench.ipynb #bd4c1ab7
+# %% ../nbs/02_bench.ipynb #01199cbf
 def rows_markdown(rows: list[dict]) -> str:
     "Rows of a comparison as a Markdown table."
-    heads = {'name': '', 'clips_per_s': 'clips/s', 'step_ms': 'ms per step', 'ratio': 'speed', 'au': 'AU', 'mfu': 'MFU'}
+    heads = {'name': '', 'clips_per_s': 'clips/s', 'step_ms': 'ms per step', 'ratio': 'speed', 'spread': 'spread', 'au': 'AU',
+             'mfu': 'MFU', 'cv': 'variation', 'padding': 'padding'}
     show = {'clips_per_s': '{:,.0f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}', 'au': '{:.0%}',
-            'mfu': '{:.0%}'}
+            'mfu': '{:.0%}', 'cv': '{:.1%}', 'padding': '{:.1%}'}
     lines = ['| ' + ' | '.join(heads.get(k, k) for k in rows[0]) + ' |', '|---' + '|---:' * (len(rows[0]) - 1) + '|']
     lines += ['| ' + ' | '.join('–' if v is None else show.get(k, '{}').format(v) for k, v in row.items()) + ' |' for row in rows]
     return '\n'.join(lines)
@@ -95,22 +96,23 @@ def compare(
             if progress: progress(turn * len(arms) + place + 1, total)
     return Comparison(list(result.values()), unit)
 
-# %% ../nbs/02_bench.ipynb #1b8633fd
+# %% ../nbs/02_bench.ipynb #1d4ca645
 def accelerator_utilisation(
     batches: Iterable,      # what the pipeline delivers
     step_seconds: float,    # of the emulated accelerator
     steps: int = 50,
 ) -> dict:                  # au, cv, steps
     "AU and variation of a pipeline that feeds an emulated accelerator; stops early where the batches end."
-    times, source = [], iter(batches)
+    times, computed, source = [], 0., iter(batches)
     next(source)
-    start = before = time.perf_counter()
+    before = time.perf_counter()
     for _, _ in zip(range(steps), source):
+        begin = time.perf_counter()
         time.sleep(step_seconds)
-        now = time.perf_counter(); times.append(now - before); before = now
-    wall = time.perf_counter() - start
+        now = time.perf_counter()
+        times.append(now - before); computed += now - begin; before = now   # a sleep is never quite as short as asked
     cv = statistics.pstdev(times) / statistics.mean(times)
-    return {'au': min(1., len(times) * step_seconds / wall), 'cv': cv, 'steps': len(times)}
+    return {'au': computed / sum(times), 'cv': cv, 'steps': len(times)}
 
 # %% ../nbs/02_bench.ipynb #0087ce90
 def timeline(

@@ -393,14 +393,14 @@ def monitor(
 
 # %% ../nbs/60_cli.ipynb #13f9f1b5
 @contextmanager
-def _prepared(corpus: Path, tell):
+def _prepared(corpus: Path, tell, data: dict | None = None):
     "A cache of `corpus` in a temporary folder, with a DVAE of few updates: enough to measure with."
     import tempfile
     from xtts_nb.cache import Cache
     from xtts_nb.config import XTTSConfig
     from xtts_nb.corpora import check_dropped, read_corpus
     from xtts_nb.prepare import prepare
-    settings = XTTSConfig.tiny().replace(training={'dvae_steps': 200})
+    settings = XTTSConfig.tiny().replace(training={'dvae_steps': 200}, data=data or {})
     clips, dropped = read_corpus(corpus)
     check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
     with tempfile.TemporaryDirectory() as folder:
@@ -411,25 +411,38 @@ def _prepared(corpus: Path, tell):
 Corpus = Annotated[Path, typer.Option(help='Folder with metadata.csv and wavs/.')]
 Rounds = Annotated[int, typer.Option(min=1, help='Times that each arm runs.')]
 
-# %% ../nbs/60_cli.ipynb #fe34ae4d
+# %% ../nbs/60_cli.ipynb #560da1f2
 @bench_app.command('data')
-def bench_data(data: Corpus, rounds: Rounds = 7, record: Record = False, json_: Json = False):
-    "Clips a second of the three pipelines, and how busy they keep an H200."
+def bench_data(
+    data: Corpus,
+    coqui_python: Annotated[Path | None, typer.Option(help='The Python of coqui-tts, to measure that too.')] = None,
+    clips: Annotated[int, typer.Option(min=1, help='Distinct clips in memory, at least.')] = 10_000,
+    rounds: Rounds = 7,
+    record: Record = False,
+    json_: Json = False,
+):
+    "Clips a second of every loader there is, how busy each keeps an H200, and how many cards the cache feeds."
     with _result(json_) as show:
         _start()
         import numpy as np
         from xtts_nb.bench import benchmarks, record as keep
-        from xtts_nb.data import OnlineLoader, check_equal, comparison_plan, data_before_after
+        from xtts_nb.config import DataConfig
+        from xtts_nb.data import BatchPlan, check_equal, wav_files
         from xtts_nb.dvae import load_dvae
-        with _progress() as tell, _prepared(data, tell) as cache:
+        from xtts_nb.throughput import bench_loaders, cards_table, check_python
+        if coqui_python: check_python(coqui_python)
+        sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
+        with _progress() as tell, _prepared(data, tell, sizes) as cache:
             stats = np.array(load_dvae(cache.folder / 'dvae.safetensors', cache.config).mel_stats)
-            plan = comparison_plan(cache)
-            check_equal(plan, OnlineLoader(plan, data, stats))
-            rows = data_before_after(plan, data, stats, rounds, _stage(tell, 'measure'))
+            check_equal(BatchPlan(cache, cache.config.data), wav_files(cache, data), stats)
+            rows = bench_loaders(cache, data, stats, coqui_python, clips, rounds, progress=_stage(tell, 'measure'))
+            cards = cards_table(cache, clips, progress=_stage(tell, 'emulate cards'))
             seconds = [c['seconds'] for c in cache.clips]
-        about = f'{len(seconds)} clips of {min(seconds):.1f} to {max(seconds):.1f} s, batch {plan.data.batch_size}'
-        if record: keep('10_data_tf_native', rows, benchmarks(), corpus=about)
-        show({'rows': rows, 'corpus': about}, _table(about, rows))
+        about = (f'{len(seconds)} clips of {min(seconds):.1f} to {max(seconds):.1f} s, laid out as {clips:,} or more, batch 16, '
+                 f'references of {sizes["reference_frames"]} frames')
+        fed = 'Cards fed at AU 95 %: ' + ', '.join(f'{n} {name}' for name, n in cards.items())
+        if record: keep('10_data_tf_native', rows, benchmarks(), corpus=about, cards=cards)
+        show({'rows': rows, 'corpus': about, 'cards': cards}, f'{_table(about, rows)}\n{fed}')
 
 # %% ../nbs/60_cli.ipynb #3c614ad3
 @bench_app.command('train')

@@ -22,7 +22,7 @@ from .cache import Cache
 from .config import XTTSConfig
 from .corpora import read_corpus
 from .corpus import held_out_pairs, make_corpus
-from .data import CacheReader, OnlineLoader, check_equal, comparison_plan, data_before_after
+from .data import CacheReader, check_equal, comparison_plan, wav_files
 from .dvae import train_dvae
 from .files import atomic_file
 from .model import XTTS
@@ -33,6 +33,7 @@ from .score import hits
 from .synthesis import Speaker
 from .runs import new_run
 from .step import step_before_after, step_modes
+from .throughput import data_before_after
 from .trainer import Trainer
 from .utilisation import device_names, plot_samples
 
@@ -124,12 +125,12 @@ class Stages:
         self.listen(name, 0, 1, '')
         return lambda done, total, note='': self.listen(name, done, total, note)
 
-# %% ../nbs/58_demo.ipynb #b53c736c
+# %% ../nbs/58_demo.ipynb #b5eb5404
 def measure(cache: Cache, corpus: Path, stages: Stages, rounds: int) -> tuple[list[dict], list[dict]]:
     "Both before/after tables: the three pipelines and the three ways to run a step, equal outputs checked first."
     stats, one_shape = _mel_stats(cache), comparison_plan(cache)
     told = stages.begin('measure the data')
-    check_equal(one_shape, OnlineLoader(one_shape, corpus, stats))
+    check_equal(one_shape, wav_files(cache, corpus), stats)
     data = data_before_after(one_shape, corpus, stats, rounds, told)
     told = stages.begin('measure the step')
     batch = CacheReader(cache, one_shape)(tf.constant(0, tf.int64))
