@@ -44,7 +44,7 @@ def test_the_mean_follows_the_weights_and_training_never_sees_it(share):
     x, y = variable(3., -1.), variable(3., -1.)
     with_mean, without = make_optimizer([x], training), make_optimizer([y], TrainingConfig(learning_rate=0.1))
     mean = None
-    for i in range(5):
+    for _ in range(5):
         for optimizer, v in ((with_mean, x), (without, y)): optimizer.apply([2 * v.value], [v])
         mean = x.numpy().copy() if mean is None else share * mean + (1 - share) * x.numpy()
         assert np.array_equal(x.numpy(), y.numpy())
