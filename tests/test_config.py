@@ -184,7 +184,7 @@ def test_under_test_the_scale_is_tiny(outside, monkeypatch):
 @pytest.mark.parametrize('text, part', [
     ('nonsense\n', 'section headers'), ('[workspace]\nscal = tiny\n', 'did you mean "scale"'),
     ('[workspace]\nscale = huge\n', "'tiny' or 'full'"), ('[workspace]\ndata = a\ndata = b\n', 'already exists'),
-    ('[workspace\n', 'settings.ini'), ('[workspace]\nzzz = 1\n', 'it has root, data, cache, runs, scale')],
+    ('[workspace\n', 'settings.ini'), ('[workspace]\nzzz = 1\n', 'it has root, data, cache, runs, xla_cache, scale')],
     ids=['words', 'key', 'value', 'twice', 'bracket', 'unknown'])
 def test_a_bad_file_is_named(outside, text, part):
     write(outside, text)
@@ -233,3 +233,25 @@ def test_a_request_that_comes_too_late_is_shown():
 def test_the_package_is_light_to_import():
     code = "import sys, xtts_nb, xtts_nb.config, xtts_nb.files; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
     subprocess.run([sys.executable, '-c', code], check=True)
+
+
+# --- what XLA compiled ---------------------------------------------------------------------------------------------
+
+COMPILE = '''
+from xtts_nb.config import setup_tf
+setup_tf()
+import tensorflow as tf
+print(float(tf.function(lambda x: tf.sin(x) @ x, jit_compile=True)(tf.ones((4, 4)))[0, 0]))'''
+
+def compiled(folder) -> set[str]:
+    "Compile in a process that starts in `folder`; the files that XLA keeps there."
+    env = {k: v for k, v in os.environ.items() if k != 'TF_XLA_FLAGS'} | {'CUDA_VISIBLE_DEVICES': '-1'}
+    subprocess.run([sys.executable, '-c', COMPILE], cwd=folder, env=env, check=True, capture_output=True)
+    return {p.name for p in (folder / 'kept').glob('*')}
+
+def test_a_second_start_finds_what_xla_compiled(tmp_path):
+    (tmp_path / 'settings.ini').write_text('[workspace]\n')
+    assert compiled(tmp_path) == set()
+    (tmp_path / 'settings.ini').write_text('[workspace]\nxla_cache = kept\n')
+    first = compiled(tmp_path)
+    assert first and compiled(tmp_path) == first

@@ -347,24 +347,24 @@ def _without_greeting():
     finally:
         os.dup2(screen, 2); os.close(screen); os.close(nowhere)
 
-# %% ../nbs/00_config.ipynb #509c1ce1
-def _keep_compiled(folder: Path | None, device: str):
+# %% ../nbs/00_config.ipynb #5f7bd488
+def _keep_compiled(folder: Path | None):
     "Name the folder of XLA's persistent cache in `TF_XLA_FLAGS`, where flags that stand there are left alone."
     flags = os.environ.get('TF_XLA_FLAGS', '')
     if folder and 'persistent_cache_directory' not in flags:
-        here = f'--tf_xla_persistent_cache_directory={folder} --tf_xla_persistent_cache_device_types={device}'
+        here = f'--tf_xla_persistent_cache_directory={folder} --tf_xla_persistent_cache_device_types=CPU,GPU'
         os.environ['TF_XLA_FLAGS'] = f'{flags} {here}'.strip()
 
-# %% ../nbs/00_config.ipynb #3cb23eb5
+# %% ../nbs/00_config.ipynb #6451ff58
 def setup_tf(
     threads: int | None = None,       # for one op; default: one per core
     memory_growth: bool = True,       # take GPU memory as needed instead of all of it
 ) -> dict:
     "Prepare TensorFlow; returns `{setting: (asked, got)}`, read back from TensorFlow."
+    _keep_compiled(workspace().xla_cache)
     with _without_greeting():
         import tensorflow as tf
         gpus = tf.config.list_physical_devices('GPU')
-    _keep_compiled(workspace().xla_cache, 'GPU' if gpus else 'CPU')
     threads = threads or (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)

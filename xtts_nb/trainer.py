@@ -125,7 +125,7 @@ def terminated():
     try: yield asked
     finally: signal.signal(signal.SIGTERM, before)
 
-# %% ../nbs/30_trainer_xla.ipynb #ce062d80
+# %% ../nbs/30_trainer_xla.ipynb #fa860c38
 class Trainer:
     "Trains the GPT of `xtts` by a plan; `run`, a folder, keeps what is needed to go on."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None, held_out: BatchPlan | None = None,
@@ -171,8 +171,8 @@ class Trainer:
                 if self.flying: self._land()   # the log line before this update, while the device is busy with this one
                 with pace.phase('callbacks'): self.hooks.updated(self.step)
                 ended = bool(self.step == steps or asked or self.failure)
-                if ended or self._due('checkpoint_every') or self._looks or self._epoch: ended = self._pause(ended)
-                elif self._due('log_every'): self._send()
+                if ended or self._due(self.training.checkpoint_every) or self._looks or self._epoch: ended = self._pause(ended)
+                elif self._due(self.training.log_every): self._send()
             self.writer.wait()
         self.hooks.all.on_train_end()
         if self.failure: raise UserError(self.failure)
@@ -181,13 +181,12 @@ class Trainer:
                 'clips_per_s': pace.median(), 'traces': trace_count(self.train_step), 'best': self.best,
                 'compile_seconds': round(pace.compiling, 2), 'seconds': round(time.perf_counter() - begun, 2)}
 
-    def _due(self, key: str) -> bool:
+    def _due(self, every: int) -> bool:
         "Whether the update just made is one of every so many."
-        every = getattr(self.training, key)
         return every > 0 and self.step % every == 0
 
     @property
-    def _looks(self) -> bool: return self.held_out is not None and self._due('validate_every')
+    def _looks(self) -> bool: return self.held_out is not None and self._due(self.training.validate_every)
 
     @property
     def _epoch(self) -> bool: return bool(self.hooks.own) and self.step % self.epoch_updates == 0
@@ -252,7 +251,7 @@ class Trainer:
         if self._epoch: ended |= self.hooks.epoch(self.step // self.epoch_updates - 1)
         self.counts = self.hooks.counts()
         ended = bool(ended or self.over or self.failure)
-        if self.run: self.save(ended or self._due('checkpoint_every'), better, wait=False)
+        if self.run: self.save(ended or self._due(self.training.checkpoint_every), better, wait=False)
         self.pace.begin()   # none of this counts as training
         return ended
 
