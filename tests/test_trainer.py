@@ -77,14 +77,14 @@ def test_the_optimizer_follows_the_schedule(cheap, prepared, mini, tmp_path):
 def test_as_many_traces_as_shapes(prepared, mini, tmp_path):
     run = new_run(prepared, mini, tmp_path / 'run')
     result = run.fit(steps=3 * run.plan.steps_per_epoch)
-    assert len(run.plan.bounds) == 2 and result['traces'] == trace_count(run.train_step) == 2
+    assert len(run.plan.shapes) == 2 and result['traces'] == trace_count(run.train_step) == 2
     assert run.fit(steps=5 * run.plan.steps_per_epoch)['traces'] == 2
     assert result['loss_last'] < result['loss_first'] and result['clips_per_s'] > 0
 
 @pytest.mark.slow
 def test_as_many_traces_as_shapes_under_xla(prepared, mini, tmp_path):
     run = new_run(prepared, mini.replace(training={'enable_xla_compilation': True}, data={'buckets': 3}), tmp_path / 'run')
-    assert run.fit(steps=3 * run.plan.steps_per_epoch)['traces'] == len(run.plan.bounds) == 3
+    assert run.fit(steps=3 * run.plan.steps_per_epoch)['traces'] == len(run.plan.shapes) == 3
 
 @pytest.mark.parametrize('every', [4, 8])
 def test_nothing_is_fetched_between_two_log_lines(prepared, mini, monkeypatch, every):
