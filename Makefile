@@ -40,7 +40,7 @@ test test-all: $(ready)
 	@echo "== every notebook"
 	@$(env) $(bin)/nbdev-test --n-workers 2 --timing --flags "$(strip $(flags))"
 	@echo "== tests"
-	@$(env) $(bin)/pytest -m "$(marked)" $(ARGS)
+	@$(env) $(bin)/pytest -n 2 --dist loadfile -m "$(marked)" $(ARGS)
 
 export: $(ready)
 	@$(bin)/nbdev-export
