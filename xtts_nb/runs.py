@@ -47,9 +47,10 @@ def new_run(
     if (run / 'run.json').is_file(): _check_run(run, cache, held_out)
     elif run.is_dir() and any(run.iterdir()):
         raise UserError(f'{run}: holds something that is not a run; choose another folder.')
-    unknown = set(held_out) - {c['id'] for c in cache.clips}
+    held, ids = set(held_out), [c['id'] for c in cache.clips]
+    unknown = held - set(ids)
     if unknown: raise UserError(f'{cache.folder}: has no clip {sorted(unknown)[0]} to hold out.')
-    out = np.array([c['id'] in set(held_out) for c in cache.clips])
+    out = np.array([i in held for i in ids])
     keras.utils.set_random_seed(config.training.seed)
     xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
     trainer = Trainer(xtts, BatchPlan(cache, config.data, np.flatnonzero(~out)), run, _validation(cache, config, out))
