@@ -454,6 +454,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'xtts_nb.model.XTTS.load': ('model.html#xtts.load', 'xtts_nb/model.py'),
                                'xtts_nb.model.XTTS.save': ('model.html#xtts.save', 'xtts_nb/model.py'),
                                'xtts_nb.model.XTTS.weights': ('model.html#xtts.weights', 'xtts_nb/model.py'),
+                               'xtts_nb.model._sizes': ('model.html#_sizes', 'xtts_nb/model.py'),
                                'xtts_nb.model.costs_markdown': ('model.html#costs_markdown', 'xtts_nb/model.py'),
                                'xtts_nb.model.forward_flops': ('model.html#forward_flops', 'xtts_nb/model.py'),
                                'xtts_nb.model.forward_numbers': ('model.html#forward_numbers', 'xtts_nb/model.py'),

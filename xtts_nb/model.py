@@ -141,17 +141,20 @@ def released_parts(config: XTTSConfig) -> dict[str, int]:
         return counts
 
 # %% ../nbs/20_model.ipynb #c10443de
+def _sizes(config: XTTSConfig, text: int, codes: int) -> tuple[int, ...]:
+    "F, P, T and S with their marks, L, D, and the width inside the perceiver's attention."
+    g, T, S = config.model.gpt, text + 2, codes + 2
+    P = g.prompt_latents
+    return config.data.reference_frames, P, T, S, P + T + S, g.width, g.perceiver_heads * g.perceiver_head_dim
+
 def forward_flops(
     config: XTTSConfig,
     text: int,        # T
     codes: int,       # S
 ) -> dict[str, float]:
     "Floating-point operations for one clip, forward, by part of the GPT."
-    g, P, F = config.model.gpt, config.model.gpt.prompt_latents, config.data.reference_frames
-    T, S = text + 2, codes + 2
-    L, inner = P + T + S, g.perceiver_heads * g.perceiver_head_dim
-    D, first = g.width, 2 * config.model.audio.n_mels * g.width * F
-    encoder = first + g.conditioning_layers * (2 * 4 * D**2 * F + 4 * F * F * D)
+    g, (F, P, T, S, L, D, inner) = config.model.gpt, _sizes(config, text, codes)
+    encoder = 2 * config.model.audio.n_mels * D * F + g.conditioning_layers * (2 * 4 * D**2 * F + 4 * F * F * D)
     perceiver = g.perceiver_layers * (2 * D * inner * (2 * P + 2 * (P + F)) + 2 * 4 * D**2 * P * 2)
     return {'GPT voice': encoder + perceiver,
             'GPT blocks': g.layers * (2 * 12 * D**2 * L + 4 * L * L * D),
@@ -173,9 +176,7 @@ def forward_numbers(
     codes: int,       # S
 ) -> dict[str, float]:
     "Numbers that each part of the GPT computes for one clip and keeps for the backward pass."
-    g, P, F = config.model.gpt, config.model.gpt.prompt_latents, config.data.reference_frames
-    T, S = text + 2, codes + 2
-    L, D, inner = P + T + S, g.width, g.perceiver_heads * g.perceiver_head_dim
+    g, (F, P, T, S, L, D, inner) = config.model.gpt, _sizes(config, text, codes)
     encoder = F * D + g.conditioning_layers * (7 * F * D + 2 * g.heads * F * F)
     looks = 2 * (P + F) * inner + 2 * P * inner + 2 * g.perceiver_heads * P * (P + F)
     perceiver = g.perceiver_layers * (looks + 12 * P * D)
