@@ -26,7 +26,6 @@ from .files import append_line, atomic_file
 from .model import XTTS, token_losses, total_loss
 from .optimizer import averaged
 from .step import Update, compile_step, trace_count
-from .weights import named_weights
 
 # %% ../nbs/30_trainer_xla.ipynb #e51bfd16
 PHASES = 'wait', 'copy', 'step', 'callbacks'
@@ -136,7 +135,7 @@ class Trainer:
         self.optimizer = self.update.optimizer
         self.train_step = compile_step(self.custom_train_step, self.training)
         self.rate = tf.function(lambda: self.optimizer.learning_rate)   # a graph: its conditions ask the host otherwise
-        self.evaluate = compile_step(lambda batch: token_losses(xtts.gpt, batch), self.training)
+        self.evaluate = compile_step(self.held_out_losses, self.training)
         self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
         self.best, self.since_best, self.bad_in_row, self.failure = None, 0, 0, None
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
@@ -145,6 +144,10 @@ class Trainer:
     def custom_train_step(self, batch: dict, number) -> dict:
         "One update; override it to train differently, it is compiled all the same."
         return self.update(batch, number)
+
+    def held_out_losses(self, batch: dict) -> dict:
+        "What `token_losses` gives, without dropout."
+        with self.update.as_trained(): return token_losses(self.xtts.gpt, batch)
 
     def batches(self, first: int, last: int):
         "The batches of updates first ... last - 1."
@@ -166,7 +169,7 @@ class Trainer:
             while self.step < steps and not ended:
                 with pace.phase('wait'): batch = next(source)
                 with pace.phase('copy'): batch = to_device(batch)
-                self.pending.append(pace.run(self.train_step, batch, tf.constant(self.step)))
+                self.pending.append(self._update(batch))
                 self.step += 1
                 if self.flying: self._land()   # the log line before this update, while the device is busy with this one
                 with pace.phase('callbacks'): self.hooks.updated(self.step)
@@ -180,6 +183,29 @@ class Trainer:
         return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
                 'clips_per_s': pace.median(), 'traces': trace_count(self.train_step), 'best': self.best,
                 'compile_seconds': round(pace.compiling, 2), 'seconds': round(time.perf_counter() - begun, 2)}
+
+    def _update(self, batch: dict) -> dict:
+        "One update; where memory is short, the same one again in more parts."
+        while True:
+            try: return self.pace.run(self.train_step, batch, tf.constant(self.step))
+            except tf.errors.ResourceExhaustedError as e: self._more_parts(e)
+
+    def _more_parts(self, error: tf.errors.ResourceExhaustedError):
+        "Compute a batch in twice as many parts from now on; raises `UserError` where that does not help."
+        rows, parts, where = self.plan.data.batch_size, self.training.accumulation, self.run or 'training'
+        more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
+        if not more:
+            raise UserError(f'{where}: out of memory with {rows // parts} rows at once; set training.gradient_checkpointing, or '
+                            'training.finetune to lora.') from error
+        if not _untouched(self.train_step, self.optimizer, error):
+            raise UserError(f'{where}: out of memory while the weights were being written; set training.accumulation to {more} '
+                            'and go on from the last checkpoint.') from error
+        print(f'OUT OF MEMORY at update {self.step}: nothing was changed; it is made again in {more} parts instead of {parts}, '
+              'and so are all that follow.', file=sys.stderr, flush=True)
+        self.xtts.config = self.xtts.config.replace(training={'accumulation': more})
+        self.training = self.update.training = self.xtts.config.training
+        self.train_step = compile_step(self.custom_train_step, self.training)
+        self.alone.clear()   # what a step takes alone is another time now
 
     def _due(self, every: int) -> bool:
         "Whether the update just made is one of every so many."
@@ -274,13 +300,15 @@ class Trainer:
     @property
     def state(self) -> dict:
         "Every variable that a resumed run needs."
-        return {f'gpt/{k}': v for k, v in named_weights(self.xtts.gpt).items()} | self.update.variables
+        return self.update.trained | self.update.variables
 
     def save(self, checkpoint: bool = True, best: bool = False, wait: bool = True):
         "Write a checkpoint and the model as it is, or the model as the best so far, or both."
         if not (checkpoint or best): return
         state, facts = snapshot(self.state) if checkpoint else {}, {k: getattr(self, k) for k in KEPT}
-        with averaged(self.optimizer, self.update.weights): model = snapshot(self.xtts.weights)
+        same = {} if self.optimizer.use_ema else {k: v for k, v in state.items() if k in self.xtts.weights}   # no second copy
+        with averaged(self.optimizer, self.update.weights), self.update.as_trained():
+            model = same | snapshot({k: v for k, v in self.xtts.weights.items() if k not in same})
 
         def write():
             if best: self.xtts.save(self.run / 'best', model)
@@ -307,5 +335,10 @@ def to_device(batch: dict) -> dict:
     "`batch` on the first GPU; as it is where there is none."
     if not tf.config.list_logical_devices('GPU'): return batch
     with tf.device('GPU:0'): return {name: tf.identity(x) for name, x in batch.items()}
+
+def _untouched(step, optimizer, error: Exception) -> bool:
+    "Whether a compiled step that ran out of memory has changed no variable yet."
+    if getattr(step, 'xla', False): return True   # it writes when all is computed
+    return hasattr(step, 'graph') and optimizer.name not in str(error)   # the message names the operation
 
 def _mean(values) -> float | None: return round(float(np.mean(values)), 5) if len(values) else None
