@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KINDS', 'bucket_shapes', 'bucket_of', 'fixed_shape', 'order_columns', 'Held', 'over_file', 'Column', 'kept_columns',
            'BatchPlan', 'InMemory', 'InFiles', 'fits', 'CacheReader', 'batches_of', 'cached_batches', 'OnlineReader',
-           'wav_files', 'PythonReader', 'decode_wav', 'check_native', 'WavReader', 'mels_of', 'MelReader', 'readers',
+           'PythonReader', 'decode_wav', 'check_native', 'WavReader', 'mels_of', 'MelReader', 'readers',
            'comparison_plan', 'check_equal']
 
 # %% ../nbs/10_data_tf_native.ipynb #e2354c9e
@@ -19,9 +19,8 @@ import soundfile
 import tensorflow as tf
 
 from .audio import load_audio, log_mel, log_mel_numpy
-from .cache import Cache
+from .cache import Cache, Joined
 from .config import DataConfig, ModelConfig, UserError
-from .corpora import read_corpus
 from .files import atomic_folder, fingerprint, read_json, write_json
 
 # %% ../nbs/10_data_tf_native.ipynb #3903bb47
@@ -311,8 +310,9 @@ class InFiles:
 KINDS = 'codes', 'text', 'mel'
 
 def fits(cache: Cache, data: DataConfig, kinds: tuple[str, ...] = KINDS) -> bool:
-    "Whether the arrays of a cache may be held in memory."
+    "Whether the arrays of a cache may be held in memory; those that it has mapped stay in their files."
     arrays = [getattr(cache, kind) for kind in kinds]
+    if any(isinstance(a, Joined) for a in arrays): return False
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays) <= data.ram_budget * 2**30
 
 class CacheReader:
@@ -360,10 +360,11 @@ def cached_batches(plan: BatchPlan, first: int = 0, last: int | None = None, dev
 # %% ../nbs/10_data_tf_native.ipynb #d7f09df3
 class OnlineReader:
     "What every reader of recordings needs: their files, the text ids of the cache, and the widths of a batch."
-    def __init__(self, plan: BatchPlan, files: list[str], stats: np.ndarray):
+    def __init__(self, plan: BatchPlan, stats: np.ndarray):
         self.plan, self.cache, self.stats = plan, plan.cache, np.asarray(stats, np.float32)
         self.audio, self.text = plan.cache.config.model.audio, CacheReader(plan.cache, plan, ('text',))
-        self.names, self.files = files, tf.constant(files)
+        self.names = [str(self.cache.wav_path(i)) for i in range(len(self.cache))]
+        self.files = tf.constant(self.names)
 
     def __call__(self, step) -> dict:
         "The batch of a step (int64 tensor): text, weight, `clip` and what `sounds` adds."
@@ -371,16 +372,6 @@ class OnlineReader:
         text, text_length = self.text.ids('text', clip, tf.constant(self.plan.shapes)[bucket][1])
         batch = dict(clip=clip, weight=weight, text=text, text_length=text_length, mel_length=self.plan.mel_length(clip))
         return batch | self.sounds(clip, other, start, self.plan.frames[bucket])
-
-def wav_files(
-    cache: Cache,
-    corpus: str | Path,    # that the cache came from
-) -> list[str]:
-    "The recording of each clip of a cache; raises `UserError` if the corpus lacks one."
-    paths = {c.id: c.path for c in read_corpus(corpus)[0]}
-    missing = [c['id'] for c in cache.clips if c['id'] not in paths]
-    if missing: raise UserError(f'{corpus}: lacks the clip {missing[0]} of {cache.folder}; give the corpus the cache came from.')
-    return [str(paths[c['id']]) for c in cache.clips]
 
 # %% ../nbs/10_data_tf_native.ipynb #57e6528f
 class PythonReader(OnlineReader):
@@ -419,6 +410,7 @@ def decode_wav(path: tf.Tensor) -> tf.Tensor:   # (N,) int16
 def check_native(files: list[str], sample_rate: int):
     "Raise `UserError` for the first file that the native decoder would not read as is."
     for path in dict.fromkeys(files):
+        if not Path(path).is_file(): raise UserError(f'{path}: is missing; prepare the cache again from where its corpus is now.')
         info = soundfile.info(path)
         if (info.format, info.subtype, info.samplerate, info.channels) != ('WAV', 'PCM_16', sample_rate, 1):
             raise UserError(f'{path}: is {info.format} {info.subtype}, {info.samplerate} Hz, {info.channels} channels; native '
@@ -432,9 +424,9 @@ def _frames_of(wav, n_fft: int, hop: int, start, count):
 
 class WavReader(OnlineReader):
     "Clip and reference as samples, decoded, cropped and padded by native ops; the mels are left to the device."
-    def __init__(self, plan: BatchPlan, files: list[str], stats: np.ndarray):
-        super().__init__(plan, files, stats)
-        check_native(files, self.audio.sample_rate)
+    def __init__(self, plan: BatchPlan, stats: np.ndarray):
+        super().__init__(plan, stats)
+        check_native(self.names, self.audio.sample_rate)
 
     def samples(self, frames, n_fft: int): return (frames - 1) * self.audio.hop_length + n_fft
 
@@ -481,12 +473,11 @@ class MelReader(WavReader):
 # %% ../nbs/10_data_tf_native.ipynb #dfeb18a6
 def readers(
     plan: BatchPlan,
-    files: list[str],         # the recording of each clip
     stats: np.ndarray,        # (C,) mel constants of the DVAE
 ) -> dict[str, Callable]:
     "The four ways to a batch, slowest first."
-    return {'numpy_function': PythonReader(plan, files, stats), 'native_wav': WavReader(plan, files, stats),
-            'native': MelReader(plan, files, stats), 'cache': CacheReader(plan.cache, plan)}
+    return {'numpy_function': PythonReader(plan, stats), 'native_wav': WavReader(plan, stats),
+            'native': MelReader(plan, stats), 'cache': CacheReader(plan.cache, plan)}
 
 # %% ../nbs/10_data_tf_native.ipynb #f9ce8c44
 def comparison_plan(cache: Cache) -> BatchPlan:
@@ -495,7 +486,6 @@ def comparison_plan(cache: Cache) -> BatchPlan:
 
 def check_equal(
     plan: BatchPlan,
-    files: list[str],
     stats: np.ndarray,
     encode=None,              # mel (1, F, C) -> codes (1, S), to compare with the cached codes
     batches: int = 2,
@@ -503,7 +493,7 @@ def check_equal(
     "Compare what the pipelines deliver; raises `AssertionError` if it is not the same."
     share = lambda x, y: float(np.mean(np.abs(np.asarray(x, np.float32) - np.asarray(y, np.float32)) > 5e-3))
     differ = {'mel': 0., 'reference': 0., 'cached reference': 0.}
-    for slow, wav, native, cached in zip(*(batches_of(r, plan.data, 0, batches) for r in readers(plan, files, stats).values())):
+    for slow, wav, native, cached in zip(*(batches_of(r, plan.data, 0, batches) for r in readers(plan, stats).values())):
         for name in ('clip', 'weight', 'text', 'text_length'):
             assert all(np.array_equal(online[name], cached[name]) for online in (slow, wav, native)), f'{name} differ'
         pairs = {'mel': (slow['mel'], native['mel']), 'reference': (slow['reference'], native['reference']),
