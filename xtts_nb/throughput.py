@@ -189,8 +189,10 @@ class LibrosaReader(PythonReader):
 
 class OneMelReader(OnlineReader):
     "The clip's mel alone, by native ops."
-    def sounds(self, clip, other, start, frames):
+    def sounds(self, clip, other, start, bucket):
         "`mel` (B, F, C), zero behind each end."
+        frames = self.plan.frames[bucket]
+
         def row(clip):
             wav = tf.cast(decode_wav(self.files[clip]), tf.float32) / 32768
             mel = log_mel(wav, self.audio.dvae_n_fft, self.audio)
