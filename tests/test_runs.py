@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb import data, runs
-from xtts_nb.cache import Cache
+from xtts_nb.cache import Cache, Joined
 from xtts_nb.config import UserError
 from xtts_nb.data import BatchPlan, CodeReader, cached_batches, reader_of
 from xtts_nb.prepare import prepare
@@ -13,10 +13,10 @@ from xtts_nb.runs import new_run, resume_run
 
 @pytest.fixture(scope='module')
 def mini(small):
-    "One block, one shape, no XLA: a second to trace."
+    "One block, one shape, and nothing to trace."
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0.}}, data={'buckets': 1},
-                         training={'steps': 4, 'warmup_steps': 0, 'log_every': 2, 'validate_every': 4,
-                                   'enable_xla_compilation': False})
+                         training={'steps': 2, 'warmup_steps': 0, 'log_every': 2, 'validate_every': 2,
+                                   'enable_eager_debug': True})
 
 @pytest.fixture(scope='module')
 def runtime(corpus, mini, dvae, prepared, tmp_path_factory):
@@ -42,15 +42,12 @@ def test_without_a_dvae_it_is_said_what_to_do(runtime, small):
         cached_batches(BatchPlan(runtime, small.data))
 
 def test_training_at_runtime_is_training_from_the_cache(prepared, runtime, mini, tmp_path):
-    "Two updates, a new process' worth of forgetting, two more, and a look at the sentences held out."
-    results = {}
-    for name, cache in (('cache', prepared), ('runtime', runtime)):
-        new_run(cache, mini, tmp_path / name, ['low-0', 'high-0']).fit(steps=2)
-        again = resume_run(tmp_path / name)
-        assert again.step == 2
-        results[name] = again.fit()
-    assert results['runtime']['loss_last'] == pytest.approx(results['cache']['loss_last'], rel=1e-3)
-    assert results['runtime']['best']['val_loss'] == pytest.approx(results['cache']['best']['val_loss'], rel=1e-3)
+    "Two updates, and a look at the sentences held out."
+    run = lambda cache: new_run(cache, mini, tmp_path / cache.manifest['mode'], ['low-0', 'high-0'])
+    one, two = (run(cache).fit() for cache in (prepared, runtime))
+    assert one['loss_last'] == pytest.approx(two['loss_last'], rel=1e-3)
+    assert one['best']['val_loss'] == pytest.approx(two['best']['val_loss'], rel=1e-3)
+    assert resume_run(tmp_path / 'runtime').step == 2
 
 def test_the_plan_of_a_large_corpus_is_made_once(prepared, mini, tmp_path, monkeypatch):
     new_run(prepared, mini, tmp_path / 'few')
@@ -66,3 +63,10 @@ def test_a_plan_alone_is_what_a_killed_start_leaves(prepared, mini, tmp_path):
     (tmp_path / 'run' / 'plan').mkdir(parents=True)
     new_run(prepared, mini, tmp_path / 'run')
     assert (tmp_path / 'run' / 'run.json').is_file()
+
+@pytest.mark.parametrize('gib, mapped', [(1, False), (0, True)])
+def test_a_cache_larger_than_the_budget_is_mapped(prepared, mini, tmp_path, gib, mapped):
+    config = mini.replace(data={'ram_budget': gib})
+    assert isinstance(runs.open_cache(prepared.folder, config).mel, Joined) == mapped
+    new_run(prepared, config, tmp_path / 'run')
+    assert isinstance(resume_run(tmp_path / 'run').plan.cache.mel, Joined) == mapped
