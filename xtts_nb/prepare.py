@@ -289,7 +289,7 @@ def _serve(link, begin: Callable):
     try:
         do = begin()
         while True: link.send(('done', do(link.recv())))
-    except EOFError: pass
+    except (EOFError, ConnectionError): pass   # the parent is gone
     except UserError as e: link.send(('user', str(e)))
     except Exception as e: link.send(('error', f'{type(e).__name__}: {e}'))
 
