@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .cache import Cache, read_manifest
+from .cache import Cache
 from .config import UserError, XTTSConfig
 from .data import BatchPlan
 from .dvae import load_dvae
@@ -26,10 +26,9 @@ def open_cache(
     config: XTTSConfig | None = None,   # settings of the run; default: those of the cache
 ) -> Cache:
     "A cache, in memory if it may be, else mapped."
-    folder = Path(folder)
-    size = sum(line.get('bytes', 0) for line in read_manifest(folder)['shards'])
-    config = config or XTTSConfig.load(folder / 'config.yaml')
-    return Cache(folder, in_memory=size <= config.data.ram_budget * 2**30)
+    mapped = Cache(folder, in_memory=False)
+    size, budget = sum(line.get('bytes', 0) for line in mapped.manifest['shards']), (config or mapped.config).data.ram_budget
+    return Cache(folder) if size <= budget * 2**30 else mapped
 
 # %% ../nbs/31_runs.ipynb #50367a64
 def held_out_share(
