@@ -165,7 +165,8 @@ def time_phases(
         if not number: first_step = stepped - copied
         if number == warmup - 1: _begin(laps, results)
         if number >= warmup: spans.append((start, waited - start, copied - waited, stepped - copied, called - stepped))
-    return _found(laps, spans, results, first_batch, first_step, trace_count(step), batch is END, warmup)
+    if batch is not END: number += 1
+    return _found(laps, spans, results, first_batch, first_step, trace_count(step), batch is END, number)
 
 # %% ../nbs/49_laps.ipynb #bf9d70f8
 def _begin(laps: Laps, results):
@@ -174,10 +175,10 @@ def _begin(laps: Laps, results):
     if laps.flying: laps.land()
     laps.pace.cut(), laps.pace.begin(), laps.lines.clear(), laps.walls.clear()
 
-def _found(laps, spans, results, first_batch, first_step, traces, ended, warmup) -> Phases:
+def _found(laps, spans, results, first_batch, first_step, traces, ended, batches) -> Phases:
     "The laps together."
     if len(spans) < 2:
-        raise UserError(f'The dataset ended after {len(spans) + warmup} batches; give at least {warmup + 2}, say with repeat().')
+        raise UserError(f'The dataset ended after {batches} batches, too few to tell; give more, say with repeat().')
     laps.send(results)
     laps.close()
     seconds, count = sum(wall for _, wall in laps.walls), sum(lap.counted for lap, _ in laps.walls)

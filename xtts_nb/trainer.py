@@ -87,7 +87,7 @@ class Pace:
 def wait_for(results):
     "Until the device has computed them."
     tensors = [x for x in tf.nest.flatten(results, expand_composites=True) if hasattr(x, 'numpy')]
-    for x in [x for x in tensors if not x.shape.rank] or tensors[:1]: x.numpy()
+    for x in [x for x in tensors if not len(x.shape)] or tensors[:1]: x.numpy()
 
 # %% ../nbs/30_trainer_xla.ipynb #99f1d28a
 class Hooks:

@@ -212,15 +212,17 @@ def _tile(name: str, text: str, more: str = '') -> str:
 
 def _line(losses) -> str:
     "The losses so far as a small curve."
-    t, v = np.array(losses[-300:], float).T
+    t, v = np.array([pair for pair in losses[-300:] if np.isfinite(pair[1])], float).reshape(-1, 2).T
+    if len(v) < 2: return ''
     x, y = 90 * (t - t[0]) / (t[-1] - t[0] or 1), 26 - 24 * (v - v.min()) / (np.ptp(v) or 1)
-    path = ' '.join(f'{a:.0f} {b:.0f}' for a, b in zip(x, y) if b == b)
+    path = ' '.join(f'{a:.0f} {b:.0f}' for a, b in zip(x, y))
     return f'<svg class="line" viewBox="0 0 90 28"><polyline points="{path}" fill="none" stroke="currentColor"/></svg>'
 
 def _tiles(values: dict, losses) -> str:
     "The known values, each in a tile of its own."
     known = {k: v for k, v in values.items() if k in TILES and v is not None}
-    shown = {k: TILES[k][1].format(v if isinstance(v, str | int) else float(v)) for k, v in known.items()}
+    plain = lambda v: v if isinstance(v, int) else float(v)
+    shown = {k: TILES[k][1].format(plain(v)) if hasattr(v, '__float__') else number(v) for k, v in known.items()}
     more = {'loss': _line(losses)} if len(losses) > 1 else {}
     return ''.join(_tile(TILES[k][0], shown[k], more.get(k, '')) for k in TILES if k in shown)
 
