@@ -39,7 +39,7 @@ def lab(chromium, tmp_path_factory):
     (home / 'settings/@jupyterlab/apputils-extension').mkdir(parents=True)
     for name, values in SETTINGS.items():
         (home / f'settings/@jupyterlab/apputils-extension/{name}.jupyterlab-settings').write_text(json.dumps(values))
-    (folder / 'settings.ini').write_text('[workspace]\nscale = full\n')   # the live cell lasts ten seconds then
+    (folder / 'settings.ini').write_text('[workspace]\nscale = full\n')   # the live cell lasts seven seconds then
     kept = {k: v for k, v in os.environ.items() if k != 'IN_TEST' and not k.startswith('JUPYTER')}
     env = kept | {'JUPYTER_CONFIG_DIR': str(home / 'config'), 'JUPYTER_DATA_DIR': str(home / 'data'),
                   'JUPYTER_RUNTIME_DIR': str(home / 'runtime'), 'JUPYTERLAB_SETTINGS_DIR': str(home / 'settings'),
@@ -162,7 +162,7 @@ def test_pick_a_gpu(browser, lab):
     live = page.locator('.xtts-live')
     live.wait_for()
     until(page, lambda: 'GPU 1' in text(page, '.xtts-frame'), 'the second card')
-    page.wait_for_timeout(4000)   # for the picture
+    page.wait_for_timeout(2500)   # for the picture
     keep(live, 'cards.png')
     live.locator('select').nth(1).select_option(label='GPU 1')
     shown = page.locator('.xtts-frame .reading:visible')

@@ -10,13 +10,13 @@ from process import tree, xtts_nb
 from xtts_nb.config import UserError
 from xtts_nb.gpt import GPT
 from xtts_nb.profile import (memory, op_placement, owners, peak_memory, placement, prefixes, profile, profile_page, profile_text,
-                             split, tables, write_page)
+                             tables, write_page)
 from xtts_nb.step import Update, random_batch
 
 
 def settings(small, **training):
     return small.replace(training={'enable_xla_compilation': False} | training,
-                         model={'gpt': {'layers': 1, 'dropout': 0., 'code_noise': 0.}})
+                         model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0., 'code_noise': 0.}})
 
 
 def made(config):
@@ -60,7 +60,8 @@ def test_operations_have_a_place():
     v = tf.Variable(tf.ones((4, 4)))
     inner = tf.function(lambda x: tf.tanh(x @ v))
     rows = op_placement(lambda x: tf.reduce_sum(inner(x)), tf.ones((2, 4)))
-    assert {r['op'] for r in rows} >= {'MatMul', 'Tanh', 'ReadVariableOp'} and {r['device'] for r in rows} == {'CPU:0'}
+    assert any('MatMul' in r['op'] for r in rows) and {r['device'] for r in rows} == {'CPU:0'}   # it may be fused with others
+    assert 'ReadVariableOp' in {r['op'] for r in rows}
 
 
 def test_prefixes_are_parts_of_the_step(config, random, update):
@@ -76,9 +77,10 @@ def test_prefixes_in_parts(small, random):
     np.testing.assert_allclose(whole, parts, rtol=1e-5)
 
 
-def test_split_adds_up(update, random, config):
-    rows = split(update, random, config.training, rounds=2)
-    assert [r['name'] for r in rows] == ['forward', 'backward', 'optimizer'] and all(r['ms'] >= 0 for r in rows)
+def test_split_adds_up(found):
+    assert [r['name'] for r in found['split']] == ['forward', 'backward', 'optimizer']
+    assert sum(r['share'] for r in found['split']) >= .99 and all(r['ms'] >= 0 for r in found['split'])
+    assert sum(r['count'] for r in found['ops']) > 500 and {r['device'] for r in found['ops']} <= {'CPU:0', 'unknown'}
 
 
 def test_memory_by_owner(update, random):

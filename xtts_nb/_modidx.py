@@ -963,6 +963,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'xtts_nb.utilisation': { 'xtts_nb.utilisation._curves': ('utilisation.html#_curves', 'xtts_nb/utilisation.py'),
                                      'xtts_nb.utilisation._dress': ('utilisation.html#_dress', 'xtts_nb/utilisation.py'),
                                      'xtts_nb.utilisation._field': ('utilisation.html#_field', 'xtts_nb/utilisation.py'),
+                                     'xtts_nb.utilisation._judged': ('utilisation.html#_judged', 'xtts_nb/utilisation.py'),
                                      'xtts_nb.utilisation._line': ('utilisation.html#_line', 'xtts_nb/utilisation.py'),
                                      'xtts_nb.utilisation._meter': ('utilisation.html#_meter', 'xtts_nb/utilisation.py'),
                                      'xtts_nb.utilisation._part': ('utilisation.html#_part', 'xtts_nb/utilisation.py'),

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from .terminal import Json, Rounds, Settings, answer, app, load_settings, progress, start, table
+from .terminal import Json, answer, app
 
 command = partial(app.command, rich_help_panel='Watching')
 
@@ -34,6 +34,8 @@ def monitor(
     if summary['interrupted']: raise KeyboardInterrupt
 
 # %% ../nbs/64_cli_watch.ipynb #a89da087
+from .terminal import Rounds, Settings, load_settings, progress, start, table
+
 @command()
 def profile(
     data: Annotated[Path | None, typer.Option(help='Cache to take batches from; default: batches that hold nothing.')] = None,

@@ -192,7 +192,7 @@ def _found(laps, spans, results, first_batch, first_step, traces, ended, batches
 # %% ../nbs/49_laps.ipynb #c3efb609
 def plot_phases(
     phases: Phases,
-    steps: int = 20,   # the last ones
+    steps: int = 12,   # the last ones
 ):                     # matplotlib Figure
     "Each step as a row of its phases, on one clock."
     from matplotlib.figure import Figure

@@ -58,12 +58,10 @@ def op_placement(
 ) -> list[dict]:  # {device, op, count}, most frequent first
     "On which device each operation of `step` runs when XLA does not compile it."
     from tensorflow.python.eager import context
-    graph = tf.function(step)
-    wait_for(graph(*arguments))   # traces
     runtime = context.context()
-    runtime.enable_graph_collection()
+    runtime.enable_graph_collection()   # before the first call: that is when a graph is cut up
     try:
-        wait_for(graph(*arguments))
+        wait_for(tf.function(step)(*arguments))
         collected = runtime.export_run_metadata()
     finally: runtime.disable_graph_collection()
     parts = [part for g in collected.function_graphs for part in g.partition_graphs]
@@ -91,13 +89,11 @@ def prefixes(update: Update) -> dict:   # {name: function of (batch, number)}
     return {'forward': forward, 'backward': backward, 'optimizer': update}
 
 def split(
-    update: Update,
+    steps: dict,       # of `prefixes`, compiled
     batch,
-    training: TrainingConfig,
     rounds: int = 7,
-) -> list[dict]:       # {name, ms, share, spread, traces}
+) -> list[dict]:       # {name, ms, share, spread}
     "Median times of forward, backward and optimizer, measured in turns."
-    steps = {name: compile_step(step, training) for name, step in prefixes(update).items()}
     number = tf.constant(0)
     def arm(step):
         def run(): wait_for(step(batch, number)); return 1
@@ -152,8 +148,8 @@ def profile(
     batch, number = to_device(batch), tf.constant(0)
     rows, ops = placement(update), op_placement(update, batch, number)
     tell('split')
-    parts = split(update, batch, training, rounds)
-    step = compile_step(update, training)
+    steps = {name: compile_step(part, training) for name, part in prefixes(update).items()}
+    parts, step = split(steps, batch, rounds), steps['optimizer']
     tell('memory')
     peak = peak_memory(lambda: wait_for(step(batch, number)))
     tell('trace')

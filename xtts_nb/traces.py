@@ -118,8 +118,9 @@ def top_kernels(
             for (d, n), ps in rows[0].most_common(most)]
 
 def _kernel_name(name: str) -> str:
-    "Without the arguments of templates and calls."
-    return name.partition('<')[0].partition('(')[0].partition('#')[0].strip()
+    "Without the arguments of templates and calls; of `place:kind`, as TensorFlow names its own, the kind."
+    plain = name.partition('<')[0].partition('(')[0].partition('#')[0].strip()
+    return plain if '::' in plain else plain.rpartition(':')[2]
 
 # %% ../nbs/51_traces.ipynb #4346ebb5
 def free_port() -> int:

@@ -83,7 +83,8 @@ def plot_samples(
     fig._repr_png_ = lambda: png_bytes(fig)   # Jupyter shows it even where pyplot was never imported
     grid = fig.add_gridspec(2, 2 if beside else 1, height_ratios=[3, 1], width_ratios=[3, 1.25] if beside else None)
     if beside: _plot_training(fig, grid, losses, phases)
-    ax = fig.add_subplot(grid[:, 0], ylim=(0, 103), xlabel='time (s)', ylabel='utilisation (%)')
+    ax = fig.add_subplot(grid[:, 0], ylim=(0, 103), ylabel='utilisation (%)')
+    ax.set_xlabel('time (s)', loc='left')   # the note stands on the right
     curves, behind = _curves(samples)
     if behind: ax.plot(*_thin(*behind[1:]), color='#999999', lw=.8, label=behind[0])
     for colour, (label, (t, v)) in zip(COLOURS * len(curves), curves.items()):
@@ -200,15 +201,19 @@ def _reading(i: int, label: str, device, colour: str) -> str:
     rest = ' · '.join(text.format(has(name) / unit) for name, text, unit in TOLD if has(name) is not None)
     users = ', '.join(f'{p.name or p.pid}{"" if p.memory is None else f" {p.memory / 2**30:.1f} GiB"}'
                       for p in has('processes') or ())
-    return (f'<div class="reading {_part(i)}"><span style="color:{colour}">■</span> {label} <b>{busy}</b>{memory} '
-            f'<small>{rest}{html.escape(f" · {users}" if users else "")}</small></div>')
+    return (f'<div class="reading {_part(i)}"><span style="color:{colour}">■</span> {label} <b>{busy}</b>{memory}'
+            f'<small>{html.escape(" · ".join(filter(None, (rest, users))))}</small></div>')
 
 # %% ../nbs/48_utilisation.ipynb #c8bb5be2
 TILES = {'au': ('AU', '{:.0%}'), 'clips_per_s': ('clips/s', '{:,.0f}'), 'epoch': ('epoch', '{}'), 'batch': ('batch', '{}'),
          'step': ('step', '{}'), 'loss': ('loss', '{:.4g}'), 'val_loss': ('held out', '{:.4g}')}
 
-def _tile(name: str, text: str, more: str = '') -> str:
-    return f'<div class="tile"><small>{name}</small><b>{html.escape(text)}</b>{more}</div>'
+def _tile(name: str, text: str, more: str = '', colour: str = 'inherit') -> str:
+    return f'<div class="tile"><small>{name}</small><b style="color:{colour}">{html.escape(text)}</b>{more}</div>'
+
+def _judged(au: float) -> str:
+    "Green from nine tenths on, which MLPerf asks for; orange below seven."
+    return PHASE_COLOURS['step'] if au >= 0.9 else PHASE_COLOURS['wait'] if au < 0.7 else 'inherit'
 
 def _line(losses) -> str:
     "The losses so far as a small curve."
@@ -224,7 +229,8 @@ def _tiles(values: dict, losses) -> str:
     plain = lambda v: v if isinstance(v, int) else float(v)
     shown = {k: TILES[k][1].format(plain(v)) if hasattr(v, '__float__') else number(v) for k, v in known.items()}
     more = {'loss': _line(losses)} if len(losses) > 1 else {}
-    return ''.join(_tile(TILES[k][0], shown[k], more.get(k, '')) for k in TILES if k in shown)
+    colour = lambda k: _judged(float(known[k])) if k == 'au' else 'inherit'
+    return ''.join(_tile(TILES[k][0], shown[k], more.get(k, ''), colour(k)) for k in TILES if k in shown)
 
 # %% ../nbs/48_utilisation.ipynb #743b767b
 def _phase_bar(phases: dict) -> str:
@@ -251,11 +257,15 @@ STYLE = """<style>
 .xtts-live .phases { display: flex; height: 10px; margin: 8px 0 2px; border-radius: 5px; overflow: hidden }
 .xtts-live .legend { display: flex; flex-wrap: wrap; gap: 0 16px; font-size: 12px; margin-bottom: 6px }
 .xtts-live .legend i { display: inline-block; width: 9px; height: 9px; border-radius: 2px; margin-right: 5px }
+.xtts-live .reading { margin-bottom: 3px }
 .xtts-live .reading b { display: inline-block; min-width: 48px; padding-left: 6px }
+.xtts-live .reading small { display: block; padding-left: 17px }
+.xtts-live .widget-html, .xtts-live .widget-html-content { height: auto; line-height: 1.5 }
 .xtts-live .meter { display: inline-block; width: 90px; height: 8px; margin-right: 6px; border-radius: 4px; overflow: hidden;
   background: var(--jp-layout-color3, #ddd) }
 .xtts-live .meter i { display: block; height: 100% }
-.xtts-live button, .xtts-live select { font: inherit; padding: 2px 8px; margin-right: 4px; border-radius: 5px; cursor: pointer;
+.xtts-live button, .xtts-live select { font: inherit; height: 26px; line-height: 1.4; padding: 0 10px; margin: 0 6px 6px 0;
+  vertical-align: top; border-radius: 5px; cursor: pointer;
   border: 1px solid var(--jp-border-color1, #bbb); background: var(--jp-layout-color1, #fff); color: inherit }
 </style>"""
 
