@@ -199,6 +199,14 @@ class BatchPlan:
         used = 'all' if clips is None else fingerprint(np.asarray(clips, np.int32).tobytes())
         return fingerprint(self.cache.manifest['key'], len(self.cache), [getattr(self.data, n) for n in names], used)
 
+    def stream(self, first: int = 0, last: int | None = None) -> tf.data.Dataset:
+        "The batches of steps first ... last - 1."
+        return cached_batches(self, first, last)
+
+    def names(self, step: int) -> list[str]:
+        "The ids of the clips of a step."
+        return [self.cache.clips[i]['id'] for i in self.pick(tf.constant(step, tf.int64))[1].numpy()]
+
     def pick(self, step):
         "Bucket (), clips (B,), references (B,), crop starts (B,) and row weights (B,) of a step (int64 tensor)."
         bucket, clip, weight = self._dealt(step) if self.share_ends is None else self._drawn(step)
