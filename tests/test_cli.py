@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from process import Done, hears_ctrl_c, interrupted, tree, xtts_nb
-from xtts_nb import __version__, cli
+from xtts_nb import __version__, cli, cli_train
 from xtts_nb.audio import load_audio
 from xtts_nb.cache import Cache
 from xtts_nb.config import XTTSConfig
@@ -200,9 +200,9 @@ def test_monitor():
     assert done.code == 0 and done.json['interrupted'] is False and done.json['log_file'] is None
 
 def test_each_run_without_a_name_gets_a_new_one(tmp_path):
-    assert cli._free_run(tmp_path / 'runs') == tmp_path / 'runs' / 'train-1'
+    assert cli_train._free_run(tmp_path / 'runs') == tmp_path / 'runs' / 'train-1'
     (tmp_path / 'runs' / 'train-1').mkdir(parents=True)
-    assert cli._free_run(tmp_path / 'runs') == tmp_path / 'runs' / 'train-2'
+    assert cli_train._free_run(tmp_path / 'runs') == tmp_path / 'runs' / 'train-2'
 
 
 # --- bad input, one item after the other ---------------------------------------------------------------------------
