@@ -107,8 +107,10 @@ class Adapted(Update):
         super().__init__(gpt, training, [v for part in parts for v in part.own])
 
     @property
-    def trained(self) -> dict: return {f'{self.training.finetune}/{v.name}': v for v in self.weights}
+    def state(self) -> dict: return {f'{self.training.finetune}/{v.name}': v for v in self.weights} | self.variables
     def as_trained(self): return Following(self.parts)
+    def look(self, batch) -> dict:
+        with self.as_trained(): return super().look(batch)
     def share(self, batch, seed, counts):
         with self.as_trained(): return super().share(batch, seed, counts)
 

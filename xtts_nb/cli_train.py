@@ -61,7 +61,7 @@ def train(
                 f'xtts-nb say TEXT --run {trainer.run} --voice FILE')
         show(result | {'run': str(trainer.run)}, text)
 
-# %% ../nbs/62_cli_train.ipynb #7caadd30
+# %% ../nbs/62_cli_train.ipynb #f82a1099
 def _note(line: dict) -> str:
     "The latest log line, short."
     parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'clips_per_s': '{:,.0f} clips/s', 'au': 'AU {:.0%}'}
@@ -69,12 +69,11 @@ def _note(line: dict) -> str:
 
 def _trainer(data, run, preset, config, steps, val, base, finetune, fit):
     "A trainer on a cache, or the one that stands in `run`."
-    from xtts_nb.cache import Cache
     from xtts_nb.config import workspace
     from xtts_nb.files import read_json
-    from xtts_nb.runs import held_out_share, new_run
+    from xtts_nb.runs import held_out_share, new_run, open_cache
     facts = read_json(run / 'run.json') if run and (run / 'run.json').is_file() else {}
-    cache = Cache(data or facts['cache'])
+    cache = open_cache(data or facts['cache'])
     base = base or facts.get('base')
     settings = _settings(cache, preset, config, base, finetune, run / 'config.yaml' if facts else None)
     settings = _in_memory(cache, settings, base, fit)
@@ -99,7 +98,7 @@ def _free_run(runs: Path) -> Path:
     while (runs / f'train-{n}').exists(): n += 1
     return runs / f'train-{n}'
 
-# %% ../nbs/62_cli_train.ipynb #c3a59d7f
+# %% ../nbs/62_cli_train.ipynb #09f0a38d
 def _largest(cache, settings, base):
     "Codes and text tokens of the largest bucket, and the rows that are to be learned."
     from xtts_nb.adapters import new_rows
@@ -126,7 +125,7 @@ def _fitting(settings, codes, text, runs, memory=None):
     print(line, file=sys.stderr)
     return found, tried
 
-# %% ../nbs/62_cli_train.ipynb #146220bc
+# %% ../nbs/62_cli_train.ipynb #6322399e
 @find_app.command('batch-size')
 def find_batch_size_(
     data: Annotated[Path, typer.Option(help='Cache to train on.')],
@@ -140,14 +139,14 @@ def find_batch_size_(
     "Try updates in processes of their own, at the largest bucket: how many rows at once fit into the memory."
     with answer(json_) as show:
         start()
-        from xtts_nb.cache import Cache
-        cache = Cache(data)
+        from xtts_nb.runs import open_cache
+        cache = open_cache(data)
         settings = _settings(cache, preset, config, from_, finetune)
         found, tried = _fitting(settings, *_largest(cache, settings, from_), memory and int(memory * 1e9))
         keys = {'accumulation': found.training.accumulation, 'gradient_checkpointing': found.training.gradient_checkpointing}
         show({'training': keys, 'tried': tried}, table('In the section training: ' + str(keys), tried))
 
-# %% ../nbs/62_cli_train.ipynb #71745531
+# %% ../nbs/62_cli_train.ipynb #53bc1d5f
 @find_app.command('learning-rate')
 def find_learning_rate_(
     data: Annotated[Path, typer.Option(help='Cache to train on.')],
@@ -165,10 +164,9 @@ def find_learning_rate_(
     with answer(json_) as show:
         start()
         import tempfile
-        from xtts_nb.cache import Cache
         from xtts_nb.finders import find_learning_rate, plot_learning_rate
-        from xtts_nb.runs import new_run
-        cache = Cache(data)
+        from xtts_nb.runs import new_run, open_cache
+        cache = open_cache(data)
         settings = _settings(cache, preset, config, from_, finetune)
         with tempfile.TemporaryDirectory() as folder, progress() as tell:
             trainer = new_run(cache, settings, Path(folder) / 'run', base=from_)

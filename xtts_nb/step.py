@@ -41,14 +41,10 @@ def random_batch(
 class Update:
     "One update of `gpt`: (batch, number) -> float32 scalars loss, text_loss, code_loss, gradient_norm, skipped, bad."
     def __init__(self, gpt: GPT, training: TrainingConfig, weights: list | None = None):   # default: all that can be trained
-        self.gpt, self.training, self.weights = gpt, training, weights or gpt.trainable_variables
+        self.model = self.gpt = gpt
+        self.training, self.weights = training, weights or gpt.trainable_variables
         self.optimizer = make_optimizer(self.weights, training)
         self.scale = LossScale() if training.precision == 'float16' else None
-
-    @property
-    def trained(self) -> dict:
-        "What has to be kept of the model, by name."
-        return {f'gpt/{k}': v for k, v in named_weights(self.gpt).items()}
 
     def as_trained(self):
         "A context in which the model computes with what has been learned."
@@ -59,6 +55,20 @@ class Update:
         "Everything that an update changes besides."
         own = [self.scale.factor, self.scale.good] if self.scale else []
         return {v.path: v for v in self.optimizer.variables} | {v.name.split(':')[0]: v for v in own}
+
+    @property
+    def state(self) -> dict:
+        "Every variable that a resumed run needs."
+        return {f'gpt/{k}': v for k, v in named_weights(self.gpt).items()} | self.variables
+
+    def look(self, batch) -> dict:
+        "Sums over clips held out, without dropout."
+        return token_losses(self.gpt, batch)
+
+    def means(self, sums: dict) -> dict:
+        "The losses behind what `look` has summed up."
+        each = {f'{n}_loss': sums[f'{n}_loss'] / sums[f'{n}_count'] for n in ('text', 'code')}
+        return {'loss': total_loss(sums, self.training.text_loss_weight)} | each
 
     def share(self, batch, seed, counts):
         "Gradients and summed losses of some rows of an update with `counts` tokens."
