@@ -59,12 +59,11 @@ def _note(line: dict) -> str:
 
 def _trainer(data, run, preset, config, steps, val):
     "A trainer on a cache, or the one that stands in `run`."
-    from xtts_nb.cache import Cache
     from xtts_nb.config import XTTSConfig, workspace
     from xtts_nb.files import read_json
-    from xtts_nb.runs import held_out_share, new_run
+    from xtts_nb.runs import held_out_share, new_run, open_cache
     facts = read_json(run / 'run.json') if run and (run / 'run.json').is_file() else {}
-    cache = Cache(data or facts['cache'])
+    cache = open_cache(data or facts['cache'])
     if facts and not (preset or config): settings = XTTSConfig.load(run / 'config.yaml')
     else: settings = load_settings(preset, config) if preset or config else cache.config
     if steps: settings = settings.replace(training={'steps': steps})

@@ -20,6 +20,7 @@ from .gpt import GPT
 from .layers import fold
 from .model import POLICIES, token_counts, token_losses, total_loss
 from .optimizer import LossScale, make_optimizer
+from .weights import named_weights
 
 # %% ../nbs/29_step.ipynb #5e5a2fa0
 def random_batch(
@@ -39,7 +40,8 @@ def random_batch(
 class Update:
     "One update of `gpt`: (batch, number) -> float32 scalars loss, text_loss, code_loss, gradient_norm, skipped, bad."
     def __init__(self, gpt: GPT, training: TrainingConfig):
-        self.gpt, self.training, self.weights = gpt, training, gpt.trainable_variables
+        self.model = self.gpt = gpt
+        self.training, self.weights = training, gpt.trainable_variables
         self.optimizer = make_optimizer(self.weights, training)
         self.scale = LossScale() if training.precision == 'float16' else None
 
@@ -48,6 +50,20 @@ class Update:
         "Everything that an update changes besides the weights."
         own = [self.scale.factor, self.scale.good] if self.scale else []
         return {v.path: v for v in self.optimizer.variables} | {v.name.split(':')[0]: v for v in own}
+
+    @property
+    def state(self) -> dict:
+        "Every variable that a resumed run needs."
+        return {f'gpt/{k}': v for k, v in named_weights(self.gpt).items()} | self.variables
+
+    def look(self, batch) -> dict:
+        "Sums over clips held out, without dropout."
+        return token_losses(self.gpt, batch)
+
+    def means(self, sums: dict) -> dict:
+        "The losses behind what `look` has summed up."
+        each = {f'{n}_loss': sums[f'{n}_loss'] / sums[f'{n}_count'] for n in ('text', 'code')}
+        return {'loss': total_loss(sums, self.training.text_loss_weight)} | each
 
     def share(self, batch, seed, counts):
         "Gradients and summed losses of some rows of an update with `counts` tokens."

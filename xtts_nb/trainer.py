@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PHASES', 'KEPT', 'Lap', 'Pace', 'wait_for', 'Hooks', 'terminated', 'Trainer', 'restore', 'to_device']
 
-# %% ../nbs/30_trainer_xla.ipynb #58bddf8c
+# %% ../nbs/30_trainer_xla.ipynb #a8f1eac0
 import json
 import signal
 import sys
@@ -21,12 +21,11 @@ import tensorflow as tf
 
 from .checkpoint import Writer, checkpoints, load_checkpoint, save_checkpoint, snapshot
 from .config import UserError
-from .data import BatchPlan, cached_batches
+from .data import BatchPlan
 from .files import append_line, atomic_file
-from .model import XTTS, token_losses, total_loss
+from .model import XTTS
 from .optimizer import averaged
 from .step import Update, compile_step, trace_count
-from .weights import named_weights
 
 # %% ../nbs/30_trainer_xla.ipynb #e51bfd16
 PHASES = 'wait', 'copy', 'step', 'callbacks'
@@ -89,12 +88,12 @@ def wait_for(results):
     tensors = [x for x in tf.nest.flatten(results, expand_composites=True) if hasattr(x, 'numpy')]
     for x in [x for x in tensors if not len(x.shape)] or tensors[:1]: x.numpy()
 
-# %% ../nbs/30_trainer_xla.ipynb #99f1d28a
+# %% ../nbs/30_trainer_xla.ipynb #48726dad
 class Hooks:
     "Keras callbacks around our loop."
-    def __init__(self, callbacks: list, gpt: keras.Model, optimizer, kept: list[dict]):
-        gpt.optimizer, gpt.stop_training, self.model = optimizer, False, gpt
-        self.all = keras.callbacks.CallbackList(list(callbacks), model=gpt)
+    def __init__(self, callbacks: list, model: keras.Model, optimizer, kept: list[dict]):
+        model.optimizer, model.stop_training, self.model = optimizer, False, model
+        self.all = keras.callbacks.CallbackList(list(callbacks), model=model)
         self.own = list(callbacks)
         self.all.on_train_begin()
         self.begun = [_numbers(c) for c in self.own]
@@ -127,18 +126,17 @@ def terminated():
     try: yield asked
     finally: signal.signal(signal.SIGTERM, before)
 
-# %% ../nbs/30_trainer_xla.ipynb #fa860c38
+# %% ../nbs/30_trainer_xla.ipynb #667f9519
 class Trainer:
-    "Trains the GPT of `xtts` by a plan; `run`, a folder, keeps what is needed to go on."
+    "Trains `xtts`, its GPT unless `update` says otherwise, by a plan; `run`, a folder, keeps what is needed to go on."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None, held_out: BatchPlan | None = None,
                  update: Update | None = None):
         self.xtts, self.plan, self.run, self.held_out = xtts, plan, run and Path(run), held_out
-        self.training = xtts.config.training
-        self.update = update or Update(xtts.gpt, self.training)
-        self.optimizer = self.update.optimizer
+        self.update = update or Update(xtts.gpt, xtts.config.training)
+        self.training, self.optimizer = self.update.training, self.update.optimizer
         self.train_step = compile_step(self.custom_train_step, self.training)
         self.rate = tf.function(lambda: self.optimizer.learning_rate)   # a graph: its conditions ask the host otherwise
-        self.evaluate = compile_step(lambda batch: token_losses(xtts.gpt, batch), self.training)
+        self.evaluate = compile_step(self.update.look, self.training)
         self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
         self.best, self.since_best, self.bad_in_row, self.failure = None, 0, 0, None
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
@@ -150,7 +148,7 @@ class Trainer:
 
     def batches(self, first: int, last: int):
         "The batches of updates first ... last - 1."
-        return cached_batches(self.plan, first, last)
+        return self.plan.stream(first, last)
 
     def fit(self,
         steps: int | None = None,   # train until this many updates are done in all; default: training.steps
@@ -162,7 +160,7 @@ class Trainer:
         self.tell = lambda line: progress and progress(line['step'], steps, line)
         self.pending, self.flying, self.pace = [], None, Pace(self.plan.data.batch_size, self.alone)
         pace = self.pace
-        self.hooks = Hooks(callbacks, self.xtts.gpt, self.optimizer, self.counts)
+        self.hooks = Hooks(callbacks, self.update.model, self.optimizer, self.counts)
         source, ended = iter(self.batches(self.step, steps)), self.over
         with terminated() as asked:
             while self.step < steps and not ended:
@@ -234,8 +232,7 @@ class Trainer:
         for number, flag in enumerate(bad, step - len(bad)):
             self.bad_in_row = self.bad_in_row + 1 if flag else 0
             if flag:
-                members = self.plan.pick(tf.constant(number, tf.int64))[1].numpy()
-                clips[number] = [self.plan.cache.clips[i]['id'] for i in members]
+                clips[number] = self.plan.names(number)
                 print(f'Update {number} was left out: a loss or gradient is not finite. '
                       f'Its clips: {", ".join(clips[number])}.', file=sys.stderr)
             if self.bad_in_row >= self.training.max_bad_steps:
@@ -260,11 +257,9 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         "Mean losses of the clips held out: no dropout, the mean weights where `training.ema` keeps them."
         with averaged(self.optimizer, self.update.weights):
-            parts = [self.evaluate(to_device(b)) for b in cached_batches(self.held_out, 0, self.held_out.steps_per_epoch)]
+            parts = [self.evaluate(to_device(b)) for b in self.held_out.stream(0, self.held_out.steps_per_epoch)]
         sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
-        losses = {'val_loss': total_loss(sums, self.training.text_loss_weight)}
-        losses |= {f'val_{n}_loss': sums[f'{n}_loss'] / sums[f'{n}_count'] for n in ('text', 'code')}
-        return {name: round(float(loss), 6) for name, loss in losses.items()}
+        return {f'val_{name}': round(float(loss), 6) for name, loss in self.update.means(sums).items()}
 
     def _judge(self, loss: float) -> bool:
         "Whether `loss` is the best so far."
@@ -276,7 +271,7 @@ class Trainer:
     @property
     def state(self) -> dict:
         "Every variable that a resumed run needs."
-        return {f'gpt/{k}': v for k, v in named_weights(self.xtts.gpt).items()} | self.update.variables
+        return self.update.state
 
     def save(self, checkpoint: bool = True, best: bool = False, wait: bool = True):
         "Write a checkpoint and the model as it is, or the model as the best so far, or both."
