@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -166,7 +166,7 @@ class Trainer:
             while self.step < steps and not ended:
                 with pace.phase('wait'): batch = next(source)
                 with pace.phase('copy'): batch = to_device(batch)
-                self.pending.append(pace.run(self.train_step, batch, tf.constant(self.step)))
+                self.pending.append(self._update(batch))
                 self.step += 1
                 if self.flying: self._land()   # the log line before this update, while the device is busy with this one
                 with pace.phase('callbacks'): self.hooks.updated(self.step)
@@ -180,6 +180,29 @@ class Trainer:
         return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
                 'clips_per_s': pace.median(), 'traces': trace_count(self.train_step), 'best': self.best,
                 'compile_seconds': round(pace.compiling, 2), 'seconds': round(time.perf_counter() - begun, 2)}
+
+    def _update(self, batch: dict) -> dict:
+        "One update; where memory is short, the same one again in more parts."
+        while True:
+            try: return self.pace.run(self.train_step, batch, tf.constant(self.step))
+            except tf.errors.ResourceExhaustedError as e: self._more_parts(e)
+
+    def _more_parts(self, error: tf.errors.ResourceExhaustedError):
+        "Compute a batch in twice as many parts from now on; raises `UserError` where that does not help."
+        rows, parts, where = self.plan.data.batch_size, self.training.accumulation, self.run or 'training'
+        more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
+        if not (more and isinstance(self.update, Update)):
+            raise UserError(f'{where}: out of memory with {rows // parts} rows at once; set training.gradient_checkpointing, or '
+                            'training.finetune to lora.') from error
+        if not _untouched(self.train_step, self.optimizer, error):
+            raise UserError(f'{where}: out of memory while the weights were being written; set training.accumulation to {more} '
+                            'and go on from the last checkpoint.') from error
+        print(f'OUT OF MEMORY at update {self.step}: nothing was changed; it is made again in {more} parts instead of {parts}, '
+              'and so are all that follow.', file=sys.stderr, flush=True)
+        self.xtts.config = self.xtts.config.replace(training={'accumulation': more})
+        self.training = self.update.training = self.xtts.config.training
+        self.train_step = compile_step(self.custom_train_step, self.training)
+        self.alone.clear()   # what a step takes alone is another time now
 
     def _due(self, every: int) -> bool:
         "Whether the update just made is one of every so many."
@@ -277,7 +300,10 @@ class Trainer:
         "Write a checkpoint and the model as it is, or the model as the best so far, or both."
         if not (checkpoint or best): return
         state, facts = snapshot(self.state) if checkpoint else {}, {k: getattr(self, k) for k in KEPT}
-        with averaged(self.optimizer, self.update.weights): model = snapshot(self.xtts.weights)
+        same = {} if self.optimizer.use_ema else {k: v for k, v in state.items() if k in self.xtts.weights}   # no second copy
+        as_trained = getattr(self.update, 'as_trained', nullcontext)   # an update of one's own need not know of adapters
+        with averaged(self.optimizer, self.update.weights), as_trained():
+            model = same | snapshot({k: v for k, v in self.xtts.weights.items() if k not in same})
 
         def write():
             if best: self.xtts.save(self.run / 'best', model)
@@ -304,5 +330,10 @@ def to_device(batch):
     "`batch`, of any structure, on the first GPU; as it is where there is none."
     if not tf.config.list_logical_devices('GPU'): return batch
     with tf.device('GPU:0'): return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+def _untouched(step, optimizer, error: Exception) -> bool:
+    "Whether a compiled step that ran out of memory has changed no variable yet."
+    if getattr(step, 'xla', False): return True   # it writes when all is computed
+    return hasattr(step, 'graph') and optimizer.name not in str(error)   # the message names the operation
 
 def _mean(values) -> float | None: return round(float(np.mean(values)), 5) if len(values) else None
