@@ -18,7 +18,7 @@ from .data import BatchPlan
 from .dvae import load_dvae
 from .files import atomic_file, atomic_folder, fingerprint, read_json, write_json
 from .model import XTTS
-from .trainer import Trainer
+from .trainer import Trainer, on_device
 
 # %% ../nbs/31_runs.ipynb #02433d44
 def open_cache(
@@ -49,6 +49,7 @@ def new_run(
     config: XTTSConfig,
     run: str | Path,
     held_out: list[str] = (),    # ids of clips to keep out of training
+    **where,                     # `feed` and `device` of `Trainer`
 ) -> Trainer:
     "A trainer that keeps its state in `run` and goes on with what stands there; raises `UserError` if they do not fit."
     run = Path(run)
@@ -64,10 +65,11 @@ def new_run(
     if unknown: raise UserError(f'{cache.folder}: has no clip {sorted(unknown)[0]} to hold out.')
     out = np.array([i in held for i in ids])
     keras.utils.set_random_seed(config.training.seed)
-    xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
-    keep, encoder = run / 'plan' if len(cache) >= LARGE else None, _encoder(cache, config)
+    keep, encoder = run / 'plan' if len(cache) >= LARGE else None, None if 'feed' in where else _encoder(cache, config)
     plan = BatchPlan(cache, config.data, np.flatnonzero(~out), keep, encoder)
-    trainer = Trainer(xtts, plan, run, _validation(cache, config, out, encoder))
+    with on_device(where.get('device')):
+        xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
+        trainer = Trainer(xtts, plan, run, _validation(cache, config, out, encoder), **where)
     facts = {'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'], 'held_out': sorted(held_out)}
     write_json(run / 'run.json', facts)
     with atomic_file(run / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
@@ -100,13 +102,13 @@ def _check_run(run: Path, cache: Cache, held_out: list[str]):
     if known['held_out'] != sorted(held_out):
         raise UserError(f'{run}: held out {len(known["held_out"])} other clips; hold out the same or choose another folder.')
 
-def resume_run(run: str | Path) -> Trainer:
+def resume_run(run: str | Path, **where) -> Trainer:   # `feed` and `device` of `Trainer`
     "The trainer of a run that stands in `run`; raises `UserError` if there is none."
     run = Path(run)
     if not (run / 'run.json').is_file():
         raise UserError(f'{run}: holds no run; begin one with xtts-nb train --data CACHE --run {run}.')
     facts, config = read_json(run / 'run.json'), XTTSConfig.load(run / 'config.yaml')
-    return new_run(open_cache(facts['cache'], config), config, run, facts['held_out'])
+    return new_run(open_cache(facts['cache'], config), config, run, facts['held_out'], **where)
 
 # %% ../nbs/31_runs.ipynb #97ee66f6
 def export_run(
