@@ -22,7 +22,7 @@ from .dvae import load_dvae
 from .files import atomic_file, atomic_folder, fingerprint, read_json, write_json
 from .model import XTTS
 from .text import Tokenizer
-from .trainer import Trainer
+from .trainer import Trainer, on_device
 from .weights import load_weights
 
 # %% ../nbs/31_runs.ipynb #02433d44
@@ -95,6 +95,7 @@ def new_run(
     run: str | Path,
     held_out: list[str] = (),    # ids of clips to keep out of training
     base: str | Path | None = None,   # folder of a model to begin from
+    **where,                     # `feed` and `device` of `Trainer`
 ) -> Trainer:
     "A trainer that keeps its state in `run` and goes on with what stands there; raises `UserError` if they do not fit."
     run = Path(run)
@@ -112,12 +113,13 @@ def new_run(
     if unknown: raise UserError(f'{cache.folder}: has no clip {sorted(unknown)[0]} to hold out.')
     out = np.array([i in held for i in ids])
     keras.utils.set_random_seed(config.training.seed)
-    if base: xtts = load_base(base, config, cache)
-    else: xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
-    keep, encoder = run / 'plan' if len(cache) >= LARGE else None, _encoder(cache, config)
+    keep, encoder = run / 'plan' if len(cache) >= LARGE else None, None if 'feed' in where else _encoder(cache, config)
     plan = BatchPlan(cache, config.data, np.flatnonzero(~out), keep, encoder)
-    update = make_update(xtts.gpt, config.training, new_rows(config, xtts.tokenizer, cache.languages))
-    trainer = Trainer(xtts, plan, run, _validation(cache, config, out, encoder), update)
+    with on_device(where.get('device')):
+        if base: xtts = load_base(base, config, cache)
+        else: xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
+        update = make_update(xtts.gpt, config.training, new_rows(config, xtts.tokenizer, cache.languages))
+        trainer = Trainer(xtts, plan, run, _validation(cache, config, out, encoder), update, **where)
     facts = {'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'], 'held_out': sorted(held_out)}
     write_json(run / 'run.json', facts | origin)
     with atomic_file(run / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
@@ -153,7 +155,7 @@ def _check_run(run: Path, cache: Cache, held_out: list[str], origin: dict):
         began = f'{known["base"]} as it was then' if 'base' in known else 'nothing'
         raise UserError(f'{run}: began from {began}; go on from that or choose another folder.')
 
-def resume_run(run: str | Path) -> Trainer:
+def resume_run(run: str | Path, **where) -> Trainer:   # `feed` and `device` of `Trainer`
     "The trainer of a run that stands in `run`; raises `UserError` if there is none."
     run = Path(run)
     if not (run / 'run.json').is_file():
@@ -162,7 +164,7 @@ def resume_run(run: str | Path) -> Trainer:
     base = facts.get('base')
     if base and not (Path(base) / 'model.safetensors').is_file():
         raise UserError(f'{run}: began from the model in {base}, which is gone; put it back there.')
-    return new_run(open_cache(facts['cache'], config), config, run, facts['held_out'], base)
+    return new_run(open_cache(facts['cache'], config), config, run, facts['held_out'], base, **where)
 
 # %% ../nbs/31_runs.ipynb #97ee66f6
 def export_run(
