@@ -163,7 +163,8 @@ LOSSES = {'learning_rate': 2e-2, 'weight_decay': 0.9, 'beta_2': 0.5, 'gradient_c
 FILES = {'steps': 6, 'log_every': 1, 'checkpoint_every': 3, 'keep_checkpoints': 1, 'validate_every': 2}
 ELSEWHERE = {'schedule', 'ema', 'patience', 'max_bad_steps',   # here and in test_optimizer.py
              'enable_graph_mode', 'enable_xla_compilation', 'enable_eager_debug', 'gradient_checkpointing',   # test_step.py
-             'dvae_steps', 'dvae_batch_size', 'dvae_learning_rate'}   # test_dvae.py
+             'dvae_steps', 'dvae_batch_size', 'dvae_learning_rate',   # test_voices.py
+             'listen_clips', 'judge_by'}   # test_listening.py
 
 def test_no_key_of_the_training_section_is_forgotten():
     assert {*LOSSES, *FILES, *ELSEWHERE} == set(TrainingConfig.model_fields)

@@ -128,7 +128,8 @@ def terminated():
 class Trainer:
     "Trains `xtts`, its GPT unless `update` says otherwise, by a plan; `run`, a folder, keeps what is needed to go on."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None, held_out: BatchPlan | None = None,
-                 update: Update | None = None):
+                 update: Update | None = None, listen=None):   # (folder) -> {score: number}, asked at each validation
+        self.listen = listen
         self.xtts, self.plan, self.run, self.held_out = xtts, plan, run and Path(run), held_out
         self.update = update or Update(xtts.gpt, xtts.config.training)
         self.training, self.optimizer = self.update.training, self.update.optimizer
@@ -244,7 +245,7 @@ class Trainer:
         self._send()
         looked = self.validate() if self._looks else {}
         self._land(looked)
-        better = bool(looked) and self._judge(looked['val_loss'])
+        better = bool(looked) and self._judge(looked)
         if self._epoch: ended |= self.hooks.epoch(self.step // self.epoch_updates - 1)
         self.counts = self.hooks.counts()
         ended = bool(ended or self.over or self.failure)
@@ -253,17 +254,19 @@ class Trainer:
         return ended
 
     def validate(self) -> dict[str, float]:
-        "Mean losses of the clips held out: no dropout, the mean weights where `training.ema` keeps them."
+        "Losses of the clips held out, and what a listener says: no dropout, the mean weights where `training.ema` keeps them."
         with averaged(self.optimizer, self.update.weights):
             parts = [self.evaluate(to_device(b)) for b in self.held_out.stream(0, self.held_out.steps_per_epoch)]
+            heard = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
         sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
-        return {f'val_{name}': round(float(loss), 6) for name, loss in self.update.means(sums).items()}
+        return {f'val_{name}': round(float(value), 6) for name, value in (self.update.means(sums) | heard).items()}
 
-    def _judge(self, loss: float) -> bool:
-        "Whether `loss` is the best so far."
-        better = self.best is None or loss < self.best['val_loss']
+    def _judge(self, looked: dict[str, float]) -> bool:
+        "Whether a validation is the best so far."
+        name = f'val_{self.training.judge_by}'
+        better = self.best is None or looked[name] < self.best[name]
         self.since_best = 0 if better else self.since_best + 1
-        if better: self.best = {'step': self.step, 'val_loss': loss}
+        if better: self.best = {'step': self.step} | {k: looked[k] for k in ('val_loss', 'val_dtw') if k in looked}
         return better
 
     @property
