@@ -6,7 +6,8 @@ import tensorflow as tf
 from xtts_nb.audio import speaker_log_mel, synthetic_voice
 from xtts_nb.config import SpeakerConfig, UserError, XTTSConfig
 from xtts_nb.dvae import parameter_count
-from xtts_nb.hifigan import Conv2D, HiFiGAN, SpeakerEncoder, fold_weight_norm, is_normalised, load_decoder, load_speaker_encoder, stretch
+from xtts_nb.hifigan import (Conv2D, HiFiGAN, SpeakerEncoder, fold_weight_norm, is_normalised, load_decoder, load_speaker_encoder,
+                             stretch)
 from xtts_nb.weights import named_weights, save_weights
 
 

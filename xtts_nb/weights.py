@@ -30,14 +30,15 @@ def named_weights(
 def save_weights(
     path: str | Path,     # a .safetensors file
     variables: dict,      # {name: variable or array}
-    besides: str | Path | None = None,   # a file whose other tensors come along
+    besides: str | Path | None = None,   # a file whose other parts come along: what begins as none of `variables` does
     **metadata: str,      # short texts kept in the file's head
 ):
     "Write tensors whole or not at all."
     arrays = {name: np.asarray(v, order='C') for name, v in variables.items()}   # it writes the memory as it lies
     if besides:
+        parts = {name.split('/')[0] for name in arrays}
         with open_weights(besides) as file:
-            arrays |= {name: file.get_tensor(name) for name in file.keys() if name not in arrays}
+            arrays |= {name: file.get_tensor(name) for name in file.keys() if name.split('/')[0] not in parts}
     with atomic_file(path) as part:
         try: safetensors.numpy.save_file(arrays, part, metadata=metadata or None)
         except safetensors.SafetensorError as e: raise _os_error(e) from e
