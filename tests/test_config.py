@@ -101,6 +101,8 @@ def test_keys_of_others_are_refused_with_the_reason_and_the_key_to_use(key):
     ({'training': {'seed': 2**40}}, ['training.seed', str(2**40)]),
     ({'model': {'gpt': {'width': 80, 'heads': 2}}}, ['model.gpt', 'width 80', '32']),   # groups of the norm
     ({'model': {'audio': {'win_length': 2000}}}, ['model.audio', 'win_length 2000', '1024']),
+    ({'model': {'audio': {'f_max': 12000}}}, ['model.audio', 'f_max 12000', 'above 11025', 'sample_rate']),
+    ({'data': {'min_seconds': 5, 'max_seconds': 4}}, ['data', 'min_seconds 5', 'max_seconds 4']),
     ({'speech': {'temperature': -1}}, ['speech.temperature', '-1']), ({'speech': {'top_p': 1.1}}, ['speech.top_p', '1.1']),
     ({'speech': {'speed': 0}}, ['speech.speed', '0']), ({'speech': {'repetition_penalty': 0}}, ['speech.repetition_penalty']),
     ({'training': {'judge_by': 'dtw'}}, ['training', 'listen_clips']),
@@ -187,8 +189,10 @@ def test_under_test_the_scale_is_tiny(outside, monkeypatch):
 @pytest.mark.parametrize('text, part', [
     ('nonsense\n', 'section headers'), ('[workspace]\nscal = tiny\n', 'did you mean "scale"'),
     ('[workspace]\nscale = huge\n', "'tiny' or 'full'"), ('[workspace]\ndata = a\ndata = b\n', 'already exists'),
-    ('[workspace\n', 'settings.ini'), ('[workspace]\nzzz = 1\n', 'it has root, data, cache, runs, xla_cache, scale')],
-    ids=['words', 'key', 'value', 'twice', 'bracket', 'unknown'])
+    ('[workspace\n', 'settings.ini'), ('[workspace]\nzzz = 1\n', 'it has root, data, cache, runs, xla_cache, scale'),
+    ('[workspac]\ndata = a\n', 'no section [workspac]; did you mean [workspace]'),
+    ('[workspace]\n[Workspace]\n', 'no section [Workspace]; did you mean')],
+    ids=['words', 'key', 'value', 'twice', 'bracket', 'unknown', 'section', 'capital'])
 def test_a_bad_file_is_named(outside, text, part):
     write(outside, text)
     with pytest.raises(UserError) as e: workspace()

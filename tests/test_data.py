@@ -1,4 +1,5 @@
 "Batches: least padding, each clip once, the same for any workers and after resuming, shapes that stand still."
+import copy
 import itertools
 import os
 from collections import Counter
@@ -13,7 +14,7 @@ from xtts_nb.cache import Cache
 from xtts_nb.config import DataConfig, UserError
 from xtts_nb.data import (BatchPlan, CacheReader, InFiles, InMemory, MelReader, PythonReader, WavReader, batches_of, bucket_of,
                           bucket_shapes, cached_batches, check_equal, check_native, decode_wav, fixed_shape, Held, mels_of,
-                          over_file, wav_files)
+                          over_file)
 from xtts_nb.prepare import prepare
 
 
@@ -342,24 +343,24 @@ def test_prefetch_to_gpu_asks_for_the_gpu_there_is(monkeypatch, on, gpus, asked)
 
 # --- online --------------------------------------------------------------------------------------------------------
 
-def test_all_pipelines_deliver_the_same(prepared, corpus, dvae, small, stats):
+def test_all_pipelines_deliver_the_same(prepared, dvae, small, stats):
     plan = BatchPlan(prepared, small.data)
-    differ = check_equal(plan, wav_files(prepared, corpus), stats, dvae.encode, batches=plan.steps_per_epoch + 1)
+    differ = check_equal(plan, stats, dvae.encode, batches=plan.steps_per_epoch + 1)
     assert set(differ) == {'mel', 'reference', 'cached reference', 'codes'} and max(differ.values()) < 1e-3
 
-def test_a_difference_is_noticed(prepared, corpus, dvae, small, stats):
-    plan, files = BatchPlan(prepared, small.data), wav_files(prepared, corpus)
-    with pytest.raises(AssertionError, match='different batches'): check_equal(plan, files, stats * 1.1)
+def test_a_difference_is_noticed(prepared, dvae, small, stats):
+    plan = BatchPlan(prepared, small.data)
+    with pytest.raises(AssertionError, match='different batches'): check_equal(plan, stats * 1.1)
     with pytest.raises(AssertionError, match='different batches'):
-        check_equal(plan, files, stats, lambda mel: 1 - dvae.encode(mel))
+        check_equal(plan, stats, lambda mel: 1 - dvae.encode(mel))
 
 @pytest.mark.parametrize('source', ['speaker', 'clip'])
-def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, corpus, small, stats, source):
+def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, small, stats, source):
     "The whole batch at once, as a device would compute it."
     data_ = small.data.model_copy(update={'reference_from': source, 'reference_frames': 80})   # longer than some clips
-    plan, files = BatchPlan(prepared, data_), wav_files(prepared, corpus)
+    plan = BatchPlan(prepared, data_)
     audio = prepared.config.model.audio
-    kinds = WavReader(plan, files, stats), MelReader(plan, files, stats), CacheReader(prepared, plan)
+    kinds = WavReader(plan, stats), MelReader(plan, stats), CacheReader(prepared, plan)
     for wav, native, cached in zip(*(batches_of(kind, data_, 0, 4) for kind in kinds)):
         mel = mels_of(wav['wav'], audio.dvae_n_fft, audio).numpy()
         voice = mels_of(wav['reference_wav'], audio.reference_n_fft, audio).numpy() / stats
@@ -370,9 +371,9 @@ def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, corpus, sm
         assert native['mel'].shape[1] == mel.shape[1]
 
 @pytest.mark.parametrize('kind', [PythonReader, MelReader])
-def test_online_shapes_follow_the_buckets(prepared, corpus, stats, small, kind):
+def test_online_shapes_follow_the_buckets(prepared, stats, small, kind):
     plan = BatchPlan(prepared, small.data)
-    source = batches_of(kind(plan, wav_files(prepared, corpus), stats), plan.data, 0, plan.steps_per_epoch)
+    source = batches_of(kind(plan, stats), plan.data, 0, plan.steps_per_epoch)
     assert source.element_spec['reference'].shape[1:] == (32, 80)
     assert {(b['mel'].shape[1], b['text'].shape[1]) for b in source} == set(zip(plan.frames.numpy(), (t for _, t in plan.shapes)))
 
@@ -385,13 +386,20 @@ def test_the_longest_clip_fits_whatever_its_length(tmp_path, small, dvae, sample
     prepare(tmp_path / 'corpus', tmp_path / 'cache', small, dvae)
     cache = Cache(tmp_path / 'cache')
     plan = BatchPlan(cache, small.data.model_copy(update={'buckets': 1, 'batch_size': 2}))
-    batch = next(iter(batches_of(kind(plan, wav_files(cache, tmp_path / 'corpus'), stats), plan.data)))
+    batch = next(iter(batches_of(kind(plan, stats), plan.data)))
     assert batch['mel'].shape == (2, 1 + samples // 256, 80)
 
-def test_another_corpus_is_named(prepared, tmp_path):
-    (tmp_path / 'wavs').mkdir(); (tmp_path / 'metadata.csv').write_text('x|a|a\n')
-    with pytest.raises(UserError, match=f'{tmp_path}: lacks the clip low-0 of .*give the corpus the cache came from'):
-        wav_files(prepared, tmp_path)
+def test_a_missing_recording_is_named(prepared, stats, small):
+    plan = BatchPlan(prepared, small.data)
+    plan.cache = copy.copy(prepared)
+    plan.cache.wav_path = lambda i: f'gone-{i}.wav'
+    with pytest.raises(UserError, match='gone-0.wav: is missing; prepare the cache again'): WavReader(plan, stats)
+
+def test_a_mapped_cache_is_streamed_even_if_it_would_fit(prepared, small):
+    mapped, memory = (BatchPlan(Cache(prepared.folder, in_memory), small.data) for in_memory in (False, True))
+    assert isinstance(CacheReader(mapped.cache, mapped).rows, InFiles)
+    for a, b in zip(*(cached_batches(plan, 0, 3) for plan in (mapped, memory)), strict=True):
+        assert all(np.array_equal(a[k], b[k]) for k in a)
 
 def test_decoding_finds_the_samples_wherever_they_are(tmp_path):
     "A plain header; a chunk before the data and one behind; a size that was never filled in."

@@ -296,6 +296,8 @@ def test_workers_end_with_their_parent(start, corpus, small, tokenizer, undistur
     child = start(2)
     while not shards(tmp_path): assert child.poll() is None; time.sleep(0.01)
     workers = family(child)
+    with pytest.raises(UserError, match='is being prepared by another run'):
+        prepare(corpus, tmp_path / 'here' / 'out', small, Fake(), tokenizer, shard_clips=2)
     child.send_signal(how)
     _, err = child.communicate(timeout=60)
     assert len(workers) >= 2 and gone(workers) and err.count('Traceback') == (how == signal.SIGINT), err

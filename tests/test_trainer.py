@@ -562,8 +562,9 @@ def whole(prepared, mini, tmp_path_factory):
 
 def reached(run) -> int:
     "The last whole log line."
-    try: lines = (run / 'metrics.jsonl').read_text().splitlines()
+    try: lines = (run / 'metrics.jsonl').read_text().splitlines(keepends=True)
     except FileNotFoundError: return 0
+    if lines and not lines[-1].endswith('\n'): lines.pop()   # in the middle of being written
     return json.loads(lines[-1])['step'] if lines else 0
 
 def kill_behind(step, run, *arguments, jitter):

@@ -191,13 +191,19 @@ def stft(
     n_fft: int,
     audio: AudioConfig = AudioConfig(),
     mirror: bool = True,           # the ends; False where `wav` has them mirrored already
-) -> tf.Tensor:                    # (..., F, n_fft // 2 + 1) complex64
+) -> tf.Tensor:                    # (..., F, n_fft // 2 + 1) complex64, phases counted from where the window begins
     "Short-time Fourier transform with centred frames and mirrored ends, for clips longer than n_fft / 2."
-    half = n_fft // 2
+    left, right = _beside(n_fft, audio)
     wav = tf.convert_to_tensor(wav, tf.float32)
-    if mirror: wav = tf.pad(wav, [[0, 0]] * (wav.shape.rank - 1) + [[half, half]], 'REFLECT')
-    frames = tf.signal.frame(wav, n_fft, audio.hop_length)
-    return tf.signal.rfft(frames * hann_window(n_fft, audio.win_length))
+    if mirror: wav = tf.pad(wav, [[0, 0]] * (wav.shape.rank - 1) + [[n_fft // 2 - left, n_fft // 2 - right]], 'REFLECT')
+    else: wav = wav[..., left:-right or None]
+    frames = tf.signal.frame(wav, audio.win_length, audio.hop_length)
+    return tf.signal.rfft(frames * hann_window(audio.win_length, audio.win_length), [n_fft])
+
+def _beside(n_fft: int, audio: AudioConfig) -> tuple[int, int]:
+    "Points of a frame before and behind its window: zeros, which need not be cut out of the sound to be multiplied by 0."
+    left = (n_fft - audio.win_length) // 2
+    return left, n_fft - audio.win_length - left
 
 # %% ../nbs/06_audio.ipynb #a95fcd95
 LOG_FLOOR = 1e-5   # of the power, before the logarithm
@@ -209,9 +215,11 @@ def log_mel(
     mirror: bool = True,           # the ends; False where `wav` has them mirrored already
 ) -> tf.Tensor:                    # (..., F, C) float32
     "The log-mel of XTTS, in graph."
-    spectrum = stft(wav, n_fft, audio, mirror)
+    filters = mel_filterbank(n_fft, audio)
+    heard = np.flatnonzero(filters.any(1))[-1] + 1   # points up to `f_max`
+    spectrum = stft(wav, n_fft, audio, mirror)[..., :heard]
     power = tf.math.real(spectrum)**2 + tf.math.imag(spectrum)**2
-    return tf.math.log(tf.maximum(tf.tensordot(power, mel_filterbank(n_fft, audio), 1), LOG_FLOOR))
+    return tf.math.log(tf.maximum(tf.tensordot(power, filters[:heard], 1), LOG_FLOOR))
 
 # %% ../nbs/06_audio.ipynb #295b0119
 def _hamming(win_length: int) -> np.ndarray:   # (win_length,) float32
@@ -267,11 +275,12 @@ def _inverse_stft(
     audio: AudioConfig,
 ) -> tf.Tensor:                    # ((F - 1) hop,) float32
     "The sound whose transform is nearest to `spectrum`."
-    window = hann_window(n_fft, audio.win_length)
-    frames = tf.signal.irfft(spectrum, [n_fft]) * window
+    window = hann_window(audio.win_length, audio.win_length)
+    frames = tf.signal.irfft(spectrum, [n_fft])[..., :audio.win_length] * window
     wav = tf.signal.overlap_and_add(frames, audio.hop_length)
     weight = tf.signal.overlap_and_add(tf.ones_like(frames) * window**2, audio.hop_length)
-    return (wav / tf.maximum(weight, 1e-3))[n_fft // 2:-(n_fft // 2)]
+    left, right = _beside(n_fft, audio)
+    return (wav / tf.maximum(weight, 1e-3))[n_fft // 2 - left:right - n_fft // 2]
 
 # %% ../nbs/06_audio.ipynb #1f15c54e
 @tf.function(reduce_retracing=True)

@@ -55,7 +55,7 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
             f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
     return result | {'run': str(trainer.run)}, text
 
-# %% ../nbs/62_cli_train.ipynb #f7472237
+# %% ../nbs/62_cli_train.ipynb #61ca8373
 def _note(line: dict) -> str:
     "The latest log line, short."
     parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'val_dtw': 'heard {:.2f}',
@@ -64,11 +64,10 @@ def _note(line: dict) -> str:
 
 def _trainer(data, run, preset, config, steps, val):
     "A trainer on a cache, or the one that stands in `run`."
-    from xtts_nb.cache import Cache
     from xtts_nb.config import XTTSConfig, workspace
-    from xtts_nb.runs import held_out_share, new_run, run_facts
+    from xtts_nb.runs import held_out_share, new_run, open_cache, run_facts
     facts = run_facts(run) if run and (run / 'run.json').is_file() else {}
-    cache = Cache(data or facts['cache'])
+    cache = open_cache(data or facts['cache'])
     if facts and not (preset or config): settings = XTTSConfig.load(run / 'config.yaml')
     else: settings = load_settings(preset, config) if preset or config else cache.config
     if steps: settings = settings.replace(training={'steps': steps})
@@ -83,7 +82,7 @@ def _free_run(runs: Path, name: str = 'train') -> Path:
     while (runs / f'{name}-{n}').exists(): n += 1
     return runs / f'{name}-{n}'
 
-# %% ../nbs/62_cli_train.ipynb #049f7af3
+# %% ../nbs/62_cli_train.ipynb #dd2c5fa6
 @command('train-dvae')
 def train_dvae(
     corpus: Annotated[Path | None, typer.Argument(help='Folder of a corpus, or its metadata file; not needed to go on.')] = None,
@@ -114,7 +113,7 @@ def train_dvae(
             result, text = _fit(trainer, 'train-dvae', tell)
         show(result, f'{text}\nxtts-nb prepare CORPUS --dvae {trainer.run} --out CACHE')
 
-# %% ../nbs/62_cli_train.ipynb #9b7e2b11
+# %% ../nbs/62_cli_train.ipynb #cb59c0a4
 def _known(run: Path | None, source, usage: str) -> bool:
     "Whether a run stands in `run`; raises `UserError` where none does and nothing is given to begin one with."
     from xtts_nb.config import UserError
@@ -129,7 +128,7 @@ def _changed(settings, val: float, **training):
     if val and not settings.training.validate_every: given['validate_every'] = settings.training.checkpoint_every
     return settings.replace(training=given)
 
-# %% ../nbs/62_cli_train.ipynb #2dddb349
+# %% ../nbs/62_cli_train.ipynb #67c31047
 @command('train-voice')
 def train_voice(
     model: Annotated[Path | None, typer.Argument(help='Folder of a trained model; not needed to go on with a run.')] = None,

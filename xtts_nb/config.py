@@ -46,6 +46,8 @@ class AudioConfig(Section):
     def _window_fits(self):
         least = min(self.dvae_n_fft, self.reference_n_fft)
         if self.win_length > least: raise ValueError(f'win_length {self.win_length} is longer than the {least} points of an FFT')
+        half = self.sample_rate / 2
+        if self.f_max > half: raise ValueError(f'f_max {self.f_max} is above {half}, half the sample_rate')
         return self
 
     @property
@@ -138,6 +140,12 @@ class DataConfig(Section):
     preprocessing_mode: Literal['auto', 'precompute', 'runtime'] = 'auto'   # encode once, or at each step
     max_cache_gb: float = Field(64., gt=0)   # auto: precompute where the arrays are not larger than this
     seed: int = Field(0, ge=0, lt=2**31)     # of the order of clips and of the crops
+
+    @pydantic.model_validator(mode='after')
+    def _some_length_is_left(self):
+        if self.min_seconds > self.max_seconds:
+            raise ValueError(f'min_seconds {self.min_seconds} is more than max_seconds {self.max_seconds}: no clip is left')
+        return self
 
 # %% ../nbs/00_config.ipynb #9a297591
 class TrainingConfig(Section):
@@ -352,6 +360,8 @@ def workspace(
         try: parser.read(found, encoding='utf-8-sig')
         except (configparser.Error, UnicodeDecodeError) as e:
             raise UserError(f'{found}: {str(e).splitlines()[0]}; mend that line.') from None
+        for name in difflib.get_close_matches('workspace', set(parser.sections()) - {'workspace'}):
+            raise UserError(f'{found}: there is no section [{name}]; did you mean [workspace]?')
         values, root = dict(parser['workspace']) if parser.has_section('workspace') else {}, found.parent
     if os.environ.get('IN_TEST'): values['scale'] = 'tiny'
     try: settings = Workspace(**values)

@@ -46,9 +46,10 @@ _LIBRITTS = {
     'train-clean-360': (27_504_073_644, 'ce7cff44dcac46009d18379f37ef36551123a1dc4e5c8e4eb73ae57260de4886'),
     'train-other-500': (44_565_031_479, 'e35f7e34deeb2e2bdfe4403d88c8fdd5fbf64865cae41f027a185a6965f0a5df')}
 
-def _corpus(name: str, url: str, size: int, sha256: str, licence: str, then: str = '') -> Source:
+def _corpus(name: str, url: str, size: int, sha256: str, licence: str) -> Source:
     "A corpus that is one archive."
-    return Source(name, (File(url.rsplit('/', 1)[1], url, size, sha256),), licence, archive=True, then=then)
+    return Source(name, (File(url.rsplit('/', 1)[1], url, size, sha256),), licence, archive=True,
+                  then='xtts-nb prepare {folder} --out CACHE')
 
 # %% ../nbs/59_download.ipynb #d8b2cccc
 SOURCES = {s.name: s for s in (
@@ -56,8 +57,7 @@ SOURCES = {s.name: s for s in (
            'Coqui Public Model License 1.0.0 (https://coqui.ai/cpml.txt), non-commercial', terms='LICENSE.txt',
            then='xtts-nb convert from-coqui {folder} MODEL'),
     _corpus('ljspeech', 'https://data.keithito.com/data/speech/LJSpeech-1.1.tar.bz2', 2_748_572_632,
-            'be1a30453f28eb8dd26af4101ae40cbf2c50413b1bb21936cbcdc6fae3de8aa5', 'public domain',
-            then='xtts-nb prepare {folder} --out CACHE'),
+            'be1a30453f28eb8dd26af4101ae40cbf2c50413b1bb21936cbcdc6fae3de8aa5', 'public domain'),
     _corpus('vctk', 'https://datashare.is.ed.ac.uk/bitstream/handle/10283/3443/VCTK-Corpus-0.92.zip', 11_747_302_977,
             'f96258be9fdc2cbff6559541aae7ea4f59df3fcaf5cf963aae5ca647357e359c', 'CC BY 4.0'),
     *(_corpus(f'libritts-{part}', f'https://www.openslr.org/resources/60/{part}.tar.gz', *known, 'CC BY 4.0')

@@ -37,11 +37,12 @@ class Listener:
         cache: Cache,
         clips: np.ndarray,     # indices that may be spoken
         count: int,            # of them to speak
+        encoder=None,          # the DVAE, for a cache that leaves codes to be computed
     ):
         config, clips = xtts.config, np.asarray(clips)
         chosen = clips[np.linspace(0, len(clips) - 1, min(count, len(clips))).round().astype(int)]
         data = config.data.model_copy(update={'batch_size': len(chosen), 'buckets': 1, 'pad_to_fixed_length': False})
-        batch = next(iter(BatchPlan(cache, data, chosen).stream(0, 1)))
+        batch = next(iter(BatchPlan(cache, data, chosen, dvae=encoder).stream(0, 1)))
         self.xtts, self.batch, self.ids = xtts, batch, [cache.clips[i]['id'] for i in batch['clip'].numpy()]
         most = min(config.model.gpt.max_audio_codes, int(1.5 * batch['codes'].shape[1]) + 1)
         speech, gpt = config.speech, xtts.gpt

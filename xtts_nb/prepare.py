@@ -32,7 +32,7 @@ from .cache import (
     write_manifest, write_shard, write_table)
 from .config import UserError, XTTSConfig, setup_tf
 from .corpora import Clip, Dropped, check_dropped, read_corpus
-from .files import atomic_file, atomic_folder, fingerprint, read_json, write_json
+from .files import atomic_file, atomic_folder, fingerprint, locked, read_json, write_json
 from .recordings import MEASURED, measure, read_audio, report_text, summary
 from .text import Tokenizer, train_tokenizer
 
@@ -289,7 +289,7 @@ def _serve(link, begin: Callable):
     try:
         do = begin()
         while True: link.send(('done', do(link.recv())))
-    except EOFError: pass
+    except (EOFError, ConnectionError): pass   # the parent is gone
     except UserError as e: link.send(('user', str(e)))
     except Exception as e: link.send(('error', f'{type(e).__name__}: {e}'))
 
@@ -318,19 +318,20 @@ def work_folder(
 ):                   # yields the folder beside it
     "A folder for finished shards: it survives whatever ends a run, unless there is nothing in it to keep."
     work = out.with_name(f'{out.name}.work')
-    resumed = work.is_dir() and any(work.iterdir())
+    resumed = work.is_dir() and any(p.name != 'lock' for p in work.iterdir())
     if work.is_file() or (resumed and not list(work.glob('plan.json*'))):
         raise UserError(f'{work}: holds something that is not ours, where unfinished work would go; choose another folder.')
-    try:
-        write_json(work / 'plan.json', {'for': out.name})
-        yield work
-    except UserError:
-        if not resumed: shutil.rmtree(work, ignore_errors=True)
-        raise
-    except BaseException:
-        if not any([*work.glob('shard-*.json'), *work.glob('learned-*')]): shutil.rmtree(work, ignore_errors=True)
-        raise
-    shutil.rmtree(work, ignore_errors=True)
+    with locked(work / 'lock', f'{out}: is being prepared by another run; wait for its end or choose another folder.'):
+        try:
+            write_json(work / 'plan.json', {'for': out.name})
+            yield work
+        except UserError:
+            if not resumed: shutil.rmtree(work, ignore_errors=True)
+            raise
+        except BaseException:
+            if not any([*work.glob('shard-*.json'), *work.glob('learned-*')]): shutil.rmtree(work, ignore_errors=True)
+            raise
+        shutil.rmtree(work, ignore_errors=True)
 
 # %% ../nbs/11_prepare.ipynb #c1a66be8
 @dataclass(frozen=True)

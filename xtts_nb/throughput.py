@@ -31,7 +31,7 @@ from .bench import accelerator_utilisation, compare
 from .cache import Cache
 from .config import AudioConfig, UserError, XTTSConfig, setup_tf
 from .data import (
-    BatchPlan, CacheReader, OnlineReader, PythonReader, batches_of, cached_batches, decode_wav, readers, wav_files)
+    BatchPlan, CacheReader, OnlineReader, PythonReader, batches_of, cached_batches, decode_wav, readers)
 from .files import atomic_file
 
 # %% ../nbs/15_throughput.ipynb #26f0f596
@@ -46,6 +46,7 @@ class Tiled:
     def __init__(self, cache: Cache, times: int):
         self.folder, self.config, self.tokenizer, self.manifest = cache.folder, cache.config, cache.tokenizer, cache.manifest
         self.clips = [c | {'id': f'{c["id"]}#{i}'} for i in range(times) for c in cache.clips]
+        self.wav_path = lambda i: cache.wav_path(i % len(cache))
         for kind in ('codes', 'text', 'mel'):
             array, length = np.asarray(getattr(cache, kind)), np.asarray(getattr(cache, f'{kind}_length'))
             setattr(self, kind, np.tile(array, (times, 1) if array.ndim > 1 else times))
@@ -103,14 +104,13 @@ def _sources(plan: BatchPlan, readers: dict) -> tuple[dict, dict]:
 
 def data_before_after(
     plan: BatchPlan,
-    corpus: str | Path,
     stats: np.ndarray,        # (C,) mel constants of the DVAE
     rounds: int = 5,
     progress=None,            # called with (done, total)
     seconds: float = 0.5,     # of a round of each, about
 ) -> list[dict]:              # {name, clips_per_s, ratio, spread, au, cv} of each pipeline
     "Measure the Python loader, the native one and the cache against each other."
-    three = readers(plan, wav_files(plan.cache, corpus), stats)
+    three = readers(plan, stats)
     del three['native_wav']
     sources, ahead = _sources(plan, three)
     return measure_loaders(sources, plan.data.batch_size, ahead, rounds, seconds, progress=progress)
@@ -146,9 +146,9 @@ def check_python(python: str | Path):
 
 class CoquiLoader:
     "Batches of coqui-tts' own loader over the recordings of a cache; each is `{used, room}` in text tokens and samples."
-    def __init__(self, python: str | Path, cache, files: list[str], batch_size: int, workers: int = 2):
-        rows = [{'text': c['text'], 'audio_file': f, 'language': c['language'], 'speaker_name': c['speaker']}
-                for c, f in zip(cache.clips, files)]
+    def __init__(self, python: str | Path, cache, batch_size: int, workers: int = 2):
+        rows = [{'text': c['text'], 'audio_file': str(cache.wav_path(i)), 'language': c['language'], 'speaker_name': c['speaker']}
+                for i, c in enumerate(cache.clips)]
         job = {'clips': rows, 'tokenizer': str(cache.folder / 'tokenizer.json'), 'batch_size': batch_size, 'workers': workers,
                'sample_rate': cache.config.model.audio.sample_rate}
         self.python, self.ahead, self.errors = python, 2 * workers + 1, tempfile.TemporaryFile('w+')
@@ -189,8 +189,10 @@ class LibrosaReader(PythonReader):
 
 class OneMelReader(OnlineReader):
     "The clip's mel alone, by native ops."
-    def sounds(self, clip, other, start, frames):
+    def sounds(self, clip, other, start, bucket):
         "`mel` (B, F, C), zero behind each end."
+        frames = self.plan.frames[bucket]
+
         def row(clip):
             wav = tf.cast(decode_wav(self.files[clip]), tf.float32) / 32768
             mel = log_mel(wav, self.audio.dvae_n_fft, self.audio)
@@ -229,7 +231,6 @@ def _coqui_padding(batches: list[dict], samples_per_code: int) -> float:
 # %% ../nbs/15_throughput.ipynb #b7e706e0
 def bench_loaders(
     cache: Cache,
-    corpus: str | Path,
     stats: np.ndarray,                   # (C,) mel constants of the DVAE
     coqui_python: str | Path | None = None,
     clips: int = 10_000,                 # distinct ones in memory, at least
@@ -238,18 +239,18 @@ def bench_loaders(
     progress=None,                       # called with (done, total)
 ) -> list[dict]:                         # {name, clips_per_s, ratio, spread, au, cv, padding}
     "Every loader there is on this machine, over the same clips."
-    files, times = wav_files(cache, corpus), -(-clips // len(cache))
-    plan = BatchPlan(Tiled(cache, times), cache.config.data.model_copy(update={'prefetch_buffer_size': 1}))
+    plan = BatchPlan(Tiled(cache, -(-clips // len(cache))), cache.config.data.model_copy(update={'prefetch_buffer_size': 1}))
     batch, audio, data = plan.data.batch_size, cache.config.model.audio, plan.data
-    ours = readers(plan, files * times, stats)
-    if importlib.util.find_spec('librosa'): ours['numpy_function'] = LibrosaReader(plan, files * times, stats)
+    ours = readers(plan, stats)
+    if importlib.util.find_spec('librosa'): ours['numpy_function'] = LibrosaReader(plan, stats)
     dali = importlib.util.find_spec('nvidia') and importlib.util.find_spec('nvidia.dali')
-    if dali: ours['one_mel'] = OneMelReader(plan, files * times, stats)
+    if dali: ours['one_mel'] = OneMelReader(plan, stats)
     sources, ahead = _sources(plan, ours)
     padded, coqui = dict.fromkeys(ours, padding(plan)), None
+    files = [str(cache.wav_path(i)) for i in range(len(cache))]
     if dali: sources['dali'], ahead['dali'] = dali_batches(files, batch, audio, data.num_workers), 2
     if coqui_python:
-        coqui = sources['coqui'] = CoquiLoader(coqui_python, cache, files, batch, data.num_workers)
+        coqui = sources['coqui'] = CoquiLoader(coqui_python, cache, batch, data.num_workers)
         samples_per_code = audio.hop_length * cache.config.model.dvae.frames_per_code
         padded['coqui'] = _coqui_padding([next(coqui) for _ in range(20)], samples_per_code)
         ahead['coqui'] = coqui.ahead
