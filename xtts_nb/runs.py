@@ -65,11 +65,11 @@ def new_run(
     if unknown: raise UserError(f'{cache.folder}: has no clip {sorted(unknown)[0]} to hold out.')
     out = np.array([i in held for i in ids])
     keras.utils.set_random_seed(config.training.seed)
-    keep, encoder = run / 'plan' if len(cache) >= LARGE else None, None if 'feed' in where else _encoder(cache, config)
-    plan = BatchPlan(cache, config.data, np.flatnonzero(~out), keep, encoder)
     with on_device(where.get('device')):
         xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
-        trainer = Trainer(xtts, plan, run, _validation(cache, config, out, encoder), **where)
+    keep, encoder = run / 'plan' if len(cache) >= LARGE else None, None if 'feed' in where else _encoder(cache, config)
+    plan = BatchPlan(cache, config.data, np.flatnonzero(~out), keep, encoder)
+    with on_device(where.get('device')): trainer = Trainer(xtts, plan, run, _validation(cache, config, out, encoder), **where)
     facts = {'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'], 'held_out': sorted(held_out)}
     write_json(run / 'run.json', facts)
     with atomic_file(run / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
