@@ -121,19 +121,19 @@ def new_run(
                             f'({wrong}).')
     origin = {'base': str(Path(base).resolve()), 'base_sha': file_sha(Path(base) / 'model.safetensors')} if base else {}
     if known := run_facts(run): _check_run(run, known, cache, held_out, origin)
-    held, ids = set(held_out), [c['id'] for c in cache.clips]
-    unknown = held - set(ids)
+    asked, ids = set(held_out), [c['id'] for c in cache.clips]
+    unknown = asked - set(ids)
     if unknown: raise UserError(f'{cache.folder}: has no clip {sorted(unknown)[0]} to hold out.')
-    out = np.array([i in held for i in ids])
+    out = np.array([i in asked for i in ids])
     keras.utils.set_random_seed(config.training.seed)
-    keep, encoder = run / 'plan' if len(cache) >= LARGE else None, None if 'feed' in where else _encoder(cache, config)
-    plan = BatchPlan(cache, config.data, np.flatnonzero(~out), keep, encoder)
     with on_device(where.get('device')):
         if base: xtts = load_base(base, config, cache)
         else: xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
         update = make_update(xtts.gpt, config.training, new_rows(config, xtts.tokenizer, cache.languages))
-        listen = _listener(xtts, cache, out)
-        trainer = Trainer(xtts, plan, run, _validation(cache, config, out, encoder), update, listen=listen, **where)
+    keep, encoder = run / 'plan' if len(cache) >= LARGE else None, None if 'feed' in where else _encoder(cache, config)
+    plan = BatchPlan(cache, config.data, np.flatnonzero(~out), keep, encoder)
+    held, listen = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
+    with on_device(where.get('device')): trainer = Trainer(xtts, plan, run, held, update, listen=listen, **where)
     facts = {'part': 'gpt', 'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'], 'held_out': sorted(held_out)}
     write_json(run / 'run.json', facts | origin)
     with atomic_file(run / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
