@@ -47,27 +47,27 @@ LARGE = 100_000   # clips; the plan of so many is kept with the run, to be mappe
 def new_run(
     cache: Cache,
     config: XTTSConfig,
-    run: str | Path,
+    run: str | Path | None,      # None keeps nothing
     held_out: list[str] = (),    # ids of clips to keep out of training
+    make=Trainer,                # called as a `Trainer` is
 ) -> Trainer:
     "A trainer that keeps its state in `run` and goes on with what stands there; raises `UserError` if they do not fit."
-    run = Path(run)
+    run = run and Path(run)
     for part in ('audio', 'dvae'):
         if wrong := _differences(getattr(config.model, part), getattr(cache.config.model, part)):
             raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again with these '
                             f'({wrong}).')
-    if (run / 'run.json').is_file(): _check_run(run, cache, held_out)
-    elif run.is_dir() and any(p.name != 'plan' for p in run.iterdir()):
-        raise UserError(f'{run}: holds something that is not a run; choose another folder.')
+    if run: _check_run(run, cache, held_out)
     held, ids = set(held_out), [c['id'] for c in cache.clips]
     unknown = held - set(ids)
     if unknown: raise UserError(f'{cache.folder}: has no clip {sorted(unknown)[0]} to hold out.')
     out = np.array([i in held for i in ids])
     keras.utils.set_random_seed(config.training.seed)
     xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
-    keep, encoder = run / 'plan' if len(cache) >= LARGE else None, _encoder(cache, config)
+    keep, encoder = run / 'plan' if run and len(cache) >= LARGE else None, _encoder(cache, config)
     plan = BatchPlan(cache, config.data, np.flatnonzero(~out), keep, encoder)
-    trainer = Trainer(xtts, plan, run, _validation(cache, config, out, encoder))
+    trainer = make(xtts, plan, run, _validation(cache, config, out, encoder))
+    if not run: return trainer
     facts = {'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'], 'held_out': sorted(held_out)}
     write_json(run / 'run.json', facts)
     with atomic_file(run / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
@@ -92,7 +92,11 @@ def _validation(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> B
 
 # %% ../nbs/31_runs.ipynb #b0c73af3
 def _check_run(run: Path, cache: Cache, held_out: list[str]):
-    "Raise `UserError` if `run` was trained on another cache or held out other clips."
+    "Raise `UserError` if `run` is something else, was trained on another cache or held out other clips."
+    if not (run / 'run.json').is_file():
+        if run.is_dir() and any(p.name != 'plan' for p in run.iterdir()):
+            raise UserError(f'{run}: holds something that is not a run; choose another folder.')
+        return
     known = read_json(run / 'run.json')
     if known['key'] != cache.manifest['key']:
         raise UserError(f'{run}: was trained on the cache with key {known["key"]}, {cache.folder} has {cache.manifest["key"]}; '

@@ -150,6 +150,12 @@ class Trainer:
         "The batches of updates first ... last - 1."
         return self.plan.stream(first, last)
 
+    def place(self, batch): return to_device(batch)
+
+    def averaged(self):
+        "Inside, the weights are their running means, where `training.ema` keeps these."
+        return averaged(self.optimizer, self.update.weights)
+
     def fit(self,
         steps: int | None = None,   # train until this many updates are done in all; default: training.steps
         progress=None,              # called with (done, total, the metrics of the latest log line)
@@ -165,12 +171,12 @@ class Trainer:
         with terminated() as asked:
             while self.step < steps and not ended:
                 with pace.phase('wait'): batch = next(source)
-                with pace.phase('copy'): batch = to_device(batch)
+                with pace.phase('copy'): batch = self.place(batch)
                 self.pending.append(pace.run(self.train_step, batch, tf.constant(self.step)))
                 self.step += 1
                 if self.flying: self._land()   # the log line before this update, while the device is busy with this one
                 with pace.phase('callbacks'): self.hooks.updated(self.step)
-                ended = bool(self.step == steps or asked or self.failure)
+                ended = bool(self.step == steps or self.stops(asked) or self.failure)
                 if ended or self._due(self.training.checkpoint_every) or self._looks or self._epoch: ended = self._pause(ended)
                 elif self._due(self.training.log_every): self._send()
             self.writer.wait()
@@ -180,6 +186,10 @@ class Trainer:
         return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
                 'clips_per_s': pace.median(), 'traces': trace_count(self.train_step), 'best': self.best,
                 'compile_seconds': round(pace.compiling, 2), 'seconds': round(time.perf_counter() - begun, 2)}
+
+    def stops(self, asked: list) -> bool:
+        "Whether to stop behind this update, because SIGTERM has `asked`."
+        return bool(asked)
 
     def _due(self, every: int) -> bool:
         "Whether the update just made is one of every so many."
@@ -256,8 +266,8 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         "Mean losses of the clips held out: no dropout, the mean weights where `training.ema` keeps them."
-        with averaged(self.optimizer, self.update.weights):
-            parts = [self.evaluate(to_device(b)) for b in self.held_out.stream(0, self.held_out.steps_per_epoch)]
+        with self.averaged():
+            parts = [self.evaluate(self.place(b)) for b in self.held_out.stream(0, self.held_out.steps_per_epoch)]
         sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
         return {f'val_{name}': round(float(loss), 6) for name, loss in self.update.means(sums).items()}
 
@@ -277,7 +287,7 @@ class Trainer:
         "Write a checkpoint and the model as it is, or the model as the best so far, or both."
         if not (checkpoint or best): return
         state, facts = snapshot(self.state) if checkpoint else {}, {k: getattr(self, k) for k in KEPT}
-        with averaged(self.optimizer, self.update.weights): model = snapshot(self.xtts.weights)
+        with self.averaged(): model = snapshot(self.xtts.weights)
 
         def write():
             if best: self.xtts.save(self.run / 'best', model)
