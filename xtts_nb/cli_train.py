@@ -6,6 +6,7 @@
 __all__ = ['command', 'train', 'export', 'bench_train']
 
 # %% ../nbs/62_cli_train.ipynb #e3681f9a
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -58,10 +59,11 @@ def _note(line: dict) -> str:
     return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
 
 def _trainer(data, run, preset, config, steps, val):
-    "A trainer on a cache, or the one that stands in `run`."
+    "A trainer on a cache, or the one that stands in `run`; one of several where `TF_CONFIG` says so."
+    new_run = _maker()   # first: the devices of a cluster are set up before anything is computed
     from xtts_nb.config import XTTSConfig, workspace
     from xtts_nb.files import read_json
-    from xtts_nb.runs import held_out_share, new_run, open_cache
+    from xtts_nb.runs import held_out_share, open_cache
     facts = read_json(run / 'run.json') if run and (run / 'run.json').is_file() else {}
     cache = open_cache(data or facts['cache'])
     if facts and not (preset or config): settings = XTTSConfig.load(run / 'config.yaml')
@@ -71,6 +73,13 @@ def _trainer(data, run, preset, config, steps, val):
     if val and not settings.training.validate_every:
         settings = settings.replace(training={'validate_every': settings.training.checkpoint_every})
     return new_run(cache, settings, run or _free_run(workspace().runs), held_out)
+
+def _maker():
+    "What makes the trainer of a run, on one device or on those of a cluster."
+    from xtts_nb.runs import new_run
+    if not os.environ.get('TF_CONFIG'): return new_run
+    from xtts_nb.distributed import cluster_run
+    return cluster_run()
 
 def _free_run(runs: Path) -> Path:
     "The first of train-1, train-2, ... that is free."
