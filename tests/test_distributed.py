@@ -145,7 +145,7 @@ cache, settings, run = sys.argv[1:]
 strategy = setup_gpu_strategy(['CPU:0', 'CPU:1'])
 assert type(strategy) is tf.distribute.MirroredStrategy
 make = partial(DistributedTrainer, strategy=strategy)
-trainer = new_run(Cache(cache), XTTSConfig.load(settings), run, ['low-0', 'low-3', 'high-6'], make)
+trainer = new_run(Cache(cache), XTTSConfig.load(settings), run, ['low-0', 'low-3', 'high-6'], make=make)
 trainer.fit()
 first, second = ([v.numpy() for v in (*u.weights, *u.variables.values())] for u in trainer.copies.updates)
 assert all((a == b).all() for a, b in zip(first, second))

@@ -77,6 +77,7 @@ def test_prefixes_in_parts(small, random):
     np.testing.assert_allclose(whole, parts, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_split_adds_up(found):
     assert [r['name'] for r in found['split']] == ['forward', 'backward', 'optimizer']
     assert sum(r['share'] for r in found['split']) >= .99 and all(r['ms'] >= 0 for r in found['split'])
@@ -98,6 +99,7 @@ def test_the_rise_of_memory_is_seen():
     assert 2**27 < peak_memory(work)['bytes'] < 2**30
 
 
+@pytest.mark.slow
 def test_findings_as_json_text_and_page(found, tmp_path):
     json.dumps(found)
     assert found['mode'] == 'graph' and found['kernels'] and found['phases'] is None and found['unseen']
@@ -110,6 +112,7 @@ def test_findings_as_json_text_and_page(found, tmp_path):
     with pytest.raises(UserError, match='html'): write_page(found, tmp_path / 'page.txt')
 
 
+@pytest.mark.slow
 def test_page_of_a_step_with_its_data(found):
     phases = dict(spent={'wait': 1., 'copy': 0., 'step': 2., 'callbacks': 0.}, au=None, clips_per_s=5.)
     assert 'With its data' in tables(found | {'phases': phases}) and '1.00 ms' in profile_page(found | {'phases': phases})

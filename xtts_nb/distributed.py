@@ -76,13 +76,16 @@ class ShareReader:
 # %% ../nbs/42_distributed.ipynb #801ca4df
 class Replicas:
     "An `Update` on each device of this worker, with the same weights everywhere."
-    def __init__(self, gpt: GPT, config: XTTSConfig, strategy: tf.distribute.Strategy):
+    def __init__(self, update: Update, config: XTTSConfig, strategy: tf.distribute.Strategy):
         self.strategy, self.training, self.devices = strategy, config.training, strategy.extended.worker_devices
-        self.worker, self.workers = this_worker()
-        self.updates = []
-        for device in self.devices:
+        (self.worker, self.workers), gpt = this_worker(), update.gpt
+        if len(self.devices) > 1 and type(update) is not Update:
+            raise UserError('training.finetune: adapters are trained with one GPU for each worker; give distributed --local '
+                            f'{len(self.devices)} --gpus 1.')
+        self.updates = [update]
+        for device in self.devices[1:]:
             with tf.device(device):
-                own = GPT(config, gpt.text_start, gpt.parity, dtype=gpt.dtype_policy) if self.updates else gpt
+                own = GPT(config, gpt.text_start, gpt.parity, dtype=gpt.dtype_policy)
                 self.updates.append(Update(own, config.training))
         compiled = lambda f: [compile_step(f(u), config.training) for u in self.updates]
         self.first, self.rest = compiled(lambda u: u.gradients), compiled(lambda u: u.finish)
@@ -160,8 +163,9 @@ def _among_peers(worker: int):
 # %% ../nbs/42_distributed.ipynb #eb9a36f2
 class DistributedTrainer(Trainer):
     "A `Trainer` on all devices of a strategy; one on each worker."
-    def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, held_out: BatchPlan | None = None, *, strategy):
-        copies = self.copies = Replicas(xtts.gpt, xtts.config, strategy)
+    def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, held_out: BatchPlan | None = None, update: Update | None = None,
+                 *, strategy):
+        copies = self.copies = Replicas(update or Update(xtts.gpt, xtts.config.training), xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
         words, mine = Words(copies), fingerprint(xtts.config.model_dump(), plan.cache.manifest['key'], int(plan.count.sum()))
         with _among_peers(copies.worker): theirs = words.tell(mine)
@@ -209,4 +213,5 @@ def cluster_run():
     strategy = setup_gpu_strategy()
     if strategy.num_replicas_in_sync == 1: return new_run
     make = partial(DistributedTrainer, strategy=strategy)
-    return lambda cache, config, run, held_out=(): new_run(cache, config, None if this_worker()[0] else run, held_out, make)
+    keeps = this_worker()[0] == 0
+    return lambda cache, config, run, *more: new_run(cache, config, run if keeps else None, *more, make=make)

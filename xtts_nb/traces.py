@@ -94,7 +94,8 @@ def own_times(line) -> Counter:   # {metadata id: ps}
     return own
 
 # %% ../nbs/51_traces.ipynb #efcd2fa7
-HOST_NOISE = 'Threadpool', 'PjRt', 'Executor', 'TraceContext', '$'   # who calls, not what is computed
+HOST_NOISE = ('Threadpool', 'ParallelFor', 'PjRt', 'Executor', 'KernelAndDevice', 'FunctionRun', 'function', 'TraceContext',
+              '$')   # who calls, not what is computed
 
 def top_kernels(
     folder: str | Path,   # of `trace`
