@@ -7,7 +7,8 @@ __all__ = ['command', 'find_app', 'Base', 'Kind', 'AsMade', 'DataGPU', 'ModelGPU
            'Buffer', 'given', 'train', 'train_dvae', 'train_voice', 'find_batch_size_', 'find_learning_rate_', 'export',
            'bench_train']
 
-# %% ../nbs/62_cli_train.ipynb #ed7d77ee
+# %% ../nbs/62_cli_train.ipynb #08777d06
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -87,7 +88,7 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
             f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
     return result | {'run': str(trainer.run)}, text
 
-# %% ../nbs/62_cli_train.ipynb #9149f275
+# %% ../nbs/62_cli_train.ipynb #ddb4b70b
 def _note(line: dict) -> str:
     "The latest log line, short."
     parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'val_dtw': 'heard {:.2f}',
@@ -95,9 +96,10 @@ def _note(line: dict) -> str:
     return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
 
 def _trainer(data, run, preset, config, steps, val, base, finetune, fit, gpus, buffer_size):
-    "A trainer on a cache, or the one that stands in `run`."
+    "A trainer on a cache, or the one that stands in `run`; one of several where `TF_CONFIG` says so."
+    new_run = _maker()   # first: the devices of a cluster are set up before anything is computed
     from xtts_nb.config import workspace
-    from xtts_nb.runs import held_out_share, new_run, open_cache, run_facts
+    from xtts_nb.runs import held_out_share, open_cache, run_facts
     facts = run_facts(run) if run and (run / 'run.json').is_file() else {}
     cache = open_cache(data or facts['cache'])
     base = base or facts.get('base')
@@ -107,7 +109,7 @@ def _trainer(data, run, preset, config, steps, val, base, finetune, fit, gpus, b
     held_out = facts['held_out'] if facts else held_out_share(cache, val) if val else ()
     if val and not settings.training.validate_every:
         settings = settings.replace(training={'validate_every': settings.training.checkpoint_every})
-    feed = _feed(cache, settings, gpus, buffer_size)
+    feed = {} if os.environ.get('TF_CONFIG') else _feed(cache, settings, gpus, buffer_size)   # all GPUs of a cluster train
     return new_run(cache, settings, run or _free_run(workspace().runs), held_out, base, **feed)
 
 def _settings(cache, preset, config, base, finetune, known=None):
@@ -121,13 +123,25 @@ def _settings(cache, preset, config, base, finetune, known=None):
 
 def _feed(cache, settings, gpus: dict, buffer_size: int | None) -> dict:
     "Where the batches of a runtime cache are made; nothing to say where the codes are prepared and nobody asked."
-    if 'codes' in cache.manifest['stored'] and not gpus and buffer_size is None: return {}
+    from xtts_nb.config import UserError
+    asked = gpus or buffer_size is not None
+    if os.environ.get('TF_CONFIG'):
+        if asked: raise UserError('--data-gpu and its like: a device of its own for the data is for one machine; leave them out.')
+        return {}
+    if 'codes' in cache.manifest['stored'] and not asked: return {}
     from xtts_nb.devices import apply_plan, card_memory, plan_devices
     from xtts_nb.dual_gpu import Feed
     plan = plan_devices(card_memory(), **gpus)
     kept = {name: got for name, (_, got) in apply_plan(plan).items() if got and name != 'devices'}
     print(plan.line, *(f'{name}: {" and ".join(map(str, mib))}.' for name, mib in kept.items()), file=sys.stderr)
     return {'feed': Feed(cache, settings, plan, buffer_size or 3), 'device': plan.model}
+
+def _maker():
+    "What makes the trainer of a run, on one device or on those of a cluster."
+    from xtts_nb.runs import new_run
+    if not os.environ.get('TF_CONFIG'): return new_run
+    from xtts_nb.distributed import cluster_run
+    return cluster_run()
 
 def _free_run(runs: Path, name: str = 'train') -> Path:
     "The first of train-1, train-2, ... that is free."

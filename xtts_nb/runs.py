@@ -107,20 +107,21 @@ LARGE = 100_000   # clips; the plan of so many is kept with the run, to be mappe
 def new_run(
     cache: Cache,
     config: XTTSConfig,
-    run: str | Path,
+    run: str | Path | None,      # None keeps nothing
     held_out: list[str] = (),    # ids of clips to keep out of training
     base: str | Path | None = None,   # folder of a model to begin from
+    make=Trainer,                # called as a `Trainer` is
     **where,                     # `feed` and `device` of `Trainer`
 ) -> Trainer:
     "A trainer that keeps its state in `run` and goes on with what stands there; raises `UserError` if they do not fit."
-    run = Path(run)
+    run = run and Path(run)
     config = base_config(base, config)
     for part in ('audio', 'dvae'):
         if wrong := _differences(getattr(config.model, part), getattr(cache.config.model, part)):
             raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again with these '
                             f'({wrong}).')
     origin = {'base': str(Path(base).resolve()), 'base_sha': file_sha(Path(base) / 'model.safetensors')} if base else {}
-    if known := run_facts(run): _check_run(run, known, cache, held_out, origin)
+    if run and (known := run_facts(run)): _check_run(run, known, cache, held_out, origin)
     asked, ids = set(held_out), [c['id'] for c in cache.clips]
     unknown = asked - set(ids)
     if unknown: raise UserError(f'{cache.folder}: has no clip {sorted(unknown)[0]} to hold out.')
@@ -130,10 +131,11 @@ def new_run(
         if base: xtts = load_base(base, config, cache)
         else: xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
         update = make_update(xtts.gpt, config.training, new_rows(config, xtts.tokenizer, cache.languages))
-    keep, encoder = run / 'plan' if len(cache) >= LARGE else None, None if 'feed' in where else _encoder(cache, config)
+    keep, encoder = run / 'plan' if run and len(cache) >= LARGE else None, None if 'feed' in where else _encoder(cache, config)
     plan = BatchPlan(cache, config.data, np.flatnonzero(~out), keep, encoder)
     held, listen = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
-    with on_device(where.get('device')): trainer = Trainer(xtts, plan, run, held, update, listen=listen, **where)
+    with on_device(where.get('device')): trainer = make(xtts, plan, run, held, update, listen=listen, **where)
+    if not run: return trainer
     facts = {'part': 'gpt', 'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'], 'held_out': sorted(held_out)}
     write_json(run / 'run.json', facts | origin)
     with atomic_file(run / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')

@@ -6,7 +6,7 @@
 __all__ = ['MODES', 'random_batch', 'Update', 'CompiledStep', 'compile_step', 'trace_count', 'mode_line', 'step_modes',
            'check_modes_agree', 'step_before_after']
 
-# %% ../nbs/29_step.ipynb #f2c3b7b8
+# %% ../nbs/29_step.ipynb #ddc9afc7
 import re
 import sys
 from contextlib import nullcontext
@@ -79,20 +79,23 @@ class Update:
         gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, self.weights)]   # embeddings' are lists of rows
         return gradients, {name: parts[name] for name in ('text_loss', 'code_loss')}
 
-    def gradients(self, batch, number, counts):
-        "The same of all rows, in `training.accumulation` parts."
+    def gradients(self, batch, number, counts, first: int | None = None):
+        "The same of all rows, in `training.accumulation` parts, of which `first` is the first where others have the rest."
         seed, parts = tf.stack([tf.constant(self.training.seed), number]), self.training.accumulation
-        if parts == 1: return self.share(batch, seed, counts)
+        if parts == 1: return self.share(batch, seed if first is None else fold(seed, first), counts)
         cut = {k: tf.reshape(v, (parts, v.shape[0] // parts, *v.shape[1:])) for k, v in batch.items()}
         add = lambda i, sums: (i + 1, tf.nest.map_structure(
-            tf.add, sums, self.share({k: v[i] for k, v in cut.items()}, fold(seed, i), counts)))
+            tf.add, sums, self.share({k: v[i] for k, v in cut.items()}, fold(seed, (first or 0) + i), counts)))
         nothing = [tf.zeros(v.shape) for v in self.weights], {'text_loss': tf.constant(0.), 'code_loss': tf.constant(0.)}
         loop = dict(maximum_iterations=parts, parallel_iterations=1)   # a graph would begin several parts at once
         return tf.while_loop(lambda i, _: i < parts, add, (tf.constant(0), nothing), **loop)[1]
 
     def __call__(self, batch, number):
         counts = token_counts(self.gpt, batch)
-        gradients, sums = self.gradients(batch, number, counts)
+        return self.finish(*self.gradients(batch, number, counts), counts)
+
+    def finish(self, gradients, sums, counts):
+        "Clip and apply gradients, and give the means of losses, that were summed over all rows."
         loss = total_loss(sums, self.training.text_loss_weight, counts)
         if self.scale: gradients = [g / self.scale.factor for g in gradients]
         gradients, norm = tf.clip_by_global_norm(gradients, self.training.gradient_clip_norm)

@@ -156,6 +156,12 @@ class Trainer:
         "The batches of updates first ... last - 1."
         return self.feed(self.plan, first, last)
 
+    def place(self, batch): return to_device(batch, self.device)
+
+    def averaged(self):
+        "Inside, the weights are their running means, where `training.ema` keeps these."
+        return averaged(self.optimizer, self.update.weights)
+
     def fit(self,
         steps: int | None = None,   # train until this many updates are done in all; default: training.steps
         progress=None,              # called with (done, total, the metrics of the latest log line)
@@ -171,13 +177,13 @@ class Trainer:
         with terminated() as asked, on_device(self.device), closed_after(source):
             while self.step < steps and not ended:
                 with pace.phase('wait'): batch = next(source)
-                with pace.phase('copy'): batch = to_device(batch, self.device)
+                with pace.phase('copy'): batch = self.place(batch)
                 self.pending.append(self._update(batch))
                 del batch   # its room on the device is wanted while the next one is waited for
                 self.step += 1
                 if self.flying: self._land()   # the log line before this update, while the device is busy with this one
                 with pace.phase('callbacks'): self.hooks.updated(self.step)
-                ended = bool(self.step == steps or asked or self.failure)
+                ended = bool(self.step == steps or self.stops(asked) or self.failure)
                 if ended or self._due(self.training.checkpoint_every) or self._looks or self._epoch: ended = self._pause(ended)
                 elif self._due(self.training.log_every): self._send()
             self.writer.wait()
@@ -187,6 +193,10 @@ class Trainer:
         return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
                 'clips_per_s': pace.median(), 'traces': trace_count(self.train_step), 'best': self.best,
                 'compile_seconds': round(pace.compiling, 2), 'seconds': round(time.perf_counter() - begun, 2)}
+
+    def stops(self, asked: list) -> bool:
+        "Whether to stop behind this update, because SIGTERM has `asked`."
+        return bool(asked)
 
     def _update(self, batch: dict) -> dict:
         "One update; where memory is short, the same one again in more parts."
@@ -287,8 +297,8 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         "Losses of the clips held out, and what a listener says: no dropout, the mean weights where `training.ema` keeps them."
         source = iter(self.feed(self.held_out, 0, self.held_out.steps_per_epoch))
-        with averaged(self.optimizer, self.update.weights), closed_after(source):
-            parts = [*map(lambda batch: self.evaluate(to_device(batch, self.device)), source)]
+        with self.averaged(), closed_after(source):
+            parts = [*map(lambda batch: self.evaluate(self.place(batch)), source)]
             heard = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
         sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
         return {f'val_{name}': round(float(value), 6) for name, value in (self.update.means(sums) | heard).items()}
@@ -312,7 +322,7 @@ class Trainer:
         state, facts = snapshot(self.state) if checkpoint else {}, {k: getattr(self, k) for k in KEPT}
         same = {} if self.optimizer.use_ema else {k: v for k, v in state.items() if k in self.xtts.weights}   # no second copy
         as_trained = getattr(self.update, 'as_trained', nullcontext)   # an update of one's own need not know of adapters
-        with averaged(self.optimizer, self.update.weights), as_trained():
+        with self.averaged(), as_trained():
             model = same | snapshot({k: v for k, v in self.xtts.weights.items() if k not in same})
 
         def write():

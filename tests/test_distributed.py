@@ -1,0 +1,241 @@
+"Many devices: every clip once, the losses of one device, and a run that goes on when a worker is killed."
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+from typer.testing import CliRunner
+
+from process import COMMAND, environment, xtts_nb
+from xtts_nb.checkpoint import checkpoints
+from xtts_nb.cluster import local_workers
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.data import BatchPlan
+from xtts_nb.distributed import Share, ensure_gpu_placement, setup_gpu_strategy
+from xtts_nb.gpt import GPT
+from xtts_nb.model import token_counts
+from xtts_nb.runs import new_run
+from xtts_nb.step import Update, random_batch
+from xtts_nb.terminal import app
+from xtts_nb import cli  # noqa: F401  adds the commands
+
+
+@pytest.fixture(scope='module')
+def mini(small) -> XTTSConfig:
+    "One block, one shape, nothing drawn."
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0., 'code_noise': 0.}},
+                         data={'buckets': 1}, training={'steps': 6, 'warmup_steps': 0, 'log_every': 1, 'checkpoint_every': 3,
+                                                        'enable_xla_compilation': False})
+
+def losses(run) -> list[float]:
+    return [json.loads(line)['loss'] for line in (run / 'metrics.jsonl').read_text().splitlines()]
+
+@pytest.fixture(scope='module')
+def alone(prepared, mini, tmp_path_factory):
+    "A run on one device."
+    run = tmp_path_factory.mktemp('alone') / 'run'
+    new_run(prepared, mini, run).fit()
+    return run
+
+
+# --- shares --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('workers', [2, 4])
+def test_every_clip_once_an_epoch(prepared, mini, workers):
+    "Shares lie in the order of the batch, and each knows the lengths of all of it."
+    config = mini.replace(data={'buckets': 2})
+    plan = BatchPlan(prepared, config.data)
+    shares = [list(Share(plan, i, workers).stream(0, 2 * plan.steps_per_epoch)) for i in range(workers)]
+    whole = list(plan.stream(0, 2 * plan.steps_per_epoch))
+    for parts, batch in zip(zip(*shares), whole):
+        for k in batch: assert np.array_equal(np.concatenate([p[k] for p in parts]), batch[k])
+        for k in ('weight', 'text_length', 'code_length'): assert all(np.array_equal(p[f'whole_{k}'], batch[k]) for p in parts)
+    for epoch in range(2):
+        mine = [b for share in shares for b in share[epoch * plan.steps_per_epoch:(epoch + 1) * plan.steps_per_epoch]]
+        assert sorted(np.concatenate([b['clip'][b['weight'] > 0] for b in mine])) == list(range(len(prepared)))
+
+def test_a_share_is_otherwise_the_plan(prepared, mini):
+    plan = BatchPlan(prepared, mini.data)
+    share = Share(plan, 1, 2)
+    assert share.shapes == plan.shapes and share.data is plan.data and share.pick(tf.constant(0, tf.int64))[4].shape == (2,)
+
+def test_rows_elsewhere_are_parts_of_the_batch(mini):
+    "The same gradients, masks included, as one device with twice the parts."
+    config = mini.replace(model={'gpt': {'dropout': 0.3, 'code_noise': 0.1}}, data={'batch_size': 8})
+    batch = random_batch(config, 12, 20)
+    def update(parts):
+        keras.utils.set_random_seed(0)
+        return Update(GPT(config, 5), config.replace(training={'accumulation': parts}).training)
+    whole, half = update(4), update(2)
+    counts = token_counts(whole.gpt, batch)
+    rows = lambda i: {k: x[4 * i:4 * i + 4] for k, x in batch.items()}
+    wanted = whole.gradients(batch, tf.constant(3), counts)
+    parts = [half.gradients(rows(i), tf.constant(3), counts, first=2 * i) for i in range(2)]
+    for a, b, c in zip(wanted[0], parts[0][0], parts[1][0]): assert np.allclose(a, b + c, rtol=1e-4, atol=1e-6)
+    assert float(wanted[1]['code_loss']) == pytest.approx(float(parts[0][1]['code_loss'] + parts[1][1]['code_loss']), rel=1e-5)
+
+
+# --- strategies and refusals ---------------------------------------------------------------------------------------
+
+def test_the_strategy_follows_the_devices(monkeypatch):
+    monkeypatch.delenv('TF_CONFIG', raising=False)
+    kinds = [type(setup_gpu_strategy(devices)) for devices in (None, ['CPU:0'])]
+    assert kinds == [type(tf.distribute.get_strategy()), tf.distribute.OneDeviceStrategy]
+    x = tf.constant(1.)
+    assert ensure_gpu_placement(x) is x and ensure_gpu_placement({'a': x}) == {'a': x}   # there is no GPU
+
+def test_a_trainer_may_keep_nothing(prepared, mini, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = new_run(prepared, mini, None)
+    assert trainer.run is None and trainer.step == 0 and not list(tmp_path.iterdir())
+
+@pytest.mark.parametrize('arguments, said', [
+    (['--', 'prepare', 'x', '--out', 'y'], 'cannot be spread'), (['--', 'train', '--data', 'x'], 'with --run'),
+    (['--workers', 'a:1,b:2', '--', 'train', '--run', 'r'], '--index'),
+    (['--gpus', '2', '--', 'train', '--run', 'r'], 'only 0 can be seen'),
+    (['--workers', 'a', '--index', '0', '--', 'train', '--run', 'r'], 'no address')])
+def test_what_cannot_be_spread_is_refused(arguments, said, monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')
+    result = CliRunner().invoke(app, ['distributed', *arguments])
+    assert isinstance(result.exception, UserError) and said in str(result.exception)
+
+
+# --- two workers ---------------------------------------------------------------------------------------------------
+
+def spread(prepared, settings, run) -> list:
+    "The command line of two workers on this machine."
+    train = ['train', '--data', prepared.folder, '--config', settings, '--run', run, '--json']
+    return ['distributed', '--local', 2, '--', *train]
+
+@pytest.fixture
+def settings(mini, tmp_path) -> Path:
+    (tmp_path / 'settings.yaml').write_text(mini.to_yaml())
+    return tmp_path / 'settings.yaml'
+
+def test_two_workers_train_as_one_device(prepared, alone, settings, tmp_path):
+    "The same losses, one result, and files of worker 0 alone."
+    done = xtts_nb(*spread(prepared, settings, tmp_path / 'run'), cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert losses(tmp_path / 'run') == pytest.approx(losses(alone), rel=1e-5)
+    assert done.json['steps'] == 6 and sorted(p.name for p in tmp_path.iterdir()) == ['run', 'settings.yaml']
+    assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == sorted(p.name for p in alone.iterdir())
+
+
+# --- slow: fifty updates, deaths, and those who do not agree ---------------------------------------------------------
+
+MIRRORED = """
+import sys
+from functools import partial
+from xtts_nb.config import XTTSConfig, setup_tf
+setup_tf()
+import tensorflow as tf
+(cpu,) = tf.config.list_physical_devices('CPU')
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+from xtts_nb.cache import Cache
+from xtts_nb.distributed import DistributedTrainer, setup_gpu_strategy
+from xtts_nb.runs import new_run
+cache, settings, run = sys.argv[1:]
+strategy = setup_gpu_strategy(['CPU:0', 'CPU:1'])
+assert type(strategy) is tf.distribute.MirroredStrategy
+make = partial(DistributedTrainer, strategy=strategy)
+trainer = new_run(Cache(cache), XTTSConfig.load(settings), run, ['low-0', 'low-3', 'high-6'], make=make)
+trainer.fit()
+first, second = ([v.numpy() for v in (*u.weights, *u.variables.values())] for u in trainer.copies.updates)
+assert all((a == b).all() for a, b in zip(first, second))
+assert sorted({v.value.device[-1] for u in trainer.copies.updates for v in u.weights}) == ['0', '1']
+"""
+
+@pytest.mark.slow
+def test_two_devices_train_as_one_does(prepared, mini, tmp_path):
+    "Fifty updates under XLA, in two shapes and two parts, with validation and mean weights; the copies stay equal to the bit."
+    config = mini.replace(data={'buckets': 2}, training={'steps': 50, 'accumulation': 2, 'ema': 0.9, 'validate_every': 10,
+                                                        'enable_xla_compilation': True})
+    (tmp_path / 'settings.yaml').write_text(config.to_yaml())
+    one = new_run(prepared, config.replace(training={'accumulation': 4}), tmp_path / 'one', ['low-0', 'low-3', 'high-6'])
+    one.fit()
+    command = [sys.executable, '-c', MIRRORED, prepared.folder, tmp_path / 'settings.yaml', tmp_path / 'two']
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = [[json.loads(line) for line in (tmp_path / run / 'metrics.jsonl').read_text().splitlines()] for run in ('one', 'two')]
+    for name in ('loss', 'val_loss', 'gradient_norm'):
+        a, b = ([line[name] for line in some if name in line] for some in lines)
+        assert len(a) == (5 if name == 'val_loss' else 50) and b == pytest.approx(a, rel=1e-5 if 'loss' in name else 1e-4)
+
+def reached(run) -> int:
+    try: return len((run / 'metrics.jsonl').read_text().splitlines())
+    except FileNotFoundError: return 0
+
+@pytest.fixture
+def long(prepared, mini, tmp_path) -> dict:
+    "The arguments of a run of fifty updates in two shapes, and the run of one device."
+    config = mini.replace(data={'buckets': 2}, training={'steps': 50, 'checkpoint_every': 7})
+    (tmp_path / 'settings.yaml').write_text(config.to_yaml())
+    new_run(prepared, config, tmp_path / 'one').fit()
+    return {'prepared': prepared, 'settings': tmp_path / 'settings.yaml'}
+
+@pytest.mark.slow
+def test_a_killed_worker_changes_nothing(long, tmp_path):
+    "kill -9 at a random update: the run recovers by itself and ends with the weights of one that nobody disturbed."
+    assert xtts_nb(*spread(**long, run=tmp_path / 'whole')).code == 0
+    assert losses(tmp_path / 'whole') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5)
+    point, victim = random.Random(time.time_ns()).randint(2, 45), random.Random(time.time_ns()).randint(0, 1)
+    child = subprocess.Popen([*COMMAND, *map(str, spread(**long, run=tmp_path / 'killed'))], env=environment(),
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while reached(tmp_path / 'killed') < point and child.poll() is None: time.sleep(0.005)
+    workers = psutil.Process(child.pid).children()
+    workers[victim].kill()
+    out, err = child.communicate(timeout=200)
+    assert child.returncode == 0 and f'Worker {victim} was ended by SIGKILL; all start again' in err, err
+    assert json.loads(out)['steps'] == 50 and not any(w.is_running() and w.status() != 'zombie' for w in workers)
+    for name in ('model.safetensors', 'checkpoints/step-000000050.safetensors'):
+        assert (tmp_path / 'killed' / name).read_bytes() == (tmp_path / 'whole' / name).read_bytes(), f'{point} {victim}'
+    assert losses(tmp_path / 'killed') == losses(tmp_path / 'whole')
+
+@pytest.mark.slow
+def test_sigterm_stops_all_at_the_same_update(long, tmp_path):
+    child = subprocess.Popen([*COMMAND, *map(str, spread(**long, run=tmp_path / 'run'))], env=environment(),
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while reached(tmp_path / 'run') < 10 and child.poll() is None: time.sleep(0.005)
+    child.terminate()
+    err = child.communicate(timeout=100)[1]
+    assert child.returncode == 143 and 'Traceback' not in err, err
+    saved = int(checkpoints(tmp_path / 'run' / 'checkpoints')[-1].stem[5:])
+    assert saved == reached(tmp_path / 'run') and 10 <= saved < 50
+    assert xtts_nb(*spread(**long, run=tmp_path / 'run')).code == 0
+    assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5)
+
+@pytest.mark.slow
+def test_workers_on_two_machines_must_agree(prepared, mini, tmp_path):
+    "Each has a supervisor of its own; the one with other settings says so, the other one is left without a peer and ends."
+    addresses, children = ','.join(local_workers(2)), []
+    for index in range(2):
+        settings = tmp_path / f'{index}.yaml'
+        settings.write_text(mini.replace(training={'seed': index}).to_yaml())
+        train = ['train', '--data', prepared.folder, '--config', settings, '--run', tmp_path / 'run']
+        command = ['distributed', '--workers', addresses, '--index', index, '--wait', 20, '--', *train]
+        children.append(subprocess.Popen([*COMMAND, *map(str, command)], env=environment(), stderr=subprocess.PIPE, text=True))
+    errors = [child.communicate(timeout=120)[1] for child in children]
+    assert [child.returncode for child in children] == [2, 2], errors
+    assert 'Worker 1 has other settings' in errors[1] and 'did not come within 20 s' in errors[0]
+
+@pytest.mark.slow
+def test_two_supervisors_recover_together(long, tmp_path):
+    "A worker is killed on one machine; the other machine's loses its peer, and both start again."
+    addresses, children = ','.join(local_workers(2)), []
+    for index in range(2):
+        command = spread(**long, run=tmp_path / 'run')
+        command[1:3] = ['--workers', addresses, '--index', index]
+        children.append(subprocess.Popen([*COMMAND, *map(str, command)], env=environment(), stdout=subprocess.PIPE,
+                                         stderr=subprocess.PIPE, text=True))
+    while reached(tmp_path / 'run') < 10 and children[0].poll() is None: time.sleep(0.005)
+    psutil.Process(children[1].pid).children()[0].kill()
+    said = [child.communicate(timeout=200) for child in children]
+    assert [child.returncode for child in children] == [0, 0], said
+    assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5) and not said[1][0]
