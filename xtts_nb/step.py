@@ -9,6 +9,7 @@ __all__ = ['MODES', 'random_batch', 'Update', 'CompiledStep', 'compile_step', 't
 # %% ../nbs/29_step.ipynb #f2c3b7b8
 import re
 import sys
+from contextlib import nullcontext
 
 import keras
 import numpy as np
@@ -39,15 +40,19 @@ def random_batch(
 # %% ../nbs/29_step.ipynb #6515ef3a
 class Update:
     "One update of `gpt`: (batch, number) -> float32 scalars loss, text_loss, code_loss, gradient_norm, skipped, bad."
-    def __init__(self, gpt: GPT, training: TrainingConfig):
+    def __init__(self, gpt: GPT, training: TrainingConfig, weights: list | None = None):   # default: all that can be trained
         self.model = self.gpt = gpt
-        self.training, self.weights = training, gpt.trainable_variables
+        self.training, self.weights = training, weights or gpt.trainable_variables
         self.optimizer = make_optimizer(self.weights, training)
         self.scale = LossScale() if training.precision == 'float16' else None
 
+    def as_trained(self):
+        "A context in which the model computes with what has been learned."
+        return nullcontext()
+
     @property
     def variables(self) -> dict:
-        "Everything that an update changes besides the weights."
+        "Everything that an update changes besides."
         own = [self.scale.factor, self.scale.good] if self.scale else []
         return {v.path: v for v in self.optimizer.variables} | {v.name.split(':')[0]: v for v in own}
 
@@ -82,7 +87,8 @@ class Update:
         add = lambda i, sums: (i + 1, tf.nest.map_structure(
             tf.add, sums, self.share({k: v[i] for k, v in cut.items()}, fold(seed, i), counts)))
         nothing = [tf.zeros(v.shape) for v in self.weights], {'text_loss': tf.constant(0.), 'code_loss': tf.constant(0.)}
-        return tf.while_loop(lambda i, _: i < parts, add, (tf.constant(0), nothing), maximum_iterations=parts)[1]
+        loop = dict(maximum_iterations=parts, parallel_iterations=1)   # a graph would begin several parts at once
+        return tf.while_loop(lambda i, _: i < parts, add, (tf.constant(0), nothing), **loop)[1]
 
     def __call__(self, batch, number):
         counts = token_counts(self.gpt, batch)

@@ -134,11 +134,14 @@ class DataService(Supervisor):
         join: str | None = None,   # HOST:PORT of a dispatcher to work for, instead of an own one
         say: Callable = print,     # called with a line when a member is started again
     ):
-        if join: check_service(join)
-        else: port = claim_port(port)
-        self.journal, self.address = tempfile.TemporaryDirectory(), join or f'{host}:{port}'
-        jobs = [] if join else [('dispatcher', {'port': port, 'journal': self.journal.name})]
-        jobs += [('worker', {'port': claim_port(), 'host': host, 'dispatcher': self.address}) for _ in range(workers)]
+        if join is not None: check_service(join)
+        self.journal, self.address, jobs = tempfile.TemporaryDirectory(), join, []
+        if join is None:
+            port = claim_port(port)
+            self.address, jobs = f'{host}:{port}', [('dispatcher', {'port': port, 'journal': self.journal.name})]
+        ports = {port}
+        while len(ports) <= workers: ports.add(claim_port())
+        jobs += [('worker', {'port': p, 'host': host, 'dispatcher': self.address}) for p in ports - {port}]
         program = 'from xtts_nb.supervisor import serve; serve()'
         super().__init__([Member(f'{role} {host}:{job["port"]}', program, json.dumps(job)) for role, job in jobs], say)
 
