@@ -155,6 +155,7 @@ with gpu_live(probe) as live:
 '''
 
 
+@pytest.mark.slow
 def test_pick_a_gpu(browser, lab):
     cell = {'cell_type': 'code', 'id': 'a', 'metadata': {}, 'execution_count': None, 'outputs': [], 'source': CARDS}
     kernel = {'kernelspec': {'name': 'python3', 'display_name': 'python3', 'language': 'python'}}

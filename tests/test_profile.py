@@ -86,17 +86,24 @@ def test_split_adds_up(found):
 
 def test_memory_by_owner(update, random):
     rows = placement(update)
-    by_owner = {r['owner']: r['bytes'] for r in memory(rows, update, random, {'bytes': 7, 'seen': 'here'})}
+    by_owner = {r['owner']: r['bytes'] for r in memory(rows, random, 7)}
     assert by_owner['gradients'] == by_owner['weights'] and by_owner['step, gradients included'] == 7
     assert by_owner['batch'] == sum(x.numpy().nbytes for x in random.values())
 
 
-def test_the_rise_of_memory_is_seen():
-    def work():
-        held = np.ones(2**25)   # 256 MiB
-        import time; time.sleep(.05)
-        del held
-    assert 2**27 < peak_memory(work)['bytes'] < 2**30
+def test_memory_that_cannot_be_seen_is_not_made_up():
+    done = []
+    assert peak_memory(lambda: done.append(1)) is None and done == [1]
+    assert memory([], {}, None)[-1] == {'owner': 'step, gradients included', 'bytes': None, 'how': 'not seen on a CPU'}
+
+
+def test_memory_of_a_gpu_is_its_rise(monkeypatch):
+    "As the allocator would tell; there is no GPU here."
+    state = {'current': 100, 'peak': 900}
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: ['GPU:0'])
+    monkeypatch.setattr(tf.config.experimental, 'get_memory_info', lambda device: dict(state))
+    monkeypatch.setattr(tf.config.experimental, 'reset_memory_stats', lambda device: state.update(peak=state['current']))
+    assert peak_memory(lambda: state.update(peak=700)) == 600
 
 
 @pytest.mark.slow

@@ -8,12 +8,9 @@ __all__ = ['PAGE', 'BAR', 'owners', 'placement', 'op_placement', 'prefixes', 'sp
 
 # %% ../nbs/54_profile.ipynb #38378d9f
 import html
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import tensorflow as tf
 
 from .bench import compare, device_name, rows_markdown
@@ -104,25 +101,16 @@ def split(
              'spread': round(a.spread, 3)} for a, before, now in zip(arms, until, until[1:])]
 
 # %% ../nbs/54_profile.ipynb #bbe64bec
-def peak_memory(work) -> dict:   # {bytes, seen}
-    "How far memory rises while `work` runs, above what was in use before."
-    if tf.config.list_physical_devices('GPU'):
-        tf.config.experimental.reset_memory_stats('GPU:0')
-        before = tf.config.experimental.get_memory_info('GPU:0')['current']
-        work()
-        return {'bytes': tf.config.experimental.get_memory_info('GPU:0')['peak'] - before, 'seen': 'by the allocator of the GPU'}
-    me, most, over = psutil.Process(), [0], threading.Event()
-    before = me.memory_info().rss
-    def watch():
-        while not over.wait(0.001): most[0] = max(most[0], me.memory_info().rss - before)
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try: work()
-    finally: over.set(); watcher.join()
-    return {'bytes': most[0], 'seen': 'as growth of the process, which keeps what earlier steps freed'}
+def peak_memory(work) -> int | None:   # bytes
+    "How far the memory of the first GPU rises while `work` runs; None where there is none."
+    gpus = tf.config.list_logical_devices('GPU')
+    if gpus: tf.config.experimental.reset_memory_stats('GPU:0')
+    before = tf.config.experimental.get_memory_info('GPU:0')['current'] if gpus else 0
+    work()
+    return tf.config.experimental.get_memory_info('GPU:0')['peak'] - before if gpus else None
 
 # %% ../nbs/54_profile.ipynb #0e8ee707
-def memory(rows: list[dict], update: Update, batch, peak: dict) -> list[dict]:   # {owner, bytes, how}
+def memory(rows: list[dict], batch, peak: int | None) -> list[dict]:   # {owner, bytes, how}
     "Memory by owner: variables, gradients, the batch, and the rise of a step."
     sums = Counter()
     for r in rows: sums[r['owner']] += r['bytes']
@@ -131,7 +119,8 @@ def memory(rows: list[dict], update: Update, batch, peak: dict) -> list[dict]:  
     gradients = sum(r['bytes'] for r in rows if r['owner'] == 'weights')
     return known + [{'owner': 'gradients', 'bytes': gradients, 'how': 'counted, while the step runs'},
                     {'owner': 'batch', 'bytes': sum(map(size, tf.nest.flatten(batch))), 'how': 'counted'},
-                    {'owner': 'step, gradients included', 'bytes': peak['bytes'], 'how': f'seen {peak["seen"]}'}]
+                    {'owner': 'step, gradients included', 'bytes': peak,
+                     'how': 'not seen on a CPU' if peak is None else 'seen by the allocator'}]
 
 # %% ../nbs/54_profile.ipynb #599402e1
 def profile(
@@ -160,9 +149,9 @@ def profile(
     gpu = bool(tf.config.list_physical_devices('GPU'))
     xla = getattr(step, 'xla', False)
     return {'device': device_name(), 'mode': 'XLA' if xla else 'graph' if hasattr(step, 'graph') else 'eager',
-            'variables': rows, 'ops': ops, 'split': parts, 'memory': memory(rows, update, batch, peak),
+            'variables': rows, 'ops': ops, 'split': parts, 'memory': memory(rows, batch, peak),
             'kernels': top_kernels(folder), 'phases': phases, 'trace': str(folder),
-            'unseen': [] if gpu else ['kernels and memory of a GPU: there is none here, so these are the host\'s']}
+            'unseen': [] if gpu else ['kernels and peak memory of a GPU, for there is none here']}
 
 # %% ../nbs/54_profile.ipynb #64740dea
 def _sums(rows: list[dict], key: str) -> list[tuple]:   # (owner, device, variables, bytes)
@@ -173,7 +162,8 @@ def _sums(rows: list[dict], key: str) -> list[tuple]:   # (owner, device, variab
         groups[r['owner'], r[key]] = n + 1, b + r['bytes']
     return [(owner, device, n, b) for (owner, device), (n, b) in groups.items()]
 
-def _size(n: float) -> str:
+def _size(n: int | None) -> str:
+    if n is None: return '–'
     power, unit = next((p, u) for p, u in ((30, 'GiB'), (20, 'MiB'), (10, 'KiB'), (0, 'bytes')) if n >= 2**p or not p)
     return f'{n / 2**power:.{1 if power else 0}f} {unit}'
 
