@@ -16,7 +16,7 @@ from xtts_nb import cli
 from xtts_nb.audio import load_audio
 from xtts_nb.cache import Cache
 from xtts_nb.config import UserError, VoiceConfig
-from xtts_nb.dvae import DVAE, load_dvae, mel_stats
+from xtts_nb.dvae import DVAE, load_dvae
 from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.model import XTTS
 from xtts_nb.prepare import prepare
@@ -54,8 +54,9 @@ def same(a, b): return a.keys() == b.keys() and all(np.array_equal(a[name], b[na
 def mels(): return np.repeat(np.random.default_rng(0).normal(size=(40, 80)).astype(np.float32).cumsum(0), 4, 0)
 
 def settings(small, **training):
-    return small.replace(training={'dvae_steps': 24, 'dvae_batch_size': 4, 'dvae_learning_rate': 2e-3, 'log_every': 1,
-                                   'enable_xla_compilation': False} | training)
+    "Op by op: cheaper than a trace."
+    return small.replace(training={'dvae_steps': 12, 'dvae_batch_size': 4, 'dvae_learning_rate': 2e-3, 'log_every': 1,
+                                   'enable_graph_mode': False} | training)
 
 def losses(mels, config) -> list[float]:
     seen = []
@@ -66,19 +67,20 @@ def losses(mels, config) -> list[float]:
 def learned(small, mels): return losses(mels, settings(small))
 
 def test_a_dvae_learns_and_repeats(small, mels, learned):
-    dvae, result = train_dvae(mels, settings(small, log_every=12))
-    assert result['steps'] == len(learned) == 24 and np.mean(learned[-5:]) < np.mean(learned[:5])
-    assert losses(mels, settings(small, log_every=12)) == pytest.approx([np.mean(learned[:12]), np.mean(learned[12:])], rel=1e-5)
-    assert np.allclose(dvae.mel_stats, mel_stats(mels))
+    assert len(learned) == 12 and np.mean(learned[-3:]) < np.mean(learned[:3])
+    assert losses(mels, settings(small, log_every=6)) == pytest.approx([np.mean(learned[:6]), np.mean(learned[6:])], rel=1e-5)
 
-@pytest.mark.parametrize('change', [{'seed': 1}, {'dvae_steps': 20}, {'dvae_batch_size': 2}, {'dvae_learning_rate': 1e-3}])
-def test_every_setting_of_the_dvae_matters(small, mels, learned, change):
-    other = losses(mels, settings(small, **change))
-    assert len(other) != 24 or not np.allclose(other, learned, rtol=1e-3)
+def test_every_setting_of_the_dvae_matters(small, mels):
+    t = dvae_training(settings(small, dvae_steps=20, dvae_learning_rate=1e-3))
+    assert (t.steps, t.learning_rate, t.log_every) == (20, 1e-3, 1)
+    crops = Crops(mels, settings(small, dvae_batch_size=2))
+    assert next(iter(crops.stream()))['mel'].shape == (2, 64, 80)
+    starts = [Crops(mels, settings(small, seed=s)).starts(tf.constant(0, tf.int64)).numpy().tolist() for s in (0, 0, 1)]
+    assert starts[0] == starts[1] != starts[2]
 
 @pytest.mark.slow
 def test_xla_changes_the_speed_only(small, mels, learned):
-    assert np.allclose(losses(mels, settings(small, enable_xla_compilation=True)), learned, rtol=1e-2)
+    assert np.allclose(losses(mels, settings(small, enable_graph_mode=True)), learned, rtol=1e-2)
 
 @pytest.mark.parametrize('frames', [1, 63, 64, 65])
 def test_a_pool_shorter_than_a_crop_will_do(small, frames):
@@ -97,17 +99,15 @@ def test_a_broken_batch_changes_neither_weights_nor_codebook(small):
     assert not same(before, {name: np.array(v) for name, v in update.state.items()})
 
 def test_a_killed_dvae_goes_on_to_the_bit(small, mels, tmp_path):
-    config = settings(small, checkpoint_every=6, log_every=3, validate_every=6)
+    config = settings(small, checkpoint_every=4, log_every=2, validate_every=4)
     whole = new_dvae_run(tmp_path / 'whole', config, lambda: mels, 0.25)
     whole.fit()
-    kill_at(new_dvae_run(tmp_path / 'run', config, lambda: mels, 0.25), 11)
-    for stop in (5, 99):   # counted from the last checkpoint
-        again = new_dvae_run(tmp_path / 'run')
-        assert again.step in (6, 6 + 6 * (stop == 99))
-        if stop == 5: again.fit(steps=12)
+    kill_at(new_dvae_run(tmp_path / 'run', config, lambda: mels, 0.25), 7)
+    again = new_dvae_run(tmp_path / 'run')
+    assert again.step == 4
     again.fit()
     assert same(whole.state, again.state) and lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
-    assert [l['step'] for l in lines_of(tmp_path / 'run') if 'val_loss' in l] == [6, 12, 18, 24]
+    assert [l['step'] for l in lines_of(tmp_path / 'run') if 'val_loss' in l] == [4, 8, 12]
     kept = load_dvae(tmp_path / 'run' / 'dvae.safetensors', config)
     assert all(np.array_equal(a, b) for a, b in zip(kept.variables, whole.update.model.variables))
     assert (tmp_path / 'run' / 'best' / 'dvae.safetensors').is_file()
