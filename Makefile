@@ -8,12 +8,13 @@ ready = .venv/.installed
 hide_gpu = $(if $(GPU),,CUDA_VISIBLE_DEVICES=-1)
 env = $(hide_gpu) TF_CPP_MIN_LOG_LEVEL=2 MPLBACKEND=Agg
 
-.PHONY: help demo test test-all readme docs export clean lock
+.PHONY: help demo test test-all test-browser readme docs export clean lock
 
 help:
 	@echo "make demo      train a small XTTS, measure each bottleneck before and after, and let it speak"
 	@echo "make test      style, notebooks and library in step, every notebook, the quick tests"
 	@echo "make test-all  the same with everything slow"
+	@echo "make test-browser  the live view in JupyterLab and a Chromium, which it installs where there is none"
 	@echo "make export    write the library from the notebooks, and clean them"
 	@echo "make readme    write README.md from nbs/index.ipynb"
 	@echo "make docs      write the pages into _docs"
@@ -41,6 +42,12 @@ test test-all: $(ready)
 	@$(env) $(bin)/nbdev-test --n-workers 2 --timing --flags "$(strip $(flags))"
 	@echo "== tests"
 	@$(env) $(bin)/pytest -n 2 --dist loadfile -m "$(marked)" $(ARGS)
+
+test-browser: $(ready)
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	    apt-get install -y chromium 2>/dev/null || $(bin)/playwright install chromium
+	@$(env) $(bin)/pytest -rs tests/test_browser.py $(ARGS)
+	@echo "What it saw: runs/browser"
 
 export: $(ready)
 	@$(bin)/nbdev-export

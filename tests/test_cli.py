@@ -20,8 +20,8 @@ from xtts_nb.cache import Cache
 from xtts_nb.config import XTTSConfig
 
 COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['monitor'], ['bench'],
-            ['bench', 'data'], ['bench', 'train'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'], ['grow'],
-            ['parity']]
+            ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['convert'], ['convert', 'from-coqui'],
+            ['convert', 'to-coqui'], ['grow'], ['parity']]
 
 
 @pytest.fixture(scope='session')

@@ -25,6 +25,13 @@ def test_codes_of_a_row_do_not_depend_on_its_neighbours(dvae):
     assert np.array_equal(dvae.encode(tf.constant(mel)),
                           np.concatenate([dvae.encode(tf.constant(mel[i:i + 1])) for i in range(3)]))
 
+@pytest.mark.parametrize('lengths', [(40, 1, 17), (39, 38, 37), (5, 4, 3)])
+def test_padding_is_not_heard(dvae, lengths):
+    mel = 5 * normal(3, 40, 80)
+    told = dvae.encode(tf.constant(mel), tf.constant(lengths))
+    for codes, row, n in zip(told, mel, lengths):
+        assert np.array_equal(codes[:-(-n // 4)], dvae.encode(tf.constant(row[None, :n]))[0])
+
 def test_codes_are_local(dvae):
     "What follows far behind does not change a code, so a cut clip has the codes of the whole one."
     mel = 5 * normal(1, 80, 80)

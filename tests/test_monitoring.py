@@ -14,8 +14,8 @@ from rich.console import Console
 from xtts_nb import monitoring
 from xtts_nb.config import UserError
 from xtts_nb.monitoring import LiveCallback, gpu_live, monitor
-from xtts_nb.sampler import CPU, GPU, Sample, Sampler, replay_probe, summarise
-from xtts_nb.utilisation import device_names, live_html, plot_samples, png_bytes, summary_lines
+from xtts_nb.sampler import CPU, GPU, Process, Sample, Sampler, replay_probe, summarise
+from xtts_nb.utilisation import device_names, live_html, phases_of, plot_samples, png_bytes, summary_lines
 
 
 def moment(i, gpus=2):
@@ -73,6 +73,37 @@ def test_frame_lifts_the_pen_at_a_gap_and_escapes():
     gap = TRACE[:2] + [Sample(2., error='gone')] + TRACE[3:]
     assert live_html(TRACE).count(' M') + 1 < live_html(gap).count(' M') + 1
     assert '<b>x' not in live_html(TRACE, values={'a': '<b>x'}).replace('<div><b>', '')
+
+
+def test_frame_tells_of_the_training_and_of_the_card():
+    more = dict(sm_active=61., tensor_active=42., from_host=2.5e9, processes=(Process(7, '<b>', 1 << 30),))
+    card = GPU(0, 'Card', 90., 1 << 30, 8 << 30, **more)
+    values = dict(au=.87, loss=2.5, clips_per_s=1234.5, wait_ms=3., step_ms=9., note='x')
+    frame = live_html([Sample(0., (card,))], values=values, losses=[(0, 3.), (1, 2.5)])
+    for text in ('87%', '2.5', '1,234', 'wait', '3 ms', '9 ms', 'note x', 'multiprocessors 61 %', 'tensor cores 42 %',
+                 'PCIe in 2.5 GB/s', '1.0 of 8 GiB', '&lt;b&gt; 1.0 GiB', '<polyline'): assert text in frame, text
+
+
+@pytest.mark.parametrize('values, losses', [(dict(au=None, loss=float('nan')), [(0, float('nan'))] * 3),
+                                            (dict(loss=1., wait_ms=0.), [(0, 1.), (0, 1.)]), (dict(step='7', loss='?'), ())])
+def test_frame_of_odd_values(values, losses):
+    assert 'points="nan' not in live_html(TRACE, values=values, losses=losses)
+    assert png_bytes(plot_samples(TRACE, losses=losses, phases=phases_of(values)))
+
+
+def test_picture_shows_losses_and_phases():
+    fig = plot_samples(TRACE, losses=[(0., 3.), (1., 2.)], phases={'wait': 1., 'step': 9.})
+    curve, bar, main = fig.axes
+    assert curve.lines[0].get_ydata().tolist() == [3., 2.] and [p.get_width() for p in bar.patches] == [1., 9.]
+    assert 'utilisation' in main.get_ylabel() and len(plot_samples(TRACE).axes) == 1
+
+
+def test_a_device_can_be_picked_where_there_are_several():
+    box, _ = monitoring._widgets(['GPU 0', 'GPU 1'])
+    assert 'GPU 1</option>' in box.children[0].value and '[data-pick="1"] .dev:not(.dev-1)' in box.children[0].value
+    assert 'all devices' not in monitoring._widgets(['GPU 0'])[0].children[0].value
+    frame = live_html(TRACE)
+    assert frame.count('class="dev dev-1"') == 1 and 'class="reading dev dev-1"' in frame   # its curve and its line
 
 
 def test_frame_shows_only_the_window():
@@ -142,7 +173,15 @@ def test_a_pushed_tensor_is_read_only_when_drawn():
     with view as it:
         for _ in range(100): it.update(loss=value)
         assert value.read == 0
-    assert value.read > 0 and view.summary['values'] == {'loss': '2'}
+    assert value.read > 0 and view.summary['values'] == {'loss': '2'} and [loss for _, loss in view.losses] == [2.]
+
+
+def test_losses_are_kept_as_they_come_and_thinned():
+    view, _ = live(TRACE)
+    with view as it:
+        for i in range(3000): it.update(loss=float(i))
+    values = [loss for _, loss in view.losses]
+    assert values == sorted(values) and values[0] == 0. and values[-1] == 2999. and len(values) < 2001
 
 
 def test_cpu_fallback_is_said_once(monkeypatch):

@@ -1,9 +1,11 @@
 "The sampler on recorded traces, broken probes and a driver that is made up: no GPU, no waiting."
 import json
+import os
 import subprocess
 import sys
 import threading
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 
 from xtts_nb import sampler
 from xtts_nb.config import UserError
-from xtts_nb.sampler import (CPU, GPU, Sample, Sampler, best_probe, cpu_probe, longest_idle, nvml_probe, replay_probe,
+from xtts_nb.sampler import (CPU, GPU, Process, Sample, Sampler, best_probe, cpu_probe, longest_idle, nvml_probe, replay_probe,
                              series, summarise)
 
 
@@ -26,11 +28,14 @@ def gpu_trace(*curves, step=.1):
 @pytest.fixture
 def driver(monkeypatch):
     "A made-up driver with two cards; its readings can be replaced by errors."
-    state = SimpleNamespace(count=2, use={0: 10, 1: 80}, power={0: 50_000, 1: 300_500}, fail={})
+    state = SimpleNamespace(count=2, use={0: 10, 1: 80}, power={0: 50_000, 1: 300_500}, fail={}, asked=[], now=100.,
+                            tells=set(), activity={'SM_UTIL': 60., 'ANY_TENSOR_UTIL': 40., 'PCIE_RX_PER_SEC': 2.},
+                            processes={0: [], 1: []}, process_use={0: [], 1: []})
     def read(name, value):
         def call(handle, *args):
+            state.asked.append((name, handle))
             if (name, handle) in state.fail: raise pynvml.NVMLError(state.fail[name, handle])
-            return value(handle)
+            return value(handle, *args)
         return call
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
     monkeypatch.setattr(pynvml, 'nvmlInit', lambda: None)
@@ -40,15 +45,30 @@ def driver(monkeypatch):
         'Name': lambda h: f'Card {h}',
         'UtilizationRates': lambda h: SimpleNamespace(gpu=state.use[h], memory=5),
         'MemoryInfo': lambda h: SimpleNamespace(used=(h + 1) << 30, total=8 << 30, free=0),
-        'PowerUsage': lambda h: state.power[h], 'Temperature': lambda h: 40 + h, 'ClockInfo': lambda h: 1500 + h,
+        'PowerUsage': lambda h: state.power[h], 'Temperature': lambda h, which: 40 + h, 'ClockInfo': lambda h, which: 1500 + h,
+        'ComputeRunningProcesses': lambda h: state.processes[h], 'ProcessUtilization': lambda h, since: state.process_use[h],
+        'PcieThroughput': lambda h, counter: 10 + counter,
     }.items(): monkeypatch.setattr(pynvml, f'nvmlDeviceGet{name}', read(name, value))
+    told = {getattr(pynvml, f'NVML_GPM_METRIC_{name}'): value for name, value in state.activity.items()}
+    def metrics(ask):
+        for metric in ask.metrics[:ask.numMetrics]:   # a slice of a ctypes array holds the elements themselves
+            known = metric.metricId in told
+            metric.nvmlReturn, metric.value = (0, told[metric.metricId]) if known else (pynvml.NVML_ERROR_NOT_SUPPORTED, 0)
+    monkeypatch.setattr(pynvml, 'nvmlGpmQueryDeviceSupport',
+                        read('Gpm', lambda h: SimpleNamespace(isSupportedDevice=h in state.tells)))
+    monkeypatch.setattr(pynvml, 'nvmlGpmSampleAlloc', pynvml.c_nvmlGpmSample_t)
+    monkeypatch.setattr(pynvml, 'nvmlGpmSampleGet', read('Snapshot', lambda h, into: None))
+    monkeypatch.setattr(pynvml, 'nvmlGpmMetricsGet', metrics)
+    monkeypatch.setattr(sampler.time, 'perf_counter', lambda: state.now)
     return state
 
 
 def test_nvml_units(driver):
-    s = nvml_probe()()
-    assert s.gpus == (GPU(0, 'Card 0', 10., 1 << 30, 8 << 30, 50., 40, 1500),
-                      GPU(1, 'Card 1', 80., 2 << 30, 8 << 30, 300.5, 41, 1501))
+    probe = nvml_probe()
+    driver.now += 1   # time for both cards' buses
+    s, bus = probe(), dict(from_host=11 * 1024., to_host=10 * 1024.)
+    assert s.gpus == (GPU(0, 'Card 0', 10., 1 << 30, 8 << 30, 50., 40, 1500, **bus),
+                      GPU(1, 'Card 1', 80., 2 << 30, 8 << 30, 300.5, 41, 1501, **bus))
     assert s.error is None and s.cpu.memory_total == psutil.virtual_memory().total
 
 
@@ -75,6 +95,93 @@ def test_nvml_a_lost_card_keeps_its_neighbour(driver):
     assert s.gpus[0] == GPU(0, 'Card 0') and s.gpus[1].utilisation == 80 and s.error.startswith('GPU 0: ')
     driver.fail.clear()
     assert probe().gpus[0].utilisation == 10 and probe().error is None
+
+
+def test_nvml_activity_of_a_card_that_tells(driver):
+    driver.tells.add(1)
+    probe = nvml_probe()
+    assert probe().gpus[1].sm_active is None   # two snapshots make a reading
+    driver.now += .05
+    assert probe().gpus[1].sm_active is None and driver.asked.count(('Snapshot', 1)) == 1   # too soon for the second
+    driver.now += .06
+    old, new = probe().gpus
+    assert (new.sm_active, new.tensor_active, new.memory_active, new.from_host) == (60., 40., None, 2. * 2**20)
+    assert (old.sm_active, old.tensor_active) == (None, None)
+    driver.fail['Snapshot', 1] = pynvml.NVML_ERROR_NO_PERMISSION
+    driver.now += 1
+    s = probe()
+    assert s.error is None and s.gpus[1].sm_active is None and s.gpus[1].utilisation == 80
+    asked = driver.asked.count(('Snapshot', 1))
+    driver.now += 1
+    probe()
+    assert driver.asked.count(('Snapshot', 1)) == asked   # what is never offered is not asked for again
+
+
+@pytest.mark.parametrize('code', [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND])
+def test_nvml_a_driver_without_activity_or_bus(driver, code):
+    driver.fail |= {(name, h): code for name in ('Gpm', 'PcieThroughput', 'ComputeRunningProcesses') for h in (0, 1)}
+    probe = nvml_probe()
+    for _ in range(3): driver.now += 1; s = probe()
+    assert s.error is None and s.gpus[0].from_host is None and s.gpus[0].processes == () and s.gpus[1].utilisation == 80
+
+
+def test_nvml_processes_of_each_card(driver):
+    running, busy = SimpleNamespace(pid=os.getpid(), usedGpuMemory=5), SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None)
+    driver.processes[1] = [running, busy]
+    driver.process_use[1] = [SimpleNamespace(pid=busy.pid, smUtil=70, timeStamp=9),
+                             SimpleNamespace(pid=running.pid, smUtil=2**31, timeStamp=9)]   # some drivers say that
+    probe = nvml_probe()
+    driver.now += 1
+    first, second = probe().gpus
+    assert first.processes == ()
+    assert second.processes == (Process(os.getpid(), psutil.Process().name(), 5), Process(busy.pid, None, None, 70.))
+    driver.fail['ProcessUtilization', 1] = pynvml.NVML_ERROR_NOT_FOUND   # nobody worked since the last time
+    driver.now += 2
+    assert probe().gpus[1].processes[1] == Process(busy.pid)
+
+
+def test_nvml_asks_what_is_slow_once_a_second_and_card_by_card(driver):
+    probe = nvml_probe()
+    for _ in range(30): driver.now += .1; probe()
+    slow = [h for name, h in driver.asked if name == 'ComputeRunningProcesses']
+    assert slow == [0, 1] * 3 and driver.asked.count(('UtilizationRates', 0)) == 30
+
+
+@pytest.mark.parametrize('code, remedy', [(pynvml.NVML_ERROR_NO_PERMISSION, '/dev/nvidia'),
+                                          (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, 'load the NVIDIA driver'),
+                                          (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, 'install the NVIDIA driver')])
+def test_each_reason_has_its_remedy(driver, monkeypatch, code, remedy):
+    def refused(): raise pynvml.NVMLError(code)
+    monkeypatch.setattr(pynvml, 'nvmlInit', refused)
+    with pytest.raises(UserError, match=remedy): nvml_probe()
+    lines = []
+    assert best_probe(lines.append)().cpu is not None and len(lines) == 1
+
+
+def test_disks_count_once(monkeypatch):
+    counters = {name: SimpleNamespace(read_bytes=n, write_bytes=2 * n) for name, n in {'real': 5, 'real1': 5, 'dm-0': 5}.items()}
+    monkeypatch.setattr(psutil, 'disk_io_counters', lambda **kwargs: counters)
+    monkeypatch.setattr(Path, 'exists', lambda path: str(path) == '/sys/block/real/device')
+    assert sampler.disk_bytes() == (5, 10)
+    monkeypatch.setattr(Path, 'exists', lambda path: False)
+    assert sampler.disk_bytes() == (15, 30)   # nothing to tell them apart by
+    def untold(**kwargs): raise NotImplementedError
+    monkeypatch.setattr(psutil, 'disk_io_counters', untold)
+    assert sampler.disk_bytes() is None and sampler.disk_rates(0.)() == (None, None)
+
+
+def test_disk_rates_are_differences(monkeypatch):
+    totals, now = iter([(100, 0), (1100, 40), (1100, 40)]), [0.]
+    monkeypatch.setattr(sampler, 'disk_bytes', lambda: next(totals))
+    monkeypatch.setattr(sampler.time, 'perf_counter', lambda: now[0])
+    read = sampler.disk_rates()
+    assert read() == (None, None)
+    now[0] = 2.
+    assert read() == (500., 20.)
+    now[0] = 2.5
+    assert read() == (500., 20.)   # asked once a second
+    now[0] = 4.
+    assert read() == (0., 0.)
 
 
 def test_best_probe_takes_the_gpus_silently(driver):
@@ -156,12 +263,13 @@ def test_summary_numbers():
 def test_summary_of_nothing_and_of_a_device_without_utilisation():
     assert summarise([]) == dict(seconds=0., samples=0, gaps=0, devices={})
     only = summarise([Sample(0., (GPU(0, 'MIG', memory_used=5),))])
-    assert only['devices']['GPU 0'] == dict(name='MIG', samples=0, memory_max=5, memory_total=None)
+    assert only['devices']['GPU 0'] == dict(name='MIG', samples=0, memory_max=5, memory_total=None, means={})
     json.dumps(only)
 
 
 def test_sample_survives_json():
-    s = Sample(1., (GPU(0, 'a', 2., 3, 4, 5., 6., 7.), GPU(1, 'b')), CPU('c', 1.), 'GPU 1: lost')
+    cards = GPU(0, 'a', 2., 3, 4, 5., 6., 7., sm_active=8., processes=(Process(9, 'python', 10),)), GPU(1, 'b')
+    s = Sample(1., cards, CPU('c', 1.), 'GPU 1: lost')
     assert Sample.from_dict(json.loads(json.dumps(asdict(s)))) == s
     assert Sample.from_dict(json.loads(json.dumps(asdict(Sample(1.))))) == Sample(1.)
 
@@ -175,6 +283,19 @@ def test_sampler_survives_a_broken_probe_and_says_it_once():
     assert len(lines) == 2 and 'gone 1' in lines[0] and 'odd' in lines[1]
     assert s.samples[1].time == .25 and s.summary()['gaps'] == 3
     with pytest.raises(StopIteration): s.sample()
+
+
+def test_the_sampler_reports_what_it_costs():
+    s = Sampler(replay_probe(gpu_trace([1., 2.])))
+    assert s.summary()['overhead'] is None
+    s.sample(), s.sample()
+    assert s.cpu_seconds > 0 and s.summary()['overhead'] > 0
+
+
+def test_means_of_what_a_device_tells_besides():
+    cards = [GPU(0, 'a', power=100., sm_active=50.), GPU(0, 'a', power=200.)]
+    d = summarise([Sample(float(i), (c,)) for i, c in enumerate(cards)])['devices']['GPU 0']
+    assert d['means'] == {'power': 150., 'sm_active': 50.}
 
 
 def test_ring_keeps_the_latest():

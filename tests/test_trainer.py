@@ -16,7 +16,7 @@ import tensorflow as tf
 from process import COMMAND, environment, tree, xtts_nb
 from xtts_nb import checkpoint, runs, trainer as trainer_page
 from xtts_nb.cache import Cache
-from xtts_nb.checkpoint import checkpoints
+from xtts_nb.checkpoint import checkpoints, snapshot
 from xtts_nb.config import TrainingConfig, UserError
 from xtts_nb.data import BatchPlan, cached_batches
 from xtts_nb.dvae import DVAE
@@ -26,6 +26,7 @@ from xtts_nb.prepare import prepare
 from xtts_nb.runs import export_run, held_out_share, new_run, resume_run
 from xtts_nb.step import trace_count
 from xtts_nb.trainer import Trainer, terminated
+from xtts_nb.weights import read_tensors
 
 CLOCKS = 'clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'   # what may differ between two equal runs
 
@@ -162,6 +163,7 @@ LOSSES = {'learning_rate': 2e-2, 'weight_decay': 0.9, 'beta_2': 0.5, 'gradient_c
           'precision': 'bfloat16', 'seed': 7, 'warmup_steps': 1, 'accumulation': 2}   # parts draw masks of their own
 FILES = {'steps': 6, 'log_every': 1, 'checkpoint_every': 3, 'keep_checkpoints': 1, 'validate_every': 2}
 ELSEWHERE = {'schedule', 'ema', 'patience', 'max_bad_steps',   # here and in test_optimizer.py
+             'finetune', 'lora_rank', 'lora_alpha',   # test_adapters.py
              'enable_graph_mode', 'enable_xla_compilation', 'enable_eager_debug', 'gradient_checkpointing',   # test_step.py
              'dvae_steps', 'dvae_batch_size', 'dvae_learning_rate'}   # test_dvae.py
 
@@ -413,6 +415,53 @@ def test_a_real_nan_is_skipped_by_the_real_step(prepared, mini, tmp_path):
     run.batches = lambda first, last: (poison(b) if i == 2 else b for i, b in enumerate(batches(first, last), first))
     run.fit(steps=4)
     assert [line['skipped'] for line in lines_of(tmp_path / 'run')] == [0, 1] and int(run.optimizer.iterations) == 3
+
+class Greedy:
+    "A step that really asks for more than there is, from some update on, as long as it has too few parts."
+    at, enough = 0, 2
+    def custom_train_step(self, batch, number):
+        if self.training.accumulation < self.enough:
+            size = tf.where(number >= self.at, tf.constant(2**46, tf.int64), tf.constant(1, tf.int64))
+            batch = {k: v + tf.zeros(size[None], v.dtype)[0] for k, v in batch.items()}
+        return super().custom_train_step(batch, number)
+
+    def _more_parts(self, error):
+        assert isinstance(error, tf.errors.ResourceExhaustedError)
+        self.stood = snapshot(self.state)
+        super()._more_parts(error)
+
+def equal(a: dict, b: dict) -> bool: return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+def test_out_of_memory_makes_the_same_update_in_more_parts(prepared, mini, tmp_path, monkeypatch, capsys):
+    "Nothing has moved when it is retried; what follows is what a run in so many parts does from there."
+    config = mini.replace(data={'buckets': 1}, training={'steps': 4, 'checkpoint_every': 2, 'log_every': 1})
+    monkeypatch.setattr(runs, 'Trainer', type('Late', (Greedy, Trainer), {'at': 2}))
+    run = new_run(prepared, config, tmp_path / 'run')
+    assert run.fit()['steps'] == 4
+    then, now = checkpoints(tmp_path / 'run' / 'checkpoints')
+    assert equal(run.stood, dict(read_tensors(then)))   # as after update 1
+    said = capsys.readouterr().err
+    assert 'OUT OF MEMORY at update 2' in said and 'in 2 parts instead of 1' in said
+    now.unlink()
+    parts = resume_run(tmp_path / 'run')
+    assert parts.step == 2 and parts.training.accumulation == 2
+    parts.fit()
+    assert equal(snapshot(parts.state), snapshot(run.state))
+
+def test_one_row_that_does_not_fit_is_an_error_with_a_remedy(prepared, mini, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, 'Trainer', type('Never', (Greedy, Cheap), {'enough': 99}))
+    with pytest.raises(UserError, match='out of memory with 1 rows at once; set training.gradient_checkpointing'):
+        new_run(prepared, mini.replace(data={'buckets': 1}), tmp_path / 'run').fit()
+
+@pytest.mark.parametrize('mode, at, goes_on', [({}, 'while/mul', True), ({}, 'cond/adamw/mul_7', False),
+                                               ({'enable_graph_mode': False}, '', False),
+                                               ({'enable_xla_compilation': True}, 'adamw', True)])
+def test_weights_that_may_be_half_written_are_not_trained_on(cheap, prepared, mini, tmp_path, mode, at, goes_on):
+    "A graph may run out of memory in the optimizer; XLA writes when all is computed; op by op nobody knows."
+    run = new_run(prepared, mini.replace(training=mode), tmp_path / 'run')
+    refused = tf.errors.ResourceExhaustedError(None, None, f'OOM when allocating tensor [[{{{{node {at}}}}}]]')
+    if goes_on: run._more_parts(refused); assert run.training.accumulation == 2
+    else: pytest.raises(UserError, run._more_parts, refused).match('were being written; set training.accumulation to 2')
 
 def test_a_full_disk_keeps_the_checkpoint_before(cheap, prepared, mini, tmp_path, monkeypatch):
     "The error of the thread comes up, and the run goes on from the state that was written."

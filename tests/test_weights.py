@@ -1,4 +1,6 @@
 "Tensors by name, and files that are missing, cut off, or of another model."
+import json
+
 import keras
 import ml_dtypes
 import numpy as np
@@ -80,6 +82,15 @@ def test_one_at_a_time_gives_what_all_at_once_gives(tmp_path):
         assert read.keys() == given.keys()
         assert all(np.array_equal(read[n], x) and read[n].dtype == x.dtype for n, x in given.items())
 
+def test_the_bytes_are_those_of_the_safetensors_library(tmp_path):
+    given = {'b': np.arange(6, dtype=np.float32).reshape(2, 3), 'a': np.zeros(3, np.float16), 'é"x/y': np.array(3, np.int64),
+             'z': np.ones((2, 0), np.float32), 'c': np.ones(4, np.uint8), 'q': np.ones(2, bool), 'i': np.ones(1, np.int32),
+             'h': np.ones(3, ml_dtypes.bfloat16), 'd': np.ones(1), 'e': np.ones(3, np.int8), 'f': np.ones(3, np.int16)}
+    for metadata in ({}, {'facts': json.dumps({'step': 1, 'note': 'ü\n'})}):
+        save_weights(tmp_path / 'ours', given, **metadata)
+        safetensors.numpy.save_file(given, tmp_path / 'theirs', metadata or None)
+        assert (tmp_path / 'ours').read_bytes() == (tmp_path / 'theirs').read_bytes()
+
 @pytest.mark.parametrize('size', [0, 4, 20, -9])
 def test_a_file_cut_off_is_named_when_read_one_at_a_time(tmp_path, size):
     write_tensors(tmp_path / 'x.safetensors', {'a': np.ones(100), 'b': np.ones(100)})
@@ -103,9 +114,7 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / 'a.safetensors'
     save_weights(path, named_weights(model()))
     kept = path.read_bytes()
-    def stop(arrays, file, metadata=None):
-        file.write_bytes(b'half')
-        raise KeyboardInterrupt
-    monkeypatch.setattr(safetensors.numpy, 'save_file', stop)
+    def stop(done, total): raise KeyboardInterrupt
+    monkeypatch.setattr('xtts_nb.weights.write_tensors', lambda path, arrays, **more: write_tensors(path, arrays, stop, **more))
     with pytest.raises(KeyboardInterrupt): save_weights(path, named_weights(model(seed=1)))
     assert path.read_bytes() == kept and len(list(tmp_path.iterdir())) == 1

@@ -71,6 +71,7 @@ class GPTConfig(Section):
     width: Positive = 1024               # D
     heads: Positive = 16                 # H
     text_tokens: Positive = 6681         # V of the text
+    grown_from: int = Field(0, ge=0)     # the first id that was added to a finished model; 0: none was
     max_text_tokens: Positive = 402      # T, without START and STOP
     max_audio_codes: Positive = 605      # S, without START and STOP
     prompt_latents: Positive = 32        # P
@@ -154,6 +155,9 @@ class TrainingConfig(Section):
     learning_rate: float = Field(5e-6, gt=0)
     warmup_steps: int = Field(0, ge=0)   # updates, linear from 0
     schedule: Literal['constant', 'cosine', 'noam'] = 'constant'   # after the warm-up; cosine ends at 2 %
+    finetune: Literal['whole', 'lora', 'rows'] = 'whole'   # what moves: all, adapters of the attention, rows of a new language
+    lora_rank: Positive = 8              # of an adapter
+    lora_alpha: float = Field(16., gt=0) # over the rank, what an adapter's product is multiplied by
     weight_decay: float = Field(1e-2, ge=0)   # on matrices only
     beta_2: float = Field(0.96, gt=0, lt=1)
     gradient_clip_norm: float = Field(1.0, gt=0)   # of all gradients together

@@ -170,7 +170,7 @@ def kept_columns(
     return {name: np.memmap(folder / name, dtype, 'r', shape=tuple(shape)) if np.prod(shape) else np.zeros(shape, dtype)
             for name, (dtype, shape) in facts['columns'].items()}
 
-# %% ../nbs/10_data_tf_native.ipynb #f19781cc
+# %% ../nbs/10_data_tf_native.ipynb #d16ac9e6
 class BatchPlan:
     "Which clips, references and crops make up a step; everything in graph, from the step's number."
     def __init__(self,
@@ -202,6 +202,14 @@ class BatchPlan:
     def rows(self, kinds: tuple[str, ...]) -> Callable:
         "Where the arrays of some kinds are taken from."
         return (InMemory if fits(self.cache, self.data, kinds) else InFiles)(self.cache, kinds)
+
+    def stream(self, first: int = 0, last: int | None = None) -> tf.data.Dataset:
+        "The batches of steps first ... last - 1."
+        return cached_batches(self, first, last)
+
+    def names(self, step: int) -> list[str]:
+        "The ids of the clips of a step."
+        return [self.cache.clips[i]['id'] for i in self.pick(tf.constant(step, tf.int64))[1].numpy()]
 
     def pick(self, step):
         "Bucket (), clips (B,), references (B,), crop starts (B,) and row weights (B,) of a step (int64 tensor)."

@@ -15,10 +15,19 @@ from .config import XTTSConfig
 from .layers import Conv1D, ResidualBlock
 from .weights import load_weights, named_weights, save_weights
 
-# %% ../nbs/14_dvae.ipynb #133ad9c4
+# %% ../nbs/14_dvae.ipynb #61c5e629
 def _stack(layers, x):
     "Apply layers in turn, ReLU after those marked so."
     for layer, activate in layers: x = ops.relu(layer(x)) if activate else layer(x)
+    return x
+
+def _stack_inside(layers, x, length):
+    "The same for rows that end after `length` (B,) frames, each as if it stood alone."
+    for layer, activate in layers:
+        inside = ops.cast(ops.arange(ops.shape(x)[1])[None] < ops.cast(length, 'int32')[:, None], x.dtype)[..., None]
+        x = layer(x, inside=inside)
+        if activate: x = ops.relu(x)
+        length = -(-length // getattr(layer, 'stride', 1))
     return x
 
 class Encoder(keras.layers.Layer):
@@ -35,7 +44,8 @@ class Encoder(keras.layers.Layer):
     def build(self, shape):
         for (layer, _), width in zip(self.stack, [shape[-1], *self.widths]): layer.build((None, None, width))
 
-    def call(self, mel): return _stack(self.stack, mel)
+    def call(self, mel, length=None):
+        return _stack(self.stack, mel) if length is None else _stack_inside(self.stack, mel, length)
 
 # %% ../nbs/14_dvae.ipynb #064666e3
 class Decoder(keras.layers.Layer):
@@ -101,7 +111,7 @@ def update_codebook(
     smooth = (size + 1e-5) / (n + book.codes * 1e-5) * n
     book.cluster_size.assign(size); book.embed_avg.assign(total); book.embed.assign(total / smooth[None])
 
-# %% ../nbs/14_dvae.ipynb #61c5e629
+# %% ../nbs/14_dvae.ipynb #133ad9c4
 class DVAE(keras.Model):
     "Log-mel (B, F, C) <-> codes (B, F / 4); F a multiple of 4."
     def __init__(self, config: XTTSConfig, **kwargs):
@@ -121,9 +131,9 @@ class DVAE(keras.Model):
         "A log-mel in the units of the network, each bin divided by its constant."
         return mel / self.mel_stats
 
-    def encode(self, mel):
-        "Log-mel (B, F, C) -> codes (B, F / 4)."
-        return self.codebook.encode(self.encoder(self.normalise(mel)))
+    def encode(self, mel, length=None):
+        "Log-mel (B, F, C) -> codes (B, F / 4); where rows end after `length` (B,) frames, as if each stood alone."
+        return self.codebook.encode(self.encoder(self.normalise(mel), length=length))
 
     def decode(self, codes):
         "Codes (B, S) -> log-mel (B, 4 S, C)."

@@ -41,8 +41,9 @@ class Conv1D(keras.layers.Layer):
     def build(self, shape):
         self.conv.build(shape)
 
-    def call(self, x):
+    def call(self, x, inside=None):   # (B, F, 1), 0 behind the end of each row: it will not be heard
         half = self.kernel_size // 2
+        if inside is not None: x = x * inside
         return self.conv(ops.pad(x, ((0, 0), (half, half), (0, 0))) if half else x)
 
 # %% ../nbs/12_layers.ipynb #7162d2f3
@@ -200,6 +201,6 @@ class ResidualBlock(keras.layers.Layer):
     def build(self, shape):
         for conv in self.convs: conv.build(shape)
 
-    def call(self, x):
-        y = ops.relu(self.convs[0](x))
-        return x + self.convs[2](ops.relu(self.convs[1](y)))
+    def call(self, x, inside=None):   # (B, F, 1), as in `Conv1D`
+        y = ops.relu(self.convs[0](x, inside=inside))
+        return x + self.convs[2](ops.relu(self.convs[1](y, inside=inside)))

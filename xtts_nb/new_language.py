@@ -79,7 +79,8 @@ def grow(
     "The model with one more language: vocabulary, embedding and head grown, every old row untouched."
     tokenizer = grow_tokenizer(xtts.tokenizer, language, texts, tokens)
     rows = max(tokenizer.size, xtts.config.model.gpt.text_tokens)
-    new = XTTS(xtts.config.replace(model={'gpt': {'text_tokens': rows}}), tokenizer, dvae=xtts.dvae)
+    sizes = {'text_tokens': rows, 'grown_from': xtts.config.model.gpt.grown_from or xtts.tokenizer.size}
+    new = XTTS(xtts.config.replace(model={'gpt': sizes}), tokenizer, dvae=xtts.dvae)
     new.source = xtts.source   # what else its folder holds goes with it
     old, random = xtts.weights, np.random.default_rng(seed)
     for name, v in new.weights.items():

@@ -9,6 +9,7 @@ __all__ = ['MODES', 'random_batch', 'Update', 'CompiledStep', 'compile_step', 't
 # %% ../nbs/29_step.ipynb #f2c3b7b8
 import re
 import sys
+from contextlib import nullcontext
 
 import keras
 import numpy as np
@@ -20,6 +21,7 @@ from .gpt import GPT
 from .layers import fold
 from .model import POLICIES, token_counts, token_losses, total_loss
 from .optimizer import LossScale, make_optimizer
+from .weights import named_weights
 
 # %% ../nbs/29_step.ipynb #5e5a2fa0
 def random_batch(
@@ -38,16 +40,35 @@ def random_batch(
 # %% ../nbs/29_step.ipynb #6515ef3a
 class Update:
     "One update of `gpt`: (batch, number) -> float32 scalars loss, text_loss, code_loss, gradient_norm, skipped, bad."
-    def __init__(self, gpt: GPT, training: TrainingConfig):
-        self.gpt, self.training, self.weights = gpt, training, gpt.trainable_variables
+    def __init__(self, gpt: GPT, training: TrainingConfig, weights: list | None = None):   # default: all that can be trained
+        self.model = self.gpt = gpt
+        self.training, self.weights = training, weights or gpt.trainable_variables
         self.optimizer = make_optimizer(self.weights, training)
         self.scale = LossScale() if training.precision == 'float16' else None
 
+    def as_trained(self):
+        "A context in which the model computes with what has been learned."
+        return nullcontext()
+
     @property
     def variables(self) -> dict:
-        "Everything that an update changes besides the weights."
+        "Everything that an update changes besides."
         own = [self.scale.factor, self.scale.good] if self.scale else []
         return {v.path: v for v in self.optimizer.variables} | {v.name.split(':')[0]: v for v in own}
+
+    @property
+    def state(self) -> dict:
+        "Every variable that a resumed run needs."
+        return {f'gpt/{k}': v for k, v in named_weights(self.gpt).items()} | self.variables
+
+    def look(self, batch) -> dict:
+        "Sums over clips held out, without dropout."
+        return token_losses(self.gpt, batch)
+
+    def means(self, sums: dict) -> dict:
+        "The losses behind what `look` has summed up."
+        each = {f'{n}_loss': sums[f'{n}_loss'] / sums[f'{n}_count'] for n in ('text', 'code')}
+        return {'loss': total_loss(sums, self.training.text_loss_weight)} | each
 
     def share(self, batch, seed, counts):
         "Gradients and summed losses of some rows of an update with `counts` tokens."
@@ -66,7 +87,8 @@ class Update:
         add = lambda i, sums: (i + 1, tf.nest.map_structure(
             tf.add, sums, self.share({k: v[i] for k, v in cut.items()}, fold(seed, i), counts)))
         nothing = [tf.zeros(v.shape) for v in self.weights], {'text_loss': tf.constant(0.), 'code_loss': tf.constant(0.)}
-        return tf.while_loop(lambda i, _: i < parts, add, (tf.constant(0), nothing), maximum_iterations=parts)[1]
+        loop = dict(maximum_iterations=parts, parallel_iterations=1)   # a graph would begin several parts at once
+        return tf.while_loop(lambda i, _: i < parts, add, (tf.constant(0), nothing), **loop)[1]
 
     def __call__(self, batch, number):
         counts = token_counts(self.gpt, batch)

@@ -54,7 +54,7 @@ class _Resident(Trainer):
         plan = SimpleNamespace(data=config.data, steps_per_epoch=1)
         update = getattr(step, 'step', step)   # behind the graph
         super().__init__(SimpleNamespace(config=config, gpt=update.gpt), plan, update=update)
-        self.batch, self.train_step = batch, step
+        self.batch, self.train_step, self.training = batch, step, config.training
 
     def batches(self, first: int, last: int): return tf.data.Dataset.from_tensors(self.batch).repeat(last - first).prefetch(2)
 

@@ -1,0 +1,301 @@
+"A run from a finished model: what it accepts, what it keeps, how it resumes, and what it says about memory."
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import psutil
+import pytest
+
+from process import COMMAND, environment, xtts_nb
+from xtts_nb import finetune
+from xtts_nb.cache import Cache
+from xtts_nb.checkpoint import checkpoints
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.dvae import DVAE
+from xtts_nb.finetune import check_memory, free_memory, memory_needs, moving_numbers, parameters, run_trial
+from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
+from xtts_nb.model import XTTS
+from xtts_nb.new_language import grow
+from xtts_nb.prepare import prepare
+from xtts_nb.runs import base_config, export_run, new_run, resume_run
+from xtts_nb.weights import named_weights, read_tensors, save_weights
+
+KINDS = 'whole', 'lora', 'rows'
+
+
+@pytest.fixture(scope='module')
+def mini(small):
+    "One block, one shape, op by op: nothing to trace."
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
+                         training={'steps': 4, 'warmup_steps': 0, 'schedule': 'constant', 'learning_rate': 1e-2, 'log_every': 2,
+                                   'checkpoint_every': 2, 'enable_eager_debug': True})
+
+@pytest.fixture(scope='module')
+def base(mini, dvae, tokenizer, tmp_path_factory):
+    "A model that grew by Persian, with a decoder and settings beside the GPT, as a converted one has."
+    keras.utils.set_random_seed(0)
+    folder = tmp_path_factory.mktemp('base') / 'model'
+    grown = grow(XTTS(mini, tokenizer, dvae), 'fa', ['سگ پیر'])
+    grown.save(folder)
+    voice = {f'{part}/{k}': v for part, net in (('decoder', HiFiGAN(mini)), ('speaker', SpeakerEncoder(mini)))
+             for k, v in named_weights(net).items()}
+    save_weights(folder / 'model.safetensors', grown.weights | voice)
+    (folder / 'coqui.json').write_text('{}')
+    return folder
+
+@pytest.fixture(scope='module')
+def persian(corpus, base, tmp_path_factory) -> Cache:
+    "The corpus, said to be Persian, prepared with the model."
+    folder = tmp_path_factory.mktemp('persian')
+    shutil.copytree(corpus, folder / 'corpus')
+    table = folder / 'corpus' / 'metadata.csv'
+    table.write_text(table.read_text(encoding='utf-8').replace('|en', '|fa').replace('aa', 'سگ'), encoding='utf-8')
+    model = XTTS.load(base)
+    prepare(folder / 'corpus', folder / 'cache', model.config, model.dvae, model.tokenizer)
+    return Cache(folder / 'cache')
+
+def settings(mini, kind): return mini.replace(training={'finetune': kind})
+
+def outcome(run) -> dict:
+    return {p.name: p.read_bytes() for p in (run / 'model.safetensors', checkpoints(run / 'checkpoints')[-1])}
+
+
+# --- three ways ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def done(mini, base, persian, tmp_path_factory):
+    "Kind -> a run to its end."
+    folders = {}
+    def of(kind):
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind) / 'run'
+            new_run(persian, settings(mini, kind), folders[kind], base=base).fit()
+        return folders[kind]
+    return of
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_stopped_run_goes_on_to_the_bit(done, mini, base, persian, tmp_path, kind):
+    new_run(persian, settings(mini, kind), tmp_path / 'run', base=base).fit(steps=2)
+    again = resume_run(tmp_path / 'run')
+    assert again.step == 2 and again.training.finetune == kind
+    again.fit()
+    assert outcome(tmp_path / 'run') == outcome(done(kind))
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_an_export_is_an_ordinary_model(done, base, tmp_path, kind):
+    "Only what may move has moved; the decoder and the settings of the base have come along."
+    export_run(done(kind), tmp_path / 'out')
+    before, after = (dict(read_tensors(folder / 'model.safetensors')) for folder in (base, tmp_path / 'out'))
+    assert before.keys() == after.keys() and (tmp_path / 'out' / 'coqui.json').is_file()
+    moved = {k for k in before if not np.array_equal(before[k], after[k])}
+    assert not any(k.startswith(('dvae/', 'decoder/', 'speaker/')) for k in moved)
+    if kind == 'lora': assert moved == {'gpt/block_0/qkv/kernel', 'gpt/block_0/project/kernel'}
+    if kind == 'whole': assert len(moved) > 20
+    if kind == 'rows':
+        assert moved == {'gpt/text_embedding/embeddings', 'gpt/text_head/kernel', 'gpt/text_head/bias'}
+        first = XTTSConfig.load(base / 'config.yaml').model.gpt.grown_from
+        for k in moved:
+            old, new = (x.T if 'kernel' in k else x for x in (before[k], after[k]))
+            assert np.array_equal(old[:first], new[:first]) and not np.array_equal(old[first:], new[first:])
+    assert XTTS.load(tmp_path / 'out').tokenizer.languages == ['en', 'fa']
+
+def test_a_checkpoint_holds_what_moves(done):
+    size = {kind: checkpoints(done(kind) / 'checkpoints')[-1].stat().st_size for kind in KINDS}
+    assert size['rows'] < size['lora'] < size['whole'] / 5
+    names = {name for name, _ in read_tensors(checkpoints(done('lora') / 'checkpoints')[-1])}
+    assert not any(name.startswith('gpt/') for name in names) and any(name.startswith('lora/') for name in names)
+
+def test_an_export_may_begin_the_next_run(done, mini, persian, tmp_path):
+    export_run(done('rows'), tmp_path / 'first')
+    assert new_run(persian, settings(mini, 'lora'), tmp_path / 'second', base=tmp_path / 'first').fit(steps=1)['steps'] == 1
+
+
+# --- what fits together --------------------------------------------------------------------------------------------
+
+def test_a_cache_of_another_model_is_refused_with_both_keys(mini, base, persian, prepared, corpus, dvae, tmp_path):
+    model = XTTS.load(base)
+    mine = persian.manifest['keys']
+    with pytest.raises(UserError) as e: new_run(prepared, mini, tmp_path / 'run', base=base)   # another tokenizer
+    assert all(part in str(e.value) for part in ('the text', prepared.manifest['keys']['text'], mine['text'], '--dvae'))
+    other = DVAE(mini)
+    other.mel_stats.assign(model.dvae.mel_stats.value)
+    prepare(corpus, tmp_path / 'other', model.config, other, model.tokenizer)
+    with pytest.raises(UserError) as e: new_run(Cache(tmp_path / 'other'), mini, tmp_path / 'run', base=base)
+    assert all(part in str(e.value) for part in ('the codes', Cache(tmp_path / 'other').manifest['keys']['codes'], mine['codes']))
+    assert not (tmp_path / 'run').exists()
+
+@pytest.mark.parametrize('missing', ['config.yaml', 'tokenizer.json', 'model.safetensors'])
+def test_half_a_model_is_refused(mini, base, persian, tmp_path, missing):
+    shutil.copytree(base, tmp_path / 'half')
+    (tmp_path / 'half' / missing).unlink()
+    with pytest.raises(UserError, match=f'no model to begin from .{missing} is missing'):
+        new_run(persian, mini, tmp_path / 'run', base=tmp_path / 'half')
+    assert not (tmp_path / 'run').exists()
+
+@pytest.mark.parametrize('kind', ['lora', 'rows'])
+def test_adapters_of_nothing_are_refused(mini, persian, tmp_path, kind):
+    with pytest.raises(UserError, match=f'finetune {kind} needs a model'):
+        new_run(persian, settings(mini, kind), tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+def test_a_base_that_has_changed_or_gone_is_named(mini, base, persian, tmp_path):
+    shutil.copytree(base, tmp_path / 'base')
+    new_run(persian, settings(mini, 'lora'), tmp_path / 'run', base=tmp_path / 'base').fit(steps=1)
+    with pytest.raises(UserError, match=r'began from .*base as it was then'): new_run(persian, mini, tmp_path / 'run')
+    model = XTTS.load(tmp_path / 'base')
+    model.gpt.final_norm.beta.assign_add(np.ones(64))
+    model.save(tmp_path / 'base')
+    with pytest.raises(UserError, match='as it was then; go on from that'): resume_run(tmp_path / 'run')
+    shutil.rmtree(tmp_path / 'base')
+    with pytest.raises(UserError, match='which is gone; put it back'): resume_run(tmp_path / 'run')
+
+def test_the_architecture_is_the_models_and_the_rest_the_runs(mini, base):
+    asked = XTTSConfig.tiny().replace(model={'gpt': {'dropout': 0.3, 'code_noise': 0.2}}, training={'steps': 7}, data={'seed': 3})
+    found, of = base_config(base, asked), XTTSConfig.load(base / 'config.yaml')
+    assert (found.training, found.data) == (asked.training, asked.data) and found.speech == of.speech
+    assert found.model == of.replace(model={'gpt': {'dropout': 0.3, 'code_noise': 0.2}}).model
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+def test_moving_numbers_are_those_that_move(mini, base, persian):
+    config = XTTSConfig.load(base / 'config.yaml')
+    model = XTTS.load(base)
+    from xtts_nb.adapters import make_update
+    for kind in KINDS:
+        training = config.replace(training={'finetune': kind}).training
+        update = make_update(model.gpt, training, [(config.model.gpt.grown_from, model.tokenizer.size)])
+        count = sum(int(np.prod(v.shape)) for v in update.weights)
+        rows = model.tokenizer.size - config.model.gpt.grown_from
+        assert moving_numbers(config.replace(training={'finetune': kind}), rows) == count
+    assert parameters(config.model)['GPT'] == moving_numbers(config)
+
+def test_what_a_setting_adds_to_the_estimate(mini):
+    needs = lambda **training: memory_needs(mini.replace(training=training), 48, 40, 100)
+    plain, n = needs(), parameters(mini.model)['GPT']
+    assert plain['gradients'] == 4 * n and plain['moments'] == 8 * n and plain['mean weights'] == 0
+    assert needs(ema=0.9)['mean weights'] == 4 * n and needs(accumulation=2)['gradients'] == 8 * n
+    assert needs(accumulation=2)['activations'] == plain['activations'] / 2 == needs(precision='bfloat16')['activations']
+    assert needs(finetune='rows')['moments'] == 8 * 100 * (2 * 64 + 1)
+    assert needs(finetune='lora')['moments'] < plain['moments'] / 10
+    deep = mini.replace(model={'gpt': {'layers': 30}})
+    again = memory_needs(deep.replace(training={'gradient_checkpointing': True}), 48, 40)['activations']
+    assert again < memory_needs(deep, 48, 40)['activations'] / 4
+
+def test_too_little_is_refused_or_said(mini):
+    needs = memory_needs(mini, 48, 40)
+    total, sure = sum(needs.values()), sum(needs.values()) - needs['activations']
+    say = lambda free, **training: check_memory(mini.replace(training=training), 48, 40, free=('a card', free))
+    assert 'not suffice' not in say(total + 1) and 'may not suffice: xtts-nb train --fit-memory' in say(total - 1)
+    with pytest.raises(UserError, match='0.2 GB are free on a card, which cannot suffice; use training.finetune lora'):
+        say(sure - 1)
+    with pytest.raises(UserError, match='use a larger machine'): say(10**8, finetune='lora')
+
+def test_a_container_counts(tmp_path):
+    room = lambda: finetune._room_in_container(tmp_path)
+    assert room() == float('inf')
+    for name, text in (('max', '1000\n'), ('current', '700\n'), ('stat', 'anon 5\ninactive_file 200\n')):
+        (tmp_path / f'memory.{name}').write_text(text)
+    assert room() == 500
+    (tmp_path / 'memory.max').write_text('max\n')
+    assert room() == float('inf')
+    device, free = free_memory()
+    assert device == 'this machine' and 0 < free <= psutil.virtual_memory().total
+
+@pytest.mark.slow
+def test_a_trial_that_fails_for_another_reason_says_which(mini):
+    with pytest.raises(UserError, match='trial of an update failed'):
+        run_trial(mini.replace(training={'finetune': 'rows'}), 20, 12, [(47, 60)])   # rows that are not there
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+def test_train_from_a_model(base, persian, mini, tmp_path):
+    (tmp_path / 'run.yaml').write_text(mini.replace(training={'steps': 2}).to_yaml())
+    asked = ['train', '--data', persian.folder, '--config', tmp_path / 'run.yaml', '--run', tmp_path / 'run',
+             '--finetune', 'rows']
+    refused = xtts_nb(*asked)
+    assert refused.code == 2 and 'needs a model to begin from' in refused.err and not (tmp_path / 'run').exists()
+    made = xtts_nb(*asked, '--from', base, '--json')
+    assert made.code == 0 and made.json['steps'] == 2, made.err
+    assert 'Training needs about' in made.err and json.loads((tmp_path / 'run' / 'run.json').read_text())['base'] == str(base)
+    more = xtts_nb('train', '--run', tmp_path / 'run', '--steps', 3, '--json')
+    assert more.code == 0 and more.json['steps'] == 3, more.err
+
+
+# --- at full size --------------------------------------------------------------------------------------------------
+
+def watched(command, most: float) -> tuple[int, float, str]:
+    "Exit code, most memory ever held in GB, stderr; ended beyond `most` GB."
+    child = subprocess.Popen([str(c) for c in command], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                             text=True)
+    said, peak, status = [], 0., Path(f'/proc/{child.pid}/status')
+    reader = threading.Thread(target=lambda: said.extend(child.stderr))
+    reader.start()
+    while child.poll() is None:
+        lines = [line.split() for line in status.read_text().splitlines()] if status.exists() else []
+        peak = max([peak, *(int(line[1]) * 1024 / 1e9 for line in lines if line and line[0] == 'VmHWM:')])
+        if peak > most: child.kill()
+        time.sleep(0.1)
+    reader.join()
+    return child.returncode, peak, ''.join(said)
+
+MAKE = """
+import json, sys
+from pathlib import Path
+import keras
+from tokenizers import Tokenizer as BPE
+from xtts_nb.config import XTTSConfig, setup_tf
+setup_tf()
+from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
+from xtts_nb.model import XTTS
+from xtts_nb.prepare import prepare
+from xtts_nb.text import Tokenizer
+from xtts_nb.weights import named_weights, save_weights
+corpus, folder = map(Path, sys.argv[1:])
+small = Tokenizer.load(folder / 'small.json')
+values = json.loads(small.bpe.to_str())
+values['model']['vocab'] |= {f'<{i}>': i for i in range(small.size, 6681)}
+keras.utils.set_random_seed(0)
+model = XTTS(XTTSConfig.xtts_v2(), Tokenizer(BPE.from_str(json.dumps(values)), 'xtts'))
+model.save(folder / 'base')
+voice = {f'{part}/{k}': v for part, net in (('decoder', HiFiGAN(model.config)), ('speaker', SpeakerEncoder(model.config)))
+         for k, v in named_weights(net).items()}
+save_weights(folder / 'base' / 'model.safetensors', model.weights | voice)
+prepare(corpus, folder / 'cache', model.config, model.dvae, model.tokenizer)
+"""
+
+@pytest.fixture(scope='module')
+def full(corpus, tokenizer, tmp_path_factory):
+    "A model of 441 million numbers with random weights, and a cache for it; skips where there is no room for that."
+    pytest.importorskip('torch', reason='files of coqui-tts are written by PyTorch')
+    if psutil.virtual_memory().available < 17e9: pytest.skip('training at full size needs 16 GB of free memory')
+    folder = tmp_path_factory.mktemp('full')
+    tokenizer.save(folder / 'small.json')
+    subprocess.run([sys.executable, '-c', MAKE, corpus, folder], check=True, env=environment())
+    yield folder
+    shutil.rmtree(folder)   # gigabytes
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', KINDS[:2])
+def test_the_full_size_trains_in_16_gb_and_goes_to_coqui(full, tmp_path, kind, record_property):
+    "Three updates of one clip as long as any may be; then files that coqui-tts loads, every tensor in its place."
+    from xtts_nb.convert import read_pth, to_coqui
+    config = XTTSConfig.xtts_v2().replace(data={'batch_size': 1, 'pad_to_fixed_length': True},
+                                          training={'steps': 3, 'log_every': 1, 'finetune': kind})
+    (tmp_path / 'run.yaml').write_text(config.to_yaml())
+    code, peak, said = watched([*COMMAND, 'train', '--data', full / 'cache', '--from', full / 'base', '--run', tmp_path / 'run',
+                                '--config', tmp_path / 'run.yaml'], most=16)
+    record_property('peak_gb', peak)
+    assert code == 0 and peak < 16, f'{peak:.1f} GB; {said}'
+    print(f'{kind}: {peak:.1f} GB', *(tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines(), sep='\n')
+    to_coqui(tmp_path / 'run', tmp_path / 'coqui')
+    names = read_pth(tmp_path / 'coqui' / 'model.pth')['model']
+    assert len(names) > 900 and names['gpt.gpt.h.29.attn.c_attn.weight'].shape == (1024, 3072)
+    shutil.rmtree(tmp_path)   # gigabytes
