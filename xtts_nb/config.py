@@ -64,7 +64,7 @@ class DVAEConfig(Section):
     @property
     def frames_per_code(self) -> int: return 4   # two convolutions of stride 2
 
-# %% ../nbs/00_config.ipynb #ce60cb7e
+# %% ../nbs/00_config.ipynb #75752e33
 class GPTConfig(Section):
     "Voice and text -> audio codes."
     layers: Positive = 30
@@ -148,7 +148,7 @@ class DataConfig(Section):
             raise ValueError(f'min_seconds {self.min_seconds} is more than max_seconds {self.max_seconds}: no clip is left')
         return self
 
-# %% ../nbs/00_config.ipynb #9a297591
+# %% ../nbs/00_config.ipynb #2ace2233
 class TrainingConfig(Section):
     "How the weights move."
     steps: Positive = 1000               # updates
