@@ -64,7 +64,7 @@ class DVAEConfig(Section):
     @property
     def frames_per_code(self) -> int: return 4   # two convolutions of stride 2
 
-# %% ../nbs/00_config.ipynb #ce60cb7e
+# %% ../nbs/00_config.ipynb #75752e33
 class GPTConfig(Section):
     "Voice and text -> audio codes."
     layers: Positive = 30
