@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .cache import Cache
+from .cache import KINDS, Cache
 from .config import UserError, XTTSConfig
 from .data import BatchPlan
 from .dvae import load_dvae
@@ -37,14 +37,17 @@ def new_run(
     config: XTTSConfig,
     run: str | Path,
     held_out: list[str] = (),    # ids of clips to keep out of training
+    val: Cache | None = None,    # clips of another cache to validate on
 ) -> Trainer:
     "A trainer that keeps its state in `run` and goes on with what stands there; raises `UserError` if they do not fit."
     run = Path(run)
+    if val and held_out: raise UserError(f'{run}: clips held out and {val.folder} cannot both be validated on; give one of them.')
+    if val: _check_alike(cache, val)
     for part in ('audio', 'dvae'):
         if wrong := _differences(getattr(config.model, part), getattr(cache.config.model, part)):
             raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again with these '
                             f'({wrong}).')
-    if (run / 'run.json').is_file(): _check_run(run, cache, held_out)
+    if (run / 'run.json').is_file(): _check_run(run, cache, held_out, val)
     elif run.is_dir() and any(run.iterdir()):
         raise UserError(f'{run}: holds something that is not a run; choose another folder.')
     held, ids = set(held_out), [c['id'] for c in cache.clips]
@@ -53,8 +56,10 @@ def new_run(
     out = np.array([i in held for i in ids])
     keras.utils.set_random_seed(config.training.seed)
     xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
-    trainer = Trainer(xtts, BatchPlan(cache, config.data, np.flatnonzero(~out)), run, _validation(cache, config, out))
+    look = _validation(val, config, np.ones(len(val), bool)) if val else _validation(cache, config, out)
+    trainer = Trainer(xtts, BatchPlan(cache, config.data, np.flatnonzero(~out)), run, look)
     facts = {'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'], 'held_out': sorted(held_out)}
+    if val: facts |= {'val': str(val.folder.resolve()), 'val_key': val.manifest['key']}
     write_json(run / 'run.json', facts)
     with atomic_file(run / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
     return trainer
@@ -72,14 +77,25 @@ def _validation(cache: Cache, config: XTTSConfig, out: np.ndarray) -> BatchPlan 
     return BatchPlan(cache, config.data.model_copy(update={'batch_size': rows, 'buckets': 1}), np.flatnonzero(out))
 
 # %% ../nbs/31_runs.ipynb #02433d44
-def _check_run(run: Path, cache: Cache, held_out: list[str]):
-    "Raise `UserError` if `run` was trained on another cache or held out other clips."
+def _check_alike(cache: Cache, val: Cache):
+    "Raise `UserError` unless the clips of both were made by one DVAE, one tokenizer and one front end."
+    for kind in KINDS:
+        ours, theirs = (c.manifest['keys'][kind] for c in (cache, val))
+        if ours != theirs:
+            raise UserError(f'{val.folder}: its {kind} have the key {theirs}, those of {cache.folder} {ours}; prepare it again '
+                            f'with xtts-nb prepare CORPUS --dvae {cache.folder}.')
+
+def _check_run(run: Path, cache: Cache, held_out: list[str], val: Cache | None = None):
+    "Raise `UserError` if `run` was trained on another cache, or validated on other clips."
     known = read_json(run / 'run.json')
     if known['key'] != cache.manifest['key']:
         raise UserError(f'{run}: was trained on the cache with key {known["key"]}, {cache.folder} has {cache.manifest["key"]}; '
                         'choose another folder.')
     if known['held_out'] != sorted(held_out):
         raise UserError(f'{run}: held out {len(known["held_out"])} other clips; hold out the same or choose another folder.')
+    if known.get('val_key') != (val and val.manifest['key']):
+        raise UserError(f'{run}: was validated on {known.get("val", "no cache of its own")}; give the same or choose another '
+                        'folder.')
 
 def resume_run(run: str | Path) -> Trainer:
     "The trainer of a run that stands in `run`; raises `UserError` if there is none."
@@ -87,7 +103,8 @@ def resume_run(run: str | Path) -> Trainer:
     if not (run / 'run.json').is_file():
         raise UserError(f'{run}: holds no run; begin one with xtts-nb train --data CACHE --run {run}.')
     facts = read_json(run / 'run.json')
-    return new_run(Cache(facts['cache']), XTTSConfig.load(run / 'config.yaml'), run, facts['held_out'])
+    val = Cache(facts['val']) if 'val' in facts else None
+    return new_run(Cache(facts['cache']), XTTSConfig.load(run / 'config.yaml'), run, facts['held_out'], val)
 
 # %% ../nbs/31_runs.ipynb #97ee66f6
 def export_run(
