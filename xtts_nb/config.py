@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Positive', 'REFUSED', 'UserError', 'Section', 'AudioConfig', 'DVAEConfig', 'GPTConfig', 'SpeakerConfig',
            'DecoderConfig', 'ModelConfig', 'DataConfig', 'TrainingConfig', 'SpeechConfig', 'key_named', 'read_settings',
-           'XTTSConfig', 'Workspace', 'workspace', 'sizes', 'setup_tf']
+           'XTTSConfig', 'Workspace', 'workspace', 'sizes', 'asked', 'setup_tf']
 
 # %% ../nbs/00_config.ipynb #0670ef92
 import configparser
@@ -300,9 +300,9 @@ class XTTSConfig(Section):
 
     def to_yaml(self) -> str: return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
-    def replace(self, **sections) -> 'XTTSConfig':
+    def replace(self, where: str = 'settings', /, **sections) -> 'XTTSConfig':
         "A copy with some keys changed: `cfg.replace(data={'batch_size': 4})`."
-        return self.from_dict(_merge(self.model_dump(), sections))
+        return self.from_dict(_merge(self.model_dump(), sections), where)
 
     def _repr_markdown_(self) -> str:
         rows = [f'| {name} | ' + ', '.join(f'{k} {v}' for k, v in section) + ' |'
@@ -377,23 +377,48 @@ def _keep_compiled(folder: Path | None):
         here = f'--tf_xla_persistent_cache_directory={folder} --tf_xla_persistent_cache_device_types=CPU,GPU'
         os.environ['TF_XLA_FLAGS'] = f'{flags} {here}'.strip()
 
+# %% ../nbs/00_config.ipynb #8e1461d7
+def asked(variable: str) -> int | None:
+    "The positive number in an environment variable, if it is set; raises `UserError` if it holds something else."
+    value = os.environ.get(variable)
+    if not value: return None
+    if not (value.isdecimal() and int(value)): raise UserError(f'{variable}={value}: give a positive number or unset it.')
+    return int(value)
+
 # %% ../nbs/00_config.ipynb #6451ff58
 def setup_tf(
-    threads: int | None = None,       # for one op; default: one per core
+    threads: int | None = None,       # within an op and between ops; default: as the environment asks, else one per core
     memory_growth: bool = True,       # take GPU memory as needed instead of all of it
+    memory_limit: int | None = None,  # MiB of each GPU at most, taken at once; default: as the environment asks, else none
 ) -> dict:
     "Prepare TensorFlow; returns `{setting: (asked, got)}`, read back from TensorFlow."
     _keep_compiled(workspace().xla_cache)
     with _without_greeting():
         import tensorflow as tf
         gpus = tf.config.list_physical_devices('GPU')
-    threads = threads or (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    within, between = (threads or asked(f'TF_NUM_{kind}OP_THREADS') or cores for kind in ('INTRA', 'INTER'))
+    limit = memory_limit or asked('XTTS_NB_MEMORY_LIMIT')
     try:
-        tf.config.threading.set_intra_op_parallelism_threads(threads)
-        tf.config.threading.set_inter_op_parallelism_threads(threads)
-        for gpu in gpus: tf.config.experimental.set_memory_growth(gpu, memory_growth)
+        tf.config.threading.set_intra_op_parallelism_threads(within)
+        tf.config.threading.set_inter_op_parallelism_threads(between)
+        for gpu in gpus: _share_memory(gpu, memory_growth, limit)
     except RuntimeError: pass   # TensorFlow has started: the table shows what it kept
-    got = {'intra-op threads': (threads, tf.config.threading.get_intra_op_parallelism_threads()),
-           'inter-op threads': (threads, tf.config.threading.get_inter_op_parallelism_threads())}
-    for gpu in gpus: got[f'memory growth {gpu.name}'] = (memory_growth, tf.config.experimental.get_memory_growth(gpu))
+    got = {'intra-op threads': (within, tf.config.threading.get_intra_op_parallelism_threads()),
+           'inter-op threads': (between, tf.config.threading.get_inter_op_parallelism_threads())}
+    for gpu in gpus:
+        if limit: got[f'memory limit {gpu.name}'] = (limit, _memory_limit(gpu))
+        else: got[f'memory growth {gpu.name}'] = (memory_growth, tf.config.experimental.get_memory_growth(gpu))
     return got
+
+def _share_memory(gpu, growth: bool, limit: int | None):
+    "Ask for at most `limit` MiB of a GPU, or for memory as it is needed; TensorFlow does not take both."
+    import tensorflow as tf
+    if limit: tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=limit)])
+    else: tf.config.experimental.set_memory_growth(gpu, growth)
+
+def _memory_limit(gpu) -> float | None:
+    "MiB that TensorFlow may take of a GPU, if that is limited."
+    import tensorflow as tf
+    parts = tf.config.get_logical_device_configuration(gpu)
+    return parts[0].memory_limit if parts else None
