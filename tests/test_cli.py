@@ -21,8 +21,8 @@ from xtts_nb.config import XTTSConfig
 
 COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['monitor'], ['bench'],
             ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['train-dvae'], ['train-voice'], ['convert'],
-            ['convert', 'from-coqui'],
-            ['convert', 'to-coqui'], ['grow'], ['parity']]
+            ['convert', 'from-coqui'], ['convert', 'to-coqui'], ['grow'], ['parity'], ['config'], ['config', 'create'],
+            ['configure'], ['check'], ['bench', 'switch']]
 
 
 @pytest.fixture(scope='session')
@@ -76,7 +76,7 @@ def test_help_is_light(command):
     assert done.returncode == 0 and 'Usage' in done.stdout
     assert 'tensorflow' not in done.stderr and 'keras' not in done.stderr and 'heavy:' in done.stderr
     if not command: assert all(names[0] in done.stdout for names in COMMANDS if names)
-    else: assert command in (['bench'], ['convert']) or '--json' in done.stdout
+    else: assert command in (['bench'], ['convert'], ['config']) or '--json' in done.stdout
 
 @pytest.mark.parametrize('arguments', [
     ['no-such-command'], ['prepare'], ['prepare', 'corpus'], ['train', '--no-such-option'], ['train', '--steps', 'many'],

@@ -70,17 +70,18 @@ def test_a_misspelled_key_names_the_nearest(section, key):
     assert str(e.value).startswith(f'run.yaml: there is no key "{place}"')
     assert f'did you mean "{key}"?' in str(e.value)
 
-OTHERS = ['data.shuffle_buffer_multiplier', 'data.pipeline_buffer_size', 'data.enhanced_gpu_prefetch', 'data.pin_memory',
-          'data.optimize_cpu_gpu_overlap', 'data.use_tf_native_loading', 'data.max_mel_frames', 'data.auto_tune_performance',
-          'data.enable_xla', 'data.mixed_precision', 'training.batch_size']   # keys of other trainers
+OTHERS = ['shuffle_buffer_multiplier', 'pipeline_buffer_size', 'enhanced_gpu_prefetch', 'pin_memory', 'cache_verification',
+          'optimize_cpu_gpu_overlap', 'use_tf_native_loading', 'model_start_delay', 'max_mel_frames', 'min_audio_length',
+          'max_text_length', 'auto_tune_performance', 'enable_xla', 'enable_tensorrt', 'mixed_precision',
+          'gradient_accumulation_steps', 'max_memory_fraction', 'kl_loss_weight']   # keys of other trainers
 
-@pytest.mark.parametrize('key', OTHERS)
-def test_keys_of_others_are_refused_with_the_reason_and_the_key_to_use(key):
-    section, name = key.split('.')
+@pytest.mark.parametrize('section', ['data', 'training'])
+@pytest.mark.parametrize('name', OTHERS)
+def test_keys_of_others_are_refused_with_the_reason_and_the_key_to_use(section, name):
     with pytest.raises(UserError) as e: XTTSConfig.from_dict({section: {name: True}}, 'their.yaml')
-    assert str(e.value) == f'their.yaml: there is no key "{key}": {REFUSED[key]}.' and set(OTHERS) == set(REFUSED)
+    assert str(e.value) == f'their.yaml: there is no key "{section}.{name}": {REFUSED[name]}.' and set(OTHERS) == set(REFUSED)
     assert 'use that' in str(e.value) or 'use these' in str(e.value) or 'leave it out' in str(e.value)
-    for word in REFUSED[key].replace(',', ' ').replace(';', ' ').split():   # every key that is named exists
+    for word in REFUSED[name].replace(',', ' ').replace(';', ' ').split():   # every key that is named exists
         if word.startswith(('data.', 'training.')):
             part, field = word.split('.')
             assert field in getattr(XTTSConfig(), part).model_dump(), word
@@ -89,6 +90,9 @@ def test_keys_of_others_are_refused_with_the_reason_and_the_key_to_use(key):
     ({'trainin': {}}, ['"trainin"', 'did you mean "training"?']),
     ({'zzz': 1}, ['"zzz"', 'it has model, data, training']),
     ({'model': {'zzz': 1}}, ['"model.zzz"', 'it has audio, dvae, gpt']),
+    ({'training': {'batch_size': 8}}, ['"training.batch_size"', 'did you mean "data.batch_size"?']),
+    ({'batch_size': 8}, ['"batch_size"', 'did you mean "data.batch_size"?']),
+    ({'model': {'seed': 8}}, ['"model.seed"', 'it has audio, dvae, gpt']),   # two sections have one
     ({'training': {'learning_rate': 'fast'}}, ['training.learning_rate', "'fast'"]),
     ({'training': {'learning_rate': 0}}, ['training.learning_rate', 'greater than 0', '0']),
     ({'training': {'learning_rate': float('nan')}}, ['training.learning_rate', 'nan']),

@@ -266,6 +266,43 @@ def test_held_out_clips_are_neither_trained_on_nor_heard(cheap, prepared, mini, 
     assert len(out) == 3 and clips == references == set(range(len(prepared))) - out
 
 
+@pytest.fixture(scope='module')
+def second(prepared, corpus, dvae, tmp_path_factory):
+    "Four clips as a cache of their own, made with the same encoder and tokenizer."
+    folder = tmp_path_factory.mktemp('second')
+    shutil.copytree(corpus, folder / 'corpus')
+    kept = (folder / 'corpus' / 'metadata.csv').read_text(encoding='utf-8').splitlines()[:4]
+    (folder / 'corpus' / 'metadata.csv').write_text('\n'.join(kept) + '\n', encoding='utf-8')
+    prepare(folder / 'corpus', folder / 'cache', prepared.config, dvae, prepared.tokenizer)
+    return Cache(folder / 'cache')
+
+def test_validation_on_a_cache_of_its_own(cheap, prepared, second, mini, tmp_path):
+    config = mini.replace(training={'validate_every': 2, 'steps': 2})
+    run = new_run(prepared, config, tmp_path / 'run', val=second)
+    assert run.held_out.cache is second and run.held_out.count.sum() == 4 and run.plan.count.sum() == len(prepared)
+    run.fit()
+    assert 'val_loss' in lines_of(tmp_path / 'run')[-1]
+    again = resume_run(tmp_path / 'run')
+    assert again.held_out.cache.folder == second.folder and again.validate() == run.validate()
+    for other in ({}, {'held_out': ['low-0']}, {'val': prepared}):
+        with pytest.raises(UserError, match='choose another folder'): new_run(prepared, config, tmp_path / 'run', **other)
+
+def test_validation_on_a_cache_that_does_not_fit(prepared, second, corpus, mini, tmp_path):
+    other = DVAE(mini)
+    other.mel_stats.assign(np.full(80, 4.))
+    prepare(corpus, tmp_path / 'other', prepared.config, other, prepared.tokenizer)
+    with pytest.raises(UserError) as e: new_run(prepared, mini, tmp_path / 'run', val=Cache(tmp_path / 'other'))
+    assert prepared.manifest['keys']['codes'] in str(e.value) and '--dvae' in str(e.value)   # both keys and the remedy
+    with pytest.raises(UserError, match='give one of them'): new_run(prepared, mini, tmp_path / 'run', ['low-0'], second)
+    assert not (tmp_path / 'run').exists()
+
+def test_epochs_are_counted_in_updates(cheap, prepared, mini, tmp_path):
+    run = new_run(prepared, mini.replace(training={'epochs': 3, 'schedule': 'cosine'}), tmp_path / 'run')
+    updates = 3 * run.plan.steps_per_epoch
+    assert run.training.steps == updates != mini.training.steps and run.fit()['steps'] == updates
+    assert lines_of(tmp_path / 'run')[-1]['learning_rate'] == pytest.approx(0.02 * mini.training.learning_rate)   # its end
+    assert resume_run(tmp_path / 'run').fit()['steps'] == updates
+
 def test_a_share_of_the_sentences_is_held_out_in_every_voice(prepared):
     few, more = held_out_share(prepared, 0.01), held_out_share(prepared, 0.5)
     text = {c['id']: c['text'] for c in prepared.clips}

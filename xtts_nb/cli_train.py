@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['command', 'find_app', 'Base', 'Kind', 'AsMade', 'DataGPU', 'ModelGPU', 'Isolate', 'DataMemory', 'ModelMemory',
-           'Buffer', 'given', 'train', 'train_dvae', 'train_voice', 'find_batch_size_', 'find_learning_rate_', 'export',
-           'bench_train']
+           'Buffer', 'config_app', 'given', 'train', 'train_dvae', 'train_voice', 'find_batch_size_',
+           'find_learning_rate_', 'config_create', 'export', 'bench_train']
 
 # %% ../nbs/62_cli_train.ipynb #08777d06
 import os
@@ -16,7 +16,9 @@ from typing import Annotated
 
 import typer
 
-from .terminal import Json, Record, Rounds, Settings, answer, app, bench_app, load_settings, progress, stage, start, table
+from xtts_nb.terminal import (
+    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, load_settings, progress, stage, start, table, with_file,
+)
 
 command = partial(app.command, rich_help_panel='Training')
 find_app = typer.Typer(no_args_is_help=True, help='Find a setting by trying.')
@@ -40,17 +42,22 @@ def given(**options) -> dict:
     "The options that were given."
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
-# %% ../nbs/62_cli_train.ipynb #3d3902a0
-@command()
+# %% ../nbs/62_cli_train.ipynb #8179c210
+@command(context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
 def train(
-    data: Annotated[Path | None, typer.Option(help='Cache to train on; not needed to go on with a run.')] = None,
+    ctx: typer.Context,
+    data: Annotated[Path | None, typer.Option('--data', '--train-data', help='Cache to train on, or a corpus, prepared first; '
+                                              'not needed to go on with a run.')] = None,
     run: Annotated[Path | None, typer.Option(help='Folder of the run, continued if it stands; default: a new one.')] = None,
     from_: Base = None,
     finetune: Kind = None,
     fit_memory: Annotated[bool, typer.Option('--fit-memory', help='Try first how many rows at once fit.')] = False,
     preset: AsMade = None,
     config: Settings = None,
+    gpu_preset: Annotated[str | None, typer.Option(help='Sizes for a card: 4090, 3090, 3060, A100 or H200.')] = None,
+    optimization_level: Annotated[str | None, typer.Option(help='basic, enhanced or experimental.')] = None,
     steps: Annotated[int | None, typer.Option(min=1, help='Updates in all.')] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help='Passes over the clips in all, instead.')] = None,
     val: Annotated[float, typer.Option(min=0, max=0.9, help='Share of the sentences to hold out and validate on.')] = 0.,
     data_gpu: DataGPU = None,
     model_gpu: ModelGPU = None,
@@ -58,18 +65,35 @@ def train(
     data_memory: DataMemory = None,
     model_memory: ModelMemory = None,
     buffer_size: Buffer = None,
+    val_data: Annotated[Path | None, typer.Option(help='Cache or corpus to validate on, instead.')] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help='Clips of an update.')] = None,
+    grad_accum: Annotated[int | None, typer.Option(min=1, help='Parts that they are computed in, one after the other.')] = None,
+    lr: Annotated[float | None, typer.Option('--lr', '--learning-rate', help='Learning rate, the greatest.')] = None,
+    num_workers: Annotated[int | None, typer.Option(min=1, help='Parallel calls in the input pipeline.')] = None,
+    prefetch_buffer_size: Annotated[int | None, typer.Option(min=1, help='Batches ready ahead of the step.')] = None,
+    preprocessing_mode: Annotated[str | None, typer.Option(help='Of a corpus: auto or precompute.')] = None,
+    enable_static_shapes: Annotated[bool | None, typer.Option('--enable-static-shapes', '--pad-to-fixed-length',
+                                                              help='One shape for all clips instead of buckets.')] = None,
+    prefetch_to_gpu: Annotated[bool | None, typer.Option('--prefetch-to-gpu/--disable-gpu-prefetch',
+                                                         help='Keep two batches on the GPU.')] = None,
+    enable_eager_debug: Annotated[bool | None, typer.Option('--enable-eager-debug', help='Op by op, for debugging.')] = None,
+    set_: Annotated[list[str] | None, typer.Option('--set', metavar='KEY=VALUE', help='Any key; several times for more.')] = None,
     json_: Json = False,
 ):
     "Train the GPT on a cache; metrics go to RUN/metrics.jsonl, the model to RUN. After SIGTERM it saves and exits with 143."
+    flags = {name: value for name, value in ctx.params.items() if value is not None}
     with answer(json_) as show:
         from xtts_nb.config import UserError
+        from xtts_nb.recipes import check_unknown
+        check_unknown(ctx.args, [option for p in ctx.command.params for option in (*p.opts, *p.secondary_opts)])
         known = run is not None and (run / 'run.json').is_file()
         if not data and not known:
             where = f'{run}: holds no run to go on with' if run else 'train: neither a cache nor a run is given'
             raise UserError(f'{where}; name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE.')
+        layers = _layers(flags)
         start()
         gpus = given(data_gpu=data_gpu, model_gpu=model_gpu, isolate=isolate, data_memory=data_memory, model_memory=model_memory)
-        trainer = _trainer(data, run, preset, config, steps, val, from_, finetune, fit_memory, gpus, buffer_size)
+        trainer = _trainer(data, run, preset, config, layers, val, val_data, from_, finetune, fit_memory, gpus, buffer_size)
         with progress() as tell: result, text = _fit(trainer, 'train', tell)
         show(result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE')
 
@@ -88,6 +112,22 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
             f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
     return result | {'run': str(trainer.run)}, text
 
+# %% ../nbs/62_cli_train.ipynb #ed7d77ee
+def _layers(flags: dict) -> dict[str, dict]:
+    "The layers of settings that options ask for, the general first; raises `UserError` for two that contradict each other."
+    import os
+    from xtts_nb.config import UserError
+    from xtts_nb.recipes import FLAGS, assignments, from_environment, gpu_preset, level
+    if 'steps' in flags and 'epochs' in flags: raise UserError('train: --steps and --epochs both say how long; give one of them.')
+    if flags['val'] and 'val_data' in flags: raise UserError('train: --val and --val-data both hold clips out; give one of them.')
+    card, how = flags.get('gpu_preset'), flags.get('optimization_level')
+    layers = {'environment': from_environment()}
+    if card: layers[f'GPU preset {card}'] = gpu_preset(card, os.cpu_count())
+    if how: layers[f'optimization level {how}'] = level(how)
+    length = {'training.steps': flags['steps'], 'training.epochs': 0} if 'steps' in flags else {}
+    own = {key: flags[name] for name, key in FLAGS.items() if name in flags}
+    return layers | {'options': length | own | assignments(flags.get('set_') or ())}
+
 # %% ../nbs/62_cli_train.ipynb #ddb4b70b
 def _note(line: dict) -> str:
     "The latest log line, short."
@@ -95,31 +135,39 @@ def _note(line: dict) -> str:
              'clips_per_s': '{:,.0f} clips/s', 'au': 'AU {:.0%}'}
     return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
 
-def _trainer(data, run, preset, config, steps, val, base, finetune, fit, gpus, buffer_size):
+def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, fit, gpus, buffer_size):
     "A trainer on a cache, or the one that stands in `run`; one of several where `TF_CONFIG` says so."
     new_run = _maker()   # first: the devices of a cluster are set up before anything is computed
-    from xtts_nb.config import workspace
+    from xtts_nb.config import XTTSConfig, workspace
+    from xtts_nb.recipes import recipe
     from xtts_nb.runs import held_out_share, open_cache, run_facts
     facts = run_facts(run) if run and (run / 'run.json').is_file() else {}
-    cache = open_cache(data or facts['cache'])
     base = base or facts.get('base')
-    settings = _settings(cache, preset, config, base, finetune, run / 'config.yaml' if facts else None)
+    cache = None if _is_corpus(data) else open_cache(data or facts['cache'])
+    if preset or not (facts or cache): settings = XTTSConfig.preset(preset or 'tiny')
+    else: settings = XTTSConfig.load(run / 'config.yaml') if facts else cache.config
+    settings = recipe(with_file(settings, config), layers, lambda line: print(line, file=sys.stderr))
+    settings = _begun_from(base, settings, finetune)
+    cache = cache or open_cache(_prepared(data, settings, base), settings)
+    _check_mode(cache, layers['options'])
     settings = _in_memory(cache, settings, base, fit)
-    if steps: settings = settings.replace(training={'steps': steps})
+    look = _prepared(val_data, settings, cache.folder) if _is_corpus(val_data) else val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, val) if val else ()
-    if val and not settings.training.validate_every:
+    if (val or look) and not settings.training.validate_every:
         settings = settings.replace(training={'validate_every': settings.training.checkpoint_every})
-    feed = {} if os.environ.get('TF_CONFIG') else _feed(cache, settings, gpus, buffer_size)   # all GPUs of a cluster train
-    return new_run(cache, settings, run or _free_run(workspace().runs), held_out, base, **feed)
+    feed = _feed(cache, settings, gpus, buffer_size)
+    looked = open_cache(look) if look else None
+    return new_run(cache, settings, run or _free_run(workspace().runs), held_out, base, looked, **feed)
 
-def _settings(cache, preset, config, base, finetune, known=None):
-    "The settings that were asked for, else those of a run in `known`, else those of the cache."
+def _settings(cache, preset, config, base, finetune):
+    "The settings that were asked for, over those of the cache."
     from xtts_nb.config import XTTSConfig
+    return _begun_from(base, with_file(XTTSConfig.preset(preset) if preset else cache.config, config), finetune)
+
+def _begun_from(base, settings, finetune):
+    "The settings with the model of `base`, and what of it moves."
     from xtts_nb.runs import base_config
-    if preset or config: settings = load_settings(preset, config)
-    else: settings = XTTSConfig.load(known) if known else cache.config
-    if finetune: settings = settings.replace(training={'finetune': finetune})
-    return base_config(base, settings)
+    return base_config(base, settings.replace(training={'finetune': finetune}) if finetune else settings)
 
 def _feed(cache, settings, gpus: dict, buffer_size: int | None) -> dict:
     "Where the batches of a runtime cache are made; nothing to say where the codes are prepared and nobody asked."
@@ -142,6 +190,37 @@ def _maker():
     if not os.environ.get('TF_CONFIG'): return new_run
     from xtts_nb.distributed import cluster_run
     return cluster_run()
+
+# %% ../nbs/62_cli_train.ipynb #cfef841f
+def _is_corpus(data: Path | None) -> bool:
+    "Whether there is something in `data`, and it is no cache."
+    if data is None or (data / 'manifest.json').is_file(): return False
+    return data.is_file() or data.is_dir() and any(data.iterdir())
+
+def _prepared_folder(corpus: Path, settings, made: Path | None = None) -> Path:
+    "Where in the workspace the cache of a corpus belongs that is made with these settings."
+    from xtts_nb.config import workspace
+    from xtts_nb.files import fingerprint
+    dvae = {k: v for k, v in settings.training.model_dump().items() if k.startswith('dvae') or k == 'seed'}
+    limits = settings.data.model_dump(include={'min_seconds', 'max_seconds', 'max_text_tokens', 'preprocessing_mode'})
+    mark = fingerprint(str(corpus.resolve()), settings.model.model_dump(), dvae, limits, str(made.resolve()) if made else '')
+    return workspace().cache / f'{corpus.resolve().stem}-{mark[:8]}'
+
+def _prepared(corpus: Path, settings, made: Path | None = None) -> Path:
+    "The cache of a corpus in the workspace, up to date; `made` names one whose DVAE and tokenizer to use."
+    from xtts_nb.cli_data import make_cache
+    out = _prepared_folder(corpus, settings, made)
+    there = (out / 'manifest.json').is_file()
+    print(f'{corpus} is a corpus; its cache is {out}, {"brought up to date" if there else "made now"}.', file=sys.stderr)
+    make_cache(corpus, out, settings, made or (out if there else None))
+    return out
+
+def _check_mode(cache, options: dict):
+    "Raise `UserError` unless the cache is of the mode that is asked for."
+    from xtts_nb.config import UserError
+    mode, asked = cache.manifest['mode'], options.get('data.preprocessing_mode', 'auto')
+    if asked not in ('auto', mode):
+        raise UserError(f'{cache.folder}: was made with data.preprocessing_mode {mode}; leave --preprocessing-mode {asked} out.')
 
 def _free_run(runs: Path, name: str = 'train') -> Path:
     "The first of train-1, train-2, ... that is free."
@@ -302,6 +381,30 @@ def find_learning_rate_(
         plot_learning_rate(found, out)
         show({'suggestion': found['suggestion'], 'lowest': found['lowest'], 'updates': len(found['losses']), 'plot': str(out)},
              f'training.learning_rate: {found["suggestion"]:g} (the loss was lowest at {found["lowest"]:.1e}); see {out}')
+
+# %% ../nbs/62_cli_train.ipynb #28c24994
+config_app = typer.Typer(no_args_is_help=True, help='Settings files.')
+app.add_typer(config_app, name='config', rich_help_panel='Training')
+
+@config_app.command('create')
+def config_create(
+    out: Annotated[Path, typer.Argument(help='File to write.')] = Path('config.yaml'),
+    preset: Preset = 'xtts_v2',
+    gpu_preset: Annotated[str | None, typer.Option(help='Sizes for a card: 4090, 3090, 3060, A100 or H200.')] = None,
+    json_: Json = False,
+):
+    "Write a commented YAML file of all settings, at their defaults, for xtts-nb train --config."
+    with answer(json_) as show:
+        import os
+        from xtts_nb.config import UserError, XTTSConfig
+        from xtts_nb.files import atomic_file
+        from xtts_nb.recipes import commented_yaml, config_diff, gpu_preset as sizes, recipe
+        config = base = XTTSConfig.preset(preset)
+        if gpu_preset: config = recipe(base, {gpu_preset: sizes(gpu_preset, os.cpu_count())}, lambda line: None)
+        if out.exists(): raise UserError(f'{out}: already exists; choose another name or remove it.')
+        with atomic_file(out) as part: part.write_text(commented_yaml(config), encoding='utf-8')
+        changed = {key: new for key, (_, new) in config_diff(base, config).items()}
+        show({'config': str(out), 'preset': preset, 'changed': changed}, f'{out}: xtts-nb train --config {out} --data CACHE')
 
 # %% ../nbs/62_cli_train.ipynb #bf9b4769
 @command()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Positive', 'REFUSED', 'UserError', 'Section', 'AudioConfig', 'DVAEConfig', 'GPTConfig', 'SpeakerConfig',
-           'DecoderConfig', 'ModelConfig', 'DataConfig', 'TrainingConfig', 'SpeechConfig', 'VoiceConfig', 'XTTSConfig',
-           'Workspace', 'workspace', 'sizes', 'setup_tf']
+           'DecoderConfig', 'ModelConfig', 'DataConfig', 'TrainingConfig', 'SpeechConfig', 'VoiceConfig', 'key_named',
+           'read_settings', 'XTTSConfig', 'Workspace', 'workspace', 'sizes', 'asked', 'setup_tf']
 
 # %% ../nbs/00_config.ipynb #0670ef92
 import configparser
@@ -53,21 +53,21 @@ class AudioConfig(Section):
     @property
     def frames_per_second(self) -> float: return self.sample_rate / self.hop_length
 
-# %% ../nbs/00_config.ipynb #024afc08
+# %% ../nbs/00_config.ipynb #040dec3b
 class DVAEConfig(Section):
     "Mel <-> audio codes."
     hidden: Positive = 512               # channels after the first halving; twice that after the second
     codebook_dim: Positive = 512         # width of a code vector
     codes: Positive = 1024               # V of the audio codes
-    resnet_blocks: Positive = 3
+    resnet_blocks: Positive = 3          # behind the strided convolutions
 
     @property
     def frames_per_code(self) -> int: return 4   # two convolutions of stride 2
 
-# %% ../nbs/00_config.ipynb #75752e33
+# %% ../nbs/00_config.ipynb #ce60cb7e
 class GPTConfig(Section):
     "Voice and text -> audio codes."
-    layers: Positive = 30
+    layers: Positive = 30                # blocks over voice, text and codes
     width: Positive = 1024               # D
     heads: Positive = 16                 # H
     text_tokens: Positive = 6681         # V of the text
@@ -76,10 +76,10 @@ class GPTConfig(Section):
     max_audio_codes: Positive = 605      # S, without START and STOP
     prompt_latents: Positive = 32        # P
     conditioning_layers: Positive = 6    # attention blocks over the reference mel
-    perceiver_layers: Positive = 2
-    perceiver_heads: Positive = 8
+    perceiver_layers: Positive = 2       # attention of the latents over what the conditioning heard
+    perceiver_heads: Positive = 8        # H of the perceiver
     perceiver_head_dim: Positive = 64    # K of the perceiver
-    dropout: float = Field(0.1, ge=0, lt=1)
+    dropout: float = Field(0.1, ge=0, lt=1)     # share of activations that training leaves out
     code_noise: float = Field(0., ge=0, lt=1)   # share of input codes replaced by random ones in training
 
     @pydantic.model_validator(mode='after')
@@ -88,28 +88,28 @@ class GPTConfig(Section):
         if self.width % 32: raise ValueError(f'width {self.width} is not a multiple of 32, the groups of the norm')
         return self
 
-# %% ../nbs/00_config.ipynb #417c59be
+# %% ../nbs/00_config.ipynb #15672540
 class SpeakerConfig(Section):
     "A voice as one vector, for the decoder."
     sample_rate: Positive = 16000        # Hz, of what this encoder hears
     n_fft: Positive = 512                # points
     win_length: Positive = 400           # samples under the Hamming window
     hop_length: Positive = 160           # samples between frames
-    n_mels: Positive = 64
+    n_mels: Positive = 64                # C of this encoder
     pre_emphasis: float = Field(0.97, ge=0, lt=1)   # share of the sample before that is taken away
     filters: tuple[Positive, ...] = (32, 64, 128, 256)   # channels of each stage
     blocks: tuple[Positive, ...] = (3, 4, 6, 3)          # residual blocks of each stage
     width: Positive = 512                # of the vector
 
-# %% ../nbs/00_config.ipynb #edb9982b
+# %% ../nbs/00_config.ipynb #469e28db
 class DecoderConfig(Section):
     "Hidden states of the GPT and a voice -> sound."
     sample_rate: Positive = 24000        # Hz, of what is spoken
     channels: Positive = 512             # before the first stage; each stage halves them
     rates: tuple[Positive, ...] = (8, 8, 2, 2)           # samples made of one, stage by stage
-    up_kernels: tuple[Positive, ...] = (16, 16, 4, 4)
-    residual_kernels: tuple[Positive, ...] = (3, 7, 11)
-    dilations: tuple[Positive, ...] = (1, 3, 5)
+    up_kernels: tuple[Positive, ...] = (16, 16, 4, 4)   # samples under the kernel of each stage
+    residual_kernels: tuple[Positive, ...] = (3, 7, 11)   # samples under the kernel of each residual block
+    dilations: tuple[Positive, ...] = (1, 3, 5)   # steps between these samples
 
 # %% ../nbs/00_config.ipynb #9aa72f8c
 class ModelConfig(Section):
@@ -152,16 +152,17 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     "How the weights move."
     steps: Positive = 1000               # updates
-    learning_rate: float = Field(5e-6, gt=0)
+    epochs: int = Field(0, ge=0)         # passes over the clips, in place of steps; 0 leaves it to steps
+    learning_rate: float = Field(5e-6, gt=0)   # the greatest
     warmup_steps: int = Field(0, ge=0)   # updates, linear from 0
     schedule: Literal['constant', 'cosine', 'noam'] = 'constant'   # after the warm-up; cosine ends at 2 %
     finetune: Literal['whole', 'lora', 'rows'] = 'whole'   # what moves: all, adapters of the attention, rows of a new language
     lora_rank: Positive = 8              # of an adapter
     lora_alpha: float = Field(16., gt=0) # over the rank, what an adapter's product is multiplied by
     weight_decay: float = Field(1e-2, ge=0)   # on matrices only
-    beta_2: float = Field(0.96, gt=0, lt=1)
+    beta_2: float = Field(0.96, gt=0, lt=1)   # share of the running mean of squared gradients that stays at an update
     gradient_clip_norm: float = Field(1.0, gt=0)   # of all gradients together
-    text_loss_weight: float = Field(0.01, ge=0)
+    text_loss_weight: float = Field(0.01, ge=0)   # of the loss over the text; that over the codes counts 1
     precision: Literal['float32', 'bfloat16', 'float16'] = 'float32'   # of the matrix products
     accumulation: Positive = 1           # parts that a batch is computed in, one after the other
     gradient_checkpointing: bool = False # compute each block again instead of keeping what it computed
@@ -179,7 +180,7 @@ class TrainingConfig(Section):
     max_bad_steps: Positive = 10         # updates in a row skipped for a NaN before training stops
     dvae_steps: Positive = 2000          # updates of the DVAE when it is trained here
     dvae_batch_size: Positive = 16       # crops
-    dvae_learning_rate: float = Field(5e-4, gt=0)
+    dvae_learning_rate: float = Field(5e-4, gt=0)   # the greatest, of Adam
     seed: int = Field(0, ge=0, lt=2**31)     # of the initial weights and the dropout masks
 
     @pydantic.model_validator(mode='after')
@@ -221,25 +222,39 @@ class VoiceConfig(Section):
         if not self.periods + self.windows: raise ValueError('periods and windows are both empty; name at least one critic')
         return self
 
-# %% ../nbs/00_config.ipynb #28f15ef5
-REFUSED = {   # key -> why it is none of ours, and which to use
-    'data.shuffle_buffer_multiplier': 'the order is computed from data.seed and the step, without a buffer; leave it out',
-    'data.pipeline_buffer_size': 'there is one buffer, data.prefetch_buffer_size; use that',
-    'data.enhanced_gpu_prefetch': 'it is data.prefetch_to_gpu here; use that',
-    'data.optimize_cpu_gpu_overlap': 'batches are always made while the step runs, data.prefetch_buffer_size ahead; use that',
-    'data.use_tf_native_loading': 'reading is always native, there is no Python loader to fall back to; leave it out',
-    'data.pin_memory': 'TensorFlow pins what data.prefetch_to_gpu copies; leave it out',
-    'data.max_mel_frames': 'clips are limited in seconds, by data.max_seconds; use that',
-    'data.auto_tune_performance': 'call throughput.auto_tune_performance once: it writes data.num_workers and '
-                                  'data.prefetch_buffer_size to a file; use these',
-    'data.enable_xla': 'the step is compiled by training.enable_xla_compilation; use that',
-    'data.mixed_precision': 'the precision is training.precision, float32 or bfloat16; use that',
-    'training.batch_size': 'the batch size is data.batch_size; use that',
+# %% ../nbs/00_config.ipynb #06639889
+REFUSED = {   # key, in whichever section -> why it is none of ours, and which to use
+    'shuffle_buffer_multiplier': 'the order is computed from data.seed and the step, without a buffer; leave it out',
+    'pipeline_buffer_size': 'there is one buffer, data.prefetch_buffer_size; use that',
+    'enhanced_gpu_prefetch': 'it is data.prefetch_to_gpu here; use that',
+    'optimize_cpu_gpu_overlap': 'batches are always made while the step runs, data.prefetch_buffer_size ahead; use that',
+    'use_tf_native_loading': 'reading is always native, there is no Python loader to fall back to; leave it out',
+    'pin_memory': 'TensorFlow pins what data.prefetch_to_gpu copies; leave it out',
+    'cache_verification': 'a cache is checked whenever it is opened; leave it out',
+    'model_start_delay': 'the first update waits for its batch and for nothing else; leave it out',
+    'max_mel_frames': 'clips are limited in seconds, by data.max_seconds; use that',
+    'min_audio_length': 'clips are limited in seconds, by data.min_seconds; use that',
+    'max_text_length': 'texts are limited in tokens, by data.max_text_tokens; use that',
+    'auto_tune_performance': 'call throughput.auto_tune_performance once: it writes data.num_workers and '
+                             'data.prefetch_buffer_size to a file; use these',
+    'enable_xla': 'the step is compiled by training.enable_xla_compilation; use that',
+    'enable_tensorrt': 'the step is compiled by training.enable_xla_compilation; use that',
+    'mixed_precision': 'the precision is training.precision, float32 or bfloat16; use that',
+    'gradient_accumulation_steps': 'it is training.accumulation here; use that',
+    'max_memory_fraction': 'memory is limited in MiB, by xtts-nb configure --memory-limit; leave it out',
+    'kl_loss_weight': 'there is no such loss, the two losses are weighed by training.text_loss_weight; use that',
 }
 
-# %% ../nbs/00_config.ipynb #2bc04db4
+# %% ../nbs/00_config.ipynb #b4471fce
+def key_named(name: str) -> str | None:
+    "The key called `name`, if exactly one of the sections where runs differ has it."
+    parts = {part: XTTSConfig.model_fields[part].annotation for part in ('data', 'training', 'speech')}
+    held = [f'{part}.{name}' for part, section in parts.items() if name in section.model_fields]
+    return held[0] if len(held) == 1 else None
+
 def _nearest(key: str, section: type) -> str:
     "A hint at the key that was meant, or the keys there are."
+    if there := key_named(key): return f'did you mean "{there}"?'
     names = list(section.model_fields)
     close = difflib.get_close_matches(key, names, n=1)
     return f'did you mean "{close[0]}"?' if close else f'it has {", ".join(names)}.'
@@ -253,11 +268,24 @@ def _explain(error: pydantic.ValidationError, where: str) -> str:
     "The first validation error as one sentence with a remedy."
     e = error.errors()[0]
     key, section = '.'.join(map(str, e['loc'])), _section_at(XTTSConfig, e['loc'])
-    if key in REFUSED: return f'{where}: there is no key "{key}": {REFUSED[key]}.'
-    if e['type'] == 'extra_forbidden': return f'{where}: there is no key "{key}"; {_nearest(str(e["loc"][-1]), section)}'
+    if e['type'] == 'extra_forbidden':
+        name = str(e['loc'][-1])
+        if name in REFUSED: return f'{where}: there is no key "{key}": {REFUSED[name]}.'
+        return f'{where}: there is no key "{key}"; {_nearest(name, section)}'
     return f'{where}: {key or "the settings"}: {e["msg"]}; got {e["input"]!r}.'
 
-# %% ../nbs/00_config.ipynb #40596995
+# %% ../nbs/00_config.ipynb #3c168a49
+def read_settings(path: str | Path) -> dict:
+    "What a YAML file holds, not yet checked; raises `UserError` if it is not YAML of sections."
+    try: values = yaml.safe_load(Path(path).read_text(encoding='utf-8')) or {}
+    except FileNotFoundError: raise UserError(f'{path}: there is no such settings file.') from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f'{path}: not readable as settings ({e}); give a YAML file.') from None
+    except yaml.YAMLError as e: raise UserError(f'{path}: not YAML ({str(e).splitlines()[0]}); mend it there.') from None
+    if not isinstance(values, dict): raise UserError(f'{path}: expected sections such as model or data; got {values!r}.')
+    return values
+
+# %% ../nbs/00_config.ipynb #37150e62
 class XTTSConfig(Section):
     "Everything a run depends on: `model`, `data`, `training`, `voice`, `speech`."
     model: ModelConfig = ModelConfig()
@@ -312,19 +340,13 @@ class XTTSConfig(Section):
     @classmethod
     def load(cls, path: str | Path) -> 'XTTSConfig':
         "Settings from a YAML file; keys left out keep their defaults."
-        try: values = yaml.safe_load(Path(path).read_text(encoding='utf-8')) or {}
-        except FileNotFoundError: raise UserError(f'{path}: there is no such settings file.') from None
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f'{path}: not readable as settings ({e}); give a YAML file.') from None
-        except yaml.YAMLError as e: raise UserError(f'{path}: not YAML ({str(e).splitlines()[0]}); mend it there.') from None
-        if not isinstance(values, dict): raise UserError(f'{path}: expected sections such as model or data; got {values!r}.')
-        return cls.from_dict(values, str(path))
+        return cls.from_dict(read_settings(path), str(path))
 
     def to_yaml(self) -> str: return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
-    def replace(self, **sections) -> 'XTTSConfig':
+    def replace(self, where: str = 'settings', /, **sections) -> 'XTTSConfig':
         "A copy with some keys changed: `cfg.replace(data={'batch_size': 4})`."
-        return self.from_dict(_merge(self.model_dump(), sections))
+        return self.from_dict(_merge(self.model_dump(), sections), where)
 
     def _repr_markdown_(self) -> str:
         rows = [f'| {name} | ' + ', '.join(f'{k} {v}' for k, v in section) + ' |'
@@ -402,23 +424,48 @@ def _keep_compiled(folder: Path | None):
         here = f'--tf_xla_persistent_cache_directory={folder} --tf_xla_persistent_cache_device_types=CPU,GPU'
         os.environ['TF_XLA_FLAGS'] = f'{flags} {here}'.strip()
 
-# %% ../nbs/00_config.ipynb #6451ff58
+# %% ../nbs/00_config.ipynb #8e1461d7
+def asked(variable: str) -> int | None:
+    "The positive number in an environment variable, if it is set; raises `UserError` if it holds something else."
+    value = os.environ.get(variable)
+    if not value: return None
+    if not (value.isdecimal() and int(value)): raise UserError(f'{variable}={value}: give a positive number or unset it.')
+    return int(value)
+
+# %% ../nbs/00_config.ipynb #258334f5
 def setup_tf(
-    threads: int | None = None,       # for one op; default: one per core
+    threads: int | None = None,       # within an op and between ops; default: as the environment asks, else one per core
     memory_growth: bool = True,       # take GPU memory as needed instead of all of it
+    memory_limit: int | None = None,  # MiB of each GPU at most, taken at once; default: as the environment asks, else none
 ) -> dict:
     "Prepare TensorFlow; returns `{setting: (asked, got)}`, read back from TensorFlow."
     _keep_compiled(workspace().xla_cache)
     with _without_greeting():
         import tensorflow as tf
         gpus = tf.config.list_physical_devices('GPU')
-    threads = threads or (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    within, between = (threads or asked(f'TF_NUM_{kind}OP_THREADS') or cores for kind in ('INTRA', 'INTER'))
+    limit = memory_limit or asked('XTTS_NB_MEMORY_LIMIT')
     try:
-        tf.config.threading.set_intra_op_parallelism_threads(threads)
-        tf.config.threading.set_inter_op_parallelism_threads(threads)
-        for gpu in gpus: tf.config.experimental.set_memory_growth(gpu, memory_growth)
+        tf.config.threading.set_intra_op_parallelism_threads(within)
+        tf.config.threading.set_inter_op_parallelism_threads(between)
+        for gpu in gpus: _share_memory(gpu, memory_growth, limit)
     except RuntimeError: pass   # TensorFlow has started: the table shows what it kept
-    got = {'intra-op threads': (threads, tf.config.threading.get_intra_op_parallelism_threads()),
-           'inter-op threads': (threads, tf.config.threading.get_inter_op_parallelism_threads())}
-    for gpu in gpus: got[f'memory growth {gpu.name}'] = (memory_growth, tf.config.experimental.get_memory_growth(gpu))
+    got = {'intra-op threads': (within, tf.config.threading.get_intra_op_parallelism_threads()),
+           'inter-op threads': (between, tf.config.threading.get_inter_op_parallelism_threads())}
+    for gpu in gpus:
+        if limit: got[f'memory limit {gpu.name}'] = (limit, _memory_limit(gpu))
+        else: got[f'memory growth {gpu.name}'] = (memory_growth, tf.config.experimental.get_memory_growth(gpu))
     return got
+
+def _share_memory(gpu, growth: bool, limit: int | None):
+    "Ask for at most `limit` MiB of a GPU, or for memory as it is needed; TensorFlow does not take both."
+    import tensorflow as tf
+    if limit: tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=limit)])
+    else: tf.config.experimental.set_memory_growth(gpu, growth)
+
+def _memory_limit(gpu) -> float | None:
+    "MiB that TensorFlow may take of a GPU, if that is limited."
+    import tensorflow as tf
+    parts = tf.config.get_logical_device_configuration(gpu)
+    return parts[0].memory_limit if parts else None

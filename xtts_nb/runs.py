@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from .adapters import make_update, new_rows
-from .cache import Cache, content_keys, file_sha
+from .cache import KINDS, Cache, content_keys, file_sha
 from .config import UserError, XTTSConfig
 from .data import BatchPlan
 from .dvae import load_dvae
@@ -23,7 +23,7 @@ from .files import atomic_file, atomic_folder, fingerprint, read_json, write_jso
 from .listening import Listener
 from .model import XTTS
 from .text import Tokenizer
-from .trainer import Trainer, on_device
+from .trainer import Trainer, in_updates, on_device
 from .weights import load_weights
 
 # %% ../nbs/31_runs.ipynb #02433d44
@@ -110,17 +110,21 @@ def new_run(
     run: str | Path | None,      # None keeps nothing
     held_out: list[str] = (),    # ids of clips to keep out of training
     base: str | Path | None = None,   # folder of a model to begin from
+    val: Cache | None = None,    # clips of another cache to validate on
     make=Trainer,                # called as a `Trainer` is
     **where,                     # `feed` and `device` of `Trainer`
 ) -> Trainer:
     "A trainer that keeps its state in `run` and goes on with what stands there; raises `UserError` if they do not fit."
     run = run and Path(run)
     config = base_config(base, config)
+    if val and held_out: raise UserError(f'{run}: clips held out and {val.folder} cannot both be validated on; give one of them.')
+    if val: _check_alike(cache, val)
     for part in ('audio', 'dvae'):
         if wrong := _differences(getattr(config.model, part), getattr(cache.config.model, part)):
             raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again with these '
                             f'({wrong}).')
     origin = {'base': str(Path(base).resolve()), 'base_sha': file_sha(Path(base) / 'model.safetensors')} if base else {}
+    if val: origin |= {'val': str(val.folder.resolve()), 'val_key': val.manifest['key']}
     if run and (known := run_facts(run)): _check_run(run, known, cache, held_out, origin)
     asked, ids = set(held_out), [c['id'] for c in cache.clips]
     unknown = asked - set(ids)
@@ -130,12 +134,15 @@ def new_run(
     with on_device(where.get('device')):
         if base: xtts = load_base(base, config, cache)
         else: xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
-        update = make_update(xtts.gpt, config.training, new_rows(config, xtts.tokenizer, cache.languages))
     keep, encoder = run / 'plan' if run and len(cache) >= LARGE else None, None if 'feed' in where else _encoder(cache, config)
     plan = BatchPlan(cache, config.data, np.flatnonzero(~out), keep, encoder)
-    held, listen = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
-    with on_device(where.get('device')): trainer = make(xtts, plan, run, held, update, listen=listen, **where)
+    if val: cache, out, encoder = val, np.ones(len(val), bool), _encoder(val, config)   # those to be looked at
+    look, listen = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
+    with on_device(where.get('device')):
+        update = make_update(xtts.gpt, in_updates(config.training, plan), new_rows(config, xtts.tokenizer, plan.cache.languages))
+        trainer = make(xtts, plan, run, look, update, listen=listen, **where)
     if not run: return trainer
+    cache = plan.cache
     facts = {'part': 'gpt', 'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'], 'held_out': sorted(held_out)}
     write_json(run / 'run.json', facts | origin)
     with atomic_file(run / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
@@ -166,9 +173,17 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray) -> Listener | None:
         raise UserError('training.listen_clips: there is nothing to listen to; hold clips out and set training.validate_every.')
     return Listener(xtts, cache, np.flatnonzero(out), training.listen_clips, _encoder(cache, xtts.config))
 
-# %% ../nbs/31_runs.ipynb #00b1f523
+# %% ../nbs/31_runs.ipynb #1337b1c1
+def _check_alike(cache: Cache, val: Cache):
+    "Raise `UserError` unless the clips of both were made by one DVAE, one tokenizer and one front end."
+    for kind in KINDS:
+        ours, theirs = (c.manifest['keys'][kind] for c in (cache, val))
+        if ours != theirs:
+            raise UserError(f'{val.folder}: its {kind} have the key {theirs}, those of {cache.folder} {ours}; prepare it again '
+                            f'with xtts-nb prepare CORPUS --dvae {cache.folder}.')
+
 def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin: dict):
-    "Raise `UserError` if `run` was trained on another cache, held out other clips or began from another model."
+    "Raise `UserError` if `run` was trained on another cache, validated on other clips or began from another model."
     if known['key'] != cache.manifest['key']:
         raise UserError(f'{run}: was trained on the cache with key {known["key"]}, {cache.folder} has {cache.manifest["key"]}; '
                         'choose another folder.')
@@ -177,6 +192,9 @@ def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin
     if known.get('base_sha') != origin.get('base_sha'):
         began = f'{known["base"]} as it was then' if 'base' in known else 'nothing'
         raise UserError(f'{run}: began from {began}; go on from that or choose another folder.')
+    if known.get('val_key') != origin.get('val_key'):
+        raise UserError(f'{run}: was validated on {known.get("val", "no cache of its own")}; give the same or choose another '
+                        'folder.')
 
 def resume_run(run: str | Path, **where) -> Trainer:   # `feed` and `device` of `Trainer`
     "The trainer of a run that stands in `run`; raises `UserError` if there is none."
@@ -187,7 +205,8 @@ def resume_run(run: str | Path, **where) -> Trainer:   # `feed` and `device` of 
     base = facts.get('base')
     if base and not (Path(base) / 'model.safetensors').is_file():
         raise UserError(f'{run}: began from the model in {base}, which is gone; put it back there.')
-    return new_run(open_cache(facts['cache'], config), config, run, facts['held_out'], base, **where)
+    val = open_cache(facts['val'], config) if 'val' in facts else None
+    return new_run(open_cache(facts['cache'], config), config, run, facts['held_out'], base, val, **where)
 
 # %% ../nbs/31_runs.ipynb #97ee66f6
 def export_run(

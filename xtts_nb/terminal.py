@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Rounds', 'Settings', 'main', 'answer', 'progress',
-           'stage', 'start', 'table', 'load_settings']
+           'stage', 'start', 'table', 'load_settings', 'with_file']
 
 # %% ../nbs/60_terminal.ipynb #0a52b53b
 import json
@@ -114,10 +114,12 @@ def table(title: str, rows: list[dict]) -> str:
 
 # %% ../nbs/60_terminal.ipynb #e3681f9a
 def load_settings(preset: str, config: Path | None, made: Path | None = None):
-    "Settings from a file, else from what was made before, else from a preset."
+    "Settings from a file, ours or a guide's, over those of what was made before, or of a preset."
     from xtts_nb.config import UserError, XTTSConfig
-    if config: return XTTSConfig.load(config)
-    if made:
-        if not (made / 'config.yaml').is_file(): raise UserError(f'{made}: holds no config.yaml; give a cache or a run.')
-        return XTTSConfig.load(made / 'config.yaml')
-    return XTTSConfig.preset(preset)
+    if made and not (made / 'config.yaml').is_file(): raise UserError(f'{made}: holds no config.yaml; give a cache or a run.')
+    return with_file(XTTSConfig.load(made / 'config.yaml') if made else XTTSConfig.preset(preset), config)
+
+def with_file(base, config: Path | None):
+    "`base` with the settings of a file over it, if there is one; what becomes of a guide's keys is said on stderr."
+    from xtts_nb.recipes import load_recipe
+    return load_recipe(config, lambda line: print(line, file=sys.stderr), base) if config else base
