@@ -125,9 +125,9 @@ def new_run(
     unknown = held - set(ids)
     if unknown: raise UserError(f'{cache.folder}: has no clip {sorted(unknown)[0]} to hold out.')
     out = np.array([i in held for i in ids])
-    keras.utils.set_random_seed(config.training.seed)
     keep, encoder = run / 'plan' if len(cache) >= LARGE else None, None if 'feed' in where else _encoder(cache, config)
     plan = BatchPlan(cache, config.data, np.flatnonzero(~out), keep, encoder)
+    keras.utils.set_random_seed(config.training.seed)   # now: a DVAE to read with has drawn numbers too
     with on_device(where.get('device')):
         if base: xtts = load_base(base, config, cache)
         else: xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
