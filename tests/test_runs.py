@@ -41,6 +41,7 @@ def test_without_a_dvae_it_is_said_what_to_do(runtime, small):
     with pytest.raises(UserError, match='holds no codes.*give its plan a DVAE, or prepare it with data.preprocessing_mode pre'):
         cached_batches(BatchPlan(runtime, small.data))
 
+@pytest.mark.slow
 def test_training_at_runtime_is_training_from_the_cache(prepared, runtime, mini, tmp_path):
     "Two updates, and a look at the sentences held out."
     run = lambda cache: new_run(cache, mini, tmp_path / cache.manifest['mode'], ['low-0', 'high-0'])
