@@ -86,6 +86,7 @@ def distributed(
 def bench_growth(record: Record = False, json_: Json = False):
     "Steps of 1, 2 and 4 local workers that add up tensors, against what the model of an all-reduce predicts."
     with answer(json_) as show:
+        start()
         from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.growth import check_growth
         with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))
