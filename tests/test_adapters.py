@@ -66,12 +66,12 @@ def test_the_gradients_are_those_of_the_weights(mini, rows, kind):
         g = of[part.weight.path.removeprefix(f'{update.gpt.name}/')].numpy()
         if kind == 'lora': wanted += [part.scale * g @ part.up.numpy().T, part.scale * part.down.numpy().T @ g]
         else: wanted.append(np.take(g, [i for a, b in RUNS for i in range(a, b)], part.axis))
-    settings = {}, {'gradient_checkpointing': True}, {'accumulation': 4}, {'accumulation': 2, 'gradient_checkpointing': True}
-    for change in settings:
+    for change in ({}, {'accumulation': 2, 'gradient_checkpointing': True}):
         other = made(mini, kind, training=change)
         got = tf.function(other.gradients)(rows, tf.constant(0), counts)[0]
         for v, a, b in zip(update.weights, wanted, got): assert np.allclose(a, b, rtol=1e-3, atol=1e-6), (change, v.path)
 
+@pytest.mark.slow
 def test_xla_computes_the_same(mini, rows):
     for kind in ('lora', 'rows'):
         plain, fused = (run(made(mini, kind, training={'enable_xla_compilation': xla}), rows) for xla in (False, True))
@@ -116,7 +116,7 @@ def test_only_what_moves_is_kept(mini, rows):
         update = made(mini, kind, training={'ema': 0.9})
         numbers, own = sum(int(np.prod(v.shape)) for v in update.state.values()), update.state.keys() - update.variables.keys()
         assert len(own) == names and all(k.startswith(f'{kind}/') for k in own)
-        assert numbers == 4 * sum(int(np.prod(v.shape)) for v in update.weights) + 2   # moments, means; two counters
+        assert numbers == 4 * sum(int(np.prod(v.shape)) for v in update.weights) + 1   # moments, means; a counter
 
 def test_rows_of_several_languages():
     config = lambda grown: XTTSConfig().replace(model={'gpt': {'grown_from': grown}}, training={'finetune': 'rows'})

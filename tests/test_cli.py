@@ -20,7 +20,8 @@ from xtts_nb.cache import Cache
 from xtts_nb.config import XTTSConfig
 
 COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['monitor'], ['bench'],
-            ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['convert'], ['convert', 'from-coqui'],
+            ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['train-dvae'], ['train-voice'], ['convert'],
+            ['convert', 'from-coqui'],
             ['convert', 'to-coqui'], ['grow'], ['parity']]
 
 

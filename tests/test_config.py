@@ -11,10 +11,10 @@ import yaml
 
 import xtts_nb
 from xtts_nb.config import (REFUSED, AudioConfig, DataConfig, DVAEConfig, GPTConfig, SpeechConfig, TrainingConfig, UserError,
-                            XTTSConfig, setup_tf, sizes, workspace)
+                            VoiceConfig, XTTSConfig, setup_tf, sizes, workspace)
 
 SECTIONS = {'audio': AudioConfig, 'dvae': DVAEConfig, 'gpt': GPTConfig, 'data': DataConfig, 'training': TrainingConfig,
-            'speech': SpeechConfig}
+            'voice': VoiceConfig, 'speech': SpeechConfig}
 KEYS = [(section, key) for section, model in SECTIONS.items() for key in model.model_fields]
 ALIASES = {'cfg', 'config', 'g', 's', 't'}   # what modules call the section at hand
 
@@ -45,7 +45,7 @@ def test_a_key_is_read_somewhere(reads, section, key):
 def test_yaml_goes_there_and_back(config, tmp_path):
     (tmp_path / 'c.yaml').write_text(config.to_yaml())
     assert XTTSConfig.load(tmp_path / 'c.yaml') == config
-    assert list(yaml.safe_load(config.to_yaml())) == ['model', 'data', 'training', 'speech']
+    assert list(yaml.safe_load(config.to_yaml())) == ['model', 'data', 'training', 'voice', 'speech']
 
 @pytest.mark.parametrize('text', ['', '# nothing\n', '{}', 'model: {}\n'])
 def test_what_is_left_out_keeps_its_default(text, tmp_path):
@@ -57,7 +57,7 @@ def test_numbers_as_people_write_them(written, value, tmp_path):
     (tmp_path / 'c.yaml').write_text(f'training: {{learning_rate: {written}}}')
     assert XTTSConfig.load(tmp_path / 'c.yaml').training.learning_rate == value
 
-TOP = ('data', 'training', 'speech')
+TOP = ('data', 'training', 'voice', 'speech')
 
 def misspelled(key): return key[:-1] if len(key) > 5 else key + key[-1]
 
@@ -105,6 +105,9 @@ def test_keys_of_others_are_refused_with_the_reason_and_the_key_to_use(key):
     ({'data': {'min_seconds': 5, 'max_seconds': 4}}, ['data', 'min_seconds 5', 'max_seconds 4']),
     ({'speech': {'temperature': -1}}, ['speech.temperature', '-1']), ({'speech': {'top_p': 1.1}}, ['speech.top_p', '1.1']),
     ({'speech': {'speed': 0}}, ['speech.speed', '0']), ({'speech': {'repetition_penalty': 0}}, ['speech.repetition_penalty']),
+    ({'training': {'judge_by': 'dtw'}}, ['training', 'listen_clips']),
+    ({'voice': {'periods': [], 'windows': []}}, ['voice', 'at least one critic']),
+    ({'voice': {'window': 0}}, ['voice.window', '0']),
     ({'data': None}, ['data', 'None']),
     ({'data': [1]}, ['data', '[1]']),
     ({'data': {1: 2}}, ['data', '1']),

@@ -51,16 +51,35 @@ def test_batches_are_those_of_the_cache(prepared, online, dvae, mini, change):
         far = np.abs(ours['reference'].numpy().astype(np.float32) - cached['reference'].numpy().astype(np.float32)) > 5e-3
         assert far.mean() < 1e-3
 
-def test_one_trace_for_each_shape(online, mini):
-    trainer = dual_trainer(online, mini, ONE)
-    run_feed(trainer, 2 * trainer.plan.steps_per_epoch)
-    assert trace_count(trainer.feed.finish) == trace_count(trainer.train_step) == len(trainer.plan.shapes) == 2
+@pytest.fixture(scope='module')
+def worked(online, mini):
+    "A trainer, and what six updates came to in turn and then, from the same weights, side by side."
+    trainer = dual_trainer(online, mini.replace(data={'buckets': 1}), ONE, threads=False)
+    state = [*trainer.state.values()]
+    before = [v.numpy() for v in state]
+    turn = run_feed(trainer, 6)
+    for v, value in zip(state, before): v.assign(value)
+    trainer.feed.threads = True
+    return trainer, turn, run_feed(trainer, 6)
 
-def test_threads_change_nothing(online, mini):
-    turn, side = (run_feed(dual_trainer(online, mini, ONE, threads=threads), 6) for threads in (False, True))
+def test_threads_change_nothing(worked):
+    trainer, turn, side = worked
     assert turn[0] == side[0] and side[1].most <= 3
     assert {s.stage for s in side[1].spans} == {'host', 'data', 'model'}
+    assert trace_count(trainer.feed.finish) == trace_count(trainer.train_step) == len(trainer.plan.shapes) == 1
 
+def test_every_variable_and_stage_is_in_the_audit(worked):
+    trainer = worked[0]
+    rows = placement(trainer)
+    names = {r['name'] for r in rows}
+    assert {v.path for v in trainer.xtts.gpt.variables} | {*trainer.update.variables} <= names
+    assert {r['owner'] for r in rows} >= {'stage host', 'stage data', 'optimizer', 'model', 'DVAE of the data device'}
+    weights = sum(r['bytes'] for r in rows if r['owner'] == 'model')
+    assert weights == sum(v.value.numpy().nbytes for v in trainer.xtts.gpt.variables)
+    rows[0]['device'] = 'CPU:1'
+    with pytest.raises(AssertionError, match='on CPU:1 instead of CPU:0'): placement_summary(rows)
+
+@pytest.mark.slow
 def test_trained_validated_stopped_and_resumed(online, mini, tmp_path):
     config, held = mini.replace(training={'validate_every': 4}, data={'buckets': 1}), [online.clips[0]['id']]
     begin = lambda run: new_run(online, config, tmp_path / run, held, feed=Feed(online, config, ONE), device='CPU:0')
@@ -71,18 +90,6 @@ def test_trained_validated_stopped_and_resumed(online, mini, tmp_path):
     resumed = again.fit()
     assert resumed['loss_last'] == straight['loss_last'] and resumed['best'] == straight['best']
     assert not [t.name for t in threading.enumerate() if t.name in ('host', 'data', 'copy')]
-
-def test_every_variable_and_stage_is_in_the_audit(online, mini):
-    trainer = dual_trainer(online, mini, ONE)
-    trainer.fit(2)
-    rows = placement(trainer)
-    names = {r['name'] for r in rows}
-    assert {v.path for v in trainer.xtts.gpt.variables} | {*trainer.update.variables} <= names
-    assert {r['owner'] for r in rows} >= {'stage host', 'stage data', 'optimizer', 'model', 'DVAE of the data device'}
-    weights = sum(r['bytes'] for r in rows if r['owner'] == 'model')
-    assert weights == sum(v.value.numpy().nbytes for v in trainer.xtts.gpt.variables)
-    rows[0]['device'] = 'CPU:1'
-    with pytest.raises(AssertionError, match='on CPU:1 instead of CPU:0'): placement_summary(rows)
 
 def test_a_cache_with_codes_needs_no_data_device(prepared, mini):
     with pytest.raises(UserError, match='has its codes already'): Feed(prepared, mini, ONE)
@@ -103,7 +110,8 @@ def test_profile_of_emulated_stages(tmp_path):
                                         ('model', 'nothing')])
 def test_the_verdict_names_the_slowest(name, word):
     rows = [{'name': n, 'ms': 9. if n == name else 1.} for n in ('host', 'data', 'copy', 'model')]
-    assert name in verdict(rows) and word in verdict(rows)
+    said = verdict(rows, {'wall': 1., 'work': 2., 'model_wait_share': 0.25})
+    assert f'slowest stage is {name}' in said and word in said and 'waited 25%' in said
 
 
 CHILD = '''

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.dvae import DVAE, Codebook, load_dvae, mel_stats, parameter_count, train_dvae, update_codebook
+from xtts_nb.dvae import DVAE, Codebook, load_dvae, mel_stats, parameter_count, update_codebook
 from xtts_nb.weights import named_weights
 
 
@@ -77,36 +77,6 @@ def test_mel_constants():
     mels = np.array([[1., -3., 0.], [3., -1., 0.]])
     assert np.allclose(mel_stats(mels), [2, 2, 0.1])   # never zero, it is divided by
     assert mel_stats(mels).dtype == np.float32
-
-@pytest.fixture(scope='module')
-def mels(): return np.repeat(normal(40, 80).cumsum(0), 4, 0)
-
-def settings(small, **training):
-    return small.replace(training={'dvae_steps': 30, 'dvae_batch_size': 4, 'dvae_learning_rate': 2e-3,
-                                                                'enable_xla_compilation': False} | training)
-
-@pytest.fixture(scope='module')
-def trained(small, mels): return train_dvae(mels, settings(small))
-
-def test_training_repeats_and_learns(small, mels, trained):
-    seen = []
-    (a, first), (b, second) = train_dvae(mels, settings(small), lambda *x: seen.append(x), log_every=10), trained
-    assert first == second and len(first) == 30 and np.mean(first[-5:]) < np.mean(first[:5])
-    assert [(s, n) for s, n, _ in seen] == [(10, 30), (20, 30), (30, 30)] and seen[-1][2] == pytest.approx(first[-1])
-    assert all(np.array_equal(x, y) for x, y in zip(a.variables, b.variables)) and np.allclose(a.mel_stats, mel_stats(mels))
-
-@pytest.mark.parametrize('change', [{'seed': 1}, {'dvae_steps': 20}, {'dvae_batch_size': 2}, {'dvae_learning_rate': 1e-3}])
-def test_every_setting_of_the_training_matters(small, mels, trained, change):
-    other = train_dvae(mels, settings(small, **change))[1]
-    assert len(other) != 30 or not np.allclose(other, trained[1], rtol=1e-3)
-
-def test_xla_changes_the_speed_only(small, mels, trained):
-    assert np.allclose(train_dvae(mels, settings(small, enable_xla_compilation=True))[1], trained[1], rtol=1e-2)
-
-@pytest.mark.parametrize('frames', [1, 63, 64, 65])
-def test_a_pool_shorter_than_a_crop_will_do(small, frames):
-    losses = train_dvae(normal(frames, 80), settings(small, dvae_steps=2))[1]
-    assert np.isfinite(losses).all()
 
 def test_saved_and_loaded(dvae, small, tmp_path):
     dvae.save(tmp_path / 'd.safetensors')

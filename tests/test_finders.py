@@ -101,6 +101,7 @@ def test_the_picture_and_its_numbers(tmp_path):
 
 # --- the commands --------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_the_commands(prepared, mini, tmp_path):
     (tmp_path / 'a.yaml').write_text(mini.replace(data={'batch_size': 4}).to_yaml())
     asked = ['--data', prepared.folder, '--config', tmp_path / 'a.yaml']

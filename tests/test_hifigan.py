@@ -6,7 +6,8 @@ import tensorflow as tf
 from xtts_nb.audio import speaker_log_mel, synthetic_voice
 from xtts_nb.config import SpeakerConfig, UserError, XTTSConfig
 from xtts_nb.dvae import parameter_count
-from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder, fold_weight_norm, is_normalised, load_decoder, load_speaker_encoder, stretch
+from xtts_nb.hifigan import (Conv2D, HiFiGAN, SpeakerEncoder, fold_weight_norm, is_normalised, load_decoder, load_speaker_encoder,
+                             stretch)
 from xtts_nb.weights import named_weights, save_weights
 
 
@@ -150,3 +151,10 @@ def test_a_missing_tensor_is_named(config, decoder, tmp_path):
 def test_fold_of_a_transposed_kernel_runs_over_its_inputs():
     length, direction = np.arange(1., 4).reshape(1, 1, 3), np.random.randn(16, 5, 3)
     assert np.allclose(np.linalg.norm(fold_weight_norm(length, direction), axis=(0, 1)), [1, 2, 3])
+
+def test_a_convolution_of_one_point_skips_before_it_looks():
+    "TensorFlow's gradient of a strided one writes beyond its memory on a CPU where rows are left over."
+    layer, x = Conv2D(3, 1, 2), tf.random.normal((2, 4, 6, 5))
+    layer.build(x.shape)
+    assert layer.conv.strides == (1, 1)
+    assert np.allclose(layer(x), tf.nn.conv2d(x, layer.conv.kernel, 2, 'VALID'), atol=1e-5)

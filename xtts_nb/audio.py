@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FOREIGN', 'LARGEST_FILTER', 'LOUDEST', 'LOG_FLOOR', 'open_audio', 'read_samples', 'load_audio', 'resample',
-           'synthetic_voice', 'mel_filterbank', 'hann_window', 'frame_count', 'stft', 'log_mel', 'speaker_log_mel',
-           'log_mel_numpy', 'griffin_lim', 'save_audio']
+           'resample_batch', 'synthetic_voice', 'mel_filterbank', 'hann_window', 'frame_count', 'stft', 'log_mel',
+           'speaker_log_mel', 'log_mel_numpy', 'griffin_lim', 'save_audio']
 
 # %% ../nbs/06_audio.ipynb #53e92f72
 import io
@@ -111,6 +111,21 @@ def resample(
     padded = np.pad(wav, (width, width + step + frames * step - len(wav) + step))
     windows = np.lib.stride_tricks.sliding_window_view(padded, len(filters))[::step][:frames]
     return (windows @ filters).reshape(-1)[:length]
+
+# %% ../nbs/06_audio.ipynb #c1496605
+def resample_batch(
+    wav: tf.Tensor,    # (B, N) float32
+    old: int,          # Hz
+    new: int,          # Hz
+) -> tf.Tensor:        # (B, ceil(N new / old))
+    "`resample` as a convolution."
+    divisor = gcd(old, new)
+    step, length = old // divisor, ceil(wav.shape[1] * new / old)
+    filters, width = _sinc_filters(step, new // divisor)
+    frames = ceil(length / (new // divisor))
+    padded = tf.pad(wav, [[0, 0], [width, width + frames * step - wav.shape[1] + step]])[..., None]
+    windows = tf.nn.conv1d(padded, filters[:, None], step, 'VALID')[:, :frames]
+    return tf.reshape(windows, (-1, frames * filters.shape[1]))[:, :length]
 
 # %% ../nbs/06_audio.ipynb #e53b77f7
 def synthetic_voice(

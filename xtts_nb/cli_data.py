@@ -48,19 +48,21 @@ def download(
 # %% ../nbs/61_cli_data.ipynb #49b0d04d
 def _encoder(clips, settings, dvae: Path | None, tell, work: Path):
     "DVAE and tokenizer: those in `dvae`, or a DVAE trained on `clips`, kept in `work`, and no tokenizer yet."
-    from xtts_nb.dvae import load_dvae, train_dvae
+    from xtts_nb.dvae import load_dvae
     from xtts_nb.files import fingerprint
     from xtts_nb.prepare import mel_sample
     from xtts_nb.text import Tokenizer
+    from xtts_nb.voices import train_dvae
     if dvae:
         inside = (dvae / 'dvae.safetensors').is_file()
         path = dvae / ('dvae.safetensors' if inside else 'model.safetensors')
-        return load_dvae(path, settings, prefix='' if inside else 'dvae/'), Tokenizer.load(dvae / 'tokenizer.json')
+        words = dvae / 'tokenizer.json'   # a run of train-dvae has none
+        return load_dvae(path, settings, prefix='' if inside else 'dvae/'), Tokenizer.load(words) if words.is_file() else None
     learned = work / f'learned-{fingerprint(settings.model_dump(), [str(c) for c in clips])}.safetensors'
     if learned.is_file(): return load_dvae(learned, settings), None   # before a run was killed
     mels = mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
     tell('train the DVAE', 0, settings.training.dvae_steps, 'compiling')
-    told = lambda done, total, loss: tell('train the DVAE', done, total, f'mel loss {loss:.3f}')
+    told = lambda done, total, line: tell('train the DVAE', done, total, f'mel loss {line["mel_loss"]:.3f}')
     trained = train_dvae(mels, settings, progress=told)[0]
     trained.save(learned)
     return trained, None

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['command', 'find_app', 'Base', 'Kind', 'AsMade', 'DataGPU', 'ModelGPU', 'Isolate', 'DataMemory', 'ModelMemory',
-           'Buffer', 'given', 'train', 'find_batch_size_', 'find_learning_rate_', 'export', 'bench_train']
+           'Buffer', 'given', 'train', 'train_dvae', 'train_voice', 'find_batch_size_', 'find_learning_rate_', 'export',
+           'bench_train']
 
 # %% ../nbs/62_cli_train.ipynb #ed7d77ee
 import os
@@ -39,7 +40,7 @@ def given(**options) -> dict:
     "The options that were given."
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
-# %% ../nbs/62_cli_train.ipynb #17b36598
+# %% ../nbs/62_cli_train.ipynb #3d3902a0
 @command()
 def train(
     data: Annotated[Path | None, typer.Option(help='Cache to train on; not needed to go on with a run.')] = None,
@@ -67,35 +68,39 @@ def train(
             where = f'{run}: holds no run to go on with' if run else 'train: neither a cache nor a run is given'
             raise UserError(f'{where}; name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE.')
         start()
-        from xtts_nb.step import mode_line
         gpus = given(data_gpu=data_gpu, model_gpu=model_gpu, isolate=isolate, data_memory=data_memory, model_memory=model_memory)
         trainer = _trainer(data, run, preset, config, steps, val, from_, finetune, fit_memory, gpus, buffer_size)
-        print(mode_line(trainer.training), file=sys.stderr)
-        if trainer.step: print(f'{trainer.run} goes on at update {trainer.step}.', file=sys.stderr)
-        with progress() as tell:
-            tell('train the GPT', trainer.step, steps or trainer.training.steps, 'compiling')
-            try: result = trainer.fit(progress=lambda done, total, line: tell('train the GPT', done, total, _note(line)))
-            except SystemExit:
-                print(f'SIGTERM: saved at update {trainer.step}; xtts-nb train --run {trainer.run} goes on.', file=sys.stderr)
-                raise
-        text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '
-                f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.\n'
-                f'xtts-nb say TEXT --run {trainer.run} --voice FILE')
-        show(result | {'run': str(trainer.run)}, text)
+        with progress() as tell: result, text = _fit(trainer, 'train', tell)
+        show(result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE')
+
+# %% ../nbs/62_cli_train.ipynb #06d1c738
+def _fit(trainer, name: str, tell) -> tuple[dict, str]:
+    "Train, as the command `name`; the result and what to say of it."
+    from xtts_nb.step import mode_line
+    print(mode_line(trainer.training), file=sys.stderr)
+    if trainer.step: print(f'{trainer.run} goes on at update {trainer.step}.', file=sys.stderr)
+    tell(name, trainer.step, trainer.training.steps, 'compiling')
+    try: result = trainer.fit(progress=lambda done, total, line: tell(name, done, total, _note(line)))
+    except SystemExit:
+        print(f'SIGTERM: saved at update {trainer.step}; xtts-nb {name} --run {trainer.run} goes on.', file=sys.stderr)
+        raise
+    text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '
+            f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
+    return result | {'run': str(trainer.run)}, text
 
 # %% ../nbs/62_cli_train.ipynb #9149f275
 def _note(line: dict) -> str:
     "The latest log line, short."
-    parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'clips_per_s': '{:,.0f} clips/s', 'au': 'AU {:.0%}'}
+    parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'val_dtw': 'heard {:.2f}',
+             'clips_per_s': '{:,.0f} clips/s', 'au': 'AU {:.0%}'}
     return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
 
 def _trainer(data, run, preset, config, steps, val, base, finetune, fit, gpus, buffer_size):
     "A trainer on a cache, or the one that stands in `run`; one of several where `TF_CONFIG` says so."
     new_run = _maker()   # first: the devices of a cluster are set up before anything is computed
     from xtts_nb.config import workspace
-    from xtts_nb.files import read_json
-    from xtts_nb.runs import held_out_share, open_cache
-    facts = read_json(run / 'run.json') if run and (run / 'run.json').is_file() else {}
+    from xtts_nb.runs import held_out_share, open_cache, run_facts
+    facts = run_facts(run) if run and (run / 'run.json').is_file() else {}
     cache = open_cache(data or facts['cache'])
     base = base or facts.get('base')
     settings = _settings(cache, preset, config, base, finetune, run / 'config.yaml' if facts else None)
@@ -133,11 +138,88 @@ def _maker():
     from xtts_nb.distributed import cluster_run
     return cluster_run()
 
-def _free_run(runs: Path) -> Path:
+def _free_run(runs: Path, name: str = 'train') -> Path:
     "The first of train-1, train-2, ... that is free."
     n = 1
-    while (runs / f'train-{n}').exists(): n += 1
-    return runs / f'train-{n}'
+    while (runs / f'{name}-{n}').exists(): n += 1
+    return runs / f'{name}-{n}'
+
+# %% ../nbs/62_cli_train.ipynb #dd2c5fa6
+@command('train-dvae')
+def train_dvae(
+    corpus: Annotated[Path | None, typer.Argument(help='Folder of a corpus, or its metadata file; not needed to go on.')] = None,
+    run: Annotated[Path | None, typer.Option(help='Folder of the run, continued if it stands; default: a new one.')] = None,
+    preset: Annotated[str | None, typer.Option(help='tiny or xtts_v2; default: tiny, or as the run was begun.')] = None,
+    config: Settings = None,
+    steps: Annotated[int | None, typer.Option(min=1, help='Updates in all.')] = None,
+    val: Annotated[float, typer.Option(min=0, max=0.9, help='Share of the sound to hold out and validate on.')] = 0.,
+    json_: Json = False,
+):
+    "Train a DVAE on a corpus, for prepare --dvae RUN. After SIGTERM it saves and exits with 143."
+    with answer(json_) as show:
+        known = _known(run, corpus, 'train-dvae CORPUS')
+        start()
+        from xtts_nb.config import workspace
+        from xtts_nb.corpora import check_dropped, read_corpus
+        from xtts_nb.prepare import mel_sample
+        from xtts_nb.voices import new_dvae_run
+        same = run / 'config.yaml' if known and not (preset or config) else config
+        settings = load_settings(preset or 'tiny', same)
+        settings = _changed(settings, val, dvae_steps=steps)
+        with progress() as tell:
+            def mels():
+                clips, dropped = read_corpus(corpus)
+                check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
+                return mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
+            trainer = new_dvae_run(run or _free_run(workspace().runs, 'dvae'), settings, mels, val)
+            result, text = _fit(trainer, 'train-dvae', tell)
+        show(result, f'{text}\nxtts-nb prepare CORPUS --dvae {trainer.run} --out CACHE')
+
+# %% ../nbs/62_cli_train.ipynb #cb59c0a4
+def _known(run: Path | None, source, usage: str) -> bool:
+    "Whether a run stands in `run`; raises `UserError` where none does and nothing is given to begin one with."
+    from xtts_nb.config import UserError
+    if run is not None and (run / 'run.json').is_file(): return True
+    if source: return False
+    where = f'{run}: holds no run to go on with' if run else f'{usage.split()[0]}: neither a run nor anything to begin one with'
+    raise UserError(f'{where}; begin one with xtts-nb {usage}.')
+
+def _changed(settings, val: float, **training):
+    "Settings with what the options say; whoever holds something out wants to look at it."
+    given = {key: value for key, value in training.items() if value is not None}
+    if val and not settings.training.validate_every: given['validate_every'] = settings.training.checkpoint_every
+    return settings.replace(training=given)
+
+# %% ../nbs/62_cli_train.ipynb #67c31047
+@command('train-voice')
+def train_voice(
+    model: Annotated[Path | None, typer.Argument(help='Folder of a trained model; not needed to go on with a run.')] = None,
+    data: Annotated[Path | None, typer.Option(help='Cache in codes of that model; default: the one it was trained on.')] = None,
+    run: Annotated[Path | None, typer.Option(help='Folder of the run, continued if it stands; default: a new one.')] = None,
+    config: Settings = None,
+    steps: Annotated[int | None, typer.Option(min=1, help='Updates in all.')] = None,
+    val: Annotated[float, typer.Option(min=0, max=0.9, help='Share of the sentences to hold out and validate on.')] = 0.,
+    corpus: Annotated[Path | None, typer.Option(help='The corpus that the cache came from, if it was moved.')] = None,
+    json_: Json = False,
+):
+    "Teach a trained model to speak through a decoder of its own. After SIGTERM it saves and exits with 143."
+    with answer(json_) as show:
+        known = _known(run, model, 'train-voice MODEL')
+        start()
+        from xtts_nb.cache import Cache
+        from xtts_nb.config import XTTSConfig, workspace
+        from xtts_nb.runs import held_out_share
+        from xtts_nb.voices import cache_of, new_voice_run
+        settings = XTTSConfig.load(config or Path(run if known else model) / 'config.yaml')
+        if steps: settings = settings.replace(voice={'steps': steps})
+        settings = _changed(settings, val)
+        cache = None if known else Cache(data or cache_of(model))
+        out = held_out_share(cache, val) if cache and val else ()
+        with progress() as tell:
+            trainer = new_voice_run(run or _free_run(workspace().runs, 'voice'), model, cache, settings, out, corpus,
+                                    stage(tell, 'states and recordings'))
+            result, text = _fit(trainer, 'train-voice', tell)
+        show(result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE')
 
 # %% ../nbs/62_cli_train.ipynb #09f0a38d
 def _largest(cache, settings, base):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Positive', 'REFUSED', 'UserError', 'Section', 'AudioConfig', 'DVAEConfig', 'GPTConfig', 'SpeakerConfig',
-           'DecoderConfig', 'ModelConfig', 'DataConfig', 'TrainingConfig', 'SpeechConfig', 'XTTSConfig', 'Workspace',
-           'workspace', 'sizes', 'setup_tf']
+           'DecoderConfig', 'ModelConfig', 'DataConfig', 'TrainingConfig', 'SpeechConfig', 'VoiceConfig', 'XTTSConfig',
+           'Workspace', 'workspace', 'sizes', 'setup_tf']
 
 # %% ../nbs/00_config.ipynb #0670ef92
 import configparser
@@ -148,7 +148,7 @@ class DataConfig(Section):
             raise ValueError(f'min_seconds {self.min_seconds} is more than max_seconds {self.max_seconds}: no clip is left')
         return self
 
-# %% ../nbs/00_config.ipynb #9a297591
+# %% ../nbs/00_config.ipynb #741bfc48
 class TrainingConfig(Section):
     "How the weights move."
     steps: Positive = 1000               # updates
@@ -173,12 +173,19 @@ class TrainingConfig(Section):
     checkpoint_every: Positive = 500     # updates
     keep_checkpoints: Positive = 2       # the newest ones; the best one stays besides
     validate_every: int = Field(0, ge=0) # updates between two looks at the clips held out; 0 looks never
-    patience: int = Field(0, ge=0)       # validations without a better loss before training stops; 0 goes on
+    patience: int = Field(0, ge=0)       # validations without a better one before training stops; 0 goes on
+    listen_clips: int = Field(0, ge=0)   # of those held out, spoken freely at each validation and compared with the recordings
+    judge_by: Literal['loss', 'dtw'] = 'loss'   # what makes a validation better: its loss, or how far speech is from recordings
     max_bad_steps: Positive = 10         # updates in a row skipped for a NaN before training stops
     dvae_steps: Positive = 2000          # updates of the DVAE when it is trained here
     dvae_batch_size: Positive = 16       # crops
     dvae_learning_rate: float = Field(5e-4, gt=0)
     seed: int = Field(0, ge=0, lt=2**31)     # of the initial weights and the dropout masks
+
+    @pydantic.model_validator(mode='after')
+    def _judged_by_what_is_heard(self):
+        if self.judge_by == 'dtw' and not self.listen_clips: raise ValueError('judge_by dtw needs listen_clips above 0')
+        return self
 
 # %% ../nbs/00_config.ipynb #4c6eab7c
 class SpeechConfig(Section):
@@ -191,6 +198,28 @@ class SpeechConfig(Section):
     max_reference_seconds: float = Field(30.0, ge=0.5)   # of each recording; the rest is not heard
     reference_seconds: float = Field(30.0, ge=0.5)       # of all recordings end to end, for the prompt
     reference_chunk_seconds: float | None = Field(None, ge=0.5)   # heard at once; none: one crop as long as in training
+
+# %% ../nbs/00_config.ipynb #85a41015
+class VoiceConfig(Section):
+    "How the decoder learns to make sound of states."
+    steps: Positive = 200_000            # updates, each of decoder and critics
+    batch_size: Positive = 16            # windows
+    window: Positive = 32                # codes of a window, 46 ms each
+    learning_rate: float = Field(2e-4, gt=0)   # of decoder and critics; falls along half a cosine to 2 %
+    mel_weight: float = Field(20.0, ge=0)
+    adversarial_weight: float = Field(1.0, ge=0)
+    feature_weight: float = Field(2.0, ge=0)   # of what the critics see
+    speaker_weight: float = Field(1.0, ge=0)   # of the angle between the voices of copy and recording
+    adversarial_from: int = Field(0, ge=0)     # updates before the critics have a say
+    reference_seconds: float = Field(3.0, ge=0.5)   # that the speaker encoder hears in training
+    periods: tuple[Positive, ...] = (2, 3, 5, 7, 11)     # samples in a row, of a critic each
+    windows: tuple[Positive, ...] = (512, 1024, 2048)    # points of the transform, of a critic each
+    channels: Positive = 32              # of the critics' first layers
+
+    @pydantic.model_validator(mode='after')
+    def _somebody_listens(self):
+        if not self.periods + self.windows: raise ValueError('periods and windows are both empty; name at least one critic')
+        return self
 
 # %% ../nbs/00_config.ipynb #28f15ef5
 REFUSED = {   # key -> why it is none of ours, and which to use
@@ -228,12 +257,13 @@ def _explain(error: pydantic.ValidationError, where: str) -> str:
     if e['type'] == 'extra_forbidden': return f'{where}: there is no key "{key}"; {_nearest(str(e["loc"][-1]), section)}'
     return f'{where}: {key or "the settings"}: {e["msg"]}; got {e["input"]!r}.'
 
-# %% ../nbs/00_config.ipynb #37150e62
+# %% ../nbs/00_config.ipynb #40596995
 class XTTSConfig(Section):
-    "Everything a run depends on: `model`, `data`, `training`, `speech`."
+    "Everything a run depends on: `model`, `data`, `training`, `voice`, `speech`."
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    voice: VoiceConfig = VoiceConfig()
     speech: SpeechConfig = SpeechConfig()
 
     @pydantic.model_validator(mode='after')
@@ -262,7 +292,9 @@ class XTTSConfig(Section):
                 decoder=DecoderConfig(channels=64)),
             data=DataConfig(batch_size=16, reference_frames=128, buckets=3),
             training=TrainingConfig(steps=1000, learning_rate=1e-3, warmup_steps=50, schedule='cosine', beta_2=0.98,
-                                    dvae_learning_rate=2e-3))
+                                    dvae_learning_rate=2e-3),
+            voice=VoiceConfig(steps=2000, batch_size=8, window=8, learning_rate=1e-3, reference_seconds=1.0, periods=(2, 3, 5),
+                              windows=(512,), channels=8))
 
     @classmethod
     def preset(cls, name: str) -> 'XTTSConfig':
@@ -298,7 +330,8 @@ class XTTSConfig(Section):
         rows = [f'| {name} | ' + ', '.join(f'{k} {v}' for k, v in section) + ' |'
                 for name, section in [('audio', self.model.audio), ('dvae', self.model.dvae), ('gpt', self.model.gpt),
                                       ('speaker', self.model.speaker), ('decoder', self.model.decoder),
-                                      ('data', self.data), ('training', self.training), ('speech', self.speech)]]
+                                      ('data', self.data), ('training', self.training), ('voice', self.voice),
+                                      ('speech', self.speech)]]
         return '\n'.join(['| section | settings |', '|---|---|', *rows])
 
 # %% ../nbs/00_config.ipynb #f24bcf00

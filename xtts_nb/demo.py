@@ -23,7 +23,6 @@ from .config import XTTSConfig
 from .corpora import read_corpus
 from .corpus import held_out_pairs, make_corpus
 from .data import CacheReader, check_equal, comparison_plan
-from .dvae import train_dvae
 from .files import atomic_file
 from .model import XTTS
 from .prepare import mel_function, mel_sample, prepare
@@ -36,6 +35,7 @@ from .step import step_before_after, step_modes
 from .throughput import data_before_after
 from .trainer import Trainer
 from .utilisation import device_names, plot_samples
+from .voices import train_dvae
 
 # %% ../nbs/58_demo.ipynb #a3002c79
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def run_demo(
         stages = Stages(listen, sampler)
         clips = make_corpus(corpus, limit=sentences, progress=stages.begin('speak the corpus'))
         rows, _ = read_corpus(corpus)
-        told = _noted(stages.begin('train the DVAE'), 'mel loss {:.3f}')
+        told = _noted(stages.begin('train the DVAE'), 'mel loss {0[mel_loss]:.3f}')
         dvae, _ = train_dvae(mel_sample(rows, config), config, told)
         report = prepare(corpus, out / 'cache', config, dvae, progress=stages.begin('encode the clips'))
         cache = Cache(out / 'cache')

@@ -164,7 +164,7 @@ def _among_peers(worker: int):
 class DistributedTrainer(Trainer):
     "A `Trainer` on all devices of a strategy; one on each worker."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, held_out: BatchPlan | None = None, update: Update | None = None,
-                 *, strategy):
+                 *, strategy, listen=None):
         copies = self.copies = Replicas(update or Update(xtts.gpt, xtts.config.training), xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
         words, mine = Words(copies), fingerprint(xtts.config.model_dump(), plan.cache.manifest['key'], int(plan.count.sum()))
@@ -173,7 +173,7 @@ class DistributedTrainer(Trainer):
             raise UserError(f'Worker {copies.worker} has other settings, another cache or other clips held out than worker 0; '
                             'give all workers the same.')
         plan, held_out = (p and Share(p, copies.worker, copies.workers, len(copies.devices) == 1) for p in (plan, held_out))
-        super().__init__(xtts, plan, run, held_out, copies)
+        super().__init__(xtts, plan, run, held_out, copies, listen=listen if run else None)   # one listener is enough
         graph = self.training.model_copy(update={'enable_xla_compilation': False})
         self.train_step = compile_step(partial(distributed_train_step, copies), graph)
         self.evaluate = compile_step(partial(distributed_validation_step, copies), graph)

@@ -218,10 +218,12 @@ ADVICE = {'host': 'give the host more data.num_workers, or prepare the codes (da
           'copy': 'the way between the devices is too slow: use GPUs on one switch, or one device for both',
           'model': 'nothing before it costs time'}
 
-def verdict(rows: list[dict]) -> str:   # of `stage_rows`
-    "Which stage sets the pace, and what that means."
+def verdict(rows: list[dict], numbers: dict) -> str:   # of `stage_rows` and `overlap`
+    "Which stage sets the pace, what that means, and what the overlap brings."
     slowest = max(rows, key=lambda row: row['ms'])
-    return f'The slowest stage is {slowest["name"]} with {slowest["ms"]:.1f} ms a batch: {ADVICE[slowest["name"]]}.'
+    return (f'The slowest stage is {slowest["name"]} with {slowest["ms"]:.1f} ms a batch: {ADVICE[slowest["name"]]}. '
+            f'{numbers["work"]:.2f} s of work took {numbers["wall"]:.2f} s; the model waited '
+            f'{numbers["model_wait_share"]:.0%} of its time.')
 
 # %% ../nbs/40_dual_gpu.ipynb #5b1d09fe
 def profile_dual(
@@ -240,6 +242,6 @@ def profile_dual(
         losses, batches = run_feed(trainer, steps)
         where = trainer.feed.where
     rows, numbers = stage_rows(batches.spans, where), overlap(batches.spans)
-    title = f'{numbers["wall"]:.2f} s for {numbers["work"]:.2f} s of work, the model waits {numbers["model_wait_share"]:.0%}'
-    picture = str(draw(out, {title: batches.spans}, where))
-    return {'rows': rows, 'picture': picture, 'verdict': verdict(rows), 'ring_max': batches.most, 'losses': losses, **numbers}
+    said = verdict(rows, numbers) if data is None else f'{trainer.feed.devices.line} {verdict(rows, numbers)}'
+    picture = str(draw(out, {'emulated stages' if data is None else trainer.feed.devices.line: batches.spans}, where))
+    return {'rows': rows, 'picture': picture, 'verdict': said, 'ring_max': batches.most, 'losses': losses, **numbers}

@@ -112,14 +112,15 @@ class Conv2D(keras.layers.Layer):
     "(B, C, F, filters before) -> (B, C / stride, F / stride, filters), padded by half a kernel on all sides."
     def __init__(self, filters, kernel_size=3, stride=1, use_bias=False, **kwargs):
         super().__init__(**kwargs)
-        self.half = kernel_size // 2
+        self.half, self.step = kernel_size // 2, 1 if kernel_size > 1 else stride
+        stride = stride if kernel_size > 1 else 1   # one point: skipping first is the same, and its gradient harms no memory
         self.conv = keras.layers.Conv2D(filters, kernel_size, stride, use_bias=use_bias, dtype=self.dtype_policy, name='conv')
 
     def build(self, shape): self.conv.build(shape)
 
     def call(self, x):
-        h = self.half
-        return self.conv(ops.pad(x, ((0, 0), (h, h), (h, h), (0, 0))) if h else x)
+        h, s = self.half, self.step
+        return self.conv(ops.pad(x, ((0, 0), (h, h), (h, h), (0, 0))) if h else x[:, ::s, ::s])
 
 # %% ../nbs/18_hifigan.ipynb #91f2c458
 def norm(name):

@@ -40,11 +40,12 @@ DECAYED = ('kernel', 'latents', 'gain')
 def make_optimizer(
     variables: list,             # trainable
     training: TrainingConfig,
+    name: str = 'adamw',         # of its variables, where there are two optimizers
 ) -> keras.optimizers.Optimizer:
     "AdamW with decay on matrices only, its moments made for `variables`."
     mean = {'use_ema': True, 'ema_momentum': training.ema} if training.ema else {}
     optimizer = keras.optimizers.AdamW(learning_rate(training), training.weight_decay, beta_2=training.beta_2,
-                                       name='adamw', **mean)
+                                       name=name, **mean)
     optimizer.exclude_from_weight_decay([v for v in variables if v.path.rsplit('/', 1)[-1] not in DECAYED])
     optimizer.build(variables)
     return optimizer

@@ -133,7 +133,9 @@ class Trainer:
     def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None, held_out: BatchPlan | None = None,
                  update: Update | None = None,
                  feed=None,                    # (plan, first, last) -> batches; default: the stream of the plan
-                 device: str | None = None):   # of the model, where it is not the first GPU or the CPU
+                 device: str | None = None,    # of the model, where it is not the first GPU or the CPU
+                 listen=None):                 # (folder) -> {score: number}, asked at each validation
+        self.listen = listen
         self.xtts, self.plan, self.run, self.held_out = xtts, plan, run and Path(run), held_out
         self.feed, self.device = feed or (lambda plan, first, last: plan.stream(first, last)), device
         self.update = update or Update(xtts.gpt, xtts.config.training)
@@ -284,7 +286,7 @@ class Trainer:
         self._send()
         looked = self.validate() if self._looks else {}
         self._land(looked)
-        better = bool(looked) and self._judge(looked['val_loss'])
+        better = bool(looked) and self._judge(looked)
         if self._epoch: ended |= self.hooks.epoch(self.step // self.epoch_updates - 1)
         self.counts = self.hooks.counts()
         ended = bool(ended or self.over or self.failure)
@@ -293,18 +295,20 @@ class Trainer:
         return ended
 
     def validate(self) -> dict[str, float]:
-        "Mean losses of the clips held out: no dropout, the mean weights where `training.ema` keeps them."
+        "Losses of the clips held out, and what a listener says: no dropout, the mean weights where `training.ema` keeps them."
         source = iter(self.feed(self.held_out, 0, self.held_out.steps_per_epoch))
         with self.averaged(), closed_after(source):
             parts = [*map(lambda batch: self.evaluate(self.place(batch)), source)]
+            heard = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
         sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
-        return {f'val_{name}': round(float(loss), 6) for name, loss in self.update.means(sums).items()}
+        return {f'val_{name}': round(float(value), 6) for name, value in (self.update.means(sums) | heard).items()}
 
-    def _judge(self, loss: float) -> bool:
-        "Whether `loss` is the best so far."
-        better = self.best is None or loss < self.best['val_loss']
+    def _judge(self, looked: dict[str, float]) -> bool:
+        "Whether a validation is the best so far."
+        name = f'val_{self.training.judge_by}'
+        better = self.best is None or looked[name] < self.best[name]
         self.since_best = 0 if better else self.since_best + 1
-        if better: self.best = {'step': self.step, 'val_loss': loss}
+        if better: self.best = {'step': self.step} | {k: looked[k] for k in ('val_loss', 'val_dtw') if k in looked}
         return better
 
     @property

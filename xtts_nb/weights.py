@@ -51,14 +51,15 @@ def write_tensors(
 def save_weights(
     path: str | Path,     # a .safetensors file
     variables: dict,      # {name: variable or array}
-    besides: str | Path | None = None,   # a file whose other tensors come along
+    besides: str | Path | None = None,   # a file whose other parts come along: what begins as none of `variables` does
     **metadata: str,      # short texts kept in the file's head
 ):
     "Write tensors whole or not at all."
     arrays = {name: np.asarray(v) for name, v in variables.items()}
     if besides:
+        parts = {name.split('/')[0] for name in arrays}
         with open_weights(besides) as file:
-            arrays |= {name: file.get_tensor(name) for name in file.keys() if name not in arrays}
+            arrays |= {name: file.get_tensor(name) for name in file.keys() if name.split('/')[0] not in parts}
     write_tensors(path, arrays, metadata=metadata)
 
 # %% ../nbs/13_weights.ipynb #9067a65c

@@ -1,0 +1,81 @@
+"Speech that runs free in a validation, and what it decides."
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb import runs
+from xtts_nb.audio import load_audio
+from xtts_nb.config import UserError
+from xtts_nb.listening import Listener, spoken_distance
+from xtts_nb.model import XTTS
+from xtts_nb.runs import new_run, resume_run
+from xtts_nb.trainer import Trainer
+
+
+@pytest.fixture(scope='module')
+def quick(small):
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
+                         training={'steps': 6, 'log_every': 2, 'checkpoint_every': 2, 'validate_every': 2, 'listen_clips': 2,
+                                   'enable_xla_compilation': False})
+
+@pytest.fixture(scope='module')
+def heard_by(quick, prepared, dvae):
+    "Seed -> who hears a model with these weights, op by op."
+    def of(seed):
+        keras.utils.set_random_seed(seed)
+        return Listener(XTTS(quick, prepared.tokenizer, dvae), prepared, np.array([0, 5, 9]), 2)
+    return of
+
+@pytest.fixture(scope='module')
+def listener(heard_by): return heard_by(0)
+
+class Cheap(Trainer):
+    "A trainer whose step does nothing."
+    def custom_train_step(self, batch, number): return {'loss': tf.reduce_sum(batch['weight'])}
+
+def test_it_hears_the_same_twice_and_keeps_sound_and_picture(listener, prepared, tmp_path):
+    found = listener(tmp_path / 'spoken')
+    assert found == listener() and found['dtw'] > 0 and found['length'] > 0
+    ids = {prepared.clips[0]['id'], prepared.clips[9]['id']}
+    assert set(listener.ids) == ids
+    assert {p.name for p in (tmp_path / 'spoken').iterdir()} == {f'{i}.wav' for i in ids} | {'mels.png'}
+    assert len(load_audio(tmp_path / 'spoken' / f'{listener.ids[0]}.wav')) > 0
+
+def test_the_recording_itself_is_at_zero_however_loud(listener):
+    assert spoken_distance([mel + 2 for mel in listener.recorded], listener.recorded) < 0.05
+    assert spoken_distance([mel[::-1] for mel in listener.recorded], listener.recorded) > 0.1
+
+@pytest.mark.slow
+def test_another_model_is_heard(listener, heard_by):
+    other = heard_by(5)
+    assert other.ids == listener.ids and other() != listener()
+
+def heard(run) -> list[tuple]:
+    lines = [json.loads(l) for l in (run / 'metrics.jsonl').read_text().splitlines()]
+    return [(l['step'], l['val_loss'], l['val_dtw'], l['val_length']) for l in lines if 'val_dtw' in l]
+
+@pytest.mark.slow
+def test_a_run_listens_and_goes_on_to_the_same_numbers(prepared, quick, tmp_path):
+    new_run(prepared, quick, tmp_path / 'whole', ['low-0', 'high-0']).fit()
+    assert [step for step, *_ in heard(tmp_path / 'whole')] == [2, 4, 6]
+    assert sorted(p.name for p in (tmp_path / 'whole' / 'spoken').iterdir()) == ['000000002', '000000004', '000000006']
+    new_run(prepared, quick, tmp_path / 'run', ['low-0', 'high-0']).fit(steps=4)
+    resume_run(tmp_path / 'run').fit()
+    assert heard(tmp_path / 'run') == heard(tmp_path / 'whole')
+
+@pytest.mark.parametrize('judge, best, steps', [('loss', 6, 6), ('dtw', 2, 4)])
+def test_either_score_decides(prepared, quick, tmp_path, monkeypatch, judge, best, steps):
+    "The loss falls while speech becomes worse: one judge goes on, the other has seen enough at once."
+    looked = {2: {'val_loss': 3., 'val_dtw': 1.}, 4: {'val_loss': 2., 'val_dtw': 2.}, 6: {'val_loss': 1., 'val_dtw': 3.}}
+    monkeypatch.setattr(runs, 'Trainer', Cheap)
+    run = new_run(prepared, quick.replace(training={'judge_by': judge, 'patience': 1}), tmp_path / 'run', ['low-0', 'high-0'])
+    monkeypatch.setattr(run, 'validate', lambda: looked[run.step])
+    assert run.fit()['steps'] == steps and run.best == {'step': best, **looked[best]}
+
+def test_nothing_to_listen_to_is_said(prepared, quick, tmp_path):
+    with pytest.raises(UserError, match='listen_clips.*hold clips out'): new_run(prepared, quick, tmp_path / 'a')
+    with pytest.raises(UserError, match='listen_clips.*validate_every'):
+        new_run(prepared, quick.replace(training={'validate_every': 0}), tmp_path / 'b', ['low-0'])

@@ -1,0 +1,400 @@
+"The DVAE and the decoder, trained by the loop of the GPT: they learn, every setting counts, and they go on to the bit."
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from process import COMMAND, environment, xtts_nb
+from xtts_nb import cli
+from xtts_nb.audio import load_audio
+from xtts_nb.cache import Cache
+from xtts_nb.config import UserError, VoiceConfig
+from xtts_nb.dvae import DVAE, load_dvae, mel_stats
+from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
+from xtts_nb.model import XTTS
+from xtts_nb.prepare import prepare
+from xtts_nb.runs import new_run, resume_run
+from xtts_nb.synthesis import Speaker
+from xtts_nb.voices import (Crops, DVAEUpdate, VoiceUpdate, Windows, cache_of, dvae_training, make_bank, new_dvae_run,
+                            new_voice_run, train_dvae, voice_training)
+
+LOSSES = 'loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss', 'val_loss'
+
+
+def lines_of(run) -> list[dict]:
+    "Its metrics, without what the clock says."
+    lines = [json.loads(l) for l in (run / 'metrics.jsonl').read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k in LOSSES or k == 'step'} for line in lines]
+
+class Killed(BaseException): "What nobody catches."
+
+def kill_at(trainer, update):
+    "Train until just before an update, and fall over."
+    step, calls = trainer.train_step, []
+    def bomb(*arguments):
+        calls.append(1)
+        if len(calls) == update: raise Killed
+        return step(*arguments)
+    trainer.train_step = bomb
+    with pytest.raises(Killed): trainer.fit()
+
+def same(a, b): return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+# --- the DVAE ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def mels(): return np.repeat(np.random.default_rng(0).normal(size=(40, 80)).astype(np.float32).cumsum(0), 4, 0)
+
+def settings(small, **training):
+    return small.replace(training={'dvae_steps': 24, 'dvae_batch_size': 4, 'dvae_learning_rate': 2e-3, 'log_every': 1,
+                                   'enable_xla_compilation': False} | training)
+
+def losses(mels, config) -> list[float]:
+    seen = []
+    train_dvae(mels, config, lambda done, total, line: seen.append(line['mel_loss']))
+    return seen
+
+@pytest.fixture(scope='module')
+def learned(small, mels): return losses(mels, settings(small))
+
+def test_a_dvae_learns_and_repeats(small, mels, learned):
+    dvae, result = train_dvae(mels, settings(small, log_every=12))
+    assert result['steps'] == len(learned) == 24 and np.mean(learned[-5:]) < np.mean(learned[:5])
+    assert losses(mels, settings(small, log_every=12)) == pytest.approx([np.mean(learned[:12]), np.mean(learned[12:])], rel=1e-5)
+    assert np.allclose(dvae.mel_stats, mel_stats(mels))
+
+@pytest.mark.parametrize('change', [{'seed': 1}, {'dvae_steps': 20}, {'dvae_batch_size': 2}, {'dvae_learning_rate': 1e-3}])
+def test_every_setting_of_the_dvae_matters(small, mels, learned, change):
+    other = losses(mels, settings(small, **change))
+    assert len(other) != 24 or not np.allclose(other, learned, rtol=1e-3)
+
+@pytest.mark.slow
+def test_xla_changes_the_speed_only(small, mels, learned):
+    assert np.allclose(losses(mels, settings(small, enable_xla_compilation=True)), learned, rtol=1e-2)
+
+@pytest.mark.parametrize('frames', [1, 63, 64, 65])
+def test_a_pool_shorter_than_a_crop_will_do(small, frames):
+    crops = Crops(np.random.default_rng(0).normal(size=(frames, 80)), settings(small))
+    (batch,) = crops.stream(0, 1)
+    assert batch['mel'].shape == (4, 64, 80) and np.isfinite(batch['mel']).all() and crops.steps_per_epoch == 1
+
+def test_a_broken_batch_changes_neither_weights_nor_codebook(small):
+    keras.utils.set_random_seed(0)
+    config = settings(small)
+    update = DVAEUpdate(DVAE(config), dvae_training(config))
+    before = {name: np.array(v) for name, v in update.state.items()}
+    found = update({'mel': tf.fill((2, 16, 80), np.nan)}, tf.constant(0))
+    assert found['skipped'] == found['bad'] == 1 and same(before, {name: np.array(v) for name, v in update.state.items()})
+    assert update({'mel': tf.random.normal((2, 16, 80))}, tf.constant(1))['skipped'] == 0
+    assert not same(before, {name: np.array(v) for name, v in update.state.items()})
+
+def test_a_killed_dvae_goes_on_to_the_bit(small, mels, tmp_path):
+    config = settings(small, checkpoint_every=6, log_every=3, validate_every=6)
+    whole = new_dvae_run(tmp_path / 'whole', config, lambda: mels, 0.25)
+    whole.fit()
+    kill_at(new_dvae_run(tmp_path / 'run', config, lambda: mels, 0.25), 11)
+    for stop in (5, 99):   # counted from the last checkpoint
+        again = new_dvae_run(tmp_path / 'run')
+        assert again.step in (6, 6 + 6 * (stop == 99))
+        if stop == 5: again.fit(steps=12)
+    again.fit()
+    assert same(whole.state, again.state) and lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
+    assert [l['step'] for l in lines_of(tmp_path / 'run') if 'val_loss' in l] == [6, 12, 18, 24]
+    kept = load_dvae(tmp_path / 'run' / 'dvae.safetensors', config)
+    assert all(np.array_equal(a, b) for a, b in zip(kept.variables, whole.update.model.variables))
+    assert (tmp_path / 'run' / 'best' / 'dvae.safetensors').is_file()
+
+def test_a_run_of_another_part_is_refused(small, prepared, mels, tmp_path):
+    new_dvae_run(tmp_path / 'dvae', settings(small), lambda: mels)
+    with pytest.raises(UserError, match='dvae: is a run of xtts-nb train-dvae; go on with'): resume_run(tmp_path / 'dvae')
+    with pytest.raises(UserError, match='dvae: is a run of xtts-nb train-dvae'): new_run(prepared, small, tmp_path / 'dvae')
+    with pytest.raises(UserError, match='dvae: is a run of xtts-nb train-dvae'): new_voice_run(tmp_path / 'dvae')
+    for part, begin in (('dvae', new_dvae_run), ('voice', new_voice_run)):
+        with pytest.raises(UserError, match=f'holds no run; begin one with xtts-nb train-{part}'): begin(tmp_path / 'nowhere')
+
+
+# --- the decoder ---------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def tiny(small):
+    return small.replace(
+        model={'gpt': {'layers': 1, 'conditioning_layers': 1}, 'decoder': {'channels': 16},
+               'speaker': {'filters': [8, 8], 'blocks': [1, 1], 'width': 8}},
+        voice={'steps': 8, 'batch_size': 2, 'window': 4, 'periods': [2], 'windows': [256], 'channels': 2,
+               'reference_seconds': 0.5},
+        training={'log_every': 2, 'checkpoint_every': 4, 'enable_xla_compilation': False})
+
+@pytest.fixture(scope='module')
+def model(tiny, prepared, dvae, tmp_path_factory):
+    "The folder of a model without a decoder."
+    keras.utils.set_random_seed(0)
+    folder = tmp_path_factory.mktemp('model') / 'model'
+    XTTS(tiny, prepared.tokenizer, dvae).save(folder)
+    return folder
+
+@pytest.fixture(scope='module')
+def bank(model, prepared, tmp_path_factory):
+    return make_bank(XTTS.load(model), prepared, tmp_path_factory.mktemp('bank') / 'bank')
+
+def test_a_bank_holds_states_and_recordings(bank, model, prepared):
+    xtts, i = XTTS.load(model), 3
+    n, first = prepared.codes_length[i], bank.start['states'][i]
+    assert bank.ids == [c['id'] for c in prepared.clips] and bank.length['states'].tolist() == prepared.codes_length.tolist()
+    batch = next(b for b in _epoch(prepared, xtts.config) if i in b['clip'].numpy()[b['weight'].numpy() > 0])
+    row = batch['clip'].numpy().tolist().index(i)
+    states = xtts.gpt.states(*(batch[k] for k in ('text', 'text_length', 'codes', 'code_length')),
+                             xtts.gpt.conditioning(batch['reference']))[1]
+    assert np.allclose(bank.states[first:first + n], states[row, :n], atol=2e-2)
+    wav = load_audio(prepared.wav_path(i), 24000)
+    length = bank.length['wav'][i]
+    kept = bank.wav[bank.start['wav'][i]:][:length] / 32767
+    assert abs(length - len(wav)) <= 1 and np.allclose(kept, wav[:length], atol=1e-4)
+
+def _epoch(cache, config):
+    from xtts_nb.data import BatchPlan
+    plan = BatchPlan(cache, config.data)
+    return plan.stream(0, plan.steps_per_epoch)
+
+def test_windows_lie_where_their_codes_lie(bank, tiny):
+    "State and sound of a window begin at the same moment, and the voice is another clip's."
+    plan = Windows(bank, tiny)
+    for step, batch in enumerate(plan.stream(0, 3)):
+        rows, starts, others, _ = (x.numpy() for x in plan.pick(tf.constant(step, tf.int64)))
+        assert plan.names(step) == [bank.ids[plan.clips[r]] for r in rows]
+        for b, (row, start, other) in enumerate(zip(rows, starts, others)):
+            clip, begin = plan.clips[row], round(start * 1024 * 24000 / 22050)
+            wav = np.pad(bank.wav[bank.start['wav'][clip]:][:bank.length['wav'][clip]], (0, plan.samples))
+            assert np.array_equal(batch['wav'][b], wav[begin:begin + plan.samples])
+            states = bank.states[bank.start['states'][clip]:][:bank.length['states'][clip]]
+            assert np.array_equal(batch['states'][b], states[start:start + 4])
+            assert row != other and bank.speaker[plan.clips[other]] == bank.speaker[clip]
+
+def test_every_place_is_as_likely(bank, tiny):
+    plan = Windows(bank, tiny.replace(voice={'batch_size': 4000}))
+    rows, starts, *_ = (x.numpy() for x in plan.pick(tf.constant(0, tf.int64)))
+    share = np.bincount(rows, minlength=len(plan.clips)) / 4000
+    places = bank.length['states'][plan.clips] - 4 + 1
+    assert np.allclose(share, places / places.sum(), atol=0.03)
+    assert (starts >= 0).all() and (starts < places[rows]).all() and len(np.unique(starts)) > 5
+
+def test_a_clip_shorter_than_a_window_ends_in_silence(bank, tiny):
+    plan = Windows(bank, tiny.replace(voice={'window': 40}))
+    (batch,) = plan.stream(0, 1)
+    assert not batch['wav'][:, -1000:].numpy().any() and np.array_equal(batch['states'][:, -1], batch['states'][:, -2])
+
+def first_update(bank, config, learning=True, number=0, batch=None):
+    "The update after its first call, and what it returned."
+    keras.utils.set_random_seed(0)
+    update = VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), learning, config)
+    (own,) = Windows(bank, config).stream(0, 1)
+    return update, {name: float(x) for name, x in update(batch or own, tf.constant(number)).items()}
+
+@pytest.fixture(scope='module')
+def plain(bank, tiny): return first_update(bank, tiny)
+
+def test_one_update_moves_all_three_networks(bank, tiny, plain):
+    update, found = plain
+    keras.utils.set_random_seed(0)
+    fresh = VoiceUpdate(HiFiGAN(tiny), SpeakerEncoder(tiny), True, tiny)
+    moved = {name: not np.array_equal(v, update.state[name]) for name, v in fresh.state.items()}
+    for part in ('decoder', 'speaker', 'critic'): assert any(m for name, m in moved.items() if name.startswith(f'{part}/')), part
+    assert found['skipped'] == 0 and np.isfinite(list(found.values())).all()
+
+@pytest.mark.slow
+def test_a_speaker_encoder_that_came_along_stays(bank, tiny):
+    update, _ = first_update(bank, tiny, learning=False)
+    keras.utils.set_random_seed(0)
+    HiFiGAN(tiny)
+    assert all(np.array_equal(a, b) for a, b in zip(SpeakerEncoder(tiny).variables, update.encoder.variables))
+
+WEIGHTS = {'mel_weight': 1., 'adversarial_weight': 9., 'feature_weight': 9., 'speaker_weight': 9., 'adversarial_from': 5}
+
+@pytest.fixture(scope='module')
+def sounds(): return [tf.random.stateless_normal((1, 3000), [i, 0], stddev=0.1) for i in (0, 1)]
+
+def judged(config, sounds, number=0) -> dict:
+    "All losses of a pair of sounds; the networks have the same weights each time."
+    keras.utils.set_random_seed(0)
+    update = VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config)
+    return {name: float(x) for name, x in update.losses(*sounds, tf.constant(number))[0].items()}
+
+@pytest.fixture(scope='module')
+def plain_losses(tiny, sounds): return judged(tiny, sounds)
+
+@pytest.mark.parametrize('key', WEIGHTS)
+def test_a_weight_changes_the_sum_and_nothing_else(tiny, sounds, plain_losses, key):
+    found = judged(tiny.replace(voice={key: WEIGHTS[key]}), sounds)
+    assert found.pop('loss') != pytest.approx(plain_losses['loss'], rel=1e-5)
+    assert found == pytest.approx({k: v for k, v in plain_losses.items() if k != 'loss'}, rel=1e-5)
+
+def test_settings_of_the_batches(bank, tiny):
+    changed = tiny.replace(voice={'window': 5, 'batch_size': 3, 'reference_seconds': 0.6, 'learning_rate': 0.5, 'steps': 7})
+    before, after = ({k: x.shape for k, x in next(iter(Windows(bank, c).stream())).items()} for c in (tiny, changed))
+    assert (before['states'], after['states']) == ((2, 4, 64), (3, 5, 64)) and after['voice'][1] > before['voice'][1]
+    assert (voice_training(changed).learning_rate, voice_training(changed).steps) == (0.5, 7)
+
+BATCHES = {'window', 'batch_size', 'reference_seconds', 'learning_rate', 'steps'}
+CRITICS = {'periods', 'windows', 'channels'}   # test_discriminators.py
+
+def test_no_key_of_the_voice_is_forgotten(): assert {*WEIGHTS, *BATCHES, *CRITICS} == set(VoiceConfig.model_fields)
+
+def test_critics_have_no_say_before_their_time(tiny, sounds):
+    late = tiny.replace(voice={'adversarial_from': 5})
+    before, after = (judged(late, sounds, number) for number in (4, 5))
+    rest = before['adversarial_loss'] * late.voice.adversarial_weight + before['feature_loss'] * late.voice.feature_weight
+    assert after['loss'] - before['loss'] == pytest.approx(rest, rel=1e-4)
+
+@pytest.mark.slow
+def test_a_broken_window_changes_nothing(bank, tiny):
+    (batch,) = Windows(bank, tiny).stream(0, 1)
+    broken = batch | {'states': tf.fill(batch['states'].shape, tf.constant(np.nan, tf.float16))}
+    update, found = first_update(bank, tiny, batch=broken)
+    keras.utils.set_random_seed(0)
+    fresh = VoiceUpdate(HiFiGAN(tiny), SpeakerEncoder(tiny), True, tiny)
+    assert found['skipped'] == 1 and same(fresh.state, update.state)
+
+@pytest.mark.slow
+def test_the_decoder_learns(bank, tiny):
+    config = tiny.replace(voice={'steps': 150, 'learning_rate': 3e-3}, training={'enable_xla_compilation': True})
+    keras.utils.set_random_seed(0)
+    update = VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config)
+    step = tf.function(update, jit_compile=True)
+    seen = [float(step(b, tf.constant(i))['mel_loss']) for i, b in enumerate(Windows(bank, config).stream(0, 150))]
+    assert np.mean(seen[-10:]) < 0.6 * np.mean(seen[:10])
+
+def test_a_killed_voice_goes_on_to_the_bit_and_speaks(model, prepared, tiny, tmp_path):
+    config = tiny.replace(training={'validate_every': 2, 'checkpoint_every': 2, 'enable_graph_mode': False}, voice={'steps': 4})
+    whole = new_voice_run(tmp_path / 'whole', model, prepared, config, ['low-0', 'high-0'])
+    whole.fit()
+    kill_at(new_voice_run(tmp_path / 'run', model, prepared, config, ['low-0', 'high-0']), 4)
+    again = new_voice_run(tmp_path / 'run')
+    assert again.step == 2
+    again.fit()
+    assert same(whole.state, again.state) and lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
+    assert [l['step'] for l in lines_of(tmp_path / 'run') if 'val_loss' in l] == [2, 4]
+    speaker = Speaker(XTTS.load(tmp_path / 'run'), max_seconds=0.5)
+    held, wanted = speaker.xtts.hifigan, (whole.update.decoder, whole.update.encoder)
+    assert all(np.array_equal(a, b) for mine, theirs in zip(held, wanted) for a, b in zip(mine.variables, theirs.variables))
+    assert speaker.vocoder == 'hifigan' and np.isfinite(speaker('aa', 'en', prepared.wav_path(0))).all()
+    best = XTTS.load(tmp_path / 'run' / 'best')
+    assert best.hifigan and all(np.array_equal(a, b) for a, b in zip(best.weights.values(), XTTS.load(model).weights.values()))
+
+@pytest.mark.slow
+def test_a_model_that_has_a_decoder_keeps_its_ears(model, prepared, tiny, tmp_path):
+    "Trained on, its speaker encoder stays as it came and its decoder goes on from where it was."
+    new_voice_run(tmp_path / 'first', model, prepared, tiny).save()
+    run = new_voice_run(tmp_path / 'second', tmp_path / 'first', prepared, tiny)
+    before = [np.array(v) for net in XTTS.load(tmp_path / 'first').hifigan for v in net.variables]
+    assert all(np.array_equal(a, b) for a, b in zip(before, [*run.update.decoder.variables, *run.update.encoder.variables]))
+    run.fit(steps=2)
+    decoder, encoder = (net.variables for net in XTTS.load(tmp_path / 'second').hifigan)
+    assert all(np.array_equal(a, b) for a, b in zip(before[len(decoder):], encoder))
+    assert not all(np.array_equal(a, b) for a, b in zip(before, decoder))
+
+def test_a_cache_in_other_codes_is_refused(model, corpus, small, tmp_path):
+    keras.utils.set_random_seed(7)
+    prepare(corpus, tmp_path / 'cache', small, DVAE(small))
+    with pytest.raises(UserError, match='another DVAE or tokenizer.*--dvae'):
+        new_voice_run(tmp_path / 'run', model, Cache(tmp_path / 'cache'))
+    assert not (tmp_path / 'run').exists()
+
+def test_a_bank_that_a_kill_left_unfinished_is_made_again(model, prepared, tiny, tmp_path):
+    new_voice_run(tmp_path / 'run', model, prepared, tiny)
+    shutil.rmtree(tmp_path / 'run' / 'bank')
+    assert len(new_voice_run(tmp_path / 'run').plan.bank) == len(prepared)
+
+def test_a_recording_that_is_gone_is_named(model, mine, small, dvae, tiny, tmp_path):
+    prepare(mine, tmp_path / 'cache', small, dvae, XTTS.load(model).tokenizer)
+    shutil.move(mine, tmp_path / 'elsewhere')
+    cache = Cache(tmp_path / 'cache')
+    with pytest.raises(UserError, match='the file is missing'): make_bank(XTTS.load(model), cache, tmp_path / 'bank')
+    assert not (tmp_path / 'bank').exists()
+    assert len(make_bank(XTTS.load(model), cache, tmp_path / 'bank', tmp_path / 'elsewhere')) == len(cache)
+
+def test_which_cache_a_model_was_trained_on(model, prepared, small, tmp_path):
+    new_run(prepared, small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), tmp_path / 'run')
+    assert cache_of(tmp_path / 'run') == prepared.folder.resolve()
+    with pytest.raises(UserError, match='name one with --data'): cache_of(model)
+
+def test_the_sections_of_the_loop(tiny):
+    assert voice_training(tiny).steps == 8 and dvae_training(tiny).steps == tiny.training.dvae_steps
+    assert voice_training(tiny).log_every == dvae_training(tiny).log_every == 2
+
+
+# --- the commands --------------------------------------------------------------------------------------------------
+
+def main(*arguments) -> int:
+    "The command in this process; the exit code."
+    old, sys.argv = sys.argv, ['xtts-nb', *map(str, arguments)]
+    try:
+        with pytest.raises(SystemExit) as end: cli.main()
+        return end.value.code
+    finally: sys.argv = old
+
+@pytest.fixture
+def yaml(tiny, tmp_path):
+    path = tmp_path / 'tiny.yaml'
+    path.write_text(tiny.replace(training={'steps': 2, 'dvae_steps': 4, 'validate_every': 2}, voice={'steps': 2}).to_yaml())
+    return path
+
+def told(capsys) -> dict: return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+@pytest.mark.slow
+def test_from_a_corpus_to_a_voice_of_its_own(corpus, yaml, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main('train-dvae', corpus, '--config', yaml, '--val', 0.2, '--json') == 0
+    codes = told(capsys)
+    assert codes['run'].endswith('runs/dvae-1') and codes['steps'] == 4 and codes['best']
+    assert main('prepare', corpus, '--dvae', codes['run'], '--out', 'cache', '--json') == 0
+    learned, own = (load_dvae(f'{at}/dvae.safetensors', Cache('cache').config) for at in ('cache', 'runs/dvae-1'))
+    assert all(np.array_equal(a, b) for a, b in zip(learned.variables, own.variables))
+    assert main('train', '--data', 'cache', '--json') == 0
+    assert main('train-voice', 'runs/train-1', '--val', 0.2, '--json') == 0
+    capsys.readouterr()
+    assert main('train-voice', '--run', 'runs/voice-1', '--steps', 3, '--json') == 0
+    assert told(capsys)['steps'] == 3
+    assert main('say', 'aa', '--run', 'runs/voice-1', '--voice', corpus / 'wavs' / 'low-0.wav', '--json') == 0
+    assert told(capsys)['vocoder'] == 'hifigan'
+
+@pytest.mark.parametrize('arguments, parts', [
+    (['train-dvae'], ['CORPUS']), (['train-dvae', '--run', 'nowhere'], ['nowhere', 'train-dvae CORPUS']),
+    (['train-voice'], ['MODEL']), (['train-voice', 'nowhere'], ['nowhere']),
+    (['train', '--run', 'other'], ['other', 'train-voice'])])
+def test_a_mistake_is_a_sentence(tmp_path, monkeypatch, capsys, arguments, parts):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'other').mkdir()
+    (tmp_path / 'other' / 'run.json').write_text('{"part": "voice"}')
+    assert main(*arguments) == 2
+    said = capsys.readouterr().err
+    assert 'Traceback' not in said and all(part in said for part in parts), said
+
+def reached(run) -> int:
+    lines = (run / 'metrics.jsonl').read_text().splitlines() if (run / 'metrics.jsonl').is_file() else []
+    return json.loads(lines[-1])['step'] if lines else 0
+
+@pytest.mark.slow
+@pytest.mark.parametrize('part', ['dvae', 'voice'])
+def test_kill_9(part, corpus, model, prepared, tiny, tmp_path):
+    "A run killed at some moment and gone on with is the run that nobody disturbed."
+    config = tiny.replace(training={'dvae_steps': 60, 'checkpoint_every': 5, 'log_every': 3}, voice={'steps': 40})
+    (tmp_path / 'c.yaml').write_text(config.to_yaml())
+    given = {'dvae': [corpus], 'voice': [model, '--data', prepared.folder]}[part]
+    arguments = [f'train-{part}', *map(str, given), '--config', str(tmp_path / 'c.yaml'), '--run']
+    assert xtts_nb(*arguments, tmp_path / 'whole', '--json').code == 0
+    child = subprocess.Popen([*COMMAND, *arguments, str(tmp_path / 'run')], env=environment(), stderr=subprocess.PIPE)
+    while reached(tmp_path / 'run') < 17 and child.poll() is None: time.sleep(0.002)
+    child.send_signal(signal.SIGKILL)
+    assert child.communicate() and child.returncode == -signal.SIGKILL
+    assert xtts_nb(f'train-{part}', '--run', tmp_path / 'run', '--json').code == 0
+    assert lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
+    for name in ('checkpoints', {'dvae': 'dvae.safetensors', 'voice': 'model.safetensors'}[part]):
+        for file in sorted((tmp_path / 'whole').glob(f'{name}/*') if name == 'checkpoints' else [tmp_path / 'whole' / name]):
+            assert file.read_bytes() == (tmp_path / 'run' / file.relative_to(tmp_path / 'whole')).read_bytes(), file
