@@ -81,11 +81,12 @@ def distributed(
     program = [sys.executable, '-c', 'from xtts_nb.cli import main; main()', *words]
     return supervise(program, everybody, dict(zip(mine, shares)), wait, restarts)
 
-# %% ../nbs/65_cli_devices.ipynb #2660cbfe
+# %% ../nbs/65_cli_devices.ipynb #af7e9f90
 @bench_app.command('growth')
 def bench_growth(record: Record = False, json_: Json = False):
     "Steps of 1, 2 and 4 local workers that add up tensors, against what the model of an all-reduce predicts."
     with answer(json_) as show:
+        start()
         from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.growth import check_growth
         with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))

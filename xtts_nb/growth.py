@@ -6,7 +6,7 @@
 __all__ = ['LINKS', 'Link', 'ring_seconds', 'Work', 'measured_work', 'computed_work', 'predict', 'growth', 'breaks',
            'plot_growth', 'emulate', 'measure_workers', 'fit_link', 'check_growth']
 
-# %% ../nbs/43_growth.ipynb #9c8230b1
+# %% ../nbs/43_growth.ipynb #c7aa1b33
 import json
 import math
 import statistics
@@ -22,8 +22,10 @@ import tensorflow as tf
 from .cluster import local_workers, supervise, this_worker
 from .config import UserError, XTTSConfig
 from .distributed import setup_gpu_strategy
+from .dvae import parameter_count
 from .files import read_json, write_json
-from .model import released_parts, step_flops
+from .gpt import GPT
+from .model import step_flops
 from .utilisation import COLOURS, png_bytes
 
 # %% ../nbs/43_growth.ipynb #aed47aec
@@ -44,7 +46,7 @@ def ring_seconds(
     "Of an all-reduce."
     return 2 * (devices - 1) * (size / devices / link.bytes_per_s + link.seconds)
 
-# %% ../nbs/43_growth.ipynb #56dd83d7
+# %% ../nbs/43_growth.ipynb #35805305
 @dataclass(frozen=True)
 class Work:
     "What an update costs on one device."
@@ -69,7 +71,8 @@ def computed_work(
     **more,
 ) -> Work:
     "By counting."
-    weights, frames = released_parts(config)['GPT'], config.data.reference_frames
+    with tf.Graph().as_default(): weights = parameter_count(GPT(config, text_start=0))   # counted without allocating one
+    frames = config.data.reference_frames
     row_bytes = 2 * frames * config.model.audio.n_mels + 4 * (text + codes)
     return Work(28. * weights / memory, step_flops(config, 1, text, codes) / flops, 4. * weights, row_bytes, **more)
 
