@@ -134,6 +134,7 @@ class DVAE(keras.Model):
 
     def encode(self, mel, length=None):
         "Log-mel (B, F, C) -> codes (B, F / 4); where rows end after `length` (B,) frames, as if each stood alone."
+        if length is not None: length = ops.convert_to_tensor(length)
         return self.codebook.encode(self.encoder(self.normalise(mel), length=length))
 
     def decode(self, codes):
