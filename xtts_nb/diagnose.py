@@ -50,7 +50,7 @@ class Measured:
     up: float = 0.            # bytes per turn handed over in large pieces
     detour: float = 0.        # between the first fetched and the last handed over
     own: float = 0.           # Python of the step, outside compiled functions
-    compiled: bool = True     # whether the step calls a compiled function
+    compiled: bool = True     # whether compiled functions do most of the step
     python: float = 0.        # in which the pipeline ran Python
     busy: float = 0.          # cores that the pipeline kept busy
     variation: float = 0.     # of the batch times
@@ -424,7 +424,7 @@ def larger(dataset, times: int):
 
 # %% ../nbs/47_diagnose.ipynb #8d4a2020
 def not_compiled(c: Case) -> Finding | None:
-    if c.m.compiled: return
+    if c.m.compiled and c.m.own < 0.5 * c.m.step: return
     graph = tf.function(c.step)
     seconds = _tried(c, graph, c.resident[0])
     if not seconds: return c.unseen.append('the step as a graph: it cannot be traced as it is')
@@ -569,7 +569,7 @@ def diagnose(
 
 def _shares(m: Measured) -> dict[str, float]:
     "Of the wall time."
-    input_ = max(0., m.loop - m.traced - m.clean_step)
+    input_ = min(m.wait, max(0., m.loop - m.traced - m.clean_step))
     parts = {'input': input_, 'host': max(0., m.loop - input_ - m.compute), 'compute': min(m.compute, m.loop)}
     return {name: round(s / sum(parts.values()), 3) for name, s in parts.items()}
 
