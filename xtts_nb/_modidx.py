@@ -543,6 +543,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'xtts_nb.monitoring._spark': ('monitoring.html#_spark', 'xtts_nb/monitoring.py'),
                                     'xtts_nb.monitoring._table': ('monitoring.html#_table', 'xtts_nb/monitoring.py'),
                                     'xtts_nb.monitoring._widgets': ('monitoring.html#_widgets', 'xtts_nb/monitoring.py'),
+                                    'xtts_nb.monitoring.diagnose': ('monitoring.html#diagnose', 'xtts_nb/monitoring.py'),
                                     'xtts_nb.monitoring.gpu_live': ('monitoring.html#gpu_live', 'xtts_nb/monitoring.py'),
                                     'xtts_nb.monitoring.has_frontend': ('monitoring.html#has_frontend', 'xtts_nb/monitoring.py'),
                                     'xtts_nb.monitoring.monitor': ('monitoring.html#monitor', 'xtts_nb/monitoring.py')},
