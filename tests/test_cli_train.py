@@ -12,7 +12,7 @@ from process import tree, xtts_nb
 from xtts_nb import cli, cli_train, runs
 from xtts_nb.cache import Cache
 from xtts_nb.config import XTTSConfig
-from xtts_nb.data import cached_batches
+from xtts_nb.data import BatchPlan, cached_batches
 from xtts_nb.step import CompiledStep
 
 
@@ -37,9 +37,11 @@ def home(mini, tmp_path, monkeypatch):
 def built(prepared, home, monkeypatch):
     "Runs `xtts-nb train` up to the first update; returns the trainer."
     class Stopped(Exception): pass
-    class Built(runs.Trainer):
-        def fit(self, **_): raise Stopped(self)
-    monkeypatch.setattr(runs, 'Trainer', Built)
+    really = runs.Trainer.fit
+    def fit(self, *given, **named):
+        if not isinstance(self.plan, BatchPlan): return really(self, *given, **named)   # the DVAE of a corpus
+        raise Stopped(self)
+    monkeypatch.setattr(runs.Trainer, 'fit', fit)
     def build(*options, data=prepared.folder, config='mini.yaml'):
         given = [*(['--data', data] if data else []), *(['--config', config] if config else []), *options]
         monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'train', *map(str, given)])
@@ -195,10 +197,12 @@ def test_a_wrong_option_is_answered_in_a_sentence(home, prepared, capfd, options
     assert out == '' and last.startswith('xtts-nb: ') and not [part for part in WRONG[options] if part not in last], last
     assert tree(home) == before
 
-def test_a_runtime_cache_is_refused(home, corpus, mini, capfd):
+def test_a_corpus_can_be_read_as_it_is_trained_on(built, home, corpus, mini, capfd):
     (home / 'runtime.yaml').write_text(mini.replace(data={'preprocessing_mode': 'runtime'}).to_yaml())
-    assert main('train', '--data', corpus, '--config', 'runtime.yaml') == 2
-    assert 'is a runtime cache' in capfd.readouterr().err.splitlines()[-1]
+    cache = built(data=corpus, config='runtime.yaml').plan.cache
+    assert cache.manifest['mode'] == 'runtime' and 'codes' not in cache.manifest['stored']
+    assert main('train', '--data', cache.folder, '--preprocessing-mode', 'precompute') == 2
+    assert 'was made with data.preprocessing_mode runtime' in capfd.readouterr().err.splitlines()[-1]
 
 
 # --- config create -------------------------------------------------------------------------------------------------
