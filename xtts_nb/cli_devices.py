@@ -90,5 +90,5 @@ def bench_growth(record: Record = False, json_: Json = False):
         from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.growth import check_growth
         with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))
-        if record: keep('43_growth', rows, benchmarks())
+        if record: keep('52_growth', rows, benchmarks())
         show({'rows': rows}, table('Steps that sleep 50 ms and add up tensors', rows))

@@ -207,8 +207,8 @@ class VoiceConfig(Section):
     batch_size: Positive = 16            # windows
     window: Positive = 32                # codes of a window, 46 ms each
     learning_rate: float = Field(2e-4, gt=0)   # of decoder and critics; falls along half a cosine to 2 %
-    mel_weight: float = Field(20.0, ge=0)
-    adversarial_weight: float = Field(1.0, ge=0)
+    mel_weight: float = Field(20.0, ge=0)      # of the distance between the mels of copy and recording
+    adversarial_weight: float = Field(1.0, ge=0)   # of what the critics say
     feature_weight: float = Field(2.0, ge=0)   # of what the critics see
     speaker_weight: float = Field(1.0, ge=0)   # of the angle between the voices of copy and recording
     adversarial_from: int = Field(0, ge=0)     # updates before the critics have a say
