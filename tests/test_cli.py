@@ -144,7 +144,7 @@ def test_verify_finds_and_mends(corpus, prepared, tmp_path, capfd):
 
 def test_a_dvae_that_was_learned_survives_a_kill(corpus, settings, tmp_path):
     "It is found in the folder of unfinished work, and is not learned again."
-    from xtts_nb import dvae
+    from xtts_nb import voices
     here = ['prepare', corpus, '--out', tmp_path / 'out', '--config', settings]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr('xtts_nb.prepare.prepare', lambda *args, **more: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -152,7 +152,7 @@ def test_a_dvae_that_was_learned_survives_a_kill(corpus, settings, tmp_path):
     (learned,) = (tmp_path / 'out.work').glob('learned-*')
     weights = learned.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dvae, 'train_dvae', lambda *args, **more: pytest.fail('learned again'))
+        patch.setattr(voices, 'train_dvae', lambda *args, **more: pytest.fail('learned again'))
         assert main(*here) == 0
     assert (tmp_path / 'out' / 'dvae.safetensors').read_bytes() == weights and not (tmp_path / 'out.work').exists()
 
