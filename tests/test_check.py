@@ -101,6 +101,7 @@ def test_under_load(small):
     assert [r['name'] for r in rows] == ['Stress'] * 2 and rows[0]['result'] == 'PASSED' and 'clips/s' in rows[0]['reason']
     assert rows[1]['result'] == 'FAILED' and 'not finite' in rows[1]['reason']
 
+@pytest.mark.slow
 def test_the_real_step_is_asked(small):
     "Not a toy: the modes of `step_modes`, with every weight of the model."
     real = Trial(small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), 8, 12)

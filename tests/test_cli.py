@@ -357,6 +357,7 @@ def test_a_full_disk_leaves_no_half_cache(bad, corpus, prepared, size):
     done = xtts_nb('prepare', corpus, '--out', 'out', '--dvae', prepared.folder, cwd=bad, before=allow(size))
     check_full(done, bad, before, ['out'])
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_no_half_speech(session, corpus, disk):
     with open(disk / 'filler', 'wb', buffering=0) as f:
         with suppress(OSError):
@@ -365,7 +366,8 @@ def test_a_full_disk_leaves_no_half_speech(session, corpus, disk):
     done = xtts_nb('say', 'aa', '--run', session['home'] / 'runs' / 'train-1', '--voice', voice, '--out', disk / 'new.wav')
     check_full(done, disk, before, ['new.wav'])
 
-@pytest.mark.parametrize('size, name', [(20_000, 'model.safetensors'), (3100, 'metrics.jsonl')])
+@pytest.mark.parametrize('size, name', [(20_000, 'model.safetensors'),
+                                        pytest.param(3100, 'metrics.jsonl', marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_a_run_that_goes_on(session, tmp_path, size, name):
     run = tmp_path / 'run'
     shutil.copytree(session['home'] / 'runs' / 'train-1', run)

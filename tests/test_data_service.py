@@ -101,6 +101,7 @@ def disturbed(plan, who: int, sharding: str, steps: int):
     assert gone(processes)
     return seen, lines
 
+@pytest.mark.slow
 def test_a_killed_worker_comes_back_and_no_step_comes_twice(running, plan):
     child, address = running
     jobs = lambda: {p.cmdline()[-1]: p for p in members(child)}   # what each is and at which port

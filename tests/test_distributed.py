@@ -119,6 +119,7 @@ def settings(mini, tmp_path) -> Path:
     (tmp_path / 'settings.yaml').write_text(mini.to_yaml())
     return tmp_path / 'settings.yaml'
 
+@pytest.mark.slow
 def test_two_workers_train_as_one_device(prepared, alone, settings, tmp_path):
     "The same losses, one result, and files of worker 0 alone."
     done = xtts_nb(*spread(prepared, settings, tmp_path / 'run'), cwd=tmp_path)

@@ -111,6 +111,7 @@ def test_a_checkpoint_holds_what_moves(done):
     names = {name for name, _ in read_tensors(checkpoints(done('lora') / 'checkpoints')[-1])}
     assert not any(name.startswith('gpt/') for name in names) and any(name.startswith('lora/') for name in names)
 
+@pytest.mark.slow
 def test_an_export_may_begin_the_next_run(done, mini, persian, tmp_path):
     export_run(done('rows'), tmp_path / 'first')
     assert new_run(persian, settings(mini, 'lora'), tmp_path / 'second', base=tmp_path / 'first').fit(steps=1)['steps'] == 1
@@ -216,6 +217,7 @@ def test_a_trial_that_fails_for_another_reason_says_which(mini):
 
 # --- the command ---------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_train_from_a_model(base, persian, mini, tmp_path):
     (tmp_path / 'run.yaml').write_text(mini.replace(training={'steps': 2}).to_yaml())
     asked = ['train', '--data', persian.folder, '--config', tmp_path / 'run.yaml', '--run', tmp_path / 'run',

@@ -70,6 +70,7 @@ def test_a_dvae_learns_and_repeats(small, mels, learned):
     assert len(learned) == 12 and np.mean(learned[-3:]) < np.mean(learned[:3])
     assert losses(mels, settings(small, log_every=6)) == pytest.approx([np.mean(learned[:6]), np.mean(learned[6:])], rel=1e-5)
 
+@pytest.mark.slow
 def test_every_setting_of_the_dvae_matters(small, mels):
     t = dvae_training(settings(small, dvae_steps=20, dvae_learning_rate=1e-3))
     assert (t.steps, t.learning_rate, t.log_every) == (20, 1e-3, 1)
@@ -235,6 +236,7 @@ def test_a_weight_changes_the_sum_and_nothing_else(tiny, sounds, plain_losses, k
     assert found.pop('loss') != pytest.approx(plain_losses['loss'], rel=1e-5)
     assert found == pytest.approx({k: v for k, v in plain_losses.items() if k != 'loss'}, rel=1e-5)
 
+@pytest.mark.slow
 def test_settings_of_the_batches(bank, tiny):
     changed = tiny.replace(voice={'window': 5, 'batch_size': 3, 'reference_seconds': 0.6, 'learning_rate': 0.5, 'steps': 7})
     before, after = ({k: x.shape for k, x in next(iter(Windows(bank, c).stream())).items()} for c in (tiny, changed))
@@ -246,6 +248,7 @@ CRITICS = {'periods', 'windows', 'channels'}   # test_discriminators.py
 
 def test_no_key_of_the_voice_is_forgotten(): assert {*WEIGHTS, *BATCHES, *CRITICS} == set(VoiceConfig.model_fields)
 
+@pytest.mark.slow
 def test_critics_have_no_say_before_their_time(tiny, sounds):
     late = tiny.replace(voice={'adversarial_from': 5})
     before, after = (judged(late, sounds, number) for number in (4, 5))
@@ -270,6 +273,7 @@ def test_the_decoder_learns(bank, tiny):
     seen = [float(step(b, tf.constant(i))['mel_loss']) for i, b in enumerate(Windows(bank, config).stream(0, 150))]
     assert np.mean(seen[-10:]) < 0.6 * np.mean(seen[:10])
 
+@pytest.mark.slow
 def test_a_killed_voice_goes_on_to_the_bit_and_speaks(model, prepared, tiny, tmp_path):
     config = tiny.replace(training={'validate_every': 2, 'checkpoint_every': 2, 'enable_graph_mode': False}, voice={'steps': 4})
     whole = new_voice_run(tmp_path / 'whole', model, prepared, config, ['low-0', 'high-0'])
