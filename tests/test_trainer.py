@@ -294,7 +294,7 @@ def test_validation_on_a_cache_that_does_not_fit(prepared, second, corpus, mini,
     prepare(corpus, tmp_path / 'other', prepared.config, other, prepared.tokenizer)
     with pytest.raises(UserError) as e: new_run(prepared, mini, tmp_path / 'run', val=Cache(tmp_path / 'other'))
     assert prepared.manifest['keys']['codes'] in str(e.value) and '--dvae' in str(e.value)   # both keys and the remedy
-    with pytest.raises(UserError, match='give one of them'): new_run(prepared, mini, tmp_path / 'run', ['low-0'], second)
+    with pytest.raises(UserError, match='give one of them'): new_run(prepared, mini, tmp_path / 'run', ['low-0'], val=second)
     assert not (tmp_path / 'run').exists()
 
 def test_epochs_are_counted_in_updates(cheap, prepared, mini, tmp_path):
