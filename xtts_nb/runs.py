@@ -111,7 +111,7 @@ def new_run(
     held_out: list[str] = (),    # ids of clips to keep out of training
     base: str | Path | None = None,   # folder of a model to begin from
     val: Cache | None = None,    # clips of another cache to validate on
-    make=Trainer,                # called as a `Trainer` is
+    make=None,                   # called as a `Trainer` is; default: that
     **where,                     # `feed` and `device` of `Trainer`
 ) -> Trainer:
     "A trainer that keeps its state in `run` and goes on with what stands there; raises `UserError` if they do not fit."
@@ -140,7 +140,7 @@ def new_run(
     look, listen = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
     with on_device(where.get('device')):
         update = make_update(xtts.gpt, in_updates(config.training, plan), new_rows(config, xtts.tokenizer, plan.cache.languages))
-        trainer = make(xtts, plan, run, look, update, listen=listen, **where)
+        trainer = (make or Trainer)(xtts, plan, run, look, update, listen=listen, **where)
     if not run: return trainer
     cache = plan.cache
     facts = {'part': 'gpt', 'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'], 'held_out': sorted(held_out)}
