@@ -260,6 +260,7 @@ def compiled(folder) -> set[str]:
     subprocess.run([sys.executable, '-c', COMPILE], cwd=folder, env=env, check=True, capture_output=True)
     return {p.name for p in (folder / 'kept').glob('*')}
 
+@pytest.mark.slow
 def test_a_second_start_finds_what_xla_compiled(tmp_path):
     (tmp_path / 'settings.ini').write_text('[workspace]\n')
     assert compiled(tmp_path) == set()
