@@ -1,4 +1,4 @@
-"""`xtts-nb` in processes of its own: run to the end, interrupted at a stage, killed."""
+"""`xtts-nb` in this process, or in processes of its own: run to the end, interrupted at a stage, killed."""
 import json
 import os
 import pty
@@ -9,6 +9,10 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+
+import pytest
+
+from xtts_nb import cli
 
 COMMAND = [sys.executable, '-c', 'from xtts_nb.cli import main; main()']
 
@@ -41,6 +45,15 @@ def environment() -> dict:
 def hears_ctrl_c():
     "Called in a child before it starts: what a shell or a CI job runs in the background is born deaf to Ctrl-C."
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def main(*arguments) -> int:
+    "Run a command in this process; the exit code."
+    old, sys.argv = sys.argv, ['xtts-nb', *map(str, arguments)]
+    try:
+        with pytest.raises(SystemExit) as end: cli.main()
+        return end.value.code
+    finally: sys.argv = old
 
 
 def xtts_nb(*arguments, cwd=None, before=None, timeout=300) -> Done:

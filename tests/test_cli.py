@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from process import Done, hears_ctrl_c, interrupted, tree, xtts_nb
-from xtts_nb import __version__, cli, cli_train
+from process import Done, hears_ctrl_c, interrupted, main, tree, xtts_nb
+from xtts_nb import __version__, cli_train
 from xtts_nb.audio import load_audio
 from xtts_nb.cache import Cache
 from xtts_nb.config import XTTSConfig
@@ -51,14 +51,6 @@ def session(corpus, settings, tmp_path_factory):
     voice = 'my corpus/wavs/low-0.wav'
     done['say'] = xtts_nb('say', 'aa bb', '--run', 'runs/train-1', '--voice', voice, '--out', 'out put/ä.wav', '--json', cwd=home)
     return done
-
-def main(*arguments) -> int:
-    "The same in this process; the exit code."
-    old, sys.argv = sys.argv, ['xtts-nb', *map(str, arguments)]
-    try:
-        with pytest.raises(SystemExit) as end: cli.main()
-        return end.value.code
-    finally: sys.argv = old
 
 
 # --- help and options ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 import yaml
 
-from process import tree, xtts_nb
+from process import main, tree, xtts_nb
 from xtts_nb import cli, cli_train, runs
 from xtts_nb.cache import Cache
 from xtts_nb.config import XTTSConfig
@@ -49,14 +49,6 @@ def built(prepared, home, monkeypatch):
         (trainer,) = stopped.value.args
         return trainer
     return build
-
-def main(*arguments) -> int:
-    "A command in this process; the exit code."
-    old, sys.argv = sys.argv, ['xtts-nb', *map(str, arguments)]
-    try:
-        with pytest.raises(SystemExit) as end: cli.main()
-        return end.value.code
-    finally: sys.argv = old
 
 
 # --- every option has an effect ------------------------------------------------------------------------------------

@@ -1,20 +1,10 @@
 "The commands that watch and measure: exit codes, one JSON object, one sentence."
 import json
-import sys
 
 import pytest
 
-from process import tree, xtts_nb
-from xtts_nb import check, cli, configure, switches
-
-
-def main(*arguments) -> int:
-    "A command in this process; the exit code."
-    old, sys.argv = sys.argv, ['xtts-nb', *map(str, arguments)]
-    try:
-        with pytest.raises(SystemExit) as end: cli.main()
-        return end.value.code
-    finally: sys.argv = old
+from process import main, tree, xtts_nb
+from xtts_nb import check, configure, switches
 
 
 # --- check ---------------------------------------------------------------------------------------------------------

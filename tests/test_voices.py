@@ -3,7 +3,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import keras
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from process import COMMAND, environment, xtts_nb
-from xtts_nb import cli
+from process import COMMAND, environment, main, xtts_nb
 from xtts_nb.audio import load_audio
 from xtts_nb.cache import Cache
 from xtts_nb.config import UserError, VoiceConfig
@@ -334,14 +332,6 @@ def test_the_sections_of_the_loop(tiny):
 
 
 # --- the commands --------------------------------------------------------------------------------------------------
-
-def main(*arguments) -> int:
-    "The command in this process; the exit code."
-    old, sys.argv = sys.argv, ['xtts-nb', *map(str, arguments)]
-    try:
-        with pytest.raises(SystemExit) as end: cli.main()
-        return end.value.code
-    finally: sys.argv = old
 
 @pytest.fixture
 def yaml(tiny, tmp_path):
