@@ -83,13 +83,10 @@ def train(
     "Train the GPT on a cache; metrics go to RUN/metrics.jsonl, the model to RUN. After SIGTERM it saves and exits with 143."
     flags = {name: value for name, value in ctx.params.items() if value is not None}
     with answer(json_) as show:
-        from xtts_nb.config import UserError
         from xtts_nb.recipes import check_unknown
         check_unknown(ctx.args, [option for p in ctx.command.params for option in (*p.opts, *p.secondary_opts)])
-        known = run is not None and (run / 'run.json').is_file()
-        if not data and not known:
-            where = f'{run}: holds no run to go on with' if run else 'train: neither a cache nor a run is given'
-            raise UserError(f'{where}; name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE.')
+        _known(run, data, 'train: neither a cache nor a run is given',
+               'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
         layers = _layers(flags)
         start()
         gpus = given(data_gpu=data_gpu, model_gpu=model_gpu, isolate=isolate, data_memory=data_memory, model_memory=model_memory)
@@ -115,7 +112,6 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
 # %% ../nbs/62_cli_train.ipynb #ed7d77ee
 def _layers(flags: dict) -> dict[str, dict]:
     "The layers of settings that options ask for, the general first; raises `UserError` for two that contradict each other."
-    import os
     from xtts_nb.config import UserError
     from xtts_nb.recipes import FLAGS, assignments, from_environment, gpu_preset, level
     if 'steps' in flags and 'epochs' in flags: raise UserError('train: --steps and --epochs both say how long; give one of them.')
@@ -153,8 +149,7 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     settings = _in_memory(cache, settings, base, fit)
     look = _prepared(val_data, settings, cache.folder) if _is_corpus(val_data) else val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, val) if val else ()
-    if (val or look) and not settings.training.validate_every:
-        settings = settings.replace(training={'validate_every': settings.training.checkpoint_every})
+    settings = _changed(settings, val or look)
     feed = _feed(cache, settings, gpus, buffer_size)
     looked = open_cache(look) if look else None
     return new_run(cache, settings, run or _free_run(workspace().runs), held_out, base, looked, **feed)
@@ -241,7 +236,8 @@ def train_dvae(
 ):
     "Train a DVAE on a corpus, for prepare --dvae RUN. After SIGTERM it saves and exits with 143."
     with answer(json_) as show:
-        known = _known(run, corpus, 'train-dvae CORPUS')
+        known = _known(run, corpus, 'train-dvae: neither a run nor anything to begin one with',
+                       'begin one with xtts-nb train-dvae CORPUS')
         start()
         from xtts_nb.config import workspace
         from xtts_nb.corpora import check_dropped, read_corpus
@@ -260,15 +256,15 @@ def train_dvae(
         show(result, f'{text}\nxtts-nb prepare CORPUS --dvae {trainer.run} --out CACHE')
 
 # %% ../nbs/62_cli_train.ipynb #cb59c0a4
-def _known(run: Path | None, source, usage: str) -> bool:
+def _known(run: Path | None, source, lacking: str, remedy: str) -> bool:
     "Whether a run stands in `run`; raises `UserError` where none does and nothing is given to begin one with."
     from xtts_nb.config import UserError
     if run is not None and (run / 'run.json').is_file(): return True
     if source: return False
-    where = f'{run}: holds no run to go on with' if run else f'{usage.split()[0]}: neither a run nor anything to begin one with'
-    raise UserError(f'{where}; begin one with xtts-nb {usage}.')
+    where = f'{run}: holds no run to go on with' if run else lacking
+    raise UserError(f'{where}; {remedy}.')
 
-def _changed(settings, val: float, **training):
+def _changed(settings, val, **training):
     "Settings with what the options say; whoever holds something out wants to look at it."
     given = {key: value for key, value in training.items() if value is not None}
     if val and not settings.training.validate_every: given['validate_every'] = settings.training.checkpoint_every
@@ -288,7 +284,8 @@ def train_voice(
 ):
     "Teach a trained model to speak through a decoder of its own. After SIGTERM it saves and exits with 143."
     with answer(json_) as show:
-        known = _known(run, model, 'train-voice MODEL')
+        known = _known(run, model, 'train-voice: neither a run nor anything to begin one with',
+                       'begin one with xtts-nb train-voice MODEL')
         start()
         from xtts_nb.cache import Cache
         from xtts_nb.config import XTTSConfig, workspace
