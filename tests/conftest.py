@@ -137,3 +137,27 @@ def batch(prepared, small):
     "The first batch, of four clips."
     from xtts_nb.data import BatchPlan, cached_batches
     return next(iter(cached_batches(BatchPlan(prepared, small.data))))
+
+
+@pytest.fixture(scope='session')
+def mini(small):
+    "One block, two shapes, no XLA: a second to trace."
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 2},
+                         training={'steps': 8, 'warmup_steps': 2, 'log_every': 2, 'checkpoint_every': 4,
+                                   'enable_xla_compilation': False})
+
+
+@pytest.fixture
+def cheap(monkeypatch):
+    "Runs train with a step that costs nothing."
+    from cheap import Cheap
+    from xtts_nb import runs
+    monkeypatch.setattr(runs, 'Trainer', Cheap)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    "The same, and their validation losses are given."
+    from cheap import Given
+    from xtts_nb import runs
+    monkeypatch.setattr(runs, 'Trainer', Given)

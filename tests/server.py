@@ -60,9 +60,9 @@ class Handler(BaseHTTPRequestHandler):
         if plan.lengths: marks['Content-Length'] = size - start
         self.head(206 if start else 200, **marks)
         part = data[start:][:plan.most]
+        plan.sent += len(part)   # before they are sent: a client that has them all does not wait for this thread
         try: self.wfile.write(part)
         except OSError: return
-        plan.sent += len(part)
         if plan.hangs: plan.hangs -= 1; plan.over.wait(20)
         if plan.reset and len(part) < size - start:
             time.sleep(0.02)   # what has not been read by then is lost

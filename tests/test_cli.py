@@ -358,8 +358,8 @@ def test_a_full_disk_leaves_no_half_speech(session, corpus, disk):
     done = xtts_nb('say', 'aa', '--run', session['home'] / 'runs' / 'train-1', '--voice', voice, '--out', disk / 'new.wav')
     check_full(done, disk, before, ['new.wav'])
 
-@pytest.mark.parametrize('size, name', [(20_000, 'model.safetensors'),
-                                        pytest.param(3100, 'metrics.jsonl', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('size, name', [(20_000, 'model.safetensors'), (3100, 'metrics.jsonl')])
 def test_a_full_disk_leaves_a_run_that_goes_on(session, tmp_path, size, name):
     run = tmp_path / 'run'
     shutil.copytree(session['home'] / 'runs' / 'train-1', run)

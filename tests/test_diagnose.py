@@ -7,12 +7,12 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import UserError, setup_tf
-from xtts_nb.diagnose import (Finding, Measured, apply_remedies, changed_arguments, diagnose, larger, predicted, products,
-                              rounded_shapes)
-from xtts_nb.diagnose import _ranked
+from xtts_nb.costs import Measured, predicted
+from xtts_nb.diagnose import _ranked, apply_remedies, diagnose
 from xtts_nb.patients import PATIENTS, summed_up, visit, ward
 from xtts_nb.phases import Call, Doors, rhythm
 from xtts_nb.pipeline import doze, host_part, python_operations, stages, with_calls
+from xtts_nb.rules import Finding, changed_arguments, larger, products, rounded_shapes
 
 setup_tf(threads=2)
 BY_NAME = {p.name: p for p in PATIENTS}
@@ -152,14 +152,14 @@ def raising():
     raise OSError('clip 7 is gone')
 
 @pytest.mark.parametrize('data, says', [
-    (lambda: tf.data.Dataset.range(0), 'ended after 0 batches'), (lambda: from_python(raising), 'batch 1 raised'),
-    (lambda: [np.ones(2)] * 2, 'ended after 2 batches')])
+    (lambda: tf.data.Dataset.range(0), 'is empty'), (lambda: from_python(raising), 'failed at batch 1: .*clip 7 is gone'),
+    (lambda: [np.ones(2)] * 2, 'ended after 2 of 4 batches')])
 def test_data_that_fails_is_named(data, says):
     with pytest.raises(UserError, match=says): diagnose(data(), lambda b: b)
 
 
 def test_a_step_that_fails_is_named():
-    with pytest.raises(UserError, match='step: it raised ZeroDivisionError'):
+    with pytest.raises(UserError, match='The step failed on the first batch: ZeroDivisionError'):
         diagnose(tf.data.Dataset.range(9), lambda b: 1 / 0)
 
 
@@ -175,4 +175,4 @@ def test_data_that_never_comes_does_not_keep_the_process():
                'diagnose(tf.data.Dataset.from_generator(never, output_signature=tf.TensorSpec([], tf.float32)), '
                'lambda b: b, patience=1)')
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and 'no batch came within 1 s' in done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and 'gave no batch within 1 s' in done.stderr.splitlines()[-1]

@@ -51,6 +51,7 @@ def sized(mini):
     gpt = {'layers': 4, 'max_text_tokens': 150, 'max_audio_codes': 250}
     return mini.replace(model={'gpt': gpt}, data={'batch_size': 16})
 
+@pytest.mark.slow
 def test_a_trial_in_too_little_memory_ends_alone(sized): assert run_trial(sized, 250, 150, memory=2 * 10**8) is None
 
 @pytest.mark.slow

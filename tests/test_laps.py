@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import UserError
-from xtts_nb.laps import FitPhases, Laps, rows, time_phases
+from xtts_nb.laps import FitPhases, Laps, time_phases
+from xtts_nb.phases import batch_rows
 from xtts_nb.trainer import wait_for
 
 
@@ -102,7 +103,7 @@ def test_a_dataset_that_never_yields():
 
 
 def test_rows_of_any_structure():
-    assert rows({'a': np.zeros((3, 2))}) == 3 and rows((tf.ones(5), 1)) == 5 and rows(7) == 1
+    assert batch_rows({'a': np.zeros((3, 2))}) == 3 and batch_rows((tf.ones(5), 1)) == 5 and batch_rows(7) is None
 
 
 def test_waiting_takes_what_there_is():

@@ -97,4 +97,4 @@ def test_reference_names_a_python_that_is_none(tmp_path):
 
 
 def test_reference_tells_the_last_words(tmp_path):
-    with pytest.raises(UserError, match='coqui-tts failed'): parity.reference(tmp_path, sys.executable, {'x': np.ones(1)})
+    with pytest.raises(UserError, match='coqui-tts 0.28 failed'): parity.reference(tmp_path, sys.executable, {'x': np.ones(1)})

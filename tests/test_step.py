@@ -37,7 +37,7 @@ def values(made: Update) -> list: return [v.numpy() for v in (*made.weights, *ma
 
 # --- in parts ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('xla', [False, True])
+@pytest.mark.parametrize('xla', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parts_make_the_whole(mini, rows, xla):
     "Parts hold different numbers of tokens, one of them none at all; the clip is at work."
     whole, cut = update(mini), update(mini, training={'accumulation': 4, 'enable_xla_compilation': xla})

@@ -327,7 +327,8 @@ def test_the_vector_colours_the_sound(singer):
     voice = singer.listen(VOICE)
     assert not np.allclose(singer('aa', 'en', voice), singer('aa', 'en', voice._replace(vector=-voice.vector)), atol=1e-4)
 
-@pytest.mark.parametrize('speed', [pytest.param(0.5, marks=pytest.mark.slow), 2.])
+@pytest.mark.slow
+@pytest.mark.parametrize('speed', [0.5, 2.])
 def test_speed_changes_the_length(singer, speaker, speed):
     for one in (singer, speaker):
         usual, other = one('aa', 'en', VOICE), Speaker(one.xtts, speed=speed)('aa', 'en', VOICE)

@@ -9,11 +9,12 @@ import tensorflow as tf
 from xtts_nb.audio import load_audio, log_mel, save_audio, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import BatchPlan, batches_of, cached_batches
+from xtts_nb.pipeline import python_operations
 from xtts_nb.throughput import (CARDS, CoquiLoader, H200_CLIPS_PER_SECOND, OneMelReader, TFNativeDataLoader, Tiled,
                                 apply_aggressive_prefetching, auto_tune_performance, bench_loaders, cards_fed,
                                 configure_tensorflow_for_max_throughput, create_parallel_interleave_dataset,
                                 get_optimized_dataset_options, measure_loaders, optimize_dataset_pipeline, padding,
-                                print_optimization_summary, python_stages)
+                                print_optimization_summary)
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def test_why_coqui_delivers_nothing_is_said(tmp_path, monkeypatch, clips):
     play_coqui(tmp_path / 'fake', 'raise ValueError("no such codec")')
     monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'fake'))
     loader = CoquiLoader(sys.executable, clips, 2)
-    with pytest.raises(UserError, match='delivers no batches .ValueError: no such codec.; give the Python of coqui-tts 0.28'):
+    with pytest.raises(UserError, match='coqui-tts 0.28 failed .ValueError: no such codec.; check that environment'):
         next(loader)
     loader.close()
     with pytest.raises(UserError, match='nowhere: cannot be run; give the Python of coqui-tts'):
@@ -194,7 +195,7 @@ def test_prefetching_ends_on_the_device():
 def test_a_whole_pipeline_in_one_call_refuses_python(capsys):
     source = tf.data.Dataset.range(8)
     fast = optimize_dataset_pipeline(source, lambda x: x * 2, batch_size=4, num_workers=3, buffer_size=5)
-    assert [b.tolist() for b in fast.as_numpy_iterator()] == [[0, 2, 4, 6], [8, 10, 12, 14]] and python_stages(fast) == 0
+    assert [b.tolist() for b in fast.as_numpy_iterator()] == [[0, 2, 4, 6], [8, 10, 12, 14]] and python_operations(fast) == 0
     lines = print_optimization_summary(fast)
     assert capsys.readouterr().out == '\n'.join(lines) + '\n'
     assert lines[0].startswith('Range') and 'parallel 3' in lines[1] and any('rows 4' in l for l in lines)

@@ -308,6 +308,7 @@ def test_a_cache_in_other_codes_is_refused(model, corpus, small, tmp_path):
         new_voice_run(tmp_path / 'run', model, Cache(tmp_path / 'cache'))
     assert not (tmp_path / 'run').exists()
 
+@pytest.mark.slow
 def test_a_bank_that_a_kill_left_unfinished_is_made_again(model, prepared, tiny, tmp_path):
     new_voice_run(tmp_path / 'run', model, prepared, tiny)
     shutil.rmtree(tmp_path / 'run' / 'bank')

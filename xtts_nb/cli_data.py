@@ -208,7 +208,8 @@ def bench_data(
         from xtts_nb.config import DataConfig
         from xtts_nb.data import BatchPlan, check_equal
         from xtts_nb.dvae import load_dvae
-        from xtts_nb.throughput import bench_loaders, cards_table, check_python
+        from xtts_nb.peer import check_python
+        from xtts_nb.throughput import bench_loaders, cards_table
         if coqui_python: check_python(coqui_python)
         sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
         with progress() as tell, _prepared(data, tell, sizes) as cache:

@@ -8,9 +8,7 @@ __all__ = ['make_inputs', 'utterance_inputs', 'reference', 'compare', 'compare_m
            'parity_markdown']
 
 # %% ../nbs/25_parity.ipynb #a4248c19
-import inspect
 import json
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import tensorflow as tf
 
 from .audio import load_audio, log_mel, resample, speaker_log_mel, synthetic_voice
 from .config import SpeechConfig, UserError, XTTSConfig
+from .peer import Peer
 from .text import Tokenizer
 from .text_parity import our_text, read_sentences, reference_text, text_rows
 
@@ -120,9 +119,7 @@ def _reference_utterance(model, x, out, torch):
 # %% ../nbs/25_parity.ipynb #7814dfd6
 def _reference_main(folder, given, made):
     "All stages of coqui-tts for the arrays in the file `given`, as arrays in the file `made`."
-    import logging, os, random
-    os.environ['COQUI_TOS_AGREED'] = '1'
-    logging.disable(logging.CRITICAL)
+    import random
     import numpy as np, torch
     from TTS.tts.configs.xtts_config import XttsConfig
     from TTS.tts.models.xtts import Xtts
@@ -141,6 +138,7 @@ def _reference_main(folder, given, made):
     said = reference_text(folder + '/vocab.json', str(x['sentences'])) if 'sentences' in x else '[]'
     arrays = {k: v.detach().numpy() for k, v in out.items()}
     np.savez(made, said=said, mel_stats=model.mel_stats.numpy(), **arrays)
+    yield sorted(arrays)
 
 # %% ../nbs/25_parity.ipynb #e3916c9f
 def reference(
@@ -149,18 +147,11 @@ def reference(
     inputs: dict,              # from `make_inputs`
 ) -> dict:                     # {stage: array}
     "What coqui-tts computes, in a process of its own; raises `UserError` with its last words if it fails."
-    functions = (reference_text, _reference_features, _reference_dvae, _reference_gpt, _reference_utterance, _reference_main)
     with tempfile.TemporaryDirectory() as folder:
-        given, made, script = (Path(folder) / n for n in ('given.npz', 'made.npz', 'reference.py'))
+        given, made = Path(folder) / 'given.npz', Path(folder) / 'made.npz'
         np.savez(given, **inputs)
-        script.write_text('\n\n'.join(map(inspect.getsource, functions)) + '\n\nimport sys; _reference_main(*sys.argv[1:])\n')
-        command = [str(coqui_python), str(script), str(Path(coqui_dir).resolve()), str(given), str(made)]
-        try: done = subprocess.run(command, capture_output=True, text=True)
-        except OSError as e:
-            raise UserError(f'{coqui_python}: cannot be run ({e.strerror}); name a Python that has coqui-tts.') from None
-        if done.returncode:
-            words = (done.stderr.strip().splitlines() or ['no message'])[-1]
-            raise UserError(f'{coqui_python}: coqui-tts failed on {coqui_dir} ({words}); check that environment and those files.')
+        with Peer(coqui_python, _reference_main, reference_text, _reference_features, _reference_dvae, _reference_gpt,
+                  _reference_utterance, folder=str(Path(coqui_dir).resolve()), given=str(given), made=str(made)) as peer: peer()
         with np.load(made) as file: return dict(file)
 
 # %% ../nbs/25_parity.ipynb #3c17cff0

@@ -24,12 +24,13 @@ from .cache import Cache
 from .config import UserError, XTTSConfig, workspace
 from .corpora import synthetic_corpus
 from .data import BatchPlan, cached_batches
-from .diagnose import Diagnosis, Finding, Trial, compare_loops, diagnose
+from .diagnose import Diagnosis, Trial, compare_loops, diagnose
 from .dvae import DVAE, load_dvae
 from .files import atomic_file
 from .model import XTTS
 from .pipeline import cores
 from .prepare import prepare
+from .rules import Finding
 from .sampler import cpu_name
 from .trainer import Trainer, to_device
 

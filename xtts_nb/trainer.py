@@ -85,9 +85,12 @@ class Pace:
     def median(self) -> float: return round(float(np.median(self.rates)), 2) if self.rates else 0.
 
 def wait_for(results):
-    "Until the device has computed them."
-    tensors = [x for x in tf.nest.flatten(results, expand_composites=True) if hasattr(x, 'numpy')]
-    for x in [x for x in tensors if not len(x.shape)] or tensors[:1]: x.numpy()
+    "Until the device has computed them; where there are none, until no GPU has anything left to do."
+    tensors = [x for x in tf.nest.flatten(results, expand_composites=True)
+               if hasattr(x, 'numpy') and getattr(x, 'dtype', None) not in (tf.resource, tf.variant)]
+    for gpu in () if tensors else tf.config.list_logical_devices('GPU'):
+        with tf.device(gpu.name): (tf.zeros([]) + 1).numpy()   # behind all that was queued before
+    for x in [x for x in tensors if not len(x.shape)] or tensors[:1]: (tf.reshape(x, [-1])[:1] if len(x.shape) else x).numpy()
 
 # %% ../nbs/30_trainer_xla.ipynb #48726dad
 class Hooks:

@@ -1,0 +1,39 @@
+"Trainers that are quick to try, and what two equal runs have in common."
+import json
+
+import tensorflow as tf
+
+from xtts_nb.trainer import Trainer
+
+HELD = ['low-0', 'low-3', 'high-6']   # clips to keep out
+CLOCKS = 'clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'   # what may differ between two equal runs
+
+
+class Cheap(Trainer):
+    "A trainer whose step is one small, exactly repeatable update, to try the loop around it."
+    def custom_train_step(self, batch, number):
+        bias, moment = self.xtts.gpt.final_norm.beta, self.optimizer.variables[-1]
+        loss = tf.reduce_mean(tf.cast(batch['clip'], tf.float32)) + tf.reduce_sum(bias.value)
+        bias.assign(bias.value * 0.9 + 0.01 * loss + 0.001 * tf.cast(number, tf.float32))
+        moment.assign(moment.value + loss)
+        self.optimizer.iterations.assign_add(1)
+        return {'loss': loss, 'text_loss': loss / 2, 'code_loss': loss / 3, 'gradient_norm': tf.square(loss)}
+
+
+class Given(Cheap):
+    "Whose validation losses are given."
+    losses = [3., 2., 2.5, 2., 1., 4., 4., 4.]
+    def validate(self): return {'val_loss': self.losses[self.step // self.training.validate_every - 1]}
+
+
+def lines_of(run) -> list[dict]:
+    "Its metrics, without what the clock says."
+    lines = (run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]
+
+def summary(result: dict) -> dict: return {k: result[k] for k in ('steps', 'loss_first', 'loss_last')}
+
+def outcome(run) -> dict:
+    "What two equal runs have in common to the last bit."
+    files = [run / 'model.safetensors', *(run / 'checkpoints').iterdir()]
+    return {'metrics': lines_of(run), **{p.name: p.read_bytes() for p in files}}
