@@ -280,7 +280,8 @@ def test_switches_are_what_is_on_or_off_or_one_of_a_few_words():
     ('training.enable_xla', ['is no key', 'training.enable_xla_compilation']), ('data.batch_size', ['is no switch']),
     ('data.prefetch_buffer_size', ['is no switch', 'data.prefetch_to_gpu']),
     ('enable_graph_mode', ['training.enable_graph_mode']),
-    ('data.preprocessing_mode', ['cannot be switched here', 'bench data']), ('zzz', ['is no key', 'training.precision'])])
+    ('data.preprocessing_mode', ['cannot be switched here', 'bench data']),
+    ('training.judge_by', ['cannot be switched here', 'chooses among models']), ('zzz', ['is no key', 'training.precision'])])
 def test_what_is_no_switch_names_the_nearest_that_are(key, parts):
     with pytest.raises(UserError) as e: switch_values(key)
     assert str(e.value).startswith(f'{key}: ') and not [p for p in parts if p not in str(e.value)], str(e.value)

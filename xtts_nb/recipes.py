@@ -245,7 +245,8 @@ def recipe(
     return config.replace(**nested(given)) if given else config
 
 # %% ../nbs/37_recipes.ipynb #ed499c31
-ELSEWHERE = {'data.preprocessing_mode': 'it is settled when a cache is made; xtts-nb bench data measures it'}
+ELSEWHERE = {'data.preprocessing_mode': 'it is settled when a cache is made; xtts-nb bench data measures it',
+             'training.judge_by': 'it chooses among models, and costs nothing'}
 
 def switches() -> dict[str, list]:
     "`{key: its values}` of every key of the settings that is a switch."
