@@ -95,3 +95,11 @@ def interrupted(
 def tree(folder) -> dict[str, bytes]:
     "Everything below a folder, by path."
     return {p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else b'' for p in sorted(folder.rglob('*'))}
+
+
+def reached(run) -> int:
+    "The update of the last whole log line of a run; 0 where there is none yet."
+    try: lines = (run / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    except FileNotFoundError: return 0
+    if lines and not lines[-1].endswith('\n'): lines.pop()   # in the middle of being written
+    return json.loads(lines[-1])['step'] if lines else 0

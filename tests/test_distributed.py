@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from typer.testing import CliRunner
 
-from process import COMMAND, environment, xtts_nb
+from process import COMMAND, environment, reached, xtts_nb
 from xtts_nb.checkpoint import checkpoints
 from xtts_nb.cluster import local_workers
 from xtts_nb.config import UserError, XTTSConfig
@@ -168,10 +168,6 @@ def test_two_devices_train_as_one_does(prepared, mini, tmp_path):
     for name in ('loss', 'val_loss', 'gradient_norm'):
         a, b = ([line[name] for line in some if name in line] for some in lines)
         assert len(a) == (5 if name == 'val_loss' else 50) and b == pytest.approx(a, rel=1e-5 if 'loss' in name else 1e-4)
-
-def reached(run) -> int:
-    try: return len((run / 'metrics.jsonl').read_text().splitlines())
-    except FileNotFoundError: return 0
 
 @pytest.fixture
 def long(prepared, mini, tmp_path) -> dict:

@@ -1,5 +1,4 @@
 "What goes wrong while a run trains, and a run that is stopped at any moment and goes on to the bit."
-import json
 import math
 import os
 import random
@@ -12,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from cheap import Cheap, lines_of, outcome, summary
-from process import COMMAND, environment, tree, xtts_nb
+from process import COMMAND, environment, reached, tree, xtts_nb
 from xtts_nb import checkpoint, runs, trainer as trainer_page
 from xtts_nb.checkpoint import checkpoints, snapshot
 from xtts_nb.config import UserError
@@ -238,13 +237,6 @@ def whole(prepared, mini, tmp_path_factory):
             made[xla] = folder / 'run.yaml', summary(done.json) | outcome(folder / 'run')
         return made[xla]
     return of
-
-def reached(run) -> int:
-    "The last whole log line."
-    try: lines = (run / 'metrics.jsonl').read_text().splitlines(keepends=True)
-    except FileNotFoundError: return 0
-    if lines and not lines[-1].endswith('\n'): lines.pop()   # in the middle of being written
-    return json.loads(lines[-1])['step'] if lines else 0
 
 def kill_behind(step, run, *arguments, jitter):
     "Train, and kill -9 a moment after `step` was logged."

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from process import COMMAND, environment, main, xtts_nb
+from process import COMMAND, environment, main, reached, xtts_nb
 from xtts_nb.audio import load_audio
 from xtts_nb.cache import Cache
 from xtts_nb.config import UserError, VoiceConfig
@@ -370,10 +370,6 @@ def test_a_mistake_is_a_sentence(tmp_path, monkeypatch, capsys, arguments, parts
     assert main(*arguments) == 2
     said = capsys.readouterr().err
     assert 'Traceback' not in said and all(part in said for part in parts), said
-
-def reached(run) -> int:
-    lines = (run / 'metrics.jsonl').read_text().splitlines() if (run / 'metrics.jsonl').is_file() else []
-    return json.loads(lines[-1])['step'] if lines else 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize('part', ['dvae', 'voice'])

@@ -179,8 +179,9 @@ class BatchPlan:
         clips: np.ndarray | None = None,   # indices to use; default all
         keep: str | Path | None = None,    # folder for the columns, to be mapped the next time
         dvae=None,                         # that makes the codes, if the cache leaves them to be made
+        fixed: bool = False,               # whether a clip has the same reference in every batch, as validation wants it
     ):
-        self.data, self.cache, self.dvae = data, cache, dvae
+        self.data, self.cache, self.dvae, self.fixed = data, cache, dvae, fixed
         make = lambda: order_columns(cache, data, clips)
         columns = kept_columns(keep, self._key(clips), make) if keep else make()
         self.shapes = [(int(s), int(t)) for s, t in columns['shapes']]
@@ -240,7 +241,10 @@ class BatchPlan:
 
     def _reference(self, clip, step):
         "Where the voice comes from, and the frame where its crop begins."
-        draw = _uniform([2, self.data.batch_size], self.data.seed, step)
+        if self.fixed:
+            own = lambda c: _uniform([2], self.data.seed, c, 2)
+            draw = tf.transpose(tf.map_fn(own, clip, fn_output_signature=tf.float64))
+        else: draw = _uniform([2, self.data.batch_size], self.data.seed, step)
         other = clip if self.data.reference_from == 'clip' else self._other(clip, draw[0])
         room = tf.maximum(self.mel_length(other) - self.data.reference_frames, 0) + 1
         return other, tf.cast(draw[1] * tf.cast(room, tf.float64), tf.int64)

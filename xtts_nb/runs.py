@@ -163,7 +163,8 @@ def _validation(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> B
     "Batches of the clips held out, one shape, as many rows as are computed at once in training; None if nobody asks."
     if not (out.any() and config.training.validate_every): return None
     rows = config.data.batch_size // config.training.accumulation
-    return BatchPlan(cache, config.data.model_copy(update={'batch_size': rows, 'buckets': 1}), np.flatnonzero(out), dvae=encoder)
+    data = config.data.model_copy(update={'batch_size': rows, 'buckets': 1})
+    return BatchPlan(cache, data, np.flatnonzero(out), dvae=encoder, fixed=True)
 
 def _listener(xtts: XTTS, cache: Cache, out: np.ndarray) -> Listener | None:
     "Who hears some of the clips held out; None if nobody asks."
