@@ -6,12 +6,13 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from xtts_nb import cluster
-from xtts_nb.cluster import (SLURM, answers, check_ports, deal_gpus, find_workers, host_names, local_workers, parse_workers,
-                             slurm_workers, supervise, tf_config, this_worker, visible_gpus)
+from xtts_nb.cluster import (LOST_PEER, SLURM, answers, check_ports, deal_gpus, find_workers, host_names, local_workers,
+                             parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
 from xtts_nb.config import UserError
 
 
@@ -114,6 +115,12 @@ def test_one_that_dies_takes_all_along_and_they_start_again(worker, tmp_path):
     assert supervise(worker(once), local_workers(2), TWO, say=said.append) == 0
     assert started(tmp_path) == {0: 3, 1: 3} and gone(tmp_path)
     assert len(said) == 2 and all('Worker 1 was ended by SIGKILL; all start again' in line for line in said)
+
+def test_the_cause_is_named_before_what_it_brought_about():
+    "Worker 0 has lost its peer; both have ended when somebody looks."
+    ended = {i: SimpleNamespace(poll=lambda code=code: code) for i, code in enumerate((LOST_PEER, -signal.SIGKILL))}
+    crew = SimpleNamespace(workers=local_workers(2), crew=ended, last_words=lambda i: '')
+    with pytest.raises(UserError, match='Worker 1 was ended by SIGKILL before it could begin'): watch(crew, wait=1)
 
 def test_too_many_deaths_are_too_many(worker, tmp_path):
     said = []

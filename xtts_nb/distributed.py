@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from .cache import Cache
-from .cluster import this_worker
+from .cluster import LOST_PEER, this_worker
 from .config import UserError, XTTSConfig
 from .data import BatchPlan, Column, batches_of, reader_of
 from .files import fingerprint
@@ -158,7 +158,7 @@ def _among_peers(worker: int):
     try: yield
     except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError) as e:
         print(f'Worker {worker} has lost a peer: {e.message.strip().splitlines()[0]}', file=sys.stderr, flush=True)
-        os._exit(75)   # "try again"
+        os._exit(LOST_PEER)
 
 # %% ../nbs/42_distributed.ipynb #eb9a36f2
 class DistributedTrainer(Trainer):
