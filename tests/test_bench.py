@@ -1,11 +1,13 @@
 "The only timing code: with a clock that is set by hand, no test waits or asserts seconds of work."
+import itertools
 import json
 import time
 
 import pytest
 
 from xtts_nb import bench
-from xtts_nb.bench import Arm, Comparison, accelerator_utilisation, compare, record, recorded, rows_markdown, timeline
+from xtts_nb.bench import (Arm, Comparison, accelerator_utilisation, compare, emulated_steps, record, recorded, rows_markdown,
+                           timeline)
 from xtts_nb.config import UserError
 
 
@@ -69,7 +71,7 @@ def feed(clock, seconds, count):
         clock.sleep(seconds)
         yield 1
 
-@pytest.mark.parametrize('wait, step, au', [(0., 1., 1.), (1., 1., 0.5), (3., 1., 0.25)])
+@pytest.mark.parametrize('wait, step, au', [(0., 1., 1.), (1., 1., 1.), (2., 1., 0.5), (4., 1., 0.25)])
 def test_utilisation_is_computing_over_all(clock, wait, step, au):
     got = accelerator_utilisation(feed(clock, wait, 100), step, steps=10)
     assert got['au'] == pytest.approx(au) and got['steps'] == 10 and got['cv'] == pytest.approx(0)
@@ -83,8 +85,16 @@ def test_uneven_batches_vary(clock):
     assert accelerator_utilisation(source(), 0.1)['cv'] > 0.5
 
 def test_a_timeline_adds_up(clock):
-    spans = timeline(feed(clock, 2., 20), 3., steps=4)
-    assert spans == [(5. * i, 2., 3.) for i in range(4)]
+    "A batch takes longer than a step, so the device waits for each; the other way round for none."
+    assert timeline(feed(clock, 5., 20), 3., steps=4) == [(5. * i, 2., 3.) for i in range(4)]
+    assert timeline(feed(clock, 2., 20), 3., steps=4) == [(3. * i, 0., 3.) for i in range(4)]
+
+def test_the_host_runs_one_batch_ahead_and_no_further(clock):
+    taken = []
+    def source():
+        for i in range(9): taken.append(clock.now); yield i
+    list(itertools.islice(emulated_steps(source(), 10.), 5))
+    assert taken == [0., 0., 10., 20., 30.]
 
 def test_the_clock_is_put_back(): assert bench.time is time
 

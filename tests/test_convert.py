@@ -15,6 +15,7 @@ from xtts_nb.hifigan import fold_weight_norm, load_decoder
 from xtts_nb.model import XTTS
 from xtts_nb.new_language import grow_folder
 from xtts_nb.text import Tokenizer
+from xtts_nb.weights import named_weights, read_tensors, save_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 import coqui_toy
@@ -112,6 +113,22 @@ def test_weight_norm_is_folded_on_loading(disk, tmp_path, spelling):
     length, direction = (files['model.pth'][up + s] for s in coqui_toy.SPELLINGS[spelling])
     kernel = direction * length / np.sqrt((direction.astype(np.float64)**2).sum((1, 2), keepdims=True))
     assert np.allclose(decoder.ups[1].kernel, kernel.transpose(2, 1, 0), atol=1e-6)
+
+
+def test_a_decoder_trained_here_has_lengths_again(disk, tmp_path):
+    "Its kernels are folded; coqui-tts expects a length and a direction, under its own names and no others."
+    files = coqui_folder(disk, tmp_path / 'coqui')
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    path = tmp_path / 'ours/model.safetensors'
+    decoder = load_decoder(path, coqui_toy.config(small=True))
+    rest = {name: x for name, x in read_tensors(path) if not name.startswith('decoder/')}
+    save_weights(path, rest | {f'decoder/{name}': v for name, v in named_weights(decoder).items()})
+    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    found = disk.files['model.pth']['model']
+    assert found.keys() == files['model.pth'].keys()
+    length, direction = (found[f'hifigan_decoder.waveform_decoder.ups.1.{s}'] for s in coqui_toy.SPELLINGS['new'])
+    assert np.allclose(length, np.sqrt((direction**2).sum((1, 2), keepdims=True)), rtol=1e-5)
+    assert np.allclose(direction, decoder.ups[1].kernel.numpy().transpose(2, 1, 0), rtol=1e-6)
 
 
 def test_trainer_folder_without_released_files(disk, tmp_path):

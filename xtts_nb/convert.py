@@ -254,11 +254,18 @@ def from_coqui(
 # %% ../nbs/22_convert.ipynb #9a45f07f
 NEEDED = ('gpt.', 'hifigan_decoder.waveform_decoder.', 'hifigan_decoder.speaker_encoder.')
 
+def _in_two(tensors, back: dict):
+    "A folded kernel, such as one that was trained here, as the length and the direction that coqui-tts expects."
+    from xtts_nb.hifigan import PAIRS, unfold_weight_norm
+    for name, x in tensors:
+        pair = [name + end for end in PAIRS[0]]
+        yield from zip(pair, unfold_weight_norm(x)) if pair[0] in back else [(name, x)]
+
 def lay_all_back(tensors, names: dict, folder: Path) -> dict:
     "`{file: {name there: array}}` of pairs (name here, array); raises `UserError` if coqui-tts would lack a part."
     back = {here: (key, layout) for key, (here, layout) in names.items()}
     files = {'model.pth': {}, 'dvae.pth': {}, 'mel_stats.pth': {}}
-    for name, x in tensors:
+    for name, x in _in_two(tensors, back):
         key, layout = (tuple(name.split('/', 2)[1:]), 'keep') if name.startswith('coqui/') else back.get(name, ((), ''))
         if len(key) != 2 or key[0] not in files:
             raise UserError(f'{folder / "model.safetensors"}: "{name}" is no tensor of XTTS; '

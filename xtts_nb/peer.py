@@ -9,6 +9,7 @@ __all__ = ['check_python', 'Peer']
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -59,7 +60,8 @@ class Peer:
         if line := self.process.stdout.readline(): return json.loads(line)
         self.process.wait()
         self.errors.seek(0)
-        last = (self.errors.read().strip().splitlines() or ['no reason given'])[-1]
+        said = self.errors.read().strip().splitlines() or ['no reason given']
+        last = next((line for line in reversed(said) if re.match(r'[\w.]*(Error|Exception)\b', line)), said[-1])
         raise UserError(f'{self.python}: {self.needs} failed ({last}); check that environment.')
 
     def __enter__(self): return self

@@ -7,6 +7,7 @@ __all__ = ['TYPES', 'named_weights', 'write_tensors', 'save_weights', 'open_weig
 
 # %% ../nbs/13_weights.ipynb #792da786
 import json
+import math
 from pathlib import Path
 
 import ml_dtypes
@@ -48,6 +49,15 @@ def write_tensors(
             if progress: progress(done, len(tensors))
 
 # %% ../nbs/13_weights.ipynb #4e5a518b
+class _Fetched:
+    "A variable as the array that it is when its turn comes: a model is written without a second copy of it."
+    def __init__(self, variable):
+        self.variable, self.shape = variable, tuple(variable.shape)
+        self.dtype = np.dtype(getattr(variable.dtype, 'name', variable.dtype))
+        self.nbytes = self.dtype.itemsize * math.prod(self.shape)
+
+    def tobytes(self) -> bytes: return np.asarray(self.variable).tobytes()
+
 def save_weights(
     path: str | Path,     # a .safetensors file
     variables: dict,      # {name: variable or array}
@@ -55,7 +65,7 @@ def save_weights(
     **metadata: str,      # short texts kept in the file's head
 ):
     "Write tensors whole or not at all."
-    arrays = {name: np.asarray(v) for name, v in variables.items()}
+    arrays = {name: v if isinstance(v, np.ndarray) else _Fetched(v) for name, v in variables.items()}
     if besides:
         parts = {name.split('/')[0] for name in arrays}
         with open_weights(besides) as file:
