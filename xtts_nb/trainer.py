@@ -298,7 +298,7 @@ class Trainer:
         if self._epoch: ended |= self.hooks.epoch(self.step // self.epoch_updates - 1)
         self.counts = self.hooks.counts()
         ended = bool(ended or self.over or self.failure)
-        if self.run: self.save(ended or self._due(self.training.checkpoint_every), better, wait=False, still=ended)
+        if self.run: self.save(ended or self._due(self.training.checkpoint_every), better, wait=ended)
         self.pace.begin()   # none of this counts as training
         return ended
 
@@ -324,11 +324,10 @@ class Trainer:
         "Every variable that a resumed run needs."
         return self.update.state
 
-    def save(self, checkpoint: bool = True, best: bool = False, wait: bool = True,
-             still: bool = False):   # whether nothing changes until it is written: then no copy is needed
+    def save(self, checkpoint: bool = True, best: bool = False, wait: bool = True):
         "Write a checkpoint and the model as it is, or the model as the best so far, or both."
         if not (checkpoint or best): return
-        facts, kept = {k: getattr(self, k) for k in KEPT}, dict if still or wait else snapshot
+        facts, kept = {k: getattr(self, k) for k in KEPT}, dict if wait else snapshot   # no copy of what stands still
         state = kept(self.state) if checkpoint else {}
         same = {} if self.optimizer.use_ema else {k: v for k, v in state.items() if k in self.xtts.weights}   # no second copy
         as_trained = getattr(self.update, 'as_trained', nullcontext)   # an update of one's own need not know of adapters
