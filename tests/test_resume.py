@@ -98,6 +98,7 @@ def test_out_of_memory_makes_the_same_update_in_more_parts(prepared, mini, tmp_p
     parts.fit()
     assert equal(snapshot(parts.state), snapshot(run.state))
 
+@pytest.mark.slow
 def test_one_row_that_does_not_fit_is_an_error_with_a_remedy(prepared, mini, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, 'Trainer', type('Never', (Greedy, Cheap), {'enough': 99}))
     with pytest.raises(UserError, match='out of memory with 1 rows at once; set training.gradient_checkpointing'):

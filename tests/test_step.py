@@ -123,6 +123,7 @@ def test_half_precision_learns_as_float32_does(mini, rows, precision):
 @pytest.fixture(scope='module')
 def modes(mini): return step_modes(mini.replace(training={'enable_xla_compilation': True}), 5)
 
+@pytest.mark.slow
 def test_eager_graph_and_xla_compute_the_same(modes, rows):
     losses = check_modes_agree(modes, [rows] * 3)
     assert list(losses) == ['eager', 'graph', 'xla'] and len(set(losses['eager'])) > 1   # it moves
