@@ -103,13 +103,12 @@ def emulated_steps(
     step_seconds: float,     # of the emulated accelerator
 ) -> Iterator[tuple[float, float]]:   # (begin, end) of each step, on the clock of `time.perf_counter`
     "The steps of an accelerator that computes one batch while the host fetches the next."
-    before = free = None
+    free = float('-inf')   # since ever
     for _ in batches:
-        now = time.perf_counter()
-        begin = now if free is None else max(now, free)
+        begin = max(time.perf_counter(), free)
         before, free = free, begin + step_seconds
         yield begin, free
-        if before: time.sleep(max(0., before - time.perf_counter()))   # one batch may wait while another is computed
+        time.sleep(max(0., before - time.perf_counter()))   # one batch may wait while another is computed
 
 def accelerator_utilisation(
     batches: Iterable,      # what the pipeline delivers

@@ -119,7 +119,6 @@ def _reference_utterance(model, x, out, torch):
 # %% ../nbs/25_parity.ipynb #7814dfd6
 def _reference_main(folder, given, made):
     "All stages of coqui-tts for the arrays in the file `given`, as arrays in the file `made`."
-    import random
     import numpy as np, torch
     from TTS.tts.configs.xtts_config import XttsConfig
     from TTS.tts.models.xtts import Xtts
