@@ -46,7 +46,7 @@ test test-all: $(ready)
 test-browser: $(ready)
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
 	    apt-get install -y chromium 2>/dev/null || $(bin)/playwright install chromium
-	@$(env) $(bin)/pytest -rs tests/test_browser.py $(ARGS)
+	@$(env) $(bin)/pytest -rs -m '' tests/test_browser.py $(ARGS)
 	@echo "What it saw: runs/browser"
 
 export: $(ready)

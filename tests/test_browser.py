@@ -15,6 +15,7 @@ from xtts_nb.config import workspace
 from xtts_nb.traces import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.slow
 NAMES = 'chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'
 SETTINGS = {'notification': {'fetchNews': 'false', 'checkForUpdates': False, 'doNotDisturbMode': True}}
 
@@ -155,7 +156,6 @@ with gpu_live(probe) as live:
 '''
 
 
-@pytest.mark.slow
 def test_pick_a_gpu(browser, lab):
     cell = {'cell_type': 'code', 'id': 'a', 'metadata': {}, 'execution_count': None, 'outputs': [], 'source': CARDS}
     kernel = {'kernelspec': {'name': 'python3', 'display_name': 'python3', 'language': 'python'}}

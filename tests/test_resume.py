@@ -231,7 +231,8 @@ def whole(prepared, mini, tmp_path_factory):
     def of(xla):
         if xla not in made:
             folder = tmp_path_factory.mktemp('whole')
-            config = mini.replace(training={'steps': STEPS, 'log_every': 3, 'checkpoint_every': 5, 'enable_xla_compilation': xla})
+            config = mini.replace(training={'steps': STEPS, 'log_every': 3, 'checkpoint_every': 5, 'enable_xla_compilation': xla},
+                                  data={'buckets': 2 if xla else 1})
             (folder / 'run.yaml').write_text(config.to_yaml())
             done = xtts_nb('train', '--data', prepared.folder, '--config', folder / 'run.yaml', '--run', folder / 'run', '--json')
             assert done.code == 0, done.err
@@ -268,7 +269,7 @@ def test_killed_and_resumed_to_the_bit(whole, prepared, tmp_path):
 
 def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
     "Exit code 143, and a checkpoint of the update that was running."
-    config = mini.replace(training={'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000})
+    config = mini.replace(data={'buckets': 1}, training={'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000})
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
     command = [*COMMAND, 'train', '--data', prepared.folder, '--config', tmp_path / 'run.yaml', '--run', tmp_path / 'run']
     child = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
