@@ -11,7 +11,7 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import BatchPlan, batches_of, cached_batches
 from xtts_nb.pipeline import python_operations
 from xtts_nb.throughput import (CARDS, CoquiLoader, H200_CLIPS_PER_SECOND, OneMelReader, TFNativeDataLoader, Tiled,
-                                apply_aggressive_prefetching, auto_tune_performance, bench_loaders, cards_fed,
+                                apply_aggressive_prefetching, auto_tune_performance, cards_fed,
                                 configure_tensorflow_for_max_throughput, create_parallel_interleave_dataset,
                                 get_optimized_dataset_options, measure_loaders, optimize_dataset_pipeline, padding,
                                 print_optimization_summary)
@@ -50,11 +50,6 @@ def test_every_loader_is_measured_in_turn():
     rows = measure_loaders(two, 4, {'a': 1, 'b': 2}, rounds=2, seconds=0.001, steps=steps)
     assert [r['name'] for r in rows] == ['a', 'b'] and rows[0]['ratio'] == 1
     assert all(set(r) == {'name', 'clips_per_s', 'ratio', 'spread', 'au', 'cv'} and 0 < r['au'] <= 1 for r in rows)
-
-def test_the_bench_has_a_row_for_each_arm(prepared, stats):
-    rows = bench_loaders(prepared, stats, clips=20, rounds=1, seconds=0.01)
-    assert [r['name'] for r in rows][:4] == ['numpy_function', 'native_wav', 'native', 'cache']
-    assert all({'clips_per_s', 'au', 'cv', 'padding'} <= set(r) for r in rows)
 
 def test_one_mel_is_the_mel_of_both(prepared, small, stats):
     from xtts_nb.data import MelReader
