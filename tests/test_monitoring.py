@@ -308,6 +308,7 @@ def test_monitor_csv_has_a_line_per_device(tmp_path):
     rows = list(csv.DictReader(log.open()))
     assert [r['device'] for r in rows] == ['GPU 0', 'GPU 1', 'CPU'] * 5 + ['']
     assert [r['utilisation'] for r in rows[:3]] == ['90.0', '0.0', '40.0'] and rows[0]['process'] == ''
+    assert {'tensor_active', 'to_host', 'disk_read', 'process_memory'} < rows[0].keys()
     assert rows[-1]['error'] == 'x: gone' and rows[-1]['time'] == '9.0'
 
 

@@ -167,7 +167,7 @@ def _write(folder: Path, clips: list[Utterance], voices: dict, progress):
     (folder / 'wavs').mkdir()
     for done, c in enumerate(clips, 1):
         samples, rate = speak(c.text, c.language, voices[c.speaker])
-        with wave.open(str(folder / 'wavs' / f'{c.id}.wav'), 'wb') as f:
+        with open(folder / 'wavs' / f'{c.id}.wav', 'wb') as file, wave.open(file) as f:
             f.setparams((1, 2, rate, 0, 'NONE', ''))
             f.writeframes(samples.tobytes())
         progress(done, len(clips))

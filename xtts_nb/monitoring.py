@@ -15,14 +15,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 
 from .config import UserError
-from .sampler import Sample, Sampler, best_probe, series
+from .sampler import CPU, GPU, Sample, Sampler, best_probe, series
 from .utilisation import (STYLE, device_names, live_html, number, phases_of, plot_samples, png_bytes, summary_lines,
                                  values_line)
 
@@ -185,8 +185,8 @@ def LiveCallback(phases: bool = True, **kwargs):   # the others as of `gpu_live`
     return LiveCallback()
 
 # %% ../nbs/50_monitoring.ipynb #bfe977b4
-COLUMNS = ('date', 'time', 'device', 'name', 'utilisation', 'process', 'memory_used', 'memory_total', 'process_memory',
-           'power', 'temperature', 'clock', 'error')
+_READINGS = dict.fromkeys(f.name for kind in (CPU, GPU) for f in fields(kind) if f.name not in ('index', 'processes'))
+COLUMNS = 'date', 'time', 'device', *_READINGS, 'error'
 
 def _jsonl(sample: Sample, date: str) -> str:
     return json.dumps({'date': date} | asdict(sample), ensure_ascii=False) + '\n'

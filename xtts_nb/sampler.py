@@ -133,7 +133,7 @@ def cpu_probe():    # a callable that returns a `Sample`
         now = _cpu_clocks()
         wall, process, total, busy = (b - a for a, b in zip(before, now))
         if wall > 0.02 and total > 0:
-            use = tuple(min(100., max(0., 100 * x)) for x in (busy / total, process / wall / cores))
+            use = tuple(round(min(100., max(0., 100 * x)), 2) for x in (busy / total, process / wall / cores))
             before = now
         memory = psutil.virtual_memory()
         return Sample(now[0], cpu=CPU(name, *use, memory.total - memory.available, memory.total, me.memory_info().rss,
