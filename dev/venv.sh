@@ -37,7 +37,8 @@ if [ $with = uv ]; then
 else
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
-    .venv/bin/python -m pip install -qq -r requirements.lock
-    .venv/bin/python -m pip install -qq --no-deps --no-build-isolation -e .
+    # Not compiled, as uv leaves it too: most modules are never imported, and the others are compiled when they are.
+    .venv/bin/python -m pip install -qq --no-compile -r requirements.lock
+    .venv/bin/python -m pip install -qq --no-compile --no-deps --no-build-isolation -e .
 fi
 touch .venv/.installed

@@ -181,7 +181,8 @@ def fit_killed(monkeypatch, run, where, count):
         except Killed: return True
     return False
 
-@pytest.mark.parametrize('where', ['step', 'log', 'checkpoint written', 'model written', 'before a file'])
+@pytest.mark.parametrize('where', ['step', 'checkpoint written', 'before a file', *(pytest.param(where, marks=pytest.mark.slow)
+                                                                                    for where in ('log', 'model written'))])
 @pytest.mark.parametrize('log_every, checkpoint_every', [(3, 4), *(pytest.param(*both, marks=pytest.mark.slow)
                                                                   for both in ((2, 4), (4, 3), (1, 5), (5, 1)))])
 def test_stopped_anywhere_and_resumed(undisturbed, prepared, mini, tmp_path, monkeypatch, where, log_every, checkpoint_every):

@@ -73,7 +73,7 @@ def test_a_position_that_many_clips_share_is_counted_once(mini, rows):
 
 # --- memory for time -----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('parts', [1, 2])
+@pytest.mark.parametrize('parts', [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_recomputed_blocks_give_the_same_gradients(mini, rows, parts):
     "With dropout: a mask drawn anew would give others."
     noisy = {'model': {'gpt': {'layers': 2, 'dropout': 0.1}}}
@@ -111,7 +111,7 @@ def test_an_overflow_lowers_the_scale_and_nothing_else(mini, rows):
     assert int(made.optimizer.iterations) == 1 and not all(np.array_equal(a, v.numpy()) for a, v in zip(before, made.weights))
     assert set(made.variables) >= {'loss_scale', 'good_updates'}
 
-@pytest.mark.parametrize('precision', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('precision', ['bfloat16', pytest.param('float16', marks=pytest.mark.slow)])
 def test_half_precision_learns_as_float32_does(mini, rows, precision):
     losses = [[line['loss'] for line in run(compile_step(u, u.training), rows, 4)]
               for u in (update(mini), update(mini, training={'precision': precision}))]

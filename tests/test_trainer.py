@@ -40,7 +40,7 @@ def test_as_many_traces_as_shapes_under_xla(prepared, mini, tmp_path):
     run = new_run(prepared, mini.replace(training={'enable_xla_compilation': True}, data={'buckets': 3}), tmp_path / 'run')
     assert run.fit(steps=3 * run.plan.steps_per_epoch)['traces'] == len(run.plan.shapes) == 3
 
-@pytest.mark.parametrize('every', [4, 8])
+@pytest.mark.parametrize('every', [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_nothing_is_fetched_between_two_log_lines(prepared, mini, monkeypatch, every):
     "Every way from a tensor to a number is watched; what is fetched at a log line does not grow with the updates before it."
     config = mini.replace(training={'log_every': every, 'checkpoint_every': 16}, data={'buckets': 1})
