@@ -74,9 +74,11 @@ def memory_needs(
     half, gpt = training.precision != 'float32', config.model.gpt
     copies = 2. * all_['GPT'] * half + 16. * gpt.layers * gpt.width**2 * (training.finetune == 'lora')
     at_once = config.data.batch_size // training.accumulation
+    moments, means = 8. * moving, 4. * moving * (training.ema > 0)
+    anew = training.enable_xla_compilation and not tf.config.list_physical_devices('GPU')   # on a CPU XLA overwrites nothing
     return {'weights': 4. * (all_['GPT'] + all_['DVAE']), 'copies of weights': copies,
-            'gradients': 4. * moving * (1 + (training.accumulation > 1)), 'moments': 8. * moving,
-            'mean weights': 4. * moving * (training.ema > 0),
+            'gradients': 4. * moving * (1 + (training.accumulation > 1)), 'moments': moments, 'mean weights': means,
+            'written anew': anew * (4. * moving + moments + means),
             'program': 2e8, 'activations': (2. if half else 4.) * at_once * activation_numbers(config, codes, text)}
 
 # %% ../nbs/32_finetune.ipynb #16ff03ee
