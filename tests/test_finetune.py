@@ -184,8 +184,8 @@ def test_what_a_setting_adds_to_the_estimate(mini):
     assert plain['gradients'] == 4 * n and plain['moments'] == 8 * n and plain['mean weights'] == 0
     assert needs(ema=0.9)['mean weights'] == 4 * n and needs(accumulation=2)['gradients'] == 8 * n
     assert needs(accumulation=2)['activations'] == plain['activations'] / 2 == needs(precision='bfloat16')['activations']
-    xla = needs(enable_xla_compilation=True, ema=0.9)['written anew']
-    assert needs(enable_xla_compilation=False)['written anew'] == 0 and xla == (0 if tf.config.list_physical_devices('GPU') else 16 * n)
+    anew = lambda xla: needs(enable_xla_compilation=xla, ema=0.9)['written anew']
+    assert anew(False) == 0 and anew(True) == (0 if tf.config.list_physical_devices('GPU') else 16 * n)
     assert needs(finetune='rows')['moments'] == 8 * 100 * (2 * 64 + 1)
     assert needs(finetune='lora')['moments'] < plain['moments'] / 10
     deep = mini.replace(model={'gpt': {'layers': 30}})

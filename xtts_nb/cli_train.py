@@ -124,13 +124,14 @@ def _layers(flags: dict) -> dict[str, dict]:
     own = {key: flags[name] for name, key in FLAGS.items() if name in flags}
     return layers | {'options': length | own | assignments(flags.get('set_') or ())}
 
-# %% ../nbs/62_cli_train.ipynb #ddb4b70b
+# %% ../nbs/62_cli_train.ipynb #0b1d71dc
 def _note(line: dict) -> str:
     "The latest log line, short."
     parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'val_dtw': 'heard {:.2f}',
              'clips_per_s': '{:,.0f} clips/s', 'au': 'AU {:.0%}'}
     return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
 
+# %% ../nbs/62_cli_train.ipynb #ddb4b70b
 def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, fit, gpus, buffer_size):
     "A trainer on a cache, or the one that stands in `run`; one of several where `TF_CONFIG` says so."
     new_run = _maker()   # first: the devices of a cluster are set up before anything is computed
@@ -164,6 +165,7 @@ def _begun_from(base, settings, finetune):
     from xtts_nb.runs import base_config
     return base_config(base, settings.replace(training={'finetune': finetune}) if finetune else settings)
 
+# %% ../nbs/62_cli_train.ipynb #26f03410
 def _feed(cache, settings, gpus: dict, buffer_size: int | None) -> dict:
     "Where the batches of a runtime cache are made; nothing to say where the codes are prepared and nobody asked."
     from xtts_nb.config import UserError
