@@ -1350,6 +1350,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'xtts_nb.synthesis.speaker_vector': ('synthesis.html#speaker_vector', 'xtts_nb/synthesis.py'),
                                    'xtts_nb.synthesis.wrapped': ('synthesis.html#wrapped', 'xtts_nb/synthesis.py')},
             'xtts_nb.terminal': { 'xtts_nb.terminal._common': ('terminal.html#_common', 'xtts_nb/terminal.py'),
+                                  'xtts_nb.terminal._ctrl_c_counts': ('terminal.html#_ctrl_c_counts', 'xtts_nb/terminal.py'),
                                   'xtts_nb.terminal._say': ('terminal.html#_say', 'xtts_nb/terminal.py'),
                                   'xtts_nb.terminal._version': ('terminal.html#_version', 'xtts_nb/terminal.py'),
                                   'xtts_nb.terminal.answer': ('terminal.html#answer', 'xtts_nb/terminal.py'),

@@ -8,7 +8,10 @@ __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Round
 
 # %% ../nbs/60_terminal.ipynb #0a52b53b
 import json
+import os
+import signal
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -41,12 +44,27 @@ def _version():
     print(__version__)
     raise typer.Exit
 
+# %% ../nbs/60_terminal.ipynb #4c97648d
+@contextmanager
+def _ctrl_c_counts():
+    "Ctrl-C that falls into the freeing of an object cannot be raised there, and Python drops it; it is sent once more."
+    report = sys.unraisablehook
+    def hook(lost):
+        if not issubclass(lost.exc_type, KeyboardInterrupt): return report(lost)
+        again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))   # not at once: it would fall into this hook
+        again.daemon = True
+        again.start()
+    sys.unraisablehook = hook
+    try: yield
+    finally: sys.unraisablehook = report
+
+# %% ../nbs/60_terminal.ipynb #a9910c37
 def main():
     "Run a command; the exit code is 0, 2 for what the user can mend, 130 for Ctrl-C."
     from xtts_nb.config import UserError
     arguments = [a for a in sys.argv[1:] if a != '--debug']
     try:
-        code = app(arguments, standalone_mode=False)
+        with _ctrl_c_counts(): code = app(arguments, standalone_mode=False)
         if code == 130: raise KeyboardInterrupt   # how typer reports it
     except (KeyboardInterrupt, typer.Abort): code = _say('Stopped.', 130)
     except UserError as e:
