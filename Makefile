@@ -35,7 +35,7 @@ test-all: marked = $(if $(GPU),,not gpu)
 
 test test-all: $(ready)
 	@echo "== style"
-	@$(bin)/ruff check nbs tests dev
+	@$(bin)/ruff check nbs xtts_nb tests dev
 	@echo "== notebooks and library"
 	@$(bin)/python dev/in_step.py
 	@echo "== every notebook"

@@ -9,7 +9,6 @@ __all__ = ['Arm', 'clock', 'Comparison', 'rows_markdown', 'compare', 'emulated_s
 # %% ../nbs/02_bench.ipynb #ee0d999d
 import datetime
 import itertools
-import json
 import os
 import statistics
 import subprocess

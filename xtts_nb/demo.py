@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from .audio import griffin_lim, load_audio, log_mel, save_audio
+from .audio import griffin_lim, load_audio, save_audio
 from .cache import Cache
 from .config import XTTSConfig
 from .corpora import read_corpus

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import tensorflow as tf
 
 from .config import UserError
 from .costs import Measured, endless, measure, predicted

@@ -16,7 +16,6 @@ from functools import partial
 import numpy as np
 import tensorflow as tf
 
-from .cache import Cache
 from .cluster import LOST_PEER, this_worker
 from .config import UserError, XTTSConfig
 from .data import BatchPlan, Column, batches_of, reader_of

@@ -21,7 +21,7 @@ from .dvae import load_dvae
 from .files import atomic_file
 from .model import XTTS
 from .stages import Batches, InTurn, Pipeline, run_emulated, overlap, pipeline_row, plot_timeline, stage_rows
-from .step import compile_step, trace_count
+from .step import compile_step
 from .trainer import Trainer, on_device, to_device
 from .weights import named_weights
 

@@ -7,13 +7,12 @@ __all__ = ['LINKS', 'Link', 'ring_seconds', 'Work', 'measured_work', 'computed_w
            'plot_growth', 'emulate', 'measure_workers', 'fit_link', 'check_growth']
 
 # %% ../nbs/52_growth.ipynb #c7aa1b33
-import json
 import math
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from .audio import griffin_lim, save_audio
 from .cache import Cache
-from .config import XTTSConfig
 from .data import BatchPlan
 from .files import atomic_file
 from .model import XTTS

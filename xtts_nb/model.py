@@ -10,7 +10,6 @@ __all__ = ['COMPANIONS', 'POLICIES', 'token_losses', 'total_loss', 'token_counts
 from functools import cached_property
 from pathlib import Path
 
-import keras
 import numpy as np
 import tensorflow as tf
 

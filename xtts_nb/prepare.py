@@ -9,7 +9,6 @@ __all__ = ['FACTS', 'mel_function', 'mel_sample', 'ClipEncoder', 'is_plain', 'ch
 
 # %% ../nbs/11_prepare.ipynb #f9e29d4a
 import itertools
-import json
 import multiprocessing
 import os
 import shutil

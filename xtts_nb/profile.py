@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from .bench import compare, device_name, rows_markdown
+from .bench import compare, device_name
 from .config import TrainingConfig, UserError
 from .files import atomic_file
 from .laps import time_phases

@@ -9,7 +9,6 @@ __all__ = ['BEFORE', 'BETWEEN', 'AFTER', 'STYLE', 'plot_before_after', 'plot_los
 # %% ../nbs/57_report.ipynb #fe799cb7
 import base64
 import html
-import io
 from pathlib import Path
 
 import numpy as np

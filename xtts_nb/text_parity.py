@@ -6,7 +6,6 @@
 __all__ = ['SENTENCES', 'read_sentences', 'reference_text', 'our_text', 'text_rows']
 
 # %% ../nbs/09_text_parity.ipynb #a9c3a9cf
-import json
 from pathlib import Path
 
 from .config import UserError

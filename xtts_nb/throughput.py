@@ -11,7 +11,6 @@ __all__ = ['STEP_TFLOP', 'MFU', 'CARDS', 'H200_CLIPS_PER_SECOND', 'Tiled', 'meas
 
 # %% ../nbs/15_throughput.ipynb #fb6bde5e
 import importlib.util
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -8,7 +8,6 @@ __all__ = ['RESOLUTIONS', 'PartUpdate', 'Crops', 'dvae_training', 'DVAEUpdate', 
            'voice_training', 'SavedVoice', 'cache_of', 'new_voice_run']
 
 # %% ../nbs/34_voices.ipynb #54c7935d
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
