@@ -124,9 +124,15 @@ def _kernel_name(name: str) -> str:
     return plain if '::' in plain else plain.rpartition(':')[2]
 
 # %% ../nbs/51_traces.ipynb #4346ebb5
-def free_port() -> int:
+def free_port(
+    port: int | None = None,   # default: any
+) -> int:
+    "A port of this machine at which nobody listens; raises `UserError` if `port` is taken."
     with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)   # what has just been closed is free
+        try: s.bind(('127.0.0.1', port or 0))
+        except OSError as e:
+            raise UserError(f'127.0.0.1:{port}: cannot be listened at ({e.strerror}); choose another port, or none.') from None
         return s.getsockname()[1]
 
 class TensorBoard:
@@ -148,7 +154,7 @@ class TensorBoard:
 
     def start(self) -> 'TensorBoard':
         "Start and wait until it answers; raises `UserError` where it does not."
-        self.port = self.port or free_port()
+        self.port = free_port(self.port)
         command = [sys.executable, '-m', 'tensorboard.main', '--logdir', str(self.folder), '--host', '127.0.0.1',
                    '--port', str(self.port)]
         env = os.environ | {'CUDA_VISIBLE_DEVICES': '-1'}   # it only reads
