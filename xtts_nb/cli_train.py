@@ -137,7 +137,7 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     new_run = _maker()   # first: the devices of a cluster are set up before anything is computed
     from xtts_nb.config import XTTSConfig, workspace
     from xtts_nb.recipes import recipe
-    from xtts_nb.runs import held_out_share, open_cache, run_facts
+    from xtts_nb.runs import check_made_for, held_out_share, open_cache, run_facts
     facts = run_facts(run) if run and (run / 'run.json').is_file() else {}
     base = base or facts.get('base')
     cache = None if _is_corpus(data) else open_cache(data or facts['cache'])
@@ -147,6 +147,7 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     settings = _begun_from(base, settings, finetune)
     cache = cache or open_cache(_prepared(data, settings, base), settings)
     _check_mode(cache, layers['options'])
+    check_made_for(cache, settings)   # before the memory is looked at, which says nothing of a model that cannot be trained
     settings = _in_memory(cache, settings, base, fit)
     look = _prepared(val_data, settings, cache.folder) if _is_corpus(val_data) else val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, val) if val else ()

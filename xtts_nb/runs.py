@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'LARGE', 'open_cache', 'held_out_share', 'base_config', 'check_fits', 'load_base', 'run_facts', 'new_run',
-           'resume_run', 'export_run']
+           'check_made_for', 'resume_run', 'export_run']
 
 # %% ../nbs/31_runs.ipynb #8f7f36c0
 import tempfile
@@ -119,10 +119,7 @@ def new_run(
     config = base_config(base, config)
     if val and held_out: raise UserError(f'{run}: clips held out and {val.folder} cannot both be validated on; give one of them.')
     if val: _check_alike(cache, val)
-    for part in ('audio', 'dvae'):
-        if wrong := _differences(getattr(config.model, part), getattr(cache.config.model, part)):
-            raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again with these '
-                            f'({wrong}).')
+    check_made_for(cache, config)
     origin = {'base': str(Path(base).resolve()), 'base_sha': file_sha(Path(base) / 'model.safetensors')} if base else {}
     if val: origin |= {'val': str(val.folder.resolve()), 'val_key': val.manifest['key']}
     if run and (known := run_facts(run)): _check_run(run, known, cache, held_out, origin)
@@ -149,6 +146,13 @@ def new_run(
     return trainer
 
 # %% ../nbs/31_runs.ipynb #5809a3d0
+def check_made_for(cache: Cache, config: XTTSConfig):
+    "Raise `UserError` unless the codes in a cache are those that a model of these settings reads."
+    for part in ('audio', 'dvae'):
+        if wrong := _differences(getattr(config.model, part), getattr(cache.config.model, part)):
+            raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again with these '
+                            f'({wrong}).')
+
 def _differences(wanted, found) -> str:
     "What differs between two sections of settings."
     pairs = ((name, value, getattr(found, name)) for name, value in wanted)

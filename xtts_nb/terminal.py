@@ -61,22 +61,26 @@ def _ctrl_c_counts():
 # %% ../nbs/60_terminal.ipynb #a9910c37
 def main():
     "Run a command; the exit code is 0, 2 for what the user can mend, 130 for Ctrl-C."
-    from xtts_nb.config import UserError
-    arguments = [a for a in sys.argv[1:] if a != '--debug']
     try:
-        with _ctrl_c_counts(): code = app(arguments, standalone_mode=False)
-        if code == 130: raise KeyboardInterrupt   # how typer reports it
+        with _ctrl_c_counts(): code = _code([a for a in sys.argv[1:] if a != '--debug'], debug='--debug' in sys.argv)
     except (KeyboardInterrupt, typer.Abort): code = _say('Stopped.', 130)
+    sys.exit(code)
+
+def _code(arguments: list[str], debug: bool) -> int:
+    "The exit code of a command; what the user can mend is said in a sentence."
+    from xtts_nb.config import UserError
+    try: code = app(arguments, standalone_mode=False)
     except UserError as e:
-        if '--debug' in sys.argv: raise
-        code = _say(str(e), 2)
+        if debug: raise
+        return _say(str(e), 2)
     except OSError as e:
-        if '--debug' in sys.argv: raise
-        code = _say(f'{e.filename or "xtts-nb"}: {e.strerror or e}; nothing was written there.', 2)
+        if debug: raise
+        return _say(f'{e.filename or "xtts-nb"}: {e.strerror or e}; nothing was written there.', 2)
     except Exception as e:
-        if '--debug' in sys.argv or not hasattr(e, 'format_message'): raise
-        code = _say(f'{e.format_message()} See xtts-nb --help.', 2)   # a wrong option
-    sys.exit(code if isinstance(code, int) else 0)
+        if debug or isinstance(e, typer.Abort) or not hasattr(e, 'format_message'): raise
+        return _say(f'{e.format_message()} See xtts-nb --help.', 2)   # a wrong option
+    if code == 130: raise KeyboardInterrupt   # how typer reports it
+    return code if isinstance(code, int) else 0
 
 def _say(message: str, code: int) -> int:
     "A sentence on stderr."
