@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
 from .config import UserError
 from .costs import Measured, endless, measure, predicted
 from .phases import batch_rows, first_batches, first_step, period, turns

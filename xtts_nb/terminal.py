@@ -77,7 +77,7 @@ def _code(arguments: list[str], debug: bool) -> int:
         if debug: raise
         return _say(f'{e.filename or "xtts-nb"}: {e.strerror or e}; nothing was written there.', 2)
     except Exception as e:
-        if debug or isinstance(e, typer.Abort) or not hasattr(e, 'format_message'): raise
+        if debug or not hasattr(e, 'format_message'): raise
         return _say(f'{e.format_message()} See xtts-nb --help.', 2)   # a wrong option
     if code == 130: raise KeyboardInterrupt   # how typer reports it
     return code if isinstance(code, int) else 0
