@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -287,7 +287,7 @@ def key(change: dict) -> tuple:
     return change['cell'], change['nth'], change['before'], change['after']
 
 
-def run(wanted: list[dict], out: Path, jobs: int, limit: float) -> Iterator[dict]:
+def run(wanted: list[dict], out: Path, jobs: int, limit: float, until: float) -> Iterator[dict]:
     "Judge what `out` does not hold yet, add the results to it, and yield all of them."
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     yield from done
@@ -297,12 +297,14 @@ def run(wanted: list[dict], out: Path, jobs: int, limit: float) -> Iterator[dict
     with tempfile.TemporaryDirectory(prefix='mutants-') as folder, ThreadPoolExecutor(jobs) as pool:
         roots = SimpleQueue()
         for i in range(jobs): roots.put(copied(ROOT, Path(folder) / str(i)))
-        def one(change: dict) -> dict:
+        def one(change: dict) -> dict | None:
+            if time.monotonic() > until: return None
             root = roots.get()
             try: return judge(context, root, change, limit)
             except LookupError as error: return {**change, 'noticed_by': None, 'notes': [str(error)], 'seconds': 0}
             finally: roots.put(root)
-        for result in pool.map(one, [change for change in wanted if key(change) not in old]):
+        for future in as_completed([pool.submit(one, change) for change in wanted if key(change) not in old]):
+            if not (result := future.result()): continue
             with out.open('a') as f: f.write(json.dumps(result) + '\n')
             yield result
 
@@ -313,19 +315,20 @@ def main():
     parser.add_argument('n', type=int, nargs='?', default=150)
     parser.add_argument('--jobs', type=int, default=2)
     parser.add_argument('--limit', type=float, default=400., help='seconds for the tests, and for the page')
+    parser.add_argument('--minutes', type=float, default=1e9, help='begin no further one after so many')
     parser.add_argument('--again', type=Path, help='a file of results, whose survivors are tried anew')
     options = parser.parse_args()
     os.environ.update(CUDA_VISIBLE_DEVICES='-1', TF_CPP_MIN_LOG_LEVEL='2', MPLBACKEND='Agg', KERAS_BACKEND='tensorflow')
     if options.again:
         wanted = [r for r in map(json.loads, options.again.read_text().splitlines()) if not r['noticed_by']]
-        out = options.again.with_name(f'{options.again.stem}-again-{time.strftime("%H%M%S")}.jsonl')
+        out = options.again.with_name(f'{options.again.stem}-again-{library_key(ROOT)}.jsonl')
     else:
         modules = [f.stem for f in (ROOT / 'xtts_nb').glob('*.py') if f.stem[0] != '_']
         wanted = deal({module: changes(ROOT, module) for module in modules}, options.seed, options.n)
         out = ROOT / f'runs/mutants-{options.seed}-{library_key(ROOT)}.jsonl'
     out.parent.mkdir(exist_ok=True)
     results = []
-    for result in run(wanted, out, options.jobs, options.limit):
+    for result in run(wanted, out, options.jobs, options.limit, time.monotonic() + 60 * options.minutes):
         results.append(result)
         print(shown(result), flush=True)
     noticed = sum(bool(r['noticed_by']) for r in results)
