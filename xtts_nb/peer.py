@@ -24,9 +24,10 @@ def _serve(main):
     "Runs in the other Python: a line of settings first, then an answer for each line that comes."
     import json, logging, os, sys
     answers, sys.stdout = sys.stdout, sys.stderr
+    lines, sys.stdin = sys.stdin, open(os.devnull)   # a library that asks a question gets no line of ours
     logging.disable(logging.CRITICAL)
-    made = main(**json.loads(sys.stdin.readline()))
-    for _ in sys.stdin: print(json.dumps(next(made)), file=answers, flush=True)
+    made = main(**json.loads(lines.readline()))
+    for _ in lines: print(json.dumps(next(made)), file=answers, flush=True)
     os._exit(0)   # what the library left running is not waited for
 
 # %% ../nbs/13_peer.ipynb #cf4802f9
@@ -48,7 +49,7 @@ class Peer:
         self.python, self.needs, self.errors = python, needs, tempfile.TemporaryFile('w+')
         script = '\n\n'.join([*map(inspect.getsource, (*helpers, main, _serve)), f'_serve({main.__name__})'])
         self.process = subprocess.Popen([python, '-c', script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=self.errors, text=True, env=os.environ | {'COQUI_TOS_AGREED': '1'})
+                                        stderr=self.errors, text=True)
         self.tell(json.dumps(settings))
 
     def tell(self, line: str = ''):
@@ -60,7 +61,11 @@ class Peer:
         if line := self.process.stdout.readline(): return json.loads(line)
         self.process.wait()
         self.errors.seek(0)
-        said = self.errors.read().strip().splitlines() or ['no reason given']
+        text = self.errors.read().strip()
+        if 'agree to the terms' in text and os.environ.get('COQUI_TOS_AGREED') != '1':
+            raise UserError(f'{self.python}: {self.needs} asks for agreement to its terms; read them, and if you agree, '
+                            'set COQUI_TOS_AGREED=1 and run this again.')
+        said = text.splitlines() or ['no reason given']
         last = next((line for line in reversed(said) if re.match(r'[\w.]*(Error|Exception)\b', line)), said[-1])
         raise UserError(f'{self.python}: {self.needs} failed ({last}); check that environment.')
 
