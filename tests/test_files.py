@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from xtts_nb.config import UserError
-from xtts_nb.files import atomic_file, atomic_folder, fingerprint, read_json, write_json
+from xtts_nb.files import atomic_file, atomic_folder, fingerprint, inside, read_json, write_json
 
 
 def tree(folder):
@@ -206,3 +206,22 @@ def test_what_a_killed_writer_left_is_undone(tmp_path, moment):
         (part / 'b').write_text('1')
         raise KeyboardInterrupt
     assert tree(out) == {'a': b'old'} and others.is_dir() and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize('name', ['a', 'deep/a', './a', 'deep/../a', 'within', 'deep/back/a', 'not there'])
+def test_a_name_inside(nested, name): assert inside(nested, name) == nested / name
+
+@pytest.mark.parametrize('name', ['', '.', '..', '../a', '/etc/passwd', 'deep/../../a', 'out/a', 'out', 'deep/up/x', 'round',
+                                  'a\0b', 7, None])
+def test_a_name_that_leads_out(nested, name):
+    with pytest.raises(UserError, match='get the folder anew|Get the folder anew'): inside(nested, name)
+
+@pytest.fixture
+def nested(tmp_path):
+    "A folder with links inside and out, itself reached by a link."
+    home = tmp_path / 'home'
+    (home / 'deep').mkdir(parents=True); (home / 'a').write_text(''); (home / 'within').symlink_to('a')
+    (home / 'deep' / 'back').symlink_to(home); (home / 'out').symlink_to(tmp_path); (home / 'deep' / 'up').symlink_to('../..')
+    (home / 'round').symlink_to('round')
+    (tmp_path / 'linked').symlink_to(home)
+    return tmp_path / 'linked'

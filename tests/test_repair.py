@@ -3,13 +3,15 @@ import shutil
 
 import numpy as np
 import pytest
+import soundfile
 
 from fake_dvae import Fake, load
 from process import tree
 from xtts_nb import cache as cache_module
 from xtts_nb.audio import save_audio, synthetic_voice
-from xtts_nb.cache import Cache
-from xtts_nb.prepare import ClipEncoder, prepare
+from xtts_nb.cache import Cache, file_sha, read_manifest, verify_cache, write_manifest
+from xtts_nb.config import UserError
+from xtts_nb.prepare import ClipEncoder, merge_caches, prepare
 from xtts_nb.repair import verify_and_fix_cache
 from xtts_nb.text import train_tokenizer
 
@@ -114,3 +116,72 @@ def test_a_repair_on_another_processor_is_accepted_where_only_roundings_differ(c
     assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1 and Cache(copy).manifest['key'] == key
     assert np.allclose(Cache(copy).array('mel', 7), Cache(straight).array('mel', 7), rtol=2e-3)
     assert not np.array_equal(Cache(copy).array('mel', 7), Cache(straight).array('mel', 7))
+
+
+# --- names that lead out of the folder -----------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def own_sound(corpus, small, tokenizer, tmp_path_factory):
+    "A runtime cache that had to write a recording of its own; to be read only."
+    home = tmp_path_factory.mktemp('own')
+    shutil.copytree(corpus, home / 'corpus')
+    first = home / 'corpus' / 'wavs' / 'low-0.wav'
+    soundfile.write(first, soundfile.read(first)[0], 22050, subtype='FLOAT')
+    prepare(home / 'corpus', home / 'cache', small.replace(data={'preprocessing_mode': 'runtime'}), Fake(), tokenizer)
+    return home / 'cache'
+
+def seal(folder, files=(), **facts):
+    "Write the manifest anew, as somebody does who wants it to be believed."
+    kept = {k: v for k, v in read_manifest(folder).items() if k not in ('format', 'files')}
+    whole = write_manifest(folder, kept | facts)
+    if files: (folder / 'manifest.json').write_text(cache_module._manifest_text(whole | {'files': whole['files'] | files}))
+
+def name_a_shard_outside(cache, outside):
+    (cache / 'shard-00000.safetensors').rename(outside / 'shard.safetensors')
+    shards = read_manifest(cache)['shards']
+    seal(cache, shards=[shards[0] | {'file': '../outside/shard.safetensors'}, *shards[1:]])
+
+def name_a_file_outside(cache, outside):
+    seal(cache, files={'../outside/thesis.txt': {'bytes': 4, 'sha': file_sha(outside / 'thesis.txt')}})
+
+def name_a_recording_outside(cache, outside):
+    table, own = cache / 'clips.jsonl', 'audio/00000-00000.wav'
+    (outside / '00-000.wav').write_text('mine')
+    table.write_text(table.read_text().replace(own, '../outside/00-000.wav'))   # as long as before: the index holds
+    seal(cache)
+
+def link_the_recordings(cache, outside):
+    shutil.rmtree(cache / 'audio')
+    (outside / '00000-00000.wav').write_text('mine')
+    (cache / 'audio').symlink_to(outside)
+
+def link_a_shard(cache, outside):
+    (cache / 'shard-00000.safetensors').rename(outside / 'shard.safetensors')
+    (cache / 'shard-00000.safetensors').symlink_to(outside / 'shard.safetensors')
+
+TRICKS = [name_a_shard_outside, name_a_file_outside, name_a_recording_outside, link_the_recordings, link_a_shard]
+READERS = {'open': lambda cache: Cache(cache).wav_path(0), 'map': lambda cache: Cache(cache, in_memory=False).wav_path(0),
+           'verify': verify_cache, 'verify --fix': lambda cache: verify_and_fix_cache(cache, fix=True, load=load),
+           'merge': lambda cache: merge_caches([cache], cache.with_name('merged'))}
+
+@pytest.mark.parametrize('trick', TRICKS, ids=lambda t: t.__name__)
+@pytest.mark.parametrize('reader', READERS)
+def test_a_cache_reaches_nothing_outside_its_folder(own_sound, tmp_path, trick, reader):
+    cache, outside = tmp_path / 'cache', tmp_path / 'outside'
+    shutil.copytree(own_sound, cache)
+    outside.mkdir(); (outside / 'thesis.txt').write_text('mine')
+    trick(cache, outside)
+    before = tree(outside)
+    if reader.startswith('verify'):
+        found = READERS[reader](cache)
+        problems = found[1] if reader == 'verify' else found['problems']
+        assert any('leads out of this folder' in p['problem'] for p in problems)
+    else:
+        with pytest.raises(UserError, match='leads out of this folder'): READERS[reader](cache)
+    assert tree(outside) == before and not (tmp_path / 'merged').exists()
+
+def test_a_linked_folder_of_somebody_else_is_not_tidied(copy, tmp_path):
+    (tmp_path / 'music').mkdir(); (tmp_path / 'music' / 'song.wav').write_text('mine')
+    (copy / 'audio').symlink_to(tmp_path / 'music')
+    verify_and_fix_cache(copy, fix=True, load=load)
+    assert tree(tmp_path / 'music') == {'song.wav': b'mine'}

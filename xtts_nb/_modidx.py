@@ -638,6 +638,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'xtts_nb.files.atomic_file': ('files.html#atomic_file', 'xtts_nb/files.py'),
                                'xtts_nb.files.atomic_folder': ('files.html#atomic_folder', 'xtts_nb/files.py'),
                                'xtts_nb.files.fingerprint': ('files.html#fingerprint', 'xtts_nb/files.py'),
+                               'xtts_nb.files.inside': ('files.html#inside', 'xtts_nb/files.py'),
                                'xtts_nb.files.locked': ('files.html#locked', 'xtts_nb/files.py'),
                                'xtts_nb.files.read_json': ('files.html#read_json', 'xtts_nb/files.py'),
                                'xtts_nb.files.write_json': ('files.html#write_json', 'xtts_nb/files.py')},

@@ -21,7 +21,7 @@ import safetensors.numpy
 
 from . import languages  # noqa: F401  adds the cleaner that a tokenizer may name
 from .config import UserError, XTTSConfig
-from .files import atomic_file, fingerprint, read_json
+from .files import atomic_file, fingerprint, inside, read_json
 from .text import Tokenizer
 
 # %% ../nbs/08_cache.ipynb #ce02b29a
@@ -136,7 +136,7 @@ def write_manifest(folder: Path, facts: dict) -> dict:
 
 # %% ../nbs/08_cache.ipynb #0eaa9b37
 def read_manifest(folder: str | Path) -> dict:
-    "The manifest of a cache; raises `UserError` if there is none, it is damaged, or of another format."
+    "The manifest of a cache; raises `UserError` if there is none, it is damaged, of another format, or names a file outside."
     path = Path(folder) / 'manifest.json'
     if not path.is_file():
         raise UserError(f'{folder}: holds no cache; make one with xtts-nb prepare CORPUS --out {folder}.')
@@ -145,6 +145,7 @@ def read_manifest(folder: str | Path) -> dict:
         raise UserError(f'{path}: is damaged, or of another version of xtts-nb; run xtts-nb prepare again.')
     facts.pop('sha', None)
     if path.read_bytes() != _manifest_text(facts).encode(): raise UserError(f'{path}: is damaged; run xtts-nb prepare again.')
+    for name in (*facts['files'], *(line['file'] for line in facts['shards'] if line['clips'])): inside(folder, name)
     return facts
 
 # %% ../nbs/08_cache.ipynb #72f17aff
@@ -249,7 +250,7 @@ class Cache:
     def wav_path(self, i: int) -> Path:
         "The recording of clip `i`; in a runtime cache a plain 16-bit wav at the model's rate."
         row = self.clips[i]
-        return self.folder / row['wav'] if 'wav' in row else Path(self.manifest['source']['corpus']) / row['path']
+        return inside(self.folder, row['wav']) if 'wav' in row else Path(self.manifest['source']['corpus']) / row['path']
 
 # %% ../nbs/08_cache.ipynb #f32c4292
 def records(
@@ -320,8 +321,9 @@ def _check_sound(folder: Path, rows: Iterable[dict], sound: np.ndarray) -> list[
     "(file, clip, problem) of each wav file that a runtime cache made for itself."
     found = []
     for row, kept in zip(rows, sound):
-        path = folder / row.get('wav', '')
         if 'wav' not in row: continue
+        try: path = inside(folder, row['wav'])
+        except UserError as e: found.append((row['wav'], row['id'], str(e))); continue
         if not path.is_file(): found.append((row['wav'], row['id'], 'is missing'))
         elif digest(path.read_bytes()) != kept: found.append((row['wav'], row['id'], 'is not what was written'))
     return found

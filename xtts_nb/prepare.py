@@ -31,7 +31,7 @@ from .cache import (
     write_manifest, write_shard, write_table)
 from .config import UserError, XTTSConfig, setup_tf
 from .corpora import Clip, Dropped, check_dropped, read_corpus
-from .files import atomic_file, atomic_folder, fingerprint, locked, read_json, write_json
+from .files import atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
 from .recordings import MEASURED, measure, read_audio, report_text, summary
 from .text import Tokenizer, train_tokenizer
 
@@ -358,9 +358,10 @@ def _cache_pieces(cache: Cache) -> Iterator[Piece]:
 
 def _link(name: str, source: Path, target: Path):
     "Have a file of one folder in another, without a copy where the disk can do that."
-    (target / name).parent.mkdir(exist_ok=True)
-    try: os.link(source / name, target / name)
-    except OSError: shutil.copyfile(source / name, target / name)
+    there = inside(source, name)
+    with atomic_file(inside(target, name)) as part:
+        try: os.link(there, part)
+        except OSError: shutil.copyfile(there, part)
 
 # %% ../nbs/11_prepare.ipynb #61e86dea
 def assemble(

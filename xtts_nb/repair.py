@@ -22,7 +22,7 @@ from .cache import (
 from .config import UserError, XTTSConfig
 from .corpora import Clip, Dropped, read_corpus
 from .dvae import load_dvae
-from .files import fingerprint
+from .files import fingerprint, inside
 from .prepare import FACTS, ClipEncoder, Piece, assemble, clip_row, source_digest
 from .recordings import measure, read_audio
 from .text import Tokenizer, train_tokenizer
@@ -77,7 +77,7 @@ def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
 def _remove(folder: Path, name: str):
     "Remove a file that belongs to nothing, if it is one of ours."
     if not re.fullmatch(r'(audio/)?[\w.-]+\.(part|wav|safetensors)', name): raise UserError(f'{name}: is not ours; move it away.')
-    (folder / name).unlink()
+    inside(folder, name).unlink()
 
 def _clips(corpus: Path, manifest: dict) -> list[Clip]:
     "The rows of the corpus, read as they were."
@@ -148,13 +148,13 @@ def _again(row: dict, source, folder: Path, corpus: Path, encoder: ClipEncoder) 
     _, wav = next(read_audio([clip], encoder.config))
     record = wav if isinstance(wav, Dropped) else encoder(clip, wav)
     if isinstance(record, Dropped): raise UserError(f'{clip.path}: {record.reason}.')
-    return record | {'source': now, 'sound': source_digest(folder / row['wav']) if 'wav' in row else 0}
+    return record | {'source': now, 'sound': source_digest(inside(folder, row['wav'])) if 'wav' in row else 0}
 
 def _mend_sound(folder: Path, name: str, line: dict, place: int, path: Path, config: XTTSConfig):
     "Write a recording of the cache's own again."
-    rate = config.model.audio.sample_rate
-    save_audio(folder / name, load_audio(path, rate), rate)
-    if source_digest(folder / name) != load_shard(folder / line['file'])['sound'][place]:
+    rate, mended = config.model.audio.sample_rate, inside(folder, name)
+    save_audio(mended, load_audio(path, rate), rate)
+    if source_digest(mended) != load_shard(folder / line['file'])['sound'][place]:
         raise UserError(f'{path}: has changed since; run xtts-nb prepare again.')
 
 # %% ../nbs/17_repair.ipynb #2fdff9b6
