@@ -36,6 +36,10 @@ def test_the_ratio_is_the_speed_relative_to_the_first(unit, values):
     assert list(rows[0]) == ['name', unit, 'ratio', 'spread']
     json.dumps(rows)
 
+def test_one_round_has_no_spread():
+    arms = [Arm('once', [1.], [1]), Arm('twice', [1., 1.], [1, 1])]
+    assert [r['spread'] for r in Comparison(arms, 'step_ms').rows()] == [None, 0.]
+
 def test_arms_take_turns_and_the_warm_up_does_not_count(clock):
     log, first, seen = [], {'a': 9., 'b': 9.}, []
     def arm(name, seconds):
@@ -98,22 +102,72 @@ def test_the_host_runs_one_batch_ahead_and_no_further(clock):
 
 def test_the_clock_is_put_back(): assert bench.time is time
 
-def test_a_record_names_device_day_and_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, 'device_name', lambda: 'CPU, 2 cores')
-    path = record('30_trainer_xla', [{'name': 'a', 'step_ms': 1.}], tmp_path, corpus='demo')
+ROWS = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 2., 'spread': 0.25}]
+NOISY = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 9., 'spread': 0.251}]
+
+@pytest.fixture
+def cpu(monkeypatch): monkeypatch.setattr(bench, 'device_name', lambda: 'CPU, 2 cores')
+
+def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
+    path = record('33_step_speed', ROWS, tmp_path / 'new', 'xtts-nb bench train --record', corpus='demo')
     one = json.loads(path.read_text())
-    assert path.name == f'30_trainer_xla-cpu-2-cores-{one["date"]}.json'
-    assert one['device'] == 'CPU, 2 cores' and one['rows'] == [{'name': 'a', 'step_ms': 1.}] and one['corpus'] == 'demo'
-    assert 'commit' in one
-    record('30_trainer_xla', [], tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
+    when = f'{one["date"]}-{one["time"].replace(":", "")}'
+    assert path.name == f'33_step_speed-cpu-2-cores-{when}.json' and list(path.parent.iterdir()) == [path]
+    assert one['device'] == 'CPU, 2 cores' and one['rows'] == ROWS and one['corpus'] == 'demo'
+    assert one['cpu'] == bench.cpu_name() and one['command'] == 'xtts-nb bench train --record' and 'commit' in one
+    assert one['noisy'] is False and one['noisy_rows'] == {} and capsys.readouterr().err == ''
+
+def test_no_record_replaces_another(cpu, tmp_path):
+    "Twelve runs within one second are twelve files, each as it was written."
+    paths = [record('33_step_speed', [{'name': str(i)}], tmp_path, 'c') for i in range(12)]
+    assert len(set(paths)) == len(list(tmp_path.iterdir())) == 12
+    assert [json.loads(p.read_text())['rows'][0]['name'] for p in paths] == [str(i) for i in range(12)]
+
+@pytest.mark.parametrize('rows, said', [(NOISY, 'b 25%'), ([{'name': 'once', 'spread': None}], 'once unknown')])
+def test_a_noisy_run_says_so(cpu, tmp_path, capsys, rows, said):
+    one = json.loads(record('33_step_speed', rows, tmp_path, 'c').read_text())
+    assert one['noisy'] is True and list(one['noisy_rows']) == [said.split()[0]]
+    assert said in capsys.readouterr().err
+    with pytest.raises(UserError, match='noisy; make one with xtts-nb bench train --record'):
+        bench.headline('33_step_speed', tmp_path)
+
+def test_a_noisy_run_is_never_the_headline(cpu, tmp_path):
+    "It is newer than the quiet one; a list of rows beside `rows` counts as well."
+    record('58_demo', ROWS, tmp_path, 'first')
+    record('58_demo', NOISY, tmp_path, 'second')
+    record('58_demo', ROWS, tmp_path, 'third', data_before_after=NOISY)
+    assert bench.headline('58_demo', tmp_path)['command'] == 'first'
+    assert [r['command'] for r in recorded('58_demo', tmp_path)] == ['first']
+    record('58_demo', ROWS, tmp_path, 'fourth')
+    assert bench.headline('58_demo', tmp_path)['command'] == 'fourth'
+
+def old(folder, device, date, rows, **more):
+    "A record as it was written before records had a time, a command and a verdict on their spread."
+    one = {'device': device, 'date': date, 'commit': None, 'rows': rows, **more}
+    (folder / f'page-{device}-{date}.json').write_text(json.dumps(one))
 
 def test_the_newest_record_of_each_device_is_read(tmp_path):
     for device, date in [('A', '2025-01-02'), ('A', '2025-11-01'), ('A', '2024-12-31'), ('B', '2023-01-01')]:
-        (tmp_path / f'page-{device}-{date}.json').write_text(json.dumps({'device': device, 'date': date, 'rows': []}))
+        old(tmp_path, device, date, [])
     (tmp_path / 'other-A-2026-01-01.json').write_text(json.dumps({'device': 'A', 'date': '2026-01-01', 'rows': []}))
     assert sorted((r['device'], r['date']) for r in recorded('page', tmp_path)) == [('A', '2025-11-01'), ('B', '2023-01-01')]
 
+def test_old_records_are_judged_when_they_are_read(tmp_path):
+    old(tmp_path, 'A', '2025-01-01', ROWS)
+    old(tmp_path, 'A', '2025-02-02', ROWS, step_before_after=NOISY)
+    old(tmp_path, 'B', '2025-03-03', NOISY)
+    assert [(r['date'], r['noisy']) for r in recorded('page', tmp_path)] == [('2025-01-01', False), ('2025-03-03', True)]
+    assert bench.headline('page', tmp_path)['date'] == '2025-01-01'
+
+def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
+    record('33_step_speed', NOISY, tmp_path, 'xtts-nb bench train --record')
+    (one,) = recorded('33_step_speed', tmp_path)
+    origin, table = bench.record_markdown(one, about='a small GPT').split('\n\n')
+    assert origin.startswith(f'a small GPT, CPU, 2 cores ({bench.cpu_name()}), {one["date"]}.')
+    assert '`xtts-nb bench train --record`' in origin and 'noisy (spread above 25%): b 25%' in origin
+    assert table == rows_markdown(NOISY)
+
 @pytest.mark.parametrize('folder', ['.', 'nowhere'])
 def test_without_a_record_the_remedy_is_named(tmp_path, folder):
-    with pytest.raises(UserError, match='holds no record of 10_data; make one with'): recorded('10_data', tmp_path / folder)
+    with pytest.raises(UserError, match='holds no record of 10_data; make one with xtts-nb bench --record'):
+        recorded('10_data', tmp_path / folder)

@@ -90,6 +90,12 @@ def test_an_arm_that_lost_is_still_seen():
     figure = plot_before_after(worse, 'Title')
     assert figure.axes[0].get_xlim()[0] < 0.25
 
+def test_the_spread_is_drawn_as_an_error_bar():
+    "As long as the spread; one that reaches below zero ends above it, since the scale has no zero."
+    arms = [{'name': 'a', 'step_ms': 9., 'ratio': 1., 'spread': 0.2}, {'name': 'b', 'step_ms': 1., 'ratio': 10., 'spread': 3.}]
+    (bars,) = plot_before_after(arms, 'Title').axes[0].collections
+    assert [[x for x, _ in path] for path in bars.get_segments()] == [pytest.approx([0.9, 1.1]), pytest.approx([1., 25.])]
+
 def test_losses_are_drawn_as_they_are():
     steps, curves = [10, 20, 30], {'audio codes': [3., 2., 1.], 'text': [4., 3., 3.5]}
     axes = plot_losses(steps, curves, 'Loss').axes[0]

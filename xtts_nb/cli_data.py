@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from xtts_nb.terminal import (
-    Json, Preset, Record, Rounds, Settings, answer, app, bench_app,
+    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, keep,
     load_settings, progress, stage, start, table,
 )
 
@@ -204,7 +204,6 @@ def bench_data(
     with answer(json_) as show:
         start()
         import numpy as np
-        from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.config import DataConfig
         from xtts_nb.data import BatchPlan, check_equal
         from xtts_nb.dvae import load_dvae
@@ -221,5 +220,5 @@ def bench_data(
         about = (f'{len(seconds)} clips of {min(seconds):.1f} to {max(seconds):.1f} s, laid out as {clips:,} or more, batch 16, '
                  f'references of {sizes["reference_frames"]} frames')
         fed = 'Cards fed at AU 95 %: ' + ', '.join(f'{n} {name}' for name, n in cards.items())
-        if record: keep('10_data_tf_native', rows, benchmarks(), corpus=about, cards=cards)
+        if record: keep('10_data_tf_native', rows, corpus=about, cards=cards)
         show({'rows': rows, 'corpus': about, 'cards': cards}, f'{table(about, rows)}\n{fed}')

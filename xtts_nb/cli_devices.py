@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from .cli_train import Buffer, DataGPU, DataMemory, Isolate, ModelGPU, ModelMemory, given
-from .terminal import Json, Record, answer, app, bench_app, progress, stage, start, table
+from .terminal import Json, Record, answer, app, bench_app, keep, progress, stage, start, table
 
 command = partial(app.command, rich_help_panel='Devices')
 
@@ -45,9 +45,7 @@ def bench_dual(
         if trainer:
             from xtts_nb.dual_gpu import bench_feed
             rows += bench_feed(trainer, steps)[0]
-        if record:
-            from xtts_nb.bench import benchmarks, record as keep
-            keep('40_dual_gpu', rows, benchmarks(), **about)
+        if record: keep('40_dual_gpu', rows, **about)
         show({'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows)))
 
 def _dual_trainer(data: Path, gpus: dict, buffer_size: int | None):
@@ -87,8 +85,7 @@ def bench_growth(record: Record = False, json_: Json = False):
     "Steps of 1, 2 and 4 local workers that add up tensors, against what the model of an all-reduce predicts."
     with answer(json_) as show:
         start()
-        from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.growth import check_growth
         with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))
-        if record: keep('52_growth', rows, benchmarks())
+        if record: keep('52_growth', rows)
         show({'rows': rows}, table('Steps that sleep 50 ms and add up tensors', rows))

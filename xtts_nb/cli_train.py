@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from xtts_nb.terminal import (
-    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, load_settings, progress, stage, start, table, with_file,
+    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, keep, load_settings, progress, stage, start, table, with_file,
 )
 
 command = partial(app.command, rich_help_panel='Training')
@@ -442,11 +442,10 @@ def bench_train(
         config = XTTSConfig.xtts_v2().replace(model={'gpt': {'layers': layers, 'width': width, 'heads': heads}},
                                               data={'batch_size': batch_size})
         start()
-        from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.step_speed import step_speed
         with progress() as tell:
             tell('measure', 0, 1, 'compiling')
             rows = step_speed(config, text_tokens, codes, rounds, coqui_python, stage(tell, 'measure'))
         about = f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes'
-        if record: keep('33_step_speed', rows, benchmarks(), model=about)
+        if record: keep('33_step_speed', rows, model=about)
         show({'rows': rows, 'model': about}, table(about, rows))

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from .terminal import Json, Record, answer, app, convert_app, progress, stage, start, table
+from .terminal import Json, Record, answer, app, convert_app, keep, progress, stage, start, table
 
 command = partial(app.command, rich_help_panel='Voice')
 
@@ -28,14 +28,13 @@ def demo(
     "From nothing to a voice: corpus, DVAE, cache, both comparisons, training, speech, report."
     with answer(json_) as show:
         start()
-        from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.config import XTTSConfig
         from xtts_nb.demo import run_demo
         config = XTTSConfig.tiny()
         if steps: config = config.replace(training={'steps': steps})
         with progress() as tell: result = run_demo(out, config, listen=tell, say=lambda line: print(line, file=sys.stderr))
         kept = ('data_before_after', 'step_before_after', 'train', 'seconds')
-        if record: keep('58_demo', [result['spoken']], benchmarks(), **{k: result[k] for k in kept})
+        if record: keep('58_demo', [result['spoken']], **{k: result[k] for k in kept})
         show(result, _demo_text(result))
 
 # %% ../nbs/63_cli_voice.ipynb #b163f5d4
@@ -152,10 +151,9 @@ def parity_(
         start()
         from rich.console import Console
         from rich.markdown import Markdown
-        from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.parity import parity, parity_markdown
         with progress() as tell: result = parity(folder, coqui_python, clip, sentences, lambda part: tell(part, 0, 1))
-        if record: keep('25_parity', result['rows'], benchmarks(), model=result['model'])
+        if record: keep('25_parity', result['rows'], model=result['model'])
         console = Console(width=110)
         with console.capture() as captured: console.print(Markdown(parity_markdown(result)))
         show(result, captured.get().rstrip())

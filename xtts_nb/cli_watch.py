@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from xtts_nb.terminal import (
-    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, load_settings, progress, stage, start, table,
+    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, keep, load_settings, progress, stage, start, table,
 )
 
 command = partial(app.command, rich_help_panel='Watching')
@@ -180,11 +180,10 @@ def bench_diagnose(
     "Twelve sick trainings and three healthy ones: what is found, what is promised, and what the cure brings."
     with answer(json_) as show:
         start()
-        from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.patients import PATIENTS, summed_up, ward
         with progress() as tell: rows = ward(PATIENTS, num_batches, seconds, stage(tell, 'visit the patients'))
         total = summed_up(rows)
-        if record: keep('49_patients', rows, benchmarks(), **total)
+        if record: keep('49_patients', rows, **total)
         said = (f'{total["named"]} of {total["ill"]} diseases named, {total["predicted"]} gains predicted within 30 %, '
                 f'{total["left_alone"]} of {total["healthy"]} healthy ones left alone')
         show({'rows': rows} | total, f'{table("The ward", rows)}\n{said}')
@@ -252,7 +251,6 @@ def bench_switch(
         switch_values(key)
         settings = None if data and not config else load_settings(preset, config, data)
         start()
-        from xtts_nb.bench import benchmarks, record as keep
         from xtts_nb.cache import Cache
         from xtts_nb.quick_fix import made_up_cache
         from xtts_nb.switches import bench_switch as measure
@@ -260,5 +258,5 @@ def bench_switch(
         with progress() as tell, nullcontext(Cache(data)) if data else made_up_cache(settings) as cache:
             tell('measure', 0, 1, 'compiling')
             result = measure(key, cache, settings or cache.config, rounds, updates, stage(tell, 'measure'), say=say)
-        if record: keep('38_switches', result['rows'], benchmarks(), switch=key, verdict=result['verdict'])
+        if record: keep('38_switches', result['rows'], switch=key, verdict=result['verdict'])
         show(result, f'{table(key, result["rows"])}\n{result["verdict"]}')

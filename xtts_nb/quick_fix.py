@@ -20,6 +20,7 @@ import keras
 import psutil
 import tensorflow as tf
 
+from .bench import cpu_name
 from .cache import Cache
 from .config import UserError, XTTSConfig, workspace
 from .corpora import synthetic_corpus
@@ -31,7 +32,6 @@ from .model import XTTS
 from .pipeline import cores
 from .prepare import prepare
 from .rules import Finding
-from .sampler import cpu_name
 from .trainer import Trainer, to_device
 
 # %% ../nbs/51_quick_fix.ipynb #46270fb7

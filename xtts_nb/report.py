@@ -30,20 +30,26 @@ def _axes(width: float, height: float, **settings):
 
 # %% ../nbs/57_report.ipynb #cd0e3138
 def plot_before_after(
-    rows: list[dict],   # {name, clips_per_s or step_ms, ratio}
+    rows: list[dict],   # {name, clips_per_s or step_ms, ratio, spread}
     title: str,
 ) -> Figure:
-    "One bar an arm, its speed relative to the first, on a logarithmic scale."
+    "One bar an arm, its speed relative to the first, on a logarithmic scale; the error bar is as long as the spread."
     fig, ax = _axes(6.4, 0.62 + 0.36 * len(rows), xscale='log', xlabel='speed relative to the first')
     ratios = [r['ratio'] for r in rows]
+    half = [r['ratio'] * (r.get('spread') or 0) / 2 for r in rows]
+    below = [min(h, 0.9 * ratio) for h, ratio in zip(half, ratios)]   # a logarithmic scale has no zero
     colours = [BEFORE, *[BETWEEN] * (len(rows) - 2), AFTER]
-    ax.barh(range(len(rows)), ratios, left=0, color=colours, height=0.62)
-    for y, r in enumerate(rows):
+    ax.barh(range(len(rows)), ratios, left=0, color=colours, height=0.62, xerr=[below, half],
+            error_kw={'ecolor': '#555', 'elinewidth': 1, 'capsize': 3})
+    for y, (r, h) in enumerate(zip(rows, half)):
         value = f'{r["clips_per_s"]:,.0f} clips/s' if 'clips_per_s' in r else f'{r["step_ms"]:,.1f} ms'
-        ax.text(r['ratio'], y, f'  {r["ratio"]:,.1f} ×   {value}', va='center', size=8)
-    ax.set(yticks=range(len(rows)), yticklabels=[r['name'] for r in rows], xlim=(0.6 * min(1, *ratios), 9 * max(ratios)))
-    ax.xaxis.set_major_formatter('{x:,.0f} ×'); ax.xaxis.set_minor_formatter('')
-    ax.invert_yaxis(); ax.set_title(title, loc='left', size=10)
+        ax.text(r['ratio'] + h, y, f'  {r["ratio"]:,.1f} ×   {value}', va='center', size=8)
+    ax.set(yticks=range(len(rows)), yticklabels=[r['name'] for r in rows],
+           xlim=(0.6 * min(1, *(r - b for r, b in zip(ratios, below))), 9 * max(r + h for r, h in zip(ratios, half))))
+    ax.xaxis.set_major_formatter('{x:,.0f} ×')
+    ax.xaxis.set_minor_formatter('')
+    ax.invert_yaxis()
+    ax.set_title(title, loc='left', size=10)
     return fig
 
 # %% ../nbs/57_report.ipynb #56f5ee5a

@@ -95,6 +95,7 @@ def verdict(rows: list[dict], now: str) -> str:
     best, second = sorted(rows, key=lambda row: -row['clips_per_s'])[:2]
     other = second if best['name'] == now else next(row for row in rows if row['name'] == now)
     gain = best['clips_per_s'] / other['clips_per_s']
-    if gain - 1 <= max(best['spread'], other['spread']): return f'no difference beyond the spread of the rounds; {now} is set'
+    noise = max(best['spread'] or 0, other['spread'] or 0)
+    if gain - 1 <= noise: return f'no difference beyond the spread of the rounds; {now} is set'
     if best['name'] == now: return f'{now} is set, and is {gain:.2f} times as fast as {other["name"]}'
     return f'{best["name"]} is {gain:.2f} times as fast as {now}, which is set'

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Rounds', 'Settings', 'main', 'answer', 'progress',
-           'stage', 'start', 'table', 'load_settings', 'with_file']
+           'stage', 'start', 'table', 'keep', 'load_settings', 'with_file']
 
 # %% ../nbs/60_terminal.ipynb #0a52b53b
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ app.add_typer(convert_app, name='convert', rich_help_panel='Voice')
 
 Json = Annotated[bool, typer.Option('--json', help='Print one JSON object as the last line of stdout.')]
 Preset = Annotated[str, typer.Option(help='tiny or xtts_v2.')]
-Record = Annotated[bool, typer.Option('--record', help='Keep the numbers in benchmarks/.')]
+Record = Annotated[bool, typer.Option('--record', help='Write the numbers into a new file in benchmarks/.')]
 Rounds = Annotated[int, typer.Option(min=1, help='Times that each arm runs.')]
 Settings = Annotated[Path | None, typer.Option(help='YAML settings; they beat the preset.')]
 
@@ -133,6 +134,23 @@ def table(title: str, rows: list[dict]) -> str:
     console = Console(file=None, width=72, force_terminal=False)
     with console.capture() as captured: console.print(title, Markdown(rows_markdown(rows)), sep='\n')
     return captured.get().rstrip()
+
+# %% ../nbs/60_terminal.ipynb #db60e1b8
+def keep(
+    page: str,         # a key of `bench.WRITERS`
+    rows: list[dict],
+    **notes,           # what a reader needs to know: sizes, lengths
+):
+    "Write a record of this command's numbers into a new file in `benchmarks/`; its name goes to stderr."
+    from xtts_nb.bench import benchmarks, record
+    path = record(page, rows, benchmarks(), shlex.join(['xtts-nb', *map(_without_folder, sys.argv[1:])]), **notes)
+    print(f'Recorded: {path}', file=sys.stderr)
+
+def _without_folder(word: str) -> str:
+    "An argument; of a path outside the working directory only the last part."
+    option, equals, value = word.rpartition('=')
+    outside = Path(value).is_absolute() or '..' in Path(value).parts
+    return f'{option}{equals}{Path(value).name}' if outside else word
 
 # %% ../nbs/60_terminal.ipynb #e3681f9a
 def load_settings(preset: str, config: Path | None, made: Path | None = None):
