@@ -1,0 +1,201 @@
+"""A part of what is slow, so that CI sees all of it within a few landings: pages first, then tests.
+
+    python dev/rotation.py             the part that the commit chooses, in 9 minutes at most
+    python dev/rotation.py list        every part
+    python dev/rotation.py measure     everything that is slow; the seconds it took go to dev/rotation.json
+
+What the time does not suffice for is named and is no failure. A unit is a page with cells `#| slow`, or a test function marked
+`slow` with all its cases. pytest loads this file as a plugin too."""
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS, MINUTES, WORKERS = 4, 9., 2
+PAGE_SHARE = 0.4                  # of the minutes
+UNKNOWN = 20.                     # seconds of a unit that was not measured yet
+SECONDS = ROOT / 'dev/rotation.json'
+
+
+# ---- dealing
+
+def measured() -> dict[str, float]:
+    "Seconds of each unit that was measured."
+    return json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+
+
+def deal(
+    units: list[str],
+    seconds: dict[str, float],   # of each unit
+    parts: int = PARTS,
+) -> list[list[str]]:
+    "Every unit in one part, all parts about as long: the longest first, each to the part with the least so far."
+    dealt, sums = [[] for _ in range(parts)], [0.] * parts
+    for unit in sorted(units, key=lambda u: (-seconds.get(u, UNKNOWN), u)):
+        i = sums.index(min(sums))
+        dealt[i].append(unit)
+        sums[i] += seconds.get(unit, UNKNOWN)
+    return dealt
+
+
+def choose(
+    commit: str,   # its hash
+    parts: int = PARTS,
+) -> int:
+    "The part that a commit chooses."
+    return int(commit[:8], 16) % parts
+
+
+def turn(
+    names: list[str],
+    commit: str,
+) -> list[str]:
+    "The names from one that the commit chooses on, so that the last ones of a part that is too long come first at times."
+    start = int(commit[8:16], 16) % max(1, len(names))
+    return names[start:] + names[:start]
+
+
+def this_commit() -> str:
+    "The hash of the checkout; zeros where git tells none."
+    done = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or '0' * 40
+
+
+# ---- pages
+
+def slow_pages(root: Path = ROOT) -> list[str]:
+    "The pages with a cell that `nbdev-test` leaves out unless `slow` is asked for."
+    def slow(path: Path) -> bool:
+        cells = json.loads(path.read_text(encoding='utf-8'))['cells']
+        heads = (line for c in cells for line in ''.join(c['source']).split('\n') if line.startswith('#|'))
+        return any(line.split()[1:] == ['slow'] for line in heads)
+    return [f'nbs/{p.name}' for p in sorted((root / 'nbs').glob('*.ipynb')) if slow(p)]
+
+
+def run_page(
+    page: str,
+    until: float,    # time.time() at which it is ended
+) -> tuple[str, float]:
+    "`passed`, `failed` or `not reached`, and the seconds it took."
+    begun = time.time()
+    if begun + measured().get(page, UNKNOWN) > until: return 'not reached', 0.
+    program = Path(sysconfig.get_path('scripts')) / 'nbdev-test'
+    try: done = subprocess.run([program, page, '--flags', 'slow cpu'], cwd=ROOT, timeout=until - begun)
+    except subprocess.TimeoutExpired: return 'not reached', 0.
+    return 'failed' if done.returncode else 'passed', time.time() - begun
+
+
+def run_pages(
+    pages: list[str],
+    until: float,
+) -> dict[str, tuple[str, float]]:
+    "How each page ended, two at a time; one line for each."
+    with ThreadPoolExecutor(WORKERS) as pool: ended = dict(zip(pages, pool.map(lambda page: run_page(page, until), pages)))
+    for page, (how, seconds) in ended.items(): print(f'{page}: {how}, {seconds:.0f} s', flush=True)
+    return ended
+
+
+# ---- tests: the hooks of the plugin
+
+spent, left_out = {}, []   # seconds of each unit; the tests that were not reached
+
+
+def unit_of(nodeid: str) -> str:
+    "A test function, without its case."
+    return nodeid.partition('[')[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    "Keep the tests of the part."
+    if 'ROTATION_COMMIT' not in os.environ: return
+    commit = os.environ['ROTATION_COMMIT']
+    mine = set(deal(sorted({unit_of(i.nodeid) for i in items}), measured())[choose(commit)])
+    files = turn(sorted({i.nodeid.partition('::')[0] for i in items}), commit)
+    config.hook.pytest_deselected(items=[i for i in items if unit_of(i.nodeid) not in mine])
+    items[:] = sorted((i for i in items if unit_of(i.nodeid) in mine), key=lambda i: files.index(i.nodeid.partition('::')[0]))
+
+
+def pytest_runtest_setup(item):
+    "Begin no test that would not be done in time."
+    until = float(os.environ.get('ROTATION_UNTIL', 'inf'))
+    if time.time() + measured().get(unit_of(item.nodeid), UNKNOWN) > until: pytest.skip('not reached')
+
+
+def pytest_runtest_logreport(report):
+    if report.skipped and 'not reached' in str(report.longrepr): left_out.append(report.nodeid)
+    spent[unit_of(report.nodeid)] = spent.get(unit_of(report.nodeid), 0.) + report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not left_out: return
+    terminalreporter.section(f'not reached within {MINUTES:.0f} minutes')
+    for nodeid in left_out: terminalreporter.line(nodeid)
+
+
+def pytest_sessionfinish(session):
+    "Keep the seconds, where they were asked for; a part without a test is no failure."
+    if hasattr(session.config, 'workerinput'): return
+    if os.environ.get('ROTATION_MEASURE'): keep_seconds(spent)
+    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED: session.exitstatus = 0
+
+
+def keep_seconds(new: dict[str, float]):
+    "Add to dev/rotation.json what was measured."
+    kept = measured() | {unit: round(s, 1) for unit, s in new.items()}
+    SECONDS.write_text(json.dumps(dict(sorted(kept.items())), indent=0) + '\n')
+
+
+# ---- the command
+
+def run_tests(**settings: str) -> int:
+    "The exit code of pytest with this file as a plugin."
+    path = os.pathsep.join([str(ROOT / 'dev'), os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
+    command = [sys.executable, '-m', 'pytest', '-p', 'rotation', '-n', str(WORKERS), '--dist', 'loadfile',
+               '-m', 'slow and not gpu']
+    return subprocess.call(command, cwd=ROOT, env=os.environ | {'PYTHONPATH': path} | settings)
+
+
+def run_part(commit: str) -> int:
+    "The pages and the tests of a part; the exit code. The last line is pytest's."
+    begun, pages = time.time(), deal(slow_pages(), measured())[choose(commit)]
+    print(f'== part {choose(commit) + 1} of {PARTS} of what is slow', flush=True)
+    ended = run_pages(turn(pages, commit), begun + 60 * MINUTES * PAGE_SHARE)
+    if any(how == 'failed' for how, _ in ended.values()): return 1
+    return run_tests(ROTATION_COMMIT=commit, ROTATION_UNTIL=str(begun + 60 * MINUTES))
+
+
+def measure() -> int:
+    "Everything that is slow, without an end; the exit code."
+    ended = run_pages(slow_pages(), float('inf'))
+    keep_seconds({page: seconds for page, (how, seconds) in ended.items() if how == 'passed'})
+    return run_tests(ROTATION_MEASURE='1')
+
+
+def slow_tests() -> list[str]:
+    "The units among the tests, as pytest collects them."
+    command = [sys.executable, '-m', 'pytest', '--collect-only', '-q', '-m', 'slow and not gpu']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return sorted({unit_of(line) for line in done.stdout.splitlines() if '::' in line})
+
+
+def show_parts() -> int:
+    "Print every part with its seconds."
+    pages, tests, seconds = slow_pages(), slow_tests(), measured()
+    for i, part in enumerate(map(sum, zip(deal(pages, seconds), deal(tests, seconds)), [[]] * PARTS), 1):
+        print(f'part {i} of {PARTS}, about {sum(seconds.get(u, UNKNOWN) for u in part):.0f} s of work')
+        for unit in part: print(f'  {unit}')
+    return 0
+
+
+if __name__ == '__main__':
+    actions = {(): lambda: run_part(this_commit()), ('list',): show_parts, ('measure',): measure}
+    if tuple(sys.argv[1:]) not in actions: sys.exit('usage: python dev/rotation.py [list | measure]')
+    sys.exit(actions[tuple(sys.argv[1:])]())
