@@ -8,18 +8,20 @@ ready = .venv/.installed
 hide_gpu = $(if $(GPU),,CUDA_VISIBLE_DEVICES=-1)
 env = $(hide_gpu) TF_CPP_MIN_LOG_LEVEL=2 MPLBACKEND=Agg
 
-.PHONY: help demo test test-all test-browser readme docs export clean lock
+.PHONY: help demo test test-all test-part test-torch test-browser readme docs export clean lock
 
 help:
 	@echo "make demo      train a small XTTS, measure each bottleneck before and after, and let it speak"
 	@echo "make test      style, notebooks and library in step, every notebook, the quick tests"
-	@echo "make test-all  the same with everything slow"
+	@echo "make test-all  the same with everything slow, and test-torch"
+	@echo "make test-part  a part of what is slow, which the commit chooses; 10 minutes at most"
+	@echo "make test-torch  what reads coqui's files, with PyTorch's CPU build in .venv-convert"
 	@echo "make test-browser  the live view in JupyterLab and a Chromium, which it installs where there is none"
 	@echo "make export    write the library from the notebooks, and clean them"
 	@echo "make readme    write README.md from nbs/index.ipynb"
 	@echo "make docs      write the pages into _docs"
 	@echo "make lock      renew requirements.lock (needs uv; ARGS=--upgrade takes newer versions)"
-	@echo "make clean     remove what can be made again; .venv, runs, cache and data stay"
+	@echo "make clean     remove what can be made again; .venv, .venv-convert, runs, cache and data stay"
 	@echo "ARGS='...' passes options on; GPU=1 tests on the GPU; PYTHON=... chooses the interpreter of a new .venv."
 
 $(ready): pyproject.toml requirements.lock
@@ -28,10 +30,11 @@ $(ready): pyproject.toml requirements.lock
 demo: $(ready)
 	@$(bin)/xtts-nb demo $(ARGS)
 
-test: flags = $(if $(GPU),gpu)
-test: marked = not slow$(if $(GPU),, and not gpu)
-test-all: flags = slow $(if $(GPU),gpu)
-test-all: marked = $(if $(GPU),,not gpu)
+test: flags = $(if $(GPU),gpu,cpu)
+test: marked = not slow and not $(if $(GPU),cpu,gpu)
+test-all: flags = slow $(if $(GPU),gpu,cpu)
+test-all: marked = not $(if $(GPU),cpu,gpu)
+test-all: test-torch
 
 test test-all: $(ready)
 	@echo "== style"
@@ -42,6 +45,12 @@ test test-all: $(ready)
 	@$(env) $(bin)/nbdev-test --n-workers 2 --timing --flags "$(strip $(flags))"
 	@echo "== tests"
 	@$(env) $(bin)/pytest -n 2 --dist loadfile -m "$(marked)" $(ARGS)
+
+test-part: $(ready)
+	@$(env) $(bin)/python dev/rotation.py
+
+test-torch: $(ready)
+	@$(env) sh dev/torch.sh $(ARGS)
 
 test-browser: $(ready)
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \

@@ -11,10 +11,14 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('KERAS_BACKEND', 'tensorflow')
 os.environ.setdefault('MPLBACKEND', 'Agg')
 
+# Equal runs are equal to the bit, products have all digits of float32, and memory is taken as it is needed.
+ON_GPU = {'TF_DETERMINISTIC_OPS': '1', 'NVIDIA_TF32_OVERRIDE': '0', 'TF_FORCE_GPU_ALLOW_GROWTH': 'true'}
+
 
 def pytest_configure(config):
-    "Hide the GPU unless its tests were asked for; it must happen before TensorFlow is imported."
+    "Hide the GPU, or make it repeat itself and leave room for the processes of tests; before TensorFlow is imported."
     if 'not gpu' in config.option.markexpr: os.environ['CUDA_VISIBLE_DEVICES'] = '-1'
+    if 'not cpu' in config.option.markexpr: os.environ.update(ON_GPU)
 
 
 @pytest.fixture(autouse=True)

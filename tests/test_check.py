@@ -32,6 +32,7 @@ def trial(small, probe=no_gpu, **steps):
 
 def result(trial, name): return next(row for row in run_checks(trial) if row['name'] == name)
 
+@pytest.mark.cpu
 def test_all_pass_or_are_skipped_on_a_cpu(small):
     rows = run_checks(trial(small))
     assert [r['name'] for r in rows] == [*CHECKS] == ['@tf.function compilation', 'XLA JIT', 'GPU placement', 'Training step',
@@ -62,6 +63,7 @@ def test_a_check_that_breaks_has_failed_and_the_next_is_made(small, monkeypatch)
     rows = run_checks(trial(small))
     assert rows[0] == {'name': '@tf.function compilation', 'result': 'FAILED', 'reason': 'first line'} and len(rows) == 5
 
+@pytest.mark.cpu
 def test_tensors_that_are_not_on_the_gpu_are_named(small, monkeypatch):
     monkeypatch.setattr(check.tf.config, 'list_logical_devices', lambda kind=None: ['GPU:0'] if kind == 'GPU' else [])
     monkeypatch.setattr(check, 'to_device', lambda batch: batch)
@@ -74,6 +76,7 @@ def check_placement_of(trial):
     except check.Skipped as e: return {'result': 'SKIPPED', 'reason': str(e)}
     except AssertionError as e: return {'result': 'FAILED', 'reason': str(e)}
 
+@pytest.mark.cpu
 def test_a_gpu_that_tensorflow_does_not_see(small, monkeypatch):
     monkeypatch.setattr(check, '_no_gpu', lambda: None)
     row = check_placement_of(trial(small))
@@ -88,7 +91,7 @@ def gpu(busy, used):
     (lambda: gpu(None, 6 << 30), 'FAILED', 'GPU 0 (card) gives no utilisation or no memory'),
     (lambda: gpu(50., None), 'FAILED', 'gives no utilisation or no memory'),
     (lambda: lambda: Sample(0., (), None, 'gone'), 'FAILED', 'no GPU answers: gone'),
-    (no_gpu, 'SKIPPED', 'CUDA_VISIBLE_DEVICES')],
+    pytest.param(no_gpu, 'SKIPPED', 'CUDA_VISIBLE_DEVICES', marks=pytest.mark.cpu)],
     ids=['busy', 'no utilisation', 'no memory', 'gone', 'no driver'])
 def test_monitoring(small, probe, got, words):
     row = result(trial(small, probe), 'GPU monitoring')

@@ -36,6 +36,7 @@ def test_configure_ends_with_1_where_something_else_was_got(monkeypatch, capfd, 
     assert wishes == [configure.Wish(2, 512, 'cuda_malloc_async', False, False)] and said['rows'] == rows
     assert 'XTTS_NB_MEMORY_LIMIT=512' in (tmp_path / 'tf.env').read_text() and said['environment']['XTTS_NB_XLA'] == 'false'
 
+@pytest.mark.cpu
 def test_configure_without_a_gpu_says_what_it_could_not_set(tmp_path):
     done = xtts_nb('configure', '--memory-limit', '512', '--threads', '1', cwd=tmp_path)
     assert done.code == 0, done.err

@@ -414,6 +414,7 @@ def torch(): return pytest.importorskip('torch')
 
 
 @pytest.mark.parametrize('archive', [True, False])
+@pytest.mark.torch
 def test_code_in_a_checkpoint_never_runs(torch, tmp_path, archive):
     held = {'model': {'w': torch.ones(2)}, 'config': Touch(tmp_path / 'ran')}
     torch.save(held, tmp_path / 'model.pth', _use_new_zipfile_serialization=archive)
@@ -431,12 +432,14 @@ class Call:
     (Call(Path, 'x'), r'pathlib\.\w+'), (Call(np.random.RandomState), 'numpy.random.*RandomState'),
     (Call(convert.read_json, 'x'), 'xtts_nb.files.read_json')],
     ids=['eval', 'getattr', 'path', 'numpy', 'ours'])
+@pytest.mark.torch
 def test_any_other_name_is_refused(torch, tmp_path, call, name):
     torch.save({'model': {'w': torch.ones(2)}, 'extra': call}, tmp_path / 'model.pth')
     with pytest.raises(UserError, match=f'model.pth: asks for {name}, which could run code'):
         convert.read_pth(tmp_path / 'model.pth')
 
 
+@pytest.mark.torch
 def test_a_name_beside_the_known_settings_is_refused(torch, tmp_path, monkeypatch):
     import types
     name = 'TTS.tts.configs.xtts_config'
@@ -449,6 +452,7 @@ def test_a_name_beside_the_known_settings_is_refused(torch, tmp_path, monkeypatc
 @pytest.mark.parametrize('make, kind', [
     (lambda t: t.ones(2, dtype=t.complex64), 'complex64'), (lambda t: t.eye(3).to_sparse(), 'sparse'),
     (lambda t: t.ones(2).to(t.float8_e4m3fn), 'float8')], ids=['complex', 'sparse', 'float8'])
+@pytest.mark.torch
 def test_a_kind_of_tensor_that_has_no_place(torch, tmp_path, make, kind):
     torch.save({'model': {'odd': make(torch)}}, tmp_path / 'model.pth')
     with pytest.raises(UserError, match=f'model.pth: not readable .*"odd" is a tensor of .*{kind}'):
@@ -456,6 +460,7 @@ def test_a_kind_of_tensor_that_has_no_place(torch, tmp_path, make, kind):
 
 
 @pytest.mark.parametrize('archive', [True, False])
+@pytest.mark.torch
 def test_settings_objects_are_read_as_nothing(torch, tmp_path, monkeypatch, archive):
     import types
     name = 'TTS.tts.configs.xtts_config'
@@ -471,12 +476,14 @@ def test_settings_objects_are_read_as_nothing(torch, tmp_path, monkeypatch, arch
 
 @pytest.mark.parametrize('archive', [True, False])
 @pytest.mark.parametrize('size', [0, 5, 100, 2000])
+@pytest.mark.torch
 def test_a_cut_checkpoint_is_named(torch, tmp_path, archive, size):
     torch.save({'w': torch.ones(1000)}, tmp_path / 'model.pth', _use_new_zipfile_serialization=archive)
     (tmp_path / 'model.pth').write_bytes((tmp_path / 'model.pth').read_bytes()[:size])
     with pytest.raises(UserError, match='model.pth: not readable'): convert.read_pth(tmp_path / 'model.pth')
 
 
+@pytest.mark.torch
 def test_files_of_pytorch_come_back(torch, tmp_path):
     given = {'model': {'a': np.random.randn(3, 4).astype(np.float32).T, 'b': np.ones(3, ml_dtypes.bfloat16), 'c': np.array(5)}}
     convert.write_pth(tmp_path / 'x.pth', given)

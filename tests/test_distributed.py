@@ -84,6 +84,7 @@ def test_rows_elsewhere_are_parts_of_the_batch(mini):
 
 # --- strategies and refusals ---------------------------------------------------------------------------------------
 
+@pytest.mark.cpu
 def test_the_strategy_follows_the_devices(monkeypatch):
     monkeypatch.delenv('TF_CONFIG', raising=False)
     kinds = [type(setup_gpu_strategy(devices)) for devices in (None, ['CPU:0'])]
@@ -120,6 +121,7 @@ def settings(mini, tmp_path) -> Path:
     return tmp_path / 'settings.yaml'
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_two_workers_train_as_one_device(prepared, alone, settings, tmp_path):
     "The same losses, one result, and files of worker 0 alone."
     done = xtts_nb(*spread(prepared, settings, tmp_path / 'run'), cwd=tmp_path)
@@ -154,6 +156,7 @@ assert sorted({v.value.device[-1] for u in trainer.copies.updates for v in u.wei
 """
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_two_devices_train_as_one_does(prepared, mini, tmp_path):
     "Fifty updates under XLA, in two shapes and two parts, with validation and mean weights; the copies stay equal to the bit."
     config = mini.replace(data={'buckets': 2}, training={'steps': 50, 'accumulation': 2, 'ema': 0.9, 'validate_every': 10,
@@ -178,6 +181,7 @@ def long(prepared, mini, tmp_path) -> dict:
     return {'prepared': prepared, 'settings': tmp_path / 'settings.yaml'}
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_a_killed_worker_changes_nothing(long, tmp_path):
     "kill -9 at a random update: the run recovers by itself and ends with the weights of one that nobody disturbed."
     assert xtts_nb(*spread(**long, run=tmp_path / 'whole')).code == 0
@@ -196,6 +200,7 @@ def test_a_killed_worker_changes_nothing(long, tmp_path):
     assert losses(tmp_path / 'killed') == losses(tmp_path / 'whole')
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_sigterm_stops_all_at_the_same_update(long, tmp_path):
     child = subprocess.Popen([*COMMAND, *map(str, spread(**long, run=tmp_path / 'run'))], env=environment(),
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -223,6 +228,7 @@ def test_workers_on_two_machines_must_agree(prepared, mini, tmp_path):
     assert 'Worker 1 has other settings' in errors[1] and 'did not come within 20 s' in errors[0]
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_two_supervisors_recover_together(long, tmp_path):
     "A worker is killed on one machine; the other machine's loses its peer, and both start again."
     addresses, children = ','.join(local_workers(2)), []

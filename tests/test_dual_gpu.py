@@ -62,12 +62,14 @@ def worked(online, mini):
     trainer.feed.threads = True
     return trainer, turn, run_feed(trainer, 6)
 
+@pytest.mark.cpu
 def test_threads_change_nothing(worked):
     trainer, turn, side = worked
     assert turn[0] == side[0] and side[1].most <= 3
     assert {s.stage for s in side[1].spans} == {'host', 'data', 'model'}
     assert trace_count(trainer.feed.finish) == trace_count(trainer.train_step) == len(trainer.plan.shapes) == 1
 
+@pytest.mark.cpu
 def test_every_variable_and_stage_is_in_the_audit(worked):
     trainer = worked[0]
     rows = placement(trainer)
@@ -80,6 +82,7 @@ def test_every_variable_and_stage_is_in_the_audit(worked):
     with pytest.raises(AssertionError, match='on CPU:1 instead of CPU:0'): placement_summary(rows)
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_trained_validated_stopped_and_resumed(online, mini, tmp_path):
     config, held = mini.replace(training={'validate_every': 4}, data={'buckets': 1}), [online.clips[0]['id']]
     begin = lambda run: new_run(online, config, tmp_path / run, held, feed=Feed(online, config, ONE), device='CPU:0')
@@ -94,6 +97,7 @@ def test_trained_validated_stopped_and_resumed(online, mini, tmp_path):
 def test_a_cache_with_codes_needs_no_data_device(prepared, mini):
     with pytest.raises(UserError, match='has its codes already'): Feed(prepared, mini, ONE)
 
+@pytest.mark.cpu
 def test_a_recording_that_is_gone(mine, mini, dvae, prepared, tmp_path):
     prepare(mine, tmp_path / 'cache', mini, dvae, prepared.tokenizer)
     trainer = dual_trainer(Cache(tmp_path / 'cache'), mini, ONE)
@@ -128,6 +132,7 @@ print(json.dumps({'losses': trainer.first_losses, 'placement': placement_summary
 '''
 
 @pytest.mark.slow   # the page does the shorter half of it
+@pytest.mark.cpu
 def test_two_devices_train_as_one_does_and_the_other_goes_on(online, mini, tmp_path):
     done = subprocess.run([sys.executable, '-c', CHILD, online.folder, tmp_path / 'two'], env=environment(), capture_output=True,
                           text=True, timeout=200)
@@ -159,6 +164,7 @@ def test_bench_dual(tmp_path, keep):
 @pytest.mark.parametrize('arguments, words', [
     (['--data-gpu', 0], 'give a runtime cache'), (['--data', 'CACHE', '--data-gpu', 0, '--model-gpu', 0], 'both 0'),
     (['--data', 'CACHE', '--enable-memory-isolation'], 'CPU takes no memory limit')])
+@pytest.mark.cpu
 def test_bench_dual_says_what_is_wrong(online, arguments, words, capfd, monkeypatch):
     from xtts_nb import terminal
     from xtts_nb import cli  # noqa: F401  the commands
@@ -169,6 +175,7 @@ def test_bench_dual_says_what_is_wrong(online, arguments, words, capfd, monkeypa
     assert e.value.code == 2 and words in said.err and 'Traceback' not in said.err and not said.out
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_bench_dual_with_real_stages(online):
     done = xtts_nb('bench', 'dual', '--steps', 4, '--data', online.folder, '--json')
     assert done.code == 0, done.err
@@ -176,6 +183,7 @@ def test_bench_dual_with_real_stages(online):
     assert 'CPU:1' in done.json['devices'] and all(r['ring_max'] <= 3 for r in done.json['rows'])
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_train_on_a_runtime_cache(online, tmp_path):
     done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 4, '--buffer-size', 2, '--json')
     assert done.code == 0, done.err

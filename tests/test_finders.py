@@ -52,10 +52,12 @@ def sized(mini):
     return mini.replace(model={'gpt': gpt}, data={'batch_size': 16})
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_a_trial_in_too_little_memory_ends_alone(sized): assert run_trial(sized, 250, 150, memory=2 * 10**8) is None
 
 @pytest.mark.slow
 @pytest.mark.parametrize('change', [{}, {'gradient_checkpointing': True}, {'accumulation': 4}, {'finetune': 'lora'}], ids=str)
+@pytest.mark.cpu
 def test_the_estimate_is_near_what_is_taken(sized, change):
     settings = sized.replace(training=change)
     estimate, took = sum(memory_needs(settings, 250, 150).values()), run_trial(settings, 250, 150)

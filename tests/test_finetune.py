@@ -201,6 +201,7 @@ def test_too_little_is_refused_or_said(mini):
         say(sure - 1)
     with pytest.raises(UserError, match='use a larger machine'): say(10**8, finetune='lora')
 
+@pytest.mark.cpu
 def test_a_container_counts(tmp_path):
     room = lambda: finetune._room_in_container(tmp_path)
     assert room() == float('inf')
@@ -289,6 +290,8 @@ def full(corpus, tokenizer, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('kind', KINDS[:2])
+@pytest.mark.cpu
+@pytest.mark.torch
 def test_the_full_size_trains_in_16_gb_and_goes_to_coqui(full, tmp_path, kind, record_property):
     "Three updates of one clip as long as any may be; then files that coqui-tts loads, every tensor in its place."
     from xtts_nb.convert import read_pth, to_coqui

@@ -41,6 +41,7 @@ def found(update, random, config, tmp_path_factory):
     return profile(update, random, config.training, tmp_path_factory.mktemp('profile') / 'trace', rounds=2)
 
 
+@pytest.mark.cpu
 def test_every_variable_has_an_owner_and_a_device(update):
     rows = placement(update)
     assert {r['device'] for r in rows} == {'CPU:0'}
@@ -56,6 +57,7 @@ def test_owners_of_means_and_scale(small):
     assert len(owners(update)['mean weights']) == len(update.weights)
 
 
+@pytest.mark.cpu
 def test_operations_have_a_place():
     v = tf.Variable(tf.ones((4, 4)))
     inner = tf.function(lambda x: tf.tanh(x @ v))
@@ -78,6 +80,7 @@ def test_prefixes_in_parts(small, random):
 
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_split_adds_up(found):
     assert [r['name'] for r in found['split']] == ['forward', 'backward', 'optimizer']
     assert sum(r['share'] for r in found['split']) >= .99 and all(r['ms'] >= 0 for r in found['split'])
@@ -91,6 +94,7 @@ def test_memory_by_owner(update, random):
     assert by_owner['batch'] == sum(x.numpy().nbytes for x in random.values())
 
 
+@pytest.mark.cpu
 def test_memory_that_cannot_be_seen_is_not_made_up():
     done = []
     assert peak_memory(lambda: done.append(1)) is None and done == [1]
@@ -107,6 +111,7 @@ def test_memory_of_a_gpu_is_its_rise(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_findings_as_json_text_and_page(found, tmp_path):
     json.dumps(found)
     assert found['mode'] == 'graph' and found['kernels'] and found['phases'] is None and found['unseen']
@@ -131,6 +136,7 @@ def test_command_refuses(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_command(small, prepared, tmp_path):
     (tmp_path / 'small.yaml').write_text(settings(small).to_yaml())
     done = xtts_nb('profile', '--data', prepared.folder, '--config', tmp_path / 'small.yaml', '--out', tmp_path / 'out',

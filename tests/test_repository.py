@@ -161,9 +161,24 @@ def test_workspace_settings_are_the_defaults():
     assert dict(parser['workspace']) == {'data': 'data', 'cache': 'cache', 'runs': 'runs', 'scale': 'tiny'}
 
 
-def test_continuous_integration_runs_make_test():
+def test_continuous_integration_runs_make_test_and_a_part_of_what_is_slow():
     assert os.access(ROOT / '.ci/run', os.X_OK)
-    assert re.search(r'^exec make .*\btest\b', (ROOT / '.ci/run').read_text(), re.MULTILINE)
+    commands = re.findall(r'^(?:exec )?make .*', (ROOT / '.ci/run').read_text(), re.MULTILINE)
+    assert [re.search(r'\btest\S*', c)[0] for c in commands] == ['test', 'test-part']
+    nightly = (ROOT / '.github/workflows/nightly.yml').read_text()
+    assert re.findall(r'- run: make (\S+)', nightly) == ['test-torch', 'test-all']
+
+
+@pytest.mark.parametrize('target, gpu, marked, flags', [
+    ('test', '', 'not slow and not gpu', 'cpu'), ('test', '1', 'not slow and not cpu', 'gpu'),
+    ('test-all', '', 'not gpu', 'slow cpu'), ('test-all', '1', 'not cpu', 'slow gpu')])
+def test_what_needs_a_gpu_and_what_cannot_have_one_never_run_together(target, gpu, marked, flags):
+    said = subprocess.run(['make', '-n', target, f'GPU={gpu}'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f'-m "{marked}"' in said and f'--flags "{flags}"' in said
+    assert ('CUDA_VISIBLE_DEVICES=-1' in said) == (not gpu)
+    settings = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['tool']
+    assert settings['nbdev']['tst_flags'].split() == ['gpu', 'cpu', 'slow']
+    assert {m.partition(':')[0] for m in settings['pytest']['ini_options']['markers']} == {'slow', 'gpu', 'cpu', 'torch'}
 
 
 @pytest.mark.slow

@@ -1,0 +1,53 @@
+"What only a GPU can show: where the step's tensors lie, what the driver tells, and two devices on one card."
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def card():
+    import tensorflow as tf
+    if not tf.config.list_physical_devices('GPU'): pytest.fail('make test GPU=1 was asked for, but TensorFlow sees no GPU')
+
+
+def test_the_step_s_tensors_are_on_the_gpu_and_the_driver_answers(small):
+    from xtts_nb.check import Trial, run_checks
+    rows = {r['name']: r for r in run_checks(Trial(small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), 8, 12))}
+    for name in ('GPU placement', 'GPU monitoring', 'Training step'): assert rows[name]['result'] == 'PASSED', rows[name]
+    assert rows['GPU placement']['reason'].endswith('tensors on GPU:0')
+
+
+def test_every_weight_has_its_device(small):
+    from xtts_nb.profile import placement
+    from xtts_nb.gpt import GPT
+    from xtts_nb.step import Update
+    rows = placement(Update(GPT(small, 5), small.training))
+    assert {r['device'] for r in rows if r['owner'] == 'weights'} == {'GPU:0'}
+
+
+def test_the_memory_of_each_card_is_known():
+    from xtts_nb.devices import card_memory
+    import tensorflow as tf
+    found = card_memory()
+    assert len(found) == len(tf.config.list_physical_devices('GPU')) and all(mib > 1000 for mib in found)
+
+
+def test_one_step_takes_memory_of_the_gpu():
+    import tensorflow as tf
+    from xtts_nb.profile import peak_memory
+    assert peak_memory(lambda: tf.random.normal((1024, 1024)) + 1) >= 4 * 1024**2
+
+
+def test_a_tensor_is_moved_to_the_gpu():
+    import tensorflow as tf
+    from xtts_nb.distributed import ensure_gpu_placement
+    with tf.device('/CPU:0'): x = tf.ones(3)
+    assert ensure_gpu_placement({'x': x})['x'].device.endswith('GPU:0')
+
+
+@pytest.mark.slow
+def test_dual_devices_are_parts_of_the_cards(tmp_path):
+    from process import xtts_nb
+    done = xtts_nb('bench', 'dual', '--steps', 4, '--json', cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert [r['name'] for r in done.json['rows']] == ['serial', 'pipelined']
