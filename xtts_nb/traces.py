@@ -80,7 +80,7 @@ def _planes(folder: Path) -> list:
     "The newest record below `folder`."
     from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
     runs = sorted({p.parent for p in Path(folder).rglob('*.xplane.pb')}, key=lambda p: p.stat().st_mtime_ns)
-    if not runs: raise UserError(f'{folder}: holds no trace; record one with `trace` or xtts-nb profile --trace.')
+    if not runs: raise UserError(f'{folder}: holds no trace; record one with `trace` or xtts-nb profile.')
     return [plane for p in runs[-1].glob('*.xplane.pb') for plane in XSpace.FromString(p.read_bytes()).planes]
 
 def own_times(line) -> Counter:   # {metadata id: ps}
