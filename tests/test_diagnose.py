@@ -1,18 +1,23 @@
 "Diagnosis: what the parts say about the whole, sick trainings and healthy ones, and data or steps that fail."
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from xtts_nb import costs, rules
+from xtts_nb import diagnose as diagnosis
 from xtts_nb.config import UserError, setup_tf
-from xtts_nb.costs import Measured, predicted
+from xtts_nb.costs import Measured, predicted, rebuilds
 from xtts_nb.diagnose import _ranked, apply_remedies, diagnose
-from xtts_nb.patients import PATIENTS, summed_up, visit, ward
-from xtts_nb.phases import Call, Doors, rhythm
+from xtts_nb.patients import PATIENTS, summed_up, total_lines, visit, ward
+from xtts_nb.phases import Call, Doors, Inside, Turn, rhythm
 from xtts_nb.pipeline import doze, host_part, python_operations, stages, with_calls
-from xtts_nb.rules import Finding, changed_arguments, larger, products, rounded_shapes
+from xtts_nb.rules import (SMALL, WORTH, Case, Finding, changed_arguments, device_copy, host_sync, larger, products,
+                           rounded_shapes, small_files)
 
 setup_tf(threads=2)
 BY_NAME = {p.name: p for p in PATIENTS}
@@ -57,8 +62,9 @@ def test_a_loop_longer_than_its_parts_promises_nothing_for_the_rest():
     assert predicted(m, pipeline=0.) == 1. and predicted(m, step=0.005) == pytest.approx(2.)
 
 
-@pytest.mark.parametrize('seconds, cycle', [([], 0), ([1.], 0), ([1.] * 30, 0), ([9, 1, 1] * 10, 3), (list(range(20)), None)])
-def test_rhythm(seconds, cycle): assert cycle is None or rhythm(seconds)[0] == cycle
+@pytest.mark.parametrize('seconds, cycle', [([], 0), ([1.], 0), ([1.] * 30, 0), ([9, 1, 1] * 10, 3), (list(range(20)), 0),
+                                            ([x + 0.1 * i for i, x in enumerate([9, 1, 1] * 10)], 3)])
+def test_rhythm(seconds, cycle): assert rhythm(seconds)[0] == cycle
 
 
 def test_earlier_findings_stay_before_equal_ones():
@@ -79,6 +85,16 @@ def test_what_a_step_does_is_noted_and_only_inside_it():
         double(tf.ones(2)).numpy()
         with doors.step() as inside: bool(tf.reduce_all(double(tf.ones(3)) > 0))
     assert len(inside.calls) == inside.syncs == 1 and len(inside.traced) == 1
+
+
+def test_what_tensorflow_fetches_for_itself_is_no_sync_of_the_step():
+    w = tf.Variable(tf.ones(3))
+    with Doors() as doors, doors.step() as inside:
+        with tf.GradientTape() as tape: loss = tf.reduce_mean(w**2)
+        tape.gradient(loss, w)
+    assert inside.syncs == 0
+    with Doors() as doors, doors.step() as inside: float(loss), loss.numpy(), f'{loss:.2f}', bool(loss > 0)
+    assert inside.syncs == 4
 
 
 def test_doors_hang_as_before_after_a_failure():
@@ -127,8 +143,109 @@ def test_a_patient_is_named(name):
 @pytest.mark.slow
 def test_the_ward():
     total = summed_up(ward(PATIENTS))
-    assert total['ill'] == 12 and total['named'] >= 11 and total['predicted'] >= 9, total
+    for kind, slow, named, within in (('emulated', 11, 10, 8), ('real', 12, 11, 9)):
+        assert total[kind]['slow'] == slow and total[kind]['named'] >= named and total[kind]['predicted'] >= within, total
     assert total['left_alone'] == total['healthy'] == 3, total
+
+
+def test_real_and_emulated_are_counted_apart():
+    row = dict(kind='real', right=True, measured=2., true=True)
+    rows = [row, row | {'right': False, 'true': False}, row | {'kind': 'emulated'}, row | {'measured': None, 'right': False}]
+    total = summed_up(rows)
+    assert total == {'emulated': {'slow': 1, 'named': 1, 'predicted': 1}, 'real': {'slow': 2, 'named': 1, 'predicted': 1},
+                     'healthy': 1, 'left_alone': 0}
+    assert total_lines(total)[1] == 'real: 1 of 2 causes named, 1 gains predicted within 30 %'
+
+
+def test_no_rule_knows_what_the_emulated_trainings_are_made_of():
+    for module in (rules, costs, diagnosis):
+        source = Path(module.__file__).read_text()
+        assert not re.search('SleepDataset|doze|emulated|patients', source), module.__name__
+
+
+def test_real_work_sleeps_nowhere():
+    real = [p for p in PATIENTS if p.kind == 'real']
+    assert len(real) >= 6
+    for patient in real:
+        data, step = patient.sick()
+        assert 'SleepDataset' not in {op for s in stages(data) for op in s.operations}, patient.name
+
+
+# What costs nothing here
+
+def measured(**more):
+    return Measured(**dict(loop=0.01, pipeline=0.001, step=0.01, compute=0.01, first=1., batches=20, rows=4) | more)
+
+
+def test_a_sync_without_a_gain_is_noted():
+    case = Case(None, print, measured(syncs=3., sync=1e-5), [], [])
+    assert host_sync(case) is None
+    assert len(case.notes) == 1 and '3 results' in case.notes[0] and 'on a GPU each one stops the pipeline' in case.notes[0]
+    costly = Case(None, print, measured(compute=0.005, syncs=3., sync=0.005), [], [])
+    assert host_sync(costly).predicted_gain > WORTH and not costly.notes
+    assert host_sync(Case(None, print, measured(), [], [])) is None
+
+
+def test_a_copy_through_the_host_without_a_gain_is_noted():
+    case = Case(None, print, measured(down=1e6, up=1e6, detour=1e-5), [], [])
+    assert device_copy(case) is None and 'on a GPU each copy stops the pipeline' in case.notes[0]
+
+
+def test_syncs_of_a_real_step_are_noted_in_text_and_json():
+    compiled = tf.function(lambda b: (tf.reduce_sum(b), tf.reduce_mean(b), tf.reduce_max(b)))
+    def step(batch): return [x.numpy() for x in compiled(batch)]
+    data = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat().prefetch(2)
+    verdict = diagnose(data, step, batches=8, seconds=1.)
+    assert verdict.measured.syncs == 3
+    said = [f.evidence for f in verdict if f.disease == 'host sync per step'] + verdict.notes
+    assert any('3 results' in s for s in said)
+    if not any(f.disease == 'host sync per step' for f in verdict):
+        assert any('3 results' in n for n in verdict.to_dict()['notes']) and any('3 results' in line for line in verdict.lines())
+
+
+def test_compilations_are_noted_where_every_length_returns_in_the_same_order():
+    "Each round sees lengths that are compiled already, so no loop gains from fewer of them."
+    w = tf.ones((8, 8))
+    step = tf.function(lambda b: tf.reduce_sum(b @ w), jit_compile=True, input_signature=[tf.TensorSpec([None, 8])])
+    lengths = tf.data.Dataset.range(1, 51).map(lambda n: tf.ones([n, 8])).prefetch(2)
+    verdict = diagnose(lengths, step, batches=8, seconds=1.)
+    m = verdict.measured
+    assert m.shapes >= 8 and m.rebuilt == m.shapes - 1 and m.rebuilding > 0, m
+    (note,) = [n for n in verdict.notes if 'traced or compiled again' in n]
+    assert f'{m.rebuilt} times' in note and f'{m.shapes} shapes' in note and ' ms each' in note
+    assert note in verdict.to_dict()['notes'] and f'Note: {note}' in verdict.lines()
+
+
+def test_shapes_that_are_all_new_cost_what_they_take_beyond_a_usual_call():
+    turn = lambda n, call: Turn(0., 0., call, 0., Inside(), ((n,),))
+    assert costs._new_shapes([turn(n, 0.2) for n in range(8)], usual=0.01) == pytest.approx(0.19)
+    assert costs._new_shapes([turn(0, 0.01)] * 8, usual=0.01) == 0
+
+
+def test_what_is_compiled_once_is_not_noted():
+    step = tf.function(lambda b: tf.reduce_sum(b), jit_compile=True)
+    verdict = diagnose(tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat().prefetch(2), step, batches=8, seconds=1.)
+    assert verdict.measured.rebuilt == 0 and not any('compiled again' in n for n in verdict.notes)
+
+
+def test_xla_inside_a_function_is_compiled_by_shape():
+    inner = tf.function(lambda b: b * 2, jit_compile=True)
+    outer = tf.function(lambda b: inner(b) + 1, input_signature=[tf.TensorSpec([None])])
+    plain = tf.function(lambda b: b + 1, input_signature=[tf.TensorSpec([None])])
+    for function, expected in ((outer, 1), (plain, 0)):
+        with Doors() as doors, doors.step() as inside:
+            for n in (2, 3, 2): function(tf.ones(n))
+        assert rebuilds(inside.calls)[0] == expected
+
+
+def test_small_files_are_told_from_large_ones():
+    names = tf.data.Dataset.from_tensor_slices(['a', 'b']).repeat()
+    data = names.map(tf.io.read_file, num_parallel_calls=2).batch(64)
+    reading = next(s for s in stages(data) if 'ReadFile' in s.operations)
+    m = measured(loop=0.02, pipeline=0.02, step=0.002, compute=0.002, wait=0.018, busy=1.)
+    for size, disease in ((100, 'many small files'), (SMALL + 1, None)):
+        found = small_files(Case(data, print, m, [np.zeros(64 * size, np.uint8)], [], [(reading, 0.019)]))
+        assert (found and found.disease) == disease
 
 
 def test_a_remedy_is_tried_and_what_is_to_be_done_by_hand_is_left():

@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from xtts_nb.growth import Link, Work, breaks, check_growth, computed_work, fit_link, growth, measured_work, predict, ring_seconds
+from xtts_nb.growth import (Link, Work, breaks, check_growth, computed_work, fit_link, growth, growth_verdict, measured_work,
+                            predict, ring_seconds)
 
 NET, INSIDE = Link(1e9, 0.), Link(1e12, 0.)
 WORK = Work(fixed=0.01, per_row=0.01, gradients=1e8)
@@ -51,15 +52,28 @@ def test_longer_clips_cost_more(small):
     assert long.per_row > short.per_row > 0 and long.fixed == short.fixed and long.gradients == short.gradients
     assert computed_work(small, 10, 10, flops=1e12).per_row == pytest.approx(400 * short.per_row)
 
-def test_a_link_is_found_again():
-    link = fit_link({s: 0.1 + ring_seconds(s, 2, Link(2e9, 1e-3)) for s in (10**6, 10**7)}, 0.1)
-    assert link.bytes_per_s == pytest.approx(2e9) and link.seconds == pytest.approx(1e-3)
+def ring(link): return lambda n, sizes, seconds=0.05: {s: seconds + ring_seconds(s, n, link) for s in sizes}
 
-def test_the_check_predicts_from_two_workers_alone():
-    slow = lambda n, sizes, seconds: {s: seconds + ring_seconds(s, n, Link(1e9, 1e-4)) * (3 if n == 4 else 1) for s in sizes}
-    seen = []
+def test_a_device_more_slows_the_bytes_of_a_shared_link_and_not_its_messages():
+    shared = Link(1e9, 1e-3, shared=0.5)
+    assert ring_seconds(1e9, 2, shared) == ring_seconds(1e9, 2, replace(shared, shared=0.))
+    assert ring_seconds(1e9, 4, shared) == pytest.approx(6 * (2 * 0.25 + 1e-3))
+
+@pytest.mark.parametrize('shared', [0., 0.4])
+def test_a_link_is_found_again(shared):
+    made = ring(Link(2e9, 1e-3, shared))
+    link = fit_link(*(made(n, (10**6, 10**7), 0.1) for n in (2, 3)), 0.1)
+    assert (link.bytes_per_s, link.seconds, link.shared) == pytest.approx((2e9, 1e-3, shared))
+
+def test_four_workers_are_predicted_from_two_and_three():
+    true, seen = ring(Link(1e9, 1e-4, shared=0.4)), []
+    slow = lambda n, sizes, seconds: {s: t * (1.5 if n == 4 else 1) for s, t in true(n, sizes, seconds).items()}
     rows = check_growth(sizes=(10**6, 10**7), measure=slow, progress=lambda *a: seen.append(a))
     by = {(r['workers'], r['megabytes']): r for r in rows}
-    assert by[2, 10]['step_ms'] == by[2, 10]['predicted_ms'] == pytest.approx(60.2) and by[1, 1]['predicted_ms'] == 50
-    assert by[4, 10]['predicted_ms'] == pytest.approx(65.6) and by[4, 10]['step_ms'] > 90 and seen[-1] == (3, 3)
-
+    assert all(r['error'] == 0 for r in rows if r['fitted']) and by[1, 1]['predicted_ms'] == 50 and seen[-1] == (4, 4)
+    assert by[4, 10]['error'] == pytest.approx(1 / 1.5 - 1, abs=1e-3) and by[4, 10]['fitted'] is False
+    found = growth_verdict(rows)
+    assert found['holds'] is False and found['largest_error'] == pytest.approx(1 / 3, abs=1e-3)
+    assert 'does not hold within 20%' in found['verdict'] and '4 workers' in found['verdict']
+    good = growth_verdict(check_growth(sizes=(10**6, 10**7), measure=true))
+    assert good['holds'] and 'the model holds within' in good['verdict']

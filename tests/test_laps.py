@@ -106,8 +106,21 @@ def test_rows_of_any_structure():
     assert batch_rows({'a': np.zeros((3, 2))}) == 3 and batch_rows((tf.ones(5), 1)) == 5 and batch_rows(7) is None
 
 
-def test_waiting_takes_what_there_is():
-    for results in (None, {}, 3., {'loss': tf.constant(1.)}, (tf.ones(3), tf.ones(2)), [None, tf.constant(2)]): wait_for(results)
+class Asked:
+    "A result that notes that it was asked for."
+    def __init__(self, asked): self.asked, self.shape = asked, ()
+    def numpy(self): self.asked.append(self); return 1.
+
+
+@pytest.mark.parametrize('results', [None, {}, 3., (), [None, 2]], ids=str)
+def test_waiting_without_tensors_returns_at_once(results): assert wait_for(results) is None
+
+
+@pytest.mark.parametrize('around', [lambda r: r, lambda r: {'loss': r}, lambda r: (tf.ones(3), r), lambda r: [r, None]])
+def test_waiting_asks_a_result_in_any_structure(around):
+    asked = []
+    wait_for(around(Asked(asked)))
+    assert len(asked) == 1
 
 
 def fitted(phases, **options):
