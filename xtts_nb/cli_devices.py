@@ -82,10 +82,11 @@ def distributed(
 # %% ../nbs/65_cli_devices.ipynb #af7e9f90
 @bench_app.command('growth')
 def bench_growth(record: Record = False, json_: Json = False):
-    "Steps of 1, 2 and 4 local workers that add up tensors, against what the model of an all-reduce predicts."
+    "Steps of 1 to 4 local workers that add up tensors, against what the model of an all-reduce predicts."
     with answer(json_) as show:
         start()
-        from xtts_nb.growth import check_growth
+        from xtts_nb.growth import check_growth, growth_verdict
         with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))
-        if record: keep('52_growth', rows)
-        show({'rows': rows}, table('Steps that sleep 50 ms and add up tensors', rows))
+        found = growth_verdict(rows)
+        if record: keep('52_growth', rows, **found)
+        show({'rows': rows} | found, f'{table("Steps that sleep 50 ms and add up tensors", rows)}\n{found["verdict"]}')

@@ -177,16 +177,14 @@ def bench_diagnose(
     record: Record = False,
     json_: Json = False,
 ):
-    "Twelve sick trainings and three healthy ones: what is found, what is promised, and what the cure brings."
+    "Slow trainings of known cause, emulated and real, and healthy ones: what is found, promised and measured."
     with answer(json_) as show:
         start()
-        from xtts_nb.patients import PATIENTS, summed_up, ward
+        from xtts_nb.patients import PATIENTS, summed_up, total_lines, ward
         with progress() as tell: rows = ward(PATIENTS, num_batches, seconds, stage(tell, 'visit the patients'))
         total = summed_up(rows)
         if record: keep('49_patients', rows, **total)
-        said = (f'{total["named"]} of {total["ill"]} diseases named, {total["predicted"]} gains predicted within 30 %, '
-                f'{total["left_alone"]} of {total["healthy"]} healthy ones left alone')
-        show({'rows': rows} | total, f'{table("The ward", rows)}\n{said}')
+        show({'rows': rows} | total, '\n'.join([table('The ward', rows), *total_lines(total)]))
 
 # %% ../nbs/64_cli_watch.ipynb #a7f8394d
 @command()
