@@ -246,9 +246,9 @@ def repeated_compilation(c: Case) -> None:
     "A note of what was traced or compiled again during the measurement, whatever a remedy would bring."
     if not c.m.rebuilt: return
     each = ms(c.m.rebuilding / c.m.rebuilt)
-    c.notes.append(f'{c.m.rebuilt} times during the measurement, a function of the step was traced or compiled again '
-                   f'({c.m.shapes} shapes of batches): {ms(c.m.rebuilding)} in all, {each} each; every further shape or '
-                   'Python value costs that once more.')
+    c.notes.append(f'{c.m.rebuilt} times during the measurement, a function of the step was traced or compiled again, for '
+                   f'another shape or Python value: {ms(c.m.rebuilding)} in all, {each} each; every further one costs that '
+                   'once more.')
 
 
 # %% ../nbs/47_rules.ipynb #79bd3e4a
