@@ -12,6 +12,7 @@ __all__ = ['ROWS', 'DEVICE', 'RATE', 'WIDTH', 'PATIENTS', 'for_rows', 'batches_o
            'healthy_pipeline', 'healthy_files', 'healthy_products', 'visit', 'ward', 'summed_up', 'total_lines']
 
 # %% ../nbs/49_patients.ipynb #92e6cbc6
+import gzip
 import itertools
 import json
 import struct
@@ -195,7 +196,11 @@ def real_map(calls: int | None = None):
     return as_said(spectra(num_parallel_calls=calls).batch(ROWS).prefetch(2)), recurrent_step(20)
 
 def real_no_prefetch(buffer: int = 0):
-    data = spectra().batch(4, drop_remainder=True).map(lambda x: tf.tile(x, [4, 1]))
+    "Each batch is unpacked from a compressed file."
+    samples = np.random.default_rng(0).integers(-8, 8, ROWS * 2**17, dtype='<i2')
+    shard = tf.data.Dataset.from_tensors(gzip.compress(samples.tobytes())).repeat()
+    unpack = lambda raw: tf.io.decode_raw(tf.io.decode_compressed(raw, 'GZIP'), tf.int16)
+    data = shard.map(lambda raw: tf.cast(tf.reshape(unpack(raw), [ROWS, 2**17])[:, :WIDTH], tf.float32) / 8)
     return as_said(data.prefetch(buffer) if buffer else data), recurrent_step(600)
 
 def real_no_cache(kept: bool = False):

@@ -109,9 +109,11 @@ def slow_disk(c: Case) -> Finding | None:
 SMALL = 100_000   # bytes of a file; less is opened longer than it is read
 
 def small_files(c: Case) -> Finding | None:
-    stage, jump = c.slow
-    if not stage or 'ReadFile' not in stage.operations or stage.python or not stage.elements: return
-    if c.m.busy < 0.5 or c.m.pipeline < c.m.clean_step: return
+    before = [0., *(s for _, s in c.stages)]
+    reading = next(((stage, s - max(before[:i + 1])) for i, (stage, s) in enumerate(c.stages)
+                    if 'ReadFile' in stage.operations and not stage.python), None)
+    if not reading or c.m.busy < 0.5 or c.m.pipeline < c.m.clean_step: return
+    stage, jump = reading[0], min(reading[1], c.m.pipeline)
     size = sum(np.asarray(x).nbytes for x in tf.nest.flatten(c.resident[0])) / stage.elements
     if size > SMALL: return
     return Finding('many small files', f'stage {stage.name} opens {stage.elements} files of about {size / 1e3:.1f} kB for a '
