@@ -22,6 +22,8 @@ command = partial(app.command, rich_help_panel='Voice')
 def demo(
     out: Annotated[Path, typer.Option(help='Folder for everything.')] = Path('runs/demo'),
     steps: Annotated[int | None, typer.Option(min=1, help='Updates of the GPT; default: the preset.')] = None,
+    seed: Annotated[int, typer.Option(min=0, help='Of everything that is drawn by chance.')] = 0,
+    seeds: Annotated[int | None, typer.Option(min=1, help='Instead: so many seeds, scores only; goes on after a stop.')] = None,
     record: Record = False,
     json_: Json = False,
 ):
@@ -29,15 +31,27 @@ def demo(
     with answer(json_) as show:
         start()
         from xtts_nb.config import XTTSConfig
-        from xtts_nb.demo import run_demo
+        from xtts_nb.demo import demo_seeds, run_demo, seed_spread
         config = XTTSConfig.tiny()
         if steps: config = config.replace(training={'steps': steps})
-        with progress() as tell: result = run_demo(out, config, listen=tell, say=lambda line: print(line, file=sys.stderr))
+        if seeds:
+            with progress() as tell: rows = demo_seeds(out, seeds, config, listen=tell)
+            if record: keep('58_demo_seeds', rows, steps=config.training.steps, spread=seed_spread(rows))
+            show({'rows': rows, 'spread': seed_spread(rows)}, _seeds_text(rows))
+            return
+        say = lambda line: print(line, file=sys.stderr)
+        with progress() as tell: result = run_demo(out, config, seed=seed, listen=tell, say=say)
         kept = ('data_before_after', 'step_before_after', 'train', 'seconds')
         if record: keep('58_demo', [result['spoken']], **{k: result[k] for k in kept})
         show(result, _demo_text(result))
 
 # %% ../nbs/63_cli_voice.ipynb #b163f5d4
+def _seeds_text(rows: list[dict]) -> str:
+    "The figures of several seeds: median, least and greatest."
+    from xtts_nb.demo import seed_spread
+    line = lambda name, v: f'{name}: {v["median"]:g} ({v["min"]:g} to {v["max"]:g})'
+    return '\n'.join([f'{len(rows)} seeds', *(line(name, v) for name, v in seed_spread(rows).items())])
+
 def _demo_text(result: dict) -> str:
     "What `make demo` ends with."
     said, n, m = result['spoken'], result['spoken']['nearest_total'], result['spoken']['heldout_total']
