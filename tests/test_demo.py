@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from process import tree, xtts_nb
+from process import main, tree, xtts_nb
 from xtts_nb import demo
 from xtts_nb.audio import load_audio, log_mel_numpy
 from xtts_nb.cache import Cache
@@ -52,6 +52,47 @@ def test_pairs_repeat_and_spread():
         assert {c.language for c in targets} == set(SENTENCES) and {c.speaker for c in targets} == set(VOICES)
         assert len({c.text for c in targets}) == 16
     assert len({p.reference for p in pairs}) > 16
+
+
+def test_another_seed_is_another_choice():
+    first, other = choose_pairs(CLIPS), choose_pairs(CLIPS, seed=3)
+    assert other == choose_pairs(CLIPS, seed=3)
+    for name in ('train', 'heldout'):
+        held, others = ({p.target for p in pairs if p.set == name} for pairs in (first, other))
+        assert len(held & others) < 8
+
+
+# --- several seeds -------------------------------------------------------------------------------------------------
+
+def test_seeds_go_on_after_a_stop(tmp_path, small, monkeypatch):
+    "Each seed's scores are kept as it ends; other settings are another measurement."
+    seen = []
+    def one_seed(clips, corpus, folder, config, pairs, seed, listen):
+        seen.append((config.data.seed, config.training.seed))
+        if seen == [(0, 0), (1, 1)]: raise KeyboardInterrupt
+        return {'seed': seed, 'loss': 10. - seed, 'heldout_sentence_hits': 3 * seed}
+    monkeypatch.setattr(demo, 'make_corpus', lambda *a, **k: CLIPS)
+    monkeypatch.setattr(demo, '_one_seed', one_seed)
+    with pytest.raises(KeyboardInterrupt): demo.demo_seeds(tmp_path, 3, small)
+    rows = demo.demo_seeds(tmp_path, 3, small)
+    assert seen == [(0, 0), (1, 1), (1, 1), (2, 2)]   # the first was not made again
+    assert [r['seed'] for r in rows] == [0, 1, 2] and demo.demo_seeds(tmp_path, 3, small) == rows and len(seen) == 4
+    assert demo.seed_spread(rows) == {'loss': {'min': 8., 'median': 9., 'max': 10.},
+                                      'heldout_sentence_hits': {'min': 0, 'median': 3., 'max': 6}}
+    demo.demo_seeds(tmp_path, 1, small.replace(training={'steps': small.training.steps + 1}))
+    assert len(seen) == 5
+
+def test_the_command_records_the_seeds(tmp_path, monkeypatch, capfd):
+    (tmp_path / 'settings.ini').touch()
+    monkeypatch.chdir(tmp_path)
+    rows = [{'seed': s, 'loss': 1. + s, 'heldout_sentence_hits': 14 + s} for s in range(2)]
+    monkeypatch.setattr(demo, 'demo_seeds', lambda out, seeds, config, listen: rows)
+    assert main('demo', '--seeds', 2, '--out', tmp_path / 'there', '--record') == 0
+    assert 'heldout_sentence_hits: 14.5 (14 to 15)' in capfd.readouterr().out
+    (file,) = (tmp_path / 'benchmarks').glob('58_demo_seeds-*.json')
+    one = json.loads(file.read_text())
+    assert one['rows'] == rows and one['spread']['loss'] == {'min': 1., 'median': 1.5, 'max': 2.}
+    assert one['command'] == 'xtts-nb demo --seeds 2 --out there --record'   # the folder of this machine is left out
 
 
 # --- counting and writing ------------------------------------------------------------------------------------------
