@@ -386,5 +386,5 @@ def summed_up(rows: list[dict]) -> dict:   # {emulated, real: {slow, named, pred
 def total_lines(total: dict) -> list[str]:
     "`summed_up` to be read."
     lines = [f'{kind}: {n["named"]} of {n["slow"]} causes named, {n["predicted"]} gains predicted within 30 %'
-             for kind, n in total.items() if isinstance(n, dict) and n['slow']]
+             for kind, n in ((kind, total[kind]) for kind in ('emulated', 'real')) if n['slow']]
     return [*lines, f'healthy: {total["left_alone"]} of {total["healthy"]} left alone']
