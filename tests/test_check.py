@@ -1,4 +1,5 @@
 "The five checks: each can pass, fail and be skipped, and says why."
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ from xtts_nb.sampler import CPU, GPU, Sample
 
 class FakeStep:
     "A step whose losses, traces and weights are given."
-    def __init__(self, losses=(3., 2., 1., *(0.99**i for i in range(1, 80))), traces=1, xla=True, moves=True, skipped=0.):
+    def __init__(self, losses=(3., 2., 1., *(0.99**i for i in range(1, 80))), traces=1, xla=True, moves=True, skipped=0.,
+                 says=''):
+        self.says = says   # on stderr, once
         self.list, self.traces, self.xla, self.moves, self.skipped, self.calls = losses, traces, xla, moves, skipped, 0
         self.weight = tf.Variable(0., name='weight')
         value = SimpleNamespace(path='weight', value=self.weight, numpy=self.weight.numpy)
@@ -22,6 +25,7 @@ class FakeStep:
         if self.moves: self.weight.assign_add(1.)
         loss = self.list[min(self.calls, len(self.list) - 1)]
         self.calls += 1
+        if self.says and self.calls == 1: print(self.says, file=sys.stderr)
         return {'loss': tf.constant(loss), 'skipped': tf.constant(self.skipped)}
 
 def no_gpu(): raise UserError('NVML: there is no driver; install it.')
@@ -44,7 +48,9 @@ def test_all_pass_or_are_skipped_on_a_cpu(small):
 FLAWS = {   # check, flaw -> what the reason holds
     ('@tf.function compilation', 'retraced'): (lambda: {'graph': FakeStep(traces=3)}, '3 traces for 3 updates'),
     ('@tf.function compilation', 'other losses'): (lambda: {'graph': FakeStep((3., 2., 1.1))}, 'differ by 1.0e-01'),
-    ('XLA JIT', 'refused'): (lambda: {'xla': FakeStep(xla=False)}, ''),
+    ('XLA JIT', 'refused'): (lambda: {'xla': FakeStep(xla=False, says='XLA refuses Where.\nmore')}, 'XLA refuses Where.'),
+    ('XLA JIT', 'refused in silence'): (lambda: {'xla': FakeStep(xla=False)}, 'XLA does not compile the step'),
+    ('XLA JIT', 'other losses'): (lambda: {'xla': FakeStep((3., 2., 1.1))}, 'differ by 1.0e-01'),
     ('XLA JIT', 'retraced'): (lambda: {'xla': FakeStep(traces=2)}, '2 traces'),
     ('Training step', 'rises'): (lambda: {'xla': FakeStep((3., 2., 1., 1., 2.))}, 'the loss does not fall: 1.0000'),
     ('Training step', 'NaN'): (lambda: {'xla': FakeStep((3., 2., 1., float('nan')))}, 'a loss is nan'),

@@ -1,4 +1,6 @@
-"The command line in processes of its own: one JSON object, one sentence, an exit code, and nothing half-written."
+"""The command line in processes of its own: one JSON object, one sentence, an exit code, and nothing half-written.
+
+The commands of cli_data, cli_voice and cli_devices; those of cli_train and cli_watch have files of their own too."""
 import json
 import os
 import resource

@@ -56,6 +56,15 @@ def test_codes_move_to_the_mean_of_what_chose_them():
     z, codes = normal(1, 8, 3), tf.constant([[0, 0, 0, 1, 1, 1, 1, 1]])
     assert np.allclose(moved(book, z, codes, 600), [z[0, :3].mean(0), z[0, 3:].mean(0)], atol=0.05)
 
+@pytest.mark.parametrize('size, lost', [(0.06, False), (0.04, True)])
+def test_a_code_is_lost_below_one_choice_in_twenty_batches(size, lost):
+    book = Codebook(2, 3); book.build()
+    book.cluster_size.assign([1., size / 0.99])
+    before = book.embed_avg.numpy()[:, 1]
+    update_codebook(book, normal(1, 8, 3), tf.zeros((1, 8), tf.int32), tf.constant([0, 1]))
+    assert np.allclose(book.embed_avg.numpy()[:, 1], 0.99 * before) == (not lost)
+    assert book.cluster_size.numpy()[1] == pytest.approx(1. if lost else size)
+
 def test_a_code_that_nothing_chose_moves_to_a_vector_of_the_batch():
     book = Codebook(4, 3); book.build()
     z = normal(1, 8, 3)

@@ -77,6 +77,12 @@ def test_heads_are_slices_of_the_width():
 
 # --- blocks --------------------------------------------------------------------------------------------------------
 
+def test_what_is_added_to_the_residual_begins_smaller():
+    keras.utils.set_random_seed(0)
+    block = TransformerBlock(64, 2, residual_scale=0.25); block.build((None, None, 64))
+    stds = {name: float(np.std(getattr(block, name).kernel)) for name in ('qkv', 'expand', 'project', 'contract')}
+    assert stds == pytest.approx({'qkv': 0.02, 'expand': 0.02, 'project': 0.005, 'contract': 0.005}, rel=0.05)
+
 def test_a_block_sees_only_the_past():
     block, x = TransformerBlock(16, 2), normal(1, 12, 16)
     changed = x.copy(); changed[0, 7] += normal(16, seed=1)

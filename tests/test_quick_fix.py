@@ -1,5 +1,6 @@
 "Commands that watch and diagnose, as processes of their own."
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -31,6 +32,16 @@ def test_the_monitor_names_its_log(tmp_path):
 def test_settings_that_are_not_there(command, tmp_path):
     done = xtts_nb(command, '--config', 'none.yaml', cwd=tmp_path)
     assert done.code == 2 and 'none.yaml' in done.said[-1] and 'Traceback' not in done.err and not tree(tmp_path)
+
+
+@pytest.mark.parametrize('gib, ok', [(1.9, False), (2.1, True)])
+def test_a_run_needs_two_gib_of_memory_and_of_disk(monkeypatch, gib, ok):
+    from xtts_nb import quick_fix
+    monkeypatch.setattr(quick_fix.psutil, 'virtual_memory', lambda: SimpleNamespace(available=gib * 2**30))
+    monkeypatch.setattr(quick_fix.shutil, 'disk_usage', lambda path: SimpleNamespace(free=gib * 2**30))
+    needs = {need.name: need for need in quick_fix.prerequisites(config='no-such.yaml')}
+    assert needs['memory'].ok == needs['disk'].ok == ok and f'{gib} GiB free for runs' in needs['disk'].found
+    assert needs['Python'].ok and not needs['settings'].ok and 'no-such.yaml' in needs['settings'].line()
 
 
 @pytest.mark.slow

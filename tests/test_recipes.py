@@ -236,7 +236,7 @@ def test_only_the_whole_is_checked():
 def test_without_layers_nothing_changes(): assert recipe(DEFAULT, {}) is DEFAULT and recipe(DEFAULT, {'flags': {}}) is DEFAULT
 
 @pytest.mark.parametrize('key', FLAGS.values())
-def test_every_flag_has_a_key(key): at(DEFAULT, key)
+def test_every_flag_has_a_key(key): assert key in flat(DEFAULT.model_dump())
 
 @pytest.mark.parametrize('text, key, value', [
     ('training.precision=bfloat16', 'training.precision', 'bfloat16'),
