@@ -20,6 +20,16 @@ class Slow(Fake):
         wait = tf.numpy_function(lambda: (time.sleep(0.03), np.int32(0))[1], [], tf.int32)
         with tf.control_dependencies([wait]): return tf.identity(super().encode(mel))
 
+class Dying(Fake):
+    "The same codes; its process is killed at the seventh clip, as the system does for want of memory."
+    left = 7
+    def encode(self, mel):
+        def count():
+            self.left -= 1
+            if not self.left: os.kill(os.getpid(), signal.SIGKILL)
+            return np.int32(0)
+        with tf.control_dependencies([tf.numpy_function(count, [], tf.int32)]): return tf.identity(super().encode(mel))
+
 
 def load(path, config, kind=Fake) -> Fake:
     values = safetensors.numpy.load_file(path)
@@ -30,3 +40,5 @@ def load_slow(path, config): return load(path, config, Slow)
 def load_and_fail(path, config): raise ValueError('these weights are odd')
 
 def load_and_die(path, config): os.kill(os.getpid(), signal.SIGKILL)
+
+def load_and_die_later(path, config): return load(path, config, Dying)

@@ -141,7 +141,7 @@ def test_a_dvae_that_was_learned_survives_a_kill(corpus, settings, tmp_path):
     from xtts_nb import voices
     here = ['prepare', corpus, '--out', tmp_path / 'out', '--config', settings]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('xtts_nb.prepare.prepare', lambda *args, **more: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr('xtts_nb.prepare.ShardMaker.__call__', lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main(*here) == 130
     (learned,) = (tmp_path / 'out.work').glob('learned-*')
     weights = learned.read_bytes()

@@ -1,10 +1,12 @@
 "Preparing: nothing twice, the same bytes however it is done, whole after a kill; merging parts; mending what is damaged."
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +14,13 @@ import pytest
 import soundfile
 import tensorflow as tf
 
-from fake_dvae import Fake, load, load_and_die, load_and_fail
+from fake_dvae import Fake, load, load_and_die, load_and_die_later, load_and_fail
 from process import environment, hears_ctrl_c, tree
 from xtts_nb.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.cache import Cache, check_cache_folder
 from xtts_nb.corpora import read_corpus
 from xtts_nb.config import UserError
+from xtts_nb.files import read_json, write_json
 from xtts_nb.prepare import choose_mode, merge_caches, prepare, spread
 from xtts_nb.repair import verify_and_fix_cache
 from xtts_nb.text import train_tokenizer
@@ -135,11 +138,56 @@ def test_finished_shards_are_taken_over_if_they_fit(mine, small, tokenizer, tmp_
     prepare(mine, tmp_path / 'fresh', config, dvae, tokenizer, shard_clips=5)
     assert tree(out) == tree(tmp_path / 'fresh')
 
-def test_an_error_in_the_corpus_leaves_nothing(mine, small, tokenizer, tmp_path):
+def test_too_many_dropped_clips_cost_no_finished_shard(mine, small, tokenizer, tmp_path):
     for name in ('high-5', 'high-6'): (mine / 'wavs' / f'{name}.wav').write_text('no sound')
     with pytest.raises(UserError, match='2 of 14'):
         prepare(mine, tmp_path / 'out', small.replace(data={'max_drop_rate': 0.1}), Fake(), tokenizer, shard_clips=2)
+    assert [p.name for p in tmp_path.glob('out*')] == ['out.work']
+    report = prepare(mine, tmp_path / 'out', small.replace(data={'max_drop_rate': 0.2}), Fake(), tokenizer, shard_clips=2)
+    assert report['made']['codes'] == 0 and [p.name for p in tmp_path.glob('out*')] == ['out']
+
+def test_a_corpus_of_which_nothing_can_be_used_leaves_nothing(mine, small, tokenizer, tmp_path):
+    for path in (mine / 'wavs').iterdir(): path.write_text('no sound')
+    with pytest.raises(UserError, match='none of the 14'): prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=2)
     assert not list(tmp_path.glob('out*'))
+
+def test_a_killed_worker_costs_no_finished_shard(corpus, small, tokenizer, undisturbed, tmp_path, capfd):
+    out, more = tmp_path / 'out', {'shard_clips': 2, 'workers': 1}
+    with pytest.raises(UserError, match='ended before its work was done'):
+        prepare(corpus, out, small, Fake(), tokenizer, load=load_and_die_later, **more)
+    assert f'{out}.work: keeps 3 finished shards; the same command goes on from there.' in capfd.readouterr().err
+    assert prepare(corpus, out, small, Fake(), tokenizer, load=load, **more)['made']['codes'] == 14 - 3 * 2
+    assert f'{out}.work: an earlier run left 3 finished shards' in capfd.readouterr().err
+    assert tree(out) == undisturbed and [p.name for p in tmp_path.iterdir()] == ['out']
+
+@contextmanager
+def largest_file(size):
+    "No file may grow beyond `size` bytes, which fails as a full disk does."
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try: yield
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+@pytest.mark.parametrize('workers', [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_full_disk_costs_no_finished_shard(mine, small, tokenizer, tmp_path, workers):
+    "The last shard is larger than a file may be."
+    for i in range(6):
+        save_audio(mine / 'wavs' / f'long-{i}.wav', synthetic_voice(2.))
+        line(mine, ROW.format(f'long-{i}'))
+    arguments, more = (mine, tmp_path / 'out', small, Fake(), tokenizer), {'shard_clips': 5, 'workers': workers, 'load': load}
+    with pytest.raises(UserError, match='shard-00003.safetensors: .*nothing was written there'), largest_file(120_000):
+        prepare(*arguments, **more)
+    assert not (tmp_path / 'out').exists() and not list((tmp_path / 'out.work').rglob('*.part'))
+    assert prepare(*arguments, **more)['made']['codes'] == 5
+    prepare(mine, tmp_path / 'fresh', *arguments[2:], shard_clips=5)
+    assert tree(tmp_path / 'out') == tree(tmp_path / 'fresh') and not (tmp_path / 'out.work').exists()
+
+def test_a_cache_that_is_not_finished_is_said_to_be_so(corpus, small, tokenizer, tmp_path):
+    half(corpus, tmp_path / 'out', small, Fake(), tokenizer)
+    (tmp_path / 'out.work' / 'shard-00002.safetensors.7.part').write_bytes(b'of a run that was killed')
+    with pytest.raises(UserError, match='holds no cache; .*out.work keeps what an earlier run finished'): Cache(tmp_path / 'out')
+    prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
+    assert [p.name for p in tmp_path.iterdir()] == ['out']
 
 def test_what_is_not_ours_is_refused_and_kept(corpus, small, tokenizer, tmp_path):
     (tmp_path / 'out.work').mkdir(); (tmp_path / 'out.work' / 'thesis.txt').write_text('mine')

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'KINDS', 'PAGE', 'COLUMNS', 'DTYPES', 'FEATURES', 'digest', 'record_check', 'write_shard', 'map_arrays',
-           'content_keys', 'write_table', 'file_sha', 'write_manifest', 'read_manifest', 'check_cache_folder', 'Rows',
-           'Joined', 'Cache', 'records', 'load_shard', 'verify_cache']
+           'content_keys', 'write_table', 'file_sha', 'write_manifest', 'work_place', 'read_manifest',
+           'check_cache_folder', 'Rows', 'Joined', 'Cache', 'records', 'load_shard', 'verify_cache']
 
 # %% ../nbs/08_cache.ipynb #2e06cc97
 import hashlib
@@ -135,11 +135,16 @@ def write_manifest(folder: Path, facts: dict) -> dict:
     return facts
 
 # %% ../nbs/08_cache.ipynb #0eaa9b37
+def work_place(folder: str | Path) -> Path:
+    "Where finished shards gather until the cache in `folder` is whole."
+    return Path(folder).absolute().with_name(f'{Path(folder).absolute().name}.work')
+
 def read_manifest(folder: str | Path) -> dict:
     "The manifest of a cache; raises `UserError` if there is none, it is damaged, of another format, or names a file outside."
     path = Path(folder) / 'manifest.json'
     if not path.is_file():
-        raise UserError(f'{folder}: holds no cache; make one with xtts-nb prepare CORPUS --out {folder}.')
+        begun = f' {work_place(folder)} keeps what an earlier run finished.' if work_place(folder).is_dir() else ''
+        raise UserError(f'{folder}: holds no cache; make one with xtts-nb prepare CORPUS --out {folder}.{begun}')
     facts = read_json(path)
     if not isinstance(facts, dict) or facts.get('format') != FORMAT:
         raise UserError(f'{path}: is damaged, or of another version of xtts-nb; run xtts-nb prepare again.')

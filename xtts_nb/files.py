@@ -42,7 +42,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
               errno.EACCES: 'the folder is not writable; choose another', errno.EROFS: 'the disk is read-only; choose another',
               errno.EFBIG: 'the file would be larger than allowed; choose another disk or raise the limit',
               errno.ENOTDIR: 'a file stands where a folder is needed; choose another place'}
-    return UserError(f'{path}: {remedy.get(error.errno, str(error))}; nothing was written.')
+    return UserError(f'{path}: {remedy.get(error.errno, str(error))}; nothing was written there.')
 
 # %% ../nbs/01_files.ipynb #743c25b9
 @contextmanager

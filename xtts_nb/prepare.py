@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FACTS', 'mel_function', 'mel_sample', 'ClipEncoder', 'is_plain', 'choose_mode', 'Plan', 'Job', 'source_digest',
-           'clip_row', 'ShardMaker', 'finished', 'spread', 'default_workers', 'work_folder', 'Piece', 'assemble',
-           'prepare', 'check_part', 'merge_caches']
+           'clip_row', 'ShardMaker', 'finished', 'spread', 'default_workers', 'unfinished', 'work_folder', 'Piece',
+           'assemble', 'prepare', 'check_part', 'merge_caches']
 
 # %% ../nbs/11_prepare.ipynb #f9e29d4a
 import itertools
@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ import tensorflow as tf
 from .audio import frame_count, log_mel, save_audio
 from .cache import (
     COLUMNS, FORMAT, KINDS, PAGE, Cache, check_cache_folder, content_keys, digest, file_sha, map_arrays, record_check,
-    write_manifest, write_shard, write_table)
+    work_place, write_manifest, write_shard, write_table)
 from .config import UserError, XTTSConfig, setup_tf
 from .corpora import Clip, Dropped, check_dropped, read_corpus
 from .files import atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
@@ -276,7 +277,7 @@ def _answer(link):
     try: kind, value = link.recv()
     except (EOFError, ConnectionError):
         raise UserError('A worker process ended before its work was done, as one does that the system kills for want of '
-                        'memory; give fewer --workers. The finished shards are kept.') from None
+                        'memory; give fewer --workers.') from None
     if kind == 'done': return value
     raise UserError(value) if kind == 'user' else RuntimeError(f'A worker process failed: {value}')
 
@@ -311,24 +312,31 @@ def default_workers(clips: int) -> int:
     return 0 if clips < 4096 else cores
 
 # %% ../nbs/11_prepare.ipynb #01af6902
+def unfinished(work: Path) -> str:
+    "What a work folder holds that need not be made again, in words; empty for nothing."
+    shards = sum(p.with_suffix('.safetensors').is_file() for p in work.glob('shard-*.json'))
+    found = {'finished shard' + 's' * (shards > 1): shards, 'learned DVAE': any(work.glob('learned-*.safetensors')),
+             'DVAE in training': any(work.glob('dvae-*/checkpoints/step-*.safetensors'))}
+    return ' and '.join(f'{int(number)} {what}' for what, number in found.items() if number)
+
 @contextmanager
 def work_folder(
     out: Path,       # where the cache shall stand
 ):                   # yields the folder beside it
-    "A folder for finished shards: it survives whatever ends a run, unless there is nothing in it to keep."
-    work = out.with_name(f'{out.name}.work')
-    resumed = work.is_dir() and any(p.name != 'lock' for p in work.iterdir())
-    if work.is_file() or (resumed and not list(work.glob('plan.json*'))):
+    "A folder for what is finished before the cache is whole; a run that succeeds removes it, any other leaves it to the next."
+    work = work_place(out)
+    foreign = work.is_dir() and any(p.name != 'lock' for p in work.iterdir()) and not list(work.glob('plan.json*'))
+    if work.is_file() or foreign:
         raise UserError(f'{work}: holds something that is not ours, where unfinished work would go; choose another folder.')
     with locked(work / 'lock', f'{out}: is being prepared by another run; wait for its end or choose another folder.'):
+        if found := unfinished(work): print(f'{work}: an earlier run left {found}; what still fits is taken over.', file=sys.stderr)
+        for part in filter(Path.is_file, work.rglob('*.part')): part.unlink()   # of a run that was killed
         try:
             write_json(work / 'plan.json', {'for': out.name})
             yield work
-        except UserError:
-            if not resumed: shutil.rmtree(work, ignore_errors=True)
-            raise
         except BaseException:
-            if not any([*work.glob('shard-*.json'), *work.glob('learned-*')]): shutil.rmtree(work, ignore_errors=True)
+            if found := unfinished(work): print(f'{work}: keeps {found}; the same command goes on from there.', file=sys.stderr)
+            else: shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work, ignore_errors=True)
 
@@ -425,12 +433,12 @@ def prepare(
     corpus: str | Path,
     out: str | Path,               # the cache's folder; of an older cache there is kept what would come out the same
     config: XTTSConfig,
-    dvae,                          # encode(mel (1, F, C)) -> codes (1, S), mel_stats (C,), save(path)
+    dvae,                          # as `ClipEncoder` takes it, with save(path); or (clips, work folder) -> that
     tokenizer: Tokenizer | None = None,   # default: learned from the texts of the corpus
     language: str = 'en',          # of rows that name none
     shard_clips: int = 512,
     progress=None,                 # called with (done, total)
-    workers: int = 0,              # processes; 0: none but this one
+    workers: int | None = 0,       # processes; 0: none but this one; None: as many as pay
     load: Callable | None = None,  # (path, config) -> the DVAE saved there; needed by workers
     part: tuple[int, int] = (1, 1),       # (I, N): make every Nth shard from the Ith, to be merged
     layout: str | None = None,     # of the corpus; default: by its look
@@ -446,9 +454,11 @@ def prepare(
     tokenizer = tokenizer or train_tokenizer((c.text for c in clips), (c.language for c in clips), config.model.gpt.text_tokens)
     shards = [clips[i:i + shard_clips] for i in range(0, len(clips), shard_clips)]
     jobs = [Job(i, shards[i]) for i in range(part[0] - 1, len(shards), part[1])]
+    mine = sum(len(job.clips) for job in jobs)
+    if workers is None: workers = default_workers(mine)
     with work_folder(out) as work:
-        plan = _plan(work, corpus, clips, config, dvae, tokenizer, out)
-        tell = _counter(progress, sum(len(job.clips) for job in jobs))
+        if not hasattr(dvae, 'encode'): dvae = dvae(clips, work)
+        plan, tell = _plan(work, corpus, clips, config, dvae, tokenizer, out), _counter(progress, mine)
         made = _made(plan, jobs, lambda: ClipEncoder(config, dvae, tokenizer, plan.stored), workers, load, tell)
         facts = {'mode': plan.mode, 'stored': plan.stored, 'keys': plan.keys, 'settings': plan.settings, 'part': list(part),
                  'corpus': fingerprint([clip_row(c, plan.corpus, 0, 1) for c in clips], shard_clips), 'rows': total,
