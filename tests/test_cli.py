@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from process import Done, hears_ctrl_c, interrupted, main, tree, xtts_nb
+from process import COMMAND, Done, environment, hears_ctrl_c, interrupted, main, tree, xtts_nb
 from xtts_nb import __version__, cli_train
 from xtts_nb.audio import load_audio
 from xtts_nb.cache import Cache
@@ -103,7 +103,8 @@ def test_prepare(session, corpus, mini):
     assert done.code == 0, done.err
     report = json.loads((session['home'] / 'the cache' / 'report.json').read_text(encoding='utf-8'))
     made = {'codes': 14, 'text': 14, 'mel': 14}
-    assert done.json == report | {'cache': 'the cache', 'mode': 'precompute', 'made': made} and done.json['dropped'] == []
+    assert done.json == report | {'cache': 'the cache', 'mode': 'precompute', 'made': made, 'up_to_date': False}
+    assert done.json['dropped'] == []
     assert 'my corpus/metadata.csv: read as ljspeech' in done.err
     assert (session['home'] / 'the cache' / 'report.html').read_text(encoding='utf-8').startswith('<!doctype html>')
     assert XTTSConfig.load(session['home'] / 'the cache' / 'config.yaml') == mini
@@ -136,19 +137,63 @@ def test_verify_finds_and_mends(corpus, prepared, tmp_path, capfd):
     assert main('verify', out, '--fix') == 1
     assert 'dvae.safetensors: is missing' in capfd.readouterr().out
 
-def test_a_dvae_that_was_learned_survives_a_kill(corpus, settings, tmp_path):
+@pytest.fixture
+def ten(mini, tmp_path):
+    "The settings with ten updates of the DVAE."
+    (tmp_path / 'ten.yaml').write_text(mini.replace(training={'dvae_steps': 10}).to_yaml())
+    return tmp_path / 'ten.yaml'
+
+def stamps(folder): return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.iterdir()}
+
+def test_prepare_again_learns_and_writes_nothing(mine, settings, ten, tmp_path, capfd):
+    out = tmp_path / 'out'
+    here = ['prepare', mine, '--out', out, '--json', '--config']
+    def run(config): assert main(*here, config) == 0; return Done(0, *capfd.readouterr())
+    first, before = run(settings), stamps(out)
+    again = run(settings)
+    assert again.json['up_to_date'] and stamps(out) == before and 'was learned from this corpus' in again.err
+    assert not first.json['up_to_date'] and first.json['made']['codes'] == 14
+    shutil.copy(mine / 'wavs' / 'low-0.wav', mine / 'wavs' / 'new.wav')
+    with open(mine / 'metadata.csv', 'a') as file: file.write('new|aa bb|aa bb|low|en\n')
+    weights = (out / 'dvae.safetensors').read_bytes()
+    assert run(settings).json['made']['codes'] == 1 and (out / 'dvae.safetensors').read_bytes() == weights
+    assert run(ten).json['made']['codes'] == 15 and (out / 'dvae.safetensors').read_bytes() != weights
+
+def test_a_dvae_that_was_learned_survives_a_kill(corpus, settings, tmp_path, capfd):
     "It is found in the folder of unfinished work, and is not learned again."
-    from xtts_nb import voices
     here = ['prepare', corpus, '--out', tmp_path / 'out', '--config', settings]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr('xtts_nb.prepare.ShardMaker.__call__', lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main(*here) == 130
+    assert f'{tmp_path}/out.work: keeps 1 learned DVAE; the same command goes on from there.' in capfd.readouterr().err
     (learned,) = (tmp_path / 'out.work').glob('learned-*')
     weights = learned.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(voices, 'train_dvae', lambda *args, **more: pytest.fail('learned again'))
+        patch.setattr('xtts_nb.voices.new_dvae_run', lambda *args, **more: pytest.fail('learned again'))
         assert main(*here) == 0
     assert (tmp_path / 'out' / 'dvae.safetensors').read_bytes() == weights and not (tmp_path / 'out.work').exists()
+
+@pytest.mark.parametrize('how', ['Ctrl-C', pytest.param('SIGKILL', marks=pytest.mark.slow)])
+def test_the_training_of_a_dvae_goes_on(corpus, ten, tmp_path, capfd, how):
+    from xtts_nb.trainer import Hooks
+    work, here = tmp_path / 'out.work', ['prepare', corpus, '--config', ten, '--out']
+    if how == 'Ctrl-C':
+        def stop(self, step):
+            if step == 6: raise KeyboardInterrupt
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Hooks, 'updated', stop)
+            assert main(*here, tmp_path / 'out') == 130
+    else:
+        child = subprocess.Popen([*COMMAND, *map(str, here), tmp_path / 'out'], env=environment(), stderr=subprocess.DEVNULL)
+        while not list(work.glob('dvae-*/checkpoints/step-*.safetensors')): assert child.poll() is None; time.sleep(0.01)
+        child.kill(); child.wait()
+    (at,) = [int(p.stem.removeprefix('step-')) for p in work.glob('dvae-*/checkpoints/step-*.safetensors')]
+    capfd.readouterr()
+    assert main(*here, tmp_path / 'out') == 0 and main(*here, tmp_path / 'straight') == 0
+    err = capfd.readouterr().err
+    assert f'goes on at update {at} of 10' in err and err.count('goes on at') == 1
+    one, two = (tree(tmp_path / name) for name in ('out', 'straight'))
+    assert one['dvae.safetensors'] == two['dvae.safetensors'] and not work.exists()
 
 def test_train_takes_the_settings_of_the_cache(session, mini):
     done, run = session['train'], session['home'] / 'runs' / 'train-1'
@@ -410,10 +455,12 @@ def check_stopped(done):
 @pytest.mark.parametrize('stage', ['encode the clips', pytest.param('read the clips', marks=pytest.mark.slow),
                                    pytest.param('train the DVAE', marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_no_half_cache(longer, settings, prepared, tmp_path, stage):
+    "The DVAE's training keeps its checkpoints beside the cache."
     shutil.copytree(prepared.folder, tmp_path / 'out')
     before = tree(tmp_path)
     how = ['--dvae', prepared.folder] if stage.startswith('encode') else ['--config', settings]
     check_stopped(interrupted('prepare', longer, '--out', tmp_path / 'out', *how, at=stage))
+    if stage.startswith('train'): shutil.rmtree(tmp_path / 'out.work', ignore_errors=True)
     assert tree(tmp_path) == before
 
 def test_ctrl_c_leaves_a_run_that_goes_on(session, tmp_path):

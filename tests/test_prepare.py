@@ -61,6 +61,42 @@ def test_a_changed_setting_makes_again_what_hangs_on_it(corpus, small, tokenizer
     prepare(corpus, tmp_path / 'fresh', config, **arguments)
     assert tree(copy) == tree(tmp_path / 'fresh')
 
+def stamps(folder): return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.rglob('*') if p.is_file()}
+
+@pytest.mark.parametrize('mode', ['precompute', 'runtime'])
+def test_a_cache_that_is_up_to_date_is_not_touched(sounds, small, tokenizer, tmp_path, calls, mode):
+    config, out = small.replace(data={'preprocessing_mode': mode, 'min_seconds': 0.1}), tmp_path / 'out'
+    first = prepare(sounds, out, config, Fake(), tokenizer, shard_clips=4)
+    before, many = stamps(out), dict(calls)
+    again = prepare(sounds, out, config, Fake(), tokenizer, shard_clips=4)
+    assert stamps(out) == before and calls == many and not first['up_to_date'] and again['up_to_date']
+    assert again == first | {'up_to_date': True, 'made': dict.fromkeys(first['made'], 0)}
+
+@pytest.mark.parametrize('mode', ['precompute', 'runtime'])
+def test_a_shard_of_which_nothing_changed_is_not_touched(sounds, small, tokenizer, tmp_path, calls, mode):
+    config, out = small.replace(data={'preprocessing_mode': mode, 'min_seconds': 0.1}), tmp_path / 'out'
+    prepare(sounds, out, config, Fake(), tokenizer, shard_clips=4)
+    before = stamps(out)
+    as_float(sounds / 'wavs' / 'low-0.wav')
+    assert not prepare(sounds, out, config, Fake(), tokenizer, shard_clips=4)['up_to_date']
+    kept = {name for name, stamp in stamps(out).items() if stamp == before.get(name)}
+    shards = {'shard-00001.safetensors', 'shard-00002.safetensors'}
+    assert kept == shards | {name for name in before if name.startswith(('00001-', '00002-'))}
+
+AGAIN = {   # what differs -> how many clips are encoded again
+    'settings': (lambda out: None, 0), 'a lost report': (lambda out: (out / 'report.json').unlink(), 14),
+    'a damaged table': (lambda out: (out / 'clips.jsonl').write_text('x' * (out / 'clips.jsonl').stat().st_size), 14),
+    'a damaged shard': (lambda out: (out / 'shard-00001.safetensors').write_bytes(b'x'), 5)}
+
+@pytest.mark.parametrize('what', AGAIN)
+def test_a_cache_in_which_anything_differs_is_written_anew(corpus, small, tokenizer, copy, tmp_path, calls, what):
+    config = small.replace(training={'steps': 7}) if what == 'settings' else small
+    AGAIN[what][0](copy)
+    report = prepare(corpus, copy, config, Fake(), tokenizer, shard_clips=5)
+    prepare(corpus, tmp_path / 'fresh', config, Fake(), tokenizer, shard_clips=5)
+    assert tree(copy) == tree(tmp_path / 'fresh') and not report['up_to_date']
+    assert report['made']['codes'] == AGAIN[what][1]
+
 def test_what_is_damaged_is_not_kept(corpus, small, tokenizer, copy, straight, calls):
     path = copy / 'shard-00001.safetensors'
     data = bytearray(path.read_bytes())
@@ -148,7 +184,8 @@ def test_too_many_dropped_clips_cost_no_finished_shard(mine, small, tokenizer, t
 
 def test_a_corpus_of_which_nothing_can_be_used_leaves_nothing(mine, small, tokenizer, tmp_path):
     for path in (mine / 'wavs').iterdir(): path.write_text('no sound')
-    with pytest.raises(UserError, match='none of the 14'): prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=2)
+    with pytest.raises(UserError, match='none of the 14'):
+        prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=2)
     assert not list(tmp_path.glob('out*'))
 
 def test_a_killed_worker_costs_no_finished_shard(corpus, small, tokenizer, undisturbed, tmp_path, capfd):
@@ -188,6 +225,18 @@ def test_a_cache_that_is_not_finished_is_said_to_be_so(corpus, small, tokenizer,
     with pytest.raises(UserError, match='holds no cache; .*out.work keeps what an earlier run finished'): Cache(tmp_path / 'out')
     prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
     assert [p.name for p in tmp_path.iterdir()] == ['out']
+
+@pytest.mark.parametrize('kind', ['shard', 'recording'])
+def test_unfinished_work_of_somebody_else_names_nothing_outside(corpus, small, tokenizer, tmp_path, kind):
+    half(corpus, tmp_path / 'out', small, Fake(), tokenizer)
+    work = tmp_path / 'out.work'
+    facts = read_json(work / 'shard-00000.json')
+    if kind == 'shard': facts['line']['file'] = '../thesis'; (work / 'shard-00000.safetensors').rename(tmp_path / 'thesis')
+    else: facts['rows'][0]['wav'] = '../thesis'; (tmp_path / 'thesis').write_text('mine')
+    write_json(work / 'shard-00000.json', facts)
+    before = (tmp_path / 'thesis').read_bytes()
+    assert prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)['made']['codes'] == 4 + 5
+    assert (tmp_path / 'thesis').read_bytes() == before
 
 def test_what_is_not_ours_is_refused_and_kept(corpus, small, tokenizer, tmp_path):
     (tmp_path / 'out.work').mkdir(); (tmp_path / 'out.work' / 'thesis.txt').write_text('mine')

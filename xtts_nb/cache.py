@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FORMAT', 'KINDS', 'PAGE', 'COLUMNS', 'DTYPES', 'FEATURES', 'digest', 'record_check', 'write_shard', 'map_arrays',
            'content_keys', 'write_table', 'file_sha', 'write_manifest', 'work_place', 'read_manifest',
-           'check_cache_folder', 'Rows', 'Joined', 'Cache', 'records', 'load_shard', 'verify_cache']
+           'check_cache_folder', 'Rows', 'Joined', 'Cache', 'records', 'load_shard', 'changed_files', 'verify_cache']
 
 # %% ../nbs/08_cache.ipynb #2e06cc97
 import hashlib
@@ -307,7 +307,7 @@ def _check_shard(path: Path, line: dict, stored: list[str], names: list[str], li
     return found
 
 # %% ../nbs/08_cache.ipynb #51a8a52f
-def _check_besides(folder: Path, manifest: dict) -> dict[str, str]:
+def changed_files(folder: Path, manifest: dict) -> dict[str, str]:
     "The problem of each file beside the shards that is missing or was changed."
     problems = {}
     for name, facts in manifest['files'].items():
@@ -344,7 +344,7 @@ def verify_cache(
     except UserError as e:
         if not (folder / 'manifest.json').is_file(): raise
         return 1, [{'file': 'manifest.json', 'clip': '', 'problem': str(e).removeprefix(f'{folder / "manifest.json"}: ')}]
-    bad = _check_besides(folder, manifest)
+    bad = changed_files(folder, manifest)
     found += [(name, '', problem) for name, problem in bad.items()]
     index = {} if 'index.safetensors' in bad else map_arrays(folder / 'index.safetensors')
     rows = _rows(folder, bad, index)
