@@ -46,47 +46,81 @@ def download(
         show(result, download_text(source, result))
 
 # %% ../nbs/61_cli_data.ipynb #49b0d04d
-def _encoder(clips, settings, dvae: Path | None, tell, work: Path):
-    "DVAE and tokenizer: those in `dvae`, or a DVAE trained on `clips`, kept in `work`, and no tokenizer yet."
+def _given(dvae: Path, settings):
+    "The DVAE in the folder of a run or a cache, and the tokenizer, None where there is none."
+    from xtts_nb.dvae import load_dvae
+    from xtts_nb.text import Tokenizer
+    inside = (dvae / 'dvae.safetensors').is_file()
+    path = dvae / ('dvae.safetensors' if inside else 'model.safetensors')
+    words = dvae / 'tokenizer.json'   # a run of train-dvae has none
+    return load_dvae(path, settings, prefix='' if inside else 'dvae/'), Tokenizer.load(words) if words.is_file() else None
+
+def _learned_key(corpus: Path, settings, layout: str | None) -> str:
+    "What a DVAE that is learned here belongs to: the place of a corpus and the settings of the DVAE."
+    from xtts_nb.files import fingerprint
+    training = {k: v for k, v in settings.training.model_dump().items() if k.startswith('dvae') or k == 'seed'}
+    model = [section.model_dump() for section in (settings.model.audio, settings.model.dvae)]
+    return fingerprint(str(corpus.resolve()), layout, model, training)
+
+def _known_dvae(out: Path, work: Path, key: str) -> Path | None:
+    "The DVAE with this key: in the cache, or where an earlier run left it."
+    from xtts_nb.cache import changed_files, read_manifest
+    from xtts_nb.config import UserError
+    try: manifest = read_manifest(out)
+    except UserError: manifest = {'source': {}}
+    inside = manifest['source'].get('learned') == key and 'dvae.safetensors' not in changed_files(out, manifest)
+    left = work / f'learned-{key}.safetensors'
+    return out / 'dvae.safetensors' if inside else left if left.is_file() else None
+
+# %% ../nbs/61_cli_data.ipynb #d31c85f7
+def _learned(clips, work: Path, out: Path, key: str, settings, tell):
+    "The DVAE with this key: the one there is, else one trained on `clips`."
+    import shutil
+    from xtts_nb.dvae import load_dvae
+    if known := _known_dvae(out, work, key):
+        print(f'{known}: was learned from this corpus with these settings, and is kept.', file=sys.stderr)
+        return load_dvae(known, settings)
+    trained, run = _train_dvae(clips, work, settings, tell)
+    trained.save(work / f'learned-{key}.safetensors')
+    shutil.rmtree(run, ignore_errors=True)
+    return trained
+
+def _train_dvae(clips, work: Path, settings, tell):
+    "A DVAE trained on `clips`, and its run in `work`, which goes on if it stands there with these recordings."
+    import shutil
     from xtts_nb.dvae import load_dvae
     from xtts_nb.files import fingerprint
     from xtts_nb.prepare import mel_sample
-    from xtts_nb.text import Tokenizer
-    from xtts_nb.voices import train_dvae
-    if dvae:
-        inside = (dvae / 'dvae.safetensors').is_file()
-        path = dvae / ('dvae.safetensors' if inside else 'model.safetensors')
-        words = dvae / 'tokenizer.json'   # a run of train-dvae has none
-        return load_dvae(path, settings, prefix='' if inside else 'dvae/'), Tokenizer.load(words) if words.is_file() else None
-    learned = work / f'learned-{fingerprint(settings.model_dump(), [str(c) for c in clips])}.safetensors'
-    if learned.is_file(): return load_dvae(learned, settings), None   # before a run was killed
-    mels = mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
-    tell('train the DVAE', 0, settings.training.dvae_steps, 'compiling')
+    from xtts_nb.voices import new_dvae_run
+    files, steps = [c.path.stat() for c in clips], settings.training.dvae_steps
+    corpus = [[str(c), f.st_size, f.st_mtime_ns] for c, f in zip(clips, files)]
+    run = work / f'dvae-{fingerprint(settings.model_dump(), corpus)}'
+    if not (run / 'run.json').is_file(): shutil.rmtree(run, ignore_errors=True)   # killed before it began
+    often = {'checkpoint_every': max(1, min(settings.training.checkpoint_every, steps // 10)), 'keep_checkpoints': 1}
+    mels = lambda: mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
+    trainer = new_dvae_run(run, settings.replace(training=often), mels)
+    if trainer.step: print(f'The training of the DVAE goes on at update {trainer.step} of {steps}.', file=sys.stderr)
+    tell('train the DVAE', trainer.step, steps, 'compiling')
     told = lambda done, total, line: tell('train the DVAE', done, total, f'mel loss {line["mel_loss"]:.3f}')
-    trained = train_dvae(mels, settings, progress=told)[0]
-    trained.save(learned)
-    return trained, None
+    trainer.fit(progress=told)
+    return load_dvae(run / 'dvae.safetensors', settings), run
 
 # %% ../nbs/61_cli_data.ipynb #4d60fed8
 def make_cache(corpus: Path, out: Path, settings, dvae: Path | None = None, language: str = 'en', layout: str | None = None,
                workers: int | None = None, part: tuple[int, int] = (1, 1)) -> dict:
     "Prepare a corpus, with progress on stderr; the report."
-    from xtts_nb import cache
     from xtts_nb import prepare as making
-    from xtts_nb.corpora import check_dropped, layout_line, read_corpus
+    from xtts_nb.corpora import layout_line
     from xtts_nb.dvae import load_dvae
     from xtts_nb.report import corpus_page
     print(layout_line(corpus, layout), file=sys.stderr)
-    clips, dropped = read_corpus(corpus, language, layout)
-    check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
-    cache.check_cache_folder(out)
-    making.check_part(part, dvae is not None, len(clips))
-    if workers is None: workers = making.default_workers(len(clips) // part[1])
-    with making.work_folder(out) as work, progress() as tell:
-        encoder, tokenizer = _encoder(clips, settings, dvae, tell, work)
+    with progress() as tell:
+        key = '' if dvae else _learned_key(corpus, settings, layout)
+        learn = partial(_learned, out=out, key=key, settings=settings, tell=tell)
+        encoder, tokenizer = _given(dvae, settings) if dvae else (learn, None)
         each = stage(tell, 'encode the clips')
         return making.prepare(corpus, out, settings, encoder, tokenizer, language, progress=each, workers=workers,
-                              load=load_dvae, part=part, layout=layout, page=corpus_page)
+                              load=load_dvae, part=part, layout=layout, page=corpus_page, learned=key)
 
 # %% ../nbs/61_cli_data.ipynb #244de7ef
 @command()
@@ -109,8 +143,9 @@ def prepare(
         start()
         from xtts_nb.recordings import report_text
         report = make_cache(corpus, out, settings, dvae, language, layout, workers, part)
+        known = f'{out} is up to date: these recordings and settings would make the same; nothing was written.\n'
         ready = f'ready: xtts-nb train --data {out}' if part[1] == 1 else f'shard {shard}; xtts-nb merge joins them.'
-        text = report_text(report, most=20) + f'All of it: {out}/report.html\n{out} is {ready}'
+        text = report_text(report, most=20) + known * report['up_to_date'] + f'All of it: {out}/report.html\n{out} is {ready}'
         show(report | {'cache': str(out)}, text)
 
 # %% ../nbs/61_cli_data.ipynb #95e5c2c2
@@ -178,14 +213,11 @@ def _prepared(corpus: Path, tell, data: dict | None = None):
     import tempfile
     from xtts_nb.cache import Cache
     from xtts_nb.config import XTTSConfig
-    from xtts_nb.corpora import check_dropped, read_corpus
     from xtts_nb.prepare import prepare
     settings = XTTSConfig.tiny().replace(training={'dvae_steps': 200}, data=data or {})
-    clips, dropped = read_corpus(corpus)
-    check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
     with tempfile.TemporaryDirectory() as folder:
-        encoder, _ = _encoder(clips, settings, None, tell, Path(folder))
-        prepare(corpus, Path(folder) / 'cache', settings, encoder, progress=stage(tell, 'encode the clips'))
+        learn = lambda clips, work: _train_dvae(clips, work, settings, tell)[0]
+        prepare(corpus, Path(folder) / 'cache', settings, learn, progress=stage(tell, 'encode the clips'))
         yield Cache(Path(folder) / 'cache')
 
 Corpus = Annotated[Path, typer.Option(help='Folder with metadata.csv and wavs/.')]

@@ -210,7 +210,7 @@ def _prepared(corpus: Path, settings, made: Path | None = None) -> Path:
     out = _prepared_folder(corpus, settings, made)
     there = (out / 'manifest.json').is_file()
     print(f'{corpus} is a corpus; its cache is {out}, {"brought up to date" if there else "made now"}.', file=sys.stderr)
-    make_cache(corpus, out, settings, made or (out if there else None))
+    make_cache(corpus, out, settings, made)
     return out
 
 def _check_mode(cache, options: dict):
