@@ -7,11 +7,13 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb import runs
+from xtts_nb.adapters import make_update
 from xtts_nb.audio import load_audio
 from xtts_nb.config import UserError
+from xtts_nb.data import BatchPlan
 from xtts_nb.listening import Listener, spoken_distance
 from xtts_nb.model import XTTS
-from xtts_nb.runs import new_run, resume_run
+from xtts_nb.runs import export_run, new_run, resume_run
 from xtts_nb.trainer import Trainer
 
 
@@ -79,3 +81,44 @@ def test_nothing_to_listen_to_is_said(prepared, quick, tmp_path):
     with pytest.raises(UserError, match='listen_clips.*hold clips out'): new_run(prepared, quick, tmp_path / 'a')
     with pytest.raises(UserError, match='listen_clips.*validate_every'):
         new_run(prepared, quick.replace(training={'validate_every': 0}), tmp_path / 'b', ['low-0'])
+
+
+# --- the model as trained --------------------------------------------------------------------------------------------
+
+def adapted(prepared, quick, dvae, kind, folder, **training) -> Trainer:
+    "A trainer of a model that speaks, `kind` of which is trained at a high rate."
+    config = quick.replace(training={'finetune': kind, 'learning_rate': 0.3, 'warmup_steps': 0, 'schedule': 'constant',
+                                     'steps': 4, 'lora_alpha': 64.} | training)
+    keras.utils.set_random_seed(0)
+    xtts = XTTS(config, prepared.tokenizer, dvae)
+    for name, v in xtts.weights.items():   # zeros at first: neither text nor voice would matter
+        if name.endswith('project/kernel'): v.assign(keras.random.normal(v.shape, stddev=0.3))
+    clips, held = np.arange(4, len(prepared)), np.array([0, 1, 2, 3])
+    data = config.data.model_copy(update={'buckets': 1})
+    update = make_update(xtts.gpt, config.training, [(5, 48)])
+    return Trainer(xtts, BatchPlan(prepared, data, clips), folder, BatchPlan(prepared, data, held, fixed=True), update,
+                   listen=Listener(xtts, prepared, held, 3))
+
+@pytest.mark.parametrize('kind, ema', [('lora', 0.), ('lora', 0.5), ('rows', 0.), ('whole', 0.5)])
+def test_a_validation_hears_the_model_that_is_exported(prepared, quick, dvae, tmp_path, kind, ema):
+    run = adapted(prepared, quick, dvae, kind, tmp_path / 'run', ema=ema)
+    begun = run.validate()
+    run.fit()
+    seen = heard(tmp_path / 'run')
+    export_run(tmp_path / 'run', tmp_path / 'model')
+    exported = Listener(XTTS.load(tmp_path / 'model'), prepared, np.array([0, 1, 2, 3]), 3)()
+    assert seen[-1][2:] == (exported['dtw'], exported['length']) != (begun['val_dtw'], begun['val_length'])
+
+def test_the_model_as_trained_is_shown_and_taken_back(prepared, quick, dvae, tmp_path):
+    "Once inside another, after an error, and with functions that were traced before."
+    run = adapted(prepared, quick, dvae, 'lora', None, ema=0.5)
+    run.fit(2)
+    kernel = run.update.parts[0].weight
+    read = tf.function(lambda: tf.identity(kernel.value))
+    before = read().numpy()
+    with run.as_trained():
+        trained = read().numpy()
+        with run.as_trained(): assert np.array_equal(read(), trained)
+        assert np.array_equal(read(), trained) and not np.array_equal(trained, before)
+    with pytest.raises(KeyError), run.as_trained(): raise KeyError
+    assert np.array_equal(read(), before)

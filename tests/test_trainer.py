@@ -178,6 +178,27 @@ def test_patience_survives_a_stop(given, prepared, mini, tmp_path):
         tmp_path / 'run').fit(stop)
     assert (result['steps'], result['best']['step']) == (16, 10)
 
+def judged(monkeypatch, prepared, config, folder, looked: dict) -> dict:
+    "The best of a run, gone on with if it stands, whose validations are given: {step: what is seen}."
+    monkeypatch.setattr(Cheap, 'validate', lambda self: looked[self.step])
+    return new_run(prepared, config, folder, HELD).fit(max(looked))['best']
+
+def test_a_run_goes_on_under_another_measure(cheap, prepared, mini, tmp_path, monkeypatch):
+    config = mini.replace(training={'validate_every': 2})
+    other = config.replace(training={'listen_clips': 1, 'judge_by': 'dtw', 'enable_eager_debug': True})
+    assert judged(monkeypatch, prepared, config, tmp_path / 'run', {2: {'val_loss': 1.}})['step'] == 2
+    seen = {4: {'val_loss': 3., 'val_dtw': 2.}, 6: {'val_loss': 2., 'val_dtw': 2.5}}
+    assert judged(monkeypatch, prepared, other, tmp_path / 'run', seen) == {'step': 4, 'val_loss': 3., 'val_dtw': 2.}
+
+def test_a_number_is_better_than_none(cheap, prepared, mini, tmp_path, monkeypatch):
+    config, nan = mini.replace(training={'validate_every': 2}), float('nan')
+    assert judged(monkeypatch, prepared, config, tmp_path / 'run', {2: {'val_loss': nan}}) is None
+    assert not (tmp_path / 'run' / 'best').exists()
+    assert judged(monkeypatch, prepared, config, tmp_path / 'run', {4: {'val_loss': 9.}, 6: {'val_loss': nan}})['step'] == 4
+    run = resume_run(tmp_path / 'run')
+    run.best = {'step': 2, 'val_loss': nan}   # as earlier versions kept it
+    assert run._judge({'val_loss': 9.})
+
 def test_validation_and_the_saved_model_see_the_mean_weights(prepared, mini, tmp_path):
     config = mini.replace(training={'steps': 6, 'ema': 0.9, 'validate_every': 6, 'learning_rate': 1e-2})
     run = new_run(prepared, config, tmp_path / 'run', HELD)

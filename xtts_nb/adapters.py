@@ -6,6 +6,7 @@
 __all__ = ['Following', 'LowRank', 'low_rank_parts', 'new_rows', 'Rows', 'row_parts', 'Adapted', 'make_update']
 
 # %% ../nbs/30_adapters.ipynb #31d94cfd
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import keras
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from .config import TrainingConfig, UserError, XTTSConfig
 from .gpt import GPT
+from .optimizer import put_back
 from .step import Update
 from .text import Tokenizer
 
@@ -108,11 +110,15 @@ class Adapted(Update):
 
     @property
     def state(self) -> dict: return {f'{self.training.finetune}/{v.name}': v for v in self.weights} | self.variables
-    def as_trained(self): return Following(self.parts)
-    def look(self, batch) -> dict:
-        with self.as_trained(): return super().look(batch)
     def share(self, batch, seed, counts):
-        with self.as_trained(): return super().share(batch, seed, counts)
+        with Following(self.parts): return super().share(batch, seed, counts)
+
+    @contextmanager
+    def as_trained(self):
+        "Inside, the weights of the model hold what their parts give, so that compiled functions see it as well."
+        with super().as_trained(), put_back([part.weight for part in self.parts]):
+            for part in self.parts: part.weight.assign(part())
+            yield
 
 def make_update(
     gpt: GPT,

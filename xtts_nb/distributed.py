@@ -22,7 +22,6 @@ from .data import BatchPlan, Column, batches_of, reader_of
 from .files import fingerprint
 from .gpt import GPT
 from .model import XTTS, token_counts
-from .optimizer import averaged
 from .runs import new_run
 from .step import Update, compile_step
 from .trainer import KEPT, Trainer, to_device
@@ -91,6 +90,13 @@ class Replicas:
         self.looks = compiled(lambda u: u.look)
 
     def __getattr__(self, name): return getattr(self.updates[0], name)   # what is the same everywhere
+
+    @contextmanager
+    def as_trained(self):
+        "Inside, every copy holds what training has made of it."
+        with ExitStack() as copies:
+            for update in self.updates: copies.enter_context(update.as_trained())
+            yield
 
     def here(self) -> int:
         "The number of the device that is being spoken to, among those of this worker."
@@ -184,12 +190,6 @@ class DistributedTrainer(Trainer):
 
     def fit(self, *arguments, **named):
         with _among_peers(self.copies.worker): return super().fit(*arguments, **named)
-
-    @contextmanager
-    def averaged(self):
-        with ExitStack() as copies:
-            for update in self.copies.updates: copies.enter_context(averaged(update.optimizer, update.weights))
-            yield
 
     def place(self, batch): return to_device(batch) if len(self.copies.devices) == 1 else batch
 

@@ -9,7 +9,6 @@ __all__ = ['MODES', 'random_batch', 'Update', 'CompiledStep', 'compile_step', 't
 # %% ../nbs/29_step.ipynb #ddc9afc7
 import re
 import sys
-from contextlib import nullcontext
 
 import keras
 import numpy as np
@@ -20,7 +19,7 @@ from .config import TrainingConfig, XTTSConfig
 from .gpt import GPT
 from .layers import fold
 from .model import POLICIES, token_counts, token_losses, total_loss
-from .optimizer import LossScale, make_optimizer
+from .optimizer import LossScale, averaged, make_optimizer
 from .weights import named_weights
 
 # %% ../nbs/29_step.ipynb #5e5a2fa0
@@ -47,8 +46,8 @@ class Update:
         self.scale = LossScale() if training.precision == 'float16' else None
 
     def as_trained(self):
-        "A context in which the model computes with what has been learned."
-        return nullcontext()
+        "Inside, the model holds what training has made of it: the running means, where `training.ema` keeps these."
+        return averaged(self.optimizer, self.weights)
 
     @property
     def variables(self) -> dict:

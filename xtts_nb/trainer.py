@@ -8,6 +8,7 @@ __all__ = ['PHASES', 'KEPT', 'Lap', 'Pace', 'wait_for', 'Hooks', 'terminated', '
 
 # %% ../nbs/30_trainer_xla.ipynb #a8f1eac0
 import json
+import math
 import signal
 import sys
 import time
@@ -26,7 +27,6 @@ from .config import TrainingConfig, UserError
 from .data import BatchPlan
 from .files import append_line, atomic_file
 from .model import XTTS
-from .optimizer import averaged
 from .step import Update, compile_step, trace_count
 
 # %% ../nbs/30_trainer_xla.ipynb #e51bfd16
@@ -171,7 +171,7 @@ class Trainer:
         self.rate = tf.function(lambda: self.optimizer.learning_rate)   # a graph: its conditions ask the host otherwise
         self.evaluate = compile_step(self.update.look, self.training)
         self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
-        self.best, self.since_best, self.bad_in_row, self.failure = None, 0, 0, None
+        self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
         if self.run: restore(self)
 
@@ -185,9 +185,14 @@ class Trainer:
 
     def place(self, batch): return to_device(batch, self.device)
 
-    def averaged(self):
-        "Inside, the weights are their running means, where `training.ema` keeps these."
-        return averaged(self.optimizer, self.update.weights)
+    @contextmanager
+    def as_trained(self):
+        "Inside, the model holds what training has made of it; a second one inside the first changes nothing."
+        if self.shown: yield; return
+        self.shown = True
+        try:
+            with self.update.as_trained(): yield
+        finally: self.shown = False
 
     @property
     def state(self) -> dict:
@@ -313,9 +318,9 @@ def _pause(self: Trainer, ended: bool) -> bool:
 
 @patch
 def validate(self: Trainer) -> dict[str, float]:
-    "Losses of the clips held out, and what a listener says: no dropout, the mean weights where `training.ema` keeps them."
+    "Losses of the clips held out, and what a listener says: of the model as trained, without dropout."
     source = iter(self.feed(self.held_out, 0, self.held_out.steps_per_epoch))
-    with self.averaged(), closed_after(source):
+    with self.as_trained(), closed_after(source):
         parts = [*map(lambda batch: self.evaluate(self.place(batch)), source)]
         heard = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
     sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
@@ -325,7 +330,8 @@ def validate(self: Trainer) -> dict[str, float]:
 def _judge(self: Trainer, looked: dict[str, float]) -> bool:
     "Whether a validation is the best so far."
     name = f'val_{self.training.judge_by}'
-    better = self.best is None or looked[name] < self.best[name]
+    known = (self.best or {}).get(name, math.inf)   # nothing, where the run was judged by something else before
+    better = looked[name] < known or math.isnan(known) and not math.isnan(looked[name])
     self.since_best = 0 if better else self.since_best + 1
     if better: self.best = {'step': self.step} | {k: looked[k] for k in ('val_loss', 'val_dtw') if k in looked}
     return better
@@ -338,8 +344,7 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
     facts, kept = {k: getattr(self, k) for k in KEPT}, dict if wait else snapshot   # no copy of what stands still
     state = kept(self.state) if checkpoint else {}
     same = {} if self.optimizer.use_ema else {k: v for k, v in state.items() if k in self.xtts.weights}   # no second copy
-    as_trained = getattr(self.update, 'as_trained', nullcontext)   # an update of one's own need not know of adapters
-    with self.averaged(), as_trained():
+    with self.as_trained():
         model = same | snapshot({k: v for k, v in self.xtts.weights.items() if k not in same})
 
     def write():

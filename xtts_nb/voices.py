@@ -24,7 +24,7 @@ from .dvae import DVAE, dvae_losses, load_dvae, mel_stats, update_codebook
 from .files import atomic_file, atomic_folder, read_json, write_json
 from .hifigan import HiFiGAN, SpeakerEncoder
 from .model import XTTS
-from .optimizer import make_optimizer
+from .optimizer import averaged, make_optimizer
 from .runs import run_facts
 from .step import compile_step
 from .trainer import Trainer
@@ -44,6 +44,10 @@ class PartUpdate:
 
     @property
     def optimizer(self): return self.optimizers[0]
+
+    def as_trained(self):
+        "Inside, the weights are their running means, where `training.ema` keeps these."
+        return averaged(self.optimizer, self.weights)
 
     def means(self, sums: dict) -> dict:
         "The losses behind what `look` has summed up."
