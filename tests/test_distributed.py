@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -18,7 +19,7 @@ from xtts_nb.checkpoint import checkpoints
 from xtts_nb.cluster import local_workers
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import BatchPlan
-from xtts_nb.distributed import Share, ensure_gpu_placement, setup_gpu_strategy
+from xtts_nb.distributed import DistributedTrainer, Share, ensure_gpu_placement, setup_gpu_strategy
 from xtts_nb.gpt import GPT
 from xtts_nb.model import token_counts
 from xtts_nb.runs import new_run
@@ -242,3 +243,8 @@ def test_two_supervisors_recover_together(long, tmp_path):
     said = [child.communicate(timeout=200) for child in children]
     assert [child.returncode for child in children] == [0, 0], said
     assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5) and not said[1][0]
+
+def test_callbacks_are_refused_where_they_would_act_on_one_copy_of_several():
+    trainer = DistributedTrainer.__new__(DistributedTrainer)
+    trainer.copies = SimpleNamespace(devices=['CPU:0', 'CPU:1'], worker=0)
+    with pytest.raises(UserError, match='one copy of the model'): trainer.fit(callbacks=[keras.callbacks.TerminateOnNaN()])

@@ -1,5 +1,7 @@
 "Training: equal in every mode, compiled once a shape, silent between log lines."
 
+import csv
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import tensorflow as tf
 from cheap import HELD, Cheap, lines_of, summary
 from process import tree
 from xtts_nb import runs, trainer as trainer_page
-from xtts_nb.config import TrainingConfig
+from xtts_nb.config import TrainingConfig, UserError
 from xtts_nb.data import BatchPlan, cached_batches
 from xtts_nb.model import XTTS
 from xtts_nb.optimizer import averaged, learning_rate
@@ -217,25 +219,101 @@ def test_validation_and_the_saved_model_see_the_mean_weights(prepared, mini, tmp
 
 # --- callbacks of Keras ----------------------------------------------------------------------------------------------
 
-class Counting(keras.callbacks.Callback):
-    "Notes every call."
-    def __init__(self): super().__init__(); self.calls, self.epochs = [], 0
-    def on_train_begin(self, logs=None): self.calls.append('begin'); self.epochs = 0
-    def on_train_batch_end(self, batch, logs=None): self.calls.append((batch, dict(logs)))
-    def on_epoch_end(self, epoch, logs=None): self.calls.append(f'epoch {epoch}'); self.epochs += 1
-    def on_train_end(self, logs=None): self.calls.append('end')
+METHODS = [f'on_{what}_{when}' for what in ('train', 'epoch', 'train_batch', 'test', 'test_batch') for when in ('begin', 'end')]
 
-def test_callbacks_hear_of_updates_epochs_and_the_end(cheap, prepared, mini, tmp_path):
-    heard = Counting()
-    config = mini.replace(training={'validate_every': 4, 'log_every': 3})
-    runs.Trainer.validate = lambda self: {'val_loss': 1.}
-    try: new_run(prepared, config, tmp_path / 'run', HELD).fit(callbacks=[heard])
-    finally: del runs.Trainer.validate
-    assert heard.calls[0] == 'begin' and heard.calls[-1] == 'end'
-    assert [c for c in heard.calls if isinstance(c, str)][1:-1] == ['epoch 0', 'epoch 1']
-    updates = [c for c in heard.calls if isinstance(c, tuple)]
-    assert [step for step, _ in updates] == list(range(1, 9)) and updates[0][1] == {}
-    assert updates[-1][1]['step'] == 6 and isinstance(updates[-1][1]['loss'], float)   # of the latest line, on the host
+class Noting(keras.callbacks.Callback):
+    "Notes every call: its name, its number and what it was given."
+    def __init__(self): super().__init__(); self.calls, self.given = [], []
+    def set_params(self, params): super().set_params(params); self.calls.append('set_params')
+    def set_model(self, model): super().set_model(model); self.calls.append('set_model')
+    def note(self, name, number=None, logs=None):
+        self.calls.append(name if number is None else (name, number))
+        self.given.append((name, dict(logs or {})))
+
+for name in METHODS:
+    numbered = 'epoch' in name or 'batch' in name
+    setattr(Noting, name, (lambda n: lambda self, number, logs=None: self.note(n, number, logs))(name) if numbered else
+                          (lambda n: lambda self, logs=None: self.note(n, None, logs))(name))
+
+@pytest.fixture
+def epochs(mini):
+    "Four epochs of two updates, at a constant rate."
+    return mini.replace(training={'validate_every': 2, 'enable_eager_debug': True, 'schedule': 'constant', 'warmup_steps': 0})
+
+def rates(folder) -> list[float]: return [line['learning_rate'] for line in lines_of(folder)]
+
+def test_callbacks_are_called_as_by_keras(cheap, prepared, epochs, tmp_path):
+    ours, theirs = Noting(), Noting()
+    new_run(prepared, epochs, tmp_path / 'run', HELD).fit(callbacks=[ours])
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(loss='mse')
+    x, y = np.ones((4, 2)), np.ones((4, 1))
+    model.fit(x, y, batch_size=2, epochs=4, verbose=0, callbacks=[theirs], validation_data=(x[:2], y[:2]))
+    assert ours.calls == theirs.calls and ours.params == theirs.params | {'verbose': 0}
+
+def test_what_callbacks_are_given(cheap, prepared, epochs, tmp_path):
+    "The numbers of the latest log line; those of a validation, with val_ at an epoch's end."
+    heard = Noting()
+    new_run(prepared, epochs.replace(training={'log_every': 3}), tmp_path / 'run', HELD).fit(callbacks=[heard])
+    lines = {line['step']: line for line in lines_of(tmp_path / 'run')}
+    batches = [logs.get('step') for name, logs in heard.given if name == 'on_train_batch_end']
+    assert batches == [None, None, 2, 3, 4, 4, 6, 6]   # a line is written down while the next update runs
+    tests, ends = ([logs for name, logs in heard.given if name == n] for n in ('on_test_end', 'on_epoch_end'))
+    assert [t['loss'] for t in tests] == [e['val_loss'] for e in ends] == [lines[s]['val_loss'] for s in (2, 4, 6, 8)]
+    assert all(isinstance(v, float) for logs in ends for v in logs.values())
+
+def test_the_scheduler_of_keras_sets_the_rate_and_a_stop_changes_nothing(given, prepared, epochs, tmp_path):
+    "Also where the stop is inside an epoch, and the new rate is a share of the old one."
+    halved = lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    new_run(prepared, epochs, tmp_path / 'whole', HELD).fit(callbacks=[halved()])
+    assert rates(tmp_path / 'whole') == pytest.approx([epochs.training.learning_rate / 2**n for n in (1, 2, 3, 4)])
+    new_run(prepared, epochs, tmp_path / 'run', HELD).fit(3, callbacks=[halved()])
+    new_run(prepared, epochs, tmp_path / 'run', HELD).fit(6, callbacks=[halved()])
+    resume_run(tmp_path / 'run').fit(callbacks=[halved()])
+    stopped = {line['step']: line['learning_rate'] for line in lines_of(tmp_path / 'run')}
+    assert [stopped[s] for s in (2, 4, 6, 8)] == rates(tmp_path / 'whole')
+
+def test_the_plateau_of_keras_lowers_the_rate(given, prepared, epochs, tmp_path):
+    lower = keras.callbacks.ReduceLROnPlateau('val_loss', factor=0.1, patience=1)
+    new_run(prepared, epochs, tmp_path / 'run', HELD).fit(callbacks=[lower])   # losses 3, 2, 2.5, 2
+    assert rates(tmp_path / 'run') == pytest.approx([share * epochs.training.learning_rate for share in (1, 1, 1, 0.1)])
+
+def test_an_assigned_rate_is_that_of_a_real_update(prepared, mini, tmp_path):
+    "And the compiled step is not traced again for it."
+    class Still(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None): self.model.optimizer.learning_rate = 0.
+    run = new_run(prepared, mini.replace(data={'buckets': 1}), tmp_path / 'run')
+    before = [v.numpy() for v in run.update.weights]
+    assert run.fit(2, callbacks=[Still()])['traces'] == 1
+    assert all(np.array_equal(v.numpy(), old) for v, old in zip(run.update.weights, before))
+    run.optimizer.learning_rate = 1e-2
+    assert run.fit(3)['traces'] == 1 and not np.array_equal(run.update.weights[0].numpy(), before[0])
+
+def test_early_stopping_of_keras_works_and_goes_on_counting(given, prepared, mini, tmp_path):
+    config = mini.replace(training={'steps': 20, 'validate_every': 2, 'checkpoint_every': 7})
+    early = lambda: keras.callbacks.EarlyStopping('val_loss', patience=3)
+    whole = new_run(prepared, config, tmp_path / 'whole', HELD).fit(callbacks=[early()])
+    new_run(prepared, config, tmp_path / 'run', HELD).fit(14, callbacks=[early()])
+    heard = Noting()
+    assert whole['steps'] == 16 == resume_run(tmp_path / 'run').fit(callbacks=[early(), heard])['steps']
+    assert heard.calls.count(('on_epoch_end', 7)) == 1 and sum(c[0] == 'on_epoch_end' for c in heard.calls) == 1
+
+def test_the_checkpoints_of_keras_hold_the_model_as_trained(given, prepared, epochs, tmp_path):
+    run = new_run(prepared, epochs.replace(training={'ema': 0.9}), tmp_path / 'run', HELD)
+    begun = run.xtts.gpt.final_norm.beta.numpy()   # the step of this test moves it, and no mean
+    path = tmp_path / 'epoch-{epoch}.weights.h5'
+    kept = keras.callbacks.ModelCheckpoint(path, 'val_loss', save_best_only=True, save_weights_only=True)
+    run.fit(callbacks=[kept])   # losses 3, 2, 2.5, 2
+    assert sorted(p.name for p in tmp_path.glob('*.h5')) == ['epoch-1.weights.h5', 'epoch-2.weights.h5']
+    assert not np.array_equal(run.xtts.gpt.final_norm.beta.numpy(), begun)
+    run.xtts.gpt.load_weights(tmp_path / 'epoch-2.weights.h5')
+    assert np.array_equal(run.xtts.gpt.final_norm.beta.numpy(), begun)
+
+def test_the_csv_of_keras_has_a_line_an_epoch(given, prepared, epochs, tmp_path):
+    new_run(prepared, epochs, tmp_path / 'run', HELD).fit(callbacks=[keras.callbacks.CSVLogger(tmp_path / 'epochs.csv')])
+    with open(tmp_path / 'epochs.csv', newline='') as file: rows = list(csv.DictReader(file))
+    assert [(row['epoch'], float(row['val_loss'])) for row in rows] == [('0', 3.), ('1', 2.), ('2', 2.5), ('3', 2.)]
+    assert [float(row['loss']) for row in rows] == [line['loss'] for line in lines_of(tmp_path / 'run')]
 
 def test_without_validation_an_epoch_is_a_pass(cheap, prepared, mini, tmp_path):
     run, log = new_run(prepared, mini, tmp_path / 'run'), tmp_path / 'epochs.csv'
@@ -243,11 +321,43 @@ def test_without_validation_an_epoch_is_a_pass(cheap, prepared, mini, tmp_path):
     lines = log.read_text().splitlines()
     assert len(lines) == 3 and 'loss' in lines[0]
 
-def test_early_stopping_of_keras_works_and_goes_on_counting(given, prepared, mini, tmp_path):
-    config = mini.replace(training={'steps': 20, 'validate_every': 2, 'checkpoint_every': 7})
-    early = lambda: keras.callbacks.EarlyStopping('val_loss', patience=3)
-    whole = new_run(prepared, config, tmp_path / 'whole', HELD).fit(callbacks=[early()])
-    new_run(prepared, config, tmp_path / 'run', HELD).fit(14, callbacks=[early()])
-    heard = Counting()
-    assert whole['steps'] == 16 == resume_run(tmp_path / 'run').fit(callbacks=[early(), heard])['steps']
-    assert heard.epochs == 1
+def scalars(folder) -> dict:
+    "{tag: its values} of the events below `folder`."
+    found = {}
+    for path in sorted(folder.glob('events*')):
+        for record in tf.data.TFRecordDataset(str(path)):
+            for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value:
+                found.setdefault(value.tag, []).append(float(tf.make_ndarray(value.tensor)))
+    return found
+
+def test_the_tensorboard_of_keras_gets_losses_and_rates(given, prepared, epochs, tmp_path):
+    pytest.importorskip('tensorboard')
+    new_run(prepared, epochs, tmp_path / 'run', HELD).fit(callbacks=[keras.callbacks.TensorBoard(tmp_path / 'logs')])
+    trained, lines = scalars(tmp_path / 'logs' / 'train'), lines_of(tmp_path / 'run')
+    assert trained['epoch_loss'] == pytest.approx([line['loss'] for line in lines])
+    assert trained['epoch_learning_rate'] == pytest.approx(rates(tmp_path / 'run'))
+    assert scalars(tmp_path / 'logs' / 'validation')['epoch_loss'] == [3., 2., 2.5, 2.]
+
+class Broken(Cheap):
+    "Whose fourth update has no loss."
+    def custom_train_step(self, batch, number):
+        bad = tf.cast(number == 3, tf.float32)
+        return super().custom_train_step(batch, number) | {'skipped': bad, 'bad': bad}
+
+def test_a_loss_that_is_no_number_ends_the_run_if_keras_is_asked_to(prepared, mini, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, 'Trainer', Broken)
+    new_run(prepared, mini, tmp_path / 'on').fit()
+    run = new_run(prepared, mini, tmp_path / 'off')
+    assert run.fit(callbacks=[keras.callbacks.TerminateOnNaN()])['steps'] == 5   # with the log line of the fourth
+    assert lines_of(tmp_path / 'on')[-1]['step'] == 8 and resume_run(tmp_path / 'off').step == 5
+
+@pytest.mark.parametrize('callback, message', [
+    (lambda: keras.callbacks.BackupAndRestore('backup'), 'BackupAndRestore: a run goes on from its own checkpoints'),
+    (lambda: keras.callbacks.EarlyStopping(restore_best_weights=True), 'EarlyStopping: restore_best_weights .*export --best'),
+    (lambda: keras.callbacks.ModelCheckpoint('a.keras'), 'ModelCheckpoint: .*save_weights_only=True'),
+    (lambda: keras.callbacks.ModelCheckpoint('a.weights.h5', save_weights_only=True, save_freq=3), 'Checkpoint: .*save_freq'),
+    (lambda: keras.callbacks.SwapEMAWeights(), 'SwapEMAWeights: training.ema')])
+def test_a_callback_that_cannot_act_is_refused(cheap, prepared, mini, callback, message):
+    run = Cheap(XTTS(mini, prepared.tokenizer), BatchPlan(prepared, mini.data))
+    with pytest.raises(UserError, match=message): run.fit(callbacks=[callback()])
+    assert run.step == 0

@@ -189,6 +189,9 @@ class DistributedTrainer(Trainer):
             for name, value in words.tell({name: getattr(self, name) for name in KEPT}).items(): setattr(self, name, value)
 
     def fit(self, *arguments, **named):
+        if len(self.copies.devices) > 1 and (named.get('callbacks') or arguments[2:]):
+            raise UserError('Keras callbacks act on one copy of the model, and this worker trains several; leave them out, or '
+                            'give distributed --local a worker for each device.')
         with _among_peers(self.copies.worker): return super().fit(*arguments, **named)
 
     def place(self, batch): return to_device(batch) if len(self.copies.devices) == 1 else batch

@@ -343,6 +343,7 @@ class VoiceUpdate(PartUpdate):
         self.weights = [*decoder.trainable_variables, *self.vector_weights]
         self.learned = self.weights, self.critic.trainable_variables
         self.optimizers = [make_optimizer(w, self.training, n) for w, n in zip(self.learned, ('adamw', 'critic_adamw'))]
+        self.optimizers[1].learning_rate = self.optimizers[0].follows   # a rate that is assigned to one is of both
 
     def compare(self, made, real) -> dict:
         "The losses that need no critic."
