@@ -538,7 +538,8 @@ TINY_STEP = ['--layers', '1', '--width', '64', '--heads', '2', '--batch-size', '
 @pytest.mark.slow
 @pytest.mark.parametrize('what, unit, names, more', [
     ('data', 'clips_per_s', ['numpy_function', 'native_wav', 'native', 'cache'], ['--clips', '200']),
-    ('train', 'step_ms', ['eager', 'graph', 'xla', 'graph_bf16', 'xla_bf16'], TINY_STEP)])
+    ('train', 'step_ms', ['eager', 'graph', 'xla', 'graph_bf16', 'xla_bf16'], TINY_STEP),
+    ('gpt2', 'step_ms', ['graph', 'xla', 'graph_bf16', 'xla_bf16'], [*TINY_STEP[:8], '--tokens', '20'])])
 def test_bench(longer, tmp_path, what, unit, names, more):
     given = ['--data', longer, *more] if what == 'data' else more
     done = xtts_nb('bench', what, *given, '--rounds', '2', '--record', '--json', cwd=tmp_path, timeout=900)

@@ -39,4 +39,11 @@ def test_a_peer_s_answer_is_one_step_whatever_its_loss(one_arm):
 
 
 def test_a_peer_that_fails_is_named(one_arm):
-    with pytest.raises(UserError, match=r'failed \(ValueError: no such mode torch'): one_arm(wrong_steps)
+    with pytest.raises(UserError, match=r'transformers failed \(ValueError: no such mode torch'): one_arm(wrong_steps)
+
+
+@pytest.mark.parametrize('answer', [{'positions': 62, 'dropout': 0.}, {'positions': 59, 'dropout': 0.1}])
+def test_other_work_is_not_compared(answer):
+    page.check_same_work({'loss': 1., 'positions': 59, 'dropout': 0.}, 59)
+    with pytest.raises(UserError, match=f'coqui-tts computed {answer["positions"]} positions with dropout {answer["dropout"]}'):
+        page.check_same_work({'loss': 1.} | answer, 59)

@@ -177,7 +177,7 @@ def learn(
     untrained = speak_pairs(trainer.xtts, pairs, corpus, out / 'untrained', limit)
     train = trainer.fit(progress=_noted(stages.begin('train the GPT'), 'loss {0[loss]:.2f}, {0[clips_per_s]:.0f} clips/s'))
     stages.begin('speak')
-    spoken = speak_pairs(trainer.xtts, pairs, corpus, out / 'spoken', limit)
+    with trainer.as_trained(): spoken = speak_pairs(trainer.xtts, pairs, corpus, out / 'spoken', limit)
     progress = stages.begin('judge')
     blank, scores = (judge(pairs, files, clips, corpus, config) for files in (untrained, spoken))
     progress(1, 1)
