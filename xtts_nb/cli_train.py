@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['command', 'find_app', 'Base', 'Kind', 'AsMade', 'DataGPU', 'ModelGPU', 'Isolate', 'DataMemory', 'ModelMemory',
            'Buffer', 'config_app', 'given', 'train', 'train_dvae', 'train_voice', 'find_batch_size_',
-           'find_learning_rate_', 'config_create', 'export', 'bench_train']
+           'find_learning_rate_', 'config_create', 'export', 'bench_train', 'bench_gpt2']
 
 # %% ../nbs/62_cli_train.ipynb #08777d06
 import os
@@ -446,6 +446,33 @@ def bench_train(
         with progress() as tell:
             tell('measure', 0, 1, 'compiling')
             rows = step_speed(config, text_tokens, codes, rounds, coqui_python, stage(tell, 'measure'))
-        about = f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes'
+        about = f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes, no dropout'
         if record: keep('33_step_speed', rows, model=about)
+        show({'rows': rows, 'model': about}, table(about, rows))
+
+# %% ../nbs/62_cli_train.ipynb #5f0a9c2e
+@bench_app.command('gpt2')
+def bench_gpt2(
+    layers: Annotated[int, typer.Option(min=1, help='Of the GPT-2.')] = 8,
+    width: Annotated[int, typer.Option(min=64, help='D.')] = 512,
+    heads: Annotated[int, typer.Option(min=1, help='H.')] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help='B.')] = 4,
+    tokens: Annotated[int, typer.Option(min=2, help='L, of each row.')] = 512,
+    torch_python: Annotated[Path | None, typer.Option(help='The Python of an environment with PyTorch and transformers.')] = None,
+    rounds: Rounds = 7,
+    record: Record = False,
+    json_: Json = False,
+):
+    "Milliseconds of a training step of a plain GPT-2 in each mode, and of PyTorch's; no dropout, random tokens."
+    with answer(json_) as show:
+        from xtts_nb.config import XTTSConfig
+        config = XTTSConfig.xtts_v2().replace(model={'gpt': {'layers': layers, 'width': width, 'heads': heads}},
+                                              data={'batch_size': batch_size})
+        start()
+        from xtts_nb.step_speed import gpt2_speed
+        with progress() as tell:
+            tell('measure', 0, 1, 'compiling')
+            rows = gpt2_speed(config, tokens, rounds, torch_python, stage(tell, 'measure'))
+        about = f'GPT-2 {layers} x {width}, batch {batch_size}, {tokens} tokens, no dropout'
+        if record: keep('33_gpt2', rows, model=about)
         show({'rows': rows, 'model': about}, table(about, rows))
