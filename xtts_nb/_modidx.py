@@ -53,7 +53,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'xtts_nb.bench.Comparison.rows': ('bench.html#comparison.rows', 'xtts_nb/bench.py'),
                                'xtts_nb.bench._commit': ('bench.html#_commit', 'xtts_nb/bench.py'),
                                'xtts_nb.bench._read_records': ('bench.html#_read_records', 'xtts_nb/bench.py'),
-                               'xtts_nb.bench._remedy': ('bench.html#_remedy', 'xtts_nb/bench.py'),
                                'xtts_nb.bench._write_new': ('bench.html#_write_new', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.accelerator_utilisation': ('bench.html#accelerator_utilisation', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.benchmarks': ('bench.html#benchmarks', 'xtts_nb/bench.py'),

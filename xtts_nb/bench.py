@@ -220,19 +220,17 @@ def recorded(
     chosen = {}
     for one in sorted(_read_records(page, folder), key=lambda r: (not r['noisy'], r['date'], r.get('time', ''))):
         chosen[one['device']] = one
-    if not chosen: raise UserError(f'{folder}: holds no record of {page}; {_remedy(page)}.')
+    command = f'xtts-nb {WRITERS.get(page, "bench")} --record'
+    if not chosen: raise UserError(f'{folder}: holds no record of {page}; make one with {command}.')
     return list(chosen.values())
 
 def headline(
     page: str,
     folder: str | Path,
-) -> dict:
-    "The newest quiet record of `page`, of whichever device; raises `UserError` if none is quiet."
-    quiet = [one for one in recorded(page, folder) if not one['noisy']]
-    if not quiet: raise UserError(f'{folder}: every record of {page} is noisy; {_remedy(page)} on a quiet machine.')
-    return max(quiet, key=lambda one: (one['date'], one.get('time', '')))
-
-def _remedy(page: str) -> str: return f'make one with xtts-nb {WRITERS.get(page, "bench")} --record'
+) -> dict | None:
+    "The newest quiet record of `page`, of whichever device; None if there is none."
+    quiet = [one for one in _read_records(page, folder) if not one['noisy']]
+    return sorted(quiet, key=lambda one: (one['date'], one.get('time', '')))[-1] if quiet else None
 
 def _read_records(page: str, folder: str | Path) -> list[dict]:
     "All records of a page in the order of their names; old ones are judged here."
