@@ -1,15 +1,18 @@
 "Batches: least padding, each clip once, the same for any workers and after resuming, shapes that stand still."
 import copy
+import io
 import itertools
 import os
+import struct
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import soundfile
 import tensorflow as tf
 
-from xtts_nb.audio import save_audio, synthetic_voice
+from xtts_nb.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.cache import Cache
 from xtts_nb.config import DataConfig, UserError
 from xtts_nb.data import (BatchPlan, CacheReader, InFiles, InMemory, MelReader, PythonReader, WavReader, batches_of, bucket_of,
@@ -401,27 +404,103 @@ def test_a_mapped_cache_is_streamed_even_if_it_would_fit(prepared, small):
     for a, b in zip(*(cached_batches(plan, 0, 3) for plan in (mapped, memory)), strict=True):
         assert all(np.array_equal(a[k], b[k]) for k in a)
 
-def test_decoding_finds_the_samples_wherever_they_are(tmp_path):
-    "A plain header; a chunk before the data and one behind; a size that was never filled in."
-    samples = np.random.default_rng(0).integers(-32768, 32768, 999, np.int16)
-    save_audio(tmp_path / 'plain.wav', samples / 32768)
-    plain = (tmp_path / 'plain.wav').read_bytes()
-    chunk = b'LIST' + (6).to_bytes(4, 'little') + b'noise!'
-    (tmp_path / 'before.wav').write_bytes(plain[:36] + chunk + plain[36:])
-    (tmp_path / 'behind.wav').write_bytes(plain + chunk)
-    for name in ('plain', 'before', 'behind'):
-        assert np.array_equal(decode_wav(str(tmp_path / f'{name}.wav')), samples), name
+SAMPLES = np.random.default_rng(0).integers(-20000, 20000, 999, np.int16)
 
-@pytest.mark.parametrize('how', [dict(subtype='FLOAT'), dict(samplerate=16000), dict(channels=2), dict(format='FLAC')], ids=str)
-def test_native_reading_refuses_what_it_would_misread(tmp_path, how):
-    import soundfile
-    how = dict(samplerate=22050, channels=1, subtype='PCM_16', format='WAV') | how
-    wav = np.zeros((100, how.pop('channels')))
-    soundfile.write(tmp_path / 'good.wav', np.zeros(100), 22050, subtype='PCM_16')
-    soundfile.write(tmp_path / 'a.wav', wav, **how)
-    check_native([str(tmp_path / 'good.wav')], 22050)
-    with pytest.raises(UserError, match='a.wav: is .*so use the cache'):
-        check_native([str(tmp_path / 'good.wav'), str(tmp_path / 'a.wav')], 22050)
+def chunk(name: bytes, body: bytes, size: int | None = None) -> bytes:
+    "A chunk of a RIFF file with its padding; `size` is what it claims, if that is wrong."
+    return name + struct.pack('<I', len(body) if size is None else size) + body + b'\0' * (len(body) % 2)
+
+def fmt(form=1, channels=1, rate=22050, bits=16, more=b'') -> bytes:
+    block = channels * bits // 8
+    return chunk(b'fmt ', struct.pack('<HHIIHH', form, channels, rate, rate * block, block, bits) + more)
+
+def riff(*chunks, mark=b'RIFF', kind=b'WAVE', size=None) -> bytes: return chunk(mark, kind + b''.join(chunks), size)
+
+def extensible(form: int, bits: int) -> bytes:
+    "Behind a `fmt ` of format 0xFFFE: valid bits, speaker positions, and the GUID that holds the format."
+    return struct.pack('<HHIH', 22, bits, 4, form) + bytes.fromhex('000000001000800000aa00389b71')
+
+def encoded(**how) -> bytes:
+    "The samples as libsndfile writes them."
+    file = io.BytesIO()
+    soundfile.write(file, SAMPLES / 32768, **dict(samplerate=22050, format='WAV', subtype='PCM_16') | how)
+    return file.getvalue()
+
+BYTES = SAMPLES.tobytes()
+DATA = chunk(b'data', BYTES)
+LIST = chunk(b'LIST', b'noise!')
+GOOD = {
+    'plain': riff(fmt(), DATA),
+    'long fmt': riff(fmt(more=b'\0\0'), DATA),
+    'extensible': riff(fmt(0xFFFE, more=extensible(1, 16)), DATA),
+    'WAVEX of libsndfile': encoded(format='WAVEX'),
+    'chunk before': riff(fmt(), LIST, DATA),
+    'odd chunk before': riff(fmt(), chunk(b'LIST', b'noise!!'), DATA),
+    'odd chunk first': riff(chunk(b'JUNK', b'1234567'), fmt(), DATA),
+    'data inside a chunk': riff(fmt(), chunk(b'LIST', b'INFOdata\4\0\0\0'), DATA),
+    'chunk behind': riff(fmt(), DATA, LIST),
+    'truncated': riff(fmt(), DATA)[:-500],
+    'truncated in a sample': riff(fmt(), DATA)[:-501],
+    'odd data': riff(fmt(), chunk(b'data', BYTES[:-1])),
+    'endless': riff(fmt(), chunk(b'data', BYTES, 2**32 - 1), size=2**32 - 1),
+    'data too long': riff(fmt(), chunk(b'data', BYTES, 9999)),
+    'data too short': riff(fmt(), chunk(b'data', BYTES, 500)),
+    'file too short': riff(fmt(), DATA, size=4)}
+BAD = {   # name -> file, what its error says
+    '8 bit': (encoded(subtype='PCM_U8'), 'wav of format 1, 1 channels, 22050 Hz, 8 bits'),
+    '24 bit': (encoded(subtype='PCM_24'), 'wav of format 1, 1 channels, 22050 Hz, 24 bits'),
+    '32 bit': (encoded(subtype='PCM_32'), 'wav of format 1, 1 channels, 22050 Hz, 32 bits'),
+    'float': (encoded(subtype='FLOAT'), 'wav of format 3, .* 32 bits'),
+    'double': (encoded(subtype='DOUBLE'), 'wav of format 3, .* 64 bits'),
+    'extensible float': (riff(fmt(0xFFFE, bits=32, more=extensible(3, 32)), chunk(b'data', 2 * BYTES)),
+                         'wav of format 3, 1 channels, 22050 Hz, 32 bits'),
+    'mu-law': (encoded(subtype='ULAW'), 'wav of format 7'),
+    'ADPCM': (encoded(subtype='MS_ADPCM'), 'wav of format 2'),
+    'stereo': (riff(fmt(channels=2), chunk(b'data', 2 * BYTES)), 'wav of format 1, 2 channels, 22050 Hz, 16 bits'),
+    '44.1 kHz': (riff(fmt(rate=44100), DATA), 'wav of format 1, 1 channels, 44100 Hz, 16 bits'),
+    'FLAC': (encoded(format='FLAC'), 'no wav file'),
+    'AIFF': (encoded(format='AIFF'), 'no wav file'),
+    'RF64': (encoded(format='RF64'), 'no wav file'),
+    'RIFX': (riff(fmt(), DATA, mark=b'RIFX'), 'no wav file'),
+    'AVI': (riff(fmt(), DATA, kind=b'AVI '), 'no wav file'),
+    'text': (b'These are 45 bytes of text, and no wav file.\n', 'no wav file'),
+    '4 bytes': (b'RIFF', 'broken head'),
+    'empty': (b'', 'no wav file'),
+    'no fmt': (riff(DATA), 'broken head'),
+    'fmt behind': (riff(DATA, fmt()), 'broken head'),
+    'no data': (riff(fmt()), 'with 0 bytes of samples'),
+    'data never sized': (riff(fmt(), chunk(b'data', BYTES, 0)), 'with 0 bytes of samples'),
+    'head only': (riff(fmt(), chunk(b'data', b'')), 'with 0 bytes of samples'),
+    'endless chunk': (riff(fmt(), chunk(b'LIST', b'noise!', 2**32 - 16), DATA), 'with 0 bytes of samples')}
+
+@pytest.fixture(scope='module')
+def in_graph():
+    "`decode_wav`, traced once."
+    return tf.function(decode_wav, input_signature=[tf.TensorSpec([], tf.string)])
+
+@pytest.mark.parametrize('name', GOOD)
+def test_native_reading_gives_the_samples_that_libsndfile_gives(tmp_path, in_graph, name):
+    (tmp_path / 'a.wav').write_bytes(GOOD[name])
+    samples = load_audio(tmp_path / 'a.wav') * 32768
+    assert np.array_equal(in_graph(str(tmp_path / 'a.wav')), samples) and np.array_equal(samples, SAMPLES[:len(samples)])
+    assert len(samples) == {'truncated': 749, 'truncated in a sample': 748, 'odd data': 998, 'data too short': 250}.get(name, 999)
+    check_native([str(tmp_path / 'a.wav')], 22050)
+    assert not any('Py' in op.type for op in in_graph.get_concrete_function().graph.get_operations())
+
+@pytest.mark.parametrize('name', BAD)
+def test_native_reading_refuses_what_it_would_read_as_noise(tmp_path, in_graph, name):
+    "Inside a graph, outside of one, and before the first batch."
+    file, found = BAD[name]
+    path, words = str(tmp_path / 'bäd.wav'), f'd.wav: is .*{found}.*so convert it, or use a cache of xtts-nb prepare'
+    (tmp_path / 'bäd.wav').write_bytes(file)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=words): in_graph(path)
+    with pytest.raises(UserError, match=f'bä{words}'): decode_wav(path)
+    with pytest.raises(UserError, match='bäd.wav: (is .*so use the cache|not readable as audio)'): check_native([path], 22050)
+
+def test_native_reading_takes_the_rate_of_the_model(tmp_path):
+    save_audio(tmp_path / 'a.wav', SAMPLES / 32768, 24000)
+    assert np.array_equal(decode_wav(str(tmp_path / 'a.wav'), 24000), SAMPLES)
+    with pytest.raises(UserError, match='24000 Hz, 16 bits, .* 1 channel, 22050 Hz'): decode_wav(str(tmp_path / 'a.wav'))
 
 def test_a_batch_has_what_the_losses_read(batch):
     assert set(batch) == {'clip', 'weight', 'reference', 'codes', 'text', 'code_length', 'text_length'}

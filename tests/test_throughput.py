@@ -157,15 +157,25 @@ def test_tuning_says_when_nothing_is_enough(prepared, small, monkeypatch):
 
 # --- the names of the guides ---------------------------------------------------------------------------------------
 
-def test_the_native_loader_gives_the_mel_in_graph(tmp_path):
+def test_the_native_loader_gives_samples_and_mel_in_graph(tmp_path):
     save_audio(tmp_path / 'a.wav', synthetic_voice(0.5))
     loader = TFNativeDataLoader()
     native = tf.function(loader.load_and_process_audio)
     path = tf.constant(str(tmp_path / 'a.wav'))
-    assert np.allclose(native(path), log_mel(load_audio(tmp_path / 'a.wav'), 1024), atol=1e-4)
-    assert native(path, max_length=5120).shape == (21, 80)
+    wav, mel = native(path)
+    assert np.array_equal(wav, load_audio(tmp_path / 'a.wav')) and np.allclose(mel, log_mel(wav, 1024), atol=1e-4)
+    assert [part.shape for part in native(path, max_length=5120)] == [(5120,), (21, 80)]
     assert not any('PyFunc' in op.type for op in native.get_concrete_function(path).graph.get_operations())
-    assert not np.allclose(TFNativeDataLoader(n_fft=2048).load_and_process_audio(path), native(path), atol=1e-2)
+    assert not np.allclose(TFNativeDataLoader(n_fft=2048).load_and_process_audio(path)[1], mel, atol=1e-2)
+
+@pytest.mark.parametrize('how', [dict(channels=2), dict(subtype='PCM_24'), dict(samplerate=44100), dict(format='FLAC')], ids=str)
+def test_the_native_loader_refuses_what_it_would_read_as_noise(tmp_path, how):
+    "As a user's own pipeline meets it."
+    import soundfile
+    how = dict(samplerate=22050, channels=1, subtype='PCM_16', format='WAV') | how
+    soundfile.write(tmp_path / 'a.wav', np.zeros((9000, how.pop('channels'))), **how)
+    source = tf.data.Dataset.from_tensors(str(tmp_path / 'a.wav')).map(TFNativeDataLoader().load_and_process_audio)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='a.wav: is .*native reading takes'): next(iter(source))
 
 def test_options_are_those_this_tensorflow_has():
     options = get_optimized_dataset_options(num_workers=3, ram_budget=2)

@@ -163,7 +163,7 @@ class OneMelReader(OnlineReader):
         frames = self.plan.frames[bucket]
 
         def row(clip):
-            wav = tf.cast(decode_wav(self.files[clip]), tf.float32) / 32768
+            wav = tf.cast(decode_wav(self.files[clip], self.audio.sample_rate), tf.float32) / 32768
             mel = log_mel(wav, self.audio.dvae_n_fft, self.audio)
             return tf.pad(mel, [[0, frames - tf.shape(mel, tf.int64)[0]], [0, 0]])
         return {'mel': tf.map_fn(row, clip, fn_output_signature=tf.float32)}
@@ -298,17 +298,21 @@ def auto_tune_performance(
 
 # %% ../nbs/15_throughput.ipynb #12826e9a
 class TFNativeDataLoader:
-    "From a 16-bit wav file to a log-mel in graph; nothing in it is Python once it is traced."
+    "From a 16-bit mono wav file to samples and log-mel in graph; nothing in it is Python once it is traced."
     def __init__(self, audio: AudioConfig = AudioConfig(), n_fft: int | None = None):   # n_fft: that of the codes
         self.audio, self.n_fft = audio, n_fft or audio.dvae_n_fft
 
     def load_and_process_audio(self,
-        audio_path,                       # of a file at the model's rate, a string or a tensor
+        audio_path,                       # of a wav file at the model's rate, a string or a tensor
         max_length: int | None = None,    # samples to keep
-    ) -> tf.Tensor:                       # (F, C)
-        "The log-mel of a recording, as long as the recording is: padding is left to the batch."
-        wav = tf.cast(decode_wav(audio_path)[:max_length], tf.float32) / 32768
-        return log_mel(wav, self.n_fft, self.audio)
+    ) -> tuple[tf.Tensor, tf.Tensor]:     # (N,) float32 in [-1, 1], (F, C) float32
+        "The samples and the log-mel of a recording, as long as it is; padding is left to the batch. Errors: `decode_wav`."
+        wav = tf.cast(decode_wav(audio_path, self.audio.sample_rate)[:max_length], tf.float32) / 32768
+        return wav, self._compute_mel_spectrogram(wav)
+
+    def _compute_mel_spectrogram(self, audio: tf.Tensor) -> tf.Tensor:   # (F, C)
+        "The log-mel of samples (N,)."
+        return log_mel(audio, self.n_fft, self.audio)
 
 # %% ../nbs/15_throughput.ipynb #906ff64f
 def get_optimized_dataset_options(
