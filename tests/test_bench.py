@@ -3,11 +3,13 @@ import itertools
 import json
 import time
 
+import numpy as np
 import pytest
 
 from xtts_nb import bench
-from xtts_nb.bench import (Arm, Comparison, accelerator_utilisation, compare, emulated_steps, record, recorded, rows_markdown,
-                           timeline)
+from xtts_nb.bench import (
+    Arm, Comparison, accelerator_utilisation, compare, emulated_steps, fed_steps, record,
+    recorded, rows_markdown, timeline)
 from xtts_nb.config import UserError
 
 
@@ -92,6 +94,31 @@ def test_a_timeline_adds_up(clock):
     "A batch takes longer than a step, so the device waits for each; the other way round for none."
     assert timeline(feed(clock, 5., 20), 3., steps=4) == [(5. * i, 2., 3.) for i in range(4)]
     assert timeline(feed(clock, 2., 20), 3., steps=4) == [(3. * i, 0., 3.) for i in range(4)]
+
+class Part:
+    "An array whose copy takes two seconds."
+    def __init__(self, clock, device='CPU'): self.clock, self.device = clock, device
+    def __array__(self, dtype=None, copy=None): self.clock.sleep(2.); return np.zeros(1)
+
+@pytest.mark.parametrize('batch, copies', [(lambda p, gpu: p, 1), (lambda p, gpu: {'a': p, 'b': (p, [p])}, 3),
+                                           (lambda p, gpu: {'a': gpu, 'b': p}, 1), (lambda p, gpu: gpu, 0)])
+def test_the_copy_of_every_array_is_counted(clock, batch, copies):
+    batch = batch(Part(clock), Part(clock, '/job:localhost/replica:0/task:0/device:GPU:0'))
+    assert accelerator_utilisation([batch] * 9, 1.)['au'] == pytest.approx(min(1., 1 / (2 * copies or 1)))
+
+@pytest.mark.parametrize('most, limit', [(100., 60.), (100., 99.), (100., 5.), (100., 3.), (2500., 180.)])
+def test_the_rate_that_is_fed_is_found(most, limit):
+    "An accelerator that starves above some rate, and once below it: a rate counts only if it is kept twice."
+    tried = []
+    def measure(batches, step, steps):
+        tried.append((batches, 1 / step, steps))
+        return {'au': 0.995 if 1 / step <= limit else 0.98}
+    found = fed_steps(lambda: 'a new one', most, seconds=0.5, measure=measure)
+    if limit < most / 30: assert found is None
+    else: assert limit / 1.05 <= found <= limit
+    assert all(batches == 'a new one' and steps == max(20, round(0.5 * rate)) for batches, rate, steps in tried)
+    passed = [rate for _, rate, _ in tried if rate <= limit]
+    assert len(passed) == 2 * len(set(passed)) and len(tried) < 40
 
 def test_the_host_runs_one_batch_ahead_and_no_further(clock):
     taken = []

@@ -546,7 +546,8 @@ def test_bench(longer, tmp_path, what, unit, names, more):
     assert done.code == 0, done.err
     if what == 'data':
         assert all(0 < r['au'] <= 1 and r['cv'] >= 0 and 0 <= r['padding'] < 1 for r in done.json['rows'][:4])
-        assert set(done.json['cards']) == {'RTX 4090', 'A100', 'H200'} and min(done.json['cards'].values()) >= 0
+        assert all(r['runs'] and (r['steps_per_s'] is None or r['steps_per_s'] > 0) for r in done.json['rows'])
+        assert {'codes', 'reference', 'text'} < set(done.json['compared']['cache']) and 'cards' not in done.json
     assert [r['name'] for r in done.json['rows']][:len(names)] == names
     assert all(r[unit] > 0 and r['ratio'] > 0 for r in done.json['rows'])
     (file,) = (tmp_path / 'benchmarks').iterdir()

@@ -1,4 +1,5 @@
 "Measuring: distinct copies, honest peers, the smallest setting that is enough, and the functions the guides name."
+import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -6,21 +7,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.audio import load_audio, log_mel, save_audio, synthetic_voice
+from xtts_nb.audio import load_audio, log_mel, log_mel_numpy, save_audio, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import BatchPlan, batches_of, cached_batches
 from xtts_nb.pipeline import python_operations
-from xtts_nb.throughput import (CARDS, CoquiLoader, H200_CLIPS_PER_SECOND, OneMelReader, TFNativeDataLoader, Tiled,
-                                apply_aggressive_prefetching, auto_tune_performance, cards_fed,
-                                configure_tensorflow_for_max_throughput, create_parallel_interleave_dataset,
-                                get_optimized_dataset_options, measure_loaders, optimize_dataset_pipeline, padding,
-                                print_optimization_summary)
+import xtts_nb.throughput
+from xtts_nb.throughput import (CoquiLoader, DaliLoader, OneMelReader, TFNativeDataLoader, Tiled, apply_aggressive_prefetching,
+                                auto_tune_performance, bench_loaders, compared_text, configure_tensorflow_for_max_throughput,
+                                create_parallel_interleave_dataset, get_optimized_dataset_options, measure_loaders,
+                                optimize_dataset_pipeline, padding, print_optimization_summary)
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------
-
-def test_cards_follow_from_their_peaks():
-    assert CARDS == {'RTX 4090': 50, 'A100': 94, 'H200': 297} and abs(H200_CLIPS_PER_SECOND - CARDS['H200']) <= 1
 
 def test_copies_are_clips_of_their_own(prepared, small):
     many = Tiled(prepared, 3)
@@ -46,8 +44,8 @@ def test_every_loader_is_measured_in_turn():
     taken = []
     def source(name):
         while True: taken.append(name); yield name
-    two, steps = {'a': source('a'), 'b': source('b')}, {'a': 3, 'b': 2}
-    rows = measure_loaders(two, 4, {'a': 1, 'b': 2}, rounds=2, seconds=0.001, steps=steps)
+    two = {'a': source('a'), 'b': source('b')}
+    rows = measure_loaders(two, 4, {'a': 1, 'b': 2}, rounds=2, seconds=0.001)
     assert [r['name'] for r in rows] == ['a', 'b'] and rows[0]['ratio'] == 1
     assert all(set(r) == {'name', 'clips_per_s', 'ratio', 'spread', 'au', 'cv'} and 0 < r['au'] <= 1 for r in rows)
 
@@ -57,68 +55,86 @@ def test_one_mel_is_the_mel_of_both(prepared, small, stats):
     one, both = (next(iter(batches_of(kind(plan, stats), plan.data))) for kind in (OneMelReader, MelReader))
     assert 'reference' not in one and np.allclose(one['mel'], both['mel'], atol=1e-4)
 
-@pytest.mark.parametrize('most', [0, 1, 6, 40])
-def test_cards_are_tried_until_they_are_fed(prepared, small, monkeypatch, most):
-    "The pipeline could make batches for more; the emulated cards starve beyond some number."
-    import xtts_nb.throughput
-    tried = []
-    monkeypatch.setattr(xtts_nb.throughput, '_groups', lambda plan, reader, number: iter(lambda: number, None))
-    def utilisation(groups, step, steps):
-        tried.append(next(groups))
-        return {'au': 0.96 if tried[-1] <= most else 0.94}
-    monkeypatch.setattr(xtts_nb.throughput, 'accelerator_utilisation', utilisation)
-    fed = cards_fed(BatchPlan(prepared, small.data), clips_per_second=1e3)
-    assert most - 0.05 * most - 1 <= fed <= most and len(tried) < 40
+def bench(prepared, dvae, monkeypatch, **more):
+    "All loaders, none of which is timed for long."
+    monkeypatch.setattr(xtts_nb.throughput, 'fed_steps', lambda pipeline, most: len(next(iter(pipeline()))['clip']) * 10.04)
+    return bench_loaders(prepared, dvae, clips=14, rounds=1, seconds=0.001, **more)
 
-def test_a_group_is_that_many_batches(prepared, small, monkeypatch):
-    import xtts_nb.throughput
-    from xtts_nb.data import CacheReader
-    plan, taken = BatchPlan(prepared, small.data), []
-    count = lambda reader, data: taken.append(data.prefetch_buffer_size) or batches_of(reader, data, 0, 10)
-    monkeypatch.setattr(xtts_nb.throughput, 'batches_of', count)
-    groups = xtts_nb.throughput._groups(plan, CacheReader(prepared, plan), 5)
-    next(groups); next(groups)
-    with pytest.raises(tf.errors.OutOfRangeError): next(groups)
-    assert taken == [5]
+def test_what_was_compared_and_what_ran_is_told(prepared, dvae, monkeypatch):
+    result = bench(prepared, dvae, monkeypatch)
+    runs = {r['name']: r['runs'] for r in result['rows']}
+    kind = 'librosa' if importlib.util.find_spec('librosa') else 'numpy'
+    assert list(runs)[:4] == ['numpy_function', 'native_wav', 'native', 'cache'] and runs['numpy_function'] == kind
+    assert result['rows'][3]['steps_per_s'] == round(10.04 * prepared.config.data.batch_size, 1)
+    assert result['compared'].keys() == runs.keys() and 'codes' in result['compared']['cache']
+    lines = compared_text(result | {'not_compared': {'x': 'what it draws'}}).splitlines()
+    assert any(line.startswith('  cache: clip, ') and 'codes' in line for line in lines)
+    assert lines[-1] == '  x, not compared: what it draws'
+
+def test_librosa_is_named_where_it_runs_and_refused_where_it_differs(prepared, dvae, monkeypatch):
+    "A module that computes as librosa does, then one that gives something else."
+    def melspectrogram(*, y, n_fft, **_): return np.exp(log_mel_numpy(y, n_fft, prepared.config.model.audio)).T
+    fake = SimpleNamespace(feature=SimpleNamespace(melspectrogram=melspectrogram))
+    monkeypatch.setitem(sys.modules, 'librosa', fake)
+    monkeypatch.setattr(xtts_nb.throughput.importlib.util, 'find_spec', lambda name: name == 'librosa')
+    assert bench(prepared, dvae, monkeypatch)['rows'][0]['runs'] == 'librosa'
+    fake.feature.melspectrogram = lambda **given: melspectrogram(**given) * 1.1
+    with pytest.raises(UserError, match='different batches, .*numpy_function mel'): bench(prepared, dvae, monkeypatch)
 
 
-# --- coqui's loader, played by a script ----------------------------------------------------------------------------
+# --- the loaders of others, played by scripts ----------------------------------------------------------------------
 
-def play_coqui(folder, item):
-    "Modules with the names that are imported from coqui-tts and torch."
+def play_coqui(folder, item, noise='0'):
+    "Modules with the names that are imported from coqui-tts and torch; `noise` is added to the samples."
     for name, text in {'torch/__init__.py': '', 'torch/utils/__init__.py': '',
                        'torch/utils/data.py': 'def DataLoader(data, **how): return [data.batch(how) for _ in range(2)]',
                        'TTS/tts/layers/xtts/tokenizer.py': 'VoiceBpeTokenizer = str',
                        'TTS/tts/layers/xtts/trainer/dataset.py': f'''
-import json
-class Numbers(list):
-    def sum(self): return sum(self)
-    def numel(self): return len(self) * max(self)
+import numpy, soundfile
+class Padded(numpy.ndarray):
+    def numel(self): return self.size
+def padded(rows):
+    return numpy.stack([numpy.pad(r, (0, max(map(len, rows)) - len(r))) for r in rows]).view(Padded)
 class XTTSDataset:
     def __init__(self, settings, clips, tokenizer, rate): self.clips = clips; print("noise on stdout")
     def load_item(self, clip): {item}
     def collate_fn(self, rows): return rows
     def batch(self, how):
-        text, wav = Numbers(len(c["text"]) for c in self.clips), Numbers([10, 30])
-        return dict(text_lengths=text, wav_lengths=wav, padded_text=text, wav=wav)
+        clips = self.clips[:2][::-1]   # in an order of its own
+        text, wav = [[len(c["text"])] * 3 for c in clips], [soundfile.read(c["audio_file"])[0] + {noise} for c in clips]
+        return dict(text_lengths=numpy.array([3, 3]), wav_lengths=numpy.array([len(w) for w in wav]), padded_text=padded(text),
+                    wav=padded(wav)[:, None].view(Padded), filenames=[c["audio_file"] for c in clips])
 '''}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
 @pytest.fixture
 def clips(tmp_path):
-    audio = SimpleNamespace(sample_rate=22050)
-    config = SimpleNamespace(model=SimpleNamespace(audio=audio))
+    "What a loader needs of a cache with two recordings, each of whose three tokens is the length of its text."
+    for i in range(2): save_audio(tmp_path / f'{i}.wav', synthetic_voice(0.1 + 0.1 * i))
     rows = [{'text': t, 'language': 'en', 'speaker': 's'} for t in ('hello', 'you')]
-    return SimpleNamespace(clips=rows, folder=tmp_path, config=config, wav_path=lambda i: f'{i}.wav')
+    class Clips:
+        clips, folder, config = rows, tmp_path, XTTSConfig.tiny()
+        def __len__(self): return 2
+        def wav_path(self, i): return tmp_path / f'{i}.wav'
+        def array(self, kind, i): return np.full(3, len(rows[i]['text']))
+    return Clips()
 
 def test_coquis_batches_come_one_for_one(tmp_path, monkeypatch, clips):
     play_coqui(tmp_path / 'fake', 'return clip')
     monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'fake'))
     loader = CoquiLoader(sys.executable, clips, batch_size=2)
-    assert [next(loader) for _ in range(5)] == [{'used': [8, 40], 'room': [10, 60]}] * 5
+    assert [next(loader) for _ in range(5)] == [{'used': [6, 2205 + 4410], 'room': [6, 2 * 4410]}] * 5
     loader.close()
     assert loader.process.returncode == 0
+
+@pytest.mark.parametrize('noise, words', [('0', 'hello'), ('0.01', 'hello'), ('0', 'hellos')])
+def test_coquis_batch_is_compared_by_file(tmp_path, monkeypatch, clips, noise, words):
+    play_coqui(tmp_path / 'fake', 'return clip', noise)
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'fake'))
+    with CoquiLoader(sys.executable, clips, 2) as loader:
+        clips.clips[0]['text'] = words
+        assert loader.compare() == {'text': 0. if words == 'hello' else 1., 'wav': 0. if noise == '0' else 1.}
 
 def test_why_coqui_delivers_nothing_is_said(tmp_path, monkeypatch, clips):
     play_coqui(tmp_path / 'fake', 'raise ValueError("no such codec")')
@@ -130,12 +146,23 @@ def test_why_coqui_delivers_nothing_is_said(tmp_path, monkeypatch, clips):
     with pytest.raises(UserError, match='nowhere: cannot be run; give the Python of coqui-tts'):
         CoquiLoader(tmp_path / 'nowhere', clips, 2)
 
+def test_dalis_batch_is_compared_by_file(monkeypatch, clips):
+    "The arrays of a first batch, in an order of its own and padded; then with other mels."
+    right = [log_mel_numpy(load_audio(clips.wav_path(i)), 1024, clips.config.model.audio) for i in (1, 0)]
+    frames = np.array([[len(mel)] for mel in right])
+    padded = np.stack([np.pad(mel, [[0, frames.max() - len(mel)], [0, 0]]) for mel in right])
+    loader = DaliLoader(sys.executable, clips, 2)
+    monkeypatch.setattr(loader, 'first', lambda: {'mel': padded, 'frames': frames, 'clip': np.array([1, 0])})
+    assert loader.compare() == {'mel': 0.}
+    padded[1] += 0.1
+    assert loader.compare() == {'mel': 1.}
+    loader.close()
+
 
 # --- the smallest setting ------------------------------------------------------------------------------------------
 
 def tune(prepared, small, monkeypatch, enough, **more):
     "Tune with an accelerator that is content with `enough(workers, ahead)`."
-    import xtts_nb.throughput
     monkeypatch.setattr(xtts_nb.throughput.os, 'sched_getaffinity', lambda _: range(6), raising=False)
     monkeypatch.setattr(xtts_nb.throughput, 'batches_of', lambda reader, data: (data.num_workers, data.prefetch_buffer_size))
     measure = lambda source, step, steps: {'au': 0.96 if enough(*source) else 0.1 * source[0]}
