@@ -467,21 +467,29 @@ def _refuse(path: tf.Tensor, found: tf.Tensor, size: tf.Tensor, sample_rate: int
     with tf.control_dependencies([tf.debugging.Assert(False, [complaint])]): return tf.zeros([0], tf.int16)
 
 # %% ../nbs/10_data_tf_native.ipynb #c6f20b37
+def _samples(file: tf.Tensor, begin, size) -> tf.Tensor:   # (size // 2,) int16
+    return tf.io.decode_raw(tf.strings.substr(file, begin, size // 2 * 2), tf.int16)
+
+def _samples_by_head(path: tf.Tensor, file: tf.Tensor, sample_rate: int) -> tf.Tensor:   # (N,) int16
+    "The samples of a wav file with any head; raises an error that names the file where they cannot be read as they are."
+    data, found = _wav_head(file)
+    claimed = _number(tf.strings.substr(file, data, 8) + 8 * b'\0', tf.constant(4), 4)
+    there = tf.maximum(tf.strings.length(file) - data - 8, 0)
+    size = tf.cast(tf.minimum(claimed, tf.cast(there, tf.int64)), tf.int32)
+    readable = tf.reduce_all(found == tf.constant([1, 1, sample_rate, 16], tf.int64)) & (size > 1)
+    return tf.cond(readable, lambda: _samples(file, data + 8, size), lambda: _refuse(path, found, size, sample_rate))
+
 def decode_wav(
     path: tf.Tensor,             # of the file, a string
     sample_rate: int = 22050,    # Hz, that it must have
 ) -> tf.Tensor:                  # (N,) int16
     "The samples of a 16-bit mono wav file, in graph; raises an error that names the file for any other."
     file = tf.io.read_file(path)
-    head = tf.strings.substr(file, 0, 44) + 44 * b'\0'
-    usual = b'WAVEfmt ' + struct.pack('<IHHIIHH', 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16) + b'data'
-    plain = (tf.strings.substr(head, 0, 4) == 'RIFF') & (tf.strings.substr(head, 8, len(usual)) == usual)
-    right = tf.constant([1, 1, sample_rate, 16], tf.int64)
-    data, found = tf.cond(plain, lambda: (tf.constant(36), right), lambda: _wav_head(file))
-    size = _number(tf.strings.substr(file, data, 8) + 8 * b'\0', tf.constant(4), 4)
-    size = tf.cast(tf.minimum(size, tf.cast(tf.strings.length(file) - data - 8, tf.int64)), tf.int32) // 2 * 2
-    decoded = lambda: tf.io.decode_raw(tf.strings.substr(file, data + 8, size), tf.int16)
-    return tf.cond(tf.reduce_all(found == right) & (size > 0), decoded, lambda: _refuse(path, found, size, sample_rate))
+    fmt = b'fmt ' + struct.pack('<IHHIIHH', 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
+    usual, sizes = np.frombuffer(b'RIFF????WAVE' + fmt + b'data????', np.int32), np.isin(range(11), (1, 10))
+    words = tf.io.decode_raw(file, tf.int32, fixed_length=44)
+    plain = tf.reduce_all((words == usual) | sizes) & (words[10] > 1) & (words[10] <= tf.strings.length(file) - 44)
+    return tf.cond(plain, lambda: _samples(file, 44, words[10]), lambda: _samples_by_head(path, file, sample_rate))
 
 # %% ../nbs/10_data_tf_native.ipynb #fa41da6c
 def check_native(files: list[str], sample_rate: int):
