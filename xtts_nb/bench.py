@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['QUIET', 'WRITERS', 'Arm', 'clock', 'Comparison', 'rows_markdown', 'compare', 'emulated_steps',
-           'accelerator_utilisation', 'timeline', 'device_name', 'cpu_name', 'noisy_rows', 'noise_text', 'benchmarks',
-           'record', 'recorded', 'headline', 'record_origin', 'record_markdown']
+           'accelerator_utilisation', 'fed_steps', 'timeline', 'device_name', 'cpu_name', 'noisy_rows', 'noise_text',
+           'benchmarks', 'record', 'recorded', 'headline', 'record_origin', 'record_markdown']
 
 # %% ../nbs/02_bench.ipynb #ee0d999d
 import datetime
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from .config import UserError, workspace
@@ -77,9 +78,9 @@ class Comparison:
 def rows_markdown(rows: list[dict]) -> str:
     "Rows of a comparison as a Markdown table."
     heads = {'name': '', 'clips_per_s': 'clips/s', 'step_ms': 'ms per step', 'ratio': 'speed', 'spread': 'spread', 'au': 'AU',
-             'mfu': 'MFU', 'cv': 'variation', 'padding': 'padding'}
+             'mfu': 'MFU', 'cv': 'variation', 'padding': 'padding', 'steps_per_s': 'steps/s at AU 99 %'}
     show = {'clips_per_s': '{:,.0f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}', 'au': '{:.0%}',
-            'mfu': '{:.0%}', 'cv': '{:.1%}', 'padding': '{:.1%}'}
+            'mfu': '{:.0%}', 'cv': '{:.1%}', 'padding': '{:.1%}', 'steps_per_s': '{:,.1f}'}
     lines = ['| ' + ' | '.join(heads.get(k, k) for k in rows[0]) + ' |', '|---' + '|---:' * (len(rows[0]) - 1) + '|']
     lines += ['| ' + ' | '.join('–' if v is None else show.get(k, '{}').format(v) for k, v in row.items()) + ' |' for row in rows]
     return '\n'.join(lines)
@@ -103,13 +104,20 @@ def compare(
     return Comparison(list(result.values()), unit)
 
 # %% ../nbs/02_bench.ipynb #1d4ca645
+def _copy(batch):
+    "Copy every array of a batch once, but for those on a GPU, which their pipeline has copied."
+    if isinstance(batch, dict): batch = list(batch.values())
+    if isinstance(batch, (list, tuple)): return [_copy(part) for part in batch]
+    return batch if 'GPU' in str(getattr(batch, 'device', '')) else np.array(batch)
+
 def emulated_steps(
     batches: Iterable,       # what the pipeline delivers
     step_seconds: float,     # of the emulated accelerator
 ) -> Iterator[tuple[float, float]]:   # (begin, end) of each step, on the clock of `time.perf_counter`
-    "The steps of an accelerator that computes one batch while the host fetches the next."
+    "The steps of an accelerator that computes one batch while the host fetches and copies the next."
     free = float('-inf')   # since ever
-    for _ in batches:
+    for batch in batches:
+        _copy(batch)
         begin = max(time.perf_counter(), free)
         before, free = free, begin + step_seconds
         yield begin, free
@@ -125,6 +133,29 @@ def accelerator_utilisation(
     times = [b - a for a, b in itertools.pairwise(ends)]
     mean = statistics.mean(times)
     return {'au': step_seconds / mean, 'cv': statistics.pstdev(times) / mean, 'steps': len(times)}
+
+# %% ../nbs/02_bench.ipynb #90b7f2ad
+def fed_steps(
+    pipeline: Callable[[], Iterable],   # begins its batches anew
+    most: float,                        # steps/s that it cannot reach
+    target: float = 0.99,               # AU
+    seconds: float = 1.0,               # of a trial, about; 20 steps at least
+    measure=accelerator_utilisation,
+) -> float | None:                      # steps/s; None where it keeps not even a thirtieth of `most`
+    "The step rate of an emulated accelerator that a pipeline keeps busy."
+    def kept(rate):
+        steps = max(20, round(seconds * rate))
+        return all(measure(pipeline(), 1 / rate, steps)['au'] >= target for _ in range(2))
+
+    starved, fed = most, most / 1.5
+    while not kept(fed):
+        starved, fed = fed, fed / 1.5
+        if fed < most / 30: return None
+    while starved > 1.05 * fed:
+        middle = (starved * fed)**0.5
+        if kept(middle): fed = middle
+        else: starved = middle
+    return fed
 
 # %% ../nbs/02_bench.ipynb #0087ce90
 def timeline(

@@ -226,31 +226,27 @@ Corpus = Annotated[Path, typer.Option(help='Folder with metadata.csv and wavs/.'
 @bench_app.command('data')
 def bench_data(
     data: Corpus,
-    coqui_python: Annotated[Path | None, typer.Option(help='The Python of coqui-tts, to measure that too.')] = None,
+    coqui_python: Annotated[Path | None, typer.Option(
+        help='The Python of coqui-tts, and of DALI if it has that, to measure them too.')] = None,
     clips: Annotated[int, typer.Option(min=1, help='Distinct clips in memory, at least.')] = 10_000,
     rounds: Rounds = 7,
     record: Record = False,
     json_: Json = False,
 ):
-    "Clips a second of every loader there is, how busy each keeps an H200, and how many cards the cache feeds."
+    "Clips a second of every loader there is, and the step rate of an emulated accelerator that each keeps busy."
     with answer(json_) as show:
         start()
-        import numpy as np
         from xtts_nb.config import DataConfig
-        from xtts_nb.data import BatchPlan, check_equal
         from xtts_nb.dvae import load_dvae
         from xtts_nb.peer import check_python
-        from xtts_nb.throughput import bench_loaders, cards_table
+        from xtts_nb.throughput import bench_loaders, compared_text
         if coqui_python: check_python(coqui_python)
         sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
         with progress() as tell, _prepared(data, tell, sizes) as cache:
-            stats = np.array(load_dvae(cache.folder / 'dvae.safetensors', cache.config).mel_stats)
-            check_equal(BatchPlan(cache, cache.config.data), stats)
-            rows = bench_loaders(cache, stats, coqui_python, clips, rounds, progress=stage(tell, 'measure'))
-            cards = cards_table(cache, clips, progress=stage(tell, 'emulate cards'))
+            dvae = load_dvae(cache.folder / 'dvae.safetensors', cache.config)
+            result = bench_loaders(cache, dvae, coqui_python, clips, rounds, progress=stage(tell, 'measure'))
             seconds = [c['seconds'] for c in cache.clips]
         about = (f'{len(seconds)} clips of {min(seconds):.1f} to {max(seconds):.1f} s, laid out as {clips:,} or more, batch 16, '
                  f'references of {sizes["reference_frames"]} frames')
-        fed = 'Cards fed at AU 95 %: ' + ', '.join(f'{n} {name}' for name, n in cards.items())
-        if record: keep('10_data_tf_native', rows, corpus=about, cards=cards)
-        show({'rows': rows, 'corpus': about, 'cards': cards}, f'{table(about, rows)}\n{fed}')
+        if record: keep('10_data_tf_native', corpus=about, **result)
+        show(result | {'corpus': about}, f'{table(about, result["rows"])}\n{compared_text(result)}')

@@ -23,6 +23,7 @@ from .config import XTTSConfig
 from .corpora import read_corpus
 from .corpus import held_out_pairs, make_corpus
 from .data import CacheReader, check_equal, comparison_plan
+from .dvae import load_dvae
 from .files import atomic_file, fingerprint, read_json, write_json
 from .model import XTTS
 from .prepare import mel_function, mel_sample, prepare
@@ -129,18 +130,14 @@ class Stages:
 # %% ../nbs/58_demo.ipynb #b5eb5404
 def measure(cache: Cache, stages: Stages, rounds: int) -> tuple[list[dict], list[dict]]:
     "Both before/after tables: the three pipelines and the three ways to run a step, after their outputs were compared."
-    stats, one_shape = _mel_stats(cache), comparison_plan(cache)
+    dvae, one_shape = load_dvae(cache.folder / 'dvae.safetensors', cache.config), comparison_plan(cache)
     progress = stages.begin('measure the data')
-    check_equal(one_shape, stats)
+    stats = np.asarray(dvae.mel_stats)
+    check_equal(one_shape, stats, dvae.encode)
     data = data_before_after(one_shape, stats, rounds, progress)
     progress = stages.begin('measure the step')
     batch = CacheReader(cache, one_shape)(tf.constant(0, tf.int64))
     return data, step_before_after(step_modes(cache.config, cache.tokenizer.start), batch, rounds, progress)
-
-def _mel_stats(cache: Cache) -> np.ndarray:
-    "The mel constants of the cache's DVAE."
-    import safetensors.numpy
-    return safetensors.numpy.load_file(cache.folder / 'dvae.safetensors')['mel_stats']
 
 # %% ../nbs/58_demo.ipynb #5e4df62a
 def encode(corpus: Path, out: Path, config: XTTSConfig, stages: Stages) -> tuple[Cache, dict]:
