@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from xtts_nb import cluster
-from xtts_nb.cluster import (LOST_PEER, SLURM, answers, check_ports, deal_gpus, find_workers, host_names, local_workers,
+from xtts_nb.cluster import (LOST_PEER, SLURM, answers, check_ports, deal_gpus, exposure, find_workers, host_names, local_workers,
                              parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
 from xtts_nb.config import UserError
 
@@ -195,3 +195,13 @@ def test_only_worker_0_prints_a_result(worker, tmp_path, monkeypatch):
     assert out.decode() == 'result of 0 -1\n' and not err and child.returncode == 0
 
 def test_how_a_process_ended(): assert cluster._end(-9) == 'was ended by SIGKILL' and cluster._end(1) == 'ended with code 1'
+
+def test_one_worker_alone_opens_no_port_and_is_not_missed():
+    "It has no peers, so it may work for longer than one waits for a peer."
+    program = 'import time; time.sleep(1.5)'
+    assert supervise([sys.executable, '-c', program], local_workers(1), {0: None}, wait=0.2) == 0
+
+def test_who_can_reach_the_workers_is_said():
+    where = 'TensorFlow listens on every address of this machine, at port 1, 3, and asks for no password'
+    assert exposure(['a:1', 'b:2', 'a:3'], [0, 2]).startswith(where)
+    assert exposure(['a:1'], [0]) == ''

@@ -1,12 +1,15 @@
 "Who does what: the plan, what TensorFlow is told, and what it kept."
+import os
 from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
 
+from fake_dvae import Fake
 from xtts_nb import devices
 from xtts_nb.config import UserError
-from xtts_nb.devices import DevicePlan, apply_plan, card_memory, cpu_pair, dual_plan, plan_devices
+from xtts_nb.devices import DevicePlan, apply_plan, card_memory, check_plan, plan_devices, setup_devices
+from xtts_nb.prepare import prepare
 
 CARD = 24_000   # MiB
 
@@ -24,7 +27,9 @@ CARD = 24_000   # MiB
     ([CARD, 2 * CARD], dict(data_gpu=0, model_gpu=1, data_memory=8192), {0: (8192,), 1: (43_200,)}, 'GPU:0', 'GPU:1'),
     ([CARD], dict(isolate=True), {0: (4800, 16_800)}, 'GPU:0', 'GPU:1'),
     ([CARD], dict(data_memory=4000, model_memory=20_000), {0: (4000, 20_000)}, 'GPU:0', 'GPU:1'),
-    ([None], dict(data_memory=4000, model_memory=20_000), {0: (4000, 20_000)}, 'GPU:0', 'GPU:1')])
+    ([None], dict(data_memory=4000, model_memory=20_000), {0: (4000, 20_000)}, 'GPU:0', 'GPU:1'),
+    ([CARD] * 3, dict(data_gpu=2, model_gpu=1, kind='CPU'), {1: (), 2: ()}, 'CPU:1', 'CPU:0'),
+    ([CARD], dict(isolate=True, kind='CPU'), {0: (4800, 16_800)}, 'CPU:0', 'CPU:1')])
 def test_plans(cards, asked, limits, data, model):
     assert plan_devices(cards, **asked) == DevicePlan(limits, data, model)
 
@@ -47,53 +52,109 @@ def test_plans_that_cannot_be(cards, asked, words):
     assert all(word in str(e.value) for word in words)
 
 
+@pytest.mark.parametrize('plan, place', [
+    (DevicePlan({}, 'CPU:0', 'CPU:0'), (0, 0)), (DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:1'), (1, 0)),
+    (DevicePlan({2: (), 3: ()}, 'GPU:1', 'GPU:0'), (2, 0)), (DevicePlan({0: (4800, 16_800)}, 'GPU:0', 'GPU:1'), (0, 1)),
+    (DevicePlan({1: (8000,), 3: (9000,)}, 'GPU:0', 'GPU:1'), (3, 0))])
+def test_the_card_that_trains(plan, place): assert plan.model_part == place
+
+
 @pytest.fixture
 def gpus(monkeypatch):
-    "TensorFlow's device functions over two GPUs that are not there; returns what they were told."
+    "TensorFlow's device functions over two GPUs that are not there, before it starts; returns what they were told."
+    monkeypatch.delenv('XTTS_NB_CPU_CARDS', raising=False)
+    monkeypatch.setattr(devices, 'tf_started', lambda: False)
     told, config = {}, tf.config
     cards = [SimpleNamespace(name=f'/physical_device:GPU:{i}') for i in range(2)]
     def logical():
         parts = [n for gpu in told.get('visible', cards) for n in told.get(gpu.name) or [None]]
         return [SimpleNamespace(device_type='GPU', name=f'/device:GPU:{i}') for i in range(len(parts))]
     for name, f in {'list_physical_devices': lambda kind: cards, 'list_logical_devices': logical,
+                    'get_visible_devices': lambda kind: told.get('visible', cards),
                     'set_visible_devices': lambda some, kind: told.update(visible=some),
                     'set_logical_device_configuration': lambda gpu, parts: told.update({gpu.name: parts}),
                     'get_logical_device_configuration': lambda gpu: told.get(gpu.name)}.items():
         monkeypatch.setattr(config, name, f)
     return told
 
+def told_and_read(plan) -> dict:
+    apply_plan(plan)
+    return check_plan(plan)
+
 def test_limits_are_set_and_read_back(gpus):
-    got = apply_plan(plan_devices([CARD, CARD], 1, 0, data_memory=8000, model_memory=20_000))
+    got = told_and_read(plan_devices([CARD, CARD], 1, 0, data_memory=8000, model_memory=20_000))
     assert got == {'GPU 1, MiB': ((8000,), (8000,)), 'GPU 0, MiB': ((20_000,), (20_000,)),
                    'devices': (('GPU:1', 'GPU:0'), ['GPU:0', 'GPU:1'])}
 
 def test_one_card_becomes_two_devices(gpus):
-    got = apply_plan(plan_devices([CARD], isolate=True))
+    got = told_and_read(plan_devices([CARD], isolate=True))
     assert got['GPU 0, MiB'] == ((4800, 16_800),) * 2 and got['devices'][1] == ['GPU:0', 'GPU:1']
     assert [gpu.name[-1] for gpu in gpus['visible']] == ['0']   # the other card is left to others
 
+def test_without_options_one_card_is_taken_and_a_limit_of_the_environment_stays(gpus):
+    gpus['/physical_device:GPU:0'] = [tf.config.LogicalDeviceConfiguration(memory_limit=4096)]
+    assert setup_devices().model == 'GPU:0' and [gpu.name[-1] for gpu in gpus['visible']] == ['0']
+
 def test_a_device_that_did_not_come_is_named(gpus, monkeypatch):
     monkeypatch.setattr(tf.config, 'list_logical_devices', lambda: [SimpleNamespace(device_type='GPU', name='GPU:0')])
-    with pytest.raises(UserError, match='has the devices GPU:0, not as planned'): apply_plan(plan_devices([CARD, CARD], 0, 1))
+    with pytest.raises(UserError, match='has the devices GPU:0, not as planned'): told_and_read(plan_devices([CARD, CARD], 0, 1))
 
 def test_a_limit_that_was_not_kept_is_noticed(gpus, monkeypatch):
     monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
-    with pytest.raises(UserError, match='not as planned'): apply_plan(plan_devices([CARD], isolate=True))
+    with pytest.raises(UserError, match='not as planned'): told_and_read(plan_devices([CARD], isolate=True))
 
 def test_what_tensorflow_refuses_is_a_sentence(gpus, monkeypatch):
-    def late(*_): raise RuntimeError('Virtual devices cannot be modified after being initialized')
-    monkeypatch.setattr(tf.config, 'set_logical_device_configuration', late)
-    with pytest.raises(UserError, match='before TensorFlow runs anything'): apply_plan(plan_devices([CARD], isolate=True))
+    def full(): raise tf.errors.InternalError(None, None, 'out of memory')
+    monkeypatch.setattr(tf.config, 'list_logical_devices', full)
+    with pytest.raises(UserError, match='out of memory.*lower the limits'): told_and_read(plan_devices([CARD], isolate=True))
 
-@pytest.mark.parametrize('order, found', [(None, [10, 20]), ('1,0', [20, 10]), ('GPU-abc,1', [None, 20]), ('0,7', [10, None])])
-def test_cards_are_counted_as_tensorflow_does(gpus, monkeypatch, order, found):
-    if order is None: monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
-    else: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', order)
-    cards = [SimpleNamespace(memory_total=n * 2**20) for n in (10, 20)]
-    monkeypatch.setattr(devices, 'nvml_probe', lambda: lambda: SimpleNamespace(gpus=cards))
+def test_a_plan_that_comes_too_late_is_refused_and_one_that_changes_nothing_is_not(gpus, monkeypatch):
+    apply_plan(plan_devices([CARD, CARD], 0, 1))
+    monkeypatch.setattr(devices, 'tf_started', lambda: True)
+    apply_plan(plan_devices([CARD, CARD], 0, 1))
+    with pytest.raises(UserError, match='has started before its devices were set up'): apply_plan(plan_devices([CARD, CARD]))
+    with pytest.raises(UserError, match='before anything is computed'): apply_plan(plan_devices([CARD, CARD], 0, 1, isolate=True))
+
+def test_a_worker_takes_all_its_cards_and_no_device_for_data(gpus, monkeypatch):
+    monkeypatch.setenv('TF_CONFIG', '{}')
+    assert setup_devices() == DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:0')
+    with pytest.raises(UserError, match='is for one machine; leave them out'): setup_devices(data_gpu=0)
+
+@pytest.mark.parametrize('totals, found', [([20, 10], [20, 10]), ([10], [10, None]), ([None, 20], [None, 20]),
+                                           ([1, 2, 3], [1, 2])])
+def test_there_are_as_many_cards_as_tensorflow_sees(gpus, monkeypatch, totals, found):
+    cards = [SimpleNamespace(memory_total=n and n * 2**20) for n in totals]
+    monkeypatch.setattr(devices, 'visible_cards', lambda: cards)
     assert card_memory() == found
 
-def test_too_late_for_two_cpus():
+def test_cards_without_nvml_have_no_known_memory(gpus, monkeypatch):
+    def none(): raise UserError('NVML: not found')
+    monkeypatch.setattr(devices, 'visible_cards', none)
+    assert card_memory() == [None, None]
+
+def test_gpus_and_their_stand_ins_exclude_each_other(gpus, monkeypatch):
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
+    with pytest.raises(UserError, match='2 GPUs can be seen; hide them with CUDA_VISIBLE_DEVICES=-1'): card_memory()
+
+def test_stand_ins_come_too_late_as_cards_do(monkeypatch):
+    "The real TensorFlow, which has started with one CPU."
     tf.constant(0)
-    with pytest.raises(UserError, match='has started'): cpu_pair()
-    with pytest.raises(UserError, match='has started'): dual_plan()
+    with pytest.raises(UserError, match='has started before'): setup_devices(two=True)
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
+    for asked in ({}, dict(data_gpu=0, model_gpu=1), dict(isolate=True)):
+        with pytest.raises(UserError, match='has started before'): setup_devices(**asked)
+
+
+# --- processes that encode clips -----------------------------------------------------------------------------------
+
+def tell(path, config):
+    "Called in a worker in the place of loading a DVAE."
+    seen = [d.name.rpartition('device:')[2] for d in tf.config.list_logical_devices()]
+    raise UserError(f'{os.environ["CUDA_VISIBLE_DEVICES"]} {os.environ["XTTS_NB_CPU_CARDS"]!r} {seen}')
+
+def test_workers_that_encode_leave_the_cards_alone(corpus, small, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
+    with pytest.raises(UserError) as e:
+        prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5, workers=1, load=tell)
+    assert str(e.value) == "-1 '' ['CPU:0']"

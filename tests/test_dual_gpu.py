@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from process import environment, xtts_nb
+from process import environment, main, xtts_nb
 from xtts_nb.cache import Cache
 from xtts_nb.config import UserError
 from xtts_nb.data import BatchPlan, cached_batches
@@ -121,10 +121,10 @@ def test_the_verdict_names_the_slowest(name, word):
 CHILD = '''
 import json, sys
 from xtts_nb.cache import Cache
-from xtts_nb.devices import cpu_pair
+from xtts_nb.devices import setup_devices
 from xtts_nb.dual_gpu import Feed, placement, placement_summary
 from xtts_nb.runs import new_run
-devices, cache, run = cpu_pair(), Cache(sys.argv[1]), sys.argv[2]
+devices, cache, run = setup_devices(two=True), Cache(sys.argv[1]), sys.argv[2]
 trainer = new_run(cache, cache.config, run, feed=Feed(cache, cache.config, devices), device=devices.model)
 trainer.fit(4)
 print(json.dumps({'losses': trainer.first_losses, 'placement': placement_summary(placement(trainer)),
@@ -190,3 +190,59 @@ def test_train_on_a_runtime_cache(online, tmp_path):
     assert done.json['steps'] == 4 and 'on one device, CPU:0' in done.err
     asked = xtts_nb('train', '--run', tmp_path / 'run', '--steps', 6, '--data-gpu', 0, '--model-gpu', 1)
     assert asked.code == 2 and asked.said[0].endswith('leave both out to train on the CPU.')
+
+
+# --- two cards that are not there: logical CPU devices in their place ------------------------------------------------
+
+@pytest.fixture
+def two_cards(monkeypatch): monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
+
+CARDS = '--data-gpu', 0, '--model-gpu', 1, '--enable-memory-isolation'
+
+def test_train_on_two_cards_with_isolated_memory(online, two_cards, tmp_path):
+    "The main command of the guides: nothing may be computed before the devices are set up."
+    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 1, '--set', 'data.buckets=1', *CARDS,
+                   '--json')
+    assert done.code == 0, done.err
+    assert 'Batches are made on CPU:0, the model is trained on CPU:1.' in done.err and done.json['steps'] == 1
+
+@pytest.mark.slow
+def test_train_where_two_cards_can_be_seen(online, two_cards, tmp_path):
+    "Without options one card is taken, also by a runtime cache, which makes its batches on a device."
+    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 2, '--json')
+    assert done.code == 0 and 'on one device, CPU:0.' in done.err, done.err
+
+@pytest.mark.slow
+def test_a_corpus_is_prepared_for_the_data_gpu(corpus, mini, two_cards, tmp_path):
+    "In auto mode so small a corpus would get codes, and then there would be nothing to do for a data GPU."
+    quick = mini.replace(data={'preprocessing_mode': 'auto'}, training={'dvae_steps': 2})
+    (tmp_path / 'settings.yaml').write_text(quick.to_yaml())
+    (tmp_path / 'settings.ini').touch()
+    train = 'train', '--data', corpus, '--config', tmp_path / 'settings.yaml', '--run', tmp_path / 'run', '--steps', 2, *CARDS
+    done = xtts_nb(*train, '--json', cwd=tmp_path)
+    assert done.code == 0 and 'the model is trained on CPU:1' in done.err, done.err
+    refused = xtts_nb(*train, '--preprocessing-mode', 'precompute', cwd=tmp_path)
+    assert refused.code == 2 and 'leaves nothing to do for a data GPU' in refused.said[0] and 'encode' not in refused.err
+
+@pytest.mark.slow
+@pytest.mark.parametrize('command', [['bench', 'dual', '--steps', '3'], ['profile', '--dual', '--out', 'out']], ids=' '.join)
+def test_real_stages_on_two_cards(online, two_cards, tmp_path, command):
+    (tmp_path / 'settings.ini').touch()
+    done = xtts_nb(*command, '--data', online.folder, '--json', cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert 'Batches are made on CPU:0, the model is trained on CPU:1.' in done.out
+
+@pytest.mark.slow
+def test_say_where_two_cards_can_be_seen(xtts, two_cards, corpus, tmp_path):
+    xtts.save(tmp_path / 'model')
+    voice = sorted(corpus.rglob('*.wav'))[0]
+    done = xtts_nb('say', 'one', '--run', tmp_path / 'model', '--voice', voice, '--out', tmp_path / 'say.wav', '--json')
+    assert done.code == 0 and '2 logical CPU devices stand in for GPUs' in done.err and done.json['seconds'] > 0, done.err
+
+@pytest.mark.parametrize('options, words', [
+    ([*CARDS, '--fit-memory'], '--fit-memory: tries updates on the first GPU'), (['--model-gpu', 2], 'no such GPU'),
+    (['--data-gpu-memory', 10**9], 'are more than the')])
+def test_devices_are_refused_before_anything_is_read(two_cards, tmp_path, options, words, capfd):
+    "In this process TensorFlow has started: a plan that could be made would be refused for that."
+    assert main('train', '--data', tmp_path / 'nothing', *options) == 2
+    assert words in capfd.readouterr().err

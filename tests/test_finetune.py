@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -25,6 +26,7 @@ from xtts_nb.model import XTTS
 from xtts_nb.new_language import grow
 from xtts_nb.prepare import prepare
 from xtts_nb.runs import base_config, export_run, new_run, resume_run
+from xtts_nb.sampler import GPU
 from xtts_nb.weights import named_weights, read_tensors, save_weights
 
 KINDS = 'whole', 'lora', 'rows'
@@ -200,6 +202,35 @@ def test_too_little_is_refused_or_said(mini):
     with pytest.raises(UserError, match='0.2 GB are free on a card, which cannot suffice; use training.finetune lora'):
         say(sure - 1)
     with pytest.raises(UserError, match='use a larger machine'): say(10**8, finetune='lora')
+
+@pytest.fixture
+def card(monkeypatch):
+    "A GPU that is not there, read by NVML; returns what NVML tells of it."
+    told = GPU(0, 'A card', memory_total=8 * 10**9, memory_used=10**9)
+    state = SimpleNamespace(cards=[told], limit=None)
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind=None: [SimpleNamespace(name='GPU:0')])
+    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: state.limit)
+    monkeypatch.setattr(tf.config.experimental, 'get_memory_info', lambda name: {'current': 10**6})
+    def cards():
+        if isinstance(state.cards, UserError): raise state.cards
+        return state.cards
+    monkeypatch.setattr(finetune, 'visible_cards', cards)
+    return state
+
+def test_free_memory_of_a_card(card):
+    assert free_memory() == ('A card', 7 * 10**9)
+    card.limit = [tf.config.LogicalDeviceConfiguration(memory_limit=1000)]   # which TensorFlow has reserved already
+    assert free_memory() == ('GPU 0, limited', 1000 * 2**20 - 10**6)
+
+@pytest.mark.parametrize('cards, why', [
+    (UserError('NVML: Driver Not Loaded; load it'), 'GPU 0 (NVML: Driver Not Loaded)'), ([], 'NVML knows no card of this name'),
+    ([GPU(0, 'A card', memory_used=5)], 'A card (NVML does not tell its memory)')])
+def test_where_the_memory_is_unknown_training_goes_on_and_says_so(card, mini, cards, why):
+    card.cards = cards
+    line = check_memory(mini, 48, 40)
+    assert 'what is free is unknown on' in line and why in line and 'nothing was compared' in line
+    with pytest.raises(UserError, match='cannot be read; say how much to use: .* --memory GB'): finetune.memory_to_use()
+    assert finetune.memory_to_use(10**9) == 10**9
 
 @pytest.mark.cpu
 def test_a_container_counts(tmp_path):

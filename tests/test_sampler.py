@@ -15,7 +15,8 @@ import pytest
 
 from xtts_nb import sampler
 from xtts_nb.config import UserError
-from xtts_nb.sampler import (CPU, GPU, Process, Sample, Sampler, best_probe, cpu_probe, longest_idle, nvml_probe, replay_probe,
+from xtts_nb.sampler import (CPU, GPU, Process, Sample, Sampler, best_probe, card_environment, cpu_probe, longest_idle,
+                             nvml_probe, replay_probe, visible_cards, visible_ids,
                              series, summarise)
 
 
@@ -345,3 +346,39 @@ def test_import_is_light():
     program = f'import sys, xtts_nb.sampler; print({heavy} & set(sys.modules))'
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == 'set()'
+
+
+# --- the cards of this process -----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def named(driver, monkeypatch):
+    "Two cards with UUIDs; the second one has two MIG devices, 10 and 11."
+    uuid = {0: 'GPU-aaaa1111', 1: 'GPU-aabb2222', 10: 'MIG-cccc3333', 11: 'MIG-ccdd4444'}
+    def part(handle, i):
+        if handle != 1 or i > 1: raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return 10 + i
+    driver.use |= {10: 0, 11: 0}
+    driver.power |= {10: 0, 11: 0}
+    monkeypatch.setattr(pynvml, 'nvmlDeviceGetUUID', uuid.get)
+    monkeypatch.setattr(pynvml, 'nvmlDeviceGetMaxMigDeviceCount', lambda handle: 7)
+    monkeypatch.setattr(pynvml, 'nvmlDeviceGetMigDeviceHandleByIndex', part)
+    return driver
+
+@pytest.mark.parametrize('shown, found', [
+    (None, ['Card 0', 'Card 1']), ('1,0', ['Card 1', 'Card 0']), ('GPU-aaaa1111', ['Card 0']),
+    (' GPU-aab , 0', ['Card 1', 'Card 0']),
+    ('GPU-aa', []), ('GPU-zz,0', []), ('0,7,1', ['Card 0']), ('-1', []), ('', []), ('1,-1,0', ['Card 1']),
+    ('MIG-ccdd4444', ['Card 11']), ('MIG-ccc', ['Card 10']), ('MIG-cc', [])])
+def test_cards_are_found_as_cuda_finds_them(named, monkeypatch, shown, found):
+    "By number, UUID or its beginning; CUDA ignores what comes after a name that it does not know, or that is two cards'."
+    if shown is not None: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
+    cards = visible_cards()
+    assert [card.name for card in cards] == found and all(card.memory_total == 8 << 30 for card in cards)
+
+def test_what_a_child_process_is_shown(monkeypatch):
+    monkeypatch.delenv('XTTS_NB_CPU_CARDS', raising=False)
+    assert card_environment('GPU-a,1') == {'CUDA_VISIBLE_DEVICES': 'GPU-a,1'}
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', '4')
+    assert [card_environment(shown)['XTTS_NB_CPU_CARDS'] for shown in ('0,1', '2', '-1')] == ['2', '1', '']
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '2, GPU-a,-1,3')
+    assert visible_ids() == ['2', 'GPU-a']

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SLURM', 'FINAL', 'LOST_PEER', 'tf_config', 'this_worker', 'parse_workers', 'local_workers', 'host_names',
-           'slurm_workers', 'find_workers', 'visible_gpus', 'deal_gpus', 'check_ports', 'answers', 'start_worker',
-           'end_workers', 'Crew', 'watch', 'ended_by_sigterm', 'supervise']
+           'slurm_workers', 'find_workers', 'visible_gpus', 'deal_gpus', 'check_ports', 'exposure', 'answers',
+           'start_worker', 'end_workers', 'Crew', 'watch', 'ended_by_sigterm', 'supervise']
 
 # %% ../nbs/41_cluster.ipynb #78cd834f
 import ctypes
@@ -22,7 +22,7 @@ import time
 from contextlib import contextmanager, suppress
 
 from .config import UserError
-from .sampler import best_probe
+from .sampler import best_probe, card_environment, stand_ins, visible_ids
 from .supervisor import claim_port
 
 # %% ../nbs/41_cluster.ipynb #2b2880f2
@@ -100,11 +100,9 @@ def find_workers(
 
 # %% ../nbs/41_cluster.ipynb #4d38a2f8
 def visible_gpus() -> list[str]:
-    "What `CUDA_VISIBLE_DEVICES` shows, else every GPU of this machine."
-    shown = os.environ.get('CUDA_VISIBLE_DEVICES')
-    if shown is None: return [str(i) for i in range(len(best_probe(say=lambda _: None)().gpus))]
-    ids = [i.strip() for i in shown.split(',')]
-    return list(itertools.takewhile(lambda i: i and i != '-1', ids))
+    "What `CUDA_VISIBLE_DEVICES` shows, else every GPU of this machine; or the logical CPU devices in their place."
+    names = visible_ids() if not stand_ins() else [str(i) for i in range(stand_ins())]
+    return [str(gpu.index) for gpu in best_probe(say=lambda _: None)().gpus] if names is None else names
 
 def deal_gpus(gpus: list[str], workers: int, each: int | None = None) -> list[str]:
     "`CUDA_VISIBLE_DEVICES` of every worker of this machine; each gets as many, default: as many as there are."
@@ -122,6 +120,13 @@ def check_ports(workers: list[str], mine: list[int]):
         except UserError as e:
             raise UserError(f'{worker}: {str(e).partition(";")[0]}; choose another port in --workers.') from None
 
+def exposure(workers: list[str], mine: list[int]) -> str:
+    "Who can reach the workers of this machine, as a sentence; empty where they open no port."
+    ports = ', '.join(workers[i].rpartition(':')[2] for i in mine)
+    if len(workers) == 1: return ''
+    return (f'TensorFlow listens on every address of this machine, at port {ports}, and asks for no password: whoever '
+            'reaches it can run operations here. Close it to others with a firewall.')
+
 def answers(worker: str) -> bool:
     "Whether somebody listens at an address."
     host, _, port = worker.rpartition(':')
@@ -132,7 +137,7 @@ def answers(worker: str) -> bool:
 # %% ../nbs/41_cluster.ipynb #b97c124f
 def start_worker(command: list[str], workers: list[str], index: int, gpus: str | None = None, stderr=None) -> subprocess.Popen:
     "`command` as worker `index`; only worker 0 prints a result."
-    env = os.environ | {'TF_CONFIG': tf_config(workers, index)} | ({} if gpus is None else {'CUDA_VISIBLE_DEVICES': gpus})
+    env = os.environ | {'TF_CONFIG': tf_config(workers, index)} | ({} if gpus is None else card_environment(gpus))
     libc = ctypes.CDLL(None)
     follow = (lambda: libc.prctl(1, signal.SIGKILL)) if sys.platform == 'linux' else None   # PR_SET_PDEATHSIG
     return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=None if index == 0 else subprocess.DEVNULL,
@@ -178,7 +183,8 @@ def _end(code: int) -> str: return f'was ended by {signal.Signals(-code).name}' 
 
 def watch(crew: Crew, wait: float) -> tuple[int, int] | None:
     "Until all have ended (None) or one has failed (its number and exit code); raises `UserError` if a peer does not come."
-    missing, begun, mine = list(crew.workers), time.monotonic(), {crew.workers[i] for i in crew.crew}
+    missing = list(crew.workers) if len(crew.workers) > 1 else []   # one alone opens no port
+    begun, mine = time.monotonic(), {crew.workers[i] for i in crew.crew}
     while True:
         codes = {i: p.poll() for i, p in crew.crew.items()}
         failed = [(i, code) for i, code in codes.items() if code]

@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from .config import UserError, XTTSConfig, setup_tf
+from .devices import tf_started
 from .files import atomic_file
 from .gpt import GPT
 from .model import POLICIES
@@ -98,7 +99,7 @@ def configure(
 ) -> list[dict]:                       # {setting, asked, got, ok, note}
     "Ask this of TensorFlow in this process and its children, and read back what it took; to be called first."
     wish = Wish(threads, memory_limit, allocator, xla, mixed_precision)
-    started = _started()
+    started = tf_started()
     os.environ.update(environment(wish))
     table = setup_tf(threads, memory_limit=memory_limit)
     tf.config.optimizer.set_jit('autoclustering' if xla else False)
@@ -110,11 +111,6 @@ def configure(
     return [*_thread_rows(wish, table), *_memory_rows(wish, table, used),
             _row('XLA', xla, compiled, on_cpu if compiled and not tf.config.list_physical_devices('GPU') else ''),
             _row('precision', policy, keras.config.dtype_policy().name)]
-
-def _started() -> bool:
-    "Whether TensorFlow has started, so that it is too late for threads and memory."
-    from tensorflow.python.eager import context
-    return context.context()._initialized
 
 # %% ../nbs/53_configure.ipynb #616a3fc6
 def _shown(value) -> str: return 'not set' if value is None else {'True': 'on', 'False': 'off'}.get(str(value), str(value))

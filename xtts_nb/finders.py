@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from .config import UserError, XTTSConfig
 from .files import atomic_file, write_json
-from .finetune import free_memory, memory_needs, run_trial
+from .finetune import memory_needs, memory_to_use, run_trial
 from .trainer import Trainer, to_device
 
 # %% ../nbs/35_finders.ipynb #46c0c4cb
@@ -34,7 +34,7 @@ def find_batch_size(
     progress=None,             # called with (done, total at most)
 ) -> tuple[XTTSConfig, list[dict]]:   # settings that fit; each trial: rows, accumulation, gradient_checkpointing, fits, ...
     "Settings with as many rows at once as fit into the memory; raises `UserError` if not even one does."
-    memory, all_, tried = int(memory or 0.9 * free_memory()[1]), choices(config), {}
+    memory, all_, tried = memory_to_use(memory), choices(config), {}
     count = sum(b - a for a, b in runs)
 
     def fits(i):

@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['OUT_OF_MEMORY', 'parameters', 'moving_numbers', 'activation_numbers', 'memory_needs', 'limit_memory', 'trial',
-           'run_trial', 'free_memory', 'check_memory']
+           'run_trial', 'free_memory', 'memory_to_use', 'check_memory']
 
 # %% ../nbs/32_finetune.ipynb #f29faf48
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -21,10 +20,11 @@ import tensorflow as tf
 
 from .adapters import make_update
 from .config import ModelConfig, UserError, XTTSConfig, setup_tf
+from .devices import DevicePlan
 from .dvae import DVAE, parameter_count
 from .gpt import GPT
 from .model import POLICIES, forward_numbers
-from .sampler import nvml_probe
+from .sampler import visible_cards
 from .step import compile_step, random_batch
 
 # %% ../nbs/32_finetune.ipynb #69b85109
@@ -90,6 +90,7 @@ def _status(key: str) -> int:
 def limit_memory(most: int):
     "Let this process, before TensorFlow begins, take `most` bytes of the first GPU, or of the machine where there is none."
     if gpus := tf.config.list_physical_devices('GPU'):
+        tf.config.set_visible_devices(gpus[:1], 'GPU')
         limit = tf.config.LogicalDeviceConfiguration(memory_limit=most // 2**20)
         return tf.config.set_logical_device_configuration(gpus[0], [limit])
     import resource
@@ -125,7 +126,7 @@ def run_trial(
     memory: int | None = None,   # bytes that it may take; default: nine tenths of what is free
 ) -> dict | None:             # seconds of the second update, peak in bytes; None where the memory did not suffice
     "Try an update in a process of its own; raises `UserError` if it fails for another reason than memory."
-    asked = {'config': config.model_dump(), 'shape': (text, codes), 'runs': runs, 'memory': int(memory or 0.9 * free_memory()[1])}
+    asked = {'config': config.model_dump(), 'shape': (text, codes), 'runs': runs, 'memory': memory_to_use(memory)}
     done = subprocess.run([sys.executable, '-c', 'from xtts_nb.finetune import trial; trial()'], input=json.dumps(asked),
                           capture_output=True, text=True)
     if done.returncode == 0: return json.loads(done.stdout.splitlines()[-1])
@@ -141,13 +142,35 @@ def _room_in_container(group: Path = Path('/sys/fs/cgroup')) -> float:
     if most.strip() == 'max': return math.inf
     return int(most) - int(used) + int(dict(line.split() for line in stat.splitlines()).get('inactive_file', 0))
 
-def free_memory() -> tuple[str, int]:
-    "The device that trains, and the bytes that nobody uses there."
-    if not tf.config.list_physical_devices('GPU'):
-        return 'this machine', int(min(psutil.virtual_memory().available, _room_in_container()))
-    first = os.environ.get('CUDA_VISIBLE_DEVICES', '0').split(',')[0]
-    gpu = nvml_probe()().gpus[int(first) if first.isdecimal() else 0]
+def free_memory(
+    plan: DevicePlan | None = None,   # of the devices; default: the first card trains
+) -> tuple[str, int | None]:
+    "The device that trains, and the bytes that nobody uses there; None where they cannot be read."
+    gpus, (card, part) = tf.config.list_physical_devices('GPU'), plan.model_part if plan else (0, 0)
+    if not gpus: return 'this machine', int(min(psutil.virtual_memory().available, _room_in_container()))
+    if parts := tf.config.get_logical_device_configuration(gpus[card]):   # TensorFlow holds its limit from the start
+        used = tf.config.experimental.get_memory_info(plan.model if plan else 'GPU:0')['current']
+        return f'GPU {card}, limited', int(parts[part].memory_limit * 2**20 - used)
+    return _free_on_card(card)
+
+def _free_on_card(card: int) -> tuple[str, int | None]:
+    "The name of a card of this process and the bytes that nobody uses there; None and why where NVML does not tell."
+    try: cards = visible_cards()
+    except UserError as e: return f'GPU {card} ({str(e).partition(";")[0]})', None
+    if card >= len(cards): return f'GPU {card} (NVML knows no card of this name in CUDA_VISIBLE_DEVICES)', None
+    gpu = cards[card]
+    if None in (gpu.memory_total, gpu.memory_used): return f'{gpu.name} (NVML does not tell its memory)', None
     return gpu.name, gpu.memory_total - gpu.memory_used
+
+def memory_to_use(
+    memory: int | None = None,   # bytes; default: nine tenths of what is free
+) -> int:
+    "Bytes that the trial of an update may take; raises `UserError` where none are given and none can be read."
+    device, free = (None, None) if memory else free_memory()
+    if not memory and free is None:
+        raise UserError(f'The free memory of {device} cannot be read; say how much to use: xtts-nb find batch-size '
+                        '--memory GB.')
+    return int(memory or 0.9 * free)
 
 # %% ../nbs/32_finetune.ipynb #fae139a3
 def check_memory(
@@ -155,12 +178,14 @@ def check_memory(
     codes: int,         # S of the largest bucket
     text: int,          # T of it
     rows: int = 0,      # of a new language
-    free: tuple[str, int] | None = None,   # default: `free_memory`
+    free: tuple[str, int | None] | None = None,   # default: `free_memory`
 ) -> str:
     "What training needs and what is free, in a line; raises `UserError` if all but the activations is too much already."
     needs, (device, room) = memory_needs(config, codes, text, rows), free or free_memory()
     parts = ', '.join(f'{name} {n / 1e9:.1f}' for name, n in needs.items() if n >= 5e7)
-    line = f'Training needs about {sum(needs.values()) / 1e9:.1f} GB ({parts}); {room / 1e9:.1f} GB are free on {device}'
+    line = f'Training needs about {sum(needs.values()) / 1e9:.1f} GB ({parts})'
+    if room is None: return f'{line}; what is free is unknown on {device}, so nothing was compared.'
+    line += f'; {room / 1e9:.1f} GB are free on {device}'
     less = 'training.finetune lora' if config.training.finetune == 'whole' else 'a larger machine'
     if sum(needs.values()) - needs['activations'] > room: raise UserError(f'{line}, which cannot suffice; use {less}.')
     if sum(needs.values()) <= room: return f'{line}.'

@@ -121,10 +121,14 @@ def stage(tell, name: str):
     return lambda done, total: tell(name, done, total)
 
 # %% ../nbs/60_terminal.ipynb #4012d1c2
-def start():
-    "Prepare TensorFlow for a command."
+def start(**asked):   # of `setup_devices`
+    "Prepare TensorFlow for a command, before it computes anything; returns the plan of its devices."
     from xtts_nb.config import setup_tf
     setup_tf()
+    from xtts_nb.devices import setup_devices
+    from xtts_nb.sampler import CPU_CARDS, stand_ins
+    if stand_ins(): print(f'{CPU_CARDS}: {stand_ins()} logical CPU devices stand in for GPUs.', file=sys.stderr)
+    return setup_devices(**asked)
 
 def table(title: str, rows: list[dict]) -> str:
     "Rows of a comparison as text."
