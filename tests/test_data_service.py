@@ -11,7 +11,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from process import COMMAND, environment, hears_ctrl_c, xtts_nb
+from process import COMMAND, environment, hears_ctrl_c, main, xtts_nb
 from xtts_nb.config import UserError
 from xtts_nb.data import BatchPlan, MelReader, batches_of, cached_batches
 from xtts_nb.data_service import service_batches
@@ -20,8 +20,9 @@ from xtts_nb.supervisor import DataService, Member, Supervisor, claim_port
 
 def start(*arguments) -> tuple:
     "A service of the command line: its process and what it said when it was ready."
-    child = subprocess.Popen([*COMMAND, 'data-service', '--port', '0', '--json', *arguments], env=environment(), text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hears_ctrl_c)
+    command = [*COMMAND, 'data-service', '--host', 'localhost', '--port', '0', '--json', *arguments]
+    child = subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             preexec_fn=hears_ctrl_c)
     said = child.stdout.readline()
     assert said, child.communicate()[1]
     return child, json.loads(said)
@@ -167,8 +168,13 @@ def test_a_port_in_use_is_named_and_nothing_starts():
 def test_the_command_names_a_port_in_use():
     with socket.socket() as other:
         other.bind(('', 0)); other.listen()
-        done = xtts_nb('data-service', '--port', other.getsockname()[1])
+        done = xtts_nb('data-service', '--host', 'localhost', '--port', other.getsockname()[1])
     assert done.code == 2 and len(done.said) == 1 and 'cannot be used' in done.said[0] and 'Traceback' not in done.err
+
+def test_nobody_serves_others_without_being_told(capsys):
+    assert main('data-service') == 2
+    said = capsys.readouterr().err
+    assert 'listens on every address of this machine' in said and 'with --host' in said
 
 @pytest.mark.parametrize('address', ['localhost:1', 'localhost', 'localhost:x', 'localhost:99999', ''])
 def test_an_address_where_nobody_answers_is_named(plan, address):
