@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +20,10 @@ from xtts_nb.checkpoint import checkpoints
 from xtts_nb.cluster import local_workers
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import BatchPlan
-from xtts_nb.distributed import DistributedTrainer, Share, ensure_gpu_placement, setup_gpu_strategy
+from xtts_nb.distributed import DistributedTrainer, Share, bit_sums, differing, ensure_gpu_placement, setup_gpu_strategy
 from xtts_nb.gpt import GPT
 from xtts_nb.model import token_counts
-from xtts_nb.runs import new_run
+from xtts_nb.runs import held_out_share, new_run
 from xtts_nb.step import Update, random_batch
 from xtts_nb.terminal import app
 from xtts_nb import cli  # noqa: F401  adds the commands
@@ -109,6 +110,106 @@ def test_what_cannot_be_spread_is_refused(arguments, said, monkeypatch):
     assert isinstance(result.exception, UserError) and said in str(result.exception)
 
 
+# --- one worker with one device: what all workers do -----------------------------------------------------------------
+
+@pytest.fixture
+def lonely(prepared, mini, monkeypatch):
+    "Makes the trainer of a cluster of one device."
+    monkeypatch.delenv('TF_CONFIG', raising=False)
+    make = partial(DistributedTrainer, strategy=tf.distribute.OneDeviceStrategy('CPU:0'))
+    return lambda run=None, **training: new_run(prepared, mini.replace(training=training), run, make=make)
+
+def test_epochs_say_how_long_all_train_and_along_which_schedule(lonely):
+    trainer = lonely(epochs=2, steps=1000, schedule='cosine')
+    assert trainer.training.steps == 2 * trainer.plan.steps_per_epoch == trainer.copies.training.steps
+    assert all(update.training is trainer.training for update in trainer.copies.updates)
+    assert trainer.fit()['steps'] == trainer.training.steps
+
+@pytest.fixture
+def greedy(monkeypatch):
+    "Gradients that really ask for more memory than there is, as long as a batch is computed in one part."
+    real = Update.gradients
+    def gradients(self, batch, number, counts, first=None):
+        size = tf.where(number >= 0, tf.constant(2**46 if self.training.accumulation < 2 else 1, tf.int64), 1)
+        more = lambda v: v + tf.zeros(size[None], v.dtype)[0]
+        return real(self, {name: more(x) for name, x in batch.items()}, number, counts, first)
+    monkeypatch.setattr(Update, 'gradients', gradients)
+
+def test_memory_that_is_short_divides_the_batch_before_anything_is_computed(lonely, greedy, capsys):
+    trainer = lonely()
+    assert trainer.fit()['steps'] == 6 and trainer.training.accumulation == trainer.copies.training.accumulation == 2
+    said = capsys.readouterr().err
+    assert said.count('OUT OF MEMORY before update 0') == 1 and 'in 2 parts instead of 1' in said
+    wanted = lonely(accumulation=2)
+    wanted.fit()
+    assert trainer.last_losses == wanted.last_losses
+
+def test_memory_that_is_short_for_one_row_is_refused(lonely, greedy, monkeypatch):
+    trainer = lonely(accumulation=4)
+    trainer.votes = lambda found: tf.constant([1., 0.])   # another worker, always
+    with pytest.raises(UserError, match='out of memory with 1 rows at once; set training.gradient_checkpointing'): trainer.fit()
+
+def test_what_xla_cannot_compile_is_trained_without_it(lonely, monkeypatch, capsys):
+    real = Update.gradients
+    def gradients(self, batch, number, counts, first=None):
+        nothing = tf.cast(tf.strings.length(tf.strings.as_string(number)), tf.float32) * 0
+        return real(self, batch, number, counts | {'text_count': counts['text_count'] + nothing}, first)
+    monkeypatch.setattr(Update, 'gradients', gradients)
+    trainer = lonely(enable_xla_compilation=True)
+    assert trainer.fit(2)['steps'] == 2 and 'XLA CANNOT COMPILE THE STEP: AsString' in capsys.readouterr().err
+    assert not any(step.xla for step in (*trainer.copies.first, *trainer.copies.rest, *trainer.copies.looks))
+
+
+# --- copies that differ ----------------------------------------------------------------------------------------------
+
+def test_one_bit_of_one_variable_is_seen():
+    values = [np.array([1., -2.], np.float32), np.array(3, np.int64), np.array([1., 2.], np.float16), np.zeros(4, np.float32)]
+    sums = lambda: bit_sums([tf.constant(v) for v in values]).numpy()
+    before, names = sums(), ['a', 'b', 'c', 'd']
+    assert differing(names, np.stack([before, sums()])) is None
+    for name, value in zip(names, values):
+        flat = value.reshape(-1).view(np.uint8)
+        flat[-1] ^= 1
+        assert differing(names, np.stack([before, before, sums()])) == (name, 2, 1)
+        flat[-1] ^= 1
+    assert np.array_equal(before, sums()) and before.max() < 2**16 and before.min() >= 0
+
+DRIFT = """
+import sys
+from functools import partial
+from xtts_nb.config import XTTSConfig, UserError
+from xtts_nb.terminal import start
+start()
+from xtts_nb.cache import Cache
+from xtts_nb.distributed import DistributedTrainer, setup_gpu_strategy
+from xtts_nb.runs import held_out_share, new_run
+cache, settings, run = sys.argv[1:]
+make = partial(DistributedTrainer, strategy=setup_gpu_strategy())
+trainer = new_run(Cache(cache), XTTSConfig.load(settings), run, make=make)
+first, second = trainer.copies.updates
+assert first.training is second.training and first.training.steps == 2 * trainer.plan.steps_per_epoch
+assert trainer.fit(3)['steps'] == 3
+weight = second.weights[-1]
+weight.assign(weight.value * 1.0001)
+try: trainer.fit(6)
+except UserError as e: print(weight.path, '|', e)
+"""
+
+@pytest.mark.slow
+def test_a_copy_that_drifts_away_ends_the_run(prepared, mini, tmp_path, monkeypatch):
+    "Two devices with one schedule; the second one's copy is changed behind update 3, so nothing is saved at 6."
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
+    monkeypatch.setenv('TF_CONFIG', json.dumps({'cluster': {'worker': ['127.0.0.1:1']}, 'task': {'type': 'worker', 'index': 0}}))
+    (tmp_path / 'settings.yaml').write_text(mini.replace(training={'epochs': 2, 'schedule': 'cosine'}).to_yaml())
+    command = [sys.executable, '-c', DRIFT, prepared.folder, tmp_path / 'settings.yaml', tmp_path / 'run']
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    name, said = done.stdout.split(' | ')
+    assert 'at update 6 the copies of the model are no longer equal' in said and 'device 1 differs from device 0' in said
+    assert [p.stem for p in checkpoints(tmp_path / 'run' / 'checkpoints')] == ['step-000000003']
+    assert name in said or 'other variables' in said
+
+
 # --- two workers ---------------------------------------------------------------------------------------------------
 
 def spread(prepared, settings, run) -> list:
@@ -132,6 +233,22 @@ def test_two_workers_train_as_one_device(prepared, alone, settings, tmp_path):
     assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == sorted(p.name for p in alone.iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('how', [['--local', 2], []], ids=['two workers', 'two devices'])
+def test_epochs_are_those_of_one_device(prepared, mini, tmp_path, monkeypatch, how):
+    "As many updates and the same losses along a schedule, on two workers with a card each and on one worker with two cards."
+    config = mini.replace(training={'epochs': 2, 'schedule': 'cosine', 'validate_every': 4})
+    (tmp_path / 'settings.yaml').write_text(config.to_yaml())
+    held = new_run(prepared, config, tmp_path / 'one', held_out_share(prepared, 0.2))
+    held.fit()
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
+    train = ['train', '--data', prepared.folder, '--config', tmp_path / 'settings.yaml', '--run', tmp_path / 'run', '--val', 0.2]
+    done = xtts_nb('distributed', *how, '--', *train, '--epochs', 2, '--json', cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.json['steps'] == held.step == 2 * held.plan.steps_per_epoch
+    assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5)
+
+
 # --- slow: fifty updates, deaths, and those who do not agree ---------------------------------------------------------
 
 MIRRORED = """
@@ -144,7 +261,7 @@ import tensorflow as tf
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 from xtts_nb.cache import Cache
 from xtts_nb.distributed import DistributedTrainer, setup_gpu_strategy
-from xtts_nb.runs import new_run
+from xtts_nb.runs import held_out_share, new_run
 cache, settings, run = sys.argv[1:]
 strategy = setup_gpu_strategy(['CPU:0', 'CPU:1'])
 assert type(strategy) is tf.distribute.MirroredStrategy

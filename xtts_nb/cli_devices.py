@@ -50,12 +50,10 @@ def bench_dual(
 
 def _dual_trainer(data: Path, gpus: dict, buffer_size: int | None):
     "A trainer on two devices, and what they are."
-    start()
+    devices = start(two=True, **gpus)
     from xtts_nb.cache import Cache
-    from xtts_nb.devices import dual_plan
     from xtts_nb.dual_gpu import dual_trainer
     cache = Cache(data)
-    devices = dual_plan(**gpus)
     return dual_trainer(cache, cache.config, devices, ring=buffer_size or 3), devices.line
 
 # %% ../nbs/65_cli_devices.ipynb #9b0c56d1
@@ -70,12 +68,13 @@ def distributed(
     restarts: Annotated[int, typer.Option(min=0, help='Deaths of workers before it gives up.')] = 10,
 ):
     "Train on several GPUs or machines; if a worker dies, all go on from the last checkpoint."
-    from xtts_nb.cluster import deal_gpus, find_workers, supervise, visible_gpus
+    from xtts_nb.cluster import deal_gpus, exposure, find_workers, supervise, visible_gpus
     from xtts_nb.config import UserError
     if words[0] != 'train' or not any(w == '--run' or w.startswith('--run=') for w in words):
         raise UserError(f'distributed: "{" ".join(words)}" cannot be spread; write train with --run RUN behind the --.')
     everybody, mine = find_workers(workers, index, local)
     shares = deal_gpus(visible_gpus(), len(mine), gpus)
+    if said := exposure(everybody, mine): print(said, file=sys.stderr)
     program = [sys.executable, '-c', 'from xtts_nb.cli import main; main()', *words]
     return supervise(program, everybody, dict(zip(mine, shares)), wait, restarts)
 

@@ -88,9 +88,11 @@ def train(
         _known(run, data, 'train: neither a cache nor a run is given',
                'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
         layers = _layers(flags)
-        start()
         gpus = given(data_gpu=data_gpu, model_gpu=model_gpu, isolate=isolate, data_memory=data_memory, model_memory=model_memory)
-        trainer = _trainer(data, run, preset, config, layers, val, val_data, from_, finetune, fit_memory, gpus, buffer_size)
+        _check_fit(fit_memory, gpus)
+        devices = start(**gpus)
+        feed = devices, bool(gpus or buffer_size), buffer_size or 3
+        trainer = _trainer(data, run, preset, config, layers, val, val_data, from_, finetune, fit_memory, *feed)
         with progress() as tell: result, text = _fit(trainer, 'train', tell)
         show(result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE')
 
@@ -132,10 +134,11 @@ def _note(line: dict) -> str:
     return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
 
 # %% ../nbs/62_cli_train.ipynb #ddb4b70b
-def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, fit, gpus, buffer_size):
+def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, fit, devices, on_device, ring):
     "A trainer on a cache, or the one that stands in `run`; one of several where `TF_CONFIG` says so."
-    new_run = _maker()   # first: the devices of a cluster are set up before anything is computed
+    new_run, replicas = _maker()   # first: the strategy of a cluster is made before anything is computed
     from xtts_nb.config import XTTSConfig, workspace
+    from xtts_nb.dual_gpu import check_no_codes
     from xtts_nb.recipes import recipe
     from xtts_nb.runs import check_made_for, held_out_share, open_cache, run_facts
     facts = run_facts(run) if run and (run / 'run.json').is_file() else {}
@@ -145,15 +148,17 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     else: settings = XTTSConfig.load(run / 'config.yaml') if facts else cache.config
     settings = recipe(with_file(settings, config), layers, lambda line: print(line, file=sys.stderr))
     settings = _begun_from(base, settings, finetune)
+    if on_device and not cache: settings = _without_codes(settings)
     cache = cache or open_cache(_prepared(data, settings, base), settings)
     _check_mode(cache, layers['options'])
     check_made_for(cache, settings)   # before the memory is looked at, which says nothing of a model that cannot be trained
-    settings = _in_memory(cache, settings, base, fit)
+    feed = _feed(cache, settings, devices, on_device, ring)
+    settings = _in_memory(cache, settings, base, fit, devices, replicas)
     look = _prepared(val_data, settings, cache.folder) if _is_corpus(val_data) else val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, val) if val else ()
     settings = _changed(settings, val or look)
-    feed = _feed(cache, settings, gpus, buffer_size)
     looked = open_cache(look) if look else None
+    if looked and feed: check_no_codes(looked)
     return new_run(cache, settings, run or _free_run(workspace().runs), held_out, base, looked, **feed)
 
 def _settings(cache, preset, config, base, finetune):
@@ -167,25 +172,37 @@ def _begun_from(base, settings, finetune):
     return base_config(base, settings.replace(training={'finetune': finetune}) if finetune else settings)
 
 # %% ../nbs/62_cli_train.ipynb #26f03410
-def _feed(cache, settings, gpus: dict, buffer_size: int | None) -> dict:
+def _feed(cache, settings, devices, on_device: bool, ring: int) -> dict:
     "Where the batches of a runtime cache are made; nothing to say where the codes are prepared and nobody asked."
-    from xtts_nb.config import UserError
-    asked = gpus or buffer_size is not None
-    if os.environ.get('TF_CONFIG'):
-        if asked: raise UserError('--data-gpu and its like: a device of its own for the data is for one machine; leave them out.')
-        return {}
-    if 'codes' in cache.manifest['stored'] and not asked: return {}
-    from xtts_nb.devices import apply_plan, card_memory, plan_devices
+    if os.environ.get('TF_CONFIG') or ('codes' in cache.manifest['stored'] and not on_device): return {}
     from xtts_nb.dual_gpu import Feed
-    plan = plan_devices(card_memory(), **gpus)
-    kept = {name: got for name, (_, got) in apply_plan(plan).items() if got and name != 'devices'}
-    print(plan.line, *(f'{name}: {" and ".join(map(str, mib))}.' for name, mib in kept.items()), file=sys.stderr)
-    return {'feed': Feed(cache, settings, plan, buffer_size or 3), 'device': plan.model}
+    feed = Feed(cache, settings, devices, ring)
+    limits = [f'GPU {card}: {" and ".join(map(str, parts))} MiB.' for card, parts in devices.limits.items() if parts]
+    print(devices.line, *limits, file=sys.stderr)
+    return {'feed': feed, 'device': devices.model}
+
+def _without_codes(settings):
+    "Settings that leave the codes of a corpus to a data GPU; raises `UserError` where codes are to be prepared."
+    from xtts_nb.config import UserError
+    if settings.data.preprocessing_mode == 'precompute':
+        raise UserError('--data-gpu and its like: data.preprocessing_mode precompute leaves nothing to do for a data '
+                        'GPU; use auto or runtime, or leave the GPUs out.')
+    return settings.replace(data={'preprocessing_mode': 'runtime'})
+
+def _check_fit(fit: bool, gpus: dict):
+    "Raise `UserError` where `--fit-memory` would try updates on another device than the one that trains."
+    from xtts_nb.config import UserError
+    if fit and gpus:
+        raise UserError('--fit-memory: tries updates on the first GPU with all its memory; leave --data-gpu and its like '
+                        'out, or find the sizes first: xtts-nb find batch-size --data CACHE --memory GB.')
+    if fit and os.environ.get('TF_CONFIG'):
+        raise UserError('--fit-memory: is for one device; leave it out. Workers that run out of memory compute a batch '
+                        'in more parts by themselves.')
 
 def _maker():
-    "What makes the trainer of a run, on one device or on those of a cluster."
+    "What makes the trainer of a run, on one device or on those of a cluster, and how many devices share a batch."
     from xtts_nb.runs import new_run
-    if not os.environ.get('TF_CONFIG'): return new_run
+    if not os.environ.get('TF_CONFIG'): return new_run, 1
     from xtts_nb.distributed import cluster_run
     return cluster_run()
 
@@ -314,12 +331,14 @@ def _largest(cache, settings, base):
     tokenizer = Tokenizer.load(Path(base) / 'tokenizer.json') if base else cache.tokenizer
     return *BatchPlan(cache, settings.data).shapes[-1], new_rows(settings, tokenizer, cache.languages)
 
-def _in_memory(cache, settings, base, fit: bool):
-    "The settings, or such as fit into the memory."
-    from xtts_nb.finetune import check_memory
+def _in_memory(cache, settings, base, fit: bool, devices, replicas: int):
+    "The settings, or such as fit into the memory; each of `replicas` devices computes its share of a batch."
+    from xtts_nb.finetune import check_memory, free_memory
     codes, text, runs = _largest(cache, settings, base)
     if fit: settings = _fitting(settings, codes, text, runs)[0]
-    print(check_memory(settings, codes, text, sum(b - a for a, b in runs)), file=sys.stderr)
+    rows = max(settings.training.accumulation, settings.data.batch_size // replicas)
+    share = settings.replace(data={'batch_size': rows}) if replicas > 1 else settings
+    print(check_memory(share, codes, text, sum(b - a for a, b in runs), free_memory(devices)), file=sys.stderr)
     return settings
 
 def _fitting(settings, codes, text, runs, memory=None):

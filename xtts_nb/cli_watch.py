@@ -88,9 +88,10 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
 
 def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     "The stages on two devices, as rows and a picture."
+    devices = start(two=True) if data else None
     from xtts_nb.dual_gpu import profile_dual
     folder.mkdir(parents=True, exist_ok=True)
-    found = profile_dual(data, folder / 'dual.png')
+    found = profile_dual(data, folder / 'dual.png', devices=devices)
     return found, '\n'.join([table('Who worked when', found['rows']), found['verdict'], f'The picture: {found["picture"]}'])
 
 def _show_trace(folder: Path):
@@ -99,7 +100,7 @@ def _show_trace(folder: Path):
     import time
     from xtts_nb.traces import TensorBoard
     with TensorBoard(folder) as board:
-        print(f'{board.url}#profile shows the trace; Ctrl-C ends.', file=sys.stderr)
+        print(f'{board.url}#profile shows the trace, to this machine only; Ctrl-C ends.', file=sys.stderr)
         while True: time.sleep(1)
 
 # %% ../nbs/64_cli_watch.ipynb #5b08c8c5

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['WHOLE', 'setup_gpu_strategy', 'ensure_gpu_placement', 'Share', 'ShareReader', 'Replicas', 'distributed_train_step',
-           'distributed_validation_step', 'Words', 'DistributedTrainer', 'cluster_run']
+           'distributed_validation_step', 'rehearse', 'bit_sums', 'differing', 'Words', 'DistributedTrainer',
+           'cluster_run']
 
 # %% ../nbs/42_distributed.ipynb #7212e9f8
 import json
@@ -15,16 +16,18 @@ from functools import partial
 
 import numpy as np
 import tensorflow as tf
+from fastcore.basics import patch
 
 from .cluster import LOST_PEER, this_worker
 from .config import UserError, XTTSConfig
 from .data import BatchPlan, Column, batches_of, reader_of
+from .devices import card_names
 from .files import fingerprint
 from .gpt import GPT
 from .model import XTTS, token_counts
 from .runs import new_run
 from .step import Update, compile_step
-from .trainer import KEPT, Trainer, to_device
+from .trainer import KEPT, Trainer, in_updates, to_device, wait_for
 
 # %% ../nbs/42_distributed.ipynb #502841ac
 def setup_gpu_strategy(
@@ -32,7 +35,7 @@ def setup_gpu_strategy(
 ) -> tf.distribute.Strategy:
     "Several machines where `TF_CONFIG` names them, else all GPUs, else one, else what TensorFlow does by itself."
     if this_worker()[1] > 1: return tf.distribute.MultiWorkerMirroredStrategy()
-    devices = devices or [f'GPU:{i}' for i in range(len(tf.config.list_physical_devices('GPU')))]
+    devices = devices or card_names()
     if not devices: return tf.distribute.get_strategy()
     return tf.distribute.OneDeviceStrategy(devices[0]) if len(devices) == 1 else tf.distribute.MirroredStrategy(devices)
 
@@ -73,9 +76,9 @@ class ShareReader:
 
 # %% ../nbs/42_distributed.ipynb #801ca4df
 class Replicas:
-    "An `Update` on each device of this worker, with the same weights everywhere."
+    "An `Update` on each device of this worker, with the same weights and the same training section everywhere."
     def __init__(self, update: Update, config: XTTSConfig, strategy: tf.distribute.Strategy):
-        self.strategy, self.training, self.devices = strategy, config.training, strategy.extended.worker_devices
+        self.strategy, self.devices = strategy, strategy.extended.worker_devices
         (self.worker, self.workers), gpt = this_worker(), update.gpt
         if len(self.devices) > 1 and type(update) is not Update:
             raise UserError('training.finetune: adapters are trained with one GPU for each worker; give distributed --local '
@@ -84,12 +87,18 @@ class Replicas:
         for device in self.devices[1:]:
             with tf.device(device):
                 own = GPT(config, gpt.text_start, gpt.parity, dtype=gpt.dtype_policy)
-                self.updates.append(Update(own, config.training))
-        compiled = lambda f: [compile_step(f(u), config.training) for u in self.updates]
+                self.updates.append(Update(own, update.training))
+        self.compile()
+
+    def __getattr__(self, name): return getattr(self.updates[0], name)   # what is the same everywhere, `training` included
+
+    def compile(self, **changes):   # of the training section
+        "Compile the parts of a step, each for its device."
+        training = self.training.model_copy(update=changes)
+        for update in self.updates: update.training = training
+        compiled = lambda f: [compile_step(f(u), u.training) for u in self.updates]
         self.first, self.rest = compiled(lambda u: u.gradients), compiled(lambda u: u.finish)
         self.looks = compiled(lambda u: u.look)
-
-    def __getattr__(self, name): return getattr(self.updates[0], name)   # what is the same everywhere
 
     @contextmanager
     def as_trained(self):
@@ -99,7 +108,7 @@ class Replicas:
             yield
 
     def here(self) -> int:
-        "The number of the device that is being spoken to, among those of this worker."
+        "The number of the device that this function is called for, among those of this worker."
         place = tf.distribute.get_replica_context().replica_id_in_sync_group
         return int(tf.get_static_value(place)) - self.worker * len(self.devices)
 
@@ -117,14 +126,21 @@ def _rows(batch: dict, device: int, devices: int) -> dict:
     rows = own['weight'].shape[0] // devices
     return {name: x[device * rows:(device + 1) * rows] for name, x in own.items()}
 
+def _gradients(self: Replicas, batch: dict, number, counts, i: int):
+    "Gradients and summed losses of the rows of device `i`."
+    devices = len(self.devices)
+    part = (self.worker * devices + i) * self.training.accumulation
+    return self.first[i](_rows(batch, i, devices), number, counts, part)
+
+def _counts(self: Replicas, batch: dict) -> dict:
+    "Tokens of all rows of the update, those of other workers included."
+    whole = {name.removeprefix(WHOLE): x for name, x in batch.items() if name.startswith(WHOLE)}
+    return token_counts(self.gpt, whole)
+
 def distributed_train_step(self: Replicas, batch: dict, number) -> dict:
     "(rows of this worker, number of the update) -> what `Update` gives for all rows."
-    parts, devices = self.training.accumulation, len(self.devices)
-    whole = {name.removeprefix(WHOLE): x for name, x in batch.items() if name.startswith(WHOLE)}
-    counts = token_counts(self.gpt, whole)
-    sums = self.added_up(lambda i: self.first[i](_rows(batch, i, devices), number, counts,
-                                                 (self.worker * devices + i) * parts))
-    lines = []
+    counts, lines = _counts(self, batch), []
+    sums = self.added_up(lambda i: _gradients(self, batch, number, counts, i))
     for device, finish, (gradients, losses) in zip(self.devices, self.rest, sums):
         with tf.device(device): lines.append(finish(gradients, losses, counts))
     return lines[0]
@@ -132,6 +148,41 @@ def distributed_train_step(self: Replicas, batch: dict, number) -> dict:
 def distributed_validation_step(self: Replicas, batch: dict) -> dict:
     "Rows of this worker -> what `Update.look` gives for all rows."
     return self.added_up(lambda i: self.looks[i](_rows(batch, i, len(self.devices))))[0]
+
+# %% ../nbs/42_distributed.ipynb #19e8da0d
+def rehearse(self: Replicas, batch: dict, number) -> list[float]:
+    "Compute gradients on each device of this worker and drop them: [memory is short, XLA refuses], 0 or 1 each."
+    counts = _counts(self, batch)
+    try:
+        for i, device in enumerate(self.devices):
+            with tf.device(device): wait_for(_gradients(self, batch, number, counts, i))
+    except tf.errors.ResourceExhaustedError: return [1., 0.]
+    return [0., float(any(getattr(step, 'refused', False) for step in self.first))]
+
+# %% ../nbs/42_distributed.ipynb #a19c9cc2
+def bit_sums(variables: list) -> tf.Tensor:   # (variables, 4)
+    "The bits of each variable, added up as integers that wrap around: four numbers of 16 bits, exact in float32."
+    whole = {8: tf.int64, 4: tf.int32, 2: tf.int16}
+    values = [tf.convert_to_tensor(v) for v in variables]
+    sums = tf.stack([tf.reduce_sum(tf.cast(tf.bitcast(x, whole[x.dtype.size]), tf.int64)) for x in values])
+    shifted = [tf.bitwise.right_shift(sums, tf.constant(n, tf.int64)) for n in (0, 16, 32, 48)]
+    pieces = [tf.bitwise.bitwise_and(x, 0xffff) for x in shifted]
+    return tf.cast(tf.stack(pieces, axis=-1), tf.float32)
+
+def _all_bit_sums(self: Replicas) -> tf.Tensor:   # (devices of all workers, variables, 4)
+    "What `bit_sums` gives for the state of every copy."
+    first, count = self.worker * len(self.devices), self.strategy.num_replicas_in_sync
+    def own(i):
+        "The sums of one copy in its own place, zeros in the others'."
+        return tf.one_hot(first + i, count)[:, None, None] * bit_sums([*self.updates[i].state.values()])
+    return self.added_up(own)[0]
+
+def differing(names: list[str], sums: np.ndarray) -> tuple[str, int, int] | None:
+    "The first variable that is not the same in all copies, the first copy where it differs, and how many variables do."
+    wrong = (sums != sums[:1]).any(axis=2)   # (copies, variables)
+    if not wrong.any(): return None
+    at = int(wrong.any(axis=0).argmax())
+    return names[at], int(wrong[:, at].argmax()), int(wrong.any(axis=0).sum())
 
 # %% ../nbs/42_distributed.ipynb #23965838
 class Words:
@@ -170,7 +221,8 @@ class DistributedTrainer(Trainer):
     "A `Trainer` on all devices of a strategy; one on each worker."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, held_out: BatchPlan | None = None, update: Update | None = None,
                  *, strategy, listen=None):
-        copies = self.copies = Replicas(update or Update(xtts.gpt, xtts.config.training), xtts.config, strategy)
+        update = update or Update(xtts.gpt, in_updates(xtts.config.training, plan))
+        copies = self.copies = Replicas(update, xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
         words, mine = Words(copies), fingerprint(xtts.config.model_dump(), plan.cache.manifest['key'], int(plan.count.sum()))
         with _among_peers(copies.worker): theirs = words.tell(mine)
@@ -179,14 +231,22 @@ class DistributedTrainer(Trainer):
                             'give all workers the same.')
         plan, held_out = (p and Share(p, copies.worker, copies.workers, len(copies.devices) == 1) for p in (plan, held_out))
         super().__init__(xtts, plan, run, held_out, copies, listen=listen)   # all hear the same: their weights are
-        graph = self.training.model_copy(update={'enable_xla_compilation': False})
-        self.train_step = compile_step(partial(distributed_train_step, copies), graph)
-        self.evaluate = compile_step(partial(distributed_validation_step, copies), graph)
+        self.rehearsed, self.before = set(), tf.constant(0.)
+        self.compile()
         self.votes = tf.function(lambda asked: copies.added_up(lambda i: asked)[0])
-        self.before = tf.constant(0.)
+        self.bit_sums = tf.function(lambda: _all_bit_sums(copies))
         with _among_peers(copies.worker):
             words.spread()
             for name, value in words.tell({name: getattr(self, name) for name in KEPT}).items(): setattr(self, name, value)
+
+    def compile(self, **changes):   # of the training section
+        "Compile what all workers do together; only the parts on a device are compiled by XLA."
+        if changes: self.copies.compile(**changes)
+        self.training = self.copies.training
+        graph = self.training.model_copy(update={'enable_xla_compilation': False})
+        self.train_step = compile_step(partial(distributed_train_step, self.copies), graph)
+        self.evaluate = compile_step(partial(distributed_validation_step, self.copies), graph)
+        self.alone.clear()   # what a step takes alone is another time now
 
     def fit(self, *arguments, **named):
         if len(self.copies.devices) > 1 and (named.get('callbacks') or arguments[2:]):
@@ -209,11 +269,54 @@ def _check_rows(config: XTTSConfig, devices: int):
         raise UserError(f'data.batch_size {config.data.batch_size} cannot be dealt to {devices} devices in '
                         f'{config.training.accumulation} parts each; make it a multiple of {parts}.')
 
+# %% ../nbs/42_distributed.ipynb #f0bef436
+@patch
+def _update(self: DistributedTrainer, batch: dict) -> dict:
+    "One update; the first batch of each shape is rehearsed until all workers can compute it."
+    shape = tuple(tuple(x.shape) for x in tf.nest.flatten(batch))
+    while shape not in self.rehearsed:
+        short, refused = self.votes(tf.constant(rehearse(self.copies, batch, tf.constant(self.step)))).numpy()
+        if refused: self.compile(enable_xla_compilation=False)
+        if short: self._divide()
+        else: self.rehearsed.add(shape)
+    return Trainer._update(self, batch)
+
+@patch
+def _divide(self: DistributedTrainer):
+    "Compute batches in at least twice as many parts from now on; raises `UserError` where a part is one row already."
+    rows = self.plan.data.batch_size // self.copies.strategy.num_replicas_in_sync
+    parts, where = self.training.accumulation, self.run or 'training'
+    more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
+    if not more:
+        raise UserError(f'{where}: out of memory with {rows // parts} rows at once; set '
+                        'training.gradient_checkpointing, or training.finetune to lora.')
+    print(f'OUT OF MEMORY before update {self.step}: nothing was changed; all workers compute it in {more} parts '
+          f'instead of {parts}, and all that follow.', file=sys.stderr, flush=True)
+    self.xtts.config = self.xtts.config.replace(training={'accumulation': more})
+    self.compile(accumulation=more)
+
+@patch
+def _more_parts(self: DistributedTrainer, error: tf.errors.ResourceExhaustedError):
+    "Memory that runs out while all workers add up gradients cannot be mended by one of them."
+    more, where = 2 * self.training.accumulation, self.run or 'training'
+    raise UserError(f'{where}: out of memory while the workers added up their gradients; set training.accumulation to '
+                    f'{more} and go on from the last checkpoint.') from error
+
+@patch
+def _pause(self: DistributedTrainer, ended: bool) -> bool:
+    "As of a `Trainer`, after the copies were compared."
+    if found := differing([*self.update.state], self.bit_sums().numpy()):
+        name, copy, count = found
+        raise UserError(f'{self.run or "training"}: at update {self.step} the copies of the model are no longer equal: '
+                        f'{name} on device {copy} differs from device 0, and so do {count - 1} other variables. Go on '
+                        'from the last checkpoint; if it happens again, look for a faulty device.')
+    return Trainer._pause(self, ended)
+
 # %% ../nbs/42_distributed.ipynb #1be41497
-def cluster_run():
-    "`new_run` for this worker of the cluster that `TF_CONFIG` names; to be called before anything is computed."
+def cluster_run() -> tuple:   # `new_run` for this worker, and the number of devices of all workers
+    "What makes the trainer of this worker of the cluster that `TF_CONFIG` names; before anything is computed."
     strategy = setup_gpu_strategy()
-    if strategy.num_replicas_in_sync == 1: return new_run
+    replicas, keeps = strategy.num_replicas_in_sync, this_worker()[0] == 0
+    if replicas == 1: return new_run, 1
     make = partial(DistributedTrainer, strategy=strategy)
-    keeps = this_worker()[0] == 0
-    return lambda cache, config, run, *more: new_run(cache, config, run if keeps else None, *more, make=make)
+    return lambda cache, config, run, *more: new_run(cache, config, run if keeps else None, *more, make=make), replicas

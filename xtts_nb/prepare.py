@@ -32,6 +32,7 @@ from .cache import (
     COLUMNS, FORMAT, KINDS, PAGE, Cache, changed_files, check_cache_folder, content_keys, digest, file_sha, map_arrays,
     read_manifest, record_check, work_place, write_manifest, write_shard, write_table)
 from .config import UserError, XTTSConfig, setup_tf
+from .devices import hide_cards
 from .corpora import Clip, Dropped, check_dropped, read_corpus
 from .files import atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
 from .recordings import MEASURED, measure, read_audio, report_text, summary
@@ -326,7 +327,7 @@ def _end_with_parent():
 
 def _begin(plan: Plan, load: Callable) -> ShardMaker:
     "What a worker does before its first job."
-    tf.config.set_visible_devices([], 'GPU')
+    hide_cards()
     setup_tf(threads=1)
     dvae, tokenizer = load(plan.work / 'dvae.safetensors', plan.config), Tokenizer.load(plan.work / 'tokenizer.json')
     return ShardMaker(plan, ClipEncoder(plan.config, dvae, tokenizer, plan.stored))

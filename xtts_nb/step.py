@@ -120,7 +120,7 @@ class Update:
 class CompiledStep:
     "`step` as a graph, compiled by XLA where that is wanted and possible; called as it is."
     def __init__(self, step, xla: bool):
-        self.step, self.xla, self.graph = step, xla, tf.function(step, jit_compile=xla)
+        self.step, self.xla, self.refused, self.graph = step, xla, False, tf.function(step, jit_compile=xla)
 
     def __call__(self, *arguments):
         try: return self.graph(*arguments)
@@ -128,7 +128,7 @@ class CompiledStep:
             if not (self.xla and '_XlaMustCompile' in str(e)): raise
             print(f'XLA CANNOT COMPILE THE STEP: {_offender(str(e))}\n'
                   'Training goes on in graph mode without XLA, which is slower.', file=sys.stderr, flush=True)
-        self.xla, self.graph = False, tf.function(self.step)
+        self.xla, self.refused, self.graph = False, True, tf.function(self.step)
         return self.graph(*arguments)
 
 def _offender(message: str) -> str:
