@@ -65,7 +65,7 @@ def gpus(monkeypatch):
     monkeypatch.delenv('XTTS_NB_CPU_CARDS', raising=False)
     monkeypatch.setattr(devices, 'tf_started', lambda: False)
     told, config = {}, tf.config
-    cards = [SimpleNamespace(name=f'/physical_device:GPU:{i}') for i in range(2)]
+    cards = [tf.config.PhysicalDevice(f'/physical_device:GPU:{i}', 'GPU') for i in range(2)]
     def logical():
         parts = [n for gpu in told.get('visible', cards) for n in told.get(gpu.name) or [None]]
         return [SimpleNamespace(device_type='GPU', name=f'/device:GPU:{i}') for i in range(len(parts))]
