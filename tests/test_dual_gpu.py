@@ -233,10 +233,11 @@ def test_real_stages_on_two_cards(online, two_cards, tmp_path, command):
     assert 'Batches are made on CPU:0, the model is trained on CPU:1.' in done.out
 
 @pytest.mark.slow
-def test_say_where_two_cards_can_be_seen(xtts, two_cards, corpus, tmp_path):
+def test_say_where_two_cards_can_be_seen(xtts, two_cards, corpus, prepared, tmp_path):
     xtts.save(tmp_path / 'model')
     voice = sorted(corpus.rglob('*.wav'))[0]
-    done = xtts_nb('say', 'one', '--run', tmp_path / 'model', '--voice', voice, '--out', tmp_path / 'say.wav', '--json')
+    text = prepared.clips[0]['text']
+    done = xtts_nb('say', text, '--run', tmp_path / 'model', '--voice', voice, '--out', tmp_path / 'say.wav', '--json')
     assert done.code == 0 and '2 logical CPU devices stand in for GPUs' in done.err and done.json['seconds'] > 0, done.err
 
 @pytest.mark.parametrize('options, words', [
