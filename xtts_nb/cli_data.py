@@ -193,13 +193,19 @@ def verify(
 def data_service(
     workers: Annotated[int, typer.Option(min=1, help='Processes that make batches.')] = 2,
     port: Annotated[int, typer.Option(min=0, max=65535, help='Of the dispatcher; 0: any that is free.')] = 5050,
-    host: Annotated[str, typer.Option(help='The name that other machines reach this one by.')] = 'localhost',
+    host: Annotated[str | None, typer.Option(help='The name of this machine for others; must be given.')] = None,
     join: Annotated[str | None, typer.Option(metavar='HOST:PORT', help='Work for the dispatcher of another machine.')] = None,
     json_: Json = False,
 ):
     "Make batches for trainings, here or elsewhere, until Ctrl-C; a process that dies is started again."
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    from xtts_nb.config import UserError
     from xtts_nb.supervisor import DataService
+    if host is None:
+        raise UserError('data-service: TensorFlow listens on every address of this machine and asks for no password; '
+                        'if others shall reach it, name this machine with --host.')
+    print(f'Whoever reaches the ports of {host} can run operations here; close them to others with a firewall.',
+          file=sys.stderr)
     with DataService(workers, port, host, join, say=lambda line: print(line, file=sys.stderr)) as service:
         names = [member.name for member in service.members]
         with answer(json_) as show: show({'address': service.address, 'members': names}, f'{service.address}: {", ".join(names)}')
