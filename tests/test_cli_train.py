@@ -19,7 +19,7 @@ from xtts_nb.step import CompiledStep
 @pytest.fixture(scope='module')
 def mini(small):
     "One block, one shape, no XLA."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1, 'max_drop_rate': 1.},
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
                          training={'steps': 4, 'log_every': 2, 'checkpoint_every': 2, 'dvae_steps': 2, 'learning_rate': 1e-3,
                                    'schedule': 'constant', 'warmup_steps': 0, 'enable_xla_compilation': False})
 
@@ -138,6 +138,23 @@ def test_what_an_option_changes_is_said(built, capfd):
     assert 'GPU preset 3060: data.batch_size 4 -> 8, ' in err and 'options: data.batch_size 8 -> 2' in err
 
 
+def test_limits_act_on_a_finished_cache(built, prepared, capfd):
+    "Longer clips are left out of the plan, in training and in validation, and a line says how many."
+    lengths = [clip['seconds'] for clip in prepared.clips]
+    kept = sum(s <= 0.9 for s in lengths)
+    trainer = built('--set', 'data.max_seconds=0.9', '--val', '0.3')
+    assert trainer.plan.count.sum() + trainer.held_out.count.sum() == kept < len(lengths)
+    out = len(lengths) - kept
+    line = f'{prepared.folder}: {out} of 14 clips are left out: {out} longer than data.max_seconds 0.9.'
+    assert capfd.readouterr().err.count(line) == 1
+    assert built().plan.count.sum() == 14 and 'left out' not in capfd.readouterr().err
+
+def test_settings_of_the_preparation_are_refused_from_a_file_too(home, prepared, capfd):
+    (home / 'c.yaml').write_text('data: {max_drop_rate: 0.1, batch_size: 2}\n')
+    for command in (['train'], ['find', 'batch-size'], ['find', 'learning-rate']):
+        assert main(*command, '--data', prepared.folder, '--config', 'c.yaml') == 2
+        assert 'data.max_drop_rate: 0.1 does nothing here' in capfd.readouterr().err.splitlines()[-1]
+
 # --- corpora instead of caches -------------------------------------------------------------------------------------
 
 def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, capfd):
@@ -171,11 +188,16 @@ WRONG = {
     ('--val', '0.3', '--val-data', 'x'): ['--val and --val-data', 'give one'],
     ('--gpu-preset', 'T4'): ['"T4"', 'there is 4090, 3090, 3060, A100, H200'],
     ('--optimization-level', 'turbo'): ['"turbo"', 'basic, enhanced, experimental'],
-    ('--preprocessing-mode', 'runtime'): ['preprocessing_mode precompute', '--preprocessing-mode runtime'],
+    ('--preprocessing-mode', 'runtime'): ['data.preprocessing_mode: runtime does nothing', 'with preprocessing_mode precompute'],
     ('--preprocessing-mode', 'never'): ["'never'", "'precompute'"],
     ('--val-data', 'no-such'): ['no-such', 'holds no cache'],
     ('--set', 'data.bach_size=3'): ['data.bach_size', 'did you mean "batch_size"?'],
     ('--batch-size', '6', '--grad-accum', '4'): ['batch_size 6', 'accumulation 4'],
+    ('--set', 'data.max_drop_rate=0.1'): ['data.max_drop_rate: 0.1 does nothing', 'prepare the corpus again', 'leave it out'],
+    ('--set', 'data.max_cache_gb=1'): ['data.max_cache_gb: 1.0 does nothing', 'prepare the corpus again', 'leave it out'],
+    ('--set', 'data.max_seconds=0.55'): ['14 of 14 clips are left out: 14 longer than data.max_seconds 0.55', 'widen'],
+    ('--set', 'model.gpt.max_audio_codes=20'): ['model.gpt.max_audio_codes 20', 'lower data.max_seconds'],
+    ('--set', 'model.gpt.max_text_tokens=9'): ['model.gpt.max_text_tokens 9', 'lower data.max_text_tokens'],
     ('--lr', '0'): ['training.learning_rate', 'greater than 0'],
     ('stray',): ['stray'],
 }
@@ -194,7 +216,7 @@ def test_a_corpus_can_be_read_as_it_is_trained_on(built, home, corpus, mini, cap
     cache = built(data=corpus, config='runtime.yaml').plan.cache
     assert cache.manifest['mode'] == 'runtime' and 'codes' not in cache.manifest['stored']
     assert main('train', '--data', cache.folder, '--preprocessing-mode', 'precompute') == 2
-    assert 'was made with data.preprocessing_mode runtime' in capfd.readouterr().err.splitlines()[-1]
+    assert 'is prepared, with preprocessing_mode runtime' in capfd.readouterr().err.splitlines()[-1]
 
 
 # --- config create -------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from xtts_nb.weights import named_weights, read_tensors, save_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 import coqui_toy
+from process import main
 
 
 class Disk:
@@ -89,6 +90,51 @@ def test_loads_and_has_the_sizes_of_the_tensors(disk, tmp_path):
     xtts, expected = XTTS.load(tmp_path / 'ours'), coqui_toy.config(small=True)
     assert xtts.config.model == expected.model
     assert report['text_tokens'] == expected.model.gpt.text_tokens and report['kept_aside'] > 0
+
+
+def sizes_of(files: dict) -> dict:
+    "What config.json must say of the tensors beside it."
+    state, dvae = files['model.pth'], files['dvae.pth']
+    rows = lambda name, axis=0: state[name].shape[axis]
+    codes = dvae['codebook.embed'].shape[1]
+    return {'gpt_layers': len([n for n in state if re.fullmatch(r'gpt\.gpt\.h\.\d+\.ln_1\.weight', n)]),
+            'gpt_n_model_channels': rows('gpt.text_embedding.weight', 1), 'gpt_n_heads': coqui_toy.config().model.gpt.heads,
+            'gpt_number_text_tokens': rows('gpt.text_embedding.weight'),
+            'gpt_max_text_tokens': rows('gpt.text_pos_embedding.emb.weight') - 2,
+            'gpt_max_audio_tokens': rows('gpt.mel_pos_embedding.emb.weight') - 3,
+            'gpt_start_text_token': coqui_toy.tokenizer().start, 'gpt_stop_text_token': 0,
+            'gpt_num_audio_tokens': rows('gpt.mel_embedding.weight'), 'gpt_start_audio_token': codes,
+            'gpt_stop_audio_token': codes + 1, 'gpt_use_masking_gt_prompt_approach': True, 'gpt_use_perceiver_resampler': True,
+            'decoder_input_dim': rows('hifigan_decoder.waveform_decoder.conv_pre.weight', 1),
+            'd_vector_dim': rows('hifigan_decoder.speaker_encoder.fc.weight')}
+
+
+@pytest.mark.parametrize('came_with', [True, False])
+def test_the_written_config_has_the_sizes_of_the_tensors(disk, tmp_path, came_with):
+    "By the commands, there and back; a model that came from nowhere else has no config.json to take a number from."
+    files = coqui_folder(disk, tmp_path / 'coqui')
+    assert main('convert', 'from-coqui', tmp_path / 'coqui', tmp_path / 'ours') == 0
+    if not came_with: (tmp_path / 'ours/coqui.json').unlink()
+    assert main('convert', 'to-coqui', tmp_path / 'ours', tmp_path / 'back') == 0
+    written = json.loads((tmp_path / 'back/config.json').read_text())
+    assert written['model_args'] == sizes_of(files) and written['languages'] == ['en', 'de'] and written['model'] == 'xtts'
+    assert written['audio'] == {'sample_rate': 22050, 'output_sample_rate': 24000}
+
+
+@pytest.mark.parametrize('change, key, number', [
+    ({'gpt': {'layers': 5}}, 'gpt_layers', 5), ({'gpt': {'width': 128}}, 'gpt_n_model_channels', 128),
+    ({'gpt': {'width': 128}}, 'decoder_input_dim', 128), ({'gpt': {'heads': 2}}, 'gpt_n_heads', 2),
+    ({'gpt': {'text_tokens': 70}}, 'gpt_number_text_tokens', 70), ({'gpt': {'max_text_tokens': 33}}, 'gpt_max_text_tokens', 33),
+    ({'gpt': {'max_audio_codes': 44}}, 'gpt_max_audio_tokens', 44), ({'dvae': {'codes': 32}}, 'gpt_num_audio_tokens', 34),
+    ({'dvae': {'codes': 32}}, 'gpt_start_audio_token', 32), ({'dvae': {'codes': 32}}, 'gpt_stop_audio_token', 33),
+    ({'speaker': {'width': 24}}, 'd_vector_dim', 24), ({'audio': {'sample_rate': 16000}}, 'sample_rate', 16000),
+    ({'decoder': {'sample_rate': 48000}}, 'output_sample_rate', 48000)], ids=lambda x: x if isinstance(x, str) else '')
+def test_every_number_of_the_written_config_follows_the_model(tmp_path, change, key, number):
+    "What came with the model does not count where the model has become another."
+    (tmp_path / 'coqui.json').write_text(json.dumps(coqui_toy.settings()))
+    config = coqui_toy.config(small=True).replace(model=change)
+    written = convert.coqui_settings(config, coqui_toy.tokenizer(), tmp_path)
+    assert (written['model_args'] | written['audio'])[key] == number
 
 
 def test_a_model_saved_after_training_goes_back_whole(disk, tmp_path):

@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from xtts_nb.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.cache import Cache
-from xtts_nb.config import DataConfig, UserError
-from xtts_nb.data import (BatchPlan, CacheReader, InFiles, InMemory, MelReader, PythonReader, WavReader, batches_of, bucket_of,
-                          bucket_shapes, cached_batches, check_equal, check_native, decode_wav, fixed_shape, Held, mels_of,
-                          over_file, readers)
+from xtts_nb.config import DataConfig, UserError, XTTSConfig
+from xtts_nb.data import (BatchPlan, CacheReader, Held, InFiles, InMemory, MelReader, PythonReader, WavReader, batches_of,
+                          bucket_of, bucket_shapes, cached_batches, check_equal, check_native, decode_wav, fixed_shape,
+                          left_out_line, mels_of, over_file, readers)
 from xtts_nb.prepare import prepare
 
 
@@ -77,7 +77,7 @@ def fake_cache(lengths, speakers=None, seed=0, languages=None):
     "What a plan and a reader need, with clip i's arrays full of i + 1."
     n, rng = len(lengths), np.random.default_rng(seed)
     who, tongue = speakers or ['s'] * n, languages or ['en'] * n
-    cache = SimpleNamespace(folder='fake', manifest={'key': 'fake'},
+    cache = SimpleNamespace(folder='fake', manifest={'key': 'fake'}, config=XTTSConfig(), samples=np.full(n, 22050),
                             clips=[{'id': str(i), 'speaker': who[i], 'language': tongue[i]} for i in range(n)])
     sizes = {'codes': np.array(lengths), 'text': rng.integers(1, 9, n), 'mel': rng.integers(3, 12, n)}
     for name, length in sizes.items():
@@ -255,9 +255,32 @@ def test_a_fixed_length_is_that_of_the_settings(prepared, small):
     shape = fixed_shape(prepared.config.model, plan.data)
     assert shape == (48, 40) and plan.shapes == [shape]   # 11.6 s would be 250 codes, but the model takes 48
     assert {(b['codes'].shape[1], b['text'].shape[1]) for b in epoch(plan)} == {shape}
-    short = small.data.model_copy(update={'pad_to_fixed_length': True, 'max_seconds': 0.7})
-    with pytest.raises(UserError, match='more than the 16 and 40 of data.pad_to_fixed_length; raise data.max_seconds'):
-        BatchPlan(prepared, short)
+
+def most_tokens(cache): return int(cache.text_length.max()) - 1
+
+LIMITS = {'min_seconds': (lambda cache: 0.9, lambda seconds, tokens, limit: seconds < limit),
+          'max_seconds': (lambda cache: 0.9, lambda seconds, tokens, limit: seconds > limit),
+          'max_text_tokens': (most_tokens, lambda seconds, tokens, limit: tokens > limit)}
+
+@pytest.mark.parametrize('fixed', [False, True])
+@pytest.mark.parametrize('key', LIMITS)
+def test_limits_leave_clips_of_a_finished_cache_out(prepared, small, key, fixed):
+    limit, outside = LIMITS[key][0](prepared), LIMITS[key][1]
+    changed = small.data.model_copy(update={key: limit, 'pad_to_fixed_length': fixed})
+    lengths = [(clip['seconds'], tokens) for clip, tokens in zip(prepared.clips, prepared.text_length)]
+    inside = [i for i, (seconds, tokens) in enumerate(lengths) if not outside(seconds, tokens, limit)]
+    plan, out = BatchPlan(prepared, changed), len(prepared) - len(inside)
+    assert 0 < out < len(prepared) and sorted(heard(epoch(plan))) == inside
+    line = left_out_line(prepared, changed)
+    assert f'{prepared.folder}: {out} of 14 clips are left out: {out} ' in line and f'data.{key} {limit}' in line
+    assert left_out_line(prepared, small.data) == ''
+    with pytest.raises(UserError, match='14 of 14 clips are left out.*widen these limits'):
+        BatchPlan(prepared, small.data.model_copy(update={'min_seconds': 5.}))
+
+def test_a_kept_plan_is_made_again_for_other_limits(prepared, small, tmp_path):
+    sizes = [BatchPlan(prepared, small.data.model_copy(update=update), keep=tmp_path / 'plan').count.sum()
+             for update in ({}, {'min_seconds': 0.9}, {'max_seconds': 0.9}, {'max_text_tokens': most_tokens(prepared)}, {})]
+    assert sizes[0] == sizes[4] == 14 > max(sizes[1:4])
 
 @pytest.mark.parametrize('first', [0, 3])
 def test_batches_from_files_are_those_from_memory(prepared, small, first):
@@ -300,10 +323,11 @@ def test_kept_columns_are_used_until_something_else_is_asked(tmp_path, monkeypat
 def lengths_only(folder, clips):
     "What a plan needs of a cache, mapped from files."
     columns = dict(zip(('codes_length', 'text_length'), speech_lengths(clips)), speaker=np.arange(clips) % 1000)
-    columns['mel_length'] = columns['codes_length'] * 4
+    columns |= {'mel_length': columns['codes_length'] * 4, 'samples': columns['codes_length'] * 1024}
     for name, array in columns.items(): array.astype(np.int32).tofile(folder / name)
     arrays = {name: np.memmap(folder / name, np.int32, 'r') for name in columns}
-    return type('Lengths', (), {'__len__': lambda self: clips, 'manifest': {'key': 'x'}, 'folder': folder, **arrays})()
+    return type('Lengths', (), {'__len__': lambda self: clips, 'manifest': {'key': 'x'}, 'folder': folder, 'config': XTTSConfig(),
+                                **arrays})()
 
 def own_memory() -> int:
     "Bytes of this process that are not pages of files."

@@ -1,4 +1,5 @@
 "A run and its folder: what does not fit is refused, held-out clips stay out, and the model can be had alone."
+import json
 import shutil
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from cheap import HELD, lines_of
-from process import tree
+from process import main, tree
 from xtts_nb.cache import Cache
 from xtts_nb.checkpoint import checkpoints
 from xtts_nb.config import UserError
@@ -14,6 +15,7 @@ from xtts_nb.dvae import DVAE
 from xtts_nb.model import XTTS
 from xtts_nb.prepare import prepare
 from xtts_nb.runs import export_run, held_out_share, new_run, resume_run
+from xtts_nb.weights import read_tensors
 
 
 # --- folders that do not fit -----------------------------------------------------------------------------------------
@@ -151,6 +153,27 @@ def test_export_is_the_model_alone_and_the_best_one_where_asked(given, prepared,
     for name, v in XTTS.load(tmp_path / 'whole').weights.items(): assert np.array_equal(v.numpy(), newest[name].numpy())
     for name, v in XTTS.load(tmp_path / 'half').weights.items():
         assert v.dtype == 'float32' and np.allclose(v.numpy(), kept[name].numpy(), rtol=4e-3, atol=1e-6), name
+
+KINDS = [(best, half) for best in (False, True) for half in (False, True)]
+
+def test_the_command_exports_either_model_in_either_precision(given, prepared, mini, tmp_path, capsys):
+    run = tmp_path / 'run'
+    new_run(prepared, mini.replace(training={'validate_every': 2}), run, HELD).fit()
+    written = {}
+    for best, half in KINDS:
+        out, flags = tmp_path / f'{best}-{half}', ['--best'] * best + ['--bfloat16'] * half
+        assert main('export', run, out, *flags, '--json') == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told == {'out': str(out), 'bytes': (out / 'model.safetensors').stat().st_size}
+        wanted = XTTS.load(run / 'best' if best else run).weights
+        written[best, half] = dict(read_tensors(out / 'model.safetensors'))
+        assert written[best, half].keys() == wanted.keys() == XTTS.load(out).weights.keys()
+        for name, array in written[best, half].items():
+            value = tf.cast(wanted[name].value, 'bfloat16' if half else 'float32').numpy()
+            assert array.dtype == value.dtype and np.array_equal(array, value), name
+    moved = 'gpt/final_norm/beta'   # by the step of these runs
+    assert not np.array_equal(written[True, False][moved], written[False, False][moved])
+    assert main('export', run, tmp_path / 'text') == 0 and capsys.readouterr().out.strip().endswith('MB')
 
 def test_export_refuses_what_is_not_there(cheap, prepared, mini, tmp_path):
     new_run(prepared, mini, tmp_path / 'run').fit(2)

@@ -274,6 +274,15 @@ def test_a_model_trained_here_hears_a_crop_of_each_recording(xtts):
     alone = [listen(xtts, [w]).prompt for w in wavs]
     assert np.allclose(listen(xtts, wavs).prompt, np.mean(alone, 0), atol=1e-5)
 
+@pytest.mark.parametrize('heard, kept', [(30, [0.8, 2., 1.]), (2.8, [0.8, 2.]), (3.0, [0.8, 2.]), (3.2, [0.8, 2., 0.4]),
+                                         (0.5, [0.5])], ids=str)
+def test_without_pieces_the_recordings_are_heard_up_to_the_limit(xtts, heard, kept):
+    "A rest under a third of a second is left out."
+    wavs = [synthetic_voice(s, pitch) for s, pitch in ((0.8, 90.), (2., 200.), (1., 140.))]
+    found = reference_mels(xtts, wavs, SpeechConfig(reference_seconds=heard))
+    wanted = reference_mels(xtts, [w[:round(22050 * s)] for w, s in zip(wavs, kept)], SpeechConfig())
+    assert len(found) == len(kept) and all(np.array_equal(a, b) for a, b in zip(found, wanted))
+
 def test_of_each_recording_only_the_beginning_is_heard(xtts):
     wav, speech = synthetic_voice(2.), in_pieces(max_reference_seconds=1)
     assert np.allclose(listen(xtts, [wav, wav], speech).prompt, listen(xtts, [wav[:22050]] * 2, speech).prompt)

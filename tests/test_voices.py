@@ -13,15 +13,16 @@ import tensorflow as tf
 from process import COMMAND, environment, main, reached, xtts_nb
 from xtts_nb.audio import load_audio
 from xtts_nb.cache import Cache
-from xtts_nb.config import UserError, VoiceConfig
+from xtts_nb.cli_train import _voice_settings
+from xtts_nb.config import UserError, VoiceConfig, XTTSConfig
 from xtts_nb.dvae import DVAE, load_dvae
 from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.model import XTTS
 from xtts_nb.prepare import prepare
 from xtts_nb.runs import new_run, resume_run
 from xtts_nb.synthesis import Speaker
-from xtts_nb.voices import (Crops, DVAEUpdate, VoiceUpdate, Windows, cache_of, dvae_training, make_bank, new_dvae_run,
-                            new_voice_run, train_dvae, voice_training)
+from xtts_nb.voices import (DVAE_ALWAYS, VOICE_ALWAYS, Crops, DVAEUpdate, VoiceUpdate, Windows, _trained_as, cache_of,
+                            dvae_training, make_bank, new_dvae_run, new_voice_run, train_dvae, voice_training)
 
 LOSSES = 'loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss', 'val_loss'
 
@@ -157,6 +158,32 @@ def test_a_bank_holds_states_and_recordings(bank, model, prepared):
     kept = bank.wav[bank.start['wav'][i]:][:length] / 32767
     assert abs(length - len(wav)) <= 1 and np.allclose(kept, wav[:length], atol=1e-4)
 
+def has_states(bank) -> list[bool]:
+    "Of each clip, whether every code has a state."
+    return [bool(bank.states[first:first + n].any(-1).all()) for first, n in zip(bank.start['states'], bank.length['states'])]
+
+@pytest.mark.parametrize('balance', ['balance_speakers', 'balance_languages'])
+def test_balance_leaves_no_clip_without_states(model, prepared, bank, balance, tmp_path):
+    "Balanced batches draw clips with replacement; the bank still holds the states of every clip."
+    xtts = XTTS.load(model)
+    xtts.config = xtts.config.replace(data={balance: True, 'batch_size': 2})
+    made = make_bank(xtts, prepared, tmp_path / 'bank')
+    assert all(has_states(made)) and np.allclose(made.states, bank.states, atol=0.3) and made.ids == bank.ids
+
+def test_limits_leave_clips_out_of_a_bank(model, prepared, bank, tmp_path):
+    xtts = XTTS.load(model)
+    xtts.config = xtts.config.replace(data={'max_seconds': 0.9})
+    made = make_bank(xtts, prepared, tmp_path / 'bank')
+    short = [i for i, clip in enumerate(prepared.clips) if clip['seconds'] <= 0.9]
+    assert 0 < len(short) < len(prepared) and made.ids == [prepared.clips[i]['id'] for i in short] and all(has_states(made))
+    for place, i in enumerate(short):
+        for name in ('wav', 'voice'):
+            mine, all_ = (getattr(b, name)[b.start[name][at]:][:b.length[name][at]] for b, at in ((made, place), (bank, i)))
+            assert np.array_equal(mine, all_)
+    xtts.config = xtts.config.replace(data={'max_seconds': 0.55})
+    with pytest.raises(UserError, match='14 of 14 clips are left out: 14 longer than data.max_seconds 0.55'):
+        make_bank(xtts, prepared, tmp_path / 'none')
+
 def _epoch(cache, config):
     from xtts_nb.data import BatchPlan
     plan = BatchPlan(cache, config.data)
@@ -183,6 +210,13 @@ def test_every_place_is_as_likely(bank, tiny):
     places = bank.length['states'][plan.clips] - 4 + 1
     assert np.allclose(share, places / places.sum(), atol=0.03)
     assert (starts >= 0).all() and (starts < places[rows]).all() and len(np.unique(starts)) > 5
+
+def test_speakers_are_drawn_as_often_where_that_is_asked(bank, tiny):
+    config, clips = tiny.replace(voice={'batch_size': 4000}, data={'balance_speakers': True}), np.arange(6, 14)   # 1 and 7
+    drawn = lambda c: (plan := Windows(bank, c, clips)).bank.speaker[plan.clips[plan.pick(tf.constant(0, tf.int64))[0]]]
+    one = bank.speaker[6]
+    assert np.mean(drawn(config) == one) == pytest.approx(0.5, abs=0.03)
+    assert np.mean(drawn(config.replace(data={'balance_speakers': False})) == one) < 0.25
 
 def test_a_clip_shorter_than_a_window_ends_in_silence(bank, tiny):
     plan = Windows(bank, tiny.replace(voice={'window': 40}))
@@ -370,6 +404,43 @@ def test_a_mistake_is_a_sentence(tmp_path, monkeypatch, capsys, arguments, parts
     assert main(*arguments) == 2
     said = capsys.readouterr().err
     assert 'Traceback' not in said and all(part in said for part in parts), said
+
+FIXED = {'precision': 'bfloat16', 'accumulation': 2, 'schedule': 'noam', 'warmup_steps': 7, 'epochs': 3,
+         'gradient_clip_norm': 0.5, 'beta_2': 0.9, 'gradient_checkpointing': True, 'listen_clips': 2}
+
+@pytest.mark.parametrize('part, key', [(part, key) for part in ('dvae', 'voice') for key in FIXED])
+def test_a_setting_that_a_command_does_not_use_is_refused(part, key, corpus, model, tmp_path, capsys):
+    (tmp_path / 'c.yaml').write_text(f'training: {{{key}: {FIXED[key]}}}\ndata: {{batch_size: 4}}\n')
+    source = corpus if part == 'dvae' else model
+    assert main(f'train-{part}', source, '--config', tmp_path / 'c.yaml', '--run', tmp_path / 'run') == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert all(part in last for part in (f'training.{key}: ', 'does nothing here', 'leave it out')), last
+    assert not (tmp_path / 'run').exists()
+
+def test_the_refused_keys_are_those_that_are_always_the_same():
+    assert {*FIXED, 'judge_by'} == set(VOICE_ALWAYS) and {*FIXED, 'judge_by', 'weight_decay'} == set(DVAE_ALWAYS)
+    for always, made in ((DVAE_ALWAYS, dvae_training), (VOICE_ALWAYS, voice_training)):
+        used = made(XTTSConfig().replace(training=FIXED)).model_dump()
+        assert {key: used[key] for key in always} == always
+
+def test_a_file_may_hold_what_asks_for_nothing(model, tmp_path):
+    "The settings of the model itself, the defaults, and the values that are used anyway are no request."
+    begun = XTTSConfig.load(model / 'config.yaml')
+    for text in (begun.to_yaml(), 'training: {precision: float32, schedule: constant}', 'training: {schedule: cosine}',
+                 'voice: {steps: 3}'):
+        (tmp_path / 'c.yaml').write_text(text)
+        found = _voice_settings(model, tmp_path / 'c.yaml', known=False)
+        assert found.model == begun.model and found.data == begun.data
+
+def test_the_sizes_of_a_decoder_yet_to_be_made_count(model, tmp_path):
+    (tmp_path / 'c.yaml').write_text('model: {decoder: {channels: 32}}')
+    found = _voice_settings(model, tmp_path / 'c.yaml', known=False)
+    assert _trained_as(XTTS.load(model), found).model.decoder.channels == 32
+    with pytest.raises(UserError, match='model.decoder.channels: 32 does nothing'):
+        _voice_settings(model, tmp_path / 'c.yaml', True)
+    (tmp_path / 'c.yaml').write_text('model: {gpt: {layers: 3}}')
+    with pytest.raises(UserError, match='model.gpt.layers: 3 does nothing'):
+        _voice_settings(model, tmp_path / 'c.yaml', False)
 
 @pytest.mark.slow
 @pytest.mark.parametrize('part', ['dvae', 'voice'])

@@ -124,9 +124,9 @@ class ModelConfig(Section):
 class DataConfig(Section):
     "What is read, and in which shapes."
     batch_size: Positive = 8             # B
-    min_seconds: float = Field(0.5, ge=0)    # shorter clips are dropped
-    max_seconds: float = Field(11.6, gt=0)   # longer clips are dropped
-    max_text_tokens: Positive = 200      # clips with longer texts are dropped
+    min_seconds: float = Field(0.5, ge=0)    # shorter clips are left out
+    max_seconds: float = Field(11.6, gt=0)   # longer clips are left out
+    max_text_tokens: Positive = 200      # clips with longer texts are left out
     reference_frames: Positive = 517     # F of the reference crop, 6 s
     buckets: Positive = 4                # static shapes per epoch
     num_workers: Positive = 2            # parallel calls in the input pipeline
@@ -137,7 +137,7 @@ class DataConfig(Section):
     reference_from: Literal['speaker', 'clip'] = 'speaker'   # another clip of the speaker, or the clip itself
     balance_speakers: bool = False       # draw every speaker as often; no longer every clip once an epoch
     balance_languages: bool = False      # draw every language as often; likewise
-    max_drop_rate: float = Field(0.5, ge=0, le=1)   # more dropped clips than this is an error
+    max_drop_rate: float = Field(0.5, ge=0, le=1)   # prepare: a larger share of clips left out is an error
     preprocessing_mode: Literal['auto', 'precompute', 'runtime'] = 'auto'   # encode once, or at each step
     max_cache_gb: float = Field(64., gt=0)   # auto: precompute where the arrays are not larger than this
     seed: int = Field(0, ge=0, lt=2**31)     # of the order of clips and of the crops
@@ -151,9 +151,9 @@ class DataConfig(Section):
 # %% ../nbs/00_config.ipynb #741bfc48
 class TrainingConfig(Section):
     "How the weights move."
-    steps: Positive = 1000               # updates
+    steps: Positive = 1000               # updates of the GPT
     epochs: int = Field(0, ge=0)         # passes over the clips, in place of steps; 0 leaves it to steps
-    learning_rate: float = Field(5e-6, gt=0)   # the greatest
+    learning_rate: float = Field(5e-6, gt=0)   # of the GPT; peak, after warm-up
     warmup_steps: int = Field(0, ge=0)   # updates, linear from 0
     schedule: Literal['constant', 'cosine', 'noam'] = 'constant'   # after the warm-up; cosine ends at 2 %
     finetune: Literal['whole', 'lora', 'rows'] = 'whole'   # what moves: all, adapters of the attention, rows of a new language

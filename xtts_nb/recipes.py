@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['GPU_PRESETS', 'LEVELS', 'MOVED', 'ALWAYS', 'FLAGS', 'REFUSED_FLAGS', 'ENVIRONMENT', 'ELSEWHERE', 'descriptions',
            'commented_yaml', 'flat', 'nested', 'config_diff', 'diff_lines', 'gpu_preset', 'level', 'carried_over',
-           'load_recipe', 'check_unknown', 'assignments', 'from_environment', 'recipe', 'switches', 'switch_values']
+           'load_recipe', 'check_unknown', 'assignments', 'from_environment', 'recipe', 'check_acts', 'switches',
+           'switch_values']
 
 # %% ../nbs/37_recipes.ipynb #ecefca6f
 import difflib
@@ -243,6 +244,20 @@ def recipe(
         now |= keys
         given |= keys
     return config.replace(**nested(given)) if given else config
+
+# %% ../nbs/37_recipes.ipynb #6e20f402
+def check_acts(
+    begun: XTTSConfig,            # the settings before anybody changed them
+    config: XTTSConfig,           # the settings that were asked for
+    always: dict,                 # {key: value} that is used whatever the settings say
+    why: str,                     # ends the sentence, with the remedy
+    explicit: Iterable[str] = (), # keys given by an option, whose defaults count as asked for
+):
+    "Raise `UserError` for the first changed key that would do nothing."
+    default = flat(XTTSConfig().model_dump())
+    for key, (_, value) in config_diff(begun, config).items():
+        if key not in always or value == always[key]: continue
+        if key in explicit or value != default[key]: raise UserError(f'{key}: {_scalar(value)} does nothing here: {why}.')
 
 # %% ../nbs/37_recipes.ipynb #ed499c31
 ELSEWHERE = {'data.preprocessing_mode': 'it is settled when a cache is made; xtts-nb bench data measures it',

@@ -7,6 +7,7 @@ __all__ = ['COMMANDS', 'LARGE', 'open_cache', 'held_out_share', 'base_config', '
            'check_made_for', 'resume_run', 'export_run']
 
 # %% ../nbs/31_runs.ipynb #8f7f36c0
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import tensorflow as tf
 from .adapters import make_update, new_rows
 from .cache import KINDS, Cache, content_keys, file_sha
 from .config import UserError, XTTSConfig
-from .data import BatchPlan
+from .data import BatchPlan, left_out_line, within_limits
 from .dvae import load_dvae
 from .files import atomic_file, atomic_folder, fingerprint, read_json, write_json
 from .listening import Listener
@@ -127,6 +128,8 @@ def new_run(
     unknown = asked - set(ids)
     if unknown: raise UserError(f'{cache.folder}: has no clip {sorted(unknown)[0]} to hold out.')
     out = np.array([i in asked for i in ids])
+    for part in filter(None, (cache, val)):
+        if line := left_out_line(part, config.data): print(line, file=sys.stderr)
     keras.utils.set_random_seed(config.training.seed)
     with on_device(where.get('device')):
         if base: xtts = load_base(base, config, cache)
@@ -152,6 +155,16 @@ def check_made_for(cache: Cache, config: XTTSConfig):
         if wrong := _differences(getattr(config.model, part), getattr(cache.config.model, part)):
             raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again with these '
                             f'({wrong}).')
+    _check_room(cache, config)
+
+def _check_room(cache: Cache, config: XTTSConfig):
+    "Raise `UserError` if a clip that the settings let in is longer than what the GPT takes."
+    inside = within_limits(cache, config.data)
+    for kind, key, limit in (('codes', 'max_audio_codes', 'max_seconds'), ('text', 'max_text_tokens', 'max_text_tokens')):
+        longest, room = getattr(cache, f'{kind}_length')[inside].max(initial=0), getattr(config.model.gpt, key)
+        if longest > room:
+            raise UserError(f'{cache.folder}: the longest clip has {longest} {kind} tokens, more than model.gpt.{key} {room}; '
+                            f'raise that, or lower data.{limit} to leave such clips out.')
 
 def _differences(wanted, found) -> str:
     "What differs between two sections of settings."
@@ -176,7 +189,8 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray) -> Listener | None:
     if not training.listen_clips: return None
     if not (out.any() and training.validate_every):
         raise UserError('training.listen_clips: there is nothing to listen to; hold clips out and set training.validate_every.')
-    return Listener(xtts, cache, np.flatnonzero(out), training.listen_clips, _encoder(cache, xtts.config))
+    clips = np.flatnonzero(out & within_limits(cache, xtts.config.data))
+    return Listener(xtts, cache, clips, training.listen_clips, _encoder(cache, xtts.config))
 
 # %% ../nbs/31_runs.ipynb #1337b1c1
 def _check_alike(cache: Cache, val: Cache):

@@ -125,11 +125,13 @@ def reference_mels(
     speech: SpeechConfig,
 ) -> list[np.ndarray]:         # (F, C) each, normalised
     "The pieces of the recordings that the model hears one by one."
-    audio = xtts.config.model.audio
+    audio, frames = xtts.config.model.audio, xtts.config.data.reference_frames
     mel = lambda wav: (log_mel(wav, audio.reference_n_fft, audio) / xtts.gpt.mel_stats).numpy()
-    if speech.reference_chunk_seconds is None: return [wrapped(mel(wav), xtts.config.data.reference_frames) for wav in wavs]
-    whole = np.concatenate(wavs)[:int(speech.reference_seconds * audio.sample_rate)]
-    step, least = int(speech.reference_chunk_seconds * audio.sample_rate), 0.33 * audio.sample_rate
+    most, least = int(speech.reference_seconds * audio.sample_rate), 0.33 * audio.sample_rate
+    if speech.reference_chunk_seconds is None:
+        left = most - np.cumsum([0, *map(len, wavs)])   # samples that may still be heard before each recording
+        return [wrapped(mel(wav[:n]), frames) for wav, n in zip(wavs, left) if n >= least]
+    whole, step = np.concatenate(wavs)[:most], int(speech.reference_chunk_seconds * audio.sample_rate)
     return [mel(whole[i:i + step]) for i in range(0, len(whole), step) if len(whole) - i >= least]
 
 # %% ../nbs/24_synthesis.ipynb #5e89f548

@@ -1,0 +1,307 @@
+"Each key of the settings: change it, and something that can be observed changes. A table, one row per key."
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cheap import HELD, Cheap
+from xtts_nb import runs, synthesis
+from xtts_nb.adapters import make_update, new_rows
+from xtts_nb.audio import log_mel, synthetic_voice
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.corpora import Dropped, check_dropped, read_corpus
+from xtts_nb.data import BatchPlan, batches_of, reader_of
+from xtts_nb.discriminators import Critic
+from xtts_nb.dvae import DVAE
+from xtts_nb.files import write_json
+from xtts_nb.gpt import GPT
+from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
+from xtts_nb.model import POLICIES
+from xtts_nb.optimizer import averaged, learning_rate, make_optimizer
+from xtts_nb.prepare import choose_mode
+from xtts_nb.recipes import flat
+from xtts_nb.runs import new_run, open_cache
+from xtts_nb.step import compile_step
+from xtts_nb.synthesis import Speaker, listen, reference_mels, speaker_vector
+from xtts_nb.trainer import in_updates
+from xtts_nb.voices import Bank, Crops, VoiceUpdate, Windows, dvae_training, voice_training, window_samples
+
+WAV = synthetic_voice(2.)
+
+
+# --- observers: (settings, world) -> what is seen; the same settings show the same ----------------------------------
+
+def mel(config, world): return log_mel(WAV, config.model.audio.dvae_n_fft, config.model.audio)
+
+def hearing(config):
+    "A model whose networks return the mel that they are given."
+    gpt = SimpleNamespace(mel_stats=1., conditioning=lambda mel: mel)
+    return SimpleNamespace(config=config, gpt=gpt, hifigan=None)
+
+def reference_mel(config, world): return reference_mels(hearing(config), [WAV], config.speech)
+
+def speaker_mel(config, world):
+    model = hearing(config)
+    model.hifigan = None, lambda mel: mel
+    return speaker_vector(model, [WAV])
+
+def prompt(config, world): return listen(hearing(config), [WAV, WAV[::-1].copy()]).prompt
+
+def shapes(config, world, make):
+    with tf.Graph().as_default(): return {v.path: tuple(v.shape) for v in make(config).variables}
+
+dvae_shapes = partial(shapes, make=DVAE)
+gpt_shapes = partial(shapes, make=lambda config: GPT(config, 3))
+encoder_shapes = partial(shapes, make=SpeakerEncoder)
+decoder_shapes = partial(shapes, make=HiFiGAN)
+critic_shapes = partial(shapes, make=lambda config: Critic(config.voice))
+
+def sound(config, world):
+    "What a decoder makes of two states."
+    keras.utils.set_random_seed(0)
+    return HiFiGAN(config)(tf.ones((1, 2, config.model.gpt.width)), tf.ones((1, config.model.speaker.width)))
+
+def critic_maps(config, world): return [[x.shape for x in part] for part in Critic(config.voice)(tf.ones((1, 3000)))]
+
+def rows_to_learn(config, world):
+    try: return new_rows(config, world.tokenizer, ['en'])
+    except UserError as e: return str(e)
+
+def updated(config, world):
+    "One update of a GPT: losses, gradients as they are applied, in how many parts, and what is computed again."
+    keras.utils.set_random_seed(0)
+    gpt, draw, applied, shares = GPT(config, 3, dtype=POLICIES[config.training.precision]), np.random.default_rng(0), [], []
+    update = make_update(gpt, config.training, [])
+    update.apply = lambda gradients: applied.extend(gradients) or tf.constant(True)
+    update.share, share = lambda batch, *rest: shares.append(len(batch['text'])) or share(batch, *rest), update.share
+    batch = {'text': draw.integers(3, 40, (4, 5)), 'codes': draw.integers(0, 32, (4, 6)), 'text_length': [5] * 4,
+             'code_length': [6] * 4}
+    batch = {name: tf.constant(x, tf.int32) for name, x in batch.items()}
+    batch |= {'reference': tf.constant(draw.normal(size=(4, 16, 80)), tf.float32), 'weight': tf.ones(4)}
+    with patch.object(tf, 'recompute_grad', wraps=tf.recompute_grad) as again: found = update(batch, tf.constant(0))
+    return found, applied, shares, again.call_count, gpt.compute_dtype
+
+def planned(config, world):
+    "The shapes and the first steps of a plan."
+    plan = BatchPlan(world.cache, config.data)
+    return plan.shapes, plan.steps_per_epoch, [plan.pick(tf.constant(step, tf.int64)) for step in range(3)]
+
+def first_batch(config, world):
+    return reader_of(BatchPlan(world.cache, config.data))(tf.constant(0, tf.int64))
+
+def pipeline(config, world):
+    "Parallel calls, buffer and device of a pipeline; the GPU is only claimed."
+    devices, copied = [], lambda device, n: devices.append(device) or (lambda batches: batches)
+    with (patch.object(tf.config, 'list_logical_devices', lambda kind=None: ['GPU:0']),
+          patch.object(tf.data.experimental, 'prefetch_to_device', copied)):
+        batches = batches_of(lambda step: {'step': step}, config.data, 0, 4)
+    return int(batches._buffer_size), int(batches._inputs()[0]._num_parallel_calls), devices
+
+def place(config, world):
+    cache = open_cache(world.cache.folder, config)
+    return type(cache.mel).__name__, type(BatchPlan(cache, config.data).rows(('mel',))).__name__
+
+def dropped(config, world):
+    try: return check_dropped([Dropped('a', 'bad')] * 2, 5, config, 'corpus')
+    except UserError as e: return str(e)
+
+def mode(config, world): return choose_mode(read_corpus(world.corpus)[0], config)
+
+def rates(config, world, training): return [float(learning_rate(training(config))(step)) for step in (0, 1, 2, 5, 9)]
+
+gpt_rates = partial(rates, training=lambda config: config.training)
+dvae_rates = partial(rates, training=dvae_training)
+voice_rates = partial(rates, training=voice_training)
+
+def length(config, world): return in_updates(config.training, BatchPlan(world.cache, config.data)).steps
+
+def moved(config, world):
+    "A weight and its running mean after three updates."
+    x = keras.Variable(np.float32([3., -1.]), name='kernel')
+    optimizer = make_optimizer([x], config.training)
+    for n in range(3): optimizer.apply([tf.constant([1., 2.]) * (n + 1)], [x])
+    last = x.numpy().copy()
+    with averaged(optimizer, [x]): return last, x.numpy().copy()
+
+def compiled(config, world):
+    step = compile_step(tf.identity, config.training)
+    return type(step).__name__, getattr(step, 'xla', None)
+
+class Told(Cheap):
+    "Whose validations are given, and whose updates from the third on are bad."
+    def custom_train_step(self, batch, number):
+        bad = tf.cast(number >= 3, tf.float32)
+        return super().custom_train_step(batch, number) | {'skipped': bad, 'bad': bad}
+    def validate(self):
+        n = self.step // self.training.validate_every
+        return {'val_loss': [3., 2., 2.5, 2.2, 4.][n], 'val_dtw': float(n)}
+
+def ran(config, world):
+    "The log lines, checkpoints and the best validation of a run, and how it ended."
+    folder = world.folder()
+    with patch.object(runs, 'Trainer', Told), patch.object(runs, 'Listener', lambda *given: None):
+        trainer = new_run(world.cache, config, folder, HELD)
+    try: ended = trainer.fit()['steps']
+    except UserError as e: ended = str(e).replace(str(folder), '')
+    lines = [line.split(',')[0] for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    return lines, sorted(p.name for p in (folder / 'checkpoints').iterdir()), trainer.best, ended
+
+def listener(config, world):
+    with patch.object(runs, 'Trainer', Told), patch.object(runs, 'Listener', lambda *given: given[3]):
+        return new_run(world.cache, config, None, HELD).listen
+
+def crops(config, world): return Crops(np.ones((200, 80), np.float32), config)(tf.constant(0, tf.int64))
+
+def windows(config, world): return Windows(world.bank, config)(tf.constant(0, tf.int64))
+
+def window_length(config, world): return window_samples(config)
+
+def voice_losses(config, world):
+    world.update.voice = config.voice
+    return world.update.losses(*world.sounds, tf.constant(0))[0]['loss']
+
+def spoken(config, world):
+    "The codes that a speaker draws from given scores."
+    model = SimpleNamespace(config=config, hifigan=None, gpt=SimpleNamespace(parity=False), dvae=SimpleNamespace(decode=None))
+    scores, before = tf.constant(np.random.default_rng(0).normal(size=(64, 40)) * 2, tf.float32), tf.range(40)[None] % 2 == 0
+    def draw(gpt, text, length, prompt, most, *knobs): return synthesis.choose(scores, before, *knobs[-1:], *knobs[:-1])
+    with patch.object(synthesis, 'generate', draw):
+        return Speaker(model)._generate(None, None, None, tf.constant([1, 2]))
+
+def in_time(config, world):
+    model = SimpleNamespace(config=config, hifigan=None, gpt=SimpleNamespace(parity=False), dvae=SimpleNamespace(decode=None))
+    return Speaker(model)._in_time(tf.ones((1, 8, 2)))
+
+
+# --- the table: key -> changed value, observer, settings on both sides ----------------------------------------------
+
+ADAPTED = {'training.finetune': 'lora', 'training.lora_rank': 4}
+RUN = {'training.steps': 8, 'training.log_every': 2, 'training.checkpoint_every': 2, 'training.validate_every': 2,
+       'training.listen_clips': 1, 'training.enable_graph_mode': False, 'data.buckets': 1}
+RATES = {'training.steps': 10, 'training.warmup_steps': 2, 'training.schedule': 'cosine'}
+HEARD = {'data.reference_frames': 120}
+DRAWN = {'speech.temperature': 1., 'speech.top_p': 0.95, 'speech.repetition_penalty': 1.5}
+
+TABLE = {
+    'model.audio.sample_rate': (16000, mel), 'model.audio.n_mels': (40, mel), 'model.audio.hop_length': (128, mel),
+    'model.audio.win_length': (512, mel), 'model.audio.dvae_n_fft': (2048, mel), 'model.audio.f_max': (6000., mel),
+    'model.audio.reference_n_fft': (4096, reference_mel),
+    'model.dvae.hidden': (24, dvae_shapes), 'model.dvae.codebook_dim': (12, dvae_shapes),
+    'model.dvae.codes': (48, dvae_shapes), 'model.dvae.resnet_blocks': (2, dvae_shapes),
+    'model.gpt.layers': (2, gpt_shapes), 'model.gpt.width': (128, gpt_shapes), 'model.gpt.text_tokens': (60, gpt_shapes),
+    'model.gpt.max_text_tokens': (30, gpt_shapes), 'model.gpt.max_audio_codes': (30, gpt_shapes),
+    'model.gpt.prompt_latents': (6, gpt_shapes), 'model.gpt.conditioning_layers': (2, gpt_shapes),
+    'model.gpt.perceiver_layers': (2, gpt_shapes), 'model.gpt.perceiver_heads': (2, gpt_shapes),
+    'model.gpt.perceiver_head_dim': (16, gpt_shapes), 'model.gpt.heads': (4, updated), 'model.gpt.dropout': (0.5, updated),
+    'model.gpt.code_noise': (0.6, updated), 'model.gpt.grown_from': (1, rows_to_learn, {'training.finetune': 'rows'}),
+    'model.speaker.sample_rate': (8000, speaker_mel), 'model.speaker.n_fft': (1024, speaker_mel),
+    'model.speaker.win_length': (300, speaker_mel), 'model.speaker.hop_length': (80, speaker_mel),
+    'model.speaker.n_mels': (32, speaker_mel), 'model.speaker.pre_emphasis': (0.5, speaker_mel),
+    'model.speaker.filters': ((8, 12), encoder_shapes), 'model.speaker.blocks': ((1, 2), encoder_shapes),
+    'model.speaker.width': (12, encoder_shapes),
+    'model.decoder.sample_rate': (48000, window_length), 'model.decoder.channels': (32, decoder_shapes),
+    'model.decoder.rates': ((4, 8, 4, 2), sound), 'model.decoder.up_kernels': ((16, 16, 4, 8), decoder_shapes),
+    'model.decoder.residual_kernels': ((3, 5), decoder_shapes), 'model.decoder.dilations': ((1, 2, 5), sound),
+    'data.batch_size': (2, planned), 'data.min_seconds': (0.9, planned), 'data.max_seconds': (0.9, planned),
+    'data.max_text_tokens': (6, planned), 'data.reference_frames': (48, first_batch), 'data.buckets': (1, planned),
+    'data.num_workers': (3, pipeline), 'data.prefetch_buffer_size': (7, pipeline), 'data.prefetch_to_gpu': (False, pipeline),
+    'data.ram_budget': (0., place), 'data.pad_to_fixed_length': (True, planned), 'data.reference_from': ('clip', planned),
+    'data.balance_speakers': (True, planned), 'data.balance_languages': (True, planned), 'data.seed': (3, planned),
+    'data.max_drop_rate': (0.3, dropped), 'data.preprocessing_mode': ('runtime', mode), 'data.max_cache_gb': (1e-9, mode),
+    'training.steps': (20, gpt_rates, RATES), 'training.learning_rate': (0.5, gpt_rates, RATES),
+    'training.warmup_steps': (5, gpt_rates, RATES), 'training.schedule': ('noam', gpt_rates, RATES),
+    'training.epochs': (3, length),
+    'training.finetune': ('lora', updated), 'training.lora_rank': (8, updated, ADAPTED),
+    'training.lora_alpha': (2., updated, ADAPTED), 'training.gradient_clip_norm': (1e-3, updated),
+    'training.text_loss_weight': (0.5, updated), 'training.precision': ('bfloat16', updated),
+    'training.accumulation': (2, updated), 'training.gradient_checkpointing': (True, updated), 'training.seed': (3, updated),
+    'training.weight_decay': (0.5, moved), 'training.beta_2': (0.5, moved), 'training.ema': (0.5, moved),
+    'training.enable_graph_mode': (False, compiled), 'training.enable_xla_compilation': (False, compiled),
+    'training.enable_eager_debug': (True, compiled),
+    'training.log_every': (3, ran, RUN), 'training.checkpoint_every': (4, ran, RUN), 'training.keep_checkpoints': (1, ran, RUN),
+    'training.validate_every': (4, ran, RUN), 'training.patience': (1, ran, RUN), 'training.judge_by': ('dtw', ran, RUN),
+    'training.max_bad_steps': (2, ran, RUN), 'training.listen_clips': (2, listener, RUN),
+    'training.dvae_steps': (50, dvae_rates), 'training.dvae_learning_rate': (0.5, dvae_rates),
+    'training.dvae_batch_size': (3, crops),
+    'voice.steps': (7, voice_rates), 'voice.learning_rate': (0.5, voice_rates), 'voice.batch_size': (3, windows),
+    'voice.window': (5, windows), 'voice.reference_seconds': (0.6, windows), 'voice.mel_weight': (1., voice_losses),
+    'voice.adversarial_weight': (9., voice_losses), 'voice.feature_weight': (9., voice_losses),
+    'voice.speaker_weight': (9., voice_losses), 'voice.adversarial_from': (5, voice_losses),
+    'voice.periods': ((2, 3), critic_shapes), 'voice.windows': ((512,), critic_maps), 'voice.channels': (4, critic_shapes),
+    'speech.temperature': (0., spoken, DRAWN), 'speech.top_k': (2, spoken, DRAWN), 'speech.top_p': (0.1, spoken, DRAWN),
+    'speech.repetition_penalty': (5., spoken, DRAWN), 'speech.speed': (2., in_time),
+    'speech.max_reference_seconds': (0.6, prompt, HEARD), 'speech.reference_seconds': (2.6, prompt, HEARD),
+    'speech.reference_chunk_seconds': (1., prompt, HEARD),
+}
+
+
+@pytest.fixture(scope='module')
+def base(small) -> XTTSConfig:
+    "Small networks, no dropout or noise unless a row asks for it."
+    return small.replace(
+        model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1, 'code_noise': 0., 'dropout': 0.1},
+               'decoder': {'channels': 16}, 'speaker': {'filters': [8, 8], 'blocks': [1, 1], 'width': 8}},
+        voice={'steps': 8, 'batch_size': 2, 'window': 4, 'periods': [2], 'windows': [256], 'channels': 2,
+               'reference_seconds': 0.5})
+
+@pytest.fixture(scope='module')
+def bank(base, tmp_path_factory) -> Bank:
+    "Noise in the shape of three clips of two speakers."
+    folder, draw, n = tmp_path_factory.mktemp('bank'), np.random.default_rng(0), np.array([[9] * 3, [12000] * 3, [80] * 3])
+    arrays = {'states': draw.normal(size=(27, base.model.gpt.width)).astype(np.float16), 'length': n,
+              'wav': draw.integers(-999, 999, 36000).astype(np.int16), 'voice': draw.normal(size=(240, 64)).astype(np.float16),
+              'speaker': np.array([0, 0, 1]), 'language': np.zeros(3, int)}
+    for name, array in arrays.items(): np.save(folder / f'{name}.npy', array)
+    write_json(folder / 'clips.json', {'ids': ['a', 'b', 'c']})
+    return Bank(folder)
+
+@pytest.fixture(scope='module')
+def world(base, bank, prepared, corpus, tokenizer, tmp_path_factory) -> SimpleNamespace:
+    "What observers look at, made once."
+    keras.utils.set_random_seed(0)
+    update = VoiceUpdate(HiFiGAN(base), SpeakerEncoder(base), True, base)
+    sounds = [tf.random.stateless_normal((1, 3000), [i, 0], stddev=0.1) for i in (0, 1)]
+    return SimpleNamespace(cache=prepared, corpus=corpus, tokenizer=tokenizer, bank=bank, update=update, sounds=sounds,
+                           folder=lambda: tmp_path_factory.mktemp('runs') / 'run', seen={})
+
+def changed(config: XTTSConfig, key: str, value) -> XTTSConfig:
+    *sections, name = key.split('.')
+    inner = {name: value}
+    for section in reversed(sections): inner = {section: inner}
+    return config.replace(**inner)
+
+def frozen(x):
+    "Anything that an observer returns, as something to compare."
+    if isinstance(x, dict): return tuple((k, frozen(v)) for k, v in x.items())
+    if isinstance(x, (list, tuple)): return tuple(map(frozen, x))
+    if isinstance(x, np.ndarray) or tf.is_tensor(x): return x.shape, np.asarray(x).tobytes()
+    return repr(x)
+
+def look(key: str, base, world, value=None):
+    "What is seen, with the key as it is or with another value."
+    _, observe, *given = TABLE[key]
+    config = base
+    for name, each in (given[0] if given else {}).items(): config = changed(config, name, each)
+    return frozen(observe(config if value is None else changed(config, key, value), world))
+
+def before(key: str, base, world):
+    "What is seen with the key as it is; looked at once for all rows that share it."
+    _, observe, *given = TABLE[key]
+    mark = id(observe), str(given)
+    if mark not in world.seen: world.seen[mark] = look(key, base, world)
+    return world.seen[mark]
+
+@pytest.mark.parametrize('key', TABLE)
+def test_a_changed_key_changes_what_is_observed(key, base, world):
+    assert look(key, base, world, TABLE[key][0]) != before(key, base, world)
+
+@pytest.mark.parametrize('key', {(id(observe), str(given)): key for key, (_, observe, *given) in TABLE.items()}.values())
+def test_what_is_observed_follows_from_the_settings(key, base, world):
+    "The same twice: what differs in a row differs because of its key."
+    assert look(key, base, world) == before(key, base, world)
+
+def test_the_table_has_every_key(): assert set(TABLE) == set(flat(XTTSConfig().model_dump()))
