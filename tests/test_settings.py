@@ -52,7 +52,7 @@ def speaker_mel(config, world):
 def prompt(config, world): return listen(hearing(config), [WAV, WAV[::-1].copy()]).prompt
 
 def shapes(config, world, make):
-    with tf.Graph().as_default(): return {v.path: tuple(v.shape) for v in make(config).variables}
+    with tf.Graph().as_default(): return [tuple(v.shape) for v in make(config).variables]
 
 dvae_shapes = partial(shapes, make=DVAE)
 gpt_shapes = partial(shapes, make=lambda config: GPT(config, 3))
@@ -111,7 +111,7 @@ def dropped(config, world):
 
 def mode(config, world): return choose_mode(read_corpus(world.corpus)[0], config)
 
-def rates(config, world, training): return [float(learning_rate(training(config))(step)) for step in (0, 1, 2, 5, 9)]
+def rates(config, world, training): return [float(learning_rate(training(config))(step)) for step in (0, 1, 2, 5, 9, 60)]
 
 gpt_rates = partial(rates, training=lambda config: config.training)
 dvae_rates = partial(rates, training=dvae_training)
@@ -138,7 +138,7 @@ class Told(Cheap):
         return super().custom_train_step(batch, number) | {'skipped': bad, 'bad': bad}
     def validate(self):
         n = self.step // self.training.validate_every
-        return {'val_loss': [3., 2., 2.5, 2.2, 4.][n], 'val_dtw': float(n)}
+        return {'val_loss': [3., 2., 2.5, 2.2, 4.][n], 'val_dtw': 5. - n}
 
 def ran(config, world):
     "The log lines, checkpoints and the best validation of a run, and how it ended."
@@ -204,8 +204,8 @@ TABLE = {
     'model.speaker.filters': ((8, 12), encoder_shapes), 'model.speaker.blocks': ((1, 2), encoder_shapes),
     'model.speaker.width': (12, encoder_shapes),
     'model.decoder.sample_rate': (48000, window_length), 'model.decoder.channels': (32, decoder_shapes),
-    'model.decoder.rates': ((4, 8, 4, 2), sound), 'model.decoder.up_kernels': ((16, 16, 4, 8), decoder_shapes),
-    'model.decoder.residual_kernels': ((3, 5), decoder_shapes), 'model.decoder.dilations': ((1, 2, 5), sound),
+    'model.decoder.rates': ((8, 32), sound), 'model.decoder.up_kernels': ((32, 34), decoder_shapes),
+    'model.decoder.residual_kernels': ((3, 5), decoder_shapes), 'model.decoder.dilations': ((1, 2), sound),
     'data.batch_size': (2, planned), 'data.min_seconds': (0.9, planned), 'data.max_seconds': (0.9, planned),
     'data.max_text_tokens': (6, planned), 'data.reference_frames': (48, first_batch), 'data.buckets': (1, planned),
     'data.num_workers': (3, pipeline), 'data.prefetch_buffer_size': (7, pipeline), 'data.prefetch_to_gpu': (False, pipeline),
@@ -244,7 +244,9 @@ def base(small) -> XTTSConfig:
     "Small networks, no dropout or noise unless a row asks for it."
     return small.replace(
         model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1, 'code_noise': 0., 'dropout': 0.1},
-               'decoder': {'channels': 16}, 'speaker': {'filters': [8, 8], 'blocks': [1, 1], 'width': 8}},
+               'decoder': {'channels': 8, 'rates': [16, 16], 'up_kernels': [32, 32], 'residual_kernels': [3],
+                           'dilations': [1, 3]},
+               'speaker': {'filters': [8, 8], 'blocks': [1, 1], 'width': 8}},
         voice={'steps': 8, 'batch_size': 2, 'window': 4, 'periods': [2], 'windows': [256], 'channels': 2,
                'reference_seconds': 0.5})
 
