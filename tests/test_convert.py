@@ -117,7 +117,8 @@ def test_the_written_config_has_the_sizes_of_the_tensors(disk, tmp_path, came_wi
     if not came_with: (tmp_path / 'ours/coqui.json').unlink()
     assert main('convert', 'to-coqui', tmp_path / 'ours', tmp_path / 'back') == 0
     written = json.loads((tmp_path / 'back/config.json').read_text())
-    assert written['model_args'] == sizes_of(files) and written['languages'] == ['en', 'de'] and written['model'] == 'xtts'
+    assert written['model_args'] == sizes_of(files) and written['model'] == 'xtts'
+    assert sorted(written['languages']) == ['de', 'en']
     assert written['audio'] == {'sample_rate': 22050, 'output_sample_rate': 24000}
 
 

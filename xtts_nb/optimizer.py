@@ -28,11 +28,12 @@ class Noam(keras.optimizers.schedules.LearningRateSchedule):
 # %% ../nbs/27_optimizer.ipynb #26b36ae6
 def learning_rate(training: TrainingConfig):
     "The schedule of a run, a function of the number of updates."
-    t, first = training, training.learning_rate / max(1, training.warmup_steps)
+    t = training
     if t.schedule == 'noam': return Noam(t.learning_rate, t.warmup_steps)
     if t.schedule == 'cosine':
         return keras.optimizers.schedules.CosineDecay(0., max(1, t.steps - t.warmup_steps), alpha=0.02,
                                                       warmup_target=t.learning_rate, warmup_steps=t.warmup_steps)
+    first = 0. if t.warmup_steps else t.learning_rate
     return keras.optimizers.schedules.PolynomialDecay(first, max(1, t.warmup_steps), t.learning_rate)
 
 # %% ../nbs/27_optimizer.ipynb #b9e05f16

@@ -45,6 +45,7 @@ class Tiled:
         self.folder, self.config, self.tokenizer, self.manifest = cache.folder, cache.config, cache.tokenizer, cache.manifest
         self.clips = [c | {'id': f'{c["id"]}#{i}'} for i in range(times) for c in cache.clips]
         self.wav_path = lambda i: cache.wav_path(i % len(cache))
+        self.samples = np.tile(cache.samples, times)
         for kind in ('codes', 'text', 'mel'):
             array, length = np.asarray(getattr(cache, kind)), np.asarray(getattr(cache, f'{kind}_length'))
             setattr(self, kind, np.tile(array, (times, 1) if array.ndim > 1 else times))
