@@ -146,11 +146,11 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     cache = None if _is_corpus(data) else open_cache(data or facts['cache'])
     if preset or not (facts or cache): settings = XTTSConfig.preset(preset or 'tiny')
     else: settings = XTTSConfig.load(run / 'config.yaml') if facts else cache.config
-    settings = recipe(with_file(settings, config), layers, lambda line: print(line, file=sys.stderr))
+    begun, settings = settings, recipe(with_file(settings, config), layers, lambda line: print(line, file=sys.stderr))
     settings = _begun_from(base, settings, finetune)
     if on_device and not cache: settings = _without_codes(settings)
     cache = cache or open_cache(_prepared(data, settings, base), settings)
-    _check_mode(cache, layers['options'])
+    if not _is_corpus(data): _check_prepared(cache, begun, settings, layers['options'])
     check_made_for(cache, settings)   # before the memory is looked at, which says nothing of a model that cannot be trained
     feed = _feed(cache, settings, devices, on_device, ring)
     settings = _in_memory(cache, settings, base, fit, devices, replicas)
@@ -164,7 +164,10 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
 def _settings(cache, preset, config, base, finetune):
     "The settings that were asked for, over those of the cache."
     from xtts_nb.config import XTTSConfig
-    return _begun_from(base, with_file(XTTSConfig.preset(preset) if preset else cache.config, config), finetune)
+    begun = XTTSConfig.preset(preset) if preset else cache.config
+    settings = with_file(begun, config)
+    _check_prepared(cache, begun, settings)
+    return _begun_from(base, settings, finetune)
 
 def _begun_from(base, settings, finetune):
     "The settings with the model of `base`, and what of it moves."
@@ -230,12 +233,15 @@ def _prepared(corpus: Path, settings, made: Path | None = None) -> Path:
     make_cache(corpus, out, settings, made)
     return out
 
-def _check_mode(cache, options: dict):
-    "Raise `UserError` unless the cache is of the mode that is asked for."
-    from xtts_nb.config import UserError
-    mode, asked = cache.manifest['mode'], options.get('data.preprocessing_mode', 'auto')
-    if asked not in ('auto', mode):
-        raise UserError(f'{cache.folder}: was made with data.preprocessing_mode {mode}; leave --preprocessing-mode {asked} out.')
+def _check_prepared(cache, begun, settings, options: dict = {}):   # noqa: B006 -- only read
+    "Raise `UserError` for a changed setting that only the preparation of a cache uses."
+    from xtts_nb.recipes import check_acts
+    made, mode = cache.config.data, cache.manifest['mode']
+    always = {f'data.{name}': getattr(made, name) for name in ('max_drop_rate', 'max_cache_gb')}
+    always['data.preprocessing_mode'] = mode
+    explicit = [key for key, value in options.items() if value != 'auto']
+    check_acts(begun, settings, always, f'{cache.folder} is prepared, with preprocessing_mode {mode}; prepare the corpus again '
+               'with the new value, or leave it out', explicit)
 
 def _free_run(runs: Path, name: str = 'train') -> Path:
     "The first of train-1, train-2, ... that is free."
@@ -262,9 +268,12 @@ def train_dvae(
         from xtts_nb.config import workspace
         from xtts_nb.corpora import check_dropped, read_corpus
         from xtts_nb.prepare import mel_sample
-        from xtts_nb.voices import new_dvae_run
-        same = run / 'config.yaml' if known and not (preset or config) else config
-        settings = load_settings(preset or 'tiny', same)
+        from xtts_nb.recipes import check_acts
+        from xtts_nb.voices import DVAE_ALWAYS, new_dvae_run
+        begun = load_settings(preset or 'tiny', None, run if known and not preset else None)
+        settings = with_file(begun, config)
+        check_acts(begun, settings, {f'training.{k}': v for k, v in DVAE_ALWAYS.items()}, 'it is for xtts-nb train, and the DVAE '
+                   'has training.dvae_steps, dvae_batch_size and dvae_learning_rate; leave it out')
         settings = _changed(settings, val, dvae_steps=steps)
         with progress() as tell:
             def mels():
@@ -308,10 +317,10 @@ def train_voice(
                        'begin one with xtts-nb train-voice MODEL')
         start()
         from xtts_nb.cache import Cache
-        from xtts_nb.config import XTTSConfig, workspace
+        from xtts_nb.config import workspace
         from xtts_nb.runs import held_out_share
         from xtts_nb.voices import cache_of, new_voice_run
-        settings = XTTSConfig.load(config or Path(run if known else model) / 'config.yaml')
+        settings = _voice_settings(run if known else model, config, known)
         if steps: settings = settings.replace(voice={'steps': steps})
         settings = _changed(settings, val)
         cache = None if known else Cache(data or cache_of(model))
@@ -321,6 +330,20 @@ def train_voice(
                                     stage(tell, 'states and recordings'))
             result, text = _fit(trainer, 'train-voice', tell)
         show(result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE')
+
+def _voice_settings(begun: Path, config: Path | None, known: bool):
+    "The settings of a model or of a decoder's run, with a file over them; raises `UserError` for a change that does nothing."
+    from xtts_nb.config import XTTSConfig
+    from xtts_nb.recipes import check_acts, flat
+    from xtts_nb.voices import VOICE_ALWAYS
+    begun = XTTSConfig.load(begun / 'config.yaml')
+    settings, fixed = with_file(begun, config), begun.model_dump(include={'model'})
+    sizes = () if known else ('model.speaker.', 'model.decoder.')
+    always = {f'training.{k}': v for k, v in VOICE_ALWAYS.items()}
+    always |= {key: value for key, value in flat(fixed).items() if not key.startswith(sizes)}
+    check_acts(begun, settings, always, 'the decoder is trained with the settings of the section voice, for a model that stays '
+               'as it is; leave it out')
+    return settings
 
 # %% ../nbs/62_cli_train.ipynb #09f0a38d
 def _largest(cache, settings, base):
