@@ -89,6 +89,8 @@ def test_a_dvae_stays_at_home(plan, prepared, small, dvae):
 
 # --- killed --------------------------------------------------------------------------------------------------------
 
+HELD = 12   # batches at most that one worker was given and had not delivered; 2 and 3 were seen
+
 def disturbed(plan, who: int, sharding: str, steps: int):
     "A run of `steps` steps in which a member is killed and started again; the steps that came, and what was said."
     lines = []
@@ -112,7 +114,7 @@ def test_a_killed_worker_comes_back_and_no_step_comes_twice(running, plan):
         if number == 4: worker.kill()
         time.sleep(0.005)
     seen = steps_of(taken(service_batches(plan, address, 0, 60), each), plan, 60)
-    assert set(seen.values()) == {1} and 30 <= len(seen) <= 60
+    assert set(seen.values()) == {1} and 60 - HELD <= len(seen) <= 60
     assert jobs().keys() == before.keys() and not worker.is_running()
     assert any(line.startswith('worker localhost:') for line in iter(child.stderr.readline, ''))   # said what is started again
 
@@ -120,7 +122,7 @@ def test_a_killed_worker_comes_back_and_no_step_comes_twice(running, plan):
 @pytest.mark.parametrize('who', [1, 2])
 def test_every_worker_comes_back(plan, who):
     seen, lines = disturbed(plan, who, 'dynamic', 60)
-    assert len(lines) == 1 and 'worker' in lines[0] and set(seen.values()) == {1} and 30 <= len(seen) <= 60
+    assert len(lines) == 1 and 'worker' in lines[0] and set(seen.values()) == {1} and 60 - HELD <= len(seen) <= 60
 
 @pytest.mark.slow
 def test_without_sharding_nothing_is_lost(plan):

@@ -99,6 +99,14 @@ def test_a_trainer_may_keep_nothing(prepared, mini, tmp_path, monkeypatch):
     trainer = new_run(prepared, mini, None)
     assert trainer.run is None and trainer.step == 0 and not list(tmp_path.iterdir())
 
+@pytest.mark.cpu
+def test_one_replica_trains_as_the_plain_trainer_to_the_end(prepared, mini, alone, tmp_path):
+    "Nobody asked to stop, so nothing stops it; the same losses."
+    make = partial(DistributedTrainer, strategy=setup_gpu_strategy(['CPU:0']))
+    trainer = new_run(prepared, mini, tmp_path / 'run', make=make)
+    trainer.fit()
+    assert trainer.step == 6 and losses(tmp_path / 'run') == pytest.approx(losses(alone), rel=1e-5)
+
 @pytest.mark.parametrize('arguments, said', [
     (['--', 'prepare', 'x', '--out', 'y'], 'cannot be spread'), (['--', 'train', '--data', 'x'], 'with --run'),
     (['--workers', 'a:1,b:2', '--', 'train', '--run', 'r'], '--index'),
