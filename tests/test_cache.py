@@ -70,7 +70,7 @@ def test_more_dropped_clips_than_allowed_is_an_error(mixed, small, dvae, tmp_pat
         return
     with pytest.raises(UserError, match='6 of 9 clips cannot be used, more than data.max_drop_rate.*not audio') as e:
         prepare(mixed, tmp_path / 'out', config, dvae)
-    assert str(mixed) in str(e.value) and not any(tmp_path.glob('out*'))
+    assert str(mixed) in str(e.value) and not (tmp_path / 'out').exists()   # finished shards wait in `out.work`
 
 @pytest.mark.parametrize('rows', [['nobody|a|a', 'noone|a|a'], ['low-0'], ['too long|aa|aa|low|en']])
 def test_no_usable_clip_is_an_error_whatever_is_allowed(make, small, dvae, tmp_path, rows):

@@ -179,9 +179,9 @@ def test_the_training_of_a_dvae_goes_on(corpus, ten, tmp_path, capfd, how):
     work, here = tmp_path / 'out.work', ['prepare', corpus, '--config', ten, '--out']
     if how == 'Ctrl-C':
         def stop(self, step):
-            if step == 6: raise KeyboardInterrupt
+            if step == 5: raise KeyboardInterrupt   # the sixth update
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Hooks, 'updated', stop)
+            patch.setattr(Hooks, 'update_ends', stop)
             assert main(*here, tmp_path / 'out') == 130
     else:
         child = subprocess.Popen([*COMMAND, *map(str, here), tmp_path / 'out'], env=environment(), stderr=subprocess.DEVNULL)
