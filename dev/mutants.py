@@ -3,6 +3,7 @@
     python dev/mutants.py SEED N            N changes by chance; every module gets one before any gets its second
     python dev/mutants.py SEED N --jobs 4   as many at a time (2)
     python dev/mutants.py --again FILE      the survivors that FILE lists, against the tests as they are now
+    python dev/mutants.py 1 20 --only cache audio   of these modules alone
 
 A change is made in a copy of the tree, in the module and in its page alike. The module's quick tests come first:
 `tests/**/test_<module>.py` and `test_<word>_<module>.py`, or else the two shortest test files that name the module.
@@ -316,6 +317,7 @@ def main():
     parser.add_argument('--jobs', type=int, default=2)
     parser.add_argument('--limit', type=float, default=400., help='seconds for the tests, and for the page')
     parser.add_argument('--minutes', type=float, default=1e9, help='begin no further one after so many')
+    parser.add_argument('--only', nargs='+', metavar='MODULE', help='modules to change')
     parser.add_argument('--again', type=Path, help='a file of results, whose survivors are tried anew')
     options = parser.parse_args()
     os.environ.update(CUDA_VISIBLE_DEVICES='-1', TF_CPP_MIN_LOG_LEVEL='2', MPLBACKEND='Agg', KERAS_BACKEND='tensorflow')
@@ -323,9 +325,10 @@ def main():
         wanted = [r for r in map(json.loads, options.again.read_text().splitlines()) if not r['noticed_by']]
         out = options.again.with_name(f'{options.again.stem}-again-{library_key(ROOT)}.jsonl')
     else:
-        modules = [f.stem for f in (ROOT / 'xtts_nb').glob('*.py') if f.stem[0] != '_']
+        modules = options.only or [f.stem for f in (ROOT / 'xtts_nb').glob('*.py') if f.stem[0] != '_']
         wanted = deal({module: changes(ROOT, module) for module in modules}, options.seed, options.n)
-        out = ROOT / f'runs/mutants-{options.seed}-{library_key(ROOT)}.jsonl'
+        name = '-'.join([str(options.seed), *(options.only or []), library_key(ROOT)])
+        out = ROOT / f'runs/mutants-{name}.jsonl'
     out.parent.mkdir(exist_ok=True)
     results = []
     for result in run(wanted, out, options.jobs, options.limit, time.monotonic() + 60 * options.minutes):
