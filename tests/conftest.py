@@ -1,11 +1,16 @@
 """What every test shares: where TensorFlow runs, seeds, and recorded speech where the machine has some."""
 import os
 import random
+import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'dev'))
+import defaults
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('KERAS_BACKEND', 'tensorflow')
@@ -19,6 +24,28 @@ def pytest_configure(config):
     "Hide the GPU, or make it repeat itself and leave room for the processes of tests; before TensorFlow is imported."
     if 'not gpu' in config.option.markexpr: os.environ['CUDA_VISIBLE_DEVICES'] = '-1'
     if 'not cpu' in config.option.markexpr: os.environ.update(ON_GPU)
+
+
+class Tests(pytest.Module):
+    "A file of tests, with one more for each module that it tests: what the module declares is what the list says."
+    def collect(self):
+        yield from super().collect()
+        for module in tested(self.path.stem):
+            yield pytest.Function.from_parent(self, name=f'test_defaults_of_{module}', callobj=partial(check_defaults, module))
+
+def pytest_pycollect_makemodule(module_path, parent): return Tests.from_parent(parent, path=module_path)
+
+
+def tested(stem: str) -> list[str]:   # of a file `test_<module>.py` or `test_<word>_<module>.py`
+    "The module that a file tests."
+    name, known = stem.removeprefix('test_'), defaults.modules()
+    return [name] if name in known else [m for m in known if re.fullmatch(f'[a-z0-9]+_{m}', name)]
+
+
+def check_defaults(module: str):
+    "Every default and every constant of a module is the listed one; `python dev/defaults.py` renews the list."
+    listed = [line for line in defaults.LIST.read_text(encoding='utf-8').splitlines() if line.startswith(f'{module}.')]
+    assert defaults.declared(defaults.modules()[module]) == listed
 
 
 @pytest.fixture(autouse=True)
