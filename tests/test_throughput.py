@@ -49,6 +49,14 @@ def test_every_loader_is_measured_in_turn():
     assert [r['name'] for r in rows] == ['a', 'b'] and rows[0]['ratio'] == 1
     assert all(set(r) == {'name', 'clips_per_s', 'ratio', 'spread', 'au', 'cv'} and 0 < r['au'] <= 1 for r in rows)
 
+def test_a_round_waits_until_the_buffers_of_the_slowest_are_full(monkeypatch):
+    now, pauses = [0.], []
+    monkeypatch.setattr(xtts_nb.throughput, 'time', SimpleNamespace(perf_counter=lambda: now[0], sleep=pauses.append))
+    def source(seconds):
+        while True: now[0] += seconds; yield 0
+    measure_loaders({'slow': source(0.5), 'fast': source(0.01)}, 4, {'slow': 3, 'fast': 8}, rounds=1, seconds=0.001)
+    assert len(pauses) == 6 and min(pauses) >= 3 * 0.5   # warm-up, a round and the utilisation, of two
+
 def test_one_mel_is_the_mel_of_both(prepared, small, stats):
     from xtts_nb.data import MelReader
     plan = BatchPlan(prepared, small.data)

@@ -65,26 +65,27 @@ def measure_loaders(
     batch_size: int,
     ahead: dict[str, int],           # batches that each may have laid by
     rounds: int = 5,
-    seconds: float = 0.7,            # of a round, about
+    seconds: float = 0.5,            # of a round, about
     progress=None,                   # called with (done, total)
 ) -> list[dict]:                     # {name, clips_per_s, ratio, spread, au, cv}
     "Measure pipelines against each other."
-    running, count = {name: iter(source) for name, source in sources.items()}, {}
+    running, count, refill = {name: iter(source) for name, source in sources.items()}, {}, {}
 
     def take(name, number):
         for _ in range(number): next(running[name])
         return number * batch_size
 
     def settle(name):
-        "Let the others fill their buffers, then empty one's own: what was laid by is no work of this round."
-        time.sleep(0.2)
+        "Let all fill their buffers, so that none works in another's round, and empty one's own."
+        time.sleep(0.2 + max(refill.values()))
         take(name, ahead[name])
 
     for name in sources:
         take(name, ahead[name] + 1)
         start = time.perf_counter()
         take(name, 4)
-        count[name] = max(4, round(4 * seconds / (time.perf_counter() - start)))
+        each = (time.perf_counter() - start) / 4
+        count[name], refill[name] = max(4, round(seconds / each)), ahead[name] * each
     arms = {name: lambda name=name: take(name, count[name]) for name in sources}
     rows = compare(arms, 'clips_per_s', rounds, before=settle, progress=progress).rows()
     for row in rows:
@@ -296,7 +297,7 @@ def bench_loaders(
     coqui_python: str | Path | None = None,   # that has coqui-tts, and DALI perhaps
     clips: int = 10_000,                 # distinct ones in memory, at least
     rounds: int = 5,
-    seconds: float = 0.7,                # of a round of each, about
+    seconds: float = 4.,                 # of a round of each, about
     progress=None,                       # called with (done, total)
 ) -> dict:   # rows {name, runs, clips_per_s, ratio, spread, au, cv, padding, steps_per_s}, compared, not_compared
     "Every loader there is on this machine, over the same clips; raises `UserError` where they deliver different things."
