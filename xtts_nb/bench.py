@@ -79,7 +79,7 @@ def rows_markdown(rows: list[dict]) -> str:
     "Rows of a comparison as a Markdown table."
     heads = {'name': '', 'clips_per_s': 'clips/s', 'step_ms': 'ms per step', 'ratio': 'speed', 'spread': 'spread', 'au': 'AU',
              'mfu': 'MFU', 'cv': 'variation', 'padding': 'padding', 'steps_per_s': 'steps/s at AU 99 %'}
-    show = {'clips_per_s': '{:,.0f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}', 'au': '{:.0%}',
+    show = {'clips_per_s': '{:,.1f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}', 'au': '{:.0%}',
             'mfu': '{:.0%}', 'cv': '{:.1%}', 'padding': '{:.1%}', 'steps_per_s': '{:,.1f}'}
     lines = ['| ' + ' | '.join(heads.get(k, k) for k in rows[0]) + ' |', '|---' + '|---:' * (len(rows[0]) - 1) + '|']
     lines += ['| ' + ' | '.join('–' if v is None else show.get(k, '{}').format(v) for k, v in row.items()) + ' |' for row in rows]

@@ -42,7 +42,7 @@ def plot_before_after(
     ax.barh(range(len(rows)), ratios, left=0, color=colours, height=0.62, xerr=[below, half],
             error_kw={'ecolor': '#555', 'elinewidth': 1, 'capsize': 3})
     for y, (r, h) in enumerate(zip(rows, half)):
-        value = f'{r["clips_per_s"]:,.0f} clips/s' if 'clips_per_s' in r else f'{r["step_ms"]:,.1f} ms'
+        value = f'{r["step_ms"]:,.0f} ms a step' if 'step_ms' in r else f'{r["clips_per_s"]:,.0f} clips/s'
         ax.text(r['ratio'] + h, y, f'  {r["ratio"]:,.1f} ×   {value}', va='center', size=8)
     ax.set(yticks=range(len(rows)), yticklabels=[r['name'] for r in rows],
            xlim=(0.6 * min(1, *(r - b for r, b in zip(ratios, below))), 9 * max(r + h for r, h in zip(ratios, half))))
