@@ -1,10 +1,14 @@
 """What every test shares: where TensorFlow runs, seeds, and recorded speech where the machine has some."""
+import importlib
+import inspect
 import os
 import random
 import re
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -192,3 +196,49 @@ def given(monkeypatch):
     from cheap import Given
     from xtts_nb import runs
     monkeypatch.setattr(runs, 'Trainer', Given)
+
+
+# --- commands in this process, and what stands behind them ---------------------------------------------------------
+
+@pytest.fixture
+def ran(capfd):
+    "Runs a command in this process, `ran('verify cache --json')`; how it ended and what it printed."
+    from process import Done, main
+    def run(line, *more):
+        capfd.readouterr()
+        return Done(main(*line.split(), *more), *capfd.readouterr())
+    return run
+
+@pytest.fixture
+def behind(monkeypatch):
+    """Replaces a function of the library, `behind('demo.run_demo', result)`; returns its calls as {argument: value}.
+
+    A function as `result` gets the arguments; a callback `progress` is called once, with (1, 2), and left out."""
+    def replace(place, result=None):
+        module, name = place.split('.')
+        module = importlib.import_module(f'xtts_nb.{module}')
+        shape, calls = inspect.signature(getattr(module, name)), []
+        def stub(*given, **named):
+            call = dict(shape.bind(*given, **named).arguments)
+            if tell := call.pop('progress', None): tell(1, 2)
+            calls.append(call)
+            if isinstance(result, BaseException): raise result
+            return result(**call) if callable(result) else result
+        monkeypatch.setattr(module, name, stub)
+        return calls
+    return replace
+
+@pytest.fixture
+def bars(monkeypatch):
+    "Commands of this process prepare no devices and draw no bars; what they ask for and would draw, in order."
+    from xtts_nb import cli
+    shown = []
+    @contextmanager
+    def progress(): yield lambda *what: shown.append(what)
+    def start(**asked):
+        shown.append(('start', asked))
+        return SimpleNamespace(line='Two cards.', limits={0: (512, 256), 1: ()}, model='CPU:0')
+    for page in cli.pages:
+        monkeypatch.setattr(page, 'progress', progress)
+        monkeypatch.setattr(page, 'start', start)
+    return shown

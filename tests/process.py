@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
+import typer
 
 from xtts_nb import cli
 
@@ -54,6 +55,22 @@ def main(*arguments) -> int:
         with pytest.raises(SystemExit) as end: cli.main()
         return end.value.code
     finally: sys.argv = old
+
+
+def parsed(line: str) -> dict:
+    "What a command makes of its arguments, without being run; raises what `main` would answer."
+    command, words = typer.main.get_command(cli.app), line.split()
+    while hasattr(command, 'commands'): command = command.commands[words.pop(0)]
+    return command.make_context('xtts-nb', words).params
+
+
+def check_bounds(
+    *bounds: tuple,   # (a command up to an option, the last value that is let in, the first that is not)
+):
+    "The limits of an option are where they are said to be."
+    for line, inside, outside in bounds:
+        parsed(f'{line} {inside}')
+        with pytest.raises(Exception, match='Input should be (greater|less) than or equal'): parsed(f'{line} {outside}')
 
 
 def xtts_nb(*arguments, cwd=None, before=None, timeout=300) -> Done:
