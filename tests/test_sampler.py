@@ -1,9 +1,11 @@
 "The sampler on recorded traces, broken probes and a driver that is made up: no GPU, no waiting."
+import ctypes
 import json
 import os
 import subprocess
 import sys
 import threading
+from collections import namedtuple
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ def driver(monkeypatch):
     "A made-up driver with two cards; its readings can be replaced by errors."
     state = SimpleNamespace(count=2, use={0: 10, 1: 80}, power={0: 50_000, 1: 300_500}, fail={}, asked=[], now=100.,
                             tells=set(), activity={'SM_UTIL': 60., 'ANY_TENSOR_UTIL': 40., 'PCIE_RX_PER_SEC': 2.},
-                            processes={0: [], 1: []}, process_use={0: [], 1: []})
+                            processes={0: [], 1: []}, process_use={0: [], 1: []}, since=[])
     def read(name, value):
         def call(handle, *args):
             state.asked.append((name, handle))
@@ -47,7 +49,8 @@ def driver(monkeypatch):
         'UtilizationRates': lambda h: SimpleNamespace(gpu=state.use[h], memory=5),
         'MemoryInfo': lambda h: SimpleNamespace(used=(h + 1) << 30, total=8 << 30, free=0),
         'PowerUsage': lambda h: state.power[h], 'Temperature': lambda h, which: 40 + h, 'ClockInfo': lambda h, which: 1500 + h,
-        'ComputeRunningProcesses': lambda h: state.processes[h], 'ProcessUtilization': lambda h, since: state.process_use[h],
+        'ComputeRunningProcesses': lambda h: state.processes[h],
+        'ProcessUtilization': lambda h, since: state.since.append(since) or state.process_use[h],
         'PcieThroughput': lambda h, counter: 10 + counter,
     }.items(): monkeypatch.setattr(pynvml, f'nvmlDeviceGet{name}', read(name, value))
     told = {getattr(pynvml, f'NVML_GPM_METRIC_{name}'): value for name, value in state.activity.items()}
@@ -126,6 +129,20 @@ def test_nvml_a_driver_without_activity_or_bus(driver, code):
     assert s.error is None and s.gpus[0].from_host is None and s.gpus[0].processes == () and s.gpus[1].utilisation == 80
 
 
+def test_nvml_activity_lies_between_the_last_two_snapshots(driver, monkeypatch):
+    driver.tells.add(0)
+    driver.count, taken, pairs = 1, [], []
+    place = lambda snapshot: ctypes.cast(snapshot, ctypes.c_void_p).value
+    rooms = iter(ctypes.cast(k, pynvml.c_nvmlGpmSample_t) for k in (1, 2))
+    monkeypatch.setattr(pynvml, 'nvmlGpmSampleAlloc', lambda: next(rooms))
+    monkeypatch.setattr(pynvml, 'nvmlGpmSampleGet', lambda handle, into: taken.append(place(into)))
+    monkeypatch.setattr(pynvml, 'nvmlGpmMetricsGet', lambda ask: pairs.append((place(ask.sample1),
+        place(ask.sample2))))
+    probe = nvml_probe()
+    for _ in range(4): driver.now += 1; probe()
+    assert taken == [1, 2, 1, 2] and pairs == [(1, 2), (2, 1), (1, 2)]
+
+
 def test_nvml_processes_of_each_card(driver):
     running, busy = SimpleNamespace(pid=os.getpid(), usedGpuMemory=5), SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None)
     driver.processes[1] = [running, busy]
@@ -139,6 +156,15 @@ def test_nvml_processes_of_each_card(driver):
     driver.fail['ProcessUtilization', 1] = pynvml.NVML_ERROR_NOT_FOUND   # nobody worked since the last time
     driver.now += 2
     assert probe().gpus[1].processes[1] == Process(busy.pid)
+    assert driver.since == [0, 0, 0]   # each card what came since the last time; the failed call is not among them
+    driver.fail.clear()
+    driver.process_use[1] = [SimpleNamespace(pid=busy.pid, smUtil=100, timeStamp=12),
+                             SimpleNamespace(pid=running.pid, smUtil=101, timeStamp=11)]
+    driver.now += 2
+    assert [p.utilisation for p in probe().gpus[1].processes] == [None, 100.] and driver.since[3:] == [0, 9]
+    driver.now += 2
+    probe()
+    assert driver.since[5:] == [0, 12]
 
 
 def test_nvml_asks_what_is_slow_once_a_second_and_card_by_card(driver):
@@ -148,8 +174,23 @@ def test_nvml_asks_what_is_slow_once_a_second_and_card_by_card(driver):
     assert slow == [0, 1] * 3 and driver.asked.count(('UtilizationRates', 0)) == 30
 
 
+def test_nvml_asks_one_card_each_time_and_more_after_a_pause(driver):
+    "A tenth of a second is worth one card; the one that waits longest comes first."
+    driver.count, asked = 5, []
+    for values in (driver.use, driver.power): values.update(dict.fromkeys(range(5), 0))
+    for values in (driver.processes, driver.process_use): values.update({k: [] for k in range(5)})
+    probe = nvml_probe()
+    for pause in (0.09375, 0.25, 0.09375, 0.65625):   # the last is a second after the first
+        driver.now += pause
+        driver.asked.clear()
+        probe()
+        asked.append([h for name, h in driver.asked if name == 'ComputeRunningProcesses'])
+    assert asked == [[0], [1, 2, 3], [4], [0]]
+
+
 @pytest.mark.parametrize('code, remedy', [(pynvml.NVML_ERROR_NO_PERMISSION, '/dev/nvidia'),
                                           (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, 'load the NVIDIA driver'),
+                                          (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, 'restart the machine'),
                                           (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, 'install the NVIDIA driver')])
 def test_each_reason_has_its_remedy(driver, monkeypatch, code, remedy):
     def refused(): raise pynvml.NVMLError(code)
@@ -161,18 +202,21 @@ def test_each_reason_has_its_remedy(driver, monkeypatch, code, remedy):
 
 def test_disks_count_once(monkeypatch):
     counters = {name: SimpleNamespace(read_bytes=n, write_bytes=2 * n) for name, n in {'real': 5, 'real1': 5, 'dm-0': 5}.items()}
-    monkeypatch.setattr(psutil, 'disk_io_counters', lambda **kwargs: counters)
+    def counted(perdisk, nowrap): assert perdisk and not nowrap; return counters
+    monkeypatch.setattr(psutil, 'disk_io_counters', counted)
     monkeypatch.setattr(Path, 'exists', lambda path: str(path) == '/sys/block/real/device')
     assert sampler.disk_bytes() == (5, 10)
     monkeypatch.setattr(Path, 'exists', lambda path: False)
     assert sampler.disk_bytes() == (15, 30)   # nothing to tell them apart by
+    counters.clear()
+    assert sampler.disk_bytes() is None
     def untold(**kwargs): raise NotImplementedError
     monkeypatch.setattr(psutil, 'disk_io_counters', untold)
     assert sampler.disk_bytes() is None and sampler.disk_rates(0.)() == (None, None)
 
 
 def test_disk_rates_are_differences(monkeypatch):
-    totals, now = iter([(100, 0), (1100, 40), (1100, 40)]), [0.]
+    totals, now = iter([(100, 0), (1100, 40), (1100, 40), (100, 100), None, (300, 100)]), [0.]
     monkeypatch.setattr(sampler, 'disk_bytes', lambda: next(totals))
     monkeypatch.setattr(sampler.time, 'perf_counter', lambda: now[0])
     read = sampler.disk_rates()
@@ -183,6 +227,12 @@ def test_disk_rates_are_differences(monkeypatch):
     assert read() == (500., 20.)   # asked once a second
     now[0] = 4.
     assert read() == (0., 0.)
+    now[0] = 5.   # a counter that began again at 0
+    assert read() == (0., 60.)
+    now[0] = 8.   # nobody tells
+    assert read() == (0., 60.)
+    now[0] = 9.
+    assert read() == (50., 0.)
 
 
 def test_best_probe_takes_the_gpus_silently(driver):
@@ -224,6 +274,29 @@ def test_cpu_probe_reports_differences(monkeypatch):
     assert first.process_memory > 0 and first.memory_used < first.memory_total
 
 
+def test_cpu_probe_waits_for_two_hundredths_of_a_second_and_stays_within_100_percent(monkeypatch):
+    clocks = iter([(0., 0., 0., 0.), (.02, .01, .04, .01), (1., .5, 0., 0.), (1., .5, 3., 1.),
+                   (2., 9., 4., 0.), (3., 8., 5., 9.)])
+    monkeypatch.setattr(sampler, '_cpu_clocks', lambda: next(clocks))
+    monkeypatch.setattr(psutil, 'cpu_count', lambda: 2)
+    monkeypatch.setattr(psutil, 'virtual_memory', lambda: SimpleNamespace(total=100, available=30))
+    probe = cpu_probe()
+    samples = [probe() for _ in range(5)]
+    assert [s.time for s in samples] == [.02, 1., 1., 2., 3.]
+    assert [(s.cpu.utilisation, s.cpu.process) for s in samples] == [
+        (None, None), (None, None), (33.33, 25.), (0., 100.), (100., 0.)]
+    assert (samples[0].cpu.memory_used, samples[0].cpu.memory_total) == (70, 100)
+
+
+@pytest.mark.parametrize('times, total, busy', [
+    (dict(user=5, nice=1, system=2, idle=10, iowait=3, guest=2, guest_nice=1), 21, 8),
+    (dict(user=5, system=2, idle=10), 17, 7)])
+def test_seconds_of_the_cpu(monkeypatch, times, total, busy):
+    "Guests are counted in user as well; waiting for a disk is no work."
+    monkeypatch.setattr(psutil, 'cpu_times', lambda: namedtuple('Times', times)(**times))
+    assert sampler._cpu_clocks()[2:] == (total, busy)
+
+
 def test_replay_raises_its_exceptions_and_ends():
     a, b = Sample(0.), Sample(1.)
     probe = replay_probe([a, OSError('gone'), b])
@@ -258,7 +331,9 @@ def test_longest_idle(values, longest):
 def test_summary_numbers():
     d = summarise(gpu_trace(list(np.arange(101.))))['devices']['GPU 0']
     assert (d['min'], d['p50'], d['p95'], d['max'], d['mean']) == (0, 50, 95, 100, 50) and d['idle_share'] == 5 / 101
-    assert d['memory_max'] is None
+    assert d['memory_max'] is None and summarise(gpu_trace([1.] * 4, step=2.))['seconds'] == 6
+    used = [Sample(1. * i, (GPU(0, 'a', 1., n, 9),)) for i, n in enumerate((3, 7, None, 5))]
+    assert [summarise(used)['devices']['GPU 0'][k] for k in ('memory_max', 'memory_total')] == [7, 9]
 
 
 def test_summary_of_nothing_and_of_a_device_without_utilisation():
@@ -286,6 +361,24 @@ def test_sampler_survives_a_broken_probe_and_says_it_once():
     with pytest.raises(StopIteration): s.sample()
 
 
+def test_the_cost_is_a_share_of_a_core(monkeypatch):
+    threads, walls = iter([1., 1.5, 3., 3.25, 5., 6.]), iter([10., 14., 17.])
+    s = Sampler(lambda: Sample(0.))
+    monkeypatch.setattr(sampler, 'time', SimpleNamespace(thread_time=lambda: next(threads),
+                                                         perf_counter=lambda: next(walls)))
+    shares = [s.sample() and s.summary()['overhead'] for _ in range(3)]
+    assert shares == [None, 0.75 / 4, 1.75 / 7] and s.cpu_seconds == 1.75 and s.taken == 3
+
+
+def test_a_beat_that_was_missed_is_not_made_up_for(monkeypatch):
+    now, costs, waits = [0.], iter([.25, 2.5, .25]), []
+    def probe(): now[0] += next(costs); return Sample(now[0])
+    def wait(seconds): now[0] += seconds; waits.append(seconds); return len(waits) > 3
+    monkeypatch.setattr(sampler, 'time', SimpleNamespace(thread_time=lambda: 0., perf_counter=lambda: now[0]))
+    Sampler(probe, interval=1.)._run(SimpleNamespace(wait=wait))
+    assert waits == [0., .75, 0., .75]
+
+
 def test_the_sampler_reports_what_it_costs():
     s = Sampler(replay_probe(gpu_trace([1., 2.])))
     assert s.summary()['overhead'] is None
@@ -310,6 +403,7 @@ def test_ring_keeps_the_latest():
 @pytest.mark.parametrize('bad', [dict(interval=0), dict(interval=-1), dict(capacity=0)])
 def test_sampler_refuses(bad):
     with pytest.raises(UserError, match='take'): Sampler(replay_probe([]), **bad)
+    assert Sampler(replay_probe([]), interval=1e-9, capacity=1).interval == 1e-9
 
 
 def test_thread_samples_survives_and_ends():
@@ -367,7 +461,8 @@ def named(driver, monkeypatch):
 @pytest.mark.parametrize('shown, found', [
     (None, ['Card 0', 'Card 1']), ('1,0', ['Card 1', 'Card 0']), ('GPU-aaaa1111', ['Card 0']),
     (' GPU-aab , 0', ['Card 1', 'Card 0']),
-    ('GPU-aa', []), ('GPU-zz,0', []), ('0,7,1', ['Card 0']), ('-1', []), ('', []), ('1,-1,0', ['Card 1']),
+    ('2', []), ('GPU-aa', []), ('GPU-zz,0', []), ('0,7,1', ['Card 0']), ('-1', []), ('', []),
+    ('1,-1,0', ['Card 1']),
     ('MIG-ccdd4444', ['Card 11']), ('MIG-ccc', ['Card 10']), ('MIG-cc', [])])
 def test_cards_are_found_as_cuda_finds_them(named, monkeypatch, shown, found):
     "By number, UUID or its beginning; CUDA ignores what comes after a name that it does not know, or that is two cards'."
