@@ -208,7 +208,7 @@ def check_unknown(
     "Raise `UserError` for the first word of a command that is none of its own: the reason, or the nearest."
     for option in (word.partition('=')[0] for word in options):
         if option in REFUSED_FLAGS: raise UserError(f'{option} is no option here: {REFUSED_FLAGS[option]}.')
-        close = difflib.get_close_matches(option, list(known), n=1)
+        close = difflib.get_close_matches(option, list(known))
         hint = f'; did you mean {close[0]}?' if close else '.'
         raise UserError(f'There is no option {option}{hint} See xtts-nb --help.')
 
