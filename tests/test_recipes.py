@@ -1,11 +1,14 @@
 "Recipes: a file that explains itself, cards, guides' files, and who wins. Every key and option is tried for its effect."
+from typing import Literal
+
 import pytest
 import yaml
 
+from xtts_nb import recipes
 from xtts_nb.config import REFUSED, Section, UserError, XTTSConfig
-from xtts_nb.recipes import (ALWAYS, FLAGS, GPU_PRESETS, LEVELS, MOVED, REFUSED_FLAGS, assignments, carried_over, check_unknown,
-                             commented_yaml, config_diff, descriptions, diff_lines, flat, gpu_preset, level, load_recipe, nested,
-                             recipe, switch_values, switches)
+from xtts_nb.recipes import (ALWAYS, FLAGS, GPU_PRESETS, LEVELS, MOVED, REFUSED_FLAGS, assignments, carried_over,
+                             check_acts, check_unknown, commented_yaml, config_diff, descriptions, diff_lines, flat,
+                             from_environment, gpu_preset, level, load_recipe, nested, recipe, switch_values, switches)
 
 DEFAULT = XTTSConfig()
 
@@ -45,10 +48,31 @@ def test_choices_are_listed():
     assert 'precision: float32' in commented_yaml(DEFAULT) and 'one of float32, bfloat16, float16' in commented_yaml(DEFAULT)
 
 
+class Inner(Section):
+    "What lies within."
+    word: Literal['a', 'b'] = 'a'   # which of them
+    plain: str | None = None
+
+class Outer(Section):
+    "All."
+    long: str = 'x ' * 60           # long enough
+    kind: Literal[1, 2] = 1
+    inner: Inner = Inner()
+    last: int = 3                   # the end
+
+def test_the_lines_of_a_section():
+    assert list(recipes._lines(Outer())) == [
+        f"long: '{'x ' * 60}'   # long enough", 'kind: 1'.ljust(36) + '   # one of 1, 2', '',
+        'inner:   # What lies within.',
+        '  word: a'.ljust(36) + '   # which of them; one of a, b', '  plain: null',
+        'last: 3'.ljust(36) + '   # the end']
+
+
 # --- dotted keys ---------------------------------------------------------------------------------------------------
 
 def test_flat_and_nested_are_inverse():
     values = DEFAULT.model_dump()
+    assert flat({'a': {}, 'b': {'c': 1, 'd': {'e': 2}}}) == {'a': {}, 'b.c': 1, 'b.d.e': 2}
     assert nested(flat(values)) == values and flat(values)['model.gpt.width'] == 1024
 
 def test_a_key_given_as_value_and_as_section():
@@ -100,6 +124,7 @@ CARRIED = [   # their key, their value -> our key, our value: each different fro
     ('data.pipeline_buffer_size', 100, 'data.prefetch_buffer_size', 100),
     ('data.max_mel_frames', 800, 'data.max_seconds', pytest.approx(9.288, abs=1e-3)),
     ('model.max_mel_frames', '800', 'data.max_seconds', pytest.approx(9.288, abs=1e-3)),
+    ('data.max_mel_frames', 150, 'data.max_seconds', 1.741),   # 150 * 256 / 22050 s
     ('data.min_audio_length', 1.0, 'data.min_seconds', 1.0), ('data.max_text_length', 180, 'data.max_text_tokens', 180),
     ('model.max_text_length', 180, 'data.max_text_tokens', 180),
     ('data.sample_rate', 24000, 'model.audio.sample_rate', 24000), ('model.sample_rate', 24000, 'model.audio.sample_rate', 24000),
@@ -124,6 +149,12 @@ def test_their_key_does_what_ours_does(theirs, value, ours, got):
     config, said = load(nested({theirs: value}))
     assert at(config, ours) == got and at(DEFAULT, ours) != got and list(config_diff(DEFAULT, config)) == [ours]
     assert len(said) == (theirs != ours) and all(theirs in line and ours in line for line in said)
+
+@pytest.mark.parametrize('key, name', [
+    ('data.batch_size', None), ('model.gpt.layers', None), ('model.gpt', None), ('nope', 'nope'),
+    ('data.nope', 'nope'),
+    ('model.gpt.nope', 'nope'), ('data.batch_size.nope', 'nope'), ('data.a.b', 'b')])
+def test_which_part_of_a_key_is_theirs(key, name): assert recipes._theirs(key) == name
 
 def test_every_moved_key_is_tried(): assert {c[0].split('.')[-1] for c in CARRIED} >= set(MOVED)
 
@@ -233,7 +264,30 @@ def test_only_the_whole_is_checked():
     with pytest.raises(UserError, match='batch_size 3 is not a multiple of training.accumulation 2'):
         recipe(DEFAULT, {'card': gpu_preset('3060', 8), 'flags': {'data.batch_size': 3}}, lambda line: None)
 
-def test_without_layers_nothing_changes(): assert recipe(DEFAULT, {}) is DEFAULT and recipe(DEFAULT, {'flags': {}}) is DEFAULT
+def test_without_layers_nothing_changes():
+    said = []
+    for layers in ({}, {'flags': {}}): assert recipe(DEFAULT, layers, said.append) is DEFAULT
+    assert recipe(DEFAULT, {'flags': {'data.seed': DEFAULT.data.seed}}, said.append) == DEFAULT and not said
+
+def test_the_environment(monkeypatch):
+    monkeypatch.setenv('XTTS_NB_XLA', 'false'); monkeypatch.setenv('XTTS_NB_PRECISION', '')
+    assert from_environment() == {'training.enable_xla_compilation': False}
+    monkeypatch.delenv('XTTS_NB_XLA'); monkeypatch.setenv('XTTS_NB_PRECISION', 'float16')
+    assert from_environment() == {'training.precision': 'float16'}
+
+@pytest.mark.parametrize('changes, explicit, key', [
+    ({}, [], None), ({'data': {'seed': 7}}, [], None), ({'training': {'precision': 'float16'}},
+                                                        ['training.precision'], None),
+    ({'training': {'precision': 'float32'}}, [], None),   # back to the default: nobody asked for it
+    ({'training': {'precision': 'float32'}}, ['training.precision'], 'training.precision: float32'),
+    ({'data': {'seed': 7, 'batch_size': 3}}, [], 'data.batch_size: 3'),
+    ({'data': {'seed': 7, 'batch_size': 3}}, ['data.seed'], 'data.batch_size: 3')])
+def test_a_change_that_would_do_nothing(changes, explicit, key):
+    begun = DEFAULT.replace(training={'precision': 'bfloat16'})
+    check = lambda: check_acts(begun, begun.replace(**changes),
+                               {'training.precision': 'float16', 'data.batch_size': 5}, 'why', explicit)
+    if not key: check(); return
+    with pytest.raises(UserError, match=f'^{key} does nothing here: why.$'): check()
 
 @pytest.mark.parametrize('key', FLAGS.values())
 def test_every_flag_has_a_key(key): assert key in flat(DEFAULT.model_dump())
