@@ -3,7 +3,9 @@ import csv
 import json
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from process import main, tree, xtts_nb
 from xtts_nb import demo
 from xtts_nb.audio import load_audio, log_mel_numpy
 from xtts_nb.cache import Cache
-from xtts_nb.config import UserError
+from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.corpus import SENTENCES, VOICES, digest, plan
 from xtts_nb.demo import Pair, choose_pairs, count_hits, spoken_counts, write_pairs
 from xtts_nb.score import hits
@@ -53,6 +55,15 @@ def test_pairs_repeat_and_spread():
         assert len({c.text for c in targets}) == 16
     assert len({p.reference for p in pairs}) > 16
 
+
+def test_the_first_pairs_are_those_of_the_records():
+    "What is written in benchmarks/ was said with these."
+    pairs = choose_pairs(CLIPS, 2) + choose_pairs(CLIPS, 2, seed=1)
+    assert [(p.target.id, p.reference.id) for p in pairs] == GOLDEN
+
+GOLDEN = [   # two learned and two held-out ones, of seed 0 and of seed 1
+    ('en-22-m2', 'en-00-m2'), ('fa-04-m4', 'fa-07-m4'), ('fa-06-m4', 'fa-00-m4'), ('de-00-m2', 'de-06-m2'),
+    ('en-19-f4', 'en-00-f4'), ('de-11-m7', 'de-05-m7'), ('en-22-m4', 'en-00-m4'), ('fa-14-m7', 'fa-05-m7')]
 
 def test_another_seed_is_another_choice():
     first, other = choose_pairs(CLIPS), choose_pairs(CLIPS, seed=3)
@@ -153,7 +164,195 @@ def test_texts_and_voices_are_escaped_in_the_report(corpus, small):
     mel = demo.mel_function(small, small.model.audio.dvae_n_fft)
     page = Page(''.join(demo._speech(Pair('heldout', target, clip), clip.path, (True, False), corpus, mel, 86.)))
     assert 'script' not in [tag for tag, _ in page.tags] and page.text.count(NASTY) == 2
-    assert 'sentence right, voice wrong' in page.text and [tag for tag, _ in page.tags].count('audio') == 3
+    assert 'sentence right, voice wrong' in page.text and [tag for tag, _ in page.tags][0] == 'h3'
+    assert [tag for tag, _ in page.tags].count('audio') == 3
+
+
+# --- the parts of a demo, and how they are put together ------------------------------------------------------------
+
+TINY = XTTSConfig.tiny()
+
+@pytest.fixture
+def stages():
+    "Stages that note what they tell, and the notes."
+    notes = []
+    return demo.Stages(lambda *what: notes.append(what),
+                       SimpleNamespace(mark=lambda name: notes.append(('mark', name)))), notes
+
+def test_a_stage_is_told_and_marked(stages):
+    told, notes = stages
+    progress = told.begin('speak')
+    progress(1, 3); progress(2, 3, 'a note')
+    assert notes == [('mark', 'speak'), ('speak', 0, 1, ''), ('speak', 1, 3, ''), ('speak', 2, 3, 'a note')]
+    assert told.name == 'speak'
+    silent = demo.Stages(None, told.sampler)
+    silent.begin('listen')(1, 3)
+    assert notes[4:] == [('mark', 'listen')]
+
+def test_pairs_are_spoken_into_files(behind, monkeypatch, tmp_path):
+    pairs, xtts, calls = choose_pairs(CLIPS, 1), SimpleNamespace(config=TINY), []
+    class Speaker:
+        def __init__(self, xtts, **speech): calls.append(speech)
+        def mels(self, *given): calls.append(given); return np.zeros((2, 3, 80), np.float32)
+    monkeypatch.setattr(demo, 'Speaker', Speaker)
+    behind('demo.griffin_lim', 'a wav')
+    saved = behind('demo.save_audio')
+    paths = demo.speak_pairs(xtts, pairs, Path('corpus'), tmp_path, 2.5)
+    assert paths == [tmp_path / f'{p.set}-{p.target.id}.wav' for p in pairs] == [call['path']
+        for call in saved]
+    assert calls == [{'temperature': 0., 'max_seconds': 2.5}, (
+        [p.target.text for p in pairs], [p.target.language for p in pairs],
+        [Path(f'corpus/wavs/{p.reference.id}.wav') for p in pairs])]
+
+def test_both_comparisons(behind, stages, tmp_path):
+    cache = SimpleNamespace(folder=tmp_path, config=TINY, tokenizer=SimpleNamespace(start=5))
+    loaded = behind('demo.load_dvae', SimpleNamespace(mel_stats=[1., 2.], encode='encode'))
+    behind('demo.comparison_plan', 'a plan')
+    behind('demo.CacheReader', lambda **call: lambda number: int(number))
+    checked, modes = behind('demo.check_equal'), behind('demo.step_modes', 'the modes')
+    data, step = behind('demo.data_before_after', ['data']), behind('demo.step_before_after', ['step'])
+    assert demo.measure(cache, stages[0], 7) == (['data'], ['step'])
+    assert loaded == [{'path': tmp_path / 'dvae.safetensors', 'config': TINY}]
+    assert [[*call.values()][0] for call in checked + data] == ['a plan'] * 2
+    assert [*checked[0].values()][2] == 'encode'
+    assert [*data[0].values()][2] == [*step[0].values()][2] == 7
+    assert [*step[0].values()][:2] == ['the modes', 0]
+    assert [*modes[0].values()] == [TINY, 5]
+    assert [note for note in stages[1] if note[0] != 'mark'] == [
+        ('measure the data', 0, 1, ''), ('measure the data', 1, 2, ''), ('measure the step', 0, 1, ''),
+        ('measure the step', 1, 2, '')]
+
+def test_a_dvae_and_a_cache(behind, stages, tmp_path):
+    behind('demo.read_corpus', (['rows'], [])); behind('demo.mel_sample', lambda clips, config: clips)
+    behind('demo.Cache', lambda folder: folder)
+    made = behind('demo.prepare', 'the report')
+    def train(mels, config, progress): progress(1, 3, {'mel_loss': 0.12345}); return f'a DVAE of {mels}', None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, 'train_dvae', train)
+        assert demo.encode('corpus', tmp_path, TINY, stages[0]) == (tmp_path / 'cache', 'the report')
+    assert made == [{'corpus': 'corpus', 'out': tmp_path / 'cache', 'config': TINY,
+                     'dvae': "a DVAE of ['rows']"}]
+    assert [note for note in stages[1] if note[0] != 'mark'] == [
+        ('train the DVAE', 0, 1, ''), ('train the DVAE', 1, 3, 'mel loss 0.123'),
+        ('encode the clips', 0, 1, ''), ('encode the clips', 1, 2, '')]
+
+class Trainer:
+    "Whose training is over at once."
+    xtts, run = SimpleNamespace(config=TINY), Path('run')
+    def fit(self, progress): progress(2, 4, {'loss': 1.234, 'clips_per_s': 56.7}); return {'loss_last': 1.2}
+    def as_trained(self): return nullcontext()
+
+def test_learning(behind, stages, tmp_path):
+    pairs = choose_pairs(CLIPS, 1)
+    began = behind('demo._fresh_run', Trainer())
+    spoke = behind('demo.speak_pairs', lambda folder, **call: [folder / 'a.wav'])
+    judged = behind('demo.judge', lambda spoken, **call: [spoken[0].parent.name])
+    cache = SimpleNamespace(config=TINY)
+    learned = demo.learn(cache, CLIPS, tmp_path / 'corpus', tmp_path, pairs, 2., stages[0])
+    assert began == [{'cache': cache, 'config': TINY, 'run': tmp_path / 'run',
+                      'held_out': [pairs[1].target.id]}]
+    assert (learned.train, learned.blank, learned.scores) == ({'loss_last': 1.2}, ['untrained'], ['spoken'])
+    assert [(c['folder'].name, c['max_seconds']) for c in spoke] == [('untrained', 2.6), ('spoken', 2.6)]
+    assert len(judged) == 2
+    assert (learned.untrained, learned.spoken) == ([tmp_path / 'untrained' / 'a.wav'],
+                                                   [tmp_path / 'spoken' / 'a.wav'])
+    assert [note for note in stages[1] if note[0] != 'mark'] == [
+        ('speak untrained', 0, 1, ''), ('train the GPT', 0, 1, ''),
+        ('train the GPT', 2, 4, 'loss 1.23, 57 clips/s'), ('speak', 0, 1, ''),
+        ('judge', 0, 1, ''), ('judge', 1, 1, '')]
+
+REPORT = {'clips': 9, 'seconds': 12.5, 'speakers': {'a': 5, 'b': 4}, 'languages': {'en': 9},
+          'dropped': ['x', 'y', 'z'], 'longest': 2.}
+
+@pytest.fixture
+def learned(behind, monkeypatch, tmp_path):
+    "A demo whose parts are replaced; what each was asked."
+    result = demo.Learned(Trainer(), {'loss_last': 1.2}, [tmp_path / 'u.wav'],
+                          [tmp_path / f'{name}.wav' for name in 'abc'],
+                          [(False, True)] * 4, [(True, False)] * 4)
+    asked = {name: behind(f'demo.{name}', value) for name, value in {
+        'make_corpus': CLIPS, 'encode': ('the cache', REPORT), 'measure': ([{'name': 'd'}], [{'name': 's'}]),
+        'learn': result,
+        'write_pairs': None, 'demo_report': None}.items()}
+    monkeypatch.setattr(demo, 'best_probe', lambda say: say('a line') or (lambda: demo.Sampler))
+    marks = SimpleNamespace(mark=lambda name: None)
+    monkeypatch.setattr(demo, 'Sampler', lambda probe, say: nullcontext(marks))
+    return asked
+
+def test_a_whole_demo(learned, monkeypatch, tmp_path):
+    clock, said = iter([100., 163.46]), []
+    monkeypatch.setattr(demo, 'time', SimpleNamespace(perf_counter=lambda: next(clock)))
+    result = demo.run_demo(tmp_path, sentences=3, pairs=2, rounds=7, seed=5, say=said.append)
+    assert result == {
+        'corpus': {'folder': str(tmp_path / 'corpus'), 'clips': 9, 'seconds': 12.5, 'voices': 2,
+                   'languages': 1, 'dropped': 3},
+        'data_before_after': [{'name': 'd'}], 'step_before_after': [{'name': 's'}],
+        'train': {'loss_last': 1.2},
+        'spoken': spoken_counts(choose_pairs(CLIPS, 2, 5), [(True, False)] * 4, [(False, True)] * 4),
+        'wav': str(tmp_path / 'c.wav'), 'report': str(tmp_path / 'report.html'),
+        'seconds': 63.5} and said == ['a line']
+    config = TINY.replace(data={'seed': 5}, training={'seed': 5})
+    assert [*learned['make_corpus'][0].values()] == [tmp_path / 'corpus', 3]
+    assert learned['measure'][0]['rounds'] == 7
+    assert learned['encode'][0]['config'] == config and learned['encode'][0]['out'] == tmp_path
+    chosen, call = choose_pairs(CLIPS, 2, 5), learned['learn'][0]
+    assert (call['cache'], call['clips'], call['corpus'], call['pairs'], call['longest']) == (
+        'the cache', CLIPS, tmp_path / 'corpus', chosen, 2.)
+    assert [(c['path'].name, c['pairs'], [p.name for p in c['spoken']]) for c in learned['write_pairs']] == [
+        ('pairs.csv', chosen, ['a.wav', 'b.wav', 'c.wav']), ('untrained.csv', chosen, ['u.wav'])]
+    assert learned['demo_report'][0]['result'] is result
+    assert learned['demo_report'][0]['scores'] == [(True, False)] * 4
+
+def test_the_scores_of_a_seed(learned, tmp_path):
+    told, config = [], TINY.replace(training={'seed': 3})
+    scores = demo._one_seed(CLIPS, tmp_path / 'corpus', tmp_path, config, 2, 3,
+                            lambda *what: told.append(what))
+    assert scores == {'seed': 3, 'loss': 1.2} | spoken_counts(choose_pairs(CLIPS, 2, 3), [(True, False)] * 4,
+        [(False, True)] * 4)
+    assert learned['encode'][0]['config'] == config and learned['learn'][0]['longest'] == 2.
+    learned['encode'][0]['stages'].begin('encode')
+    assert told == [('3: encode', 0, 1, '')]
+    demo._one_seed(CLIPS, tmp_path, tmp_path, config, 2, 3, None)
+    learned['encode'][1]['stages'].begin('encode')
+    assert len(told) == 1
+
+def test_the_report_shows_every_third_new_pair(behind, monkeypatch, tmp_path):
+    pairs = choose_pairs(CLIPS, 7)
+    spoken, scores = [Path(f'{i}.wav') for i in range(14)], [(i % 2 == 0, True) for i in range(14)]
+    behind('demo._curves', ['THE CURVES']); written = behind('demo.write_report')
+    shown = behind('demo._speech', lambda pair, **call: [f'PAIR {pair.target.id}'])
+    counts = {'nearest_hits': 15, 'nearest_total': 16, 'heldout_sentence_hits': 12, 'heldout_voice_hits': 11,
+              'heldout_total': 14,
+              'untrained_heldout_sentence_hits': 2}
+    result = {'spoken': counts, 'corpus': {'clips': 9}, 'seconds': 90.,
+              'data_before_after': [{'ratio': 1.}, {'ratio': 1234.5}],
+              'step_before_after': [{'ratio': 1.}, {'ratio': 5.6}]}
+    demo.demo_report(tmp_path, result, pairs, spoken, scores, Trainer(), 'the sampler')
+    assert [(c['pair'], c['spoken'], c['score'], c['corpus']) for c in shown] == [
+        (pairs[i], spoken[i], scores[i], tmp_path / 'corpus') for i in (7, 10, 13)]
+    facts, curves, lead, *rest = written[0]['pieces']
+    assert curves == 'THE CURVES' and rest == [f'PAIR {pairs[i].target.id}' for i in (7, 10, 13)]
+    assert 'An untrained model says 2 of 14 sentences right.' in lead
+    assert written[0]['path'] == tmp_path / 'report.html'
+    for words in ('<b>9</b>', '<b>1.5</b>', '<b>1,234 ×</b>', '<b>5.6 ×</b>', '<b>15 of 16</b>',
+                  '<b>12 of 14</b>', '<b>11 of 14</b>'):
+        assert words in facts, words
+    assert shown[0]['frames_per_second'] == TINY.model.audio.frames_per_second
+
+def test_the_curves_of_the_report(behind, tmp_path):
+    (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(
+        {'step': step, 'code_loss': 1. / step, 'text_loss': 2. / step}) + '\n' for step in (2, 4)))
+    behind('demo.picture', lambda fig, label: label)
+    bars, losses, samples = behind('demo.plot_before_after'), behind('demo.plot_losses'), behind('demo.plot_samples')
+    trainer = SimpleNamespace(run=tmp_path, plan=SimpleNamespace(data=SimpleNamespace(batch_size=8)))
+    result = {'data_before_after': ['d'], 'step_before_after': ['s'], 'train': {'steps': 4}}
+    text = demo._curves(result, trainer, SimpleNamespace(samples=[], marks=['mark']))
+    assert [call['rows'] for call in bars] == [['d'], ['s']] and samples[0]['marks'] == ['mark']
+    assert [*losses[0].values()][:2] == [[2, 4], {'audio codes': [0.5, 0.25], 'text': [1., 0.5]}]
+    assert text[1:3] == ['speed of three pipelines', 'speed of three ways to run a step']
+    assert '4 updates of 8 clips.' in text[3]
+    assert 'no device could be read' in text[5]
+    assert [text[4], text[6]] == ['loss over updates', 'utilisation over time']
 
 
 # --- the whole -----------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ def test_what_comes_from_outside_is_escaped(tmp_path, piece):
     page = Page(piece(NASTY, tmp_path / 'a.wav'))
     assert 'script' not in [tag for tag, _ in page.tags] and page.open == []
     assert NASTY in page.text or NASTY in [a.get('alt') for _, a in page.tags]
+    assert '"quoted"' not in piece(NASTY, tmp_path / 'a.wav')   # inside an attribute it would end it
 
 def test_a_page_is_one_file_with_all_in_it(tmp_path):
     save_audio(tmp_path / 'a.wav', synthetic_voice(0.1), 22050)
@@ -78,22 +79,33 @@ def test_a_bar_for_each_arm(count):
         range(count), 1, color=[BEFORE, *[BETWEEN] * (count - 2), AFTER])]
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == [r['name'] for r in rows(count)]
     assert figure.axes[0].get_xscale() == 'log' and figure.axes[0].yaxis_inverted()   # the first on top
-    assert figure.axes[0].get_xlim()[1] > 10.**(count - 1)
+    assert figure.axes[0].get_xlim() == pytest.approx((0.6, 9 * 10.**(count - 1)))
+    assert [(b.get_x(), b.get_y() + b.get_height() / 2) for b in bars] == [(0, pytest.approx(i))
+        for i in range(count)]
+    assert figure.get_size_inches().tolist() == pytest.approx([6.4, 0.62 + 0.36 * count])
+    assert bars[0].get_height() == 0.62
+    assert [a.get_visible() for a in (figure.axes[0].spines[side]
+                                      for side in ('top', 'right', 'left'))] == [False, False, True]
+    assert figure.axes[0].get_title('left') == 'Title'
 
 @pytest.mark.parametrize('unit, shown', [('step_ms', '1,000 ms a step'), ('clips_per_s', '1,000 clips/s')])
 def test_bars_say_their_numbers(unit, shown):
     first, second = labels(plot_before_after(rows(2, unit), 'Title'))
-    assert '1.0 ×' in first and shown in first and '10.0 ×' in second
+    assert first == f'  1.0 ×   {shown}' and '10.0 ×' in second
 
 def test_an_arm_that_lost_is_still_seen():
     worse = [{'name': 'a', 'step_ms': 1., 'ratio': 1.}, {'name': 'b', 'step_ms': 4., 'ratio': 0.25}]
     figure = plot_before_after(worse, 'Title')
-    assert figure.axes[0].get_xlim()[0] < 0.25
+    assert figure.axes[0].get_xlim() == pytest.approx((0.6 * 0.25, 9.))
 
 def test_the_spread_is_drawn_as_an_error_bar():
     "As long as the spread; one that reaches below zero ends above it, since the scale has no zero."
     arms = [{'name': 'a', 'step_ms': 9., 'ratio': 1., 'spread': 0.2}, {'name': 'b', 'step_ms': 1., 'ratio': 10., 'spread': 3.}]
-    (bars,) = plot_before_after(arms, 'Title').axes[0].collections
+    axes = plot_before_after(arms, 'Title').axes[0]
+    (bars,) = axes.collections
+    assert [t.get_position() for t in axes.texts] == [(pytest.approx(1.1), 0),
+                                                      (25., 1)]   # the numbers stand behind it
+    assert axes.get_xlim() == pytest.approx((0.6 * 0.9, 9 * 25))
     assert [[x for x, _ in path] for path in bars.get_segments()] == [pytest.approx([0.9, 1.1]), pytest.approx([1., 25.])]
 
 def test_losses_are_drawn_as_they_are():
@@ -101,7 +113,10 @@ def test_losses_are_drawn_as_they_are():
     axes = plot_losses(steps, curves, 'Loss').axes[0]
     drawn = {l.get_label(): (list(l.get_xdata()), list(l.get_ydata())) for l in axes.lines}
     assert drawn == {name: (steps, values) for name, values in curves.items()}
-    assert axes.get_ylim()[0] == 0 and len({l.get_color() for l in axes.lines}) == 2
+    assert axes.get_ylim()[0] == 0 and [l.get_color() for l in axes.lines] == [AFTER, BEFORE]
+    assert axes.yaxis.get_gridlines()[0].get_visible() and axes.get_axisbelow() is True
+    assert not axes.get_legend().get_frame_on()
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ('updates', 'cross-entropy') and axes.get_title('left') == 'Loss'
 
 def test_mels_share_time_and_level():
     rng = np.random.default_rng(0)
@@ -109,8 +124,10 @@ def test_mels_share_time_and_level():
     figure = plot_mels(mels, 100.)
     assert [a.get_title(loc='left') for a in figure.axes] == ['short', 'long']
     assert {a.get_xlim() for a in figure.axes} == {(0., 1.)}
-    ((_, top),) = {a.images[0].get_clim() for a in figure.axes}
-    assert top == mels['long'].max()
+    ((bottom, top),) = {a.images[0].get_clim() for a in figure.axes}
+    assert top == mels['long'].max() and bottom == pytest.approx(top - 12)
+    assert figure.get_size_inches().tolist() == [9, 1.75]
+    assert figure.axes[0].get_shared_y_axes().joined(*figure.axes)
     assert [tuple(a.images[0].get_extent()) for a in figure.axes] == [(0, 0.5, 0, 80), (0, 1., 0, 80)]
     assert figure.axes[0].images[0].get_array().shape == (80, 50)
 
@@ -138,12 +155,50 @@ def test_no_name_hides_in_a_page(tmp_path):
     text = corpus_page(summary(clips(1, speaker='a\u202eb\n'), []), tmp_path / 'page.html').read_text(encoding='utf-8')
     assert '\u202e' not in text and r'a\u202eb\n' in text
 
-def test_a_long_table_is_cut_and_says_so():
-    text = table(['a'], [(i,) for i in range(250)])
-    assert text.count('<tr>') == 201 and 'and 50 more' in text
-    assert 'more' not in counted({'x': 1}, 'speaker') and '␣' in counted({' ': 1}, 'letter')
+@pytest.mark.parametrize('make, most', [(lambda n: table(['a'], [(i,) for i in range(n)]), 200),
+                                        (lambda n: counted({str(i): i for i in range(n)}, 'speaker'), 40)])
+def test_a_long_table_is_cut_and_says_so(make, most):
+    assert make(most).count('<tr>') == most + 1 and 'more' not in make(most)
+    text = make(most + 1234)
+    assert text.count('<tr>') == most + 1 and text.endswith('</table><p>and 1,234 more, in report.json</p>')
+    assert make(0) == '<p>none</p>'
+
+def test_a_table_of_counts():
+    page = Page(counted({' ': 1234, 'b': 1}, 'letter'))
+    assert page.text == 'countletter1,234␣1b' and [t for t, _ in page.tags].count('th') == 2
+    assert [a['dir'] for t, a in page.tags if t in ('th', 'td')] == ['auto'] * 6
+
+def test_headings():
+    assert heading('a<b') == '<h2 dir="auto">a&lt;b</h2>'
+    assert heading('a', 'b', 3) == '<h3 dir="auto">a</h3><p>b</p>'
+
+def test_what_a_corpus_page_says(tmp_path):
+    spread = {'counts': [1], 'edges': [0., 1.]}
+    report = {'clips': 1234, 'seconds': 5400., 'speakers': {'ann': 1200, 'bob': 34},
+              'languages': {'en': 1233, 'fa': 1},
+              'dropped': [{'id': 'x1', 'reason': 'too short: 0.1 s'}], 'reasons': {'too short': 1},
+              'durations': spread,
+              'text_lengths': spread, 'same_text': [['a', 'b']],
+              'characters': {chr(0x4e00 + i): 1 for i in range(401)},
+              'silence': {'leading': 0.125, 'inner': 0.25}, 'most_silent': [{'share': 0.5, 'id': 'a'}],
+              'clipped': 3,
+              'most_clipped': [{'share': 0.25, 'id': 'b'}]}
+    text = Page(corpus_page(report, tmp_path / 'page.html').read_text(encoding='utf-8')).text
+    for words in ('Corpus1,234clips1.50hours2speakersen, falanguages1dropped',
+                  'Every clip that was left out, with its reason.clipsreason1too shortclipreasonx1too short: 0.1 sSilence',
+                  'Of the mean clip, 12.5% leading, 25.0% inner.silentclip50.0%a',
+                  'Clipping3 clips are at full scale for more than a thousandth of their length.at full scaleclip25.0%b',
+                  'Same speaker, same textclipsids2a = bSame soundnoneSpeakerscountspeaker1,200ann34bob',
+                  'Languagescountlanguage1,233en1faLetterscountletter1\u4e00',
+                  '1\u4f8fand 1 more, in report.json'):
+        assert words in text.replace('\n', ''), words
+    del report['silence']
+    assert 'Clipping' not in corpus_page(report, tmp_path / 'page.html').read_text(encoding='utf-8')
 
 def test_bars_of_a_histogram():
     figure = plot_spread({'counts': [1, 0, 3], 'edges': [0., 1., 2., 3.]}, 'title', 'seconds')
     (bars,) = figure.axes[0].patches
-    assert bars.get_data().values.tolist() == [1, 0, 3] and figure.axes[0].get_xlabel() == 'seconds'
+    assert bars.get_data().values.tolist() == [1, 0, 3] and bars.get_fill()
+    axes = figure.axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title('left')) == ('seconds', 'clips', 'title')
+    assert figure.get_size_inches().tolist() == [4.4, 2.1]
