@@ -115,7 +115,7 @@ def growth(
 def breaks(lines: list[dict], least: float = 0.8) -> dict | None:
     "The first number of devices that brings less than `least` of what it should, and why; None where all do."
     return next(({'devices': n['devices'], 'speed': round(n['speed'], 1), 'limit': n['limit']} for n in lines
-                 if n['speed'] < least * n['devices'] / lines[0]['devices']), None)
+                 if n['speed'] < least * n['devices']), None)
 
 # %% ../nbs/52_growth.ipynb #e516b3db
 def plot_growth(
