@@ -2,13 +2,15 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pydantic
 import pytest
 import yaml
 
+from xtts_nb import config as page
 from xtts_nb.config import (REFUSED, AudioConfig, DataConfig, DecoderConfig, DVAEConfig, GPTConfig, SpeakerConfig, SpeechConfig,
-                            TrainingConfig, UserError, VoiceConfig, XTTSConfig, setup_tf, sizes, workspace)
+                            TrainingConfig, UserError, VoiceConfig, XTTSConfig, asked, setup_tf, sizes, workspace)
 
 SECTIONS = {'audio': AudioConfig, 'dvae': DVAEConfig, 'gpt': GPTConfig, 'speaker': SpeakerConfig,
             'decoder': DecoderConfig, 'data': DataConfig, 'training': TrainingConfig,
@@ -99,6 +101,35 @@ def test_a_wrong_value_names_key_and_value(values, parts):
     with pytest.raises(UserError) as e: XTTSConfig.from_dict(values, 'run.yaml')
     assert str(e.value).startswith('run.yaml: ') and all(p in str(e.value) for p in parts), str(e.value)
 
+EDGES = {   # key: values that are let in, and those just beyond
+    'model.audio.f_max': ([0.5, 11025], [0, 11026]), 'model.audio.win_length': ([1, 1024], [0, 1025]),
+    'model.gpt.dropout': ([0, 0.9], [-0.1, 1]), 'model.gpt.code_noise': ([0, 0.9], [1]),
+    'model.gpt.grown_from': ([0], [-1]),
+    'model.speaker.pre_emphasis': ([0, 0.9], [1]), 'data.min_seconds': ([0, 11.6], [-0.1, 11.7]),
+    'data.max_seconds': ([0.5], [0.4]), 'data.ram_budget': ([0], [-1]), 'data.max_drop_rate': ([0, 1], [1.1]),
+    'data.max_cache_gb': ([0.1], [0]), 'data.seed': ([0, 2**31 - 1], [-1, 2**31]),
+    'training.seed': ([0, 2**31 - 1], [-1, 2**31]),
+    'training.lora_alpha': ([0.1], [0]), 'training.weight_decay': ([0], [-1]),
+    'training.beta_2': ([0.1, 0.999], [0, 1]),
+    'training.gradient_clip_norm': ([0.1], [0]), 'training.text_loss_weight': ([0], [-1]),
+    'training.ema': ([0, 0.9], [-1, 1]),
+    'speech.top_p': ([0, 1], [-0.1, 1.1]), 'speech.repetition_penalty': ([0.1], [0]),
+    'speech.speed': ([0.25, 4], [0.24, 4.1]),
+    'speech.max_reference_seconds': ([0.5], [0.4]), 'speech.reference_seconds': ([0.5], [0.4]),
+    'speech.reference_chunk_seconds': ([0.5, None], [0.4]), 'voice.reference_seconds': ([0.5], [0.4]),
+    'voice.learning_rate': ([0.1], [0])}
+EDGES |= {f'voice.{name}_weight': ([0], [-1]) for name in ('mel', 'adversarial', 'feature', 'speaker')}
+
+def test_values_are_let_in_up_to_the_edge():
+    for key, (good, bad) in EDGES.items():
+        for value in good + bad:
+            values = value
+            for name in reversed(key.split('.')): values = {name: values}
+            if value in good: XTTSConfig.from_dict(values)
+            else:
+                said = f'{key.rpartition(".")[0]}.*{value}'
+                with pytest.raises(UserError, match=said): XTTSConfig.from_dict(values)
+
 @pytest.mark.parametrize('content', [b'a: [', b'a: b: c', b'\t- x', b'just words', b'[1, 2]', b'\x00', b'1: 2', b'model: \xff',
                                      None],
                          ids=['open', 'twice', 'tab', 'words', 'list', 'binary', 'number-key', 'latin1', 'missing'])
@@ -116,6 +147,8 @@ def test_replace_keeps_the_rest():
     assert (changed.data.batch_size, changed.model.gpt.layers) == (3, 1)
     assert changed.replace(data={'batch_size': config.data.batch_size}, model={'gpt': {'layers': 4}}) == config
     with pytest.raises(UserError, match='did you mean "batch_size"'): config.replace(data={'batchsize': 3})
+    for wrong in ({'data': 3}, {'dat': {'batch_size': 3}}):   # no section, no such section
+        with pytest.raises(UserError, match=f'settings: .*{[*wrong][0]}'): config.replace(**wrong)
 
 def test_settings_are_frozen():
     with pytest.raises(pydantic.ValidationError, match='frozen'): XTTSConfig().data.batch_size = 3
@@ -123,6 +156,27 @@ def test_settings_are_frozen():
 def test_presets_by_name():
     assert XTTSConfig.preset('tiny') == XTTSConfig.tiny() and XTTSConfig.preset('xtts_v2') == XTTSConfig()
     with pytest.raises(UserError, match='no preset "huge".*tiny, xtts_v2'): XTTSConfig.preset('huge')
+
+TINY = {   # what it has instead of the released model's
+    'dvae': dict(hidden=96, codebook_dim=64, codes=256, resnet_blocks=1),
+    'gpt': dict(layers=4, width=192, heads=6, text_tokens=256, max_text_tokens=200, max_audio_codes=256,
+                prompt_latents=8, conditioning_layers=2, perceiver_layers=1, perceiver_heads=4,
+                perceiver_head_dim=32, code_noise=0.15),
+    'speaker': dict(filters=(8, 16, 16, 16), blocks=(1, 1, 1, 1), width=32), 'decoder': dict(channels=64),
+    'data': dict(batch_size=16, reference_frames=128, buckets=3),
+    'training': dict(learning_rate=1e-3, warmup_steps=50, schedule='cosine', beta_2=0.98,
+                     dvae_learning_rate=2e-3),
+    'voice': dict(steps=2000, batch_size=8, window=8, learning_rate=1e-3, reference_seconds=1.,
+                  periods=(2, 3, 5), windows=(512,), channels=8)}
+
+def test_the_tiny_preset():
+    tiny, full = ({**c['model'], **c}
+                  for c in (XTTSConfig.tiny().model_dump(), XTTSConfig.xtts_v2().model_dump()))
+    found = {part: {k: v for k, v in tiny[part].items() if v != full[part][k]} for part in SECTIONS}
+    assert {part: values for part, values in found.items() if values} == TINY
+
+def test_derived_values():
+    assert AudioConfig().frames_per_second == pytest.approx(86.1328125) and DVAEConfig().frames_per_code == 4
 
 @pytest.mark.parametrize('width', [64, 128, 192, 256])
 def test_every_tiny_width_is_valid(width):
@@ -203,6 +257,74 @@ def test_setup_twice_changes_nothing_and_tells_what_it_got():
     import tensorflow as tf
     assert late['intra-op threads'] == (7, tf.config.threading.get_intra_op_parallelism_threads())
     setup_tf(threads=2)
+
+@pytest.fixture
+def tf_config(monkeypatch):
+    "TensorFlow's settings as it takes them before it starts, on three cores, with a card that is not there."
+    import tensorflow as tf
+    told, gpu = {}, SimpleNamespace(name='GPU:0')
+    fake = {'list_physical_devices': lambda kind: [gpu] if told.get('card', True) else [],
+            'set_logical_device_configuration': lambda gpu, parts: told.update(parts=parts),
+            'get_logical_device_configuration': lambda gpu: told.get('parts')}
+    for name, f in fake.items(): monkeypatch.setattr(tf.config, name, f)
+    for kind in ('intra', 'inter'):
+        name = f'{kind}_op_parallelism_threads'
+        monkeypatch.setattr(tf.config.threading, f'set_{name}', lambda n, kind=kind: told.update({kind: n}))
+        monkeypatch.setattr(tf.config.threading, f'get_{name}', lambda kind=kind: told[kind])
+        monkeypatch.delenv(f'TF_NUM_{kind.upper()}OP_THREADS', raising=False)
+    monkeypatch.setattr(tf.config.experimental, 'set_memory_growth', lambda gpu, on: told.update(growth=on))
+    monkeypatch.setattr(tf.config.experimental, 'get_memory_growth', lambda gpu: told['growth'])
+    monkeypatch.delenv('XTTS_NB_MEMORY_LIMIT', raising=False)
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {3, 4, 5} if pid == 0 else {0}, raising=False)
+    return told
+
+def test_threads_and_memory_as_given_else_as_the_environment_asks(tf_config, monkeypatch):
+    rows = lambda within, between, **card: {'intra-op threads': (within,) * 2,
+                                            'inter-op threads': (between,) * 2} | card
+    growing = {'memory growth GPU:0': (True, True)}
+    assert setup_tf() == rows(3, 3, **growing) and setup_tf(threads=2) == rows(2, 2, **growing)
+    assert setup_tf(memory_growth=False)['memory growth GPU:0'] == (False, False)
+    assert setup_tf(memory_limit=500) == rows(3, 3, **{'memory limit GPU:0': (500, 500)})
+    assert page._memory_limit('GPU:0') == 500
+    monkeypatch.setenv('TF_NUM_INTEROP_THREADS', '7')
+    monkeypatch.setenv('XTTS_NB_MEMORY_LIMIT', '600')
+    assert setup_tf() == rows(3, 7, **{'memory limit GPU:0': (600, 600)})
+    assert setup_tf(5)['intra-op threads'] == (5, 5)
+    tf_config.update(card=False, parts=[])
+    assert page._memory_limit('GPU:0') is None and setup_tf(1) == rows(1, 1)
+    monkeypatch.delattr(os, 'sched_getaffinity')
+    monkeypatch.setattr(os, 'cpu_count', lambda: 11)
+    assert setup_tf()['intra-op threads'] == (11, 11)
+
+@pytest.mark.parametrize('value, number', [
+    (None, None), ('', None), ('1', 1), ('12', 12), ('0', UserError), ('-1', UserError), ('x', UserError), ('1.5', UserError)])
+def test_a_number_in_the_environment(monkeypatch, value, number):
+    monkeypatch.delenv('A_NUMBER', raising=False)
+    if value is not None: monkeypatch.setenv('A_NUMBER', value)
+    if number is not UserError: assert asked('A_NUMBER') == number
+    else: pytest.raises(UserError, asked, 'A_NUMBER').match(f'^A_NUMBER={value}: give a positive number')
+
+@pytest.mark.parametrize('level, loaded, said', [(None, False, ''), ('2', False, ''), ('0', False, 'hello'),
+                                                 (None, True, 'hello'), ('0', True, 'hello')])
+def test_the_greeting_of_tensorflow_is_hidden_unless_wanted(monkeypatch, capfd, level, loaded, said):
+    modules = {'tensorflow': None} if loaded else {}
+    monkeypatch.setattr(page, 'sys', SimpleNamespace(modules=modules, stderr=sys.stderr))
+    monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL', raising=False)
+    if level: monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', level)
+    with page._without_greeting(): os.write(2, b'hello')
+    os.write(2, b', later')
+    assert capfd.readouterr().err == f'{said}, later'
+    if not loaded: assert os.environ['TF_CPP_MIN_LOG_LEVEL'] == (level or '2')
+
+MINE = '--tf_xla_persistent_cache_directory=/kept --tf_xla_persistent_cache_device_types=CPU,GPU'
+
+@pytest.mark.parametrize('folder, flags, after', [
+    (None, '', ''), (None, '--a', '--a'), ('/kept', '', MINE), ('/kept', '--a', f'--a {MINE}'),
+    ('/kept', '--tf_xla_persistent_cache_directory=/theirs', '--tf_xla_persistent_cache_directory=/theirs')])
+def test_the_folder_of_xla_is_named_once(monkeypatch, folder, flags, after):
+    monkeypatch.setenv('TF_XLA_FLAGS', flags)
+    page._keep_compiled(folder)
+    assert os.environ['TF_XLA_FLAGS'] == after
 
 CHILD = '''
 import sys
