@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import TrainingConfig
-from xtts_nb.optimizer import LossScale, averaged, learning_rate, make_optimizer
+from xtts_nb.optimizer import LossScale, Noam, averaged, learning_rate, make_optimizer
 
 
 @pytest.mark.parametrize('schedule', ['constant', 'cosine', 'noam'])
@@ -37,6 +37,22 @@ def test_weight_decay_is_for_matrices_only(xtts):
         assert np.allclose(v.numpy(), 0.95 if decays else 1., atol=1e-6) and (decays or (v.numpy() == 1).all()), v.path
 
 def variable(*values): return keras.Variable(np.float32(values), name='kernel')
+
+def test_a_number_takes_the_place_of_the_schedule():
+    "Zero included; what tells of it does not tell of schedules."
+    x = variable(1.)
+    optimizer = make_optimizer([x], TrainingConfig(learning_rate=0.1, weight_decay=0.))
+    rate = lambda: float(optimizer.learning_rate)
+    assert optimizer.assigned is None and rate() == pytest.approx(0.1)
+    optimizer.learning_rate = Noam(0.3, 0)
+    assert optimizer.assigned is None and rate() == pytest.approx(0.3)
+    optimizer = make_optimizer([x], TrainingConfig(learning_rate=0.1, weight_decay=0.))
+    for value in (0.5, 2., 0.):
+        optimizer.learning_rate = value
+        assert optimizer.assigned == rate() == value
+        assert float(optimizer.follows.schedule(0)) == pytest.approx(0.1)
+    optimizer.apply([tf.ones(1)], [x])
+    assert x.numpy() == 1   # at a rate of 0 nothing moves
 
 @pytest.mark.parametrize('share', [0.5, 0.99])
 def test_the_mean_follows_the_weights_and_training_never_sees_it(share):
