@@ -1,6 +1,9 @@
 "Training: equal in every mode, compiled once a shape, silent between log lines."
 
 import csv
+import json
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -15,8 +18,9 @@ from xtts_nb.data import BatchPlan, cached_batches
 from xtts_nb.model import XTTS
 from xtts_nb.optimizer import averaged, learning_rate
 from xtts_nb.runs import new_run, resume_run
-from xtts_nb.step import trace_count
-from xtts_nb.trainer import Trainer
+from xtts_nb.step import Update, trace_count
+from xtts_nb.trainer import Hooks, Pace, Trainer, _mean, _numbers, in_updates, on_device, to_device, wait_for
+from xtts_nb.weights import read_tensors
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
@@ -29,6 +33,153 @@ def test_the_optimizer_follows_the_schedule(cheap, prepared, mini, tmp_path):
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def clock(monkeypatch):
+    "A clock that is set by hand."
+    clock = SimpleNamespace(now=100.)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(trainer_page, 'time', clock)
+    return clock
+
+class Timed:
+    "A step that takes as many seconds as its batch says, and traces where it says so."
+    def __init__(self, clock): self.clock, self.traces = clock, 0
+    def experimental_get_tracing_count(self): return self.traces
+    def __call__(self, batch, seconds, traces=0):
+        self.clock.now += seconds
+        self.traces += traces
+        return seconds
+
+def test_the_pace_by_hand(clock, monkeypatch):
+    "The first step of a shape and one that traces do not count; three more are timed alone: the device is waited for."
+    waited, step, pace = [], Timed(clock), Pace(4, {})
+    monkeypatch.setattr(trainer_page, 'wait_for', waited.append)
+    with pace.phase('wait'): clock.now += 1 / 7
+    for seconds in (5., 2., 3., 1., 7., 0.5): assert pace.run(step, {'x': np.zeros(3)}, seconds) == seconds
+    pace.run(step, {'x': np.zeros(3)}, 9., 1)
+    (known,), lap = pace.alone.values(), pace.cut()
+    assert waited == [None, 5., 5., 2., 2., 3., 3., 1.] and known == pytest.approx([2, 3, 1])
+    assert lap.left_out == pytest.approx(14) == pace.compiling and lap.alone == pytest.approx([2, 2, 1, 1, 1])
+    assert (lap.counted, pace.lap.counted) == (5, 0)
+    wall = 2 + 3 + 1 + 7 + 0.5 + 1 / 7
+    assert pace.numbers(lap, clock.now) == {'clips_per_s': 1.47, 'au': 0.513, 'wait_ms': 28.571,
+                                            'copy_ms': 0., 'step_ms': 2700.,
+                                            'callbacks_ms': 0.}
+    pace.run(step, {'x': np.zeros(3)}, 2.)
+    assert pace.numbers(pace.cut(), clock.now - 1.5)['au'] == 1   # 0.5 s where a step alone takes 1
+    assert pace.rates == pytest.approx([20 / wall, 8]) and pace.median() == round((20 / wall + 8) / 2, 2)
+    nothing = dict.fromkeys(('clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'))
+    assert pace.numbers(pace.cut(), clock.now) == nothing   # no step
+    pace.run(step, {'x': np.zeros(3)}, 0.)
+    assert pace.numbers(pace.cut(), clock.now) == nothing and Pace(4, {}).median() == 0   # no time
+    for row in ([2, 3], [2]): pace.run(step, {'x': tf.ragged.constant([[1], row])}, 1.)
+    assert len(pace.alone) == 3   # the values of a ragged tensor count
+
+def test_waiting_fetches_every_scalar_else_one_element(monkeypatch):
+    kind, fetched = type(tf.constant(0)), []
+    owner = next(c for c in kind.__mro__ if '_numpy' in vars(c))
+    real = owner._numpy
+    monkeypatch.setattr(owner, '_numpy', lambda self: (fetched.append(tuple(self.shape)), real(self))[1])
+    def of(results):
+        fetched.clear()
+        wait_for(results)
+        return fetched.copy()
+    assert of({'a': tf.constant(1.), 'b': tf.zeros(3), 'c': tf.constant(2)}) == [(), ()]
+    assert of([tf.zeros((2, 3)), tf.zeros(4)]) == [(1,)]
+    assert of([None, 3, np.zeros(2), tf.Variable(1.).handle]) == []
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: [SimpleNamespace(name='CPU:0')] * 2)
+    assert of(None) == [(), ()]
+    assert of(tf.constant(1.)) == [()]   # every card, where there is nothing to fetch
+
+def test_what_goes_where(monkeypatch):
+    batch, names = {'x': tf.constant([1., 2.])}, []
+    assert to_device(batch) is batch and isinstance(on_device(None), nullcontext)   # there is no card
+    with on_device('CPU:0'): assert 'CPU:0' in tf.constant(1.).device
+    assert to_device(batch, 'CPU:0')['x'] is not batch['x']
+    assert 'CPU:0' in to_device(batch, 'CPU:0')['x'].device
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: ['a card'])
+    monkeypatch.setattr(tf, 'device', lambda name: names.append(name) or nullcontext())
+    to_device(batch); to_device(batch, 'GPU:1')
+    assert names == ['GPU:0', 'GPU:1']
+
+def test_epochs_are_updates_and_no_losses_have_no_mean():
+    plan, plain = SimpleNamespace(steps_per_epoch=5), TrainingConfig(steps=7)
+    assert in_updates(plain, plan) is plain
+    assert in_updates(TrainingConfig(steps=7, epochs=3), plan).steps == 15
+    assert _mean([]) is None and _mean([1, 0, 0]) == 0.33333
+
+@pytest.mark.parametrize('patience, since, over', [
+    (0, 0, False), (0, 9, False), (1, 0, False), (1, 1, True), (3, 2, False), (3, 3, True), (3, 4, True)])
+def test_patience_is_at_an_end(patience, since, over):
+    run = SimpleNamespace(training=SimpleNamespace(patience=patience), since_best=since)
+    assert Trainer.over.fget(run) is over
+
+def test_a_model_is_shown_as_trained_once():
+    entered = []
+    @contextmanager
+    def shown(): entered.append('in'); yield; entered.append('out')
+    run = SimpleNamespace(shown=False, update=SimpleNamespace(as_trained=shown))
+    for _ in range(2):
+        with Trainer.as_trained(run), Trainer.as_trained(run): assert entered[-1] == 'in'
+    assert entered == ['in', 'out'] * 2 and run.shown is False
+
+def test_bad_updates_are_named_and_counted(capsys):
+    "The batch of flags ends before the step that is given; a good update begins the count anew."
+    run = SimpleNamespace(bad_in_row=0, failure=None, run=None, training=SimpleNamespace(max_bad_steps=3),
+                          plan=SimpleNamespace(names=lambda n: [f'clip {n}', 'other']))
+    count = lambda step, flags: Trainer._count_bad(run, step, flags)
+    assert count(10, [0, 0]) == {} and not capsys.readouterr().err
+    assert count(15, [0, 1, 1, 0, 1]) == {'bad': {n: [f'clip {n}', 'other'] for n in (11, 12, 14)}}
+    assert run.bad_in_row == 1
+    said = 'Update 11 was left out: a loss or gradient is not finite. Its clips: clip 11, other.'
+    assert said in capsys.readouterr().err
+    assert count(18, [1, 0, 1])['bad'].keys() == {15, 17} and run.failure is None
+    count(19, [1]); assert run.failure is None
+    count(20, [1])
+    assert run.failure.startswith('training: 3 updates in a row') and 'clips clip 19, other;' in run.failure
+
+@pytest.mark.parametrize('rows, parts, more', [
+    (12, 1, 2), (12, 2, 4), (12, 4, 12), (9, 1, 3), (7, 1, 7), (12, 12, None), (9, 9, None)])
+def test_memory_that_is_short_divides_the_batch(rows, parts, more, mini, capsys):
+    run, error = Cheap.__new__(Cheap), tf.errors.ResourceExhaustedError(None, None, 'OOM')
+    config = mini.replace(data={'batch_size': rows},
+                          training={'accumulation': parts, 'enable_xla_compilation': True})
+    run.__dict__ |= dict(plan=SimpleNamespace(data=config.data), training=config.training, run=None, step=5,
+                         alone={1: 2}, update=Update.__new__(Update), xtts=SimpleNamespace(config=config),
+                         train_step=SimpleNamespace(xla=True))
+    run.update.optimizer = run.optimizer = None
+    if more:
+        run._more_parts(error)
+        said = f'at update 5: nothing was changed; it is made again in {more} parts instead of {parts}'
+        assert said in capsys.readouterr().err
+        assert {t.accumulation for t in (run.training, run.update.training,
+                                         run.xtts.config.training)} == {more} and not run.alone
+        run.update = 'another kind'   # that cannot be divided
+    said = f'training: out of memory with {rows // (more or parts)} rows at once'
+    with pytest.raises(UserError, match=said): run._more_parts(error)
+    run.run = 'a/run'
+    with pytest.raises(UserError, match='^a/run: out of memory'): run._more_parts(error)
+
+def test_what_a_trainer_is_given(prepared, mini, tmp_path):
+    plan, asked = BatchPlan(prepared, mini.data), []
+    xtts = XTTS(mini, prepared.tokenizer)
+    update = Update(xtts.gpt, mini.training)
+    run = Cheap(xtts, plan, update=update, feed=lambda *given: asked.append(given) or plan.stream(*given[1:]))
+    assert run.update is update and (run.since_best, run.bad_in_row, run.step, run.run) == (0, 0, 0, None)
+    assert run.fit(3)['steps'] == run.fit(3)['steps'] == 3
+    assert asked == [(plan, 0, 3), (plan, 3, 3)]   # the second has nothing to do
+
+def test_the_seconds_of_a_run(clock, prepared, mini):
+    "Waits of 1 s, steps of 0.1264 s; a clock that stands still otherwise."
+    def feed(plan, first, last):
+        for batch in plan.stream(first, last): clock.now += 1; yield batch
+    config = mini.replace(data={'buckets': 1})
+    run = Cheap(XTTS(config, prepared.tokenizer), BatchPlan(prepared, config.data), feed=feed)
+    def step(batch, number): clock.now += 0.1264; return {'loss': tf.constant(1.)}
+    run.train_step = step
+    found = run.fit(3)
+    assert (found['seconds'], found['compile_seconds'], found['traces']) == (3.38, 0.13, 0)
 
 def test_as_many_traces_as_shapes(prepared, mini, tmp_path):
     run = new_run(prepared, mini, tmp_path / 'run')
@@ -160,6 +311,37 @@ def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_pat
     assert other['val_text_loss'] == pytest.approx(seen['val_text_loss'], rel=1e-5)   # a clip keeps its reference
     assert other['val_loss'] == pytest.approx(0.5 * other['val_text_loss'] + other['val_code_loss'], rel=1e-4)
 
+def test_a_listener_is_asked_at_each_validation(cheap, prepared, mini, tmp_path):
+    "With a folder of its own, where the run has one."
+    run, seen = new_run(prepared, mini.replace(training={'validate_every': 2}), tmp_path / 'run', HELD), []
+    assert set(run.validate()) == {'val_loss', 'val_text_loss', 'val_code_loss'}
+    run.listen = lambda folder: seen.append(folder) or {'dtw': 1.23456789}
+    assert run.validate()['val_dtw'] == 1.234568
+    run.run = None
+    run.validate()
+    assert seen == [tmp_path / 'run' / 'spoken' / '000000000', None]
+
+def test_what_is_saved_is_the_state_at_that_moment(cheap, prepared, mini, tmp_path):
+    "Even if training goes on while it is written; without further words a checkpoint and the model, at once."
+    run, jobs = new_run(prepared, mini, tmp_path / 'run'), []
+    beta, kept = run.xtts.gpt.final_norm.beta, tmp_path / 'run' / 'checkpoints' / 'step-000000000.safetensors'
+    saved = lambda: dict(read_tensors(kept))['gpt/final_norm/beta']
+    writer, run.writer = run.writer, jobs.append   # a job of a list is done later
+    run.save(wait=False)
+    beta.assign(beta.value + 7)
+    (job,) = jobs
+    job()
+    assert not saved().any() and not (tmp_path / 'run' / 'best').exists()
+    assert {name for name, _ in read_tensors(tmp_path / 'run' / 'model.safetensors')} == set(run.xtts.weights)
+    run.writer = writer
+    run.save(False, False)
+    assert not saved().any()   # nothing was asked for
+    run.save()
+    assert (saved() == 7).all() and not (tmp_path / 'run' / 'best').exists()
+    run.step = 4
+    run.save(False, True)
+    assert (tmp_path / 'run' / 'best').is_dir() and [p.name for p in kept.parent.iterdir()] == [kept.name]
+
 def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, tmp_path):
     config = mini.replace(training={'steps': 20, 'validate_every': 2, 'patience': 3, 'checkpoint_every': 5, 'log_every': 5})
     run = new_run(prepared, config, tmp_path / 'run', HELD)
@@ -227,6 +409,7 @@ class Noting(keras.callbacks.Callback):
     def set_params(self, params): super().set_params(params); self.calls.append('set_params')
     def set_model(self, model): super().set_model(model); self.calls.append('set_model')
     def note(self, name, number=None, logs=None):
+        assert number is None or type(number) is int   # it is formatted into names of files
         self.calls.append(name if number is None else (name, number))
         self.given.append((name, dict(logs or {})))
 
@@ -250,6 +433,33 @@ def test_callbacks_are_called_as_by_keras(cheap, prepared, epochs, tmp_path):
     x, y = np.ones((4, 2)), np.ones((4, 1))
     model.fit(x, y, batch_size=2, epochs=4, verbose=0, callbacks=[theirs], validation_data=(x[:2], y[:2]))
     assert ours.calls == theirs.calls and ours.params == theirs.params | {'verbose': 0}
+
+def test_an_epoch_is_so_many_updates():
+    "Begun in the middle too, and with what callbacks had counted: numbers, but no flags."
+    noting, optimizer = Noting(), SimpleNamespace(learning_rate=None)
+    hooks = Hooks([noting], keras.Sequential(), optimizer, 2, 7)
+    assert noting.params == {'verbose': 0, 'epochs': 4, 'steps': 2} and hooks.model.stop_training is False
+    assert Hooks([], keras.Sequential(), optimizer, 2).all.params['epochs'] == 0
+    def calls(f, *given):
+        noting.calls.clear()
+        f(*given)
+        return noting.calls.copy()
+    assert calls(hooks.train_begins, 4, [], None) == ['on_train_begin'] and optimizer.learning_rate is None
+    assert calls(hooks.train_begins, 5, [{'wait': 3}], 0.5) == ['on_train_begin', ('on_epoch_begin', 2)]
+    assert noting.wait == 3 and optimizer.learning_rate == 0.5
+    assert calls(hooks.update_begins, 6) == [('on_epoch_begin', 3), ('on_train_batch_begin', 0)]
+    assert calls(hooks.update_begins, 7) == [('on_train_batch_begin', 1)]
+    hooks.logs = {'loss': 2.}
+    assert calls(hooks.update_ends, 7) == [('on_train_batch_end', 1)] and noting.given[-1][1] == {'loss': 2.}
+    hooks.bad = True
+    hooks.update_ends(8)
+    assert np.isnan(noting.given[-1][1]['loss'])
+    assert calls(lambda: [*hooks.validation('ab')]) == ['on_test_begin', *(
+        (f'on_test_batch_{when}', n) for n in (0, 1) for when in ('begin', 'end'))]
+    noting.best, noting.flag = np.float32(1.5), True
+    assert hooks.counts() == [{'wait': 3, 'best': 1.5}]
+    numbers = _numbers(SimpleNamespace(a=1, b=1.5, c=np.float32(2.5), d='x', e=True, f=np.int64(3), g=None))
+    assert numbers == {'a': 1, 'b': 1.5, 'c': 2.5, 'f': 3} and json.dumps(numbers)
 
 def test_what_callbacks_are_given(cheap, prepared, epochs, tmp_path):
     "The numbers of the latest log line; those of a validation, with val_ at an epoch's end."
