@@ -1,5 +1,7 @@
 "A run from a finished model: what it accepts, what it keeps, how it resumes, and what it says about memory."
+import io
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -7,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import keras
 import numpy as np
@@ -19,8 +22,10 @@ from xtts_nb import finetune
 from xtts_nb.cache import Cache
 from xtts_nb.checkpoint import checkpoints
 from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.devices import DevicePlan
 from xtts_nb.dvae import DVAE
-from xtts_nb.finetune import check_memory, free_memory, memory_needs, moving_numbers, parameters, run_trial
+from xtts_nb.finetune import (activation_numbers, check_memory, free_memory, memory_needs, moving_numbers, parameters,
+                              run_trial)
 from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.model import XTTS
 from xtts_nb.new_language import grow
@@ -194,6 +199,52 @@ def test_what_a_setting_adds_to_the_estimate(mini):
     again = memory_needs(deep.replace(training={'gradient_checkpointing': True}), 48, 40)['activations']
     assert again < memory_needs(deep, 48, 40)['activations'] / 4
 
+@pytest.mark.parametrize('training, numbers', [
+    ({}, 1850 + 2 * 400), ({'finetune': 'lora'}, 1250 + 2 * 400),
+    ({'gradient_checkpointing': True}, (3 * 38 * 64 + 400) + (2 * 32 * 64 + 300) + 50 + 2 * 400),
+    ({'gradient_checkpointing': True, 'finetune': 'rows'}, (3 * 38 * 64 + 400) + 50 + 2 * 400)])
+def test_what_waits_for_the_backward_pass(mini, monkeypatch, training, numbers):
+    "Three blocks of 400 numbers over 4 + 10 + 20 + 4 positions, two layers of 300 over 32 frames."
+    monkeypatch.setattr(finetune, 'forward_numbers', lambda config, text, codes: {
+        'GPT blocks': 120. * text, 'GPT voice': 600., 'GPT heads': 2.5 * codes})
+    config = mini.replace(model={'gpt': {'layers': 3, 'conditioning_layers': 2}}, training=training)
+    assert activation_numbers(config, 20, 10) == numbers
+
+PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 8000, 'mean weights': 0,
+         'written anew': 0, 'program': 2e8, 'activations': 4 * 4 * 7}   # 1000 numbers, 100 of a DVAE, 4 rows of 7
+
+@pytest.mark.parametrize('training, cards, other', [
+    ({}, 0, {}), ({'precision': 'bfloat16'}, 0, {'copies of weights': 2000, 'activations': 2 * 4 * 7}),
+    ({'accumulation': 2}, 0, {'gradients': 8000, 'activations': 4 * 2 * 7}),
+    ({'ema': 0.5}, 0, {'mean weights': 4000}),
+    ({'enable_xla_compilation': True, 'ema': 0.5}, 0,
+     {'mean weights': 4000, 'written anew': 4000 + 8000 + 4000}),
+    ({'enable_xla_compilation': True}, 1, {}),
+    ({'finetune': 'lora', 'lora_rank': 2}, 0,
+     {'copies of weights': 16 * 64**2, 'gradients': 4 * 768, 'moments': 8 * 768}),
+    ({'finetune': 'rows'}, 0, {'gradients': 4 * 645, 'moments': 8 * 645})])
+def test_the_estimate_by_hand(mini, monkeypatch, training, cards, other):
+    monkeypatch.setattr(finetune, 'parameters', lambda model: {'GPT': 1000, 'DVAE': 100})
+    monkeypatch.setattr(finetune, 'activation_numbers', lambda config, codes, text: codes + text)
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [kind] * cards)
+    config = mini.replace(training={'enable_xla_compilation': False} | training)
+    assert memory_needs(config, 5, 2, rows=5) == PLAIN | other
+
+@pytest.mark.parametrize('room, said', [
+    (None, '; what is free is unknown on a card, so nothing was compared.'),
+    (2.199e9, '; 2.2 GB are free on a card, which may not'),
+    (2.2e9, '; 2.2 GB are free on a card.'),
+    (1.2e9, '; 1.2 GB are free on a card, which may not suffice: xtts-nb train --fit'),
+    (1.199e9, UserError)])
+def test_what_is_said_about_the_memory(mini, monkeypatch, room, said):
+    "Parts of less than 50 MB are not listed."
+    needs = {'weights': 1.11e9, 'moments': 4e7, 'program': 5e7, 'activations': 1e9}
+    monkeypatch.setattr(finetune, 'memory_needs', lambda *_: needs)
+    begin = 'Training needs about 2.2 GB (weights 1.1, program 0.1, activations 1.0)'
+    say = lambda: check_memory(mini, 48, 40, free=('a card', room))
+    if said is not UserError: assert say().startswith(begin + said)
+    else: pytest.raises(UserError, say).match('1.2 GB are free on a card, which cannot suffice; use training.fine')
+
 def test_too_little_is_refused_or_said(mini):
     needs = memory_needs(mini, 48, 40)
     total, sure = sum(needs.values()), sum(needs.values()) - needs['activations']
@@ -222,6 +273,18 @@ def test_free_memory_of_a_card(card):
     card.limit = [tf.config.LogicalDeviceConfiguration(memory_limit=1000)]   # which TensorFlow has reserved already
     assert free_memory() == ('GPU 0, limited', 1000 * 2**20 - 10**6)
 
+def test_free_memory_of_the_part_of_the_card_that_trains(card, monkeypatch):
+    "The second part of the second card, which TensorFlow calls GPU:2."
+    asked, part = [], lambda mib: tf.config.LogicalDeviceConfiguration(memory_limit=mib)
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: ['one', 'two'])
+    monkeypatch.setattr(tf.config, 'get_logical_device_configuration',
+                        {'one': [part(9)], 'two': [part(50), part(70)]}.get)
+    monkeypatch.setattr(tf.config.experimental, 'get_memory_info',
+                        lambda name: asked.append(name) or {'current': 10**6})
+    plan = DevicePlan({0: (9,), 1: (50, 70)}, 'GPU:1', 'GPU:2')
+    assert free_memory(plan) == ('GPU 1, limited', 70 * 2**20 - 10**6)
+    assert free_memory()[1] == 9 * 2**20 - 10**6 and asked == ['GPU:2', 'GPU:0']
+
 @pytest.mark.parametrize('cards, why', [
     (UserError('NVML: Driver Not Loaded; load it'), 'GPU 0 (NVML: Driver Not Loaded)'), ([], 'NVML knows no card of this name'),
     ([GPU(0, 'A card', memory_used=5)], 'A card (NVML does not tell its memory)')])
@@ -239,10 +302,78 @@ def test_a_container_counts(tmp_path):
     for name, text in (('max', '1000\n'), ('current', '700\n'), ('stat', 'anon 5\ninactive_file 200\n')):
         (tmp_path / f'memory.{name}').write_text(text)
     assert room() == 500
+    (tmp_path / 'memory.stat').write_text('anon 5\n')
+    assert room() == 300
     (tmp_path / 'memory.max').write_text('max\n')
     assert room() == float('inf')
     device, free = free_memory()
     assert device == 'this machine' and 0 < free <= psutil.virtual_memory().total
+
+@pytest.mark.cpu
+def test_the_trial_gets_what_is_given_else_nine_tenths_of_the_free(monkeypatch):
+    monkeypatch.setattr(finetune, '_room_in_container', lambda: 1000.)
+    assert free_memory() == ('this machine', 1000)
+    assert finetune.memory_to_use() == 900 and finetune.memory_to_use(1234) == 1234
+
+def test_the_limit_of_a_trial(monkeypatch):
+    "Of the first card, or what this process may write to besides what it has."
+    set_, cards = [], ['one', 'two']
+    status = 'Name:\tpython\nVmHWM:\t   12 kB\nVmData:\t   34 kB\nThreads:\t1\n'
+    monkeypatch.setattr(finetune, 'Path', lambda path: SimpleNamespace(read_text=lambda encoding: status))
+    monkeypatch.setattr(resource, 'setrlimit', lambda *given: set_.append(given))
+    monkeypatch.setattr(resource, 'getrlimit', lambda kind: (1, 99))
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: cards)
+    monkeypatch.setattr(tf.config, 'set_visible_devices', lambda *given: set_.append(given))
+    monkeypatch.setattr(tf.config, 'set_logical_device_configuration', lambda *given: set_.append(given))
+    finetune.limit_memory(5 * 2**20 + 7)
+    assert set_ == [(['one'], 'GPU'), ('one', [tf.config.LogicalDeviceConfiguration(memory_limit=5)])]
+    cards.clear(); set_.clear()
+    finetune.limit_memory(1000)
+    assert set_ == [(resource.RLIMIT_DATA, (34 * 1024 + 1000, 99))] and finetune._status('VmHWM') == 12 * 1024
+
+@pytest.mark.parametrize('cards, peak', [([], 250), (['GPU:0'], 77)])
+def test_a_trial_is_two_updates_and_tells_of_the_second(mini, monkeypatch, capsys, cards, peak):
+    took, noted, now = iter([5., 0.12345, 9.]), [], [100.]
+    def step(batch, number):
+        now[0] += next(took)
+        noted.append(int(number))
+        return {'loss': tf.constant(1.)}
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=100))
+    for name, fake in {'setup_tf': lambda **asked: noted.append(asked), 'limit_memory': noted.append,
+                       'time': clock,
+                       'GPT': lambda *_, **__: None, 'make_update': lambda gpt, training, runs: runs,
+                       'compile_step': lambda update, training: noted.append(update) or step,
+                       '_status': {'VmHWM': 350}.get,
+                       'random_batch': lambda config, *shape: noted.append(shape),
+                       'psutil': SimpleNamespace(Process=lambda: process)}.items():
+        monkeypatch.setattr(finetune, name, fake)
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: cards)
+    monkeypatch.setattr(tf.config.experimental, 'get_memory_info', lambda name: {'peak': 77})
+    asked = {'config': mini.model_dump(), 'shape': (12, 20), 'runs': [[3, 4]], 'memory': 10**9}
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(json.dumps(asked)))
+    finetune.trial()
+    assert noted == [{'memory_growth': False}, 10**9, [[3, 4]], (12, 20), 0, 1]
+    assert json.loads(capsys.readouterr().out) == {'seconds': 0.123, 'peak': peak}
+    for error in (MemoryError, tf.errors.ResourceExhaustedError(None, None, 'OOM')):
+        monkeypatch.setattr(finetune, 'GPT', Mock(side_effect=error))
+        monkeypatch.setattr(sys, 'stdin', io.StringIO(json.dumps(asked)))
+        with pytest.raises(SystemExit) as e: finetune.trial()
+        assert e.value.code == finetune.OUT_OF_MEMORY
+
+@pytest.mark.parametrize('code, out, err, found', [
+    (0, 'a word\n{"peak": 5}\n', '', {'peak': 5}), (finetune.OUT_OF_MEMORY, '', 'OOM', None),
+    (-9, '', '', None),
+    (1, '', 'first\nsecond\nlast words\n', r'failed \(last words\)'), (2, '', '', r'failed \(no message\)')])
+def test_what_a_trial_comes_to(mini, monkeypatch, code, out, err, found):
+    def run(command, input, **how):
+        assert how == {'capture_output': True, 'text': True} and command[0] == sys.executable
+        assert json.loads(input) == {'config': json.loads(json.dumps(mini.model_dump())), 'shape': [12, 20],
+                                     'runs': [], 'memory': 77}
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+    monkeypatch.setattr(subprocess, 'run', run)
+    if not isinstance(found, str): assert run_trial(mini, 20, 12, [], 77) == found
+    else: pytest.raises(UserError, run_trial, mini, 20, 12, [], 77).match(found)
 
 @pytest.mark.slow
 def test_a_trial_that_fails_for_another_reason_says_which(mini):
