@@ -17,14 +17,18 @@ from typer.testing import CliRunner
 
 from process import COMMAND, environment, reached, xtts_nb
 from xtts_nb.checkpoint import checkpoints
-from xtts_nb.cluster import local_workers
+from xtts_nb import distributed as page
+from xtts_nb.cluster import LOST_PEER, local_workers, tf_config
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import BatchPlan
-from xtts_nb.distributed import DistributedTrainer, Share, bit_sums, differing, ensure_gpu_placement, setup_gpu_strategy
+from xtts_nb.distributed import (DistributedTrainer, Replicas, Share, Words, bit_sums, cluster_run, differing,
+                                 distributed_train_step, distributed_validation_step, ensure_gpu_placement,
+                                 rehearse, setup_gpu_strategy)
 from xtts_nb.gpt import GPT
 from xtts_nb.model import token_counts
 from xtts_nb.runs import held_out_share, new_run
 from xtts_nb.step import Update, random_batch
+from xtts_nb.trainer import Trainer
 from xtts_nb.terminal import app
 from xtts_nb import cli  # noqa: F401  adds the commands
 
@@ -68,6 +72,15 @@ def test_a_share_is_otherwise_the_plan(prepared, mini):
     share = Share(plan, 1, 2)
     assert share.shapes == plan.shapes and share.data is plan.data and share.pick(tf.constant(0, tf.int64))[4].shape == (2,)
 
+@pytest.mark.parametrize('wanted, worker', [(True, True), (True, False), (False, True), (False, False)])
+def test_a_share_goes_to_the_card_where_both_want_it(mini, monkeypatch, wanted, worker):
+    monkeypatch.setattr(page, 'ShareReader', lambda share: 'reader')
+    monkeypatch.setattr(page, 'batches_of', lambda *given: given)
+    data = mini.data.model_copy(update={'prefetch_to_gpu': wanted})
+    reader, found, *steps = Share(SimpleNamespace(data=data), 0, 2, worker).stream()
+    assert found == data.model_copy(update={'prefetch_to_gpu': wanted and worker})
+    assert (reader, steps) == ('reader', [0, None])
+
 def test_rows_elsewhere_are_parts_of_the_batch(mini):
     "The same gradients, masks included, as one device with twice the parts."
     config = mini.replace(model={'gpt': {'dropout': 0.3, 'code_noise': 0.1}}, data={'batch_size': 8})
@@ -85,6 +98,39 @@ def test_rows_elsewhere_are_parts_of_the_batch(mini):
 
 
 # --- strategies and refusals ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('workers, devices, seen, found', [
+    (1, None, [], 'default'), (1, None, ['GPU:0'], 'one GPU:0'), (1, ['CPU:1'], ['GPU:0'], 'one CPU:1'),
+    (1, None, ['GPU:0', 'GPU:1'], 'mirrored GPU:0 GPU:1'), (2, None, ['GPU:0'], 'many'),
+    (2, ['CPU:0'], [], 'many')])
+def test_the_strategy_for_so_many_workers_and_devices(monkeypatch, workers, devices, seen, found):
+    monkeypatch.setenv('TF_CONFIG', tf_config([f'a:{i + 1}' for i in range(workers)], 0))
+    monkeypatch.setattr(page, 'card_names', lambda: seen)
+    for name, fake in {'MultiWorkerMirroredStrategy': lambda: 'many', 'get_strategy': lambda: 'default',
+                       'OneDeviceStrategy': lambda device: f'one {device}',
+                       'MirroredStrategy': lambda some: ' '.join(['mirrored', *some])}.items():
+        monkeypatch.setattr(tf.distribute, name, fake)
+    assert setup_gpu_strategy(devices) == found
+
+@pytest.mark.parametrize('index, replicas', [(0, 1), (0, 4), (1, 4)])
+def test_only_worker_0_of_several_keeps_a_run(monkeypatch, index, replicas):
+    monkeypatch.setenv('TF_CONFIG', tf_config(['a:1', 'a:2'][:replicas], index))
+    strategy = SimpleNamespace(num_replicas_in_sync=replicas)
+    monkeypatch.setattr(page, 'setup_gpu_strategy', lambda: strategy)
+    monkeypatch.setattr(page, 'new_run', lambda *given, **named: (given, named))
+    make, count = cluster_run()
+    given, named = make('cache', 'config', 'run', ['held'])
+    assert count == replicas and given == ('cache', 'config', None if index else 'run', ['held'])
+    if replicas > 1:
+        assert (named['make'].func, named['make'].keywords) == (DistributedTrainer, {'strategy': strategy})
+
+@pytest.mark.parametrize('rows, devices, parts, good', [
+    (8, 2, 2, True), (8, 4, 2, True), (8, 3, 1, False), (8, 2, 3, False), (4, 4, 2, False)])
+def test_a_batch_is_dealt_out_evenly_or_not_at_all(rows, devices, parts, good):
+    config = SimpleNamespace(data=SimpleNamespace(batch_size=rows),
+                             training=SimpleNamespace(accumulation=parts))
+    if good: page._check_rows(config, devices)
+    else: pytest.raises(UserError, page._check_rows, config, devices).match(f'a multiple of {devices * parts}')
 
 @pytest.mark.cpu
 def test_the_strategy_follows_the_devices(monkeypatch):
@@ -118,6 +164,150 @@ def test_what_cannot_be_spread_is_refused(arguments, said, monkeypatch):
     assert isinstance(result.exception, UserError) and said in str(result.exception)
 
 
+# --- several devices, of which one stands in for all -----------------------------------------------------------------
+
+@pytest.fixture
+def pair(mini, monkeypatch):
+    "A worker's two devices, which are one CPU, and an update of all rows; what they compute is added up here."
+    monkeypatch.delenv('TF_CONFIG', raising=False)
+    def update():
+        keras.utils.set_random_seed(0)
+        return Update(GPT(config, 5), config.training)
+    config = mini.replace(training={'enable_eager_debug': True, 'accumulation': 2}, data={'batch_size': 8})
+    copies = Replicas(update(), config,
+                      SimpleNamespace(extended=SimpleNamespace(worker_devices=['CPU:0', 'CPU:0'])))
+    for v, w in zip(copies.updates[1].weights, copies.updates[0].weights): v.assign(w.value)
+    copies.added_up = lambda compute: [tf.nest.map_structure(tf.add, compute(0), compute(1))] * 2
+    lengths = {'text_length': tf.range(5, 13), 'code_length': tf.range(20, 4, -2)}
+    return copies, update(), random_batch(config, 12, 20) | lengths
+
+def with_whole(batch) -> dict:
+    return batch | {f'whole_{name}': batch[name] for name in ('weight', 'text_length', 'code_length')}
+
+def test_two_devices_make_the_update_of_one(pair):
+    copies, whole, batch = pair
+    assert len(copies.updates) == 2 and all(u.training is copies.training for u in copies.updates)
+    number = tf.constant(3)
+    looks = [{k: float(v) for k, v in f(b).items()} for f, b in (
+        (lambda b: distributed_validation_step(copies, b), with_whole(batch)), (whole.look, batch))]
+    assert looks[0] == pytest.approx(looks[1], rel=1e-5)
+    assert rehearse(copies, with_whole(batch), number) == [0., 0.]
+    for _ in range(2):
+        made = distributed_train_step(copies, with_whole(batch), number), whole(batch, number)
+        found, wanted = ({k: float(v) for k, v in losses.items()} for losses in made)
+        assert found == pytest.approx(wanted, rel=1e-3)
+    first, second = ([v.numpy() for v in u.weights] for u in copies.updates)
+    assert all(np.array_equal(a, b) for a, b in zip(first, second))
+
+def test_places_among_all_devices(monkeypatch):
+    "Two devices of the third worker: 4 and 5 of all, with parts 8 to 11 of a batch in two parts each."
+    here = SimpleNamespace(worker=2, devices=['a', 'b'], training=SimpleNamespace(accumulation=2))
+    monkeypatch.setattr(tf.distribute, 'get_replica_context',
+                        lambda: SimpleNamespace(replica_id_in_sync_group=tf.constant(5)))
+    assert Replicas.here(here) == 1
+    batch = {'weight': tf.range(4), 'whole_weight': tf.range(24)}
+    here.first = [lambda rows, number, counts, part: (list(rows), list(rows['weight'].numpy()), part)] * 2
+    found = [page._gradients(here, batch, 0, {}, i) for i in range(2)]
+    assert found == [(['weight'], [0, 1], 8), (['weight'], [2, 3], 10)]
+
+def test_the_sums_of_a_copy_stand_in_its_own_place():
+    states = [{'v': np.float32([n, n])} for n in (1, 3)]
+    here = SimpleNamespace(worker=1, devices=['a', 'b'], strategy=SimpleNamespace(num_replicas_in_sync=4),
+                           updates=[SimpleNamespace(state=state) for state in states],
+                           added_up=lambda own: [own(0) + own(1), 'the same'])
+    found = page._all_bit_sums(here).numpy()
+    assert found.shape == (4, 1, 4) and not found[:2].any()
+    for i, state in enumerate(states):
+        assert np.array_equal(found[2 + i], bit_sums([*state.values()])) and found[2 + i].any()
+
+@pytest.mark.parametrize('worker', [0, 1])
+def test_only_the_first_copy_of_worker_0_is_heard(worker):
+    replicas = SimpleNamespace(worker=worker, added_up=lambda mine: [mine(0), mine(1)])
+    heard = Words(replicas)._of_first([[tf.constant([5.])], [tf.constant([7.])]])
+    assert [float(x[0][0]) for x in heard] == [0. if worker else 5., 0.]
+
+def test_a_rehearsal_tells_what_went_wrong(monkeypatch):
+    "Memory that is short, or XLA that refuses on any device."
+    monkeypatch.setattr(page, '_counts', lambda *_: {})
+    def of(*refused, short=()):
+        def gradients(self, batch, number, counts, i):
+            if i in short: raise tf.errors.ResourceExhaustedError(None, None, 'OOM')
+        monkeypatch.setattr(page, '_gradients', gradients)
+        steps = [SimpleNamespace() if r is None else SimpleNamespace(refused=r) for r in refused]
+        return rehearse(SimpleNamespace(devices=['CPU:0'] * 2, first=steps), {}, 0)
+    assert of(False, False) == of(None, None) == [0., 0.] and of(False, True) == [0., 1.]
+    assert of(False, False, short=[0]) == of(True, True, short=[1]) == [1., 0.]
+
+def test_adapters_have_one_device_a_worker(mini):
+    none = lambda *_: None
+    update = SimpleNamespace(gpt=None, training=mini.training, gradients=none, finish=none,
+                             look=none)   # no `Update`
+    make = lambda count: Replicas(update, mini,
+                                  SimpleNamespace(extended=SimpleNamespace(worker_devices=['CPU:0'] * count)))
+    assert make(1).updates == [update]
+    pytest.raises(UserError, make, 2).match('give distributed --local 2 --gpus 1')
+
+def bare(**named) -> DistributedTrainer:
+    "A trainer with nothing but what is given."
+    trainer = DistributedTrainer.__new__(DistributedTrainer)
+    vars(trainer).update(named)
+    return trainer
+
+def test_a_stop_is_agreed_on_and_heard_one_log_line_later():
+    "What all have voted at the line before; a worker that was not asked itself stops as well."
+    trainer = bare(step=1, training=SimpleNamespace(log_every=2), before=tf.constant(0.),
+                   votes=lambda vote: vote)
+    asked = []
+    def at(step): trainer.step = step; return trainer.stops(asked)
+    assert [at(1), at(2), at(4)] == [False] * 3 and not asked
+    asked.append(True)
+    assert [at(5), at(6), at(7)] == [False] * 3   # voted at 6
+    asked.clear()
+    assert at(8) is True and asked == [True]
+
+@pytest.mark.parametrize('rows, devices, parts, more',
+                         [(16, 2, 1, 2), (24, 2, 2, 4), (24, 2, 4, 12), (18, 2, 1, 3), (8, 2, 4, None)])
+def test_all_divide_the_rows_of_a_device(rows, devices, parts, more, mini, capsys):
+    config = mini.replace(data={'batch_size': rows}, training={'accumulation': parts})
+    told = []
+    trainer = bare(plan=SimpleNamespace(data=config.data), training=config.training, run=None, step=5,
+                   compile=lambda **c: told.append(c),
+                   copies=SimpleNamespace(strategy=SimpleNamespace(num_replicas_in_sync=devices)),
+                   xtts=SimpleNamespace(config=config))
+    if more:
+        trainer._divide()
+        assert told == [{'accumulation': more}] and trainer.xtts.config.training.accumulation == more
+        assert f'compute it in {more} parts instead of {parts}' in capsys.readouterr().err
+    else:
+        for run, where in ((None, 'training'), ('a/run', 'a/run')):
+            trainer.run = run
+            pytest.raises(UserError, trainer._divide).match(f'^{where}: out of memory with 1 rows at once')
+
+@pytest.mark.parametrize('run, where', [(None, 'training'), ('a/run', 'a/run')])
+def test_memory_that_runs_out_while_all_add_up_is_an_error(run, where):
+    with pytest.raises(UserError, match=f'^{where}: out of memory .* set training.accumulation to 6 and'):
+        bare(run=run, training=SimpleNamespace(accumulation=3))._more_parts(None)
+
+@pytest.mark.parametrize('devices, given, named, refused', [
+    (1, (2, None, ['c']), {}, False), (2, (2, None), {}, False), (2, (2, None, ['c']), {}, True),
+    (2, (), {'callbacks': ['c']}, True),
+    (2, (), {'callbacks': []}, False), (1, (), {'callbacks': ['c']}, False)])
+def test_callbacks_need_one_device_a_worker(monkeypatch, devices, given, named, refused):
+    monkeypatch.setattr(Trainer, 'fit', lambda self, *given, **named: 'done')
+    monkeypatch.setattr(page, 'to_device', lambda batch: 'moved')
+    trainer = bare(copies=SimpleNamespace(devices=['CPU:0'] * devices, worker=0))
+    if refused: pytest.raises(UserError, trainer.fit, *given, **named).match('one copy of the model')
+    else: assert trainer.fit(*given, **named) == 'done'
+    assert trainer.place('batch') == ('moved' if devices == 1 else 'batch')
+
+@pytest.mark.parametrize('error', ['UnavailableError', 'AbortedError', 'CancelledError'])
+def test_who_loses_a_peer_ends_at_once(monkeypatch, capsys, error):
+    codes = []
+    monkeypatch.setattr(page.os, '_exit', codes.append)
+    with page._among_peers(3): raise getattr(tf.errors, error)(None, None, 'Socket closed\nand more')
+    assert codes == [LOST_PEER] and capsys.readouterr().err == 'Worker 3 has lost a peer: Socket closed\n'
+
+
 # --- one worker with one device: what all workers do -----------------------------------------------------------------
 
 @pytest.fixture
@@ -131,6 +321,21 @@ def test_epochs_say_how_long_all_train_and_along_which_schedule(lonely):
     trainer = lonely(epochs=2, steps=1000, schedule='cosine')
     assert trainer.training.steps == 2 * trainer.plan.steps_per_epoch == trainer.copies.training.steps
     assert all(update.training is trainer.training for update in trainer.copies.updates)
+
+def test_what_a_trainer_is_made_of(lonely, prepared, mini):
+    "Only the parts on a device are compiled by XLA; batches go to the one card; other settings are refused."
+    trainer = lonely(enable_xla_compilation=True)
+    assert [trainer.train_step.xla, trainer.evaluate.xla] == [False] * 2
+    assert all(step.xla for step in trainer.copies.first)
+    assert trainer.plan.to_gpu is True and trainer.held_out is None and float(trainer.before) == 0
+    update = trainer.copies.updates[0]
+    xtts, plan = trainer.xtts, BatchPlan(prepared, mini.data)
+    again = DistributedTrainer(xtts, plan, update=update, strategy=tf.distribute.OneDeviceStrategy('CPU:0'))
+    assert again.copies.updates == [update]
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Words, 'tell', lambda self, value: 'other')
+        with pytest.raises(UserError, match='Worker 0 has other settings'):
+            DistributedTrainer(xtts, plan, update=update, strategy=tf.distribute.OneDeviceStrategy('CPU:0'))
 
 @pytest.fixture
 def greedy(monkeypatch):
