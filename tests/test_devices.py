@@ -8,7 +8,8 @@ import tensorflow as tf
 from fake_dvae import Fake
 from xtts_nb import devices
 from xtts_nb.config import UserError
-from xtts_nb.devices import DevicePlan, apply_plan, card_memory, check_plan, plan_devices, setup_devices
+from xtts_nb.devices import (DevicePlan, apply_plan, card_memory, card_names, check_plan, plan_devices,
+                             setup_devices)
 from xtts_nb.prepare import prepare
 
 CARD = 24_000   # MiB
@@ -28,6 +29,7 @@ CARD = 24_000   # MiB
     ([CARD], dict(isolate=True), {0: (4800, 16_800)}, 'GPU:0', 'GPU:1'),
     ([CARD], dict(data_memory=4000, model_memory=20_000), {0: (4000, 20_000)}, 'GPU:0', 'GPU:1'),
     ([None], dict(data_memory=4000, model_memory=20_000), {0: (4000, 20_000)}, 'GPU:0', 'GPU:1'),
+    ([CARD, CARD], dict(model_memory=1), {0: (21_600,), 1: (1,)}, 'GPU:0', 'GPU:1'),
     ([CARD] * 3, dict(data_gpu=2, model_gpu=1, kind='CPU'), {1: (), 2: ()}, 'CPU:1', 'CPU:0'),
     ([CARD], dict(isolate=True, kind='CPU'), {0: (4800, 16_800)}, 'CPU:0', 'CPU:1')])
 def test_plans(cards, asked, limits, data, model):
@@ -41,6 +43,8 @@ def test_plans(cards, asked, limits, data, model):
     ([CARD], dict(data_gpu=0, model_gpu=1), ['--model-gpu 1', 'no such GPU', 'leave']),
     ([CARD], dict(data_gpu=0), ['one GPU', '--enable-memory-isolation']),
     ([], dict(data_gpu=0, model_gpu=1), ['no GPU', 'leave both out']),
+    ([], dict(data_gpu=0), ['no GPU', 'leave both out']),
+    ([CARD, None], dict(isolate=True), ['of GPU 1', '--model-gpu-memory']),
     ([], dict(isolate=True), ['CPU takes no memory limit']),
     ([], dict(data_memory=100), ['CPU takes no memory limit']),
     ([CARD, CARD], dict(isolate=True, model_memory=CARD + 1), ['GPU 1', '24001', '24000 MiB', 'lower']),
@@ -58,6 +62,31 @@ def test_plans_that_cannot_be(cards, asked, words):
     (DevicePlan({1: (8000,), 3: (9000,)}, 'GPU:0', 'GPU:1'), (3, 0))])
 def test_the_card_that_trains(plan, place): assert plan.model_part == place
 
+
+def test_a_plan_is_a_sentence():
+    one, two = DevicePlan({}, 'CPU:0', 'CPU:0'), DevicePlan({}, 'GPU:1', 'GPU:0')
+    assert one.line == 'Batches are made and the model is trained on one device, CPU:0.'
+    assert two.line == 'Batches are made on GPU:1, the model is trained on GPU:0.'
+
+@pytest.mark.parametrize('cards, asked, limits, data, model', [
+    ([], {}, {0: (), 1: ()}, 'CPU:0', 'CPU:1'), ([CARD], {}, {0: (4800, 16_800)}, 'GPU:0', 'GPU:1'),
+    ([CARD] * 2, {}, {0: (), 1: ()}, 'GPU:0', 'GPU:1'),
+    ([CARD] * 3, dict(model_gpu=0), {0: (), 1: ()}, 'GPU:1', 'GPU:0'),
+    ([CARD] * 3, dict(data_gpu=2), {0: (), 2: ()}, 'GPU:1', 'GPU:0'),
+    ([CARD] * 3, dict(isolate=True), {0: (21_600,), 1: (21_600,)}, 'GPU:0', 'GPU:1')])
+def test_two_devices_in_any_case(cards, asked, limits, data, model, monkeypatch):
+    plan = DevicePlan(limits, data, model)
+    assert devices._plan_two(cards, 'GPU', asked) == plan
+    applied = []
+    monkeypatch.delenv('TF_CONFIG', raising=False)
+    for name, fake in {'card_memory': lambda: cards, 'apply_plan': applied.append,
+                       'check_plan': applied.append}.items():
+        monkeypatch.setattr(devices, name, fake)
+    assert setup_devices(two=True, **asked) == plan and applied == [plan] * 2   # set up, and read back
+
+def test_two_devices_that_cannot_be():
+    pytest.raises(UserError, devices._plan_two, [], 'CPU', {'isolate': True}).match('takes no memory limit')
+    pytest.raises(UserError, devices._plan_two, [CARD], 'GPU', {'data_gpu': 0}).match('sees one GPU')
 
 @pytest.fixture
 def gpus(monkeypatch):
@@ -103,6 +132,50 @@ def test_a_limit_that_was_not_kept_is_noticed(gpus, monkeypatch):
     monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
     with pytest.raises(UserError, match='not as planned'): told_and_read(plan_devices([CARD], isolate=True))
 
+def test_one_limit_of_two_that_was_not_kept_is_noticed(gpus, monkeypatch):
+    plan = plan_devices([CARD, CARD], isolate=True)
+    apply_plan(plan)
+    monkeypatch.setattr(devices, 'tf_started', lambda: True)
+    apply_plan(plan)   # nothing changes
+    gpus['/physical_device:GPU:1'] = [tf.config.LogicalDeviceConfiguration(memory_limit=7)]
+    with pytest.raises(UserError, match='has started before'): apply_plan(plan)
+    with pytest.raises(UserError, match='not as planned'): check_plan(plan)
+
+def test_logical_cpu_devices_take_no_limits(monkeypatch):
+    cpu, logical = tf.config.list_physical_devices('CPU')[0], tf.config.LogicalDeviceConfiguration()
+    assert devices._wanted(DevicePlan({0: (), 1: (5, 6)}, 'CPU:0', 'CPU:2')) == ([], {cpu: [logical] * 3})
+    assert devices._wanted(DevicePlan({}, 'CPU:0', 'CPU:0')) == ([], {})
+    two = [SimpleNamespace(device_type='CPU', name=f'/device:CPU:{i}') for i in range(2)]
+    monkeypatch.setattr(tf.config, 'list_logical_devices',
+                        lambda kind=None: two if kind in (None, 'CPU') else [])
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [])
+    found = check_plan(DevicePlan({0: (5, 6)}, 'CPU:0', 'CPU:1'))
+    assert found == {'devices': (('CPU:0', 'CPU:1'), ['CPU:0', 'CPU:1'])}
+    assert card_names() == []
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
+    assert card_names() == ['CPU:0', 'CPU:1']
+
+@pytest.mark.parametrize('cards', [0, 2])
+def test_stand_ins_share_the_memory_and_a_worker_takes_them_all(monkeypatch, cards):
+    monkeypatch.setenv('TF_CONFIG', '{}')
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', str(cards) if cards else '')
+    monkeypatch.setattr(devices, 'psutil',
+                        SimpleNamespace(virtual_memory=lambda: SimpleNamespace(total=11 * 2**20 + 5)))
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [])
+    monkeypatch.setattr(devices, 'visible_cards', lambda: pytest.fail('there is no GPU to ask'))
+    monkeypatch.setattr(devices, 'check_plan',
+                        lambda plan: pytest.fail('other workers are awaited before devices are read'))
+    monkeypatch.setattr(devices, 'apply_plan', lambda plan: None)
+    assert str(card_memory()) == str([5] * cards)   # whole MiB
+    assert setup_devices() == DevicePlan({i: () for i in range(cards)}, 'CPU:0', 'CPU:0')
+
+def test_a_plan_for_the_cpu_is_not_read_back(monkeypatch):
+    monkeypatch.delenv('TF_CONFIG', raising=False)
+    monkeypatch.setattr(devices, 'check_plan', lambda plan: pytest.fail('it would start TensorFlow'))
+    monkeypatch.setattr(devices, 'apply_plan', lambda plan: None)
+    monkeypatch.setattr(devices, 'card_memory', list)
+    assert setup_devices() == DevicePlan({}, 'CPU:0', 'CPU:0')
+
 def test_what_tensorflow_refuses_is_a_sentence(gpus, monkeypatch):
     def full(): raise tf.errors.InternalError(None, None, 'out of memory')
     monkeypatch.setattr(tf.config, 'list_logical_devices', full)
@@ -123,7 +196,7 @@ def test_a_worker_takes_all_its_cards_and_no_device_for_data(gpus, monkeypatch):
 @pytest.mark.parametrize('totals, found', [([20, 10], [20, 10]), ([10], [10, None]), ([None, 20], [None, 20]),
                                            ([1, 2, 3], [1, 2])])
 def test_there_are_as_many_cards_as_tensorflow_sees(gpus, monkeypatch, totals, found):
-    cards = [SimpleNamespace(memory_total=n and n * 2**20) for n in totals]
+    cards = [SimpleNamespace(memory_total=n and n * 2**20 + 7) for n in totals]
     monkeypatch.setattr(devices, 'visible_cards', lambda: cards)
     assert card_memory() == found
 

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from xtts_nb.stages import (
-    Closed, InTurn, Pipeline, Ring, Span, bench_stages, by_stage, overlap, pipeline_row, plot_timeline, run_emulated, stage_rows)
+    Closed, InTurn, Pipeline, Ring, Span, bench_stages, by_stage, overlap, pipeline_row, pipeline_table,
+    plot_timeline, run_emulated, stage_rows)
 
 SHORT = {'host': 0.003, 'data': 0.004, 'model': 0.005}
 
@@ -48,7 +49,9 @@ def test_a_slow_reader_holds_everybody_back():
     with Pipeline((asked.append(n) or n for n in range(100)), {'data': str, 'copy': str}, ring=3, between=2) as batches:
         next(batches)
         time.sleep(0.1)
-        assert len(asked) <= 3 + 2 + 2
+        assert len(asked) <= 3 + 2 + 2 and [r.most for r in batches.rings] == [2, 2, 3] and batches.most == 3
+        assert [t.name for t in batches.threads] == ['host', 'data', 'copy']
+        assert all(t.daemon for t in batches.threads)
         held = len(asked)
         next(batches)
         time.sleep(0.05)
@@ -91,6 +94,7 @@ def test_closed_in_the_middle_and_twice():
 
 def test_a_place_is_taken_before_and_given_back_after():
     ring = Ring(2)
+    assert ring.most == 0
     ring.reserve(); ring.reserve()
     third = threading.Thread(target=ring.reserve)
     third.start(); third.join(0.05)
@@ -120,18 +124,34 @@ def test_numbers_of_a_run_that_was_drawn_by_hand():
     assert pipeline_row('x', batches, 0.5) == {'name': 'x', 'rate': 0.333, 'ideal_rate': 0.5, 'model_wait_share': 0.2,
                                                'ring_max': 1}
 
+def test_rows_are_rounded_and_one_batch_has_no_rate():
+    spans = [Span('model', 0, 0., 1 / 3), Span('model', 1, 1.1, 1.1 + 1 / 7)]
+    assert stage_rows(spans) == [{'name': 'model', 'device': None, 'batches': 2, 'ms': 238.1, 'busy': 0.383}]
+    with InTurn([], {}) as batches: batches.spans.extend(spans)
+    row = pipeline_row('x', batches, 2 / 3)
+    assert row == {'name': 'x', 'rate': 0.909, 'ideal_rate': 0.667, 'model_wait_share': 0.6169, 'ring_max': 1}
+    assert overlap(spans[:1]) == {'wall': 1 / 3, 'work': 1 / 3, 'rate': None, 'model_wait_share': 0}
+    assert pipeline_table([row | {'rate': 1234.5, 'ideal_rate': 2469.}]) == [
+        {'name': 'x', 'batches/s': '1,234.50', 'of the ideal': '50.0%', 'model waits': '61.7%',
+         'batches before the model': 1}]
+
 def test_bench_rows():
     told = []
     rows, spans = bench_stages(6, SHORT, progress=lambda done, total: told.append((done, total)))
     assert [r['name'] for r in rows] == ['serial', 'pipelined'] == [*spans]
     assert all(r['ideal_rate'] == 200. and 0 < r['rate'] <= 200. for r in rows)
-    assert rows[0]['ring_max'] == 1 and rows[1]['ring_max'] <= 3 and told[-1] == (12, 12) and len(told) == 12
+    assert rows[0]['ring_max'] == 1 and rows[1]['ring_max'] <= 3 and told == [(n, 12) for n in range(1, 13)]
 
 def test_the_picture_shows_each_stage_with_its_device():
     spans = run_emulated(4, SHORT, ring=3).spans
     ax, = plot_timeline({'a run': spans}, {'model': 'GPU:1'}, batches=2, first=1).axes
     assert [t.get_text() for t in ax.get_yticklabels()] == ['host', 'data', 'model  GPU:1'] and ax.get_title() == 'a run'
     assert [len(c.get_paths()) for c in ax.collections] == [2, 2, 2]
+    drawn = [Span('host', 4, 7., 8.), Span('model', 4, 8.5, 10.)]   # from the begin of what is shown
+    boxes = [c.get_paths()[0].get_extents()
+             for c in plot_timeline({'a run': drawn}, first=4).axes[0].collections]
+    edges = [x for box in boxes for x in (*box.intervalx, *box.intervaly)]
+    assert edges == pytest.approx([0, 1, -0.4, 0.4, 1.5, 3, 0.6, 1.4])
 
 @pytest.mark.slow
 def test_memory_is_flat_over_ten_thousand_steps():
