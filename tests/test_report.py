@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.text import Text
 
 from process import tree
 from xtts_nb.audio import save_audio, synthetic_voice
@@ -117,6 +118,19 @@ def test_losses_are_drawn_as_they_are():
     assert axes.yaxis.get_gridlines()[0].get_visible() and axes.get_axisbelow() is True
     assert not axes.get_legend().get_frame_on()
     assert (axes.get_xlabel(), axes.get_ylabel()) == ('updates', 'cross-entropy') and axes.get_title('left') == 'Loss'
+
+def test_letters_are_small():
+    arms = plot_before_after([r | {'spread': 0.1} for r in rows(2)], 'Title')
+    losses = plot_losses([1, 2], {'text': [2., 1.]}, 'Loss')
+    mels = plot_mels({'short': np.zeros((4, 80))}, 86.)
+    sizes = [{t.get_text(): t.get_fontsize() for t in f.findobj(Text) if t.get_text() in names} for f, names in (
+        (arms, ['Title', labels(arms)[0]]), (losses, ['Loss', 'text']), (mels, ['short']))]
+    assert sizes == [{'Title': 10, labels(arms)[0]: 8}, {'Loss': 10, 'text': 8}, {'short': 8}]
+    assert losses.axes[0].lines[0].get_linewidth() == 1.4 and losses.get_size_inches().tolist() == [6.4, 2.3]
+    assert losses.axes[0].yaxis.get_gridlines()[0].get_linewidth() == 0.7
+    (bars,) = arms.axes[0].collections
+    assert bars.get_linewidth() == [1] and {cap.get_markersize() for cap in arms.axes[0].lines} == {6}
+    assert plot_spread({'counts': [1], 'edges': [0, 1]}, 'a', 'b').findobj(Text)[0].get_fontsize() == 10
 
 def test_mels_share_time_and_level():
     rng = np.random.default_rng(0)

@@ -74,7 +74,7 @@ def plot_mels(
     "Mels one beside another on the same scale of time and level."
     fig = Figure(figsize=(9, 1.75), layout='constrained')
     longest, top = max(map(len, mels.values())) / frames_per_second, max(m.max() for m in mels.values())
-    for ax, (name, mel) in zip(fig.subplots(1, len(mels), sharey=True), mels.items()):
+    for ax, (name, mel) in zip(fig.subplots(1, len(mels), sharey=True, squeeze=False)[0], mels.items()):
         ax.imshow(mel.T, origin='lower', aspect='auto', cmap='magma', vmin=top - 12, vmax=top,
                   extent=[0, len(mel) / frames_per_second, 0, mel.shape[1]])
         ax.set(xlim=(0, longest), yticks=[], xlabel='s'); ax.set_title(name, size=8, loc='left')
