@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 from xtts_nb import utilisation
@@ -137,6 +138,16 @@ def test_losses_and_phases_stand_beside():
     curve, bar, _ = plot_samples(TRACE, losses=losses[:1], phases=phases).axes
     assert not curve.lines and bar.patches
     assert plot_samples(TRACE, losses=losses).axes[1].get_title('left') == ''
+
+def test_letters_and_lines_are_small_beside_the_curves():
+    figure = plot_samples(TRACE, marks=[(0., 'mark')], note='note', losses=[(0., 3.), (1., 2.)], phases={'wait': 1.})
+    curve, bar, main = figure.axes
+    assert {t.get_text(): t.get_fontsize() for t in figure.findobj(Text) if t.get_text()} == {
+        'loss': 9, 'wait': 7, 'a step of the host: 1 ms': 8, 'GPU 0 and 1: Card': 9, ' mark': 7, 'note': 8,
+        'utilisation (%)': 10, 'time (s)': 10, 'CPU': 8, 'GPU 0, mean 90 %': 8, 'GPU 1, mean 0 %': 8}
+    assert [a.yaxis.get_gridlines()[0].get_linewidth() for a in (main, curve)] == [0.7, 0.7]
+    assert (curve.lines[0].get_linewidth(), main.lines[-1].get_linewidth(), main.margins()) == (1.1, 0.7, (0.01, 0.05))
+    assert {label.get_fontsize() for label in curve.get_xticklabels()} == {7}
 
 @pytest.mark.parametrize('samples', [[], [Sample(0., error='gone')], [Sample(0., (GPU(0, 'MIG'),))],
                                      [moment(0)]])
