@@ -111,12 +111,12 @@ def test_the_command_records_the_seeds(tmp_path, monkeypatch, capfd):
 def test_sentences_and_voices_are_counted_apart_and_by_set():
     pairs = [Pair(name, None, None) for name in ('train', 'train', 'heldout', 'train', 'heldout')]
     scores = [(True, True), (False, True), (True, False), (True, False), (False, False)]
-    blank = [(False, True), (True, False), (True, True), (False, False), (True, True)]
+    blank = [(False, True), (True, True), (True, True), (False, False), (True, False)]
     assert count_hits(pairs, scores, 'train') == (2, 2, 3) and count_hits(pairs, scores, 'heldout') == (1, 0, 2)
     assert spoken_counts(pairs, scores, blank) == {
         'nearest_hits': 2, 'nearest_voice_hits': 2, 'nearest_total': 3,
         'heldout_sentence_hits': 1, 'heldout_voice_hits': 0, 'heldout_total': 2,
-        'untrained_hits': 1, 'untrained_heldout_sentence_hits': 2, 'untrained_heldout_voice_hits': 2}
+        'untrained_hits': 1, 'untrained_heldout_sentence_hits': 2, 'untrained_heldout_voice_hits': 1}
 
 def read_pairs(path) -> list[dict]:
     with open(path, newline='', encoding='utf-8') as f: return list(csv.DictReader(f))

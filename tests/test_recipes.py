@@ -339,3 +339,8 @@ def test_switches_are_what_is_on_or_off_or_one_of_a_few_words():
 def test_what_is_no_switch_names_the_nearest_that_are(key, parts):
     with pytest.raises(UserError) as e: switch_values(key)
     assert str(e.value).startswith(f'{key}: ') and not [p for p in parts if p not in str(e.value)], str(e.value)
+
+def test_the_three_nearest_switches_are_named():
+    near = 'the nearest that are: data.prefetch_to_gpu, training.precision, training.finetune.'
+    with pytest.raises(UserError, match=f'^data.prefetch_buffer_size: is no switch; {near}$'):
+        switch_values('data.prefetch_buffer_size')

@@ -146,7 +146,7 @@ def test_letters_and_lines_are_small_beside_the_curves():
         'loss': 9, 'wait': 7, 'a step of the host: 1 ms': 8, 'GPU 0 and 1: Card': 9, ' mark': 7, 'note': 8,
         'utilisation (%)': 10, 'time (s)': 10, 'CPU': 8, 'GPU 0, mean 90 %': 8, 'GPU 1, mean 0 %': 8}
     assert [a.yaxis.get_gridlines()[0].get_linewidth() for a in (main, curve)] == [0.7, 0.7]
-    assert (curve.lines[0].get_linewidth(), main.lines[-1].get_linewidth(), main.margins()) == (1.1, 0.7, (0.01, 0.05))
+    assert (curve.lines[0].get_linewidth(), main.lines[-1].get_linewidth(), main.margins()[0]) == (1.1, 0.7, 0.01)
     assert {label.get_fontsize() for label in curve.get_xticklabels()} == {7}
 
 @pytest.mark.parametrize('samples', [[], [Sample(0., error='gone')], [Sample(0., (GPU(0, 'MIG'),))],
