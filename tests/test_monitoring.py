@@ -344,11 +344,11 @@ def test_without_a_duration_it_ends_with_the_trace(duration):
 
 
 def test_names_are_no_markup_and_numbers_no_highlights():
-    out, card = io.StringIO(), GPU(0, 'Card [b]12[/b]', 50.)
+    out, card, t = io.StringIO(), GPU(0, 'Card [b]12[/b]', 50.), Time()
     console = Console(file=out, width=120, force_terminal=True, color_system='truecolor')
-    monitor(probe=replay_probe([Sample(0., (card,))]), console=console, clock=lambda: 0.,
-            sleep=lambda seconds: None)
+    monitor(probe=replay_probe([Sample(0., (card,))] * 3), console=console, clock=t.clock, sleep=t.sleep)
     assert 'GPU 0 (Card [b]12[/b]): 50 % busy on average' in out.getvalue()
+    assert all(f'{i} s, Ctrl-C ends' in out.getvalue() for i in range(3))   # a frame for each sample
 
 
 @pytest.mark.parametrize('given, head', [((5.4, 20, None), '5 of 20 s ███░░░░░░░░░'),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
-from dataclasses import asdict
+from dataclasses import FrozenInstanceError, asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -348,6 +348,12 @@ def test_sample_survives_json():
     s = Sample(1., cards, CPU('c', 1.), 'GPU 1: lost')
     assert Sample.from_dict(json.loads(json.dumps(asdict(s)))) == s
     assert Sample.from_dict(json.loads(json.dumps(asdict(Sample(1.))))) == Sample(1.)
+
+
+@pytest.mark.parametrize('reading', [Process(1), GPU(0, 'a'), CPU('a'), Sample(0.)], ids=repr)
+def test_a_reading_never_changes_and_is_small(reading):
+    with pytest.raises(FrozenInstanceError): setattr(reading, fields(reading)[0].name, 1)
+    assert not hasattr(reading, '__dict__')
 
 
 def test_sampler_survives_a_broken_probe_and_says_it_once():

@@ -82,6 +82,7 @@ def test_a_curve_for_each_device_and_its_mean():
     assert [to_hex(l.get_color()).upper() for l in ax.lines] == ['#999999', *np.repeat(COLOURS[:2], 2)]
     assert ax.lines[1].get_ydata()[:5].tolist() == [90.] * 5
     assert ax.lines[1].get_xdata().tolist() == [0., 1., 2., 3., 4., 5.]
+    assert ax.get_gridspec().get_geometry() == (2, 1)
     assert ax.get_ylim() == (0, 103) and (ax.get_xlabel(), ax.get_ylabel()) == ('time (s)', 'utilisation (%)')
     assert ax.get_title('left') == 'GPU 0 and 1: Card' and figure.get_size_inches().tolist() == [7.2, 2.5]
     (note,) = figure.texts
