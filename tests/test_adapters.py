@@ -102,6 +102,17 @@ def test_an_adapter_begins_as_nothing_and_alpha_scales_it(mini):
         with Following([part]): delta = part.weight.numpy() - part.base.numpy()
         assert np.allclose(delta, alpha / 4 * part.down.numpy() @ part.up.numpy(), atol=1e-5) and np.abs(delta).max() > 0
 
+def test_first_factors_are_random_each_for_itself_and_second_ones_zero(small):
+    training = small.replace(training={'finetune': 'lora', 'lora_rank': 16}).training
+    parts = low_rank_parts(GPT(small, 5), training)
+    shapes = [(tuple(p.down.shape), tuple(p.up.shape)) for p in parts]
+    assert shapes == [((64, 16), (16, 192)), ((64, 16), (16, 64))] * 2
+    assert all(0.9 < np.std(p.down) * 64**0.5 < 1.1 and not p.up.numpy().any() for p in parts)
+    assert len({p.down.numpy().tobytes() for p in parts}) == 4
+    assert len({v.name for p in parts for v in p.own}) == 8
+    other = low_rank_parts(GPT(small, 5), training.model_copy(update={'seed': training.seed + 100}))
+    assert not np.array_equal(other[0].down, parts[0].down)
+
 def test_half_precision_does_not_swallow_small_changes(mini):
     "In bfloat16 the sum is rounded once: a change far below the last bit of the weights survives on average."
     update = made(mini, 'lora', training={'precision': 'bfloat16'})

@@ -52,7 +52,7 @@ def low_rank_parts(gpt: GPT, training: TrainingConfig) -> list[LowRank]:
     for i, block in enumerate(gpt.blocks):
         for name, layer in (('qkv', block.qkv), ('project', block.project)):
             width, out = layer.kernel.shape
-            draw = keras.initializers.RandomNormal(width**-0.5, seed=training.seed + len(parts))
+            draw = keras.initializers.RandomNormal(stddev=width**-0.5, seed=training.seed + len(parts))
             down, up = draw((width, rank), 'float32'), tf.zeros((rank, out))
             parts.append(LowRank(layer.kernel, _variable(down, f'block_{i}_{name}_down'),
                                  _variable(up, f'block_{i}_{name}_up'), training.lora_alpha / rank))
