@@ -242,3 +242,47 @@ def bars(monkeypatch):
         monkeypatch.setattr(page, 'progress', progress)
         monkeypatch.setattr(page, 'start', start)
     return shown
+
+
+# --- a checkpoint of coqui-tts -----------------------------------------------------------------------------
+
+@pytest.fixture(scope='session')
+def toy(tmp_path_factory) -> Path:
+    "A small checkpoint of coqui-tts, converted; to be read only."
+    import coqui_toy
+    from xtts_nb import convert
+    there, out = tmp_path_factory.mktemp('coqui'), tmp_path_factory.mktemp('toy') / 'model'
+    coqui_toy.write_settings(there)
+    for name in ('model.pth', 'dvae.pth', 'mel_stats.pth'): (there / name).touch()
+    with pytest.MonkeyPatch.context() as m:
+        files = coqui_toy.tensors(coqui_toy.config())
+        m.setattr(convert, 'read_pth', lambda path: files[path.name])
+        convert.from_coqui(there, out)
+    return out
+
+
+@pytest.fixture(scope='session')
+def toy_xtts(toy):
+    "Its model, with the habits of coqui-tts; to be read only."
+    from xtts_nb.model import XTTS
+    return XTTS.load(toy, parity=True)
+
+
+@pytest.fixture(scope='session')
+def toy_inputs() -> dict:
+    "What both libraries computed with."
+    import make_parity_data
+    return make_parity_data.inputs()
+
+
+@pytest.fixture(scope='session')
+def theirs() -> dict:
+    "What coqui-tts computed with the small checkpoint, stored, so that PyTorch is not needed."
+    with np.load(Path(__file__).parent / 'data' / 'parity.npz') as file: return dict(file)
+
+
+@pytest.fixture(scope='session')
+def all_ok():
+    "Of rows of a comparison."
+    def check(rows): assert rows and all(r['ok'] for r in rows), [r for r in rows if not r['ok']]
+    return check
