@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.dvae import DVAE, Codebook, load_dvae, mel_stats, parameter_count, update_codebook
+from xtts_nb.dvae import DVAE, Codebook, dvae_losses, load_dvae, mel_stats, parameter_count, update_codebook
+from xtts_nb.parity import dvae_rows
 from xtts_nb.weights import named_weights
 
 
@@ -65,6 +66,29 @@ def test_a_code_is_lost_below_one_choice_in_twenty_batches(size, lost):
     assert np.allclose(book.embed_avg.numpy()[:, 1], 0.99 * before) == (not lost)
     assert book.cluster_size.numpy()[1] == pytest.approx(1. if lost else size)
 
+def test_one_update_to_the_last_digit():
+    "Running sums and counts, and vectors that are their quotients, steadied by 1e-5 a code."
+    book = Codebook(3, 2); book.build()
+    counts, sums, z = np.array([2e-5, 4., 2**-17]), normal(2, 3), normal(1, 4, 2, seed=1)
+    book.cluster_size.assign(counts); book.embed_avg.assign(sums)
+    update_codebook(book, z, tf.constant([[0, 1, 1, 0]]), tf.constant([0, 1]), decay=0.75, lost=0.75 * 2**-17)
+    counts = 0.75 * counts + 0.25 * np.array([2, 2, 0])
+    sums = 0.75 * sums + 0.25 * np.stack([z[0, 0] + z[0, 3], z[0, 1] + z[0, 2], np.zeros(2)], 1)
+    assert np.allclose(book.cluster_size, counts, rtol=1e-5) and np.allclose(book.embed_avg, sums, rtol=1e-5)
+    steady = (counts + 1e-5) / (counts.sum() + 3e-5) * counts.sum()
+    assert np.allclose(book.embed, sums / steady,
+                       rtol=1e-4)   # the third, as rare as it may be, has kept its vector
+    assert not any(v.trainable for v in (book.embed, book.cluster_size, book.embed_avg))
+
+def test_lost_codes_move_to_vectors_from_the_whole_batch():
+    book, z = Codebook(200, 1), np.arange(5, dtype=np.float32).reshape(1, 5, 1)
+    book.build()
+    assert not book.cluster_size.numpy().any() and not book.embed_avg.numpy().any()
+    assert 0.8 < np.std(book.embed) < 1.2
+    update_codebook(book, z, tf.zeros((1, 5), tf.int32), tf.constant([0, 1]))
+    assert {*book.embed_avg.numpy()[0, 1:].tolist()} == {0., 1., 2., 3., 4.}
+    assert (book.cluster_size.numpy()[1:] == 1).all()
+
 def test_a_code_that_nothing_chose_moves_to_a_vector_of_the_batch():
     book = Codebook(4, 3); book.build()
     z = normal(1, 8, 3)
@@ -108,3 +132,21 @@ def test_half_precision_keeps_codebook_and_constants_in_float32(small, kind):
     assert all(v.dtype == 'float32' for v in named_weights(mixed).values())
     codes = tf.constant([[1, 2, 3, 4]])
     assert np.abs(plain.decode(codes) - mixed.decode(codes)).max() < 0.05 * np.abs(plain.decode(codes)).max()
+
+def test_codes_and_mels_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
+    all_ok(dvae_rows(toy_xtts.dvae, toy_inputs, theirs))
+
+def test_the_losses(dvae):
+    mel = 5 * normal(2, 8, 80)
+    rebuilt, z, codes = (x.numpy() for x in dvae(tf.constant(mel)))
+    found = dvae_losses(dvae, tf.constant(mel))
+    error, away = rebuilt - mel / dvae.mel_stats.numpy(), z - dvae.codebook.decode(codes).numpy()
+    assert float(found['mel_loss']) == pytest.approx(np.abs(error).mean() + (error**2).mean(), rel=1e-5)
+    assert float(found['commitment']) == pytest.approx((away**2).mean(), rel=1e-5)
+    assert np.array_equal(found['codes'], codes) and np.array_equal(found['z'], z)
+
+def test_a_dvae_in_a_larger_file(dvae, small, tmp_path):
+    from xtts_nb.weights import save_weights
+    save_weights(tmp_path / 'm.safetensors', {f'dvae/{k}': v for k, v in named_weights(dvae).items()})
+    again = load_dvae(tmp_path / 'm.safetensors', small, 'dvae/')
+    assert all(np.array_equal(a, b) for a, b in zip(dvae.variables, again.variables))

@@ -9,6 +9,7 @@ from xtts_nb import layers
 from xtts_nb.config import XTTSConfig
 from xtts_nb.dvae import parameter_count
 from xtts_nb.gpt import GPT, joint_mask, shifted
+from xtts_nb.parity import gpt_rows
 
 P, T, S, START = 4, 10, 12, 3
 SEED = tf.constant([1, 2])
@@ -37,23 +38,26 @@ def test_shapes(gpt, inputs, small):
     assert text.shape == (2, T + 2, small.model.gpt.text_tokens) and code.shape == (2, S + 2, small.model.dvae.codes + 2)
     assert text.dtype == code.dtype == np.float32 and np.isfinite(text).all() and np.isfinite(code).all()
 
+@pytest.mark.parametrize('stops', [1, 4])
 @pytest.mark.parametrize('length', [0, 1, 3, 5])
-def test_inputs_and_targets(length):
+def test_inputs_and_targets(length, stops):
     ids = tf.constant([[7, 8, 9, 10, 11]])
-    inputs, targets, counted = (np.array(x)[0].tolist() for x in shifted(ids, tf.constant([length]), 1, 2))
-    said = [7, 8, 9, 10, 11][:length]
-    assert inputs == [1, *said] + [2] * (6 - length) and targets == [*said] + [2] * (7 - length)
-    assert counted == [1.] * (length + 1) + [0.] * (6 - length)
+    inputs, targets, counted = (np.array(x)[0].tolist()
+                                for x in shifted(ids, tf.constant([length]), 1, 2, stops))
+    said, rest = [7, 8, 9, 10, 11][:length], 5 - length
+    assert inputs == [1, *said] + [2] * (rest + stops) and targets == [*said] + [2] * (rest + stops + 1)
+    assert counted == [1.] * (length + stops) + [0.] * (rest + 1)
 
 def test_what_stands_behind_the_length_does_not_matter():
     a, b = (shifted(tf.constant([[7, 8, x, x]]), tf.constant([2]), 1, 0) for x in (0, 31))
     assert all(np.array_equal(x, y) for x, y in zip(a, b))
 
+@pytest.mark.parametrize('stop_seen', [True, False])
 @pytest.mark.parametrize('length', [0, 2, 5])
-def test_the_mask_position_by_position(length):
+def test_the_mask_position_by_position(length, stop_seen):
     prompt, text, codes = 2, 7, 3   # text part: START, at most 5 tokens, STOP
-    mask = np.array(joint_mask(prompt, text, tf.constant([length]), codes))[0, 0]
-    filled = set(range(prompt + length + 2, prompt + text))
+    mask = np.array(joint_mask(prompt, text, tf.constant([length]), codes, stop_seen))[0, 0]
+    filled = set(range(prompt + length + 1 + stop_seen, prompt + text))
     assert all(mask[q, k] == (k <= q and k not in filled) for q in range(12) for k in range(12))
 
 @pytest.mark.parametrize('place', [0, 5, S - 1])
@@ -179,3 +183,32 @@ def test_what_no_shape_shows_changes_the_answer(small, gpt, inputs, change):
     net = GPT(small.replace(model={'gpt': change}), gpt.text_start)
     for a, b in zip(net.variables, gpt.variables): a.assign(b)
     assert not np.allclose(call(net, inputs, SEED)[1], call(gpt, inputs, SEED)[1], atol=1e-4)
+
+def test_the_answers_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
+    all_ok(gpt_rows(toy_xtts.gpt, toy_inputs, theirs))
+
+def test_a_gpt_begins_small(small):
+    "A deviation of 0.02, less where it is added to the residual; tables with room for START and STOP."
+    net = GPT(small.replace(model={'gpt': {'layers': 8}}), START)
+    std = {name: float(np.std(v)) for name, v in dict(
+        text=net.text_embedding.embeddings, code=net.code_embedding.embeddings,
+        place=net.code_position.embeddings,
+        text_head=net.text_head.kernel, code_head=net.code_head.kernel, qkv=net.blocks[0].qkv.kernel,
+        project=net.blocks[7].project.kernel).items()}
+    assert std == pytest.approx(dict.fromkeys(std, 0.02) | {'project': 0.02 / 4}, rel=0.06)
+    tables = net.text_position, net.code_position, net.text_embedding, net.code_embedding
+    assert [table.embeddings.shape[0] for table in tables] == [40 + 2, 48 + 3, 48, 32 + 2]
+    assert not net.mel_stats.trainable and (net.mel_stats.numpy() == 1).all()
+    assert (net.code_start, net.code_stop, net.code_stops) == (32, 33, 1)
+    assert GPT(small, START, parity=True).code_stops == 4
+
+def test_norms_of_little_are_divided_by_their_epsilon(gpt):
+    x = np.float32(1e-5**0.5) * np.tile([1., -1.], 32)[None]   # a variance of 1e-5
+    for norm in (gpt.stack_norm, gpt.final_norm): assert np.allclose(np.abs(norm(x)), 2**-0.5, rtol=1e-4)
+
+def test_places_are_counted_from_the_first(gpt):
+    codes = tf.constant([[3, 4, 5]])
+    expected = gpt.code_embedding(codes) + gpt.code_position(tf.constant([7, 8, 9]))
+    assert np.array_equal(gpt.embed_codes(codes, 7), expected)
+    assert np.array_equal(gpt.embed_text(codes),
+                          gpt.text_embedding(codes) + gpt.text_position(tf.constant([0, 1, 2])))

@@ -6,8 +6,10 @@ import tensorflow as tf
 from xtts_nb.audio import speaker_log_mel, synthetic_voice
 from xtts_nb.config import SpeakerConfig, UserError, XTTSConfig
 from xtts_nb.dvae import parameter_count
-from xtts_nb.hifigan import (Conv2D, HiFiGAN, SpeakerEncoder, fold_weight_norm, is_normalised, load_decoder, load_speaker_encoder,
-                             stretch)
+from xtts_nb.hifigan import (Conv2D, HiFiGAN, SpeakerBlock, SpeakerEncoder, fold_weight_norm, is_normalised,
+                             load_decoder,
+                             load_hifigan, load_speaker_encoder, norm, stretch, unfold_weight_norm)
+from xtts_nb.parity import voice_rows
 from xtts_nb.weights import named_weights, save_weights
 
 
@@ -158,3 +160,61 @@ def test_a_convolution_of_one_point_skips_before_it_looks():
     layer.build(x.shape)
     assert layer.conv.strides == (1, 1)
     assert np.allclose(layer(x), tf.nn.conv2d(x, layer.conv.kernel, 2, 'VALID'), atol=1e-5)
+
+def test_voice_and_sound_are_those_of_coqui_tts(toy, toy_xtts, toy_inputs, theirs, all_ok):
+    all_ok(voice_rows(toy, toy_xtts.config, toy_inputs, theirs))
+
+@pytest.mark.parametrize('kernel_size, stride', [(1, 1), (1, 3), (3, 1), (3, 2), (5, 2)])
+def test_a_convolution_is_padded_by_half_a_kernel(kernel_size, stride):
+    layer, x = Conv2D(3, kernel_size, stride, use_bias=True), np.random.randn(1, 7, 6, 2).astype(np.float32)
+    layer.build(x.shape)
+    kernel, half = layer.conv.kernel.numpy(), kernel_size // 2
+    padded = np.pad(x[0], ((half, half), (half, half), (0, 0)))
+    expected = [[np.tensordot(padded[i:i + kernel_size, j:j + kernel_size], kernel, 3)
+                 for j in range(0, 6, stride)]
+                for i in range(0, 7, stride)]
+    assert np.allclose(layer(x)[0], expected, atol=1e-5)
+
+def test_a_norm_of_silence_is_divided_by_its_epsilon():
+    layer = norm('n')
+    layer.build((None, 3))
+    layer.moving_variance.assign([0., 1e-5, 1.])
+    expected = np.float64([1e-5, 2e-5, 1 + 1e-5])**-0.5
+    assert np.allclose(layer(tf.constant([[1., 1., 1.]])), expected, rtol=1e-4)
+
+def test_a_bin_is_taken_from_its_mean_and_divided_by_its_deviation(config, monkeypatch):
+    "Over time; a bin that hardly moves is divided by the epsilon."
+    seen, real = [], Conv2D.call
+    monkeypatch.setattr(Conv2D, 'call', lambda layer, x: seen.append(np.array(x)) or real(layer, x))
+    mel = (np.random.randn(2, 90, 64) * np.geomspace(1e-4, 10, 64) + 3).astype(np.float32)
+    SpeakerEncoder(config)(mel)
+    expected = (mel - mean(mel)) / np.sqrt(mean((mel - mean(mel))**2) + 1e-5)
+    assert np.allclose(seen[0], expected.transpose(0, 2, 1)[..., None], atol=1e-3)
+
+def mean(mel): return mel.mean(1, keepdims=True, dtype=np.float64)
+
+@pytest.mark.parametrize('before, stride, skips', [(8, 1, False), (8, 2, True), (16, 1, True)])
+def test_a_block_skips_by_a_convolution_where_shapes_change(before, stride, skips):
+    block = SpeakerBlock(8, stride)
+    block.build((None, None, None, before))
+    assert (block.skip is not None) == skips
+    assert block(tf.ones((1, 8, 6, before))).shape == (1, 8 // stride, 6 // stride, 8)
+    assert block.squeeze.units == 1 and block.excite.units == 8
+
+def test_a_kernel_of_nothing_has_a_direction_and_no_length():
+    kernel = np.random.randn(5, 4, 3).astype(np.float32)
+    kernel[..., 1] = 0
+    length, direction = unfold_weight_norm(kernel)
+    assert np.allclose(length[0, 0], np.sqrt((kernel**2).sum((0, 1)))) and (direction[..., 1] == 1).all()
+    assert np.allclose(fold_weight_norm(length, direction), kernel, atol=1e-6)
+
+def test_a_file_with_nothing_to_speak_with(config, decoder, tmp_path):
+    encoder = SpeakerEncoder(config)
+    parts = {'gpt': decoder, 'decoder': decoder, 'speaker': encoder}
+    for held in (['gpt'], ['gpt', 'decoder', 'speaker']):
+        path = tmp_path / f'{len(held)}.safetensors'
+        save_weights(path, {f'{part}/{n}': v for part in held for n, v in named_weights(parts[part]).items()})
+        found = load_hifigan(path, config)
+        assert (found is None) == (held == ['gpt'])
+    assert all(np.array_equal(a, b) for net, kept in zip(found, (decoder, encoder)) for a,
+               b in zip(net.weights, kept.weights))

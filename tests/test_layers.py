@@ -1,4 +1,6 @@
 "The blocks: what each position may see, seeds, shapes, precision."
+from math import erf
+
 import keras
 import numpy as np
 import pytest
@@ -6,8 +8,8 @@ import tensorflow as tf
 
 from xtts_nb import layers
 from xtts_nb.layers import (AttentionBlock, Conv1D, Perceiver, ResidualBlock, RMSNorm, TransformerBlock, attend, causal_mask,
-                            dropout, fold,
-                            split_heads)
+                            PerceiverLayer, dropout, fold, split_heads)
+from xtts_nb.parity import gpt_rows
 
 
 def normal(*shape, seed=0): return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
@@ -180,3 +182,80 @@ def test_norms_are_float32_in_half_precision(kind):
         assert np.isfinite(out).all() and np.allclose((out**2).mean(-1), 1, rtol=0.02)
     frames = AttentionBlock(2, dtype=f'mixed_{kind}')(x)
     assert np.isfinite(np.array(tf.cast(frames, tf.float32))).all()
+
+
+# --- what each block computes ------------------------------------------------------------------------------
+
+def erf_gelu(x): return x * (1 + np.vectorize(erf)(x / 2**0.5)) / 2
+
+def tanh_gelu(x): return x / 2 * (1 + np.tanh((2 / np.pi)**0.5 * (x + 0.044715 * x**3)))
+
+def affine(layer, x): return x @ layer.kernel.numpy() + (layer.bias.numpy() if layer.use_bias else 0)
+
+def split(x, heads): return x.reshape(*x.shape[:2], heads, -1)
+
+def standard(x, axis, epsilon=1e-5):
+    return (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + epsilon)
+
+def test_a_perceiver_layer_is_attention_and_a_gated_mlp():
+    layer, latents, frames = PerceiverLayer(9, 2, 4), normal(2, 3, 9), normal(2, 5, 9, seed=1)
+    layer.build(latents.shape, frames.shape)
+    k, v = np.split(affine(layer.to_kv, np.concatenate([latents, frames], 1)), 2, -1)
+    q, k, v = (split(x, 2) for x in (affine(layer.to_q, latents), k, v))
+    x = latents + affine(layer.to_out, loops(q, k, v, np.ones((3, 8), bool)))
+    value, gate = np.split(affine(layer.expand, x), 2, -1)
+    assert value.shape[-1] == 24
+    assert [layer.to_q.use_bias, layer.to_out.use_bias, layer.expand.use_bias] == [False, False, True]
+    assert np.allclose(layer(latents, frames), x + affine(layer.contract, value * erf_gelu(gate)), atol=1e-4)
+
+def test_a_transformer_block_is_that_of_gpt_2():
+    block, x = TransformerBlock(16, 2), 2 * normal(2, 5, 16) + 1
+    block.build(x.shape)
+    for v in block.variables: v.assign(v.value + tf.random.stateless_normal(v.shape, SEED, stddev=0.3))
+    normed = lambda norm, x: standard(x, -1) * norm.gamma.numpy() + norm.beta.numpy()
+    q, k, v = (split(t, 2) for t in np.split(affine(block.qkv, normed(block.attention_norm, x)), 3, -1))
+    y = x + affine(block.project, loops(q, k, v, np.tri(5, dtype=bool)))
+    y = y + affine(block.contract, tanh_gelu(affine(block.expand, normed(block.mlp_norm, y))))
+    assert np.allclose(block(x, causal_mask(5, 5)), y, atol=2e-4)
+
+@pytest.mark.parametrize('width, groups', [(16, 16), (48, 16), (64, 16), (72, 8), (96, 32)])
+def test_an_attention_block_norms_groups_and_splits_by_head(width, groups):
+    "Groups over all frames, as in torch; of each head's slice a third is q. A quiet input shows the epsilon."
+    block, x = AttentionBlock(2), 0.003 * normal(1, 6, width)
+    block.build(x.shape)
+    for v in block.variables: v.assign(v.value + tf.random.stateless_normal(v.shape, SEED, stddev=0.3))
+    normed = standard(x.reshape(1, 6, groups, -1),
+                      (1, 3)).reshape(x.shape) * block.norm.gamma.numpy() + block.norm.beta.numpy()
+    q, k, v = np.split(split(affine(block.qkv, normed), 2), 3, -1)
+    expected = normed + affine(block.project, loops(q, k, v, np.ones((6, 6), bool)))
+    assert np.allclose(block(x), expected, atol=1e-3) and block.norm.groups == groups
+
+def test_a_residual_block_equals_its_convolutions():
+    block, x = ResidualBlock(4), normal(1, 6, 4)
+    block.build(x.shape)
+    y = block.convs[1](tf.nn.relu(block.convs[0](x)))
+    assert np.allclose(block(x), x + block.convs[2](tf.nn.relu(y)), atol=1e-5)
+    assert [conv.kernel_size for conv in block.convs] == [3, 3, 1]
+
+def test_norms_of_little_are_divided_by_their_epsilon():
+    x = np.float32(1e-5**0.5) * np.tile([1., -1.], 8)[None]   # a variance of 1e-5
+    block = _built(TransformerBlock(16, 2), (None, None, 16))
+    for norm in (block.attention_norm, block.mlp_norm):
+        assert np.allclose(np.abs(norm(x)), 2**-0.5, rtol=1e-4)
+
+def test_every_dropout_of_a_block_has_its_place(monkeypatch):
+    "Of the weights of attention, of what it adds and of what the MLP adds, with the rate of the block."
+    seen, real = [], layers.dropout
+    monkeypatch.setattr(layers, 'dropout', lambda x, rate,
+                        seed: seen.append((x.shape, rate, tuple(seed.numpy()))) or real(x, rate, seed))
+    TransformerBlock(16, 2, rate=0.25)(normal(1, 5, 16), causal_mask(5, 5), SEED)
+    made = [((1, 2, 5, 5), 0.25), ((1, 5, 16), 0.25), ((1, 5, 16), 0.25)]
+    assert [(tuple(shape), rate) for shape, rate, _ in seen] == made
+    assert len({seed for *_, seed in seen}) == 3
+
+def test_the_first_latents_are_small():
+    latents = _built(Perceiver(64, 64, 1, 2, 8), (None, None, 64)).latents
+    assert float(np.std(latents)) == pytest.approx(0.02, rel=0.06)
+
+def test_voice_and_logits_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
+    all_ok(gpt_rows(toy_xtts.gpt, toy_inputs, theirs))

@@ -1,16 +1,22 @@
 "Speaking: the cache changes nothing, rows do not meet, seeds repeat, and what cannot be said is refused."
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from make_parity_data import utterance
+from xtts_nb import synthesis
 from xtts_nb.audio import save_audio, synthetic_voice
-from xtts_nb.config import SpeechConfig, UserError
+from xtts_nb.config import AudioConfig, SpeechConfig, UserError
 from xtts_nb.gpt import GPT
 from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.model import XTTS
-from xtts_nb.synthesis import Speaker, choose, generate, listen, read_reference, reference_mels, wrapped
+from xtts_nb.parity import greedy_rows, utterance_rows
+from xtts_nb.synthesis import (Speaker, Voice, choose, generate, listen, read_reference, reference_mels,
+                               wrapped)
 from xtts_nb.weights import named_weights, save_weights
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
@@ -28,10 +34,14 @@ def test_draws_follow_the_softmax():
     score = np.log([0.5, 0.3, 0.15, 0.05])
     share = np.bincount(draws(score, 2000), minlength=4) / 2000
     assert np.abs(share - np.exp(score)).max() < 0.04
+    share = np.bincount(draws(score, 2000, temperature=2.),
+                        minlength=4) / 2000   # flatter: the roots of the chances
+    assert np.abs(share - np.sqrt(np.exp(score)) / np.sqrt(np.exp(score)).sum()).max() < 0.04
 
 @pytest.mark.parametrize('limits, allowed', [(dict(top_k=1), {0}), (dict(top_k=2), {0, 1}), (dict(top_k=99), {0, 1, 2, 3}),
                                              (dict(top_p=0.45), {0}),
                                              (dict(top_p=0.55), {0, 1}), (dict(top_p=0.9), {0, 1, 2}),
+                                             (dict(top_k=2, top_p=0.6), {0}),
                                              (dict(top_k=3, top_p=0.55), {0, 1}),
                                              (dict(temperature=1e-4), {0}), (dict(top_p=0.), {0}), (dict(top_k=0), {0})], ids=str)
 def test_limits_keep_the_best(limits, allowed):
@@ -41,7 +51,9 @@ def test_limits_keep_the_best(limits, allowed):
 
 def test_at_temperature_0_the_best_is_taken(): assert set(draws([0., 3., 2.9], 20, temperature=0)) == {1}
 
-@pytest.mark.parametrize('score, spoken, best', [([2., 1.5, 1.], 0, 1), ([-1., -1.5, -2.9], 0, 1), ([2., 1.5, 1.], 2, 0)])
+@pytest.mark.parametrize('score, spoken, best',
+                         [([2., 1.5, 1.], 0, 1), ([-1., -1.5, -2.9], 0, 1), ([2., 1.5, 1.], 2, 0),
+                                                 ([2., 0.9, 0.8], 0, 0), ([-1., -2.1, -2.9], 0, 0)])
 def test_what_was_spoken_becomes_less_likely(score, spoken, best):
     said = [i == spoken for i in range(3)]
     assert set(draws(score, 5, said, temperature=0, penalty=2.)) == {best}
@@ -168,6 +180,24 @@ def test_bfloat16_speaks(xtts, small, inputs):
     assert codes.dtype == np.int32 and (codes <= net.code_stop).all() and (length <= MAX).all()
 
 
+# --- as coqui-tts speaks -----------------------------------------------------------------------------------
+
+def test_codes_and_sound_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
+    all_ok(greedy_rows(toy_xtts.gpt, toy_inputs, theirs))
+    with np.load(Path(__file__).parent / 'data' / 'utterance.npz') as file:
+        all_ok(utterance_rows(toy_xtts, utterance(), file))
+
+@pytest.mark.parametrize('parity, first, spoken', [(True, 'start', [2]), (False, 'other', [1, 2])])
+def test_in_parity_code_1_and_start_count_as_spoken(xtts, small, inputs, parity, first, spoken):
+    net = biased(xtts, small, -50.)   # START is the likeliest by far
+    net.parity = parity
+    assert (speak(net, inputs, 1)[0] == net.code_start).all() == (first == 'start')
+    bias = np.zeros(net.code_stop + 1, np.float32)
+    bias[1], bias[2] = 50., 40.   # a third of 50 is less than 40
+    net.code_head.bias.assign(bias)
+    assert (speak(net, inputs, len(spoken))[0] == spoken).all()
+
+
 # --- the speaker ---------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
@@ -188,6 +218,11 @@ def test_a_short_reference_is_refused(speaker, samples, tmp_path):
     if not samples: return
     save_audio(tmp_path / 'r.wav', VOICE[:samples])
     with pytest.raises(UserError, match=f'{tmp_path / "r.wav"}: .*too short'): speaker('aa', 'en', tmp_path / 'r.wav')
+
+def test_half_a_second_is_enough_and_what_comes_late_is_not_heard():
+    wav = np.arange(44100.)
+    assert [len(read_reference(wav[:n], AudioConfig(), seconds)) for n,
+            seconds in ((11025, 30), (44100, 1.5))] == [11025, 33075]
 
 @pytest.mark.parametrize('kind', ['missing', 'text', 'nan'])
 def test_a_reference_that_is_no_sound_is_named(speaker, tmp_path, kind):
@@ -221,6 +256,48 @@ def test_a_short_clip_goes_round(frames, start):
     mel = np.arange(20.).reshape(10, 2)
     assert np.array_equal(wrapped(mel, frames, start), mel[[(start + i) % 10 for i in range(frames)]])
 
+def texts_of(xtts):
+    "A speaker for whom a text is the number of its tokens."
+    tokenizer = SimpleNamespace(unknown=lambda text, language: [], encode=lambda text,
+                                language: [5] * int(text))
+    one = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=xtts.config),
+                          _generate=lambda *given: given)
+    one._ids = lambda text, language: Speaker._ids(one, text, language)
+    return one
+
+def test_texts_of_two_to_the_greatest_number_of_tokens(xtts):
+    for tokens in (2, 40): assert len(texts_of(xtts)._ids(str(tokens), 'en')) == tokens
+    for tokens, message in ((1, 'is empty'), (41, 'has 41 tokens, the model takes 40')):
+        with pytest.raises(UserError, match=message): texts_of(xtts)._ids(str(tokens), 'en')
+
+@pytest.mark.parametrize('tokens, width', [((2, 9), 32), ((32,), 32), ((2, 33), 40), ((40,), 40)])
+def test_texts_are_padded_to_few_widths(xtts, tokens, width):
+    voices = [Voice(tf.fill((4, 64), float(n)), None) for n in tokens]
+    text, length, prompt, seed = Speaker._say(texts_of(xtts), [*map(str, tokens)], ['en'] * len(tokens),
+                                              voices, 7)
+    assert text.shape == (len(tokens), width) and length.numpy().tolist() == list(tokens)
+    assert seed.numpy().tolist() == [7, 0]
+    assert all((row[:n] == 5).all() and not row[n:].any() for row, n in zip(text.numpy(), tokens))
+    assert prompt.shape == (len(tokens), 4, 64) and prompt[-1, 0, 0] == tokens[-1]
+
+@pytest.mark.parametrize('seconds, parity, codes',
+                         [(None, False, 48), (None, True, 45), (1., False, 22), (2., True, 44),
+                          (9., False, 48)])
+def test_how_long_a_clip_may_be(xtts, monkeypatch, seconds, parity, codes):
+    "21.5 codes a second, the last one begun included; coqui-tts leaves three places empty."
+    monkeypatch.setattr(synthesis, 'generate', lambda *given: given)
+    monkeypatch.setattr(xtts.gpt, 'parity', parity)
+    made = Speaker(xtts, seconds, temperature=0.5, top_k=7, top_p=0.25,
+                   repetition_penalty=2.)._generate.python_function
+    expected = xtts.gpt, 'text', 'length', 'prompt', codes, 0.5, 7, 0.25, 2., 'seed'
+    assert made('text', 'length', 'prompt', 'seed') == expected
+
+@pytest.mark.parametrize('speed, length', [(1, 8), (2., 4), (0.5, 16)])
+def test_twice_the_speed_is_half_the_length(speed, length):
+    x = tf.reshape(tf.range(16.), (1, 8, 2))
+    found = Speaker._in_time(SimpleNamespace(speech=SimpleNamespace(speed=speed)), x)
+    assert found.shape == (1, length, 2) and (found is x) == (speed == 1)
+
 def test_a_clip_of_sound(speaker, small):
     wav = speaker('aa bb', 'en', VOICE)
     assert wav.ndim == 1 and wav.dtype == np.float32 and np.isfinite(wav).all() and 0 < len(wav) <= 48 * 1024
@@ -247,6 +324,13 @@ def test_a_model_that_stops_at_once_still_gives_a_clip(xtts):
     mute = Speaker(xtts)
     mute._generate = lambda text, *_: (tf.fill([len(text), 48], xtts.gpt.code_stop), tf.zeros([len(text)], tf.int32), None)
     assert np.isfinite(mute('aa', 'en', VOICE)).all()
+    (mel,) = mute.mels(['aa'], ['en'], [VOICE])
+    assert np.allclose(mel, xtts.dvae.decode(tf.constant([[0]]))[0],
+                       atol=1e-5)   # one code, the first there is
+    start, stop = xtts.gpt.code_start, xtts.gpt.code_stop
+    mels = mute._mels(tf.constant([[31, start, 3, stop], [5, stop, stop, stop]]), tf.constant([3, 1]))
+    for mel, codes in zip(mels, ([31, 0, 3], [5])):
+        assert np.allclose(mel, xtts.dvae.decode(tf.constant([codes]))[0], atol=1e-5)
 
 
 # --- listening -----------------------------------------------------------------------------------------------------
