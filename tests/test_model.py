@@ -1,12 +1,16 @@
 "The losses: what counts in them, halves and wholes; and a model as a folder."
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.model import (
-    XTTS, costs_markdown, parameter_table, released_parts, step_costs, step_flops, token_losses, total_loss)
+from xtts_nb.dvae import parameter_count
+from xtts_nb.model import (XTTS, costs_markdown, forward_flops, forward_numbers, parameter_table,
+                           released_parts, step_costs,
+                           step_flops, token_counts, token_losses, total_loss)
 from xtts_nb.synthesis import generate
 from xtts_nb.text import train_tokenizer
 from xtts_nb.weights import save_weights
@@ -55,6 +59,19 @@ def test_counts_are_tokens_and_one_stop_a_row(losses, batch):
     rows = np.array([0, 1, 3])
     assert parts['text_count'] == batch['text_length'].numpy()[rows].sum() + 3
     assert parts['code_count'] == batch['code_length'].numpy()[rows].sum() + 3
+
+def test_counts_are_known_before(losses, batch, xtts):
+    some = with_rows(batch, [1, 0.5, 0, 1])
+    known, parts = token_counts(xtts.gpt, some), losses(some)[1]
+    assert {k: float(v) for k, v in known.items()} == {k: float(parts[k]) for k in known}
+    four = SimpleNamespace(code_stops=4)   # as coqui-tts has it
+    assert token_counts(four, some)['code_count'] - known['code_count'] == 3 * 2.5
+
+def test_a_share_of_an_update_is_divided_by_the_counts_of_the_whole():
+    parts = {'text_loss': tf.constant(6.), 'text_count': tf.constant(2.), 'code_loss': tf.constant(8.),
+             'code_count': tf.constant(0.5)}
+    assert float(total_loss(parts)) == pytest.approx(0.01 * 3 + 8)   # no division by less than one
+    assert float(total_loss(parts, 2., {'text_count': 3., 'code_count': 16.})) == pytest.approx(2 * 2 + 0.5)
 
 def test_a_batch_of_nothing_is_no_nan(losses, batch):
     loss, parts, gradient = losses(with_rows(batch, [0, 0, 0, 0]))
@@ -169,6 +186,32 @@ def test_what_is_no_model_is_named(tmp_path, kind):
     if kind == 'a file': (tmp_path / 'm').write_text('')
     with pytest.raises(UserError, match='m: holds no model'): XTTS.load(tmp_path / 'm')
 
+def test_what_came_with_a_model_goes_with_it(saved, tmp_path):
+    "Settings of coqui-tts beside it and tensors of no network; also where it is saved in its own place."
+    (saved / 'coqui.json').write_text('{"a": 1}')
+    path = saved / 'model.safetensors'
+    save_weights(path, {'coqui/more': np.ones(3, np.float32)}, besides=path)
+    before = {p.name: p.read_bytes() for p in saved.iterdir()}
+    again = XTTS.load(saved)
+    assert again.hifigan is None
+    for folder in (saved, tmp_path / 'other'):
+        again.save(folder)
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    XTTS(again.config, again.tokenizer, again.dvae, again.gpt).save(tmp_path / 'new')
+    made = {p.name for p in (tmp_path / 'new').iterdir()}
+    assert made == {'config.yaml', 'tokenizer.json', 'model.safetensors'}
+    again.save(tmp_path / 'third', {k: v.numpy() + 1 for k, v in again.weights.items()})
+    third = XTTS.load(tmp_path / 'third', parity=True)
+    assert all(np.array_equal(v, again.weights[k].numpy() + 1) for k, v in third.weights.items())
+    assert third.gpt.parity and not again.gpt.parity
+
+def test_networks_that_are_given_stay_as_they_are(small, xtts, dvae):
+    "A GPT that is made here divides by the constants of the DVAE; one that is given keeps its own."
+    assert np.array_equal(XTTS(small, xtts.tokenizer, dvae).gpt.mel_stats, dvae.mel_stats)
+    gpt = SimpleNamespace()
+    given = XTTS(small, xtts.tokenizer, dvae, gpt)
+    assert given.gpt is gpt and given.dvae is dvae and given.hifigan is None
+
 def test_a_tokenizer_too_large_names_the_key(small):
     tokenizer = train_tokenizer(['abcdefghijklmnopqrstuvwxyz ' * 3], ['en'], 48)
     with pytest.raises(UserError, match=f'has {tokenizer.size} tokens, model.gpt.text_tokens is {tokenizer.size - 1}'):
@@ -176,15 +219,46 @@ def test_a_tokenizer_too_large_names_the_key(small):
     XTTS(small.replace(model={'gpt': {'text_tokens': tokenizer.size}}), tokenizer)
 
 def test_the_table_adds_up(xtts):
+    "48 text tokens, 32 codes with START and STOP, 40 + 2 and 48 + 3 places; two blocks of 12 D^2 + 13 D."
     table = parameter_table(xtts)
     assert table['all'] == sum(v for k, v in table.items() if k != 'all')
-    assert set(table) == {'DVAE', 'GPT voice', 'GPT blocks', 'GPT embeddings', 'GPT heads', 'all'}
+    assert {k: v for k, v in table.items() if k not in ('all', 'GPT voice')} == {
+        'DVAE': parameter_count(xtts.dvae), 'GPT blocks': 2 * (12 * 64**2 + 13 * 64),
+        'GPT heads': 65 * (48 + 34),
+        'GPT embeddings': 64 * (48 + 34 + 42 + 51) + 2 * 2 * 64}   # and the two norms behind the blocks
 
 def test_flops_grow_as_they_should():
     config = XTTSConfig.xtts_v2()
     base = step_flops(config, 1, 100, 250)
     assert step_flops(config, 4, 100, 250) == 4 * base and step_flops(config, 1, 100, 500) > 1.5 * base > 0
     assert 6 * 378e6 * 384 < base < 6 * 480e6 * 384 * 1.5   # about 6 x parameters x positions, the voice on top
+
+def sized(small):
+    "B 3, T 20, S 40, F 32, P 4, D 64, four heads; the perceiver's attention is 4 x 32 wide."
+    return small.replace(model={'gpt': {'layers': 3, 'heads': 4, 'conditioning_layers': 2,
+                                        'perceiver_layers': 2,
+                                        'perceiver_heads': 4, 'perceiver_head_dim': 32}})
+
+def test_flops_are_twice_the_products_of_every_matrix(small):
+    F, P, T, S, D, L = 32, 4, 22, 42, 64, 4 + 22 + 42
+    def attention(rows, keys): return [(rows, D, keys), (rows, keys, D)]
+    def block(rows): return [(rows, D, 3 * D), *attention(rows, rows), (rows, D, D)]
+    look = [(P, D, 128), (P + F, D, 256), (P, 128, D), (P, D, 16 * D / 3), (P, 8 * D / 3, D)]
+    products = {'GPT voice': [(F, 80, D), *2 * block(F), *2 * look], 'GPT heads': [(T, D, 48), (S, D, 34)],
+                'GPT blocks': 3 * [*block(L), (L, D, 4 * D), (L, 4 * D, D)]}
+    expected = {part: 2 * sum(map(np.prod, each)) for part, each in products.items()}
+    assert forward_flops(sized(small), 20, 40) == pytest.approx(expected)
+    assert step_flops(sized(small), 3, 20,
+                      40) == pytest.approx(3 * 3 * sum(expected.values()))   # forward, and backward twice
+
+def test_numbers_that_are_kept(small):
+    "Rows of width D and 4 D, scores before and behind the softmax, both heads with their losses."
+    F, P, T, S, D, L = 32, 4, 22, 42, 64, 4 + 22 + 42
+    look = 2 * (P + F) * 128 + 2 * P * 128 + 2 * 4 * P * (P + F)
+    assert forward_numbers(sized(small), 20, 40) == pytest.approx({
+        'GPT voice': F * D + 2 * (7 * F * D + 2 * 4 * F * F) + 2 * (look + 12 * P * D),
+        'GPT embeddings': 3 * (T + S) * D,
+        'GPT blocks': 3 * (18 * L * D + 2 * 4 * L * L), 'GPT heads': 2 * L * D + 2 * (T * 48 + S * 34)})
 
 def test_flops_agree_with_what_tensorflow_counts(small):
     "Everything in the graph of a training step, norms and losses included, is 2 % more than the formula at most."
@@ -217,10 +291,17 @@ def test_costs_of_a_step(xtts):
     assert costs['all']['parameters'] == counts['all'] - counts['DVAE']
     assert {part: row['parameters'] for part, row in costs.items() if part != 'all'} == {
         part: n for part, n in counts.items() if part not in ('DVAE', 'all')}
-    weights = 40 * costs['all']['parameters']
-    assert step_costs(xtts, 2 * B, T, S)['all']['bytes'] - weights == pytest.approx(2 * (costs['all']['bytes'] - weights))
-    table = costs_markdown(costs)
-    assert all(part in table for part in costs) and f'{costs["all"]["parameters"]:,}' in table
+    flops, numbers = forward_flops(xtts.config, T, S), forward_numbers(xtts.config, T, S)
+    for part, row in costs.items():   # ten passes over weights and moments, five over results, of four bytes
+        if part == 'all': continue
+        assert row['flops'] == pytest.approx(3 * B * flops.get(part, 0))
+        assert row['bytes'] == pytest.approx(40 * counts[part] + 20 * B * numbers[part])
+    assert costs['all']['bytes'] == pytest.approx(sum(row['bytes'] for part,
+                                                      row in costs.items() if part != 'all'))
+    rows = {'a': dict(parameters=1234, flops=25e8, bytes=5e8), 'all': dict(parameters=5, flops=0, bytes=1e6)}
+    assert costs_markdown(rows).splitlines() == ['| part | parameters | GFLOP | MB | FLOP per byte |',
+                                                 '|---|---|---|---|---|',
+                                                 '| a | 1,234 | 2.5 | 500 | 5 |', '| all | 5 | 0.0 | 1 | 0 |']
 
 def test_half_precision_moves_half_of_the_results(small, xtts):
     with tf.Graph().as_default(): rough = XTTS(small.replace(training={'precision': 'bfloat16'}), xtts.tokenizer)
