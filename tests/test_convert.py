@@ -89,7 +89,11 @@ def test_loads_and_has_the_sizes_of_the_tensors(disk, tmp_path):
     report = convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     xtts, expected = XTTS.load(tmp_path / 'ours'), coqui_toy.config(small=True)
     assert xtts.config.model == expected.model
-    assert report['text_tokens'] == expected.model.gpt.text_tokens and report['kept_aside'] > 0
+    there = dict(read_tensors(tmp_path / 'ours/model.safetensors'))
+    assert report == dict(tensors=len(there), kept_aside=sum(n.startswith('coqui/') for n in there),
+                          text_tokens=expected.model.gpt.text_tokens) and report['kept_aside'] > 0
+    back = convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    assert back == {'tensors': len(there)}
 
 
 def sizes_of(files: dict) -> dict:
@@ -193,11 +197,31 @@ def test_trainer_folder_without_released_files(disk, tmp_path):
     assert_same(disk.files['dvae.pth'], files['dvae.pth'])
 
 
+def test_a_dvae_beside_a_trainers_file_comes_before_the_one_inside(disk, tmp_path):
+    files = coqui_folder(disk, tmp_path / 'coqui', prefix='xtts.')
+    disk.files['model.pth']['model'] |= {f'dvae.{n}': x + 1 for n, x in files['dvae.pth'].items()}
+    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    assert np.array_equal(XTTS.load(tmp_path / 'ours').dvae.codebook.embed,
+                          files['dvae.pth']['codebook.embed'])
+
+
+def test_the_usual_number_of_heads(tmp_path):
+    files = coqui_toy.tensors(coqui_toy.config(small=True))
+    shapes = {(file, name): np.shape(x) for file, held in files.items() if file != 'mel_stats.pth' for name,
+              x in held.items()}
+    for args, heads in (({}, 16), ({'gpt_n_heads': 8}, 8)):
+        assert convert.infer_config(shapes, args, tmp_path).model.gpt.heads == heads
+    few = {key: shape for key, shape in shapes.items() if 'conditioning_encoder.attn' not in key[1]}
+    with pytest.raises(UserError, match='conditioning_layers.*got 0'): convert.infer_config(few, {}, tmp_path)
+
+
 def test_the_last_checkpoint_is_taken(tmp_path):
-    for n in ('checkpoint_900.pth', 'checkpoint_1000.pth'): (tmp_path / n).touch()
-    assert convert.checkpoint_file(tmp_path).name == 'checkpoint_1000.pth'
-    (tmp_path / 'best_model_5.pth').touch()
-    assert convert.checkpoint_file(tmp_path).name == 'best_model_5.pth'
+    "The best of all, then the latest of the best, then the latest; a released file before all of them."
+    names = ['checkpoint_900.pth', 'checkpoint_1000.pth', 'best_model_5.pth', 'best_model_10.pth',
+             'best_model.pth', 'model.pth']
+    for i, name in enumerate(names):
+        (tmp_path / name).touch()
+        if i: assert convert.checkpoint_file(tmp_path).name == name
 
 
 def test_no_checkpoint(tmp_path):
@@ -449,6 +473,78 @@ def test_fold_weight_norm_has_the_given_lengths():
     assert np.allclose(np.sqrt((kernel**2).sum((0, 1))), [1, 2, 3])
 
 
+# Without PyTorch: what is asked of it
+
+class Tensor:
+    "Stands for a tensor: an array and the name of its kind."
+    layout = 'torch.strided'
+    def __init__(self, x, kind=None): self.x, self.dtype = x, f'torch.{kind or x.dtype}'
+    def detach(self): return self
+    def view(self, kind): return Tensor(self.x.view(kind)) if kind == np.int16 else Tensor(self.x, kind)
+    def numpy(self): return self.x
+
+
+@pytest.fixture
+def pytorch(monkeypatch):
+    "What `load` was asked; it returns `held`, or raises it."
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+    asked = SimpleNamespace(held=None, how=None)
+    def load(path, **how):
+        asked.how = how
+        if isinstance(asked.held, Exception): raise asked.held
+        return asked.held
+    def safe_globals(known):
+        asked.known = known
+        return nullcontext()
+    fake = SimpleNamespace(Tensor=Tensor, int16=np.int16, bfloat16='bfloat16', load=load, from_numpy=Tensor,
+                           serialization=SimpleNamespace(safe_globals=safe_globals))
+    monkeypatch.setitem(sys.modules, 'torch', fake)
+    return asked
+
+
+@pytest.mark.parametrize('archive', [True, False])
+def test_tensors_become_arrays_and_nothing_is_unpickled(pytorch, tmp_path, archive):
+    path, half = tmp_path / 'm.pth', np.ones(3, ml_dtypes.bfloat16)
+    if archive:
+        import zipfile
+        with zipfile.ZipFile(path, 'w') as z: z.writestr('a', 'b')
+    else: path.write_bytes(b'old')
+    pytorch.held = {'model': {'a': Tensor(np.arange(3.)), 'b': Tensor(half.view(np.int16), 'bfloat16')},
+                    3: 'text'}
+    found = convert.read_pth(path)
+    assert_same(found['model'], {'a': np.arange(3.), 'b': half})
+    assert found[3] == 'text' and pytorch.how == dict(map_location='cpu',
+                                                      weights_only=True) | ({'mmap': True} if archive else {})
+    known = [(kind.__name__, name) for kind, name in pytorch.known]
+    assert ('XttsConfig', 'TTS.tts.configs.xtts_config.XttsConfig') in known
+    back = convert._tensor(found['model'])
+    assert [(t.dtype, t.x.tobytes()) for t in back.values()] == [
+        ('torch.float64', np.arange(3.).tobytes()), ('torch.bfloat16', half.tobytes())]
+    assert convert._tensor(np.float32(5).reshape(())).x.shape == ()
+
+
+@pytest.mark.parametrize('held, message', [
+    (ValueError('GLOBAL os.system is not allowed. More'),
+     r'asks for os.system, which could run code, so it was not read'),
+    (OSError('torn off. More\nand more'), r'not readable as a PyTorch file \(torn off\); copy it again'),
+    (OSError('first\nsecond'), r'\(first\)'),
+    ({'odd': Tensor(np.ones(2), 'complex64')}, '"odd" is a tensor of complex64, strided')])
+def test_what_cannot_be_read_is_told_in_a_sentence(pytorch, tmp_path, held, message):
+    (tmp_path / 'm.pth').touch()
+    pytorch.held = held
+    with pytest.raises(UserError, match=f'm.pth: .*{message}'): convert.read_pth(tmp_path / 'm.pth')
+    with pytest.raises(UserError, match='n.pth: the file is missing'): convert.read_pth(tmp_path / 'n.pth')
+
+
+def test_a_tensor_that_is_not_strided_has_no_place(pytorch, tmp_path):
+    (tmp_path / 'm.pth').touch()
+    pytorch.held = {'odd': Tensor(np.ones(2))}
+    pytorch.held['odd'].layout = 'torch.sparse_coo'
+    with pytest.raises(UserError, match='"odd" is a tensor of float64, sparse_coo'):
+        convert.read_pth(tmp_path / 'm.pth')
+
+
 # With PyTorch: real files
 
 class Touch:
@@ -567,7 +663,8 @@ def test_it_speaks_as_its_config_says(disk, tmp_path, said, expected):
     convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     speech = XTTSConfig.load(tmp_path / 'ours/config.yaml').speech
     assert (speech.repetition_penalty, speech.reference_seconds, speech.reference_chunk_seconds) == expected
-    assert (speech.temperature, speech.top_k, speech.top_p) == (0.85, 50, 0.85)
+    rest = speech.temperature, speech.top_k, speech.top_p, speech.max_reference_seconds
+    assert rest == (0.85, 50, 0.85, 10)
 
 
 @pytest.mark.parametrize('said', [{'temperature': 'hot'}, {'temperature': -1}, {'top_p': 2}, {'gpt_cond_chunk_len': 0}], ids=str)

@@ -17,7 +17,7 @@ from server import serving
 from xtts_nb import cli
 from xtts_nb.corpora import read_corpus
 from xtts_nb.config import UserError
-from xtts_nb.download import SOURCES, Source, download, download_text, find_source, terms
+from xtts_nb.download import SOURCES, Source, _note, download, download_text, find_source, source_rows, terms
 from xtts_nb.transfer import File
 
 
@@ -63,11 +63,33 @@ def test_every_file_of_the_table_is_known_to_the_last_bit():
         assert len({f.name for f in source.files}) == len(source.files) and source.licence
     assert len({f.sha256 for s in SOURCES.values() for f in s.files}) == sum(len(s.files) for s in SOURCES.values())
 
+BYTES = {   # as the servers of the publishers say
+    'LICENSE.txt': 4014, 'config.json': 4368, 'vocab.json': 361_219, 'mel_stats.pth': 1067,
+    'dvae.pth': 210_514_388, 'model.pth': 1_867_929_118,
+    'LJSpeech-1.1.tar.bz2': 2_748_572_632, 'VCTK-Corpus-0.92.zip': 11_747_302_977,
+    'dev-clean.tar.gz': 1_291_469_655, 'dev-other.tar.gz': 924_804_676, 'test-clean.tar.gz': 1_230_670_113,
+    'test-other.tar.gz': 964_502_297, 'train-clean-100.tar.gz': 7_723_686_890,
+    'train-clean-360.tar.gz': 27_504_073_644, 'train-other-500.tar.gz': 44_565_031_479}
+
+def test_the_lengths_are_those_that_were_published():
+    assert {f.name: f.bytes for source in SOURCES.values() for f in source.files} == BYTES
+
 def test_the_released_model_is_named_by_commit_and_comes_licence_first():
     source = find_source('xtts-v2')
     assert all(re.search('/resolve/[0-9a-f]{40}/', f.url) for f in source.files)
     assert source.files[0].name == source.terms and {'model.pth', 'dvae.pth', 'mel_stats.pth', 'vocab.json', 'config.json'} < {
         f.name for f in source.files}
+
+def test_corpora_are_archives_under_the_names_of_their_files():
+    corpora = {name: s for name, s in SOURCES.items() if name != 'xtts-v2'}
+    assert all(s.archive and not s.terms and len(s.files) == 1 and s.then.startswith('xtts-nb prepare')
+               for s in corpora.values())
+    assert not SOURCES['xtts-v2'].archive and not Source('x', (), 'free').archive
+    names = {name: s.files[0].name for name, s in corpora.items()}
+    assert names['ljspeech'] == 'LJSpeech-1.1.tar.bz2' and names['libritts-dev-clean'] == 'dev-clean.tar.gz'
+    shown = {row['name']: (row['GB'], row['licence']) for row in source_rows()}
+    assert shown['ljspeech'] == (2.75, 'public domain') and shown['xtts-v2'][0] == 2.08
+    assert len(shown) == len(SOURCES) == 10
 
 @pytest.mark.parametrize('name, parts', [('ljspech', ['ljspech', 'ljspeech', 'xtts-v2']), ('', ['ljspeech']),
                                          ('common-voice', ['agree', 'https://commonvoice.mozilla.org'])])
@@ -106,6 +128,19 @@ def test_a_model(server, model, tmp_path):
     assert made['files'] == result['files'] and made['licence'] == 'Some License' and made['from'] == server.address
     text = download_text(model, result)
     assert f'xtts-nb convert from-coqui {out} MODEL' in text and 'a.pth: 50,000 bytes, SHA-256 as published' in text
+
+def test_the_result_says_what_was_checked_and_what_is_next(model, tmp_path):
+    files = [dict(file=c, bytes=1234, checked=c) for c in ('pinned', 'declared', 'size')]
+    result, plain = {'folder': 'there', 'files': files}, Source('x', model.files[2:], 'Free')
+    rows = ['pinned: 1,234 bytes, SHA-256 as published',
+            'declared: 1,234 bytes, SHA-256 as the server declares it',
+            'size: 1,234 bytes, length only; its SHA-256 is kept in download.json']
+    assert download_text(plain, result).splitlines() == [*rows, 'there is ready (Free).']
+    assert download_text(model, result).splitlines()[3:] == [
+        'there is ready (Some License): xtts-nb convert from-coqui there MODEL']
+    _note(plain, tmp_path, files, None)
+    assert json.loads((tmp_path / 'download.json').read_text()) == {
+        'name': 'x', 'from': 'https://example.org', 'licence': 'Free', 'files': files}
 
 def test_what_is_there_is_not_fetched_again(server, model, tmp_path):
     first = download(model, tmp_path / 'out', server.address, accept=True)
@@ -157,11 +192,17 @@ def test_a_corpus_that_prepare_reads(server, corpus, tmp_path, top):
     server.asked.clear()
     assert download(source, tmp_path / 'data' / 'c', server.address) == result | {'resumed_bytes': 0} and not server.asked
 
-def test_a_zip(server, tmp_path):
+@pytest.mark.parametrize('names, made', [
+    (['txt/a.txt', 'b.txt'], {'b.txt', 'txt', 'txt/a.txt'}), (['a.txt'], {'a.txt'}),
+    (['a/1.txt', 'b/2.txt'], {'a', 'a/1.txt', 'b', 'b/2.txt'}),
+    (['top/a/1.txt', 'top/b.txt'], {'a', 'a/1.txt', 'b.txt'})], ids=str)
+def test_a_zip(server, tmp_path, names, made):
+    "A folder that holds all of an archive is taken away, and nothing else."
     out = io.BytesIO()
-    with zipfile.ZipFile(out, 'w') as z: z.writestr('txt/a.txt', 'a'); z.writestr('b.txt', 'b')
+    with zipfile.ZipFile(out, 'w') as z:
+        for name in names: z.writestr(name, name)
     download(archive(server, out.getvalue(), 'c.zip'), tmp_path / 'c', server.address)
-    assert {k for k in tree(tmp_path / 'c')} == {'b.txt', 'download.json', 'txt', 'txt/a.txt'}
+    assert {*tree(tmp_path / 'c')} == made | {'download.json'}
 
 def test_ctrl_c_while_unpacking_leaves_the_archive_and_no_folder(server, corpus, tmp_path):
     source = archive(server, packed(corpus))
