@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb import runs
+from xtts_nb import listening, runs
 from xtts_nb.adapters import make_update
 from xtts_nb.audio import load_audio
 from xtts_nb.config import UserError
 from xtts_nb.data import BatchPlan
-from xtts_nb.listening import Listener, spoken_distance
+from xtts_nb.listening import Listener, plot_spoken, spoken_distance
 from xtts_nb.model import XTTS
 from xtts_nb.runs import export_run, new_run, resume_run
 from xtts_nb.trainer import Trainer
@@ -49,6 +49,43 @@ def test_it_hears_the_same_twice_and_keeps_sound_and_picture(listener, prepared,
 def test_the_recording_itself_is_at_zero_however_loud(listener):
     assert spoken_distance([mel + 2 for mel in listener.recorded], listener.recorded) < 0.05
     assert spoken_distance([mel[::-1] for mel in listener.recorded], listener.recorded) > 0.1
+
+def test_rows_of_codes_become_mels(listener):
+    "What is no code is the first one, and a row of none is one code long."
+    gpt, decode = listener.xtts.gpt, listener.xtts.dvae.decode
+    codes = tf.constant([[31, gpt.code_start, 3], [gpt.code_stop] * 3])
+    mels = listener._mels(codes, tf.constant([3, 0]))
+    for mel, wanted in zip(mels, ([31, 0, 3], [0])):
+        assert np.allclose(mel, decode(tf.constant([wanted]))[0], atol=1e-5)
+
+def test_scores_of_what_was_spoken(listener, monkeypatch):
+    codes, length = listener.batch['codes'], listener.batch['code_length'] // 3
+    monkeypatch.setattr(listener, '_speak', lambda *given: (codes, length, None))
+    spoken = listener._mels(codes, length)
+    share = length.numpy().sum() / listener.batch['code_length'].numpy().sum()
+    assert listener() == {'dtw': round(spoken_distance(spoken, listener.recorded), 4),
+                          'length': round(float(share), 4)}
+    with pytest.raises(ValueError): spoken_distance(spoken, listener.recorded[:1])
+
+@pytest.mark.parametrize('places', [48, 20])
+def test_a_clip_may_take_half_as_long_again(quick, prepared, dvae, monkeypatch, places):
+    "Not longer than the model has places; with the settings of `speech`, of the clips that there are."
+    asked, spoken = [], (tf.zeros((3, 4), tf.int32), tf.ones(3, tf.int32), 0)
+    monkeypatch.setattr(listening, 'generate', lambda *given: asked.append(given[4:]) or spoken)
+    config = quick.replace(model={'gpt': {'max_audio_codes': places}},
+                           speech={'temperature': 0.5, 'top_k': 9})
+    listener = Listener(XTTS(config, prepared.tokenizer, dvae), prepared, np.array([0, 5, 9]), 7)
+    listener()
+    s, width = config.speech, listener.batch['codes'].shape[1]
+    assert asked == [(min(places, int(1.5 * width) + 1), 0.5, 9, s.top_p, s.repetition_penalty)]
+    assert len(listener.ids) == 3 and width < 30   # the longest of them
+
+def test_a_picture_has_a_column_a_clip(tmp_path):
+    for n in (1, 2):
+        plot_spoken(tmp_path / 'new' / f'{n}.png', ['a', 'b'][:n], [np.ones((9, 80))] * n,
+                    [np.ones((5, 80))] * n)
+        data = (tmp_path / 'new' / f'{n}.png').read_bytes()
+        assert [int.from_bytes(data[i:i + 4], 'big') for i in (16, 20)] == [180 * n, 180]
 
 @pytest.mark.slow
 def test_another_model_is_heard(listener, heard_by):

@@ -10,7 +10,7 @@ import pytest
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.model import XTTS
 from process import tree, xtts_nb
-from xtts_nb.new_language import grow, grow_folder, grow_tokenizer, new_pieces, read_texts
+from xtts_nb.new_language import _grown, grow, grow_folder, grow_tokenizer, new_pieces, read_texts
 from xtts_nb.text import Tokenizer, learn_merges, train_tokenizer
 from xtts_nb.weights import read_tensors, write_tensors
 
@@ -84,6 +84,27 @@ def test_spare_rows_are_used_before_more_are_made(tokenizer):
     assert grown.config == spare.config.replace(model={'gpt': {'grown_from': tokenizer.size}})
     assert 1 not in grown.tokenizer.encode(NEW[0], 'fa')
 
+@pytest.mark.parametrize('axis', [0, 1])
+def test_new_rows_are_drawn_around_the_mean_of_the_old_ones(axis):
+    old = np.random.default_rng(5).normal([[1., 50.], [20., 7.], [3., 9.]]).astype(np.float32)
+    shape = (5, 2) if axis == 0 else (3, 6)
+    grown = _grown(old, shape, np.random.default_rng(3))
+    more = np.random.default_rng(3).standard_normal((2, 2) if axis == 0 else (3, 4))
+    expected = np.expand_dims(old.mean(axis), axis) + np.expand_dims(old.std(axis), axis) * more
+    kept, added = np.split(grown, [old.shape[axis]], axis)
+    assert grown.dtype == np.float32 and np.array_equal(kept, old) and np.allclose(added, expected, rtol=1e-5)
+    assert _grown(old, old.shape, None) is old
+
+def test_a_second_language_keeps_the_place_where_growth_began(model):
+    twice = grow(grow(model, 'fa', NEW), 'sv', ['å ä'])
+    assert twice.config.model.gpt.grown_from == model.tokenizer.size
+    assert twice.tokenizer.languages == ['en', 'fa', 'sv']
+
+def test_the_new_tag_is_a_mark_like_the_old_ones(tokenizer):
+    made = json.loads(grow_tokenizer(tokenizer, 'fa', NEW).bpe.to_str())
+    marks = {m.pop('content'): m for m in made['added_tokens']}
+    assert marks['[fa]'] == marks['[en]'] | {'id': tokenizer.size}
+
 def test_saved_and_loaded(model, tmp_path):
     grown = grow(model, 'fa', NEW)
     grown.save(tmp_path / 'm')
@@ -105,6 +126,8 @@ def test_pieces_fill_up_to_the_number_asked_for(tokenizer, tokens):
     least = grow_tokenizer(tokenizer, 'fa', MANY).size - tokenizer.size
     most = grow_tokenizer(tokenizer, 'fa', MANY, 10**6).size - tokenizer.size
     grown = grow_tokenizer(tokenizer, 'fa', MANY, tokens)
+    assert least == 1 + len({*''.join(tokenizer.clean(t, 'fa') for t in MANY)} - {' '} -
+                            {*tokenizer.bpe.get_vocab()})
     assert least < most and grown.size - tokenizer.size == min(max(tokens, least), most)
     assert sorted(grown.bpe.get_vocab().values()) == list(range(grown.size))
 
@@ -116,6 +139,15 @@ def test_pieces_make_rows_shorter_and_leave_old_texts_alone(tokenizer):
     length = lambda t: sum(len(t.encode(text, 'fa')) for text in MANY)
     assert length(pieces) < 0.8 * length(plain)
     for text in [*OLD, 'boatdog', 'olddog the']: assert pieces.encode(text, 'en') == tokenizer.encode(text, 'en')
+
+@pytest.mark.parametrize('known, characters, pairs', [
+    ('a b', 'a', [('a', 'b')]), ('a b c', 'a', [('a', 'b'), ('ab', 'c')]), ('a b c', 'c', []),
+    ('a b c ab', 'c', [('ab', 'c')]),
+    ('a b c ab', 'a', [('ab', 'c')]), ('b c', 'a', []), ('a b c d', 'd', [])])
+def test_pieces_are_made_of_what_there_is(known, characters, pairs):
+    "The texts are merged as a + b, then as ab + c."
+    assert learn_merges(['abc ab'] * 3) == [('a', 'b'), ('ab', 'c')]
+    assert list(new_pieces(['abc ab'] * 3, {*known.split()}, {*characters})) == pairs
 
 def test_every_piece_holds_a_new_character(tokenizer):
     cleaned = [tokenizer.clean(t, 'fa') for t in MANY]

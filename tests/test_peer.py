@@ -54,6 +54,26 @@ def test_the_lines_between_the_two_are_not_the_library_s_input():
             pytest.raises(UserError, match=r'Python failed \(EOFError.*\); check that environment'): peer()
 
 
+def ends(words):
+    import os
+    os.write(2, words.encode())
+    os._exit(3)
+    yield
+
+
+@pytest.mark.parametrize('words, said', [
+    ('', 'no reason given'), ('first\nlast\n', 'last'),
+    ('x.OddError: a\nValueErrors\nBadException\nlast', 'BadException'),
+    ('OddError: no space before', 'OddError: no space before'), ('an Error\nlast', 'last'),
+    ('Exception: You must agree to the terms', 'Exception: You must agree to the terms')])
+def test_the_last_words_are_the_last_error(monkeypatch, words, said):
+    "Or the last line where none looks like one; whoever has agreed to the terms hears what else there is."
+    monkeypatch.setenv('COQUI_TOS_AGREED', '1')
+    with Peer(sys.executable, ends, needs='Python',
+              words=words) as peer, pytest.raises(UserError) as e: peer()
+    assert str(e.value) == f'{sys.executable}: Python failed ({said}); check that environment.'
+
+
 def test_answers_come_one_for_each_call_and_prints_are_none():
     with Peer(sys.executable, counts, needs='Python', start=3, step=2) as peer:
         assert [peer() for _ in range(3)] == [3, 5, 7]

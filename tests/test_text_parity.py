@@ -1,13 +1,15 @@
 "The rows that compare text, and the sentences they are made of; what coqui-tts said of them is stored."
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.languages import LANGUAGES, clean_for
 from xtts_nb.text import Tokenizer, train_tokenizer
-from xtts_nb.text_parity import SENTENCES, our_text, read_sentences, text_rows
+from xtts_nb.text_parity import SENTENCES, our_text, read_sentences, reference_text, text_rows
 
 STORED = Path(__file__).parent / 'data/sentences.json'
 
@@ -23,7 +25,8 @@ def test_sentences_of_a_file():
     pairs = read_sentences(STORED)
     assert len(pairs) > 500 and {language for language, _ in pairs} == set(LANGUAGES)
 
-@pytest.mark.parametrize('text', ['[]', '{}', '{"en": []}', '{"en": [5]}', '{"en": 5}', '{"en": [{"said": "x"}]}', '"en"'])
+@pytest.mark.parametrize('text', ['[]', '{}', '{"en": []}', '{"en": [5]}', '{"en": ["x", 5]}',
+                                  '{"en": 5}', '{"en": [{"said": "x"}]}', '"en"'])
 def test_a_file_without_sentences(tmp_path, text):
     (tmp_path / 's.json').write_text(text)
     with pytest.raises(UserError, match='s.json: holds no sentences'): read_sentences(tmp_path / 's.json')
@@ -65,3 +68,23 @@ def test_what_neither_can_read_is_no_success(tokenizer):
 
 def test_an_answer_too_few_is_an_error(tokenizer):
     with pytest.raises(ValueError): text_rows([('en', 'Yes')], our_text(tokenizer, [('en', 'Yes')]), [])
+
+def test_a_note_shows_the_beginning_of_the_first_difference(tokenizer):
+    pairs = [('en', 'no'), ('de', 'Ja ' * 20), ('en', 'Yes'), ('en', 'and')]
+    theirs = [[text, ids if language == 'en' and text == 'no' else []] for (language, _), (text, ids) in
+              zip(pairs, our_text(tokenizer, pairs))]
+    (row,) = text_rows(pairs, our_text(tokenizer, pairs), theirs)
+    assert row == dict(stage='text ids', max_abs=3., max_rel=0.75, ok=False,
+                       note=f'1 of 4 sentences, not de: {("Ja " * 20)[:40]}')
+
+def test_what_coqui_is_asked(monkeypatch):
+    "Cleaning by the language alone, ids by its whole code; null where it fails."
+    class Reader:
+        def __init__(self, path): self.path = path
+        def preprocess_text(self, text, language): return f'{self.path} {language} {text}'
+        def encode(self, text, language): return [len(text), {'en': 1, 'zh-cn': 2}[language]]
+    for name in ('TTS', 'TTS.tts', 'TTS.tts.layers', 'TTS.tts.layers.xtts', 'TTS.tts.layers.xtts.tokenizer'):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules['TTS.tts.layers.xtts.tokenizer'].VoiceBpeTokenizer = Reader
+    said = json.loads(reference_text('v.json', json.dumps([['zh-cn', 'abc'], ['xx', 'd'], ['en', 'e']])))
+    assert said == [['v.json zh abc', [3, 2]], None, ['v.json en e', [1, 1]]]
