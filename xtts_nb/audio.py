@@ -103,13 +103,12 @@ def resample(
 ) -> np.ndarray:       # (ceil(N new / old),) float32
     "The same sound at another rate, by windowed sinc interpolation."
     wav = np.asarray(wav, np.float32)
-    if old == new: return wav
+    if old == new or not len(wav): return wav
     divisor = gcd(old, new)
-    filters, width = _sinc_filters(old // divisor, new // divisor)
-    step, length = old // divisor, ceil(len(wav) * new / old)
-    frames = ceil(length / (new // divisor))
-    padded = np.pad(wav, (width, width + step + frames * step - len(wav) + step))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, len(filters))[::step][:frames]
+    step, made = old // divisor, new // divisor   # samples from one window to the next, before and after
+    (filters, width), length = _sinc_filters(step, made), ceil(len(wav) * new / old)
+    padded = np.pad(wav, (width, width + ceil(length / made) * step - len(wav)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, len(filters))[::step]
     return (windows @ filters).reshape(-1)[:length]
 
 # %% ../nbs/06_audio.ipynb #c1496605
@@ -120,12 +119,12 @@ def resample_batch(
 ) -> tf.Tensor:        # (B, ceil(N new / old))
     "`resample` as a convolution."
     divisor = gcd(old, new)
-    step, length = old // divisor, ceil(wav.shape[1] * new / old)
-    filters, width = _sinc_filters(step, new // divisor)
-    frames = ceil(length / (new // divisor))
-    padded = tf.pad(wav, [[0, 0], [width, width + frames * step - wav.shape[1] + step]])[..., None]
-    windows = tf.nn.conv1d(padded, filters[:, None], step, 'VALID')[:, :frames]
-    return tf.reshape(windows, (-1, frames * filters.shape[1]))[:, :length]
+    step, made = old // divisor, new // divisor
+    (filters, width), length = _sinc_filters(step, made), ceil(wav.shape[1] * new / old)
+    frames = ceil(length / made)
+    padded = tf.pad(wav, [[0, 0], [width, width + frames * step - wav.shape[1]]])[..., None]
+    windows = tf.nn.conv1d(padded, filters[:, None], step, 'VALID')
+    return tf.reshape(windows, (-1, frames * made))[:, :length]
 
 # %% ../nbs/06_audio.ipynb #e53b77f7
 def synthetic_voice(
