@@ -15,9 +15,11 @@ import tensorflow as tf
 from xtts_nb.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.cache import Cache
 from xtts_nb.config import DataConfig, UserError, XTTSConfig
-from xtts_nb.data import (BatchPlan, CacheReader, Held, InFiles, InMemory, MelReader, PythonReader, WavReader, batches_of,
-                          bucket_of, bucket_shapes, cached_batches, check_equal, check_native, decode_wav, fixed_shape,
-                          left_out_line, mels_of, over_file, readers)
+from xtts_nb import data as module
+from xtts_nb.data import (BatchPlan, CacheReader, Column, Held, InFiles, InMemory, MelReader, PythonReader,
+                          WavReader, batches_of, bucket_of, bucket_shapes, cached_batches, check_equal, check_native,
+                          clip_limits, comparison_plan, cumulative_chances, decode_wav, differing, fits, fixed_shape,
+                          left_out_line, mels_of, order_columns, over_file, readers, refuse_differences)
 from xtts_nb.prepare import prepare
 
 
@@ -70,6 +72,13 @@ def test_six_buckets_leave_little_empty():
     few = positions(codes, text, bucket_shapes(codes, text, 6))
     assert few < 1.006 * positions(codes, text, bucket_shapes(codes, text, 6, most=60))   # forty lengths are enough
 
+
+@pytest.mark.parametrize('lengths, most, ends', [
+    ([1, 3, 3], 9, [1, 3]), ([1, 3, 3], 2, [1, 3]), ([1, 2, 3, 3, 3, 3], 2, [3]), ([1], 1, [1]),
+    (range(1, 101), 4, [25, 50, 75, 100]),
+    (range(1, 101), 99, [*range(2, 101)])], ids=str)
+def test_a_bucket_ends_at_a_length_that_occurs(lengths, most, ends):
+    assert module._candidates(np.bincount(lengths).cumsum(), most).tolist() == ends
 
 # --- a cache without sound -----------------------------------------------------------------------------------------
 
@@ -134,6 +143,18 @@ def test_a_clip_goes_to_the_first_bucket_it_fits():
         assert shape in plan.shapes
         for c, t in zip(b['code_length'], b['text_length']):
             assert next(s for s in plan.shapes if c <= s[0] and t <= s[1]) == shape
+
+def test_the_columns_of_a_plan():
+    "Three buckets: codes up to 2, 4 and 9; the longest mel of each, and the clips in the order of the files."
+    cache = fake_cache([9, 2, 4, 1, 4, 2], ['b', 'a', 'a', 'b', 'c', 'a'])
+    cache.text_length[:], cache.mel_length[:] = [9, 2, 4, 2, 4, 2], [7, 30, 5, 6, 40, 31]
+    found = {name: column.tolist() for name, column in order_columns(cache, data()).items()}
+    assert found == {'shapes': [[2, 2], [4, 4], [9, 9]], 'frames': [31, 40, 7], 'members': [1, 3, 5, 2, 4, 0],
+                     'member_count': [3, 2, 1], 'speaker': [1, 0, 0, 1, 2, 0],
+                     'by_speaker': [1, 2, 5, 0, 3, 4], 'speaker_count': [3, 2, 1], 'share': []}
+    few = order_columns(cache, data(buckets=1, balance_speakers=True), np.array([0, 3, 4]))
+    assert few['frames'].tolist() == [40] and few['members'].tolist() == [0, 3, 4]
+    assert np.allclose(few['share'], [1 / 4, 1 / 2, 1])
 
 def test_epochs_and_seeds_differ_and_repeat():
     plan = lambda seed: BatchPlan(fake_cache(CORPORA['random']), data(seed=seed))
@@ -223,6 +244,32 @@ def test_nothing_left_to_train_on_is_named(clips):
         BatchPlan(fake_cache([5, 6]), data(), clips)
 
 
+def test_validation_hears_a_clip_with_the_same_reference_every_time():
+    plans = (BatchPlan(fake_cache(CORPORA['random']), data(), fixed=fixed) for fixed in (True, False))
+    heard = [{row for p in picks(plan, 90) for row in zip(*map(tuple, p[1:4]))} for plan in plans]
+    assert len(heard[0]) == 37 < len(heard[1])
+
+def test_a_seed_gives_the_same_order_in_every_release():
+    "A run that is resumed by another version hears the clips that it would have heard."
+    cache = fake_cache([3, 1, 4, 1, 5, 9, 2, 6, 5], ['a', 'b', 'a'] * 3)
+    for (how, fixed), order in ORDERS.items():
+        plan = BatchPlan(cache, data(seed=7, reference_frames=3, **dict.fromkeys(how, True)), fixed=fixed)
+        assert [[x.tolist() for x in p[:4]] for p in picks(plan, 3)] == order, how
+
+ORDERS = {   # what is balanced, whether references are fixed: bucket, clips, references and crops of three steps
+    ((), False): [[2, [5, 7, 7, 7], [6, 1, 4, 4], [4, 1, 1, 1]], [1, [2, 0, 1, 1], [8, 3, 7, 7], [4, 0, 1, 4]],
+                  [0, [6, 8, 4, 3], [8, 5, 1, 0], [4, 5, 4, 2]]],
+    ((), True): [[2, [5, 7, 7, 7], [6, 1, 1, 1], [6, 0, 0, 0]], [1, [2, 0, 1, 1], [6, 5, 7, 7], [6, 7, 4, 4]],
+                 [0, [6, 8, 4, 3], [5, 5, 7, 0], [0, 6, 2, 2]]],
+    (('balance_speakers',), False): [
+        [0, [6, 6, 6, 4], [8, 3, 3, 7], [2, 0, 1, 1]], [1, [2, 1, 1, 2], [8, 4, 7, 0], [4, 0, 1, 6]],
+        [1, [1, 1, 2, 1], [4, 4, 8, 7], [4, 3, 3, 1]]]}
+
+@pytest.mark.parametrize('place, bucket, begin', [(0, 0, 0), (2, 0, 0), (3, 1, 3), (4, 1, 3), (5, 1, 3), (99, 1, 3)])
+def test_a_place_lies_in_a_bucket_even_if_rounding_puts_it_behind_all(place, bucket, begin):
+    assert [int(x) for x in module._bucket(np.array([3, 5]), tf.constant(place, tf.int64))] == [bucket, begin]
+
+
 # --- balance -------------------------------------------------------------------------------------------------------
 
 def drawn(plan, steps=600): return Counter(int(c) for _, clip, *_ in picks(plan, steps) for c in clip)
@@ -241,6 +288,21 @@ def test_speakers_and_languages_are_balanced_where_asked():
     assert 0.45 < share(both, german) < 0.55 and share(both, first) > 0.3
     assert set(voices) == set(range(37))   # nobody is left out
 
+BALANCE = {(): [1 / 16, 1 / 16, 1 / 8, 3 / 4], ('speakers',): [1 / 6, 1 / 6, 1 / 3, 1 / 3],
+           ('languages',): [1 / 8, 1 / 8, 1 / 4, 1 / 2], ('languages', 'speakers'): [1 / 8, 1 / 8, 1 / 4, 1 / 2]}
+
+@pytest.mark.parametrize('what', BALANCE)
+def test_chances_in_balance(what):
+    "Four clips, three speakers, two languages; the last speaker speaks the second."
+    weight, speaker, language = np.array([1., 1., 2., 12.]), np.array([0, 0, 1, 2]), np.array([0, 0, 0, 1])
+    settings = DataConfig(**{f'balance_{name}': True for name in what})
+    assert np.allclose(cumulative_chances(weight, speaker, language, settings), np.cumsum(BALANCE[what]))
+
+def test_where_the_chances_of_a_bucket_end():
+    cache = fake_cache([1, 1, 1, 9], ['a', 'b', 'b', 'b'])
+    cache.text_length[:] = 1
+    assert np.allclose(BatchPlan(cache, data(buckets=2, balance_speakers=True)).share_ends, [5 / 6, 1])
+
 def test_balanced_batches_have_full_rows_of_one_shape():
     plan = BatchPlan(fake_cache(CORPORA['random'], ['a'] + ['b'] * 36), data(balance_speakers=True))
     for b in epoch(plan, count=4):
@@ -255,6 +317,27 @@ def test_a_fixed_length_is_that_of_the_settings(prepared, small):
     shape = fixed_shape(prepared.config.model, plan.data)
     assert shape == (48, 40) and plan.shapes == [shape]   # 11.6 s would be 250 codes, but the model takes 48
     assert {(b['codes'].shape[1], b['text'].shape[1]) for b in epoch(plan)} == {shape}
+    large = XTTSConfig().model
+    most = large.gpt.max_audio_codes, large.gpt.max_text_tokens
+    for seconds, tokens, right in ((11.6, 400, (250, 400)), (1., 20, (22, 20)), (1e4, 10**5, most)):   # 1024 samples a code
+        assert fixed_shape(large, DataConfig(max_seconds=seconds, max_text_tokens=tokens)) == right
+
+def test_limits_to_the_sample_and_the_token():
+    cache = fake_cache([5] * 6)
+    cache.samples, cache.text_length[:] = np.array([22049, 22050, 44101, 44102, 44100, 1]), [1, 8, 8, 8, 9, 9]
+    limits = data(min_seconds=1., max_seconds=2.00001, max_text_tokens=8)   # 44100.2 samples
+    assert [np.flatnonzero(out).tolist() for out in clip_limits(cache, limits).values()] == [[0, 5], [3], [4, 5]]
+    assert left_out_line(cache, limits) == (
+        'fake: 4 of 6 clips are left out: 2 shorter than data.min_seconds 1.0, '
+        '1 longer than data.max_seconds 2.00001, 2 of more text tokens than data.max_text_tokens 8.')
+
+@pytest.mark.parametrize('spare, inside', [(0, True), (1, True), (-1, False)])
+def test_a_cache_that_fills_the_budget_to_the_byte_is_held_in_memory(spare, inside):
+    mib = 2**20
+    one = np.broadcast_to(np.zeros(1, np.uint16), (mib, 2))
+    cache = SimpleNamespace(codes=one, text=one, mel=one)
+    budget = DataConfig().model_copy(update={'ram_budget': (12 * mib + spare) / 2**30})
+    assert fits(cache, budget) == inside and fits(cache, budget, ('text',))
 
 def most_tokens(cache): return int(cache.text_length.max()) - 1
 
@@ -293,7 +376,10 @@ def test_batches_from_files_are_those_from_memory(prepared, small, first):
 def test_a_mapped_array_is_found_again_in_its_file(tmp_path, dtype):
     np.arange(5000, dtype=dtype).tofile(tmp_path / 'numbers')
     whole = np.memmap(tmp_path / 'numbers', dtype, 'r')
-    for array in (whole, whole[64:100], np.asarray(whole)[64:100], whole.view(np.uint8).view(dtype)[7:]):
+    behind = np.memmap(tmp_path / 'numbers', dtype, 'r', offset=64 * whole.itemsize)
+    for array in (whole, whole[64:100], np.asarray(whole)[64:100], whole.view(np.uint8).view(dtype)[7:],
+                  behind, behind[5:]):
+        assert np.array_equal(Column(array)(tf.constant([0, 30], tf.int64)), array[[0, 30]])
         flat, first = over_file(array)
         assert np.array_equal(flat[first:], array)
         seen = Held([flat])()
@@ -302,6 +388,11 @@ def test_a_mapped_array_is_found_again_in_its_file(tmp_path, dtype):
     odd = np.memmap(tmp_path / 'numbers', np.uint8, 'r')[3:3 + 40 * whole.itemsize].view(dtype)
     flat, first = over_file(odd)
     assert first == 0 and not isinstance(flat, np.memmap) and np.array_equal(flat.view(np.uint8), odd.view(np.uint8))
+    for other in (whole[1:],
+                  np.array(whole)[:64]):   # at an address that TensorFlow does not take; not over a file
+        held = Held([other])
+        if not isinstance(other, np.memmap): other[:] = 0
+        assert held()[1] == whole[2 if isinstance(other, np.memmap) else 1]
     assert over_file(np.arange(4))[1] == 0 and Held([np.zeros(0)])().shape == 0
 
 def test_kept_columns_are_used_until_something_else_is_asked(tmp_path, monkeypatch):
@@ -359,13 +450,16 @@ def test_the_device_comes_last_and_the_batches_are_the_same():
     assert stages(cached_batches(plan, 0, 6))[-2:] == ['_ParallelMapDataset', '_PrefetchDataset']
     for a, b in zip(with_device, cached_batches(plan, 0, 6), strict=True): assert all(np.array_equal(a[k], b[k]) for k in a)
 
-@pytest.mark.parametrize('on, gpus, asked', [(True, ['gpu'], '/GPU:0'), (True, [], None), (False, ['gpu'], None)])
-def test_prefetch_to_gpu_asks_for_the_gpu_there_is(monkeypatch, on, gpus, asked):
+@pytest.mark.parametrize('on, gpus, device, asked', [
+    (True, ['gpu'], None, '/GPU:0'), (True, [], None, None), (False, ['gpu'], None, None),
+    (True, ['gpu'], '/GPU:1', '/GPU:1')])
+def test_prefetch_to_gpu_asks_for_the_gpu_there_is(monkeypatch, on, gpus, device, asked):
     seen = []
     monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: gpus)
-    monkeypatch.setattr(tf.data.experimental, 'prefetch_to_device', lambda device, n: seen.append(device) or (lambda ds: ds))
-    cached_batches(BatchPlan(fake_cache([5]), data(prefetch_to_gpu=on)))
-    assert seen == ([asked] if asked else [])
+    apply = lambda device, n: seen.append((device, n)) or (lambda ds: ds)
+    monkeypatch.setattr(tf.data.experimental, 'prefetch_to_device', apply)
+    cached_batches(BatchPlan(fake_cache([5]), data(prefetch_to_gpu=on)), device=device)
+    assert seen == ([(asked, 2)] if asked else [])   # one in use, one on its way
 
 
 # --- online --------------------------------------------------------------------------------------------------------
@@ -387,6 +481,7 @@ def test_all_pipelines_deliver_the_same(prepared, dvae, small, stats):
     ('cache', 'reference', 'reference', lambda x: x * 1.1),
     ('native', 'text', 'text', lambda x: x[:, ::-1]),
     ('numpy_function', 'mel', 'mel', lambda x: x[:, 1:]),
+    ('native', 'mel', 'mel', lambda x: x + 7e-3),
     ('native_wav', 'wav', 'mel', lambda x: tf.roll(x, 99, 1)),
     ('native_wav', 'reference_wav', 'reference', lambda x: x // 2),
     ('native_wav', 'weight', 'weight', lambda x: x * 0)])
@@ -396,6 +491,30 @@ def test_a_difference_is_noticed_whatever_differs(prepared, dvae, small, stats, 
     wrong = lambda step: (batch := reader(step)) | {part: change(batch[part])}
     found = f'different batches, .*: {arm} {shown} .*leave that loader out'
     with pytest.raises(UserError, match=found): check_equal(plan, stats, dvae.encode, {arm: wrong}, batches=1)
+
+def test_a_difference_in_one_of_several_batches_is_noticed(prepared, dvae, small, stats):
+    plan = BatchPlan(prepared, small.data)
+    reader = CacheReader(prepared, plan)
+    heavier = lambda step, weight: weight + tf.cast(step == 0, tf.float32)
+    wrong = lambda step: (batch := reader(step)) | {'weight': heavier(step, batch['weight'])}
+    with pytest.raises(UserError, match='cache weight 100.00%'):
+        check_equal(plan, stats, dvae.encode, {'cache': wrong})
+
+@pytest.mark.parametrize('x, y, tolerance, share', [
+    ([1, 2], [1, 2], 0., 0.), ([1, 2, 3, 4], [1, 2, 3, 5], 0., 0.25), ([1], [1, 1], 0., 1.),
+    ([1., 0.], [1.5, 1.], 0.5, 0.5), ([1.5, 1.], [1., 0.], 0.5, 0.5)], ids=str)
+def test_the_share_of_cells_that_differ(x, y, tolerance, share): assert differing(x, y, tolerance) == share
+
+def test_mels_and_codes_may_differ_in_one_cell_of_a_thousand():
+    near = dict.fromkeys(('mel', 'reference', 'codes'), 1e-3)
+    refuse_differences({'a': near | {'text': 0.}})
+    for part, share in (*dict.fromkeys(near, 0.0011).items(), ('text', 1e-4)):
+        with pytest.raises(UserError, match=f'compared: b {part} {share:.2%} of the cells differ'):
+            refuse_differences({'a': near, 'b': near | {part: share}})
+
+def test_a_comparison_takes_one_shape_and_lays_one_batch_by(prepared):
+    plan = comparison_plan(prepared)
+    assert len(plan.shapes) == 1 == plan.data.prefetch_buffer_size
 
 @pytest.mark.parametrize('source', ['speaker', 'clip'])
 def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, small, stats, source):
@@ -479,6 +598,8 @@ GOOD = {
     'odd chunk first': riff(chunk(b'JUNK', b'1234567'), fmt(), DATA),
     'data inside a chunk': riff(fmt(), chunk(b'JUNK', b'data\4\0\0\0noise!'), DATA),
     'chunk behind': riff(fmt(), DATA, LIST),
+    'one sample': riff(fmt(), chunk(b'data', BYTES[:2])),
+    'one sample behind a chunk': riff(fmt(), LIST, chunk(b'data', BYTES[:2])),
     'truncated': riff(fmt(), DATA)[:-500],
     'truncated in a sample': riff(fmt(), DATA)[:-501],
     'odd data': riff(fmt(), chunk(b'data', BYTES[:-1])),
@@ -510,6 +631,8 @@ BAD = {   # name -> file, what its error says
     'fmt behind': (riff(DATA, fmt()), 'broken head'),
     'no data': (riff(fmt()), 'with 0 bytes of samples'),
     'data never sized': (riff(fmt(), chunk(b'data', BYTES, 0)), 'with 0 bytes of samples'),
+    'one byte': (riff(fmt(), chunk(b'data', b'a')), 'with 1 bytes of samples'),
+    'one byte behind a chunk': (riff(fmt(), LIST, chunk(b'data', b'a')), 'with 1 bytes of samples'),
     'head only': (riff(fmt(), chunk(b'data', b'')), 'with 0 bytes of samples'),
     'endless chunk': (riff(fmt(), chunk(b'LIST', b'noise!', 2**32 - 16), DATA), 'with 0 bytes of samples')}
 
@@ -523,7 +646,9 @@ def test_native_reading_gives_the_samples_that_libsndfile_gives(tmp_path, in_gra
     (tmp_path / 'a.wav').write_bytes(GOOD[name])
     samples = load_audio(tmp_path / 'a.wav') * 32768
     assert np.array_equal(in_graph(str(tmp_path / 'a.wav')), samples) and np.array_equal(samples, SAMPLES[:len(samples)])
-    assert len(samples) == {'truncated': 749, 'truncated in a sample': 748, 'odd data': 998, 'data too short': 250}.get(name, 999)
+    lengths = {'truncated': 749, 'truncated in a sample': 748, 'odd data': 998, 'data too short': 250, 'one sample': 1,
+               'one sample behind a chunk': 1}
+    assert len(samples) == lengths.get(name, 999)
     check_native([str(tmp_path / 'a.wav')], 22050)
     assert not any('Py' in op.type for op in in_graph.get_concrete_function().graph.get_operations())
 
@@ -536,6 +661,15 @@ def test_native_reading_refuses_what_it_would_read_as_noise(tmp_path, in_graph, 
     with pytest.raises(tf.errors.InvalidArgumentError, match=words): in_graph(path)
     with pytest.raises(UserError, match=f'bä{words}'): decode_wav(path)
     with pytest.raises(UserError, match='bäd.wav: (is .*so use the cache|not readable as audio)'): check_native([path], 22050)
+
+FOUND = {'plain': 999, 'chunk behind': 999, 'one sample': 1, 'file too short': 999, 'odd data': 998, 'long fmt': 0,
+         'truncated': 0, 'chunk before': 0}
+
+@pytest.mark.parametrize('name', FOUND)
+def test_only_an_unusual_head_is_searched(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(module, '_samples_by_head', lambda *a: tf.zeros([0], tf.int16))
+    (tmp_path / 'a.wav').write_bytes(GOOD[name])
+    assert len(decode_wav(str(tmp_path / 'a.wav'))) == FOUND[name]
 
 def test_native_reading_takes_the_rate_of_the_model(tmp_path):
     save_audio(tmp_path / 'a.wav', SAMPLES / 32768, 24000)

@@ -64,10 +64,9 @@ def bucket_of(
     shapes: list[tuple[int, int]],
 ) -> np.ndarray:          # (clips,) uint8 or uint16
     "The first shape that each clip fits into."
-    longest = np.arange(int(codes.max()) + 1)[:, None], np.arange(int(text.max()) + 1)
-    table = np.full((len(longest[0]), len(longest[1])), len(shapes), np.min_scalar_type(len(shapes)))
-    for b, (s, t) in reversed(list(enumerate(shapes))): table[(longest[0] <= s) & (longest[1] <= t)] = b
-    return table[codes, text]
+    bucket = np.zeros(len(codes), np.min_scalar_type(len(shapes)))
+    for s, t in shapes: bucket += (codes > s) | (text > t)   # a chain: it fits into all that follow the first
+    return bucket
 
 # %% ../nbs/10_data_tf_native.ipynb #8a4c5fff
 def fixed_shape(model: ModelConfig, data: DataConfig) -> tuple[int, int]:
@@ -120,8 +119,8 @@ def order_columns(
     shapes = _shapes(cache, data, codes, text)
     bucket, speaker = bucket_of(codes, text, shapes), _numbers(cache, 'speaker')
     by_bucket, by_speaker = np.argsort(bucket, kind='stable'), np.argsort(speaker[use], kind='stable')
-    starts = np.cumsum(count := np.bincount(bucket, minlength=len(shapes))) - count
-    frames = np.maximum.reduceat(cache.mel_length[use][by_bucket], np.minimum(starts, len(use) - 1))
+    starts = np.cumsum(count := np.bincount(bucket)) - count   # no bucket is empty
+    frames = np.maximum.reduceat(cache.mel_length[use][by_bucket], starts)
     return {'shapes': np.array(shapes), 'frames': frames, 'members': use[by_bucket], 'member_count': count,
             'speaker': np.asarray(speaker), 'by_speaker': use[by_speaker], 'speaker_count': np.bincount(speaker[use]),
             'share': _shares(cache, data, use[by_bucket])}
@@ -452,8 +451,7 @@ class PythonReader(OnlineReader):
 # %% ../nbs/10_data_tf_native.ipynb #990847bb
 def _number(file: tf.Tensor, at, size: int) -> tf.Tensor:   # () int64
     "The little-endian number in `size` bytes of a file, from byte `at` on."
-    digits = tf.io.decode_raw(tf.strings.substr(file, at, tf.constant(size, at.dtype)), tf.uint8)
-    return tf.reduce_sum(tf.cast(digits, tf.int64) * [256**i for i in range(size)])
+    return tf.io.decode_raw(tf.strings.substr(file, at, size), tf.int64, fixed_length=8)[0]
 
 def _chunks(file: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:   # () int32 each
     "Where the chunks `data` and `fmt ` of a wav file begin; the end of the file where there is none."
@@ -474,12 +472,11 @@ EXTENSIBLE = 0xFFFE   # the format that leaves its number to the end of `fmt `
 def _wav_head(file: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:   # () int32, (4,) int64
     "Where the chunk `data` begins; format, channels, rate (Hz) and bits, which are 0 where there is no such head."
     data, fmt = _chunks(file)
-    marks = tf.strings.substr(file, 0, 12) + 12 * b'\0'
-    wave = (tf.strings.substr(marks, 0, 4) == 'RIFF') & (tf.strings.substr(marks, 8, 4) == 'WAVE')
-    head = tf.strings.substr(file, fmt, 48) + 48 * b'\0'
-    number = lambda at, size: _number(head, tf.constant(at), size)
-    form = tf.where(number(8, 2) == EXTENSIBLE, number(32, 2), number(8, 2))
-    return data, tf.where(wave, tf.stack([form, number(10, 2), number(12, 4), number(22, 2)]), 0)
+    marks = tf.gather(tf.io.decode_raw(file, tf.int32, fixed_length=12), [0, 2])
+    wave = tf.reduce_all(marks == np.frombuffer(b'RIFFWAVE', np.int32))
+    head = tf.cast(tf.io.decode_raw(tf.strings.substr(file, fmt, 34), tf.uint16, fixed_length=34), tf.int64)
+    form = tf.where(head[4] == EXTENSIBLE, head[16], head[4])
+    return data, tf.where(wave, tf.stack([form, head[5], head[6] + 2**16 * head[7], head[11]]), 0)
 
 # %% ../nbs/10_data_tf_native.ipynb #5be8d214
 def _refuse(path: tf.Tensor, found: tf.Tensor, size: tf.Tensor, sample_rate: int) -> tf.Tensor:
@@ -500,8 +497,8 @@ def _samples(file: tf.Tensor, begin, size) -> tf.Tensor:   # (size // 2,) int16
 def _samples_by_head(path: tf.Tensor, file: tf.Tensor, sample_rate: int) -> tf.Tensor:   # (N,) int16
     "The samples of a wav file with any head; raises an error that names the file where they cannot be read as they are."
     data, found = _wav_head(file)
-    claimed = _number(tf.strings.substr(file, data, 8) + 8 * b'\0', tf.constant(4), 4)
-    there = tf.maximum(tf.strings.length(file) - data - 8, 0)
+    length = tf.strings.length(file)
+    claimed, there = _number(file, tf.minimum(data + 4, length), 4), tf.maximum(length - data - 8, 0)
     size = tf.cast(tf.minimum(claimed, tf.cast(there, tf.int64)), tf.int32)
     readable = tf.reduce_all(found == tf.constant([1, 1, sample_rate, 16], tf.int64)) & (size > 1)
     return tf.cond(readable, lambda: _samples(file, data + 8, size), lambda: _refuse(path, found, size, sample_rate))
