@@ -84,7 +84,7 @@ def money_words(digits: str, sign: str, language: str) -> str:
 def decimal_words(digits: str, language: str) -> str:
     "A decimal with point or comma, in words."
     value = float(digits.replace(',', '.'))
-    try: return number_words(int(value) if language == 'hi' and value == int(value) else value, language)
+    try: return number_words(value, language)
     except UNKNOWN:
         whole, _, part = digits.replace(',', '.').partition('.')
         said = [number_words(int(d), language) for d in part]
