@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ import tensorflow as tf
 from fake_dvae import Fake, load, load_and_die, load_and_die_later, load_and_fail
 from process import environment, hears_ctrl_c, tree
 from xtts_nb.audio import load_audio, save_audio, synthetic_voice
+from xtts_nb import prepare as module
 from xtts_nb.cache import Cache, check_cache_folder
-from xtts_nb.corpora import read_corpus
+from xtts_nb.corpora import Clip, read_corpus
 from xtts_nb.config import UserError
 from xtts_nb.files import read_json, write_json
-from xtts_nb.prepare import choose_mode, merge_caches, prepare, spread
+from xtts_nb.prepare import (ClipEncoder, check_part, choose_mode, clip_row, default_workers, mel_sample, merge_caches,
+                             prepare, spread, unfinished, work_folder)
 from xtts_nb.repair import verify_and_fix_cache
 from xtts_nb.text import train_tokenizer
 
@@ -50,6 +53,7 @@ CHANGES = {   # what is changed -> how many clips of each kind are made again
     'constants of the mels': ({}, {'dvae': Fake(stats=4.)}, (14, 0, 14)),
     'tokenizer': ({}, {'tokenizer': train_tokenizer(['abcdefgh aabb'], ['en'], 40)}, (0, 14, 0)),
     'shards': ({}, {'shard_clips': 4}, (0, 0, 0)),
+    'limits that just hold': ({'data': {'min_seconds': 0.6, 'max_seconds': 1.2}}, {}, (0, 0, 0)),
 }
 
 @pytest.mark.parametrize('change', CHANGES)
@@ -130,6 +134,51 @@ def test_the_key_tells_caches_apart(corpus, small, prepared, tmp_path, change):
     config = small.replace(**change)
     prepare(corpus, tmp_path / 'out', config, DVAE(config), prepared.tokenizer)
     assert Cache(tmp_path / 'out').manifest['key'] != prepared.manifest['key']
+
+
+@pytest.mark.parametrize('ours, of_the_model', [(7, 40), (40, 7)])
+def test_a_clip_that_the_model_just_takes_and_just_not(small, tokenizer, ours, of_the_model):
+    config = small.replace(data={'max_text_tokens': ours}, model={'gpt': {'max_text_tokens': of_the_model}})
+    encoder, clip = ClipEncoder(config, Fake(), tokenizer), Clip('x', 'aa', 'low', 'en', Path('x.wav'))
+    limits = (7, 48), (8, 48), (7, 49)
+    assert [encoder._complaint(clip, [5] * tokens, codes) for tokens, codes in limits] == [
+        None, 'the text has 8 tokens, more than 7', '49 codes, more than model.gpt.max_audio_codes 48']
+
+def test_mels_are_drawn_until_there_are_enough(corpus, small):
+    clips, seen = read_corpus(corpus)[0], []
+    first, second = np.random.default_rng(small.data.seed).permutation(14)[:2]
+    seconds = [soundfile.info(clips[i].path).duration for i in (first, second)]
+    for wanted, count in ((seconds[0], 1), (seconds[0] + 0.01, 2)):
+        mels = mel_sample(clips, small, wanted, lambda *done: seen.append(done))
+        assert len(mels) == sum(1 + int(s * 22050) // 256 for s in seconds[:count])
+    assert seen == [(1, 14), (1, 14), (2, 14)]
+
+def test_the_line_of_a_clip():
+    clip = Clip('1', 'a', 'b', 'en', Path('/corpus/wavs/1.wav'))
+    line = {'id': '1', 'text': 'a', 'speaker': 'b', 'language': 'en', 'seconds': 0.4535, 'path': 'wavs/1.wav'}
+    assert clip_row(clip, Path('/corpus'), 10_000, 22050) == line
+    assert clip_row(clip, Path('/corpus'), 10_000, 22050, 'audio/1.wav') == line | {'wav': 'audio/1.wav'}
+
+def test_the_drawn_report_is_made_where_it_is_wanted_and_not_there(corpus, small, tokenizer, tmp_path):
+    out, drawn = tmp_path / 'out', []
+    def page(report, path): drawn.append(report['clips']); path.write_text('page')
+    for wanted, up_to_date, times in ((None, False, 0), (page, False, 1), (page, True, 1), (None, True, 1)):
+        assert prepare(corpus, out, small, Fake(), tokenizer, page=wanted)['up_to_date'] == up_to_date
+        assert len(drawn) == times and (out / module.PAGE).exists() == bool(drawn)
+    assert drawn == [14]
+
+def test_clips_are_counted_for_whoever_wants_to_know():
+    seen = []
+    tell, silent = module._counter(lambda *done: seen.append(done), 5), module._counter(None, 5)
+    for clips in (0, 2, 3): tell(clips); silent(clips)
+    assert seen == [(2, 5), (5, 5)]
+
+def test_processes_are_started_for_a_large_corpus_only(monkeypatch):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: [{0, 1, 2}][pid], raising=False)
+    monkeypatch.setattr(os, 'cpu_count', lambda: 7)
+    assert (default_workers(4095), default_workers(4096)) == (0, 3)
+    monkeypatch.delattr(os, 'sched_getaffinity')   # as on macOS
+    assert default_workers(4096) == 7
 
 
 # --- whole or not at all -------------------------------------------------------------------------------------------
@@ -237,6 +286,33 @@ def test_unfinished_work_of_somebody_else_names_nothing_outside(corpus, small, t
     before = (tmp_path / 'thesis').read_bytes()
     assert prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)['made']['codes'] == 4 + 5
     assert (tmp_path / 'thesis').read_bytes() == before
+
+@pytest.mark.parametrize('files, left', [
+    ([], ''), (['shard-1.json'], ''), (['shard-1.json', 'shard-1.safetensors'], '1 finished shard'),
+    ([f'shard-{i}.{end}' for i in (1, 2) for end in ('json', 'safetensors')] + ['learned-x.safetensors'],
+     '2 finished shards and 1 learned DVAE'),
+    (['dvae-x/checkpoints/step-5.safetensors'], '1 DVAE in training')])
+def test_what_is_left_of_a_run_in_words(tmp_path, files, left):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('')
+    assert unfinished(tmp_path) == left
+
+@pytest.mark.parametrize('there, ours', [
+    (['lock'], True), (['lock', 'plan.json'], True), (['plan.json.7.part'], True), (['x', 'plan.json'], True),
+    (['x'], False), (None, False)])
+def test_a_work_folder_of_somebody_else_is_left_alone(tmp_path, there, ours):
+    work = tmp_path / 'out.work'
+    if there is None: work.write_text('mine')
+    else: work.mkdir()
+    for name in there or (): (work / name).write_text('')
+    if ours:
+        with work_folder(tmp_path / 'out') as given: assert given == work and (work / 'plan.json').is_file()
+        assert not work.exists()
+    else:
+        with pytest.raises(UserError, match='out.work: holds something that is not ours'):
+            with work_folder(tmp_path / 'out'): pass
+        assert work.exists()
 
 def test_what_is_not_ours_is_refused_and_kept(corpus, small, tokenizer, tmp_path):
     (tmp_path / 'out.work').mkdir(); (tmp_path / 'out.work' / 'thesis.txt').write_text('mine')
@@ -420,7 +496,8 @@ def test_merged_parts_are_the_whole(corpus, small, tokenizer, parts, tmp_path, o
     assert [len(Cache(p)) for p in parts] == [6, 5, 3] and verify_and_fix_cache(parts[1])['bad'] == 0
 
 @pytest.mark.parametrize('kind, words', [
-    ('missing', ['shard 2/3 is missing']), ('two missing', ['shard 2/3, 3/3 is missing']),
+    ('missing', ['shard 2/3 is missing']), ('first missing', ['shard 1/3 is missing', '--shard 1/3']),
+    ('two missing', ['shard 2/3, 3/3 is missing']),
     ('twice', ['is shard 1/3', 'give each once']), ('nothing', ['no parts']),
     ('DVAE', ['foreign', 'DVAE']), ('limits', ['foreign', 'settings']), ('corpus', ['foreign', 'another corpus']),
     ('another number', ['foreign', 'is shard 2/2', 'one of 3']), ('damaged', ['shard-00004', 'damaged', 'verify']),
@@ -438,10 +515,20 @@ def test_what_does_not_belong_together_is_named(corpus, mine, small, tokenizer, 
         shutil.copytree(parts[1], foreign)
         shard = foreign / 'shard-00004.safetensors'
         shard.write_bytes(shard.read_bytes()[:-1] + b'\x7f')
-    given = {'missing': [parts[0], parts[2]], 'two missing': parts[:1], 'twice': [parts[0], parts[1], parts[0]], 'nothing': [],
+    given = {'missing': [parts[0], parts[2]], 'first missing': parts[1:], 'two missing': parts[:1],
+             'twice': [parts[0], parts[1], parts[0]], 'nothing': [],
              'no cache': [parts[0], tmp_path / 'nowhere']}.get(kind, given)
     with pytest.raises(UserError) as e: merge_caches(given, tmp_path / 'merged')
     assert not [w for w in words if w not in str(e.value)] and not list(tmp_path.glob('merged*'))
+
+@pytest.mark.parametrize('part, shared, clips, fault', [
+    ((1, 1), False, 0, None), ((1, 2), True, 4, None), ((2, 2), True, 4, None), ((2, 2), True, 3, '3 clips make 1 shards'),
+    ((5, 5), True, 13, None), ((1, 6), True, 15, '15 clips make 5 shards'), ((2, 2), False, 9, 'share one DVAE'),
+    ((2, 1), True, 9, 'I from 1 to N'), ((0, 1), True, 9, 'I from 1 to N')])
+def test_parts_that_can_just_be_made(part, shared, clips, fault):
+    if not fault: return check_part(part, shared, clips, 3)
+    with pytest.raises(UserError, match=f'--shard {part[0]}/{part[1]}: .*{fault}'):
+        check_part(part, shared, clips, 3)
 
 @pytest.mark.parametrize('part, shared, words', [((0, 3), True, 'I from 1 to N'), ((4, 3), True, 'I from 1 to N'),
                                                  ((1, 9), True, 'make 5 shards'), ((1, 2), False, 'share one DVAE')])
@@ -523,6 +610,21 @@ def test_the_mode_follows_the_settings_and_the_size(corpus, small, straight, cha
     clips = read_corpus(corpus)[0]
     assert choose_mode(clips, small.replace(data=change)) == mode
     if change.get('max_cache_gb') == 3e-4: assert Cache(straight).mel.nbytes + Cache(straight).codes.nbytes < 3e5
+
+@pytest.mark.parametrize('gb, mode', [(835.6e-6, 'runtime'), (835.7e-6, 'precompute')])
+def test_the_size_of_a_cache_is_estimated_from_every_third_of_401_clips(monkeypatch, small, gb, mode):
+    "22050 / 256 frames a second of 80 numbers of 2 bytes, with a code of 2 bytes for 4; 33 clips last 0.2 s, 34 0.1 s."
+    asked = []
+    def info(path):
+        asked.append(int(str(path)))
+        if asked[-1] % 2: raise soundfile.LibsndfileError(1)
+        return SimpleNamespace(duration=0.1 if asked[-1] % 4 else 0.2)
+    monkeypatch.setattr(soundfile, 'info', info)
+    clips = [Clip(str(i), 'a', 'a', 'en', Path(str(i))) for i in range(401)]
+    config = small.replace(data={'preprocessing_mode': 'auto', 'max_cache_gb': gb})
+    assert choose_mode(clips, config) == mode and asked == list(range(0, 401, 3))
+    none = config.replace(data={'max_cache_gb': 1e-9})
+    assert choose_mode(clips[1:2], none) == 'precompute' and len(asked) == 135   # it cannot be read
 
 def test_runtime_caches_can_be_merged(sounds, small, tokenizer, tmp_path):
     config = small.replace(data={'preprocessing_mode': 'runtime', 'min_seconds': 0.1})

@@ -109,7 +109,7 @@ class ClipEncoder:
         for kind, make in (('codes', self.codes), ('mel', self.mel)):
             if kind in self.stored: record[kind] = known[kind] if kind in known else make(wav)
         lengths = {'codes_length': count, 'text_length': len(ids), 'mel_length': frame_count(samples, self.config.model.audio)}
-        return record | lengths | {'samples': samples, 'sound': 0}
+        return record | lengths | {'samples': samples}
 
 # %% ../nbs/11_prepare.ipynb #d90415a3
 def is_plain(
