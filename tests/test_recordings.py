@@ -2,6 +2,7 @@
 import io
 import json
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from xtts_nb.cache import Cache
 from xtts_nb.prepare import prepare
 from xtts_nb.config import XTTSConfig
 from xtts_nb.corpora import Clip, Dropped, read_corpus
-from xtts_nb.recordings import _load, measure, read_audio, reason_kind, report_text, spread, summary
+from xtts_nb.recordings import (STREAMED, _load, _ogg_ends, measure, missing_share, read_audio, reason_kind,
+                                report_text, spread, summary)
 
 CONFIG = XTTSConfig.tiny()
 VOICE = synthetic_voice(1.)
@@ -109,6 +111,45 @@ def test_sound_that_is_left_out_with_a_reason(tmp_path, name):
     assert isinstance(dropped, Dropped) and reason in dropped.reason
     assert str(tmp_path) not in dropped.reason and len(dropped.reason.splitlines()) == 1 and dropped.reason[-1] != '.'
 
+LEVEL = np.where(np.arange(22050) % 2, 1, -1)
+BOUNDS = {   # name: what is asked, samples that are just taken, samples that are just not, the reason
+    'long': ({'max_seconds': 1.}, VOICE, np.append(VOICE, 0), '1.00 s, longer than data.max_seconds 1.0'),
+    'short': ({'min_seconds': 0.5}, VOICE[:11025], VOICE[:11024],
+              '0.50 s, shorter than data.min_seconds 0.5'),
+    'no mel': ({'min_seconds': 0.01}, VOICE[:1025], VOICE[:1024], '1024 samples, too short for a mel'),
+    'silent': ({}, LEVEL * 0.0011, LEVEL * 0.0009, 'the clip is silent: nothing in it is louder than -60 dB')}
+
+@pytest.mark.parametrize('name', BOUNDS)
+def test_what_is_just_taken_and_just_not(tmp_path, name):
+    wishes, good, bad, reason = BOUNDS[name]
+    for wav, found in ((good, None), (bad, reason)):
+        soundfile.write(tmp_path / 'x.wav', wav, 22050, subtype='FLOAT')
+        got = _load(Clip('x', 'a', 'a', 'en', tmp_path / 'x.wav'), CONFIG.replace(data=wishes))
+        assert getattr(got, 'reason', None) == found
+
+@pytest.mark.parametrize('promised, cut', [(44544, False), (44548, True)])
+def test_one_sample_of_a_hundred_may_be_missing(tmp_path, promised, cut):
+    assert isinstance(load(tmp_path / 'x.wav', head(promised)), Dropped) == cut   # 44100 bytes are there
+
+@pytest.mark.parametrize('about, share', [
+    ({}, 0), ({'frames': 200}, 0.5), ({'extra_info': ' data : 400 (should be 100)\n'}, 0.75),
+    ({'extra_info': 'SSND : 0 (should be 100)'}, 0), ({'extra_info': f'riff : {STREAMED} (should be 100)'}, 0),
+    ({'extra_info': f'riff : {STREAMED - 1} (should be 0)'}, 1), ({'extra_info': 'other : 400 (should be 100)'}, 0),
+    ({'extra_info': ' Frames : 400', 'format': 'RF64'}, 0.75), ({'extra_info': ' Frames : 400'}, 0)], ids=str)
+def test_how_much_is_missing_by_what_the_head_promises(about, share):
+    usual = {'extra_info': '', 'frames': 100, 'format': 'WAV', 'name': 'x'}
+    assert missing_share(SimpleNamespace(**usual | about), 100) == share
+
+def page(flags, rest=b'\xff', length=99): return b'OggS\0' + bytes([flags]) + rest * length
+
+@pytest.mark.parametrize('content, whole', [
+    (page(4, b'\0'), True), (page(3), False), (page(4) + page(3), False), (page(3) + page(4, b'\0'), True),
+    (page(2, length=2**17) + page(5, b'\0', 65307), True), (page(4, length=2**17) + page(1, length=65307), False)],
+    ids=['last', 'not last', 'more follows', 'two', 'long', 'long and more follows'])
+def test_the_last_page_says_that_it_is_the_last(tmp_path, content, whole):
+    (tmp_path / 'x.ogg').write_bytes(content)
+    assert _ogg_ends(tmp_path / 'x.ogg') is whole
+
 def test_all_kinds_in_one_corpus(small, dvae, tmp_path):
     "Nothing ends the run, nothing is missing from the report, nothing stands in for another."
     kinds = GOOD | {k: v for k, v in BAD.items() if k.endswith(('.wav', '.mp3', '.flac', '.m4a', '.opus'))}
@@ -172,6 +213,23 @@ def test_anything_can_be_measured(wav):
     json.dumps(told, allow_nan=False)
     assert all(0 <= v <= 1 for v in told.values() if not isinstance(v, str))
 
+@pytest.mark.parametrize('scale', [1., 0.05])
+def test_a_frame_is_silent_below_a_hundredth_of_the_loudest(scale):
+    "Of 20 ms: 1 just silent, loud, just loud, 2 silent, loud, 3 silent; and a rest that is too short for a frame."
+    levels = [0.00995, 0.9, 0.01005, 0, 0, 1, 0, 0, 0.00995]
+    wav = np.concatenate([level * LEVEL[:441] for level in levels] + [LEVEL[:440]]).astype(np.float32)
+    told = measure(wav * np.float32(scale), 22050)
+    assert [told[k] for k in ('leading', 'inner', 'trailing')] == [round(n / 9, 4) for n in (1, 2, 3)]
+    clipped = round((440 + 441) / len(wav), 4) if scale == 1 else 0
+    assert told['peak'] == pytest.approx(scale) and told['clipped'] == clipped
+
+def test_what_is_measured_of_silence_and_of_nothing():
+    parts = 'peak', 'clipped', 'leading', 'inner', 'trailing'
+    shares = lambda wav: [measure(np.float32(wav), 22050)[k] for k in parts]
+    assert shares(np.zeros(441)) == shares(np.zeros(4410)) == [0, 0, 0, 0, 1] and shares([]) == [0] * 5
+    assert shares([0.99, 0.1, -0.99, 0.98]) == [0.99, 0.5, 0, 0, 0]
+    assert shares([0.123456]) == [0.1235, 0, 0, 0, 0]
+
 def test_the_sound_is_told_by_its_samples():
     assert measure(VOICE, 22050)['sound'] == measure(VOICE.copy(), 22050)['sound'] != measure(VOICE[:-1], 22050)['sound']
 
@@ -229,6 +287,45 @@ def test_no_name_forges_a_line():
     lines = report_text(report).splitlines()
     assert not any(line.startswith(('clipped 99', 'dropped 0')) for line in lines) and '\u202e' not in '\n'.join(lines)
 
+TEXT = """\
+11 clips, 0.1 minutes, 0.3 to 2.0 s
+seconds    90 % lie between 0.3 and 1.2, half below 0.3
+characters 90 % lie between 3.0 and 5.0, half below 5.0
+speakers   0 1, 1 1, 2 1, 3 1, 4 1, 5 1, 6 1, 7 1, 8 1, 9 1, and 1 more
+languages  en 11
+letters    l 20, h 10, e 10, o 10, a 1
+same text  0 clips
+same sound 11 clips (a = b = c; e = f; g = h)
+silence    leading 33.3%, inner 3.0%, trailing 0.0%
+  most in  f 67%, a 33%, b 33%, c 33%, d 33%
+clipped    7: g 70%, a 7%, b 6%, c 5%, d 4%
+dropped    3
+  2 × bad
+  1 × worse
+  x: bad
+  y: bad
+  and 1 more
+"""
+
+def test_the_report_to_read_and_its_numbers():
+    "A third of a second each, and 2 s; four groups of equal sound; seven clipped, and one with too few such samples."
+    clipped = dict(zip('abcdefgh', (0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.7, 0.001)))
+    table = [row(name, 'hello' if i else 'a ', str(i), 1 / 3 if i < 10 else 2., leading=1 / 3, inner=(name == 'f') / 3,
+                 clipped=clipped.get(name, 0.), sound='ddddaabbccc'[i]) for i, name in enumerate('abcdefghijk')]
+    report = summary(table, [Dropped('x', 'bad'), Dropped('y', 'bad'), Dropped('z', 'worse')])
+    assert report_text(report, most=2) == TEXT
+    assert report_text(report, most=3).endswith('  y: bad\n  z: worse\n') and len(report['most_clipped']) == 5
+    assert report['seconds'] == 5.33 and report['most_silent'][0] == {'id': 'f', 'share': 0.6667}
+    assert report['silence'] == {'leading': 0.3333, 'inner': 0.0303, 'trailing': 0.}
+
+def test_a_report_of_nothing_and_of_clips_that_are_measured_in_part():
+    report = summary([], [])
+    assert (report['clips'], report['seconds'], report['shortest'], report['longest']) == (0, 0, 0, 0)
+    assert set(report['durations']['quantiles'].values()) == {0}
+    assert report_text(report).startswith('0 clips, 0.0 minutes')
+    part = {k: v for k, v in row('b').items() if k in ('id', 'text', 'speaker', 'language', 'seconds')}
+    assert 'silence' not in summary([row('a'), part], [])
+
 def test_a_long_list_can_be_cut():
     report = summary([row('a')], [Dropped(str(i), 'bad') for i in range(30)])
     assert report_text(report).count(': bad') == 30
@@ -243,3 +340,5 @@ def test_spread():
     told = spread(np.arange(101.))
     assert told['quantiles'] == {'0': 0, '5': 5, '25': 25, '50': 50, '75': 75, '95': 95, '100': 100}
     assert sum(told['counts']) == 101 and len(told['edges']) == len(told['counts']) + 1
+    quantiles = {'0': 0, '5': 0.017, '25': 0.083, '50': 0.167, '75': 0.25, '95': 0.317, '100': 0.333}
+    assert spread(np.array([0., 1 / 3]), 1) == {'quantiles': quantiles, 'counts': [2], 'edges': [0, 0.333]}
