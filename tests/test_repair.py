@@ -50,8 +50,9 @@ def test_only_the_damaged_record_is_encoded(copy, straight, calls):
     shard = copy / 'shard-00001.safetensors'
     flip(shard, shard.read_bytes().index(Cache(straight).array('mel', 7).tobytes()) + 5)
     result = verify_and_fix_cache(copy)
-    assert [(p['file'], p['clip'], p['problem'], p['fixed']) for p in result['problems']] == [
-        ('shard-00001.safetensors', 'high-0', 'is not what was written', False)]
+    assert result == {'checked': verify_cache(copy)[0], 'bad': 1, 'fixed': 0, 'failed': 0, 'problems': [
+        {'file': 'shard-00001.safetensors', 'clip': 'high-0', 'problem': 'is not what was written',
+         'fixed': False}]}
     assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1
     assert calls == {'codes': 1, 'mel': 1} and tree(copy) == tree(straight)
 
@@ -95,6 +96,41 @@ def test_a_tokenizer_is_learned_again_if_it_was_learned_here(corpus, small, tmp_
     result = verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)
     if learned: assert result['fixed'] == 1 and tree(tmp_path / 'out') == whole
     else: assert result['failed'] == 1 and 'was not learned from' in result['problems'][0]['reason']
+
+@pytest.mark.parametrize('name, lost, reason', [
+    ('dvae.safetensors', True, 'the DVAE of the cache is damaged too'),
+    ('tokenizer.json', False, 'the tokenizer of the cache is damaged'),
+    ('tokenizer.json', True, 'the tokenizer file is missing')])
+def test_a_clip_is_not_encoded_without_what_encoded_the_others(corpus, small, tmp_path, name, lost, reason):
+    out, foreign = tmp_path / 'out', train_tokenizer(['abcdefgh'], ['en'], 40)   # learned from another corpus
+    prepare(corpus, out, small, Fake(), foreign)
+    if lost: (out / name).unlink()
+    else: (out / name).write_text((out / name).read_text().replace('"[STOP]"', ' "[STOP]"'))
+    (out / 'shard-00000.safetensors').unlink()
+    result = verify_and_fix_cache(out, fix=True, load=load)
+    reasons = {p['file']: p['reason'] for p in result['problems']}
+    assert result['failed'] == 2 and reason in reasons['shard-00000.safetensors']
+
+def test_clips_that_were_left_out_and_recordings_of_its_own_are_found_again(mine, small, tokenizer, tmp_path):
+    "Clip 2 of the first shard was no sound, clip 3 had to be written as another wav file."
+    (mine / 'wavs/low-2.wav').write_text('no sound')
+    sound = soundfile.read(mine / 'wavs/low-3.wav')[0]
+    soundfile.write(mine / 'wavs/low-3.wav', sound, 22050, subtype='FLOAT')
+    out = tmp_path / 'out'
+    config = small.replace(data={'preprocessing_mode': 'runtime', 'max_drop_rate': 0.5})
+    prepare(mine, out, config, Fake(), tokenizer, shard_clips=5)
+    whole, own = tree(out), 'audio/00000-00003.wav'
+    for names in ([own], ['clips.jsonl'], ['shard-00000.safetensors'],
+                  ['index.safetensors', 'shard-00001.safetensors'],
+                  ['report.json', 'shard-00000.safetensors']):
+        for name in names: flip(out / name, (out / name).stat().st_size // 2)
+        assert verify_and_fix_cache(out, fix=True, load=load)['failed'] == 0, names
+        assert tree(out) == whole, names
+    soundfile.write(mine / 'wavs/low-3.wav', sound / 2, 22050, subtype='FLOAT')
+    flip(out / own, 999)
+    (problem,) = verify_and_fix_cache(out, fix=True, load=load)['problems']
+    assert problem['file'] == own and not problem['fixed']
+    assert 'low-3.wav: has changed since' in problem['reason']
 
 def test_leftovers_go_and_what_is_not_ours_stays(copy, straight):
     (copy / 'shard-00009.safetensors').write_bytes(b'old'); (copy / 'index.safetensors.123.part').write_bytes(b'half')
