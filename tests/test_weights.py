@@ -92,6 +92,23 @@ def test_the_bytes_are_those_of_the_safetensors_library(tmp_path):
         save_weights(tmp_path / 'ours', given, **metadata)
         safetensors.numpy.save_file(given, tmp_path / 'theirs', metadata or None)
         assert (tmp_path / 'ours').read_bytes() == (tmp_path / 'theirs').read_bytes()
+    for n in range(1, 10):   # heads of every length
+        save_weights(tmp_path / 'ours', {'x' * n: np.ones(1)})
+        safetensors.numpy.save_file({'x' * n: np.ones(1)}, tmp_path / 'theirs')
+        assert (tmp_path / 'ours').read_bytes() == (tmp_path / 'theirs').read_bytes()
+
+def test_progress_is_told_and_a_file_may_be_empty(tmp_path):
+    seen = []
+    write_tensors(tmp_path / 'x', {'a': np.ones(1), 'b': np.ones(1)}, lambda *done: seen.append(done))
+    write_tensors(tmp_path / 'y', {})
+    assert seen == [(1, 2), (2, 2)] and list(read_tensors(tmp_path / 'y')) == []
+
+def test_parts_that_are_not_written_come_from_another_file(tmp_path):
+    old = {'gpt/a': np.zeros(1), 'gpt/b': np.zeros(2), 'voice/a': np.ones(1), 'gptx': np.ones(2)}
+    save_weights(tmp_path / 'old', old)
+    save_weights(tmp_path / 'new', {'gpt/a': np.full(3, 7.)}, tmp_path / 'old', step='1')
+    read = {name: x.tolist() for name, x in read_tensors(tmp_path / 'new')}
+    assert read == {'gpt/a': [7, 7, 7], 'voice/a': [1], 'gptx': [1, 1]}
 
 @pytest.mark.parametrize('size', [0, 4, 20, -9])
 def test_a_file_cut_off_is_named_when_read_one_at_a_time(tmp_path, size):
