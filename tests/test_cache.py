@@ -1,4 +1,5 @@
 "Bad input of every kind: dropped, counted and named, or refused in one sentence; a cache is there whole or not at all."
+import hashlib
 import json
 import os
 import shutil
@@ -10,8 +11,9 @@ import soundfile
 
 from xtts_nb.audio import log_mel, save_audio, synthetic_voice
 from xtts_nb import cache as cache_module
-from xtts_nb.cache import (DTYPES, KINDS, Cache, Joined, content_keys, file_sha, map_arrays, read_manifest, verify_cache,
-                           write_manifest, write_shard, write_table)
+from xtts_nb.cache import (DTYPES, KINDS, Cache, Joined, check_cache_folder, content_keys, digest, file_sha, load_shard,
+                           map_arrays, read_manifest, records, verify_cache, work_place, write_manifest, write_shard,
+                           write_table)
 from xtts_nb.config import UserError
 from xtts_nb.corpora import Dropped, read_corpus
 from xtts_nb.prepare import ClipEncoder, mel_sample, prepare
@@ -144,11 +146,74 @@ def test_a_missing_part_is_named(prepared, tmp_path, name, in_memory):
         cache.array('codes', 6)   # a mapped shard is opened when it is needed
 
 @pytest.mark.parametrize('name', PARTS[:3] + PARTS[4:])
-def test_a_part_cut_off_is_named(prepared, tmp_path, name):
+@pytest.mark.parametrize('in_memory', [True, False])
+def test_a_part_cut_off_is_named(prepared, tmp_path, name, in_memory):
     shutil.copytree(prepared.folder, tmp_path / 'c')
     path = tmp_path / 'c' / name
     path.write_bytes(path.read_bytes()[:path.stat().st_size // 2 + 10])
-    with pytest.raises(UserError, match=name): Cache(tmp_path / 'c')
+    if not in_memory and name.startswith('shard'): assert Cache(tmp_path / 'c', False); return   # opened when needed
+    with pytest.raises(UserError, match=name): Cache(tmp_path / 'c', in_memory)
+
+def test_a_mapped_cache_is_opened_without_reading_its_files_whole(prepared, tmp_path):
+    shutil.copytree(prepared.folder, tmp_path / 'c')
+    path = tmp_path / 'c/report.txt'
+    path.write_bytes(path.read_bytes()[::-1])
+    assert len(Cache(tmp_path / 'c', in_memory=False)) == 14
+    with pytest.raises(UserError, match='report.txt: is damaged; mend the cache'): Cache(tmp_path / 'c')
+
+def test_the_table_and_the_index_by_hand(tmp_path):
+    "Two shards; the codes were left to be made at runtime."
+    rows = [{'id': 'ä', 'speaker': 'b', 'language': 'en'}, {'id': 'x', 'speaker': 'a', 'language': 'en'},
+            {'id': 'y', 'speaker': 'b', 'language': 'de'}]
+    shards = []
+    for i, lengths in enumerate(([3, 1], [2])):
+        made = [record(i, text=np.arange(n), text_length=n, codes=[], mel=np.ones((0, 80))) for n in lengths]
+        write_shard(tmp_path / f'{i}', made)
+        shards.append(load_shard(tmp_path / f'{i}'))
+    (tmp_path / 'c').mkdir()
+    names = write_table(tmp_path / 'c', [(0, rows[:2], shards[0]), (7, rows[2:], shards[1])], ['text'])
+    index = {name: array.tolist() for name, array in map_arrays(tmp_path / 'c/index.safetensors').items()}
+    lines = (tmp_path / 'c/clips.jsonl').read_bytes().splitlines(keepends=True)
+    assert names == {'speakers': ['b', 'a'], 'languages': ['en', 'de']} and [*map(json.loads, lines)] == rows
+    assert index.items() >= {
+        'row': [0, len(lines[0]), len(lines[0] + lines[1])], 'shard': [0, 0, 7], 'speaker': [0, 1, 0],
+        'language': [0, 0, 1], 'text_length': [3, 1, 2], 'text_start': [0, 3, 4], 'codes_length': [4] * 3,
+        'codes_start': [0] * 3, 'mel_start': [0] * 3, 'samples': [4000] * 3, 'source': [0, 0, 1]}.items()
+    assert len(list(records(shards[0], ['text']))) == 2 and 'ä'.encode() in lines[0]
+    with pytest.raises(ValueError, match='lengths of codes do not add up'): list(records(shards[0], KINDS))
+
+def test_fingerprints_are_the_same_in_every_release(tmp_path):
+    "Else every cache that was made before would be refused."
+    data = b''.join(len(part).to_bytes(8, 'little') + part for part in (b'ab', b'c'))
+    assert digest(b'ab', b'c') == int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
+    facts = {'a': 'ü', 'b': [1]}
+    sha = cache_module.fingerprint(facts)
+    assert cache_module._manifest_text(facts) == f'{{\n "a": "ü",\n "b": [\n  1\n ],\n "sha": "{sha}"\n}}\n'
+    (tmp_path / 'x').write_bytes(b'abc')
+    assert file_sha(tmp_path / 'x') == hashlib.sha256(b'abc').hexdigest()[:16]
+
+def test_only_a_free_folder_or_a_cache_is_written_to(tmp_path):
+    places = {name: tmp_path / name for name in ('nowhere', 'empty', 'cache', 'file', 'music')}
+    for name in ('empty', 'cache', 'music'): places[name].mkdir()
+    for path in (places['file'], places['music'] / 'a', places['cache'] / 'manifest.json'): path.write_text('x')
+    for name in ('nowhere', 'empty', 'cache'): check_cache_folder(places[name])
+    for name in ('file', 'music'):
+        with pytest.raises(UserError, match=f'{name}: holds something that is not a cache'):
+            check_cache_folder(places[name])
+
+def test_a_cache_that_was_begun_is_mentioned(tmp_path):
+    said = []
+    for _ in range(2):
+        with pytest.raises(UserError, match='c: holds no cache') as e: read_manifest(tmp_path / 'c')
+        said.append(str(e.value).endswith(f' {work_place(tmp_path / "c")} keeps what an earlier run finished.'))
+        work_place(tmp_path / 'c').mkdir(exist_ok=True)
+    assert said == [False, True] and work_place(tmp_path / 'c') == tmp_path / 'c.work'
+
+def test_where_a_recording_lies(prepared, corpus):
+    cache = Cache(prepared.folder, in_memory=False)
+    assert cache.wav_path(0) == corpus / 'wavs/low-0.wav'
+    cache.clips = [{'path': 'wavs/low-0.wav', 'wav': 'audio/x.wav'}]
+    assert cache.wav_path(0) == cache.folder / 'audio/x.wav'
 
 def test_a_shard_with_other_arrays_is_named(prepared, tmp_path):
     shutil.copytree(prepared.folder, tmp_path / 'c')
@@ -277,7 +342,8 @@ def test_what_is_missing_or_cut_off_is_found(copy, name, how):
 @pytest.mark.parametrize('content', [b'', b'{', b'[]', b'{"format": 1}', b'null'])
 def test_a_manifest_that_is_none_is_a_problem(copy, content):
     (copy / 'manifest.json').write_bytes(content)
-    assert [p['file'] for p in verify_cache(copy)[1]] == ['manifest.json']
+    checked, (problem,) = verify_cache(copy)
+    assert checked == 1 and (problem['file'], problem['clip']) == ('manifest.json', '')
     with pytest.raises(UserError, match='manifest.json'): Cache(copy)
 
 def test_what_belongs_to_nothing_is_named(copy):
@@ -285,9 +351,33 @@ def test_what_belongs_to_nothing_is_named(copy):
     assert [(p['file'], p['problem']) for p in verify_cache(copy)[1]] == [('audio/x.wav', 'belongs to nothing'),
                                                                           ('notes.txt', 'belongs to nothing')]
 
+def test_in_a_cache_without_clips_every_shard_belongs_to_nothing(copy, tmp_path):
+    facts = {k: v for k, v in read_manifest(copy).items() if k not in ('format', 'files')}
+    write_table(copy, [])
+    for i in range(3): (copy / f'shard-0000{i}.safetensors').rename(tmp_path / f'shard-0000{i}.safetensors')
+    write_manifest(copy, facts | {'shards': []})
+    for i in range(3): (tmp_path / f'shard-0000{i}.safetensors').rename(copy / f'shard-0000{i}.safetensors')
+    assert [p['file'] for p in verify_cache(copy)[1]] == [f'shard-0000{i}.safetensors' for i in range(3)]
+
+def test_recordings_of_a_cache_are_checked_one_by_one(tmp_path):
+    for name in 'ab': (tmp_path / name).write_bytes(b'sound')
+    names = 'a', 'none', 'b', 'gone', '../out'
+    rows = [{'id': name} | ({} if name == 'none' else {'wav': name}) for name in names]
+    found = cache_module._check_sound(tmp_path, rows, [digest(b'sound'), 0, digest(b'sound') + 1, 0, 0])
+    assert found[:2] == [('b', 'b', 'is not what was written'), ('gone', 'gone', 'is missing')]
+    ((*place, problem),) = found[2:]
+    assert place == ['../out', '../out'] and 'leads out of this folder' in problem
+
+def test_a_clip_is_named_by_its_number_where_the_table_is_lost(copy):
+    path, mel = copy / 'shard-00001.safetensors', Cache(copy).array('mel', 7).tobytes()
+    path.write_bytes(path.read_bytes().replace(mel, mel[::-1]))
+    (copy / 'clips.jsonl').unlink()
+    problems = verify_cache(copy)[1]
+    assert [(p['file'], p['clip']) for p in problems] == [('clips.jsonl', ''), (path.name, 'record 7')]
+
 WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'), 'infinite': ({'mel': np.full((5, 80), np.inf)}, 'not finite'),
          'a code too high': ({'codes': [0, 1, 2, 32]}, 'codes go beyond the 32'),
-         'an id too high': ({'text': [0, 1, 60_000]}, 'text go beyond'),
+         'an id too high': ({'text': [0, 1, None]}, 'text go beyond'),   # None: one more than the last
          'an id below 0': ({'text': [0, 1, -1]}, 'text go beyond'),
          'a length': ({'codes_length': 5}, 'lengths of codes do not add up'),
          'a length below 0': ({'mel_length': -5}, 'lengths of mel do not add up')}
@@ -297,9 +387,11 @@ def test_a_record_that_was_written_wrong_is_found(copy, kind):
     "Bytes and checksums agree, the sense does not."
     changes, problem = WRONG[kind]
     facts = read_manifest(copy)
-    rows = list(Cache(copy).clips)[:5]
+    rows, ids = list(Cache(copy).clips)[:5], Cache(copy).tokenizer.size
     for line in facts['shards']: (copy / line['file']).unlink()
-    made = [record(i, **(changes if i == 3 else {})) for i in range(5)]
+    if None in changes.get('text', ()): changes = {'text': [0, 1, ids]}
+    good = {'codes': [0, 1, 31, 0], 'text': [0, ids - 1, 1]}   # the first and the last that there are
+    made = [record(i, **(changes if i == 3 else good)) for i in range(5)]
     line = {'number': 0} | write_shard(copy / 'shard-00000.safetensors', made)
     write_table(copy, [(0, rows, map_arrays(copy / line['file']))])
     write_manifest(copy, {k: v for k, v in facts.items() if k not in ('format', 'files')} | {'shards': [line]})
@@ -323,8 +415,12 @@ def test_the_key_follows_from_what_goes_in(small):
     assert one == content_keys(small.replace(training={'steps': 5}), 'a', 'b', np.ones(80))
     changed = {'dvae': content_keys(small, 'x', 'b', np.ones(80)), 'text': content_keys(small, 'a', 'x', np.ones(80)),
                'stats': content_keys(small, 'a', 'b', np.full(80, 2.))}
+    for name, value in (('dvae_n_fft', 4096), ('reference_n_fft', 4096), ('hop_length', 128)):
+        changed[name] = content_keys(small.replace(model={'audio': {name: value}}), 'a', 'b', np.ones(80))
     differ = {name: {k for k in KINDS if keys[k] != one[k]} for name, keys in changed.items()}
-    assert differ == {'dvae': {'codes'}, 'text': {'text'}, 'stats': {'mel'}}
+    assert differ == {'dvae': {'codes'}, 'text': {'text'}, 'stats': {'mel'}, 'dvae_n_fft': {'codes'},
+                      'reference_n_fft': {'mel'}, 'hop_length': {'codes', 'mel'}}
+    assert one == content_keys(small, 'a', 'b', one['stats'])
 
 @pytest.mark.parametrize('kind', ['nowhere', 'a file', 'empty'])
 def test_what_is_no_cache_is_named_with_the_remedy(tmp_path, kind):
