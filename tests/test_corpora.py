@@ -6,10 +6,12 @@ import shutil
 import pytest
 
 from process import tree
+from xtts_nb import corpora
+from xtts_nb.audio import save_audio, synthetic_voice
 from xtts_nb.prepare import prepare
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.corpora import (LAYOUTS, LONGEST_LINE, LONGEST_TEXT, Dropped, check_dropped, find_layout, layout_line,
-                             read_corpus, read_rows, synthetic_corpus, visible)
+from xtts_nb.corpora import (LAYOUTS, LONGEST_LINE, LONGEST_TEXT, Dropped, check_dropped, file_fault, find_audio,
+                             find_layout, layout_line, read_corpus, read_lines, read_rows, synthetic_corpus, visible)
 from xtts_nb.text import clean
 
 LINE = 'low-0|aa bb|aa bb|low|en'   # a row that can be used
@@ -89,6 +91,52 @@ def test_a_bad_row_is_dropped_with_its_reason(folder, kind):
     assert [c.id for c in clips] == ['low-0', 'low-2'] and list(dropped) == [name]
     assert reason in dropped[name] and visible(dropped[name], 1000) == dropped[name]
 
+@pytest.mark.parametrize('text, near', [('abcdefghijkl\ufffdmnopqrstuvwx', 'cdefghijkl\ufffdmnopqrstuv'),
+                                        ('ab\ufffdc', 'ab\ufffdc')])
+def test_what_stands_beside_a_damaged_character_is_shown(folder, text, near):
+    reason = read(folder, f'low-0|{text}')[1]['low-0']
+    assert reason == f'not UTF-8: "{near}" in line 1; save the file again as UTF-8'
+
+def test_a_text_may_be_so_long(folder):
+    clips, dropped = read(folder, f'low-0|{"a" * 10_000}\nlow-1|{"a" * 10_001}')
+    assert [c.id for c in clips] == ['low-0']
+    assert dropped == {'low-1': 'the text has 10,001 characters, more than 10,000'}
+
+def test_what_is_shown_is_cut_and_told_to_be():
+    assert [visible('a\n' * n, 4) for n in (2, 3)] == ['a\\na\\n', 'a\\na\\n…']
+
+@pytest.mark.parametrize('content, lines', [
+    ('abcdefg\nx\n', ['abcdefg', 'x']), ('abcdefgh\nx', ['abcdefgh', 'x']), ('abcdefgh', ['abcdefgh']),
+    ('abcdefghijklmno\nx', ['abcdefgh', 'x']), ('abcdefghijklmnop\nx', ['abcdefgh', 'x']),
+    ('\nab\n', [None, 'ab'])])
+def test_what_is_beyond_the_longest_line_is_skipped(folder, monkeypatch, content, lines):
+    monkeypatch.setattr(corpora, 'LONGEST_LINE', 8)
+    numbered = [(i, line) for i, line in enumerate(lines, 1) if line]
+    assert list(read_lines(put(folder / 'x', content))) == numbered
+
+def test_a_file_that_may_not_be_opened(folder, monkeypatch):
+    def refuse(path): raise PermissionError
+    path = folder / 'wavs/low-0.wav'
+    assert file_fault(path) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'access', lambda path, mode: mode != os.R_OK)
+        assert file_fault(path) == 'not readable'
+    monkeypatch.setattr(os, 'stat', refuse)
+    assert file_fault(path) == 'not readable'
+
+@pytest.mark.parametrize('there, found', [
+    ({}, (None, 'wavs/x.wav is missing')), ({'wavs/x.mp3': 'folder'}, (None, 'wavs/x.mp3 is a folder')),
+    ({'wavs/x.wav': 'folder', 'x.wav': 'pipe'}, (None, 'wavs/x.wav is a folder')),
+    ({'x.wav': 'pipe', 'x.mp3': 'folder'}, (None, 'x.wav is no regular file')),
+    ({'wavs/x.wav': 'folder', 'x.flac': 'file'}, ('x.flac', None)),
+    ({'x.wav': 'file', 'wavs/x.flac': 'file'}, ('x.wav', None)),
+    ({'wavs/x.wav': 'file', 'x.wav': 'file'}, ('wavs/x.wav', None))], ids=str)
+def test_which_file_is_meant_or_is_at_fault(folder, there, found):
+    for name, kind in there.items():
+        {'file': put, 'folder': os.mkdir, 'pipe': os.mkfifo}[kind](folder / name)
+    path, reason = find_audio(folder, 'x', ('wavs', ''))
+    assert (path or None, reason) == (found[0], found[1] and f'the file {found[1]}')
+
 def test_bytes_that_are_not_utf8_cost_their_row(folder):
     clips, dropped = read(folder, f'{LINE}\nlow-1|schön|schön\n'.encode('latin-1') + b'lo\xffw|a|a\nlow-2|cc|cc\n')
     assert [c.id for c in clips] == ['low-0', 'low-2'] and dropped['low-1'].startswith('not UTF-8: "sch\\udcf6n" in line 2')
@@ -140,9 +188,11 @@ def test_no_metadata_names_folder_and_remedy(tmp_path, small, dvae, kind):
     if kind == 'metadata is a folder': (folder / 'metadata.csv').mkdir(parents=True)
     if kind == 'metadata is a pipe': folder.mkdir(); os.mkfifo(folder / 'metadata.csv')
     if kind == 'a pipe': os.mkfifo(folder)
-    if kind == 'another list': put(folder / 'train.txt', LINE)
+    if kind == 'another list':
+        for i in range(7): put(folder / f'train{i}.txt', LINE)
     with pytest.raises(UserError, match='corpus.*metadata.csv') as e: prepare(folder, tmp_path / 'out', small, dvae)
-    assert not (tmp_path / 'out').exists() and (kind != 'another list' or 'train.txt' in str(e.value))
+    five = '(train0.txt, train1.txt, train2.txt, train3.txt, train4.txt) or write a line'
+    assert not (tmp_path / 'out').exists() and (kind != 'another list' or five in str(e.value))
 
 @pytest.mark.parametrize('language', ['', 'English', 'EN', 'e', '../x', 'en\n'])
 def test_the_language_of_the_rest_is_a_code(folder, language):
@@ -206,6 +256,11 @@ def test_sound_of_a_table_lies_beside_it_or_in_a_usual_folder(folder, place):
     assert [c.path for c in read(folder, f'path,text\n{path},hello')[0]] == [path]   # absolute, in the folder
     outside = put(folder.parent / 'y.flac')
     assert 'leaves the corpus folder' in read(folder, f'path,text\n{outside},hello')[1][str(outside)]
+
+@pytest.mark.parametrize('line, cells', [('"\t""\t"a"\t "b" ', ['"', '', 'a', 'b']), ('"a\ta"', ['"a', 'a"']),
+                                         ('"a"b"\t"a""b"\t""""', ['"a"b"', 'a"b', '"'])])
+def test_quotes_of_a_cell_are_taken_off_where_they_are_a_pair(line, cells):
+    assert corpora._cells(line, '\t') == cells
 
 BAD_CELLS = {   # header, row; id; reason
     'too few': ('audio,text,speaker', 'wavs/low-1.wav,hello', 'wavs/low-1.wav', 'line 3 has 2 columns, the first line has 3'),
@@ -365,11 +420,24 @@ def test_rows_come_one_by_one(folder):
 def test_a_drop_rate_is_a_share_of_all_rows():
     dropped, config = [Dropped('a\nb', 'bad')] * 2, XTTSConfig.tiny().replace(data={'max_drop_rate': 0.5})
     check_dropped(dropped, 4, config, 'x')
-    with pytest.raises(UserError, match=r'x: 2 of 3 clips cannot be used.*\(a\\nb: bad; a'): check_dropped(dropped, 3, config,
-        'x')
+    with pytest.raises(UserError, match=r'x: 2 of 3 clips cannot be used.*\(a\\nb: bad; a'):
+        check_dropped(dropped, 3, config, 'x')
+    with pytest.raises(UserError, match=r'rate 50% \(a\\nb: bad; a\\nb: bad; a\\nb: bad\); mend'):
+        check_dropped(2 * dropped, 7, config, 'x')
+    check_dropped([], 0, config, 'x')
     with pytest.raises(UserError, match='none of the 2'): check_dropped(dropped, 2, config.replace(data={'max_drop_rate': 1.}),
     'x')
 
 def test_synthetic_corpora_repeat(tmp_path):
     a, b = (tree(synthetic_corpus(tmp_path / n, clips=2, seconds=0.3)) for n in 'ab')
     assert a == b and set(a) == {'metadata.csv', 'wavs', *(f'wavs/{v}-{i}.wav' for v in ('low', 'high') for i in range(2))}
+
+def test_the_synthetic_corpus_is_the_same_in_every_release(tmp_path):
+    "Recorded times and scores were taken on it."
+    folder = synthetic_corpus(tmp_path, clips=8, seconds=0.1)
+    texts = 'aa bb', 'bb cc dd', 'cc dd ee ff', 'dd ee ff gg hh', 'ee ff', 'ff gg hh', 'gg hh aa bb', 'hh aa bb cc dd'
+    rows = [f'{voice}-{i}|{text}|{text}|{voice}|en' for voice in ('low', 'high') for i, text in enumerate(texts)]
+    assert (folder / 'metadata.csv').read_text().splitlines() == rows
+    for name, seconds, pitch in (('low-0', 0.1, 100), ('low-5', 0.6, 110), ('high-2', 0.3, 208)):
+        save_audio(tmp_path / 'x.wav', synthetic_voice(seconds, pitch))
+        assert (tmp_path / 'x.wav').read_bytes() == (folder / 'wavs' / f'{name}.wav').read_bytes()
