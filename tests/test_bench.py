@@ -1,7 +1,10 @@
 "The only timing code: with a clock that is set by hand, no test waits or asserts seconds of work."
 import itertools
 import json
+import os
+import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,6 +41,12 @@ def test_the_ratio_is_the_speed_relative_to_the_first(unit, values):
     assert list(rows[0]) == ['name', unit, 'ratio', 'spread']
     json.dumps(rows)
 
+def test_numbers_are_rounded_for_people():
+    arms = [Arm('a', [3., 3., 4.], [1, 1, 1]), Arm('b', [1., 1.0004, 1.0004], [7, 7, 7])]
+    rows = Comparison(arms, 'clips_per_s').rows()
+    assert [list(row.values()) for row in rows] == [['a', 0.333, 1., 0.333], ['b', 6.997, 20.99, 0.]]
+    assert [row['step_ms'] for row in Comparison(arms, 'step_ms').rows()] == [3000., 142.914]
+
 def test_one_round_has_no_spread():
     arms = [Arm('once', [1.], [1]), Arm('twice', [1., 1.], [1, 1])]
     assert [r['spread'] for r in Comparison(arms, 'step_ms').rows()] == [None, 0.]
@@ -70,6 +79,12 @@ def test_a_table_has_a_line_for_each_arm():
     lines = rows_markdown(rows).splitlines()
     assert len(lines) == 4 and len({line.count('|') for line in lines}) == 1
     assert '1,234' in lines[2] and '10%' in lines[2] and '50%' in lines[2]
+    row = {'name': 'a', 'clips_per_s': 1234.4, 'step_ms': 5.55, 'ratio': 1234.04, 'spread': 0.104, 'au': 0.996,
+           'mfu': 0.204, 'cv': 0.1234, 'padding': 0.0514, 'steps_per_s': 1234.04, 'runs': 'x'}
+    assert rows_markdown([row, dict.fromkeys(row)]) == (
+        '|  | clips/s | ms per step | speed | spread | AU | MFU | variation | padding | steps/s at AU 99 % | runs |\n'
+        '|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n'
+        '| a | 1,234 | 5.5 | 1,234.0 × | ± 10% | 100% | 20% | 12.3% | 5.1% | 1,234.0 | x |\n' + '| – ' * 11 + '|')
     assert Comparison([Arm('a', [1.], [1])], 'step_ms')._repr_markdown_().splitlines()[0].count('|') == 5
 
 def feed(clock, seconds, count):
@@ -89,6 +104,10 @@ def test_uneven_batches_vary(clock):
     def source():
         for i in range(20): clock.sleep(0.1 if i % 2 else 2.); yield i
     assert accelerator_utilisation(source(), 0.1)['cv'] > 0.5
+    def three_and_one():
+        for i in range(20): clock.sleep(3. if i % 2 else 1.); yield i
+    assert accelerator_utilisation(three_and_one(), 0.5, steps=10) == {
+        'au': pytest.approx(0.25), 'cv': pytest.approx(0.5), 'steps': 10}
 
 def test_a_timeline_adds_up(clock):
     "A batch takes longer than a step, so the device waits for each; the other way round for none."
@@ -117,6 +136,9 @@ def test_the_rate_that_is_fed_is_found(most, limit):
     if limit < most / 30: assert found is None
     else: assert limit / 1.05 <= found <= limit
     assert all(batches == 'a new one' and steps == max(20, round(0.5 * rate)) for batches, rate, steps in tried)
+    rates = list(dict.fromkeys(round(rate, 6) for _, rate, _ in tried))
+    first = next(n for n in range(1, 9) if most / 1.5**n <= limit or n == 8)   # 1.5**8 < 30 < 1.5**9
+    assert rates[:first] == [round(most / 1.5**n, 6) for n in range(1, first + 1)]
     passed = [rate for _, rate, _ in tried if rate <= limit]
     assert len(passed) == 2 * len(set(passed)) and len(tried) < 40
 
@@ -143,6 +165,46 @@ def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
     assert one['device'] == 'CPU, 2 cores' and one['rows'] == ROWS and one['corpus'] == 'demo'
     assert one['cpu'] == bench.cpu_name() and one['command'] == 'xtts-nb bench train --record' and 'commit' in one
     assert one['noisy'] is False and one['noisy_rows'] == {} and capsys.readouterr().err == ''
+
+def test_a_name_that_is_taken_gets_a_number(tmp_path):
+    assert [bench._write_new(tmp_path / 'a', {}).name for _ in range(3)] == ['a.json', 'a-2.json', 'a-3.json']
+
+def test_lists_that_are_no_rows_are_not_judged():
+    assert bench.noisy_rows({'sizes': [1, 'spread'], 'rows': [{'name': 'a'}, *ROWS], 'device': 'CPU'}) == {}
+
+def test_the_device_is_the_gpu_or_the_cores_that_may_be_used(monkeypatch):
+    there, about = [], {'device_name': 'NVIDIA X'}
+    details = lambda gpu: about if gpu == 'first' else {}
+    config = SimpleNamespace(list_physical_devices=lambda kind: there if kind == 'GPU' else ['CPU'],
+                             experimental=SimpleNamespace(get_device_details=details))
+    monkeypatch.setitem(sys.modules, 'tensorflow', SimpleNamespace(config=config))
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: [{0, 1, 2}][pid], raising=False)
+    monkeypatch.setattr(os, 'cpu_count', lambda: 7)
+    names = [bench.device_name()]
+    monkeypatch.delattr(os, 'sched_getaffinity')   # as on macOS
+    names.append(bench.device_name())
+    there += ['first', 'second']; names.append(bench.device_name())
+    about.clear(); names.append(bench.device_name())
+    assert names == ['CPU, 3 cores', 'CPU, 7 cores', 'NVIDIA X', 'gpu']
+
+@pytest.mark.parametrize('text, name', [
+    ('flags : x\nmodel name\t: Foo CPU: II \nmodel name\t: Bar\n', 'Foo CPU: II'), ('flags : x\n', 'some chip'),
+    (None, 'some chip')])
+def test_the_processor_as_it_calls_itself(monkeypatch, text, name):
+    def read_text(encoding):
+        if text is None: raise FileNotFoundError
+        return text
+    monkeypatch.setattr(bench, 'Path', lambda path: SimpleNamespace(read_text=read_text))
+    monkeypatch.setattr(bench.platform, 'processor', lambda: '')
+    monkeypatch.setattr(bench.platform, 'machine', lambda: 'some chip')
+    monkeypatch.setattr(bench.psutil, 'cpu_count', lambda: 5)
+    assert bench.cpu_name() == f'{name}, 5 cores'
+
+@pytest.mark.parametrize('script, commit', [('echo abc123', 'abc123'), ('echo fatal; exit 128', None), (None, None)])
+def test_the_commit_is_that_of_a_checkout(tmp_path, monkeypatch, script, commit):
+    if script: (tmp_path / 'git').write_text(f'#!/bin/sh\n{script}\n'); (tmp_path / 'git').chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path))
+    assert bench._commit() == commit
 
 def test_no_record_replaces_another(cpu, tmp_path):
     "Twelve runs within one second are twelve files, each as it was written."
@@ -192,6 +254,11 @@ def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
     assert origin.startswith(f'a small GPT, CPU, 2 cores ({bench.cpu_name()}), {one["date"]}.')
     assert '`xtts-nb bench train --record`' in origin and 'noisy (spread above 25%): b 25%' in origin
     assert table == rows_markdown(NOISY)
+    assert bench.record_markdown(one, ROWS).split('\n\n')[1] == rows_markdown(ROWS)
+    plain = {'device': 'GPU', 'date': '2025-01-02', 'noisy': False, 'rows': ROWS}
+    assert bench.record_origin(plain) == 'GPU, 2025-01-02.'
+    more = bench.record_origin(plain | {'cpu': 'X', 'command': 'c'}, 'small')
+    assert more == 'small, GPU (X), 2025-01-02. Written by `c`.'
 
 @pytest.mark.parametrize('folder', ['.', 'nowhere'])
 def test_without_a_record_the_remedy_is_named(tmp_path, folder):
