@@ -1,6 +1,8 @@
 "Outputs appear whole or not at all: under exceptions, Ctrl-C and a full disk, and beside foreign content."
 import errno
+import hashlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 
 from xtts_nb.config import UserError
-from xtts_nb.files import atomic_file, atomic_folder, fingerprint, inside, read_json, write_json
+from xtts_nb import files
+from xtts_nb.files import append_line, atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
 
 
 def tree(folder):
@@ -55,6 +58,15 @@ def test_nothing_stands_there_before_the_end(tmp_path):
 def test_a_file_that_was_never_written_is_an_error(tmp_path):
     with pytest.raises(UserError, match='a.txt'), atomic_file(tmp_path / 'a.txt'): pass
     assert not any(tmp_path.iterdir())
+
+
+def test_a_file_takes_no_place_of_a_folder_or_a_device(tmp_path):
+    (tmp_path / 'folder').mkdir(); os.mkfifo(tmp_path / 'pipe')
+    for name in ('folder', 'pipe'):
+        with pytest.raises(UserError, match=f'{name}: is no regular file and will not be replaced'):
+            with atomic_file(tmp_path / name): pytest.fail('worked')
+    with atomic_folder(tmp_path / 'new' / 'deep') as part: (part / 'x').write_text('1')
+    assert (tmp_path / 'new/deep/x').is_file()
 
 
 @pytest.mark.parametrize('make', ['file', 'folder'])
@@ -169,7 +181,8 @@ def test_json_goes_there_and_back(tmp_path):
     value = {'ü': [1, 2.5, None, True], 'سلام': {'a': ''}}
     write_json(tmp_path / 'deep' / 'er' / 'a.json', value)
     assert read_json(tmp_path / 'deep' / 'er' / 'a.json') == value
-    assert 'سلام' in (tmp_path / 'deep' / 'er' / 'a.json').read_text(encoding='utf-8')
+    write_json(tmp_path / 'b.json', {'سلام': [1]})
+    assert (tmp_path / 'b.json').read_text(encoding='utf-8') == '{\n "سلام": [\n  1\n ]\n}\n'
 
 
 def test_a_value_json_cannot_hold_leaves_the_old_file(tmp_path):
@@ -191,7 +204,63 @@ def test_a_fingerprint_changes_with_every_part():
     assert len(set(prints)) == len(prints) and all(len(p) == 16 for p in prints)
     assert fingerprint({'a': 1, 'b': 2}) == fingerprint({'b': 2, 'a': 1})
     assert fingerprint(np.arange(3).tobytes()) == fingerprint(np.arange(3).tobytes())
+    # caches and runs of every release hold such ones
+    known = hashlib.sha256(b'ab' + b'{"a": 2, "b": [1]}').hexdigest()[:16]
+    assert fingerprint(b'ab', {'b': [1], 'a': 2}) == known
 
+
+@pytest.mark.parametrize('error, alive', [(None, True), (PermissionError, True), (ProcessLookupError, False)])
+def test_a_process_is_asked_for_and_not_disturbed(monkeypatch, error, alive):
+    asked = []
+    def kill(process, number):
+        asked.append((process, number))
+        if error: raise error
+    monkeypatch.setattr(os, 'kill', kill)
+    assert files._alive(7) is alive and asked == [(7, 0)]
+    assert not files._alive(os.getpid()) and len(asked) == 1   # in a container, one that was killed had our number
+
+def test_only_what_a_writer_left_is_swept_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, '_alive', lambda process: process == 5)
+    gone = 'out.7.part', 'out.7.old'
+    kept = 'out.5.part', 'out.5.old', 'out.7.txt', 'out.notes.part', 'out.1.2.part', 'other.7.part'
+    for name in ('out', *gone, *kept): (tmp_path / name).mkdir()
+    files._sweep(tmp_path / 'out')
+    assert {p.name for p in tmp_path.iterdir()} == {'out', *kept}
+    (tmp_path / 'out').rmdir(); (tmp_path / 'out.7.old').mkdir(); (tmp_path / 'out.7.old' / 'x').write_text('old')
+    files._sweep(tmp_path / 'out')
+    assert (tmp_path / 'out/x').read_text() == 'old' and not (tmp_path / 'out.7.old').exists()
+
+@pytest.mark.parametrize('room, line', [(3, 'second'), (0, 'second'), (0, '')])
+def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, line):
+    path = tmp_path / 'new' / 'lines'
+    append_line(path, 'first')
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6 + room, before[1]))   # as on a disk with so much room left
+    try:
+        with pytest.raises(UserError, match='lines: the disk is full'): append_line(path, line)
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b'first\n'
+    append_line(path, 'سلام')
+    assert path.read_text(encoding='utf-8') == 'first\nسلام\n'
+
+LOCKS = [(None, True), (BlockingIOError, False), (PermissionError, False), (OSError, True)]
+
+@pytest.mark.parametrize('error, works', LOCKS)
+def test_a_lock_that_another_holds_is_told_and_one_that_the_disk_lacks_is_not(tmp_path, monkeypatch, error, works):
+    import fcntl
+    def lockf(file, how):
+        assert how == fcntl.LOCK_EX | fcntl.LOCK_NB and file.name == str(path)
+        if error: raise error
+    path, worked = tmp_path / 'new' / 'lock', []
+    monkeypatch.setattr(fcntl, 'lockf', lockf)
+    if works:
+        with locked(path, 'busy'): worked.append(1)
+    else:
+        with pytest.raises(UserError, match='^busy$'), locked(path, 'busy'): worked.append(1)
+    assert worked == [1] * works
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(UserError, match='nothing was written there'):
+        with locked(tmp_path / 'file' / 'lock', 'busy'): pass
 
 @pytest.mark.parametrize('moment', ['filling', 'between the renames'])
 def test_what_a_killed_writer_left_is_undone(tmp_path, moment):
