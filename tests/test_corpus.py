@@ -1,9 +1,12 @@
 "The demo corpus: the same bytes everywhere, whole or not at all, and pairs that can be held out."
 import json
+import signal
 import subprocess
 import sys
+import threading
 import wave
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,6 +115,46 @@ def test_progress_counts_every_clip(tmp_path):
     make_corpus(tmp_path / 'c', {'en': ['Hello there.', 'Good night.']}, {'a': Voice()}, progress=lambda *s: seen.append(s))
     assert seen == [(1, 2), (2, 2)]
 
+
+@pytest.mark.parametrize('there, found', [
+    (None, False), ({}, False), ({'thesis.txt': 'mine'}, 'something that is no demo corpus'),
+    ({'corpus.json': '{}'}, 'something that is no demo corpus'),
+    ({'corpus.json': '{"settings": 2}'}, 'a corpus of other settings'),
+    ({'corpus.json': '{"settings": 1, "digest": "x"}'}, 'a corpus that was changed after it was made'),
+    ({'corpus.json': '{"settings": 1, "digest": "right"}'}, True)])
+def test_what_stands_where_a_corpus_is_wanted(tmp_path, monkeypatch, there, found):
+    monkeypatch.setattr(corpus, 'digest', lambda out: 'right')
+    out = tmp_path / 'c'
+    if there is not None: out.mkdir()
+    for name, text in (there or {}).items(): (out / name).write_text(text)
+    if isinstance(found, bool): assert corpus._stands(out, 1) is found; return
+    with pytest.raises(UserError, match=f'c holds {found}; remove it'): corpus._stands(out, 1)
+
+def test_ctrl_c_waits_until_the_library_is_unloaded():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), corpus._interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+        reached.append(1)
+    with corpus._interrupts_held(): reached.append(2)
+    def elsewhere():
+        with corpus._interrupts_held(): reached.append(3)
+    thread = threading.Thread(target=elsewhere)
+    thread.start(); thread.join()
+    assert reached == [1, 2, 3] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+def test_a_long_path_becomes_a_link(tmp_path):
+    deep = tmp_path / ('x' * 80)
+    deep.mkdir()
+    name = str(deep)
+    size = len(name)
+    assert short_path(name, size) == name
+    link = short_path(name, size - 1)
+    assert link != name and Path(link).is_symlink() and Path(link).resolve() == deep.resolve()
+    assert short_path('ä' * 70) == 'ä' * 70   # 140 bytes
+
+def test_a_voice_is_as_fast_as_it_says():
+    seconds = lambda voice: len(speak('The old dog sleeps all day.', 'en', voice)[0]) / 22050
+    assert 1.2 < seconds(Voice()) < 2.4 and 1.5 < seconds(Voice(rate=120)) / seconds(Voice(rate=240)) < 2.2
 
 def test_a_missing_wheel_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, 'espeakng_loader', None)
