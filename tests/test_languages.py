@@ -59,6 +59,12 @@ def test_no_number_is_too_much(number, language):
 def test_a_language_without_rules_is_lower_cased(language):
     assert clean_for(' "Habari" ya  DR. 5 & ', language) == 'habari ya dr. 5 &'
 
+@pytest.mark.parametrize('language, text, cleaned', [
+    ('tr', 'İZMİR', 'izmir'), ('ru', 'г-жа д-р', 'госпожа доктор'),
+    ('en', 'Mr. Mrs Dr.', 'mister mrs doctor'), ('ko', '"5"', 'o'),
+    ('zh-cn', '我们的……“吗”？', 'wo3men5de5,,,ma5,,'), ('hi', '"5 %"', 'पाँच प्रतिशत'), ('ja', '今日は', 'kyou wa')])
+def test_each_rule_has_its_language(language, text, cleaned): assert clean_for(text, language) == cleaned
+
 @pytest.mark.parametrize('a, b', [('en-gb', 'en'), ('pt-br', 'pt'), ('zh', 'zh-cn'), ('zh-tw', 'zh-cn')])
 def test_the_region_does_not_matter(a, b): assert clean_for('3 & $5, 早', a) == clean_for('3 & $5, 早', b)
 
@@ -87,7 +93,8 @@ Z = '\u200c'   # the half-space
 
 @pytest.mark.parametrize('text, cleaned', [
     ('', ''), ('كتابي', 'کتابی'), ('ىك', 'یک'), ('ة', 'ه'), ('خانۀ ما', f'خانه{Z}ی ما'), ('کـــتاب', 'کتاب'),
-    ('کِتابُ', 'کتاب'),
+    ('کِتابُ', 'کتاب'), ('کتاب\u064b\u0652', 'کتاب'),
+    ('ا\u0653', 'ا\u0653'),   # the first and the last vowel sign, and one beyond
     ('می رود', f'می{Z}رود'), ('نمی رود', f'نمی{Z}رود'), (f'می{Z}رود', f'می{Z}رود'), (f'می{Z}{Z}رود', f'می{Z}رود'),
     ('قدیمی رود', 'قدیمی رود'), ('کتاب ها', f'کتاب{Z}ها'), ('کتاب های او', f'کتاب{Z}های او'), ('بزرگ ترین', f'بزرگ{Z}ترین'),
     (f'کتاب{Z} ', 'کتاب'), (f'{Z}کتاب{Z}.', 'کتاب.'), (f'الف {Z}ب', 'الف ب'), ('\u200eسلام\u200f', 'سلام'),

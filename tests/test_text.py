@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xtts_nb.config import UserError
-from xtts_nb.text import CLEANERS, TEXT_STOP, Tokenizer, clean, pad_ids, train_tokenizer
+from xtts_nb.text import CLEANERS, TEXT_STOP, Tokenizer, clean, learn_merges, pad_ids, train_tokenizer
 
 TEXTS = ['The old dog sleeps.', 'The cold fog creeps, and the old dog sleeps.', 'Der alte Hund schläft.',
          'سگ پیر می‌خوابد.', '老狗在睡觉。']
@@ -78,6 +78,10 @@ def test_without_texts_there_are_only_marks():
 def test_merges_shorten(tokenizer):
     assert len(tokenizer.encode('the old dog', 'en')) < 1 + len('the old dog') - 2
 
+def test_what_occurs_twice_is_merged_the_commonest_first(capfd):
+    assert learn_merges(['ab abc', 'abc ab x', 'xy']) == [('a', 'b'), ('ab', 'c')]
+    assert capfd.readouterr() == ('', '')
+
 CHILD = '''
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -124,6 +128,7 @@ def test_the_file_is_plain_json(tokenizer):
 def test_the_cleaner_is_part_of_the_file(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setitem(CLEANERS, 'loud', lambda text, language: text.upper())
     Tokenizer(tokenizer.bpe, 'loud').save(tmp_path / 't.json')
+    assert '睡' in (tmp_path / 't.json').read_text(encoding='utf-8')   # as people read it
     again = Tokenizer.load(tmp_path / 't.json')
     assert again.cleaner == 'loud' and again.decode(again.encode('the', 'en')) == '[en]' + '[UNK]' * 3
     assert again.unknown('the') == ['E', 'H', 'T'] and again.to_json() == Tokenizer(tokenizer.bpe, 'loud').to_json()
