@@ -158,7 +158,7 @@ class Turn:
 # %% ../nbs/45_phases.ipynb #e6d69921
 def batch_rows(batch) -> int | None:
     "How many items a batch holds: the length of its first array; None where there is none."
-    return next((int(x.shape[0]) for x in tf.nest.flatten(batch) if getattr(x, 'shape', ()) and x.shape[0]), None)
+    return next((int(x.shape[0]) for x in tf.nest.flatten(batch) if len(getattr(x, 'shape', ())) and x.shape[0]), None)
 
 # %% ../nbs/45_phases.ipynb #a18a31f2
 def turns(

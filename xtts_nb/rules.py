@@ -290,9 +290,9 @@ def _tried(c: Case, step: Callable, batch, seconds: float = 2.) -> float | None:
     except Exception: return None   # a trial may fail in any way; then there is no finding
 
 def tiny_batch(c: Case, times: int = 4) -> Finding | None:
-    flat = [tf.nest.flatten(b) for b in c.resident[:times]]
-    equal = all([getattr(x, 'shape', None) for x in b] == [getattr(x, 'shape', None) for x in flat[0]] for b in flat)
-    if not equal or not all(getattr(x, 'shape', ()) for x in flat[0]) or c.m.first > 5 or c.m.compute < 0.5 * c.m.loop: return
+    shapes = [[tuple(getattr(x, 'shape', ())) for x in tf.nest.flatten(b)] for b in c.resident[:times]]
+    if any(s != shapes[0] for s in shapes) or not all(shapes[0]): return
+    if c.m.first > 5 or c.m.compute < 0.5 * c.m.loop: return
     if c.m.syncs or c.m.traces or not c.m.compiled: return   # its time is not that of the device
     large = _tried(c, c.step, tf.nest.map_structure(lambda *x: tf.concat(x, 0), *c.resident[:times]))
     if not large or times * c.m.compute < 1.3 * large: return
