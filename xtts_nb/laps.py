@@ -99,6 +99,7 @@ def time_phases(
     patience: float = 60,  # s, for the first batch
 ) -> Phases:
     "Run `step` over `dataset` and see where the time goes; it trains as it would without a clock."
+    if steps < 2: raise UserError(f'time_phases: {steps} steps are too few to tell; take 2 or more.')
     begun = time.perf_counter()
     source, batch = opened(dataset, patience)
     laps, spans, first_batch, first_step, results = Laps(every, tell), [], time.perf_counter() - begun, None, None
@@ -118,7 +119,6 @@ def time_phases(
         if not number: first_step = stepped - copied
         if number == warmup - 1: _begin(laps, results)
         if number >= warmup: spans.append((start, waited - start, copied - waited, stepped - copied, called - stepped))
-    if batch is not END: number += 1
     return _found(laps, spans, results, first_batch, first_step, trace_count(step), batch is END, number)
 
 # %% ../nbs/49_laps.ipynb #bf9d70f8
