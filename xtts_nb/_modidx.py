@@ -982,6 +982,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'xtts_nb.patients.as_said': ('patients.html#as_said', 'xtts_nb/patients.py'),
                                   'xtts_nb.patients.batches_of': ('patients.html#batches_of', 'xtts_nb/patients.py'),
                                   'xtts_nb.patients.device_copy': ('patients.html#device_copy', 'xtts_nb/patients.py'),
+                                  'xtts_nb.patients.endless_numbers': ('patients.html#endless_numbers', 'xtts_nb/patients.py'),
                                   'xtts_nb.patients.for_rows': ('patients.html#for_rows', 'xtts_nb/patients.py'),
                                   'xtts_nb.patients.healthy_files': ('patients.html#healthy_files', 'xtts_nb/patients.py'),
                                   'xtts_nb.patients.healthy_pipeline': ('patients.html#healthy_pipeline', 'xtts_nb/patients.py'),
