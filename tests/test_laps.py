@@ -93,7 +93,7 @@ def test_each_lap_is_told_once_it_has_landed(clock):
     told, took = [], iter([4., .5, .5, .5, .5])
     lap = Laps(2, lambda line: told.append(dict(line)))
     for number in range(5):
-        lap.step(lambda batch: clock.sleep(next(took)) or {'loss': float(number)}, tf.ones((4, 2)))
+        lap.step(lambda batch, number: clock.sleep(next(took)) or {'loss': float(number)}, tf.ones((4, 2)), number)
         assert (lap.done, len(lap.lines)) == (number + 1, max(0, number // 2))
         clock.sleep(.25)
     lap.send({'loss': 9.})

@@ -231,7 +231,7 @@ def test_work_in_a_thread_is_left_alone_when_it_is_late():
 
 
 def raising(n):
-    for i in range(n): yield i
+    yield from range(n)
     raise OSError('clip 7 is gone')
 
 @pytest.mark.parametrize('data, words', [

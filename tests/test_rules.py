@@ -163,7 +163,7 @@ def test_more_calls_than_the_cores_can_bear(trial, monkeypatch):
     data = tf.data.Dataset.range(4).map(lambda i: i + 1, num_parallel_calls=24)
     for most, expected in ((23, None), (24, 3.)):
         trial[:] = .02, .01, .001
-        monkeypatch.setattr(rules, 'most_calls', lambda dataset: most)
+        monkeypatch.setattr(rules, 'most_calls', lambda dataset, most=most: most)
         found = rules.oversubscription(case(dataset=data))
         assert gain(found) == (expected and pytest.approx(expected))
     assert '24 calls or threads at a time on 3 cores; with 3 a batch takes 10.0 ms' in found.evidence
