@@ -10,19 +10,22 @@ from types import SimpleNamespace
 import pytest
 
 from xtts_nb import cluster
-from xtts_nb.cluster import (LOST_PEER, SLURM, answers, check_ports, deal_gpus, exposure, find_workers, host_names, local_workers,
-                             parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
+from xtts_nb.cluster import (LOST_PEER, SLURM, Crew, answers, check_ports, deal_gpus, exposure, find_workers,
+                             host_names, local_workers, parse_workers, slurm_workers, supervise, tf_config, this_worker,
+                             visible_gpus, watch)
 from xtts_nb.config import UserError
 
 
 # --- who takes part ------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('text, wrong', [('node1', 'node1'), ('a:1,b', '"b"'), ('a:1,a:1', 'twice'), ('a:0', 'a:0'),
-                                         ('a:70000', 'a:70000'), (':22', ':22'), ('a:x', 'a:x'), ('', '""')], ids=repr)
+                                         ('a:65536', 'a:65536'), (':22', ':22'), ('a:x', 'a:x'), ('', '""')],
+                         ids=repr)
 def test_an_address_is_a_host_and_a_port(text, wrong):
     with pytest.raises(UserError, match=wrong): parse_workers(text)
 
-def test_addresses_are_read(): assert parse_workers('a:1, b.c:22,[::1]:3') == ['a:1', 'b.c:22', '[::1]:3']
+def test_addresses_are_read():
+    assert parse_workers('a:1, b.c:65535,[::1]:3') == ['a:1', 'b.c:65535', '[::1]:3']
 
 @pytest.mark.parametrize('nodes, names', [
     ('node7', ['node7']), ('a,b', ['a', 'b']), ('n[1-3]', ['n1', 'n2', 'n3']), ('n[08-11]', ['n08', 'n09', 'n10', 'n11']),
@@ -39,7 +42,9 @@ def test_workers_come_from_what_was_given(monkeypatch):
     assert find_workers('a:1,b:2', 1, None) == (['a:1', 'b:2'], [1])
     all_, mine = find_workers(None, None, 2)
     assert len(set(all_)) == 2 and mine == [0, 1]
-    assert find_workers(None, None, None)[1] == [0]
+    monkeypatch.setenv(SLURM[0], '7')   # of a job without a step
+    (address,), mine = find_workers(None, None, None)
+    assert address.startswith('127.0.0.1:') and mine == [0]
     for name, value in zip(SLURM, ('1', '1', 'n[1-2]', '1(x2)')): monkeypatch.setenv(name, value)
     assert find_workers(None, None, None) == (['n1:20001', 'n2:20001'], [1])
     assert find_workers(None, None, 2)[1] == [0, 1]
@@ -54,6 +59,12 @@ def test_a_worker_knows_its_number(monkeypatch):
     assert this_worker() == (0, 1)
     monkeypatch.setenv('TF_CONFIG', tf_config(['a:1', 'b:2', 'c:3'], 2))
     assert this_worker() == (2, 3)
+    for config, found in (({}, (0, 1)), ({'cluster': {'worker': ['a:1', 'b:2']}}, (0, 2)),
+                          ({'cluster': {'worker': ['a:1']}}, (0, 1)),
+                          ({'cluster': {'chief': ['a:1'], 'worker': ['b:2']},
+                            'task': {'type': 'chief', 'index': 0}}, (0, 2))):
+        monkeypatch.setenv('TF_CONFIG', json.dumps(config))
+        assert this_worker() == found
     cluster = {'chief': ['a:1'], 'worker': ['b:2']}
     monkeypatch.setenv('TF_CONFIG', json.dumps({'cluster': cluster, 'task': {'type': 'worker', 'index': 0}}))
     assert this_worker() == (1, 2)
@@ -62,6 +73,12 @@ def test_gpus_are_dealt_out(monkeypatch):
     for shown, gpus in (('2,5', ['2', '5']), ('', []), ('-1', []), ('0,-1,1', ['0']), ('GPU-ab, GPU-cd', ['GPU-ab', 'GPU-cd'])):
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
         assert visible_gpus() == gpus
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
+    monkeypatch.setattr(cluster, 'best_probe',
+                        lambda say: lambda: SimpleNamespace(gpus=[SimpleNamespace(index=n) for n in (0, 3)]))
+    assert visible_gpus() == ['0', '3']
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
+    assert visible_gpus() == ['0', '1']
     assert deal_gpus(['2', '5', '6'], 1) == ['2,5,6'] and deal_gpus(['2', '5', '6'], 3, 1) == ['2', '5', '6']
     assert deal_gpus(['2', '5', '6'], 2) == ['2', '5'] and deal_gpus([], 2) == deal_gpus(['0'], 2, 0) == ['-1', '-1']
     with pytest.raises(UserError, match='need 4, but only 3'): deal_gpus(['2', '5', '6'], 2, 2)
@@ -104,8 +121,10 @@ TWO = {0: None, 1: None}
 
 def test_all_end_well(worker, tmp_path):
     said = []
-    assert supervise(worker('time.sleep(0.3 * index)'), local_workers(2), TWO, say=said.append) == 0
+    slow = "time.sleep(0.5 * index); (folder / f'done-{index}').touch()"
+    assert supervise(worker(slow), local_workers(2), TWO, say=said.append) == 0
     assert started(tmp_path) == {0: 1, 1: 1} and not said
+    assert {p.name for p in tmp_path.glob('done-*')} == {'done-0', 'done-1'}
 
 def test_one_that_dies_takes_all_along_and_they_start_again(worker, tmp_path):
     once = ("\ntime.sleep(0.5)\nif index == 1 and len(list(folder.glob('pid-1-*'))) < 3: os.kill(os.getpid(), signal.SIGKILL)"
@@ -134,7 +153,7 @@ def test_one_that_cannot_begin_is_not_tried_again(tmp_path):
         supervise([sys.executable, '-c', 'import os, sys, time\nif \'"index": 1\' in os.environ["TF_CONFIG"]: '
                    'sys.exit("no such thing")\ntime.sleep(60)'], local_workers(2), TWO)
 
-@pytest.mark.parametrize('code', [2, 143])
+@pytest.mark.parametrize('code', [2, 130, 143])
 def test_a_wanted_end_is_final(worker, tmp_path, code):
     ends = worker(f'\nif index: sys.exit({code})\ntime.sleep(60)')
     assert supervise(ends, local_workers(2), TWO, say=lambda line: None) == code
@@ -194,7 +213,47 @@ def test_only_worker_0_prints_a_result(worker, tmp_path, monkeypatch):
     out, err = child.communicate(timeout=20)
     assert out.decode() == 'result of 0 -1\n' and not err and child.returncode == 0
 
-def test_how_a_process_ended(): assert cluster._end(-9) == 'was ended by SIGKILL' and cluster._end(1) == 'ended with code 1'
+def test_how_a_process_ended():
+    ends = {-9: 'was ended by SIGKILL', -1: 'was ended by SIGHUP', 0: 'ended with code 0',
+            1: 'ended with code 1'}
+    assert {code: cluster._end(code) for code in ends} == ends
+
+@pytest.mark.parametrize('mine, late, said', [
+    ([0], [1], ('b', 3, 'start it')), ([1], [0, 1], ('a, b', 9, 'start them')),
+    ([0, 1], [1], ('b', 9, 'start it')), ([0], [], None)])
+def test_peers_get_their_time_and_slow_machines_four_times_that(monkeypatch, mine, late, said):
+    "The clock moves by a second between two looks."
+    now, workers, polls = [50.], ['a', 'b'], iter([None] * 20 + [0] * 99)
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: now.__setitem__(0, now[0] + 1))
+    monkeypatch.setattr(cluster, 'time', clock)
+    monkeypatch.setattr(cluster, 'answers', lambda worker: workers.index(worker) not in late)
+    crew = SimpleNamespace(workers=workers, crew={i: SimpleNamespace(poll=lambda: next(polls)) for i in mine})
+    if said is None: assert watch(crew, wait=2) is None
+    else:
+        complaint = f'Of 2 workers {said[0]} did not come within 2 s; {said[2]}, or look'
+        with pytest.raises(UserError, match=complaint): watch(crew, wait=2)
+        assert now[0] == 50 + said[1]
+
+def test_a_worker_is_a_session_with_its_own_cards(monkeypatch):
+    "Only worker 0 writes to the terminal's stdout."
+    started = []
+    monkeypatch.setattr(subprocess, 'Popen', lambda command, **how: started.append(how) or command)
+    monkeypatch.delenv('XTTS_NB_CPU_CARDS', raising=False)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '5')
+    for index, gpus, shown in ((0, None, '5'), (1, '2,3', '2,3')):
+        assert cluster.start_worker(['x'], ['a:1', 'b:2'], index, gpus) == ['x']
+        how = started.pop()
+        assert how['env']['CUDA_VISIBLE_DEVICES'] == shown
+        assert how['env']['TF_CONFIG'] == tf_config(['a:1', 'b:2'], index)
+        assert how['stdout'] == (subprocess.DEVNULL if index else None) and how['start_new_session'] is True
+        assert callable(how['preexec_fn']) == (sys.platform == 'linux')
+
+def test_the_last_words_of_a_worker_without_a_terminal():
+    crew = Crew(['x'], ['a:1', 'b:2', 'c:3'], {1: None, 2: None})
+    assert list(crew.said) == [2] and crew.last_words(1) == crew.last_words(2) == ''
+    crew.said[2].write(b'x' * 1000 + b'y' * 1999 + b'\xff')
+    assert crew.last_words(2) == 'y' * 1999 + '\ufffd'
+    crew.said[2].close()
 
 def test_one_worker_alone_opens_no_port_and_is_not_missed():
     "It has no peers, so it may work for longer than one waits for a peer."

@@ -3,19 +3,24 @@ import json
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from process import environment, main, xtts_nb
+from xtts_nb import dual_gpu as page
 from xtts_nb.cache import Cache
 from xtts_nb.config import UserError
 from xtts_nb.data import BatchPlan, cached_batches
 from xtts_nb.devices import DevicePlan
 from xtts_nb.dual_gpu import (
-    Feed, dual_trainer, finish_batch, placement, placement_summary, profile_dual, run_feed, sound_batches, verdict)
+    Feed, bench_feed, draw, dual_trainer, finish_batch, finished, pair_report, placement, placement_summary,
+    profile_dual, run_feed, sound_batches, verdict)
 from xtts_nb.prepare import prepare
 from xtts_nb.runs import new_run, resume_run
+from xtts_nb.stages import InTurn, Span
 from xtts_nb.step import trace_count
 
 ONE = DevicePlan({}, 'CPU:0', 'CPU:0')
@@ -65,7 +70,7 @@ def worked(online, mini):
 @pytest.mark.cpu
 def test_threads_change_nothing(worked):
     trainer, turn, side = worked
-    assert turn[0] == side[0] and side[1].most <= 3
+    assert turn[0] == side[0] and len(turn[0]) == 6 and side[1].most <= 3
     assert {s.stage for s in side[1].spans} == {'host', 'data', 'model'}
     assert trace_count(trainer.feed.finish) == trace_count(trainer.train_step) == len(trainer.plan.shapes) == 1
 
@@ -116,6 +121,87 @@ def test_the_verdict_names_the_slowest(name, word):
     rows = [{'name': n, 'ms': 9. if n == name else 1.} for n in ('host', 'data', 'copy', 'model')]
     said = verdict(rows, {'wall': 1., 'work': 2., 'model_wait_share': 0.25})
     assert f'slowest stage is {name}' in said and word in said and 'waited 25%' in said
+
+
+def test_stages_and_their_devices():
+    "With two devices there is something to copy."
+    for data, model, where in (('GPU:0', 'GPU:0', {'host': 'CPU:0', 'data': 'GPU:0', 'model': 'GPU:0'}),
+                               ('GPU:0', 'GPU:1', {'host': 'CPU:0', 'data': 'GPU:0', 'copy': 'GPU:1',
+                                                   'model': 'GPU:1'})):
+        feed = Feed.__new__(Feed)
+        feed.devices, feed.handed = DevicePlan({}, data, model), {}
+        assert feed.where == where
+        assert [*feed.stages] == [name for name in where if name not in ('host', 'model')]
+    batch = {'a': tf.zeros((2, 3)), 'b': tf.zeros(4, tf.int64)}
+    assert feed._note('data', batch) is batch
+    assert feed.handed == {'data': (batch['a'].device, 2 * 3 * 4 + 4 * 8)}
+    finished(tf.constant(1.)); finished(tf.zeros((2, 3)))   # of any shape
+
+def test_the_audit_by_owner_and_device():
+    row = lambda owner, size, device='CPU:0': {'owner': owner, 'name': 'x', 'device': device,
+                                               'wanted': device, 'bytes': size}
+    found = placement_summary([row('model', 500), row('model', 1000), row('model', 64, 'GPU:0'),
+                               row('other', 40)])
+    assert [tuple(r.values()) for r in found] == [('model', 'CPU:0', 2, '1.5'), ('model', 'GPU:0', 1, '0.1'),
+                                                  ('other', 'CPU:0', 1, '0.0')]
+    assert page._device('/job:localhost/replica:0/task:0/device:GPU:1') == 'GPU:1'
+
+def ran(most, seconds, batches=15):
+    "A run whose model takes so many seconds a batch, the host a tenth of that."
+    with InTurn([], {}) as made: made.most = most
+    for n in range(batches):
+        made.spans += [Span('host', n, n * seconds, (n + 0.1) * seconds),
+                       Span('model', n, n * seconds, (n + 1) * seconds)]
+    return made
+
+def test_the_ideal_is_the_slowest_stage_alone(monkeypatch):
+    "It is measured in turn, after a run that compiles."
+    trainer, asked = SimpleNamespace(feed=SimpleNamespace(threads=None)), []
+    def run(trainer, steps):
+        asked.append((trainer.feed.threads, steps))
+        return [], ran(3, 0.25) if trainer.feed.threads else ran(1, 0.4)
+    monkeypatch.setattr(page, 'run_feed', run)
+    rows, spans = bench_feed(trainer, 7)
+    assert asked == [(None, 7), (False, 7), (True, 7)] and [len(s) for s in spans.values()] == [30, 30]
+    keys = 'name', 'rate', 'ideal_rate', 'model_wait_share', 'ring_max'
+    assert rows == [dict(zip(keys, row))
+                    for row in (('serial_real', 2.5, 2.5, 0, 1), ('pipelined_real', 4., 2.5, 0, 3))]
+
+def test_the_picture_begins_where_the_buffers_are_full(monkeypatch, tmp_path):
+    shown, figure = [], SimpleNamespace(savefig=lambda path, **_: path.touch())
+    monkeypatch.setattr(page, 'plot_timeline', lambda runs, devices, first: shown.append(first) or figure)
+    for batches in (15, 11, 10, 3):
+        assert draw(str(tmp_path / 'a.png'), {'a': ran(1, 1., batches).spans}, {}).is_file()
+    assert shown == [4, 0, 0, 0]
+
+def test_a_report_asks_for_two_devices_and_runs_twice(monkeypatch, tmp_path):
+    "The first run compiles; the second one is shown. Devices that are given are taken as they are."
+    plan, runs, drawn, asked = DevicePlan({}, 'CPU:0', 'CPU:1'), [], [], []
+    feed = SimpleNamespace(where={'model': 'CPU:1'}, devices=plan)
+    def trainer(cache, config, devices, **more):
+        asked.append((devices, more))
+        return SimpleNamespace(feed=feed)
+    def run(trainer, steps):
+        runs.append(steps)
+        return [0.5], ran(3, 0.25) if len(runs) % 2 else ran(2, 0.5)
+    for name, fake in {'setup_devices': lambda two: plan if two else None,
+                       'Cache': lambda folder: SimpleNamespace(config='config'),
+                       'dual_trainer': trainer, 'run_feed': run, 'placement': lambda trainer: [],
+                       'draw': lambda path, runs, where: drawn.append([*runs]) or path}.items():
+        monkeypatch.setattr(page, name, fake)
+    found = pair_report('cache', 5, 'a.png')
+    assert runs == [5, 5] and asked.pop() == (plan, {}) and found['ring_max'] == 3
+    assert found['losses'] == [0.5]
+    assert found['stages'][1] == {'name': 'model', 'device': 'CPU:1', 'batches': 15, 'ms': 500., 'busy': 1.}
+    assert found['rate'] == 2
+    found = profile_dual('cache', 'a.png', 5, 2)
+    assert asked.pop() == (plan, {'ring': 2})
+    assert (found['ring_max'], found['losses'], found['rate']) == (2, [0.5], 2)
+    assert drawn == [[plan.line]] * 2
+    assert found['verdict'].startswith(f'{plan.line} The slowest stage is model with 500.0 ms')
+    given = DevicePlan({}, 'CPU:0', 'CPU:0')
+    profile_dual('cache', 'a.png', 5, devices=given)
+    assert asked[0][0] is given
 
 
 CHILD = '''
