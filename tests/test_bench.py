@@ -84,7 +84,7 @@ def test_a_table_has_a_line_for_each_arm():
     assert rows_markdown([row, dict.fromkeys(row)]) == (
         '|  | clips/s | ms per step | speed | spread | AU | MFU | variation | padding | steps/s at AU 99 % | runs |\n'
         '|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n'
-        '| a | 1,234 | 5.5 | 1,234.0 × | ± 10% | 100% | 20% | 12.3% | 5.1% | 1,234.0 | x |\n' + '| – ' * 11 + '|')
+        '| a | 1,234.4 | 5.5 | 1,234.0 × | ± 10% | 100% | 20% | 12.3% | 5.1% | 1,234.0 | x |\n' + '| – ' * 11 + '|')
     assert Comparison([Arm('a', [1.], [1])], 'step_ms')._repr_markdown_().splitlines()[0].count('|') == 5
 
 def feed(clock, seconds, count):
