@@ -216,7 +216,7 @@ def test_a_tensorboard_is_waited_for_and_stopped(tmp_path, server, monkeypatch):
     assert len(server.calls) == 4
 
 
-@pytest.mark.parametrize('body', [b'{"a": 1}', gzip.compress(b'{"a": 1}')])
+@pytest.mark.parametrize('body', [b'{"a": 1}', gzip.compress(b'{"a": 1}')], ids=['plain', 'compressed'])
 def test_what_a_tensorboard_answers(tmp_path, server, monkeypatch, body):
     asked = []
     def urlopen(url, timeout): asked.append((url, timeout)); return io.BytesIO(body)
