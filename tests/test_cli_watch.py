@@ -108,7 +108,7 @@ def test_profile_of_two_devices_and_its_trace(ran, behind, bars, home, monkeypat
 @pytest.fixture
 def cache(behind):
     "The cache that is measured on."
-    cache = SimpleNamespace(folder='/tmp/x', config=TINY.replace(data={'buckets': 3}))
+    cache = SimpleNamespace(folder='my/cache', config=TINY.replace(data={'buckets': 3}))
     cache.asked = behind('quick_fix.cache_for', nullcontext(cache))
     return cache
 
@@ -137,7 +137,7 @@ def test_diagnose(ran, behind, bars, home, cache):
 def test_quick_fix(ran, behind, bars, home, cache):
     needs = [Need('disk', True, '9 GiB'), Need('memory', True, '8 GiB')]
     needed = behind('quick_fix.prerequisites', lambda **call: needs)
-    train, changes = 'xtts-nb train --data /tmp/x', ['data.buckets: 3 -> 4']
+    train, changes = 'xtts-nb train --data my/cache', ['data.buckets: 3 -> 4']
     fixed = behind('quick_fix.quick_fix',
                    lambda out, **call: {'changes': changes, 'verified_gain': 1.234,
                                         'train': f'{train} --config {out}'})

@@ -132,7 +132,7 @@ def test_start(monkeypatch, behind, capsys, count, said):
 def test_a_record_says_the_command_without_the_folders_of_this_machine(monkeypatch, behind, capsys):
     written = behind('bench.record', 'benchmarks/x.json')
     behind('bench.benchmarks', 'benchmarks')
-    words = ['bench', 'data', '--data', '/home/me/corpus', '--config=/a/b.yaml', '--out', '../c', 'sub/d',
+    words = ['bench', 'data', '--data', '/data/corpus', '--config=/a/b.yaml', '--out', '../c', 'sub/d',
              '--set', 'a.b=../e',
              '--rounds=3', 'two words']
     monkeypatch.setattr(sys, 'argv', ['/usr/bin/xtts-nb', *words])

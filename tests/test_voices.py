@@ -142,11 +142,11 @@ def test_a_broken_batch_changes_neither_weights_nor_codebook(small):
     keras.utils.set_random_seed(0)
     config = settings(small)
     update = DVAEUpdate(DVAE(config), dvae_training(config))
-    before = {name: np.array(v) for name, v in update.state.items()}
+    before = {name: v.numpy() for name, v in update.state.items()}
     found = update({'mel': tf.fill((2, 16, 80), np.nan)}, tf.constant(0))
-    assert found['skipped'] == found['bad'] == 1 and same(before, {name: np.array(v) for name, v in update.state.items()})
+    assert found['skipped'] == found['bad'] == 1 and same(before, {name: v.numpy() for name, v in update.state.items()})
     assert update({'mel': tf.random.normal((2, 16, 80))}, tf.constant(1))['skipped'] == 0
-    assert not same(before, {name: np.array(v) for name, v in update.state.items()})
+    assert not same(before, {name: v.numpy() for name, v in update.state.items()})
 
 def test_a_killed_dvae_goes_on_to_the_bit(small, mels, tmp_path):
     config = settings(small, checkpoint_every=4, log_every=2, validate_every=4)
