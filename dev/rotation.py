@@ -8,6 +8,7 @@ What the time does not suffice for is named and is no failure. A unit is a page 
 `slow` with all its cases. pytest loads this file as a plugin too."""
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS, MINUTES, WORKERS = 4, 9., 2
 PAGE_SHARE = 0.4                  # of the minutes
 UNKNOWN = 20.                     # seconds of a unit that was not measured yet
+GRACE = 50.                       # seconds after the minutes, until what still runs is ended
 SECONDS = ROOT / 'dev/rotation.json'
 
 
@@ -97,9 +99,9 @@ def run_pages(
     until: float,
 ) -> dict[str, tuple[str, float]]:
     "How each page ended, two at a time; one line for each."
-    with ThreadPoolExecutor(WORKERS) as pool: ended = dict(zip(pages, pool.map(lambda page: run_page(page, until), pages)))
-    for page, (how, seconds) in ended.items(): print(f'{page}: {how}, {seconds:.0f} s', flush=True)
-    return ended
+    with ThreadPoolExecutor(WORKERS) as pool: results = dict(zip(pages, pool.map(lambda page: run_page(page, until), pages)))
+    for page, (how, seconds) in results.items(): print(f'{page}: {how}, {seconds:.0f} s', flush=True)
+    return results
 
 
 # ---- tests: the hooks of the plugin
@@ -155,27 +157,44 @@ def keep_seconds(new: dict[str, float]):
 
 # ---- the command
 
-def run_tests(**settings: str) -> int:
-    "The exit code of pytest with this file as a plugin."
+def ended(
+    command: list[str],
+    seconds: float | None = None,   # after which it is killed with all that it has started
+    **settings: str,                # of its environment
+) -> int:
+    "The exit code of a command; 0 where the time ran out."
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, start_new_session=True)
+    try: return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        print('\nThe time is over; the tests that were running did not finish.', flush=True)
+        return 0
+    finally:
+        if process.poll() is None: os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_tests(seconds: float | None = None, **settings: str) -> int:
+    "The exit code of pytest with this file as a plugin; with a limit of time the first failure ends it."
     path = os.pathsep.join([str(ROOT / 'dev'), os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
     command = [sys.executable, '-m', 'pytest', '-p', 'rotation', '-n', str(WORKERS), '--dist', 'loadfile',
-               '-m', 'slow and not gpu']
-    return subprocess.call(command, cwd=ROOT, env=os.environ | {'PYTHONPATH': path} | settings)
+               '-m', 'slow and not gpu', *(['-x'] if seconds else [])]
+    return ended(command, seconds, PYTHONPATH=path, **settings)
 
 
 def run_part(commit: str) -> int:
     "The pages and the tests of a part; the exit code. The last line is pytest's."
     begun, pages = time.time(), deal(slow_pages(), measured())[choose(commit)]
     print(f'== part {choose(commit) + 1} of {PARTS} of what is slow', flush=True)
-    ended = run_pages(turn(pages, commit), begun + 60 * MINUTES * PAGE_SHARE)
-    if any(how == 'failed' for how, _ in ended.values()): return 1
-    return run_tests(ROTATION_COMMIT=commit, ROTATION_UNTIL=str(begun + 60 * MINUTES))
+    results = run_pages(turn(pages, commit), begun + 60 * MINUTES * PAGE_SHARE)
+    if any(how == 'failed' for how, _ in results.values()): return 1
+    until = begun + 60 * MINUTES
+    return run_tests(until + GRACE - time.time(), ROTATION_COMMIT=commit, ROTATION_UNTIL=str(until))
 
 
 def measure() -> int:
     "Everything that is slow, without an end; the exit code."
-    ended = run_pages(slow_pages(), float('inf'))
-    keep_seconds({page: seconds for page, (how, seconds) in ended.items() if how == 'passed'})
+    results = run_pages(slow_pages(), float('inf'))
+    keep_seconds({page: seconds for page, (how, seconds) in results.items() if how == 'passed'})
     return run_tests(ROTATION_MEASURE='1')
 
 

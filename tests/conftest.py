@@ -215,7 +215,7 @@ def behind(monkeypatch):
 
     A function as `result` gets the arguments; a callback `progress` is called once, with (1, 2), and left out."""
     def replace(place, result=None):
-        module, name = place.split('.')
+        module, _, name = place.rpartition('.')
         module = importlib.import_module(f'xtts_nb.{module}')
         shape, calls = inspect.signature(getattr(module, name)), []
         def stub(*given, **named):

@@ -91,3 +91,11 @@ def test_a_failure_fails_and_time_that_runs_out_does_not(tmp_path, until, good, 
 def test_a_page_that_does_not_fit_is_not_begun(monkeypatch):
     monkeypatch.setattr(subprocess, 'run', lambda *a, **k: pytest.fail('it was begun'))
     assert rotation.run_page('nbs/no-such-page.ipynb', time.time() + rotation.UNKNOWN / 2) == ('not reached', 0.)
+
+
+@pytest.mark.parametrize('code, seconds, expected', [('raise SystemExit(3)', 60., 3), ('raise SystemExit(3)', None, 3),
+                                                     ('import time; print(time.time()); time.sleep(60)', 1., 0)])
+def test_tests_that_take_too_long_are_ended_and_are_no_failure(capfd, code, seconds, expected):
+    begun = time.time()
+    assert rotation.ended([sys.executable, '-c', code], seconds) == expected and time.time() < begun + 50
+    assert ('did not finish' in capfd.readouterr().out) == (seconds == 1.)
