@@ -83,7 +83,7 @@ def small():
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory) -> Path:
     "Two voices, seven clips each, 0.6 to 1.2 s; to be read only."
-    from xtts_nb.corpora import synthetic_corpus
+    from xtts_nb.data.corpora import synthetic_corpus
     return synthetic_corpus(tmp_path_factory.mktemp('corpus'), clips=7, seconds=0.6)
 
 
@@ -91,7 +91,7 @@ def corpus(tmp_path_factory) -> Path:
 def dvae(small):
     "A DVAE with random weights and the mel constants of a trained one's size."
     import keras
-    from xtts_nb.dvae import DVAE
+    from xtts_nb.models.dvae import DVAE
     keras.utils.set_random_seed(0)
     model = DVAE(small)
     model.mel_stats.assign(np.full(small.model.audio.n_mels, 5.))
@@ -107,8 +107,8 @@ def stats(dvae) -> np.ndarray:
 @pytest.fixture(scope='session')
 def prepared(corpus, small, dvae, tmp_path_factory):
     "The corpus as a cache; to be read only."
-    from xtts_nb.cache import Cache
-    from xtts_nb.prepare import prepare
+    from xtts_nb.data.cache import Cache
+    from xtts_nb.data.prepare import prepare
     out = tmp_path_factory.mktemp('prepared') / 'cache'
     prepare(corpus, out, small, dvae, shard_clips=5)
     return Cache(out)
@@ -125,8 +125,8 @@ def mine(corpus, tmp_path):
 @pytest.fixture(scope='session')
 def tokenizer(corpus):
     "Learned from the corpus."
-    from xtts_nb.corpora import read_corpus
-    from xtts_nb.text import train_tokenizer
+    from xtts_nb.data.corpora import read_corpus
+    from xtts_nb.data.text import train_tokenizer
     clips = read_corpus(corpus)[0]
     return train_tokenizer([c.text for c in clips], ['en'], 48)
 
@@ -135,7 +135,7 @@ def tokenizer(corpus):
 def straight(corpus, small, tokenizer, tmp_path_factory):
     "The corpus in three shards, with a DVAE that needs no weights; to be read only."
     from fake_dvae import Fake
-    from xtts_nb.prepare import prepare
+    from xtts_nb.data.prepare import prepare
     out = tmp_path_factory.mktemp('straight') / 'out'
     prepare(corpus, out, small, Fake(), tokenizer, shard_clips=5)
     return out
@@ -144,7 +144,7 @@ def straight(corpus, small, tokenizer, tmp_path_factory):
 @pytest.fixture
 def calls(monkeypatch):
     "Counts what is encoded."
-    from xtts_nb.prepare import ClipEncoder
+    from xtts_nb.data.prepare import ClipEncoder
     counts = {'codes': 0, 'mel': 0}
     for name in counts:
         real = getattr(ClipEncoder, name)
@@ -159,7 +159,7 @@ def calls(monkeypatch):
 def xtts(small, prepared, dvae):
     "A model with random weights, the voice's output layers included; to be read only."
     import keras
-    from xtts_nb.model import XTTS
+    from xtts_nb.models.xtts import XTTS
     keras.utils.set_random_seed(0)
     model = XTTS(small, prepared.tokenizer, dvae)
     for name, v in model.weights.items():   # zeros at first: the reference would not matter to the blocks
@@ -170,7 +170,7 @@ def xtts(small, prepared, dvae):
 @pytest.fixture(scope='session')
 def batch(prepared, small):
     "The first batch, of four clips."
-    from xtts_nb.data import BatchPlan, cached_batches
+    from xtts_nb.data.native import BatchPlan, cached_batches
     return next(iter(cached_batches(BatchPlan(prepared, small.data))))
 
 
@@ -186,7 +186,7 @@ def mini(small):
 def cheap(monkeypatch):
     "Runs train with a step that costs nothing."
     from cheap import Cheap
-    from xtts_nb import runs
+    from xtts_nb.train import runs
     monkeypatch.setattr(runs, 'Trainer', Cheap)
 
 
@@ -194,7 +194,7 @@ def cheap(monkeypatch):
 def given(monkeypatch):
     "The same, and their validation losses are given."
     from cheap import Given
-    from xtts_nb import runs
+    from xtts_nb.train import runs
     monkeypatch.setattr(runs, 'Trainer', Given)
 
 
@@ -211,7 +211,7 @@ def ran(capfd):
 
 @pytest.fixture
 def behind(monkeypatch):
-    """Replaces a function of the library, `behind('demo.run_demo', result)`; returns its calls as {argument: value}.
+    """Replaces a function of the library, `behind('app.demo.run_demo', result)`; returns its calls as {argument: value}.
 
     A function as `result` gets the arguments; a callback `progress` is called once, with (1, 2), and left out."""
     def replace(place, result=None):
@@ -231,7 +231,7 @@ def behind(monkeypatch):
 @pytest.fixture
 def bars(monkeypatch):
     "Commands of this process prepare no devices and draw no bars; what they ask for and would draw, in order."
-    from xtts_nb import cli
+    from xtts_nb.app import cli
     shown = []
     @contextmanager
     def progress(): yield lambda *what: shown.append(what)
@@ -250,7 +250,7 @@ def bars(monkeypatch):
 def toy(tmp_path_factory) -> Path:
     "A small checkpoint of coqui-tts, converted; to be read only."
     import coqui_toy
-    from xtts_nb import convert
+    from xtts_nb.models import convert
     there, out = tmp_path_factory.mktemp('coqui'), tmp_path_factory.mktemp('toy') / 'model'
     coqui_toy.write_settings(there)
     for name in ('model.pth', 'dvae.pth', 'mel_stats.pth'): (there / name).touch()
@@ -264,7 +264,7 @@ def toy(tmp_path_factory) -> Path:
 @pytest.fixture(scope='session')
 def toy_xtts(toy):
     "Its model, with the habits of coqui-tts; to be read only."
-    from xtts_nb.model import XTTS
+    from xtts_nb.models.xtts import XTTS
     return XTTS.load(toy, parity=True)
 
 

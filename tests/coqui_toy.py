@@ -7,8 +7,8 @@ from zlib import crc32
 import numpy as np
 
 from xtts_nb.config import XTTSConfig
-from xtts_nb.convert import expected_shapes, lay_back, name_map
-from xtts_nb.text import train_tokenizer
+from xtts_nb.models.convert import expected_shapes, lay_back, name_map
+from xtts_nb.data.text import train_tokenizer
 
 WORDS = 'the old dog sleeps all day in the bay and every boat waits for wind'
 SPELLINGS = {'new': ('parametrizations.weight.original0', 'parametrizations.weight.original1'), 'old': ('weight_g', 'weight_v')}

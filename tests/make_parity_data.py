@@ -1,4 +1,4 @@
-"""Writes tests/data/parity.npz and utterance.npz, what coqui-tts computes from the toy checkpoint.
+"""Writes tests/stored/parity.npz and utterance.npz, what coqui-tts computes from the toy checkpoint.
 
 python tests/make_parity_data.py PYTHON_WITH_COQUI_TTS    (in an environment with the `convert` extra)
 """
@@ -11,23 +11,23 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 import coqui_toy
 
-from xtts_nb.convert import write_pth
-from xtts_nb.parity import reference
+from xtts_nb.models.convert import write_pth
+from xtts_nb.app.parity import reference
 
 HERE = Path(__file__).parent
 
 
 def inputs():
-    from xtts_nb.audio import synthetic_voice
-    from xtts_nb.parity import make_inputs
+    from xtts_nb.data.audio import synthetic_voice
+    from xtts_nb.app.parity import make_inputs
     cfg = coqui_toy.config().model
     return make_inputs([synthetic_voice(0.4)], cfg.gpt.text_tokens, cfg.gpt.width, cfg.dvae.codes, states=6)
 
 
 def utterance():
     "Two references, the first longer than is heard of it, in pieces of a second."
-    from xtts_nb.audio import synthetic_voice
-    from xtts_nb.parity import utterance_inputs
+    from xtts_nb.data.audio import synthetic_voice
+    from xtts_nb.app.parity import utterance_inputs
     return utterance_inputs([synthetic_voice(2.2, 100), synthetic_voice(1.6, 190)], ['en', 'de'], codes=16)
 
 
@@ -46,12 +46,12 @@ def main(coqui_python):
         theirs = reference(folder, coqui_python, inputs() | utterance())
     said = {k: theirs.pop(k) for k in list(theirs) if k.startswith('utterance_')}
     for name, arrays in (('parity', theirs), ('utterance', said)):
-        np.savez_compressed(HERE / 'data' / f'{name}.npz', **arrays)
-        print({k: v.shape for k, v in arrays.items()}, (HERE / 'data' / f'{name}.npz').stat().st_size)
+        np.savez_compressed(HERE / 'stored' / f'{name}.npz', **arrays)
+        print({k: v.shape for k, v in arrays.items()}, (HERE / 'stored' / f'{name}.npz').stat().st_size)
 
 
 def speaker_mel():
-    from xtts_nb.audio import _triangles
+    from xtts_nb.data.audio import _triangles
     filters = _triangles(512, 16000, 64, 8000.)[0].astype(np.float32)
     window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(400) / 400)
     return {'1.mel_scale.fb': filters, '1.spectrogram.window': window.astype(np.float32)}

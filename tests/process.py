@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import pytest
 import typer
 
-from xtts_nb import cli
+from xtts_nb.app import cli
 
-COMMAND = [sys.executable, '-c', 'from xtts_nb.cli import main; main()']
+COMMAND = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()']
 
 
 @dataclass

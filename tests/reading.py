@@ -4,8 +4,8 @@ import sys
 import time
 
 from fake_dvae import Fake
-from xtts_nb.cache import Cache
-from xtts_nb.data import BatchPlan, cached_batches
+from xtts_nb.data.cache import Cache
+from xtts_nb.data.native import BatchPlan, cached_batches
 
 KINDS = 'memory', 'streamed', 'runtime'
 

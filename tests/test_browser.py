@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from xtts_nb.config import workspace
-from xtts_nb.traces import free_port
+from xtts_nb.monitor.traces import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
@@ -140,7 +140,7 @@ def test_page_50_shows_a_training_live(browser, lab):
 
 CARDS = '''
 import time
-from xtts_nb.monitoring import gpu_live
+from xtts_nb.monitor.live import gpu_live
 from xtts_nb.sampler import GPU, Process, Sample
 begun = time.perf_counter()
 def probe():

@@ -10,7 +10,7 @@ from xtts_nb import devices
 from xtts_nb.config import UserError
 from xtts_nb.devices import (DevicePlan, apply_plan, card_memory, card_names, check_plan, plan_devices,
                              setup_devices)
-from xtts_nb.prepare import prepare
+from xtts_nb.data.prepare import prepare
 
 CARD = 24_000   # MiB
 

@@ -11,16 +11,16 @@ def card():
 
 
 def test_the_step_s_tensors_are_on_the_gpu_and_the_driver_answers(small):
-    from xtts_nb.check import Trial, run_checks
+    from xtts_nb.app.check import Trial, run_checks
     rows = {r['name']: r for r in run_checks(Trial(small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), 8, 12))}
     for name in ('GPU placement', 'GPU monitoring', 'Training step'): assert rows[name]['result'] == 'PASSED', rows[name]
     assert rows['GPU placement']['reason'].endswith('tensors on GPU:0')
 
 
 def test_every_weight_has_its_device(small):
-    from xtts_nb.profile import placement
-    from xtts_nb.gpt import GPT
-    from xtts_nb.step import Update
+    from xtts_nb.train.profile import placement
+    from xtts_nb.models.gpt import GPT
+    from xtts_nb.train.step import Update
     rows = placement(Update(GPT(small, 5), small.training))
     assert {r['device'] for r in rows if r['owner'] == 'weights'} == {'GPU:0'}
 
@@ -34,13 +34,13 @@ def test_the_memory_of_each_card_is_known():
 
 def test_one_step_takes_memory_of_the_gpu():
     import tensorflow as tf
-    from xtts_nb.profile import peak_memory
+    from xtts_nb.train.profile import peak_memory
     assert peak_memory(lambda: tf.random.normal((1024, 1024)) + 1) >= 4 * 1024**2
 
 
 def test_a_tensor_is_moved_to_the_gpu():
     import tensorflow as tf
-    from xtts_nb.distributed import ensure_gpu_placement
+    from xtts_nb.train.distributed import ensure_gpu_placement
     with tf.device('/CPU:0'): x = tf.ones(3)
     assert ensure_gpu_placement({'x': x})['x'].device.endswith('GPU:0')
 

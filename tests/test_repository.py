@@ -113,9 +113,9 @@ def imported(
 
 
 @pytest.mark.parametrize('source, modules', [
-    ('import xtts_nb.data', {'data'}), ('from xtts_nb import gpt, __version__', {'gpt', '__version__'}),
+    ('import xtts_nb.data.native', {'data'}), ('from xtts_nb import gpt, __version__', {'gpt', '__version__'}),
     ('from .audio import mel', {'audio'}), ('from . import bench', {'bench'}),
-    ('def f():\n    from xtts_nb.text import Tokenizer as T', {'text'}), ('import numpy, xtts_nb', set())])
+    ('def f():\n    from xtts_nb.data.text import Tokenizer as T', {'text'}), ('import numpy, xtts_nb', set())])
 def test_imported(source, modules): assert imported(source) >= modules and imported(source) - modules <= {'mel', 'Tokenizer'}
 
 

@@ -9,26 +9,27 @@ import pytest
 import tensorflow as tf
 
 from cheap import HELD, Cheap
-from xtts_nb import runs, synthesis
-from xtts_nb.adapters import make_update, new_rows
-from xtts_nb.audio import log_mel, synthetic_voice
+from xtts_nb.train import runs
+from xtts_nb.speech import generate as synthesis
+from xtts_nb.train.adapters import make_update, new_rows
+from xtts_nb.data.audio import log_mel, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.corpora import Dropped, check_dropped, read_corpus
-from xtts_nb.data import BatchPlan, batches_of, reader_of
-from xtts_nb.discriminators import Critic
-from xtts_nb.dvae import DVAE
+from xtts_nb.data.corpora import Dropped, check_dropped, read_corpus
+from xtts_nb.data.native import BatchPlan, batches_of, reader_of
+from xtts_nb.models.discriminators import Critic
+from xtts_nb.models.dvae import DVAE
 from xtts_nb.files import write_json
-from xtts_nb.gpt import GPT
-from xtts_nb.hifigan import HiFiGAN, SpeakerEncoder
-from xtts_nb.model import POLICIES
-from xtts_nb.optimizer import averaged, learning_rate, make_optimizer
-from xtts_nb.prepare import choose_mode
-from xtts_nb.recipes import flat
-from xtts_nb.runs import new_run, open_cache
-from xtts_nb.step import compile_step
-from xtts_nb.synthesis import Speaker, listen, reference_mels, speaker_vector
-from xtts_nb.trainer import in_updates
-from xtts_nb.voices import Bank, Crops, VoiceUpdate, Windows, dvae_training, voice_training, window_samples
+from xtts_nb.models.gpt import GPT
+from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
+from xtts_nb.models.xtts import POLICIES
+from xtts_nb.train.optimizer import averaged, learning_rate, make_optimizer
+from xtts_nb.data.prepare import choose_mode
+from xtts_nb.app.recipes import flat
+from xtts_nb.train.runs import new_run, open_cache
+from xtts_nb.train.step import compile_step
+from xtts_nb.speech.generate import Speaker, listen, reference_mels, speaker_vector
+from xtts_nb.train.trainer import in_updates
+from xtts_nb.train.parts import Bank, Crops, VoiceUpdate, Windows, dvae_training, voice_training, window_samples
 
 WAV = synthetic_voice(2.)
 

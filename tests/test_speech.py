@@ -4,11 +4,11 @@ import json
 import pytest
 
 from process import xtts_nb
-from xtts_nb.cache import Cache
+from xtts_nb.data.cache import Cache
 from xtts_nb.config import XTTSConfig
-from xtts_nb.dvae import DVAE
-from xtts_nb.prepare import prepare
-from xtts_nb.runs import new_run
+from xtts_nb.models.dvae import DVAE
+from xtts_nb.data.prepare import prepare
+from xtts_nb.train.runs import new_run
 
 
 def test_a_few_updates_lower_the_loss(speech, tmp_path):

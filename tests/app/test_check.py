@@ -1,0 +1,221 @@
+"The five checks: each can pass, fail and be skipped, and says why."
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import tensorflow as tf
+
+from xtts_nb.app import check
+from xtts_nb.app.check import CHECKS, Trial, checks_text, run_checks
+from xtts_nb.config import UserError
+from xtts_nb.app.recipes import config_diff
+from xtts_nb.sampler import CPU, GPU, Sample
+
+
+class FakeStep:
+    "A step whose losses, traces and weights are given."
+    def __init__(self, losses=(3., 2., 1., *(0.99**i for i in range(1, 80))), traces=1, xla=True, moves=True, skipped=0.,
+                 says='', grows=()):
+        self.says, self.grows = says, list(grows)   # on stderr, once; the traces each time that they are asked for
+        self.list, self.traces, self.xla, self.moves, self.skipped, self.calls = losses, traces, xla, moves, skipped, 0
+        self.weight = tf.Variable(0., name='weight')
+        value = SimpleNamespace(path='weight', value=self.weight, numpy=self.weight.numpy)
+        self.step = SimpleNamespace(weights=[value], optimizer=SimpleNamespace(variables=[]))
+        self.graph = SimpleNamespace(experimental_get_tracing_count=lambda: self.grows.pop(0) if self.grows
+                                     else self.traces)
+    def __call__(self, batch, number):
+        if self.moves: self.weight.assign_add(1.)
+        loss = self.list[min(self.calls, len(self.list) - 1)]
+        self.calls += 1
+        if self.says and self.calls == 1: print(self.says, file=sys.stderr)
+        return {'loss': tf.constant(loss), 'skipped': tf.constant(self.skipped)}
+
+def no_gpu(): raise UserError('NVML: there is no driver; install it.')
+
+def trial(small, probe=no_gpu, **steps):
+    made = {name: steps.get(name) or FakeStep() for name in ('eager', 'graph', 'xla')}
+    return Trial(small, 12, 20, probe, lambda config, start: made)
+
+def result(trial, name): return next(row for row in run_checks(trial) if row['name'] == name)
+
+@pytest.mark.cpu
+def test_all_pass_or_are_skipped_on_a_cpu(small):
+    rows = run_checks(trial(small))
+    assert [r['name'] for r in rows] == [*CHECKS] == ['@tf.function compilation', 'XLA JIT', 'GPU placement', 'Training step',
+                                                      'GPU monitoring']
+    assert [r['result'] for r in rows] == ['PASSED', 'PASSED', 'SKIPPED', 'PASSED', 'SKIPPED'], rows
+    assert 'CUDA_VISIBLE_DEVICES' in rows[2]['reason'] and all(r['reason'] for r in rows)
+    assert checks_text(rows).count('\n') == 4 and 'GPU placement .............. SKIPPED' in checks_text(rows)
+
+def test_the_step_that_is_tried(small):
+    "A constant rate of 1e-3, so that few updates show something; XLA where it compiles, else the graph."
+    start = small.replace(training={'learning_rate': 1e-5, 'warmup_steps': 9, 'schedule': 'noam'})
+    assert {k: new for k, (_, new) in config_diff(start, trial(start).config).items()} == {
+        'training.learning_rate': 1e-3, 'training.warmup_steps': 0, 'training.schedule': 'constant'}
+    for xla, name in ((FakeStep(), 'xla'), (FakeStep(xla=False), 'graph'), (object(), 'graph')):
+        t = trial(small, xla=xla)
+        assert t.best is t.steps[name]
+    assert t.losses('eager') == [3., 2., 1.] == trial(small).eager and len(t.losses('eager', 5)) == 5
+    assert t.batch['text'].shape == (small.data.batch_size, 12) and t.batch['codes'].shape[1] == 20
+
+@pytest.mark.parametrize('graph, eager, result', [
+    ((4., 4.0032, -4.0032), (4., 4., -4.), 'PASSED'), ((4., 4., 4.0048), (4., 4., 4.), 'FAILED'),
+    ((4., 3.9952, 4.), (4., 4., 4.), 'FAILED'), ((-4.0048, 4., 4.), (-4., 4., 4.), 'FAILED')])
+def test_losses_may_differ_by_a_thousandth(small, graph, eager, result):
+    row = run_checks(trial(small, graph=FakeStep(graph), eager=FakeStep(eager)))[0]
+    words = {'PASSED': '1 trace for 3 updates, losses within 8e-04 of those',
+             'FAILED': 'its losses differ by 1.2e-03'}
+    assert row['result'] == result and words[result] in row['reason'], row
+
+FLAWS = {   # check, flaw -> what the reason holds
+    ('@tf.function compilation', 'retraced'): (lambda: {'graph': FakeStep(traces=3)}, '3 traces for 3 updates'),
+    ('@tf.function compilation', 'other losses'): (lambda: {'graph': FakeStep((3., 2., 1.1))}, 'differ by 1.0e-01'),
+    ('XLA JIT', 'refused'): (lambda: {'xla': FakeStep(xla=False, says='XLA refuses Where.\nmore')}, 'XLA refuses Where.'),
+    ('XLA JIT', 'refused in silence'): (lambda: {'xla': FakeStep(xla=False)}, 'XLA does not compile the step'),
+    ('XLA JIT', 'other losses'): (lambda: {'xla': FakeStep((3., 2., 1.1))}, 'differ by 1.0e-01'),
+    ('XLA JIT', 'retraced'): (lambda: {'xla': FakeStep(traces=2)}, '2 traces'),
+    ('Training step', 'rises'): (lambda: {'xla': FakeStep((3., 2., 1., 1., 2.))}, 'the loss does not fall: 1.0000'),
+    ('Training step', 'stays'): (lambda: {'xla': FakeStep((3., 2., 1., 1.))},
+                                 'not fall: 1.0000, after 10 updates 1.0000'),
+    ('Training step', 'NaN'): (lambda: {'xla': FakeStep((3., 2., 1., float('nan')))}, 'a loss is nan'),
+    ('Training step', 'stands still'): (lambda: {'xla': FakeStep((3., 2., 1., .9, .8), moves=False)}, 'no weight has changed'),
+}
+
+@pytest.mark.parametrize('name, flaw', FLAWS, ids=lambda x: x)
+def test_a_flaw_is_found(small, name, flaw):
+    steps, words = FLAWS[name, flaw]
+    row = result(trial(small, **steps()), name)
+    assert row['result'] == 'FAILED' and words in row['reason'], row
+
+def test_a_check_that_breaks_has_failed_and_the_next_is_made(small, monkeypatch):
+    def broken(trial): raise RuntimeError('first line\nsecond line')
+    monkeypatch.setitem(CHECKS, '@tf.function compilation', broken)
+    rows = run_checks(trial(small))
+    assert rows[0] == {'name': '@tf.function compilation', 'result': 'FAILED', 'reason': 'first line'} and len(rows) == 5
+
+@pytest.mark.parametrize('error, words', [
+    ('first\nsecond', 'first'), ('in user code:\n\n  File x\n  the reason\n', 'the reason'),
+    (' \n  late', 'late'), ('', 'ValueError')])
+def test_the_line_that_says_what_is_wrong(error, words): assert check._first_words(ValueError(error)) == words
+
+def test_what_a_training_says(small, monkeypatch):
+    "Ten updates to see the loss fall, ten more against the clock."
+    clock = iter([5., 5.5])
+    monkeypatch.setattr(check, 'time', SimpleNamespace(perf_counter=lambda: next(clock)))
+    t = trial(small)
+    assert check.check_training(t) == 'loss 3.000 -> 0.932 in 10 updates, 1 of 1 weights moved, 50.0 ms each'
+    assert t.steps['xla'].calls == 20
+
+@pytest.mark.parametrize('away, said', [
+    ({}, '4 tensors on GPU:0'), ({'moment': 'CPU:0'},
+                                 '1 of 4 tensors are not on a GPU, such as moment on CPU:0'),
+    ({'loss': '', 'codes': 'CPU:0'}, '2 of 4 tensors are not on a GPU, such as codes on CPU:0')])
+def test_where_the_tensors_are(small, monkeypatch, away, said):
+    on = lambda name: SimpleNamespace(device=away.get(name, '/job:localhost/replica:0/task:0/device:GPU:0'))
+    class Placed:
+        xla, traces = True, 1
+        weights, moments = ([SimpleNamespace(path=name, value=on(name))] for name in ('weight', 'moment'))
+        step = SimpleNamespace(weights=weights, optimizer=SimpleNamespace(variables=moments))
+        def __call__(self, batch, number): return {'loss': on('loss')}
+    monkeypatch.setattr(check.tf.config, 'list_logical_devices',
+                        lambda kind=None: ['GPU:0'] * (kind == 'GPU'))
+    monkeypatch.setattr(check, 'to_device', lambda batch: {'codes': on('codes')})
+    assert check_placement_of(trial(small, xla=Placed()))['reason'] == said
+
+@pytest.mark.parametrize('shown, found, reason', [
+    ('', None, 'CUDA_VISIBLE_DEVICES hides every GPU'), (' -1', None, 'CUDA_VISIBLE_DEVICES hides every GPU'),
+    (None, 'NVML: no driver; install it.', 'NVML: no driver'),
+    ('0', 'NVML: no driver; install it.', 'NVML: no driver'),
+    ('0', None, None), (None, None, None)])
+def test_why_there_is_no_gpu(monkeypatch, behind, shown, found, reason):
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    if shown is not None: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
+    behind('app.check.nvml_probe', found and UserError(found))
+    assert check._no_gpu() == reason
+
+@pytest.mark.cpu
+def test_tensors_that_are_not_on_the_gpu_are_named(small, monkeypatch):
+    monkeypatch.setattr(check.tf.config, 'list_logical_devices', lambda kind=None: ['GPU:0'] if kind == 'GPU' else [])
+    monkeypatch.setattr(check, 'to_device', lambda batch: batch)
+    row = check_placement_of(trial(small))
+    assert row['result'] == 'FAILED' and 'are not on a GPU, such as weight on' in row['reason']
+
+def check_placement_of(trial):
+    "As `run_checks` does, this check alone."
+    try: return {'result': 'PASSED', 'reason': check.check_placement(trial)}
+    except check.Skipped as e: return {'result': 'SKIPPED', 'reason': str(e)}
+    except AssertionError as e: return {'result': 'FAILED', 'reason': str(e)}
+
+@pytest.mark.cpu
+def test_a_gpu_that_tensorflow_does_not_see(small, monkeypatch):
+    monkeypatch.setattr(check, '_no_gpu', lambda: None)
+    row = check_placement_of(trial(small))
+    assert row['result'] == 'FAILED' and 'install tensorflow[and-cuda]' in row['reason']
+
+def gpu(busy, used):
+    card = GPU(0, 'card', busy, used, 24 << 30, None, None, None)
+    return lambda: Sample(0., (card,), CPU('c', 1., 1., 1, 2, 1))
+
+@pytest.mark.parametrize('probe, got, words', [
+    (lambda: gpu(50., 6 << 30), 'PASSED', 'GPU 0 card: 50 % busy, 6.0 of 24 GiB'),
+    (lambda: gpu(None, 6 << 30), 'FAILED', 'GPU 0 (card) gives no utilisation or no memory'),
+    (lambda: gpu(50., None), 'FAILED', 'gives no utilisation or no memory'),
+    (lambda: lambda: Sample(0., (), None, 'gone'), 'FAILED', 'no GPU answers: gone'),
+    pytest.param(no_gpu, 'SKIPPED', 'CUDA_VISIBLE_DEVICES', marks=pytest.mark.cpu)],
+    ids=['busy', 'no utilisation', 'no memory', 'gone', 'no driver'])
+def test_monitoring(small, probe, got, words):
+    t = trial(small, probe)
+    row = result(t, 'GPU monitoring')
+    assert row['result'] == got and words in row['reason'], row
+    assert t.steps['graph'].calls == 3 + 10 * (probe is not no_gpu)   # those of the first check, and those that are watched
+
+def test_a_gpu_that_nvml_does_not_see(small, monkeypatch):
+    monkeypatch.setattr(check.tf.config, 'list_logical_devices',
+                        lambda kind=None: ['GPU:0'] * (kind == 'GPU'))
+    with pytest.raises(AssertionError, match='TensorFlow has a GPU, NVML has none: NVML: there is no driver'):
+        check.check_monitoring(trial(small))
+    monkeypatch.setattr(check.tf.config, 'list_logical_devices', lambda kind=None: [])
+    monkeypatch.setattr(check, '_no_gpu', lambda: None)
+    with pytest.raises(check.Skipped, match='NVML: there is no driver; install it.'): check.check_monitoring(trial(small))
+
+def test_under_load(small):
+    fine, sick = trial(small), trial(small, xla=FakeStep(skipped=1.))
+    for t in (fine, sick): t.losses('xla', 3)
+    rows = [run_checks(t, stress_seconds=0.05)[-1] for t in (fine, sick)]
+    assert [r['name'] for r in rows] == ['Stress'] * 2 and rows[0]['result'] == 'PASSED' and 'clips/s' in rows[0]['reason']
+    assert rows[1]['result'] == 'FAILED' and 'not finite' in rows[1]['reason']
+
+@pytest.mark.parametrize('step, said', [
+    ({}, '20 updates in 4 s, 20.0 clips/s, GPU 0 50 % busy, CPU 1 % busy'),
+    ({'skipped': 1.}, '20 of 20 updates had a loss or gradient that is not finite'),
+    ({'grows': [0, 1]}, '20 updates in 4 s'), ({'grows': [3, 3]}, '20 updates in 4 s'),
+    ({'grows': [1, 2, 2]}, 'the step was traced 2 times'), ({'grows': [0, 2, 2]},
+                                                            'the step was traced 2 times')], ids=str)
+def test_what_a_load_says(small, monkeypatch, step, said):
+    "Ten updates at a time, until two seconds are over."
+    clock, sampled, read = iter([0., 0., 1., 2., 4.]), threading.Event(), gpu(50., 6 << 30)
+    def now():
+        if (seconds := next(clock)) > 0: assert sampled.wait(20)
+        return seconds
+    monkeypatch.setattr(check, 'time', SimpleNamespace(perf_counter=now))
+    t = trial(small.replace(data={'batch_size': 4}), xla=FakeStep(**step))
+    try: text = check.stress(t, 2., lambda: sampled.set() or read())
+    except AssertionError as e: text = str(e)
+    assert text.startswith(said), text
+
+def test_a_load_where_no_device_can_be_read(small):
+    assert check.stress(trial(small), 0.01, lambda: Sample(0.,
+        error='gone')).endswith(', no device could be read')
+
+def test_progress_names_each_check(small):
+    told = []
+    run_checks(trial(small), 0.01, lambda *what: told.append(what))
+    assert told == [(i, 6, name) for i, name in enumerate([*CHECKS, 'Stress'])]
+
+@pytest.mark.slow
+def test_the_real_step_is_asked(small):
+    "Not a toy: the modes of `step_modes`, with every weight of the model."
+    real = Trial(small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), 8, 12)
+    assert set(real.steps) == {'eager', 'graph', 'xla'} and real.config.training.learning_rate == 1e-3
+    assert all(len(getattr(step, 'step', step).weights) > 20 for step in real.steps.values())

@@ -1,0 +1,96 @@
+"The commands for several GPUs and machines: what each asks of the library, prints and ends with. The library is replaced."
+import sys
+
+import pytest
+
+from process import check_bounds
+from xtts_nb.app import cli_devices
+
+ROWS = [{'name': 'in turn', 'rate': 8., 'ideal_rate': 20., 'model_wait_share': 0.5, 'ring_max': 1}]
+
+
+def test_bounds():
+    check_bounds(('bench dual --steps', 3, 2), ('distributed x --index', 0, -1),
+                 ('distributed x --local', 1, 0),
+                 ('distributed x --gpus', 0, -1), ('distributed x --wait', 1, 0.9),
+                 ('distributed x --restarts', 0, -1))
+
+
+# --- bench dual ----------------------------------------------------------------------------------------------------
+
+def test_bench_dual_of_emulated_stages(ran, behind, bars):
+    asked, kept = behind('train.stages.bench_stages', (ROWS, 'spans')), behind('app.cli_devices.keep')
+    lines = ran('bench dual').out.split()
+    assert lines[:2] == ['Emulated', 'stages'] and lines[-4:] == ['8.00', '40.0%', '50.0%', '1'] and not kept
+    about = {'stages_ms': [30, 40, 50], 'steps': 5, 'devices': None}
+    assert ran('bench dual --steps 5 --buffer-size 4 --record --json').json == {'rows': ROWS} | about
+    assert kept == [{'page': '40_dual_gpu', 'rows': ROWS, 'notes': about}]
+    assert asked == [{'steps': 60, 'ring': 3}, {'steps': 5, 'ring': 4}]
+    assert bars == [('emulated stages', 1, 2)] * 2
+    done = ran('bench dual --data-gpu 0')
+    assert done.code == 2 and 'emulated stages run on no device; give a runtime cache' in done.said[0]
+
+def test_bench_dual_of_real_stages(ran, behind, bars):
+    behind('train.stages.bench_stages', lambda **call: (ROWS[:], 'spans'))
+    made = behind('app.cli_devices._dual_trainer', ('the trainer', 'Two cards.'))
+    real = [ROWS[0] | {'name': 'real'}]
+    measured = behind('train.dual.bench_feed', (real, 'spans'))
+    assert ran('bench dual --data c').out.startswith('Two cards.\n')
+    gpus = '--data-gpu 0 --model-gpu 1 --enable-memory-isolation --data-gpu-memory 2 --model-gpu-memory 3'
+    result = ran(f'bench dual --data c --buffer-size 4 --steps 5 --json {gpus}').json
+    assert result['rows'] == ROWS + real and result['devices'] == 'Two cards.'
+    given = {'data_gpu': 0, 'model_gpu': 1, 'isolate': True, 'data_memory': 2, 'model_memory': 3}
+    assert [tuple(call.values())[1:] for call in made] == [({}, None), (given, 4)]
+    assert measured == [{'trainer': 'the trainer', 'steps': 60}, {'trainer': 'the trainer', 'steps': 5}]
+
+@pytest.mark.parametrize('size, ring', [(None, 3), (5, 5)])
+def test_a_trainer_on_two_devices(behind, bars, prepared, size, ring):
+    made = behind('train.dual.dual_trainer', 'the trainer')
+    assert cli_devices._dual_trainer(prepared.folder, {'data_gpu': 0}, size) == ('the trainer', 'Two cards.')
+    (call,) = made
+    assert bars == [('start', {'two': True, 'data_gpu': 0})] and call['feed'] == {'ring': ring}
+    assert call['config'] == prepared.config and call['cache'].folder == prepared.folder
+    assert call['devices'].line == 'Two cards.'
+
+
+# --- distributed ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('words', ['prepare --run r', 'train', 'train --steps 3', 'train --runs r',
+                                   'trains --run=r'])
+def test_what_cannot_be_spread(ran, behind, words):
+    ended = behind('train.cluster.supervise', 0)
+    done = ran(f'distributed --local 2 -- {words}')
+    assert done.code == 2 and f'"{words}" cannot be spread; write train with --run RUN' in done.said[0]
+    assert not ended
+
+@pytest.mark.parametrize('said', ['', 'Others can reach it.'])
+def test_distributed(ran, behind, said):
+    found = behind('train.cluster.find_workers', (['a:1', 'b:1', 'c:1'], [1, 2]))
+    behind('train.cluster.visible_gpus', ['0', '1', '2', '3'])
+    dealt, shown = behind('train.cluster.deal_gpus', ['0,1', '2,3']), behind('train.cluster.exposure', said)
+    ended = behind('train.cluster.supervise', 3)
+    done = ran('distributed -- train --run r --steps 4')
+    assert done.code == 3 and done.err == f'{said}\n' * bool(said) and done.out == ''
+    ran('distributed --workers a:1,b:1 --index 1 --local 2 --gpus 0 --wait 5 --restarts 0 -- train --run=r')
+    assert found == [{'workers': None, 'index': None, 'local': None},
+                     {'workers': 'a:1,b:1', 'index': 1, 'local': 2}]
+    assert dealt == [{'gpus': ['0', '1', '2', '3'], 'workers': 2, 'each': each} for each in (None, 0)]
+    assert shown == [{'workers': ['a:1', 'b:1', 'c:1'], 'mine': [1, 2]}] * 2
+    program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', 'train']
+    gpus = {'workers': ['a:1', 'b:1', 'c:1'], 'gpus': {1: '0,1', 2: '2,3'}}
+    assert ended == [{'command': [*program, '--run', 'r', '--steps', '4'], 'wait': 30.,
+                      'restarts': 10} | gpus,
+                     {'command': [*program, '--run=r'], 'wait': 5., 'restarts': 0} | gpus]
+
+
+# --- bench growth --------------------------------------------------------------------------------------------------
+
+def test_bench_growth(ran, behind, bars):
+    rows, found = [{'name': '2 workers', 'step_ms': 60.}], {'verdict': 'As predicted.', 'within': True}
+    behind('train.growth.check_growth', rows); kept = behind('app.cli_devices.keep')
+    judged = behind('train.growth.growth_verdict', found)
+    assert ran('bench growth').out.splitlines()[-1] == 'As predicted.' and not kept
+    assert judged == [{'rows': rows}]
+    assert ran('bench growth --record --json').json == {'rows': rows} | found
+    assert bars == [('start', {}), ('measure', 1, 2)] * 2
+    assert kept == [{'page': '52_growth', 'rows': rows, 'notes': found}]

@@ -1,0 +1,662 @@
+"The options of `xtts-nb train` and `config create`: each changes what is trained, or is refused with its reason."
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import yaml
+
+from process import check_bounds, main, tree, xtts_nb
+from xtts_nb.app import cli, cli_train
+from xtts_nb.train import runs
+from xtts_nb.data.cache import Cache
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.data.native import BatchPlan, cached_batches
+from xtts_nb.app.recipes import gpu_preset, level
+from xtts_nb.train.step import CompiledStep
+
+
+TINY = XTTSConfig.tiny()
+
+@pytest.fixture(scope='module')
+def mini(small):
+    "One block, one shape, no XLA."
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
+                         training={'steps': 4, 'log_every': 2, 'checkpoint_every': 2, 'dvae_steps': 2, 'learning_rate': 1e-3,
+                                   'schedule': 'constant', 'warmup_steps': 0, 'enable_xla_compilation': False})
+
+@pytest.fixture
+def home(mini, tmp_path, monkeypatch):
+    "A working directory of its own, with the settings in mini.yaml."
+    (tmp_path / 'settings.ini').write_text('[workspace]\n')
+    (tmp_path / 'mini.yaml').write_text(mini.to_yaml())
+    (tmp_path / 'fast.yaml').write_text(mini.replace(training={'enable_xla_compilation': True}).to_yaml())
+    monkeypatch.chdir(tmp_path)
+    for name in ('XTTS_NB_XLA', 'XTTS_NB_PRECISION'): monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+@pytest.fixture
+def built(prepared, home, monkeypatch):
+    "Runs `xtts-nb train` up to the first update; returns the trainer."
+    class Stopped(Exception): pass
+    really = runs.Trainer.fit
+    def fit(self, *given, **named):
+        if not isinstance(self.plan, BatchPlan): return really(self, *given, **named)   # the DVAE of a corpus
+        raise Stopped(self)
+    monkeypatch.setattr(runs.Trainer, 'fit', fit)
+    def build(*options, data=prepared.folder, config='mini.yaml'):
+        given = [*(['--data', data] if data else []), *(['--config', config] if config else []), *options]
+        monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'train', *map(str, given)])
+        with pytest.raises(Stopped) as stopped: cli.main()
+        (trainer,) = stopped.value.args
+        return trainer
+    return build
+
+
+# --- every option has an effect ------------------------------------------------------------------------------------
+
+def source(trainer):
+    "The stages of its pipeline, last first."
+    stages = [cached_batches(trainer.plan, 0, 4)]
+    while stages[-1]._inputs(): stages += stages[-1]._inputs()
+    return stages
+
+def width(trainer): return next(iter(cached_batches(trainer.plan)))['codes'].shape
+
+EFFECTS = {   # option -> what is looked at, and what is seen; without the option something else is seen
+    ('--batch-size', '2'): (lambda t: width(t)[0], 2),
+    ('--num-workers', '3'): (lambda t: int(source(t)[1]._num_parallel_calls), 3),
+    ('--prefetch-buffer-size', '7'): (lambda t: int(source(t)[0]._buffer_size), 7),
+    ('--enable-static-shapes',): (lambda t: width(t)[1] > 40, True),   # room for the longest that is let in
+    ('--pad-to-fixed-length',): (lambda t: width(t)[1] > 40, True),
+    ('--grad-accum', '2'): (lambda t: t.update.training.accumulation, 2),
+    ('--lr', '1e-2'): (lambda t: float(t.optimizer.learning_rate), pytest.approx(1e-2)),
+    ('--learning-rate', '1e-2'): (lambda t: float(t.optimizer.learning_rate), pytest.approx(1e-2)),
+    ('--steps', '9'): (lambda t: t.training.steps, 9),
+    ('--epochs', '5'): (lambda t: t.training.steps / t.plan.steps_per_epoch, 5),
+    ('--enable-eager-debug',): (lambda t: isinstance(t.train_step, CompiledStep), False),
+    ('--set', 'training.ema=0.5'): (lambda t: t.optimizer.use_ema, True),
+    ('--optimization-level', 'enhanced'): (lambda t: t.train_step.xla, True),
+    ('--optimization-level', 'experimental'): (lambda t: (t.xtts.gpt.compute_dtype, t.optimizer.use_ema), ('bfloat16', True)),
+    ('--gpu-preset', '3060'): (lambda t: (width(t)[0], t.training.accumulation, t.xtts.gpt.compute_dtype), (8, 2, 'bfloat16')),
+    ('--batch-size', '6'): (lambda t: width(t)[0], 6),
+    ('--gpu-preset', '3090'): (lambda t: t.plan.data.prefetch_buffer_size, 24),
+    ('--set', 'data.reference_frames=48'): (lambda t: next(iter(cached_batches(t.plan)))['reference'].shape[1], 48),
+    ('--val', '0.3'): (lambda t: t.held_out is not None, True),
+}
+
+TOGETHER = [   # options that can be looked at in one run
+    ['--batch-size 2', '--num-workers 3', '--prefetch-buffer-size 7', '--enable-static-shapes', '--grad-accum 2', '--lr 1e-2',
+     '--epochs 5', '--set data.reference_frames=48', '--val 0.3', '--optimization-level enhanced'],
+    ['--batch-size 6', '--gpu-preset 3090', '--grad-accum 2', '--pad-to-fixed-length', '--learning-rate 1e-2', '--steps 9',
+     '--enable-eager-debug'],   # one option over a card's preset, and the rest of the preset
+    ['--gpu-preset 3060'], ['--optimization-level experimental'],
+    ['--optimization-level basic', '--set training.ema=0.5']]   # over a level
+
+@pytest.mark.parametrize('options', TOGETHER, ids=' '.join)
+def test_an_option_changes_what_is_trained(built, options):
+    trainer = built(*' '.join(options).split())
+    for option in options:
+        if option.endswith('basic'): continue   # as in mini.yaml; the next test
+        look, seen = EFFECTS[tuple(option.split())]
+        assert look(trainer) == seen, option
+
+def test_every_option_is_tried():
+    assert {tuple(o.split()) for options in TOGETHER for o in options} == {*EFFECTS, ('--optimization-level', 'basic')}
+
+def test_the_basic_level_leaves_xla_out(built):
+    assert not built('--optimization-level', 'basic', '--config', 'fast.yaml', config=None).train_step.xla
+
+def test_without_the_options_something_else_is_seen(built):
+    trainer = built()
+    for look, seen in EFFECTS.values(): assert look(trainer) != seen
+
+def test_the_gpu_prefetch_can_be_left_out(built, monkeypatch):
+    "With a GPU that is only claimed: the last stage is made for it, or not."
+    asked = []
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind=None: ['GPU:0'])
+    monkeypatch.setattr(tf.data.experimental, 'prefetch_to_device', lambda device, n: asked.append(device) or (lambda data: data))
+    for options, devices in (((), ['/GPU:0']), (('--disable-gpu-prefetch',), [])):
+        asked.clear()
+        plan = built(*options).plan
+        cached_batches(plan, 0, 1)
+        assert asked == devices
+
+def test_the_environment_counts_over_the_file_and_below_options(built, monkeypatch):
+    monkeypatch.setenv('XTTS_NB_XLA', 'true'); monkeypatch.setenv('XTTS_NB_PRECISION', 'bfloat16')
+    trainer = built('--set', 'training.precision=float32')
+    assert trainer.train_step.xla and trainer.xtts.gpt.compute_dtype == 'float32'
+
+def test_a_guides_file_is_laid_over_what_the_cache_was_made_with(built, home, prepared, capfd):
+    (home / 'guide.yaml').write_text('data: {batch_size: 4, pin_memory: true}\ntraining: {batch_size: 4, learning_rate: 1e-4}\n')
+    trainer = built(config='guide.yaml')
+    assert trainer.xtts.config.model == prepared.config.model and trainer.update.training.learning_rate == 1e-4
+    err = capfd.readouterr().err
+    assert 'guide.yaml: data.pin_memory does nothing here' in err and 'training.batch_size is data.batch_size here, 4.' in err
+
+def test_what_an_option_changes_is_said(built, capfd):
+    built('--batch-size', '2', '--gpu-preset', '3060')
+    err = capfd.readouterr().err
+    assert 'GPU preset 3060: data.batch_size 4 -> 8, ' in err and 'options: data.batch_size 8 -> 2' in err
+
+
+def test_limits_act_on_a_finished_cache(built, prepared, capfd):
+    "Longer clips are left out of the plan, in training and in validation, and a line says how many."
+    lengths = [clip['seconds'] for clip in prepared.clips]
+    kept = sum(s <= 0.9 for s in lengths)
+    trainer = built('--set', 'data.max_seconds=0.9', '--val', '0.3')
+    assert trainer.plan.count.sum() + trainer.held_out.count.sum() == kept < len(lengths)
+    out = len(lengths) - kept
+    line = f'{prepared.folder}: {out} of 14 clips are left out: {out} longer than data.max_seconds 0.9.'
+    assert capfd.readouterr().err.count(line) == 1
+    assert built().plan.count.sum() == 14 and 'left out' not in capfd.readouterr().err
+
+def test_settings_of_the_preparation_are_refused_from_a_file_too(home, prepared, capfd):
+    (home / 'c.yaml').write_text('data: {max_drop_rate: 0.1, batch_size: 2}\n')
+    for command in (['train'], ['find', 'batch-size'], ['find', 'learning-rate']):
+        assert main(*command, '--data', prepared.folder, '--config', 'c.yaml') == 2
+        assert 'data.max_drop_rate: 0.1 does nothing here' in capfd.readouterr().err.splitlines()[-1]
+
+# --- corpora instead of caches -------------------------------------------------------------------------------------
+
+def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, capfd):
+    first = built('--preprocessing-mode', 'precompute', data=corpus)
+    (made,) = (home / 'cache').iterdir()
+    before, err = tree(made), capfd.readouterr().err
+    assert f'is a corpus; its cache is {made}, made now.' in err and first.plan.cache.folder == made
+    again = built('--preprocessing-mode', 'precompute', data=corpus)
+    assert 'brought up to date' in capfd.readouterr().err and tree(made) == before and len(again.plan.cache) == 14
+    named = cli_train._prepared_folder
+    settings = first.xtts.config
+    assert named(corpus, settings) == made and named(corpus, settings, made) != made   # of another DVAE
+    for change in ({'data': {'min_seconds': 0.8}}, {'model': {'audio': {'f_max': 7000.}}}, {'training': {'dvae_steps': 3}}):
+        assert named(corpus, settings.replace(**change)) != made
+    assert named(corpus, settings.replace(data={'batch_size': 2}, training={'steps': 7})) == made
+
+def test_a_corpus_to_validate_on(built, home, corpus, prepared):
+    trainer = built('--val-data', corpus)
+    assert trainer.held_out.count.sum() == 14 and trainer.training.validate_every == trainer.training.checkpoint_every
+    assert trainer.held_out.cache.manifest['keys'] == prepared.manifest['keys']   # its DVAE and tokenizer
+    assert built('--val-data', trainer.held_out.cache.folder).held_out.count.sum() == 14   # a cache
+
+
+# --- refused -------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    ('--disable-tf-native-loading',): ['is no option here', 'always native', 'leave it out'],
+    ('--disable-cpu-gpu-overlap',): ['is no option here', '--prefetch-buffer-size 1'],
+    ('--bach-size', '3'): ['--bach-size', 'did you mean --batch-size?'],
+    ('--steps', '3', '--epochs', '3'): ['--steps and --epochs', 'give one'],
+    ('--val', '0.3', '--val-data', 'x'): ['--val and --val-data', 'give one'],
+    ('--gpu-preset', 'T4'): ['"T4"', 'there is 4090, 3090, 3060, A100, H200'],
+    ('--optimization-level', 'turbo'): ['"turbo"', 'basic, enhanced, experimental'],
+    ('--preprocessing-mode', 'runtime'): ['data.preprocessing_mode: runtime does nothing', 'with preprocessing_mode precompute'],
+    ('--preprocessing-mode', 'never'): ["'never'", "'precompute'"],
+    ('--val-data', 'no-such'): ['no-such', 'holds no cache'],
+    ('--set', 'data.bach_size=3'): ['data.bach_size', 'did you mean "batch_size"?'],
+    ('--batch-size', '6', '--grad-accum', '4'): ['batch_size 6', 'accumulation 4'],
+    ('--set', 'data.max_drop_rate=0.1'): ['data.max_drop_rate: 0.1 does nothing', 'prepare the corpus again', 'leave it out'],
+    ('--set', 'data.max_cache_gb=1'): ['data.max_cache_gb: 1.0 does nothing', 'prepare the corpus again', 'leave it out'],
+    ('--set', 'data.max_seconds=0.55'): ['14 of 14 clips are left out: 14 longer than data.max_seconds 0.55', 'widen'],
+    ('--set', 'model.gpt.max_audio_codes=20'): ['model.gpt.max_audio_codes 20', 'lower data.max_seconds'],
+    ('--set', 'model.gpt.max_text_tokens=9'): ['model.gpt.max_text_tokens 9', 'lower data.max_text_tokens'],
+    ('--lr', '0'): ['training.learning_rate', 'greater than 0'],
+    ('stray',): ['stray'],
+}
+
+@pytest.mark.parametrize('options', WRONG, ids=' '.join)
+def test_a_wrong_option_is_answered_in_a_sentence(home, prepared, capfd, options):
+    before = tree(home)
+    assert main('train', '--data', prepared.folder, *options) == 2
+    out, err = capfd.readouterr()
+    last = err.splitlines()[-1]
+    assert out == '' and last.startswith('xtts-nb: ') and not [part for part in WRONG[options] if part not in last], last
+    assert tree(home) == before
+
+def test_a_corpus_can_be_read_as_it_is_trained_on(built, home, corpus, mini, capfd):
+    (home / 'runtime.yaml').write_text(mini.replace(data={'preprocessing_mode': 'runtime'}).to_yaml())
+    cache = built(data=corpus, config='runtime.yaml').plan.cache
+    assert cache.manifest['mode'] == 'runtime' and 'codes' not in cache.manifest['stored']
+    assert main('train', '--data', cache.folder, '--preprocessing-mode', 'precompute') == 2
+    assert 'is prepared, with preprocessing_mode runtime' in capfd.readouterr().err.splitlines()[-1]
+
+
+# --- what an option becomes ----------------------------------------------------------------------------------------
+
+def test_bounds():
+    check_bounds(
+        ('train --steps', 1, 0), ('train --epochs', 1, 0), ('train --val', 0, -0.1),
+        ('train --val', 0.9, 0.91),
+        ('train --batch-size', 1, 0), ('train --grad-accum', 1, 0), ('train --num-workers', 1, 0),
+        ('train --prefetch-buffer-size', 1, 0), ('train --data-gpu', 0, -1), ('train --model-gpu', 0, -1),
+        ('train --data-gpu-memory', 1, 0), ('train --model-gpu-memory', 1, 0), ('train --buffer-size', 1, 0),
+        ('train-dvae --steps', 1, 0), ('train-dvae --val', 0, -0.1), ('train-dvae --val', 0.9, 0.91),
+        ('train-voice --steps', 1, 0), ('train-voice --val', 0, -0.1), ('train-voice --val', 0.9, 0.91),
+        ('find batch-size --data c --memory', 0.1, 0.09), ('find learning-rate --data c --steps', 10, 9),
+        ('bench train --layers', 1, 0), ('bench train --width', 64, 63), ('bench train --heads', 1, 0),
+        ('bench train --batch-size', 1, 0), ('bench train --text-tokens', 1, 0),
+        ('bench train --text-tokens', 400, 401),
+        ('bench train --codes', 1, 0), ('bench train --codes', 603, 604), ('bench gpt2 --layers', 1, 0),
+        ('bench gpt2 --width', 64, 63), ('bench gpt2 --heads', 1, 0), ('bench gpt2 --batch-size', 1, 0),
+        ('bench gpt2 --tokens', 2, 1))
+
+@pytest.mark.parametrize('group', ['find', 'config'])
+def test_a_group_without_a_command_shows_help(ran, group):
+    done = ran(group)
+    assert 'Usage' in done.out + done.err and 'Missing command' not in done.err
+
+def test_options_that_were_given():
+    assert cli_train.given(a=0, b=None, c=False, d='x', e=True) == {'a': 0, 'd': 'x', 'e': True}
+
+def test_layers_of_settings():
+    layers, nothing = cli_train._layers, {'environment': {}, 'options': {}}
+    assert layers({'val': 0.}) == layers({'val': 0.3}) == layers({'val': 0., 'val_data': 'c'}) == nothing
+    asked = layers({'val': 0., 'steps': 7, 'lr': 0.1, 'set_': ['data.seed=3'], 'gpu_preset': '3060',
+                    'optimization_level': 'basic'})
+    own = {'training.steps': 7, 'training.epochs': 0, 'training.learning_rate': 0.1, 'data.seed': 3}
+    assert list(asked.items()) == [
+        ('environment', {}), ('GPU preset 3060', gpu_preset('3060', os.cpu_count())),
+        ('optimization level basic', level('basic')), ('options', own)]
+    assert layers({'val': 0., 'epochs': 2})['options'] == {'training.epochs': 2}
+
+def test_train(ran, behind, bars):
+    made = behind('app.cli_train._trainer', SimpleNamespace(run='RUN'))
+    fitted = behind('app.cli_train._fit', ({'steps': 4}, 'DONE'))
+    assert ran('train --data c').out == 'DONE\nxtts-nb say TEXT --run RUN --voice FILE\n'
+    assert ran('train --data c --data-gpu 0 --json').json == {'steps': 4}
+    ran('train --run r --data c --buffer-size 5 --val-data v --from b --finetune lora --preset tiny --config f')
+    ran('train --data c --enable-memory-isolation --val 0.3 --model-gpu 1 --data-gpu-memory 2 --model-gpu-memory 3')
+    ran('train --data c --fit-memory')
+    names = 'data', 'run', 'preset', 'config', 'val', 'val_data', 'base', 'finetune', 'fit', 'on_device', 'ring'
+    seen = [[v if v is None or isinstance(v, bool | int | float) else str(v) for v in map(call.get, names)]
+            for call in made]
+    assert seen == [
+        ['c', None, None, None, 0., None, None, None, False, False, 3],
+        ['c', None, None, None, 0., None, None, None, False, True, 3],
+        ['c', 'r', 'tiny', 'f', 0., 'v', 'b', 'lora', False, True, 5],
+        ['c', None, None, None, 0.3, None, None, None, False, True, 3],
+        ['c', None, None, None, 0., None, None, None, True, False, 3]]
+    alone = {'isolate': True, 'model_gpu': 1, 'data_memory': 2, 'model_memory': 3}
+    asked = [{}, {'data_gpu': 0}, {}, alone, {}]
+    assert bars == [('start', gpus) for gpus in asked] and [call['name'] for call in fitted] == ['train'] * 5
+    assert made[0]['layers'] == {'environment': {}, 'options': {}} and made[0]['devices'].line == 'Two cards.'
+
+@pytest.mark.parametrize('step', [0, 3])
+def test_a_training_with_a_bar(behind, capsys, step):
+    result = {'steps': 4, 'loss_first': 3., 'loss_last': 2., 'clips_per_s': 1234.6, 'compile_seconds': 5.6}
+    shown, modes = [], behind('train.step.mode_line', 'THE MODE')
+    class Trainer:
+        training, run = SimpleNamespace(steps=4), 'RUN'
+        def fit(self, progress):
+            progress(4, 5, {'loss': 1.25, 'val_loss': 0.5, 'val_dtw': 0.25, 'clips_per_s': 1234.6,
+                            'au': 0.567})
+            progress(5, 5, {'loss': 1., 'val_loss': None})
+            if self.stop: raise SystemExit(143)
+            return result
+    trainer = Trainer()
+    trainer.step, trainer.stop = step, False
+    fit = lambda: cli_train._fit(trainer, 'train-dvae', lambda *what: shown.append(what))
+    assert fit() == (result | {'run': 'RUN'}, '4 updates, loss 3.0 -> 2.0, 1,235 clips/s; 6 s to trace and compile.')
+    assert shown == [('train-dvae', step, 4, 'compiling'),
+                     ('train-dvae', 4, 5, 'loss 1.250  held out 0.500  heard 0.25  1,235 clips/s  AU 57%'),
+                     ('train-dvae', 5, 5, 'loss 1.000')]
+    assert capsys.readouterr().err == 'THE MODE\n' + 'RUN goes on at update 3.\n' * (step > 0)
+    trainer.stop = True
+    with pytest.raises(SystemExit): fit()
+    end = f'SIGTERM: saved at update {step}; xtts-nb train-dvae --run RUN goes on.\n'
+    assert capsys.readouterr().err.endswith(end) and modes == [{'training': trainer.training}] * 2
+
+
+# --- the parts of a trainer ----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def made(behind, tmp_path, monkeypatch):
+    "Calls of `new_run`, by a `_trainer` whose parts are replaced; the first value is `_trainer`, the second what to change."
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'settings.ini').write_text('[workspace]\n')
+    (tmp_path / 'run').mkdir()
+    has = SimpleNamespace(facts={'cache': 'a', 'held_out': ['x'], 'val': 'b', 'base': 'm'}, feed={})
+    caches = {name: SimpleNamespace(name=name, folder=name, config=TINY.replace(data={'seed': seed}))
+              for seed, name in enumerate('abc')}
+    behind('train.runs.run_facts', lambda run: has.facts)
+    behind('train.runs.open_cache', lambda folder, config=None: caches[str(folder)])
+    behind('train.runs.held_out_share', lambda cache, share: [f'{share} of {cache.name}'])
+    behind('app.cli_train._feed', lambda **call: has.feed)
+    behind('app.cli_train._in_memory', lambda cache, settings, **more: settings)
+    behind('app.cli_train._begun_from', lambda base, settings, finetune: settings)
+    for name in ('cli_train._check_prepared', 'runs.check_made_for'): behind(name)
+    has.no_codes, has.runs = behind('train.dual.check_no_codes'), behind('train.runs.new_run', 'the trainer')
+    layers = {'options': {'training.ema': 0.5}}
+    def build(data=None, run=None, preset=None, val=0., val_data=None, base=None):
+        data, val_data = (value and Path(value) for value in (data, val_data))
+        place = run and tmp_path / run
+        assert cli_train._trainer(data, place, preset, None, layers, val, val_data, base, None, False, 'devices',
+                                  False, 3) == 'the trainer'
+        return SimpleNamespace(**{'where': {}} | has.runs[-1])
+    return build, has
+
+def test_a_run_that_stands_keeps_what_it_was_begun_with(made, tmp_path):
+    build, has = made
+    new = build('a', 'run', val=0.5)   # nothing stands there yet
+    assert (new.cache.name, new.run, new.held_out, new.base, new.val) == ('a', tmp_path / 'run', ['0.5 of a'],
+        None, None)
+    assert new.config == TINY.replace(training={'ema': 0.5, 'validate_every': TINY.training.checkpoint_every})
+    (tmp_path / 'run' / 'run.json').touch()
+    (tmp_path / 'run' / 'config.yaml').write_text(TINY.replace(data={'batch_size': 3}).to_yaml())
+    on = build(run='run', val=0.5)
+    assert (on.cache.name, on.held_out, on.base, on.val.name) == ('a', ['x'], 'm', 'b')
+    assert on.config.data.batch_size == 3
+    other = build('c', 'run', preset='xtts_v2', val_data='a', base='n')
+    assert (other.cache.name, other.base, other.val.name) == ('c', 'n', 'a')
+    assert other.config.model == XTTSConfig.xtts_v2().model
+    assert not has.no_codes
+
+def test_a_new_run_takes_the_settings_of_its_cache(made, tmp_path):
+    build, has = made
+    plain = build('b')
+    assert plain.run == tmp_path / 'runs' / 'train-1' and (plain.held_out, plain.val, plain.where) == ((), None, {})
+    assert plain.config == TINY.replace(data={'seed': 1}, training={'ema': 0.5})
+    assert build('b', preset='tiny').config == TINY.replace(training={'ema': 0.5})
+    has.feed = {'feed': 'f', 'device': 'd'}
+    assert build('b', val_data='c').where == has.feed
+    assert [call['cache'].name for call in has.no_codes] == ['c']
+    build('b')
+    assert len(has.no_codes) == 1
+
+def test_what_began_a_run(behind, tmp_path):
+    cache, based = SimpleNamespace(config=TINY), behind('train.runs.base_config', lambda base, settings: settings)
+    checked = behind('app.cli_train._check_prepared')
+    (tmp_path / 'f.yaml').write_text('data: {batch_size: 3}\n')
+    for preset, began in ((None, TINY), ('xtts_v2', XTTSConfig.xtts_v2())):
+        asked = began.replace(data={'batch_size': 3})
+        settings = cli_train._settings(cache, preset, tmp_path / 'f.yaml', 'base', 'lora')
+        assert settings == asked.replace(training={'finetune': 'lora'})
+        assert based[-1] == {'base': 'base', 'settings': settings}
+        assert checked[-1] == {'cache': cache, 'begun': began, 'settings': asked}
+    assert cli_train._begun_from(None, TINY, None) == TINY
+
+@pytest.mark.parametrize('stored, on_device, cluster, fed', [
+    (['codes', 'text'], False, '', False), (['codes'], True, '', True), (['text'], False, '', True),
+    (['text'], True, 'x', False)])
+def test_where_batches_are_made(behind, monkeypatch, capsys, stored, on_device, cluster, fed):
+    monkeypatch.setenv('TF_CONFIG', cluster)
+    devices = SimpleNamespace(line='Two cards.', limits={0: (512, 256), 1: ()}, model='CPU:0')
+    cache, made = SimpleNamespace(manifest={'stored': stored}), behind('train.dual.Feed', 'the feed')
+    feed = cli_train._feed(cache, TINY, devices, on_device, 5)
+    assert feed == ({'feed': 'the feed', 'device': 'CPU:0'} if fed else {})
+    assert made == [{'cache': cache, 'config': TINY, 'devices': devices, 'ring': 5}] * fed
+    assert capsys.readouterr().err == 'Two cards. GPU 0: 512 and 256 MiB.\n' * fed
+
+def test_codes_are_left_to_the_data_gpu():
+    assert cli_train._without_codes(TINY).data.preprocessing_mode == 'runtime'
+    with pytest.raises(UserError, match='leaves nothing to do for a data GPU'):
+        cli_train._without_codes(TINY.replace(data={'preprocessing_mode': 'precompute'}))
+
+@pytest.mark.parametrize('fit, gpus, cluster, words', [(False, {'data_gpu': 0}, 'x', ''), (True, {}, '', ''),
+    (True, {'data_gpu': 0}, '', '--data-gpu and its like'), (True, {}, 'x', 'is for one device')])
+def test_sizes_are_tried_on_one_device(monkeypatch, behind, fit, gpus, cluster, words):
+    monkeypatch.setenv('TF_CONFIG', cluster)
+    behind('train.distributed.cluster_run', ('another', 4))
+    if words:
+        with pytest.raises(UserError, match=f'^--fit-memory: .*{words}'): cli_train._check_fit(fit, gpus)
+    else: cli_train._check_fit(fit, gpus)
+    assert cli_train._maker() == (('another', 4) if cluster else (runs.new_run, 1))
+
+def test_a_corpus_is_what_is_there_and_no_cache(tmp_path):
+    (tmp_path / 'empty').mkdir(); (tmp_path / 'full').mkdir()
+    (tmp_path / 'full' / 'a').touch()
+    looks = {name: cli_train._is_corpus(tmp_path / name) for name in ('missing', 'empty', 'full', 'full/a')}
+    assert looks == {'missing': False, 'empty': False, 'full': True, 'full/a': True}
+    assert not cli_train._is_corpus(None)
+    (tmp_path / 'full' / 'manifest.json').touch()
+    assert not cli_train._is_corpus(tmp_path / 'full')
+
+def test_the_cache_of_a_corpus_is_named_after_it(home, behind, capsys):
+    made = behind('app.cli_data.make_cache')
+    out = cli_train._prepared(home / 'sub' / '..' / 'voices', TINY, home / 'made')
+    assert re.fullmatch('voices-[0-9a-f]{8}', out.name) and out.parent == home / 'cache'
+    assert made == [{'corpus': home / 'sub' / '..' / 'voices', 'out': out, 'settings': TINY,
+                     'dvae': home / 'made'}]
+    assert cli_train._prepared_folder(home / 'voices', TINY.replace(training={'seed': 7}),
+                                      home / 'made') != out
+    assert capsys.readouterr().err.endswith(f'is a corpus; its cache is {out}, made now.\n')
+
+def test_what_only_the_preparation_uses(behind):
+    cache = SimpleNamespace(config=TINY, manifest={'mode': 'runtime'}, folder='c')
+    checked = behind('app.recipes.check_acts')
+    cli_train._check_prepared(cache, TINY, 'settings', {'a': 'auto', 'b': 3})
+    why = checked[0].pop('why')
+    assert why.startswith('c is prepared, with preprocessing_mode runtime; prepare the corpus again')
+    assert checked == [{'begun': TINY, 'config': 'settings', 'explicit': ['b'], 'always': {
+        'data.max_drop_rate': TINY.data.max_drop_rate, 'data.max_cache_gb': TINY.data.max_cache_gb,
+        'data.preprocessing_mode': 'runtime'}}]
+
+def test_the_first_free_name(tmp_path):
+    for free in ('voice-1', 'voice-2', 'voice-3'):
+        assert cli_train._free_run(tmp_path, 'voice') == tmp_path / free
+        (tmp_path / free).mkdir()
+    assert cli_train._free_run(tmp_path) == tmp_path / 'train-1'
+
+def test_a_run_or_something_to_begin_one_with(tmp_path):
+    known = lambda run, source: cli_train._known(run, source, 'nothing is given', 'begin one')
+    assert not known(None, 'corpus') and not known(tmp_path, 'corpus')
+    with pytest.raises(UserError, match='^nothing is given; begin one.$'): known(None, None)
+    with pytest.raises(UserError, match='holds no run to go on with; begin one.$'): known(tmp_path, None)
+    (tmp_path / 'run.json').touch()
+    assert known(tmp_path, None) and known(tmp_path, 'corpus')
+
+def test_whoever_holds_out_validates():
+    every, changed = TINY.training.checkpoint_every, cli_train._changed
+    assert changed(TINY, 0., steps=None) == TINY
+    assert changed(TINY, 0., steps=3) == TINY.replace(training={'steps': 3})
+    assert changed(TINY, 0.3) == changed(TINY, 'cache') == TINY.replace(training={'validate_every': every})
+    own = TINY.replace(training={'validate_every': every + 1})
+    assert changed(own, 0.3) == own
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('batch, parts, replicas, rows', [
+    (8, 1, 1, 8), (8, 1, 2, 4), (8, 4, 16, 4), (8, 2, 3, 2)])
+def test_each_device_computes_its_share(behind, capsys, batch, parts, replicas, rows):
+    settings = TINY.replace(data={'batch_size': batch}, training={'accumulation': parts})
+    behind('app.cli_train._largest', (50, 20, [(3, 7), (9, 10)])); behind('train.finetune.free_memory', 'free')
+    looked, fitted = behind('train.finetune.check_memory', 'THE MEMORY'), behind('app.cli_train._fitting', (TINY, 'x'))
+    assert cli_train._in_memory('cache', settings, None, False, 'devices', replicas) == settings
+    assert not fitted
+    assert looked == [{'config': settings.replace(data={'batch_size': rows}), 'codes': 50, 'text': 20,
+                       'rows': 5, 'free': 'free'}]
+    assert capsys.readouterr().err == 'THE MEMORY\n'
+    assert cli_train._in_memory('cache', settings, None, True, 'devices', 1) == TINY == looked[1]['config']
+    assert fitted == [{'settings': settings, 'codes': 50, 'text': 20, 'runs': [(3, 7), (9, 10)]}]
+
+def test_the_largest_shape_counts(prepared, behind, monkeypatch):
+    monkeypatch.setattr('xtts_nb.data.text.Tokenizer.load', lambda path: path)
+    settings, rows = prepared.config.replace(data={'buckets': 3}), behind('train.adapters.new_rows', 'rows')
+    shapes = BatchPlan(prepared, settings.data).shapes
+    assert cli_train._largest(prepared, settings, None) == (*max(shapes), 'rows') and len(shapes) == 3
+    cli_train._largest(prepared, settings, 'base')
+    assert [str(call['tokenizer']) for call in rows[1:]] == ['base/tokenizer.json']
+    assert rows[0]['tokenizer'] is prepared.tokenizer
+
+@pytest.mark.parametrize('again, line', [(False, '8 rows at once, in 2 parts.\n'),
+                                         (True, '8 rows at once, in 2 parts, each block computed again.\n')])
+def test_find_batch_size(ran, behind, bars, again, line):
+    cache, training = SimpleNamespace(), {'accumulation': 2, 'gradient_checkpointing': again}
+    found = TINY.replace(data={'batch_size': 16}, training=training)
+    behind('train.runs.open_cache', cache); behind('app.cli_train._largest', (50, 20, 'runs'))
+    asked = behind('app.cli_train._settings', TINY)
+    tried = behind('train.finders.find_batch_size', (found, [{'rows': 8, 'fits': True}]))
+    done = ran('find batch-size --data c')
+    assert done.err == line and 'In the section training:' in done.out
+    assert bars == [('start', {}), ('try an update', 1, 2)]
+    done = ran('find batch-size --data c --memory 1.5 --from b --finetune lora --preset tiny --config f --json')
+    assert done.json == {'training': training, 'tried': [{'rows': 8, 'fits': True}]}
+    common = {'config': TINY, 'codes': 50, 'text': 20, 'runs': 'runs'}
+    assert tried == [common | {'memory': None}, common | {'memory': 1_500_000_000}]
+    assert [[v and str(v) for v in (c['preset'], c['config'], c['base'], c['finetune'])] for c in asked] == [
+        [None] * 4, ['tiny', 'f', 'b', 'lora']]
+
+def test_find_learning_rate(ran, behind, bars, home):
+    behind('train.runs.open_cache', 'cache'); behind('app.cli_train._settings', TINY)
+    begun, drawn = behind('train.runs.new_run', 'the trainer'), behind('train.finders.plot_learning_rate')
+    tried = behind('train.finders.find_learning_rate', {'suggestion': 1e-3, 'lowest': 1e-2, 'losses': [3., 2., 4.]})
+    assert ran('find learning-rate --data c').out == (
+        'training.learning_rate: 0.001 (the loss was lowest at 1.0e-02); see learning_rate.png\n')
+    assert bars == [('start', {}), ('raise the rate', 1, 2)]
+    done = ran('find learning-rate --data c --low 1e-5 --high 0.1 --steps 10 --out o.png --from b --json')
+    assert done.json == {'suggestion': 1e-3, 'lowest': 1e-2, 'updates': 3, 'plot': 'o.png'}
+    assert [(c['low'], c['high'], c['steps']) for c in tried] == [(1e-7, 1., 80), (1e-5, 0.1, 10)]
+    assert [str(c['path']) for c in drawn] == ['learning_rate.png', 'o.png']
+    assert not begun[0]['run'].parent.exists()
+    assert [(c['cache'], c['config'], c['run'].name, c['base'] and str(c['base'])) for c in begun] == [
+        ('cache', TINY, 'run', None), ('cache', TINY, 'run', 'b')]
+
+
+# --- a DVAE and a voice --------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def fitted(behind): return behind('app.cli_train._fit', ({'steps': 4}, 'DONE'))
+
+def test_train_dvae(ran, behind, bars, home, fitted):
+    made = behind('train.parts.new_dvae_run', SimpleNamespace(run='RUN'))
+    behind('data.corpora.read_corpus', (['a', 'b'], ['c']))
+    sampled, checked = behind('data.prepare.mel_sample', 'mels'), behind('data.corpora.check_dropped')
+    (home / 'over.yaml').write_text('data: {buckets: 2}\n')
+    assert ran('train-dvae corpus').out == 'DONE\nxtts-nb prepare CORPUS --dvae RUN --out CACHE\n'
+    assert made[0]['mels']() == 'mels' and bars == [('start', {}), ('read the clips', 1, 2)]
+    ((clips, config),) = [c.values() for c in sampled]
+    assert (clips, config) == (['a', 'b'], TINY)
+    assert [(c['dropped'], c['total'], c['config'], str(c['corpus']))
+            for c in checked] == [(['c'], 3, TINY, 'corpus')]
+    done = ran('train-dvae corpus --run r --preset xtts_v2 --config over.yaml --steps 5 --val 0.25 --json')
+    large = XTTSConfig.xtts_v2()
+    changed = large.replace(data={'buckets': 2}, training={'dvae_steps': 5,
+                                                           'validate_every': large.training.checkpoint_every})
+    assert done.json == {'steps': 4} and [call['name'] for call in fitted] == ['train-dvae'] * 2
+    assert [(str(c['run']), c['config'], c['held_out']) for c in made] == [
+        (str(home / 'runs' / 'dvae-1'), TINY, 0.), ('r', changed, 0.25)]
+
+def test_train_dvae_goes_on_with_the_settings_of_its_run(ran, behind, bars, home, fitted):
+    made = behind('train.parts.new_dvae_run', SimpleNamespace(run='RUN'))
+    (home / 'r').mkdir(); (home / 'r' / 'run.json').touch()
+    (home / 'r' / 'config.yaml').write_text(TINY.replace(data={'buckets': 2}).to_yaml())
+    (home / 'bad.yaml').write_text('training: {warmup_steps: 7}\n')
+    ran('train-dvae --run r'); ran('train-dvae --run r --preset tiny')
+    assert [c['config'].data.buckets for c in made] == [2, TINY.data.buckets] != [2, 2]
+    for line, words in (('--run none', 'none: holds no run to go on with'),
+                        ('', 'neither a run nor anything'),
+                        ('corpus --config bad.yaml', 'training.warmup_steps: 7 does nothing here')):
+        done = ran(f'train-dvae {line}')
+        assert done.code == 2 and words in done.said[-1] and len(made) == 2
+
+def test_train_voice(ran, behind, bars, home, fitted):
+    made = behind('train.parts.new_voice_run', SimpleNamespace(run='RUN'))
+    behind('data.cache.Cache', lambda folder: f'cache {folder}'); behind('train.parts.cache_of', 'its own')
+    held, asked = behind('train.runs.held_out_share', ['x']), behind('app.cli_train._voice_settings', TINY)
+    assert ran('train-voice m').out == 'DONE\nxtts-nb say TEXT --run RUN --voice FILE\n'
+    assert bars == [('start', {}), ('states and recordings', 1, 2)] and not held
+    done = ran('train-voice m --data d --run r --config f --steps 5 --val 0.25 --corpus c --json')
+    assert done.json == {'steps': 4} and held == [{'cache': 'cache d', 'share': 0.25}]
+    (home / 'r').mkdir(); (home / 'r' / 'run.json').touch()
+    ran('train-voice --run r --val 0.25')
+    every = {'validate_every': TINY.training.checkpoint_every}
+    values = [[v if not hasattr(v, 'parts') else str(v) for v in call.values()] for call in made]
+    assert values == [
+        [str(home / 'runs' / 'voice-1'), 'm', 'cache its own', TINY, (), None],
+        ['r', 'm', 'cache d', TINY.replace(voice={'steps': 5}, training=every), ['x'], 'c'],
+        ['r', None, None, TINY.replace(training=every), (), None]]
+    assert [(str(c['begun']), c['config'] and str(c['config']), c['known']) for c in asked] == [
+        ('m', None, False), ('m', 'f', False), ('r', None, True)]
+    assert [call['name'] for call in fitted] == ['train-voice'] * 3
+    assert 'neither a run nor anything' in ran('train-voice').said[0]
+
+VOICE = {'voice.steps=5': (True, True), 'model.decoder.channels=256': (True, False),
+         'model.speaker.blocks=[2, 1, 1, 1]': (True, False),
+         'model.gpt.layers=2': (False, False), 'training.warmup_steps=7': (False,
+    False)}   # for a new decoder, for a known one
+
+@pytest.mark.parametrize('text', VOICE)
+def test_settings_that_a_decoder_is_trained_with(tmp_path, text):
+    from xtts_nb.app.recipes import assignments, nested
+    (tmp_path / 'config.yaml').write_text(TINY.to_yaml())
+    (tmp_path / 'f.yaml').write_text(yaml.safe_dump(nested(assignments([text]))))
+    for known, may in zip((False, True), VOICE[text]):
+        if may: assert cli_train._voice_settings(tmp_path, tmp_path / 'f.yaml', known) != TINY; continue
+        with pytest.raises(UserError, match='does nothing here: the decoder is trained'):
+            cli_train._voice_settings(tmp_path, tmp_path / 'f.yaml', known)
+
+
+# --- export and bench ----------------------------------------------------------------------------------------------
+
+def test_export(ran, behind, bars):
+    asked = behind('train.runs.export_run', {'bytes': 1_234_560_000})
+    assert ran('export r o').out == 'o: 1,234.6 MB\n' and bars == [('start', {})]
+    assert ran('export r o --best --bfloat16 --json').json == {'bytes': 1_234_560_000}
+    assert [[str(v) for v in call.values()] for call in asked] == [['r', 'o', 'False', 'float32'],
+        ['r', 'o', 'True', 'bfloat16']]
+
+SIZES = '--layers 2 --width 64 --heads 4 --batch-size 3'
+BENCHES = {   # command: function, page, what it is called, further arguments by default, and as asked for
+    'train': ('step_speed', '33_step_speed', 'GPT {}, 120 text tokens, 220 codes, no dropout',
+              {'text': 120, 'codes': 220},
+              '--text-tokens 9 --codes 11', 'GPT {}, 9 text tokens, 11 codes, no dropout',
+              {'text': 9, 'codes': 11}),
+    'gpt2': ('gpt2_speed', '33_gpt2', 'GPT-2 {}, 512 tokens, no dropout', {'tokens': 512},
+             '--tokens 9', 'GPT-2 {}, 9 tokens, no dropout', {'tokens': 9})}
+
+@pytest.mark.parametrize('command', BENCHES)
+def test_bench_of_a_step(ran, behind, bars, command):
+    function, page, about, plain, options, own, own_values = BENCHES[command]
+    rows, python = [{'name': 'xla', 'step_ms': 3.}], {'train': 'coqui_python',
+                                                      'gpt2': 'torch_python'}[command]
+    measured, kept = behind(f'step_speed.{function}', rows), behind('app.cli_train.keep')
+    assert ' '.join(ran(f'bench {command}').out.split()).startswith(about.format('8 x 512, batch 4'))
+    assert not kept
+    assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)]
+    own = own.format('2 x 64, batch 3')
+    more = f'{SIZES} {options} --{python.replace("_", "-")} py --rounds 2 --record --json'
+    assert ran(f'bench {command} {more}').json == {'rows': rows, 'model': own}
+    assert kept == [{'page': page, 'rows': rows, 'notes': {'model': own}}]
+    configs = [call.pop('config') for call in measured]
+    assert [(c.model.gpt.layers, c.model.gpt.width, c.model.gpt.heads, c.data.batch_size)
+            for c in configs] == [
+        (8, 512, 8, 4), (2, 64, 4, 3)]
+    assert [call | {python: call[python] and str(call[python])} for call in measured] == [
+        plain | {'rounds': 7, python: None}, own_values | {'rounds': 2, python: 'py'}]
+
+
+# --- config create -------------------------------------------------------------------------------------------------
+
+def test_config_create_and_train_with_it(home, prepared, mini, capfd):
+    assert main('config', 'create', 'c.yaml', '--preset', 'tiny', '--gpu-preset', '3060', '--json') == 0
+    said = json.loads(capfd.readouterr().out)
+    config = XTTSConfig.load(home / 'c.yaml')
+    assert said['preset'] == 'tiny' and said['config'] == 'c.yaml' and 'training.steps' not in said['changed']
+    assert said['changed']['data.batch_size'] == 8 == config.data.batch_size and config.model == XTTSConfig.tiny().model
+    before = tree(home)
+    assert main('config', 'create', 'c.yaml') == 2 and 'already exists' in capfd.readouterr().err and tree(home) == before
+    assert main('config', 'create') == 0 and XTTSConfig.load(home / 'config.yaml') == XTTSConfig()
+    assert capfd.readouterr().out == 'config.yaml: xtts-nb train --config config.yaml --data CACHE\n'
+    text = (home / 'config.yaml').read_text()
+    assert '# batches ready ahead of the step' in text and yaml.safe_load(text)['training']['learning_rate'] == 5e-6
+
+def test_config_create_needs_no_tensorflow(home):
+    done = xtts_nb('config', 'create', cwd=home)
+    assert done.code == 0 and done.err == '' and os.listdir(home).count('config.yaml') == 1
+
+@pytest.mark.slow
+def test_two_epochs_from_a_file_to_the_end(home, prepared, capfd):
+    "Nothing patched: settings from a file, a flag over it, and a run that goes on to more epochs."
+    given, sizes = ['--run', 'run', '--json'], ['--epochs', '1', '--batch-size', '2']
+    assert main('train', '--train-data', prepared.folder, '--config', 'mini.yaml', *sizes, *given) == 0
+    first = json.loads(capfd.readouterr().out)
+    assert first['steps'] == 7 and XTTSConfig.load(home / 'run' / 'config.yaml').data.batch_size == 2
+    assert main('train', *given, '--epochs', '2') == 0
+    assert json.loads(capfd.readouterr().out)['steps'] == 14 and np.isfinite(first['loss_last'])
+    assert Cache(json.loads((home / 'run' / 'run.json').read_text())['cache']).manifest['key'] == prepared.manifest['key']

@@ -1,0 +1,129 @@
+"The commands of a voice: what each asks of the library, prints and ends with. The library is replaced."
+import numpy as np
+import pytest
+
+from process import check_bounds
+from xtts_nb.config import XTTSConfig
+
+TINY = XTTSConfig.tiny()
+
+
+def test_bounds():
+    check_bounds(('demo --steps', 1, 0), ('demo --seed', 0, -1), ('demo --seeds', 1, 0),
+                 ('grow m o --language fa --texts t --tokens', 0, -1),
+                 ('grow m o --language fa --texts t --seed', 0, -1))
+
+
+# --- demo ----------------------------------------------------------------------------------------------------------
+
+SPOKEN = {'nearest_hits': 15, 'nearest_total': 16, 'untrained_hits': 1, 'heldout_sentence_hits': 12,
+          'heldout_total': 14,
+          'heldout_voice_hits': 11, 'untrained_heldout_sentence_hits': 2, 'untrained_heldout_voice_hits': 3}
+RESULT = {'data_before_after': [{'name': 'cache', 'clips_per_s': 7.}],
+          'step_before_after': [{'name': 'xla', 'step_ms': 3.}],
+          'train': {'steps': 4}, 'seconds': 90., 'spoken': SPOKEN, 'report': 'o/report.html'}
+
+def test_demo(ran, behind, bars):
+    def run_demo(**call):
+        call['say']('A LINE'); call['listen']('speak', 1, 2, '')
+        return RESULT
+    demos, kept = behind('app.demo.run_demo', run_demo), behind('app.cli_voice.keep')
+    done = ran('demo')
+    *tables, counts, end = done.out.split('\n\n')
+    words = ' '.join(' '.join(tables).split())
+    assert done.code == 0 and done.err == 'A LINE\n' and not kept and tables
+    assert words.startswith('Data: the same batches from three pipelines clips/s')
+    assert words.endswith('xla 3.0')
+    assert 'Step: the same update, run in three ways ms per step' in words
+    assert counts.splitlines() == [
+        'Sentences it was trained on: 15 of 16 are nearest to their own recording (untrained: 1).',
+        'Sentence and voice never heard together: 12 of 14 the right sentence, 11 of 14 the right voice',
+        '(untrained: 2 and 3).']
+    assert end == '1.5 minutes. Listen and look: o/report.html\n'
+    assert bars == [('start', {}), ('speak', 1, 2, '')]
+    assert ran('demo --out there --steps 7 --seed 3 --record --json').json == RESULT
+    assert [(str(c['out']), c['config'], c['seed']) for c in demos] == [
+        ('runs/demo', TINY, 0), ('there', TINY.replace(training={'steps': 7}), 3)]
+    more = {name: RESULT[name] for name in ('data_before_after', 'step_before_after', 'train', 'seconds')}
+    assert kept == [{'page': '58_demo', 'rows': [SPOKEN], 'notes': more}]
+
+def test_demo_of_several_seeds(ran, behind, bars):
+    rows = [{'seed': s, 'loss': 1. + s, 'voice_hits': 14 + 2 * s} for s in range(2)]
+    spread = {'loss': {'min': 1., 'median': 1.5, 'max': 2.},
+              'voice_hits': {'min': 14, 'median': 15., 'max': 16}}
+    asked, kept = behind('app.demo.demo_seeds', rows), behind('app.cli_voice.keep')
+    assert ran('demo --seeds 2').out == '2 seeds\nloss: 1.5 (1 to 2)\nvoice_hits: 15 (14 to 16)\n'
+    assert not kept
+    assert ran('demo --seeds 2 --steps 5 --record --json').json == {'rows': rows, 'spread': spread}
+    assert kept == [{'page': '58_demo_seeds', 'rows': rows, 'notes': {'steps': 5, 'spread': spread}}]
+    assert [(str(c['out']), c['seeds'], c['config'].training.steps) for c in asked] == [
+        ('runs/demo', 2, TINY.training.steps), ('runs/demo', 2, 5)]
+
+
+# --- say -----------------------------------------------------------------------------------------------------------
+
+def test_say(ran, behind, bars, monkeypatch):
+    class Speaker:
+        sample_rate, vocoder, calls = 22050, 'griffin-lim', []
+        def __init__(self, xtts, **speech): self.calls.append((xtts, speech))
+        def __call__(self, *words): self.calls.append(words); return np.zeros(3 * 11025 + 9)
+    monkeypatch.setattr('xtts_nb.speech.generate.Speaker', Speaker)
+    monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda run: f'the model of {run}')
+    saved = behind('data.audio.save_audio')
+    done = ran('say Hello --run run --voice a.wav')
+    assert (done.code, done.out) == (0, 'say.wav: 1.50 s at 22050 Hz, griffin-lim\n')
+    assert bars == [('start', {}), ('load the model', 0, 1), ('speak', 0, 1)]
+    given = {'temperature': 0., 'top_k': 0, 'top_p': 0.5, 'repetition_penalty': 1., 'speed': 2.}
+    options = ' '.join(f'--{name.replace("_", "-")} {value}' for name, value in given.items())
+    done = ran(f'say Hallo --run run --voice a.wav --voice b.wav --language de --out o.wav --seed 5 {options} --json')
+    assert done.json == {'wav': 'o.wav', 'seconds': 1.5, 'sample_rate': 22050, 'vocoder': 'griffin-lim'}
+    words = [(*w[:2], [str(p) for p in w[2]], *w[3:]) for w in Speaker.calls[1::2]]
+    assert words == [('Hello', 'en', ['a.wav'], 0), ('Hallo', 'de', ['a.wav', 'b.wav'], 5)]
+    assert Speaker.calls[::2] == [('the model of run', {}), ('the model of run', given)]
+    assert [(str(s['path']), s['wav'].shape, s['sample_rate']) for s in saved] == [
+        ('say.wav', (33084,), 22050), ('o.wav', (33084,), 22050)]
+
+
+# --- convert and grow ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name, place, text, shown', [
+    ('from-coqui', 'convert.from_coqui', 'o: 7 tensors, 9 text tokens\n', [('write the tensors', 1, 2)]),
+    ('to-coqui', 'convert.to_coqui', 'o: 7 tensors\n', [('write the tensors', 0, 1), ('write the tensors', 1,
+    1)])])
+def test_convert(ran, behind, bars, name, place, text, shown):
+    calls = behind(place, {'tensors': 7, 'text_tokens': 9})
+    assert ran(f'convert {name} f o').out == text and bars == shown
+    assert ran(f'convert {name} f o --json').json == {'tensors': 7, 'text_tokens': 9, 'out': 'o'}
+    assert [{k: str(v) for k, v in call.items()} for call in calls] == [{'folder': 'f', 'out': 'o'}] * 2
+
+def test_grow(ran, behind, bars):
+    read, grown = behind('models.new_language.read_texts', ['salam']), behind('models.new_language.grow_folder',
+        {'tokens_before': 5, 'tokens': 9})
+    line = 'grow m o --language fa --texts t.txt'
+    assert ran(line).out == 'o: 5 -> 9 text tokens, fa among them\n'
+    assert bars == [('start', {}), ('grow the model', 0, 1), ('grow the model', 1, 1)]
+    assert ran(f'{line} --tokens 4 --seed 3 --json').json == {'tokens_before': 5, 'tokens': 9, 'out': 'o'}
+    plain = {'folder': 'm', 'out': 'o', 'language': 'fa', 'texts': ['salam'], 'tokens': 0, 'seed': 0}
+    assert [call | {'folder': str(call['folder']), 'out': str(call['out'])} for call in grown] == [
+        plain, plain | {'tokens': 4, 'seed': 3}]
+    assert [str(call['path']) for call in read] == ['t.txt'] * 2
+
+
+# --- parity --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('ok, code', [(True, 0), (False, 1)])
+def test_parity(ran, behind, bars, ok, code):
+    result = {'ok': ok, 'rows': [{'name': 'mel'}], 'model': 'xtts'}
+    def parity(**call): call['listen']('vocoder'); return result
+    asked, kept = behind('app.parity.parity', parity), behind('app.cli_voice.keep')
+    behind('app.parity.parity_markdown', 'a ' + 'b' * 107 + ' c')   # 111 columns
+    done = ran('parity f --coqui-python py')
+    assert [line.strip() for line in done.out.splitlines()] == [f'a {"b" * 107}', 'c'] and done.code == code
+    assert not kept and bars == [('start', {}), ('vocoder', 0, 1)]
+    done = ran('parity f --coqui-python py --clip a.wav --clip b.wav --sentences s.json --record --json')
+    assert (done.code, done.json) == (code, result)
+    assert kept == [{'page': '25_parity', 'rows': result['rows'], 'notes': {'model': 'xtts'}}]
+    text = lambda v: v and ([str(p) for p in v] if isinstance(v, list) else str(v))
+    assert [{k: text(v) for k, v in call.items() if k != 'listen'} for call in asked] == [
+        {'coqui_dir': 'f', 'coqui_python': 'py', 'clips': None, 'sentences': None},
+        {'coqui_dir': 'f', 'coqui_python': 'py', 'clips': ['a.wav', 'b.wav'], 'sentences': 's.json'}]

@@ -1,0 +1,294 @@
+"The commands that watch and measure: exit codes, one JSON object, one sentence."
+import json
+import re
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from process import check_bounds, main, tree, xtts_nb
+from xtts_nb.app import check, configure
+from xtts_nb.train import switches
+from xtts_nb.bench import device_name
+from xtts_nb.config import XTTSConfig
+from xtts_nb.monitor.diagnose import Trial
+from xtts_nb.app.quick_fix import Need
+
+TINY = XTTSConfig.tiny()
+
+def text(value): return value and str(value)
+
+
+def test_bounds():
+    check_bounds(('monitor --duration', 0, -1), ('monitor --interval', 0.01, 0.009),
+                 ('profile --rounds', 1, 0),
+                 ('diagnose --batch-size', 1, 0), ('diagnose --num-batches', 8, 7),
+                 ('diagnose --seconds', 1, 0.9),
+                 ('configure --threads', 1, 0), ('configure --memory-limit', 1, 0),
+                 ('check --stress-duration', 0, -1), ('bench switch k --updates', 1, 0))
+
+
+# --- monitor -------------------------------------------------------------------------------------------------------
+
+def test_monitor(ran, behind):
+    summary = {'devices': {}, 'samples': 3, 'seconds': 2., 'gaps': 0, 'interrupted': False}
+    asked = behind('monitor.live.monitor', summary)
+    done = ran('monitor')
+    assert (done.code, done.out) == (0, '3 samples over 2.0 s.\n')
+    assert ran('monitor --duration 0 --interval 0.5 --log-file a.csv --log --json').json == summary
+    ran('monitor --log')
+    assert all(call.pop('console').stderr for call in asked)
+    assert re.fullmatch(r'monitor-\d{8}-\d{6}\.jsonl', text(asked[2].pop('log_file')))
+    assert [{k: text(v) for k, v in call.items()} for call in asked] == [
+        {'duration': None, 'interval': '1.0', 'log_file': None},
+        {'duration': 0., 'interval': '0.5', 'log_file': 'a.csv'}, {'duration': None, 'interval': '1.0'}]
+    summary['interrupted'] = True
+    done = ran('monitor --json')
+    assert done.code == 130 and done.json == summary
+
+
+# --- profile -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    "A working directory of its own, with a file of settings."
+    (tmp_path / 'settings.ini').write_text('[workspace]\n')
+    (tmp_path / 'f.yaml').write_text('data: {buckets: 2}\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+def test_profile(ran, behind, bars, home):
+    made = TINY.replace(data={'buckets': 5}, training={'precision': 'bfloat16'})
+    cache = SimpleNamespace(config=made, tokenizer=SimpleNamespace(start=9))
+    behind('data.cache.Cache', cache); behind('data.native.cached_batches', ['first', 'second'])
+    plans, drawn = behind('data.native.BatchPlan', 'the plan'), behind('train.step.random_batch', 'made up')
+    gpts, updates = behind('models.gpt.GPT', 'the GPT'), behind('train.step.Update', 'the update')
+    def look(**call): call['tell']('forward'); return {'step_ms': 3.}
+    looked, pages = behind('train.profile.profile', look), behind('train.profile.write_page', lambda found, path: path)
+    behind('train.profile.profile_text', 'THE STEP')
+    page, config = home / 'runs' / 'profile' / 'profile.html', TINY.replace(data={'buckets': 2})
+    assert ran('profile').out == f'THE STEP\nThe page: {page}\n'
+    assert ran('profile --data c --out o --rounds 2 --json').json == {'step_ms': 3., 'page': 'o/profile.html'}
+    assert json.loads((home / 'o' / 'profile.json').read_text()) == {'step_ms': 3.}
+    ran('profile --data c --preset tiny'); ran('profile --config f.yaml'); ran('profile --preset xtts_v2')
+    assert bars == [('start', {}), ('forward', 0, 1)] * 5
+    assert [str(c['path']) for c in pages[:2]] == [str(page), 'o/profile.html']
+    assert [(c['config'], c['text_start'], c['kwargs']['dtype']) for c in gpts] == [
+        (TINY, 1, 'float32'), (made, 9, 'mixed_bfloat16'), (TINY, 9, 'float32'), (config, 1, 'float32'),
+        (XTTSConfig.xtts_v2(), 1, 'float32')]
+    assert [c['data'] for c in plans] == [made.data, TINY.data]
+    assert updates[0] == {'gpt': 'the GPT', 'training': TINY.training}
+    gpt = XTTSConfig.xtts_v2().model.gpt
+    half = min(gpt.max_text_tokens, XTTSConfig.xtts_v2().data.max_text_tokens) // 2, gpt.max_audio_codes // 2
+    assert len(drawn) == 3 and isinstance(drawn[2]['text'], int) and (drawn[2]['text'], drawn[2]['codes']) == half
+    assert [(c['batch'], c['batches'], str(c['folder']), c['rounds']) for c in looked[:2]] == [
+        ('made up', None, str(page.parent / 'trace'), 7), ('first', ['first', 'second'], 'o/trace', 2)]
+    assert looked[1]['training'] == made.training and looked[1]['update'] == 'the update'
+
+def test_profile_of_two_devices_and_its_trace(ran, behind, bars, home, monkeypatch):
+    found = {'rows': [{'name': 'host'}], 'verdict': 'THE VERDICT', 'picture': 'dual.png'}
+    asked = behind('train.dual.profile_dual', found)
+    lines = ran('profile --dual').out.split()
+    assert lines[:3] == ['Who', 'worked', 'when'] and 'host' in lines
+    assert lines[-5:] == ['THE', 'VERDICT', 'The', 'picture:', 'dual.png']
+    assert ran('profile --dual --data c --out a/b --json').json == found and (home / 'a' / 'b').is_dir()
+    assert ran('profile --dual --data c --out a/b').code == 0
+    assert [(text(c['data']), str(c['out']), c['devices'] and c['devices'].line) for c in asked[:2]] == [
+        (None, str(home / 'runs' / 'profile' / 'dual.png'), None), ('c', 'a/b/dual.png', 'Two cards.')]
+    assert bars == [('start', {'two': True})] * 2
+    def sleep(seconds): raise KeyboardInterrupt
+    shown = behind('monitor.traces.TensorBoard', nullcontext(SimpleNamespace(url='http://here')))
+    monkeypatch.setattr(time, 'sleep', sleep)
+    done = ran('profile --dual --tensorboard')
+    assert done.code == 130 and 'http://here#profile shows the trace' in done.err and len(shown) == 1
+
+
+# --- diagnose and quick-fix ----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def cache(behind):
+    "The cache that is measured on."
+    cache = SimpleNamespace(folder='my/cache', config=TINY.replace(data={'buckets': 3}))
+    cache.asked = behind('app.quick_fix.cache_for', nullcontext(cache))
+    return cache
+
+def test_diagnose(ran, behind, bars, home, cache):
+    verdict = SimpleNamespace(to_dict=lambda: {'findings': []}, lines=lambda: ['THE VERDICT'])
+    examined, trained = behind('monitor.diagnose.diagnose', verdict), behind('app.quick_fix.training', ('data', 'step'))
+    trial = Trial('tiny batch', 'a remedy', 2., 3., True)
+    better = lambda config, **call: (config.replace(data={'batch_size': 7}), [trial])
+    tried = behind('app.quick_fix.apply_settings', better)
+    assert ran('diagnose').out == 'THE VERDICT\n' and not tried and bars == [('start', {})]
+    measure = '--batch-size 5 --num-batches 9 --seconds 16'
+    done = ran(f'diagnose --config f.yaml --data c {measure} --apply')
+    change = 'data.batch_size: 5 -> 7'
+    assert done.out == f'THE VERDICT\n{trial.line()}\n{change}\n'
+    assert ran('diagnose --apply --json').json == {
+        'findings': [], 'trials': [vars(trial)], 'changes': [f'data.batch_size: {TINY.data.batch_size} -> 7']}
+    own = XTTSConfig().replace(data={'buckets': 2, 'batch_size': 5})
+    assert [c['config'] for c in trained] == [cache.config, own, cache.config]
+    assert [(c['batches'], c['seconds']) for c in examined] == [(50, 40.), (9, 16.), (50, 40.)]
+    assert [(c['config'], c['batches'], c['seconds']) for c in tried] == [(own, 9, 2.),
+        (cache.config, 50, 5.)]
+    assert [(text(c['data']), c['config']) for c in cache.asked[:2]] == [
+        (None, None), ('c', XTTSConfig().replace(data={'buckets': 2}))]
+    assert ran('diagnose --config none.yaml').code == 2 and len(bars) == 3
+
+def test_quick_fix(ran, behind, bars, home, cache):
+    needs = [Need('disk', True, '9 GiB'), Need('memory', True, '8 GiB')]
+    needed = behind('app.quick_fix.prerequisites', lambda **call: needs)
+    train, changes = 'xtts-nb train --data my/cache', ['data.buckets: 3 -> 4']
+    fixed = behind('app.quick_fix.quick_fix',
+                   lambda out, **call: {'changes': changes, 'verified_gain': 1.234,
+                                        'train': f'{train} --config {out}'})
+    done = ran('quick-fix')
+    assert done.out == ('fixed.yaml: data.buckets: 3 -> 4\nMeasured once more: 1.23 x.\n'
+                        'xtts-nb train --data CACHE --config fixed.yaml\n')
+    assert done.err == 'ok   disk: 9 GiB\nok   memory: 8 GiB\n' and bars == [('start', {})]
+    more = '--config f.yaml --data c --out o.yaml --batch-size 5 --num-batches 9 --seconds 16 --json'
+    assert ran(f'quick-fix {more}').json == {'changes': changes, 'verified_gain': 1.234,
+                                             'train': f'{train} --config o.yaml',
+                                             'prerequisites': [vars(need) for need in needs]}
+    assert [(c['config'], text(c['out']), c['batches'], c['seconds']) for c in fixed] == [
+        (cache.config, 'fixed.yaml', 24, 40.), (XTTSConfig().replace(data={'buckets': 2, 'batch_size': 5}), 'o.yaml',
+                                                9, 16.)]
+    assert [{k: text(v) for k, v in call.items()} for call in needed] == [
+        {'data': None, 'config': None}, {'data': 'c', 'config': 'f.yaml'}]
+    changes.clear()
+    assert ran('quick-fix').out == 'Nothing was changed.\nxtts-nb train --data CACHE --config fixed.yaml\n'
+    needs.append(Need('cache', False, 'is gone'))
+    done = ran('quick-fix')
+    assert (done.code, done.said) == (2, ['xtts-nb: quick-fix: cache: is gone']) and 'FAIL cache' in done.err
+    assert len(fixed) == 3
+
+def test_bench_diagnose(ran, behind, bars):
+    rows = [{'name': 'a patient'}]
+    asked, kept = behind('monitor.patients.ward', rows), behind('app.cli_watch.keep')
+    behind('monitor.patients.summed_up', {'right': 3}); behind('monitor.patients.total_lines', ['THE', 'TOTAL'])
+    words = [w for w in ran('bench diagnose').out.split() if w.isalpha()]
+    assert words == 'The ward a patient THE TOTAL'.split() and not kept
+    assert bars == [('start', {}), ('visit the patients', 1, 2)]
+    assert ran('bench diagnose --num-batches 9 --seconds 3 --record --json').json == {'rows': rows,
+        'right': 3}
+    assert kept == [{'page': '49_patients', 'rows': rows, 'notes': {'right': 3}}]
+    assert [(c['batches'], c['seconds']) for c in asked] == [(24, 8.), (9, 3.)]
+
+
+# --- check ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('result, code', [('PASSED', 0), ('SKIPPED', 0), ('FAILED', 1)])
+def test_check_ends_with_1_where_one_failed(monkeypatch, capfd, result, code):
+    rows = [{'name': 'a', 'result': 'PASSED', 'reason': 'x'}, {'name': 'b', 'result': result, 'reason': 'y'}]
+    asked = []
+    monkeypatch.setattr(check, 'run_checks', lambda trial, seconds, tell: asked.append(seconds) or rows)
+    assert main('check', '--json', '--stress-duration', '2.5') == code and asked == [2.5]
+    said = json.loads(capfd.readouterr().out)
+    assert said['checks'] == rows and said[result.lower()] == 1 + (result == 'PASSED') and said['device']
+
+def test_check_in_words(ran, behind, bars, monkeypatch):
+    rows, tried = [{'name': 'XLA JIT', 'result': 'SKIPPED', 'reason': 'why'}], []
+    behind('app.check.Trial', lambda config: config)
+    monkeypatch.setattr(check, 'run_checks', lambda *given: tried.append(given[:2])
+                        or given[2](1, 5, 'XLA JIT') or rows)
+    assert ran('check').out == 'XLA JIT .................... SKIPPED why\n'
+    assert ran('check --preset xtts_v2 --json').json == {
+        'checks': rows, 'passed': 0, 'failed': 0, 'skipped': 1, 'device': device_name()}
+    assert tried == [(TINY, 0.), (XTTSConfig.xtts_v2(), 0.)]
+    assert bars == [('start', {}), ('check', 1, 5, 'XLA JIT')] * 2
+
+@pytest.mark.slow
+def test_check_as_a_user_runs_it():
+    done = xtts_nb('check', '--stress-duration', '1', '--json')
+    assert done.code == 0 and done.json['failed'] == 0 and [r['name'] for r in done.json['checks']] == [*check.CHECKS, 'Stress']
+
+
+# --- configure -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('ok, code', [(True, 0), (None, 0), (False, 1)])
+def test_configure_ends_with_1_where_something_else_was_got(monkeypatch, capfd, tmp_path, ok, code):
+    rows, wishes = [{'setting': 'threads', 'asked': 2, 'got': 2, 'ok': ok, 'note': ''}], []
+    monkeypatch.setattr(configure, 'verify', lambda wish: wishes.append(wish) or rows)
+    given = ['--no-xla', '--no-mixed-precision', '--memory-limit', '512', '--threads', '2', '--allocator', 'cuda_malloc_async']
+    assert main('configure', '--verify', *given, '--env-file', tmp_path / 'tf.env', '--json') == code
+    said = json.loads(capfd.readouterr().out)
+    assert wishes == [configure.Wish(2, 512, 'cuda_malloc_async', False, False)] and said['rows'] == rows
+    assert 'XTTS_NB_MEMORY_LIMIT=512' in (tmp_path / 'tf.env').read_text() and said['environment']['XTTS_NB_XLA'] == 'false'
+
+def test_configure_in_words(ran, behind, tmp_path):
+    rows = [{'setting': 'threads', 'asked': 2, 'got': 2, 'ok': True, 'note': ''}]
+    asked, line = behind('app.configure.configure', rows), f'threads  {2:>18} -> 2\n'
+    assert ran('configure').out == f'{line}For a child process: xtts-nb configure --env-file FILE\n'
+    file = tmp_path / 'e'
+    assert ran(f'configure --env-file {file}').out == f'{line}Source {file}, then xtts-nb train.\n'
+    said = ran(f'configure --env-file {file} --json').json
+    assert said == {'rows': rows, 'environment': configure.environment(configure.Wish()),
+                    'env_file': str(file)}
+    assert ran('configure --json').json['env_file'] is None
+    assert asked == [{'threads': None, 'memory_limit': None, 'allocator': 'bfc', 'xla': True,
+                      'mixed_precision': True}] * 4
+
+@pytest.mark.cpu
+def test_configure_without_a_gpu_says_what_it_could_not_set(tmp_path):
+    done = xtts_nb('configure', '--memory-limit', '512', '--threads', '1', cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert 'no GPU is visible' in done.out and 'intra-op threads' in done.out and tree(tmp_path) == {}
+
+@pytest.mark.parametrize('given', [['--allocator', 'malloc'], ['--memory-limit', '0'], ['--threads', 'x']], ids=str)
+def test_configure_refuses(capfd, given):
+    assert main('configure', *given) == 2
+    out, err = capfd.readouterr()
+    assert out == '' and err.splitlines()[-1].startswith('xtts-nb: ')
+
+
+# --- bench switch --------------------------------------------------------------------------------------------------
+
+def test_bench_switch_without_a_cache_makes_one(monkeypatch, capfd, tmp_path):
+    seen = {}
+    def measure(key, cache, config, rounds, updates, progress, say):
+        seen.update(key=key, clips=len(cache), folder=cache.folder, rounds=rounds, updates=updates)
+        return {'key': key, 'rows': [{'name': 'false', 'clips_per_s': 1.}], 'verdict': 'none'}
+    monkeypatch.setattr(switches, 'bench_switch', measure)
+    assert main('bench', 'switch', 'training.enable_xla_compilation', '--rounds', '2', '--updates', '3', '--json') == 0
+    assert json.loads(capfd.readouterr().out)['verdict'] == 'none'
+    folder = seen.pop('folder')
+    assert seen == {'key': 'training.enable_xla_compilation', 'clips': 32, 'rounds': 2, 'updates': 3} and not folder.exists()
+
+def test_bench_switch(ran, behind, bars, home):
+    cache = SimpleNamespace(config=TINY.replace(data={'buckets': 3}))
+    opened, made_up = behind('data.cache.Cache', cache), behind('app.quick_fix.made_up_cache', nullcontext(cache))
+    rows, kept = [{'name': 'false', 'clips_per_s': 1.}], behind('app.cli_watch.keep')
+    measured = behind('train.switches.bench_switch', {'rows': rows, 'verdict': 'THE VERDICT'})
+    line = 'bench switch training.enable_xla_compilation'
+    done = ran(line)
+    assert done.out.startswith('training.enable_xla_compilation\n') and done.out.endswith('\nTHE VERDICT\n')
+    assert not kept
+    assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)] and not opened
+    (home / 'c').mkdir(); (home / 'c' / 'config.yaml').write_text(TINY.replace(data={'batch_size': 3}).to_yaml())
+    more = '--config f.yaml --updates 3 --rounds 2 --record --json'
+    assert ran(f'{line} --data c {more}').json == {'rows': rows, 'verdict': 'THE VERDICT'}
+    ran(f'{line} --data c'); ran(f'{line} --preset xtts_v2')
+    own, large = TINY.replace(data={'batch_size': 3, 'buckets': 2}), XTTSConfig.xtts_v2()
+    for call in measured: call.pop('say')
+    assert [tuple(call.values()) for call in measured] == [
+        ('training.enable_xla_compilation', cache, config, rounds, updates) for config, rounds, updates in (
+            (TINY, 5, 8), (own, 2, 3), (cache.config, 5, 8), (large, 5, 8))]
+    assert [call['config'] for call in made_up] == [TINY, large]
+    assert [text(call['folder']) for call in opened] == ['c', 'c']
+    assert kept == [{'page': '38_switches', 'rows': rows, 'notes': {
+        'switch': 'training.enable_xla_compilation', 'verdict': 'THE VERDICT'}}]
+
+@pytest.mark.parametrize('key, words', [('training.enable_xla', 'training.enable_xla_compilation'),
+                                        ('data.batch_size', 'is no switch'), ('data.preprocessing_mode', 'bench data')])
+def test_bench_switch_refuses_what_is_no_switch(capfd, key, words):
+    assert main('bench', 'switch', key) == 2
+    out, err = capfd.readouterr()
+    assert out == '' and len(err.splitlines()) == 1 and words in err
+
+@pytest.mark.slow
+def test_bench_switch_as_a_user_runs_it(prepared, tmp_path):
+    given = ['--data', prepared.folder, '--rounds', '2', '--updates', '2', '--record', '--json']
+    done = xtts_nb('bench', 'switch', 'training.enable_graph_mode', *given, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert [r['name'] for r in done.json['rows']] == ['false', 'true'] and done.json['configured'] is True
+    assert len({r['clips'] for r in done.json['rows']}) == 1 and len(list((tmp_path / 'benchmarks').iterdir())) == 1

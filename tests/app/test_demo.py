@@ -1,0 +1,464 @@
+"The demo: which pairs are spoken, what is counted and written, and, in the slow tier, whether it has really learned."
+import csv
+import json
+import shutil
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from process import main, tree, xtts_nb
+from xtts_nb.app import demo
+from xtts_nb.data.audio import load_audio, log_mel_numpy
+from xtts_nb.data.cache import Cache
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.app.corpus import SENTENCES, VOICES, digest, plan
+from xtts_nb.app.demo import Pair, choose_pairs, count_hits, spoken_counts, write_pairs
+from xtts_nb.speech.score import hits
+
+CLIPS = plan()
+COLUMNS = ['set', 'text', 'language', 'voice', 'reference', 'synthesised', 'target']
+
+
+# --- pairs ---------------------------------------------------------------------------------------------------------
+
+def few(sentences, voices):
+    "A smaller corpus."
+    return plan({l: t[:sentences] for l, t in SENTENCES.items()}, dict(list(VOICES.items())[:voices]))
+
+SIZES = {'all': (CLIPS, 16), 'one': (CLIPS, 1), 'few': (few(4, 3), 5), 'some': (few(6, 6), 16)}
+
+@pytest.mark.parametrize('clips, n', SIZES.values(), ids=SIZES)
+def test_pairs_are_what_they_are_called(clips, n):
+    pairs = choose_pairs(clips, n)
+    held = {p.target for p in pairs if p.set == 'heldout'}
+    train = {p.target for p in pairs if p.set == 'train'}
+    assert len(held) == len(train) == n and [p.set for p in pairs] == ['train'] * n + ['heldout'] * n
+    assert not held & train
+    known = [c for c in clips if c not in held]
+    for p in pairs:   # a sentence and a voice that both occur in training, for held-out pairs never together
+        assert any(c.text == p.target.text and c.speaker != p.target.speaker for c in known)
+        assert any(c.speaker == p.target.speaker and c.text != p.target.text for c in known)
+        assert any((c.text, c.speaker) == (p.target.text, p.target.speaker) for c in known) == (p.set == 'train')
+        assert p.reference in known and p.reference.text != p.target.text   # never held out, never the same words
+        assert (p.reference.speaker, p.reference.language) == (p.target.speaker, p.target.language)
+
+def test_pairs_repeat_and_spread():
+    pairs = choose_pairs(CLIPS)
+    assert pairs == choose_pairs(CLIPS)
+    for name in ('train', 'heldout'):
+        targets = [p.target for p in pairs if p.set == name]
+        assert {c.language for c in targets} == set(SENTENCES) and {c.speaker for c in targets} == set(VOICES)
+        assert len({c.text for c in targets}) == 16
+    assert len({p.reference for p in pairs}) > 16
+
+
+def test_the_first_pairs_are_those_of_the_records():
+    "What is written in benchmarks/ was said with these."
+    pairs = choose_pairs(CLIPS, 2) + choose_pairs(CLIPS, 2, seed=1)
+    assert [(p.target.id, p.reference.id) for p in pairs] == GOLDEN
+
+GOLDEN = [   # two learned and two held-out ones, of seed 0 and of seed 1
+    ('en-22-m2', 'en-00-m2'), ('fa-04-m4', 'fa-07-m4'), ('fa-06-m4', 'fa-00-m4'), ('de-00-m2', 'de-06-m2'),
+    ('en-19-f4', 'en-00-f4'), ('de-11-m7', 'de-05-m7'), ('en-22-m4', 'en-00-m4'), ('fa-14-m7', 'fa-05-m7')]
+
+def test_another_seed_is_another_choice():
+    first, other = choose_pairs(CLIPS), choose_pairs(CLIPS, seed=3)
+    assert other == choose_pairs(CLIPS, seed=3)
+    for name in ('train', 'heldout'):
+        held, others = ({p.target for p in pairs if p.set == name} for pairs in (first, other))
+        assert len(held & others) < 8
+
+
+# --- several seeds -------------------------------------------------------------------------------------------------
+
+def test_seeds_go_on_after_a_stop(tmp_path, small, monkeypatch):
+    "Each seed's scores are kept as it ends; other settings are another measurement."
+    seen = []
+    def one_seed(clips, corpus, folder, config, pairs, seed, listen):
+        seen.append((config.data.seed, config.training.seed))
+        if seen == [(0, 0), (1, 1)]: raise KeyboardInterrupt
+        return {'seed': seed, 'loss': 10. - seed, 'heldout_sentence_hits': 3 * seed}
+    monkeypatch.setattr(demo, 'make_corpus', lambda *a, **k: CLIPS)
+    monkeypatch.setattr(demo, '_one_seed', one_seed)
+    with pytest.raises(KeyboardInterrupt): demo.demo_seeds(tmp_path, 3, small)
+    rows = demo.demo_seeds(tmp_path, 3, small)
+    assert seen == [(0, 0), (1, 1), (1, 1), (2, 2)]   # the first was not made again
+    assert [r['seed'] for r in rows] == [0, 1, 2] and demo.demo_seeds(tmp_path, 3, small) == rows and len(seen) == 4
+    assert demo.seed_spread(rows) == {'loss': {'min': 8., 'median': 9., 'max': 10.},
+                                      'heldout_sentence_hits': {'min': 0, 'median': 3., 'max': 6}}
+    demo.demo_seeds(tmp_path, 1, small.replace(training={'steps': small.training.steps + 1}))
+    assert len(seen) == 5
+
+def test_the_command_records_the_seeds(tmp_path, monkeypatch, capfd):
+    (tmp_path / 'settings.ini').touch()
+    monkeypatch.chdir(tmp_path)
+    rows = [{'seed': s, 'loss': 1. + s, 'heldout_sentence_hits': 14 + s} for s in range(2)]
+    monkeypatch.setattr(demo, 'demo_seeds', lambda out, seeds, config, listen: rows)
+    assert main('demo', '--seeds', 2, '--out', tmp_path / 'there', '--record') == 0
+    assert 'heldout_sentence_hits: 14.5 (14 to 15)' in capfd.readouterr().out
+    (file,) = (tmp_path / 'benchmarks').glob('58_demo_seeds-*.json')
+    one = json.loads(file.read_text())
+    assert one['rows'] == rows and one['spread']['loss'] == {'min': 1., 'median': 1.5, 'max': 2.}
+    assert one['command'] == 'xtts-nb demo --seeds 2 --out there --record'   # the folder of this machine is left out
+
+
+# --- counting and writing ------------------------------------------------------------------------------------------
+
+def test_sentences_and_voices_are_counted_apart_and_by_set():
+    pairs = [Pair(name, None, None) for name in ('train', 'train', 'heldout', 'train', 'heldout')]
+    scores = [(True, True), (False, True), (True, False), (True, False), (False, False)]
+    blank = [(False, True), (True, True), (True, True), (False, False), (True, False)]
+    assert count_hits(pairs, scores, 'train') == (2, 2, 3) and count_hits(pairs, scores, 'heldout') == (1, 0, 2)
+    assert spoken_counts(pairs, scores, blank) == {
+        'nearest_hits': 2, 'nearest_voice_hits': 2, 'nearest_total': 3,
+        'heldout_sentence_hits': 1, 'heldout_voice_hits': 0, 'heldout_total': 2,
+        'untrained_hits': 1, 'untrained_heldout_sentence_hits': 2, 'untrained_heldout_voice_hits': 1}
+
+def read_pairs(path) -> list[dict]:
+    with open(path, newline='', encoding='utf-8') as f: return list(csv.DictReader(f))
+
+def test_pairs_are_written_with_paths_from_their_folder(tmp_path):
+    pairs = choose_pairs(CLIPS, 2)
+    spoken = [tmp_path / 'spoken' / f'{i}.wav' for i in range(4)]
+    write_pairs(tmp_path / 'pairs.csv', pairs, spoken, tmp_path / 'corpus')
+    rows = read_pairs(tmp_path / 'pairs.csv')
+    assert list(rows[0]) == COLUMNS and len(rows) == 4
+    for row, pair, file in zip(rows, pairs, spoken):
+        assert (row['set'], row['text'], row['language'], row['voice']) == (
+            pair.set, pair.target.text, pair.target.language, pair.target.speaker)
+        assert tmp_path / row['synthesised'] == file and row['target'] == f'corpus/wavs/{pair.target.id}.wav'
+        assert row['reference'] == f'corpus/wavs/{pair.reference.id}.wav'
+
+def test_the_judge_knows_the_real_clips(prepared, corpus, small):
+    "The recordings themselves are right; those of another voice or sentence are not."
+    clips = [c for c in demo.read_corpus(corpus)[0] if len(c.text) > 5]
+    first = clips[0]
+    voice = next(c for c in clips if c.text == first.text and c.speaker != first.speaker)
+    words = next(c for c in clips if c.text != first.text and c.speaker == first.speaker)
+    pairs = [Pair('train', first, words)] * 3
+    scores = demo.judge(pairs, [c.path for c in (first, voice, words)], clips, corpus, small)
+    assert scores[0] == (True, True) and scores[1] == (True, False) and not scores[2][0]
+
+def test_a_demo_starts_anew(prepared, small, tmp_path):
+    "A second demo does not go on with the run of the first."
+    run = demo._fresh_run(prepared, small, tmp_path / 'run', ['low-0'])
+    run.save()
+    again = demo._fresh_run(prepared, small, tmp_path / 'run', ['low-1'])
+    assert again.step == 0 and json.loads((tmp_path / 'run' / 'run.json').read_text())['held_out'] == ['low-1']
+    assert not list((tmp_path / 'run').glob('checkpoints/*'))
+
+def test_a_folder_that_is_no_run_is_not_removed(prepared, small, tmp_path):
+    (tmp_path / 'run').mkdir(); (tmp_path / 'run' / 'thesis').write_text('mine')
+    before = tree(tmp_path)
+    with pytest.raises(UserError): demo._fresh_run(prepared, small, tmp_path / 'run', [])
+    assert tree(tmp_path) == before
+
+def test_texts_and_voices_are_escaped_in_the_report(corpus, small):
+    from test_report import NASTY, Page
+    clip = demo.read_corpus(corpus)[0][0]
+    target = type(clip)(clip.id, NASTY, NASTY, clip.language, clip.path)
+    mel = demo.mel_function(small, small.model.audio.dvae_n_fft)
+    page = Page(''.join(demo._speech(Pair('heldout', target, clip), clip.path, (True, False), corpus, mel, 86.)))
+    assert 'script' not in [tag for tag, _ in page.tags] and page.text.count(NASTY) == 2
+    assert 'sentence right, voice wrong' in page.text and [tag for tag, _ in page.tags][0] == 'h3'
+    assert [tag for tag, _ in page.tags].count('audio') == 3
+
+
+# --- the parts of a demo, and how they are put together ------------------------------------------------------------
+
+TINY = XTTSConfig.tiny()
+
+@pytest.fixture
+def stages():
+    "Stages that note what they tell, and the notes."
+    notes = []
+    return demo.Stages(lambda *what: notes.append(what),
+                       SimpleNamespace(mark=lambda name: notes.append(('mark', name)))), notes
+
+def test_a_stage_is_told_and_marked(stages):
+    told, notes = stages
+    progress = told.begin('speak')
+    progress(1, 3); progress(2, 3, 'a note')
+    assert notes == [('mark', 'speak'), ('speak', 0, 1, ''), ('speak', 1, 3, ''), ('speak', 2, 3, 'a note')]
+    assert told.name == 'speak'
+    silent = demo.Stages(None, told.sampler)
+    silent.begin('listen')(1, 3)
+    assert notes[4:] == [('mark', 'listen')]
+
+def test_pairs_are_spoken_into_files(behind, monkeypatch, tmp_path):
+    pairs, xtts, calls = choose_pairs(CLIPS, 1), SimpleNamespace(config=TINY), []
+    class Speaker:
+        def __init__(self, xtts, **speech): calls.append(speech)
+        def mels(self, *given): calls.append(given); return np.zeros((2, 3, 80), np.float32)
+    monkeypatch.setattr(demo, 'Speaker', Speaker)
+    behind('app.demo.griffin_lim', 'a wav')
+    saved = behind('app.demo.save_audio')
+    paths = demo.speak_pairs(xtts, pairs, Path('corpus'), tmp_path, 2.5)
+    assert paths == [tmp_path / f'{p.set}-{p.target.id}.wav' for p in pairs] == [call['path']
+        for call in saved]
+    assert calls == [{'temperature': 0., 'max_seconds': 2.5}, (
+        [p.target.text for p in pairs], [p.target.language for p in pairs],
+        [Path(f'corpus/wavs/{p.reference.id}.wav') for p in pairs])]
+
+def test_both_comparisons(behind, stages, tmp_path):
+    cache = SimpleNamespace(folder=tmp_path, config=TINY, tokenizer=SimpleNamespace(start=5))
+    loaded = behind('app.demo.load_dvae', SimpleNamespace(mel_stats=[1., 2.], encode='encode'))
+    behind('app.demo.comparison_plan', 'a plan')
+    behind('app.demo.CacheReader', lambda **call: lambda number: int(number))
+    checked, modes = behind('app.demo.check_equal'), behind('app.demo.step_modes', 'the modes')
+    data, step = behind('app.demo.data_before_after', ['data']), behind('app.demo.step_before_after', ['step'])
+    assert demo.measure(cache, stages[0], 7) == (['data'], ['step'])
+    assert loaded == [{'path': tmp_path / 'dvae.safetensors', 'config': TINY}]
+    assert [[*call.values()][0] for call in checked + data] == ['a plan'] * 2
+    assert [*checked[0].values()][2] == 'encode'
+    assert [*data[0].values()][2] == [*step[0].values()][2] == 7
+    assert [*step[0].values()][:2] == ['the modes', 0]
+    assert [*modes[0].values()] == [TINY, 5]
+    assert [note for note in stages[1] if note[0] != 'mark'] == [
+        ('measure the data', 0, 1, ''), ('measure the data', 1, 2, ''), ('measure the step', 0, 1, ''),
+        ('measure the step', 1, 2, '')]
+
+def test_a_dvae_and_a_cache(behind, stages, tmp_path):
+    behind('app.demo.read_corpus', (['rows'], [])); behind('app.demo.mel_sample', lambda clips, config: clips)
+    behind('app.demo.Cache', lambda folder: folder)
+    made = behind('app.demo.prepare', 'the report')
+    def train(mels, config, progress): progress(1, 3, {'mel_loss': 0.12345}); return f'a DVAE of {mels}', None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, 'train_dvae', train)
+        assert demo.encode('corpus', tmp_path, TINY, stages[0]) == (tmp_path / 'cache', 'the report')
+    assert made == [{'corpus': 'corpus', 'out': tmp_path / 'cache', 'config': TINY,
+                     'dvae': "a DVAE of ['rows']"}]
+    assert [note for note in stages[1] if note[0] != 'mark'] == [
+        ('train the DVAE', 0, 1, ''), ('train the DVAE', 1, 3, 'mel loss 0.123'),
+        ('encode the clips', 0, 1, ''), ('encode the clips', 1, 2, '')]
+
+class Trainer:
+    "Whose training is over at once."
+    xtts, run = SimpleNamespace(config=TINY), Path('run')
+    def fit(self, progress): progress(2, 4, {'loss': 1.234, 'clips_per_s': 56.7}); return {'loss_last': 1.2}
+    def as_trained(self): return nullcontext()
+
+def test_learning(behind, stages, tmp_path):
+    pairs = choose_pairs(CLIPS, 1)
+    began = behind('app.demo._fresh_run', Trainer())
+    spoke = behind('app.demo.speak_pairs', lambda folder, **call: [folder / 'a.wav'])
+    judged = behind('app.demo.judge', lambda spoken, **call: [spoken[0].parent.name])
+    cache = SimpleNamespace(config=TINY)
+    learned = demo.learn(cache, CLIPS, tmp_path / 'corpus', tmp_path, pairs, 2., stages[0])
+    assert began == [{'cache': cache, 'config': TINY, 'run': tmp_path / 'run',
+                      'held_out': [pairs[1].target.id]}]
+    assert (learned.train, learned.blank, learned.scores) == ({'loss_last': 1.2}, ['untrained'], ['spoken'])
+    assert [(c['folder'].name, c['max_seconds']) for c in spoke] == [('untrained', 2.6), ('spoken', 2.6)]
+    assert len(judged) == 2
+    assert (learned.untrained, learned.spoken) == ([tmp_path / 'untrained' / 'a.wav'],
+                                                   [tmp_path / 'spoken' / 'a.wav'])
+    assert [note for note in stages[1] if note[0] != 'mark'] == [
+        ('speak untrained', 0, 1, ''), ('train the GPT', 0, 1, ''),
+        ('train the GPT', 2, 4, 'loss 1.23, 57 clips/s'), ('speak', 0, 1, ''),
+        ('judge', 0, 1, ''), ('judge', 1, 1, '')]
+
+REPORT = {'clips': 9, 'seconds': 12.5, 'speakers': {'a': 5, 'b': 4}, 'languages': {'en': 9},
+          'dropped': ['x', 'y', 'z'], 'longest': 2.}
+
+@pytest.fixture
+def learned(behind, monkeypatch, tmp_path):
+    "A demo whose parts are replaced; what each was asked."
+    result = demo.Learned(Trainer(), {'loss_last': 1.2}, [tmp_path / 'u.wav'],
+                          [tmp_path / f'{name}.wav' for name in 'abc'],
+                          [(False, True)] * 4, [(True, False)] * 4)
+    asked = {name: behind(f'demo.{name}', value) for name, value in {
+        'make_corpus': CLIPS, 'encode': ('the cache', REPORT), 'measure': ([{'name': 'd'}], [{'name': 's'}]),
+        'learn': result,
+        'write_pairs': None, 'demo_report': None}.items()}
+    monkeypatch.setattr(demo, 'best_probe', lambda say: say('a line') or (lambda: demo.Sampler))
+    marks = SimpleNamespace(mark=lambda name: None)
+    monkeypatch.setattr(demo, 'Sampler', lambda probe, say: nullcontext(marks))
+    return asked
+
+def test_a_whole_demo(learned, monkeypatch, tmp_path):
+    clock, said = iter([100., 163.46]), []
+    monkeypatch.setattr(demo, 'time', SimpleNamespace(perf_counter=lambda: next(clock)))
+    result = demo.run_demo(tmp_path, sentences=3, pairs=2, rounds=7, seed=5, say=said.append)
+    assert result == {
+        'corpus': {'folder': str(tmp_path / 'corpus'), 'clips': 9, 'seconds': 12.5, 'voices': 2,
+                   'languages': 1, 'dropped': 3},
+        'data_before_after': [{'name': 'd'}], 'step_before_after': [{'name': 's'}],
+        'train': {'loss_last': 1.2},
+        'spoken': spoken_counts(choose_pairs(CLIPS, 2, 5), [(True, False)] * 4, [(False, True)] * 4),
+        'wav': str(tmp_path / 'c.wav'), 'report': str(tmp_path / 'report.html'),
+        'seconds': 63.5} and said == ['a line']
+    config = TINY.replace(data={'seed': 5}, training={'seed': 5})
+    assert [*learned['make_corpus'][0].values()] == [tmp_path / 'corpus', 3]
+    assert learned['measure'][0]['rounds'] == 7
+    assert learned['encode'][0]['config'] == config and learned['encode'][0]['out'] == tmp_path
+    chosen, call = choose_pairs(CLIPS, 2, 5), learned['learn'][0]
+    assert (call['cache'], call['clips'], call['corpus'], call['pairs'], call['longest']) == (
+        'the cache', CLIPS, tmp_path / 'corpus', chosen, 2.)
+    assert [(c['path'].name, c['pairs'], [p.name for p in c['spoken']]) for c in learned['write_pairs']] == [
+        ('pairs.csv', chosen, ['a.wav', 'b.wav', 'c.wav']), ('untrained.csv', chosen, ['u.wav'])]
+    assert learned['demo_report'][0]['result'] is result
+    assert learned['demo_report'][0]['scores'] == [(True, False)] * 4
+
+def test_the_scores_of_a_seed(learned, tmp_path):
+    told, config = [], TINY.replace(training={'seed': 3})
+    scores = demo._one_seed(CLIPS, tmp_path / 'corpus', tmp_path, config, 2, 3,
+                            lambda *what: told.append(what))
+    assert scores == {'seed': 3, 'loss': 1.2} | spoken_counts(choose_pairs(CLIPS, 2, 3), [(True, False)] * 4,
+        [(False, True)] * 4)
+    assert learned['encode'][0]['config'] == config and learned['learn'][0]['longest'] == 2.
+    learned['encode'][0]['stages'].begin('encode')
+    assert told == [('3: encode', 0, 1, '')]
+    demo._one_seed(CLIPS, tmp_path, tmp_path, config, 2, 3, None)
+    learned['encode'][1]['stages'].begin('encode')
+    assert len(told) == 1
+
+def test_the_report_shows_every_third_new_pair(behind, monkeypatch, tmp_path):
+    pairs = choose_pairs(CLIPS, 7)
+    spoken, scores = [Path(f'{i}.wav') for i in range(14)], [(i % 2 == 0, True) for i in range(14)]
+    behind('app.demo._curves', ['THE CURVES']); written = behind('app.demo.write_report')
+    shown = behind('app.demo._speech', lambda pair, **call: [f'PAIR {pair.target.id}'])
+    counts = {'nearest_hits': 15, 'nearest_total': 16, 'heldout_sentence_hits': 12, 'heldout_voice_hits': 11,
+              'heldout_total': 14,
+              'untrained_heldout_sentence_hits': 2}
+    result = {'spoken': counts, 'corpus': {'clips': 9}, 'seconds': 90.,
+              'data_before_after': [{'ratio': 1.}, {'ratio': 1234.5}],
+              'step_before_after': [{'ratio': 1.}, {'ratio': 5.6}]}
+    demo.demo_report(tmp_path, result, pairs, spoken, scores, Trainer(), 'the sampler')
+    assert [(c['pair'], c['spoken'], c['score'], c['corpus']) for c in shown] == [
+        (pairs[i], spoken[i], scores[i], tmp_path / 'corpus') for i in (7, 10, 13)]
+    facts, curves, lead, *rest = written[0]['pieces']
+    assert curves == 'THE CURVES' and rest == [f'PAIR {pairs[i].target.id}' for i in (7, 10, 13)]
+    assert 'An untrained model says 2 of 14 sentences right.' in lead
+    assert written[0]['path'] == tmp_path / 'report.html'
+    for words in ('<b>9</b>', '<b>1.5</b>', '<b>1,234 ×</b>', '<b>5.6 ×</b>', '<b>15 of 16</b>',
+                  '<b>12 of 14</b>', '<b>11 of 14</b>'):
+        assert words in facts, words
+    assert shown[0]['frames_per_second'] == TINY.model.audio.frames_per_second
+
+def test_the_curves_of_the_report(behind, tmp_path):
+    (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(
+        {'step': step, 'code_loss': 1. / step, 'text_loss': 2. / step}) + '\n' for step in (2, 4)))
+    behind('app.demo.picture', lambda fig, label: label)
+    bars, losses, samples = behind('app.demo.plot_before_after'), behind('app.demo.plot_losses'), behind('app.demo.plot_samples')
+    trainer = SimpleNamespace(run=tmp_path, plan=SimpleNamespace(data=SimpleNamespace(batch_size=8)))
+    result = {'data_before_after': ['d'], 'step_before_after': ['s'], 'train': {'steps': 4}}
+    text = demo._curves(result, trainer, SimpleNamespace(samples=[], marks=['mark']))
+    assert [call['rows'] for call in bars] == [['d'], ['s']] and samples[0]['marks'] == ['mark']
+    assert [*losses[0].values()][:2] == [[2, 4], {'audio codes': [0.5, 0.25], 'text': [1., 0.5]}]
+    assert text[1:3] == ['speed of three pipelines', 'speed of three ways to run a step']
+    assert '4 updates of 8 clips.' in text[3]
+    assert 'no device could be read' in text[5]
+    assert [text[4], text[6]] == ['loss over updates', 'utilisation over time']
+
+
+# --- the whole -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    "`xtts-nb demo --json` as a user runs it: its folder and its result."
+    home = tmp_path_factory.mktemp('demo')
+    done = xtts_nb('demo', '--json', cwd=home, timeout=3600)
+    assert done.code == 0, done.err
+    return home, done
+
+def rescore(home, rows) -> list[tuple[bool, bool]]:
+    "Sentence and voice right, by the files alone: NumPy's mels, and the corpus as its rows describe it."
+    known = [line.split('|') for line in (home / 'runs/demo/corpus/metadata.csv').read_text(encoding='utf-8').splitlines()]
+    mel = lambda path: log_mel_numpy(load_audio(path), 1024)
+    mels = {c[0]: mel(home / 'runs/demo/corpus/wavs' / f'{c[0]}.wav') for c in known}
+    result = []
+    for row in rows:
+        rivals = [c for c in known if c[4] == row['language']]
+        result.append(hits(mel(home / 'runs/demo' / row['synthesised']), [mels[c[0]] for c in rivals],
+                           [(c[1], c[3]) for c in rivals], (row['text'], row['voice'])))
+    return result
+
+@pytest.mark.slow
+def test_it_has_really_learned(whole):
+    spoken = whole[1].json['spoken']
+    assert spoken['nearest_hits'] == spoken['nearest_total'] == 16
+    assert spoken['heldout_total'] == 16 and spoken['heldout_sentence_hits'] >= 12 and spoken['heldout_voice_hits'] >= 12
+    assert spoken['untrained_hits'] < spoken['nearest_hits']
+    assert spoken['untrained_heldout_sentence_hits'] < spoken['heldout_sentence_hits']
+    assert spoken['untrained_heldout_voice_hits'] < spoken['heldout_voice_hits']
+
+@pytest.mark.slow
+def test_the_result_has_what_was_promised(whole):
+    home, done = whole
+    result = done.json
+    assert {'corpus', 'data_before_after', 'step_before_after', 'train', 'spoken', 'wav', 'report', 'seconds'} <= result.keys()
+    for name, unit, arms in (('data_before_after', 'clips_per_s', ['numpy_function', 'native', 'cache']),
+                             ('step_before_after', 'step_ms', ['eager', 'graph', 'xla'])):
+        assert [r['name'] for r in result[name]] == arms and all(r[unit] > 0 for r in result[name])
+        first = result[name][0][unit]
+        ratios = [r[unit] / first if unit == 'clips_per_s' else first / r[unit] for r in result[name]]
+        assert [r['ratio'] for r in result[name]] == pytest.approx(ratios, rel=0.02) and ratios[0] == 1
+    assert [r['traces'] for r in result['step_before_after']] == [0, 1, 1]
+    train = result['train']
+    assert train['steps'] == 1000 and train['loss_last'] < train['loss_first'] and train['traces'] == 3
+    corpus = result['corpus']
+    assert corpus['clips'] >= 64 and corpus['voices'] >= 4 and corpus['languages'] == 3 and corpus['dropped'] == 0
+    assert (home / result['wav']).is_file() and (home / result['report']).is_file() and result['seconds'] > 0
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name, hit', [('pairs', ('nearest_hits', 'heldout_sentence_hits', 'heldout_voice_hits')),
+                                       ('untrained', ('untrained_hits', 'untrained_heldout_sentence_hits',
+                                                      'untrained_heldout_voice_hits'))])
+def test_anyone_can_score_them_again(whole, name, hit):
+    home, done = whole
+    rows = read_pairs(home / 'runs/demo' / f'{name}.csv')
+    assert list(rows[0]) == COLUMNS and Counter(r['set'] for r in rows) == {'train': 16, 'heldout': 16}
+    for row in rows: assert all((home / 'runs/demo' / row[key]).is_file() for key in ('reference', 'synthesised', 'target'))
+    scores = rescore(home, rows)
+    train, held = ([s for s, r in zip(scores, rows) if r['set'] == which] for which in ('train', 'heldout'))
+    found = sum(s for s, _ in train), sum(s for s, _ in held), sum(v for _, v in held)
+    assert found == tuple(done.json['spoken'][key] for key in hit)
+
+@pytest.mark.slow
+def test_held_out_clips_were_kept_out(whole):
+    home, _ = whole
+    rows = read_pairs(home / 'runs/demo/pairs.csv')
+    held = {Path(r['target']).stem for r in rows if r['set'] == 'heldout'}
+    assert set(json.loads((home / 'runs/demo/run/run.json').read_text())['held_out']) == held and len(held) == 16
+    assert not held & {Path(r['reference']).stem for r in rows}
+    cache = Cache(home / 'runs/demo/cache')
+    assert {c['id'] for c in cache.clips} >= held and np.isfinite(cache.mel.astype(np.float32)).all()
+
+@pytest.mark.slow
+def test_the_report_stands_alone(whole):
+    from test_report import Page
+    home, done = whole
+    text = (home / done.json['report']).read_text(encoding='utf-8')
+    page = Page(text)
+    count = Counter(tag for tag, _ in page.tags)
+    assert page.open == [] and count['audio'] >= 3 and count['img'] >= 5
+    assert all(a['src'].startswith('data:') for _, a in page.tags if 'src' in a) and len(text) < 20e6
+    assert f'{done.json["spoken"]["nearest_hits"]} of 16' in page.text and 'Utilisation' in page.text
+
+@pytest.mark.slow
+def test_a_demo_leaves_what_it_says_and_no_more(whole):
+    home, _ = whole
+    assert {p.name for p in home.iterdir()} == {'runs'}
+    assert {p.name for p in (home / 'runs/demo').iterdir()} == {
+        'corpus', 'cache', 'run', 'spoken', 'untrained', 'pairs.csv', 'untrained.csv', 'report.html'}
+    assert digest(home / 'runs/demo/corpus') == json.loads((home / 'runs/demo/corpus/corpus.json').read_text())['digest']
+
+@pytest.mark.slow
+def test_a_demo_can_be_spoken_with(whole, tmp_path):
+    home, _ = whole
+    row = next(r for r in read_pairs(home / 'runs/demo/pairs.csv') if r['set'] == 'heldout')
+    done = xtts_nb('say', row['text'], '--language', row['language'], '--run', home / 'runs/demo/run', '--voice',
+                   home / 'runs/demo' / row['reference'], '--out', tmp_path / 'say.wav', '--json')
+    assert done.code == 0 and 0.5 < done.json['seconds'] < 8, done.err
+
+@pytest.mark.slow
+def test_a_second_demo_in_the_same_place(whole, tmp_path):
+    "Short: what stood there is made anew, and the corpus is found done."
+    home, _ = whole
+    shutil.copytree(home / 'runs', tmp_path / 'runs')
+    done = xtts_nb('demo', '--steps', '20', '--json', cwd=tmp_path, timeout=1800)
+    assert done.code == 0 and done.json['train']['steps'] == 20, done.err

@@ -1,0 +1,233 @@
+"What is changed for a finding, tried, kept and proved; and the commands that watch and diagnose, as processes of their own."
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import tensorflow as tf
+import yaml
+
+from process import tree, xtts_nb
+from xtts_nb.app import quick_fix
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.app.quick_fix import apply_settings, cache_for, change_for, changed_keys, prerequisites, seconds_per_clip
+
+TINY = XTTSConfig.tiny()
+
+TOY = {'model': {'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32, 'resnet_blocks': 1},
+                 'gpt': {'layers': 1, 'width': 64, 'heads': 2, 'text_tokens': 48, 'max_text_tokens': 40, 'max_audio_codes': 64,
+                         'prompt_latents': 4, 'conditioning_layers': 1, 'perceiver_layers': 1, 'perceiver_heads': 2,
+                         'perceiver_head_dim': 16}},
+       'data': {'batch_size': 4, 'reference_frames': 32, 'max_text_tokens': 40, 'buckets': 1},
+       'training': {'enable_graph_mode': False}}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    (tmp_path / 'toy.yaml').write_text(yaml.safe_dump(TOY))
+    return tmp_path / 'toy.yaml'
+
+
+def test_the_monitor_names_its_log(tmp_path):
+    done = xtts_nb('monitor', '--log', '--duration', '0.2', '--interval', '0.05', '--json', cwd=tmp_path)
+    (log,) = tmp_path.iterdir()
+    assert done.code == 0 and done.json['log_file'] == log.name and log.name.startswith('monitor-') and log.suffix == '.jsonl'
+    assert len(log.read_text().splitlines()) == done.json['samples'] >= 2
+
+
+@pytest.mark.parametrize('command', ['diagnose', 'quick-fix'])
+def test_settings_that_are_not_there(command, tmp_path):
+    done = xtts_nb(command, '--config', 'none.yaml', cwd=tmp_path)
+    assert done.code == 2 and 'none.yaml' in done.said[-1] and 'Traceback' not in done.err and not tree(tmp_path)
+
+
+# --- what a training needs -----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    "A machine that has what it takes, to be changed."
+    (tmp_path / 'settings.ini').write_text('[workspace]\nruns = not/yet\n')
+    monkeypatch.chdir(tmp_path)
+    here = SimpleNamespace(memory=4 * 2**30, disk=3 * 2**30, gpus=[], looked=[])
+    usage = lambda path: here.looked.append(path) or SimpleNamespace(free=here.disk)
+    monkeypatch.setattr(quick_fix.psutil, 'virtual_memory', lambda: SimpleNamespace(available=here.memory))
+    monkeypatch.setattr(quick_fix.shutil, 'disk_usage', usage)
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [SimpleNamespace(name=name)
+        for name in here.gpus])
+    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: {'device_name': 'H200'}
+                        if gpu.name == 'a' else {})
+    monkeypatch.setattr(quick_fix, 'sys', SimpleNamespace(version_info=(3, 11), version='3.11.0 (main)'))
+    monkeypatch.setattr(quick_fix, 'cpu_name', lambda: 'a chip')
+    here.needs = lambda **given: {need.name: (need.ok, need.found) for need in prerequisites(**given)}
+    return here
+
+def test_what_a_training_needs(machine, tmp_path, prepared, monkeypatch):
+    enough = {'Python': (True, '3.11.0'), 'TensorFlow': (True, tf.__version__),
+              'device': (True, 'no GPU, so a chip'),
+              'memory': (True, '4.0 GiB available'), 'disk': (True, '3.0 GiB free for runs')}
+    assert machine.needs() == enough and machine.looked == [tmp_path]   # the next folder that there is
+    (tmp_path / 'f.yaml').write_text('data: {batch_size: 3, buckets: 2}\n')
+    assert machine.needs(config='f.yaml', data=prepared.folder) == enough | {
+        'settings': (True, 'f.yaml, 2 keys changed'), 'cache': (True, f'{prepared.folder}, 14 clips')}
+    machine.gpus = ['a', 'b']
+    monkeypatch.setattr(quick_fix.sys, 'version_info', (3, 10))
+    monkeypatch.setattr(tf, '__version__', '2.22.0')
+    bad = prerequisites(config='none.yaml', data='nowhere')
+    assert [(need.name, need.ok) for need in bad if not need.ok] == [(name, False) for name in (
+        'Python', 'TensorFlow', 'settings', 'cache')] and bad[2].line() == 'ok   device: H200, b'
+    assert 'none.yaml' in bad[-2].found and bad[-1].line().startswith('FAIL cache: nowhere')
+
+@pytest.mark.parametrize('bytes_, ok', [(2**31, False), (2**31 + 1, True)])
+def test_a_run_needs_more_than_two_gib_of_memory_and_of_disk(machine, bytes_, ok):
+    machine.memory = machine.disk = bytes_
+    assert (machine.needs()['memory'][0], machine.needs()['disk'][0]) == (ok, ok)
+    assert machine.needs(needed=2**31 - 1)['disk'][0]
+
+def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):
+    (tmp_path / 'settings.ini').write_text('[workspace]\n')
+    monkeypatch.chdir(tmp_path)
+    opened, made, said = behind('app.quick_fix.Cache', lambda folder: folder), behind('app.quick_fix.made_up_cache',
+        nullcontext('made up')), []
+    look = lambda *given, **named: cache_for(*given, **named, say=said.append).__enter__()
+    assert look('c', TINY) == 'c' and not said
+    assert look(None, None) == look(None, small := TINY.replace(data={'buckets': 2}), clips=3) == 'made up'
+    assert made == [{'config': TINY, 'clips': 16}, {'config': small, 'clips': 3}] and len(said) == 2
+    assert '--data' in said[0]
+    (tmp_path / 'cache').mkdir(); (tmp_path / 'cache' / 'manifest.json').touch()
+    assert look(None, None) == tmp_path / 'cache' and look('c', None) == 'c' and len(said) == len(made) == 2
+    assert len(opened) == 3
+
+def test_made_up_voices(behind):
+    "Sixteen clips of each, and an encoder that has learned nothing; gone afterwards."
+    spoken, made = behind('app.quick_fix.synthetic_corpus', 'the corpus'), behind('app.quick_fix.prepare')
+    behind('app.quick_fix.Cache', lambda folder: folder); behind('app.quick_fix.DVAE', 'the DVAE')
+    with quick_fix.made_up_cache(TINY) as folder: assert folder.name == 'cache' and folder.parent.is_dir()
+    assert not folder.parent.exists()
+    assert [c for call in spoken for c in call.values()] == [folder.parent / 'corpus', 16]
+    assert made == [{'corpus': 'the corpus', 'out': folder, 'config': TINY, 'dvae': 'the DVAE'}]
+
+
+# --- what is changed for a finding ---------------------------------------------------------------------------------
+
+SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_size': 4,
+                          'prefetch_to_gpu': False},
+                    training={'enable_xla_compilation': False, 'enable_graph_mode': False,
+                              'enable_eager_debug': True})
+CHANGES = [   # a finding, what the settings are, what becomes of them; six cores, and a cycle of `c` batches
+    ('no prefetch', {}, {'data.prefetch_buffer_size': 4}), ('no prefetch',
+                                                            {'data': {'prefetch_buffer_size': 9}}, None),
+    ('oscillation c=3', {}, {'data.prefetch_buffer_size': 6}),
+    ('oscillation c=1', {}, {'data.prefetch_buffer_size': 4}),
+    ('single-threaded map', {}, {'data.num_workers': 6}), ('oversubscription', {'data': {'num_workers': 99}},
+                                                           {'data.num_workers': 6}),
+    ('oversubscription', {'data': {'num_workers': 6}}, None), ('input-bound', {}, {'data.num_workers': 6}),
+    ('input-bound', {'data': {'num_workers': 5}}, {'data.num_workers': 10}),
+    ('copy-bound', {}, {'data.prefetch_to_gpu': True}),
+    ('variable shapes', {}, {'data.pad_to_fixed_length': True}), ('tiny batch', {}, {'data.batch_size': 16}),
+    ('float32 on tensor cores', {}, {'training.precision': 'bfloat16'}),
+    ('no XLA', {}, {'training.enable_xla_compilation': True}),
+    ('step not compiled', {}, {'training.enable_graph_mode': True, 'training.enable_eager_debug': False}),
+    ('something else', {}, None)]
+
+@pytest.mark.parametrize('name, given, changed', CHANGES)
+def test_the_change_for_a_finding(monkeypatch, name, given, changed):
+    from xtts_nb.app.recipes import flat
+    monkeypatch.setattr(quick_fix, 'cores', lambda: 6)
+    disease, _, cycle = name.partition(' c=')
+    verdict = SimpleNamespace(measured=SimpleNamespace(cycle=int(cycle or 1)))
+    found = change_for(SimpleNamespace(disease=disease), verdict, SLOW.replace(**given))
+    assert (found and flat(found)) == changed
+
+def test_the_keys_that_differ():
+    after = TINY.replace(data={'batch_size': 99}, model={'gpt': {'layers': 3}})
+    assert changed_keys(TINY, after) == [f'model.gpt.layers: {TINY.model.gpt.layers} -> 3',
+                                         f'data.batch_size: {TINY.data.batch_size} -> 99']
+    assert changed_keys(after, after) == []
+
+def test_the_time_of_a_clip(behind):
+    behind('app.quick_fix.training', lambda cache, config: (cache, config))
+    timed = behind('app.quick_fix.compare_loops', {'it': 0.25})
+    assert seconds_per_clip('a cache', TINY, 9, 3.) == 0.25
+    assert [*timed[0].values()] == [{'it': ('a cache', TINY)}, 9, 3.]
+
+
+# --- trying, writing, proving --------------------------------------------------------------------------------------
+
+class Verdict(list):
+    "Findings, as a diagnosis holds them."
+    def lines(self): return ['THE VERDICT']
+    def to_dict(self): return {'findings': len(self)}
+
+def finding(name): return SimpleNamespace(disease=name, remedy=f'remedy of {name}', predicted_gain=2.)
+
+TRIED = {'helps': {'data': {'batch_size': 7, 'buckets': 3}}, 'hardly': {'data': {'reference_frames': 48}},
+         'by hand': None,
+         'too much': {'training': {'precision': 'bfloat16'}}, 'no key': {'training': {'ema': 0.5}},
+         'again': {'data': {'num_workers': 3}}}
+
+def test_remedies_are_kept_where_they_bring_more_than_a_twentieth(behind, monkeypatch):
+    said, timed = [], []
+    def seconds(cache, config, batches, seconds):
+        timed.append((cache, batches, seconds))
+        if config.training.precision == 'bfloat16': raise tf.errors.ResourceExhaustedError(None, None,
+            'no memory\nmore')
+        if config.training.ema: raise UserError('cannot be\nmore')
+        base = 1.05 if config.data.batch_size == 7 else 2.1
+        return base / 1.06 if config.data.num_workers == 3 else 1. if config.data.reference_frames == 48 else base
+    monkeypatch.setattr(quick_fix, 'seconds_per_clip', seconds)
+    behind('app.quick_fix.change_for', lambda finding, verdict, config: TRIED[finding.disease])
+    config, trials = apply_settings('a cache', TINY, Verdict(map(finding, TRIED)), 9, 3., said.append)
+    assert config == TINY.replace(data={'batch_size': 7, 'buckets': 3, 'num_workers': 3})
+    assert [(t.disease, t.measured_gain and round(t.measured_gain, 4), t.kept) for t in trials] == [
+        ('helps', 2., True), ('hardly', 1.05, False), ('by hand', None, False), ('too much', None, False),
+        ('no key', None, False),
+        ('again', 1.06, True)]
+    assert [t.remedy for t in trials[:3]] == ['data.batch_size = 7, data.buckets = 3',
+                                              'data.reference_frames = 48', 'remedy of by hand']
+    assert all(t.predicted_gain == 2. for t in trials)
+    assert timed == [('a cache', 9, 3.)] * 6   # the first as it was, once
+    assert [line for line in said if 'predicted' not in line] == ['too much: no memory', 'no key: cannot be']
+    assert len(said) == 8
+
+@pytest.mark.parametrize('change', [{}, {'data': {'batch_size': 7}}])
+def test_faster_settings_are_written_and_proved(behind, monkeypatch, tmp_path, change):
+    cache, out, faster, said = SimpleNamespace(folder='/c'), tmp_path / 'o.yaml', TINY.replace(**change), []
+    behind('app.quick_fix.training', ('data', 'step'))
+    looked, timed = behind('app.quick_fix.diagnose', Verdict()), behind('app.quick_fix.seconds_per_clip',
+        lambda config, **call: 3. if config == TINY else 2.3)
+    tried = behind('app.quick_fix.apply_settings', (faster, [SimpleNamespace(disease='x')]))
+    result = quick_fix.quick_fix(cache, TINY, out, 9, 16., said.append)
+    changes = [f'data.batch_size: {TINY.data.batch_size} -> 7'] * bool(change)
+    end = {'verified_gain': 1.3, 'config': str(out),
+           'train': f'xtts-nb train --data /c --config {out}'} if change else {
+        'verified_gain': None, 'config': None, 'train': 'xtts-nb train --data /c'}
+    assert result == {'diagnosis': {'findings': 0}, 'trials': [{'disease': 'x'}], 'changes': changes} | end
+    assert out.exists() == bool(change) and said == ['THE VERDICT']
+    assert looked == [{'dataset': 'data', 'step': 'step', 'batches': 9, 'seconds': 16.}]
+    assert [(c['batches'], c['seconds']) for c in tried + timed] == [(9, 2.)] * (3 if change else 1)
+    if not change: return
+    assert XTTSConfig.load(out) == faster
+    with pytest.raises(UserError, match='already exists; choose another name'): quick_fix.quick_fix(cache,
+        TINY, out)
+
+
+# --- the commands --------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+def test_diagnose_without_a_cache(settings, tmp_path):
+    done = xtts_nb('diagnose', '--config', settings, '--num-batches', '8', '--seconds', '24', '--batch-size', '2', '--json',
+                   cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.json['measured']['rows'] == 2 and {f['disease'] for f in done.json['findings']} >= {'step not compiled'}
+
+
+@pytest.mark.slow
+def test_quick_fix_writes_settings_that_are_faster_and_load(settings, tmp_path):
+    done = xtts_nb('quick-fix', '--config', settings, '--num-batches', '8', '--seconds', '24', '--json', cwd=tmp_path)
+    assert done.code == 0, done.err
+    result = done.json
+    assert 'training.enable_graph_mode: False -> True' in result['changes'] and result['verified_gain'] > 1
+    assert yaml.safe_load((tmp_path / 'fixed.yaml').read_text())['training']['enable_graph_mode'] is True
+    assert result['train'].endswith('--config fixed.yaml') and json.loads(done.out)
+    again = xtts_nb('quick-fix', '--config', settings, '--num-batches', '8', '--seconds', '24', cwd=tmp_path)
+    assert again.code == 2 and 'already exists' in again.said[-1]

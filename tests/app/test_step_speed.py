@@ -1,0 +1,233 @@
+"Steps beside those of other libraries: a real process and a real step; only the other library's own code is replaced."
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.app import step_speed as page
+from xtts_nb.train import trainer as trainer_page
+from xtts_nb.config import UserError
+from xtts_nb.models.gpt import GPT
+from xtts_nb.train.step import Update, random_batch
+from xtts_nb.app.step_speed import (ARMS, PLAIN_ARMS, TORCH_ARMS, gpt2_speed, loop_seconds, matmul_ceiling, plain_gpt2,
+                                step_speed)
+
+
+def slow_steps(threads, layers, width, heads, vocabulary, batch, tokens, mode):
+    "In place of the steps of PyTorch: 30 ms each, the loss 7 or 0; another size than was asked for is an error."
+    import time
+    if (layers, width, batch, tokens) != (1, 64, 4, 8) or threads < 0: raise ValueError(f'{layers} {width} {batch} {tokens}')
+    while True: time.sleep(0.03); yield 7. * (mode == 'torch')
+
+
+def wrong_steps(mode, **sizes):
+    raise ValueError('no such mode ' + mode)
+    yield
+
+
+@pytest.fixture
+def one_arm(small, monkeypatch):
+    "Settings of one block, and one mode of ours; `one_arm` compares it with the steps in another process."
+    monkeypatch.setattr(page, 'PLAIN_ARMS', {'graph': PLAIN_ARMS['graph']})
+    config = small.replace(model={'gpt': {'layers': 1}})
+    def compare(steps, rounds=3):
+        monkeypatch.setattr(page, '_torch_steps', steps)
+        return gpt2_speed(config, 8, rounds=rounds, torch_python=steps and sys.executable)
+    return compare
+
+
+def test_a_peer_s_answer_is_one_step_whatever_its_loss(one_arm):
+    rows = {row['name']: row for row in one_arm(slow_steps)}
+    assert set(rows) == {'graph', *TORCH_ARMS}
+    for name in TORCH_ARMS: assert rows[name]['step_ms'] >= 30, 'a loss of 7 is not taken for 7 steps'
+    assert rows['graph']['step_ms'] > 0 and all(row['spread'] >= 0 for row in rows.values())
+    assert [row['name'] for row in one_arm(None, 1)] == ['graph']
+
+
+def test_a_peer_that_fails_is_named(one_arm):
+    with pytest.raises(UserError, match=r'transformers failed \(ValueError: no such mode torch'): one_arm(wrong_steps)
+
+
+@pytest.mark.parametrize('answer', [{'positions': 62, 'dropout': 0.}, {'positions': 59, 'dropout': 0.1}])
+def test_other_work_is_not_compared(answer):
+    page.check_same_work({'loss': 1., 'positions': 59, 'dropout': 0.}, 59)
+    with pytest.raises(UserError, match=f'coqui-tts computed {answer["positions"]} positions with dropout {answer["dropout"]}'):
+        page.check_same_work({'loss': 1.} | answer, 59)
+
+
+# --- our side --------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def clock(monkeypatch):
+    "A clock that is set by hand; what a thread would fetch is there at once."
+    clock = SimpleNamespace(now=100.)
+    clock.perf_counter = lambda: clock.now
+    at_once = SimpleNamespace(submit=lambda f: SimpleNamespace(result=lambda found=f(): found))
+    monkeypatch.setattr(trainer_page, 'time', clock)
+    monkeypatch.setattr(trainer_page, 'ThreadPoolExecutor', lambda *_: at_once)
+    monkeypatch.setattr(page, 'time', clock)
+    return clock
+
+@pytest.mark.parametrize('cards, n', [([], 1024), (['GPU:0'], 8192)])
+def test_the_ceiling_is_the_best_product_but_for_the_first(clock, monkeypatch, cards, n):
+    took, drawn = iter([1., 2., 4., 0.5]), []
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: cards)
+    monkeypatch.setattr(tf.random, 'normal', lambda shape: drawn.append(shape) or tf.ones((2, 2)))
+    monkeypatch.setattr(tf, 'function',
+                        lambda f: lambda: setattr(clock, 'now', clock.now + next(took)) or f())
+    assert matmul_ceiling('float32', rounds=2) == n**3 and drawn == [(n, n)]   # 2 n^3 in 2 s
+
+class Timed:
+    "A step around an update that takes so many seconds of a clock, by how many there were before."
+    def __init__(self, update, clock, seconds):
+        self.step, self.clock, self.seconds, self.numbers = update, clock, seconds, []
+    def __call__(self, batch, number):
+        self.clock.now += self.seconds(len(self.numbers))
+        self.numbers.append(number)   # fetched later: syncs are counted
+        return {'loss': tf.constant(1.)}
+
+@pytest.fixture(scope='module')
+def quick(small): return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}})
+
+@pytest.mark.parametrize('steps, warm', [(1, 4), (3, 6), (4, 4), (5, 5)])
+def test_the_loop_is_timed_behind_the_first_steps(quick, clock, steps, warm):
+    step = Timed(Update(GPT(quick, 5), quick.training), clock, lambda n: 0.25 if n < warm + steps else 0.5)
+    seconds, syncs = loop_seconds(step, random_batch(quick, 6, 8), quick, steps)
+    assert seconds == pytest.approx(0.5) and syncs == 1
+    assert [int(n) for n in step.numbers] == [*range(warm + 2 * steps)]
+
+FLOPS, CEILINGS = 1e6, {'float32': 1e8, 'bfloat16': 3e8}
+
+@pytest.fixture
+def compared(quick, monkeypatch):
+    "Rows of `step_speed` with all modes of ours, each step as given: its loss, and seconds in the loop."
+    def of(losses, looped, peer=None, step_ms=150.):
+        step = lambda loss: lambda batch, number: {'loss': tf.constant(loss)}
+        steps = {name: step(loss) for name, loss in losses.items()}
+        def compare(arms, unit, rounds, progress=None):
+            assert unit == 'step_ms' and all(arm() is True for arm in arms.values())
+            return SimpleNamespace(rows=lambda: [{'name': name, 'step_ms': step_ms} for name in arms])
+        fakes = {'step_modes': lambda config, start, modes: steps, 'compare': compare,
+                 'matmul_ceiling': CEILINGS.get,
+                 'step_flops': lambda config, rows, text, codes: FLOPS * (rows == 4) * text * codes,
+                 'loop_seconds': lambda step, *_: (looped, 2), 'trace_count': lambda step: 9,
+                 'coqui_step': lambda python, config, text, codes: nullcontext(peer)}
+        for name, fake in fakes.items(): monkeypatch.setattr(page, name, fake)
+        return {row.pop('name'): row for row in step_speed(quick, 6, 8, coqui_python=peer and 'python')}
+    return of
+
+LOSSES = {name: 1.01 if 'bf16' in name else 1. for name in ARMS}
+
+def test_rows_of_the_comparison(compared):
+    "4 clips in 0.15 s; 48 MFLOP; 4 latents, 6 text tokens and 8 codes, with START and STOP of both."
+    row = {'step_ms': 150., 'clips_per_s': 26.667, 'au': 0.882, 'mfu': 3.2, 'positions': 22, 'dropout': 0.,
+           'traces': 9, 'syncs': 2}
+    half, apart = row | {'mfu': 1.067}, dict.fromkeys(('au', 'traces', 'syncs'))
+    rows = compared(LOSSES, 0.17, lambda: {'loss': 0., 'positions': 22, 'dropout': 0.})
+    assert rows == {name: half if 'bf16' in name else row for name in ARMS} | {'coqui': row | apart}
+    assert compared(LOSSES, 0.17) == {name: rows[name] for name in ARMS}
+    assert compared(LOSSES, 0.1)['xla']['au'] == 1   # never more
+    other = lambda: {'positions': 21, 'dropout': 0.}
+    with pytest.raises(UserError, match='we compute 22 without'): compared(LOSSES, 0.17, other)
+
+def test_only_half_precision_may_differ_and_not_by_much(compared):
+    for name, loss in (('graph', 1.01), ('xla', 0.99), ('xla_bf16', 1.03), ('graph_bf16', 0.97)):
+        wrong = LOSSES | {name: loss}
+        pytest.raises(AssertionError, compared, wrong, 1.).match(f'{name} computes other losses than eager')
+
+def test_coqui_is_asked_for_the_same_sizes(quick, monkeypatch):
+    "It adds START and STOP itself, and three more codes at the end."
+    monkeypatch.setattr(page, 'step_peer', lambda python, main, **sizes: sizes)
+    sizes = dict(layers=1, width=64, heads=2, vocabulary=48, batch=4, text=6, codes=5, frames=32)
+    assert page.coqui_step('python', quick, 6, 8) == sizes
+
+def test_the_blocks_of_a_plain_gpt2(quick, monkeypatch):
+    "No dropout; output layers begin smaller by the root of the number of residuals, as in GPT-2; it learns."
+    made, real = [], page.TransformerBlock
+    monkeypatch.setattr(page, 'TransformerBlock', lambda *a, **k: made.append(a) or real(*a, **k))
+    config = quick.replace(model={'gpt': {'layers': 2}},
+                           training={'enable_eager_debug': True, 'learning_rate': 1e-2,
+                                                                   'warmup_steps': 0, 'schedule': 'constant'})
+    step, ids = plain_gpt2(config, 8, 40), tf.constant(np.arange(36).reshape(4, 9), tf.int32)
+    losses = [float(step(ids)) for _ in range(12)]
+    assert made == [(64, 2, 0., 0.5)] * 2 and losses[-1] < losses[0] / 2
+
+
+# --- their side: the other library's calls ---------------------------------------------------------------------------
+
+class Loss(float):
+    "A number that has gradients."
+    seen = []
+    def __rmul__(self, other): return Loss(float(other) * float(self))
+    def __add__(self, other): return Loss(float(self) + float(other))
+    def detach(self): return self
+    def backward(self): self.seen.append(float(self))
+
+class Dropout: p = 0.1
+
+@pytest.fixture(params=['cpu', 'cuda'])
+def torch(monkeypatch, request):
+    "A PyTorch that notes what it is asked."
+    torch = MagicMock()
+    torch.cuda.is_available.return_value = request.param == 'cuda'
+    torch.nn.modules.dropout._DropoutNd = Dropout
+    torch.device_used = request.param
+    for name in ('TTS', 'TTS.tts', 'TTS.tts.layers', 'TTS.tts.layers.xtts', 'TTS.tts.layers.xtts.gpt',
+                 'transformers'):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setitem(sys.modules, 'torch', torch)
+    Loss.seen.clear()
+    return torch
+
+ADAMW = dict(lr=1e-4, betas=(0.9, 0.96), weight_decay=1e-2)
+
+def test_a_step_of_coqui(torch):
+    "Its own sizes, as released; AdamW and clipping as ours; loss 0.01 x text + codes."
+    model = sys.modules['TTS.tts.layers.xtts.gpt'].GPT
+    gpt, dropout = model.return_value.to.return_value.train.return_value, Dropout()
+    gpt.modules.return_value, gpt.return_value = [dropout, object()], (Loss(5.), Loss(3.), None)
+    steps = page._coqui_steps(2, 30, 1024, 16, 6681, batch=4, text=6, codes=5, frames=32)
+    assert next(steps)['dropout'] == 0 and dropout.p == 0
+    hook = gpt.gpt.register_forward_pre_hook
+    assert hook.call_args.kwargs == {'with_kwargs': True}
+    hook.call_args.args[0](None, (), {'inputs_embeds': np.zeros((4, 22, 64))})
+    assert next(steps) == {'loss': 3., 'dropout': 0., 'positions': 22} and Loss.seen == [3.05, 3.05]
+    model.assert_called_once_with(
+        layers=30, model_dim=1024, heads=16, number_text_tokens=6681, max_text_tokens=402, max_mel_tokens=605,
+        num_audio_tokens=1026, start_audio_token=1024, stop_audio_token=1025, use_perceiver_resampler=True)
+    model.return_value.to.assert_called_once_with(torch.device_used)
+    torch.optim.AdamW.assert_called_once_with(gpt.parameters(), **ADAMW)
+    torch.nn.utils.clip_grad_norm_.assert_called_with(gpt.parameters(), 1.0)
+    assert torch.randint.call_args_list == [call(3, 250, (4, 6)), call(0, 1024, (4, 5))]
+    assert torch.full.call_args_list == [call((4,), 6), call((4,), 5 * 1024)]
+    assert torch.randn.call_args_list == [call(4, 1, 80, 32)]
+
+@pytest.mark.parametrize('mode', ['torch', 'torch_compile', 'torch_bf16'])
+def test_a_step_of_transformers(torch, mode):
+    "No dropout, an output layer of its own, no cache; the next token is the target."
+    library, made = sys.modules['transformers'], []
+    gpt = library.GPT2LMHeadModel.return_value.to.return_value
+    ids = torch.randint.return_value
+    torch.nn.functional.cross_entropy.return_value = Loss(2.5)
+    torch.compile.side_effect = lambda f: made.append(f) or f
+    steps = page._torch_steps(2, 12, 768, 12, 1026, batch=4, tokens=8, mode=mode)
+    assert [next(steps), next(steps)] == [2.5, 2.5] and Loss.seen == [2.5, 2.5]
+    assert bool(made) == ('compile' in mode)
+    library.GPT2Config.assert_called_once_with(
+        vocab_size=1026, n_positions=8, n_embd=768, n_layer=12, n_head=12, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0, use_cache=False, tie_word_embeddings=False)
+    torch.optim.AdamW.assert_called_once_with(gpt.parameters(), **ADAMW)
+    assert torch.randint.call_args.args[1:] == (1026, (4, 9))
+    assert torch.randint.call_args.kwargs == {'device': torch.device_used}
+    torch.autocast.assert_called_with(torch.device_used, torch.bfloat16, enabled='bf16' in mode)
+    everything = slice(None)
+    cut = [c.args[0] for c in ids.__getitem__.call_args_list[:2]]
+    assert cut == [(everything, slice(None, -1)), (everything, slice(1, None))]
+    scores = gpt.return_value.logits.float.return_value
+    scores.flatten.assert_called_with(0, 1)
+    torch.nn.functional.cross_entropy.assert_called_with(scores.flatten.return_value,
+                                                         ids[0].flatten.return_value)

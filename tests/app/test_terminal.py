@@ -1,0 +1,158 @@
+"What every command shares: exit codes, one sentence, one JSON object, bars on stderr, settings, records."
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import typer
+
+from process import check_bounds, main
+from xtts_nb import __version__
+from xtts_nb.app import terminal
+from xtts_nb.config import UserError, XTTSConfig
+
+
+# --- options of all, help ------------------------------------------------------------------------------------------
+
+def test_the_version(ran):
+    for line in ('--version', '--version --help'): assert ran(line).out == f'{__version__}\n'
+    assert ran('config create --help').out != f'{__version__}\n'
+
+@pytest.mark.parametrize('group', ['', 'bench', 'convert'])
+def test_without_a_command_there_is_help(ran, group):
+    done = ran(group)
+    assert 'Usage' in done.out + done.err and 'Missing command' not in done.out + done.err
+    assert '--install-completion' not in done.out + done.err
+
+def test_bounds(): check_bounds(('bench train --rounds', 1, 0))
+
+def test_a_traceback_is_that_of_python(): assert not terminal.app.pretty_exceptions_enable
+
+
+# --- how a command ends --------------------------------------------------------------------------------------------
+
+ENDS = [   # what a command does -> the exit code, what stderr says
+    (0, 0, ''), (1, 1, ''), (None, 0, ''), ('text', 0, ''), (130, 130, 'xtts-nb: Stopped.\n'),
+    (UserError('mend it'), 2, 'xtts-nb: mend it\n'),
+    (OSError(28, 'No space left', 'out'), 2, 'xtts-nb: out: No space left; nothing was written there.\n'),
+    (OSError('odd'), 2, 'xtts-nb: xtts-nb: odd; nothing was written there.\n'),
+    (KeyboardInterrupt(), 130, 'xtts-nb: Stopped.\n'), (typer.Abort(), 130, 'xtts-nb: Stopped.\n')]
+
+@pytest.mark.parametrize('end, code, err', ENDS, ids=repr)
+def test_exit_codes(monkeypatch, capfd, end, code, err):
+    seen = []
+    def app(words, standalone_mode):
+        seen.append((words, standalone_mode))
+        if isinstance(end, BaseException): raise end
+        return end
+    monkeypatch.setattr(terminal, 'app', app)
+    assert main('verify', 'cache') == code and capfd.readouterr() == ('', err)
+    assert seen == [(['verify', 'cache'], False)]
+    if code != 2: return
+    with pytest.raises(type(end)) as raised:   # for those who ask
+        monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'verify', '--debug', 'cache'])
+        terminal.main()
+    assert raised.value is end and seen[-1] == seen[0] and capfd.readouterr() == ('', '')
+
+def test_a_mistake_of_ours_is_not_hidden(monkeypatch):
+    def app(words, standalone_mode): raise ValueError('ours')
+    monkeypatch.setattr(terminal, 'app', app)
+    monkeypatch.setattr(sys, 'argv', ['xtts-nb'])
+    with pytest.raises(ValueError, match='ours'): terminal.main()
+
+def test_a_wrong_option(ran, monkeypatch):
+    done = ran('monitor --interval 0')
+    assert done.code == 2 and len(done.said) == 1 and done.err.endswith('See xtts-nb --help.\n')
+    assert 'interval' in done.err
+    monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'monitor', '--interval', '0', '--debug'])
+    with pytest.raises(Exception, match='greater than or equal to 0.01'): terminal.main()
+
+def test_ctrl_c_in_the_freeing_of_an_object_is_sent_once_more(monkeypatch):
+    timers, others = [], []
+    class Timer:
+        def __init__(self, seconds, *what):
+            self.seconds, self.what, self.daemon, self.started = seconds, what, False, False
+        def start(self): timers.append(self)
+    monkeypatch.setattr(terminal.threading, 'Timer', Timer)
+    monkeypatch.setattr(sys, 'unraisablehook', others.append)
+    stopped, other = SimpleNamespace(exc_type=KeyboardInterrupt), SimpleNamespace(exc_type=ValueError)
+    with terminal._ctrl_c_counts():
+        sys.unraisablehook(stopped)
+        sys.unraisablehook(other)
+    sys.unraisablehook(stopped)   # as it was before
+    assert others == [other, stopped] and len(timers) == 1
+    assert timers[0].what == (os.kill, (os.getpid(), signal.SIGINT)) and timers[0].seconds > 0
+    assert timers[0].daemon
+
+
+# --- what a command prints -----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('as_json, out', [(True, '{"clip": "ä"}\n{"clip": 2}\n'), (False, 'one\n\n')])
+def test_only_the_answer_goes_to_stdout(capsys, as_json, out):
+    with terminal.answer(as_json) as show:
+        print('chatter')
+        show({'clip': 'ä'}, 'one')
+        show({'clip': 2})
+    print('afterwards')
+    assert capsys.readouterr() == (f'{out}afterwards\n', 'chatter\n')
+
+def test_bars(monkeypatch, capsys):
+    "Each stage has one; it is full when the next begins. The rate is known after two steps."
+    monkeypatch.setenv('COLUMNS', '150')
+    with terminal.progress() as tell:
+        for done in range(4): terminal.stage(tell, 'read the clips')(done, 8)
+        tell('encode', 1, 2, 'a note')
+    out, err = capsys.readouterr()
+    first, second = [line.split() for line in err.splitlines() if line.strip()][-2:]
+    assert out == '' and first[:3] == ['read', 'the', 'clips'] and '8/8' in first
+    assert any(w.endswith('/s') for w in first)
+    assert second[0] == 'encode' and '1/2' in second and second[-2:] == ['a', 'note']
+
+def test_a_table_has_72_columns(monkeypatch):
+    monkeypatch.setenv('TERM', 'xterm-256color')
+    text = terminal.table(f'{"a" * 70} b', [{'name': 'eager', 'step_ms': 1234.5},
+                                            {'name': 'graph', 'step_ms': None}])
+    title, *lines = text.splitlines()
+    assert title == f'{"a" * 70} b' and '\x1b' not in text and text == text.rstrip()
+    assert [line.split() for line in lines if 'ra' in line or 'ea' in line] == [['eager', '1,234.5'],
+        ['graph', '–']]
+    assert terminal.table(f'{"a" * 70} bb', [{'name': 'x'}]).split()[:2] == ['a' * 70, 'bb']
+
+
+# --- devices, records, settings ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('count, said', [('', ''), ('2',
+    'XTTS_NB_CPU_CARDS: 2 logical CPU devices stand in for GPUs.\n')])
+def test_start(monkeypatch, behind, capsys, count, said):
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', count)
+    threads, devices = behind('config.setup_tf'), behind('devices.setup_devices', 'the plan')
+    assert terminal.start(two=True, data_gpu=1) == 'the plan' and threads == [{}]
+    assert devices == [{'two': True, 'asked': {'data_gpu': 1}}] and capsys.readouterr() == ('', said)
+
+def test_a_record_says_the_command_without_the_folders_of_this_machine(monkeypatch, behind, capsys):
+    written = behind('bench.record', 'benchmarks/x.json')
+    behind('bench.benchmarks', 'benchmarks')
+    words = ['bench', 'data', '--data', '/data/corpus', '--config=/a/b.yaml', '--out', '../c', 'sub/d',
+             '--set', 'a.b=../e',
+             '--rounds=3', 'two words']
+    monkeypatch.setattr(sys, 'argv', ['/usr/bin/xtts-nb', *words])
+    terminal.keep('a_page', [{'name': 'x'}], verdict='fine')
+    assert written == [{'page': 'a_page', 'rows': [{'name': 'x'}], 'folder': 'benchmarks',
+                        'notes': {'verdict': 'fine'}, 'command':
+                        "xtts-nb bench data --data corpus --config=b.yaml --out c sub/d --set a.b=e --rounds=3 'two words'"}]
+    assert capsys.readouterr() == ('', 'Recorded: benchmarks/x.json\n')
+
+def test_settings_of_a_file_lie_over_a_preset_or_what_was_made(tmp_path, capsys):
+    made, file = XTTSConfig.tiny().replace(data={'batch_size': 3, 'buckets': 2}), tmp_path / 'file.yaml'
+    (tmp_path / 'config.yaml').write_text(made.to_yaml())
+    file.write_text('data: {batch_size: 5, pin_memory: true}\n')
+    load = terminal.load_settings
+    assert load('tiny', None) == XTTSConfig.tiny() != load('xtts_v2', None) == XTTSConfig.xtts_v2()
+    assert load('xtts_v2', None, tmp_path) == made and capsys.readouterr() == ('', '')
+    assert load('tiny', file) == XTTSConfig.tiny().replace(data={'batch_size': 5})
+    assert load('tiny', file, tmp_path) == made.replace(data={'batch_size': 5})
+    out, err = capsys.readouterr()
+    assert out == '' and err.count(f'{file}: data.pin_memory does nothing here') == 2
+    with pytest.raises(UserError, match='holds no config.yaml; give a cache or a run'): load('tiny', None,
+        tmp_path / 'empty')

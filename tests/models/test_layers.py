@@ -1,0 +1,261 @@
+"The blocks: what each position may see, seeds, shapes, precision."
+from math import erf
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.models import layers
+from xtts_nb.models.layers import (AttentionBlock, Conv1D, Perceiver, ResidualBlock, RMSNorm, TransformerBlock, attend, causal_mask,
+                            PerceiverLayer, dropout, fold, split_heads)
+from xtts_nb.app.parity import gpt_rows
+
+
+def normal(*shape, seed=0): return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+SEED = tf.constant([3, 4])
+
+
+# --- dropout -------------------------------------------------------------------------------------------------------
+
+def test_the_seed_decides_the_mask():
+    x = tf.ones((50, 50))
+    a, b, c = (dropout(x, 0.3, fold(SEED, p)).numpy() for p in (1, 1, 2))
+    assert np.array_equal(a, b) and not np.array_equal(a, c)
+    assert set(np.unique(a)) == {0., np.float32(1 / 0.7)} and abs((a == 0).mean() - 0.3) < 0.03
+
+def test_graph_and_eager_draw_the_same_mask():
+    x = tf.ones((20, 20))
+    assert np.array_equal(dropout(x, 0.5, SEED), tf.function(dropout)(x, 0.5, SEED))
+
+@pytest.mark.parametrize('rate, seed', [(0., SEED), (0.9, None), (0., None)])
+def test_without_rate_or_seed_nothing_happens(rate, seed):
+    x = tf.ones(10)
+    assert dropout(x, rate, seed) is x
+
+def test_folding_gives_other_seeds_and_keeps_none():
+    seeds = {tuple(fold(SEED, i).numpy()) for i in range(100)}
+    assert len(seeds) == 100 and fold(None, 3) is None
+    assert tuple(fold(fold(SEED, 1), 2).numpy()) != tuple(fold(fold(SEED, 2), 1).numpy())
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('queries, keys, offset', [(1, 1, 0), (4, 4, 0), (1, 9, 5), (3, 9, 6)])
+def test_the_causal_mask(queries, keys, offset):
+    mask = np.array(causal_mask(queries, keys, offset))
+    assert all(mask[q, k] == (k <= q + offset) for q in range(queries) for k in range(keys))
+
+def loops(q, k, v, mask):
+    out = np.zeros((*q.shape[:2], q.shape[2] * v.shape[3]))
+    for b in range(q.shape[0]):
+        for h in range(q.shape[2]):
+            score = np.where(mask, q[b, :, h] @ k[b, :, h].T / np.sqrt(q.shape[3]), -1e9)
+            weight = np.exp(score - score.max(-1, keepdims=True))
+            out[b, :, h * v.shape[3]:(h + 1) * v.shape[3]] = weight / weight.sum(-1, keepdims=True) @ v[b, :, h]
+    return out
+
+@pytest.mark.parametrize('causal', [False, True])
+@pytest.mark.parametrize('batch, queries, keys, heads, size', [(1, 1, 2, 1, 1), (2, 5, 5, 3, 4), (3, 2, 7, 2, 8)])
+def test_attention_equals_loops(batch, queries, keys, heads, size, causal):
+    q = normal(batch, queries, heads, size)
+    k, v = (normal(batch, keys, heads, size, seed=s) for s in (1, 2))
+    mask = np.array(causal_mask(queries, keys)) if causal else np.ones((queries, keys), bool)
+    got = attend(tf.constant(q), tf.constant(k), tf.constant(v), mask if causal else None)
+    assert got.shape == (batch, queries, heads * size) and np.allclose(got, loops(q, k, v, mask), atol=1e-5)
+
+def test_masked_keys_do_not_matter_even_if_huge():
+    q, k, v = (tf.constant(normal(1, 4, 2, 8, seed=s)) for s in range(3))
+    wild = tf.tensor_scatter_nd_update(v, [[0, 3]], [tf.fill((2, 8), 1e6)])
+    mask = np.array([[True, True, True, False]] * 4)
+    assert np.array_equal(attend(q, k, v, mask), attend(q, k, wild, mask))
+
+def test_heads_are_slices_of_the_width():
+    x = tf.constant(normal(2, 3, 12))
+    split = split_heads(x, 4)
+    assert split.shape == (2, 3, 4, 3) and np.array_equal(split[:, :, 1], x[:, :, 3:6])
+
+
+# --- blocks --------------------------------------------------------------------------------------------------------
+
+def test_what_is_added_to_the_residual_begins_smaller():
+    keras.utils.set_random_seed(0)
+    block = TransformerBlock(64, 2, residual_scale=0.25); block.build((None, None, 64))
+    stds = {name: float(np.std(getattr(block, name).kernel)) for name in ('qkv', 'expand', 'project', 'contract')}
+    assert stds == pytest.approx({'qkv': 0.02, 'expand': 0.02, 'project': 0.005, 'contract': 0.005}, rel=0.05)
+
+def test_a_block_sees_only_the_past():
+    block, x = TransformerBlock(16, 2), normal(1, 12, 16)
+    changed = x.copy(); changed[0, 7] += normal(16, seed=1)
+    moved = np.abs(block(x, causal_mask(12, 12)) - block(changed, causal_mask(12, 12))).max(-1)[0]
+    assert not moved[:7].any() and moved[7:].all()
+
+@pytest.mark.parametrize('chunks', [[12], [1] * 12, [5, 1, 6]], ids=str)
+def test_a_block_with_a_cache_equals_one_without(chunks):
+    block, x = TransformerBlock(16, 2), normal(2, 12, 16)
+    whole, cache, place, parts = block(x, causal_mask(12, 12)), (tf.zeros((2, 12, 2, 8)),) * 2, 0, []
+    for n in chunks:
+        y, cache = block(x[:, place:place + n], causal_mask(n, 12, place), cache=cache, position=place)
+        parts.append(y); place += n
+    assert np.allclose(np.concatenate(parts, 1), whole, atol=1e-5)
+
+def test_dropout_in_a_block_follows_the_seed():
+    block, x, mask = TransformerBlock(16, 2, rate=0.5), normal(1, 6, 16), causal_mask(6, 6)
+    a, b, c, plain = (np.array(block(x, mask, seed)) for seed in (SEED, SEED, fold(SEED, 1), None))
+    assert np.array_equal(a, b) and not np.allclose(a, c) and not np.allclose(a, plain)
+
+def test_residual_scale_shrinks_the_way_back():
+    std = lambda scale: float(np.std(_built(TransformerBlock(64, 2, residual_scale=scale), (1, 4, 64)).project.kernel))
+    assert 0.05 < std(0.1) / std(1.) < 0.2
+
+def _built(block, shape): block.build(shape); return block
+
+@pytest.mark.parametrize('frames', [1, 2, 7, 64])
+def test_the_perceiver_takes_any_length(frames):
+    perceiver = Perceiver(4, 32, 2, 2, 8)
+    out = perceiver(tf.constant(normal(3, frames, 32)))
+    assert out.shape == (3, 4, 32) and np.isfinite(out).all() and np.allclose(np.linalg.norm(out, axis=-1), 32**0.5, atol=1e-3)
+
+def test_the_perceiver_does_not_mind_the_order_of_frames():
+    perceiver, x = Perceiver(4, 32, 2, 2, 8), normal(1, 9, 32)
+    assert np.allclose(perceiver(tf.constant(x)), perceiver(tf.constant(x[:, ::-1])), atol=1e-5)
+
+def test_rows_of_a_batch_do_not_meet():
+    x = normal(3, 8, 32)
+    block = _built(AttentionBlock(2), (1, 8, 32))
+    block.project.kernel.assign(normal(32, 32, seed=1))
+    for layer in (block, Perceiver(4, 32, 1, 2, 8), ResidualBlock(32), Conv1D(8, 3, 2)):
+        assert np.allclose(layer(tf.constant(x)), np.concatenate([layer(tf.constant(x[i:i + 1])) for i in range(3)]),
+                           atol=1e-5), layer
+
+def test_an_attention_block_begins_as_its_norm():
+    "The released model adds to the normalised frames, not to the frames."
+    block, x = AttentionBlock(2), tf.constant(3 * normal(2, 8, 32) + 1)
+    assert np.allclose(block(x), block.norm(x), atol=1e-6) and abs(float(tf.reduce_mean(block(x)))) < 1e-3
+
+@pytest.mark.parametrize('frames', [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize('stride', [1, 2])
+def test_a_convolution_halves_rounding_up(frames, stride):
+    conv = _built(Conv1D(5, 3, stride), (None, None, 4))
+    assert conv(tf.constant(normal(1, frames, 4))).shape == (1, -(-frames // stride), 5)
+
+def test_a_convolution_equals_loops():
+    conv, x = Conv1D(5, 3, 2), normal(1, 9, 4)
+    got, padded, kernel = conv(tf.constant(x)), np.pad(x[0], ((1, 1), (0, 0))), np.array(conv.conv.kernel.numpy())
+    assert np.allclose(got[0], [np.einsum('kc,kcf->f', padded[i:i + 3], kernel) for i in range(0, 9, 2)], atol=1e-5)
+
+@pytest.mark.parametrize('scale', [1e-20, 1., 1e8])
+def test_the_norm_is_one_for_any_loudness(scale):
+    out = np.array(RMSNorm()(tf.constant(normal(3, 16)) * scale))
+    assert np.isfinite(out).all() and (scale < 1e-15 or np.allclose(np.linalg.norm(out, axis=-1), 4, atol=1e-3))
+
+@pytest.mark.parametrize('layer', [lambda p: TransformerBlock(32, 2, dtype=p), lambda p: AttentionBlock(2, dtype=p),
+                                   lambda p: Perceiver(4, 32, 1, 2, 8, dtype=p), lambda p: ResidualBlock(32, dtype=p),
+                                   lambda p: RMSNorm(dtype=p)],
+                         ids=['transformer', 'attention', 'perceiver', 'residual', 'norm'])
+@pytest.mark.parametrize('kind, near', [('bfloat16', 0.1), ('float16', 0.01)])
+def test_half_precision_is_close_and_weights_stay_float32(layer, kind, near):
+    x, outs = tf.constant(normal(2, 8, 32)), []
+    for policy in ('float32', f'mixed_{kind}'):
+        keras.utils.set_random_seed(1)
+        net = layer(policy)
+        out = net(x, causal_mask(8, 8)) if isinstance(net, TransformerBlock) else net(x)
+        assert all(v.dtype == 'float32' for v in net.variables)
+        outs.append(np.array(tf.cast(out, tf.float32)))
+    assert out.dtype == kind and 0 < np.abs(outs[0] - outs[1]).max() < near
+
+@pytest.mark.parametrize('kind', ['bfloat16', 'float16'])
+def test_softmax_is_float32_in_half_precision(monkeypatch, kind):
+    seen, softmax = [], layers.ops.softmax
+    monkeypatch.setattr(layers.ops, 'softmax', lambda score: seen.append(score.dtype) or softmax(score))
+    out = attend(*(tf.cast(tf.constant(normal(1, 5, 2, 4)), kind) for _ in 'qkv'))
+    assert seen == ['float32'] and out.dtype == kind
+
+@pytest.mark.parametrize('kind', ['bfloat16', 'float16'])
+def test_norms_are_float32_in_half_precision(kind):
+    "A sum of squares of 300 is 90 000 a number, beyond float16."
+    x = tf.cast(tf.constant(300 * normal(2, 8, 32)), kind)
+    block = _built(TransformerBlock(32, 2, dtype=f'mixed_{kind}'), (None, None, 32))
+    for norm in (_built(RMSNorm(dtype=f'mixed_{kind}'), (None, 32)), block.attention_norm):
+        out = np.array(tf.cast(norm(x), tf.float32))
+        assert np.isfinite(out).all() and np.allclose((out**2).mean(-1), 1, rtol=0.02)
+    frames = AttentionBlock(2, dtype=f'mixed_{kind}')(x)
+    assert np.isfinite(np.array(tf.cast(frames, tf.float32))).all()
+
+
+# --- what each block computes ------------------------------------------------------------------------------
+
+def erf_gelu(x): return x * (1 + np.vectorize(erf)(x / 2**0.5)) / 2
+
+def tanh_gelu(x): return x / 2 * (1 + np.tanh((2 / np.pi)**0.5 * (x + 0.044715 * x**3)))
+
+def affine(layer, x): return x @ layer.kernel.numpy() + (layer.bias.numpy() if layer.use_bias else 0)
+
+def split(x, heads): return x.reshape(*x.shape[:2], heads, -1)
+
+def standard(x, axis, epsilon=1e-5):
+    return (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + epsilon)
+
+def test_a_perceiver_layer_is_attention_and_a_gated_mlp():
+    layer, latents, frames = PerceiverLayer(9, 2, 4), normal(2, 3, 9), normal(2, 5, 9, seed=1)
+    layer.build(latents.shape, frames.shape)
+    k, v = np.split(affine(layer.to_kv, np.concatenate([latents, frames], 1)), 2, -1)
+    q, k, v = (split(x, 2) for x in (affine(layer.to_q, latents), k, v))
+    x = latents + affine(layer.to_out, loops(q, k, v, np.ones((3, 8), bool)))
+    value, gate = np.split(affine(layer.expand, x), 2, -1)
+    assert value.shape[-1] == 24
+    assert [layer.to_q.use_bias, layer.to_out.use_bias, layer.expand.use_bias] == [False, False, True]
+    assert np.allclose(layer(latents, frames), x + affine(layer.contract, value * erf_gelu(gate)), atol=1e-4)
+
+def test_a_transformer_block_is_that_of_gpt_2():
+    block, x = TransformerBlock(16, 2), 2 * normal(2, 5, 16) + 1
+    block.build(x.shape)
+    for v in block.variables: v.assign(v.value + tf.random.stateless_normal(v.shape, SEED, stddev=0.3))
+    normed = lambda norm, x: standard(x, -1) * norm.gamma.numpy() + norm.beta.numpy()
+    q, k, v = (split(t, 2) for t in np.split(affine(block.qkv, normed(block.attention_norm, x)), 3, -1))
+    y = x + affine(block.project, loops(q, k, v, np.tri(5, dtype=bool)))
+    y = y + affine(block.contract, tanh_gelu(affine(block.expand, normed(block.mlp_norm, y))))
+    assert np.allclose(block(x, causal_mask(5, 5)), y, atol=2e-4)
+
+@pytest.mark.parametrize('width, groups', [(16, 16), (48, 16), (64, 16), (72, 8), (96, 32)])
+def test_an_attention_block_norms_groups_and_splits_by_head(width, groups):
+    "Groups over all frames, as in torch; of each head's slice a third is q. A quiet input shows the epsilon."
+    block, x = AttentionBlock(2), 0.003 * normal(1, 6, width)
+    block.build(x.shape)
+    for v in block.variables: v.assign(v.value + tf.random.stateless_normal(v.shape, SEED, stddev=0.3))
+    normed = standard(x.reshape(1, 6, groups, -1),
+                      (1, 3)).reshape(x.shape) * block.norm.gamma.numpy() + block.norm.beta.numpy()
+    q, k, v = np.split(split(affine(block.qkv, normed), 2), 3, -1)
+    expected = normed + affine(block.project, loops(q, k, v, np.ones((6, 6), bool)))
+    assert np.allclose(block(x), expected, atol=1e-3) and block.norm.groups == groups
+
+def test_a_residual_block_equals_its_convolutions():
+    block, x = ResidualBlock(4), normal(1, 6, 4)
+    block.build(x.shape)
+    y = block.convs[1](tf.nn.relu(block.convs[0](x)))
+    assert np.allclose(block(x), x + block.convs[2](tf.nn.relu(y)), atol=1e-5)
+    assert [conv.kernel_size for conv in block.convs] == [3, 3, 1]
+
+def test_norms_of_little_are_divided_by_their_epsilon():
+    x = np.float32(1e-5**0.5) * np.tile([1., -1.], 8)[None]   # a variance of 1e-5
+    block = _built(TransformerBlock(16, 2), (None, None, 16))
+    for norm in (block.attention_norm, block.mlp_norm):
+        assert np.allclose(np.abs(norm(x)), 2**-0.5, rtol=1e-4)
+
+def test_every_dropout_of_a_block_has_its_place(monkeypatch):
+    "Of the weights of attention, of what it adds and of what the MLP adds, with the rate of the block."
+    seen, real = [], layers.dropout
+    monkeypatch.setattr(layers, 'dropout', lambda x, rate,
+                        seed: seen.append((x.shape, rate, tuple(seed.numpy()))) or real(x, rate, seed))
+    TransformerBlock(16, 2, rate=0.25)(normal(1, 5, 16), causal_mask(5, 5), SEED)
+    made = [((1, 2, 5, 5), 0.25), ((1, 5, 16), 0.25), ((1, 5, 16), 0.25)]
+    assert [(tuple(shape), rate) for shape, rate, _ in seen] == made
+    assert len({seed for *_, seed in seen}) == 3
+
+def test_the_first_latents_are_small():
+    latents = _built(Perceiver(64, 64, 1, 2, 8), (None, None, 64)).latents
+    assert float(np.std(latents)) == pytest.approx(0.02, rel=0.06)
+
+def test_voice_and_logits_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
+    all_ok(gpt_rows(toy_xtts.gpt, toy_inputs, theirs))

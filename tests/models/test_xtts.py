@@ -1,0 +1,314 @@
+"The losses: what counts in them, halves and wholes; and a model as a folder."
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.models.dvae import parameter_count
+from xtts_nb.models.xtts import (XTTS, costs_markdown, forward_flops, forward_numbers, parameter_table,
+                           released_parts, step_costs,
+                           step_flops, token_counts, token_losses, total_loss)
+from xtts_nb.speech.generate import generate
+from xtts_nb.data.text import train_tokenizer
+from xtts_nb.models.weights import save_weights
+
+SEED = tf.constant([1, 2])
+
+
+@pytest.fixture(scope='module')
+def losses(xtts):
+    "Compiled: loss, its parts, and the gradients as one vector."
+    @tf.function
+    def run(batch, seed):
+        with tf.GradientTape() as tape:
+            parts = token_losses(xtts.gpt, batch, seed)
+            loss = total_loss(parts)
+        gradients = tape.gradient(loss, xtts.gpt.trainable_variables)
+        return loss, parts, tf.concat([tf.reshape(tf.convert_to_tensor(g), [-1]) for g in gradients], 0)
+    return lambda batch, seed=None: tf.nest.map_structure(np.array, run(batch, seed))
+
+def with_rows(batch, weight, **changes): return batch | {'weight': tf.constant(weight, tf.float32)} | changes
+
+def take(batch, rows): return {k: tf.gather(v, rows) for k, v in batch.items()}
+
+
+@pytest.mark.parametrize('seed', [None, SEED], ids=['plain', 'dropout'])
+def test_zero_weight_rows_change_neither_loss_nor_gradients(losses, batch, seed):
+    loss, _, gradient = losses(with_rows(batch, [1, 1, 1, 0]), seed)
+    wild = {k: tf.concat([batch[k][:3], tf.constant(np.full((1, *batch[k].shape[1:]), v), batch[k].dtype)], 0)
+            for k, v in dict(text=7, codes=9, reference=3., text_length=2, code_length=3).items()}
+    loss2, _, gradient2 = losses(with_rows(batch, [1, 1, 1, 0], **wild), seed)
+    assert loss == pytest.approx(loss2, rel=1e-6) and np.allclose(gradient, gradient2, atol=1e-6)
+
+def test_rows_left_out_equal_rows_that_were_never_there(losses, batch):
+    with_zero, without = losses(with_rows(batch, [1, 0, 1, 0])), losses(take(with_rows(batch, [1, 1, 1, 1]), [0, 2]))
+    assert with_zero[0] == pytest.approx(without[0], rel=1e-5) and np.allclose(with_zero[2], without[2], atol=1e-5)
+    assert np.abs(with_zero[2]).max() > 1e-3
+
+def test_the_loss_of_the_whole_is_that_of_its_halves(losses, batch):
+    whole, halves = losses(batch)[1], [losses(take(batch, rows))[1] for rows in ([0, 1], [2, 3])]
+    for name in whole: assert whole[name] == pytest.approx(sum(h[name] for h in halves), rel=1e-5)
+    together = {name: tf.constant(sum(h[name] for h in halves)) for name in whole}
+    assert float(total_loss(together)) == pytest.approx(float(losses(batch)[0]), rel=1e-5)
+
+def test_counts_are_tokens_and_one_stop_a_row(losses, batch):
+    parts = losses(with_rows(batch, [1, 1, 0, 1]))[1]
+    rows = np.array([0, 1, 3])
+    assert parts['text_count'] == batch['text_length'].numpy()[rows].sum() + 3
+    assert parts['code_count'] == batch['code_length'].numpy()[rows].sum() + 3
+
+def test_counts_are_known_before(losses, batch, xtts):
+    some = with_rows(batch, [1, 0.5, 0, 1])
+    known, parts = token_counts(xtts.gpt, some), losses(some)[1]
+    assert {k: float(v) for k, v in known.items()} == {k: float(parts[k]) for k in known}
+    four = SimpleNamespace(code_stops=4)   # as coqui-tts has it
+    assert token_counts(four, some)['code_count'] - known['code_count'] == 3 * 2.5
+
+def test_a_share_of_an_update_is_divided_by_the_counts_of_the_whole():
+    parts = {'text_loss': tf.constant(6.), 'text_count': tf.constant(2.), 'code_loss': tf.constant(8.),
+             'code_count': tf.constant(0.5)}
+    assert float(total_loss(parts)) == pytest.approx(0.01 * 3 + 8)   # no division by less than one
+    assert float(total_loss(parts, 2., {'text_count': 3., 'code_count': 16.})) == pytest.approx(2 * 2 + 0.5)
+
+def test_a_batch_of_nothing_is_no_nan(losses, batch):
+    loss, parts, gradient = losses(with_rows(batch, [0, 0, 0, 0]))
+    assert loss == 0 and not gradient.any() and parts['code_count'] == 0
+
+def test_padding_does_not_change_the_loss(losses, batch):
+    wide = {k: tf.pad(batch[k], [[0, 0], [0, 9]], constant_values=5) for k in ('text', 'codes')}
+    assert losses(batch | wide)[0] == pytest.approx(float(losses(batch)[0]), rel=1e-5)
+
+def test_the_order_of_rows_does_not_matter(losses, batch):
+    assert losses(take(batch, [3, 1, 0, 2]))[0] == pytest.approx(float(losses(batch)[0]), rel=1e-5)
+
+def test_dropout_follows_the_seed(losses, batch):
+    a, b, c = (losses(batch, s)[0] for s in (SEED, SEED, tf.constant([1, 3])))
+    assert a == b != c
+
+@pytest.mark.parametrize('weight', [0., 0.01, 1.])
+def test_the_text_weight(losses, batch, weight):
+    parts = losses(batch)[1]
+    expected = weight * parts['text_loss'] / parts['text_count'] + parts['code_loss'] / parts['code_count']
+    assert float(total_loss(parts, weight)) == pytest.approx(float(expected), rel=1e-6)
+
+def test_losses_equal_loops(xtts, batch):
+    "Cross-entropy of every counted position, one after the other."
+    logits = xtts.gpt(*(batch[k] for k in ('text', 'text_length', 'codes', 'code_length', 'reference')))
+    parts = token_losses(xtts.gpt, batch)
+    for name, scores, ids, length, stop in (('text', logits[0], 'text', 'text_length', 0),
+                                            ('code', logits[1], 'codes', 'code_length', xtts.gpt.code_stop)):
+        total = 0.
+        for row, n in enumerate(batch[length].numpy()):
+            for place, target in enumerate([*batch[ids].numpy()[row, :n], stop]):
+                s = scores.numpy()[row, place].astype(np.float64)
+                total += np.log(np.exp(s).sum()) - s[target]
+        assert float(parts[f'{name}_loss']) == pytest.approx(total, rel=1e-4)
+
+def test_every_weight_learns(losses, batch, xtts):
+    gradient, place = losses(batch)[2], 0
+    for v in xtts.gpt.trainable_variables:
+        size = int(np.prod(v.shape))
+        assert np.abs(gradient[place:place + size]).max() > 0, v.path
+        place += size
+
+@pytest.mark.parametrize('kind, near', [('bfloat16', 0.01), ('float16', 0.001)])
+def test_the_loss_in_half_precision_is_close(xtts, batch, kind, near):
+    rough = XTTS(xtts.config, xtts.tokenizer, xtts.dvae, dtype=kind)
+    for name, v in rough.weights.items(): v.assign(xtts.weights[name])
+    parts = [token_losses(m.gpt, batch) for m in (xtts, rough)]
+    a, b = (float(total_loss(p)) for p in parts)
+    assert a != b and a == pytest.approx(b, rel=near) and rough.gpt.compute_dtype == kind
+    assert all(v.dtype == 'float32' for v in parts[1].values())
+
+def test_the_precision_of_training_is_the_default(small, xtts):
+    rough = XTTS(small.replace(training={'precision': 'bfloat16'}), xtts.tokenizer, xtts.dvae)
+    assert rough.gpt.compute_dtype == 'bfloat16'
+
+@pytest.mark.parametrize('kind', ['float32', 'bfloat16', 'float16'])
+def test_loaded_to_compute_in_any_precision(xtts, saved, batch, kind):
+    loaded = XTTS.load(saved, dtype=kind)
+    assert loaded.gpt.compute_dtype == kind and loaded.config == xtts.config
+    assert all(np.array_equal(v, xtts.weights[k]) and v.dtype == 'float32' for k, v in loaded.weights.items())
+    prompt = loaded.gpt.conditioning(batch['reference'][:1])
+    codes = generate(loaded.gpt, batch['text'][:1], batch['text_length'][:1], prompt, 8, temperature=0)[0]
+    assert codes.shape == (1, 8)
+    loaded.save(saved.parent / 'again')
+    assert (saved.parent / 'again/model.safetensors').read_bytes() == (saved / 'model.safetensors').read_bytes()
+
+def test_a_precision_that_is_none(saved):
+    with pytest.raises(UserError, match='"int8" is none of float32, bfloat16, float16'): XTTS.load(saved, dtype='int8')
+
+
+# --- the folder ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def saved(xtts, tmp_path):
+    xtts.save(tmp_path / 'm')
+    return tmp_path / 'm'
+
+def test_saved_and_loaded(xtts, saved, batch):
+    again = XTTS.load(saved)
+    assert again.config == xtts.config and again.tokenizer.to_json() == xtts.tokenizer.to_json()
+    assert list(again.weights) == list(xtts.weights) and all(np.array_equal(v, xtts.weights[k]) for k, v in again.weights.items())
+    assert np.array_equal(token_losses(xtts.gpt, batch)['code_loss'], token_losses(again.gpt, batch)['code_loss'])
+    again.save(saved.parent / 'n')
+    for path in saved.iterdir(): assert path.read_bytes() == (saved.parent / 'n' / path.name).read_bytes(), path.name
+
+@pytest.mark.parametrize('name', ['config.yaml', 'tokenizer.json', 'model.safetensors'])
+def test_a_missing_file_is_named(saved, name):
+    (saved / name).unlink()
+    with pytest.raises(UserError, match=name): XTTS.load(saved)
+
+@pytest.mark.parametrize('name', ['tokenizer.json', 'model.safetensors'])
+@pytest.mark.parametrize('share', [0., 0.01, 0.5, 0.99])
+def test_a_file_cut_off_is_named(saved, name, share):
+    data = (saved / name).read_bytes()
+    (saved / name).write_bytes(data[:int(share * len(data))])
+    with pytest.raises(UserError, match=name): XTTS.load(saved)
+
+@pytest.mark.parametrize('change, name', [({'gpt': {'width': 128, 'heads': 4}}, 'gpt/'), ({'gpt': {'layers': 3}}, 'gpt/block_2'),
+                                          ({'dvae': {'codes': 40}}, 'dvae/codebook'),
+                                          ({'gpt': {'prompt_latents': 6}}, 'latents')], ids=str)
+def test_another_size_is_named(xtts, saved, change, name):
+    (saved / 'config.yaml').write_text(xtts.config.replace(model=change).to_yaml())
+    with pytest.raises(UserError, match=f'model.safetensors: .*{name}.*(another size|another model)'): XTTS.load(saved)
+
+def test_a_missing_tensor_is_named(xtts, saved):
+    save_weights(saved / 'model.safetensors', {k: v for k, v in xtts.weights.items() if k != 'gpt/code_head/bias'})
+    with pytest.raises(UserError, match='model.safetensors: the tensor "gpt/code_head/bias" is missing'): XTTS.load(saved)
+
+@pytest.mark.parametrize('kind', ['nowhere', 'empty', 'a file'])
+def test_what_is_no_model_is_named(tmp_path, kind):
+    if kind == 'empty': (tmp_path / 'm').mkdir()
+    if kind == 'a file': (tmp_path / 'm').write_text('')
+    with pytest.raises(UserError, match='m: holds no model'): XTTS.load(tmp_path / 'm')
+
+def test_what_came_with_a_model_goes_with_it(saved, tmp_path):
+    "Settings of coqui-tts beside it and tensors of no network; also where it is saved in its own place."
+    (saved / 'coqui.json').write_text('{"a": 1}')
+    path = saved / 'model.safetensors'
+    save_weights(path, {'coqui/more': np.ones(3, np.float32)}, besides=path)
+    before = {p.name: p.read_bytes() for p in saved.iterdir()}
+    again = XTTS.load(saved)
+    assert again.hifigan is None
+    for folder in (saved, tmp_path / 'other'):
+        again.save(folder)
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    XTTS(again.config, again.tokenizer, again.dvae, again.gpt).save(tmp_path / 'new')
+    made = {p.name for p in (tmp_path / 'new').iterdir()}
+    assert made == {'config.yaml', 'tokenizer.json', 'model.safetensors'}
+    again.save(tmp_path / 'third', {k: v.numpy() + 1 for k, v in again.weights.items()})
+    third = XTTS.load(tmp_path / 'third', parity=True)
+    assert all(np.array_equal(v, again.weights[k].numpy() + 1) for k, v in third.weights.items())
+    assert third.gpt.parity and not again.gpt.parity
+
+def test_networks_that_are_given_stay_as_they_are(small, xtts, dvae):
+    "A GPT that is made here divides by the constants of the DVAE; one that is given keeps its own."
+    assert np.array_equal(XTTS(small, xtts.tokenizer, dvae).gpt.mel_stats, dvae.mel_stats)
+    gpt = SimpleNamespace()
+    given = XTTS(small, xtts.tokenizer, dvae, gpt)
+    assert given.gpt is gpt and given.dvae is dvae and given.hifigan is None
+
+def test_a_tokenizer_too_large_names_the_key(small):
+    tokenizer = train_tokenizer(['abcdefghijklmnopqrstuvwxyz ' * 3], ['en'], 48)
+    with pytest.raises(UserError, match=f'has {tokenizer.size} tokens, model.gpt.text_tokens is {tokenizer.size - 1}'):
+        XTTS(small.replace(model={'gpt': {'text_tokens': tokenizer.size - 1}}), tokenizer)
+    XTTS(small.replace(model={'gpt': {'text_tokens': tokenizer.size}}), tokenizer)
+
+def test_the_table_adds_up(xtts):
+    "48 text tokens, 32 codes with START and STOP, 40 + 2 and 48 + 3 places; two blocks of 12 D^2 + 13 D."
+    table = parameter_table(xtts)
+    assert table['all'] == sum(v for k, v in table.items() if k != 'all')
+    assert {k: v for k, v in table.items() if k not in ('all', 'GPT voice')} == {
+        'DVAE': parameter_count(xtts.dvae), 'GPT blocks': 2 * (12 * 64**2 + 13 * 64),
+        'GPT heads': 65 * (48 + 34),
+        'GPT embeddings': 64 * (48 + 34 + 42 + 51) + 2 * 2 * 64}   # and the two norms behind the blocks
+
+def test_flops_grow_as_they_should():
+    config = XTTSConfig.xtts_v2()
+    base = step_flops(config, 1, 100, 250)
+    assert step_flops(config, 4, 100, 250) == 4 * base and step_flops(config, 1, 100, 500) > 1.5 * base > 0
+    assert 6 * 378e6 * 384 < base < 6 * 480e6 * 384 * 1.5   # about 6 x parameters x positions, the voice on top
+
+def sized(small):
+    "B 3, T 20, S 40, F 32, P 4, D 64, four heads; the perceiver's attention is 4 x 32 wide."
+    return small.replace(model={'gpt': {'layers': 3, 'heads': 4, 'conditioning_layers': 2,
+                                        'perceiver_layers': 2,
+                                        'perceiver_heads': 4, 'perceiver_head_dim': 32}})
+
+def test_flops_are_twice_the_products_of_every_matrix(small):
+    F, P, T, S, D, L = 32, 4, 22, 42, 64, 4 + 22 + 42
+    def attention(rows, keys): return [(rows, D, keys), (rows, keys, D)]
+    def block(rows): return [(rows, D, 3 * D), *attention(rows, rows), (rows, D, D)]
+    look = [(P, D, 128), (P + F, D, 256), (P, 128, D), (P, D, 16 * D / 3), (P, 8 * D / 3, D)]
+    products = {'GPT voice': [(F, 80, D), *2 * block(F), *2 * look], 'GPT heads': [(T, D, 48), (S, D, 34)],
+                'GPT blocks': 3 * [*block(L), (L, D, 4 * D), (L, 4 * D, D)]}
+    expected = {part: 2 * sum(map(np.prod, each)) for part, each in products.items()}
+    assert forward_flops(sized(small), 20, 40) == pytest.approx(expected)
+    assert step_flops(sized(small), 3, 20,
+                      40) == pytest.approx(3 * 3 * sum(expected.values()))   # forward, and backward twice
+
+def test_numbers_that_are_kept(small):
+    "Rows of width D and 4 D, scores before and behind the softmax, both heads with their losses."
+    F, P, T, S, D, L = 32, 4, 22, 42, 64, 4 + 22 + 42
+    look = 2 * (P + F) * 128 + 2 * P * 128 + 2 * 4 * P * (P + F)
+    assert forward_numbers(sized(small), 20, 40) == pytest.approx({
+        'GPT voice': F * D + 2 * (7 * F * D + 2 * 4 * F * F) + 2 * (look + 12 * P * D),
+        'GPT embeddings': 3 * (T + S) * D,
+        'GPT blocks': 3 * (18 * L * D + 2 * 4 * L * L), 'GPT heads': 2 * L * D + 2 * (T * 48 + S * 34)})
+
+def test_flops_agree_with_what_tensorflow_counts(small):
+    "Everything in the graph of a training step, norms and losses included, is 2 % more than the formula at most."
+    from tensorflow.python.profiler.model_analyzer import profile
+    from tensorflow.python.profiler.option_builder import ProfileOptionBuilder
+
+    from xtts_nb.models.gpt import GPT
+    config = small.replace(model={'gpt': {'width': 256, 'heads': 8}})
+    net, B, T, S = GPT(config, 3), 2, 20, 40
+    shapes = dict(text=(B, T), text_length=(B,), codes=(B, S), code_length=(B,), reference=(B, config.data.reference_frames, 80),
+                  weight=(B,))
+    batch = {k: tf.TensorSpec(v, tf.float32 if k in ('reference', 'weight') else tf.int32) for k, v in shapes.items()}
+    def step(batch):
+        with tf.GradientTape() as tape: loss = total_loss(token_losses(net, batch))
+        return tape.gradient(loss, net.trainable_variables)
+    graph = tf.function(step).get_concrete_function(batch).graph
+    options = ProfileOptionBuilder(ProfileOptionBuilder.float_operation()).with_empty_output().build()
+    counted = profile(graph, options=options).total_float_ops
+    assert 0.98 < step_flops(config, B, T, S) / counted < 1
+
+def test_the_released_model_to_the_last_parameter():
+    counts = released_parts(XTTSConfig.xtts_v2())
+    assert counts == {'GPT': 441_018_563, 'DVAE': 51_567_184, 'waveform decoder': 17_827_808, 'speaker encoder': 8_028_492}
+    assert sum(counts.values()) == 518_442_047   # what coqui-tts says of it
+
+def test_costs_of_a_step(xtts):
+    B, T, S = 3, 20, 40
+    costs, counts = step_costs(xtts, B, T, S), parameter_table(xtts)
+    assert costs['all']['flops'] == pytest.approx(step_flops(xtts.config, B, T, S))
+    assert costs['all']['parameters'] == counts['all'] - counts['DVAE']
+    assert {part: row['parameters'] for part, row in costs.items() if part != 'all'} == {
+        part: n for part, n in counts.items() if part not in ('DVAE', 'all')}
+    flops, numbers = forward_flops(xtts.config, T, S), forward_numbers(xtts.config, T, S)
+    for part, row in costs.items():   # ten passes over weights and moments, five over results, of four bytes
+        if part == 'all': continue
+        assert row['flops'] == pytest.approx(3 * B * flops.get(part, 0))
+        assert row['bytes'] == pytest.approx(40 * counts[part] + 20 * B * numbers[part])
+    assert costs['all']['bytes'] == pytest.approx(sum(row['bytes'] for part,
+                                                      row in costs.items() if part != 'all'))
+    rows = {'a': dict(parameters=1234, flops=25e8, bytes=5e8), 'all': dict(parameters=5, flops=0, bytes=1e6)}
+    assert costs_markdown(rows).splitlines() == ['| part | parameters | GFLOP | MB | FLOP per byte |',
+                                                 '|---|---|---|---|---|',
+                                                 '| a | 1,234 | 2.5 | 500 | 5 |', '| all | 5 | 0.0 | 1 | 0 |']
+
+def test_half_precision_moves_half_of_the_results(small, xtts):
+    with tf.Graph().as_default(): rough = XTTS(small.replace(training={'precision': 'bfloat16'}), xtts.tokenizer)
+    a, b = (step_costs(m, 4, 20, 40)['GPT blocks'] for m in (xtts, rough))
+    assert a['flops'] == b['flops'] and b['bytes'] - 40 * b['parameters'] == (a['bytes'] - 40 * a['parameters']) / 2
+
+def test_precision_is_all_that_changes(small, xtts):
+    keras.utils.set_random_seed(0); a = XTTS(small, xtts.tokenizer)
+    keras.utils.set_random_seed(0); b = XTTS(small.replace(training={'precision': 'bfloat16'}), xtts.tokenizer)
+    assert all(np.array_equal(v, b.weights[k]) and v.dtype == b.weights[k].dtype == 'float32' for k, v in a.weights.items())

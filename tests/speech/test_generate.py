@@ -1,0 +1,445 @@
+"Speaking: the cache changes nothing, rows do not meet, seeds repeat, and what cannot be said is refused."
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from make_parity_data import utterance
+from xtts_nb.speech import generate as synthesis
+from xtts_nb.data.audio import save_audio, synthetic_voice
+from xtts_nb.config import AudioConfig, SpeechConfig, UserError
+from xtts_nb.models.gpt import GPT
+from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
+from xtts_nb.models.xtts import XTTS
+from xtts_nb.app.parity import greedy_rows, utterance_rows
+from xtts_nb.speech.generate import (Speaker, Voice, choose, generate, listen, read_reference, reference_mels,
+                               wrapped)
+from xtts_nb.models.weights import named_weights, save_weights
+
+TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
+
+
+# --- choosing ------------------------------------------------------------------------------------------------------
+
+def draws(score, n=400, spoken=None, temperature=1., top_k=50, top_p=1., penalty=1.):
+    score = tf.constant(score, tf.float32)[None]
+    spoken = tf.zeros(score.shape, bool) if spoken is None else tf.constant([spoken])
+    pick = tf.function(lambda i: choose(score, spoken, tf.stack([7, i]), temperature, top_k, top_p, penalty)[0])
+    return np.array([int(pick(tf.constant(i))) for i in range(n)])
+
+def test_draws_follow_the_softmax():
+    score = np.log([0.5, 0.3, 0.15, 0.05])
+    share = np.bincount(draws(score, 2000), minlength=4) / 2000
+    assert np.abs(share - np.exp(score)).max() < 0.04
+    share = np.bincount(draws(score, 2000, temperature=2.),
+                        minlength=4) / 2000   # flatter: the roots of the chances
+    assert np.abs(share - np.sqrt(np.exp(score)) / np.sqrt(np.exp(score)).sum()).max() < 0.04
+
+@pytest.mark.parametrize('limits, allowed', [(dict(top_k=1), {0}), (dict(top_k=2), {0, 1}), (dict(top_k=99), {0, 1, 2, 3}),
+                                             (dict(top_p=0.45), {0}),
+                                             (dict(top_p=0.55), {0, 1}), (dict(top_p=0.9), {0, 1, 2}),
+                                             (dict(top_k=2, top_p=0.6), {0}),
+                                             (dict(top_k=3, top_p=0.55), {0, 1}),
+                                             (dict(temperature=1e-4), {0}), (dict(top_p=0.), {0}), (dict(top_k=0), {0})], ids=str)
+def test_limits_keep_the_best(limits, allowed):
+    order = [2, 0, 3, 1]   # places of the scores, best first
+    score = np.zeros(4); score[order] = np.log([0.5, 0.3, 0.15, 0.05])
+    assert set(draws(score, **limits)) == {order[i] for i in allowed}
+
+def test_at_temperature_0_the_best_is_taken(): assert set(draws([0., 3., 2.9], 20, temperature=0)) == {1}
+
+@pytest.mark.parametrize('score, spoken, best',
+                         [([2., 1.5, 1.], 0, 1), ([-1., -1.5, -2.9], 0, 1), ([2., 1.5, 1.], 2, 0),
+                                                 ([2., 0.9, 0.8], 0, 0), ([-1., -2.1, -2.9], 0, 0)])
+def test_what_was_spoken_becomes_less_likely(score, spoken, best):
+    said = [i == spoken for i in range(3)]
+    assert set(draws(score, 5, said, temperature=0, penalty=2.)) == {best}
+
+def test_the_seed_decides():
+    score = tf.constant(np.random.default_rng(0).normal(size=(3, 40)), tf.float32)
+    pick = lambda seed: choose(score, tf.zeros(score.shape, bool), tf.constant(seed), 1., 50, 1., 1.).numpy().tolist()
+    assert pick([1, 0]) == pick([1, 0]) and len({tuple(pick([i, 0])) for i in range(5)}) == 5
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------
+
+MAX = 16
+
+@pytest.fixture(scope='module')
+def inputs(xtts):
+    ids = [xtts.tokenizer.encode(t, 'en') for t in TEXTS]
+    width = max(map(len, ids)) + 2
+    voices = [synthetic_voice(1., p) for p in (90., 150., 230.)]
+    reference = np.stack(reference_mels(xtts, voices, xtts.config.speech))
+    return (np.array([i + [0] * (width - len(i)) for i in ids], np.int32), np.array([len(i) for i in ids], np.int32), reference)
+
+@cache
+def compiled(gpt, max_codes, options):
+    return tf.function(lambda seed, text, length, reference: generate(
+        gpt, text, length, gpt.conditioning(reference), max_codes, **dict(options), seed=seed))
+
+def speak_states(gpt, inputs, max_codes=MAX, seed=(0, 0), **options):
+    options = dict(temperature=0., repetition_penalty=3.) | options
+    run = compiled(gpt, max_codes, tuple(options.items()))
+    return [x.numpy() for x in run(tf.constant(seed), *map(tf.constant, inputs))]
+
+def speak(*args, **options): return speak_states(*args, **options)[:2]
+
+def biased(xtts, small, stop):
+    "The model with its STOP made likelier (or impossible)."
+    net = GPT(small, xtts.gpt.text_start)
+    for a, b in zip(net.variables, xtts.gpt.variables): a.assign(b)
+    # START is never spoken
+    bias = np.zeros(net.code_stop + 1, np.float32); bias[net.code_stop] = stop; bias[net.code_start] = 50.
+    net.code_head.bias.assign(bias)
+    return net
+
+@pytest.fixture(scope='module')
+def endless(xtts, small): return biased(xtts, small, -50.)
+
+@pytest.mark.parametrize('bias', [-50., 0.])
+def test_greedy_with_cache_is_the_argmax_of_the_full_pass(xtts, small, inputs, bias):
+    net = biased(xtts, small, bias)
+    text, text_length, reference = inputs
+    codes, length = speak(net, inputs, repetition_penalty=1.)
+    logits = net(*map(tf.constant, (text, text_length, codes, length, reference)))[1].numpy()
+    logits[..., net.code_start] = -np.inf
+    for row, n in enumerate(length):
+        said = [*codes[row, :n], net.code_stop][:MAX]
+        best = logits[row, :len(said)]
+        close = best.max(-1) - np.take_along_axis(best, np.array(said)[:, None], -1)[:, 0]
+        assert (close < 1e-4).all(), row   # the argmax, or level with it in float32
+
+def test_the_states_are_those_of_a_second_pass(xtts, small, inputs):
+    "Up to and with the one that chose STOP."
+    net = biased(xtts, small, 1.5)
+    text, text_length, reference = inputs
+    codes, length, states = speak_states(net, inputs, seed=(1, 0), temperature=1., top_p=1.)
+    again = net.states(*map(tf.constant, (text, text_length, codes, length)), net.conditioning(tf.constant(reference)))[1]
+    assert len(set(length)) > 1
+    for row, n in enumerate(length): assert np.allclose(states[row, :n + 1], again[row, :min(n + 1, MAX)], atol=1e-4)
+
+def test_the_greatest_length_is_respected(endless, inputs):
+    for most in (1, 2, MAX):
+        codes, length = speak(endless, inputs, most)
+        assert codes.shape == (3, most) and (length == most).all() and (codes < endless.code_start).all()
+
+def test_the_longest_that_the_model_has_places_for(endless, inputs, small):
+    codes, length = speak(endless, inputs, small.model.gpt.max_audio_codes)
+    assert (length == small.model.gpt.max_audio_codes).all()
+
+def test_rows_that_stop_at_once(xtts, small, inputs):
+    net = biased(xtts, small, 100.)
+    codes, length = speak(net, inputs)
+    assert not length.any() and (codes == net.code_stop).all()
+
+def test_rows_stop_each_for_itself(xtts, small, inputs):
+    "Behind a row's end there is only STOP, before it none."
+    net, ends = biased(xtts, small, 1.5), set()
+    for seed in range(6):
+        codes, length = speak(net, inputs, temperature=1., top_p=1., repetition_penalty=1., seed=(seed, 0))
+        for row, n in zip(codes, length): assert (row[:n] < net.code_start).all() and (row[n:] == net.code_stop).all()
+        ends |= {tuple(length)}
+    assert any(len(set(e)) == 3 for e in ends), ends
+
+def test_a_row_does_not_depend_on_its_neighbours(endless, inputs):
+    together = speak(endless, inputs)[0]
+    alone = [speak(endless, [x[i:i + 1] for x in inputs])[0][0] for i in range(3)]
+    assert np.array_equal(together, alone) and len({tuple(r) for r in alone}) > 1
+
+def test_sampling_does_not_depend_on_what_the_neighbours_say(endless, inputs):
+    sampled = dict(temperature=1., seed=(5, 0))
+    other = [np.concatenate([x[:1], x[[0, 0]]]) for x in inputs]
+    assert np.array_equal(speak(endless, inputs, **sampled)[0][0], speak(endless, other, **sampled)[0][0])
+
+@pytest.mark.parametrize('more', [1, 7])
+def test_the_padding_of_the_text_does_not_matter(endless, inputs, more):
+    wide = (np.pad(inputs[0], ((0, 0), (0, more)), constant_values=9), *inputs[1:])
+    assert np.array_equal(speak(endless, inputs)[0], speak(endless, wide)[0])
+
+def test_seeds_repeat_and_differ(endless, inputs):
+    a, b, c = (speak(endless, inputs, temperature=1., seed=s)[0] for s in ((1, 0), (1, 0), (2, 0)))
+    assert np.array_equal(a, b) and not np.array_equal(a, c)
+
+def test_text_and_voice_steer(endless, inputs):
+    codes = speak(endless, inputs)[0]
+    assert not np.array_equal(codes, speak(endless, (inputs[0][::-1].copy(), inputs[1][::-1].copy(), inputs[2]))[0])
+    assert not np.array_equal(codes, speak(endless, (*inputs[:2], inputs[2] + 2.))[0])
+
+def test_xla_says_the_same(endless, inputs):
+    text, length, reference = map(tf.constant, inputs)
+    run = tf.function(lambda *x: generate(endless, *x, MAX, temperature=0., repetition_penalty=3.), jit_compile=True)
+    assert np.array_equal(run(text, length, endless.conditioning(reference))[0], speak(endless, inputs)[0])
+
+def test_bfloat16_speaks(xtts, small, inputs):
+    net = GPT(small, xtts.gpt.text_start, dtype='mixed_bfloat16')
+    codes, length = speak(net, inputs)
+    assert codes.dtype == np.int32 and (codes <= net.code_stop).all() and (length <= MAX).all()
+
+
+# --- as coqui-tts speaks -----------------------------------------------------------------------------------
+
+def test_codes_and_sound_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
+    all_ok(greedy_rows(toy_xtts.gpt, toy_inputs, theirs))
+    with np.load(Path(__file__).parents[1] / 'stored' / 'utterance.npz') as file:
+        all_ok(utterance_rows(toy_xtts, utterance(), file))
+
+@pytest.mark.parametrize('parity, first, spoken', [(True, 'start', [2]), (False, 'other', [1, 2])])
+def test_in_parity_code_1_and_start_count_as_spoken(xtts, small, inputs, parity, first, spoken):
+    net = biased(xtts, small, -50.)   # START is the likeliest by far
+    net.parity = parity
+    assert (speak(net, inputs, 1)[0] == net.code_start).all() == (first == 'start')
+    bias = np.zeros(net.code_stop + 1, np.float32)
+    bias[1], bias[2] = 50., 40.   # a third of 50 is less than 40
+    net.code_head.bias.assign(bias)
+    assert (speak(net, inputs, len(spoken))[0] == spoken).all()
+
+
+# --- the speaker ---------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def speaker(xtts): return Speaker(xtts, temperature=0.)
+
+@pytest.mark.parametrize('text, language, message', [
+    ('Жaa', 'en', 'never saw the characters ж; write the text without'), ('a 1 ?', 'en', r'characters 1 \?'),
+    ('', 'en', 'The text is empty'),
+    (' \n', 'en', 'The text is empty'), ('"“', 'en', 'The text is empty'), ('aa', 'de', 'no language "de"; it has en'),
+    ('a h ' * 40, 'en', 'The text has .* tokens, the model takes 40; split it'), ('aa', '', 'no language ""')])
+def test_what_cannot_be_said_is_refused(speaker, text, language, message):
+    with pytest.raises(UserError, match=message): speaker(text, language, VOICE)
+
+@pytest.mark.parametrize('samples', [0, 1, 2000, 11024])
+def test_a_short_reference_is_refused(speaker, samples, tmp_path):
+    with pytest.raises(UserError, match='the reference: 0...? s are too short.*at least 0.5 s'):
+        speaker('aa', 'en', VOICE[:samples])
+    if not samples: return
+    save_audio(tmp_path / 'r.wav', VOICE[:samples])
+    with pytest.raises(UserError, match=f'{tmp_path / "r.wav"}: .*too short'): speaker('aa', 'en', tmp_path / 'r.wav')
+
+def test_half_a_second_is_enough_and_what_comes_late_is_not_heard():
+    wav = np.arange(44100.)
+    assert [len(read_reference(wav[:n], AudioConfig(), seconds)) for n,
+            seconds in ((11025, 30), (44100, 1.5))] == [11025, 33075]
+
+@pytest.mark.parametrize('kind', ['missing', 'text', 'nan'])
+def test_a_reference_that_is_no_sound_is_named(speaker, tmp_path, kind):
+    if kind == 'text': (tmp_path / 'r.wav').write_text('no sound')
+    if kind == 'nan':
+        import soundfile
+        soundfile.write(tmp_path / 'r.wav', np.full(22050, np.nan), 22050, subtype='FLOAT')
+    with pytest.raises(UserError, match='r.wav'): speaker('aa', 'en', tmp_path / 'r.wav')
+
+@pytest.mark.parametrize('samples', [np.full(22050, np.nan, np.float32), np.zeros((22050, 2), np.float32)], ids=['nan', 'stereo'])
+def test_samples_that_are_no_clip_are_refused(speaker, samples):
+    with pytest.raises(UserError, match='the reference'): speaker('aa', 'en', samples)
+
+def crop(xtts, reference):
+    "What a model trained here hears of a recording."
+    return reference_mels(xtts, [read_reference(reference, xtts.config.model.audio)], xtts.config.speech)[0]
+
+def test_a_file_and_its_samples_are_the_same_voice(xtts, tmp_path):
+    import soundfile
+    soundfile.write(tmp_path / 'r.wav', VOICE, 22050, subtype='FLOAT')
+    soundfile.write(tmp_path / 'r.flac', np.stack([VOICE, VOICE], 1), 22050, subtype='PCM_24')
+    from_array = crop(xtts, VOICE)
+    assert from_array.shape == (32, 80) and np.array_equal(crop(xtts, tmp_path / 'r.wav'), from_array)
+    assert np.allclose(crop(xtts, str(tmp_path / 'r.flac')), from_array, atol=1e-2)
+
+def test_float64_samples_are_a_voice(xtts):
+    assert np.allclose(crop(xtts, VOICE.astype(np.float64)), crop(xtts, VOICE), atol=1e-4)
+
+@pytest.mark.parametrize('frames, start', [(3, 0), (10, 0), (25, 0), (3, 9), (7, 23)])
+def test_a_short_clip_goes_round(frames, start):
+    mel = np.arange(20.).reshape(10, 2)
+    assert np.array_equal(wrapped(mel, frames, start), mel[[(start + i) % 10 for i in range(frames)]])
+
+def texts_of(xtts):
+    "A speaker for whom a text is the number of its tokens."
+    tokenizer = SimpleNamespace(unknown=lambda text, language: [], encode=lambda text,
+                                language: [5] * int(text))
+    one = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=xtts.config),
+                          _generate=lambda *given: given)
+    one._ids = lambda text, language: Speaker._ids(one, text, language)
+    return one
+
+def test_texts_of_two_to_the_greatest_number_of_tokens(xtts):
+    for tokens in (2, 40): assert len(texts_of(xtts)._ids(str(tokens), 'en')) == tokens
+    for tokens, message in ((1, 'is empty'), (41, 'has 41 tokens, the model takes 40')):
+        with pytest.raises(UserError, match=message): texts_of(xtts)._ids(str(tokens), 'en')
+
+@pytest.mark.parametrize('tokens, width', [((2, 9), 32), ((32,), 32), ((2, 33), 40), ((40,), 40)])
+def test_texts_are_padded_to_few_widths(xtts, tokens, width):
+    voices = [Voice(tf.fill((4, 64), float(n)), None) for n in tokens]
+    text, length, prompt, seed = Speaker._say(texts_of(xtts), [*map(str, tokens)], ['en'] * len(tokens),
+                                              voices, 7)
+    assert text.shape == (len(tokens), width) and length.numpy().tolist() == list(tokens)
+    assert seed.numpy().tolist() == [7, 0]
+    assert all((row[:n] == 5).all() and not row[n:].any() for row, n in zip(text.numpy(), tokens))
+    assert prompt.shape == (len(tokens), 4, 64) and prompt[-1, 0, 0] == tokens[-1]
+
+@pytest.mark.parametrize('seconds, parity, codes',
+                         [(None, False, 48), (None, True, 45), (1., False, 22), (2., True, 44),
+                          (9., False, 48)])
+def test_how_long_a_clip_may_be(xtts, monkeypatch, seconds, parity, codes):
+    "21.5 codes a second, the last one begun included; coqui-tts leaves three places empty."
+    monkeypatch.setattr(synthesis, 'generate', lambda *given: given)
+    monkeypatch.setattr(xtts.gpt, 'parity', parity)
+    made = Speaker(xtts, seconds, temperature=0.5, top_k=7, top_p=0.25,
+                   repetition_penalty=2.)._generate.python_function
+    expected = xtts.gpt, 'text', 'length', 'prompt', codes, 0.5, 7, 0.25, 2., 'seed'
+    assert made('text', 'length', 'prompt', 'seed') == expected
+
+@pytest.mark.parametrize('speed, length', [(1, 8), (2., 4), (0.5, 16)])
+def test_twice_the_speed_is_half_the_length(speed, length):
+    x = tf.reshape(tf.range(16.), (1, 8, 2))
+    found = Speaker._in_time(SimpleNamespace(speech=SimpleNamespace(speed=speed)), x)
+    assert found.shape == (1, length, 2) and (found is x) == (speed == 1)
+
+def test_a_clip_of_sound(speaker, small):
+    wav = speaker('aa bb', 'en', VOICE)
+    assert wav.ndim == 1 and wav.dtype == np.float32 and np.isfinite(wav).all() and 0 < len(wav) <= 48 * 1024
+    assert np.array_equal(wav, speaker('AA  "bb"', 'en', VOICE)) and (len(wav) + 256) % 1024 == 0
+
+def test_many_at_once_are_each_alone(speaker):
+    voices = [synthetic_voice(0.8, p) for p in (90., 200., 150.)]
+    together = speaker.mels(TEXTS, ['en'] * 3, voices)
+    for mel, text, voice in zip(together, TEXTS, voices):
+        [alone] = speaker.mels([text], ['en'], [voice])
+        assert mel.shape == alone.shape and np.allclose(mel, alone, atol=1e-3)
+
+@pytest.mark.parametrize('texts, languages, references',
+                         [(['aa', 'bb'], ['en'], [VOICE, VOICE]), (['aa', 'bb'], ['en', 'en'], [VOICE])])
+def test_lists_of_different_lengths_are_refused(speaker, texts, languages, references):
+    with pytest.raises((ValueError, UserError), match='shorter|longer|lengths'): speaker.mels(texts, languages, references)
+
+def test_a_saved_model_speaks_the_same(xtts, speaker, tmp_path):
+    xtts.save(tmp_path / 'm')
+    again = Speaker(XTTS.load(tmp_path / 'm'), temperature=0.)
+    assert np.array_equal(again('aa bb', 'en', VOICE), speaker('aa bb', 'en', VOICE))
+
+def test_a_model_that_stops_at_once_still_gives_a_clip(xtts):
+    mute = Speaker(xtts)
+    mute._generate = lambda text, *_: (tf.fill([len(text), 48], xtts.gpt.code_stop), tf.zeros([len(text)], tf.int32), None)
+    assert np.isfinite(mute('aa', 'en', VOICE)).all()
+    (mel,) = mute.mels(['aa'], ['en'], [VOICE])
+    assert np.allclose(mel, xtts.dvae.decode(tf.constant([[0]]))[0],
+                       atol=1e-5)   # one code, the first there is
+    start, stop = xtts.gpt.code_start, xtts.gpt.code_stop
+    mels = mute._mels(tf.constant([[31, start, 3, stop], [5, stop, stop, stop]]), tf.constant([3, 1]))
+    for mel, codes in zip(mels, ([31, 0, 3], [5])):
+        assert np.allclose(mel, xtts.dvae.decode(tf.constant([codes]))[0], atol=1e-5)
+
+
+# --- listening -----------------------------------------------------------------------------------------------------
+
+def in_pieces(**values): return SpeechConfig(reference_chunk_seconds=1., **values)
+
+@pytest.mark.parametrize('seconds, heard, samples', [([2.5], 30, [22050, 22050, 11025]), ([1.3, 1.1], 30, [22050, 22050, 8820]),
+                                                     ([2.3], 30, [22050, 22050]), ([2.34], 30, [22050, 22050, 7497]),
+                                                     ([4.], 1.5, [22050, 11025]), ([0.6], 30, [13230])], ids=str)
+def test_recordings_are_heard_end_to_end_in_pieces(xtts, seconds, heard, samples):
+    "A last piece under a third of a second is left out."
+    wavs = [synthetic_voice(s) for s in seconds]
+    mels = reference_mels(xtts, wavs, in_pieces(reference_seconds=heard))
+    assert [len(m) for m in mels] == [1 + n // 256 for n in samples]
+    assert np.allclose(mels[0], reference_mels(xtts, [np.concatenate(wavs)[:22050]], in_pieces())[0])
+
+def test_the_prompt_is_the_mean_over_the_pieces(xtts):
+    wav = synthetic_voice(2.)
+    halves = [listen(xtts, [w], in_pieces()).prompt for w in (wav[:22050], wav[22050:])]
+    assert np.allclose(listen(xtts, [wav], in_pieces()).prompt, np.mean(halves, 0), atol=1e-5)
+    assert not np.allclose(*halves, atol=1e-3)
+
+def test_a_model_trained_here_hears_a_crop_of_each_recording(xtts):
+    wavs = [synthetic_voice(0.8, 90.), synthetic_voice(2., 200.)]
+    alone = [listen(xtts, [w]).prompt for w in wavs]
+    assert np.allclose(listen(xtts, wavs).prompt, np.mean(alone, 0), atol=1e-5)
+
+@pytest.mark.parametrize('heard, kept', [(30, [0.8, 2., 1.]), (2.8, [0.8, 2.]), (3.0, [0.8, 2.]), (3.2, [0.8, 2., 0.4]),
+                                         (0.5, [0.5])], ids=str)
+def test_without_pieces_the_recordings_are_heard_up_to_the_limit(xtts, heard, kept):
+    "A rest under a third of a second is left out."
+    wavs = [synthetic_voice(s, pitch) for s, pitch in ((0.8, 90.), (2., 200.), (1., 140.))]
+    found = reference_mels(xtts, wavs, SpeechConfig(reference_seconds=heard))
+    wanted = reference_mels(xtts, [w[:round(22050 * s)] for w, s in zip(wavs, kept)], SpeechConfig())
+    assert len(found) == len(kept) and all(np.array_equal(a, b) for a, b in zip(found, wanted))
+
+def test_of_each_recording_only_the_beginning_is_heard(xtts):
+    wav, speech = synthetic_voice(2.), in_pieces(max_reference_seconds=1)
+    assert np.allclose(listen(xtts, [wav, wav], speech).prompt, listen(xtts, [wav[:22050]] * 2, speech).prompt)
+
+def test_a_voice_needs_a_recording(xtts):
+    with pytest.raises(UserError, match='at least one recording'): listen(xtts, [])
+
+def test_the_reference_is_divided_by_the_constants_of_the_gpt(xtts, small):
+    "A converted model has others there than in its DVAE; one trained here has the same."
+    assert np.array_equal(xtts.gpt.mel_stats, xtts.dvae.mel_stats)
+    other = XTTS(small, xtts.tokenizer, xtts.dvae)
+    other.gpt.mel_stats.assign(xtts.dvae.mel_stats * 2)
+    assert np.allclose(crop(other, VOICE), crop(xtts, VOICE) / 2)
+
+
+# --- HiFi-GAN ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def with_hifigan(xtts, small, tmp_path_factory):
+    "The folder of the same model, with a decoder and a speaker encoder in its file."
+    folder = tmp_path_factory.mktemp('hifigan') / 'm'
+    xtts.save(folder)
+    path, nets = folder / 'model.safetensors', {'decoder': HiFiGAN(small), 'speaker': SpeakerEncoder(small)}
+    save_weights(path, {f'{part}/{n}': v for part, net in nets.items() for n, v in named_weights(net).items()}, besides=path)
+    return folder
+
+@pytest.fixture(scope='module')
+def singer(with_hifigan): return Speaker(XTTS.load(with_hifigan))
+
+def test_a_model_says_what_it_speaks_with(speaker, singer):
+    assert (speaker.vocoder, speaker.sample_rate) == ('griffin-lim', 22050)
+    assert (singer.vocoder, singer.sample_rate) == ('hifigan', 24000)
+
+def test_sound_is_made_of_the_states_up_to_stop(singer, endless):
+    voice = singer.listen(VOICE)
+    made = singer._say(['aa bb'], ['en'], [voice], 0)
+    decoder, _ = singer.xtts.hifigan
+    for most in (0, 5, len(made[0][0])):   # a clip that stops at once is one state long
+        cut = Speaker(singer.xtts)
+        cut._generate = lambda *_, most=most: (made[0], tf.constant([most]), made[2])
+        expected = decoder(made[2][:, :most + 1], voice.vector[None])[0]
+        assert np.allclose(cut('aa bb', 'en', voice), expected, atol=1e-5), most
+
+def test_the_vector_is_the_mean_of_the_recordings(singer):
+    wavs = [synthetic_voice(0.8, 90.), synthetic_voice(2., 200.)]
+    alone = [singer.listen(w).vector for w in wavs]
+    assert np.allclose(np.linalg.norm(alone, axis=-1), 1, atol=1e-5) and not np.allclose(*alone, atol=1e-3)
+    assert np.allclose(singer.listen(wavs).vector, np.mean(alone, 0), atol=1e-5)
+
+def test_the_vector_colours_the_sound(singer):
+    voice = singer.listen(VOICE)
+    assert not np.allclose(singer('aa', 'en', voice), singer('aa', 'en', voice._replace(vector=-voice.vector)), atol=1e-4)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('speed', [0.5, 2.])
+def test_speed_changes_the_length(singer, speaker, speed):
+    for one in (singer, speaker):
+        usual, other = one('aa', 'en', VOICE), Speaker(one.xtts, speed=speed)('aa', 'en', VOICE)
+        assert abs(len(usual) / len(other) / speed - 1) < 0.05
+
+def test_a_wrong_setting_is_named(xtts):
+    with pytest.raises(UserError, match='speech.temperature.*-1'): Speaker(xtts, temperature=-1)
+    with pytest.raises(UserError, match='did you mean "temperature"'): Speaker(xtts, temprature=1)
+
+def test_hifigan_comes_along_when_saved(singer, tmp_path):
+    singer.xtts.save(tmp_path / 'm')
+    again = Speaker(XTTS.load(tmp_path / 'm'))
+    assert np.array_equal(again('aa', 'en', VOICE), singer('aa', 'en', VOICE))
+
+def test_a_part_of_hifigan_that_is_missing_is_named(with_hifigan, tmp_path):
+    from xtts_nb.models.weights import open_weights
+    with open_weights(with_hifigan / 'model.safetensors') as file: tensors = {n: file.get_tensor(n) for n in file.keys()}
+    xtts = XTTS.load(with_hifigan)
+    xtts.source = tmp_path
+    save_weights(tmp_path / 'model.safetensors', {n: x for n, x in tensors.items() if not n.startswith('speaker/')})
+    with pytest.raises(UserError, match='model.safetensors: the tensor "speaker/.*is missing'): Speaker(xtts)

@@ -1,0 +1,266 @@
+"Who takes part; workers that do not come, die, are killed or told to stop, and nothing left behind."
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from xtts_nb.train import cluster
+from xtts_nb.train.cluster import (LOST_PEER, SLURM, Crew, answers, check_ports, deal_gpus, exposure, find_workers,
+                             host_names, local_workers, parse_workers, slurm_workers, supervise, tf_config, this_worker,
+                             visible_gpus, watch)
+from xtts_nb.config import UserError
+
+
+# --- who takes part ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('text, wrong', [('node1', 'node1'), ('a:1,b', '"b"'), ('a:1,a:1', 'twice'), ('a:0', 'a:0'),
+                                         ('a:65536', 'a:65536'), (':22', ':22'), ('a:x', 'a:x'), ('', '""')],
+                         ids=repr)
+def test_an_address_is_a_host_and_a_port(text, wrong):
+    with pytest.raises(UserError, match=wrong): parse_workers(text)
+
+def test_addresses_are_read():
+    assert parse_workers('a:1, b.c:65535,[::1]:3') == ['a:1', 'b.c:65535', '[::1]:3']
+
+@pytest.mark.parametrize('nodes, names', [
+    ('node7', ['node7']), ('a,b', ['a', 'b']), ('n[1-3]', ['n1', 'n2', 'n3']), ('n[08-11]', ['n08', 'n09', 'n10', 'n11']),
+    ('n[1,5-6],m2', ['n1', 'n5', 'n6', 'm2']), ('r[1-2]n[1-2]', ['r1n1', 'r1n2', 'r2n1', 'r2n2']),
+    ('x[1-2]-ib.c', ['x1-ib.c', 'x2-ib.c'])])
+def test_names_of_nodes(nodes, names): assert host_names(nodes) == names
+
+def test_a_job_of_slurm_is_read():
+    env = dict(zip(SLURM, ('123456', '3', 'gpu[01-03]', '2(x2),1')))
+    assert slurm_workers(env) == (['gpu01:23456', 'gpu01:23457', 'gpu02:23456', 'gpu02:23457', 'gpu03:23456'], 3)
+
+def test_workers_come_from_what_was_given(monkeypatch):
+    for name in SLURM: monkeypatch.delenv(name, raising=False)
+    assert find_workers('a:1,b:2', 1, None) == (['a:1', 'b:2'], [1])
+    all_, mine = find_workers(None, None, 2)
+    assert len(set(all_)) == 2 and mine == [0, 1]
+    monkeypatch.setenv(SLURM[0], '7')   # of a job without a step
+    (address,), mine = find_workers(None, None, None)
+    assert address.startswith('127.0.0.1:') and mine == [0]
+    for name, value in zip(SLURM, ('1', '1', 'n[1-2]', '1(x2)')): monkeypatch.setenv(name, value)
+    assert find_workers(None, None, None) == (['n1:20001', 'n2:20001'], [1])
+    assert find_workers(None, None, 2)[1] == [0, 1]
+
+@pytest.mark.parametrize('given, said', [(('a:1,b:2', None, None), '--index'), (('a:1,b:2', 2, None), '0 to 1'),
+                                         (('a:1', 0, 2), 'exclude'), ((None, 1, 2), 'belongs to')])
+def test_what_does_not_fit_is_refused(given, said):
+    with pytest.raises(UserError, match=said): find_workers(*given)
+
+def test_a_worker_knows_its_number(monkeypatch):
+    monkeypatch.delenv('TF_CONFIG', raising=False)
+    assert this_worker() == (0, 1)
+    monkeypatch.setenv('TF_CONFIG', tf_config(['a:1', 'b:2', 'c:3'], 2))
+    assert this_worker() == (2, 3)
+    for config, found in (({}, (0, 1)), ({'cluster': {'worker': ['a:1', 'b:2']}}, (0, 2)),
+                          ({'cluster': {'worker': ['a:1']}}, (0, 1)),
+                          ({'cluster': {'chief': ['a:1'], 'worker': ['b:2']},
+                            'task': {'type': 'chief', 'index': 0}}, (0, 2))):
+        monkeypatch.setenv('TF_CONFIG', json.dumps(config))
+        assert this_worker() == found
+    cluster = {'chief': ['a:1'], 'worker': ['b:2']}
+    monkeypatch.setenv('TF_CONFIG', json.dumps({'cluster': cluster, 'task': {'type': 'worker', 'index': 0}}))
+    assert this_worker() == (1, 2)
+
+def test_gpus_are_dealt_out(monkeypatch):
+    for shown, gpus in (('2,5', ['2', '5']), ('', []), ('-1', []), ('0,-1,1', ['0']), ('GPU-ab, GPU-cd', ['GPU-ab', 'GPU-cd'])):
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
+        assert visible_gpus() == gpus
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
+    monkeypatch.setattr(cluster, 'best_probe',
+                        lambda say: lambda: SimpleNamespace(gpus=[SimpleNamespace(index=n) for n in (0, 3)]))
+    assert visible_gpus() == ['0', '3']
+    monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
+    assert visible_gpus() == ['0', '1']
+    assert deal_gpus(['2', '5', '6'], 1) == ['2,5,6'] and deal_gpus(['2', '5', '6'], 3, 1) == ['2', '5', '6']
+    assert deal_gpus(['2', '5', '6'], 2) == ['2', '5'] and deal_gpus([], 2) == deal_gpus(['0'], 2, 0) == ['-1', '-1']
+    with pytest.raises(UserError, match='need 4, but only 3'): deal_gpus(['2', '5', '6'], 2, 2)
+    with pytest.raises(UserError, match='only 0 can be seen'): deal_gpus([], 1, 1)
+
+
+# --- the supervisor ------------------------------------------------------------------------------------------------
+
+WORKER = """
+import json, os, signal, socket, sys, time
+from pathlib import Path
+config = json.loads(os.environ['TF_CONFIG']); index = config['task']['index']
+door = socket.create_server(('', int(config['cluster']['worker'][index].split(':')[1])))
+folder = Path(sys.argv[1]); (folder / f'pid-{index}-{os.getpid()}').touch()
+"""
+
+@pytest.fixture
+def worker(tmp_path):
+    "A program that opens its door, notes its process, and goes on as given."
+    return lambda rest='': [sys.executable, '-c', WORKER + rest, str(tmp_path)]
+
+def alive(pid: int) -> bool:
+    try: return 'Z' not in open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0]
+    except OSError: return False
+
+def gone(folder, seconds=0.) -> bool:
+    "Whether no worker lives any more."
+    until = time.monotonic() + seconds
+    pids = [int(p.name.split('-')[2]) for p in folder.glob('pid-*')]
+    while any(map(alive, pids)) and time.monotonic() < until: time.sleep(0.05)
+    assert pids
+    return not any(map(alive, pids))
+
+def started(folder) -> dict[int, int]:
+    "How often each worker began."
+    seen = [int(p.name.split('-')[1]) for p in folder.glob('pid-*')]
+    return {i: seen.count(i) for i in set(seen)}
+
+TWO = {0: None, 1: None}
+
+def test_all_end_well(worker, tmp_path):
+    said = []
+    slow = "time.sleep(0.5 * index); (folder / f'done-{index}').touch()"
+    assert supervise(worker(slow), local_workers(2), TWO, say=said.append) == 0
+    assert started(tmp_path) == {0: 1, 1: 1} and not said
+    assert {p.name for p in tmp_path.glob('done-*')} == {'done-0', 'done-1'}
+
+def test_one_that_dies_takes_all_along_and_they_start_again(worker, tmp_path):
+    once = ("\ntime.sleep(0.5)\nif index == 1 and len(list(folder.glob('pid-1-*'))) < 3: os.kill(os.getpid(), signal.SIGKILL)"
+            '\ntime.sleep(0.3)')
+    said = []
+    assert supervise(worker(once), local_workers(2), TWO, say=said.append) == 0
+    assert started(tmp_path) == {0: 3, 1: 3} and gone(tmp_path)
+    assert len(said) == 2 and all('Worker 1 was ended by SIGKILL; all start again' in line for line in said)
+
+def test_the_cause_is_named_before_what_it_brought_about():
+    "Worker 0 has lost its peer; both have ended when somebody looks."
+    ended = {i: SimpleNamespace(poll=lambda code=code: code) for i, code in enumerate((LOST_PEER, -signal.SIGKILL))}
+    crew = SimpleNamespace(workers=local_workers(2), crew=ended, last_words=lambda i: '')
+    with pytest.raises(UserError, match='Worker 1 was ended by SIGKILL before it could begin'): watch(crew, wait=1)
+
+def test_too_many_deaths_are_too_many(worker, tmp_path):
+    said = []
+    dies = '\ntime.sleep(0.5)\nif index == 1: print("because", file=sys.stderr); sys.exit(7)\ntime.sleep(60)'
+    with pytest.raises(UserError, match='died 3 times'):
+        supervise(worker(dies), local_workers(2), TWO, restarts=2, say=said.append)
+    assert started(tmp_path) == {0: 3, 1: 3} and gone(tmp_path)
+    assert [line.strip() for line in said].count('because') == 3 and 'ended with code 7.' in said[-1]
+
+def test_one_that_cannot_begin_is_not_tried_again(tmp_path):
+    with pytest.raises(UserError, match=r'Worker 1 ended with code 1 before it could begin; mend that. (.|\n)*no such thing'):
+        supervise([sys.executable, '-c', 'import os, sys, time\nif \'"index": 1\' in os.environ["TF_CONFIG"]: '
+                   'sys.exit("no such thing")\ntime.sleep(60)'], local_workers(2), TWO)
+
+@pytest.mark.parametrize('code', [2, 130, 143])
+def test_a_wanted_end_is_final(worker, tmp_path, code):
+    ends = worker(f'\nif index: sys.exit({code})\ntime.sleep(60)')
+    assert supervise(ends, local_workers(2), TWO, say=lambda line: None) == code
+    assert started(tmp_path) == {0: 1, 1: 1} and gone(tmp_path)
+
+def test_a_peer_that_never_comes_is_named(worker, tmp_path):
+    "And whoever waits for it hears nothing."
+    workers = local_workers(2)
+    deaf = '\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)'
+    with pytest.raises(UserError, match=f'Of 2 workers {workers[1]} did not come within 2 s; start it'):
+        supervise(worker(deaf), workers, {0: None}, wait=2)
+    assert gone(tmp_path)
+
+def test_a_port_in_use_is_named_before_anything_starts(worker, tmp_path):
+    with socket.create_server(('', 0)) as door:
+        port = door.getsockname()[1]
+        with pytest.raises(UserError, match=f':{port}: port {port}: cannot be used .*; choose another port'):
+            supervise(worker(), [f'127.0.0.1:{port}'], {0: None})
+    assert not list(tmp_path.iterdir())
+    check_ports([f'127.0.0.1:{port}'], [0])
+
+def test_nobody_answers_where_there_is_no_host(): assert not answers('no-such-host.invalid:22')
+
+SUPERVISOR = """
+import sys
+from xtts_nb.train.cluster import local_workers, supervise
+sys.exit(supervise(sys.argv[1:], local_workers(2), {0: None, 1: None}))
+"""
+
+def supervisor(command, folder):
+    "In a process of its own, its workers started."
+    child = subprocess.Popen([sys.executable, '-c', SUPERVISOR, *command], stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    while started(folder) != {0: 1, 1: 1}: time.sleep(0.02)
+    return child
+
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_its_supervisor(worker, tmp_path, how):
+    "Even those deaf to SIGTERM, where nobody can wait for them."
+    deaf = '\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)' if how != signal.SIGTERM else ''
+    child = supervisor(worker(deaf + '\ntime.sleep(60)'), tmp_path)
+    child.send_signal(how)
+    child.communicate(timeout=20)
+    assert child.returncode != 0 and gone(tmp_path, seconds=5)
+
+def test_sigterm_leaves_time_to_save(worker, tmp_path):
+    saves = ("\ndef save(*_): time.sleep(0.4); (folder / f'saved-{index}').touch(); sys.exit(143)"
+             '\nsignal.signal(signal.SIGTERM, save)\n(folder / f"ready-{index}").touch()\ntime.sleep(60)')
+    child = supervisor(worker(saves), tmp_path)
+    while len(list(tmp_path.glob('ready-*'))) < 2: time.sleep(0.02)
+    child.terminate()
+    child.communicate(timeout=20)
+    assert child.returncode == 143 and len(list(tmp_path.glob('saved-*'))) == 2 and gone(tmp_path)
+
+def test_only_worker_0_prints_a_result(worker, tmp_path, monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')
+    child = supervisor(worker('\ntime.sleep(0.5)\nprint("result of", index, os.environ["CUDA_VISIBLE_DEVICES"])'), tmp_path)
+    out, err = child.communicate(timeout=20)
+    assert out.decode() == 'result of 0 -1\n' and not err and child.returncode == 0
+
+def test_how_a_process_ended():
+    ends = {-9: 'was ended by SIGKILL', -1: 'was ended by SIGHUP', 0: 'ended with code 0',
+            1: 'ended with code 1'}
+    assert {code: cluster._end(code) for code in ends} == ends
+
+@pytest.mark.parametrize('mine, late, said', [
+    ([0], [1], ('b', 3, 'start it')), ([1], [0, 1], ('a, b', 9, 'start them')),
+    ([0, 1], [1], ('b', 9, 'start it')), ([0], [], None)])
+def test_peers_get_their_time_and_slow_machines_four_times_that(monkeypatch, mine, late, said):
+    "The clock moves by a second between two looks."
+    now, workers, polls = [50.], ['a', 'b'], iter([None] * 20 + [0] * 99)
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: now.__setitem__(0, now[0] + 1))
+    monkeypatch.setattr(cluster, 'time', clock)
+    monkeypatch.setattr(cluster, 'answers', lambda worker: workers.index(worker) not in late)
+    crew = SimpleNamespace(workers=workers, crew={i: SimpleNamespace(poll=lambda: next(polls)) for i in mine})
+    if said is None: assert watch(crew, wait=2) is None
+    else:
+        complaint = f'Of 2 workers {said[0]} did not come within 2 s; {said[2]}, or look'
+        with pytest.raises(UserError, match=complaint): watch(crew, wait=2)
+        assert now[0] == 50 + said[1]
+
+def test_a_worker_is_a_session_with_its_own_cards(monkeypatch):
+    "Only worker 0 writes to the terminal's stdout."
+    started = []
+    monkeypatch.setattr(subprocess, 'Popen', lambda command, **how: started.append(how) or command)
+    monkeypatch.delenv('XTTS_NB_CPU_CARDS', raising=False)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '5')
+    for index, gpus, shown in ((0, None, '5'), (1, '2,3', '2,3')):
+        assert cluster.start_worker(['x'], ['a:1', 'b:2'], index, gpus) == ['x']
+        how = started.pop()
+        assert how['env']['CUDA_VISIBLE_DEVICES'] == shown
+        assert how['env']['TF_CONFIG'] == tf_config(['a:1', 'b:2'], index)
+        assert how['stdout'] == (subprocess.DEVNULL if index else None) and how['start_new_session'] is True
+        assert callable(how['preexec_fn']) == (sys.platform == 'linux')
+
+def test_the_last_words_of_a_worker_without_a_terminal():
+    crew = Crew(['x'], ['a:1', 'b:2', 'c:3'], {1: None, 2: None})
+    assert list(crew.said) == [2] and crew.last_words(1) == crew.last_words(2) == ''
+    crew.said[2].write(b'x' * 1000 + b'y' * 1999 + b'\xff')
+    assert crew.last_words(2) == 'y' * 1999 + '\ufffd'
+    crew.said[2].close()
+
+def test_one_worker_alone_opens_no_port_and_is_not_missed():
+    "It has no peers, so it may work for longer than one waits for a peer."
+    program = 'import time; time.sleep(1.5)'
+    assert supervise([sys.executable, '-c', program], local_workers(1), {0: None}, wait=0.2) == 0
+
+def test_who_can_reach_the_workers_is_said():
+    where = 'TensorFlow listens on every address of this machine, at port 1, 3, and asks for no password'
+    assert exposure(['a:1', 'b:2', 'a:3'], [0, 2]).startswith(where)
+    assert exposure(['a:1'], [0]) == ''

@@ -1,0 +1,335 @@
+"Two devices: the batches of the cache, the losses of one, everything in its place, and what fails."
+import json
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from process import environment, main, xtts_nb
+from xtts_nb.train import dual as page
+from xtts_nb.data.cache import Cache
+from xtts_nb.config import UserError
+from xtts_nb.data.native import BatchPlan, cached_batches
+from xtts_nb.devices import DevicePlan
+from xtts_nb.train.dual import (
+    Feed, bench_feed, draw, dual_trainer, finish_batch, finished, pair_report, placement, placement_summary,
+    profile_dual, run_feed, sound_batches, verdict)
+from xtts_nb.data.prepare import prepare
+from xtts_nb.train.runs import new_run, resume_run
+from xtts_nb.train.stages import InTurn, Span
+from xtts_nb.train.step import trace_count
+
+ONE = DevicePlan({}, 'CPU:0', 'CPU:0')
+
+
+@pytest.fixture(scope='module')
+def mini(small):
+    "One block, no XLA: a second to trace."
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
+                         data={'buckets': 2, 'preprocessing_mode': 'runtime'},
+                         training={'steps': 8, 'warmup_steps': 2, 'log_every': 2, 'checkpoint_every': 4,
+                                   'enable_xla_compilation': False})
+
+@pytest.fixture(scope='module')
+def online(corpus, mini, dvae, prepared, tmp_path_factory):
+    "The corpus as a runtime cache; to be read only."
+    out = tmp_path_factory.mktemp('online') / 'cache'
+    prepare(corpus, out, mini, dvae, prepared.tokenizer)
+    return Cache(out)
+
+@pytest.mark.parametrize('change', [{}, {'buckets': 3, 'batch_size': 3}, {'reference_frames': 128, 'reference_from': 'clip'},
+                                    {'pad_to_fixed_length': True, 'max_seconds': 2.}])
+def test_batches_are_those_of_the_cache(prepared, online, dvae, mini, change):
+    config = mini.replace(data=change)
+    sound = sound_batches(BatchPlan(online, config.data), 0, 5)
+    for ours, cached in zip(sound, cached_batches(BatchPlan(prepared, config.data), 0, 5)):
+        ours = finish_batch(ours, dvae, config)
+        assert ours.keys() == cached.keys()
+        for name, wanted in cached.items():
+            assert (ours[name].shape, ours[name].dtype) == (wanted.shape, wanted.dtype)
+            if name not in ('codes', 'reference'): assert np.array_equal(ours[name], wanted)
+        assert np.mean(ours['codes'] != cached['codes']) < 2e-3   # two vectors may be as near as makes no difference
+        far = np.abs(ours['reference'].numpy().astype(np.float32) - cached['reference'].numpy().astype(np.float32)) > 5e-3
+        assert far.mean() < 1e-3
+
+@pytest.fixture(scope='module')
+def worked(online, mini):
+    "A trainer, and what six updates came to in turn and then, from the same weights, side by side."
+    trainer = dual_trainer(online, mini.replace(data={'buckets': 1}), ONE, threads=False)
+    state = [*trainer.state.values()]
+    before = [v.numpy() for v in state]
+    turn = run_feed(trainer, 6)
+    for v, value in zip(state, before): v.assign(value)
+    trainer.feed.threads = True
+    return trainer, turn, run_feed(trainer, 6)
+
+@pytest.mark.cpu
+def test_threads_change_nothing(worked):
+    trainer, turn, side = worked
+    assert turn[0] == side[0] and len(turn[0]) == 6 and side[1].most <= 3
+    assert {s.stage for s in side[1].spans} == {'host', 'data', 'model'}
+    assert trace_count(trainer.feed.finish) == trace_count(trainer.train_step) == len(trainer.plan.shapes) == 1
+
+@pytest.mark.cpu
+def test_every_variable_and_stage_is_in_the_audit(worked):
+    trainer = worked[0]
+    rows = placement(trainer)
+    names = {r['name'] for r in rows}
+    assert {v.path for v in trainer.xtts.gpt.variables} | {*trainer.update.variables} <= names
+    assert {r['owner'] for r in rows} >= {'stage host', 'stage data', 'optimizer', 'model', 'DVAE of the data device'}
+    weights = sum(r['bytes'] for r in rows if r['owner'] == 'model')
+    assert weights == sum(v.value.numpy().nbytes for v in trainer.xtts.gpt.variables)
+    rows[0]['device'] = 'CPU:1'
+    with pytest.raises(AssertionError, match='on CPU:1 instead of CPU:0'): placement_summary(rows)
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_trained_validated_stopped_and_resumed(online, mini, tmp_path):
+    config, held = mini.replace(training={'validate_every': 4}, data={'buckets': 1}), [online.clips[0]['id']]
+    begin = lambda run: new_run(online, config, tmp_path / run, held, feed=Feed(online, config, ONE), device='CPU:0')
+    straight = begin('straight').fit()
+    begin('stopped').fit(4)
+    again = resume_run(tmp_path / 'stopped', feed=Feed(online, config, ONE), device='CPU:0')
+    assert again.step == 4
+    resumed = again.fit()
+    assert resumed['loss_last'] == straight['loss_last'] and resumed['best'] == straight['best']
+    assert not [t.name for t in threading.enumerate() if t.name in ('host', 'data', 'copy')]
+
+def test_a_cache_with_codes_needs_no_data_device(prepared, mini):
+    with pytest.raises(UserError, match='has its codes already'): Feed(prepared, mini, ONE)
+
+@pytest.mark.cpu
+def test_a_recording_that_is_gone(mine, mini, dvae, prepared, tmp_path):
+    prepare(mine, tmp_path / 'cache', mini, dvae, prepared.tokenizer)
+    trainer = dual_trainer(Cache(tmp_path / 'cache'), mini, ONE)
+    for wav in mine.rglob('*.wav'): wav.unlink()
+    with pytest.raises(UserError, match='verify --fix'): trainer.fit(4)
+    assert not any(t.is_alive() for t in trainer.feed.latest.threads)
+
+def test_profile_of_emulated_stages(tmp_path):
+    found = profile_dual(out=tmp_path / 'a.png', steps=6)
+    assert [r['name'] for r in found['rows']] == ['host', 'data', 'model'] and found['wall'] < found['work']
+    assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG') and 'The slowest stage is model' in found['verdict']
+
+@pytest.mark.parametrize('name, word', [('host', 'num_workers'), ('data', 'precompute'), ('copy', 'switch'),
+                                        ('model', 'nothing')])
+def test_the_verdict_names_the_slowest(name, word):
+    rows = [{'name': n, 'ms': 9. if n == name else 1.} for n in ('host', 'data', 'copy', 'model')]
+    said = verdict(rows, {'wall': 1., 'work': 2., 'model_wait_share': 0.25})
+    assert f'slowest stage is {name}' in said and word in said and 'waited 25%' in said
+
+
+def test_stages_and_their_devices():
+    "With two devices there is something to copy."
+    for data, model, where in (('GPU:0', 'GPU:0', {'host': 'CPU:0', 'data': 'GPU:0', 'model': 'GPU:0'}),
+                               ('GPU:0', 'GPU:1', {'host': 'CPU:0', 'data': 'GPU:0', 'copy': 'GPU:1',
+                                                   'model': 'GPU:1'})):
+        feed = Feed.__new__(Feed)
+        feed.devices, feed.handed = DevicePlan({}, data, model), {}
+        assert feed.where == where
+        assert [*feed.stages] == [name for name in where if name not in ('host', 'model')]
+    batch = {'a': tf.zeros((2, 3)), 'b': tf.zeros(4, tf.int64)}
+    assert feed._note('data', batch) is batch
+    assert feed.handed == {'data': (batch['a'].device, 2 * 3 * 4 + 4 * 8)}
+    finished(tf.constant(1.)); finished(tf.zeros((2, 3)))   # of any shape
+
+def test_the_audit_by_owner_and_device():
+    row = lambda owner, size, device='CPU:0': {'owner': owner, 'name': 'x', 'device': device,
+                                               'wanted': device, 'bytes': size}
+    found = placement_summary([row('model', 500), row('model', 1000), row('model', 64, 'GPU:0'),
+                               row('other', 40)])
+    assert [tuple(r.values()) for r in found] == [('model', 'CPU:0', 2, '1.5'), ('model', 'GPU:0', 1, '0.1'),
+                                                  ('other', 'CPU:0', 1, '0.0')]
+    assert page._device('/job:localhost/replica:0/task:0/device:GPU:1') == 'GPU:1'
+
+def ran(most, seconds, batches=15):
+    "A run whose model takes so many seconds a batch, the host a tenth of that."
+    with InTurn([], {}) as made: made.most = most
+    for n in range(batches):
+        made.spans += [Span('host', n, n * seconds, (n + 0.1) * seconds),
+                       Span('model', n, n * seconds, (n + 1) * seconds)]
+    return made
+
+def test_the_ideal_is_the_slowest_stage_alone(monkeypatch):
+    "It is measured in turn, after a run that compiles."
+    trainer, asked = SimpleNamespace(feed=SimpleNamespace(threads=None)), []
+    def run(trainer, steps):
+        asked.append((trainer.feed.threads, steps))
+        return [], ran(3, 0.25) if trainer.feed.threads else ran(1, 0.4)
+    monkeypatch.setattr(page, 'run_feed', run)
+    rows, spans = bench_feed(trainer, 7)
+    assert asked == [(None, 7), (False, 7), (True, 7)] and [len(s) for s in spans.values()] == [30, 30]
+    keys = 'name', 'rate', 'ideal_rate', 'model_wait_share', 'ring_max'
+    assert rows == [dict(zip(keys, row))
+                    for row in (('serial_real', 2.5, 2.5, 0, 1), ('pipelined_real', 4., 2.5, 0, 3))]
+
+def test_the_picture_begins_where_the_buffers_are_full(monkeypatch, tmp_path):
+    shown, figure = [], SimpleNamespace(savefig=lambda path, **_: path.touch())
+    monkeypatch.setattr(page, 'plot_timeline', lambda runs, devices, first: shown.append(first) or figure)
+    for batches in (15, 11, 10, 3):
+        assert draw(str(tmp_path / 'a.png'), {'a': ran(1, 1., batches).spans}, {}).is_file()
+    assert shown == [4, 0, 0, 0]
+
+def test_a_report_asks_for_two_devices_and_runs_twice(monkeypatch, tmp_path):
+    "The first run compiles; the second one is shown. Devices that are given are taken as they are."
+    plan, runs, drawn, asked = DevicePlan({}, 'CPU:0', 'CPU:1'), [], [], []
+    feed = SimpleNamespace(where={'model': 'CPU:1'}, devices=plan)
+    def trainer(cache, config, devices, **more):
+        asked.append((devices, more))
+        return SimpleNamespace(feed=feed)
+    def run(trainer, steps):
+        runs.append(steps)
+        return [0.5], ran(3, 0.25) if len(runs) % 2 else ran(2, 0.5)
+    for name, fake in {'setup_devices': lambda two: plan if two else None,
+                       'Cache': lambda folder: SimpleNamespace(config='config'),
+                       'dual_trainer': trainer, 'run_feed': run, 'placement': lambda trainer: [],
+                       'draw': lambda path, runs, where: drawn.append([*runs]) or path}.items():
+        monkeypatch.setattr(page, name, fake)
+    found = pair_report('cache', 5, 'a.png')
+    assert runs == [5, 5] and asked.pop() == (plan, {}) and found['ring_max'] == 3
+    assert found['losses'] == [0.5]
+    assert found['stages'][1] == {'name': 'model', 'device': 'CPU:1', 'batches': 15, 'ms': 500., 'busy': 1.}
+    assert found['rate'] == 2
+    found = profile_dual('cache', 'a.png', 5, 2)
+    assert asked.pop() == (plan, {'ring': 2})
+    assert (found['ring_max'], found['losses'], found['rate']) == (2, [0.5], 2)
+    assert drawn == [[plan.line]] * 2
+    assert found['verdict'].startswith(f'{plan.line} The slowest stage is model with 500.0 ms')
+    given = DevicePlan({}, 'CPU:0', 'CPU:0')
+    profile_dual('cache', 'a.png', 5, devices=given)
+    assert asked[0][0] is given
+
+
+CHILD = '''
+import json, sys
+from xtts_nb.data.cache import Cache
+from xtts_nb.devices import setup_devices
+from xtts_nb.train.dual import Feed, placement, placement_summary
+from xtts_nb.train.runs import new_run
+devices, cache, run = setup_devices(two=True), Cache(sys.argv[1]), sys.argv[2]
+trainer = new_run(cache, cache.config, run, feed=Feed(cache, cache.config, devices), device=devices.model)
+trainer.fit(4)
+print(json.dumps({'losses': trainer.first_losses, 'placement': placement_summary(placement(trainer)),
+                  'ring': trainer.feed.latest.most, 'stages': sorted({s.stage for s in trainer.feed.latest.spans})}))
+'''
+
+@pytest.mark.slow   # the page does the shorter half of it
+@pytest.mark.cpu
+def test_two_devices_train_as_one_does_and_the_other_goes_on(online, mini, tmp_path):
+    done = subprocess.run([sys.executable, '-c', CHILD, online.folder, tmp_path / 'two'], env=environment(), capture_output=True,
+                          text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    two = json.loads(done.stdout)
+    one = new_run(online, mini, tmp_path / 'one', feed=Feed(online, mini, ONE), device='CPU:0')
+    one.fit(4)
+    assert two['losses'] == one.first_losses and two['ring'] <= 3 and two['stages'] == ['copy', 'data', 'host', 'model']
+    where = {r['name']: r['device'] for r in two['placement']}
+    assert where['DVAE of the data device'] == where['stage data'] == 'CPU:0'
+    assert where['model'] == where['optimizer'] == where['stage copy'] == 'CPU:1'
+    again = resume_run(tmp_path / 'two', feed=Feed(online, mini, ONE), device='CPU:0')
+    assert again.step == 4
+    again.fit(); one.fit()
+    assert again.last_losses == one.last_losses
+
+
+@pytest.mark.parametrize('keep', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_bench_dual(tmp_path, keep):
+    (tmp_path / 'settings.ini').touch()
+    done = xtts_nb('bench', 'dual', '--steps', 4, '--json', *['--record'] * keep, cwd=tmp_path)
+    assert done.code == 0, done.err
+    rows = done.json['rows']
+    assert [r['name'] for r in rows] == ['serial', 'pipelined']
+    assert all(r.keys() == {'name', 'rate', 'ideal_rate', 'model_wait_share', 'ring_max'} for r in rows)
+    kept = [json.loads(f.read_text())['rows'] for f in tmp_path.glob('benchmarks/40_dual_gpu-*.json')]
+    assert kept == ([rows] if keep else [])
+
+@pytest.mark.parametrize('arguments, words', [
+    (['--data-gpu', 0], 'give a runtime cache'), (['--data', 'CACHE', '--data-gpu', 0, '--model-gpu', 0], 'both 0'),
+    (['--data', 'CACHE', '--enable-memory-isolation'], 'CPU takes no memory limit')])
+@pytest.mark.cpu
+def test_bench_dual_says_what_is_wrong(online, arguments, words, capfd, monkeypatch):
+    from xtts_nb.app import terminal
+    from xtts_nb.app import cli  # noqa: F401  the commands
+    arguments = [online.folder if a == 'CACHE' else a for a in arguments]
+    monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'bench', 'dual', *map(str, arguments)])
+    with pytest.raises(SystemExit) as e: terminal.main()
+    said = capfd.readouterr()
+    assert e.value.code == 2 and words in said.err and 'Traceback' not in said.err and not said.out
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_bench_dual_with_real_stages(online):
+    done = xtts_nb('bench', 'dual', '--steps', 4, '--data', online.folder, '--json')
+    assert done.code == 0, done.err
+    assert [r['name'] for r in done.json['rows']] == ['serial', 'pipelined', 'serial_real', 'pipelined_real']
+    assert 'CPU:1' in done.json['devices'] and all(r['ring_max'] <= 3 for r in done.json['rows'])
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_train_on_a_runtime_cache(online, tmp_path):
+    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 4, '--buffer-size', 2, '--json')
+    assert done.code == 0, done.err
+    assert done.json['steps'] == 4 and 'on one device, CPU:0' in done.err
+    asked = xtts_nb('train', '--run', tmp_path / 'run', '--steps', 6, '--data-gpu', 0, '--model-gpu', 1)
+    assert asked.code == 2 and asked.said[0].endswith('leave both out to train on the CPU.')
+
+
+# --- two cards that are not there: logical CPU devices in their place ------------------------------------------------
+
+@pytest.fixture
+def two_cards(monkeypatch): monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
+
+CARDS = '--data-gpu', 0, '--model-gpu', 1, '--enable-memory-isolation'
+
+def test_train_on_two_cards_with_isolated_memory(online, two_cards, tmp_path):
+    "The main command of the guides: nothing may be computed before the devices are set up."
+    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 1, '--set', 'data.buckets=1', *CARDS,
+                   '--json')
+    assert done.code == 0, done.err
+    assert 'Batches are made on CPU:0, the model is trained on CPU:1.' in done.err and done.json['steps'] == 1
+
+@pytest.mark.slow
+def test_train_where_two_cards_can_be_seen(online, two_cards, tmp_path):
+    "Without options one card is taken, also by a runtime cache, which makes its batches on a device."
+    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 2, '--json')
+    assert done.code == 0 and 'on one device, CPU:0.' in done.err, done.err
+
+@pytest.mark.slow
+def test_a_corpus_is_prepared_for_the_data_gpu(corpus, mini, two_cards, tmp_path):
+    "In auto mode so small a corpus would get codes, and then there would be nothing to do for a data GPU."
+    quick = mini.replace(data={'preprocessing_mode': 'auto'}, training={'dvae_steps': 2})
+    (tmp_path / 'settings.yaml').write_text(quick.to_yaml())
+    (tmp_path / 'settings.ini').touch()
+    train = 'train', '--data', corpus, '--config', tmp_path / 'settings.yaml', '--run', tmp_path / 'run', '--steps', 2, *CARDS
+    done = xtts_nb(*train, '--json', cwd=tmp_path)
+    assert done.code == 0 and 'the model is trained on CPU:1' in done.err, done.err
+    refused = xtts_nb(*train, '--preprocessing-mode', 'precompute', cwd=tmp_path)
+    assert refused.code == 2 and 'leaves nothing to do for a data GPU' in refused.said[0] and 'encode' not in refused.err
+
+@pytest.mark.slow
+@pytest.mark.parametrize('command', [['bench', 'dual', '--steps', '3'], ['profile', '--dual', '--out', 'out']], ids=' '.join)
+def test_real_stages_on_two_cards(online, two_cards, tmp_path, command):
+    (tmp_path / 'settings.ini').touch()
+    done = xtts_nb(*command, '--data', online.folder, '--json', cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert 'Batches are made on CPU:0, the model is trained on CPU:1.' in done.out
+
+@pytest.mark.slow
+def test_say_where_two_cards_can_be_seen(xtts, two_cards, corpus, prepared, tmp_path):
+    xtts.save(tmp_path / 'model')
+    voice = sorted(corpus.rglob('*.wav'))[0]
+    text = prepared.clips[0]['text']
+    done = xtts_nb('say', text, '--run', tmp_path / 'model', '--voice', voice, '--out', tmp_path / 'say.wav', '--json')
+    assert done.code == 0 and '2 logical CPU devices stand in for GPUs' in done.err and done.json['seconds'] > 0, done.err
+
+@pytest.mark.parametrize('options, words', [
+    ([*CARDS, '--fit-memory'], '--fit-memory: tries updates on the first GPU'), (['--model-gpu', 2], 'no such GPU'),
+    (['--data-gpu-memory', 10**9], 'are more than the')])
+def test_devices_are_refused_before_anything_is_read(two_cards, tmp_path, options, words, capfd):
+    "In this process TensorFlow has started: a plan that could be made would be refused for that."
+    assert main('train', '--data', tmp_path / 'nothing', *options) == 2
+    assert words in capfd.readouterr().err

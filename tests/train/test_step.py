@@ -1,0 +1,247 @@
+"One update: the same in parts, without what is not finite, in any precision, and compiled where it can be."
+import time
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.config import TrainingConfig
+from xtts_nb.models.gpt import GPT
+from xtts_nb.models.layers import fold
+from xtts_nb.models.xtts import POLICIES, token_counts
+from xtts_nb.train.step import (MODES, CompiledStep, Update, _offender, check_modes_agree, compile_step, mode_line,
+                          random_batch,
+                          step_before_after, step_modes, trace_count)
+
+
+@pytest.fixture(scope='module')
+def mini(small):
+    "One block, no dropout, no XLA."
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0., 'code_noise': 0.}},
+                         training={'learning_rate': 1e-3, 'warmup_steps': 0, 'schedule': 'constant',
+                                   'enable_xla_compilation': False})
+
+@pytest.fixture(scope='module')
+def rows(mini) -> dict:
+    "Four rows of different lengths, the last of them filling."
+    return random_batch(mini, 12, 20) | {'text_length': tf.constant([12, 7, 9, 12]), 'code_length': tf.constant([20, 11, 3, 20]),
+                                         'weight': tf.constant([1., 1., 1., 0.])}
+
+def update(config, **changes) -> Update:
+    keras.utils.set_random_seed(0)
+    config = config.replace(**changes)
+    return Update(GPT(config, 5, dtype=POLICIES[config.training.precision]), config.training)
+
+def run(step, batch, count=3, first=0) -> list[dict]:
+    return [{k: float(v) for k, v in step(batch, tf.constant(first + i)).items()} for i in range(count)]
+
+def values(made: Update) -> list: return [v.numpy() for v in (*made.weights, *made.variables.values())]
+
+
+# --- in parts ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('xla', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_parts_make_the_whole(mini, rows, xla):
+    "Parts hold different numbers of tokens, one of them none at all; the clip is at work."
+    whole, cut = update(mini), update(mini, training={'accumulation': 4, 'enable_xla_compilation': xla})
+    step = compile_step(cut, cut.training)
+    lines = run(step, rows)
+    for a, b in zip(run(compile_step(whole, whole.training), rows), lines): assert b == pytest.approx(a, rel=3e-4)
+    assert trace_count(step) == 1 and lines[0]['gradient_norm'] > mini.training.gradient_clip_norm
+    assert step.xla == xla and lines[0]['loss'] != lines[1]['loss']
+
+@pytest.mark.parametrize('parts', [2, 4])
+def test_gradients_of_parts_add_up(mini, rows, parts):
+    whole, cut = update(mini), update(mini, training={'accumulation': parts})
+    both = [tf.function(u.gradients)(rows, tf.constant(0), token_counts(u.gpt, rows))[0] for u in (whole, cut)]
+    for v, a, b in zip(whole.weights, *both): assert np.allclose(a, b, rtol=1e-4, atol=1e-6), v.path
+
+def test_parts_draw_masks_of_their_own(mini, rows):
+    same = {k: tf.concat([v[:2], v[:2]], 0) for k, v in rows.items()}
+    cut = update(mini, model={'gpt': {'dropout': 0.5}}, training={'accumulation': 2})
+    seen = []
+    share, cut.share = cut.share, lambda *a: (lambda out: (seen.append(float(out[1]['code_loss'])), out)[1])(share(*a))
+    cut.gradients(same, tf.constant(0), {'text_count': tf.constant(1.), 'code_count': tf.constant(1.)})
+    assert len(seen) == 2 and seen[0] != seen[1]
+
+ONES = {'text_count': tf.constant(1.), 'code_count': tf.constant(1.)}
+
+@pytest.mark.parametrize('first', [None, 0, 3])
+@pytest.mark.parametrize('parts', [1, 2])
+def test_a_part_draws_by_its_place_in_the_whole_batch(mini, rows, parts, first):
+    "One part that nobody shares draws by the seed itself."
+    made = update(mini, model={'gpt': {'dropout': 0.5}}, training={'accumulation': parts, 'seed': 7})
+    seed, size = tf.constant([7, 9]), 4 // parts
+    cut = [{k: v[i * size:(i + 1) * size] for k, v in rows.items()} for i in range(parts)]
+    seeds = [seed] if parts == 1 and first is None else [fold(seed, (first or 0) + i) for i in range(parts)]
+    wanted = [made.share(some, s, ONES) for some, s in zip(cut, seeds)]
+    gradients, sums = made.gradients(rows, tf.constant(9), ONES, first)
+    for name, total in sums.items():
+        assert float(total) == pytest.approx(sum(float(w[1][name]) for w in wanted), rel=1e-4)
+    assert np.allclose(gradients[0], sum(w[0][0] for w in wanted), rtol=1e-3, atol=1e-5)
+
+def test_losses_are_means_over_the_tokens_that_there_are(mini):
+    "Where there is none the sum stays, which is zero then."
+    made = update(mini, training={'text_loss_weight': 0.5})
+    sums = {'text_loss': tf.constant(6.), 'code_loss': tf.constant(9.)}
+    nothing = lambda: [tf.zeros(v.shape) for v in made.weights]
+    for texts, mean in ((0., 6.), (1., 6.), (3., 2.)):
+        counts = {'text_count': tf.constant(texts), 'code_count': tf.constant(2.)}
+        found = {k: float(v) for k, v in made.finish(nothing(), sums, counts).items()}
+        assert found == {'loss': 0.5 * mean + 4.5, 'text_loss': mean, 'code_loss': 4.5, 'gradient_norm': 0,
+                         'skipped': 0, 'bad': 0}
+    means = made.means(sums | {'text_count': tf.constant(3.), 'code_count': tf.constant(2.)})
+    assert {k: float(v) for k, v in means.items()} == {'loss': 5.5, 'text_loss': 2., 'code_loss': 4.5}
+
+def test_some_of_the_weights(mini):
+    gpt = update(mini).gpt
+    assert Update(gpt, mini.training, gpt.trainable_variables[:2]).weights == gpt.trainable_variables[:2]
+
+def test_a_random_batch_holds_ordinary_tokens_in_full_rows(mini):
+    batch = random_batch(mini, 300, 400)
+    for kind, length, top in (('text', 300, 48), ('codes', 400, 32)):
+        ids = batch[kind].numpy()
+        assert ids.shape == (4, length) and ids.min() == 3 and ids.max() == top - 1
+        assert (batch[f'{kind.removesuffix("s")}_length'].numpy() == length).all()
+    assert batch['reference'].shape == (4, 32, 80) and list(batch['clip']) == [0, 1, 2, 3]
+    assert (batch['weight'].numpy() == 1).all()
+
+def test_a_position_that_many_clips_share_is_counted_once(mini, rows):
+    "The norm and Adam's second moment are those of the sum of an embedding's rows."
+    made = update(mini)
+    counts = {'text_count': tf.constant(1.), 'code_count': tf.constant(1.)}
+    gradients = made.gradients(rows, tf.constant(0), counts)[0]
+    assert all(isinstance(g, tf.Tensor) and g.shape == v.shape for g, v in zip(gradients, made.weights))
+    norm = np.sqrt(sum(np.sum(np.square(g.numpy())) for g in gradients))
+    assert float(tf.linalg.global_norm(gradients)) == pytest.approx(norm, rel=1e-5)
+
+
+# --- memory for time -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('parts', [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_recomputed_blocks_give_the_same_gradients(mini, rows, parts):
+    "With dropout: a mask drawn anew would give others."
+    noisy = {'model': {'gpt': {'layers': 2, 'dropout': 0.1}}}
+    made = [update(mini, **noisy, training={'accumulation': parts, 'gradient_checkpointing': on}) for on in (False, True)]
+    assert [u.gpt.recompute for u in made] == [u.gpt.conditioning.recompute for u in made] == [False, True]
+    both = [tf.function(u.gradients)(rows, tf.constant(3), token_counts(u.gpt, rows))[0] for u in made]
+    for v, a, b in zip(made[0].weights, *both): assert np.allclose(a, b, rtol=1e-4, atol=1e-6), v.path
+
+
+# --- what is not finite --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('parts', [1, 2])
+@pytest.mark.parametrize('what', [np.nan, np.inf])
+def test_a_broken_batch_changes_nothing(mini, rows, what, parts):
+    made = update(mini, training={'accumulation': parts, 'ema': 0.9})
+    step = compile_step(made, made.training)
+    run(step, rows, 1)
+    before = values(made)
+    reference = rows['reference'].numpy()
+    reference[0, 3, 5] = what
+    (line,) = run(step, rows | {'reference': tf.constant(reference)}, 1, first=1)
+    assert line['skipped'] == line['bad'] == 1 and not np.isfinite(line['loss'])
+    assert all(np.array_equal(a, b) for a, b in zip(before, values(made)))
+    (line,) = run(step, rows, 1, first=2)
+    assert line['skipped'] == line['bad'] == 0 and not all(np.array_equal(a, b) for a, b in zip(before, values(made)))
+
+def test_an_overflow_lowers_the_scale_and_nothing_else(mini, rows):
+    made = update(mini, training={'precision': 'float16'})
+    made.scale.factor.assign(2.**24)
+    before = [v.numpy() for v in made.weights]
+    step, lines = compile_step(made, made.training), []
+    while not lines or lines[-1]['skipped']: lines += run(step, rows, 1, first=len(lines))
+    halved = len(lines) - 1
+    assert halved > 0 and float(made.scale.factor) == 2.**(24 - halved) and not any(line['bad'] for line in lines)
+    assert int(made.optimizer.iterations) == 1 and not all(np.array_equal(a, v.numpy()) for a, v in zip(before, made.weights))
+    assert set(made.variables) >= {'loss_scale', 'good_updates'}
+
+OK, NAN, INF = 1., np.nan, np.inf
+
+@pytest.mark.parametrize('factor, loss, norm, good, bad', [
+    (None, OK, OK, True, False), (None, NAN, OK, False, True), (None, OK, INF, False, True),
+    (8., OK, OK, True, False), (8., OK, INF, False, False), (8., NAN, NAN, False, True),
+    (2., OK, NAN, False, False),
+    (1., OK, INF, False, True), (1., OK, OK, True, False)])
+def test_only_what_a_smaller_scale_cures_is_not_bad(factor, loss, norm, good, bad):
+    noted = []
+    scale = factor and SimpleNamespace(factor=tf.constant(factor),
+                                       note=lambda finite: noted.append(bool(finite)))
+    found = Update.judge(SimpleNamespace(scale=scale), tf.constant(loss), tf.constant(norm))
+    assert [*map(bool, found)] == [good, bad]
+    assert noted == ([good or bad] if scale else [])   # lowering a scale of 1 helps nobody
+
+@pytest.mark.parametrize('precision', ['bfloat16', pytest.param('float16', marks=pytest.mark.slow)])
+def test_half_precision_learns_as_float32_does(mini, rows, precision):
+    losses = [[line['loss'] for line in run(compile_step(u, u.training), rows, 4)]
+              for u in (update(mini), update(mini, training={'precision': precision}))]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[1] != losses[0] and losses[1][-1] < losses[1][0]
+
+
+# --- in three modes ------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def modes(mini): return step_modes(mini.replace(training={'enable_xla_compilation': True}), 5)
+
+@pytest.mark.slow
+def test_eager_graph_and_xla_compute_the_same(modes, rows):
+    losses = check_modes_agree(modes, [rows] * 3)
+    assert list(losses) == ['eager', 'graph', 'xla'] and len(set(losses['eager'])) > 1   # it moves
+    assert [trace_count(s) for s in modes.values()] == [0, 1, 1]
+
+def test_other_losses_are_noticed(modes, rows):
+    wrong = lambda b, i: {'loss': modes['graph'](b, i)['loss'] * (1 + 1e-3)}
+    with pytest.raises(AssertionError, match='graph computes other losses than eager'):
+        check_modes_agree({'eager': modes['eager'], 'graph': wrong}, [rows])
+
+def test_the_comparison_has_a_row_for_each_mode():
+    step, seen = lambda batch, number: time.sleep(0.005) or {'loss': tf.constant(1.)}, []
+    steps = {'eager': step, 'xla': tf.function(lambda batch, number: {'loss': tf.constant(1.)})}
+    rows = step_before_after(steps, {'clip': tf.zeros(2)}, rounds=2, progress=lambda *a: seen.append(a))
+    assert [r['name'] for r in rows] == ['eager', 'xla'] and rows[0]['ratio'] == 1
+    assert rows[0]['step_ms'] >= 5 and rows[1]['step_ms'] > 0
+    assert [r['traces'] for r in rows] == [0, 1] and seen[-1] == (6, 6)
+
+@pytest.mark.parametrize('flags, compiled, line', [
+    ({}, True, 'with XLA'), ({'enable_xla_compilation': False}, False, 'without XLA'),
+    ({'enable_graph_mode': False}, None, 'Eager'), ({'enable_graph_mode': False, 'enable_xla_compilation': False}, None, 'Eager'),
+    ({'enable_eager_debug': True}, None, 'Eager'), ({'enable_eager_debug': True, 'enable_xla_compilation': False}, None, 'Eager'),
+], ids=str)
+def test_the_three_switches(flags, compiled, line):
+    training, inside = TrainingConfig(**flags), []
+    def step(x): inside.append(tf.executing_eagerly()); return x + 1
+    made = compile_step(step, training)
+    assert float(made(tf.constant(1.))) == 2 and inside == [compiled is None]
+    assert compiled is None or made.graph._jit_compile == compiled
+    assert line in mode_line(training)
+
+def test_every_mode_has_its_line(): assert len({mode_line(TrainingConfig(**flags)) for flags in MODES.values()}) == 3
+
+def test_what_xla_cannot_compile_runs_as_a_graph_and_says_so(capsys):
+    step = compile_step(lambda x: tf.strings.length(tf.strings.as_string(x)) + 1, TrainingConfig())
+    assert [int(step(tf.constant(value))) for value in (12, 345)] == [3, 4]
+    assert step.refused and not compile_step(lambda x: x, TrainingConfig()).refused
+    said = capsys.readouterr().err
+    assert said.count('XLA CANNOT COMPILE THE STEP: AsString') == 1 and 'graph mode without XLA' in said
+    assert not step.xla and trace_count(step) == 1
+
+@pytest.mark.parametrize('xla', [True, False])
+def test_any_other_error_of_a_step_stays_one(xla):
+    step = compile_step(lambda x: tf.reshape(x, [7]), TrainingConfig(enable_xla_compilation=xla))
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError)): step(tf.constant([1., 2.]))
+
+@pytest.mark.parametrize('xla, said', [(True, 'other'), (False, 'other'), (False, '_XlaMustCompile')])
+def test_an_error_while_it_runs_that_is_not_of_xla_stays_one(xla, said, capsys):
+    def broken(*_): raise tf.errors.InvalidArgumentError(None, None, said)
+    step = CompiledStep(lambda x: x, xla)
+    step.graph = broken
+    with pytest.raises(tf.errors.InvalidArgumentError, match=said): step(1)
+    assert (step.xla, step.refused, step.graph) == (xla, False, broken) and not capsys.readouterr().err
+
+@pytest.mark.parametrize('message, said', [
+    ('On XLA_CPU_JIT: AsString (no kernel for it){{node AsString}}\n File "a.py", line 3, in f\n File "b.py", line 7, in g',
+     'AsString (no kernel for it) at File "b.py", line 7, in g'),
+    ('On XLA_GPU_JIT: Where {{node Where}}', 'Where'), ('What is this?\nNobody knows.', 'What is this?')])
+def test_what_xla_refuses_is_named_with_its_place(message, said): assert _offender(message) == said
