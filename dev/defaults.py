@@ -1,6 +1,6 @@
 """What the library declares: the defaults of arguments, options and fields, and its constants, one line each.
 
-    python dev/defaults.py     writes tests/data/defaults.txt
+    python dev/defaults.py     writes tests/stored/defaults.txt
 
 tests/conftest.py compares each module with that list, so a changed default is seen in a review and never by accident.
 Only what holds a number or a truth value is listed; help texts, long texts and the bodies of lambdas are left out."""
@@ -8,8 +8,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-LIST = ROOT / 'tests/data/defaults.txt'
+from tree import ROOT, modules
+
+LIST = ROOT / 'tests/stored/defaults.txt'
 LONGEST = 20   # characters of a text that is kept
 
 
@@ -61,17 +62,13 @@ def _functions(node: ast.FunctionDef) -> list[ast.stmt]:
 
 
 def declared(
-    path: Path,   # of a module
+    module: str,
+    root: Path = ROOT,
 ) -> list[str]:
     "A line for each value that a module declares."
-    found = _declared(ast.parse(path.read_text(encoding='utf-8')).body, '')
-    return [f'{path.stem}.{name} = {text}' for name, value in found if (text := _value(value))]
-
-
-def modules(root: Path = ROOT) -> dict[str, Path]:
-    "The modules of the library by name."
-    return {p.stem: p for p in sorted((root / 'xtts_nb').glob('*.py')) if p.stem[0] != '_'}
+    found = _declared(ast.parse(modules(root)[module].read_text(encoding='utf-8')).body, '')
+    return [f'{module}.{name} = {text}' for name, value in found if (text := _value(value))]
 
 
 if __name__ == '__main__':
-    LIST.write_text(''.join(f'{line}\n' for path in modules().values() for line in declared(path)), encoding='utf-8')
+    LIST.write_text(''.join(f'{line}\n' for module in modules() for line in declared(module)), encoding='utf-8')

@@ -27,8 +27,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 
-ROOT = Path(__file__).resolve().parents[1]
-CELL = re.compile(r'# %% \.\./(?P<notebook>nbs/\S+\.ipynb) #(?P<cell>\S+)\n')
+from tree import ROOT, modules
+
+CELL = re.compile(r'# %% (?:\.\./)+(?P<notebook>nbs/\S+\.ipynb) #(?P<cell>\S+)\n')
 
 COMPARISONS = {ast.Lt: ('<', '<='), ast.LtE: ('<=', '<'), ast.Gt: ('>', '>='), ast.GtE: ('>=', '>'), ast.Eq: ('==', '!='),
                ast.NotEq: ('!=', '=='), ast.In: ('in', 'not in'), ast.NotIn: ('not in', 'in'), ast.Is: ('is', 'is not'),
@@ -117,7 +118,7 @@ def changes(
     module: str,   # without `.py`
 ) -> list[dict]:
     "Every change of a module: its place, and the line before and after."
-    source = (root / f'xtts_nb/{module}.py').read_text(encoding='utf-8')
+    source = modules(root)[module].read_text(encoding='utf-8')
     marks = [(source.count('\n', 0, m.end()), m['notebook'], m['cell']) for m in CELL.finditer(source)]
     lines, found = source.splitlines(), []
     for line, begin, end, new in sorted(set(Changes(source).found)):
@@ -163,9 +164,9 @@ def apply(
     change: dict,
 ) -> dict[Path, bytes]:
     "Make a change in a module and its page; the files as they were before."
-    module, page = root / f"xtts_nb/{change['module']}.py", root / change['notebook']
+    module, page = modules(root)[change['module']], root / change['notebook']
     kept = {f: f.read_bytes() for f in (module, page)}
-    head, mark, rest = kept[module].decode().partition(f"# %% ../{change['notebook']} #{change['cell']}\n")
+    head, mark, rest = kept[module].decode().partition(f"{change['notebook']} #{change['cell']}\n")
     if not mark: raise LookupError(f"{change['module']}.py no longer holds cell {change['cell']}")
     module.write_text(head + mark + '\n'.join(exchange(rest.split('\n'), change, change['after'])), encoding='utf-8')
     nb = json.loads(kept[page])
@@ -181,10 +182,10 @@ def test_files(
 ) -> list[str]:
     "The files with a module's quick tests."
     files = sorted((root / 'tests').rglob('test_*.py'))
-    own = [f for f in files if re.fullmatch(rf'test_([a-z0-9]+_)?{module}', f.stem)]
+    own = [f for f in files if re.fullmatch(rf'test_([a-z0-9]+_)?{module.rpartition(".")[2]}', f.stem)]
     if not own:
-        named = [f for f in files if re.search(rf'\b{module}\b', f.read_text(encoding='utf-8'))]
-        imported = [f for f in named if re.search(rf'xtts_nb(\.| import .*\b){module}\b', f.read_text(encoding='utf-8'))]
+        named = [f for f in files if re.search(rf'\b{re.escape(module)}\b', f.read_text(encoding='utf-8'))]
+        imported = [f for f in named if re.search(rf'xtts_nb(\.| import .*\b){re.escape(module)}\b', f.read_text(encoding='utf-8'))]
         own = sorted(imported or named, key=lambda f: f.stat().st_size)[:2]
     return [str(f.relative_to(root)) for f in own]
 
@@ -279,7 +280,7 @@ def copied(root: Path, folder: Path) -> Path:
 def shown(result: dict) -> str:
     "Three lines about a result."
     noticed = result['noticed_by'] or ' '.join(['SURVIVED', *(f'({note})' for note in result['notes'])])
-    return (f"xtts_nb/{result['module']}.py:{result['line']}  {noticed}  {result['seconds']:.0f} s\n"
+    return (f"{result['module']}:{result['line']}  {noticed}  {result['seconds']:.0f} s\n"
             f"  - {result['before'].strip()}\n  + {result['after'].strip()}")
 
 
@@ -325,8 +326,7 @@ def main():
         wanted = [r for r in map(json.loads, options.again.read_text().splitlines()) if not r['noticed_by']]
         out = options.again.with_name(f'{options.again.stem}-again-{library_key(ROOT)}.jsonl')
     else:
-        modules = options.only or [f.stem for f in (ROOT / 'xtts_nb').glob('*.py') if f.stem[0] != '_']
-        wanted = deal({module: changes(ROOT, module) for module in modules}, options.seed, options.n)
+        wanted = deal({module: changes(ROOT, module) for module in options.only or modules()}, options.seed, options.n)
         name = '-'.join([str(options.seed), *(options.only or []), library_key(ROOT)])
         out = ROOT / f'runs/mutants-{name}.jsonl'
     out.parent.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from nbconvert import HTMLExporter, MarkdownExporter
 from nbformat import NotebookNode
 from pygments.formatters import HtmlFormatter
 
-ROOT = Path(__file__).resolve().parents[1]
+from tree import ROOT, notebooks
 
 # GitHub shows Markdown and pictures; HTML with scripts or sound it strips.
 SHOWN = 'text/markdown', 'image/svg+xml', 'image/png', 'image/jpeg', 'text/plain'
@@ -186,8 +186,9 @@ def page_link(
     target: str,  # of a relative link
 ) -> str:
     "A link to a notebook as one to its page; others unchanged, since `_docs` lies beside `nbs`."
-    name, hash_, part = target.partition('#')
-    return page_name(name) + hash_ + part if name.endswith('.ipynb') and '/' not in name else target
+    path, hash_, part = target.partition('#')
+    folder, slash, name = path.rpartition('/')
+    return folder + slash + page_name(name) + hash_ + part if name.endswith('.ipynb') else target
 
 
 def title(
@@ -199,21 +200,33 @@ def title(
     return next((line[2:].strip() for line in lines if line.startswith('# ')), default)
 
 
+def navigation(
+    titles: dict[str, str],   # of every page by its file
+    here: str,                # the page that it is for
+) -> str:
+    "Links to all pages, those of a room under its name."
+    lines, room = [], ''
+    for page, text in titles.items():
+        folder = os.path.dirname(page)
+        if folder != room: lines.append(f'<h4>{folder}</h4>')
+        room, current = folder, ' aria-current="page"' if page == here else ''
+        lines.append(f'<a href="{os.path.relpath(page, os.path.dirname(here) or ".")}"{current}>{text}</a>')
+    return '\n'.join(lines)
+
+
 def docs(
     root: Path = ROOT,  # the repository
 ) -> dict[str, str]:
-    "Every page by file name: the index first, the others in the order of their numbers."
-    paths = sorted((root / 'nbs').glob('*.ipynb'), key=lambda p: (p.stem != 'index', p.name))
-    notebooks = {page_name(p.name): visible(p) for p in paths}
-    titles = {name: html.escape(title(nb, name)) for name, nb in notebooks.items()}
+    "Every page by its file: the index, the lessons by number, then the rooms."
+    found = {page_link(p.relative_to(root / 'nbs').as_posix()): p for p in notebooks(root)}
+    shown = {page: visible(path) for page, path in found.items()}
+    titles = {page: html.escape(title(nb, page)) for page, nb in shown.items()}
     exporter = HTMLExporter(template_name='basic', embed_images=True)
     style, pages = STYLE + HtmlFormatter().get_style_defs('.highlight'), {}
-    for name, nb in notebooks.items():
+    for page, nb in shown.items():
         relink_cells(nb, page_link)
-        body, _ = exporter.from_notebook_node(nb, {'metadata': {'path': str(root / 'nbs')}})
-        here = {name: ' aria-current="page"'}
-        nav = '\n'.join(f'<a href="{n}"{here.get(n, "")}>{t}</a>' for n, t in titles.items())
-        pages[name] = PAGE.substitute(title=titles[name], style=style, nav=nav, body=body)
+        body, _ = exporter.from_notebook_node(nb, {'metadata': {'path': str(found[page].parent)}})
+        pages[page] = PAGE.substitute(title=titles[page], style=style, nav=navigation(titles, page), body=body)
     return pages
 
 
@@ -224,7 +237,9 @@ def write_docs(
     folder = root / '_docs'
     folder.mkdir(exist_ok=True)
     pages = docs(root)
-    for name, text in pages.items(): (folder / name).write_text(text, encoding='utf-8')
+    for page, text in pages.items():
+        (folder / page).parent.mkdir(exist_ok=True)
+        (folder / page).write_text(text, encoding='utf-8')
     print(f'{len(pages)} pages written; begin at _docs/index.html.')
 
 

@@ -14,7 +14,8 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_output
 
-ROOT = Path(__file__).resolve().parents[1]
+from tree import notebooks
+
 NAMES_A_RECORD = re.compile(r"\b(?:recorded|headline)\('(\w+)', benchmarks\(\)\)")
 
 
@@ -48,7 +49,7 @@ def _namespace(
         if not wanted: continue
         node.names = wanted
         exec(compile(ast.Module([node], []), '<imports>', 'exec'), names)
-    exported = re.search(r'#\|\s*default_exp:?\s+(\w+)', '\n'.join(c.source for c in nb.cells))
+    exported = re.search(r'#\|\s*default_exp:?\s+(\S+)', '\n'.join(c.source for c in nb.cells))
     if exported and (missing := {n for n in used - names.keys() if n not in dir(__builtins__)}):
         module = importlib.import_module(f'xtts_nb.{exported[1]}')
         names |= {n: getattr(module, n) for n in missing if hasattr(module, n)}
@@ -76,7 +77,7 @@ def as_output(value) -> NotebookNode:
 
 def write_records():
     "Draw every record anew and store what changed."
-    for path in sorted((ROOT / 'nbs').glob('*.ipynb')):
+    for path in notebooks():
         nb = nbformat.read(path, as_version=4)
         for cell in record_cells(nb): cell.outputs = [as_output(draw(nb, cell))]
         if record_cells(nb): nbformat.write(nb, path)

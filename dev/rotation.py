@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tree import ROOT, notebooks
+
 PARTS, MINUTES, WORKERS = 4, 9., 2
 PAGE_SHARE = 0.4                  # of the minutes
 UNKNOWN = 20.                     # seconds of a unit that was not measured yet
@@ -78,7 +79,7 @@ def slow_pages(root: Path = ROOT) -> list[str]:
         cells = json.loads(path.read_text(encoding='utf-8'))['cells']
         heads = (line for c in cells for line in ''.join(c['source']).split('\n') if line.startswith('#|'))
         return any(line.split()[1:] == ['slow'] for line in heads)
-    return [f'nbs/{p.name}' for p in sorted((root / 'nbs').glob('*.ipynb')) if slow(p)]
+    return [p.relative_to(root).as_posix() for p in notebooks(root) if slow(p)]
 
 
 def run_page(

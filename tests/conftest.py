@@ -35,21 +35,21 @@ class Tests(pytest.Module):
     def collect(self):
         yield from super().collect()
         for module in tested(self.path.stem):
-            yield pytest.Function.from_parent(self, name=f'test_defaults_of_{module}', callobj=partial(check_defaults, module))
+            yield pytest.Function.from_parent(self, name=f'test_defaults_of_{module.replace(".", "_")}', callobj=partial(check_defaults, module))
 
 def pytest_pycollect_makemodule(module_path, parent): return Tests.from_parent(parent, path=module_path)
 
 
 def tested(stem: str) -> list[str]:   # of a file `test_<module>.py` or `test_<word>_<module>.py`
     "The module that a file tests."
-    name, known = stem.removeprefix('test_'), defaults.modules()
-    return [name] if name in known else [m for m in known if re.fullmatch(f'[a-z0-9]+_{m}', name)]
+    name, known = stem.removeprefix('test_'), {m.rpartition('.')[2]: m for m in defaults.modules()}
+    return [known[name]] if name in known else [m for last, m in known.items() if re.fullmatch(f'[a-z0-9]+_{last}', name)]
 
 
 def check_defaults(module: str):
     "Every default and every constant of a module is the listed one; `python dev/defaults.py` renews the list."
     listed = [line for line in defaults.LIST.read_text(encoding='utf-8').splitlines() if line.startswith(f'{module}.')]
-    assert defaults.declared(defaults.modules()[module]) == listed
+    assert defaults.declared(module) == listed
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,24 @@
+"Where things lie in the repository: pages and modules, each in its room."
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def notebooks(
+    root: Path = ROOT,   # of the repository
+) -> list[Path]:
+    "Every page: the index, the lessons by number, then the rooms."
+    def place(path: Path) -> tuple:
+        relative = path.relative_to(root / 'nbs')
+        return path.stem != 'index', len(relative.parts), not re.match(r'\d', path.name), relative.as_posix()
+    found = (p for p in (root / 'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
+    return sorted(found, key=place)
+
+
+def modules(
+    root: Path = ROOT,   # of the repository
+) -> dict[str, Path]:
+    "Every module of the library by its name, as in `data.cache`."
+    files = sorted(p for p in (root / 'xtts_nb').rglob('*.py') if p.stem[0] != '_')
+    return {'.'.join(p.relative_to(root / 'xtts_nb').with_suffix('').parts): p for p in files}
