@@ -185,7 +185,8 @@ def test_files(
     own = [f for f in files if re.fullmatch(rf'test_([a-z0-9]+_)?{module.rpartition(".")[2]}', f.stem)]
     if not own:
         named = [f for f in files if re.search(rf'\b{re.escape(module)}\b', f.read_text(encoding='utf-8'))]
-        imported = [f for f in named if re.search(rf'xtts_nb(\.| import .*\b){re.escape(module)}\b', f.read_text(encoding='utf-8'))]
+        imports = re.compile(rf'xtts_nb(\.| import .*\b){re.escape(module)}\b')
+        imported = [f for f in named if imports.search(f.read_text(encoding='utf-8'))]
         own = sorted(imported or named, key=lambda f: f.stat().st_size)[:2]
     return [str(f.relative_to(root)) for f in own]
 

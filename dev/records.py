@@ -8,7 +8,6 @@ import ast
 import base64
 import importlib
 import re
-from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode

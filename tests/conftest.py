@@ -35,7 +35,8 @@ class Tests(pytest.Module):
     def collect(self):
         yield from super().collect()
         for module in tested(self.path.stem):
-            yield pytest.Function.from_parent(self, name=f'test_defaults_of_{module.replace(".", "_")}', callobj=partial(check_defaults, module))
+            name = f'test_defaults_of_{module.replace(".", "_")}'
+            yield pytest.Function.from_parent(self, name=name, callobj=partial(check_defaults, module))
 
 def pytest_pycollect_makemodule(module_path, parent): return Tests.from_parent(parent, path=module_path)
 
@@ -278,7 +279,7 @@ def toy_inputs() -> dict:
 @pytest.fixture(scope='session')
 def theirs() -> dict:
     "What coqui-tts computed with the small checkpoint, stored, so that PyTorch is not needed."
-    with np.load(Path(__file__).parent / 'data' / 'parity.npz') as file: return dict(file)
+    with np.load(Path(__file__).parent / 'stored' / 'parity.npz') as file: return dict(file)
 
 
 @pytest.fixture(scope='session')

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from xtts_nb import config as page
-from xtts_nb.config import (REFUSED, AudioConfig, DataConfig, DecoderConfig, DVAEConfig, GPTConfig, SpeakerConfig, SpeechConfig,
-                            TrainingConfig, UserError, VoiceConfig, XTTSConfig, asked, setup_tf, sizes, workspace)
+from xtts_nb.config import (
+    REFUSED, AudioConfig, DataConfig, DecoderConfig, DVAEConfig, GPTConfig, SpeakerConfig, SpeechConfig,
+    TrainingConfig, UserError, VoiceConfig, XTTSConfig, asked, setup_tf, sizes, workspace)
 
 SECTIONS = {'audio': AudioConfig, 'dvae': DVAEConfig, 'gpt': GPTConfig, 'speaker': SpeakerConfig,
             'decoder': DecoderConfig, 'data': DataConfig, 'training': TrainingConfig,

@@ -13,7 +13,8 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb import files
-from xtts_nb.files import append_line, atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
+from xtts_nb.files import (
+    append_line, atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json)
 
 
 def tree(folder):

@@ -13,9 +13,10 @@ from xtts_nb import bench
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / 'dev'))
 import records  # noqa: E402
+import tree  # noqa: E402
 
 FILES = sorted((ROOT / 'benchmarks').glob('*.json'))
-NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in sorted((ROOT / 'nbs').glob('*.ipynb'))}
+NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in tree.notebooks()}
 DRAWN = [pytest.param(nb, cell, id=f'{stem}-{cell.id}') for stem, nb in NOTEBOOKS.items() for cell in records.record_cells(nb)]
 
 
@@ -29,7 +30,7 @@ def decorated(function: ast.FunctionDef) -> str | None:
 def kept() -> dict[str, str]:
     "What each command keeps: page -> command."
     found = {}
-    for path in (ROOT / 'xtts_nb').glob('cli_*.py'):
+    for path in (ROOT / 'xtts_nb/app').glob('cli_*.py'):
         for function in ast.parse(path.read_text(encoding='utf-8')).body:
             if not isinstance(function, ast.FunctionDef): continue
             for call in ast.walk(function):
@@ -76,7 +77,8 @@ def test_what_is_stored_is_what_the_record_says(nb, cell):
 
 def test_a_changed_number_is_seen(monkeypatch, tmp_path):
     "The same cell, with a record in which one number is another."
-    page, cell = next((nb, cell) for nb in NOTEBOOKS.values() for cell in records.record_cells(nb) if 'step_speed' in cell.source)
+    page = NOTEBOOKS['step_speed']
+    cell = next(cell for cell in records.record_cells(page) if 'step_speed' in cell.source)
     stored = cell.outputs[0].data['text/markdown']
     for file in FILES:
         text = file.read_text(encoding='utf-8')

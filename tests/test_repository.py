@@ -12,13 +12,15 @@ from pathlib import Path
 
 import defaults
 import pytest
+import tree
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted((ROOT / 'nbs').glob('*.ipynb'))
+NOTEBOOKS = tree.notebooks()
 PAGES = [nb for nb in NOTEBOOKS if nb.stem != 'index']
+MODULES = tree.modules()
 
 
-def name(path): return path.name
+def name(path): return path.relative_to(ROOT / 'nbs').with_suffix('').as_posix()
 
 
 def tracked() -> list[Path]:
@@ -46,7 +48,7 @@ def module(
     path: Path,  # of a notebook
 ) -> str | None:
     "The module that the notebook writes."
-    return next((m[1] for c in cells(path, 'code') if (m := re.match(r'#\|\s*default_exp:?\s+(\w+)', c['source']))), None)
+    return next((m[1] for c in cells(path, 'code') if (m := re.match(r'#\|\s*default_exp:?\s+(\S+)', c['source']))), None)
 
 
 # ---- what must not be in it
@@ -71,17 +73,27 @@ def test_no_path_of_one_machine():
 
 # ---- notebooks
 
+LESSONS = {'00_config': 'config', '10_data_tf_native': 'data.native', '20_model': 'models.xtts',
+           '30_trainer_xla': 'train.trainer', '40_dual_gpu': 'train.dual', '50_monitoring': 'monitor.live',
+           '60_speech': 'speech.generate'}
+
+
+def test_the_lessons_stand_in_front():
+    assert [p.stem for p in NOTEBOOKS if p.parent.name == 'nbs'] == ['index', *LESSONS]
+
+
 @pytest.mark.parametrize('path', PAGES, ids=name)
 def test_page_has_a_module(path):
-    number, stem = re.fullmatch(r'(\d\d)_(\w+)', path.stem).groups()
-    assert module(path) and (stem == module(path) or stem.startswith(module(path) + '_'))
-    assert (ROOT / 'xtts_nb' / f'{module(path)}.py').is_file()
+    room = path.parent.name
+    if room == 'nbs': assert module(path) == LESSONS[path.stem]
+    else: assert module(path) == (path.stem if room == 'base' else f'{room}.{path.stem}')
+    assert module(path) in MODULES
 
 
 def test_each_module_has_one_page():
     modules = [module(p) for p in PAGES]
     assert len(set(modules)) == len(modules)
-    assert {f.stem for f in (ROOT / 'xtts_nb').glob('*.py')} == {*modules, '__init__', '_modidx'}
+    assert set(modules) == set(MODULES)
     assert module(ROOT / 'nbs/index.ipynb') is None
 
 
@@ -99,32 +111,46 @@ def test_page_stores_its_outputs(path):
     assert not [o for o in outputs if o['output_type'] == 'error']
 
 
+ORDER = ['', 'monitor', 'data', 'models', 'speech', 'train', 'app']   # a room imports those before it; '' is the root
+
+
+def room(module: str) -> str: return module.rpartition('.')[0]
+
+
 def imported(
-    source: str,  # Python
+    source: str,   # Python
+    here: str,     # the module that it is
 ) -> set[str]:
     "The modules of the library that some code imports, inside functions too."
-    found = set()
+    found, package = set(), ['xtts_nb', *here.split('.')[:-1]]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import): found |= {a.name for a in node.names}
         if isinstance(node, ast.ImportFrom):
-            base = '.'.join(filter(None, ['xtts_nb'] * node.level + [node.module or '']))
+            base = '.'.join([*package[:len(package) + 1 - node.level if node.level else 0], *filter(None, [node.module])])
             found |= {base} | {f'{base}.{a.name}' for a in node.names}
-    return {parts[1] for f in found if (parts := f.split('.'))[0] == 'xtts_nb' and len(parts) > 1}
+    return {name for f in found if (name := f.removeprefix('xtts_nb.')) in MODULES}
 
 
 @pytest.mark.parametrize('source, modules', [
-    ('import xtts_nb.data.native', {'data'}), ('from xtts_nb import gpt, __version__', {'gpt', '__version__'}),
-    ('from .audio import mel', {'audio'}), ('from . import bench', {'bench'}),
-    ('def f():\n    from xtts_nb.data.text import Tokenizer as T', {'text'}), ('import numpy, xtts_nb', set())])
-def test_imported(source, modules): assert imported(source) >= modules and imported(source) - modules <= {'mel', 'Tokenizer'}
+    ('import xtts_nb.data.native', {'data.native'}), ('from xtts_nb.models import gpt', {'models.gpt'}),
+    ('from .audio import mel', {'data.audio'}), ('from .. import bench', {'bench'}),
+    ('from ..models.gpt import GPT', {'models.gpt'}),
+    ('def f():\n    from xtts_nb.data.text import Tokenizer as T', {'data.text'}), ('import numpy, xtts_nb', set())])
+def test_imported(source, modules): assert imported(source, 'data.cache') == modules
 
 
-@pytest.mark.parametrize('path', PAGES, ids=name)
-def test_exported_code_imports_lower_numbers(path):
-    number = {module(p): p.name[:2] for p in PAGES}
-    exported = [c['source'] for c in cells(path, 'code') if re.match(r'(#\|.*\n)*#\|\s*exporti?\b', c['source'])]
-    above = {m for source in exported for m in imported(source) if number.get(m, '') >= path.name[:2]}
-    assert not above
+@pytest.mark.parametrize('module', MODULES)
+def test_imports_follow_the_order_of_the_rooms(module):
+    "A cycle within a room is refused too."
+    source = {name: path.read_text(encoding='utf-8') for name, path in MODULES.items() if room(name) == room(module)}
+    assert not [m for m in imported(source[module], module) if ORDER.index(room(m)) > ORDER.index(room(module))]
+    seen, todo = set(), [module]
+    while todo:
+        name = todo.pop()
+        nearer = {m for m in imported(source[name], name) - {name} if room(m) == room(module)} - seen
+        assert module not in nearer, f'{name} imports {module} back'
+        seen |= nearer
+        todo += nearer
 
 
 # ---- the package
@@ -194,7 +220,7 @@ def test_wheel_holds_the_library_only(tmp_path):
     assert done.returncode == 0, done.stderr
     names = zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]).namelist()
     info = [n for n in names if '.dist-info/' in n]
-    assert {n for n in names if n not in info} == {f'xtts_nb/{f.name}' for f in (ROOT / 'xtts_nb').glob('*.py')}
+    assert {n for n in names if n not in info} == {f.relative_to(ROOT).as_posix() for f in (ROOT / 'xtts_nb').rglob('*.py')}
     assert [n for n in info if n.endswith('licenses/LICENSE')]
 
 

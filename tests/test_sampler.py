@@ -17,9 +17,9 @@ import pytest
 
 from xtts_nb import sampler
 from xtts_nb.config import UserError
-from xtts_nb.sampler import (CPU, GPU, Process, Sample, Sampler, best_probe, card_environment, cpu_probe, longest_idle,
-                             nvml_probe, replay_probe, visible_cards, visible_ids,
-                             series, summarise)
+from xtts_nb.sampler import (
+    CPU, GPU, Process, Sample, Sampler, best_probe, card_environment, cpu_probe, longest_idle, nvml_probe,
+    replay_probe, visible_cards, visible_ids, series, summarise)
 
 
 def gpu_trace(*curves, step=.1):

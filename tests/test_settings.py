@@ -29,7 +29,8 @@ from xtts_nb.train.runs import new_run, open_cache
 from xtts_nb.train.step import compile_step
 from xtts_nb.speech.generate import Speaker, listen, reference_mels, speaker_vector
 from xtts_nb.train.trainer import in_updates
-from xtts_nb.train.parts import Bank, Crops, VoiceUpdate, Windows, dvae_training, voice_training, window_samples
+from xtts_nb.train.parts import (
+    Bank, Crops, VoiceUpdate, Windows, dvae_training, voice_training, window_samples)
 
 WAV = synthetic_voice(2.)
 

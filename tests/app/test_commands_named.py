@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import tree
 import typer
 
 from xtts_nb.app.cli import app
@@ -44,5 +45,5 @@ def test_an_option_that_does_not_exist_is_seen():
     assert not unknown('xtts-nb bench diagnose --record and xtts-nb train --run=x', known)
 
 
-@pytest.mark.parametrize('path', [*sorted(ROOT.glob('nbs/*.ipynb')), ROOT / 'README.md'], ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', [*tree.notebooks(), ROOT / 'README.md'], ids=lambda p: p.stem)
 def test_options_that_are_recommended_exist(path): assert not unknown(told(path), commands())

@@ -13,7 +13,8 @@ import pytest
 
 from xtts_nb.app import corpus
 from xtts_nb.config import UserError
-from xtts_nb.app.corpus import SENTENCES, VOICES, Utterance, Voice, digest, held_out_pairs, make_corpus, plan, short_path, speak
+from xtts_nb.app.corpus import (
+    SENTENCES, VOICES, Utterance, Voice, digest, held_out_pairs, make_corpus, plan, short_path, speak)
 
 
 def samples_of(path):
@@ -45,8 +46,8 @@ def test_a_clip_does_not_depend_on_the_clips_before(variant):
 
 
 def test_noise_is_not_seeded_by_the_clock():
-    code = 'from xtts_nb.app.corpus import *; print(hashlib.sha256(speak("Hush.", "en", Voice("whisper"))[0].tobytes()).hexdigest())'
-    code = 'import hashlib, time; time.sleep(1.1); ' + code
+    code = ('import hashlib, time; time.sleep(1.1); from xtts_nb.app.corpus import *; '
+            'print(hashlib.sha256(speak("Hush.", "en", Voice("whisper"))[0].tobytes()).hexdigest())')
     said = [subprocess.run([sys.executable, '-c', code], check=True, capture_output=True).stdout for _ in range(2)]
     assert said[0] == said[1]
 

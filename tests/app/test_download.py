@@ -17,7 +17,8 @@ from server import serving
 from xtts_nb.app import cli
 from xtts_nb.data.corpora import read_corpus
 from xtts_nb.config import UserError
-from xtts_nb.app.download import SOURCES, Source, _note, download, download_text, find_source, source_rows, terms
+from xtts_nb.app.download import (
+    SOURCES, Source, _note, download, download_text, find_source, source_rows, terms)
 from xtts_nb.app.transfer import File
 
 

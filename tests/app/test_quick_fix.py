@@ -10,7 +10,8 @@ import yaml
 from process import tree, xtts_nb
 from xtts_nb.app import quick_fix
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.app.quick_fix import apply_settings, cache_for, change_for, changed_keys, prerequisites, seconds_per_clip
+from xtts_nb.app.quick_fix import (
+    apply_settings, cache_for, change_for, changed_keys, prerequisites, seconds_per_clip)
 
 TINY = XTTSConfig.tiny()
 

@@ -6,9 +6,10 @@ import yaml
 
 from xtts_nb.app import recipes
 from xtts_nb.config import REFUSED, Section, UserError, XTTSConfig
-from xtts_nb.app.recipes import (ALWAYS, FLAGS, GPU_PRESETS, LEVELS, MOVED, REFUSED_FLAGS, assignments, carried_over,
-                             check_acts, check_unknown, commented_yaml, config_diff, descriptions, diff_lines, flat,
-                             from_environment, gpu_preset, level, load_recipe, nested, recipe, switch_values, switches)
+from xtts_nb.app.recipes import (
+    ALWAYS, FLAGS, GPU_PRESETS, LEVELS, MOVED, REFUSED_FLAGS, assignments, carried_over, check_acts,
+    check_unknown, commented_yaml, config_diff, descriptions, diff_lines, flat, from_environment, gpu_preset,
+    level, load_recipe, nested, recipe, switch_values, switches)
 
 DEFAULT = XTTSConfig()
 

@@ -13,8 +13,8 @@ from xtts_nb.train import trainer as trainer_page
 from xtts_nb.config import UserError
 from xtts_nb.models.gpt import GPT
 from xtts_nb.train.step import Update, random_batch
-from xtts_nb.app.step_speed import (ARMS, PLAIN_ARMS, TORCH_ARMS, gpt2_speed, loop_seconds, matmul_ceiling, plain_gpt2,
-                                step_speed)
+from xtts_nb.app.step_speed import (
+    ARMS, PLAIN_ARMS, TORCH_ARMS, gpt2_speed, loop_seconds, matmul_ceiling, plain_gpt2, step_speed)
 
 
 def slow_steps(threads, layers, width, heads, vocabulary, batch, tokens, mode):

@@ -8,8 +8,9 @@ import soundfile
 import tensorflow as tf
 
 from xtts_nb.data import audio as module
-from xtts_nb.data.audio import (LOG_FLOOR, frame_count, griffin_lim, load_audio, log_mel, log_mel_numpy, mel_filterbank,
-                           open_audio, resample, resample_batch, save_audio, speaker_log_mel, stft, synthetic_voice)
+from xtts_nb.data.audio import (
+    LOG_FLOOR, frame_count, griffin_lim, load_audio, log_mel, log_mel_numpy, mel_filterbank, open_audio,
+    resample, resample_batch, save_audio, speaker_log_mel, stft, synthetic_voice)
 from xtts_nb.config import AudioConfig, SpeakerConfig, UserError
 
 RATE, TONE = 22050, 440.

@@ -10,8 +10,9 @@ from xtts_nb.data import corpora
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.prepare import prepare
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.data.corpora import (LAYOUTS, LONGEST_LINE, LONGEST_TEXT, Dropped, check_dropped, file_fault, find_audio,
-                             find_layout, layout_line, read_corpus, read_lines, read_rows, synthetic_corpus, visible)
+from xtts_nb.data.corpora import (
+    LAYOUTS, LONGEST_LINE, LONGEST_TEXT, Dropped, check_dropped, file_fault, find_audio, find_layout,
+    layout_line, read_corpus, read_lines, read_rows, synthetic_corpus, visible)
 from xtts_nb.data.text import clean
 
 LINE = 'low-0|aa bb|aa bb|low|en'   # a row that can be used

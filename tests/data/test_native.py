@@ -16,10 +16,11 @@ from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import native as module
-from xtts_nb.data.native import (BatchPlan, CacheReader, Column, Held, InFiles, InMemory, MelReader, PythonReader,
-                          WavReader, batches_of, bucket_of, bucket_shapes, cached_batches, check_equal, check_native,
-                          clip_limits, comparison_plan, cumulative_chances, decode_wav, differing, fits, fixed_shape,
-                          left_out_line, mels_of, order_columns, over_file, readers, refuse_differences)
+from xtts_nb.data.native import (
+    BatchPlan, CacheReader, Column, Held, InFiles, InMemory, MelReader, PythonReader, WavReader, batches_of,
+    bucket_of, bucket_shapes, cached_batches, check_equal, check_native, clip_limits, comparison_plan,
+    cumulative_chances, decode_wav, differing, fits, fixed_shape, left_out_line, mels_of, order_columns,
+    over_file, readers, refuse_differences)
 from xtts_nb.data.prepare import prepare
 
 

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.data.audio import hann_window, load_audio, log_mel, log_mel_numpy, mel_filterbank, save_audio, synthetic_voice
+from xtts_nb.data.audio import (
+    hann_window, load_audio, log_mel, log_mel_numpy, mel_filterbank, save_audio, synthetic_voice)
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.native import BatchPlan, batches_of, cached_batches
 from xtts_nb.monitor.pipeline import python_operations
 import xtts_nb.data.readers
-from xtts_nb.data.readers import (CoquiLoader, DaliLoader, OneMelReader, TFNativeDataLoader, Tiled, apply_aggressive_prefetching,
-                                auto_tune_performance, bench_loaders, compared_text, configure_tensorflow_for_max_throughput,
-                                create_parallel_interleave_dataset, data_before_after, get_optimized_dataset_options,
-                                measure_loaders, optimize_dataset_pipeline, padding, print_optimization_summary)
+from xtts_nb.data.readers import (
+    CoquiLoader, DaliLoader, OneMelReader, TFNativeDataLoader, Tiled, apply_aggressive_prefetching,
+    auto_tune_performance, bench_loaders, compared_text, configure_tensorflow_for_max_throughput,
+    create_parallel_interleave_dataset, data_before_after, get_optimized_dataset_options, measure_loaders,
+    optimize_dataset_pipeline, padding, print_optimization_summary)
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------

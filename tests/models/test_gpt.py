@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.models import gpt as gpt_module
-from xtts_nb.models import layers
+from xtts_nb.models import gpt as gpt_module, layers
 from xtts_nb.config import XTTSConfig
 from xtts_nb.models.dvae import parameter_count
 from xtts_nb.models.gpt import GPT, joint_mask, shifted

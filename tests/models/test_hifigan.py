@@ -6,9 +6,9 @@ import tensorflow as tf
 from xtts_nb.data.audio import speaker_log_mel, synthetic_voice
 from xtts_nb.config import SpeakerConfig, UserError, XTTSConfig
 from xtts_nb.models.dvae import parameter_count
-from xtts_nb.models.hifigan import (Conv2D, HiFiGAN, SpeakerBlock, SpeakerEncoder, fold_weight_norm, is_normalised,
-                             load_decoder,
-                             load_hifigan, load_speaker_encoder, norm, stretch, unfold_weight_norm)
+from xtts_nb.models.hifigan import (
+    Conv2D, HiFiGAN, SpeakerBlock, SpeakerEncoder, fold_weight_norm, is_normalised, load_decoder,
+    load_hifigan, load_speaker_encoder, norm, stretch, unfold_weight_norm)
 from xtts_nb.app.parity import voice_rows
 from xtts_nb.models.weights import named_weights, save_weights
 

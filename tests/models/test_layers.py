@@ -7,8 +7,9 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.models import layers
-from xtts_nb.models.layers import (AttentionBlock, Conv1D, Perceiver, ResidualBlock, RMSNorm, TransformerBlock, attend, causal_mask,
-                            PerceiverLayer, dropout, fold, split_heads)
+from xtts_nb.models.layers import (
+    AttentionBlock, Conv1D, Perceiver, PerceiverLayer, ResidualBlock, RMSNorm, TransformerBlock, attend,
+    causal_mask, dropout, fold, split_heads)
 from xtts_nb.app.parity import gpt_rows
 
 

@@ -134,6 +134,7 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch):
     save_weights(path, named_weights(model()))
     kept = path.read_bytes()
     def stop(done, total): raise KeyboardInterrupt
-    monkeypatch.setattr('xtts_nb.models.weights.write_tensors', lambda path, arrays, **more: write_tensors(path, arrays, stop, **more))
+    monkeypatch.setattr('xtts_nb.models.weights.write_tensors',
+                        lambda path, arrays, **more: write_tensors(path, arrays, stop, **more))
     with pytest.raises(KeyboardInterrupt): save_weights(path, named_weights(model(seed=1)))
     assert path.read_bytes() == kept and len(list(tmp_path.iterdir())) == 1

@@ -8,7 +8,8 @@ from clock import Clock
 
 from xtts_nb.monitor import costs
 from xtts_nb.config import setup_tf
-from xtts_nb.monitor.costs import Measured, Round, compiled_by_shape, endless, measure, one_round, predicted, rebuilds
+from xtts_nb.monitor.costs import (
+    Measured, Round, compiled_by_shape, endless, measure, one_round, predicted, rebuilds)
 from xtts_nb.monitor.phases import Call, Doors, Inside, Turn
 from xtts_nb.monitor.pipeline import host_part
 

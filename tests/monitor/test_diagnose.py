@@ -10,11 +10,11 @@ import pytest
 import tensorflow as tf
 from clock import Clock
 
-from xtts_nb.monitor import costs, rules
-from xtts_nb.monitor import diagnose as diagnosis
+from xtts_nb.monitor import costs, rules, diagnose as diagnosis
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor.costs import Measured
-from xtts_nb.monitor.diagnose import Diagnosis, Trial, _ranked, _shares, apply_remedies, compare_loops, diagnose
+from xtts_nb.monitor.diagnose import (
+    Diagnosis, Trial, _ranked, _shares, apply_remedies, compare_loops, diagnose)
 from xtts_nb.monitor.pipeline import doze, stages
 from xtts_nb.monitor.rules import WORTH, Finding
 

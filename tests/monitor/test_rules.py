@@ -12,7 +12,8 @@ from xtts_nb.config import setup_tf
 from xtts_nb.monitor.costs import Measured
 from xtts_nb.monitor.phases import Call
 from xtts_nb.monitor.pipeline import Stage, host_part, stages
-from xtts_nb.monitor.rules import SMALL, WORTH, Case, Finding, changed_arguments, larger, products, rounded_shapes
+from xtts_nb.monitor.rules import (
+    SMALL, WORTH, Case, Finding, changed_arguments, larger, products, rounded_shapes)
 
 setup_tf(threads=2)
 

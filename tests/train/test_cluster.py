@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from xtts_nb.train import cluster
-from xtts_nb.train.cluster import (LOST_PEER, SLURM, Crew, answers, check_ports, deal_gpus, exposure, find_workers,
-                             host_names, local_workers, parse_workers, slurm_workers, supervise, tf_config, this_worker,
-                             visible_gpus, watch)
+from xtts_nb.train.cluster import (
+    LOST_PEER, SLURM, Crew, answers, check_ports, deal_gpus, exposure, find_workers, host_names,
+    local_workers, parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
 from xtts_nb.config import UserError
 
 

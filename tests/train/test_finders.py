@@ -8,8 +8,8 @@ import pytest
 from process import tree, xtts_nb
 from xtts_nb.train import finders
 from xtts_nb.config import UserError
-from xtts_nb.train.finders import (Rising, _trial_row, choices, find_batch_size, find_learning_rate, plot_learning_rate,
-                             smoothed)
+from xtts_nb.train.finders import (
+    Rising, _trial_row, choices, find_batch_size, find_learning_rate, plot_learning_rate, smoothed)
 from xtts_nb.train.finetune import memory_needs, run_trial
 
 

@@ -24,8 +24,8 @@ from xtts_nb.train.checkpoint import checkpoints
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.devices import DevicePlan
 from xtts_nb.models.dvae import DVAE
-from xtts_nb.train.finetune import (activation_numbers, check_memory, free_memory, memory_needs, moving_numbers, parameters,
-                              run_trial)
+from xtts_nb.train.finetune import (
+    activation_numbers, check_memory, free_memory, memory_needs, moving_numbers, parameters, run_trial)
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.models.new_language import grow

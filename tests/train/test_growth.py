@@ -10,9 +10,9 @@ import pytest
 from xtts_nb.train import growth as page
 from xtts_nb.train.cluster import tf_config
 from xtts_nb.config import UserError
-from xtts_nb.train.growth import (LINKS, Link, Work, breaks, check_growth, computed_work, emulate, fit_link, growth,
-                            growth_verdict,
-                            measure_workers, measured_work, plot_growth, predict, ring_seconds)
+from xtts_nb.train.growth import (
+    LINKS, Link, Work, breaks, check_growth, computed_work, emulate, fit_link, growth, growth_verdict,
+    measure_workers, measured_work, plot_growth, predict, ring_seconds)
 
 NET, INSIDE = Link(1e9, 0.), Link(1e12, 0.)
 WORK = Work(fixed=0.01, per_row=0.01, gradients=1e8)

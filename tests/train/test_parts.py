@@ -26,11 +26,10 @@ from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
-from xtts_nb.train.parts import (DVAE_ALWAYS, VOICE_ALWAYS, Crops, DVAEUpdate, SavedDVAE, SavedVoice, VoiceUpdate,
-                            Windows,
-                            _check_same, _hear, _is_made, _limits, _other, _trained_as, cache_of,
-                            dvae_trainer, dvae_training,
-                            make_bank, mel_distance, new_dvae_run, new_voice_run, train_dvae, voice_training)
+from xtts_nb.train.parts import (
+    DVAE_ALWAYS, VOICE_ALWAYS, Crops, DVAEUpdate, SavedDVAE, SavedVoice, VoiceUpdate, Windows, _check_same,
+    _hear, _is_made, _limits, _other, _trained_as, cache_of, dvae_trainer, dvae_training, make_bank,
+    mel_distance, new_dvae_run, new_voice_run, train_dvae, voice_training)
 
 LOSSES = 'loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss', 'val_loss'
 

@@ -13,8 +13,9 @@ from xtts_nb.train import profile as page
 from xtts_nb.config import UserError
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import token_losses
-from xtts_nb.train.profile import (memory, op_placement, owners, peak_memory, placement, prefixes, profile, profile_page, profile_text,
-                             split, tables, write_page)
+from xtts_nb.train.profile import (
+    memory, op_placement, owners, peak_memory, placement, prefixes, profile, profile_page, profile_text,
+    split, tables, write_page)
 from xtts_nb.train.step import Update, random_batch
 
 

@@ -11,9 +11,9 @@ from xtts_nb.config import TrainingConfig
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.layers import fold
 from xtts_nb.models.xtts import POLICIES, token_counts
-from xtts_nb.train.step import (MODES, CompiledStep, Update, _offender, check_modes_agree, compile_step, mode_line,
-                          random_batch,
-                          step_before_after, step_modes, trace_count)
+from xtts_nb.train.step import (
+    MODES, CompiledStep, Update, _offender, check_modes_agree, compile_step, mode_line, random_batch,
+    step_before_after, step_modes, trace_count)
 
 
 @pytest.fixture(scope='module')

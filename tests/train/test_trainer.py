@@ -19,7 +19,8 @@ from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.optimizer import averaged, learning_rate
 from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.train.step import Update, trace_count
-from xtts_nb.train.trainer import Hooks, Pace, Trainer, _mean, _numbers, in_updates, on_device, to_device, wait_for
+from xtts_nb.train.trainer import (
+    Hooks, Pace, Trainer, _mean, _numbers, in_updates, on_device, to_device, wait_for)
 from xtts_nb.models.weights import read_tensors
 
 

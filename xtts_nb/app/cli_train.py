@@ -16,9 +16,9 @@ from typing import Annotated
 
 import typer
 
-from xtts_nb.app.terminal import (
-    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, keep, load_settings, progress, stage, start, table, with_file,
-)
+from .terminal import (
+    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, keep, load_settings, progress, stage,
+    start, table, with_file)
 
 command = partial(app.command, rich_help_panel='Training')
 find_app = typer.Typer(no_args_is_help=True, help='Find a setting by trying.')

@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 from xtts_nb.app.terminal import (
-    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, keep, load_settings, progress, stage, start, table,
-)
+    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, keep, load_settings, progress, stage,
+    start, table)
 
 command = partial(app.command, rich_help_panel='Watching')
 

@@ -27,7 +27,8 @@ from ..models.dvae import load_dvae
 from ..files import atomic_file, fingerprint, read_json, write_json
 from ..models.xtts import XTTS
 from ..data.prepare import mel_function, mel_sample, prepare
-from .report import facts, heading, picture, player, plot_before_after, plot_losses, plot_mels, write_report
+from .report import (
+    facts, heading, picture, player, plot_before_after, plot_losses, plot_mels, write_report)
 from ..sampler import Sampler, best_probe
 from ..speech.score import hits
 from ..speech.generate import Speaker

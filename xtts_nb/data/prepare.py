@@ -29,8 +29,8 @@ import tensorflow as tf
 
 from .audio import frame_count, log_mel, save_audio
 from .cache import (
-    COLUMNS, FORMAT, KINDS, PAGE, Cache, changed_files, check_cache_folder, content_keys, digest, file_sha, map_arrays,
-    read_manifest, record_check, work_place, write_manifest, write_shard, write_table)
+    COLUMNS, FORMAT, KINDS, PAGE, Cache, changed_files, check_cache_folder, content_keys, digest, file_sha,
+    map_arrays, read_manifest, record_check, work_place, write_manifest, write_shard, write_table)
 from ..config import UserError, XTTSConfig, setup_tf
 from ..devices import hide_cards
 from .corpora import Clip, Dropped, check_dropped, read_corpus

@@ -28,9 +28,9 @@ from .audio import hann_window, load_audio, log_mel, log_mel_numpy
 from ..bench import accelerator_utilisation, compare, fed_steps
 from .cache import Cache
 from ..config import AudioConfig, DataConfig, UserError, setup_tf
-from xtts_nb.data.native import (
-    BatchPlan, CacheReader, OnlineReader, PythonReader, batches_of, check_equal, decode_wav, differing, readers,
-    refuse_differences)
+from .native import (
+    BatchPlan, CacheReader, OnlineReader, PythonReader, batches_of, check_equal, decode_wav, differing,
+    readers, refuse_differences)
 from ..files import atomic_file
 from ..app.peer import Peer
 from ..monitor.pipeline import python_operations

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from xtts_nb.monitor.phases import (
-    Call, Doors, Inside, batch_rows, compute_seconds, covered, first_batches, first_step, one_of_each, period, rhythm, turns,
-    variation,
-)
+from .phases import (
+    Call, Doors, Inside, batch_rows, compute_seconds, covered, first_batches, first_step, one_of_each,
+    period, rhythm, turns, variation)
 from .pipeline import drain, host_part, on_device_again, steady
 
 # %% ../../nbs/monitor/costs.ipynb #d8d54c30

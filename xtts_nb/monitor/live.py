@@ -23,8 +23,8 @@ import numpy as np
 
 from ..config import UserError
 from ..sampler import CPU, GPU, Sample, Sampler, best_probe, series
-from .utilisation import (STYLE, device_names, live_html, number, phases_of, plot_samples, png_bytes, summary_lines,
-                                 values_line)
+from .utilisation import (
+    STYLE, device_names, live_html, number, phases_of, plot_samples, png_bytes, summary_lines, values_line)
 
 # %% ../../nbs/50_monitoring.ipynb #762b5749
 PAUSE = """const box = this.closest('.xtts-live');

@@ -22,7 +22,8 @@ import tensorflow as tf
 
 from .costs import Measured, predicted
 from .phases import first_step, period, turns
-from .pipeline import cores, drain, host_part, most_calls, on_device_again, stages, steady, with_calls
+from .pipeline import (
+    cores, drain, host_part, most_calls, on_device_again, stages, steady, with_calls)
 from ..train.trainer import wait_for
 
 # %% ../../nbs/monitor/rules.ipynb #156918f9

@@ -20,7 +20,8 @@ from ..devices import DevicePlan, setup_devices
 from ..models.dvae import load_dvae
 from ..files import atomic_file
 from ..models.xtts import XTTS
-from .stages import Batches, InTurn, Pipeline, run_emulated, overlap, pipeline_row, plot_timeline, stage_rows
+from .stages import (
+    Batches, InTurn, Pipeline, run_emulated, overlap, pipeline_row, plot_timeline, stage_rows)
 from .step import compile_step
 from .trainer import Trainer, on_device, to_device
 from ..models.weights import named_weights
