@@ -16,11 +16,10 @@ from xtts_nb.data.audio import log_mel, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.corpora import Dropped, check_dropped, read_corpus
 from xtts_nb.data.native import BatchPlan, batches_of, reader_of
-from xtts_nb.models.discriminators import Critic
+from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.files import write_json
 from xtts_nb.models.gpt import GPT
-from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import POLICIES
 from xtts_nb.train.optimizer import averaged, learning_rate, make_optimizer
 from xtts_nb.data.prepare import choose_mode

@@ -160,7 +160,7 @@ def test_making_a_cache(behind, bars, tmp_path, capsys):
 
 @pytest.fixture
 def report(behind):
-    texts = behind('data.recordings.report_text', 'THE REPORT\n')
+    texts = behind('data.corpora.report_text', 'THE REPORT\n')
     yield {'clips': 3, 'up_to_date': False}
     assert texts and all(call['most'] == 20 for call in texts)
 
@@ -209,7 +209,7 @@ def test_verify(ran, behind, bars, bad, fixed, code):
                  'reason': 'the corpus is gone'},
                 {'file': 'text', 'clip': None, 'problem': 'differs', 'fixed': False}]
     result = {'checked': 14, 'bad': bad, 'fixed': fixed, 'failed': 2, 'problems': problems}
-    asked = behind('data.repair.verify_and_fix_cache', result)
+    asked = behind('data.prepare.verify_and_fix_cache', result)
     done = ran('verify cache')
     assert done.code == code and bars == [('verify the clips', 1, 2)]
     assert done.out == ('shard: is missing, mended\nshard low-0: differs; the corpus is gone\ntext: differs\n'

@@ -13,8 +13,7 @@ from matplotlib.text import Text
 from process import tree
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.config import UserError
-from xtts_nb.data.corpora import Dropped
-from xtts_nb.data.recordings import summary
+from xtts_nb.data.corpora import Dropped, summary
 from xtts_nb.app.report import (
     AFTER, BEFORE, BETWEEN, corpus_page, counted, facts, heading, picture, player, plot_before_after,
     plot_losses, plot_mels, plot_spread, table, write_report)

@@ -15,9 +15,8 @@ from xtts_nb.data.cache import (
     DTYPES, KINDS, Cache, Joined, check_cache_folder, content_keys, digest, file_sha, load_shard, map_arrays,
     read_manifest, records, verify_cache, work_place, write_manifest, write_shard, write_table)
 from xtts_nb.config import UserError
-from xtts_nb.data.corpora import Dropped, read_corpus
+from xtts_nb.data.corpora import Dropped, read_corpus, read_audio
 from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare
-from xtts_nb.data.recordings import read_audio
 from xtts_nb.data.text import train_tokenizer
 
 LINE = 'low-0|aa bb|aa bb|low|en'   # a row that can be used

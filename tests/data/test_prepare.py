@@ -25,8 +25,7 @@ from xtts_nb.config import UserError
 from xtts_nb.files import read_json, write_json
 from xtts_nb.data.prepare import (
     ClipEncoder, check_part, choose_mode, clip_row, default_workers, mel_sample, merge_caches, prepare,
-    spread, unfinished, work_folder)
-from xtts_nb.data.repair import verify_and_fix_cache
+    spread, unfinished, work_folder, verify_and_fix_cache)
 from xtts_nb.data.text import train_tokenizer
 
 ROW = '{0}|aa bb|aa bb|low|en'

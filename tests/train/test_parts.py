@@ -17,10 +17,9 @@ from xtts_nb.data.audio import load_audio, log_mel, resample, resample_batch, sp
 from xtts_nb.data.cache import Cache
 from xtts_nb.app.cli_train import _voice_settings
 from xtts_nb.config import AudioConfig, UserError, VoiceConfig, XTTSConfig
-from xtts_nb.models.discriminators import adversarial_loss, critic_loss, feature_loss
+from xtts_nb.models.hifigan import adversarial_loss, critic_loss, feature_loss, HiFiGAN, SpeakerEncoder
 from xtts_nb.models.dvae import DVAE, dvae_losses, load_dvae
 from xtts_nb.files import write_json
-from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import new_run, resume_run

@@ -141,7 +141,7 @@ def prepare(
     with answer(json_) as show:
         settings, part = load_settings(preset, config, dvae), _part(shard)
         start()
-        from xtts_nb.data.recordings import report_text
+        from xtts_nb.data.corpora import report_text
         report = make_cache(corpus, out, settings, dvae, language, layout, workers, part)
         known = f'{out} is up to date: these recordings and settings would make the same; nothing was written.\n'
         ready = f'ready: xtts-nb train --data {out}' if part[1] == 1 else f'shard {shard}; xtts-nb merge joins them.'
@@ -166,7 +166,7 @@ def merge(
     "Join the parts that `prepare --shard` made into the cache that one machine would have made."
     with answer(json_) as show:
         from xtts_nb.data.prepare import merge_caches
-        from xtts_nb.data.recordings import report_text
+        from xtts_nb.data.corpora import report_text
         from xtts_nb.app.report import corpus_page
         report = merge_caches(parts, out, corpus_page)
         show(report | {'cache': str(out)}, report_text(report, most=20) + f'{out} is ready: xtts-nb train --data {out}')
@@ -181,7 +181,7 @@ def verify(
     "Look at every byte of a cache; exit code 1 if something is wrong and was not mended."
     with answer(json_) as show:
         if fix: start()
-        from xtts_nb.data.repair import verify_and_fix_cache
+        from xtts_nb.data.prepare import verify_and_fix_cache
         with progress() as tell: result = verify_and_fix_cache(cache, fix, source, progress=stage(tell, 'verify the clips'))
         end = lambda p: ', mended' if p['fixed'] else f'; {p["reason"]}' if 'reason' in p else ''
         said = [f'{" ".join(filter(None, (p["file"], p["clip"])))}: {p["problem"]}{end(p)}' for p in result['problems']]

@@ -5,21 +5,25 @@
 # %% auto #0
 __all__ = ['BESIDES', 'FACTS', 'mel_function', 'mel_sample', 'ClipEncoder', 'is_plain', 'choose_mode', 'Plan', 'Job',
            'source_digest', 'clip_row', 'ShardMaker', 'is_whole', 'finished', 'spread', 'default_workers', 'unfinished',
-           'work_folder', 'Piece', 'assemble', 'is_up_to_date', 'prepare', 'check_part', 'merge_caches']
+           'work_folder', 'Piece', 'assemble', 'is_up_to_date', 'prepare', 'check_part', 'merge_caches',
+           'verify_and_fix_cache']
 
 # %% ../../nbs/data/prepare.ipynb #f9e29d4a
 import itertools
+import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -27,16 +31,18 @@ import numpy as np
 import soundfile
 import tensorflow as tf
 
-from .audio import frame_count, log_mel, save_audio
+from ..config import setup_tf, UserError, XTTSConfig
+from .audio import frame_count, load_audio, log_mel, save_audio
 from .cache import (
-    COLUMNS, FORMAT, KINDS, PAGE, Cache, changed_files, check_cache_folder, content_keys, digest, file_sha,
-    map_arrays, read_manifest, record_check, work_place, write_manifest, write_shard, write_table)
-from ..config import UserError, XTTSConfig, setup_tf
-from ..devices import hide_cards
-from .corpora import Clip, Dropped, check_dropped, read_corpus
-from ..files import atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
-from .recordings import MEASURED, measure, read_audio, report_text, summary
+    Cache, changed_files, check_cache_folder, COLUMNS, content_keys, digest, file_sha, FORMAT, KINDS,
+    load_shard, map_arrays, PAGE, read_manifest, record_check, records, verify_cache, work_place,
+    write_manifest, write_shard, write_table)
+from .corpora import (
+    check_dropped, Clip, Dropped, measure, MEASURED, read_audio, read_corpus, report_text, summary)
 from .text import Tokenizer, train_tokenizer
+from ..devices import hide_cards
+from ..files import atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
+from ..models.dvae import load_dvae
 
 # %% ../../nbs/data/prepare.ipynb #dc275e82
 def mel_function(
@@ -595,3 +601,154 @@ def _check_parts(caches: list[Cache]):
         seen[i] = cache.folder
     if missing := [f'{i}/{n}' for i in range(1, n + 1) if i not in seen]:
         raise UserError(f'merge: shard {", ".join(missing)} is missing; make it with xtts-nb prepare --shard {missing[0]}.')
+
+# %% ../../nbs/data/prepare.ipynb #0bfda4a3
+def verify_and_fix_cache(
+    folder: str | Path,
+    fix: bool = False,
+    source: str | Path | None = None,   # the corpus, if it was moved
+    load: Callable = load_dvae,         # (path, config) -> the DVAE saved there
+    progress=None,                      # called with (done, total) clips
+) -> dict:                              # checked, bad, fixed, failed, problems
+    "Look at every byte of a cache; with `fix`, make damaged parts again from the corpus."
+    folder = Path(folder)
+    checked, problems = verify_cache(folder, progress)
+    place = lambda p: (p['file'], p['clip'])
+    reasons = _repair(folder, problems, source, load) if fix and problems else {}
+    left = {place(p) for p in verify_cache(folder)[1]} if fix and problems else {place(p) for p in problems}
+    problems = [p | {'fixed': place(p) not in left} for p in problems]
+    for p in problems:
+        if fix and not p['fixed']: p['reason'] = reasons.get(p['file'], 'it cannot be made again; run xtts-nb prepare again.')
+    fixed = sum(p['fixed'] for p in problems)
+    return {'checked': checked, 'bad': len(problems), 'fixed': fixed, 'failed': len(problems) - fixed if fix else 0,
+            'problems': problems}
+
+# %% ../../nbs/data/prepare.ipynb #534148cf
+def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
+    "Mend what can be mended; returns the reason for each file that cannot."
+    bad, reasons = {p['file'] for p in problems}, {}
+    try: manifest, config = read_manifest(folder), XTTSConfig.load(folder / 'config.yaml')
+    except UserError as e: return dict.fromkeys(bad, str(e))
+    corpus = Path(source or manifest['source']['corpus'])
+    def attempt(name, mend, *arguments):
+        try: return mend(folder, name, *arguments)
+        except (UserError, ValueError, OSError) as e: reasons[name] = str(e)
+    for p in problems:
+        if p['problem'] == 'belongs to nothing': attempt(p['file'], _remove)
+    if 'tokenizer.json' in bad: attempt('tokenizer.json', _mend_tokenizer, manifest, corpus, config)
+    rows = attempt('clips.jsonl', _shard_rows, manifest, corpus, bad)
+    if rows is None: return reasons
+    sources = {} if 'index.safetensors' in bad else _sources(folder, manifest)
+    encoder = lru_cache(lambda: _fix_encoder(folder, manifest, config, load, bad))
+    lines = [attempt(line['file'], _mend_shard, line, rows[line['number']], sources.get(line['number']), corpus, encoder)
+             if line['file'] in bad else line for line in manifest['shards']]
+    for line, part in zip(manifest['shards'], rows.values()):
+        for place, row in enumerate(part):
+            if row.get('wav') in bad: attempt(row['wav'], _mend_sound, line, place, corpus / row['path'], config)
+    if None not in lines: attempt('index.safetensors', _mend_derived, manifest, lines, rows, bad)
+    return reasons
+
+# %% ../../nbs/data/prepare.ipynb #7ed84f42
+def _remove(folder: Path, name: str):
+    "Remove a file that belongs to nothing, if it is one of ours."
+    if not re.fullmatch(r'(audio/)?[\w.-]+\.(part|wav|safetensors)', name): raise UserError(f'{name}: is not ours; move it away.')
+    inside(folder, name).unlink()
+
+def _clips(corpus: Path, manifest: dict) -> list[Clip]:
+    "The rows of the corpus, read as they were."
+    source = manifest['source']
+    return read_corpus(corpus / source['metadata'], source['language'], source['layout'])[0]
+
+def _mend_tokenizer(folder: Path, name: str, manifest: dict, corpus: Path, config: XTTSConfig):
+    "Learn the tokenizer again, if it was learned from this corpus."
+    clips = _clips(corpus, manifest)
+    again = train_tokenizer((c.text for c in clips), (c.language for c in clips), config.model.gpt.text_tokens)
+    if fingerprint(again.to_json().encode()) != manifest['files'][name]['sha']:
+        raise UserError(f'{name}: was not learned from {corpus}; copy it from where it came.')
+    again.save(folder / name)
+
+def _shard_rows(folder: Path, name: str, manifest: dict, corpus: Path, bad: set[str]) -> dict[int, list[dict]]:
+    "The lines of each shard's clips: from the table or, if that is damaged, from the corpus."
+    lines = manifest['shards']
+    if name not in bad:
+        table = iter((folder / name).read_text(encoding='utf-8').split('\n'))
+        return {line['number']: [json.loads(next(table)) for _ in range(line['clips'])] for line in lines}
+    clips = _clips(corpus, manifest)
+    size, config = manifest['shard_clips'], XTTSConfig.load(folder / 'config.yaml')
+    rows, home = {}, Path(corpus).absolute()
+    for line in lines:
+        number, gone = line['number'], {d[0] for d in line['dropped']}
+        kept = [(i, c) for i, c in enumerate(clips[number * size:(number + 1) * size]) if c.id not in gone]
+        shard = _columns(folder, line)
+        wavs = [f'audio/{number:05d}-{i:05d}.wav' if sound else '' for (i, _), sound in zip(kept, shard.get('sound', ()))]
+        each = zip(read_audio([c for _, c in kept], config), shard.get('samples', ()), wavs)
+        rows[number] = [_row(clip, wav, home, int(n), config.model.audio.sample_rate, name) for (clip, wav), n, name in each]
+    return rows
+
+def _row(clip: Clip, wav, home: Path, samples: int, rate: int, name: str) -> dict:
+    "The line of a clip, measured again."
+    return clip_row(clip, home, samples, rate, name) | ({} if isinstance(wav, Dropped) else measure(wav, rate))
+
+def _sources(folder: Path, manifest: dict) -> dict[int, np.ndarray]:
+    "What the index says of the recordings of each shard."
+    source, first = map_arrays(folder / 'index.safetensors')['source'], 0
+    return {line['number']: source[first:(first := first + line['clips'])] for line in manifest['shards']}
+
+# %% ../../nbs/data/prepare.ipynb #6e4052e3
+def _fix_encoder(folder: Path, manifest: dict, config: XTTSConfig, load, bad: set[str]) -> ClipEncoder:
+    "The encoder that made the cache."
+    tokenizer = Tokenizer.load(folder / 'tokenizer.json')
+    if 'dvae.safetensors' in bad: raise UserError('the DVAE of the cache is damaged too; copy it from where it came.')
+    if file_sha(folder / 'tokenizer.json') != manifest['files']['tokenizer.json']['sha']:
+        raise UserError('the tokenizer of the cache is damaged too; copy it from where it came.')
+    return ClipEncoder(config, load(folder / 'dvae.safetensors', config), tokenizer, manifest['stored'])
+
+def _mend_shard(folder: Path, name: str, line: dict, rows: list[dict], sources, corpus: Path, encoder) -> dict:
+    "Keep the whole records of a shard, and encode the others again; returns its line."
+    stored, path = read_manifest(folder)['stored'], folder / name
+    try: old = list(records(load_shard(path), stored))
+    except (OSError, ValueError): old = []
+    mended = []
+    for i, row in enumerate(rows):
+        record = old[i] if len(old) == len(rows) and record_check(old[i]) == old[i]['check'] else None
+        mended.append(record or _again(row, None if sources is None else sources[i], folder, corpus, encoder()))
+    return line | write_shard(path, mended)
+
+def _again(row: dict, source, folder: Path, corpus: Path, encoder: ClipEncoder) -> dict:
+    "The record of a clip, from its recording."
+    clip = Clip(row['id'], row['text'], row['speaker'], row['language'], corpus / row['path'])
+    now = source_digest(clip.path)
+    if source is not None and now and now != source:
+        raise UserError(f'{clip.path}: has changed since; run xtts-nb prepare again.')
+    _, wav = next(read_audio([clip], encoder.config))
+    record = wav if isinstance(wav, Dropped) else encoder(clip, wav)
+    if isinstance(record, Dropped): raise UserError(f'{clip.path}: {record.reason}.')
+    return record | {'source': now, 'sound': source_digest(inside(folder, row['wav'])) if 'wav' in row else 0}
+
+def _mend_sound(folder: Path, name: str, line: dict, place: int, path: Path, config: XTTSConfig):
+    "Write a recording of the cache's own again."
+    rate, mended = config.model.audio.sample_rate, inside(folder, name)
+    save_audio(mended, load_audio(path, rate), rate)
+    if source_digest(mended) != load_shard(folder / line['file'])['sound'][place]:
+        raise UserError(f'{path}: has changed since; run xtts-nb prepare again.')
+
+# %% ../../nbs/data/prepare.ipynb #2fdff9b6
+def _mend_derived(folder: Path, name: str, manifest: dict, lines: list[dict], rows: dict, bad: set[str]):
+    "Make table, index and report again from the shards; a shard that came out differently gets a new line in the manifest."
+    besides, changed = {'config.yaml', 'tokenizer.json', 'dvae.safetensors'}, lines != manifest['shards']
+    facts = {name: manifest[name] for name in FACTS}
+    pieces = (Piece(folder, line, rows[line['number']], _columns(folder, line)) for line in lines)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}.') as made:
+        assemble(Path(made), folder, pieces, facts, lambda dropped: None)
+        new = read_manifest(made)['files']
+        same = {n for n in new if new[n] == manifest['files'].get(n)}
+        if changed and (lost := besides - same):
+            raise UserError(f'{", ".join(lost)}: copy it from where it came, and mend again.')
+        wanted = new.keys() - besides if changed else bad & same - besides
+        for n in [*wanted, *(['manifest.json'] if changed else [])]: os.replace(Path(made) / n, folder / n)
+    if wrong := bad & new.keys() - wanted - besides:
+        raise UserError(f'{", ".join(wrong)}: comes out differently now; run xtts-nb prepare again.')
+
+def _columns(folder: Path, line: dict) -> dict:
+    "The arrays of a shard; none where none of its clips could be used."
+    return load_shard(folder / line['file']) if line['clips'] else {}

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PAIRS', 'stretch', 'DilatedBlock', 'leaky', 'HiFiGAN', 'fold_weight_norm', 'unfold_weight_norm', 'is_normalised',
-           'Conv2D', 'norm', 'SpeakerBlock', 'SpeakerEncoder', 'load_decoder', 'load_speaker_encoder', 'load_hifigan']
+           'Conv2D', 'norm', 'SpeakerBlock', 'SpeakerEncoder', 'load_decoder', 'load_speaker_encoder', 'load_hifigan',
+           'PeriodDiscriminator', 'SpectrumDiscriminator', 'Critic', 'critic_loss', 'adversarial_loss', 'feature_loss']
 
 # %% ../../nbs/models/hifigan.ipynb #0283807f
 import keras
@@ -12,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from ..config import XTTSConfig
+from ..config import VoiceConfig, XTTSConfig
 from .weights import load_weights, named_weights, open_weights
 
 # %% ../../nbs/models/hifigan.ipynb #3ade5b3e
@@ -225,3 +226,77 @@ def load_hifigan(path, config: XTTSConfig) -> tuple[HiFiGAN, SpeakerEncoder] | N
     "Decoder and speaker encoder in `path`; None if it holds neither."
     with open_weights(path) as file: held = any(name.startswith(('decoder/', 'speaker/')) for name in file.keys())
     return (load_decoder(path, config), load_speaker_encoder(path, config)) if held else None
+
+# %% ../../nbs/models/hifigan.ipynb #a570494f
+class PeriodDiscriminator(keras.layers.Layer):
+    "Samples (B, N) -> list of feature maps, the last one the score."
+    def __init__(self, period, channels, **kwargs):
+        super().__init__(**kwargs)
+        self.period = period
+        conv = lambda n, k, stride, name: keras.layers.Conv1D(n, k, stride, padding='same', name=name)
+        widths = [channels * n for n in (1, 4, 16, 32)]
+        self.stack = [conv(n, 5, 3, f'conv_{i}') for i, n in enumerate(widths)] + [conv(widths[-1], 5, 1, 'conv_4')]
+        self.score = conv(1, 3, 1, 'score')
+        self.widths = [1, *widths, widths[-1]]
+
+    def build(self, shape):
+        for conv, width in zip((*self.stack, self.score), self.widths): conv.build((None, None, width))
+
+    def call(self, wav):
+        rows = -(-wav.shape[1] // self.period)
+        x = ops.pad(wav, ((0, 0), (0, rows * self.period - wav.shape[1])))
+        x = ops.transpose(ops.reshape(x, (-1, rows, self.period)), (0, 2, 1))
+        return _features(self.stack, self.score, ops.reshape(x, (-1, rows, 1)))
+
+# %% ../../nbs/models/hifigan.ipynb #ccac6233
+def _features(stack, score, x) -> list:
+    "The output of every layer, the score last."
+    found = []
+    for conv in stack:
+        x = conv(x)
+        found.append(x := ops.maximum(x, 0.1 * x))   # as leaky ReLU, whose gradient TensorFlow's remapper stumbles over
+    return [*found, score(x)]
+
+# %% ../../nbs/models/hifigan.ipynb #5c74e8d6
+class SpectrumDiscriminator(keras.layers.Layer):
+    "Samples (B, N) -> list of feature maps of the magnitudes with windows of `n_fft` points, the last one the score."
+    def __init__(self, n_fft, channels, **kwargs):
+        super().__init__(**kwargs)
+        self.n_fft, self.channels = n_fft, channels
+        conv = lambda n, k, stride, name: keras.layers.Conv2D(n, k, (1, stride), padding='same', name=name)
+        self.stack = [conv(channels, (3, 9), stride, f'conv_{i}') for i, stride in enumerate((1, 2, 2, 2))]
+        self.stack += [conv(channels, 3, 1, 'conv_4')]
+        self.score = conv(1, 3, 1, 'score')
+
+    def build(self, shape):
+        for conv, width in zip((*self.stack, self.score), [1, *[self.channels] * 5]): conv.build((None, None, None, width))
+
+    def call(self, wav):
+        spectrum = tf.signal.stft(wav, self.n_fft, self.n_fft // 4, self.n_fft, pad_end=True)
+        power = tf.math.real(spectrum)**2 + tf.math.imag(spectrum)**2
+        return _features(self.stack, self.score, tf.sqrt(power + 1e-6)[..., None])
+
+# %% ../../nbs/models/hifigan.ipynb #3e261e7c
+class Critic(keras.Model):
+    "Samples (B, N) -> a list of feature maps from each discriminator."
+    def __init__(self, voice: VoiceConfig, **kwargs):
+        super().__init__(**kwargs)
+        self.parts = [PeriodDiscriminator(p, voice.channels, name=f'period_{p}') for p in voice.periods]
+        self.parts += [SpectrumDiscriminator(n, voice.channels, name=f'spectrum_{n}') for n in voice.windows]
+        for part in self.parts: part.build(None)
+        self.built = True
+
+    def call(self, wav): return [part(wav) for part in self.parts]
+
+# %% ../../nbs/models/hifigan.ipynb #22f47008
+def critic_loss(real: list, made: list):
+    "What the critics pay: scores of recordings away from 1, of the decoder's work away from 0."
+    return tf.add_n([tf.reduce_mean((1 - r[-1])**2) + tf.reduce_mean(m[-1]**2) for r, m in zip(real, made)])
+
+def adversarial_loss(made: list):
+    "What the decoder pays for being found out."
+    return tf.add_n([tf.reduce_mean((1 - m[-1])**2) for m in made])
+
+def feature_loss(real: list, made: list):
+    "Mean difference between what the critics see in a recording and in the copy."
+    return tf.add_n([tf.reduce_mean(tf.abs(a - b)) for r, m in zip(real, made) for a, b in zip(r[:-1], m[:-1])])

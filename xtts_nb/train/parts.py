@@ -19,10 +19,10 @@ from ..data.audio import load_audio, log_mel, resample, resample_batch, speaker_
 from ..data.cache import Cache
 from ..config import AudioConfig, TrainingConfig, UserError, XTTSConfig
 from ..data.native import BatchPlan, Held, batches_of, cumulative_chances, left_out_line, within_limits
-from ..models.discriminators import Critic, adversarial_loss, critic_loss, feature_loss
+from ..models.hifigan import (
+    Critic, adversarial_loss, critic_loss, feature_loss, HiFiGAN, SpeakerEncoder)
 from ..models.dvae import DVAE, dvae_losses, load_dvae, mel_stats, update_codebook
 from ..files import atomic_file, atomic_folder, read_json, write_json
-from ..models.hifigan import HiFiGAN, SpeakerEncoder
 from ..models.xtts import XTTS
 from .optimizer import averaged, make_optimizer
 from .runs import run_facts

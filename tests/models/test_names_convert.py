@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from xtts_nb.config import XTTSConfig
-from xtts_nb.models.names import lay_back, lay_out, map_markdown, name_map
+from xtts_nb.models.convert import lay_back, lay_out, map_markdown, name_map
 
 LAYOUTS = {   # layout: shape there, and the place of the element (i, j, ...) here
     'turn': ((2, 3, 4), lambda o, i, k: (k, i, o)), 'point': ((2, 3, 1), lambda o, i, k: (i, o)),

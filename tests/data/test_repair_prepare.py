@@ -11,8 +11,7 @@ from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache, file_sha, read_manifest, verify_cache, write_manifest
 from xtts_nb.config import UserError
-from xtts_nb.data.prepare import ClipEncoder, merge_caches, prepare
-from xtts_nb.data.repair import verify_and_fix_cache
+from xtts_nb.data.prepare import ClipEncoder, merge_caches, prepare, verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 
 

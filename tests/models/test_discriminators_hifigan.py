@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import XTTSConfig
-from xtts_nb.models.discriminators import (Critic, PeriodDiscriminator, SpectrumDiscriminator, _features,
-                                    adversarial_loss, critic_loss,
-                                    feature_loss)
+from xtts_nb.models.hifigan import (
+    Critic, PeriodDiscriminator, SpectrumDiscriminator, _features, adversarial_loss, critic_loss,
+    feature_loss)
 
 
 def noise(*shape): return tf.constant(np.random.default_rng(0).normal(size=shape).astype(np.float32))

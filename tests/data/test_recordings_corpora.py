@@ -12,9 +12,9 @@ from xtts_nb.data.audio import load_audio, resample, synthetic_voice
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.prepare import prepare
 from xtts_nb.config import XTTSConfig
-from xtts_nb.data.corpora import Clip, Dropped, read_corpus
-from xtts_nb.data.recordings import (
-    STREAMED, _load, _ogg_ends, measure, missing_share, read_audio, reason_kind, report_text, spread, summary)
+from xtts_nb.data.corpora import (
+    Clip, Dropped, read_corpus, STREAMED, _load, _ogg_ends, measure, missing_share, read_audio, reason_kind,
+    report_text, spread, summary)
 
 CONFIG = XTTSConfig.tiny()
 VOICE = synthetic_voice(1.)

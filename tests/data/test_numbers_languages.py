@@ -2,7 +2,7 @@
 import pytest
 
 from xtts_nb.files import fingerprint
-from xtts_nb.data.numbers import (
+from xtts_nb.data.languages import (
     PERSIAN_UNITS, RULES, UNKNOWN, chinese_number, decimal_words, hindi_words, money_words, ordinal_words,
     persian_words, spell_chinese, spell_numbers, spell_persian)
 
