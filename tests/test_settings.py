@@ -11,7 +11,7 @@ import tensorflow as tf
 from cheap import HELD, Cheap
 from xtts_nb.train import runs
 from xtts_nb.speech import generate as synthesis
-from xtts_nb.train.adapters import make_update, new_rows
+from xtts_nb.train.finetune import make_update, new_rows
 from xtts_nb.data.audio import log_mel, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.corpora import Dropped, check_dropped, read_corpus
@@ -21,11 +21,10 @@ from xtts_nb.models.dvae import DVAE
 from xtts_nb.files import write_json
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import POLICIES
-from xtts_nb.train.optimizer import averaged, learning_rate, make_optimizer
+from xtts_nb.train.step import averaged, learning_rate, make_optimizer, compile_step
 from xtts_nb.data.prepare import choose_mode
 from xtts_nb.app.recipes import flat
 from xtts_nb.train.runs import new_run, open_cache
-from xtts_nb.train.step import compile_step
 from xtts_nb.speech.generate import Speaker, listen, reference_mels, speaker_vector
 from xtts_nb.train.trainer import in_updates
 from xtts_nb.train.parts import (

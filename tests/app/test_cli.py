@@ -480,7 +480,7 @@ def test_ctrl_c_while_the_corpus_is_spoken(tmp_path):
 @pytest.mark.parametrize('clips', [1, 60, 150])
 def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
     "Most of the time is spent in C, which calls back: what is raised there must not get lost."
-    program = f'from xtts_nb.app.corpus import make_corpus; make_corpus({str(tmp_path / "corpus")!r})'
+    program = f'from xtts_nb.app.demo import make_corpus; make_corpus({str(tmp_path / "corpus")!r})'
     child = subprocess.Popen([sys.executable, '-c', program], stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
     while len(list(tmp_path.glob('*.part/wavs/*.wav'))) < clips: assert child.poll() is None; time.sleep(0.005)
     child.send_signal(signal.SIGINT)

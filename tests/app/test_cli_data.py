@@ -11,7 +11,7 @@ from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data.corpora import read_corpus
 from xtts_nb.app.download import find_source
 from xtts_nb.models.dvae import load_dvae
-from xtts_nb.app.report import corpus_page
+from xtts_nb.app.demo import corpus_page
 
 TINY = XTTSConfig.tiny()
 
@@ -262,10 +262,10 @@ def test_bench_data(ran, behind, bars, tmp_path):
     cache = SimpleNamespace(folder=tmp_path, config=TINY, clips=[{'seconds': 1.24}, {'seconds': 0.5},
         {'seconds': 0.7}])
     made, loaded = behind('app.cli_data._prepared', nullcontext(cache)), behind('models.dvae.load_dvae', 'the DVAE')
-    checked, kept = behind('app.peer.check_python'), behind('app.cli_data.keep')
+    checked, kept = behind('app.parity.check_python'), behind('app.cli_data.keep')
     result = {'rows': [{'name': 'native', 'clips_per_s': 9.}], 'compared': 'x'}
-    measured = behind('data.readers.bench_loaders', result)
-    behind('data.readers.compared_text', 'THE COMPARISON')
+    measured = behind('app.loaders.bench_loaders', result)
+    behind('app.loaders.compared_text', 'THE COMPARISON')
     frames = DataConfig().reference_frames
     about = f'3 clips of 0.5 to 1.2 s, laid out as 10,000 or more, batch 16, references of {frames} frames'
     done = ran('bench data --data corpus')

@@ -19,7 +19,7 @@ def test_bounds():
 # --- bench dual ----------------------------------------------------------------------------------------------------
 
 def test_bench_dual_of_emulated_stages(ran, behind, bars):
-    asked, kept = behind('train.stages.bench_stages', (ROWS, 'spans')), behind('app.cli_devices.keep')
+    asked, kept = behind('train.dual.bench_stages', (ROWS, 'spans')), behind('app.cli_devices.keep')
     lines = ran('bench dual').out.split()
     assert lines[:2] == ['Emulated', 'stages'] and lines[-4:] == ['8.00', '40.0%', '50.0%', '1'] and not kept
     about = {'stages_ms': [30, 40, 50], 'steps': 5, 'devices': None}
@@ -31,7 +31,7 @@ def test_bench_dual_of_emulated_stages(ran, behind, bars):
     assert done.code == 2 and 'emulated stages run on no device; give a runtime cache' in done.said[0]
 
 def test_bench_dual_of_real_stages(ran, behind, bars):
-    behind('train.stages.bench_stages', lambda **call: (ROWS[:], 'spans'))
+    behind('train.dual.bench_stages', lambda **call: (ROWS[:], 'spans'))
     made = behind('app.cli_devices._dual_trainer', ('the trainer', 'Two cards.'))
     real = [ROWS[0] | {'name': 'real'}]
     measured = behind('train.dual.bench_feed', (real, 'spans'))

@@ -477,7 +477,7 @@ def test_each_device_computes_its_share(behind, capsys, batch, parts, replicas, 
 
 def test_the_largest_shape_counts(prepared, behind, monkeypatch):
     monkeypatch.setattr('xtts_nb.data.text.Tokenizer.load', lambda path: path)
-    settings, rows = prepared.config.replace(data={'buckets': 3}), behind('train.adapters.new_rows', 'rows')
+    settings, rows = prepared.config.replace(data={'buckets': 3}), behind('train.finetune.new_rows', 'rows')
     shapes = BatchPlan(prepared, settings.data).shapes
     assert cli_train._largest(prepared, settings, None) == (*max(shapes), 'rows') and len(shapes) == 3
     cli_train._largest(prepared, settings, 'base')
@@ -491,7 +491,7 @@ def test_find_batch_size(ran, behind, bars, again, line):
     found = TINY.replace(data={'batch_size': 16}, training=training)
     behind('train.runs.open_cache', cache); behind('app.cli_train._largest', (50, 20, 'runs'))
     asked = behind('app.cli_train._settings', TINY)
-    tried = behind('train.finders.find_batch_size', (found, [{'rows': 8, 'fits': True}]))
+    tried = behind('train.finetune.find_batch_size', (found, [{'rows': 8, 'fits': True}]))
     done = ran('find batch-size --data c')
     assert done.err == line and 'In the section training:' in done.out
     assert bars == [('start', {}), ('try an update', 1, 2)]
@@ -504,8 +504,8 @@ def test_find_batch_size(ran, behind, bars, again, line):
 
 def test_find_learning_rate(ran, behind, bars, home):
     behind('train.runs.open_cache', 'cache'); behind('app.cli_train._settings', TINY)
-    begun, drawn = behind('train.runs.new_run', 'the trainer'), behind('train.finders.plot_learning_rate')
-    tried = behind('train.finders.find_learning_rate', {'suggestion': 1e-3, 'lowest': 1e-2, 'losses': [3., 2., 4.]})
+    begun, drawn = behind('train.runs.new_run', 'the trainer'), behind('train.finetune.plot_learning_rate')
+    tried = behind('train.finetune.find_learning_rate', {'suggestion': 1e-3, 'lowest': 1e-2, 'losses': [3., 2., 4.]})
     assert ran('find learning-rate --data c').out == (
         'training.learning_rate: 0.001 (the loss was lowest at 1.0e-02); see learning_rate.png\n')
     assert bars == [('start', {}), ('raise the rate', 1, 2)]

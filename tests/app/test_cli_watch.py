@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from process import check_bounds, main, tree, xtts_nb
-from xtts_nb.app import check, configure
+from xtts_nb.app import check, check as configure
 from xtts_nb.train import switches
 from xtts_nb.bench import device_name
 from xtts_nb.config import XTTSConfig
@@ -217,7 +217,7 @@ def test_configure_ends_with_1_where_something_else_was_got(monkeypatch, capfd, 
 
 def test_configure_in_words(ran, behind, tmp_path):
     rows = [{'setting': 'threads', 'asked': 2, 'got': 2, 'ok': True, 'note': ''}]
-    asked, line = behind('app.configure.configure', rows), f'threads  {2:>18} -> 2\n'
+    asked, line = behind('app.check.configure', rows), f'threads  {2:>18} -> 2\n'
     assert ran('configure').out == f'{line}For a child process: xtts-nb configure --env-file FILE\n'
     file = tmp_path / 'e'
     assert ran(f'configure --env-file {file}').out == f'{line}Source {file}, then xtts-nb train.\n'

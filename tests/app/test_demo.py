@@ -15,8 +15,8 @@ from xtts_nb.app import demo
 from xtts_nb.data.audio import load_audio, log_mel_numpy
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.app.corpus import SENTENCES, VOICES, digest, plan
-from xtts_nb.app.demo import Pair, choose_pairs, count_hits, spoken_counts, write_pairs
+from xtts_nb.app.demo import (
+    SENTENCES, VOICES, digest, plan, Pair, choose_pairs, count_hits, spoken_counts, write_pairs)
 from xtts_nb.speech.score import hits
 
 CLIPS = plan()

@@ -10,13 +10,11 @@ import pytest
 import tensorflow as tf
 from clock import Clock
 
-from xtts_nb.monitor import costs, rules, diagnose as diagnosis
+from xtts_nb.monitor import diagnose as costs, diagnose as rules, diagnose as diagnosis
 from xtts_nb.config import UserError, setup_tf
-from xtts_nb.monitor.costs import Measured
 from xtts_nb.monitor.diagnose import (
-    Diagnosis, Trial, _ranked, _shares, apply_remedies, compare_loops, diagnose)
-from xtts_nb.monitor.pipeline import doze, stages
-from xtts_nb.monitor.rules import WORTH, Finding
+    Measured, Diagnosis, Trial, _ranked, _shares, apply_remedies, compare_loops, diagnose, WORTH, Finding)
+from xtts_nb.monitor.loop import doze, stages
 
 setup_tf(threads=2)
 

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from xtts_nb.monitor import live as monitoring
 from xtts_nb.config import UserError
-from xtts_nb.monitor.live import LiveCallback, gpu_live, monitor
+from xtts_nb.monitor.live import LiveCallback, gpu_live, monitor, live_html, summary_lines
+from xtts_nb.bench import png_bytes
 from xtts_nb.sampler import CPU, GPU, Sample, Sampler, replay_probe
-from xtts_nb.monitor.utilisation import live_html, png_bytes, summary_lines
 
 from test_utilisation import TRACE, moment
 
@@ -257,7 +257,7 @@ def loop(monkeypatch):
         def begin(self, model): notes.append(('begin', model)); return self.why
         def end(self): notes.append(('end',))
     monkeypatch.setattr(monitoring, 'gpu_live', lambda **named: notes.append(('live', named)) or view)
-    monkeypatch.setattr('xtts_nb.monitor.laps.FitPhases', Phases)
+    monkeypatch.setattr('xtts_nb.monitor.loop.FitPhases', Phases)
     monkeypatch.setattr(monitoring, '_shell', lambda: None)
     return notes, Phases
 
@@ -458,12 +458,6 @@ def test_monitor_speaks_into_a_pipe():
     _, out, _ = watched(duration=20, probe=replay_probe(moment(i) for i in range(100)))
     assert re.findall(r'(\d+) of 20 s', out) == ['5', '10', '15', '20',
                                                  '20']   # the last is that of the table
-
-
-def test_diagnose_is_here_too(behind):
-    asked = behind('monitor.diagnose.diagnose', 'a verdict')
-    assert monitoring.diagnose('data', 'step', batches=9) == 'a verdict'
-    assert asked == [{'dataset': 'data', 'step': 'step', 'batches': 9}]
 
 
 def test_monitor_drops_what_the_ring_cannot_hold():

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.monitor import patients, phases
+from xtts_nb.monitor import patients, loop as phases
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.patients import PATIENTS, ROWS, WIDTH, Patient, summed_up, total_lines, visit, ward
-from xtts_nb.monitor.phases import GRAPH, Doors
-from xtts_nb.monitor.pipeline import stages
-from xtts_nb.monitor.rules import Finding
+from xtts_nb.monitor.loop import GRAPH, Doors, stages
+from xtts_nb.monitor.diagnose import Finding
 
 setup_tf(threads=2)
 BY_NAME = {p.name: p for p in PATIENTS}

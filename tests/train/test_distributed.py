@@ -16,7 +16,7 @@ import tensorflow as tf
 from typer.testing import CliRunner
 
 from process import COMMAND, environment, reached, xtts_nb
-from xtts_nb.train.checkpoint import checkpoints
+from xtts_nb.train.trainer import checkpoints, Trainer
 from xtts_nb.train import distributed as page
 from xtts_nb.train.cluster import LOST_PEER, local_workers, tf_config
 from xtts_nb.config import UserError, XTTSConfig
@@ -28,7 +28,6 @@ from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import token_counts
 from xtts_nb.train.runs import held_out_share, new_run
 from xtts_nb.train.step import Update, random_batch
-from xtts_nb.train.trainer import Trainer
 from xtts_nb.app.terminal import app
 from xtts_nb.app import cli  # noqa: F401  adds the commands
 

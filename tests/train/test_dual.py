@@ -17,11 +17,10 @@ from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.devices import DevicePlan
 from xtts_nb.train.dual import (
     Feed, bench_feed, draw, dual_trainer, finish_batch, finished, pair_report, placement, placement_summary,
-    profile_dual, run_feed, sound_batches, verdict)
+    profile_dual, run_feed, sound_batches, verdict, InTurn, Span)
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import new_run, resume_run
-from xtts_nb.train.stages import InTurn, Span
-from xtts_nb.train.step import trace_count
+from xtts_nb.monitor.loop import trace_count
 
 ONE = DevicePlan({}, 'CPU:0', 'CPU:0')
 

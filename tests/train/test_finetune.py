@@ -20,7 +20,7 @@ import tensorflow as tf
 from process import COMMAND, environment, xtts_nb
 from xtts_nb.train import finetune
 from xtts_nb.data.cache import Cache
-from xtts_nb.train.checkpoint import checkpoints
+from xtts_nb.train.trainer import checkpoints
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.devices import DevicePlan
 from xtts_nb.models.dvae import DVAE
@@ -176,7 +176,7 @@ def test_the_architecture_is_the_models_and_the_rest_the_runs(mini, base):
 def test_moving_numbers_are_those_that_move(mini, base, persian):
     config = XTTSConfig.load(base / 'config.yaml')
     model = XTTS.load(base)
-    from xtts_nb.train.adapters import make_update
+    from xtts_nb.train.finetune import make_update
     for kind in KINDS:
         training = config.replace(training={'finetune': kind}).training
         update = make_update(model.gpt, training, [(config.model.gpt.grown_from, model.tokenizer.size)])

@@ -12,13 +12,12 @@ import tensorflow as tf
 
 from cheap import Cheap, lines_of, outcome, summary
 from process import COMMAND, environment, reached, tree, xtts_nb
-from xtts_nb.train import checkpoint, runs, trainer as trainer_page
-from xtts_nb.train.checkpoint import checkpoints, snapshot
+from xtts_nb.train import trainer as checkpoint, runs, trainer as trainer_page
+from xtts_nb.train.trainer import checkpoints, snapshot, Trainer, terminated
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.runs import new_run, resume_run
-from xtts_nb.train.trainer import Trainer, terminated
 from xtts_nb.models.weights import read_tensors
 
 

@@ -13,7 +13,8 @@ from xtts_nb.models.layers import fold
 from xtts_nb.models.xtts import POLICIES, token_counts
 from xtts_nb.train.step import (
     MODES, CompiledStep, Update, _offender, check_modes_agree, compile_step, mode_line, random_batch,
-    step_before_after, step_modes, trace_count)
+    step_before_after, step_modes)
+from xtts_nb.monitor.loop import trace_count
 
 
 @pytest.fixture(scope='module')

@@ -9,7 +9,7 @@ import tensorflow as tf
 from cheap import HELD, lines_of
 from process import main, tree
 from xtts_nb.data.cache import Cache
-from xtts_nb.train.checkpoint import checkpoints
+from xtts_nb.train.trainer import checkpoints
 from xtts_nb.config import UserError
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.models.xtts import XTTS

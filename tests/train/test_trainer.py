@@ -16,11 +16,10 @@ from xtts_nb.train import runs, trainer as trainer_page
 from xtts_nb.config import TrainingConfig, UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.models.xtts import XTTS
-from xtts_nb.train.optimizer import averaged, learning_rate
+from xtts_nb.train.step import averaged, learning_rate, Update
+from xtts_nb.monitor.loop import trace_count, Pace, to_device, wait_for
 from xtts_nb.train.runs import new_run, resume_run
-from xtts_nb.train.step import Update, trace_count
-from xtts_nb.train.trainer import (
-    Hooks, Pace, Trainer, _mean, _numbers, in_updates, on_device, to_device, wait_for)
+from xtts_nb.train.trainer import Hooks, Trainer, _mean, _numbers, in_updates, on_device
 from xtts_nb.models.weights import read_tensors
 
 

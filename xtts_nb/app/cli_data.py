@@ -112,7 +112,7 @@ def make_cache(corpus: Path, out: Path, settings, dvae: Path | None = None, lang
     from xtts_nb.data import prepare as making
     from xtts_nb.data.corpora import layout_line
     from xtts_nb.models.dvae import load_dvae
-    from xtts_nb.app.report import corpus_page
+    from xtts_nb.app.demo import corpus_page
     print(layout_line(corpus, layout), file=sys.stderr)
     with progress() as tell:
         key = '' if dvae else _learned_key(corpus, settings, layout)
@@ -167,7 +167,7 @@ def merge(
     with answer(json_) as show:
         from xtts_nb.data.prepare import merge_caches
         from xtts_nb.data.corpora import report_text
-        from xtts_nb.app.report import corpus_page
+        from xtts_nb.app.demo import corpus_page
         report = merge_caches(parts, out, corpus_page)
         show(report | {'cache': str(out)}, report_text(report, most=20) + f'{out} is ready: xtts-nb train --data {out}')
 
@@ -182,7 +182,8 @@ def verify(
     with answer(json_) as show:
         if fix: start()
         from xtts_nb.data.prepare import verify_and_fix_cache
-        with progress() as tell: result = verify_and_fix_cache(cache, fix, source, progress=stage(tell, 'verify the clips'))
+        from xtts_nb.models.dvae import load_dvae
+        with progress() as tell: result = verify_and_fix_cache(cache, fix, source, load_dvae, progress=stage(tell, 'verify the clips'))
         end = lambda p: ', mended' if p['fixed'] else f'; {p["reason"]}' if 'reason' in p else ''
         said = [f'{" ".join(filter(None, (p["file"], p["clip"])))}: {p["problem"]}{end(p)}' for p in result['problems']]
         show(result, '\n'.join([*said, *(f'{name:8}{result[name]}' for name in ('checked', 'bad', 'fixed', 'failed'))]))
@@ -244,8 +245,8 @@ def bench_data(
         start()
         from xtts_nb.config import DataConfig
         from xtts_nb.models.dvae import load_dvae
-        from xtts_nb.app.peer import check_python
-        from xtts_nb.data.readers import bench_loaders, compared_text
+        from xtts_nb.app.parity import check_python
+        from xtts_nb.app.loaders import bench_loaders, compared_text
         if coqui_python: check_python(coqui_python)
         sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
         with progress() as tell, _prepared(data, tell, sizes) as cache:

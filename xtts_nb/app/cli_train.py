@@ -348,7 +348,7 @@ def _voice_settings(begun: Path, config: Path | None, known: bool):
 # %% ../../nbs/app/cli_train.ipynb #09f0a38d
 def _largest(cache, settings, base):
     "Codes and text tokens of the largest bucket, and the rows that are to be learned."
-    from xtts_nb.train.adapters import new_rows
+    from xtts_nb.train.finetune import new_rows
     from xtts_nb.data.native import BatchPlan
     from xtts_nb.data.text import Tokenizer
     tokenizer = Tokenizer.load(Path(base) / 'tokenizer.json') if base else cache.tokenizer
@@ -366,7 +366,7 @@ def _in_memory(cache, settings, base, fit: bool, devices, replicas: int):
 
 def _fitting(settings, codes, text, runs, memory=None):
     "What `find_batch_size` finds, and a line that says so."
-    from xtts_nb.train.finders import find_batch_size
+    from xtts_nb.train.finetune import find_batch_size
     with progress() as tell: found, tried = find_batch_size(settings, codes, text, runs, memory, stage(tell, 'try an update'))
     chosen = found.training
     again = ', each block computed again' if chosen.gradient_checkpointing else ''
@@ -413,7 +413,7 @@ def find_learning_rate_(
     with answer(json_) as show:
         start()
         import tempfile
-        from xtts_nb.train.finders import find_learning_rate, plot_learning_rate
+        from xtts_nb.train.finetune import find_learning_rate, plot_learning_rate
         from xtts_nb.train.runs import new_run, open_cache
         cache = open_cache(data)
         settings = _settings(cache, preset, config, from_, finetune)

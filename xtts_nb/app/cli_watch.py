@@ -34,9 +34,8 @@ def monitor(
     "Watch the GPUs (or the CPU, where there is none) live, and sum up at the end."
     with answer(json_) as show:
         from rich.console import Console
-        from xtts_nb.monitor.live import monitor as watch
+        from xtts_nb.monitor.live import monitor as watch, summary_lines
         if log and not log_file: log_file = Path(f'monitor-{datetime.now():%Y%m%d-%H%M%S}.jsonl')
-        from xtts_nb.monitor.utilisation import summary_lines
         summary = watch(duration, interval, log_file, console=Console(stderr=True))
         show(summary, '\n'.join(summary_lines(summary)))
     if summary['interrupted']: raise KeyboardInterrupt
@@ -201,7 +200,7 @@ def configure(
 ):
     "Threads, GPU memory, XLA and precision: asked, and what TensorFlow has. Exit code 1 if it has something else."
     with answer(json_) as show:
-        from xtts_nb.app import configure as asking
+        from xtts_nb.app import check as asking
         asked = dict(threads=threads, memory_limit=memory_limit, allocator=allocator, xla=not no_xla,
                      mixed_precision=not no_mixed_precision)
         wish = asking.Wish(**asked)

@@ -25,14 +25,13 @@ from ..data.cache import Cache
 from ..config import UserError, XTTSConfig, workspace
 from ..data.corpora import synthetic_corpus
 from ..data.native import BatchPlan, cached_batches
-from ..monitor.diagnose import Diagnosis, Trial, compare_loops, diagnose
+from ..monitor.diagnose import Diagnosis, Trial, compare_loops, diagnose, Finding
 from ..models.dvae import DVAE, load_dvae
 from ..files import atomic_file
 from ..models.xtts import XTTS
-from ..monitor.pipeline import cores
+from ..monitor.loop import cores, to_device
 from ..data.prepare import prepare
-from ..monitor.rules import Finding
-from ..train.trainer import Trainer, to_device
+from ..train.trainer import Trainer
 
 # %% ../../nbs/app/quick_fix.ipynb #46270fb7
 def training(

@@ -20,9 +20,10 @@ from ..bench import compare
 from ..config import UserError, XTTSConfig
 from ..models.layers import TransformerBlock, causal_mask
 from ..models.xtts import POLICIES, step_flops
-from ..train.optimizer import make_optimizer
-from .peer import Peer
-from ..train.step import MODES, check_modes_agree, compile_step, random_batch, step_modes, trace_count
+from ..train.step import (
+    make_optimizer, MODES, check_modes_agree, compile_step, random_batch, step_modes)
+from ..monitor.loop import trace_count
+from .parity import Peer
 from ..train.trainer import Trainer
 
 # %% ../../nbs/app/step_speed.ipynb #464cab70

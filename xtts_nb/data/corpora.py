@@ -533,7 +533,7 @@ def _groups(groups: list[list[str]]) -> str:
     first = '; '.join(' = '.join(visible(i, 40) for i in ids[:3]) for ids in groups[:3])
     return f'{sum(map(len, groups))} clips' + (f' ({first})' if groups else '')
 
-def _named(worst: list[dict]) -> str: return ', '.join(f'{visible(w["id"], 40)} {w["share"]:.0%}' for w in worst)
+def _shares(worst: list[dict]) -> str: return ', '.join(f'{visible(w["id"], 40)} {w["share"]:.0%}' for w in worst)
 
 # %% ../../nbs/data/corpora.ipynb #c8ceb973
 def report_text(
@@ -549,8 +549,8 @@ def report_text(
     if silence:
         lines += ['same sound ' + _groups(report['same_sound']),
                   'silence    ' + ', '.join(f'{k} {v:.1%}' for k, v in silence.items()),
-                  '  most in  ' + (_named(report['most_silent']) or 'none'),
-                  f'clipped    {report["clipped"]}' + (f': {_named(report["most_clipped"])}' if report['clipped'] else '')]
+                  '  most in  ' + (_shares(report['most_silent']) or 'none'),
+                  f'clipped    {report["clipped"]}' + (f': {_shares(report["most_clipped"])}' if report['clipped'] else '')]
     lines += [f'dropped    {len(report["dropped"])}', *(f'  {n:,} × {kind}' for kind, n in report['reasons'].items())]
     lines += [f'  {visible(d["id"])}: {d["reason"]}' for d in report['dropped'][:most]]
     if most is not None and len(report['dropped']) > most: lines.append(f'  and {len(report["dropped"]) - most:,} more')

@@ -42,7 +42,6 @@ from .corpora import (
 from .text import Tokenizer, train_tokenizer
 from ..devices import hide_cards
 from ..files import atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
-from ..models.dvae import load_dvae
 
 # %% ../../nbs/data/prepare.ipynb #dc275e82
 def mel_function(
@@ -607,10 +606,11 @@ def verify_and_fix_cache(
     folder: str | Path,
     fix: bool = False,
     source: str | Path | None = None,   # the corpus, if it was moved
-    load: Callable = load_dvae,         # (path, config) -> the DVAE saved there
+    load: Callable | None = None,       # (path, config) -> the DVAE saved there; `fix` needs it
     progress=None,                      # called with (done, total) clips
 ) -> dict:                              # checked, bad, fixed, failed, problems
     "Look at every byte of a cache; with `fix`, make damaged parts again from the corpus."
+    if fix and not load: raise ValueError('verify_and_fix_cache: fix=True needs load, which reads the DVAE.')
     folder = Path(folder)
     checked, problems = verify_cache(folder, progress)
     place = lambda p: (p['file'], p['clip'])

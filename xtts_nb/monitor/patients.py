@@ -27,8 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from .diagnose import compare_loops, diagnose
-from .phases import emulated
-from .pipeline import cores, doze
+from .loop import emulated, cores, doze
 
 # %% ../../nbs/monitor/patients.ipynb #f5e43d85
 ROWS, DEVICE = 16, 0.010    # of a batch; s of the device for it

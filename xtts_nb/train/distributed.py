@@ -27,7 +27,8 @@ from ..models.gpt import GPT
 from ..models.xtts import XTTS, token_counts
 from .runs import new_run
 from .step import Update, compile_step
-from .trainer import KEPT, Trainer, in_updates, to_device, wait_for
+from .trainer import KEPT, Trainer, in_updates
+from ..monitor.loop import to_device, wait_for
 
 # %% ../../nbs/train/distributed.ipynb #502841ac
 def setup_gpu_strategy(

@@ -25,7 +25,7 @@ from ..models.dvae import parameter_count
 from ..files import read_json, write_json
 from ..models.gpt import GPT
 from ..models.xtts import step_flops
-from ..monitor.utilisation import COLOURS, png_bytes
+from ..bench import COLOURS, png_bytes
 
 # %% ../../nbs/train/growth.ipynb #aed47aec
 @dataclass(frozen=True)

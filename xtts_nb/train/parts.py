@@ -24,9 +24,8 @@ from ..models.hifigan import (
 from ..models.dvae import DVAE, dvae_losses, load_dvae, mel_stats, update_codebook
 from ..files import atomic_file, atomic_folder, read_json, write_json
 from ..models.xtts import XTTS
-from .optimizer import averaged, make_optimizer
+from .step import averaged, make_optimizer, compile_step
 from .runs import run_facts
-from .step import compile_step
 from .trainer import Trainer
 from ..models.weights import named_weights, save_weights
 

@@ -16,11 +16,10 @@ import tensorflow as tf
 from ..bench import compare, device_name
 from ..config import TrainingConfig, UserError
 from ..files import atomic_file
-from ..monitor.laps import time_phases
+from ..monitor.loop import time_phases, to_device, wait_for
 from ..models.xtts import token_counts, token_losses, total_loss
 from .step import Update, compile_step
 from ..monitor.traces import top_kernels, trace
-from .trainer import to_device, wait_for
 
 # %% ../../nbs/train/profile.ipynb #163f7319
 def owners(update: Update) -> dict[str, list]:   # {owner: variables}

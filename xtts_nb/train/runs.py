@@ -15,13 +15,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .adapters import make_update, new_rows
+from .finetune import make_update, new_rows
 from ..data.cache import KINDS, Cache, content_keys, file_sha
 from ..config import UserError, XTTSConfig
 from ..data.native import BatchPlan, left_out_line, within_limits
 from ..models.dvae import load_dvae
 from ..files import atomic_file, atomic_folder, fingerprint, read_json, write_json
-from ..speech.listening import Listener
+from ..speech.score import Listener
 from ..models.xtts import XTTS
 from ..data.text import Tokenizer
 from .trainer import Trainer, in_updates, on_device

@@ -21,8 +21,9 @@ from ..models.gpt import GPT
 from ..models.xtts import POLICIES
 from ..app.recipes import flat, nested, switch_values
 from ..sampler import Sampler, best_probe, summarise
-from .step import Update, compile_step, trace_count
-from .trainer import in_updates, to_device
+from .step import Update, compile_step
+from ..monitor.loop import trace_count, to_device
+from .trainer import in_updates
 
 # %% ../../nbs/train/switches.ipynb #d2a1f1ac
 class SwitchArm:

@@ -1,0 +1,150 @@
+"Adapters and rows: what moves, what does not, and that the gradients are those of the weights they stand for."
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.train.finetune import Following, low_rank_parts, make_update, new_rows, row_parts
+from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.models.gpt import GPT
+from xtts_nb.models.xtts import POLICIES, token_counts
+from xtts_nb.models.new_language import grow_tokenizer
+from xtts_nb.train.step import Update, compile_step, random_batch
+from xtts_nb.data.text import train_tokenizer
+from xtts_nb.models.weights import named_weights
+
+RUNS = [(20, 25), (30, 48)]   # of 48 text tokens
+
+
+@pytest.fixture(scope='module')
+def mini(small):
+    "One block, no dropout, no XLA."
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0., 'code_noise': 0.}},
+                         training={'learning_rate': 1e-2, 'warmup_steps': 0, 'schedule': 'constant',
+                                   'enable_xla_compilation': False})
+
+@pytest.fixture(scope='module')
+def rows(mini) -> dict: return random_batch(mini, 12, 20)
+
+def made(config, kind, **changes) -> Update:
+    config = config.replace(training={'finetune': kind}).replace(**changes)
+    keras.utils.set_random_seed(0)
+    gpt = GPT(config, 5, dtype=POLICIES[config.training.precision])
+    update = make_update(gpt, config.training, RUNS)
+    if kind == 'lora':   # as after some training: a zero hides half of the gradients
+        for v in update.weights: v.assign(v.value + 0.02 * keras.random.normal(v.shape, seed=1))
+    return update
+
+def run(update, batch, count=3) -> list[float]:
+    step = compile_step(update, update.training)
+    return [float(step(batch, tf.constant(i))['loss']) for i in range(count)]
+
+def values(update) -> list: return [v.numpy() for v in (*update.weights, *update.variables.values())]
+
+
+@pytest.mark.parametrize('kind', ['lora', 'rows'])
+@pytest.mark.parametrize('parts, again, precision', [(1, False, 'float32'), (2, True, 'float32'), (1, True, 'bfloat16')])
+def test_the_model_stays_and_its_adapters_move(mini, rows, kind, parts, again, precision):
+    update = made(mini, kind, training={'accumulation': parts, 'gradient_checkpointing': again, 'precision': precision})
+    before, own = {k: v.numpy() for k, v in named_weights(update.gpt).items()}, [v.numpy() for v in update.weights]
+    losses = run(update, rows)
+    assert all(np.array_equal(v.numpy(), before[k]) for k, v in named_weights(update.gpt).items())
+    assert not any(np.array_equal(v.numpy(), old) for v, old in zip(update.weights, own)) and losses[-1] < losses[0]
+
+@pytest.mark.parametrize('kind', ['lora', 'rows'])
+def test_the_gradients_are_those_of_the_weights(mini, rows, kind):
+    "By the chain rule from the gradients of a whole model with the same weights; and the same, computed again or in parts."
+    update = made(mini, kind)
+    whole = made(mini, 'whole')
+    with update.as_trained(): seen = {k: v.numpy() for k, v in named_weights(update.gpt).items()}
+    for k, v in named_weights(whole.gpt).items(): v.assign(seen[k])
+    counts = token_counts(update.gpt, rows)
+    names = [v.path.removeprefix(f'{whole.gpt.name}/') for v in whole.weights]
+    of = dict(zip(names, whole.gradients(rows, tf.constant(0), counts)[0]))
+    wanted = []
+    for part in update.parts:
+        g = of[part.weight.path.removeprefix(f'{update.gpt.name}/')].numpy()
+        if kind == 'lora': wanted += [part.scale * g @ part.up.numpy().T, part.scale * part.down.numpy().T @ g]
+        else: wanted.append(np.take(g, [i for a, b in RUNS for i in range(a, b)], part.axis))
+    for change in ({}, {'accumulation': 2, 'gradient_checkpointing': True}):
+        other = made(mini, kind, training=change)
+        got = tf.function(other.gradients)(rows, tf.constant(0), counts)[0]
+        for v, a, b in zip(update.weights, wanted, got): assert np.allclose(a, b, rtol=1e-3, atol=1e-6), (change, v.path)
+
+@pytest.mark.slow
+def test_xla_computes_the_same(mini, rows):
+    for kind in ('lora', 'rows'):
+        plain, fused = (run(made(mini, kind, training={'enable_xla_compilation': xla}), rows) for xla in (False, True))
+        assert fused == pytest.approx(plain, rel=1e-4)
+
+def test_new_rows_and_nothing_else_differ(mini, rows):
+    update = made(mini, 'rows')
+    run(update, rows)
+    with update.as_trained(): after = {k: v.numpy() for k, v in named_weights(update.gpt).items()}
+    new = np.zeros(48, bool)
+    for a, b in RUNS: new[a:b] = True
+    for k, v in named_weights(update.gpt).items():
+        axis = {'text_embedding/embeddings': 0, 'text_head/kernel': 1, 'text_head/bias': 0}.get(k)
+        if axis is None: assert np.array_equal(after[k], v.numpy()), k
+        else:
+            moved = (after[k] != v.numpy()).reshape(after[k].shape).any(tuple({0, 1} & set(range(after[k].ndim)) - {axis}))
+            assert not moved[~new].any() and moved[new].any(), k
+            if 'head' in k: assert moved[new].all()   # the softmax touches each
+
+def test_an_adapter_begins_as_nothing_and_alpha_scales_it(mini):
+    gpt = GPT(mini, 5)
+    for alpha in (8., 32.):
+        training = mini.replace(training={'finetune': 'lora', 'lora_rank': 4, 'lora_alpha': alpha}).training
+        part = low_rank_parts(gpt, training)[0]
+        with Following([part]): assert np.array_equal(part.weight.numpy(), part.base.numpy())
+        part.up.assign(np.ones(part.up.shape))
+        assert part.down.shape == (64, 4) and part.scale == alpha / 4
+        with Following([part]): delta = part.weight.numpy() - part.base.numpy()
+        assert np.allclose(delta, alpha / 4 * part.down.numpy() @ part.up.numpy(), atol=1e-5) and np.abs(delta).max() > 0
+
+def test_first_factors_are_random_each_for_itself_and_second_ones_zero(small):
+    training = small.replace(training={'finetune': 'lora', 'lora_rank': 16}).training
+    parts = low_rank_parts(GPT(small, 5), training)
+    shapes = [(tuple(p.down.shape), tuple(p.up.shape)) for p in parts]
+    assert shapes == [((64, 16), (16, 192)), ((64, 16), (16, 64))] * 2
+    assert all(0.9 < np.std(p.down) * 64**0.5 < 1.1 and not p.up.numpy().any() for p in parts)
+    assert len({p.down.numpy().tobytes() for p in parts}) == 4
+    assert len({v.name for p in parts for v in p.own}) == 8
+    other = low_rank_parts(GPT(small, 5), training.model_copy(update={'seed': training.seed + 100}))
+    assert not np.array_equal(other[0].down, parts[0].down)
+
+def test_half_precision_does_not_swallow_small_changes(mini):
+    "In bfloat16 the sum is rounded once: a change far below the last bit of the weights survives on average."
+    update = made(mini, 'lora', training={'precision': 'bfloat16'})
+    part = update.parts[0]
+    part.up.assign(1e-4 * np.sign(part.up.numpy()))
+    wanted = part.scale * part.down.numpy() @ part.up.numpy()
+    with Following([part]): seen = part.weight.numpy()
+    assert seen.dtype == np.float32 and np.allclose(seen - part.base.numpy(), wanted, atol=1e-8)
+
+def test_only_what_moves_is_kept(mini, rows):
+    for kind, names in (('lora', 4), ('rows', 3)):
+        update = made(mini, kind, training={'ema': 0.9})
+        numbers, own = sum(int(np.prod(v.shape)) for v in update.state.values()), update.state.keys() - update.variables.keys()
+        assert len(own) == names and all(k.startswith(f'{kind}/') for k in own)
+        assert numbers == 4 * sum(int(np.prod(v.shape)) for v in update.weights) + 1   # moments, means; a counter
+
+def test_rows_of_several_languages():
+    config = lambda grown: XTTSConfig().replace(model={'gpt': {'grown_from': grown}}, training={'finetune': 'rows'})
+    old = train_tokenizer(['the old dog'], ['en'], 40)
+    both = grow_tokenizer(grow_tokenizer(old, 'fa', ['سگ پیر']), 'sv', ['å ä ö'])
+    first, second = old.size, grow_tokenizer(old, 'fa', ['سگ پیر']).size
+    assert new_rows(config(old.size), both, ['fa']) == [(first, second)]
+    assert new_rows(config(old.size), both, ['sv', 'en']) == [(second, both.size)]
+    assert new_rows(config(old.size), both, ['fa', 'sv']) == [(first, second), (second, both.size)]
+    for grown, languages in ((old.size, ['en']), (old.size, ['xx']), (0, ['fa']), (second, ['fa'])):
+        with pytest.raises(UserError, match='was not grown by .* xtts-nb grow MODEL'): new_rows(config(grown), both, languages)
+    assert new_rows(config(0).replace(training={'finetune': 'lora'}), both, ['en']) == []
+
+def test_adjacent_runs_and_the_very_end(mini):
+    gpt = GPT(mini, 5)
+    for part in row_parts(gpt, [(40, 44), (44, 48)]):
+        assert np.array_equal(part(), part.base.numpy()) and part.rows.shape[part.axis] == 8
+        part.rows.assign(part.rows.value + 1)
+        moved = np.nonzero((part().numpy() != part.base.numpy()).reshape(part().shape))[part.axis]
+        assert set(moved) == set(range(40, 48))
