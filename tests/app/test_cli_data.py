@@ -1,5 +1,4 @@
 "The commands from recordings to a cache: what each asks of the library, prints and ends with. The library is replaced."
-import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -17,9 +16,7 @@ TINY = XTTSConfig.tiny()
 
 
 def test_bounds():
-    check_bounds(('prepare c --out o --workers', 0, -1), ('data-service --workers', 1, 0),
-                 ('data-service --port', 0, -1),
-                 ('data-service --port', 65535, 65536), ('bench data --data c --clips', 1, 0))
+    check_bounds(('prepare c --out o --workers', 0, -1), ('bench data --data c --clips', 1, 0))
 
 
 # --- download ------------------------------------------------------------------------------------------------------
@@ -217,29 +214,6 @@ def test_verify(ran, behind, bars, bad, fixed, code):
     assert ran('verify cache --fix --source there --json').json == result and bars[1] == ('start', {})
     assert [(str(c['folder']), c['fix'], c['source'] and str(c['source'])) for c in asked] == [
         ('cache', False, None), ('cache', True, 'there')]
-
-
-# --- data-service --------------------------------------------------------------------------------------------------
-
-def test_data_service(ran, behind, monkeypatch):
-    handlers, waited = {}, []
-    monkeypatch.setattr(signal, 'signal', lambda number, handler: handlers.update({number: handler}))
-    members = [SimpleNamespace(name='dispatcher'), SimpleNamespace(name='worker 0')]
-    service = SimpleNamespace(members=members, address='box:5050', wait=lambda: waited.append(1))
-    made = behind('train.supervisor.DataService', lambda **call: call['say']('A LINE') or nullcontext(service))
-    done = ran('data-service --host box')
-    assert (done.code, done.out, waited) == (0, 'box:5050: dispatcher, worker 0\n', [1])
-    assert 'A LINE' in done.err
-    assert 'Whoever reaches the ports of box can run operations here' in done.err
-    done = ran('data-service --host box --workers 3 --port 0 --join other:1 --json')
-    assert done.json == {'address': 'box:5050', 'members': ['dispatcher', 'worker 0']}
-    for call in made: call.pop('say')
-    assert made == [{'workers': 2, 'port': 5050, 'host': 'box', 'join': None},
-                    {'workers': 3, 'port': 0, 'host': 'box', 'join': 'other:1'}]
-    with pytest.raises(SystemExit) as end: handlers[signal.SIGTERM](signal.SIGTERM, None)
-    assert end.value.code == 143
-    done = ran('data-service')
-    assert done.code == 2 and '--host' in done.said[0] and len(made) == 2
 
 
 # --- bench data ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from xtts_nb.train import cluster
 from xtts_nb.train.cluster import (
-    LOST_PEER, SLURM, Crew, answers, check_ports, deal_gpus, exposure, find_workers, host_names,
+    LOST_PEER, SLURM, Crew, answers, claim_port, deal_gpus, exposure, find_workers, host_names,
     local_workers, parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
 from xtts_nb.config import UserError
 
@@ -173,7 +173,7 @@ def test_a_port_in_use_is_named_before_anything_starts(worker, tmp_path):
         with pytest.raises(UserError, match=f':{port}: port {port}: cannot be used .*; choose another port'):
             supervise(worker(), [f'127.0.0.1:{port}'], {0: None})
     assert not list(tmp_path.iterdir())
-    check_ports([f'127.0.0.1:{port}'], [0])
+    claim_port(f'127.0.0.1:{port}')
 
 def test_nobody_answers_where_there_is_no_host(): assert not answers('no-such-host.invalid:22')
 

@@ -334,13 +334,7 @@ class InFiles:
         self.rows = {kind: (tf.constant([p[kind][2] for p in parts], tf.int64),          # first byte in the file
                             tf.constant(getattr(cache, f'{kind}_start')[first], tf.int64),   # first row of the shard
                             parts[0][kind][0], parts[0][kind][1][1:]) for kind in kinds}
-        self.open(paths)
-
-    def open(self, paths: list[Path]): self.files = Held([np.memmap(p, np.uint8, 'c') for p in paths])
-
-    def read(self, shard, at, size) -> tf.Tensor:
-        "(size,) uint8 of a file, from byte `at` on."
-        return self.files(shard)[at:at + size]
+        self.files = Held([np.memmap(p, np.uint8, 'c') for p in paths])
 
     def __call__(self, kind, first, count, width, around=False):
         "(B, width, ...) of the rows that begin at `first` (B,) and are `count` (B,) long."
@@ -350,7 +344,8 @@ class InFiles:
         def row(x):
             first, count, places = x
             shard = tf.searchsorted(begin, [first], side='right')[0] - 1
-            part = self.read(shard, offset[shard] + (first - begin[shard]) * size, count * size)
+            at = offset[shard] + (first - begin[shard]) * size
+            part = self.files(shard)[at:at + count * size]
             rows = tf.bitcast(tf.reshape(part, [count, *inner, dtype.size]), dtype)
             return tf.gather(rows, places)
 
@@ -397,13 +392,11 @@ def batches_of(
     first: int = 0,              # step to begin at
     last: int | None = None,     # step to end before; default: never
     device: str | None = None,   # default: the first GPU, if there is one and `prefetch_to_gpu`
-    through: Callable | None = None,   # dataset -> dataset, before the buffers
 ) -> tf.data.Dataset:
     "Batches of steps first, first + 1, ...; the same for any number of workers."
     if not device and data.prefetch_to_gpu and tf.config.list_logical_devices('GPU'): device = '/GPU:0'
     steps = tf.data.Dataset.range(first, 2**62 if last is None else last)
-    batches = steps.map(reader, num_parallel_calls=data.num_workers, deterministic=True)
-    batches = (batches.apply(through) if through else batches).prefetch(data.prefetch_buffer_size)
+    batches = steps.map(reader, num_parallel_calls=data.num_workers, deterministic=True).prefetch(data.prefetch_buffer_size)
     return batches.apply(tf.data.experimental.prefetch_to_device(device, 2)) if device else batches
 
 # %% ../../nbs/10_data_tf_native.ipynb #d7f09df3

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SLURM', 'FINAL', 'LOST_PEER', 'tf_config', 'this_worker', 'parse_workers', 'local_workers', 'host_names',
-           'slurm_workers', 'find_workers', 'visible_gpus', 'deal_gpus', 'check_ports', 'exposure', 'answers',
+           'slurm_workers', 'find_workers', 'visible_gpus', 'deal_gpus', 'claim_port', 'exposure', 'answers',
            'start_worker', 'end_workers', 'Crew', 'watch', 'ended_by_sigterm', 'supervise']
 
 # %% ../../nbs/train/cluster.ipynb #78cd834f
@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 
 from ..config import UserError
 from ..sampler import best_probe, card_environment, stand_ins, visible_ids
-from .supervisor import claim_port
 
 # %% ../../nbs/train/cluster.ipynb #2b2880f2
 def tf_config(workers: list[str], index: int) -> str:
@@ -113,12 +112,14 @@ def deal_gpus(gpus: list[str], workers: int, each: int | None = None) -> list[st
     return [','.join(gpus[i * each:(i + 1) * each]) or '-1' for i in range(workers)]
 
 # %% ../../nbs/train/cluster.ipynb #7f0125fc
-def check_ports(workers: list[str], mine: list[int]):
-    "Raise `UserError` if somebody listens already where a worker of this machine is to."
-    for worker in (workers[i] for i in mine):
-        try: claim_port(int(worker.rpartition(':')[2]))
-        except UserError as e:
-            raise UserError(f'{worker}: {str(e).partition(";")[0]}; choose another port in --workers.') from None
+def claim_port(worker: str):
+    "Raise `UserError` if the port of a worker of this machine is taken."
+    port = int(worker.rpartition(':')[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)   # connections that have just ended do not count
+        try: probe.bind(('', port))
+        except OSError as e:
+            raise UserError(f'{worker}: port {port}: cannot be used ({e.strerror}); choose another port in --workers.') from None
 
 def exposure(workers: list[str], mine: list[int]) -> str:
     "Who can reach the workers of this machine, as a sentence; empty where they open no port."
@@ -220,7 +221,7 @@ def supervise(
 ) -> int:                      # exit code
     "Run the workers of this machine to their end, again from the last checkpoint where one dies."
     for left in range(restarts, -1, -1):
-        check_ports(workers, list(gpus))
+        for i in gpus: claim_port(workers[i])
         with ended_by_sigterm(), Crew(command, workers, gpus) as crew:
             failed = watch(crew, wait)
             if failed and (words := crew.last_words(failed[0])): say(words)
