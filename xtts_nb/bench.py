@@ -289,8 +289,8 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
 
 # %% ../nbs/base/bench.ipynb #1fdaaf1f
 WRITERS = {'10_data_tf_native': 'bench data', '25_parity': 'parity', '33_gpt2': 'bench gpt2', '33_step_speed': 'bench train',
-           '38_switches': 'bench switch', '40_dual_gpu': 'bench dual', '49_patients': 'bench diagnose',
-           '52_growth': 'bench growth', '58_demo': 'demo', '58_demo_seeds': 'demo --seeds 5'}
+           '40_dual_gpu': 'bench dual', '49_patients': 'bench diagnose', '52_growth': 'bench growth',
+           '58_demo': 'demo', '58_demo_seeds': 'demo --seeds 5'}
 
 def record_origin(
     one: dict,         # a record

@@ -25,7 +25,7 @@ from xtts_nb.config import XTTSConfig
 COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['monitor'], ['bench'],
             ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['train-dvae'], ['train-voice'], ['convert'],
             ['convert', 'from-coqui'], ['convert', 'to-coqui'], ['grow'], ['parity'], ['config'], ['config', 'create'],
-            ['configure'], ['check'], ['bench', 'switch']]
+            ['configure'], ['check']]
 
 
 @pytest.fixture(scope='session')

@@ -9,7 +9,6 @@ import pytest
 
 from process import check_bounds, main, tree, xtts_nb
 from xtts_nb.app import check, check as configure
-from xtts_nb.train import switches
 from xtts_nb.bench import device_name
 from xtts_nb.config import XTTSConfig
 from xtts_nb.monitor.diagnose import Trial
@@ -26,7 +25,7 @@ def test_bounds():
                  ('diagnose --batch-size', 1, 0), ('diagnose --num-batches', 8, 7),
                  ('diagnose --seconds', 1, 0.9),
                  ('configure --threads', 1, 0), ('configure --memory-limit', 1, 0),
-                 ('check --stress-duration', 0, -1), ('bench switch k --updates', 1, 0))
+                 ('check --stress-duration', 0, -1))
 
 
 # --- monitor -------------------------------------------------------------------------------------------------------
@@ -239,56 +238,3 @@ def test_configure_refuses(capfd, given):
     assert main('configure', *given) == 2
     out, err = capfd.readouterr()
     assert out == '' and err.splitlines()[-1].startswith('xtts-nb: ')
-
-
-# --- bench switch --------------------------------------------------------------------------------------------------
-
-def test_bench_switch_without_a_cache_makes_one(monkeypatch, capfd, tmp_path):
-    seen = {}
-    def measure(key, cache, config, rounds, updates, progress, say):
-        seen.update(key=key, clips=len(cache), folder=cache.folder, rounds=rounds, updates=updates)
-        return {'key': key, 'rows': [{'name': 'false', 'clips_per_s': 1.}], 'verdict': 'none'}
-    monkeypatch.setattr(switches, 'bench_switch', measure)
-    assert main('bench', 'switch', 'training.enable_xla_compilation', '--rounds', '2', '--updates', '3', '--json') == 0
-    assert json.loads(capfd.readouterr().out)['verdict'] == 'none'
-    folder = seen.pop('folder')
-    assert seen == {'key': 'training.enable_xla_compilation', 'clips': 32, 'rounds': 2, 'updates': 3} and not folder.exists()
-
-def test_bench_switch(ran, behind, bars, home):
-    cache = SimpleNamespace(config=TINY.replace(data={'buckets': 3}))
-    opened, made_up = behind('data.cache.Cache', cache), behind('app.quick_fix.made_up_cache', nullcontext(cache))
-    rows, kept = [{'name': 'false', 'clips_per_s': 1.}], behind('app.cli_watch.keep')
-    measured = behind('train.switches.bench_switch', {'rows': rows, 'verdict': 'THE VERDICT'})
-    line = 'bench switch training.enable_xla_compilation'
-    done = ran(line)
-    assert done.out.startswith('training.enable_xla_compilation\n') and done.out.endswith('\nTHE VERDICT\n')
-    assert not kept
-    assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)] and not opened
-    (home / 'c').mkdir(); (home / 'c' / 'config.yaml').write_text(TINY.replace(data={'batch_size': 3}).to_yaml())
-    more = '--config f.yaml --updates 3 --rounds 2 --record --json'
-    assert ran(f'{line} --data c {more}').json == {'rows': rows, 'verdict': 'THE VERDICT'}
-    ran(f'{line} --data c'); ran(f'{line} --preset xtts_v2')
-    own, large = TINY.replace(data={'batch_size': 3, 'buckets': 2}), XTTSConfig.xtts_v2()
-    for call in measured: call.pop('say')
-    assert [tuple(call.values()) for call in measured] == [
-        ('training.enable_xla_compilation', cache, config, rounds, updates) for config, rounds, updates in (
-            (TINY, 5, 8), (own, 2, 3), (cache.config, 5, 8), (large, 5, 8))]
-    assert [call['config'] for call in made_up] == [TINY, large]
-    assert [text(call['folder']) for call in opened] == ['c', 'c']
-    assert kept == [{'page': '38_switches', 'rows': rows, 'notes': {
-        'switch': 'training.enable_xla_compilation', 'verdict': 'THE VERDICT'}}]
-
-@pytest.mark.parametrize('key, words', [('training.enable_xla', 'training.enable_xla_compilation'),
-                                        ('data.batch_size', 'is no switch'), ('data.preprocessing_mode', 'bench data')])
-def test_bench_switch_refuses_what_is_no_switch(capfd, key, words):
-    assert main('bench', 'switch', key) == 2
-    out, err = capfd.readouterr()
-    assert out == '' and len(err.splitlines()) == 1 and words in err
-
-@pytest.mark.slow
-def test_bench_switch_as_a_user_runs_it(prepared, tmp_path):
-    given = ['--data', prepared.folder, '--rounds', '2', '--updates', '2', '--record', '--json']
-    done = xtts_nb('bench', 'switch', 'training.enable_graph_mode', *given, cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert [r['name'] for r in done.json['rows']] == ['false', 'true'] and done.json['configured'] is True
-    assert len({r['clips'] for r in done.json['rows']}) == 1 and len(list((tmp_path / 'benchmarks').iterdir())) == 1

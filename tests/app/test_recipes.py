@@ -9,7 +9,7 @@ from xtts_nb.config import REFUSED, Section, UserError, XTTSConfig
 from xtts_nb.app.recipes import (
     ALWAYS, FLAGS, GPU_PRESETS, LEVELS, MOVED, REFUSED_FLAGS, assignments, carried_over, check_acts,
     check_unknown, commented_yaml, config_diff, descriptions, diff_lines, flat, from_environment, gpu_preset,
-    level, load_recipe, nested, recipe, switch_values, switches)
+    level, load_recipe, nested, recipe)
 
 DEFAULT = XTTSConfig()
 
@@ -320,28 +320,3 @@ def test_a_misspelled_option_names_the_nearest():
         check_unknown(['--bach-size'], ['--batch-size'])
     with pytest.raises(UserError, match=r'no option --zzz\. See'): check_unknown(['--zzz'], ['--batch-size'])
     assert check_unknown([], []) is None
-
-
-# --- switches ------------------------------------------------------------------------------------------------------
-
-def test_switches_are_what_is_on_or_off_or_one_of_a_few_words():
-    found = switches()
-    assert found['training.enable_xla_compilation'] == [False, True] and found['training.precision'][0] == 'float32'
-    assert {'data.pad_to_fixed_length', 'data.reference_from', 'training.schedule'} <= set(found)
-    assert not {'data.batch_size', 'data.preprocessing_mode', 'training.ema'} & set(found)
-    for key, values in found.items(): assert at(DEFAULT, key) in values and switch_values(key) == values
-
-@pytest.mark.parametrize('key, parts', [
-    ('training.enable_xla', ['is no key', 'training.enable_xla_compilation']), ('data.batch_size', ['is no switch']),
-    ('data.prefetch_buffer_size', ['is no switch', 'data.prefetch_to_gpu']),
-    ('enable_graph_mode', ['training.enable_graph_mode']),
-    ('data.preprocessing_mode', ['cannot be switched here', 'bench data']),
-    ('training.judge_by', ['cannot be switched here', 'chooses among models']), ('zzz', ['is no key', 'training.precision'])])
-def test_what_is_no_switch_names_the_nearest_that_are(key, parts):
-    with pytest.raises(UserError) as e: switch_values(key)
-    assert str(e.value).startswith(f'{key}: ') and not [p for p in parts if p not in str(e.value)], str(e.value)
-
-def test_the_three_nearest_switches_are_named():
-    near = 'the nearest that are: data.prefetch_to_gpu, training.precision, training.finetune.'
-    with pytest.raises(UserError, match=f'^data.prefetch_buffer_size: is no switch; {near}$'):
-        switch_values('data.prefetch_buffer_size')

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['command', 'Data', 'Batches', 'Rows', 'Seconds', 'monitor', 'profile', 'say', 'diagnose', 'quick_fix',
-           'bench_diagnose', 'configure', 'check', 'bench_switch']
+           'bench_diagnose', 'configure', 'check']
 
 # %% ../../nbs/app/cli_watch.ipynb #5af5688b
 import sys
-from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -230,31 +229,3 @@ def check(
         counts = {result.lower(): sum(row['result'] == result for row in rows) for result in ('PASSED', 'FAILED', 'SKIPPED')}
         show({'checks': rows, **counts, 'device': device_name()}, checks_text(rows))
     return 1 if counts['failed'] else 0
-
-# %% ../../nbs/app/cli_watch.ipynb #84313fe1
-@bench_app.command('switch')
-def bench_switch(
-    key: Annotated[str, typer.Argument(help='A key that is a switch, such as training.enable_xla_compilation.')],
-    data: Annotated[Path | None, typer.Option(help='Cache to train on; default: a small one of synthetic voices.')] = None,
-    preset: Preset = 'tiny',
-    config: Settings = None,
-    updates: Annotated[int, typer.Option(min=1, help='Of a round of each arm, at least.')] = 8,
-    rounds: Rounds = 5,
-    record: Record = False,
-    json_: Json = False,
-):
-    "Clips a second of training, and how busy the device is, at each value of a switch: the same clips, taking turns."
-    with answer(json_) as show:
-        from xtts_nb.app.recipes import switch_values
-        switch_values(key)
-        settings = None if data and not config else load_settings(preset, config, data)
-        start()
-        from xtts_nb.data.cache import Cache
-        from xtts_nb.app.quick_fix import made_up_cache
-        from xtts_nb.train.switches import bench_switch as measure
-        say = lambda line: print(line, file=sys.stderr)
-        with progress() as tell, nullcontext(Cache(data)) if data else made_up_cache(settings) as cache:
-            tell('measure', 0, 1, 'compiling')
-            result = measure(key, cache, settings or cache.config, rounds, updates, stage(tell, 'measure'), say=say)
-        if record: keep('38_switches', result['rows'], switch=key, verdict=result['verdict'])
-        show(result, f'{table(key, result["rows"])}\n{result["verdict"]}')
