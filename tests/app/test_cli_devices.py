@@ -58,17 +58,17 @@ def test_a_trainer_on_two_devices(behind, bars, prepared, size, ring):
 @pytest.mark.parametrize('words', ['prepare --run r', 'train', 'train --steps 3', 'train --runs r',
                                    'trains --run=r'])
 def test_what_cannot_be_spread(ran, behind, words):
-    ended = behind('train.cluster.supervise', 0)
+    ended = behind('train.distributed.supervise', 0)
     done = ran(f'distributed --local 2 -- {words}')
     assert done.code == 2 and f'"{words}" cannot be spread; write train with --run RUN' in done.said[0]
     assert not ended
 
 @pytest.mark.parametrize('said', ['', 'Others can reach it.'])
 def test_distributed(ran, behind, said):
-    found = behind('train.cluster.find_workers', (['a:1', 'b:1', 'c:1'], [1, 2]))
-    behind('train.cluster.visible_gpus', ['0', '1', '2', '3'])
-    dealt, shown = behind('train.cluster.deal_gpus', ['0,1', '2,3']), behind('train.cluster.exposure', said)
-    ended = behind('train.cluster.supervise', 3)
+    found = behind('train.distributed.find_workers', (['a:1', 'b:1', 'c:1'], [1, 2]))
+    behind('train.distributed.visible_gpus', ['0', '1', '2', '3'])
+    dealt, shown = behind('train.distributed.deal_gpus', ['0,1', '2,3']), behind('train.distributed.exposure', said)
+    ended = behind('train.distributed.supervise', 3)
     done = ran('distributed -- train --run r --steps 4')
     assert done.code == 3 and done.err == f'{said}\n' * bool(said) and done.out == ''
     ran('distributed --workers a:1,b:1 --index 1 --local 2 --gpus 0 --wait 5 --restarts 0 -- train --run=r')

@@ -68,10 +68,11 @@ def distributed(
     restarts: Annotated[int, typer.Option(min=0, help='Deaths of workers before it gives up.')] = 10,
 ):
     "Train on several GPUs or machines; if a worker dies, all go on from the last checkpoint."
-    from xtts_nb.train.cluster import deal_gpus, exposure, find_workers, supervise, visible_gpus
-    from xtts_nb.config import UserError
+    from xtts_nb.config import UserError, setup_tf
     if words[0] != 'train' or not any(w == '--run' or w.startswith('--run=') for w in words):
         raise UserError(f'distributed: "{" ".join(words)}" cannot be spread; write train with --run RUN behind the --.')
+    setup_tf()
+    from xtts_nb.train.distributed import deal_gpus, exposure, find_workers, supervise, visible_gpus
     everybody, mine = find_workers(workers, index, local)
     shares = deal_gpus(visible_gpus(), len(mine), gpus)
     if said := exposure(everybody, mine): print(said, file=sys.stderr)

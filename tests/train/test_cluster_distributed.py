@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from xtts_nb.train import cluster
-from xtts_nb.train.cluster import (
-    LOST_PEER, SLURM, Crew, answers, claim_port, deal_gpus, exposure, find_workers, host_names,
-    local_workers, parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
+from xtts_nb.train import distributed as cluster
+from xtts_nb.train.distributed import (
+    LOST_PEER, SLURM, Crew, answers, claim_port, deal_gpus, exposure, find_workers, local_workers,
+    parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
 from xtts_nb.config import UserError
 
 
@@ -27,15 +27,18 @@ def test_an_address_is_a_host_and_a_port(text, wrong):
 def test_addresses_are_read():
     assert parse_workers('a:1, b.c:65535,[::1]:3') == ['a:1', 'b.c:65535', '[::1]:3']
 
-@pytest.mark.parametrize('nodes, names', [
-    ('node7', ['node7']), ('a,b', ['a', 'b']), ('n[1-3]', ['n1', 'n2', 'n3']), ('n[08-11]', ['n08', 'n09', 'n10', 'n11']),
-    ('n[1,5-6],m2', ['n1', 'n5', 'n6', 'm2']), ('r[1-2]n[1-2]', ['r1n1', 'r1n2', 'r2n1', 'r2n2']),
-    ('x[1-2]-ib.c', ['x1-ib.c', 'x2-ib.c'])])
-def test_names_of_nodes(nodes, names): assert host_names(nodes) == names
+@pytest.mark.parametrize('step, workers, index', [
+    (('5', 'gpu[01-03]', '2(x2),1', 'gpu02', '1'), 'gpu01:23456 gpu01:23457 gpu02:23456 gpu02:23457 gpu03:23456', 3),
+    (('3', 'n[9-10],m', '1(x3)', 'n9', '0'), 'm:23456 n10:23456 n9:23456', 2)])
+def test_a_job_of_slurm_is_read(monkeypatch, step, workers, index):
+    "By node and number on it: TensorFlow sorts the nodes, and the number among all tasks may be another one."
+    for name, value in zip(SLURM, ('123456', '0', *step)): monkeypatch.setenv(name, value)
+    assert slurm_workers() == (workers.split(), index)
 
-def test_a_job_of_slurm_is_read():
-    env = dict(zip(SLURM, ('123456', '3', 'gpu[01-03]', '2(x2),1')))
-    assert slurm_workers(env) == (['gpu01:23456', 'gpu01:23457', 'gpu02:23456', 'gpu02:23457', 'gpu03:23456'], 3)
+@pytest.mark.parametrize('nodes, node', [('r[1-2]n[1-2]', 'r1n1'), ('n[1-4]', 'm1')])
+def test_a_job_of_slurm_that_cannot_be_read(monkeypatch, nodes, node):
+    for name, value in zip(SLURM, ('1', '0', '4', nodes, '1(x4)', node, '0')): monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match='SLURM: .*; give the addresses with --workers and --index'): slurm_workers()
 
 def test_workers_come_from_what_was_given(monkeypatch):
     for name in SLURM: monkeypatch.delenv(name, raising=False)
@@ -45,7 +48,7 @@ def test_workers_come_from_what_was_given(monkeypatch):
     monkeypatch.setenv(SLURM[0], '7')   # of a job without a step
     (address,), mine = find_workers(None, None, None)
     assert address.startswith('127.0.0.1:') and mine == [0]
-    for name, value in zip(SLURM, ('1', '1', 'n[1-2]', '1(x2)')): monkeypatch.setenv(name, value)
+    for name, value in zip(SLURM, ('1', '1', '2', 'n[1-2]', '1(x2)', 'n2', '0')): monkeypatch.setenv(name, value)
     assert find_workers(None, None, None) == (['n1:20001', 'n2:20001'], [1])
     assert find_workers(None, None, 2)[1] == [0, 1]
 
@@ -179,7 +182,9 @@ def test_nobody_answers_where_there_is_no_host(): assert not answers('no-such-ho
 
 SUPERVISOR = """
 import sys
-from xtts_nb.train.cluster import local_workers, supervise
+from xtts_nb.config import setup_tf
+setup_tf()
+from xtts_nb.train.distributed import local_workers, supervise
 sys.exit(supervise(sys.argv[1:], local_workers(2), {0: None, 1: None}))
 """
 
