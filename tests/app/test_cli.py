@@ -494,23 +494,6 @@ def test_ctrl_c_in_the_demo(tmp_path, stage):
     check_stopped(interrupted('demo', '--out', tmp_path / 'demo', '--steps', '20', at=stage, timeout=600))
     assert not [p for p in tree(tmp_path) if '.part' in p]
 
-FREED = '''
-import sys, time
-from xtts_nb.app.terminal import app, main
-class Late:
-    def __del__(self): raise KeyboardInterrupt
-@app.command()
-def hold():
-    Late()
-    time.sleep(60)
-sys.argv = ['xtts-nb', 'hold']
-main()
-'''
-
-def test_ctrl_c_while_something_is_freed_is_not_lost():
-    done = subprocess.run([sys.executable, '-c', FREED], capture_output=True, text=True, timeout=30, preexec_fn=hears_ctrl_c)
-    assert (done.returncode, done.stderr) == (130, 'xtts-nb: Stopped.\n')
-
 def test_ctrl_c_ends_the_monitor(tmp_path):
     done = interrupted('monitor', '--interval', '0.1', '--log-file', tmp_path / 'log.jsonl', '--json', at='Ctrl-C ends')
     assert done.code == 130 and json.loads(done.out)['interrupted'] is True and 'Traceback' not in done.err

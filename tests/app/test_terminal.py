@@ -1,8 +1,5 @@
 "What every command shares: exit codes, one sentence, one JSON object, bars on stderr, settings, records."
-import os
-import signal
 import sys
-from types import SimpleNamespace
 
 import pytest
 import typer
@@ -67,23 +64,6 @@ def test_a_wrong_option(ran, monkeypatch):
     assert 'interval' in done.err
     monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'monitor', '--interval', '0', '--debug'])
     with pytest.raises(Exception, match='greater than or equal to 0.01'): terminal.main()
-
-def test_ctrl_c_in_the_freeing_of_an_object_is_sent_once_more(monkeypatch):
-    timers, others = [], []
-    class Timer:
-        def __init__(self, seconds, *what):
-            self.seconds, self.what, self.daemon, self.started = seconds, what, False, False
-        def start(self): timers.append(self)
-    monkeypatch.setattr(terminal.threading, 'Timer', Timer)
-    monkeypatch.setattr(sys, 'unraisablehook', others.append)
-    stopped, other = SimpleNamespace(exc_type=KeyboardInterrupt), SimpleNamespace(exc_type=ValueError)
-    with terminal._ctrl_c_counts():
-        sys.unraisablehook(stopped)
-        sys.unraisablehook(other)
-    sys.unraisablehook(stopped)   # as it was before
-    assert others == [other, stopped] and len(timers) == 1
-    assert timers[0].what == (os.kill, (os.getpid(), signal.SIGINT)) and timers[0].seconds > 0
-    assert timers[0].daemon
 
 
 # --- what a command prints -----------------------------------------------------------------------------------------

@@ -8,11 +8,8 @@ __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Round
 
 # %% ../../nbs/app/terminal.ipynb #0a52b53b
 import json
-import os
 import shlex
-import signal
 import sys
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -45,25 +42,11 @@ def _version():
     print(__version__)
     raise typer.Exit
 
-# %% ../../nbs/app/terminal.ipynb #4c97648d
-@contextmanager
-def _ctrl_c_counts():
-    "Ctrl-C that falls into the freeing of an object cannot be raised there, and Python drops it; it is sent once more."
-    report = sys.unraisablehook
-    def hook(lost):
-        if not issubclass(lost.exc_type, KeyboardInterrupt): return report(lost)
-        again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))   # not at once: it would fall into this hook
-        again.daemon = True
-        again.start()
-    sys.unraisablehook = hook
-    try: yield
-    finally: sys.unraisablehook = report
-
 # %% ../../nbs/app/terminal.ipynb #a9910c37
 def main():
     "Run a command; the exit code is 0, 2 for what the user can mend, 130 for Ctrl-C."
     try:
-        with _ctrl_c_counts(): code = _code([a for a in sys.argv[1:] if a != '--debug'], debug='--debug' in sys.argv)
+        code = _code([a for a in sys.argv[1:] if a != '--debug'], debug='--debug' in sys.argv)
     except (KeyboardInterrupt, typer.Abort): code = _say('Stopped.', 130)
     sys.exit(code)
 
