@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from xtts_nb.train import distributed as cluster
+from xtts_nb.train import distributed as page
 from xtts_nb.train.distributed import (
-    LOST_PEER, SLURM, Crew, answers, claim_port, deal_gpus, exposure, find_workers, local_workers,
+    LOST_PEER, SLURM, WorkerGroup, claim_port, deal_gpus, exposure, find_workers, is_listening, local_workers,
     parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
 from xtts_nb.config import UserError
 
@@ -43,8 +43,8 @@ def test_a_job_of_slurm_that_cannot_be_read(monkeypatch, nodes, node):
 def test_workers_come_from_what_was_given(monkeypatch):
     for name in SLURM: monkeypatch.delenv(name, raising=False)
     assert find_workers('a:1,b:2', 1, None) == (['a:1', 'b:2'], [1])
-    all_, mine = find_workers(None, None, 2)
-    assert len(set(all_)) == 2 and mine == [0, 1]
+    addresses, mine = find_workers(None, None, 2)
+    assert len(set(addresses)) == 2 and mine == [0, 1]
     monkeypatch.setenv(SLURM[0], '7')   # of a job without a step
     (address,), mine = find_workers(None, None, None)
     assert address.startswith('127.0.0.1:') and mine == [0]
@@ -52,10 +52,10 @@ def test_workers_come_from_what_was_given(monkeypatch):
     assert find_workers(None, None, None) == (['n1:20001', 'n2:20001'], [1])
     assert find_workers(None, None, 2)[1] == [0, 1]
 
-@pytest.mark.parametrize('given, said', [(('a:1,b:2', None, None), '--index'), (('a:1,b:2', 2, None), '0 to 1'),
+@pytest.mark.parametrize('given, reason', [(('a:1,b:2', None, None), '--index'), (('a:1,b:2', 2, None), '0 to 1'),
                                          (('a:1', 0, 2), 'exclude'), ((None, 1, 2), 'belongs to')])
-def test_what_does_not_fit_is_refused(given, said):
-    with pytest.raises(UserError, match=said): find_workers(*given)
+def test_what_does_not_fit_is_refused(given, reason):
+    with pytest.raises(UserError, match=reason): find_workers(*given)
 
 def test_a_worker_knows_its_number(monkeypatch):
     monkeypatch.delenv('TF_CONFIG', raising=False)
@@ -77,7 +77,7 @@ def test_gpus_are_dealt_out(monkeypatch):
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
         assert visible_gpus() == gpus
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
-    monkeypatch.setattr(cluster, 'best_probe',
+    monkeypatch.setattr(page, 'best_probe',
                         lambda say: lambda: SimpleNamespace(gpus=[SimpleNamespace(index=n) for n in (0, 3)]))
     assert visible_gpus() == ['0', '3']
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
@@ -88,19 +88,19 @@ def test_gpus_are_dealt_out(monkeypatch):
     with pytest.raises(UserError, match='only 0 can be seen'): deal_gpus([], 1, 1)
 
 
-# --- the supervisor ------------------------------------------------------------------------------------------------
+# --- restarts ------------------------------------------------------------------------------------------------------
 
 WORKER = """
 import json, os, signal, socket, sys, time
 from pathlib import Path
 config = json.loads(os.environ['TF_CONFIG']); index = config['task']['index']
-door = socket.create_server(('', int(config['cluster']['worker'][index].split(':')[1])))
+server = socket.create_server(('', int(config['cluster']['worker'][index].split(':')[1])))
 folder = Path(sys.argv[1]); (folder / f'pid-{index}-{os.getpid()}').touch()
 """
 
 @pytest.fixture
 def worker(tmp_path):
-    "A program that opens its door, notes its process, and goes on as given."
+    "A program that opens its port, notes its process, and goes on as given."
     return lambda rest='': [sys.executable, '-c', WORKER + rest, str(tmp_path)]
 
 def alive(pid: int) -> bool:
@@ -123,33 +123,33 @@ def started(folder) -> dict[int, int]:
 TWO = {0: None, 1: None}
 
 def test_all_end_well(worker, tmp_path):
-    said = []
+    lines = []
     slow = "time.sleep(0.5 * index); (folder / f'done-{index}').touch()"
-    assert supervise(worker(slow), local_workers(2), TWO, say=said.append) == 0
-    assert started(tmp_path) == {0: 1, 1: 1} and not said
+    assert supervise(worker(slow), local_workers(2), TWO, say=lines.append) == 0
+    assert started(tmp_path) == {0: 1, 1: 1} and not lines
     assert {p.name for p in tmp_path.glob('done-*')} == {'done-0', 'done-1'}
 
 def test_one_that_dies_takes_all_along_and_they_start_again(worker, tmp_path):
     once = ("\ntime.sleep(0.5)\nif index == 1 and len(list(folder.glob('pid-1-*'))) < 3: os.kill(os.getpid(), signal.SIGKILL)"
             '\ntime.sleep(0.3)')
-    said = []
-    assert supervise(worker(once), local_workers(2), TWO, say=said.append) == 0
+    lines = []
+    assert supervise(worker(once), local_workers(2), TWO, say=lines.append) == 0
     assert started(tmp_path) == {0: 3, 1: 3} and gone(tmp_path)
-    assert len(said) == 2 and all('Worker 1 was ended by SIGKILL; all start again' in line for line in said)
+    assert len(lines) == 2 and all('Worker 1 was ended by SIGKILL; all start again' in line for line in lines)
 
 def test_the_cause_is_named_before_what_it_brought_about():
     "Worker 0 has lost its peer; both have ended when somebody looks."
     ended = {i: SimpleNamespace(poll=lambda code=code: code) for i, code in enumerate((LOST_PEER, -signal.SIGKILL))}
-    crew = SimpleNamespace(workers=local_workers(2), crew=ended, last_words=lambda i: '')
-    with pytest.raises(UserError, match='Worker 1 was ended by SIGKILL before it could begin'): watch(crew, wait=1)
+    group = SimpleNamespace(workers=local_workers(2), processes=ended, stderr_tail=lambda i: '')
+    with pytest.raises(UserError, match='Worker 1 was ended by SIGKILL before it could begin'): watch(group, wait=1)
 
 def test_too_many_deaths_are_too_many(worker, tmp_path):
-    said = []
+    lines = []
     dies = '\ntime.sleep(0.5)\nif index == 1: print("because", file=sys.stderr); sys.exit(7)\ntime.sleep(60)'
     with pytest.raises(UserError, match='died 3 times'):
-        supervise(worker(dies), local_workers(2), TWO, restarts=2, say=said.append)
+        supervise(worker(dies), local_workers(2), TWO, restarts=2, say=lines.append)
     assert started(tmp_path) == {0: 3, 1: 3} and gone(tmp_path)
-    assert [line.strip() for line in said].count('because') == 3 and 'ended with code 7.' in said[-1]
+    assert [line.strip() for line in lines].count('because') == 3 and 'ended with code 7.' in lines[-1]
 
 def test_one_that_cannot_begin_is_not_tried_again(tmp_path):
     with pytest.raises(UserError, match=r'Worker 1 ended with code 1 before it could begin; mend that. (.|\n)*no such thing'):
@@ -171,14 +171,14 @@ def test_a_peer_that_never_comes_is_named(worker, tmp_path):
     assert gone(tmp_path)
 
 def test_a_port_in_use_is_named_before_anything_starts(worker, tmp_path):
-    with socket.create_server(('', 0)) as door:
-        port = door.getsockname()[1]
+    with socket.create_server(('', 0)) as server:
+        port = server.getsockname()[1]
         with pytest.raises(UserError, match=f':{port}: port {port}: cannot be used .*; choose another port'):
             supervise(worker(), [f'127.0.0.1:{port}'], {0: None})
     assert not list(tmp_path.iterdir())
     claim_port(f'127.0.0.1:{port}')
 
-def test_nobody_answers_where_there_is_no_host(): assert not answers('no-such-host.invalid:22')
+def test_nothing_listens_where_there_is_no_host(): assert not is_listening('no-such-host.invalid:22')
 
 SUPERVISOR = """
 import sys
@@ -221,23 +221,23 @@ def test_only_worker_0_prints_a_result(worker, tmp_path, monkeypatch):
 def test_how_a_process_ended():
     ends = {-9: 'was ended by SIGKILL', -1: 'was ended by SIGHUP', 0: 'ended with code 0',
             1: 'ended with code 1'}
-    assert {code: cluster._end(code) for code in ends} == ends
+    assert {code: page._exit_text(code) for code in ends} == ends
 
-@pytest.mark.parametrize('mine, late, said', [
+@pytest.mark.parametrize('mine, late, expected', [
     ([0], [1], ('b', 3, 'start it')), ([1], [0, 1], ('a, b', 9, 'start them')),
     ([0, 1], [1], ('b', 9, 'start it')), ([0], [], None)])
-def test_peers_get_their_time_and_slow_machines_four_times_that(monkeypatch, mine, late, said):
+def test_peers_get_their_time_and_slow_machines_four_times_that(monkeypatch, mine, late, expected):
     "The clock moves by a second between two looks."
     now, workers, polls = [50.], ['a', 'b'], iter([None] * 20 + [0] * 99)
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: now.__setitem__(0, now[0] + 1))
-    monkeypatch.setattr(cluster, 'time', clock)
-    monkeypatch.setattr(cluster, 'answers', lambda worker: workers.index(worker) not in late)
-    crew = SimpleNamespace(workers=workers, crew={i: SimpleNamespace(poll=lambda: next(polls)) for i in mine})
-    if said is None: assert watch(crew, wait=2) is None
+    monkeypatch.setattr(page, 'time', clock)
+    monkeypatch.setattr(page, 'is_listening', lambda worker: workers.index(worker) not in late)
+    group = SimpleNamespace(workers=workers, processes={i: SimpleNamespace(poll=lambda: next(polls)) for i in mine})
+    if expected is None: assert watch(group, wait=2) is None
     else:
-        complaint = f'Of 2 workers {said[0]} did not come within 2 s; {said[2]}, or look'
-        with pytest.raises(UserError, match=complaint): watch(crew, wait=2)
-        assert now[0] == 50 + said[1]
+        complaint = f'Of 2 workers {expected[0]} did not come within 2 s; {expected[2]}, or look'
+        with pytest.raises(UserError, match=complaint): watch(group, wait=2)
+        assert now[0] == 50 + expected[1]
 
 def test_a_worker_is_a_session_with_its_own_cards(monkeypatch):
     "Only worker 0 writes to the terminal's stdout."
@@ -246,19 +246,19 @@ def test_a_worker_is_a_session_with_its_own_cards(monkeypatch):
     monkeypatch.delenv('XTTS_NB_CPU_CARDS', raising=False)
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '5')
     for index, gpus, shown in ((0, None, '5'), (1, '2,3', '2,3')):
-        assert cluster.start_worker(['x'], ['a:1', 'b:2'], index, gpus) == ['x']
+        assert page.start_worker(['x'], ['a:1', 'b:2'], index, gpus) == ['x']
         how = started.pop()
         assert how['env']['CUDA_VISIBLE_DEVICES'] == shown
         assert how['env']['TF_CONFIG'] == tf_config(['a:1', 'b:2'], index)
         assert how['stdout'] == (subprocess.DEVNULL if index else None) and how['start_new_session'] is True
         assert callable(how['preexec_fn']) == (sys.platform == 'linux')
 
-def test_the_last_words_of_a_worker_without_a_terminal():
-    crew = Crew(['x'], ['a:1', 'b:2', 'c:3'], {1: None, 2: None})
-    assert list(crew.said) == [2] and crew.last_words(1) == crew.last_words(2) == ''
-    crew.said[2].write(b'x' * 1000 + b'y' * 1999 + b'\xff')
-    assert crew.last_words(2) == 'y' * 1999 + '\ufffd'
-    crew.said[2].close()
+def test_the_end_of_the_stderr_of_a_worker_without_a_terminal():
+    group = WorkerGroup(['x'], ['a:1', 'b:2', 'c:3'], {1: None, 2: None})
+    assert list(group.stderr) == [2] and group.stderr_tail(1) == group.stderr_tail(2) == ''
+    group.stderr[2].write(b'x' * 1000 + b'y' * 1999 + b'\xff')
+    assert group.stderr_tail(2) == 'y' * 1999 + '\ufffd'
+    group.stderr[2].close()
 
 def test_one_worker_alone_opens_no_port_and_is_not_missed():
     "It has no peers, so it may work for longer than one waits for a peer."

@@ -19,8 +19,8 @@ from process import COMMAND, environment, reached, xtts_nb
 from xtts_nb.train.trainer import checkpoints, Trainer
 from xtts_nb.train import distributed as page
 from xtts_nb.train.distributed import (
-    LOST_PEER, local_workers, tf_config, DistributedTrainer, Replicas, Share, Words, bit_sums, cluster_run,
-    differing, distributed_train_step, distributed_validation_step, ensure_gpu_placement, rehearse,
+    LOST_PEER, local_workers, tf_config, DistributedTrainer, Replicas, Share, Broadcast, bit_sums, cluster_run,
+    differing, distributed_train_step, distributed_validation_step, ensure_gpu_placement, dry_run,
     setup_gpu_strategy)
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.native import BatchPlan
@@ -176,7 +176,7 @@ def pair(mini, monkeypatch):
     copies = Replicas(update(), config,
                       SimpleNamespace(extended=SimpleNamespace(worker_devices=['CPU:0', 'CPU:0'])))
     for v, w in zip(copies.updates[1].weights, copies.updates[0].weights): v.assign(w.value)
-    copies.added_up = lambda compute: [tf.nest.map_structure(tf.add, compute(0), compute(1))] * 2
+    copies.all_reduce = lambda compute: [tf.nest.map_structure(tf.add, compute(0), compute(1))] * 2
     lengths = {'text_length': tf.range(5, 13), 'code_length': tf.range(20, 4, -2)}
     return copies, update(), random_batch(config, 12, 20) | lengths
 
@@ -190,7 +190,7 @@ def test_two_devices_make_the_update_of_one(pair):
     looks = [{k: float(v) for k, v in f(b).items()} for f, b in (
         (lambda b: distributed_validation_step(copies, b), with_whole(batch)), (whole.look, batch))]
     assert looks[0] == pytest.approx(looks[1], rel=1e-5)
-    assert rehearse(copies, with_whole(batch), number) == [0., 0.]
+    assert dry_run(copies, with_whole(batch), number) == [0., 0.]
     for _ in range(2):
         made = distributed_train_step(copies, with_whole(batch), number), whole(batch, number)
         found, wanted = ({k: float(v) for k, v in losses.items()} for losses in made)
@@ -203,9 +203,9 @@ def test_places_among_all_devices(monkeypatch):
     here = SimpleNamespace(worker=2, devices=['a', 'b'], training=SimpleNamespace(accumulation=2))
     monkeypatch.setattr(tf.distribute, 'get_replica_context',
                         lambda: SimpleNamespace(replica_id_in_sync_group=tf.constant(5)))
-    assert Replicas.here(here) == 1
+    assert Replicas.local_index(here) == 1
     batch = {'weight': tf.range(4), 'whole_weight': tf.range(24)}
-    here.first = [lambda rows, number, counts, part: (list(rows), list(rows['weight'].numpy()), part)] * 2
+    here.gradient_steps = [lambda rows, number, counts, part: (list(rows), list(rows['weight'].numpy()), part)] * 2
     found = [page._gradients(here, batch, 0, {}, i) for i in range(2)]
     assert found == [(['weight'], [0, 1], 8), (['weight'], [2, 3], 10)]
 
@@ -213,19 +213,19 @@ def test_the_sums_of_a_copy_stand_in_its_own_place():
     states = [{'v': np.float32([n, n])} for n in (1, 3)]
     here = SimpleNamespace(worker=1, devices=['a', 'b'], strategy=SimpleNamespace(num_replicas_in_sync=4),
                            updates=[SimpleNamespace(state=state) for state in states],
-                           added_up=lambda own: [own(0) + own(1), 'the same'])
+                           all_reduce=lambda own: [own(0) + own(1), 'the same'])
     found = page._all_bit_sums(here).numpy()
     assert found.shape == (4, 1, 4) and not found[:2].any()
     for i, state in enumerate(states):
         assert np.array_equal(found[2 + i], bit_sums([*state.values()])) and found[2 + i].any()
 
 @pytest.mark.parametrize('worker', [0, 1])
-def test_only_the_first_copy_of_worker_0_is_heard(worker):
-    replicas = SimpleNamespace(worker=worker, added_up=lambda mine: [mine(0), mine(1)])
-    heard = Words(replicas)._of_first([[tf.constant([5.])], [tf.constant([7.])]])
-    assert [float(x[0][0]) for x in heard] == [0. if worker else 5., 0.]
+def test_only_the_first_copy_of_worker_0_is_received(worker):
+    replicas = SimpleNamespace(worker=worker, all_reduce=lambda mine: [mine(0), mine(1)])
+    received = Broadcast(replicas)._from_first([[tf.constant([5.])], [tf.constant([7.])]])
+    assert [float(x[0][0]) for x in received] == [0. if worker else 5., 0.]
 
-def test_a_rehearsal_tells_what_went_wrong(monkeypatch):
+def test_a_dry_run_tells_what_went_wrong(monkeypatch):
     "Memory that is short, or XLA that refuses on any device."
     monkeypatch.setattr(page, '_counts', lambda *_: {})
     def of(*refused, short=()):
@@ -233,7 +233,7 @@ def test_a_rehearsal_tells_what_went_wrong(monkeypatch):
             if i in short: raise tf.errors.ResourceExhaustedError(None, None, 'OOM')
         monkeypatch.setattr(page, '_gradients', gradients)
         steps = [SimpleNamespace() if r is None else SimpleNamespace(refused=r) for r in refused]
-        return rehearse(SimpleNamespace(devices=['CPU:0'] * 2, first=steps), {}, 0)
+        return dry_run(SimpleNamespace(devices=['CPU:0'] * 2, gradient_steps=steps), {}, 0)
     assert of(False, False) == of(None, None) == [0., 0.] and of(False, True) == [0., 1.]
     assert of(False, False, short=[0]) == of(True, True, short=[1]) == [1., 0.]
 
@@ -252,30 +252,32 @@ def bare(**named) -> DistributedTrainer:
     vars(trainer).update(named)
     return trainer
 
-def test_a_stop_is_agreed_on_and_heard_one_log_line_later():
+def test_a_stop_is_voted_on_and_read_one_log_line_later():
     "What all have voted at the line before; a worker that was not asked itself stops as well."
-    trainer = bare(step=1, training=SimpleNamespace(log_every=2), before=tf.constant(0.),
+    trainer = bare(step=1, training=SimpleNamespace(log_every=2), last_vote=tf.constant(0.),
                    votes=lambda vote: vote)
-    asked = []
-    def at(step): trainer.step = step; return trainer.stops(asked)
-    assert [at(1), at(2), at(4)] == [False] * 3 and not asked
-    asked.append(True)
+    requested = []
+    def at(step):
+        trainer.step = step
+        return trainer.stops(requested)
+    assert [at(1), at(2), at(4)] == [False] * 3 and not requested
+    requested.append(True)
     assert [at(5), at(6), at(7)] == [False] * 3   # voted at 6
-    asked.clear()
-    assert at(8) is True and asked == [True]
+    requested.clear()
+    assert at(8) is True and requested == [True]
 
 @pytest.mark.parametrize('rows, devices, parts, more',
                          [(16, 2, 1, 2), (24, 2, 2, 4), (24, 2, 4, 12), (18, 2, 1, 3), (8, 2, 4, None)])
 def test_all_divide_the_rows_of_a_device(rows, devices, parts, more, mini, capsys):
     config = mini.replace(data={'batch_size': rows}, training={'accumulation': parts})
-    told = []
+    changes = []
     trainer = bare(plan=SimpleNamespace(data=config.data), training=config.training, run=None, step=5,
-                   compile=lambda **c: told.append(c),
+                   compile=lambda **c: changes.append(c),
                    copies=SimpleNamespace(strategy=SimpleNamespace(num_replicas_in_sync=devices)),
                    xtts=SimpleNamespace(config=config))
     if more:
         trainer._divide()
-        assert told == [{'accumulation': more}] and trainer.xtts.config.training.accumulation == more
+        assert changes == [{'accumulation': more}] and trainer.xtts.config.training.accumulation == more
         assert f'compute it in {more} parts instead of {parts}' in capsys.readouterr().err
     else:
         for run, where in ((None, 'training'), ('a/run', 'a/run')):
@@ -303,7 +305,7 @@ def test_callbacks_need_one_device_a_worker(monkeypatch, devices, given, named, 
 def test_who_loses_a_peer_ends_at_once(monkeypatch, capsys, error):
     codes = []
     monkeypatch.setattr(page.os, '_exit', codes.append)
-    with page._among_peers(3): raise getattr(tf.errors, error)(None, None, 'Socket closed\nand more')
+    with page._exit_if_peer_lost(3): raise getattr(tf.errors, error)(None, None, 'Socket closed\nand more')
     assert codes == [LOST_PEER] and capsys.readouterr().err == 'Worker 3 has lost a peer: Socket closed\n'
 
 
@@ -325,14 +327,14 @@ def test_what_a_trainer_is_made_of(lonely, prepared, mini):
     "Only the parts on a device are compiled by XLA; batches go to the one card; other settings are refused."
     trainer = lonely(enable_xla_compilation=True)
     assert [trainer.train_step.xla, trainer.evaluate.xla] == [False] * 2
-    assert all(step.xla for step in trainer.copies.first)
-    assert trainer.plan.to_gpu is True and trainer.held_out is None and float(trainer.before) == 0
+    assert all(step.xla for step in trainer.copies.gradient_steps)
+    assert trainer.plan.to_gpu is True and trainer.held_out is None and float(trainer.last_vote) == 0
     update = trainer.copies.updates[0]
     xtts, plan = trainer.xtts, BatchPlan(prepared, mini.data)
     again = DistributedTrainer(xtts, plan, update=update, strategy=tf.distribute.OneDeviceStrategy('CPU:0'))
     assert again.copies.updates == [update]
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(Words, 'tell', lambda self, value: 'other')
+        m.setattr(Broadcast, 'broadcast', lambda self, value: 'other')
         with pytest.raises(UserError, match='Worker 0 has other settings'):
             DistributedTrainer(xtts, plan, update=update, strategy=tf.distribute.OneDeviceStrategy('CPU:0'))
 
@@ -369,7 +371,8 @@ def test_what_xla_cannot_compile_is_trained_without_it(lonely, monkeypatch, caps
     monkeypatch.setattr(Update, 'gradients', gradients)
     trainer = lonely(enable_xla_compilation=True)
     assert trainer.fit(2)['steps'] == 2 and 'XLA CANNOT COMPILE THE STEP: AsString' in capsys.readouterr().err
-    assert not any(step.xla for step in (*trainer.copies.first, *trainer.copies.rest, *trainer.copies.looks))
+    copies = trainer.copies
+    assert not any(step.xla for step in (*copies.gradient_steps, *copies.finish_steps, *copies.look_steps))
 
 
 # --- copies that differ ----------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def _dual_trainer(data: Path, gpus: dict, buffer_size: int | None):
 # %% ../../nbs/app/cli_devices.ipynb #9b0c56d1
 @command()
 def distributed(
-    words: Annotated[list[str], typer.Argument(metavar='-- train ...', help='With --run: there a worker that died goes on.')],
+    arguments: Annotated[list[str], typer.Argument(metavar='-- train ...', help='With --run: there a worker that died goes on.')],
     workers: Annotated[str | None, typer.Option(metavar='HOST:PORT,...', help='All workers, the same list everywhere.')] = None,
     index: Annotated[int | None, typer.Option(min=0, help='Which of them this machine is, from 0; 0 keeps the run.')] = None,
     local: Annotated[int | None, typer.Option(min=1, help='So many workers on this machine.')] = None,
@@ -69,15 +69,15 @@ def distributed(
 ):
     "Train on several GPUs or machines; if a worker dies, all go on from the last checkpoint."
     from xtts_nb.config import UserError, setup_tf
-    if words[0] != 'train' or not any(w == '--run' or w.startswith('--run=') for w in words):
-        raise UserError(f'distributed: "{" ".join(words)}" cannot be spread; write train with --run RUN behind the --.')
+    if arguments[0] != 'train' or not any(a == '--run' or a.startswith('--run=') for a in arguments):
+        raise UserError(f'distributed: "{" ".join(arguments)}" cannot be spread; write train with --run RUN behind the --.')
     setup_tf()
     from xtts_nb.train.distributed import deal_gpus, exposure, find_workers, supervise, visible_gpus
-    everybody, mine = find_workers(workers, index, local)
+    addresses, mine = find_workers(workers, index, local)
     shares = deal_gpus(visible_gpus(), len(mine), gpus)
-    if said := exposure(everybody, mine): print(said, file=sys.stderr)
-    program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', *words]
-    return supervise(program, everybody, dict(zip(mine, shares)), wait, restarts)
+    if warning := exposure(addresses, mine): print(warning, file=sys.stderr)
+    program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', *arguments]
+    return supervise(program, addresses, dict(zip(mine, shares)), wait, restarts)
 
 # %% ../../nbs/app/cli_devices.ipynb #af7e9f90
 @bench_app.command('growth')

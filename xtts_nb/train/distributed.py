@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SLURM', 'FINAL', 'LOST_PEER', 'WHOLE', 'tf_config', 'this_worker', 'parse_workers', 'local_workers', 'slurm_workers',
-           'find_workers', 'visible_gpus', 'deal_gpus', 'claim_port', 'exposure', 'answers', 'start_worker',
-           'end_workers', 'Crew', 'watch', 'ended_by_sigterm', 'supervise', 'setup_gpu_strategy',
+           'find_workers', 'visible_gpus', 'deal_gpus', 'claim_port', 'exposure', 'is_listening', 'start_worker',
+           'end_workers', 'WorkerGroup', 'watch', 'ended_by_sigterm', 'supervise', 'setup_gpu_strategy',
            'ensure_gpu_placement', 'Share', 'ShareReader', 'Replicas', 'distributed_train_step',
-           'distributed_validation_step', 'rehearse', 'bit_sums', 'differing', 'Words', 'DistributedTrainer',
+           'distributed_validation_step', 'dry_run', 'bit_sums', 'differing', 'Broadcast', 'DistributedTrainer',
            'cluster_run']
 
 # %% ../../nbs/train/distributed.ipynb #7212e9f8
@@ -53,7 +53,7 @@ def this_worker() -> tuple[int, int]:
 
 # %% ../../nbs/train/distributed.ipynb #a6f8bba4
 def parse_workers(text: str) -> list[str]:
-    "The addresses in `node1:2222,node2:2222`; raises `UserError` for one that is none."
+    "The addresses in `node1:2222,node2:2222`; raises `UserError` for text that is no address."
     workers = [w.strip() for w in text.split(',')]
     for w in workers:
         host, _, port = w.rpartition(':')
@@ -64,10 +64,9 @@ def parse_workers(text: str) -> list[str]:
 
 def local_workers(count: int) -> list[str]:
     "Addresses on this machine, at ports that are free."
-    doors = [socket.create_server(('127.0.0.1', 0)) for _ in range(count)]
-    workers = [f'127.0.0.1:{door.getsockname()[1]}' for door in doors]
-    for door in doors: door.close()
-    return workers
+    with ExitStack() as open_:   # all at once, so that no port is taken twice
+        servers = [open_.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(count)]
+        return [f'127.0.0.1:{server.getsockname()[1]}' for server in servers]
 
 # %% ../../nbs/train/distributed.ipynb #4cf276b3
 SLURM = ('SLURM_JOB_ID', 'SLURM_PROCID', 'SLURM_STEP_NUM_TASKS', 'SLURM_STEP_NODELIST', 'SLURM_STEP_TASKS_PER_NODE',
@@ -91,17 +90,18 @@ def find_workers(
     index: int | None,     # which of them runs here
     local: int | None,     # or so many on this machine
 ) -> tuple[list[str], list[int]]:   # all addresses, and the numbers of those that run here
-    "By what was given, else by SLURM, else one worker on this machine."
+    "The workers of the options, else of the SLURM job, else one on this machine."
     if workers and local: raise UserError('--workers and --local exclude each other; give one of them.')
     if workers:
-        all_ = parse_workers(workers)
-        if index is None or index >= len(all_):
-            raise UserError(f'--index: say which of the {len(all_)} workers this machine is, 0 to {len(all_) - 1}.')
-        return all_, [index]
+        addresses = parse_workers(workers)
+        if index is None or index >= len(addresses):
+            raise UserError(f'--index: say which of the {len(addresses)} workers this machine is, '
+                            f'0 to {len(addresses) - 1}.')
+        return addresses, [index]
     if index is not None: raise UserError('--index: belongs to --workers; give both or neither.')
     if not local and all(name in os.environ for name in SLURM):
-        all_, index = slurm_workers()
-        return all_, [index]
+        addresses, index = slurm_workers()
+        return addresses, [index]
     return local_workers(local or 1), list(range(local or 1))
 
 # %% ../../nbs/train/distributed.ipynb #4d38a2f8
@@ -126,94 +126,111 @@ def claim_port(worker: str):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)   # connections that have just ended do not count
         try: probe.bind(('', port))
         except OSError as e:
-            raise UserError(f'{worker}: port {port}: cannot be used ({e.strerror}); choose another port in --workers.') from None
+            raise UserError(f'{worker}: port {port}: cannot be used ({e.strerror}); choose another port in '
+                            '--workers.') from None
 
 def exposure(workers: list[str], mine: list[int]) -> str:
-    "Who can reach the workers of this machine, as a sentence; empty where they open no port."
+    "A warning that names the open ports of this machine; empty where the workers open none."
     ports = ', '.join(workers[i].rpartition(':')[2] for i in mine)
     if len(workers) == 1: return ''
     return (f'TensorFlow listens on every address of this machine, at port {ports}, and asks for no password: whoever '
             'reaches it can run operations here. Close it to others with a firewall.')
 
-def answers(worker: str) -> bool:
-    "Whether somebody listens at an address."
+def is_listening(worker: str) -> bool:
+    "Whether an address accepts a connection."
     host, _, port = worker.rpartition(':')
-    try:
-        with socket.create_connection((host.strip('[]'), int(port)), timeout=1): return True
+    try: socket.create_connection((host.strip('[]'), int(port)), timeout=1).close()
     except OSError: return False
+    return True
 
 # %% ../../nbs/train/distributed.ipynb #b97c124f
-def start_worker(command: list[str], workers: list[str], index: int, gpus: str | None = None, stderr=None) -> subprocess.Popen:
+def start_worker(
+    command: list[str],
+    workers: list[str],         # addresses of all
+    index: int,                 # which of them it is
+    gpus: str | None = None,    # its `CUDA_VISIBLE_DEVICES`; None leaves it as it is
+    stderr=None,
+) -> subprocess.Popen:
     "`command` as worker `index`; only worker 0 prints a result."
     env = os.environ | {'TF_CONFIG': tf_config(workers, index)} | ({} if gpus is None else card_environment(gpus))
     libc = ctypes.CDLL(None)
-    follow = (lambda: libc.prctl(1, signal.SIGKILL)) if sys.platform == 'linux' else None   # PR_SET_PDEATHSIG
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=None if index == 0 else subprocess.DEVNULL,
-                            stderr=stderr, start_new_session=True, preexec_fn=follow)
+    end_with_parent = lambda: libc.prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=None if index == 0 else subprocess.DEVNULL, stderr=stderr,
+        start_new_session=True, preexec_fn=end_with_parent if sys.platform == 'linux' else None)
 
-def end_workers(crew: list[subprocess.Popen], patience: float = 0.):   # seconds that SIGTERM gets before SIGKILL
+def end_workers(processes: list[subprocess.Popen], patience: float = 0.):   # seconds that SIGTERM gets before SIGKILL
     "End processes and all that they started."
-    until = time.monotonic() + patience
+    deadline = time.monotonic() + patience
     if patience:
-        for p in crew: p.terminate()
-    for p in crew:
-        with suppress(subprocess.TimeoutExpired): p.wait(max(0, until - time.monotonic()))
+        for p in processes: p.terminate()
+    for p in processes:
+        with suppress(subprocess.TimeoutExpired): p.wait(max(0, deadline - time.monotonic()))
         with suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGKILL)
-    for p in crew: p.wait()
+    for p in processes: p.wait()
 
 # %% ../../nbs/train/distributed.ipynb #8e0c11ad
-class Crew:
+class WorkerGroup:
     "The workers of this machine."
-    def __init__(self, command: list[str], workers: list[str], gpus: dict):   # {number of a worker: CUDA_VISIBLE_DEVICES}
-        self.command, self.workers, self.gpus, self.crew = command, workers, gpus, {}
-        self.said = {i: tempfile.TemporaryFile() for i in gpus if i != min(gpus)}   # the first one speaks for itself
+    def __init__(self,
+        command: list[str],
+        workers: list[str],
+        gpus: dict,           # {number of a worker: CUDA_VISIBLE_DEVICES}
+    ):
+        self.command, self.workers, self.gpus, self.processes = command, workers, gpus, {}
+        self.stderr = {i: tempfile.TemporaryFile() for i in gpus if i != min(gpus)}   # the first has the terminal
 
     def __enter__(self):
         for i, gpus in self.gpus.items():
-            self.crew[i] = start_worker(self.command, self.workers, i, gpus, self.said.get(i))
+            self.processes[i] = start_worker(self.command, self.workers, i, gpus, self.stderr.get(i))
         return self
 
     def __exit__(self, kind, *_):
-        end_workers(list(self.crew.values()), 60. if kind is SystemExit else 0.)
-        for said in self.said.values(): said.close()
+        end_workers(list(self.processes.values()), 60. if kind is SystemExit else 0.)
+        for file in self.stderr.values(): file.close()
 
-    def last_words(self, index: int) -> str:
-        "The end of what a worker said that has no terminal."
-        if index not in self.said: return ''
-        self.said[index].seek(0)
-        return self.said[index].read().decode(errors='replace')[-2000:]
+    def stderr_tail(self, index: int) -> str:
+        "The end of the stderr of a worker that has no terminal."
+        if index not in self.stderr: return ''
+        self.stderr[index].seek(0)
+        return self.stderr[index].read().decode(errors='replace')[-2000:]
 
 # %% ../../nbs/train/distributed.ipynb #a80189f8
 FINAL = 2, 130, 143
-LOST_PEER = 75   # exit code of a worker that can go on no more because another one died
+LOST_PEER = 75   # exit code of a worker that cannot go on because another one died
 
-def _end(code: int) -> str: return f'was ended by {signal.Signals(-code).name}' if code < 0 else f'ended with code {code}'
+def _exit_text(code: int) -> str:
+    return f'was ended by {signal.Signals(-code).name}' if code < 0 else f'ended with code {code}'
 
-def watch(crew: Crew, wait: float) -> tuple[int, int] | None:
-    "Until all have ended (None) or one has failed (its number and exit code); raises `UserError` if a peer does not come."
-    missing = list(crew.workers) if len(crew.workers) > 1 else []   # one alone opens no port
-    begun, mine = time.monotonic(), {crew.workers[i] for i in crew.crew}
+def watch(group: WorkerGroup, wait: float) -> tuple[int, int] | None:
+    "Wait until all have ended (None) or one has failed (number, exit code); `UserError` if a peer does not come."
+    missing = list(group.workers) if len(group.workers) > 1 else []   # one alone opens no port
+    begun, mine = time.monotonic(), {group.workers[i] for i in group.processes}
     while True:
-        codes = {i: p.poll() for i, p in crew.crew.items()}
+        codes = {i: p.poll() for i, p in group.processes.items()}
         failed = [(i, code) for i, code in codes.items() if code]
-        for i, code in sorted(failed, key=lambda f: f[1] == LOST_PEER):   # the cause before what it brought about
-            if code not in FINAL and crew.workers[i] in missing:
-                raise UserError(f'Worker {i} {_end(code)} before it could begin; mend that. {crew.last_words(i)}'.rstrip())
+        for i, code in sorted(failed, key=lambda f: f[1] == LOST_PEER):   # the cause before its consequence
+            if code not in FINAL and group.workers[i] in missing:
+                raise UserError(f'Worker {i} {_exit_text(code)} before it could begin; mend that. '
+                                f'{group.stderr_tail(i)}'.rstrip())
             return i, code
         if all(code == 0 for code in codes.values()): return None
-        missing = [w for w in missing if not answers(w)]
+        missing = [w for w in missing if not is_listening(w)]
         patience = 4 * wait if mine & set(missing) else wait   # a machine whose own workers are slow to start is slow
         if missing and time.monotonic() - begun > patience:
-            raise UserError(f'Of {len(crew.workers)} workers {", ".join(missing)} did not come within {wait:.0f} s; start '
-                            f'{"it" if len(missing) == 1 else "them"}, or look at address and firewall. All others are ended.')
+            raise UserError(f'Of {len(group.workers)} workers {", ".join(missing)} did not come within {wait:.0f} s; '
+                            f'start {"it" if len(missing) == 1 else "them"}, or look at address and firewall. '
+                            'All others are ended.')
         time.sleep(0.2)
 
 # %% ../../nbs/train/distributed.ipynb #0613703b
 @contextmanager
 def ended_by_sigterm():
-    "SIGTERM leaves the `with` as an exception."
+    "SIGTERM raises `SystemExit` inside the block."
     try: before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    except ValueError: yield; return   # not the main thread
+    except ValueError:   # not the main thread
+        yield
+        return
     try: yield
     finally: signal.signal(signal.SIGTERM, before)
 
@@ -229,14 +246,14 @@ def supervise(
     "Run the workers of this machine to their end, again from the last checkpoint where one dies."
     for left in range(restarts, -1, -1):
         for i in gpus: claim_port(workers[i])
-        with ended_by_sigterm(), Crew(command, workers, gpus) as crew:
-            failed = watch(crew, wait)
-            if failed and (words := crew.last_words(failed[0])): say(words)
+        with ended_by_sigterm(), WorkerGroup(command, workers, gpus) as group:
+            failed = watch(group, wait)
+            if failed and (tail := group.stderr_tail(failed[0])): say(tail)
         if not failed: return 0
         if failed[1] in FINAL: return failed[1]
-        say(f'Worker {failed[0]} {_end(failed[1])}' + (f'; all start again from the last checkpoint ({left} times at most).'
-                                                      if left else '.'))
-    raise UserError(f'A worker died {restarts + 1} times; see what it said last, then run the same command to go on.')
+        say(f'Worker {failed[0]} {_exit_text(failed[1])}' + (f'; all start again from the last checkpoint ({left} times at most).'
+                                                            if left else '.'))
+    raise UserError(f'A worker died {restarts + 1} times; see the end of its stderr, then run the same command to go on.')
 
 # %% ../../nbs/train/distributed.ipynb #502841ac
 def setup_gpu_strategy(
@@ -257,13 +274,13 @@ class Share:
     "The rows of one worker of each batch of a plan; otherwise like it."
     def __init__(self, plan: BatchPlan, worker: int, workers: int, to_gpu: bool = True):
         rows = plan.data.batch_size // workers
-        self.plan, self.mine, self.to_gpu = plan, slice(worker * rows, (worker + 1) * rows), to_gpu
+        self.plan, self.own, self.to_gpu = plan, slice(worker * rows, (worker + 1) * rows), to_gpu
 
     def __getattr__(self, name): return getattr(self.plan, name)
 
     def pick(self, step):
         bucket, *rows = self.plan.pick(step)
-        return bucket, *(x[self.mine] for x in rows)
+        return bucket, *(x[self.own] for x in rows)
 
     def stream(self, first: int = 0, last: int | None = None) -> tf.data.Dataset:
         to_gpu = self.data.prefetch_to_gpu and self.to_gpu
@@ -306,8 +323,9 @@ class Replicas:
         training = self.training.model_copy(update=changes)
         for update in self.updates: update.training = training
         compiled = lambda f: [compile_step(f(u), u.training) for u in self.updates]
-        self.first, self.rest = compiled(lambda u: u.gradients), compiled(lambda u: u.finish)
-        self.looks = compiled(lambda u: u.look)
+        self.gradient_steps = compiled(lambda u: u.gradients)
+        self.finish_steps = compiled(lambda u: u.finish)
+        self.look_steps = compiled(lambda u: u.look)
 
     @contextmanager
     def as_trained(self):
@@ -316,17 +334,17 @@ class Replicas:
             for update in self.updates: copies.enter_context(update.as_trained())
             yield
 
-    def here(self) -> int:
-        "The number of the device that this function is called for, among those of this worker."
+    def local_index(self) -> int:
+        "The number, on this worker, of the device that the present replica runs on."
         place = tf.distribute.get_replica_context().replica_id_in_sync_group
         return int(tf.get_static_value(place)) - self.worker * len(self.devices)
 
-    def added_up(self, compute) -> list:   # number of a device -> nest of tensors
-        "What `compute` gives on each device, added up over all devices of all workers, on each device of this one."
-        def add():
-            own = tf.nest.map_structure(tf.identity, compute(self.here()))   # on this device, wherever it came from
+    def all_reduce(self, compute) -> list:   # number of a device -> nest of tensors
+        "The sum of what `compute` returns over all devices of all workers, on each device of this one."
+        def reduce():
+            own = tf.nest.map_structure(tf.identity, compute(self.local_index()))   # copied to this device
             return tf.distribute.get_replica_context().all_reduce('SUM', own)
-        return self.strategy.experimental_local_results(self.strategy.run(add))
+        return self.strategy.experimental_local_results(self.strategy.run(reduce))
 
 # %% ../../nbs/train/distributed.ipynb #3daa3c63
 def _rows(batch: dict, device: int, devices: int) -> dict:
@@ -339,7 +357,7 @@ def _gradients(self: Replicas, batch: dict, number, counts, i: int):
     "Gradients and summed losses of the rows of device `i`."
     devices = len(self.devices)
     part = (self.worker * devices + i) * self.training.accumulation
-    return self.first[i](_rows(batch, i, devices), number, counts, part)
+    return self.gradient_steps[i](_rows(batch, i, devices), number, counts, part)
 
 def _counts(self: Replicas, batch: dict) -> dict:
     "Tokens of all rows of the update, those of other workers included."
@@ -348,25 +366,25 @@ def _counts(self: Replicas, batch: dict) -> dict:
 
 def distributed_train_step(self: Replicas, batch: dict, number) -> dict:
     "(rows of this worker, number of the update) -> what `Update` gives for all rows."
-    counts, lines = _counts(self, batch), []
-    sums = self.added_up(lambda i: _gradients(self, batch, number, counts, i))
-    for device, finish, (gradients, losses) in zip(self.devices, self.rest, sums):
-        with tf.device(device): lines.append(finish(gradients, losses, counts))
-    return lines[0]
+    counts, losses_of = _counts(self, batch), []
+    sums = self.all_reduce(lambda i: _gradients(self, batch, number, counts, i))
+    for device, finish, (gradients, losses) in zip(self.devices, self.finish_steps, sums):
+        with tf.device(device): losses_of.append(finish(gradients, losses, counts))
+    return losses_of[0]
 
 def distributed_validation_step(self: Replicas, batch: dict) -> dict:
     "Rows of this worker -> what `Update.look` gives for all rows."
-    return self.added_up(lambda i: self.looks[i](_rows(batch, i, len(self.devices))))[0]
+    return self.all_reduce(lambda i: self.look_steps[i](_rows(batch, i, len(self.devices))))[0]
 
 # %% ../../nbs/train/distributed.ipynb #19e8da0d
-def rehearse(self: Replicas, batch: dict, number) -> list[float]:
+def dry_run(self: Replicas, batch: dict, number) -> list[float]:
     "Compute gradients on each device of this worker and drop them: [memory is short, XLA refuses], 0 or 1 each."
     counts = _counts(self, batch)
     try:
         for i, device in enumerate(self.devices):
             with tf.device(device): wait_for(_gradients(self, batch, number, counts, i))
     except tf.errors.ResourceExhaustedError: return [1., 0.]
-    return [0., float(any(getattr(step, 'refused', False) for step in self.first))]
+    return [0., float(any(getattr(step, 'refused', False) for step in self.gradient_steps))]
 
 # %% ../../nbs/train/distributed.ipynb #a19c9cc2
 def bit_sums(variables: list) -> tf.Tensor:   # (variables, 4)
@@ -384,7 +402,7 @@ def _all_bit_sums(self: Replicas) -> tf.Tensor:   # (devices of all workers, var
     def own(i):
         "The sums of one copy in its own place, zeros in the others'."
         return tf.one_hot(first + i, count)[:, None, None] * bit_sums([*self.updates[i].state.values()])
-    return self.added_up(own)[0]
+    return self.all_reduce(own)[0]
 
 def differing(names: list[str], sums: np.ndarray) -> tuple[str, int, int] | None:
     "The first variable that is not the same in all copies, the first copy where it differs, and how many variables do."
@@ -394,32 +412,37 @@ def differing(names: list[str], sums: np.ndarray) -> tuple[str, int, int] | None
     return names[at], int(wrong[:, at].argmax()), int(wrong.any(axis=0).sum())
 
 # %% ../../nbs/train/distributed.ipynb #23965838
-class Words:
-    "What worker 0 has to say to all."
+class Broadcast:
+    "Sends values from worker 0 to all workers."
     def __init__(self, replicas: Replicas):
-        self.replicas, self._speak = replicas, tf.function(self._of_first)
+        self.replicas, self._sum = replicas, tf.function(self._from_first)
 
-    def _of_first(self, values):   # a list of tensors of each device
-        mine = lambda i: [x if self.replicas.worker == i == 0 else tf.zeros_like(x) for x in values[i]]
-        return self.replicas.added_up(mine)
+    def _from_first(self, values):   # a list of tensors of each device
+        "The values of the first device of worker 0, on each device of this worker."
+        sent = lambda i: [x if self.replicas.worker == i == 0 else tf.zeros_like(x) for x in values[i]]
+        return self.replicas.all_reduce(sent)
 
-    def spread(self):
+    def sync_state(self):
         "Give every copy the weights and the state of the first."
         copies = [list(u.state.values()) for u in self.replicas.updates]
-        heard = self._speak([[tf.cast(v, tf.float32) for v in copy] for copy in copies])   # counts fit into it, too
-        for copy, values in zip(copies, heard):
+        received = self._sum([[tf.cast(v, tf.float32) for v in copy] for copy in copies])   # counts fit into it, too
+        for copy, values in zip(copies, received):
             for v, x in zip(copy, values): v.assign(tf.cast(x, v.dtype))
 
-    def tell(self, value):   # anything JSON can hold
-        "What worker 0 has in the place of `value`."
+    def broadcast(self, value):   # anything JSON can hold
+        "What worker 0 passes as `value`."
         text = np.frombuffer(json.dumps(value).encode(), np.uint8).astype(np.float32)
-        say = lambda x: self._speak([[tf.constant(x, tf.float32)]] * len(self.replicas.devices))[0][0].numpy()
-        return json.loads(say(np.resize(text, int(say(len(text))))).astype(np.uint8).tobytes())
+        length = int(self._received(len(text)))
+        return json.loads(self._received(np.resize(text, length)).astype(np.uint8).tobytes())
+
+    def _received(self, numbers) -> np.ndarray:
+        "The numbers that worker 0 sends."
+        return self._sum([[tf.constant(numbers, tf.float32)]] * len(self.replicas.devices))[0][0].numpy()
 
 # %% ../../nbs/train/distributed.ipynb #e459e2ae
 @contextmanager
-def _among_peers(worker: int):
-    "Where a peer is lost, end at once: an orderly end would wait for it."
+def _exit_if_peer_lost(worker: int):
+    "Exit with `LOST_PEER` if another worker is lost; TensorFlow's orderly exit would wait for it."
     try: yield
     except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError) as e:
         print(f'Worker {worker} has lost a peer: {e.message.strip().splitlines()[0]}', file=sys.stderr, flush=True)
@@ -433,20 +456,22 @@ class DistributedTrainer(Trainer):
         update = update or Update(xtts.gpt, in_updates(xtts.config.training, plan))
         copies = self.copies = Replicas(update, xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
-        words, mine = Words(copies), fingerprint(xtts.config.model_dump(), plan.cache.manifest['key'], int(plan.count.sum()))
-        with _among_peers(copies.worker): theirs = words.tell(mine)
-        if theirs != mine:
+        broadcast = Broadcast(copies)
+        own = fingerprint(xtts.config.model_dump(), plan.cache.manifest['key'], int(plan.count.sum()))
+        with _exit_if_peer_lost(copies.worker): expected = broadcast.broadcast(own)
+        if own != expected:
             raise UserError(f'Worker {copies.worker} has other settings, another cache or other clips held out than worker 0; '
                             'give all workers the same.')
         plan, held_out = (p and Share(p, copies.worker, copies.workers, len(copies.devices) == 1) for p in (plan, held_out))
-        super().__init__(xtts, plan, run, held_out, copies, listen=listen)   # all hear the same: their weights are
-        self.rehearsed, self.before = set(), tf.constant(0.)
+        super().__init__(xtts, plan, run, held_out, copies, listen=listen)   # equal weights speak equally
+        self.checked_shapes, self.last_vote = set(), tf.constant(0.)
         self.compile()
-        self.votes = tf.function(lambda asked: copies.added_up(lambda i: asked)[0])
+        self.votes = tf.function(lambda vote: copies.all_reduce(lambda i: vote)[0])
         self.bit_sums = tf.function(lambda: _all_bit_sums(copies))
-        with _among_peers(copies.worker):
-            words.spread()
-            for name, value in words.tell({name: getattr(self, name) for name in KEPT}).items(): setattr(self, name, value)
+        with _exit_if_peer_lost(copies.worker):
+            broadcast.sync_state()
+            restored = broadcast.broadcast({name: getattr(self, name) for name in KEPT})
+        for name, value in restored.items(): setattr(self, name, value)
 
     def compile(self, **changes):   # of the training section
         "Compile what all workers do together; only the parts on a device are compiled by XLA."
@@ -455,21 +480,21 @@ class DistributedTrainer(Trainer):
         graph = self.training.model_copy(update={'enable_xla_compilation': False})
         self.train_step = compile_step(partial(distributed_train_step, self.copies), graph)
         self.evaluate = compile_step(partial(distributed_validation_step, self.copies), graph)
-        self.alone.clear()   # what a step takes alone is another time now
+        self.alone.clear()   # the step times measured before do not hold now
 
     def fit(self, *arguments, **named):
         if len(self.copies.devices) > 1 and (named.get('callbacks') or arguments[2:]):
             raise UserError('Keras callbacks act on one copy of the model, and this worker trains several; leave them out, or '
                             'give distributed --local a worker for each device.')
-        with _among_peers(self.copies.worker): return super().fit(*arguments, **named)
+        with _exit_if_peer_lost(self.copies.worker): return super().fit(*arguments, **named)
 
     def place(self, batch): return to_device(batch) if len(self.copies.devices) == 1 else batch
 
-    def stops(self, asked):
+    def stops(self, stop_requested):
         if not self._due(self.training.log_every): return False
-        before, self.before = self.before, self.votes(tf.constant(float(bool(asked))))
-        if float(before): asked.append(True)
-        return float(before) > 0
+        last_vote, self.last_vote = self.last_vote, self.votes(tf.constant(float(bool(stop_requested))))
+        if float(last_vote): stop_requested.append(True)
+        return float(last_vote) > 0
 
 def _check_rows(config: XTTSConfig, devices: int):
     "Raise `UserError` if the rows of a batch cannot be dealt out evenly."
@@ -481,13 +506,13 @@ def _check_rows(config: XTTSConfig, devices: int):
 # %% ../../nbs/train/distributed.ipynb #f0bef436
 @patch
 def _update(self: DistributedTrainer, batch: dict) -> dict:
-    "One update; the first batch of each shape is rehearsed until all workers can compute it."
+    "One update; the first batch of each shape is tried until all workers can compute it."
     shape = tuple(tuple(x.shape) for x in tf.nest.flatten(batch))
-    while shape not in self.rehearsed:
-        short, refused = self.votes(tf.constant(rehearse(self.copies, batch, tf.constant(self.step)))).numpy()
+    while shape not in self.checked_shapes:
+        short, refused = self.votes(tf.constant(dry_run(self.copies, batch, tf.constant(self.step)))).numpy()
         if refused: self.compile(enable_xla_compilation=False)
         if short: self._divide()
-        else: self.rehearsed.add(shape)
+        else: self.checked_shapes.add(shape)
     return Trainer._update(self, batch)
 
 @patch
@@ -513,7 +538,7 @@ def _more_parts(self: DistributedTrainer, error: tf.errors.ResourceExhaustedErro
 
 @patch
 def _pause(self: DistributedTrainer, ended: bool) -> bool:
-    "As of a `Trainer`, after the copies were compared."
+    "The same as a `Trainer`, after a comparison of all copies."
     if found := differing([*self.update.state], self.bit_sums().numpy()):
         name, copy, count = found
         raise UserError(f'{self.run or "training"}: at update {self.step} the copies of the model are no longer equal: '
