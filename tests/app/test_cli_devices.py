@@ -63,14 +63,14 @@ def test_what_cannot_be_spread(ran, behind, words):
     assert done.code == 2 and f'"{words}" cannot be spread; write train with --run RUN' in done.said[0]
     assert not ended
 
-@pytest.mark.parametrize('said', ['', 'Others can reach it.'])
-def test_distributed(ran, behind, said):
+@pytest.mark.parametrize('warning', ['', 'Others can reach it.'])
+def test_distributed(ran, behind, warning):
     found = behind('train.distributed.find_workers', (['a:1', 'b:1', 'c:1'], [1, 2]))
     behind('train.distributed.visible_gpus', ['0', '1', '2', '3'])
-    dealt, shown = behind('train.distributed.deal_gpus', ['0,1', '2,3']), behind('train.distributed.exposure', said)
+    dealt, shown = behind('train.distributed.deal_gpus', ['0,1', '2,3']), behind('train.distributed.exposure', warning)
     ended = behind('train.distributed.supervise', 3)
     done = ran('distributed -- train --run r --steps 4')
-    assert done.code == 3 and done.err == f'{said}\n' * bool(said) and done.out == ''
+    assert done.code == 3 and done.err == f'{warning}\n' * bool(warning) and done.out == ''
     ran('distributed --workers a:1,b:1 --index 1 --local 2 --gpus 0 --wait 5 --restarts 0 -- train --run=r')
     assert found == [{'workers': None, 'index': None, 'local': None},
                      {'workers': 'a:1,b:1', 'index': 1, 'local': 2}]

@@ -152,15 +152,15 @@ def test_one_replica_trains_as_the_plain_trainer_to_the_end(prepared, mini, alon
     trainer.fit()
     assert trainer.step == 6 and losses(tmp_path / 'run') == pytest.approx(losses(alone), rel=1e-5)
 
-@pytest.mark.parametrize('arguments, said', [
+@pytest.mark.parametrize('arguments, reason', [
     (['--', 'prepare', 'x', '--out', 'y'], 'cannot be spread'), (['--', 'train', '--data', 'x'], 'with --run'),
     (['--workers', 'a:1,b:2', '--', 'train', '--run', 'r'], '--index'),
     (['--gpus', '2', '--', 'train', '--run', 'r'], 'only 0 can be seen'),
     (['--workers', 'a', '--index', '0', '--', 'train', '--run', 'r'], 'no address')])
-def test_what_cannot_be_spread_is_refused(arguments, said, monkeypatch):
+def test_what_cannot_be_spread_is_refused(arguments, reason, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')
     result = CliRunner().invoke(app, ['distributed', *arguments])
-    assert isinstance(result.exception, UserError) and said in str(result.exception)
+    assert isinstance(result.exception, UserError) and reason in str(result.exception)
 
 
 # --- several devices, of which one stands in for all -----------------------------------------------------------------
@@ -352,8 +352,8 @@ def greedy(monkeypatch):
 def test_memory_that_is_short_divides_the_batch_before_anything_is_computed(lonely, greedy, capsys):
     trainer = lonely()
     assert trainer.fit()['steps'] == 6 and trainer.training.accumulation == trainer.copies.training.accumulation == 2
-    said = capsys.readouterr().err
-    assert said.count('OUT OF MEMORY before update 0') == 1 and 'in 2 parts instead of 1' in said
+    stderr = capsys.readouterr().err
+    assert stderr.count('OUT OF MEMORY before update 0') == 1 and 'in 2 parts instead of 1' in stderr
     wanted = lonely(accumulation=2)
     wanted.fit()
     assert trainer.last_losses == wanted.last_losses
@@ -419,15 +419,15 @@ def test_a_copy_that_drifts_away_ends_the_run(prepared, mini, tmp_path, monkeypa
     command = [sys.executable, '-c', DRIFT, prepared.folder, tmp_path / 'settings.yaml', tmp_path / 'run']
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    name, said = done.stdout.split(' | ')
-    assert 'at update 6 the copies of the model are no longer equal' in said and 'device 1 differs from device 0' in said
+    name, message = done.stdout.split(' | ')
+    assert 'at update 6 the copies of the model are no longer equal' in message and 'device 1 differs from device 0' in message
     assert [p.stem for p in checkpoints(tmp_path / 'run' / 'checkpoints')] == ['step-000000003']
-    assert name in said or 'other variables' in said
+    assert name in message or 'other variables' in message
 
 
 # --- two workers ---------------------------------------------------------------------------------------------------
 
-def spread(prepared, settings, run) -> list:
+def two_workers(prepared, settings, run) -> list:
     "The command line of two workers on this machine."
     train = ['train', '--data', prepared.folder, '--config', settings, '--run', run, '--json']
     return ['distributed', '--local', 2, '--', *train]
@@ -441,7 +441,7 @@ def settings(mini, tmp_path) -> Path:
 @pytest.mark.cpu
 def test_two_workers_train_as_one_device(prepared, alone, settings, tmp_path):
     "The same losses, one result, and files of worker 0 alone."
-    done = xtts_nb(*spread(prepared, settings, tmp_path / 'run'), cwd=tmp_path)
+    done = xtts_nb(*two_workers(prepared, settings, tmp_path / 'run'), cwd=tmp_path)
     assert done.code == 0, done.err
     assert losses(tmp_path / 'run') == pytest.approx(losses(alone), rel=1e-5)
     assert done.json['steps'] == 6 and sorted(p.name for p in tmp_path.iterdir()) == ['run', 'settings.yaml']
@@ -517,10 +517,10 @@ def long(prepared, mini, tmp_path) -> dict:
 @pytest.mark.cpu
 def test_a_killed_worker_changes_nothing(long, tmp_path):
     "kill -9 at a random update: the run recovers by itself and ends with the weights of one that nobody disturbed."
-    assert xtts_nb(*spread(**long, run=tmp_path / 'whole')).code == 0
+    assert xtts_nb(*two_workers(**long, run=tmp_path / 'whole')).code == 0
     assert losses(tmp_path / 'whole') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5)
     point, victim = random.Random(time.time_ns()).randint(2, 45), random.Random(time.time_ns()).randint(0, 1)
-    child = subprocess.Popen([*COMMAND, *map(str, spread(**long, run=tmp_path / 'killed'))], env=environment(),
+    child = subprocess.Popen([*COMMAND, *map(str, two_workers(**long, run=tmp_path / 'killed'))], env=environment(),
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while reached(tmp_path / 'killed') < point and child.poll() is None: time.sleep(0.005)
     workers = psutil.Process(child.pid).children()
@@ -535,7 +535,7 @@ def test_a_killed_worker_changes_nothing(long, tmp_path):
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_sigterm_stops_all_at_the_same_update(long, tmp_path):
-    child = subprocess.Popen([*COMMAND, *map(str, spread(**long, run=tmp_path / 'run'))], env=environment(),
+    child = subprocess.Popen([*COMMAND, *map(str, two_workers(**long, run=tmp_path / 'run'))], env=environment(),
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while reached(tmp_path / 'run') < 10 and child.poll() is None: time.sleep(0.005)
     child.terminate()
@@ -543,7 +543,7 @@ def test_sigterm_stops_all_at_the_same_update(long, tmp_path):
     assert child.returncode == 143 and 'Traceback' not in err, err
     saved = int(checkpoints(tmp_path / 'run' / 'checkpoints')[-1].stem[5:])
     assert saved == reached(tmp_path / 'run') and 10 <= saved < 50
-    assert xtts_nb(*spread(**long, run=tmp_path / 'run')).code == 0
+    assert xtts_nb(*two_workers(**long, run=tmp_path / 'run')).code == 0
     assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5)
 
 @pytest.mark.slow
@@ -566,15 +566,15 @@ def test_two_supervisors_recover_together(long, tmp_path):
     "A worker is killed on one machine; the other machine's loses its peer, and both start again."
     addresses, children = ','.join(local_workers(2)), []
     for index in range(2):
-        command = spread(**long, run=tmp_path / 'run')
+        command = two_workers(**long, run=tmp_path / 'run')
         command[1:3] = ['--workers', addresses, '--index', index]
         children.append(subprocess.Popen([*COMMAND, *map(str, command)], env=environment(), stdout=subprocess.PIPE,
                                          stderr=subprocess.PIPE, text=True))
     while reached(tmp_path / 'run') < 10 and children[0].poll() is None: time.sleep(0.005)
     psutil.Process(children[1].pid).children()[0].kill()
-    said = [child.communicate(timeout=200) for child in children]
-    assert [child.returncode for child in children] == [0, 0], said
-    assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5) and not said[1][0]
+    outputs = [child.communicate(timeout=200) for child in children]
+    assert [child.returncode for child in children] == [0, 0], outputs
+    assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5) and not outputs[1][0]
 
 def test_callbacks_are_refused_where_they_would_act_on_one_copy_of_several():
     trainer = DistributedTrainer.__new__(DistributedTrainer)
