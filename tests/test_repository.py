@@ -164,6 +164,17 @@ def test_import_is_light():
     assert done.stdout.strip() == '[]'
 
 
+def test_the_names_that_people_import_are_here():
+    import xtts_nb
+    shown = [name for name in dir(xtts_nb) if name[0] != '_']
+    assert shown == sorted(shown) == xtts_nb.__all__ and set(shown) == {
+        'XTTS', 'Trainer', 'prepare', 'Speaker', 'gpu_live', 'diagnose', 'XTTSConfig', 'setup_tf'}
+    for name in shown:
+        value = getattr(xtts_nb, name)
+        assert value.__name__ == name and value.__doc__ and name in vars(xtts_nb)
+    with pytest.raises(AttributeError, match="module 'xtts_nb' has no attribute 'nothing'"): xtts_nb.nothing  # noqa: B018
+
+
 def test_version_is_in_the_changelog():
     import xtts_nb
     headings = re.findall(r'^## \[?([^\]\s]+)', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), re.MULTILINE)

@@ -275,7 +275,7 @@ def test_bench_data(ran, behind, bars, tmp_path):
     asked = ran('bench data --data corpus --coqui-python py --clips 5 --rounds 2 --record --json').json
     about = about.replace('10,000', '5')
     assert asked == result | {'corpus': about} and [str(c['python']) for c in checked] == ['py']
-    assert kept == [{'page': '10_data_tf_native', 'rows': result['rows'],
+    assert kept == [{'page': 'data', 'rows': result['rows'],
                      'notes': {'corpus': about, 'compared': 'x'}}]
     assert [(c['cache'], c['dvae'], c['coqui_python'] and str(c['coqui_python']), c['clips'], c['rounds'])
             for c in measured] == [

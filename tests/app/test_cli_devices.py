@@ -24,7 +24,7 @@ def test_bench_dual_of_emulated_stages(ran, behind, bars):
     assert lines[:2] == ['Emulated', 'stages'] and lines[-4:] == ['8.00', '40.0%', '50.0%', '1'] and not kept
     about = {'stages_ms': [30, 40, 50], 'steps': 5, 'devices': None}
     assert ran('bench dual --steps 5 --buffer-size 4 --record --json').json == {'rows': ROWS} | about
-    assert kept == [{'page': '40_dual_gpu', 'rows': ROWS, 'notes': about}]
+    assert kept == [{'page': 'dual', 'rows': ROWS, 'notes': about}]
     assert asked == [{'steps': 60, 'ring': 3}, {'steps': 5, 'ring': 4}]
     assert bars == [('emulated stages', 1, 2)] * 2
     done = ran('bench dual --data-gpu 0')
@@ -93,4 +93,4 @@ def test_bench_growth(ran, behind, bars):
     assert judged == [{'rows': rows}]
     assert ran('bench growth --record --json').json == {'rows': rows} | found
     assert bars == [('start', {}), ('measure', 1, 2)] * 2
-    assert kept == [{'page': '52_growth', 'rows': rows, 'notes': found}]
+    assert kept == [{'page': 'growth', 'rows': rows, 'notes': found}]

@@ -603,11 +603,11 @@ def test_export(ran, behind, bars):
 
 SIZES = '--layers 2 --width 64 --heads 4 --batch-size 3'
 BENCHES = {   # command: function, page, what it is called, further arguments by default, and as asked for
-    'train': ('step_speed', '33_step_speed', 'GPT {}, 120 text tokens, 220 codes, no dropout',
+    'train': ('step_speed', 'step_speed', 'GPT {}, 120 text tokens, 220 codes, no dropout',
               {'text': 120, 'codes': 220},
               '--text-tokens 9 --codes 11', 'GPT {}, 9 text tokens, 11 codes, no dropout',
               {'text': 9, 'codes': 11}),
-    'gpt2': ('gpt2_speed', '33_gpt2', 'GPT-2 {}, 512 tokens, no dropout', {'tokens': 512},
+    'gpt2': ('gpt2_speed', 'gpt2', 'GPT-2 {}, 512 tokens, no dropout', {'tokens': 512},
              '--tokens 9', 'GPT-2 {}, 9 tokens, no dropout', {'tokens': 9})}
 
 @pytest.mark.parametrize('command', BENCHES)

@@ -45,7 +45,7 @@ def test_demo(ran, behind, bars):
     assert [(str(c['out']), c['config'], c['seed']) for c in demos] == [
         ('runs/demo', TINY, 0), ('there', TINY.replace(training={'steps': 7}), 3)]
     more = {name: RESULT[name] for name in ('data_before_after', 'step_before_after', 'train', 'seconds')}
-    assert kept == [{'page': '58_demo', 'rows': [SPOKEN], 'notes': more}]
+    assert kept == [{'page': 'demo', 'rows': [SPOKEN], 'notes': more}]
 
 def test_demo_of_several_seeds(ran, behind, bars):
     rows = [{'seed': s, 'loss': 1. + s, 'voice_hits': 14 + 2 * s} for s in range(2)]
@@ -55,7 +55,7 @@ def test_demo_of_several_seeds(ran, behind, bars):
     assert ran('demo --seeds 2').out == '2 seeds\nloss: 1.5 (1 to 2)\nvoice_hits: 15 (14 to 16)\n'
     assert not kept
     assert ran('demo --seeds 2 --steps 5 --record --json').json == {'rows': rows, 'spread': spread}
-    assert kept == [{'page': '58_demo_seeds', 'rows': rows, 'notes': {'steps': 5, 'spread': spread}}]
+    assert kept == [{'page': 'demo_seeds', 'rows': rows, 'notes': {'steps': 5, 'spread': spread}}]
     assert [(str(c['out']), c['seeds'], c['config'].training.steps) for c in asked] == [
         ('runs/demo', 2, TINY.training.steps), ('runs/demo', 2, 5)]
 
@@ -122,7 +122,7 @@ def test_parity(ran, behind, bars, ok, code):
     assert not kept and bars == [('start', {}), ('vocoder', 0, 1)]
     done = ran('parity f --coqui-python py --clip a.wav --clip b.wav --sentences s.json --record --json')
     assert (done.code, done.json) == (code, result)
-    assert kept == [{'page': '25_parity', 'rows': result['rows'], 'notes': {'model': 'xtts'}}]
+    assert kept == [{'page': 'parity', 'rows': result['rows'], 'notes': {'model': 'xtts'}}]
     text = lambda v: v and ([str(p) for p in v] if isinstance(v, list) else str(v))
     assert [{k: text(v) for k, v in call.items() if k != 'listen'} for call in asked] == [
         {'coqui_dir': 'f', 'coqui_python': 'py', 'clips': None, 'sentences': None},

@@ -171,7 +171,7 @@ def test_bench_diagnose(ran, behind, bars):
     assert bars == [('start', {}), ('visit the patients', 1, 2)]
     assert ran('bench diagnose --num-batches 9 --seconds 3 --record --json').json == {'rows': rows,
         'right': 3}
-    assert kept == [{'page': '49_patients', 'rows': rows, 'notes': {'right': 3}}]
+    assert kept == [{'page': 'patients', 'rows': rows, 'notes': {'right': 3}}]
     assert [(c['batches'], c['seconds']) for c in asked] == [(24, 8.), (9, 3.)]
 
 
@@ -275,7 +275,7 @@ def test_bench_switch(ran, behind, bars, home):
             (TINY, 5, 8), (own, 2, 3), (cache.config, 5, 8), (large, 5, 8))]
     assert [call['config'] for call in made_up] == [TINY, large]
     assert [text(call['folder']) for call in opened] == ['c', 'c']
-    assert kept == [{'page': '38_switches', 'rows': rows, 'notes': {
+    assert kept == [{'page': 'switches', 'rows': rows, 'notes': {
         'switch': 'training.enable_xla_compilation', 'verdict': 'THE VERDICT'}}]
 
 @pytest.mark.parametrize('key, words', [('training.enable_xla', 'training.enable_xla_compilation'),

@@ -100,7 +100,7 @@ def test_the_command_records_the_seeds(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(demo, 'demo_seeds', lambda out, seeds, config, listen: rows)
     assert main('demo', '--seeds', 2, '--out', tmp_path / 'there', '--record') == 0
     assert 'heldout_sentence_hits: 14.5 (14 to 15)' in capfd.readouterr().out
-    (file,) = (tmp_path / 'benchmarks').glob('58_demo_seeds-*.json')
+    (file,) = (tmp_path / 'benchmarks').glob('demo_seeds-*.json')
     one = json.loads(file.read_text())
     assert one['rows'] == rows and one['spread']['loss'] == {'min': 1., 'median': 1.5, 'max': 2.}
     assert one['command'] == 'xtts-nb demo --seeds 2 --out there --record'   # the folder of this machine is left out

@@ -243,7 +243,7 @@ def test_bench_dual(tmp_path, keep):
     rows = done.json['rows']
     assert [r['name'] for r in rows] == ['serial', 'pipelined']
     assert all(r.keys() == {'name', 'rate', 'ideal_rate', 'model_wait_share', 'ring_max'} for r in rows)
-    kept = [json.loads(f.read_text())['rows'] for f in tmp_path.glob('benchmarks/40_dual_gpu-*.json')]
+    kept = [json.loads(f.read_text())['rows'] for f in tmp_path.glob('benchmarks/dual-*.json')]
     assert kept == ([rows] if keep else [])
 
 @pytest.mark.parametrize('arguments, words', [

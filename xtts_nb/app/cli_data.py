@@ -255,5 +255,5 @@ def bench_data(
             seconds = [c['seconds'] for c in cache.clips]
         about = (f'{len(seconds)} clips of {min(seconds):.1f} to {max(seconds):.1f} s, laid out as {clips:,} or more, batch 16, '
                  f'references of {sizes["reference_frames"]} frames')
-        if record: keep('10_data_tf_native', corpus=about, **result)
+        if record: keep('data', corpus=about, **result)
         show(result | {'corpus': about}, f'{table(about, result["rows"])}\n{compared_text(result)}')

@@ -45,7 +45,7 @@ def bench_dual(
         if trainer:
             from xtts_nb.train.dual import bench_feed
             rows += bench_feed(trainer, steps)[0]
-        if record: keep('40_dual_gpu', rows, **about)
+        if record: keep('dual', rows, **about)
         show({'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows)))
 
 def _dual_trainer(data: Path, gpus: dict, buffer_size: int | None):
@@ -87,5 +87,5 @@ def bench_growth(record: Record = False, json_: Json = False):
         from xtts_nb.train.growth import check_growth, growth_verdict
         with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))
         found = growth_verdict(rows)
-        if record: keep('52_growth', rows, **found)
+        if record: keep('growth', rows, **found)
         show({'rows': rows} | found, f'{table("Steps that sleep 50 ms and add up tensors", rows)}\n{found["verdict"]}')

@@ -489,7 +489,7 @@ def bench_train(
             tell('measure', 0, 1, 'compiling')
             rows = step_speed(config, text_tokens, codes, rounds, coqui_python, stage(tell, 'measure'))
         about = f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes, no dropout'
-        if record: keep('33_step_speed', rows, model=about)
+        if record: keep('step_speed', rows, model=about)
         show({'rows': rows, 'model': about}, table(about, rows))
 
 # %% ../../nbs/app/cli_train.ipynb #5f0a9c2e
@@ -516,5 +516,5 @@ def bench_gpt2(
             tell('measure', 0, 1, 'compiling')
             rows = gpt2_speed(config, tokens, rounds, torch_python, stage(tell, 'measure'))
         about = f'GPT-2 {layers} x {width}, batch {batch_size}, {tokens} tokens, no dropout'
-        if record: keep('33_gpt2', rows, model=about)
+        if record: keep('gpt2', rows, model=about)
         show({'rows': rows, 'model': about}, table(about, rows))

@@ -36,13 +36,13 @@ def demo(
         if steps: config = config.replace(training={'steps': steps})
         if seeds:
             with progress() as tell: rows = demo_seeds(out, seeds, config, listen=tell)
-            if record: keep('58_demo_seeds', rows, steps=config.training.steps, spread=seed_spread(rows))
+            if record: keep('demo_seeds', rows, steps=config.training.steps, spread=seed_spread(rows))
             show({'rows': rows, 'spread': seed_spread(rows)}, _seeds_text(rows))
             return
         say = lambda line: print(line, file=sys.stderr)
         with progress() as tell: result = run_demo(out, config, seed=seed, listen=tell, say=say)
         kept = ('data_before_after', 'step_before_after', 'train', 'seconds')
-        if record: keep('58_demo', [result['spoken']], **{k: result[k] for k in kept})
+        if record: keep('demo', [result['spoken']], **{k: result[k] for k in kept})
         show(result, _demo_text(result))
 
 # %% ../../nbs/app/cli_voice.ipynb #b163f5d4
@@ -167,7 +167,7 @@ def parity_(
         from rich.markdown import Markdown
         from xtts_nb.app.parity import parity, parity_markdown
         with progress() as tell: result = parity(folder, coqui_python, clip, sentences, lambda part: tell(part, 0, 1))
-        if record: keep('25_parity', result['rows'], model=result['model'])
+        if record: keep('parity', result['rows'], model=result['model'])
         console = Console(width=110)
         with console.capture() as captured: console.print(Markdown(parity_markdown(result)))
         show(result, captured.get().rstrip())

@@ -183,7 +183,7 @@ def bench_diagnose(
         from xtts_nb.monitor.patients import PATIENTS, summed_up, total_lines, ward
         with progress() as tell: rows = ward(PATIENTS, num_batches, seconds, stage(tell, 'visit the patients'))
         total = summed_up(rows)
-        if record: keep('49_patients', rows, **total)
+        if record: keep('patients', rows, **total)
         show({'rows': rows} | total, '\n'.join([table('The ward', rows), *total_lines(total)]))
 
 # %% ../../nbs/app/cli_watch.ipynb #a7f8394d
@@ -256,5 +256,5 @@ def bench_switch(
         with progress() as tell, nullcontext(Cache(data)) if data else made_up_cache(settings) as cache:
             tell('measure', 0, 1, 'compiling')
             result = measure(key, cache, settings or cache.config, rounds, updates, stage(tell, 'measure'), say=say)
-        if record: keep('38_switches', result['rows'], switch=key, verdict=result['verdict'])
+        if record: keep('switches', result['rows'], switch=key, verdict=result['verdict'])
         show(result, f'{table(key, result["rows"])}\n{result["verdict"]}')
