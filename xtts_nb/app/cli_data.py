@@ -183,7 +183,8 @@ def verify(
         if fix: start()
         from xtts_nb.data.prepare import verify_and_fix_cache
         from xtts_nb.models.dvae import load_dvae
-        with progress() as tell: result = verify_and_fix_cache(cache, fix, source, load_dvae, progress=stage(tell, 'verify the clips'))
+        with progress() as tell:
+            result = verify_and_fix_cache(cache, fix, source, load_dvae, stage(tell, 'verify the clips'))
         end = lambda p: ', mended' if p['fixed'] else f'; {p["reason"]}' if 'reason' in p else ''
         said = [f'{" ".join(filter(None, (p["file"], p["clip"])))}: {p["problem"]}{end(p)}' for p in result['problems']]
         show(result, '\n'.join([*said, *(f'{name:8}{result[name]}' for name in ('checked', 'bad', 'fixed', 'failed'))]))
