@@ -74,7 +74,7 @@ def test_no_path_of_one_machine():
 # ---- notebooks
 
 LESSONS = {'00_config': 'config', '10_data_tf_native': 'data.native', '20_model': 'models.xtts',
-           '30_trainer_xla': 'train.trainer', '40_dual_gpu': 'train.dual', '50_monitoring': 'monitor.live',
+           '30_trainer_xla': 'train.step', '40_dual_gpu': 'train.dual', '50_monitoring': 'monitor.live',
            '60_speech': 'speech.generate'}
 
 
