@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import coqui_toy
 
 from xtts_nb.models.convert import write_pth
-from xtts_nb.app.parity import reference
+from xtts_nb.app.parity import coqui_outputs
 
 HERE = Path(__file__).parent
 
@@ -43,7 +43,7 @@ def main(coqui_python):
         write_pth(folder / 'model.pth', {'model': files['model.pth']})
         write_pth(folder / 'dvae.pth', files['dvae.pth'])
         write_pth(folder / 'mel_stats.pth', files['mel_stats.pth'])
-        theirs = reference(folder, coqui_python, inputs() | utterance())
+        theirs = coqui_outputs(folder, coqui_python, inputs() | utterance())
     said = {k: theirs.pop(k) for k in list(theirs) if k.startswith('utterance_')}
     for name, arrays in (('parity', theirs), ('utterance', said)):
         np.savez_compressed(HERE / 'stored' / f'{name}.npz', **arrays)

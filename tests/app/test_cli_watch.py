@@ -188,7 +188,7 @@ def test_check_ends_with_1_where_one_failed(monkeypatch, capfd, result, code):
 
 def test_check_in_words(ran, behind, bars, monkeypatch):
     rows, tried = [{'name': 'XLA JIT', 'result': 'SKIPPED', 'reason': 'why'}], []
-    behind('app.check.Trial', lambda config: config)
+    behind('app.check.StepTrial', lambda config: config)
     monkeypatch.setattr(check, 'run_checks', lambda *given: tried.append(given[:2])
                         or given[2](1, 5, 'XLA JIT') or rows)
     assert ran('check').out == 'XLA JIT .................... SKIPPED why\n'
@@ -208,11 +208,11 @@ def test_check_as_a_user_runs_it():
 @pytest.mark.parametrize('ok, code', [(True, 0), (None, 0), (False, 1)])
 def test_configure_ends_with_1_where_something_else_was_got(monkeypatch, capfd, tmp_path, ok, code):
     rows, wishes = [{'setting': 'threads', 'asked': 2, 'got': 2, 'ok': ok, 'note': ''}], []
-    monkeypatch.setattr(configure, 'verify', lambda wish: wishes.append(wish) or rows)
+    monkeypatch.setattr(configure, 'verify_settings', lambda wish: wishes.append(wish) or rows)
     given = ['--no-xla', '--no-mixed-precision', '--memory-limit', '512', '--threads', '2', '--allocator', 'cuda_malloc_async']
     assert main('configure', '--verify', *given, '--env-file', tmp_path / 'tf.env', '--json') == code
     said = json.loads(capfd.readouterr().out)
-    assert wishes == [configure.Wish(2, 512, 'cuda_malloc_async', False, False)] and said['rows'] == rows
+    assert wishes == [configure.TFSettings(2, 512, 'cuda_malloc_async', False, False)] and said['rows'] == rows
     assert 'XTTS_NB_MEMORY_LIMIT=512' in (tmp_path / 'tf.env').read_text() and said['environment']['XTTS_NB_XLA'] == 'false'
 
 def test_configure_in_words(ran, behind, tmp_path):
@@ -222,7 +222,7 @@ def test_configure_in_words(ran, behind, tmp_path):
     file = tmp_path / 'e'
     assert ran(f'configure --env-file {file}').out == f'{line}Source {file}, then xtts-nb train.\n'
     said = ran(f'configure --env-file {file} --json').json
-    assert said == {'rows': rows, 'environment': configure.environment(configure.Wish()),
+    assert said == {'rows': rows, 'environment': configure.environment(configure.TFSettings()),
                     'env_file': str(file)}
     assert ran('configure --json').json['env_file'] is None
     assert asked == [{'threads': None, 'memory_limit': None, 'allocator': 'bfc', 'xla': True,
