@@ -18,7 +18,7 @@ from nbconvert import HTMLExporter, MarkdownExporter
 from nbformat import NotebookNode
 from pygments.formatters import HtmlFormatter
 
-from tree import ROOT, notebooks
+from tree import ROOMS, ROOT, notebooks
 
 # GitHub shows Markdown and pictures; HTML with scripts or sound it strips.
 SHOWN = 'text/markdown', 'image/svg+xml', 'image/png', 'image/jpeg', 'text/plain'
@@ -208,7 +208,7 @@ def navigation(
     lines, room = [], ''
     for page, text in titles.items():
         folder = os.path.dirname(page)
-        if folder != room: lines.append(f'<h4>{folder}</h4>')
+        if folder != room: lines.append(f'<h4>{ROOMS[folder]}</h4>')
         room, current = folder, ' aria-current="page"' if page == here else ''
         lines.append(f'<a href="{os.path.relpath(page, os.path.dirname(here) or ".")}"{current}>{text}</a>')
     return '\n'.join(lines)

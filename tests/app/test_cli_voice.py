@@ -1,6 +1,9 @@
 "The commands of a voice: what each asks of the library, prints and ends with. The library is replaced."
+from pathlib import Path
+
 import numpy as np
 import pytest
+import tree
 
 from process import check_bounds
 from xtts_nb.config import XTTSConfig
@@ -87,8 +90,8 @@ def test_say(ran, behind, bars, monkeypatch):
 # --- convert and grow ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name, place, text, shown', [
-    ('from-coqui', 'convert.from_coqui', 'o: 7 tensors, 9 text tokens\n', [('write the tensors', 1, 2)]),
-    ('to-coqui', 'convert.to_coqui', 'o: 7 tensors\n', [('write the tensors', 0, 1), ('write the tensors', 1,
+    ('from-coqui', 'models.convert.from_coqui', 'o: 7 tensors, 9 text tokens\n', [('write the tensors', 1, 2)]),
+    ('to-coqui', 'models.convert.to_coqui', 'o: 7 tensors\n', [('write the tensors', 0, 1), ('write the tensors', 1,
     1)])])
 def test_convert(ran, behind, bars, name, place, text, shown):
     calls = behind(place, {'tensors': 7, 'text_tokens': 9})
@@ -127,3 +130,22 @@ def test_parity(ran, behind, bars, ok, code):
     assert [{k: text(v) for k, v in call.items() if k != 'listen'} for call in asked] == [
         {'coqui_dir': 'f', 'coqui_python': 'py', 'clips': None, 'sentences': None},
         {'coqui_dir': 'f', 'coqui_python': 'py', 'clips': ['a.wav', 'b.wav'], 'sentences': 's.json'}]
+
+
+# --- notebooks -----------------------------------------------------------------------------------------------------
+
+def test_notebooks_are_copied_with_their_records(ran, tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    done = ran(f'notebooks {tmp_path / "pages"}')
+    files = {p.relative_to(root / 'nbs').as_posix() for p in tree.notebooks()}
+    copied = {p.relative_to(tmp_path / 'pages').as_posix() for p in (tmp_path / 'pages').rglob('*.*')}
+    assert done.out == f'{tmp_path / "pages"}: {len(files)} pages. Open them: jupyter lab {tmp_path / "pages"}\n'
+    assert {f for f in copied if f.endswith('.ipynb')} == files and 'settings.ini' in copied
+    assert {Path(f).name for f in copied if f.startswith('benchmarks/')} == {
+        f.name for f in (root / 'benchmarks').glob('*.json')}
+    assert not [f for f in copied if f.endswith(('.yml', '.py'))]
+    page = (tmp_path / 'pages/data/cache.ipynb').read_bytes()
+    assert page == (root / 'nbs/data/cache.ipynb').read_bytes()
+    again = ran(f'notebooks {tmp_path / "pages"}')
+    assert again.code == 2 and 'exists already; name a new folder.' in again.err
+    assert ran(f'notebooks {tmp_path / "more"} --json').json == {'folder': str(tmp_path / 'more'), 'notebooks': len(files)}

@@ -172,3 +172,27 @@ def parity_(
         with console.capture() as captured: console.print(Markdown(parity_markdown(result)))
         show(result, captured.get().rstrip())
     return 0 if result['ok'] else 1
+
+# %% ../../nbs/app/cli_voice.ipynb #e2c0ffee
+@app.command('notebooks')
+def _notebooks(
+    folder: Annotated[Path, typer.Argument(help='A new folder.')],
+    json_: Json = False,
+):
+    "Copy the pages of this version into a folder, to be opened in JupyterLab."
+    with answer(json_) as show:
+        import shutil
+        from xtts_nb.config import UserError
+        from xtts_nb.files import atomic_folder
+        package = Path(__file__).parents[1]
+        installed = package / 'notebooks'
+        pages = installed if installed.is_dir() else package.with_name('nbs')
+        records = pages / 'benchmarks' if installed.is_dir() else package.with_name('benchmarks')
+        if folder.exists(): raise UserError(f'{folder}: exists already; name a new folder.')
+        left_out = shutil.ignore_patterns('.ipynb_checkpoints', '*.yml', '*.py')
+        with atomic_folder(folder) as part:
+            shutil.copytree(pages, part, dirs_exist_ok=True, ignore=left_out)
+            shutil.copytree(records, part / 'benchmarks', dirs_exist_ok=True, ignore=left_out)
+            (part / 'settings.ini').write_text('[workspace]\n', encoding='utf-8')   # here data, caches and runs begin
+        count = len(list(folder.rglob('*.ipynb')))
+        show({'folder': str(folder), 'notebooks': count}, f'{folder}: {count} pages. Open them: jupyter lab {folder}')
