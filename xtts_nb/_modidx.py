@@ -95,6 +95,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.app.cli_train.train_dvae': ('app/cli_train.html#train_dvae', 'xtts_nb/app/cli_train.py'),
                                        'xtts_nb.app.cli_train.train_voice': ('app/cli_train.html#train_voice', 'xtts_nb/app/cli_train.py')},
             'xtts_nb.app.cli_voice': { 'xtts_nb.app.cli_voice._demo_text': ('app/cli_voice.html#_demo_text', 'xtts_nb/app/cli_voice.py'),
+                                       'xtts_nb.app.cli_voice._notebooks': ('app/cli_voice.html#_notebooks', 'xtts_nb/app/cli_voice.py'),
                                        'xtts_nb.app.cli_voice._seeds_text': ('app/cli_voice.html#_seeds_text', 'xtts_nb/app/cli_voice.py'),
                                        'xtts_nb.app.cli_voice.convert_from_coqui': ( 'app/cli_voice.html#convert_from_coqui',
                                                                                      'xtts_nb/app/cli_voice.py'),
