@@ -12,7 +12,7 @@ from xtts_nb.app import check, check as configure
 from xtts_nb.train import switches
 from xtts_nb.bench import device_name
 from xtts_nb.config import XTTSConfig
-from xtts_nb.monitor.diagnose import Trial
+from xtts_nb.monitor.diagnose import RemedyTrial
 from xtts_nb.app.quick_fix import Need
 
 TINY = XTTSConfig.tiny()
@@ -116,7 +116,7 @@ def cache(behind):
 def test_diagnose(ran, behind, bars, home, cache):
     verdict = SimpleNamespace(to_dict=lambda: {'findings': []}, lines=lambda: ['THE VERDICT'])
     examined, trained = behind('monitor.diagnose.diagnose', verdict), behind('app.quick_fix.training', ('data', 'step'))
-    trial = Trial('tiny batch', 'a remedy', 2., 3., True)
+    trial = RemedyTrial('tiny batch', 'a remedy', 2., 3., True)
     better = lambda config, **call: (config.replace(data={'batch_size': 7}), [trial])
     tried = behind('app.quick_fix.apply_settings', better)
     assert ran('diagnose').out == 'THE VERDICT\n' and not tried and bars == [('start', {})]
@@ -164,8 +164,8 @@ def test_quick_fix(ran, behind, bars, home, cache):
 
 def test_bench_diagnose(ran, behind, bars):
     rows = [{'name': 'a patient'}]
-    asked, kept = behind('monitor.patients.ward', rows), behind('app.cli_watch.keep')
-    behind('monitor.patients.summed_up', {'right': 3}); behind('monitor.patients.total_lines', ['THE', 'TOTAL'])
+    asked, kept = behind('monitor.patients.run_patients', rows), behind('app.cli_watch.keep')
+    behind('monitor.patients.patient_totals', {'right': 3}); behind('monitor.patients.total_lines', ['THE', 'TOTAL'])
     words = [w for w in ran('bench diagnose').out.split() if w.isalpha()]
     assert words == 'The ward a patient THE TOTAL'.split() and not kept
     assert bars == [('start', {}), ('visit the patients', 1, 2)]

@@ -180,9 +180,9 @@ def bench_diagnose(
     "Slow trainings of known cause, emulated and real, and healthy ones: what is found, promised and measured."
     with answer(json_) as show:
         start()
-        from xtts_nb.monitor.patients import PATIENTS, summed_up, total_lines, ward
-        with progress() as tell: rows = ward(PATIENTS, num_batches, seconds, stage(tell, 'visit the patients'))
-        total = summed_up(rows)
+        from xtts_nb.monitor.patients import PATIENTS, patient_totals, total_lines, run_patients
+        with progress() as tell: rows = run_patients(PATIENTS, num_batches, seconds, stage(tell, 'visit the patients'))
+        total = patient_totals(rows)
         if record: keep('patients', rows, **total)
         show({'rows': rows} | total, '\n'.join([table('The ward', rows), *total_lines(total)]))
 

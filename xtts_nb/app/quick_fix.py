@@ -25,7 +25,7 @@ from ..data.cache import Cache
 from ..config import UserError, XTTSConfig, workspace
 from ..data.corpora import synthetic_corpus
 from ..data.native import BatchPlan, cached_batches
-from ..monitor.diagnose import Diagnosis, Trial, compare_loops, diagnose, Finding
+from ..monitor.diagnose import Diagnosis, RemedyTrial, compare_loops, diagnose, Finding
 from ..models.dvae import DVAE, load_dvae
 from ..files import atomic_file
 from ..models.xtts import XTTS
@@ -106,7 +106,7 @@ def apply_settings(
     batches: int = 24,
     seconds: float = 5.,       # for each run
     say=print,                 # receives a line per remedy
-) -> tuple[XTTSConfig, list[Trial]]:
+) -> tuple[XTTSConfig, list[RemedyTrial]]:
     "Try the remedies as changes of keys, one by one, and keep those that help."
     trials, now = [], None
     for finding in verdict:
@@ -120,7 +120,7 @@ def apply_settings(
         kept = gain is not None and gain > 1.05
         if kept: config, now = config.replace(**change), then
         remedy = ', '.join(f'{s}.{k} = {v}' for s, keys in (change or {}).items() for k, v in keys.items()) or finding.remedy
-        trials.append(Trial(finding.disease, remedy, finding.predicted_gain, gain, kept))
+        trials.append(RemedyTrial(finding.disease, remedy, finding.predicted_gain, gain, kept))
         say(trials[-1].line())
     return config, trials
 

@@ -67,7 +67,7 @@ def loop_seconds(step, batch: dict, config: XTTSConfig, steps: int) -> tuple[flo
     trainer, asked = _Resident(step, batch, config.replace(training=settings)), []
     trainer.fit(steps * -(-4 // steps))   # the first few steps are timed alone
     with host_syncs() as syncs: trainer.fit(trainer.step + 2 * steps, lambda *_: asked.append(len(syncs)))
-    return config.data.batch_size / trainer.pace.rates[-1], asked[1] - asked[0]
+    return config.data.batch_size / trainer.timer.rates[-1], asked[1] - asked[0]
 
 # %% ../../nbs/app/step_speed.ipynb #18c9871a
 def _coqui_steps(threads, layers, width, heads, vocabulary, batch, text, codes, frames):

@@ -26,7 +26,7 @@ from ..data.native import BatchPlan
 from ..files import append_line, atomic_file
 from ..models.weights import load_weights, save_weights
 from ..models.xtts import XTTS
-from ..monitor.loop import Pace, to_device, trace_count
+from ..monitor.loop import StepTimer, to_device, trace_count
 from .step import compile_step, Update
 
 # %% ../../nbs/train/trainer.ipynb #66999487
@@ -251,22 +251,22 @@ def fit(self: Trainer,
     "Train; the summary's losses are means over the first and the last 10 updates."
     steps, begun = steps or self.training.steps, time.perf_counter()
     self.tell = lambda line: progress and progress(line['step'], steps, line)
-    self.pending, self.flying, self.pace = [], None, Pace(self.plan.data.batch_size, self.alone)
-    pace = self.pace
+    self.pending, self.flying, self.timer = [], None, StepTimer(self.plan.data.batch_size, self.alone)
+    timer = self.timer
     check_callbacks(callbacks)
     hooks = self.hooks = Hooks(callbacks, self.update.model, self.optimizer, self.epoch_updates, steps)
     hooks.train_begins(self.step, self.counts, self.assigned_rate)
     source, ended = iter(self.batches(self.step, steps)), self.over
     with terminated() as asked, on_device(self.device), closed_after(source):
         while self.step < steps and not ended:
-            with pace.phase('wait'): batch = next(source)
-            with pace.phase('copy'): batch = self.place(batch)
-            with pace.phase('callbacks'): hooks.update_begins(self.step)
+            with timer.phase('wait'): batch = next(source)
+            with timer.phase('copy'): batch = self.place(batch)
+            with timer.phase('callbacks'): hooks.update_begins(self.step)
             self.pending.append(self._update(batch))
             del batch   # its room on the device is wanted while the next one is waited for
             self.step += 1
             if self.flying: self._land()   # the log line before this update, while the device is busy with this one
-            with pace.phase('callbacks'): hooks.update_ends(self.step - 1)
+            with timer.phase('callbacks'): hooks.update_ends(self.step - 1)
             ended = bool(self.step == steps or self.stops(asked) or self.failure or hooks.model.stop_training)
             if ended or self._due(self.training.checkpoint_every) or self._looks or self._epoch: ended = self._pause(ended)
             elif self._due(self.training.log_every): self._send()
@@ -275,8 +275,8 @@ def fit(self: Trainer,
     if self.failure: raise UserError(self.failure)
     if asked: raise SystemExit(143)   # as a shell reports a process that SIGTERM ended
     return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
-            'clips_per_s': pace.median(), 'traces': trace_count(self.train_step), 'best': self.best,
-            'compile_seconds': round(pace.compiling, 2), 'seconds': round(time.perf_counter() - begun, 2)}
+            'clips_per_s': timer.median_rate(), 'traces': trace_count(self.train_step), 'best': self.best,
+            'compile_seconds': round(timer.compile_seconds, 2), 'seconds': round(time.perf_counter() - begun, 2)}
 
 # %% ../../nbs/train/trainer.ipynb #eaf433fa
 @patch
@@ -286,7 +286,7 @@ def _send(self: Trainer):
     values = [losses[n] for losses in self.pending for n in names]
     values = tf.stack([tf.cast(v, 'float32') for v in (*values, self.rate())])
     arrived = self.fetcher.submit(lambda: (values.numpy(), time.perf_counter()))
-    self.flying, self.pending = (self.step, names, self.pace.cut(), arrived), []
+    self.flying, self.pending = (self.step, names, self.timer.take_interval(), arrived), []
 
 @patch
 def _land(self: Trainer, more: dict = {}):   # noqa: B006 -- only read
@@ -301,7 +301,7 @@ def _land(self: Trainer, more: dict = {}):   # noqa: B006 -- only read
     losses = by_name['loss'][good].tolist()
     self.first_losses, self.last_losses = (self.first_losses + losses)[:10], (self.last_losses + losses)[-10:]
     line = {'step': step, **means, 'skipped': int((~good).sum()), **self._count_bad(step, by_name.get('bad', ())),
-            'learning_rate': float(values[-1]), **self.pace.numbers(lap, when), **more}
+            'learning_rate': float(values[-1]), **self.timer.metrics(lap, when), **more}
     if self.run: append_line(self.run / 'metrics.jsonl', json.dumps(line))
     self.hooks.logs, self.hooks.bad = {k: v for k, v in line.items() if isinstance(v, (int, float))}, 'bad' in line
     self.tell(line)
@@ -335,7 +335,7 @@ def _pause(self: Trainer, ended: bool) -> bool:
     self.counts = self.hooks.counts()
     ended = bool(ended or self.over or self.failure or self.hooks.model.stop_training)
     if self.run: self.save(ended or self._due(self.training.checkpoint_every), better, wait=ended)
-    self.pace.begin()   # none of this counts as training
+    self.timer.restart()   # none of this counts as training
     return ended
 
 @patch
@@ -397,7 +397,7 @@ def restore(trainer: Trainer):
 def _update(self: Trainer, batch: dict) -> dict:
     "One update; where memory is short, the same one again in more parts."
     while True:
-        try: return self.pace.run(self.train_step, batch, tf.constant(self.step))
+        try: return self.timer.run(self.train_step, batch, tf.constant(self.step))
         except tf.errors.ResourceExhaustedError as e: self._more_parts(e)
 
 @patch
