@@ -26,7 +26,7 @@ from xtts_nb.data.prepare import choose_mode
 from xtts_nb.app.recipes import flat
 from xtts_nb.train.runs import new_run, open_cache
 from xtts_nb.speech.generate import Speaker, listen, reference_mels, speaker_vector
-from xtts_nb.train.trainer import in_updates
+from xtts_nb.train.trainer import epochs_to_steps
 from xtts_nb.train.parts import (
     Bank, Crops, VoiceUpdate, Windows, dvae_training, voice_training, window_samples)
 
@@ -117,7 +117,7 @@ gpt_rates = partial(rates, training=lambda config: config.training)
 dvae_rates = partial(rates, training=dvae_training)
 voice_rates = partial(rates, training=voice_training)
 
-def length(config, world): return in_updates(config.training, BatchPlan(world.cache, config.data)).steps
+def length(config, world): return epochs_to_steps(config.training, BatchPlan(world.cache, config.data)).steps
 
 def moved(config, world):
     "A weight and its running mean after three updates."

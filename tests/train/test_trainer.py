@@ -19,7 +19,7 @@ from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.step import averaged, learning_rate, Update
 from xtts_nb.monitor.loop import trace_count, StepTimer, to_device, wait_for
 from xtts_nb.train.runs import new_run, resume_run
-from xtts_nb.train.trainer import Hooks, Trainer, _mean, _numbers, in_updates, on_device
+from xtts_nb.train.trainer import Hooks, Trainer, _mean, _numbers, epochs_to_steps, on_device
 from xtts_nb.models.weights import read_tensors
 
 
@@ -105,8 +105,8 @@ def test_what_goes_where(monkeypatch):
 
 def test_epochs_are_updates_and_no_losses_have_no_mean():
     plan, plain = SimpleNamespace(steps_per_epoch=5), TrainingConfig(steps=7)
-    assert in_updates(plain, plan) is plain
-    assert in_updates(TrainingConfig(steps=7, epochs=3), plan).steps == 15
+    assert epochs_to_steps(plain, plan) is plain
+    assert epochs_to_steps(TrainingConfig(steps=7, epochs=3), plan).steps == 15
     assert _mean([]) is None and _mean([1, 0, 0]) == 0.33333
 
 @pytest.mark.parametrize('patience, since, over', [
@@ -381,7 +381,7 @@ def test_a_number_is_better_than_none(cheap, prepared, mini, tmp_path, monkeypat
     assert judged(monkeypatch, prepared, config, tmp_path / 'run', {4: {'val_loss': 9.}, 6: {'val_loss': nan}})['step'] == 4
     run = resume_run(tmp_path / 'run')
     run.best = {'step': 2, 'val_loss': nan}   # as earlier versions kept it
-    assert run._judge({'val_loss': 9.})
+    assert run._note_best({'val_loss': 9.})
 
 def test_validation_and_the_saved_model_see_the_mean_weights(prepared, mini, tmp_path):
     config = mini.replace(training={'steps': 6, 'ema': 0.9, 'validate_every': 6, 'learning_rate': 1e-2})

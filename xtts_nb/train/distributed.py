@@ -27,7 +27,7 @@ from ..models.gpt import GPT
 from ..models.xtts import XTTS, token_counts
 from .runs import new_run
 from .step import Update, compile_step
-from .trainer import KEPT, Trainer, in_updates
+from .trainer import RESUMED_FIELDS, Trainer, epochs_to_steps
 from ..monitor.loop import to_device, wait_for
 
 # %% ../../nbs/train/distributed.ipynb #502841ac
@@ -99,7 +99,7 @@ class Replicas:
         for update in self.updates: update.training = training
         compiled = lambda f: [compile_step(f(u), u.training) for u in self.updates]
         self.first, self.rest = compiled(lambda u: u.gradients), compiled(lambda u: u.finish)
-        self.looks = compiled(lambda u: u.look)
+        self.looks = compiled(lambda u: u.evaluate)
 
     @contextmanager
     def as_trained(self):
@@ -147,7 +147,7 @@ def distributed_train_step(self: Replicas, batch: dict, number) -> dict:
     return lines[0]
 
 def distributed_validation_step(self: Replicas, batch: dict) -> dict:
-    "Rows of this worker -> what `Update.look` gives for all rows."
+    "Rows of this worker -> what `Update.evaluate` gives for all rows."
     return self.added_up(lambda i: self.looks[i](_rows(batch, i, len(self.devices))))[0]
 
 # %% ../../nbs/train/distributed.ipynb #19e8da0d
@@ -222,7 +222,7 @@ class DistributedTrainer(Trainer):
     "A `Trainer` on all devices of a strategy; one on each worker."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, held_out: BatchPlan | None = None, update: Update | None = None,
                  *, strategy, listen=None):
-        update = update or Update(xtts.gpt, in_updates(xtts.config.training, plan))
+        update = update or Update(xtts.gpt, epochs_to_steps(xtts.config.training, plan))
         copies = self.copies = Replicas(update, xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
         words, mine = Words(copies), fingerprint(xtts.config.model_dump(), plan.cache.manifest['key'], int(plan.count.sum()))
@@ -238,7 +238,8 @@ class DistributedTrainer(Trainer):
         self.bit_sums = tf.function(lambda: _all_bit_sums(copies))
         with _among_peers(copies.worker):
             words.spread()
-            for name, value in words.tell({name: getattr(self, name) for name in KEPT}).items(): setattr(self, name, value)
+            fields = words.tell({name: getattr(self, name) for name in RESUMED_FIELDS})
+            for name, value in fields.items(): setattr(self, name, value)
 
     def compile(self, **changes):   # of the training section
         "Compile what all workers do together; only the parts on a device are compiled by XLA."

@@ -82,7 +82,7 @@ class AdamW(keras.optimizers.AdamW):
             self._learning_rate.number.assign(self.assigned)
 
     @property
-    def follows(self) -> Schedule: return self._learning_rate
+    def schedule(self) -> Schedule: return self._learning_rate
 
 # %% ../../nbs/30_trainer_xla.ipynb #69148b7a
 DECAYED = ('kernel', 'latents', 'gain')
@@ -123,12 +123,12 @@ class Update:
         "Every variable that a resumed run needs."
         return {f'gpt/{k}': v for k, v in named_weights(self.gpt).items()} | self.variables
 
-    def look(self, batch) -> dict:
+    def evaluate(self, batch) -> dict:
         "Sums over clips held out, without dropout."
         return token_losses(self.gpt, batch)
 
     def means(self, sums: dict) -> dict:
-        "The losses behind what `look` has summed up."
+        "The losses behind what `evaluate` has summed up."
         each = {f'{n}_loss': sums[f'{n}_loss'] / sums[f'{n}_count'] for n in ('text', 'code')}
         return {'loss': total_loss(sums, self.training.text_loss_weight)} | each
 
@@ -161,7 +161,7 @@ class Update:
         loss = total_loss(sums, self.training.text_loss_weight, counts)
         if self.scale: gradients = [g / self.scale.factor for g in gradients]
         gradients, norm = tf.clip_by_global_norm(gradients, self.training.gradient_clip_norm)
-        good, bad = self.judge(loss, norm)
+        good, bad = self.check_finite(loss, norm)
         tf.cond(good, lambda: self.apply(gradients), lambda: tf.constant(False))
         means = {name: sums[name] / tf.maximum(counts[name.replace('loss', 'count')], 1.) for name in sums}
         flags = {'skipped': tf.cast(~good, 'float32'), 'bad': tf.cast(bad, 'float32')}
@@ -171,7 +171,7 @@ class Update:
         self.optimizer.apply(gradients, self.weights)
         return tf.constant(True)
 
-    def judge(self, loss, norm):
+    def check_finite(self, loss, norm):
         "Whether the update counts, and whether something is wrong: an overflow that a smaller loss scale cures is not."
         good = tf.math.is_finite(loss) & tf.math.is_finite(norm)
         if not self.scale: return good, ~good
@@ -189,12 +189,12 @@ class CompiledStep:
         try: return self.graph(*arguments)
         except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, tf.errors.InternalError) as e:
             if not (self.xla and '_XlaMustCompile' in str(e)): raise
-            print(f'XLA CANNOT COMPILE THE STEP: {_offender(str(e))}\n'
+            print(f'XLA CANNOT COMPILE THE STEP: {_refused_operation(str(e))}\n'
                   'Training goes on in graph mode without XLA, which is slower.', file=sys.stderr, flush=True)
         self.xla, self.refused, self.graph = False, True, tf.function(self.step)
         return self.graph(*arguments)
 
-def _offender(message: str) -> str:
+def _refused_operation(message: str) -> str:
     "The operation that XLA refused, and the line that made it."
     op = re.search(r'_JIT: (.*?)\{\{', message)
     place = re.findall(r'File "[^"]*", line \d+, in \w+', message)

@@ -23,7 +23,7 @@ from ..app.recipes import flat, nested, switch_values
 from ..sampler import Sampler, best_probe, summarise
 from .step import Update, compile_step
 from ..monitor.loop import trace_count, to_device
-from .trainer import in_updates
+from .trainer import epochs_to_steps
 
 # %% ../../nbs/train/switches.ipynb #d2a1f1ac
 class SwitchArm:
@@ -31,7 +31,7 @@ class SwitchArm:
     def __init__(self, cache: Cache, config: XTTSConfig, updates: int):   # of a round, at least
         keras.utils.set_random_seed(config.training.seed)
         self.plan = BatchPlan(cache, config.data)
-        training = in_updates(config.training, self.plan)
+        training = epochs_to_steps(config.training, self.plan)
         self.gpt = GPT(config, cache.tokenizer.start, dtype=POLICIES[training.precision])
         self.step = compile_step(Update(self.gpt, training), training)
         passes = -(-updates // self.plan.steps_per_epoch)
