@@ -2,6 +2,8 @@
 
     python dev/pages.py readme    nbs/index.ipynb -> README.md, its pictures -> nbs/images/
     python dev/pages.py docs      every notebook -> _docs/*.html, each complete in one file
+    python dev/pages.py release https://HOST/OWNER/REPOSITORY
+                                  README.md with whole addresses, and [project.urls], as PyPI needs them
 
 The published site is made by nbdev and Quarto from the same notebooks; this needs neither."""
 import base64
@@ -150,6 +152,33 @@ def write_readme(
     print('README.md written from nbs/index.ipynb.')
 
 
+# ---- the release
+
+def released(
+    text: str,      # of README.md
+    address: str,   # of the repository on the web
+    version: str,
+) -> str:
+    "README.md with whole addresses: PyPI shows it without the repository."
+    def whole(target: str) -> str:
+        kind = 'raw' if target.endswith(('.png', '.jpg', '.svg')) else 'blob'
+        return f'{address}/{kind}/v{version}/{target}'
+    return relink(text, whole)
+
+
+def write_release(
+    address: str,
+    root: Path = ROOT,
+):
+    "Make README.md and pyproject.toml those of a release."
+    version = re.search(r'__version__ = "(.+)"', (root / 'xtts_nb/__init__.py').read_text(encoding='utf-8'))[1]
+    readme, project = root / 'README.md', root / 'pyproject.toml'
+    readme.write_text(released(readme.read_text(encoding='utf-8'), address, version), encoding='utf-8')
+    urls = {'Homepage': address, 'Changelog': f'{address}/blob/v{version}/CHANGELOG.md', 'Issues': f'{address}/issues'}
+    lines = '\n'.join(f'{name} = "{url}"' for name, url in urls.items())
+    project.write_text(f'{project.read_text(encoding="utf-8").rstrip()}\n\n[project.urls]\n{lines}\n', encoding='utf-8')
+
+
 # ---- the pages
 
 PAGE = Template("""<!doctype html>
@@ -244,6 +273,8 @@ def write_docs(
 
 
 if __name__ == '__main__':
-    actions = {'readme': write_readme, 'docs': write_docs}
-    if sys.argv[1:] not in [[name] for name in actions]: sys.exit('usage: python dev/pages.py readme|docs')
-    actions[sys.argv[1]]()
+    actions = {'readme': write_readme, 'docs': write_docs, 'release': write_release}
+    name, *arguments = sys.argv[1:] or ['']
+    if name not in actions or len(arguments) != (name == 'release'):
+        sys.exit('usage: python dev/pages.py readme|docs|release ADDRESS')
+    actions[name](*arguments)

@@ -1,11 +1,15 @@
 """README.md is the index page; dev/pages.py shows of a notebook what a reader should see."""
 import base64
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+import xtts_nb
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / 'dev'))
@@ -71,6 +75,19 @@ def test_readme_keeps_its_pictures_in_files(root):
     assert '![figure](nbs/images/index-e-0.png)' in (root / 'README.md').read_text()
     assert {f.name: f.read_bytes() for f in (root / 'nbs/images').iterdir()} == {'index-e-0.png': PNG, 'drawn-by-hand.png': PNG}
     assert pages.readme(root) == pages.readme(root)
+
+
+def test_a_release_shows_whole_addresses(tmp_path):
+    for name in ('README.md', 'pyproject.toml', 'xtts_nb/__init__.py'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    pages.write_release('https://a.b/c/d', tmp_path)
+    text, version = (tmp_path / 'README.md').read_text(encoding='utf-8'), xtts_nb.__version__
+    assert f'](https://a.b/c/d/blob/v{version}/nbs/00_config.ipynb)' in text
+    assert f'](https://a.b/c/d/raw/v{version}/nbs/images/index-' in text
+    assert not re.search(r'\]\((?!https?://|#)', text)
+    urls = tomllib.loads((tmp_path / 'pyproject.toml').read_text(encoding='utf-8'))['project']['urls']
+    assert urls['Homepage'] == 'https://a.b/c/d' and urls['Changelog'] == f'https://a.b/c/d/blob/v{version}/CHANGELOG.md'
 
 
 def test_pages_stand_alone_and_lead_to_each_other(root):
