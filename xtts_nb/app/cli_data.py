@@ -27,7 +27,7 @@ command = partial(app.command, rich_help_panel='Data')
 def download(
     name: Annotated[str | None, typer.Argument(help='What to fetch; without it, the list of what there is.')] = None,
     out: Annotated[Path | None, typer.Option(help='Folder for it; default: NAME in the data folder.')] = None,
-    from_: Annotated[str | None, typer.Option('--from', help='Address of a mirror that holds the same files.')] = None,
+    from_: Annotated[str | None, typer.Option('--from', help='Address of a mirror: of the Hub, or of the archive.')] = None,
     accept_cpml: Annotated[bool, typer.Option('--accept-cpml', help='I have read and accept the licence of XTTS-v2.')] = False,
     json_: Json = False,
 ):
@@ -38,10 +38,9 @@ def download(
         if name is None: return show({'sources': source_rows()}, table('xtts-nb download NAME', source_rows()))
         source = find_source(name)
         if source.terms and not accept_cpml: print(terms(source, from_), file=sys.stderr)
-        try:
-            with progress() as tell: result = fetch(source, out or workspace().data / name, from_, accept_cpml, tell)
+        try: result = fetch(source, out or workspace().data / name, from_, accept_cpml)
         except KeyboardInterrupt:
-            print('What has come is kept: the same command goes on from there.', file=sys.stderr)
+            print('Files that have come whole are kept: the same command goes on from there.', file=sys.stderr)
             raise
         show(result, download_text(source, result))
 
