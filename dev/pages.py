@@ -132,7 +132,8 @@ def readme(
         cell.outputs = [o for o in cell.outputs if '<audio' not in o.get('data', {}).get('text/html', '')]
         for i, output in enumerate(cell.outputs): pictures |= take_picture(output, f'index-{cell.id}-{i}')
     relink_cells(nb, lambda target: os.path.normpath(f'nbs/{target}').replace(os.sep, '/'))
-    exporter = MarkdownExporter(extra_loaders=[DictLoader({'readme.md.j2': README})], template_file='readme.md.j2')
+    exporter = MarkdownExporter(extra_loaders=[DictLoader({'readme.md.j2': README})],
+                                template_file='readme.md.j2')
     exporter.display_data_priority = list(SHOWN)
     text, _ = exporter.from_notebook_node(nb)
     return re.sub(r'\n{3,}', '\n\n', text).strip() + '\n', pictures
@@ -182,7 +183,8 @@ def write_release(
 # ---- the pages
 
 PAGE = Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title><style>$style</style></head>
 <body><nav>$nav</nav><main>
 $body
@@ -191,16 +193,21 @@ $body
 
 STYLE = """
 body { display: flex; margin: 0; font: 16px/1.55 system-ui, sans-serif; color: #222; background: #fff }
-nav { flex: 0 0 13em; padding: 1.5em 1em; box-sizing: border-box; position: sticky; top: 0; height: 100vh; overflow: auto }
-nav a { display: block; padding: .15em .5em; color: #444; text-decoration: none; border-left: 3px solid transparent }
+nav { flex: 0 0 13em; padding: 1.5em 1em; box-sizing: border-box; position: sticky; top: 0;
+      height: 100vh; overflow: auto }
+nav a { display: block; padding: .15em .5em; color: #444; text-decoration: none;
+        border-left: 3px solid transparent }
 nav a[aria-current] { border-color: #2a6fb0; font-weight: 600 }
 main { flex: 1; min-width: 0; max-width: 52em; padding: 1em 2em 6em }
 blockquote { margin-left: 0; color: #555; font-size: 1.1em }
 pre { padding: .6em .8em; overflow-x: auto; font: 13px/1.45 ui-monospace, monospace; margin: .5em 0 }
-.highlight pre { background: #f6f7f9; border-radius: 4px } .output pre { color: #333; border-left: 3px solid #d5dbe1 }
-table { border-collapse: collapse; font-size: .92em } td, th { padding: .25em .7em; border-bottom: 1px solid #ddd }
+.highlight pre { background: #f6f7f9; border-radius: 4px }
+.output pre { color: #333; border-left: 3px solid #d5dbe1 }
+table { border-collapse: collapse; font-size: .92em }
+td, th { padding: .25em .7em; border-bottom: 1px solid #ddd }
 img, svg { max-width: 100% } .anchor-link, .prompt { display: none } audio { width: 100% }
-@media (max-width: 50em) { body { display: block } nav { position: static; height: auto } main { padding: 1em } }
+@media (max-width: 50em) { body { display: block } nav { position: static; height: auto }
+                           main { padding: 1em } }
 """
 
 
@@ -255,7 +262,8 @@ def docs(
     for page, nb in shown.items():
         relink_cells(nb, page_link)
         body, _ = exporter.from_notebook_node(nb, {'metadata': {'path': str(found[page].parent)}})
-        pages[page] = PAGE.substitute(title=titles[page], style=style, nav=navigation(titles, page), body=body)
+        pages[page] = PAGE.substitute(title=titles[page], style=style, nav=navigation(titles, page),
+                                      body=body)
     return pages
 
 

@@ -36,7 +36,8 @@ def main(coqui_python):
         folder = Path(folder)
         coqui_toy.write_settings(folder)
         files = coqui_toy.tensors(coqui_toy.config())
-        speaker = 'hifigan_decoder.speaker_encoder.torch_spec.'   # its window and filters, which coqui-tts keeps as tensors
+        # its window and filters, which coqui-tts keeps as tensors
+        speaker = 'hifigan_decoder.speaker_encoder.torch_spec.'
         mel = {'0.filter': np.array([[[-0.97, 1]]], np.float32)}
         files['model.pth'] |= {speaker + k: v for k, v in mel.items()}
         files['model.pth'] |= {speaker + k: v for k, v in speaker_mel().items()}

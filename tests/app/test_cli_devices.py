@@ -1,4 +1,4 @@
-"The commands for several GPUs and machines: what each asks of the library, prints and ends with. The library is replaced."
+"The commands for several GPUs and machines, with a stubbed library: calls, output and exit codes."
 import sys
 
 import pytest
@@ -16,7 +16,7 @@ def test_bounds():
                  ('distributed x --restarts', 0, -1))
 
 
-# --- bench dual ----------------------------------------------------------------------------------------------------
+# --- bench dual ---------------------------------------------------------------------------------------------
 
 def test_bench_dual_of_emulated_stages(ran, behind, bars):
     asked, kept = behind('train.dual.bench_stages', (ROWS, 'spans')), behind('app.cli_devices.keep')
@@ -53,7 +53,7 @@ def test_a_trainer_on_two_devices(behind, bars, prepared, size, ring):
     assert call['devices'].line == 'Two cards.'
 
 
-# --- distributed ---------------------------------------------------------------------------------------------------
+# --- distributed --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('words', ['prepare --run r', 'train', 'train --steps 3', 'train --runs r',
                                    'trains --run=r'])
@@ -83,11 +83,12 @@ def test_distributed(ran, behind, said):
                      {'command': [*program, '--run=r'], 'wait': 5., 'restarts': 0} | gpus]
 
 
-# --- bench growth --------------------------------------------------------------------------------------------------
+# --- bench growth -------------------------------------------------------------------------------------------
 
 def test_bench_growth(ran, behind, bars):
     rows, found = [{'name': '2 workers', 'step_ms': 60.}], {'verdict': 'As predicted.', 'within': True}
-    behind('train.growth.check_growth', rows); kept = behind('app.cli_devices.keep')
+    behind('train.growth.check_growth', rows)
+    kept = behind('app.cli_devices.keep')
     judged = behind('train.growth.growth_verdict', found)
     assert ran('bench growth').out.splitlines()[-1] == 'As predicted.' and not kept
     assert judged == [{'rows': rows}]

@@ -17,7 +17,7 @@ def test_bounds():
                  ('grow m o --language fa --texts t --seed', 0, -1))
 
 
-# --- demo ----------------------------------------------------------------------------------------------------------
+# --- demo ---------------------------------------------------------------------------------------------------
 
 SPOKEN = {'nearest_hits': 15, 'nearest_total': 16, 'untrained_hits': 1, 'heldout_sentence_hits': 12,
           'heldout_total': 14,
@@ -28,7 +28,8 @@ RESULT = {'data_before_after': [{'name': 'cache', 'clips_per_s': 7.}],
 
 def test_demo(ran, behind, bars):
     def run_demo(**call):
-        call['say']('A LINE'); call['listen']('speak', 1, 2, '')
+        call['say']('A LINE')
+        call['listen']('speak', 1, 2, '')
         return RESULT
     demos, kept = behind('app.demo.run_demo', run_demo), behind('app.cli_voice.keep')
     done = ran('demo')
@@ -63,13 +64,15 @@ def test_demo_of_several_seeds(ran, behind, bars):
         ('runs/demo', 2, TINY.training.steps), ('runs/demo', 2, 5)]
 
 
-# --- say -----------------------------------------------------------------------------------------------------------
+# --- say ----------------------------------------------------------------------------------------------------
 
 def test_say(ran, behind, bars, monkeypatch):
     class Speaker:
         sample_rate, vocoder, calls = 22050, 'griffin-lim', []
         def __init__(self, xtts, **speech): self.calls.append((xtts, speech))
-        def __call__(self, *words): self.calls.append(words); return np.zeros(3 * 11025 + 9)
+        def __call__(self, *words):
+            self.calls.append(words)
+            return np.zeros(3 * 11025 + 9)
     monkeypatch.setattr('xtts_nb.speech.generate.Speaker', Speaker)
     monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda run: f'the model of {run}')
     saved = behind('data.audio.save_audio')
@@ -78,7 +81,8 @@ def test_say(ran, behind, bars, monkeypatch):
     assert bars == [('start', {}), ('load the model', 0, 1), ('speak', 0, 1)]
     given = {'temperature': 0., 'top_k': 0, 'top_p': 0.5, 'repetition_penalty': 1., 'speed': 2.}
     options = ' '.join(f'--{name.replace("_", "-")} {value}' for name, value in given.items())
-    done = ran(f'say Hallo --run run --voice a.wav --voice b.wav --language de --out o.wav --seed 5 {options} --json')
+    done = ran(f'say Hallo --run run --voice a.wav --voice b.wav --language de --out o.wav --seed 5 '
+               f'{options} --json')
     assert done.json == {'wav': 'o.wav', 'seconds': 1.5, 'sample_rate': 22050, 'vocoder': 'griffin-lim'}
     words = [(*w[:2], [str(p) for p in w[2]], *w[3:]) for w in Speaker.calls[1::2]]
     assert words == [('Hello', 'en', ['a.wav'], 0), ('Hallo', 'de', ['a.wav', 'b.wav'], 5)]
@@ -87,7 +91,7 @@ def test_say(ran, behind, bars, monkeypatch):
         ('say.wav', (33084,), 22050), ('o.wav', (33084,), 22050)]
 
 
-# --- convert and grow ----------------------------------------------------------------------------------------------
+# --- convert and grow ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name, place, text, shown', [
     ('from-coqui', 'models.convert.from_coqui', 'o: 7 tensors, 9 text tokens\n', [('write the tensors', 1, 2)]),
@@ -100,8 +104,9 @@ def test_convert(ran, behind, bars, name, place, text, shown):
     assert [{k: str(v) for k, v in call.items()} for call in calls] == [{'folder': 'f', 'out': 'o'}] * 2
 
 def test_grow(ran, behind, bars):
-    read, grown = behind('models.new_language.read_texts', ['salam']), behind('models.new_language.grow_folder',
-        {'tokens_before': 5, 'tokens': 9})
+    read, grown = behind('models.new_language.read_texts',
+                         ['salam']), behind('models.new_language.grow_folder',
+                                            {'tokens_before': 5, 'tokens': 9})
     line = 'grow m o --language fa --texts t.txt'
     assert ran(line).out == 'o: 5 -> 9 text tokens, fa among them\n'
     assert bars == [('start', {}), ('grow the model', 0, 1), ('grow the model', 1, 1)]
@@ -112,12 +117,14 @@ def test_grow(ran, behind, bars):
     assert [str(call['path']) for call in read] == ['t.txt'] * 2
 
 
-# --- parity --------------------------------------------------------------------------------------------------------
+# --- parity -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('ok, code', [(True, 0), (False, 1)])
 def test_parity(ran, behind, bars, ok, code):
     result = {'ok': ok, 'rows': [{'name': 'mel'}], 'model': 'xtts'}
-    def parity(**call): call['listen']('vocoder'); return result
+    def parity(**call):
+        call['listen']('vocoder')
+        return result
     asked, kept = behind('app.parity.parity', parity), behind('app.cli_voice.keep')
     behind('app.parity.parity_markdown', 'a ' + 'b' * 107 + ' c')   # 111 columns
     done = ran('parity f --coqui-python py')

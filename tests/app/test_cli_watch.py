@@ -29,7 +29,7 @@ def test_bounds():
                  ('check --stress-duration', 0, -1), ('bench switch k --updates', 1, 0))
 
 
-# --- monitor -------------------------------------------------------------------------------------------------------
+# --- monitor ------------------------------------------------------------------------------------------------
 
 def test_monitor(ran, behind):
     summary = {'devices': {}, 'samples': 3, 'seconds': 2., 'gaps': 0, 'interrupted': False}
@@ -48,7 +48,7 @@ def test_monitor(ran, behind):
     assert done.code == 130 and done.json == summary
 
 
-# --- profile -------------------------------------------------------------------------------------------------------
+# --- profile ------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
@@ -61,17 +61,23 @@ def home(tmp_path, monkeypatch):
 def test_profile(ran, behind, bars, home):
     made = TINY.replace(data={'buckets': 5}, training={'precision': 'bfloat16'})
     cache = SimpleNamespace(config=made, tokenizer=SimpleNamespace(start=9))
-    behind('data.cache.Cache', cache); behind('data.native.cached_batches', ['first', 'second'])
+    behind('data.cache.Cache', cache)
+    behind('data.native.cached_batches', ['first', 'second'])
     plans, drawn = behind('data.native.BatchPlan', 'the plan'), behind('train.step.random_batch', 'made up')
     gpts, updates = behind('models.gpt.GPT', 'the GPT'), behind('train.step.Update', 'the update')
-    def look(**call): call['tell']('forward'); return {'step_ms': 3.}
-    looked, pages = behind('train.profile.profile', look), behind('train.profile.write_page', lambda found, path: path)
+    def look(**call):
+        call['tell']('forward')
+        return {'step_ms': 3.}
+    looked, pages = behind('train.profile.profile', look), behind('train.profile.write_page',
+                                                                  lambda found, path: path)
     behind('train.profile.profile_text', 'THE STEP')
     page, config = home / 'runs' / 'profile' / 'profile.html', TINY.replace(data={'buckets': 2})
     assert ran('profile').out == f'THE STEP\nThe page: {page}\n'
     assert ran('profile --data c --out o --rounds 2 --json').json == {'step_ms': 3., 'page': 'o/profile.html'}
     assert json.loads((home / 'o' / 'profile.json').read_text()) == {'step_ms': 3.}
-    ran('profile --data c --preset tiny'); ran('profile --config f.yaml'); ran('profile --preset xtts_v2')
+    ran('profile --data c --preset tiny')
+    ran('profile --config f.yaml')
+    ran('profile --preset xtts_v2')
     assert bars == [('start', {}), ('forward', 0, 1)] * 5
     assert [str(c['path']) for c in pages[:2]] == [str(page), 'o/profile.html']
     assert [(c['config'], c['text_start'], c['kwargs']['dtype']) for c in gpts] == [
@@ -81,7 +87,8 @@ def test_profile(ran, behind, bars, home):
     assert updates[0] == {'gpt': 'the GPT', 'training': TINY.training}
     gpt = XTTSConfig.xtts_v2().model.gpt
     half = min(gpt.max_text_tokens, XTTSConfig.xtts_v2().data.max_text_tokens) // 2, gpt.max_audio_codes // 2
-    assert len(drawn) == 3 and isinstance(drawn[2]['text'], int) and (drawn[2]['text'], drawn[2]['codes']) == half
+    assert len(drawn) == 3 and isinstance(drawn[2]['text'], int)
+    assert (drawn[2]['text'], drawn[2]['codes']) == half
     assert [(c['batch'], c['batches'], str(c['folder']), c['rounds']) for c in looked[:2]] == [
         ('made up', None, str(page.parent / 'trace'), 7), ('first', ['first', 'second'], 'o/trace', 2)]
     assert looked[1]['training'] == made.training and looked[1]['update'] == 'the update'
@@ -104,7 +111,7 @@ def test_profile_of_two_devices_and_its_trace(ran, behind, bars, home, monkeypat
     assert done.code == 130 and 'http://here#profile shows the trace' in done.err and len(shown) == 1
 
 
-# --- diagnose and quick-fix ----------------------------------------------------------------------------------------
+# --- diagnose and quick-fix ---------------------------------------------------------------------------------
 
 @pytest.fixture
 def cache(behind):
@@ -115,7 +122,8 @@ def cache(behind):
 
 def test_diagnose(ran, behind, bars, home, cache):
     verdict = SimpleNamespace(to_dict=lambda: {'findings': []}, lines=lambda: ['THE VERDICT'])
-    examined, trained = behind('monitor.diagnose.diagnose', verdict), behind('app.quick_fix.training', ('data', 'step'))
+    examined, trained = behind('monitor.diagnose.diagnose', verdict), behind('app.quick_fix.training',
+                                                                             ('data', 'step'))
     trial = RemedyTrial('tiny batch', 'a remedy', 2., 3., True)
     better = lambda config, **call: (config.replace(data={'batch_size': 7}), [trial])
     tried = behind('app.quick_fix.apply_settings', better)
@@ -151,8 +159,8 @@ def test_quick_fix(ran, behind, bars, home, cache):
                                              'train': f'{train} --config o.yaml',
                                              'prerequisites': [vars(need) for need in needs]}
     assert [(c['config'], text(c['out']), c['batches'], c['seconds']) for c in fixed] == [
-        (cache.config, 'fixed.yaml', 24, 40.), (XTTSConfig().replace(data={'buckets': 2, 'batch_size': 5}), 'o.yaml',
-                                                9, 16.)]
+        (cache.config, 'fixed.yaml', 24, 40.),
+        (XTTSConfig().replace(data={'buckets': 2, 'batch_size': 5}), 'o.yaml', 9, 16.)]
     assert [{k: text(v) for k, v in call.items()} for call in needed] == [
         {'data': None, 'config': None}, {'data': 'c', 'config': 'f.yaml'}]
     changes.clear()
@@ -165,7 +173,8 @@ def test_quick_fix(ran, behind, bars, home, cache):
 def test_bench_diagnose(ran, behind, bars):
     rows = [{'name': 'a patient'}]
     asked, kept = behind('monitor.patients.run_patients', rows), behind('app.cli_watch.keep')
-    behind('monitor.patients.patient_totals', {'right': 3}); behind('monitor.patients.total_lines', ['THE', 'TOTAL'])
+    behind('monitor.patients.patient_totals', {'right': 3})
+    behind('monitor.patients.total_lines', ['THE', 'TOTAL'])
     words = [w for w in ran('bench diagnose').out.split() if w.isalpha()]
     assert words == 'The ward a patient THE TOTAL'.split() and not kept
     assert bars == [('start', {}), ('visit the patients', 1, 2)]
@@ -175,7 +184,7 @@ def test_bench_diagnose(ran, behind, bars):
     assert [(c['batches'], c['seconds']) for c in asked] == [(24, 8.), (9, 3.)]
 
 
-# --- check ---------------------------------------------------------------------------------------------------------
+# --- check --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('result, code', [('PASSED', 0), ('SKIPPED', 0), ('FAILED', 1)])
 def test_check_ends_with_1_where_one_failed(monkeypatch, capfd, result, code):
@@ -200,20 +209,24 @@ def test_check_in_words(ran, behind, bars, monkeypatch):
 @pytest.mark.slow
 def test_check_as_a_user_runs_it():
     done = xtts_nb('check', '--stress-duration', '1', '--json')
-    assert done.code == 0 and done.json['failed'] == 0 and [r['name'] for r in done.json['checks']] == [*check.CHECKS, 'Stress']
+    assert done.code == 0 and done.json['failed'] == 0
+    assert [r['name'] for r in done.json['checks']] == [*check.CHECKS, 'Stress']
 
 
-# --- configure -----------------------------------------------------------------------------------------------------
+# --- configure ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('ok, code', [(True, 0), (None, 0), (False, 1)])
 def test_configure_ends_with_1_where_something_else_was_got(monkeypatch, capfd, tmp_path, ok, code):
     rows, wishes = [{'setting': 'threads', 'asked': 2, 'got': 2, 'ok': ok, 'note': ''}], []
     monkeypatch.setattr(configure, 'verify_settings', lambda wish: wishes.append(wish) or rows)
-    given = ['--no-xla', '--no-mixed-precision', '--memory-limit', '512', '--threads', '2', '--allocator', 'cuda_malloc_async']
+    given = ['--no-xla', '--no-mixed-precision', '--memory-limit', '512', '--threads', '2', '--allocator',
+             'cuda_malloc_async']
     assert main('configure', '--verify', *given, '--env-file', tmp_path / 'tf.env', '--json') == code
     said = json.loads(capfd.readouterr().out)
-    assert wishes == [configure.TFSettings(2, 512, 'cuda_malloc_async', False, False)] and said['rows'] == rows
-    assert 'XTTS_NB_MEMORY_LIMIT=512' in (tmp_path / 'tf.env').read_text() and said['environment']['XTTS_NB_XLA'] == 'false'
+    assert wishes == [configure.TFSettings(2, 512, 'cuda_malloc_async', False, False)]
+    assert said['rows'] == rows
+    assert 'XTTS_NB_MEMORY_LIMIT=512' in (tmp_path / 'tf.env').read_text()
+    assert said['environment']['XTTS_NB_XLA'] == 'false'
 
 def test_configure_in_words(ran, behind, tmp_path):
     rows = [{'setting': 'threads', 'asked': 2, 'got': 2, 'ok': True, 'note': ''}]
@@ -234,14 +247,15 @@ def test_configure_without_a_gpu_says_what_it_could_not_set(tmp_path):
     assert done.code == 0, done.err
     assert 'no GPU is visible' in done.out and 'intra-op threads' in done.out and tree(tmp_path) == {}
 
-@pytest.mark.parametrize('given', [['--allocator', 'malloc'], ['--memory-limit', '0'], ['--threads', 'x']], ids=str)
+@pytest.mark.parametrize('given', [['--allocator', 'malloc'], ['--memory-limit', '0'], ['--threads', 'x']],
+                         ids=str)
 def test_configure_refuses(capfd, given):
     assert main('configure', *given) == 2
     out, err = capfd.readouterr()
     assert out == '' and err.splitlines()[-1].startswith('xtts-nb: ')
 
 
-# --- bench switch --------------------------------------------------------------------------------------------------
+# --- bench switch -------------------------------------------------------------------------------------------
 
 def test_bench_switch_without_a_cache_makes_one(monkeypatch, capfd, tmp_path):
     seen = {}
@@ -249,14 +263,17 @@ def test_bench_switch_without_a_cache_makes_one(monkeypatch, capfd, tmp_path):
         seen.update(key=key, clips=len(cache), folder=cache.folder, rounds=rounds, updates=updates)
         return {'key': key, 'rows': [{'name': 'false', 'clips_per_s': 1.}], 'verdict': 'none'}
     monkeypatch.setattr(switches, 'bench_switch', measure)
-    assert main('bench', 'switch', 'training.enable_xla_compilation', '--rounds', '2', '--updates', '3', '--json') == 0
+    assert main('bench', 'switch', 'training.enable_xla_compilation', '--rounds', '2', '--updates', '3',
+                '--json') == 0
     assert json.loads(capfd.readouterr().out)['verdict'] == 'none'
     folder = seen.pop('folder')
-    assert seen == {'key': 'training.enable_xla_compilation', 'clips': 32, 'rounds': 2, 'updates': 3} and not folder.exists()
+    assert seen == {'key': 'training.enable_xla_compilation', 'clips': 32, 'rounds': 2, 'updates': 3}
+    assert not folder.exists()
 
 def test_bench_switch(ran, behind, bars, home):
     cache = SimpleNamespace(config=TINY.replace(data={'buckets': 3}))
-    opened, made_up = behind('data.cache.Cache', cache), behind('app.quick_fix.made_up_cache', nullcontext(cache))
+    opened, made_up = behind('data.cache.Cache', cache), behind('app.quick_fix.made_up_cache',
+                                                                nullcontext(cache))
     rows, kept = [{'name': 'false', 'clips_per_s': 1.}], behind('app.cli_watch.keep')
     measured = behind('train.switches.bench_switch', {'rows': rows, 'verdict': 'THE VERDICT'})
     line = 'bench switch training.enable_xla_compilation'
@@ -264,10 +281,12 @@ def test_bench_switch(ran, behind, bars, home):
     assert done.out.startswith('training.enable_xla_compilation\n') and done.out.endswith('\nTHE VERDICT\n')
     assert not kept
     assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)] and not opened
-    (home / 'c').mkdir(); (home / 'c' / 'config.yaml').write_text(TINY.replace(data={'batch_size': 3}).to_yaml())
+    (home / 'c').mkdir()
+    (home / 'c' / 'config.yaml').write_text(TINY.replace(data={'batch_size': 3}).to_yaml())
     more = '--config f.yaml --updates 3 --rounds 2 --record --json'
     assert ran(f'{line} --data c {more}').json == {'rows': rows, 'verdict': 'THE VERDICT'}
-    ran(f'{line} --data c'); ran(f'{line} --preset xtts_v2')
+    ran(f'{line} --data c')
+    ran(f'{line} --preset xtts_v2')
     own, large = TINY.replace(data={'batch_size': 3, 'buckets': 2}), XTTSConfig.xtts_v2()
     for call in measured: call.pop('say')
     assert [tuple(call.values()) for call in measured] == [
@@ -278,8 +297,9 @@ def test_bench_switch(ran, behind, bars, home):
     assert kept == [{'page': 'switches', 'rows': rows, 'notes': {
         'switch': 'training.enable_xla_compilation', 'verdict': 'THE VERDICT'}}]
 
-@pytest.mark.parametrize('key, words', [('training.enable_xla', 'training.enable_xla_compilation'),
-                                        ('data.batch_size', 'is no switch'), ('data.preprocessing_mode', 'bench data')])
+@pytest.mark.parametrize('key, words',
+                         [('training.enable_xla', 'training.enable_xla_compilation'),
+                          ('data.batch_size', 'is no switch'), ('data.preprocessing_mode', 'bench data')])
 def test_bench_switch_refuses_what_is_no_switch(capfd, key, words):
     assert main('bench', 'switch', key) == 2
     out, err = capfd.readouterr()
@@ -291,4 +311,5 @@ def test_bench_switch_as_a_user_runs_it(prepared, tmp_path):
     done = xtts_nb('bench', 'switch', 'training.enable_graph_mode', *given, cwd=tmp_path)
     assert done.code == 0, done.err
     assert [r['name'] for r in done.json['rows']] == ['false', 'true'] and done.json['configured'] is True
-    assert len({r['clips'] for r in done.json['rows']}) == 1 and len(list((tmp_path / 'benchmarks').iterdir())) == 1
+    assert len({r['clips'] for r in done.json['rows']}) == 1
+    assert len(list((tmp_path / 'benchmarks').iterdir())) == 1
