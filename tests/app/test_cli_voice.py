@@ -94,9 +94,10 @@ def test_say(ran, behind, bars, monkeypatch):
 # --- convert and grow ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name, place, text, shown', [
-    ('from-coqui', 'models.convert.from_coqui', 'o: 7 tensors, 9 text tokens\n', [('write the tensors', 1, 2)]),
-    ('to-coqui', 'models.convert.to_coqui', 'o: 7 tensors\n', [('write the tensors', 0, 1), ('write the tensors', 1,
-    1)])])
+    ('from-coqui', 'models.convert.from_coqui', 'o: 7 tensors, 9 text tokens\n',
+     [('write the tensors', 1, 2)]),
+    ('to-coqui', 'models.convert.to_coqui', 'o: 7 tensors\n',
+     [('write the tensors', 0, 1), ('write the tensors', 1, 1)])])
 def test_convert(ran, behind, bars, name, place, text, shown):
     calls = behind(place, {'tensors': 7, 'text_tokens': 9})
     assert ran(f'convert {name} f o').out == text and bars == shown
@@ -139,14 +140,15 @@ def test_parity(ran, behind, bars, ok, code):
         {'coqui_dir': 'f', 'coqui_python': 'py', 'clips': ['a.wav', 'b.wav'], 'sentences': 's.json'}]
 
 
-# --- notebooks -----------------------------------------------------------------------------------------------------
+# --- notebooks ----------------------------------------------------------------------------------------------
 
 def test_notebooks_are_copied_with_their_records(ran, tmp_path):
     root = Path(__file__).resolve().parents[2]
     done = ran(f'notebooks {tmp_path / "pages"}')
     files = {p.relative_to(root / 'nbs').as_posix() for p in tree.notebooks()}
     copied = {p.relative_to(tmp_path / 'pages').as_posix() for p in (tmp_path / 'pages').rglob('*.*')}
-    assert done.out == f'{tmp_path / "pages"}: {len(files)} pages. Open them: jupyter lab {tmp_path / "pages"}\n'
+    folder = tmp_path / 'pages'
+    assert done.out == f'{folder}: {len(files)} pages. Open them: jupyter lab {folder}\n'
     assert {f for f in copied if f.endswith('.ipynb')} == files and 'settings.ini' in copied
     assert {Path(f).name for f in copied if f.startswith('benchmarks/')} == {
         f.name for f in (root / 'benchmarks').glob('*.json')}
@@ -155,4 +157,5 @@ def test_notebooks_are_copied_with_their_records(ran, tmp_path):
     assert page == (root / 'nbs/data/cache.ipynb').read_bytes()
     again = ran(f'notebooks {tmp_path / "pages"}')
     assert again.code == 2 and 'exists already; name a new folder.' in again.err
-    assert ran(f'notebooks {tmp_path / "more"} --json').json == {'folder': str(tmp_path / 'more'), 'notebooks': len(files)}
+    assert ran(f'notebooks {tmp_path / "more"} --json').json == {'folder': str(tmp_path / 'more'),
+                                                                 'notebooks': len(files)}
