@@ -211,8 +211,8 @@ def test_where_both_stand_ours_counts():
     config, said = load({'data': {'batch_size': 48, 'prefetch_buffer_size': 8, 'pipeline_buffer_size': 100},
                          'training': {'batch_size': 48}})
     assert (config.data.batch_size, config.data.prefetch_buffer_size) == (48, 8)
-    assert said == ['their.yaml: data.pipeline_buffer_size is data.prefetch_buffer_size here, 8, for it '
-                    'stands there too; 100 is dropped.',
+    assert said == ['their.yaml: data.pipeline_buffer_size is data.prefetch_buffer_size here, 8, which the file sets '
+                    'too; 100 is ignored.',
                     'their.yaml: training.batch_size is data.batch_size here, 48.']
 
 @pytest.mark.parametrize('values, meant', [
