@@ -172,12 +172,15 @@ def write_release(
     root: Path = ROOT,
 ):
     "Make README.md and pyproject.toml those of a release."
-    version = re.search(r'__version__ = "(.+)"', (root / 'xtts_nb/__init__.py').read_text(encoding='utf-8'))[1]
+    init = (root / 'xtts_nb/__init__.py').read_text(encoding='utf-8')
+    version = re.search(r'__version__ = "(.+)"', init)[1]
     readme, project = root / 'README.md', root / 'pyproject.toml'
     readme.write_text(released(readme.read_text(encoding='utf-8'), address, version), encoding='utf-8')
-    urls = {'Homepage': address, 'Changelog': f'{address}/blob/v{version}/CHANGELOG.md', 'Issues': f'{address}/issues'}
+    urls = {'Homepage': address, 'Changelog': f'{address}/blob/v{version}/CHANGELOG.md',
+            'Issues': f'{address}/issues'}
     lines = '\n'.join(f'{name} = "{url}"' for name, url in urls.items())
-    project.write_text(f'{project.read_text(encoding="utf-8").rstrip()}\n\n[project.urls]\n{lines}\n', encoding='utf-8')
+    text = project.read_text(encoding='utf-8').rstrip()
+    project.write_text(f'{text}\n\n[project.urls]\n{lines}\n', encoding='utf-8')
 
 
 # ---- the pages

@@ -3,7 +3,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {'data': 'Data', 'models': 'Models', 'train': 'Training', 'monitor': 'Monitoring', 'speech': 'Speech',
-         'app': 'Application', 'base': 'Base'}   # folders of pages and their titles, in the order of the sidebar
+         'app': 'Application', 'base': 'Base'}   # folder -> title, in the order of the sidebar
 
 
 def notebooks(

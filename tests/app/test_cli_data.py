@@ -45,7 +45,8 @@ def test_download(ran, behind, bars, tmp_path, monkeypatch):
     assert terms == [{'source': find_source('xtts-v2'), 'base': 'http://m'}]
     behind('app.download.download', KeyboardInterrupt())
     done = ran('download vctk')
-    assert done.code == 130 and 'Files that have come whole are kept: the same command goes on from there.' in done.err
+    assert done.code == 130
+    assert 'Files that have come whole are kept: the same command goes on from there.' in done.err
 
 
 # --- the DVAE of a cache ------------------------------------------------------------------------------------

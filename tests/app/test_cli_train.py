@@ -17,7 +17,7 @@ from xtts_nb.train import runs
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.native import BatchPlan, cached_batches
-from xtts_nb.app.recipes import gpu_preset, level
+from xtts_nb.app.recipes import gpu_preset, optimization_level
 from xtts_nb.train.step import CompiledStep
 
 
@@ -281,7 +281,7 @@ def test_layers_of_settings():
     own = {'training.steps': 7, 'training.epochs': 0, 'training.learning_rate': 0.1, 'data.seed': 3}
     assert list(asked.items()) == [
         ('environment', {}), ('GPU preset 3060', gpu_preset('3060', os.cpu_count())),
-        ('optimization level basic', level('basic')), ('options', own)]
+        ('optimization level basic', optimization_level('basic')), ('options', own)]
     assert layers({'val': 0., 'epochs': 2})['options'] == {'training.epochs': 2}
 
 def test_train(ran, behind, bars):
@@ -454,7 +454,7 @@ def test_the_cache_of_a_corpus_is_named_after_it(home, behind, capsys):
 
 def test_what_only_the_preparation_uses(behind):
     cache = SimpleNamespace(config=TINY, manifest={'mode': 'runtime'}, folder='c')
-    checked = behind('app.recipes.check_acts')
+    checked = behind('app.recipes.check_used')
     cli_train._check_prepared(cache, TINY, 'settings', {'a': 'auto', 'b': 3})
     why = checked[0].pop('why')
     assert why.startswith('c is prepared, with preprocessing_mode runtime; prepare the corpus again')
@@ -619,9 +619,9 @@ VOICE = {'voice.steps=5': (True, True), 'model.decoder.channels=256': (True, Fal
 
 @pytest.mark.parametrize('text', VOICE)
 def test_settings_that_a_decoder_is_trained_with(tmp_path, text):
-    from xtts_nb.app.recipes import assignments, nested
+    from xtts_nb.app.recipes import parse_assignments, nested
     (tmp_path / 'config.yaml').write_text(TINY.to_yaml())
-    (tmp_path / 'f.yaml').write_text(yaml.safe_dump(nested(assignments([text]))))
+    (tmp_path / 'f.yaml').write_text(yaml.safe_dump(nested(parse_assignments([text]))))
     for known, may in zip((False, True), VOICE[text]):
         if may:
             assert cli_train._voice_settings(tmp_path, tmp_path / 'f.yaml', known) != TINY

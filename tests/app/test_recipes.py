@@ -7,9 +7,9 @@ import yaml
 from xtts_nb.app import recipes
 from xtts_nb.config import REFUSED, Section, UserError, XTTSConfig
 from xtts_nb.app.recipes import (
-    ALWAYS, FLAGS, GPU_PRESETS, LEVELS, MOVED, REFUSED_FLAGS, assignments, carried_over, check_acts,
-    check_unknown, commented_yaml, config_diff, descriptions, diff_lines, flat, from_environment, gpu_preset,
-    level, load_recipe, nested, recipe, switch_values, switches)
+    FLAGS, GPU_PRESETS, LEVELS, REDUNDANT_KEYS, REFUSED_FLAGS, RENAMED_KEYS, check_unknown, commented_yaml,
+    config_diff, convert_guide, descriptions, diff_lines, flat, from_environment, gpu_preset, load_recipe,
+    nested, optimization_level, parse_assignments, recipe, check_used, switch_values, switches)
 
 DEFAULT = XTTSConfig()
 
@@ -21,7 +21,7 @@ def at(config, key):
 
 def load(values, where='their.yaml'):
     "Settings of a guide's file, and what was said."
-    own, said = carried_over(values, where)
+    own, said = convert_guide(values, where)
     return XTTSConfig.from_dict(own, where), said
 
 def sections(section=XTTSConfig):
@@ -111,13 +111,13 @@ def test_an_unknown_card_names_those_there_are(name):
 @pytest.mark.parametrize('name', LEVELS)
 def test_a_level_changes_what_it_names(name):
     start = DEFAULT.replace(training={'precision': 'float16', 'schedule': 'noam', 'ema': 0.5})
-    for keys in (level(name), level(name)):
+    for keys in (optimization_level(name), optimization_level(name)):
         config = recipe(start, {name: keys}, say=lambda line: None)
         assert {k: at(config, k) for k in keys} == keys and config_diff(start, config)
 
 def test_an_unknown_level():
     with pytest.raises(UserError, match='"turbo"; choose one of basic, enhanced, experimental'):
-        level('turbo')
+        optimization_level('turbo')
 
 
 # --- the guides' keys ---------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_their_key_does_what_ours_does(theirs, value, ours, got):
     ('model.gpt.nope', 'nope'), ('data.batch_size.nope', 'nope'), ('data.a.b', 'b')])
 def test_which_part_of_a_key_is_theirs(key, name): assert recipes._theirs(key) == name
 
-def test_every_moved_key_is_tried(): assert {c[0].split('.')[-1] for c in CARRIED} >= set(MOVED)
+def test_every_moved_key_is_tried(): assert {c[0].split('.')[-1] for c in CARRIED} >= set(RENAMED_KEYS)
 
 NOTHING = [('data.use_tf_native_loading', True), ('data.optimize_cpu_gpu_overlap', True),
            ('training.enable_tensorrt', False), ('data.shuffle_buffer_multiplier', 20),
@@ -181,7 +181,7 @@ def test_what_is_so_anyway_is_said(key, value):
     config, said = load(nested({key: value}))
     assert config == DEFAULT
     assert said == [f'their.yaml: {key} does nothing here: {REFUSED[key.split(".")[-1]]}.']
-    assert {k.split('.')[-1] for k, _ in NOTHING} == set(ALWAYS) <= set(REFUSED)
+    assert {k.split('.')[-1] for k, _ in NOTHING} == set(REDUNDANT_KEYS) <= set(REFUSED)
 
 @pytest.mark.parametrize('key, value',
                          [('data.use_tf_native_loading', False), ('data.optimize_cpu_gpu_overlap', False),
@@ -193,7 +193,7 @@ def test_what_cannot_be_had_is_refused_with_its_reason(key, value):
 
 def test_every_key_of_others_is_treated():
     refused = {'max_memory_fraction', 'kl_loss_weight'}
-    assert set(REFUSED) == (set(MOVED) - {'sample_rate', 'n_mels'}) | set(ALWAYS) | refused
+    assert set(REFUSED) == (set(RENAMED_KEYS) - {'sample_rate', 'n_mels'}) | set(REDUNDANT_KEYS) | refused
 
 @pytest.mark.parametrize('key, value', [('data.mixed_precision', 'maybe'), ('data.mixed_precision', [1]),
                                         ('data.max_mel_frames', 'many')])
@@ -211,8 +211,8 @@ def test_where_both_stand_ours_counts():
     config, said = load({'data': {'batch_size': 48, 'prefetch_buffer_size': 8, 'pipeline_buffer_size': 100},
                          'training': {'batch_size': 48}})
     assert (config.data.batch_size, config.data.prefetch_buffer_size) == (48, 8)
-    assert said == ['their.yaml: data.pipeline_buffer_size is data.prefetch_buffer_size here, 8, which the file sets '
-                    'too; 100 is ignored.',
+    assert said == ['their.yaml: data.pipeline_buffer_size is data.prefetch_buffer_size here, 8, which the '
+                    'file sets too; 100 is ignored.',
                     'their.yaml: training.batch_size is data.batch_size here, 48.']
 
 @pytest.mark.parametrize('values, meant', [
@@ -273,7 +273,7 @@ def test_odd_shapes(values):
 def test_flags_beat_levels_beat_cards_beat_files():
     said = []
     file = DEFAULT.replace(data={'batch_size': 4, 'min_seconds': 1.0})
-    layers = {'GPU preset 4090': gpu_preset('4090', 64), 'level': level('basic'),
+    layers = {'GPU preset 4090': gpu_preset('4090', 64), 'level': optimization_level('basic'),
               'flags': {'data.batch_size': 16}}
     config = recipe(file, layers, said.append)
     assert config.data.min_seconds == 1.0 and config.data.batch_size == 16   # file, flag
@@ -312,7 +312,7 @@ def test_the_environment(monkeypatch):
     ({'data': {'seed': 7, 'batch_size': 3}}, ['data.seed'], 'data.batch_size: 3')])
 def test_a_change_that_would_do_nothing(changes, explicit, key):
     begun = DEFAULT.replace(training={'precision': 'bfloat16'})
-    check = lambda: check_acts(begun, begun.replace(**changes),
+    check = lambda: check_used(begun, begun.replace(**changes),
                                {'training.precision': 'float16', 'data.batch_size': 5}, 'why', explicit)
     if not key:
         check()
@@ -329,17 +329,17 @@ def test_every_flag_has_a_key(key): assert key in flat(DEFAULT.model_dump())
     ('model.speaker.blocks=[1, 2, 3, 4]', 'model.speaker.blocks', (1, 2, 3, 4)),
     ('speech.reference_chunk_seconds=null', 'speech.reference_chunk_seconds', None)])
 def test_any_key_can_be_set(text, key, value):
-    assert at(recipe(DEFAULT, {'--set': assignments([text])}, print), key) == value
+    assert at(recipe(DEFAULT, {'--set': parse_assignments([text])}, print), key) == value
 
 @pytest.mark.parametrize('text', ['seed', '=3', 'data.seed=[', ''])
 def test_what_is_no_assignment(text):
-    with pytest.raises(UserError, match='--set'): assignments([text])
+    with pytest.raises(UserError, match='--set'): parse_assignments([text])
 
 @pytest.mark.parametrize('text, hint', [('data.bach_size=3', 'did you mean "batch_size"'), ('data=3', 'data'),
                                         ('training.pin_memory=true', 'leave it out')])
 def test_a_wrong_key_is_named(text, hint):
     with pytest.raises(UserError, match=hint):
-        recipe(DEFAULT, {'--set': assignments([text])}, lambda line: None)
+        recipe(DEFAULT, {'--set': parse_assignments([text])}, lambda line: None)
 
 @pytest.mark.parametrize('option', REFUSED_FLAGS)
 def test_options_of_others_have_a_reason(option):
