@@ -75,5 +75,5 @@ lock:
 	@echo "requirements.lock holds the versions that the next make installs."
 
 clean:
-	rm -rf build dist _docs _proc _site *.egg-info .pytest_cache .ruff_cache nbs/nbdev.yml nbs/sidebar.yml
+	rm -rf build dist _docs _proc _site *.egg-info .pytest_cache .ruff_cache nbs/nbdev.yml
 	find nbs xtts_nb tests dev -name __pycache__ -prune -exec rm -rf {} + -o -name .ipynb_checkpoints -prune -exec rm -rf {} +

@@ -2,8 +2,8 @@
 
     python dev/defaults.py     writes tests/stored/defaults.txt
 
-tests/conftest.py compares each module with that list, so a changed default is seen in a review and never by accident.
-Only what holds a number or a truth value is listed; help texts, long texts and the bodies of lambdas are left out."""
+tests/conftest.py compares each module with this list: whoever changes a default also changes the list, and a
+review shows it. Listed are numbers, truth values and short texts; no help texts and no bodies of lambdas."""
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +11,11 @@ from pathlib import Path
 from tree import ROOT, modules
 
 LIST = ROOT / 'tests/stored/defaults.txt'
-LONGEST = 20   # characters of a text that is kept
+LONGEST = 20   # characters of a text that is listed
 
 
 class _Shortened(ast.NodeTransformer):
-    "Without what is no value: help texts, long texts, code."
+    "Removes what is no value: help texts, long texts, code."
     def visit_Constant(self, node):
         long = isinstance(node.value, str) and len(node.value) > LONGEST
         return ast.Constant(...) if long else node
@@ -49,11 +49,13 @@ def _declared(body: list[ast.stmt], path: str) -> Iterator[tuple[str, ast.AST]]:
     "The names and the values of a module's or a class's body, and of the functions in it."
     for node in body:
         if isinstance(node, ast.Assign): yield f'{path}{ast.unparse(node.targets[0])}', node.value
-        elif isinstance(node, ast.AnnAssign) and node.value: yield f'{path}{ast.unparse(node.target)}', node.value
+        elif isinstance(node, ast.AnnAssign) and node.value:
+            yield f'{path}{ast.unparse(node.target)}', node.value
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield from ((f'{path}{node.name} @', decorator) for decorator in node.decorator_list)
             if isinstance(node, ast.FunctionDef): yield from _arguments(node, f'{path}{node.name}')
-            yield from _declared(node.body if isinstance(node, ast.ClassDef) else _functions(node), f'{path}{node.name}.')
+            yield from _declared(node.body if isinstance(node, ast.ClassDef) else _functions(node),
+                                 f'{path}{node.name}.')
 
 
 def _functions(node: ast.FunctionDef) -> list[ast.stmt]:
@@ -71,4 +73,5 @@ def declared(
 
 
 if __name__ == '__main__':
-    LIST.write_text(''.join(f'{line}\n' for module in modules() for line in declared(module)), encoding='utf-8')
+    LIST.write_text(''.join(f'{line}\n' for module in modules() for line in declared(module)),
+                    encoding='utf-8')

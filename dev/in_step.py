@@ -1,7 +1,7 @@
-"""Are the notebooks clean, and is the library what they export? Answers on a copy and changes nothing here.
+"""Are the notebooks clean, and is the library what they export? Checks a copy and changes nothing here.
 
-Whether the files are committed does not matter: the copy is made from the files as they are, its generated modules
-are removed, `nbdev-export` and `nbdev-clean` run in it, and what they leave is compared with the files here."""
+The copy is made from the files as they are, committed or not. Its generated modules are removed,
+`nbdev-export` and `nbdev-clean` run in it, and the result is compared with the files here."""
 import os
 import shutil
 import subprocess
@@ -18,7 +18,8 @@ def contents(
 ) -> dict[str, bytes]:
     "What the notebooks and the library hold, by path."
     files = [f for pattern in ('nbs/**/*.ipynb', 'xtts_nb/**/*.py') for f in root.glob(pattern)]
-    return {f.relative_to(root).as_posix(): f.read_bytes() for f in files if '.ipynb_checkpoints' not in f.parts}
+    return {f.relative_to(root).as_posix(): f.read_bytes() for f in files
+            if '.ipynb_checkpoints' not in f.parts}
 
 
 def regenerated(
@@ -42,7 +43,7 @@ def regenerated(
 def differences(
     root: Path = ROOT,  # the repository
 ) -> list[str]:
-    "The files that an export and a cleaning would add, remove or change."
+    "The files that an export and a clean-up would add, remove or change."
     here, there = contents(root), regenerated(root)
     return sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
 
@@ -50,5 +51,5 @@ def differences(
 if __name__ == '__main__':
     if stale := differences():
         print('\n'.join(stale))
-        sys.exit('Notebooks and library are out of step in the files above: run `make export` and look at what changed.')
+        sys.exit('Notebooks and library disagree in the files above: run `make export` and see what changed.')
     print('Notebooks are clean, and the library is what they export.')

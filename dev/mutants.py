@@ -1,14 +1,14 @@
-"""Do the tests notice a wrong library? Changes it in one small place at a time and runs the tests and the page of that module.
+"""Mutation tests: change the library in one place at a time, and run the tests and the page of that module.
 
-    python dev/mutants.py SEED N            N changes by chance; every module gets one before any gets its second
-    python dev/mutants.py SEED N --jobs 4   as many at a time (2)
-    python dev/mutants.py --again FILE      the survivors that FILE lists, against the tests as they are now
-    python dev/mutants.py 1 20 --only cache audio   of these modules alone
+    python dev/mutants.py SEED N            N random changes; each module gets one before any gets two
+    python dev/mutants.py SEED N --jobs 4   four at a time (default: 2)
+    python dev/mutants.py --again FILE      the survivors in FILE, with the tests of today
+    python dev/mutants.py 1 20 --only cache audio   these modules only
 
-A change is made in a copy of the tree, in the module and in its page alike. The module's quick tests come first:
-`tests/**/test_<module>.py` and `test_<word>_<module>.py`, or else the two shortest test files that name the module.
-What they do not notice is tried on the page. A result is one JSON line in runs/mutants-SEED-<library>.jsonl, so a run that
-was stopped goes on where it was. Half a minute to two for each change: this is no part of `make test`."""
+A change is made in a copy of the tree, in the module and in its page. The module's quick tests run first:
+`tests/**/test_<module>.py` and `test_<word>_<module>.py`, or else the two shortest test files that name it.
+If they pass, the page runs. Each result is one JSON line in runs/mutants-SEED-<library>.jsonl; a run that was
+stopped continues there. A change takes half a minute to two minutes, so `make test` does not include this."""
 import argparse
 import ast
 import hashlib
@@ -31,11 +31,11 @@ from tree import ROOT, modules
 
 CELL = re.compile(r'# %% (?:\.\./)+(?P<notebook>nbs/\S+\.ipynb) #(?P<cell>\S+)\n')
 
-COMPARISONS = {ast.Lt: ('<', '<='), ast.LtE: ('<=', '<'), ast.Gt: ('>', '>='), ast.GtE: ('>=', '>'), ast.Eq: ('==', '!='),
-               ast.NotEq: ('!=', '=='), ast.In: ('in', 'not in'), ast.NotIn: ('not in', 'in'), ast.Is: ('is', 'is not'),
-               ast.IsNot: ('is not', 'is')}
-OPERATIONS = {ast.Add: ('+', '-'), ast.Sub: ('-', '+'), ast.Mult: ('*', '/'), ast.Div: ('/', '*'), ast.FloorDiv: ('//', '/'),
-              ast.Mod: ('%', '*')}
+COMPARISONS = {ast.Lt: ('<', '<='), ast.LtE: ('<=', '<'), ast.Gt: ('>', '>='), ast.GtE: ('>=', '>'),
+               ast.Eq: ('==', '!='), ast.NotEq: ('!=', '=='), ast.In: ('in', 'not in'),
+               ast.NotIn: ('not in', 'in'), ast.Is: ('is', 'is not'), ast.IsNot: ('is not', 'is')}
+OPERATIONS = {ast.Add: ('+', '-'), ast.Sub: ('-', '+'), ast.Mult: ('*', '/'), ast.Div: ('/', '*'),
+              ast.FloorDiv: ('//', '/'), ast.Mod: ('%', '*')}
 CONNECTIVES = {ast.And: ('and', 'or'), ast.Or: ('or', 'and')}
 NAMES = {'min': 'max', 'max': 'min', 'any': 'all', 'all': 'any'}
 
@@ -59,9 +59,11 @@ class Changes(ast.NodeVisitor):
 
     def replace(self, node: ast.AST, new: str):
         "The whole of a node that stands on one line."
-        if node.lineno == node.end_lineno: self.found.append((node.lineno, node.col_offset, node.end_col_offset, new))
+        if node.lineno == node.end_lineno:
+            self.found.append((node.lineno, node.col_offset, node.end_col_offset, new))
 
-    def text(self, node: ast.AST) -> str: return self.lines[node.lineno - 1][node.col_offset:node.end_col_offset].decode()
+    def text(self, node: ast.AST) -> str:
+        return self.lines[node.lineno - 1][node.col_offset:node.end_col_offset].decode()
 
     def visit_Compare(self, node):
         for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators):
@@ -70,16 +72,20 @@ class Changes(ast.NodeVisitor):
 
     def visit_BinOp(self, node):
         literals = ast.JoinedStr, ast.List, ast.Tuple
-        text = any(isinstance(n, literals) or isinstance(getattr(n, 'value', 0), str) for n in (node.left, node.right))
-        if type(node.op) in OPERATIONS and not text: self.between(node.left, node.right, *OPERATIONS[type(node.op)])
+        text = any(isinstance(n, literals) or isinstance(getattr(n, 'value', 0), str)
+                   for n in (node.left, node.right))
+        if type(node.op) in OPERATIONS and not text:
+            self.between(node.left, node.right, *OPERATIONS[type(node.op)])
         self.generic_visit(node)
 
     def visit_BoolOp(self, node):
-        for left, right in zip(node.values, node.values[1:]): self.between(left, right, *CONNECTIVES[type(node.op)])
+        for left, right in zip(node.values, node.values[1:]):
+            self.between(left, right, *CONNECTIVES[type(node.op)])
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node):
-        if isinstance(node.op, ast.Not | ast.USub) and node.lineno == node.end_lineno: self.replace(node, self.text(node.operand))
+        if isinstance(node.op, ast.Not | ast.USub) and node.lineno == node.end_lineno:
+            self.replace(node, self.text(node.operand))
         self.generic_visit(node)
 
     def visit_Constant(self, node):
@@ -94,7 +100,9 @@ class Changes(ast.NodeVisitor):
         other = isinstance(test, ast.Compare | ast.BoolOp) or isinstance(getattr(test, 'op', None), ast.Not)
         if not other and test.lineno == test.end_lineno: self.replace(test, f'(not {self.text(test)})')
 
-    def visit_If(self, node): self.condition(node.test); self.generic_visit(node)
+    def visit_If(self, node):
+        self.condition(node.test)
+        self.generic_visit(node)
     visit_While = visit_IfExp = visit_If
 
     def visit_comprehension(self, node):
@@ -155,7 +163,8 @@ def exchange(
 ) -> list[str]:
     "The lines with one of them replaced."
     at = [i for i, line in enumerate(lines) if line == change['before']]
-    if len(at) <= change['nth']: raise LookupError(f"{change['module']}.py no longer holds {change['before'].strip()!r}")
+    if len(at) <= change['nth']:
+        raise LookupError(f"{change['module']}.py no longer holds {change['before'].strip()!r}")
     return [*lines[:at[change['nth']]], new, *lines[at[change['nth']] + 1:]]
 
 
@@ -168,10 +177,12 @@ def apply(
     kept = {f: f.read_bytes() for f in (module, page)}
     head, mark, rest = kept[module].decode().partition(f"{change['notebook']} #{change['cell']}\n")
     if not mark: raise LookupError(f"{change['module']}.py no longer holds cell {change['cell']}")
-    module.write_text(head + mark + '\n'.join(exchange(rest.split('\n'), change, change['after'])), encoding='utf-8')
+    module.write_text(head + mark + '\n'.join(exchange(rest.split('\n'), change, change['after'])),
+                      encoding='utf-8')
     nb = json.loads(kept[page])
     (cell,) = (c for c in nb['cells'] if c['id'] == change['cell'])
-    cell['source'] = '\n'.join(exchange(''.join(cell['source']).split('\n'), change, change['after'])).splitlines(keepends=True)
+    cell['source'] = '\n'.join(exchange(''.join(cell['source']).split('\n'), change,
+                                        change['after'])).splitlines(keepends=True)
     page.write_text(json.dumps(nb), encoding='utf-8')
     return kept
 
@@ -199,10 +210,10 @@ class FirstFailure:
     pytest_collectreport = pytest_runtest_logreport
 
 
-def child(root: Path, kind: str, targets: list[str], said: str):
-    "In a process of its own: run tests, or a page; what fails is written to `said`.txt, what is printed to `said`.log."
+def child(root: Path, kind: str, targets: list[str], out: str):
+    "Run tests or a page in a child process; output goes to `out`.log, the name of a failure to `out`.txt."
     os.setsid()
-    log = os.open(f'{said}.log', os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    log = os.open(f'{out}.log', os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2): os.dup2(log, stream)
     os.chdir(root)
     os.environ['PYTHONPATH'] = str(root)
@@ -211,8 +222,8 @@ def child(root: Path, kind: str, targets: list[str], said: str):
     if kind == 'tests':
         import pytest
         first = FirstFailure()
-        code = pytest.main(['-x', '-q', '-p', 'no:cacheprovider', '-p', 'no:xdist', '-m', 'not slow and not gpu', *targets],
-                           plugins=[first])
+        code = pytest.main(['-x', '-q', '-p', 'no:cacheprovider', '-p', 'no:xdist', '-m',
+                            'not slow and not gpu', *targets], plugins=[first])
         failed = '' if code in (0, 5) else first.name or f'pytest ended with {code}'
     else:
         from nbdev.test import test_nb
@@ -220,7 +231,7 @@ def child(root: Path, kind: str, targets: list[str], said: str):
         os.chdir(root / 'nbs')
         good, _ = test_nb(root / targets[0], skip_flags=['gpu', 'slow'], force_flags=['cpu'], basepath=root)
         failed = '' if good else targets[0]
-    Path(f'{said}.txt').write_text(failed)
+    Path(f'{out}.txt').write_text(failed)
     os._exit(0)
 
 
@@ -274,7 +285,8 @@ def library_key(root: Path) -> str:
 
 def copied(root: Path, folder: Path) -> Path:
     "A copy of the tree without what is made again."
-    noise = shutil.ignore_patterns('.git', '.venv*', 'runs', 'cache', '_docs', '__pycache__', '.ipynb_checkpoints', '.*_cache')
+    noise = shutil.ignore_patterns('.git', '.venv*', 'runs', 'cache', '_docs', '__pycache__',
+                                   '.ipynb_checkpoints', '.*_cache')
     return Path(shutil.copytree(root, folder, ignore=noise))
 
 
@@ -296,7 +308,8 @@ def run(wanted: list[dict], out: Path, jobs: int, limit: float, until: float) ->
     yield from done
     old = {key(change) for change in done}
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['tensorflow', 'pytest', 'nbdev.test'])   # their import costs more than most tests
+    # their import costs more than most tests
+    context.set_forkserver_preload(['tensorflow', 'pytest', 'nbdev.test'])
     with tempfile.TemporaryDirectory(prefix='mutants-') as folder, ThreadPoolExecutor(jobs) as pool:
         roots = SimpleQueue()
         for i in range(jobs): roots.put(copied(ROOT, Path(folder) / str(i)))
@@ -304,7 +317,8 @@ def run(wanted: list[dict], out: Path, jobs: int, limit: float, until: float) ->
             if time.monotonic() > until: return None
             root = roots.get()
             try: return judge(context, root, change, limit)
-            except LookupError as error: return {**change, 'noticed_by': None, 'notes': [str(error)], 'seconds': 0}
+            except LookupError as error:
+                return {**change, 'noticed_by': None, 'notes': [str(error)], 'seconds': 0}
             finally: roots.put(root)
         for future in as_completed([pool.submit(one, change) for change in wanted if key(change) not in old]):
             if not (result := future.result()): continue
@@ -322,12 +336,14 @@ def main():
     parser.add_argument('--only', nargs='+', metavar='MODULE', help='modules to change')
     parser.add_argument('--again', type=Path, help='a file of results, whose survivors are tried anew')
     options = parser.parse_args()
-    os.environ.update(CUDA_VISIBLE_DEVICES='-1', TF_CPP_MIN_LOG_LEVEL='2', MPLBACKEND='Agg', KERAS_BACKEND='tensorflow')
+    os.environ.update(CUDA_VISIBLE_DEVICES='-1', TF_CPP_MIN_LOG_LEVEL='2', MPLBACKEND='Agg',
+                      KERAS_BACKEND='tensorflow')
     if options.again:
         wanted = [r for r in map(json.loads, options.again.read_text().splitlines()) if not r['noticed_by']]
         out = options.again.with_name(f'{options.again.stem}-again-{library_key(ROOT)}.jsonl')
     else:
-        wanted = deal({module: changes(ROOT, module) for module in options.only or modules()}, options.seed, options.n)
+        wanted = deal({module: changes(ROOT, module) for module in options.only or modules()}, options.seed,
+                      options.n)
         name = '-'.join([str(options.seed), *(options.only or []), library_key(ROOT)])
         out = ROOT / f'runs/mutants-{name}.jsonl'
     out.parent.mkdir(exist_ok=True)

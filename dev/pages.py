@@ -2,6 +2,8 @@
 
     python dev/pages.py readme    nbs/index.ipynb -> README.md, its pictures -> nbs/images/
     python dev/pages.py docs      every notebook -> _docs/*.html, each complete in one file
+    python dev/pages.py release https://HOST/OWNER/REPOSITORY
+                                  README.md with whole addresses, and [project.urls], as PyPI needs them
 
 The published site is made by nbdev and Quarto from the same notebooks; this needs neither."""
 import base64
@@ -18,7 +20,7 @@ from nbconvert import HTMLExporter, MarkdownExporter
 from nbformat import NotebookNode
 from pygments.formatters import HtmlFormatter
 
-from tree import ROOT, notebooks
+from tree import ROOMS, ROOT, notebooks
 
 # GitHub shows Markdown and pictures; HTML with scripts or sound it strips.
 SHOWN = 'text/markdown', 'image/svg+xml', 'image/png', 'image/jpeg', 'text/plain'
@@ -130,7 +132,8 @@ def readme(
         cell.outputs = [o for o in cell.outputs if '<audio' not in o.get('data', {}).get('text/html', '')]
         for i, output in enumerate(cell.outputs): pictures |= take_picture(output, f'index-{cell.id}-{i}')
     relink_cells(nb, lambda target: os.path.normpath(f'nbs/{target}').replace(os.sep, '/'))
-    exporter = MarkdownExporter(extra_loaders=[DictLoader({'readme.md.j2': README})], template_file='readme.md.j2')
+    exporter = MarkdownExporter(extra_loaders=[DictLoader({'readme.md.j2': README})],
+                                template_file='readme.md.j2')
     exporter.display_data_priority = list(SHOWN)
     text, _ = exporter.from_notebook_node(nb)
     return re.sub(r'\n{3,}', '\n\n', text).strip() + '\n', pictures
@@ -150,10 +153,41 @@ def write_readme(
     print('README.md written from nbs/index.ipynb.')
 
 
+# ---- the release
+
+def released(
+    text: str,      # of README.md
+    address: str,   # of the repository on the web
+    version: str,
+) -> str:
+    "README.md with whole addresses: PyPI shows it without the repository."
+    def whole(target: str) -> str:
+        kind = 'raw' if target.endswith(('.png', '.jpg', '.svg')) else 'blob'
+        return f'{address}/{kind}/v{version}/{target}'
+    return relink(text, whole)
+
+
+def write_release(
+    address: str,
+    root: Path = ROOT,
+):
+    "Make README.md and pyproject.toml those of a release."
+    init = (root / 'xtts_nb/__init__.py').read_text(encoding='utf-8')
+    version = re.search(r'__version__ = "(.+)"', init)[1]
+    readme, project = root / 'README.md', root / 'pyproject.toml'
+    readme.write_text(released(readme.read_text(encoding='utf-8'), address, version), encoding='utf-8')
+    urls = {'Homepage': address, 'Changelog': f'{address}/blob/v{version}/CHANGELOG.md',
+            'Issues': f'{address}/issues'}
+    lines = '\n'.join(f'{name} = "{url}"' for name, url in urls.items())
+    text = project.read_text(encoding='utf-8').rstrip()
+    project.write_text(f'{text}\n\n[project.urls]\n{lines}\n', encoding='utf-8')
+
+
 # ---- the pages
 
 PAGE = Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title><style>$style</style></head>
 <body><nav>$nav</nav><main>
 $body
@@ -162,16 +196,21 @@ $body
 
 STYLE = """
 body { display: flex; margin: 0; font: 16px/1.55 system-ui, sans-serif; color: #222; background: #fff }
-nav { flex: 0 0 13em; padding: 1.5em 1em; box-sizing: border-box; position: sticky; top: 0; height: 100vh; overflow: auto }
-nav a { display: block; padding: .15em .5em; color: #444; text-decoration: none; border-left: 3px solid transparent }
+nav { flex: 0 0 13em; padding: 1.5em 1em; box-sizing: border-box; position: sticky; top: 0;
+      height: 100vh; overflow: auto }
+nav a { display: block; padding: .15em .5em; color: #444; text-decoration: none;
+        border-left: 3px solid transparent }
 nav a[aria-current] { border-color: #2a6fb0; font-weight: 600 }
 main { flex: 1; min-width: 0; max-width: 52em; padding: 1em 2em 6em }
 blockquote { margin-left: 0; color: #555; font-size: 1.1em }
 pre { padding: .6em .8em; overflow-x: auto; font: 13px/1.45 ui-monospace, monospace; margin: .5em 0 }
-.highlight pre { background: #f6f7f9; border-radius: 4px } .output pre { color: #333; border-left: 3px solid #d5dbe1 }
-table { border-collapse: collapse; font-size: .92em } td, th { padding: .25em .7em; border-bottom: 1px solid #ddd }
+.highlight pre { background: #f6f7f9; border-radius: 4px }
+.output pre { color: #333; border-left: 3px solid #d5dbe1 }
+table { border-collapse: collapse; font-size: .92em }
+td, th { padding: .25em .7em; border-bottom: 1px solid #ddd }
 img, svg { max-width: 100% } .anchor-link, .prompt { display: none } audio { width: 100% }
-@media (max-width: 50em) { body { display: block } nav { position: static; height: auto } main { padding: 1em } }
+@media (max-width: 50em) { body { display: block } nav { position: static; height: auto }
+                           main { padding: 1em } }
 """
 
 
@@ -208,7 +247,7 @@ def navigation(
     lines, room = [], ''
     for page, text in titles.items():
         folder = os.path.dirname(page)
-        if folder != room: lines.append(f'<h4>{folder}</h4>')
+        if folder != room: lines.append(f'<h4>{ROOMS[folder]}</h4>')
         room, current = folder, ' aria-current="page"' if page == here else ''
         lines.append(f'<a href="{os.path.relpath(page, os.path.dirname(here) or ".")}"{current}>{text}</a>')
     return '\n'.join(lines)
@@ -226,7 +265,8 @@ def docs(
     for page, nb in shown.items():
         relink_cells(nb, page_link)
         body, _ = exporter.from_notebook_node(nb, {'metadata': {'path': str(found[page].parent)}})
-        pages[page] = PAGE.substitute(title=titles[page], style=style, nav=navigation(titles, page), body=body)
+        pages[page] = PAGE.substitute(title=titles[page], style=style, nav=navigation(titles, page),
+                                      body=body)
     return pages
 
 
@@ -244,6 +284,8 @@ def write_docs(
 
 
 if __name__ == '__main__':
-    actions = {'readme': write_readme, 'docs': write_docs}
-    if sys.argv[1:] not in [[name] for name in actions]: sys.exit('usage: python dev/pages.py readme|docs')
-    actions[sys.argv[1]]()
+    actions = {'readme': write_readme, 'docs': write_docs, 'release': write_release}
+    name, *arguments = sys.argv[1:] or ['']
+    if name not in actions or len(arguments) != (name == 'release'):
+        sys.exit('usage: python dev/pages.py readme|docs|release ADDRESS')
+    actions[name](*arguments)

@@ -2,7 +2,7 @@
 
     python dev/records.py     writes it into the notebooks, as their cells would show it
 
-A cell that draws a record names it in `recorded(...)` or `headline(...)`, and uses nothing but what the page imports
+A cell that draws a record names it in `recorded(...)` or `headline(...)`, and uses only what the page imports
 or exports. tests/test_records.py compares what is stored with what the same cell draws now."""
 import ast
 import base64

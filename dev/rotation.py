@@ -1,11 +1,11 @@
-"""A part of what is slow, so that CI sees all of it within a few landings: pages first, then tests.
+"""Run a part of the slow pages and tests, so that CI runs all within a few commits: pages first, then tests.
 
-    python dev/rotation.py             the part that the commit chooses, in 9 minutes at most
+    python dev/rotation.py             the part that the commit selects, in 9 minutes at most
     python dev/rotation.py list        every part
-    python dev/rotation.py measure     everything that is slow; the seconds it took go to dev/rotation.json
+    python dev/rotation.py measure     all of them; their seconds are written to dev/rotation.json
 
-What the time does not suffice for is named and is no failure. A unit is a page with cells `#| slow`, or a test function marked
-`slow` with all its cases. pytest loads this file as a plugin too."""
+What does not fit into the time is listed and is no failure. A unit is a page with cells `#| slow`, or a test
+function marked `slow` with all its cases. pytest loads this file as a plugin too."""
 import json
 import os
 import signal
@@ -39,7 +39,7 @@ def deal(
     seconds: dict[str, float],   # of each unit
     parts: int = PARTS,
 ) -> list[list[str]]:
-    "Every unit in one part, all parts about as long: the longest first, each to the part with the least so far."
+    "Parts of about the same length: the longest unit first, each to the part that is shortest so far."
     dealt, sums = [[] for _ in range(parts)], [0.] * parts
     for unit in sorted(units, key=lambda u: (-seconds.get(u, UNKNOWN), u)):
         i = sums.index(min(sums))
@@ -52,7 +52,7 @@ def choose(
     commit: str,   # its hash
     parts: int = PARTS,
 ) -> int:
-    "The part that a commit chooses."
+    "The part that a commit selects."
     return int(commit[:8], 16) % parts
 
 
@@ -60,7 +60,7 @@ def turn(
     names: list[str],
     commit: str,
 ) -> list[str]:
-    "The names from one that the commit chooses on, so that the last ones of a part that is too long come first at times."
+    "The names, rotated by the commit, so that the last ones of a part that is too long sometimes come first."
     start = int(commit[8:16], 16) % max(1, len(names))
     return names[start:] + names[:start]
 
@@ -100,7 +100,8 @@ def run_pages(
     until: float,
 ) -> dict[str, tuple[str, float]]:
     "How each page ended, two at a time; one line for each."
-    with ThreadPoolExecutor(WORKERS) as pool: results = dict(zip(pages, pool.map(lambda page: run_page(page, until), pages)))
+    with ThreadPoolExecutor(WORKERS) as pool:
+        results = dict(zip(pages, pool.map(lambda page: run_page(page, until), pages)))
     for page, (how, seconds) in results.items(): print(f'{page}: {how}, {seconds:.0f} s', flush=True)
     return results
 
@@ -123,7 +124,8 @@ def pytest_collection_modifyitems(config, items):
     mine = set(deal(sorted({unit_of(i.nodeid) for i in items}), measured())[choose(commit)])
     files = turn(sorted({i.nodeid.partition('::')[0] for i in items}), commit)
     config.hook.pytest_deselected(items=[i for i in items if unit_of(i.nodeid) not in mine])
-    items[:] = sorted((i for i in items if unit_of(i.nodeid) in mine), key=lambda i: files.index(i.nodeid.partition('::')[0]))
+    items[:] = sorted((i for i in items if unit_of(i.nodeid) in mine),
+                      key=lambda i: files.index(i.nodeid.partition('::')[0]))
 
 
 def pytest_runtest_setup(item):

@@ -1,17 +1,17 @@
 "Where things lie in the repository: pages and modules, each in its room."
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+ROOMS = {'data': 'Data', 'models': 'Models', 'train': 'Training', 'monitor': 'Monitoring', 'speech': 'Speech',
+         'app': 'Application', 'base': 'Base'}   # folder -> title, in the order of the sidebar
 
 
 def notebooks(
     root: Path = ROOT,   # of the repository
 ) -> list[Path]:
     "Every page: the index, the lessons by number, then the rooms."
-    def place(path: Path) -> tuple:
-        relative = path.relative_to(root / 'nbs')
-        return path.stem != 'index', len(relative.parts), not re.match(r'\d', path.name), relative.as_posix()
+    rooms = ['nbs', *ROOMS]
+    def place(path: Path) -> tuple: return rooms.index(path.parent.name), path.stem != 'index', path.name
     found = (p for p in (root / 'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
     return sorted(found, key=place)
 

@@ -6,7 +6,8 @@ import tensorflow as tf
 from xtts_nb.train.trainer import Trainer
 
 HELD = ['low-0', 'low-3', 'high-6']   # clips to keep out
-CLOCKS = 'clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'   # what may differ between two equal runs
+# what may differ between two equal runs
+CLOCKS = 'clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'
 
 
 class Cheap(Trainer):

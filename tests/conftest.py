@@ -20,18 +20,18 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('KERAS_BACKEND', 'tensorflow')
 os.environ.setdefault('MPLBACKEND', 'Agg')
 
-# Equal runs are equal to the bit, products have all digits of float32, and memory is taken as it is needed.
+# Runs repeat bit for bit, products are computed in full float32, and memory is allocated as it is needed.
 ON_GPU = {'TF_DETERMINISTIC_OPS': '1', 'NVIDIA_TF32_OVERRIDE': '0', 'TF_FORCE_GPU_ALLOW_GROWTH': 'true'}
 
 
 def pytest_configure(config):
-    "Hide the GPU, or make it repeat itself and leave room for the processes of tests; before TensorFlow is imported."
+    "Hide the GPU, or make it deterministic and share its memory; before TensorFlow is imported."
     if 'not gpu' in config.option.markexpr: os.environ['CUDA_VISIBLE_DEVICES'] = '-1'
     if 'not cpu' in config.option.markexpr: os.environ.update(ON_GPU)
 
 
 class Tests(pytest.Module):
-    "A file of tests, with one more for each module that it tests: what the module declares is what the list says."
+    "A file of tests, and one more test for each module that it covers: its defaults are the listed ones."
     def collect(self):
         yield from super().collect()
         for module in tested(self.path.stem):
@@ -44,12 +44,14 @@ def pytest_pycollect_makemodule(module_path, parent): return Tests.from_parent(p
 def tested(stem: str) -> list[str]:   # of a file `test_<module>.py` or `test_<word>_<module>.py`
     "The module that a file tests."
     name, known = stem.removeprefix('test_'), {m.rpartition('.')[2]: m for m in defaults.modules()}
-    return [known[name]] if name in known else [m for last, m in known.items() if re.fullmatch(f'[a-z0-9]+_{last}', name)]
+    return [known[name]] if name in known else [m for last, m in known.items()
+                                                if re.fullmatch(f'[a-z0-9]+_{last}', name)]
 
 
 def check_defaults(module: str):
-    "Every default and every constant of a module is the listed one; `python dev/defaults.py` renews the list."
-    listed = [line for line in defaults.LIST.read_text(encoding='utf-8').splitlines() if line.startswith(f'{module}.')]
+    "Compare a module's defaults and constants with the list; `python dev/defaults.py` renews it."
+    listed = [line for line in defaults.LIST.read_text(encoding='utf-8').splitlines()
+              if line.startswith(f'{module}.')]
     assert defaults.declared(module) == listed
 
 
@@ -77,7 +79,8 @@ def small():
     setup_tf(threads=2)
     return XTTSConfig.tiny(64).replace(
         model={'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32},
-               'gpt': {'layers': 2, 'text_tokens': 48, 'max_text_tokens': 40, 'max_audio_codes': 48, 'prompt_latents': 4}},
+               'gpt': {'layers': 2, 'text_tokens': 48, 'max_text_tokens': 40, 'max_audio_codes': 48,
+                       'prompt_latents': 4}},
         data={'batch_size': 4, 'reference_frames': 32, 'max_text_tokens': 40})
 
 
@@ -164,7 +167,8 @@ def xtts(small, prepared, dvae):
     keras.utils.set_random_seed(0)
     model = XTTS(small, prepared.tokenizer, dvae)
     for name, v in model.weights.items():   # zeros at first: the reference would not matter to the blocks
-        if name.endswith('project/kernel') and 'conditioning' in name: v.assign(keras.random.normal(v.shape, stddev=0.1))
+        if name.endswith('project/kernel') and 'conditioning' in name:
+            v.assign(keras.random.normal(v.shape, stddev=0.1))
     return model
 
 
@@ -199,7 +203,7 @@ def given(monkeypatch):
     monkeypatch.setattr(runs, 'Trainer', Given)
 
 
-# --- commands in this process, and what stands behind them ---------------------------------------------------------
+# --- commands in this process, and what stands behind them --------------------------------------------------
 
 @pytest.fixture
 def ran(capfd):
@@ -212,9 +216,10 @@ def ran(capfd):
 
 @pytest.fixture
 def behind(monkeypatch):
-    """Replaces a function of the library, `behind('app.demo.run_demo', result)`; returns its calls as {argument: value}.
+    """Stubs a function, `behind('app.demo.run_demo', result)`; returns its calls, each {argument: value}.
 
-    A function as `result` gets the arguments; a callback `progress` is called once, with (1, 2), and left out."""
+    A function as `result` receives the arguments. A callback `progress` is called once, with (1, 2), and is
+    not among the arguments returned."""
     def replace(place, result=None):
         module, _, name = place.rpartition('.')
         module = importlib.import_module(f'xtts_nb.{module}')
@@ -231,7 +236,7 @@ def behind(monkeypatch):
 
 @pytest.fixture
 def bars(monkeypatch):
-    "Commands of this process prepare no devices and draw no bars; what they ask for and would draw, in order."
+    "Commands of this process prepare no devices and draw no bars; yields what they request, in order."
     from xtts_nb.app import cli
     shown = []
     @contextmanager

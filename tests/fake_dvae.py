@@ -1,4 +1,4 @@
-"A DVAE for tests of `prepare`: no weights to train, quick to start, and found again by the processes it is used in."
+"A DVAE for tests of `prepare`: no weights to train, quick to start, and importable by child processes."
 import os
 import signal
 import time
@@ -11,8 +11,10 @@ import tensorflow as tf
 class Fake:
     "Codes by loudness; another `gain` makes other codes, other `stats` other mels."
     def __init__(self, gain=1., stats=5.): self.gain, self.mel_stats = gain, np.full(80, stats, np.float32)
-    def encode(self, mel): return tf.cast(tf.clip_by_value(tf.reduce_mean(mel, -1)[:, ::4] * -2 * self.gain, 0, 31), tf.int32)
-    def save(self, path): safetensors.numpy.save_file({'gain': np.float32([self.gain]), 'mel_stats': self.mel_stats}, path)
+    def encode(self, mel):
+        return tf.cast(tf.clip_by_value(tf.reduce_mean(mel, -1)[:, ::4] * -2 * self.gain, 0, 31), tf.int32)
+    def save(self, path):
+        safetensors.numpy.save_file({'gain': np.float32([self.gain]), 'mel_stats': self.mel_stats}, path)
 
 class Slow(Fake):
     "The same codes, a little later, so that there is a middle to be killed in."
@@ -28,7 +30,8 @@ class Dying(Fake):
             self.left -= 1
             if not self.left: os.kill(os.getpid(), signal.SIGKILL)
             return np.int32(0)
-        with tf.control_dependencies([tf.numpy_function(count, [], tf.int32)]): return tf.identity(super().encode(mel))
+        with tf.control_dependencies([tf.numpy_function(count, [], tf.int32)]):
+            return tf.identity(super().encode(mel))
 
 
 def load(path, config, kind=Fake) -> Fake:

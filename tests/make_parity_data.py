@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import coqui_toy
 
 from xtts_nb.models.convert import write_pth
-from xtts_nb.app.parity import reference
+from xtts_nb.app.parity import coqui_outputs
 
 HERE = Path(__file__).parent
 
@@ -36,14 +36,15 @@ def main(coqui_python):
         folder = Path(folder)
         coqui_toy.write_settings(folder)
         files = coqui_toy.tensors(coqui_toy.config())
-        speaker = 'hifigan_decoder.speaker_encoder.torch_spec.'   # its window and filters, which coqui-tts keeps as tensors
+        # its window and filters, which coqui-tts keeps as tensors
+        speaker = 'hifigan_decoder.speaker_encoder.torch_spec.'
         mel = {'0.filter': np.array([[[-0.97, 1]]], np.float32)}
         files['model.pth'] |= {speaker + k: v for k, v in mel.items()}
         files['model.pth'] |= {speaker + k: v for k, v in speaker_mel().items()}
         write_pth(folder / 'model.pth', {'model': files['model.pth']})
         write_pth(folder / 'dvae.pth', files['dvae.pth'])
         write_pth(folder / 'mel_stats.pth', files['mel_stats.pth'])
-        theirs = reference(folder, coqui_python, inputs() | utterance())
+        theirs = coqui_outputs(folder, coqui_python, inputs() | utterance())
     said = {k: theirs.pop(k) for k in list(theirs) if k.startswith('utterance_')}
     for name, arrays in (('parity', theirs), ('utterance', said)):
         np.savez_compressed(HERE / 'stored' / f'{name}.npz', **arrays)

@@ -44,7 +44,7 @@ def environment() -> dict:
 
 
 def hears_ctrl_c():
-    "Called in a child before it starts: what a shell or a CI job runs in the background is born deaf to Ctrl-C."
+    "Runs in a child before it starts: background jobs of a shell or of CI ignore Ctrl-C by default."
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -70,13 +70,14 @@ def check_bounds(
     "The limits of an option are where they are said to be."
     for line, inside, outside in bounds:
         parsed(f'{line} {inside}')
-        with pytest.raises(Exception, match='Input should be (greater|less) than or equal'): parsed(f'{line} {outside}')
+        with pytest.raises(Exception, match='Input should be (greater|less) than or equal'):
+            parsed(f'{line} {outside}')
 
 
 def xtts_nb(*arguments, cwd=None, before=None, timeout=300) -> Done:
     "Run a command to its end; `before` is called in the child."
-    done = subprocess.run([*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(), preexec_fn=before, timeout=timeout,
-                          capture_output=True, text=True, encoding='utf-8')
+    done = subprocess.run([*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(), preexec_fn=before,
+                          timeout=timeout, capture_output=True, text=True, encoding='utf-8')
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -87,8 +88,8 @@ def interrupted(
 ) -> Done:
     "Run a command and press Ctrl-C as soon as it shows `at`."
     screen, end = pty.openpty()
-    child = subprocess.Popen([*program, *map(str, arguments)], cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=end,
-                             preexec_fn=hears_ctrl_c)
+    child = subprocess.Popen([*program, *map(str, arguments)], cwd=cwd, env=environment(),
+                             stdout=subprocess.PIPE, stderr=end, preexec_fn=hears_ctrl_c)
     os.close(end)
     seen, sent, begun = b'', False, time.monotonic()
     try:
@@ -99,11 +100,16 @@ def interrupted(
                 except OSError: break   # the child has closed the terminal
                 if not more: break
                 seen += more
-            if not sent and at.encode() in seen: child.send_signal(signal.SIGINT); sent = True
+            if not sent and at.encode() in seen:
+                child.send_signal(signal.SIGINT)
+                sent = True
         out = child.stdout.read().decode()
         child.wait(timeout)
     finally:
-        child.kill(); child.wait(); child.stdout.close(); os.close(screen)
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        os.close(screen)
     assert sent, f'it never showed {at!r}: {seen[-2000:]!r}'
     plain = re.sub(r'(\x1b\[[0-9;?]*[a-zA-Z]|\s*[\r\n])+', '\n', seen.decode(errors='replace'))
     return Done(child.returncode, out, plain)
@@ -111,7 +117,8 @@ def interrupted(
 
 def tree(folder) -> dict[str, bytes]:
     "Everything below a folder, by path."
-    return {p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else b'' for p in sorted(folder.rglob('*'))}
+    return {p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else b''
+            for p in sorted(folder.rglob('*'))}
 
 
 def reached(run) -> int:

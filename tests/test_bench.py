@@ -158,10 +158,10 @@ NOISY = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 9
 def cpu(monkeypatch): monkeypatch.setattr(bench, 'device_name', lambda: 'CPU, 2 cores')
 
 def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
-    path = record('33_step_speed', ROWS, tmp_path / 'new', 'xtts-nb bench train --record', corpus='demo')
+    path = record('step_speed', ROWS, tmp_path / 'new', 'xtts-nb bench train --record', corpus='demo')
     one = json.loads(path.read_text())
     when = f'{one["date"]}-{one["time"].replace(":", "")}'
-    assert path.name == f'33_step_speed-cpu-2-cores-{when}.json' and list(path.parent.iterdir()) == [path]
+    assert path.name == f'step_speed-cpu-2-cores-{when}.json' and list(path.parent.iterdir()) == [path]
     assert one['device'] == 'CPU, 2 cores' and one['rows'] == ROWS and one['corpus'] == 'demo'
     assert one['cpu'] == bench.cpu_name() and one['command'] == 'xtts-nb bench train --record' and 'commit' in one
     assert one['noisy'] is False and one['noisy_rows'] == {} and capsys.readouterr().err == ''
@@ -208,26 +208,26 @@ def test_the_commit_is_that_of_a_checkout(tmp_path, monkeypatch, script, commit)
 
 def test_no_record_replaces_another(cpu, tmp_path):
     "Twelve runs within one second are twelve files, each as it was written."
-    paths = [record('33_step_speed', [{'name': str(i)}], tmp_path, 'c') for i in range(12)]
+    paths = [record('step_speed', [{'name': str(i)}], tmp_path, 'c') for i in range(12)]
     assert len(set(paths)) == len(list(tmp_path.iterdir())) == 12
     assert [json.loads(p.read_text())['rows'][0]['name'] for p in paths] == [str(i) for i in range(12)]
 
 @pytest.mark.parametrize('rows, said', [(NOISY, 'b 25%'), ([{'name': 'once', 'spread': None}], 'once unknown')])
 def test_a_noisy_run_says_so(cpu, tmp_path, capsys, rows, said):
-    one = json.loads(record('33_step_speed', rows, tmp_path, 'c').read_text())
+    one = json.loads(record('step_speed', rows, tmp_path, 'c').read_text())
     assert one['noisy'] is True and list(one['noisy_rows']) == [said.split()[0]]
     assert said in capsys.readouterr().err
-    assert bench.headline('33_step_speed', tmp_path) is None and bench.headline('10_data', tmp_path) is None
+    assert bench.headline('step_speed', tmp_path) is None and bench.headline('10_data', tmp_path) is None
 
 def test_a_noisy_run_is_never_the_headline(cpu, tmp_path):
     "It is newer than the quiet one; a list of rows beside `rows` counts as well."
-    record('58_demo', ROWS, tmp_path, 'first')
-    record('58_demo', NOISY, tmp_path, 'second')
-    record('58_demo', ROWS, tmp_path, 'third', data_before_after=NOISY)
-    assert bench.headline('58_demo', tmp_path)['command'] == 'first'
-    assert [r['command'] for r in recorded('58_demo', tmp_path)] == ['first']
-    record('58_demo', ROWS, tmp_path, 'fourth')
-    assert bench.headline('58_demo', tmp_path)['command'] == 'fourth'
+    record('demo', ROWS, tmp_path, 'first')
+    record('demo', NOISY, tmp_path, 'second')
+    record('demo', ROWS, tmp_path, 'third', data_before_after=NOISY)
+    assert bench.headline('demo', tmp_path)['command'] == 'first'
+    assert [r['command'] for r in recorded('demo', tmp_path)] == ['first']
+    record('demo', ROWS, tmp_path, 'fourth')
+    assert bench.headline('demo', tmp_path)['command'] == 'fourth'
 
 def old(folder, device, date, rows, **more):
     "A record as it was written before records had a time, a command and a verdict on their spread."
@@ -248,8 +248,8 @@ def test_old_records_are_judged_when_they_are_read(tmp_path):
     assert bench.headline('page', tmp_path)['date'] == '2025-01-01'
 
 def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
-    record('33_step_speed', NOISY, tmp_path, 'xtts-nb bench train --record')
-    (one,) = recorded('33_step_speed', tmp_path)
+    record('step_speed', NOISY, tmp_path, 'xtts-nb bench train --record')
+    (one,) = recorded('step_speed', tmp_path)
     origin, table = bench.record_markdown(one, about='a small GPT').split('\n\n')
     assert origin.startswith(f'a small GPT, CPU, 2 cores ({bench.cpu_name()}), {one["date"]}.')
     assert '`xtts-nb bench train --record`' in origin and 'noisy (spread above 25%): b 25%' in origin

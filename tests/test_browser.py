@@ -1,4 +1,4 @@
-"The live view where it lives: JupyterLab in a headless Chromium. Skipped, with the reason, where one of them is missing."
+"The live view in JupyterLab, in a headless Chromium; skipped, with the reason, where one of them is missing."
 import json
 import os
 import re
@@ -23,7 +23,8 @@ SETTINGS = {'notification': {'fetchNews': 'false', 'checkForUpdates': False, 'do
 @pytest.fixture(scope='module')
 def chromium() -> str:
     "The browser of this machine, or the one that Playwright fetched."
-    for name in ('playwright', 'jupyterlab'): pytest.importorskip(name, reason=f'no {name} here: make test-browser installs it')
+    for name in ('playwright', 'jupyterlab'):
+        pytest.importorskip(name, reason=f'no {name} here: make test-browser installs it')
     from playwright.sync_api import sync_playwright
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if not found:
@@ -39,29 +40,38 @@ def lab(chromium, tmp_path_factory):
     home = folder / '.home'
     (home / 'settings/@jupyterlab/apputils-extension').mkdir(parents=True)
     for name, values in SETTINGS.items():
-        (home / f'settings/@jupyterlab/apputils-extension/{name}.jupyterlab-settings').write_text(json.dumps(values))
-    (folder / 'settings.ini').write_text('[workspace]\nscale = full\n')   # the live cell lasts seven seconds then
+        file = home / f'settings/@jupyterlab/apputils-extension/{name}.jupyterlab-settings'
+        file.write_text(json.dumps(values))
+    # the live cell lasts seven seconds then
+    (folder / 'settings.ini').write_text('[workspace]\nscale = full\n')
     kept = {k: v for k, v in os.environ.items() if k != 'IN_TEST' and not k.startswith('JUPYTER')}
     env = kept | {'JUPYTER_CONFIG_DIR': str(home / 'config'), 'JUPYTER_DATA_DIR': str(home / 'data'),
-                  'JUPYTER_RUNTIME_DIR': str(home / 'runtime'), 'JUPYTERLAB_SETTINGS_DIR': str(home / 'settings'),
+                  'JUPYTER_RUNTIME_DIR': str(home / 'runtime'),
+                  'JUPYTERLAB_SETTINGS_DIR': str(home / 'settings'),
                   'JUPYTERLAB_WORKSPACES_DIR': str(home / 'workspaces'), 'CUDA_VISIBLE_DEVICES': '-1',
                   'PYTHONPATH': os.pathsep.join(filter(None, (str(ROOT), os.environ.get('PYTHONPATH'))))}
     port = free_port()
-    command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--ip=127.0.0.1', f'--port={port}', '--allow-root',
-               '--ServerApp.port_retries=0', '--IdentityProvider.token=', f'--ServerApp.root_dir={folder}',
-               '--LabApp.expose_app_in_browser=True', '--LabApp.collaborative=False']
+    command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--ip=127.0.0.1', f'--port={port}',
+               '--allow-root', '--ServerApp.port_retries=0', '--IdentityProvider.token=',
+               f'--ServerApp.root_dir={folder}', '--LabApp.expose_app_in_browser=True',
+               '--LabApp.collaborative=False']
     log = open(home / 'log', 'w+')
-    server, url = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log), f'http://127.0.0.1:{port}'
+    server, url = subprocess.Popen(command, env=env, cwd=folder, stdout=log,
+                                   stderr=log), f'http://127.0.0.1:{port}'
     try:
         until = time.monotonic() + 60
         while True:
-            try: urllib.request.urlopen(f'{url}/api', timeout=5).close(); break
+            try:
+                urllib.request.urlopen(f'{url}/api', timeout=5).close()
+                break
             except OSError:
                 assert server.poll() is None and time.monotonic() < until, (home / 'log').read_text()[-2000:]
                 time.sleep(.2)
         yield folder, url
     finally:
-        server.terminate(); server.wait(20); log.close()
+        server.terminate()
+        server.wait(20)
+        log.close()
 
 
 @pytest.fixture(scope='module')
@@ -96,7 +106,8 @@ def keep(locator, name: str):
     locator.screenshot(path=folder / name)
 
 
-def text(page, selector: str) -> str: return page.locator(selector).inner_text() if page.locator(selector).count() else ''
+def text(page, selector: str) -> str:
+    return page.locator(selector).inner_text() if page.locator(selector).count() else ''
 
 
 def until(page, holds, what: str, seconds: float = 30):
@@ -117,7 +128,8 @@ def test_page_50_shows_a_training_live(browser, lab):
     until(page, lambda: 'loss' in text(page, '.xtts-frame'), 'the numbers of the training')
     first = text(page, '.xtts-frame')
     until(page, lambda: text(page, '.xtts-frame') != first, 'a change of the numbers')
-    assert {'AU', 'step', 'wait', 'this process'} <= set(re.findall('AU|step|wait|this process', text(page, '.xtts-frame')))
+    assert {'AU', 'step', 'wait', 'this process'} <= set(re.findall('AU|step|wait|this process',
+                                                                    text(page, '.xtts-frame')))
 
     live.get_by_role('button', name='Pause').click()
     frozen, running = text(page, '.xtts-still'), page.locator('.xtts-frame').text_content()
@@ -133,7 +145,8 @@ def test_page_50_shows_a_training_live(browser, lab):
     keep(live, 'live.png')
     picture = page.locator('.jp-RenderedImage img').first
     picture.wait_for()            # the block has ended: the picture stands where the widget was
-    assert not page.locator('.xtts-live').count() and picture.get_attribute('src').startswith('data:image/png')
+    assert not page.locator('.xtts-live').count()
+    assert picture.get_attribute('src').startswith('data:image/png')
     keep(picture, 'left.png')
     page.close()
 
@@ -147,7 +160,8 @@ def probe():
     now = time.perf_counter()
     use = lambda i: 60. + 30 * i + 8 * ((10 * (now - begun)) % 7 < 2)
     more = 310., 61., 1980., 70., 55., 40., 2e9, 4e8, (Process(1, 'python', 5 << 30),)
-    return Sample(now, tuple(GPU(i, 'Made-up card', use(i), (6 + 9 * i) << 30, 24 << 30, *more) for i in range(2)))
+    return Sample(now, tuple(GPU(i, 'Made-up card', use(i), (6 + 9 * i) << 30, 24 << 30, *more)
+                             for i in range(2)))
 with gpu_live(probe) as live:
     for step in range(1000):
         phases = dict(wait_ms=.4, copy_ms=1.2, step_ms=36., callbacks_ms=.3)
@@ -157,9 +171,12 @@ with gpu_live(probe) as live:
 
 
 def test_pick_a_gpu(browser, lab):
-    cell = {'cell_type': 'code', 'id': 'a', 'metadata': {}, 'execution_count': None, 'outputs': [], 'source': CARDS}
+    cell = {'cell_type': 'code', 'id': 'a', 'metadata': {}, 'execution_count': None, 'outputs': [],
+            'source': CARDS}
     kernel = {'kernelspec': {'name': 'python3', 'display_name': 'python3', 'language': 'python'}}
-    page = run_notebook(browser, lab, {'cells': [cell], 'metadata': kernel, 'nbformat': 4, 'nbformat_minor': 5}, 'cards.ipynb')
+    page = run_notebook(browser, lab,
+                        {'cells': [cell], 'metadata': kernel, 'nbformat': 4, 'nbformat_minor': 5},
+                        'cards.ipynb')
     live = page.locator('.xtts-live')
     live.wait_for()
     until(page, lambda: 'GPU 1' in text(page, '.xtts-frame'), 'the second card')

@@ -7,13 +7,16 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def card():
     import tensorflow as tf
-    if not tf.config.list_physical_devices('GPU'): pytest.fail('make test GPU=1 was asked for, but TensorFlow sees no GPU')
+    if not tf.config.list_physical_devices('GPU'):
+        pytest.fail('make test GPU=1 was asked for, but TensorFlow sees no GPU')
 
 
 def test_the_step_s_tensors_are_on_the_gpu_and_the_driver_answers(small):
-    from xtts_nb.app.check import Trial, run_checks
-    rows = {r['name']: r for r in run_checks(Trial(small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), 8, 12))}
-    for name in ('GPU placement', 'GPU monitoring', 'Training step'): assert rows[name]['result'] == 'PASSED', rows[name]
+    from xtts_nb.app.check import StepTrial, run_checks
+    config = small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}})
+    rows = {r['name']: r for r in run_checks(StepTrial(config, 8, 12))}
+    for name in ('GPU placement', 'GPU monitoring', 'Training step'):
+        assert rows[name]['result'] == 'PASSED', rows[name]
     assert rows['GPU placement']['reason'].endswith('tensors on GPU:0')
 
 

@@ -14,7 +14,8 @@ import in_step  # noqa: E402
 def root(tmp_path) -> Path:
     "A repository of one page, in step."
     for folder in ('nbs', 'xtts_nb'): (tmp_path / folder).mkdir()
-    for name in ('pyproject.toml', 'nbs/00_config.ipynb', 'xtts_nb/__init__.py'): shutil.copy(ROOT / name, tmp_path / name)
+    for name in ('pyproject.toml', 'nbs/00_config.ipynb', 'xtts_nb/__init__.py'):
+        shutil.copy(ROOT / name, tmp_path / name)
     for name, content in in_step.regenerated(tmp_path).items(): (tmp_path / name).write_bytes(content)
     return tmp_path
 
@@ -32,7 +33,8 @@ def test_it_notices_every_way_of_being_out_of_step(root):
     assert in_step.differences(root) == ['xtts_nb/config.py']
     module.write_bytes(before['xtts_nb/config.py'])
 
-    notebook.write_text(notebook.read_text(encoding='utf-8').replace('"execution_count": null', '"execution_count": 3'),
+    notebook.write_text(notebook.read_text(encoding='utf-8').replace('"execution_count": null',
+                                                                     '"execution_count": 3'),
                         encoding='utf-8')
     assert in_step.differences(root) == ['nbs/00_config.ipynb']
     notebook.write_bytes(before['nbs/00_config.ipynb'])

@@ -1,17 +1,22 @@
 """README.md is the index page; dev/pages.py shows of a notebook what a reader should see."""
 import base64
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+import xtts_nb
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / 'dev'))
 import pages  # noqa: E402
 
-PNG = base64.b64decode('iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGNgYGBgAAAABQABh6FO1AAAAABJRU5ErkJggg==')
+PNG = base64.b64decode('iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ'
+                       'AAAADUlEQVR4nGNgYGBgAAAABQABh6FO1AAAAABJRU5ErkJggg==')
 
 
 def test_readme_is_the_index_page():
@@ -33,25 +38,29 @@ def root(tmp_path) -> Path:
     picture = result(image__png=base64.b64encode(PNG).decode(), text__plain='<Figure>')
     cells = [
         new_code_cell('#| default_exp nothing', id='a'),
-        new_markdown_cell('# Title\n\n> Subtitle\n\n[a page](00_one.ipynb#two) [log](../dev/LOG.md) [web](https://a.b/c)',
-                          id='b'),
+        new_markdown_cell('# Title\n\n> Subtitle\n\n'
+                          '[a page](00_one.ipynb#two) [log](../dev/LOG.md) [web](https://a.b/c)', id='b'),
         new_code_cell('#| hide\nsecret = 1', id='c'),
         new_code_cell('#| export\n#| slow\nx = 1\nx', id='d', outputs=[result(text__plain='1')]),
         new_code_cell('#| echo: false\nplot()', id='e', outputs=[picture]),
         new_code_cell('#| output: false\nloud()', id='f', outputs=[result(text__plain='unheard')]),
-        new_code_cell('table()', id='g', outputs=[result(text__markdown='| [one](00_one.ipynb) |\n|---|\n| 2 |')]),
+        new_code_cell('table()', id='g',
+                      outputs=[result(text__markdown='| [one](00_one.ipynb) |\n|---|\n| 2 |')]),
         new_code_cell('print(3)', id='h', outputs=[new_output('stream', name='stderr', text='noise'),
                                                    new_output('stream', name='stdout', text='3\n')]),
-        new_code_cell('hear()', id='i', outputs=[result(text__html='<audio></audio>', text__plain='<Audio>')]),
+        new_code_cell('hear()', id='i',
+                      outputs=[result(text__html='<audio></audio>', text__plain='<Audio>')]),
     ]
     nbformat.write(new_notebook(cells=cells), tmp_path / 'nbs/index.ipynb')
-    nbformat.write(new_notebook(cells=[new_markdown_cell('# One\n\n[home](index.ipynb)', id='a')]), tmp_path / 'nbs/00_one.ipynb')
+    nbformat.write(new_notebook(cells=[new_markdown_cell('# One\n\n[home](index.ipynb)', id='a')]),
+                   tmp_path / 'nbs/00_one.ipynb')
     return tmp_path
 
 
 def test_readme_shows_what_a_reader_should_see(root):
     text, _ = pages.readme(root)
-    for unseen in ('#|', 'secret', 'plot()', 'unheard', 'noise', 'default_exp', '<Figure>', '<Audio>'): assert unseen not in text
+    for unseen in ('#|', 'secret', 'plot()', 'unheard', 'noise', 'default_exp', '<Figure>', '<Audio>'):
+        assert unseen not in text
     assert '```python\nx = 1\nx\n```\n\n```text\n1\n```' in text
     assert '```python\nloud()\n```' in text
     assert '```text\n3\n```' in text
@@ -69,8 +78,22 @@ def test_readme_keeps_its_pictures_in_files(root):
     (root / 'nbs/images/drawn-by-hand.png').write_bytes(PNG)
     pages.write_readme(root)
     assert '![figure](nbs/images/index-e-0.png)' in (root / 'README.md').read_text()
-    assert {f.name: f.read_bytes() for f in (root / 'nbs/images').iterdir()} == {'index-e-0.png': PNG, 'drawn-by-hand.png': PNG}
+    images = {f.name: f.read_bytes() for f in (root / 'nbs/images').iterdir()}
+    assert images == {'index-e-0.png': PNG, 'drawn-by-hand.png': PNG}
     assert pages.readme(root) == pages.readme(root)
+
+
+def test_a_release_shows_whole_addresses(tmp_path):
+    for name in ('README.md', 'pyproject.toml', 'xtts_nb/__init__.py'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    pages.write_release('https://a.b/c/d', tmp_path)
+    text, version = (tmp_path / 'README.md').read_text(encoding='utf-8'), xtts_nb.__version__
+    assert f'](https://a.b/c/d/blob/v{version}/nbs/00_config.ipynb)' in text
+    assert f'](https://a.b/c/d/raw/v{version}/nbs/images/index-' in text
+    assert not re.search(r'\]\((?!https?://|#)', text)
+    urls = tomllib.loads((tmp_path / 'pyproject.toml').read_text(encoding='utf-8'))['project']['urls']
+    assert urls['Homepage'] == 'https://a.b/c/d' and urls['Changelog'] == f'https://a.b/c/d/blob/v{version}/CHANGELOG.md'
 
 
 def test_pages_stand_alone_and_lead_to_each_other(root):

@@ -1,4 +1,4 @@
-"""Numbers come from records: each record from a command that its page names, each stored table from its record."""
+"""Numbers come from records: the page of a record names its command, and a stored table shows its record."""
 import ast
 import json
 import re
@@ -17,7 +17,8 @@ import tree  # noqa: E402
 
 FILES = sorted((ROOT / 'benchmarks').glob('*.json'))
 NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in tree.notebooks()}
-DRAWN = [pytest.param(nb, cell, id=f'{stem}-{cell.id}') for stem, nb in NOTEBOOKS.items() for cell in records.record_cells(nb)]
+DRAWN = [pytest.param(nb, cell, id=f'{stem}-{cell.id}') for stem, nb in NOTEBOOKS.items()
+         for cell in records.record_cells(nb)]
 
 
 def decorated(function: ast.FunctionDef) -> str | None:
@@ -42,7 +43,8 @@ def test_each_kind_of_record_has_its_command():
     "`WRITERS` is what the commands do; an option may follow the command."
     known = kept()
     assert known.keys() == bench.WRITERS.keys()
-    assert {page: line for page, line in bench.WRITERS.items() if not f'{line} '.startswith(f'{known[page]} ')} == {}
+    assert {page: line for page, line in bench.WRITERS.items()
+            if not f'{line} '.startswith(f'{known[page]} ')} == {}
 
 def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."
@@ -50,12 +52,14 @@ def page_of(file: Path) -> str:
 
 @pytest.mark.parametrize('file', FILES, ids=lambda f: f.name)
 def test_each_record_was_written_by_a_command(file):
-    assert [p for p in bench.WRITERS if file.name.startswith(f'{p}-')], 'no command writes this; remove it or add the command'
+    assert [p for p in bench.WRITERS
+            if file.name.startswith(f'{p}-')], 'no command writes this; remove it or add the command'
     one = json.loads(file.read_text(encoding='utf-8'))
     assert {'device', 'date', 'commit', 'rows'} <= one.keys() and one['rows']
     if one['date'] <= '2026-11-21': return   # older than the rule
     assert {'cpu', 'time', 'noisy', 'noisy_rows'} <= one.keys()
-    assert one['command'].startswith(f'xtts-nb {bench.WRITERS[page_of(file)]}') and '--record' in one['command']
+    assert one['command'].startswith(f'xtts-nb {bench.WRITERS[page_of(file)]}')
+    assert '--record' in one['command']
     assert one['noisy_rows'] == bench.noisy_rows(one) and one['noisy'] == bool(one['noisy_rows'])
 
 def named(nb) -> set[str]:
@@ -72,7 +76,8 @@ def test_a_page_names_the_command_of_what_it_shows(stem):
 def test_what_is_stored_is_what_the_record_says(nb, cell):
     (stored,) = cell.outputs
     now = records.draw(nb, cell)
-    if hasattr(now, '_repr_markdown_'): assert stored.data['text/markdown'] == now._repr_markdown_(), 'run python dev/records.py'
+    if hasattr(now, '_repr_markdown_'):
+        assert stored.data['text/markdown'] == now._repr_markdown_(), 'run python dev/records.py'
     else: assert 'image/png' in stored.data
 
 def test_a_changed_number_is_seen(monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import defaults
 import pytest
 import tree
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = tree.notebooks()
@@ -74,12 +75,20 @@ def test_no_path_of_one_machine():
 # ---- notebooks
 
 LESSONS = {'00_config': 'config', '10_data_tf_native': 'data.native', '20_model': 'models.xtts',
-           '30_trainer_xla': 'train.trainer', '40_dual_gpu': 'train.dual', '50_monitoring': 'monitor.live',
+           '30_trainer_xla': 'train.step', '40_dual_gpu': 'train.dual', '50_monitoring': 'monitor.live',
            '60_speech': 'speech.generate'}
 
 
 def test_the_lessons_stand_in_front():
     assert [p.stem for p in NOTEBOOKS if p.parent.name == 'nbs'] == ['index', *LESSONS]
+
+
+def test_the_sidebar_shows_the_lessons_first_and_every_room():
+    sidebar = yaml.safe_load((ROOT / 'nbs/sidebar.yml').read_text(encoding='utf-8'))
+    first, lessons, *rooms = sidebar['website']['sidebar']['contents']
+    assert first == 'index.ipynb' and lessons == {'section': 'Lessons', 'contents': [f'{name}.ipynb' for name in LESSONS]}
+    assert rooms == [{'section': title, 'contents': f'{folder}/*.ipynb'} for folder, title in tree.ROOMS.items()]
+    assert {p.parent.name for p in NOTEBOOKS} == {'nbs', *tree.ROOMS}
 
 
 @pytest.mark.parametrize('path', PAGES, ids=name)
@@ -164,6 +173,17 @@ def test_import_is_light():
     assert done.stdout.strip() == '[]'
 
 
+def test_the_names_that_people_import_are_here():
+    import xtts_nb
+    shown = [name for name in dir(xtts_nb) if name[0] != '_']
+    assert shown == sorted(shown) == xtts_nb.__all__ and set(shown) == {
+        'XTTS', 'Trainer', 'prepare', 'Speaker', 'gpu_live', 'diagnose', 'XTTSConfig', 'setup_tf'}
+    for name in shown:
+        value = getattr(xtts_nb, name)
+        assert value.__name__ == name and value.__doc__ and name in vars(xtts_nb)
+    with pytest.raises(AttributeError, match="module 'xtts_nb' has no attribute 'nothing'"): xtts_nb.nothing  # noqa: B018
+
+
 def test_version_is_in_the_changelog():
     import xtts_nb
     headings = re.findall(r'^## \[?([^\]\s]+)', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), re.MULTILINE)
@@ -209,8 +229,9 @@ def test_what_needs_a_gpu_and_what_cannot_have_one_never_run_together(target, gp
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_library_only(tmp_path):
-    files = [f for f in tracked() if f.suffix in ('.py', '.toml', '.md') or f.name == 'LICENSE']
+def test_wheel_holds_the_library_its_pages_and_their_records(tmp_path):
+    wanted = '.py', '.toml', '.md', '.ipynb', '.json', '.typed', '.in'
+    files = [f for f in tracked() if f.suffix in wanted or f.name == 'LICENSE']
     for f in files:
         copy = tmp_path / 'source' / f.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +241,10 @@ def test_wheel_holds_the_library_only(tmp_path):
     assert done.returncode == 0, done.stderr
     names = zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]).namelist()
     info = [n for n in names if '.dist-info/' in n]
-    assert {n for n in names if n not in info} == {f.relative_to(ROOT).as_posix() for f in (ROOT / 'xtts_nb').rglob('*.py')}
+    library = {f.relative_to(ROOT).as_posix() for f in (ROOT / 'xtts_nb').rglob('*.py')}
+    shown = {f'xtts_nb/notebooks/{f.relative_to(ROOT / "nbs").as_posix()}' for f in NOTEBOOKS}
+    records = {f'xtts_nb/notebooks/benchmarks/{f.name}' for f in (ROOT / 'benchmarks').glob('*.json')}
+    assert {n for n in names if n not in info} == {*library, 'xtts_nb/py.typed', *shown, *records}
     assert [n for n in info if n.endswith('licenses/LICENSE')]
 
 

@@ -1,2 +1,27 @@
 """XTTS, the multilingual zero-shot voice, trained in TensorFlow with the accelerator kept busy."""
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:   # for editors; at run time a name is loaded when it is first used, so that the import is instant
+    from .config import XTTSConfig, setup_tf
+    from .data.prepare import prepare
+    from .models.xtts import XTTS
+    from .monitor.diagnose import diagnose
+    from .monitor.live import gpu_live
+    from .speech.generate import Speaker
+    from .train.trainer import Trainer
+
+_MODULES = {'Speaker': 'speech.generate', 'Trainer': 'train.trainer', 'XTTS': 'models.xtts', 'XTTSConfig': 'config',
+            'diagnose': 'monitor.diagnose', 'gpu_live': 'monitor.live', 'prepare': 'data.prepare', 'setup_tf': 'config'}
+__all__ = ['Speaker', 'Trainer', 'XTTS', 'XTTSConfig', 'diagnose', 'gpu_live', 'prepare', 'setup_tf']
+
+
+def __getattr__(name: str):
+    if name not in _MODULES: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    value = globals()[name] = getattr(import_module(f'{__name__}.{_MODULES[name]}'), name)
+    return value
+
+
+def __dir__(): return [name for name in globals() if name.startswith('__')] + __all__

@@ -228,7 +228,7 @@ def benchmarks() -> Path:
     return workspace().root / 'benchmarks'
 
 def record(
-    page: str,             # what was measured, e.g. `33_step_speed`
+    page: str,             # what was measured, e.g. `step_speed`
     rows: list[dict],      # a median each, with its `spread` where it was timed
     folder: str | Path,    # usually `benchmarks()`
     command: str,          # that measured it, as typed
@@ -288,9 +288,9 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
     return found
 
 # %% ../nbs/base/bench.ipynb #1fdaaf1f
-WRITERS = {'10_data_tf_native': 'bench data', '25_parity': 'parity', '33_gpt2': 'bench gpt2', '33_step_speed': 'bench train',
-           '40_dual_gpu': 'bench dual', '49_patients': 'bench diagnose', '52_growth': 'bench growth',
-           '58_demo': 'demo', '58_demo_seeds': 'demo --seeds 5'}
+WRITERS = {'data': 'bench data', 'parity': 'parity', 'gpt2': 'bench gpt2', 'step_speed': 'bench train',
+           'dual': 'bench dual', 'patients': 'bench diagnose', 'growth': 'bench growth', 'demo': 'demo',
+           'demo_seeds': 'demo --seeds 5'}
 
 def record_origin(
     one: dict,         # a record

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.app import check
-from xtts_nb.app.check import CHECKS, Trial, checks_text, run_checks
+from xtts_nb.app.check import CHECKS, StepTrial, checks_text, run_checks
 from xtts_nb.config import UserError
 from xtts_nb.app.recipes import config_diff
 from xtts_nb.sampler import CPU, GPU, Sample
@@ -35,7 +35,7 @@ def no_gpu(): raise UserError('NVML: there is no driver; install it.')
 
 def trial(small, probe=no_gpu, **steps):
     made = {name: steps.get(name) or FakeStep() for name in ('eager', 'graph', 'xla')}
-    return Trial(small, 12, 20, probe, lambda config, start: made)
+    return StepTrial(small, 12, 20, probe, lambda config, start: made)
 
 def result(trial, name): return next(row for row in run_checks(trial) if row['name'] == name)
 
@@ -97,7 +97,7 @@ def test_a_check_that_breaks_has_failed_and_the_next_is_made(small, monkeypatch)
 @pytest.mark.parametrize('error, words', [
     ('first\nsecond', 'first'), ('in user code:\n\n  File x\n  the reason\n', 'the reason'),
     (' \n  late', 'late'), ('', 'ValueError')])
-def test_the_line_that_says_what_is_wrong(error, words): assert check._first_words(ValueError(error)) == words
+def test_the_line_that_says_what_is_wrong(error, words): assert check._error_line(ValueError(error)) == words
 
 def test_what_a_training_says(small, monkeypatch):
     "Ten updates to see the loss fall, ten more against the clock."
@@ -132,7 +132,7 @@ def test_why_there_is_no_gpu(monkeypatch, behind, shown, found, reason):
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
     if shown is not None: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
     behind('app.check.nvml_probe', found and UserError(found))
-    assert check._no_gpu() == reason
+    assert check._no_gpu_reason() == reason
 
 @pytest.mark.cpu
 def test_tensors_that_are_not_on_the_gpu_are_named(small, monkeypatch):
@@ -149,7 +149,7 @@ def check_placement_of(trial):
 
 @pytest.mark.cpu
 def test_a_gpu_that_tensorflow_does_not_see(small, monkeypatch):
-    monkeypatch.setattr(check, '_no_gpu', lambda: None)
+    monkeypatch.setattr(check, '_no_gpu_reason', lambda: None)
     row = check_placement_of(trial(small))
     assert row['result'] == 'FAILED' and 'install tensorflow[and-cuda]' in row['reason']
 
@@ -176,7 +176,7 @@ def test_a_gpu_that_nvml_does_not_see(small, monkeypatch):
     with pytest.raises(AssertionError, match='TensorFlow has a GPU, NVML has none: NVML: there is no driver'):
         check.check_monitoring(trial(small))
     monkeypatch.setattr(check.tf.config, 'list_logical_devices', lambda kind=None: [])
-    monkeypatch.setattr(check, '_no_gpu', lambda: None)
+    monkeypatch.setattr(check, '_no_gpu_reason', lambda: None)
     with pytest.raises(check.Skipped, match='NVML: there is no driver; install it.'): check.check_monitoring(trial(small))
 
 def test_under_load(small):
@@ -216,6 +216,6 @@ def test_progress_names_each_check(small):
 @pytest.mark.slow
 def test_the_real_step_is_asked(small):
     "Not a toy: the modes of `step_modes`, with every weight of the model."
-    real = Trial(small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), 8, 12)
+    real = StepTrial(small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), 8, 12)
     assert set(real.steps) == {'eager', 'graph', 'xla'} and real.config.training.learning_rate == 1e-3
     assert all(len(getattr(step, 'step', step).weights) > 20 for step in real.steps.values())

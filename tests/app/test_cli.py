@@ -1,6 +1,6 @@
-"""The command line in processes of its own: one JSON object, one sentence, an exit code, and nothing half-written.
+"""The command line in child processes: one JSON object, one sentence, an exit code, no partial output.
 
-The commands of cli_data, cli_voice and cli_devices; those of cli_train and cli_watch have files of their own too."""
+The commands of cli_data, cli_voice and cli_devices; test_cli_train and test_cli_watch hold the others."""
 import json
 import os
 import resource
@@ -22,16 +22,17 @@ from xtts_nb.data.audio import load_audio
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import XTTSConfig
 
-COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['monitor'], ['bench'],
-            ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['train-dvae'], ['train-voice'], ['convert'],
-            ['convert', 'from-coqui'], ['convert', 'to-coqui'], ['grow'], ['parity'], ['config'], ['config', 'create'],
-            ['configure'], ['check']]
+COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['monitor'],
+            ['bench'], ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['train-dvae'],
+            ['train-voice'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'], ['grow'],
+            ['parity'], ['config'], ['config', 'create'], ['configure'], ['check']]
 
 
 @pytest.fixture(scope='session')
 def mini(small):
     "The smallest settings that still have every part; one shape, and seconds less without XLA."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1, 'max_drop_rate': 1.},
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
+                         data={'buckets': 1, 'max_drop_rate': 1.},
                          training={'steps': 4, 'log_every': 2, 'checkpoint_every': 2, 'dvae_steps': 2,
                                    'enable_xla_compilation': False})
 
@@ -49,20 +50,24 @@ def session(corpus, settings, tmp_path_factory):
     shutil.copytree(corpus, home / 'my corpus')
     shutil.copy(settings, home / 'mini settings.yaml')
     done = {'home': home}
-    done['prepare'] = xtts_nb('prepare', 'my corpus', '--out', 'the cache', '--config', 'mini settings.yaml', '--json', cwd=home)
+    done['prepare'] = xtts_nb('prepare', 'my corpus', '--out', 'the cache', '--config', 'mini settings.yaml',
+                              '--json', cwd=home)
     done['train'] = xtts_nb('train', '--data', 'the cache', '--json', cwd=home)
     voice = 'my corpus/wavs/low-0.wav'
-    done['say'] = xtts_nb('say', 'aa bb', '--run', 'runs/train-1', '--voice', voice, '--out', 'out put/ä.wav', '--json', cwd=home)
+    done['say'] = xtts_nb('say', 'aa bb', '--run', 'runs/train-1', '--voice', voice, '--out', 'out put/ä.wav',
+                          '--json', cwd=home)
     return done
 
 
-# --- help and options ----------------------------------------------------------------------------------------------
+# --- help and options ---------------------------------------------------------------------------------------
 
 HELP = '''
 import sys
 from xtts_nb.app.cli import main
 try: main()
-finally: print('heavy:', [m for m in ('tensorflow', 'keras', 'numpy', 'pydantic') if m in sys.modules], file=sys.stderr)
+finally:
+    heavy = [m for m in ('tensorflow', 'keras', 'numpy', 'pydantic') if m in sys.modules]
+    print('heavy:', heavy, file=sys.stderr)
 '''
 
 @pytest.mark.parametrize('command', COMMANDS, ids=' '.join)
@@ -74,17 +79,21 @@ def test_help_is_light(command):
     else: assert command in (['bench'], ['convert'], ['config']) or '--json' in done.stdout
 
 @pytest.mark.parametrize('arguments', [
-    ['no-such-command'], ['prepare'], ['prepare', 'corpus'], ['train', '--no-such-option'], ['train', '--steps', 'many'],
-    ['train', '--steps', '0'], ['say', 'text'], ['monitor', '--interval', '0'], ['bench', 'nothing'], ['demo', '--steps', '-1'],
+    ['no-such-command'], ['prepare'], ['prepare', 'corpus'], ['train', '--no-such-option'],
+    ['train', '--steps', 'many'],
+    ['train', '--steps', '0'], ['say', 'text'], ['monitor', '--interval', '0'], ['bench', 'nothing'],
+    ['demo', '--steps', '-1'],
 ], ids=' '.join)
 def test_wrong_options_are_answered_in_a_sentence(arguments, capfd):
     assert main(*arguments) == 2
     out, err = capfd.readouterr()
-    assert out == '' and err.startswith('xtts-nb: ') and err.endswith('See xtts-nb --help.\n') and len(err.splitlines()) == 1
+    assert out == '' and err.startswith('xtts-nb: ') and err.endswith('See xtts-nb --help.\n')
+    assert len(err.splitlines()) == 1
 
 def test_wrong_options_in_a_process_of_its_own():
     done = xtts_nb('train', '--no-such-option')
-    assert (done.code, done.out) == (2, '') and '--no-such-option' in done.said[0] and 'Traceback' not in done.err
+    assert (done.code, done.out) == (2, '') and '--no-such-option' in done.said[0]
+    assert 'Traceback' not in done.err
 
 def test_the_version():
     done = xtts_nb('--version')
@@ -97,17 +106,19 @@ def test_without_a_command_help_is_shown(arguments, capfd):
     assert 'Usage' in out + err and 'Traceback' not in err
 
 
-# --- what a user does ----------------------------------------------------------------------------------------------
+# --- what a user does ---------------------------------------------------------------------------------------
 
 def test_prepare(session, corpus, mini):
     done = session['prepare']
     assert done.code == 0, done.err
     report = json.loads((session['home'] / 'the cache' / 'report.json').read_text(encoding='utf-8'))
     made = {'codes': 14, 'text': 14, 'mel': 14}
-    assert done.json == report | {'cache': 'the cache', 'mode': 'precompute', 'made': made, 'up_to_date': False}
+    assert done.json == report | {'cache': 'the cache', 'mode': 'precompute', 'made': made,
+                                  'up_to_date': False}
     assert done.json['dropped'] == []
     assert 'my corpus/metadata.csv: read as ljspeech' in done.err
-    assert (session['home'] / 'the cache' / 'report.html').read_text(encoding='utf-8').startswith('<!doctype html>')
+    page = session['home'] / 'the cache' / 'report.html'
+    assert page.read_text(encoding='utf-8').startswith('<!doctype html>')
     assert XTTSConfig.load(session['home'] / 'the cache' / 'config.yaml') == mini
 
 def test_prepare_in_parts_with_workers_and_merge(corpus, prepared, tmp_path):
@@ -149,7 +160,9 @@ def stamps(folder): return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for 
 def test_prepare_again_learns_and_writes_nothing(mine, settings, ten, tmp_path, capfd):
     out = tmp_path / 'out'
     here = ['prepare', mine, '--out', out, '--json', '--config']
-    def run(config): assert main(*here, config) == 0; return Done(0, *capfd.readouterr())
+    def run(config):
+        assert main(*here, config) == 0
+        return Done(0, *capfd.readouterr())
     first, before = run(settings), stamps(out)
     again = run(settings)
     assert again.json['up_to_date'] and stamps(out) == before and 'was learned from this corpus' in again.err
@@ -164,15 +177,18 @@ def test_a_dvae_that_was_learned_survives_a_kill(corpus, settings, tmp_path, cap
     "It is found in the folder of unfinished work, and is not learned again."
     here = ['prepare', corpus, '--out', tmp_path / 'out', '--config', settings]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('xtts_nb.data.prepare.ShardMaker.__call__', lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr('xtts_nb.data.prepare.ShardMaker.__call__',
+                      lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main(*here) == 130
-    assert f'{tmp_path}/out.work: keeps 1 learned DVAE; the same command goes on from there.' in capfd.readouterr().err
+    note = f'{tmp_path}/out.work: keeps 1 learned DVAE; the same command goes on from there.'
+    assert note in capfd.readouterr().err
     (learned,) = (tmp_path / 'out.work').glob('learned-*')
     weights = learned.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr('xtts_nb.train.parts.new_dvae_run', lambda *args, **more: pytest.fail('learned again'))
         assert main(*here) == 0
-    assert (tmp_path / 'out' / 'dvae.safetensors').read_bytes() == weights and not (tmp_path / 'out.work').exists()
+    assert (tmp_path / 'out' / 'dvae.safetensors').read_bytes() == weights
+    assert not (tmp_path / 'out.work').exists()
 
 @pytest.mark.parametrize('how', ['Ctrl-C', pytest.param('SIGKILL', marks=pytest.mark.slow)])
 def test_the_training_of_a_dvae_goes_on(corpus, ten, tmp_path, capfd, how):
@@ -185,9 +201,13 @@ def test_the_training_of_a_dvae_goes_on(corpus, ten, tmp_path, capfd, how):
             patch.setattr(Hooks, 'update_ends', stop)
             assert main(*here, tmp_path / 'out') == 130
     else:
-        child = subprocess.Popen([*COMMAND, *map(str, here), tmp_path / 'out'], env=environment(), stderr=subprocess.DEVNULL)
-        while not list(work.glob('dvae-*/checkpoints/step-*.safetensors')): assert child.poll() is None; time.sleep(0.01)
-        child.kill(); child.wait()
+        child = subprocess.Popen([*COMMAND, *map(str, here), tmp_path / 'out'], env=environment(),
+                                 stderr=subprocess.DEVNULL)
+        while not list(work.glob('dvae-*/checkpoints/step-*.safetensors')):
+            assert child.poll() is None
+            time.sleep(0.01)
+        child.kill()
+        child.wait()
     (at,) = [int(p.stem.removeprefix('step-')) for p in work.glob('dvae-*/checkpoints/step-*.safetensors')]
     capfd.readouterr()
     assert main(*here, tmp_path / 'out') == 0 and main(*here, tmp_path / 'straight') == 0
@@ -208,8 +228,9 @@ def test_say(session):
     done = session['say']
     assert done.code == 0, done.err
     wav, rate = soundfile.read(session['home'] / 'out put' / 'ä.wav')
-    assert rate == 22050 and done.json == {'wav': 'out put/ä.wav', 'seconds': round(len(wav) / rate, 3), 'sample_rate': rate,
-                                          'vocoder': 'griffin-lim'}
+    assert rate == 22050
+    assert done.json == {'wav': 'out put/ä.wav', 'seconds': round(len(wav) / rate, 3), 'sample_rate': rate,
+                         'vocoder': 'griffin-lim'}
 
 def test_train_goes_on_with_a_run_and_steps_extend_it(session, tmp_path, capfd):
     run = tmp_path / 'run'
@@ -218,12 +239,15 @@ def test_train_goes_on_with_a_run_and_steps_extend_it(session, tmp_path, capfd):
     out, err = capfd.readouterr()
     more = Done(0, out, err).json
     assert more['steps'] == 6 and 'goes on at update 4' in err
-    assert [json.loads(line)['step'] for line in (run / 'metrics.jsonl').read_text().splitlines()] == [2, 4, 6]
+    metrics = (run / 'metrics.jsonl').read_text().splitlines()
+    assert [json.loads(line)['step'] for line in metrics] == [2, 4, 6]
     assert XTTSConfig.load(run / 'config.yaml').training.steps == 6
-    assert more['loss_first'] != session['train'].json['loss_first']   # of the first six updates, not of the first four
+    # of the first six updates, not of the first four
+    assert more['loss_first'] != session['train'].json['loss_first']
     assert main('train', '--run', run, '--json') == 0
     again = Done(0, *capfd.readouterr()).json   # there is nothing left to do, and the summary is the same
-    assert [again[k] for k in ('steps', 'loss_first', 'loss_last')] == [more[k] for k in ('steps', 'loss_first', 'loss_last')]
+    assert [again[k] for k in ('steps', 'loss_first',
+                               'loss_last')] == [more[k] for k in ('steps', 'loss_first', 'loss_last')]
 
 def test_the_dvae_of_a_run_can_be_used_again(session, corpus, tmp_path):
     run = session['home'] / 'runs' / 'train-1'
@@ -246,7 +270,7 @@ def test_each_run_without_a_name_gets_a_new_one(tmp_path):
     assert cli_train._free_run(tmp_path / 'runs') == tmp_path / 'runs' / 'train-2'
 
 
-# --- bad input, one item after the other ---------------------------------------------------------------------------
+# --- bad input, one item after the other --------------------------------------------------------------------
 
 @pytest.fixture
 def bad(tmp_path, corpus, prepared):
@@ -258,7 +282,8 @@ def bad(tmp_path, corpus, prepared):
     soundfile.write(wavs / 'nothing.wav', np.zeros(0), 22050)
     soundfile.write(wavs / 'short.wav', np.zeros(2000), 22050)
     shutil.copy(corpus / 'wavs' / 'low-0.wav', wavs / 'good.wav')
-    (tmp_path / 'foreign').mkdir(); (tmp_path / 'foreign' / 'thesis.txt').write_text('mine')
+    (tmp_path / 'foreign').mkdir()
+    (tmp_path / 'foreign' / 'thesis.txt').write_text('mine')
     (tmp_path / 'bad.yaml').write_text('training: {learnin_rate: 1}\n')
     (tmp_path / 'broken.yaml').write_text('training: [\n')
     return tmp_path
@@ -272,41 +297,61 @@ BAD = {   # rows of the corpus; arguments; what the sentence names
     'empty folder': ([], ['prepare', 'empty', '--out', 'out'], ['empty', 'metadata.csv', 'wavs/']),
     'no metadata': (None, ['prepare', 'corpus', '--out', 'out'], ['corpus', 'metadata.csv']),
     'no rows': ([], ['prepare', 'corpus', '--out', 'out'], ['metadata.csv', 'no rows']),
-    'missing file': (['gone|aa bb|aa bb'], ['prepare', 'corpus', '--out', 'out'], ['corpus', 'gone', 'wavs/gone.wav', 'missing']),
-    'not audio': (['text|aa bb|aa bb'], ['prepare', 'corpus', '--out', 'out'], ['corpus', 'text', 'not readable as audio']),
-    '0 samples': (['nothing|aa bb|aa bb'], ['prepare', 'corpus', '--out', 'out'], ['corpus', 'nothing', '0 samples']),
-    'too short': (['short|aa bb|aa bb'], ['prepare', 'corpus', '--out', 'out'], ['corpus', 'short', 'data.min_seconds']),
-    'columns': (['good|a|b|c'], ['prepare', 'corpus', '--out', 'out'], ['corpus', 'good', '4 columns', 'id|text|normalised']),
+    'missing file': (['gone|aa bb|aa bb'], ['prepare', 'corpus', '--out', 'out'],
+                     ['corpus', 'gone', 'wavs/gone.wav', 'missing']),
+    'not audio': (['text|aa bb|aa bb'], ['prepare', 'corpus', '--out', 'out'],
+                  ['corpus', 'text', 'not readable as audio']),
+    '0 samples': (['nothing|aa bb|aa bb'], ['prepare', 'corpus', '--out', 'out'],
+                  ['corpus', 'nothing', '0 samples']),
+    'too short': (['short|aa bb|aa bb'], ['prepare', 'corpus', '--out', 'out'],
+                  ['corpus', 'short', 'data.min_seconds']),
+    'columns': (['good|a|b|c'], ['prepare', 'corpus', '--out', 'out'],
+                ['corpus', 'good', '4 columns', 'id|text|normalised']),
     'unknown characters': (['good|aa жü|aa жü'], ['prepare', 'corpus', '--out', 'out', '--dvae', 'CACHE'],
                            ['corpus', 'good', 'ж', 'ü']),
     'too many dropped': (['good|aa|aa', 'gone|aa|aa', 'text'], ['prepare', 'corpus', '--out', 'out'],
                          ['corpus', '2 of 3', 'gone', 'max_drop_rate']),
-    'out is foreign': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'foreign'], ['foreign', 'not a cache', 'another folder']),
-    'out is a file': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'bad.yaml'], ['bad.yaml', 'not a cache']),
-    'no settings file': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--config', 'no.yaml'], ['no.yaml']),
+    'out is foreign': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'foreign'],
+                       ['foreign', 'not a cache', 'another folder']),
+    'out is a file': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'bad.yaml'],
+                      ['bad.yaml', 'not a cache']),
+    'no settings file': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--config', 'no.yaml'],
+                         ['no.yaml']),
     'misspelled key': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--config', 'bad.yaml'],
                        ['bad.yaml', 'learnin_rate', 'learning_rate']),
-    'no YAML': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--config', 'broken.yaml'], ['broken.yaml', 'not YAML']),
-    'no such layout': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--layout', 'lj'], ['"lj"', 'ljspeech', 'vctk']),
+    'no YAML': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--config', 'broken.yaml'],
+                ['broken.yaml', 'not YAML']),
+    'no such layout': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--layout', 'lj'],
+                       ['"lj"', 'ljspeech', 'vctk']),
     'another layout': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--layout', 'vctk'],
                        ['corpus', 'not laid out as vctk']),
-    'no such language': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--language', 'English'], ['"English"', 'zh-cn']),
-    'no such preset': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--preset', 'huge'], ['huge', 'tiny']),
+    'no such language': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--language', 'English'],
+                         ['"English"', 'zh-cn']),
+    'no such preset': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--preset', 'huge'],
+                       ['huge', 'tiny']),
     'verify: no cache': ([], ['verify', 'empty'], ['empty', 'holds no cache', 'xtts-nb prepare']),
     'merge: no cache': ([], ['merge', 'empty', '--out', 'out'], ['empty', 'holds no cache']),
-    'half of a shard': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--shard', 'one'], ['one', 'I/N']),
-    'shard without DVAE': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--shard', '1/2'], ['1/2', '--dvae']),
-    'no DVAE': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--dvae', 'empty'], ['empty', 'config.yaml']),
+    'half of a shard': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--shard', 'one'],
+                        ['one', 'I/N']),
+    'shard without DVAE': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--shard', '1/2'],
+                           ['1/2', '--dvae']),
+    'no DVAE': (['good|aa|aa'], ['prepare', 'corpus', '--out', 'out', '--dvae', 'empty'],
+                ['empty', 'config.yaml']),
     'train: nothing given': ([], ['train'], ['--data', 'xtts-nb prepare']),
     'train: no run, no cache': ([], ['train', '--run', 'no-run'], ['no-run', '--data']),
     'train: no cache': ([], ['train', '--data', 'empty'], ['empty', 'xtts-nb prepare']),
-    'train: foreign run': ([], ['train', '--data', 'CACHE', '--run', 'foreign'], ['foreign', 'another folder']),
-    'train: other model': ([], ['train', '--data', 'CACHE', '--run', 'out', '--preset', 'xtts_v2'], ['model.dvae', 'prepare']),
-    'say: no run': ([], ['say', 'aa', '--run', 'empty', '--voice', 'corpus/wavs/good.wav'], ['empty', 'config.yaml', 'train']),
-    'say: a cache': ([], ['say', 'aa', '--run', 'CACHE', '--voice', 'corpus/wavs/good.wav'], ['model.safetensors']),
+    'train: foreign run': ([], ['train', '--data', 'CACHE', '--run', 'foreign'],
+                           ['foreign', 'another folder']),
+    'train: other model': ([], ['train', '--data', 'CACHE', '--run', 'out', '--preset', 'xtts_v2'],
+                           ['model.dvae', 'prepare']),
+    'say: no run': ([], ['say', 'aa', '--run', 'empty', '--voice', 'corpus/wavs/good.wav'],
+                    ['empty', 'config.yaml', 'train']),
+    'say: a cache': ([], ['say', 'aa', '--run', 'CACHE', '--voice', 'corpus/wavs/good.wav'],
+                     ['model.safetensors']),
     'monitor: ending': ([], ['monitor', '--duration', '0.1', '--log-file', 'log.txt'], ['log.txt', '.jsonl']),
     'bench: no corpus': ([], ['bench', 'data', '--data', 'no-such'], ['no-such', 'metadata.csv']),
-    'bench: no coqui': ([], ['bench', 'data', '--data', 'corpus', '--coqui-python', 'no'], ['no: cannot be run', 'coqui-tts']),
+    'bench: no coqui': ([], ['bench', 'data', '--data', 'corpus', '--coqui-python', 'no'],
+                        ['no: cannot be run', 'coqui-tts']),
     'demo: foreign corpus': ([], ['demo', '--out', 'demo'], ['demo/corpus', 'another folder']),
 }
 
@@ -314,7 +359,9 @@ BAD = {   # rows of the corpus; arguments; what the sentence names
 def test_one_sentence_names_what_and_the_remedy(kind, bad, prepared, capfd, monkeypatch):
     lines, arguments, parts = BAD[kind]
     if lines is not None: rows(bad, *lines)
-    if kind.startswith('demo'): (bad / 'demo' / 'corpus').mkdir(parents=True); (bad / 'demo' / 'corpus' / 'a').write_text('b')
+    if kind.startswith('demo'):
+        (bad / 'demo' / 'corpus').mkdir(parents=True)
+        (bad / 'demo' / 'corpus' / 'a').write_text('b')
     monkeypatch.chdir(bad)
     before = tree(bad)
     assert main(*(str(prepared.folder) if a == 'CACHE' else a for a in arguments)) == 2
@@ -328,14 +375,17 @@ def test_one_sentence_names_what_and_the_remedy(kind, bad, prepared, capfd, monk
     ('aa жü', 'en', 'corpus/wavs/good.wav', ['aa жü', 'ж', 'ü', 'without']),
     ('', 'en', 'corpus/wavs/good.wav', ['empty']), ('aa', 'xx', 'corpus/wavs/good.wav', ['xx', 'en']),
     ('aa ' * 99, 'en', 'corpus/wavs/good.wav', ['tokens', 'split']),
-    ('aa', 'en', 'no.wav', ['no.wav', 'missing']), ('aa', 'en', 'corpus/wavs/text.wav', ['text.wav', 'audio']),
+    ('aa', 'en', 'no.wav', ['no.wav', 'missing']),
+    ('aa', 'en', 'corpus/wavs/text.wav', ['text.wav', 'audio']),
     ('aa', 'en', 'corpus/wavs/nothing.wav', ['nothing.wav', '0 samples']),
-    ('aa', 'en', 'corpus/wavs/short.wav', ['short.wav', 'too short', '0.5 s']), ('aa', 'en', 'corpus', ['corpus']),
+    ('aa', 'en', 'corpus/wavs/short.wav', ['short.wav', 'too short', '0.5 s']),
+    ('aa', 'en', 'corpus', ['corpus']),
 ], ids=['characters', 'no text', 'language', 'long', 'no voice', 'no sound', 'no samples', 'short', 'folder'])
 def test_what_cannot_be_said(session, bad, capfd, monkeypatch, text, language, voice, parts):
     monkeypatch.chdir(bad)
     before = tree(bad)
-    assert main('say', text, '--run', session['home'] / 'runs' / 'train-1', '--voice', voice, '--language', language) == 2
+    assert main('say', text, '--run', session['home'] / 'runs' / 'train-1', '--voice', voice, '--language',
+                language) == 2
     out, err = capfd.readouterr()
     (said,) = Done(2, out, err).said
     assert out == '' and 'Traceback' not in err and not [p for p in parts if p not in said], said
@@ -356,28 +406,33 @@ def test_one_bad_clip_never_ends_a_run(bad, corpus, prepared):
     "Good rows and one of each bad kind: all bad ones are dropped, counted, and listed with their reason."
     good = (corpus / 'metadata.csv').read_text(encoding='utf-8').splitlines()
     for file in (corpus / 'wavs').iterdir(): shutil.copy(file, bad / 'corpus' / 'wavs')
-    reasons = {'gone': 'missing', 'text': 'not readable as audio', 'nothing': '0 samples', 'short': 'data.min_seconds',
-               'columns': '4 columns', 'good': 'ж', 'low-0': 'occurs twice', 'high-0': 'twice'}
-    rows(bad, *good, *(f'{name}|aa|aa|low|en' for name in ('gone', 'text', 'nothing', 'short')), 'columns|a|b|c',
-         'good|aa ж|aa ж|low|en', 'low-0|aa|aa|low|en', 'high-0|aa|aa|low|xx')
+    reasons = {'gone': 'missing', 'text': 'not readable as audio', 'nothing': '0 samples',
+               'short': 'data.min_seconds', 'columns': '4 columns', 'good': 'ж', 'low-0': 'occurs twice',
+               'high-0': 'twice'}
+    rows(bad, *good, *(f'{name}|aa|aa|low|en' for name in ('gone', 'text', 'nothing', 'short')),
+         'columns|a|b|c', 'good|aa ж|aa ж|low|en', 'low-0|aa|aa|low|en', 'high-0|aa|aa|low|xx')
     before = tree(bad)
     done = xtts_nb('prepare', 'corpus', '--out', 'out', '--dvae', prepared.folder, '--json', cwd=bad)
     assert done.code == 0, done.err
-    listed = {d['id']: d['reason'] for d in json.loads((bad / 'out' / 'report.json').read_text(encoding='utf-8'))['dropped']}
+    listed = {d['id']: d['reason']
+              for d in json.loads((bad / 'out' / 'report.json').read_text(encoding='utf-8'))['dropped']}
     assert done.json['clips'] == 14 and {d['id']: d['reason'] for d in done.json['dropped']} == listed
-    assert listed.keys() == reasons.keys() and not [k for k, reason in reasons.items() if reason not in listed[k]], listed
+    assert listed.keys() == reasons.keys(), listed
+    assert not [k for k, reason in reasons.items() if reason not in listed[k]], listed
     assert {k: v for k, v in tree(bad).items() if k.split('/')[0] != 'out'} == before
 
 
-# --- a full disk ---------------------------------------------------------------------------------------------------
+# --- a full disk --------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def disk(tmp_path):
     "A file system of 160 kB."
     folder = tmp_path / 'disk'
     folder.mkdir()
-    if shutil.which('mount') is None or os.geteuid(): pytest.skip('a small file system is mounted by root alone')
-    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=160k', 'tmpfs', folder], capture_output=True).returncode:
+    if shutil.which('mount') is None or os.geteuid():
+        pytest.skip('a small file system is mounted by root alone')
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=160k', 'tmpfs', folder],
+                      capture_output=True).returncode:
         pytest.skip('no file system can be mounted here')
     yield folder
     subprocess.run(['umount', folder], check=True)
@@ -403,7 +458,8 @@ def test_a_full_disk_leaves_no_half_speech(session, corpus, disk):
         with suppress(OSError):
             while f.write(bytes(512)): pass
     before, voice = tree(disk), corpus / 'wavs' / 'low-0.wav'
-    done = xtts_nb('say', 'aa', '--run', session['home'] / 'runs' / 'train-1', '--voice', voice, '--out', disk / 'new.wav')
+    done = xtts_nb('say', 'aa', '--run', session['home'] / 'runs' / 'train-1', '--voice', voice, '--out',
+                   disk / 'new.wav')
     check_full(done, disk, before, ['new.wav'])
 
 @pytest.mark.slow
@@ -418,9 +474,11 @@ def test_a_full_disk_leaves_a_run_that_goes_on(session, tmp_path, size, name):
     assert done.code == 2 and 'Traceback' not in done.err and len(done.said) == 1, done.err
     assert str(run) in done.said[0] and name in done.said[0]
     assert not [p for p in tree(run) if '.part' in p]
-    assert {p.name for p in (run / 'checkpoints').iterdir()} == {'step-000000002.safetensors', 'step-000000004.safetensors'}
+    assert {p.name for p in (run / 'checkpoints').iterdir()} == {'step-000000002.safetensors',
+                                                                 'step-000000004.safetensors'}
     assert main('train', '--run', run, '--steps', '8') == 0   # there is room again
-    assert [json.loads(line)['step'] for line in (run / 'metrics.jsonl').read_text().splitlines()][-4:] == [2, 4, 6, 8]
+    assert [json.loads(line)['step']
+            for line in (run / 'metrics.jsonl').read_text().splitlines()][-4:] == [2, 4, 6, 8]
 
 def test_a_disk_that_is_full(disk, corpus, prepared):
     done = xtts_nb('prepare', corpus, '--out', disk / 'out', '--dvae', prepared.folder)
@@ -434,7 +492,7 @@ def test_a_full_disk_leaves_no_half_corpus(disk):
     assert 'disk is full' in done.said[0]
 
 
-# --- Ctrl-C --------------------------------------------------------------------------------------------------------
+# --- Ctrl-C -------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='session')
 def longer(corpus, tmp_path_factory):
@@ -451,7 +509,8 @@ def longer(corpus, tmp_path_factory):
     return folder
 
 def check_stopped(done):
-    assert (done.code, done.out) == (130, '') and len(done.said) == 1 and 'Traceback' not in done.err, done.err
+    assert (done.code, done.out) == (130, '') and len(done.said) == 1, done.err
+    assert 'Traceback' not in done.err, done.err
 
 @pytest.mark.parametrize('stage', ['encode the clips', pytest.param('read the clips', marks=pytest.mark.slow),
                                    pytest.param('train the DVAE', marks=pytest.mark.slow)])
@@ -481,28 +540,35 @@ def test_ctrl_c_while_the_corpus_is_spoken(tmp_path):
 def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
     "Most of the time is spent in C, which calls back: what is raised there must not get lost."
     program = f'from xtts_nb.app.demo import make_corpus; make_corpus({str(tmp_path / "corpus")!r})'
-    child = subprocess.Popen([sys.executable, '-c', program], stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
-    while len(list(tmp_path.glob('*.part/wavs/*.wav'))) < clips: assert child.poll() is None; time.sleep(0.005)
+    child = subprocess.Popen([sys.executable, '-c', program], stderr=subprocess.PIPE, text=True,
+                             preexec_fn=hears_ctrl_c)
+    while len(list(tmp_path.glob('*.part/wavs/*.wav'))) < clips:
+        assert child.poll() is None
+        time.sleep(0.005)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
     assert 'KeyboardInterrupt' in err and 'Exception ignored' not in err and child.returncode not in (0, None)
     assert tree(tmp_path) == {}
 
 @pytest.mark.slow
-@pytest.mark.parametrize('stage', ['train the DVAE', 'encode the clips', 'measure the data', 'measure the step', 'train the GPT'])
+@pytest.mark.parametrize('stage',
+                         ['train the DVAE', 'encode the clips', 'measure the data', 'measure the step',
+                          'train the GPT'])
 def test_ctrl_c_in_the_demo(tmp_path, stage):
     check_stopped(interrupted('demo', '--out', tmp_path / 'demo', '--steps', '20', at=stage, timeout=600))
     assert not [p for p in tree(tmp_path) if '.part' in p]
 
 def test_ctrl_c_ends_the_monitor(tmp_path):
-    done = interrupted('monitor', '--interval', '0.1', '--log-file', tmp_path / 'log.jsonl', '--json', at='Ctrl-C ends')
+    done = interrupted('monitor', '--interval', '0.1', '--log-file', tmp_path / 'log.jsonl', '--json',
+                       at='Ctrl-C ends')
     assert done.code == 130 and json.loads(done.out)['interrupted'] is True and 'Traceback' not in done.err
     assert all(json.loads(line)['cpu'] for line in (tmp_path / 'log.jsonl').read_text().splitlines())
 
 @pytest.mark.slow
 @pytest.mark.parametrize('delay', np.linspace(0.2, 4, 20).round(2))
 def test_ctrl_c_while_it_starts(longer, prepared, tmp_path, delay):
-    program = 'import sys; from xtts_nb.app.cli import main; print("ready", file=sys.stderr, flush=True); main()'
+    program = ('import sys; from xtts_nb.app.cli import main\n'
+               'print("ready", file=sys.stderr, flush=True); main()')
     arguments = ['prepare', longer, '--out', tmp_path / 'out', '--dvae', prepared.folder]
     child = subprocess.Popen([sys.executable, '-c', program, *arguments], stderr=subprocess.PIPE, text=True,
                              preexec_fn=hears_ctrl_c)
@@ -515,9 +581,10 @@ def test_ctrl_c_while_it_starts(longer, prepared, tmp_path, delay):
     assert tree(tmp_path) == {}
 
 
-# --- measuring -----------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------------
 
-TINY_STEP = ['--layers', '1', '--width', '64', '--heads', '2', '--batch-size', '2', '--text-tokens', '12', '--codes', '20']
+TINY_STEP = ['--layers', '1', '--width', '64', '--heads', '2', '--batch-size', '2', '--text-tokens', '12',
+             '--codes', '20']
 
 @pytest.mark.slow
 @pytest.mark.parametrize('what, unit, names, more', [
@@ -530,8 +597,10 @@ def test_bench(longer, tmp_path, what, unit, names, more):
     assert done.code == 0, done.err
     if what == 'data':
         assert all(0 < r['au'] <= 1 and r['cv'] >= 0 and 0 <= r['padding'] < 1 for r in done.json['rows'][:4])
-        assert all(r['runs'] and (r['steps_per_s'] is None or r['steps_per_s'] > 0) for r in done.json['rows'])
-        assert {'codes', 'reference', 'text'} < set(done.json['compared']['cache']) and 'cards' not in done.json
+        assert all(r['runs'] and (r['steps_per_s'] is None or r['steps_per_s'] > 0)
+                   for r in done.json['rows'])
+        assert {'codes', 'reference', 'text'} < set(done.json['compared']['cache'])
+        assert 'cards' not in done.json
     assert [r['name'] for r in done.json['rows']][:len(names)] == names
     assert all(r[unit] > 0 and r['ratio'] > 0 for r in done.json['rows'])
     (file,) = (tmp_path / 'benchmarks').iterdir()

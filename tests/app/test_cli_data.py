@@ -1,4 +1,4 @@
-"The commands from recordings to a cache: what each asks of the library, prints and ends with. The library is replaced."
+"The commands from recordings to a cache, with a stubbed library: calls, output and exit codes."
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def test_bounds():
     check_bounds(('prepare c --out o --workers', 0, -1), ('bench data --data c --clips', 1, 0))
 
 
-# --- download ------------------------------------------------------------------------------------------------------
+# --- download -----------------------------------------------------------------------------------------------
 
 def test_the_list_of_what_there_is(ran):
     rows, text = ran('download --json').json['sources'], ran('download').out
@@ -42,16 +42,18 @@ def test_download(ran, behind, bars, tmp_path, monkeypatch):
     assert terms == [{'source': find_source('xtts-v2'), 'base': 'http://m'}]
     behind('app.download.download', KeyboardInterrupt())
     done = ran('download vctk')
-    assert done.code == 130 and 'What has come is kept: the same command goes on from there.' in done.err
+    assert done.code == 130
+    assert 'Files that have come whole are kept: the same command goes on from there.' in done.err
 
 
-# --- the DVAE of a cache -------------------------------------------------------------------------------------------
+# --- the DVAE of a cache ------------------------------------------------------------------------------------
 
 def test_the_dvae_of_a_run_or_a_cache(behind, tmp_path, monkeypatch):
     loaded = behind('models.dvae.load_dvae', 'the DVAE')
     monkeypatch.setattr('xtts_nb.data.text.Tokenizer.load', lambda path: path)
     assert cli_data._given(tmp_path, TINY) == ('the DVAE', None)
-    (tmp_path / 'dvae.safetensors').touch(); (tmp_path / 'tokenizer.json').touch()
+    (tmp_path / 'dvae.safetensors').touch()
+    (tmp_path / 'tokenizer.json').touch()
     assert cli_data._given(tmp_path, TINY) == ('the DVAE', tmp_path / 'tokenizer.json')
     assert loaded == [{'path': tmp_path / 'model.safetensors', 'config': TINY, 'prefix': 'dvae/'},
                       {'path': tmp_path / 'dvae.safetensors', 'config': TINY, 'prefix': ''}]
@@ -59,7 +61,8 @@ def test_the_dvae_of_a_run_or_a_cache(behind, tmp_path, monkeypatch):
 def test_what_a_learned_dvae_belongs_to(tmp_path):
     key = lambda corpus='a', layout=None, **changes: cli_data._learned_key(tmp_path / corpus,
         TINY.replace(**changes), layout)
-    same = key(data={'batch_size': 3}), key(training={'steps': 7}), key(model={'gpt': {'layers': 1}}), key('b/../a')
+    same = (key(data={'batch_size': 3}), key(training={'steps': 7}), key(model={'gpt': {'layers': 1}}),
+            key('b/../a'))
     others = {key('b'), key(layout='vctk'), key(training={'seed': 3}), key(training={'dvae_steps': 3}),
               key(model={'audio': {'f_max': 7000.}}), key(model={'dvae': {'codes': 7}})}
     assert {*same} == {key()} and len(others - {key()}) == 6
@@ -115,7 +118,8 @@ def test_training_a_dvae(behind, mine, tmp_path, capsys, steps, every, begun, of
     assert loaded == [{'path': run / 'dvae.safetensors', 'config': settings}]
     assert bars == [('read the clips', 1, 2), ('train the DVAE', begun, steps, 'compiling'),
                     ('train the DVAE', 7, steps, 'mel loss 0.123')]
-    assert capsys.readouterr().err == f'The training of the DVAE goes on at update 4 of {steps}.\n' * (begun > 0)
+    note = f'The training of the DVAE goes on at update 4 of {steps}.\n'
+    assert capsys.readouterr().err == note * (begun > 0)
 
 def test_other_recordings_are_another_training(behind, mine, tmp_path):
     marks = behind('files.fingerprint', '0')
@@ -131,7 +135,7 @@ def test_other_recordings_are_another_training(behind, mine, tmp_path):
     assert marks[0] == marks[1] != marks[2] and TINY.model_dump() in [*marks[0].values()][0]
 
 
-# --- prepare and merge ---------------------------------------------------------------------------------------------
+# --- prepare and merge --------------------------------------------------------------------------------------
 
 def test_making_a_cache(behind, bars, tmp_path, capsys):
     behind('data.corpora.layout_line', 'THE LAYOUT')
@@ -173,7 +177,8 @@ def test_prepare(ran, behind, bars, report, tmp_path, monkeypatch):
     report['up_to_date'] = True
     more = '--dvae . --config over.yaml --language de --layout vctk --workers 0 --shard 2/4'
     assert ran(f'prepare c --out o {more}').out == (
-        'THE REPORT\no is up to date: these recordings and settings would make the same; nothing was written.\n'
+        'THE REPORT\n'
+        'o is up to date: these recordings and settings would make the same; nothing was written.\n'
         'All of it: o/report.html\no is shard 2/4; xtts-nb merge joins them.\n')
     plain = {'corpus': 'c', 'out': 'o', 'dvae': None, 'language': 'en', 'layout': None, 'workers': None,
              'part': (1, 1)}
@@ -197,7 +202,7 @@ def test_merge(ran, behind, report):
         (['a', 'b'], 'o', corpus_page), (['a'], 'o', corpus_page)]
 
 
-# --- verify --------------------------------------------------------------------------------------------------------
+# --- verify -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('bad, fixed, code', [(0, 0, 0), (1, 0, 1), (1, 1, 0), (2, 1, 1)])
 def test_verify(ran, behind, bars, bad, fixed, code):
@@ -216,10 +221,11 @@ def test_verify(ran, behind, bars, bad, fixed, code):
         ('cache', False, None), ('cache', True, 'there')]
 
 
-# --- bench data ----------------------------------------------------------------------------------------------------
+# --- bench data ---------------------------------------------------------------------------------------------
 
 def test_a_cache_to_measure_with(behind):
-    made, trained = behind('data.prepare.prepare'), behind('app.cli_data._train_dvae', ('the DVAE', 'its run'))
+    made, trained = behind('data.prepare.prepare'), behind('app.cli_data._train_dvae',
+                                                           ('the DVAE', 'its run'))
     behind('data.cache.Cache', lambda folder: folder)
     bars = []
     with cli_data._prepared('corpus', lambda *what: bars.append(what), {'batch_size': 3}) as folder:
@@ -235,7 +241,8 @@ def test_a_cache_to_measure_with(behind):
 def test_bench_data(ran, behind, bars, tmp_path):
     cache = SimpleNamespace(folder=tmp_path, config=TINY, clips=[{'seconds': 1.24}, {'seconds': 0.5},
         {'seconds': 0.7}])
-    made, loaded = behind('app.cli_data._prepared', nullcontext(cache)), behind('models.dvae.load_dvae', 'the DVAE')
+    made, loaded = behind('app.cli_data._prepared', nullcontext(cache)), behind('models.dvae.load_dvae',
+                                                                                'the DVAE')
     checked, kept = behind('app.parity.check_python'), behind('app.cli_data.keep')
     result = {'rows': [{'name': 'native', 'clips_per_s': 9.}], 'compared': 'x'}
     measured = behind('app.loaders.bench_loaders', result)
@@ -249,7 +256,7 @@ def test_bench_data(ran, behind, bars, tmp_path):
     asked = ran('bench data --data corpus --coqui-python py --clips 5 --rounds 2 --record --json').json
     about = about.replace('10,000', '5')
     assert asked == result | {'corpus': about} and [str(c['python']) for c in checked] == ['py']
-    assert kept == [{'page': '10_data_tf_native', 'rows': result['rows'],
+    assert kept == [{'page': 'data', 'rows': result['rows'],
                      'notes': {'corpus': about, 'compared': 'x'}}]
     assert [(c['cache'], c['dvae'], c['coqui_python'] and str(c['coqui_python']), c['clips'], c['rounds'])
             for c in measured] == [

@@ -1,4 +1,4 @@
-"The commands for several GPUs and machines: what each asks of the library, prints and ends with. The library is replaced."
+"The commands for several GPUs and machines, with a stubbed library: calls, output and exit codes."
 import sys
 
 import pytest
@@ -16,7 +16,7 @@ def test_bounds():
                  ('distributed x --restarts', 0, -1))
 
 
-# --- bench dual ----------------------------------------------------------------------------------------------------
+# --- bench dual ---------------------------------------------------------------------------------------------
 
 def test_bench_dual_of_emulated_stages(ran, behind, bars):
     asked, kept = behind('train.dual.bench_stages', (ROWS, 'spans')), behind('app.cli_devices.keep')
@@ -24,7 +24,7 @@ def test_bench_dual_of_emulated_stages(ran, behind, bars):
     assert lines[:2] == ['Emulated', 'stages'] and lines[-4:] == ['8.00', '40.0%', '50.0%', '1'] and not kept
     about = {'stages_ms': [30, 40, 50], 'steps': 5, 'devices': None}
     assert ran('bench dual --steps 5 --buffer-size 4 --record --json').json == {'rows': ROWS} | about
-    assert kept == [{'page': '40_dual_gpu', 'rows': ROWS, 'notes': about}]
+    assert kept == [{'page': 'dual', 'rows': ROWS, 'notes': about}]
     assert asked == [{'steps': 60, 'ring': 3}, {'steps': 5, 'ring': 4}]
     assert bars == [('emulated stages', 1, 2)] * 2
     done = ran('bench dual --data-gpu 0')
@@ -53,7 +53,7 @@ def test_a_trainer_on_two_devices(behind, bars, prepared, size, ring):
     assert call['devices'].line == 'Two cards.'
 
 
-# --- distributed ---------------------------------------------------------------------------------------------------
+# --- distributed --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('words', ['prepare --run r', 'train', 'train --steps 3', 'train --runs r',
                                    'trains --run=r'])
@@ -83,14 +83,15 @@ def test_distributed(ran, behind, warning):
                      {'command': [*program, '--run=r'], 'wait': 5., 'restarts': 0} | gpus]
 
 
-# --- bench growth --------------------------------------------------------------------------------------------------
+# --- bench growth -------------------------------------------------------------------------------------------
 
 def test_bench_growth(ran, behind, bars):
     rows, found = [{'name': '2 workers', 'step_ms': 60.}], {'verdict': 'As predicted.', 'within': True}
-    behind('train.growth.check_growth', rows); kept = behind('app.cli_devices.keep')
+    behind('train.growth.check_growth', rows)
+    kept = behind('app.cli_devices.keep')
     judged = behind('train.growth.growth_verdict', found)
     assert ran('bench growth').out.splitlines()[-1] == 'As predicted.' and not kept
     assert judged == [{'rows': rows}]
     assert ran('bench growth --record --json').json == {'rows': rows} | found
     assert bars == [('start', {}), ('measure', 1, 2)] * 2
-    assert kept == [{'page': '52_growth', 'rows': rows, 'notes': found}]
+    assert kept == [{'page': 'growth', 'rows': rows, 'notes': found}]

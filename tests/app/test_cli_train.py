@@ -1,4 +1,4 @@
-"The options of `xtts-nb train` and `config create`: each changes what is trained, or is refused with its reason."
+"The options of `xtts-nb train` and `config create`: each has an effect, or is refused with a reason."
 import json
 import os
 import re
@@ -17,7 +17,7 @@ from xtts_nb.train import runs
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.native import BatchPlan, cached_batches
-from xtts_nb.app.recipes import gpu_preset, level
+from xtts_nb.app.recipes import gpu_preset, optimization_level
 from xtts_nb.train.step import CompiledStep
 
 
@@ -27,8 +27,9 @@ TINY = XTTSConfig.tiny()
 def mini(small):
     "One block, one shape, no XLA."
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
-                         training={'steps': 4, 'log_every': 2, 'checkpoint_every': 2, 'dvae_steps': 2, 'learning_rate': 1e-3,
-                                   'schedule': 'constant', 'warmup_steps': 0, 'enable_xla_compilation': False})
+                         training={'steps': 4, 'log_every': 2, 'checkpoint_every': 2, 'dvae_steps': 2,
+                                   'learning_rate': 1e-3, 'schedule': 'constant', 'warmup_steps': 0,
+                                   'enable_xla_compilation': False})
 
 @pytest.fixture
 def home(mini, tmp_path, monkeypatch):
@@ -58,7 +59,7 @@ def built(prepared, home, monkeypatch):
     return build
 
 
-# --- every option has an effect ------------------------------------------------------------------------------------
+# --- every option has an effect -----------------------------------------------------------------------------
 
 def source(trainer):
     "The stages of its pipeline, last first."
@@ -82,18 +83,23 @@ EFFECTS = {   # option -> what is looked at, and what is seen; without the optio
     ('--enable-eager-debug',): (lambda t: isinstance(t.train_step, CompiledStep), False),
     ('--set', 'training.ema=0.5'): (lambda t: t.optimizer.use_ema, True),
     ('--optimization-level', 'enhanced'): (lambda t: t.train_step.xla, True),
-    ('--optimization-level', 'experimental'): (lambda t: (t.xtts.gpt.compute_dtype, t.optimizer.use_ema), ('bfloat16', True)),
-    ('--gpu-preset', '3060'): (lambda t: (width(t)[0], t.training.accumulation, t.xtts.gpt.compute_dtype), (8, 2, 'bfloat16')),
+    ('--optimization-level', 'experimental'): (lambda t: (t.xtts.gpt.compute_dtype, t.optimizer.use_ema),
+                                               ('bfloat16', True)),
+    ('--gpu-preset', '3060'): (lambda t: (width(t)[0], t.training.accumulation, t.xtts.gpt.compute_dtype),
+                               (8, 2, 'bfloat16')),
     ('--batch-size', '6'): (lambda t: width(t)[0], 6),
     ('--gpu-preset', '3090'): (lambda t: t.plan.data.prefetch_buffer_size, 24),
-    ('--set', 'data.reference_frames=48'): (lambda t: next(iter(cached_batches(t.plan)))['reference'].shape[1], 48),
+    ('--set', 'data.reference_frames=48'): (
+        lambda t: next(iter(cached_batches(t.plan)))['reference'].shape[1], 48),
     ('--val', '0.3'): (lambda t: t.held_out is not None, True),
 }
 
 TOGETHER = [   # options that can be looked at in one run
-    ['--batch-size 2', '--num-workers 3', '--prefetch-buffer-size 7', '--enable-static-shapes', '--grad-accum 2', '--lr 1e-2',
+    ['--batch-size 2', '--num-workers 3', '--prefetch-buffer-size 7', '--enable-static-shapes',
+     '--grad-accum 2', '--lr 1e-2',
      '--epochs 5', '--set data.reference_frames=48', '--val 0.3', '--optimization-level enhanced'],
-    ['--batch-size 6', '--gpu-preset 3090', '--grad-accum 2', '--pad-to-fixed-length', '--learning-rate 1e-2', '--steps 9',
+    ['--batch-size 6', '--gpu-preset 3090', '--grad-accum 2', '--pad-to-fixed-length', '--learning-rate 1e-2',
+     '--steps 9',
      '--enable-eager-debug'],   # one option over a card's preset, and the rest of the preset
     ['--gpu-preset 3060'], ['--optimization-level experimental'],
     ['--optimization-level basic', '--set training.ema=0.5']]   # over a level
@@ -107,7 +113,8 @@ def test_an_option_changes_what_is_trained(built, options):
         assert look(trainer) == seen, option
 
 def test_every_option_is_tried():
-    assert {tuple(o.split()) for options in TOGETHER for o in options} == {*EFFECTS, ('--optimization-level', 'basic')}
+    assert {tuple(o.split()) for options in TOGETHER for o in options} == {*EFFECTS,
+                                                                           ('--optimization-level', 'basic')}
 
 def test_the_basic_level_leaves_xla_out(built):
     assert not built('--optimization-level', 'basic', '--config', 'fast.yaml', config=None).train_step.xla
@@ -120,7 +127,8 @@ def test_the_gpu_prefetch_can_be_left_out(built, monkeypatch):
     "With a GPU that is only claimed: the last stage is made for it, or not."
     asked = []
     monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind=None: ['GPU:0'])
-    monkeypatch.setattr(tf.data.experimental, 'prefetch_to_device', lambda device, n: asked.append(device) or (lambda data: data))
+    monkeypatch.setattr(tf.data.experimental, 'prefetch_to_device',
+                        lambda device, n: asked.append(device) or (lambda data: data))
     for options, devices in (((), ['/GPU:0']), (('--disable-gpu-prefetch',), [])):
         asked.clear()
         plan = built(*options).plan
@@ -128,16 +136,20 @@ def test_the_gpu_prefetch_can_be_left_out(built, monkeypatch):
         assert asked == devices
 
 def test_the_environment_counts_over_the_file_and_below_options(built, monkeypatch):
-    monkeypatch.setenv('XTTS_NB_XLA', 'true'); monkeypatch.setenv('XTTS_NB_PRECISION', 'bfloat16')
+    monkeypatch.setenv('XTTS_NB_XLA', 'true')
+    monkeypatch.setenv('XTTS_NB_PRECISION', 'bfloat16')
     trainer = built('--set', 'training.precision=float32')
     assert trainer.train_step.xla and trainer.xtts.gpt.compute_dtype == 'float32'
 
 def test_a_guides_file_is_laid_over_what_the_cache_was_made_with(built, home, prepared, capfd):
-    (home / 'guide.yaml').write_text('data: {batch_size: 4, pin_memory: true}\ntraining: {batch_size: 4, learning_rate: 1e-4}\n')
+    (home / 'guide.yaml').write_text('data: {batch_size: 4, pin_memory: true}\n'
+                                     'training: {batch_size: 4, learning_rate: 1e-4}\n')
     trainer = built(config='guide.yaml')
-    assert trainer.xtts.config.model == prepared.config.model and trainer.update.training.learning_rate == 1e-4
+    assert trainer.xtts.config.model == prepared.config.model
+    assert trainer.update.training.learning_rate == 1e-4
     err = capfd.readouterr().err
-    assert 'guide.yaml: data.pin_memory does nothing here' in err and 'training.batch_size is data.batch_size here, 4.' in err
+    assert 'guide.yaml: data.pin_memory does nothing here' in err
+    assert 'training.batch_size is data.batch_size here, 4.' in err
 
 def test_what_an_option_changes_is_said(built, capfd):
     built('--batch-size', '2', '--gpu-preset', '3060')
@@ -162,7 +174,7 @@ def test_settings_of_the_preparation_are_refused_from_a_file_too(home, prepared,
         assert main(*command, '--data', prepared.folder, '--config', 'c.yaml') == 2
         assert 'data.max_drop_rate: 0.1 does nothing here' in capfd.readouterr().err.splitlines()[-1]
 
-# --- corpora instead of caches -------------------------------------------------------------------------------------
+# --- corpora instead of caches ------------------------------------------------------------------------------
 
 def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, capfd):
     first = built('--preprocessing-mode', 'precompute', data=corpus)
@@ -170,22 +182,25 @@ def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, capfd):
     before, err = tree(made), capfd.readouterr().err
     assert f'is a corpus; its cache is {made}, made now.' in err and first.plan.cache.folder == made
     again = built('--preprocessing-mode', 'precompute', data=corpus)
-    assert 'brought up to date' in capfd.readouterr().err and tree(made) == before and len(again.plan.cache) == 14
+    assert 'brought up to date' in capfd.readouterr().err and tree(made) == before
+    assert len(again.plan.cache) == 14
     named = cli_train._prepared_folder
     settings = first.xtts.config
     assert named(corpus, settings) == made and named(corpus, settings, made) != made   # of another DVAE
-    for change in ({'data': {'min_seconds': 0.8}}, {'model': {'audio': {'f_max': 7000.}}}, {'training': {'dvae_steps': 3}}):
+    for change in ({'data': {'min_seconds': 0.8}}, {'model': {'audio': {'f_max': 7000.}}},
+                   {'training': {'dvae_steps': 3}}):
         assert named(corpus, settings.replace(**change)) != made
     assert named(corpus, settings.replace(data={'batch_size': 2}, training={'steps': 7})) == made
 
 def test_a_corpus_to_validate_on(built, home, corpus, prepared):
     trainer = built('--val-data', corpus)
-    assert trainer.held_out.count.sum() == 14 and trainer.training.validate_every == trainer.training.checkpoint_every
+    assert trainer.held_out.count.sum() == 14
+    assert trainer.training.validate_every == trainer.training.checkpoint_every
     assert trainer.held_out.cache.manifest['keys'] == prepared.manifest['keys']   # its DVAE and tokenizer
     assert built('--val-data', trainer.held_out.cache.folder).held_out.count.sum() == 14   # a cache
 
 
-# --- refused -------------------------------------------------------------------------------------------------------
+# --- refused ------------------------------------------------------------------------------------------------
 
 WRONG = {
     ('--disable-tf-native-loading',): ['is no option here', 'always native', 'leave it out'],
@@ -195,14 +210,18 @@ WRONG = {
     ('--val', '0.3', '--val-data', 'x'): ['--val and --val-data', 'give one'],
     ('--gpu-preset', 'T4'): ['"T4"', 'there is 4090, 3090, 3060, A100, H200'],
     ('--optimization-level', 'turbo'): ['"turbo"', 'basic, enhanced, experimental'],
-    ('--preprocessing-mode', 'runtime'): ['data.preprocessing_mode: runtime does nothing', 'with preprocessing_mode precompute'],
+    ('--preprocessing-mode', 'runtime'): ['data.preprocessing_mode: runtime does nothing',
+                                          'with preprocessing_mode precompute'],
     ('--preprocessing-mode', 'never'): ["'never'", "'precompute'"],
     ('--val-data', 'no-such'): ['no-such', 'holds no cache'],
     ('--set', 'data.bach_size=3'): ['data.bach_size', 'did you mean "batch_size"?'],
     ('--batch-size', '6', '--grad-accum', '4'): ['batch_size 6', 'accumulation 4'],
-    ('--set', 'data.max_drop_rate=0.1'): ['data.max_drop_rate: 0.1 does nothing', 'prepare the corpus again', 'leave it out'],
-    ('--set', 'data.max_cache_gb=1'): ['data.max_cache_gb: 1.0 does nothing', 'prepare the corpus again', 'leave it out'],
-    ('--set', 'data.max_seconds=0.55'): ['14 of 14 clips are left out: 14 longer than data.max_seconds 0.55', 'widen'],
+    ('--set', 'data.max_drop_rate=0.1'): ['data.max_drop_rate: 0.1 does nothing', 'prepare the corpus again',
+                                          'leave it out'],
+    ('--set', 'data.max_cache_gb=1'): ['data.max_cache_gb: 1.0 does nothing', 'prepare the corpus again',
+                                       'leave it out'],
+    ('--set', 'data.max_seconds=0.55'): ['14 of 14 clips are left out: 14 longer than data.max_seconds 0.55',
+                                         'widen'],
     ('--set', 'model.gpt.max_audio_codes=20'): ['model.gpt.max_audio_codes 20', 'lower data.max_seconds'],
     ('--set', 'model.gpt.max_text_tokens=9'): ['model.gpt.max_text_tokens 9', 'lower data.max_text_tokens'],
     ('--lr', '0'): ['training.learning_rate', 'greater than 0'],
@@ -215,7 +234,8 @@ def test_a_wrong_option_is_answered_in_a_sentence(home, prepared, capfd, options
     assert main('train', '--data', prepared.folder, *options) == 2
     out, err = capfd.readouterr()
     last = err.splitlines()[-1]
-    assert out == '' and last.startswith('xtts-nb: ') and not [part for part in WRONG[options] if part not in last], last
+    assert out == '' and last.startswith('xtts-nb: '), last
+    assert not [part for part in WRONG[options] if part not in last], last
     assert tree(home) == before
 
 def test_a_corpus_can_be_read_as_it_is_trained_on(built, home, corpus, mini, capfd):
@@ -226,7 +246,7 @@ def test_a_corpus_can_be_read_as_it_is_trained_on(built, home, corpus, mini, cap
     assert 'is prepared, with preprocessing_mode runtime' in capfd.readouterr().err.splitlines()[-1]
 
 
-# --- what an option becomes ----------------------------------------------------------------------------------------
+# --- what an option becomes ---------------------------------------------------------------------------------
 
 def test_bounds():
     check_bounds(
@@ -261,7 +281,7 @@ def test_layers_of_settings():
     own = {'training.steps': 7, 'training.epochs': 0, 'training.learning_rate': 0.1, 'data.seed': 3}
     assert list(asked.items()) == [
         ('environment', {}), ('GPU preset 3060', gpu_preset('3060', os.cpu_count())),
-        ('optimization level basic', level('basic')), ('options', own)]
+        ('optimization level basic', optimization_level('basic')), ('options', own)]
     assert layers({'val': 0., 'epochs': 2})['options'] == {'training.epochs': 2}
 
 def test_train(ran, behind, bars):
@@ -269,10 +289,12 @@ def test_train(ran, behind, bars):
     fitted = behind('app.cli_train._fit', ({'steps': 4}, 'DONE'))
     assert ran('train --data c').out == 'DONE\nxtts-nb say TEXT --run RUN --voice FILE\n'
     assert ran('train --data c --data-gpu 0 --json').json == {'steps': 4}
-    ran('train --run r --data c --buffer-size 5 --val-data v --from b --finetune lora --preset tiny --config f')
-    ran('train --data c --enable-memory-isolation --val 0.3 --model-gpu 1 --data-gpu-memory 2 --model-gpu-memory 3')
+    ran('train --run r --data c --buffer-size 5 --val-data v --from b --finetune lora --preset tiny '
+        '--config f')
+    ran('train --data c --enable-memory-isolation --val 0.3 --model-gpu 1 --data-gpu-memory 2 '
+        '--model-gpu-memory 3')
     ran('train --data c --fit-memory')
-    names = 'data', 'run', 'preset', 'config', 'val', 'val_data', 'base', 'finetune', 'fit', 'on_device', 'ring'
+    names = 'data run preset config val val_data base finetune fit on_device ring'.split()
     seen = [[v if v is None or isinstance(v, bool | int | float) else str(v) for v in map(call.get, names)]
             for call in made]
     assert seen == [
@@ -301,7 +323,8 @@ def test_a_training_with_a_bar(behind, capsys, step):
     trainer = Trainer()
     trainer.step, trainer.stop = step, False
     fit = lambda: cli_train._fit(trainer, 'train-dvae', lambda *what: shown.append(what))
-    assert fit() == (result | {'run': 'RUN'}, '4 updates, loss 3.0 -> 2.0, 1,235 clips/s; 6 s to trace and compile.')
+    assert fit() == (result | {'run': 'RUN'},
+                     '4 updates, loss 3.0 -> 2.0, 1,235 clips/s; 6 s to trace and compile.')
     assert shown == [('train-dvae', step, 4, 'compiling'),
                      ('train-dvae', 4, 5, 'loss 1.250  held out 0.500  heard 0.25  1,235 clips/s  AU 57%'),
                      ('train-dvae', 5, 5, 'loss 1.000')]
@@ -312,11 +335,11 @@ def test_a_training_with_a_bar(behind, capsys, step):
     assert capsys.readouterr().err.endswith(end) and modes == [{'training': trainer.training}] * 2
 
 
-# --- the parts of a trainer ----------------------------------------------------------------------------------------
+# --- the parts of a trainer ---------------------------------------------------------------------------------
 
 @pytest.fixture
 def made(behind, tmp_path, monkeypatch):
-    "Calls of `new_run`, by a `_trainer` whose parts are replaced; the first value is `_trainer`, the second what to change."
+    "`_trainer` with stubbed parts, the calls of `new_run` that it makes, and what a test may change."
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'settings.ini').write_text('[workspace]\n')
     (tmp_path / 'run').mkdir()
@@ -335,8 +358,8 @@ def made(behind, tmp_path, monkeypatch):
     def build(data=None, run=None, preset=None, val=0., val_data=None, base=None):
         data, val_data = (value and Path(value) for value in (data, val_data))
         place = run and tmp_path / run
-        assert cli_train._trainer(data, place, preset, None, layers, val, val_data, base, None, False, 'devices',
-                                  False, 3) == 'the trainer'
+        assert cli_train._trainer(data, place, preset, None, layers, val, val_data, base, None, False,
+                                  'devices', False, 3) == 'the trainer'
         return SimpleNamespace(**{'where': {}} | has.runs[-1])
     return build, has
 
@@ -359,7 +382,8 @@ def test_a_run_that_stands_keeps_what_it_was_begun_with(made, tmp_path):
 def test_a_new_run_takes_the_settings_of_its_cache(made, tmp_path):
     build, has = made
     plain = build('b')
-    assert plain.run == tmp_path / 'runs' / 'train-1' and (plain.held_out, plain.val, plain.where) == ((), None, {})
+    assert plain.run == tmp_path / 'runs' / 'train-1'
+    assert (plain.held_out, plain.val, plain.where) == ((), None, {})
     assert plain.config == TINY.replace(data={'seed': 1}, training={'ema': 0.5})
     assert build('b', preset='tiny').config == TINY.replace(training={'ema': 0.5})
     has.feed = {'feed': 'f', 'device': 'd'}
@@ -369,7 +393,8 @@ def test_a_new_run_takes_the_settings_of_its_cache(made, tmp_path):
     assert len(has.no_codes) == 1
 
 def test_what_began_a_run(behind, tmp_path):
-    cache, based = SimpleNamespace(config=TINY), behind('train.runs.base_config', lambda base, settings: settings)
+    cache, based = SimpleNamespace(config=TINY), behind('train.runs.base_config',
+                                                        lambda base, settings: settings)
     checked = behind('app.cli_train._check_prepared')
     (tmp_path / 'f.yaml').write_text('data: {batch_size: 3}\n')
     for preset, began in ((None, TINY), ('xtts_v2', XTTSConfig.xtts_v2())):
@@ -408,7 +433,8 @@ def test_sizes_are_tried_on_one_device(monkeypatch, behind, fit, gpus, cluster, 
     assert cli_train._maker() == (('another', 4) if cluster else (runs.new_run, 1))
 
 def test_a_corpus_is_what_is_there_and_no_cache(tmp_path):
-    (tmp_path / 'empty').mkdir(); (tmp_path / 'full').mkdir()
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'full').mkdir()
     (tmp_path / 'full' / 'a').touch()
     looks = {name: cli_train._is_corpus(tmp_path / name) for name in ('missing', 'empty', 'full', 'full/a')}
     assert looks == {'missing': False, 'empty': False, 'full': True, 'full/a': True}
@@ -428,7 +454,7 @@ def test_the_cache_of_a_corpus_is_named_after_it(home, behind, capsys):
 
 def test_what_only_the_preparation_uses(behind):
     cache = SimpleNamespace(config=TINY, manifest={'mode': 'runtime'}, folder='c')
-    checked = behind('app.recipes.check_acts')
+    checked = behind('app.recipes.check_used')
     cli_train._check_prepared(cache, TINY, 'settings', {'a': 'auto', 'b': 3})
     why = checked[0].pop('why')
     assert why.startswith('c is prepared, with preprocessing_mode runtime; prepare the corpus again')
@@ -459,14 +485,16 @@ def test_whoever_holds_out_validates():
     assert changed(own, 0.3) == own
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('batch, parts, replicas, rows', [
     (8, 1, 1, 8), (8, 1, 2, 4), (8, 4, 16, 4), (8, 2, 3, 2)])
 def test_each_device_computes_its_share(behind, capsys, batch, parts, replicas, rows):
     settings = TINY.replace(data={'batch_size': batch}, training={'accumulation': parts})
-    behind('app.cli_train._largest', (50, 20, [(3, 7), (9, 10)])); behind('train.finetune.free_memory', 'free')
-    looked, fitted = behind('train.finetune.check_memory', 'THE MEMORY'), behind('app.cli_train._fitting', (TINY, 'x'))
+    behind('app.cli_train._largest', (50, 20, [(3, 7), (9, 10)]))
+    behind('train.finetune.free_memory', 'free')
+    looked = behind('train.finetune.check_memory', 'THE MEMORY')
+    fitted = behind('app.cli_train._fitting', (TINY, 'x'))
     assert cli_train._in_memory('cache', settings, None, False, 'devices', replicas) == settings
     assert not fitted
     assert looked == [{'config': settings.replace(data={'batch_size': rows}), 'codes': 50, 'text': 20,
@@ -489,13 +517,15 @@ def test_the_largest_shape_counts(prepared, behind, monkeypatch):
 def test_find_batch_size(ran, behind, bars, again, line):
     cache, training = SimpleNamespace(), {'accumulation': 2, 'gradient_checkpointing': again}
     found = TINY.replace(data={'batch_size': 16}, training=training)
-    behind('train.runs.open_cache', cache); behind('app.cli_train._largest', (50, 20, 'runs'))
+    behind('train.runs.open_cache', cache)
+    behind('app.cli_train._largest', (50, 20, 'runs'))
     asked = behind('app.cli_train._settings', TINY)
     tried = behind('train.finetune.find_batch_size', (found, [{'rows': 8, 'fits': True}]))
     done = ran('find batch-size --data c')
     assert done.err == line and 'In the section training:' in done.out
     assert bars == [('start', {}), ('try an update', 1, 2)]
-    done = ran('find batch-size --data c --memory 1.5 --from b --finetune lora --preset tiny --config f --json')
+    done = ran('find batch-size --data c --memory 1.5 --from b --finetune lora --preset tiny --config f '
+               '--json')
     assert done.json == {'training': training, 'tried': [{'rows': 8, 'fits': True}]}
     common = {'config': TINY, 'codes': 50, 'text': 20, 'runs': 'runs'}
     assert tried == [common | {'memory': None}, common | {'memory': 1_500_000_000}]
@@ -503,9 +533,11 @@ def test_find_batch_size(ran, behind, bars, again, line):
         [None] * 4, ['tiny', 'f', 'b', 'lora']]
 
 def test_find_learning_rate(ran, behind, bars, home):
-    behind('train.runs.open_cache', 'cache'); behind('app.cli_train._settings', TINY)
+    behind('train.runs.open_cache', 'cache')
+    behind('app.cli_train._settings', TINY)
     begun, drawn = behind('train.runs.new_run', 'the trainer'), behind('train.finetune.plot_learning_rate')
-    tried = behind('train.finetune.find_learning_rate', {'suggestion': 1e-3, 'lowest': 1e-2, 'losses': [3., 2., 4.]})
+    tried = behind('train.finetune.find_learning_rate',
+                   {'suggestion': 1e-3, 'lowest': 1e-2, 'losses': [3., 2., 4.]})
     assert ran('find learning-rate --data c').out == (
         'training.learning_rate: 0.001 (the loss was lowest at 1.0e-02); see learning_rate.png\n')
     assert bars == [('start', {}), ('raise the rate', 1, 2)]
@@ -518,7 +550,7 @@ def test_find_learning_rate(ran, behind, bars, home):
         ('cache', TINY, 'run', None), ('cache', TINY, 'run', 'b')]
 
 
-# --- a DVAE and a voice --------------------------------------------------------------------------------------------
+# --- a DVAE and a voice -------------------------------------------------------------------------------------
 
 @pytest.fixture
 def fitted(behind): return behind('app.cli_train._fit', ({'steps': 4}, 'DONE'))
@@ -544,10 +576,12 @@ def test_train_dvae(ran, behind, bars, home, fitted):
 
 def test_train_dvae_goes_on_with_the_settings_of_its_run(ran, behind, bars, home, fitted):
     made = behind('train.parts.new_dvae_run', SimpleNamespace(run='RUN'))
-    (home / 'r').mkdir(); (home / 'r' / 'run.json').touch()
+    (home / 'r').mkdir()
+    (home / 'r' / 'run.json').touch()
     (home / 'r' / 'config.yaml').write_text(TINY.replace(data={'buckets': 2}).to_yaml())
     (home / 'bad.yaml').write_text('training: {warmup_steps: 7}\n')
-    ran('train-dvae --run r'); ran('train-dvae --run r --preset tiny')
+    ran('train-dvae --run r')
+    ran('train-dvae --run r --preset tiny')
     assert [c['config'].data.buckets for c in made] == [2, TINY.data.buckets] != [2, 2]
     for line, words in (('--run none', 'none: holds no run to go on with'),
                         ('', 'neither a run nor anything'),
@@ -557,13 +591,15 @@ def test_train_dvae_goes_on_with_the_settings_of_its_run(ran, behind, bars, home
 
 def test_train_voice(ran, behind, bars, home, fitted):
     made = behind('train.parts.new_voice_run', SimpleNamespace(run='RUN'))
-    behind('data.cache.Cache', lambda folder: f'cache {folder}'); behind('train.parts.cache_of', 'its own')
+    behind('data.cache.Cache', lambda folder: f'cache {folder}')
+    behind('train.parts.cache_of', 'its own')
     held, asked = behind('train.runs.held_out_share', ['x']), behind('app.cli_train._voice_settings', TINY)
     assert ran('train-voice m').out == 'DONE\nxtts-nb say TEXT --run RUN --voice FILE\n'
     assert bars == [('start', {}), ('states and recordings', 1, 2)] and not held
     done = ran('train-voice m --data d --run r --config f --steps 5 --val 0.25 --corpus c --json')
     assert done.json == {'steps': 4} and held == [{'cache': 'cache d', 'share': 0.25}]
-    (home / 'r').mkdir(); (home / 'r' / 'run.json').touch()
+    (home / 'r').mkdir()
+    (home / 'r' / 'run.json').touch()
     ran('train-voice --run r --val 0.25')
     every = {'validate_every': TINY.training.checkpoint_every}
     values = [[v if not hasattr(v, 'parts') else str(v) for v in call.values()] for call in made]
@@ -583,16 +619,18 @@ VOICE = {'voice.steps=5': (True, True), 'model.decoder.channels=256': (True, Fal
 
 @pytest.mark.parametrize('text', VOICE)
 def test_settings_that_a_decoder_is_trained_with(tmp_path, text):
-    from xtts_nb.app.recipes import assignments, nested
+    from xtts_nb.app.recipes import parse_assignments, nested
     (tmp_path / 'config.yaml').write_text(TINY.to_yaml())
-    (tmp_path / 'f.yaml').write_text(yaml.safe_dump(nested(assignments([text]))))
+    (tmp_path / 'f.yaml').write_text(yaml.safe_dump(nested(parse_assignments([text]))))
     for known, may in zip((False, True), VOICE[text]):
-        if may: assert cli_train._voice_settings(tmp_path, tmp_path / 'f.yaml', known) != TINY; continue
+        if may:
+            assert cli_train._voice_settings(tmp_path, tmp_path / 'f.yaml', known) != TINY
+            continue
         with pytest.raises(UserError, match='does nothing here: the decoder is trained'):
             cli_train._voice_settings(tmp_path, tmp_path / 'f.yaml', known)
 
 
-# --- export and bench ----------------------------------------------------------------------------------------------
+# --- export and bench ---------------------------------------------------------------------------------------
 
 def test_export(ran, behind, bars):
     asked = behind('train.runs.export_run', {'bytes': 1_234_560_000})
@@ -603,11 +641,11 @@ def test_export(ran, behind, bars):
 
 SIZES = '--layers 2 --width 64 --heads 4 --batch-size 3'
 BENCHES = {   # command: function, page, what it is called, further arguments by default, and as asked for
-    'train': ('step_speed', '33_step_speed', 'GPT {}, 120 text tokens, 220 codes, no dropout',
+    'train': ('step_speed', 'step_speed', 'GPT {}, 120 text tokens, 220 codes, no dropout',
               {'text': 120, 'codes': 220},
               '--text-tokens 9 --codes 11', 'GPT {}, 9 text tokens, 11 codes, no dropout',
               {'text': 9, 'codes': 11}),
-    'gpt2': ('gpt2_speed', '33_gpt2', 'GPT-2 {}, 512 tokens, no dropout', {'tokens': 512},
+    'gpt2': ('gpt2_speed', 'gpt2', 'GPT-2 {}, 512 tokens, no dropout', {'tokens': 512},
              '--tokens 9', 'GPT-2 {}, 9 tokens, no dropout', {'tokens': 9})}
 
 @pytest.mark.parametrize('command', BENCHES)
@@ -631,20 +669,23 @@ def test_bench_of_a_step(ran, behind, bars, command):
         plain | {'rounds': 7, python: None}, own_values | {'rounds': 2, python: 'py'}]
 
 
-# --- config create -------------------------------------------------------------------------------------------------
+# --- config create ------------------------------------------------------------------------------------------
 
 def test_config_create_and_train_with_it(home, prepared, mini, capfd):
     assert main('config', 'create', 'c.yaml', '--preset', 'tiny', '--gpu-preset', '3060', '--json') == 0
     said = json.loads(capfd.readouterr().out)
     config = XTTSConfig.load(home / 'c.yaml')
     assert said['preset'] == 'tiny' and said['config'] == 'c.yaml' and 'training.steps' not in said['changed']
-    assert said['changed']['data.batch_size'] == 8 == config.data.batch_size and config.model == XTTSConfig.tiny().model
+    assert said['changed']['data.batch_size'] == 8 == config.data.batch_size
+    assert config.model == XTTSConfig.tiny().model
     before = tree(home)
-    assert main('config', 'create', 'c.yaml') == 2 and 'already exists' in capfd.readouterr().err and tree(home) == before
+    assert main('config', 'create', 'c.yaml') == 2 and 'already exists' in capfd.readouterr().err
+    assert tree(home) == before
     assert main('config', 'create') == 0 and XTTSConfig.load(home / 'config.yaml') == XTTSConfig()
     assert capfd.readouterr().out == 'config.yaml: xtts-nb train --config config.yaml --data CACHE\n'
     text = (home / 'config.yaml').read_text()
-    assert '# batches ready ahead of the step' in text and yaml.safe_load(text)['training']['learning_rate'] == 5e-6
+    assert '# batches ready ahead of the step' in text
+    assert yaml.safe_load(text)['training']['learning_rate'] == 5e-6
 
 def test_config_create_needs_no_tensorflow(home):
     done = xtts_nb('config', 'create', cwd=home)
@@ -659,4 +700,5 @@ def test_two_epochs_from_a_file_to_the_end(home, prepared, capfd):
     assert first['steps'] == 7 and XTTSConfig.load(home / 'run' / 'config.yaml').data.batch_size == 2
     assert main('train', *given, '--epochs', '2') == 0
     assert json.loads(capfd.readouterr().out)['steps'] == 14 and np.isfinite(first['loss_last'])
-    assert Cache(json.loads((home / 'run' / 'run.json').read_text())['cache']).manifest['key'] == prepared.manifest['key']
+    cache = Cache(json.loads((home / 'run' / 'run.json').read_text())['cache'])
+    assert cache.manifest['key'] == prepared.manifest['key']

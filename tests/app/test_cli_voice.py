@@ -1,6 +1,9 @@
 "The commands of a voice: what each asks of the library, prints and ends with. The library is replaced."
+from pathlib import Path
+
 import numpy as np
 import pytest
+import tree
 
 from process import check_bounds
 from xtts_nb.config import XTTSConfig
@@ -14,7 +17,7 @@ def test_bounds():
                  ('grow m o --language fa --texts t --seed', 0, -1))
 
 
-# --- demo ----------------------------------------------------------------------------------------------------------
+# --- demo ---------------------------------------------------------------------------------------------------
 
 SPOKEN = {'nearest_hits': 15, 'nearest_total': 16, 'untrained_hits': 1, 'heldout_sentence_hits': 12,
           'heldout_total': 14,
@@ -25,7 +28,8 @@ RESULT = {'data_before_after': [{'name': 'cache', 'clips_per_s': 7.}],
 
 def test_demo(ran, behind, bars):
     def run_demo(**call):
-        call['say']('A LINE'); call['listen']('speak', 1, 2, '')
+        call['say']('A LINE')
+        call['listen']('speak', 1, 2, '')
         return RESULT
     demos, kept = behind('app.demo.run_demo', run_demo), behind('app.cli_voice.keep')
     done = ran('demo')
@@ -45,7 +49,7 @@ def test_demo(ran, behind, bars):
     assert [(str(c['out']), c['config'], c['seed']) for c in demos] == [
         ('runs/demo', TINY, 0), ('there', TINY.replace(training={'steps': 7}), 3)]
     more = {name: RESULT[name] for name in ('data_before_after', 'step_before_after', 'train', 'seconds')}
-    assert kept == [{'page': '58_demo', 'rows': [SPOKEN], 'notes': more}]
+    assert kept == [{'page': 'demo', 'rows': [SPOKEN], 'notes': more}]
 
 def test_demo_of_several_seeds(ran, behind, bars):
     rows = [{'seed': s, 'loss': 1. + s, 'voice_hits': 14 + 2 * s} for s in range(2)]
@@ -55,18 +59,20 @@ def test_demo_of_several_seeds(ran, behind, bars):
     assert ran('demo --seeds 2').out == '2 seeds\nloss: 1.5 (1 to 2)\nvoice_hits: 15 (14 to 16)\n'
     assert not kept
     assert ran('demo --seeds 2 --steps 5 --record --json').json == {'rows': rows, 'spread': spread}
-    assert kept == [{'page': '58_demo_seeds', 'rows': rows, 'notes': {'steps': 5, 'spread': spread}}]
+    assert kept == [{'page': 'demo_seeds', 'rows': rows, 'notes': {'steps': 5, 'spread': spread}}]
     assert [(str(c['out']), c['seeds'], c['config'].training.steps) for c in asked] == [
         ('runs/demo', 2, TINY.training.steps), ('runs/demo', 2, 5)]
 
 
-# --- say -----------------------------------------------------------------------------------------------------------
+# --- say ----------------------------------------------------------------------------------------------------
 
 def test_say(ran, behind, bars, monkeypatch):
     class Speaker:
         sample_rate, vocoder, calls = 22050, 'griffin-lim', []
         def __init__(self, xtts, **speech): self.calls.append((xtts, speech))
-        def __call__(self, *words): self.calls.append(words); return np.zeros(3 * 11025 + 9)
+        def __call__(self, *words):
+            self.calls.append(words)
+            return np.zeros(3 * 11025 + 9)
     monkeypatch.setattr('xtts_nb.speech.generate.Speaker', Speaker)
     monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda run: f'the model of {run}')
     saved = behind('data.audio.save_audio')
@@ -75,7 +81,8 @@ def test_say(ran, behind, bars, monkeypatch):
     assert bars == [('start', {}), ('load the model', 0, 1), ('speak', 0, 1)]
     given = {'temperature': 0., 'top_k': 0, 'top_p': 0.5, 'repetition_penalty': 1., 'speed': 2.}
     options = ' '.join(f'--{name.replace("_", "-")} {value}' for name, value in given.items())
-    done = ran(f'say Hallo --run run --voice a.wav --voice b.wav --language de --out o.wav --seed 5 {options} --json')
+    done = ran(f'say Hallo --run run --voice a.wav --voice b.wav --language de --out o.wav --seed 5 '
+               f'{options} --json')
     assert done.json == {'wav': 'o.wav', 'seconds': 1.5, 'sample_rate': 22050, 'vocoder': 'griffin-lim'}
     words = [(*w[:2], [str(p) for p in w[2]], *w[3:]) for w in Speaker.calls[1::2]]
     assert words == [('Hello', 'en', ['a.wav'], 0), ('Hallo', 'de', ['a.wav', 'b.wav'], 5)]
@@ -84,12 +91,13 @@ def test_say(ran, behind, bars, monkeypatch):
         ('say.wav', (33084,), 22050), ('o.wav', (33084,), 22050)]
 
 
-# --- convert and grow ----------------------------------------------------------------------------------------------
+# --- convert and grow ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name, place, text, shown', [
-    ('from-coqui', 'convert.from_coqui', 'o: 7 tensors, 9 text tokens\n', [('write the tensors', 1, 2)]),
-    ('to-coqui', 'convert.to_coqui', 'o: 7 tensors\n', [('write the tensors', 0, 1), ('write the tensors', 1,
-    1)])])
+    ('from-coqui', 'models.convert.from_coqui', 'o: 7 tensors, 9 text tokens\n',
+     [('write the tensors', 1, 2)]),
+    ('to-coqui', 'models.convert.to_coqui', 'o: 7 tensors\n',
+     [('write the tensors', 0, 1), ('write the tensors', 1, 1)])])
 def test_convert(ran, behind, bars, name, place, text, shown):
     calls = behind(place, {'tensors': 7, 'text_tokens': 9})
     assert ran(f'convert {name} f o').out == text and bars == shown
@@ -97,8 +105,9 @@ def test_convert(ran, behind, bars, name, place, text, shown):
     assert [{k: str(v) for k, v in call.items()} for call in calls] == [{'folder': 'f', 'out': 'o'}] * 2
 
 def test_grow(ran, behind, bars):
-    read, grown = behind('models.new_language.read_texts', ['salam']), behind('models.new_language.grow_folder',
-        {'tokens_before': 5, 'tokens': 9})
+    read, grown = behind('models.new_language.read_texts',
+                         ['salam']), behind('models.new_language.grow_folder',
+                                            {'tokens_before': 5, 'tokens': 9})
     line = 'grow m o --language fa --texts t.txt'
     assert ran(line).out == 'o: 5 -> 9 text tokens, fa among them\n'
     assert bars == [('start', {}), ('grow the model', 0, 1), ('grow the model', 1, 1)]
@@ -109,12 +118,14 @@ def test_grow(ran, behind, bars):
     assert [str(call['path']) for call in read] == ['t.txt'] * 2
 
 
-# --- parity --------------------------------------------------------------------------------------------------------
+# --- parity -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('ok, code', [(True, 0), (False, 1)])
 def test_parity(ran, behind, bars, ok, code):
     result = {'ok': ok, 'rows': [{'name': 'mel'}], 'model': 'xtts'}
-    def parity(**call): call['listen']('vocoder'); return result
+    def parity(**call):
+        call['listen']('vocoder')
+        return result
     asked, kept = behind('app.parity.parity', parity), behind('app.cli_voice.keep')
     behind('app.parity.parity_markdown', 'a ' + 'b' * 107 + ' c')   # 111 columns
     done = ran('parity f --coqui-python py')
@@ -122,8 +133,29 @@ def test_parity(ran, behind, bars, ok, code):
     assert not kept and bars == [('start', {}), ('vocoder', 0, 1)]
     done = ran('parity f --coqui-python py --clip a.wav --clip b.wav --sentences s.json --record --json')
     assert (done.code, done.json) == (code, result)
-    assert kept == [{'page': '25_parity', 'rows': result['rows'], 'notes': {'model': 'xtts'}}]
+    assert kept == [{'page': 'parity', 'rows': result['rows'], 'notes': {'model': 'xtts'}}]
     text = lambda v: v and ([str(p) for p in v] if isinstance(v, list) else str(v))
     assert [{k: text(v) for k, v in call.items() if k != 'listen'} for call in asked] == [
         {'coqui_dir': 'f', 'coqui_python': 'py', 'clips': None, 'sentences': None},
         {'coqui_dir': 'f', 'coqui_python': 'py', 'clips': ['a.wav', 'b.wav'], 'sentences': 's.json'}]
+
+
+# --- notebooks ----------------------------------------------------------------------------------------------
+
+def test_notebooks_are_copied_with_their_records(ran, tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    done = ran(f'notebooks {tmp_path / "pages"}')
+    files = {p.relative_to(root / 'nbs').as_posix() for p in tree.notebooks()}
+    copied = {p.relative_to(tmp_path / 'pages').as_posix() for p in (tmp_path / 'pages').rglob('*.*')}
+    folder = tmp_path / 'pages'
+    assert done.out == f'{folder}: {len(files)} pages. Open them: jupyter lab {folder}\n'
+    assert {f for f in copied if f.endswith('.ipynb')} == files and 'settings.ini' in copied
+    assert {Path(f).name for f in copied if f.startswith('benchmarks/')} == {
+        f.name for f in (root / 'benchmarks').glob('*.json')}
+    assert not [f for f in copied if f.endswith(('.yml', '.py'))]
+    page = (tmp_path / 'pages/data/cache.ipynb').read_bytes()
+    assert page == (root / 'nbs/data/cache.ipynb').read_bytes()
+    again = ran(f'notebooks {tmp_path / "pages"}')
+    assert again.code == 2 and 'exists already; name a new folder.' in again.err
+    assert ran(f'notebooks {tmp_path / "more"} --json').json == {'folder': str(tmp_path / 'more'),
+                                                                 'notebooks': len(files)}

@@ -11,7 +11,7 @@ from process import check_bounds, main, tree, xtts_nb
 from xtts_nb.app import check, check as configure
 from xtts_nb.bench import device_name
 from xtts_nb.config import XTTSConfig
-from xtts_nb.monitor.diagnose import Trial
+from xtts_nb.monitor.diagnose import RemedyTrial
 from xtts_nb.app.quick_fix import Need
 
 TINY = XTTSConfig.tiny()
@@ -28,7 +28,7 @@ def test_bounds():
                  ('check --stress-duration', 0, -1))
 
 
-# --- monitor -------------------------------------------------------------------------------------------------------
+# --- monitor ------------------------------------------------------------------------------------------------
 
 def test_monitor(ran, behind):
     summary = {'devices': {}, 'samples': 3, 'seconds': 2., 'gaps': 0, 'interrupted': False}
@@ -47,7 +47,7 @@ def test_monitor(ran, behind):
     assert done.code == 130 and done.json == summary
 
 
-# --- profile -------------------------------------------------------------------------------------------------------
+# --- profile ------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
@@ -60,17 +60,23 @@ def home(tmp_path, monkeypatch):
 def test_profile(ran, behind, bars, home):
     made = TINY.replace(data={'buckets': 5}, training={'precision': 'bfloat16'})
     cache = SimpleNamespace(config=made, tokenizer=SimpleNamespace(start=9))
-    behind('data.cache.Cache', cache); behind('data.native.cached_batches', ['first', 'second'])
+    behind('data.cache.Cache', cache)
+    behind('data.native.cached_batches', ['first', 'second'])
     plans, drawn = behind('data.native.BatchPlan', 'the plan'), behind('train.step.random_batch', 'made up')
     gpts, updates = behind('models.gpt.GPT', 'the GPT'), behind('train.step.Update', 'the update')
-    def look(**call): call['tell']('forward'); return {'step_ms': 3.}
-    looked, pages = behind('train.profile.profile', look), behind('train.profile.write_page', lambda found, path: path)
+    def look(**call):
+        call['tell']('forward')
+        return {'step_ms': 3.}
+    looked, pages = behind('train.profile.profile', look), behind('train.profile.write_page',
+                                                                  lambda found, path: path)
     behind('train.profile.profile_text', 'THE STEP')
     page, config = home / 'runs' / 'profile' / 'profile.html', TINY.replace(data={'buckets': 2})
     assert ran('profile').out == f'THE STEP\nThe page: {page}\n'
     assert ran('profile --data c --out o --rounds 2 --json').json == {'step_ms': 3., 'page': 'o/profile.html'}
     assert json.loads((home / 'o' / 'profile.json').read_text()) == {'step_ms': 3.}
-    ran('profile --data c --preset tiny'); ran('profile --config f.yaml'); ran('profile --preset xtts_v2')
+    ran('profile --data c --preset tiny')
+    ran('profile --config f.yaml')
+    ran('profile --preset xtts_v2')
     assert bars == [('start', {}), ('forward', 0, 1)] * 5
     assert [str(c['path']) for c in pages[:2]] == [str(page), 'o/profile.html']
     assert [(c['config'], c['text_start'], c['kwargs']['dtype']) for c in gpts] == [
@@ -80,7 +86,8 @@ def test_profile(ran, behind, bars, home):
     assert updates[0] == {'gpt': 'the GPT', 'training': TINY.training}
     gpt = XTTSConfig.xtts_v2().model.gpt
     half = min(gpt.max_text_tokens, XTTSConfig.xtts_v2().data.max_text_tokens) // 2, gpt.max_audio_codes // 2
-    assert len(drawn) == 3 and isinstance(drawn[2]['text'], int) and (drawn[2]['text'], drawn[2]['codes']) == half
+    assert len(drawn) == 3 and isinstance(drawn[2]['text'], int)
+    assert (drawn[2]['text'], drawn[2]['codes']) == half
     assert [(c['batch'], c['batches'], str(c['folder']), c['rounds']) for c in looked[:2]] == [
         ('made up', None, str(page.parent / 'trace'), 7), ('first', ['first', 'second'], 'o/trace', 2)]
     assert looked[1]['training'] == made.training and looked[1]['update'] == 'the update'
@@ -103,7 +110,7 @@ def test_profile_of_two_devices_and_its_trace(ran, behind, bars, home, monkeypat
     assert done.code == 130 and 'http://here#profile shows the trace' in done.err and len(shown) == 1
 
 
-# --- diagnose and quick-fix ----------------------------------------------------------------------------------------
+# --- diagnose and quick-fix ---------------------------------------------------------------------------------
 
 @pytest.fixture
 def cache(behind):
@@ -114,8 +121,9 @@ def cache(behind):
 
 def test_diagnose(ran, behind, bars, home, cache):
     verdict = SimpleNamespace(to_dict=lambda: {'findings': []}, lines=lambda: ['THE VERDICT'])
-    examined, trained = behind('monitor.diagnose.diagnose', verdict), behind('app.quick_fix.training', ('data', 'step'))
-    trial = Trial('tiny batch', 'a remedy', 2., 3., True)
+    examined, trained = behind('monitor.diagnose.diagnose', verdict), behind('app.quick_fix.training',
+                                                                             ('data', 'step'))
+    trial = RemedyTrial('tiny batch', 'a remedy', 2., 3., True)
     better = lambda config, **call: (config.replace(data={'batch_size': 7}), [trial])
     tried = behind('app.quick_fix.apply_settings', better)
     assert ran('diagnose').out == 'THE VERDICT\n' and not tried and bars == [('start', {})]
@@ -150,8 +158,8 @@ def test_quick_fix(ran, behind, bars, home, cache):
                                              'train': f'{train} --config o.yaml',
                                              'prerequisites': [vars(need) for need in needs]}
     assert [(c['config'], text(c['out']), c['batches'], c['seconds']) for c in fixed] == [
-        (cache.config, 'fixed.yaml', 24, 40.), (XTTSConfig().replace(data={'buckets': 2, 'batch_size': 5}), 'o.yaml',
-                                                9, 16.)]
+        (cache.config, 'fixed.yaml', 24, 40.),
+        (XTTSConfig().replace(data={'buckets': 2, 'batch_size': 5}), 'o.yaml', 9, 16.)]
     assert [{k: text(v) for k, v in call.items()} for call in needed] == [
         {'data': None, 'config': None}, {'data': 'c', 'config': 'f.yaml'}]
     changes.clear()
@@ -163,18 +171,19 @@ def test_quick_fix(ran, behind, bars, home, cache):
 
 def test_bench_diagnose(ran, behind, bars):
     rows = [{'name': 'a patient'}]
-    asked, kept = behind('monitor.patients.ward', rows), behind('app.cli_watch.keep')
-    behind('monitor.patients.summed_up', {'right': 3}); behind('monitor.patients.total_lines', ['THE', 'TOTAL'])
+    asked, kept = behind('monitor.patients.run_patients', rows), behind('app.cli_watch.keep')
+    behind('monitor.patients.patient_totals', {'right': 3})
+    behind('monitor.patients.total_lines', ['THE', 'TOTAL'])
     words = [w for w in ran('bench diagnose').out.split() if w.isalpha()]
     assert words == 'The ward a patient THE TOTAL'.split() and not kept
     assert bars == [('start', {}), ('visit the patients', 1, 2)]
     assert ran('bench diagnose --num-batches 9 --seconds 3 --record --json').json == {'rows': rows,
         'right': 3}
-    assert kept == [{'page': '49_patients', 'rows': rows, 'notes': {'right': 3}}]
+    assert kept == [{'page': 'patients', 'rows': rows, 'notes': {'right': 3}}]
     assert [(c['batches'], c['seconds']) for c in asked] == [(24, 8.), (9, 3.)]
 
 
-# --- check ---------------------------------------------------------------------------------------------------------
+# --- check --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('result, code', [('PASSED', 0), ('SKIPPED', 0), ('FAILED', 1)])
 def test_check_ends_with_1_where_one_failed(monkeypatch, capfd, result, code):
@@ -187,7 +196,7 @@ def test_check_ends_with_1_where_one_failed(monkeypatch, capfd, result, code):
 
 def test_check_in_words(ran, behind, bars, monkeypatch):
     rows, tried = [{'name': 'XLA JIT', 'result': 'SKIPPED', 'reason': 'why'}], []
-    behind('app.check.Trial', lambda config: config)
+    behind('app.check.StepTrial', lambda config: config)
     monkeypatch.setattr(check, 'run_checks', lambda *given: tried.append(given[:2])
                         or given[2](1, 5, 'XLA JIT') or rows)
     assert ran('check').out == 'XLA JIT .................... SKIPPED why\n'
@@ -199,20 +208,24 @@ def test_check_in_words(ran, behind, bars, monkeypatch):
 @pytest.mark.slow
 def test_check_as_a_user_runs_it():
     done = xtts_nb('check', '--stress-duration', '1', '--json')
-    assert done.code == 0 and done.json['failed'] == 0 and [r['name'] for r in done.json['checks']] == [*check.CHECKS, 'Stress']
+    assert done.code == 0 and done.json['failed'] == 0
+    assert [r['name'] for r in done.json['checks']] == [*check.CHECKS, 'Stress']
 
 
-# --- configure -----------------------------------------------------------------------------------------------------
+# --- configure ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('ok, code', [(True, 0), (None, 0), (False, 1)])
 def test_configure_ends_with_1_where_something_else_was_got(monkeypatch, capfd, tmp_path, ok, code):
     rows, wishes = [{'setting': 'threads', 'asked': 2, 'got': 2, 'ok': ok, 'note': ''}], []
-    monkeypatch.setattr(configure, 'verify', lambda wish: wishes.append(wish) or rows)
-    given = ['--no-xla', '--no-mixed-precision', '--memory-limit', '512', '--threads', '2', '--allocator', 'cuda_malloc_async']
+    monkeypatch.setattr(configure, 'verify_settings', lambda wish: wishes.append(wish) or rows)
+    given = ['--no-xla', '--no-mixed-precision', '--memory-limit', '512', '--threads', '2', '--allocator',
+             'cuda_malloc_async']
     assert main('configure', '--verify', *given, '--env-file', tmp_path / 'tf.env', '--json') == code
     said = json.loads(capfd.readouterr().out)
-    assert wishes == [configure.Wish(2, 512, 'cuda_malloc_async', False, False)] and said['rows'] == rows
-    assert 'XTTS_NB_MEMORY_LIMIT=512' in (tmp_path / 'tf.env').read_text() and said['environment']['XTTS_NB_XLA'] == 'false'
+    assert wishes == [configure.TFSettings(2, 512, 'cuda_malloc_async', False, False)]
+    assert said['rows'] == rows
+    assert 'XTTS_NB_MEMORY_LIMIT=512' in (tmp_path / 'tf.env').read_text()
+    assert said['environment']['XTTS_NB_XLA'] == 'false'
 
 def test_configure_in_words(ran, behind, tmp_path):
     rows = [{'setting': 'threads', 'asked': 2, 'got': 2, 'ok': True, 'note': ''}]
@@ -221,7 +234,7 @@ def test_configure_in_words(ran, behind, tmp_path):
     file = tmp_path / 'e'
     assert ran(f'configure --env-file {file}').out == f'{line}Source {file}, then xtts-nb train.\n'
     said = ran(f'configure --env-file {file} --json').json
-    assert said == {'rows': rows, 'environment': configure.environment(configure.Wish()),
+    assert said == {'rows': rows, 'environment': configure.environment(configure.TFSettings()),
                     'env_file': str(file)}
     assert ran('configure --json').json['env_file'] is None
     assert asked == [{'threads': None, 'memory_limit': None, 'allocator': 'bfc', 'xla': True,
@@ -233,7 +246,8 @@ def test_configure_without_a_gpu_says_what_it_could_not_set(tmp_path):
     assert done.code == 0, done.err
     assert 'no GPU is visible' in done.out and 'intra-op threads' in done.out and tree(tmp_path) == {}
 
-@pytest.mark.parametrize('given', [['--allocator', 'malloc'], ['--memory-limit', '0'], ['--threads', 'x']], ids=str)
+@pytest.mark.parametrize('given', [['--allocator', 'malloc'], ['--memory-limit', '0'], ['--threads', 'x']],
+                         ids=str)
 def test_configure_refuses(capfd, given):
     assert main('configure', *given) == 2
     out, err = capfd.readouterr()

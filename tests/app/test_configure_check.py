@@ -11,14 +11,14 @@ import tensorflow as tf
 
 from xtts_nb.app import check as page
 from xtts_nb.config import UserError, asked, setup_tf
-from xtts_nb.app.check import Wish, environment, table_text, verify, write_environment
+from xtts_nb.app.check import TFSettings, environment, settings_text, verify_settings, write_environment
 from xtts_nb.app.recipes import from_environment
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     "No wishes of an earlier test."
-    for name in environment(Wish(memory_limit=1, allocator='cuda_malloc_async')): monkeypatch.delenv(name, raising=False)
+    for name in environment(TFSettings(memory_limit=1, allocator='cuda_malloc_async')): monkeypatch.delenv(name, raising=False)
 
 
 # --- the environment -----------------------------------------------------------------------------------------------
@@ -31,23 +31,23 @@ CHANGES = [   # a wish, a variable, what it is then; with the plain wish it is s
 
 @pytest.mark.parametrize('wish, name, value', CHANGES)
 def test_each_wish_changes_the_environment(wish, name, value):
-    assert environment(Wish(**wish)).get(name) == value != environment(Wish()).get(name)
+    assert environment(TFSettings(**wish)).get(name) == value != environment(TFSettings()).get(name)
 
 def test_the_environment_of_a_plain_wish(monkeypatch):
     cores = str(len(os.sched_getaffinity(0)))
-    assert environment(Wish()) == {
+    assert environment(TFSettings()) == {
         'TF_NUM_INTRAOP_THREADS': cores, 'TF_NUM_INTEROP_THREADS': cores, 'TF_FORCE_GPU_ALLOW_GROWTH': 'true',
         'TF_XLA_FLAGS': '--tf_xla_auto_jit=2', 'XTTS_NB_XLA': 'true', 'XTTS_NB_PRECISION': 'bfloat16'}
     monkeypatch.delattr(os, 'sched_getaffinity'); monkeypatch.setattr(os, 'cpu_count', lambda: 77)
-    assert environment(Wish())['TF_NUM_INTEROP_THREADS'] == '77'
+    assert environment(TFSettings())['TF_NUM_INTEROP_THREADS'] == '77'
 
 def test_flags_of_others_stay(monkeypatch):
     monkeypatch.setenv('TF_XLA_FLAGS', '--tf_xla_auto_jit=1 --other=2')
-    assert environment(Wish())['TF_XLA_FLAGS'] == '--other=2 --tf_xla_auto_jit=2'
-    assert environment(Wish(xla=False))['TF_XLA_FLAGS'] == '--other=2'
+    assert environment(TFSettings())['TF_XLA_FLAGS'] == '--other=2 --tf_xla_auto_jit=2'
+    assert environment(TFSettings(xla=False))['TF_XLA_FLAGS'] == '--other=2'
 
 def test_a_shell_reads_the_file(tmp_path):
-    write_environment(tmp_path / 'tf.env', wish := Wish(threads=3, memory_limit=512))
+    write_environment(tmp_path / 'tf.env', wish := TFSettings(threads=3, memory_limit=512))
     shell = 'set -a; . ./tf.env; set +a; exec "$0" -c "import os, json; print(json.dumps(dict(os.environ)))"'
     done = subprocess.run(['sh', '-c', shell, sys.executable], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert environment(wish).items() <= json.loads(done.stdout).items()
@@ -55,11 +55,11 @@ def test_a_shell_reads_the_file(tmp_path):
 @pytest.mark.parametrize('wish', [{'threads': 0}, {'memory_limit': 0}, {'memory_limit': -1},
                                   {'allocator': 'malloc'}], ids=str)
 def test_a_wish_that_cannot_be(wish):
-    with pytest.raises(FrozenInstanceError): Wish(threads=1, memory_limit=1).threads = 2
-    with pytest.raises(UserError, match='^configure: '): Wish(**wish)
+    with pytest.raises(FrozenInstanceError): TFSettings(threads=1, memory_limit=1).threads = 2
+    with pytest.raises(UserError, match='^configure: '): TFSettings(**wish)
 
 def test_training_takes_its_keys_from_the_environment(monkeypatch):
-    for name, value in environment(Wish(xla=False)).items(): monkeypatch.setenv(name, value)
+    for name, value in environment(TFSettings(xla=False)).items(): monkeypatch.setenv(name, value)
     assert from_environment() == {'training.enable_xla_compilation': False, 'training.precision': 'bfloat16'}
 
 
@@ -98,16 +98,17 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch, value):
 def rows_of(wish, table, used='bfc'): return {r['setting']: r for r in page._memory_rows(wish, table, used)}
 
 def test_the_table_says_what_was_not_got():
-    limited = rows_of(Wish(memory_limit=512, allocator='cuda_malloc_async'), {'memory limit GPU:0': (512, None)})
+    limited = rows_of(TFSettings(memory_limit=512, allocator='cuda_malloc_async'), {'memory limit GPU:0': (512, None)})
     assert limited['memory limit GPU:0']['ok'] is None and limited['allocator']['ok'] is False
-    late = rows_of(Wish(), {'memory growth GPU:0': (True, False)})['memory growth GPU:0']
+    late = rows_of(TFSettings(), {'memory growth GPU:0': (True, False)})['memory growth GPU:0']
     assert late['ok'] is False and 'had started already' in late['note']
-    nothing = rows_of(Wish(memory_limit=512), {})
+    nothing = rows_of(TFSettings(memory_limit=512), {})
     assert nothing['memory limit, MiB']['note'] == nothing['allocator']['note'] == 'no GPU is visible'
     assert [r['ok'] for r in nothing.values()] == [None, None]
     assert [r['asked'] for r in nothing.values()] == [512, 'bfc']
-    assert rows_of(Wish(), {})['memory growth']['asked'] is True
-    assert 'memory limit, MiB                 512 -> not set            no GPU is visible' in table_text(list(nothing.values()))
+    assert rows_of(TFSettings(), {})['memory growth']['asked'] is True
+    line = 'memory limit, MiB                 512 -> not set            no GPU is visible'
+    assert line in settings_text(list(nothing.values()))
 
 
 @pytest.mark.parametrize('asked, got, given, ok, note', [
@@ -122,7 +123,7 @@ def test_a_row(asked, got, given, ok, note):
 def test_rows_as_text():
     rows = [page._row('threads', 2, 1), page._row('XLA', True, False, 'a note'),
             page._row('memory growth', True, None, '')]
-    assert table_text(rows).splitlines() == [
+    assert settings_text(rows).splitlines() == [
         f'threads        {2:>18} -> {1:<18} TensorFlow had started already',
         f'XLA            {"on":>18} -> {"off":18} a note',
         f'memory growth  {"on":>18} -> {"not set":18} TensorFlow had started already']
@@ -191,7 +192,7 @@ def test_the_call_is_applied_and_read_back():
                                            'note': 'TensorFlow had started already'}
 
 @pytest.mark.parametrize('wish, said, used, loud', [
-    (Wish(), 'nothing', 'bfc', False), (Wish(allocator='cuda_malloc_async'), 'Using CUDA Async Allocator',
+    (TFSettings(), 'nothing', 'bfc', False), (TFSettings(allocator='cuda_malloc_async'), 'Using CUDA Async Allocator',
                                         'cuda_malloc_async', True)])
 def test_what_a_child_says(monkeypatch, wish, said, used, loud):
     ended, seen = SimpleNamespace(returncode=0, stderr=said), {}
@@ -199,7 +200,7 @@ def test_what_a_child_says(monkeypatch, wish, said, used, loud):
     monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', '2')
     monkeypatch.setattr(page.subprocess, 'run', lambda words, env,
                         **how: seen.update(how, env=env, python=words[0]) or ended)
-    rows = {row['setting']: row for row in verify(wish)}
+    rows = {row['setting']: row for row in verify_settings(wish)}
     assert environment(wish).items() <= seen['env'].items()
     assert (seen['env']['TF_CPP_MIN_LOG_LEVEL'] == '0') == loud
     assert seen['capture_output'] and seen['text'] and seen['python'] == sys.executable
@@ -209,12 +210,13 @@ def test_what_a_child_says(monkeypatch, wish, said, used, loud):
         'allocator': (used, True),
         'XLA': (True, True), 'precision': ('bfloat16', True)}
     ended.returncode, ended.stderr = 1, 'a traceback\nthe reason\n'
-    with pytest.raises(UserError, match='a training so configured fails: the reason$'): verify(wish)
+    with pytest.raises(UserError, match='a training so configured fails: the reason$'): verify_settings(wish)
 
 @pytest.mark.slow
-@pytest.mark.parametrize('wish', [Wish(threads=1), Wish(threads=2, mixed_precision=False), Wish(xla=False)], ids=str)
+@pytest.mark.parametrize('wish', [
+    TFSettings(threads=1), TFSettings(threads=2, mixed_precision=False), TFSettings(xla=False)], ids=str)
 def test_a_child_trains_as_wished(wish):
-    rows = {row['setting']: row for row in verify(wish)}
+    rows = {row['setting']: row for row in verify_settings(wish)}
     assert not [row for row in rows.values() if row['ok'] is False]
     assert (rows['XLA']['got'], rows['precision']['got']) == (wish.xla, wish.precision)
     if wish.threads: assert rows['intra-op threads']['got'] == wish.threads

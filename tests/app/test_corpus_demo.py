@@ -14,7 +14,7 @@ import pytest
 from xtts_nb.app import demo as corpus
 from xtts_nb.config import UserError
 from xtts_nb.app.demo import (
-    SENTENCES, VOICES, Utterance, Voice, digest, held_out_pairs, make_corpus, plan, short_path, speak)
+    DEMO_SENTENCES, VOICES, Utterance, SynthVoice, corpus_digest, held_out_pairs, make_corpus, plan_corpus, short_path, speak)
 
 
 def samples_of(path):
@@ -31,7 +31,7 @@ def small(tmp_path_factory):
 
 def test_two_fresh_processes_write_the_same_bytes(small, tmp_path):
     out, _ = small
-    for name, before in [('a', ''), ('b', 'speak("Something else first.", "de", Voice("f4"));')]:
+    for name, before in [('a', ''), ('b', 'speak("Something else first.", "de", SynthVoice("f4"));')]:
         code = f'from xtts_nb.app.demo import *; {before} make_corpus({str(tmp_path / name)!r}, limit=2)'
         subprocess.run([sys.executable, '-c', code], check=True)
         for file in sorted(out.rglob('*.*')):
@@ -40,14 +40,14 @@ def test_two_fresh_processes_write_the_same_bytes(small, tmp_path):
 
 @pytest.mark.parametrize('variant', ['', 'f4', 'f2', 'whisper'])
 def test_a_clip_does_not_depend_on_the_clips_before(variant):
-    first = speak('The old dog sleeps.', 'en', Voice(variant))[0]
-    speak('Something else.', 'de', Voice('m2', 80))
-    assert np.array_equal(first, speak('The old dog sleeps.', 'en', Voice(variant))[0])
+    first = speak('The old dog sleeps.', 'en', SynthVoice(variant))[0]
+    speak('Something else.', 'de', SynthVoice('m2', 80))
+    assert np.array_equal(first, speak('The old dog sleeps.', 'en', SynthVoice(variant))[0])
 
 
 def test_noise_is_not_seeded_by_the_clock():
     code = ('import hashlib, time; time.sleep(1.1); from xtts_nb.app.demo import *; '
-            'print(hashlib.sha256(speak("Hush.", "en", Voice("whisper"))[0].tobytes()).hexdigest())')
+            'print(hashlib.sha256(speak("Hush.", "en", SynthVoice("whisper"))[0].tobytes()).hexdigest())')
     said = [subprocess.run([sys.executable, '-c', code], check=True, capture_output=True).stdout for _ in range(2)]
     assert said[0] == said[1]
 
@@ -56,7 +56,7 @@ def test_every_voice_speaks_every_sentence(small):
     out, clips = small
     rows = [line.split('|') for line in (out / 'metadata.csv').read_text(encoding='utf-8').splitlines()]
     assert [Utterance(*row) for row in rows] == clips and len(clips) == 3 * 2 * len(VOICES)
-    everything = {(v, l, t) for v in VOICES for l in SENTENCES for t in SENTENCES[l][:2]}
+    everything = {(v, l, t) for v in VOICES for l in DEMO_SENTENCES for t in DEMO_SENTENCES[l][:2]}
     assert {(c.speaker, c.language, c.text) for c in clips} == everything
     assert sorted(p.stem for p in (out / 'wavs').iterdir()) == sorted(c.id for c in clips)
 
@@ -70,7 +70,7 @@ def test_clips_last_a_second_to_six_and_differ_between_voices(small):
 
 
 def test_texts_are_distinct_and_fit_one_column():
-    for texts in SENTENCES.values():
+    for texts in DEMO_SENTENCES.values():
         assert len(set(texts)) == len(texts) == 24
         assert not any(c in text for text in texts for c in '|\n"')
 
@@ -85,7 +85,7 @@ def test_the_same_corpus_is_reused(small):
 def test_a_corpus_of_other_settings_is_refused(small):
     out, _ = small
     with pytest.raises(UserError, match='other settings.*remove it'): make_corpus(out, limit=1)
-    with pytest.raises(UserError, match='other settings'): make_corpus(out, limit=2, voices=VOICES | {'m3': Voice('m3')})
+    with pytest.raises(UserError, match='other settings'): make_corpus(out, limit=2, voices=VOICES | {'m3': SynthVoice('m3')})
 
 
 def test_a_changed_corpus_is_refused(tmp_path):
@@ -113,7 +113,7 @@ def test_an_interrupted_corpus_leaves_nothing(tmp_path):
 
 def test_progress_counts_every_clip(tmp_path):
     seen = []
-    make_corpus(tmp_path / 'c', {'en': ['Hello there.', 'Good night.']}, {'a': Voice()}, progress=lambda *s: seen.append(s))
+    make_corpus(tmp_path / 'c', {'en': ['Hello there.', 'Good night.']}, {'a': SynthVoice()}, progress=lambda *s: seen.append(s))
     assert seen == [(1, 2), (2, 2)]
 
 
@@ -123,22 +123,22 @@ def test_progress_counts_every_clip(tmp_path):
     ({'corpus.json': '{"settings": 2}'}, 'a corpus of other settings'),
     ({'corpus.json': '{"settings": 1, "digest": "x"}'}, 'a corpus that was changed after it was made'),
     ({'corpus.json': '{"settings": 1, "digest": "right"}'}, True)])
-def test_what_stands_where_a_corpus_is_wanted(tmp_path, monkeypatch, there, found):
-    monkeypatch.setattr(corpus, 'digest', lambda out: 'right')
+def test_a_folder_that_already_holds_something(tmp_path, monkeypatch, there, found):
+    monkeypatch.setattr(corpus, 'corpus_digest', lambda out: 'right')
     out = tmp_path / 'c'
     if there is not None: out.mkdir()
     for name, text in (there or {}).items(): (out / name).write_text(text)
-    if isinstance(found, bool): assert corpus._stands(out, 1) is found; return
-    with pytest.raises(UserError, match=f'c holds {found}; remove it'): corpus._stands(out, 1)
+    if isinstance(found, bool): assert corpus._already_made(out, 1) is found; return
+    with pytest.raises(UserError, match=f'c holds {found}; remove it'): corpus._already_made(out, 1)
 
 def test_ctrl_c_waits_until_the_library_is_unloaded():
     reached = []
-    with pytest.raises(KeyboardInterrupt), corpus._interrupts_held():
+    with pytest.raises(KeyboardInterrupt), corpus._defer_interrupts():
         signal.raise_signal(signal.SIGINT)
         reached.append(1)
-    with corpus._interrupts_held(): reached.append(2)
+    with corpus._defer_interrupts(): reached.append(2)
     def elsewhere():
-        with corpus._interrupts_held(): reached.append(3)
+        with corpus._defer_interrupts(): reached.append(3)
     thread = threading.Thread(target=elsewhere)
     thread.start(); thread.join()
     assert reached == [1, 2, 3] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -155,7 +155,7 @@ def test_a_long_path_becomes_a_link(tmp_path):
 
 def test_a_voice_is_as_fast_as_it_says():
     seconds = lambda voice: len(speak('The old dog sleeps all day.', 'en', voice)[0]) / 22050
-    assert 1.2 < seconds(Voice()) < 2.4 and 1.5 < seconds(Voice(rate=120)) / seconds(Voice(rate=240)) < 2.2
+    assert 1.2 < seconds(SynthVoice()) < 2.4 and 1.5 < seconds(SynthVoice(rate=120)) / seconds(SynthVoice(rate=240)) < 2.2
 
 def test_a_missing_wheel_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, 'espeakng_loader', None)
@@ -163,7 +163,7 @@ def test_a_missing_wheel_names_the_extra(monkeypatch):
     with pytest.raises(UserError, match=r'pip install "xtts_nb\[demo\]"'): speak('Hello.', 'en')
 
 
-@pytest.mark.parametrize('language, voice, name', [('xx', Voice(), 'xx'), ('en', Voice('nobody'), 'en[+]nobody')])
+@pytest.mark.parametrize('language, voice, name', [('xx', SynthVoice(), 'xx'), ('en', SynthVoice('nobody'), 'en[+]nobody')])
 def test_an_unknown_voice_is_named(language, voice, name):
     with pytest.raises(UserError, match=f'no voice "{name}"'): speak('Hello.', language, voice)
 
@@ -196,17 +196,17 @@ def test_data_behind_a_long_path_is_found(tmp_path, monkeypatch):
 def test_the_digest_changes_with_bytes_and_names(tmp_path):
     out = tmp_path / 'c'
     clips = make_corpus(out, limit=1, voices={'f1': VOICES['f1']})
-    before, first = digest(out), out / 'wavs' / f'{clips[0].id}.wav'
+    before, first = corpus_digest(out), out / 'wavs' / f'{clips[0].id}.wav'
     assert json.loads((out / 'corpus.json').read_text(encoding='utf-8'))['digest'] == before
     first.rename(out / 'wavs' / 'other.wav')
-    renamed = digest(out)
+    renamed = corpus_digest(out)
     (out / 'wavs' / 'other.wav').write_bytes(b'')
-    assert len({before, renamed, digest(out)}) == 3
+    assert len({before, renamed, corpus_digest(out)}) == 3
 
 
 @pytest.mark.parametrize('seed', range(5))
 def test_held_out_pairs_are_spread_and_leave_everything_in_training(seed):
-    clips = plan()
+    clips = plan_corpus()
     held = held_out_pairs(clips, 16, seed)
     trained = [c for c in clips if c not in held]
     assert len(set(held)) == 16 and len({c.text for c in held}) == 16
@@ -218,11 +218,11 @@ def test_held_out_pairs_are_spread_and_leave_everything_in_training(seed):
 
 
 def test_held_out_pairs_follow_the_seed():
-    clips = plan()
+    clips = plan_corpus()
     assert held_out_pairs(clips, 16, 1) == held_out_pairs(clips, 16, 1) != held_out_pairs(clips, 16, 2)
 
 
 def test_too_few_clips_to_hold_out():
-    clips = plan({'en': ['One.', 'Two.']}, {'a': Voice(), 'b': Voice('m2')})
+    clips = plan_corpus({'en': ['One.', 'Two.']}, {'a': SynthVoice(), 'b': SynthVoice('m2')})
     assert len(held_out_pairs(clips, 2)) == 2
     with pytest.raises(UserError, match='Only 2 of 4'): held_out_pairs(clips, 3)

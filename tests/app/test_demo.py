@@ -16,10 +16,10 @@ from xtts_nb.data.audio import load_audio, log_mel_numpy
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.app.demo import (
-    SENTENCES, VOICES, digest, plan, Pair, choose_pairs, count_hits, spoken_counts, write_pairs)
+    DEMO_SENTENCES, VOICES, corpus_digest, plan_corpus, Pair, choose_pairs, count_hits, spoken_counts, write_pairs)
 from xtts_nb.speech.score import hits
 
-CLIPS = plan()
+CLIPS = plan_corpus()
 COLUMNS = ['set', 'text', 'language', 'voice', 'reference', 'synthesised', 'target']
 
 
@@ -27,7 +27,7 @@ COLUMNS = ['set', 'text', 'language', 'voice', 'reference', 'synthesised', 'targ
 
 def few(sentences, voices):
     "A smaller corpus."
-    return plan({l: t[:sentences] for l, t in SENTENCES.items()}, dict(list(VOICES.items())[:voices]))
+    return plan_corpus({l: t[:sentences] for l, t in DEMO_SENTENCES.items()}, dict(list(VOICES.items())[:voices]))
 
 SIZES = {'all': (CLIPS, 16), 'one': (CLIPS, 1), 'few': (few(4, 3), 5), 'some': (few(6, 6), 16)}
 
@@ -51,7 +51,7 @@ def test_pairs_repeat_and_spread():
     assert pairs == choose_pairs(CLIPS)
     for name in ('train', 'heldout'):
         targets = [p.target for p in pairs if p.set == name]
-        assert {c.language for c in targets} == set(SENTENCES) and {c.speaker for c in targets} == set(VOICES)
+        assert {c.language for c in targets} == set(DEMO_SENTENCES) and {c.speaker for c in targets} == set(VOICES)
         assert len({c.text for c in targets}) == 16
     assert len({p.reference for p in pairs}) > 16
 
@@ -100,7 +100,7 @@ def test_the_command_records_the_seeds(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(demo, 'demo_seeds', lambda out, seeds, config, listen: rows)
     assert main('demo', '--seeds', 2, '--out', tmp_path / 'there', '--record') == 0
     assert 'heldout_sentence_hits: 14.5 (14 to 15)' in capfd.readouterr().out
-    (file,) = (tmp_path / 'benchmarks').glob('58_demo_seeds-*.json')
+    (file,) = (tmp_path / 'benchmarks').glob('demo_seeds-*.json')
     one = json.loads(file.read_text())
     assert one['rows'] == rows and one['spread']['loss'] == {'min': 1., 'median': 1.5, 'max': 2.}
     assert one['command'] == 'xtts-nb demo --seeds 2 --out there --record'   # the folder of this machine is left out
@@ -140,7 +140,7 @@ def test_the_judge_knows_the_real_clips(prepared, corpus, small):
     voice = next(c for c in clips if c.text == first.text and c.speaker != first.speaker)
     words = next(c for c in clips if c.text != first.text and c.speaker == first.speaker)
     pairs = [Pair('train', first, words)] * 3
-    scores = demo.judge(pairs, [c.path for c in (first, voice, words)], clips, corpus, small)
+    scores = demo.score_pairs(pairs, [c.path for c in (first, voice, words)], clips, corpus, small)
     assert scores[0] == (True, True) and scores[1] == (True, False) and not scores[2][0]
 
 def test_a_demo_starts_anew(prepared, small, tmp_path):
@@ -158,7 +158,7 @@ def test_a_folder_that_is_no_run_is_not_removed(prepared, small, tmp_path):
     assert tree(tmp_path) == before
 
 def test_texts_and_voices_are_escaped_in_the_report(corpus, small):
-    from test_report import NASTY, Page
+    from test_report_demo import NASTY, Page
     clip = demo.read_corpus(corpus)[0][0]
     target = type(clip)(clip.id, NASTY, NASTY, clip.language, clip.path)
     mel = demo.mel_function(small, small.model.audio.dvae_n_fft)
@@ -211,7 +211,7 @@ def test_both_comparisons(behind, stages, tmp_path):
     behind('app.demo.CacheReader', lambda **call: lambda number: int(number))
     checked, modes = behind('app.demo.check_equal'), behind('app.demo.step_modes', 'the modes')
     data, step = behind('app.demo.data_before_after', ['data']), behind('app.demo.step_before_after', ['step'])
-    assert demo.measure(cache, stages[0], 7) == (['data'], ['step'])
+    assert demo.measure_before_after(cache, stages[0], 7) == (['data'], ['step'])
     assert loaded == [{'path': tmp_path / 'dvae.safetensors', 'config': TINY}]
     assert [[*call.values()][0] for call in checked + data] == ['a plan'] * 2
     assert [*checked[0].values()][2] == 'encode'
@@ -229,7 +229,7 @@ def test_a_dvae_and_a_cache(behind, stages, tmp_path):
     def train(mels, config, progress): progress(1, 3, {'mel_loss': 0.12345}); return f'a DVAE of {mels}', None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, 'train_dvae', train)
-        assert demo.encode('corpus', tmp_path, TINY, stages[0]) == (tmp_path / 'cache', 'the report')
+        assert demo.prepare_cache('corpus', tmp_path, TINY, stages[0]) == (tmp_path / 'cache', 'the report')
     assert made == [{'corpus': 'corpus', 'out': tmp_path / 'cache', 'config': TINY,
                      'dvae': "a DVAE of ['rows']"}]
     assert [note for note in stages[1] if note[0] != 'mark'] == [
@@ -246,9 +246,9 @@ def test_learning(behind, stages, tmp_path):
     pairs = choose_pairs(CLIPS, 1)
     began = behind('app.demo._fresh_run', Trainer())
     spoke = behind('app.demo.speak_pairs', lambda folder, **call: [folder / 'a.wav'])
-    judged = behind('app.demo.judge', lambda spoken, **call: [spoken[0].parent.name])
+    judged = behind('app.demo.score_pairs', lambda spoken, **call: [spoken[0].parent.name])
     cache = SimpleNamespace(config=TINY)
-    learned = demo.learn(cache, CLIPS, tmp_path / 'corpus', tmp_path, pairs, 2., stages[0])
+    learned = demo.train_and_speak(cache, CLIPS, tmp_path / 'corpus', tmp_path, pairs, 2., stages[0])
     assert began == [{'cache': cache, 'config': TINY, 'run': tmp_path / 'run',
                       'held_out': [pairs[1].target.id]}]
     assert (learned.train, learned.blank, learned.scores) == ({'loss_last': 1.2}, ['untrained'], ['spoken'])
@@ -267,12 +267,12 @@ REPORT = {'clips': 9, 'seconds': 12.5, 'speakers': {'a': 5, 'b': 4}, 'languages'
 @pytest.fixture
 def learned(behind, monkeypatch, tmp_path):
     "A demo whose parts are replaced; what each was asked."
-    result = demo.Learned(Trainer(), {'loss_last': 1.2}, [tmp_path / 'u.wav'],
+    result = demo.TrainedDemo(Trainer(), {'loss_last': 1.2}, [tmp_path / 'u.wav'],
                           [tmp_path / f'{name}.wav' for name in 'abc'],
                           [(False, True)] * 4, [(True, False)] * 4)
-    asked = {name: behind(f'demo.{name}', value) for name, value in {
-        'make_corpus': CLIPS, 'encode': ('the cache', REPORT), 'measure': ([{'name': 'd'}], [{'name': 's'}]),
-        'learn': result,
+    asked = {name: behind(f'app.demo.{name}', value) for name, value in {
+        'make_corpus': CLIPS, 'prepare_cache': ('the cache', REPORT), 'measure_before_after': ([{'name': 'd'}], [{'name': 's'}]),
+        'train_and_speak': result,
         'write_pairs': None, 'demo_report': None}.items()}
     monkeypatch.setattr(demo, 'best_probe', lambda say: say('a line') or (lambda: demo.Sampler))
     marks = SimpleNamespace(mark=lambda name: None)
@@ -293,9 +293,9 @@ def test_a_whole_demo(learned, monkeypatch, tmp_path):
         'seconds': 63.5} and said == ['a line']
     config = TINY.replace(data={'seed': 5}, training={'seed': 5})
     assert [*learned['make_corpus'][0].values()] == [tmp_path / 'corpus', 3]
-    assert learned['measure'][0]['rounds'] == 7
-    assert learned['encode'][0]['config'] == config and learned['encode'][0]['out'] == tmp_path
-    chosen, call = choose_pairs(CLIPS, 2, 5), learned['learn'][0]
+    assert learned['measure_before_after'][0]['rounds'] == 7
+    assert learned['prepare_cache'][0]['config'] == config and learned['prepare_cache'][0]['out'] == tmp_path
+    chosen, call = choose_pairs(CLIPS, 2, 5), learned['train_and_speak'][0]
     assert (call['cache'], call['clips'], call['corpus'], call['pairs'], call['longest']) == (
         'the cache', CLIPS, tmp_path / 'corpus', chosen, 2.)
     assert [(c['path'].name, c['pairs'], [p.name for p in c['spoken']]) for c in learned['write_pairs']] == [
@@ -309,11 +309,11 @@ def test_the_scores_of_a_seed(learned, tmp_path):
                             lambda *what: told.append(what))
     assert scores == {'seed': 3, 'loss': 1.2} | spoken_counts(choose_pairs(CLIPS, 2, 3), [(True, False)] * 4,
         [(False, True)] * 4)
-    assert learned['encode'][0]['config'] == config and learned['learn'][0]['longest'] == 2.
-    learned['encode'][0]['stages'].begin('encode')
+    assert learned['prepare_cache'][0]['config'] == config and learned['train_and_speak'][0]['longest'] == 2.
+    learned['prepare_cache'][0]['stages'].begin('encode')
     assert told == [('3: encode', 0, 1, '')]
     demo._one_seed(CLIPS, tmp_path, tmp_path, config, 2, 3, None)
-    learned['encode'][1]['stages'].begin('encode')
+    learned['prepare_cache'][1]['stages'].begin('encode')
     assert len(told) == 1
 
 def test_the_report_shows_every_third_new_pair(behind, monkeypatch, tmp_path):
@@ -429,8 +429,8 @@ def test_held_out_clips_were_kept_out(whole):
     assert {c['id'] for c in cache.clips} >= held and np.isfinite(cache.mel.astype(np.float32)).all()
 
 @pytest.mark.slow
-def test_the_report_stands_alone(whole):
-    from test_report import Page
+def test_the_report_needs_no_other_file(whole):
+    from test_report_demo import Page
     home, done = whole
     text = (home / done.json['report']).read_text(encoding='utf-8')
     page = Page(text)
@@ -445,7 +445,7 @@ def test_a_demo_leaves_what_it_says_and_no_more(whole):
     assert {p.name for p in home.iterdir()} == {'runs'}
     assert {p.name for p in (home / 'runs/demo').iterdir()} == {
         'corpus', 'cache', 'run', 'spoken', 'untrained', 'pairs.csv', 'untrained.csv', 'report.html'}
-    assert digest(home / 'runs/demo/corpus') == json.loads((home / 'runs/demo/corpus/corpus.json').read_text())['digest']
+    assert corpus_digest(home / 'runs/demo/corpus') == json.loads((home / 'runs/demo/corpus/corpus.json').read_text())['digest']
 
 @pytest.mark.slow
 def test_a_demo_can_be_spoken_with(whole, tmp_path):

@@ -1,329 +1,299 @@
-"Sources by name: their table, their terms, their folders, and the command."
+"Sources by name: their table, their licences, what is refused and what stands in the folder; over a local server."
 import hashlib
 import io
 import json
-import os
 import re
-import resource
+import socket
+import stat
 import subprocess
 import sys
 import tarfile
+import threading
 import zipfile
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
-from process import interrupted, tree, xtts_nb
-from server import serving
-from xtts_nb.app import cli
-from xtts_nb.data.corpora import read_corpus
+from process import tree
+from xtts_nb.app.download import SOURCES, Source, _file, download, download_text, find_source, source_rows, terms
 from xtts_nb.config import UserError
-from xtts_nb.app.download import (
-    SOURCES, Source, _note, download, download_text, find_source, source_rows, terms)
-from xtts_nb.app.transfer import File
+from xtts_nb.data.corpora import read_corpus
+
+HUB = 'me/model', 'c' * 40
+FILES = {'LICENSE.txt': b'Ask first.\n', 'a.pth': bytes(500_000), 'b.pth': b'b' * 70_000}
+
+
+@dataclass
+class Plan:
+    "What the server has, and what it was asked for."
+    files: dict = field(default_factory=dict)
+    breaks: int | None = None   # the next answer ends after so many bytes
+    asked: list = field(default_factory=list)   # (name, range) of each GET
+    address: str = ''
+
+
+class Handler(BaseHTTPRequestHandler):
+    "A server of files, whose answers are also those of the Hub."
+    def do_HEAD(self):
+        plan, name, asked = self.server.plan, self.path.split('/')[-1], self.headers.get('Range')
+        body, start = plan.files.get(name), int(asked[6:-1]) if asked else 0
+        if self.command == 'GET': plan.asked.append((name, asked))
+        self.send_response(404 if body is None else 206 if asked else 200)
+        size = len(body or b'')
+        headers = {'ETag': f'"{name}"', 'X-Repo-Commit': HUB[1], 'Content-Length': size - start}
+        if asked: headers['Content-Range'] = f'bytes {start}-{size - 1}/{size}'
+        for key, value in headers.items(): self.send_header(key, str(value))
+        self.end_headers()
+        if self.command == 'GET' and body: self.wfile.write(body[start:][:plan.breaks]); plan.breaks = None
+
+    do_GET = do_HEAD
+
+    def log_message(self, *_): pass
 
 
 @pytest.fixture
 def server(monkeypatch):
-    "A server of this test, without files."
+    "The plan of a server of this test."
     monkeypatch.setenv('no_proxy', '*')
-    with serving(files={}) as plan: yield plan
+    with ThreadingHTTPServer(('127.0.0.1', 0), Handler) as running:
+        running.plan = Plan(address=f'http://127.0.0.1:{running.server_port}')
+        thread = threading.Thread(target=running.serve_forever, kwargs={'poll_interval': 0.01}, daemon=True)
+        thread.start()
+        yield running.plan
+        running.shutdown()
+        thread.join()
 
-def known(name, body) -> File: return File(name, f'https://example.org/{name}', len(body), hashlib.sha256(body).hexdigest())
-
-def names(server) -> list[str]: return [r.path for r in server.asked]
+def known(name, body) -> dict: return _file(name, len(body), hashlib.sha256(body).hexdigest())
 
 @pytest.fixture
 def model(server) -> Source:
-    "A model of three files under terms; nothing is known of the last."
-    server.files |= {'LICENSE.txt': b'Ask first.\n', 'a.pth': bytes(50_000), 'b.pth': bytes(70_000)}
-    files = [known(n, b) for n, b in server.files.items()]
-    return Source('model', (*files[:2], File('b.pth', 'https://example.org/b.pth')), 'Some License', terms='LICENSE.txt',
-                  then='xtts-nb convert from-coqui {folder} MODEL')
+    server.files |= FILES
+    return Source('model', [known(*f) for f in FILES.items()], 'Some License', server.address, hub=HUB, terms=True)
 
-def packed(corpus, top='Top-1.0/') -> bytes:
-    "A corpus as a tar."
+@pytest.fixture
+def fetch(server):
+    "Download from the server; the names that it was asked for are in `server.asked`."
+    def fetch(source, out, **options):
+        server.asked.clear()
+        return download(source, out, server.address, **{'accept': True} | options)
+    return fetch
+
+def archive(server, body, name='c.tar.bz2') -> Source:
+    "A corpus that is this archive."
+    server.files[name] = body
+    return Source('corpus', [known(name, body)], 'public domain', 'https://example.org')
+
+def tarred(*members) -> bytes:
+    "An archive of (name, bytes) or ready `TarInfo`s."
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode='w:bz2') as t:
-        for name, body in tree(corpus).items():
-            if not (corpus / name).is_file(): continue
-            info = tarfile.TarInfo(top + name); info.size = len(body)
+        for m in members:
+            info, body = (m, b'') if isinstance(m, tarfile.TarInfo) else (tarfile.TarInfo(m[0]), m[1])
+            info.size = len(body)
             t.addfile(info, io.BytesIO(body))
     return out.getvalue()
 
-def archive(server, body, name='c.tar.bz2') -> Source:
-    server.files[name] = body
-    return Source('corpus', (known(name, body),), 'public domain', archive=True, then='xtts-nb prepare {folder} --out CACHE')
+def zipped(*names) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, 'w') as z:
+        for name in names: z.writestr(name, str(name))
+    return out.getvalue()
+
+def packed(corpus, top='Top-1.0/') -> bytes:
+    return tarred(*((top + name, body) for name, body in tree(corpus).items() if (corpus / name).is_file()))
+
+def refused(call, *arguments, **options) -> str:
+    "The sentence of a refusal."
+    with pytest.raises(UserError) as e: call(*arguments, **options)
+    assert str(e.value).endswith('.') and '\n' not in str(e.value)
+    return str(e.value)
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
-def test_every_file_of_the_table_is_known_to_the_last_bit():
-    for source in SOURCES.values():
-        for f in source.files:
-            assert f.bytes > 0 and re.fullmatch('[0-9a-f]{64}', f.sha256) and f.url.startswith('https://') and f.name in f.url
-        assert len({f.name for f in source.files}) == len(source.files) and source.licence
-    assert len({f.sha256 for s in SOURCES.values() for f in s.files}) == sum(len(s.files) for s in SOURCES.values())
+def test_every_file_of_the_table_is_pinned():
+    files = [f for s in SOURCES.values() for f in s.files]
+    assert all(re.fullmatch('[0-9a-f]{64}', f['sha256']) and f['bytes'] > 0 for f in files)
+    assert len({f['sha256'] for f in files}) == len(files) == 15 and sum(f['bytes'] for f in files) == 100_778_928_537
+    model, *corpora = SOURCES.values()
+    assert re.fullmatch('[0-9a-f]{40}', model.hub[1]) and model.hub[1] in model.url
+    assert model.terms and model.files[0]['file'] == 'LICENSE.txt'
+    assert all(len(s.files) == 1 and not s.hub and not s.terms and s.url.startswith('https://') for s in corpora)
+    assert source_rows()[1] == {'name': 'ljspeech', 'GB': 2.75, 'licence': 'public domain'} and len(SOURCES) == 10
 
-BYTES = {   # as the servers of the publishers say
-    'LICENSE.txt': 4014, 'config.json': 4368, 'vocab.json': 361_219, 'mel_stats.pth': 1067,
-    'dvae.pth': 210_514_388, 'model.pth': 1_867_929_118,
-    'LJSpeech-1.1.tar.bz2': 2_748_572_632, 'VCTK-Corpus-0.92.zip': 11_747_302_977,
-    'dev-clean.tar.gz': 1_291_469_655, 'dev-other.tar.gz': 924_804_676, 'test-clean.tar.gz': 1_230_670_113,
-    'test-other.tar.gz': 964_502_297, 'train-clean-100.tar.gz': 7_723_686_890,
-    'train-clean-360.tar.gz': 27_504_073_644, 'train-other-500.tar.gz': 44_565_031_479}
+@pytest.mark.parametrize('name, part', [('ljspech', 'one of xtts-v2, ljspeech, '), ('', 'ljspeech'),
+                                        ('common-voice', 'https://commonvoice.mozilla.org')])
+def test_what_is_not_in_the_table(name, part):
+    assert part in refused(find_source, name)
 
-def test_the_lengths_are_those_that_were_published():
-    assert {f.name: f.bytes for source in SOURCES.values() for f in source.files} == BYTES
-
-def test_the_released_model_is_named_by_commit_and_comes_licence_first():
-    source = find_source('xtts-v2')
-    assert all(re.search('/resolve/[0-9a-f]{40}/', f.url) for f in source.files)
-    assert source.files[0].name == source.terms and {'model.pth', 'dvae.pth', 'mel_stats.pth', 'vocab.json', 'config.json'} < {
-        f.name for f in source.files}
-
-def test_corpora_are_archives_under_the_names_of_their_files():
-    corpora = {name: s for name, s in SOURCES.items() if name != 'xtts-v2'}
-    assert all(s.archive and not s.terms and len(s.files) == 1 and s.then.startswith('xtts-nb prepare')
-               for s in corpora.values())
-    assert not SOURCES['xtts-v2'].archive and not Source('x', (), 'free').archive
-    names = {name: s.files[0].name for name, s in corpora.items()}
-    assert names['ljspeech'] == 'LJSpeech-1.1.tar.bz2' and names['libritts-dev-clean'] == 'dev-clean.tar.gz'
-    shown = {row['name']: (row['GB'], row['licence']) for row in source_rows()}
-    assert shown['ljspeech'] == (2.75, 'public domain') and shown['xtts-v2'][0] == 2.08
-    assert len(shown) == len(SOURCES) == 10
-
-@pytest.mark.parametrize('name, parts', [('ljspech', ['ljspech', 'ljspeech', 'xtts-v2']), ('', ['ljspeech']),
-                                         ('common-voice', ['agree', 'https://commonvoice.mozilla.org'])])
-def test_what_is_not_in_the_table(name, parts):
-    with pytest.raises(UserError) as e: find_source(name)
-    assert all(p in str(e.value) for p in parts)
+def test_nothing_heavy_is_imported_before_something_is_fetched():
+    program = ('import sys, xtts_nb.app.download; '
+               'print({"tensorflow", "pooch", "huggingface_hub", "tqdm"} & {*sys.modules})')
+    assert subprocess.run([sys.executable, '-c', program], capture_output=True, text=True).stdout.strip() == 'set()'
 
 
-# --- terms ----------------------------------------------------------------------------------------------------------
+# --- the licence ----------------------------------------------------------------------------------------------------
 
-def test_nothing_is_fetched_before_the_terms_are_accepted(server, model, tmp_path):
-    with pytest.raises(UserError, match='Some License.*--accept-cpml'): download(model, tmp_path / 'out', server.address)
-    assert not server.asked and tree(tmp_path) == {}
+def test_nothing_is_fetched_before_the_licence_is_accepted(server, model, fetch, tmp_path):
+    text = refused(fetch, model, tmp_path / 'out', accept=False)
+    assert 'Some License' in text and '--accept-cpml' in text and not server.asked and tree(tmp_path) == {}
 
-def test_the_text_is_shown(server, model):
-    assert terms(model, server.address, pause=0) == 'Ask first.\n' and names(server) == ['/LICENSE.txt']
-
-@pytest.mark.parametrize('body', [None, b'Ask nobody!'], ids=['missing', 'another text'])
-def test_a_text_that_cannot_be_had_is_named(server, model, body):
-    del server.files['LICENSE.txt']
-    if body: server.files['LICENSE.txt'] = body
-    text = terms(model, server.address, pause=0)
-    assert 'Some License' in text and 'https://example.org/LICENSE.txt' in text and 'nobody' not in text
+def test_the_text_of_the_licence(server, model):
+    assert terms(model, server.address) == 'Ask first.\n' and server.asked == [('LICENSE.txt', None)]
+    server.files['LICENSE.txt'] = b'Ask nobody'
+    text = terms(model, server.address)
+    assert 'Some License' in text and f'{model.url}/LICENSE.txt' in text and 'Ask nobody' not in text
 
 
 # --- a model --------------------------------------------------------------------------------------------------------
 
-def test_a_model(server, model, tmp_path):
+def test_a_model(server, model, fetch, tmp_path):
     out = tmp_path / 'new' / 'Größe 大'
-    result = download(model, out, server.address, accept=True)
-    assert result.keys() == {'name', 'folder', 'files', 'resumed_bytes'} and result['resumed_bytes'] == 0
-    assert [(f['file'], f['bytes'], f['checked']) for f in result['files']] == [
-        ('LICENSE.txt', 11, 'pinned'), ('a.pth', 50_000, 'pinned'), ('b.pth', 70_000, 'size')]
-    assert {k: v for k, v in tree(out).items() if k != 'download.json'} == server.files
-    made = json.loads((out / 'download.json').read_text(encoding='utf-8'))
-    assert made['files'] == result['files'] and made['licence'] == 'Some License' and made['from'] == server.address
-    text = download_text(model, result)
-    assert f'xtts-nb convert from-coqui {out} MODEL' in text and 'a.pth: 50,000 bytes, SHA-256 as published' in text
+    result = fetch(model, out)
+    assert result == {'name': 'model', 'folder': str(out), 'files': [known(*f) for f in FILES.items()]}
+    got = tree(out)
+    assert json.loads(got.pop('download.json')) == {'name': 'model', 'from': server.address, 'licence': 'Some License',
+                                                    'files': result['files']}
+    assert got == FILES and list(out.parent.iterdir()) == [out]
+    assert download_text(model, result).splitlines()[1:] == [
+        'a.pth: 500,000 bytes, SHA-256 as published', 'b.pth: 70,000 bytes, SHA-256 as published',
+        f'{out} is ready (Some License): xtts-nb convert from-coqui {out} MODEL']
+    assert fetch(model, out) == result and not server.asked
 
-def test_the_result_says_what_was_checked_and_what_is_next(model, tmp_path):
-    files = [dict(file=c, bytes=1234, checked=c) for c in ('pinned', 'declared', 'size')]
-    result, plain = {'folder': 'there', 'files': files}, Source('x', model.files[2:], 'Free')
-    rows = ['pinned: 1,234 bytes, SHA-256 as published',
-            'declared: 1,234 bytes, SHA-256 as the server declares it',
-            'size: 1,234 bytes, length only; its SHA-256 is kept in download.json']
-    assert download_text(plain, result).splitlines() == [*rows, 'there is ready (Free).']
-    assert download_text(model, result).splitlines()[3:] == [
-        'there is ready (Some License): xtts-nb convert from-coqui there MODEL']
-    _note(plain, tmp_path, files, None)
-    assert json.loads((tmp_path / 'download.json').read_text()) == {
-        'name': 'x', 'from': 'https://example.org', 'licence': 'Free', 'files': files}
+def test_a_connection_that_breaks_is_resumed(server, model, fetch, tmp_path):
+    server.files['a.pth'], server.breaks = bytes(12 << 20), 11 << 20   # the library counts in 10 MiB
+    model.files[:] = [known('a.pth', server.files['a.pth'])]
+    fetch(model, tmp_path / 'out')
+    assert server.asked == [('a.pth', None), ('a.pth', f'bytes={10 << 20}-')]
 
-def test_what_is_there_is_not_fetched_again(server, model, tmp_path):
-    first = download(model, tmp_path / 'out', server.address, accept=True)
-    (tmp_path / 'out' / 'a.pth').unlink()
-    server.asked.clear()
-    assert download(model, tmp_path / 'out', server.address, accept=True) == first and names(server) == ['/a.pth']
-
-def test_a_model_that_broke_off_goes_on(server, model, tmp_path):
-    server.most, server.limit = 40_000, 2   # the licence, and the first part of a.pth
-    with pytest.raises(UserError, match='40000 bytes are kept'):
-        download(model, tmp_path / 'out', server.address, accept=True, pause=0, tries=1)
-    assert set(tree(tmp_path / 'out')) == {'LICENSE.txt', 'a.pth.part', 'a.pth.part.mark', 'download.json'}
-    server.limit = None
-    result = download(model, tmp_path / 'out', server.address, accept=True, pause=0)
-    assert {k: v for k, v in tree(tmp_path / 'out').items() if k != 'download.json'} == server.files
-    assert result['resumed_bytes'] == 80_000   # 40 000 of a.pth and of b.pth
-
-def test_a_file_without_a_checksum_has_to_stay_what_it_was(server, model, tmp_path):
-    download(model, tmp_path / 'out', server.address, accept=True)
-    (tmp_path / 'out' / 'b.pth').unlink()
-    server.files['b.pth'] = bytes(70_001)
-    with pytest.raises(UserError, match='b.pth.*download.json'): download(model, tmp_path / 'out', server.address, accept=True)
-    assert not (tmp_path / 'out' / 'b.pth').exists()
-
-@pytest.mark.parametrize('text', ['{}', '[]', '{"name": "other", "files": []}', '{"name": "model"}',
-                                  '{"name": "model", "files": [1]}', 'text', ''])
-def test_a_folder_of_something_else(server, model, tmp_path, text):
-    (tmp_path / 'download.json').write_text(text)
-    with pytest.raises(UserError, match='download.json'): download(model, tmp_path, server.address, accept=True)
-    assert tree(tmp_path) == {'download.json': text.encode()} and not server.asked
-
-def test_files_of_the_user_are_not_replaced(server, model, tmp_path):
-    (tmp_path / 'a.pth').write_text('months of work')
-    with pytest.raises(UserError, match='a.pth: stands there already'): download(model, tmp_path, server.address, accept=True)
-    assert (tmp_path / 'a.pth').read_text() == 'months of work'
+def test_wrong_bytes_are_removed_and_files_that_came_are_not_fetched_again(server, model, fetch, tmp_path):
+    server.files['b.pth'] = bytes(70_000)
+    text = refused(fetch, model, tmp_path / 'out')
+    assert model.files[2]['sha256'] in text and 'b.pth' in text and '--from' in text and not (tmp_path / 'out').exists()
+    server.files['b.pth'] = FILES['b.pth']
+    fetch(model, tmp_path / 'out')
+    assert server.asked == [('b.pth', None)] and {p.name for p in tmp_path.iterdir()} == {'out'}
 
 
 # --- a corpus -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('top', ['Top-1.0/', ''], ids=['in a folder', 'flat'])
-def test_a_corpus_that_prepare_reads(server, corpus, tmp_path, top):
-    source = archive(server, packed(corpus, top))
-    server.most = 30_000
-    result = download(source, tmp_path / 'stored' / 'c', server.address, pause=0)
-    got = tree(tmp_path / 'stored' / 'c')
-    assert json.loads(got.pop('download.json'))['files'] == result['files'] and got == tree(corpus)
-    assert {p.name for p in (tmp_path / 'data').iterdir()} == {'c'} and result['resumed_bytes'] > 0
-    assert len(read_corpus(tmp_path / 'stored' / 'c')[0]) == 14 and read_corpus(tmp_path / 'stored' / 'c')[1] == []
-    server.asked.clear()
-    assert download(source, tmp_path / 'stored' / 'c', server.address) == result | {'resumed_bytes': 0} and not server.asked
+def test_a_corpus_that_prepare_reads(server, fetch, corpus, tmp_path, top):
+    source, out = archive(server, packed(corpus, top)), tmp_path / 'stored' / 'c'
+    out.mkdir(parents=True)   # an empty folder is filled
+    result = fetch(source, out)
+    got = tree(out)
+    assert json.loads(got.pop('download.json'))['files'] == result['files'] == source.files and got == tree(corpus)
+    assert len(read_corpus(out)[0]) == 14 and list(out.parent.iterdir()) == [out]
+    assert f'xtts-nb prepare {out} --out CACHE' in download_text(source, result)
+    assert fetch(source, out) == result and not server.asked
 
-@pytest.mark.parametrize('names, made', [
-    (['txt/a.txt', 'b.txt'], {'b.txt', 'txt', 'txt/a.txt'}), (['a.txt'], {'a.txt'}),
-    (['a/1.txt', 'b/2.txt'], {'a', 'a/1.txt', 'b', 'b/2.txt'}),
-    (['top/a/1.txt', 'top/b.txt'], {'a', 'a/1.txt', 'b.txt'})])
-def test_a_zip(server, tmp_path, names, made):
+@pytest.mark.parametrize('names, made', [(['txt/a', 'b'], {'b', 'txt', 'txt/a'}), (['a..b'], {'a..b'}),
+                                         (['top/a/1', 'top/b'], {'a', 'a/1', 'b'})])
+def test_a_zip(server, fetch, tmp_path, names, made):
     "A folder that holds all of an archive is taken away, and nothing else."
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, 'w') as z:
-        for name in names: z.writestr(name, name)
-    download(archive(server, out.getvalue(), 'c.zip'), tmp_path / 'c', server.address)
+    fetch(archive(server, zipped(*names), 'c.zip'), tmp_path / 'c')
     assert {*tree(tmp_path / 'c')} == made | {'download.json'}
 
-def test_ctrl_c_while_unpacking_leaves_the_archive_and_no_folder(server, corpus, tmp_path):
+def special(kind, target='') -> bytes:
+    member = tarfile.TarInfo('evil')
+    member.type, member.linkname = kind, target
+    return tarred(('good', b''), member, ('evil/evil', b'x'))
+
+@pytest.mark.parametrize('name, body', [
+    ('c.tar', tarred(('../evil', b'x'))), ('c.tar', tarred(('a/../../../evil', b'x'))),
+    ('c.tar', special(tarfile.SYMTYPE, '..')), ('c.tar', special(tarfile.LNKTYPE, '/etc/passwd')),
+    ('c.tar', special(tarfile.FIFOTYPE)), ('c.zip', zipped('../evil')), ('c.zip', zipped('good', '/evil')),
+    ('c.tar', tarred(('good', b'x' * 9999))[:-50]), ('c.zip', b'no archive')],
+    ids=['up', 'up later', 'symlink', 'hard link', 'pipe', 'zip up', 'zip absolute', 'broken', 'no zip'])
+def test_an_archive_stays_in_its_folder(server, fetch, tmp_path, name, body):
+    refused(fetch, archive(server, body, name), tmp_path / 'c')
+    assert {*tree(tmp_path)} == {'c.download', f'c.download/{name}'}
+
+def test_a_link_in_a_zip_is_a_file(server, fetch, tmp_path):
+    link = zipfile.ZipInfo('evil')
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    fetch(archive(server, zipped(link, 'b'), 'c.zip'), tmp_path / 'c')
+    assert (tmp_path / 'c' / 'evil').is_file() and not (tmp_path / 'c' / 'evil').is_symlink()
+
+def test_a_wrong_archive_is_never_unpacked(server, fetch, corpus, tmp_path):
     source = archive(server, packed(corpus))
-    def press(name, *_):
-        if name.startswith('unpack'): raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): download(source, tmp_path / 'c', server.address, progress=press)
-    assert set(tree(tmp_path)) == {'c.tar.bz2'}
-    server.asked.clear()
-    download(source, tmp_path / 'c', server.address)
-    assert not server.asked and {p.name for p in tmp_path.iterdir()} == {'c'}
+    server.files['c.tar.bz2'] = tarred(('evil', b'x'))
+    (tmp_path / 'c.download').mkdir(); (tmp_path / 'c.download' / 'tmp123').write_text('left by a killed process')
+    assert source.files[0]['sha256'] in refused(fetch, source, tmp_path / 'c')
+    assert tree(tmp_path) == {'c.download': b''}
 
-def test_an_evil_archive_leaves_no_folder(server, tmp_path):
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode='w:gz') as t:
-        for name in ('good', '../evil'): t.addfile(tarfile.TarInfo(name))
-    with pytest.raises(UserError, match='"../evil"'): download(archive(server, out.getvalue()), tmp_path / 'c', server.address)
-    assert set(tree(tmp_path)) == {'c.tar.bz2'}
-
-def test_a_wrong_archive_is_never_unpacked(server, corpus, tmp_path):
+def test_ctrl_c_while_unpacking_keeps_the_archive(server, fetch, corpus, tmp_path, monkeypatch):
     source = archive(server, packed(corpus))
-    server.files['c.tar.bz2'] = bytes(len(server.files['c.tar.bz2']))
-    with pytest.raises(UserError, match='SHA-256'): download(source, tmp_path / 'c', server.address)
-    assert tree(tmp_path) == {}
+    def press(*_, **__): raise KeyboardInterrupt
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(tarfile.TarFile, 'extractall', press)
+        fetch(source, tmp_path / 'c')
+    assert {*tree(tmp_path)} == {'c.download', 'c.download/c.tar.bz2'}
+    fetch(source, tmp_path / 'c')
+    assert not server.asked and list(tmp_path.iterdir()) == [tmp_path / 'c']
 
-def test_a_foreign_folder_is_found_before_the_transfer(server, corpus, tmp_path):
-    source = archive(server, packed(corpus))
-    (tmp_path / 'c').mkdir(); (tmp_path / 'c' / 'thesis.txt').write_text('mine')
-    (tmp_path / 'd').write_text('mine')
-    for out in ('c', 'd'):
-        with pytest.raises(UserError, match='already holds something'): download(source, tmp_path / out, server.address)
-    assert set(tree(tmp_path)) == {'c', 'c/thesis.txt', 'd'} and not server.asked
 
-def test_a_missing_archive_leaves_no_folder(server, corpus, tmp_path):
-    source = archive(server, packed(corpus))
-    server.files.clear()
-    with pytest.raises(UserError, match='no such file'): download(source, tmp_path / 'new' / 'c', server.address)
-    assert tree(tmp_path) == {}
+# --- what is refused ------------------------------------------------------------------------------------------------
 
-def test_an_empty_folder_is_filled(server, corpus, tmp_path):
-    (tmp_path / 'c').mkdir()
-    download(archive(server, packed(corpus)), tmp_path / 'c', server.address)
-    assert len(read_corpus(tmp_path / 'c')[0]) == 14
+@pytest.mark.parametrize('text', ['{}', '[]', '1', '{"name": "other", "files": []}', '{"name": "model"}', 'text', None])
+def test_a_folder_of_something_else(server, model, fetch, tmp_path, text):
+    out = tmp_path / 'out'
+    if text is None: out.write_text('mine')
+    else: out.mkdir(); (out / 'download.json').write_text(text); (out / 'thesis.txt').write_text('mine')
+    before = tree(tmp_path)
+    assert f'{out}: already holds' in refused(fetch, model, out) and tree(tmp_path) == before and not server.asked
 
-def test_another_release_in_the_folder(server, corpus, tmp_path):
-    download(archive(server, packed(corpus)), tmp_path / 'c', server.address)
-    newer = archive(server, packed(corpus, 'Top-1.1/'))
-    with pytest.raises(UserError, match='already holds something'): download(newer, tmp_path / 'c', server.address)
+def test_a_damaged_model_and_another_release(server, model, fetch, corpus, tmp_path):
+    fetch(model, tmp_path / 'm')
+    (tmp_path / 'm' / 'a.pth').write_bytes(b'months of work')
+    assert 'already holds' in refused(fetch, model, tmp_path / 'm') and not server.asked
+    fetch(archive(server, packed(corpus)), tmp_path / 'c')
+    assert 'already holds' in refused(fetch, archive(server, packed(corpus, 'Top-1.1/')), tmp_path / 'c')
+
+@pytest.mark.parametrize('base', [None, 'mirror', 'ftp://a.b', 'file:/etc', 'http://', 'http://a:port'])
+@pytest.mark.parametrize('hub', [(), HUB], ids=['web', 'hub'])
+def test_an_address_without_the_file(server, tmp_path, base, hub):
+    source = Source('corpus', [known('c.tar', b'')], 'free', server.address, hub)
+    text = refused(download, source, tmp_path / 'c', base or server.address)
+    assert text.startswith(f'corpus: could not be fetched from {base or server.address} to {tmp_path / "c"} (')
+    assert 'or try another mirror with --from' in text and not (tmp_path / 'c').exists()
+
+def test_nobody_listens(server, tmp_path):
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))   # bound, and deaf
+        text = refused(download, archive(server, b''), tmp_path / 'c', f'http://127.0.0.1:{s.getsockname()[1]}')
+    assert 'refused' in text and not (tmp_path / 'c').exists()
+
+def test_too_little_room_is_found_before_it_is_filled(server, model, fetch, tmp_path, monkeypatch):
+    monkeypatch.setattr('shutil.disk_usage', lambda _: SimpleNamespace(free=1000))
+    text = refused(fetch, model, tmp_path / 'out')
+    assert '570,011 bytes are to come and 1,000 are free' in text and not server.asked
+
+def test_a_folder_below_a_file(server, model, fetch, tmp_path):
+    (tmp_path / 'x').write_text('mine')
+    assert 'x' in refused(fetch, model, tmp_path / 'x' / 'out') and tree(tmp_path) == {'x': b'mine'}
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
-def run(*arguments, capfd) -> tuple[int, str, str]:
-    "The command in this process: exit code, stdout, stderr."
-    old, sys.argv = sys.argv, ['xtts-nb', 'download', *map(str, arguments)]
-    try:
-        with pytest.raises(SystemExit) as end: cli.main()
-    finally: sys.argv = old
-    return end.value.code, *capfd.readouterr()
-
-def test_without_a_name_the_list_is_shown(capfd):
-    code, out, _ = run('--json', capfd=capfd)
-    assert code == 0 and [s['name'] for s in json.loads(out)['sources']] == list(SOURCES)
-    code, out, _ = run(capfd=capfd)
-    assert code == 0 and all(s in out for s in SOURCES) and 'public domain' in out
-
-@pytest.mark.parametrize('name, part', [('ljspech', 'ljspeech'), ('common-voice', 'commonvoice.mozilla.org')])
-def test_an_unknown_name(capfd, name, part):
-    code, out, err = run(name, capfd=capfd)
-    assert (code, out, len(err.splitlines())) == (2, '', 1) and part in err
-
-def test_the_licence_of_the_released_model(server, capfd, tmp_path, monkeypatch):
-    "It cannot be had here, so it is named; and nothing else is asked for."
+def test_the_command_asks_for_the_licence_of_the_released_model(ran, server, tmp_path, monkeypatch):
+    "The server has it not, so it is named; nothing else is asked for."
     monkeypatch.chdir(tmp_path)
-    code, out, err = run('xtts-v2', '--from', server.address, '--json', capfd=capfd)
-    assert (code, out) == (2, '') and names(server) == ['/LICENSE.txt'] and tree(tmp_path) == {}
-    assert 'https://coqui.ai/cpml.txt' in err and find_source('xtts-v2').files[0].url in err
-    last = err.splitlines()[-1]
-    assert last.startswith('xtts-nb: xtts-v2: ') and 'repeat with --accept-cpml' in last and 'Traceback' not in err
+    done = ran(f'download xtts-v2 --from {server.address} --json')
+    assert (done.code, done.out) == (2, '') and {name for name, _ in server.asked} <= {'LICENSE.txt'}
+    assert 'https://coqui.ai/cpml.txt' in done.err and 'Traceback' not in done.err and tree(tmp_path) == {}
+    assert 'repeat with --accept-cpml' in done.said[-1]
 
-def test_accepted_it_is_fetched_first(server, capfd, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run('xtts-v2', '--accept-cpml', '--from', server.address, capfd=capfd)
-    assert (code, out) == (2, '') and names(server) == ['/LICENSE.txt'] and tree(tmp_path) == {}
-    assert f'{server.address}/LICENSE.txt: the server has no such file (HTTP 404)' in err.splitlines()[-1]
-
-def test_the_command(server, corpus, capfd, tmp_path, monkeypatch):
+def test_the_command(ran, server, corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'settings.ini').write_text('[workspace]\ndata = my data\n')
     source = archive(server, packed(corpus))
     monkeypatch.setitem(SOURCES, 'corpus', source)
-    server.most = 100_000
-    code, out, err = run('corpus', '--from', server.address, '--json', capfd=capfd)
-    result = json.loads(out)
-    assert code == 0 and result['folder'] == str(tmp_path / 'my data' / 'corpus') and result['resumed_bytes'] > 0
-    assert result['files'] == [{'file': 'c.tar.bz2', 'bytes': source.files[0].bytes, 'sha256': source.files[0].sha256,
-                                'checked': 'pinned'}] and 'c.tar.bz2, MB' in err
-    code, out, _ = run('corpus', '--from', server.address, '--out', 'my data/corpus', capfd=capfd)
-    assert code == 0 and 'xtts-nb prepare my data/corpus --out CACHE' in out
-
-@pytest.fixture
-def endless(server, tmp_path):
-    "A server that begins a real part of LibriTTS and never ends it."
-    server.files['dev-other.tar.gz'], server.claim = os.urandom(600_000), SOURCES['libritts-dev-other'].files[0].bytes
-    return server
-
-def test_ctrl_c_says_that_it_can_go_on(endless, tmp_path):
-    endless.hangs, endless.most = 1, 300_000   # so there is more to come, however late Ctrl-C is
-    done = interrupted('download', 'libritts-dev-other', '--from', endless.address, '--out', 'c', at='dev-other', cwd=tmp_path)
-    assert done.code == 130 and done.out == '' and 'Traceback' not in done.err
-    assert done.err.strip().splitlines()[-1] == 'xtts-nb: Stopped.' and 'the same command goes on' in done.err
-    kept = (tmp_path / 'dev-other.tar.gz.part').stat().st_size
-    assert kept > 0 and not (tmp_path / 'c').exists() and set(tree(tmp_path)) == {
-        'dev-other.tar.gz.part', 'dev-other.tar.gz.part.mark'}
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (kept, kept))   # as a full disk does
-    done = xtts_nb('download', 'libritts-dev-other', '--from', endless.address, '--out', 'c', cwd=tmp_path, before=limit)
-    assert endless.asked[-1].headers['Range'] == f'bytes={kept}-'
-    (said,) = done.said
-    assert done.code == 2 and 'dev-other.tar.gz.part: ' in said and 'what has come is kept' in said
-    assert (tmp_path / 'dev-other.tar.gz.part').stat().st_size == kept and not (tmp_path / 'c').exists()
-
-def test_tensorflow_is_not_needed():
-    program = 'import sys; import xtts_nb.app.download; print("tensorflow" in sys.modules)'
-    assert subprocess.run([sys.executable, '-c', program], capture_output=True, text=True).stdout.strip() == 'False'
+    done = ran(f'download corpus --from {server.address} --json')
+    assert done.code == 0 and done.json == {'name': 'corpus', 'folder': str(tmp_path / 'my data' / 'corpus'),
+                                            'files': source.files}
+    done = ran('download corpus --out', 'my data/corpus')
+    assert done.code == 0 and 'xtts-nb prepare my data/corpus --out CACHE' in done.out

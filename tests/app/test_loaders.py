@@ -18,7 +18,7 @@ from xtts_nb.app.loaders import (
     data_before_after, measure_loaders, padding)
 
 
-# --- measuring -----------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------------
 
 def test_copies_are_clips_of_their_own(prepared, small):
     many = Tiled(prepared, 3)
@@ -31,14 +31,16 @@ def test_copies_are_clips_of_their_own(prepared, small):
     many.codes[many.codes_start[14]] += 1
     assert not np.array_equal(many.array('codes', 14), many.array('codes', 0))   # another place in memory
     plan = BatchPlan(many, small.data)
-    seen = [int(c) for b in cached_batches(plan, 0, plan.steps_per_epoch) for c, w in zip(b['clip'], b['weight']) if w]
+    seen = [int(c) for b in cached_batches(plan, 0, plan.steps_per_epoch)
+            for c, w in zip(b['clip'], b['weight']) if w]
     assert sorted(seen) == list(range(42))
 
 def test_padding_is_what_an_epoch_pads(prepared, small):
     plan = BatchPlan(prepared, small.data)
     epoch = list(cached_batches(plan, 0, plan.steps_per_epoch))
     room = sum(b['codes'].numpy().size + b['text'].numpy().size for b in epoch)
-    used = sum(float(tf.reduce_sum((b['code_length'] + b['text_length']) * tf.cast(b['weight'], tf.int32))) for b in epoch)
+    used = sum(float(tf.reduce_sum((b['code_length'] + b['text_length']) * tf.cast(b['weight'], tf.int32)))
+               for b in epoch)
     assert padding(plan) == pytest.approx(1 - used / room)
 
 class Clock:
@@ -53,18 +55,25 @@ def test_every_loader_is_measured_in_turn(monkeypatch, seconds, count):
     clock, taken, slow = Clock(), [], 1 if count == 7 else 2
     for where in (xtts_nb.app.loaders, xtts_nb.bench): monkeypatch.setattr(where, 'time', clock)
     def source(name, takes):
-        while True: clock.sleep(takes); taken.append(name); yield name
+        while True:
+            clock.sleep(takes)
+            taken.append(name)
+            yield name
     two = {'a': source('a', 1 / 8), 'b': source('b', slow / 8)}
     rows = measure_loaders(two, 4, {'a': 1, 'b': 2}, rounds=2, seconds=seconds)
     step, same = 4 / 298, {'spread': 0., 'cv': 0.}   # clips a second that the emulated accelerator takes
     assert rows == [{'name': 'a', 'clips_per_s': 32., 'ratio': 1., 'au': round(8 * step, 4)} | same,
-                    {'name': 'b', 'clips_per_s': 32 / slow, 'ratio': 1 / slow, 'au': round(8 / slow * step, 4)} | same]
-    for name, ahead in (('a', 1), ('b', 2)):   # a round for warm-up and two that count, then 20 steps and the one before
+                    {'name': 'b', 'clips_per_s': 32 / slow, 'ratio': 1 / slow,
+                     'au': round(8 / slow * step, 4)} | same]
+    # a round for warm-up and two that count, then 20 steps and the one before
+    for name, ahead in (('a', 1), ('b', 2)):
         assert taken.count(name) == ahead + 1 + 4 + 3 * (ahead + count) + ahead + 21
 
 def test_three_ways_to_a_batch_are_measured(prepared, small, stats, monkeypatch):
     asked = {}
-    def measure(sources, batch_size, ahead, rounds, seconds, progress): asked.update(locals()); return []
+    def measure(sources, batch_size, ahead, rounds, seconds, progress):
+        asked.update(locals())
+        return []
     monkeypatch.setattr(xtts_nb.app.loaders, 'measure_loaders', measure)
     data = small.data.model_copy(update={'num_workers': 3, 'prefetch_buffer_size': 5})
     data_before_after(BatchPlan(prepared, data), stats, 2)
@@ -74,10 +83,14 @@ def test_three_ways_to_a_batch_are_measured(prepared, small, stats, monkeypatch)
 
 def test_a_round_waits_until_the_buffers_of_the_slowest_are_full(monkeypatch):
     now, pauses = [0.], []
-    monkeypatch.setattr(xtts_nb.app.loaders, 'time', SimpleNamespace(perf_counter=lambda: now[0], sleep=pauses.append))
+    monkeypatch.setattr(xtts_nb.app.loaders, 'time',
+                        SimpleNamespace(perf_counter=lambda: now[0], sleep=pauses.append))
     def source(seconds):
-        while True: now[0] += seconds; yield 0
-    measure_loaders({'slow': source(0.5), 'fast': source(0.01)}, 4, {'slow': 3, 'fast': 8}, rounds=1, seconds=0.001)
+        while True:
+            now[0] += seconds
+            yield 0
+    measure_loaders({'slow': source(0.5), 'fast': source(0.01)}, 4, {'slow': 3, 'fast': 8}, rounds=1,
+                    seconds=0.001)
     assert len(pauses) == 6 and min(pauses) >= 3 * 0.5   # warm-up, a round and the utilisation, of two
 
 def test_one_mel_is_the_mel_of_both(prepared, small, stats):
@@ -88,14 +101,16 @@ def test_one_mel_is_the_mel_of_both(prepared, small, stats):
 
 def bench(prepared, dvae, monkeypatch, **more):
     "All loaders, none of which is timed for long."
-    monkeypatch.setattr(xtts_nb.app.loaders, 'fed_steps', lambda pipeline, most: len(next(iter(pipeline()))['clip']) * 10.04)
+    monkeypatch.setattr(xtts_nb.app.loaders, 'fed_steps',
+                        lambda pipeline, most: len(next(iter(pipeline()))['clip']) * 10.04)
     return bench_loaders(prepared, dvae, clips=14, rounds=1, seconds=0.001, **more)
 
 def test_what_was_compared_and_what_ran_is_told(prepared, dvae, monkeypatch):
     result = bench(prepared, dvae, monkeypatch)
     runs = {r['name']: r['runs'] for r in result['rows']}
     kind = 'librosa' if importlib.util.find_spec('librosa') else 'numpy'
-    assert list(runs)[:4] == ['numpy_function', 'native_wav', 'native', 'cache'] and runs['numpy_function'] == kind
+    assert list(runs)[:4] == ['numpy_function', 'native_wav', 'native', 'cache']
+    assert runs['numpy_function'] == kind
     assert result['rows'][3]['steps_per_s'] == round(10.04 * prepared.config.data.batch_size, 1)
     assert result['compared'].keys() == runs.keys() and 'codes' in result['compared']['cache']
     lines = compared_text(result | {'not_compared': {'x': 'what it draws'}}).splitlines()
@@ -105,12 +120,15 @@ def test_what_was_compared_and_what_ran_is_told(prepared, dvae, monkeypatch):
 def test_the_loaders_of_others_stand_beside_ours(prepared, dvae, monkeypatch):
     asked, copies = {}, []
     def measure(sources, batch_size, ahead, rounds, seconds, progress):
-        asked.update(locals()); return [{'name': name, 'clips_per_s': 99.} for name in sources]
+        asked.update(locals())
+        return [{'name': name, 'clips_per_s': 99.} for name in sources]
     class Peer:
         ahead, not_compared = 7, 'what it draws'
         def compare(self): return {'mel': 0.}
         def __next__(self): return {'used': (1, 1024), 'room': (2, 4096)}
-    def tiled(cache, times): copies.append(times); return Tiled(cache, times)
+    def tiled(cache, times):
+        copies.append(times)
+        return Tiled(cache, times)
     monkeypatch.setattr(xtts_nb.app.loaders, 'Tiled', tiled)
     monkeypatch.setattr(xtts_nb.app.loaders, 'measure_loaders', measure)
     monkeypatch.setattr(xtts_nb.app.loaders, 'fed_steps', lambda pipeline, most: most if most < 38 else None)
@@ -120,8 +138,8 @@ def test_the_loaders_of_others_stand_beside_ours(prepared, dvae, monkeypatch):
     ahead = dict.fromkeys(list(rows)[:-1], 1 + prepared.config.data.num_workers) | {'dali': 7}
     assert copies == [2] and asked['ahead'] == ahead and list(rows)[-2:] == ['one_mel', 'dali']
     assert (asked['batch_size'], asked['rounds'], asked['seconds']) == (4, 3, 0.1)
-    assert rows['dali'] == {'name': 'dali', 'runs': 'DALI: one mel', 'clips_per_s': 99., 'padding': round(1 - 2 / 6, 4),
-                            'steps_per_s': None}
+    assert rows['dali'] == {'name': 'dali', 'runs': 'DALI: one mel', 'clips_per_s': 99.,
+                            'padding': round(1 - 2 / 6, 4), 'steps_per_s': None}
     assert rows['cache']['steps_per_s'] == 37.1   # 1.5 * 99 / 4
     assert rows['cache']['padding'] == rows['native']['padding'] > 0
     assert result['compared']['dali'] == {'mel': 0.} and result['not_compared'] == {'dali': 'what it draws'}
@@ -154,8 +172,8 @@ def test_a_python_has_dali_if_it_can_import_it(tmp_path, monkeypatch):
     assert not xtts_nb.app.loaders._has_dali(sys.executable)
 
 # what gives the mel of XTTS
-LIBROSA = {'sr': 22050, 'hop_length': 256, 'win_length': 1024, 'pad_mode': 'reflect', 'n_mels': 80, 'fmax': 8000.,
-           'htk': True, 'norm': 'slaney'}
+LIBROSA = {'sr': 22050, 'hop_length': 256, 'win_length': 1024, 'pad_mode': 'reflect', 'n_mels': 80,
+           'fmax': 8000., 'htk': True, 'norm': 'slaney'}
 
 def test_librosa_is_named_where_it_runs_and_refused_where_it_differs(prepared, dvae, monkeypatch):
     "A module that computes as librosa does, then one that gives something else."
@@ -170,15 +188,17 @@ def test_librosa_is_named_where_it_runs_and_refused_where_it_differs(prepared, d
     floor = xtts_nb.app.loaders.LibrosaReader.log_mel(None, 1024, prepared.config.model.audio)
     assert np.allclose(floor, np.log([[1e-5, 1], [1e-5, 2e-5]]))
     fake.feature.melspectrogram = lambda **given: melspectrogram(**given) * 1.1
-    with pytest.raises(UserError, match='different batches, .*numpy_function mel'): bench(prepared, dvae, monkeypatch)
+    with pytest.raises(UserError, match='different batches, .*numpy_function mel'):
+        bench(prepared, dvae, monkeypatch)
 
 
-# --- the loaders of others, played by scripts ----------------------------------------------------------------------
+# --- the loaders of others, played by scripts ---------------------------------------------------------------
 
 def play_coqui(folder, item, noise='0'):
     "Modules with the names that are imported from coqui-tts and torch; `noise` is added to the samples."
     for name, text in {'torch/__init__.py': '', 'torch/utils/__init__.py': '',
-                       'torch/utils/data.py': 'def DataLoader(data, **how): return [data.batch(how) for _ in range(2)]',
+                       'torch/utils/data.py':
+                            'def DataLoader(data, **how): return [data.batch(how) for _ in range(2)]',
                        'TTS/tts/layers/xtts/tokenizer.py': 'VoiceBpeTokenizer = str',
                        'TTS/tts/layers/xtts/trainer/dataset.py': f'''
 import numpy, soundfile
@@ -199,16 +219,18 @@ class XTTSDataset:
         assert how == dict(batch_size=2, collate_fn=self.collate_fn, num_workers=2, drop_last=True,
                            persistent_workers=True)
         clips = self.clips[:2][::-1]   # in an order of its own
-        text, wav = [[len(c["text"])] * 3 for c in clips], [soundfile.read(c["audio_file"])[0] + {noise} for c in clips]
-        return dict(text_lengths=numpy.array([3, 3]), wav_lengths=numpy.array([len(w) for w in wav]), padded_text=padded(text),
-                    wav=padded(wav)[:, None].view(Padded), filenames=[c["audio_file"] for c in clips])
+        text = [[len(c["text"])] * 3 for c in clips]
+        wav = [soundfile.read(c["audio_file"])[0] + {noise} for c in clips]
+        return dict(text_lengths=numpy.array([3, 3]), wav_lengths=numpy.array([len(w) for w in wav]),
+                    padded_text=padded(text), wav=padded(wav)[:, None].view(Padded),
+                    filenames=[c["audio_file"] for c in clips])
 '''}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
 @pytest.fixture
 def clips(tmp_path):
-    "What a loader needs of a cache with two recordings, each of whose three tokens is the length of its text."
+    "A cache of two recordings, as a loader needs it; each of the three tokens is the length of the text."
     for i in range(2): save_audio(tmp_path / f'{i}.wav', synthetic_voice(0.1 + 0.1 * i))
     rows = [{'text': t, 'language': 'en', 'speaker': 's'} for t in ('hello', 'you')]
     class Clips:
@@ -227,7 +249,8 @@ def test_coquis_batches_come_one_for_one(tmp_path, monkeypatch, clips):
     loader.close()
     assert loader.process.returncode == 0
 
-@pytest.mark.parametrize('noise, words', [('0', 'hello'), ('5e-5', 'hello'), ('1.5e-4', 'hello'), ('0', 'hellos')])
+@pytest.mark.parametrize('noise, words',
+                         [('0', 'hello'), ('5e-5', 'hello'), ('1.5e-4', 'hello'), ('0', 'hellos')])
 def test_coquis_batch_is_compared_by_file(tmp_path, monkeypatch, clips, noise, words):
     play_coqui(tmp_path / 'fake', 'return clip', noise)
     monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'fake'))
@@ -240,7 +263,8 @@ def test_why_coqui_delivers_nothing_is_said(tmp_path, monkeypatch, clips):
     play_coqui(tmp_path / 'fake', 'raise ValueError("no such codec")')
     monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'fake'))
     loader = CoquiLoader(sys.executable, clips, 2)
-    with pytest.raises(UserError, match='coqui-tts 0.28 failed .ValueError: no such codec.; check that environment'):
+    with pytest.raises(UserError,
+                       match='coqui-tts 0.28 failed .ValueError: no such codec.; check that environment'):
         next(loader)
     loader.close()
     with pytest.raises(UserError, match='nowhere: cannot be run; give the Python of coqui-tts'):
@@ -270,7 +294,7 @@ class Node:
     def as_array(self): return np.stack(self.rows)
 
 def dali(asked):
-    "A module with the operations of DALI that are used, in NumPy; `asked` takes what a pipeline is defined with."
+    "The operations of DALI that are used, in NumPy; `asked` receives the settings of the pipeline."
     def file(files, labels, random_shuffle):
         assert random_shuffle
         return Node(files), Node([np.array([label]) for label in labels])
@@ -317,25 +341,28 @@ def test_what_dali_is_asked_for_is_the_mel_for_the_codes(tmp_path, monkeypatch, 
     assert next(batches) == {'used': (0, sum(lengths)), 'room': (0, 2 * max(lengths))}
     first = np.load(shown)
     assert first['frames'].tolist() == lengths and first['clip'].tolist() == [0, 1]
-    for mel, n, r in zip(first['mel'], lengths, right): assert np.allclose(mel[:n], r, atol=1e-4) and not mel[n:].any()
+    for mel, n, r in zip(first['mel'], lengths, right):
+        assert np.allclose(mel[:n], r, atol=1e-4) and not mel[n:].any()
     assert asked == {'batch_size': 2, 'num_threads': 3, 'device_id': None, 'prefetch_queue_depth': 1}
     shown.unlink()
     next(batches)
     assert not shown.exists()   # the first one only
 
 
-# --- the smallest setting ------------------------------------------------------------------------------------------
+# --- the smallest setting -----------------------------------------------------------------------------------
 
 def tune(prepared, small, monkeypatch, enough, **more):
     "Tune with an accelerator that is content with `enough(workers, ahead)`."
     monkeypatch.setattr(xtts_nb.app.loaders.os, 'sched_getaffinity', lambda pid: [range(6)][pid],
                         raising=False)
-    monkeypatch.setattr(xtts_nb.app.loaders, 'batches_of', lambda reader, data: (data.num_workers, data.prefetch_buffer_size))
+    monkeypatch.setattr(xtts_nb.app.loaders, 'batches_of',
+                        lambda reader, data: (data.num_workers, data.prefetch_buffer_size))
     measure = lambda source, step, steps: {'au': 0.96 if enough(*source) else 0.1 * source[0]}
     return auto_tune_performance(BatchPlan(prepared, small.data), 0.01, measure=measure, **more)
 
-@pytest.mark.parametrize('enough, found', [(lambda w, a: True, (1, 1)), (lambda w, a: a >= 3, (1, 4)),
-                                           (lambda w, a: w > 1 and a > 1, (2, 2)), (lambda w, a: w > 4, (6, 1))])
+@pytest.mark.parametrize('enough, found',
+                         [(lambda w, a: True, (1, 1)), (lambda w, a: a >= 3, (1, 4)),
+                          (lambda w, a: w > 1 and a > 1, (2, 2)), (lambda w, a: w > 4, (6, 1))])
 def test_tuning_stops_at_the_smallest_that_is_enough(prepared, small, monkeypatch, tmp_path, enough, found):
     got = tune(prepared, small, monkeypatch, enough, out=tmp_path / 'tuned.yaml')
     assert (got['num_workers'], got['prefetch_buffer_size']) == found and got['reached']
@@ -344,18 +371,22 @@ def test_tuning_stops_at_the_smallest_that_is_enough(prepared, small, monkeypatc
     assert (data.num_workers, data.prefetch_buffer_size) == found
 
 @pytest.mark.parametrize('cores, workers', [
-    (1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (64, [1, 2, 4, 8, 16, 32, 64]), (65, [1, 2, 4, 8, 16, 32, 64, 65])])
+    (1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (64, [1, 2, 4, 8, 16, 32, 64]),
+    (65, [1, 2, 4, 8, 16, 32, 64, 65])])
 def test_settings_are_tried_from_the_smallest_on(cores, workers):
     tries = [(w, ahead) for w in workers for ahead in (1, 2, 4, 8)]
     assert xtts_nb.app.loaders._settings_to_try(cores) == tries
 
 @pytest.mark.parametrize('step, seconds, steps', [(0.01, 5., 31), (0.1, 5., 5), (0.01, 1., 6)])
-def test_a_trial_lasts_its_share_and_the_target_itself_is_enough(prepared, small, monkeypatch, step, seconds, steps):
+def test_a_trial_lasts_its_share_and_the_target_itself_is_enough(prepared, small, monkeypatch, step, seconds,
+                                                                 steps):
     "Of 16 trials."
     monkeypatch.delattr(xtts_nb.app.loaders.os, 'sched_getaffinity', raising=False)
     monkeypatch.setattr(xtts_nb.app.loaders.os, 'cpu_count', lambda: 6)
     asked, rates = [], iter([0.12346, 0.9])
-    def measure(source, *how): asked.append(how); return {'au': next(rates)}
+    def measure(source, *how):
+        asked.append(how)
+        return {'au': next(rates)}
     got = auto_tune_performance(BatchPlan(prepared, small.data), step, 0.9, seconds=seconds, measure=measure)
     assert asked == [(step, steps)] * 2 and got['reached']
     assert [t['au'] for t in got['tried']] == [0.1235, 0.9]

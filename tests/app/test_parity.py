@@ -21,27 +21,27 @@ from xtts_nb.speech.generate import reference_mels
 @pytest.fixture
 def seen(monkeypatch) -> dict:
     "The shape of what is compared, stage by stage."
-    shapes, real = {}, parity.compare
+    shapes, real = {}, parity.compare_stage
     def spy(stage, ours, *rest):
         shapes[stage] = np.shape(ours)
         return real(stage, ours, *rest)
-    monkeypatch.setattr(parity, 'compare', spy)
+    monkeypatch.setattr(parity, 'compare_stage', spy)
     return shapes
 
 
 def test_features(toy_inputs, theirs, toy_xtts, all_ok):
-    rows = parity.feature_rows(toy_inputs, theirs, toy_xtts.config)
+    rows = parity.feature_parity(toy_inputs, theirs, toy_xtts.config)
     all_ok(rows)
     assert len(rows) == 4
 
 
 def test_dvae(toy_inputs, theirs, toy_xtts, all_ok):
-    all_ok(parity.dvae_rows(toy_xtts.dvae, toy_inputs, theirs))
+    all_ok(parity.dvae_parity(toy_xtts.dvae, toy_inputs, theirs))
 
 
 def test_gpt(toy_inputs, theirs, toy_xtts, all_ok, seen):
     "A STOP behind each text and four behind the codes count."
-    all_ok(parity.gpt_rows(toy_xtts.gpt, toy_inputs, theirs))
+    all_ok(parity.gpt_parity(toy_xtts.gpt, toy_inputs, theirs))
     tokens = toy_xtts.config.model.gpt.text_tokens
     assert seen['text logits'] == (21 + 9 + 14 + 3, tokens)
     assert seen['code logits'] == (40 + 17 + 33 + 3 * 4, 66)
@@ -50,19 +50,19 @@ def test_gpt(toy_inputs, theirs, toy_xtts, all_ok, seen):
 def test_latents(toy_inputs, theirs, toy_xtts, all_ok, monkeypatch):
     heard = []
     monkeypatch.setattr(synthesis, 'reference_mels', lambda *x: heard.append(x[2]) or reference_mels(*x))
-    all_ok(parity.latents_rows(toy_xtts, toy_inputs, theirs))
+    all_ok(parity.latents_parity(toy_xtts, toy_inputs, theirs))
     s = heard[0]
     assert (s.reference_seconds, s.reference_chunk_seconds) == (30, 4)   # as the reference is asked
 
 
 def test_voice(toy, toy_inputs, theirs, toy_xtts, all_ok):
-    rows = parity.voice_rows(toy, toy_xtts.config, toy_inputs, theirs)
+    rows = parity.voice_parity(toy, toy_xtts.config, toy_inputs, theirs)
     all_ok(rows)
     assert [r['stage'] for r in rows] == ['speaker embedding, clip 0', 'HiFi-GAN waveform']
 
 
 def test_greedy(toy_inputs, theirs, toy_xtts, all_ok):
-    all_ok(parity.greedy_rows(toy_xtts.gpt, toy_inputs, theirs))
+    all_ok(parity.greedy_parity(toy_xtts.gpt, toy_inputs, theirs))
 
 
 def test_greedy_asks_for_200_codes_of_the_first_text(toy_inputs, theirs, monkeypatch):
@@ -75,19 +75,19 @@ def test_greedy_asks_for_200_codes_of_the_first_text(toy_inputs, theirs, monkeyp
     long = theirs | {'reference_mel_0': np.ones((1, 80, 400), np.float32),
                      'greedy_plain': np.array([[7, 8, 9]]),
                      'greedy_penalised': np.array([[7, 8, 8]])}
-    rows = parity.greedy_rows(SimpleNamespace(conditioning=lambda mel: mel), toy_inputs, long)
+    rows = parity.greedy_parity(SimpleNamespace(conditioning=lambda mel: mel), toy_inputs, long)
     assert asked == [((1, 21), (1, 300, 80), 200, dict(temperature=0, repetition_penalty=p))
                      for p in (1., 5.)]
     assert [r['ok'] for r in rows] == [True, False]
     with pytest.raises(ZeroDivisionError):
         stop = SimpleNamespace(init=lambda mel: 1 / (mel.shape[1] - 300))
-        parity.gpt_rows(SimpleNamespace(conditioning=stop), toy_inputs, long)
+        parity.gpt_parity(SimpleNamespace(conditioning=stop), toy_inputs, long)
 
 
 def test_a_whole_utterance(toy_xtts, all_ok):
     "Two recordings and a sentence in, sound out."
     with np.load(Path(__file__).parents[1] / 'stored' / 'utterance.npz') as file: theirs = dict(file)
-    rows = parity.utterance_rows(toy_xtts, utterance(), theirs)
+    rows = parity.utterance_parity(toy_xtts, utterance(), theirs)
     all_ok(rows)
     seconds = len(theirs['utterance_wav']) / 24000
     assert rows[-1]['note'] == f"{len(theirs['utterance_states'][0])} codes, {seconds:.2f} s"
@@ -106,14 +106,14 @@ def test_a_changed_weight_is_seen(toy_inputs, theirs, toy_xtts):
     kernel = toy_xtts.gpt.blocks[1].expand.kernel
     before = kernel.numpy()
     kernel.assign(before * 1.01)
-    rows = parity.gpt_rows(toy_xtts.gpt, toy_inputs, theirs)
+    rows = parity.gpt_parity(toy_xtts.gpt, toy_inputs, theirs)
     kernel.assign(before)
     assert not next(r for r in rows if r['stage'] == 'code logits')['ok']
 
 
 # --- comparing ---------------------------------------------------------------------------------------------
 
-A, B, C = parity.compare, parity.compare_mel, parity.compare_codes
+A, B, C = parity.compare_stage, parity.compare_mel, parity.compare_codes
 CELLS = np.zeros(1000)
 
 def cells(*values): return np.r_[values, CELLS[len(values):]]
@@ -233,7 +233,7 @@ def test_what_coqui_is_asked(asked, toy_inputs, tmp_path):
     "The front end of our settings, the sizes of the DVAE from its tensors, the calls that our rows repeat."
     x = toy_inputs | utterance() | {'wav_1': np.ones(50, np.float32), 'sentences': np.array('[]')}
     np.savez(tmp_path / 'given.npz', **x)
-    (names,) = parity._reference_main('there', tmp_path / 'given.npz', tmp_path / 'made.npz')
+    (names,) = parity._coqui_main('there', tmp_path / 'given.npz', tmp_path / 'made.npz')
     with np.load(tmp_path / 'made.npz') as file: made = dict(file)
     assert {*names} == {*made} - {'said', 'mel_stats'} and str(made['said']) == '[]'
     assert len(made['mel_stats']) == 80
@@ -297,10 +297,10 @@ def test_all_stages_are_asked_in_turn(toy, monkeypatch, clips, ok):
     monkeypatch.setattr(parity, 'load_audio',
                         lambda name: np.ones(7 * 22050 if name == 'a.wav' else 9, np.float32))
     monkeypatch.setattr(convert, 'from_coqui', lambda there, out: out.symlink_to(toy))
-    monkeypatch.setattr(parity, 'reference', lambda *x: given.append(x) or {'said': '[1]'})
+    monkeypatch.setattr(parity, 'coqui_outputs', lambda *x: given.append(x) or {'said': '[1]'})
     for name in ('feature', 'voice', 'dvae', 'gpt', 'latents', 'greedy', 'utterance', 'text'):
         rows = lambda *_, name=name: [{'stage': name, 'ok': ok or name != 'voice'}]
-        monkeypatch.setattr(parity, f'{name}_rows', rows)
+        monkeypatch.setattr(parity, f'{name}_parity', rows)
     result = parity.parity('there', 'python', clips, listen=lines.append if clips else None)
     assert [r['stage'] for r in result['rows']] == [
         'text', 'feature', 'dvae', 'gpt', 'latents', 'voice', 'greedy', 'utterance'] and result['ok'] is ok
@@ -315,9 +315,11 @@ def test_a_first_clip_under_seven_seconds_is_refused(monkeypatch):
         parity.parity('there', 'python', ['a.wav'])
 
 
-def test_reference_names_a_python_that_is_none(tmp_path):
-    with pytest.raises(UserError, match='no-python'): parity.reference(tmp_path, tmp_path / 'no-python', {'x': np.ones(1)})
+def test_coqui_outputs_names_a_python_that_is_none(tmp_path):
+    with pytest.raises(UserError, match='no-python'):
+        parity.coqui_outputs(tmp_path, tmp_path / 'no-python', {'x': np.ones(1)})
 
 
-def test_reference_tells_the_last_words(tmp_path):
-    with pytest.raises(UserError, match='coqui-tts 0.28 failed'): parity.reference(tmp_path, sys.executable, {'x': np.ones(1)})
+def test_coqui_outputs_tells_the_last_words(tmp_path):
+    with pytest.raises(UserError, match='coqui-tts 0.28 failed'):
+        parity.coqui_outputs(tmp_path, sys.executable, {'x': np.ones(1)})

@@ -1,4 +1,4 @@
-"What is changed for a finding, tried, kept and proved; and the commands that watch and diagnose, as processes of their own."
+"Remedies as changes of keys: chosen, tried, written, verified; and the commands that diagnose, as processes."
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -16,9 +16,9 @@ from xtts_nb.app.quick_fix import (
 TINY = XTTSConfig.tiny()
 
 TOY = {'model': {'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32, 'resnet_blocks': 1},
-                 'gpt': {'layers': 1, 'width': 64, 'heads': 2, 'text_tokens': 48, 'max_text_tokens': 40, 'max_audio_codes': 64,
-                         'prompt_latents': 4, 'conditioning_layers': 1, 'perceiver_layers': 1, 'perceiver_heads': 2,
-                         'perceiver_head_dim': 16}},
+                 'gpt': {'layers': 1, 'width': 64, 'heads': 2, 'text_tokens': 48, 'max_text_tokens': 40,
+                         'max_audio_codes': 64, 'prompt_latents': 4, 'conditioning_layers': 1,
+                         'perceiver_layers': 1, 'perceiver_heads': 2, 'perceiver_head_dim': 16}},
        'data': {'batch_size': 4, 'reference_frames': 32, 'max_text_tokens': 40, 'buckets': 1},
        'training': {'enable_graph_mode': False}}
 
@@ -32,17 +32,19 @@ def settings(tmp_path):
 def test_the_monitor_names_its_log(tmp_path):
     done = xtts_nb('monitor', '--log', '--duration', '0.2', '--interval', '0.05', '--json', cwd=tmp_path)
     (log,) = tmp_path.iterdir()
-    assert done.code == 0 and done.json['log_file'] == log.name and log.name.startswith('monitor-') and log.suffix == '.jsonl'
+    assert done.code == 0 and done.json['log_file'] == log.name and log.name.startswith('monitor-')
+    assert log.suffix == '.jsonl'
     assert len(log.read_text().splitlines()) == done.json['samples'] >= 2
 
 
 @pytest.mark.parametrize('command', ['diagnose', 'quick-fix'])
 def test_settings_that_are_not_there(command, tmp_path):
     done = xtts_nb(command, '--config', 'none.yaml', cwd=tmp_path)
-    assert done.code == 2 and 'none.yaml' in done.said[-1] and 'Traceback' not in done.err and not tree(tmp_path)
+    assert done.code == 2 and 'none.yaml' in done.said[-1] and 'Traceback' not in done.err
+    assert not tree(tmp_path)
 
 
-# --- what a training needs -----------------------------------------------------------------------------------------
+# --- what a training needs ----------------------------------------------------------------------------------
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
@@ -87,28 +89,31 @@ def test_a_run_needs_more_than_two_gib_of_memory_and_of_disk(machine, bytes_, ok
 def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):
     (tmp_path / 'settings.ini').write_text('[workspace]\n')
     monkeypatch.chdir(tmp_path)
-    opened, made, said = behind('app.quick_fix.Cache', lambda folder: folder), behind('app.quick_fix.made_up_cache',
-        nullcontext('made up')), []
+    opened, made, said = behind('app.quick_fix.Cache',
+                                lambda folder: folder), behind('app.quick_fix.made_up_cache',
+                                                               nullcontext('made up')), []
     look = lambda *given, **named: cache_for(*given, **named, say=said.append).__enter__()
     assert look('c', TINY) == 'c' and not said
     assert look(None, None) == look(None, small := TINY.replace(data={'buckets': 2}), clips=3) == 'made up'
     assert made == [{'config': TINY, 'clips': 16}, {'config': small, 'clips': 3}] and len(said) == 2
     assert '--data' in said[0]
-    (tmp_path / 'cache').mkdir(); (tmp_path / 'cache' / 'manifest.json').touch()
+    (tmp_path / 'cache').mkdir()
+    (tmp_path / 'cache' / 'manifest.json').touch()
     assert look(None, None) == tmp_path / 'cache' and look('c', None) == 'c' and len(said) == len(made) == 2
     assert len(opened) == 3
 
 def test_made_up_voices(behind):
     "Sixteen clips of each, and an encoder that has learned nothing; gone afterwards."
     spoken, made = behind('app.quick_fix.synthetic_corpus', 'the corpus'), behind('app.quick_fix.prepare')
-    behind('app.quick_fix.Cache', lambda folder: folder); behind('app.quick_fix.DVAE', 'the DVAE')
+    behind('app.quick_fix.Cache', lambda folder: folder)
+    behind('app.quick_fix.DVAE', 'the DVAE')
     with quick_fix.made_up_cache(TINY) as folder: assert folder.name == 'cache' and folder.parent.is_dir()
     assert not folder.parent.exists()
     assert [c for call in spoken for c in call.values()] == [folder.parent / 'corpus', 16]
     assert made == [{'corpus': 'the corpus', 'out': folder, 'config': TINY, 'dvae': 'the DVAE'}]
 
 
-# --- what is changed for a finding ---------------------------------------------------------------------------------
+# --- what is changed for a finding --------------------------------------------------------------------------
 
 SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_size': 4,
                           'prefetch_to_gpu': False},
@@ -152,7 +157,7 @@ def test_the_time_of_a_clip(behind):
     assert [*timed[0].values()] == [{'it': ('a cache', TINY)}, 9, 3.]
 
 
-# --- trying, writing, proving --------------------------------------------------------------------------------------
+# --- trying, writing, proving -------------------------------------------------------------------------------
 
 class Verdict(list):
     "Findings, as a diagnosis holds them."
@@ -174,7 +179,8 @@ def test_remedies_are_kept_where_they_bring_more_than_a_twentieth(behind, monkey
             'no memory\nmore')
         if config.training.ema: raise UserError('cannot be\nmore')
         base = 1.05 if config.data.batch_size == 7 else 2.1
-        return base / 1.06 if config.data.num_workers == 3 else 1. if config.data.reference_frames == 48 else base
+        if config.data.num_workers == 3: return base / 1.06
+        return 1. if config.data.reference_frames == 48 else base
     monkeypatch.setattr(quick_fix, 'seconds_per_clip', seconds)
     behind('app.quick_fix.change_for', lambda finding, verdict, config: TRIED[finding.disease])
     config, trials = apply_settings('a cache', TINY, Verdict(map(finding, TRIED)), 9, 3., said.append)
@@ -212,19 +218,21 @@ def test_faster_settings_are_written_and_proved(behind, monkeypatch, tmp_path, c
         TINY, out)
 
 
-# --- the commands --------------------------------------------------------------------------------------------------
+# --- the commands -------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_diagnose_without_a_cache(settings, tmp_path):
-    done = xtts_nb('diagnose', '--config', settings, '--num-batches', '8', '--seconds', '24', '--batch-size', '2', '--json',
-                   cwd=tmp_path)
+    done = xtts_nb('diagnose', '--config', settings, '--num-batches', '8', '--seconds', '24', '--batch-size',
+                   '2', '--json', cwd=tmp_path)
     assert done.code == 0, done.err
-    assert done.json['measured']['rows'] == 2 and {f['disease'] for f in done.json['findings']} >= {'step not compiled'}
+    assert done.json['measured']['rows'] == 2
+    assert {f['disease'] for f in done.json['findings']} >= {'step not compiled'}
 
 
 @pytest.mark.slow
 def test_quick_fix_writes_settings_that_are_faster_and_load(settings, tmp_path):
-    done = xtts_nb('quick-fix', '--config', settings, '--num-batches', '8', '--seconds', '24', '--json', cwd=tmp_path)
+    done = xtts_nb('quick-fix', '--config', settings, '--num-batches', '8', '--seconds', '24', '--json',
+                   cwd=tmp_path)
     assert done.code == 0, done.err
     result = done.json
     assert 'training.enable_graph_mode: False -> True' in result['changes'] and result['verified_gain'] > 1

@@ -1,4 +1,4 @@
-"Recipes: a file that explains itself, cards, guides' files, and who wins. Every key and option is tried for its effect."
+"Recipes: commented files, GPU presets, files of the guides, precedence; the effect of each key and option."
 from typing import Literal
 
 import pytest
@@ -7,9 +7,9 @@ import yaml
 from xtts_nb.app import recipes
 from xtts_nb.config import REFUSED, Section, UserError, XTTSConfig
 from xtts_nb.app.recipes import (
-    ALWAYS, FLAGS, GPU_PRESETS, LEVELS, MOVED, REFUSED_FLAGS, assignments, carried_over, check_acts,
-    check_unknown, commented_yaml, config_diff, descriptions, diff_lines, flat, from_environment, gpu_preset,
-    level, load_recipe, nested, recipe)
+    FLAGS, GPU_PRESETS, LEVELS, REDUNDANT_KEYS, REFUSED_FLAGS, RENAMED_KEYS, check_unknown, check_used,
+    commented_yaml, config_diff, convert_guide, descriptions, diff_lines, flat, from_environment, gpu_preset,
+    load_recipe, nested, optimization_level, parse_assignments, recipe)
 
 DEFAULT = XTTSConfig()
 
@@ -21,16 +21,17 @@ def at(config, key):
 
 def load(values, where='their.yaml'):
     "Settings of a guide's file, and what was said."
-    own, said = carried_over(values, where)
+    own, said = convert_guide(values, where)
     return XTTSConfig.from_dict(own, where), said
 
 def sections(section=XTTSConfig):
     yield section
     for field in section.model_fields.values():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section): yield from sections(field.annotation)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from sections(field.annotation)
 
 
-# --- the commented file --------------------------------------------------------------------------------------------
+# --- the commented file -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('config', [XTTSConfig(), XTTSConfig.tiny()], ids=['xtts_v2', 'tiny'])
 def test_a_commented_file_says_the_same(config):
@@ -46,7 +47,8 @@ def test_every_key_has_a_comment_and_the_file_shows_it():
             assert any(line.strip().startswith(f'{name}: ') and f'# {words[name]}' in line for line in lines)
 
 def test_choices_are_listed():
-    assert 'precision: float32' in commented_yaml(DEFAULT) and 'one of float32, bfloat16, float16' in commented_yaml(DEFAULT)
+    assert 'precision: float32' in commented_yaml(DEFAULT)
+    assert 'one of float32, bfloat16, float16' in commented_yaml(DEFAULT)
 
 
 class Inner(Section):
@@ -69,7 +71,7 @@ def test_the_lines_of_a_section():
         'last: 3'.ljust(36) + '   # the end']
 
 
-# --- dotted keys ---------------------------------------------------------------------------------------------------
+# --- dotted keys --------------------------------------------------------------------------------------------
 
 def test_flat_and_nested_are_inverse():
     values = DEFAULT.model_dump()
@@ -77,15 +79,17 @@ def test_flat_and_nested_are_inverse():
     assert nested(flat(values)) == values and flat(values)['model.gpt.width'] == 1024
 
 def test_a_key_given_as_value_and_as_section():
-    with pytest.raises(UserError, match='data.seed: data is given as 3 too'): nested({'data': 3, 'data.seed': 1})
+    with pytest.raises(UserError, match='data.seed: data is given as 3 too'):
+        nested({'data': 3, 'data.seed': 1})
 
 def test_what_differs():
     after = DEFAULT.replace(data={'batch_size': 3}, model={'gpt': {'layers': 2}})
     assert config_diff(DEFAULT, after) == {'model.gpt.layers': (30, 2), 'data.batch_size': (8, 3)}
-    assert diff_lines(DEFAULT, after) == ['model.gpt.layers 30 -> 2', 'data.batch_size 8 -> 3'] and diff_lines(after, after) == []
+    assert diff_lines(DEFAULT, after) == ['model.gpt.layers 30 -> 2', 'data.batch_size 8 -> 3']
+    assert diff_lines(after, after) == []
 
 
-# --- cards and levels ----------------------------------------------------------------------------------------------
+# --- cards and levels ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('card', GPU_PRESETS)
 def test_a_card_changes_what_it_names(card):
@@ -95,8 +99,9 @@ def test_a_card_changes_what_it_names(card):
     assert config.data.batch_size == GPU_PRESETS[card][0] and config.training.precision == 'bfloat16'
     assert gpu_preset(card, cores=3)['data.num_workers'] == 3
 
-@pytest.mark.parametrize('name, card', [('RTX 4090', '4090'), ('NVIDIA GeForce RTX 3060', '3060'), ('a100', 'A100'),
-                                        ('h-200', 'H200')])
+@pytest.mark.parametrize('name, card',
+                         [('RTX 4090', '4090'), ('NVIDIA GeForce RTX 3060', '3060'), ('a100', 'A100'),
+                          ('h-200', 'H200')])
 def test_cards_as_people_call_them(name, card): assert gpu_preset(name, 8) == gpu_preset(card, 8)
 
 @pytest.mark.parametrize('name', ['3060 Ti', 'T4', ''])
@@ -106,15 +111,16 @@ def test_an_unknown_card_names_those_there_are(name):
 @pytest.mark.parametrize('name', LEVELS)
 def test_a_level_changes_what_it_names(name):
     start = DEFAULT.replace(training={'precision': 'float16', 'schedule': 'noam', 'ema': 0.5})
-    for keys in (level(name), level(name)):
+    for keys in (optimization_level(name), optimization_level(name)):
         config = recipe(start, {name: keys}, say=lambda line: None)
         assert {k: at(config, k) for k in keys} == keys and config_diff(start, config)
 
 def test_an_unknown_level():
-    with pytest.raises(UserError, match='"turbo"; choose one of basic, enhanced, experimental'): level('turbo')
+    with pytest.raises(UserError, match='"turbo"; choose one of basic, enhanced, experimental'):
+        optimization_level('turbo')
 
 
-# --- the guides' keys ----------------------------------------------------------------------------------------------
+# --- the guides' keys ---------------------------------------------------------------------------------------
 
 CARRIED = [   # their key, their value -> our key, our value: each different from the default
     ('data.enable_xla', False, 'training.enable_xla_compilation', False),
@@ -126,12 +132,16 @@ CARRIED = [   # their key, their value -> our key, our value: each different fro
     ('data.max_mel_frames', 800, 'data.max_seconds', pytest.approx(9.288, abs=1e-3)),
     ('model.max_mel_frames', '800', 'data.max_seconds', pytest.approx(9.288, abs=1e-3)),
     ('data.max_mel_frames', 150, 'data.max_seconds', 1.741),   # 150 * 256 / 22050 s
-    ('data.min_audio_length', 1.0, 'data.min_seconds', 1.0), ('data.max_text_length', 180, 'data.max_text_tokens', 180),
+    ('data.min_audio_length', 1.0, 'data.min_seconds', 1.0),
+    ('data.max_text_length', 180, 'data.max_text_tokens', 180),
     ('model.max_text_length', 180, 'data.max_text_tokens', 180),
-    ('data.sample_rate', 24000, 'model.audio.sample_rate', 24000), ('model.sample_rate', 24000, 'model.audio.sample_rate', 24000),
+    ('data.sample_rate', 24000, 'model.audio.sample_rate', 24000),
+    ('model.sample_rate', 24000, 'model.audio.sample_rate', 24000),
     ('data.n_mels', 64, 'model.audio.n_mels', 64), ('model.n_mels', 64, 'model.audio.n_mels', 64),
-    ('training.batch_size', 48, 'data.batch_size', 48), ('batch_size', 48, 'data.batch_size', 48),   # in another section here
-    ('training.num_workers', 12, 'data.num_workers', 12), ('data.learning_rate', '1e-4', 'training.learning_rate', 1e-4),
+    # in another section here
+    ('training.batch_size', 48, 'data.batch_size', 48), ('batch_size', 48, 'data.batch_size', 48),
+    ('training.num_workers', 12, 'data.num_workers', 12),
+    ('data.learning_rate', '1e-4', 'training.learning_rate', 1e-4),
     ('data.gradient_checkpointing', True, 'training.gradient_checkpointing', True),
     # theirs and ours
     ('data.batch_size', 48, 'data.batch_size', 48), ('data.num_workers', 12, 'data.num_workers', 12),
@@ -140,7 +150,8 @@ CARRIED = [   # their key, their value -> our key, our value: each different fro
     ('data.prefetch_to_gpu', False, 'data.prefetch_to_gpu', False),
     ('data.pad_to_fixed_length', True, 'data.pad_to_fixed_length', True),
     ('data.preprocessing_mode', 'precompute', 'data.preprocessing_mode', 'precompute'),
-    ('training.enable_graph_mode', False, 'training.enable_graph_mode', False), ('training.epochs', 9, 'training.epochs', 9),
+    ('training.enable_graph_mode', False, 'training.enable_graph_mode', False),
+    ('training.epochs', 9, 'training.epochs', 9),
     ('training.enable_xla_compilation', False, 'training.enable_xla_compilation', False),
     ('training.enable_eager_debug', True, 'training.enable_eager_debug', True),
     ('training.learning_rate', '1e-4', 'training.learning_rate', 1e-4)]
@@ -148,7 +159,8 @@ CARRIED = [   # their key, their value -> our key, our value: each different fro
 @pytest.mark.parametrize('theirs, value, ours, got', CARRIED, ids=[f'{c[0]}={c[1]}' for c in CARRIED])
 def test_their_key_does_what_ours_does(theirs, value, ours, got):
     config, said = load(nested({theirs: value}))
-    assert at(config, ours) == got and at(DEFAULT, ours) != got and list(config_diff(DEFAULT, config)) == [ours]
+    assert at(config, ours) == got and at(DEFAULT, ours) != got
+    assert list(config_diff(DEFAULT, config)) == [ours]
     assert len(said) == (theirs != ours) and all(theirs in line and ours in line for line in said)
 
 @pytest.mark.parametrize('key, name', [
@@ -157,36 +169,41 @@ def test_their_key_does_what_ours_does(theirs, value, ours, got):
     ('model.gpt.nope', 'nope'), ('data.batch_size.nope', 'nope'), ('data.a.b', 'b')])
 def test_which_part_of_a_key_is_theirs(key, name): assert recipes._theirs(key) == name
 
-def test_every_moved_key_is_tried(): assert {c[0].split('.')[-1] for c in CARRIED} >= set(MOVED)
+def test_every_moved_key_is_tried(): assert {c[0].split('.')[-1] for c in CARRIED} >= set(RENAMED_KEYS)
 
-NOTHING = [('data.use_tf_native_loading', True), ('data.optimize_cpu_gpu_overlap', True), ('training.enable_tensorrt', False),
-           ('data.shuffle_buffer_multiplier', 20), ('data.pin_memory', True), ('data.pin_memory', False),
-           ('data.cache_verification', True), ('training.model_start_delay', 2.0), ('data.auto_tune_performance', True)]
+NOTHING = [('data.use_tf_native_loading', True), ('data.optimize_cpu_gpu_overlap', True),
+           ('training.enable_tensorrt', False), ('data.shuffle_buffer_multiplier', 20),
+           ('data.pin_memory', True), ('data.pin_memory', False), ('data.cache_verification', True),
+           ('training.model_start_delay', 2.0), ('data.auto_tune_performance', True)]
 
 @pytest.mark.parametrize('key, value', NOTHING)
 def test_what_is_so_anyway_is_said(key, value):
     config, said = load(nested({key: value}))
-    assert config == DEFAULT and said == [f'their.yaml: {key} does nothing here: {REFUSED[key.split(".")[-1]]}.']
-    assert {k.split('.')[-1] for k, _ in NOTHING} == set(ALWAYS) <= set(REFUSED)
+    assert config == DEFAULT
+    assert said == [f'their.yaml: {key} does nothing here: {REFUSED[key.split(".")[-1]]}.']
+    assert {k.split('.')[-1] for k, _ in NOTHING} == set(REDUNDANT_KEYS) <= set(REFUSED)
 
-@pytest.mark.parametrize('key, value', [('data.use_tf_native_loading', False), ('data.optimize_cpu_gpu_overlap', False),
-                                        ('training.enable_tensorrt', True), ('training.max_memory_fraction', 0.9),
-                                        ('training.kl_loss_weight', 1.0)])
+@pytest.mark.parametrize('key, value',
+                         [('data.use_tf_native_loading', False), ('data.optimize_cpu_gpu_overlap', False),
+                          ('training.enable_tensorrt', True), ('training.max_memory_fraction', 0.9),
+                          ('training.kl_loss_weight', 1.0)])
 def test_what_cannot_be_had_is_refused_with_its_reason(key, value):
     with pytest.raises(UserError) as e: load(nested({key: value}))
     assert str(e.value) == f'their.yaml: there is no key "{key}": {REFUSED[key.split(".")[-1]]}.'
 
 def test_every_key_of_others_is_treated():
     refused = {'max_memory_fraction', 'kl_loss_weight'}
-    assert set(REFUSED) == (set(MOVED) - {'sample_rate', 'n_mels'}) | set(ALWAYS) | refused
+    assert set(REFUSED) == (set(RENAMED_KEYS) - {'sample_rate', 'n_mels'}) | set(REDUNDANT_KEYS) | refused
 
 @pytest.mark.parametrize('key, value', [('data.mixed_precision', 'maybe'), ('data.mixed_precision', [1]),
                                         ('data.max_mel_frames', 'many')])
 def test_a_value_that_cannot_be_converted(key, value):
-    with pytest.raises(UserError, match=rf'their.yaml: {key}: .* cannot be made a value of \w+\.\w+'): load(nested({key: value}))
+    with pytest.raises(UserError, match=rf'their.yaml: {key}: .* cannot be made a value of \w+\.\w+'):
+        load(nested({key: value}))
 
-@pytest.mark.parametrize('key, value', [('data.enable_xla', 'maybe'), ('data.pipeline_buffer_size', 0), ('data.sample_rate', -1),
-                                        ('training.batch_size', [4])])
+@pytest.mark.parametrize('key, value',
+                         [('data.enable_xla', 'maybe'), ('data.pipeline_buffer_size', 0),
+                          ('data.sample_rate', -1), ('training.batch_size', [4])])
 def test_a_carried_value_is_checked_like_ours(key, value):
     with pytest.raises(UserError, match='their.yaml: '): load(nested({key: value}))
 
@@ -194,8 +211,8 @@ def test_where_both_stand_ours_counts():
     config, said = load({'data': {'batch_size': 48, 'prefetch_buffer_size': 8, 'pipeline_buffer_size': 100},
                          'training': {'batch_size': 48}})
     assert (config.data.batch_size, config.data.prefetch_buffer_size) == (48, 8)
-    assert said == ['their.yaml: data.pipeline_buffer_size is data.prefetch_buffer_size here, 8, for it stands there too; '
-                    '100 is dropped.',
+    assert said == ['their.yaml: data.pipeline_buffer_size is data.prefetch_buffer_size here, 8, which the '
+                    'file sets too; 100 is ignored.',
                     'their.yaml: training.batch_size is data.batch_size here, 48.']
 
 @pytest.mark.parametrize('values, meant', [
@@ -206,21 +223,23 @@ def test_a_misspelled_key_names_the_nearest(values, meant):
 
 GUIDES = {   # what the guides on low GPU utilisation would have one write
     'utilisation': '''
-data: {batch_size: 48, num_workers: 12, prefetch_buffer_size: 8, shuffle_buffer_multiplier: 20, enable_xla: true,
-       mixed_precision: true, pin_memory: true}
+data: {batch_size: 48, num_workers: 12, prefetch_buffer_size: 8, shuffle_buffer_multiplier: 20,
+       enable_xla: true, mixed_precision: true, pin_memory: true}
 training: {batch_size: 48}''',
     'critical': '''
-training: {enable_graph_mode: true, enable_xla_compilation: true, enable_eager_debug: false, learning_rate: 1e-4}''',
+training: {enable_graph_mode: true, enable_xla_compilation: true, enable_eager_debug: false,
+           learning_rate: 1e-4}''',
     'dual GPU': '''
-data: {batch_size: 128, num_workers: 32, prefetch_buffer_size: 100, pipeline_buffer_size: 100, prefetch_to_gpu: true,
-       pad_to_fixed_length: true, use_tf_native_loading: true}''',
+data: {batch_size: 128, num_workers: 32, prefetch_buffer_size: 100, pipeline_buffer_size: 100,
+       prefetch_to_gpu: true, pad_to_fixed_length: true, use_tf_native_loading: true}''',
     'bottleneck': '''
-data: {preprocessing_mode: precompute, batch_size: 48, num_workers: 16, prefetch_buffer_size: 12, max_mel_frames: 800,
-       use_tf_native_loading: true, enhanced_gpu_prefetch: true, optimize_cpu_gpu_overlap: true}
+data: {preprocessing_mode: precompute, batch_size: 48, num_workers: 16, prefetch_buffer_size: 12,
+       max_mel_frames: 800, use_tf_native_loading: true, enhanced_gpu_prefetch: true,
+       optimize_cpu_gpu_overlap: true}
 training: {epochs: 1000}''',
     'oscillation': '''
-data: {use_tf_native_loading: true, prefetch_to_gpu: true, auto_tune_performance: true, batch_size: 8, num_workers: 8,
-       prefetch_buffer_size: 8}
+data: {use_tf_native_loading: true, prefetch_to_gpu: true, auto_tune_performance: true, batch_size: 8,
+       num_workers: 8, prefetch_buffer_size: 8}
 training: {gradient_accumulation_steps: 2}''',
 }
 
@@ -240,23 +259,29 @@ def test_a_file_that_is_not_there_or_no_yaml(tmp_path):
     (tmp_path / 'bad.yaml').write_text('a: [')
     with pytest.raises(UserError, match='not YAML'): load_recipe(tmp_path / 'bad.yaml')
 
-@pytest.mark.parametrize('values', [{'data': None}, {'data': [1]}, {1: 2}, {'data': {1: 2}}, {'model': {}}, {}])
+@pytest.mark.parametrize('values',
+                         [{'data': None}, {'data': [1]}, {1: 2}, {'data': {1: 2}}, {'model': {}}, {}])
 def test_odd_shapes(values):
-    if values in ({'model': {}}, {}): assert load(values) == (DEFAULT, []); return
+    if values in ({'model': {}}, {}):
+        assert load(values) == (DEFAULT, [])
+        return
     with pytest.raises(UserError, match='their.yaml: '): load(values)
 
 
-# --- layers --------------------------------------------------------------------------------------------------------
+# --- layers -------------------------------------------------------------------------------------------------
 
 def test_flags_beat_levels_beat_cards_beat_files():
     said = []
     file = DEFAULT.replace(data={'batch_size': 4, 'min_seconds': 1.0})
-    layers = {'GPU preset 4090': gpu_preset('4090', 64), 'level': level('basic'), 'flags': {'data.batch_size': 16}}
+    layers = {'GPU preset 4090': gpu_preset('4090', 64), 'level': optimization_level('basic'),
+              'flags': {'data.batch_size': 16}}
     config = recipe(file, layers, said.append)
     assert config.data.min_seconds == 1.0 and config.data.batch_size == 16   # file, flag
     assert config.data.num_workers == 24 and config.training.accumulation == 4   # card
-    assert config.training.precision == 'float32' and not config.training.enable_xla_compilation   # level over card and default
-    assert said[0].startswith('GPU preset 4090: data.batch_size 4 -> 32, ') and said[2] == 'flags: data.batch_size 32 -> 16'
+    # level over card and default
+    assert config.training.precision == 'float32' and not config.training.enable_xla_compilation
+    assert said[0].startswith('GPU preset 4090: data.batch_size 4 -> 32, ')
+    assert said[2] == 'flags: data.batch_size 32 -> 16'
 
 def test_only_the_whole_is_checked():
     "A card's batch of 8 in 2 parts over a file's batch of 3: no step in between has to be valid."
@@ -271,9 +296,11 @@ def test_without_layers_nothing_changes():
     assert recipe(DEFAULT, {'flags': {'data.seed': DEFAULT.data.seed}}, said.append) == DEFAULT and not said
 
 def test_the_environment(monkeypatch):
-    monkeypatch.setenv('XTTS_NB_XLA', 'false'); monkeypatch.setenv('XTTS_NB_PRECISION', '')
+    monkeypatch.setenv('XTTS_NB_XLA', 'false')
+    monkeypatch.setenv('XTTS_NB_PRECISION', '')
     assert from_environment() == {'training.enable_xla_compilation': False}
-    monkeypatch.delenv('XTTS_NB_XLA'); monkeypatch.setenv('XTTS_NB_PRECISION', 'float16')
+    monkeypatch.delenv('XTTS_NB_XLA')
+    monkeypatch.setenv('XTTS_NB_PRECISION', 'float16')
     assert from_environment() == {'training.precision': 'float16'}
 
 @pytest.mark.parametrize('changes, explicit, key', [
@@ -285,9 +312,11 @@ def test_the_environment(monkeypatch):
     ({'data': {'seed': 7, 'batch_size': 3}}, ['data.seed'], 'data.batch_size: 3')])
 def test_a_change_that_would_do_nothing(changes, explicit, key):
     begun = DEFAULT.replace(training={'precision': 'bfloat16'})
-    check = lambda: check_acts(begun, begun.replace(**changes),
+    check = lambda: check_used(begun, begun.replace(**changes),
                                {'training.precision': 'float16', 'data.batch_size': 5}, 'why', explicit)
-    if not key: check(); return
+    if not key:
+        check()
+        return
     with pytest.raises(UserError, match=f'^{key} does nothing here: why.$'): check()
 
 @pytest.mark.parametrize('key', FLAGS.values())
@@ -299,20 +328,23 @@ def test_every_flag_has_a_key(key): assert key in flat(DEFAULT.model_dump())
     ('training.learning_rate=1e-4', 'training.learning_rate', 1e-4),
     ('model.speaker.blocks=[1, 2, 3, 4]', 'model.speaker.blocks', (1, 2, 3, 4)),
     ('speech.reference_chunk_seconds=null', 'speech.reference_chunk_seconds', None)])
-def test_any_key_can_be_set(text, key, value): assert at(recipe(DEFAULT, {'--set': assignments([text])}, print), key) == value
+def test_any_key_can_be_set(text, key, value):
+    assert at(recipe(DEFAULT, {'--set': parse_assignments([text])}, print), key) == value
 
 @pytest.mark.parametrize('text', ['seed', '=3', 'data.seed=[', ''])
 def test_what_is_no_assignment(text):
-    with pytest.raises(UserError, match='--set'): assignments([text])
+    with pytest.raises(UserError, match='--set'): parse_assignments([text])
 
 @pytest.mark.parametrize('text, hint', [('data.bach_size=3', 'did you mean "batch_size"'), ('data=3', 'data'),
                                         ('training.pin_memory=true', 'leave it out')])
 def test_a_wrong_key_is_named(text, hint):
-    with pytest.raises(UserError, match=hint): recipe(DEFAULT, {'--set': assignments([text])}, lambda line: None)
+    with pytest.raises(UserError, match=hint):
+        recipe(DEFAULT, {'--set': parse_assignments([text])}, lambda line: None)
 
 @pytest.mark.parametrize('option', REFUSED_FLAGS)
 def test_options_of_others_have_a_reason(option):
-    with pytest.raises(UserError, match=f'^{option} is no option here: ') as e: check_unknown([f'{option}=3', '7'], ['--run'])
+    with pytest.raises(UserError, match=f'^{option} is no option here: ') as e:
+        check_unknown([f'{option}=3', '7'], ['--run'])
     assert any(word in str(e.value) for word in ('use ', 'leave', '--prefetch-buffer-size'))
 
 def test_a_misspelled_option_names_the_nearest():

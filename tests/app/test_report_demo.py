@@ -15,8 +15,8 @@ from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.config import UserError
 from xtts_nb.data.corpora import Dropped, summary
 from xtts_nb.app.demo import (
-    AFTER, BEFORE, BETWEEN, corpus_page, counted, facts, heading, picture, player, plot_before_after,
-    plot_losses, plot_mels, plot_spread, table, write_report)
+    AFTER, BEFORE, BETWEEN, corpus_page, counts_table, facts, heading, picture, player, plot_before_after,
+    plot_losses, plot_mels, plot_spread, html_table, write_report)
 
 NASTY = '<script>alert("1")</script> & "quoted" \' سلام'
 
@@ -169,8 +169,8 @@ def test_no_name_hides_in_a_page(tmp_path):
     text = corpus_page(summary(clips(1, speaker='a\u202eb\n'), []), tmp_path / 'page.html').read_text(encoding='utf-8')
     assert '\u202e' not in text and r'a\u202eb\n' in text
 
-@pytest.mark.parametrize('make, most', [(lambda n: table(['a'], [(i,) for i in range(n)]), 200),
-                                        (lambda n: counted({str(i): i for i in range(n)}, 'speaker'), 40)])
+@pytest.mark.parametrize('make, most', [(lambda n: html_table(['a'], [(i,) for i in range(n)]), 200),
+                                        (lambda n: counts_table({str(i): i for i in range(n)}, 'speaker'), 40)])
 def test_a_long_table_is_cut_and_says_so(make, most):
     assert make(most).count('<tr>') == most + 1 and 'more' not in make(most)
     text = make(most + 1234)
@@ -178,7 +178,7 @@ def test_a_long_table_is_cut_and_says_so(make, most):
     assert make(0) == '<p>none</p>'
 
 def test_a_table_of_counts():
-    page = Page(counted({' ': 1234, 'b': 1}, 'letter'))
+    page = Page(counts_table({' ': 1234, 'b': 1}, 'letter'))
     assert page.text == 'countletter1,234␣1b' and [t for t, _ in page.tags].count('th') == 2
     assert [a['dir'] for t, a in page.tags if t in ('th', 'td')] == ['auto'] * 6
 

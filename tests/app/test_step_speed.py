@@ -1,4 +1,4 @@
-"Steps beside those of other libraries: a real process and a real step; only the other library's own code is replaced."
+"Steps beside those of other libraries: a real process and a real step; only the other library is stubbed."
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,10 +18,13 @@ from xtts_nb.app.step_speed import (
 
 
 def slow_steps(threads, layers, width, heads, vocabulary, batch, tokens, mode):
-    "In place of the steps of PyTorch: 30 ms each, the loss 7 or 0; another size than was asked for is an error."
+    "Stands in for the steps of PyTorch: 30 ms each, the loss 7 or 0; other sizes are an error."
     import time
-    if (layers, width, batch, tokens) != (1, 64, 4, 8) or threads < 0: raise ValueError(f'{layers} {width} {batch} {tokens}')
-    while True: time.sleep(0.03); yield 7. * (mode == 'torch')
+    if (layers, width, batch, tokens) != (1, 64, 4, 8) or threads < 0:
+        raise ValueError(f'{layers} {width} {batch} {tokens}')
+    while True:
+        time.sleep(0.03)
+        yield 7. * (mode == 'torch')
 
 
 def wrong_steps(mode, **sizes):
@@ -49,17 +52,19 @@ def test_a_peer_s_answer_is_one_step_whatever_its_loss(one_arm):
 
 
 def test_a_peer_that_fails_is_named(one_arm):
-    with pytest.raises(UserError, match=r'transformers failed \(ValueError: no such mode torch'): one_arm(wrong_steps)
+    with pytest.raises(UserError, match=r'transformers failed \(ValueError: no such mode torch'):
+        one_arm(wrong_steps)
 
 
 @pytest.mark.parametrize('answer', [{'positions': 62, 'dropout': 0.}, {'positions': 59, 'dropout': 0.1}])
 def test_other_work_is_not_compared(answer):
     page.check_same_work({'loss': 1., 'positions': 59, 'dropout': 0.}, 59)
-    with pytest.raises(UserError, match=f'coqui-tts computed {answer["positions"]} positions with dropout {answer["dropout"]}'):
+    found = f'coqui-tts computed {answer["positions"]} positions with dropout {answer["dropout"]}'
+    with pytest.raises(UserError, match=found):
         page.check_same_work({'loss': 1.} | answer, 59)
 
 
-# --- our side --------------------------------------------------------------------------------------------------------
+# --- our side -----------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -157,7 +162,7 @@ def test_the_blocks_of_a_plain_gpt2(quick, monkeypatch):
     assert made == [(64, 2, 0., 0.5)] * 2 and losses[-1] < losses[0] / 2
 
 
-# --- their side: the other library's calls ---------------------------------------------------------------------------
+# --- their side: the other library's calls ------------------------------------------------------------------
 
 class Loss(float):
     "A number that has gradients."

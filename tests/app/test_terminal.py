@@ -10,7 +10,7 @@ from xtts_nb.app import terminal
 from xtts_nb.config import UserError, XTTSConfig
 
 
-# --- options of all, help ------------------------------------------------------------------------------------------
+# --- options of all, help -----------------------------------------------------------------------------------
 
 def test_the_version(ran):
     for line in ('--version', '--version --help'): assert ran(line).out == f'{__version__}\n'
@@ -27,7 +27,7 @@ def test_bounds(): check_bounds(('bench train --rounds', 1, 0))
 def test_a_traceback_is_that_of_python(): assert not terminal.app.pretty_exceptions_enable
 
 
-# --- how a command ends --------------------------------------------------------------------------------------------
+# --- how a command ends -------------------------------------------------------------------------------------
 
 ENDS = [   # what a command does -> the exit code, what stderr says
     (0, 0, ''), (1, 1, ''), (None, 0, ''), ('text', 0, ''), (130, 130, 'xtts-nb: Stopped.\n'),
@@ -66,7 +66,7 @@ def test_a_wrong_option(ran, monkeypatch):
     with pytest.raises(Exception, match='greater than or equal to 0.01'): terminal.main()
 
 
-# --- what a command prints -----------------------------------------------------------------------------------------
+# --- what a command prints ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('as_json, out', [(True, '{"clip": "ä"}\n{"clip": 2}\n'), (False, 'one\n\n')])
 def test_only_the_answer_goes_to_stdout(capsys, as_json, out):
@@ -100,7 +100,7 @@ def test_a_table_has_72_columns(monkeypatch):
     assert terminal.table(f'{"a" * 70} bb', [{'name': 'x'}]).split()[:2] == ['a' * 70, 'bb']
 
 
-# --- devices, records, settings ------------------------------------------------------------------------------------
+# --- devices, records, settings -----------------------------------------------------------------------------
 
 @pytest.mark.parametrize('count, said', [('', ''), ('2',
     'XTTS_NB_CPU_CARDS: 2 logical CPU devices stand in for GPUs.\n')])
@@ -114,13 +114,13 @@ def test_a_record_says_the_command_without_the_folders_of_this_machine(monkeypat
     written = behind('bench.record', 'benchmarks/x.json')
     behind('bench.benchmarks', 'benchmarks')
     words = ['bench', 'data', '--data', '/data/corpus', '--config=/a/b.yaml', '--out', '../c', 'sub/d',
-             '--set', 'a.b=../e',
-             '--rounds=3', 'two words']
+             '--set', 'a.b=../e', '--rounds=3', 'two words']
     monkeypatch.setattr(sys, 'argv', ['/usr/bin/xtts-nb', *words])
     terminal.keep('a_page', [{'name': 'x'}], verdict='fine')
     assert written == [{'page': 'a_page', 'rows': [{'name': 'x'}], 'folder': 'benchmarks',
-                        'notes': {'verdict': 'fine'}, 'command':
-                        "xtts-nb bench data --data corpus --config=b.yaml --out c sub/d --set a.b=e --rounds=3 'two words'"}]
+                        'notes': {'verdict': 'fine'},
+                        'command': 'xtts-nb bench data --data corpus --config=b.yaml --out c sub/d '
+                                   "--set a.b=e --rounds=3 'two words'"}]
     assert capsys.readouterr() == ('', 'Recorded: benchmarks/x.json\n')
 
 def test_settings_of_a_file_lie_over_a_preset_or_what_was_made(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 from xtts_nb.config import UserError
 from xtts_nb.data.languages import LANGUAGES, clean_for
 from xtts_nb.data.text import Tokenizer, train_tokenizer
-from xtts_nb.app.parity import SENTENCES, our_text, read_sentences, reference_text, text_rows
+from xtts_nb.app.parity import PARITY_SENTENCES, our_text, read_sentences, coqui_text, text_parity
 
 STORED = Path(__file__).parents[1] / 'stored/sentences.json'
 
@@ -18,8 +18,8 @@ STORED = Path(__file__).parents[1] / 'stored/sentences.json'
 def tokenizer(): return Tokenizer(train_tokenizer(['yes no and ja nein und oui non et'], ['en', 'de'], 64).bpe, 'xtts')
 
 def test_every_language_has_a_sentence_with_something_to_read():
-    assert sorted(SENTENCES) == sorted(LANGUAGES) and read_sentences() == list(SENTENCES.items())
-    for language, text in SENTENCES.items(): assert clean_for(text, language) != text.lower(), language
+    assert sorted(PARITY_SENTENCES) == sorted(LANGUAGES) and read_sentences() == list(PARITY_SENTENCES.items())
+    for language, text in PARITY_SENTENCES.items(): assert clean_for(text, language) != text.lower(), language
 
 def test_sentences_of_a_file():
     pairs = read_sentences(STORED)
@@ -41,7 +41,7 @@ def test_the_stored_sentences_as_rows(tokenizer):
     pairs = [(language, row['text']) for language, row in rows]
     ours = [(clean_for(text, language), None) for language, text in pairs]
     theirs = [[row['clean'], None] if 'clean' in row else None for _, row in rows]
-    cleaned, unread = text_rows(pairs, ours, theirs)
+    cleaned, unread = text_parity(pairs, ours, theirs)
     assert cleaned['ok'] and unread['ok'] and cleaned['note'] == f'{len(pairs) - 17} of {len(pairs) - 17} sentences'
     assert unread['stage'] == 'text that coqui-tts cannot read' and unread['note'] == '17 of 17 sentences'
 
@@ -50,7 +50,7 @@ def test_groups_and_what_they_ask(tokenizer):
     ours = our_text(tokenizer, pairs)
     assert ours[2] == ('oui', None) and tokenizer.decode(ours[0][1]) == '[en]yes and no'
     theirs = [[text, ids] for text, ids in ours[:4]] + [None]
-    assert [(r['stage'].split(',')[0], r['ok'], r['max_abs']) for r in text_rows(pairs, ours, theirs)] == [
+    assert [(r['stage'].split(',')[0], r['ok'], r['max_abs']) for r in text_parity(pairs, ours, theirs)] == [
         ('text ids', True, 0), ('cleaned text', True, 0), ('text that coqui-tts cannot read', True, 0)]
 
 @pytest.mark.parametrize('row, change, stage', [(0, ['yes and no', [1, 2]], 'text ids'), (3, ['nom', None], 'cleaned text')])
@@ -58,22 +58,22 @@ def test_a_difference_is_counted_and_shown(tokenizer, row, change, stage):
     pairs = [('en', 'Yes & no'), ('de', 'Ja'), ('fr', 'Oui'), ('fr', 'Non')]
     ours = our_text(tokenizer, pairs)
     theirs = [change if i == row else [text, ids] for i, (text, ids) in enumerate(ours)]
-    (bad,) = [r for r in text_rows(pairs, ours, theirs) if not r['ok']]
+    (bad,) = [r for r in text_parity(pairs, ours, theirs) if not r['ok']]
     assert bad['stage'].startswith(stage) and (bad['max_abs'], bad['max_rel']) == (1, 0.5)
     assert bad['note'] == f'1 of 2 sentences, not {pairs[row][0]}: {pairs[row][1]}'
 
 def test_what_neither_can_read_is_no_success(tokenizer):
-    (row,) = text_rows([('en', '"')], our_text(tokenizer, [('en', '"')]), [None])
+    (row,) = text_parity([('en', '"')], our_text(tokenizer, [('en', '"')]), [None])
     assert not row['ok']
 
 def test_an_answer_too_few_is_an_error(tokenizer):
-    with pytest.raises(ValueError): text_rows([('en', 'Yes')], our_text(tokenizer, [('en', 'Yes')]), [])
+    with pytest.raises(ValueError): text_parity([('en', 'Yes')], our_text(tokenizer, [('en', 'Yes')]), [])
 
 def test_a_note_shows_the_beginning_of_the_first_difference(tokenizer):
     pairs = [('en', 'no'), ('de', 'Ja ' * 20), ('en', 'Yes'), ('en', 'and')]
     theirs = [[text, ids if language == 'en' and text == 'no' else []] for (language, _), (text, ids) in
               zip(pairs, our_text(tokenizer, pairs))]
-    (row,) = text_rows(pairs, our_text(tokenizer, pairs), theirs)
+    (row,) = text_parity(pairs, our_text(tokenizer, pairs), theirs)
     assert row == dict(stage='text ids', max_abs=3., max_rel=0.75, ok=False,
                        note=f'1 of 4 sentences, not de: {("Ja " * 20)[:40]}')
 
@@ -86,5 +86,5 @@ def test_what_coqui_is_asked(monkeypatch):
     for name in ('TTS', 'TTS.tts', 'TTS.tts.layers', 'TTS.tts.layers.xtts', 'TTS.tts.layers.xtts.tokenizer'):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules['TTS.tts.layers.xtts.tokenizer'].VoiceBpeTokenizer = Reader
-    said = json.loads(reference_text('v.json', json.dumps([['zh-cn', 'abc'], ['xx', 'd'], ['en', 'e']])))
+    said = json.loads(coqui_text('v.json', json.dumps([['zh-cn', 'abc'], ['xx', 'd'], ['en', 'e']])))
     assert said == [['v.json zh abc', [3, 2]], None, ['v.json en e', [1, 1]]]

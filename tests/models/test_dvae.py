@@ -7,7 +7,7 @@ import tensorflow as tf
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.models.dvae import (
     DVAE, Codebook, dvae_losses, load_dvae, mel_stats, parameter_count, update_codebook)
-from xtts_nb.app.parity import dvae_rows
+from xtts_nb.app.parity import dvae_parity
 from xtts_nb.models.weights import named_weights
 
 
@@ -135,7 +135,7 @@ def test_half_precision_keeps_codebook_and_constants_in_float32(small, kind):
     assert np.abs(plain.decode(codes) - mixed.decode(codes)).max() < 0.05 * np.abs(plain.decode(codes)).max()
 
 def test_codes_and_mels_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
-    all_ok(dvae_rows(toy_xtts.dvae, toy_inputs, theirs))
+    all_ok(dvae_parity(toy_xtts.dvae, toy_inputs, theirs))
 
 def test_the_losses(dvae):
     mel = 5 * normal(2, 8, 80)

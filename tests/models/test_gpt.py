@@ -8,7 +8,7 @@ from xtts_nb.models import gpt as gpt_module, layers
 from xtts_nb.config import XTTSConfig
 from xtts_nb.models.dvae import parameter_count
 from xtts_nb.models.gpt import GPT, joint_mask, shifted
-from xtts_nb.app.parity import gpt_rows
+from xtts_nb.app.parity import gpt_parity
 
 P, T, S, START = 4, 10, 12, 3
 SEED = tf.constant([1, 2])
@@ -184,7 +184,7 @@ def test_what_no_shape_shows_changes_the_answer(small, gpt, inputs, change):
     assert not np.allclose(call(net, inputs, SEED)[1], call(gpt, inputs, SEED)[1], atol=1e-4)
 
 def test_the_answers_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
-    all_ok(gpt_rows(toy_xtts.gpt, toy_inputs, theirs))
+    all_ok(gpt_parity(toy_xtts.gpt, toy_inputs, theirs))
 
 def test_a_gpt_begins_small(small):
     "A deviation of 0.02, less where it is added to the residual; tables with room for START and STOP."

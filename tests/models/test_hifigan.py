@@ -9,7 +9,7 @@ from xtts_nb.models.dvae import parameter_count
 from xtts_nb.models.hifigan import (
     Conv2D, HiFiGAN, SpeakerBlock, SpeakerEncoder, fold_weight_norm, is_normalised, load_decoder,
     load_hifigan, load_speaker_encoder, norm, stretch, unfold_weight_norm)
-from xtts_nb.app.parity import voice_rows
+from xtts_nb.app.parity import voice_parity
 from xtts_nb.models.weights import named_weights, save_weights
 
 
@@ -162,7 +162,7 @@ def test_a_convolution_of_one_point_skips_before_it_looks():
     assert np.allclose(layer(x), tf.nn.conv2d(x, layer.conv.kernel, 2, 'VALID'), atol=1e-5)
 
 def test_voice_and_sound_are_those_of_coqui_tts(toy, toy_xtts, toy_inputs, theirs, all_ok):
-    all_ok(voice_rows(toy, toy_xtts.config, toy_inputs, theirs))
+    all_ok(voice_parity(toy, toy_xtts.config, toy_inputs, theirs))
 
 @pytest.mark.parametrize('kernel_size, stride', [(1, 1), (1, 3), (3, 1), (3, 2), (5, 2)])
 def test_a_convolution_is_padded_by_half_a_kernel(kernel_size, stride):

@@ -10,7 +10,7 @@ from xtts_nb.models import layers
 from xtts_nb.models.layers import (
     AttentionBlock, Conv1D, Perceiver, PerceiverLayer, ResidualBlock, RMSNorm, TransformerBlock, attend,
     causal_mask, dropout, fold, split_heads)
-from xtts_nb.app.parity import gpt_rows
+from xtts_nb.app.parity import gpt_parity
 
 
 def normal(*shape, seed=0): return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
@@ -259,4 +259,4 @@ def test_the_first_latents_are_small():
     assert float(np.std(latents)) == pytest.approx(0.02, rel=0.06)
 
 def test_voice_and_logits_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
-    all_ok(gpt_rows(toy_xtts.gpt, toy_inputs, theirs))
+    all_ok(gpt_parity(toy_xtts.gpt, toy_inputs, theirs))

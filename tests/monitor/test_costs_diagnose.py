@@ -9,8 +9,8 @@ from clock import Clock
 from xtts_nb.monitor import diagnose as costs
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.diagnose import (
-    Measured, Round, compiled_by_shape, endless, measure, one_round, predicted, rebuilds)
-from xtts_nb.monitor.loop import Call, Doors, Inside, Turn, host_part
+    Measured, Round, compiled_by_shape, repeat_if_finite, measure_training, one_round, predict_gain, count_rebuilds)
+from xtts_nb.monitor.loop import Call, SyncHooks, StepEvents, Iteration, host_part
 
 setup_tf(threads=2)
 
@@ -45,24 +45,24 @@ def test_how_much_of_the_shorter_part_is_hidden(more, expected): assert measured
     (dict(loop=10.), dict(overlap=1.), 1.), (dict(loop=10.), dict(pipeline=0.), 1.),   # it is hidden already
     (dict(loop=50., pipeline=0.), dict(pipeline=0.), 1.), (dict(loop=50., pipeline=0.), dict(step=5.), 2.)])
 def test_what_a_change_would_bring(more, change, expected):
-    assert predicted(measured(**more), **change) == pytest.approx(expected)
+    assert predict_gain(measured(**more), **change) == pytest.approx(expected)
 
 
 # What is measured
 
 def test_what_ends_is_repeated():
     data = tf.data.Dataset.range(3)
-    assert list(endless(data).take(7).as_numpy_iterator()) == [0, 1, 2, 0, 1, 2, 0]
+    assert list(repeat_if_finite(data).take(7).as_numpy_iterator()) == [0, 1, 2, 0, 1, 2, 0]
     unknown, batches = data.filter(lambda i: i > 0), [1, 2]
-    assert endless(unknown) is unknown and endless(batches) is batches
+    assert repeat_if_finite(unknown) is unknown and repeat_if_finite(batches) is batches
     there = data.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
-    assert host_part(endless(there))[1:] == ('/CPU:0', 3)
-    assert [int(i) for _, i in zip(range(4), endless(there))] == [0, 1, 2, 0]
+    assert host_part(repeat_if_finite(there))[1:] == ('/CPU:0', 3)
+    assert [int(i) for _, i in zip(range(4), repeat_if_finite(there))] == [0, 1, 2, 0]
 
 
 def call(seconds, traced=False, function=None, new=False): return Call(function, (), {}, seconds, traced, new)
-def turn(begun, wait=0., used=0., ended=0., calls=(), shapes=(), **inside):
-    return Turn(begun, wait, used, ended, Inside([call(*c) for c in calls], **inside), shapes)
+def turn(begun, wait=0., used=0., ended=0., calls=(), shapes=(), **events):
+    return Iteration(begun, wait, used, ended, StepEvents([call(*c) for c in calls], **events), shapes)
 
 
 @pytest.mark.parametrize('calls, seconds, traces', [
@@ -73,12 +73,12 @@ def test_what_tracing_adds(calls, seconds, traces):
     assert costs._traced([turn(0., calls=c) for c in calls]) == (seconds, traces)
 
 
-@pytest.mark.parametrize('turns, expected', [
+@pytest.mark.parametrize('some, expected', [
     # (20 - 3.5) / 3, and (80 - 4) / 4
     ([('a', 1.)] * 4, 0.), ([], 0.), ([('a', 1.), ('a', 1.), ('b', 20.), ('a', 3.), ('b', 4.)], 5.5),
     ([(n, 20.) for n in range(8)], 19.), ([('a', 1.), ('a', 3.), ('b', 2.), ('a', 3.)], 0.)])
-def test_what_new_shapes_cost_beyond_a_usual_call(turns, expected):
-    assert costs._new_shapes([turn(0., used=s, shapes=name) for name, s in turns], usual=1.) == expected
+def test_what_new_shapes_cost_beyond_a_usual_call(some, expected):
+    assert costs._new_shapes([turn(0., used=s, shapes=name) for name, s in some], usual=1.) == expected
 
 
 def test_what_was_built_again_after_the_first_call():
@@ -88,12 +88,12 @@ def test_what_was_built_again_after_the_first_call():
     plain.get_concrete_function = lambda: SimpleNamespace(graph=graph)
     first = [call(9., True, xla, True), call(1., False, xla), call(5., False, xla, True),
              call(3., False, xla), call(1., True, xla)]
-    assert rebuilds(first) == (2, 3.)        # 5 s and 1 s; a usual call takes 2 s
+    assert count_rebuilds(first) == (2, 3.)        # 5 s and 1 s; a usual call takes 2 s
     always = [call(2., True, plain, True), call(3., True, plain, True), call(2.5, True, plain, True)]
-    assert rebuilds(always) == (2, 1.5)      # no usual call: beyond the shortest
+    assert count_rebuilds(always) == (2, 1.5)      # no usual call: beyond the shortest
     other = [*always, call(9., False, plain, True), call(9., False, plain)]
-    assert rebuilds([c for pair in zip(first, other) for c in pair]) == (4, 3.)
-    assert rebuilds([]) == (0, 0.)
+    assert count_rebuilds([c for pair in zip(first, other) for c in pair]) == (4, 3.)
+    assert count_rebuilds([]) == (0, 0.)
 
 
 def test_xla_inside_a_function_is_compiled_by_shape():
@@ -102,31 +102,31 @@ def test_xla_inside_a_function_is_compiled_by_shape():
     outer = tf.function(lambda b: inner(b) + eager(b), input_signature=spec)
     plain = tf.function(lambda b: eager(b) + 1, input_signature=spec)
     for function, expected in ((inner, 1), (outer, 1), (plain, 0)):
-        with Doors() as doors, doors.step() as inside:
+        with SyncHooks() as hooks, hooks.step() as events:
             for n in (2, 3, 2): function(tf.ones(n))
-        assert rebuilds(inside.calls)[0] == expected
-        assert compiled_by_shape(inside.calls[0]) == bool(expected)
+        assert count_rebuilds(events.calls)[0] == expected
+        assert compiled_by_shape(events.calls[0]) == bool(expected)
 
 
 def test_a_round_measures_three_things_for_a_third_of_the_time_each(monkeypatch):
     "The pipeline runs Python for 2 s, and keeps one and a half cores busy."
-    clock, asked, doors = Clock(), [], Doors()
+    clock, asked, hooks = Clock(), [], SyncHooks()
     monkeypatch.setattr(costs, 'time', clock)
-    def turns(batches, step, most, seconds, doors):
-        asked.append((next(batches), step, most, seconds))
-        doors.python.append((0., 50.))
+    def run_iterations(batches, step, at_most, seconds, hooks):
+        asked.append((next(batches), step, at_most, seconds))
+        hooks.python.append((0., 50.))
         return f'turns {len(asked)}'
-    def drain(batches, most, seconds):
-        asked.append((next(batches), most, seconds))
-        doors.python.extend([(0., 1.), (.5, 2.)])
+    def drain(batches, at_most, seconds):
+        asked.append((next(batches), at_most, seconds))
+        hooks.python.extend([(0., 1.), (.5, 2.)])
         clock.sleep(2.)
         clock.cpu += 3.
         return pulls
-    monkeypatch.setattr(costs, 'turns', turns)
+    monkeypatch.setattr(costs, 'run_iterations', run_iterations)
     monkeypatch.setattr(costs, 'drain', drain)
     for pulls, python in (([1.] * 4, .5), ([2.], 2.), ([], 2.)):
         asked.clear()
-        assert one_round([7], print, [8], 5, 12., doors) == Round('turns 1', pulls, 'turns 3', python, 1.5)
+        assert one_round([7], print, [8], 5, 12., hooks) == Round('turns 1', pulls, 'turns 3', python, 1.5)
         assert asked == [(7, print, 5, 4.), (7, 5, 4.), (8, print, 5, 4.)]
 
 
@@ -136,24 +136,24 @@ def test_a_measurement(monkeypatch, took, computing, rounds, compute):
     "Batches, a step of each, as many rounds as fit into 10 s, and what was compiled again in all of it."
     clock, asked, stepped = Clock(), [], []
     monkeypatch.setattr(costs, 'time', clock)
-    def first_step(doors, step, batch):
+    def first_step(hooks, step, batch):
         stepped.append(batch)
         clock.sleep(.5)
-        return Inside([call(4., True, function, True)])
-    def one_round(dataset, step, resident, batches, seconds, doors):
+        return StepEvents([call(4., True, function, True)])
+    def one_round(dataset, step, resident, batches, seconds, hooks):
         asked.append((batches, seconds))
         clock.sleep(took - clock.now + 100)
         alone = [turn(0., calls=[(s,)]) for s in (9., 9., len(asked))]
         return Round([turn(0., calls=[(1., False, function)])], [], alone, 0., 0.)
-    def summed_up(*what): asked.append(what); return measured()
+    def patient_totals(*what): asked.append(what); return measured()
     function = SimpleNamespace(_jit_compile=True)
-    monkeypatch.setattr(costs, 'first_batches', lambda dataset, many, patience: list('abcdef')[:many])
-    monkeypatch.setattr(costs, 'one_of_each', lambda data, *how: asked.append(how) or ['x', 'y'])
+    monkeypatch.setattr(costs, 'first_batches', lambda dataset, many, timeout: list('abcdef')[:many])
+    monkeypatch.setattr(costs, 'batch_of_each_shape', lambda data, *how: asked.append(how) or ['x', 'y'])
     monkeypatch.setattr(costs, '_first_step', first_step)
     monkeypatch.setattr(costs, 'one_round', one_round)
     monkeypatch.setattr(costs, 'compute_seconds', lambda calls: computing.pop(0))
-    monkeypatch.setattr(costs, '_summed_up', summed_up)
-    m, resident, calls = measure([1], print, 7, 10., 3.)
+    monkeypatch.setattr(costs, '_summed_up', patient_totals)
+    m, resident, calls = measure_training([1], print, 7, 10., 3.)
     assert resident == list('abcd') and stepped == [*'abcd', 'x', 'y']
     assert [c.seconds for c in calls] == [1 + rounds]
     assert asked[:-1] == [(7, 10 / 6), *[(7, 5.)] * rounds]
@@ -163,8 +163,8 @@ def test_a_measurement(monkeypatch, took, computing, rounds, compute):
 
 def test_the_first_step_is_noted():
     double = tf.function(lambda b: b * 2)
-    inside = costs._first_step(Doors(), lambda b: double(b).numpy(), tf.ones(1))
-    assert [c.traced for c in inside.calls] == [True]
+    events = costs._first_step(SyncHooks(), lambda b: double(b).numpy(), tf.ones(1))
+    assert [c.traced for c in events.calls] == [True]
 
 
 def loop(length, waits, traced=(), shapes='aaaaaa'):
@@ -205,6 +205,6 @@ def test_a_real_measurement_tells_the_parts_apart():
     compiled = tf.function(lambda b: (tf.reduce_sum(b), tf.reduce_max(b)))
     rows = tf.data.Dataset.range(40).map(lambda i: tf.numpy_function(np.float32, [i], tf.float32))
     data = rows.map(lambda x: tf.ensure_shape(tf.fill([tf.cast(x, tf.int32) % 2 + 3, 4], x), [None, 4]))
-    m, resident, calls = measure(data, lambda b: [x.numpy() for x in compiled(b)], batches=8, seconds=1.)
+    m, resident, calls = measure_training(data, lambda b: [x.numpy() for x in compiled(b)], batches=8, seconds=1.)
     assert (m.shapes, m.syncs, m.traces, m.rebuilt, m.compiled, m.rows, m.batches) == (2, 2, 0, 1, True, 3, 8)
     assert len(resident) == 4 and len(calls) == 1 and m.python > 0 and 0 < m.compute <= m.step

@@ -13,8 +13,8 @@ from clock import Clock
 from xtts_nb.monitor import diagnose as costs, diagnose as rules, diagnose as diagnosis
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor.diagnose import (
-    Measured, Diagnosis, Trial, _ranked, _shares, apply_remedies, compare_loops, diagnose, WORTH, Finding)
-from xtts_nb.monitor.loop import doze, stages
+    Measured, Diagnosis, RemedyTrial, _ranked, _shares, apply_remedies, compare_loops, diagnose, MIN_GAIN, Finding)
+from xtts_nb.monitor.loop import tf_sleep, stages
 
 setup_tf(threads=2)
 
@@ -53,23 +53,23 @@ def asked(monkeypatch):
             self.m, self.input, self.step, self.staged, self.cases = measured(), [], [], [], []
         def __call__(self, batches=8, seconds=10.):
             def rule(found): return lambda c: (self.cases.append(c), found)[1]
-            monkeypatch.setattr(diagnosis, 'INPUT', [rule(f) for f in self.input])
-            monkeypatch.setattr(diagnosis, 'STEP', [rule(f) for f in self.step])
+            monkeypatch.setattr(diagnosis, 'INPUT_RULES', [rule(f) for f in self.input])
+            monkeypatch.setattr(diagnosis, 'STEP_RULES', [rule(f) for f in self.step])
             return diagnose([1, 2], print, batches, seconds)
     one, clock = Asked(), Clock()
-    def measure(dataset, step, batches, seconds, patience):
+    def measure_training(dataset, step, batches, seconds, timeout):
         clock.sleep(30.)
         return one.m, [np.ones(3)], []
     def stage_seconds(dataset, seconds):
         one.staged.append(seconds)
         return []
-    for name, new in dict(time=clock, measure=measure, stage_seconds=stage_seconds).items():
+    for name, new in dict(time=clock, measure_training=measure_training, stage_seconds=stage_seconds).items():
         monkeypatch.setattr(diagnosis, name, new)
     return one
 
 
 @pytest.mark.parametrize('found, expected', [
-    ([None, None], ['input-bound']), ([finding('a', 2.), None], ['a']), ([None, finding('a', WORTH)], ['a']),
+    ([None, None], ['input-bound']), ([finding('a', 2.), None], ['a']), ([None, finding('a', MIN_GAIN)], ['a']),
     ([finding('a', 1.1), None], ['input-bound'])])
 def test_where_no_rule_says_why_the_input_is_slow_it_is_said_to_be_slow(asked, found, expected):
     asked.input = found
@@ -78,7 +78,7 @@ def test_where_no_rule_says_why_the_input_is_slow_it_is_said_to_be_slow(asked, f
 
 def test_what_is_worth_a_change_is_reported(asked):
     asked.input = [finding('a', 2.)]
-    asked.step = [finding('b', WORTH), None, finding('c', 1.14), finding('d', 3.)]
+    asked.step = [finding('b', MIN_GAIN), None, finding('c', 1.14), finding('d', 3.)]
     verdict = asked()
     assert [f.disease for f in verdict] == ['d', 'a', 'b'] and len(verdict) == 3 and verdict[1].disease == 'a'
     assert {id(c) for c in asked.cases} == {id(asked.cases[0])} and len(asked.cases) == 5
@@ -93,7 +93,7 @@ def test_stages_are_timed_where_the_input_matters(asked, monkeypatch, promised, 
     asked()
     assert asked.staged == [2.]   # a fifth of 10 s: the input costs nearly half of the time
     asked.staged.clear()
-    monkeypatch.setattr(diagnosis, 'predicted', lambda m, **change: promised)
+    monkeypatch.setattr(diagnosis, 'predict_gain', lambda m, **change: promised)
     asked()
     assert asked.staged == staged
 
@@ -141,8 +141,8 @@ def test_a_diagnosis_in_text_markdown_and_json():
 
 def test_trainings_take_turns_and_the_best_round_counts_by_row(monkeypatch):
     asked, first, periods = [], [], iter([8., 3., 4., 6.])
-    def turns(batches, step, most, seconds): asked.append((step, most, seconds))
-    monkeypatch.setattr(diagnosis, 'turns', turns)
+    def run_iterations(batches, step, at_most, seconds): asked.append((step, at_most, seconds))
+    monkeypatch.setattr(diagnosis, 'run_iterations', run_iterations)
     monkeypatch.setattr(diagnosis, 'first_step', lambda step, batch: first.append((step, batch)))
     monkeypatch.setattr(diagnosis, 'period', lambda some: next(periods))
     rows = tf.data.Dataset.from_tensors(tf.ones((4, 2)))
@@ -157,7 +157,7 @@ def test_trainings_take_turns_and_the_best_round_counts_by_row(monkeypatch):
     (1.5, True, 'a: b; predicted 2.00 x, measured 1.50 x, kept'),
     (.9, False, 'a: b; predicted 2.00 x, measured 0.90 x, taken back')])
 def test_a_trial_in_a_line(gain, kept, line):
-    trial = Trial('a', 'b', 2., gain, kept)
+    trial = RemedyTrial('a', 'b', 2., gain, kept)
     assert trial.line() == line and len({trial, trial}) == 1
 
 
@@ -171,7 +171,7 @@ def test_a_remedy_is_kept_where_it_helps(monkeypatch, cure, now, measured_gain, 
     def compare_loops(*what): compared.append(what); return {'now': now, 'then': 1.}
     monkeypatch.setattr(diagnosis, 'compare_loops', compare_loops)
     dataset, step, (trial,) = apply_remedies('data', 'step', [finding('a', 2., cure)], 8, 3., said.append)
-    assert trial == Trial('a', 'do a', 2., measured_gain, kept) and said == [trial.line()]
+    assert trial == RemedyTrial('a', 'do a', 2., measured_gain, kept) and said == [trial.line()]
     assert (dataset, step) == (cure('data', 'step') if kept else ('data', 'step'))
     assert compared == ([] if measured_gain is None else [({'now': ('data', 'step'),
                                                             'then': cure('data', 'step')}, 8, 3.)])
@@ -179,7 +179,7 @@ def test_a_remedy_is_kept_where_it_helps(monkeypatch, cure, now, measured_gain, 
 
 def test_a_remedy_is_tried_on_what_earlier_ones_left():
     data = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat()
-    slow = tf.function(lambda b: doze(20_000, tf.reduce_sum(b)))
+    slow = tf.function(lambda b: tf_sleep(20_000, tf.reduce_sum(b)))
     fast = tf.function(lambda b: tf.reduce_sum(b))
     found = [finding('step', 2., lambda d, s: (d, fast)), finding('worse', 2., lambda d, s: (d, slow)),
              finding('other', 2.)]
@@ -192,7 +192,7 @@ def test_a_remedy_is_tried_on_what_earlier_ones_left():
 def test_no_rule_knows_what_the_emulated_trainings_are_made_of():
     for module in (rules, costs, diagnosis):
         source = Path(module.__file__).read_text()
-        assert not re.search('SleepDataset|doze|emulated|patients', source), module.__name__
+        assert not re.search('SleepDataset|tf_sleep|emulated|patients', source), module.__name__
 
 
 def test_syncs_of_a_real_step_are_noted_in_text_and_json():
@@ -261,6 +261,6 @@ def test_data_that_never_comes_does_not_keep_the_process():
     program = ('import time, tensorflow as tf; from xtts_nb.monitor.diagnose import diagnose\n'
                'def never():\n    time.sleep(10**6); yield 1.\n'
                'diagnose(tf.data.Dataset.from_generator(never, output_signature=tf.TensorSpec([], tf.float32)), '
-               'lambda b: b, patience=1)')
+               'lambda b: b, timeout=1)')
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and 'gave no batch within 1 s' in done.stderr.splitlines()[-1]

@@ -14,7 +14,7 @@ from clock import Clock
 from xtts_nb.monitor import loop as laps
 from xtts_nb.train import trainer
 from xtts_nb.config import UserError
-from xtts_nb.monitor.loop import FitPhases, Laps, Phases, plot_phases, scalars, time_phases, wait_for
+from xtts_nb.monitor.loop import FitPhases, IntervalTimer, Phases, plot_phases, scalars, time_phases, wait_for
 
 
 def batches(n=40, rows=4): return [tf.fill([rows], float(i)) for i in range(n)]
@@ -41,8 +41,8 @@ def test_every_batch_is_trained_on_once_and_in_order():
 def test_the_loop_does_not_wait_for_a_lap():
     "Results of a lap arrive late; the steps after it run on."
     gate, results = threading.Event(), []
-    lap = Laps(every=2)
-    lap.pace.alone[((4,),)] = [0., 0., 0.]   # nothing is left to be timed alone
+    lap = IntervalTimer(every=2)
+    lap.timer.alone[((4,),)] = [0., 0., 0.]   # nothing is left to be timed alone
     for batch in batches(3):
         results.append(Late(gate))
         lap.step(lambda b: {'loss': results[-1]}, batch)
@@ -53,12 +53,12 @@ def test_the_loop_does_not_wait_for_a_lap():
 
 
 def test_the_first_step_of_a_shape_counts_nowhere():
-    lap, slept = Laps(every=100), []
+    lap, slept = IntervalTimer(every=100), []
     def step(batch):
         if batch.shape[0] not in slept: slept.append(batch.shape[0]); time.sleep(.3)   # as compiling would
         return tf.constant(1.)
     for n in (2, 2, 3, 3): lap.step(step, tf.ones(n))
-    assert lap.pace.lap.counted == 2 and lap.pace.lap.left_out >= .6 and lap.pace.lap.spent['step'] < .3
+    assert lap.timer.interval.counted == 2 and lap.timer.interval.left_out >= .6 and lap.timer.interval.spent['step'] < .3
     lap.close()
 
 
@@ -91,7 +91,7 @@ def test_the_numbers_among_results(results, numbers): assert scalars(results) ==
 def test_each_lap_is_told_once_it_has_landed(clock):
     "A step takes 1/2 s, the first one 4 s; 1/4 s pass between steps. Four clips are in a batch."
     told, took = [], iter([4., .5, .5, .5, .5])
-    lap = Laps(2, lambda line: told.append(dict(line)))
+    lap = IntervalTimer(2, lambda line: told.append(dict(line)))
     for number in range(5):
         lap.step(lambda batch, number: clock.sleep(next(took)) or {'loss': float(number)}, tf.ones((4, 2)), number)
         assert (lap.done, len(lap.lines)) == (number + 1, max(0, number // 2))
@@ -104,9 +104,9 @@ def test_each_lap_is_told_once_it_has_landed(clock):
     assert [wall for _, wall in lap.walls] == [.75, 1.5, 1., 0.]
     assert [each.counted for each, _ in lap.walls] == [1, 2, 1, 0]
     assert [line['clips_per_s'] for line in told] == [round(4 / .75, 2), round(8 / 1.5, 2), 4., None]
-    alone = Laps()
+    alone = IntervalTimer()
     alone.step(lambda batch: clock.sleep(1.), 7)
-    assert alone.pace.clips_per_step == 1   # a batch without rows
+    assert alone.timer.clips_per_step == 1   # a batch without rows
 
 
 def test_phases_are_added_up_by_hand(clock):
@@ -167,7 +167,7 @@ def test_traces_are_counted():
 
 def test_lines_come_with_the_results():
     told = []
-    time_phases(batches(), lambda b: {'loss': b[0], 'state': b}, steps=20, every=5, warmup=4, tell=told.append)
+    time_phases(batches(), lambda b: {'loss': b[0], 'state': b}, steps=20, every=5, warmup=4, report=told.append)
     assert [line['step'] for line in told][-1] == 24 and told[-1]['loss'] == 23. and 'state' not in told[-1]
     assert {'au', 'clips_per_s', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'} <= set(told[-1])
 
@@ -205,7 +205,7 @@ def test_a_dataset_that_never_yields():
     def stuck():
         gate.wait(60)
         yield tf.ones(1)
-    with pytest.raises(UserError, match='no batch within'): time_phases(stuck(), lambda b: b, patience=.05)
+    with pytest.raises(UserError, match='no batch within'): time_phases(stuck(), lambda b: b, timeout=.05)
     gate.set()
 
 

@@ -20,7 +20,7 @@ from xtts_nb.monitor.live import LiveCallback, gpu_live, monitor, live_html, sum
 from xtts_nb.bench import png_bytes
 from xtts_nb.sampler import CPU, GPU, Sample, Sampler, replay_probe
 
-from test_utilisation import TRACE, moment
+from test_utilisation_live import TRACE, moment
 
 
 class Time:
@@ -253,7 +253,7 @@ def loop(monkeypatch):
                            sampler=SimpleNamespace(mark=note('mark')))
     class Phases:
         why = 'odd loop'
-        def __init__(self, tell): self.tell = tell
+        def __init__(self, report): self.report = report
         def begin(self, model): notes.append(('begin', model)); return self.why
         def end(self): notes.append(('end',))
     monkeypatch.setattr(monitoring, 'gpu_live', lambda **named: notes.append(('live', named)) or view)
@@ -274,7 +274,7 @@ def test_what_the_callback_tells(loop):
     watch.on_epoch_begin(0); watch.on_train_batch_end(4)
     watch.on_epoch_end(0, {'val_loss': 2.}); watch.on_train_batch_end(0)
     watch.on_epoch_begin(2); watch.on_train_batch_end(0); watch.on_epoch_end(2)
-    watch._tell({'step': 1, 'loss': 2., 'wait_ms': 3.})
+    watch._report({'step': 1, 'loss': 2., 'wait_ms': 3.})
     watch.on_train_end(); watch.on_train_end()
     assert notes == [
         ('update', ('epoch', 1), ('batch', 1), ('loss', 3.)), ('mark', 'epoch 1'),

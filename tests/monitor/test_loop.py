@@ -9,8 +9,9 @@ from clock import Clock
 from xtts_nb.monitor import loop as phases
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor.loop import (
-    GRAPH, LARGE, Call, Doors, Inside, Turn, batch_rows, compute_seconds, covered, emulated, first_batches,
-    first_step, named, one_of_each, opened, period, rhythm, shapes_of, turns, variation, within)
+    TF_FUNCTION, _LARGE, Call, Iteration, StepEvents, SyncHooks, as_user_error, batch_of_each_shape, batch_rows,
+    compute_seconds, covered_seconds, emulated_step, find_cycle, first_batches, first_step, open_dataset, period,
+    run_iterations, shapes_of, variation, with_timeout)
 
 setup_tf(threads=2)
 
@@ -25,9 +26,9 @@ def clock(monkeypatch):
 
 def test_an_emulated_device_takes_the_time_that_is_asked_for(monkeypatch):
     asked = []
-    monkeypatch.setattr(phases, 'doze', lambda us, value: asked.append(float(us)) or value)
-    assert float(emulated(lambda batch: .02)({'a': tf.ones(3)})) == 3.
-    sums = emulated(lambda batch: .5, lambda batch, *rest: batch[0] + rest[0], blocking=True)
+    monkeypatch.setattr(phases, 'tf_sleep', lambda us, value: asked.append(float(us)) or value)
+    assert float(emulated_step(lambda batch: .02)({'a': tf.ones(3)})) == 3.
+    sums = emulated_step(lambda batch: .5, lambda batch, *rest: batch[0] + rest[0], blocking=True)
     assert float(sums(tf.ones(3), 4.)) == 5.
     assert asked == [2e4, 5e5]
 
@@ -37,8 +38,8 @@ def test_only_a_blocking_device_makes_the_host_wait(blocking):
     gate = threading.Event()
     if blocking: gate.set()
     wait = lambda batch: tf.numpy_function(lambda: gate.wait(5), [], tf.bool)
-    step = emulated(lambda batch: 0., wait, blocking=blocking)
-    assert isinstance(step, GRAPH) == blocking
+    step = emulated_step(lambda batch: 0., wait, blocking=blocking)
+    assert isinstance(step, TF_FUNCTION) == blocking
     result = step(tf.ones(1))
     gate.set()   # the call has returned
     assert bool(result)
@@ -53,12 +54,12 @@ def test_the_calls_of_a_step_are_noted_with_their_time(clock):
         return inner(x)
     inner, outer = tf.function(lambda x: x * 2), tf.function(body, input_signature=[tf.TensorSpec([None])])
     notes = []
-    with Doors() as doors:
+    with SyncHooks() as hooks:
         inner(tf.ones(1))   # outside a step
         for n in (2, 2, 3):
-            with doors.step() as inside: outer(tf.ones(n)), inner(tf.ones(n))
-            notes.append([(c.function is outer, c.seconds, c.traced, c.new) for c in inside.calls])
-            assert [c.arguments[0].shape[0] for c in inside.calls] == [n, n]
+            with hooks.step() as events: outer(tf.ones(n)), inner(tf.ones(n))
+            notes.append([(c.function is outer, c.seconds, c.traced, c.new) for c in events.calls])
+            assert [c.args[0].shape[0] for c in events.calls] == [n, n]
     first, second = zip(*notes)
     assert first == ((True, .5, True, True), (True, 0., False, False), (True, 0., False, True))
     assert [s[3] for s in second] == [True, False, True] and not any(s[0] for s in second)
@@ -66,67 +67,67 @@ def test_the_calls_of_a_step_are_noted_with_their_time(clock):
 
 def test_traced_calls_are_told_from_the_others():
     calls = [Call(None, (), {}, 0., traced) for traced in (False, True, False)]
-    assert Inside(calls).traced == [calls[1]]
+    assert StepEvents(calls).traced == [calls[1]]
 
 
 def test_what_a_step_does_is_noted_and_only_inside_it():
     double = tf.function(lambda x: x * 2)
-    with Doors() as doors:
+    with SyncHooks() as hooks:
         double(tf.ones(2)).numpy()
-        with doors.step() as inside: bool(tf.reduce_all(double(tf.ones(3)) > 0))
-        tf.ones(2).numpy(), tf.constant(np.ones(LARGE, np.uint8))
-    assert len(inside.calls) == inside.syncs == 1 and len(inside.traced) == 1 and inside.up == 0
+        with hooks.step() as events: bool(tf.reduce_all(double(tf.ones(3)) > 0))
+        tf.ones(2).numpy(), tf.constant(np.ones(_LARGE, np.uint8))
+    assert len(events.calls) == events.syncs == 1 and len(events.traced) == 1 and events.up == 0
 
 
 def test_what_another_thread_does_is_no_part_of_the_step():
-    with Doors() as doors, doors.step() as inside:
+    with SyncHooks() as hooks, hooks.step() as events:
         other = threading.Thread(target=lambda: tf.ones(2).numpy())
         other.start(), other.join()
-    assert inside.syncs == 0
+    assert events.syncs == 0
 
 
 def test_what_tensorflow_fetches_for_itself_is_no_sync_of_the_step():
     w = tf.Variable(tf.ones(3))
-    with Doors() as doors, doors.step() as inside:
+    with SyncHooks() as hooks, hooks.step() as events:
         with tf.GradientTape() as tape: loss = tf.reduce_mean(w**2)
         tape.gradient(loss, w)
-    assert inside.syncs == 0
-    with Doors() as doors, doors.step() as inside: float(loss), loss.numpy(), f'{loss:.2f}', bool(loss > 0)
-    assert inside.syncs == 4
+    assert events.syncs == 0
+    with SyncHooks() as hooks, hooks.step() as events: float(loss), loss.numpy(), f'{loss:.2f}', bool(loss > 0)
+    assert events.syncs == 4
 
 
 def test_large_pieces_are_copies_and_small_ones_are_syncs(clock):
     "To fetch takes 1/4 s; the detour goes from the first large piece fetched to the last handed over."
-    large, small = np.ones(LARGE, np.uint8), np.ones(LARGE - 1, np.uint8)
-    with Doors() as doors:
-        fetch = doors._fetch
-        doors._fetch = lambda tensor: (clock.sleep(.25), fetch(tensor))[1]
+    large, small = np.ones(_LARGE, np.uint8), np.ones(_LARGE - 1, np.uint8)
+    with SyncHooks() as hooks:
+        fetch = hooks._fetch
+        hooks._fetch = lambda tensor: (clock.sleep(.25), fetch(tensor))[1]
         data, scalar = [tf.constant(large), tf.constant(small)], tf.constant(1.)
-        with doors.step() as only_up: tf.constant(large), tf.constant(small), tf.constant(2.)
-        with doors.step() as only_down: data[0].numpy()
-        with doors.step() as inside:
+        with hooks.step() as only_up: tf.constant(large), tf.constant(small), tf.constant(2.)
+        with hooks.step() as only_down: data[0].numpy()
+        with hooks.step() as events:
             data[1].numpy(), scalar.numpy(), data[0].numpy()
             clock.sleep(1.)
             data[0].numpy(), tf.constant(large)
             clock.sleep(2.)
             tf.constant(large)
-    assert (only_up.up, only_up.down, only_up.detour, only_up.syncs) == (LARGE, 0, 0., 0)
-    assert (only_down.up, only_down.down, only_down.detour, only_down.syncs) == (0, LARGE, 0., 0)
-    assert (inside.up, inside.down, inside.detour) == (2 * LARGE, 2 * LARGE, .25 + 1 + .25 + 2)
-    assert (inside.syncs, inside.sync) == (2, .5)
+    assert (only_up.up, only_up.down, only_up.detour, only_up.syncs) == (_LARGE, 0, 0., 0)
+    assert (only_down.up, only_down.down, only_down.detour, only_down.syncs) == (0, _LARGE, 0., 0)
+    assert (events.up, events.down, events.detour) == (2 * _LARGE, 2 * _LARGE, .25 + 1 + .25 + 2)
+    assert (events.syncs, events.sync) == (2, .5)
 
 
 def test_the_python_of_a_pipeline_is_noted(clock):
     slow = lambda i: (clock.sleep(.5), i)[1]
     rows = tf.data.Dataset.range(3).map(lambda i: tf.numpy_function(slow, [i], tf.int64))
-    with Doors() as doors: assert [int(i) for i in rows] == [0, 1, 2]
-    assert doors.python == [(100., 100.5), (100.5, 101.), (101., 101.5)]
+    with SyncHooks() as hooks: assert [int(i) for i in rows] == [0, 1, 2]
+    assert hooks.python == [(100., 100.5), (100.5, 101.), (101., 101.5)]
 
 
 def test_doors_hang_as_before_after_a_failure():
     before = type(tf.function(lambda: 0)).__call__
-    with pytest.raises(ZeroDivisionError), Doors() as doors, doors.step(): raise ZeroDivisionError
-    assert type(tf.function(lambda: 0)).__call__ is before and doors.inside is None
+    with pytest.raises(ZeroDivisionError), SyncHooks() as hooks, hooks.step(): raise ZeroDivisionError
+    assert type(tf.function(lambda: 0)).__call__ is before and hooks.events is None
 
 
 # Turns of a loop
@@ -143,19 +144,19 @@ def test_a_turn_waits_for_the_step_before_the_last(clock, monkeypatch):
     results, waited = iter('abcd'), []
     monkeypatch.setattr(phases, 'wait_for', lambda result: (waited.append(result), clock.sleep(.125)))
     batches = clock.each([.25] * 9, np.ones((3, 2)))
-    some = turns(batches, lambda batch: (clock.sleep(.5), next(results))[1], most=4, seconds=99.)
+    some = run_iterations(batches, lambda batch: (clock.sleep(.5), next(results))[1], at_most=4, seconds=99.)
     assert waited == list('abcd')
     # the last one ends when nothing is left to do
     expected = [(0., .75), (.75, 1.5), (1.5, 2.375), (2.375, 3.5)]
-    assert some == [Turn(100 + begun, .25, .5, 100 + ended, Inside(), ((3, 2),)) for begun, ended in expected]
+    assert some == [Iteration(100 + begun, .25, .5, 100 + ended, StepEvents(), ((3, 2),)) for begun, ended in expected]
 
 
-@pytest.mark.parametrize('seconds, least, there, count', [
+@pytest.mark.parametrize('seconds, at_least, there, count', [
     (0., 4, 9, 4), (0., 2, 9, 2), (1.5, 1, 9, 2), (1.6, 1, 9, 3), (99., 1, 9, 6), (99., 4, 3, 3),
     (99., 4, 0, 0)])
-def test_turns_end_with_their_time_their_number_or_the_data(clock, seconds, least, there, count):
+def test_turns_end_with_their_time_their_number_or_the_data(clock, seconds, at_least, there, count):
     batches = clock.each([.25] * there, 1.)
-    assert len(turns(batches, lambda batch: clock.sleep(.5), most=6, seconds=seconds, least=least)) == count
+    assert len(run_iterations(batches, lambda batch: clock.sleep(.5), at_most=6, seconds=seconds, at_least=at_least)) == count
     assert sum(1 for _ in batches) == max(0, there - count)   # no batch is fetched in vain
 
 
@@ -163,7 +164,7 @@ def test_turns_end_with_their_time_their_number_or_the_data(clock, seconds, leas
                          [(1, 2, 1.), (2, 2, 1.), (3, 2, 2.), (4, 2, 3.), (10, 2, 78 / 8), (10, 9, 57 / 5)])
 def test_a_period_leaves_the_first_turns_out(n, warm, expected):
     "Turn i begins at i squared, and takes a second."
-    assert period([Turn(i**2, 0., 0., i**2 + 1, None, ()) for i in range(n)], warm) == expected
+    assert period([Iteration(i**2, 0., 0., i**2 + 1, None, ()) for i in range(n)], warm) == expected
 
 
 @pytest.mark.parametrize('seconds, expected',
@@ -180,7 +181,7 @@ def drifting(times): return [x + .1 * i for i, x in enumerate(times)]
     ([9, 1, 1, 1] * 3, 4),
     (np.random.default_rng(0).normal(10, 1, 40), 0), (drifting([9, 1, 1] * 10), 3)], ids=str)
 def test_rhythm(seconds, expected):
-    cycle, correlation = rhythm(seconds)
+    cycle, correlation = find_cycle(seconds)
     assert cycle == expected and (.85 < correlation <= 1 if cycle else correlation == 0)
 
 
@@ -190,24 +191,24 @@ def test_a_rhythm_in_noise_is_a_correlation():
     x, at = times - times.mean(), np.arange(60) - 29.5
     x = x - at * (at @ x) / (at @ at)
     expected = np.mean([x[i] * x[i + 5] for i in range(55)]) / np.mean(x**2)
-    assert .3 < expected < .6 and rhythm(times) == (5, round(expected, 2))
+    assert .3 < expected < .6 and find_cycle(times) == (5, round(expected, 2))
 
 
-@pytest.mark.parametrize('seconds, most, bursts', [(0., 3, 2), (15., 3, 2), (15.5, 3, 3), (99., 4, 4)])
-def test_compiled_functions_are_timed_three_in_a_row(clock, monkeypatch, seconds, most, bursts):
+@pytest.mark.parametrize('seconds, at_most, bursts', [(0., 3, 2), (15., 3, 2), (15.5, 3, 3), (99., 4, 4)])
+def test_compiled_functions_are_timed_three_in_a_row(clock, monkeypatch, seconds, at_most, bursts):
     "The first row takes 9 s, the second one 6 s."
     waited, calls = [], []
     monkeypatch.setattr(phases, 'wait_for', waited.append)
     times = iter([7., 3., 3., 3., *[1., 4., 1., 3., 3., 3.] * 3])
     def function(x, y): calls.append((x, y)); clock.sleep(next(times)); return len(calls)
-    assert compute_seconds([Call(function, (1,), {'y': 2}, 0., False)], most, seconds) == 2.
+    assert compute_seconds([Call(function, (1,), {'y': 2}, 0., False)], at_most, seconds) == 2.
     assert waited == [1 + 3 * i for i in range(bursts + 1)] and set(calls) == {(1, 2)}
     assert compute_seconds([]) is None
 
 
 @pytest.mark.parametrize('spans, expected', [
     ([], 0.), ([(0, 2), (1, 3), (5, 6)], 4.), ([(5, 6), (0, 10), (2, 3), (4, 4.5)], 10.), ([(-3, -1)], 2.)])
-def test_time_that_is_covered(spans, expected): assert covered(spans) == expected
+def test_time_that_is_covered(spans, expected): assert covered_seconds(spans) == expected
 
 
 # Data and steps that fail
@@ -216,16 +217,16 @@ def test_time_that_is_covered(spans, expected): assert covered(spans) == expecte
     (ValueError('first\nsecond'), 'work: ValueError: first'), (ValueError(''), 'work: ValueError: '),
     (OSError('{{node a/b}} gone'), 'work: OSError: gone'), (UserError('as it is'), 'as it is')])
 def test_what_failed_is_named(error, words):
-    with pytest.raises(UserError) as said, named('work'): raise error
+    with pytest.raises(UserError) as said, as_user_error('work'): raise error
     assert str(said.value) == words
 
 
 def test_work_in_a_thread_is_left_alone_when_it_is_late():
     # it does not keep the process
-    assert within(9., lambda: threading.current_thread().daemon, 'late') is True
-    with pytest.raises(ZeroDivisionError): within(9., lambda: 1 / 0, 'late')
+    assert with_timeout(9., lambda: threading.current_thread().daemon, 'late') is True
+    with pytest.raises(ZeroDivisionError): with_timeout(9., lambda: 1 / 0, 'late')
     gate = threading.Event()
-    with pytest.raises(UserError, match='^late$'): within(.01, gate.wait, 'late')
+    with pytest.raises(UserError, match='^late$'): with_timeout(.01, gate.wait, 'late')
     gate.set()
 
 
@@ -243,7 +244,7 @@ def test_data_that_fails_is_named(data, words):
 
 
 def test_as_many_batches_as_asked_are_fetched():
-    source, first = opened(range(3, 9))
+    source, first = open_dataset(range(3, 9))
     assert first == 3 and list(source) == [4, 5, 6, 7, 8]
     for many in (1, 2, 4):
         rest = iter(range(9))
@@ -255,13 +256,13 @@ def test_as_many_batches_as_asked_are_fetched():
     late.set()
 
 
-@pytest.mark.parametrize('batches, seconds, most, lengths, left', [
+@pytest.mark.parametrize('batches, seconds, at_most, lengths, left', [
     (9, 99., 9, [1, 2, 3, 4], 0), (9, 99., 2, [1, 2], 4), (3, 99., 9, [1, 2], 3), (9, 1., 9, [1, 2], 3),
     (9, .9, 9, [1, 2], 4)])
-def test_one_batch_of_each_shape(clock, batches, seconds, most, lengths, left):
+def test_one_batch_of_each_shape(clock, batches, seconds, at_most, lengths, left):
     "Half a second each; the first of each shape is kept."
     source = (clock.sleep(.5) or np.full(n, i) for i, n in enumerate([1, 2, 1, 3, 2, 4]))
-    found = one_of_each(source, batches, seconds, most)
+    found = batch_of_each_shape(source, batches, seconds, at_most)
     assert [len(b) for b in found] == lengths and [int(b[0]) for b in found[:2]] == [0, 1]
     assert sum(1 for _ in source) == left
 

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from xtts_nb.monitor import patients, loop as phases
 from xtts_nb.config import setup_tf
-from xtts_nb.monitor.patients import PATIENTS, ROWS, WIDTH, Patient, summed_up, total_lines, visit, ward
-from xtts_nb.monitor.loop import GRAPH, Doors, stages
+from xtts_nb.monitor.patients import PATIENTS, ROWS, WIDTH, Patient, patient_totals, total_lines, run_patient, run_patients
+from xtts_nb.monitor.loop import TF_FUNCTION, SyncHooks, stages
 from xtts_nb.monitor.diagnose import Finding
 
 setup_tf(threads=2)
@@ -43,9 +43,9 @@ def said(dataset) -> str:
     does = {'SleepDataset': 'sleeps', 'PyFunc': 'calls Python', 'ReadFile': 'reads'}
     words = []
     for s in stages(dataset):
-        inside = [word for op, word in does.items() if op in s.operations]
+        events = [word for op, word in does.items() if op in s.operations]
         words.append(' '.join([s.name, *([f'x{s.calls}'] if s.calls else []),
-                               *([str(s.buffer)] if s.buffer else []), *inside]))
+                               *([str(s.buffer)] if s.buffer else []), *events]))
     return f'{tuple(dataset.element_spec.shape)} {" > ".join(w for w in words if w != "Options")}'
 
 
@@ -161,7 +161,7 @@ def test_lengths_that_vary_and_lengths_in_buckets():
 
 
 def test_a_batch_in_each_cycle_comes_late(monkeypatch):
-    monkeypatch.setattr(patients, 'doze', lambda us, value: value * tf.cast(us, tf.float32))
+    monkeypatch.setattr(patients, 'tf_sleep', lambda us, value: value * tf.cast(us, tf.float32))
     late = [float(b[0, 0]) > 10_000 for b in first(patients.oscillation()[0], 13)]
     assert late == ([True] + [False] * 5) * 2 + [True]
     rows = np.array(first(patients.oversubscription(1)[0], 2))
@@ -258,10 +258,10 @@ def watched(arm, times=3):
     data, step = arm()
     (batch,) = first(data)
     notes, results = [], []
-    with Doors() as doors:
+    with SyncHooks() as hooks:
         for _ in range(times):
-            with doors.step() as inside: result = step(batch)
-            notes.append(inside)
+            with hooks.step() as events: result = step(batch)
+            notes.append(events)
             results.append(float(result))
     return notes[1:], results
 
@@ -302,13 +302,13 @@ def test_which_steps_are_compiled_and_how():
                              ('oscillation', 'sick', True),
                              ('slow disk', 'sick', False), ('real: step not compiled', 'sick', False),
                              ('real: step not compiled', 'cured', True)):
-        assert isinstance(getattr(BY_NAME[name], arm)()[1], GRAPH) == graph, name
+        assert isinstance(getattr(BY_NAME[name], arm)()[1], TF_FUNCTION) == graph, name
     for name in ('real: tiny batch', 'healthy products'): assert BY_NAME[name].sick()[1]._jit_compile
     assert patients.product_step(tf.float32, 8, 1)[1]._jit_compile is None
 
 
 def test_a_wasteful_device_takes_hardly_longer_for_four_times_the_rows(monkeypatch):
-    monkeypatch.setattr(phases, 'doze', lambda microseconds, value: microseconds)
+    monkeypatch.setattr(phases, 'tf_sleep', lambda microseconds, value: microseconds)
     _, step = patients.tiny_batch()
     few, many = (float(step(tf.ones((rows, 8)))) for rows in (4, 16))
     assert few < many < 1.3 * few
@@ -349,13 +349,13 @@ def test_a_visit(monkeypatch, found, healthy, row):
     monkeypatch.setattr(patients, 'compare_loops', compare_loops)
     patient = Patient('name', None if healthy else 'slow', lambda: ('data', 1),
                       None if healthy else lambda: ('other', 2), 'real')
-    seen = visit(patient, 12, 8.)
+    seen = run_patient(patient, 12, 8.)
     assert tuple(seen[k] for k in ('found', 'right', 'predicted', 'measured', 'true')) == row
     assert (seen['patient'], seen['kind'], seen['seconds']) == ('name', 'real', 1.3) and json.dumps(seen)
     assert asked == [('data', 1, 12, 8.),
                      *([] if healthy else [({'sick': ('data', 1), 'cured': ('other', 2)}, 12, 2.)])]
     done = []
-    assert ward([patient] * 2, 12, 8., lambda *n: done.append(n)) == [seen] * 2 == ward([patient] * 2, 12, 8.)
+    assert run_patients([patient] * 2, 12, 8., lambda *n: done.append(n)) == [seen] * 2 == run_patients([patient] * 2, 12, 8.)
     assert done == [(1, 2), (2, 2)]
 
 
@@ -364,26 +364,26 @@ def test_patients_are_counted():
     rows = [row, row | {'right': False, 'true': False}, row | {'kind': 'emulated', 'true': None},
             row | {'measured': None},
             row | {'measured': None, 'right': False}, row | {'measured': None, 'right': False}]
-    total = summed_up(rows)
+    total = patient_totals(rows)
     assert total == {'emulated': {'slow': 1, 'named': 1, 'predicted': 0},
                      'real': {'slow': 2, 'named': 1, 'predicted': 1},
                      'healthy': 3, 'left_alone': 1}
     assert total_lines(total) == ['emulated: 1 of 1 causes named, 0 gains predicted within 30 %',
                                   'real: 1 of 2 causes named, 1 gains predicted within 30 %',
                                   'healthy: 1 of 3 left alone']
-    assert total_lines(summed_up(rows[2:])) == [total_lines(total)[0], total_lines(total)[2]]
+    assert total_lines(patient_totals(rows[2:])) == [total_lines(total)[0], total_lines(total)[2]]
 
 
 @pytest.mark.parametrize('name', ['host sync per step', 'no prefetch', 'healthy pipeline'])
 def test_a_patient_is_named(name):
-    row = visit(BY_NAME[name], 12, 2.)
+    row = run_patient(BY_NAME[name], 12, 2.)
     assert row['right'], row
 
 
 @pytest.mark.slow
 def test_the_ward():
-    total = summed_up(ward(PATIENTS))
-    for kind, slow, named, within in (('emulated', 11, 10, 8), ('real', 12, 11, 9)):
+    total = patient_totals(run_patients(PATIENTS))
+    for kind, slow, kwargs, with_timeout in (('emulated', 11, 10, 8), ('real', 12, 11, 9)):
         seen = total[kind]
-        assert seen['slow'] == slow and seen['named'] >= named and seen['predicted'] >= within, total
+        assert seen['slow'] == slow and seen['named'] >= kwargs and seen['predicted'] >= with_timeout, total
     assert total['left_alone'] == total['healthy'] == 3, total

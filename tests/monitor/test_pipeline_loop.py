@@ -10,8 +10,8 @@ from tensorflow.python.framework import op_def_registry
 from xtts_nb.monitor import loop as pipeline
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.loop import (
-    CALLS_AT, Stage, cores, dataset_graph, doze, drain, host_part, most_calls, on_device_again, operations,
-    python_operations, stage_seconds, stages, steady, with_calls)
+    CALLS_INPUT, Stage, cores, dataset_graph, tf_sleep, drain, host_part, max_parallel_calls, prefetch_on_device, operations,
+    python_operations, stage_seconds, stages, steady_mean, with_parallel_calls)
 
 setup_tf(threads=2)
 
@@ -31,9 +31,9 @@ def test_the_host_part_is_found_behind_other_stages():
                                  (on_device(host).with_options(tf.data.Options()), '/CPU:0', 3)):
         assert host_part(data) == (host, device, buffer)
     assert host_part([1]) == ([1], None, 0)
-    assert on_device_again(host, None, 0) is host
+    assert prefetch_on_device(host, None, 0) is host
     for buffer, expected in ((0, 2), (5, 5)):
-        assert host_part(on_device_again(host, '/CPU:0', buffer)) == (host, '/CPU:0', expected)
+        assert host_part(prefetch_on_device(host, '/CPU:0', buffer)) == (host, '/CPU:0', expected)
 
 
 # The graph
@@ -48,8 +48,8 @@ def test_python_is_found_whatever_stands_behind_it(end):
 def test_a_dataset_without_a_graph_is_unknown_not_clean():
     for unknown in (iter([1]), [1, 2]):
         assert python_operations(unknown) is None and dataset_graph(unknown) is None
-        assert with_calls(unknown, 4) is None
-        assert stages(unknown) == stage_seconds(unknown) == [] and most_calls(unknown) == 1
+        assert with_parallel_calls(unknown, 4) is None
+        assert stages(unknown) == stage_seconds(unknown) == [] and max_parallel_calls(unknown) == 1
 
 
 def test_python_in_a_comment_is_not_found():
@@ -72,31 +72,31 @@ def test_the_stages_from_the_source_on():
     assert [(s.name, s.elements) for s in stages(both)] == [('Range', 1), ('Map', 1), ('Zip', 1)]
 
 
-@pytest.mark.parametrize('name, inside, python, reads', [
+@pytest.mark.parametrize('name, events, python, reads', [
     ('Map', (), False, False), ('Map', ('AddV2', 'EagerPyFunc'), True, False),
     ('Map', ('AddV2', 'ReadFile'), False, True),
     ('TFRecord', (), False, True), ('FlatMap', ('AddV2', 'TFRecordDataset'), False, True)])
-def test_what_a_stage_does(name, inside, python, reads):
-    stage = Stage(name, None, None, None, inside, 1)
+def test_what_a_stage_does(name, events, python, reads):
+    stage = Stage(name, None, None, None, events, 1)
     assert (stage.python, stage.reads) == (python, reads) and hash(stage)
 
 
 # Time
 
-@pytest.mark.parametrize('seconds, least, there, count', [
+@pytest.mark.parametrize('seconds, at_least, there, count', [
     (0., 4, 9, 4), (0., 2, 9, 2), (1., 1, 9, 2), (1.1, 1, 9, 3), (99., 1, 9, 6), (99., 4, 3, 3),
     (99., 4, 0, 0)])
-def test_batches_are_fetched_until_their_time_or_number_is_over(monkeypatch, seconds, least, there, count):
+def test_batches_are_fetched_until_their_time_or_number_is_over(monkeypatch, seconds, at_least, there, count):
     clock = Clock()
     monkeypatch.setattr(pipeline, 'time', clock)
     batches = clock.each([.5] * there)
-    assert drain(batches, 6, seconds, least) == [.5] * count
+    assert drain(batches, 6, seconds, at_least) == [.5] * count
     assert sum(1 for _ in batches) == max(0, there - count)
 
 
 @pytest.mark.parametrize('seconds, expected',
                          [([], 0.), ([5.], 5.), ([9., 1., 3.], 2.), ([9., 8., 1., 3.], 2.)])
-def test_the_first_half_does_not_count(seconds, expected): assert steady(seconds) == expected
+def test_the_first_half_does_not_count(seconds, expected): assert steady_mean(seconds) == expected
 
 
 @pytest.mark.parametrize('n, elements, ticks',
@@ -108,8 +108,8 @@ def test_a_tick_for_every_batch(n, elements, ticks):
 def test_each_beginning_of_a_pipeline_is_timed(monkeypatch):
     "Stages that only buffer are left out, and what stands before a filter, whose share is unknown."
     asked = []
-    def timed(batches, most, seconds):
-        asked.append((len(list(batches)), most, seconds))
+    def timed(batches, at_most, seconds):
+        asked.append((len(list(batches)), at_most, seconds))
         return [float(len(asked))]
     monkeypatch.setattr(pipeline, 'drain', timed)
     kept = numbers(12).map(lambda i: i).filter(lambda i: i > 1).map(lambda i: i)
@@ -120,7 +120,7 @@ def test_each_beginning_of_a_pipeline_is_timed(monkeypatch):
 
 
 def test_a_real_stage_is_seen_to_be_slow():
-    slow = numbers(10**6).map(lambda i: doze(2000, i)).batch(4)
+    slow = numbers(10**6).map(lambda i: tf_sleep(2000, i)).batch(4)
     (source, before), (stage, now), (end, after) = stage_seconds(slow, .2, batches=8)
     assert (source.name, stage.name, end.name) == ('Range', 'Map', 'Batch') and before < .5 * now
     assert after < 2 * now
@@ -130,7 +130,7 @@ def test_tensorflow_sleeps_twice_half_of_the_time(monkeypatch):
     asked, sleep = [], tf.raw_ops.SleepDataset
     monkeypatch.setattr(tf.raw_ops, 'SleepDataset',
                         lambda **how: asked.append(int(how['sleep_microseconds'])) or sleep(**how))
-    out = doze(1001, {'a': tf.constant(3), 'b': [tf.ones(2)]})
+    out = tf_sleep(1001, {'a': tf.constant(3), 'b': [tf.ones(2)]})
     assert out['a'] == 3 and out['b'][0].shape == (2,) and asked == [500]
 
 
@@ -140,11 +140,11 @@ def calls_in(dataset) -> dict:
     "The fixed number of calls of each operation in the graph that has one."
     graph = dataset_graph(dataset)
     constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node if n.op == 'Const'}
-    return {n.op: int(constants[n.input[CALLS_AT[n.op]]]) for n in graph.node if n.op in CALLS_AT}
+    return {n.op: int(constants[n.input[CALLS_INPUT[n.op]]]) for n in graph.node if n.op in CALLS_INPUT}
 
 
 def test_the_number_of_calls_stands_where_tensorflow_says():
-    for op, at in CALLS_AT.items():
+    for op, at in CALLS_INPUT.items():
         assert op_def_registry.get(op).input_arg[at].name == 'num_parallel_calls', op
 
 
@@ -154,19 +154,19 @@ def test_other_calls_are_made_in_all_stages_or_where_they_were_many(calls, above
     data = numbers(20).interleave(lambda i: tf.data.Dataset.from_tensors(i), cycle_length=6,
                                   num_parallel_calls=3)
     data = data.map(lambda i: 2 * i, num_parallel_calls=4).batch(3, num_parallel_calls=6)
-    changed = with_calls(data, calls, above)
+    changed = with_parallel_calls(data, calls, above)
     assert values(changed) == values(data)
     assert tuple(calls_in(changed).values()) == expected
 
 
 def test_plain_maps_become_parallel_only_where_all_stages_change():
     data = on_device(python_rows().map(lambda i: i, num_parallel_calls=tf.data.AUTOTUNE).batch(2))
-    changed = with_calls(data, 4)
+    changed = with_parallel_calls(data, 4)
     assert [b.numpy().tolist() for b in changed] == [b.numpy().tolist() for b in data]
     assert host_part(changed)[1:] == ('/CPU:0', 3) and python_operations(changed) == 1
     assert 'MapDataset' not in operations(dataset_graph(changed))
     assert calls_in(changed) == {'ParallelMapDatasetV2': 4}
-    same = with_calls(data, 4, above=1)   # what TensorFlow chooses is no fixed number
+    same = with_parallel_calls(data, 4, above=1)   # what TensorFlow chooses is no fixed number
     assert 'MapDataset' in operations(dataset_graph(same)) and calls_in(same) == {'ParallelMapDatasetV2': -1}
 
 
@@ -185,8 +185,8 @@ def test_the_largest_number_of_calls():
         return dataset.with_options(options)
     def same(i): return i
     parallel = numbers().map(same, num_parallel_calls=4).map(same, num_parallel_calls=3).batch(2)
-    for data, most in ((numbers().map(same), 1),
+    for data, at_most in ((numbers().map(same), 1),
                        (numbers().map(same, num_parallel_calls=tf.data.AUTOTUNE), 1),
                        (parallel, 4), (threads(3, parallel), 4), (on_device(threads(8, parallel)), 8),
                        ([1], 1)):
-        assert most_calls(data) == most
+        assert max_parallel_calls(data) == at_most

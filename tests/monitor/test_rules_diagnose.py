@@ -10,7 +10,7 @@ from clock import Clock
 from xtts_nb.monitor import diagnose as rules
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.diagnose import (
-    Measured, SMALL, WORTH, Case, Finding, changed_arguments, larger, products, rounded_shapes)
+    Measured, SMALL_FILE, MIN_GAIN, Case, Finding, changed_arguments, merge_batches, matrix_products, pad_to_few_shapes)
 from xtts_nb.monitor.loop import Call, Stage, host_part, stages
 
 setup_tf(threads=2)
@@ -42,10 +42,10 @@ def trial(monkeypatch):
 def tried(monkeypatch):
     "A step that is tried takes `seconds`; notes the `step` and the `batch`."
     note = SimpleNamespace(seconds=.002)
-    def _tried(c, step, batch):
+    def _trial_seconds(c, step, batch):
         note.step, note.batch = step, batch
         return note.seconds
-    monkeypatch.setattr(rules, '_tried', _tried)
+    monkeypatch.setattr(rules, '_trial_seconds', _trial_seconds)
     return note
 
 def gain(finding): return finding and finding.predicted_gain
@@ -64,34 +64,34 @@ def test_findings_are_json_and_compared_without_their_cure():
     ([2., 1., 4.5], 2.25, ('a', 2.25)),
     ([3., 1., 2.], 3., ('c', 3.))])
 def test_the_slow_stage_is_where_the_time_jumps(times, pipeline, expected):
-    assert case(zip('cbad', times), pipeline=pipeline).slow == expected
+    assert case(zip('cbad', times), pipeline=pipeline).slowest_stage == expected
 
 
 # Findings about the input
 
 @pytest.mark.parametrize('rule, change, expected', [
-    ('python_in_pipeline', {}, None),
-    ('python_in_pipeline', dict(graph=1, python=.02), 3.),
-    ('python_in_pipeline', dict(graph=0, python=.01), 1.5),
-    ('python_in_pipeline', dict(graph=1, some=[(PYTHON, .018)]), 2.5),
-    ('python_in_pipeline', dict(graph=1, some=[(PYTHON, .015)], python=.01), 2.),
-    ('python_in_pipeline', dict(graph=1, some=[(stage(), .02)], python=.01), 1.5),
-    ('slow_disk', dict(some=[(READ, .015)]), 2.), ('slow_disk', {}, None),
-    ('slow_disk', dict(some=[(stage(), .015)]), None),
-    ('slow_disk', dict(some=[(stage('TFRecord'), .015)], busy=.49), 2.),
-    ('slow_disk', dict(some=[(READ, .015)], busy=.5), None),
-    ('slow_disk', dict(some=[(stage('Map', None, 'ReadFile', 'PyFunc'), .015)]), None),
-    ('slow_disk', dict(some=[(READ, .02)], step=.031), None),
-    ('slow_disk', dict(some=[(READ, .02)], step=.03, loop=.06, wait=.03), 1.5),
-    ('small_files', dict(busy=1.), None),
-    ('small_files', dict(some=[(stage(), .02)], busy=1.), None),
-    ('small_files', dict(some=[(READ, .02)], busy=.5), 3.),
-    ('small_files', dict(some=[(READ, .02)], busy=.49), None),
-    ('small_files', dict(some=[(stage('Range'), .002), (READ, .012), (stage(), .03)], busy=1.), 1.5),
-    ('small_files', dict(some=[(stage('Map', None, 'ReadFile', 'PyFunc'), .02)], busy=1.), None),
-    ('small_files', dict(some=[(READ, .02)], busy=1., step=.031), None),
-    ('small_files', dict(some=[(READ, .02)], busy=1., step=.03, loop=.06, wait=.03), 1.5),
-    ('input_bound', {}, 3.)])
+    ('find_python_in_pipeline', {}, None),
+    ('find_python_in_pipeline', dict(graph=1, python=.02), 3.),
+    ('find_python_in_pipeline', dict(graph=0, python=.01), 1.5),
+    ('find_python_in_pipeline', dict(graph=1, some=[(PYTHON, .018)]), 2.5),
+    ('find_python_in_pipeline', dict(graph=1, some=[(PYTHON, .015)], python=.01), 2.),
+    ('find_python_in_pipeline', dict(graph=1, some=[(stage(), .02)], python=.01), 1.5),
+    ('find_slow_disk', dict(some=[(READ, .015)]), 2.), ('find_slow_disk', {}, None),
+    ('find_slow_disk', dict(some=[(stage(), .015)]), None),
+    ('find_slow_disk', dict(some=[(stage('TFRecord'), .015)], busy=.49), 2.),
+    ('find_slow_disk', dict(some=[(READ, .015)], busy=.5), None),
+    ('find_slow_disk', dict(some=[(stage('Map', None, 'ReadFile', 'PyFunc'), .015)]), None),
+    ('find_slow_disk', dict(some=[(READ, .02)], step=.031), None),
+    ('find_slow_disk', dict(some=[(READ, .02)], step=.03, loop=.06, wait=.03), 1.5),
+    ('find_small_files', dict(busy=1.), None),
+    ('find_small_files', dict(some=[(stage(), .02)], busy=1.), None),
+    ('find_small_files', dict(some=[(READ, .02)], busy=.5), 3.),
+    ('find_small_files', dict(some=[(READ, .02)], busy=.49), None),
+    ('find_small_files', dict(some=[(stage('Range'), .002), (READ, .012), (stage(), .03)], busy=1.), 1.5),
+    ('find_small_files', dict(some=[(stage('Map', None, 'ReadFile', 'PyFunc'), .02)], busy=1.), None),
+    ('find_small_files', dict(some=[(READ, .02)], busy=1., step=.031), None),
+    ('find_small_files', dict(some=[(READ, .02)], busy=1., step=.03, loop=.06, wait=.03), 1.5),
+    ('find_input_bound', {}, 3.)])
 def test_rules_of_the_input(rule, change, expected):
     c = case(resident=[np.zeros(1600, np.uint8)], **change)
     assert gain(getattr(rules, rule)(c)) == (expected and pytest.approx(expected))
@@ -100,29 +100,29 @@ def test_rules_of_the_input(rule, change, expected):
 
 def test_what_python_in_a_pipeline_cost_is_said_where_it_costs_nothing_or_is_not_seen():
     c = case(graph=2)
-    assert rules.python_in_pipeline(c) is None and not c.unseen
+    assert rules.find_python_in_pipeline(c) is None and not c.unseen
     (note,) = c.notes
     assert 'tf.numpy_function found in data pipeline! 2 operations' in note
     assert note.endswith('that costs nothing now.')
     blind = case(graph=None)
-    assert rules.python_in_pipeline(blind) is None and not blind.notes
+    assert rules.find_python_in_pipeline(blind) is None and not blind.notes
     assert blind.unseen == ['Python operations of the pipeline: its graph cannot be read']
-    seen = rules.python_in_pipeline(case(graph=None, python=.02))   # by what it ran, not by its graph
+    seen = rules.find_python_in_pipeline(case(graph=None, python=.02))   # by what it ran, not by its graph
     assert 'Unseen operations call Python, which ran 20.0 ms' in seen.evidence
 
 
 def test_the_evidence_of_files():
     c = case([(stage('Range'), .002), (stage('Map', 2, 'ReadFile', elements=64), .034), (stage(), .05)],
              resident=[{'x': np.zeros(6400, np.uint8), 'y': np.zeros(1600, np.float32)}], busy=1.)
-    evidence = rules.small_files(c).evidence
+    evidence = rules.find_small_files(c).evidence
     assert '64 files of about 0.2 kB' in evidence and '469 us each, 30.0 ms of 30.0 ms' in evidence
-    for size, found in ((SMALL, True), (SMALL + 1, False)):
+    for size, found in ((SMALL_FILE, True), (SMALL_FILE + 1, False)):
         c = case([(stage('Map', None, 'ReadFile', elements=4), .02)], resident=[np.zeros(4 * size, np.uint8)],
                  busy=1.)
-        assert bool(rules.small_files(c)) == found
-    assert 'Map reads files and waits 20.0 ms of the 30.0 ms' in rules.slow_disk(case([(READ, .02)])).evidence
-    assert 'a step 10.0 ms; stage Map takes 20.0 ms of it' in rules.input_bound(case([(READ, .02)])).evidence
-    assert rules.input_bound(case()).evidence == 'a batch takes 30.0 ms, a step 10.0 ms'
+        assert bool(rules.find_small_files(c)) == found
+    assert 'Map reads files and waits 20.0 ms of the 30.0 ms' in rules.find_slow_disk(case([(READ, .02)])).evidence
+    assert 'a step 10.0 ms; stage Map takes 20.0 ms of it' in rules.find_input_bound(case([(READ, .02)])).evidence
+    assert rules.find_input_bound(case()).evidence == 'a batch takes 30.0 ms, a step 10.0 ms'
 
 
 @pytest.mark.parametrize('some, more, expected', [
@@ -136,14 +136,14 @@ def test_the_evidence_of_files():
     ([(stage(), .018)], dict(step=.031, loop=.031), None), ([(stage(), .003)], {}, None),
     ([(stage(), .018)], dict(step=.03, loop=.06, wait=.03), 2.)])
 def test_one_call_after_the_other(trial, some, more, expected):
-    assert gain(rules.single_threaded_map(case(some, **more))) == (expected and pytest.approx(expected))
+    assert gain(rules.find_single_threaded_map(case(some, **more))) == (expected and pytest.approx(expected))
 
 
 @pytest.mark.parametrize('cores, busy, calls, doing',
                          [(3, .2, 12, 'waits'), (5, .2, 16, 'waits'), (5, .9, 5, 'computes')])
 def test_as_many_calls_as_help(trial, monkeypatch, cores, busy, calls, doing):
     monkeypatch.setattr(rules, 'cores', lambda: cores)
-    found = rules.single_threaded_map(case([(stage(), .018)], busy=busy))
+    found = rules.find_single_threaded_map(case([(stage(), .018)], busy=busy))
     assert found.remedy == f'num_parallel_calls={calls}' and f'{doing} 18.0 ms' in found.evidence
     assert found.cure((), print) is None   # no pipeline of TensorFlow
 
@@ -152,7 +152,7 @@ def test_as_many_calls_as_help(trial, monkeypatch, cores, busy, calls, doing):
 def test_more_calls_are_tried(trial, seconds, expected):
     trial.append(seconds)
     data = tf.data.Dataset.range(4).map(lambda i: i + 1)
-    found = rules.single_threaded_map(case([(stage(), .018)], dataset=data))
+    found = rules.find_single_threaded_map(case([(stage(), .018)], dataset=data))
     assert gain(found) == pytest.approx(expected)
     cured, step = found.cure(data, print)
     assert list(cured.as_numpy_iterator()) == [1, 2, 3, 4] and stages(cured)[-1].buffer == 2 and step is print
@@ -160,16 +160,16 @@ def test_more_calls_are_tried(trial, seconds, expected):
 
 def test_more_calls_than_the_cores_can_bear(trial, monkeypatch):
     data = tf.data.Dataset.range(4).map(lambda i: i + 1, num_parallel_calls=24)
-    for most, expected in ((23, None), (24, 3.)):
+    for at_most, expected in ((23, None), (24, 3.)):
         trial[:] = .02, .01, .001
-        monkeypatch.setattr(rules, 'most_calls', lambda dataset, most=most: most)
-        found = rules.oversubscription(case(dataset=data))
+        monkeypatch.setattr(rules, 'max_parallel_calls', lambda dataset, at_most=at_most: at_most)
+        found = rules.find_oversubscription(case(dataset=data))
         assert gain(found) == (expected and pytest.approx(expected))
     assert '24 calls or threads at a time on 3 cores; with 3 a batch takes 10.0 ms' in found.evidence
     cured, step = found.cure(data, print)
     assert list(cured.as_numpy_iterator()) == [1, 2, 3, 4] and step is print
     blind = case()
-    assert rules.oversubscription(blind) is None and 'fewer calls at a time' in blind.unseen[0]
+    assert rules.find_oversubscription(blind) is None and 'fewer calls at a time' in blind.unseen[0]
 
 
 def test_threads_of_its_own_are_taken_from_a_pipeline_where_they_are_too_many():
@@ -194,7 +194,7 @@ SOURCE = tf.data.Dataset.range(4).map(lambda i: i)
     (SOURCE, dict(variation=.6, cycle=2), 'oscillation', 4), (SOURCE, dict(variation=.6), 'oscillation', 4),
     (SOURCE, dict(loop=.01, wait=0.), None, None)])
 def test_a_buffer_where_one_is_missing(dataset, more, disease, depth):
-    found = rules.waiting(case(dataset=dataset, **dict(loop=.018, pipeline=.008, wait=.008) | more))
+    found = rules.find_missing_prefetch(case(dataset=dataset, **dict(loop=.018, pipeline=.008, wait=.008) | more))
     assert (found and found.disease) == disease
     if not found: return
     assert gain(found) == pytest.approx(1.8) and found.remedy.startswith(f'prefetch({depth}) ')
@@ -207,31 +207,31 @@ def test_a_buffer_where_one_is_missing(dataset, more, disease, depth):
 def test_copies_that_the_pipeline_could_make(monkeypatch):
     "With a device that TensorFlow calls a GPU; a copy takes 2 ms of the step."
     c = case()
-    assert rules.copy_bound(c) is None and c.unseen == ['copies to a device: there is no GPU']
+    assert rules.find_copy_bound(c) is None and c.unseen == ['copies to a device: there is no GPU']
     clock, copied = Clock(), []
     monkeypatch.setattr(rules, 'time', clock)
     monkeypatch.setattr(rules, 'wait_for', lambda xs: (copied.append(len(xs)), clock.sleep(.002)))
     monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: [SimpleNamespace(name='/CPU:0')])
-    monkeypatch.setattr(rules, 'on_device_again', lambda *how: how)
+    monkeypatch.setattr(rules, 'prefetch_on_device', lambda *how: how)
     batch = tf.ones(3), tf.constant(['name']), np.ones(3)
-    found = rules.copy_bound(case(dataset=SOURCE, resident=[batch], pipeline=.001, loop=.01, wait=0.))
+    found = rules.find_copy_bound(case(dataset=SOURCE, resident=[batch], pipeline=.001, loop=.01, wait=0.))
     assert gain(found) == pytest.approx(10 / 8) and 'takes 2.0 ms of a step of 10.0 ms' in found.evidence
     assert set(copied) == {1}   # strings stay on the host, and NumPy copies by itself
     assert found.cure(SOURCE, print) == ((SOURCE, '/GPU:0', 2), print)
     there = SOURCE.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 2))
-    assert rules.copy_bound(case(dataset=there, resident=[batch])) is None
+    assert rules.find_copy_bound(case(dataset=there, resident=[batch])) is None
 
 
 # Findings about the step
 
-def called(function, *arguments, **named):
-    function(*arguments, **named)
-    return Call(function, arguments, named, 0., False)
+def called(function, *args, **kwargs):
+    function(*args, **kwargs)
+    return Call(function, args, kwargs, 0., False)
 
 def traced(*calls):
     "A function traced for each of these arguments."
     function = tf.function(lambda x, rate, more=None: x * tf.cast(rate, tf.float32))
-    return [called(function, *arguments, more={'a': tf.ones(2)}) for arguments in calls]
+    return [called(function, *args, more={'a': tf.ones(2)}) for args in calls]
 
 BY_VALUE = traced(*((tf.ones(2), i) for i in range(4)))
 BY_SHAPE = traced(*((tf.ones(n), tf.constant(1)) for n in (1, 2)))
@@ -255,7 +255,7 @@ def test_the_arguments_that_changed_are_named():
     (ONCE, dict(traces=1.), None, None),
     ([], dict(traces=1.), None, None)])
 def test_retracing(calls, more, name, expected):
-    found = rules.retracing(case(calls=calls, **dict(loop=.015, pipeline=.001, wait=0.) | more))
+    found = rules.find_retracing(case(calls=calls, **dict(loop=.015, pipeline=.001, wait=0.) | more))
     assert gain(found) == (expected and pytest.approx(expected))
     if not found: return
     assert f'argument {name} is a Python value that changes: ' in found.evidence
@@ -271,7 +271,7 @@ def test_retracing(calls, more, name, expected):
     ([], dict(shapes=2, new_shapes=1.), 2.386)])   # at most 99 % of the loop
 def test_variable_shapes(calls, more, expected):
     c = case(calls=calls, **dict(loop=.014, pipeline=.001, wait=0.) | more)
-    found = rules.variable_shapes(c)
+    found = rules.find_variable_shapes(c)
     assert gain(found) == (expected and pytest.approx(expected))
     if not found: return
     assert (', argument x: ' in found.evidence) == (calls is BY_SHAPE)
@@ -281,39 +281,39 @@ def test_variable_shapes(calls, more, expected):
 
 def test_rebuilding_is_noted():
     c = case()
-    assert rules.repeated_compilation(c) is None and c.notes == []
+    assert rules.note_repeated_compilation(c) is None and c.notes == []
     c = case(rebuilt=4, rebuilding=.02)
-    rules.repeated_compilation(c)
+    rules.note_repeated_compilation(c)
     assert c.notes[0].startswith('4 times ') and '20.0 ms in all, 5.0 ms each;' in c.notes[0]
 
 
 STEP = dict(loop=.012, pipeline=.004, wait=.002)   # half of the pipeline hides behind the step
 
 @pytest.mark.parametrize('rule, more, expected', [
-    ('host_sync', dict(STEP), None), ('host_sync', dict(STEP, compute=.004, syncs=2., sync=.005), 2.4),
-    ('host_sync', dict(STEP, compute=.004, syncs=2., sync=.009), 3.),
-    ('device_copy', dict(STEP, compute=.004, down=1e6, detour=.005), None),
-    ('device_copy', dict(STEP, compute=.004, up=1e6, detour=.005), None),
-    ('device_copy', dict(STEP, compute=.004, up=1e6, down=1e6, detour=.005), 12 / 7),
-    ('device_copy', dict(STEP, compute=.004, up=1e6, down=1e6, detour=.009), 2.),
-    ('python_in_step', dict(STEP, compute=.004, own=.005), 12 / 7),
-    ('python_in_step', dict(STEP, compute=.004, own=.009), 2.),
-    ('python_in_step', dict(STEP, compute=.004, own=.005, sync=.006), None),
-    ('python_in_step', dict(STEP, compute=.004, own=.005, detour=.006), None),
-    ('python_in_step', dict(STEP, compute=.004, own=.005, compiled=False), None),
-    ('python_in_step', dict(STEP, compute=.004, own=.005, traces=1.), None),
-    ('python_in_step', dict(STEP, own=.005), None),
-    ('python_in_step', dict(loop=WORTH, pipeline=0., step=WORTH, compute=1., own=.05),
-     WORTH / (WORTH - .05))])
+    ('find_host_sync', dict(STEP), None), ('find_host_sync', dict(STEP, compute=.004, syncs=2., sync=.005), 2.4),
+    ('find_host_sync', dict(STEP, compute=.004, syncs=2., sync=.009), 3.),
+    ('find_device_copy', dict(STEP, compute=.004, down=1e6, detour=.005), None),
+    ('find_device_copy', dict(STEP, compute=.004, up=1e6, detour=.005), None),
+    ('find_device_copy', dict(STEP, compute=.004, up=1e6, down=1e6, detour=.005), 12 / 7),
+    ('find_device_copy', dict(STEP, compute=.004, up=1e6, down=1e6, detour=.009), 2.),
+    ('find_python_in_step', dict(STEP, compute=.004, own=.005), 12 / 7),
+    ('find_python_in_step', dict(STEP, compute=.004, own=.009), 2.),
+    ('find_python_in_step', dict(STEP, compute=.004, own=.005, sync=.006), None),
+    ('find_python_in_step', dict(STEP, compute=.004, own=.005, detour=.006), None),
+    ('find_python_in_step', dict(STEP, compute=.004, own=.005, compiled=False), None),
+    ('find_python_in_step', dict(STEP, compute=.004, own=.005, traces=1.), None),
+    ('find_python_in_step', dict(STEP, own=.005), None),
+    ('find_python_in_step', dict(loop=MIN_GAIN, pipeline=0., step=MIN_GAIN, compute=1., own=.05),
+     MIN_GAIN / (MIN_GAIN - .05))])
 def test_rules_of_the_step(rule, more, expected):
     c = case(**more)
     assert gain(getattr(rules, rule)(c)) == (expected and pytest.approx(expected)) and not c.notes
 
 
 def test_what_costs_nothing_here_is_noted():
-    for rule, more, said in ((rules.host_sync, dict(syncs=3., sync=1e-5),
+    for rule, more, said in ((rules.find_host_sync, dict(syncs=3., sync=1e-5),
                               ('3 results', 'on a GPU each one stops the pipeline')),
-                             (rules.device_copy, dict(down=1e6, up=2e6, detour=1e-5),
+                             (rules.find_device_copy, dict(down=1e6, up=2e6, detour=1e-5),
                               ('1.0 MB leave the device and 2.0 MB',
                                'on a GPU each copy stops the pipeline'))):
         c = case(loop=.01, pipeline=.001, wait=0., **more)
@@ -323,13 +323,14 @@ def test_what_costs_nothing_here_is_noted():
 
 
 @pytest.mark.parametrize('rule',
-                         ['python_in_pipeline', 'single_threaded_map', 'waiting', 'host_sync', 'device_copy'])
-@pytest.mark.parametrize('promised, worth', [(WORTH, True), (math.nextafter(WORTH, 0), False)])
+                         ['find_python_in_pipeline', 'find_single_threaded_map', 'find_missing_prefetch', 'find_host_sync',
+                          'find_device_copy'])
+@pytest.mark.parametrize('promised, worth', [(MIN_GAIN, True), (math.nextafter(MIN_GAIN, 0), False)])
 def test_a_gain_of_exactly_so_much_is_worth_a_change(trial, monkeypatch, rule, promised, worth):
-    monkeypatch.setattr(rules, 'predicted', lambda m, **change: promised)
+    monkeypatch.setattr(rules, 'predict_gain', lambda m, **change: promised)
     c = case([(stage(), .02)], graph=1, syncs=1., down=1e6, up=1e6)
     assert bool(getattr(rules, rule)(c)) == worth
-    assert len(c.notes) == (not worth and rule in ('python_in_pipeline', 'host_sync', 'device_copy'))
+    assert len(c.notes) == (not worth and rule in ('find_python_in_pipeline', 'find_host_sync', 'find_device_copy'))
 
 
 # Trials
@@ -337,15 +338,15 @@ def test_a_gain_of_exactly_so_much_is_worth_a_change(trial, monkeypatch, rule, p
 def test_a_trial_takes_the_better_of_two_runs(monkeypatch):
     periods, steps = [.02, .01, .001], []
     monkeypatch.setattr(rules, 'period', lambda some: periods.pop(0))
-    assert rules._tried(case(), steps.append, 'batch') == .01
+    assert rules._trial_seconds(case(), steps.append, 'batch') == .01
     assert steps == ['batch'] * 21   # once to compile, ten times in each run
     c = case()
-    assert rules._tried(c, lambda batch: 1 / 0, 'batch') is None and not c.unseen
+    assert rules._trial_seconds(c, lambda batch: 1 / 0, 'batch') is None and not c.unseen
     monkeypatch.setattr(rules, 'time', Clock(5.))
-    for until, late in ((5., False), (4.9, True)):
+    for deadline, late in ((5., False), (4.9, True)):
         c, periods[:] = case(), [.01, .01]
-        c.until = until
-        assert (rules._tried(c, steps.append, 'batch') is None) == late == bool(c.unseen)
+        c.deadline = deadline
+        assert (rules._trial_seconds(c, steps.append, 'batch') is None) == late == bool(c.unseen)
 
 
 SAME, SCALAR = [tf.ones((4, 8))] * 5, [(tf.ones((4, 8)), tf.constant(1.))] * 4
@@ -363,7 +364,7 @@ FULL = dict(loop=.01, wait=0., pipeline=.001)   # the device computes all the ti
     (SAME, 1.001, dict(loop=.325, step=.325, compute=.325, wait=0., pipeline=.001), None)])
 def test_batches_that_do_not_fill_the_device(tried, resident, seconds, more, expected):
     tried.seconds = seconds
-    found = rules.tiny_batch(case(resident=resident, **more))
+    found = rules.find_tiny_batch(case(resident=resident, **more))
     assert gain(found) == (expected and pytest.approx(expected))
     if not found: return
     assert tried.step is print and tried.batch.shape == (16, 8) and '16 rows' in found.evidence
@@ -378,7 +379,7 @@ def test_steps_that_are_not_compiled(tried, own, compiled, seconds, expected):
     tried.seconds = seconds
     c = case(resident=['batch'], loop=.012, pipeline=.004, wait=.002, own=own, compiled=compiled,
              train=lambda b: b + 1)
-    found = rules.not_compiled(c)
+    found = rules.find_uncompiled_step(c)
     assert gain(found) == (expected and pytest.approx(expected))
     assert bool(c.unseen) == (not found and not compiled)
     if not found: return
@@ -398,14 +399,14 @@ FROM_PYTHON = called(tf.function(lambda x: tf.numpy_function(lambda x: x, [x], t
 def test_steps_without_xla(tried, calls, more, expected):
     tried.seconds = .004
     c = case(resident=['batch'], calls=calls, **FULL | more)
-    found = rules.no_xla(c)
+    found = rules.find_missing_xla(c)
     assert gain(found) == (expected and pytest.approx(expected)) and not c.unseen
     if found: assert tried.batch == 'batch' and tried.step('batch') == 6.
 
 
 def test_what_xla_refuses_is_said():
     c = case(resident=[tf.ones(1)], calls=[FROM_PYTHON], **FULL)
-    assert rules.no_xla(c) is None and c.unseen == ['the step under XLA: it does not compile']
+    assert rules.find_missing_xla(c) is None and c.unseen == ['the step under XLA: it does not compile']
 
 
 # The matrix products of a step
@@ -423,7 +424,7 @@ def test_products_are_counted_by_type_shape_and_way():
         calls.append(called(tf.function(lambda x: tf.matmul(x, w), input_signature=[tf.TensorSpec(spec)]),
                             tf.ones((2, 4))))
     pair = ((2, 4), (4, 4))
-    assert products(calls) == {
+    assert matrix_products(calls) == {
         tf.float32: {('MatMul', pair, (False, False)): 1, ('MatMul', pair, (False, True)): 1,
                      ('BatchMatMulV2', ((5, 2, 4), (5, 2, 4)), (False, True)): 1},
         tf.float64: {('MatMul', pair, (False, False)): 2, ('Einsum', pair, (b'ij,jk->ik',)): 1}}
@@ -441,21 +442,21 @@ def test_a_product_is_made_again(kind, a, b, how):
 def test_the_largest_products_are_made_as_often_as_the_step_makes_them(monkeypatch):
     monkeypatch.setattr(rules, '_product', lambda key, dtype: lambda: (key[0], dtype))
     some = {(n, ((n, 2), (2, 100 - n)), ()): 1 for n in range(1, 13)} | {('often', ((3, 1), (1, 1)), ()): 7}
-    names, kinds = zip(*rules.all_products(some, 'type')())
+    names, kinds = zip(*rules.product_runner(some, 'type')())
     # they hold 24, 22, 7 x 3, 20, ..., 4 numbers; the smallest is left out
     assert names == (12, 11, *['often'] * 7, *range(10, 1, -1)) and set(kinds) == {'type'}
 
 
-@pytest.mark.parametrize('seconds, most, rounds', [(0., 5, 3), (4., 5, 3), (4.5, 5, 4), (100., 5, 5)])
-def test_functions_take_turns(monkeypatch, seconds, most, rounds):
+@pytest.mark.parametrize('seconds, at_most, rounds', [(0., 5, 3), (4., 5, 3), (4.5, 5, 4), (100., 5, 5)])
+def test_functions_take_turns(monkeypatch, seconds, at_most, rounds):
     clock, calls = Clock(), []
     monkeypatch.setattr(rules, 'time', clock)
     def arm(name, times): return lambda: (calls.append(name), clock.sleep(next(times)))
     # each round takes 1 s, the first one apart
     first, second = [.25, .75, .5, *[.75] * 9], [.75, .25, .5, *[.25] * 9]
-    assert rules.best_of_turns([arm('a', iter(first)), arm('b', iter(second))], seconds, most) == [.5, .25]
+    assert rules.best_interleaved([arm('a', iter(first)), arm('b', iter(second))], seconds, at_most) == [.5, .25]
     assert calls == ['a', 'b'] * (1 + rounds)
-    assert rules.best_of_turns([lambda: clock.sleep(2.)], 0.) == [2.]
+    assert rules.best_interleaved([lambda: clock.sleep(2.)], 0.) == [2.]
 
 
 PRODUCT = {kind: called(tf.function(lambda x: tf.reduce_sum(x @ x)), tf.ones((2, 2), kind))
@@ -469,14 +470,14 @@ PRODUCT = {kind: called(tf.function(lambda x: tf.reduce_sum(x @ x)), tf.ones((2,
     (tf.float32, False, (.01, .004, .001), {}, None),
     (tf.float32, True, (.01, .004, .001), {}, 10 / 7), (None, True, (), {}, None)])
 def test_numbers_that_are_wider_than_needed(monkeypatch, kind, gpu, times, more, expected):
-    def best_of_turns(arms, seconds):
+    def best_interleaved(arms, seconds):
         for arm in arms: arm()
         return times
-    monkeypatch.setattr(rules, 'best_of_turns', best_of_turns)
+    monkeypatch.setattr(rules, 'best_interleaved', best_interleaved)
     monkeypatch.setattr(tf.config, 'list_logical_devices',
                         lambda kind: [SimpleNamespace(name='/GPU:0')] if gpu else [])
     c = case(calls=[PRODUCT[kind]] if kind else [], **FULL | more)
-    found = rules.wide_type(c)
+    found = rules.find_wide_dtype(c)
     assert gain(found) == (expected and pytest.approx(expected))
     assert c.unseen == ([] if gpu else ['tensor cores: there is no GPU'])
     if not found: return
@@ -493,14 +494,14 @@ def test_numbers_that_are_wider_than_needed(monkeypatch, kind, gpu, times, more,
 def test_larger_batches_hold_the_same_rows(make):
     "Fourteen rows in twos make two batches of three times as many; the last batch is dropped."
     data = tf.data.Dataset.range(14).map(make).batch(2, drop_remainder=True)
-    grown, rows = list(larger(data, 3)), list(data)[:6]
+    grown, rows = list(merge_batches(data, 3)), list(data)[:6]
     for i, _ in enumerate(tf.nest.flatten(rows[0])):
         have = [tf.nest.flatten(b)[i].numpy() for b in grown]
         assert [len(x) for x in have] == [6, 6]
         np.testing.assert_array_equal(np.concatenate(have),
                                       np.concatenate([tf.nest.flatten(b)[i] for b in rows]))
     there = data.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
-    assert host_part(larger(there, 3))[1:] == ('/CPU:0', 3)
+    assert host_part(merge_batches(there, 3))[1:] == ('/CPU:0', 3)
 
 
 @pytest.mark.parametrize('wrap', [lambda x, i: (x, i), lambda x, i: {'x': x, 'i': i}])
@@ -509,19 +510,19 @@ def test_rounded_shapes_are_few_and_nothing_is_cut(wrap):
     def row(i): return wrap(tf.ensure_shape(tf.ones(tf.stack([3, i, i % 3 + 1])), [3, None, None]), i)
     ragged = tf.data.Dataset.range(1, 31).map(row)
     resident = [b for i, b in enumerate(ragged, 1) if i in (20, 3)]
-    rounded = [tf.nest.flatten(b) for b in rounded_shapes(ragged, resident)]
+    rounded = [tf.nest.flatten(b) for b in pad_to_few_shapes(ragged, resident)]
     for n, parts in enumerate(rounded, 1):
         (x,) = [x for x in parts if x.shape.rank]
         (i,) = [x for x in parts if not x.shape.rank]
         assert i == n and x.shape == (3, -(-n // 5) * 5, n % 3 + 1)
         assert np.all(x[:, :n] == 1) and np.all(x[:, n:] == 0)
     there = ragged.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
-    assert host_part(rounded_shapes(there, resident))[1:] == ('/CPU:0', 3)
+    assert host_part(pad_to_few_shapes(there, resident))[1:] == ('/CPU:0', 3)
 
 
 def test_the_cure_of_variable_shapes_rounds_them():
     data = tf.data.Dataset.range(1, 9).map(lambda n: tf.ones([n]))
-    found = rules.variable_shapes(case(resident=list(data), loop=.014, pipeline=.001, wait=0., shapes=2,
+    found = rules.find_variable_shapes(case(resident=list(data), loop=.014, pipeline=.001, wait=0., shapes=2,
                                        new_shapes=.004))
     cured, step = found.cure(data, print)
     assert [len(b) for b in cured] == [2, 2, 4, 4, 6, 6, 8, 8] and step is print

@@ -38,10 +38,10 @@ def test_own_times_leave_out_what_runs_inside():
 
 
 def test_the_dearest_operations(recorded):
-    rows = top_kernels(recorded, most=50)
+    rows = top_kernels(recorded, at_most=50)
     (product,) = [r for r in rows if r['name'].endswith('MatMul')]   # or another that does the same
     assert product['calls'] == 10 and product['ms'] > 0 and rows == sorted(rows, key=lambda r: -r['ms'])
-    assert len(top_kernels(recorded, most=2)) == 2
+    assert len(top_kernels(recorded, at_most=2)) == 2
     json.dumps(rows)
 
 
@@ -59,16 +59,16 @@ CARD = plane('/device:GPU:1', ['gemm<4>(int)', 'function_copy', ''],
              Stream_7=[(0, 0, 3 * 10**9), (1, 3 * 10**9, 10**9)],
              Stream_8=[(0, 0, 2 * 10**9)], Steps=[(1, 0, 10**12)])
 
-@pytest.mark.parametrize('planes, most, rows', [
+@pytest.mark.parametrize('planes, at_most, rows', [
     ([plane('/host:metadata', ['x'], a=[(0, 0, 10**9)]), HOST], 9,
      [('host:CPU', 'MatMul', .5235, .8396, 2), ('host:CPU', 'AddV2', .1, .1604, 1)]),
     ([HOST, CARD], 9, [('GPU:1', 'gemm', 5., .8333, 2), ('GPU:1', 'function_copy', 1., .1667, 1)]),
     ([HOST, CARD], 1, [('GPU:1', 'gemm', 5., .8333, 2)]),
     ([plane('/host:CPU', ['Threadpool'], a=[(0, 0, 9)])], 9, [])])
-def test_kernels_of_the_gpu_or_operations_of_the_host(monkeypatch, planes, most, rows):
+def test_kernels_of_the_gpu_or_operations_of_the_host(monkeypatch, planes, at_most, rows):
     "Added up over lines; who only calls others is left out on the host, and on a GPU all that is no stream."
     monkeypatch.setattr(traces, '_planes', lambda folder: planes)
-    found = top_kernels('folder', most)
+    found = top_kernels('folder', at_most)
     assert [tuple(row[k] for k in ('device', 'name', 'ms', 'share', 'calls')) for row in found] == rows
 
 
@@ -128,7 +128,7 @@ def test_recording_begins_by_itself_and_when_asked(tmp_path, recorder):
     steps(callback, recorder, 5)
     assert recorder == [0, 'begin', 1, 2, 'end', 3, 4]
     recorder.clear()
-    callback.ask()
+    callback.request()
     steps(callback, recorder, 4)
     assert recorder == ['begin', 0, 1, 'end', 2, 3]
     recorder.clear()
@@ -181,18 +181,18 @@ def server(monkeypatch):
     return one
 
 
-@pytest.mark.parametrize('says, code, patience, reason, asked', [
+@pytest.mark.parametrize('says, code, timeout, reason, asked', [
     ('gone', 1, 60, 'gone', 0), ('first\nand last\n', 1, 60, 'and last', 0),
     ('', 1, 60, 'it gave no reason', 0),
     ('slow', None, 1, 'slow', 5)])
-def test_a_tensorboard_that_is_silent(tmp_path, server, monkeypatch, says, code, patience, reason, asked):
+def test_a_tensorboard_that_is_silent(tmp_path, server, monkeypatch, says, code, timeout, reason, asked):
     "Asked five times a second while it runs, and stopped."
     server.says, server.code, tries = says, code, []
     def get(board, path=''):
         tries.append(path)
         raise OSError
     monkeypatch.setattr(TensorBoard, 'get', get)
-    board = TensorBoard(tmp_path, patience=patience)
+    board = TensorBoard(tmp_path, timeout=timeout)
     with pytest.raises(UserError) as said: board.start()
     assert str(said.value) == f'TensorBoard does not answer at http://127.0.0.1:{board.port}/: {reason}'
     assert len(tries) in (asked, asked + 1 if asked else 0) and server.calls == ['terminate', 'wait']
@@ -221,7 +221,7 @@ def test_what_a_tensorboard_answers(tmp_path, server, monkeypatch, body):
     asked = []
     def urlopen(url, timeout): asked.append((url, timeout)); return io.BytesIO(body)
     monkeypatch.setattr(traces.urllib.request, 'urlopen', urlopen)
-    assert TensorBoard(tmp_path, port=7, patience=3.).get('data/x') == b'{"a": 1}'
+    assert TensorBoard(tmp_path, port=7, timeout=3.).get('data/x') == b'{"a": 1}'
     assert asked == [('http://127.0.0.1:7/data/x', 3.)]
 
 

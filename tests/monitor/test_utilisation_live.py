@@ -13,7 +13,7 @@ from xtts_nb.monitor import live as utilisation
 from xtts_nb.sampler import CPU, GPU, Process, Sample, series, summarise
 from xtts_nb.bench import COLOURS, PHASE_COLOURS, png_bytes
 from xtts_nb.monitor.live import (
-    device_names, live_html, number, phases_of, plot_samples, summary_lines, values_line)
+    device_names, live_html, format_value, phases_of, plot_samples, summary_lines, values_line)
 
 
 def moment(i, gpus=2):
@@ -49,7 +49,7 @@ def test_values_for_reading():
         def __float__(self): return 1234.56
     values = {'step': 12345, 'loss': 2.34567, 'lazy': Lazy(), 'note': 'x', 'flag': True, 'none': None}
     assert values_line(values) == 'step 12345 · loss 2.346 · lazy 1235 · note x · flag True · none None'
-    assert number(Lazy()) == '1235'
+    assert format_value(Lazy()) == '1235'
     assert phases_of({'wait_ms': 3, 'copy_ms': None, 'step': 7, 'step_ms': Lazy()}) == {'wait': 3.,
         'step': 1234.56}
 
@@ -225,17 +225,17 @@ def test_a_reading(device, said):
 
 @pytest.mark.parametrize('au, phase', [(0.9, 'step'), (0.899, None), (0.7, None), (0.699, 'wait')])
 def test_green_from_nine_tenths_and_orange_below_seven(au, phase):
-    assert utilisation._judged(au) == (PHASE_COLOURS[phase] if phase else 'inherit')
+    assert utilisation._au_colour(au) == (PHASE_COLOURS[phase] if phase else 'inherit')
 
 @pytest.mark.parametrize('losses, points', [
     ([(0, 3.), (1, 1.), (2, 2.)], '0 2 45 26 90 14'), ([(5, 3.), (5, 3.)], '0 26 0 26'),
     ([(0, 3.), (1, float('nan')), (2, 2.)], '0 2 90 26'), ([(0, 3.), (1, float('inf'))], None), ([], None)])
 def test_the_small_curve_of_losses(losses, points):
-    found = re.findall('points="([^"]*)"', utilisation._line(losses))
+    found = re.findall('points="([^"]*)"', utilisation._loss_curve(losses))
     assert found == ([points] if points else [])
 
 def test_the_small_curve_has_the_last_300_losses():
-    line = utilisation._line([(0, 1e9), *((i, float(i)) for i in range(1, 301))])
+    line = utilisation._loss_curve([(0, 1e9), *((i, float(i)) for i in range(1, 301))])
     points = re.search('points="([^"]*)"', line)[1].split()
     assert len(points) == 600 and points[:2] == ['0', '26'] and points[-2:] == ['90', '2']
 

@@ -14,7 +14,7 @@ from xtts_nb.config import AudioConfig, SpeechConfig, UserError
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import XTTS
-from xtts_nb.app.parity import greedy_rows, utterance_rows
+from xtts_nb.app.parity import greedy_parity, utterance_parity
 from xtts_nb.speech.generate import (Speaker, Voice, choose, generate, listen, read_reference, reference_mels,
                                wrapped)
 from xtts_nb.models.weights import named_weights, save_weights
@@ -183,9 +183,9 @@ def test_bfloat16_speaks(xtts, small, inputs):
 # --- as coqui-tts speaks -----------------------------------------------------------------------------------
 
 def test_codes_and_sound_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
-    all_ok(greedy_rows(toy_xtts.gpt, toy_inputs, theirs))
+    all_ok(greedy_parity(toy_xtts.gpt, toy_inputs, theirs))
     with np.load(Path(__file__).parents[1] / 'stored' / 'utterance.npz') as file:
-        all_ok(utterance_rows(toy_xtts, utterance(), file))
+        all_ok(utterance_parity(toy_xtts, utterance(), file))
 
 @pytest.mark.parametrize('parity, first, spoken', [(True, 'start', [2]), (False, 'other', [1, 2])])
 def test_in_parity_code_1_and_start_count_as_spoken(xtts, small, inputs, parity, first, spoken):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.train.finetune import Following, low_rank_parts, make_update, new_rows, row_parts
+from xtts_nb.train.finetune import DerivedWeights, low_rank_parts, make_update, new_rows, row_parts
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import POLICIES, token_counts
@@ -96,10 +96,10 @@ def test_an_adapter_begins_as_nothing_and_alpha_scales_it(mini):
     for alpha in (8., 32.):
         training = mini.replace(training={'finetune': 'lora', 'lora_rank': 4, 'lora_alpha': alpha}).training
         part = low_rank_parts(gpt, training)[0]
-        with Following([part]): assert np.array_equal(part.weight.numpy(), part.base.numpy())
+        with DerivedWeights([part]): assert np.array_equal(part.weight.numpy(), part.base.numpy())
         part.up.assign(np.ones(part.up.shape))
         assert part.down.shape == (64, 4) and part.scale == alpha / 4
-        with Following([part]): delta = part.weight.numpy() - part.base.numpy()
+        with DerivedWeights([part]): delta = part.weight.numpy() - part.base.numpy()
         assert np.allclose(delta, alpha / 4 * part.down.numpy() @ part.up.numpy(), atol=1e-5) and np.abs(delta).max() > 0
 
 def test_first_factors_are_random_each_for_itself_and_second_ones_zero(small):
@@ -119,7 +119,7 @@ def test_half_precision_does_not_swallow_small_changes(mini):
     part = update.parts[0]
     part.up.assign(1e-4 * np.sign(part.up.numpy()))
     wanted = part.scale * part.down.numpy() @ part.up.numpy()
-    with Following([part]): seen = part.weight.numpy()
+    with DerivedWeights([part]): seen = part.weight.numpy()
     assert seen.dtype == np.float32 and np.allclose(seen - part.base.numpy(), wanted, atol=1e-8)
 
 def test_only_what_moves_is_kept(mini, rows):

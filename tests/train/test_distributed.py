@@ -188,7 +188,7 @@ def test_two_devices_make_the_update_of_one(pair):
     assert len(copies.updates) == 2 and all(u.training is copies.training for u in copies.updates)
     number = tf.constant(3)
     looks = [{k: float(v) for k, v in f(b).items()} for f, b in (
-        (lambda b: distributed_validation_step(copies, b), with_whole(batch)), (whole.look, batch))]
+        (lambda b: distributed_validation_step(copies, b), with_whole(batch)), (whole.evaluate, batch))]
     assert looks[0] == pytest.approx(looks[1], rel=1e-5)
     assert dry_run(copies, with_whole(batch), number) == [0., 0.]
     for _ in range(2):

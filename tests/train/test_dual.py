@@ -16,8 +16,8 @@ from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.devices import DevicePlan
 from xtts_nb.train.dual import (
-    Feed, bench_feed, draw, dual_trainer, finish_batch, finished, pair_report, placement, placement_summary,
-    profile_dual, run_feed, sound_batches, verdict, InTurn, Span)
+    Feed, bench_feed, draw, dual_trainer, finish_batch, wait_computed, pair_report, device_placement, placement_summary,
+    profile_dual, run_feed, sound_batches, slowest_stage_text, SerialBatches, Span)
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.monitor.loop import trace_count
@@ -76,7 +76,7 @@ def test_threads_change_nothing(worked):
 @pytest.mark.cpu
 def test_every_variable_and_stage_is_in_the_audit(worked):
     trainer = worked[0]
-    rows = placement(trainer)
+    rows = device_placement(trainer)
     names = {r['name'] for r in rows}
     assert {v.path for v in trainer.xtts.gpt.variables} | {*trainer.update.variables} <= names
     assert {r['owner'] for r in rows} >= {'stage host', 'stage data', 'optimizer', 'model', 'DVAE of the data device'}
@@ -118,7 +118,7 @@ def test_profile_of_emulated_stages(tmp_path):
                                         ('model', 'nothing')])
 def test_the_verdict_names_the_slowest(name, word):
     rows = [{'name': n, 'ms': 9. if n == name else 1.} for n in ('host', 'data', 'copy', 'model')]
-    said = verdict(rows, {'wall': 1., 'work': 2., 'model_wait_share': 0.25})
+    said = slowest_stage_text(rows, {'wall': 1., 'work': 2., 'model_wait_share': 0.25})
     assert f'slowest stage is {name}' in said and word in said and 'waited 25%' in said
 
 
@@ -128,13 +128,13 @@ def test_stages_and_their_devices():
                                ('GPU:0', 'GPU:1', {'host': 'CPU:0', 'data': 'GPU:0', 'copy': 'GPU:1',
                                                    'model': 'GPU:1'})):
         feed = Feed.__new__(Feed)
-        feed.devices, feed.handed = DevicePlan({}, data, model), {}
+        feed.devices, feed.outputs = DevicePlan({}, data, model), {}
         assert feed.where == where
         assert [*feed.stages] == [name for name in where if name not in ('host', 'model')]
     batch = {'a': tf.zeros((2, 3)), 'b': tf.zeros(4, tf.int64)}
     assert feed._note('data', batch) is batch
-    assert feed.handed == {'data': (batch['a'].device, 2 * 3 * 4 + 4 * 8)}
-    finished(tf.constant(1.)); finished(tf.zeros((2, 3)))   # of any shape
+    assert feed.outputs == {'data': (batch['a'].device, 2 * 3 * 4 + 4 * 8)}
+    wait_computed(tf.constant(1.)); wait_computed(tf.zeros((2, 3)))   # of any shape
 
 def test_the_audit_by_owner_and_device():
     row = lambda owner, size, device='CPU:0': {'owner': owner, 'name': 'x', 'device': device,
@@ -147,7 +147,7 @@ def test_the_audit_by_owner_and_device():
 
 def ran(most, seconds, batches=15):
     "A run whose model takes so many seconds a batch, the host a tenth of that."
-    with InTurn([], {}) as made: made.most = most
+    with SerialBatches([], {}) as made: made.most = most
     for n in range(batches):
         made.spans += [Span('host', n, n * seconds, (n + 0.1) * seconds),
                        Span('model', n, n * seconds, (n + 1) * seconds)]
@@ -185,7 +185,7 @@ def test_a_report_asks_for_two_devices_and_runs_twice(monkeypatch, tmp_path):
         return [0.5], ran(3, 0.25) if len(runs) % 2 else ran(2, 0.5)
     for name, fake in {'setup_devices': lambda two: plan if two else None,
                        'Cache': lambda folder: SimpleNamespace(config='config'),
-                       'dual_trainer': trainer, 'run_feed': run, 'placement': lambda trainer: [],
+                       'dual_trainer': trainer, 'run_feed': run, 'device_placement': lambda trainer: [],
                        'draw': lambda path, runs, where: drawn.append([*runs]) or path}.items():
         monkeypatch.setattr(page, name, fake)
     found = pair_report('cache', 5, 'a.png')
@@ -207,12 +207,12 @@ CHILD = '''
 import json, sys
 from xtts_nb.data.cache import Cache
 from xtts_nb.devices import setup_devices
-from xtts_nb.train.dual import Feed, placement, placement_summary
+from xtts_nb.train.dual import Feed, device_placement, placement_summary
 from xtts_nb.train.runs import new_run
 devices, cache, run = setup_devices(two=True), Cache(sys.argv[1]), sys.argv[2]
 trainer = new_run(cache, cache.config, run, feed=Feed(cache, cache.config, devices), device=devices.model)
 trainer.fit(4)
-print(json.dumps({'losses': trainer.first_losses, 'placement': placement_summary(placement(trainer)),
+print(json.dumps({'losses': trainer.first_losses, 'placement': placement_summary(device_placement(trainer)),
                   'ring': trainer.feed.latest.most, 'stages': sorted({s.stage for s in trainer.feed.latest.spans})}))
 '''
 
@@ -243,7 +243,7 @@ def test_bench_dual(tmp_path, keep):
     rows = done.json['rows']
     assert [r['name'] for r in rows] == ['serial', 'pipelined']
     assert all(r.keys() == {'name', 'rate', 'ideal_rate', 'model_wait_share', 'ring_max'} for r in rows)
-    kept = [json.loads(f.read_text())['rows'] for f in tmp_path.glob('benchmarks/40_dual_gpu-*.json')]
+    kept = [json.loads(f.read_text())['rows'] for f in tmp_path.glob('benchmarks/dual-*.json')]
     assert kept == ([rows] if keep else [])
 
 @pytest.mark.parametrize('arguments, words', [

@@ -9,7 +9,7 @@ from process import tree, xtts_nb
 from xtts_nb.train import finetune as finders
 from xtts_nb.config import UserError
 from xtts_nb.train.finetune import (
-    Rising, _trial_row, choices, find_batch_size, find_learning_rate, plot_learning_rate, smoothed,
+    ExponentialRate, _trial_row, memory_settings, find_batch_size, find_learning_rate, plot_learning_rate, smoothed,
     memory_needs, run_trial)
 
 
@@ -23,16 +23,16 @@ def mini(small):
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 def test_choices_go_from_roomy_to_tight(mini):
-    parts = lambda config: [(c.training.accumulation, c.training.gradient_checkpointing) for c in choices(config)]
+    parts = lambda config: [(c.training.accumulation, c.training.gradient_checkpointing) for c in memory_settings(config)]
     assert parts(mini) == [(n, on) for on in (False, True) for n in (1, 2, 3, 4, 6, 12)]
     assert parts(mini.replace(training={'accumulation': 4, 'gradient_checkpointing': True})) == [(4, True), (6, True), (12, True)]
-    assert all(c.data == mini.data for c in choices(mini))   # what is learned from a batch stays
+    assert all(c.data == mini.data for c in memory_settings(mini))   # what is learned from a batch stays
 
 @pytest.mark.parametrize('begin', [0, 3, 6, 9, 11, 99])   # 99: no estimate fits; the tightest comes first
 @pytest.mark.parametrize('first', [0, 1, 5, 6, 11])
 def test_the_first_choice_that_fits_is_found(mini, monkeypatch, first, begin):
     "Wherever the estimate says to begin: on to the first that fits, or back to the last that does not."
-    all_, tried, told = choices(mini), [], []
+    all_, tried, told = memory_settings(mini), [], []
     def needs(config, codes, text, rows):
         assert (codes, text, rows) == (20, 12, 4 + 2)
         return {'all': 50. - all_.index(config), 'more': 50.}
@@ -105,7 +105,7 @@ def test_the_suggestion_lies_below_the_lowest_loss(best):
     assert len(found['rates']) == len(found['losses']) == len(found['smooth'])
 
 def test_rates_rise_by_the_same_factor():
-    rates = [float(Rising(1e-4, 1., 5)(step)) for step in range(5)]
+    rates = [float(ExponentialRate(1e-4, 1., 5)(step)) for step in range(5)]
     assert rates == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1.], rel=1e-5)
 
 def test_it_ends_where_the_mean_is_more_than_twice_its_lowest():

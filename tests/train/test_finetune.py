@@ -25,7 +25,7 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.devices import DevicePlan
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.train.finetune import (
-    activation_numbers, check_memory, free_memory, memory_needs, moving_numbers, parameters, run_trial)
+    activation_count, check_memory, free_memory, memory_needs, trainable_count, parameter_counts, run_trial)
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.models.new_language import grow
@@ -182,12 +182,12 @@ def test_moving_numbers_are_those_that_move(mini, base, persian):
         update = make_update(model.gpt, training, [(config.model.gpt.grown_from, model.tokenizer.size)])
         count = sum(int(np.prod(v.shape)) for v in update.weights)
         rows = model.tokenizer.size - config.model.gpt.grown_from
-        assert moving_numbers(config.replace(training={'finetune': kind}), rows) == count
-    assert parameters(config.model)['GPT'] == moving_numbers(config)
+        assert trainable_count(config.replace(training={'finetune': kind}), rows) == count
+    assert parameter_counts(config.model)['GPT'] == trainable_count(config)
 
 def test_what_a_setting_adds_to_the_estimate(mini):
     needs = lambda **training: memory_needs(mini.replace(training=training), 48, 40, 100)
-    plain, n = needs(), parameters(mini.model)['GPT']
+    plain, n = needs(), parameter_counts(mini.model)['GPT']
     assert plain['gradients'] == 4 * n and plain['moments'] == 8 * n and plain['mean weights'] == 0
     assert needs(ema=0.9)['mean weights'] == 4 * n and needs(accumulation=2)['gradients'] == 8 * n
     assert needs(accumulation=2)['activations'] == plain['activations'] / 2 == needs(precision='bfloat16')['activations']
@@ -208,7 +208,7 @@ def test_what_waits_for_the_backward_pass(mini, monkeypatch, training, numbers):
     monkeypatch.setattr(finetune, 'forward_numbers', lambda config, text, codes: {
         'GPT blocks': 120. * text, 'GPT voice': 600., 'GPT heads': 2.5 * codes})
     config = mini.replace(model={'gpt': {'layers': 3, 'conditioning_layers': 2}}, training=training)
-    assert activation_numbers(config, 20, 10) == numbers
+    assert activation_count(config, 20, 10) == numbers
 
 PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 8000, 'mean weights': 0,
          'written anew': 0, 'program': 2e8, 'activations': 4 * 4 * 7}   # 1000 numbers, 100 of a DVAE, 4 rows of 7
@@ -225,7 +225,7 @@ PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 
     ({'finetune': 'rows'}, 0, {'gradients': 4 * 645, 'moments': 8 * 645})])
 def test_the_estimate_by_hand(mini, monkeypatch, training, cards, other):
     monkeypatch.setattr(finetune, 'parameters', lambda model: {'GPT': 1000, 'DVAE': 100})
-    monkeypatch.setattr(finetune, 'activation_numbers', lambda config, codes, text: codes + text)
+    monkeypatch.setattr(finetune, 'activation_count', lambda config, codes, text: codes + text)
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [kind] * cards)
     config = mini.replace(training={'enable_xla_compilation': False} | training)
     assert memory_needs(config, 5, 2, rows=5) == PLAIN | other
@@ -292,8 +292,8 @@ def test_where_the_memory_is_unknown_training_goes_on_and_says_so(card, mini, ca
     card.cards = cards
     line = check_memory(mini, 48, 40)
     assert 'what is free is unknown on' in line and why in line and 'nothing was compared' in line
-    with pytest.raises(UserError, match='cannot be read; say how much to use: .* --memory GB'): finetune.memory_to_use()
-    assert finetune.memory_to_use(10**9) == 10**9
+    with pytest.raises(UserError, match='cannot be read; say how much to use: .* --memory GB'): finetune.memory_budget()
+    assert finetune.memory_budget(10**9) == 10**9
 
 @pytest.mark.cpu
 def test_a_container_counts(tmp_path):
@@ -313,7 +313,7 @@ def test_a_container_counts(tmp_path):
 def test_the_trial_gets_what_is_given_else_nine_tenths_of_the_free(monkeypatch):
     monkeypatch.setattr(finetune, '_room_in_container', lambda: 1000.)
     assert free_memory() == ('this machine', 1000)
-    assert finetune.memory_to_use() == 900 and finetune.memory_to_use(1234) == 1234
+    assert finetune.memory_budget() == 900 and finetune.memory_budget(1234) == 1234
 
 def test_the_limit_of_a_trial(monkeypatch):
     "Of the first card, or what this process may write to besides what it has."

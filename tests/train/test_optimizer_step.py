@@ -50,7 +50,7 @@ def test_a_number_takes_the_place_of_the_schedule():
     for value in (0.5, 2., 0.):
         optimizer.learning_rate = value
         assert optimizer.assigned == rate() == value
-        assert float(optimizer.follows.schedule(0)) == pytest.approx(0.1)
+        assert float(optimizer.schedule.schedule(0)) == pytest.approx(0.1)
     optimizer.apply([tf.ones(1)], [x])
     assert x.numpy() == 1   # at a rate of 0 nothing moves
 

@@ -27,7 +27,7 @@ from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.train.parts import (
     DVAE_ALWAYS, VOICE_ALWAYS, Crops, DVAEUpdate, SavedDVAE, SavedVoice, VoiceUpdate, Windows, _check_same,
-    _hear, _is_made, _limits, _other, _trained_as, cache_of, dvae_trainer, dvae_training, make_bank,
+    _fill_audio, _is_made, _limits, _other, _trained_as, cache_of, dvae_trainer, dvae_training, make_bank,
     mel_distance, new_dvae_run, new_voice_run, train_dvae, voice_training)
 
 LOSSES = 'loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss', 'val_loss'
@@ -112,7 +112,7 @@ def test_the_losses_of_a_dvae(small):
     assert float(found['loss']) == pytest.approx(parts['mel_loss'] + parts['commitment'] / 4, rel=1e-5)
     assert {name: float(found[name]) for name in parts} == pytest.approx(parts, rel=1e-5)
     after = dvae_losses(update.model, mel)['mel_loss']
-    means = update.means(update.look({'mel': mel}))
+    means = update.means(update.evaluate({'mel': mel}))
     assert means.keys() == {'loss'} and float(means['loss']) == pytest.approx(float(after))
     assert update.means({'loss': 6., 'more': 3., 'count': 3.}) == {'loss': 2., 'more': 1.}
 
@@ -221,7 +221,7 @@ def test_what_rounding_leaves_out_is_held(prepared, tiny):
     wav, mel = heard(prepared, 3, tiny)
     (n, frames), done = (len(wav), len(mel)), []
     out = [np.zeros(n + 5, np.int16), np.zeros((frames + 3, 64), np.float32)]
-    _hear(tiny, prepared, np.array([3]), None, out, np.array([[n + 3], [frames + 3]]), done.append)
+    _fill_audio(tiny, prepared, np.array([3]), None, out, np.array([[n + 3], [frames + 3]]), done.append)
     assert np.array_equal(out[0], np.r_[wav, [wav[-1]] * 3, 0, 0]) and done == [1]
     assert np.array_equal(out[1], np.r_[mel, mel[[-1] * 3]])
 
@@ -331,7 +331,7 @@ def test_one_update_moves_all_three_networks(bank, tiny, plain):
     for part in ('decoder', 'speaker', 'critic'): assert any(m for name, m in moved.items() if name.startswith(f'{part}/')), part
     assert found['skipped'] == 0 and np.isfinite(list(found.values())).all()
     (batch,) = Windows(bank, tiny).stream(0, 1)
-    made, looked = fresh.decoder(batch['states'], fresh.encoder(batch['voice'])), fresh.look(batch)
+    made, looked = fresh.decoder(batch['states'], fresh.encoder(batch['voice'])), fresh.evaluate(batch)
     expected = float(mel_distance(made, tf.cast(batch['wav'], tf.float32) / 32768, 24000))
     assert [found['mel_loss'], float(looked['loss'])] == pytest.approx([expected] * 2, rel=1e-4)
     assert looked['count'] == 1

@@ -13,7 +13,7 @@ import tensorflow as tf
 from cheap import Cheap, lines_of, outcome, summary
 from process import COMMAND, environment, reached, tree, xtts_nb
 from xtts_nb.train import trainer as checkpoint, runs, trainer as trainer_page
-from xtts_nb.train.trainer import checkpoints, snapshot, Trainer, terminated
+from xtts_nb.train.trainer import checkpoints, snapshot, Trainer, catch_sigterm
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.xtts import XTTS
@@ -138,7 +138,7 @@ def test_a_step_that_xla_refuses_trains_as_a_graph(prepared, mini, tmp_path, cap
     assert run.step == 4 and capsys.readouterr().err.count('XLA CANNOT COMPILE THE STEP: AsString') == 1
 
 def test_sigterm_waits_for_the_update():
-    with terminated() as asked:
+    with catch_sigterm() as asked:
         assert not asked
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked
@@ -172,7 +172,7 @@ def fit_killed(monkeypatch, run, where, count):
         return call
     with monkeypatch.context() as m:
         if where == 'step': run.train_step = bomb(run.train_step, False)
-        elif where == 'log': run._land = bomb(run._land, True)
+        elif where == 'log': run._log_fetched = bomb(run._log_fetched, True)
         elif where == 'checkpoint written': m.setattr(trainer_page, 'save_checkpoint', bomb(checkpoint.save_checkpoint, True))
         elif where == 'model written': m.setattr(run.xtts, 'save', bomb(run.xtts.save, True))
         elif where == 'before a file': m.setattr(os, 'replace', bomb(os.replace, False))

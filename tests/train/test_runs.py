@@ -59,7 +59,7 @@ def test_training_at_runtime_is_training_from_the_cache(prepared, runtime, mini,
 def test_the_plan_of_a_large_corpus_is_made_once(prepared, mini, tmp_path, monkeypatch):
     new_run(prepared, mini, tmp_path / 'few')
     assert not (tmp_path / 'few' / 'plan').exists()
-    monkeypatch.setattr(runs, 'LARGE', 14)
+    monkeypatch.setattr(runs, 'LARGE_CACHE', 14)
     first = new_run(prepared, mini, tmp_path / 'run')
     assert (tmp_path / 'run' / 'plan' / 'columns.json').is_file()
     monkeypatch.setattr(data, 'order_columns', None)   # would be called to make it again

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from xtts_nb.train.dual import (
-    Closed, InTurn, Pipeline, Ring, Span, bench_stages, by_stage, overlap, pipeline_row, pipeline_table,
+    PipelineClosed, SerialBatches, Pipeline, Ring, Span, bench_stages, by_stage, overlap, pipeline_row, pipeline_table,
     plot_timeline, run_emulated, stage_rows)
 
 SHORT = {'host': 0.003, 'data': 0.004, 'model': 0.005}
@@ -35,12 +35,12 @@ def test_batches_arrive_in_order_whatever_the_times(seed, ring, between):
     assert batches.most <= ring and all(r.most <= between for r in batches.rings[:-1])
     assert [s.number for s in by_stage(batches.spans)['b']] == list(range(12))
 
-@pytest.mark.parametrize('kind', [Pipeline, InTurn])
+@pytest.mark.parametrize('kind', [Pipeline, SerialBatches])
 def test_both_ways_give_the_same(kind):
     with kind(range(5), {'double': lambda n: 2 * n}) as batches: assert list(batches) == [0, 2, 4, 6, 8]
     assert [s.stage for s in batches.spans].count('model') == 5
 
-@pytest.mark.parametrize('kind', [Pipeline, InTurn])
+@pytest.mark.parametrize('kind', [Pipeline, SerialBatches])
 def test_no_batches_at_all(kind):
     with kind([], {'data': str}) as batches: assert list(batches) == [] and list(batches) == []
 
@@ -90,7 +90,7 @@ def test_closed_in_the_middle_and_twice():
     next(batches)
     batches.close(); batches.close()
     assert not any(t.is_alive() for t in batches.threads)
-    with pytest.raises(Closed): next(batches)
+    with pytest.raises(PipelineClosed): next(batches)
 
 def test_a_place_is_taken_before_and_given_back_after():
     ring = Ring(2)
@@ -120,14 +120,14 @@ def test_numbers_of_a_run_that_was_drawn_by_hand():
     assert stage_rows(spans, {'model': 'GPU:1'}) == [
         {'name': 'host', 'device': None, 'batches': 2, 'ms': 1000., 'busy': 0.333},
         {'name': 'model', 'device': 'GPU:1', 'batches': 2, 'ms': 2000., 'busy': 0.667}]
-    with InTurn([], {}) as batches: batches.spans.extend(spans)
+    with SerialBatches([], {}) as batches: batches.spans.extend(spans)
     assert pipeline_row('x', batches, 0.5) == {'name': 'x', 'rate': 0.333, 'ideal_rate': 0.5, 'model_wait_share': 0.2,
                                                'ring_max': 1}
 
 def test_rows_are_rounded_and_one_batch_has_no_rate():
     spans = [Span('model', 0, 0., 1 / 3), Span('model', 1, 1.1, 1.1 + 1 / 7)]
     assert stage_rows(spans) == [{'name': 'model', 'device': None, 'batches': 2, 'ms': 238.1, 'busy': 0.383}]
-    with InTurn([], {}) as batches: batches.spans.extend(spans)
+    with SerialBatches([], {}) as batches: batches.spans.extend(spans)
     row = pipeline_row('x', batches, 2 / 3)
     assert row == {'name': 'x', 'rate': 0.909, 'ideal_rate': 0.667, 'model_wait_share': 0.6169, 'ring_max': 1}
     assert overlap(spans[:1]) == {'wall': 1 / 3, 'work': 1 / 3, 'rate': None, 'model_wait_share': 0}

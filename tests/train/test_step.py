@@ -12,7 +12,7 @@ from xtts_nb.models.gpt import GPT
 from xtts_nb.models.layers import fold
 from xtts_nb.models.xtts import POLICIES, token_counts
 from xtts_nb.train.step import (
-    MODES, CompiledStep, Update, _offender, check_modes_agree, compile_step, mode_line, random_batch,
+    MODES, CompiledStep, Update, _refused_operation, check_modes_agree, compile_step, mode_line, random_batch,
     step_before_after, step_modes)
 from xtts_nb.monitor.loop import trace_count
 
@@ -170,7 +170,7 @@ def test_only_what_a_smaller_scale_cures_is_not_bad(factor, loss, norm, good, ba
     noted = []
     scale = factor and SimpleNamespace(factor=tf.constant(factor),
                                        note=lambda finite: noted.append(bool(finite)))
-    found = Update.judge(SimpleNamespace(scale=scale), tf.constant(loss), tf.constant(norm))
+    found = Update.check_finite(SimpleNamespace(scale=scale), tf.constant(loss), tf.constant(norm))
     assert [*map(bool, found)] == [good, bad]
     assert noted == ([good or bad] if scale else [])   # lowering a scale of 1 helps nobody
 
@@ -245,4 +245,4 @@ def test_an_error_while_it_runs_that_is_not_of_xla_stays_one(xla, said, capsys):
     ('On XLA_CPU_JIT: AsString (no kernel for it){{node AsString}}\n File "a.py", line 3, in f\n File "b.py", line 7, in g',
      'AsString (no kernel for it) at File "b.py", line 7, in g'),
     ('On XLA_GPU_JIT: Where {{node Where}}', 'Where'), ('What is this?\nNobody knows.', 'What is this?')])
-def test_what_xla_refuses_is_named_with_its_place(message, said): assert _offender(message) == said
+def test_what_xla_refuses_is_named_with_its_place(message, said): assert _refused_operation(message) == said

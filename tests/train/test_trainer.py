@@ -17,9 +17,9 @@ from xtts_nb.config import TrainingConfig, UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.step import averaged, learning_rate, Update
-from xtts_nb.monitor.loop import trace_count, Pace, to_device, wait_for
+from xtts_nb.monitor.loop import trace_count, StepTimer, to_device, wait_for
 from xtts_nb.train.runs import new_run, resume_run
-from xtts_nb.train.trainer import Hooks, Trainer, _mean, _numbers, in_updates, on_device
+from xtts_nb.train.trainer import Hooks, Trainer, _mean, _numbers, epochs_to_steps, on_device
 from xtts_nb.models.weights import read_tensors
 
 
@@ -53,28 +53,28 @@ class Timed:
 
 def test_the_pace_by_hand(clock, monkeypatch):
     "The first step of a shape and one that traces do not count; three more are timed alone: the device is waited for."
-    waited, step, pace = [], Timed(clock), Pace(4, {})
+    waited, step, timer = [], Timed(clock), StepTimer(4, {})
     monkeypatch.setattr(trainer_page, 'wait_for', waited.append)
-    with pace.phase('wait'): clock.now += 1 / 7
-    for seconds in (5., 2., 3., 1., 7., 0.5): assert pace.run(step, {'x': np.zeros(3)}, seconds) == seconds
-    pace.run(step, {'x': np.zeros(3)}, 9., 1)
-    (known,), lap = pace.alone.values(), pace.cut()
+    with timer.phase('wait'): clock.now += 1 / 7
+    for seconds in (5., 2., 3., 1., 7., 0.5): assert timer.run(step, {'x': np.zeros(3)}, seconds) == seconds
+    timer.run(step, {'x': np.zeros(3)}, 9., 1)
+    (known,), lap = timer.alone.values(), timer.take_interval()
     assert waited == [None, 5., 5., 2., 2., 3., 3., 1.] and known == pytest.approx([2, 3, 1])
-    assert lap.left_out == pytest.approx(14) == pace.compiling and lap.alone == pytest.approx([2, 2, 1, 1, 1])
-    assert (lap.counted, pace.lap.counted) == (5, 0)
+    assert lap.left_out == pytest.approx(14) == timer.compile_seconds and lap.alone == pytest.approx([2, 2, 1, 1, 1])
+    assert (lap.counted, timer.interval.counted) == (5, 0)
     wall = 2 + 3 + 1 + 7 + 0.5 + 1 / 7
-    assert pace.numbers(lap, clock.now) == {'clips_per_s': 1.47, 'au': 0.513, 'wait_ms': 28.571,
+    assert timer.metrics(lap, clock.now) == {'clips_per_s': 1.47, 'au': 0.513, 'wait_ms': 28.571,
                                             'copy_ms': 0., 'step_ms': 2700.,
                                             'callbacks_ms': 0.}
-    pace.run(step, {'x': np.zeros(3)}, 2.)
-    assert pace.numbers(pace.cut(), clock.now - 1.5)['au'] == 1   # 0.5 s where a step alone takes 1
-    assert pace.rates == pytest.approx([20 / wall, 8]) and pace.median() == round((20 / wall + 8) / 2, 2)
+    timer.run(step, {'x': np.zeros(3)}, 2.)
+    assert timer.metrics(timer.take_interval(), clock.now - 1.5)['au'] == 1   # 0.5 s where a step alone takes 1
+    assert timer.rates == pytest.approx([20 / wall, 8]) and timer.median_rate() == round((20 / wall + 8) / 2, 2)
     nothing = dict.fromkeys(('clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'))
-    assert pace.numbers(pace.cut(), clock.now) == nothing   # no step
-    pace.run(step, {'x': np.zeros(3)}, 0.)
-    assert pace.numbers(pace.cut(), clock.now) == nothing and Pace(4, {}).median() == 0   # no time
-    for row in ([2, 3], [2]): pace.run(step, {'x': tf.ragged.constant([[1], row])}, 1.)
-    assert len(pace.alone) == 3   # the values of a ragged tensor count
+    assert timer.metrics(timer.take_interval(), clock.now) == nothing   # no step
+    timer.run(step, {'x': np.zeros(3)}, 0.)
+    assert timer.metrics(timer.take_interval(), clock.now) == nothing and StepTimer(4, {}).median_rate() == 0   # no time
+    for row in ([2, 3], [2]): timer.run(step, {'x': tf.ragged.constant([[1], row])}, 1.)
+    assert len(timer.alone) == 3   # the values of a ragged tensor count
 
 def test_waiting_fetches_every_scalar_else_one_element(monkeypatch):
     kind, fetched = type(tf.constant(0)), []
@@ -105,8 +105,8 @@ def test_what_goes_where(monkeypatch):
 
 def test_epochs_are_updates_and_no_losses_have_no_mean():
     plan, plain = SimpleNamespace(steps_per_epoch=5), TrainingConfig(steps=7)
-    assert in_updates(plain, plan) is plain
-    assert in_updates(TrainingConfig(steps=7, epochs=3), plan).steps == 15
+    assert epochs_to_steps(plain, plan) is plain
+    assert epochs_to_steps(TrainingConfig(steps=7, epochs=3), plan).steps == 15
     assert _mean([]) is None and _mean([1, 0, 0]) == 0.33333
 
 @pytest.mark.parametrize('patience, since, over', [
@@ -381,7 +381,7 @@ def test_a_number_is_better_than_none(cheap, prepared, mini, tmp_path, monkeypat
     assert judged(monkeypatch, prepared, config, tmp_path / 'run', {4: {'val_loss': 9.}, 6: {'val_loss': nan}})['step'] == 4
     run = resume_run(tmp_path / 'run')
     run.best = {'step': 2, 'val_loss': nan}   # as earlier versions kept it
-    assert run._judge({'val_loss': 9.})
+    assert run._note_best({'val_loss': 9.})
 
 def test_validation_and_the_saved_model_see_the_mean_weights(prepared, mini, tmp_path):
     config = mini.replace(training={'steps': 6, 'ema': 0.9, 'validate_every': 6, 'learning_rate': 1e-2})

@@ -26,7 +26,7 @@ command = partial(app.command, rich_help_panel='Data')
 def download(
     name: Annotated[str | None, typer.Argument(help='What to fetch; without it, the list of what there is.')] = None,
     out: Annotated[Path | None, typer.Option(help='Folder for it; default: NAME in the data folder.')] = None,
-    from_: Annotated[str | None, typer.Option('--from', help='Address of a mirror that holds the same files.')] = None,
+    from_: Annotated[str | None, typer.Option('--from', help='Address of a mirror: of the Hub, or of the archive.')] = None,
     accept_cpml: Annotated[bool, typer.Option('--accept-cpml', help='I have read and accept the licence of XTTS-v2.')] = False,
     json_: Json = False,
 ):
@@ -37,10 +37,9 @@ def download(
         if name is None: return show({'sources': source_rows()}, table('xtts-nb download NAME', source_rows()))
         source = find_source(name)
         if source.terms and not accept_cpml: print(terms(source, from_), file=sys.stderr)
-        try:
-            with progress() as tell: result = fetch(source, out or workspace().data / name, from_, accept_cpml, tell)
+        try: result = fetch(source, out or workspace().data / name, from_, accept_cpml)
         except KeyboardInterrupt:
-            print('What has come is kept: the same command goes on from there.', file=sys.stderr)
+            print('Files that have come whole are kept: the same command goes on from there.', file=sys.stderr)
             raise
         show(result, download_text(source, result))
 
@@ -183,7 +182,7 @@ def verify(
         from xtts_nb.data.prepare import verify_and_fix_cache
         from xtts_nb.models.dvae import load_dvae
         with progress() as tell:
-            result = verify_and_fix_cache(cache, fix, source, load_dvae, progress=stage(tell, 'verify the clips'))
+            result = verify_and_fix_cache(cache, fix, source, load_dvae, stage(tell, 'verify the clips'))
         end = lambda p: ', mended' if p['fixed'] else f'; {p["reason"]}' if 'reason' in p else ''
         said = [f'{" ".join(filter(None, (p["file"], p["clip"])))}: {p["problem"]}{end(p)}' for p in result['problems']]
         show(result, '\n'.join([*said, *(f'{name:8}{result[name]}' for name in ('checked', 'bad', 'fixed', 'failed'))]))
@@ -231,5 +230,5 @@ def bench_data(
             seconds = [c['seconds'] for c in cache.clips]
         about = (f'{len(seconds)} clips of {min(seconds):.1f} to {max(seconds):.1f} s, laid out as {clips:,} or more, batch 16, '
                  f'references of {sizes["reference_frames"]} frames')
-        if record: keep('10_data_tf_native', corpus=about, **result)
+        if record: keep('data', corpus=about, **result)
         show(result | {'corpus': about}, f'{table(about, result["rows"])}\n{compared_text(result)}')

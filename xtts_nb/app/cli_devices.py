@@ -36,16 +36,16 @@ def bench_dual(
     gpus = given(data_gpu=data_gpu, model_gpu=model_gpu, isolate=isolate, data_memory=data_memory, model_memory=model_memory)
     with answer(json_) as show:
         from xtts_nb.config import UserError
-        from xtts_nb.train.dual import TIMES, bench_stages, pipeline_table
+        from xtts_nb.train.dual import STAGE_SECONDS, bench_stages, pipeline_table
         if gpus and not data:
             raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, or no GPUs.')
-        about = {'stages_ms': [round(1e3 * t) for t in TIMES.values()], 'steps': steps}
+        about = {'stages_ms': [round(1e3 * t) for t in STAGE_SECONDS.values()], 'steps': steps}
         trainer, about['devices'] = _dual_trainer(data, gpus, buffer_size) if data else (None, None)
         with progress() as tell: rows, _ = bench_stages(steps, ring=buffer_size or 3, progress=stage(tell, 'emulated stages'))
         if trainer:
             from xtts_nb.train.dual import bench_feed
             rows += bench_feed(trainer, steps)[0]
-        if record: keep('40_dual_gpu', rows, **about)
+        if record: keep('dual', rows, **about)
         show({'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows)))
 
 def _dual_trainer(data: Path, gpus: dict, buffer_size: int | None):
@@ -88,5 +88,5 @@ def bench_growth(record: Record = False, json_: Json = False):
         from xtts_nb.train.growth import check_growth, growth_verdict
         with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))
         found = growth_verdict(rows)
-        if record: keep('52_growth', rows, **found)
+        if record: keep('growth', rows, **found)
         show({'rows': rows} | found, f'{table("Steps that sleep 50 ms and add up tensors", rows)}\n{found["verdict"]}')

@@ -115,16 +115,16 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
 def _layers(flags: dict) -> dict[str, dict]:
     "The layers of settings that options ask for, the general first; raises `UserError` for two that contradict each other."
     from xtts_nb.config import UserError
-    from xtts_nb.app.recipes import FLAGS, assignments, from_environment, gpu_preset, level
+    from xtts_nb.app.recipes import FLAGS, parse_assignments, from_environment, gpu_preset, optimization_level
     if 'steps' in flags and 'epochs' in flags: raise UserError('train: --steps and --epochs both say how long; give one of them.')
     if flags['val'] and 'val_data' in flags: raise UserError('train: --val and --val-data both hold clips out; give one of them.')
     card, how = flags.get('gpu_preset'), flags.get('optimization_level')
     layers = {'environment': from_environment()}
     if card: layers[f'GPU preset {card}'] = gpu_preset(card, os.cpu_count())
-    if how: layers[f'optimization level {how}'] = level(how)
+    if how: layers[f'optimization level {how}'] = optimization_level(how)
     length = {'training.steps': flags['steps'], 'training.epochs': 0} if 'steps' in flags else {}
     own = {key: flags[name] for name, key in FLAGS.items() if name in flags}
-    return layers | {'options': length | own | assignments(flags.get('set_') or ())}
+    return layers | {'options': length | own | parse_assignments(flags.get('set_') or ())}
 
 # %% ../../nbs/app/cli_train.ipynb #0b1d71dc
 def _note(line: dict) -> str:
@@ -235,12 +235,12 @@ def _prepared(corpus: Path, settings, made: Path | None = None) -> Path:
 
 def _check_prepared(cache, begun, settings, options: dict = {}):   # noqa: B006 -- only read
     "Raise `UserError` for a changed setting that only the preparation of a cache uses."
-    from xtts_nb.app.recipes import check_acts
+    from xtts_nb.app.recipes import check_used
     made, mode = cache.config.data, cache.manifest['mode']
     always = {f'data.{name}': getattr(made, name) for name in ('max_drop_rate', 'max_cache_gb')}
     always['data.preprocessing_mode'] = mode
     explicit = [key for key, value in options.items() if value != 'auto']
-    check_acts(begun, settings, always, f'{cache.folder} is prepared, with preprocessing_mode {mode}; prepare the corpus again '
+    check_used(begun, settings, always, f'{cache.folder} is prepared, with preprocessing_mode {mode}; prepare the corpus again '
                'with the new value, or leave it out', explicit)
 
 def _free_run(runs: Path, name: str = 'train') -> Path:
@@ -268,11 +268,11 @@ def train_dvae(
         from xtts_nb.config import workspace
         from xtts_nb.data.corpora import check_dropped, read_corpus
         from xtts_nb.data.prepare import mel_sample
-        from xtts_nb.app.recipes import check_acts
+        from xtts_nb.app.recipes import check_used
         from xtts_nb.train.parts import DVAE_ALWAYS, new_dvae_run
         begun = load_settings(preset or 'tiny', None, run if known and not preset else None)
         settings = with_file(begun, config)
-        check_acts(begun, settings, {f'training.{k}': v for k, v in DVAE_ALWAYS.items()}, 'it is for xtts-nb train, and the DVAE '
+        check_used(begun, settings, {f'training.{k}': v for k, v in DVAE_ALWAYS.items()}, 'it is for xtts-nb train, and the DVAE '
                    'has training.dvae_steps, dvae_batch_size and dvae_learning_rate; leave it out')
         settings = _changed(settings, val, dvae_steps=steps)
         with progress() as tell:
@@ -334,14 +334,14 @@ def train_voice(
 def _voice_settings(begun: Path, config: Path | None, known: bool):
     "The settings of a model or of a decoder's run, with a file over them; raises `UserError` for a change that does nothing."
     from xtts_nb.config import XTTSConfig
-    from xtts_nb.app.recipes import check_acts, flat
+    from xtts_nb.app.recipes import check_used, flat
     from xtts_nb.train.parts import VOICE_ALWAYS
     begun = XTTSConfig.load(begun / 'config.yaml')
     settings, fixed = with_file(begun, config), begun.model_dump(include={'model'})
     sizes = () if known else ('model.speaker.', 'model.decoder.')
     always = {f'training.{k}': v for k, v in VOICE_ALWAYS.items()}
     always |= {key: value for key, value in flat(fixed).items() if not key.startswith(sizes)}
-    check_acts(begun, settings, always, 'the decoder is trained with the settings of the section voice, for a model that stays '
+    check_used(begun, settings, always, 'the decoder is trained with the settings of the section voice, for a model that stays '
                'as it is; leave it out')
     return settings
 
@@ -489,7 +489,7 @@ def bench_train(
             tell('measure', 0, 1, 'compiling')
             rows = step_speed(config, text_tokens, codes, rounds, coqui_python, stage(tell, 'measure'))
         about = f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes, no dropout'
-        if record: keep('33_step_speed', rows, model=about)
+        if record: keep('step_speed', rows, model=about)
         show({'rows': rows, 'model': about}, table(about, rows))
 
 # %% ../../nbs/app/cli_train.ipynb #5f0a9c2e
@@ -516,5 +516,5 @@ def bench_gpt2(
             tell('measure', 0, 1, 'compiling')
             rows = gpt2_speed(config, tokens, rounds, torch_python, stage(tell, 'measure'))
         about = f'GPT-2 {layers} x {width}, batch {batch_size}, {tokens} tokens, no dropout'
-        if record: keep('33_gpt2', rows, model=about)
+        if record: keep('gpt2', rows, model=about)
         show({'rows': rows, 'model': about}, table(about, rows))

@@ -36,13 +36,13 @@ def demo(
         if steps: config = config.replace(training={'steps': steps})
         if seeds:
             with progress() as tell: rows = demo_seeds(out, seeds, config, listen=tell)
-            if record: keep('58_demo_seeds', rows, steps=config.training.steps, spread=seed_spread(rows))
+            if record: keep('demo_seeds', rows, steps=config.training.steps, spread=seed_spread(rows))
             show({'rows': rows, 'spread': seed_spread(rows)}, _seeds_text(rows))
             return
         say = lambda line: print(line, file=sys.stderr)
         with progress() as tell: result = run_demo(out, config, seed=seed, listen=tell, say=say)
         kept = ('data_before_after', 'step_before_after', 'train', 'seconds')
-        if record: keep('58_demo', [result['spoken']], **{k: result[k] for k in kept})
+        if record: keep('demo', [result['spoken']], **{k: result[k] for k in kept})
         show(result, _demo_text(result))
 
 # %% ../../nbs/app/cli_voice.ipynb #b163f5d4
@@ -167,8 +167,32 @@ def parity_(
         from rich.markdown import Markdown
         from xtts_nb.app.parity import parity, parity_markdown
         with progress() as tell: result = parity(folder, coqui_python, clip, sentences, lambda part: tell(part, 0, 1))
-        if record: keep('25_parity', result['rows'], model=result['model'])
+        if record: keep('parity', result['rows'], model=result['model'])
         console = Console(width=110)
         with console.capture() as captured: console.print(Markdown(parity_markdown(result)))
         show(result, captured.get().rstrip())
     return 0 if result['ok'] else 1
+
+# %% ../../nbs/app/cli_voice.ipynb #e2c0ffee
+@app.command('notebooks')
+def _notebooks(
+    folder: Annotated[Path, typer.Argument(help='A new folder.')],
+    json_: Json = False,
+):
+    "Copy the pages of this version into a folder, to be opened in JupyterLab."
+    with answer(json_) as show:
+        import shutil
+        from xtts_nb.config import UserError
+        from xtts_nb.files import atomic_folder
+        package = Path(__file__).parents[1]
+        installed = package / 'notebooks'
+        pages = installed if installed.is_dir() else package.with_name('nbs')
+        records = pages / 'benchmarks' if installed.is_dir() else package.with_name('benchmarks')
+        if folder.exists(): raise UserError(f'{folder}: exists already; name a new folder.')
+        left_out = shutil.ignore_patterns('.ipynb_checkpoints', '*.yml', '*.py')
+        with atomic_folder(folder) as part:
+            shutil.copytree(pages, part, dirs_exist_ok=True, ignore=left_out)
+            shutil.copytree(records, part / 'benchmarks', dirs_exist_ok=True, ignore=left_out)
+            (part / 'settings.ini').write_text('[workspace]\n', encoding='utf-8')   # here data, caches and runs begin
+        count = len(list(folder.rglob('*.ipynb')))
+        show({'folder': str(folder), 'notebooks': count}, f'{folder}: {count} pages. Open them: jupyter lab {folder}')

@@ -179,10 +179,10 @@ def bench_diagnose(
     "Slow trainings of known cause, emulated and real, and healthy ones: what is found, promised and measured."
     with answer(json_) as show:
         start()
-        from xtts_nb.monitor.patients import PATIENTS, summed_up, total_lines, ward
-        with progress() as tell: rows = ward(PATIENTS, num_batches, seconds, stage(tell, 'visit the patients'))
-        total = summed_up(rows)
-        if record: keep('49_patients', rows, **total)
+        from xtts_nb.monitor.patients import PATIENTS, patient_totals, total_lines, run_patients
+        with progress() as tell: rows = run_patients(PATIENTS, num_batches, seconds, stage(tell, 'visit the patients'))
+        total = patient_totals(rows)
+        if record: keep('patients', rows, **total)
         show({'rows': rows} | total, '\n'.join([table('The ward', rows), *total_lines(total)]))
 
 # %% ../../nbs/app/cli_watch.ipynb #a7f8394d
@@ -202,12 +202,12 @@ def configure(
         from xtts_nb.app import check as asking
         asked = dict(threads=threads, memory_limit=memory_limit, allocator=allocator, xla=not no_xla,
                      mixed_precision=not no_mixed_precision)
-        wish = asking.Wish(**asked)
+        wish = asking.TFSettings(**asked)
         if env_file: asking.write_environment(env_file, wish)
-        rows = asking.verify(wish) if verify else asking.configure(**asked)
+        rows = asking.verify_settings(wish) if verify else asking.configure(**asked)
         result = {'rows': rows, 'environment': asking.environment(wish), 'env_file': env_file and str(env_file)}
         ends = f'Source {env_file}, then xtts-nb train.' if env_file else 'For a child process: xtts-nb configure --env-file FILE'
-        show(result, f'{asking.table_text(rows)}\n{ends}')
+        show(result, f'{asking.settings_text(rows)}\n{ends}')
     return 1 if any(row['ok'] is False for row in rows) else 0
 
 # %% ../../nbs/app/cli_watch.ipynb #be04dd56
@@ -223,9 +223,9 @@ def check(
         config = XTTSConfig.preset(preset)
         start()
         from xtts_nb.bench import device_name
-        from xtts_nb.app.check import Trial, checks_text, run_checks
+        from xtts_nb.app.check import StepTrial, checks_text, run_checks
         with progress() as tell:
-            rows = run_checks(Trial(config), stress_duration, lambda done, total, name: tell('check', done, total, name))
+            rows = run_checks(StepTrial(config), stress_duration, lambda done, total, name: tell('check', done, total, name))
         counts = {result.lower(): sum(row['result'] == result for row in rows) for result in ('PASSED', 'FAILED', 'SKIPPED')}
         show({'checks': rows, **counts, 'device': device_name()}, checks_text(rows))
     return 1 if counts['failed'] else 0

@@ -45,28 +45,28 @@ class TraceCallback(keras.callbacks.Callback):
         super().__init__()
         if steps < 1: raise UserError(f'TraceCallback: {steps} steps cannot be recorded; take 1 or more.')
         self.folder, self.steps, self.first, self.traces = Path(folder), steps, first, 0
-        self._seen, self._asked, self._left, self._trace = 0, False, 0, None
+        self._seen, self._requested, self._left, self._trace = 0, False, 0, None
 
-    def ask(self): self._asked = True
+    def request(self): self._requested = True
 
     def on_train_batch_end(self, batch, logs=None):
         self._seen += 1
         if self._trace:
             self._left -= 1
             if not self._left: self._stop()
-        elif self._asked or self._seen == self.first or self._called(): self._start()
+        elif self._requested or self._seen == self.first or self._requested_by_file(): self._start()
 
     def on_train_end(self, logs=None):
         if self._trace: self._stop()
 
-    def _called(self) -> bool:
+    def _requested_by_file(self) -> bool:
         "Whether somebody left the file `now`; it is taken away."
         try: (self.folder / 'now').unlink()
         except OSError: return False
         return True
 
     def _start(self):
-        self._asked, self._left, self._trace = False, self.steps, trace(self.folder)
+        self._requested, self._left, self._trace = False, self.steps, trace(self.folder)
         try: self._trace.__enter__()
         except UserError as e: self._trace = None; print(e, file=sys.stderr)   # no reason to stop training
 
@@ -99,7 +99,7 @@ HOST_NOISE = ('Threadpool', 'ParallelFor', 'PjRt', 'Executor', 'KernelAndDevice'
 
 def top_kernels(
     folder: str | Path,   # of `trace`
-    most: int = 10,
+    at_most: int = 10,
 ) -> list[dict]:          # {device, name, ms, share, calls}, dearest first
     "The operations with the most time of their own, of the GPU where there is one, else of the host's compute threads."
     planes = _planes(Path(folder))
@@ -116,7 +116,7 @@ def top_kernels(
                     rows[0][device, name] += ps; rows[1][device, name] += calls[kind]
     total = sum(rows[0].values())
     return [{'device': d, 'name': n, 'ms': round(ps / 1e9, 4), 'share': round(ps / total, 4), 'calls': rows[1][d, n]}
-            for (d, n), ps in rows[0].most_common(most)]
+            for (d, n), ps in rows[0].most_common(at_most)]
 
 def _kernel_name(name: str) -> str:
     "Without the arguments of templates and calls; of `place:kind`, as TensorFlow names its own, the kind."
@@ -137,8 +137,8 @@ def free_port(
 
 class TensorBoard:
     "A TensorBoard over `folder`: `with TensorBoard(folder) as board: board.url`."
-    def __init__(self, folder: str | Path, port: int | None = None, patience: float = 60):
-        self.folder, self.port, self.patience, self.process = Path(folder), port, patience, None
+    def __init__(self, folder: str | Path, port: int | None = None, timeout: float = 60):
+        self.folder, self.port, self.timeout, self.process = Path(folder), port, timeout, None
         if not self.folder.is_dir(): raise UserError(f'{folder}: there is no such folder to show in TensorBoard.')
         if find_spec('tensorboard') is None:
             raise UserError("TensorBoard is not installed; pip install 'xtts_nb[tensorboard]'.")
@@ -149,7 +149,7 @@ class TensorBoard:
     def get(self, path: str = '') -> bytes:
         "What the server answers."
         import gzip
-        with urllib.request.urlopen(self.url + path, timeout=self.patience) as answer: body = answer.read()
+        with urllib.request.urlopen(self.url + path, timeout=self.timeout) as answer: body = answer.read()
         return gzip.decompress(body) if body[:2] == b'\x1f\x8b' else body
 
     def start(self) -> 'TensorBoard':
@@ -160,7 +160,7 @@ class TensorBoard:
         env = os.environ | {'CUDA_VISIBLE_DEVICES': '-1'}   # it only reads
         self.said = tempfile.TemporaryFile('w+')   # a pipe that nobody reads would stop the server once it is full
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self.said, env=env)
-        until = time.monotonic() + self.patience
+        until = time.monotonic() + self.timeout
         while time.monotonic() < until and self.process.poll() is None:
             try: self.get('data/environment'); return self
             except OSError: time.sleep(0.2)

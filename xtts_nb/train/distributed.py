@@ -36,8 +36,8 @@ from ..models.xtts import token_counts, XTTS
 from ..monitor.loop import to_device, wait_for
 from ..sampler import best_probe, card_environment, stand_ins, visible_ids
 from .runs import new_run
-from .step import compile_step, Update
-from .trainer import in_updates, KEPT, Trainer
+from .step import Update, compile_step
+from .trainer import RESUMED_FIELDS, Trainer, epochs_to_steps
 
 # %% ../../nbs/train/distributed.ipynb #2b2880f2
 def tf_config(workers: list[str], index: int) -> str:
@@ -325,7 +325,7 @@ class Replicas:
         compiled = lambda f: [compile_step(f(u), u.training) for u in self.updates]
         self.gradient_steps = compiled(lambda u: u.gradients)
         self.finish_steps = compiled(lambda u: u.finish)
-        self.look_steps = compiled(lambda u: u.look)
+        self.look_steps = compiled(lambda u: u.evaluate)
 
     @contextmanager
     def as_trained(self):
@@ -373,7 +373,7 @@ def distributed_train_step(self: Replicas, batch: dict, number) -> dict:
     return losses_of[0]
 
 def distributed_validation_step(self: Replicas, batch: dict) -> dict:
-    "Rows of this worker -> what `Update.look` gives for all rows."
+    "Rows of this worker -> what `Update.evaluate` gives for all rows."
     return self.all_reduce(lambda i: self.look_steps[i](_rows(batch, i, len(self.devices))))[0]
 
 # %% ../../nbs/train/distributed.ipynb #19e8da0d
@@ -453,7 +453,7 @@ class DistributedTrainer(Trainer):
     "A `Trainer` on all devices of a strategy; one on each worker."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, held_out: BatchPlan | None = None, update: Update | None = None,
                  *, strategy, listen=None):
-        update = update or Update(xtts.gpt, in_updates(xtts.config.training, plan))
+        update = update or Update(xtts.gpt, epochs_to_steps(xtts.config.training, plan))
         copies = self.copies = Replicas(update, xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
         broadcast = Broadcast(copies)
@@ -470,7 +470,7 @@ class DistributedTrainer(Trainer):
         self.bit_sums = tf.function(lambda: _all_bit_sums(copies))
         with _exit_if_peer_lost(copies.worker):
             broadcast.sync_state()
-            restored = broadcast.broadcast({name: getattr(self, name) for name in KEPT})
+            restored = broadcast.broadcast({name: getattr(self, name) for name in RESUMED_FIELDS})
         for name, value in restored.items(): setattr(self, name, value)
 
     def compile(self, **changes):   # of the training section

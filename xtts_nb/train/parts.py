@@ -31,7 +31,7 @@ from ..models.weights import named_weights, save_weights
 
 # %% ../../nbs/train/parts.ipynb #f08e1ec2
 class PartUpdate:
-    "What the two updates share; a subclass says how: `__call__(batch, number)` and `look(batch)`."
+    "What the two updates share; a subclass says how: `__call__(batch, number)` and `evaluate(batch)`."
     def __init__(self, model: keras.Model, nets: dict, training: TrainingConfig):
         self.model, self.nets, self.training = model, nets, training   # what callbacks see; {name: network} to save
 
@@ -49,7 +49,7 @@ class PartUpdate:
         return averaged(self.optimizer, self.weights)
 
     def means(self, sums: dict) -> dict:
-        "The losses behind what `look` has summed up."
+        "The losses behind what `evaluate` has summed up."
         return {name: total / sums['count'] for name, total in sums.items() if name != 'count'}
 
     def finish(self, losses: dict, gradients: list, also=lambda: None) -> dict:
@@ -116,7 +116,7 @@ class DVAEUpdate(PartUpdate):
         losses = {'loss': loss, 'mel_loss': found['mel_loss'], 'commitment': found['commitment']}
         return self.finish(losses, [gradients], move)
 
-    def look(self, batch):
+    def evaluate(self, batch):
         "Sums over crops held out."
         return {'loss': dvae_losses(self.model, batch['mel'])['mel_loss'], 'count': tf.constant(1.)}
 
@@ -229,14 +229,14 @@ def make_bank(
                                             (int(n.sum()), *shape)) for (name, shape), n in zip(shapes.items(), lengths)]
         np.save(part / 'length.npy', lengths)
         for name in ('speaker', 'language'): np.save(part / f'{name}.npy', np.asarray(getattr(cache, name))[clips])
-        _think(xtts, cache, clips, arrays[0], lambda done: told(done, total))
-        _hear(xtts.config, cache, clips, corpus, arrays[1:], lengths[1:], lambda done: told(len(clips) + done, total))
+        _fill_states(xtts, cache, clips, arrays[0], lambda done: told(done, total))
+        _fill_audio(xtts.config, cache, clips, corpus, arrays[1:], lengths[1:], lambda done: told(len(clips) + done, total))
         write_json(part / 'clips.json', {'ids': [cache.clips[i]['id'] for i in clips], 'limits': _limits(xtts.config)})
         for array in arrays: array.flush()
     return Bank(folder)
 
 # %% ../../nbs/train/parts.ipynb #3f97059c
-def _think(xtts: XTTS, cache: Cache, clips: np.ndarray, out: np.ndarray, told):
+def _fill_states(xtts: XTTS, cache: Cache, clips: np.ndarray, out: np.ndarray, told):
     "Fill `out` with the GPT's state at each code of some clips, each of which comes once."
     data = xtts.config.data.model_copy(update={'balance_speakers': False, 'balance_languages': False})
     plan, length, done = BatchPlan(cache, data, clips), cache.codes_length[clips], 0
@@ -250,7 +250,7 @@ def _think(xtts: XTTS, cache: Cache, clips: np.ndarray, out: np.ndarray, told):
         told(done)
     if first: raise RuntimeError(f'{len(first)} clips have no states, the first is {cache.clips[min(first)]["id"]}.')
 
-def _hear(config: XTTSConfig, cache: Cache, clips: np.ndarray, corpus, out: list[np.ndarray], lengths: np.ndarray, told):
+def _fill_audio(config: XTTSConfig, cache: Cache, clips: np.ndarray, corpus, out: list[np.ndarray], lengths: np.ndarray, told):
     "Fill two arrays with the samples of each clip and with its speaker mel."
     rate, speaker = config.model.decoder.sample_rate, config.model.speaker
     ends = np.cumsum(lengths, 1)
@@ -362,7 +362,7 @@ class VoiceUpdate(PartUpdate):
         self.weights = [*decoder.trainable_variables, *self.vector_weights]
         self.learned = self.weights, self.critic.trainable_variables
         self.optimizers = [make_optimizer(w, self.training, n) for w, n in zip(self.learned, ('adamw', 'critic_adamw'))]
-        self.optimizers[1].learning_rate = self.optimizers[0].follows   # a rate that is assigned to one is of both
+        self.optimizers[1].learning_rate = self.optimizers[0].schedule   # a rate that is assigned to one is of both
 
     def compare(self, made, real) -> dict:
         "The losses that need no critic."
@@ -389,7 +389,7 @@ class VoiceUpdate(PartUpdate):
         if self.vector_weights: gradients += tape.gradient(vector, self.vector_weights, to_vector)
         return self.finish(found | {'critic_loss': judged}, [gradients, tape.gradient(judged, self.learned[1])])
 
-    def look(self, batch):
+    def evaluate(self, batch):
         "Sums over windows held out; the critics are not asked."
         made, real = self.decoder(batch['states'], self.encoder(batch['voice'])), tf.cast(batch['wav'], 'float32') / 32768
         found = self.compare(made, real)
