@@ -41,7 +41,8 @@ def test_codes_are_local(dvae):
     assert np.array_equal(whole[:6], cut[:6])
 
 def test_the_nearest_code_is_chosen():
-    book = Codebook(7, 3); book.build()
+    book = Codebook(7, 3)
+    book.build()
     z = normal(2, 5, 3)
     far = ((z[:, :, None] - np.array(book.embed.numpy()).T[None, None])**2).sum(-1)
     assert np.array_equal(book.encode(z), far.argmin(-1))
@@ -54,13 +55,15 @@ def moved(book, z, codes, steps):
     return book.embed.numpy().T
 
 def test_codes_move_to_the_mean_of_what_chose_them():
-    book = Codebook(2, 3); book.build()
+    book = Codebook(2, 3)
+    book.build()
     z, codes = normal(1, 8, 3), tf.constant([[0, 0, 0, 1, 1, 1, 1, 1]])
     assert np.allclose(moved(book, z, codes, 600), [z[0, :3].mean(0), z[0, 3:].mean(0)], atol=0.05)
 
 @pytest.mark.parametrize('size, lost', [(0.06, False), (0.04, True)])
 def test_a_code_is_lost_below_one_choice_in_twenty_batches(size, lost):
-    book = Codebook(2, 3); book.build()
+    book = Codebook(2, 3)
+    book.build()
     book.cluster_size.assign([1., size / 0.99])
     before = book.embed_avg.numpy()[:, 1]
     update_codebook(book, normal(1, 8, 3), tf.zeros((1, 8), tf.int32), tf.constant([0, 1]))
@@ -69,9 +72,11 @@ def test_a_code_is_lost_below_one_choice_in_twenty_batches(size, lost):
 
 def test_one_update_to_the_last_digit():
     "Running sums and counts, and vectors that are their quotients, steadied by 1e-5 a code."
-    book = Codebook(3, 2); book.build()
+    book = Codebook(3, 2)
+    book.build()
     counts, sums, z = np.array([2e-5, 4., 2**-17]), normal(2, 3), normal(1, 4, 2, seed=1)
-    book.cluster_size.assign(counts); book.embed_avg.assign(sums)
+    book.cluster_size.assign(counts)
+    book.embed_avg.assign(sums)
     update_codebook(book, z, tf.constant([[0, 1, 1, 0]]), tf.constant([0, 1]), decay=0.75, lost=0.75 * 2**-17)
     counts = 0.75 * counts + 0.25 * np.array([2, 2, 0])
     sums = 0.75 * sums + 0.25 * np.stack([z[0, 0] + z[0, 3], z[0, 1] + z[0, 2], np.zeros(2)], 1)
@@ -91,7 +96,8 @@ def test_lost_codes_move_to_vectors_from_the_whole_batch():
     assert (book.cluster_size.numpy()[1:] == 1).all()
 
 def test_a_code_that_nothing_chose_moves_to_a_vector_of_the_batch():
-    book = Codebook(4, 3); book.build()
+    book = Codebook(4, 3)
+    book.build()
     z = normal(1, 8, 3)
     lost = moved(book, z, tf.zeros((1, 8), tf.int32), 100)[3]
     assert np.abs(z[0] - lost).max(-1).min() < 0.1
@@ -115,7 +121,8 @@ def test_mel_constants():
 def test_saved_and_loaded(dvae, small, tmp_path):
     dvae.save(tmp_path / 'd.safetensors')
     again, mel = load_dvae(tmp_path / 'd.safetensors', small), tf.constant(5 * normal(1, 40, 80))
-    assert np.array_equal(dvae.encode(mel), again.encode(mel)) and np.array_equal(dvae.mel_stats, again.mel_stats)
+    assert np.array_equal(dvae.encode(mel), again.encode(mel))
+    assert np.array_equal(dvae.mel_stats, again.mel_stats)
     assert all(np.array_equal(a, b) for a, b in zip(dvae.variables, again.variables))
     again.save(tmp_path / 'e.safetensors')
     assert (tmp_path / 'd.safetensors').read_bytes() == (tmp_path / 'e.safetensors').read_bytes()
@@ -128,8 +135,10 @@ def test_another_size_is_named(dvae, small, tmp_path, change):
 
 @pytest.mark.parametrize('kind', ['bfloat16', 'float16'])
 def test_half_precision_keeps_codebook_and_constants_in_float32(small, kind):
-    keras.utils.set_random_seed(0); plain = DVAE(small)
-    keras.utils.set_random_seed(0); mixed = DVAE(small, dtype=f'mixed_{kind}')
+    keras.utils.set_random_seed(0)
+    plain = DVAE(small)
+    keras.utils.set_random_seed(0)
+    mixed = DVAE(small, dtype=f'mixed_{kind}')
     assert all(v.dtype == 'float32' for v in named_weights(mixed).values())
     codes = tf.constant([[1, 2, 3, 4]])
     assert np.abs(plain.decode(codes) - mixed.decode(codes)).max() < 0.05 * np.abs(plain.decode(codes)).max()

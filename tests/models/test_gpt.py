@@ -34,7 +34,8 @@ def test_the_full_size(): assert parameter_count(GPT(XTTSConfig.xtts_v2(), 261))
 
 def test_shapes(gpt, inputs, small):
     text, code = call(gpt, inputs)
-    assert text.shape == (2, T + 2, small.model.gpt.text_tokens) and code.shape == (2, S + 2, small.model.dvae.codes + 2)
+    assert text.shape == (2, T + 2, small.model.gpt.text_tokens)
+    assert code.shape == (2, S + 2, small.model.dvae.codes + 2)
     assert text.dtype == code.dtype == np.float32 and np.isfinite(text).all() and np.isfinite(code).all()
 
 @pytest.mark.parametrize('stops', [1, 4])
@@ -61,7 +62,8 @@ def test_the_mask_position_by_position(length, stop_seen):
 
 @pytest.mark.parametrize('place', [0, 5, S - 1])
 def test_codes_see_only_what_came_before(gpt, inputs, place):
-    changed = inputs['codes'].copy(); changed[0, place] = (changed[0, place] + 1) % 32
+    changed = inputs['codes'].copy()
+    changed[0, place] = (changed[0, place] + 1) % 32
     (text, code), (text2, code2) = call(gpt, inputs), call(gpt, inputs, codes=changed)
     moved = np.abs(code - code2).max(-1)
     assert np.array_equal(text, text2) and not moved[1].any()
@@ -69,14 +71,16 @@ def test_codes_see_only_what_came_before(gpt, inputs, place):
 
 @pytest.mark.parametrize('place', [0, 4, T - 1])
 def test_text_sees_only_what_came_before_and_codes_see_all_of_it(gpt, inputs, place):
-    changed = inputs['text'].copy(); changed[0, place] = 30
+    changed = inputs['text'].copy()
+    changed[0, place] = 30
     (text, code), (text2, code2) = call(gpt, inputs), call(gpt, inputs, text=changed)
     moved = np.abs(text - text2).max(-1)
     assert not moved[0, :place + 1].any() and moved[0, place + 1:].all() and not moved[1].any()
     assert (np.abs(code - code2).max(-1)[0] > 0).all()
 
 def test_the_reference_reaches_every_position_of_its_own_row(gpt, inputs):
-    changed = inputs['reference'].copy(); changed[0] += 1
+    changed = inputs['reference'].copy()
+    changed[0] += 1
     (text, code), (text2, code2) = call(gpt, inputs), call(gpt, inputs, reference=changed)
     for a, b in ((text, text2), (code, code2)):
         assert (np.abs(a - b).max(-1)[0] > 1e-6).all() and np.allclose(a[1], b[1], atol=1e-6)
@@ -89,7 +93,8 @@ def test_padding_does_not_count(gpt, inputs, more, filler):
     text2, code2 = call(gpt, inputs, text=wide(inputs['text']), codes=wide(inputs['codes']))
     for row in range(2):
         t, c = inputs['text_length'][row] + 1, inputs['code_length'][row] + 1
-        assert np.allclose(text[row, :t], text2[row, :t], atol=1e-5) and np.allclose(code[row, :c], code2[row, :c], atol=1e-5)
+        assert np.allclose(text[row, :t], text2[row, :t], atol=1e-5)
+        assert np.allclose(code[row, :c], code2[row, :c], atol=1e-5)
 
 def test_a_row_alone_equals_the_row_in_company(gpt, inputs):
     text, code = call(gpt, inputs)
@@ -108,7 +113,8 @@ def test_the_longest_text_and_codes_there_may_be(gpt, small):
 @pytest.mark.parametrize('frames', [2, 31, 100])
 def test_a_reference_of_any_length(gpt, inputs, frames):
     reference = np.random.default_rng(1).normal(size=(2, frames, 80)).astype(np.float32)
-    assert np.isfinite(call(gpt, inputs, reference=reference)[1]).all() and gpt.conditioning(reference).shape == (2, P, 64)
+    assert np.isfinite(call(gpt, inputs, reference=reference)[1]).all()
+    assert gpt.conditioning(reference).shape == (2, P, 64)
 
 def test_dropout_follows_the_seed(gpt, inputs):
     a, b, c, plain = (call(gpt, inputs, seed)[1] for seed in (SEED, SEED, tf.constant([1, 3]), None))
@@ -121,7 +127,8 @@ def test_every_dropout_has_a_seed_of_its_own(gpt, inputs, monkeypatch):
         return real(x, rate, seed)
     for module in (gpt_module, layers): monkeypatch.setattr(module, 'dropout', spy)
     call(gpt, inputs, SEED)
-    assert len(seen) == len(set(seen)) == 1 + 3 * len(gpt.blocks) and {rate for rate, *_ in seen} == {gpt.cfg.dropout}
+    assert len(seen) == len(set(seen)) == 1 + 3 * len(gpt.blocks)
+    assert {rate for rate, *_ in seen} == {gpt.cfg.dropout}
 
 def test_without_dropout_the_seed_does_nothing(small, inputs):
     net = GPT(small.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}), START)
@@ -131,11 +138,13 @@ def test_without_dropout_the_seed_does_nothing(small, inputs):
 def test_noise_replaces_its_share_of_codes_and_no_edge(share):
     codes = np.random.default_rng(0).integers(0, 258, (8, 4000), dtype=np.int32)   # 256 is START, 257 STOP
     noisy = gpt_module.noisy_codes(tf.constant(codes), share, 256, SEED).numpy()
-    assert np.array_equal(noisy[codes >= 256], codes[codes >= 256]) and noisy.min() == 0 and noisy.max() == 257
+    assert np.array_equal(noisy[codes >= 256], codes[codes >= 256]) and noisy.min() == 0
+    assert noisy.max() == 257
     inner = codes < 256
     assert np.mean(noisy[inner] != codes[inner]) == pytest.approx(share * 255 / 256, abs=0.01)
     assert len(np.unique(noisy[inner & (noisy != codes)])) == 256
-    assert not np.array_equal(noisy, gpt_module.noisy_codes(tf.constant(codes), share, 256, tf.constant([1, 3])))
+    assert not np.array_equal(noisy,
+                              gpt_module.noisy_codes(tf.constant(codes), share, 256, tf.constant([1, 3])))
 
 def test_noise_is_for_training_alone(small, gpt, inputs):
     net = GPT(small.replace(model={'gpt': {'code_noise': 0.5}}), gpt.text_start)
@@ -167,9 +176,11 @@ def test_half_precision_is_close_to_float32(small, gpt, inputs, kind, near):
         assert rough.dtype == np.float32 and 0 < np.abs(plain - rough).max() < near
     assert all(v.dtype == 'float32' for v in mixed.variables)
 
-ARCHITECTURE = [('layers', 1), ('width', 128), ('text_tokens', 60), ('max_text_tokens', 50), ('max_audio_codes', 50),
+ARCHITECTURE = [('layers', 1), ('width', 128), ('text_tokens', 60), ('max_text_tokens', 50),
+                ('max_audio_codes', 50),
                 ('prompt_latents', 5),
-                ('conditioning_layers', 1), ('perceiver_layers', 2), ('perceiver_heads', 2), ('perceiver_head_dim', 16)]
+                ('conditioning_layers', 1), ('perceiver_layers', 2), ('perceiver_heads', 2),
+                ('perceiver_head_dim', 16)]
 
 @pytest.mark.parametrize('key, value', ARCHITECTURE)
 def test_every_size_changes_the_weights(small, gpt, key, value):

@@ -13,7 +13,8 @@ from xtts_nb.models.weights import load_weights, named_weights, read_tensors, sa
 
 def model(width=4, seed=0):
     keras.utils.set_random_seed(seed)
-    net = keras.Sequential([keras.layers.Dense(width, name='one'), keras.layers.Dense(2, name='two')], name='net')
+    net = keras.Sequential([keras.layers.Dense(width, name='one'), keras.layers.Dense(2, name='two')],
+                           name='net')
     net.build((None, 3))
     return net
 
@@ -27,20 +28,23 @@ def test_names_do_not_depend_on_how_many_models_there_are(xtts, small):
     from xtts_nb.models.gpt import GPT
     for kind, made in ((DVAE, DVAE(small)), (GPT, GPT(small, 3))):
         again = kind(small) if kind is DVAE else GPT(small, 3)
-        assert list(named_weights(made)) == list(named_weights(again)) and len(named_weights(made)) == len(made.variables)
+        assert list(named_weights(made)) == list(named_weights(again))
+        assert len(named_weights(made)) == len(made.variables)
 
 def test_there_and_back_with_metadata(tmp_path):
     save_weights(tmp_path / 'new' / 'a.safetensors', named_weights(model()), step='7', note='ü')
     other = model(seed=1)
     assert not np.array_equal(values(other)['one/kernel'], values(model())['one/kernel'])
-    assert load_weights(tmp_path / 'new' / 'a.safetensors', named_weights(other)) == {'step': '7', 'note': 'ü'}
+    assert load_weights(tmp_path / 'new' / 'a.safetensors', named_weights(other)) == {'step': '7',
+                                                                                      'note': 'ü'}
     assert all(np.array_equal(v, values(model())[k]) for k, v in values(other).items())
 
 def test_without_metadata(tmp_path):
     save_weights(tmp_path / 'a.safetensors', {'x': np.zeros(3)})
     assert load_weights(tmp_path / 'a.safetensors', {}) == {}
 
-@pytest.mark.parametrize('array', [np.float32(3), np.zeros((0, 3), np.float32), np.asfortranarray(np.arange(6.).reshape(2, 3)),
+@pytest.mark.parametrize('array', [np.float32(3), np.zeros((0, 3), np.float32),
+                                   np.asfortranarray(np.arange(6.).reshape(2, 3)),
                                    np.arange(12.).reshape(3, 4)[:, ::2], np.arange(3, dtype=np.int64)],
                          ids=['scalar', 'empty', 'F', 'strided', 'int'])
 def test_every_kind_of_array(tmp_path, array):
@@ -55,17 +59,21 @@ def test_more_tensors_than_needed_are_fine(tmp_path):
     assert all(np.array_equal(v, values(model())[k]) for k, v in values(other).items())
 
 @pytest.mark.parametrize('kind, message', [
-    ('missing', 'not readable as weights'), ('empty', 'not readable as weights'), ('text', 'not readable as weights'),
+    ('missing', 'not readable as weights'), ('empty', 'not readable as weights'),
+    ('text', 'not readable as weights'),
     ('cut in the head', 'not readable as weights'), ('cut in the tensors', 'not readable as weights'),
     ('folder', 'not readable as weights'),
     ('lacking', 'the tensor "two/bias" is missing; the file belongs to another model'),
-    ('wider', r'"one/kernel" has shape \(3, 5\), expected \(3, 4\); the file belongs to a model of another size')])
+    ('wider',
+     r'"one/kernel" has shape \(3, 5\), expected \(3, 4\); the file belongs to a model of another size')])
 def test_a_bad_file_is_named_and_changes_nothing(tmp_path, kind, message):
     path, net = tmp_path / 'a.safetensors', model()
     save_weights(path, named_weights(model(5 if kind == 'wider' else 4, seed=1)))
     data = path.read_bytes()
     if kind == 'missing': path.unlink()
-    if kind == 'folder': path.unlink(); path.mkdir()
+    if kind == 'folder':
+        path.unlink()
+        path.mkdir()
     if kind == 'empty': path.write_bytes(b'')
     if kind == 'text': path.write_text('these are no weights\n' * 9)
     if kind == 'cut in the head': path.write_bytes(data[:20])
@@ -76,18 +84,23 @@ def test_a_bad_file_is_named_and_changes_nothing(tmp_path, kind, message):
     assert str(path) in str(e.value) and all(np.array_equal(v, before[k]) for k, v in values(net).items())
 
 def test_one_at_a_time_gives_what_all_at_once_gives(tmp_path):
-    given = {'a': np.ones((3, 2), np.float32).T, 'b': np.arange(3, dtype=np.int8), 'c': np.ones((), np.float16),
+    given = {'a': np.ones((3, 2), np.float32).T, 'b': np.arange(3, dtype=np.int8),
+             'c': np.ones((), np.float16),
              'd': np.ones(5, ml_dtypes.bfloat16), 'e': np.zeros((0, 2))}
     write_tensors(tmp_path / 'x.safetensors', given)
-    with safetensors.safe_open(tmp_path / 'x.safetensors', 'numpy') as f: whole = {n: f.get_tensor(n) for n in f.keys()}
+    with safetensors.safe_open(tmp_path / 'x.safetensors', 'numpy') as f:
+        whole = {n: f.get_tensor(n) for n in f.keys()}
     for read in (whole, dict(read_tensors(tmp_path / 'x.safetensors'))):
         assert read.keys() == given.keys()
         assert all(np.array_equal(read[n], x) and read[n].dtype == x.dtype for n, x in given.items())
 
 def test_the_bytes_are_those_of_the_safetensors_library(tmp_path):
-    given = {'b': np.arange(6, dtype=np.float32).reshape(2, 3), 'a': np.zeros(3, np.float16), 'é"x/y': np.array(3, np.int64),
-             'z': np.ones((2, 0), np.float32), 'c': np.ones(4, np.uint8), 'q': np.ones(2, bool), 'i': np.ones(1, np.int32),
-             'h': np.ones(3, ml_dtypes.bfloat16), 'd': np.ones(1), 'e': np.ones(3, np.int8), 'f': np.ones(3, np.int16)}
+    given = {'b': np.arange(6, dtype=np.float32).reshape(2, 3), 'a': np.zeros(3, np.float16),
+             'é"x/y': np.array(3, np.int64),
+             'z': np.ones((2, 0), np.float32), 'c': np.ones(4, np.uint8), 'q': np.ones(2, bool),
+             'i': np.ones(1, np.int32),
+             'h': np.ones(3, ml_dtypes.bfloat16), 'd': np.ones(1), 'e': np.ones(3, np.int8),
+             'f': np.ones(3, np.int16)}
     for metadata in ({}, {'facts': json.dumps({'step': 1, 'note': 'ü\n'})}):
         save_weights(tmp_path / 'ours', given, **metadata)
         safetensors.numpy.save_file(given, tmp_path / 'theirs', metadata or None)
@@ -115,7 +128,8 @@ def test_a_file_cut_off_is_named_when_read_one_at_a_time(tmp_path, size):
     write_tensors(tmp_path / 'x.safetensors', {'a': np.ones(100), 'b': np.ones(100)})
     data = (tmp_path / 'x.safetensors').read_bytes()
     (tmp_path / 'x.safetensors').write_bytes(data[:size])
-    with pytest.raises(UserError, match='ends within "b"' if size < 0 else 'x.safetensors: not readable as weights'):
+    with pytest.raises(UserError,
+                       match='ends within "b"' if size < 0 else 'x.safetensors: not readable as weights'):
         list(read_tensors(tmp_path / 'x.safetensors'))
 
 @pytest.mark.parametrize('head', ['[]', '"x"', '{"a": 3}', '{"a": {}}',

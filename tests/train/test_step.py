@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from xtts_nb.config import TrainingConfig
 from xtts_nb.models.gpt import GPT
-from xtts_nb.models.layers import fold
+from xtts_nb.models.layers import fold_seed
 from xtts_nb.models.xtts import POLICIES, token_counts
 from xtts_nb.train.step import (
     MODES, CompiledStep, Update, _refused_operation, check_modes_agree, compile_step, mode_line, random_batch,
@@ -76,7 +76,7 @@ def test_a_part_draws_by_its_place_in_the_whole_batch(mini, rows, parts, first):
     made = update(mini, model={'gpt': {'dropout': 0.5}}, training={'accumulation': parts, 'seed': 7})
     seed, size = tf.constant([7, 9]), 4 // parts
     cut = [{k: v[i * size:(i + 1) * size] for k, v in rows.items()} for i in range(parts)]
-    seeds = [seed] if parts == 1 and first is None else [fold(seed, (first or 0) + i) for i in range(parts)]
+    seeds = [seed] if parts == 1 and first is None else [fold_seed(seed, (first or 0) + i) for i in range(parts)]
     wanted = [made.share(some, s, ONES) for some, s in zip(cut, seeds)]
     gradients, sums = made.gradients(rows, tf.constant(9), ONES, first)
     for name, total in sums.items():
