@@ -7,8 +7,8 @@ from xtts_nb.data.audio import speaker_log_mel, synthetic_voice
 from xtts_nb.config import SpeakerConfig, UserError, XTTSConfig
 from xtts_nb.models.dvae import parameter_count
 from xtts_nb.models.hifigan import (
-    Conv2D, HiFiGAN, SpeakerBlock, SpeakerEncoder, fold_weight_norm, is_normalised, load_decoder,
-    load_hifigan, load_speaker_encoder, norm, stretch, unfold_weight_norm)
+    Conv2D, HiFiGAN, SpeakerBlock, SpeakerEncoder, batch_norm, fold_weight_norm, is_normalised, load_decoder,
+    load_hifigan, load_speaker_encoder, stretch, unfold_weight_norm)
 from xtts_nb.app.parity import voice_parity
 from xtts_nb.models.weights import named_weights, save_weights
 
@@ -44,7 +44,8 @@ def test_parameters_of_the_released_speaker_encoder(): assert shapes(SpeakerEnco
 def test_stretch_is_linear_at_the_given_scale(scale, length):
     x = np.random.randn(2, length, 3).astype(np.float32)
     place = np.clip((np.arange(max(1, int(length * scale))) + 0.5) / scale - 0.5, 0, length - 1)
-    expected = np.stack([[np.interp(place, np.arange(length), x[b, :, d]) for d in range(3)] for b in range(2)])
+    expected = np.stack([[np.interp(place, np.arange(length), x[b, :, d]) for d in range(3)]
+                         for b in range(2)])
     assert np.allclose(stretch(tf.constant(x), scale), expected.transpose(0, 2, 1), atol=1e-5)
 
 
@@ -146,8 +147,10 @@ def test_a_missing_tensor_is_named(config, decoder, tmp_path):
     weights = stored(decoder, '_g', '_v')
     weights.pop('decoder/enter/bias')
     save_weights(tmp_path / 'x.safetensors', weights)
-    with pytest.raises(UserError, match='decoder/enter/bias'): load_decoder(tmp_path / 'x.safetensors', config)
-    with pytest.raises(UserError, match='speaker/enter'): load_speaker_encoder(tmp_path / 'x.safetensors', config)
+    with pytest.raises(UserError, match='decoder/enter/bias'):
+        load_decoder(tmp_path / 'x.safetensors', config)
+    with pytest.raises(UserError, match='speaker/enter'):
+        load_speaker_encoder(tmp_path / 'x.safetensors', config)
 
 
 def test_fold_of_a_transposed_kernel_runs_over_its_inputs():
@@ -176,7 +179,7 @@ def test_a_convolution_is_padded_by_half_a_kernel(kernel_size, stride):
     assert np.allclose(layer(x)[0], expected, atol=1e-5)
 
 def test_a_norm_of_silence_is_divided_by_its_epsilon():
-    layer = norm('n')
+    layer = batch_norm('n')
     layer.build((None, 3))
     layer.moving_variance.assign([0., 1e-5, 1.])
     expected = np.float64([1e-5, 2e-5, 1 + 1e-5])**-0.5
