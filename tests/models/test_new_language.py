@@ -14,7 +14,8 @@ from xtts_nb.models.new_language import _grown, grow, grow_folder, grow_tokenize
 from xtts_nb.data.text import Tokenizer, learn_merges, train_tokenizer
 from xtts_nb.models.weights import read_tensors, write_tensors
 
-OLD, NEW = ['The old dog sleeps all day.', 'The boat is old, too!'], ['سگ پیر می‌خوابد.', 'قایق ۱۲ تومان است؟']
+OLD = ['The old dog sleeps all day.', 'The boat is old, too!']
+NEW = ['سگ پیر می‌خوابد.', 'قایق ۱۲ تومان است؟']
 
 
 @pytest.fixture(scope='module')
@@ -35,7 +36,8 @@ def test_the_new_texts_are_known_to_the_last_character(tokenizer):
     grown = grow_tokenizer(tokenizer, 'fa', NEW)
     for text in NEW:
         ids = grown.encode(text, 'fa')
-        assert not grown.unknown(text, 'fa') and 1 not in ids and grown.decode(ids) == '[fa]' + grown.clean(text, 'fa')
+        assert not grown.unknown(text, 'fa') and 1 not in ids
+        assert grown.decode(ids) == '[fa]' + grown.clean(text, 'fa')
     assert sorted(grown.bpe.get_vocab().values()) == list(range(grown.size))
 
 def test_a_grown_tokenizer_goes_through_a_file(tokenizer, tmp_path):
@@ -54,10 +56,12 @@ def test_the_vocabulary_of_xtts_grows_and_old_ids_stay(tmp_path):
     for language in old.languages:
         for row in rows[language]:
             if 'ids' in row: assert grown.encode(row['text'], language) == row['ids']
-    assert grown.size > old.size and not any(grown.unknown(t, 'fa') or 1 in grown.encode(t, 'fa') for t in NEW)
+    assert grown.size > old.size
+    assert not any(grown.unknown(t, 'fa') or 1 in grown.encode(t, 'fa') for t in NEW)
 
 def test_the_order_of_texts_does_not_matter(tokenizer):
-    assert grow_tokenizer(tokenizer, 'fa', NEW).to_json() == grow_tokenizer(tokenizer, 'fa', reversed(NEW)).to_json()
+    assert grow_tokenizer(tokenizer, 'fa', NEW).to_json() == grow_tokenizer(tokenizer, 'fa',
+                                                                            reversed(NEW)).to_json()
 
 def test_old_rows_are_the_same_bits(model):
     before = {name: v.numpy() for name, v in model.weights.items()}
@@ -65,7 +69,8 @@ def test_old_rows_are_the_same_bits(model):
     larger = set()
     for name, v in grown.weights.items():
         old, new = before[name], v.numpy()
-        assert np.array_equal(new[tuple(slice(n) for n in old.shape)].view(np.uint8), old.view(np.uint8)), name
+        assert np.array_equal(new[tuple(slice(n) for n in old.shape)].view(np.uint8),
+                              old.view(np.uint8)), name
         assert np.array_equal(model.weights[name].numpy(), old), name
         if new.shape != old.shape: larger.add(name.split('/', 1)[1])
     assert larger == {'text_embedding/embeddings', 'text_head/kernel', 'text_head/bias'}
@@ -117,9 +122,10 @@ def test_texts_without_text(tokenizer, texts):
     with pytest.raises(UserError, match='texts in fa are empty'): grow_tokenizer(tokenizer, 'fa', texts)
 
 
-# --- pieces of words -----------------------------------------------------------------------------------------------
+# --- pieces of words ----------------------------------------------------------------------------------------
 
-MANY = [f'{a} {b}' for a in ('سگ', 'سگ‌ها', 'قایق', 'old سگ', 'boat') for b in ('پیر', 'پیرتر', 'کهنه', 'dog')]
+MANY = [f'{a} {b}' for a in ('سگ', 'سگ‌ها', 'قایق', 'old سگ', 'boat')
+        for b in ('پیر', 'پیرتر', 'کهنه', 'dog')]
 
 @pytest.mark.parametrize('tokens', [0, 5, 20, 25, 30, 10_000])
 def test_pieces_fill_up_to_the_number_asked_for(tokenizer, tokens):
@@ -138,7 +144,8 @@ def test_pieces_make_rows_shorter_and_leave_old_texts_alone(tokenizer):
         assert pieces.decode(ids) == '[fa]' + pieces.clean(text, 'fa') and 1 not in ids
     length = lambda t: sum(len(t.encode(text, 'fa')) for text in MANY)
     assert length(pieces) < 0.8 * length(plain)
-    for text in [*OLD, 'boatdog', 'olddog the']: assert pieces.encode(text, 'en') == tokenizer.encode(text, 'en')
+    for text in [*OLD, 'boatdog', 'olddog the']:
+        assert pieces.encode(text, 'en') == tokenizer.encode(text, 'en')
 
 @pytest.mark.parametrize('known, characters, pairs', [
     ('a b', 'a', [('a', 'b')]), ('a b c', 'a', [('a', 'b'), ('ab', 'c')]), ('a b c', 'c', []),
@@ -155,10 +162,10 @@ def test_every_piece_holds_a_new_character(tokenizer):
     characters = set(''.join(cleaned)) - {' '} - known
     pairs = list(new_pieces(cleaned, known | characters, characters))
     assert pairs and all(characters & set(a + b) for a, b in pairs) and len(set(pairs)) == len(pairs)
-    assert not all(characters & set(a + b) for a, b in learn_merges(cleaned))   # there were others to be refused
+    assert not all(characters & set(a + b) for a, b in learn_merges(cleaned))   # others were refused
 
 
-# --- a folder for a folder -----------------------------------------------------------------------------------------
+# --- a folder for a folder ----------------------------------------------------------------------------------
 
 @pytest.fixture
 def home(model, tmp_path):
@@ -168,15 +175,19 @@ def home(model, tmp_path):
     write_tensors(path, dict(read_tensors(path)) | {'decoder/enter/bias': np.arange(3, dtype=np.float32)})
     (tmp_path / 'model/coqui.json').write_text('{"model": "xtts"}')
     (tmp_path / 'fa.txt').write_text('\n\n'.join(NEW) + '\n', encoding='utf-8')
-    (tmp_path / 'empty.txt').write_text(' \n\n'); (tmp_path / 'binary.txt').write_bytes(b'\xff\xfe\x00')
-    (tmp_path / 'taken').mkdir(); (tmp_path / 'taken/note').write_text('mine')
+    (tmp_path / 'empty.txt').write_text(' \n\n')
+    (tmp_path / 'binary.txt').write_bytes(b'\xff\xfe\x00')
+    (tmp_path / 'taken').mkdir()
+    (tmp_path / 'taken/note').write_text('mine')
     return tmp_path
 
 def test_grow_as_a_command(home, model, tokenizer):
     before = tree(home / 'model')
-    done = xtts_nb('grow', 'model', 'grown', '--language', 'fa', '--texts', 'fa.txt', '--tokens', '30', '--json', cwd=home)
+    done = xtts_nb('grow', 'model', 'grown', '--language', 'fa', '--texts', 'fa.txt', '--tokens', '30',
+                   '--json', cwd=home)
     assert done.code == 0, done.err
-    assert done.json == dict(tokens_before=tokenizer.size, tokens=XTTS.load(home / 'grown').tokenizer.size, out='grown')
+    assert done.json == dict(tokens_before=tokenizer.size, tokens=XTTS.load(home / 'grown').tokenizer.size,
+                             out='grown')
     assert tree(home / 'model') == before and (home / 'grown/coqui.json').read_text() == '{"model": "xtts"}'
     old, new = (dict(read_tensors(home / name / 'model.safetensors')) for name in ('model', 'grown'))
     assert old.keys() == new.keys()
@@ -184,13 +195,17 @@ def test_grow_as_a_command(home, model, tokenizer):
         kept = new[name][tuple(slice(n) for n in x.shape)]
         assert kept.dtype == x.dtype and kept.tobytes() == x.tobytes(), name
 
-BAD = {'no model': (['nowhere', 'out', '--language', 'fa', '--texts', 'fa.txt'], ['nowhere', 'holds no model']),
+BAD = {'no model': (['nowhere', 'out', '--language', 'fa', '--texts', 'fa.txt'],
+                    ['nowhere', 'holds no model']),
        'there already': (['model', 'out', '--language', 'en', '--texts', 'fa.txt'], ['has en already']),
-       'no language': (['model', 'out', '--language', 'persian', '--texts', 'fa.txt'], ['persian', 'language code']),
+       'no language': (['model', 'out', '--language', 'persian', '--texts', 'fa.txt'],
+                       ['persian', 'language code']),
        'no texts': (['model', 'out', '--language', 'fa', '--texts', 'no.txt'], ['no.txt', 'missing']),
-       'empty texts': (['model', 'out', '--language', 'fa', '--texts', 'empty.txt'], ['empty.txt', 'no text']),
+       'empty texts': (['model', 'out', '--language', 'fa', '--texts', 'empty.txt'],
+                       ['empty.txt', 'no text']),
        'no UTF-8': (['model', 'out', '--language', 'fa', '--texts', 'binary.txt'], ['binary.txt', 'UTF-8']),
-       'taken': (['model', 'taken', '--language', 'fa', '--texts', 'fa.txt'], ['taken', 'already holds something'])}
+       'taken': (['model', 'taken', '--language', 'fa', '--texts', 'fa.txt'],
+                 ['taken', 'already holds something'])}
 
 @pytest.mark.parametrize('kind', BAD)
 def test_what_grow_refuses(home, kind, monkeypatch, capfd):
@@ -212,9 +227,11 @@ def test_a_model_whose_weights_are_broken_leaves_nothing(home):
     path = home / 'model/model.safetensors'
     path.write_bytes(path.read_bytes()[:-5])
     before = tree(home)
-    with pytest.raises(UserError, match='model.safetensors'): grow_folder(home / 'model', home / 'out', 'fa', NEW)
+    with pytest.raises(UserError, match='model.safetensors'):
+        grow_folder(home / 'model', home / 'out', 'fa', NEW)
     assert tree(home) == before
 
-@pytest.mark.parametrize('language, reason', [('en', 'has en already'), ('fas', 'no language code'), ('', 'no language code')])
+@pytest.mark.parametrize('language, reason',
+                         [('en', 'has en already'), ('fas', 'no language code'), ('', 'no language code')])
 def test_what_cannot_grow(tokenizer, language, reason):
     with pytest.raises(UserError, match=reason): grow_tokenizer(tokenizer, language, NEW)
