@@ -176,14 +176,14 @@ def spoken(config, world):
     scores, before = tf.constant(np.random.default_rng(0).normal(size=(64, 40)) * 2,
                                  tf.float32), tf.range(40)[None] % 2 == 0
     def draw(gpt, text, length, prompt, most, *knobs):
-        return synthesis.choose(scores, before, *knobs[-1:], *knobs[:-1])
+        return synthesis.sample_code(scores, before, *knobs[-1:], *knobs[:-1])
     with patch.object(synthesis, 'generate', draw):
         return Speaker(model)._generate(None, None, None, tf.constant([1, 2]))
 
 def in_time(config, world):
     model = SimpleNamespace(config=config, hifigan=None, gpt=SimpleNamespace(parity=False),
                             dvae=SimpleNamespace(decode=None))
-    return Speaker(model)._in_time(tf.ones((1, 8, 2)))
+    return Speaker(model)._at_speed(tf.ones((1, 8, 2)))
 
 
 # --- the table: key -> changed value, observer, settings on both sides --------------------------------------

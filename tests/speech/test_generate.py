@@ -15,19 +15,20 @@ from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.app.parity import greedy_parity, utterance_parity
-from xtts_nb.speech.generate import (Speaker, Voice, choose, generate, listen, read_reference, reference_mels,
-                               wrapped)
+from xtts_nb.speech.generate import (
+    Speaker, Voice, generate, listen, read_reference, reference_mels, sample_code, wrapped)
 from xtts_nb.models.weights import named_weights, save_weights
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
 
 
-# --- choosing ------------------------------------------------------------------------------------------------------
+# --- choosing -----------------------------------------------------------------------------------------------
 
 def draws(score, n=400, spoken=None, temperature=1., top_k=50, top_p=1., penalty=1.):
     score = tf.constant(score, tf.float32)[None]
     spoken = tf.zeros(score.shape, bool) if spoken is None else tf.constant([spoken])
-    pick = tf.function(lambda i: choose(score, spoken, tf.stack([7, i]), temperature, top_k, top_p, penalty)[0])
+    pick = tf.function(lambda i: sample_code(score, spoken, tf.stack([7, i]), temperature, top_k, top_p,
+                                        penalty)[0])
     return np.array([int(pick(tf.constant(i))) for i in range(n)])
 
 def test_draws_follow_the_softmax():
@@ -38,15 +39,18 @@ def test_draws_follow_the_softmax():
                         minlength=4) / 2000   # flatter: the roots of the chances
     assert np.abs(share - np.sqrt(np.exp(score)) / np.sqrt(np.exp(score)).sum()).max() < 0.04
 
-@pytest.mark.parametrize('limits, allowed', [(dict(top_k=1), {0}), (dict(top_k=2), {0, 1}), (dict(top_k=99), {0, 1, 2, 3}),
-                                             (dict(top_p=0.45), {0}),
-                                             (dict(top_p=0.55), {0, 1}), (dict(top_p=0.9), {0, 1, 2}),
-                                             (dict(top_k=2, top_p=0.6), {0}),
-                                             (dict(top_k=3, top_p=0.55), {0, 1}),
-                                             (dict(temperature=1e-4), {0}), (dict(top_p=0.), {0}), (dict(top_k=0), {0})], ids=str)
+@pytest.mark.parametrize('limits, allowed',
+                         [(dict(top_k=1), {0}), (dict(top_k=2), {0, 1}), (dict(top_k=99), {0, 1, 2, 3}),
+                          (dict(top_p=0.45), {0}),
+                          (dict(top_p=0.55), {0, 1}), (dict(top_p=0.9), {0, 1, 2}),
+                          (dict(top_k=2, top_p=0.6), {0}),
+                          (dict(top_k=3, top_p=0.55), {0, 1}),
+                          (dict(temperature=1e-4), {0}), (dict(top_p=0.), {0}), (dict(top_k=0), {0})],
+                         ids=str)
 def test_limits_keep_the_best(limits, allowed):
     order = [2, 0, 3, 1]   # places of the scores, best first
-    score = np.zeros(4); score[order] = np.log([0.5, 0.3, 0.15, 0.05])
+    score = np.zeros(4)
+    score[order] = np.log([0.5, 0.3, 0.15, 0.05])
     assert set(draws(score, **limits)) == {order[i] for i in allowed}
 
 def test_at_temperature_0_the_best_is_taken(): assert set(draws([0., 3., 2.9], 20, temperature=0)) == {1}
@@ -60,11 +64,12 @@ def test_what_was_spoken_becomes_less_likely(score, spoken, best):
 
 def test_the_seed_decides():
     score = tf.constant(np.random.default_rng(0).normal(size=(3, 40)), tf.float32)
-    pick = lambda seed: choose(score, tf.zeros(score.shape, bool), tf.constant(seed), 1., 50, 1., 1.).numpy().tolist()
+    pick = lambda seed: sample_code(score, tf.zeros(score.shape, bool), tf.constant(seed), 1., 50, 1.,
+                               1.).numpy().tolist()
     assert pick([1, 0]) == pick([1, 0]) and len({tuple(pick([i, 0])) for i in range(5)}) == 5
 
 
-# --- the loop ------------------------------------------------------------------------------------------------------
+# --- the loop -----------------------------------------------------------------------------------------------
 
 MAX = 16
 
@@ -74,7 +79,8 @@ def inputs(xtts):
     width = max(map(len, ids)) + 2
     voices = [synthetic_voice(1., p) for p in (90., 150., 230.)]
     reference = np.stack(reference_mels(xtts, voices, xtts.config.speech))
-    return (np.array([i + [0] * (width - len(i)) for i in ids], np.int32), np.array([len(i) for i in ids], np.int32), reference)
+    return (np.array([i + [0] * (width - len(i)) for i in ids], np.int32),
+            np.array([len(i) for i in ids], np.int32), reference)
 
 @cache
 def compiled(gpt, max_codes, options):
@@ -93,7 +99,9 @@ def biased(xtts, small, stop):
     net = GPT(small, xtts.gpt.text_start)
     for a, b in zip(net.variables, xtts.gpt.variables): a.assign(b)
     # START is never spoken
-    bias = np.zeros(net.code_stop + 1, np.float32); bias[net.code_stop] = stop; bias[net.code_start] = 50.
+    bias = np.zeros(net.code_stop + 1, np.float32)
+    bias[net.code_stop] = stop
+    bias[net.code_start] = 50.
     net.code_head.bias.assign(bias)
     return net
 
@@ -118,9 +126,11 @@ def test_the_states_are_those_of_a_second_pass(xtts, small, inputs):
     net = biased(xtts, small, 1.5)
     text, text_length, reference = inputs
     codes, length, states = speak_states(net, inputs, seed=(1, 0), temperature=1., top_p=1.)
-    again = net.states(*map(tf.constant, (text, text_length, codes, length)), net.conditioning(tf.constant(reference)))[1]
+    again = net.states(*map(tf.constant, (text, text_length, codes, length)),
+                       net.conditioning(tf.constant(reference)))[1]
     assert len(set(length)) > 1
-    for row, n in enumerate(length): assert np.allclose(states[row, :n + 1], again[row, :min(n + 1, MAX)], atol=1e-4)
+    for row, n in enumerate(length):
+        assert np.allclose(states[row, :n + 1], again[row, :min(n + 1, MAX)], atol=1e-4)
 
 def test_the_greatest_length_is_respected(endless, inputs):
     for most in (1, 2, MAX):
@@ -141,7 +151,8 @@ def test_rows_stop_each_for_itself(xtts, small, inputs):
     net, ends = biased(xtts, small, 1.5), set()
     for seed in range(6):
         codes, length = speak(net, inputs, temperature=1., top_p=1., repetition_penalty=1., seed=(seed, 0))
-        for row, n in zip(codes, length): assert (row[:n] < net.code_start).all() and (row[n:] == net.code_stop).all()
+        for row, n in zip(codes, length):
+            assert (row[:n] < net.code_start).all() and (row[n:] == net.code_stop).all()
         ends |= {tuple(length)}
     assert any(len(set(e)) == 3 for e in ends), ends
 
@@ -166,12 +177,14 @@ def test_seeds_repeat_and_differ(endless, inputs):
 
 def test_text_and_voice_steer(endless, inputs):
     codes = speak(endless, inputs)[0]
-    assert not np.array_equal(codes, speak(endless, (inputs[0][::-1].copy(), inputs[1][::-1].copy(), inputs[2]))[0])
+    assert not np.array_equal(codes,
+                              speak(endless, (inputs[0][::-1].copy(), inputs[1][::-1].copy(), inputs[2]))[0])
     assert not np.array_equal(codes, speak(endless, (*inputs[:2], inputs[2] + 2.))[0])
 
 def test_xla_says_the_same(endless, inputs):
     text, length, reference = map(tf.constant, inputs)
-    run = tf.function(lambda *x: generate(endless, *x, MAX, temperature=0., repetition_penalty=3.), jit_compile=True)
+    run = tf.function(lambda *x: generate(endless, *x, MAX, temperature=0., repetition_penalty=3.),
+                      jit_compile=True)
     assert np.array_equal(run(text, length, endless.conditioning(reference))[0], speak(endless, inputs)[0])
 
 def test_bfloat16_speaks(xtts, small, inputs):
@@ -198,7 +211,7 @@ def test_in_parity_code_1_and_start_count_as_spoken(xtts, small, inputs, parity,
     assert (speak(net, inputs, len(spoken))[0] == spoken).all()
 
 
-# --- the speaker ---------------------------------------------------------------------------------------------------
+# --- the speaker --------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
 def speaker(xtts): return Speaker(xtts, temperature=0.)
@@ -206,8 +219,10 @@ def speaker(xtts): return Speaker(xtts, temperature=0.)
 @pytest.mark.parametrize('text, language, message', [
     ('Жaa', 'en', 'never saw the characters ж; write the text without'), ('a 1 ?', 'en', r'characters 1 \?'),
     ('', 'en', 'The text is empty'),
-    (' \n', 'en', 'The text is empty'), ('"“', 'en', 'The text is empty'), ('aa', 'de', 'no language "de"; it has en'),
-    ('a h ' * 40, 'en', 'The text has .* tokens, the model takes 40; split it'), ('aa', '', 'no language ""')])
+    (' \n', 'en', 'The text is empty'), ('"“', 'en', 'The text is empty'),
+    ('aa', 'de', 'no language "de"; it has en'),
+    ('a h ' * 40, 'en', 'The text has .* tokens, the model takes 40; split it'),
+    ('aa', '', 'no language ""')])
 def test_what_cannot_be_said_is_refused(speaker, text, language, message):
     with pytest.raises(UserError, match=message): speaker(text, language, VOICE)
 
@@ -217,7 +232,8 @@ def test_a_short_reference_is_refused(speaker, samples, tmp_path):
         speaker('aa', 'en', VOICE[:samples])
     if not samples: return
     save_audio(tmp_path / 'r.wav', VOICE[:samples])
-    with pytest.raises(UserError, match=f'{tmp_path / "r.wav"}: .*too short'): speaker('aa', 'en', tmp_path / 'r.wav')
+    with pytest.raises(UserError, match=f'{tmp_path / "r.wav"}: .*too short'):
+        speaker('aa', 'en', tmp_path / 'r.wav')
 
 def test_half_a_second_is_enough_and_what_comes_late_is_not_heard():
     wav = np.arange(44100.)
@@ -232,7 +248,8 @@ def test_a_reference_that_is_no_sound_is_named(speaker, tmp_path, kind):
         soundfile.write(tmp_path / 'r.wav', np.full(22050, np.nan), 22050, subtype='FLOAT')
     with pytest.raises(UserError, match='r.wav'): speaker('aa', 'en', tmp_path / 'r.wav')
 
-@pytest.mark.parametrize('samples', [np.full(22050, np.nan, np.float32), np.zeros((22050, 2), np.float32)], ids=['nan', 'stereo'])
+@pytest.mark.parametrize('samples', [np.full(22050, np.nan, np.float32), np.zeros((22050, 2), np.float32)],
+                         ids=['nan', 'stereo'])
 def test_samples_that_are_no_clip_are_refused(speaker, samples):
     with pytest.raises(UserError, match='the reference'): speaker('aa', 'en', samples)
 
@@ -273,7 +290,7 @@ def test_texts_of_two_to_the_greatest_number_of_tokens(xtts):
 @pytest.mark.parametrize('tokens, width', [((2, 9), 32), ((32,), 32), ((2, 33), 40), ((40,), 40)])
 def test_texts_are_padded_to_few_widths(xtts, tokens, width):
     voices = [Voice(tf.fill((4, 64), float(n)), None) for n in tokens]
-    text, length, prompt, seed = Speaker._say(texts_of(xtts), [*map(str, tokens)], ['en'] * len(tokens),
+    text, length, prompt, seed = Speaker._codes(texts_of(xtts), [*map(str, tokens)], ['en'] * len(tokens),
                                               voices, 7)
     assert text.shape == (len(tokens), width) and length.numpy().tolist() == list(tokens)
     assert seed.numpy().tolist() == [7, 0]
@@ -295,7 +312,7 @@ def test_how_long_a_clip_may_be(xtts, monkeypatch, seconds, parity, codes):
 @pytest.mark.parametrize('speed, length', [(1, 8), (2., 4), (0.5, 16)])
 def test_twice_the_speed_is_half_the_length(speed, length):
     x = tf.reshape(tf.range(16.), (1, 8, 2))
-    found = Speaker._in_time(SimpleNamespace(speech=SimpleNamespace(speed=speed)), x)
+    found = Speaker._at_speed(SimpleNamespace(speech=SimpleNamespace(speed=speed)), x)
     assert found.shape == (1, length, 2) and (found is x) == (speed == 1)
 
 def test_a_clip_of_sound(speaker, small):
@@ -313,7 +330,8 @@ def test_many_at_once_are_each_alone(speaker):
 @pytest.mark.parametrize('texts, languages, references',
                          [(['aa', 'bb'], ['en'], [VOICE, VOICE]), (['aa', 'bb'], ['en', 'en'], [VOICE])])
 def test_lists_of_different_lengths_are_refused(speaker, texts, languages, references):
-    with pytest.raises((ValueError, UserError), match='shorter|longer|lengths'): speaker.mels(texts, languages, references)
+    with pytest.raises((ValueError, UserError), match='shorter|longer|lengths'):
+        speaker.mels(texts, languages, references)
 
 def test_a_saved_model_speaks_the_same(xtts, speaker, tmp_path):
     xtts.save(tmp_path / 'm')
@@ -322,7 +340,8 @@ def test_a_saved_model_speaks_the_same(xtts, speaker, tmp_path):
 
 def test_a_model_that_stops_at_once_still_gives_a_clip(xtts):
     mute = Speaker(xtts)
-    mute._generate = lambda text, *_: (tf.fill([len(text), 48], xtts.gpt.code_stop), tf.zeros([len(text)], tf.int32), None)
+    mute._generate = lambda text, *_: (tf.fill([len(text), 48], xtts.gpt.code_stop),
+                                       tf.zeros([len(text)], tf.int32), None)
     assert np.isfinite(mute('aa', 'en', VOICE)).all()
     (mel,) = mute.mels(['aa'], ['en'], [VOICE])
     assert np.allclose(mel, xtts.dvae.decode(tf.constant([[0]]))[0],
@@ -333,13 +352,14 @@ def test_a_model_that_stops_at_once_still_gives_a_clip(xtts):
         assert np.allclose(mel, xtts.dvae.decode(tf.constant([codes]))[0], atol=1e-5)
 
 
-# --- listening -----------------------------------------------------------------------------------------------------
+# --- listening ----------------------------------------------------------------------------------------------
 
 def in_pieces(**values): return SpeechConfig(reference_chunk_seconds=1., **values)
 
-@pytest.mark.parametrize('seconds, heard, samples', [([2.5], 30, [22050, 22050, 11025]), ([1.3, 1.1], 30, [22050, 22050, 8820]),
-                                                     ([2.3], 30, [22050, 22050]), ([2.34], 30, [22050, 22050, 7497]),
-                                                     ([4.], 1.5, [22050, 11025]), ([0.6], 30, [13230])], ids=str)
+@pytest.mark.parametrize('seconds, heard, samples',
+                         [([2.5], 30, [22050, 22050, 11025]), ([1.3, 1.1], 30, [22050, 22050, 8820]),
+                          ([2.3], 30, [22050, 22050]), ([2.34], 30, [22050, 22050, 7497]),
+                          ([4.], 1.5, [22050, 11025]), ([0.6], 30, [13230])], ids=str)
 def test_recordings_are_heard_end_to_end_in_pieces(xtts, seconds, heard, samples):
     "A last piece under a third of a second is left out."
     wavs = [synthetic_voice(s) for s in seconds]
@@ -358,8 +378,9 @@ def test_a_model_trained_here_hears_a_crop_of_each_recording(xtts):
     alone = [listen(xtts, [w]).prompt for w in wavs]
     assert np.allclose(listen(xtts, wavs).prompt, np.mean(alone, 0), atol=1e-5)
 
-@pytest.mark.parametrize('heard, kept', [(30, [0.8, 2., 1.]), (2.8, [0.8, 2.]), (3.0, [0.8, 2.]), (3.2, [0.8, 2., 0.4]),
-                                         (0.5, [0.5])], ids=str)
+@pytest.mark.parametrize('heard, kept',
+                         [(30, [0.8, 2., 1.]), (2.8, [0.8, 2.]), (3.0, [0.8, 2.]), (3.2, [0.8, 2., 0.4]),
+                          (0.5, [0.5])], ids=str)
 def test_without_pieces_the_recordings_are_heard_up_to_the_limit(xtts, heard, kept):
     "A rest under a third of a second is left out."
     wavs = [synthetic_voice(s, pitch) for s, pitch in ((0.8, 90.), (2., 200.), (1., 140.))]
@@ -369,7 +390,8 @@ def test_without_pieces_the_recordings_are_heard_up_to_the_limit(xtts, heard, ke
 
 def test_of_each_recording_only_the_beginning_is_heard(xtts):
     wav, speech = synthetic_voice(2.), in_pieces(max_reference_seconds=1)
-    assert np.allclose(listen(xtts, [wav, wav], speech).prompt, listen(xtts, [wav[:22050]] * 2, speech).prompt)
+    assert np.allclose(listen(xtts, [wav, wav], speech).prompt,
+                       listen(xtts, [wav[:22050]] * 2, speech).prompt)
 
 def test_a_voice_needs_a_recording(xtts):
     with pytest.raises(UserError, match='at least one recording'): listen(xtts, [])
@@ -382,7 +404,7 @@ def test_the_reference_is_divided_by_the_constants_of_the_gpt(xtts, small):
     assert np.allclose(crop(other, VOICE), crop(xtts, VOICE) / 2)
 
 
-# --- HiFi-GAN ------------------------------------------------------------------------------------------------------
+# --- HiFi-GAN -----------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
 def with_hifigan(xtts, small, tmp_path_factory):
@@ -390,7 +412,8 @@ def with_hifigan(xtts, small, tmp_path_factory):
     folder = tmp_path_factory.mktemp('hifigan') / 'm'
     xtts.save(folder)
     path, nets = folder / 'model.safetensors', {'decoder': HiFiGAN(small), 'speaker': SpeakerEncoder(small)}
-    save_weights(path, {f'{part}/{n}': v for part, net in nets.items() for n, v in named_weights(net).items()}, besides=path)
+    save_weights(path, {f'{part}/{n}': v for part, net in nets.items()
+                        for n, v in named_weights(net).items()}, others_from=path)
     return folder
 
 @pytest.fixture(scope='module')
@@ -402,7 +425,7 @@ def test_a_model_says_what_it_speaks_with(speaker, singer):
 
 def test_sound_is_made_of_the_states_up_to_stop(singer, endless):
     voice = singer.listen(VOICE)
-    made = singer._say(['aa bb'], ['en'], [voice], 0)
+    made = singer._codes(['aa bb'], ['en'], [voice], 0)
     decoder, _ = singer.xtts.hifigan
     for most in (0, 5, len(made[0][0])):   # a clip that stops at once is one state long
         cut = Speaker(singer.xtts)
@@ -418,7 +441,8 @@ def test_the_vector_is_the_mean_of_the_recordings(singer):
 
 def test_the_vector_colours_the_sound(singer):
     voice = singer.listen(VOICE)
-    assert not np.allclose(singer('aa', 'en', voice), singer('aa', 'en', voice._replace(vector=-voice.vector)), atol=1e-4)
+    assert not np.allclose(singer('aa', 'en', voice),
+                           singer('aa', 'en', voice._replace(vector=-voice.vector)), atol=1e-4)
 
 @pytest.mark.slow
 @pytest.mark.parametrize('speed', [0.5, 2.])
@@ -438,8 +462,10 @@ def test_hifigan_comes_along_when_saved(singer, tmp_path):
 
 def test_a_part_of_hifigan_that_is_missing_is_named(with_hifigan, tmp_path):
     from xtts_nb.models.weights import open_weights
-    with open_weights(with_hifigan / 'model.safetensors') as file: tensors = {n: file.get_tensor(n) for n in file.keys()}
+    with open_weights(with_hifigan / 'model.safetensors') as file:
+        tensors = {n: file.get_tensor(n) for n in file.keys()}
     xtts = XTTS.load(with_hifigan)
     xtts.source = tmp_path
-    save_weights(tmp_path / 'model.safetensors', {n: x for n, x in tensors.items() if not n.startswith('speaker/')})
+    save_weights(tmp_path / 'model.safetensors',
+                 {n: x for n, x in tensors.items() if not n.startswith('speaker/')})
     with pytest.raises(UserError, match='model.safetensors: the tensor "speaker/.*is missing'): Speaker(xtts)
