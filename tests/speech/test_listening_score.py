@@ -21,7 +21,8 @@ from xtts_nb.train.trainer import Trainer
 @pytest.fixture(scope='module')
 def quick(small):
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
-                         training={'steps': 6, 'log_every': 2, 'checkpoint_every': 2, 'validate_every': 2, 'listen_clips': 2,
+                         training={'steps': 6, 'log_every': 2, 'checkpoint_every': 2, 'validate_every': 2,
+                                   'listen_clips': 2,
                                    'enable_xla_compilation': False})
 
 @pytest.fixture(scope='module')
@@ -101,7 +102,8 @@ def heard(run) -> list[tuple]:
 def test_a_run_listens_and_goes_on_to_the_same_numbers(prepared, quick, tmp_path):
     new_run(prepared, quick, tmp_path / 'whole', ['low-0', 'high-0']).fit()
     assert [step for step, *_ in heard(tmp_path / 'whole')] == [2, 4, 6]
-    assert sorted(p.name for p in (tmp_path / 'whole' / 'spoken').iterdir()) == ['000000002', '000000004', '000000006']
+    spoken = sorted(p.name for p in (tmp_path / 'whole' / 'spoken').iterdir())
+    assert spoken == ['000000002', '000000004', '000000006']
     new_run(prepared, quick, tmp_path / 'run', ['low-0', 'high-0']).fit(steps=4)
     resume_run(tmp_path / 'run').fit()
     assert heard(tmp_path / 'run') == heard(tmp_path / 'whole')
@@ -109,23 +111,27 @@ def test_a_run_listens_and_goes_on_to_the_same_numbers(prepared, quick, tmp_path
 @pytest.mark.parametrize('judge, best, steps', [('loss', 6, 6), ('dtw', 2, 4)])
 def test_either_score_decides(prepared, quick, tmp_path, monkeypatch, judge, best, steps):
     "The loss falls while speech becomes worse: one judge goes on, the other has seen enough at once."
-    looked = {2: {'val_loss': 3., 'val_dtw': 1.}, 4: {'val_loss': 2., 'val_dtw': 2.}, 6: {'val_loss': 1., 'val_dtw': 3.}}
+    looked = {2: {'val_loss': 3., 'val_dtw': 1.}, 4: {'val_loss': 2., 'val_dtw': 2.},
+              6: {'val_loss': 1., 'val_dtw': 3.}}
     monkeypatch.setattr(runs, 'Trainer', Cheap)
-    run = new_run(prepared, quick.replace(training={'judge_by': judge, 'patience': 1}), tmp_path / 'run', ['low-0', 'high-0'])
+    run = new_run(prepared, quick.replace(training={'judge_by': judge, 'patience': 1}), tmp_path / 'run',
+                  ['low-0', 'high-0'])
     monkeypatch.setattr(run, 'validate', lambda: looked[run.step])
     assert run.fit()['steps'] == steps and run.best == {'step': best, **looked[best]}
 
 def test_nothing_to_listen_to_is_said(prepared, quick, tmp_path):
-    with pytest.raises(UserError, match='listen_clips.*hold clips out'): new_run(prepared, quick, tmp_path / 'a')
+    with pytest.raises(UserError, match='listen_clips.*hold clips out'):
+        new_run(prepared, quick, tmp_path / 'a')
     with pytest.raises(UserError, match='listen_clips.*validate_every'):
         new_run(prepared, quick.replace(training={'validate_every': 0}), tmp_path / 'b', ['low-0'])
 
 
-# --- the model as trained --------------------------------------------------------------------------------------------
+# --- the model as trained -----------------------------------------------------------------------------------
 
 def adapted(prepared, quick, dvae, kind, folder, **training) -> Trainer:
     "A trainer of a model that speaks, `kind` of which is trained at a high rate."
-    config = quick.replace(training={'finetune': kind, 'learning_rate': 0.3, 'warmup_steps': 0, 'schedule': 'constant',
+    config = quick.replace(training={'finetune': kind, 'learning_rate': 0.3, 'warmup_steps': 0,
+                                     'schedule': 'constant',
                                      'steps': 4, 'lora_alpha': 64.} | training)
     keras.utils.set_random_seed(0)
     xtts = XTTS(config, prepared.tokenizer, dvae)
@@ -134,7 +140,8 @@ def adapted(prepared, quick, dvae, kind, folder, **training) -> Trainer:
     clips, held = np.arange(4, len(prepared)), np.array([0, 1, 2, 3])
     data = config.data.model_copy(update={'buckets': 1})
     update = make_update(xtts.gpt, config.training, [(5, 48)])
-    return Trainer(xtts, BatchPlan(prepared, data, clips), folder, BatchPlan(prepared, data, held, fixed=True), update,
+    return Trainer(xtts, BatchPlan(prepared, data, clips), folder,
+                   BatchPlan(prepared, data, held, fixed=True), update,
                    listen=Listener(xtts, prepared, held, 3))
 
 @pytest.mark.parametrize('kind, ema', [('lora', 0.), ('lora', 0.5), ('rows', 0.), ('whole', 0.5)])

@@ -11,7 +11,8 @@ def loops(query, reference):
     total = np.full((F + 1, G + 1), np.inf)
     for i in range(F):
         for j in range(G):
-            total[i + 1, j + 1] = min(total[i, j + 1] + cost[i, j], total[i + 1, j] + cost[i, j], total[i, j] + 2 * cost[i, j]
+            total[i + 1, j + 1] = min(total[i, j + 1] + cost[i, j], total[i + 1, j] + cost[i, j],
+                                      total[i, j] + 2 * cost[i, j]
                                       ) if i or j else 2 * cost[0, 0]
     return total[F, G] / (F + G)
 
@@ -22,7 +23,8 @@ def clip(frames, seed, bins=80):
 
 
 @pytest.mark.parametrize('frames, others', [
-    (1, [1]), (1, [1, 7]), (7, [1]), (7, [1, 2, 7, 30]), (30, [7, 29, 30, 31]), (2, [40, 3]), (40, [2, 2, 2])])
+    (1, [1]), (1, [1, 7]), (7, [1]), (7, [1, 2, 7, 30]), (30, [7, 29, 30, 31]), (2, [40, 3]),
+    (40, [2, 2, 2])])
 def test_equals_two_loops(frames, others):
     query, references = clip(frames, 0), [clip(n, i + 1) for i, n in enumerate(others)]
     got = dtw_distance(query, references)
@@ -50,7 +52,9 @@ def test_a_clip_is_next_to_itself_at_any_speed():
 def test_inputs_are_left_as_they_were():
     a, b = clip(10, 1), clip(12, 2)
     kept = a.copy(), b.copy()
-    dtw_distance(a, [b]); nearest(a, [b]); level_free(a)
+    dtw_distance(a, [b])
+    nearest(a, [b])
+    level_free(a)
     assert np.array_equal(a, kept[0]) and np.array_equal(b, kept[1])
 
 
@@ -66,17 +70,20 @@ def test_loudness_does_not_count_but_colour_does():
 
 def test_hits_ask_for_the_sentence_among_all_and_the_voice_within_it():
     sentences = {'one': clip(40, 1), 'two': clip(50, 2)}
-    colours = {'low': np.linspace(4, -4, 80, dtype=np.float32), 'high': np.linspace(-4, 4, 80, dtype=np.float32)}
+    colours = {'low': np.linspace(4, -4, 80, dtype=np.float32),
+               'high': np.linspace(-4, 4, 80, dtype=np.float32)}
     labels = [(s, v) for s in sentences for v in colours]
     references = [sentences[s] + colours[v] for s, v in labels]
     spoken = np.repeat(sentences['one'] + colours['high'], [1, 2] * 20, axis=0) + 2
     assert hits(spoken, references, labels, ('one', 'high')) == (True, True)
     assert hits(spoken, references, labels, ('one', 'low')) == (True, False)
     assert hits(spoken, references, labels, ('two', 'high'))[0] is False
-    only_other_sentence = [labels.index(('one', 'low')), labels.index(('two', 'high')), labels.index(('two', 'low'))]
+    only_other_sentence = [labels.index(('one', 'low')), labels.index(('two', 'high')),
+                           labels.index(('two', 'low'))]
     kept = [references[i] for i in only_other_sentence], [labels[i] for i in only_other_sentence]
     assert hits(spoken, *kept, ('two', 'high')) == (False, True)
 
 
 def test_hits_without_a_reference_of_the_sentence_say_so():
-    with pytest.raises(ValueError, match="'three'"): hits(clip(5, 1), [clip(5, 1)], [('one', 'low')], ('three', 'low'))
+    with pytest.raises(ValueError, match="'three'"):
+        hits(clip(5, 1), [clip(5, 1)], [('one', 'low')], ('three', 'low'))
