@@ -11,11 +11,11 @@ from xtts_nb.train import growth as page
 from xtts_nb.train.distributed import tf_config
 from xtts_nb.config import UserError
 from xtts_nb.train.growth import (
-    LINKS, Link, Work, breaks, check_growth, computed_work, emulate, fit_link, growth, growth_verdict,
-    measure_workers, measured_work, plot_growth, predict, ring_seconds)
+    LINKS, Link, StepCost, check_growth, computed_cost, emulate, fit_link, growth, growth_verdict,
+    measure_workers, measured_cost, plot_growth, predict, ring_seconds, scaling_limit)
 
 NET, INSIDE = Link(1e9, 0.), Link(1e12, 0.)
-WORK = Work(fixed=0.01, per_row=0.01, gradients=1e8)
+WORK = StepCost(fixed=0.01, per_row=0.01, gradients=1e8)
 
 
 def test_a_ring_sends_twice_the_gradients():
@@ -26,13 +26,14 @@ def test_a_ring_sends_twice_the_gradients():
 def test_the_network_counts_from_the_second_machine_on():
     eight, sixteen = (predict(WORK, n, 9, INSIDE, NET) for n in (8, 16))
     assert eight['all_reduce_ms'] == pytest.approx(1e3 * ring_seconds(1e8, 8, INSIDE))
-    assert sixteen['all_reduce_ms'] == pytest.approx(1e3 * ring_seconds(1e8, 16, NET)) and sixteen['limit'] == 'all-reduce'
+    assert sixteen['all_reduce_ms'] == pytest.approx(1e3 * ring_seconds(1e8, 16, NET))
+    assert sixteen['limit'] == 'all-reduce'
     one = predict(WORK, 16, 9, INSIDE, NET, per_machine=16)
     assert one['all_reduce_ms'] == pytest.approx(1e3 * ring_seconds(1e8, 16, INSIDE))
 
 def test_a_prediction_by_hand():
     "Two machines: 30 ms alone; an all-reduce of 19.35 ms, 15 hidden; 1 ms to copy a row, 0.8 to read it."
-    work = Work(0.01, 0.002, gradients=1e8, row_bytes=25e6, overlap=0.5, host_rate=1e4)
+    work = StepCost(0.01, 0.002, gradients=1e8, row_bytes=25e6, overlap=0.5, host_rate=1e4)
     found = predict(work, 16, 10, Link(1e11, 1e-5), Link(1e10, 2e-5))
     assert found.pop('limit') == 'fixed costs'
     assert found == pytest.approx({'devices': 16, 'rows': 10, 'compute_ms': 30, 'all_reduce_ms': 4.35,
@@ -43,38 +44,42 @@ def test_a_prediction_by_hand():
     slow = [predict(replace(work, host_rate=rate), 2, 10, INSIDE, NET)['step_ms']
             for rate in (400., 1e3, 1e9)]
     assert slow == pytest.approx([50, 30, 30])   # two cards read 20 rows
-    border = Work(fixed=1., per_row=1., gradients=0.)   # 20 % is not yet a limit
+    border = StepCost(fixed=1., per_row=1., gradients=0.)   # 20 % is not yet a limit
     limits = [predict(border, 1, rows, INSIDE, NET)['limit'] for rows in (3, 4, 5)]
     assert limits == ['fixed costs', 'compute', 'compute']
 
 def test_overlap_hides_what_it_can():
-    seen = [predict(replace(WORK, overlap=share), 16, 9, INSIDE, NET)['all_reduce_ms'] for share in (0, 0.5, 1)]
+    seen = [predict(replace(WORK, overlap=share), 16, 9, INSIDE, NET)['all_reduce_ms']
+            for share in (0, 0.5, 1)]
     assert seen[0] - seen[1] == pytest.approx(50) and seen[2] == pytest.approx(seen[0] - 100)
     assert predict(replace(WORK, overlap=1.), 8, 9, INSIDE, NET)['efficiency'] == 1
 
 @pytest.mark.parametrize('work, rows, limit', [
     (WORK, 99, 'compute'), (replace(WORK, gradients=1e10), 9, 'all-reduce'), (WORK, 1, 'fixed costs'),
     (replace(WORK, host_rate=100.), 9, 'input'), (replace(WORK, row_bytes=1e9), 9, 'input')])
-def test_the_limit_is_named(work, rows, limit): assert predict(work, 8, rows, Link(1e11, 0.), NET)['limit'] == limit
+def test_the_limit_is_named(work, rows, limit):
+    assert predict(work, 8, rows, Link(1e11, 0.), NET)['limit'] == limit
 
 def test_the_input_of_a_machine_is_shared_by_its_devices():
     work = replace(WORK, host_rate=160.)
-    assert [round(predict(work, n, 10, INSIDE, INSIDE)['rows_per_s']) for n in (1, 2, 8, 16)] == [91, 160, 160, 320]
+    rates = [round(predict(work, n, 10, INSIDE, INSIDE)['rows_per_s']) for n in (1, 2, 8, 16)]
+    assert rates == [91, 160, 160, 320]
 
 def test_a_batch_that_is_cut_runs_out_of_rows():
     lines = growth(WORK, 16, INSIDE, INSIDE, devices=(1, 2, 4, 8, 16), together=True)
     assert [line['rows'] for line in lines] == [16, 8, 4, 2, 1] and lines[0]['speed'] == 1
-    assert breaks(lines) == {'devices': 8, 'speed': pytest.approx(5.6, abs=0.1), 'limit': 'fixed costs'}
-    assert breaks(growth(WORK, 16, INSIDE, INSIDE)) is None
+    assert scaling_limit(lines) == {'devices': 8, 'speed': pytest.approx(5.6, abs=0.1),
+                                    'limit': 'fixed costs'}
+    assert scaling_limit(growth(WORK, 16, INSIDE, INSIDE)) is None
     lines = growth(WORK, 3, INSIDE, INSIDE, devices=(2, 8), together=True)
     assert [line['rows'] for line in lines] == [1, 1] and lines[0]['speed'] == 2
 
 def test_where_it_breaks():
     speeds = {2: 2., 4: 3.2, 8: 6.36, 16: 5.}   # 3.2 of 4 are 80 % and good enough
     lines = [{'devices': n, 'speed': speed, 'limit': f'of {n}'} for n, speed in speeds.items()]
-    assert breaks(lines) == {'devices': 8, 'speed': 6.4, 'limit': 'of 8'}
-    assert breaks(lines, 0.79) == {'devices': 16, 'speed': 5., 'limit': 'of 16'}
-    assert breaks(lines, 0.1) is None
+    assert scaling_limit(lines) == {'devices': 8, 'speed': 6.4, 'limit': 'of 8'}
+    assert scaling_limit(lines, 0.79) == {'devices': 16, 'speed': 5., 'limit': 'of 16'}
+    assert scaling_limit(lines, 0.1) is None
     assert [line['devices'] for line in growth(WORK, 1, INSIDE, INSIDE)] == [1, 2, 4, 8, 16, 32, 64]
 
 def test_the_picture_has_a_line_for_each_network():
@@ -86,22 +91,24 @@ def test_the_picture_has_a_line_for_each_network():
     assert axes.lines[2].get_color() == axes.lines[3].get_color() != axes.lines[1].get_color()
 
 def test_a_step_is_a_line_over_its_rows():
-    work = measured_work({2: 0.03, 4: 0.05, 8: 0.09}, 7., overlap=0.5)
-    assert (work.fixed, work.per_row, work.gradients, work.overlap) == (pytest.approx(0.01), pytest.approx(0.01), 7., 0.5)
-    assert measured_work({1: 1., 2: 3.}, 0.).fixed == 0
+    work = measured_cost({2: 0.03, 4: 0.05, 8: 0.09}, 7., overlap=0.5)
+    assert (work.fixed, work.per_row) == (pytest.approx(0.01), pytest.approx(0.01))
+    assert (work.gradients, work.overlap) == (7., 0.5)
+    assert measured_cost({1: 1., 2: 3.}, 0.).fixed == 0
 
 def test_longer_clips_cost_more(small):
-    short, long = (computed_work(small, 10, n) for n in (10, 40))
-    assert long.per_row > short.per_row > 0 and long.fixed == short.fixed and long.gradients == short.gradients
-    assert computed_work(small, 10, 10, flops=1e12).per_row == pytest.approx(400 * short.per_row)
+    short, long = (computed_cost(small, 10, n) for n in (10, 40))
+    assert long.per_row > short.per_row > 0 and long.fixed == short.fixed
+    assert long.gradients == short.gradients
+    assert computed_cost(small, 10, 10, flops=1e12).per_row == pytest.approx(400 * short.per_row)
 
 def test_work_is_counted(small, monkeypatch):
     "28 bytes of memory traffic a weight: weight and two moments read and written, a gradient read."
     monkeypatch.setattr(page, 'parameter_count', lambda gpt: 10)
     monkeypatch.setattr(page, 'step_flops', lambda config, rows, text, codes: 1e3 * rows + 10 * text + codes)
-    found = computed_work(small, 5, 7, flops=100., memory=40., overlap=0.25)
+    found = computed_cost(small, 5, 7, flops=100., memory=40., overlap=0.25)
     row_bytes = 2 * 32 * 80 + 4 * 12   # float16 mel, int32 tokens
-    assert found == Work(28 * 10 / 40, 1057 / 100, 40., row_bytes, overlap=0.25)
+    assert found == StepCost(28 * 10 / 40, 1057 / 100, 40., row_bytes, overlap=0.25)
 
 def ring(link): return lambda n, sizes, seconds=0.05: {s: seconds + ring_seconds(s, n, link) for s in sizes}
 
@@ -118,10 +125,12 @@ def test_a_link_is_found_again(shared):
 
 def test_four_workers_are_predicted_from_two_and_three():
     true, seen = ring(Link(1e9, 1e-4, shared=0.4)), []
-    slow = lambda n, sizes, seconds: {s: t * (1.5 if n == 4 else 1) for s, t in true(n, sizes, seconds).items()}
+    slow = lambda n, sizes, seconds: {s: t * (1.5 if n == 4 else 1)
+                                      for s, t in true(n, sizes, seconds).items()}
     rows = check_growth(sizes=(10**6, 10**7), measure=slow, progress=lambda *a: seen.append(a))
     by = {(r['workers'], r['megabytes']): r for r in rows}
-    assert all(r['error'] == 0 for r in rows if r['fitted']) and by[1, 1]['predicted_ms'] == 50 and seen[-1] == (4, 4)
+    assert all(r['error'] == 0 for r in rows if r['fitted']) and by[1, 1]['predicted_ms'] == 50
+    assert seen[-1] == (4, 4)
     assert by[4, 10]['error'] == pytest.approx(1 / 1.5 - 1, abs=1e-3) and by[4, 10]['fitted'] is False
     found = growth_verdict(rows)
     assert found['holds'] is False and found['largest_error'] == pytest.approx(1 / 3, abs=1e-3)
