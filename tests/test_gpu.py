@@ -21,10 +21,10 @@ def test_the_step_s_tensors_are_on_the_gpu_and_the_driver_answers(small):
 
 
 def test_every_weight_has_its_device(small):
-    from xtts_nb.train.profile import placement
+    from xtts_nb.train.profile import variable_placement
     from xtts_nb.models.gpt import GPT
     from xtts_nb.train.step import Update
-    rows = placement(Update(GPT(small, 5), small.training))
+    rows = variable_placement(Update(GPT(small, 5), small.training))
     assert {r['device'] for r in rows if r['owner'] == 'weights'} == {'GPU:0'}
 
 
