@@ -19,7 +19,7 @@ import tensorflow as tf
 from ..bench import compare
 from ..config import TrainingConfig, XTTSConfig
 from ..models.gpt import GPT
-from ..models.layers import fold
+from ..models.layers import fold_seed
 from ..models.weights import named_weights
 from ..models.xtts import POLICIES, token_counts, token_losses, total_loss
 from ..monitor.loop import trace_count
@@ -144,10 +144,10 @@ class Update:
     def gradients(self, batch, number, counts, first: int | None = None):
         "The same of all rows, in `training.accumulation` parts, of which `first` is the first where others have the rest."
         seed, parts = tf.stack([tf.constant(self.training.seed), number]), self.training.accumulation
-        if parts == 1: return self.share(batch, seed if first is None else fold(seed, first), counts)
+        if parts == 1: return self.share(batch, seed if first is None else fold_seed(seed, first), counts)
         cut = {k: tf.reshape(v, (parts, v.shape[0] // parts, *v.shape[1:])) for k, v in batch.items()}
         add = lambda i, sums: (i + 1, tf.nest.map_structure(
-            tf.add, sums, self.share({k: v[i] for k, v in cut.items()}, fold(seed, (first or 0) + i), counts)))
+            tf.add, sums, self.share({k: v[i] for k, v in cut.items()}, fold_seed(seed, (first or 0) + i), counts)))
         nothing = [tf.zeros(v.shape) for v in self.weights], {'text_loss': tf.constant(0.), 'code_loss': tf.constant(0.)}
         loop = dict(maximum_iterations=parts, parallel_iterations=1)   # a graph would begin several parts at once
         return tf.while_loop(lambda i, _: i < parts, add, (tf.constant(0), nothing), **loop)[1]
