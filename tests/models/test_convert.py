@@ -26,9 +26,9 @@ class Disk:
     "Stands for PyTorch's files: what was written is what is read."
     def __init__(self): self.files = {}
 
-    def write(self, path, held):
+    def write(self, path, contents):
         path.touch()
-        self.files[path.name] = held
+        self.files[path.name] = contents
 
     def read(self, path):
         if path.name not in self.files: raise UserError(f'{path}: the file is missing')
@@ -184,9 +184,9 @@ def test_a_decoder_trained_here_has_lengths_again(disk, tmp_path):
     rest = {name: x for name, x in read_tensors(path) if not name.startswith('decoder/')}
     save_weights(path, rest | {f'decoder/{name}': v for name, v in named_weights(decoder).items()})
     convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
-    found = disk.files['model.pth']['model']
-    assert found.keys() == files['model.pth'].keys()
-    length, direction = (found[f'hifigan_decoder.waveform_decoder.ups.1.{s}']
+    result = disk.files['model.pth']['model']
+    assert result.keys() == files['model.pth'].keys()
+    length, direction = (result[f'hifigan_decoder.waveform_decoder.ups.1.{s}']
                          for s in coqui_toy.SPELLINGS['new'])
     assert np.allclose(length, np.sqrt((direction**2).sum((1, 2), keepdims=True)), rtol=1e-5)
     assert np.allclose(direction, decoder.ups[1].kernel.numpy().transpose(2, 1, 0), rtol=1e-6)
@@ -219,8 +219,8 @@ def test_a_dvae_beside_a_trainers_file_comes_before_the_one_inside(disk, tmp_pat
 
 def test_the_usual_number_of_heads(tmp_path):
     files = coqui_toy.tensors(coqui_toy.config(small=True))
-    shapes = {(file, name): np.shape(x) for file, held in files.items() if file != 'mel_stats.pth' for name,
-              x in held.items()}
+    shapes = {(file, name): np.shape(x) for file, contents in files.items() if file != 'mel_stats.pth'
+              for name, x in contents.items()}
     for args, heads in (({}, 16), ({'gpt_n_heads': 8}, 8)):
         assert convert.infer_config(shapes, args, tmp_path).model.gpt.heads == heads
     few = {key: shape for key, shape in shapes.items() if 'conditioning_encoder.attn' not in key[1]}
@@ -255,8 +255,8 @@ def test_a_missing_file_is_named(disk, tmp_path, name):
     ('model.pth', 'hifigan_decoder.waveform_decoder.conv_pre.weight')])
 def test_a_missing_tensor_is_named(disk, tmp_path, file, name):
     coqui_folder(disk, tmp_path / 'coqui')
-    held = disk.files[file]
-    held.get('model', held).pop(name)
+    contents = disk.files[file]
+    contents.get('model', contents).pop(name)
     with pytest.raises(UserError, match=f'{file}.*"{name}" is missing'):
         convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     assert not (tmp_path / 'ours').exists()
@@ -316,7 +316,7 @@ def test_a_vocabulary_that_does_not_fit(disk, tmp_path, more):
 def test_the_sizes_of_vocabulary_there_are(disk, tmp_path, rows):
     "Both released ones and a grown one; what config.json says of it does not matter to coqui-tts either."
     files = coqui_folder(disk, tmp_path / 'coqui')
-    for held in (disk.files['model.pth']['model'], files['model.pth']): grow_rows(held, rows)
+    for contents in (disk.files['model.pth']['model'], files['model.pth']): grow_rows(contents, rows)
     grow_vocabulary(tmp_path / 'coqui/vocab.json', rows)
     assert convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')['text_tokens'] == rows
     assert XTTS.load(tmp_path / 'ours').config.model.gpt.text_tokens == rows
@@ -411,13 +411,13 @@ def test_a_cut_vocabulary_is_named(disk, tmp_path, share):
         convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
 
 
-@pytest.mark.parametrize('file, held',
+@pytest.mark.parametrize('file, contents',
                          [('model.pth', [1, 2]), ('model.pth', {'model': 5}), ('model.pth', {'step': 5}),
                           ('model.pth', np.ones(3)), ('dvae.pth', {}), ('dvae.pth', None),
                           ('mel_stats.pth', {'a': 1}), ('mel_stats.pth', 'x')])
-def test_a_file_that_holds_something_else(disk, tmp_path, file, held):
+def test_a_file_that_holds_something_else(disk, tmp_path, file, contents):
     coqui_folder(disk, tmp_path / 'coqui')
-    disk.files[file] = held
+    disk.files[file] = contents
     with pytest.raises(UserError, match=f'{file}: holds no named tensors'):
         convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
 
@@ -506,7 +506,7 @@ def test_fold_weight_norm_has_the_given_lengths():
     assert np.allclose(np.sqrt((kernel**2).sum((0, 1))), [1, 2, 3])
 
 
-# Without PyTorch: what is asked of it
+# Without PyTorch: the calls that it gets
 
 class Tensor:
     "Stands for a tensor: an array and the name of its kind."
@@ -519,21 +519,21 @@ class Tensor:
 
 @pytest.fixture
 def pytorch(monkeypatch):
-    "What `load` was asked; it returns `held`, or raises it."
+    "The arguments of `load`, which returns or raises `contents`."
     from contextlib import nullcontext
     from types import SimpleNamespace
-    asked = SimpleNamespace(held=None, how=None)
+    calls = SimpleNamespace(contents=None, how=None)
     def load(path, **how):
-        asked.how = how
-        if isinstance(asked.held, Exception): raise asked.held
-        return asked.held
+        calls.how = how
+        if isinstance(calls.contents, Exception): raise calls.contents
+        return calls.contents
     def safe_globals(known):
-        asked.known = known
+        calls.known = known
         return nullcontext()
     fake = SimpleNamespace(Tensor=Tensor, int16=np.int16, bfloat16='bfloat16', load=load, from_numpy=Tensor,
                            serialization=SimpleNamespace(safe_globals=safe_globals))
     monkeypatch.setitem(sys.modules, 'torch', fake)
-    return asked
+    return calls
 
 
 @pytest.mark.parametrize('archive', [True, False])
@@ -543,37 +543,37 @@ def test_tensors_become_arrays_and_nothing_is_unpickled(pytorch, tmp_path, archi
         import zipfile
         with zipfile.ZipFile(path, 'w') as z: z.writestr('a', 'b')
     else: path.write_bytes(b'old')
-    pytorch.held = {'model': {'a': Tensor(np.arange(3.)), 'b': Tensor(half.view(np.int16), 'bfloat16')},
+    pytorch.contents = {'model': {'a': Tensor(np.arange(3.)), 'b': Tensor(half.view(np.int16), 'bfloat16')},
                     3: 'text'}
-    found = convert.read_pth(path)
-    assert_same(found['model'], {'a': np.arange(3.), 'b': half})
-    assert found[3] == 'text' and pytorch.how == dict(map_location='cpu',
+    result = convert.read_pth(path)
+    assert_same(result['model'], {'a': np.arange(3.), 'b': half})
+    assert result[3] == 'text' and pytorch.how == dict(map_location='cpu',
                                                       weights_only=True) | ({'mmap': True} if archive else {})
     known = [(kind.__name__, name) for kind, name in pytorch.known]
     assert ('XttsConfig', 'TTS.tts.configs.xtts_config.XttsConfig') in known
-    back = convert._tensor(found['model'])
+    back = convert._tensor(result['model'])
     assert [(t.dtype, t.x.tobytes()) for t in back.values()] == [
         ('torch.float64', np.arange(3.).tobytes()), ('torch.bfloat16', half.tobytes())]
     assert convert._tensor(np.float32(5).reshape(())).x.shape == ()
 
 
-@pytest.mark.parametrize('held, message', [
+@pytest.mark.parametrize('contents, message', [
     (ValueError('GLOBAL os.system is not allowed. More'),
      r'asks for os.system, which could run code, so it was not read'),
     (OSError('torn off. More\nand more'), r'not readable as a PyTorch file \(torn off\); copy it again'),
     (OSError('first\nsecond'), r'\(first\)'),
     ({'odd': Tensor(np.ones(2), 'complex64')}, '"odd" is a tensor of complex64, strided')])
-def test_what_cannot_be_read_is_told_in_a_sentence(pytorch, tmp_path, held, message):
+def test_what_cannot_be_read_is_reported_in_a_sentence(pytorch, tmp_path, contents, message):
     (tmp_path / 'm.pth').touch()
-    pytorch.held = held
+    pytorch.contents = contents
     with pytest.raises(UserError, match=f'm.pth: .*{message}'): convert.read_pth(tmp_path / 'm.pth')
     with pytest.raises(UserError, match='n.pth: the file is missing'): convert.read_pth(tmp_path / 'n.pth')
 
 
 def test_a_tensor_that_is_not_strided_has_no_place(pytorch, tmp_path):
     (tmp_path / 'm.pth').touch()
-    pytorch.held = {'odd': Tensor(np.ones(2))}
-    pytorch.held['odd'].layout = 'torch.sparse_coo'
+    pytorch.contents = {'odd': Tensor(np.ones(2))}
+    pytorch.contents['odd'].layout = 'torch.sparse_coo'
     with pytest.raises(UserError, match='"odd" is a tensor of float64, sparse_coo'):
         convert.read_pth(tmp_path / 'm.pth')
 
@@ -592,8 +592,8 @@ def torch(): return pytest.importorskip('torch')
 @pytest.mark.parametrize('archive', [True, False])
 @pytest.mark.torch
 def test_code_in_a_checkpoint_never_runs(torch, tmp_path, archive):
-    held = {'model': {'w': torch.ones(2)}, 'config': Touch(tmp_path / 'ran')}
-    torch.save(held, tmp_path / 'model.pth', _use_new_zipfile_serialization=archive)
+    contents = {'model': {'w': torch.ones(2)}, 'config': Touch(tmp_path / 'ran')}
+    torch.save(contents, tmp_path / 'model.pth', _use_new_zipfile_serialization=archive)
     with pytest.raises(UserError, match=r'model.pth: asks for (posix|nt)\.system'):
         convert.read_pth(tmp_path / 'model.pth')
     assert not (tmp_path / 'ran').exists()
@@ -650,8 +650,8 @@ def test_settings_objects_are_read_as_nothing(torch, tmp_path, monkeypatch, arch
     given.lr = 1
     torch.save({'model': {'w': torch.ones(2)}, 'config': given}, tmp_path / 'model.pth',
                _use_new_zipfile_serialization=archive)
-    held = convert.read_pth(tmp_path / 'model.pth')
-    assert np.array_equal(held['model']['w'], [1, 1]) and not vars(held['config'])
+    contents = convert.read_pth(tmp_path / 'model.pth')
+    assert np.array_equal(contents['model']['w'], [1, 1]) and not vars(contents['config'])
 
 
 @pytest.mark.parametrize('archive', [True, False])
@@ -691,15 +691,15 @@ def test_each_mel_has_its_own_constants(disk, tmp_path):
     assert np.array_equal(disk.files['mel_stats.pth'], files['mel_stats.pth'])
 
 
-@pytest.mark.parametrize('said, expected', [
+@pytest.mark.parametrize('speech, expected', [
     ({}, (2.0, 12, 4)), ({'repetition_penalty': 5.0, 'gpt_cond_len': 30}, (5.0, 30, 4)),
     ({'gpt_cond_chunk_len': 6}, (2.0, 12, 6))])
-def test_it_speaks_as_its_config_says(disk, tmp_path, said, expected):
+def test_it_speaks_as_its_config_says(disk, tmp_path, speech, expected):
     "A silent config.json means the defaults of coqui-tts' class."
     coqui_folder(disk, tmp_path / 'coqui')
     plain = {k: v
              for k, v in coqui_toy.settings().items() if k in ('model', 'languages', 'audio', 'model_args')}
-    (tmp_path / 'coqui/config.json').write_text(json.dumps(plain | said))
+    (tmp_path / 'coqui/config.json').write_text(json.dumps(plain | speech))
     convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     speech = XTTSConfig.load(tmp_path / 'ours/config.yaml').speech
     assert (speech.repetition_penalty, speech.reference_seconds, speech.reference_chunk_seconds) == expected
@@ -707,11 +707,11 @@ def test_it_speaks_as_its_config_says(disk, tmp_path, said, expected):
     assert rest == (0.85, 50, 0.85, 10)
 
 
-@pytest.mark.parametrize('said', [{'temperature': 'hot'}, {'temperature': -1}, {'top_p': 2},
+@pytest.mark.parametrize('speech', [{'temperature': 'hot'}, {'temperature': -1}, {'top_p': 2},
                                   {'gpt_cond_chunk_len': 0}], ids=str)
-def test_a_config_that_makes_no_sense_is_named(disk, tmp_path, said):
+def test_a_config_that_makes_no_sense_is_named(disk, tmp_path, speech):
     coqui_folder(disk, tmp_path / 'coqui')
-    (tmp_path / 'coqui/config.json').write_text(json.dumps(coqui_toy.settings() | said))
+    (tmp_path / 'coqui/config.json').write_text(json.dumps(coqui_toy.settings() | speech))
     with pytest.raises(UserError, match=r'config.json: speech\..*got '):
         convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     assert not (tmp_path / 'ours').exists()

@@ -50,10 +50,10 @@ KERNELS = {   # with 4 channels: the shape of each kernel, and of what it makes 
 
 def test_kernels_and_what_they_make():
     critic = Critic(XTTSConfig.from_dict({'voice': {'periods': [5], 'windows': [256], 'channels': 4}}).voice)
-    found = {part.name: [(tuple(conv.kernel.shape), tuple(x.shape)) for conv,
-                         x in zip([*part.stack, part.score], maps)]
+    shapes = {part.name: [(tuple(conv.kernel.shape), tuple(x.shape))
+                          for conv, x in zip([*part.stack, part.score], maps)]
              for part, maps in zip(critic.parts, critic(noise(1, 601)))}
-    assert found == KERNELS
+    assert shapes == KERNELS
     assert len(named := critic.trainable_variables) == 24 and all(v.dtype == 'float32' for v in named)
 
 def bare(**settings): return SimpleNamespace(stack=[], score=lambda x: x, **settings)

@@ -30,8 +30,8 @@ def test_codes_of_a_row_do_not_depend_on_its_neighbours(dvae):
 @pytest.mark.parametrize('lengths', [(40, 1, 17), (39, 38, 37), (5, 4, 3)])
 def test_padding_is_not_heard(dvae, lengths):
     mel = 5 * normal(3, 40, 80)
-    told = dvae.encode(tf.constant(mel), tf.constant(lengths))
-    for codes, row, n in zip(told, mel, lengths):
+    with_length = dvae.encode(tf.constant(mel), tf.constant(lengths))
+    for codes, row, n in zip(with_length, mel, lengths):
         assert np.array_equal(codes[:-(-n // 4)], dvae.encode(tf.constant(row[None, :n]))[0])
 
 def test_codes_are_local(dvae):
@@ -149,11 +149,11 @@ def test_codes_and_mels_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all
 def test_the_losses(dvae):
     mel = 5 * normal(2, 8, 80)
     rebuilt, z, codes = (x.numpy() for x in dvae(tf.constant(mel)))
-    found = dvae_losses(dvae, tf.constant(mel))
+    losses = dvae_losses(dvae, tf.constant(mel))
     error, away = rebuilt - mel / dvae.mel_stats.numpy(), z - dvae.codebook.decode(codes).numpy()
-    assert float(found['mel_loss']) == pytest.approx(np.abs(error).mean() + (error**2).mean(), rel=1e-5)
-    assert float(found['commitment']) == pytest.approx((away**2).mean(), rel=1e-5)
-    assert np.array_equal(found['codes'], codes) and np.array_equal(found['z'], z)
+    assert float(losses['mel_loss']) == pytest.approx(np.abs(error).mean() + (error**2).mean(), rel=1e-5)
+    assert float(losses['commitment']) == pytest.approx((away**2).mean(), rel=1e-5)
+    assert np.array_equal(losses['codes'], codes) and np.array_equal(losses['z'], z)
 
 def test_a_dvae_in_a_larger_file(dvae, small, tmp_path):
     from xtts_nb.models.weights import save_weights

@@ -44,8 +44,8 @@ def test_inputs_and_targets(length, stops):
     ids = tf.constant([[7, 8, 9, 10, 11]])
     inputs, targets, counted = (np.array(x)[0].tolist()
                                 for x in shifted(ids, tf.constant([length]), 1, 2, stops))
-    said, rest = [7, 8, 9, 10, 11][:length], 5 - length
-    assert inputs == [1, *said] + [2] * (rest + stops) and targets == [*said] + [2] * (rest + stops + 1)
+    row_ids, rest = [7, 8, 9, 10, 11][:length], 5 - length
+    assert inputs == [1, *row_ids] + [2] * (rest + stops) and targets == [*row_ids] + [2] * (rest + stops + 1)
     assert counted == [1.] * (length + stops) + [0.] * (rest + 1)
 
 def test_what_stands_behind_the_length_does_not_matter():
@@ -121,14 +121,14 @@ def test_dropout_follows_the_seed(gpt, inputs):
     assert np.array_equal(a, b) and not np.allclose(a, c) and not np.allclose(a, plain)
 
 def test_every_dropout_has_a_seed_of_its_own(gpt, inputs, monkeypatch):
-    seen, real = [], layers.dropout
+    seeds, real = [], layers.dropout
     def spy(x, rate, seed):
-        if seed is not None: seen.append((rate, *np.array(seed).tolist()))
+        if seed is not None: seeds.append((rate, *np.array(seed).tolist()))
         return real(x, rate, seed)
     for module in (gpt_module, layers): monkeypatch.setattr(module, 'dropout', spy)
     call(gpt, inputs, SEED)
-    assert len(seen) == len(set(seen)) == 1 + 3 * len(gpt.blocks)
-    assert {rate for rate, *_ in seen} == {gpt.cfg.dropout}
+    assert len(seeds) == len(set(seeds)) == 1 + 3 * len(gpt.blocks)
+    assert {rate for rate, *_ in seeds} == {gpt.cfg.dropout}
 
 def test_without_dropout_the_seed_does_nothing(small, inputs):
     net = GPT(small.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}), START)

@@ -187,12 +187,12 @@ def test_a_norm_of_silence_is_divided_by_its_epsilon():
 
 def test_a_bin_is_taken_from_its_mean_and_divided_by_its_deviation(config, monkeypatch):
     "Over time; a bin that hardly moves is divided by the epsilon."
-    seen, real = [], Conv2D.call
-    monkeypatch.setattr(Conv2D, 'call', lambda layer, x: seen.append(np.array(x)) or real(layer, x))
+    inputs, real = [], Conv2D.call
+    monkeypatch.setattr(Conv2D, 'call', lambda layer, x: inputs.append(np.array(x)) or real(layer, x))
     mel = (np.random.randn(2, 90, 64) * np.geomspace(1e-4, 10, 64) + 3).astype(np.float32)
     SpeakerEncoder(config)(mel)
     expected = (mel - mean(mel)) / np.sqrt(mean((mel - mean(mel))**2) + 1e-5)
-    assert np.allclose(seen[0], expected.transpose(0, 2, 1)[..., None], atol=1e-3)
+    assert np.allclose(inputs[0], expected.transpose(0, 2, 1)[..., None], atol=1e-3)
 
 def mean(mel): return mel.mean(1, keepdims=True, dtype=np.float64)
 
@@ -214,10 +214,11 @@ def test_a_kernel_of_nothing_has_a_direction_and_no_length():
 def test_a_file_with_nothing_to_speak_with(config, decoder, tmp_path):
     encoder = SpeakerEncoder(config)
     parts = {'gpt': decoder, 'decoder': decoder, 'speaker': encoder}
-    for held in (['gpt'], ['gpt', 'decoder', 'speaker']):
-        path = tmp_path / f'{len(held)}.safetensors'
-        save_weights(path, {f'{part}/{n}': v for part in held for n, v in named_weights(parts[part]).items()})
-        found = load_hifigan(path, config)
-        assert (found is None) == (held == ['gpt'])
-    assert all(np.array_equal(a, b) for net, kept in zip(found, (decoder, encoder)) for a,
-               b in zip(net.weights, kept.weights))
+    for present in (['gpt'], ['gpt', 'decoder', 'speaker']):
+        path = tmp_path / f'{len(present)}.safetensors'
+        save_weights(path,
+                     {f'{part}/{n}': v for part in present for n, v in named_weights(parts[part]).items()})
+        loaded = load_hifigan(path, config)
+        assert (loaded is None) == (present == ['gpt'])
+    assert all(np.array_equal(a, b) for net, original in zip(loaded, (decoder, encoder))
+               for a, b in zip(net.weights, original.weights))

@@ -183,10 +183,10 @@ def test_half_precision_is_close_and_weights_stay_float32(layer, kind, near):
 
 @pytest.mark.parametrize('kind', ['bfloat16', 'float16'])
 def test_softmax_is_float32_in_half_precision(monkeypatch, kind):
-    seen, softmax = [], layers.ops.softmax
-    monkeypatch.setattr(layers.ops, 'softmax', lambda score: seen.append(score.dtype) or softmax(score))
+    calls, softmax = [], layers.ops.softmax
+    monkeypatch.setattr(layers.ops, 'softmax', lambda score: calls.append(score.dtype) or softmax(score))
     out = attend(*(tf.cast(tf.constant(normal(1, 5, 2, 4)), kind) for _ in 'qkv'))
-    assert seen == ['float32'] and out.dtype == kind
+    assert calls == ['float32'] and out.dtype == kind
 
 @pytest.mark.parametrize('kind', ['bfloat16', 'float16'])
 def test_norms_are_float32_in_half_precision(kind):
@@ -261,13 +261,13 @@ def test_norms_of_little_are_divided_by_their_epsilon():
 
 def test_every_dropout_of_a_block_has_its_place(monkeypatch):
     "Of the weights of attention, of what it adds and of what the MLP adds, with the rate of the block."
-    seen, real = [], layers.dropout
+    calls, real = [], layers.dropout
     monkeypatch.setattr(layers, 'dropout', lambda x, rate,
-                        seed: seen.append((x.shape, rate, tuple(seed.numpy()))) or real(x, rate, seed))
+                        seed: calls.append((x.shape, rate, tuple(seed.numpy()))) or real(x, rate, seed))
     TransformerBlock(16, 2, rate=0.25)(normal(1, 5, 16), causal_mask(5, 5), SEED)
     made = [((1, 2, 5, 5), 0.25), ((1, 5, 16), 0.25), ((1, 5, 16), 0.25)]
-    assert [(tuple(shape), rate) for shape, rate, _ in seen] == made
-    assert len({seed for *_, seed in seen}) == 3
+    assert [(tuple(shape), rate) for shape, rate, _ in calls] == made
+    assert len({seed for *_, seed in calls}) == 3
 
 def test_the_first_latents_are_small():
     latents = _built(Perceiver(64, 64, 1, 2, 8), (None, None, 64)).latents

@@ -96,8 +96,9 @@ def test_new_rows_are_drawn_around_the_mean_of_the_old_ones(axis):
     grown = _grown(old, shape, np.random.default_rng(3))
     more = np.random.default_rng(3).standard_normal((2, 2) if axis == 0 else (3, 4))
     expected = np.expand_dims(old.mean(axis), axis) + np.expand_dims(old.std(axis), axis) * more
-    kept, added = np.split(grown, [old.shape[axis]], axis)
-    assert grown.dtype == np.float32 and np.array_equal(kept, old) and np.allclose(added, expected, rtol=1e-5)
+    old_rows, added = np.split(grown, [old.shape[axis]], axis)
+    assert grown.dtype == np.float32 and np.array_equal(old_rows, old)
+    assert np.allclose(added, expected, rtol=1e-5)
     assert _grown(old, old.shape, None) is old
 
 def test_a_second_language_keeps_the_place_where_growth_began(model):
@@ -192,8 +193,8 @@ def test_grow_as_a_command(home, model, tokenizer):
     old, new = (dict(read_tensors(home / name / 'model.safetensors')) for name in ('model', 'grown'))
     assert old.keys() == new.keys()
     for name, x in old.items():
-        kept = new[name][tuple(slice(n) for n in x.shape)]
-        assert kept.dtype == x.dtype and kept.tobytes() == x.tobytes(), name
+        old_rows = new[name][tuple(slice(n) for n in x.shape)]
+        assert old_rows.dtype == x.dtype and old_rows.tobytes() == x.tobytes(), name
 
 BAD = {'no model': (['nowhere', 'out', '--language', 'fa', '--texts', 'fa.txt'],
                     ['nowhere', 'holds no model']),

@@ -111,10 +111,10 @@ def test_the_bytes_are_those_of_the_safetensors_library(tmp_path):
         assert (tmp_path / 'ours').read_bytes() == (tmp_path / 'theirs').read_bytes()
 
 def test_progress_is_told_and_a_file_may_be_empty(tmp_path):
-    seen = []
-    write_tensors(tmp_path / 'x', {'a': np.ones(1), 'b': np.ones(1)}, lambda *done: seen.append(done))
+    calls = []
+    write_tensors(tmp_path / 'x', {'a': np.ones(1), 'b': np.ones(1)}, lambda *done: calls.append(done))
     write_tensors(tmp_path / 'y', {})
-    assert seen == [(1, 2), (2, 2)] and list(read_tensors(tmp_path / 'y')) == []
+    assert calls == [(1, 2), (2, 2)] and list(read_tensors(tmp_path / 'y')) == []
 
 def test_parts_that_are_not_written_come_from_another_file(tmp_path):
     old = {'gpt/a': np.zeros(1), 'gpt/b': np.zeros(2), 'voice/a': np.ones(1), 'gptx': np.ones(2)}
@@ -146,9 +146,9 @@ def test_a_head_that_says_something_else_is_an_error(tmp_path, head, length):
 def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / 'a.safetensors'
     save_weights(path, named_weights(model()))
-    kept = path.read_bytes()
+    original = path.read_bytes()
     def stop(done, total): raise KeyboardInterrupt
     monkeypatch.setattr('xtts_nb.models.weights.write_tensors',
                         lambda path, arrays, **more: write_tensors(path, arrays, stop, **more))
     with pytest.raises(KeyboardInterrupt): save_weights(path, named_weights(model(seed=1)))
-    assert path.read_bytes() == kept and len(list(tmp_path.iterdir())) == 1
+    assert path.read_bytes() == original and len(list(tmp_path.iterdir())) == 1

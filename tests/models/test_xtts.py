@@ -311,8 +311,8 @@ def test_costs_of_a_step(xtts):
         if part == 'all': continue
         assert row['flops'] == pytest.approx(3 * B * flops.get(part, 0))
         assert row['bytes'] == pytest.approx(40 * counts[part] + 20 * B * numbers[part])
-    assert costs['all']['bytes'] == pytest.approx(sum(row['bytes'] for part,
-                                                      row in costs.items() if part != 'all'))
+    assert costs['all']['bytes'] == pytest.approx(sum(row['bytes']
+                                                      for part, row in costs.items() if part != 'all'))
     rows = {'a': dict(parameters=1234, flops=25e8, bytes=5e8), 'all': dict(parameters=5, flops=0, bytes=1e6)}
     assert costs_markdown(rows).splitlines() == ['| part | parameters | GFLOP | MB | FLOP per byte |',
                                                  '|---|---|---|---|---|',

@@ -237,8 +237,8 @@ def test_a_short_reference_is_refused(speaker, samples, tmp_path):
 
 def test_half_a_second_is_enough_and_what_comes_late_is_not_heard():
     wav = np.arange(44100.)
-    assert [len(read_reference(wav[:n], AudioConfig(), seconds)) for n,
-            seconds in ((11025, 30), (44100, 1.5))] == [11025, 33075]
+    assert [len(read_reference(wav[:n], AudioConfig(), seconds))
+            for n, seconds in ((11025, 30), (44100, 1.5))] == [11025, 33075]
 
 @pytest.mark.parametrize('kind', ['missing', 'text', 'nan'])
 def test_a_reference_that_is_no_sound_is_named(speaker, tmp_path, kind):
@@ -312,8 +312,8 @@ def test_how_long_a_clip_may_be(xtts, monkeypatch, seconds, parity, codes):
 @pytest.mark.parametrize('speed, length', [(1, 8), (2., 4), (0.5, 16)])
 def test_twice_the_speed_is_half_the_length(speed, length):
     x = tf.reshape(tf.range(16.), (1, 8, 2))
-    found = Speaker._at_speed(SimpleNamespace(speech=SimpleNamespace(speed=speed)), x)
-    assert found.shape == (1, length, 2) and (found is x) == (speed == 1)
+    result = Speaker._at_speed(SimpleNamespace(speech=SimpleNamespace(speed=speed)), x)
+    assert result.shape == (1, length, 2) and (result is x) == (speed == 1)
 
 def test_a_clip_of_sound(speaker, small):
     wav = speaker('aa bb', 'en', VOICE)
@@ -356,14 +356,14 @@ def test_a_model_that_stops_at_once_still_gives_a_clip(xtts):
 
 def in_pieces(**values): return SpeechConfig(reference_chunk_seconds=1., **values)
 
-@pytest.mark.parametrize('seconds, heard, samples',
+@pytest.mark.parametrize('seconds, limit, samples',
                          [([2.5], 30, [22050, 22050, 11025]), ([1.3, 1.1], 30, [22050, 22050, 8820]),
                           ([2.3], 30, [22050, 22050]), ([2.34], 30, [22050, 22050, 7497]),
                           ([4.], 1.5, [22050, 11025]), ([0.6], 30, [13230])], ids=str)
-def test_recordings_are_heard_end_to_end_in_pieces(xtts, seconds, heard, samples):
+def test_recordings_are_heard_end_to_end_in_pieces(xtts, seconds, limit, samples):
     "A last piece under a third of a second is left out."
     wavs = [synthetic_voice(s) for s in seconds]
-    mels = reference_mels(xtts, wavs, in_pieces(reference_seconds=heard))
+    mels = reference_mels(xtts, wavs, in_pieces(reference_seconds=limit))
     assert [len(m) for m in mels] == [1 + n // 256 for n in samples]
     assert np.allclose(mels[0], reference_mels(xtts, [np.concatenate(wavs)[:22050]], in_pieces())[0])
 
@@ -378,15 +378,15 @@ def test_a_model_trained_here_hears_a_crop_of_each_recording(xtts):
     alone = [listen(xtts, [w]).prompt for w in wavs]
     assert np.allclose(listen(xtts, wavs).prompt, np.mean(alone, 0), atol=1e-5)
 
-@pytest.mark.parametrize('heard, kept',
+@pytest.mark.parametrize('limit, used',
                          [(30, [0.8, 2., 1.]), (2.8, [0.8, 2.]), (3.0, [0.8, 2.]), (3.2, [0.8, 2., 0.4]),
                           (0.5, [0.5])], ids=str)
-def test_without_pieces_the_recordings_are_heard_up_to_the_limit(xtts, heard, kept):
+def test_without_pieces_the_recordings_are_heard_up_to_the_limit(xtts, limit, used):
     "A rest under a third of a second is left out."
     wavs = [synthetic_voice(s, pitch) for s, pitch in ((0.8, 90.), (2., 200.), (1., 140.))]
-    found = reference_mels(xtts, wavs, SpeechConfig(reference_seconds=heard))
-    wanted = reference_mels(xtts, [w[:round(22050 * s)] for w, s in zip(wavs, kept)], SpeechConfig())
-    assert len(found) == len(kept) and all(np.array_equal(a, b) for a, b in zip(found, wanted))
+    result = reference_mels(xtts, wavs, SpeechConfig(reference_seconds=limit))
+    wanted = reference_mels(xtts, [w[:round(22050 * s)] for w, s in zip(wavs, used)], SpeechConfig())
+    assert len(result) == len(used) and all(np.array_equal(a, b) for a, b in zip(result, wanted))
 
 def test_of_each_recording_only_the_beginning_is_heard(xtts):
     wav, speech = synthetic_voice(2.), in_pieces(max_reference_seconds=1)

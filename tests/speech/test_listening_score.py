@@ -41,8 +41,8 @@ class Cheap(Trainer):
     def custom_train_step(self, batch, number): return {'loss': tf.reduce_sum(batch['weight'])}
 
 def test_it_hears_the_same_twice_and_keeps_sound_and_picture(listener, prepared, tmp_path):
-    found = listener(tmp_path / 'spoken')
-    assert found == listener() and found['dtw'] > 0 and found['length'] > 0
+    scores = listener(tmp_path / 'spoken')
+    assert scores == listener() and scores['dtw'] > 0 and scores['length'] > 0
     ids = {prepared.clips[0]['id'], prepared.clips[9]['id']}
     assert set(listener.ids) == ids
     assert {p.name for p in (tmp_path / 'spoken').iterdir()} == {f'{i}.wav' for i in ids} | {'mels.png'}
@@ -72,14 +72,14 @@ def test_scores_of_what_was_spoken(listener, monkeypatch):
 @pytest.mark.parametrize('places', [48, 20])
 def test_a_clip_may_take_half_as_long_again(quick, prepared, dvae, monkeypatch, places):
     "Not longer than the model has places; with the settings of `speech`, of the clips that there are."
-    asked, spoken = [], (tf.zeros((3, 4), tf.int32), tf.ones(3, tf.int32), 0)
-    monkeypatch.setattr(listening, 'generate', lambda *given: asked.append(given[4:]) or spoken)
+    calls, spoken = [], (tf.zeros((3, 4), tf.int32), tf.ones(3, tf.int32), 0)
+    monkeypatch.setattr(listening, 'generate', lambda *given: calls.append(given[4:]) or spoken)
     config = quick.replace(model={'gpt': {'max_audio_codes': places}},
                            speech={'temperature': 0.5, 'top_k': 9})
     listener = Listener(XTTS(config, prepared.tokenizer, dvae), prepared, np.array([0, 5, 9]), 7)
     listener()
     s, width = config.speech, listener.batch['codes'].shape[1]
-    assert asked == [(min(places, int(1.5 * width) + 1), 0.5, 9, s.top_p, s.repetition_penalty)]
+    assert calls == [(min(places, int(1.5 * width) + 1), 0.5, 9, s.top_p, s.repetition_penalty)]
     assert len(listener.ids) == 3 and width < 30   # the longest of them
 
 def test_a_picture_has_a_column_a_clip(tmp_path):
@@ -94,19 +94,19 @@ def test_another_model_is_heard(listener, heard_by):
     other = heard_by(5)
     assert other.ids == listener.ids and other() != listener()
 
-def heard(run) -> list[tuple]:
+def logged_scores(run) -> list[tuple]:
     lines = [json.loads(l) for l in (run / 'metrics.jsonl').read_text().splitlines()]
     return [(l['step'], l['val_loss'], l['val_dtw'], l['val_length']) for l in lines if 'val_dtw' in l]
 
 @pytest.mark.slow
 def test_a_run_listens_and_goes_on_to_the_same_numbers(prepared, quick, tmp_path):
     new_run(prepared, quick, tmp_path / 'whole', ['low-0', 'high-0']).fit()
-    assert [step for step, *_ in heard(tmp_path / 'whole')] == [2, 4, 6]
+    assert [step for step, *_ in logged_scores(tmp_path / 'whole')] == [2, 4, 6]
     spoken = sorted(p.name for p in (tmp_path / 'whole' / 'spoken').iterdir())
     assert spoken == ['000000002', '000000004', '000000006']
     new_run(prepared, quick, tmp_path / 'run', ['low-0', 'high-0']).fit(steps=4)
     resume_run(tmp_path / 'run').fit()
-    assert heard(tmp_path / 'run') == heard(tmp_path / 'whole')
+    assert logged_scores(tmp_path / 'run') == logged_scores(tmp_path / 'whole')
 
 @pytest.mark.parametrize('judge, best, steps', [('loss', 6, 6), ('dtw', 2, 4)])
 def test_either_score_decides(prepared, quick, tmp_path, monkeypatch, judge, best, steps):
@@ -149,10 +149,10 @@ def test_a_validation_hears_the_model_that_is_exported(prepared, quick, dvae, tm
     run = adapted(prepared, quick, dvae, kind, tmp_path / 'run', ema=ema)
     begun = run.validate()
     run.fit()
-    seen = heard(tmp_path / 'run')
+    scores = logged_scores(tmp_path / 'run')
     export_run(tmp_path / 'run', tmp_path / 'model')
     exported = Listener(XTTS.load(tmp_path / 'model'), prepared, np.array([0, 1, 2, 3]), 3)()
-    assert seen[-1][2:] == (exported['dtw'], exported['length']) != (begun['val_dtw'], begun['val_length'])
+    assert scores[-1][2:] == (exported['dtw'], exported['length']) != (begun['val_dtw'], begun['val_length'])
 
 def test_the_model_as_trained_is_shown_and_taken_back(prepared, quick, dvae, tmp_path):
     "Once inside another, after an error, and with functions that were traced before."

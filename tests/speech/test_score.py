@@ -51,11 +51,11 @@ def test_a_clip_is_next_to_itself_at_any_speed():
 
 def test_inputs_are_left_as_they_were():
     a, b = clip(10, 1), clip(12, 2)
-    kept = a.copy(), b.copy()
+    copies = a.copy(), b.copy()
     dtw_distance(a, [b])
     nearest(a, [b])
     level_free(a)
-    assert np.array_equal(a, kept[0]) and np.array_equal(b, kept[1])
+    assert np.array_equal(a, copies[0]) and np.array_equal(b, copies[1])
 
 
 def test_loudness_does_not_count_but_colour_does():
@@ -80,8 +80,8 @@ def test_hits_ask_for_the_sentence_among_all_and_the_voice_within_it():
     assert hits(spoken, references, labels, ('two', 'high'))[0] is False
     only_other_sentence = [labels.index(('one', 'low')), labels.index(('two', 'high')),
                            labels.index(('two', 'low'))]
-    kept = [references[i] for i in only_other_sentence], [labels[i] for i in only_other_sentence]
-    assert hits(spoken, *kept, ('two', 'high')) == (False, True)
+    copies = [references[i] for i in only_other_sentence], [labels[i] for i in only_other_sentence]
+    assert hits(spoken, *copies, ('two', 'high')) == (False, True)
 
 
 def test_hits_without_a_reference_of_the_sentence_say_so():

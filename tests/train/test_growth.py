@@ -1,4 +1,4 @@
-"What more devices bring: the ring, the limits, and a link that is found again."
+"Scaling over devices: the ring, the limits, and the fit of a link."
 import json
 import sys
 from dataclasses import replace
@@ -34,9 +34,9 @@ def test_the_network_counts_from_the_second_machine_on():
 def test_a_prediction_by_hand():
     "Two machines: 30 ms alone; an all-reduce of 19.35 ms, 15 hidden; 1 ms to copy a row, 0.8 to read it."
     work = StepCost(0.01, 0.002, gradients=1e8, row_bytes=25e6, overlap=0.5, host_rate=1e4)
-    found = predict(work, 16, 10, Link(1e11, 1e-5), Link(1e10, 2e-5))
-    assert found.pop('limit') == 'fixed costs'
-    assert found == pytest.approx({'devices': 16, 'rows': 10, 'compute_ms': 30, 'all_reduce_ms': 4.35,
+    result = predict(work, 16, 10, Link(1e11, 1e-5), Link(1e10, 2e-5))
+    assert result.pop('limit') == 'fixed costs'
+    assert result == pytest.approx({'devices': 16, 'rows': 10, 'compute_ms': 30, 'all_reduce_ms': 4.35,
                                    'step_ms': 34.35,
                                    'rows_per_s': 160 / 0.03435, 'efficiency': 30 / 34.35})
     worse = predict(work, 16, 10, Link(5e9, 3e-5), Link(1e10, 2e-5))   # of both
@@ -49,9 +49,9 @@ def test_a_prediction_by_hand():
     assert limits == ['fixed costs', 'compute', 'compute']
 
 def test_overlap_hides_what_it_can():
-    seen = [predict(replace(WORK, overlap=share), 16, 9, INSIDE, NET)['all_reduce_ms']
+    values = [predict(replace(WORK, overlap=share), 16, 9, INSIDE, NET)['all_reduce_ms']
             for share in (0, 0.5, 1)]
-    assert seen[0] - seen[1] == pytest.approx(50) and seen[2] == pytest.approx(seen[0] - 100)
+    assert values[0] - values[1] == pytest.approx(50) and values[2] == pytest.approx(values[0] - 100)
     assert predict(replace(WORK, overlap=1.), 8, 9, INSIDE, NET)['efficiency'] == 1
 
 @pytest.mark.parametrize('work, rows, limit', [
@@ -106,9 +106,9 @@ def test_work_is_counted(small, monkeypatch):
     "28 bytes of memory traffic a weight: weight and two moments read and written, a gradient read."
     monkeypatch.setattr(page, 'parameter_count', lambda gpt: 10)
     monkeypatch.setattr(page, 'step_flops', lambda config, rows, text, codes: 1e3 * rows + 10 * text + codes)
-    found = computed_cost(small, 5, 7, flops=100., memory=40., overlap=0.25)
+    result = computed_cost(small, 5, 7, flops=100., memory=40., overlap=0.25)
     row_bytes = 2 * 32 * 80 + 4 * 12   # float16 mel, int32 tokens
-    assert found == StepCost(28 * 10 / 40, 1057 / 100, 40., row_bytes, overlap=0.25)
+    assert result == StepCost(28 * 10 / 40, 1057 / 100, 40., row_bytes, overlap=0.25)
 
 def ring(link): return lambda n, sizes, seconds=0.05: {s: seconds + ring_seconds(s, n, link) for s in sizes}
 
@@ -124,17 +124,17 @@ def test_a_link_is_found_again(shared):
     assert (link.bytes_per_s, link.seconds, link.shared) == pytest.approx((2e9, 1e-3, shared))
 
 def test_four_workers_are_predicted_from_two_and_three():
-    true, seen = ring(Link(1e9, 1e-4, shared=0.4)), []
+    true, values = ring(Link(1e9, 1e-4, shared=0.4)), []
     slow = lambda n, sizes, seconds: {s: t * (1.5 if n == 4 else 1)
                                       for s, t in true(n, sizes, seconds).items()}
-    rows = check_growth(sizes=(10**6, 10**7), measure=slow, progress=lambda *a: seen.append(a))
+    rows = check_growth(sizes=(10**6, 10**7), measure=slow, progress=lambda *a: values.append(a))
     by = {(r['workers'], r['megabytes']): r for r in rows}
     assert all(r['error'] == 0 for r in rows if r['fitted']) and by[1, 1]['predicted_ms'] == 50
-    assert seen[-1] == (4, 4)
+    assert values[-1] == (4, 4)
     assert by[4, 10]['error'] == pytest.approx(1 / 1.5 - 1, abs=1e-3) and by[4, 10]['fitted'] is False
-    found = growth_verdict(rows)
-    assert found['holds'] is False and found['largest_error'] == pytest.approx(1 / 3, abs=1e-3)
-    assert 'does not hold within 20%' in found['verdict'] and '4 workers' in found['verdict']
+    result = growth_verdict(rows)
+    assert result['holds'] is False and result['largest_error'] == pytest.approx(1 / 3, abs=1e-3)
+    assert 'does not hold within 20%' in result['verdict'] and '4 workers' in result['verdict']
     assert (by[4, 10]['step_ms'], by[4, 10]['predicted_ms']) == (116.4, 77.6)   # 50 + 6 * (4.5 + 0.1)
     good = growth_verdict(check_growth(sizes=(10**6, 10**7), measure=true))
     assert good['holds'] and 'the model holds within' in good['verdict']
@@ -165,10 +165,10 @@ def test_the_verdict_is_on_the_largest_error_of_what_was_not_fitted(errors, larg
     row = lambda n, error, fitted: {'workers': n, 'megabytes': 4., 'step_ms': 50.4, 'predicted_ms': 60.6,
                                     'error': error,
                                     'fitted': fitted}
-    found = growth_verdict([row(2, 0.9, True), *(row(4 + i, e, False) for i, e in enumerate(errors))], 0.2)
+    result = growth_verdict([row(2, 0.9, True), *(row(4 + i, e, False) for i, e in enumerate(errors))], 0.2)
     worst = 4 + [abs(e) for e in errors].index(largest)
-    assert (found['bound'], found['largest_error'], found['holds']) == (0.2, largest, holds)
-    assert found['verdict'].startswith(f'{worst} workers, 4 MB: predicted 61 ms, measured 50 ms')
+    assert (result['bound'], result['largest_error'], result['holds']) == (0.2, largest, holds)
+    assert result['verdict'].startswith(f'{worst} workers, 4 MB: predicted 61 ms, measured 50 ms')
 
 @pytest.mark.parametrize('index', [0, 1])
 def test_a_worker_sleeps_adds_up_and_worker_0_writes_the_medians(index, monkeypatch, tmp_path):
@@ -187,9 +187,9 @@ def test_a_worker_sleeps_adds_up_and_worker_0_writes_the_medians(index, monkeypa
     if not index: assert json.loads((tmp_path / 'medians.json').read_text()) == {'100': 1.25, '200': 1.25}
 
 def test_workers_are_started_without_a_card_and_their_medians_read(monkeypatch):
-    asked = []
+    commands = []
     def supervise(command, workers, gpus, wait, restarts):
-        asked.append((command[:2], len(workers), gpus, restarts))
+        commands.append((command[:2], len(workers), gpus, restarts))
         call = command[2].rpartition('; ')[2]
         write = lambda out, sizes, s, n: Path(out).write_text(json.dumps(dict.fromkeys(sizes, s + n)))
         exec(call, {'emulate': write})
@@ -197,5 +197,5 @@ def test_workers_are_started_without_a_card_and_their_medians_read(monkeypatch):
     codes = [7, 0]
     monkeypatch.setattr(page, 'supervise', supervise)
     assert measure_workers(3, [4, 8], 0.5, 2) == {4: 2.5, 8: 2.5}
-    assert asked == [([sys.executable, '-c'], 3, {0: '-1', 1: '-1', 2: '-1'}, 0)]
+    assert commands == [([sys.executable, '-c'], 3, {0: '-1', 1: '-1', 2: '-1'}, 0)]
     with pytest.raises(UserError, match='3 local workers ended with code 7'): measure_workers(3, [4], 0.5, 2)

@@ -1,4 +1,4 @@
-"Where everything lies, and what a step is made of."
+"The placement, time and memory of a training step."
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def random(config): return random_batch(config, text=12, codes=16)
 
 
 @pytest.fixture(scope='module')
-def found(update, random, config, tmp_path_factory):
+def result(update, random, config, tmp_path_factory):
     return profile(update, random, config.training, tmp_path_factory.mktemp('profile') / 'trace', rounds=2)
 
 
@@ -67,8 +67,8 @@ def test_owners_of_means_and_scale(small, update):
     names = [r['name'] for r in variable_placement(half) if r['owner'] == 'loss scale']
     assert names == ['loss_scale', 'good_updates']
     some = Update(update.gpt, update.training, update.gpt.trainable_variables[:2])
-    kept = {id(v) for v in owners(some)['frozen']}
-    assert kept == {id(v) for v in some.gpt.variables} - {id(v) for v in some.weights}
+    frozen = {id(v) for v in owners(some)['frozen']}
+    assert frozen == {id(v) for v in some.gpt.variables} - {id(v) for v in some.weights}
     assert len(owners(some)['weights']) == 2
 
 
@@ -122,11 +122,11 @@ def test_a_part_of_the_step_takes_what_it_adds(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_split_adds_up(found):
-    assert [r['name'] for r in found['split']] == ['forward', 'backward', 'optimizer']
-    assert sum(r['share'] for r in found['split']) >= .99 and all(r['ms'] >= 0 for r in found['split'])
-    assert sum(r['count'] for r in found['ops']) > 500
-    assert {r['device'] for r in found['ops']} <= {'CPU:0', 'unknown'}
+def test_split_adds_up(result):
+    assert [r['name'] for r in result['split']] == ['forward', 'backward', 'optimizer']
+    assert sum(r['share'] for r in result['split']) >= .99 and all(r['ms'] >= 0 for r in result['split'])
+    assert sum(r['count'] for r in result['ops']) > 500
+    assert {r['device'] for r in result['ops']} <= {'CPU:0', 'unknown'}
 
 
 def test_memory_by_owner(update, random):
@@ -160,7 +160,7 @@ def test_memory_of_a_gpu_is_its_rise(monkeypatch):
                                         (None, 'eager')])
 @pytest.mark.parametrize('cards, batches', [([], None), (['GPU:0'], [1, 2])])
 def test_what_is_profiled(update, random, config, monkeypatch, step, mode, cards, batches):
-    told = []
+    stages = []
     compiled = lambda *_: None
     if step:
         compiled = type('Step', (), {'__call__': lambda self, *_: None})()
@@ -172,12 +172,12 @@ def test_what_is_profiled(update, random, config, monkeypatch, step, mode, cards
                        'time_phases': lambda some, *_, steps: SimpleNamespace(to_dict=lambda: some)}.items():
         monkeypatch.setattr(page, name, fake)
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: cards)
-    found = profile(update, random, config.training, 'folder', 2, batches, told.append)
-    assert told == ['place', 'split', 'memory', 'trace', 'phases']
-    assert found['split'] == ['forward', 'backward', 'optimizer', 2]
-    assert (found['mode'], found['kernels'], found['trace']) == (mode, ['folder'], 'folder')
-    assert found['phases'] is batches
-    assert len(found['unseen']) == (not cards)
+    result = profile(update, random, config.training, 'folder', 2, batches, stages.append)
+    assert stages == ['place', 'split', 'memory', 'trace', 'phases']
+    assert result['split'] == ['forward', 'backward', 'optimizer', 2]
+    assert (result['mode'], result['kernels'], result['trace']) == (mode, ['folder'], 'folder')
+    assert result['phases'] is batches
+    assert len(result['unseen']) == (not cards)
 
 
 PHASES = dict(spent={'wait': 1., 'step': 2.5}, au=0.5, clips_per_s=1234.5)
@@ -210,15 +210,15 @@ TABLES = {
 
 def test_findings_as_tables():
     assert tables(FOUND) == TABLES
-    for au, said in ((0.5, '50%'), (None, '–')):
+    for au, text in ((0.5, '50%'), (None, '–')):
         heads, rows = tables(FOUND | {'phases': PHASES | {'au': au}})['With its data']
-        assert (heads, rows) == (('wait', 'step', 'AU', 'clips/s'), [('1.00 ms', '2.50 ms', said, '1,234')])
+        assert (heads, rows) == (('wait', 'step', 'AU', 'clips/s'), [('1.00 ms', '2.50 ms', text, '1,234')])
 
 
-@pytest.mark.parametrize('size, said', [
+@pytest.mark.parametrize('size, text', [
     (0, '0 bytes'), (1023, '1023 bytes'), (1024, '1.0 KiB'), (2**20 - 1, '1024.0 KiB'), (2**20, '1.0 MiB'),
     (2**30, '1.0 GiB'), (3 * 2**40, '3072.0 GiB'), (None, '–')])
-def test_sizes_as_people_read_them(size, said): assert page._size(size) == said
+def test_sizes_as_people_read_them(size, text): assert page._size(size) == text
 
 
 def test_findings_as_text_and_as_a_page(tmp_path):
@@ -247,24 +247,24 @@ def test_findings_as_text_and_as_a_page(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_findings_as_json_text_and_page(found, tmp_path):
-    json.dumps(found)
-    assert found['mode'] == 'graph' and found['kernels'] and found['phases'] is None and found['unseen']
-    text = profile_text(found)
+def test_findings_as_json_text_and_page(result, tmp_path):
+    json.dumps(result)
+    assert result['mode'] == 'graph' and result['kernels'] and result['phases'] is None and result['unseen']
+    text = profile_text(result)
     assert all(word in text
                for word in ('weights', 'CPU:0', 'forward', 'backward', 'optimizer', 'gradients', '--logdir'))
     assert 'Not seen' in text
-    odd = found | {'device': '<script>', 'kernels': [found['kernels'][0] | {'name': '<b>'}]}
+    odd = result | {'device': '<script>', 'kernels': [result['kernels'][0] | {'name': '<b>'}]}
     page = write_page(odd, tmp_path / 'deep' / 'page.html').read_text()
-    assert '<script>' not in page and '&lt;b&gt;' in page and found['variables'][0]['name'] in page
-    with pytest.raises(UserError, match='html'): write_page(found, tmp_path / 'page.txt')
+    assert '<script>' not in page and '&lt;b&gt;' in page and result['variables'][0]['name'] in page
+    with pytest.raises(UserError, match='html'): write_page(result, tmp_path / 'page.txt')
 
 
 @pytest.mark.slow
-def test_page_of_a_step_with_its_data(found):
+def test_page_of_a_step_with_its_data(result):
     phases = dict(spent={'wait': 1., 'copy': 0., 'step': 2., 'callbacks': 0.}, au=None, clips_per_s=5.)
-    assert 'With its data' in tables(found | {'phases': phases})
-    assert '1.00 ms' in profile_page(found | {'phases': phases})
+    assert 'With its data' in tables(result | {'phases': phases})
+    assert '1.00 ms' in profile_page(result | {'phases': phases})
 
 
 def test_command_refuses(tmp_path):
