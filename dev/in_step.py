@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def contents(
     root: Path,  # a copy of the repository, or the repository
 ) -> dict[str, bytes]:
-    "What the notebooks and the library hold, by path."
+    "The files of the notebooks and the library: path -> content."
     files = [f for pattern in ('nbs/**/*.ipynb', 'xtts_nb/**/*.py') for f in root.glob(pattern)]
     return {f.relative_to(root).as_posix(): f.read_bytes() for f in files
             if '.ipynb_checkpoints' not in f.parts}

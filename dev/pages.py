@@ -44,7 +44,7 @@ def split_directives(
 def is_shown(
     output: NotebookNode,  # of a code cell
 ) -> bool:
-    "Warnings and widgets without a picture are no part of a page."
+    "Remove warnings, and widgets without a picture."
     if output.output_type == 'stream': return output.name == 'stdout'
     return output.output_type == 'error' or bool(output.data.keys() & {*SHOWN, 'text/html'})
 
@@ -71,7 +71,7 @@ def relink(
     text: str,  # Markdown
     move,       # target of a relative link -> its new target
 ) -> str:
-    "The text with every relative link and picture pointing where `move` says."
+    "The text with the target of every relative link and picture changed by `move`."
     return LINK.sub(lambda match: match[1] + move(match[2]), text)
 
 
@@ -160,7 +160,7 @@ def released(
     address: str,   # of the repository on the web
     version: str,
 ) -> str:
-    "README.md with whole addresses: PyPI shows it without the repository."
+    "README.md with absolute addresses, because PyPI shows it without the repository."
     def whole(target: str) -> str:
         kind = 'raw' if target.endswith(('.png', '.jpg', '.svg')) else 'blob'
         return f'{address}/{kind}/v{version}/{target}'

@@ -1,4 +1,4 @@
-"""What the pages draw from the records in benchmarks/, drawn again without running the pages.
+"""Draw again what the pages draw from the records in benchmarks/, without running the pages.
 
     python dev/records.py     writes it into the notebooks, as their cells would show it
 

@@ -99,7 +99,7 @@ def run_pages(
     pages: list[str],
     until: float,
 ) -> dict[str, tuple[str, float]]:
-    "How each page ended, two at a time; one line for each."
+    "Run the pages, two at a time; prints a line for each and returns how it ended."
     with ThreadPoolExecutor(WORKERS) as pool:
         results = dict(zip(pages, pool.map(lambda page: run_page(page, until), pages)))
     for page, (how, seconds) in results.items(): print(f'{page}: {how}, {seconds:.0f} s', flush=True)
@@ -129,7 +129,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_setup(item):
-    "Begin no test that would not be done in time."
+    "Start no test that would not finish in time."
     until = float(os.environ.get('ROTATION_UNTIL', 'inf'))
     if time.time() + measured().get(unit_of(item.nodeid), UNKNOWN) > until: pytest.skip('not reached')
 
@@ -146,7 +146,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_sessionfinish(session):
-    "Keep the seconds, where they were asked for; a part without a test is no failure."
+    "Store the seconds if requested; a part without a test is no failure."
     if hasattr(session.config, 'workerinput'): return
     if os.environ.get('ROTATION_MEASURE'): keep_seconds(spent)
     if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED: session.exitstatus = 0
@@ -195,7 +195,7 @@ def run_part(commit: str) -> int:
 
 
 def measure() -> int:
-    "Everything that is slow, without an end; the exit code."
+    "Run all slow pages and tests without a time limit; the exit code."
     results = run_pages(slow_pages(), float('inf'))
     keep_seconds({page: seconds for page, (how, seconds) in results.items() if how == 'passed'})
     return run_tests(ROTATION_MEASURE='1')

@@ -1,4 +1,4 @@
-"Where things lie in the repository: pages and modules, each in its room."
+"The layout of the repository: pages and modules, each in its room."
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]

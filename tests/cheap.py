@@ -1,11 +1,11 @@
-"Trainers that are quick to try, and what two equal runs have in common."
+"Trainers that are quick to run, and what two equal runs have in common."
 import json
 
 import tensorflow as tf
 
 from xtts_nb.train.trainer import Trainer
 
-HELD = ['low-0', 'low-3', 'high-6']   # clips to keep out
+HELD = ['low-0', 'low-3', 'high-6']   # held-out clips
 # what may differ between two equal runs
 CLOCKS = 'clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'
 
@@ -22,13 +22,13 @@ class Cheap(Trainer):
 
 
 class Given(Cheap):
-    "Whose validation losses are given."
+    "The same, with given validation losses."
     losses = [3., 2., 2.5, 2., 1., 4., 4., 4.]
     def validate(self): return {'val_loss': self.losses[self.step // self.training.validate_every - 1]}
 
 
 def lines_of(run) -> list[dict]:
-    "Its metrics, without what the clock says."
+    "The metrics of a run, without times."
     lines = (run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]
 

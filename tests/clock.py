@@ -1,4 +1,4 @@
-"A clock that moves only when it is told to."
+"A clock that moves only when a test moves it."
 
 
 class Clock:
@@ -10,7 +10,7 @@ class Clock:
     def sleep(self, seconds: float): self.now += seconds
 
     def each(self, seconds, value=None):
-        "Values of an iterator, one after so many seconds."
+        "The values of an iterator, each after a number of seconds."
         for s in seconds:
             self.sleep(s)
             yield value

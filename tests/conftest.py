@@ -1,4 +1,4 @@
-"""What every test shares: where TensorFlow runs, seeds, and recorded speech where the machine has some."""
+"""Shared by all tests: the devices of TensorFlow, seeds, fixtures, and recorded speech if there is some."""
 import importlib
 import inspect
 import os
@@ -57,7 +57,7 @@ def check_defaults(module: str):
 
 @pytest.fixture(autouse=True)
 def seeds():
-    "Every test draws the same numbers, alone or in company."
+    "Each test starts with the same seeds, alone or with others."
     random.seed(0)
     np.random.seed(0)
     if 'keras' in sys.modules: sys.modules['keras'].utils.set_random_seed(0)
@@ -120,7 +120,7 @@ def prepared(corpus, small, dvae, tmp_path_factory):
 
 @pytest.fixture
 def mine(corpus, tmp_path):
-    "The corpus, to be changed."
+    "A copy of the corpus that a test may change."
     import shutil
     shutil.copytree(corpus, tmp_path / 'mine')
     return tmp_path / 'mine'
@@ -128,7 +128,7 @@ def mine(corpus, tmp_path):
 
 @pytest.fixture(scope='session')
 def tokenizer(corpus):
-    "Learned from the corpus."
+    "A tokenizer trained on the corpus."
     from xtts_nb.data.corpora import read_corpus
     from xtts_nb.data.text import train_tokenizer
     clips = read_corpus(corpus)[0]
@@ -147,7 +147,7 @@ def straight(corpus, small, tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def calls(monkeypatch):
-    "Counts what is encoded."
+    "Counts the clips that are encoded."
     from xtts_nb.data.prepare import ClipEncoder
     counts = {'codes': 0, 'mel': 0}
     for name in counts:
@@ -189,7 +189,7 @@ def mini(small):
 
 @pytest.fixture
 def cheap(monkeypatch):
-    "Runs train with a step that costs nothing."
+    "Runs train with a step that takes no time."
     from cheap import Cheap
     from xtts_nb.train import runs
     monkeypatch.setattr(runs, 'Trainer', Cheap)
@@ -197,7 +197,7 @@ def cheap(monkeypatch):
 
 @pytest.fixture
 def given(monkeypatch):
-    "The same, and their validation losses are given."
+    "The same, with given validation losses."
     from cheap import Given
     from xtts_nb.train import runs
     monkeypatch.setattr(runs, 'Trainer', Given)
@@ -269,14 +269,14 @@ def toy(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope='session')
 def toy_xtts(toy):
-    "Its model, with the habits of coqui-tts; to be read only."
+    "Its model, with the settings of coqui-tts; to be read only."
     from xtts_nb.models.xtts import XTTS
     return XTTS.load(toy, parity=True)
 
 
 @pytest.fixture(scope='session')
 def toy_inputs() -> dict:
-    "What both libraries computed with."
+    "The inputs of both libraries."
     import make_parity_data
     return make_parity_data.inputs()
 
@@ -289,6 +289,6 @@ def theirs() -> dict:
 
 @pytest.fixture(scope='session')
 def all_ok():
-    "Of rows of a comparison."
+    "Checks that all rows of a comparison are ok."
     def check(rows): assert rows and all(r['ok'] for r in rows), [r for r in rows if not r['ok']]
     return check

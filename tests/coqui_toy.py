@@ -76,7 +76,7 @@ def settings() -> dict:
 
 
 def write_settings(folder: Path):
-    "The two files that are no tensors."
+    "The two files that hold no tensors."
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer().save(folder / 'vocab.json')
     (folder / 'config.json').write_text(json.dumps(settings()))

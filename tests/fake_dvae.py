@@ -17,13 +17,13 @@ class Fake:
         safetensors.numpy.save_file({'gain': np.float32([self.gain]), 'mel_stats': self.mel_stats}, path)
 
 class Slow(Fake):
-    "The same codes, a little later, so that there is a middle to be killed in."
+    "The same codes, slowly enough to be killed in the middle."
     def encode(self, mel):
         wait = tf.numpy_function(lambda: (time.sleep(0.03), np.int32(0))[1], [], tf.int32)
         with tf.control_dependencies([wait]): return tf.identity(super().encode(mel))
 
 class Dying(Fake):
-    "The same codes; its process is killed at the seventh clip, as the system does for want of memory."
+    "The same codes; the process is killed at the seventh clip, as by the system when memory runs out."
     left = 7
     def encode(self, mel):
         def count():

@@ -25,7 +25,7 @@ def inputs():
 
 
 def utterance():
-    "Two references, the first longer than is heard of it, in pieces of a second."
+    "Two references in pieces of a second; the first is longer than the part that is used."
     from xtts_nb.data.audio import synthetic_voice
     from xtts_nb.app.parity import utterance_inputs
     return utterance_inputs([synthetic_voice(2.2, 100), synthetic_voice(1.6, 190)], ['en', 'de'], codes=16)

@@ -33,12 +33,12 @@ class Done:
 
     @property
     def said(self) -> list[str]:
-        "What the command itself has to say on stderr."
+        "The lines on stderr that come from the command itself."
         return [line for line in self.err.splitlines() if line.startswith('xtts-nb: ')]
 
 
 def environment() -> dict:
-    "As a user has it: TensorFlow's log level is not set."
+    "The environment of a user: TensorFlow's log level is not set."
     kept = {k: v for k, v in os.environ.items() if k not in ('TF_CPP_MIN_LOG_LEVEL', 'IN_TEST')}
     return kept | {'TERM': 'xterm', 'COLUMNS': '120'}
 
@@ -58,16 +58,16 @@ def main(*arguments) -> int:
 
 
 def parsed(line: str) -> dict:
-    "What a command makes of its arguments, without being run; raises what `main` would answer."
+    "The parsed arguments of a command, without running it; raises the errors that `main` would report."
     command, words = typer.main.get_command(cli.app), line.split()
     while hasattr(command, 'commands'): command = command.commands[words.pop(0)]
     return command.make_context('xtts-nb', words).params
 
 
 def check_bounds(
-    *bounds: tuple,   # (a command up to an option, the last value that is let in, the first that is not)
+    *bounds: tuple,   # (a command up to an option, the last valid value, the first invalid one)
 ):
-    "The limits of an option are where they are said to be."
+    "Check the limits of options: the last valid value, and the first invalid one."
     for line, inside, outside in bounds:
         parsed(f'{line} {inside}')
         with pytest.raises(Exception, match='Input should be (greater|less) than or equal'):

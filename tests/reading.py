@@ -1,4 +1,4 @@
-"Reads the batches of a plan, and writes down what each holds: here, and in a process that is killed."
+"Reads the batches of a plan and writes their digests: here, and in a process that is killed."
 import hashlib
 import sys
 import time
@@ -23,4 +23,4 @@ if __name__ == '__main__':
     with open(out, 'w') as file:
         for line in digests(folder, kind, 0, int(last)):
             print(line, file=file, flush=True)
-            time.sleep(0.005)   # so that there is a middle to be killed in
+            time.sleep(0.005)   # slow enough to be killed in the middle

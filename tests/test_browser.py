@@ -100,7 +100,7 @@ def run_notebook(browser, lab, notebook: dict, name: str):
 
 
 def keep(locator, name: str):
-    "A screenshot, where a person will look for it."
+    "A screenshot for people, in runs/browser."
     folder = workspace(ROOT).runs / 'browser'
     folder.mkdir(parents=True, exist_ok=True)
     locator.screenshot(path=folder / name)
@@ -187,7 +187,7 @@ def test_pick_a_gpu(browser, lab):
     assert shown.count() == 1 and shown.inner_text().lstrip('■ ').startswith('GPU 1')
     frame = text(page, '.xtts-frame')
     until(page, lambda: text(page, '.xtts-frame') != frame, 'the next frame')
-    assert shown.count() == 1   # what was picked outlives a frame
+    assert shown.count() == 1   # the choice survives the next frame
     live.locator('select').nth(1).select_option('all')
     assert shown.count() == 2
     page.close()

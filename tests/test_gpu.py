@@ -1,4 +1,4 @@
-"What only a GPU can show: where the step's tensors lie, what the driver tells, and two devices on one card."
+"Needs a GPU: the placement of a step's tensors, the driver's figures, two logical devices on one card."
 import pytest
 
 pytestmark = pytest.mark.gpu

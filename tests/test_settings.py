@@ -1,4 +1,4 @@
-"Each key of the settings: change it, and something that can be observed changes. A table, one row per key."
+"Each key of the settings has an effect that can be observed. A table, one row per key."
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -33,7 +33,7 @@ from xtts_nb.train.parts import (
 WAV = synthetic_voice(2.)
 
 
-# --- observers: (settings, world) -> what is seen; the same settings show the same --------------------------
+# --- observers: (settings, world) -> observation; the same settings give the same --------------------------
 
 def mel(config, world): return log_mel(WAV, config.model.audio.dvae_n_fft, config.model.audio)
 
@@ -61,7 +61,7 @@ decoder_shapes = partial(shapes, make=HiFiGAN)
 critic_shapes = partial(shapes, make=lambda config: Critic(config.voice))
 
 def sound(config, world):
-    "What a decoder makes of two states."
+    "The output of a decoder for two states."
     keras.utils.set_random_seed(0)
     return HiFiGAN(config)(tf.ones((1, 2, config.model.gpt.width)), tf.ones((1, config.model.speaker.width)))
 
@@ -98,7 +98,7 @@ def first_batch(config, world):
     return reader_of(BatchPlan(world.cache, config.data))(tf.constant(0, tf.int64))
 
 def pipeline(config, world):
-    "Parallel calls, buffer and device of a pipeline; the GPU is only claimed."
+    "Parallel calls, buffer and device of a pipeline, with a fake GPU."
     devices, copied = [], lambda device, n: devices.append(device) or (lambda batches: batches)
     with (patch.object(tf.config, 'list_logical_devices', lambda kind=None: ['GPU:0']),
           patch.object(tf.data.experimental, 'prefetch_to_device', copied)):
@@ -137,7 +137,7 @@ def compiled(config, world):
     return type(step).__name__, getattr(step, 'xla', None)
 
 class Told(Cheap):
-    "Whose validations are given, and whose updates from the third on are bad."
+    "A trainer with given validation losses, whose updates are bad from the third on."
     def custom_train_step(self, batch, number):
         bad = tf.cast(number >= 3, tf.float32)
         return super().custom_train_step(batch, number) | {'skipped': bad, 'bad': bad}
@@ -292,7 +292,7 @@ def bank(base, tmp_path_factory) -> Bank:
 
 @pytest.fixture(scope='module')
 def world(base, bank, prepared, corpus, tokenizer, tmp_path_factory) -> SimpleNamespace:
-    "What observers look at, made once."
+    "What the observers need, made once."
     keras.utils.set_random_seed(0)
     update = VoiceUpdate(HiFiGAN(base), SpeakerEncoder(base), True, base)
     sounds = [tf.random.stateless_normal((1, 3000), [i, 0], stddev=0.1) for i in (0, 1)]
@@ -306,21 +306,21 @@ def changed(config: XTTSConfig, key: str, value) -> XTTSConfig:
     return config.replace(**inner)
 
 def frozen(x):
-    "Anything that an observer returns, as something to compare."
+    "The result of an observer, in a form that can be compared."
     if isinstance(x, dict): return tuple((k, frozen(v)) for k, v in x.items())
     if isinstance(x, (list, tuple)): return tuple(map(frozen, x))
     if isinstance(x, np.ndarray) or tf.is_tensor(x): return x.shape, np.asarray(x).tobytes()
     return repr(x)
 
 def look(key: str, base, world, value=None):
-    "What is seen, with the key as it is or with another value."
+    "The observation, with the key unchanged or changed."
     _, observe, *given = TABLE[key]
     config = base
     for name, each in (given[0] if given else {}).items(): config = changed(config, name, each)
     return frozen(observe(config if value is None else changed(config, key, value), world))
 
 def before(key: str, base, world):
-    "What is seen with the key as it is; looked at once for all rows that share it."
+    "The observation with the key unchanged; made once for all rows that share it."
     _, observe, *given = TABLE[key]
     mark = id(observe), str(given)
     if mark not in world.seen: world.seen[mark] = look(key, base, world)
@@ -334,7 +334,7 @@ def test_a_changed_key_changes_what_is_observed(key, base, world):
                          {(id(observe), str(given)): key
                           for key, (_, observe, *given) in TABLE.items()}.values())
 def test_what_is_observed_follows_from_the_settings(key, base, world):
-    "The same twice: what differs in a row differs because of its key."
+    "Two equal runs give the same, so a difference in a row comes from its key."
     assert look(key, base, world) == before(key, base, world)
 
 def test_the_table_has_every_key(): assert set(TABLE) == set(flat(XTTSConfig().model_dump()))

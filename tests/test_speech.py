@@ -1,4 +1,4 @@
-"On recorded speech, where the environment names some: prepare, train, and the loss falls."
+"With recorded speech, if the environment names some: prepare, train, and the loss falls."
 import json
 
 import pytest
@@ -12,7 +12,7 @@ from xtts_nb.train.runs import new_run
 
 
 def test_a_few_updates_lower_the_loss(speech, tmp_path):
-    "Codes of a DVAE that was not trained, and no XLA: seconds."
+    "An untrained DVAE and no XLA keep this within seconds."
     config = XTTSConfig.tiny(64).replace(
         model={'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32},
                'gpt': {'layers': 1, 'conditioning_layers': 1}},
@@ -22,7 +22,7 @@ def test_a_few_updates_lower_the_loss(speech, tmp_path):
     assert report['clips'] >= 8 and report['seconds'] > 8, report['dropped']
     cache = Cache(tmp_path / 'cache')
     assert len(cache) == report['clips']
-    # a code for 46 ms
+    # one code per 46 ms
     assert cache.codes_length.sum() * 1024 / 22050 == pytest.approx(report['seconds'], rel=0.05)
     result = new_run(cache, config, tmp_path / 'run').fit()
     assert result['steps'] == 30 and result['traces'] == 1

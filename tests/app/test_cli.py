@@ -44,7 +44,7 @@ def settings(mini, tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def session(corpus, settings, tmp_path_factory):
-    "Prepare, train and say as a user would, in a folder whose name has a space and letters beyond ASCII."
+    "Prepare, train and say as a user does, in a folder whose name has a space and non-ASCII letters."
     home = tmp_path_factory.mktemp('a b') / 'Größe 大'
     home.mkdir()
     shutil.copytree(corpus, home / 'my corpus')
@@ -71,7 +71,7 @@ finally:
 '''
 
 @pytest.mark.parametrize('command', COMMANDS, ids=' '.join)
-def test_help_is_light(command):
+def test_help_imports_nothing_heavy(command):
     done = subprocess.run([sys.executable, '-c', HELP, *command, '--help'], capture_output=True, text=True)
     assert done.returncode == 0 and 'Usage' in done.stdout
     assert 'tensorflow' not in done.stderr and 'keras' not in done.stderr and 'heavy:' in done.stderr
@@ -122,7 +122,7 @@ def test_prepare(session, corpus, mini):
     assert XTTSConfig.load(session['home'] / 'the cache' / 'config.yaml') == mini
 
 def test_prepare_in_parts_with_workers_and_merge(corpus, prepared, tmp_path):
-    "The commands; what they give is what one run gives."
+    "The parts together are what one run gives."
     given = ['prepare', corpus, '--dvae', prepared.folder]
     assert xtts_nb(*given, '--out', tmp_path / 'a', '--workers', '1').code == 0
     assert main(*given, '--out', tmp_path / 'b', '--shard', '1/1', '--workers', '0') == 0
@@ -274,7 +274,7 @@ def test_each_run_without_a_name_gets_a_new_one(tmp_path):
 
 @pytest.fixture
 def bad(tmp_path, corpus, prepared):
-    "A folder with everything that can be wrong."
+    "A folder with one file of each kind of error."
     wavs = tmp_path / 'corpus' / 'wavs'
     wavs.mkdir(parents=True)
     (tmp_path / 'empty').mkdir()
@@ -289,7 +289,7 @@ def bad(tmp_path, corpus, prepared):
     return tmp_path
 
 def rows(folder, *lines):
-    "The corpus with these rows."
+    "Write the corpus with these rows."
     (folder / 'corpus' / 'metadata.csv').write_text(''.join(line + '\n' for line in lines), encoding='utf-8')
 
 BAD = {   # rows of the corpus; arguments; what the sentence names
@@ -391,12 +391,12 @@ def test_what_cannot_be_said(session, bad, capfd, monkeypatch, text, language, v
     assert out == '' and 'Traceback' not in err and not [p for p in parts if p not in said], said
     assert tree(bad) == before
 
-def test_a_sentence_and_nothing_else(bad):
+def test_an_error_is_one_sentence(bad):
     done = xtts_nb('prepare', 'empty', '--out', 'out', cwd=bad)
     assert (done.code, done.out) == (2, '') and done.err.splitlines() == done.said and len(done.said) == 1
 
 @pytest.mark.parametrize('place', [0, 1, 3])
-def test_a_traceback_for_those_who_ask(bad, place):
+def test_debug_shows_a_traceback(bad, place):
     arguments = ['monitor', '--log-file', 'log.txt']
     arguments.insert(place, '--debug')
     done = xtts_nb(*arguments, cwd=bad)
@@ -468,7 +468,7 @@ def test_a_full_disk_leaves_a_run_that_goes_on(session, tmp_path, size, name):
     run = tmp_path / 'run'
     shutil.copytree(session['home'] / 'runs' / 'train-1', run)
     lines = (run / 'metrics.jsonl').read_text().splitlines()
-    filled = lines[:1] * (3000 // len(lines[0]) - 2) + lines   # there is no room for another one
+    filled = lines[:1] * (3000 // len(lines[0]) - 2) + lines   # no space for another line
     (run / 'metrics.jsonl').write_text(''.join(line + '\n' for line in filled))
     done = xtts_nb('train', '--run', run, '--steps', '8', before=allow(size))
     assert done.code == 2 and 'Traceback' not in done.err and len(done.said) == 1, done.err
@@ -476,7 +476,7 @@ def test_a_full_disk_leaves_a_run_that_goes_on(session, tmp_path, size, name):
     assert not [p for p in tree(run) if '.part' in p]
     assert {p.name for p in (run / 'checkpoints').iterdir()} == {'step-000000002.safetensors',
                                                                  'step-000000004.safetensors'}
-    assert main('train', '--run', run, '--steps', '8') == 0   # there is room again
+    assert main('train', '--run', run, '--steps', '8') == 0   # there is space again
     assert [json.loads(line)['step']
             for line in (run / 'metrics.jsonl').read_text().splitlines()][-4:] == [2, 4, 6, 8]
 
@@ -496,7 +496,7 @@ def test_a_full_disk_leaves_no_half_corpus(disk):
 
 @pytest.fixture(scope='session')
 def longer(corpus, tmp_path_factory):
-    "The corpus forty times over, so that there is a middle."
+    "The corpus forty times, so that a command can be interrupted in the middle."
     folder = tmp_path_factory.mktemp('longer')
     (folder / 'wavs').mkdir()
     lines = []
@@ -515,7 +515,7 @@ def check_stopped(done):
 @pytest.mark.parametrize('stage', ['encode the clips', pytest.param('read the clips', marks=pytest.mark.slow),
                                    pytest.param('train the DVAE', marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_no_half_cache(longer, settings, prepared, tmp_path, stage):
-    "The DVAE's training keeps its checkpoints beside the cache."
+    "The DVAE's training leaves its checkpoints beside the cache."
     shutil.copytree(prepared.folder, tmp_path / 'out')
     before = tree(tmp_path)
     how = ['--dvae', prepared.folder] if stage.startswith('encode') else ['--config', settings]
@@ -532,13 +532,13 @@ def test_ctrl_c_leaves_a_run_that_goes_on(session, tmp_path):
     newest = sorted((run / 'checkpoints').iterdir())[-1].name
     assert steps[-1] >= 6 and 0 <= steps[-1] - int(newest[5:14]) <= 2
 
-def test_ctrl_c_while_the_corpus_is_spoken(tmp_path):
+def test_ctrl_c_during_the_synthesis_of_the_corpus(tmp_path):
     check_stopped(interrupted('demo', '--out', tmp_path / 'demo', at='speak the corpus'))
     assert set(tree(tmp_path)) <= {'demo'}
 
 @pytest.mark.parametrize('clips', [1, 60, 150])
 def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
-    "Most of the time is spent in C, which calls back: what is raised there must not get lost."
+    "Most of the time is spent in C, which calls Python: an exception raised there must not get lost."
     program = f'from xtts_nb.app.demo import make_corpus; make_corpus({str(tmp_path / "corpus")!r})'
     child = subprocess.Popen([sys.executable, '-c', program], stderr=subprocess.PIPE, text=True,
                              preexec_fn=hears_ctrl_c)

@@ -69,11 +69,11 @@ def source(trainer):
 
 def width(trainer): return next(iter(cached_batches(trainer.plan)))['codes'].shape
 
-EFFECTS = {   # option -> what is looked at, and what is seen; without the option something else is seen
+EFFECTS = {   # option -> (observer, value with the option); without the option the value is another
     ('--batch-size', '2'): (lambda t: width(t)[0], 2),
     ('--num-workers', '3'): (lambda t: int(source(t)[1]._num_parallel_calls), 3),
     ('--prefetch-buffer-size', '7'): (lambda t: int(source(t)[0]._buffer_size), 7),
-    ('--enable-static-shapes',): (lambda t: width(t)[1] > 40, True),   # room for the longest that is let in
+    ('--enable-static-shapes',): (lambda t: width(t)[1] > 40, True),   # fits the longest clip
     ('--pad-to-fixed-length',): (lambda t: width(t)[1] > 40, True),
     ('--grad-accum', '2'): (lambda t: t.update.training.accumulation, 2),
     ('--lr', '1e-2'): (lambda t: float(t.optimizer.learning_rate), pytest.approx(1e-2)),
@@ -94,7 +94,7 @@ EFFECTS = {   # option -> what is looked at, and what is seen; without the optio
     ('--val', '0.3'): (lambda t: t.held_out is not None, True),
 }
 
-TOGETHER = [   # options that can be looked at in one run
+TOGETHER = [   # options that can be tested in one run
     ['--batch-size 2', '--num-workers 3', '--prefetch-buffer-size 7', '--enable-static-shapes',
      '--grad-accum 2', '--lr 1e-2',
      '--epochs 5', '--set data.reference_frames=48', '--val 0.3', '--optimization-level enhanced'],
@@ -124,7 +124,7 @@ def test_without_the_options_something_else_is_seen(built):
     for look, seen in EFFECTS.values(): assert look(trainer) != seen
 
 def test_the_gpu_prefetch_can_be_left_out(built, monkeypatch):
-    "With a GPU that is only claimed: the last stage is made for it, or not."
+    "With a fake GPU: whether the last stage prefetches to it."
     asked = []
     monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind=None: ['GPU:0'])
     monkeypatch.setattr(tf.data.experimental, 'prefetch_to_device',
@@ -363,9 +363,9 @@ def made(behind, tmp_path, monkeypatch):
         return SimpleNamespace(**{'where': {}} | has.runs[-1])
     return build, has
 
-def test_a_run_that_stands_keeps_what_it_was_begun_with(made, tmp_path):
+def test_an_existing_run_keeps_its_settings(made, tmp_path):
     build, has = made
-    new = build('a', 'run', val=0.5)   # nothing stands there yet
+    new = build('a', 'run', val=0.5)   # a new folder
     assert (new.cache.name, new.run, new.held_out, new.base, new.val) == ('a', tmp_path / 'run', ['0.5 of a'],
         None, None)
     assert new.config == TINY.replace(training={'ema': 0.5, 'validate_every': TINY.training.checkpoint_every})
@@ -392,7 +392,7 @@ def test_a_new_run_takes_the_settings_of_its_cache(made, tmp_path):
     build('b')
     assert len(has.no_codes) == 1
 
-def test_what_began_a_run(behind, tmp_path):
+def test_the_settings_that_began_a_run(behind, tmp_path):
     cache, based = SimpleNamespace(config=TINY), behind('train.runs.base_config',
                                                         lambda base, settings: settings)
     checked = behind('app.cli_train._check_prepared')
@@ -408,7 +408,7 @@ def test_what_began_a_run(behind, tmp_path):
 @pytest.mark.parametrize('stored, on_device, cluster, fed', [
     (['codes', 'text'], False, '', False), (['codes'], True, '', True), (['text'], False, '', True),
     (['text'], True, 'x', False)])
-def test_where_batches_are_made(behind, monkeypatch, capsys, stored, on_device, cluster, fed):
+def test_the_device_that_makes_batches(behind, monkeypatch, capsys, stored, on_device, cluster, fed):
     monkeypatch.setenv('TF_CONFIG', cluster)
     devices = SimpleNamespace(line='Two cards.', limits={0: (512, 256), 1: ()}, model='CPU:0')
     cache, made = SimpleNamespace(manifest={'stored': stored}), behind('train.dual.Feed', 'the feed')
@@ -432,7 +432,7 @@ def test_sizes_are_tried_on_one_device(monkeypatch, behind, fit, gpus, cluster, 
     else: cli_train._check_fit(fit, gpus)
     assert cli_train._maker() == (('another', 4) if cluster else (runs.new_run, 1))
 
-def test_a_corpus_is_what_is_there_and_no_cache(tmp_path):
+def test_a_corpus_is_a_folder_that_is_no_cache(tmp_path):
     (tmp_path / 'empty').mkdir()
     (tmp_path / 'full').mkdir()
     (tmp_path / 'full' / 'a').touch()
@@ -476,7 +476,7 @@ def test_a_run_or_something_to_begin_one_with(tmp_path):
     (tmp_path / 'run.json').touch()
     assert known(tmp_path, None) and known(tmp_path, 'corpus')
 
-def test_whoever_holds_out_validates():
+def test_held_out_clips_turn_validation_on():
     every, changed = TINY.training.checkpoint_every, cli_train._changed
     assert changed(TINY, 0., steps=None) == TINY
     assert changed(TINY, 0., steps=3) == TINY.replace(training={'steps': 3})
@@ -640,7 +640,7 @@ def test_export(ran, behind, bars):
         ['r', 'o', 'True', 'bfloat16']]
 
 SIZES = '--layers 2 --width 64 --heads 4 --batch-size 3'
-BENCHES = {   # command: function, page, what it is called, further arguments by default, and as asked for
+BENCHES = {   # command: function, page, label, default arguments, given arguments
     'train': ('step_speed', 'step_speed', 'GPT {}, 120 text tokens, 220 codes, no dropout',
               {'text': 120, 'codes': 220},
               '--text-tokens 9 --codes 11', 'GPT {}, 9 text tokens, 11 codes, no dropout',
@@ -693,7 +693,7 @@ def test_config_create_needs_no_tensorflow(home):
 
 @pytest.mark.slow
 def test_two_epochs_from_a_file_to_the_end(home, prepared, capfd):
-    "Nothing patched: settings from a file, a flag over it, and a run that goes on to more epochs."
+    "Nothing is stubbed: settings from a file, an option over it, and a run that continues to more epochs."
     given, sizes = ['--run', 'run', '--json'], ['--epochs', '1', '--batch-size', '2']
     assert main('train', '--train-data', prepared.folder, '--config', 'mini.yaml', *sizes, *given) == 0
     first = json.loads(capfd.readouterr().out)

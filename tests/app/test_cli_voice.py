@@ -1,4 +1,4 @@
-"The commands of a voice: what each asks of the library, prints and ends with. The library is replaced."
+"The commands for a voice, with a stubbed library: calls, output and exit codes."
 from pathlib import Path
 
 import numpy as np

@@ -44,7 +44,7 @@ def test_padding_is_what_an_epoch_pads(prepared, small):
     assert padding(plan) == pytest.approx(1 - used / room)
 
 class Clock:
-    "Time that passes only when told to."
+    "A clock that the test sets."
     now = 0.
     def perf_counter(self): return self.now
     def sleep(self, seconds): self.now += seconds
@@ -100,12 +100,12 @@ def test_one_mel_is_the_mel_of_both(prepared, small, stats):
     assert 'reference' not in one and np.allclose(one['mel'], both['mel'], atol=1e-4)
 
 def bench(prepared, dvae, monkeypatch, **more):
-    "All loaders, none of which is timed for long."
+    "Compare all loaders, with short measurements."
     monkeypatch.setattr(xtts_nb.app.loaders, 'fed_steps',
                         lambda pipeline, most: len(next(iter(pipeline()))['clip']) * 10.04)
     return bench_loaders(prepared, dvae, clips=14, rounds=1, seconds=0.001, **more)
 
-def test_what_was_compared_and_what_ran_is_told(prepared, dvae, monkeypatch):
+def test_the_result_names_what_was_compared_and_what_ran(prepared, dvae, monkeypatch):
     result = bench(prepared, dvae, monkeypatch)
     runs = {r['name']: r['runs'] for r in result['rows']}
     kind = 'librosa' if importlib.util.find_spec('librosa') else 'numpy'
@@ -117,7 +117,7 @@ def test_what_was_compared_and_what_ran_is_told(prepared, dvae, monkeypatch):
     assert any(line.startswith('  cache: clip, ') and 'codes' in line for line in lines)
     assert lines[-1] == '  x, not compared: what it draws'
 
-def test_the_loaders_of_others_stand_beside_ours(prepared, dvae, monkeypatch):
+def test_other_loaders_are_compared_with_ours(prepared, dvae, monkeypatch):
     asked, copies = {}, []
     def measure(sources, batch_size, ahead, rounds, seconds, progress):
         asked.update(locals())
@@ -155,7 +155,7 @@ def test_padding_of_a_peer_is_that_of_twenty_batches():
     (None, [], {}), (None, [sys.executable], {'dali': sys.executable}), ('p', [], {'coqui': 'p'}),
     ('p', ['p', sys.executable], {'dali': 'p', 'coqui': 'p'}),
     ('p', [sys.executable], {'dali': sys.executable, 'coqui': 'p'})])
-def test_the_loaders_that_there_are(prepared, monkeypatch, python, with_dali, found):
+def test_which_loaders_are_installed(prepared, monkeypatch, python, with_dali, found):
     monkeypatch.setattr(xtts_nb.app.loaders, '_has_dali', lambda python: python in with_dali)
     made = lambda python, cache, size, workers: nullcontext((python, size, workers))
     for kind in ('DaliLoader', 'CoquiLoader'): monkeypatch.setattr(xtts_nb.app.loaders, kind, made)
@@ -176,7 +176,7 @@ LIBROSA = {'sr': 22050, 'hop_length': 256, 'win_length': 1024, 'pad_mode': 'refl
            'fmax': 8000., 'htk': True, 'norm': 'slaney'}
 
 def test_librosa_is_named_where_it_runs_and_refused_where_it_differs(prepared, dvae, monkeypatch):
-    "A module that computes as librosa does, then one that gives something else."
+    "First a module that computes as librosa does, then one that returns other mels."
     def melspectrogram(*, y, n_fft, **how):
         assert how == LIBROSA
         return np.exp(log_mel_numpy(y, n_fft, prepared.config.model.audio)).T
@@ -218,7 +218,7 @@ class XTTSDataset:
     def batch(self, how):
         assert how == dict(batch_size=2, collate_fn=self.collate_fn, num_workers=2, drop_last=True,
                            persistent_workers=True)
-        clips = self.clips[:2][::-1]   # in an order of its own
+        clips = self.clips[:2][::-1]   # not in the order of the cache
         text = [[len(c["text"])] * 3 for c in clips]
         wav = [soundfile.read(c["audio_file"])[0] + {noise} for c in clips]
         return dict(text_lengths=numpy.array([3, 3]), wav_lengths=numpy.array([len(w) for w in wav]),
@@ -259,7 +259,7 @@ def test_coquis_batch_is_compared_by_file(tmp_path, monkeypatch, clips, noise, w
         assert loader.compare() == {'text': 0. if words == 'hello' else 1.,
                                     'wav': 1. if noise == '1.5e-4' else 0.}
 
-def test_why_coqui_delivers_nothing_is_said(tmp_path, monkeypatch, clips):
+def test_an_error_of_coqui_is_reported(tmp_path, monkeypatch, clips):
     play_coqui(tmp_path / 'fake', 'raise ValueError("no such codec")')
     monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'fake'))
     loader = CoquiLoader(sys.executable, clips, 2)
@@ -271,7 +271,7 @@ def test_why_coqui_delivers_nothing_is_said(tmp_path, monkeypatch, clips):
         CoquiLoader(tmp_path / 'nowhere', clips, 2)
 
 def test_dalis_batch_is_compared_by_file(monkeypatch, clips):
-    "The arrays of a first batch, in an order of its own and padded; then with other mels."
+    "The arrays of a first batch, reordered and padded; then with other mels."
     right = [log_mel_numpy(load_audio(clips.wav_path(i)), 1024, clips.config.model.audio) for i in (1, 0)]
     frames = np.array([[len(mel)] for mel in right])
     padded = np.stack([np.pad(mel, [[0, frames.max() - len(mel)], [0, 0]]) for mel in right])
@@ -285,7 +285,7 @@ def test_dalis_batch_is_compared_by_file(monkeypatch, clips):
     loader.close()
 
 class Node:
-    "Of DALI: the arrays of a batch."
+    "Stands in for an output of DALI: the arrays of a batch."
     def __init__(self, rows): self.rows = rows
     def each(self, f): return Node([f(row) for row in self.rows])
     def __mul__(self, factor): return self.each(lambda row: row * factor)
@@ -328,7 +328,7 @@ def dali(asked):
     module.pipeline_def, module.types = pipeline_def, SimpleNamespace(FLOAT='float')
     return module
 
-def test_what_dali_is_asked_for_is_the_mel_for_the_codes(tmp_path, monkeypatch, clips):
+def test_dali_computes_the_mel_for_the_codes(tmp_path, monkeypatch, clips):
     asked, audio, shown = {}, clips.config.model.audio, tmp_path / 'first.npz'
     monkeypatch.setitem(sys.modules, 'nvidia', ModuleType('nvidia'))
     monkeypatch.setitem(sys.modules, 'nvidia.dali', dali(asked))
@@ -352,7 +352,7 @@ def test_what_dali_is_asked_for_is_the_mel_for_the_codes(tmp_path, monkeypatch, 
 # --- the smallest setting -----------------------------------------------------------------------------------
 
 def tune(prepared, small, monkeypatch, enough, **more):
-    "Tune with an accelerator that is content with `enough(workers, ahead)`."
+    "Tune with an accelerator whose target is reached if `enough(workers, ahead)`."
     monkeypatch.setattr(xtts_nb.app.loaders.os, 'sched_getaffinity', lambda pid: [range(6)][pid],
                         raising=False)
     monkeypatch.setattr(xtts_nb.app.loaders, 'batches_of',
@@ -380,7 +380,7 @@ def test_settings_are_tried_from_the_smallest_on(cores, workers):
 @pytest.mark.parametrize('step, seconds, steps', [(0.01, 5., 31), (0.1, 5., 5), (0.01, 1., 6)])
 def test_a_trial_lasts_its_share_and_the_target_itself_is_enough(prepared, small, monkeypatch, step, seconds,
                                                                  steps):
-    "Of 16 trials."
+    "There are 16 trials."
     monkeypatch.delattr(xtts_nb.app.loaders.os, 'sched_getaffinity', raising=False)
     monkeypatch.setattr(xtts_nb.app.loaders.os, 'cpu_count', lambda: 6)
     asked, rates = [], iter([0.12346, 0.9])
@@ -391,6 +391,6 @@ def test_a_trial_lasts_its_share_and_the_target_itself_is_enough(prepared, small
     assert asked == [(step, steps)] * 2 and got['reached']
     assert [t['au'] for t in got['tried']] == [0.1235, 0.9]
 
-def test_tuning_says_when_nothing_is_enough(prepared, small, monkeypatch):
+def test_tuning_reports_that_no_settings_are_enough(prepared, small, monkeypatch):
     got = tune(prepared, small, monkeypatch, lambda w, a: False)
     assert not got['reached'] and got['num_workers'] == 6 and len(got['tried']) == 16

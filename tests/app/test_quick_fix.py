@@ -48,7 +48,7 @@ def test_settings_that_are_not_there(command, tmp_path):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    "A machine that has what it takes, to be changed."
+    "A machine that meets all prerequisites; a test changes one."
     (tmp_path / 'settings.ini').write_text('[workspace]\nruns = not/yet\n')
     monkeypatch.chdir(tmp_path)
     here = SimpleNamespace(memory=4 * 2**30, disk=3 * 2**30, gpus=[], looked=[])
@@ -68,7 +68,7 @@ def test_what_a_training_needs(machine, tmp_path, prepared, monkeypatch):
     enough = {'Python': (True, '3.11.0'), 'TensorFlow': (True, tf.__version__),
               'device': (True, 'no GPU, so a chip'),
               'memory': (True, '4.0 GiB available'), 'disk': (True, '3.0 GiB free for runs')}
-    assert machine.needs() == enough and machine.looked == [tmp_path]   # the next folder that there is
+    assert machine.needs() == enough and machine.looked == [tmp_path]   # the next existing folder
     (tmp_path / 'f.yaml').write_text('data: {batch_size: 3, buckets: 2}\n')
     assert machine.needs(config='f.yaml', data=prepared.folder) == enough | {
         'settings': (True, 'f.yaml, 2 keys changed'), 'cache': (True, f'{prepared.folder}, 14 clips')}
@@ -102,8 +102,8 @@ def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):
     assert look(None, None) == tmp_path / 'cache' and look('c', None) == 'c' and len(said) == len(made) == 2
     assert len(opened) == 3
 
-def test_made_up_voices(behind):
-    "Sixteen clips of each, and an encoder that has learned nothing; gone afterwards."
+def test_a_synthetic_cache(behind):
+    "Sixteen clips of each voice and an untrained encoder; the folder is removed afterwards."
     spoken, made = behind('app.quick_fix.synthetic_corpus', 'the corpus'), behind('app.quick_fix.prepare')
     behind('app.quick_fix.Cache', lambda folder: folder)
     behind('app.quick_fix.DVAE', 'the DVAE')
@@ -119,7 +119,7 @@ SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_si
                           'prefetch_to_gpu': False},
                     training={'enable_xla_compilation': False, 'enable_graph_mode': False,
                               'enable_eager_debug': True})
-CHANGES = [   # a finding, what the settings are, what becomes of them; six cores, and a cycle of `c` batches
+CHANGES = [   # finding, settings before, settings after; with six cores, and a cycle of `c` batches
     ('no prefetch', {}, {'data.prefetch_buffer_size': 4}), ('no prefetch',
                                                             {'data': {'prefetch_buffer_size': 9}}, None),
     ('oscillation c=3', {}, {'data.prefetch_buffer_size': 6}),
@@ -160,7 +160,7 @@ def test_the_time_of_a_clip(behind):
 # --- trying, writing, proving -------------------------------------------------------------------------------
 
 class Verdict(list):
-    "Findings, as a diagnosis holds them."
+    "Findings, in the form of a diagnosis."
     def lines(self): return ['THE VERDICT']
     def to_dict(self): return {'findings': len(self)}
 
@@ -171,7 +171,7 @@ TRIED = {'helps': {'data': {'batch_size': 7, 'buckets': 3}}, 'hardly': {'data': 
          'too much': {'training': {'precision': 'bfloat16'}}, 'no key': {'training': {'ema': 0.5}},
          'again': {'data': {'num_workers': 3}}}
 
-def test_remedies_are_kept_where_they_bring_more_than_a_twentieth(behind, monkeypatch):
+def test_remedies_are_kept_if_they_gain_more_than_5_percent(behind, monkeypatch):
     said, timed = [], []
     def seconds(cache, config, batches, seconds):
         timed.append((cache, batches, seconds))
@@ -192,12 +192,12 @@ def test_remedies_are_kept_where_they_bring_more_than_a_twentieth(behind, monkey
     assert [t.remedy for t in trials[:3]] == ['data.batch_size = 7, data.buckets = 3',
                                               'data.reference_frames = 48', 'remedy of by hand']
     assert all(t.predicted_gain == 2. for t in trials)
-    assert timed == [('a cache', 9, 3.)] * 6   # the first as it was, once
+    assert timed == [('a cache', 9, 3.)] * 6   # the unchanged settings, once
     assert [line for line in said if 'predicted' not in line] == ['too much: no memory', 'no key: cannot be']
     assert len(said) == 8
 
 @pytest.mark.parametrize('change', [{}, {'data': {'batch_size': 7}}])
-def test_faster_settings_are_written_and_proved(behind, monkeypatch, tmp_path, change):
+def test_faster_settings_are_written_and_verified(behind, monkeypatch, tmp_path, change):
     cache, out, faster, said = SimpleNamespace(folder='/c'), tmp_path / 'o.yaml', TINY.replace(**change), []
     behind('app.quick_fix.training', ('data', 'step'))
     looked, timed = behind('app.quick_fix.diagnose', Verdict()), behind('app.quick_fix.seconds_per_clip',

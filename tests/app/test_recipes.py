@@ -15,12 +15,12 @@ DEFAULT = XTTSConfig()
 
 
 def at(config, key):
-    "The value of a key with dots."
+    "The value of a dotted key."
     for name in key.split('.'): config = getattr(config, name)
     return config
 
 def load(values, where='their.yaml'):
-    "Settings of a guide's file, and what was said."
+    "The settings of a guide's file, and the lines about it."
     own, said = convert_guide(values, where)
     return XTTSConfig.from_dict(own, where), said
 
@@ -92,7 +92,7 @@ def test_what_differs():
 # --- cards and levels ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('card', GPU_PRESETS)
-def test_a_card_changes_what_it_names(card):
+def test_a_preset_changes_the_keys_it_names(card):
     keys = gpu_preset(card, cores=64)
     config = recipe(DEFAULT, {'card': keys}, say=lambda line: None)
     assert {k: at(config, k) for k in keys} == keys and set(config_diff(DEFAULT, config)) <= set(keys)
@@ -157,7 +157,7 @@ CARRIED = [   # their key, their value -> our key, our value: each different fro
     ('training.learning_rate', '1e-4', 'training.learning_rate', 1e-4)]
 
 @pytest.mark.parametrize('theirs, value, ours, got', CARRIED, ids=[f'{c[0]}={c[1]}' for c in CARRIED])
-def test_their_key_does_what_ours_does(theirs, value, ours, got):
+def test_their_key_is_converted_to_ours(theirs, value, ours, got):
     config, said = load(nested({theirs: value}))
     assert at(config, ours) == got and at(DEFAULT, ours) != got
     assert list(config_diff(DEFAULT, config)) == [ours]
@@ -169,7 +169,7 @@ def test_their_key_does_what_ours_does(theirs, value, ours, got):
     ('model.gpt.nope', 'nope'), ('data.batch_size.nope', 'nope'), ('data.a.b', 'b')])
 def test_which_part_of_a_key_is_theirs(key, name): assert recipes._theirs(key) == name
 
-def test_every_moved_key_is_tried(): assert {c[0].split('.')[-1] for c in CARRIED} >= set(RENAMED_KEYS)
+def test_every_renamed_key_is_tested(): assert {c[0].split('.')[-1] for c in CARRIED} >= set(RENAMED_KEYS)
 
 NOTHING = [('data.use_tf_native_loading', True), ('data.optimize_cpu_gpu_overlap', True),
            ('training.enable_tensorrt', False), ('data.shuffle_buffer_multiplier', 20),
@@ -177,7 +177,7 @@ NOTHING = [('data.use_tf_native_loading', True), ('data.optimize_cpu_gpu_overlap
            ('training.model_start_delay', 2.0), ('data.auto_tune_performance', True)]
 
 @pytest.mark.parametrize('key, value', NOTHING)
-def test_what_is_so_anyway_is_said(key, value):
+def test_a_redundant_key_is_reported(key, value):
     config, said = load(nested({key: value}))
     assert config == DEFAULT
     assert said == [f'their.yaml: {key} does nothing here: {REFUSED[key.split(".")[-1]]}.']
@@ -187,11 +187,11 @@ def test_what_is_so_anyway_is_said(key, value):
                          [('data.use_tf_native_loading', False), ('data.optimize_cpu_gpu_overlap', False),
                           ('training.enable_tensorrt', True), ('training.max_memory_fraction', 0.9),
                           ('training.kl_loss_weight', 1.0)])
-def test_what_cannot_be_had_is_refused_with_its_reason(key, value):
+def test_a_key_without_counterpart_is_refused_with_its_reason(key, value):
     with pytest.raises(UserError) as e: load(nested({key: value}))
     assert str(e.value) == f'their.yaml: there is no key "{key}": {REFUSED[key.split(".")[-1]]}.'
 
-def test_every_key_of_others_is_treated():
+def test_every_known_foreign_key_is_handled():
     refused = {'max_memory_fraction', 'kl_loss_weight'}
     assert set(REFUSED) == (set(RENAMED_KEYS) - {'sample_rate', 'n_mels'}) | set(REDUNDANT_KEYS) | refused
 
@@ -204,10 +204,10 @@ def test_a_value_that_cannot_be_converted(key, value):
 @pytest.mark.parametrize('key, value',
                          [('data.enable_xla', 'maybe'), ('data.pipeline_buffer_size', 0),
                           ('data.sample_rate', -1), ('training.batch_size', [4])])
-def test_a_carried_value_is_checked_like_ours(key, value):
+def test_a_converted_value_is_validated(key, value):
     with pytest.raises(UserError, match='their.yaml: '): load(nested({key: value}))
 
-def test_where_both_stand_ours_counts():
+def test_our_key_takes_precedence_over_theirs():
     config, said = load({'data': {'batch_size': 48, 'prefetch_buffer_size': 8, 'pipeline_buffer_size': 100},
                          'training': {'batch_size': 48}})
     assert (config.data.batch_size, config.data.prefetch_buffer_size) == (48, 8)
@@ -221,7 +221,7 @@ def test_where_both_stand_ours_counts():
 def test_a_misspelled_key_names_the_nearest(values, meant):
     with pytest.raises(UserError, match=f'did you mean "{meant}"'): load(values)
 
-GUIDES = {   # what the guides on low GPU utilisation would have one write
+GUIDES = {   # settings from the guides on low GPU utilisation
     'utilisation': '''
 data: {batch_size: 48, num_workers: 12, prefetch_buffer_size: 8, shuffle_buffer_multiplier: 20,
        enable_xla: true, mixed_precision: true, pin_memory: true}
@@ -249,7 +249,7 @@ def test_the_files_of_the_guides_load(name, tmp_path):
     said = []
     config = load_recipe(tmp_path / 'guide.yaml', said.append)
     asked, changed = flat(yaml.safe_load(GUIDES[name])), config_diff(DEFAULT, config)
-    for key, value in asked.items():   # it is ours, or was told about
+    for key, value in asked.items():   # the key is ours, or a line names it
         if any(f': {key} ' in line for line in said): continue
         assert at(config, key) == (float(value) if key.endswith('rate') else value)
     assert changed and all(line.startswith(str(tmp_path / 'guide.yaml')) for line in said)
@@ -270,7 +270,7 @@ def test_odd_shapes(values):
 
 # --- layers -------------------------------------------------------------------------------------------------
 
-def test_flags_beat_levels_beat_cards_beat_files():
+def test_precedence_of_options_levels_presets_and_files():
     said = []
     file = DEFAULT.replace(data={'batch_size': 4, 'min_seconds': 1.0})
     layers = {'GPU preset 4090': gpu_preset('4090', 64), 'level': optimization_level('basic'),
@@ -284,7 +284,7 @@ def test_flags_beat_levels_beat_cards_beat_files():
     assert said[2] == 'flags: data.batch_size 32 -> 16'
 
 def test_only_the_whole_is_checked():
-    "A card's batch of 8 in 2 parts over a file's batch of 3: no step in between has to be valid."
+    "A preset's batch of 8 in 2 parts over a file's batch of 3: only the end result has to be valid."
     odd = DEFAULT.replace(data={'batch_size': 3})
     assert recipe(odd, {'card': gpu_preset('3060', 8)}, print).training.accumulation == 2
     with pytest.raises(UserError, match='batch_size 3 is not a multiple of training.accumulation 2'):
@@ -306,11 +306,11 @@ def test_the_environment(monkeypatch):
 @pytest.mark.parametrize('changes, explicit, key', [
     ({}, [], None), ({'data': {'seed': 7}}, [], None), ({'training': {'precision': 'float16'}},
                                                         ['training.precision'], None),
-    ({'training': {'precision': 'float32'}}, [], None),   # back to the default: nobody asked for it
+    ({'training': {'precision': 'float32'}}, [], None),   # back to the default: not a request
     ({'training': {'precision': 'float32'}}, ['training.precision'], 'training.precision: float32'),
     ({'data': {'seed': 7, 'batch_size': 3}}, [], 'data.batch_size: 3'),
     ({'data': {'seed': 7, 'batch_size': 3}}, ['data.seed'], 'data.batch_size: 3')])
-def test_a_change_that_would_do_nothing(changes, explicit, key):
+def test_a_change_without_effect_is_refused(changes, explicit, key):
     begun = DEFAULT.replace(training={'precision': 'bfloat16'})
     check = lambda: check_used(begun, begun.replace(**changes),
                                {'training.precision': 'float16', 'data.batch_size': 5}, 'why', explicit)
@@ -342,7 +342,7 @@ def test_a_wrong_key_is_named(text, hint):
         recipe(DEFAULT, {'--set': parse_assignments([text])}, lambda line: None)
 
 @pytest.mark.parametrize('option', REFUSED_FLAGS)
-def test_options_of_others_have_a_reason(option):
+def test_options_of_other_trainers_are_refused_with_a_reason(option):
     with pytest.raises(UserError, match=f'^{option} is no option here: ') as e:
         check_unknown([f'{option}=3', '7'], ['--run'])
     assert any(word in str(e.value) for word in ('use ', 'leave', '--prefetch-buffer-size'))

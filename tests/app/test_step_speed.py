@@ -68,7 +68,7 @@ def test_other_work_is_not_compared(answer):
 
 @pytest.fixture
 def clock(monkeypatch):
-    "A clock that is set by hand; what a thread would fetch is there at once."
+    "A clock that the test sets; threads deliver at once."
     clock = SimpleNamespace(now=100.)
     clock.perf_counter = lambda: clock.now
     at_once = SimpleNamespace(submit=lambda f: SimpleNamespace(result=lambda found=f(): found))
@@ -87,7 +87,7 @@ def test_the_ceiling_is_the_best_product_but_for_the_first(clock, monkeypatch, c
     assert matmul_ceiling('float32', rounds=2) == n**3 and drawn == [(n, n)]   # 2 n^3 in 2 s
 
 class Timed:
-    "A step around an update that takes so many seconds of a clock, by how many there were before."
+    "A step that advances a clock by a number of seconds, which depends on the number of steps before."
     def __init__(self, update, clock, seconds):
         self.step, self.clock, self.seconds, self.numbers = update, clock, seconds, []
     def __call__(self, batch, number):
@@ -145,7 +145,7 @@ def test_only_half_precision_may_differ_and_not_by_much(compared):
         pytest.raises(AssertionError, compared, wrong, 1.).match(f'{name} computes other losses than eager')
 
 def test_coqui_is_asked_for_the_same_sizes(quick, monkeypatch):
-    "It adds START and STOP itself, and three more codes at the end."
+    "coqui-tts adds START and STOP itself, and three more codes at the end."
     monkeypatch.setattr(page, 'step_peer', lambda python, main, **sizes: sizes)
     sizes = dict(layers=1, width=64, heads=2, vocabulary=48, batch=4, text=6, codes=5, frames=32)
     assert page.coqui_step('python', quick, 6, 8) == sizes
@@ -165,7 +165,7 @@ def test_the_blocks_of_a_plain_gpt2(quick, monkeypatch):
 # --- their side: the other library's calls ------------------------------------------------------------------
 
 class Loss(float):
-    "A number that has gradients."
+    "A number with the methods of a tensor that has gradients."
     seen = []
     def __rmul__(self, other): return Loss(float(other) * float(self))
     def __add__(self, other): return Loss(float(self) + float(other))
@@ -176,7 +176,7 @@ class Dropout: p = 0.1
 
 @pytest.fixture(params=['cpu', 'cuda'])
 def torch(monkeypatch, request):
-    "A PyTorch that notes what it is asked."
+    "Stands in for PyTorch and records the calls."
     torch = MagicMock()
     torch.cuda.is_available.return_value = request.param == 'cuda'
     torch.nn.modules.dropout._DropoutNd = Dropout

@@ -47,7 +47,7 @@ def test_exit_codes(monkeypatch, capfd, end, code, err):
     assert main('verify', 'cache') == code and capfd.readouterr() == ('', err)
     assert seen == [(['verify', 'cache'], False)]
     if code != 2: return
-    with pytest.raises(type(end)) as raised:   # for those who ask
+    with pytest.raises(type(end)) as raised:   # with --debug
         monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'verify', '--debug', 'cache'])
         terminal.main()
     assert raised.value is end and seen[-1] == seen[0] and capfd.readouterr() == ('', '')
