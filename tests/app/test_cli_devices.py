@@ -67,7 +67,8 @@ def test_what_cannot_be_spread(ran, behind, words):
 def test_distributed(ran, behind, warning):
     found = behind('train.distributed.find_workers', (['a:1', 'b:1', 'c:1'], [1, 2]))
     behind('train.distributed.visible_gpus', ['0', '1', '2', '3'])
-    dealt, shown = behind('train.distributed.deal_gpus', ['0,1', '2,3']), behind('train.distributed.exposure', warning)
+    dealt = behind('train.distributed.deal_gpus', ['0,1', '2,3'])
+    shown = behind('train.distributed.exposure', warning)
     ended = behind('train.distributed.supervise', 3)
     done = ran('distributed -- train --run r --steps 4')
     assert done.code == 3 and done.err == f'{warning}\n' * bool(warning) and done.out == ''

@@ -352,7 +352,7 @@ def made(behind, tmp_path, monkeypatch):
     behind('app.cli_train._feed', lambda **call: has.feed)
     behind('app.cli_train._in_memory', lambda cache, settings, **more: settings)
     behind('app.cli_train._begun_from', lambda base, settings, finetune: settings)
-    for name in ('cli_train._check_prepared', 'runs.check_made_for'): behind(name)
+    for name in ('app.cli_train._check_prepared', 'train.runs.check_made_for'): behind(name)
     has.no_codes, has.runs = behind('train.dual.check_no_codes'), behind('train.runs.new_run', 'the trainer')
     layers = {'options': {'training.ema': 0.5}}
     def build(data=None, run=None, preset=None, val=0., val_data=None, base=None):
@@ -653,7 +653,7 @@ def test_bench_of_a_step(ran, behind, bars, command):
     function, page, about, plain, options, own, own_values = BENCHES[command]
     rows, python = [{'name': 'xla', 'step_ms': 3.}], {'train': 'coqui_python',
                                                       'gpt2': 'torch_python'}[command]
-    measured, kept = behind(f'step_speed.{function}', rows), behind('app.cli_train.keep')
+    measured, kept = behind(f'app.step_speed.{function}', rows), behind('app.cli_train.keep')
     assert ' '.join(ran(f'bench {command}').out.split()).startswith(about.format('8 x 512, batch 4'))
     assert not kept
     assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)]

@@ -90,7 +90,7 @@ def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):
     (tmp_path / 'settings.ini').write_text('[workspace]\n')
     monkeypatch.chdir(tmp_path)
     opened, made, said = behind('app.quick_fix.Cache',
-                                lambda folder: folder), behind('app.quick_fix.made_up_cache',
+                                lambda folder: folder), behind('app.quick_fix.synthetic_cache',
                                                                nullcontext('made up')), []
     look = lambda *given, **named: cache_for(*given, **named, say=said.append).__enter__()
     assert look('c', TINY) == 'c' and not said
@@ -107,7 +107,7 @@ def test_a_synthetic_cache(behind):
     spoken, made = behind('app.quick_fix.synthetic_corpus', 'the corpus'), behind('app.quick_fix.prepare')
     behind('app.quick_fix.Cache', lambda folder: folder)
     behind('app.quick_fix.DVAE', 'the DVAE')
-    with quick_fix.made_up_cache(TINY) as folder: assert folder.name == 'cache' and folder.parent.is_dir()
+    with quick_fix.synthetic_cache(TINY) as folder: assert folder.name == 'cache' and folder.parent.is_dir()
     assert not folder.parent.exists()
     assert [c for call in spoken for c in call.values()] == [folder.parent / 'corpus', 16]
     assert made == [{'corpus': 'the corpus', 'out': folder, 'config': TINY, 'dvae': 'the DVAE'}]
