@@ -336,7 +336,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                'xtts_nb/app/step_speed.py')},
             'xtts_nb.app.terminal': { 'xtts_nb.app.terminal._code': ('app/terminal.html#_code', 'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._common': ('app/terminal.html#_common', 'xtts_nb/app/terminal.py'),
-                                      'xtts_nb.app.terminal._say': ('app/terminal.html#_say', 'xtts_nb/app/terminal.py'),
+                                      'xtts_nb.app.terminal._print_error': ('app/terminal.html#_print_error', 'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._version': ('app/terminal.html#_version', 'xtts_nb/app/terminal.py'),
                                       'xtts_nb.app.terminal._without_folder': ( 'app/terminal.html#_without_folder',
                                                                                 'xtts_nb/app/terminal.py'),

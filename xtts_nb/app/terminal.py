@@ -50,7 +50,7 @@ def main():
     "Run a command; the exit code is 0, 2 for an error that the user can correct, 130 for Ctrl-C."
     try:
         code = _code([a for a in sys.argv[1:] if a != '--debug'], debug='--debug' in sys.argv)
-    except (KeyboardInterrupt, typer.Abort): code = _say('Stopped.', 130)
+    except (KeyboardInterrupt, typer.Abort): code = _print_error('Stopped.', 130)
     sys.exit(code)
 
 def _code(arguments: list[str], debug: bool) -> int:
@@ -59,17 +59,17 @@ def _code(arguments: list[str], debug: bool) -> int:
     try: code = app(arguments, standalone_mode=False)
     except UserError as e:
         if debug: raise
-        return _say(str(e), 2)
+        return _print_error(str(e), 2)
     except OSError as e:
         if debug: raise
-        return _say(f'{e.filename or "xtts-nb"}: {e.strerror or e}; nothing was written there.', 2)
+        return _print_error(f'{e.filename or "xtts-nb"}: {e.strerror or e}; nothing was written there.', 2)
     except Exception as e:
         if debug or not hasattr(e, 'format_message'): raise
-        return _say(f'{e.format_message()} See xtts-nb --help.', 2)   # a wrong option
+        return _print_error(f'{e.format_message()} See xtts-nb --help.', 2)   # a wrong option
     if code == 130: raise KeyboardInterrupt   # how typer reports it
     return code if isinstance(code, int) else 0
 
-def _say(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     "Print a sentence to stderr and return the exit code."
     print(f'xtts-nb: {message}', file=sys.stderr)
     return code
