@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import keras
 import numpy as np
 import tensorflow as tf
+from fastcore.basics import patch
 
 from ..bench import compare
 from ..config import TrainingConfig, XTTSConfig
@@ -30,22 +31,24 @@ def random_batch(
     text: int,        # T
     codes: int,       # S
 ) -> dict:            # as from `data`
-    "A batch of full rows that hold nothing."
+    "A batch of random numbers; no row is padded."
     B, F, C = config.data.batch_size, config.data.reference_frames, config.model.audio.n_mels
     draw = np.random.default_rng(config.training.seed)
     ids = lambda n, top: tf.constant(draw.integers(3, top, (B, n)), tf.int32)
     return {'text': ids(text, config.model.gpt.text_tokens), 'text_length': tf.fill([B], text),
-            'codes': ids(codes, config.model.dvae.codes), 'code_length': tf.fill([B], codes), 'weight': tf.ones(B),
-            'clip': tf.range(B, dtype=tf.int64), 'reference': tf.constant(draw.normal(size=(B, F, C)), tf.float16)}
+            'codes': ids(codes, config.model.dvae.codes), 'code_length': tf.fill([B], codes),
+            'weight': tf.ones(B), 'clip': tf.range(B, dtype=tf.int64),
+            'reference': tf.constant(draw.normal(size=(B, F, C)), tf.float16)}
 
 # %% ../../nbs/30_trainer_xla.ipynb #8affb090
 class Noam(keras.optimizers.schedules.LearningRateSchedule):
-    "Up in a straight line to `peak` at update `warmup`, then down with the square root of the update."
+    "A linear rise to `peak` at update `warmup`, then a fall with the inverse square root of the update."
     def __init__(self, peak: float, warmup: int): self.peak, self.warmup = peak, warmup
 
     def __call__(self, step):
-        done, turn = tf.cast(step, 'float32'), max(1., self.warmup)
-        return self.peak * tf.minimum(done / turn if self.warmup else 1., tf.sqrt(turn / tf.maximum(done, 1.)))
+        done, warmup = tf.cast(step, 'float32'), max(1., self.warmup)
+        rise = done / warmup if self.warmup else 1.
+        return self.peak * tf.minimum(rise, tf.sqrt(warmup / tf.maximum(done, 1.)))
 
     def get_config(self): return {'peak': self.peak, 'warmup': self.warmup}
 
@@ -55,8 +58,9 @@ def learning_rate(training: TrainingConfig):
     t = training
     if t.schedule == 'noam': return Noam(t.learning_rate, t.warmup_steps)
     if t.schedule == 'cosine':
-        return keras.optimizers.schedules.CosineDecay(0., max(1, t.steps - t.warmup_steps), alpha=0.02,
-                                                      warmup_target=t.learning_rate, warmup_steps=t.warmup_steps)
+        return keras.optimizers.schedules.CosineDecay(
+            0., max(1, t.steps - t.warmup_steps), alpha=0.02, warmup_target=t.learning_rate,
+            warmup_steps=t.warmup_steps)
     first = 0. if t.warmup_steps else t.learning_rate
     return keras.optimizers.schedules.PolynomialDecay(first, max(1, t.warmup_steps), t.learning_rate)
 
@@ -64,11 +68,12 @@ def learning_rate(training: TrainingConfig):
 Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 class Assignable(Schedule):
-    "A schedule until a number takes its place."
+    "A schedule until a number is assigned in its place."
     def __init__(self, schedule: Schedule):
         self.schedule, self.number = schedule, tf.Variable(-1., trainable=False, name='assigned_rate')
 
-    def __call__(self, step): return tf.where(self.number < 0, tf.cast(self.schedule(step), 'float32'), self.number)
+    def __call__(self, step):
+        return tf.where(self.number < 0, tf.cast(self.schedule(step), 'float32'), self.number)
 
 class AdamW(keras.optimizers.AdamW):
     "AdamW with an `Assignable` rate; `assigned` is the number that was assigned last."
@@ -92,29 +97,31 @@ def make_optimizer(
     training: TrainingConfig,
     name: str = 'adamw',         # of its variables, where there are two optimizers
 ) -> keras.optimizers.Optimizer:
-    "AdamW with decay on matrices only, its moments made for `variables`."
-    mean = {'use_ema': True, 'ema_momentum': training.ema} if training.ema else {}
-    optimizer = AdamW(Assignable(learning_rate(training)), training.weight_decay, beta_2=training.beta_2, name=name, **mean)
+    "AdamW with decay on matrices only; its moments are created for `variables`."
+    ema = {'use_ema': True, 'ema_momentum': training.ema} if training.ema else {}
+    rate = Assignable(learning_rate(training))
+    optimizer = AdamW(rate, training.weight_decay, beta_2=training.beta_2, name=name, **ema)
     optimizer.exclude_from_weight_decay([v for v in variables if v.path.rsplit('/', 1)[-1] not in DECAYED])
     optimizer.build(variables)
     return optimizer
 
 # %% ../../nbs/30_trainer_xla.ipynb #6515ef3a
 class Update:
-    "One update of `gpt`: (batch, number) -> float32 scalars loss, text_loss, code_loss, gradient_norm, skipped, bad."
-    def __init__(self, gpt: GPT, training: TrainingConfig, weights: list | None = None):   # default: all that can be trained
+    "One update of `gpt`: (batch, number) -> float32 loss, text_loss, code_loss, gradient_norm, skipped, bad."
+    def __init__(self, gpt: GPT, training: TrainingConfig,
+                 weights: list | None = None):   # default: all trainable weights
         self.model = self.gpt = gpt
         self.training, self.weights = training, weights or gpt.trainable_variables
         self.optimizer = make_optimizer(self.weights, training)
         self.scale = LossScale() if training.precision == 'float16' else None
 
     def as_trained(self):
-        "Inside, the model holds what training has made of it: the running means, where `training.ema` keeps these."
+        "Inside, the weights are their running means if `training.ema` is set."
         return averaged(self.optimizer, self.weights)
 
     @property
     def variables(self) -> dict:
-        "Everything that an update changes besides."
+        "All variables that an update changes, except the weights."
         own = [self.scale.factor, self.scale.good] if self.scale else []
         return {v.path: v for v in self.optimizer.variables} | {v.name.split(':')[0]: v for v in own}
 
@@ -124,64 +131,75 @@ class Update:
         return {f'gpt/{k}': v for k, v in named_weights(self.gpt).items()} | self.variables
 
     def evaluate(self, batch) -> dict:
-        "Sums over clips held out, without dropout."
+        "Summed losses of held-out clips, without dropout."
         return token_losses(self.gpt, batch)
 
     def means(self, sums: dict) -> dict:
-        "The losses behind what `evaluate` has summed up."
+        "Mean losses from the sums of `evaluate`."
         each = {f'{n}_loss': sums[f'{n}_loss'] / sums[f'{n}_count'] for n in ('text', 'code')}
         return {'loss': total_loss(sums, self.training.text_loss_weight)} | each
-
-    def share(self, batch, seed, counts):
-        "Gradients and summed losses of some rows of an update with `counts` tokens."
-        with tf.GradientTape() as tape:
-            parts = token_losses(self.gpt, batch, seed)
-            loss = total_loss(parts, self.training.text_loss_weight, counts)
-            if self.scale: loss *= self.scale.factor
-        gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, self.weights)]   # embeddings' are lists of rows
-        return gradients, {name: parts[name] for name in ('text_loss', 'code_loss')}
-
-    def gradients(self, batch, number, counts, first: int | None = None):
-        "The same of all rows, in `training.accumulation` parts, of which `first` is the first where others have the rest."
-        seed, parts = tf.stack([tf.constant(self.training.seed), number]), self.training.accumulation
-        if parts == 1: return self.share(batch, seed if first is None else fold_seed(seed, first), counts)
-        cut = {k: tf.reshape(v, (parts, v.shape[0] // parts, *v.shape[1:])) for k, v in batch.items()}
-        add = lambda i, sums: (i + 1, tf.nest.map_structure(
-            tf.add, sums, self.share({k: v[i] for k, v in cut.items()}, fold_seed(seed, (first or 0) + i), counts)))
-        nothing = [tf.zeros(v.shape) for v in self.weights], {'text_loss': tf.constant(0.), 'code_loss': tf.constant(0.)}
-        loop = dict(maximum_iterations=parts, parallel_iterations=1)   # a graph would begin several parts at once
-        return tf.while_loop(lambda i, _: i < parts, add, (tf.constant(0), nothing), **loop)[1]
 
     def __call__(self, batch, number):
         counts = token_counts(self.gpt, batch)
         return self.finish(*self.gradients(batch, number, counts), counts)
 
-    def finish(self, gradients, sums, counts):
-        "Clip and apply gradients, and give the means of losses, that were summed over all rows."
+# %% ../../nbs/30_trainer_xla.ipynb #30d2e8f5
+@patch
+def share(self: Update, batch, seed, counts):
+    "Gradients and summed losses of some rows of an update with `counts` tokens."
+    with tf.GradientTape() as tape:
+        sums = token_losses(self.gpt, batch, seed)
         loss = total_loss(sums, self.training.text_loss_weight, counts)
-        if self.scale: gradients = [g / self.scale.factor for g in gradients]
-        gradients, norm = tf.clip_by_global_norm(gradients, self.training.gradient_clip_norm)
-        good, bad = self.check_finite(loss, norm)
-        tf.cond(good, lambda: self.apply(gradients), lambda: tf.constant(False))
-        means = {name: sums[name] / tf.maximum(counts[name.replace('loss', 'count')], 1.) for name in sums}
-        flags = {'skipped': tf.cast(~good, 'float32'), 'bad': tf.cast(bad, 'float32')}
-        return {'loss': loss, **means, 'gradient_norm': norm, **flags}
+        if self.scale: loss *= self.scale.factor
+    gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, self.weights)]
+    return gradients, {name: sums[name] for name in ('text_loss', 'code_loss')}
 
-    def apply(self, gradients):
-        self.optimizer.apply(gradients, self.weights)
-        return tf.constant(True)
+@patch
+def gradients(self: Update, batch, number, counts, first: int | None = None):
+    "The same of all rows, in `training.accumulation` parts; `first` numbers the first of this worker's parts."
+    seed, parts = tf.stack([tf.constant(self.training.seed), number]), self.training.accumulation
+    if parts == 1: return self.share(batch, seed if first is None else fold_seed(seed, first), counts)
+    cut = {k: tf.reshape(v, (parts, v.shape[0] // parts, *v.shape[1:])) for k, v in batch.items()}
 
-    def check_finite(self, loss, norm):
-        "Whether the update counts, and whether something is wrong: an overflow that a smaller loss scale cures is not."
-        good = tf.math.is_finite(loss) & tf.math.is_finite(norm)
-        if not self.scale: return good, ~good
-        bad = ~good & (~tf.math.is_finite(loss) | (self.scale.factor <= 1.))
-        self.scale.note(good | bad)
-        return good, bad
+    def add(i, sums):
+        part = self.share({k: v[i] for k, v in cut.items()}, fold_seed(seed, (first or 0) + i), counts)
+        return i + 1, tf.nest.map_structure(tf.add, sums, part)
+
+    losses = {name: tf.constant(0.) for name in ('text_loss', 'code_loss')}
+    zeros = [tf.zeros(v.shape) for v in self.weights], losses
+    loop = dict(maximum_iterations=parts, parallel_iterations=1)   # a graph would run several parts at once
+    return tf.while_loop(lambda i, _: i < parts, add, (tf.constant(0), zeros), **loop)[1]
+
+# %% ../../nbs/30_trainer_xla.ipynb #30f4a0b7
+@patch
+def finish(self: Update, gradients, sums, counts):
+    "Clip and apply gradients, and return mean losses; both were summed over all rows."
+    loss = total_loss(sums, self.training.text_loss_weight, counts)
+    if self.scale: gradients = [g / self.scale.factor for g in gradients]
+    gradients, norm = tf.clip_by_global_norm(gradients, self.training.gradient_clip_norm)
+    good, bad = self.check_finite(loss, norm)
+    tf.cond(good, lambda: self.apply(gradients), lambda: tf.constant(False))
+    means = {name: sums[name] / tf.maximum(counts[name.replace('loss', 'count')], 1.) for name in sums}
+    flags = {'skipped': tf.cast(~good, 'float32'), 'bad': tf.cast(bad, 'float32')}
+    return {'loss': loss, **means, 'gradient_norm': norm, **flags}
+
+@patch
+def apply(self: Update, gradients):
+    self.optimizer.apply(gradients, self.weights)
+    return tf.constant(True)
+
+@patch
+def check_finite(self: Update, loss, norm):
+    "Whether to apply the update, and whether it is bad."
+    good = tf.math.is_finite(loss) & tf.math.is_finite(norm)
+    if not self.scale: return good, ~good
+    bad = ~good & (~tf.math.is_finite(loss) | (self.scale.factor <= 1.))
+    self.scale.note(good | bad)
+    return good, bad
 
 # %% ../../nbs/30_trainer_xla.ipynb #7e08859e
 class CompiledStep:
-    "`step` as a graph, compiled by XLA where that is wanted and possible; called as it is."
+    "`step` as a graph, compiled by XLA if `xla` is set and XLA can compile it."
     def __init__(self, step, xla: bool):
         self.step, self.xla, self.refused, self.graph = step, xla, False, tf.function(step, jit_compile=xla)
 
@@ -195,21 +213,23 @@ class CompiledStep:
         return self.graph(*arguments)
 
 def _refused_operation(message: str) -> str:
-    "The operation that XLA refused, and the line that made it."
+    "The operation that XLA cannot compile, and the line that created it."
     op = re.search(r'_JIT: (.*?)\{\{', message)
     place = re.findall(r'File "[^"]*", line \d+, in \w+', message)
     return ' at '.join([op[1].strip() if op else message.splitlines()[0], *place[-1:]])
 
 # %% ../../nbs/30_trainer_xla.ipynb #af501c8f
 def compile_step(step, training: TrainingConfig):
-    "`step` as the three switches of the training section say."
+    "`step` in the mode that the three switches of the training section select."
     if training.enable_eager_debug or not training.enable_graph_mode: return step
     return CompiledStep(step, training.enable_xla_compilation)
 
 def mode_line(training: TrainingConfig) -> str:
     "What `compile_step` does, in one line."
-    if training.enable_eager_debug or not training.enable_graph_mode: return 'Eager mode: op by op, for debugging'
-    return f'Graph mode ENABLED {"with XLA JIT compilation" if training.enable_xla_compilation else "without XLA"}'
+    if training.enable_eager_debug or not training.enable_graph_mode:
+        return 'Eager mode: op by op, for debugging'
+    xla = 'with XLA JIT compilation' if training.enable_xla_compilation else 'without XLA'
+    return f'Graph mode ENABLED {xla}'
 
 # %% ../../nbs/30_trainer_xla.ipynb #2c712f5d
 MODES = {'eager': {'enable_graph_mode': False}, 'graph': {'enable_xla_compilation': False}, 'xla': {}}
@@ -220,7 +240,7 @@ def step_modes(
     text_start: int,
     modes: dict = MODES,     # {name: settings of the training section}
 ) -> dict:                   # {name: step}, each with its own model, all with the same first weights
-    "The training step in some modes, without dropout and noise."
+    "The training step in each of `modes`, without dropout and noise."
     config, steps = config.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}), {}
     for name, settings in modes.items():
         training = config.replace(training=settings).training
@@ -236,10 +256,12 @@ def check_modes_agree(
     tolerance: float = 1e-4, # relative, to the first mode
 ) -> dict[str, list[float]]:
     "The losses of each mode over `batches`; raises `AssertionError` if they differ by more than `tolerance`."
-    losses = {name: [float(step(b, tf.constant(i))['loss']) for i, b in enumerate(batches)] for name, step in steps.items()}
+    losses = {name: [float(step(batch, tf.constant(i))['loss']) for i, batch in enumerate(batches)]
+              for name, step in steps.items()}
     first, *others = losses
     for name in others:
-        assert np.allclose(losses[name], losses[first], rtol=tolerance), f'{name} computes other losses than {first}: {losses}'
+        same = np.allclose(losses[name], losses[first], rtol=tolerance)
+        assert same, f'{name} computes other losses than {first}: {losses}'
     return losses
 
 # %% ../../nbs/30_trainer_xla.ipynb #998e65be
@@ -258,13 +280,14 @@ def step_before_after(
             return 1
         return run
 
-    rows = compare({name: arm(step) for name, step in steps.items()}, 'step_ms', rounds, progress=progress).rows()
+    arms = {name: arm(step) for name, step in steps.items()}
+    rows = compare(arms, 'step_ms', rounds, progress=progress).rows()
     return [row | {'traces': trace_count(steps[row['name']])} for row in rows]
 
 # %% ../../nbs/30_trainer_xla.ipynb #639b3e55
 @contextmanager
 def put_back(variables: list):
-    "Give `variables` back, after the block, the values that they have before it."
+    "After the block, `variables` have the values that they had before it."
     now = [tf.identity(v.value) for v in variables]
     try: yield
     finally:
@@ -272,15 +295,17 @@ def put_back(variables: list):
 
 @contextmanager
 def averaged(optimizer: keras.optimizers.Optimizer, variables: list):
-    "Inside, `variables` hold their running means; without `training.ema` they are what they are."
-    if not optimizer.use_ema or optimizer.iterations.numpy() == 0: yield; return   # the means begin with the first update
+    "Inside, `variables` hold their running means if the optimizer keeps any."
+    if not optimizer.use_ema or optimizer.iterations.numpy() == 0:   # the means begin with the first update
+        yield
+        return
     with put_back(variables):
         optimizer.finalize_variable_values(variables)
         yield
 
 # %% ../../nbs/30_trainer_xla.ipynb #dad40988
 class LossScale:
-    "The factor of float16: halved by an overflow, doubled after `patience` good updates in a row."
+    "The loss scale of float16: halved by an overflow, doubled after `patience` good updates in a row."
     def __init__(self, patience: int = 2000):
         self.factor = tf.Variable(2.**15, trainable=False, name='loss_scale')
         self.good, self.patience = tf.Variable(0, trainable=False, name='good_updates'), patience
