@@ -53,7 +53,8 @@ def test_the_model_stays_and_its_adapters_move(mini, rows, kind, parts, again, p
 
 @pytest.mark.parametrize('kind', ['lora', 'rows'])
 def test_the_gradients_are_those_of_the_weights(mini, rows, kind):
-    "By the chain rule from the gradients of a whole model with the same weights; and the same, computed again or in parts."
+    """By the chain rule from the gradients of a whole model with the same weights; and the same, computed
+    again or in parts."""
     update = made(mini, kind)
     whole = made(mini, 'whole')
     with update.as_trained(): seen = {k: v.numpy() for k, v in named_weights(update.gpt).items()}
@@ -69,7 +70,8 @@ def test_the_gradients_are_those_of_the_weights(mini, rows, kind):
     for change in ({}, {'accumulation': 2, 'gradient_checkpointing': True}):
         other = made(mini, kind, training=change)
         got = tf.function(other.gradients)(rows, tf.constant(0), counts)[0]
-        for v, a, b in zip(update.weights, wanted, got): assert np.allclose(a, b, rtol=1e-3, atol=1e-6), (change, v.path)
+        for v, a, b in zip(update.weights, wanted, got):
+            assert np.allclose(a, b, rtol=1e-3, atol=1e-6), (change, v.path)
 
 @pytest.mark.slow
 def test_xla_computes_the_same(mini, rows):
@@ -127,7 +129,8 @@ def test_only_what_moves_is_kept(mini, rows):
         update = made(mini, kind, training={'ema': 0.9})
         numbers, own = sum(int(np.prod(v.shape)) for v in update.state.values()), update.state.keys() - update.variables.keys()
         assert len(own) == names and all(k.startswith(f'{kind}/') for k in own)
-        assert numbers == 4 * sum(int(np.prod(v.shape)) for v in update.weights) + 1   # moments, means; a counter
+        # moments, means; a counter
+        assert numbers == 4 * sum(int(np.prod(v.shape)) for v in update.weights) + 1
 
 def test_rows_of_several_languages():
     config = lambda grown: XTTSConfig().replace(model={'gpt': {'grown_from': grown}}, training={'finetune': 'rows'})
@@ -138,7 +141,8 @@ def test_rows_of_several_languages():
     assert new_rows(config(old.size), both, ['sv', 'en']) == [(second, both.size)]
     assert new_rows(config(old.size), both, ['fa', 'sv']) == [(first, second), (second, both.size)]
     for grown, languages in ((old.size, ['en']), (old.size, ['xx']), (0, ['fa']), (second, ['fa'])):
-        with pytest.raises(UserError, match='was not grown by .* xtts-nb grow MODEL'): new_rows(config(grown), both, languages)
+        with pytest.raises(UserError, match='was not grown by .* xtts-nb grow MODEL'):
+            new_rows(config(grown), both, languages)
     assert new_rows(config(0).replace(training={'finetune': 'lora'}), both, ['en']) == []
 
 def test_adjacent_runs_and_the_very_end(mini):

@@ -62,7 +62,8 @@ def test_another_models_state_is_refused_whole(tmp_path, wanted, message):
     path = save_checkpoint(tmp_path, 1, state())
     found = empty() | wanted
     with pytest.raises(UserError, match=message) as e: load_checkpoint(path, found)
-    assert path.name in str(e.value) and found['a/kernel'].numpy().tolist() == [0., 0.]   # nothing was filled in
+    # nothing was filled in
+    assert path.name in str(e.value) and found['a/kernel'].numpy().tolist() == [0., 0.]
 
 @pytest.mark.parametrize('cut', [0, 5, 60, -1])
 def test_a_damaged_file_is_named(tmp_path, cut):
@@ -71,7 +72,8 @@ def test_a_damaged_file_is_named(tmp_path, cut):
     with pytest.raises(UserError, match=path.name): load_checkpoint(path, empty())
 
 def test_a_file_that_is_gone_is_named(tmp_path):
-    with pytest.raises(UserError, match='step-000000004'): load_checkpoint(tmp_path / 'step-000000004.safetensors', empty())
+    with pytest.raises(UserError, match='step-000000004'):
+        load_checkpoint(tmp_path / 'step-000000004.safetensors', empty())
 
 def test_weights_without_a_step_are_no_checkpoint(tmp_path):
     path = tmp_path / 'step-000000004.safetensors'

@@ -51,7 +51,8 @@ def test_batches_are_those_of_the_cache(prepared, online, dvae, mini, change):
         for name, wanted in cached.items():
             assert (ours[name].shape, ours[name].dtype) == (wanted.shape, wanted.dtype)
             if name not in ('codes', 'reference'): assert np.array_equal(ours[name], wanted)
-        assert np.mean(ours['codes'] != cached['codes']) < 2e-3   # two vectors may be as near as makes no difference
+        # two vectors may be as near as makes no difference
+        assert np.mean(ours['codes'] != cached['codes']) < 2e-3
         far = np.abs(ours['reference'].numpy().astype(np.float32) - cached['reference'].numpy().astype(np.float32)) > 5e-3
         assert far.mean() < 1e-3
 
@@ -79,7 +80,8 @@ def test_every_variable_and_stage_is_in_the_audit(worked):
     rows = device_placement(trainer)
     names = {r['name'] for r in rows}
     assert {v.path for v in trainer.xtts.gpt.variables} | {*trainer.update.variables} <= names
-    assert {r['owner'] for r in rows} >= {'stage host', 'stage data', 'optimizer', 'model', 'DVAE of the data device'}
+    assert {r['owner'] for r in rows} >= {'stage host', 'stage data', 'optimizer', 'model', 'DVAE of the '
+                                                                                            'data device'}
     weights = sum(r['bytes'] for r in rows if r['owner'] == 'model')
     assert weights == sum(v.value.numpy().nbytes for v in trainer.xtts.gpt.variables)
     rows[0]['device'] = 'CPU:1'
@@ -326,7 +328,9 @@ def test_say_where_two_cards_can_be_seen(xtts, two_cards, corpus, prepared, tmp_
     assert done.code == 0 and '2 logical CPU devices stand in for GPUs' in done.err and done.json['seconds'] > 0, done.err
 
 @pytest.mark.parametrize('options, words', [
-    ([*CARDS, '--fit-memory'], '--fit-memory: tries updates on the first GPU'), (['--model-gpu', 2], 'no such GPU'),
+    ([*CARDS, '--fit-memory'], '--fit-memory: tries updates on the first GPU'), (['--model-gpu', 2], 'no '
+                                                                                                     'such '
+                                                                                                     'GPU'),
     (['--data-gpu-memory', 10**9], 'are more than the')])
 def test_devices_are_refused_before_anything_is_read(two_cards, tmp_path, options, words, capfd):
     "In this process TensorFlow has started: a plan that could be made would be refused for that."

@@ -101,7 +101,8 @@ def test_the_suggestion_lies_below_the_lowest_loss(best):
     found = find_learning_rate(Valley(lambda rate: 1 + np.log10(rate / best)**2), high=1e3, steps=100)
     assert best < found['lowest'] < 30 * best   # the mean comes a little late
     assert found['suggestion'] == pytest.approx(found['lowest'] / 10, rel=0.5)
-    assert len(found['losses']) < 100 and found['smooth'][-1] > 2 * min(found['smooth'])   # it stopped where the loss climbed
+    # it stopped where the loss climbed
+    assert len(found['losses']) < 100 and found['smooth'][-1] > 2 * min(found['smooth'])
     assert len(found['rates']) == len(found['losses']) == len(found['smooth'])
 
 def test_rates_rise_by_the_same_factor():
@@ -126,11 +127,13 @@ def test_a_loss_that_is_no_number_ends_the_test():
     found = find_learning_rate(trainer, steps=50)
     assert np.isfinite(found['losses']).all() and found['rates'][-1] < 1e-3
     assert trainer.steps == len(found['losses']) + 1
-    with pytest.raises(UserError, match='not finite at a rate of 1e-07'): find_learning_rate(Valley(lambda rate: np.inf))
+    with pytest.raises(UserError, match='not finite at a rate of 1e-07'):
+        find_learning_rate(Valley(lambda rate: np.inf))
 
 @pytest.mark.parametrize('low, high, steps', [(0, 1, 50), (1, 1e-3, 50), (1, 1, 50), (1e-5, 1, 9)])
 def test_a_range_that_is_none_is_refused(low, high, steps):
-    with pytest.raises(UserError, match='are no range'): find_learning_rate(Valley(lambda rate: 1.), low, high, steps)
+    with pytest.raises(UserError, match='are no range'):
+        find_learning_rate(Valley(lambda rate: 1.), low, high, steps)
 
 def test_the_picture_and_its_numbers(tmp_path):
     found = find_learning_rate(Valley(lambda rate: 1 + np.log10(rate / 1e-3)**2), steps=20)

@@ -130,7 +130,8 @@ def test_an_export_may_begin_the_next_run(done, mini, persian, tmp_path):
 def test_a_cache_of_another_model_is_refused_with_both_keys(mini, base, persian, prepared, corpus, dvae, tmp_path):
     model = XTTS.load(base)
     mine = persian.manifest['keys']
-    with pytest.raises(UserError) as e: new_run(prepared, mini, tmp_path / 'run', base=base)   # another tokenizer
+    with pytest.raises(UserError) as e:
+        new_run(prepared, mini, tmp_path / 'run', base=base)   # another tokenizer
     assert all(part in str(e.value) for part in ('the text', prepared.manifest['keys']['text'], mine['text'], '--dvae'))
     other = DVAE(mini)
     other.mel_stats.assign(model.dvae.mel_stats.value)
@@ -156,7 +157,8 @@ def test_adapters_of_nothing_are_refused(mini, persian, tmp_path, kind):
 def test_a_base_that_has_changed_or_gone_is_named(mini, base, persian, tmp_path):
     shutil.copytree(base, tmp_path / 'base')
     new_run(persian, settings(mini, 'lora'), tmp_path / 'run', base=tmp_path / 'base').fit(steps=1)
-    with pytest.raises(UserError, match=r'began from .*base as it was then'): new_run(persian, mini, tmp_path / 'run')
+    with pytest.raises(UserError, match=r'began from .*base as it was then'):
+        new_run(persian, mini, tmp_path / 'run')
     model = XTTS.load(tmp_path / 'base')
     model.gpt.final_norm.beta.assign_add(np.ones(64))
     model.save(tmp_path / 'base')
@@ -243,7 +245,8 @@ def test_what_is_said_about_the_memory(mini, monkeypatch, room, said):
     begin = 'Training needs about 2.2 GB (weights 1.1, program 0.1, activations 1.0)'
     say = lambda: check_memory(mini, 48, 40, free=('a card', room))
     if said is not UserError: assert say().startswith(begin + said)
-    else: pytest.raises(UserError, say).match('1.2 GB are free on a card, which cannot suffice; use training.fine')
+    else: pytest.raises(UserError, say).match('1.2 GB are free on a card, which cannot suffice; use '
+                                              'training.fine')
 
 def test_too_little_is_refused_or_said(mini):
     needs = memory_needs(mini, 48, 40)
@@ -270,7 +273,8 @@ def card(monkeypatch):
 
 def test_free_memory_of_a_card(card):
     assert free_memory() == ('A card', 7 * 10**9)
-    card.limit = [tf.config.LogicalDeviceConfiguration(memory_limit=1000)]   # which TensorFlow has reserved already
+    # which TensorFlow has reserved already
+    card.limit = [tf.config.LogicalDeviceConfiguration(memory_limit=1000)]
     assert free_memory() == ('GPU 0, limited', 1000 * 2**20 - 10**6)
 
 def test_free_memory_of_the_part_of_the_card_that_trains(card, monkeypatch):
@@ -286,13 +290,16 @@ def test_free_memory_of_the_part_of_the_card_that_trains(card, monkeypatch):
     assert free_memory()[1] == 9 * 2**20 - 10**6 and asked == ['GPU:2', 'GPU:0']
 
 @pytest.mark.parametrize('cards, why', [
-    (UserError('NVML: Driver Not Loaded; load it'), 'GPU 0 (NVML: Driver Not Loaded)'), ([], 'NVML knows no card of this name'),
+    (UserError('NVML: Driver Not Loaded; load it'), 'GPU 0 (NVML: Driver Not Loaded)'), ([], 'NVML knows no '
+                                                                                             'card of this '
+                                                                                             'name'),
     ([GPU(0, 'A card', memory_used=5)], 'A card (NVML does not tell its memory)')])
 def test_where_the_memory_is_unknown_training_goes_on_and_says_so(card, mini, cards, why):
     card.cards = cards
     line = check_memory(mini, 48, 40)
     assert 'what is free is unknown on' in line and why in line and 'nothing was compared' in line
-    with pytest.raises(UserError, match='cannot be read; say how much to use: .* --memory GB'): finetune.memory_budget()
+    with pytest.raises(UserError, match='cannot be read; say how much to use: .* --memory GB'):
+        finetune.memory_budget()
     assert finetune.memory_budget(10**9) == 10**9
 
 @pytest.mark.cpu
@@ -441,9 +448,11 @@ prepare(corpus, folder / 'cache', model.config, model.dvae, model.tokenizer)
 
 @pytest.fixture(scope='module')
 def full(corpus, tokenizer, tmp_path_factory):
-    "A model of 441 million numbers with random weights, and a cache for it; skips where there is no room for that."
+    """A model of 441 million numbers with random weights, and a cache for it; skips where there is no
+    room for that."""
     pytest.importorskip('torch', reason='files of coqui-tts are written by PyTorch')
-    if psutil.virtual_memory().available < 17e9: pytest.skip('training at full size needs 16 GB of free memory')
+    if psutil.virtual_memory().available < 17e9:
+        pytest.skip('training at full size needs 16 GB of free memory')
     folder = tmp_path_factory.mktemp('full')
     tokenizer.save(folder / 'small.json')
     subprocess.run([sys.executable, '-c', MAKE, corpus, folder], check=True, env=environment())
@@ -455,7 +464,8 @@ def full(corpus, tokenizer, tmp_path_factory):
 @pytest.mark.cpu
 @pytest.mark.torch
 def test_the_full_size_trains_in_16_gb_and_goes_to_coqui(full, tmp_path, kind, record_property):
-    "Three updates of one clip as long as any may be; then files that coqui-tts loads, every tensor in its place."
+    """Three updates of one clip as long as any may be; then files that coqui-tts loads, every tensor in
+    its place."""
     from xtts_nb.models.convert import read_pth, to_coqui
     config = XTTSConfig.xtts_v2().replace(data={'batch_size': 1, 'pad_to_fixed_length': True},
                                           training={'steps': 3, 'log_every': 1, 'finetune': kind})

@@ -17,7 +17,8 @@ def test_the_schedule_is_what_it_is_called(schedule, steps, warmup):
     rates = [float(learning_rate(training)(s)) / 3e-4 for s in range(steps + 1)]
     assert rates[warmup] == pytest.approx(1, rel=1e-5) and rates[0] == pytest.approx(0 if warmup else 1)
     assert np.allclose(np.diff(rates[:warmup + 1], 2), 0, atol=1e-5)   # a straight line
-    shares = [(s - warmup) / max(1, steps - warmup) for s in range(warmup, steps + 1)]   # of the way behind the warm-up
+    # of the way behind the warm-up
+    shares = [(s - warmup) / max(1, steps - warmup) for s in range(warmup, steps + 1)]
     wanted = {'cosine': [0.02 + 0.98 * (1 + math.cos(math.pi * s)) / 2 for s in shares], 'constant': [1] * len(shares),
               'noam': [math.sqrt(max(1, warmup) / max(1, s)) for s in range(warmup, steps + 1)]}[schedule]
     assert rates[warmup:] == pytest.approx(wanted, rel=1e-4)
@@ -28,7 +29,8 @@ def test_weight_decay_is_for_matrices_only(xtts):
     keras.utils.set_random_seed(0)
     variables = [keras.Variable(tf.ones(v.shape), name=v.name, dtype='float32') for v in xtts.gpt.trainable_variables]
     names = {v.path.rsplit('/', 1)[-1] for v in xtts.gpt.trainable_variables}
-    assert names == {'beta', 'bias', 'embeddings', 'gain', 'gamma', 'kernel', 'latents'}   # a new kind wants a decision
+    # a new kind wants a decision
+    assert names == {'beta', 'bias', 'embeddings', 'gain', 'gamma', 'kernel', 'latents'}
     training = TrainingConfig(learning_rate=0.1, weight_decay=0.5)
     optimizer = make_optimizer(variables, training)
     optimizer.apply([tf.zeros(v.shape) for v in variables], variables)

@@ -163,11 +163,15 @@ def test_a_killed_dvae_goes_on_to_the_bit(small, mels, tmp_path):
 def test_a_run_of_another_part_is_refused(small, prepared, mels, tmp_path):
     new_dvae_run(tmp_path / 'dvae', settings(small), lambda: mels)
     assert json.loads((tmp_path / 'dvae' / 'run.json').read_text()) == {'part': 'dvae', 'held_out': 0.}
-    with pytest.raises(UserError, match='dvae: is a run of xtts-nb train-dvae; go on with'): resume_run(tmp_path / 'dvae')
-    with pytest.raises(UserError, match='dvae: is a run of xtts-nb train-dvae'): new_run(prepared, small, tmp_path / 'dvae')
-    with pytest.raises(UserError, match='dvae: is a run of xtts-nb train-dvae'): new_voice_run(tmp_path / 'dvae')
+    with pytest.raises(UserError, match='dvae: is a run of xtts-nb train-dvae; go on with'):
+        resume_run(tmp_path / 'dvae')
+    with pytest.raises(UserError, match='dvae: is a run of xtts-nb train-dvae'):
+        new_run(prepared, small, tmp_path / 'dvae')
+    with pytest.raises(UserError, match='dvae: is a run of xtts-nb train-dvae'):
+        new_voice_run(tmp_path / 'dvae')
     for part, begin in (('dvae', new_dvae_run), ('voice', new_voice_run)):
-        with pytest.raises(UserError, match=f'holds no run; begin one with xtts-nb train-{part}'): begin(tmp_path / 'nowhere')
+        with pytest.raises(UserError, match=f'holds no run; begin one with xtts-nb train-{part}'):
+            begin(tmp_path / 'nowhere')
 
 
 # --- the decoder ---------------------------------------------------------------------------------------------------
@@ -328,7 +332,8 @@ def test_one_update_moves_all_three_networks(bank, tiny, plain):
     keras.utils.set_random_seed(0)
     fresh = VoiceUpdate(HiFiGAN(tiny), SpeakerEncoder(tiny), True, tiny)
     moved = {name: not np.array_equal(v, update.state[name]) for name, v in fresh.state.items()}
-    for part in ('decoder', 'speaker', 'critic'): assert any(m for name, m in moved.items() if name.startswith(f'{part}/')), part
+    for part in ('decoder', 'speaker', 'critic'):
+        assert any(m for name, m in moved.items() if name.startswith(f'{part}/')), part
     assert found['skipped'] == 0 and np.isfinite(list(found.values())).all()
     (batch,) = Windows(bank, tiny).stream(0, 1)
     made, looked = fresh.decoder(batch['states'], fresh.encoder(batch['voice'])), fresh.evaluate(batch)
@@ -507,7 +512,8 @@ def test_a_recording_that_is_gone_is_named(model, mine, small, dvae, tiny, tmp_p
     prepare(mine, tmp_path / 'cache', small, dvae, XTTS.load(model).tokenizer)
     shutil.move(mine, tmp_path / 'elsewhere')
     cache = Cache(tmp_path / 'cache')
-    with pytest.raises(UserError, match='the file is missing'): make_bank(XTTS.load(model), cache, tmp_path / 'bank')
+    with pytest.raises(UserError, match='the file is missing'):
+        make_bank(XTTS.load(model), cache, tmp_path / 'bank')
     assert not (tmp_path / 'bank').exists()
     assert len(make_bank(XTTS.load(model), cache, tmp_path / 'bank', tmp_path / 'elsewhere')) == len(cache)
 
@@ -602,7 +608,8 @@ def test_the_sizes_of_a_decoder_yet_to_be_made_count(model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('part', ['dvae', 'voice'])
 def test_kill_9(part, corpus, model, prepared, tiny, tmp_path):
-    "A run killed at some moment and gone on with is the run that nobody disturbed; a decoder's under XLA, see dev/LOG.md."
+    """A run killed at some moment and gone on with is the run that nobody disturbed; a decoder's under
+    XLA, see dev/LOG.md."""
     config = tiny.replace(training={'dvae_steps': 60, 'checkpoint_every': 5, 'log_every': 3,
                                     'enable_xla_compilation': part == 'voice'}, voice={'steps': 40})
     (tmp_path / 'c.yaml').write_text(config.to_yaml())

@@ -30,7 +30,8 @@ class Broken(Cheap):
         bad = tf.reduce_any(tf.equal(number, tf.constant(self.at)))
         before = [tf.identity(v.value) for v in self.xtts.gpt.final_norm.variables]
         losses = super().custom_train_step(batch, number)
-        for v, value in zip(self.xtts.gpt.final_norm.variables, before): v.assign(tf.where(bad, value, v.value))
+        for v, value in zip(self.xtts.gpt.final_norm.variables, before):
+            v.assign(tf.where(bad, value, v.value))
         flag = tf.cast(bad, 'float32')
         return {k: tf.where(bad, np.nan, v) for k, v in losses.items()} | {'skipped': flag, 'bad': flag}
 
@@ -50,7 +51,8 @@ def test_a_broken_update_is_counted_and_its_clips_are_named(prepared, mini, tmp_
 def test_too_many_in_a_row_stop_with_the_last_good_state(prepared, mini, tmp_path, monkeypatch, log_every):
     monkeypatch.setattr(runs, 'Trainer', type('All', (Broken,), {'at': tuple(range(2, 20))}))
     run = new_run(prepared, mini.replace(training={'max_bad_steps': 3, 'log_every': log_every, 'steps': 20}), tmp_path / 'run')
-    with pytest.raises(UserError, match=r'\d updates in a row .* not finite, the last with the clips .*(low|high)-'): run.fit()
+    with pytest.raises(UserError, match=r'\d updates in a row .* not finite, the last with the clips .*(low|high)-'):
+        run.fit()
     good = new_run(prepared, mini, tmp_path / 'good')
     good.fit(steps=2)
     again = resume_run(tmp_path / 'run')
@@ -111,7 +113,8 @@ def test_weights_that_may_be_half_written_are_not_trained_on(cheap, prepared, mi
     run = new_run(prepared, mini.replace(training=mode), tmp_path / 'run')
     refused = tf.errors.ResourceExhaustedError(None, None, f'OOM when allocating tensor [[{{{{node {at}}}}}]]')
     if goes_on: run._more_parts(refused); assert run.training.accumulation == 2
-    else: pytest.raises(UserError, run._more_parts, refused).match('were being written; set training.accumulation to 2')
+    else: pytest.raises(UserError, run._more_parts, refused).match('were being written; set '
+                                                                   'training.accumulation to 2')
 
 def test_a_full_disk_keeps_the_checkpoint_before(cheap, prepared, mini, tmp_path, monkeypatch):
     "The error of the thread comes up, and the run goes on from the state that was written."

@@ -64,7 +64,8 @@ def test_the_plan_of_a_large_corpus_is_made_once(prepared, mini, tmp_path, monke
     assert (tmp_path / 'run' / 'plan' / 'columns.json').is_file()
     monkeypatch.setattr(data, 'order_columns', None)   # would be called to make it again
     step = tf.constant(3, tf.int64)
-    for a, b in zip(first.plan.pick(step), new_run(prepared, mini, tmp_path / 'run').plan.pick(step)): assert np.array_equal(a, b)
+    for a, b in zip(first.plan.pick(step), new_run(prepared, mini, tmp_path / 'run').plan.pick(step)):
+        assert np.array_equal(a, b)
 
 def test_a_plan_alone_is_what_a_killed_start_leaves(prepared, mini, tmp_path):
     (tmp_path / 'run' / 'plan').mkdir(parents=True)
@@ -96,13 +97,15 @@ def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(mini, tm
     other = mini.replace(model={'gpt': {'layers': 3, 'dropout': 0.2}}, training={'steps': 99})
     parts = {'config.yaml': other.to_yaml(), 'tokenizer.json': '{}', 'model.safetensors': ''}
     for name in parts:   # one after the other
-        pytest.raises(UserError, base_config, tmp_path, mini).match(f'no model to begin from .{name} is missing')
+        pytest.raises(UserError, base_config, tmp_path, mini).match(f'no model to begin from .{name} is '
+                                                                    'missing')
         (tmp_path / name).write_text(parts[name])
     lora = mini.replace(training={'finetune': 'lora'})
     for settings in (mini, lora):
         assert base_config(tmp_path, settings) == settings.replace(model={'gpt': {'layers': 3}})
     assert base_config(None, mini) is mini
-    pytest.raises(UserError, base_config, None, lora).match('training.finetune lora needs a model to begin from')
+    pytest.raises(UserError, base_config, None, lora).match('training.finetune lora needs a model to begin '
+                                                            'from')
 
 @pytest.mark.parametrize('inside, found', [
     (None, {}), ([], {}), (['plan'], {}), (['plan', 'thesis'], UserError), (['thesis'], UserError),
@@ -162,7 +165,8 @@ def test_a_run_goes_on_with_what_its_folder_says(mini, tmp_path, monkeypatch):
         assert resume_run(tmp_path, device='x') == (given, {'device': 'x'})
 
 def test_who_looks_and_who_listens(prepared, mini):
-    "Only where clips are held out and validation is asked for; as many rows as are computed at once, one shape."
+    """Only where clips are held out and validation is asked for; as many rows as are computed at once,
+    one shape."""
     settings = mini.replace(training={'accumulation': 2, 'listen_clips': 1})
     run = new_run(prepared, settings, None, ['low-0', 'high-0'])
     assert run.run is None and isinstance(run.listen, Listener)

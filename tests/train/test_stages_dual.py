@@ -112,7 +112,8 @@ def test_side_by_side_overlaps_and_in_turn_does_not():
     assert turn['work'] <= turn['wall'] and side['wall'] < side['work'] and side['model_wait_share'] < turn['model_wait_share']
     begun = {(s.stage, s.number): s.start for s in pipelined.spans}
     ended = {(s.stage, s.number): s.end for s in pipelined.spans}
-    assert sum(begun['host', n + 1] < ended['model', n] for n in range(19)) > 15   # the next is under way while one is used
+    # the next is under way while one is used
+    assert sum(begun['host', n + 1] < ended['model', n] for n in range(19)) > 15
 
 def test_numbers_of_a_run_that_was_drawn_by_hand():
     spans = [Span('host', 0, 0., 1.), Span('model', 0, 1., 3.), Span('host', 1, 1., 2.), Span('model', 1, 4., 6.)]

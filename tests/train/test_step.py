@@ -49,7 +49,8 @@ def test_parts_make_the_whole(mini, rows, xla):
     whole, cut = update(mini), update(mini, training={'accumulation': 4, 'enable_xla_compilation': xla})
     step = compile_step(cut, cut.training)
     lines = run(step, rows)
-    for a, b in zip(run(compile_step(whole, whole.training), rows), lines): assert b == pytest.approx(a, rel=3e-4)
+    for a, b in zip(run(compile_step(whole, whole.training), rows), lines):
+        assert b == pytest.approx(a, rel=3e-4)
     assert trace_count(step) == 1 and lines[0]['gradient_norm'] > mini.training.gradient_clip_norm
     assert step.xla == xla and lines[0]['loss'] != lines[1]['loss']
 

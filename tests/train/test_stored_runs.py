@@ -38,7 +38,8 @@ def test_a_run_of_other_clips_is_refused(cheap, prepared, corpus, dvae, mini, tm
     (fewer / 'metadata.csv').write_text('\n'.join(kept) + '\n', encoding='utf-8')
     prepare(fewer, tmp_path / 'other', prepared.config, dvae, prepared.tokenizer)
     new_run(prepared, mini, tmp_path / 'run').fit(steps=2)
-    with pytest.raises(UserError, match='choose another folder'): new_run(Cache(tmp_path / 'other'), mini, tmp_path / 'run')
+    with pytest.raises(UserError, match='choose another folder'):
+        new_run(Cache(tmp_path / 'other'), mini, tmp_path / 'run')
 
 @pytest.mark.parametrize('held', [[], ['low-1'], ['low-0', 'low-1']], ids=str)
 def test_a_run_goes_on_with_the_clips_it_held_out(cheap, prepared, mini, tmp_path, held):
@@ -48,8 +49,10 @@ def test_a_run_goes_on_with_the_clips_it_held_out(cheap, prepared, mini, tmp_pat
 def test_a_model_of_another_size_is_refused(cheap, prepared, mini, tmp_path):
     new_run(prepared, mini, tmp_path / 'run').fit(steps=2)
     before = tree(tmp_path)
-    for size, message in (({'layers': 2}, 'belongs to another model'), ({'width': 32, 'heads': 1}, 'has shape')):
-        with pytest.raises(UserError, match=message): new_run(prepared, mini.replace(model={'gpt': size}), tmp_path / 'run')
+    for size, message in (({'layers': 2}, 'belongs to another model'), ({'width': 32, 'heads': 1}, 'has '
+                                                                                                   'shape')):
+        with pytest.raises(UserError, match=message):
+            new_run(prepared, mini.replace(model={'gpt': size}), tmp_path / 'run')
     assert tree(tmp_path) == before
 
 @pytest.mark.parametrize('change', [{'audio': {'f_max': 7000.}}, {'dvae': {'codes': 16}}], ids=str)
@@ -66,7 +69,8 @@ def test_what_is_no_run_is_left_alone(prepared, mini, tmp_path):
     assert tree(tmp_path) == {'thesis': b'mine'}
 
 def test_an_unknown_clip_cannot_be_held_out(prepared, mini, tmp_path):
-    with pytest.raises(UserError, match='has no clip nobody'): new_run(prepared, mini, tmp_path / 'run', ['low-0', 'nobody'])
+    with pytest.raises(UserError, match='has no clip nobody'):
+        new_run(prepared, mini, tmp_path / 'run', ['low-0', 'nobody'])
 
 def test_a_damaged_checkpoint_is_named(cheap, prepared, mini, tmp_path):
     new_run(prepared, mini, tmp_path / 'run').fit(steps=4)
@@ -114,22 +118,27 @@ def test_validation_on_a_cache_of_its_own(cheap, prepared, second, mini, tmp_pat
     again = resume_run(tmp_path / 'run')
     assert again.held_out.cache.folder == second.folder and again.validate() == run.validate()
     for other in ({}, {'held_out': ['low-0']}, {'val': prepared}):
-        with pytest.raises(UserError, match='choose another folder'): new_run(prepared, config, tmp_path / 'run', **other)
+        with pytest.raises(UserError, match='choose another folder'):
+            new_run(prepared, config, tmp_path / 'run', **other)
 
 def test_validation_on_a_cache_that_does_not_fit(prepared, second, corpus, mini, tmp_path):
     other = DVAE(mini)
     other.mel_stats.assign(np.full(80, 4.))
     prepare(corpus, tmp_path / 'other', prepared.config, other, prepared.tokenizer)
-    with pytest.raises(UserError) as e: new_run(prepared, mini, tmp_path / 'run', val=Cache(tmp_path / 'other'))
-    assert prepared.manifest['keys']['codes'] in str(e.value) and '--dvae' in str(e.value)   # both keys and the remedy
-    with pytest.raises(UserError, match='give one of them'): new_run(prepared, mini, tmp_path / 'run', ['low-0'], val=second)
+    with pytest.raises(UserError) as e:
+        new_run(prepared, mini, tmp_path / 'run', val=Cache(tmp_path / 'other'))
+    # both keys and the remedy
+    assert prepared.manifest['keys']['codes'] in str(e.value) and '--dvae' in str(e.value)
+    with pytest.raises(UserError, match='give one of them'):
+        new_run(prepared, mini, tmp_path / 'run', ['low-0'], val=second)
     assert not (tmp_path / 'run').exists()
 
 def test_epochs_are_counted_in_updates(cheap, prepared, mini, tmp_path):
     run = new_run(prepared, mini.replace(training={'epochs': 3, 'schedule': 'cosine'}), tmp_path / 'run')
     updates = 3 * run.plan.steps_per_epoch
     assert run.training.steps == updates != mini.training.steps and run.fit()['steps'] == updates
-    assert lines_of(tmp_path / 'run')[-1]['learning_rate'] == pytest.approx(0.02 * mini.training.learning_rate)   # its end
+    # its end
+    assert lines_of(tmp_path / 'run')[-1]['learning_rate'] == pytest.approx(0.02 * mini.training.learning_rate)
     assert resume_run(tmp_path / 'run').fit()['steps'] == updates
 
 def test_a_share_of_the_sentences_is_held_out_in_every_voice(prepared):
@@ -150,7 +159,8 @@ def test_export_is_the_model_alone_and_the_best_one_where_asked(given, prepared,
     assert half['bytes'] < 0.6 * whole['bytes'] and sorted(tree(tmp_path / 'half')) == sorted(
         ['config.yaml', 'model.safetensors', 'tokenizer.json'])
     newest, kept = XTTS.load(tmp_path / 'run').weights, XTTS.load(tmp_path / 'run' / 'best').weights
-    for name, v in XTTS.load(tmp_path / 'whole').weights.items(): assert np.array_equal(v.numpy(), newest[name].numpy())
+    for name, v in XTTS.load(tmp_path / 'whole').weights.items():
+        assert np.array_equal(v.numpy(), newest[name].numpy())
     for name, v in XTTS.load(tmp_path / 'half').weights.items():
         assert v.dtype == 'float32' and np.allclose(v.numpy(), kept[name].numpy(), rtol=4e-3, atol=1e-6), name
 
@@ -177,6 +187,8 @@ def test_the_command_exports_either_model_in_either_precision(given, prepared, m
 
 def test_export_refuses_what_is_not_there(cheap, prepared, mini, tmp_path):
     new_run(prepared, mini, tmp_path / 'run').fit(2)
-    with pytest.raises(UserError, match='keeps no best model'): export_run(tmp_path / 'run', tmp_path / 'out', best=True)
+    with pytest.raises(UserError, match='keeps no best model'):
+        export_run(tmp_path / 'run', tmp_path / 'out', best=True)
     with pytest.raises(UserError, match='holds no model'): export_run(tmp_path / 'nowhere', tmp_path / 'out')
-    with pytest.raises(UserError, match='already holds something'): export_run(tmp_path / 'run', tmp_path / 'run')
+    with pytest.raises(UserError, match='already holds something'):
+        export_run(tmp_path / 'run', tmp_path / 'run')

@@ -52,7 +52,8 @@ class Timed:
         return seconds
 
 def test_the_pace_by_hand(clock, monkeypatch):
-    "The first step of a shape and one that traces do not count; three more are timed alone: the device is waited for."
+    """The first step of a shape and one that traces do not count; three more are timed alone: the device
+    is waited for."""
     waited, step, timer = [], Timed(clock), StepTimer(4, {})
     monkeypatch.setattr(trainer_page, 'wait_for', waited.append)
     with timer.phase('wait'): clock.now += 1 / 7
@@ -67,12 +68,14 @@ def test_the_pace_by_hand(clock, monkeypatch):
                                             'copy_ms': 0., 'step_ms': 2700.,
                                             'callbacks_ms': 0.}
     timer.run(step, {'x': np.zeros(3)}, 2.)
-    assert timer.metrics(timer.take_interval(), clock.now - 1.5)['au'] == 1   # 0.5 s where a step alone takes 1
+    # 0.5 s where a step alone takes 1
+    assert timer.metrics(timer.take_interval(), clock.now - 1.5)['au'] == 1
     assert timer.rates == pytest.approx([20 / wall, 8]) and timer.median_rate() == round((20 / wall + 8) / 2, 2)
     nothing = dict.fromkeys(('clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'))
     assert timer.metrics(timer.take_interval(), clock.now) == nothing   # no step
     timer.run(step, {'x': np.zeros(3)}, 0.)
-    assert timer.metrics(timer.take_interval(), clock.now) == nothing and StepTimer(4, {}).median_rate() == 0   # no time
+    # no time
+    assert timer.metrics(timer.take_interval(), clock.now) == nothing and StepTimer(4, {}).median_rate() == 0
     for row in ([2, 3], [2]): timer.run(step, {'x': tf.ragged.constant([[1], row])}, 1.)
     assert len(timer.alone) == 3   # the values of a ragged tensor count
 
@@ -195,7 +198,8 @@ def test_as_many_traces_as_shapes_under_xla(prepared, mini, tmp_path):
 
 @pytest.mark.parametrize('every', [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_nothing_is_fetched_between_two_log_lines(prepared, mini, monkeypatch, every):
-    "Every way from a tensor to a number is watched; what is fetched at a log line does not grow with the updates before it."
+    """Every way from a tensor to a number is watched; what is fetched at a log line does not grow with
+    the updates before it."""
     config = mini.replace(training={'log_every': every, 'checkpoint_every': 16}, data={'buckets': 1})
     keras.utils.set_random_seed(0)
     run = Trainer(trainer_page.XTTS(config, prepared.tokenizer), BatchPlan(prepared, config.data))
@@ -308,7 +312,8 @@ def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_pat
     assert sorted(prepared.clips[i]['id'] for i in np.concatenate(clips)) == sorted(HELD)
     config = config.replace(data={'batch_size': 4}, training={'text_loss_weight': 0.5})
     other = new_run(prepared, config, tmp_path / 'other', HELD).validate()
-    assert other['val_text_loss'] == pytest.approx(seen['val_text_loss'], rel=1e-5)   # a clip keeps its reference
+    # a clip keeps its reference
+    assert other['val_text_loss'] == pytest.approx(seen['val_text_loss'], rel=1e-5)
     assert other['val_loss'] == pytest.approx(0.5 * other['val_text_loss'] + other['val_code_loss'], rel=1e-4)
 
 def test_a_listener_is_asked_at_each_validation(cheap, prepared, mini, tmp_path):
@@ -358,7 +363,8 @@ def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, t
 
 def test_patience_survives_a_stop(given, prepared, mini, tmp_path):
     config = mini.replace(training={'steps': 20, 'validate_every': 2, 'patience': 3, 'checkpoint_every': 7})
-    for stop in (7, 14, None): result = (resume_run if stop != 7 else lambda r: new_run(prepared, config, r, HELD))(
+    for stop in (7, 14, None):
+        result = (resume_run if stop != 7 else lambda r: new_run(prepared, config, r, HELD))(
         tmp_path / 'run').fit(stop)
     assert (result['steps'], result['best']['step']) == (16, 10)
 
@@ -558,12 +564,15 @@ def test_a_loss_that_is_no_number_ends_the_run_if_keras_is_asked_to(prepared, mi
     monkeypatch.setattr(runs, 'Trainer', Broken)
     new_run(prepared, mini, tmp_path / 'on').fit()
     run = new_run(prepared, mini, tmp_path / 'off')
-    assert run.fit(callbacks=[keras.callbacks.TerminateOnNaN()])['steps'] == 5   # with the log line of the fourth
+    # with the log line of the fourth
+    assert run.fit(callbacks=[keras.callbacks.TerminateOnNaN()])['steps'] == 5
     assert lines_of(tmp_path / 'on')[-1]['step'] == 8 and resume_run(tmp_path / 'off').step == 5
 
 @pytest.mark.parametrize('callback, message', [
-    (lambda: keras.callbacks.BackupAndRestore('backup'), 'BackupAndRestore: a run goes on from its own checkpoints'),
-    (lambda: keras.callbacks.EarlyStopping(restore_best_weights=True), 'EarlyStopping: restore_best_weights .*export --best'),
+    (lambda: keras.callbacks.BackupAndRestore('backup'), 'BackupAndRestore: a run goes on from its own '
+                                                         'checkpoints'),
+    (lambda: keras.callbacks.EarlyStopping(restore_best_weights=True), 'EarlyStopping: restore_best_weights '
+                                                                       '.*export --best'),
     (lambda: keras.callbacks.ModelCheckpoint('a.keras'), 'ModelCheckpoint: .*save_weights_only=True'),
     (lambda: keras.callbacks.ModelCheckpoint('a.weights.h5', save_weights_only=True, save_freq=3), 'Checkpoint: .*save_freq'),
     (lambda: keras.callbacks.SwapEMAWeights(), 'SwapEMAWeights: training.ema')])

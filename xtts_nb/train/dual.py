@@ -145,7 +145,8 @@ class Ring:
 
 # %% ../../nbs/40_dual_gpu.ipynb #85698196
 class Pipeline(Batches):
-    "Batches of `source` after all `stages`, each stage in a thread of its own; to be used in a `with`, or closed."
+    """Batches of `source` after all `stages`, each stage in a thread of its own; to be used in a `with`,
+    or closed."""
     def __init__(self, source: Iterable, stages: dict[str, Callable], ring: int = 3, between: int = 2,
                  max_spans: int = 10_000):
         super().__init__(max_spans)
@@ -166,8 +167,10 @@ class Pipeline(Batches):
         try:
             for number in itertools.count():
                 after.reserve()
-                after.put(self._made(name, number, work, before))   # no name holds it here: a batch must go when it was used
-        except BaseException as error: after.end(error)   # StopIteration among them, which is the end of the source
+                # no name holds it here: a batch must go when it was used
+                after.put(self._made(name, number, work, before))
+        # StopIteration among them, which is the end of the source
+        except BaseException as error: after.end(error)
 
     def _made(self, name: str, number: int, work: Callable, before: Ring | None):
         if before is None: return self.timed(name, number, work, None)
@@ -199,13 +202,15 @@ def overlap(spans: Iterable[Span]) -> dict:   # wall, work: seconds; rate: batch
     spans = list(spans)
     model = by_stage(spans)['model']
     wall, used = max(s.end for s in spans) - min(s.start for s in spans), sum(s.end - s.start for s in model)
-    beats = model[-1].start - model[0].start   # from the first batch to the last: nothing but the steady state
+    # from the first batch to the last: nothing but the steady state
+    beats = model[-1].start - model[0].start
     return {'wall': wall, 'work': sum(s.end - s.start for s in spans), 'rate': (len(model) - 1) / beats if beats else None,
             'model_wait_share': max(0., 1 - used / (model[-1].end - model[0].start))}
 
 # %% ../../nbs/40_dual_gpu.ipynb #24389212
 def stage_rows(spans: Iterable[Span], devices: dict[str, str] = {}) -> list[dict]:   # noqa: B006 -- only read
-    "A row for each stage: device where it is known, batches, median milliseconds, share of the time in which it worked."
+    """A row for each stage: device where it is known, batches, median milliseconds, share of the time in
+    which it worked."""
     spans = list(spans)
     wall = overlap(spans)['wall']
     return [{'name': name, 'device': devices.get(name), 'batches': len(some),
@@ -282,14 +287,15 @@ class SoundReader(WavReader):
 
 # %% ../../nbs/40_dual_gpu.ipynb #ea7d590e
 def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
-    "Batches of samples of steps first, first + 1, ...; raises `UserError` where a recording cannot be read any more."
+    """Batches of samples of steps first, first + 1, ...; raises `UserError` where a recording cannot be
+    read any more."""
     data = plan.data.model_copy(update={'prefetch_to_gpu': False})
     try:
         with tf.device('CPU:0'): source = iter(batches_of(SoundReader(plan), data, first, last))
         yield from source
     except tf.errors.OpError as e:
-        raise UserError(f'{plan.cache.folder}: a recording cannot be read ({e.message.splitlines()[0]}); mend it with '
-                        'xtts-nb verify --fix.') from e
+        raise UserError(f'{plan.cache.folder}: a recording cannot be read ({e.message.splitlines()[0]}); '
+                        'mend it with xtts-nb verify --fix.') from e
 
 # %% ../../nbs/40_dual_gpu.ipynb #cc25a88d
 def finish_batch(
@@ -317,8 +323,9 @@ def wait_computed(tensor: tf.Tensor):
 def check_no_codes(cache: Cache):
     "Raise `UserError` where a cache holds its codes, so that a data GPU has nothing to make."
     if 'codes' in cache.manifest['stored']:
-        raise UserError(f'{cache.folder}: has its codes already, so there is nothing for a data GPU to do; prepare it with '
-                        'data.preprocessing_mode runtime, or leave --data-gpu and --model-gpu out.')
+        raise UserError(f'{cache.folder}: has its codes already, so there is nothing for a data GPU to do; '
+                        'prepare it with data.preprocessing_mode runtime, or leave --data-gpu and '
+                        '--model-gpu out.')
 
 class Feed:
     "Batches of a runtime cache, made on one device and resident on another: (plan, first, last) -> batches."
@@ -415,7 +422,8 @@ def device_placement(trainer: Trainer) -> list[dict]:   # {owner, name, device, 
 
 # %% ../../nbs/40_dual_gpu.ipynb #047e0d1f
 def placement_summary(rows: list[dict]) -> list[dict]:
-    "The rows of `device_placement`, one for each owner and device; raises `AssertionError` naming what is misplaced."
+    """The rows of `device_placement`, one for each owner and device; raises `AssertionError` naming what
+    is misplaced."""
     wrong = [f'{r["name"]} ({r["owner"]}) on {r["device"]} instead of {r["wanted"]}' for r in rows if r['device'] != r['wanted']]
     assert not wrong, f'{len(wrong)} in the wrong place: {", ".join(wrong[:5])}'
     total = {}
@@ -456,7 +464,8 @@ def draw(path: str | Path, runs: dict, devices: dict) -> Path:
     path = Path(path)
     spans = next(iter(runs.values()))
     first = max(0, max(s.number for s in spans) - 10)   # where the buffers are full
-    with atomic_file(path) as part: plot_timeline(runs, devices, first=first).savefig(part, format='png', dpi=100)
+    with atomic_file(path) as part:
+        plot_timeline(runs, devices, first=first).savefig(part, format='png', dpi=100)
     return path
 
 # %% ../../nbs/40_dual_gpu.ipynb #fbed6d94
@@ -468,9 +477,9 @@ ADVICE = {'host': 'give the host more data.num_workers, or prepare the codes (da
 def slowest_stage_text(rows: list[dict], numbers: dict) -> str:   # of `stage_rows` and `overlap`
     "Which stage sets the pace, what that means, and what the overlap brings."
     slowest = max(rows, key=lambda row: row['ms'])
-    return (f'The slowest stage is {slowest["name"]} with {slowest["ms"]:.1f} ms a batch: {ADVICE[slowest["name"]]}. '
-            f'{numbers["work"]:.2f} s of work took {numbers["wall"]:.2f} s; the model waited '
-            f'{numbers["model_wait_share"]:.0%} of its time.')
+    return (f'The slowest stage is {slowest["name"]} with {slowest["ms"]:.1f} ms a batch: '
+            f'{ADVICE[slowest["name"]]}. {numbers["work"]:.2f} s of work took {numbers["wall"]:.2f} s; the '
+            f'model waited {numbers["model_wait_share"]:.0%} of its time.')
 
 # %% ../../nbs/40_dual_gpu.ipynb #5b1d09fe
 def profile_dual(

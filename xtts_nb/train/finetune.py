@@ -82,15 +82,17 @@ def new_rows(
     tokenizer: Tokenizer,
     languages: list[str],    # to be learned
 ) -> list[tuple[int, int]]:  # (first, last + 1) of each
-    "The ids that came with each of `languages`, none unless rows are asked for; raises `UserError` if none came with any."
+    """The ids that came with each of `languages`, none unless rows are asked for; raises `UserError` if
+    none came with any."""
     if config.training.finetune != 'rows': return []
     grown_from = config.model.gpt.grown_from
     ids = {language: tokenizer.bpe.token_to_id(f'[{language}]') for language in tokenizer.languages}
     tags = sorted(i for i in ids.values() if 0 < grown_from <= i)
     runs = [run for run in zip(tags, [*tags[1:], tokenizer.size]) if any(ids.get(l) == run[0] for l in languages)]
     if runs: return runs
-    raise UserError(f'training.finetune rows: the model was not grown by {", ".join(languages)} and has no rows of its own; '
-                    'grow it first, by xtts-nb grow MODEL OUT --language CODE --texts FILE, or choose lora.')
+    raise UserError(f'training.finetune rows: the model was not grown by {", ".join(languages)} and has no '
+                    'rows of its own; grow it first, by xtts-nb grow MODEL OUT --language CODE --texts '
+                    'FILE, or choose lora.')
 
 # %% ../../nbs/train/finetune.ipynb #3533c980
 @dataclass
@@ -133,7 +135,8 @@ class AdapterUpdate(Update):
 
     @contextmanager
     def as_trained(self):
-        "Inside, the weights of the model hold what their parts give, so that compiled functions see it as well."
+        """Inside, the weights of the model hold what their parts give, so that compiled functions see it
+        as well."""
         with super().as_trained(), put_back([part.weight for part in self.parts]):
             for part in self.parts: part.weight.assign(part())
             yield
@@ -150,7 +153,8 @@ def make_update(
 # %% ../../nbs/train/finetune.ipynb #69b85109
 @lru_cache
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
-    "How many numbers the networks hold that are in memory while the GPT is trained; none is allocated for that."
+    """How many numbers the networks hold that are in memory while the GPT is trained; none is allocated
+    for that."""
     config = XTTSConfig(model=model)
     with tf.Graph().as_default():
         return {net.name: parameter_count(net) for net in (GPT(config, 0, name='GPT'), DVAE(config, name='DVAE'))}
@@ -195,7 +199,8 @@ def memory_needs(
     copies = 2. * all_['GPT'] * half + 16. * gpt.layers * gpt.width**2 * (training.finetune == 'lora')
     at_once = config.data.batch_size // training.accumulation
     moments, means = 8. * moving, 4. * moving * (training.ema > 0)
-    anew = training.enable_xla_compilation and not tf.config.list_physical_devices('GPU')   # on a CPU XLA overwrites nothing
+    # on a CPU XLA overwrites nothing
+    anew = training.enable_xla_compilation and not tf.config.list_physical_devices('GPU')
     return {'weights': 4. * (all_['GPT'] + all_['DVAE']), 'copies of weights': copies,
             'gradients': 4. * moving * (1 + (training.accumulation > 1)), 'moments': moments, 'mean weights': means,
             'written anew': anew * (4. * moving + moments + means),
@@ -203,12 +208,14 @@ def memory_needs(
 
 # %% ../../nbs/train/finetune.ipynb #16ff03ee
 def _status(key: str) -> int:
-    "Bytes that the system notes of this process: VmHWM is the most that it held so far, VmData what it may write to."
+    """Bytes that the system notes of this process: VmHWM is the most that it held so far, VmData what it
+    may write to."""
     lines = Path('/proc/self/status').read_text(encoding='utf-8').splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f'{key}:'))
 
 def limit_memory(most: int):
-    "Let this process, before TensorFlow begins, take `most` bytes of the first GPU, or of the machine where there is none."
+    """Let this process, before TensorFlow begins, take `most` bytes of the first GPU, or of the machine
+    where there is none."""
     if gpus := tf.config.list_physical_devices('GPU'):
         tf.config.set_visible_devices(gpus[:1], 'GPU')
         limit = tf.config.LogicalDeviceConfiguration(memory_limit=most // 2**20)
@@ -268,16 +275,19 @@ def free_memory(
     "The device that trains, and the bytes that nobody uses there; None where they cannot be read."
     gpus, (card, part) = tf.config.list_physical_devices('GPU'), plan.model_part if plan else (0, 0)
     if not gpus: return 'this machine', int(min(psutil.virtual_memory().available, _room_in_container()))
-    if parts := tf.config.get_logical_device_configuration(gpus[card]):   # TensorFlow holds its limit from the start
+    # TensorFlow holds its limit from the start
+    if parts := tf.config.get_logical_device_configuration(gpus[card]):
         used = tf.config.experimental.get_memory_info(plan.model if plan else 'GPU:0')['current']
         return f'GPU {card}, limited', int(parts[part].memory_limit * 2**20 - used)
     return _free_on_card(card)
 
 def _free_on_card(card: int) -> tuple[str, int | None]:
-    "The name of a card of this process and the bytes that nobody uses there; None and why where NVML does not tell."
+    """The name of a card of this process and the bytes that nobody uses there; None and why where NVML
+    does not tell."""
     try: cards = visible_cards()
     except UserError as e: return f'GPU {card} ({str(e).partition(";")[0]})', None
-    if card >= len(cards): return f'GPU {card} (NVML knows no card of this name in CUDA_VISIBLE_DEVICES)', None
+    if card >= len(cards):
+        return f'GPU {card} (NVML knows no card of this name in CUDA_VISIBLE_DEVICES)', None
     gpu = cards[card]
     if None in (gpu.memory_total, gpu.memory_used): return f'{gpu.name} (NVML does not tell its memory)', None
     return gpu.name, gpu.memory_total - gpu.memory_used
@@ -285,11 +295,12 @@ def _free_on_card(card: int) -> tuple[str, int | None]:
 def memory_budget(
     memory: int | None = None,   # bytes; default: nine tenths of what is free
 ) -> int:
-    "Bytes that the trial of an update may take; raises `UserError` where none are given and none can be read."
+    """Bytes that the trial of an update may take; raises `UserError` where none are given and none can be
+    read."""
     device, free = (None, None) if memory else free_memory()
     if not memory and free is None:
-        raise UserError(f'The free memory of {device} cannot be read; say how much to use: xtts-nb find batch-size '
-                        '--memory GB.')
+        raise UserError(f'The free memory of {device} cannot be read; say how much to use: xtts-nb find '
+                        'batch-size --memory GB.')
     return int(memory or 0.9 * free)
 
 # %% ../../nbs/train/finetune.ipynb #fae139a3
@@ -300,21 +311,24 @@ def check_memory(
     rows: int = 0,      # of a new language
     free: tuple[str, int | None] | None = None,   # default: `free_memory`
 ) -> str:
-    "What training needs and what is free, in a line; raises `UserError` if all but the activations is too much already."
+    """What training needs and what is free, in a line; raises `UserError` if all but the activations is
+    too much already."""
     needs, (device, room) = memory_needs(config, codes, text, rows), free or free_memory()
     parts = ', '.join(f'{name} {n / 1e9:.1f}' for name, n in needs.items() if n >= 5e7)
     line = f'Training needs about {sum(needs.values()) / 1e9:.1f} GB ({parts})'
     if room is None: return f'{line}; what is free is unknown on {device}, so nothing was compared.'
     line += f'; {room / 1e9:.1f} GB are free on {device}'
     less = 'training.finetune lora' if config.training.finetune == 'whole' else 'a larger machine'
-    if sum(needs.values()) - needs['activations'] > room: raise UserError(f'{line}, which cannot suffice; use {less}.')
+    if sum(needs.values()) - needs['activations'] > room:
+        raise UserError(f'{line}, which cannot suffice; use {less}.')
     if sum(needs.values()) <= room: return f'{line}.'
-    return (f'{line}, which may not suffice: xtts-nb train --fit-memory tries what does, with training.accumulation and '
-            'training.gradient_checkpointing.')
+    return (f'{line}, which may not suffice: xtts-nb train --fit-memory tries what does, with '
+            'training.accumulation and training.gradient_checkpointing.')
 
 # %% ../../nbs/train/finetune.ipynb #46c0c4cb
 def memory_settings(config: XTTSConfig) -> list[XTTSConfig]:
-    "The settings with ever fewer rows at once, then the same with gradient checkpointing: the roomiest first."
+    """The settings with ever fewer rows at once, then the same with gradient checkpointing: the roomiest
+    first."""
     parts = [n for n in range(config.training.accumulation, config.data.batch_size + 1) if config.data.batch_size % n == 0]
     again = (False, True) if not config.training.gradient_checkpointing else (True,)
     return [config.replace(training={'accumulation': n, 'gradient_checkpointing': on}) for on in again for n in parts]
@@ -342,8 +356,8 @@ def find_batch_size(
     at = next((i for i, n in enumerate(needs) if n <= memory), len(all_) - 1)
     while at < len(all_) and not fits(at): at += 1
     if at == len(all_):
-        raise UserError(f'{memory / 1e9:.1f} GB do not suffice for one row of {codes} codes and {text} text tokens; '
-                        'use training.finetune lora, a lower data.max_seconds, or a larger machine.')
+        raise UserError(f'{memory / 1e9:.1f} GB do not suffice for one row of {codes} codes and {text} text '
+                        'tokens; use training.finetune lora, a lower data.max_seconds, or a larger machine.')
     while at > 0 and fits(at - 1): at -= 1
     return all_[at], list(tried.values())
 
@@ -377,7 +391,8 @@ def find_learning_rate(
 ) -> dict:                  # rates, losses, smooth, suggestion
     "Losses at ever higher rates, and a rate to train with; ends where the loss climbs away."
     if not 0 < low < high or steps < 10:
-        raise UserError(f'Rates from {low:g} to {high:g} in {steps} updates are no range; give two rates and 10 updates or more.')
+        raise UserError(f'Rates from {low:g} to {high:g} in {steps} updates are no range; give two rates and '
+                        '10 updates or more.')
     rising, losses = ExponentialRate(low, high, steps), []
     trainer.optimizer.learning_rate = rising
     for number, batch in enumerate(trainer.batches(0, steps)):
@@ -385,7 +400,8 @@ def find_learning_rate(
         if progress: progress(number + 1, steps)
         if not np.isfinite(losses[-1]) or smoothed(losses)[-1] > 2 * smoothed(losses).min(): break
     losses = [l for l in losses if np.isfinite(l)]
-    if not losses: raise UserError(f'The loss was not finite at a rate of {low:g}; check the clips or begin lower.')
+    if not losses:
+        raise UserError(f'The loss was not finite at a rate of {low:g}; check the clips or begin lower.')
     rates, smooth = [float(rising(i)) for i in range(len(losses))], smoothed(losses)
     lowest = rates[int(smooth.argmin())]
     return {'rates': rates, 'losses': losses, 'smooth': smooth.tolist(), 'lowest': lowest,

@@ -33,13 +33,15 @@ from ..models.weights import named_weights, save_weights
 class PartUpdate:
     "What the two updates share; a subclass says how: `__call__(batch, number)` and `evaluate(batch)`."
     def __init__(self, model: keras.Model, nets: dict, training: TrainingConfig):
-        self.model, self.nets, self.training = model, nets, training   # what callbacks see; {name: network} to save
+        # what callbacks see; {name: network} to save
+        self.model, self.nets, self.training = model, nets, training
 
     @property
     def state(self) -> dict:
         "Every variable that a resumed run needs."
         held = {f'{part}/{k}': v for part, net in self.nets.items() for k, v in named_weights(net).items()}
-        return held | {f'{o.name}/{i}': v for o in self.optimizers for i, v in enumerate(o.variables)}   # names may meet
+        # names may meet
+        return held | {f'{o.name}/{i}': v for o in self.optimizers for i, v in enumerate(o.variables)}
 
     @property
     def optimizer(self): return self.optimizers[0]
@@ -58,7 +60,8 @@ class PartUpdate:
         good = tf.math.is_finite(losses['loss']) & tf.math.is_finite(norm)
 
         def apply():
-            for optimizer, each, weights in zip(self.optimizers, gradients, self.learned): optimizer.apply(each, weights)
+            for optimizer, each, weights in zip(self.optimizers, gradients, self.learned):
+                optimizer.apply(each, weights)
             also()
             return tf.constant(True)
 
@@ -168,10 +171,12 @@ def new_dvae_run(
     mels=None,                          # () -> (total F, C) log-mels end to end, asked when the run begins
     held_out: float = 0.,               # share of them to validate on
 ) -> Trainer:
-    "A DVAE's run, new or gone on with; raises `UserError` where there is neither a run nor mels to begin one with."
+    """A DVAE's run, new or gone on with; raises `UserError` where there is neither a run nor mels to
+    begin one with."""
     run = Path(run)
     facts = run_facts(run, 'dvae')
-    if not (facts or mels): raise UserError(f'{run}: holds no run; begin one with xtts-nb train-dvae CORPUS --run {run}.')
+    if not (facts or mels):
+        raise UserError(f'{run}: holds no run; begin one with xtts-nb train-dvae CORPUS --run {run}.')
     if not facts:
         with atomic_file(run / 'mels.npy') as part, open(part, 'wb') as file: np.save(file, mels())
         facts = {'part': 'dvae', 'held_out': held_out}
@@ -221,14 +226,16 @@ def make_bank(
 ) -> Bank:
     "Let the GPT think through every clip of a cache once, and keep what the decoder is to hear of it."
     clips, told = np.flatnonzero(within_limits(cache, xtts.config.data)), progress or (lambda done, total: None)
-    if not len(clips): raise UserError(f'{left_out_line(cache, xtts.config.data)} No clip is left; widen these limits.')
+    if not len(clips):
+        raise UserError(f'{left_out_line(cache, xtts.config.data)} No clip is left; widen these limits.')
     lengths, total = _lengths(cache, xtts.config)[:, clips], 2 * len(clips)
     with atomic_folder(folder, replace=True) as part:
         shapes = {'states': (xtts.config.model.gpt.width,), 'wav': (), 'voice': (xtts.config.model.speaker.n_mels,)}
         arrays = [np.lib.format.open_memmap(part / f'{name}.npy', 'w+', np.int16 if name == 'wav' else np.float16,
                                             (int(n.sum()), *shape)) for (name, shape), n in zip(shapes.items(), lengths)]
         np.save(part / 'length.npy', lengths)
-        for name in ('speaker', 'language'): np.save(part / f'{name}.npy', np.asarray(getattr(cache, name))[clips])
+        for name in ('speaker', 'language'):
+            np.save(part / f'{name}.npy', np.asarray(getattr(cache, name))[clips])
         _fill_states(xtts, cache, clips, arrays[0], lambda done: told(done, total))
         _fill_audio(xtts.config, cache, clips, corpus, arrays[1:], lengths[1:], lambda done: told(len(clips) + done, total))
         write_json(part / 'clips.json', {'ids': [cache.clips[i]['id'] for i in clips], 'limits': _limits(xtts.config)})
@@ -248,7 +255,8 @@ def _fill_states(xtts: XTTS, cache: Cache, clips: np.ndarray, out: np.ndarray, t
         for i, n, row, weight in zip(batch['clip'].numpy(), batch['code_length'].numpy(), states, batch['weight'].numpy()):
             if weight: begin = first.pop(i); out[begin:begin + n] = row[:n]; done += 1
         told(done)
-    if first: raise RuntimeError(f'{len(first)} clips have no states, the first is {cache.clips[min(first)]["id"]}.')
+    if first:
+        raise RuntimeError(f'{len(first)} clips have no states, the first is {cache.clips[min(first)]["id"]}.')
 
 def _fill_audio(config: XTTSConfig, cache: Cache, clips: np.ndarray, corpus, out: list[np.ndarray], lengths: np.ndarray, told):
     "Fill two arrays with the samples of each clip and with its speaker mel."
@@ -260,7 +268,8 @@ def _fill_audio(config: XTTSConfig, cache: Cache, clips: np.ndarray, corpus, out
         wav = load_audio(Path(corpus) / cache.clips[i]['path'] if corpus else cache.wav_path(i), rate)
         mel = speaker_log_mel(resample(wav, rate, speaker.sample_rate), speaker).numpy()
         for array, end, n, x in zip(out, ends[:, place], lengths[:, place], (np.round(wav * 32767), mel)):
-            array[end - n:end] = x[np.minimum(np.arange(n), len(x) - 1)]   # rounding may leave the last one out
+            # rounding may leave the last one out
+            array[end - n:end] = x[np.minimum(np.arange(n), len(x) - 1)]
 
     with ThreadPoolExecutor(config.data.num_workers) as pool:
         for done, _ in enumerate(pool.map(clip, range(len(clips))), 1): told(done)
@@ -289,7 +298,8 @@ class Windows:
         self.held = {name: Held([getattr(bank, name)]) for name in bank.length}
 
     def pick(self, step):
-        "Rows of the table (B,), codes where the windows begin (B,), rows of the references (B,) and where they begin (B,)."
+        """Rows of the table (B,), codes where the windows begin (B,), rows of the references (B,) and
+        where they begin (B,)."""
         seed = tf.stack([tf.constant(self.seed, tf.int64), step])
         draw = tf.random.stateless_uniform([3, self.data.batch_size], seed, dtype=tf.float64)
         whole = lambda part, count: tf.cast(part * tf.cast(count, tf.float64), tf.int64)
@@ -362,7 +372,8 @@ class VoiceUpdate(PartUpdate):
         self.weights = [*decoder.trainable_variables, *self.vector_weights]
         self.learned = self.weights, self.critic.trainable_variables
         self.optimizers = [make_optimizer(w, self.training, n) for w, n in zip(self.learned, ('adamw', 'critic_adamw'))]
-        self.optimizers[1].learning_rate = self.optimizers[0].schedule   # a rate that is assigned to one is of both
+        # a rate that is assigned to one is of both
+        self.optimizers[1].learning_rate = self.optimizers[0].schedule
 
     def compare(self, made, real) -> dict:
         "The losses that need no critic."
@@ -425,7 +436,8 @@ def cache_of(model: str | Path) -> Path:
 
 # %% ../../nbs/train/parts.ipynb #5d203faa
 def _trained_as(xtts: XTTS, config: XTTSConfig) -> XTTSConfig:
-    "The settings of a model with the sections of `config` that count; of a decoder that is yet to be made, its sizes too."
+    """The settings of a model with the sections of `config` that count; of a decoder that is yet to be
+    made, its sizes too."""
     sizes = {} if xtts.hifigan else {'speaker': config.model.speaker, 'decoder': config.model.decoder}
     sections = {name: getattr(config, name) for name in ('data', 'training', 'voice', 'speech')}
     return xtts.config.model_copy(update=sections | {'model': xtts.config.model.model_copy(update=sizes)})
@@ -461,13 +473,16 @@ def new_voice_run(
     corpus: str | Path | None = None,   # that the cache came from, if it was moved
     progress=None,                      # called with (done, total) while the GPT thinks
 ) -> Trainer:
-    "A decoder's run, new or gone on with; raises `UserError` where there is neither a run nor a model to begin with."
+    """A decoder's run, new or gone on with; raises `UserError` where there is neither a run nor a model
+    to begin with."""
     run = Path(run)
     facts = run_facts(run, 'voice')
     if not facts and not (model and cache):
-        raise UserError(f'{run}: holds no run; begin one with xtts-nb train-voice MODEL --data CACHE --run {run}.')
+        raise UserError(f'{run}: holds no run; begin one with xtts-nb train-voice MODEL --data CACHE --run '
+                        f'{run}.')
     if not (run / 'model.safetensors').is_file():
-        if facts: model, cache, held_out, corpus = Path(facts['model']), Cache(facts['cache']), facts['held_out'], facts['corpus']
+        if facts:
+            model, cache, held_out, corpus = Path(facts['model']), Cache(facts['cache']), facts['held_out'], facts['corpus']
         _begin_voice(run, Path(model), cache, config or XTTSConfig.load(Path(model) / 'config.yaml'), held_out, corpus)
         facts = read_json(run / 'run.json')
     xtts = XTTS.load(run, dtype='float32')
@@ -480,7 +495,8 @@ def new_voice_run(
 def _voice_trainer(run: Path, xtts: XTTS, facts: dict) -> Trainer:
     "The loop around the decoder in `run`."
     bank, (decoder, encoder), config = Bank(run / 'bank'), xtts.hifigan, xtts.config
-    if unknown := set(facts['held_out']) - set(bank.ids): raise UserError(f'{run}: has no clip {sorted(unknown)[0]} to hold out.')
+    if unknown := set(facts['held_out']) - set(bank.ids):
+        raise UserError(f'{run}: has no clip {sorted(unknown)[0]} to hold out.')
     out = np.isin(bank.ids, facts['held_out'])
     looks = out.any() and config.training.validate_every
     validation = Windows(bank, config, np.flatnonzero(out)) if looks else None

@@ -43,7 +43,8 @@ def held_out_share(
     share: float,      # of the sentences, at least one
 ) -> list[str]:        # ids of clips
     "The clips of a share of the sentences."
-    if not 0 < share < 1: raise UserError(f'A share of {share} of the sentences cannot be held out; give one between 0 and 1.')
+    if not 0 < share < 1:
+        raise UserError(f'A share of {share} of the sentences cannot be held out; give one between 0 and 1.')
     sentences = sorted({c['text'] for c in cache.clips}, key=fingerprint)
     out = set(sentences[:max(1, round(share * len(sentences)))])
     return [c['id'] for c in cache.clips if c['text'] in out]
@@ -53,14 +54,16 @@ def base_config(
     base: str | Path | None, # folder of a model
     settings: XTTSConfig,    # of the run
 ) -> XTTSConfig:
-    "`settings` with the architecture of the model in `base`; as they are without one, where that makes sense."
+    """`settings` with the architecture of the model in `base`; as they are without one, where that makes
+    sense."""
     if base is None and settings.training.finetune == 'whole': return settings
     if base is None:
         kind = settings.training.finetune
         raise UserError(f'training.finetune {kind} needs a model to begin from; name its folder with --from.')
     for name in ('config.yaml', 'tokenizer.json', 'model.safetensors'):
         if not (Path(base) / name).is_file():
-            raise UserError(f'{base}: holds no model to begin from ({name} is missing); make one by xtts-nb convert from-coqui.')
+            raise UserError(f'{base}: holds no model to begin from ({name} is missing); make one by xtts-nb '
+                            'convert from-coqui.')
     found, asked = XTTSConfig.load(Path(base) / 'config.yaml'), settings.model.gpt
     gpt = found.model.gpt.model_copy(update={'dropout': asked.dropout, 'code_noise': asked.code_noise})
     return found.model_copy(update={'model': found.model.model_copy(update={'gpt': gpt}),
@@ -68,7 +71,8 @@ def base_config(
 
 # %% ../../nbs/train/runs.ipynb #7912adac
 def check_fits(xtts: XTTS, base: Path, cache: Cache):
-    "Raise `UserError`, with both keys, unless the cache was made with the DVAE and the tokenizer of the model in `base`."
+    """Raise `UserError`, with both keys, unless the cache was made with the DVAE and the tokenizer of the
+    model in `base`."""
     with tempfile.TemporaryDirectory() as folder:
         dvae, tokenizer = Path(folder) / 'dvae.safetensors', Path(folder) / 'tokenizer.json'
         xtts.dvae.save(dvae)
@@ -76,8 +80,9 @@ def check_fits(xtts: XTTS, base: Path, cache: Cache):
         keys = content_keys(xtts.config, file_sha(dvae), file_sha(tokenizer), xtts.dvae.mel_stats)
     for kind in ('text', 'codes', 'mel'):
         if keys[kind] != (found := cache.manifest['keys'][kind]):
-            raise UserError(f'{cache.folder}: the {kind} were made for another model, with the key {found}; {base} needs '
-                            f'{keys[kind]}. Prepare the corpus for it: xtts-nb prepare CORPUS --out CACHE --dvae {base}.')
+            raise UserError(f'{cache.folder}: the {kind} were made for another model, with the key {found}; '
+                            f'{base} needs {keys[kind]}. Prepare the corpus for it: xtts-nb prepare CORPUS '
+                            f'--out CACHE --dvae {base}.')
 
 def load_base(base: str | Path, config: XTTSConfig, cache: Cache) -> XTTS:
     "The model in `base` as `config` trains it; raises `UserError` if the cache was made for another one."
@@ -92,7 +97,8 @@ def load_base(base: str | Path, config: XTTSConfig, cache: Cache) -> XTTS:
 COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'voice': 'train-voice'}   # part -> what trains it
 
 def run_facts(run: str | Path, part: str = 'gpt') -> dict:
-    "What a run was begun with, nothing where none stands; raises `UserError` for another part's run or a foreign folder."
+    """What a run was begun with, nothing where none stands; raises `UserError` for another part's run or
+    a foreign folder."""
     run = Path(run)
     if not (run / 'run.json').is_file():
         if not run.is_dir() or all(p.name == 'plan' for p in run.iterdir()): return {}
@@ -100,7 +106,8 @@ def run_facts(run: str | Path, part: str = 'gpt') -> dict:
     facts = read_json(run / 'run.json')
     known = facts.get('part', 'gpt')
     if known == part: return facts
-    raise UserError(f'{run}: is a run of xtts-nb {COMMANDS[known]}; go on with xtts-nb {COMMANDS[known]} --run {run}.')
+    raise UserError(f'{run}: is a run of xtts-nb {COMMANDS[known]}; go on with xtts-nb {COMMANDS[known]} '
+                    f'--run {run}.')
 
 # %% ../../nbs/train/runs.ipynb #e3cf65e4
 LARGE_CACHE = 100_000   # clips; the plan of so many is kept with the run, to be mapped when it goes on
@@ -115,10 +122,13 @@ def new_run(
     make=None,                   # called as a `Trainer` is; default: that
     **where,                     # `feed` and `device` of `Trainer`
 ) -> Trainer:
-    "A trainer that keeps its state in `run` and goes on with what stands there; raises `UserError` if they do not fit."
+    """A trainer that keeps its state in `run` and goes on with what stands there; raises `UserError` if
+    they do not fit."""
     run = run and Path(run)
     config = base_config(base, config)
-    if val and held_out: raise UserError(f'{run}: clips held out and {val.folder} cannot both be validated on; give one of them.')
+    if val and held_out:
+        raise UserError(f'{run}: clips held out and {val.folder} cannot both be validated on; give one of '
+                        'them.')
     if val: _check_alike(cache, val)
     check_made_for(cache, config)
     origin = {'base': str(Path(base).resolve()), 'base_sha': file_sha(Path(base) / 'model.safetensors')} if base else {}
@@ -137,7 +147,8 @@ def new_run(
     plan_folder = run / 'plan' if run and len(cache) >= LARGE_CACHE else None
     encoder = None if 'feed' in where else _encoder(cache, config)
     plan = BatchPlan(cache, config.data, np.flatnonzero(~out), plan_folder, encoder)
-    if val: cache, out, encoder = val, np.ones(len(val), bool), _encoder(val, config)   # those to be looked at
+    if val:
+        cache, out, encoder = val, np.ones(len(val), bool), _encoder(val, config)   # those to be looked at
     look, listen = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
     with on_device(where.get('device')):
         rows = new_rows(config, xtts.tokenizer, plan.cache.languages)
@@ -155,8 +166,8 @@ def check_made_for(cache: Cache, config: XTTSConfig):
     "Raise `UserError` unless the codes in a cache are those that a model of these settings reads."
     for part in ('audio', 'dvae'):
         if wrong := _differences(getattr(config.model, part), getattr(cache.config.model, part)):
-            raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again with these '
-                            f'({wrong}).')
+            raise UserError(f'{cache.folder}: was made with other settings of model.{part}; prepare it again '
+                            f'with these ({wrong}).')
     _check_room(cache, config)
 
 def _check_room(cache: Cache, config: XTTSConfig):
@@ -165,8 +176,9 @@ def _check_room(cache: Cache, config: XTTSConfig):
     for kind, key, limit in (('codes', 'max_audio_codes', 'max_seconds'), ('text', 'max_text_tokens', 'max_text_tokens')):
         longest, room = getattr(cache, f'{kind}_length')[inside].max(initial=0), getattr(config.model.gpt, key)
         if longest > room:
-            raise UserError(f'{cache.folder}: the longest clip has {longest} {kind} tokens, more than model.gpt.{key} {room}; '
-                            f'raise that, or lower data.{limit} to leave such clips out.')
+            raise UserError(f'{cache.folder}: the longest clip has {longest} {kind} tokens, more than '
+                            f'model.gpt.{key} {room}; raise that, or lower data.{limit} to leave such clips '
+                            'out.')
 
 def _differences(wanted, found) -> str:
     "What differs between two sections of settings."
@@ -179,7 +191,8 @@ def _encoder(cache: Cache, config: XTTSConfig):
     with tf.device('CPU'): return load_dvae(cache.folder / 'dvae.safetensors', config)
 
 def _validation(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> BatchPlan | None:
-    "Batches of the clips held out, one shape, as many rows as are computed at once in training; None if nobody asks."
+    """Batches of the clips held out, one shape, as many rows as are computed at once in training; None if
+    nobody asks."""
     if not (out.any() and config.training.validate_every): return None
     rows = config.data.batch_size // config.training.accumulation
     data = config.data.model_copy(update={'batch_size': rows, 'buckets': 1})
@@ -190,7 +203,8 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray) -> Listener | None:
     training = xtts.config.training
     if not training.listen_clips: return None
     if not (out.any() and training.validate_every):
-        raise UserError('training.listen_clips: there is nothing to listen to; hold clips out and set training.validate_every.')
+        raise UserError('training.listen_clips: there is nothing to listen to; hold clips out and set '
+                        'training.validate_every.')
     clips = np.flatnonzero(out & within_limits(cache, xtts.config.data))
     return Listener(xtts, cache, clips, training.listen_clips, _encoder(cache, xtts.config))
 
@@ -200,22 +214,24 @@ def _check_alike(cache: Cache, val: Cache):
     for kind in KINDS:
         ours, theirs = (c.manifest['keys'][kind] for c in (cache, val))
         if ours != theirs:
-            raise UserError(f'{val.folder}: its {kind} have the key {theirs}, those of {cache.folder} {ours}; prepare it again '
-                            f'with xtts-nb prepare CORPUS --dvae {cache.folder}.')
+            raise UserError(f'{val.folder}: its {kind} have the key {theirs}, those of {cache.folder} '
+                            f'{ours}; prepare it again with xtts-nb prepare CORPUS --dvae {cache.folder}.')
 
 def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin: dict):
-    "Raise `UserError` if `run` was trained on another cache, validated on other clips or began from another model."
+    """Raise `UserError` if `run` was trained on another cache, validated on other clips or began from
+    another model."""
     if known['key'] != cache.manifest['key']:
-        raise UserError(f'{run}: was trained on the cache with key {known["key"]}, {cache.folder} has {cache.manifest["key"]}; '
-                        'choose another folder.')
+        raise UserError(f'{run}: was trained on the cache with key {known["key"]}, {cache.folder} has '
+                        f'{cache.manifest["key"]}; choose another folder.')
     if known['held_out'] != sorted(held_out):
-        raise UserError(f'{run}: held out {len(known["held_out"])} other clips; hold out the same or choose another folder.')
+        raise UserError(f'{run}: held out {len(known["held_out"])} other clips; hold out the same or choose '
+                        'another folder.')
     if known.get('base_sha') != origin.get('base_sha'):
         began = f'{known["base"]} as it was then' if 'base' in known else 'nothing'
         raise UserError(f'{run}: began from {began}; go on from that or choose another folder.')
     if known.get('val_key') != origin.get('val_key'):
-        raise UserError(f'{run}: was validated on {known.get("val", "no cache of its own")}; give the same or choose another '
-                        'folder.')
+        raise UserError(f'{run}: was validated on {known.get("val", "no cache of its own")}; give the same '
+                        'or choose another folder.')
 
 def resume_run(run: str | Path, **where) -> Trainer:   # `feed` and `device` of `Trainer`
     "The trainer of a run that stands in `run`; raises `UserError` if there is none."

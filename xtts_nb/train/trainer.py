@@ -38,7 +38,7 @@ def save_checkpoint(
     keep: int = 2,         # newest files that stay
     **facts,               # anything JSON can hold
 ) -> Path:
-    "Write `step-<number>.safetensors`, whole or not at all, then remove older ones."
+    "Write `step-<number>.safetensors` atomically, then remove older checkpoints."
     folder = Path(folder)
     path = folder / f'step-{step:09d}.safetensors'
     save_weights(path, variables, facts=json.dumps({'step': step, **facts}))
@@ -56,7 +56,8 @@ def load_checkpoint(
 ) -> dict:                 # the facts, `step` among them
     "Restore a state; raises `UserError` naming the tensor that is missing or has another shape."
     found = load_weights(path, variables)
-    if 'facts' not in found: raise UserError(f'{path}: holds weights but no step to go on from; give a checkpoint of a run.')
+    if 'facts' not in found:
+        raise UserError(f'{path}: holds weights but no step to go on from; give a checkpoint of a run.')
     return json.loads(found['facts'])
 
 # %% ../../nbs/train/trainer.ipynb #b703f6b7
@@ -65,7 +66,7 @@ def snapshot(variables: dict) -> dict[str, np.ndarray]:
     return {name: np.array(v.numpy()) for name, v in variables.items()}
 
 class Writer:
-    "Does one job at a time in a thread; the next one waits for it and raises its error."
+    "Runs one job at a time in a thread; the next call waits for it and raises its error."
     def __init__(self): self.thread, self.job = ThreadPoolExecutor(1, 'writer'), None
 
     def __call__(self, job):
@@ -78,18 +79,20 @@ class Writer:
 
 # %% ../../nbs/train/trainer.ipynb #48726dad
 class Hooks:
-    "Keras callbacks around our loop; so many `updates` are an epoch."
+    "Calls Keras callbacks around the loop; an epoch has `updates` updates."
     def __init__(self, callbacks: list, model: keras.Model, optimizer, updates: int, steps: int = 0):
         model.optimizer, model.stop_training = optimizer, False
         self.model, self.own, self.updates, self.logs, self.bad = model, list(callbacks), updates, {}, False
-        self.all = keras.callbacks.CallbackList(self.own, model=model, epochs=-(-steps // updates), steps=updates, verbose=0)
+        epochs = -(-steps // updates)
+        named = dict(model=model, epochs=epochs, steps=updates, verbose=0)
+        self.all = keras.callbacks.CallbackList(self.own, **named)
 
-    def train_begins(self, step: int, kept: list[dict], rate: float | None):
-        "Begin, or go on within an epoch, with what callbacks had counted and the rate that one of them had assigned."
+    def train_begins(self, step: int, counts: list[dict], rate: float | None):
+        "Begin, or resume within an epoch, with the saved `counts` of the callbacks and an assigned rate."
         self.all.on_train_begin()
         self.begun = [_numbers(c) for c in self.own]
         if step % self.updates: self.all.on_epoch_begin(step // self.updates)
-        for callback, numbers in zip(self.own, kept): vars(callback).update(numbers)
+        for callback, numbers in zip(self.own, counts): vars(callback).update(numbers)
         if rate is not None: self.model.optimizer.learning_rate = rate
 
     def update_begins(self, step: int):
@@ -108,8 +111,9 @@ class Hooks:
             self.all.on_test_batch_end(number)
 
     def counts(self) -> list[dict]:
-        "What each callback has counted."
-        return [{k: v for k, v in _numbers(c).items() if v != begun.get(k)} for c, begun in zip(self.own, self.begun)]
+        "The numeric attributes of each callback that have changed since training began."
+        return [{k: v for k, v in _numbers(c).items() if v != begun.get(k)}
+                for c, begun in zip(self.own, self.begun)]
 
 def _numbers(callback) -> dict[str, float]:
     return {k: v.item() if isinstance(v, np.generic) else v for k, v in vars(callback).items()
@@ -117,47 +121,54 @@ def _numbers(callback) -> dict[str, float]:
 
 # %% ../../nbs/train/trainer.ipynb #d27b6e93
 _K = keras.callbacks
-REFUSED_CALLBACKS = (   # class, which of its settings cannot act (None: all), the remedy
+REFUSED_CALLBACKS = (   # class, the settings that cannot work (None: all), the remedy
     (_K.BackupAndRestore, None, 'a run goes on from its own checkpoints; leave it out'),
-    (_K.SwapEMAWeights, None, 'training.ema shows the mean weights to every validation and file; set that instead'),
-    (_K.EarlyStopping, lambda c: c.restore_best_weights, 'restore_best_weights cannot act; leave it out, and take the best model '
-                                                        'from RUN/best or by xtts-nb export --best'),
-    (_K.ModelCheckpoint, lambda c: not c.save_weights_only, 'only weights can be saved so; give save_weights_only=True'),
-    (_K.ModelCheckpoint, lambda c: c.save_freq != 'epoch', 'weights are saved at the end of an epoch only; leave save_freq out, '
-                                                           'and set training.validate_every'))
+    (_K.SwapEMAWeights, None,
+     'training.ema shows the mean weights to every validation and file; set that instead'),
+    (_K.EarlyStopping, lambda c: c.restore_best_weights,
+     'restore_best_weights cannot act; leave it out, and take the best model from RUN/best or by xtts-nb '
+     'export --best'),
+    (_K.ModelCheckpoint, lambda c: not c.save_weights_only,
+     'only weights can be saved so; give save_weights_only=True'),
+    (_K.ModelCheckpoint, lambda c: c.save_freq != 'epoch',
+     'weights are saved at the end of an epoch only; leave save_freq out, and set training.validate_every'))
 
 def check_callbacks(callbacks: list):
-    "Raise `UserError` for a callback of Keras that cannot act in our loop."
+    "Raise `UserError` for a Keras callback that cannot work in this loop."
     for callback in callbacks:
         for kind, unfit, remedy in REFUSED_CALLBACKS:
             if isinstance(callback, kind) and (unfit is None or unfit(callback)):
                 raise UserError(f'The callback {kind.__name__}: {remedy}.')
 
 # %% ../../nbs/train/trainer.ipynb #89935424
-RESUMED_FIELDS = 'step', 'first_losses', 'last_losses', 'best', 'since_best', 'bad_in_row', 'counts', 'assigned_rate'
+RESUMED_FIELDS = ('step', 'first_losses', 'last_losses', 'best', 'since_best', 'bad_in_row', 'counts',
+                  'assigned_rate')
 
 @contextmanager
 def catch_sigterm():
-    "Yields a list that SIGTERM fills, where it would end the process at once."
-    asked = []
-    try: before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
-    except ValueError: yield asked; return   # not the main thread
-    try: yield asked
+    "Yields a list that SIGTERM appends to, instead of ending the process."
+    requests = []
+    try: before = signal.signal(signal.SIGTERM, lambda *_: requests.append(True))
+    except ValueError:   # not the main thread
+        yield requests
+        return
+    try: yield requests
     finally: signal.signal(signal.SIGTERM, before)
 
 # %% ../../nbs/train/trainer.ipynb #192017ae
 def epochs_to_steps(training: TrainingConfig, plan: BatchPlan) -> TrainingConfig:
-    "`training` with its epochs, where it counts in them, as steps: schedules are made of updates."
-    return training.model_copy(update={'steps': training.epochs * plan.steps_per_epoch}) if training.epochs else training
+    "`training` with `steps` computed from `epochs`, if these are set: schedules count updates."
+    if not training.epochs: return training
+    return training.model_copy(update={'steps': training.epochs * plan.steps_per_epoch})
 
 # %% ../../nbs/train/trainer.ipynb #2bb8dfa1
 def on_device(device: str | None):
-    "A scope in which new variables and operations go to `device`; None leaves that to TensorFlow."
+    "A scope that places new variables and operations on `device`; None leaves the choice to TensorFlow."
     return tf.device(device) if device else nullcontext()
 
 @contextmanager
 def closed_after(source):
-    "Close `source`, if it is something to be closed, however the block ends."
+    "Close `source` at the end of the block, if it has a method `close`."
     try: yield
     finally: getattr(source, 'close', lambda: None)()
 
@@ -165,19 +176,19 @@ def _mean(values) -> float | None: return round(float(np.mean(values)), 5) if le
 
 # %% ../../nbs/train/trainer.ipynb #944aa2c0
 class Trainer:
-    "Trains `xtts`, its GPT unless `update` says otherwise, by a plan; `run`, a folder, keeps what is needed to go on."
-    def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None, held_out: BatchPlan | None = None,
-                 update: Update | None = None,
-                 feed=None,                    # (plan, first, last) -> batches; default: the stream of the plan
-                 device: str | None = None,    # of the model, where it is not the first GPU or the CPU
-                 listen=None):                 # (folder) -> {score: number}, asked at each validation
+    "Trains `xtts` (its GPT, or what `update` trains) on the batches of a plan, in a folder `run`."
+    def __init__(self, xtts: XTTS, plan: BatchPlan, run: str | Path | None = None,
+                 held_out: BatchPlan | None = None, update: Update | None = None,
+                 feed=None,                    # (plan, first, last) -> batches; default: the plan's stream
+                 device: str | None = None,    # of the model; default: the first GPU, or the CPU
+                 listen=None):                 # (folder) -> {score: number}, called at each validation
         self.listen = listen
         self.xtts, self.plan, self.run, self.held_out = xtts, plan, run and Path(run), held_out
         self.feed, self.device = feed or (lambda plan, first, last: plan.stream(first, last)), device
         self.update = update or Update(xtts.gpt, epochs_to_steps(xtts.config.training, plan))
         self.training, self.optimizer = self.update.training, self.update.optimizer
         self.train_step = compile_step(self.custom_train_step, self.training)
-        self.rate = tf.function(lambda: self.optimizer.learning_rate)   # a graph: its conditions ask the host otherwise
+        self.rate = tf.function(lambda: self.optimizer.learning_rate)   # eagerly it would fetch
         self.evaluate = compile_step(self.update.evaluate, self.training)
         self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
@@ -186,19 +197,15 @@ class Trainer:
         if self.run: restore(self)
 
     def custom_train_step(self, batch: dict, number) -> dict:
-        "One update; override it to train differently, it is compiled all the same."
+        "One update; a subclass may override it, and its version is compiled too."
         return self.update(batch, number)
-
-    def batches(self, first: int, last: int):
-        "The batches of updates first ... last - 1."
-        return self.feed(self.plan, first, last)
-
-    def place(self, batch): return to_device(batch, self.device)
 
     @contextmanager
     def as_trained(self):
-        "Inside, the model holds what training has made of it; a second one inside the first changes nothing."
-        if self.shown: yield; return
+        "Inside, the variables hold the trained model; may be nested."
+        if self.shown:
+            yield
+            return
         self.shown = True
         try:
             with self.update.as_trained(): yield
@@ -206,41 +213,53 @@ class Trainer:
 
     @property
     def assigned_rate(self) -> float | None:
-        "The learning rate that a callback has put in the place of the schedule."
+        "The learning rate that a callback has assigned in place of the schedule."
         return self.optimizer.assigned
 
     @assigned_rate.setter
     def assigned_rate(self, rate: float | None):
         if rate is not None: self.optimizer.learning_rate = rate
 
-    @property
-    def state(self) -> dict:
-        "Every variable that a resumed run needs."
-        return self.update.state
+# %% ../../nbs/train/trainer.ipynb #44e2b6f1
+@patch
+def batches(self: Trainer, first: int, last: int):
+    "The batches of updates first ... last - 1."
+    return self.feed(self.plan, first, last)
 
-    def stops(self, asked: list) -> bool:
-        "Whether to stop behind this update, because SIGTERM has `asked`."
-        return bool(asked)
+@patch
+def place(self: Trainer, batch): return to_device(batch, self.device)
 
-    def _due(self, every: int) -> bool:
-        "Whether the update just made is one of every so many."
-        return every > 0 and self.step % every == 0
+@patch(as_prop=True)
+def state(self: Trainer) -> dict:
+    "Every variable that a resumed run needs."
+    return self.update.state
 
-    @property
-    def _validates(self) -> bool: return self.held_out is not None and self._due(self.training.validate_every)
+@patch
+def stops(self: Trainer, requests: list) -> bool:
+    "Whether to stop after this update because of SIGTERM."
+    return bool(requests)
 
-    @property
-    def _ends_epoch(self) -> bool: return bool(self.hooks.own) and self.step % self.epoch_updates == 0
+@patch
+def _due(self: Trainer, every: int) -> bool:
+    "Whether the number of updates is a multiple of `every`."
+    return every > 0 and self.step % every == 0
 
-    @property
-    def epoch_updates(self) -> int:
-        "Updates of what Keras callbacks take for an epoch."
-        return self.held_out and self.training.validate_every or self.plan.steps_per_epoch
+@patch(as_prop=True)
+def _validates(self: Trainer) -> bool:
+    return self.held_out is not None and self._due(self.training.validate_every)
 
-    @property
-    def over(self) -> bool:
-        "Whether validation has not become better for too long."
-        return 0 < self.training.patience <= self.since_best
+@patch(as_prop=True)
+def _ends_epoch(self: Trainer) -> bool: return bool(self.hooks.own) and self.step % self.epoch_updates == 0
+
+@patch(as_prop=True)
+def epoch_updates(self: Trainer) -> int:
+    "The updates of an epoch, for Keras callbacks."
+    return self.held_out and self.training.validate_every or self.plan.steps_per_epoch
+
+@patch(as_prop=True)
+def over(self: Trainer) -> bool:
+    "Whether the validation has not improved for `training.patience` validations."
+    return 0 < self.training.patience <= self.since_best
 
 # %% ../../nbs/train/trainer.ipynb #b70d8089
 @patch
@@ -258,32 +277,34 @@ def fit(self: Trainer,
     hooks = self.hooks = Hooks(callbacks, self.update.model, self.optimizer, self.epoch_updates, steps)
     hooks.train_begins(self.step, self.counts, self.assigned_rate)
     source, ended = iter(self.batches(self.step, steps)), self.over
-    with catch_sigterm() as asked, on_device(self.device), closed_after(source):
+    with catch_sigterm() as requests, on_device(self.device), closed_after(source):
         while self.step < steps and not ended:
             with timer.phase('wait'): batch = next(source)
             with timer.phase('copy'): batch = self.place(batch)
             with timer.phase('callbacks'): hooks.update_begins(self.step)
             self.pending.append(self._update(batch))
-            del batch   # its room on the device is wanted while the next one is waited for
+            del batch   # frees its memory on the device before the next batch arrives
             self.step += 1
-            if self.in_flight: self._log_fetched()   # the log line before this update, while the device is busy with this one
+            if self.in_flight: self._log_fetched()   # the previous log line, while the device computes
             with timer.phase('callbacks'): hooks.update_ends(self.step - 1)
-            ended = bool(self.step == steps or self.stops(asked) or self.failure or hooks.model.stop_training)
+            ended = bool(self.step == steps or self.stops(requests) or self.failure
+                         or hooks.model.stop_training)
             checkpoint = self._due(self.training.checkpoint_every)
             if ended or checkpoint or self._validates or self._ends_epoch: ended = self._pause(ended)
             elif self._due(self.training.log_every): self._fetch()
         self.writer.wait()
     hooks.all.on_train_end(hooks.logs)
     if self.failure: raise UserError(self.failure)
-    if asked: raise SystemExit(143)   # as a shell reports a process that SIGTERM ended
+    if requests: raise SystemExit(143)   # as a shell reports a process that SIGTERM ended
     return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
             'clips_per_s': timer.median_rate(), 'traces': trace_count(self.train_step), 'best': self.best,
-            'compile_seconds': round(timer.compile_seconds, 2), 'seconds': round(time.perf_counter() - begun, 2)}
+            'compile_seconds': round(timer.compile_seconds, 2),
+            'seconds': round(time.perf_counter() - begun, 2)}
 
 # %% ../../nbs/train/trainer.ipynb #eaf433fa
 @patch
 def _fetch(self: Trainer):
-    "Let a thread fetch what has gathered on the device, all at once."
+    "Let a thread fetch the losses since the last log line, all at once."
     names = list(self.pending[0])
     values = [losses[n] for losses in self.pending for n in names]
     values = tf.stack([tf.cast(v, 'float32') for v in (*values, self.rate())])
@@ -292,7 +313,7 @@ def _fetch(self: Trainer):
 
 @patch
 def _log_fetched(self: Trainer, more: dict = {}):   # noqa: B006 -- only read
-    "Make a log line of what was fetched, and of `more`."
+    "Write a log line of the fetched losses and of `more`."
     step, names, lap, arrived = self.in_flight
     self.in_flight, (values, when) = None, arrived.result()
     rows = values[:-1].reshape(-1, len(names))
@@ -302,15 +323,17 @@ def _log_fetched(self: Trainer, more: dict = {}):   # noqa: B006 -- only read
              for n, v in by_name.items() if n not in ('skipped', 'bad')}
     losses = by_name['loss'][good].tolist()
     self.first_losses, self.last_losses = (self.first_losses + losses)[:10], (self.last_losses + losses)[-10:]
-    line = {'step': step, **means, 'skipped': int((~good).sum()), **self._count_bad(step, by_name.get('bad', ())),
+    bad = self._count_bad(step, by_name.get('bad', ()))
+    line = {'step': step, **means, 'skipped': int((~good).sum()), **bad,
             'learning_rate': float(values[-1]), **self.timer.metrics(lap, when), **more}
     if self.run: append_line(self.run / 'metrics.jsonl', json.dumps(line))
-    self.hooks.logs, self.hooks.bad = {k: v for k, v in line.items() if isinstance(v, (int, float))}, 'bad' in line
+    self.hooks.logs = {k: v for k, v in line.items() if isinstance(v, (int, float))}
+    self.hooks.bad = 'bad' in line
     self.report(line)
 
 @patch
 def _count_bad(self: Trainer, step: int, bad) -> dict:
-    "Name the clips of updates that were left out because of a NaN; too many in a row are a failure."
+    "Name the clips of updates that were skipped because of a NaN; too many in a row end the training."
     clips = {}
     for number, flag in enumerate(bad, step - len(bad)):
         self.bad_in_row = self.bad_in_row + 1 if flag else 0
@@ -319,21 +342,23 @@ def _count_bad(self: Trainer, step: int, bad) -> dict:
             print(f'Update {number} was left out: a loss or gradient is not finite. '
                   f'Its clips: {", ".join(clips[number])}.', file=sys.stderr)
         if self.bad_in_row >= self.training.max_bad_steps:
-            self.failure = (f'{self.run or "training"}: {self.bad_in_row} updates in a row had a loss or gradient that is '
-                            f'not finite, the last with the clips {", ".join(clips[number])}; the weights are those before '
-                            'them. Check these clips or lower training.learning_rate.')
+            self.failure = (f'{self.run or "training"}: {self.bad_in_row} updates in a row had a loss or '
+                            'gradient that is not finite, the last with the clips '
+                            f'{", ".join(clips[number])}; the weights are those before them. Check these '
+                            'clips or lower training.learning_rate.')
     return {'bad': clips} if clips else {}
 
 # %% ../../nbs/train/trainer.ipynb #6f7475e1
 @patch
 def _pause(self: Trainer, ended: bool) -> bool:
-    "What the device has to wait for: all losses, validation, callbacks, a copy of the state; whether training ends."
+    "Fetch losses, validate, call callbacks, save; returns whether training ends."
     self._fetch()
-    looked = self.validate() if self._validates else {}
-    self._log_fetched(looked)
-    better = bool(looked) and self._note_best(looked)
+    metrics = self.validate() if self._validates else {}
+    self._log_fetched(metrics)
+    better = bool(metrics) and self._note_best(metrics)
     if self._ends_epoch:
-        with self.as_trained(): self.hooks.all.on_epoch_end(self.step // self.epoch_updates - 1, self.hooks.logs)
+        with self.as_trained():
+            self.hooks.all.on_epoch_end(self.step // self.epoch_updates - 1, self.hooks.logs)
     self.counts = self.hooks.counts()
     ended = bool(ended or self.over or self.failure or self.hooks.model.stop_training)
     if self.run: self.save(ended or self._due(self.training.checkpoint_every), better, wait=ended)
@@ -342,24 +367,26 @@ def _pause(self: Trainer, ended: bool) -> bool:
 
 @patch
 def validate(self: Trainer) -> dict[str, float]:
-    "Losses of the clips held out, and what a listener says: of the model as trained, without dropout."
+    "Losses of the held-out clips and the scores of `listen`, of the trained model without dropout."
     source = iter(self.feed(self.held_out, 0, self.held_out.steps_per_epoch))
     with self.as_trained(), closed_after(source):
         parts = [*map(lambda batch: self.evaluate(self.place(batch)), self.hooks.validation(source))]
-        heard = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
+        scores = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
         sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
-        found = {name: round(float(value), 6) for name, value in (self.update.means(sums) | heard).items()}
-        self.hooks.all.on_test_end(found)
-    return {f'val_{name}': value for name, value in found.items()}
+        metrics = {name: round(float(value), 6) for name, value in (self.update.means(sums) | scores).items()}
+        self.hooks.all.on_test_end(metrics)
+    return {f'val_{name}': value for name, value in metrics.items()}
 
 @patch
-def _note_best(self: Trainer, looked: dict[str, float]) -> bool:
+def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
     "Whether a validation is the best so far."
     name = f'val_{self.training.judge_by}'
-    known = (self.best or {}).get(name, math.inf)   # nothing, where the run was judged by something else before
-    better = looked[name] < known or math.isnan(known) and not math.isnan(looked[name])
+    # nothing, where the run was judged by something else before
+    known = (self.best or {}).get(name, math.inf)
+    better = metrics[name] < known or math.isnan(known) and not math.isnan(metrics[name])
     self.since_best = 0 if better else self.since_best + 1
-    if better: self.best = {'step': self.step} | {k: looked[k] for k in ('val_loss', 'val_dtw') if k in looked}
+    if better:
+        self.best = {'step': self.step} | {k: metrics[k] for k in ('val_loss', 'val_dtw') if k in metrics}
     return better
 
 # %% ../../nbs/train/trainer.ipynb #2ebc67c4
@@ -367,9 +394,11 @@ def _note_best(self: Trainer, looked: dict[str, float]) -> bool:
 def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool = True):
     "Write a checkpoint and the model as it is, or the model as the best so far, or both."
     if not (checkpoint or best): return
-    facts, kept = {k: getattr(self, k) for k in RESUMED_FIELDS}, dict if wait else snapshot   # no copy of what stands still
-    state = kept(self.state) if checkpoint else {}
-    same = {} if self.optimizer.use_ema else {k: v for k, v in state.items() if k in self.xtts.weights}   # no second copy
+    # no copy of what stands still
+    facts, copied = {k: getattr(self, k) for k in RESUMED_FIELDS}, dict if wait else snapshot
+    state = copied(self.state) if checkpoint else {}
+    # no second copy
+    same = {} if self.optimizer.use_ema else {k: v for k, v in state.items() if k in self.xtts.weights}
     with self.as_trained():
         model = same | snapshot({k: v for k, v in self.xtts.weights.items() if k not in same})
 
@@ -377,48 +406,51 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
         if best: self.xtts.save(self.run / 'best', model)
         if not checkpoint: return
         self.xtts.save(self.run, model)   # first: whoever finds the checkpoint finds its model too
-        save_checkpoint(self.run / 'checkpoints', variables=state, keep=self.training.keep_checkpoints, **facts)
+        keep = self.training.keep_checkpoints
+        save_checkpoint(self.run / 'checkpoints', variables=state, keep=keep, **facts)
 
     self.writer(write)
     if wait: self.writer.wait()
 
 # %% ../../nbs/train/trainer.ipynb #94bf385e
 def restore(trainer: Trainer):
-    "Go on where the newest checkpoint stands; metrics behind it, and what a kill left half-written, are forgotten."
+    "Resume from the newest checkpoint; later metrics and half-written files are deleted."
     run = trainer.run
-    for part in [*run.glob('*.part'), *run.glob('checkpoints/*.part'), *run.glob('best/*.part')]: part.unlink()
+    for part in [*run.glob('*.part'), *run.glob('checkpoints/*.part'), *run.glob('best/*.part')]:
+        part.unlink()
     if saved := checkpoints(run / 'checkpoints'):
         for name, value in load_checkpoint(saved[-1], trainer.state).items(): setattr(trainer, name, value)
     metrics = run / 'metrics.jsonl'
     if not metrics.is_file(): return
     whole = [l for l in metrics.read_text(encoding='utf-8').split('\n') if l.endswith('}')]
-    with atomic_file(metrics) as part: part.write_text(''.join(l + '\n' for l in whole if json.loads(l)['step'] <= trainer.step))
+    with atomic_file(metrics) as part:
+        part.write_text(''.join(l + '\n' for l in whole if json.loads(l)['step'] <= trainer.step))
 
 # %% ../../nbs/train/trainer.ipynb #9c54881d
 @patch
 def _update(self: Trainer, batch: dict) -> dict:
-    "One update; where memory is short, the same one again in more parts."
+    "One update; after an out-of-memory error it is repeated in more parts."
     while True:
         try: return self.timer.run(self.train_step, batch, tf.constant(self.step))
         except tf.errors.ResourceExhaustedError as e: self._more_parts(e)
 
 @patch
 def _more_parts(self: Trainer, error: tf.errors.ResourceExhaustedError):
-    "Compute a batch in twice as many parts from now on; raises `UserError` where that does not help."
+    "Compute each batch in twice as many parts from now on; raises `UserError` if that is impossible."
     rows, parts, where = self.plan.data.batch_size, self.training.accumulation, self.run or 'training'
     more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
     if not (more and isinstance(self.update, Update)):
-        raise UserError(f'{where}: out of memory with {rows // parts} rows at once; set training.gradient_checkpointing, or '
-                        'training.finetune to lora.') from error
+        raise UserError(f'{where}: out of memory with {rows // parts} rows at once; set '
+                        'training.gradient_checkpointing, or training.finetune to lora.') from error
     if not _untouched(self.train_step, self.optimizer, error):
-        raise UserError(f'{where}: out of memory while the weights were being written; set training.accumulation to {more} '
-                        'and go on from the last checkpoint.') from error
-    print(f'OUT OF MEMORY at update {self.step}: nothing was changed; it is made again in {more} parts instead of {parts}, '
-          'and so are all that follow.', file=sys.stderr, flush=True)
+        raise UserError(f'{where}: out of memory while the weights were being written; set '
+                        f'training.accumulation to {more} and go on from the last checkpoint.') from error
+    print(f'OUT OF MEMORY at update {self.step}: nothing was changed; it is made again in {more} parts '
+          f'instead of {parts}, and so are all that follow.', file=sys.stderr, flush=True)
     self.xtts.config = self.xtts.config.replace(training={'accumulation': more})
     self.training = self.update.training = self.training.model_copy(update={'accumulation': more})
     self.train_step = compile_step(self.custom_train_step, self.training)
-    self.alone.clear()   # what a step takes alone is another time now
+    self.alone.clear()   # the measured times of a single step are no longer valid
 
 def _untouched(step, optimizer, error: Exception) -> bool:
     "Whether a compiled step that ran out of memory has changed no variable yet."
