@@ -16,7 +16,7 @@ from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.devices import DevicePlan
 from xtts_nb.train.dual import (
-    Feed, bench_feed, draw, dual_trainer, finish_batch, wait_computed, pair_report, device_placement, placement_summary,
+    Feed, bench_feed, save_timeline, dual_trainer, finish_batch, wait_computed, pair_report, device_placement, placement_summary,
     profile_dual, run_feed, sound_batches, slowest_stage_text, SerialBatches, Span)
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import new_run, resume_run
@@ -172,7 +172,7 @@ def test_the_picture_begins_where_the_buffers_are_full(monkeypatch, tmp_path):
     shown, figure = [], SimpleNamespace(savefig=lambda path, **_: path.touch())
     monkeypatch.setattr(page, 'plot_timeline', lambda runs, devices, first: shown.append(first) or figure)
     for batches in (15, 11, 10, 3):
-        assert draw(str(tmp_path / 'a.png'), {'a': ran(1, 1., batches).spans}, {}).is_file()
+        assert save_timeline(str(tmp_path / 'a.png'), {'a': ran(1, 1., batches).spans}, {}).is_file()
     assert shown == [4, 0, 0, 0]
 
 def test_a_report_asks_for_two_devices_and_runs_twice(monkeypatch, tmp_path):
@@ -188,7 +188,7 @@ def test_a_report_asks_for_two_devices_and_runs_twice(monkeypatch, tmp_path):
     for name, fake in {'setup_devices': lambda two: plan if two else None,
                        'Cache': lambda folder: SimpleNamespace(config='config'),
                        'dual_trainer': trainer, 'run_feed': run, 'device_placement': lambda trainer: [],
-                       'draw': lambda path, runs, where: drawn.append([*runs]) or path}.items():
+                       'save_timeline': lambda path, runs, where: drawn.append([*runs]) or path}.items():
         monkeypatch.setattr(page, name, fake)
     found = pair_report('cache', 5, 'a.png')
     assert runs == [5, 5] and asked.pop() == (plan, {}) and found['ring_max'] == 3
