@@ -12,7 +12,8 @@ from xtts_nb.models.weights import write_tensors
 
 def state(*values, **more) -> dict:
     "A few variables of different kinds."
-    return {'a/kernel': tf.Variable(np.float32(values or [1., 2.])), 'count': tf.Variable(3, dtype=tf.int64)} | more
+    return {'a/kernel': tf.Variable(np.float32(values or [1., 2.])),
+            'count': tf.Variable(3, dtype=tf.int64)} | more
 
 def empty() -> dict: return {k: tf.Variable(tf.zeros_like(v)) for k, v in state().items()}
 
@@ -30,16 +31,19 @@ def test_there_and_back(tmp_path):
 @pytest.mark.parametrize('keep', [1, 2, 3])
 def test_the_newest_few_stay(tmp_path, keep):
     for step in (5, 10, 9_999, 10_000, 123_456_789): save_checkpoint(tmp_path, step, state(step), keep=keep)
-    assert names(tmp_path) == [f'step-{s:09d}.safetensors' for s in (5, 10, 9_999, 10_000, 123_456_789)][-keep:]
+    assert names(tmp_path) == [f'step-{s:09d}.safetensors'
+                               for s in (5, 10, 9_999, 10_000, 123_456_789)][-keep:]
 
 def test_the_same_step_again_replaces_it(tmp_path):
     for value in (1., 2.): path = save_checkpoint(tmp_path, 3, state(value, value))
     found = empty()
     load_checkpoint(path, found)
-    assert names(tmp_path) == ['step-000000003.safetensors'] and found['a/kernel'].numpy().tolist() == [2., 2.]
+    assert names(tmp_path) == ['step-000000003.safetensors']
+    assert found['a/kernel'].numpy().tolist() == [2., 2.]
 
 def test_only_whole_checkpoints_count(tmp_path):
-    for name in ('step-000000009.safetensors.123.part', 'step-9.safetensors', 'model.safetensors', 'step-000000009.txt'):
+    for name in ('step-000000009.safetensors.123.part', 'step-9.safetensors', 'model.safetensors',
+                 'step-000000009.txt'):
         (tmp_path / name).write_text('something else')
     assert checkpoints(tmp_path) == [] == checkpoints(tmp_path / 'nowhere')
     save_checkpoint(tmp_path, 1, state(), keep=1)

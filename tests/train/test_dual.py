@@ -16,7 +16,8 @@ from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.devices import DevicePlan
 from xtts_nb.train.dual import (
-    Feed, bench_feed, save_timeline, dual_trainer, finish_batch, wait_computed, pair_report, device_placement, placement_summary,
+    Feed, bench_feed, save_timeline, dual_trainer, finish_batch, wait_computed, pair_report, device_placement,
+    placement_summary,
     profile_dual, run_feed, sound_batches, slowest_stage_text, SerialBatches, Span)
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import new_run, resume_run
@@ -40,7 +41,9 @@ def online(corpus, mini, dvae, prepared, tmp_path_factory):
     prepare(corpus, out, mini, dvae, prepared.tokenizer)
     return Cache(out)
 
-@pytest.mark.parametrize('change', [{}, {'buckets': 3, 'batch_size': 3}, {'reference_frames': 128, 'reference_from': 'clip'},
+@pytest.mark.parametrize('change',
+                         [{}, {'buckets': 3, 'batch_size': 3},
+                          {'reference_frames': 128, 'reference_from': 'clip'},
                                     {'pad_to_fixed_length': True, 'max_seconds': 2.}])
 def test_batches_are_those_of_the_cache(prepared, online, dvae, mini, change):
     config = mini.replace(data=change)
@@ -53,7 +56,8 @@ def test_batches_are_those_of_the_cache(prepared, online, dvae, mini, change):
             if name not in ('codes', 'reference'): assert np.array_equal(ours[name], wanted)
         # two vectors may be as near as makes no difference
         assert np.mean(ours['codes'] != cached['codes']) < 2e-3
-        far = np.abs(ours['reference'].numpy().astype(np.float32) - cached['reference'].numpy().astype(np.float32)) > 5e-3
+        mine, theirs = (x['reference'].numpy().astype(np.float32) for x in (ours, cached))
+        far = np.abs(mine - theirs) > 5e-3
         assert far.mean() < 1e-3
 
 @pytest.fixture(scope='module')
@@ -72,7 +76,8 @@ def test_threads_change_nothing(worked):
     trainer, turn, side = worked
     assert turn[0] == side[0] and len(turn[0]) == 6 and side[1].most <= 3
     assert {s.stage for s in side[1].spans} == {'host', 'data', 'model'}
-    assert trace_count(trainer.feed.finish) == trace_count(trainer.train_step) == len(trainer.plan.shapes) == 1
+    traces = [trace_count(f) for f in (trainer.feed.finish, trainer.train_step)]
+    assert traces == [1, 1] and len(trainer.plan.shapes) == 1
 
 @pytest.mark.cpu
 def test_every_variable_and_stage_is_in_the_audit(worked):
@@ -80,8 +85,8 @@ def test_every_variable_and_stage_is_in_the_audit(worked):
     rows = device_placement(trainer)
     names = {r['name'] for r in rows}
     assert {v.path for v in trainer.xtts.gpt.variables} | {*trainer.update.variables} <= names
-    assert {r['owner'] for r in rows} >= {'stage host', 'stage data', 'optimizer', 'model', 'DVAE of the '
-                                                                                            'data device'}
+    assert {r['owner'] for r in rows} >= {'stage host', 'stage data', 'optimizer', 'model',
+                                          'DVAE of the data device'}
     weights = sum(r['bytes'] for r in rows if r['owner'] == 'model')
     assert weights == sum(v.value.numpy().nbytes for v in trainer.xtts.gpt.variables)
     rows[0]['device'] = 'CPU:1'
@@ -91,7 +96,8 @@ def test_every_variable_and_stage_is_in_the_audit(worked):
 @pytest.mark.cpu
 def test_trained_validated_stopped_and_resumed(online, mini, tmp_path):
     config, held = mini.replace(training={'validate_every': 4}, data={'buckets': 1}), [online.clips[0]['id']]
-    begin = lambda run: new_run(online, config, tmp_path / run, held, feed=Feed(online, config, ONE), device='CPU:0')
+    begin = lambda run: new_run(online, config, tmp_path / run, held, feed=Feed(online, config, ONE),
+                                device='CPU:0')
     straight = begin('straight').fit()
     begin('stopped').fit(4)
     again = resume_run(tmp_path / 'stopped', feed=Feed(online, config, ONE), device='CPU:0')
@@ -114,7 +120,8 @@ def test_a_recording_that_is_gone(mine, mini, dvae, prepared, tmp_path):
 def test_profile_of_emulated_stages(tmp_path):
     found = profile_dual(out=tmp_path / 'a.png', steps=6)
     assert [r['name'] for r in found['rows']] == ['host', 'data', 'model'] and found['wall'] < found['work']
-    assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG') and 'The slowest stage is model' in found['verdict']
+    assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG')
+    assert 'The slowest stage is model' in found['verdict']
 
 @pytest.mark.parametrize('name, word', [('host', 'num_workers'), ('data', 'precompute'), ('copy', 'switch'),
                                         ('model', 'nothing')])
@@ -215,19 +222,22 @@ devices, cache, run = setup_devices(two=True), Cache(sys.argv[1]), sys.argv[2]
 trainer = new_run(cache, cache.config, run, feed=Feed(cache, cache.config, devices), device=devices.model)
 trainer.fit(4)
 print(json.dumps({'losses': trainer.first_losses, 'placement': placement_summary(device_placement(trainer)),
-                  'ring': trainer.feed.latest.most, 'stages': sorted({s.stage for s in trainer.feed.latest.spans})}))
+                  'ring': trainer.feed.latest.most,
+                  'stages': sorted({s.stage for s in trainer.feed.latest.spans})}))
 '''
 
 @pytest.mark.slow   # the page does the shorter half of it
 @pytest.mark.cpu
 def test_two_devices_train_as_one_does_and_the_other_goes_on(online, mini, tmp_path):
-    done = subprocess.run([sys.executable, '-c', CHILD, online.folder, tmp_path / 'two'], env=environment(), capture_output=True,
+    done = subprocess.run([sys.executable, '-c', CHILD, online.folder, tmp_path / 'two'], env=environment(),
+                          capture_output=True,
                           text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     two = json.loads(done.stdout)
     one = new_run(online, mini, tmp_path / 'one', feed=Feed(online, mini, ONE), device='CPU:0')
     one.fit(4)
-    assert two['losses'] == one.first_losses and two['ring'] <= 3 and two['stages'] == ['copy', 'data', 'host', 'model']
+    assert two['losses'] == one.first_losses and two['ring'] <= 3
+    assert two['stages'] == ['copy', 'data', 'host', 'model']
     where = {r['name']: r['device'] for r in two['placement']}
     assert where['DVAE of the data device'] == where['stage data'] == 'CPU:0'
     assert where['model'] == where['optimizer'] == where['stage copy'] == 'CPU:1'
@@ -249,7 +259,8 @@ def test_bench_dual(tmp_path, keep):
     assert kept == ([rows] if keep else [])
 
 @pytest.mark.parametrize('arguments, words', [
-    (['--data-gpu', 0], 'give a runtime cache'), (['--data', 'CACHE', '--data-gpu', 0, '--model-gpu', 0], 'both 0'),
+    (['--data-gpu', 0], 'give a runtime cache'),
+    (['--data', 'CACHE', '--data-gpu', 0, '--model-gpu', 0], 'both 0'),
     (['--data', 'CACHE', '--enable-memory-isolation'], 'CPU takes no memory limit')])
 @pytest.mark.cpu
 def test_bench_dual_says_what_is_wrong(online, arguments, words, capfd, monkeypatch):
@@ -272,14 +283,15 @@ def test_bench_dual_with_real_stages(online):
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_train_on_a_runtime_cache(online, tmp_path):
-    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 4, '--buffer-size', 2, '--json')
+    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 4, '--buffer-size',
+                   2, '--json')
     assert done.code == 0, done.err
     assert done.json['steps'] == 4 and 'on one device, CPU:0' in done.err
     asked = xtts_nb('train', '--run', tmp_path / 'run', '--steps', 6, '--data-gpu', 0, '--model-gpu', 1)
     assert asked.code == 2 and asked.said[0].endswith('leave both out to train on the CPU.')
 
 
-# --- two cards that are not there: logical CPU devices in their place ------------------------------------------------
+# --- two cards that are not there: logical CPU devices in their place -----------------------------
 
 @pytest.fixture
 def two_cards(monkeypatch): monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
@@ -288,7 +300,8 @@ CARDS = '--data-gpu', 0, '--model-gpu', 1, '--enable-memory-isolation'
 
 def test_train_on_two_cards_with_isolated_memory(online, two_cards, tmp_path):
     "The main command of the guides: nothing may be computed before the devices are set up."
-    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 1, '--set', 'data.buckets=1', *CARDS,
+    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 1, '--set',
+                   'data.buckets=1', *CARDS,
                    '--json')
     assert done.code == 0, done.err
     assert 'Batches are made on CPU:0, the model is trained on CPU:1.' in done.err and done.json['steps'] == 1
@@ -305,14 +318,18 @@ def test_a_corpus_is_prepared_for_the_data_gpu(corpus, mini, two_cards, tmp_path
     quick = mini.replace(data={'preprocessing_mode': 'auto'}, training={'dvae_steps': 2})
     (tmp_path / 'settings.yaml').write_text(quick.to_yaml())
     (tmp_path / 'settings.ini').touch()
-    train = 'train', '--data', corpus, '--config', tmp_path / 'settings.yaml', '--run', tmp_path / 'run', '--steps', 2, *CARDS
+    train = ('train', '--data', corpus, '--config', tmp_path / 'settings.yaml', '--run', tmp_path / 'run',
+             '--steps', 2, *CARDS)
     done = xtts_nb(*train, '--json', cwd=tmp_path)
     assert done.code == 0 and 'the model is trained on CPU:1' in done.err, done.err
     refused = xtts_nb(*train, '--preprocessing-mode', 'precompute', cwd=tmp_path)
-    assert refused.code == 2 and 'leaves nothing to do for a data GPU' in refused.said[0] and 'encode' not in refused.err
+    assert refused.code == 2 and 'leaves nothing to do for a data GPU' in refused.said[0]
+    assert 'encode' not in refused.err
 
 @pytest.mark.slow
-@pytest.mark.parametrize('command', [['bench', 'dual', '--steps', '3'], ['profile', '--dual', '--out', 'out']], ids=' '.join)
+@pytest.mark.parametrize('command',
+                         [['bench', 'dual', '--steps', '3'], ['profile', '--dual', '--out', 'out']],
+                         ids=' '.join)
 def test_real_stages_on_two_cards(online, two_cards, tmp_path, command):
     (tmp_path / 'settings.ini').touch()
     done = xtts_nb(*command, '--data', online.folder, '--json', cwd=tmp_path)
@@ -324,13 +341,14 @@ def test_say_where_two_cards_can_be_seen(xtts, two_cards, corpus, prepared, tmp_
     xtts.save(tmp_path / 'model')
     voice = sorted(corpus.rglob('*.wav'))[0]
     text = prepared.clips[0]['text']
-    done = xtts_nb('say', text, '--run', tmp_path / 'model', '--voice', voice, '--out', tmp_path / 'say.wav', '--json')
-    assert done.code == 0 and '2 logical CPU devices stand in for GPUs' in done.err and done.json['seconds'] > 0, done.err
+    done = xtts_nb('say', text, '--run', tmp_path / 'model', '--voice', voice, '--out', tmp_path / 'say.wav',
+                   '--json')
+    assert done.code == 0 and '2 logical CPU devices stand in for GPUs' in done.err, done.err
+    assert done.json['seconds'] > 0, done.err
 
 @pytest.mark.parametrize('options, words', [
-    ([*CARDS, '--fit-memory'], '--fit-memory: tries updates on the first GPU'), (['--model-gpu', 2], 'no '
-                                                                                                     'such '
-                                                                                                     'GPU'),
+    ([*CARDS, '--fit-memory'], '--fit-memory: tries updates on the first GPU'),
+    (['--model-gpu', 2], 'no such GPU'),
     (['--data-gpu-memory', 10**9], 'are more than the')])
 def test_devices_are_refused_before_anything_is_read(two_cards, tmp_path, options, words, capfd):
     "In this process TensorFlow has started: a plan that could be made would be refused for that."

@@ -9,23 +9,27 @@ from process import tree, xtts_nb
 from xtts_nb.train import finetune as finders
 from xtts_nb.config import UserError
 from xtts_nb.train.finetune import (
-    ExponentialRate, _trial_row, memory_settings, find_batch_size, find_learning_rate, plot_learning_rate, smoothed,
+    ExponentialRate, _trial_row, memory_settings, find_batch_size, find_learning_rate, plot_learning_rate,
+    smoothed,
     memory_needs, run_trial)
 
 
 @pytest.fixture(scope='module')
 def mini(small):
     "One block, one shape, no XLA, a batch of 12."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1, 'batch_size': 12},
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
+                         data={'buckets': 1, 'batch_size': 12},
                          training={'enable_xla_compilation': False})
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 def test_choices_go_from_roomy_to_tight(mini):
-    parts = lambda config: [(c.training.accumulation, c.training.gradient_checkpointing) for c in memory_settings(config)]
+    parts = lambda config: [(c.training.accumulation, c.training.gradient_checkpointing)
+                            for c in memory_settings(config)]
     assert parts(mini) == [(n, on) for on in (False, True) for n in (1, 2, 3, 4, 6, 12)]
-    assert parts(mini.replace(training={'accumulation': 4, 'gradient_checkpointing': True})) == [(4, True), (6, True), (12, True)]
+    begun = mini.replace(training={'accumulation': 4, 'gradient_checkpointing': True})
+    assert parts(begun) == [(4, True), (6, True), (12, True)]
     assert all(c.data == mini.data for c in memory_settings(mini))   # what is learned from a batch stays
 
 @pytest.mark.parametrize('begin', [0, 3, 6, 9, 11, 99])   # 99: no estimate fits; the tightest comes first
@@ -68,10 +72,13 @@ def sized(mini):
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_a_trial_in_too_little_memory_ends_alone(sized): assert run_trial(sized, 250, 150, memory=2 * 10**8) is None
+def test_a_trial_in_too_little_memory_ends_alone(sized):
+    assert run_trial(sized, 250, 150, memory=2 * 10**8) is None
 
 @pytest.mark.slow
-@pytest.mark.parametrize('change', [{}, {'gradient_checkpointing': True}, {'accumulation': 4}, {'finetune': 'lora'}], ids=str)
+@pytest.mark.parametrize('change',
+                         [{}, {'gradient_checkpointing': True}, {'accumulation': 4}, {'finetune': 'lora'}],
+                         ids=str)
 @pytest.mark.cpu
 def test_the_estimate_is_near_what_is_taken(sized, change):
     settings = sized.replace(training=change)
@@ -81,7 +88,7 @@ def test_the_estimate_is_near_what_is_taken(sized, change):
     assert 0.6 < estimate / took['peak'] < 1.6 and 0 < took['seconds'] < time.monotonic() - begun
 
 
-# --- rates ---------------------------------------------------------------------------------------------------------
+# --- rates ----------------------------------------------------------------------------------------
 
 def test_a_running_mean_forgets():
     assert np.allclose(smoothed([3.] * 7), 3) and smoothed([2.])[0] == 2
@@ -142,16 +149,20 @@ def test_the_picture_and_its_numbers(tmp_path):
     assert json.loads((tmp_path / 'rate.json').read_text()) == found
 
 
-# --- the commands --------------------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_the_commands(prepared, mini, tmp_path):
     (tmp_path / 'a.yaml').write_text(mini.replace(data={'batch_size': 4}).to_yaml())
     asked = ['--data', prepared.folder, '--config', tmp_path / 'a.yaml']
-    rate = xtts_nb('find', 'learning-rate', *asked, '--steps', 12, '--low', '1e-4', '--out', tmp_path / 'r.png', '--json')
+    rate = xtts_nb('find', 'learning-rate', *asked, '--steps', 12, '--low', '1e-4', '--out',
+                   tmp_path / 'r.png', '--json')
     assert rate.code == 0 and rate.json['updates'] <= 12 and rate.json['suggestion'] > 0, rate.err
     assert {'r.png', 'r.json'} < set(tree(tmp_path)) == {'r.png', 'r.json', 'a.yaml'}
     size = xtts_nb('find', 'batch-size', *asked, '--json')
-    assert size.code == 0 and size.json['training'] == {'accumulation': 1, 'gradient_checkpointing': False}, size.err
-    little = xtts_nb('train', *asked, '--from', tmp_path / 'nothing', '--fit-memory', '--run', tmp_path / 'run')
-    assert little.code == 2 and 'holds no model to begin from' in little.err and not (tmp_path / 'run').exists()
+    assert size.code == 0, size.err
+    assert size.json['training'] == {'accumulation': 1, 'gradient_checkpointing': False}, size.err
+    little = xtts_nb('train', *asked, '--from', tmp_path / 'nothing', '--fit-memory', '--run',
+                     tmp_path / 'run')
+    assert little.code == 2 and 'holds no model to begin from' in little.err
+    assert not (tmp_path / 'run').exists()

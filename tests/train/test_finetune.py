@@ -41,7 +41,8 @@ KINDS = 'whole', 'lora', 'rows'
 def mini(small):
     "One block, one shape, op by op: nothing to trace."
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
-                         training={'steps': 4, 'warmup_steps': 0, 'schedule': 'constant', 'learning_rate': 1e-2, 'log_every': 2,
+                         training={'steps': 4, 'warmup_steps': 0, 'schedule': 'constant',
+                                   'learning_rate': 1e-2, 'log_every': 2,
                                    'checkpoint_every': 2, 'enable_eager_debug': True})
 
 @pytest.fixture(scope='module')
@@ -63,7 +64,8 @@ def persian(corpus, base, tmp_path_factory) -> Cache:
     folder = tmp_path_factory.mktemp('persian')
     shutil.copytree(corpus, folder / 'corpus')
     table = folder / 'corpus' / 'metadata.csv'
-    table.write_text(table.read_text(encoding='utf-8').replace('|en', '|fa').replace('aa', 'سگ'), encoding='utf-8')
+    table.write_text(table.read_text(encoding='utf-8').replace('|en', '|fa').replace('aa', 'سگ'),
+                     encoding='utf-8')
     model = XTTS.load(base)
     prepare(folder / 'corpus', folder / 'cache', model.config, model.dvae, model.tokenizer)
     return Cache(folder / 'cache')
@@ -74,7 +76,7 @@ def outcome(run) -> dict:
     return {p.name: p.read_bytes() for p in (run / 'model.safetensors', checkpoints(run / 'checkpoints')[-1])}
 
 
-# --- three ways ----------------------------------------------------------------------------------------------------
+# --- three ways -----------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
 def done(mini, base, persian, tmp_path_factory):
@@ -117,27 +119,32 @@ def test_a_checkpoint_holds_what_moves(done):
     size = {kind: checkpoints(done(kind) / 'checkpoints')[-1].stat().st_size for kind in KINDS}
     assert size['rows'] < size['lora'] < size['whole'] / 5
     names = {name for name, _ in read_tensors(checkpoints(done('lora') / 'checkpoints')[-1])}
-    assert not any(name.startswith('gpt/') for name in names) and any(name.startswith('lora/') for name in names)
+    assert not any(name.startswith('gpt/') for name in names)
+    assert any(name.startswith('lora/') for name in names)
 
 @pytest.mark.slow
 def test_an_export_may_begin_the_next_run(done, mini, persian, tmp_path):
     export_run(done('rows'), tmp_path / 'first')
-    assert new_run(persian, settings(mini, 'lora'), tmp_path / 'second', base=tmp_path / 'first').fit(steps=1)['steps'] == 1
+    assert new_run(persian, settings(mini, 'lora'), tmp_path / 'second',
+                   base=tmp_path / 'first').fit(steps=1)['steps'] == 1
 
 
-# --- what fits together --------------------------------------------------------------------------------------------
+# --- what fits together ---------------------------------------------------------------------------
 
-def test_a_cache_of_another_model_is_refused_with_both_keys(mini, base, persian, prepared, corpus, dvae, tmp_path):
+def test_a_cache_of_another_model_is_refused_with_both_keys(mini, base, persian, prepared, corpus, dvae,
+                                                            tmp_path):
     model = XTTS.load(base)
     mine = persian.manifest['keys']
     with pytest.raises(UserError) as e:
         new_run(prepared, mini, tmp_path / 'run', base=base)   # another tokenizer
-    assert all(part in str(e.value) for part in ('the text', prepared.manifest['keys']['text'], mine['text'], '--dvae'))
+    assert all(part in str(e.value)
+               for part in ('the text', prepared.manifest['keys']['text'], mine['text'], '--dvae'))
     other = DVAE(mini)
     other.mel_stats.assign(model.dvae.mel_stats.value)
     prepare(corpus, tmp_path / 'other', model.config, other, model.tokenizer)
     with pytest.raises(UserError) as e: new_run(Cache(tmp_path / 'other'), mini, tmp_path / 'run', base=base)
-    assert all(part in str(e.value) for part in ('the codes', Cache(tmp_path / 'other').manifest['keys']['codes'], mine['codes']))
+    assert all(part in str(e.value)
+               for part in ('the codes', Cache(tmp_path / 'other').manifest['keys']['codes'], mine['codes']))
     assert not (tmp_path / 'run').exists()
 
 @pytest.mark.parametrize('missing', ['config.yaml', 'tokenizer.json', 'model.safetensors'])
@@ -167,13 +174,14 @@ def test_a_base_that_has_changed_or_gone_is_named(mini, base, persian, tmp_path)
     with pytest.raises(UserError, match='which is gone; put it back'): resume_run(tmp_path / 'run')
 
 def test_the_architecture_is_the_models_and_the_rest_the_runs(mini, base):
-    asked = XTTSConfig.tiny().replace(model={'gpt': {'dropout': 0.3, 'code_noise': 0.2}}, training={'steps': 7}, data={'seed': 3})
+    asked = XTTSConfig.tiny().replace(model={'gpt': {'dropout': 0.3, 'code_noise': 0.2}},
+                                      training={'steps': 7}, data={'seed': 3})
     found, of = base_config(base, asked), XTTSConfig.load(base / 'config.yaml')
     assert (found.training, found.data) == (asked.training, asked.data) and found.speech == of.speech
     assert found.model == of.replace(model={'gpt': {'dropout': 0.3, 'code_noise': 0.2}}).model
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 def test_moving_numbers_are_those_that_move(mini, base, persian):
     config = XTTSConfig.load(base / 'config.yaml')
@@ -192,7 +200,8 @@ def test_what_a_setting_adds_to_the_estimate(mini):
     plain, n = needs(), parameter_counts(mini.model)['GPT']
     assert plain['gradients'] == 4 * n and plain['moments'] == 8 * n and plain['mean weights'] == 0
     assert needs(ema=0.9)['mean weights'] == 4 * n and needs(accumulation=2)['gradients'] == 8 * n
-    assert needs(accumulation=2)['activations'] == plain['activations'] / 2 == needs(precision='bfloat16')['activations']
+    half = plain['activations'] / 2
+    assert needs(accumulation=2)['activations'] == half == needs(precision='bfloat16')['activations']
     anew = lambda xla: needs(enable_xla_compilation=xla, ema=0.9)['written anew']
     assert anew(False) == 0 and anew(True) == (0 if tf.config.list_physical_devices('GPU') else 16 * n)
     assert needs(finetune='rows')['moments'] == 8 * 100 * (2 * 64 + 1)
@@ -212,8 +221,9 @@ def test_what_waits_for_the_backward_pass(mini, monkeypatch, training, numbers):
     config = mini.replace(model={'gpt': {'layers': 3, 'conditioning_layers': 2}}, training=training)
     assert activation_count(config, 20, 10) == numbers
 
+# 1000 numbers, 100 of a DVAE, 4 rows of 7
 PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 8000, 'mean weights': 0,
-         'written anew': 0, 'program': 2e8, 'activations': 4 * 4 * 7}   # 1000 numbers, 100 of a DVAE, 4 rows of 7
+         'written anew': 0, 'program': 2e8, 'activations': 4 * 4 * 7}
 
 @pytest.mark.parametrize('training, cards, other', [
     ({}, 0, {}), ({'precision': 'bfloat16'}, 0, {'copies of weights': 2000, 'activations': 2 * 4 * 7}),
@@ -251,9 +261,12 @@ def test_what_is_said_about_the_memory(mini, monkeypatch, room, said):
 def test_too_little_is_refused_or_said(mini):
     needs = memory_needs(mini, 48, 40)
     total, sure = sum(needs.values()), sum(needs.values()) - needs['activations']
-    say = lambda free, **training: check_memory(mini.replace(training=training), 48, 40, free=('a card', free))
-    assert 'not suffice' not in say(total + 1) and 'may not suffice: xtts-nb train --fit-memory' in say(total - 1)
-    with pytest.raises(UserError, match='0.2 GB are free on a card, which cannot suffice; use training.finetune lora'):
+    say = lambda free, **training: check_memory(mini.replace(training=training), 48, 40,
+                                                free=('a card', free))
+    assert 'not suffice' not in say(total + 1)
+    assert 'may not suffice: xtts-nb train --fit-memory' in say(total - 1)
+    with pytest.raises(UserError,
+                       match='0.2 GB are free on a card, which cannot suffice; use training.finetune lora'):
         say(sure - 1)
     with pytest.raises(UserError, match='use a larger machine'): say(10**8, finetune='lora')
 
@@ -290,9 +303,8 @@ def test_free_memory_of_the_part_of_the_card_that_trains(card, monkeypatch):
     assert free_memory()[1] == 9 * 2**20 - 10**6 and asked == ['GPU:2', 'GPU:0']
 
 @pytest.mark.parametrize('cards, why', [
-    (UserError('NVML: Driver Not Loaded; load it'), 'GPU 0 (NVML: Driver Not Loaded)'), ([], 'NVML knows no '
-                                                                                             'card of this '
-                                                                                             'name'),
+    (UserError('NVML: Driver Not Loaded; load it'), 'GPU 0 (NVML: Driver Not Loaded)'),
+    ([], 'NVML knows no card of this name'),
     ([GPU(0, 'A card', memory_used=5)], 'A card (NVML does not tell its memory)')])
 def test_where_the_memory_is_unknown_training_goes_on_and_says_so(card, mini, cards, why):
     card.cards = cards
@@ -388,7 +400,7 @@ def test_a_trial_that_fails_for_another_reason_says_which(mini):
         run_trial(mini.replace(training={'finetune': 'rows'}), 20, 12, [(47, 60)])   # rows that are not there
 
 
-# --- the command ---------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_train_from_a_model(base, persian, mini, tmp_path):
@@ -396,19 +408,22 @@ def test_train_from_a_model(base, persian, mini, tmp_path):
     asked = ['train', '--data', persian.folder, '--config', tmp_path / 'run.yaml', '--run', tmp_path / 'run',
              '--finetune', 'rows']
     refused = xtts_nb(*asked)
-    assert refused.code == 2 and 'needs a model to begin from' in refused.err and not (tmp_path / 'run').exists()
+    assert refused.code == 2 and 'needs a model to begin from' in refused.err
+    assert not (tmp_path / 'run').exists()
     made = xtts_nb(*asked, '--from', base, '--json')
     assert made.code == 0 and made.json['steps'] == 2, made.err
-    assert 'Training needs about' in made.err and json.loads((tmp_path / 'run' / 'run.json').read_text())['base'] == str(base)
+    assert 'Training needs about' in made.err
+    assert json.loads((tmp_path / 'run' / 'run.json').read_text())['base'] == str(base)
     more = xtts_nb('train', '--run', tmp_path / 'run', '--steps', 3, '--json')
     assert more.code == 0 and more.json['steps'] == 3, more.err
 
 
-# --- at full size --------------------------------------------------------------------------------------------------
+# --- at full size ---------------------------------------------------------------------------------
 
 def watched(command, most: float) -> tuple[int, float, str]:
     "Exit code, most memory ever held in GB, stderr; ended beyond `most` GB."
-    child = subprocess.Popen([str(c) for c in command], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    child = subprocess.Popen([str(c) for c in command], env=environment(), stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE,
                              text=True)
     said, peak, status = [], 0., Path(f'/proc/{child.pid}/status')
     reader = threading.Thread(target=lambda: said.extend(child.stderr))
@@ -440,7 +455,8 @@ values['model']['vocab'] |= {f'<{i}>': i for i in range(small.size, 6681)}
 keras.utils.set_random_seed(0)
 model = XTTS(XTTSConfig.xtts_v2(), Tokenizer(BPE.from_str(json.dumps(values)), 'xtts'))
 model.save(folder / 'base')
-voice = {f'{part}/{k}': v for part, net in (('decoder', HiFiGAN(model.config)), ('speaker', SpeakerEncoder(model.config)))
+nets = {'decoder': HiFiGAN(model.config), 'speaker': SpeakerEncoder(model.config)}
+voice = {f'{part}/{k}': v for part, net in nets.items()
          for k, v in named_weights(net).items()}
 save_weights(folder / 'base' / 'model.safetensors', model.weights | voice)
 prepare(corpus, folder / 'cache', model.config, model.dvae, model.tokenizer)
@@ -470,7 +486,8 @@ def test_the_full_size_trains_in_16_gb_and_goes_to_coqui(full, tmp_path, kind, r
     config = XTTSConfig.xtts_v2().replace(data={'batch_size': 1, 'pad_to_fixed_length': True},
                                           training={'steps': 3, 'log_every': 1, 'finetune': kind})
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
-    code, peak, said = watched([*COMMAND, 'train', '--data', full / 'cache', '--from', full / 'base', '--run', tmp_path / 'run',
+    code, peak, said = watched([*COMMAND, 'train', '--data', full / 'cache', '--from', full / 'base', '--run',
+                                tmp_path / 'run',
                                 '--config', tmp_path / 'run.yaml'], most=16)
     record_property('peak_gb', peak)
     assert code == 0 and peak < 16, f'{peak:.1f} GB; {said}'

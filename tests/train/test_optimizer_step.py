@@ -19,7 +19,8 @@ def test_the_schedule_is_what_it_is_called(schedule, steps, warmup):
     assert np.allclose(np.diff(rates[:warmup + 1], 2), 0, atol=1e-5)   # a straight line
     # of the way behind the warm-up
     shares = [(s - warmup) / max(1, steps - warmup) for s in range(warmup, steps + 1)]
-    wanted = {'cosine': [0.02 + 0.98 * (1 + math.cos(math.pi * s)) / 2 for s in shares], 'constant': [1] * len(shares),
+    wanted = {'cosine': [0.02 + 0.98 * (1 + math.cos(math.pi * s)) / 2 for s in shares],
+              'constant': [1] * len(shares),
               'noam': [math.sqrt(max(1, warmup) / max(1, s)) for s in range(warmup, steps + 1)]}[schedule]
     assert rates[warmup:] == pytest.approx(wanted, rel=1e-4)
     if schedule == 'cosine' and steps > warmup: assert rates[-1] == pytest.approx(0.02, rel=1e-4)
@@ -27,7 +28,8 @@ def test_the_schedule_is_what_it_is_called(schedule, steps, warmup):
 def test_weight_decay_is_for_matrices_only(xtts):
     "With gradients of zero, what moves is what decays, and by exactly rate x decay."
     keras.utils.set_random_seed(0)
-    variables = [keras.Variable(tf.ones(v.shape), name=v.name, dtype='float32') for v in xtts.gpt.trainable_variables]
+    variables = [keras.Variable(tf.ones(v.shape), name=v.name, dtype='float32')
+                 for v in xtts.gpt.trainable_variables]
     names = {v.path.rsplit('/', 1)[-1] for v in xtts.gpt.trainable_variables}
     # a new kind wants a decision
     assert names == {'beta', 'bias', 'embeddings', 'gain', 'gamma', 'kernel', 'latents'}
@@ -36,7 +38,8 @@ def test_weight_decay_is_for_matrices_only(xtts):
     optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
     for v in variables:
         decays = v.name in ('kernel', 'latents', 'gain')
-        assert np.allclose(v.numpy(), 0.95 if decays else 1., atol=1e-6) and (decays or (v.numpy() == 1).all()), v.path
+        assert np.allclose(v.numpy(), 0.95 if decays else 1., atol=1e-6), v.path
+        assert (decays or (v.numpy() == 1).all()), v.path
 
 def variable(*values): return keras.Variable(np.float32(values), name='kernel')
 
@@ -91,5 +94,6 @@ def test_the_scale_backs_off_and_comes_back_within_bounds():
     def after(*finite):
         for f in finite: step(tf.constant(f))
         return math.log2(scale.factor.numpy())
-    assert after(False) == 14 and after(True, True) == 15 and after(True, False, True) == 14 and after(True) == 15
+    assert after(False) == 14 and after(True, True) == 15 and after(True, False, True) == 14
+    assert after(True) == 15
     assert after(*[False] * 20) == 0 and after(*[True] * 60) == 24

@@ -1,4 +1,4 @@
-"The DVAE and the decoder, trained by the loop of the GPT: they learn, every setting counts, and they go on to the bit."
+"The DVAE and the decoder, trained by the loop of the GPT: they learn, and they resume to the bit."
 import json
 import shutil
 import signal
@@ -30,7 +30,8 @@ from xtts_nb.train.parts import (
     _fill_audio, _is_made, _limits, _other, _trained_as, cache_of, dvae_trainer, dvae_training, make_bank,
     mel_distance, new_dvae_run, new_voice_run, train_dvae, voice_training)
 
-LOSSES = 'loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss', 'val_loss'
+LOSSES = ('loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss',
+          'val_loss')
 
 
 def lines_of(run) -> list[dict]:
@@ -53,14 +54,16 @@ def kill_at(trainer, update):
 def same(a, b): return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-# --- the DVAE ------------------------------------------------------------------------------------------------------
+# --- the DVAE -------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
-def mels(): return np.repeat(np.random.default_rng(0).normal(size=(40, 80)).astype(np.float32).cumsum(0), 4, 0)
+def mels():
+    return np.repeat(np.random.default_rng(0).normal(size=(40, 80)).astype(np.float32).cumsum(0), 4, 0)
 
 def settings(small, **training):
     "Op by op: cheaper than a trace."
-    return small.replace(training={'dvae_steps': 12, 'dvae_batch_size': 4, 'dvae_learning_rate': 2e-3, 'log_every': 1,
+    return small.replace(training={'dvae_steps': 12, 'dvae_batch_size': 4, 'dvae_learning_rate': 2e-3,
+                                   'log_every': 1,
                                    'enable_graph_mode': False} | training)
 
 def losses(mels, config) -> list[float]:
@@ -73,7 +76,9 @@ def learned(small, mels): return losses(mels, settings(small))
 
 def test_a_dvae_repeats_itself_whenever_it_is_logged(small, mels, learned):
     assert len(set(learned)) == 12
-    assert losses(mels, settings(small, log_every=6)) == pytest.approx([np.mean(learned[:6]), np.mean(learned[6:])], rel=1e-5)
+    assert losses(mels,
+                  settings(small, log_every=6)) == pytest.approx([np.mean(learned[:6]), np.mean(learned[6:])],
+                                                                 rel=1e-5)
 
 @pytest.mark.slow
 def test_every_setting_of_the_dvae_matters(small, mels):
@@ -81,7 +86,8 @@ def test_every_setting_of_the_dvae_matters(small, mels):
     assert (t.steps, t.learning_rate, t.log_every) == (20, 1e-3, 1)
     crops = Crops(mels, settings(small, dvae_batch_size=2))
     assert next(iter(crops.stream()))['mel'].shape == (2, 64, 80)
-    starts = [Crops(mels, settings(small, seed=s)).starts(tf.constant(0, tf.int64)).numpy().tolist() for s in (0, 0, 1)]
+    starts = [Crops(mels, settings(small, seed=s)).starts(tf.constant(0, tf.int64)).numpy().tolist()
+              for s in (0, 0, 1)]
     assert starts[0] == starts[1] != starts[2]
 
 @pytest.mark.slow
@@ -142,7 +148,8 @@ def test_a_broken_batch_changes_neither_weights_nor_codebook(small):
     update = DVAEUpdate(DVAE(config), dvae_training(config))
     before = {name: v.numpy() for name, v in update.state.items()}
     found = update({'mel': tf.fill((2, 16, 80), np.nan)}, tf.constant(0))
-    assert found['skipped'] == found['bad'] == 1 and same(before, {name: v.numpy() for name, v in update.state.items()})
+    assert found['skipped'] == found['bad'] == 1
+    assert same(before, {name: v.numpy() for name, v in update.state.items()})
     assert update({'mel': tf.random.normal((2, 16, 80))}, tf.constant(1))['skipped'] == 0
     assert not same(before, {name: v.numpy() for name, v in update.state.items()})
 
@@ -174,7 +181,7 @@ def test_a_run_of_another_part_is_refused(small, prepared, mels, tmp_path):
             begin(tmp_path / 'nowhere')
 
 
-# --- the decoder ---------------------------------------------------------------------------------------------------
+# --- the decoder ----------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
 def tiny(small):
@@ -200,7 +207,8 @@ def bank(model, prepared, tmp_path_factory):
 def test_a_bank_holds_states_and_recordings(bank, model, prepared):
     xtts, i = XTTS.load(model), 3
     n, first = prepared.codes_length[i], bank.start['states'][i]
-    assert bank.ids == [c['id'] for c in prepared.clips] and bank.length['states'].tolist() == prepared.codes_length.tolist()
+    assert bank.ids == [c['id'] for c in prepared.clips]
+    assert bank.length['states'].tolist() == prepared.codes_length.tolist()
     batch = next(b for b in _epoch(prepared, xtts.config) if i in b['clip'].numpy()[b['weight'].numpy() > 0])
     row = batch['clip'].numpy().tolist().index(i)
     states = xtts.gpt.states(*(batch[k] for k in ('text', 'text_length', 'codes', 'code_length')),
@@ -231,7 +239,8 @@ def test_what_rounding_leaves_out_is_held(prepared, tiny):
 
 def has_states(bank) -> list[bool]:
     "Of each clip, whether every code has a state."
-    return [bool(bank.states[first:first + n].any(-1).all()) for first, n in zip(bank.start['states'], bank.length['states'])]
+    return [bool(bank.states[first:first + n].any(-1).all())
+            for first, n in zip(bank.start['states'], bank.length['states'])]
 
 @pytest.mark.parametrize('balance', ['balance_speakers', 'balance_languages'])
 def test_balance_leaves_no_clip_without_states(model, prepared, bank, balance, tmp_path):
@@ -251,7 +260,8 @@ def test_limits_leave_clips_out_of_a_bank(model, prepared, bank, tmp_path):
     assert calls[-n:] == [(n + i, 2 * n) for i in range(1, n + 1)] and [*calls[:-n]] == sorted(calls[:-n])
     assert calls[-n - 1] == (n, 2 * n) and not (tmp_path / 'bank' / 'older').exists()
     short = [i for i, clip in enumerate(prepared.clips) if clip['seconds'] <= 0.9]
-    assert 0 < len(short) < len(prepared) and made.ids == [prepared.clips[i]['id'] for i in short] and all(has_states(made))
+    assert 0 < len(short) < len(prepared) and made.ids == [prepared.clips[i]['id'] for i in short]
+    assert all(has_states(made))
     for place, i in enumerate(short):
         for name in ('wav', 'voice'):
             assert np.array_equal(part(made, name, place), part(bank, name, i))
@@ -388,15 +398,19 @@ def test_the_mel_distance():
 
 @pytest.mark.slow
 def test_settings_of_the_batches(bank, tiny):
-    changed = tiny.replace(voice={'window': 5, 'batch_size': 3, 'reference_seconds': 0.6, 'learning_rate': 0.5, 'steps': 7})
-    before, after = ({k: x.shape for k, x in next(iter(Windows(bank, c).stream())).items()} for c in (tiny, changed))
-    assert (before['states'], after['states']) == ((2, 4, 64), (3, 5, 64)) and after['voice'][1] > before['voice'][1]
+    changed = tiny.replace(voice={'window': 5, 'batch_size': 3, 'reference_seconds': 0.6,
+                                  'learning_rate': 0.5, 'steps': 7})
+    before, after = ({k: x.shape for k, x in next(iter(Windows(bank, c).stream())).items()}
+                     for c in (tiny, changed))
+    assert (before['states'], after['states']) == ((2, 4, 64), (3, 5, 64))
+    assert after['voice'][1] > before['voice'][1]
     assert (voice_training(changed).learning_rate, voice_training(changed).steps) == (0.5, 7)
 
 BATCHES = {'window', 'batch_size', 'reference_seconds', 'learning_rate', 'steps'}
 CRITICS = {'periods', 'windows', 'channels'}   # test_discriminators.py
 
-def test_no_key_of_the_voice_is_forgotten(): assert {*WEIGHTS, *BATCHES, *CRITICS} == set(VoiceConfig.model_fields)
+def test_no_key_of_the_voice_is_forgotten():
+    assert {*WEIGHTS, *BATCHES, *CRITICS} == set(VoiceConfig.model_fields)
 
 @pytest.mark.slow
 def test_a_broken_window_changes_nothing(bank, tiny):
@@ -409,16 +423,19 @@ def test_a_broken_window_changes_nothing(bank, tiny):
 
 @pytest.mark.slow
 def test_the_decoder_learns(bank, tiny):
-    config = tiny.replace(voice={'steps': 150, 'learning_rate': 3e-3}, training={'enable_xla_compilation': True})
+    config = tiny.replace(voice={'steps': 150, 'learning_rate': 3e-3},
+                          training={'enable_xla_compilation': True})
     keras.utils.set_random_seed(0)
     update = VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config)
     step = tf.function(update, jit_compile=True)
-    seen = [float(step(b, tf.constant(i))['mel_loss']) for i, b in enumerate(Windows(bank, config).stream(0, 150))]
+    seen = [float(step(b, tf.constant(i))['mel_loss'])
+            for i, b in enumerate(Windows(bank, config).stream(0, 150))]
     assert np.mean(seen[-10:]) < 0.6 * np.mean(seen[:10])
 
 @pytest.mark.slow
 def test_a_killed_voice_goes_on_to_the_bit_and_speaks(model, prepared, tiny, tmp_path):
-    config = tiny.replace(training={'validate_every': 2, 'checkpoint_every': 2, 'enable_graph_mode': False}, voice={'steps': 4})
+    config = tiny.replace(training={'validate_every': 2, 'checkpoint_every': 2, 'enable_graph_mode': False},
+                          voice={'steps': 4})
     whole = new_voice_run(tmp_path / 'whole', model, prepared, config, ['low-0', 'high-0'])
     whole.fit()
     kill_at(new_voice_run(tmp_path / 'run', model, prepared, config, ['low-0', 'high-0']), 4)
@@ -429,10 +446,12 @@ def test_a_killed_voice_goes_on_to_the_bit_and_speaks(model, prepared, tiny, tmp
     assert [l['step'] for l in lines_of(tmp_path / 'run') if 'val_loss' in l] == [2, 4]
     speaker = Speaker(XTTS.load(tmp_path / 'run'), max_seconds=0.5)
     held, wanted = speaker.xtts.hifigan, (whole.update.decoder, whole.update.encoder)
-    assert all(np.array_equal(a, b) for mine, theirs in zip(held, wanted) for a, b in zip(mine.variables, theirs.variables))
+    assert all(np.array_equal(a, b) for mine, theirs in zip(held, wanted)
+               for a, b in zip(mine.variables, theirs.variables))
     assert speaker.vocoder == 'hifigan' and np.isfinite(speaker('aa', 'en', prepared.wav_path(0))).all()
     best = XTTS.load(tmp_path / 'run' / 'best')
-    assert best.hifigan and all(np.array_equal(a, b) for a, b in zip(best.weights.values(), XTTS.load(model).weights.values()))
+    assert best.hifigan
+    assert all(np.array_equal(a, b) for a, b in zip(best.weights.values(), XTTS.load(model).weights.values()))
 
 @pytest.mark.slow
 def test_a_model_that_has_a_decoder_keeps_its_ears(model, prepared, tiny, tmp_path):
@@ -440,7 +459,8 @@ def test_a_model_that_has_a_decoder_keeps_its_ears(model, prepared, tiny, tmp_pa
     new_voice_run(tmp_path / 'first', model, prepared, tiny).save()
     run = new_voice_run(tmp_path / 'second', tmp_path / 'first', prepared, tiny)
     before = [np.array(v) for net in XTTS.load(tmp_path / 'first').hifigan for v in net.variables]
-    assert all(np.array_equal(a, b) for a, b in zip(before, [*run.update.decoder.variables, *run.update.encoder.variables]))
+    now = [*run.update.decoder.variables, *run.update.encoder.variables]
+    assert all(np.array_equal(a, b) for a, b in zip(before, now))
     run.fit(steps=2)
     decoder, encoder = (net.variables for net in XTTS.load(tmp_path / 'second').hifigan)
     assert all(np.array_equal(a, b) for a, b in zip(before[len(decoder):], encoder))
@@ -527,12 +547,13 @@ def test_the_sections_of_the_loop(tiny):
     assert voice_training(tiny).log_every == dvae_training(tiny).log_every == 2
 
 
-# --- the commands --------------------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 @pytest.fixture
 def yaml(tiny, tmp_path):
     path = tmp_path / 'tiny.yaml'
-    path.write_text(tiny.replace(training={'steps': 2, 'dvae_steps': 4, 'validate_every': 2}, voice={'steps': 2}).to_yaml())
+    path.write_text(tiny.replace(training={'steps': 2, 'dvae_steps': 4, 'validate_every': 2},
+                                 voice={'steps': 2}).to_yaml())
     return path
 
 def told(capsys) -> dict: return json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -544,7 +565,8 @@ def test_from_a_corpus_to_a_voice_of_its_own(corpus, yaml, tmp_path, monkeypatch
     codes = told(capsys)
     assert codes['run'].endswith('runs/dvae-1') and codes['steps'] == 4 and codes['best']
     assert main('prepare', corpus, '--dvae', codes['run'], '--out', 'cache', '--json') == 0
-    learned, own = (load_dvae(f'{at}/dvae.safetensors', Cache('cache').config) for at in ('cache', 'runs/dvae-1'))
+    learned, own = (load_dvae(f'{at}/dvae.safetensors', Cache('cache').config)
+                    for at in ('cache', 'runs/dvae-1'))
     assert all(np.array_equal(a, b) for a, b in zip(learned.variables, own.variables))
     assert main('train', '--data', 'cache', '--json') == 0
     assert main('train-voice', 'runs/train-1', '--val', 0.2, '--json') == 0
@@ -579,7 +601,8 @@ def test_a_setting_that_a_command_does_not_use_is_refused(part, key, corpus, mod
     assert not (tmp_path / 'run').exists()
 
 def test_the_refused_keys_are_those_that_are_always_the_same():
-    assert {*FIXED, 'judge_by'} == set(VOICE_ALWAYS) and {*FIXED, 'judge_by', 'weight_decay'} == set(DVAE_ALWAYS)
+    assert {*FIXED, 'judge_by'} == set(VOICE_ALWAYS)
+    assert {*FIXED, 'judge_by', 'weight_decay'} == set(DVAE_ALWAYS)
     for always, made in ((DVAE_ALWAYS, dvae_training), (VOICE_ALWAYS, voice_training)):
         used = made(XTTSConfig().replace(training=FIXED)).model_dump()
         assert {key: used[key] for key in always} == always
@@ -587,7 +610,8 @@ def test_the_refused_keys_are_those_that_are_always_the_same():
 def test_a_file_may_hold_what_asks_for_nothing(model, tmp_path):
     "The settings of the model itself, the defaults, and the values that are used anyway are no request."
     begun = XTTSConfig.load(model / 'config.yaml')
-    for text in (begun.to_yaml(), 'training: {precision: float32, schedule: constant}', 'training: {schedule: cosine}',
+    for text in (begun.to_yaml(), 'training: {precision: float32, schedule: constant}',
+                 'training: {schedule: cosine}',
                  'voice: {steps: 3}'):
         (tmp_path / 'c.yaml').write_text(text)
         found = _voice_settings(model, tmp_path / 'c.yaml', known=False)
@@ -616,12 +640,14 @@ def test_kill_9(part, corpus, model, prepared, tiny, tmp_path):
     given = {'dvae': [corpus], 'voice': [model, '--data', prepared.folder]}[part]
     arguments = [f'train-{part}', *map(str, given), '--config', str(tmp_path / 'c.yaml'), '--run']
     assert xtts_nb(*arguments, tmp_path / 'whole', '--json').code == 0
-    child = subprocess.Popen([*COMMAND, *arguments, str(tmp_path / 'run')], env=environment(), stderr=subprocess.PIPE)
+    child = subprocess.Popen([*COMMAND, *arguments, str(tmp_path / 'run')], env=environment(),
+                             stderr=subprocess.PIPE)
     while reached(tmp_path / 'run') < 17 and child.poll() is None: time.sleep(0.002)
     child.send_signal(signal.SIGKILL)
     assert child.communicate() and child.returncode == -signal.SIGKILL
     assert xtts_nb(f'train-{part}', '--run', tmp_path / 'run', '--json').code == 0
     assert lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
     for name in ('checkpoints', {'dvae': 'dvae.safetensors', 'voice': 'model.safetensors'}[part]):
-        for file in sorted((tmp_path / 'whole').glob(f'{name}/*') if name == 'checkpoints' else [tmp_path / 'whole' / name]):
-            assert file.read_bytes() == (tmp_path / 'run' / file.relative_to(tmp_path / 'whole')).read_bytes(), file
+        whole = tmp_path / 'whole'
+        for file in sorted(whole.glob(f'{name}/*') if name == 'checkpoints' else [whole / name]):
+            assert file.read_bytes() == (tmp_path / 'run' / file.relative_to(whole)).read_bytes(), file

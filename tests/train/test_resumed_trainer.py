@@ -21,7 +21,7 @@ from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.models.weights import read_tensors
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 class Broken(Cheap):
     "Whose losses are not finite at some updates."
@@ -39,10 +39,12 @@ def test_a_broken_update_is_counted_and_its_clips_are_named(prepared, mini, tmp_
     monkeypatch.setattr(runs, 'Trainer', type('Some', (Broken,), {'at': (1, 4, 5)}))
     run = new_run(prepared, mini.replace(training={'max_bad_steps': 3}), tmp_path / 'run')
     result = run.fit()
-    ids = {n: [prepared.clips[i]['id'] for i in run.plan.pick(tf.constant(n, tf.int64))[1].numpy()] for n in (1, 4, 5)}
+    ids = {n: [prepared.clips[i]['id'] for i in run.plan.pick(tf.constant(n, tf.int64))[1].numpy()]
+           for n in (1, 4, 5)}
     lines = lines_of(tmp_path / 'run')
     assert [line['skipped'] for line in lines] == [1, 0, 2, 0]
-    assert lines[0]['bad'] == {'1': ids[1]} and lines[2]['bad'] == {'4': ids[4], '5': ids[5]} and 'bad' not in lines[1]
+    assert lines[0]['bad'] == {'1': ids[1]} and lines[2]['bad'] == {'4': ids[4], '5': ids[5]}
+    assert 'bad' not in lines[1]
     assert lines[2]['loss'] is None and math.isfinite(lines[0]['loss']) and math.isfinite(result['loss_last'])
     said = capsys.readouterr().err
     assert all(f'Update {n} was left out' in said and ids[n][0] in said for n in ids)
@@ -50,21 +52,27 @@ def test_a_broken_update_is_counted_and_its_clips_are_named(prepared, mini, tmp_
 @pytest.mark.parametrize('log_every', [1, 3])
 def test_too_many_in_a_row_stop_with_the_last_good_state(prepared, mini, tmp_path, monkeypatch, log_every):
     monkeypatch.setattr(runs, 'Trainer', type('All', (Broken,), {'at': tuple(range(2, 20))}))
-    run = new_run(prepared, mini.replace(training={'max_bad_steps': 3, 'log_every': log_every, 'steps': 20}), tmp_path / 'run')
-    with pytest.raises(UserError, match=r'\d updates in a row .* not finite, the last with the clips .*(low|high)-'):
+    run = new_run(prepared, mini.replace(training={'max_bad_steps': 3, 'log_every': log_every, 'steps': 20}),
+                  tmp_path / 'run')
+    with pytest.raises(UserError,
+                       match=r'\d updates in a row .* not finite, the last with the clips .*(low|high)-'):
         run.fit()
     good = new_run(prepared, mini, tmp_path / 'good')
     good.fit(steps=2)
     again = resume_run(tmp_path / 'run')
-    assert np.array_equal(again.xtts.gpt.final_norm.beta.numpy(), good.xtts.gpt.final_norm.beta.numpy()) and again.step >= 5
+    assert np.array_equal(again.xtts.gpt.final_norm.beta.numpy(), good.xtts.gpt.final_norm.beta.numpy())
+    assert again.step >= 5
 
 def test_a_real_nan_is_skipped_by_the_real_step(prepared, mini, tmp_path):
-    run = new_run(prepared, mini.replace(data={'buckets': 1}, training={'max_bad_steps': 3}), tmp_path / 'run')
+    run = new_run(prepared, mini.replace(data={'buckets': 1}, training={'max_bad_steps': 3}),
+                  tmp_path / 'run')
     batches = run.batches
     poison = lambda b: b | {'reference': b['reference'] * tf.constant(np.nan, tf.float16)}
-    run.batches = lambda first, last: (poison(b) if i == 2 else b for i, b in enumerate(batches(first, last), first))
+    run.batches = lambda first, last: (poison(b) if i == 2 else b
+                                       for i, b in enumerate(batches(first, last), first))
     run.fit(steps=4)
-    assert [line['skipped'] for line in lines_of(tmp_path / 'run')] == [0, 1] and int(run.optimizer.iterations) == 3
+    assert [line['skipped'] for line in lines_of(tmp_path / 'run')] == [0, 1]
+    assert int(run.optimizer.iterations) == 3
 
 class Greedy:
     "A step that really asks for more than there is, from some update on, as long as it has too few parts."
@@ -80,7 +88,8 @@ class Greedy:
         self.stood = snapshot(self.state)
         super()._more_parts(error)
 
-def equal(a: dict, b: dict) -> bool: return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
 
 @pytest.mark.slow
 def test_out_of_memory_makes_the_same_update_in_more_parts(prepared, mini, tmp_path, monkeypatch, capsys):
@@ -102,16 +111,19 @@ def test_out_of_memory_makes_the_same_update_in_more_parts(prepared, mini, tmp_p
 @pytest.mark.slow
 def test_one_row_that_does_not_fit_is_an_error_with_a_remedy(prepared, mini, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, 'Trainer', type('Never', (Greedy, Cheap), {'enough': 99}))
-    with pytest.raises(UserError, match='out of memory with 1 rows at once; set training.gradient_checkpointing'):
+    with pytest.raises(UserError,
+                       match='out of memory with 1 rows at once; set training.gradient_checkpointing'):
         new_run(prepared, mini.replace(data={'buckets': 1}), tmp_path / 'run').fit()
 
 @pytest.mark.parametrize('mode, at, goes_on', [({}, 'while/mul', True), ({}, 'cond/adamw/mul_7', False),
                                                ({'enable_graph_mode': False}, '', False),
                                                ({'enable_xla_compilation': True}, 'adamw', True)])
-def test_weights_that_may_be_half_written_are_not_trained_on(cheap, prepared, mini, tmp_path, mode, at, goes_on):
+def test_weights_that_may_be_half_written_are_not_trained_on(cheap, prepared, mini, tmp_path, mode, at,
+                                                             goes_on):
     "A graph may run out of memory in the optimizer; XLA writes when all is computed; op by op nobody knows."
     run = new_run(prepared, mini.replace(training=mode), tmp_path / 'run')
-    refused = tf.errors.ResourceExhaustedError(None, None, f'OOM when allocating tensor [[{{{{node {at}}}}}]]')
+    refused = tf.errors.ResourceExhaustedError(None, None,
+                                               f'OOM when allocating tensor [[{{{{node {at}}}}}]]')
     if goes_on: run._more_parts(refused); assert run.training.accumulation == 2
     else: pytest.raises(UserError, run._more_parts, refused).match('were being written; set '
                                                                    'training.accumulation to 2')
@@ -148,7 +160,7 @@ def test_sigterm_waits_for_the_update():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-# --- stopped and resumed ---------------------------------------------------------------------------------------------
+# --- stopped and resumed --------------------------------------------------------------------------
 
 @pytest.fixture
 def undisturbed(cheap, prepared, mini, tmp_path):
@@ -176,20 +188,25 @@ def fit_killed(monkeypatch, run, where, count):
     with monkeypatch.context() as m:
         if where == 'step': run.train_step = bomb(run.train_step, False)
         elif where == 'log': run._log_fetched = bomb(run._log_fetched, True)
-        elif where == 'checkpoint written': m.setattr(trainer_page, 'save_checkpoint', bomb(checkpoint.save_checkpoint, True))
+        elif where == 'checkpoint written': m.setattr(trainer_page, 'save_checkpoint',
+                                                      bomb(checkpoint.save_checkpoint, True))
         elif where == 'model written': m.setattr(run.xtts, 'save', bomb(run.xtts.save, True))
         elif where == 'before a file': m.setattr(os, 'replace', bomb(os.replace, False))
         try: run.fit()
         except Killed: return True
     return False
 
-@pytest.mark.parametrize('where', ['step', 'checkpoint written', 'before a file', *(pytest.param(where, marks=pytest.mark.slow)
-                                                                                    for where in ('log', 'model written'))])
-@pytest.mark.parametrize('log_every, checkpoint_every', [(3, 4), *(pytest.param(*both, marks=pytest.mark.slow)
-                                                                  for both in ((2, 4), (4, 3), (1, 5), (5, 1)))])
-def test_stopped_anywhere_and_resumed(undisturbed, prepared, mini, tmp_path, monkeypatch, where, log_every, checkpoint_every):
+SLOW = [pytest.param(*both, marks=pytest.mark.slow) for both in ((2, 4), (4, 3), (1, 5), (5, 1))]
+
+@pytest.mark.parametrize('where', ['step', 'checkpoint written', 'before a file',
+                                   pytest.param('log', marks=pytest.mark.slow),
+                                   pytest.param('model written', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('log_every, checkpoint_every', [(3, 4), *SLOW])
+def test_stopped_anywhere_and_resumed(undisturbed, prepared, mini, tmp_path, monkeypatch, where, log_every,
+                                      checkpoint_every):
     "Stopped over and over, each time a bit later, until it gets through: the same run in the end."
-    config = mini.replace(training={'steps': 13, 'log_every': log_every, 'checkpoint_every': checkpoint_every})
+    config = mini.replace(training={'steps': 13, 'log_every': log_every,
+                                    'checkpoint_every': checkpoint_every})
     whole, folder, stops = undisturbed(config), tmp_path / 'run', 0
     for count in (1, 3, 6, 10, 999):
         run = new_run(prepared, config, folder) if not stops else resume_run(folder)
@@ -223,7 +240,7 @@ def test_more_steps_than_planned_go_on(cheap, prepared, mini, tmp_path):
     assert [line['step'] for line in lines_of(tmp_path / 'run')] == [2, 4, 6, 8, 10, 12]
 
 
-# --- killed, really --------------------------------------------------------------------------------------------------
+# --- killed, really -------------------------------------------------------------------------------
 
 STEPS = 80
 
@@ -234,10 +251,12 @@ def whole(prepared, mini, tmp_path_factory):
     def of(xla):
         if xla not in made:
             folder = tmp_path_factory.mktemp('whole')
-            config = mini.replace(training={'steps': STEPS, 'log_every': 3, 'checkpoint_every': 5, 'enable_xla_compilation': xla},
+            config = mini.replace(training={'steps': STEPS, 'log_every': 3, 'checkpoint_every': 5,
+                                            'enable_xla_compilation': xla},
                                   data={'buckets': 2 if xla else 1})
             (folder / 'run.yaml').write_text(config.to_yaml())
-            done = xtts_nb('train', '--data', prepared.folder, '--config', folder / 'run.yaml', '--run', folder / 'run', '--json')
+            done = xtts_nb('train', '--data', prepared.folder, '--config', folder / 'run.yaml', '--run',
+                           folder / 'run', '--json')
             assert done.code == 0, done.err
             made[xla] = folder / 'run.yaml', summary(done.json) | outcome(folder / 'run')
         return made[xla]
@@ -245,7 +264,8 @@ def whole(prepared, mini, tmp_path_factory):
 
 def kill_behind(step, run, *arguments, jitter):
     "Train, and kill -9 a moment after `step` was logged."
-    child = subprocess.Popen([*COMMAND, 'train', '--run', run, *arguments], env=environment(), stderr=subprocess.PIPE)
+    child = subprocess.Popen([*COMMAND, 'train', '--run', run, *arguments], env=environment(),
+                             stderr=subprocess.PIPE)
     begun = time.monotonic()
     while reached(run) < step and child.poll() is None:
         assert time.monotonic() - begun < 120
@@ -260,7 +280,8 @@ def check_killed(whole, prepared, folder, seed, points, xla):
     draw, run = random.Random(seed), folder / 'run'
     for part, point in enumerate(points):
         arguments = [] if part else ['--data', prepared.folder, '--config', settings]
-        kill_behind(point if isinstance(point, int) else draw.randint(*point), run, *arguments, jitter=draw.uniform(0, 0.02))
+        kill_behind(point if isinstance(point, int) else draw.randint(*point), run, *arguments,
+                    jitter=draw.uniform(0, 0.02))
     done = xtts_nb('train', '--run', run, '--json')
     assert done.code == 0, done.err
     assert summary(done.json) | outcome(run) == wanted
@@ -272,9 +293,11 @@ def test_killed_and_resumed_to_the_bit(whole, prepared, tmp_path):
 
 def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
     "Exit code 143, and a checkpoint of the update that was running."
-    config = mini.replace(data={'buckets': 1}, training={'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000})
+    config = mini.replace(data={'buckets': 1},
+                          training={'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000})
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
-    command = [*COMMAND, 'train', '--data', prepared.folder, '--config', tmp_path / 'run.yaml', '--run', tmp_path / 'run']
+    command = [*COMMAND, 'train', '--data', prepared.folder, '--config', tmp_path / 'run.yaml', '--run',
+               tmp_path / 'run']
     child = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
     while reached(tmp_path / 'run') < 4 and child.poll() is None: time.sleep(0.01)
     child.send_signal(signal.SIGTERM)

@@ -20,7 +20,8 @@ from xtts_nb.train.runs import (base_config, check_made_for, held_out_share, new
 @pytest.fixture(scope='module')
 def mini(small):
     "One block, one shape, and nothing to trace."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0.}}, data={'buckets': 1},
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0.}},
+                         data={'buckets': 1},
                          training={'steps': 2, 'warmup_steps': 0, 'log_every': 2, 'validate_every': 2,
                                    'enable_eager_debug': True})
 
@@ -38,13 +39,16 @@ def test_a_cache_without_codes_gives_the_batches_of_one_with(prepared, runtime, 
     wrong = codes = 0
     for a, b in zip(*(cached_batches(plan, 0, 8) for plan in plans), strict=True):
         assert list(a) == list(b) and all(a[k].shape == b[k].shape and a[k].dtype == b[k].dtype for k in a)
-        assert all(np.array_equal(a[k], b[k]) for k in ('clip', 'weight', 'text', 'text_length', 'code_length'))
+        assert all(np.array_equal(a[k], b[k])
+                   for k in ('clip', 'weight', 'text', 'text_length', 'code_length'))
         assert np.allclose(a['reference'], b['reference'], atol=6e-3)
-        wrong, codes = wrong + int((a['codes'].numpy() != b['codes'].numpy()).sum()), codes + int(a['code_length'].numpy().sum())
+        wrong += int((a['codes'].numpy() != b['codes'].numpy()).sum())
+        codes += int(a['code_length'].numpy().sum())
     assert wrong <= codes // 1000
 
 def test_without_a_dvae_it_is_said_what_to_do(runtime, small):
-    with pytest.raises(UserError, match='holds no codes.*give its plan a DVAE, or prepare it with data.preprocessing_mode pre'):
+    with pytest.raises(UserError,
+                       match='holds no codes.*give its plan a DVAE, or prepare it with data.pre'):
         cached_batches(BatchPlan(runtime, small.data))
 
 @pytest.mark.slow
@@ -91,7 +95,7 @@ def test_at_least_one_sentence_is_held_out(prepared):
     assert len({text[i] for i in held_out_share(prepared, 0.999)}) == len(set(text.values()))
 
 
-# --- what belongs together -------------------------------------------------------------------------------------------
+# --- what belongs together ------------------------------------------------------------------------
 
 def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(mini, tmp_path):
     other = mini.replace(model={'gpt': {'layers': 3, 'dropout': 0.2}}, training={'steps': 99})

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from xtts_nb.train.dual import (
-    PipelineClosed, SerialBatches, Pipeline, Ring, Span, bench_stages, by_stage, overlap, pipeline_row, pipeline_table,
+    PipelineClosed, SerialBatches, Pipeline, Ring, Span, bench_stages, by_stage, overlap, pipeline_row,
+    pipeline_table,
     plot_timeline, run_emulated, stage_rows)
 
 SHORT = {'host': 0.003, 'data': 0.004, 'model': 0.005}
@@ -46,7 +47,8 @@ def test_no_batches_at_all(kind):
 
 def test_a_slow_reader_holds_everybody_back():
     asked = []
-    with Pipeline((asked.append(n) or n for n in range(100)), {'data': str, 'copy': str}, ring=3, between=2) as batches:
+    with Pipeline((asked.append(n) or n for n in range(100)), {'data': str, 'copy': str}, ring=3,
+                  between=2) as batches:
         next(batches)
         time.sleep(0.1)
         assert len(asked) <= 3 + 2 + 2 and [r.most for r in batches.rings] == [2, 2, 3] and batches.most == 3
@@ -109,20 +111,23 @@ def test_a_place_is_taken_before_and_given_back_after():
 def test_side_by_side_overlaps_and_in_turn_does_not():
     serial, pipelined = run_emulated(20, SHORT), run_emulated(20, SHORT, ring=3)
     turn, side = overlap(serial.spans), overlap(pipelined.spans)
-    assert turn['work'] <= turn['wall'] and side['wall'] < side['work'] and side['model_wait_share'] < turn['model_wait_share']
+    assert turn['work'] <= turn['wall'] and side['wall'] < side['work']
+    assert side['model_wait_share'] < turn['model_wait_share']
     begun = {(s.stage, s.number): s.start for s in pipelined.spans}
     ended = {(s.stage, s.number): s.end for s in pipelined.spans}
     # the next is under way while one is used
     assert sum(begun['host', n + 1] < ended['model', n] for n in range(19)) > 15
 
 def test_numbers_of_a_run_that_was_drawn_by_hand():
-    spans = [Span('host', 0, 0., 1.), Span('model', 0, 1., 3.), Span('host', 1, 1., 2.), Span('model', 1, 4., 6.)]
+    spans = [Span('host', 0, 0., 1.), Span('model', 0, 1., 3.), Span('host', 1, 1., 2.),
+             Span('model', 1, 4., 6.)]
     assert overlap(spans) == {'wall': 6., 'work': 6., 'rate': 1 / 3, 'model_wait_share': pytest.approx(0.2)}
     assert stage_rows(spans, {'model': 'GPU:1'}) == [
         {'name': 'host', 'device': None, 'batches': 2, 'ms': 1000., 'busy': 0.333},
         {'name': 'model', 'device': 'GPU:1', 'batches': 2, 'ms': 2000., 'busy': 0.667}]
     with SerialBatches([], {}) as batches: batches.spans.extend(spans)
-    assert pipeline_row('x', batches, 0.5) == {'name': 'x', 'rate': 0.333, 'ideal_rate': 0.5, 'model_wait_share': 0.2,
+    assert pipeline_row('x', batches, 0.5) == {'name': 'x', 'rate': 0.333, 'ideal_rate': 0.5,
+                                               'model_wait_share': 0.2,
                                                'ring_max': 1}
 
 def test_rows_are_rounded_and_one_batch_has_no_rate():
@@ -146,7 +151,8 @@ def test_bench_rows():
 def test_the_picture_shows_each_stage_with_its_device():
     spans = run_emulated(4, SHORT, ring=3).spans
     ax, = plot_timeline({'a run': spans}, {'model': 'GPU:1'}, batches=2, first=1).axes
-    assert [t.get_text() for t in ax.get_yticklabels()] == ['host', 'data', 'model  GPU:1'] and ax.get_title() == 'a run'
+    assert [t.get_text() for t in ax.get_yticklabels()] == ['host', 'data', 'model  GPU:1']
+    assert ax.get_title() == 'a run'
     assert [len(c.get_paths()) for c in ax.collections] == [2, 2, 2]
     drawn = [Span('host', 4, 7., 8.), Span('model', 4, 8.5, 10.)]   # from the begin of what is shown
     boxes = [c.get_paths()[0].get_extents()

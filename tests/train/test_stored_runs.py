@@ -18,7 +18,7 @@ from xtts_nb.train.runs import export_run, held_out_share, new_run, resume_run
 from xtts_nb.models.weights import read_tensors
 
 
-# --- folders that do not fit -----------------------------------------------------------------------------------------
+# --- folders that do not fit ----------------------------------------------------------------------
 
 def test_a_run_of_another_cache_is_refused(cheap, prepared, corpus, mini, tmp_path):
     new_run(prepared, mini, tmp_path / 'run').fit(steps=2)
@@ -49,8 +49,8 @@ def test_a_run_goes_on_with_the_clips_it_held_out(cheap, prepared, mini, tmp_pat
 def test_a_model_of_another_size_is_refused(cheap, prepared, mini, tmp_path):
     new_run(prepared, mini, tmp_path / 'run').fit(steps=2)
     before = tree(tmp_path)
-    for size, message in (({'layers': 2}, 'belongs to another model'), ({'width': 32, 'heads': 1}, 'has '
-                                                                                                   'shape')):
+    for size, message in (({'layers': 2}, 'belongs to another model'),
+                          ({'width': 32, 'heads': 1}, 'has shape')):
         with pytest.raises(UserError, match=message):
             new_run(prepared, mini.replace(model={'gpt': size}), tmp_path / 'run')
     assert tree(tmp_path) == before
@@ -85,7 +85,7 @@ def test_a_cache_that_is_gone_is_named(cheap, prepared, mini, tmp_path):
     with pytest.raises(UserError, match=str(tmp_path / 'cache')): resume_run(tmp_path / 'run')
 
 
-# --- clips held out --------------------------------------------------------------------------------------------------
+# --- clips held out -------------------------------------------------------------------------------
 
 def test_held_out_clips_are_neither_trained_on_nor_heard(cheap, prepared, mini, tmp_path):
     held = ['low-0', 'low-3', 'high-6']
@@ -112,7 +112,8 @@ def second(prepared, corpus, dvae, tmp_path_factory):
 def test_validation_on_a_cache_of_its_own(cheap, prepared, second, mini, tmp_path):
     config = mini.replace(training={'validate_every': 2, 'steps': 2})
     run = new_run(prepared, config, tmp_path / 'run', val=second)
-    assert run.held_out.cache is second and run.held_out.count.sum() == 4 and run.plan.count.sum() == len(prepared)
+    assert run.held_out.cache is second and run.held_out.count.sum() == 4
+    assert run.plan.count.sum() == len(prepared)
     run.fit()
     assert 'val_loss' in lines_of(tmp_path / 'run')[-1]
     again = resume_run(tmp_path / 'run')
@@ -138,7 +139,8 @@ def test_epochs_are_counted_in_updates(cheap, prepared, mini, tmp_path):
     updates = 3 * run.plan.steps_per_epoch
     assert run.training.steps == updates != mini.training.steps and run.fit()['steps'] == updates
     # its end
-    assert lines_of(tmp_path / 'run')[-1]['learning_rate'] == pytest.approx(0.02 * mini.training.learning_rate)
+    rate = lines_of(tmp_path / 'run')[-1]['learning_rate']
+    assert rate == pytest.approx(0.02 * mini.training.learning_rate)
     assert resume_run(tmp_path / 'run').fit()['steps'] == updates
 
 def test_a_share_of_the_sentences_is_held_out_in_every_voice(prepared):
@@ -150,7 +152,7 @@ def test_a_share_of_the_sentences_is_held_out_in_every_voice(prepared):
     for share in (0, 1, -0.1): pytest.raises(UserError, held_out_share, prepared, share)
 
 
-# --- the model alone -------------------------------------------------------------------------------------------------
+# --- the model alone ------------------------------------------------------------------------------
 
 def test_export_is_the_model_alone_and_the_best_one_where_asked(given, prepared, mini, tmp_path):
     new_run(prepared, mini.replace(training={'validate_every': 2}), tmp_path / 'run', HELD).fit()
