@@ -236,7 +236,7 @@ PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 
      {'copies of weights': 16 * 64**2, 'gradients': 4 * 768, 'moments': 8 * 768}),
     ({'finetune': 'rows'}, 0, {'gradients': 4 * 645, 'moments': 8 * 645})])
 def test_the_estimate_by_hand(mini, monkeypatch, training, cards, other):
-    monkeypatch.setattr(finetune, 'parameters', lambda model: {'GPT': 1000, 'DVAE': 100})
+    monkeypatch.setattr(finetune, 'parameter_counts', lambda model: {'GPT': 1000, 'DVAE': 100})
     monkeypatch.setattr(finetune, 'activation_count', lambda config, codes, text: codes + text)
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [kind] * cards)
     config = mini.replace(training={'enable_xla_compilation': False} | training)
