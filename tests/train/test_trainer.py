@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from cheap import HELD, Cheap, lines_of, summary
 from process import tree
+from xtts_nb.monitor import loop
 from xtts_nb.train import runs, trainer as trainer_page
 from xtts_nb.config import TrainingConfig, UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
@@ -39,7 +40,7 @@ def clock(monkeypatch):
     "A clock that is set by hand."
     clock = SimpleNamespace(now=100.)
     clock.perf_counter = lambda: clock.now
-    monkeypatch.setattr(trainer_page, 'time', clock)
+    for module in (loop, trainer_page): monkeypatch.setattr(module, 'time', clock)
     return clock
 
 class Timed:
@@ -55,7 +56,7 @@ def test_the_pace_by_hand(clock, monkeypatch):
     """The first step of a shape and one that traces do not count; three more are timed alone: the device
     is waited for."""
     waited, step, timer = [], Timed(clock), StepTimer(4, {})
-    monkeypatch.setattr(trainer_page, 'wait_for', waited.append)
+    monkeypatch.setattr(loop, 'wait_for', waited.append)
     with timer.phase('wait'): clock.now += 1 / 7
     for seconds in (5., 2., 3., 1., 7., 0.5): assert timer.run(step, {'x': np.zeros(3)}, seconds) == seconds
     timer.run(step, {'x': np.zeros(3)}, 9., 1)
@@ -178,10 +179,16 @@ def test_what_a_trainer_is_given(prepared, mini, tmp_path):
 def test_the_seconds_of_a_run(clock, prepared, mini):
     "Waits of 1 s, steps of 0.1264 s; a clock that stands still otherwise."
     def feed(plan, first, last):
-        for batch in plan.stream(first, last): clock.now += 1; yield batch
+        for batch in plan.stream(first, last):
+            clock.now += 1
+            yield batch
     config = mini.replace(data={'buckets': 1})
     run = Cheap(XTTS(config, prepared.tokenizer), BatchPlan(prepared, config.data), feed=feed)
-    def step(batch, number): clock.now += 0.1264; return {'loss': tf.constant(1.)}
+
+    def step(batch, number):
+        clock.now += 0.1264
+        return {'loss': tf.constant(1.)}
+
     run.train_step = step
     found = run.fit(3)
     assert (found['seconds'], found['compile_seconds'], found['traces']) == (3.38, 0.13, 0)
