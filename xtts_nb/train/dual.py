@@ -285,7 +285,8 @@ def pipeline_table(rows: list[dict]) -> list[dict]:
     "Rows of `bench_stages`, formatted."
     return [{'name': r['name'], 'batches/s': f'{r["rate"]:,.2f}',
              'of the ideal': f'{r["rate"] / r["ideal_rate"]:.1%}',
-             'model waits': f'{r["model_wait_share"]:.1%}', 'batches before the model': r['ring_max']} for r in rows]
+             'model waits': f'{r["model_wait_share"]:.1%}',
+             'batches before the model': r['ring_max']} for r in rows]
 
 # %% ../../nbs/40_dual_gpu.ipynb #3e429d3c
 class SoundReader(WavReader):

@@ -101,7 +101,7 @@ class ReplacedRows:
     "A table of which some ranges of rows (or columns) are replaced by trainable ones."
     weight: keras.Variable
     rows: keras.Variable
-    sizes: list[int]      # along the axis: kept, replaced, kept, ...
+    sizes: list[int]      # along the axis: unchanged, replaced, unchanged, ...
     axis: int
 
     def __post_init__(self): self.base = self.weight.value
@@ -181,14 +181,14 @@ def activation_count(
 ) -> float:
     "Activations of one clip: those stored for the backward pass, and those needed in it at once."
     gpt, training, data = config.model.gpt, config.training, config.data
-    kept = forward_numbers(config, text, codes)
-    length, block = gpt.prompt_latents + text + codes + 4, kept['GPT blocks'] / gpt.layers
+    stored = forward_numbers(config, text, codes)
+    length, block = gpt.prompt_latents + text + codes + 4, stored['GPT blocks'] / gpt.layers
     if training.gradient_checkpointing:   # the input of each block, and one block computed again
-        kept['GPT blocks'] = gpt.layers * length * gpt.width + block
+        stored['GPT blocks'] = gpt.layers * length * gpt.width + block
         layers = gpt.conditioning_layers
-        kept['GPT voice'] = layers * data.reference_frames * gpt.width + kept['GPT voice'] / layers
-    if training.finetune != 'whole': kept['GPT voice'] = 0   # nothing flows back to it
-    return sum(kept.values()) + 2 * block
+        stored['GPT voice'] = layers * data.reference_frames * gpt.width + stored['GPT voice'] / layers
+    if training.finetune != 'whole': stored['GPT voice'] = 0   # it gets no gradient
+    return sum(stored.values()) + 2 * block
 
 # %% ../../nbs/train/finetune.ipynb #74be6ef5
 def memory_needs(

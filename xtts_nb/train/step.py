@@ -156,7 +156,7 @@ def share(self: Update, batch, seed, counts):
 
 @patch
 def gradients(self: Update, batch, number, counts, first: int | None = None):
-    "The same of all rows, in `training.accumulation` parts; `first` numbers the first of this worker's parts."
+    "The same of all rows, in `training.accumulation` parts; `first` is the number of this worker's first."
     seed, parts = tf.stack([tf.constant(self.training.seed), number]), self.training.accumulation
     if parts == 1: return self.share(batch, seed if first is None else fold_seed(seed, first), counts)
     cut = {k: tf.reshape(v, (parts, v.shape[0] // parts, *v.shape[1:])) for k, v in batch.items()}

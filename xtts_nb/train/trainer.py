@@ -394,7 +394,7 @@ def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
 def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool = True):
     "Write a checkpoint and the model as it is, or the model as the best so far, or both."
     if not (checkpoint or best): return
-    # no copy of what stands still
+    # no copy if nothing changes any more
     facts, copied = {k: getattr(self, k) for k in RESUMED_FIELDS}, dict if wait else snapshot
     state = copied(self.state) if checkpoint else {}
     # no second copy
@@ -405,7 +405,7 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
     def write():
         if best: self.xtts.save(self.run / 'best', model)
         if not checkpoint: return
-        self.xtts.save(self.run, model)   # first: whoever finds the checkpoint finds its model too
+        self.xtts.save(self.run, model)   # first, so that every checkpoint has its model
         keep = self.training.keep_checkpoints
         save_checkpoint(self.run / 'checkpoints', variables=state, keep=keep, **facts)
 
