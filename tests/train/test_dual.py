@@ -143,7 +143,8 @@ def test_stages_and_their_devices():
     batch = {'a': tf.zeros((2, 3)), 'b': tf.zeros(4, tf.int64)}
     assert feed._note('data', batch) is batch
     assert feed.outputs == {'data': (batch['a'].device, 2 * 3 * 4 + 4 * 8)}
-    wait_computed(tf.constant(1.)); wait_computed(tf.zeros((2, 3)))   # of any shape
+    wait_computed(tf.constant(1.))
+    wait_computed(tf.zeros((2, 3)))   # of any shape
 
 def test_the_audit_by_owner_and_device():
     row = lambda owner, size, device='CPU:0': {'owner': owner, 'name': 'x', 'device': device,
@@ -243,7 +244,8 @@ def test_two_devices_train_as_one_does_and_the_other_goes_on(online, mini, tmp_p
     assert where['model'] == where['optimizer'] == where['stage copy'] == 'CPU:1'
     again = resume_run(tmp_path / 'two', feed=Feed(online, mini, ONE), device='CPU:0')
     assert again.step == 4
-    again.fit(); one.fit()
+    again.fit()
+    one.fit()
     assert again.last_losses == one.last_losses
 
 

@@ -346,7 +346,8 @@ def test_the_limit_of_a_trial(monkeypatch):
     monkeypatch.setattr(tf.config, 'set_logical_device_configuration', lambda *given: set_.append(given))
     finetune.limit_memory(5 * 2**20 + 7)
     assert set_ == [(['one'], 'GPU'), ('one', [tf.config.LogicalDeviceConfiguration(memory_limit=5)])]
-    cards.clear(); set_.clear()
+    cards.clear()
+    set_.clear()
     finetune.limit_memory(1000)
     assert set_ == [(resource.RLIMIT_DATA, (34 * 1024 + 1000, 99))] and finetune._status('VmHWM') == 12 * 1024
 

@@ -124,7 +124,9 @@ def test_weights_that_may_be_half_written_are_not_trained_on(cheap, prepared, mi
     run = new_run(prepared, mini.replace(training=mode), tmp_path / 'run')
     refused = tf.errors.ResourceExhaustedError(None, None,
                                                f'OOM when allocating tensor [[{{{{node {at}}}}}]]')
-    if goes_on: run._more_parts(refused); assert run.training.accumulation == 2
+    if goes_on:
+        run._more_parts(refused)
+        assert run.training.accumulation == 2
     else: pytest.raises(UserError, run._more_parts, refused).match('were being written; set '
                                                                    'training.accumulation to 2')
 

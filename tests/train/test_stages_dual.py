@@ -62,9 +62,13 @@ def test_a_slow_reader_holds_everybody_back():
 def test_a_batch_is_gone_when_it_was_used():
     class Batch: pass
     alive, most = weakref.WeakSet(), 0
-    def made(_): alive.add(b := Batch()); return b
+    def made(_):
+        alive.add(b := Batch())
+        return b
     with Pipeline(range(300), {'data': made}) as batches:
-        for batch in batches: most = max(most, len(alive)); del batch
+        for batch in batches:
+            most = max(most, len(alive))
+            del batch
     gc.collect()
     assert most <= 3 and not alive
 
@@ -90,22 +94,26 @@ def test_a_failure_of_the_reader_ends_all():
 def test_closed_in_the_middle_and_twice():
     batches = Pipeline(iter(int, 1), {'data': waiting(0.01)})
     next(batches)
-    batches.close(); batches.close()
+    batches.close()
+    batches.close()
     assert not any(t.is_alive() for t in batches.threads)
     with pytest.raises(PipelineClosed): next(batches)
 
 def test_a_place_is_taken_before_and_given_back_after():
     ring = Ring(2)
     assert ring.most == 0
-    ring.reserve(); ring.reserve()
+    ring.reserve()
+    ring.reserve()
     third = threading.Thread(target=ring.reserve)
-    third.start(); third.join(0.05)
+    third.start()
+    third.join(0.05)
     assert third.is_alive() and ring.most == 2
     ring.put('a')
     assert ring.get() == 'a'
     third.join(0.05)
     assert third.is_alive()   # it is still in use
-    ring.free(); third.join(5)
+    ring.free()
+    third.join(5)
     assert not third.is_alive() and ring.most == 2
 
 def test_side_by_side_overlaps_and_in_turn_does_not():

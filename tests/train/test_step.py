@@ -224,7 +224,9 @@ def test_the_comparison_has_a_row_for_each_mode():
 ], ids=str)
 def test_the_three_switches(flags, compiled, line):
     training, inside = TrainingConfig(**flags), []
-    def step(x): inside.append(tf.executing_eagerly()); return x + 1
+    def step(x):
+        inside.append(tf.executing_eagerly())
+        return x + 1
     made = compile_step(step, training)
     assert float(made(tf.constant(1.))) == 2 and inside == [compiled is None]
     assert compiled is None or made.graph._jit_compile == compiled

@@ -95,7 +95,8 @@ def test_held_out_clips_are_neither_trained_on_nor_heard(cheap, prepared, mini, 
     clips, references = set(), set()
     for step in range(10 * plan.steps_per_epoch):
         _, clip, other, _, _ = plan.pick(tf.constant(step, tf.int64))
-        clips |= set(clip.numpy().tolist()); references |= set(other.numpy().tolist())
+        clips |= set(clip.numpy().tolist())
+        references |= set(other.numpy().tolist())
     assert len(out) == 3 and clips == references == set(range(len(prepared))) - out
 
 

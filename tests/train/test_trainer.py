@@ -106,7 +106,8 @@ def test_what_goes_where(monkeypatch):
     assert 'CPU:0' in to_device(batch, 'CPU:0')['x'].device
     monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: ['a card'])
     monkeypatch.setattr(tf, 'device', lambda name: names.append(name) or nullcontext())
-    to_device(batch); to_device(batch, 'GPU:1')
+    to_device(batch)
+    to_device(batch, 'GPU:1')
     assert names == ['GPU:0', 'GPU:1']
 
 def test_epochs_are_updates_and_no_losses_have_no_mean():
@@ -124,7 +125,10 @@ def test_patience_is_at_an_end(patience, since, over):
 def test_a_model_is_shown_as_trained_once():
     entered = []
     @contextmanager
-    def shown(): entered.append('in'); yield; entered.append('out')
+    def shown():
+        entered.append('in')
+        yield
+        entered.append('out')
     run = SimpleNamespace(shown=False, update=SimpleNamespace(as_trained=shown))
     for _ in range(2):
         with Trainer.as_trained(run), Trainer.as_trained(run): assert entered[-1] == 'in'
@@ -141,7 +145,8 @@ def test_bad_updates_are_named_and_counted(capsys):
     said = 'Update 11 was left out: a loss or gradient is not finite. Its clips: clip 11, other.'
     assert said in capsys.readouterr().err
     assert count(18, [1, 0, 1])['bad'].keys() == {15, 17} and run.failure is None
-    count(19, [1]); assert run.failure is None
+    count(19, [1])
+    assert run.failure is None
     count(20, [1])
     assert run.failure.startswith('training: 3 updates in a row') and 'clips clip 19, other;' in run.failure
 
@@ -222,7 +227,8 @@ def test_nothing_is_fetched_between_two_log_lines(prepared, mini, monkeypatch, e
     monkeypatch.setattr(owner, '_numpy', lambda self: real(note(self)))
     monkeypatch.setattr(np, 'asarray', lambda x, *a, **k: asarray(note(x), *a, **k))
     monkeypatch.setattr(np, 'array', lambda x, *a, **k: array(note(x), *a, **k))
-    float(tf.constant(1.)); np.asarray(tf.constant(1.))
+    float(tf.constant(1.))
+    np.asarray(tf.constant(1.))
     assert len(fetched) >= 2   # the watch works
     fetched.clear()
     run.fit(steps=16)
@@ -438,9 +444,15 @@ METHODS = [f'on_{what}_{when}' for what in ('train', 'epoch', 'train_batch', 'te
 
 class Noting(keras.callbacks.Callback):
     "Notes every call: its name, its number and what it was given."
-    def __init__(self): super().__init__(); self.calls, self.given = [], []
-    def set_params(self, params): super().set_params(params); self.calls.append('set_params')
-    def set_model(self, model): super().set_model(model); self.calls.append('set_model')
+    def __init__(self):
+        super().__init__()
+        self.calls, self.given = [], []
+    def set_params(self, params):
+        super().set_params(params)
+        self.calls.append('set_params')
+    def set_model(self, model):
+        super().set_model(model)
+        self.calls.append('set_model')
     def note(self, name, number=None, logs=None):
         assert number is None or type(number) is int   # it is formatted into names of files
         self.calls.append(name if number is None else (name, number))
