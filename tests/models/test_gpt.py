@@ -52,12 +52,12 @@ def test_what_stands_behind_the_length_does_not_matter():
     a, b = (shifted(tf.constant([[7, 8, x, x]]), tf.constant([2]), 1, 0) for x in (0, 31))
     assert all(np.array_equal(x, y) for x, y in zip(a, b))
 
-@pytest.mark.parametrize('stop_seen', [True, False])
+@pytest.mark.parametrize('stop_visible', [True, False])
 @pytest.mark.parametrize('length', [0, 2, 5])
-def test_the_mask_position_by_position(length, stop_seen):
+def test_the_mask_position_by_position(length, stop_visible):
     prompt, text, codes = 2, 7, 3   # text part: START, at most 5 tokens, STOP
-    mask = np.array(joint_mask(prompt, text, tf.constant([length]), codes, stop_seen))[0, 0]
-    filled = set(range(prompt + length + 1 + stop_seen, prompt + text))
+    mask = np.array(joint_mask(prompt, text, tf.constant([length]), codes, stop_visible))[0, 0]
+    filled = set(range(prompt + length + 1 + stop_visible, prompt + text))
     assert all(mask[q, k] == (k <= q and k not in filled) for q in range(12) for k in range(12))
 
 @pytest.mark.parametrize('place', [0, 5, S - 1])
