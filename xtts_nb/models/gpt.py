@@ -63,12 +63,12 @@ def joint_mask(
     text: int,         # positions of the text part, T + 2
     text_length,       # (B,) tokens, without START and STOP
     codes: int,        # positions of the code part
-    stop_seen: bool = True,   # whether the STOP of the text may be seen
+    stop_visible: bool = True,   # whether the STOP of the text is visible
 ):                     # (B, 1, L, L) bool
-    "True where a query may see a key, over `[prompt | text | codes]`."
+    "True where a key is visible to a query, over `[prompt | text | codes]`."
     total = prompt + text + codes
     place = ops.arange(total)[None] - prompt
-    filling = ops.logical_and(place >= text_length[:, None] + 1 + stop_seen, place < text)
+    filling = ops.logical_and(place >= text_length[:, None] + 1 + stop_visible, place < text)
     return ops.logical_and(causal_mask(total, total)[None, None], ops.logical_not(filling)[:, None, None])
 
 # %% ../../nbs/models/gpt.ipynb #3a84e589
@@ -160,5 +160,5 @@ def states(self: GPT, text, text_length, codes, code_length, prompt, seed=None):
     x = ops.concatenate([prompt, self.embed_text(text_in), self.embed_codes(code_in)], 1)
     x = dropout(x, self.cfg.dropout, fold_seed(seed, 1000))
     P, T = prompt.shape[1], text_in.shape[1]
-    x = self.hidden(x, joint_mask(P, T, text_length, code_in.shape[1], stop_seen=not self.parity), seed)
+    x = self.hidden(x, joint_mask(P, T, text_length, code_in.shape[1], stop_visible=not self.parity), seed)
     return x[:, P:P + T], x[:, P + T:]
