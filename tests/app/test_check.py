@@ -15,21 +15,28 @@ from xtts_nb.sampler import CPU, GPU, Sample
 
 class FakeStep:
     "A step whose losses, traces and weights are given."
-    def __init__(self, losses=(3., 2., 1., *(0.99**i for i in range(1, 80))), traces=1, xla=True, moves=True, skipped=0.,
-                 says='', grows=()):
-        self.says, self.grows = says, list(grows)   # on stderr, once; the traces each time that they are asked for
-        self.list, self.traces, self.xla, self.moves, self.skipped, self.calls = losses, traces, xla, moves, skipped, 0
+    def __init__(self, losses=(3., 2., 1., *(0.99**i for i in range(1, 80))), traces=1, xla=True, moves=True,
+                 skipped=0., message='', trace_counts=()):
+        self.message = message              # printed on stderr, once
+        self.trace_counts = list(trace_counts)   # a number for each time that the traces are counted
+        self.losses, self.traces, self.xla, self.moves, self.skipped = losses, traces, xla, moves, skipped
+        self.calls = 0
         self.weight = tf.Variable(0., name='weight')
         value = SimpleNamespace(path='weight', value=self.weight, numpy=self.weight.numpy)
         self.step = SimpleNamespace(weights=[value], optimizer=SimpleNamespace(variables=[]))
-        self.graph = SimpleNamespace(experimental_get_tracing_count=lambda: self.grows.pop(0) if self.grows
-                                     else self.traces)
+        count = lambda: self.trace_counts.pop(0) if self.trace_counts else self.traces
+        self.graph = SimpleNamespace(experimental_get_tracing_count=count)
     def __call__(self, batch, number):
         if self.moves: self.weight.assign_add(1.)
-        loss = self.list[min(self.calls, len(self.list) - 1)]
+        loss = self.losses[min(self.calls, len(self.losses) - 1)]
         self.calls += 1
-        if self.says and self.calls == 1: print(self.says, file=sys.stderr)
+        if self.message and self.calls == 1: print(self.message, file=sys.stderr)
         return {'loss': tf.constant(loss), 'skipped': tf.constant(self.skipped)}
+
+def show_gpu(monkeypatch):
+    "TensorFlow lists a GPU."
+    devices = lambda kind=None: ['GPU:0'] * (kind == 'GPU')
+    monkeypatch.setattr(check.tf.config, 'list_logical_devices', devices)
 
 def no_gpu(): raise UserError('NVML: there is no driver; install it.')
 
@@ -42,7 +49,8 @@ def result(trial, name): return next(row for row in run_checks(trial) if row['na
 @pytest.mark.cpu
 def test_all_pass_or_are_skipped_on_a_cpu(small):
     rows = run_checks(trial(small))
-    assert [r['name'] for r in rows] == [*CHECKS] == ['@tf.function compilation', 'XLA JIT', 'GPU placement', 'Training step',
+    assert [r['name'] for r in rows] == [*CHECKS] == ['@tf.function compilation', 'XLA JIT', 'GPU placement',
+                                                      'Training step',
                                                       'GPU monitoring']
     assert [r['result'] for r in rows] == ['PASSED', 'PASSED', 'SKIPPED', 'PASSED', 'SKIPPED'], rows
     assert 'CUDA_VISIBLE_DEVICES' in rows[2]['reason'] and all(r['reason'] for r in rows)
@@ -69,17 +77,23 @@ def test_losses_may_differ_by_a_thousandth(small, graph, eager, result):
     assert row['result'] == result and words[result] in row['reason'], row
 
 FLAWS = {   # check, flaw -> what the reason holds
-    ('@tf.function compilation', 'retraced'): (lambda: {'graph': FakeStep(traces=3)}, '3 traces for 3 updates'),
-    ('@tf.function compilation', 'other losses'): (lambda: {'graph': FakeStep((3., 2., 1.1))}, 'differ by 1.0e-01'),
-    ('XLA JIT', 'refused'): (lambda: {'xla': FakeStep(xla=False, says='XLA refuses Where.\nmore')}, 'XLA refuses Where.'),
-    ('XLA JIT', 'refused in silence'): (lambda: {'xla': FakeStep(xla=False)}, 'XLA does not compile the step'),
+    ('@tf.function compilation', 'retraced'): (lambda: {'graph': FakeStep(traces=3)},
+                                               '3 traces for 3 updates'),
+    ('@tf.function compilation', 'other losses'): (lambda: {'graph': FakeStep((3., 2., 1.1))},
+                                                   'differ by 1.0e-01'),
+    ('XLA JIT', 'refused'): (lambda: {'xla': FakeStep(xla=False, message='XLA refuses Where.\nmore')},
+                             'XLA refuses Where.'),
+    ('XLA JIT', 'refused without a reason'): (lambda: {'xla': FakeStep(xla=False)},
+                                              'XLA does not compile the step'),
     ('XLA JIT', 'other losses'): (lambda: {'xla': FakeStep((3., 2., 1.1))}, 'differ by 1.0e-01'),
     ('XLA JIT', 'retraced'): (lambda: {'xla': FakeStep(traces=2)}, '2 traces'),
-    ('Training step', 'rises'): (lambda: {'xla': FakeStep((3., 2., 1., 1., 2.))}, 'the loss does not fall: 1.0000'),
+    ('Training step', 'rises'): (lambda: {'xla': FakeStep((3., 2., 1., 1., 2.))},
+                                 'the loss does not fall: 1.0000'),
     ('Training step', 'stays'): (lambda: {'xla': FakeStep((3., 2., 1., 1.))},
                                  'not fall: 1.0000, after 10 updates 1.0000'),
     ('Training step', 'NaN'): (lambda: {'xla': FakeStep((3., 2., 1., float('nan')))}, 'a loss is nan'),
-    ('Training step', 'stands still'): (lambda: {'xla': FakeStep((3., 2., 1., .9, .8), moves=False)}, 'no weight has changed'),
+    ('Training step', 'weights do not move'): (lambda: {'xla': FakeStep((3., 2., 1., .9, .8), moves=False)},
+                                               'no weight has changed'),
 }
 
 @pytest.mark.parametrize('name, flaw', FLAWS, ids=lambda x: x)
@@ -92,14 +106,15 @@ def test_a_check_that_breaks_has_failed_and_the_next_is_made(small, monkeypatch)
     def broken(trial): raise RuntimeError('first line\nsecond line')
     monkeypatch.setitem(CHECKS, '@tf.function compilation', broken)
     rows = run_checks(trial(small))
-    assert rows[0] == {'name': '@tf.function compilation', 'result': 'FAILED', 'reason': 'first line'} and len(rows) == 5
+    assert rows[0] == {'name': '@tf.function compilation', 'result': 'FAILED', 'reason': 'first line'}
+    assert len(rows) == 5
 
 @pytest.mark.parametrize('error, words', [
     ('first\nsecond', 'first'), ('in user code:\n\n  File x\n  the reason\n', 'the reason'),
     (' \n  late', 'late'), ('', 'ValueError')])
 def test_the_line_that_says_what_is_wrong(error, words): assert check._error_line(ValueError(error)) == words
 
-def test_what_a_training_says(small, monkeypatch):
+def test_the_result_of_a_training(small, monkeypatch):
     "Ten updates to see the loss fall, ten more against the clock."
     clock = iter([5., 5.5])
     monkeypatch.setattr(check, 'time', SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -107,21 +122,21 @@ def test_what_a_training_says(small, monkeypatch):
     assert check.check_training(t) == 'loss 3.000 -> 0.932 in 10 updates, 1 of 1 weights moved, 50.0 ms each'
     assert t.steps['xla'].calls == 20
 
-@pytest.mark.parametrize('away, said', [
-    ({}, '4 tensors on GPU:0'), ({'moment': 'CPU:0'},
-                                 '1 of 4 tensors are not on a GPU, such as moment on CPU:0'),
+@pytest.mark.parametrize('elsewhere, reason', [
+    ({}, '4 tensors on GPU:0'),
+    ({'moment': 'CPU:0'}, '1 of 4 tensors are not on a GPU, such as moment on CPU:0'),
     ({'loss': '', 'codes': 'CPU:0'}, '2 of 4 tensors are not on a GPU, such as codes on CPU:0')])
-def test_where_the_tensors_are(small, monkeypatch, away, said):
-    on = lambda name: SimpleNamespace(device=away.get(name, '/job:localhost/replica:0/task:0/device:GPU:0'))
+def test_where_the_tensors_are(small, monkeypatch, elsewhere, reason):
+    gpu = '/job:localhost/replica:0/task:0/device:GPU:0'
+    on = lambda name: SimpleNamespace(device=elsewhere.get(name, gpu))
     class Placed:
         xla, traces = True, 1
         weights, moments = ([SimpleNamespace(path=name, value=on(name))] for name in ('weight', 'moment'))
         step = SimpleNamespace(weights=weights, optimizer=SimpleNamespace(variables=moments))
         def __call__(self, batch, number): return {'loss': on('loss')}
-    monkeypatch.setattr(check.tf.config, 'list_logical_devices',
-                        lambda kind=None: ['GPU:0'] * (kind == 'GPU'))
+    show_gpu(monkeypatch)
     monkeypatch.setattr(check, 'to_device', lambda batch: {'codes': on('codes')})
-    assert check_placement_of(trial(small, xla=Placed()))['reason'] == said
+    assert check_placement_of(trial(small, xla=Placed()))['reason'] == reason
 
 @pytest.mark.parametrize('shown, found, reason', [
     ('', None, 'CUDA_VISIBLE_DEVICES hides every GPU'), (' -1', None, 'CUDA_VISIBLE_DEVICES hides every GPU'),
@@ -136,7 +151,7 @@ def test_why_there_is_no_gpu(monkeypatch, behind, shown, found, reason):
 
 @pytest.mark.cpu
 def test_tensors_that_are_not_on_the_gpu_are_named(small, monkeypatch):
-    monkeypatch.setattr(check.tf.config, 'list_logical_devices', lambda kind=None: ['GPU:0'] if kind == 'GPU' else [])
+    show_gpu(monkeypatch)
     monkeypatch.setattr(check, 'to_device', lambda batch: batch)
     row = check_placement_of(trial(small))
     assert row['result'] == 'FAILED' and 'are not on a GPU, such as weight on' in row['reason']
@@ -168,31 +183,32 @@ def test_monitoring(small, probe, got, words):
     t = trial(small, probe)
     row = result(t, 'GPU monitoring')
     assert row['result'] == got and words in row['reason'], row
-    assert t.steps['graph'].calls == 3 + 10 * (probe is not no_gpu)   # those of the first check, and those that are watched
+    assert t.steps['graph'].calls == 3 + 10 * (probe is not no_gpu)   # of the first check; monitored
 
 def test_a_gpu_that_nvml_does_not_see(small, monkeypatch):
-    monkeypatch.setattr(check.tf.config, 'list_logical_devices',
-                        lambda kind=None: ['GPU:0'] * (kind == 'GPU'))
+    show_gpu(monkeypatch)
     with pytest.raises(AssertionError, match='TensorFlow has a GPU, NVML has none: NVML: there is no driver'):
         check.check_monitoring(trial(small))
     monkeypatch.setattr(check.tf.config, 'list_logical_devices', lambda kind=None: [])
     monkeypatch.setattr(check, '_no_gpu_reason', lambda: None)
-    with pytest.raises(check.Skipped, match='NVML: there is no driver; install it.'): check.check_monitoring(trial(small))
+    with pytest.raises(check.Skipped, match='NVML: there is no driver; install it.'):
+        check.check_monitoring(trial(small))
 
 def test_under_load(small):
-    fine, sick = trial(small), trial(small, xla=FakeStep(skipped=1.))
-    for t in (fine, sick): t.losses('xla', 3)
-    rows = [run_checks(t, stress_seconds=0.05)[-1] for t in (fine, sick)]
-    assert [r['name'] for r in rows] == ['Stress'] * 2 and rows[0]['result'] == 'PASSED' and 'clips/s' in rows[0]['reason']
+    good, bad = trial(small), trial(small, xla=FakeStep(skipped=1.))
+    for t in (good, bad): t.losses('xla', 3)
+    rows = [run_checks(t, stress_seconds=0.05)[-1] for t in (good, bad)]
+    assert [r['name'] for r in rows] == ['Stress'] * 2 and rows[0]['result'] == 'PASSED'
+    assert 'clips/s' in rows[0]['reason']
     assert rows[1]['result'] == 'FAILED' and 'not finite' in rows[1]['reason']
 
-@pytest.mark.parametrize('step, said', [
+@pytest.mark.parametrize('step, result', [
     ({}, '20 updates in 4 s, 20.0 clips/s, GPU 0 50 % busy, CPU 1 % busy'),
     ({'skipped': 1.}, '20 of 20 updates had a loss or gradient that is not finite'),
-    ({'grows': [0, 1]}, '20 updates in 4 s'), ({'grows': [3, 3]}, '20 updates in 4 s'),
-    ({'grows': [1, 2, 2]}, 'the step was traced 2 times'), ({'grows': [0, 2, 2]},
-                                                            'the step was traced 2 times')], ids=str)
-def test_what_a_load_says(small, monkeypatch, step, said):
+    ({'trace_counts': [0, 1]}, '20 updates in 4 s'), ({'trace_counts': [3, 3]}, '20 updates in 4 s'),
+    ({'trace_counts': [1, 2, 2]}, 'the step was traced 2 times'),
+    ({'trace_counts': [0, 2, 2]}, 'the step was traced 2 times')], ids=str)
+def test_the_result_of_a_load(small, monkeypatch, step, result):
     "Ten updates at a time, until two seconds are over."
     clock, sampled, read = iter([0., 0., 1., 2., 4.]), threading.Event(), gpu(50., 6 << 30)
     def now():
@@ -202,16 +218,16 @@ def test_what_a_load_says(small, monkeypatch, step, said):
     t = trial(small.replace(data={'batch_size': 4}), xla=FakeStep(**step))
     try: text = check.stress(t, 2., lambda: sampled.set() or read())
     except AssertionError as e: text = str(e)
-    assert text.startswith(said), text
+    assert text.startswith(result), text
 
 def test_a_load_where_no_device_can_be_read(small):
     assert check.stress(trial(small), 0.01, lambda: Sample(0.,
         error='gone')).endswith(', no device could be read')
 
 def test_progress_names_each_check(small):
-    told = []
-    run_checks(trial(small), 0.01, lambda *what: told.append(what))
-    assert told == [(i, 6, name) for i, name in enumerate([*CHECKS, 'Stress'])]
+    calls = []
+    run_checks(trial(small), 0.01, lambda *call: calls.append(call))
+    assert calls == [(i, 6, name) for i, name in enumerate([*CHECKS, 'Stress'])]
 
 @pytest.mark.slow
 def test_the_real_step_is_asked(small):

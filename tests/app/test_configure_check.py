@@ -1,4 +1,4 @@
-"Asked and got: what is set is read back, what cannot be set is said, and a child process starts the same."
+"Settings of TensorFlow: they are read back, a child process gets them, and what cannot be set is named."
 import json
 import os
 import subprocess
@@ -17,28 +17,32 @@ from xtts_nb.app.recipes import from_environment
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    "No wishes of an earlier test."
-    for name in environment(TFSettings(memory_limit=1, allocator='cuda_malloc_async')): monkeypatch.delenv(name, raising=False)
+    "No settings of an earlier test."
+    for name in environment(TFSettings(memory_limit=1, allocator='cuda_malloc_async')):
+        monkeypatch.delenv(name, raising=False)
 
 
-# --- the environment -----------------------------------------------------------------------------------------------
+# --- the environment ----------------------------------------------------------------------------------------
 
-CHANGES = [   # a wish, a variable, what it is then; with the plain wish it is something else
+CHANGES = [   # settings, a variable, its value; with the default settings the value is another
     ({'threads': 3}, 'TF_NUM_INTRAOP_THREADS', '3'), ({'threads': 3}, 'TF_NUM_INTEROP_THREADS', '3'),
-    ({'memory_limit': 512}, 'XTTS_NB_MEMORY_LIMIT', '512'), ({'memory_limit': 512}, 'TF_FORCE_GPU_ALLOW_GROWTH', None),
-    ({'allocator': 'cuda_malloc_async'}, 'TF_GPU_ALLOCATOR', 'cuda_malloc_async'), ({'xla': False}, 'TF_XLA_FLAGS', ''),
+    ({'memory_limit': 512}, 'XTTS_NB_MEMORY_LIMIT', '512'),
+    ({'memory_limit': 512}, 'TF_FORCE_GPU_ALLOW_GROWTH', None),
+    ({'allocator': 'cuda_malloc_async'}, 'TF_GPU_ALLOCATOR', 'cuda_malloc_async'),
+    ({'xla': False}, 'TF_XLA_FLAGS', ''),
     ({'xla': False}, 'XTTS_NB_XLA', 'false'), ({'mixed_precision': False}, 'XTTS_NB_PRECISION', 'float32')]
 
-@pytest.mark.parametrize('wish, name, value', CHANGES)
-def test_each_wish_changes_the_environment(wish, name, value):
-    assert environment(TFSettings(**wish)).get(name) == value != environment(TFSettings()).get(name)
+@pytest.mark.parametrize('settings, name, value', CHANGES)
+def test_each_setting_changes_the_environment(settings, name, value):
+    assert environment(TFSettings(**settings)).get(name) == value != environment(TFSettings()).get(name)
 
-def test_the_environment_of_a_plain_wish(monkeypatch):
+def test_the_environment_of_the_default_settings(monkeypatch):
     cores = str(len(os.sched_getaffinity(0)))
     assert environment(TFSettings()) == {
         'TF_NUM_INTRAOP_THREADS': cores, 'TF_NUM_INTEROP_THREADS': cores, 'TF_FORCE_GPU_ALLOW_GROWTH': 'true',
         'TF_XLA_FLAGS': '--tf_xla_auto_jit=2', 'XTTS_NB_XLA': 'true', 'XTTS_NB_PRECISION': 'bfloat16'}
-    monkeypatch.delattr(os, 'sched_getaffinity'); monkeypatch.setattr(os, 'cpu_count', lambda: 77)
+    monkeypatch.delattr(os, 'sched_getaffinity')
+    monkeypatch.setattr(os, 'cpu_count', lambda: 77)
     assert environment(TFSettings())['TF_NUM_INTEROP_THREADS'] == '77'
 
 def test_flags_of_others_stay(monkeypatch):
@@ -47,35 +51,39 @@ def test_flags_of_others_stay(monkeypatch):
     assert environment(TFSettings(xla=False))['TF_XLA_FLAGS'] == '--other=2'
 
 def test_a_shell_reads_the_file(tmp_path):
-    write_environment(tmp_path / 'tf.env', wish := TFSettings(threads=3, memory_limit=512))
+    write_environment(tmp_path / 'tf.env', settings := TFSettings(threads=3, memory_limit=512))
     shell = 'set -a; . ./tf.env; set +a; exec "$0" -c "import os, json; print(json.dumps(dict(os.environ)))"'
-    done = subprocess.run(['sh', '-c', shell, sys.executable], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert environment(wish).items() <= json.loads(done.stdout).items()
+    done = subprocess.run(['sh', '-c', shell, sys.executable], cwd=tmp_path, capture_output=True, text=True,
+                          check=True)
+    assert environment(settings).items() <= json.loads(done.stdout).items()
 
-@pytest.mark.parametrize('wish', [{'threads': 0}, {'memory_limit': 0}, {'memory_limit': -1},
-                                  {'allocator': 'malloc'}], ids=str)
-def test_a_wish_that_cannot_be(wish):
+@pytest.mark.parametrize('settings', [{'threads': 0}, {'memory_limit': 0}, {'memory_limit': -1},
+                                      {'allocator': 'malloc'}], ids=str)
+def test_invalid_settings(settings):
     with pytest.raises(FrozenInstanceError): TFSettings(threads=1, memory_limit=1).threads = 2
-    with pytest.raises(UserError, match='^configure: '): TFSettings(**wish)
+    with pytest.raises(UserError, match='^configure: '): TFSettings(**settings)
 
 def test_training_takes_its_keys_from_the_environment(monkeypatch):
     for name, value in environment(TFSettings(xla=False)).items(): monkeypatch.setenv(name, value)
     assert from_environment() == {'training.enable_xla_compilation': False, 'training.precision': 'bfloat16'}
 
 
-# --- what TensorFlow is asked --------------------------------------------------------------------------------------
+# --- what is set in TensorFlow ------------------------------------------------------------------------------
 
 @pytest.fixture
 def gpu(monkeypatch):
-    "A GPU that notes what it is asked."
+    "A GPU that records its settings."
     card, seen = SimpleNamespace(name='/physical_device:GPU:0'), {}
     config, real = tf.config, tf.config.list_physical_devices
-    monkeypatch.setattr(config, 'list_physical_devices', lambda kind=None: [card] if kind == 'GPU' else real(kind))
-    monkeypatch.setattr(config, 'set_logical_device_configuration', lambda gpu, parts: seen.update(limit=parts))
+    monkeypatch.setattr(config, 'list_physical_devices',
+                        lambda kind=None: [card] if kind == 'GPU' else real(kind))
+    monkeypatch.setattr(config, 'set_logical_device_configuration',
+                        lambda gpu, parts: seen.update(limit=parts))
     monkeypatch.setattr(config, 'get_logical_device_configuration', lambda gpu: seen.get('limit'))
     monkeypatch.setattr(config.experimental, 'set_memory_growth', lambda gpu, on: seen.update(growth=on))
     monkeypatch.setattr(config.experimental, 'get_memory_growth', lambda gpu: seen.get('growth'))
-    for name in ('set_intra_op_parallelism_threads', 'set_inter_op_parallelism_threads'):   # TensorFlow has started
+    for name in ('set_intra_op_parallelism_threads', 'set_inter_op_parallelism_threads'):
+        # TensorFlow has started and would refuse
         monkeypatch.setattr(config.threading, name, lambda n: None)
     return seen
 
@@ -83,22 +91,27 @@ def test_memory_is_limited_or_grows(gpu, monkeypatch):
     assert setup_tf()['memory growth /physical_device:GPU:0'] == (True, True) and 'limit' not in gpu
     assert setup_tf(memory_limit=512)['memory limit /physical_device:GPU:0'] == (512, 512)
     monkeypatch.setenv('XTTS_NB_MEMORY_LIMIT', '256')
-    assert setup_tf()['memory limit /physical_device:GPU:0'] == (256, 256) and gpu['limit'][0].memory_limit == 256
+    assert setup_tf()['memory limit /physical_device:GPU:0'] == (256, 256)
+    assert gpu['limit'][0].memory_limit == 256
 
 def test_threads_of_the_environment_count_where_none_are_asked_for(monkeypatch):
-    monkeypatch.setenv('TF_NUM_INTRAOP_THREADS', '7'); monkeypatch.setenv('TF_NUM_INTEROP_THREADS', '5')
+    monkeypatch.setenv('TF_NUM_INTRAOP_THREADS', '7')
+    monkeypatch.setenv('TF_NUM_INTEROP_THREADS', '5')
     assert [setup_tf()[f'{kind}-op threads'][0] for kind in ('intra', 'inter')] == [7, 5]
     assert setup_tf(threads=2)['intra-op threads'][0] == 2
 
 @pytest.mark.parametrize('value', ['many', '0', '-1', '1.5'])
 def test_a_variable_that_is_no_number_is_named(monkeypatch, value):
     monkeypatch.setenv('XTTS_NB_MEMORY_LIMIT', value)
-    with pytest.raises(UserError, match=f'^XTTS_NB_MEMORY_LIMIT={value}: give a positive number'): asked('XTTS_NB_MEMORY_LIMIT')
+    with pytest.raises(UserError, match=f'^XTTS_NB_MEMORY_LIMIT={value}: give a positive number'):
+        asked('XTTS_NB_MEMORY_LIMIT')
 
-def rows_of(wish, table, used='bfc'): return {r['setting']: r for r in page._memory_rows(wish, table, used)}
+def rows_of(settings, table, used='bfc'):
+    return {r['setting']: r for r in page._memory_rows(settings, table, used)}
 
-def test_the_table_says_what_was_not_got():
-    limited = rows_of(TFSettings(memory_limit=512, allocator='cuda_malloc_async'), {'memory limit GPU:0': (512, None)})
+def test_the_table_shows_what_was_not_set():
+    limited = rows_of(TFSettings(memory_limit=512, allocator='cuda_malloc_async'),
+                      {'memory limit GPU:0': (512, None)})
     assert limited['memory limit GPU:0']['ok'] is None and limited['allocator']['ok'] is False
     late = rows_of(TFSettings(), {'memory growth GPU:0': (True, False)})['memory growth GPU:0']
     assert late['ok'] is False and 'had started already' in late['note']
@@ -111,14 +124,14 @@ def test_the_table_says_what_was_not_got():
     assert line in settings_text(list(nothing.values()))
 
 
-@pytest.mark.parametrize('asked, got, given, ok, note', [
+@pytest.mark.parametrize('asked, got, note, ok, shown', [
     (2, 2, '', True, ''), (2, 1, '', False, 'TensorFlow had started already'),
     (2, None, '', None, 'TensorFlow had started already'),
     (2, 1, 'why', False, 'why'), (2, 2, 'why', True, 'why'), (False, False, '', True, ''),
     (None, 0, '', False, 'TensorFlow had started already')])
-def test_a_row(asked, got, given, ok, note):
-    assert page._row('x', asked, got, given) == {'setting': 'x', 'asked': asked, 'got': got, 'ok': ok,
-                                                 'note': note}
+def test_a_row(asked, got, note, ok, shown):
+    assert page._row('x', asked, got, note) == {'setting': 'x', 'asked': asked, 'got': got, 'ok': ok,
+                                                'note': shown}
 
 def test_rows_as_text():
     rows = [page._row('threads', 2, 1), page._row('XLA', True, False, 'a note'),
@@ -132,12 +145,12 @@ THREADS = {'intra-op threads': (2, 2), 'inter-op threads': (2, 1), 'memory growt
 
 @pytest.fixture
 def tensorflow(monkeypatch):
-    "What `configure` asks of TensorFlow and Keras, noted, in an environment of its own."
+    "What `configure` sets in TensorFlow and Keras, recorded, in an environment of its own."
     seen = SimpleNamespace(started=False, jit=True, gpus=[], set={}, table=THREADS)
     monkeypatch.setattr(os, 'environ', {k: v for k, v in os.environ.items() if k != 'TF_GPU_ALLOCATOR'})
     monkeypatch.setattr(page, 'tf_started', lambda: seen.started)
-    monkeypatch.setattr(page, 'setup_tf', lambda threads, memory_limit: seen.set.update(setup=(threads,
-        memory_limit)) or seen.table)
+    setup = lambda threads, memory_limit: seen.set.update(setup=(threads, memory_limit)) or seen.table
+    monkeypatch.setattr(page, 'setup_tf', setup)
     monkeypatch.setattr(tf.config.optimizer, 'set_jit', lambda value: seen.set.update(jit=value))
     monkeypatch.setattr(tf.config.optimizer, 'get_jit', lambda: 'autoclustering' if seen.jit else '')
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: seen.gpus)
@@ -145,7 +158,7 @@ def tensorflow(monkeypatch):
     monkeypatch.setattr(page.keras.config, 'dtype_policy', lambda: SimpleNamespace(name=seen.set['policy']))
     return seen
 
-def test_what_is_asked_of_tensorflow(tensorflow):
+def test_what_is_set_in_tensorflow(tensorflow):
     rows = {row.pop('setting'): row for row in page.configure()}
     assert tensorflow.set == {'setup': (None, None), 'jit': 'autoclustering', 'policy': 'mixed_bfloat16'}
     assert {name: (row['asked'], row['got'], row['ok']) for name, row in rows.items()} == {
@@ -165,7 +178,7 @@ def test_what_is_asked_of_tensorflow(tensorflow):
     assert (rows['allocator']['got'], rows['allocator']['ok'], rows['XLA']['note']) == ('bfc', False, '')
 
 
-# --- in a process of its own ---------------------------------------------------------------------------------------
+# --- in a child process -------------------------------------------------------------------------------------
 
 CHILD = '''
 import json
@@ -175,7 +188,8 @@ import keras, tensorflow as tf
 layer = keras.layers.Dense(2)
 layer(tf.ones((1, 2)))
 late = configure(threads=2, xla=False, mixed_precision=False)
-print(json.dumps([first, late, layer.compute_dtype, keras.layers.Dense(2).compute_dtype, bool(tf.config.optimizer.get_jit())]))
+dtypes = layer.compute_dtype, keras.layers.Dense(2).compute_dtype
+print(json.dumps([first, late, *dtypes, bool(tf.config.optimizer.get_jit())]))
 '''
 
 def test_the_call_is_applied_and_read_back():
@@ -184,39 +198,41 @@ def test_the_call_is_applied_and_read_back():
     assert done.returncode == 0, done.stderr
     first, late, mixed, plain, jit = json.loads(done.stdout.splitlines()[-1])
     by_name = {row['setting']: row for row in first}
-    assert by_name['intra-op threads']['got'] == 1 and by_name['XLA']['got'] is True and by_name['memory growth']['got'] is None
-    assert by_name['precision']['got'] == 'mixed_bfloat16' and not [row for row in first if row['ok'] is False]
+    assert by_name['intra-op threads']['got'] == 1 and by_name['XLA']['got'] is True
+    assert by_name['memory growth']['got'] is None
+    assert by_name['precision']['got'] == 'mixed_bfloat16'
+    assert not [row for row in first if row['ok'] is False]
     assert (mixed, plain, jit) == ('bfloat16', 'float32', False)
     by_name = {row['setting']: row for row in late}
     assert by_name['intra-op threads'] == {'setting': 'intra-op threads', 'asked': 2, 'got': 1, 'ok': False,
                                            'note': 'TensorFlow had started already'}
 
-@pytest.mark.parametrize('wish, said, used, loud', [
-    (TFSettings(), 'nothing', 'bfc', False), (TFSettings(allocator='cuda_malloc_async'), 'Using CUDA Async Allocator',
-                                        'cuda_malloc_async', True)])
-def test_what_a_child_says(monkeypatch, wish, said, used, loud):
-    ended, seen = SimpleNamespace(returncode=0, stderr=said), {}
+@pytest.mark.parametrize('settings, stderr, used, logs', [
+    (TFSettings(), 'nothing', 'bfc', False),
+    (TFSettings(allocator='cuda_malloc_async'), 'Using CUDA Async Allocator', 'cuda_malloc_async', True)])
+def test_the_report_of_a_child(monkeypatch, settings, stderr, used, logs):
+    ended, seen = SimpleNamespace(returncode=0, stderr=stderr), {}
     ended.stdout = 'chatter\nmore\n' + json.dumps({'table': THREADS, 'xla': True, 'precision': 'bfloat16'})
     monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', '2')
-    monkeypatch.setattr(page.subprocess, 'run', lambda words, env,
-                        **how: seen.update(how, env=env, python=words[0]) or ended)
-    rows = {row['setting']: row for row in verify_settings(wish)}
-    assert environment(wish).items() <= seen['env'].items()
-    assert (seen['env']['TF_CPP_MIN_LOG_LEVEL'] == '0') == loud
+    run = lambda command, env, **how: seen.update(how, env=env, python=command[0]) or ended
+    monkeypatch.setattr(page.subprocess, 'run', run)
+    rows = {row['setting']: row for row in verify_settings(settings)}
+    assert environment(settings).items() <= seen['env'].items()
+    assert (seen['env']['TF_CPP_MIN_LOG_LEVEL'] == '0') == logs
     assert seen['capture_output'] and seen['text'] and seen['python'] == sys.executable
     assert 'PATH' in seen['env']
     assert {name: (row['got'], row['ok']) for name, row in rows.items()} == {
         'intra-op threads': (2, True), 'inter-op threads': (1, False), 'memory growth GPU:0': (True, True),
-        'allocator': (used, True),
-        'XLA': (True, True), 'precision': ('bfloat16', True)}
+        'allocator': (used, True), 'XLA': (True, True), 'precision': ('bfloat16', True)}
     ended.returncode, ended.stderr = 1, 'a traceback\nthe reason\n'
-    with pytest.raises(UserError, match='a training so configured fails: the reason$'): verify_settings(wish)
+    with pytest.raises(UserError, match='training with these settings fails: the reason$'):
+        verify_settings(settings)
 
 @pytest.mark.slow
-@pytest.mark.parametrize('wish', [
+@pytest.mark.parametrize('settings', [
     TFSettings(threads=1), TFSettings(threads=2, mixed_precision=False), TFSettings(xla=False)], ids=str)
-def test_a_child_trains_as_wished(wish):
-    rows = {row['setting']: row for row in verify_settings(wish)}
+def test_a_child_trains_with_the_settings(settings):
+    rows = {row['setting']: row for row in verify_settings(settings)}
     assert not [row for row in rows.values() if row['ok'] is False]
-    assert (rows['XLA']['got'], rows['precision']['got']) == (wish.xla, wish.precision)
-    if wish.threads: assert rows['intra-op threads']['got'] == wish.threads
+    assert (rows['XLA']['got'], rows['precision']['got']) == (settings.xla, settings.precision)
+    if settings.threads: assert rows['intra-op threads']['got'] == settings.threads
