@@ -1,4 +1,4 @@
-"""Every stage against what coqui-tts computed from the same small checkpoint, stored, so that PyTorch is not needed."""
+"Every stage against the stored results of coqui-tts for the same small checkpoint; PyTorch is not needed."
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -48,11 +48,12 @@ def test_gpt(toy_inputs, theirs, toy_xtts, all_ok, seen):
 
 
 def test_latents(toy_inputs, theirs, toy_xtts, all_ok, monkeypatch):
-    heard = []
-    monkeypatch.setattr(synthesis, 'reference_mels', lambda *x: heard.append(x[2]) or reference_mels(*x))
+    settings = []
+    record = lambda *x: settings.append(x[2]) or reference_mels(*x)
+    monkeypatch.setattr(synthesis, 'reference_mels', record)
     all_ok(parity.latents_parity(toy_xtts, toy_inputs, theirs))
-    s = heard[0]
-    assert (s.reference_seconds, s.reference_chunk_seconds) == (30, 4)   # as the reference is asked
+    s = settings[0]
+    assert (s.reference_seconds, s.reference_chunk_seconds) == (30, 4)   # as for coqui-tts
 
 
 def test_voice(toy, toy_inputs, theirs, toy_xtts, all_ok):
@@ -65,18 +66,18 @@ def test_greedy(toy_inputs, theirs, toy_xtts, all_ok):
     all_ok(parity.greedy_parity(toy_xtts.gpt, toy_inputs, theirs))
 
 
-def test_greedy_asks_for_200_codes_of_the_first_text(toy_inputs, theirs, monkeypatch):
-    "Of a reference of any length 300 frames are heard."
-    asked = []
-    def spoken(gpt, text, length, prompt, most, **options):
-        asked.append((text.shape, prompt.shape, most, options))
+def test_greedy_decoding_makes_200_codes_of_the_first_text(toy_inputs, theirs, monkeypatch):
+    "Of a reference of any length 300 frames are used."
+    calls = []
+    def generate(gpt, text, length, prompt, most, **options):
+        calls.append((text.shape, prompt.shape, most, options))
         return tf.constant([[7, 8, 9, 9]]), None, None
-    monkeypatch.setattr(synthesis, 'generate', spoken)
+    monkeypatch.setattr(synthesis, 'generate', generate)
     long = theirs | {'reference_mel_0': np.ones((1, 80, 400), np.float32),
                      'greedy_plain': np.array([[7, 8, 9]]),
                      'greedy_penalised': np.array([[7, 8, 8]])}
     rows = parity.greedy_parity(SimpleNamespace(conditioning=lambda mel: mel), toy_inputs, long)
-    assert asked == [((1, 21), (1, 300, 80), 200, dict(temperature=0, repetition_penalty=p))
+    assert calls == [((1, 21), (1, 300, 80), 200, dict(temperature=0, repetition_penalty=p))
                      for p in (1., 5.)]
     assert [r['ok'] for r in rows] == [True, False]
     with pytest.raises(ZeroDivisionError):
@@ -94,9 +95,9 @@ def test_a_whole_utterance(toy_xtts, all_ok):
 
 
 def test_habits_show_without_parity(toy, toy_inputs, theirs):
-    "Mended, the mask of the text's STOP and the number of STOPs make another loss."
-    mended = XTTS.load(toy)
-    parts = model.token_losses(mended.gpt, parity.gpt_batch(toy_inputs, theirs))
+    "Without `parity`, the mask of the text's STOP and the number of STOPs give another loss."
+    default = XTTS.load(toy)
+    parts = model.token_losses(default.gpt, parity.gpt_batch(toy_inputs, theirs))
     ours = {name: float(parts[f'{name}_loss'] / parts[f'{name}_count']) for name in ('text', 'code')}
     assert abs(ours['code'] / theirs['code_loss'] - 1) > 1e-3
     assert int(parts['code_count']) == sum(toy_inputs['code_length'] + 1)
@@ -153,10 +154,10 @@ def test_the_rows_as_a_table():
         '| c | 0.0e+00 | 0.0e+00 | yes | 100.00% of 1 the same, 1 different ones |']
 
 
-# --- their side --------------------------------------------------------------------------------------------
+# --- the side of coqui-tts ----------------------------------------------------------------------------------
 
 class Tensor(np.ndarray):
-    "An array that takes what these functions ask of a tensor."
+    "An array with the methods of a tensor that these functions call."
     def transpose(self, a, b): return self.swapaxes(a, b)
     def detach(self): return self
     def numpy(self): return np.asarray(self)
@@ -171,12 +172,12 @@ def same(a, b):
     return np.shape(a) == np.shape(b) and bool(np.all(a == b))
 
 @pytest.fixture
-def asked(monkeypatch) -> dict:
+def calls(monkeypatch) -> dict:
     "Stands for coqui-tts and PyTorch; the arguments of each call by the name of what is called."
-    calls = {}
+    recorded = {}
     def call(name, result=None):
         def called(*args, **settings):
-            calls.setdefault(name, []).append((args, settings))
+            recorded.setdefault(name, []).append((args, settings))
             return result(*args) if callable(result) else result
         return called
     def module(name, **held):
@@ -227,58 +228,58 @@ def asked(monkeypatch) -> dict:
     module('TTS.tts.layers.xtts.dvae', DiscreteVAE=call('DiscreteVAE', lambda: dvae))
     module('TTS.tts.layers.xtts.tokenizer', VoiceBpeTokenizer=lambda path: None)
     module('TTS.tts.configs.xtts_config', XttsConfig=lambda: config)
-    return calls
+    return recorded
 
-def test_what_coqui_is_asked(asked, toy_inputs, tmp_path):
+def test_the_calls_of_coqui(calls, toy_inputs, tmp_path):
     "The front end of our settings, the sizes of the DVAE from its tensors, the calls that our rows repeat."
     x = toy_inputs | utterance() | {'wav_1': np.ones(50, np.float32), 'sentences': np.array('[]')}
-    np.savez(tmp_path / 'given.npz', **x)
-    (names,) = parity._coqui_main('there', tmp_path / 'given.npz', tmp_path / 'made.npz')
-    with np.load(tmp_path / 'made.npz') as file: made = dict(file)
-    assert {*names} == {*made} - {'said', 'mel_stats'} and str(made['said']) == '[]'
+    np.savez(tmp_path / 'inputs.npz', **x)
+    (names,) = parity._coqui_main('there', tmp_path / 'inputs.npz', tmp_path / 'outputs.npz')
+    with np.load(tmp_path / 'outputs.npz') as file: made = dict(file)
+    assert {*names} == {*made} - {'texts', 'mel_stats'} and str(made['texts']) == '[]'
     assert len(made['mel_stats']) == 80
-    first = lambda name: asked[name][0][0]
+    first = lambda name: calls[name][0][0]
     a, d, both = AudioConfig(), coqui_toy.config(small=True).model.dvae, (x['wav_0'], x['wav_1'])
-    assert same([args for args, _ in asked['resample']], [(w[None], 22050, 16000) for w in both])
-    assert asked['TorchMelSpectrogram'] == [((), dict(mel_norm_file=None, sampling_rate=22050))] * 2
+    assert same([args for args, _ in calls['resample']], [(w[None], 22050, 16000) for w in both])
+    assert calls['TorchMelSpectrogram'] == [((), dict(mel_norm_file=None, sampling_rate=22050))] * 2
     front = dict(mel_norms=np.ones(80), n_fft=a.reference_n_fft, hop_length=a.hop_length,
                  win_length=a.win_length, power=2,
                  normalized=False, sample_rate=a.sample_rate, f_min=0, f_max=a.f_max, n_mels=a.n_mels)
-    assert same(asked['reference_mel'], [((w[None],), front) for w in both])
+    assert same(calls['reference_mel'], [((w[None],), front) for w in both])
     assert np.allclose(made['speaker_mel_0'], np.log(1e-6))
-    assert same(asked['speaker'], [((w[None, ::2],), dict(l2_norm=True)) for w in both])
+    assert same(calls['speaker'], [((w[None, ::2],), dict(l2_norm=True)) for w in both])
     mel, stats = tensor(1, 80, 310), tensor(80, start=2)[:, None]
-    assert asked['load'] == [((f'there/{name}.pth',), dict(weights_only=True))
+    assert calls['load'] == [((f'there/{name}.pth',), dict(weights_only=True))
                              for name in ('dvae', 'mel_stats')]
-    assert asked['DiscreteVAE'] == [((), dict(
+    assert calls['DiscreteVAE'] == [((), dict(
         channels=80, normalization=None, positional_dims=1, num_tokens=d.codes, codebook_dim=d.codebook_dim,
         hidden_dim=d.hidden,
         num_resnet_blocks=d.resnet_blocks, kernel_size=3, num_layers=2, use_transposed_convs=False))]
-    assert asked['load_state_dict'][0][1] == {'strict': False}
+    assert calls['load_state_dict'][0][1] == {'strict': False}
     assert same(first('codes'), [(mel / stats)[:, :, :308]]) and same(first('decode'), [x['codes'][:1]])
     assert made['dvae_mel'].shape == (1, 80, 8)
     mel = mel / tensor(80, start=1)[:, None]
     assert same(first('conditioning'), [mel[:, :, :300]])
-    assert same([args for args, _ in asked['style']], [[mel[:, :, :300]]] * 3)
-    assert same(asked['latents'], [((x['wav_0'][None], 22050), dict(length=30, chunk_length=4))])
+    assert same([args for args, _ in calls['style']], [[mel[:, :, :300]]] * 3)
+    assert same(calls['latents'], [((x['wav_0'][None], 22050), dict(length=30, chunk_length=4))])
     lengths = x['text'], x['text_length'], x['codes'], x['code_length'] * 1024
     thirds = np.concatenate([mel[:, :, i:i + 103] for i in (0, 103, 206)])[:, None]
-    assert same(asked['gpt'], [(lengths, dict(cond_mels=thirds))])
+    assert same(calls['gpt'], [(lengths, dict(cond_mels=thirds))])
     losses = [float(made[k][0]) for k in ('text_loss', 'code_loss', 'text_logits', 'code_logits')]
     assert losses == [0, 1, 4, 3]
     greedy = dict(do_sample=False, num_beams=1, max_new_tokens=200, output_attentions=False)
-    assert same(asked['generate'], [((tensor(1, 2, 3).transpose(1, 2), x['text'][:1]),
+    assert same(calls['generate'], [((tensor(1, 2, 3).transpose(1, 2), x['text'][:1]),
                                      greedy | dict(repetition_penalty=p))
                                     for p in (1., 5.)])
-    assert asked['listen'] == [((['reference_0', 'reference_1'],),
+    assert calls['listen'] == [((['reference_0', 'reference_1'],),
                                 dict(max_ref_length=5, gpt_cond_len=6, gpt_cond_chunk_len=7))]
-    (said, options), = asked['inference']
-    assert same(said, (x['sentence'], 'en', tensor(1), tensor(2))) and options == dict(
+    (args, options), = calls['inference']
+    assert same(args, (x['sentence'], 'en', tensor(1), tensor(2))) and options == dict(
         do_sample=False, top_p=None, top_k=None, temperature=None, repetition_penalty=8., max_new_tokens=16)
     load = sys.modules['TTS.tts.models.xtts'].load_audio
     assert load('reference_0', 22050).shape == (1, len(x['reference_0']))
-    assert asked['load_checkpoint'][0][1] == dict(checkpoint_dir='there', eval=True, strict=True)
-    assert same(asked['decoder'], [((x['latents'],), dict(g=tensor(1, 4)[:, :, None]))])
+    assert calls['load_checkpoint'][0][1] == dict(checkpoint_dir='there', eval=True, strict=True)
+    assert same(calls['decoder'], [((x['latents'],), dict(g=tensor(1, 4)[:, :, None]))])
 
 
 @pytest.mark.parametrize('languages, chosen',
@@ -288,16 +289,16 @@ def test_the_sentence_is_in_a_language_of_the_model(languages, chosen):
     assert found['language'] == chosen and found['most_codes'] == 200 and found['reference_1'].tolist() == [2]
 
 
-# --- all of it ---------------------------------------------------------------------------------------------
+# --- all stages ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('clips, ok', [(None, True), (['a.wav', 'b.wav'], False)])
-def test_all_stages_are_asked_in_turn(toy, monkeypatch, clips, ok):
+def test_all_stages_in_turn(toy, monkeypatch, clips, ok):
     "Without clips two synthetic voices, of 9 s and 2.3 s, are compared."
     given, lines = [], []
     monkeypatch.setattr(parity, 'load_audio',
                         lambda name: np.ones(7 * 22050 if name == 'a.wav' else 9, np.float32))
     monkeypatch.setattr(convert, 'from_coqui', lambda there, out: out.symlink_to(toy))
-    monkeypatch.setattr(parity, 'coqui_outputs', lambda *x: given.append(x) or {'said': '[1]'})
+    monkeypatch.setattr(parity, 'coqui_outputs', lambda *x: given.append(x) or {'texts': '[1]'})
     for name in ('feature', 'voice', 'dvae', 'gpt', 'latents', 'greedy', 'utterance', 'text'):
         rows = lambda *_, name=name: [{'stage': name, 'ok': ok or name != 'voice'}]
         monkeypatch.setattr(parity, f'{name}_parity', rows)
@@ -315,11 +316,11 @@ def test_a_first_clip_under_seven_seconds_is_refused(monkeypatch):
         parity.parity('there', 'python', ['a.wav'])
 
 
-def test_coqui_outputs_names_a_python_that_is_none(tmp_path):
+def test_coqui_outputs_names_a_missing_python(tmp_path):
     with pytest.raises(UserError, match='no-python'):
         parity.coqui_outputs(tmp_path, tmp_path / 'no-python', {'x': np.ones(1)})
 
 
-def test_coqui_outputs_tells_the_last_words(tmp_path):
+def test_coqui_outputs_shows_the_last_error(tmp_path):
     with pytest.raises(UserError, match='coqui-tts 0.28 failed'):
         parity.coqui_outputs(tmp_path, sys.executable, {'x': np.ones(1)})
