@@ -1,4 +1,4 @@
-"The demo corpus: the same bytes everywhere, whole or not at all, and pairs that can be held out."
+"The demo corpus: the same bytes everywhere, whole or not at all, and pairs to hold out."
 import json
 import signal
 import subprocess
@@ -14,7 +14,8 @@ import pytest
 from xtts_nb.app import demo as corpus
 from xtts_nb.config import UserError
 from xtts_nb.app.demo import (
-    DEMO_SENTENCES, VOICES, Utterance, SynthVoice, corpus_digest, held_out_pairs, make_corpus, plan_corpus, short_path, speak)
+    DEMO_SENTENCES, VOICES, Utterance, SynthVoice, corpus_digest, held_out_pairs, make_corpus, plan_corpus,
+    short_path, speak)
 
 
 def samples_of(path):
@@ -48,8 +49,9 @@ def test_a_clip_does_not_depend_on_the_clips_before(variant):
 def test_noise_is_not_seeded_by_the_clock():
     code = ('import hashlib, time; time.sleep(1.1); from xtts_nb.app.demo import *; '
             'print(hashlib.sha256(speak("Hush.", "en", SynthVoice("whisper"))[0].tobytes()).hexdigest())')
-    said = [subprocess.run([sys.executable, '-c', code], check=True, capture_output=True).stdout for _ in range(2)]
-    assert said[0] == said[1]
+    hashes = [subprocess.run([sys.executable, '-c', code], check=True, capture_output=True).stdout
+              for _ in range(2)]
+    assert hashes[0] == hashes[1]
 
 
 def test_every_voice_speaks_every_sentence(small):
@@ -63,10 +65,10 @@ def test_every_voice_speaks_every_sentence(small):
 
 def test_clips_last_a_second_to_six_and_differ_between_voices(small):
     out, clips = small
-    said = {c: samples_of(out / 'wavs' / f'{c.id}.wav') for c in clips}
-    assert all(1 <= len(x) / 22050 <= 6 for x in said.values())
-    assert all(np.abs(x.astype(int)).max() > 3000 for x in said.values())
-    assert len({x.tobytes() for x in said.values()}) == len(clips)
+    audio = {c: samples_of(out / 'wavs' / f'{c.id}.wav') for c in clips}
+    assert all(1 <= len(x) / 22050 <= 6 for x in audio.values())
+    assert all(np.abs(x.astype(int)).max() > 3000 for x in audio.values())
+    assert len({x.tobytes() for x in audio.values()}) == len(clips)
 
 
 def test_texts_are_distinct_and_fit_one_column():
@@ -78,29 +80,32 @@ def test_texts_are_distinct_and_fit_one_column():
 def test_the_same_corpus_is_reused(small):
     out, clips = small
     before = {p: p.stat().st_mtime_ns for p in out.rglob('*')}
-    assert make_corpus(out, limit=2, progress=lambda *_: pytest.fail('spoke again')) == clips
+    assert make_corpus(out, limit=2, progress=lambda *_: pytest.fail('the clips are made again')) == clips
     assert {p: p.stat().st_mtime_ns for p in out.rglob('*')} == before
 
 
 def test_a_corpus_of_other_settings_is_refused(small):
     out, _ = small
     with pytest.raises(UserError, match='other settings.*remove it'): make_corpus(out, limit=1)
-    with pytest.raises(UserError, match='other settings'): make_corpus(out, limit=2, voices=VOICES | {'m3': SynthVoice('m3')})
+    with pytest.raises(UserError, match='other settings'):
+        make_corpus(out, limit=2, voices=VOICES | {'m3': SynthVoice('m3')})
 
 
 def test_a_changed_corpus_is_refused(tmp_path):
     out = tmp_path / 'c'
     clips = make_corpus(out, limit=1, voices={'f1': VOICES['f1']})
     (out / 'wavs' / f'{clips[0].id}.wav').unlink()
-    with pytest.raises(UserError, match='changed after'): make_corpus(out, limit=1, voices={'f1': VOICES['f1']})
+    with pytest.raises(UserError, match='changed after'):
+        make_corpus(out, limit=1, voices={'f1': VOICES['f1']})
 
 
 @pytest.mark.parametrize('kind', ['folder', 'file'])
-def test_what_is_no_corpus_is_left_alone(tmp_path, kind):
+def test_a_folder_that_is_no_corpus_is_not_changed(tmp_path, kind):
     (tmp_path / 'thesis.txt').write_text('mine')
     out = tmp_path if kind == 'folder' else tmp_path / 'thesis.txt'
     with pytest.raises(UserError, match='no demo corpus'): make_corpus(out, limit=1)
-    assert [p.name for p in tmp_path.iterdir()] == ['thesis.txt'] and (tmp_path / 'thesis.txt').read_text() == 'mine'
+    assert [p.name for p in tmp_path.iterdir()] == ['thesis.txt']
+    assert (tmp_path / 'thesis.txt').read_text() == 'mine'
 
 
 def test_an_interrupted_corpus_leaves_nothing(tmp_path):
@@ -113,7 +118,8 @@ def test_an_interrupted_corpus_leaves_nothing(tmp_path):
 
 def test_progress_counts_every_clip(tmp_path):
     seen = []
-    make_corpus(tmp_path / 'c', {'en': ['Hello there.', 'Good night.']}, {'a': SynthVoice()}, progress=lambda *s: seen.append(s))
+    make_corpus(tmp_path / 'c', {'en': ['Hello there.', 'Good night.']}, {'a': SynthVoice()},
+                progress=lambda *s: seen.append(s))
     assert seen == [(1, 2), (2, 2)]
 
 
@@ -128,8 +134,9 @@ def test_a_folder_that_already_holds_something(tmp_path, monkeypatch, there, fou
     out = tmp_path / 'c'
     if there is not None: out.mkdir()
     for name, text in (there or {}).items(): (out / name).write_text(text)
-    if isinstance(found, bool): assert corpus._already_made(out, 1) is found; return
-    with pytest.raises(UserError, match=f'c holds {found}; remove it'): corpus._already_made(out, 1)
+    if isinstance(found, bool): assert corpus._already_made(out, 1) is found
+    else:
+        with pytest.raises(UserError, match=f'c holds {found}; remove it'): corpus._already_made(out, 1)
 
 def test_ctrl_c_waits_until_the_library_is_unloaded():
     reached = []
@@ -140,7 +147,8 @@ def test_ctrl_c_waits_until_the_library_is_unloaded():
     def elsewhere():
         with corpus._defer_interrupts(): reached.append(3)
     thread = threading.Thread(target=elsewhere)
-    thread.start(); thread.join()
+    thread.start()
+    thread.join()
     assert reached == [1, 2, 3] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 def test_a_long_path_becomes_a_link(tmp_path):
@@ -153,9 +161,10 @@ def test_a_long_path_becomes_a_link(tmp_path):
     assert link != name and Path(link).is_symlink() and Path(link).resolve() == deep.resolve()
     assert short_path('ä' * 70) == 'ä' * 70   # 140 bytes
 
-def test_a_voice_is_as_fast_as_it_says():
+def test_a_voice_has_its_rate():
     seconds = lambda voice: len(speak('The old dog sleeps all day.', 'en', voice)[0]) / 22050
-    assert 1.2 < seconds(SynthVoice()) < 2.4 and 1.5 < seconds(SynthVoice(rate=120)) / seconds(SynthVoice(rate=240)) < 2.2
+    assert 1.2 < seconds(SynthVoice()) < 2.4
+    assert 1.5 < seconds(SynthVoice(rate=120)) / seconds(SynthVoice(rate=240)) < 2.2
 
 def test_a_missing_wheel_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, 'espeakng_loader', None)
@@ -163,12 +172,13 @@ def test_a_missing_wheel_names_the_extra(monkeypatch):
     with pytest.raises(UserError, match=r'pip install "xtts_nb\[demo\]"'): speak('Hello.', 'en')
 
 
-@pytest.mark.parametrize('language, voice, name', [('xx', SynthVoice(), 'xx'), ('en', SynthVoice('nobody'), 'en[+]nobody')])
+@pytest.mark.parametrize('language, voice, name',
+                         [('xx', SynthVoice(), 'xx'), ('en', SynthVoice('nobody'), 'en[+]nobody')])
 def test_an_unknown_voice_is_named(language, voice, name):
     with pytest.raises(UserError, match=f'no voice "{name}"'): speak('Hello.', language, voice)
 
 
-def test_nothing_to_say_is_an_error(tmp_path):
+def test_no_sentences_is_an_error(tmp_path):
     for bad in ({'limit': 0}, {'voices': {}}):
         with pytest.raises(UserError, match='at least one'): make_corpus(tmp_path / 'c', **bad)
     assert not list(tmp_path.iterdir())

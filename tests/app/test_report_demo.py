@@ -1,4 +1,4 @@
-"The page: everything inside it, nothing from outside unescaped, whole or not at all."
+"The report: one file with everything inside, escaped, and written whole or not at all."
 import base64
 import io
 import re
@@ -33,16 +33,18 @@ class Page(HTMLParser):
     def handle_endtag(self, tag): assert self.open.pop() == tag
     def handle_data(self, data): self.text += data
 
-def rows(count, unit='step_ms'): return [{'name': f'arm {i}', unit: 1000. / 10**i, 'ratio': 10.**i} for i in range(count)]
+def rows(count, unit='step_ms'):
+    return [{'name': f'arm {i}', unit: 1000. / 10**i, 'ratio': 10.**i} for i in range(count)]
 
 def labels(figure) -> list[str]: return [t.get_text() for t in figure.axes[0].texts]
 
 
 @pytest.mark.parametrize('piece', [
-    lambda text, path: picture(Figure(), text), lambda text, path: player(path, text), lambda text, path: heading(text, text),
+    lambda text, path: picture(Figure(), text), lambda text, path: player(path, text),
+    lambda text, path: heading(text, text),
     lambda text, path: facts({text: text}),
 ], ids=['picture', 'player', 'heading', 'facts'])
-def test_what_comes_from_outside_is_escaped(tmp_path, piece):
+def test_texts_are_escaped(tmp_path, piece):
     save_audio(tmp_path / 'a.wav', synthetic_voice(0.1), 22050)
     page = Page(piece(NASTY, tmp_path / 'a.wav'))
     assert 'script' not in [tag for tag, _ in page.tags] and page.open == []
@@ -51,7 +53,8 @@ def test_what_comes_from_outside_is_escaped(tmp_path, piece):
 
 def test_a_page_is_one_file_with_all_in_it(tmp_path):
     save_audio(tmp_path / 'a.wav', synthetic_voice(0.1), 22050)
-    pieces = [heading('Speed', 'Lead.'), picture(plot_before_after(rows(3), 'x'), 'bars'), player(tmp_path / 'a.wav', 'voice'),
+    pieces = [heading('Speed', 'Lead.'), picture(plot_before_after(rows(3), 'x'), 'bars'),
+              player(tmp_path / 'a.wav', 'voice'),
               facts({'clips': 3})]
     path = write_report(tmp_path / 'out' / 'report.html', NASTY, pieces)
     text = path.read_text(encoding='utf-8')
@@ -59,17 +62,20 @@ def test_a_page_is_one_file_with_all_in_it(tmp_path):
     assert page.open == [] and page.tags[0][0] == 'html' and 'utf-8' in str(page.tags)
     assert page.text.count(NASTY) == 2   # title and heading
     links = [a[k] for _, a in page.tags for k in ('src', 'href') if k in a]
-    assert len(links) == 2 and all(link.startswith('data:') for link in links) and 'url(' not in text and '@import' not in text
+    assert len(links) == 2 and all(link.startswith('data:') for link in links) and 'url(' not in text
+    assert '@import' not in text
     image, sound = (base64.b64decode(link.split(',')[1], validate=True) for link in links)
     assert imread(io.BytesIO(image)).shape[0] > 50 and sound == (tmp_path / 'a.wav').read_bytes()
-    assert [re.sub(r'\s', '', p) in re.sub(r'\s', '', text) for p in pieces] == [True] * 4   # in order and unchanged
+    # in order and unchanged
+    assert [re.sub(r'\s', '', p) in re.sub(r'\s', '', text) for p in pieces] == [True] * 4
 
 def test_a_page_appears_whole_or_not_at_all(tmp_path):
     write_report(tmp_path / 'report.html', 'old', [])
     before = tree(tmp_path)
     with pytest.raises(UnicodeEncodeError): write_report(tmp_path / 'report.html', 'new', ['\ud800'])
     assert tree(tmp_path) == before
-    with pytest.raises(UserError, match='report.html'): write_report(tmp_path / 'report.html' / 'report.html', 'new', [])
+    with pytest.raises(UserError, match='report.html'):
+        write_report(tmp_path / 'report.html' / 'report.html', 'new', [])
 
 @pytest.mark.parametrize('count', [2, 3, 5])
 def test_a_bar_for_each_arm(count):
@@ -90,24 +96,26 @@ def test_a_bar_for_each_arm(count):
     assert figure.axes[0].get_title('left') == 'Title'
 
 @pytest.mark.parametrize('unit, shown', [('step_ms', '1,000 ms a step'), ('clips_per_s', '1,000 clips/s')])
-def test_bars_say_their_numbers(unit, shown):
+def test_bars_show_their_numbers(unit, shown):
     first, second = labels(plot_before_after(rows(2, unit), 'Title'))
     assert first == f'  1.0 ×   {shown}' and '10.0 ×' in second
 
-def test_an_arm_that_lost_is_still_seen():
+def test_a_slower_arm_is_drawn():
     worse = [{'name': 'a', 'step_ms': 1., 'ratio': 1.}, {'name': 'b', 'step_ms': 4., 'ratio': 0.25}]
     figure = plot_before_after(worse, 'Title')
     assert figure.axes[0].get_xlim() == pytest.approx((0.6 * 0.25, 9.))
 
 def test_the_spread_is_drawn_as_an_error_bar():
     "As long as the spread; one that reaches below zero ends above it, since the scale has no zero."
-    arms = [{'name': 'a', 'step_ms': 9., 'ratio': 1., 'spread': 0.2}, {'name': 'b', 'step_ms': 1., 'ratio': 10., 'spread': 3.}]
+    arms = [{'name': 'a', 'step_ms': 9., 'ratio': 1., 'spread': 0.2},
+            {'name': 'b', 'step_ms': 1., 'ratio': 10., 'spread': 3.}]
     axes = plot_before_after(arms, 'Title').axes[0]
     (bars,) = axes.collections
     assert [t.get_position() for t in axes.texts] == [(pytest.approx(1.1), 0),
-                                                      (25., 1)]   # the numbers stand behind it
+                                                      (25., 1)]   # the numbers are right of it
     assert axes.get_xlim() == pytest.approx((0.6 * 0.9, 9 * 25))
-    assert [[x for x, _ in path] for path in bars.get_segments()] == [pytest.approx([0.9, 1.1]), pytest.approx([1., 25.])]
+    assert [[x for x, _ in path] for path in bars.get_segments()] == [pytest.approx([0.9, 1.1]),
+                                                                      pytest.approx([1., 25.])]
 
 def test_losses_are_drawn_as_they_are():
     steps, curves = [10, 20, 30], {'audio codes': [3., 2., 1.], 'text': [4., 3., 3.5]}
@@ -117,13 +125,15 @@ def test_losses_are_drawn_as_they_are():
     assert axes.get_ylim()[0] == 0 and [l.get_color() for l in axes.lines] == [AFTER, BEFORE]
     assert axes.yaxis.get_gridlines()[0].get_visible() and axes.get_axisbelow() is True
     assert not axes.get_legend().get_frame_on()
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ('updates', 'cross-entropy') and axes.get_title('left') == 'Loss'
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ('updates', 'cross-entropy')
+    assert axes.get_title('left') == 'Loss'
 
-def test_letters_are_small():
+def test_font_sizes():
     arms = plot_before_after([r | {'spread': 0.1} for r in rows(2)], 'Title')
     losses = plot_losses([1, 2], {'text': [2., 1.]}, 'Loss')
     mels = plot_mels({'short': np.zeros((4, 80))}, 86.)
-    sizes = [{t.get_text(): t.get_fontsize() for t in f.findobj(Text) if t.get_text() in names} for f, names in (
+    sizes = [{t.get_text(): t.get_fontsize() for t in f.findobj(Text) if t.get_text() in names}
+             for f, names in (
         (arms, ['Title', labels(arms)[0]]), (losses, ['Loss', 'text']), (mels, ['short']))]
     assert sizes == [{'Title': 10, labels(arms)[0]: 8}, {'Loss': 10, 'text': 8}, {'short': 8}]
     assert losses.axes[0].lines[0].get_linewidth() == 1.4 and losses.get_size_inches().tolist() == [6.4, 2.3]
@@ -134,7 +144,8 @@ def test_letters_are_small():
 
 def test_mels_share_time_and_level():
     rng = np.random.default_rng(0)
-    mels = {'short': np.full((50, 80), -3., np.float32), 'long': rng.normal(size=(100, 80)).astype(np.float32)}
+    mels = {'short': np.full((50, 80), -3., np.float32),
+            'long': rng.normal(size=(100, 80)).astype(np.float32)}
     figure = plot_mels(mels, 100.)
     assert [a.get_title(loc='left') for a in figure.axes] == ['short', 'long']
     assert {a.get_xlim() for a in figure.axes} == {(0., 1.)}
@@ -146,7 +157,7 @@ def test_mels_share_time_and_level():
     assert figure.axes[0].images[0].get_array().shape == (80, 50)
 
 
-# --- the page of a corpus ------------------------------------------------------------------------------------------
+# --- report of a corpus -------------------------------------------------------------------------------------
 
 def clips(count, **values):
     "A table of measured clips."
@@ -155,7 +166,8 @@ def clips(count, **values):
     return [{'id': f'{NASTY} {i}', 'seconds': 1 + i / 7} | row | values for i in range(count)]
 
 @pytest.mark.parametrize('report', [
-    summary(clips(9), [Dropped(NASTY, f'bad: {NASTY}')]), summary(clips(1), []), summary([], [Dropped('a', 'bad')]),
+    summary(clips(9), [Dropped(NASTY, f'bad: {NASTY}')]), summary(clips(1), []),
+    summary([], [Dropped('a', 'bad')]),
     summary([{k: r[k] for k in ('id', 'text', 'speaker', 'language', 'seconds')} for r in clips(3)], [])],
     ids=['all kinds', 'one clip', 'no clip', 'not measured'])
 def test_the_page_of_any_corpus(tmp_path, report):
@@ -165,12 +177,14 @@ def test_the_page_of_any_corpus(tmp_path, report):
     assert all(d['id'] in page.text for d in report['dropped'])
     assert ('Clipping' in page.text) == ('silence' in report)
 
-def test_no_name_hides_in_a_page(tmp_path):
-    text = corpus_page(summary(clips(1, speaker='a\u202eb\n'), []), tmp_path / 'page.html').read_text(encoding='utf-8')
+def test_invisible_characters_are_shown(tmp_path):
+    text = corpus_page(summary(clips(1, speaker='a\u202eb\n'), []),
+                       tmp_path / 'page.html').read_text(encoding='utf-8')
     assert '\u202e' not in text and r'a\u202eb\n' in text
 
 @pytest.mark.parametrize('make, most', [(lambda n: html_table(['a'], [(i,) for i in range(n)]), 200),
-                                        (lambda n: counts_table({str(i): i for i in range(n)}, 'speaker'), 40)])
+                                        (lambda n: counts_table({str(i): i for i in range(n)}, 'speaker'),
+                                         40)])
 def test_a_long_table_is_cut_and_says_so(make, most):
     assert make(most).count('<tr>') == most + 1 and 'more' not in make(most)
     text = make(most + 1234)
@@ -186,7 +200,7 @@ def test_headings():
     assert heading('a<b') == '<h2 dir="auto">a&lt;b</h2>'
     assert heading('a', 'b', 3) == '<h3 dir="auto">a</h3><p>b</p>'
 
-def test_what_a_corpus_page_says(tmp_path):
+def test_the_text_of_a_corpus_page(tmp_path):
     spread = {'counts': [1], 'edges': [0., 1.]}
     report = {'clips': 1234, 'seconds': 5400., 'speakers': {'ann': 1200, 'bob': 34},
               'languages': {'en': 1233, 'fa': 1},
@@ -199,9 +213,11 @@ def test_what_a_corpus_page_says(tmp_path):
               'most_clipped': [{'share': 0.25, 'id': 'b'}]}
     text = Page(corpus_page(report, tmp_path / 'page.html').read_text(encoding='utf-8')).text
     for words in ('Corpus1,234clips1.50hours2speakersen, falanguages1dropped',
-                  'Every clip that was left out, with its reason.clipsreason1too shortclipreasonx1too short: 0.1 sSilence',
+                  'Every clip that was left out, with its reason.clipsreason1too short'
+                  'clipreasonx1too short: 0.1 sSilence',
                   'Of the mean clip, 12.5% leading, 25.0% inner.silentclip50.0%a',
-                  'Clipping3 clips are at full scale for more than a thousandth of their length.at full scaleclip25.0%b',
+                  'Clipping3 clips are at full scale for more than a thousandth of their length.'
+                  'at full scaleclip25.0%b',
                   'Same speaker, same textclipsids2a = bSame soundnoneSpeakerscountspeaker1,200ann34bob',
                   'Languagescountlanguage1,233en1faLetterscountletter1\u4e00',
                   '1\u4f8fand 1 more, in report.json'):
