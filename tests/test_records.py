@@ -31,7 +31,7 @@ def decorated(function: ast.FunctionDef) -> str | None:
 def kept() -> dict[str, str]:
     "What each command keeps: page -> command."
     found = {}
-    for path in (ROOT / 'xtts_nb/app').glob('cli_*.py'):
+    for path in (ROOT / 'xtts_nb/app').glob('cli*.py'):
         for function in ast.parse(path.read_text(encoding='utf-8')).body:
             if not isinstance(function, ast.FunctionDef): continue
             for call in ast.walk(function):

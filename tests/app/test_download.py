@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from process import tree
-from xtts_nb.app.download import SOURCES, Source, _file, download, download_text, find_source, source_rows, terms
+from xtts_nb.app.download import (
+    SOURCES, Source, _file, download, download_text, find_source, source_rows, terms)
 from xtts_nb.config import UserError
 from xtts_nb.data.corpora import read_corpus
 

@@ -9,7 +9,8 @@ from clock import Clock
 from xtts_nb.monitor import diagnose as costs
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.diagnose import (
-    Measured, Round, compiled_by_shape, repeat_if_finite, measure_training, one_round, predict_gain, count_rebuilds)
+    Measured, Round, compiled_by_shape, repeat_if_finite, measure_training, one_round, predict_gain,
+    count_rebuilds)
 from xtts_nb.monitor.loop import Call, SyncHooks, StepEvents, Iteration, host_part
 
 setup_tf(threads=2)

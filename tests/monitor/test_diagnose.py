@@ -13,7 +13,8 @@ from clock import Clock
 from xtts_nb.monitor import diagnose as costs, diagnose as rules, diagnose as diagnosis
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor.diagnose import (
-    Measured, Diagnosis, RemedyTrial, _ranked, _shares, apply_remedies, compare_loops, diagnose, MIN_GAIN, Finding)
+    Measured, Diagnosis, RemedyTrial, _ranked, _shares, apply_remedies, compare_loops, diagnose, MIN_GAIN,
+    Finding)
 from xtts_nb.monitor.loop import tf_sleep, stages
 
 setup_tf(threads=2)

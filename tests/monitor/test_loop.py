@@ -9,9 +9,9 @@ from clock import Clock
 from xtts_nb.monitor import loop as phases
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor.loop import (
-    TF_FUNCTION, _LARGE, Call, Iteration, StepEvents, SyncHooks, as_user_error, batch_of_each_shape, batch_rows,
-    compute_seconds, covered_seconds, emulated_step, find_cycle, first_batches, first_step, open_dataset, period,
-    run_iterations, shapes_of, variation, with_timeout)
+    TF_FUNCTION, _LARGE, Call, Iteration, StepEvents, SyncHooks, as_user_error, batch_of_each_shape,
+    batch_rows, compute_seconds, covered_seconds, emulated_step, find_cycle, first_batches, first_step,
+    open_dataset, period, run_iterations, shapes_of, variation, with_timeout)
 
 setup_tf(threads=2)
 

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from xtts_nb.monitor import patients, loop as phases
 from xtts_nb.config import setup_tf
-from xtts_nb.monitor.patients import PATIENTS, ROWS, WIDTH, Patient, patient_totals, total_lines, run_patient, run_patients
+from xtts_nb.monitor.patients import (
+    PATIENTS, ROWS, WIDTH, Patient, patient_totals, total_lines, run_patient, run_patients)
 from xtts_nb.monitor.loop import TF_FUNCTION, SyncHooks, stages
 from xtts_nb.monitor.diagnose import Finding
 

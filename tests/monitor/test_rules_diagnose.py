@@ -10,7 +10,8 @@ from clock import Clock
 from xtts_nb.monitor import diagnose as rules
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.diagnose import (
-    Measured, SMALL_FILE, MIN_GAIN, Case, Finding, changed_arguments, merge_batches, matrix_products, pad_to_few_shapes)
+    Measured, SMALL_FILE, MIN_GAIN, Case, Finding, changed_arguments, merge_batches, matrix_products,
+    pad_to_few_shapes)
 from xtts_nb.monitor.loop import Call, Stage, host_part, stages
 
 setup_tf(threads=2)

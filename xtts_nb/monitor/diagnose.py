@@ -25,9 +25,10 @@ import tensorflow as tf
 
 from ..config import UserError
 from .loop import (
-    batch_rows, Call, compute_seconds, cores, covered_seconds, SyncHooks, drain, first_batches, first_step, host_part,
-    StepEvents, max_parallel_calls, prefetch_on_device, batch_of_each_shape, period, python_operations, find_cycle, stage_seconds,
-    stages, steady_mean, run_iterations, variation, with_parallel_calls, wait_for)
+    batch_rows, Call, compute_seconds, cores, covered_seconds, SyncHooks, drain, first_batches, first_step,
+    host_part, StepEvents, max_parallel_calls, prefetch_on_device, batch_of_each_shape, period,
+    python_operations, find_cycle, stage_seconds, stages, steady_mean, run_iterations, variation,
+    with_parallel_calls, wait_for)
 
 # %% ../../nbs/monitor/diagnose.ipynb #d8d54c30
 @dataclass

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from process import check_bounds
-from xtts_nb.app import cli_devices
+from xtts_nb.app import cli_train as cli_devices
 
 ROWS = [{'name': 'in turn', 'rate': 8., 'ideal_rate': 20., 'model_wait_share': 0.5, 'ring_max': 1}]
 
@@ -19,7 +19,7 @@ def test_bounds():
 # --- bench dual ---------------------------------------------------------------------------------------------
 
 def test_bench_dual_of_emulated_stages(ran, behind, bars):
-    asked, kept = behind('train.dual.bench_stages', (ROWS, 'spans')), behind('app.cli_devices.keep')
+    asked, kept = behind('train.dual.bench_stages', (ROWS, 'spans')), behind('app.cli_train.keep')
     lines = ran('bench dual').out.split()
     assert lines[:2] == ['Emulated', 'stages'] and lines[-4:] == ['8.00', '40.0%', '50.0%', '1'] and not kept
     about = {'stages_ms': [30, 40, 50], 'steps': 5, 'devices': None}
@@ -32,7 +32,7 @@ def test_bench_dual_of_emulated_stages(ran, behind, bars):
 
 def test_bench_dual_of_real_stages(ran, behind, bars):
     behind('train.dual.bench_stages', lambda **call: (ROWS[:], 'spans'))
-    made = behind('app.cli_devices._dual_trainer', ('the trainer', 'Two cards.'))
+    made = behind('app.cli_train._dual_trainer', ('the trainer', 'Two cards.'))
     real = [ROWS[0] | {'name': 'real'}]
     measured = behind('train.dual.bench_feed', (real, 'spans'))
     assert ran('bench dual --data c').out.startswith('Two cards.\n')
@@ -89,7 +89,7 @@ def test_distributed(ran, behind, warning):
 def test_bench_growth(ran, behind, bars):
     rows, found = [{'name': '2 workers', 'step_ms': 60.}], {'verdict': 'As predicted.', 'within': True}
     behind('train.growth.check_growth', rows)
-    kept = behind('app.cli_devices.keep')
+    kept = behind('app.cli_train.keep')
     judged = behind('train.growth.growth_verdict', found)
     assert ran('bench growth').out.splitlines()[-1] == 'As predicted.' and not kept
     assert judged == [{'rows': rows}]
