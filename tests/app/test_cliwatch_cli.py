@@ -68,7 +68,7 @@ def test_profile(ran, behind, bars, home):
         call['tell']('forward')
         return {'step_ms': 3.}
     looked, pages = behind('train.profile.profile', look), behind('train.profile.write_page',
-                                                                  lambda found, path: path)
+                                                                  lambda result, path: path)
     behind('train.profile.profile_text', 'THE STEP')
     page, config = home / 'runs' / 'profile' / 'profile.html', TINY.replace(data={'buckets': 2})
     assert ran('profile').out == f'THE STEP\nThe page: {page}\n'
