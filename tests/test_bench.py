@@ -55,7 +55,8 @@ def test_arms_take_turns_and_the_warm_up_does_not_count(clock):
     log, first, seen = [], {'a': 9., 'b': 9.}, []
     def arm(name, seconds):
         def f():
-            log.append(name); clock.sleep(first.pop(name, seconds))
+            log.append(name)
+            clock.sleep(first.pop(name, seconds))
             return 10
         return f
     result = compare({'a': arm('a', 2.), 'b': arm('b', 1.)}, 'clips_per_s', rounds=3, warmup=1,
@@ -66,7 +67,8 @@ def test_arms_take_turns_and_the_warm_up_does_not_count(clock):
     assert [r['clips_per_s'] for r in result.rows()] == [5., 10.]
 
 def test_what_happens_before_the_clock_is_not_counted(clock):
-    result = compare({'a': lambda: clock.sleep(1.) or 1}, 'step_ms', rounds=2, warmup=0, before=lambda name: clock.sleep(50.))
+    result = compare({'a': lambda: clock.sleep(1.) or 1}, 'step_ms', rounds=2, warmup=0,
+                     before=lambda name: clock.sleep(50.))
     assert result.arms[0].seconds == [1., 1.]
 
 def test_an_error_in_an_arm_comes_out():
@@ -79,12 +81,14 @@ def test_a_table_has_a_line_for_each_arm():
     lines = rows_markdown(rows).splitlines()
     assert len(lines) == 4 and len({line.count('|') for line in lines}) == 1
     assert '1,234' in lines[2] and '10%' in lines[2] and '50%' in lines[2]
-    row = {'name': 'a', 'clips_per_s': 1234.4, 'step_ms': 5.55, 'ratio': 1234.04, 'spread': 0.104, 'au': 0.996,
+    row = {'name': 'a', 'clips_per_s': 1234.4, 'step_ms': 5.55, 'ratio': 1234.04, 'spread': 0.104,
+           'au': 0.996,
            'mfu': 0.204, 'cv': 0.1234, 'padding': 0.0514, 'steps_per_s': 1234.04, 'runs': 'x'}
     assert rows_markdown([row, dict.fromkeys(row)]) == (
-        '|  | clips/s | ms per step | speed | spread | AU | MFU | variation | padding | steps/s at AU 99 % | runs |\n'
-        '|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n'
-        '| a | 1,234.4 | 5.5 | 1,234.0 × | ± 10% | 100% | 20% | 12.3% | 5.1% | 1,234.0 | x |\n' + '| – ' * 11 + '|')
+        '|  | clips/s | ms per step | speed | spread | AU | MFU | variation | padding | steps/s at AU 99 % | '
+        'runs |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n'
+        '| a | 1,234.4 | 5.5 | 1,234.0 × | ± 10% | 100% | 20% | 12.3% | 5.1% | 1,234.0 | x |\n' + '| – ' * 11
+        + '|')
     assert Comparison([Arm('a', [1.], [1])], 'step_ms')._repr_markdown_().splitlines()[0].count('|') == 5
 
 def feed(clock, seconds, count):
@@ -102,10 +106,14 @@ def test_utilisation_stops_where_the_batches_end(clock):
 
 def test_uneven_batches_vary(clock):
     def source():
-        for i in range(20): clock.sleep(0.1 if i % 2 else 2.); yield i
+        for i in range(20):
+            clock.sleep(0.1 if i % 2 else 2.)
+            yield i
     assert accelerator_utilisation(source(), 0.1)['cv'] > 0.5
     def three_and_one():
-        for i in range(20): clock.sleep(3. if i % 2 else 1.); yield i
+        for i in range(20):
+            clock.sleep(3. if i % 2 else 1.)
+            yield i
     assert accelerator_utilisation(three_and_one(), 0.5, steps=10) == {
         'au': pytest.approx(0.25), 'cv': pytest.approx(0.5), 'steps': 10}
 
@@ -117,7 +125,9 @@ def test_a_timeline_adds_up(clock):
 class Part:
     "An array whose copy takes two seconds."
     def __init__(self, clock, device='CPU'): self.clock, self.device = clock, device
-    def __array__(self, dtype=None, copy=None): self.clock.sleep(2.); return np.zeros(1)
+    def __array__(self, dtype=None, copy=None):
+        self.clock.sleep(2.)
+        return np.zeros(1)
 
 @pytest.mark.parametrize('batch, copies', [(lambda p, gpu: p, 1), (lambda p, gpu: {'a': p, 'b': (p, [p])}, 3),
                                            (lambda p, gpu: {'a': gpu, 'b': p}, 1), (lambda p, gpu: gpu, 0)])
@@ -135,7 +145,8 @@ def test_the_rate_that_is_fed_is_found(most, limit):
     found = fed_steps(lambda: 'a new one', most, seconds=0.5, measure=measure)
     if limit < most / 30: assert found is None
     else: assert limit / 1.05 <= found <= limit
-    assert all(batches == 'a new one' and steps == max(20, round(0.5 * rate)) for batches, rate, steps in tried)
+    assert all(batches == 'a new one' and steps == max(20, round(0.5 * rate))
+               for batches, rate, steps in tried)
     rates = list(dict.fromkeys(round(rate, 6) for _, rate, _ in tried))
     first = next(n for n in range(1, 9) if most / 1.5**n <= limit or n == 8)   # 1.5**8 < 30 < 1.5**9
     assert rates[:first] == [round(most / 1.5**n, 6) for n in range(1, first + 1)]
@@ -145,7 +156,9 @@ def test_the_rate_that_is_fed_is_found(most, limit):
 def test_the_host_runs_one_batch_ahead_and_no_further(clock):
     taken = []
     def source():
-        for i in range(9): taken.append(clock.now); yield i
+        for i in range(9):
+            taken.append(clock.now)
+            yield i
     list(itertools.islice(emulated_steps(source(), 10.), 5))
     assert taken == [0., 0., 10., 20., 30.]
 
@@ -163,7 +176,9 @@ def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
     when = f'{one["date"]}-{one["time"].replace(":", "")}'
     assert path.name == f'step_speed-cpu-2-cores-{when}.json' and list(path.parent.iterdir()) == [path]
     assert one['device'] == 'CPU, 2 cores' and one['rows'] == ROWS and one['corpus'] == 'demo'
-    assert one['cpu'] == bench.cpu_name() and one['command'] == 'xtts-nb bench train --record' and 'commit' in one
+    assert one['cpu'] == bench.cpu_name()
+    assert one['command'] == 'xtts-nb bench train --record'
+    assert 'commit' in one
     assert one['noisy'] is False and one['noisy_rows'] == {} and capsys.readouterr().err == ''
 
 def test_a_name_that_is_taken_gets_a_number(tmp_path):
@@ -183,12 +198,15 @@ def test_the_device_is_the_gpu_or_the_cores_that_may_be_used(monkeypatch):
     names = [bench.device_name()]
     monkeypatch.delattr(os, 'sched_getaffinity')   # as on macOS
     names.append(bench.device_name())
-    there += ['first', 'second']; names.append(bench.device_name())
-    about.clear(); names.append(bench.device_name())
+    there += ['first', 'second']
+    names.append(bench.device_name())
+    about.clear()
+    names.append(bench.device_name())
     assert names == ['CPU, 3 cores', 'CPU, 7 cores', 'NVIDIA X', 'gpu']
 
 @pytest.mark.parametrize('text, name', [
-    ('flags : x\nmodel name\t: Foo CPU: II \nmodel name\t: Bar\n', 'Foo CPU: II'), ('flags : x\n', 'some chip'),
+    ('flags : x\nmodel name\t: Foo CPU: II \nmodel name\t: Bar\n', 'Foo CPU: II'),
+    ('flags : x\n', 'some chip'),
     (None, 'some chip')])
 def test_the_processor_as_it_calls_itself(monkeypatch, text, name):
     def read_text(encoding):
@@ -200,9 +218,12 @@ def test_the_processor_as_it_calls_itself(monkeypatch, text, name):
     monkeypatch.setattr(bench.psutil, 'cpu_count', lambda: 5)
     assert bench.cpu_name() == f'{name}, 5 cores'
 
-@pytest.mark.parametrize('script, commit', [('echo abc123', 'abc123'), ('echo fatal; exit 128', None), (None, None)])
+@pytest.mark.parametrize('script, commit',
+                         [('echo abc123', 'abc123'), ('echo fatal; exit 128', None), (None, None)])
 def test_the_commit_is_that_of_a_checkout(tmp_path, monkeypatch, script, commit):
-    if script: (tmp_path / 'git').write_text(f'#!/bin/sh\n{script}\n'); (tmp_path / 'git').chmod(0o755)
+    if script:
+        (tmp_path / 'git').write_text(f'#!/bin/sh\n{script}\n')
+        (tmp_path / 'git').chmod(0o755)
     monkeypatch.setenv('PATH', str(tmp_path))
     assert bench._commit() == commit
 
@@ -212,7 +233,8 @@ def test_no_record_replaces_another(cpu, tmp_path):
     assert len(set(paths)) == len(list(tmp_path.iterdir())) == 12
     assert [json.loads(p.read_text())['rows'][0]['name'] for p in paths] == [str(i) for i in range(12)]
 
-@pytest.mark.parametrize('rows, said', [(NOISY, 'b 25%'), ([{'name': 'once', 'spread': None}], 'once unknown')])
+@pytest.mark.parametrize('rows, said',
+                         [(NOISY, 'b 25%'), ([{'name': 'once', 'spread': None}], 'once unknown')])
 def test_a_noisy_run_says_so(cpu, tmp_path, capsys, rows, said):
     one = json.loads(record('step_speed', rows, tmp_path, 'c').read_text())
     assert one['noisy'] is True and list(one['noisy_rows']) == [said.split()[0]]
@@ -237,14 +259,17 @@ def old(folder, device, date, rows, **more):
 def test_the_newest_record_of_each_device_is_read(tmp_path):
     for device, date in [('A', '2025-01-02'), ('A', '2025-11-01'), ('A', '2024-12-31'), ('B', '2023-01-01')]:
         old(tmp_path, device, date, [])
-    (tmp_path / 'other-A-2026-01-01.json').write_text(json.dumps({'device': 'A', 'date': '2026-01-01', 'rows': []}))
-    assert sorted((r['device'], r['date']) for r in recorded('page', tmp_path)) == [('A', '2025-11-01'), ('B', '2023-01-01')]
+    (tmp_path / 'other-A-2026-01-01.json').write_text(json.dumps({'device': 'A', 'date': '2026-01-01',
+                                                                  'rows': []}))
+    assert sorted((r['device'], r['date']) for r in recorded('page', tmp_path)) == [('A', '2025-11-01'),
+                                                                                    ('B', '2023-01-01')]
 
 def test_old_records_are_judged_when_they_are_read(tmp_path):
     old(tmp_path, 'A', '2025-01-01', ROWS)
     old(tmp_path, 'A', '2025-02-02', ROWS, step_before_after=NOISY)
     old(tmp_path, 'B', '2025-03-03', NOISY)
-    assert [(r['date'], r['noisy']) for r in recorded('page', tmp_path)] == [('2025-01-01', False), ('2025-03-03', True)]
+    assert [(r['date'], r['noisy']) for r in recorded('page', tmp_path)] == [('2025-01-01', False),
+                                                                             ('2025-03-03', True)]
     assert bench.headline('page', tmp_path)['date'] == '2025-01-01'
 
 def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):

@@ -10,8 +10,8 @@ import yaml
 
 from xtts_nb import config as page
 from xtts_nb.config import (
-    REFUSED, AudioConfig, DataConfig, DecoderConfig, DVAEConfig, GPTConfig, SpeakerConfig, SpeechConfig,
-    TrainingConfig, UserError, VoiceConfig, XTTSConfig, asked, setup_tf, sizes, workspace)
+    REFUSED_KEYS, AudioConfig, DataConfig, DecoderConfig, DVAEConfig, GPTConfig, SpeakerConfig, SpeechConfig,
+    TrainingConfig, UserError, VoiceConfig, XTTSConfig, environment_number, setup_tf, sizes, workspace)
 
 SECTIONS = {'audio': AudioConfig, 'dvae': DVAEConfig, 'gpt': GPTConfig, 'speaker': SpeakerConfig,
             'decoder': DecoderConfig, 'data': DataConfig, 'training': TrainingConfig,
@@ -19,7 +19,7 @@ SECTIONS = {'audio': AudioConfig, 'dvae': DVAEConfig, 'gpt': GPTConfig, 'speaker
 KEYS = [(section, key) for section, model in SECTIONS.items() for key in model.model_fields]
 
 
-# --- YAML and dictionaries -----------------------------------------------------------------------------------------
+# --- YAML and dictionaries ------------------------------------------------------------------------
 
 @pytest.mark.parametrize('config', [XTTSConfig.tiny(), XTTSConfig.xtts_v2(), XTTSConfig.tiny(64)],
                          ids=['tiny', 'xtts_v2', 'tiny64'])
@@ -33,7 +33,8 @@ def test_what_is_left_out_keeps_its_default(text, tmp_path):
     (tmp_path / 'c.yaml').write_text(text)
     assert XTTSConfig.load(tmp_path / 'c.yaml') == XTTSConfig()
 
-@pytest.mark.parametrize('written, value', [('1e-4', 1e-4), ('1.0e-4', 1e-4), ('0.0001', 1e-4), ('"2e-3"', 2e-3), ('1', 1.0)])
+@pytest.mark.parametrize('written, value',
+                         [('1e-4', 1e-4), ('1.0e-4', 1e-4), ('0.0001', 1e-4), ('"2e-3"', 2e-3), ('1', 1.0)])
 def test_numbers_as_people_write_them(written, value, tmp_path):
     (tmp_path / 'c.yaml').write_text(f'training: {{learning_rate: {written}}}')
     assert XTTSConfig.load(tmp_path / 'c.yaml').training.learning_rate == value
@@ -51,8 +52,10 @@ def test_a_misspelled_key_names_the_nearest(section, key):
     assert str(e.value).startswith(f'run.yaml: there is no key "{place}"')
     assert f'did you mean "{key}"?' in str(e.value)
 
-OTHERS = ['shuffle_buffer_multiplier', 'pipeline_buffer_size', 'enhanced_gpu_prefetch', 'pin_memory', 'cache_verification',
-          'optimize_cpu_gpu_overlap', 'use_tf_native_loading', 'model_start_delay', 'max_mel_frames', 'min_audio_length',
+OTHERS = ['shuffle_buffer_multiplier', 'pipeline_buffer_size', 'enhanced_gpu_prefetch', 'pin_memory',
+          'cache_verification',
+          'optimize_cpu_gpu_overlap', 'use_tf_native_loading', 'model_start_delay', 'max_mel_frames',
+          'min_audio_length',
           'max_text_length', 'auto_tune_performance', 'enable_xla', 'enable_tensorrt', 'mixed_precision',
           'gradient_accumulation_steps', 'max_memory_fraction', 'kl_loss_weight']   # keys of other trainers
 
@@ -60,9 +63,10 @@ OTHERS = ['shuffle_buffer_multiplier', 'pipeline_buffer_size', 'enhanced_gpu_pre
 @pytest.mark.parametrize('name', OTHERS)
 def test_keys_of_others_are_refused_with_the_reason_and_the_key_to_use(section, name):
     with pytest.raises(UserError) as e: XTTSConfig.from_dict({section: {name: True}}, 'their.yaml')
-    assert str(e.value) == f'their.yaml: there is no key "{section}.{name}": {REFUSED[name]}.' and set(OTHERS) == set(REFUSED)
+    assert str(e.value) == f'their.yaml: there is no key "{section}.{name}": {REFUSED_KEYS[name]}.'
+    assert set(OTHERS) == set(REFUSED_KEYS)
     assert 'use that' in str(e.value) or 'use these' in str(e.value) or 'leave it out' in str(e.value)
-    for word in REFUSED[name].replace(',', ' ').replace(';', ' ').split():   # every key that is named exists
+    for word in REFUSED_KEYS[name].replace(',', ' ').replace(';', ' ').split():   # every key that is named exists
         if word.startswith(('data.', 'training.')):
             part, field = word.split('.')
             assert field in getattr(XTTSConfig(), part).model_dump(), word
@@ -88,10 +92,12 @@ def test_keys_of_others_are_refused_with_the_reason_and_the_key_to_use(section, 
     ({'model': {'audio': {'win_length': 2000}}}, ['model.audio', 'win_length 2000', '1024']),
     ({'model': {'audio': {'f_max': 12000}}}, ['model.audio', 'f_max 12000', 'above 11025', 'sample_rate']),
     ({'data': {'min_seconds': 5, 'max_seconds': 4}}, ['data', 'min_seconds 5', 'max_seconds 4']),
-    ({'speech': {'temperature': -1}}, ['speech.temperature', '-1']), ({'speech': {'top_p': 1.1}}, ['speech.top_p', '1.1']),
-    ({'speech': {'speed': 0}}, ['speech.speed', '0']), ({'speech': {'repetition_penalty': 0}}, ['speech.repetition_penalty']),
+    ({'speech': {'temperature': -1}}, ['speech.temperature', '-1']),
+    ({'speech': {'top_p': 1.1}}, ['speech.top_p', '1.1']),
+    ({'speech': {'speed': 0}}, ['speech.speed', '0']),
+    ({'speech': {'repetition_penalty': 0}}, ['speech.repetition_penalty']),
     ({'training': {'judge_by': 'dtw'}}, ['training', 'listen_clips']),
-    ({'voice': {'periods': [], 'windows': []}}, ['voice', 'at least one critic']),
+    ({'voice': {'periods': [], 'windows': []}}, ['voice', 'at least one discriminator']),
     ({'voice': {'window': 0}}, ['voice.window', '0']),
     ({'data': None}, ['data', 'None']),
     ({'data': [1]}, ['data', '[1]']),
@@ -131,9 +137,11 @@ def test_values_are_let_in_up_to_the_edge():
                 said = f'{key.rpartition(".")[0]}.*{value}'
                 with pytest.raises(UserError, match=said): XTTSConfig.from_dict(values)
 
-@pytest.mark.parametrize('content', [b'a: [', b'a: b: c', b'\t- x', b'just words', b'[1, 2]', b'\x00', b'1: 2', b'model: \xff',
+@pytest.mark.parametrize('content', [b'a: [', b'a: b: c', b'\t- x', b'just words', b'[1, 2]', b'\x00',
+                                     b'1: 2', b'model: \xff',
                                      None],
-                         ids=['open', 'twice', 'tab', 'words', 'list', 'binary', 'number-key', 'latin1', 'missing'])
+                         ids=['open', 'twice', 'tab', 'words', 'list', 'binary', 'number-key', 'latin1',
+                              'missing'])
 def test_a_file_that_is_no_settings_is_named(content, tmp_path):
     path = tmp_path / 'c.yaml'
     if content is not None: path.write_bytes(content)
@@ -146,7 +154,8 @@ def test_replace_keeps_the_rest():
     config = XTTSConfig.tiny()
     changed = config.replace(data={'batch_size': 3}, model={'gpt': {'layers': 1}})
     assert (changed.data.batch_size, changed.model.gpt.layers) == (3, 1)
-    assert changed.replace(data={'batch_size': config.data.batch_size}, model={'gpt': {'layers': 4}}) == config
+    assert changed.replace(data={'batch_size': config.data.batch_size},
+                           model={'gpt': {'layers': 4}}) == config
     with pytest.raises(UserError, match='did you mean "batch_size"'): config.replace(data={'batchsize': 3})
     for wrong in ({'data': 3}, {'dat': {'batch_size': 3}}):   # no section, no such section
         with pytest.raises(UserError, match=f'settings: .*{[*wrong][0]}'): config.replace(**wrong)
@@ -189,19 +198,21 @@ def test_the_table_shows_every_key():
     assert all(key in table for _, key in KEYS)
 
 
-# --- the workspace -------------------------------------------------------------------------------------------------
+# --- the workspace --------------------------------------------------------------------------------
 
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
     "A working directory under no settings file, and no test environment."
-    monkeypatch.chdir(tmp_path); monkeypatch.delenv('IN_TEST', raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('IN_TEST', raising=False)
     return tmp_path.resolve()
 
 def write(folder, text): (folder / 'settings.ini').write_text(text, encoding='utf-8')
 
 def test_without_a_file_everything_lies_in_the_working_directory(outside):
     w = workspace()
-    assert (w.root, w.data, w.cache, w.runs, w.scale) == (outside, *(outside / n for n in ('data', 'cache', 'runs')), 'tiny')
+    assert (w.root, w.data, w.cache, w.runs,
+            w.scale) == (outside, *(outside / n for n in ('data', 'cache', 'runs')), 'tiny')
 
 def test_the_file_is_searched_upwards_and_the_nearest_counts(outside, monkeypatch):
     deep = outside / 'a' / 'b' / 'c'
@@ -225,8 +236,10 @@ def test_under_test_the_scale_is_tiny(outside, monkeypatch):
 
 @pytest.mark.parametrize('text, part', [
     ('nonsense\n', 'section headers'), ('[workspace]\nscal = tiny\n', 'did you mean "scale"'),
-    ('[workspace]\nscale = huge\n', "'tiny' or 'full'"), ('[workspace]\ndata = a\ndata = b\n', 'already exists'),
-    ('[workspace\n', 'settings.ini'), ('[workspace]\nzzz = 1\n', 'it has root, data, cache, runs, xla_cache, scale'),
+    ('[workspace]\nscale = huge\n', "'tiny' or 'full'"),
+    ('[workspace]\ndata = a\ndata = b\n', 'already exists'),
+    ('[workspace\n', 'settings.ini'),
+    ('[workspace]\nzzz = 1\n', 'it has root, data, cache, runs, xla_cache, scale'),
     ('[workspac]\ndata = a\n', 'no section [workspac]; did you mean [workspace]'),
     ('[workspace]\n[Workspace]\n', 'no section [Workspace]; did you mean')],
     ids=['words', 'key', 'value', 'twice', 'bracket', 'unknown', 'section', 'capital'])
@@ -249,7 +262,7 @@ def test_what_people_write_is_read(outside, text, data):
     assert workspace().data == outside / data
 
 
-# --- TensorFlow ----------------------------------------------------------------------------------------------------
+# --- TensorFlow -----------------------------------------------------------------------------------
 
 def test_setup_twice_changes_nothing_and_tells_what_it_got():
     first = setup_tf(threads=2)
@@ -298,12 +311,15 @@ def test_threads_and_memory_as_given_else_as_the_environment_asks(tf_config, mon
     assert setup_tf()['intra-op threads'] == (11, 11)
 
 @pytest.mark.parametrize('value, number', [
-    (None, None), ('', None), ('1', 1), ('12', 12), ('0', UserError), ('-1', UserError), ('x', UserError), ('1.5', UserError)])
+    (None, None), ('', None), ('1', 1), ('12', 12), ('0', UserError), ('-1', UserError), ('x', UserError),
+    ('1.5', UserError)])
 def test_a_number_in_the_environment(monkeypatch, value, number):
     monkeypatch.delenv('A_NUMBER', raising=False)
     if value is not None: monkeypatch.setenv('A_NUMBER', value)
-    if number is not UserError: assert asked('A_NUMBER') == number
-    else: pytest.raises(UserError, asked, 'A_NUMBER').match(f'^A_NUMBER={value}: give a positive number')
+    if number is not UserError: assert environment_number('A_NUMBER') == number
+    else:
+        pytest.raises(UserError, environment_number,
+                      'A_NUMBER').match(f'^A_NUMBER={value}: give a positive number')
 
 @pytest.mark.parametrize('level, loaded, said', [(None, False, ''), ('2', False, ''), ('0', False, 'hello'),
                                                  (None, True, 'hello'), ('0', True, 'hello')])
@@ -347,7 +363,7 @@ def test_the_package_is_light_to_import():
     subprocess.run([sys.executable, '-c', code], check=True)
 
 
-# --- what XLA compiled ---------------------------------------------------------------------------------------------
+# --- what XLA compiled ----------------------------------------------------------------------------
 
 COMPILE = '''
 from xtts_nb.config import setup_tf

@@ -25,7 +25,8 @@ CARD = 24_000   # MiB
     ([CARD] * 4, dict(data_gpu=2), {0: (), 2: ()}, 'GPU:1', 'GPU:0'),
     ([CARD] * 4, dict(model_gpu=0), {0: (), 1: ()}, 'GPU:1', 'GPU:0'),
     ([CARD, CARD], dict(isolate=True), {0: (21_600,), 1: (21_600,)}, 'GPU:0', 'GPU:1'),
-    ([CARD, 2 * CARD], dict(data_gpu=0, model_gpu=1, data_memory=8192), {0: (8192,), 1: (43_200,)}, 'GPU:0', 'GPU:1'),
+    ([CARD, 2 * CARD], dict(data_gpu=0, model_gpu=1, data_memory=8192), {0: (8192,), 1: (43_200,)}, 'GPU:0',
+     'GPU:1'),
     ([CARD], dict(isolate=True), {0: (4800, 16_800)}, 'GPU:0', 'GPU:1'),
     ([CARD], dict(data_memory=4000, model_memory=20_000), {0: (4000, 20_000)}, 'GPU:0', 'GPU:1'),
     ([None], dict(data_memory=4000, model_memory=20_000), {0: (4000, 20_000)}, 'GPU:0', 'GPU:1'),
@@ -58,7 +59,8 @@ def test_plans_that_cannot_be(cards, asked, words):
 
 @pytest.mark.parametrize('plan, place', [
     (DevicePlan({}, 'CPU:0', 'CPU:0'), (0, 0)), (DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:1'), (1, 0)),
-    (DevicePlan({2: (), 3: ()}, 'GPU:1', 'GPU:0'), (2, 0)), (DevicePlan({0: (4800, 16_800)}, 'GPU:0', 'GPU:1'), (0, 1)),
+    (DevicePlan({2: (), 3: ()}, 'GPU:1', 'GPU:0'), (2, 0)),
+    (DevicePlan({0: (4800, 16_800)}, 'GPU:0', 'GPU:1'), (0, 1)),
     (DevicePlan({1: (8000,), 3: (9000,)}, 'GPU:0', 'GPU:1'), (3, 0))])
 def test_the_card_that_trains(plan, place): assert plan.model_part == place
 
@@ -125,8 +127,10 @@ def test_without_options_one_card_is_taken_and_a_limit_of_the_environment_stays(
     assert setup_devices().model == 'GPU:0' and [gpu.name[-1] for gpu in gpus['visible']] == ['0']
 
 def test_a_device_that_did_not_come_is_named(gpus, monkeypatch):
-    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda: [SimpleNamespace(device_type='GPU', name='GPU:0')])
-    with pytest.raises(UserError, match='has the devices GPU:0, not as planned'): told_and_read(plan_devices([CARD, CARD], 0, 1))
+    monkeypatch.setattr(tf.config, 'list_logical_devices',
+                        lambda: [SimpleNamespace(device_type='GPU', name='GPU:0')])
+    with pytest.raises(UserError, match='has the devices GPU:0, not as planned'):
+        told_and_read(plan_devices([CARD, CARD], 0, 1))
 
 def test_a_limit_that_was_not_kept_is_noticed(gpus, monkeypatch):
     monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
@@ -179,14 +183,17 @@ def test_a_plan_for_the_cpu_is_not_read_back(monkeypatch):
 def test_what_tensorflow_refuses_is_a_sentence(gpus, monkeypatch):
     def full(): raise tf.errors.InternalError(None, None, 'out of memory')
     monkeypatch.setattr(tf.config, 'list_logical_devices', full)
-    with pytest.raises(UserError, match='out of memory.*lower the limits'): told_and_read(plan_devices([CARD], isolate=True))
+    with pytest.raises(UserError, match='out of memory.*lower the limits'):
+        told_and_read(plan_devices([CARD], isolate=True))
 
 def test_a_plan_that_comes_too_late_is_refused_and_one_that_changes_nothing_is_not(gpus, monkeypatch):
     apply_plan(plan_devices([CARD, CARD], 0, 1))
     monkeypatch.setattr(devices, 'tf_started', lambda: True)
     apply_plan(plan_devices([CARD, CARD], 0, 1))
-    with pytest.raises(UserError, match='has started before its devices were set up'): apply_plan(plan_devices([CARD, CARD]))
-    with pytest.raises(UserError, match='before anything is computed'): apply_plan(plan_devices([CARD, CARD], 0, 1, isolate=True))
+    with pytest.raises(UserError, match='has started before its devices were set up'):
+        apply_plan(plan_devices([CARD, CARD]))
+    with pytest.raises(UserError, match='before anything is computed'):
+        apply_plan(plan_devices([CARD, CARD], 0, 1, isolate=True))
 
 def test_a_worker_takes_all_its_cards_and_no_device_for_data(gpus, monkeypatch):
     monkeypatch.setenv('TF_CONFIG', '{}')
@@ -207,7 +214,8 @@ def test_cards_without_nvml_have_no_known_memory(gpus, monkeypatch):
 
 def test_gpus_and_their_stand_ins_exclude_each_other(gpus, monkeypatch):
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
-    with pytest.raises(UserError, match='2 GPUs can be seen; hide them with CUDA_VISIBLE_DEVICES=-1'): card_memory()
+    with pytest.raises(UserError, match='2 GPUs can be seen; hide them with CUDA_VISIBLE_DEVICES=-1'):
+        card_memory()
 
 def test_stand_ins_come_too_late_as_cards_do(monkeypatch):
     "The real TensorFlow, which has started with one CPU."
@@ -218,7 +226,7 @@ def test_stand_ins_come_too_late_as_cards_do(monkeypatch):
         with pytest.raises(UserError, match='has started before'): setup_devices(**asked)
 
 
-# --- processes that encode clips -----------------------------------------------------------------------------------
+# --- processes that encode clips ------------------------------------------------------------------
 
 def tell(path, config):
     "Called in a worker in the place of loading a DVAE."

@@ -19,7 +19,8 @@ from xtts_nb.files import (
 
 def tree(folder):
     "Everything under a folder, with contents."
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob('*'))}
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+            for p in sorted(folder.rglob('*'))}
 
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit, MemoryError, UserError])
@@ -38,10 +39,13 @@ def test_an_interrupted_file_leaves_what_was_there(tmp_path, error, before):
 @pytest.mark.parametrize('replace', [False, True])
 def test_an_interrupted_folder_leaves_what_was_there(tmp_path, error, replace):
     out = tmp_path / 'out'
-    if replace: out.mkdir(); (out / 'old').write_text('old')
+    if replace:
+        out.mkdir()
+        (out / 'old').write_text('old')
     kept = tree(tmp_path)
     with pytest.raises(error), atomic_folder(out, replace) as part:
-        (part / 'sub').mkdir(); (part / 'sub' / 'half').write_text('half')
+        (part / 'sub').mkdir()
+        (part / 'sub' / 'half').write_text('half')
         raise error('stop')
     assert tree(tmp_path) == kept
 
@@ -62,7 +66,8 @@ def test_a_file_that_was_never_written_is_an_error(tmp_path):
 
 
 def test_a_file_takes_no_place_of_a_folder_or_a_device(tmp_path):
-    (tmp_path / 'folder').mkdir(); os.mkfifo(tmp_path / 'pipe')
+    (tmp_path / 'folder').mkdir()
+    os.mkfifo(tmp_path / 'pipe')
     for name in ('folder', 'pipe'):
         with pytest.raises(UserError, match=f'{name}: is no regular file and will not be replaced'):
             with atomic_file(tmp_path / name): pytest.fail('worked')
@@ -74,9 +79,12 @@ def test_a_file_takes_no_place_of_a_folder_or_a_device(tmp_path):
 def test_a_folder_that_holds_something_is_refused_before_any_work(tmp_path, make):
     out = tmp_path / 'out'
     if make == 'file': out.write_text('mine')
-    else: out.mkdir(); (out / 'mine').write_text('mine')
+    else:
+        out.mkdir()
+        (out / 'mine').write_text('mine')
     kept, worked = tree(tmp_path), []
-    with pytest.raises(UserError, match='out.*already holds something.*choose another'), atomic_folder(out): worked.append(1)
+    with pytest.raises(UserError, match='out.*already holds something.*choose another'), atomic_folder(out):
+        worked.append(1)
     assert not worked and tree(tmp_path) == kept
 
 
@@ -115,7 +123,8 @@ def test_ctrl_c_while_the_old_folder_goes_loses_neither(tmp_path, monkeypatch):
     assert contents in ({str(i): 'old' for i in range(3)}, {str(i): 'new' for i in range(3)})
 
 
-REASONS = [(errno.ENOSPC, 'the disk is full; free some space'), (errno.EDQUOT, 'quota'), (errno.EACCES, 'not writable'),
+REASONS = [(errno.ENOSPC, 'the disk is full; free some space'), (errno.EDQUOT, 'quota'),
+           (errno.EACCES, 'not writable'),
            (errno.EROFS, 'read-only'), (errno.EIO, 'Input/output error')]
 
 @pytest.mark.parametrize('number, reason', REASONS)
@@ -126,15 +135,18 @@ def test_a_failed_write_names_file_and_remedy(tmp_path, monkeypatch, number, rea
     (tmp_path / 'a.json').write_text('{}')
     kept = tree(tmp_path)
     monkeypatch.setattr(Path, 'write_text', fail)
-    with pytest.raises(UserError, match=f'a.json.*{reason}.*nothing was written'): write_json(tmp_path / 'a.json', {'a': 1})
-    with pytest.raises(UserError, match=f'f: .*{reason}'), atomic_folder(tmp_path / 'f') as part: (part / 'x').write_text('1')
+    with pytest.raises(UserError, match=f'a.json.*{reason}.*nothing was written'):
+        write_json(tmp_path / 'a.json', {'a': 1})
+    with pytest.raises(UserError, match=f'f: .*{reason}'), atomic_folder(tmp_path / 'f') as part:
+        (part / 'x').write_text('1')
     monkeypatch.undo()
     assert tree(tmp_path) == kept
 
 
 def test_a_file_in_the_way_of_a_folder(tmp_path):
     (tmp_path / 'a').write_text('mine')
-    with pytest.raises(UserError, match='a file stands where a folder is needed|File exists'): write_json(tmp_path / 'a' / 'b', 1)
+    with pytest.raises(UserError, match='a file stands where a folder is needed|File exists'):
+        write_json(tmp_path / 'a' / 'b', 1)
     assert tree(tmp_path) == {'a': b'mine'}
 
 
@@ -167,7 +179,8 @@ for name, write in writers.items():
 def limited(tmp_path_factory):
     "What four writers say when no file may grow beyond 20 000 bytes, and the folder they wrote to."
     folder = tmp_path_factory.mktemp('limited')
-    done = subprocess.run([sys.executable, '-c', WRITE_TOO_MUCH, str(folder)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, '-c', WRITE_TOO_MUCH, str(folder)], capture_output=True, text=True,
+                          check=True)
     return dict(line.split(' ', 1) for line in done.stdout.splitlines()), folder
 
 @pytest.mark.parametrize('name', ['json', 'wav', 'weights', 'shards'])
@@ -201,7 +214,8 @@ def test_a_bad_json_file_is_named(tmp_path, content, message):
 
 def test_a_fingerprint_changes_with_every_part():
     prints = [fingerprint(*parts) for parts in
-              [(), (1,), ('1',), (1, 2), ([1, 2],), (b'x',), ('x',), ({'a': 1},), ({'a': 2},), ({'b': 1},), ('12',), ('1', '2')]]
+              [(), (1,), ('1',), (1, 2), ([1, 2],), (b'x',), ('x',), ({'a': 1},), ({'a': 2},), ({'b': 1},),
+               ('12',), ('1', '2')]]
     assert len(set(prints)) == len(prints) and all(len(p) == 16 for p in prints)
     assert fingerprint({'a': 1, 'b': 2}) == fingerprint({'b': 2, 'a': 1})
     assert fingerprint(np.arange(3).tobytes()) == fingerprint(np.arange(3).tobytes())
@@ -218,7 +232,8 @@ def test_a_process_is_asked_for_and_not_disturbed(monkeypatch, error, alive):
         if error: raise error
     monkeypatch.setattr(os, 'kill', kill)
     assert files._alive(7) is alive and asked == [(7, 0)]
-    assert not files._alive(os.getpid()) and len(asked) == 1   # in a container, one that was killed had our number
+    assert not files._alive(os.getpid())
+    assert len(asked) == 1   # in a container, one that was killed had our number
 
 def test_only_what_a_writer_left_is_swept_away(tmp_path, monkeypatch):
     monkeypatch.setattr(files, '_alive', lambda process: process == 5)
@@ -227,7 +242,9 @@ def test_only_what_a_writer_left_is_swept_away(tmp_path, monkeypatch):
     for name in ('out', *gone, *kept): (tmp_path / name).mkdir()
     files._sweep(tmp_path / 'out')
     assert {p.name for p in tmp_path.iterdir()} == {'out', *kept}
-    (tmp_path / 'out').rmdir(); (tmp_path / 'out.7.old').mkdir(); (tmp_path / 'out.7.old' / 'x').write_text('old')
+    (tmp_path / 'out').rmdir()
+    (tmp_path / 'out.7.old').mkdir()
+    (tmp_path / 'out.7.old' / 'x').write_text('old')
     files._sweep(tmp_path / 'out')
     assert (tmp_path / 'out/x').read_text() == 'old' and not (tmp_path / 'out.7.old').exists()
 
@@ -247,7 +264,8 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, line):
 LOCKS = [(None, True), (BlockingIOError, False), (PermissionError, False), (OSError, True)]
 
 @pytest.mark.parametrize('error, works', LOCKS)
-def test_a_lock_that_another_holds_is_told_and_one_that_the_disk_lacks_is_not(tmp_path, monkeypatch, error, works):
+def test_a_lock_that_another_holds_is_told_and_one_that_the_disk_lacks_is_not(tmp_path, monkeypatch, error,
+                                                                              works):
     import fcntl
     def lockf(file, how):
         assert how == fcntl.LOCK_EX | fcntl.LOCK_NB and file.name == str(path)
@@ -269,7 +287,8 @@ def test_what_a_killed_writer_left_is_undone(tmp_path, moment):
     gone.wait()
     (tmp_path / f'out.{gone.pid}.part').mkdir()
     old = out if moment == 'filling' else tmp_path / f'out.{gone.pid}.old'
-    old.mkdir(); (old / 'a').write_text('old')
+    old.mkdir()
+    (old / 'a').write_text('old')
     others = tmp_path / f'out.{os.getppid()}.part'   # of a process that lives
     others.mkdir()
     with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True) as part:
@@ -281,7 +300,8 @@ def test_what_a_killed_writer_left_is_undone(tmp_path, moment):
 @pytest.mark.parametrize('name', ['a', 'deep/a', './a', 'deep/../a', 'within', 'deep/back/a', 'not there'])
 def test_a_name_inside(nested, name): assert inside(nested, name) == nested / name
 
-@pytest.mark.parametrize('name', ['', '.', '..', '../a', '/etc/passwd', 'deep/../../a', 'out/a', 'out', 'deep/up/x', 'round',
+@pytest.mark.parametrize('name', ['', '.', '..', '../a', '/etc/passwd', 'deep/../../a', 'out/a', 'out',
+                                  'deep/up/x', 'round',
                                   'a\0b', 7, None])
 def test_a_name_that_leads_out(nested, name):
     with pytest.raises(UserError, match='get the folder anew|Get the folder anew'): inside(nested, name)
@@ -290,8 +310,12 @@ def test_a_name_that_leads_out(nested, name):
 def nested(tmp_path):
     "A folder with links inside and out, itself reached by a link."
     home = tmp_path / 'home'
-    (home / 'deep').mkdir(parents=True); (home / 'a').write_text(''); (home / 'within').symlink_to('a')
-    (home / 'deep' / 'back').symlink_to(home); (home / 'out').symlink_to(tmp_path); (home / 'deep' / 'up').symlink_to('../..')
+    (home / 'deep').mkdir(parents=True)
+    (home / 'a').write_text('')
+    (home / 'within').symlink_to('a')
+    (home / 'deep' / 'back').symlink_to(home)
+    (home / 'out').symlink_to(tmp_path)
+    (home / 'deep' / 'up').symlink_to('../..')
     (home / 'round').symlink_to('round')
     (tmp_path / 'linked').symlink_to(home)
     return tmp_path / 'linked'

@@ -31,8 +31,10 @@ def gpu_trace(*curves, step=.1):
 @pytest.fixture
 def driver(monkeypatch):
     "A made-up driver with two cards; its readings can be replaced by errors."
-    state = SimpleNamespace(count=2, use={0: 10, 1: 80}, power={0: 50_000, 1: 300_500}, fail={}, asked=[], now=100.,
-                            tells=set(), activity={'SM_UTIL': 60., 'ANY_TENSOR_UTIL': 40., 'PCIE_RX_PER_SEC': 2.},
+    state = SimpleNamespace(count=2, use={0: 10, 1: 80}, power={0: 50_000, 1: 300_500}, fail={}, asked=[],
+                            now=100.,
+                            tells=set(),
+                            activity={'SM_UTIL': 60., 'ANY_TENSOR_UTIL': 40., 'PCIE_RX_PER_SEC': 2.},
                             processes={0: [], 1: []}, process_use={0: [], 1: []}, since=[])
     def read(name, value):
         def call(handle, *args):
@@ -48,7 +50,8 @@ def driver(monkeypatch):
         'Name': lambda h: f'Card {h}',
         'UtilizationRates': lambda h: SimpleNamespace(gpu=state.use[h], memory=5),
         'MemoryInfo': lambda h: SimpleNamespace(used=(h + 1) << 30, total=8 << 30, free=0),
-        'PowerUsage': lambda h: state.power[h], 'Temperature': lambda h, which: 40 + h, 'ClockInfo': lambda h, which: 1500 + h,
+        'PowerUsage': lambda h: state.power[h], 'Temperature': lambda h, which: 40 + h, 'ClockInfo': lambda h,
+        which: 1500 + h,
         'ComputeRunningProcesses': lambda h: state.processes[h],
         'ProcessUtilization': lambda h, since: state.since.append(since) or state.process_use[h],
         'PcieThroughput': lambda h, counter: 10 + counter,
@@ -106,10 +109,12 @@ def test_nvml_activity_of_a_card_that_tells(driver):
     probe = nvml_probe()
     assert probe().gpus[1].sm_active is None   # two snapshots make a reading
     driver.now += .05
-    assert probe().gpus[1].sm_active is None and driver.asked.count(('Snapshot', 1)) == 1   # too soon for the second
+    assert probe().gpus[1].sm_active is None
+    assert driver.asked.count(('Snapshot', 1)) == 1   # too soon for the second
     driver.now += .06
     old, new = probe().gpus
-    assert (new.sm_active, new.tensor_active, new.memory_active, new.from_host) == (60., 40., None, 2. * 2**20)
+    assert (new.sm_active, new.tensor_active, new.memory_active, new.from_host) == (60., 40., None,
+                                                                                    2. * 2**20)
     assert (old.sm_active, old.tensor_active) == (None, None)
     driver.fail['Snapshot', 1] = pynvml.NVML_ERROR_NO_PERMISSION
     driver.now += 1
@@ -123,10 +128,16 @@ def test_nvml_activity_of_a_card_that_tells(driver):
 
 @pytest.mark.parametrize('code', [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND])
 def test_nvml_a_driver_without_activity_or_bus(driver, code):
-    driver.fail |= {(name, h): code for name in ('Gpm', 'PcieThroughput', 'ComputeRunningProcesses') for h in (0, 1)}
+    driver.fail |= {(name, h): code for name in ('Gpm', 'PcieThroughput', 'ComputeRunningProcesses')
+                    for h in (0, 1)}
     probe = nvml_probe()
-    for _ in range(3): driver.now += 1; s = probe()
-    assert s.error is None and s.gpus[0].from_host is None and s.gpus[0].processes == () and s.gpus[1].utilisation == 80
+    for _ in range(3):
+        driver.now += 1
+        s = probe()
+    assert s.error is None
+    assert s.gpus[0].from_host is None
+    assert s.gpus[0].processes == ()
+    assert s.gpus[1].utilisation == 80
 
 
 def test_nvml_activity_lies_between_the_last_two_snapshots(driver, monkeypatch):
@@ -139,12 +150,15 @@ def test_nvml_activity_lies_between_the_last_two_snapshots(driver, monkeypatch):
     monkeypatch.setattr(pynvml, 'nvmlGpmMetricsGet', lambda ask: pairs.append((place(ask.sample1),
         place(ask.sample2))))
     probe = nvml_probe()
-    for _ in range(4): driver.now += 1; probe()
+    for _ in range(4):
+        driver.now += 1
+        probe()
     assert taken == [1, 2, 1, 2] and pairs == [(1, 2), (2, 1), (1, 2)]
 
 
 def test_nvml_processes_of_each_card(driver):
-    running, busy = SimpleNamespace(pid=os.getpid(), usedGpuMemory=5), SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None)
+    running = SimpleNamespace(pid=os.getpid(), usedGpuMemory=5)
+    busy = SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None)
     driver.processes[1] = [running, busy]
     driver.process_use[1] = [SimpleNamespace(pid=busy.pid, smUtil=70, timeStamp=9),
                              SimpleNamespace(pid=running.pid, smUtil=2**31, timeStamp=9)]   # some drivers say that
@@ -152,11 +166,13 @@ def test_nvml_processes_of_each_card(driver):
     driver.now += 1
     first, second = probe().gpus
     assert first.processes == ()
-    assert second.processes == (Process(os.getpid(), psutil.Process().name(), 5), Process(busy.pid, None, None, 70.))
+    assert second.processes == (Process(os.getpid(), psutil.Process().name(), 5),
+                                Process(busy.pid, None, None, 70.))
     driver.fail['ProcessUtilization', 1] = pynvml.NVML_ERROR_NOT_FOUND   # nobody worked since the last time
     driver.now += 2
     assert probe().gpus[1].processes[1] == Process(busy.pid)
-    assert driver.since == [0, 0, 0]   # each card what came since the last time; the failed call is not among them
+    # each card what came since the last time; the failed call is not among them
+    assert driver.since == [0, 0, 0]
     driver.fail.clear()
     driver.process_use[1] = [SimpleNamespace(pid=busy.pid, smUtil=100, timeStamp=12),
                              SimpleNamespace(pid=running.pid, smUtil=101, timeStamp=11)]
@@ -169,7 +185,9 @@ def test_nvml_processes_of_each_card(driver):
 
 def test_nvml_asks_what_is_slow_once_a_second_and_card_by_card(driver):
     probe = nvml_probe()
-    for _ in range(30): driver.now += .1; probe()
+    for _ in range(30):
+        driver.now += .1
+        probe()
     slow = [h for name, h in driver.asked if name == 'ComputeRunningProcesses']
     assert slow == [0, 1] * 3 and driver.asked.count(('UtilizationRates', 0)) == 30
 
@@ -201,8 +219,11 @@ def test_each_reason_has_its_remedy(driver, monkeypatch, code, remedy):
 
 
 def test_disks_count_once(monkeypatch):
-    counters = {name: SimpleNamespace(read_bytes=n, write_bytes=2 * n) for name, n in {'real': 5, 'real1': 5, 'dm-0': 5}.items()}
-    def counted(perdisk, nowrap): assert perdisk and not nowrap; return counters
+    counters = {name: SimpleNamespace(read_bytes=n, write_bytes=2 * n)
+                for name, n in {'real': 5, 'real1': 5, 'dm-0': 5}.items()}
+    def counted(perdisk, nowrap):
+        assert perdisk and not nowrap
+        return counters
     monkeypatch.setattr(psutil, 'disk_io_counters', counted)
     monkeypatch.setattr(Path, 'exists', lambda path: str(path) == '/sys/block/real/device')
     assert sampler.disk_bytes() == (5, 10)
@@ -245,7 +266,9 @@ def test_best_probe_says_in_one_line_what_it_uses_instead(driver, monkeypatch, c
     monkeypatch.setattr(pynvml, 'nvmlInit', missing)
     assert best_probe()().devices.keys() == {'CPU'}
     out = capsys.readouterr().out
-    assert out.count('\n') == 1 and 'NVML Shared Library Not Found' in out and 'showing the CPU instead' in out
+    assert out.count('\n') == 1
+    assert 'NVML Shared Library Not Found' in out
+    assert 'showing the CPU instead' in out
     with pytest.raises(UserError, match='NVML'): nvml_probe()
 
 
@@ -314,7 +337,8 @@ def test_two_gpus_are_never_mixed():
 
 
 def test_series_has_gaps_where_a_device_is_missing():
-    trace = [Sample(5., (GPU(0, 'a', 1.),)), Sample(6., error='x'), Sample(7., (GPU(0, 'a', 3.), GPU(1, 'b', 4.)))]
+    trace = [Sample(5., (GPU(0, 'a', 1.),)), Sample(6., error='x'),
+             Sample(7., (GPU(0, 'a', 3.), GPU(1, 'b', 4.)))]
     curves = series(trace)
     np.testing.assert_array_equal(curves['GPU 0'][0], [0, 1, 2])
     np.testing.assert_array_equal(curves['GPU 0'][1], [1, np.nan, 3])
@@ -330,7 +354,8 @@ def test_longest_idle(values, longest):
 
 def test_summary_numbers():
     d = summarise(gpu_trace(list(np.arange(101.))))['devices']['GPU 0']
-    assert (d['min'], d['p50'], d['p95'], d['max'], d['mean']) == (0, 50, 95, 100, 50) and d['idle_share'] == 5 / 101
+    assert (d['min'], d['p50'], d['p95'], d['max'], d['mean']) == (0, 50, 95, 100, 50)
+    assert d['idle_share'] == 5 / 101
     assert d['memory_max'] is None and summarise(gpu_trace([1.] * 4, step=2.))['seconds'] == 6
     used = [Sample(1. * i, (GPU(0, 'a', 1., n, 9),)) for i, n in enumerate((3, 7, None, 5))]
     assert [summarise(used)['devices']['GPU 0'][k] for k in ('memory_max', 'memory_total')] == [7, 9]
@@ -344,7 +369,8 @@ def test_summary_of_nothing_and_of_a_device_without_utilisation():
 
 
 def test_sample_survives_json():
-    cards = GPU(0, 'a', 2., 3, 4, 5., 6., 7., sm_active=8., processes=(Process(9, 'python', 10),)), GPU(1, 'b')
+    cards = GPU(0, 'a', 2., 3, 4, 5., 6., 7., sm_active=8.,
+                processes=(Process(9, 'python', 10),)), GPU(1, 'b')
     s = Sample(1., cards, CPU('c', 1.), 'GPU 1: lost')
     assert Sample.from_dict(json.loads(json.dumps(asdict(s)))) == s
     assert Sample.from_dict(json.loads(json.dumps(asdict(Sample(1.))))) == Sample(1.)
@@ -358,10 +384,12 @@ def test_a_reading_never_changes_and_is_small(reading):
 
 def test_sampler_survives_a_broken_probe_and_says_it_once():
     lines, trace = [], gpu_trace([1.] * 6)
-    s = Sampler(replay_probe([trace[0], OSError('gone 1'), OSError('gone 2'), trace[3], ValueError('odd'), trace[5]]),
+    s = Sampler(replay_probe([trace[0], OSError('gone 1'), OSError('gone 2'), trace[3], ValueError('odd'),
+                              trace[5]]),
                 clock=lambda: .25, say=lines.append)
     for _ in range(6): s.sample()
-    assert [x.error for x in s.samples] == [None, 'OSError: gone 1', 'OSError: gone 2', None, 'ValueError: odd', None]
+    assert [x.error for x in s.samples] == [None, 'OSError: gone 1', 'OSError: gone 2', None,
+                                            'ValueError: odd', None]
     assert len(lines) == 2 and 'gone 1' in lines[0] and 'odd' in lines[1]
     assert s.samples[1].time == .25 and s.summary()['gaps'] == 3
     with pytest.raises(StopIteration): s.sample()
@@ -378,8 +406,13 @@ def test_the_cost_is_a_share_of_a_core(monkeypatch):
 
 def test_a_beat_that_was_missed_is_not_made_up_for(monkeypatch):
     now, costs, waits = [0.], iter([.25, 2.5, .25]), []
-    def probe(): now[0] += next(costs); return Sample(now[0])
-    def wait(seconds): now[0] += seconds; waits.append(seconds); return len(waits) > 3
+    def probe():
+        now[0] += next(costs)
+        return Sample(now[0])
+    def wait(seconds):
+        now[0] += seconds
+        waits.append(seconds)
+        return len(waits) > 3
     monkeypatch.setattr(sampler, 'time', SimpleNamespace(thread_time=lambda: 0., perf_counter=lambda: now[0]))
     Sampler(probe, interval=1.)._run(SimpleNamespace(wait=wait))
     assert waits == [0., .75, 0., .75]
@@ -388,7 +421,8 @@ def test_a_beat_that_was_missed_is_not_made_up_for(monkeypatch):
 def test_the_sampler_reports_what_it_costs():
     s = Sampler(replay_probe(gpu_trace([1., 2.])))
     assert s.summary()['overhead'] is None
-    s.sample(), s.sample()
+    s.sample()
+    s.sample()
     assert s.cpu_seconds > 0 and s.summary()['overhead'] > 0
 
 
@@ -448,7 +482,7 @@ def test_import_is_light():
     assert done.stdout.strip() == 'set()'
 
 
-# --- the cards of this process -----------------------------------------------------------------------------------------
+# --- the cards of this process --------------------------------------------------------------------
 
 @pytest.fixture
 def named(driver, monkeypatch):

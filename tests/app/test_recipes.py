@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from xtts_nb.app import recipes
-from xtts_nb.config import REFUSED, Section, UserError, XTTSConfig
+from xtts_nb.config import REFUSED_KEYS, Section, UserError, XTTSConfig
 from xtts_nb.app.recipes import (
     FLAGS, GPU_PRESETS, LEVELS, REDUNDANT_KEYS, REFUSED_FLAGS, RENAMED_KEYS, check_unknown, check_used,
     commented_yaml, config_diff, convert_guide, descriptions, diff_lines, flat, from_environment, gpu_preset,
@@ -180,8 +180,8 @@ NOTHING = [('data.use_tf_native_loading', True), ('data.optimize_cpu_gpu_overlap
 def test_a_redundant_key_is_reported(key, value):
     config, said = load(nested({key: value}))
     assert config == DEFAULT
-    assert said == [f'their.yaml: {key} does nothing here: {REFUSED[key.split(".")[-1]]}.']
-    assert {k.split('.')[-1] for k, _ in NOTHING} == set(REDUNDANT_KEYS) <= set(REFUSED)
+    assert said == [f'their.yaml: {key} does nothing here: {REFUSED_KEYS[key.split(".")[-1]]}.']
+    assert {k.split('.')[-1] for k, _ in NOTHING} == set(REDUNDANT_KEYS) <= set(REFUSED_KEYS)
 
 @pytest.mark.parametrize('key, value',
                          [('data.use_tf_native_loading', False), ('data.optimize_cpu_gpu_overlap', False),
@@ -189,11 +189,11 @@ def test_a_redundant_key_is_reported(key, value):
                           ('training.kl_loss_weight', 1.0)])
 def test_a_key_without_counterpart_is_refused_with_its_reason(key, value):
     with pytest.raises(UserError) as e: load(nested({key: value}))
-    assert str(e.value) == f'their.yaml: there is no key "{key}": {REFUSED[key.split(".")[-1]]}.'
+    assert str(e.value) == f'their.yaml: there is no key "{key}": {REFUSED_KEYS[key.split(".")[-1]]}.'
 
 def test_every_known_foreign_key_is_handled():
     refused = {'max_memory_fraction', 'kl_loss_weight'}
-    assert set(REFUSED) == (set(RENAMED_KEYS) - {'sample_rate', 'n_mels'}) | set(REDUNDANT_KEYS) | refused
+    assert set(REFUSED_KEYS) == (set(RENAMED_KEYS) - {'sample_rate', 'n_mels'}) | set(REDUNDANT_KEYS) | refused
 
 @pytest.mark.parametrize('key, value', [('data.mixed_precision', 'maybe'), ('data.mixed_precision', [1]),
                                         ('data.max_mel_frames', 'many')])

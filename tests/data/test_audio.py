@@ -17,27 +17,32 @@ RATE, TONE = 22050, 440.
 AUDIO = AudioConfig()
 
 
-def tone(seconds=1.0, rate=RATE, hz=TONE): return 0.5 * np.sin(2 * np.pi * hz * np.arange(int(seconds * rate)) / rate)
+def tone(seconds=1.0, rate=RATE, hz=TONE):
+    return 0.5 * np.sin(2 * np.pi * hz * np.arange(int(seconds * rate)) / rate)
 
 def loudest_hz(wav, rate=RATE):
     middle = wav[len(wav) // 4:-len(wav) // 4] * np.hanning(len(wav[len(wav) // 4:-len(wav) // 4]))
     return np.abs(np.fft.rfft(middle, 1 << 16)).argmax() * rate / (1 << 16)
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 FORMATS = [('wav', 'PCM_16', 1e-4), ('wav', 'PCM_24', 1e-5), ('wav', 'PCM_32', 1e-5), ('wav', 'FLOAT', 1e-6),
            ('wav', 'DOUBLE', 1e-6),
-           ('wav', 'PCM_U8', 1e-2), ('flac', 'PCM_16', 1e-4), ('flac', 'PCM_24', 1e-5), ('ogg', 'VORBIS', 0.05),
+           ('wav', 'PCM_U8', 1e-2), ('flac', 'PCM_16', 1e-4), ('flac', 'PCM_24', 1e-5),
+           ('ogg', 'VORBIS', 0.05),
            ('mp3', 'MPEG_LAYER_III', 0.05)]
 
 @pytest.mark.parametrize('form, subtype, tolerance', FORMATS, ids=lambda x: str(x))
 def test_every_format_gives_the_same_sound(tmp_path, form, subtype, tolerance):
-    if form.upper() not in soundfile.available_formats(): pytest.skip(f'this libsndfile does not write {form}')
+    if form.upper() not in soundfile.available_formats():
+        pytest.skip(f'this libsndfile does not write {form}')
     path = tmp_path / f'a.{form}'
     soundfile.write(path, tone(), RATE, subtype=subtype)
     wav = load_audio(path)
-    assert wav.dtype == np.float32 and wav.ndim == 1 and abs(len(wav) - RATE) <= (0 if form != 'mp3' else 2304)
+    assert wav.dtype == np.float32
+    assert wav.ndim == 1
+    assert abs(len(wav) - RATE) <= (0 if form != 'mp3' else 2304)
     assert abs(loudest_hz(wav) - TONE) < 1
     if form != 'mp3': assert np.abs(wav - tone())[500:-500].max() < tolerance   # mp3 may begin late
     else: assert abs(np.abs(wav[5000:-5000]).max() - 0.5) < tolerance
@@ -51,7 +56,8 @@ def test_every_rate_gives_length_and_tone(tmp_path, rate, target):
     assert np.abs(wav - tone(rate=target))[2000:-2000].max() < 0.02
 
 @pytest.mark.parametrize('samples', [1, 2, 7, 159, 160, 161, 4410, 44101])
-@pytest.mark.parametrize('old, new', [(44100, 22050), (8000, 22050), (48000, 22050), (22050, 44100), (16000, 22050)])
+@pytest.mark.parametrize('old, new',
+                         [(44100, 22050), (8000, 22050), (48000, 22050), (22050, 44100), (16000, 22050)])
 def test_the_length_is_rounded_up(samples, old, new):
     out = resample(np.ones(samples), old, new)
     assert len(out) == -(-samples * new // old) and out.dtype == np.float32 and np.isfinite(out).all()
@@ -93,7 +99,9 @@ def test_samples_beyond_full_scale_are_clipped(tmp_path):
 @pytest.mark.parametrize('peak', [8., -8., 8.5, -9.])
 def test_samples_far_beyond_full_scale_are_no_sound(tmp_path, peak):
     soundfile.write(tmp_path / 'a.wav', np.array([0., peak, 0.1]), RATE, subtype='FLOAT')
-    if abs(peak) == 8: assert load_audio(tmp_path / 'a.wav')[1] == np.sign(peak); return
+    if abs(peak) == 8:
+        assert load_audio(tmp_path / 'a.wav')[1] == np.sign(peak)
+        return
     with pytest.raises(UserError, match=f'a.wav: has samples of {abs(peak):,.0f} times full scale'):
         load_audio(tmp_path / 'a.wav')
 
@@ -109,7 +117,9 @@ def test_rates_whose_filter_would_be_huge_are_refused(tmp_path, monkeypatch, rat
     "3 x 2 entries are allowed here, 7 x 1 are not."
     monkeypatch.setattr(module, 'LARGEST_FILTER', 6)
     soundfile.write(tmp_path / 'a.wav', tone(), rate)
-    if fits: open_audio(tmp_path / 'a.wav', wanted).close(); return
+    if fits:
+        open_audio(tmp_path / 'a.wav', wanted).close()
+        return
     with pytest.raises(UserError, match=f'a.wav: {rate} Hz have too small a common divisor with {wanted} Hz'):
         open_audio(tmp_path / 'a.wav', wanted)
 
@@ -118,7 +128,9 @@ def test_a_length_that_cannot_be_is_refused(monkeypatch, frames, possible):
     closed = []
     file = SimpleNamespace(samplerate=RATE, frames=frames, close=lambda: closed.append(True))
     monkeypatch.setattr(soundfile, 'SoundFile', lambda path: file)
-    if possible: assert open_audio('a.wav') is file and not closed; return
+    if possible:
+        assert open_audio('a.wav') is file and not closed
+        return
     with pytest.raises(UserError, match='a.wav: its head tells no possible length'): open_audio('a.wav')
     assert closed
 
@@ -132,7 +144,9 @@ def bad(folder, kind):
     path = folder / ('x.raw' if kind == 'raw' else 'x.wav')
     if kind == 'empty file': path.write_bytes(b'')
     if kind == 'text': path.write_text('id|text|text\n' * 50)
-    if kind == 'cut in the head': save_audio(path, tone()); path.write_bytes(path.read_bytes()[:30])
+    if kind == 'cut in the head':
+        save_audio(path, tone())
+        path.write_bytes(path.read_bytes()[:30])
     if kind == '0 samples': save_audio(path, np.zeros(0))
     if kind in ('nan', 'inf'): soundfile.write(path, np.array([0., float(kind), 0.]), RATE, subtype='FLOAT')
     if kind == 'directory': path.mkdir()
@@ -143,7 +157,8 @@ def bad(folder, kind):
 @pytest.mark.parametrize('kind, reason', [
     ('missing', 'missing'), ('dangling link', 'missing'), ('empty file', 'not readable as audio'),
     ('text', 'not readable as audio'),
-    ('cut in the head', 'not readable as audio'), ('0 samples', '0 samples'), ('nan', 'NaN'), ('inf', 'infinite'),
+    ('cut in the head', 'not readable as audio'), ('0 samples', '0 samples'), ('nan', 'NaN'),
+    ('inf', 'infinite'),
     ('directory', 'missing|folder|not readable'), ('raw', 'not readable as audio')])
 def test_what_is_no_clip_is_named_with_its_reason(tmp_path, kind, reason):
     path = bad(tmp_path, kind)
@@ -152,17 +167,20 @@ def test_what_is_no_clip_is_named_with_its_reason(tmp_path, kind, reason):
 
 
 @pytest.mark.parametrize('head, reason', [
-    (b'', 'it has 0 bytes'), (b'\0\0\0\x1cftypM4A ', 'it is MP4 with AAC'), (b'\x1aE\xdf\xa3\1', 'it is WebM or Matroska'),
-    (b'0&\xb2u\x8e', 'it is WMA'), (b'#!AMR\n', 'it is AMR'), (b'\xff\xf1P', 'it is AAC'), (b'\xff\xf9P', 'it is AAC'),
+    (b'', 'it has 0 bytes'), (b'\0\0\0\x1cftypM4A ', 'it is MP4 with AAC'),
+    (b'\x1aE\xdf\xa3\1', 'it is WebM or Matroska'),
+    (b'0&\xb2u\x8e', 'it is WMA'), (b'#!AMR\n', 'it is AMR'), (b'\xff\xf1P', 'it is AAC'),
+    (b'\xff\xf9P', 'it is AAC'),
     (b'<html>', 'it is a web page or XML'), (b'five <', None)])
 def test_a_format_that_is_not_decoded_is_told_by_its_first_bytes(tmp_path, head, reason):
     (tmp_path / 'a').write_bytes(head)
     assert module._foreign(tmp_path / 'a') == reason
-    with pytest.raises(UserError, match=f'a: not readable as audio .{reason or "Format"}.*; convert it to wav'):
+    with pytest.raises(UserError,
+                       match=f'a: not readable as audio .{reason or "Format"}.*; convert it to wav'):
         open_audio(tmp_path / 'a')
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('samples', [0, 1, 5000])
 def test_written_sound_is_read_again(tmp_path, samples):
@@ -182,14 +200,15 @@ def test_the_synthetic_voice_is_the_same_in_every_release():
     assert np.allclose(synthetic_voice(0.5)[500::1111], VOICE, atol=1e-6)
     assert synthetic_voice(0.5, 200., 16000).shape == (8000,)
 
-VOICE = [-0.018358, -0.155355, 0.0118, -0.063861, -0.008241, 0.013919, -0.031782, 0.001817, -0.00636, -0.103179]
+VOICE = [-0.018358, -0.155355, 0.0118, -0.063861, -0.008241, 0.013919, -0.031782, 0.001817, -0.00636,
+         -0.103179]
 
 def test_the_same_sound_gives_the_same_bytes(tmp_path):
     for name in 'ab': save_audio(tmp_path / name, synthetic_voice())
     assert (tmp_path / 'a').read_bytes() == (tmp_path / 'b').read_bytes()
 
 
-# --- mels ----------------------------------------------------------------------------------------------------------
+# --- mels -----------------------------------------------------------------------------------------
 
 def frames_of(wav, n_fft, hop):
     mirrored = np.pad(wav, n_fft // 2, 'reflect')
@@ -199,7 +218,8 @@ def triangles(n_fft, rate, n_mels, f_max):
     "Of the HTK mel scale, a number at a time: (n_fft // 2 + 1, C), and the width of each in Hz."
     top = 2595 * np.log10(1 + f_max / 700)
     edges = [700 * (10**(top * c / (n_mels + 1) / 2595) - 1) for c in range(n_mels + 2)]
-    height = [[max(0, min((hz - a) / (b - a), (c - hz) / (c - b))) for a, b, c in zip(edges, edges[1:], edges[2:])]
+    height = [[max(0, min((hz - a) / (b - a), (c - hz) / (c - b)))
+               for a, b, c in zip(edges, edges[1:], edges[2:])]
               for hz in np.arange(n_fft // 2 + 1) * rate / n_fft]
     return np.array(height), np.array(edges[2:]) - edges[:-2]
 
@@ -252,7 +272,8 @@ def test_a_spectrum_explains_its_mel():
     power = module._spectrum_from_mel(mel, 1024, AUDIO).numpy()**2
     assert power.shape == (mel.shape[0], 513) and (power >= 0).all()
     wanted = np.exp(mel)
-    assert 0.007 < np.abs(power @ mel_filterbank(1024) - wanted).sum() / wanted.sum() < 0.009   # after 60 rounds
+    # after 60 rounds
+    assert 0.007 < np.abs(power @ mel_filterbank(1024) - wanted).sum() / wanted.sum() < 0.009
 
 def test_fast_griffin_lim_by_its_definition():
     "Perraudin, Balazs and Søndergaard 2013: what one round adds is laid upon it once more, times 0.99."
@@ -275,8 +296,9 @@ def test_the_graph_agrees_with_float64(samples, n_fft):
     assert ours.shape == trusted.shape == (frame_count(samples), 80)
     assert np.abs(ours - trusted).max() < 2e-3
 
-@pytest.mark.parametrize('samples, n_fft', [(1, 1024), (100, 1024), (255, 1024), (512, 1024), (1, 2048), (600, 2048),
-                                            (1024, 2048)])
+@pytest.mark.parametrize('samples, n_fft',
+                         [(1, 1024), (100, 1024), (255, 1024), (512, 1024), (1, 2048), (600, 2048),
+                          (1024, 2048)])
 def test_a_clip_shorter_than_half_a_window_has_its_frames_or_is_refused(samples, n_fft):
     "Never quietly fewer frames than `frame_count` says, or none."
     wav = synthetic_voice(1.)[5000:5000 + samples]
@@ -300,8 +322,9 @@ def test_a_batch_equals_its_rows():
     wavs = np.stack([synthetic_voice(0.5, p) for p in (90., 150., 220.)])
     assert np.allclose(log_mel(wavs, 1024), [log_mel(w, 1024) for w in wavs], atol=1e-4)
 
-@pytest.mark.parametrize('change', [{'n_mels': 40}, {'hop_length': 128}, {'win_length': 512}, {'f_max': 6000.},
-                                    {'sample_rate': 16000}])
+@pytest.mark.parametrize('change',
+                         [{'n_mels': 40}, {'hop_length': 128}, {'win_length': 512}, {'f_max': 6000.},
+                          {'sample_rate': 16000}])
 def test_every_setting_changes_the_mel(change):
     audio, wav = AUDIO.model_copy(update=change), synthetic_voice(0.5)
     other, usual = log_mel(wav, 1024, audio).numpy(), log_mel(wav, 1024).numpy()
@@ -316,7 +339,8 @@ def test_filters_have_equal_area_and_cover_the_band():
     assert filters[hz > AUDIO.f_max].max() == 0 and (filters[(hz > 100) & (hz < 7900)].sum(1) > 0).all()
 
 def test_a_tone_lands_in_its_bin():
-    bins = [int(log_mel(tone(0.3, hz=f).astype(np.float32), 2048).numpy()[5].argmax()) for f in (200, 400, 800, 1600, 3200)]
+    bins = [int(log_mel(tone(0.3, hz=f).astype(np.float32), 2048).numpy()[5].argmax())
+            for f in (200, 400, 800, 1600, 3200)]
     assert bins == sorted(bins) and len(set(bins)) == 5
 
 def test_a_transform_goes_with_the_sound():
@@ -325,7 +349,7 @@ def test_a_transform_goes_with_the_sound():
     assert np.allclose(spectrum[6:20], shifted[5:19], atol=1e-3)
 
 
-# --- back to sound -------------------------------------------------------------------------------------------------
+# --- back to sound --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('frames', [4, 5, 8, 40])
 def test_a_mel_of_any_length_sounds(frames):

@@ -12,8 +12,9 @@ import soundfile
 from xtts_nb.data.audio import log_mel, save_audio, synthetic_voice
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.cache import (
-    DTYPES, KINDS, Cache, Joined, check_cache_folder, content_keys, digest, file_sha, load_shard, map_arrays,
-    read_manifest, records, verify_cache, work_place, write_manifest, write_shard, write_table)
+    DTYPES, ARRAYS, Cache, JoinedShards, check_cache_folder, content_keys, digest, file_sha, load_shard,
+    map_arrays,
+    read_manifest, records, verify_cache, work_path, write_manifest, write_shard, write_table)
 from xtts_nb.config import UserError
 from xtts_nb.data.corpora import Dropped, read_corpus, read_audio
 from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare
@@ -34,19 +35,22 @@ def make(corpus, tmp_path):
         return folder
     return write
 
-def tree(folder): return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
+def tree(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
 
 
-# --- sound ---------------------------------------------------------------------------------------------------------
+# --- sound ----------------------------------------------------------------------------------------
 
-SOUND = {'not audio': 'not readable as audio', 'empty file': 'not readable as audio', 'no samples': '0 samples', 'nan': 'NaN',
+SOUND = {'not audio': 'not readable as audio', 'empty file': 'not readable as audio',
+         'no samples': '0 samples', 'nan': 'NaN',
          'too short': 'shorter than data.min_seconds', 'too long': 'longer than data.max_seconds'}
 
 @pytest.fixture
 def mixed(make):
     "Three good clips and one of every bad kind."
     folder = make([f'low-{i}|aa bb|aa bb|low|en' for i in range(3)] + [f'{k}|aa|aa|low|en' for k in SOUND],
-                  extra={'too short': np.zeros(2000), 'too long': np.zeros(22050 * 12), 'no samples': np.zeros(0)})
+                  extra={'too short': np.zeros(2000), 'too long': np.zeros(22050 * 12),
+                         'no samples': np.zeros(0)})
     (folder / 'wavs/not audio.wav').write_text('this is text')
     (folder / 'wavs/empty file.wav').write_bytes(b'')
     soundfile.write(folder / 'wavs/nan.wav', np.full(22050, np.nan), 22050, subtype='FLOAT')
@@ -69,9 +73,11 @@ def test_more_dropped_clips_than_allowed_is_an_error(mixed, small, dvae, tmp_pat
     if works:
         assert prepare(mixed, tmp_path / 'out', config, dvae)['clips'] == 3
         return
-    with pytest.raises(UserError, match='6 of 9 clips cannot be used, more than data.max_drop_rate.*not audio') as e:
+    with pytest.raises(UserError,
+                       match='6 of 9 clips cannot be used, more than data.max_drop_rate.*not audio') as e:
         prepare(mixed, tmp_path / 'out', config, dvae)
-    assert str(mixed) in str(e.value) and not (tmp_path / 'out').exists()   # finished shards wait in `out.work`
+    assert str(mixed) in str(e.value)
+    assert not (tmp_path / 'out').exists()   # finished shards wait in `out.work`
 
 @pytest.mark.parametrize('rows', [['nobody|a|a', 'noone|a|a'], ['low-0'], ['too long|aa|aa|low|en']])
 def test_no_usable_clip_is_an_error_whatever_is_allowed(make, small, dvae, tmp_path, rows):
@@ -83,21 +89,25 @@ def test_no_usable_clip_is_an_error_whatever_is_allowed(make, small, dvae, tmp_p
 def test_a_drop_rate_of_zero_takes_a_clean_corpus_only(make, small, dvae, tmp_path):
     config = small.replace(data={'max_drop_rate': 0.})
     assert prepare(make([LINE]), tmp_path / 'a', config, dvae)['dropped'] == []
-    with pytest.raises(UserError, match='1 of 2'): prepare(make([LINE, 'nobody|a|a']), tmp_path / 'b', config, dvae)
+    with pytest.raises(UserError, match='1 of 2'):
+        prepare(make([LINE, 'nobody|a|a']), tmp_path / 'b', config, dvae)
 
 def test_what_the_model_cannot_take_is_dropped(make, small, dvae, tmp_path):
     tokenizer = train_tokenizer(['aa bb'], ['en'], 48)
-    folder = make([LINE, 'low-1|Ж aa ?|Ж aa ?|low|en', 'low-2|aa|aa|low|de', f'long|{"a" * 90}|{"a" * 90}|low|en',
+    folder = make([LINE, 'low-1|Ж aa ?|Ж aa ?|low|en', 'low-2|aa|aa|low|de',
+                   f'long|{"a" * 90}|{"a" * 90}|low|en',
                    'codes|aa|aa|low|en'],
                   extra={'long': synthetic_voice(1.), 'codes': synthetic_voice(2.5)})
     report = prepare(folder, tmp_path / 'out', small.replace(data={'max_drop_rate': 0.9}), dvae, tokenizer)
     dropped = {d['id']: d['reason'] for d in report['dropped']}
     assert dropped['low-1'] == 'the tokenizer does not know ? ж' and 'no language de' in dropped['low-2']
-    assert 'tokens, more than 40' in dropped['long'] and '54 codes, more than model.gpt.max_audio_codes 48' == dropped['codes']
+    assert 'tokens, more than 40' in dropped['long']
+    assert '54 codes, more than model.gpt.max_audio_codes 48' == dropped['codes']
     assert report['clips'] == 1
 
 def test_a_clip_too_short_for_a_frame_is_dropped_even_if_allowed(make, small, dvae, tmp_path):
-    folder = make([LINE, 'tiny|aa|aa|low|en', 'one|aa|aa|low|en'], extra={'tiny': synthetic_voice(1.)[:300], 'one': np.ones(1)})
+    folder = make([LINE, 'tiny|aa|aa|low|en', 'one|aa|aa|low|en'],
+                  extra={'tiny': synthetic_voice(1.)[:300], 'one': np.ones(1)})
     config = small.replace(data={'min_seconds': 0., 'max_drop_rate': 0.9})
     report = prepare(folder, tmp_path / 'out', config, dvae)
     assert all(Cache(tmp_path / 'out').mel_length > 0) and report['clips'] + len(report['dropped']) == 3
@@ -106,14 +116,15 @@ def test_mels_to_train_on(corpus, mixed, small):
     clips, seen = read_corpus(corpus)[0], []
     mels = mel_sample(clips, small, progress=lambda *done: seen.append(done))
     assert mels.shape[1] == 80 and seen == [(i, 14) for i in range(1, 15)]
-    assert np.array_equal(mels, mel_sample(clips, small)) and len(mel_sample(clips, small, seconds=1.)) < len(mels)
+    assert np.array_equal(mels, mel_sample(clips, small))
+    assert len(mel_sample(clips, small, seconds=1.)) < len(mels)
     good = [c for c in read_corpus(mixed)[0] if c.id not in SOUND]
     assert len(mel_sample(read_corpus(mixed)[0], small)) == len(mel_sample(good, small))
     with pytest.raises(UserError, match='none of the 6 clips can be used'):
         mel_sample([c for c in read_corpus(mixed)[0] if c.id in SOUND], small)
 
 
-# --- reading it again ----------------------------------------------------------------------------------------------
+# --- reading it again -----------------------------------------------------------------------------
 
 def test_arrays_are_those_of_the_clips(corpus, small, dvae, stats, prepared):
     encoder, (clips, _) = ClipEncoder(small, dvae, prepared.tokenizer), read_corpus(corpus)
@@ -121,7 +132,8 @@ def test_arrays_are_those_of_the_clips(corpus, small, dvae, stats, prepared):
     for i, (clip, wav) in enumerate(read_audio(clips, small)):
         made = encoder(clip, wav)
         assert not isinstance(made, Dropped) and prepared.clips[i]['id'] == clip.id
-        assert np.array_equal(prepared.array('codes', i), made['codes']) and list(prepared.array('text', i)) == made['text']
+        assert np.array_equal(prepared.array('codes', i), made['codes'])
+        assert list(prepared.array('text', i)) == made['text']
         assert np.array_equal(prepared.array('mel', i), made['mel'].astype(np.float16))
         assert len(made['codes']) == -(-len(wav) // 1024) and len(made['mel']) == 1 + len(wav) // 256
         voice = log_mel(wav, 2048).numpy() / stats
@@ -129,11 +141,13 @@ def test_arrays_are_those_of_the_clips(corpus, small, dvae, stats, prepared):
 
 def test_the_dvae_of_the_cache_makes_its_codes(corpus, small, prepared):
     from xtts_nb.models.dvae import load_dvae
-    again = ClipEncoder(small, load_dvae(prepared.folder / 'dvae.safetensors', prepared.config), prepared.tokenizer)
+    again = ClipEncoder(small, load_dvae(prepared.folder / 'dvae.safetensors', prepared.config),
+                        prepared.tokenizer)
     clip, wav = next(read_audio(read_corpus(corpus)[0], small))
     assert np.array_equal(again(clip, wav)['codes'], prepared.array('codes', 0))
 
-PARTS = ['manifest.json', 'clips.jsonl', 'tokenizer.json', 'config.yaml', 'shard-00001.safetensors', 'index.safetensors']
+PARTS = ['manifest.json', 'clips.jsonl', 'tokenizer.json', 'config.yaml', 'shard-00001.safetensors',
+         'index.safetensors']
 
 @pytest.mark.parametrize('name', PARTS)
 @pytest.mark.parametrize('in_memory', [True, False])
@@ -150,7 +164,9 @@ def test_a_part_cut_off_is_named(prepared, tmp_path, name, in_memory):
     shutil.copytree(prepared.folder, tmp_path / 'c')
     path = tmp_path / 'c' / name
     path.write_bytes(path.read_bytes()[:path.stat().st_size // 2 + 10])
-    if not in_memory and name.startswith('shard'): assert Cache(tmp_path / 'c', False); return   # opened when needed
+    if not in_memory and name.startswith('shard'):   # opened when needed
+        assert Cache(tmp_path / 'c', False)
+        return
     with pytest.raises(UserError, match=name): Cache(tmp_path / 'c', in_memory)
 
 def test_a_mapped_cache_is_opened_without_reading_its_files_whole(prepared, tmp_path):
@@ -179,7 +195,7 @@ def test_the_table_and_the_index_by_hand(tmp_path):
         'language': [0, 0, 1], 'text_length': [3, 1, 2], 'text_start': [0, 3, 4], 'codes_length': [4] * 3,
         'codes_start': [0] * 3, 'mel_start': [0] * 3, 'samples': [4000] * 3, 'source': [0, 0, 1]}.items()
     assert len(list(records(shards[0], ['text']))) == 2 and 'ä'.encode() in lines[0]
-    with pytest.raises(ValueError, match='lengths of codes do not add up'): list(records(shards[0], KINDS))
+    with pytest.raises(ValueError, match='lengths of codes do not add up'): list(records(shards[0], ARRAYS))
 
 def test_fingerprints_are_the_same_in_every_release(tmp_path):
     "Else every cache that was made before would be refused."
@@ -194,7 +210,8 @@ def test_fingerprints_are_the_same_in_every_release(tmp_path):
 def test_only_a_free_folder_or_a_cache_is_written_to(tmp_path):
     places = {name: tmp_path / name for name in ('nowhere', 'empty', 'cache', 'file', 'music')}
     for name in ('empty', 'cache', 'music'): places[name].mkdir()
-    for path in (places['file'], places['music'] / 'a', places['cache'] / 'manifest.json'): path.write_text('x')
+    for path in (places['file'], places['music'] / 'a', places['cache'] / 'manifest.json'):
+        path.write_text('x')
     for name in ('nowhere', 'empty', 'cache'): check_cache_folder(places[name])
     for name in ('file', 'music'):
         with pytest.raises(UserError, match=f'{name}: holds something that is not a cache'):
@@ -204,9 +221,10 @@ def test_a_cache_that_was_begun_is_mentioned(tmp_path):
     said = []
     for _ in range(2):
         with pytest.raises(UserError, match='c: holds no cache') as e: read_manifest(tmp_path / 'c')
-        said.append(str(e.value).endswith(f' {work_place(tmp_path / "c")} keeps what an earlier run finished.'))
-        work_place(tmp_path / 'c').mkdir(exist_ok=True)
-    assert said == [False, True] and work_place(tmp_path / 'c') == tmp_path / 'c.work'
+        said.append(str(e.value).endswith(f' {work_path(tmp_path / "c")} keeps what an earlier run '
+                                          'finished.'))
+        work_path(tmp_path / 'c').mkdir(exist_ok=True)
+    assert said == [False, True] and work_path(tmp_path / 'c') == tmp_path / 'c.work'
 
 def test_where_a_recording_lies(prepared, corpus):
     cache = Cache(prepared.folder, in_memory=False)
@@ -229,7 +247,7 @@ def test_a_flipped_byte_is_noticed(prepared, tmp_path):
 
 def test_mapped_arrays_are_those_in_memory(prepared):
     mapped = Cache(prepared.folder, in_memory=False)
-    for kind in KINDS:
+    for kind in ARRAYS:
         one, other = getattr(prepared, kind), getattr(mapped, kind)
         assert len(one) == len(other) and one.shape == other.shape and one.dtype == other.dtype
         assert all(np.array_equal(prepared.array(kind, i), mapped.array(kind, i)) for i in range(14))
@@ -242,14 +260,15 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     import resource
     many, limit = 300, resource.getrlimit(resource.RLIMIT_NOFILE)
     for i in range(many): write_shard(tmp_path / f'{i}', [record(i)])
-    codes = Joined([tmp_path / f'{i}' for i in range(many)], 'codes', np.arange(many) * 4, many * 4)
+    codes = JoinedShards([tmp_path / f'{i}' for i in range(many)], 'codes', np.arange(many) * 4, many * 4)
     used = len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else 64
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 270, limit[1]))
     try: assert [int(codes[4 * i:4 * i + 4][0]) for i in range(many)] == [i % 32 for i in range(many)]
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 def record(i, **changes):
-    made = dict(codes=np.full(4, i % 32), text=np.arange(3), mel=np.ones((5, 80)), codes_length=4, text_length=3, mel_length=5,
+    made = dict(codes=np.full(4, i % 32), text=np.arange(3), mel=np.ones((5, 80)), codes_length=4,
+                text_length=3, mel_length=5,
                 samples=4000, source=i, sound=0)
     return made | changes
 
@@ -259,7 +278,8 @@ def hollow(cache, folder, clips):
     head, end = {}, 0
     for name, array in cache.index.items():
         dtype = {v: k for k, v in DTYPES.items()}[array.dtype.type]
-        head[name] = {'dtype': dtype, 'shape': [clips], 'data_offsets': [end, end := end + clips * array.itemsize]}
+        head[name] = {'dtype': dtype, 'shape': [clips],
+                      'data_offsets': [end, end := end + clips * array.itemsize]}
     text = json.dumps(head).encode()
     text += b' ' * (-len(text) % 8)
     with open(folder / 'index.safetensors', 'wb') as f:
@@ -282,7 +302,7 @@ def test_ten_million_clips_are_opened_without_reading_them(prepared, tmp_path):
     assert cache.codes_length[5_000_000] == 0 and process.memory_info().rss - before < 20e6
 
 
-# --- verifying -----------------------------------------------------------------------------------------------------
+# --- verifying ------------------------------------------------------------------------------------
 
 @pytest.fixture
 def copy(prepared, tmp_path):
@@ -306,7 +326,8 @@ def test_every_flipped_bit_is_found(copy):
             path.write_bytes(broken)
             try: found = verify_cache(copy)[1]
             except UserError: found = ['refused']
-            if not any(p == 'refused' or p['file'] == path.name for p in found): missed.append((path.name, int(place), bit))
+            if not any(p == 'refused' or p['file'] == path.name for p in found):
+                missed.append((path.name, int(place), bit))
         path.write_bytes(whole)
     assert not missed and verify_cache(copy)[1] == []
 
@@ -334,9 +355,12 @@ def test_every_bit_of_a_head_is_found(copy):
 def test_what_is_missing_or_cut_off_is_found(copy, name, how):
     data = (copy / name).read_bytes()
     if how == 'missing': (copy / name).unlink()
-    else: (copy / name).write_bytes({'cut off': data[:len(data) // 2], 'empty': b'', 'longer': data + b'x'}[how])
+    else:
+        (copy / name).write_bytes({'cut off': data[:len(data) // 2], 'empty': b'',
+                                   'longer': data + b'x'}[how])
     problems = verify_cache(copy)[1]
-    assert {p['file'] for p in problems} == {name} and (how != 'missing' or problems[0]['problem'] == 'is missing')
+    assert {p['file'] for p in problems} == {name}
+    assert how != 'missing' or problems[0]['problem'] == 'is missing'
 
 @pytest.mark.parametrize('content', [b'', b'{', b'[]', b'{"format": 1}', b'null'])
 def test_a_manifest_that_is_none_is_a_problem(copy, content):
@@ -346,9 +370,12 @@ def test_a_manifest_that_is_none_is_a_problem(copy, content):
     with pytest.raises(UserError, match='manifest.json'): Cache(copy)
 
 def test_what_belongs_to_nothing_is_named(copy):
-    (copy / 'notes.txt').write_text('mine'); (copy / 'audio').mkdir(); (copy / 'audio' / 'x.wav').write_bytes(b'')
-    assert [(p['file'], p['problem']) for p in verify_cache(copy)[1]] == [('audio/x.wav', 'belongs to nothing'),
-                                                                          ('notes.txt', 'belongs to nothing')]
+    (copy / 'notes.txt').write_text('mine')
+    (copy / 'audio').mkdir()
+    (copy / 'audio' / 'x.wav').write_bytes(b'')
+    assert [(p['file'], p['problem'])
+            for p in verify_cache(copy)[1]] == [('audio/x.wav', 'belongs to nothing'),
+                                                ('notes.txt', 'belongs to nothing')]
 
 def test_in_a_cache_without_clips_every_shard_belongs_to_nothing(copy, tmp_path):
     facts = {k: v for k, v in read_manifest(copy).items() if k not in ('format', 'files')}
@@ -374,7 +401,8 @@ def test_a_clip_is_named_by_its_number_where_the_table_is_lost(copy):
     problems = verify_cache(copy)[1]
     assert [(p['file'], p['clip']) for p in problems] == [('clips.jsonl', ''), (path.name, 'record 7')]
 
-WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'), 'infinite': ({'mel': np.full((5, 80), np.inf)}, 'not finite'),
+WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'),
+         'infinite': ({'mel': np.full((5, 80), np.inf)}, 'not finite'),
          'a code too high': ({'codes': [0, 1, 2, 32]}, 'codes go beyond the 32'),
          'an id too high': ({'text': [0, 1, None]}, 'text go beyond'),   # None: one more than the last
          'an id below 0': ({'text': [0, 1, -1]}, 'text go beyond'),
@@ -393,14 +421,16 @@ def test_a_record_that_was_written_wrong_is_found(copy, kind):
     made = [record(i, **(changes if i == 3 else good)) for i in range(5)]
     line = {'number': 0} | write_shard(copy / 'shard-00000.safetensors', made)
     write_table(copy, [(0, rows, map_arrays(copy / line['file']))])
-    write_manifest(copy, {k: v for k, v in facts.items() if k not in ('format', 'files')} | {'shards': [line]})
+    write_manifest(copy, {k: v for k, v in facts.items() if k not in ('format', 'files')}
+                   | {'shards': [line]})
     (found,) = verify_cache(copy)[1]
     assert problem in found['problem'] and found['clip'] == ('' if 'length' in kind else rows[3]['id'])
 
 def test_another_kind_of_numbers_is_found(copy):
     path, facts = copy / 'shard-00001.safetensors', read_manifest(copy)
     shard = dict(map_arrays(path))
-    for name, array in (('codes', shard['codes'].astype(np.int32)), ('mel', shard['mel'].ravel()), ('check', None)):
+    for name, array in (('codes', shard['codes'].astype(np.int32)), ('mel', shard['mel'].ravel()),
+                        ('check', None)):
         arrays = {k: np.array(v) for k, v in (shard | {name: array}).items() if v is not None}
         path.unlink()
         safetensors.numpy.save_file(arrays, path)
@@ -412,11 +442,12 @@ def test_another_kind_of_numbers_is_found(copy):
 def test_the_key_follows_from_what_goes_in(small):
     one = content_keys(small, 'a', 'b', np.ones(80))
     assert one == content_keys(small.replace(training={'steps': 5}), 'a', 'b', np.ones(80))
-    changed = {'dvae': content_keys(small, 'x', 'b', np.ones(80)), 'text': content_keys(small, 'a', 'x', np.ones(80)),
+    changed = {'dvae': content_keys(small, 'x', 'b', np.ones(80)),
+               'text': content_keys(small, 'a', 'x', np.ones(80)),
                'stats': content_keys(small, 'a', 'b', np.full(80, 2.))}
     for name, value in (('dvae_n_fft', 4096), ('reference_n_fft', 4096), ('hop_length', 128)):
         changed[name] = content_keys(small.replace(model={'audio': {name: value}}), 'a', 'b', np.ones(80))
-    differ = {name: {k for k in KINDS if keys[k] != one[k]} for name, keys in changed.items()}
+    differ = {name: {k for k in ARRAYS if keys[k] != one[k]} for name, keys in changed.items()}
     assert differ == {'dvae': {'codes'}, 'text': {'text'}, 'stats': {'mel'}, 'dvae_n_fft': {'codes'},
                       'reference_n_fft': {'mel'}, 'hop_length': {'codes', 'mel'}}
     assert one == content_keys(small, 'a', 'b', one['stats'])

@@ -41,10 +41,11 @@ def read(folder, content, name='metadata.csv', **how):
 def facts(clips): return [(c.id, c.text, c.speaker, c.language) for c in clips]
 
 
-# --- rows without a header -----------------------------------------------------------------------------------------
+# --- rows without a header ------------------------------------------------------------------------
 
 @pytest.mark.parametrize('line, text, speaker, language', [
-    ('low-0|Ab', 'Ab', 'speaker', 'de'), ('low-0|Ab|', 'Ab', 'speaker', 'de'), ('low-0|Ab|ab|', 'ab', 'speaker', 'de'),
+    ('low-0|Ab', 'Ab', 'speaker', 'de'), ('low-0|Ab|', 'Ab', 'speaker', 'de'),
+    ('low-0|Ab|ab|', 'ab', 'speaker', 'de'),
     ('low-0|Dr. A|doctor a', 'doctor a', 'speaker', 'de'), ('low-0|Ab|ab|anna|en|', 'ab', 'anna', 'en'),
     ('low-0|Ab|ab|anna|en', 'ab', 'anna', 'en'), ('low-0|Ab||anna|en', 'Ab', 'anna', 'en'),
     ('low-0|Ab|ab||en', 'ab', 'speaker', 'en'), ('low-0|Ab|ab|anna|zh_CN', 'ab', 'anna', 'zh-cn'),
@@ -58,25 +59,32 @@ BAD_ROWS = {   # line 2; id; what the reason says
     'one column': ('low-1', 'low-1', 'line 2 has 1 columns instead of'),
     'four columns': ('low-1|a|a|low', 'low-1', 'line 2 has 4 columns'),
     'six columns': ('low-1|a|a|low|en|x', 'low-1', 'line 2 has 6 columns'),
-    'delimiters only': ('||||||', 'line 2', 'line 2'), 'no id': ('|a|a', 'line 2', 'no file is named in line 2'),
+    'delimiters only': ('||||||', 'line 2', 'line 2'),
+            'no id': ('|a|a', 'line 2', 'no file is named in line 2'),
     'missing file': ('nobody|a|a', 'nobody', 'the file wavs/nobody.wav is missing'),
     'name too long': ('x' * 300 + '|a|a', 'x' * 300, 'missing'),
     'null byte': ('lo\0w|a|a', 'lo\0w', r'wavs/lo\x00w.wav is missing'),
-    'folder': ('folder|a|a', 'folder', 'wavs/folder.wav is a folder'), 'pipe': ('pipe|a|a', 'pipe', 'no regular file'),
-    'device': ('device|a|a', 'device', 'no regular file'), 'link in a circle': ('circle|a|a', 'circle', 'leads back to itself'),
+    'folder': ('folder|a|a', 'folder', 'wavs/folder.wav is a folder'),
+            'pipe': ('pipe|a|a', 'pipe', 'no regular file'),
+    'device': ('device|a|a', 'device', 'no regular file'),
+            'link in a circle': ('circle|a|a', 'circle', 'leads back to itself'),
     'links in a circle': ('circle2|a|a', 'circle2', 'leads back to itself'),
     'link to nowhere': ('nowhere|a|a', 'nowhere', 'missing'),
     'up': ('../low-1|a|a', '../low-1', 'leaves the corpus folder'),
     'far up': ('../../x|a|a', '../../x', 'leaves the corpus folder'),
-    'up in the middle': ('a/../../low-1|a|a', 'a/../../low-1', 'leaves'), 'up on Windows': ('..\\x|a|a', '..\\x', 'leaves'),
+    'up in the middle': ('a/../../low-1|a|a', 'a/../../low-1', 'leaves'),
+            'up on Windows': ('..\\x|a|a', '..\\x', 'leaves'),
     'absolute': ('/etc/passwd|a|a', '/etc/passwd', 'leaves the corpus folder'),
-    'blank text': ('low-1| | ', 'low-1', 'the text is empty'), 'quotes only': ('low-1|""|«»', 'low-1', 'the text is empty'),
+    'blank text': ('low-1| | ', 'low-1', 'the text is empty'),
+            'quotes only': ('low-1|""|«»', 'low-1', 'the text is empty'),
     'control characters only': ('low-1|\x01\x02|\x03', 'low-1', 'the text is empty'),
     'marks only': ('low-1|x|\u200f\u200f', 'low-1', r'no letter or digit: \u200f\u200f'),
-    'dots only': ('low-1|...|...', 'low-1', 'no letter or digit: ...'), 'emoji only': ('low-1|a|😀', 'low-1', 'no letter'),
+    'dots only': ('low-1|...|...', 'low-1', 'no letter or digit: ...'),
+            'emoji only': ('low-1|a|😀', 'low-1', 'no letter'),
     'a novel': (f'low-1|a|{"word " * LONGEST_TEXT}', 'low-1', 'the text has 49,999 characters'),
     'a line without end': (f'low-1|a|{"a" * (LONGEST_LINE + 9)}', 'low-1', 'characters, more than'),
-    'damaged text': ('low-1|a|sch�n', 'low-1', 'not UTF-8: "sch'), 'twice': ('low-0|b|b', 'low-0', 'occurs twice'),
+    'damaged text': ('low-1|a|sch�n', 'low-1', 'not UTF-8: "sch'),
+            'twice': ('low-0|b|b', 'low-0', 'occurs twice'),
     'language of three letters': ('low-1|a|a|low|eng', 'low-1', '"eng"'),
     'language in full': ('low-1|a|a|low|English', 'low-1', '"English"'),
     'language in control characters': ('low-1|a|a|low|e\x1bn', 'low-1', r'"e\x1bn"')}
@@ -85,8 +93,11 @@ BAD_ROWS = {   # line 2; id; what the reason says
 def test_a_bad_row_is_dropped_with_its_reason(folder, kind):
     line, name, reason = BAD_ROWS[kind]
     wavs = folder / 'wavs'
-    (wavs / 'folder.wav').mkdir(); os.mkfifo(wavs / 'pipe.wav'); (wavs / 'device.wav').symlink_to('/dev/zero')
-    for link, to in (('circle', 'circle'), ('circle2', 'circle3'), ('circle3', 'circle2'), ('nowhere', 'gone')):
+    (wavs / 'folder.wav').mkdir()
+    os.mkfifo(wavs / 'pipe.wav')
+    (wavs / 'device.wav').symlink_to('/dev/zero')
+    for link, to in (('circle', 'circle'), ('circle2', 'circle3'), ('circle3', 'circle2'),
+                     ('nowhere', 'gone')):
         (wavs / f'{link}.wav').symlink_to(wavs / f'{to}.wav')
     clips, dropped = read(folder, '\n'.join([LINE, line, 'low-2|cc|cc']))
     assert [c.id for c in clips] == ['low-0', 'low-2'] and list(dropped) == [name]
@@ -139,8 +150,10 @@ def test_which_file_is_meant_or_is_at_fault(folder, there, found):
     assert (path or None, reason) == (found[0], found[1] and f'the file {found[1]}')
 
 def test_bytes_that_are_not_utf8_cost_their_row(folder):
-    clips, dropped = read(folder, f'{LINE}\nlow-1|schön|schön\n'.encode('latin-1') + b'lo\xffw|a|a\nlow-2|cc|cc\n')
-    assert [c.id for c in clips] == ['low-0', 'low-2'] and dropped['low-1'].startswith('not UTF-8: "sch\\udcf6n" in line 2')
+    clips, dropped = read(folder, f'{LINE}\nlow-1|schön|schön\n'.encode('latin-1')
+                          + b'lo\xffw|a|a\nlow-2|cc|cc\n')
+    assert [c.id for c in clips] == ['low-0', 'low-2']
+    assert dropped['low-1'].startswith('not UTF-8: "sch\\udcf6n" in line 2')
     assert 'line 3' in dropped['lo\udcffw']
     json.dumps([visible(k) for k in dropped]).encode()   # it can be written down
 
@@ -150,48 +163,57 @@ def test_of_two_rows_with_one_id_the_first_is_used(folder):
     assert [c.text for c in clips] == ['aa bb'] and [d.id for d in dropped] == ['low-0', 'low-0']
 
 @pytest.mark.parametrize('raw', [
-    LINE.encode() + b'\n', b'\xef\xbb\xbf' + LINE.encode(), LINE.encode() + b'\r\n', b'\r' + LINE.encode() + b'\r',
+    LINE.encode() + b'\n', b'\xef\xbb\xbf' + LINE.encode(), LINE.encode() + b'\r\n',
+    b'\r' + LINE.encode() + b'\r',
     b'\n\n' + LINE.encode() + b'\n   \n', 'low-0|aa\u2028bb|aa\u2028bb|low|en\n'.encode(),
     'low-0|aa\x85bb|aa\x85bb|low|en\n'.encode(),
     b'low-0|aa\0bb|aa\0bb|low|en\n', b'low-0|aa\x0bbb|aa\x0bbb|low|en\r\n\n',
     LINE.encode('utf-16'), (LINE + '\r\n').encode('utf-16-le'), LINE.encode('utf-16-be'),
     b'\xff\xfe' + ('\ufeff' + LINE).encode('utf-16-le')],
-    ids=['plain', 'BOM', 'CRLF', 'CR', 'blank lines', 'line separator', 'next line', 'null byte', 'vertical tab', 'UTF-16',
+    ids=['plain', 'BOM', 'CRLF', 'CR', 'blank lines', 'line separator', 'next line', 'null byte',
+         'vertical tab', 'UTF-16',
          'UTF-16-LE without a mark', 'UTF-16-BE without a mark', 'two marks'])
 def test_the_same_row_in_other_clothes(folder, raw):
     clips, dropped = read(folder, raw)
-    assert not dropped and [(c.id, clean(c.text), c.speaker, c.language) for c in clips] == [('low-0', 'aa bb', 'low', 'en')]
+    assert not dropped
+    assert [(c.id, clean(c.text), c.speaker, c.language) for c in clips] == [('low-0', 'aa bb', 'low', 'en')]
 
 @pytest.mark.parametrize('text', ['سلام\u200fدنیا', 'a\u202eb', 'Ünïcödé', '日本語', 'हिन्दी', 'a 😀'])
 def test_text_in_any_script_is_kept_as_it_is(folder, text):
     assert [c.text for c in read(folder, f'low-0|{text}')[0]] == [text]
 
 
-# --- metadata as a whole -------------------------------------------------------------------------------------------
+# --- metadata as a whole --------------------------------------------------------------------------
 
 @pytest.mark.parametrize('raw', [b'', b'\n \n', b'\xef\xbb\xbf', b'audio,text\n'],
                          ids=['empty', 'blank', 'BOM only', 'header only'])
 def test_metadata_without_rows_is_refused(folder, raw):
     with pytest.raises(UserError, match='metadata.csv: has no rows'): read(folder, raw)
 
-@pytest.mark.parametrize('raw', ['low-0|schön|schön'.encode('latin-1'), bytes(range(256)) * 9, b'\0' * 99, b'\xff\xfe\x00'],
+@pytest.mark.parametrize('raw', ['low-0|schön|schön'.encode('latin-1'), bytes(range(256)) * 9, b'\0' * 99,
+                                 b'\xff\xfe\x00'],
                          ids=['latin-1', 'all bytes', 'zeros', 'half of UTF-16'])
 def test_metadata_of_which_nothing_can_be_read(folder, small, dvae, tmp_path, raw):
     put(folder / 'metadata.csv', raw)
-    with pytest.raises(UserError, match='metadata.csv|corpus: none of the'): prepare(folder, tmp_path / 'out', small, dvae)
+    with pytest.raises(UserError, match='metadata.csv|corpus: none of the'):
+        prepare(folder, tmp_path / 'out', small, dvae)
     assert not (tmp_path / 'out').exists()
 
-@pytest.mark.parametrize('kind', ['nowhere', 'empty folder', 'metadata is a folder', 'metadata is a pipe', 'a pipe',
+@pytest.mark.parametrize('kind', ['nowhere', 'empty folder', 'metadata is a folder', 'metadata is a pipe',
+                                  'a pipe',
                                   'another list'])
 def test_no_metadata_names_folder_and_remedy(tmp_path, small, dvae, kind):
     folder = tmp_path / 'corpus'
     if kind == 'empty folder': folder.mkdir()
     if kind == 'metadata is a folder': (folder / 'metadata.csv').mkdir(parents=True)
-    if kind == 'metadata is a pipe': folder.mkdir(); os.mkfifo(folder / 'metadata.csv')
+    if kind == 'metadata is a pipe':
+        folder.mkdir()
+        os.mkfifo(folder / 'metadata.csv')
     if kind == 'a pipe': os.mkfifo(folder)
     if kind == 'another list':
         for i in range(7): put(folder / f'train{i}.txt', LINE)
-    with pytest.raises(UserError, match='corpus.*metadata.csv') as e: prepare(folder, tmp_path / 'out', small, dvae)
+    with pytest.raises(UserError, match='corpus.*metadata.csv') as e:
+        prepare(folder, tmp_path / 'out', small, dvae)
     five = '(train0.txt, train1.txt, train2.txt, train3.txt, train4.txt) or write a line'
     assert not (tmp_path / 'out').exists() and (kind != 'another list' or five in str(e.value))
 
@@ -206,7 +228,8 @@ def test_sound_may_lie_behind_a_link(folder, tmp_path):
     clips, dropped = read(folder, f'{LINE}\nlinked|aa')
     assert [c.id for c in clips] == ['low-0', 'linked'], dropped
 
-@pytest.mark.parametrize('name', ['anna/1', 'a:b', '100%', "it's", 'a b', 'ä', 'x.wav', 'a.b', '-n', '~', '$HOME', 'CON'])
+@pytest.mark.parametrize('name', ['anna/1', 'a:b', '100%', "it's", 'a b', 'ä', 'x.wav', 'a.b', '-n', '~',
+                                  '$HOME', 'CON'])
 def test_ids_may_be_any_name(folder, name):
     put(folder / 'wavs' / (name if name.endswith('.wav') else f'{name}.wav'))
     clips, dropped = read(folder, f'{name}|aa')
@@ -223,7 +246,7 @@ def test_a_named_file_is_not_replaced_by_one_of_another_ending(folder):
     assert read(folder, 'path,text\na.mp3,hello\na.wav,hello')[1] == {'a.mp3': 'the file a.mp3 is missing'}
 
 
-# --- tables --------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 WANTED = [('1', 'Hello, "you" there', 'anna', 'de')]
 
@@ -231,15 +254,20 @@ TABLES = {
     'CSV': 'id,audio,text,speaker,language\r\n1,wavs/low-0.wav,"Hello, ""you"" there",anna,de\r\n',
     'semicolons': 'id;path;sentence;speaker_name;lang\n1;wavs/low-0.wav;"Hello, ""you"" there";anna;de\n',
     'TSV': 'id\tfile\ttranscript\tclient_id\tlocale\n1\twavs/low-0.wav\tHello, "you" there\tanna\tde\n',
-    'TSV with quotes': 'id\tfile\ttranscript\tclient_id\tlocale\n1\twavs/low-0.wav\t"Hello, ""you"" there"\tanna\tde\n',
+    'TSV with quotes': 'id\tfile\ttranscript\tclient_id\tlocale\n1\twavs/low-0.wav\t"Hello, ""you"" '
+    'there"\tanna\tde\n',
     'bars': 'audio_file|text|speaker_name|language|id\nwavs/low-0.wav|Hello, "you" there|anna|de|1\n',
-    'any order and more': 'up_votes,Text,LANG,Speaker,ID,file_name,age\n3,"Hello, ""you"" there",DE,anna,1,low-0.wav,\n',
+    'any order and more': 'up_votes,Text,LANG,Speaker,ID,file_name,age\n3,"Hello, ""you"" '
+    'there",DE,anna,1,low-0.wav,\n',
     'normalised first': 'id|text|normalized_text|speaker|language\n1|Hi|Hello, "you" there|anna|de\n',
     'no normalised': 'id|text|normalised text|speaker|language\n1|Hello, "you" there||anna|de\n',
-    'trailing delimiters': 'id,audio,text,speaker,language\n1,wavs/low-0.wav,"Hello, ""you"" there",anna,de,,,\n',
-    'BOM and spaces': '\ufeffid , audio , text , speaker , language\n1 , wavs/low-0 , "Hello, ""you"" there", anna , de\n',
+    'trailing delimiters': 'id,audio,text,speaker,language\n1,wavs/low-0.wav,"Hello, ""you"" '
+    'there",anna,de,,,\n',
+    'BOM and spaces': '\ufeffid , audio , text , speaker , language\n1 , wavs/low-0 , "Hello, ""you"" '
+    'there", anna , de\n',
     'Windows': 'id,audio,text,speaker,language\n1,wavs\\low-0.wav,"Hello, ""you"" there",anna,de\n',
-    'JSONL': json.dumps({'id': '1', 'audio_filepath': 'wavs/low-0.wav', 'text': 'Hello, "you" there', 'Speaker': 'anna',
+    'JSONL': json.dumps({'id': '1', 'audio_filepath': 'wavs/low-0.wav', 'text': 'Hello, "you" there',
+                         'Speaker': 'anna',
                          'lang': 'de', 'duration': 1.5, 'tags': [1, None]})}
 
 @pytest.mark.parametrize('kind', TABLES)
@@ -264,11 +292,13 @@ def test_quotes_of_a_cell_are_taken_off_where_they_are_a_pair(line, cells):
     assert corpora._cells(line, '\t') == cells
 
 BAD_CELLS = {   # header, row; id; reason
-    'too few': ('audio,text,speaker', 'wavs/low-1.wav,hello', 'wavs/low-1.wav', 'line 3 has 2 columns, the first line has 3'),
+    'too few': ('audio,text,speaker', 'wavs/low-1.wav,hello', 'wavs/low-1.wav',
+                'line 3 has 2 columns, the first line has 3'),
     'too many': ('audio,text', 'wavs/low-1.wav,hello, you', 'wavs/low-1.wav', 'line 3 has 3 columns'),
     'open quote': ('audio,text', 'wavs/low-1.wav,"hello', 'line 3', 'line 3 is no row'),
     'text behind a quote': ('audio,text', 'wavs/low-1.wav,"hello" you', 'line 3', 'line 3 is no row'),
-    'huge cell': ('audio,text', f'wavs/low-1.wav,{"a" * 200_000}', 'line 3', 'line 3 is no row: field larger'),
+    'huge cell': ('audio,text', f'wavs/low-1.wav,{"a" * 200_000}', 'line 3',
+                  'line 3 is no row: field larger'),
     'no audio': ('audio,text', ',hello', 'line 3', 'no file is named in line 3'),
     'no text': ('audio,text', 'wavs/low-1.wav,', 'wavs/low-1.wav', 'the text is empty'),
     'language': ('audio,text,locale', 'wavs/low-1.wav,hello,unknown', 'wavs/low-1.wav', '"unknown"'),
@@ -279,7 +309,8 @@ BAD_CELLS = {   # header, row; id; reason
 @pytest.mark.parametrize('kind', BAD_CELLS)
 def test_a_bad_row_of_a_table(folder, kind):
     header, row, name, reason = BAD_CELLS[kind]
-    good = [d.join(['wavs/low-{i}.wav', 'hello', *['en'] * (header.count(d) - 1)]) for d in ',\t' if d in header]
+    good = [d.join(['wavs/low-{i}.wav', 'hello', *['en'] * (header.count(d) - 1)])
+            for d in ',\t' if d in header]
     clips, dropped = read(folder, '\n'.join([header, good[0].format(i=0), row, good[0].format(i=2)]))
     assert [c.id for c in clips] == ['wavs/low-0.wav', 'wavs/low-2.wav'], dropped
     assert list(dropped) == [name] and reason in dropped[name]
@@ -291,13 +322,15 @@ BAD_JSON = {
     'text is a number': ('{"audio": "wavs/low-1.wav", "text": 3}', 'line 2', '"text" is int'),
     'audio is an object': ('{"audio": {"path": "x"}, "text": "a"}', 'line 2', '"audio" is dict'),
     'text is null': ('{"audio": "wavs/low-1.wav", "text": null}', 'wavs/low-1.wav', 'the text is empty'),
-    'speaker is a list': ('{"audio": "wavs/low-1.wav", "text": "a", "speaker": ["b"]}', 'line 2', '"speaker" is list'),
+    'speaker is a list': ('{"audio": "wavs/low-1.wav", "text": "a", "speaker": ["b"]}', 'line 2',
+                          '"speaker" is list'),
     'half a character': (r'{"audio": "wavs/low-1.wav", "text": "a\ud83d"}', 'wavs/low-1.wav', 'not UTF-8'),
     'half a character in the name': (r'{"audio": "\ud83d", "text": "a"}', '\ud83d', 'not UTF-8'),
     'no audio': ('{"text": "a"}', 'line 2', 'no file is named'),
     'line end in the name': ('{"audio": "a\\nb", "text": "a"}', 'a\nb', r'a\nb.wav is missing'),
     'NaN': ('NaN', 'line 2', 'no JSON object'),
-    'endless number': ('{"audio": "wavs/low-1.wav", "text": "a", "x": ' + '9' * 5000 + '}', 'line 2', 'not JSON')}
+    'endless number': ('{"audio": "wavs/low-1.wav", "text": "a", "x": ' + '9' * 5000 + '}', 'line 2',
+                       'not JSON')}
 
 @pytest.mark.parametrize('kind', BAD_JSON)
 def test_a_bad_line_of_json(folder, kind):
@@ -312,18 +345,20 @@ def test_a_line_end_in_a_name_is_a_name(folder):
     clips, dropped = read(folder, json.dumps({'audio': 'a\nb', 'text': 'c'}), 'x.jsonl')
     assert not dropped and clips[0].path.is_file()
 
-@pytest.mark.parametrize('header, named', [('path,speaker', 'text'), ('text,speaker', 'audio'), ('sentence\tlocale', 'audio')])
+@pytest.mark.parametrize('header, named',
+                         [('path,speaker', 'text'), ('text,speaker', 'audio'), ('sentence\tlocale', 'audio')])
 def test_a_missing_column_is_named(folder, header, named):
     with pytest.raises(UserError, match=f'metadata.csv: the first line has no column for the {named}'):
         read(folder, f'{header}\na,b')
 
 
-# --- layouts -------------------------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------------------
 
 def vctk(folder, sound='wav48_silence_trimmed', name='{}_mic1.flac'):
     for speaker, number in (('p225', '001'), ('p225', '002'), ('p226', '001')):
         clip = f'{speaker}_{number}'
-        put(folder / sound / speaker / name.format(clip)); put(folder / 'txt' / speaker / f'{clip}.txt', f'Text {clip}.\n')
+        put(folder / sound / speaker / name.format(clip))
+        put(folder / 'txt' / speaker / f'{clip}.txt', f'Text {clip}.\n')
     put(folder / 'speaker-info.txt', 'ID AGE GENDER\n')
     return folder
 
@@ -341,14 +376,19 @@ def commonvoice(folder, name='validated.tsv'):
     for i in range(3):
         put(folder / 'clips' / f'cv_{i}.mp3')
         rows.append(f'{"c" * 128}{i}\tcv_{i}.mp3\t"Text ""{i}"""\t2\t\tsv-SE\t')
-    put(folder / name, '\n'.join(rows)); put(folder / 'other.tsv', '\n'.join(rows[:2])); put(folder / 'reported.tsv', 'a\tb\n')
+    put(folder / name, '\n'.join(rows))
+    put(folder / 'other.tsv', '\n'.join(rows[:2]))
+    put(folder / 'reported.tsv', 'a\tb\n')
     return folder
 
 CORPORA = {
-    'vctk': (vctk, [('p225_001', 'Text p225_001.', 'p225', 'en'), ('p225_002', 'Text p225_002.', 'p225', 'en'),
+    'vctk': (vctk, [('p225_001', 'Text p225_001.', 'p225', 'en'),
+                    ('p225_002', 'Text p225_002.', 'p225', 'en'),
                     ('p226_001', 'Text p226_001.', 'p226', 'en')]),
-    'libritts': (libritts, [(f'{c}_000000', f'Text {c}_000000.', c[:2], 'en') for c in ('19_198', '19_227', '26_495')]),
-    'commonvoice': (commonvoice, [(f'cv_{i}.mp3', f'Text "{i}"', 'c' * 128 + str(i), 'sv-se') for i in range(3)]),
+    'libritts': (libritts,
+                 [(f'{c}_000000', f'Text {c}_000000.', c[:2], 'en') for c in ('19_198', '19_227', '26_495')]),
+    'commonvoice': (commonvoice,
+                    [(f'cv_{i}.mp3', f'Text "{i}"', 'c' * 128 + str(i), 'sv-se') for i in range(3)]),
     'ljspeech': (lambda f: put(f / 'metadata.csv', LINE).parent, [('low-0', 'aa bb', 'low', 'en')]),
     'table': (lambda f: put(f / 'metadata.csv', 'path,text\nlow-0.wav,hello').parent,
               [('low-0.wav', 'hello', 'speaker', 'en')]),
@@ -366,12 +406,14 @@ def test_each_layout_is_found_and_read(folder, name):
     assert find_layout(folder)[0] == name and f'read as {name} (' in line and len(line.splitlines()) == 1
 
 @pytest.mark.parametrize('make', [
-    lambda f: vctk(f, 'wav48', '{}.wav'), lambda f: libritts(f, 'train-clean-100'), lambda f: commonvoice(f, 'train.tsv')])
+    lambda f: vctk(f, 'wav48', '{}.wav'), lambda f: libritts(f, 'train-clean-100'),
+    lambda f: commonvoice(f, 'train.tsv')])
 def test_older_and_deeper_forms(folder, make): assert len(read_corpus(make(folder))[0]) == 3
 
 def test_a_list_that_is_named_is_read(folder):
     commonvoice(folder)
-    assert len(read_corpus(folder / 'other.tsv')[0]) == 1 and len(read_corpus(folder / 'validated.tsv')[0]) == 3
+    assert len(read_corpus(folder / 'other.tsv')[0]) == 1
+    assert len(read_corpus(folder / 'validated.tsv')[0]) == 3
 
 @pytest.mark.parametrize('make', [vctk, libritts])
 def test_sound_and_text_belong_together(folder, make):
@@ -381,13 +423,17 @@ def test_sound_and_text_belong_together(folder, make):
     paths[0].rename(paths[0].with_stem('alone_mic1'))
     if make is vctk: put(paths[0].with_stem('p225_001_mic2'))
     for bad, name in ((b'\xff\xfe\xff', 'odd'), (b'', 'empty'), ('schön'.encode('latin-1'), 'latin')):
-        put(paths[0].with_stem(name)); put(text / f'{name}{end}', bad)
-    put(paths[0].with_stem('pipe')); os.mkfifo(text / f'pipe{end}')
+        put(paths[0].with_stem(name))
+        put(text / f'{name}{end}', bad)
+    put(paths[0].with_stem('pipe'))
+    os.mkfifo(text / f'pipe{end}')
     (paths[0].parent / 'round').symlink_to(folder)
     clips, dropped = read_corpus(folder)
     found = {d.id: d.reason for d in dropped}
-    assert len(clips) == 2 and found.pop('alone' if make is vctk else 'alone_mic1') == 'the recording has no text file'
-    assert found.pop('pipe') == 'the text file is no regular file' and found.pop('empty') == 'the text is empty'
+    assert len(clips) == 2
+    assert found.pop('alone' if make is vctk else 'alone_mic1') == 'the recording has no text file'
+    assert found.pop('pipe') == 'the text file is no regular file'
+    assert found.pop('empty') == 'the text is empty'
     assert 'not UTF-8' in found.pop('latin') and 'not UTF-8' in found.pop('odd')
     assert list(found.values()) == ['the text has no recording'], found
 
@@ -407,7 +453,7 @@ def test_metadata_goes_before_folders(folder):
     assert find_layout(folder)[0] == 'ljspeech' and len(read_corpus(folder, layout='vctk')[0]) == 3
 
 
-# --- many, and few -------------------------------------------------------------------------------------------------
+# --- many, and few --------------------------------------------------------------------------------
 
 def test_rows_come_one_by_one(folder):
     "The first clip is there before the second line is read."
@@ -426,18 +472,22 @@ def test_a_drop_rate_is_a_share_of_all_rows():
     with pytest.raises(UserError, match=r'rate 50% \(a\\nb: bad; a\\nb: bad; a\\nb: bad\); mend'):
         check_dropped(2 * dropped, 7, config, 'x')
     check_dropped([], 0, config, 'x')
-    with pytest.raises(UserError, match='none of the 2'): check_dropped(dropped, 2, config.replace(data={'max_drop_rate': 1.}),
-    'x')
+    with pytest.raises(UserError, match='none of the 2'):
+        check_dropped(dropped, 2, config.replace(data={'max_drop_rate': 1.}),
+'x')
 
 def test_synthetic_corpora_repeat(tmp_path):
     a, b = (tree(synthetic_corpus(tmp_path / n, clips=2, seconds=0.3)) for n in 'ab')
-    assert a == b and set(a) == {'metadata.csv', 'wavs', *(f'wavs/{v}-{i}.wav' for v in ('low', 'high') for i in range(2))}
+    assert a == b
+    assert set(a) == {'metadata.csv', 'wavs',
+                      *(f'wavs/{v}-{i}.wav' for v in ('low', 'high') for i in range(2))}
 
 def test_the_synthetic_corpus_is_the_same_in_every_release(tmp_path):
     "Recorded times and scores were taken on it."
     folder = synthetic_corpus(tmp_path, clips=8, seconds=0.1)
     texts = 'aa bb', 'bb cc dd', 'cc dd ee ff', 'dd ee ff gg hh', 'ee ff', 'ff gg hh', 'gg hh aa bb', 'hh aa bb cc dd'
-    rows = [f'{voice}-{i}|{text}|{text}|{voice}|en' for voice in ('low', 'high') for i, text in enumerate(texts)]
+    rows = [f'{voice}-{i}|{text}|{text}|{voice}|en' for voice in ('low', 'high')
+            for i, text in enumerate(texts)]
     assert (folder / 'metadata.csv').read_text().splitlines() == rows
     for name, seconds, pitch in (('low-0', 0.1, 100), ('low-5', 0.6, 110), ('high-2', 0.3, 208)):
         save_audio(tmp_path / 'x.wav', synthetic_voice(seconds, pitch))

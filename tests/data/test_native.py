@@ -17,14 +17,16 @@ from xtts_nb.data.cache import Cache
 from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import native as module
 from xtts_nb.data.native import (
-    BatchPlan, CacheReader, Column, Held, InFiles, InMemory, MelReader, PythonReader, WavReader, batches_of,
+    BatchPlan, CacheReader, Column, GraphArrays, InFiles, InMemory, MelReader, PythonReader, WavReader,
+    batches_of,
     bucket_of, bucket_shapes, cached_batches, check_equal, check_native, clip_limits, comparison_plan,
-    cumulative_chances, decode_wav, differing, fits, fixed_shape, left_out_line, mels_of, order_columns,
-    over_file, readers, refuse_differences)
+    cumulative_chances, decode_wav, differing_share, fits_in_memory, fixed_shape, left_out_line, mels_of,
+    order_columns,
+    map_whole_file, readers, refuse_differences)
 from xtts_nb.data.prepare import prepare
 
 
-# --- buckets -------------------------------------------------------------------------------------------------------
+# --- buckets --------------------------------------------------------------------------------------
 
 def positions(codes, text, shapes):
     return int(np.array(shapes)[bucket_of(codes, text, shapes)].sum())
@@ -32,7 +34,8 @@ def positions(codes, text, shapes):
 def fewest_positions(codes, text, buckets):
     "Over all chains of shapes that end in one that takes every clip."
     corner = int(codes.max()), int(text.max())
-    corners = [c for c in itertools.product(sorted({*codes.tolist()}), sorted({*text.tolist()})) if c != corner]
+    corners = [c for c in itertools.product(sorted({*codes.tolist()}), sorted({*text.tolist()}))
+               if c != corner]
     best = positions(codes, text, [corner])
     for k in range(1, buckets):
         for chain in itertools.combinations(corners, k):
@@ -41,8 +44,9 @@ def fewest_positions(codes, text, buckets):
     return best
 
 @pytest.mark.parametrize('buckets', [1, 2, 3])
-@pytest.mark.parametrize('codes, text', [([7], [3]), ([7, 7, 7], [3, 3, 3]), ([1, 2], [2, 1]), ([3, 1, 2], [9, 9, 9]),
-                                         ([1, 1, 1, 9], [1, 5, 1, 1]), ([5, 6, 20, 21], [2, 3, 9, 8])], ids=str)
+@pytest.mark.parametrize('codes, text',
+                         [([7], [3]), ([7, 7, 7], [3, 3, 3]), ([1, 2], [2, 1]), ([3, 1, 2], [9, 9, 9]),
+                          ([1, 1, 1, 9], [1, 5, 1, 1]), ([5, 6, 20, 21], [2, 3, 9, 8])], ids=str)
 def test_shapes_are_a_chain_that_takes_every_clip(codes, text, buckets):
     codes, text = np.array(codes), np.array(text)
     shapes = bucket_shapes(codes, text, buckets)
@@ -56,7 +60,8 @@ def test_shapes_equal_brute_force(seed):
     rng = np.random.default_rng(seed)
     n, buckets = rng.integers(1, 12), int(rng.integers(1, 4))
     codes, text = rng.integers(1, 9, n), rng.integers(1, 6, n)
-    assert positions(codes, text, bucket_shapes(codes, text, buckets)) == fewest_positions(codes, text, buckets)
+    assert positions(codes, text, bucket_shapes(codes, text, buckets)) == fewest_positions(codes, text,
+                                                                                           buckets)
 
 def speech_lengths(clips, seed=0):
     "Like those of LJSpeech: 1.1 to 10.1 s, 6.6 s on average, 8.7 text tokens a second."
@@ -71,7 +76,8 @@ def test_six_buckets_leave_little_empty():
     waste = {k: 1 - used / positions(codes, text, bucket_shapes(codes, text, k)) for k in (1, 6)}
     assert waste[6] < 0.13 < 0.38 < waste[1]
     few = positions(codes, text, bucket_shapes(codes, text, 6))
-    assert few < 1.006 * positions(codes, text, bucket_shapes(codes, text, 6, most=60))   # forty lengths are enough
+    # forty lengths are enough
+    assert few < 1.006 * positions(codes, text, bucket_shapes(codes, text, 6, most=60))
 
 
 @pytest.mark.parametrize('lengths, most, ends', [
@@ -81,14 +87,16 @@ def test_six_buckets_leave_little_empty():
 def test_a_bucket_ends_at_a_length_that_occurs(lengths, most, ends):
     assert module._candidates(np.bincount(lengths).cumsum(), most).tolist() == ends
 
-# --- a cache without sound -----------------------------------------------------------------------------------------
+# --- a cache without sound ------------------------------------------------------------------------
 
 def fake_cache(lengths, speakers=None, seed=0, languages=None):
     "What a plan and a reader need, with clip i's arrays full of i + 1."
     n, rng = len(lengths), np.random.default_rng(seed)
     who, tongue = speakers or ['s'] * n, languages or ['en'] * n
-    cache = SimpleNamespace(folder='fake', manifest={'key': 'fake'}, config=XTTSConfig(), samples=np.full(n, 22050),
-                            clips=[{'id': str(i), 'speaker': who[i], 'language': tongue[i]} for i in range(n)])
+    cache = SimpleNamespace(folder='fake', manifest={'key': 'fake'}, config=XTTSConfig(),
+                            samples=np.full(n, 22050),
+                            clips=[{'id': str(i), 'speaker': who[i], 'language': tongue[i]}
+                                   for i in range(n)])
     sizes = {'codes': np.array(lengths), 'text': rng.integers(1, 9, n), 'mel': rng.integers(3, 12, n)}
     for name, length in sizes.items():
         flat = np.repeat(np.arange(1, n + 1), length)
@@ -102,7 +110,8 @@ def data(**changes): return DataConfig(**{'batch_size': 4, 'buckets': 3, 'refere
 
 def epoch(plan, number=0, count=1):
     first = number * plan.steps_per_epoch
-    return [{k: v.numpy() for k, v in b.items()} for b in cached_batches(plan, first, first + count * plan.steps_per_epoch)]
+    return [{k: v.numpy() for k, v in b.items()}
+            for b in cached_batches(plan, first, first + count * plan.steps_per_epoch)]
 
 def heard(batches): return Counter(int(c) for b in batches for c, w in zip(b['clip'], b['weight']) if w)
 
@@ -129,13 +138,16 @@ def test_rows_hold_their_clip_and_zeros_behind():
                 n = b[length][row]
                 assert n == getattr(cache, f'{name}_length')[clip]
                 assert (b[name][row, :n] == clip + 1).all() and not b[name][row, n:].any()
-        assert b['codes'].dtype == b['text'].dtype == b['code_length'].dtype == np.int32 and b['weight'].dtype == np.float32
+        assert b['codes'].dtype == b['text'].dtype == b['code_length'].dtype == np.int32
+        assert b['weight'].dtype == np.float32
 
 def test_only_filled_rows_weigh_nothing():
     plan = BatchPlan(fake_cache(CORPORA['random']), data(batch_size=8))
     batches = epoch(plan)
-    assert sum(b['weight'].sum() for b in batches) == 37 and {w for b in batches for w in b['weight']} == {0., 1.}
-    assert all(np.array_equal(b['weight'], np.sort(b['weight'])[::-1]) and b['weight'][0] == 1 for b in batches)
+    assert sum(b['weight'].sum() for b in batches) == 37
+    assert {w for b in batches for w in b['weight']} == {0., 1.}
+    assert all(np.array_equal(b['weight'], np.sort(b['weight'])[::-1]) and b['weight'][0] == 1
+               for b in batches)
 
 def test_a_clip_goes_to_the_first_bucket_it_fits():
     plan = BatchPlan(fake_cache(CORPORA['random']), data(buckets=4))
@@ -172,13 +184,16 @@ def test_the_order_looks_shuffled():
 @pytest.mark.parametrize('workers, ahead', [(1, 1), (4, 1), (2, 8)])
 def test_workers_do_not_change_the_batches(workers, ahead):
     cache = fake_cache(CORPORA['random'], ['a', 'b'] * 18 + ['c'])
-    one, other = (epoch(BatchPlan(cache, data(num_workers=w, prefetch_buffer_size=p))) for w, p in ((2, 4), (workers, ahead)))
+    one, other = (epoch(BatchPlan(cache, data(num_workers=w, prefetch_buffer_size=p)))
+                  for w, p in ((2, 4), (workers, ahead)))
     assert len(one) == len(other) and all(np.array_equal(a[k], b[k]) for a, b in zip(one, other) for k in a)
 
 def test_workers_and_prefetch_reach_tensorflow(monkeypatch):
     asked, real_map, real_prefetch = {}, tf.data.Dataset.map, tf.data.Dataset.prefetch
-    monkeypatch.setattr(tf.data.Dataset, 'map', lambda self, f, **how: asked.update(how) or real_map(self, f, **how))
-    monkeypatch.setattr(tf.data.Dataset, 'prefetch', lambda self, n: asked.update(prefetch=n) or real_prefetch(self, n))
+    monkeypatch.setattr(tf.data.Dataset, 'map', lambda self, f,
+                        **how: asked.update(how) or real_map(self, f, **how))
+    monkeypatch.setattr(tf.data.Dataset, 'prefetch', lambda self,
+                        n: asked.update(prefetch=n) or real_prefetch(self, n))
     cached_batches(BatchPlan(fake_cache([5]), data(num_workers=3, prefetch_buffer_size=7)))
     assert (asked['num_parallel_calls'], asked['deterministic'], asked['prefetch']) == (3, True, 7)
 
@@ -191,7 +206,7 @@ def test_resuming_goes_on_where_it_stopped(first):
     assert all(np.array_equal(a[k], b[k]) for a, b in zip(straight, resumed) for k in a)
 
 
-# --- references ----------------------------------------------------------------------------------------------------
+# --- references -----------------------------------------------------------------------------------
 
 def picks(plan, steps): return list(tf.data.Dataset.range(steps).map(plan.pick).as_numpy_iterator())
 
@@ -231,7 +246,8 @@ def test_excluded_clips_are_never_heard_nor_referred_to():
     used = np.array([i for i in range(37) if i % 5])
     plan = BatchPlan(fake_cache(CORPORA['random'], speakers), data(), used)
     assert heard(epoch(plan)) == Counter(int(i) for i in used)
-    others = {int(o) for _, clip, other, _, _ in picks(plan, 30 * plan.steps_per_epoch) for o in (*clip, *other)}
+    others = {int(o) for _, clip, other, _, _ in picks(plan, 30 * plan.steps_per_epoch)
+              for o in (*clip, *other)}
     assert others == {int(i) for i in used}
 
 def test_a_speaker_left_with_one_clip_refers_to_itself():
@@ -258,7 +274,8 @@ def test_a_seed_gives_the_same_order_in_every_release():
         assert [[x.tolist() for x in p[:4]] for p in picks(plan, 3)] == order, how
 
 ORDERS = {   # what is balanced, whether references are fixed: bucket, clips, references and crops of three steps
-    ((), False): [[2, [5, 7, 7, 7], [6, 1, 4, 4], [4, 1, 1, 1]], [1, [2, 0, 1, 1], [8, 3, 7, 7], [4, 0, 1, 4]],
+    ((), False): [[2, [5, 7, 7, 7], [6, 1, 4, 4], [4, 1, 1, 1]],
+                  [1, [2, 0, 1, 1], [8, 3, 7, 7], [4, 0, 1, 4]],
                   [0, [6, 8, 4, 3], [8, 5, 1, 0], [4, 5, 4, 2]]],
     ((), True): [[2, [5, 7, 7, 7], [6, 1, 1, 1], [6, 0, 0, 0]], [1, [2, 0, 1, 1], [6, 5, 7, 7], [6, 7, 4, 4]],
                  [0, [6, 8, 4, 3], [5, 5, 7, 0], [0, 6, 2, 2]]],
@@ -266,12 +283,13 @@ ORDERS = {   # what is balanced, whether references are fixed: bucket, clips, re
         [0, [6, 6, 6, 4], [8, 3, 3, 7], [2, 0, 1, 1]], [1, [2, 1, 1, 2], [8, 4, 7, 0], [4, 0, 1, 6]],
         [1, [1, 1, 2, 1], [4, 4, 8, 7], [4, 3, 3, 1]]]}
 
-@pytest.mark.parametrize('place, bucket, begin', [(0, 0, 0), (2, 0, 0), (3, 1, 3), (4, 1, 3), (5, 1, 3), (99, 1, 3)])
+@pytest.mark.parametrize('place, bucket, begin',
+                         [(0, 0, 0), (2, 0, 0), (3, 1, 3), (4, 1, 3), (5, 1, 3), (99, 1, 3)])
 def test_a_place_lies_in_a_bucket_even_if_rounding_puts_it_behind_all(place, bucket, begin):
     assert [int(x) for x in module._bucket(np.array([3, 5]), tf.constant(place, tf.int64))] == [bucket, begin]
 
 
-# --- balance -------------------------------------------------------------------------------------------------------
+# --- balance --------------------------------------------------------------------------------------
 
 def drawn(plan, steps=600): return Counter(int(c) for _, clip, *_ in picks(plan, steps) for c in clip)
 
@@ -290,7 +308,8 @@ def test_speakers_and_languages_are_balanced_where_asked():
     assert set(voices) == set(range(37))   # nobody is left out
 
 BALANCE = {(): [1 / 16, 1 / 16, 1 / 8, 3 / 4], ('speakers',): [1 / 6, 1 / 6, 1 / 3, 1 / 3],
-           ('languages',): [1 / 8, 1 / 8, 1 / 4, 1 / 2], ('languages', 'speakers'): [1 / 8, 1 / 8, 1 / 4, 1 / 2]}
+           ('languages',): [1 / 8, 1 / 8, 1 / 4, 1 / 2],
+           ('languages', 'speakers'): [1 / 8, 1 / 8, 1 / 4, 1 / 2]}
 
 @pytest.mark.parametrize('what', BALANCE)
 def test_chances_in_balance(what):
@@ -311,7 +330,7 @@ def test_balanced_batches_have_full_rows_of_one_shape():
         assert all(b['codes'][row, :n].all() for row, n in enumerate(b['code_length']))
 
 
-# --- one shape, files instead of memory, columns that are kept -----------------------------------------------------
+# --- one shape, files instead of memory, columns that are kept ------------------------------------
 
 def test_a_fixed_length_is_that_of_the_settings(prepared, small):
     plan = BatchPlan(prepared, small.data.model_copy(update={'pad_to_fixed_length': True}))
@@ -327,7 +346,8 @@ def test_limits_to_the_sample_and_the_token():
     cache = fake_cache([5] * 6)
     cache.samples, cache.text_length[:] = np.array([22049, 22050, 44101, 44102, 44100, 1]), [1, 8, 8, 8, 9, 9]
     limits = data(min_seconds=1., max_seconds=2.00001, max_text_tokens=8)   # 44100.2 samples
-    assert [np.flatnonzero(out).tolist() for out in clip_limits(cache, limits).values()] == [[0, 5], [3], [4, 5]]
+    assert [np.flatnonzero(out).tolist() for out in clip_limits(cache, limits).values()] == [[0, 5], [3],
+                                                                                             [4, 5]]
     assert left_out_line(cache, limits) == (
         'fake: 4 of 6 clips are left out: 2 shorter than data.min_seconds 1.0, '
         '1 longer than data.max_seconds 2.00001, 2 of more text tokens than data.max_text_tokens 8.')
@@ -338,7 +358,7 @@ def test_a_cache_that_fills_the_budget_to_the_byte_is_held_in_memory(spare, insi
     one = np.broadcast_to(np.zeros(1, np.uint16), (mib, 2))
     cache = SimpleNamespace(codes=one, text=one, mel=one)
     budget = DataConfig().model_copy(update={'ram_budget': (12 * mib + spare) / 2**30})
-    assert fits(cache, budget) == inside and fits(cache, budget, ('text',))
+    assert fits_in_memory(cache, budget) == inside and fits_in_memory(cache, budget, ('text',))
 
 def most_tokens(cache): return int(cache.text_length.max()) - 1
 
@@ -356,22 +376,27 @@ def test_limits_leave_clips_of_a_finished_cache_out(prepared, small, key, fixed)
     plan, out = BatchPlan(prepared, changed), len(prepared) - len(inside)
     assert 0 < out < len(prepared) and sorted(heard(epoch(plan))) == inside
     line = left_out_line(prepared, changed)
-    assert f'{prepared.folder}: {out} of 14 clips are left out: {out} ' in line and f'data.{key} {limit}' in line
+    assert f'{prepared.folder}: {out} of 14 clips are left out: {out} ' in line
+    assert f'data.{key} {limit}' in line
     assert left_out_line(prepared, small.data) == ''
     with pytest.raises(UserError, match='14 of 14 clips are left out.*widen these limits'):
         BatchPlan(prepared, small.data.model_copy(update={'min_seconds': 5.}))
 
 def test_a_kept_plan_is_made_again_for_other_limits(prepared, small, tmp_path):
     sizes = [BatchPlan(prepared, small.data.model_copy(update=update), keep=tmp_path / 'plan').count.sum()
-             for update in ({}, {'min_seconds': 0.9}, {'max_seconds': 0.9}, {'max_text_tokens': most_tokens(prepared)}, {})]
+             for update in ({}, {'min_seconds': 0.9}, {'max_seconds': 0.9},
+                            {'max_text_tokens': most_tokens(prepared)}, {})]
     assert sizes[0] == sizes[4] == 14 > max(sizes[1:4])
 
 @pytest.mark.parametrize('first', [0, 3])
 def test_batches_from_files_are_those_from_memory(prepared, small, first):
-    memory, files = (BatchPlan(prepared, small.data.model_copy(update={'ram_budget': gib})) for gib in (1., 0.))
-    assert isinstance(CacheReader(prepared, memory).rows, InMemory) and isinstance(CacheReader(prepared, files).rows, InFiles)
+    memory, files = (BatchPlan(prepared, small.data.model_copy(update={'ram_budget': gib}))
+                     for gib in (1., 0.))
+    assert isinstance(CacheReader(prepared, memory).rows, InMemory)
+    assert isinstance(CacheReader(prepared, files).rows, InFiles)
     for a, b in zip(*(cached_batches(plan, first, first + 12) for plan in (memory, files)), strict=True):
-        assert a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+        assert a.keys() == b.keys()
+        assert all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 @pytest.mark.parametrize('dtype', [np.int32, np.int64, np.float16])
 def test_a_mapped_array_is_found_again_in_its_file(tmp_path, dtype):
@@ -381,20 +406,22 @@ def test_a_mapped_array_is_found_again_in_its_file(tmp_path, dtype):
     for array in (whole, whole[64:100], np.asarray(whole)[64:100], whole.view(np.uint8).view(dtype)[7:],
                   behind, behind[5:]):
         assert np.array_equal(Column(array)(tf.constant([0, 30], tf.int64)), array[[0, 30]])
-        flat, first = over_file(array)
+        flat, first = map_whole_file(array)
         assert np.array_equal(flat[first:], array)
-        seen = Held([flat])()
+        seen = GraphArrays([flat])()
         flat[first] = 9   # a private write shows that it is the same memory
         assert seen[first] == 9 and whole[64] == 64
     odd = np.memmap(tmp_path / 'numbers', np.uint8, 'r')[3:3 + 40 * whole.itemsize].view(dtype)
-    flat, first = over_file(odd)
-    assert first == 0 and not isinstance(flat, np.memmap) and np.array_equal(flat.view(np.uint8), odd.view(np.uint8))
+    flat, first = map_whole_file(odd)
+    assert first == 0
+    assert not isinstance(flat, np.memmap)
+    assert np.array_equal(flat.view(np.uint8), odd.view(np.uint8))
     for other in (whole[1:],
                   np.array(whole)[:64]):   # at an address that TensorFlow does not take; not over a file
-        held = Held([other])
+        held = GraphArrays([other])
         if not isinstance(other, np.memmap): other[:] = 0
         assert held()[1] == whole[2 if isinstance(other, np.memmap) else 1]
-    assert over_file(np.arange(4))[1] == 0 and Held([np.zeros(0)])().shape == 0
+    assert map_whole_file(np.arange(4))[1] == 0 and GraphArrays([np.zeros(0)])().shape == 0
 
 def test_kept_columns_are_used_until_something_else_is_asked(tmp_path, monkeypatch):
     import xtts_nb.data.native
@@ -407,23 +434,29 @@ def test_kept_columns_are_used_until_something_else_is_asked(tmp_path, monkeypat
         kept = epoch(plan())
         assert all(np.array_equal(a[k], b[k]) for a, b in zip(fresh, kept, strict=True) for k in a)
     assert len(made) == 2   # once without keeping, once kept
-    plan(batch_size=2, seed=7); assert len(made) == 2
+    plan(batch_size=2, seed=7)
+    assert len(made) == 2
     for n, other in enumerate([dict(buckets=2), dict(balance_speakers=True), dict(clips=np.arange(9))], 3):
-        plan(**other); plan(**other); assert len(made) == n
+        plan(**other)
+        plan(**other)
+        assert len(made) == n
     assert sorted(p.name for p in tmp_path.iterdir()) == ['plan']
 
 def lengths_only(folder, clips):
     "What a plan needs of a cache, mapped from files."
-    columns = dict(zip(('codes_length', 'text_length'), speech_lengths(clips)), speaker=np.arange(clips) % 1000)
+    columns = dict(zip(('codes_length', 'text_length'), speech_lengths(clips)),
+                   speaker=np.arange(clips) % 1000)
     columns |= {'mel_length': columns['codes_length'] * 4, 'samples': columns['codes_length'] * 1024}
     for name, array in columns.items(): array.astype(np.int32).tofile(folder / name)
     arrays = {name: np.memmap(folder / name, np.int32, 'r') for name in columns}
-    return type('Lengths', (), {'__len__': lambda self: clips, 'manifest': {'key': 'x'}, 'folder': folder, 'config': XTTSConfig(),
+    return type('Lengths', (), {'__len__': lambda self: clips, 'manifest': {'key': 'x'}, 'folder': folder,
+                                'config': XTTSConfig(),
                                 **arrays})()
 
 def own_memory() -> int:
     "Bytes of this process that are not pages of files."
-    return next(int(line.split()[1]) * 1024 for line in open('/proc/self/status') if line.startswith('RssAnon'))
+    return next(int(line.split()[1]) * 1024
+                for line in open('/proc/self/status') if line.startswith('RssAnon'))
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='memory is told apart on Linux only')
 @pytest.mark.parametrize('clips', [3_000_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
@@ -440,7 +473,7 @@ def test_resuming_reads_nothing_of_a_large_plan(tmp_path, monkeypatch, clips):
     assert all(np.array_equal(a, b) for a, b in zip(before, after))
 
 
-# --- ahead of the step ---------------------------------------------------------------------------------------------
+# --- ahead of the step ----------------------------------------------------------------------------
 
 def stages(dataset): return [name for d in dataset._inputs() for name in stages(d)] + [type(dataset).__name__]
 
@@ -449,7 +482,8 @@ def test_the_device_comes_last_and_the_batches_are_the_same():
     with_device = cached_batches(plan, 0, 6, device='/CPU:0')
     assert stages(with_device)[-3:] == ['_PrefetchDataset', '_CopyToDeviceDataset', '_PrefetchDataset']
     assert stages(cached_batches(plan, 0, 6))[-2:] == ['_ParallelMapDataset', '_PrefetchDataset']
-    for a, b in zip(with_device, cached_batches(plan, 0, 6), strict=True): assert all(np.array_equal(a[k], b[k]) for k in a)
+    for a, b in zip(with_device, cached_batches(plan, 0, 6), strict=True):
+        assert all(np.array_equal(a[k], b[k]) for k in a)
 
 @pytest.mark.parametrize('on, gpus, device, asked', [
     (True, ['gpu'], None, '/GPU:0'), (True, [], None, None), (False, ['gpu'], None, None),
@@ -463,7 +497,7 @@ def test_prefetch_to_gpu_asks_for_the_gpu_there_is(monkeypatch, on, gpus, device
     assert seen == ([(asked, 2)] if asked else [])   # one in use, one on its way
 
 
-# --- online --------------------------------------------------------------------------------------------------------
+# --- online ---------------------------------------------------------------------------------------
 
 ONLINE = {'clip', 'weight', 'text', 'text_length', 'mel_length', 'mel', 'reference'}
 
@@ -504,7 +538,8 @@ def test_a_difference_in_one_of_several_batches_is_noticed(prepared, dvae, small
 @pytest.mark.parametrize('x, y, tolerance, share', [
     ([1, 2], [1, 2], 0., 0.), ([1, 2, 3, 4], [1, 2, 3, 5], 0., 0.25), ([1], [1, 1], 0., 1.),
     ([1., 0.], [1.5, 1.], 0.5, 0.5), ([1.5, 1.], [1., 0.], 0.5, 0.5)], ids=str)
-def test_the_share_of_cells_that_differ(x, y, tolerance, share): assert differing(x, y, tolerance) == share
+def test_the_share_of_cells_that_differ(x, y, tolerance, share):
+    assert differing_share(x, y, tolerance) == share
 
 def test_mels_and_codes_may_differ_in_one_cell_of_a_thousand():
     near = dict.fromkeys(('mel', 'reference', 'codes'), 1e-3)
@@ -520,7 +555,8 @@ def test_a_comparison_takes_one_shape_and_lays_one_batch_by(prepared):
 @pytest.mark.parametrize('source', ['speaker', 'clip'])
 def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, small, stats, source):
     "The whole batch at once, as a device would compute it."
-    data_ = small.data.model_copy(update={'reference_from': source, 'reference_frames': 80})   # longer than some clips
+    # longer than some clips
+    data_ = small.data.model_copy(update={'reference_from': source, 'reference_frames': 80})
     plan = BatchPlan(prepared, data_)
     audio = prepared.config.model.audio
     kinds = WavReader(plan, stats), MelReader(plan, stats), CacheReader(prepared, plan)
@@ -528,7 +564,8 @@ def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, small, sta
         mel = mels_of(wav['wav'], audio.dvae_n_fft, audio).numpy()
         voice = mels_of(wav['reference_wav'], audio.reference_n_fft, audio).numpy() / stats
         for row, (n, m) in enumerate(zip(wav['mel_length'].numpy(), wav['reference_length'].numpy())):
-            assert np.allclose(mel[row, :n], native['mel'][row, :n], atol=1e-4) and not native['mel'][row, n:].numpy().any()
+            assert np.allclose(mel[row, :n], native['mel'][row, :n], atol=1e-4)
+            assert not native['mel'][row, n:].numpy().any()
             assert np.allclose(voice[row, np.arange(80) % m], cached['reference'][row], atol=6e-3)
         assert wav['wav'].dtype == tf.int16 and wav['wav'].shape[1] == (mel.shape[1] - 1) * 256 + 1024
         assert native['mel'].shape[1] == mel.shape[1]
@@ -538,13 +575,15 @@ def test_online_shapes_follow_the_buckets(prepared, stats, small, kind):
     plan = BatchPlan(prepared, small.data)
     source = batches_of(kind(plan, stats), plan.data, 0, plan.steps_per_epoch)
     assert source.element_spec['reference'].shape[1:] == (32, 80)
-    assert {(b['mel'].shape[1], b['text'].shape[1]) for b in source} == set(zip(plan.frames.numpy(), (t for _, t in plan.shapes)))
+    assert {(b['mel'].shape[1], b['text'].shape[1])
+            for b in source} == set(zip(plan.frames.numpy(), (t for _, t in plan.shapes)))
 
 # 11520 and others: rounded seconds fall short of a frame
 @pytest.mark.parametrize('samples', [11520, 11521, 14080, 16640, 22050])
 @pytest.mark.parametrize('kind', [PythonReader, MelReader])
 def test_the_longest_clip_fits_whatever_its_length(tmp_path, small, dvae, samples, kind, stats):
-    for name, n in (('a', samples), ('b', 11100)): save_audio(tmp_path / 'corpus/wavs' / f'{name}.wav', synthetic_voice(1.)[:n])
+    for name, n in (('a', samples), ('b', 11100)):
+        save_audio(tmp_path / 'corpus/wavs' / f'{name}.wav', synthetic_voice(1.)[:n])
     (tmp_path / 'corpus/metadata.csv').write_text('a|aa|aa\nb|bb|bb\n')
     prepare(tmp_path / 'corpus', tmp_path / 'cache', small, dvae)
     cache = Cache(tmp_path / 'cache')
@@ -556,7 +595,8 @@ def test_a_missing_recording_is_named(prepared, stats, small):
     plan = BatchPlan(prepared, small.data)
     plan.cache = copy.copy(prepared)
     plan.cache.wav_path = lambda i: f'gone-{i}.wav'
-    with pytest.raises(UserError, match='gone-0.wav: is missing; prepare the cache again'): WavReader(plan, stats)
+    with pytest.raises(UserError, match='gone-0.wav: is missing; prepare the cache again'):
+        WavReader(plan, stats)
 
 def test_a_mapped_cache_is_streamed_even_if_it_would_fit(prepared, small):
     mapped, memory = (BatchPlan(Cache(prepared.folder, in_memory), small.data) for in_memory in (False, True))
@@ -574,7 +614,8 @@ def fmt(form=1, channels=1, rate=22050, bits=16, more=b'') -> bytes:
     block = channels * bits // 8
     return chunk(b'fmt ', struct.pack('<HHIIHH', form, channels, rate, rate * block, block, bits) + more)
 
-def riff(*chunks, mark=b'RIFF', kind=b'WAVE', size=None) -> bytes: return chunk(mark, kind + b''.join(chunks), size)
+def riff(*chunks, mark=b'RIFF', kind=b'WAVE', size=None) -> bytes:
+    return chunk(mark, kind + b''.join(chunks), size)
 
 def extensible(form: int, bits: int) -> bytes:
     "Behind a `fmt ` of format 0xFFFE: valid bits, speaker positions, and the GUID that holds the format."
@@ -618,7 +659,8 @@ BAD = {   # name -> file, what its error says
                          'wav of format 3, 1 channels, 22050 Hz, 32 bits'),
     'mu-law': (encoded(subtype='ULAW'), 'wav of format 7'),
     'ADPCM': (encoded(subtype='MS_ADPCM'), 'wav of format 2'),
-    'stereo': (riff(fmt(channels=2), chunk(b'data', 2 * BYTES)), 'wav of format 1, 2 channels, 22050 Hz, 16 bits'),
+    'stereo': (riff(fmt(channels=2), chunk(b'data', 2 * BYTES)),
+               'wav of format 1, 2 channels, 22050 Hz, 16 bits'),
     '44.1 kHz': (riff(fmt(rate=44100), DATA), 'wav of format 1, 1 channels, 44100 Hz, 16 bits'),
     'FLAC': (encoded(format='FLAC'), 'no wav file'),
     'AIFF': (encoded(format='AIFF'), 'no wav file'),
@@ -646,8 +688,10 @@ def in_graph():
 def test_native_reading_gives_the_samples_that_libsndfile_gives(tmp_path, in_graph, name):
     (tmp_path / 'a.wav').write_bytes(GOOD[name])
     samples = load_audio(tmp_path / 'a.wav') * 32768
-    assert np.array_equal(in_graph(str(tmp_path / 'a.wav')), samples) and np.array_equal(samples, SAMPLES[:len(samples)])
-    lengths = {'truncated': 749, 'truncated in a sample': 748, 'odd data': 998, 'data too short': 250, 'one sample': 1,
+    assert np.array_equal(in_graph(str(tmp_path / 'a.wav')), samples)
+    assert np.array_equal(samples, SAMPLES[:len(samples)])
+    lengths = {'truncated': 749, 'truncated in a sample': 748, 'odd data': 998, 'data too short': 250,
+               'one sample': 1,
                'one sample behind a chunk': 1}
     assert len(samples) == lengths.get(name, 999)
     check_native([str(tmp_path / 'a.wav')], 22050)
@@ -657,13 +701,16 @@ def test_native_reading_gives_the_samples_that_libsndfile_gives(tmp_path, in_gra
 def test_native_reading_refuses_what_it_would_read_as_noise(tmp_path, in_graph, name):
     "Inside a graph, outside of one, and before the first batch."
     file, found = BAD[name]
-    path, words = str(tmp_path / 'bäd.wav'), f'd.wav: is .*{found}.*so convert it, or use a cache of xtts-nb prepare'
+    path = str(tmp_path / 'bäd.wav')
+    words = f'd.wav: is .*{found}.*so convert it, or use a cache of xtts-nb prepare'
     (tmp_path / 'bäd.wav').write_bytes(file)
     with pytest.raises(tf.errors.InvalidArgumentError, match=words): in_graph(path)
     with pytest.raises(UserError, match=f'bä{words}'): decode_wav(path)
-    with pytest.raises(UserError, match='bäd.wav: (is .*so use the cache|not readable as audio)'): check_native([path], 22050)
+    with pytest.raises(UserError, match='bäd.wav: (is .*so use the cache|not readable as audio)'):
+        check_native([path], 22050)
 
-FOUND = {'plain': 999, 'chunk behind': 999, 'one sample': 1, 'file too short': 999, 'odd data': 998, 'long fmt': 0,
+FOUND = {'plain': 999, 'chunk behind': 999, 'one sample': 1, 'file too short': 999, 'odd data': 998,
+         'long fmt': 0,
          'truncated': 0, 'chunk before': 0}
 
 @pytest.mark.parametrize('name', FOUND)
@@ -675,7 +722,8 @@ def test_only_an_unusual_head_is_searched(tmp_path, monkeypatch, name):
 def test_native_reading_takes_the_rate_of_the_model(tmp_path):
     save_audio(tmp_path / 'a.wav', SAMPLES / 32768, 24000)
     assert np.array_equal(decode_wav(str(tmp_path / 'a.wav'), 24000), SAMPLES)
-    with pytest.raises(UserError, match='24000 Hz, 16 bits, .* 1 channel, 22050 Hz'): decode_wav(str(tmp_path / 'a.wav'))
+    with pytest.raises(UserError, match='24000 Hz, 16 bits, .* 1 channel, 22050 Hz'):
+        decode_wav(str(tmp_path / 'a.wav'))
 
 def test_a_batch_has_what_the_losses_read(batch):
     assert set(batch) == {'clip', 'weight', 'reference', 'codes', 'text', 'code_length', 'text_length'}

@@ -8,11 +8,14 @@ from xtts_nb.data.languages import (
 
 
 @pytest.mark.parametrize('language, text, said', [
-    ('en', '1,234', 'one thousand, two hundred and thirty-four'), ('de', '1.234', 'eintausendzweihundertvierunddreißig'),
+    ('en', '1,234', 'one thousand, two hundred and thirty-four'),
+    ('de', '1.234', 'eintausendzweihundertvierunddreißig'),
     ('en', '1.234', 'one point two three four'), ('de', '1,234', 'eins Komma zwei drei vier'),
     ('en', '1,23', 'one point two three'),
-    ('en', '2.0', 'two'), ('it', '2.0', 'due virgola zero'), ('tr', '1,5', 'bir,beş'), ('en', '', ''), ('en', '...', '...'),
-    ('en', '$1', 'one dollar'), ('en', '$1,000', 'one thousand dollars'), ('en', '$ 5', '$ five'), ('ru', '£5', '£пять'),
+    ('en', '2.0', 'two'), ('it', '2.0', 'due virgola zero'), ('tr', '1,5', 'bir,beş'), ('en', '', ''),
+    ('en', '...', '...'),
+    ('en', '$1', 'one dollar'), ('en', '$1,000', 'one thousand dollars'), ('en', '$ 5', '$ five'),
+    ('ru', '£5', '£пять'),
     ('en', '$1.2.3', '$one point two.three'), ('de', '3. mai', 'dritte mai'), ('de', '3.mai', 'drei.mai'),
     ('cs', '3. x 5.', 'tři x pět.'), ('ru', '$5 £5', '$пять £пять'), ('ko', '€5 $5', '€오 오달러 영센트'),
     ('fr', '1234.567', 'mille deux cent trente-quatre virgule cinq six sept'),
@@ -29,23 +32,28 @@ def test_spelled(language, text, said): assert spell_numbers(text, language) == 
 
 @pytest.mark.parametrize('language', RULES)
 def test_every_whole_number_is_said(language):
-    said = [spell_numbers(str(n), language) for n in (*range(120), 200, 999, 1000, 1001, 99_999, 10**6, 10**7)]
+    said = [spell_numbers(str(n), language)
+            for n in (*range(120), 200, 999, 1000, 1001, 99_999, 10**6, 10**7)]
     assert len(set(said)) == len(said) and not any(c in '0123456789' for c in ''.join(said))
 
 @pytest.mark.parametrize('words, said', [
     (lambda: money_words('12.50', '$', 'en'), 'twelve dollars, fifty cents'),
-    (lambda: money_words('20', '€', 'de'), 'zwanzig Euro'), (lambda: decimal_words('3,14', 'de'), 'drei Komma eins vier'),
+    (lambda: money_words('20', '€', 'de'), 'zwanzig Euro'),
+    (lambda: decimal_words('3,14', 'de'), 'drei Komma eins vier'),
     (lambda: ordinal_words('23', 'rd', 'en'), 'twenty-third'), (lambda: ordinal_words('3', '.', 'cs'), 'tři'),
-    (lambda: ordinal_words('3', '.', 'cs', last=True), 'tři.'), (lambda: ordinal_words('3', 'x', 'cs'), 'třix'),
+    (lambda: ordinal_words('3', '.', 'cs', last=True), 'tři.'),
+    (lambda: ordinal_words('3', 'x', 'cs'), 'třix'),
     (lambda: decimal_words('7.05', 'hi'), 'सात दशमलव शून्य पाँच')])
 def test_a_number_of_each_kind(words, said): assert words() == said
 
-@pytest.mark.parametrize('amount', [('5', '£', 'ru'), ('5', '$', 'tr'), ('1.2.3', '$', 'en'), ('5', '€', 'ko')])
+@pytest.mark.parametrize('amount',
+                         [('5', '£', 'ru'), ('5', '$', 'tr'), ('1.2.3', '$', 'en'), ('5', '€', 'ko')])
 def test_money_that_a_language_lacks(amount):
     with pytest.raises(UNKNOWN): money_words(*amount)
 
 @pytest.mark.parametrize('n, said', [
-    (0, 'शून्य'), (100, 'एक सौ'), (101, 'एक सौ एक'), (1999, 'एक हज़ार नौ सौ निन्यानवे'), (10**5, 'एक लाख'), (10**7, 'एक करोड़'),
+    (0, 'शून्य'), (100, 'एक सौ'), (101, 'एक सौ एक'), (1999, 'एक हज़ार नौ सौ निन्यानवे'), (10**5, 'एक लाख'),
+    (10**7, 'एक करोड़'),
     (10**9, 'एक सौ करोड़'), (99, 'निन्यानवे'), (999, 'नौ सौ निन्यानवे'), (1000, 'एक हज़ार'),
     (99_999, 'निन्यानवे हज़ार नौ सौ निन्यानवे'),
     (9_999_999, 'निन्यानवे लाख निन्यानवे हज़ार नौ सौ निन्यानवे')])
@@ -90,7 +98,8 @@ FIVE_DIGITS = [f'{n:05d}' for n in range(1200)]
 TESTED = {   # function, numbers, fingerprint of the words
     'hindi': (hindi_words, [*range(1200), *EDGES], '0d56e5d0a3d078e5'),
     'persian': (persian_words, [*range(1200), *EDGES], '3058ad3597b67b79'),
-    'chinese': (chinese_number, [*map(str, [*range(3000), *range(9990, 31000, 7), *EDGES]), *FIVE_DIGITS], '99a2d6edf3c08d9c')}
+    'chinese': (chinese_number, [*map(str, [*range(3000), *range(9990, 31000, 7), *EDGES]), *FIVE_DIGITS],
+                '99a2d6edf3c08d9c')}
 
 @pytest.mark.parametrize('language', TESTED)
 def test_the_words_of_many_numbers_are_those_that_were_looked_at(language):

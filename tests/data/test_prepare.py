@@ -25,7 +25,7 @@ from xtts_nb.config import UserError
 from xtts_nb.files import read_json, write_json
 from xtts_nb.data.prepare import (
     ClipEncoder, check_part, choose_mode, clip_row, default_workers, mel_sample, merge_caches, prepare,
-    spread, unfinished, work_folder, verify_and_fix_cache)
+    run_jobs, unfinished, work_folder, verify_and_fix_cache)
 from xtts_nb.data.text import train_tokenizer
 
 ROW = '{0}|aa bb|aa bb|low|en'
@@ -41,7 +41,7 @@ def copy(straight, tmp_path):
 def line(folder, text): (folder / 'metadata.csv').open('a').write(text + '\n')
 
 
-# --- nothing twice -------------------------------------------------------------------------------------------------
+# --- nothing twice --------------------------------------------------------------------------------
 
 CHANGES = {   # what is changed -> how many clips of each kind are made again
     'nothing': ({}, {}, (0, 0, 0)),
@@ -57,15 +57,19 @@ CHANGES = {   # what is changed -> how many clips of each kind are made again
 }
 
 @pytest.mark.parametrize('change', CHANGES)
-def test_a_changed_setting_makes_again_what_hangs_on_it(corpus, small, tokenizer, copy, tmp_path, calls, change):
+def test_a_changed_setting_makes_again_what_hangs_on_it(corpus, small, tokenizer, copy, tmp_path, calls,
+                                                        change):
     sections, arguments, expected = CHANGES[change]
-    config, arguments = small.replace(**sections), {'dvae': Fake(), 'tokenizer': tokenizer, 'shard_clips': 5} | arguments
+    config, arguments = small.replace(**sections), {'dvae': Fake(), 'tokenizer': tokenizer,
+                                                    'shard_clips': 5} | arguments
     made = prepare(corpus, copy, config, **arguments)['made']
-    assert (made['codes'], made['text'], made['mel']) == expected and (calls['codes'], calls['mel']) == expected[::2]
+    assert (made['codes'], made['text'], made['mel']) == expected
+    assert (calls['codes'], calls['mel']) == expected[::2]
     prepare(corpus, tmp_path / 'fresh', config, **arguments)
     assert tree(copy) == tree(tmp_path / 'fresh')
 
-def stamps(folder): return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.rglob('*') if p.is_file()}
+def stamps(folder):
+    return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.rglob('*') if p.is_file()}
 
 @pytest.mark.parametrize('mode', ['precompute', 'runtime'])
 def test_a_cache_that_is_up_to_date_is_not_touched(sounds, small, tokenizer, tmp_path, calls, mode):
@@ -93,7 +97,8 @@ AGAIN = {   # what differs -> how many clips are encoded again
     'a damaged shard': (lambda out: (out / 'shard-00001.safetensors').write_bytes(b'x'), 5)}
 
 @pytest.mark.parametrize('what', AGAIN)
-def test_a_cache_in_which_anything_differs_is_written_anew(corpus, small, tokenizer, copy, tmp_path, calls, what):
+def test_a_cache_in_which_anything_differs_is_written_anew(corpus, small, tokenizer, copy, tmp_path, calls,
+                                                           what):
     config = small.replace(training={'steps': 7}) if what == 'settings' else small
     AGAIN[what][0](copy)
     report = prepare(corpus, copy, config, Fake(), tokenizer, shard_clips=5)
@@ -106,7 +111,8 @@ def test_what_is_damaged_is_not_kept(corpus, small, tokenizer, copy, straight, c
     data = bytearray(path.read_bytes())
     data[data.index(Cache(straight).array('mel', 6).tobytes()) + 77] ^= 1
     path.write_bytes(data)
-    assert prepare(corpus, copy, small, Fake(), tokenizer, shard_clips=5)['made'] == {'codes': 1, 'text': 1, 'mel': 1}
+    assert prepare(corpus, copy, small, Fake(), tokenizer, shard_clips=5)['made'] == {'codes': 1, 'text': 1,
+                                                                                      'mel': 1}
     assert tree(copy) == tree(straight)
 
 def test_only_changed_rows_and_recordings_are_made(mine, small, tokenizer, tmp_path, calls):
@@ -115,7 +121,8 @@ def test_only_changed_rows_and_recordings_are_made(mine, small, tokenizer, tmp_p
     save_audio(mine / 'wavs' / 'low-0.wav', synthetic_voice(0.9))
     save_audio(mine / 'wavs' / 'new.wav', synthetic_voice(0.9))
     text[1] = 'low-1|hh|hh|low|en'
-    (mine / 'metadata.csv').write_text('\n'.join(['new|aa|aa|low|en', *text[:2], *text[3:]]))   # and low-2 is gone
+    # and low-2 is gone
+    (mine / 'metadata.csv').write_text('\n'.join(['new|aa|aa|low|en', *text[:2], *text[3:]]))
     calls |= dict.fromkeys(calls, 0)
     report = prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
     assert report['made'] == {'codes': 2, 'text': 3, 'mel': 2} and calls == {'codes': 2, 'mel': 2}
@@ -125,10 +132,13 @@ def test_only_changed_rows_and_recordings_are_made(mine, small, tokenizer, tmp_p
 def test_limits_hold_for_what_is_kept(corpus, small, tokenizer, copy, calls):
     config = small.replace(data={'max_seconds': 0.95, 'max_drop_rate': 1.})
     report = prepare(corpus, copy, config, Fake(), tokenizer, shard_clips=5)
-    assert report['longest'] <= 0.95 and all('data.max_seconds' in d['reason'] for d in report['dropped']) and report['dropped']
+    assert report['longest'] <= 0.95
+    assert all('data.max_seconds' in d['reason'] for d in report['dropped'])
+    assert report['dropped']
     assert calls == {'codes': 0, 'mel': 0}
 
-@pytest.mark.parametrize('change', [{'model': {'audio': {'f_max': 7000.}}}, {'model': {'dvae': {'codes': 16}}}])
+@pytest.mark.parametrize('change',
+                         [{'model': {'audio': {'f_max': 7000.}}}, {'model': {'dvae': {'codes': 16}}}])
 def test_the_key_tells_caches_apart(corpus, small, prepared, tmp_path, change):
     from xtts_nb.models.dvae import DVAE
     config = small.replace(**change)
@@ -161,16 +171,20 @@ def test_the_line_of_a_clip():
 
 def test_the_drawn_report_is_made_where_it_is_wanted_and_not_there(corpus, small, tokenizer, tmp_path):
     out, drawn = tmp_path / 'out', []
-    def page(report, path): drawn.append(report['clips']); path.write_text('page')
+    def page(report, path):
+        drawn.append(report['clips'])
+        path.write_text('page')
     for wanted, up_to_date, times in ((None, False, 0), (page, False, 1), (page, True, 1), (None, True, 1)):
         assert prepare(corpus, out, small, Fake(), tokenizer, page=wanted)['up_to_date'] == up_to_date
-        assert len(drawn) == times and (out / module.PAGE).exists() == bool(drawn)
+        assert len(drawn) == times and (out / module.REPORT_PAGE).exists() == bool(drawn)
     assert drawn == [14]
 
 def test_clips_are_counted_for_whoever_wants_to_know():
     seen = []
     tell, silent = module._counter(lambda *done: seen.append(done), 5), module._counter(None, 5)
-    for clips in (0, 2, 3): tell(clips); silent(clips)
+    for clips in (0, 2, 3):
+        tell(clips)
+        silent(clips)
     assert seen == [(2, 5), (5, 5)]
 
 def test_processes_are_started_for_a_large_corpus_only(monkeypatch):
@@ -181,16 +195,18 @@ def test_processes_are_started_for_a_large_corpus_only(monkeypatch):
     assert default_workers(4096) == 7
 
 
-# --- whole or not at all -------------------------------------------------------------------------------------------
+# --- whole or not at all --------------------------------------------------------------------------
 
 @pytest.mark.parametrize('error, at, before', [(KeyboardInterrupt, 1, True), (KeyboardInterrupt, 6, False),
                                                (RuntimeError, 6, True), (KeyboardInterrupt, 14, True)])
-def test_an_interrupted_run_leaves_what_was_there_and_goes_on(corpus, small, tokenizer, straight, tmp_path, error, at, before):
+def test_an_interrupted_run_leaves_what_was_there_and_goes_on(corpus, small, tokenizer, straight, tmp_path,
+                                                              error, at, before):
     if before: shutil.copytree(straight, tmp_path / 'out')
     kept, dvae = tree(tmp_path), Fake(gain=1.5)
     def stop(done, total):
         if done == at: raise error
-    with pytest.raises(error): prepare(corpus, tmp_path / 'out', small, dvae, tokenizer, shard_clips=2, progress=stop)
+    with pytest.raises(error):
+        prepare(corpus, tmp_path / 'out', small, dvae, tokenizer, shard_clips=2, progress=stop)
     finished = len(list((tmp_path / 'out.work').glob('shard-*.json')))
     assert {k: v for k, v in tree(tmp_path).items() if not k.startswith('out.work')} == kept
     assert finished == (at - 1) // 2 and (tmp_path / 'out.work').exists() == (finished > 0)
@@ -203,9 +219,11 @@ def half(corpus, out, *arguments, **more):
     "Prepare, and be interrupted after the second shard of 5."
     def stop(done, total):
         if done == 11: raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): prepare(corpus, out, *arguments, shard_clips=5, progress=stop, **more)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus, out, *arguments, shard_clips=5, progress=stop, **more)
 
-TAKEN = {'nothing': 4, 'DVAE': 14, 'recording': 9, 'text': 4, 'limits': 12, 'a flipped bit': 9, 'a lost shard': 9}
+TAKEN = {'nothing': 4, 'DVAE': 14, 'recording': 9, 'text': 4, 'limits': 12, 'a flipped bit': 9,
+         'a lost shard': 9}
 
 @pytest.mark.parametrize('change', TAKEN)
 def test_finished_shards_are_taken_over_if_they_fit(mine, small, tokenizer, tmp_path, change):
@@ -215,7 +233,8 @@ def test_finished_shards_are_taken_over_if_they_fit(mine, small, tokenizer, tmp_
     shard, metadata = tmp_path / 'out.work' / 'shard-00001.safetensors', mine / 'metadata.csv'
     if change == 'DVAE': dvae = Fake(gain=1.5)
     if change == 'recording': save_audio(mine / 'wavs' / 'low-0.wav', synthetic_voice(0.9))
-    if change == 'text': metadata.write_text(metadata.read_text().replace('low-0|', 'low-0|only the normalised counts', 1))
+    if change == 'text':
+        metadata.write_text(metadata.read_text().replace('low-0|', 'low-0|only the normalised counts', 1))
     if change == 'limits': config = small.replace(data={'max_seconds': 1.15})   # two are longer
     if change == 'a flipped bit': shard.write_bytes(shard.read_bytes()[:-1] + b'\x7f')
     if change == 'a lost shard': shard.unlink()
@@ -226,9 +245,11 @@ def test_finished_shards_are_taken_over_if_they_fit(mine, small, tokenizer, tmp_
 def test_too_many_dropped_clips_cost_no_finished_shard(mine, small, tokenizer, tmp_path):
     for name in ('high-5', 'high-6'): (mine / 'wavs' / f'{name}.wav').write_text('no sound')
     with pytest.raises(UserError, match='2 of 14'):
-        prepare(mine, tmp_path / 'out', small.replace(data={'max_drop_rate': 0.1}), Fake(), tokenizer, shard_clips=2)
+        prepare(mine, tmp_path / 'out', small.replace(data={'max_drop_rate': 0.1}), Fake(), tokenizer,
+                shard_clips=2)
     assert [p.name for p in tmp_path.glob('out*')] == ['out.work']
-    report = prepare(mine, tmp_path / 'out', small.replace(data={'max_drop_rate': 0.2}), Fake(), tokenizer, shard_clips=2)
+    report = prepare(mine, tmp_path / 'out', small.replace(data={'max_drop_rate': 0.2}), Fake(), tokenizer,
+                     shard_clips=2)
     assert report['made']['codes'] == 0 and [p.name for p in tmp_path.glob('out*')] == ['out']
 
 def test_a_corpus_of_which_nothing_can_be_used_leaves_nothing(mine, small, tokenizer, tmp_path):
@@ -260,8 +281,10 @@ def test_a_full_disk_costs_no_finished_shard(mine, small, tokenizer, tmp_path, w
     for i in range(6):
         save_audio(mine / 'wavs' / f'long-{i}.wav', synthetic_voice(2.))
         line(mine, ROW.format(f'long-{i}'))
-    arguments, more = (mine, tmp_path / 'out', small, Fake(), tokenizer), {'shard_clips': 5, 'workers': workers, 'load': load}
-    with pytest.raises(UserError, match='shard-00003.safetensors: .*nothing was written there'), largest_file(120_000):
+    arguments, more = (mine, tmp_path / 'out', small, Fake(), tokenizer), {'shard_clips': 5,
+                                                                           'workers': workers, 'load': load}
+    with pytest.raises(UserError,
+                       match='shard-00003.safetensors: .*nothing was written there'), largest_file(120_000):
         prepare(*arguments, **more)
     assert not (tmp_path / 'out').exists() and not list((tmp_path / 'out.work').rglob('*.part'))
     assert prepare(*arguments, **more)['made']['codes'] == 5
@@ -271,7 +294,8 @@ def test_a_full_disk_costs_no_finished_shard(mine, small, tokenizer, tmp_path, w
 def test_a_cache_that_is_not_finished_is_said_to_be_so(corpus, small, tokenizer, tmp_path):
     half(corpus, tmp_path / 'out', small, Fake(), tokenizer)
     (tmp_path / 'out.work' / 'shard-00002.safetensors.7.part').write_bytes(b'of a run that was killed')
-    with pytest.raises(UserError, match='holds no cache; .*out.work keeps what an earlier run finished'): Cache(tmp_path / 'out')
+    with pytest.raises(UserError, match='holds no cache; .*out.work keeps what an earlier run finished'):
+        Cache(tmp_path / 'out')
     prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
     assert [p.name for p in tmp_path.iterdir()] == ['out']
 
@@ -280,11 +304,16 @@ def test_unfinished_work_of_somebody_else_names_nothing_outside(corpus, small, t
     half(corpus, tmp_path / 'out', small, Fake(), tokenizer)
     work = tmp_path / 'out.work'
     facts = read_json(work / 'shard-00000.json')
-    if kind == 'shard': facts['line']['file'] = '../thesis'; (work / 'shard-00000.safetensors').rename(tmp_path / 'thesis')
-    else: facts['rows'][0]['wav'] = '../thesis'; (tmp_path / 'thesis').write_text('mine')
+    if kind == 'shard':
+        facts['line']['file'] = '../thesis'
+        (work / 'shard-00000.safetensors').rename(tmp_path / 'thesis')
+    else:
+        facts['rows'][0]['wav'] = '../thesis'
+        (tmp_path / 'thesis').write_text('mine')
     write_json(work / 'shard-00000.json', facts)
     before = (tmp_path / 'thesis').read_bytes()
-    assert prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)['made']['codes'] == 4 + 5
+    assert prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer,
+                   shard_clips=5)['made']['codes'] == 4 + 5
     assert (tmp_path / 'thesis').read_bytes() == before
 
 @pytest.mark.parametrize('files, left', [
@@ -315,21 +344,25 @@ def test_a_work_folder_of_somebody_else_is_left_alone(tmp_path, there, ours):
         assert work.exists()
 
 def test_what_is_not_ours_is_refused_and_kept(corpus, small, tokenizer, tmp_path):
-    (tmp_path / 'out.work').mkdir(); (tmp_path / 'out.work' / 'thesis.txt').write_text('mine')
+    (tmp_path / 'out.work').mkdir()
+    (tmp_path / 'out.work' / 'thesis.txt').write_text('mine')
     with pytest.raises(UserError, match='out.work: holds something that is not ours'):
         prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer)
     assert tree(tmp_path) == {'out.work': b'', 'out.work/thesis.txt': b'mine'}
 
 def test_progress_counts_every_row(corpus, small, tokenizer, tmp_path):
     seen = []
-    prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5, progress=lambda *done: seen.append(done))
+    prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5,
+            progress=lambda *done: seen.append(done))
     assert seen == [(i, 14) for i in range(1, 15)]
 
 @pytest.mark.parametrize('kind', ['a file', 'notes', 'a hidden file'])
 def test_foreign_content_is_refused_and_kept(corpus, small, tokenizer, tmp_path, kind):
     out = tmp_path / 'out'
     if kind == 'a file': out.write_text('mine')
-    else: out.mkdir(); (out / {'notes': 'notes.txt', 'a hidden file': '.git'}[kind]).write_text('mine')
+    else:
+        out.mkdir()
+        (out / {'notes': 'notes.txt', 'a hidden file': '.git'}[kind]).write_text('mine')
     kept = tree(tmp_path)
     with pytest.raises(UserError, match='out: holds something that is not a cache; choose another folder'):
         prepare(corpus, out, small, Fake(), tokenizer)
@@ -362,11 +395,12 @@ def test_a_shard_of_which_nothing_is_left(mine, small, tokenizer, tmp_path):
     cache = Cache(tmp_path / 'out')
     assert report['clips'] == len(cache) == 12 and {d['id'] for d in report['dropped']} == {'low-4', 'low-5'}
     mapped = Cache(tmp_path / 'out', in_memory=False)
-    assert all(np.array_equal(cache.array(k, i), mapped.array(k, i)) for k in ('codes', 'text', 'mel') for i in range(12))
+    assert all(np.array_equal(cache.array(k, i), mapped.array(k, i)) for k in ('codes', 'text', 'mel')
+               for i in range(12))
     assert verify_and_fix_cache(tmp_path / 'out')['bad'] == 0
 
 
-# --- processes -----------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 def test_the_same_bytes_for_any_number_of_threads_and_processes(corpus, small, dvae, prepared, tmp_path):
     "The real encoder; in the workers TensorFlow has one thread, here it has two."
@@ -374,10 +408,13 @@ def test_the_same_bytes_for_any_number_of_threads_and_processes(corpus, small, d
     prepare(corpus, tmp_path / 'a', small.replace(data={'num_workers': 4}), dvae, shard_clips=5)
     prepare(corpus, tmp_path / 'b', small, dvae, shard_clips=5, workers=2, load=load_dvae)
     one, two, known = tree(tmp_path / 'a'), tree(tmp_path / 'b'), tree(prepared.folder)
-    assert two == known and {k for k in one if one[k] != known[k]} == {'config.yaml', 'manifest.json'}   # they name the threads
+    assert two == known
+    # they name the threads
+    assert {k for k in one if one[k] != known[k]} == {'config.yaml', 'manifest.json'}
 
 @pytest.mark.parametrize('loader, error, words', [(load_and_fail, RuntimeError, 'these weights are odd'),
-                                                  (load_and_die, UserError, 'ended before its work was done')])
+                                                  (load_and_die, UserError,
+                                                   'ended before its work was done')])
 def test_a_worker_that_fails_is_heard_of(corpus, small, tokenizer, tmp_path, loader, error, words):
     with pytest.raises(error, match=words):
         prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5, workers=1, load=loader)
@@ -385,18 +422,19 @@ def test_a_worker_that_fails_is_heard_of(corpus, small, tokenizer, tmp_path, loa
 
 def children() -> list:
     import psutil
-    return [p for p in psutil.Process().children(recursive=True) if 'resource_tracker' not in ' '.join(p.cmdline())]
+    return [p for p in psutil.Process().children(recursive=True)
+            if 'resource_tracker' not in ' '.join(p.cmdline())]
 
 def begin_adding(): return lambda x: x + 1
 
 def test_jobs_are_spread_and_nobody_is_left():
-    for job, answer in spread(range(5), 1, begin_adding):
+    for job, answer in run_jobs(range(5), 1, begin_adding):
         assert answer == job + 1 and children()
         if job == 3: break
     assert job == 3 and not children()
 
 
-# --- killed --------------------------------------------------------------------------------------------------------
+# --- killed ---------------------------------------------------------------------------------------
 
 PROGRAM = '''
 import sys
@@ -421,9 +459,12 @@ def start(corpus, small, tokenizer, tmp_path):
     tokenizer.save(tmp_path / 'tokenizer.json')
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     def begin(workers):
-        names = [corpus, tmp_path / 'here' / 'out', tmp_path / 'config.yaml', tmp_path / 'tokenizer.json', workers]
-        child = subprocess.Popen([sys.executable, tmp_path / 'program.py', *map(str, names)], preexec_fn=hears_ctrl_c, text=True,
-                                 env=environment() | {'PYTHONPATH': path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        names = [corpus, tmp_path / 'here' / 'out', tmp_path / 'config.yaml', tmp_path / 'tokenizer.json',
+                 workers]
+        child = subprocess.Popen([sys.executable, tmp_path / 'program.py', *map(str, names)],
+                                 preexec_fn=hears_ctrl_c, text=True,
+                                 env=environment() | {'PYTHONPATH': path}, stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE)
         assert child.stdout.readline() == 'ready\n'
         return child
     return begin
@@ -447,7 +488,8 @@ def undisturbed(corpus, small, tokenizer, tmp_path_factory):
     return tree(out)
 
 RANDOM = np.random.default_rng(4)
-MOMENTS = [(int(RANDOM.integers(8)), float(RANDOM.uniform(0, 0.15))) for _ in range(20)]   # finished shards of 7, seconds more
+# finished shards of 7, seconds more
+MOMENTS = [(int(RANDOM.integers(8)), float(RANDOM.uniform(0, 0.15))) for _ in range(20)]
 
 @pytest.mark.parametrize('done, more', [pytest.param(*m, marks=[pytest.mark.slow] * (i not in (0, 3, 8)))
                                         for i, m in enumerate(MOMENTS)])
@@ -459,7 +501,8 @@ def test_kill_at_any_moment(start, corpus, small, tokenizer, undisturbed, tmp_pa
     child.communicate()
     assert not out.exists() or tree(out) == undisturbed
     kept = 7 if out.exists() else shards(tmp_path)
-    assert prepare(corpus, out, small, Fake(), tokenizer, shard_clips=2)['made']['codes'] == 14 - 2 * kept and kept >= done
+    assert prepare(corpus, out, small, Fake(), tokenizer, shard_clips=2)['made']['codes'] == 14 - 2 * kept
+    assert kept >= done
     assert tree(out) == undisturbed and [p.name for p in (tmp_path / 'here').iterdir()] == ['out']
 
 def shards(tmp_path): return len(list((tmp_path / 'here' / 'out.work').glob('shard-*.json')))
@@ -467,7 +510,9 @@ def shards(tmp_path): return len(list((tmp_path / 'here' / 'out.work').glob('sha
 @pytest.mark.parametrize('how', [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_workers_end_with_their_parent(start, corpus, small, tokenizer, undisturbed, tmp_path, how):
     child = start(2)
-    while not shards(tmp_path): assert child.poll() is None; time.sleep(0.01)
+    while not shards(tmp_path):
+        assert child.poll() is None
+        time.sleep(0.01)
     workers = family(child)
     with pytest.raises(UserError, match='is being prepared by another run'):
         prepare(corpus, tmp_path / 'here' / 'out', small, Fake(), tokenizer, shard_clips=2)
@@ -479,7 +524,7 @@ def test_workers_end_with_their_parent(start, corpus, small, tokenizer, undistur
     assert tree(tmp_path / 'here' / 'out') == undisturbed
 
 
-# --- parts ---------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
 def parts(corpus, small, tokenizer, tmp_path_factory):
@@ -499,8 +544,10 @@ def test_merged_parts_are_the_whole(corpus, small, tokenizer, parts, tmp_path, o
     ('missing', ['shard 2/3 is missing']), ('first missing', ['shard 1/3 is missing', '--shard 1/3']),
     ('two missing', ['shard 2/3, 3/3 is missing']),
     ('twice', ['is shard 1/3', 'give each once']), ('nothing', ['no parts']),
-    ('DVAE', ['foreign', 'DVAE']), ('limits', ['foreign', 'settings']), ('corpus', ['foreign', 'another corpus']),
-    ('another number', ['foreign', 'is shard 2/2', 'one of 3']), ('damaged', ['shard-00004', 'damaged', 'verify']),
+    ('DVAE', ['foreign', 'DVAE']), ('limits', ['foreign', 'settings']),
+    ('corpus', ['foreign', 'another corpus']),
+    ('another number', ['foreign', 'is shard 2/2', 'one of 3']),
+    ('damaged', ['shard-00004', 'damaged', 'verify']),
     ('no cache', ['nowhere', 'holds no cache'])])
 def test_what_does_not_belong_together_is_named(corpus, mine, small, tokenizer, parts, tmp_path, kind, words):
     foreign, config, dvae, part = tmp_path / 'foreign', small, Fake(), (2, 3)
@@ -510,7 +557,8 @@ def test_what_does_not_belong_together_is_named(corpus, mine, small, tokenizer, 
     if kind == 'corpus': line(mine, ROW.format('nobody'))
     given = [parts[0], foreign, parts[2]]
     if kind in ('DVAE', 'limits', 'another number', 'corpus'):
-        prepare(mine if kind == 'corpus' else corpus, foreign, config, dvae, tokenizer, shard_clips=3, part=part)
+        prepare(mine if kind == 'corpus' else corpus, foreign, config, dvae, tokenizer, shard_clips=3,
+                part=part)
     if kind == 'damaged':
         shutil.copytree(parts[1], foreign)
         shard = foreign / 'shard-00004.safetensors'
@@ -522,19 +570,23 @@ def test_what_does_not_belong_together_is_named(corpus, mine, small, tokenizer, 
     assert not [w for w in words if w not in str(e.value)] and not list(tmp_path.glob('merged*'))
 
 @pytest.mark.parametrize('part, shared, clips, fault', [
-    ((1, 1), False, 0, None), ((1, 2), True, 4, None), ((2, 2), True, 4, None), ((2, 2), True, 3, '3 clips make 1 shards'),
-    ((5, 5), True, 13, None), ((1, 6), True, 15, '15 clips make 5 shards'), ((2, 2), False, 9, 'share one DVAE'),
+    ((1, 1), False, 0, None), ((1, 2), True, 4, None), ((2, 2), True, 4, None),
+    ((2, 2), True, 3, '3 clips make 1 shards'),
+    ((5, 5), True, 13, None), ((1, 6), True, 15, '15 clips make 5 shards'),
+    ((2, 2), False, 9, 'share one DVAE'),
     ((2, 1), True, 9, 'I from 1 to N'), ((0, 1), True, 9, 'I from 1 to N')])
 def test_parts_that_can_just_be_made(part, shared, clips, fault):
     if not fault: return check_part(part, shared, clips, 3)
     with pytest.raises(UserError, match=f'--shard {part[0]}/{part[1]}: .*{fault}'):
         check_part(part, shared, clips, 3)
 
-@pytest.mark.parametrize('part, shared, words', [((0, 3), True, 'I from 1 to N'), ((4, 3), True, 'I from 1 to N'),
-                                                 ((1, 9), True, 'make 5 shards'), ((1, 2), False, 'share one DVAE')])
+@pytest.mark.parametrize('part, shared, words',
+                         [((0, 3), True, 'I from 1 to N'), ((4, 3), True, 'I from 1 to N'),
+                          ((1, 9), True, 'make 5 shards'), ((1, 2), False, 'share one DVAE')])
 def test_parts_that_cannot_be_made(corpus, small, tokenizer, tmp_path, part, shared, words):
     with pytest.raises(UserError, match=words):
-        prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer if shared else None, shard_clips=3, part=part)
+        prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer if shared else None, shard_clips=3,
+                part=part)
     assert not list(tmp_path.glob('out*'))
 
 def test_too_many_dropped_clips_are_found_when_parts_are_merged(mine, small, tokenizer, tmp_path):
@@ -546,14 +598,16 @@ def test_too_many_dropped_clips_are_found_when_parts_are_merged(mine, small, tok
         merge_caches([tmp_path / '1', tmp_path / '2'], tmp_path / 'out')
 
 
-# --- runtime -------------------------------------------------------------------------------------------------------
+# --- runtime --------------------------------------------------------------------------------------
 
 def as_plain(path): pass
 def as_float(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='FLOAT')
-def as_stereo(path): soundfile.write(path, np.stack([soundfile.read(path)[0]] * 2, 1), 22050, subtype='PCM_16')
+def as_stereo(path):
+    soundfile.write(path, np.stack([soundfile.read(path)[0]] * 2, 1), 22050, subtype='PCM_16')
 def as_fast(path): soundfile.write(path, soundfile.read(path)[0], 44100, subtype='PCM_16')
 def as_deep(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='PCM_24')
-def as_extensible(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='PCM_16', format='WAVEX')
+def as_extensible(path):
+    soundfile.write(path, soundfile.read(path)[0], 22050, subtype='PCM_16', format='WAVEX')
 def as_rf64(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='PCM_16', format='RF64')
 def as_flac(path): soundfile.write(path, soundfile.read(path)[0], 22050, format='FLAC')
 def as_mp3(path): soundfile.write(path, soundfile.read(path)[0], 22050, format='MP3')
@@ -572,17 +626,23 @@ def test_runtime_mode_keeps_only_what_tensorflow_reads(sounds, small, tokenizer,
     report = prepare(sounds, tmp_path / 'out', config, Fake(), tokenizer, shard_clips=4)
     cache = Cache(tmp_path / 'out')
     assert report['mode'] == cache.manifest['mode'] == 'runtime' and len(cache) == len(KINDS_OF_SOUND), report['dropped']
-    assert cache.wav_path(0) == sounds / 'wavs' / 'low-0.wav' and ['wav' in row for row in cache.clips] == [False] + [True] * 8
+    assert cache.wav_path(0) == sounds / 'wavs' / 'low-0.wav'
+    assert ['wav' in row for row in cache.clips] == [False] + [True] * 8
     for i, row in enumerate(cache.clips):
         wav, rate = tf.audio.decode_wav(tf.io.read_file(str(cache.wav_path(i))))
         original = load_audio(sounds / row['path'])
-        assert int(rate) == 22050 and wav.shape == (cache.samples[i], 1) and np.abs(wav[:, 0] - original).max() < 4e-5
-        assert cache.codes_length[i] == -(-len(original) // 1024) and cache.mel_length[i] == 1 + len(original) // 256
+        assert int(rate) == 22050
+        assert wav.shape == (cache.samples[i], 1)
+        assert np.abs(wav[:, 0] - original).max() < 4e-5
+        assert cache.codes_length[i] == -(-len(original) // 1024)
+        assert cache.mel_length[i] == 1 + len(original) // 256
         assert tokenizer.decode(cache.array('text', i)) == '[en]' + row['text']
-    with pytest.raises(UserError, match='holds no codes; prepare it with .* precompute'): cache.array('codes', 0)
+    with pytest.raises(UserError, match='holds no codes; prepare it with .* precompute'):
+        cache.array('codes', 0)
 
 def test_runtime_and_precomputed_caches_agree_on_lengths(corpus, small, tokenizer, straight, tmp_path):
-    prepare(corpus, tmp_path / 'out', small.replace(data={'preprocessing_mode': 'runtime'}), Fake(), tokenizer)
+    prepare(corpus, tmp_path / 'out', small.replace(data={'preprocessing_mode': 'runtime'}), Fake(),
+            tokenizer)
     one, two = Cache(straight), Cache(tmp_path / 'out')
     for name in ('samples', 'codes_length', 'text_length', 'mel_length'):
         assert np.array_equal(getattr(one, name), getattr(two, name))
@@ -605,11 +665,13 @@ def test_a_damaged_recording_of_the_cache_is_found_and_mended(sounds, small, tok
 @pytest.mark.parametrize('change, mode', [({}, 'precompute'), ({'max_cache_gb': 2e-6}, 'runtime'),
                                           ({'max_cache_gb': 3e-4}, 'precompute'),
                                           ({'preprocessing_mode': 'runtime'}, 'runtime'),
-                                          ({'preprocessing_mode': 'precompute', 'max_cache_gb': 1e-9}, 'precompute')])
+                                          ({'preprocessing_mode': 'precompute', 'max_cache_gb': 1e-9},
+                                           'precompute')])
 def test_the_mode_follows_the_settings_and_the_size(corpus, small, straight, change, mode):
     clips = read_corpus(corpus)[0]
     assert choose_mode(clips, small.replace(data=change)) == mode
-    if change.get('max_cache_gb') == 3e-4: assert Cache(straight).mel.nbytes + Cache(straight).codes.nbytes < 3e5
+    if change.get('max_cache_gb') == 3e-4:
+        assert Cache(straight).mel.nbytes + Cache(straight).codes.nbytes < 3e5
 
 @pytest.mark.parametrize('gb, mode', [(835.6e-6, 'runtime'), (835.7e-6, 'precompute')])
 def test_the_size_of_a_cache_is_estimated_from_every_third_of_401_clips(monkeypatch, small, gb, mode):

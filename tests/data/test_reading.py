@@ -24,7 +24,8 @@ MOMENTS = [(KINDS[i % 3], int(RANDOM.integers(STEPS)), float(RANDOM.uniform(0, 0
 def folder(corpus, small, tokenizer, straight, tmp_path_factory):
     "kind -> a cache of that kind."
     out = tmp_path_factory.mktemp('runtime') / 'cache'
-    prepare(corpus, out, small.replace(data={'preprocessing_mode': 'runtime'}), Fake(), tokenizer, shard_clips=5)
+    prepare(corpus, out, small.replace(data={'preprocessing_mode': 'runtime'}), Fake(), tokenizer,
+            shard_clips=5)
     return lambda kind: out if kind == 'runtime' else straight
 
 @pytest.fixture(scope='module')
@@ -39,13 +40,16 @@ def test_streamed_batches_are_those_from_memory(undisturbed, folder):
                                               for i, m in enumerate(MOMENTS)])
 def test_killed_at_any_moment_it_goes_on(folder, undisturbed, tmp_path, kind, step, more):
     out, path = tmp_path / 'digests', os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    child = subprocess.Popen([sys.executable, Path(__file__).parents[1] / 'reading.py', folder(kind), kind, str(STEPS), out],
+    child = subprocess.Popen([sys.executable, Path(__file__).parents[1] / 'reading.py', folder(kind), kind,
+                              str(STEPS), out],
                              env=environment() | {'PYTHONPATH': path})
-    lines = lambda: out.read_text().split('\n')[:-1] if out.exists() else []   # a line is whole if its end is there
+    # a line is whole if its end is there
+    lines = lambda: out.read_text().split('\n')[:-1] if out.exists() else []
     end = time.monotonic() + 60
     while child.poll() is None and len(lines()) < step and time.monotonic() < end: time.sleep(0.001)
     time.sleep(more)
-    child.kill(); child.wait()
+    child.kill()
+    child.wait()
     read = lines()
     assert len(read) >= step
     assert read + list(digests(folder(kind), kind, len(read), STEPS)) == undisturbed(kind)

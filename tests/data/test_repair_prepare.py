@@ -27,7 +27,8 @@ def flip(path, place, bit=0):
     path.unlink()   # it may be linked
     path.write_bytes(data)
 
-FIXABLE = ['clips.jsonl', 'index.safetensors', 'report.json', 'report.txt', 'shard-00000.safetensors', 'shard-00002.safetensors']
+FIXABLE = ['clips.jsonl', 'index.safetensors', 'report.json', 'report.txt', 'shard-00000.safetensors',
+           'shard-00002.safetensors']
 
 @pytest.mark.parametrize('how', ['flipped', 'cut off', 'missing'])
 def test_what_follows_from_the_corpus_is_mended(copy, straight, how):
@@ -64,7 +65,8 @@ def test_what_cannot_be_mended_says_why(mine, small, tokenizer, tmp_path, kind, 
     if kind == 'gone': (mine / 'wavs' / 'low-1.wav').unlink()
     if kind == 'another': save_audio(mine / 'wavs' / 'low-1.wav', synthetic_voice(0.9))
     result = verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)
-    assert (result['bad'], result['fixed'], result['failed']) == (1, 0, 1) and words in result['problems'][0]['reason']
+    assert (result['bad'], result['fixed'], result['failed']) == (1, 0, 1)
+    assert words in result['problems'][0]['reason']
     assert shard.read_bytes() == before
 
 def test_a_corpus_that_was_moved(mine, small, tokenizer, tmp_path):
@@ -73,23 +75,29 @@ def test_a_corpus_that_was_moved(mine, small, tokenizer, tmp_path):
     (tmp_path / 'out' / 'shard-00001.safetensors').unlink()
     mine.rename(tmp_path / 'there')
     assert verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)['failed'] == 1
-    assert verify_and_fix_cache(tmp_path / 'out', fix=True, source=tmp_path / 'there', load=load)['fixed'] == 1
+    assert verify_and_fix_cache(tmp_path / 'out', fix=True, source=tmp_path / 'there',
+                                load=load)['fixed'] == 1
     assert tree(tmp_path / 'out') == whole
 
 @pytest.mark.parametrize('name', ['dvae.safetensors', 'config.yaml', 'manifest.json'])
 def test_what_the_corpus_does_not_hold_is_a_failure(copy, name):
     flip(copy / name, 200)
     result = verify_and_fix_cache(copy, fix=True, load=load)
-    assert result['failed'] == result['bad'] == 1 and result['problems'][0]['file'] == name and result['problems'][0]['reason']
+    assert result['failed'] == result['bad'] == 1
+    assert result['problems'][0]['file'] == name
+    assert result['problems'][0]['reason']
 
 def test_a_lost_dvae_does_not_keep_the_rest_from_being_mended(copy):
-    (copy / 'dvae.safetensors').unlink(); (copy / 'index.safetensors').unlink()
+    (copy / 'dvae.safetensors').unlink()
+    (copy / 'index.safetensors').unlink()
     result = verify_and_fix_cache(copy, fix=True, load=load)
-    assert {p['file']: p['fixed'] for p in result['problems']} == {'dvae.safetensors': False, 'index.safetensors': True}
+    assert {p['file']: p['fixed'] for p in result['problems']} == {'dvae.safetensors': False,
+                                                                   'index.safetensors': True}
 
 @pytest.mark.parametrize('learned', [True, False])
 def test_a_tokenizer_is_learned_again_if_it_was_learned_here(corpus, small, tmp_path, learned):
-    prepare(corpus, tmp_path / 'out', small, Fake(), None if learned else train_tokenizer(['abcdefgh'], ['en'], 40))
+    prepare(corpus, tmp_path / 'out', small, Fake(),
+            None if learned else train_tokenizer(['abcdefgh'], ['en'], 40))
     whole = tree(tmp_path / 'out')
     flip(tmp_path / 'out' / 'tokenizer.json', 200)
     result = verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)
@@ -132,28 +140,32 @@ def test_clips_that_were_left_out_and_recordings_of_its_own_are_found_again(mine
     assert 'low-3.wav: has changed since' in problem['reason']
 
 def test_leftovers_go_and_what_is_not_ours_stays(copy, straight):
-    (copy / 'shard-00009.safetensors').write_bytes(b'old'); (copy / 'index.safetensors.123.part').write_bytes(b'half')
+    (copy / 'shard-00009.safetensors').write_bytes(b'old')
+    (copy / 'index.safetensors.123.part').write_bytes(b'half')
     (copy / 'thesis.txt').write_text('mine')
     result = verify_and_fix_cache(copy, fix=True, load=load)
     assert (result['bad'], result['fixed'], result['failed']) == (3, 2, 1)
     assert tree(copy) == tree(straight) | {'thesis.txt': b'mine'}
-    assert next(p for p in result['problems'] if not p['fixed'])['reason'].startswith('thesis.txt: is not ours')
+    assert next(p for p in result['problems']
+                if not p['fixed'])['reason'].startswith('thesis.txt: is not ours')
 
 def test_another_version_makes_it_stale(copy, monkeypatch):
     monkeypatch.setattr(cache_module, 'FEATURES', 99)
     result = verify_and_fix_cache(copy)
-    assert [p['problem'] for p in result['problems']] == [f'the {kind} are stale' for kind in ('codes', 'text', 'mel')]
+    assert [p['problem'] for p in result['problems']] == [f'the {kind} are stale'
+                                                          for kind in ('codes', 'text', 'mel')]
 
 def test_a_repair_on_another_processor_is_accepted_where_only_roundings_differ(copy, straight, monkeypatch):
     key, shard, real = Cache(straight).manifest['key'], copy / 'shard-00001.safetensors', ClipEncoder.mel
     monkeypatch.setattr(ClipEncoder, 'mel', lambda self, wav: real(self, wav) * 1.001)
     flip(shard, shard.read_bytes().index(Cache(straight).array('mel', 7).tobytes()) + 5)
-    assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1 and Cache(copy).manifest['key'] == key
+    assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1
+    assert Cache(copy).manifest['key'] == key
     assert np.allclose(Cache(copy).array('mel', 7), Cache(straight).array('mel', 7), rtol=2e-3)
     assert not np.array_equal(Cache(copy).array('mel', 7), Cache(straight).array('mel', 7))
 
 
-# --- names that lead out of the folder -----------------------------------------------------------------------------
+# --- names that lead out of the folder ------------------------------------------------------------
 
 @pytest.fixture(scope='module')
 def own_sound(corpus, small, tokenizer, tmp_path_factory):
@@ -162,14 +174,17 @@ def own_sound(corpus, small, tokenizer, tmp_path_factory):
     shutil.copytree(corpus, home / 'corpus')
     first = home / 'corpus' / 'wavs' / 'low-0.wav'
     soundfile.write(first, soundfile.read(first)[0], 22050, subtype='FLOAT')
-    prepare(home / 'corpus', home / 'cache', small.replace(data={'preprocessing_mode': 'runtime'}), Fake(), tokenizer)
+    prepare(home / 'corpus', home / 'cache', small.replace(data={'preprocessing_mode': 'runtime'}), Fake(),
+            tokenizer)
     return home / 'cache'
 
 def seal(folder, files=(), **facts):
     "Write the manifest anew, as somebody does who wants it to be believed."
     kept = {k: v for k, v in read_manifest(folder).items() if k not in ('format', 'files')}
     whole = write_manifest(folder, kept | facts)
-    if files: (folder / 'manifest.json').write_text(cache_module._manifest_text(whole | {'files': whole['files'] | files}))
+    if files:
+        (folder / 'manifest.json').write_text(cache_module._manifest_text(whole | {'files': whole['files']
+                                                                                   | files}))
 
 def name_a_shard_outside(cache, outside):
     (cache / 'shard-00000.safetensors').rename(outside / 'shard.safetensors')
@@ -182,7 +197,8 @@ def name_a_file_outside(cache, outside):
 def name_a_recording_outside(cache, outside):
     table, own = cache / 'clips.jsonl', 'audio/00000-00000.wav'
     (outside / '00-000.wav').write_text('mine')
-    table.write_text(table.read_text().replace(own, '../outside/00-000.wav'))   # as long as before: the index holds
+    # as long as before: the index holds
+    table.write_text(table.read_text().replace(own, '../outside/00-000.wav'))
     seal(cache)
 
 def link_the_recordings(cache, outside):
@@ -194,9 +210,12 @@ def link_a_shard(cache, outside):
     (cache / 'shard-00000.safetensors').rename(outside / 'shard.safetensors')
     (cache / 'shard-00000.safetensors').symlink_to(outside / 'shard.safetensors')
 
-TRICKS = [name_a_shard_outside, name_a_file_outside, name_a_recording_outside, link_the_recordings, link_a_shard]
-READERS = {'open': lambda cache: Cache(cache).wav_path(0), 'map': lambda cache: Cache(cache, in_memory=False).wav_path(0),
-           'verify': verify_cache, 'verify --fix': lambda cache: verify_and_fix_cache(cache, fix=True, load=load),
+TRICKS = [name_a_shard_outside, name_a_file_outside, name_a_recording_outside, link_the_recordings,
+          link_a_shard]
+READERS = {'open': lambda cache: Cache(cache).wav_path(0),
+           'map': lambda cache: Cache(cache, in_memory=False).wav_path(0),
+           'verify': verify_cache,
+           'verify --fix': lambda cache: verify_and_fix_cache(cache, fix=True, load=load),
            'merge': lambda cache: merge_caches([cache], cache.with_name('merged'))}
 
 @pytest.mark.parametrize('trick', TRICKS, ids=lambda t: t.__name__)
@@ -204,7 +223,8 @@ READERS = {'open': lambda cache: Cache(cache).wav_path(0), 'map': lambda cache: 
 def test_a_cache_reaches_nothing_outside_its_folder(own_sound, tmp_path, trick, reader):
     cache, outside = tmp_path / 'cache', tmp_path / 'outside'
     shutil.copytree(own_sound, cache)
-    outside.mkdir(); (outside / 'thesis.txt').write_text('mine')
+    outside.mkdir()
+    (outside / 'thesis.txt').write_text('mine')
     trick(cache, outside)
     before = tree(outside)
     if reader.startswith('verify'):
@@ -216,7 +236,8 @@ def test_a_cache_reaches_nothing_outside_its_folder(own_sound, tmp_path, trick, 
     assert tree(outside) == before and not (tmp_path / 'merged').exists()
 
 def test_a_linked_folder_of_somebody_else_is_not_tidied(copy, tmp_path):
-    (tmp_path / 'music').mkdir(); (tmp_path / 'music' / 'song.wav').write_text('mine')
+    (tmp_path / 'music').mkdir()
+    (tmp_path / 'music' / 'song.wav').write_text('mine')
     (copy / 'audio').symlink_to(tmp_path / 'music')
     verify_and_fix_cache(copy, fix=True, load=load)
     assert tree(tmp_path / 'music') == {'song.wav': b'mine'}

@@ -22,7 +22,8 @@ def tokenizer(): return train_tokenizer(TEXTS, LANGUAGES, 128)
 @pytest.mark.parametrize('text, cleaned', [
     ('', ''), ('   ', ''), ('\t\n', ''), ('""', ''), ('“”„«»', ''), ('A', 'a'), (' A  b\tc\nd ', 'a b c d'),
     ('"Quoted" “too”', 'quoted too'),
-    ('Fru\u0308h', 'früh'), ('FRÜH', 'früh'), ('a\u00a0b', 'a b'), ('a\x00b\x1fc', 'a b c'), ("don't", "don't"),
+    ('Fru\u0308h', 'früh'), ('FRÜH', 'früh'), ('a\u00a0b', 'a b'), ('a\x00b\x1fc', 'a b c'),
+    ("don't", "don't"),
     ('老 狗', '老 狗'),
     ('ΑΣ', 'ας'), ('می\u200cخوابد', 'می\u200cخوابد'), ('a\u2028b', 'a b'), ('\ufeffa', '\ufeffa')])
 def test_clean(text, cleaned):
@@ -38,15 +39,18 @@ def test_decoding_gives_the_cleaned_text_and_the_tag(tokenizer, text, language):
 
 def test_languages_and_marks(tokenizer):
     assert tokenizer.languages == sorted(LANGUAGES)
-    assert [tokenizer.bpe.id_to_token(i) for i in range(4)] == ['[STOP]', '[UNK]', '[SPACE]', '[START]'] and tokenizer.start == 3
+    assert [tokenizer.bpe.id_to_token(i) for i in range(4)] == ['[STOP]', '[UNK]', '[SPACE]', '[START]']
+    assert tokenizer.start == 3
 
 @pytest.mark.parametrize('language', ['fr', 'EN', '', 'zh', 'zh-CN', 'STOP'])
 def test_an_unknown_language_is_named_with_those_there_are(tokenizer, language):
-    with pytest.raises(UserError, match=f'no language "{language}"; it has de, en, fa, zh-cn'): tokenizer.encode('the', language)
+    with pytest.raises(UserError, match=f'no language "{language}"; it has de, en, fa, zh-cn'):
+        tokenizer.encode('the', language)
 
-@pytest.mark.parametrize('text, unknown', [('the', []), ('THE', []), ('"the"', []), ('', []), ('tжe ж q', ['q', 'ж']),
-                                           ('the 😀', ['😀']),
-                                           ('a1', ['1'])])
+@pytest.mark.parametrize('text, unknown',
+                         [('the', []), ('THE', []), ('"the"', []), ('', []), ('tжe ж q', ['q', 'ж']),
+                          ('the 😀', ['😀']),
+                          ('a1', ['1'])])
 def test_unknown_characters(tokenizer, text, unknown):
     assert tokenizer.unknown(text) == unknown
 
@@ -63,7 +67,8 @@ def test_a_language_code_that_is_none_is_refused(language):
 
 @pytest.mark.parametrize('size', [1, 20])
 def test_too_few_tokens_name_the_setting(size):
-    with pytest.raises(UserError, match='model.gpt.text_tokens to at least') as e: train_tokenizer(TEXTS, LANGUAGES, size)
+    with pytest.raises(UserError, match='model.gpt.text_tokens to at least') as e:
+        train_tokenizer(TEXTS, LANGUAGES, size)
     needed = int(str(e.value).rsplit(' ', 1)[1].rstrip('.'))
     assert train_tokenizer(TEXTS, LANGUAGES, needed).size == needed
     with pytest.raises(UserError): train_tokenizer(TEXTS, LANGUAGES, needed - 1)
@@ -93,21 +98,26 @@ print(hashlib.sha256(train_tokenizer(many, set(LANGUAGES), 300).to_json().encode
 
 def test_two_fresh_processes_make_the_same_tokenizer():
     run = lambda seed, threads: subprocess.run(
-        [sys.executable, '-c', CHILD, os.path.dirname(os.path.dirname(__file__))], capture_output=True, text=True, check=True,
+        [sys.executable, '-c', CHILD, os.path.dirname(os.path.dirname(__file__))], capture_output=True,
+        text=True, check=True,
         env=os.environ | {'PYTHONHASHSEED': seed, 'RAYON_NUM_THREADS': threads}).stdout
     assert len(run('1', '1').strip()) == 64 and run('1', '1') == run('2', '4')
 
 def test_saved_and_loaded(tokenizer, tmp_path):
     tokenizer.save(tmp_path / 'new' / 't.json')
     again = Tokenizer.load(tmp_path / 'new' / 't.json')
-    assert again.to_json() == tokenizer.to_json() and again.languages == tokenizer.languages and again.size == tokenizer.size
+    assert again.to_json() == tokenizer.to_json()
+    assert again.languages == tokenizer.languages
+    assert again.size == tokenizer.size
     assert all(again.encode(t, 'fa') == tokenizer.encode(t, 'fa') for t in TEXTS)
     again.save(tmp_path / 'b.json')
     assert (tmp_path / 'b.json').read_bytes() == (tmp_path / 'new/t.json').read_bytes()
 
 @pytest.mark.parametrize('content, reason', [
-    (None, 'missing'), (b'', 'not a tokenizer file'), (b'{}', 'not a tokenizer file'), (b'[1]', 'not a tokenizer file'),
-    (b'\xff\xfe', 'not a tokenizer file'), ('half', 'not a tokenizer file'), ('without START', r'lacks \[START\]')])
+    (None, 'missing'), (b'', 'not a tokenizer file'), (b'{}', 'not a tokenizer file'),
+    (b'[1]', 'not a tokenizer file'),
+    (b'\xff\xfe', 'not a tokenizer file'), ('half', 'not a tokenizer file'),
+    ('without START', r'lacks \[START\]')])
 def test_a_file_that_is_no_tokenizer_is_named(tokenizer, tmp_path, content, reason):
     path = tmp_path / 't.json'
     if content == 'half': path.write_text(tokenizer.to_json()[:500])
@@ -131,7 +141,8 @@ def test_the_cleaner_is_part_of_the_file(tokenizer, tmp_path, monkeypatch):
     assert '睡' in (tmp_path / 't.json').read_text(encoding='utf-8')   # as people read it
     again = Tokenizer.load(tmp_path / 't.json')
     assert again.cleaner == 'loud' and again.decode(again.encode('the', 'en')) == '[en]' + '[UNK]' * 3
-    assert again.unknown('the') == ['E', 'H', 'T'] and again.to_json() == Tokenizer(tokenizer.bpe, 'loud').to_json()
+    assert again.unknown('the') == ['E', 'H', 'T']
+    assert again.to_json() == Tokenizer(tokenizer.bpe, 'loud').to_json()
     assert Tokenizer.load(tmp_path / 't.json', 'plain').encode('the', 'en') == tokenizer.encode('the', 'en')
 
 def test_a_cleaner_that_nobody_has_is_named(tokenizer, tmp_path):

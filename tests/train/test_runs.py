@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from xtts_nb.data import native as data
 from xtts_nb.train import runs
-from xtts_nb.data.cache import Cache, Joined
+from xtts_nb.data.cache import Cache, JoinedShards
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
 from xtts_nb.speech.score import Listener
@@ -79,15 +79,15 @@ def test_a_plan_alone_is_what_a_killed_start_leaves(prepared, mini, tmp_path):
 @pytest.mark.parametrize('gib, mapped', [(1, False), (0, True)])
 def test_a_cache_larger_than_the_budget_is_mapped(prepared, mini, tmp_path, gib, mapped):
     config = mini.replace(data={'ram_budget': gib})
-    assert isinstance(runs.open_cache(prepared.folder, config).mel, Joined) == mapped
+    assert isinstance(runs.open_cache(prepared.folder, config).mel, JoinedShards) == mapped
     new_run(prepared, config, tmp_path / 'run')
-    assert isinstance(resume_run(tmp_path / 'run').plan.cache.mel, Joined) == mapped
+    assert isinstance(resume_run(tmp_path / 'run').plan.cache.mel, JoinedShards) == mapped
 
 def test_a_cache_as_large_as_the_budget_is_not_mapped(prepared, mini):
     size = sum(line['bytes'] for line in prepared.manifest['shards'])
     settings = [mini.replace(data={'ram_budget': budget / 2**30}) for budget in (size, size - 1)]
-    assert [isinstance(open_cache(prepared.folder, c).mel, Joined) for c in settings] == [False, True]
-    assert not isinstance(open_cache(prepared.folder).mel, Joined)   # its own settings
+    assert [isinstance(open_cache(prepared.folder, c).mel, JoinedShards) for c in settings] == [False, True]
+    assert not isinstance(open_cache(prepared.folder).mel, JoinedShards)   # its own settings
 
 def test_at_least_one_sentence_is_held_out(prepared):
     text = {c['id']: c['text'] for c in prepared.clips}

@@ -28,7 +28,7 @@ from ..config import DataConfig
 from ..data.audio import hann_window, load_audio, log_mel, log_mel_numpy
 from ..data.cache import Cache
 from ..data.native import (
-    batches_of, BatchPlan, CacheReader, check_equal, decode_wav, differing, OnlineReader, PythonReader,
+    batches_of, BatchPlan, CacheReader, check_equal, decode_wav, differing_share, OnlineReader, PythonReader,
     readers, refuse_differences)
 from ..files import atomic_file
 

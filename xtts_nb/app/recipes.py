@@ -19,7 +19,7 @@ from typing import Literal, get_args, get_origin
 
 import yaml
 
-from ..config import REFUSED, AudioConfig, Section, UserError, XTTSConfig, key_named, read_settings
+from ..config import REFUSED_KEYS, AudioConfig, Section, UserError, XTTSConfig, key_named, read_settings
 
 # %% ../../nbs/app/recipes.ipynb #f96a6954
 def descriptions(section: type[Section]) -> dict[str, str]:
@@ -205,7 +205,7 @@ REFUSED_FLAGS = {   # option of another trainer -> why there is none here, and w
     '--disable-static-shapes': 'shapes are always static, one for each of data.buckets; leave '
                                '--enable-static-shapes out',
     '--buffer-size': 'there is one buffer; use --prefetch-buffer-size',
-    '--model-start-delay': REFUSED['model_start_delay'],
+    '--model-start-delay': REFUSED_KEYS['model_start_delay'],
     '--max-mel-frames': 'clips are limited in seconds; use --set data.max_seconds=...',
     '--max-text-length': 'texts are limited in tokens; use --set data.max_text_tokens=...',
     '--checkpoint-dir': 'checkpoints are in the folder of the run; use --run',

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BESIDES', 'FACTS', 'mel_function', 'mel_sample', 'ClipEncoder', 'is_plain', 'choose_mode', 'Plan', 'Job',
-           'source_digest', 'clip_row', 'ShardMaker', 'is_whole', 'finished', 'spread', 'default_workers', 'unfinished',
-           'work_folder', 'Piece', 'assemble', 'is_up_to_date', 'prepare', 'check_part', 'merge_caches',
+           'source_digest', 'clip_row', 'ShardMaker', 'is_whole', 'shard_finished', 'run_jobs', 'default_workers',
+           'unfinished', 'work_folder', 'Piece', 'assemble', 'is_up_to_date', 'prepare', 'check_part', 'merge_caches',
            'verify_and_fix_cache']
 
 # %% ../../nbs/data/prepare.ipynb #f9e29d4a
@@ -34,11 +34,11 @@ import tensorflow as tf
 from ..config import setup_tf, UserError, XTTSConfig
 from .audio import frame_count, load_audio, log_mel, save_audio
 from .cache import (
-    Cache, changed_files, check_cache_folder, COLUMNS, content_keys, digest, file_sha, FORMAT, KINDS,
-    load_shard, map_arrays, PAGE, read_manifest, record_check, records, verify_cache, work_place,
+    Cache, changed_files, check_cache_folder, COLUMN_TYPES, content_keys, digest, file_sha, FORMAT, ARRAYS,
+    load_shard, map_arrays, REPORT_PAGE, read_manifest, record_check, records, verify_cache, work_path,
     write_manifest, write_shard, write_table)
 from .corpora import (
-    check_dropped, Clip, Dropped, measure, MEASURED, read_audio, read_corpus, report_text, summary)
+    check_dropped, Clip, Dropped, measure_clip, MEASURED, read_audio, read_corpus, report_text, summary)
 from .text import Tokenizer, train_tokenizer
 from ..devices import hide_cards
 from ..files import atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
@@ -64,11 +64,14 @@ def mel_sample(
     order = np.random.default_rng(config.data.seed).permutation(len(clips))
     for done, (_, wav) in enumerate(read_audio([clips[i] for i in order], config), 1):
         if progress: progress(done, len(clips))
-        if isinstance(wav, Dropped): dropped.append(wav); continue
+        if isinstance(wav, Dropped):
+            dropped.append(wav)
+            continue
         mels.append(mel(wav).numpy())
         left -= len(wav) / config.model.audio.sample_rate
         if left <= 0: break
-    if not mels: check_dropped(dropped, len(clips), config, clips[0].path.parent.parent if clips else 'the corpus')
+    if not mels:
+        check_dropped(dropped, len(clips), config, clips[0].path.parent.parent if clips else 'the corpus')
     return np.concatenate(mels)
 
 # %% ../../nbs/data/prepare.ipynb #0be53be2
@@ -78,17 +81,20 @@ class ClipEncoder:
         config: XTTSConfig,
         dvae,                      # encode(mel (1, F, C)) -> codes (1, S), mel_stats (C,)
         tokenizer: Tokenizer,
-        stored=tuple(KINDS),       # the kinds to make; of the others only the lengths are noted
+        stored=tuple(ARRAYS),       # the kinds to make; of the others only the lengths are noted
     ):
         audio = config.model.audio
         self.config, self.tokenizer, self.stored, self.stats = config, tokenizer, stored, np.asarray(dvae.mel_stats)
-        self.code_mel, self.voice_mel = (mel_function(config, n) for n in (audio.dvae_n_fft, audio.reference_n_fft))
-        self.encode = tf.function(dvae.encode, input_signature=[tf.TensorSpec([1, None, audio.n_mels], tf.float32)])
+        self.code_mel, self.voice_mel = (mel_function(config, n)
+                                         for n in (audio.dvae_n_fft, audio.reference_n_fft))
+        self.encode = tf.function(dvae.encode,
+                                  input_signature=[tf.TensorSpec([1, None, audio.n_mels], tf.float32)])
         self.samples_per_code = audio.hop_length * config.model.dvae.frames_per_code
 
     def codes(self, wav: np.ndarray) -> np.ndarray:
         "(S,) audio codes; on the CPU wherever this runs, so that every machine makes the same."
-        with tf.device('CPU'): return self.encode(self.code_mel(wav)[None]).numpy()[0][:-(-len(wav) // self.samples_per_code)]
+        with tf.device('CPU'):
+            return self.encode(self.code_mel(wav)[None]).numpy()[0][:-(-len(wav) // self.samples_per_code)]
 
     def mel(self, wav: np.ndarray) -> np.ndarray:
         "(F, C) reference mel, each bin divided by its constant."
@@ -96,10 +102,13 @@ class ClipEncoder:
 
     def _complaint(self, clip: Clip, ids: list[int], codes: int) -> str | None:
         "What the model could not take."
-        gpt, limit = self.config.model.gpt, min(self.config.data.max_text_tokens, self.config.model.gpt.max_text_tokens)
-        if unknown := self.tokenizer.unknown(clip.text, clip.language): return f'the tokenizer does not know {" ".join(unknown)}'
+        gpt = self.config.model.gpt
+        limit = min(self.config.data.max_text_tokens, self.config.model.gpt.max_text_tokens)
+        if unknown := self.tokenizer.unknown(clip.text, clip.language):
+            return f'the tokenizer does not know {" ".join(unknown)}'
         if len(ids) > limit: return f'the text has {len(ids)} tokens, more than {limit}'
-        if codes > gpt.max_audio_codes: return f'{codes} codes, more than model.gpt.max_audio_codes {gpt.max_audio_codes}'
+        if codes > gpt.max_audio_codes:
+            return f'{codes} codes, more than model.gpt.max_audio_codes {gpt.max_audio_codes}'
 
     def __call__(self, clip: Clip, wav: np.ndarray | None, known: dict | None = None) -> dict | Dropped:
         "The record of a clip, or why it is left out; `known` are parts of it, and `samples` if there is no wav."
@@ -113,7 +122,8 @@ class ClipEncoder:
         record = {'text': ids, 'codes': np.zeros(0), 'mel': np.zeros((0, self.config.model.audio.n_mels))}
         for kind, make in (('codes', self.codes), ('mel', self.mel)):
             if kind in self.stored: record[kind] = known[kind] if kind in known else make(wav)
-        lengths = {'codes_length': count, 'text_length': len(ids), 'mel_length': frame_count(samples, self.config.model.audio)}
+        lengths = {'codes_length': count, 'text_length': len(ids),
+                   'mel_length': frame_count(samples, self.config.model.audio)}
         return record | lengths | {'samples': samples}
 
 # %% ../../nbs/data/prepare.ipynb #d90415a3
@@ -124,7 +134,8 @@ def is_plain(
 ) -> bool:
     "Whether TensorFlow's decoder reads the very same samples."
     try: sound, rate = tf.audio.decode_wav(tf.io.read_file(str(path)))
-    except (tf.errors.OpError, UnicodeDecodeError): return False   # its complaint may quote bytes that are no text
+    except (tf.errors.OpError, UnicodeDecodeError):   # its complaint may quote bytes that are no text
+        return False
     return int(rate) == sample_rate and sound.shape[-1] == 1 and np.array_equal(sound[:, 0], wav)
 
 def choose_mode(clips: list[Clip], config: XTTSConfig, sample: int = 200) -> str:
@@ -134,7 +145,8 @@ def choose_mode(clips: list[Clip], config: XTTSConfig, sample: int = 200) -> str
     for clip in clips[::-(-len(clips) // sample)]:
         try: lengths.append(soundfile.info(clip.path).duration)
         except (soundfile.LibsndfileError, TypeError): pass   # it will be dropped, with its reason
-    each = audio.frames_per_second * (audio.n_mels * 2 + 2 / config.model.dvae.frames_per_code)   # bytes for a second
+    # bytes for a second
+    each = audio.frames_per_second * (audio.n_mels * 2 + 2 / config.model.dvae.frames_per_code)
     return 'precompute' if np.mean(lengths or [0]) * len(clips) * each <= data.max_cache_gb * 1e9 else 'runtime'
 
 # %% ../../nbs/data/prepare.ipynb #e311ae21
@@ -149,13 +161,14 @@ class Plan:
     older: Path | None      # a cache whose records may be kept
 
     @property
-    def stored(self) -> list[str]: return [*KINDS] if self.mode == 'precompute' else ['text']
+    def stored(self) -> list[str]: return [*ARRAYS] if self.mode == 'precompute' else ['text']
 
     @property
     def settings(self) -> str:
         "Changes with whatever changes a record, or which clips are kept."
         data, gpt = self.config.data, self.config.model.gpt
-        limits = [data.min_seconds, data.max_seconds, data.max_text_tokens, gpt.max_text_tokens, gpt.max_audio_codes]
+        limits = [data.min_seconds, data.max_seconds, data.max_text_tokens, gpt.max_text_tokens,
+                  gpt.max_audio_codes]
         return fingerprint(FORMAT, self.mode, self.keys, limits)
 
 @dataclass(frozen=True)
@@ -176,7 +189,8 @@ def source_digest(path: Path) -> int:
 def clip_row(clip: Clip, corpus: Path, samples: int, sample_rate: int, wav: str = '') -> dict:
     "The line of a clip in the table; `wav` is the recording that the cache made for itself."
     row = {'id': clip.id, 'text': clip.text, 'speaker': clip.speaker, 'language': clip.language,
-           'seconds': round(samples / sample_rate, 4), 'path': Path(os.path.relpath(clip.path, corpus)).as_posix()}
+           'seconds': round(samples / sample_rate, 4),
+           'path': Path(os.path.relpath(clip.path, corpus)).as_posix()}
     return row | ({'wav': wav} if wav else {})
 
 # %% ../../nbs/data/prepare.ipynb #837289bb
@@ -190,18 +204,20 @@ class ShardMaker:
     @cached_property
     def places(self) -> dict[str, int]:
         "Where the older cache has the records of a clip; one of runtime mode has none worth keeping."
-        return {row['id']: i for i, row in enumerate(self.older.clips)} if self.older and self.plan.mode == 'precompute' else {}
+        return {row['id']: i
+                for i, row in enumerate(self.older.clips)} if self.older and self.plan.mode == 'precompute' else {}
 
     def known(self, clip: Clip, source: int) -> dict:
         "What the older cache holds of a clip, was made from the same recording, and would come out the same."
         i, data = self.places.get(clip.id), self.plan.config.data
         if i is None or self.older.index['source'][i] != source: return {}
-        try: arrays = {kind: self.older.array(kind, i) for kind in KINDS}
+        try: arrays = {kind: self.older.array(kind, i) for kind in ARRAYS}
         except UserError: return {}   # the shard is damaged
-        record = arrays | {name: self.older.index[name][i] for name in COLUMNS}
+        record = arrays | {name: self.older.index[name][i] for name in COLUMN_TYPES}
         if not data.min_seconds <= record['samples'] / self.rate <= data.max_seconds: return {}
         if record_check(record) != record['check']: return {}   # damaged
-        fits, row = {kind for kind in KINDS if self.older.manifest['keys'][kind] == self.plan.keys[kind]}, self.older.clips[i]
+        fits = {kind for kind in ARRAYS if self.older.manifest['keys'][kind] == self.plan.keys[kind]}
+        row = self.older.clips[i]
         if (row['text'], row['language']) != (clip.text, clip.language): fits -= {'text'}
         return {kind: record[kind] for kind in fits} | {'samples': record['samples']}
 
@@ -217,7 +233,7 @@ class ShardMaker:
 
     def _measured(self, clip: Clip, wav: np.ndarray | None) -> dict:
         "What the report needs to know of the samples; where they were not read again, as the older cache has it."
-        if wav is not None: return measure(wav, self.rate)
+        if wav is not None: return measure_clip(wav, self.rate)
         row = self.older.clips[self.places[clip.id]]
         return {name: row[name] for name in MEASURED if name in row}
 
@@ -242,8 +258,12 @@ class ShardMaker:
         sources, made = [source_digest(clip.path) for clip in job.clips], Counter()
         rows = [clip_row(clip, self.plan.corpus, 0, 1) for clip in job.clips]
         key = fingerprint(self.plan.settings, rows, sources)
-        if finished(self.plan.work, job.name, key): progress(len(job.clips)); return {}
-        if self.taken_over(job, key): progress(len(job.clips)); return {'taken_over': 1}
+        if shard_finished(self.plan.work, job.name, key):
+            progress(len(job.clips))
+            return {}
+        if self.taken_over(job, key):
+            progress(len(job.clips))
+            return {'taken_over': 1}
         records, rows, dropped = [], [], []
         for place, (record, wav, kinds) in enumerate(self._records(job, sources)):
             clip = job.clips[place]
@@ -251,11 +271,13 @@ class ShardMaker:
             else:
                 sound = self._sound(clip, wav, f'audio/{job.number:05d}-{place:05d}.wav')
                 records.append(record | {'source': sources[place], 'sound': sound.get('sound', 0)})
-                row = clip_row(clip, self.plan.corpus, int(record['samples']), self.rate, sound.get('wav', ''))
+                row = clip_row(clip, self.plan.corpus, int(record['samples']), self.rate,
+                               sound.get('wav', ''))
                 rows.append(row | self._measured(clip, wav))
                 made.update(kinds)
             progress(1)
-        line = write_shard(self.plan.work / f'{job.name}.safetensors', records) if records else {'file': '', 'clips': 0}
+        line = write_shard(self.plan.work / f'{job.name}.safetensors', records) if records else {'file': '',
+                                                                                                 'clips': 0}
         line = {'number': job.number, 'key': key} | line | {'dropped': dropped}
         write_json(self.plan.work / f'{job.name}.json', {'line': line, 'rows': rows})   # last: it is finished
         return dict(made)
@@ -273,7 +295,7 @@ def is_whole(
     made = [source_digest(inside(folder, row['wav'])) for row in rows if 'wav' in row]
     return made == [sound for sound in map_arrays(path)['sound'].tolist() if sound]
 
-def finished(work: Path, name: str, key: str) -> bool:
+def shard_finished(work: Path, name: str, key: str) -> bool:
     "Whether the shard is in the work folder, whole, and has this key."
     try:
         facts = read_json(work / f'{name}.json')
@@ -281,7 +303,7 @@ def finished(work: Path, name: str, key: str) -> bool:
     except UserError: return False
 
 # %% ../../nbs/data/prepare.ipynb #f93e8c54
-def spread(
+def run_jobs(
     jobs: Iterator,
     workers: int,
     begin: Callable,     # called in each worker without arguments; returns the function that does a job
@@ -300,16 +322,20 @@ def spread(
             for link in wait(list(busy)):
                 job = busy.pop(link)
                 yield job, _answer(link)
-                if more := next(jobs, None): link.send(more); busy[link] = more
+                if more := next(jobs, None):
+                    link.send(more)
+                    busy[link] = more
     finally:
-        for process in team: process.kill(); process.join()
+        for process in team:
+            process.kill()
+            process.join()
 
 def _answer(link):
     "What a worker sends; raises what it raised."
     try: kind, value = link.recv()
     except (EOFError, ConnectionError):
-        raise UserError('A worker process ended before its work was done, as one does that the system kills for want of '
-                        'memory; give fewer --workers.') from None
+        raise UserError('A worker process ended before its work was done, as one does that the system kills '
+                        'for want of memory; give fewer --workers.') from None
     if kind == 'done': return value
     raise UserError(value) if kind == 'user' else RuntimeError(f'A worker process failed: {value}')
 
@@ -334,7 +360,8 @@ def _begin(plan: Plan, load: Callable) -> ShardMaker:
     "What a worker does before its first job."
     hide_cards()
     setup_tf(threads=1)
-    dvae, tokenizer = load(plan.work / 'dvae.safetensors', plan.config), Tokenizer.load(plan.work / 'tokenizer.json')
+    dvae = load(plan.work / 'dvae.safetensors', plan.config)
+    tokenizer = Tokenizer.load(plan.work / 'tokenizer.json')
     return ShardMaker(plan, ClipEncoder(plan.config, dvae, tokenizer, plan.stored))
 
 # %% ../../nbs/data/prepare.ipynb #f568cc13
@@ -347,7 +374,8 @@ def default_workers(clips: int) -> int:
 def unfinished(work: Path) -> str:
     "What a work folder holds that need not be made again, in words; empty for nothing."
     shards = sum(p.with_suffix('.safetensors').is_file() for p in work.glob('shard-*.json'))
-    found = {'finished shard' + 's' * (shards > 1): shards, 'learned DVAE': any(work.glob('learned-*.safetensors')),
+    found = {'finished shard' + 's' * (shards > 1): shards,
+             'learned DVAE': any(work.glob('learned-*.safetensors')),
              'DVAE in training': any(work.glob('dvae-*/checkpoints/step-*.safetensors'))}
     return ' and '.join(f'{int(number)} {what}' for what, number in found.items() if number)
 
@@ -356,18 +384,23 @@ def work_folder(
     out: Path,       # where the cache shall stand
 ):                   # yields the folder beside it
     "A folder for what is finished before the cache is whole; a run that succeeds removes it, any other leaves it to the next."
-    work = work_place(out)
-    foreign = work.is_dir() and any(p.name != 'lock' for p in work.iterdir()) and not list(work.glob('plan.json*'))
+    work = work_path(out)
+    foreign = work.is_dir() and any(p.name != 'lock'
+                                    for p in work.iterdir()) and not list(work.glob('plan.json*'))
     if work.is_file() or foreign:
-        raise UserError(f'{work}: holds something that is not ours, where unfinished work would go; choose another folder.')
-    with locked(work / 'lock', f'{out}: is being prepared by another run; wait for its end or choose another folder.'):
-        if left := unfinished(work): print(f'{work}: an earlier run left {left}; what still fits is taken over.', file=sys.stderr)
+        raise UserError(f'{work}: holds something that is not ours, where unfinished work would go; choose '
+                        'another folder.')
+    with locked(work / 'lock',
+                f'{out}: is being prepared by another run; wait for its end or choose another folder.'):
+        if left := unfinished(work):
+            print(f'{work}: an earlier run left {left}; what still fits is taken over.', file=sys.stderr)
         for part in filter(Path.is_file, work.rglob('*.part')): part.unlink()   # of a run that was killed
         try:
             write_json(work / 'plan.json', {'for': out.name})
             yield work
         except BaseException:
-            if left := unfinished(work): print(f'{work}: keeps {left}; the same command goes on from there.', file=sys.stderr)
+            if left := unfinished(work):
+                print(f'{work}: keeps {left}; the same command goes on from there.', file=sys.stderr)
             else: shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work, ignore_errors=True)
@@ -391,12 +424,13 @@ def _pieces(work: Path, jobs: list[Job]) -> Iterator[Piece]:
 def _places(cache: Cache) -> dict[int, tuple[dict, range]]:
     "Of each shard of a cache, by its number, its line in the manifest and its clips."
     first = 0
-    return {line['number']: (line, range(first, first := first + line['clips'])) for line in cache.manifest['shards']}
+    return {line['number']: (line, range(first, first := first + line['clips']))
+            for line in cache.manifest['shards']}
 
 def _cache_pieces(cache: Cache) -> Iterator[Piece]:
     "The shards of a cache, in order."
     for line, some in _places(cache).values():
-        columns = {name: cache.index[name][some.start:some.stop] for name in COLUMNS}
+        columns = {name: cache.index[name][some.start:some.stop] for name in COLUMN_TYPES}
         yield Piece(cache.folder, line, [cache.clips[i] for i in some], columns)
 
 def _files(line: dict, rows: list[dict]) -> list[str]:
@@ -435,7 +469,8 @@ def assemble(
     names = write_table(folder, each(), facts['stored'])
     check(dropped)
     for name in BESIDES:
-        if (besides / name).is_file(): _link(name, besides, folder)   # in a cache that is mended one may be lost
+        if (besides / name).is_file():   # in a cache that is mended one may be lost
+            _link(name, besides, folder)
     report = _write_report(folder, rows, dropped, page)
     key = fingerprint(facts['mode'], facts['keys'], file_sha(folder / 'clips.jsonl'), b''.join(sources))
     write_manifest(folder, {'key': key, 'clips': len(rows)} | facts | names | {'shards': lines})
@@ -446,15 +481,18 @@ def _write_report(folder: Path, rows: list[dict], dropped: list[Dropped], page: 
     report = summary(rows, dropped)
     write_json(folder / 'report.json', report)
     (folder / 'report.txt').write_text(report_text(report), encoding='utf-8')
-    if page: page(report, folder / PAGE)
+    if page: page(report, folder / REPORT_PAGE)
     return report
 
 # %% ../../nbs/data/prepare.ipynb #fdd642e5
-def _made(plan: Plan, jobs: list[Job], encoder, workers: int, load: Callable | None, tell: Callable) -> Counter:
+def _made(plan: Plan, jobs: list[Job], encoder, workers: int, load: Callable | None,
+          tell: Callable) -> Counter:
     "Have all shards in the work folder; returns how many arrays of each kind were made, and how many shards were `taken_over`."
-    made = Counter(dict.fromkeys(KINDS, 0))
+    made = Counter(dict.fromkeys(ARRAYS, 0))
     if workers and load:
-        for job, counts in spread(jobs, workers, partial(_begin, plan, load)): made.update(counts); tell(len(job.clips))
+        for job, counts in run_jobs(jobs, workers, partial(_begin, plan, load)):
+            made.update(counts)
+            tell(len(job.clips))
     else:
         make = ShardMaker(plan, encoder())
         for job in jobs: made.update(make(job, tell))
@@ -465,8 +503,11 @@ def _older(out: Path, mode: str) -> Path | None:
     if not (out / 'manifest.json').is_file(): return None
     try:
         manifest = Cache(out, in_memory=False).manifest
-        if bad := changed_files(out, manifest): raise UserError(f'{out}: {next(iter(bad))} {next(iter(bad.values()))}.')
-    except UserError as e: print(f'{e} Nothing of this cache is kept.', file=sys.stderr); return None
+        if bad := changed_files(out, manifest):
+            raise UserError(f'{out}: {next(iter(bad))} {next(iter(bad.values()))}.')
+    except UserError as e:
+        print(f'{e} Nothing of this cache is kept.', file=sys.stderr)
+        return None
     return out if manifest['mode'] == mode else None
 
 # %% ../../nbs/data/prepare.ipynb #c9d4173e
@@ -479,7 +520,7 @@ def is_up_to_date(
     "Whether all other files of the cache in `out` are what would be written."
     manifest = read_manifest(out)
     same = all(manifest.get(name) == value for name, value in facts.items())
-    return same and (not page or (out / PAGE).is_file()) and all(
+    return same and (not page or (out / REPORT_PAGE).is_file()) and all(
         manifest['files'][name]['sha'] == file_sha(plan.work / name) for name in BESIDES)
 
 # %% ../../nbs/data/prepare.ipynb #64972713
@@ -506,7 +547,8 @@ def prepare(
     check_dropped(unread, total, config, corpus)
     check_cache_folder(out)
     check_part(part, tokenizer is not None, len(clips), shard_clips)
-    tokenizer = tokenizer or train_tokenizer((c.text for c in clips), (c.language for c in clips), config.model.gpt.text_tokens)
+    tokenizer = tokenizer or train_tokenizer((c.text for c in clips), (c.language for c in clips),
+                                             config.model.gpt.text_tokens)
     shards = [clips[i:i + shard_clips] for i in range(0, len(clips), shard_clips)]
     jobs = [Job(i, shards[i]) for i in range(part[0] - 1, len(shards), part[1])]
     mine = sum(len(job.clips) for job in jobs)
@@ -514,27 +556,36 @@ def prepare(
     with work_folder(out) as work:
         if not hasattr(dvae, 'encode'): dvae = dvae(clips, work)
         plan, tell = _plan(work, corpus, clips, config, dvae, tokenizer, out), _counter(progress, mine)
-        made = _made(plan, jobs, lambda: ClipEncoder(config, dvae, tokenizer, plan.stored), workers, load, tell)
-        facts = {'mode': plan.mode, 'stored': plan.stored, 'keys': plan.keys, 'settings': plan.settings, 'part': list(part),
-                 'corpus': fingerprint([clip_row(c, plan.corpus, 0, 1) for c in clips], shard_clips), 'rows': total,
-                 'source': {'corpus': str(plan.corpus), 'metadata': '' if corpus.is_dir() else corpus.name, 'language': language,
+        made = _made(plan, jobs, lambda: ClipEncoder(config, dvae, tokenizer, plan.stored), workers, load,
+                     tell)
+        facts = {'mode': plan.mode, 'stored': plan.stored, 'keys': plan.keys, 'settings': plan.settings,
+                 'part': list(part),
+                 'corpus': fingerprint([clip_row(c, plan.corpus, 0, 1) for c in clips], shard_clips),
+                 'rows': total,
+                 'source': {'corpus': str(plan.corpus), 'metadata': '' if corpus.is_dir() else corpus.name,
+                            'language': language,
                             'layout': layout, 'learned': learned}, 'shard_clips': shard_clips,
                  'unread': [[d.id, d.reason] for d in unread]}
         known = made.pop('taken_over', 0) == len(jobs) and is_up_to_date(out, plan, facts, page is not None)
-        if known: return read_json(out / 'report.json') | {'mode': plan.mode, 'made': dict(made), 'up_to_date': True}
-        check = lambda dropped: check_dropped(dropped, total, config, corpus) if part[1] == 1 else None   # else when merged
+        if known:
+            return read_json(out / 'report.json') | {'mode': plan.mode, 'made': dict(made),
+                                                     'up_to_date': True}
+        # else when merged
+        check = lambda dropped: check_dropped(dropped, total, config, corpus) if part[1] == 1 else None
         with atomic_folder(out, replace=True) as folder:
             report = assemble(folder, work, _pieces(work, jobs), facts, check, page)
     return report | {'mode': plan.mode, 'made': dict(made), 'up_to_date': False}
 
 # %% ../../nbs/data/prepare.ipynb #448a5cde
-def _plan(work: Path, corpus: Path, clips: list[Clip], config: XTTSConfig, dvae, tokenizer: Tokenizer, out: Path) -> Plan:
+def _plan(work: Path, corpus: Path, clips: list[Clip], config: XTTSConfig, dvae, tokenizer: Tokenizer,
+          out: Path) -> Plan:
     "Put into the work folder what every worker needs, and say what is to be done."
     mode = choose_mode(clips, config)
     dvae.save(work / 'dvae.safetensors')
     tokenizer.save(work / 'tokenizer.json')
     with atomic_file(work / 'config.yaml') as path: path.write_text(config.to_yaml(), encoding='utf-8')
-    keys = content_keys(config, file_sha(work / 'dvae.safetensors'), file_sha(work / 'tokenizer.json'), dvae.mel_stats)
+    keys = content_keys(config, file_sha(work / 'dvae.safetensors'), file_sha(work / 'tokenizer.json'),
+                        dvae.mel_stats)
     folder = (corpus if corpus.is_dir() else corpus.parent).absolute()
     return Plan(folder, work, config, mode, keys, _older(out, mode))
 
@@ -549,9 +600,10 @@ def check_part(
     if not 1 <= i <= n: raise UserError(f'--shard {i}/{n}: give I/N with I from 1 to N.')
     if n == 1: return
     if not shared:
-        raise UserError(f'--shard {i}/{n}: all parts must share one DVAE and one tokenizer; learn them once, by xtts-nb prepare '
-                        'on a sample of the corpus, and give its folder with --dvae.')
-    if n > shards: raise UserError(f'--shard {i}/{n}: {clips} clips make {shards} shards; make {shards} parts at most.')
+        raise UserError(f'--shard {i}/{n}: all parts must share one DVAE and one tokenizer; learn them once, '
+                        'by xtts-nb prepare on a sample of the corpus, and give its folder with --dvae.')
+    if n > shards:
+        raise UserError(f'--shard {i}/{n}: {clips} clips make {shards} shards; make {shards} parts at most.')
 
 def _counter(progress: Callable | None, total: int) -> Callable:
     "A function that counts clips and tells how far it is."
@@ -562,7 +614,8 @@ def _counter(progress: Callable | None, total: int) -> Callable:
     return tell
 
 # %% ../../nbs/data/prepare.ipynb #f6972861
-FACTS = 'mode', 'stored', 'keys', 'settings', 'part', 'corpus', 'rows', 'source', 'shard_clips', 'unread'   # of a manifest
+# of a manifest
+FACTS = 'mode', 'stored', 'keys', 'settings', 'part', 'corpus', 'rows', 'source', 'shard_clips', 'unread'
 
 def merge_caches(
     parts: list[str | Path],   # folders made by `prepare` with `part`
@@ -576,7 +629,8 @@ def merge_caches(
     pieces = sorted((p for c in caches for p in _cache_pieces(c)), key=lambda piece: piece.line['number'])
     for p in pieces:
         if p.rows and file_sha(p.folder / p.line['file']) != p.line['sha']:
-            raise UserError(f'{p.folder / p.line["file"]}: is damaged; mend it with xtts-nb verify {p.folder} --fix.')
+            raise UserError(f'{p.folder / p.line["file"]}: is damaged; mend it with xtts-nb verify '
+                            f'{p.folder} --fix.')
     first = caches[0].manifest
     facts = {name: first[name] for name in FACTS} | {'part': [1, 1]}
     check = lambda dropped: check_dropped(dropped, first['rows'], caches[0].config, first['source']['corpus'])
@@ -586,20 +640,26 @@ def merge_caches(
 # %% ../../nbs/data/prepare.ipynb #fc59787f
 def _check_parts(caches: list[Cache]):
     "Raise `UserError` unless these are all parts of one cache."
-    if not caches: raise UserError('merge: no parts are given; name the folders that xtts-nb prepare --shard made.')
+    if not caches:
+        raise UserError('merge: no parts are given; name the folders that xtts-nb prepare --shard made.')
     first, seen = caches[0], {}
     n = first.manifest['part'][1]
     for cache in caches:
-        for name, what in (('settings', 'with other settings, tokenizer or DVAE'), ('corpus', 'of another corpus'),
+        for name, what in (('settings', 'with other settings, tokenizer or DVAE'),
+                           ('corpus', 'of another corpus'),
                            ('unread', 'of another corpus')):
             if cache.manifest[name] != first.manifest[name]:
                 raise UserError(f'{cache.folder}: was made {what} than {first.folder}; prepare it again.')
         i, of = cache.manifest['part']
-        if of != n: raise UserError(f'{cache.folder}: is shard {i}/{of}, {first.folder} is one of {n}; give parts of one run.')
-        if i in seen: raise UserError(f'{cache.folder}: is shard {i}/{n}, and so is {seen[i]}; give each once.')
+        if of != n:
+            raise UserError(f'{cache.folder}: is shard {i}/{of}, {first.folder} is one of {n}; give parts of '
+                            'one run.')
+        if i in seen:
+            raise UserError(f'{cache.folder}: is shard {i}/{n}, and so is {seen[i]}; give each once.')
         seen[i] = cache.folder
     if missing := [f'{i}/{n}' for i in range(1, n + 1) if i not in seen]:
-        raise UserError(f'merge: shard {", ".join(missing)} is missing; make it with xtts-nb prepare --shard {missing[0]}.')
+        raise UserError(f'merge: shard {", ".join(missing)} is missing; make it with xtts-nb prepare --shard '
+                        f'{missing[0]}.')
 
 # %% ../../nbs/data/prepare.ipynb #0bfda4a3
 def verify_and_fix_cache(
@@ -618,9 +678,11 @@ def verify_and_fix_cache(
     left = {place(p) for p in verify_cache(folder)[1]} if fix and problems else {place(p) for p in problems}
     problems = [p | {'fixed': place(p) not in left} for p in problems]
     for p in problems:
-        if fix and not p['fixed']: p['reason'] = reasons.get(p['file'], 'it cannot be made again; run xtts-nb prepare again.')
+        if fix and not p['fixed']:
+            p['reason'] = reasons.get(p['file'], 'it cannot be made again; run xtts-nb prepare again.')
     fixed = sum(p['fixed'] for p in problems)
-    return {'checked': checked, 'bad': len(problems), 'fixed': fixed, 'failed': len(problems) - fixed if fix else 0,
+    return {'checked': checked, 'bad': len(problems), 'fixed': fixed,
+            'failed': len(problems) - fixed if fix else 0,
             'problems': problems}
 
 # %% ../../nbs/data/prepare.ipynb #534148cf
@@ -640,18 +702,21 @@ def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
     if rows is None: return reasons
     sources = {} if 'index.safetensors' in bad else _sources(folder, manifest)
     encoder = lru_cache(lambda: _fix_encoder(folder, manifest, config, load, bad))
-    lines = [attempt(line['file'], _mend_shard, line, rows[line['number']], sources.get(line['number']), corpus, encoder)
+    lines = [attempt(line['file'], _mend_shard, line, rows[line['number']], sources.get(line['number']),
+                     corpus, encoder)
              if line['file'] in bad else line for line in manifest['shards']]
     for line, part in zip(manifest['shards'], rows.values()):
         for place, row in enumerate(part):
-            if row.get('wav') in bad: attempt(row['wav'], _mend_sound, line, place, corpus / row['path'], config)
+            if row.get('wav') in bad:
+                attempt(row['wav'], _mend_sound, line, place, corpus / row['path'], config)
     if None not in lines: attempt('index.safetensors', _mend_derived, manifest, lines, rows, bad)
     return reasons
 
 # %% ../../nbs/data/prepare.ipynb #7ed84f42
 def _remove(folder: Path, name: str):
     "Remove a file that belongs to nothing, if it is one of ours."
-    if not re.fullmatch(r'(audio/)?[\w.-]+\.(part|wav|safetensors)', name): raise UserError(f'{name}: is not ours; move it away.')
+    if not re.fullmatch(r'(audio/)?[\w.-]+\.(part|wav|safetensors)', name):
+        raise UserError(f'{name}: is not ours; move it away.')
     inside(folder, name).unlink()
 
 def _clips(corpus: Path, manifest: dict) -> list[Clip]:
@@ -662,12 +727,14 @@ def _clips(corpus: Path, manifest: dict) -> list[Clip]:
 def _mend_tokenizer(folder: Path, name: str, manifest: dict, corpus: Path, config: XTTSConfig):
     "Learn the tokenizer again, if it was learned from this corpus."
     clips = _clips(corpus, manifest)
-    again = train_tokenizer((c.text for c in clips), (c.language for c in clips), config.model.gpt.text_tokens)
+    again = train_tokenizer((c.text for c in clips), (c.language for c in clips),
+                            config.model.gpt.text_tokens)
     if fingerprint(again.to_json().encode()) != manifest['files'][name]['sha']:
         raise UserError(f'{name}: was not learned from {corpus}; copy it from where it came.')
     again.save(folder / name)
 
-def _shard_rows(folder: Path, name: str, manifest: dict, corpus: Path, bad: set[str]) -> dict[int, list[dict]]:
+def _shard_rows(folder: Path, name: str, manifest: dict, corpus: Path,
+                bad: set[str]) -> dict[int, list[dict]]:
     "The lines of each shard's clips: from the table or, if that is damaged, from the corpus."
     lines = manifest['shards']
     if name not in bad:
@@ -680,14 +747,17 @@ def _shard_rows(folder: Path, name: str, manifest: dict, corpus: Path, bad: set[
         number, gone = line['number'], {d[0] for d in line['dropped']}
         kept = [(i, c) for i, c in enumerate(clips[number * size:(number + 1) * size]) if c.id not in gone]
         shard = _columns(folder, line)
-        wavs = [f'audio/{number:05d}-{i:05d}.wav' if sound else '' for (i, _), sound in zip(kept, shard.get('sound', ()))]
+        wavs = [f'audio/{number:05d}-{i:05d}.wav' if sound else ''
+                for (i, _), sound in zip(kept, shard.get('sound', ()))]
         each = zip(read_audio([c for _, c in kept], config), shard.get('samples', ()), wavs)
-        rows[number] = [_row(clip, wav, home, int(n), config.model.audio.sample_rate, name) for (clip, wav), n, name in each]
+        rows[number] = [_row(clip, wav, home, int(n), config.model.audio.sample_rate, name)
+                        for (clip, wav), n, name in each]
     return rows
 
 def _row(clip: Clip, wav, home: Path, samples: int, rate: int, name: str) -> dict:
     "The line of a clip, measured again."
-    return clip_row(clip, home, samples, rate, name) | ({} if isinstance(wav, Dropped) else measure(wav, rate))
+    return clip_row(clip, home, samples, rate,
+                    name) | ({} if isinstance(wav, Dropped) else measure_clip(wav, rate))
 
 def _sources(folder: Path, manifest: dict) -> dict[int, np.ndarray]:
     "What the index says of the recordings of each shard."
@@ -698,12 +768,14 @@ def _sources(folder: Path, manifest: dict) -> dict[int, np.ndarray]:
 def _fix_encoder(folder: Path, manifest: dict, config: XTTSConfig, load, bad: set[str]) -> ClipEncoder:
     "The encoder that made the cache."
     tokenizer = Tokenizer.load(folder / 'tokenizer.json')
-    if 'dvae.safetensors' in bad: raise UserError('the DVAE of the cache is damaged too; copy it from where it came.')
+    if 'dvae.safetensors' in bad:
+        raise UserError('the DVAE of the cache is damaged too; copy it from where it came.')
     if file_sha(folder / 'tokenizer.json') != manifest['files']['tokenizer.json']['sha']:
         raise UserError('the tokenizer of the cache is damaged too; copy it from where it came.')
     return ClipEncoder(config, load(folder / 'dvae.safetensors', config), tokenizer, manifest['stored'])
 
-def _mend_shard(folder: Path, name: str, line: dict, rows: list[dict], sources, corpus: Path, encoder) -> dict:
+def _mend_shard(folder: Path, name: str, line: dict, rows: list[dict], sources, corpus: Path,
+                encoder) -> dict:
     "Keep the whole records of a shard, and encode the others again; returns its line."
     stored, path = read_manifest(folder)['stored'], folder / name
     try: old = list(records(load_shard(path), stored))
@@ -711,7 +783,8 @@ def _mend_shard(folder: Path, name: str, line: dict, rows: list[dict], sources, 
     mended = []
     for i, row in enumerate(rows):
         record = old[i] if len(old) == len(rows) and record_check(old[i]) == old[i]['check'] else None
-        mended.append(record or _again(row, None if sources is None else sources[i], folder, corpus, encoder()))
+        mended.append(record or _again(row, None if sources is None else sources[i], folder, corpus,
+                                       encoder()))
     return line | write_shard(path, mended)
 
 def _again(row: dict, source, folder: Path, corpus: Path, encoder: ClipEncoder) -> dict:

@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from ..config import AudioConfig, TrainingConfig, UserError, XTTSConfig
 from ..data.audio import load_audio, log_mel, resample, resample_batch, speaker_log_mel
 from ..data.cache import Cache
-from ..data.native import batches_of, BatchPlan, cumulative_chances, Held, left_out_line, within_limits
+from ..data.native import batches_of, BatchPlan, cumulative_chances, GraphArrays, left_out_line, within_limits
 from ..files import atomic_file, atomic_folder, read_json, write_json
 from ..models.dvae import DVAE, dvae_losses, load_dvae, mel_stats, update_codebook
 from ..models.hifigan import (
@@ -313,7 +313,7 @@ class Windows:
         codes = int(bank.length['states'][use].sum())
         self.steps_per_epoch = max(1, codes // (self.codes * voice.batch_size))
         self._make_table(use, config)
-        self.held = {name: Held([getattr(bank, name)]) for name in bank.length}
+        self.held = {name: GraphArrays([getattr(bank, name)]) for name in bank.length}
 
     def _make_table(self, use: np.ndarray, config: XTTSConfig):
         "Tensors with a row for each clip: places of windows, clips of the speaker, starts and lengths."

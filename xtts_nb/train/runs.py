@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from .finetune import make_update, new_rows
-from ..data.cache import KINDS, Cache, content_keys, file_sha
+from ..data.cache import ARRAYS, Cache, content_keys, file_sha
 from ..config import UserError, XTTSConfig
 from ..data.native import BatchPlan, left_out_line, within_limits
 from ..models.dvae import load_dvae
@@ -225,7 +225,7 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray) -> Listener | None:
 # %% ../../nbs/train/runs.ipynb #1337b1c1
 def _check_alike(cache: Cache, val: Cache):
     "Raise `UserError` unless both caches were made with the same DVAE, tokenizer and mel settings."
-    for kind in KINDS:
+    for kind in ARRAYS:
         ours, theirs = (c.manifest['keys'][kind] for c in (cache, val))
         if ours != theirs:
             raise UserError(f'{val.folder}: its {kind} have the key {theirs}, those of {cache.folder} '
