@@ -1,4 +1,4 @@
-"Settings: every mistake is named, and the workspace is found. That every key acts is asked in test_settings.py."
+"Settings, workspace and the setup of TensorFlow. test_settings.py checks that every key has an effect."
 import os
 import subprocess
 import sys
@@ -53,11 +53,10 @@ def test_a_misspelled_key_names_the_nearest(section, key):
     assert f'did you mean "{key}"?' in str(e.value)
 
 OTHERS = ['shuffle_buffer_multiplier', 'pipeline_buffer_size', 'enhanced_gpu_prefetch', 'pin_memory',
-          'cache_verification',
-          'optimize_cpu_gpu_overlap', 'use_tf_native_loading', 'model_start_delay', 'max_mel_frames',
-          'min_audio_length',
-          'max_text_length', 'auto_tune_performance', 'enable_xla', 'enable_tensorrt', 'mixed_precision',
-          'gradient_accumulation_steps', 'max_memory_fraction', 'kl_loss_weight']   # keys of other trainers
+          'cache_verification', 'optimize_cpu_gpu_overlap', 'use_tf_native_loading', 'model_start_delay',
+          'max_mel_frames', 'min_audio_length', 'max_text_length', 'auto_tune_performance', 'enable_xla',
+          'enable_tensorrt', 'mixed_precision', 'gradient_accumulation_steps', 'max_memory_fraction',
+          'kl_loss_weight']   # keys of other trainers
 
 @pytest.mark.parametrize('section', ['data', 'training'])
 @pytest.mark.parametrize('name', OTHERS)
@@ -66,7 +65,7 @@ def test_keys_of_others_are_refused_with_the_reason_and_the_key_to_use(section, 
     assert str(e.value) == f'their.yaml: there is no key "{section}.{name}": {REFUSED_KEYS[name]}.'
     assert set(OTHERS) == set(REFUSED_KEYS)
     assert 'use that' in str(e.value) or 'use these' in str(e.value) or 'leave it out' in str(e.value)
-    for word in REFUSED_KEYS[name].replace(',', ' ').replace(';', ' ').split():   # every key that is named exists
+    for word in REFUSED_KEYS[name].replace(',', ' ').replace(';', ' ').split():   # named keys exist
         if word.startswith(('data.', 'training.')):
             part, field = word.split('.')
             assert field in getattr(XTTSConfig(), part).model_dump(), word
@@ -328,7 +327,7 @@ def test_the_greeting_of_tensorflow_is_hidden_unless_wanted(monkeypatch, capfd, 
     monkeypatch.setattr(page, 'sys', SimpleNamespace(modules=modules, stderr=sys.stderr))
     monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL', raising=False)
     if level: monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', level)
-    with page._without_greeting(): os.write(2, b'hello')
+    with page._without_start_messages(): os.write(2, b'hello')
     os.write(2, b', later')
     assert capfd.readouterr().err == f'{said}, later'
     if not loaded: assert os.environ['TF_CPP_MIN_LOG_LEVEL'] == (level or '2')
@@ -359,7 +358,8 @@ def test_a_request_that_comes_too_late_is_shown():
     subprocess.run([sys.executable, '-c', CHILD], check=True, env=os.environ | {'CUDA_VISIBLE_DEVICES': '-1'})
 
 def test_the_package_is_light_to_import():
-    code = "import sys, xtts_nb, xtts_nb.config, xtts_nb.files; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    code = ('import sys, xtts_nb, xtts_nb.config, xtts_nb.files\n'
+            'sys.exit("tensorflow" in sys.modules or "keras" in sys.modules)')
     subprocess.run([sys.executable, '-c', code], check=True)
 
 

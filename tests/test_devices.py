@@ -92,7 +92,7 @@ def test_two_devices_that_cannot_be():
 
 @pytest.fixture
 def gpus(monkeypatch):
-    "TensorFlow's device functions over two GPUs that are not there, before it starts; returns what they were told."
+    "TensorFlow's device functions with two simulated GPUs, before it starts; returns their arguments."
     monkeypatch.delenv('XTTS_NB_CPU_CARDS', raising=False)
     monkeypatch.setattr(devices, 'tf_started', lambda: False)
     told, config = {}, tf.config
@@ -198,7 +198,7 @@ def test_a_plan_that_comes_too_late_is_refused_and_one_that_changes_nothing_is_n
 def test_a_worker_takes_all_its_cards_and_no_device_for_data(gpus, monkeypatch):
     monkeypatch.setenv('TF_CONFIG', '{}')
     assert setup_devices() == DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:0')
-    with pytest.raises(UserError, match='is for one machine; leave them out'): setup_devices(data_gpu=0)
+    with pytest.raises(UserError, match='are for one machine; leave them out'): setup_devices(data_gpu=0)
 
 @pytest.mark.parametrize('totals, found', [([20, 10], [20, 10]), ([10], [10, None]), ([None, 20], [None, 20]),
                                            ([1, 2, 3], [1, 2])])
@@ -214,7 +214,7 @@ def test_cards_without_nvml_have_no_known_memory(gpus, monkeypatch):
 
 def test_gpus_and_their_stand_ins_exclude_each_other(gpus, monkeypatch):
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
-    with pytest.raises(UserError, match='2 GPUs can be seen; hide them with CUDA_VISIBLE_DEVICES=-1'):
+    with pytest.raises(UserError, match='2 GPUs are visible; hide them with CUDA_VISIBLE_DEVICES=-1'):
         card_memory()
 
 def test_stand_ins_come_too_late_as_cards_do(monkeypatch):

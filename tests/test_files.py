@@ -69,7 +69,7 @@ def test_a_file_takes_no_place_of_a_folder_or_a_device(tmp_path):
     (tmp_path / 'folder').mkdir()
     os.mkfifo(tmp_path / 'pipe')
     for name in ('folder', 'pipe'):
-        with pytest.raises(UserError, match=f'{name}: is no regular file and will not be replaced'):
+        with pytest.raises(UserError, match=f'{name}: is not a regular file and will not be replaced'):
             with atomic_file(tmp_path / name): pytest.fail('worked')
     with atomic_folder(tmp_path / 'new' / 'deep') as part: (part / 'x').write_text('1')
     assert (tmp_path / 'new/deep/x').is_file()
@@ -155,14 +155,15 @@ import resource, signal, sys
 from pathlib import Path
 import numpy as np
 from xtts_nb.data.audio import save_audio
-from xtts_nb.data.cache import COLUMNS, write_shard
+from xtts_nb.data.cache import COLUMN_TYPES, write_shard
 from xtts_nb.config import UserError
 from xtts_nb.files import atomic_folder, write_json
 from xtts_nb.models.weights import save_weights
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
 folder = Path(sys.argv[1])
-row = {'codes': np.ones(9000), 'text': np.ones(9000), 'mel': np.ones((90, 80))} | dict.fromkeys(COLUMNS, 1)
+row = {'codes': np.ones(9000), 'text': np.ones(9000), 'mel': np.ones((90, 80))}
+row |= dict.fromkeys(COLUMN_TYPES, 1)
 def shard():
     with atomic_folder(folder / 'shards') as part: write_shard(part / 'shard', [row] * 9)
 writers = {'json': lambda: write_json(folder / 'json', ['x' * 100] * 3000),
@@ -170,7 +171,8 @@ writers = {'json': lambda: write_json(folder / 'json', ['x' * 100] * 3000),
            'weights': lambda: save_weights(folder / 'weights', {'a': np.ones(50_000)}), 'shards': shard}
 for name, write in writers.items():
     try: write()
-    except UserError as e: print(name, 'UserError', str(folder / name) in str(e), 'nothing was written' in str(e))
+    except UserError as e:
+        print(name, 'UserError', str(folder / name) in str(e), 'nothing was written' in str(e))
     except Exception as e: print(name, type(e).__name__)
     else: print(name, 'written')
 '''

@@ -58,9 +58,10 @@ def driver(monkeypatch):
     }.items(): monkeypatch.setattr(pynvml, f'nvmlDeviceGet{name}', read(name, value))
     told = {getattr(pynvml, f'NVML_GPM_METRIC_{name}'): value for name, value in state.activity.items()}
     def metrics(ask):
-        for metric in ask.metrics[:ask.numMetrics]:   # a slice of a ctypes array holds the elements themselves
+        for metric in ask.metrics[:ask.numMetrics]:   # ctypes: not copies
             known = metric.metricId in told
-            metric.nvmlReturn, metric.value = (0, told[metric.metricId]) if known else (pynvml.NVML_ERROR_NOT_SUPPORTED, 0)
+            metric.nvmlReturn = 0 if known else pynvml.NVML_ERROR_NOT_SUPPORTED
+            metric.value = told[metric.metricId] if known else 0
     monkeypatch.setattr(pynvml, 'nvmlGpmQueryDeviceSupport',
                         read('Gpm', lambda h: SimpleNamespace(isSupportedDevice=h in state.tells)))
     monkeypatch.setattr(pynvml, 'nvmlGpmSampleAlloc', pynvml.c_nvmlGpmSample_t)
@@ -161,7 +162,7 @@ def test_nvml_processes_of_each_card(driver):
     busy = SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None)
     driver.processes[1] = [running, busy]
     driver.process_use[1] = [SimpleNamespace(pid=busy.pid, smUtil=70, timeStamp=9),
-                             SimpleNamespace(pid=running.pid, smUtil=2**31, timeStamp=9)]   # some drivers say that
+                             SimpleNamespace(pid=running.pid, smUtil=2**31, timeStamp=9)]   # as some drivers do
     probe = nvml_probe()
     driver.now += 1
     first, second = probe().gpus
@@ -505,7 +506,7 @@ def named(driver, monkeypatch):
     ('1,-1,0', ['Card 1']),
     ('MIG-ccdd4444', ['Card 11']), ('MIG-ccc', ['Card 10']), ('MIG-cc', [])])
 def test_cards_are_found_as_cuda_finds_them(named, monkeypatch, shown, found):
-    "By number, UUID or its beginning; CUDA ignores what comes after a name that it does not know, or that is two cards'."
+    "By number, UUID or its beginning; CUDA ignores all names after an unknown or ambiguous one."
     if shown is not None: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
     cards = visible_cards()
     assert [card.name for card in cards] == found and all(card.memory_total == 8 << 30 for card in cards)

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.app import check as page
-from xtts_nb.config import UserError, asked, setup_tf
+from xtts_nb.config import UserError, environment_number, setup_tf
 from xtts_nb.app.check import TFSettings, environment, settings_text, verify_settings, write_environment
 from xtts_nb.app.recipes import from_environment
 
@@ -104,7 +104,7 @@ def test_threads_of_the_environment_count_where_none_are_asked_for(monkeypatch):
 def test_a_variable_that_is_no_number_is_named(monkeypatch, value):
     monkeypatch.setenv('XTTS_NB_MEMORY_LIMIT', value)
     with pytest.raises(UserError, match=f'^XTTS_NB_MEMORY_LIMIT={value}: give a positive number'):
-        asked('XTTS_NB_MEMORY_LIMIT')
+        environment_number('XTTS_NB_MEMORY_LIMIT')
 
 def rows_of(settings, table, used='bfc'):
     return {r['setting']: r for r in page._memory_rows(settings, table, used)}

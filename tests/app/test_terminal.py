@@ -108,7 +108,7 @@ def test_start(monkeypatch, behind, capsys, count, said):
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', count)
     threads, devices = behind('config.setup_tf'), behind('devices.setup_devices', 'the plan')
     assert terminal.start(two=True, data_gpu=1) == 'the plan' and threads == [{}]
-    assert devices == [{'two': True, 'asked': {'data_gpu': 1}}] and capsys.readouterr() == ('', said)
+    assert devices == [{'two': True, 'options': {'data_gpu': 1}}] and capsys.readouterr() == ('', said)
 
 def test_a_record_says_the_command_without_the_folders_of_this_machine(monkeypatch, behind, capsys):
     written = behind('bench.record', 'benchmarks/x.json')

@@ -1,4 +1,4 @@
-"Bad input of every kind: dropped, counted and named, or refused in one sentence; a cache is there whole or not at all."
+"Bad input is dropped and counted, or raises an error of one sentence; a cache is written atomically."
 import hashlib
 import json
 import os

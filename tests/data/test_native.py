@@ -1,4 +1,4 @@
-"Batches: least padding, each clip once, the same for any workers and after resuming, shapes that stand still."
+"Batches: least padding, each clip once, the same for any workers and after resuming, static shapes."
 import copy
 import io
 import itertools
@@ -273,7 +273,7 @@ def test_a_seed_gives_the_same_order_in_every_release():
         plan = BatchPlan(cache, data(seed=7, reference_frames=3, **dict.fromkeys(how, True)), fixed=fixed)
         assert [[x.tolist() for x in p[:4]] for p in picks(plan, 3)] == order, how
 
-ORDERS = {   # what is balanced, whether references are fixed: bucket, clips, references and crops of three steps
+ORDERS = {   # (balanced columns, fixed references): bucket, clips, references and crops of three steps
     ((), False): [[2, [5, 7, 7, 7], [6, 1, 4, 4], [4, 1, 1, 1]],
                   [1, [2, 0, 1, 1], [8, 3, 7, 7], [4, 0, 1, 4]],
                   [0, [6, 8, 4, 3], [8, 5, 1, 0], [4, 5, 4, 2]]],
@@ -339,7 +339,7 @@ def test_a_fixed_length_is_that_of_the_settings(prepared, small):
     assert {(b['codes'].shape[1], b['text'].shape[1]) for b in epoch(plan)} == {shape}
     large = XTTSConfig().model
     most = large.gpt.max_audio_codes, large.gpt.max_text_tokens
-    for seconds, tokens, right in ((11.6, 400, (250, 400)), (1., 20, (22, 20)), (1e4, 10**5, most)):   # 1024 samples a code
+    for seconds, tokens, right in ((11.6, 400, (250, 400)), (1., 20, (22, 20)), (1e4, 10**5, most)):
         assert fixed_shape(large, DataConfig(max_seconds=seconds, max_text_tokens=tokens)) == right
 
 def test_limits_to_the_sample_and_the_token():
@@ -461,7 +461,7 @@ def own_memory() -> int:
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='memory is told apart on Linux only')
 @pytest.mark.parametrize('clips', [3_000_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
 def test_resuming_reads_nothing_of_a_large_plan(tmp_path, monkeypatch, clips):
-    "The columns stay in their files: opened again they take no memory, in a dataset neither, and the order is the same."
+    "The columns stay in their files: reopened, also in a dataset, they take no memory; the order is equal."
     import xtts_nb.data.native
     cache, step = lengths_only(tmp_path, clips), 1_000_000
     before = BatchPlan(cache, data(), keep=tmp_path / 'plan').pick(tf.constant(step, tf.int64))

@@ -1,4 +1,4 @@
-"Preparing: nothing twice, the same bytes however it is done, whole after a kill; merging parts; mending what is damaged."
+"Preparing: incremental, deterministic, resumed after a kill; merging parts; repairing damage."
 import os
 import resource
 import shutil
@@ -93,7 +93,8 @@ def test_a_shard_of_which_nothing_changed_is_not_touched(sounds, small, tokenize
 
 AGAIN = {   # what differs -> how many clips are encoded again
     'settings': (lambda out: None, 0), 'a lost report': (lambda out: (out / 'report.json').unlink(), 14),
-    'a damaged table': (lambda out: (out / 'clips.jsonl').write_text('x' * (out / 'clips.jsonl').stat().st_size), 14),
+    'a damaged table': (
+        lambda out: (out / 'clips.jsonl').write_text('x' * (out / 'clips.jsonl').stat().st_size), 14),
     'a damaged shard': (lambda out: (out / 'shard-00001.safetensors').write_bytes(b'x'), 5)}
 
 @pytest.mark.parametrize('what', AGAIN)
@@ -262,7 +263,8 @@ def test_a_killed_worker_costs_no_finished_shard(corpus, small, tokenizer, undis
     out, more = tmp_path / 'out', {'shard_clips': 2, 'workers': 1}
     with pytest.raises(UserError, match='ended before its work was done'):
         prepare(corpus, out, small, Fake(), tokenizer, load=load_and_die_later, **more)
-    assert f'{out}.work: keeps 3 finished shards; the same command goes on from there.' in capfd.readouterr().err
+    line = f'{out}.work: keeps 3 finished shards; the same command goes on from there.'
+    assert line in capfd.readouterr().err
     assert prepare(corpus, out, small, Fake(), tokenizer, load=load, **more)['made']['codes'] == 14 - 3 * 2
     assert f'{out}.work: an earlier run left 3 finished shards' in capfd.readouterr().err
     assert tree(out) == undisturbed and [p.name for p in tmp_path.iterdir()] == ['out']
@@ -625,7 +627,8 @@ def test_runtime_mode_keeps_only_what_tensorflow_reads(sounds, small, tokenizer,
     config = small.replace(data={'preprocessing_mode': 'runtime', 'min_seconds': 0.1})
     report = prepare(sounds, tmp_path / 'out', config, Fake(), tokenizer, shard_clips=4)
     cache = Cache(tmp_path / 'out')
-    assert report['mode'] == cache.manifest['mode'] == 'runtime' and len(cache) == len(KINDS_OF_SOUND), report['dropped']
+    assert report['mode'] == cache.manifest['mode'] == 'runtime'
+    assert len(cache) == len(KINDS_OF_SOUND), report['dropped']
     assert cache.wav_path(0) == sounds / 'wavs' / 'low-0.wav'
     assert ['wav' in row for row in cache.clips] == [False] + [True] * 8
     for i, row in enumerate(cache.clips):
@@ -675,7 +678,7 @@ def test_the_mode_follows_the_settings_and_the_size(corpus, small, straight, cha
 
 @pytest.mark.parametrize('gb, mode', [(835.6e-6, 'runtime'), (835.7e-6, 'precompute')])
 def test_the_size_of_a_cache_is_estimated_from_every_third_of_401_clips(monkeypatch, small, gb, mode):
-    "22050 / 256 frames a second of 80 numbers of 2 bytes, with a code of 2 bytes for 4; 33 clips last 0.2 s, 34 0.1 s."
+    "22050 / 256 frames/s of 80 numbers of 2 bytes, a code of 2 bytes per 4; 33 clips of 0.2 s, 34 of 0.1 s."
     asked = []
     def info(path):
         asked.append(int(str(path)))

@@ -35,7 +35,8 @@ def test_the_native_loader_refuses_what_it_would_read_as_noise(tmp_path, how):
     import soundfile
     how = dict(samplerate=22050, channels=1, subtype='PCM_16', format='WAV') | how
     soundfile.write(tmp_path / 'a.wav', np.zeros((9000, how.pop('channels'))), **how)
-    source = tf.data.Dataset.from_tensors(str(tmp_path / 'a.wav')).map(TFNativeDataLoader().load_and_process_audio)
+    load = TFNativeDataLoader().load_and_process_audio
+    source = tf.data.Dataset.from_tensors(str(tmp_path / 'a.wav')).map(load)
     with pytest.raises(tf.errors.InvalidArgumentError, match='a.wav: is .*native reading takes'):
         next(iter(source))
 

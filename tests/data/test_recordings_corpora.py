@@ -222,7 +222,8 @@ def test_clips_come_in_order_for_any_number_of_workers(corpus, small):
 # --- what is measured -----------------------------------------------------------------------------
 
 def test_silence_is_told_by_its_place():
-    quiet = lambda seconds: 1e-4 * np.random.default_rng(0).standard_normal(int(seconds * 22050)).astype(np.float32)
+    noise = lambda n: np.random.default_rng(0).standard_normal(n).astype(np.float32)
+    quiet = lambda seconds: 1e-4 * noise(int(seconds * 22050))
     loud = 0.3 * np.sin(np.arange(22050) / 10).astype(np.float32)
     told = measure_clip(np.concatenate([quiet(1), loud, quiet(2), loud, quiet(3)]), 22050)
     assert [told[k] for k in ('leading', 'inner', 'trailing')] == pytest.approx([1 / 8, 2 / 8, 3 / 8],
@@ -246,7 +247,7 @@ def test_anything_can_be_measured(wav):
 
 @pytest.mark.parametrize('scale', [1., 0.05])
 def test_a_frame_is_silent_below_a_hundredth_of_the_loudest(scale):
-    "Of 20 ms: 1 just silent, loud, just loud, 2 silent, loud, 3 silent; and a rest that is too short for a frame."
+    "20 ms each: 1 just silent, loud, just loud, 2 silent, loud, 3 silent; and an incomplete frame."
     levels = [0.00995, 0.9, 0.01005, 0, 0, 1, 0, 0, 0.00995]
     wav = np.concatenate([level * LEVEL[:441] for level in levels] + [LEVEL[:440]]).astype(np.float32)
     told = measure_clip(wav * np.float32(scale), 22050)
@@ -346,7 +347,7 @@ dropped    3
 """
 
 def test_the_report_to_read_and_its_numbers():
-    "A third of a second each, and 2 s; four groups of equal sound; seven clipped, and one with too few such samples."
+    "A third of a second each, and 2 s; four groups of equal sound; seven clipped, one almost clipped."
     clipped = dict(zip('abcdefgh', (0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.7, 0.001)))
     table = [row(name, 'hello' if i else 'a ', str(i), 1 / 3 if i < 10 else 2., leading=1 / 3,
                  inner=(name == 'f') / 3,

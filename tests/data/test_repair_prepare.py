@@ -1,4 +1,4 @@
-"Repair: what follows from the corpus comes back byte for byte, what does not says why, and nothing else is touched."
+"Repair: derived parts are restored byte for byte, others give a reason, and nothing else changes."
 import shutil
 
 import numpy as np

@@ -98,7 +98,7 @@ print(hashlib.sha256(train_tokenizer(many, set(LANGUAGES), 300).to_json().encode
 
 def test_two_fresh_processes_make_the_same_tokenizer():
     run = lambda seed, threads: subprocess.run(
-        [sys.executable, '-c', CHILD, os.path.dirname(os.path.dirname(__file__))], capture_output=True,
+        [sys.executable, '-c', CHILD, os.path.dirname(__file__)], capture_output=True,
         text=True, check=True,
         env=os.environ | {'PYTHONHASHSEED': seed, 'RAYON_NUM_THREADS': threads}).stdout
     assert len(run('1', '1').strip()) == 64 and run('1', '1') == run('2', '4')
