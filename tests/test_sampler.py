@@ -162,7 +162,7 @@ def test_nvml_processes_of_each_card(driver):
     busy = SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None)
     driver.processes[1] = [running, busy]
     driver.process_use[1] = [SimpleNamespace(pid=busy.pid, smUtil=70, timeStamp=9),
-                             SimpleNamespace(pid=running.pid, smUtil=2**31, timeStamp=9)]   # as some drivers do
+                             SimpleNamespace(pid=running.pid, smUtil=2**31, timeStamp=9)]
     probe = nvml_probe()
     driver.now += 1
     first, second = probe().gpus
