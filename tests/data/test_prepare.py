@@ -152,7 +152,7 @@ def test_a_clip_that_the_model_just_takes_and_just_not(small, tokenizer, ours, o
     config = small.replace(data={'max_text_tokens': ours}, model={'gpt': {'max_text_tokens': of_the_model}})
     encoder, clip = ClipEncoder(config, Fake(), tokenizer), Clip('x', 'aa', 'low', 'en', Path('x.wav'))
     limits = (7, 48), (8, 48), (7, 49)
-    assert [encoder._complaint(clip, [5] * tokens, codes) for tokens, codes in limits] == [
+    assert [encoder._problem(clip, [5] * tokens, codes) for tokens, codes in limits] == [
         None, 'the text has 8 tokens, more than 7', '49 codes, more than model.gpt.max_audio_codes 48']
 
 def test_mels_are_drawn_until_there_are_enough(corpus, small):
