@@ -234,8 +234,7 @@ REFUSED_KEYS = {   # key in any section -> why it does not exist here, and what 
     'shuffle_buffer_multiplier': 'there is no shuffle buffer, data.seed gives the order; leave it out',
     'pipeline_buffer_size': 'there is one buffer, data.prefetch_buffer_size; use that',
     'enhanced_gpu_prefetch': 'it is data.prefetch_to_gpu here; use that',
-    'optimize_cpu_gpu_overlap': 'batches are always made while the step runs; '
-                                'use data.prefetch_buffer_size',
+    'optimize_cpu_gpu_overlap': 'data.prefetch_buffer_size batches are always made ahead; use that',
     'use_tf_native_loading': 'reading is always native; leave it out',
     'pin_memory': 'TensorFlow pins what data.prefetch_to_gpu copies; leave it out',
     'cache_verification': 'a cache is checked whenever it is opened; leave it out',
@@ -250,7 +249,7 @@ REFUSED_KEYS = {   # key in any section -> why it does not exist here, and what 
     'mixed_precision': 'the precision is training.precision, float32 or bfloat16; use that',
     'gradient_accumulation_steps': 'it is training.accumulation here; use that',
     'max_memory_fraction': 'memory is limited in MiB, by xtts-nb configure --memory-limit; leave it out',
-    'kl_loss_weight': 'there is no such loss; use training.text_loss_weight',
+    'kl_loss_weight': 'training.text_loss_weight weights the two losses; use that',
 }
 
 # %% ../nbs/00_config.ipynb #b4471fce

@@ -180,8 +180,8 @@ class CoquiLoader(PeerLoader):
             text = batch['padded_text'][row, :batch['text_lengths'][row]]
             wav = batch['wav'][row, 0, :batch['wav_lengths'][row]]
             expected = load_audio(path, self.cache.config.model.audio.sample_rate)
-            share['text'] = max(share['text'], differing(text, self.cache.array('text', index[str(path)])))
-            share['wav'] = max(share['wav'], differing(wav, expected, 1e-4))
+            share['text'] = max(share['text'], differing_share(text, self.cache.array('text', index[str(path)])))
+            share['wav'] = max(share['wav'], differing_share(wav, expected, 1e-4))
         return share
 
 # %% ../../nbs/app/loaders.ipynb #4b23d91f
@@ -253,7 +253,7 @@ class DaliLoader(PeerLoader):
         for mel, frames, clip in zip(batch['mel'], batch['frames'].ravel(), batch['clip']):
             wav = load_audio(self.cache.wav_path(clip), self.audio.sample_rate)
             expected = log_mel_numpy(wav, self.audio.dvae_n_fft, self.audio)
-            share = max(share, differing(mel[:frames], expected, 5e-3))
+            share = max(share, differing_share(mel[:frames], expected, 5e-3))
         return {'mel': share}
 
 def _has_dali(python: str | Path) -> bool:

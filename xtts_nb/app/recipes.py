@@ -169,7 +169,7 @@ def convert_guide(
     for key, value in flat(values).items():
         name = _theirs(key)
         if name in REDUNDANT_KEYS and (REDUNDANT_KEYS[name] is None or value in REDUNDANT_KEYS[name]):
-            lines.append(f'{where}: {key} does nothing here: {REFUSED[name]}.')
+            lines.append(f'{where}: {key} does nothing here: {REFUSED_KEYS[name]}.')
         elif name and (ours := _converted(key, value, where)): moved.append((key, *ours))
         else: own[key] = value   # an unknown key is refused when the settings are checked
     for theirs, key, value in moved:
@@ -199,7 +199,7 @@ FLAGS = {   # option of xtts-nb train -> key
     'grad_accum': 'training.accumulation', 'enable_eager_debug': 'training.enable_eager_debug',
 }
 REFUSED_FLAGS = {   # option of another trainer -> why there is none here, and what to use
-    '--disable-tf-native-loading': REFUSED['use_tf_native_loading'],
+    '--disable-tf-native-loading': REFUSED_KEYS['use_tf_native_loading'],
     '--disable-cpu-gpu-overlap': 'batches are always made while the step runs; --prefetch-buffer-size 1 '
                                  'buffers the fewest',
     '--disable-static-shapes': 'shapes are always static, one for each of data.buckets; leave '

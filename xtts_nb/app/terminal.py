@@ -115,9 +115,9 @@ def start(**requested):   # arguments of `setup_devices`
     from xtts_nb.config import setup_tf
     setup_tf()
     from xtts_nb.devices import setup_devices
-    from xtts_nb.sampler import CPU_CARDS, stand_ins
-    if stand_ins():
-        print(f'{CPU_CARDS}: {stand_ins()} logical CPU devices stand in for GPUs.', file=sys.stderr)
+    from xtts_nb.sampler import CPU_CARDS, cpu_card_count
+    if cpu_card_count():
+        print(f'{CPU_CARDS}: {cpu_card_count()} logical CPU devices stand in for GPUs.', file=sys.stderr)
     return setup_devices(**requested)
 
 def table(title: str, rows: list[dict]) -> str:

@@ -364,7 +364,7 @@ class InFiles:
         self.rows = {kind: (tf.constant([p[kind][2] for p in parts], tf.int64),
                             tf.constant(getattr(cache, f'{kind}_start')[first], tf.int64),
                             parts[0][kind][0], parts[0][kind][1][1:]) for kind in kinds}
-        self.files = Held([np.memmap(p, np.uint8, 'c') for p in paths])
+        self.files = GraphArrays([np.memmap(p, np.uint8, 'c') for p in paths])
 
     def __call__(self, kind, first, count, width, around=False):
         "(B, width, ...) of the rows that begin at `first` (B,) and are `count` (B,) long."
@@ -426,7 +426,8 @@ def batches_of(
     "Batches of steps first, first + 1, ...; the same for any number of workers."
     if not device and data.prefetch_to_gpu and tf.config.list_logical_devices('GPU'): device = '/GPU:0'
     steps = tf.data.Dataset.range(first, 2**62 if last is None else last)
-    batches = steps.map(reader, num_parallel_calls=data.num_workers, deterministic=True).prefetch(data.prefetch_buffer_size)
+    batches = steps.map(reader, num_parallel_calls=data.num_workers, deterministic=True)
+    batches = batches.prefetch(data.prefetch_buffer_size)
     return batches.apply(tf.data.experimental.prefetch_to_device(device, 2)) if device else batches
 
 # %% ../../nbs/10_data_tf_native.ipynb #d7f09df3

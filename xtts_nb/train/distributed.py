@@ -34,7 +34,7 @@ from ..files import fingerprint
 from ..models.gpt import GPT
 from ..models.xtts import token_counts, XTTS
 from ..monitor.loop import to_device, wait_for
-from ..sampler import best_probe, card_environment, stand_ins, visible_ids
+from ..sampler import best_probe, card_environment, cpu_card_count, visible_ids
 from .runs import new_run
 from .step import Update, compile_step
 from .trainer import RESUMED_FIELDS, Trainer, epochs_to_steps
@@ -107,7 +107,7 @@ def find_workers(
 # %% ../../nbs/train/distributed.ipynb #4d38a2f8
 def visible_gpus() -> list[str]:
     "What `CUDA_VISIBLE_DEVICES` shows, else every GPU of this machine; or the logical CPU devices in their place."
-    names = visible_ids() if not stand_ins() else [str(i) for i in range(stand_ins())]
+    names = visible_ids() if not cpu_card_count() else [str(i) for i in range(cpu_card_count())]
     return [str(gpu.index) for gpu in best_probe(say=lambda _: None)().gpus] if names is None else names
 
 def deal_gpus(gpus: list[str], workers: int, each: int | None = None) -> list[str]:
