@@ -49,7 +49,7 @@ def open_audio(
     rate, fault = file.samplerate, None
     if rate * sample_rate > LARGEST_FILTER * gcd(rate, sample_rate)**2:
         fault = f'{rate} Hz have too small a common divisor with {sample_rate} Hz; convert it to 44100 Hz.'
-    if file.frames > 2**35: fault = 'its header has an impossible length; convert it again.'   # 18 days
+    if file.frames > 2**35: fault = 'its header gives no possible length; convert it again.'   # 18 days
     if not fault: return file
     file.close()
     raise UserError(f'{path}: {fault}')

@@ -102,6 +102,27 @@ class ClipEncoder:
         "(F, C) reference mel, each bin divided by its statistic."
         with tf.device('CPU'): return self.voice_mel(wav).numpy() / self.stats
 
+    def __call__(
+        self,
+        clip: Clip,
+        wav: np.ndarray | None,
+        known: dict | None = None,   # existing parts of the record, with `samples` if there is no wav
+    ) -> dict | Dropped:
+        "The record of a clip, or why it is dropped."
+        if clip.language not in self.tokenizer.languages:
+            return Dropped(clip.id, f'the tokenizer has no language {clip.language}')
+        known = known or {}
+        samples = known['samples'] if wav is None else len(wav)
+        ids = known['text'] if 'text' in known else self.tokenizer.encode(clip.text, clip.language)
+        count = -(-samples // self.samples_per_code)
+        if problem := self._problem(clip, ids, count): return Dropped(clip.id, problem)
+        record = {'text': ids, 'codes': np.zeros(0), 'mel': np.zeros((0, self.config.model.audio.n_mels))}
+        for kind, make in (('codes', self.codes), ('mel', self.mel)):
+            if kind in self.stored: record[kind] = known[kind] if kind in known else make(wav)
+        lengths = {'codes_length': count, 'text_length': len(ids),
+                   'mel_length': frame_count(samples, self.config.model.audio)}
+        return record | lengths | {'samples': samples}
+
 # %% ../../nbs/data/prepare.ipynb #0be530b0
 @patch
 def _problem(self: ClipEncoder, clip: Clip, ids: list[int], codes: int) -> str | None:
@@ -113,28 +134,6 @@ def _problem(self: ClipEncoder, clip: Clip, ids: list[int], codes: int) -> str |
     if len(ids) > limit: return f'the text has {len(ids)} tokens, more than {limit}'
     if codes > gpt.max_audio_codes:
         return f'{codes} codes, more than model.gpt.max_audio_codes {gpt.max_audio_codes}'
-
-@patch
-def __call__(
-    self: ClipEncoder,
-    clip: Clip,
-    wav: np.ndarray | None,
-    known: dict | None = None,   # existing parts of the record, with `samples` if there is no wav
-) -> dict | Dropped:
-    "The record of a clip, or why it is dropped."
-    if clip.language not in self.tokenizer.languages:
-        return Dropped(clip.id, f'the tokenizer has no language {clip.language}')
-    known = known or {}
-    samples = known['samples'] if wav is None else len(wav)
-    ids = known['text'] if 'text' in known else self.tokenizer.encode(clip.text, clip.language)
-    count = -(-samples // self.samples_per_code)
-    if problem := self._problem(clip, ids, count): return Dropped(clip.id, problem)
-    record = {'text': ids, 'codes': np.zeros(0), 'mel': np.zeros((0, self.config.model.audio.n_mels))}
-    for kind, make in (('codes', self.codes), ('mel', self.mel)):
-        if kind in self.stored: record[kind] = known[kind] if kind in known else make(wav)
-    lengths = {'codes_length': count, 'text_length': len(ids),
-               'mel_length': frame_count(samples, self.config.model.audio)}
-    return record | lengths | {'samples': samples}
 
 # %% ../../nbs/data/prepare.ipynb #d90415a3
 def is_plain(
