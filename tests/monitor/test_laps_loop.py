@@ -1,4 +1,4 @@
-"Phases of any loop: nothing is asked too early, the first step stands apart, and what breaks is named."
+"Phases of any loop: no result is fetched too early, the first step is left out, and errors name their place."
 import threading
 import time
 
@@ -33,8 +33,9 @@ def test_every_batch_is_trained_on_once_and_in_order():
                         callback=lambda n, result: called.append((n, float(result))))
     assert seen == list(range(13)) and called == [(i, float(i)) for i in range(13)]
     assert found.steps == 10 and len(found.spans) == 10 and not found.ended
-    assert set(found.to_dict()) == {'first_batch', 'first_step', 'steps', 'seconds', 'clips_per_s', 'au', 'cv', 'traces', 'ended',
-                                    'spent'} and list(found.spent) == ['wait', 'copy', 'step', 'callbacks']
+    assert set(found.to_dict()) == {'first_batch', 'first_step', 'steps', 'seconds', 'clips_per_s', 'au',
+                                    'cv', 'traces', 'ended', 'spent'}
+    assert list(found.spent) == ['wait', 'copy', 'step', 'callbacks']
     assert 0 < found.au <= 1
 
 
@@ -46,7 +47,7 @@ def test_the_loop_does_not_wait_for_a_lap():
     for batch in batches(3):
         results.append(Late(gate))
         lap.step(lambda b: {'loss': results[-1]}, batch)
-    assert lap.done == 3 and not lap.lines and results[0].asked == 0   # nobody asked for what is no end of a lap
+    assert lap.done == 3 and not lap.lines and results[0].asked == 0   # the interval goes on
     gate.set()
     lap.close()
     assert [line['step'] for line in lap.lines] == [2] and lap.lines[0]['loss'] == 1.
@@ -58,7 +59,8 @@ def test_the_first_step_of_a_shape_counts_nowhere():
         if batch.shape[0] not in slept: slept.append(batch.shape[0]); time.sleep(.3)   # as compiling would
         return tf.constant(1.)
     for n in (2, 2, 3, 3): lap.step(step, tf.ones(n))
-    assert lap.timer.interval.counted == 2 and lap.timer.interval.left_out >= .6 and lap.timer.interval.spent['step'] < .3
+    interval = lap.timer.interval
+    assert interval.counted == 2 and interval.left_out >= .6 and interval.spent['step'] < .3
     lap.close()
 
 
@@ -93,11 +95,12 @@ def test_each_lap_is_told_once_it_has_landed(clock):
     told, took = [], iter([4., .5, .5, .5, .5])
     lap = IntervalTimer(2, lambda line: told.append(dict(line)))
     for number in range(5):
-        lap.step(lambda batch, number: clock.sleep(next(took)) or {'loss': float(number)}, tf.ones((4, 2)), number)
+        work = lambda batch, number: clock.sleep(next(took)) or {'loss': float(number)}
+        lap.step(work, tf.ones((4, 2)), number)
         assert (lap.done, len(lap.lines)) == (number + 1, max(0, number // 2))
         clock.sleep(.25)
-    lap.send({'loss': 9.})
-    lap.send({'loss': 10.})   # the lap before has not landed yet
+    lap.end_interval({'loss': 9.})
+    lap.end_interval({'loss': 10.})   # the lap before has not landed yet
     lap.close()
     assert told == lap.lines
     assert [(line['step'], line['loss']) for line in told] == [(2, 1.), (4, 3.), (5, 9.), (5, 10.)]
@@ -167,7 +170,8 @@ def test_traces_are_counted():
 
 def test_lines_come_with_the_results():
     told = []
-    time_phases(batches(), lambda b: {'loss': b[0], 'state': b}, steps=20, every=5, warmup=4, report=told.append)
+    step = lambda b: {'loss': b[0], 'state': b}
+    time_phases(batches(), step, steps=20, every=5, warmup=4, report=told.append)
     assert [line['step'] for line in told][-1] == 24 and told[-1]['loss'] == 23. and 'state' not in told[-1]
     assert {'au', 'clips_per_s', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'} <= set(told[-1])
 
@@ -219,7 +223,8 @@ class Asked:
 def test_waiting_without_tensors_returns_at_once(results): assert wait_for(results) is None
 
 
-@pytest.mark.parametrize('around', [lambda r: r, lambda r: {'loss': r}, lambda r: (tf.ones(3), r), lambda r: [r, None]])
+@pytest.mark.parametrize('around', [lambda r: r, lambda r: {'loss': r}, lambda r: (tf.ones(3), r),
+                                    lambda r: [r, None]])
 def test_waiting_asks_a_result_in_any_structure(around):
     asked = []
     wait_for(around(Asked(asked)))
@@ -228,8 +233,9 @@ def test_waiting_asks_a_result_in_any_structure(around):
 
 def fitted(phases, **options):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.layers.Input([8]), keras.layers.Dense(4, activation='tanh'), keras.layers.Dropout(.2),
-                              keras.layers.Dense(1)])
+    layers = keras.layers
+    model = keras.Sequential([layers.Input([8]), layers.Dense(4, activation='tanh'), layers.Dropout(.2),
+                              layers.Dense(1)])
     model.compile('adam', 'mse', **options)
     class Apart(keras.callbacks.Callback):
         why = None
@@ -237,15 +243,17 @@ def fitted(phases, **options):
         def on_train_end(self, logs=None): phases and phases.end()
     x, apart = np.random.default_rng(0).normal(size=(70, 8)).astype('float32'), Apart()
     weights = np.linspace(0, 1, 70)
-    history = model.fit(x, x[:, :1], batch_size=16, epochs=2, verbose=0, sample_weight=weights, callbacks=[apart]).history['loss']
-    return history, apart.why, model
+    history = model.fit(x, x[:, :1], batch_size=16, epochs=2, verbose=0, sample_weight=weights,
+                        callbacks=[apart])
+    return history.history['loss'], apart.why, model
 
 
 def test_fit_learns_the_same_when_taken_apart():
     phases = FitPhases(every=2)
     (apart, why, model), (whole, _, _) = fitted(phases), fitted(None)
     np.testing.assert_allclose(apart, whole, rtol=1e-5)
-    assert why is None and phases.laps.lines[-1]['step'] == 10 and 'wait_ms' in phases.laps.lines[-1]
+    line = phases.intervals.lines[-1]
+    assert why is None and line['step'] == 10 and 'wait_ms' in line
     assert not isinstance(model.train_function, FitPhases)   # put back
     model.fit(np.ones((4, 8)), np.ones(4), verbose=0)
 
@@ -253,7 +261,7 @@ def test_fit_learns_the_same_when_taken_apart():
 def test_fit_that_cannot_be_taken_apart_says_why():
     phases = FitPhases()
     history, why, _ = fitted(phases, steps_per_execution=2)
-    assert 'several steps' in why and len(history) == 2 and not phases.laps.lines
+    assert 'several steps' in why and len(history) == 2 and not phases.intervals.lines
 
 
 @pytest.mark.parametrize('change, why', [

@@ -9,9 +9,9 @@ from clock import Clock
 from xtts_nb.monitor import loop as phases
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor.loop import (
-    TF_FUNCTION, _LARGE, Call, Iteration, StepEvents, SyncHooks, as_user_error, batch_of_each_shape,
-    batch_rows, compute_seconds, covered_seconds, emulated_step, find_cycle, first_batches, first_step,
-    open_dataset, period, run_iterations, shapes_of, variation, with_timeout)
+    HOOKED, TF_FUNCTION, _LARGE, Call, Iteration, StepEvents, SyncHooks, as_user_error, batch_of_each_shape,
+    batch_rows, compute_seconds, covered_seconds, emulated_step, find_cycle, first_batches,
+    first_step, missing_hooks, open_dataset, period, run_iterations, shapes_of, variation, with_timeout)
 
 setup_tf(threads=2)
 
@@ -45,7 +45,7 @@ def test_only_a_blocking_device_makes_the_host_wait(blocking):
     assert bool(result)
 
 
-# Doors
+# Hooks
 
 def test_the_calls_of_a_step_are_noted_with_their_time(clock):
     "A function takes half a second while it is traced, and a quarter of one for its Python."
@@ -92,7 +92,8 @@ def test_what_tensorflow_fetches_for_itself_is_no_sync_of_the_step():
         with tf.GradientTape() as tape: loss = tf.reduce_mean(w**2)
         tape.gradient(loss, w)
     assert events.syncs == 0
-    with SyncHooks() as hooks, hooks.step() as events: float(loss), loss.numpy(), f'{loss:.2f}', bool(loss > 0)
+    with SyncHooks() as hooks, hooks.step() as events:
+        float(loss), loss.numpy(), f'{loss:.2f}', bool(loss > 0)
     assert events.syncs == 4
 
 
@@ -100,8 +101,8 @@ def test_large_pieces_are_copies_and_small_ones_are_syncs(clock):
     "To fetch takes 1/4 s; the detour goes from the first large piece fetched to the last handed over."
     large, small = np.ones(_LARGE, np.uint8), np.ones(_LARGE - 1, np.uint8)
     with SyncHooks() as hooks:
-        fetch = hooks._fetch
-        hooks._fetch = lambda tensor: (clock.sleep(.25), fetch(tensor))[1]
+        fetch = hooks._original['fetch']
+        hooks._original['fetch'] = lambda tensor: (clock.sleep(.25), fetch(tensor))[1]
         data, scalar = [tf.constant(large), tf.constant(small)], tf.constant(1.)
         with hooks.step() as only_up: tf.constant(large), tf.constant(small), tf.constant(2.)
         with hooks.step() as only_down: data[0].numpy()
@@ -130,7 +131,19 @@ def test_doors_hang_as_before_after_a_failure():
     assert type(tf.function(lambda: 0)).__call__ is before and hooks.events is None
 
 
-# Turns of a loop
+def test_functions_that_tensorflow_lacks_are_not_counted(monkeypatch):
+    lacking = {'fetch': ('host syncs', 'tensorflow.python.framework.ops:NoTensor', '_numpy'),
+               'convert': ('copies', 'tensorflow.python.framework.constant_op', 'no_function'),
+               'run_python': ('Python', 'tensorflow.python.no_module', '__call__')}
+    monkeypatch.setattr(phases, 'HOOKED', HOOKED | lacking)
+    with SyncHooks() as hooks, hooks.step() as events: tf.function(lambda x: x + 1)(tf.ones(2)).numpy()
+    assert len(events.calls) == 1 and events.syncs == 0
+    assert [line.partition(':')[0] for line in missing_hooks()] == ['host syncs', 'copies', 'Python']
+    monkeypatch.undo()
+    assert missing_hooks() == []
+
+
+# Iterations of a loop
 
 def test_rows_and_shapes_of_any_structure():
     assert batch_rows({'a': np.zeros((3, 2))}) == 3 and batch_rows((tf.ones(5), 1)) == 5
@@ -148,7 +161,8 @@ def test_a_turn_waits_for_the_step_before_the_last(clock, monkeypatch):
     assert waited == list('abcd')
     # the last one ends when nothing is left to do
     expected = [(0., .75), (.75, 1.5), (1.5, 2.375), (2.375, 3.5)]
-    assert some == [Iteration(100 + begun, .25, .5, 100 + ended, StepEvents(), ((3, 2),)) for begun, ended in expected]
+    assert some == [Iteration(100 + begun, .25, .5, 100 + ended, StepEvents(), ((3, 2),))
+                    for begun, ended in expected]
 
 
 @pytest.mark.parametrize('seconds, at_least, there, count', [
@@ -156,7 +170,8 @@ def test_a_turn_waits_for_the_step_before_the_last(clock, monkeypatch):
     (99., 4, 0, 0)])
 def test_turns_end_with_their_time_their_number_or_the_data(clock, seconds, at_least, there, count):
     batches = clock.each([.25] * there, 1.)
-    assert len(run_iterations(batches, lambda batch: clock.sleep(.5), at_most=6, seconds=seconds, at_least=at_least)) == count
+    step = lambda batch: clock.sleep(.5)
+    assert len(run_iterations(batches, step, at_most=6, seconds=seconds, at_least=at_least)) == count
     assert sum(1 for _ in batches) == max(0, there - count)   # no batch is fetched in vain
 
 
@@ -186,7 +201,7 @@ def test_rhythm(seconds, expected):
 
 
 def test_a_rhythm_in_noise_is_a_correlation():
-    "Against the formula: the mean product of times so far apart, over their mean square, without their trend."
+    "Against the formula: the mean product of times that far apart, over their mean square, without trend."
     times = 10 + np.random.default_rng(0).normal(0, 1, 60) + [2.5, 0, 0, 0, 0] * 12
     x, at = times - times.mean(), np.arange(60) - 29.5
     x = x - at * (at @ x) / (at @ at)

@@ -10,9 +10,9 @@ from tensorflow.python.framework import op_def_registry
 from xtts_nb.monitor import loop as pipeline
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.loop import (
-    CALLS_INPUT, Stage, cores, dataset_graph, tf_sleep, drain, host_part, max_parallel_calls,
-    prefetch_on_device, operations, python_operations, stage_seconds, stages, steady_mean,
-    with_parallel_calls)
+    CALLS_INPUT, Stage, cores, dataset_graph, drain, host_part, max_parallel_calls, operations,
+    prefetch_on_device, python_operations, stage_seconds, stages, steady_mean,
+    tf_sleep, with_parallel_calls)
 
 setup_tf(threads=2)
 
