@@ -9,8 +9,8 @@ from clock import Clock
 from xtts_nb.monitor import diagnose as costs
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.diagnose import (
-    Measured, Round, compiled_by_shape, repeat_if_finite, measure_training, one_round, predict_gain,
-    count_rebuilds)
+    Measured, Round, compiled_by_shape, count_rebuilds, measure_training, one_round, predict_gain,
+    repeat_if_finite)
 from xtts_nb.monitor.loop import Call, SyncHooks, StepEvents, Iteration, host_part
 
 setup_tf(threads=2)
@@ -169,7 +169,7 @@ def test_the_first_step_is_noted():
 
 
 def loop(length, waits, traced=(), shapes='aaaaaa'):
-    "Turns that begin every so many seconds; a compiled call takes half a second, some are traced in 2 s."
+    "Iterations begin every so many seconds; a compiled call takes half a second, or 2 s if it is traced."
     return [turn(length * i, w, 4. if s == 'c' else 1., length * (i + 1),
                  [(.5,), *([(2., True)] if i in traced else [])], s)
             for i, (w, s) in enumerate(zip(waits, shapes))]
@@ -195,7 +195,7 @@ def test_the_best_of_the_rounds_is_summed_up():
 
 def test_a_single_round_of_a_step_that_is_not_compiled():
     alone = [turn(i, 0., .125, i + 1., [(.25,)]) for i in range(6)]
-    m = costs._summed_up([Round(LAST.loop, LAST.pulls, alone, 0., 0.)], [np.zeros((7, 2))], 3., None)
+    m = costs._summed_up([Round(LAST.loop, LAST.batch_seconds, alone, 0., 0.)], [np.zeros((7, 2))], 3., None)
     assert (m.loop, m.compute, m.compiled, m.own, m.cycle) == (3.125, 1., False, 0., 0)
     m = costs._summed_up([LAST], [7], 3., 2.)   # longer than the step that it is a part of
     assert (m.compute, m.rows) == (1., None)
@@ -206,6 +206,7 @@ def test_a_real_measurement_tells_the_parts_apart():
     compiled = tf.function(lambda b: (tf.reduce_sum(b), tf.reduce_max(b)))
     rows = tf.data.Dataset.range(40).map(lambda i: tf.numpy_function(np.float32, [i], tf.float32))
     data = rows.map(lambda x: tf.ensure_shape(tf.fill([tf.cast(x, tf.int32) % 2 + 3, 4], x), [None, 4]))
-    m, resident, calls = measure_training(data, lambda b: [x.numpy() for x in compiled(b)], batches=8, seconds=1.)
+    step = lambda b: [x.numpy() for x in compiled(b)]
+    m, resident, calls = measure_training(data, step, batches=8, seconds=1.)
     assert (m.shapes, m.syncs, m.traces, m.rebuilt, m.compiled, m.rows, m.batches) == (2, 2, 0, 1, True, 3, 8)
     assert len(resident) == 4 and len(calls) == 1 and m.python > 0 and 0 < m.compute <= m.step

@@ -1,4 +1,5 @@
 "Diagnosis: what is asked of the rules, the order of findings, remedies that are tried, and whole trainings."
+import ast
 import json
 import re
 import subprocess
@@ -13,8 +14,8 @@ from clock import Clock
 from xtts_nb.monitor import diagnose as costs, diagnose as rules, diagnose as diagnosis
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor.diagnose import (
-    Measured, Diagnosis, RemedyTrial, _ranked, _shares, apply_remedies, compare_loops, diagnose, MIN_GAIN,
-    Finding)
+    MIN_GAIN, Diagnosis, Finding, Measured, RemedyTrial, _ranked, _shares, apply_remedies, compare_loops,
+    diagnose)
 from xtts_nb.monitor.loop import tf_sleep, stages
 
 setup_tf(threads=2)
@@ -48,7 +49,7 @@ def test_shares_of_the_wall_time(more, shares): assert tuple(_shares(measured(**
 
 @pytest.fixture
 def asked(monkeypatch):
-    "A training whose measurement and findings the test states; notes what is timed, and the case of the rules."
+    "A training whose measurement and findings the test states; notes what is timed, and the rules' case."
     class Asked:
         def __init__(self):
             self.m, self.input, self.step, self.staged, self.cases = measured(), [], [], [], []
@@ -70,7 +71,8 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize('found, expected', [
-    ([None, None], ['input-bound']), ([finding('a', 2.), None], ['a']), ([None, finding('a', MIN_GAIN)], ['a']),
+    ([None, None], ['input-bound']), ([finding('a', 2.), None], ['a']),
+    ([None, finding('a', MIN_GAIN)], ['a']),
     ([finding('a', 1.1), None], ['input-bound'])])
 def test_where_no_rule_says_why_the_input_is_slow_it_is_said_to_be_slow(asked, found, expected):
     asked.input = found
@@ -84,7 +86,7 @@ def test_what_is_worth_a_change_is_reported(asked):
     assert [f.disease for f in verdict] == ['d', 'a', 'b'] and len(verdict) == 3 and verdict[1].disease == 'a'
     assert {id(c) for c in asked.cases} == {id(asked.cases[0])} and len(asked.cases) == 5
     c = asked.cases[0]
-    assert (c.dataset, c.step, c.m, c.python, c.until, c.calls) == ([1, 2], print, asked.m, None, 114., [])
+    assert (c.dataset, c.step, c.m, c.python, c.deadline, c.calls) == ([1, 2], print, asked.m, None, 114., [])
     assert (verdict.seconds, verdict.bound, verdict.slow_stage) == (30., 'input-bound', None)
 
 
@@ -257,11 +259,23 @@ def test_a_step_that_fails_is_named():
         diagnose(tf.data.Dataset.range(9), lambda b: 1 / 0)
 
 
+def test_what_this_tensorflow_lacks_is_not_seen(asked, monkeypatch):
+    monkeypatch.setattr(diagnosis, 'missing_hooks', lambda: ['host syncs: none'])
+    assert asked().unseen == ['host syncs: none']
+
+
+def test_import_loads_no_room_above():
+    program = 'import sys, xtts_nb.monitor.diagnose; print([m for m in sys.modules if "xtts_nb." in m])'
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+    loaded = {m.split('.')[1] for m in ast.literal_eval(done.stdout.splitlines()[-1])}
+    assert 'monitor' in loaded and not loaded & {'data', 'models', 'train'}
+
+
 @pytest.mark.slow
 def test_data_that_never_comes_does_not_keep_the_process():
     program = ('import time, tensorflow as tf; from xtts_nb.monitor.diagnose import diagnose\n'
                'def never():\n    time.sleep(10**6); yield 1.\n'
-               'diagnose(tf.data.Dataset.from_generator(never, output_signature=tf.TensorSpec([], tf.float32)), '
-               'lambda b: b, timeout=1)')
+               'data = tf.data.Dataset.from_generator(never, output_signature=tf.TensorSpec([]))\n'
+               'diagnose(data, lambda b: b, timeout=1)')
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and 'gave no batch within 1 s' in done.stderr.splitlines()[-1]

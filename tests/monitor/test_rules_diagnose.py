@@ -10,7 +10,7 @@ from clock import Clock
 from xtts_nb.monitor import diagnose as rules
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.diagnose import (
-    Measured, SMALL_FILE, MIN_GAIN, Case, Finding, changed_arguments, merge_batches, matrix_products,
+    MIN_GAIN, SMALL_FILE, Case, Finding, Measured, changed_arguments, matrix_products, merge_batches,
     pad_to_few_shapes)
 from xtts_nb.monitor.loop import Call, Stage, host_part, stages
 
@@ -121,8 +121,9 @@ def test_the_evidence_of_files():
         c = case([(stage('Map', None, 'ReadFile', elements=4), .02)], resident=[np.zeros(4 * size, np.uint8)],
                  busy=1.)
         assert bool(rules.find_small_files(c)) == found
-    assert 'Map reads files and waits 20.0 ms of the 30.0 ms' in rules.find_slow_disk(case([(READ, .02)])).evidence
-    assert 'a step 10.0 ms; stage Map takes 20.0 ms of it' in rules.find_input_bound(case([(READ, .02)])).evidence
+    c = case([(READ, .02)])
+    assert 'Map reads files and waits 20.0 ms of the 30.0 ms' in rules.find_slow_disk(c).evidence
+    assert 'a step 10.0 ms; stage Map takes 20.0 ms of it' in rules.find_input_bound(c).evidence
     assert rules.find_input_bound(case()).evidence == 'a batch takes 30.0 ms, a step 10.0 ms'
 
 
@@ -195,7 +196,8 @@ SOURCE = tf.data.Dataset.range(4).map(lambda i: i)
     (SOURCE, dict(variation=.6, cycle=2), 'oscillation', 4), (SOURCE, dict(variation=.6), 'oscillation', 4),
     (SOURCE, dict(loop=.01, wait=0.), None, None)])
 def test_a_buffer_where_one_is_missing(dataset, more, disease, depth):
-    found = rules.find_missing_prefetch(case(dataset=dataset, **dict(loop=.018, pipeline=.008, wait=.008) | more))
+    c = case(dataset=dataset, **dict(loop=.018, pipeline=.008, wait=.008) | more)
+    found = rules.find_missing_prefetch(c)
     assert (found and found.disease) == disease
     if not found: return
     assert gain(found) == pytest.approx(1.8) and found.remedy.startswith(f'prefetch({depth}) ')
@@ -291,7 +293,8 @@ def test_rebuilding_is_noted():
 STEP = dict(loop=.012, pipeline=.004, wait=.002)   # half of the pipeline hides behind the step
 
 @pytest.mark.parametrize('rule, more, expected', [
-    ('find_host_sync', dict(STEP), None), ('find_host_sync', dict(STEP, compute=.004, syncs=2., sync=.005), 2.4),
+    ('find_host_sync', dict(STEP), None),
+    ('find_host_sync', dict(STEP, compute=.004, syncs=2., sync=.005), 2.4),
     ('find_host_sync', dict(STEP, compute=.004, syncs=2., sync=.009), 3.),
     ('find_device_copy', dict(STEP, compute=.004, down=1e6, detour=.005), None),
     ('find_device_copy', dict(STEP, compute=.004, up=1e6, detour=.005), None),
@@ -323,15 +326,16 @@ def test_what_costs_nothing_here_is_noted():
         assert all(words in note for words in said), note
 
 
-@pytest.mark.parametrize('rule',
-                         ['find_python_in_pipeline', 'find_single_threaded_map', 'find_missing_prefetch', 'find_host_sync',
-                          'find_device_copy'])
+@pytest.mark.parametrize('rule', [
+    'find_python_in_pipeline', 'find_single_threaded_map', 'find_missing_prefetch', 'find_host_sync',
+    'find_device_copy'])
 @pytest.mark.parametrize('promised, worth', [(MIN_GAIN, True), (math.nextafter(MIN_GAIN, 0), False)])
 def test_a_gain_of_exactly_so_much_is_worth_a_change(trial, monkeypatch, rule, promised, worth):
     monkeypatch.setattr(rules, 'predict_gain', lambda m, **change: promised)
     c = case([(stage(), .02)], graph=1, syncs=1., down=1e6, up=1e6)
     assert bool(getattr(rules, rule)(c)) == worth
-    assert len(c.notes) == (not worth and rule in ('find_python_in_pipeline', 'find_host_sync', 'find_device_copy'))
+    noted = 'find_python_in_pipeline', 'find_host_sync', 'find_device_copy'
+    assert len(c.notes) == (not worth and rule in noted)
 
 
 # Trials
@@ -455,7 +459,8 @@ def test_functions_take_turns(monkeypatch, seconds, at_most, rounds):
     def arm(name, times): return lambda: (calls.append(name), clock.sleep(next(times)))
     # each round takes 1 s, the first one apart
     first, second = [.25, .75, .5, *[.75] * 9], [.75, .25, .5, *[.25] * 9]
-    assert rules.best_interleaved([arm('a', iter(first)), arm('b', iter(second))], seconds, at_most) == [.5, .25]
+    arms = [arm('a', iter(first)), arm('b', iter(second))]
+    assert rules.best_interleaved(arms, seconds, at_most) == [.5, .25]
     assert calls == ['a', 'b'] * (1 + rounds)
     assert rules.best_interleaved([lambda: clock.sleep(2.)], 0.) == [2.]
 
