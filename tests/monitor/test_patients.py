@@ -14,7 +14,7 @@ import tensorflow as tf
 from xtts_nb.monitor import patients, loop as phases
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.patients import (
-    PATIENTS, ROWS, WIDTH, Patient, patient_totals, total_lines, run_patient, run_patients)
+    PATIENTS, ROWS, WIDTH, Patient, patient_totals, run_patient, run_patients, total_lines)
 from xtts_nb.monitor.loop import TF_FUNCTION, SyncHooks, stages
 from xtts_nb.monitor.diagnose import Finding
 
@@ -28,7 +28,7 @@ def compressed(samples: bytes) -> bytes: return gzip.compress(samples, 1)
 
 @pytest.fixture(autouse=True)
 def alike(monkeypatch, tmp_path):
-    "The same machine everywhere: three cores, folders that are removed, and files compressed once and quickly."
+    "The same machine everywhere: three cores, folders that are removed, files compressed once and quickly."
     folders = (tmp_path / str(i) for i in itertools.count())
     def mkdtemp():
         folder = next(folders)
@@ -40,7 +40,7 @@ def alike(monkeypatch, tmp_path):
 
 
 def said(dataset) -> str:
-    "A pipeline in words: the shape of its batches; its stages, with calls at a time, buffer, and what they do."
+    "A pipeline in words: the shape of its batches; its stages with parallel calls, buffer, and what they do."
     does = {'SleepDataset': 'sleeps', 'PyFunc': 'calls Python', 'ReadFile': 'reads'}
     words = []
     for s in stages(dataset):
@@ -65,7 +65,8 @@ PIPELINES = {
     'oversubscription': ('(None, 8) Range > Zip > ParallelMap x96 sleeps > Batch > Prefetch 2',
                          '(None, 8) Range > Zip > ParallelMap x3 sleeps > Batch > Prefetch 2'),
     'retracing': ('(16, 64) Tensor > Repeat > Prefetch 2',),
-    'oscillation': ('(16, 8) Range > FlatMap sleeps > Prefetch 1', '(16, 8) Range > FlatMap sleeps > Prefetch 12'),
+    'oscillation': ('(16, 8) Range > FlatMap sleeps > Prefetch 1',
+                    '(16, 8) Range > FlatMap sleeps > Prefetch 12'),
     'device copy in step': ('(16, 4096) Tensor > Repeat > Prefetch 2',),
     'real: numpy_function': ('(16, 16384) TensorSlice > Repeat > Map calls Python > Batch > Prefetch 2',
                              '(16, 16384) TensorSlice > Repeat > Map > Batch > Prefetch 2'),
@@ -75,8 +76,9 @@ PIPELINES = {
                           '(16, 1024) Tensor > Repeat > Map > Prefetch 2'),
     'real: input-bound': ('(None, 512) Range > ParallelMap x3 > Batch > Prefetch 2',
                           '(None, 512) Range > ParallelMap x3 > Cache > Batch > Prefetch 2'),
-    'real: many small files': ('(None, 1024) TensorSlice > Repeat > ParallelMap x3 reads > Batch > Prefetch 2',
-                               '(256, 1024) TensorSlice > TFRecord > Repeat > Batch > Map > Prefetch 2'),
+    'real: many small files': (
+        '(None, 1024) TensorSlice > Repeat > ParallelMap x3 reads > Batch > Prefetch 2',
+        '(256, 1024) TensorSlice > TFRecord > Repeat > Batch > Map > Prefetch 2'),
     'real: variable shapes': ('(16, None, 64) Range > Map > Prefetch 2',),
     'real: retracing': ('(64, 256) Tensor > Repeat > Prefetch 2',),
     'real: host sync per step': ('(16, 256) Tensor > Repeat > Prefetch 2',),
@@ -86,7 +88,8 @@ PIPELINES = {
     'real: float64': ('(512, 1024) Tensor > Repeat > Prefetch 2',),
     'healthy pipeline': ('(16, 8) Range > ParallelMap x16 sleeps > Batch > Prefetch 2',),
     'healthy files': (
-        '(16, 64) TensorSlice > Shuffle 4 > Repeat > ParallelInterleave x4 > ParallelMap x4 > Batch > Prefetch 2',),
+        '(16, 64) TensorSlice > Shuffle 4 > Repeat > ParallelInterleave x4 > ParallelMap x4 > Batch > '
+        'Prefetch 2',),
     'healthy products': ('(512, 1024) Tensor > Repeat > Prefetch 2',)}
 
 def test_every_patient_is_described(): assert list(PIPELINES) == [p.name for p in PATIENTS]
@@ -356,7 +359,8 @@ def test_a_visit(monkeypatch, found, healthy, row):
     assert asked == [('data', 1, 12, 8.),
                      *([] if healthy else [({'sick': ('data', 1), 'cured': ('other', 2)}, 12, 2.)])]
     done = []
-    assert run_patients([patient] * 2, 12, 8., lambda *n: done.append(n)) == [seen] * 2 == run_patients([patient] * 2, 12, 8.)
+    rows = run_patients([patient] * 2, 12, 8., lambda *n: done.append(n))
+    assert rows == [seen] * 2 == run_patients([patient] * 2, 12, 8.)
     assert done == [(1, 2), (2, 2)]
 
 
