@@ -31,7 +31,8 @@ def recorded(tmp_path_factory):
 
 def test_own_times_leave_out_what_runs_inside():
     event = lambda kind, start, length: SimpleNamespace(metadata_id=kind, offset_ps=start, duration_ps=length)
-    line = SimpleNamespace(events=[event(2, 10, 30), event(1, 0, 100), event(3, 15, 5), event(2, 50, 20), event(4, 100, 7)])
+    line = SimpleNamespace(events=[event(2, 10, 30), event(1, 0, 100), event(3, 15, 5), event(2, 50, 20),
+                                   event(4, 100, 7)])
     assert own_times(line) == {1: 50, 2: 45, 3: 5, 4: 7}
     together = SimpleNamespace(events=[event(2, 0, 30), event(1, 0, 100), event(3, 10, 5), event(4, 20, 5)])
     assert own_times(together) == {1: 70, 2: 20, 3: 5, 4: 5}
@@ -54,7 +55,8 @@ def plane(name, kinds, **lines):
                for line, some in lines.items()])
 
 HOST = plane('/host:CPU', ['MatMul:MatMul', 'ThreadpoolListener::Record', 'x:AddV2', ''], python=[
-    (1, 0, 10**9), (0, 0, 4 * 10**8), (2, 5 * 10**8, 10**8), (3, 7 * 10**8, 10**8)], other=[(0, 0, 123_456_789)])
+    (1, 0, 10**9), (0, 0, 4 * 10**8), (2, 5 * 10**8, 10**8), (3, 7 * 10**8, 10**8)],
+    other=[(0, 0, 123_456_789)])
 CARD = plane('/device:GPU:1', ['gemm<4>(int)', 'function_copy', ''],
              Stream_7=[(0, 0, 3 * 10**9), (1, 3 * 10**9, 10**9)],
              Stream_8=[(0, 0, 2 * 10**9)], Steps=[(1, 0, 10**12)])
@@ -73,7 +75,8 @@ def test_kernels_of_the_gpu_or_operations_of_the_host(monkeypatch, planes, at_mo
 
 
 @pytest.mark.parametrize('name, short', [
-    ('void cutlass::Kernel<int, 4>(float*)', 'void cutlass::Kernel'), ('MatMul:MatMul', 'MatMul'), ('a/b/Add_1:AddV2', 'AddV2'),
+    ('void cutlass::Kernel<int, 4>(float*)', 'void cutlass::Kernel'), ('MatMul:MatMul', 'MatMul'),
+    ('a/b/Add_1:AddV2', 'AddV2'),
     ('loop_fusion.3', 'loop_fusion.3'), ('step#id=4#', 'step')])
 def test_names_of_kernels(name, short): assert traces._kernel_name(name) == short
 
@@ -233,12 +236,14 @@ def test_a_real_tensorboard_shows_curves_and_the_trace(recorded):
     with TensorBoard(recorded) as board:
         listed = json.loads(board.get('data/plugins_listing'))
         assert listed['scalars']['enabled'] and listed['profile']['enabled']
-        assert json.loads(board.get('data/plugin/scalars/tags')) == {'.': {'loss': {'displayName': '', 'description': ''}}}
+        tags = json.loads(board.get('data/plugin/scalars/tags'))
+        assert tags == {'.': {'loss': {'displayName': '', 'description': ''}}}
         (run,) = json.loads(board.get('data/plugin/profile/runs'))
         tools = json.loads(board.get(f'data/plugin/profile/run_tools?run={run}'))
         assert {'overview_page', 'framework_op_stats'} <= set(tools)
         (host,) = json.loads(board.get(f'data/plugin/profile/hosts?run={run}&tag=framework_op_stats'))
-        assert b'MatMul' in board.get(f'data/plugin/profile/data?run={run}&tag=framework_op_stats&host={host["hostname"]}')
+        statistics = f'run={run}&tag=framework_op_stats&host={host["hostname"]}'
+        assert b'MatMul' in board.get(f'data/plugin/profile/data?{statistics}')
         process = board.process
     assert process.poll() is not None and board.process is None
 
@@ -249,6 +254,6 @@ def test_tensorboard_on_a_port_that_is_taken(tmp_path):
         taken.bind(('127.0.0.1', 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f'127.0.0.1:{port}: cannot be listened at .* choose another port'):
+        with pytest.raises(UserError, match=f'127.0.0.1:{port}: cannot be listened at .* another port'):
             TensorBoard(tmp_path, port=port).start()
     assert free_port(port) == port and free_port() > 1024
