@@ -50,7 +50,8 @@ def test_a_device_can_be_picked_where_there_are_several():
         ('1', '', 'GPU 1')]
     assert 'all devices' not in monitoring._widgets(['GPU 0'])[0].children[0].value
     frame = live_html(TRACE)
-    assert frame.count('class="dev dev-1"') == 1 and 'class="reading dev dev-1"' in frame   # its curve and its line
+    # its curve and its line
+    assert frame.count('class="dev dev-1"') == 1 and 'class="reading dev dev-1"' in frame
 
 
 def live(trace, **kwargs):
@@ -100,7 +101,8 @@ def test_a_pushed_tensor_is_read_only_when_drawn():
     with view as it:
         for _ in range(100): it.update(loss=value)
         assert value.read == 0
-    assert value.read > 0 and view.summary['values'] == {'loss': '2'} and [loss for _, loss in view.losses] == [2.]
+    assert value.read > 0 and view.summary['values'] == {'loss': '2'}
+    assert [loss for _, loss in view.losses] == [2.]
 
 
 @pytest.mark.parametrize('kind', [float, np.float32])
@@ -400,7 +402,8 @@ def test_monitor_jsonl(tmp_path):
     summary, *_ = watched(probe=probe, log_file=log)
     assert written == list(range(7)) and 'gönne' in log.read_text(encoding='utf-8')   # each line at once
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [Sample.from_dict(r) for r in rows] == [*TRACE, broken] and all(r['date'].endswith('+00:00') for r in rows)
+    assert [Sample.from_dict(r) for r in rows] == [*TRACE, broken]
+    assert all(r['date'].endswith('+00:00') for r in rows)
     assert summary['log_file'] == str(log) and summary['gaps'] == 1
 
 
@@ -411,8 +414,8 @@ def test_monitor_csv_has_a_line_per_device(tmp_path):
     assert [r['device'] for r in rows] == ['GPU 0', 'GPU 1', 'CPU'] * 5 + ['']
     assert [r['utilisation'] for r in rows[:3]] == ['90.0', '0.0', '40.0'] and rows[0]['process'] == ''
     assert ','.join(rows[0]) == (
-        'date,time,device,name,utilisation,process,memory_used,memory_total,process_memory,disk_read,disk_write,power,'
-        'temperature,clock,sm_active,tensor_active,memory_active,from_host,to_host,error')
+        'date,time,device,name,utilisation,process,memory_used,memory_total,process_memory,disk_read,'
+        'disk_write,power,temperature,clock,sm_active,tensor_active,memory_active,from_host,to_host,error')
     assert rows[-1]['error'] == 'x: gone' and rows[-1]['time'] == '9.0'
 
 

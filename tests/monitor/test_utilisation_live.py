@@ -23,7 +23,7 @@ def moment(i, gpus=2):
 TRACE, ON_CPU = [moment(i) for i in range(5)], [moment(i, gpus=0) for i in range(5)]
 
 
-# --- which curves, and what they are called ------------------------------------------------------------------------
+# which curves, and what they are called
 
 def test_what_stands_behind():
     "The CPU behind the GPUs, this process behind the CPU."
@@ -67,7 +67,7 @@ def test_a_picture_has_64_colours():
     assert image.format == 'PNG' and image.size == (200, 100) and len(image.getcolors()) == 64
 
 
-# --- the picture ---------------------------------------------------------------------------------------------------
+# the picture
 
 def test_a_curve_for_each_device_and_its_mean():
     gap = [*TRACE, Sample(5., (GPU(0, 'Card', None), GPU(1, 'Card', None)))]
@@ -141,13 +141,15 @@ def test_losses_and_phases_stand_beside():
     assert plot_samples(TRACE, losses=losses).axes[1].get_title('left') == ''
 
 def test_letters_and_lines_are_small_beside_the_curves():
-    figure = plot_samples(TRACE, marks=[(0., 'mark')], note='note', losses=[(0., 3.), (1., 2.)], phases={'wait': 1.})
+    figure = plot_samples(TRACE, marks=[(0., 'mark')], note='note', losses=[(0., 3.), (1., 2.)],
+                          phases={'wait': 1.})
     curve, bar, main = figure.axes
     assert {t.get_text(): t.get_fontsize() for t in figure.findobj(Text) if t.get_text()} == {
         'loss': 9, 'wait': 7, 'a step of the host: 1 ms': 8, 'GPU 0 and 1: Card': 9, ' mark': 7, 'note': 8,
         'utilisation (%)': 10, 'time (s)': 10, 'CPU': 8, 'GPU 0, mean 90 %': 8, 'GPU 1, mean 0 %': 8}
     assert [a.yaxis.get_gridlines()[0].get_linewidth() for a in (main, curve)] == [0.7, 0.7]
-    assert (curve.lines[0].get_linewidth(), main.lines[-1].get_linewidth(), main.margins()[0]) == (1.1, 0.7, 0.01)
+    widths = [line.get_linewidth() for line in (curve.lines[0], main.lines[-1])]
+    assert widths == [1.1, 0.7] and main.margins()[0] == 0.01
     assert {label.get_fontsize() for label in curve.get_xticklabels()} == {7}
 
 @pytest.mark.parametrize('samples', [[], [Sample(0., error='gone')], [Sample(0., (GPU(0, 'MIG'),))],
@@ -160,7 +162,7 @@ def test_long_runs_stay_small():
     assert len(live_html(many, window=1e9)) < 20_000 and len(png_bytes(plot_samples(many))) < 30_000
 
 
-# --- the sentences -------------------------------------------------------------------------------------------------
+# the sentences
 
 def test_a_sentence_for_each_device():
     busy = {'name': 'A', 'samples': 3, 'mean': 90.4, 'p95': 95., 'idle_share': 0.25, 'longest_idle_s': 1.25}
@@ -176,7 +178,7 @@ def test_a_sentence_for_each_device():
     assert summary_lines(summarise(TRACE))[0].startswith('GPU 0 (Card): 90 % busy')
 
 
-# --- the frame -----------------------------------------------------------------------------------------------------
+# the frame
 
 def test_a_path_lifts_the_pen_at_a_gap():
     "Ten units a second, the newest at 600; a percent a unit, 100 % on top."
@@ -209,8 +211,9 @@ FULL = dict(power=100., temperature=50., clock=1000., sm_active=61., tensor_acti
 READINGS = [   # a device, and what is said of it
     (None, 'GPU 0 no reading'), (GPU(0, 'A'), 'GPU 0 no reading'), (GPU(0, 'A', 0.), 'GPU 0 0 %'),
     (GPU(0, 'A', 50., 2 * GIB, 8 * GIB), 'GPU 0 50 % 2.0 of 8 GiB'),
-    (GPU(0, 'A', 50., **FULL), 'GPU 0 50 % multiprocessors 61 % · tensor cores 42 % · 100 W · 50 °C · 1000 MHz · '
-                               'PCIe in 2.5 GB/s · out 1.5 GB/s'),
+    (GPU(0, 'A', 50., **FULL),
+     'GPU 0 50 % multiprocessors 61 % · tensor cores 42 % · 100 W · 50 °C · 1000 MHz · '
+     'PCIe in 2.5 GB/s · out 1.5 GB/s'),
     (CPU('A', 50., 20., disk_read=3e6, disk_write=0.),
      'GPU 0 50 % this process 20 % · disk reads 3.0 MB/s · writes 0.0 MB/s'),
     (GPU(0, 'A', 1., processes=(Process(7, '<b>', GIB), Process(8), Process(9, None, 0))),
@@ -264,7 +267,8 @@ def test_the_whole_frame():
     values = {'loss': 2., 'wait_ms': 3., 'note': '<x>', 'au': 0.5}
     frame = live_html(TRACE, values=values, elapsed=125., losses=[(0, 1.), (1, 2.)])
     text = ' '.join(re.sub('<style>.*</style>|<[^>]*>', ' ', frame).split())
-    assert text.startswith('GPU 0 and 1: Card · 02:05 AU 50% loss 2 wait 3 ms 100 % 50 % 0 % now ■ GPU 0 90 % 1.0 of 8 GiB')
+    assert text.startswith('GPU 0 and 1: Card · 02:05 AU 50% loss 2 wait 3 ms 100 % 50 % 0 % now '
+                           '■ GPU 0 90 % 1.0 of 8 GiB')
     assert text.endswith('1000 MHz note &lt;x&gt;') and frame.count('class="reading') == 2
     assert live_html([]) == '<i>waiting for the first sample</i>' and '00:00' in live_html(TRACE)
 
