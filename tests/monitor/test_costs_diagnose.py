@@ -1,4 +1,4 @@
-"Costs of a turn: its parts, what a change would bring, and what a measurement adds up."
+"Costs of an iteration: its parts, what a change would bring, and what a measurement adds up."
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,7 +62,7 @@ def test_what_ends_is_repeated():
 
 
 def call(seconds, traced=False, function=None, new=False): return Call(function, (), {}, seconds, traced, new)
-def turn(begun, wait=0., used=0., ended=0., calls=(), shapes=(), **events):
+def iteration(begun, wait=0., used=0., ended=0., calls=(), shapes=(), **events):
     return Iteration(begun, wait, used, ended, StepEvents([call(*c) for c in calls], **events), shapes)
 
 
@@ -71,7 +71,7 @@ def turn(begun, wait=0., used=0., ended=0., calls=(), shapes=(), **events):
     ([[(.25,), (2.5, True)], [(.75,)], [(.5,), (.25, True)], []], .5, .5)])
 def test_what_tracing_adds(calls, seconds, traces):
     "Beyond the median of the other calls, half a second in the last case."
-    assert costs._traced([turn(0., calls=c) for c in calls]) == (seconds, traces)
+    assert costs._traced([iteration(0., calls=c) for c in calls]) == (seconds, traces)
 
 
 @pytest.mark.parametrize('some, expected', [
@@ -79,7 +79,7 @@ def test_what_tracing_adds(calls, seconds, traces):
     ([('a', 1.)] * 4, 0.), ([], 0.), ([('a', 1.), ('a', 1.), ('b', 20.), ('a', 3.), ('b', 4.)], 5.5),
     ([(n, 20.) for n in range(8)], 19.), ([('a', 1.), ('a', 3.), ('b', 2.), ('a', 3.)], 0.)])
 def test_what_new_shapes_cost_beyond_a_usual_call(some, expected):
-    assert costs._new_shapes([turn(0., used=s, shapes=name) for name, s in some], usual=1.) == expected
+    assert costs._new_shapes([iteration(0., used=s, shapes=name) for name, s in some], usual=1.) == expected
 
 
 def test_what_was_built_again_after_the_first_call():
@@ -144,8 +144,8 @@ def test_a_measurement(monkeypatch, took, computing, rounds, compute):
     def one_round(dataset, step, resident, batches, seconds, hooks):
         asked.append((batches, seconds))
         clock.sleep(took - clock.now + 100)
-        alone = [turn(0., calls=[(s,)]) for s in (9., 9., len(asked))]
-        return Round([turn(0., calls=[(1., False, function)])], [], alone, 0., 0.)
+        alone = [iteration(0., calls=[(s,)]) for s in (9., 9., len(asked))]
+        return Round([iteration(0., calls=[(1., False, function)])], [], alone, 0., 0.)
     def patient_totals(*what): asked.append(what); return measured()
     function = SimpleNamespace(_jit_compile=True)
     monkeypatch.setattr(costs, 'first_batches', lambda dataset, many, timeout: list('abcdef')[:many])
@@ -170,15 +170,15 @@ def test_the_first_step_is_noted():
 
 def loop(length, waits, traced=(), shapes='aaaaaa'):
     "Iterations begin every so many seconds; a compiled call takes half a second, or 2 s if it is traced."
-    return [turn(length * i, w, 4. if s == 'c' else 1., length * (i + 1),
+    return [iteration(length * i, w, 4. if s == 'c' else 1., length * (i + 1),
                  [(.5,), *([(2., True)] if i in traced else [])], s)
             for i, (w, s) in enumerate(zip(waits, shapes))]
 
-ALONE = [turn(i, 0., used, i + 1., [(.25,), *([(2.25, True)] if i == 2 else [])],
+ALONE = [iteration(i, 0., used, i + 1., [(.25,), *([(2.25, True)] if i == 2 else [])],
               sync=sync, syncs=i, down=8 * i, up=4 * i, detour=.0625)
          for i, (used, sync) in enumerate(zip([9., 9., 4., .75, .75, .75], [9., 9., .125, .125, .25, .125]))]
 FIRST = Round(loop(4., [9., 9., 1., 1., 1., 1.]), [5., 5., *[1.5, .5] * 4],
-              [turn(2. * i, ended=2. * i + 2) for i in range(6)], .1, .2)
+              [iteration(2. * i, ended=2. * i + 2) for i in range(6)], .1, .2)
 LAST = Round(loop(3., [9., 9., 2., 1., 1., 1.], [4], 'ababac'), [9.] * 12, ALONE, .3, .4)
 
 
@@ -194,7 +194,7 @@ def test_the_best_of_the_rounds_is_summed_up():
 
 
 def test_a_single_round_of_a_step_that_is_not_compiled():
-    alone = [turn(i, 0., .125, i + 1., [(.25,)]) for i in range(6)]
+    alone = [iteration(i, 0., .125, i + 1., [(.25,)]) for i in range(6)]
     m = costs._summed_up([Round(LAST.loop, LAST.batch_seconds, alone, 0., 0.)], [np.zeros((7, 2))], 3., None)
     assert (m.loop, m.compute, m.compiled, m.own, m.cycle) == (3.125, 1., False, 0., 0)
     m = costs._summed_up([LAST], [7], 3., 2.)   # longer than the step that it is a part of

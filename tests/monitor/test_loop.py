@@ -1,4 +1,4 @@
-"Phases of a step: what it calls, fetches and hands over, how long a turn takes, and data or steps that fail."
+"Phases of a step: what it calls, fetches and sends, how long an iteration takes; data and steps that fail."
 import threading
 
 import numpy as np
@@ -125,7 +125,7 @@ def test_the_python_of_a_pipeline_is_noted(clock):
     assert hooks.python == [(100., 100.5), (100.5, 101.), (101., 101.5)]
 
 
-def test_doors_hang_as_before_after_a_failure():
+def test_functions_are_restored_after_a_failure():
     before = type(tf.function(lambda: 0)).__call__
     with pytest.raises(ZeroDivisionError), SyncHooks() as hooks, hooks.step(): raise ZeroDivisionError
     assert type(tf.function(lambda: 0)).__call__ is before and hooks.events is None
@@ -152,7 +152,7 @@ def test_rows_and_shapes_of_any_structure():
     assert shapes_of({'a': tf.ones((2, 3)), 'b': 4, 'c': (np.zeros(5),)}) == ((2, 3), (5,))
 
 
-def test_a_turn_waits_for_the_step_before_the_last(clock, monkeypatch):
+def test_an_iteration_waits_for_the_step_before_the_last(clock, monkeypatch):
     "A batch comes after 1/4 s, a step takes 1/2 s, and its result is there 1/8 s after it was asked for."
     results, waited = iter('abcd'), []
     monkeypatch.setattr(phases, 'wait_for', lambda result: (waited.append(result), clock.sleep(.125)))
@@ -168,7 +168,7 @@ def test_a_turn_waits_for_the_step_before_the_last(clock, monkeypatch):
 @pytest.mark.parametrize('seconds, at_least, there, count', [
     (0., 4, 9, 4), (0., 2, 9, 2), (1.5, 1, 9, 2), (1.6, 1, 9, 3), (99., 1, 9, 6), (99., 4, 3, 3),
     (99., 4, 0, 0)])
-def test_turns_end_with_their_time_their_number_or_the_data(clock, seconds, at_least, there, count):
+def test_iterations_end_with_their_time_their_number_or_the_data(clock, seconds, at_least, there, count):
     batches = clock.each([.25] * there, 1.)
     step = lambda batch: clock.sleep(.5)
     assert len(run_iterations(batches, step, at_most=6, seconds=seconds, at_least=at_least)) == count
@@ -177,8 +177,8 @@ def test_turns_end_with_their_time_their_number_or_the_data(clock, seconds, at_l
 
 @pytest.mark.parametrize('n, warm, expected',
                          [(1, 2, 1.), (2, 2, 1.), (3, 2, 2.), (4, 2, 3.), (10, 2, 78 / 8), (10, 9, 57 / 5)])
-def test_a_period_leaves_the_first_turns_out(n, warm, expected):
-    "Turn i begins at i squared, and takes a second."
+def test_a_period_leaves_the_first_iterations_out(n, warm, expected):
+    "Iteration i begins at i squared, and takes a second."
     assert period([Iteration(i**2, 0., 0., i**2 + 1, None, ()) for i in range(n)], warm) == expected
 
 
@@ -195,12 +195,12 @@ def drifting(times): return [x + .1 * i for i, x in enumerate(times)]
     ([9, 1, 1] * 10, 3), ([9, 1, 1] * 3, 3), ([9, 1, 1] * 3 + [9], 3), ([9, 1, 1, 1] * 2 + [9], 0),
     ([9, 1, 1, 1] * 3, 4),
     (np.random.default_rng(0).normal(10, 1, 40), 0), (drifting([9, 1, 1] * 10), 3)], ids=str)
-def test_rhythm(seconds, expected):
+def test_find_cycle(seconds, expected):
     cycle, correlation = find_cycle(seconds)
     assert cycle == expected and (.85 < correlation <= 1 if cycle else correlation == 0)
 
 
-def test_a_rhythm_in_noise_is_a_correlation():
+def test_a_cycle_in_noise_is_an_autocorrelation():
     "Against the formula: the mean product of times that far apart, over their mean square, without trend."
     times = 10 + np.random.default_rng(0).normal(0, 1, 60) + [2.5, 0, 0, 0, 0] * 12
     x, at = times - times.mean(), np.arange(60) - 29.5

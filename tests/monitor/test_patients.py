@@ -39,7 +39,7 @@ def alike(monkeypatch, tmp_path):
     monkeypatch.setattr(patients, 'tempfile', SimpleNamespace(mkdtemp=mkdtemp))
 
 
-def said(dataset) -> str:
+def in_words(dataset) -> str:
     "A pipeline in words: the shape of its batches; its stages with parallel calls, buffer, and what they do."
     does = {'SleepDataset': 'sleeps', 'PyFunc': 'calls Python', 'ReadFile': 'reads'}
     words = []
@@ -99,7 +99,8 @@ def test_every_patient_is_described(): assert list(PIPELINES) == [p.name for p i
 def test_the_pipelines_differ_in_their_cause_alone(name):
     patient, expected = BY_NAME[name], PIPELINES[name]
     arms = [arm()[0] for arm in (patient.sick, patient.cured) if arm]
-    assert [said(data) for data in arms] == ([*expected] if len(expected) == 2 else [*expected] * len(arms))
+    expected = expected if len(expected) == 2 else expected * len(arms)
+    assert [in_words(data) for data in arms] == [*expected]
     if patient.kind == 'real':
         for data in arms: assert 'SleepDataset' not in {op for s in stages(data) for op in s.operations}
     assert patient.kind == ('real' if name.startswith('real: ') else 'emulated')
@@ -340,7 +341,7 @@ class Verdict(list):
     ([], False, ('nothing to fix', False, None, 1.37, False)),
     ([], True, ('nothing to fix', True, None, None, None)),
     ([('other', 2.)], True, ('other', False, None, None, None))])
-def test_a_visit(monkeypatch, found, healthy, row):
+def test_a_patient_in_a_row(monkeypatch, found, healthy, row):
     "A diagnosis of 8 s, and 2 s for each run of both arms, of which one takes 1.366 times as long."
     asked = []
     def diagnose(data, step, batches, seconds):
@@ -386,7 +387,7 @@ def test_a_patient_is_named(name):
 
 
 @pytest.mark.slow
-def test_the_ward():
+def test_all_patients():
     total = patient_totals(run_patients(PATIENTS))
     for kind, slow, kwargs, with_timeout in (('emulated', 11, 10, 8), ('real', 12, 11, 9)):
         seen = total[kind]

@@ -1,4 +1,4 @@
-"Traces: what costs most, recording on demand, and a real TensorBoard."
+"Traces: the slowest operations, recording on demand, and a real TensorBoard."
 import gzip
 import io
 import json
@@ -38,7 +38,7 @@ def test_own_times_leave_out_what_runs_inside():
     assert own_times(together) == {1: 70, 2: 20, 3: 5, 4: 5}
 
 
-def test_the_dearest_operations(recorded):
+def test_the_slowest_operations(recorded):
     rows = top_kernels(recorded, at_most=50)
     (product,) = [r for r in rows if r['name'].endswith('MatMul')]   # or another that does the same
     assert product['calls'] == 10 and product['ms'] > 0 and rows == sorted(rows, key=lambda r: -r['ms'])

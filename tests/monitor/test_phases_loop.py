@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from clock import Clock
 
-from xtts_nb.monitor import loop as laps
+from xtts_nb.monitor import loop
 from xtts_nb.train import trainer
 from xtts_nb.config import UserError
 from xtts_nb.monitor.loop import FitPhases, IntervalTimer, Phases, plot_phases, scalars, time_phases, wait_for
@@ -20,7 +20,7 @@ from xtts_nb.monitor.loop import FitPhases, IntervalTimer, Phases, plot_phases, 
 def batches(n=40, rows=4): return [tf.fill([rows], float(i)) for i in range(n)]
 
 
-class Late:
+class LateResult:
     "A result that arrives when it is let go."
     def __init__(self, gate): self.gate, self.shape, self.asked = gate, (), 0
     def numpy(self): self.asked += 1; assert self.gate.wait(20); return 1.
@@ -39,29 +39,29 @@ def test_every_batch_is_trained_on_once_and_in_order():
     assert 0 < found.au <= 1
 
 
-def test_the_loop_does_not_wait_for_a_lap():
-    "Results of a lap arrive late; the steps after it run on."
+def test_the_loop_does_not_wait_for_an_interval():
+    "Results of an interval arrive late; the steps after it run on."
     gate, results = threading.Event(), []
-    lap = IntervalTimer(every=2)
-    lap.timer.alone[((4,),)] = [0., 0., 0.]   # nothing is left to be timed alone
+    intervals = IntervalTimer(every=2)
+    intervals.timer.alone[((4,),)] = [0., 0., 0.]   # nothing is left to be timed alone
     for batch in batches(3):
-        results.append(Late(gate))
-        lap.step(lambda b: {'loss': results[-1]}, batch)
-    assert lap.done == 3 and not lap.lines and results[0].asked == 0   # the interval goes on
+        results.append(LateResult(gate))
+        intervals.step(lambda b: {'loss': results[-1]}, batch)
+    assert intervals.done == 3 and not intervals.lines and results[0].asked == 0   # the interval goes on
     gate.set()
-    lap.close()
-    assert [line['step'] for line in lap.lines] == [2] and lap.lines[0]['loss'] == 1.
+    intervals.close()
+    assert [line['step'] for line in intervals.lines] == [2] and intervals.lines[0]['loss'] == 1.
 
 
 def test_the_first_step_of_a_shape_counts_nowhere():
-    lap, slept = IntervalTimer(every=100), []
+    intervals, slept = IntervalTimer(every=100), []
     def step(batch):
         if batch.shape[0] not in slept: slept.append(batch.shape[0]); time.sleep(.3)   # as compiling would
         return tf.constant(1.)
-    for n in (2, 2, 3, 3): lap.step(step, tf.ones(n))
-    interval = lap.timer.interval
+    for n in (2, 2, 3, 3): intervals.step(step, tf.ones(n))
+    interval = intervals.timer.interval
     assert interval.counted == 2 and interval.left_out >= .6 and interval.spent['step'] < .3
-    lap.close()
+    intervals.close()
 
 
 class AtOnce:
@@ -76,10 +76,10 @@ class AtOnce:
 
 @pytest.fixture
 def clock(monkeypatch):
-    "One clock of laps and steps, on which results arrive at once."
+    "One clock of intervals and steps, on which results arrive at once."
     one = Clock()
-    for module in (laps, trainer): monkeypatch.setattr(module, 'time', one)
-    monkeypatch.setattr(laps, 'ThreadPoolExecutor', AtOnce)
+    for module in (loop, trainer): monkeypatch.setattr(module, 'time', one)
+    monkeypatch.setattr(loop, 'ThreadPoolExecutor', AtOnce)
     return one
 
 
@@ -90,23 +90,23 @@ def clock(monkeypatch):
 def test_the_numbers_among_results(results, numbers): assert scalars(results) == numbers
 
 
-def test_each_lap_is_told_once_it_has_landed(clock):
+def test_an_interval_is_reported_once_its_results_arrive(clock):
     "A step takes 1/2 s, the first one 4 s; 1/4 s pass between steps. Four clips are in a batch."
-    told, took = [], iter([4., .5, .5, .5, .5])
-    lap = IntervalTimer(2, lambda line: told.append(dict(line)))
+    reported, took = [], iter([4., .5, .5, .5, .5])
+    intervals = IntervalTimer(2, lambda line: reported.append(dict(line)))
     for number in range(5):
         work = lambda batch, number: clock.sleep(next(took)) or {'loss': float(number)}
-        lap.step(work, tf.ones((4, 2)), number)
-        assert (lap.done, len(lap.lines)) == (number + 1, max(0, number // 2))
+        intervals.step(work, tf.ones((4, 2)), number)
+        assert (intervals.done, len(intervals.lines)) == (number + 1, max(0, number // 2))
         clock.sleep(.25)
-    lap.end_interval({'loss': 9.})
-    lap.end_interval({'loss': 10.})   # the lap before has not landed yet
-    lap.close()
-    assert told == lap.lines
-    assert [(line['step'], line['loss']) for line in told] == [(2, 1.), (4, 3.), (5, 9.), (5, 10.)]
-    assert [wall for _, wall in lap.walls] == [.75, 1.5, 1., 0.]
-    assert [each.counted for each, _ in lap.walls] == [1, 2, 1, 0]
-    assert [line['clips_per_s'] for line in told] == [round(4 / .75, 2), round(8 / 1.5, 2), 4., None]
+    intervals.end_interval({'loss': 9.})
+    intervals.end_interval({'loss': 10.})   # the interval before has no line yet
+    intervals.close()
+    assert reported == intervals.lines
+    assert [(line['step'], line['loss']) for line in reported] == [(2, 1.), (4, 3.), (5, 9.), (5, 10.)]
+    assert [wall for _, wall in intervals.walls] == [.75, 1.5, 1., 0.]
+    assert [each.counted for each, _ in intervals.walls] == [1, 2, 1, 0]
+    assert [line['clips_per_s'] for line in reported] == [round(4 / .75, 2), round(8 / 1.5, 2), 4., None]
     alone = IntervalTimer()
     alone.step(lambda batch: clock.sleep(1.), 7)
     assert alone.timer.clips_per_step == 1   # a batch without rows
@@ -114,12 +114,12 @@ def test_each_lap_is_told_once_it_has_landed(clock):
 
 def test_phases_are_added_up_by_hand(clock):
     "A batch takes 1/4 s, one 3/4 s, a copy 1/8 s, a step 1/2 s and a callback 1/16 s. Two steps warm up."
-    told, done = [], []
+    reported, done = [], []
     data = clock.each([.25, .25, .25, .75, .25], tf.ones((4, 2)))
     found = time_phases(
         data, lambda batch: clock.sleep(.5) or {'loss': 1.}, 3, lambda batch: clock.sleep(.125) or batch,
-        lambda number, results: (clock.sleep(.0625), done.append((number, results))), 2, told.append, 2)
-    assert done == [(i, {'loss': 1.}) for i in range(5)] and [line['step'] for line in told] == [2, 4, 5]
+        lambda number, results: (clock.sleep(.0625), done.append((number, results))), 2, reported.append, 2)
+    assert done == [(i, {'loss': 1.}) for i in range(5)] and [line['step'] for line in reported] == [2, 4, 5]
     assert (found.first_batch, found.first_step, found.steps, found.seconds) == (.25, .5, 3, 3.3125)
     assert found.clips_per_s == 3 * 4 / 3.3125 and found.au == 1.5 / 3.3125 and found.traces == 0
     assert not found.ended
@@ -169,14 +169,15 @@ def test_traces_are_counted():
 
 
 def test_lines_come_with_the_results():
-    told = []
+    reported = []
     step = lambda b: {'loss': b[0], 'state': b}
-    time_phases(batches(), step, steps=20, every=5, warmup=4, report=told.append)
-    assert [line['step'] for line in told][-1] == 24 and told[-1]['loss'] == 23. and 'state' not in told[-1]
-    assert {'au', 'clips_per_s', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'} <= set(told[-1])
+    time_phases(batches(), step, steps=20, every=5, warmup=4, report=reported.append)
+    last = reported[-1]
+    assert last['step'] == 24 and last['loss'] == 23. and 'state' not in last
+    assert {'au', 'clips_per_s', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'} <= set(last)
 
 
-def test_a_dataset_that_ends_early_is_said():
+def test_a_dataset_that_ends_early_is_marked():
     found = time_phases(batches(12), lambda b: b[0], steps=50)
     assert found.ended and found.steps == 8
 
@@ -200,7 +201,7 @@ def raising(n, error):
     (7, lambda b: b, 'before its first batch: TypeError'),
     (batches(), lambda b: 1 / 0, 'step failed at batch 0: ZeroDivisionError'),
 ])
-def test_what_breaks_is_named(dataset, step, words):
+def test_errors_name_their_place(dataset, step, words):
     with pytest.raises(UserError, match=words): time_phases(dataset, step, steps=4)
 
 
@@ -213,7 +214,7 @@ def test_a_dataset_that_never_yields():
     gate.set()
 
 
-class Asked:
+class CountedResult:
     "A result that notes that it was asked for."
     def __init__(self, asked): self.asked, self.shape = asked, ()
     def numpy(self): self.asked.append(self); return 1.
@@ -225,9 +226,9 @@ def test_waiting_without_tensors_returns_at_once(results): assert wait_for(resul
 
 @pytest.mark.parametrize('around', [lambda r: r, lambda r: {'loss': r}, lambda r: (tf.ones(3), r),
                                     lambda r: [r, None]])
-def test_waiting_asks_a_result_in_any_structure(around):
+def test_waiting_fetches_a_result_in_any_structure(around):
     asked = []
-    wait_for(around(Asked(asked)))
+    wait_for(around(CountedResult(asked)))
     assert len(asked) == 1
 
 
@@ -237,28 +238,28 @@ def fitted(phases, **options):
     model = keras.Sequential([layers.Input([8]), layers.Dense(4, activation='tanh'), layers.Dropout(.2),
                               layers.Dense(1)])
     model.compile('adam', 'mse', **options)
-    class Apart(keras.callbacks.Callback):
+    class Split(keras.callbacks.Callback):
         why = None
         def on_train_begin(self, logs=None): self.why = phases and phases.begin(self.model)
         def on_train_end(self, logs=None): phases and phases.end()
-    x, apart = np.random.default_rng(0).normal(size=(70, 8)).astype('float32'), Apart()
+    x, split = np.random.default_rng(0).normal(size=(70, 8)).astype('float32'), Split()
     weights = np.linspace(0, 1, 70)
     history = model.fit(x, x[:, :1], batch_size=16, epochs=2, verbose=0, sample_weight=weights,
-                        callbacks=[apart])
-    return history.history['loss'], apart.why, model
+                        callbacks=[split])
+    return history.history['loss'], split.why, model
 
 
-def test_fit_learns_the_same_when_taken_apart():
+def test_fit_learns_the_same_when_it_is_split():
     phases = FitPhases(every=2)
-    (apart, why, model), (whole, _, _) = fitted(phases), fitted(None)
-    np.testing.assert_allclose(apart, whole, rtol=1e-5)
+    (split, why, model), (whole, _, _) = fitted(phases), fitted(None)
+    np.testing.assert_allclose(split, whole, rtol=1e-5)
     line = phases.intervals.lines[-1]
     assert why is None and line['step'] == 10 and 'wait_ms' in line
     assert not isinstance(model.train_function, FitPhases)   # put back
     model.fit(np.ones((4, 8)), np.ones(4), verbose=0)
 
 
-def test_fit_that_cannot_be_taken_apart_says_why():
+def test_a_fit_that_cannot_be_split_says_why():
     phases = FitPhases()
     history, why, _ = fitted(phases, steps_per_execution=2)
     assert 'several steps' in why and len(history) == 2 and not phases.intervals.lines
@@ -268,16 +269,16 @@ def test_fit_that_cannot_be_taken_apart_says_why():
     ({}, None), ({'steps_per_execution': 2}, 'several steps run in one call'),
     ({'replicas': 2}, 'it trains on several devices'),
     ({'backend': 'jax'}, 'the backend is jax'), ({'run_eagerly': True}, None)])
-def test_which_models_are_taken_apart(monkeypatch, change, why):
+def test_which_models_are_split(monkeypatch, change, why):
     "Weights that a batch lacks are None for the step; shapes that vary are traced twice, not each time."
     if 'backend' in change: monkeypatch.setattr(keras.backend, 'backend', lambda: change['backend'])
     strategy = SimpleNamespace(num_replicas_in_sync=change.pop('replicas', 1))
-    got, told = [], []
+    got, reported = [], []
     def train_step(batch): got.append(batch); return batch[0] * 2
     model = SimpleNamespace(**dict(
         steps_per_execution=1, distribute_strategy=strategy, run_eagerly=False, jit_compile=False,
         train_function='whole', train_step=train_step) | change)
-    phases = FitPhases(1, told.append)
+    phases = FitPhases(1, reported.append)
     phases.end()   # nothing has begun
     assert phases.begin(model) == why
     assert (phases.model is model) == (why is None) == (model.train_function is phases)
@@ -287,4 +288,4 @@ def test_which_models_are_taken_apart(monkeypatch, change, why):
     assert all(weights is None for _, weights in got) and len(got) == (4 if model.run_eagerly else 2)
     phases.end()
     assert model.train_function == 'whole' and phases.model is None
-    assert [line['step'] for line in told] == [1, 2, 3, 4]
+    assert [line['step'] for line in reported] == [1, 2, 3, 4]
