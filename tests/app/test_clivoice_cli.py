@@ -105,8 +105,8 @@ def test_convert(ran, behind, bars, name, place, text, shown):
     assert [{k: str(v) for k, v in call.items()} for call in calls] == [{'folder': 'f', 'out': 'o'}] * 2
 
 def test_grow(ran, behind, bars):
-    read, grown = behind('models.new_language.read_texts',
-                         ['salam']), behind('models.new_language.grow_folder',
+    read, grown = behind('train.finetune.read_texts',
+                         ['salam']), behind('train.finetune.grow_folder',
                                             {'tokens_before': 5, 'tokens': 9})
     line = 'grow m o --language fa --texts t.txt'
     assert ran(line).out == 'o: 5 -> 9 text tokens, fa among them\n'

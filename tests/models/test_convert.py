@@ -13,7 +13,7 @@ from xtts_nb.models import convert
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.models.hifigan import fold_weight_norm, load_decoder
 from xtts_nb.models.xtts import XTTS
-from xtts_nb.models.new_language import grow_folder
+from xtts_nb.train.finetune import grow_folder
 from xtts_nb.data.text import Tokenizer
 from xtts_nb.models.weights import named_weights, read_tensors, save_weights
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.train.finetune import DerivedWeights, low_rank_parts, make_update, new_rows, row_parts
+from xtts_nb.train.finetune import (
+    DerivedWeights, low_rank_parts, make_update, new_rows, row_parts, grow_tokenizer)
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import POLICIES, token_counts
-from xtts_nb.models.new_language import grow_tokenizer
 from xtts_nb.train.step import Update, compile_step, random_batch
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.models.weights import named_weights

@@ -25,10 +25,10 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.devices import DevicePlan
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.train.finetune import (
-    activation_count, check_memory, free_memory, memory_needs, trainable_count, parameter_counts, run_trial)
+    activation_count, check_memory, free_memory, memory_needs, trainable_count, parameter_counts, run_trial,
+    grow)
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import XTTS
-from xtts_nb.models.new_language import grow
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import base_config, export_run, new_run, resume_run
 from xtts_nb.sampler import GPU

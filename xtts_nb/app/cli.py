@@ -145,7 +145,7 @@ def _grow(
     "Teach a model the letters of one more language; what it knew stays bit by bit."
     with answer(json_) as show:
         start()
-        from xtts_nb.models.new_language import grow_folder, read_texts
+        from xtts_nb.train.finetune import grow_folder, read_texts
         lines = read_texts(texts)
         with progress() as tell:
             tell('grow the model', 0, 1)
