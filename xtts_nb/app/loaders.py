@@ -264,7 +264,7 @@ def _has_dali(python: str | Path) -> bool:
 def padding(plan: BatchPlan) -> float:
     "Share of the positions of an epoch that hold neither a code nor a text token."
     room = sum(int(n) * plan.data.batch_size * sum(shape) for n, shape in zip(plan.batches, plan.shapes))
-    clips = plan.members.held().numpy()
+    clips = plan.members.arrays().numpy()
     return 1 - float(plan.cache.codes_length[clips].sum() + plan.cache.text_length[clips].sum()) / room
 
 def _peer_padding(peer: PeerLoader, samples_per_code: int) -> float:
