@@ -1,4 +1,4 @@
-"Who takes part; workers that do not come, die, are killed or told to stop, and nothing left behind."
+"Addresses of workers; workers that do not come, die, are killed or stopped, and no process left behind."
 import json
 import signal
 import socket
@@ -16,11 +16,11 @@ from xtts_nb.train.distributed import (
 from xtts_nb.config import UserError
 
 
-# --- who takes part ------------------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('text, wrong', [('node1', 'node1'), ('a:1,b', '"b"'), ('a:1,a:1', 'twice'), ('a:0', 'a:0'),
-                                         ('a:65536', 'a:65536'), (':22', ':22'), ('a:x', 'a:x'), ('', '""')],
-                         ids=repr)
+@pytest.mark.parametrize('text, wrong', [
+    ('node1', 'node1'), ('a:1,b', '"b"'), ('a:1,a:1', 'twice'), ('a:0', 'a:0'), ('a:65536', 'a:65536'),
+    (':22', ':22'), ('a:x', 'a:x'), ('', '""')], ids=repr)
 def test_an_address_is_a_host_and_a_port(text, wrong):
     with pytest.raises(UserError, match=wrong): parse_workers(text)
 
@@ -28,7 +28,8 @@ def test_addresses_are_read():
     assert parse_workers('a:1, b.c:65535,[::1]:3') == ['a:1', 'b.c:65535', '[::1]:3']
 
 @pytest.mark.parametrize('step, workers, index', [
-    (('5', 'gpu[01-03]', '2(x2),1', 'gpu02', '1'), 'gpu01:23456 gpu01:23457 gpu02:23456 gpu02:23457 gpu03:23456', 3),
+    (('5', 'gpu[01-03]', '2(x2),1', 'gpu02', '1'),
+     'gpu01:23456 gpu01:23457 gpu02:23456 gpu02:23457 gpu03:23456', 3),
     (('3', 'n[9-10],m', '1(x3)', 'n9', '0'), 'm:23456 n10:23456 n9:23456', 2)])
 def test_a_job_of_slurm_is_read(monkeypatch, step, workers, index):
     "By node and number on it: TensorFlow sorts the nodes, and the number among all tasks may be another one."
@@ -37,8 +38,10 @@ def test_a_job_of_slurm_is_read(monkeypatch, step, workers, index):
 
 @pytest.mark.parametrize('nodes, node', [('r[1-2]n[1-2]', 'r1n1'), ('n[1-4]', 'm1')])
 def test_a_job_of_slurm_that_cannot_be_read(monkeypatch, nodes, node):
-    for name, value in zip(SLURM, ('1', '0', '4', nodes, '1(x4)', node, '0')): monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match='SLURM: .*; give the addresses with --workers and --index'): slurm_workers()
+    job = '1', '0', '4', nodes, '1(x4)', node, '0'
+    for name, value in zip(SLURM, job): monkeypatch.setenv(name, value)
+    message = 'SLURM: .*; give the addresses with --workers and --index'
+    with pytest.raises(UserError, match=message): slurm_workers()
 
 def test_workers_come_from_what_was_given(monkeypatch):
     for name in SLURM: monkeypatch.delenv(name, raising=False)
@@ -48,13 +51,15 @@ def test_workers_come_from_what_was_given(monkeypatch):
     monkeypatch.setenv(SLURM[0], '7')   # of a job without a step
     (address,), mine = find_workers(None, None, None)
     assert address.startswith('127.0.0.1:') and mine == [0]
-    for name, value in zip(SLURM, ('1', '1', '2', 'n[1-2]', '1(x2)', 'n2', '0')): monkeypatch.setenv(name, value)
+    job = '1', '1', '2', 'n[1-2]', '1(x2)', 'n2', '0'
+    for name, value in zip(SLURM, job): monkeypatch.setenv(name, value)
     assert find_workers(None, None, None) == (['n1:20001', 'n2:20001'], [1])
     assert find_workers(None, None, 2)[1] == [0, 1]
 
-@pytest.mark.parametrize('given, reason', [(('a:1,b:2', None, None), '--index'), (('a:1,b:2', 2, None), '0 to 1'),
-                                         (('a:1', 0, 2), 'exclude'), ((None, 1, 2), 'belongs to')])
-def test_what_does_not_fit_is_refused(given, reason):
+@pytest.mark.parametrize('given, reason', [
+    (('a:1,b:2', None, None), '--index'), (('a:1,b:2', 2, None), '0 to 1'), (('a:1', 0, 2), 'exclude'),
+    ((None, 1, 2), 'belongs to')])
+def test_options_that_contradict_are_refused(given, reason):
     with pytest.raises(UserError, match=reason): find_workers(*given)
 
 def test_a_worker_knows_its_number(monkeypatch):
@@ -72,8 +77,9 @@ def test_a_worker_knows_its_number(monkeypatch):
     monkeypatch.setenv('TF_CONFIG', json.dumps({'cluster': cluster, 'task': {'type': 'worker', 'index': 0}}))
     assert this_worker() == (1, 2)
 
-def test_gpus_are_dealt_out(monkeypatch):
-    for shown, gpus in (('2,5', ['2', '5']), ('', []), ('-1', []), ('0,-1,1', ['0']), ('GPU-ab, GPU-cd', ['GPU-ab', 'GPU-cd'])):
+def test_gpus_are_assigned(monkeypatch):
+    for shown, gpus in (('2,5', ['2', '5']), ('', []), ('-1', []), ('0,-1,1', ['0']),
+                        ('GPU-ab, GPU-cd', ['GPU-ab', 'GPU-cd'])):
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
         assert visible_gpus() == gpus
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
@@ -83,19 +89,22 @@ def test_gpus_are_dealt_out(monkeypatch):
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
     assert visible_gpus() == ['0', '1']
     assert deal_gpus(['2', '5', '6'], 1) == ['2,5,6'] and deal_gpus(['2', '5', '6'], 3, 1) == ['2', '5', '6']
-    assert deal_gpus(['2', '5', '6'], 2) == ['2', '5'] and deal_gpus([], 2) == deal_gpus(['0'], 2, 0) == ['-1', '-1']
+    assert deal_gpus(['2', '5', '6'], 2) == ['2', '5']
+    assert deal_gpus([], 2) == deal_gpus(['0'], 2, 0) == ['-1', '-1']
     with pytest.raises(UserError, match='need 4, but only 3'): deal_gpus(['2', '5', '6'], 2, 2)
     with pytest.raises(UserError, match='only 0 can be seen'): deal_gpus([], 1, 1)
 
 
-# --- restarts ------------------------------------------------------------------------------------------------------
+# --- restarts -------------------------------------------------------------------------------------
 
 WORKER = """
 import json, os, signal, socket, sys, time
 from pathlib import Path
-config = json.loads(os.environ['TF_CONFIG']); index = config['task']['index']
+config = json.loads(os.environ['TF_CONFIG'])
+index = config['task']['index']
 server = socket.create_server(('', int(config['cluster']['worker'][index].split(':')[1])))
-folder = Path(sys.argv[1]); (folder / f'pid-{index}-{os.getpid()}').touch()
+folder = Path(sys.argv[1])
+(folder / f'pid-{index}-{os.getpid()}').touch()
 """
 
 @pytest.fixture
@@ -116,7 +125,7 @@ def gone(folder, seconds=0.) -> bool:
     return not any(map(alive, pids))
 
 def started(folder) -> dict[int, int]:
-    "How often each worker began."
+    "How often each worker started."
     seen = [int(p.name.split('-')[1]) for p in folder.glob('pid-*')]
     return {i: seen.count(i) for i in set(seen)}
 
@@ -124,50 +133,66 @@ TWO = {0: None, 1: None}
 
 def test_all_end_well(worker, tmp_path):
     lines = []
-    slow = "time.sleep(0.5 * index); (folder / f'done-{index}').touch()"
+    slow = "time.sleep(0.5 * index)\n(folder / f'done-{index}').touch()"
     assert supervise(worker(slow), local_workers(2), TWO, say=lines.append) == 0
     assert started(tmp_path) == {0: 1, 1: 1} and not lines
     assert {p.name for p in tmp_path.glob('done-*')} == {'done-0', 'done-1'}
 
-def test_one_that_dies_takes_all_along_and_they_start_again(worker, tmp_path):
-    once = ("\ntime.sleep(0.5)\nif index == 1 and len(list(folder.glob('pid-1-*'))) < 3: os.kill(os.getpid(), signal.SIGKILL)"
-            '\ntime.sleep(0.3)')
+def test_all_restart_after_one_dies(worker, tmp_path):
+    once = """
+time.sleep(0.5)
+if index == 1 and len(list(folder.glob('pid-1-*'))) < 3: os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.3)
+"""
     lines = []
     assert supervise(worker(once), local_workers(2), TWO, say=lines.append) == 0
     assert started(tmp_path) == {0: 3, 1: 3} and gone(tmp_path)
     assert len(lines) == 2 and all('Worker 1 was ended by SIGKILL; all start again' in line for line in lines)
 
-def test_the_cause_is_named_before_what_it_brought_about():
-    "Worker 0 has lost its peer; both have ended when somebody looks."
-    ended = {i: SimpleNamespace(poll=lambda code=code: code) for i, code in enumerate((LOST_PEER, -signal.SIGKILL))}
+def test_the_cause_is_named_before_its_consequence():
+    "Worker 0 has lost its peer; both have ended before the first poll."
+    codes = LOST_PEER, -signal.SIGKILL
+    ended = {i: SimpleNamespace(poll=lambda code=code: code) for i, code in enumerate(codes)}
     group = SimpleNamespace(workers=local_workers(2), processes=ended, stderr_tail=lambda i: '')
-    with pytest.raises(UserError, match='Worker 1 was ended by SIGKILL before it could begin'): watch(group, wait=1)
+    with pytest.raises(UserError, match='Worker 1 was ended by SIGKILL before it could begin'):
+        watch(group, wait=1)
 
-def test_too_many_deaths_are_too_many(worker, tmp_path):
+def test_the_number_of_restarts_is_limited(worker, tmp_path):
     lines = []
-    dies = '\ntime.sleep(0.5)\nif index == 1: print("because", file=sys.stderr); sys.exit(7)\ntime.sleep(60)'
+    dies = """
+time.sleep(0.5)
+if index == 1:
+    print('because', file=sys.stderr)
+    sys.exit(7)
+time.sleep(60)
+"""
     with pytest.raises(UserError, match='died 3 times'):
         supervise(worker(dies), local_workers(2), TWO, restarts=2, say=lines.append)
     assert started(tmp_path) == {0: 3, 1: 3} and gone(tmp_path)
     assert [line.strip() for line in lines].count('because') == 3 and 'ended with code 7.' in lines[-1]
 
-def test_one_that_cannot_begin_is_not_tried_again(tmp_path):
-    with pytest.raises(UserError, match=r'Worker 1 ended with code 1 before it could begin; mend that. (.|\n)*no such thing'):
-        supervise([sys.executable, '-c', 'import os, sys, time\nif \'"index": 1\' in os.environ["TF_CONFIG"]: '
-                   'sys.exit("no such thing")\ntime.sleep(60)'], local_workers(2), TWO)
+def test_a_worker_that_cannot_start_is_not_restarted(tmp_path):
+    program = """
+import os, sys, time
+if '"index": 1' in os.environ['TF_CONFIG']: sys.exit('no such thing')
+time.sleep(60)
+"""
+    message = r'Worker 1 ended with code 1 before it could begin; mend that. (.|\n)*no such thing'
+    with pytest.raises(UserError, match=message):
+        supervise([sys.executable, '-c', program], local_workers(2), TWO)
 
 @pytest.mark.parametrize('code', [2, 130, 143])
-def test_a_wanted_end_is_final(worker, tmp_path, code):
+def test_a_requested_end_is_final(worker, tmp_path, code):
     ends = worker(f'\nif index: sys.exit({code})\ntime.sleep(60)')
     assert supervise(ends, local_workers(2), TWO, say=lambda line: None) == code
     assert started(tmp_path) == {0: 1, 1: 1} and gone(tmp_path)
 
 def test_a_peer_that_never_comes_is_named(worker, tmp_path):
-    "And whoever waits for it hears nothing."
+    "The worker that waits for it ignores SIGTERM."
     workers = local_workers(2)
-    deaf = '\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)'
+    ignores = '\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)'
     with pytest.raises(UserError, match=f'Of 2 workers {workers[1]} did not come within 2 s; start it'):
-        supervise(worker(deaf), workers, {0: None}, wait=2)
+        supervise(worker(ignores), workers, {0: None}, wait=2)
     assert gone(tmp_path)
 
 def test_a_port_in_use_is_named_before_anything_starts(worker, tmp_path):
@@ -178,7 +203,8 @@ def test_a_port_in_use_is_named_before_anything_starts(worker, tmp_path):
     assert not list(tmp_path.iterdir())
     claim_port(f'127.0.0.1:{port}')
 
-def test_nothing_listens_where_there_is_no_host(): assert not is_listening('no-such-host.invalid:22')
+def test_nothing_listens_where_there_is_no_host():
+    assert not is_listening('no-such-host.invalid:22')
 
 SUPERVISOR = """
 import sys
@@ -189,23 +215,31 @@ sys.exit(supervise(sys.argv[1:], local_workers(2), {0: None, 1: None}))
 """
 
 def supervisor(command, folder):
-    "In a process of its own, its workers started."
-    child = subprocess.Popen([sys.executable, '-c', SUPERVISOR, *command], stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    "A supervisor in a process of its own, after its workers started."
+    child = subprocess.Popen([sys.executable, '-c', SUPERVISOR, *command], stderr=subprocess.PIPE,
+                             stdout=subprocess.PIPE)
     while started(folder) != {0: 1, 1: 1}: time.sleep(0.02)
     return child
 
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_its_supervisor(worker, tmp_path, how):
-    "Even those deaf to SIGTERM, where nobody can wait for them."
-    deaf = '\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)' if how != signal.SIGTERM else ''
-    child = supervisor(worker(deaf + '\ntime.sleep(60)'), tmp_path)
+    "Workers that ignore SIGTERM are tested where they do not get a minute to save."
+    ignores = '\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)' if how != signal.SIGTERM else ''
+    child = supervisor(worker(ignores + '\ntime.sleep(60)'), tmp_path)
     child.send_signal(how)
     child.communicate(timeout=20)
     assert child.returncode != 0 and gone(tmp_path, seconds=5)
 
 def test_sigterm_leaves_time_to_save(worker, tmp_path):
-    saves = ("\ndef save(*_): time.sleep(0.4); (folder / f'saved-{index}').touch(); sys.exit(143)"
-             '\nsignal.signal(signal.SIGTERM, save)\n(folder / f"ready-{index}").touch()\ntime.sleep(60)')
+    saves = """
+def save(*_):
+    time.sleep(0.4)
+    (folder / f'saved-{index}').touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+(folder / f'ready-{index}').touch()
+time.sleep(60)
+"""
     child = supervisor(worker(saves), tmp_path)
     while len(list(tmp_path.glob('ready-*'))) < 2: time.sleep(0.02)
     child.terminate()
@@ -214,7 +248,8 @@ def test_sigterm_leaves_time_to_save(worker, tmp_path):
 
 def test_only_worker_0_prints_a_result(worker, tmp_path, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')
-    child = supervisor(worker('\ntime.sleep(0.5)\nprint("result of", index, os.environ["CUDA_VISIBLE_DEVICES"])'), tmp_path)
+    prints = '\ntime.sleep(0.5)\nprint("result of", index, os.environ["CUDA_VISIBLE_DEVICES"])'
+    child = supervisor(worker(prints), tmp_path)
     out, err = child.communicate(timeout=20)
     assert out.decode() == 'result of 0 -1\n' and not err and child.returncode == 0
 
@@ -226,20 +261,21 @@ def test_how_a_process_ended():
 @pytest.mark.parametrize('mine, late, expected', [
     ([0], [1], ('b', 3, 'start it')), ([1], [0, 1], ('a, b', 9, 'start them')),
     ([0, 1], [1], ('b', 9, 'start it')), ([0], [], None)])
-def test_peers_get_their_time_and_slow_machines_four_times_that(monkeypatch, mine, late, expected):
-    "The clock moves by a second between two looks."
+def test_the_time_limit_for_peers_is_four_times_as_long_on_slow_machines(monkeypatch, mine, late, expected):
+    "The clock advances by a second between two polls."
     now, workers, polls = [50.], ['a', 'b'], iter([None] * 20 + [0] * 99)
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: now.__setitem__(0, now[0] + 1))
     monkeypatch.setattr(page, 'time', clock)
     monkeypatch.setattr(page, 'is_listening', lambda worker: workers.index(worker) not in late)
-    group = SimpleNamespace(workers=workers, processes={i: SimpleNamespace(poll=lambda: next(polls)) for i in mine})
+    process = SimpleNamespace(poll=lambda: next(polls))
+    group = SimpleNamespace(workers=workers, processes={i: process for i in mine})
     if expected is None: assert watch(group, wait=2) is None
     else:
         complaint = f'Of 2 workers {expected[0]} did not come within 2 s; {expected[2]}, or look'
         with pytest.raises(UserError, match=complaint): watch(group, wait=2)
         assert now[0] == 50 + expected[1]
 
-def test_a_worker_is_a_session_with_its_own_cards(monkeypatch):
+def test_a_worker_is_a_session_with_its_own_gpus(monkeypatch):
     "Only worker 0 writes to the terminal's stdout."
     started = []
     monkeypatch.setattr(subprocess, 'Popen', lambda command, **how: started.append(how) or command)
@@ -260,12 +296,12 @@ def test_the_end_of_the_stderr_of_a_worker_without_a_terminal():
     assert group.stderr_tail(2) == 'y' * 1999 + '\ufffd'
     group.stderr[2].close()
 
-def test_one_worker_alone_opens_no_port_and_is_not_missed():
-    "It has no peers, so it may work for longer than one waits for a peer."
+def test_a_single_worker_needs_no_port():
+    "It has no peers, so the time limit for peers does not end it."
     program = 'import time; time.sleep(1.5)'
     assert supervise([sys.executable, '-c', program], local_workers(1), {0: None}, wait=0.2) == 0
 
-def test_who_can_reach_the_workers_is_said():
+def test_the_warning_names_open_ports():
     where = 'TensorFlow listens on every address of this machine, at port 1, 3, and asks for no password'
     assert exposure(['a:1', 'b:2', 'a:3'], [0, 2]).startswith(where)
     assert exposure(['a:1'], [0]) == ''
