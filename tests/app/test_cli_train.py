@@ -326,7 +326,7 @@ def test_a_training_with_a_bar(behind, capsys, step):
     assert fit() == (result | {'run': 'RUN'},
                      '4 updates, loss 3.0 -> 2.0, 1,235 clips/s; 6 s to trace and compile.')
     assert shown == [('train-dvae', step, 4, 'compiling'),
-                     ('train-dvae', 4, 5, 'loss 1.250  held out 0.500  heard 0.25  1,235 clips/s  AU 57%'),
+                     ('train-dvae', 4, 5, 'loss 1.250  held out 0.500  DTW 0.25  1,235 clips/s  AU 57%'),
                      ('train-dvae', 5, 5, 'loss 1.000')]
     assert capsys.readouterr().err == 'THE MODE\n' + 'RUN goes on at update 3.\n' * (step > 0)
     trainer.stop = True
@@ -351,7 +351,7 @@ def made(behind, tmp_path, monkeypatch):
     behind('train.runs.held_out_share', lambda cache, share: [f'{share} of {cache.name}'])
     behind('app.cli_train._feed', lambda **call: has.feed)
     behind('app.cli_train._in_memory', lambda cache, settings, **more: settings)
-    behind('app.cli_train._begun_from', lambda base, settings, finetune: settings)
+    behind('app.cli_train._with_base', lambda base, settings, finetune: settings)
     for name in ('app.cli_train._check_prepared', 'train.runs.check_made_for'): behind(name)
     has.no_codes, has.runs = behind('train.dual.check_no_codes'), behind('train.runs.new_run', 'the trainer')
     layers = {'options': {'training.ema': 0.5}}
@@ -402,8 +402,8 @@ def test_the_settings_that_began_a_run(behind, tmp_path):
         settings = cli_train._settings(cache, preset, tmp_path / 'f.yaml', 'base', 'lora')
         assert settings == asked.replace(training={'finetune': 'lora'})
         assert based[-1] == {'base': 'base', 'settings': settings}
-        assert checked[-1] == {'cache': cache, 'begun': began, 'settings': asked}
-    assert cli_train._begun_from(None, TINY, None) == TINY
+        assert checked[-1] == {'cache': cache, 'initial': began, 'settings': asked}
+    assert cli_train._with_base(None, TINY, None) == TINY
 
 @pytest.mark.parametrize('stored, on_device, cluster, fed', [
     (['codes', 'text'], False, '', False), (['codes'], True, '', True), (['text'], False, '', True),
@@ -584,7 +584,7 @@ def test_train_dvae_goes_on_with_the_settings_of_its_run(ran, behind, bars, home
     ran('train-dvae --run r --preset tiny')
     assert [c['config'].data.buckets for c in made] == [2, TINY.data.buckets] != [2, 2]
     for line, words in (('--run none', 'none: holds no run to go on with'),
-                        ('', 'neither a run nor anything'),
+                        ('', 'neither a run nor a corpus'),
                         ('corpus --config bad.yaml', 'training.warmup_steps: 7 does nothing here')):
         done = ran(f'train-dvae {line}')
         assert done.code == 2 and words in done.said[-1] and len(made) == 2
@@ -607,10 +607,10 @@ def test_train_voice(ran, behind, bars, home, fitted):
         [str(home / 'runs' / 'voice-1'), 'm', 'cache its own', TINY, (), None],
         ['r', 'm', 'cache d', TINY.replace(voice={'steps': 5}, training=every), ['x'], 'c'],
         ['r', None, None, TINY.replace(training=every), (), None]]
-    assert [(str(c['begun']), c['config'] and str(c['config']), c['known']) for c in asked] == [
+    assert [(str(c['folder']), c['config'] and str(c['config']), c['known']) for c in asked] == [
         ('m', None, False), ('m', 'f', False), ('r', None, True)]
     assert [call['name'] for call in fitted] == ['train-voice'] * 3
-    assert 'neither a run nor anything' in ran('train-voice').said[0]
+    assert 'neither a run nor a model' in ran('train-voice').said[0]
 
 VOICE = {'voice.steps=5': (True, True), 'model.decoder.channels=256': (True, False),
          'model.speaker.blocks=[2, 1, 1, 1]': (True, False),

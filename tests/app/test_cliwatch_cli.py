@@ -175,8 +175,8 @@ def test_bench_diagnose(ran, behind, bars):
     behind('monitor.patients.patient_totals', {'right': 3})
     behind('monitor.patients.total_lines', ['THE', 'TOTAL'])
     words = [w for w in ran('bench diagnose').out.split() if w.isalpha()]
-    assert words == 'The ward a patient THE TOTAL'.split() and not kept
-    assert bars == [('start', {}), ('visit the patients', 1, 2)]
+    assert words == 'Diagnosed trainings a patient THE TOTAL'.split() and not kept
+    assert bars == [('start', {}), ('diagnose the trainings', 1, 2)]
     assert ran('bench diagnose --num-batches 9 --seconds 3 --record --json').json == {'rows': rows,
         'right': 3}
     assert kept == [{'page': 'patients', 'rows': rows, 'notes': {'right': 3}}]
