@@ -1,4 +1,4 @@
-"Sources by name: their table, their licences, what is refused and what stands in the folder; over a local server."
+"Sources: their table, licences, errors and the downloaded folder; with a local server."
 import hashlib
 import io
 import json
@@ -28,26 +28,28 @@ FILES = {'LICENSE.txt': b'Ask first.\n', 'a.pth': bytes(500_000), 'b.pth': b'b' 
 
 @dataclass
 class Plan:
-    "What the server has, and what it was asked for."
+    "The files of the server, and the requests that it got."
     files: dict = field(default_factory=dict)
-    breaks: int | None = None   # the next answer ends after so many bytes
-    asked: list = field(default_factory=list)   # (name, range) of each GET
+    breaks: int | None = None   # the next response ends after so many bytes
+    requests: list = field(default_factory=list)   # (name, range) of each GET
     address: str = ''
 
 
 class Handler(BaseHTTPRequestHandler):
-    "A server of files, whose answers are also those of the Hub."
+    "A server of files with the response headers of the Hub."
     def do_HEAD(self):
-        plan, name, asked = self.server.plan, self.path.split('/')[-1], self.headers.get('Range')
-        body, start = plan.files.get(name), int(asked[6:-1]) if asked else 0
-        if self.command == 'GET': plan.asked.append((name, asked))
-        self.send_response(404 if body is None else 206 if asked else 200)
+        plan, name, span = self.server.plan, self.path.split('/')[-1], self.headers.get('Range')
+        body, start = plan.files.get(name), int(span[6:-1]) if span else 0
+        if self.command == 'GET': plan.requests.append((name, span))
+        self.send_response(404 if body is None else 206 if span else 200)
         size = len(body or b'')
         headers = {'ETag': f'"{name}"', 'X-Repo-Commit': HUB[1], 'Content-Length': size - start}
-        if asked: headers['Content-Range'] = f'bytes {start}-{size - 1}/{size}'
+        if span: headers['Content-Range'] = f'bytes {start}-{size - 1}/{size}'
         for key, value in headers.items(): self.send_header(key, str(value))
         self.end_headers()
-        if self.command == 'GET' and body: self.wfile.write(body[start:][:plan.breaks]); plan.breaks = None
+        if self.command == 'GET' and body:
+            self.wfile.write(body[start:][:plan.breaks])
+            plan.breaks = None
 
     do_GET = do_HEAD
 
@@ -56,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    "The plan of a server of this test."
+    "The plan of a server for one test."
     monkeypatch.setenv('no_proxy', '*')
     with ThreadingHTTPServer(('127.0.0.1', 0), Handler) as running:
         running.plan = Plan(address=f'http://127.0.0.1:{running.server_port}')
@@ -71,13 +73,14 @@ def known(name, body) -> dict: return _file(name, len(body), hashlib.sha256(body
 @pytest.fixture
 def model(server) -> Source:
     server.files |= FILES
-    return Source('model', [known(*f) for f in FILES.items()], 'Some License', server.address, hub=HUB, terms=True)
+    files = [known(*f) for f in FILES.items()]
+    return Source('model', files, 'Some License', server.address, hub=HUB, terms=True)
 
 @pytest.fixture
 def fetch(server):
-    "Download from the server; the names that it was asked for are in `server.asked`."
+    "Download from the server; its requests are in `server.requests`."
     def fetch(source, out, **options):
-        server.asked.clear()
+        server.requests.clear()
         return download(source, out, server.address, **{'accept': True} | options)
     return fetch
 
@@ -106,23 +109,26 @@ def packed(corpus, top='Top-1.0/') -> bytes:
     return tarred(*((top + name, body) for name, body in tree(corpus).items() if (corpus / name).is_file()))
 
 def refused(call, *arguments, **options) -> str:
-    "The sentence of a refusal."
+    "The message of the `UserError` that this call raises."
     with pytest.raises(UserError) as e: call(*arguments, **options)
     assert str(e.value).endswith('.') and '\n' not in str(e.value)
     return str(e.value)
 
 
-# --- the table ------------------------------------------------------------------------------------------------------
+# --- the table ----------------------------------------------------------------------------------------------
 
 def test_every_file_of_the_table_is_pinned():
     files = [f for s in SOURCES.values() for f in s.files]
     assert all(re.fullmatch('[0-9a-f]{64}', f['sha256']) and f['bytes'] > 0 for f in files)
-    assert len({f['sha256'] for f in files}) == len(files) == 15 and sum(f['bytes'] for f in files) == 100_778_928_537
+    assert len({f['sha256'] for f in files}) == len(files) == 15
+    assert sum(f['bytes'] for f in files) == 100_778_928_537
     model, *corpora = SOURCES.values()
     assert re.fullmatch('[0-9a-f]{40}', model.hub[1]) and model.hub[1] in model.url
     assert model.terms and model.files[0]['file'] == 'LICENSE.txt'
-    assert all(len(s.files) == 1 and not s.hub and not s.terms and s.url.startswith('https://') for s in corpora)
-    assert source_rows()[1] == {'name': 'ljspeech', 'GB': 2.75, 'licence': 'public domain'} and len(SOURCES) == 10
+    assert all(len(s.files) == 1 and not s.hub and not s.terms for s in corpora)
+    assert all(s.url.startswith('https://') for s in corpora)
+    assert source_rows()[1] == {'name': 'ljspeech', 'GB': 2.75, 'licence': 'public domain'}
+    assert len(SOURCES) == 10
 
 @pytest.mark.parametrize('name, part', [('ljspech', 'one of xtts-v2, ljspeech, '), ('', 'ljspeech'),
                                         ('common-voice', 'https://commonvoice.mozilla.org')])
@@ -132,53 +138,56 @@ def test_what_is_not_in_the_table(name, part):
 def test_nothing_heavy_is_imported_before_something_is_fetched():
     program = ('import sys, xtts_nb.app.download; '
                'print({"tensorflow", "pooch", "huggingface_hub", "tqdm"} & {*sys.modules})')
-    assert subprocess.run([sys.executable, '-c', program], capture_output=True, text=True).stdout.strip() == 'set()'
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True)
+    assert done.stdout.strip() == 'set()'
 
 
-# --- the licence ----------------------------------------------------------------------------------------------------
+# --- the licence --------------------------------------------------------------------------------------------
 
 def test_nothing_is_fetched_before_the_licence_is_accepted(server, model, fetch, tmp_path):
     text = refused(fetch, model, tmp_path / 'out', accept=False)
-    assert 'Some License' in text and '--accept-cpml' in text and not server.asked and tree(tmp_path) == {}
+    assert 'Some License' in text and '--accept-cpml' in text and not server.requests and tree(tmp_path) == {}
 
 def test_the_text_of_the_licence(server, model):
-    assert terms(model, server.address) == 'Ask first.\n' and server.asked == [('LICENSE.txt', None)]
+    assert terms(model, server.address) == 'Ask first.\n' and server.requests == [('LICENSE.txt', None)]
     server.files['LICENSE.txt'] = b'Ask nobody'
     text = terms(model, server.address)
     assert 'Some License' in text and f'{model.url}/LICENSE.txt' in text and 'Ask nobody' not in text
 
 
-# --- a model --------------------------------------------------------------------------------------------------------
+# --- a model ------------------------------------------------------------------------------------------------
 
 def test_a_model(server, model, fetch, tmp_path):
     out = tmp_path / 'new' / 'Größe 大'
     result = fetch(model, out)
     assert result == {'name': 'model', 'folder': str(out), 'files': [known(*f) for f in FILES.items()]}
     got = tree(out)
-    assert json.loads(got.pop('download.json')) == {'name': 'model', 'from': server.address, 'licence': 'Some License',
-                                                    'files': result['files']}
+    stored = json.loads(got.pop('download.json'))
+    assert stored == {'name': 'model', 'from': server.address, 'licence': 'Some License',
+                      'files': result['files']}
     assert got == FILES and list(out.parent.iterdir()) == [out]
     assert download_text(model, result).splitlines()[1:] == [
         'a.pth: 500,000 bytes, SHA-256 as published', 'b.pth: 70,000 bytes, SHA-256 as published',
         f'{out} is ready (Some License): xtts-nb convert from-coqui {out} MODEL']
-    assert fetch(model, out) == result and not server.asked
+    assert fetch(model, out) == result and not server.requests
 
 def test_a_connection_that_breaks_is_resumed(server, model, fetch, tmp_path):
     server.files['a.pth'], server.breaks = bytes(12 << 20), 11 << 20   # the library counts in 10 MiB
     model.files[:] = [known('a.pth', server.files['a.pth'])]
     fetch(model, tmp_path / 'out')
-    assert server.asked == [('a.pth', None), ('a.pth', f'bytes={10 << 20}-')]
+    assert server.requests == [('a.pth', None), ('a.pth', f'bytes={10 << 20}-')]
 
 def test_wrong_bytes_are_removed_and_files_that_came_are_not_fetched_again(server, model, fetch, tmp_path):
     server.files['b.pth'] = bytes(70_000)
     text = refused(fetch, model, tmp_path / 'out')
-    assert model.files[2]['sha256'] in text and 'b.pth' in text and '--from' in text and not (tmp_path / 'out').exists()
+    assert model.files[2]['sha256'] in text and 'b.pth' in text and '--from' in text
+    assert not (tmp_path / 'out').exists()
     server.files['b.pth'] = FILES['b.pth']
     fetch(model, tmp_path / 'out')
-    assert server.asked == [('b.pth', None)] and {p.name for p in tmp_path.iterdir()} == {'out'}
+    assert server.requests == [('b.pth', None)] and {p.name for p in tmp_path.iterdir()} == {'out'}
 
 
-# --- a corpus -------------------------------------------------------------------------------------------------------
+# --- a corpus -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('top', ['Top-1.0/', ''], ids=['in a folder', 'flat'])
 def test_a_corpus_that_prepare_reads(server, fetch, corpus, tmp_path, top):
@@ -186,15 +195,16 @@ def test_a_corpus_that_prepare_reads(server, fetch, corpus, tmp_path, top):
     out.mkdir(parents=True)   # an empty folder is filled
     result = fetch(source, out)
     got = tree(out)
-    assert json.loads(got.pop('download.json'))['files'] == result['files'] == source.files and got == tree(corpus)
+    assert json.loads(got.pop('download.json'))['files'] == result['files'] == source.files
+    assert got == tree(corpus)
     assert len(read_corpus(out)[0]) == 14 and list(out.parent.iterdir()) == [out]
     assert f'xtts-nb prepare {out} --out CACHE' in download_text(source, result)
-    assert fetch(source, out) == result and not server.asked
+    assert fetch(source, out) == result and not server.requests
 
 @pytest.mark.parametrize('names, made', [(['txt/a', 'b'], {'b', 'txt', 'txt/a'}), (['a..b'], {'a..b'}),
                                          (['top/a/1', 'top/b'], {'a', 'a/1', 'b'})])
 def test_a_zip(server, fetch, tmp_path, names, made):
-    "A folder that holds all of an archive is taken away, and nothing else."
+    "Only a single folder around everything is removed."
     fetch(archive(server, zipped(*names), 'c.zip'), tmp_path / 'c')
     assert {*tree(tmp_path / 'c')} == made | {'download.json'}
 
@@ -222,7 +232,8 @@ def test_a_link_in_a_zip_is_a_file(server, fetch, tmp_path):
 def test_a_wrong_archive_is_never_unpacked(server, fetch, corpus, tmp_path):
     source = archive(server, packed(corpus))
     server.files['c.tar.bz2'] = tarred(('evil', b'x'))
-    (tmp_path / 'c.download').mkdir(); (tmp_path / 'c.download' / 'tmp123').write_text('left by a killed process')
+    (tmp_path / 'c.download').mkdir()
+    (tmp_path / 'c.download' / 'tmp123').write_text('left by a killed process')
     assert source.files[0]['sha256'] in refused(fetch, source, tmp_path / 'c')
     assert tree(tmp_path) == {'c.download': b''}
 
@@ -234,23 +245,28 @@ def test_ctrl_c_while_unpacking_keeps_the_archive(server, fetch, corpus, tmp_pat
         fetch(source, tmp_path / 'c')
     assert {*tree(tmp_path)} == {'c.download', 'c.download/c.tar.bz2'}
     fetch(source, tmp_path / 'c')
-    assert not server.asked and list(tmp_path.iterdir()) == [tmp_path / 'c']
+    assert not server.requests and list(tmp_path.iterdir()) == [tmp_path / 'c']
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('text', ['{}', '[]', '1', '{"name": "other", "files": []}', '{"name": "model"}', 'text', None])
+@pytest.mark.parametrize('text', ['{}', '[]', '1', '{"name": "other", "files": []}', '{"name": "model"}',
+                                  'text', None])
 def test_a_folder_of_something_else(server, model, fetch, tmp_path, text):
     out = tmp_path / 'out'
     if text is None: out.write_text('mine')
-    else: out.mkdir(); (out / 'download.json').write_text(text); (out / 'thesis.txt').write_text('mine')
+    else:
+        out.mkdir()
+        (out / 'download.json').write_text(text)
+        (out / 'thesis.txt').write_text('mine')
     before = tree(tmp_path)
-    assert f'{out}: already holds' in refused(fetch, model, out) and tree(tmp_path) == before and not server.asked
+    assert f'{out}: already holds' in refused(fetch, model, out)
+    assert tree(tmp_path) == before and not server.requests
 
 def test_a_damaged_model_and_another_release(server, model, fetch, corpus, tmp_path):
     fetch(model, tmp_path / 'm')
     (tmp_path / 'm' / 'a.pth').write_bytes(b'months of work')
-    assert 'already holds' in refused(fetch, model, tmp_path / 'm') and not server.asked
+    assert 'already holds' in refused(fetch, model, tmp_path / 'm') and not server.requests
     fetch(archive(server, packed(corpus)), tmp_path / 'c')
     assert 'already holds' in refused(fetch, archive(server, packed(corpus, 'Top-1.1/')), tmp_path / 'c')
 
@@ -259,32 +275,34 @@ def test_a_damaged_model_and_another_release(server, model, fetch, corpus, tmp_p
 def test_an_address_without_the_file(server, tmp_path, base, hub):
     source = Source('corpus', [known('c.tar', b'')], 'free', server.address, hub)
     text = refused(download, source, tmp_path / 'c', base or server.address)
-    assert text.startswith(f'corpus: could not be fetched from {base or server.address} to {tmp_path / "c"} (')
+    address = base or server.address
+    assert text.startswith(f'corpus: could not be fetched from {address} to {tmp_path / "c"} (')
     assert 'or try another mirror with --from' in text and not (tmp_path / 'c').exists()
 
 def test_nobody_listens(server, tmp_path):
     with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))   # bound, and deaf
-        text = refused(download, archive(server, b''), tmp_path / 'c', f'http://127.0.0.1:{s.getsockname()[1]}')
+        s.bind(('127.0.0.1', 0))   # bound, but does not listen
+        address = f'http://127.0.0.1:{s.getsockname()[1]}'
+        text = refused(download, archive(server, b''), tmp_path / 'c', address)
     assert 'refused' in text and not (tmp_path / 'c').exists()
 
 def test_too_little_room_is_found_before_it_is_filled(server, model, fetch, tmp_path, monkeypatch):
     monkeypatch.setattr('shutil.disk_usage', lambda _: SimpleNamespace(free=1000))
     text = refused(fetch, model, tmp_path / 'out')
-    assert '570,011 bytes are to come and 1,000 are free' in text and not server.asked
+    assert '570,011 bytes are to come and 1,000 are free' in text and not server.requests
 
 def test_a_folder_below_a_file(server, model, fetch, tmp_path):
     (tmp_path / 'x').write_text('mine')
     assert 'x' in refused(fetch, model, tmp_path / 'x' / 'out') and tree(tmp_path) == {'x': b'mine'}
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------------
 
 def test_the_command_asks_for_the_licence_of_the_released_model(ran, server, tmp_path, monkeypatch):
-    "The server has it not, so it is named; nothing else is asked for."
+    "The server does not have it, so its name is shown; nothing else is requested."
     monkeypatch.chdir(tmp_path)
     done = ran(f'download xtts-v2 --from {server.address} --json')
-    assert (done.code, done.out) == (2, '') and {name for name, _ in server.asked} <= {'LICENSE.txt'}
+    assert (done.code, done.out) == (2, '') and {name for name, _ in server.requests} <= {'LICENSE.txt'}
     assert 'https://coqui.ai/cpml.txt' in done.err and 'Traceback' not in done.err and tree(tmp_path) == {}
     assert 'repeat with --accept-cpml' in done.said[-1]
 
@@ -294,7 +312,7 @@ def test_the_command(ran, server, corpus, tmp_path, monkeypatch):
     source = archive(server, packed(corpus))
     monkeypatch.setitem(SOURCES, 'corpus', source)
     done = ran(f'download corpus --from {server.address} --json')
-    assert done.code == 0 and done.json == {'name': 'corpus', 'folder': str(tmp_path / 'my data' / 'corpus'),
-                                            'files': source.files}
+    folder = str(tmp_path / 'my data' / 'corpus')
+    assert done.code == 0 and done.json == {'name': 'corpus', 'folder': folder, 'files': source.files}
     done = ran('download corpus --out', 'my data/corpus')
     assert done.code == 0 and 'xtts-nb prepare my data/corpus --out CACHE' in done.out
