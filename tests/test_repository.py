@@ -1,4 +1,4 @@
-"""The rules of the house, read off the files: no test here runs a page."""
+"""The rules of the repository, checked on its files: no test here runs a page."""
 import ast
 import configparser
 import json
@@ -25,11 +25,11 @@ def name(path): return path.relative_to(ROOT / 'nbs').with_suffix('').as_posix()
 
 
 def tracked() -> list[Path]:
-    "The files of the repository; without git, those that lie where its files lie."
+    "The files of the repository; without git, the files in its folders."
     if (ROOT / '.git').exists():
-        listed = subprocess.run(['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard'], cwd=ROOT,
-                                capture_output=True, text=True, check=True).stdout.split('\0')
-        files = [ROOT / f for f in listed if f]
+        command = ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard']
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        files = [ROOT / f for f in done.stdout.split('\0') if f]
     else:
         folders = '.ci', '.github', 'benchmarks', 'dev', 'nbs', 'tests', 'xtts_nb'
         files = [*ROOT.glob('*'), *(f for folder in folders for f in (ROOT / folder).rglob('*'))]
@@ -49,12 +49,13 @@ def module(
     path: Path,  # of a notebook
 ) -> str | None:
     "The module that the notebook writes."
-    return next((m[1] for c in cells(path, 'code') if (m := re.match(r'#\|\s*default_exp:?\s+(\S+)', c['source']))), None)
+    found = (re.match(r'#\|\s*default_exp:?\s+(\S+)', c['source']) for c in cells(path, 'code'))
+    return next((m[1] for m in found if m), None)
 
 
 # ---- what must not be in it
 
-# Written in pieces, so that this file passes its own test.
+# Split, so that this file passes its own test.
 ELSEWHERE = re.compile(r'''(?<![\w.~$}:/<-])/(?:home|root|work|tmp|opt|mnt|Users|private)(?=/\w)'''
                        r'''|file:''' r'''//|\bissue[s]? #?\d+\b''')
 BESIDE = '../' + 'shared'
@@ -79,15 +80,17 @@ LESSONS = {'00_config': 'config', '10_data_tf_native': 'data.native', '20_model'
            '60_speech': 'speech.generate'}
 
 
-def test_the_lessons_stand_in_front():
+def test_the_lessons_are_the_pages_of_the_top_folder():
     assert [p.stem for p in NOTEBOOKS if p.parent.name == 'nbs'] == ['index', *LESSONS]
 
 
 def test_the_sidebar_shows_the_lessons_first_and_every_room():
     sidebar = yaml.safe_load((ROOT / 'nbs/sidebar.yml').read_text(encoding='utf-8'))
     first, lessons, *rooms = sidebar['website']['sidebar']['contents']
-    assert first == 'index.ipynb' and lessons == {'section': 'Lessons', 'contents': [f'{name}.ipynb' for name in LESSONS]}
-    assert rooms == [{'section': title, 'contents': f'{folder}/*.ipynb'} for folder, title in tree.ROOMS.items()]
+    assert first == 'index.ipynb'
+    assert lessons == {'section': 'Lessons', 'contents': [f'{name}.ipynb' for name in LESSONS]}
+    assert rooms == [{'section': title, 'contents': f'{folder}/*.ipynb'}
+                     for folder, title in tree.ROOMS.items()]
     assert {p.parent.name for p in NOTEBOOKS} == {'nbs', *tree.ROOMS}
 
 
@@ -120,7 +123,8 @@ def test_page_stores_its_outputs(path):
     assert not [o for o in outputs if o['output_type'] == 'error']
 
 
-ORDER = ['', 'monitor', 'data', 'models', 'speech', 'train', 'app']   # a room imports those before it; '' is the root
+# a room imports only itself and the rooms before it; '' is the root
+ORDER = ['', 'monitor', 'data', 'models', 'speech', 'train', 'app']
 
 
 def room(module: str) -> str: return module.rpartition('.')[0]
@@ -135,7 +139,8 @@ def imported(
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import): found |= {a.name for a in node.names}
         if isinstance(node, ast.ImportFrom):
-            base = '.'.join([*package[:len(package) + 1 - node.level if node.level else 0], *filter(None, [node.module])])
+            above = package[:len(package) + 1 - node.level] if node.level else []
+            base = '.'.join([*above, *filter(None, [node.module])])
             found |= {base} | {f'{base}.{a.name}' for a in node.names}
     return {name for f in found if (name := f.removeprefix('xtts_nb.')) in MODULES}
 
@@ -144,15 +149,18 @@ def imported(
     ('import xtts_nb.data.native', {'data.native'}), ('from xtts_nb.models import gpt', {'models.gpt'}),
     ('from .audio import mel', {'data.audio'}), ('from .. import bench', {'bench'}),
     ('from ..models.gpt import GPT', {'models.gpt'}),
-    ('def f():\n    from xtts_nb.data.text import Tokenizer as T', {'data.text'}), ('import numpy, xtts_nb', set())])
+    ('def f():\n    from xtts_nb.data.text import Tokenizer as T', {'data.text'}),
+    ('import numpy, xtts_nb', set())])
 def test_imported(source, modules): assert imported(source, 'data.cache') == modules
 
 
 @pytest.mark.parametrize('module', MODULES)
 def test_imports_follow_the_order_of_the_rooms(module):
     "A cycle within a room is refused too."
-    source = {name: path.read_text(encoding='utf-8') for name, path in MODULES.items() if room(name) == room(module)}
-    assert not [m for m in imported(source[module], module) if ORDER.index(room(m)) > ORDER.index(room(module))]
+    source = {name: path.read_text(encoding='utf-8') for name, path in MODULES.items()
+              if room(name) == room(module)}
+    place = ORDER.index(room(module))
+    assert not [m for m in imported(source[module], module) if ORDER.index(room(m)) > place]
     seen, todo = set(), [module]
     while todo:
         name = todo.pop()
@@ -202,12 +210,14 @@ def test_the_names_that_people_import_are_here():
     for name in shown:
         value = getattr(xtts_nb, name)
         assert value.__name__ == name and value.__doc__ and name in vars(xtts_nb)
-    with pytest.raises(AttributeError, match="module 'xtts_nb' has no attribute 'nothing'"): xtts_nb.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'xtts_nb' has no attribute 'nothing'"):
+        xtts_nb.nothing  # noqa: B018
 
 
 def test_version_is_in_the_changelog():
     import xtts_nb
-    headings = re.findall(r'^## \[?([^\]\s]+)', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), re.MULTILINE)
+    text = (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8')
+    headings = re.findall(r'^## \[?([^\]\s]+)', text, re.MULTILINE)
     assert headings[0] == 'Unreleased' and xtts_nb.__version__ == headings[1]
 
 
@@ -215,8 +225,10 @@ def test_lock_file_covers_the_dependencies_and_nothing_of_one_machine():
     def key(requirement): return re.match(r'[\w.-]+', requirement)[0].lower().replace('_', '-')
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']
     extras = project['optional-dependencies']
-    wanted = {key(r) for r in [*project['dependencies'], *extras['demo'], *extras['dev']]} - {key(project['name'])}
-    lines = [line for line in (ROOT / 'requirements.lock').read_text(encoding='utf-8').splitlines() if not line.startswith('#')]
+    wanted = {key(r) for r in [*project['dependencies'], *extras['demo'], *extras['dev']]}
+    wanted -= {key(project['name'])}
+    text = (ROOT / 'requirements.lock').read_text(encoding='utf-8')
+    lines = [line for line in text.splitlines() if not line.startswith('#')]
     locked = {key(line) for line in lines}
     assert wanted <= locked, 'run `make lock`'
     assert all(re.match(r'[\w.-]+==[\w.]+( ;|$)', line) for line in lines)
@@ -229,7 +241,7 @@ def test_workspace_settings_are_the_defaults():
     assert dict(parser['workspace']) == {'data': 'data', 'cache': 'cache', 'runs': 'runs', 'scale': 'tiny'}
 
 
-def test_continuous_integration_runs_make_test_and_a_part_of_what_is_slow():
+def test_continuous_integration_runs_make_test_and_some_slow_tests():
     assert os.access(ROOT / '.ci/run', os.X_OK)
     commands = re.findall(r'^(?:exec )?make .*', (ROOT / '.ci/run').read_text(), re.MULTILINE)
     assert [re.search(r'\btest\S*', c)[0] for c in commands] == ['test-part', 'test']
@@ -240,13 +252,15 @@ def test_continuous_integration_runs_make_test_and_a_part_of_what_is_slow():
 @pytest.mark.parametrize('target, gpu, marked, flags', [
     ('test', '', 'not slow and not gpu', 'cpu'), ('test', '1', 'not slow and not cpu', 'gpu'),
     ('test-all', '', 'not gpu', 'slow cpu'), ('test-all', '1', 'not cpu', 'slow gpu')])
-def test_what_needs_a_gpu_and_what_cannot_have_one_never_run_together(target, gpu, marked, flags):
-    said = subprocess.run(['make', '-n', target, f'GPU={gpu}'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert f'-m "{marked}"' in said and f'--flags "{flags}"' in said
-    assert ('CUDA_VISIBLE_DEVICES=-1' in said) == (not gpu)
+def test_gpu_tests_and_cpu_tests_never_run_together(target, gpu, marked, flags):
+    command = ['make', '-n', target, f'GPU={gpu}']
+    recipe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f'-m "{marked}"' in recipe and f'--flags "{flags}"' in recipe
+    assert ('CUDA_VISIBLE_DEVICES=-1' in recipe) == (not gpu)
     settings = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['tool']
     assert settings['nbdev']['tst_flags'].split() == ['gpu', 'cpu', 'slow']
-    assert {m.partition(':')[0] for m in settings['pytest']['ini_options']['markers']} == {'slow', 'gpu', 'cpu', 'torch'}
+    markers = settings['pytest']['ini_options']['markers']
+    assert {m.partition(':')[0] for m in markers} == {'slow', 'gpu', 'cpu', 'torch'}
 
 
 @pytest.mark.slow
@@ -258,7 +272,8 @@ def test_wheel_holds_the_library_its_pages_and_their_records(tmp_path):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(f.read_bytes())
     code = 'import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))'
-    done = subprocess.run([sys.executable, '-c', code, tmp_path], cwd=tmp_path / 'source', capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-c', code, tmp_path], cwd=tmp_path / 'source',
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]).namelist()
     info = [n for n in names if '.dist-info/' in n]
@@ -270,6 +285,6 @@ def test_wheel_holds_the_library_its_pages_and_their_records(tmp_path):
 
 
 def test_every_declared_value_is_listed():
-    "A module whose own tests are missing too; `python dev/defaults.py` renews the list."
+    "Also for a module without tests of its own; `python dev/defaults.py` writes the list."
     listed = defaults.LIST.read_text(encoding='utf-8').splitlines()
     assert listed == [line for module in defaults.modules() for line in defaults.declared(module)]

@@ -1,4 +1,4 @@
-"Every command and option that the library or a page tells a user to type exists."
+"Every command and option that the README or a page names exists."
 import json
 import re
 from pathlib import Path
@@ -10,7 +10,8 @@ import typer
 from xtts_nb.app.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = re.compile(r'xtts-nb +([a-z][a-z-]*(?: +(?:(?!xtts-nb| -- )[^\n`\'")};:])*)?)')   # up to another command
+# up to the next command
+COMMAND = re.compile(r'xtts-nb +([a-z][a-z-]*(?: +(?:(?!xtts-nb| -- )[^\n`\'")};:])*)?)')
 
 
 def commands() -> dict[tuple, set]:   # {(command,) or (group, command): its options}
@@ -33,17 +34,18 @@ def unknown(text: str, known: dict) -> list[str]:
     return out
 
 
-def told(path: Path) -> str:
-    "What a file of the library or a page says, outputs left out."
+def source_of(path: Path) -> str:
+    "The text of a file, or the sources of the cells of a page."
     if path.suffix != '.ipynb': return path.read_text(encoding='utf-8')
-    return '\n'.join(''.join(cell['source']) for cell in json.loads(path.read_text(encoding='utf-8'))['cells'])
+    cells = json.loads(path.read_text(encoding='utf-8'))['cells']
+    return '\n'.join(''.join(cell['source']) for cell in cells)
 
 
-def test_an_option_that_does_not_exist_is_seen():
+def test_an_unknown_option_is_found():
     known = commands()
     assert unknown('run xtts-nb profile --trace.', known) == ['profile --trace']
     assert not unknown('xtts-nb bench diagnose --record and xtts-nb train --run=x', known)
 
 
 @pytest.mark.parametrize('path', [*tree.notebooks(), ROOT / 'README.md'], ids=lambda p: p.stem)
-def test_options_that_are_recommended_exist(path): assert not unknown(told(path), commands())
+def test_named_options_exist(path): assert not unknown(source_of(path), commands())

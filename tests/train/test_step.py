@@ -81,7 +81,8 @@ def test_a_part_draws_by_its_place_in_the_whole_batch(mini, rows, parts, first):
     made = update(mini, model={'gpt': {'dropout': 0.5}}, training={'accumulation': parts, 'seed': 7})
     seed, size = tf.constant([7, 9]), 4 // parts
     cut = [{k: v[i * size:(i + 1) * size] for k, v in rows.items()} for i in range(parts)]
-    seeds = [seed] if parts == 1 and first is None else [fold_seed(seed, (first or 0) + i) for i in range(parts)]
+    folded = [fold_seed(seed, (first or 0) + i) for i in range(parts)]
+    seeds = [seed] if parts == 1 and first is None else folded
     wanted = [made.share(some, s, ONES) for some, s in zip(cut, seeds)]
     gradients, sums = made.gradients(rows, tf.constant(9), ONES, first)
     for name, total in sums.items():

@@ -178,9 +178,10 @@ class CoquiLoader(PeerLoader):
         index = {str(self.cache.wav_path(i)): i for i in range(len(self.cache))}
         for row, path in enumerate(batch['filenames']):
             text = batch['padded_text'][row, :batch['text_lengths'][row]]
+            expected_text = self.cache.array('text', index[str(path)])
             wav = batch['wav'][row, 0, :batch['wav_lengths'][row]]
             expected = load_audio(path, self.cache.config.model.audio.sample_rate)
-            share['text'] = max(share['text'], differing_share(text, self.cache.array('text', index[str(path)])))
+            share['text'] = max(share['text'], differing_share(text, expected_text))
             share['wav'] = max(share['wav'], differing_share(wav, expected, 1e-4))
         return share
 

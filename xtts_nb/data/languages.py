@@ -135,8 +135,9 @@ def spell_numbers(
 
 # %% ../../nbs/data/languages.ipynb #de08b820
 DIGITS, _TENS, _MYRIADS = '零一二三四五六七八九', ('', '十', '百', '千'), ('', '万', '亿', '万亿')
-MEASURES = ('个只本位名条张件辆匹头天岁斤里厘钱口家户座层棵粒颗瓶杯碗盘盒箱袋桶罐支枝根双对群队课首页面道场回阵丝片堆寸尺丈两'
-            '升毫秒钟时日周月季年代世纪辈尾顶铺炮管针丸线盏撮打担身')
+MEASURES = ('个只本位名条张件辆匹头天岁斤里厘钱口家户座层棵粒颗瓶杯碗盘盒箱袋桶罐支枝根'
+            '双对群队课首页面道场回阵丝片堆寸尺丈两升毫秒钟时日周月季年代世纪辈尾顶铺炮管'
+            '针丸线盏撮打担身')
 
 def one_by_one(digits: str) -> str: return ''.join(DIGITS[int(d)] for d in digits)
 
