@@ -175,7 +175,8 @@ def defined(node: ast.stmt) -> list[str]:
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return [] if 'patch' in map(ast.unparse, node.decorator_list) else [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else []
-    return [x.id for t in targets if not isinstance(t, ast.Subscript) for x in ast.walk(t) if isinstance(x, ast.Name)]
+    return [x.id for t in targets if not isinstance(t, ast.Subscript)
+            for x in ast.walk(t) if isinstance(x, ast.Name)]
 
 
 def test_a_public_name_lives_in_one_module():

@@ -214,7 +214,8 @@ def test_verify(ran, behind, bars, bad, fixed, code):
     asked = behind('data.prepare.verify_and_fix_cache', result)
     done = ran('verify cache')
     assert done.code == code and bars == [('verify the clips', 1, 2)]
-    assert done.out == ('shard: is missing, repaired\nshard low-0: differs; the corpus is gone\ntext: differs\n'
+    assert done.out == ('shard: is missing, repaired\nshard low-0: differs; the corpus is gone\n'
+                        'text: differs\n'
                         f'checked 14\nbad     {bad}\nfixed   {fixed}\nfailed  2\n')
     assert ran('verify cache --fix --source there --json').json == result and bars[1] == ('start', {})
     assert [(str(c['folder']), c['fix'], c['source'] and str(c['source'])) for c in asked] == [

@@ -41,7 +41,8 @@ def test_demo(ran, behind, bars):
     assert 'Step: the same update, run in three ways ms per step' in words
     assert counts.splitlines() == [
         'Sentences it was trained on: 15 of 16 are nearest to their own recording (untrained: 1).',
-        'Sentence and voice never together in training: 12 of 14 the right sentence, 11 of 14 the right voice',
+        'Sentence and voice never together in training: '
+        '12 of 14 the right sentence, 11 of 14 the right voice',
         '(untrained: 2 and 3).']
     assert end == '1.5 minutes. Listen and look: o/report.html\n'
     assert bars == [('start', {}), ('speak', 1, 2, '')]
