@@ -227,7 +227,7 @@ def test_no_worker_outlives_its_supervisor(worker, tmp_path, how):
     ignores = '\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)' if how != signal.SIGTERM else ''
     child = supervisor(worker(ignores + '\ntime.sleep(60)'), tmp_path)
     child.send_signal(how)
-    child.communicate(timeout=20)
+    child.communicate(timeout=60)
     assert child.returncode != 0 and gone(tmp_path, seconds=5)
 
 def test_sigterm_leaves_time_to_save(worker, tmp_path):
@@ -243,14 +243,14 @@ time.sleep(60)
     child = supervisor(worker(saves), tmp_path)
     while len(list(tmp_path.glob('ready-*'))) < 2: time.sleep(0.02)
     child.terminate()
-    child.communicate(timeout=20)
+    child.communicate(timeout=60)
     assert child.returncode == 143 and len(list(tmp_path.glob('saved-*'))) == 2 and gone(tmp_path)
 
 def test_only_worker_0_prints_a_result(worker, tmp_path, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')
     prints = '\ntime.sleep(0.5)\nprint("result of", index, os.environ["CUDA_VISIBLE_DEVICES"])'
     child = supervisor(worker(prints), tmp_path)
-    out, err = child.communicate(timeout=20)
+    out, err = child.communicate(timeout=60)
     assert out.decode() == 'result of 0 -1\n' and not err and child.returncode == 0
 
 def test_how_a_process_ended():
