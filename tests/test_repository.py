@@ -130,6 +130,11 @@ ORDER = ['', 'monitor', 'data', 'models', 'speech', 'train', 'app']
 def room(module: str) -> str: return module.rpartition('.')[0]
 
 
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=name)
+def test_no_cell_is_longer_than_a_screen(path):
+    assert not [c['id'] for c in cells(path, 'code') if c['source'].count('\n') >= 50]
+
+
 def imported(
     source: str,   # Python
     here: str,     # the module that it is
