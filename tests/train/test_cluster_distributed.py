@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from process import hears_ctrl_c
 from xtts_nb.train import distributed as page
 from xtts_nb.train.distributed import (
     LOST_PEER, SLURM, WorkerGroup, claim_port, deal_gpus, exposure, find_workers, is_listening, local_workers,
@@ -217,7 +218,7 @@ sys.exit(supervise(sys.argv[1:], local_workers(2), {0: None, 1: None}))
 def supervisor(command, folder):
     "A supervisor in a process of its own, after its workers started."
     child = subprocess.Popen([sys.executable, '-c', SUPERVISOR, *command], stderr=subprocess.PIPE,
-                             stdout=subprocess.PIPE)
+                             stdout=subprocess.PIPE, preexec_fn=hears_ctrl_c)
     while started(folder) != {0: 1, 1: 1}: time.sleep(0.02)
     return child
 
