@@ -104,6 +104,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.app.cli_train._prepared_folder': ( 'app/cli_train.html#_prepared_folder',
                                                                                    'xtts_nb/app/cli_train.py'),
                                        'xtts_nb.app.cli_train._settings': ('app/cli_train.html#_settings', 'xtts_nb/app/cli_train.py'),
+                                       'xtts_nb.app.cli_train._sized': ('app/cli_train.html#_sized', 'xtts_nb/app/cli_train.py'),
                                        'xtts_nb.app.cli_train._train': ('app/cli_train.html#_train', 'xtts_nb/app/cli_train.py'),
                                        'xtts_nb.app.cli_train._train_dvae': ('app/cli_train.html#_train_dvae', 'xtts_nb/app/cli_train.py'),
                                        'xtts_nb.app.cli_train._train_voice': ( 'app/cli_train.html#_train_voice',

@@ -543,9 +543,7 @@ def _bench_train(
 ):
     "Milliseconds of a training step in each mode, its MFU, and its AU in the loop, on random clips."
     with answer(json_) as show:
-        from xtts_nb.config import XTTSConfig
-        sizes = {'layers': layers, 'width': width, 'heads': heads}
-        config = XTTSConfig.xtts_v2().replace(model={'gpt': sizes}, data={'batch_size': batch_size})
+        config = _sized(layers, width, heads, batch_size)
         start()
         from xtts_nb.app.step_speed import step_speed
         with progress() as tell:
@@ -555,6 +553,12 @@ def _bench_train(
                  'no dropout')
         if record: keep('step_speed', rows, model=about)
         show({'rows': rows, 'model': about}, table(about, rows))
+
+def _sized(layers: int, width: int, heads: int, batch_size: int):
+    "The settings of XTTS-v2 with another size of the GPT and of the batch."
+    from xtts_nb.config import XTTSConfig
+    sizes = {'layers': layers, 'width': width, 'heads': heads}
+    return XTTSConfig.xtts_v2().replace(model={'gpt': sizes}, data={'batch_size': batch_size})
 
 # %% ../../nbs/app/cli_train.ipynb #5f0a9c2e
 @bench_app.command('gpt2')
@@ -572,9 +576,7 @@ def _bench_gpt2(
 ):
     "Milliseconds of a training step of a plain GPT-2 in each mode and in PyTorch, on random tokens."
     with answer(json_) as show:
-        from xtts_nb.config import XTTSConfig
-        sizes = {'layers': layers, 'width': width, 'heads': heads}
-        config = XTTSConfig.xtts_v2().replace(model={'gpt': sizes}, data={'batch_size': batch_size})
+        config = _sized(layers, width, heads, batch_size)
         start()
         from xtts_nb.app.step_speed import gpt2_speed
         with progress() as tell:
