@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:   # for editors; at run time a name is loaded when it is first used, so that the import is instant
+# For editors; at run time a name is loaded when it is first used, so that the import is instant.
+if TYPE_CHECKING:
     from .config import XTTSConfig, setup_tf
     from .data.prepare import prepare
     from .models.xtts import XTTS
@@ -13,8 +14,9 @@ if TYPE_CHECKING:   # for editors; at run time a name is loaded when it is first
     from .speech.generate import Speaker
     from .train.trainer import Trainer
 
-_MODULES = {'Speaker': 'speech.generate', 'Trainer': 'train.trainer', 'XTTS': 'models.xtts', 'XTTSConfig': 'config',
-            'diagnose': 'monitor.diagnose', 'gpu_live': 'monitor.live', 'prepare': 'data.prepare', 'setup_tf': 'config'}
+_MODULES = {'Speaker': 'speech.generate', 'Trainer': 'train.trainer', 'XTTS': 'models.xtts',
+            'XTTSConfig': 'config', 'diagnose': 'monitor.diagnose', 'gpu_live': 'monitor.live',
+            'prepare': 'data.prepare', 'setup_tf': 'config'}
 __all__ = ['Speaker', 'Trainer', 'XTTS', 'XTTSConfig', 'diagnose', 'gpu_live', 'prepare', 'setup_tf']
 
 
