@@ -270,7 +270,7 @@ def kill_behind(step, run, *arguments, jitter):
                              stderr=subprocess.PIPE)
     begun = time.monotonic()
     while reached(run) < step and child.poll() is None:
-        assert time.monotonic() - begun < 120
+        assert time.monotonic() - begun < 300, 'this update was not reached'
         time.sleep(0.002)
     time.sleep(jitter)
     child.send_signal(signal.SIGKILL)
@@ -309,6 +309,6 @@ def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
     assert int(saved.stem[5:]) == reached(tmp_path / 'run') >= 4 and f'--run {tmp_path / "run"}' in err
 
 @pytest.mark.slow
-@pytest.mark.parametrize('seed', range(5))
+@pytest.mark.parametrize('seed', range(3))
 def test_killed_at_many_moments(whole, prepared, tmp_path, seed):
     check_killed(whole, prepared, tmp_path, seed, [(1, 15), (16, 30), (31, 45), (46, 55)], xla=True)
