@@ -266,8 +266,7 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, line):
 LOCKS = [(None, True), (BlockingIOError, False), (PermissionError, False), (OSError, True)]
 
 @pytest.mark.parametrize('error, works', LOCKS)
-def test_a_lock_that_another_holds_is_told_and_one_that_the_disk_lacks_is_not(tmp_path, monkeypatch, error,
-                                                                              works):
+def test_a_held_lock_is_refused_and_a_disk_without_locks_is_not(tmp_path, monkeypatch, error, works):
     import fcntl
     def lockf(file, how):
         assert how == fcntl.LOCK_EX | fcntl.LOCK_NB and file.name == str(path)

@@ -35,7 +35,7 @@ def kept() -> dict[str, str]:
         for function in ast.parse(path.read_text(encoding='utf-8')).body:
             if not isinstance(function, ast.FunctionDef): continue
             for call in ast.walk(function):
-                if isinstance(call, ast.Call) and ast.unparse(call.func) == 'keep':
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == 'write_record':
                     found[call.args[0].value] = decorated(function)
     return found
 

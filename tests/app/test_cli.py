@@ -381,7 +381,7 @@ def test_one_sentence_names_what_and_the_remedy(kind, bad, prepared, capfd, monk
     ('aa', 'en', 'corpus/wavs/short.wav', ['short.wav', 'too short', '0.5 s']),
     ('aa', 'en', 'corpus', ['corpus']),
 ], ids=['characters', 'no text', 'language', 'long', 'no voice', 'no sound', 'no samples', 'short', 'folder'])
-def test_what_cannot_be_said(session, bad, capfd, monkeypatch, text, language, voice, parts):
+def test_say_refuses_what_it_cannot_speak(session, bad, capfd, monkeypatch, text, language, voice, parts):
     monkeypatch.chdir(bad)
     before = tree(bad)
     assert main('say', text, '--run', session['home'] / 'runs' / 'train-1', '--voice', voice, '--language',

@@ -229,9 +229,9 @@ def test_a_cache_to_measure_with(behind):
                                                            ('the DVAE', 'its run'))
     behind('data.cache.Cache', lambda folder: folder)
     bars = []
-    with cli_data._prepared('corpus', lambda *what: bars.append(what), {'batch_size': 3}) as folder:
+    with cli_data._temporary_cache('corpus', lambda *what: bars.append(what), {'batch_size': 3}) as folder:
         assert folder.name == 'cache' and folder.parent.is_dir()
-    with cli_data._prepared('corpus', print): pass
+    with cli_data._temporary_cache('corpus', print): pass
     assert not folder.parent.exists() and bars == [('encode the clips', 1, 2)]
     settings = TINY.replace(training={'dvae_steps': 200}, data={'batch_size': 3})
     assert made[0].pop('dvae')(['clips'], 'work') == 'the DVAE'
@@ -242,9 +242,9 @@ def test_a_cache_to_measure_with(behind):
 def test_bench_data(ran, behind, bars, tmp_path):
     cache = SimpleNamespace(folder=tmp_path, config=TINY, clips=[{'seconds': 1.24}, {'seconds': 0.5},
         {'seconds': 0.7}])
-    made, loaded = behind('app.cli_data._prepared', nullcontext(cache)), behind('models.dvae.load_dvae',
-                                                                                'the DVAE')
-    checked, kept = behind('app.parity.check_python'), behind('app.cli_data.keep')
+    made = behind('app.cli_data._temporary_cache', nullcontext(cache))
+    loaded = behind('models.dvae.load_dvae', 'the DVAE')
+    checked, kept = behind('app.parity.check_python'), behind('app.cli_data.write_record')
     result = {'rows': [{'name': 'native', 'clips_per_s': 9.}], 'compared': 'x'}
     measured = behind('app.loaders.bench_loaders', result)
     behind('app.loaders.compared_text', 'THE COMPARISON')

@@ -151,7 +151,7 @@ def test_a_guides_file_is_laid_over_what_the_cache_was_made_with(built, home, pr
     assert 'guide.yaml: data.pin_memory does nothing here' in err
     assert 'training.batch_size is data.batch_size here, 4.' in err
 
-def test_what_an_option_changes_is_said(built, capfd):
+def test_each_layer_prints_what_it_changes(built, capfd):
     built('--batch-size', '2', '--gpu-preset', '3060')
     err = capfd.readouterr().err
     assert 'GPU preset 3060: data.batch_size 4 -> 8, ' in err and 'options: data.batch_size 8 -> 2' in err
@@ -184,7 +184,7 @@ def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, capfd):
     again = built('--preprocessing-mode', 'precompute', data=corpus)
     assert 'brought up to date' in capfd.readouterr().err and tree(made) == before
     assert len(again.plan.cache) == 14
-    named = cli_train._prepared_folder
+    named = cli_train._corpus_cache_folder
     settings = first.xtts.config
     assert named(corpus, settings) == made and named(corpus, settings, made) != made   # of another DVAE
     for change in ({'data': {'min_seconds': 0.8}}, {'model': {'audio': {'f_max': 7000.}}},
@@ -444,11 +444,11 @@ def test_a_corpus_is_a_folder_that_is_no_cache(tmp_path):
 
 def test_the_cache_of_a_corpus_is_named_after_it(home, behind, capsys):
     made = behind('app.cli_data.make_cache')
-    out = cli_train._prepared(home / 'sub' / '..' / 'voices', TINY, home / 'made')
+    out = cli_train._corpus_cache(home / 'sub' / '..' / 'voices', TINY, home / 'made')
     assert re.fullmatch('voices-[0-9a-f]{8}', out.name) and out.parent == home / 'cache'
     assert made == [{'corpus': home / 'sub' / '..' / 'voices', 'out': out, 'settings': TINY,
                      'dvae': home / 'made'}]
-    assert cli_train._prepared_folder(home / 'voices', TINY.replace(training={'seed': 7}),
+    assert cli_train._corpus_cache_folder(home / 'voices', TINY.replace(training={'seed': 7}),
                                       home / 'made') != out
     assert capsys.readouterr().err.endswith(f'is a corpus; its cache is {out}, made now.\n')
 
@@ -653,7 +653,7 @@ def test_bench_of_a_step(ran, behind, bars, command):
     function, page, about, plain, options, own, own_values = BENCHES[command]
     rows, python = [{'name': 'xla', 'step_ms': 3.}], {'train': 'coqui_python',
                                                       'gpt2': 'torch_python'}[command]
-    measured, kept = behind(f'app.step_speed.{function}', rows), behind('app.cli_train.keep')
+    measured, kept = behind(f'app.step_speed.{function}', rows), behind('app.cli_train.write_record')
     assert ' '.join(ran(f'bench {command}').out.split()).startswith(about.format('8 x 512, batch 4'))
     assert not kept
     assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)]

@@ -19,7 +19,7 @@ def test_bounds():
 # --- bench dual ---------------------------------------------------------------------------------------------
 
 def test_bench_dual_of_emulated_stages(ran, behind, bars):
-    asked, kept = behind('train.dual.bench_stages', (ROWS, 'spans')), behind('app.cli_train.keep')
+    asked, kept = behind('train.dual.bench_stages', (ROWS, 'spans')), behind('app.cli_train.write_record')
     lines = ran('bench dual').out.split()
     assert lines[:2] == ['Emulated', 'stages'] and lines[-4:] == ['8.00', '40.0%', '50.0%', '1'] and not kept
     about = {'stages_ms': [30, 40, 50], 'steps': 5, 'devices': None}
@@ -89,7 +89,7 @@ def test_distributed(ran, behind, warning):
 def test_bench_growth(ran, behind, bars):
     rows, found = [{'name': '2 workers', 'step_ms': 60.}], {'verdict': 'As predicted.', 'within': True}
     behind('train.growth.check_growth', rows)
-    kept = behind('app.cli_train.keep')
+    kept = behind('app.cli_train.write_record')
     judged = behind('train.growth.growth_verdict', found)
     assert ran('bench growth').out.splitlines()[-1] == 'As predicted.' and not kept
     assert judged == [{'rows': rows}]

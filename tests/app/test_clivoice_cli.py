@@ -31,7 +31,7 @@ def test_demo(ran, behind, bars):
         call['say']('A LINE')
         call['listen']('speak', 1, 2, '')
         return RESULT
-    demos, kept = behind('app.demo.run_demo', run_demo), behind('app.cli.keep')
+    demos, kept = behind('app.demo.run_demo', run_demo), behind('app.cli.write_record')
     done = ran('demo')
     *tables, counts, end = done.out.split('\n\n')
     words = ' '.join(' '.join(tables).split())
@@ -56,7 +56,7 @@ def test_demo_of_several_seeds(ran, behind, bars):
     rows = [{'seed': s, 'loss': 1. + s, 'voice_hits': 14 + 2 * s} for s in range(2)]
     spread = {'loss': {'min': 1., 'median': 1.5, 'max': 2.},
               'voice_hits': {'min': 14, 'median': 15., 'max': 16}}
-    asked, kept = behind('app.demo.demo_seeds', rows), behind('app.cli.keep')
+    asked, kept = behind('app.demo.demo_seeds', rows), behind('app.cli.write_record')
     assert ran('demo --seeds 2').out == '2 seeds\nloss: 1.5 (1 to 2)\nvoice_hits: 15 (14 to 16)\n'
     assert not kept
     assert ran('demo --seeds 2 --steps 5 --record --json').json == {'rows': rows, 'spread': spread}
@@ -127,7 +127,7 @@ def test_parity(ran, behind, bars, ok, code):
     def parity(**call):
         call['listen']('vocoder')
         return result
-    asked, kept = behind('app.parity.parity', parity), behind('app.cli.keep')
+    asked, kept = behind('app.parity.parity', parity), behind('app.cli.write_record')
     behind('app.parity.parity_markdown', 'a ' + 'b' * 107 + ' c')   # 111 columns
     done = ran('parity f --coqui-python py')
     assert [line.strip() for line in done.out.splitlines()] == [f'a {"b" * 107}', 'c'] and done.code == code

@@ -171,7 +171,7 @@ def test_quick_fix(ran, behind, bars, home, cache):
 
 def test_bench_diagnose(ran, behind, bars):
     rows = [{'name': 'a patient'}]
-    asked, kept = behind('monitor.patients.run_patients', rows), behind('app.cli.keep')
+    asked, kept = behind('monitor.patients.run_patients', rows), behind('app.cli.write_record')
     behind('monitor.patients.patient_totals', {'right': 3})
     behind('monitor.patients.total_lines', ['THE', 'TOTAL'])
     words = [w for w in ran('bench diagnose').out.split() if w.isalpha()]

@@ -116,7 +116,7 @@ def test_a_record_says_the_command_without_the_folders_of_this_machine(monkeypat
     words = ['bench', 'data', '--data', '/data/corpus', '--config=/a/b.yaml', '--out', '../c', 'sub/d',
              '--set', 'a.b=../e', '--rounds=3', 'two words']
     monkeypatch.setattr(sys, 'argv', ['/usr/bin/xtts-nb', *words])
-    terminal.keep('a_page', [{'name': 'x'}], verdict='fine')
+    terminal.write_record('a_page', [{'name': 'x'}], verdict='fine')
     assert written == [{'page': 'a_page', 'rows': [{'name': 'x'}], 'folder': 'benchmarks',
                         'notes': {'verdict': 'fine'},
                         'command': 'xtts-nb bench data --data corpus --config=b.yaml --out c sub/d '

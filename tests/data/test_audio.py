@@ -172,7 +172,7 @@ def test_what_is_no_clip_is_named_with_its_reason(tmp_path, kind, reason):
     (b'0&\xb2u\x8e', 'it is WMA'), (b'#!AMR\n', 'it is AMR'), (b'\xff\xf1P', 'it is AAC'),
     (b'\xff\xf9P', 'it is AAC'),
     (b'<html>', 'it is a web page or XML'), (b'five <', None)])
-def test_a_format_that_is_not_decoded_is_told_by_its_first_bytes(tmp_path, head, reason):
+def test_an_unsupported_format_is_named_by_its_first_bytes(tmp_path, head, reason):
     (tmp_path / 'a').write_bytes(head)
     assert module._foreign(tmp_path / 'a') == reason
     with pytest.raises(UserError,

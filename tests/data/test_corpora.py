@@ -114,7 +114,7 @@ def test_a_text_may_be_so_long(folder):
     assert [c.id for c in clips] == ['low-0']
     assert dropped == {'low-1': 'the text has 10,001 characters, more than 10,000'}
 
-def test_what_is_shown_is_cut_and_told_to_be():
+def test_shown_text_is_cut_and_marked():
     assert [visible('a\n' * n, 4) for n in (2, 3)] == ['a\\na\\n', 'a\\na\\n…']
 
 @pytest.mark.parametrize('content, lines', [

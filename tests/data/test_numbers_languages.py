@@ -31,7 +31,7 @@ from xtts_nb.data.languages import (
 def test_spelled(language, text, said): assert spell_numbers(text, language) == said
 
 @pytest.mark.parametrize('language', RULES)
-def test_every_whole_number_is_said(language):
+def test_every_whole_number_is_spelled(language):
     said = [spell_numbers(str(n), language)
             for n in (*range(120), 200, 999, 1000, 1001, 99_999, 10**6, 10**7)]
     assert len(set(said)) == len(said) and not any(c in '0123456789' for c in ''.join(said))

@@ -293,7 +293,7 @@ def test_a_full_disk_costs_no_finished_shard(mine, small, tokenizer, tmp_path, w
     prepare(mine, tmp_path / 'fresh', *arguments[2:], shard_clips=5)
     assert tree(tmp_path / 'out') == tree(tmp_path / 'fresh') and not (tmp_path / 'out.work').exists()
 
-def test_a_cache_that_is_not_finished_is_said_to_be_so(corpus, small, tokenizer, tmp_path):
+def test_the_error_names_an_unfinished_cache(corpus, small, tokenizer, tmp_path):
     half(corpus, tmp_path / 'out', small, Fake(), tokenizer)
     (tmp_path / 'out.work' / 'shard-00002.safetensors.7.part').write_bytes(b'of a run that was killed')
     with pytest.raises(UserError, match='holds no cache; .*out.work keeps what an earlier run finished'):

@@ -221,7 +221,7 @@ def test_clips_come_in_order_for_any_number_of_workers(corpus, small):
 
 # --- what is measured -----------------------------------------------------------------------------
 
-def test_silence_is_told_by_its_place():
+def test_silence_is_measured_by_position():
     noise = lambda n: np.random.default_rng(0).standard_normal(n).astype(np.float32)
     quiet = lambda seconds: 1e-4 * noise(int(seconds * 22050))
     loud = 0.3 * np.sin(np.arange(22050) / 10).astype(np.float32)
@@ -262,7 +262,7 @@ def test_what_is_measured_of_silence_and_of_nothing():
     assert shares([0.99, 0.1, -0.99, 0.98]) == [0.99, 0.5, 0, 0, 0]
     assert shares([0.123456]) == [0.1235, 0, 0, 0, 0]
 
-def test_the_sound_is_told_by_its_samples():
+def test_the_fingerprint_of_a_clip_depends_on_its_samples():
     assert measure_clip(VOICE, 22050)['sound'] == measure_clip(VOICE.copy(),
                                                                22050)['sound'] != measure_clip(VOICE[:-1],
                                                                                                22050)['sound']

@@ -110,7 +110,7 @@ def test_the_bytes_are_those_of_the_safetensors_library(tmp_path):
         safetensors.numpy.save_file({'x' * n: np.ones(1)}, tmp_path / 'theirs')
         assert (tmp_path / 'ours').read_bytes() == (tmp_path / 'theirs').read_bytes()
 
-def test_progress_is_told_and_a_file_may_be_empty(tmp_path):
+def test_progress_is_reported_and_a_file_may_be_empty(tmp_path):
     calls = []
     write_tensors(tmp_path / 'x', {'a': np.ones(1), 'b': np.ones(1)}, lambda *done: calls.append(done))
     write_tensors(tmp_path / 'y', {})

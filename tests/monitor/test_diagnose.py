@@ -74,7 +74,7 @@ def asked(monkeypatch):
     ([None, None], ['input-bound']), ([finding('a', 2.), None], ['a']),
     ([None, finding('a', MIN_GAIN)], ['a']),
     ([finding('a', 1.1), None], ['input-bound'])])
-def test_where_no_rule_says_why_the_input_is_slow_it_is_said_to_be_slow(asked, found, expected):
+def test_a_slow_input_without_a_known_cause_is_input_bound(asked, found, expected):
     asked.input = found
     assert [f.disease for f in asked()] == expected
 

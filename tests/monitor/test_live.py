@@ -121,7 +121,7 @@ def test_losses_are_kept_as_they_come_and_thinned(kind):
     assert len(view.losses) == 1001 and view.values == {'loss': '?', 'step': 3}
 
 
-def test_cpu_fallback_is_said_once(monkeypatch):
+def test_cpu_fallback_is_reported_once(monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')
     lines = []
     with gpu_live(say=lines.append) as it: pass
@@ -291,7 +291,7 @@ def test_what_the_callback_tells(loop):
 @pytest.mark.parametrize('phases, compiled, why, said', [
     (True, True, None, ['begin']), (True, False, 'x', []), (False, True, 'x', []),
     (True, True, 'x', ['begin', 'say'])])
-def test_phases_are_told_apart_where_that_can_be(loop, phases, compiled, why, said):
+def test_phases_are_shown_where_they_are_measurable(loop, phases, compiled, why, said):
     notes, Phases = loop
     Phases.why = why
     watch = LiveCallback(phases)

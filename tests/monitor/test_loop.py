@@ -65,7 +65,7 @@ def test_the_calls_of_a_step_are_noted_with_their_time(clock):
     assert [s[3] for s in second] == [True, False, True] and not any(s[0] for s in second)
 
 
-def test_traced_calls_are_told_from_the_others():
+def test_traced_calls_are_separated_from_the_others():
     calls = [Call(None, (), {}, 0., traced) for traced in (False, True, False)]
     assert StepEvents(calls).traced == [calls[1]]
 

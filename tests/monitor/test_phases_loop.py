@@ -129,7 +129,7 @@ def test_phases_are_added_up_by_hand(clock):
                            (104.25, .25, .125, .5, .0625)]
 
 
-def test_phases_where_no_step_can_be_told_from_compiling(clock):
+def test_phases_where_every_step_compiles(clock):
     "Each batch has a shape of its own; a step that takes no time has no share of it."
     data = (clock.sleep(.5) or tf.ones(n) for n in range(1, 9))
     found = time_phases(data, lambda batch: 1., 3, warmup=1)

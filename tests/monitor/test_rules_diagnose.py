@@ -99,7 +99,7 @@ def test_rules_of_the_input(rule, change, expected):
     assert c.notes == c.unseen == []
 
 
-def test_what_python_in_a_pipeline_cost_is_said_where_it_costs_nothing_or_is_not_seen():
+def test_python_in_a_pipeline_without_cost_or_not_visible_is_a_note():
     c = case(graph=2)
     assert rules.find_python_in_pipeline(c) is None and not c.unseen
     (note,) = c.notes
@@ -409,7 +409,7 @@ def test_steps_without_xla(tried, calls, more, expected):
     if found: assert tried.batch == 'batch' and tried.step('batch') == 6.
 
 
-def test_what_xla_refuses_is_said():
+def test_a_step_that_xla_refuses_is_reported_as_unseen():
     c = case(resident=[tf.ones(1)], calls=[FROM_PYTHON], **FULL)
     assert rules.find_missing_xla(c) is None and c.unseen == ['the step under XLA: it does not compile']
 

@@ -223,7 +223,7 @@ def speaker(xtts): return Speaker(xtts, temperature=0.)
     ('aa', 'de', 'no language "de"; it has en'),
     ('a h ' * 40, 'en', 'The text has .* tokens, the model takes 40; split it'),
     ('aa', '', 'no language ""')])
-def test_what_cannot_be_said_is_refused(speaker, text, language, message):
+def test_unsupported_text_is_refused(speaker, text, language, message):
     with pytest.raises(UserError, match=message): speaker(text, language, VOICE)
 
 @pytest.mark.parametrize('samples', [0, 1, 2000, 11024])

@@ -119,7 +119,7 @@ def test_either_score_decides(prepared, quick, tmp_path, monkeypatch, judge, bes
     monkeypatch.setattr(run, 'validate', lambda: looked[run.step])
     assert run.fit()['steps'] == steps and run.best == {'step': best, **looked[best]}
 
-def test_nothing_to_listen_to_is_said(prepared, quick, tmp_path):
+def test_listening_without_held_out_clips_is_refused(prepared, quick, tmp_path):
     with pytest.raises(UserError, match='listen_clips.*hold clips out'):
         new_run(prepared, quick, tmp_path / 'a')
     with pytest.raises(UserError, match='listen_clips.*validate_every'):

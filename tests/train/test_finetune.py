@@ -248,7 +248,7 @@ def test_the_estimate_by_hand(mini, monkeypatch, training, cards, other):
     (2.2e9, '; 2.2 GB are free on a card.'),
     (1.2e9, '; 1.2 GB are free on a card, which may not suffice: xtts-nb train --fit'),
     (1.199e9, UserError)])
-def test_what_is_said_about_the_memory(mini, monkeypatch, room, said):
+def test_the_message_about_memory(mini, monkeypatch, room, said):
     "Parts of less than 50 MB are not listed."
     needs = {'weights': 1.11e9, 'moments': 4e7, 'program': 5e7, 'activations': 1e9}
     monkeypatch.setattr(finetune, 'memory_needs', lambda *_: needs)
@@ -258,7 +258,7 @@ def test_what_is_said_about_the_memory(mini, monkeypatch, room, said):
     else: pytest.raises(UserError, say).match('1.2 GB are free on a card, which cannot suffice; use '
                                               'training.fine')
 
-def test_too_little_is_refused_or_said(mini):
+def test_too_little_memory_is_refused_or_a_warning(mini):
     needs = memory_needs(mini, 48, 40)
     total, sure = sum(needs.values()), sum(needs.values()) - needs['activations']
     say = lambda free, **training: check_memory(mini.replace(training=training), 48, 40,

@@ -46,7 +46,7 @@ def test_a_cache_without_codes_gives_the_batches_of_one_with(prepared, runtime, 
         codes += int(a['code_length'].numpy().sum())
     assert wrong <= codes // 1000
 
-def test_without_a_dvae_it_is_said_what_to_do(runtime, small):
+def test_a_runtime_cache_without_a_dvae_is_refused_with_the_remedy(runtime, small):
     with pytest.raises(UserError,
                        match='holds no codes.*give its plan a DVAE, or prepare it with data.pre'):
         cached_batches(BatchPlan(runtime, small.data))

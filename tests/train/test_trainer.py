@@ -260,7 +260,7 @@ def test_the_summary_is_of_the_first_and_last_ten_updates(cheap, prepared, mini,
     assert result['loss_first'] == pytest.approx(np.mean(losses[:10]), abs=2e-5)
     assert result['loss_last'] == pytest.approx(np.mean(losses[-10:]), abs=2e-5)
 
-def test_progress_is_told_at_each_log_line(cheap, prepared, mini, tmp_path):
+def test_progress_is_reported_at_each_log_line(cheap, prepared, mini, tmp_path):
     seen = []
     told = lambda done, total, line: seen.append((done, total, line['step']))
     new_run(prepared, mini, tmp_path / 'run').fit(steps=5, progress=told)

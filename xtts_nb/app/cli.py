@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from .terminal import (
-    answer, app, bench_app, convert_app, Json, keep, load_settings, main, Preset, progress, Record, Rounds,
-    Settings, stage, start, table)
+    answer, app, bench_app, convert_app, Json, load_settings, main, Preset, progress, Record, Rounds,
+    Settings, stage, start, table, write_record)
 
 # %% ../../nbs/app/cli.ipynb #95e5c0de
 _voice = partial(app.command, rich_help_panel='Voice')
@@ -42,12 +42,12 @@ def _demo(
         if steps: config = config.replace(training={'steps': steps})
         if seeds:
             with progress() as tell: rows = demo_seeds(out, seeds, config, listen=tell)
-            if record: keep('demo_seeds', rows, steps=config.training.steps, spread=seed_spread(rows))
+            if record: write_record('demo_seeds', rows, steps=config.training.steps, spread=seed_spread(rows))
             show({'rows': rows, 'spread': seed_spread(rows)}, _seeds_text(rows))
             return
         with progress() as tell: result = run_demo(out, config, seed=seed, listen=tell, say=_print_line)
         recorded = ('data_before_after', 'step_before_after', 'train', 'seconds')
-        if record: keep('demo', [result['spoken']], **{k: result[k] for k in recorded})
+        if record: write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
         show(result, _demo_text(result))
 
 # %% ../../nbs/app/cli.ipynb #b163f5d4
@@ -187,7 +187,7 @@ def _parity(
         from xtts_nb.app.parity import parity, parity_markdown
         with progress() as tell:
             result = parity(folder, coqui_python, clip, sentences, lambda part: tell(part, 0, 1))
-        if record: keep('parity', result['rows'], model=result['model'])
+        if record: write_record('parity', result['rows'], model=result['model'])
         console = Console(width=110)
         with console.capture() as captured: console.print(Markdown(parity_markdown(result)))
         show(result, captured.get().rstrip())
@@ -401,7 +401,7 @@ def _bench_diagnose(
         with progress() as tell:
             rows = run_patients(PATIENTS, num_batches, seconds, stage(tell, 'diagnose the trainings'))
         total = patient_totals(rows)
-        if record: keep('patients', rows, **total)
+        if record: write_record('patients', rows, **total)
         show({'rows': rows} | total, '\n'.join([table('Diagnosed trainings', rows), *total_lines(total)]))
 
 # %% ../../nbs/app/cli.ipynb #a7f8394d

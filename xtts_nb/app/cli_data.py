@@ -15,9 +15,8 @@ from typing import Annotated
 import typer
 
 from xtts_nb.app.terminal import (
-    Json, Preset, Record, Rounds, Settings, answer, app, bench_app, keep,
-    load_settings, progress, stage, start, table,
-)
+    answer, app, bench_app, Json, load_settings, Preset, progress, Record, Rounds, Settings, stage, start,
+    table, write_record)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
 _data = partial(app.command, rich_help_panel='Data')
@@ -219,7 +218,7 @@ def _verify(
 
 # %% ../../nbs/app/cli_data.ipynb #13f9f1b5
 @contextmanager
-def _prepared(corpus: Path, tell, data: dict | None = None):
+def _temporary_cache(corpus: Path, tell, data: dict | None = None):
     "A cache of `corpus` in a temporary folder, with a DVAE of few updates: enough for measurements."
     import tempfile
     from xtts_nb.data.cache import Cache
@@ -253,11 +252,11 @@ def _bench_data(
         from xtts_nb.app.loaders import bench_loaders, compared_text
         if coqui_python: check_python(coqui_python)
         sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
-        with progress() as tell, _prepared(data, tell, sizes) as cache:
+        with progress() as tell, _temporary_cache(data, tell, sizes) as cache:
             dvae = load_dvae(cache.folder / 'dvae.safetensors', cache.config)
             result = bench_loaders(cache, dvae, coqui_python, clips, rounds, progress=stage(tell, 'measure'))
             seconds = [c['seconds'] for c in cache.clips]
         about = (f'{len(seconds)} clips of {min(seconds):.1f} to {max(seconds):.1f} s, '
                  f'laid out as {clips:,} or more, batch 16, references of {sizes["reference_frames"]} frames')
-        if record: keep('data', corpus=about, **result)
+        if record: write_record('data', corpus=about, **result)
         show(result | {'corpus': about}, f'{table(about, result["rows"])}\n{compared_text(result)}')

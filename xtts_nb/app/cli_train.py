@@ -18,8 +18,8 @@ from typing import Annotated
 import typer
 
 from .terminal import (
-    answer, app, bench_app, Json, keep, load_settings, Preset, progress, Record, Rounds, Settings, stage,
-    start, table, with_file)
+    answer, app, bench_app, Json, load_settings, Preset, progress, Record, Rounds, Settings, stage,
+    start, table, with_file, write_record)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
 _training = partial(app.command, rich_help_panel='Training')
@@ -188,12 +188,12 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     settings = recipe(with_file(settings, config), layers, lambda line: print(line, file=sys.stderr))
     settings = _with_base(base, settings, finetune)
     if on_device and not cache: settings = _without_codes(settings)
-    cache = cache or open_cache(_prepared(data, settings, base), settings)
+    cache = cache or open_cache(_corpus_cache(data, settings, base), settings)
     if not _is_corpus(data): _check_prepared(cache, initial, settings, layers['options'])
     check_made_for(cache, settings)   # before the check of the memory: that needs a model that can be trained
     feed = _feed(cache, settings, devices, on_device, ring)
     settings = _in_memory(cache, settings, base, fit, devices, replicas)
-    if _is_corpus(val_data): val_data = _prepared(val_data, settings, cache.folder)
+    if _is_corpus(val_data): val_data = _corpus_cache(val_data, settings, cache.folder)
     else: val_data = val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, val) if val else ()
     settings = _changed(settings, val or val_data)
@@ -257,7 +257,7 @@ def _is_corpus(data: Path | None) -> bool:
     if data is None or (data / 'manifest.json').is_file(): return False
     return data.is_file() or data.is_dir() and any(data.iterdir())
 
-def _prepared_folder(corpus: Path, settings, made: Path | None = None) -> Path:
+def _corpus_cache_folder(corpus: Path, settings, made: Path | None = None) -> Path:
     "The folder in the workspace for the cache of this corpus and these settings."
     from xtts_nb.config import workspace
     from xtts_nb.files import fingerprint
@@ -268,10 +268,10 @@ def _prepared_folder(corpus: Path, settings, made: Path | None = None) -> Path:
     mark = fingerprint(str(corpus), settings.model.model_dump(), dvae, limits, made)
     return workspace().cache / f'{corpus.stem}-{mark[:8]}'
 
-def _prepared(corpus: Path, settings, made: Path | None = None) -> Path:
+def _corpus_cache(corpus: Path, settings, made: Path | None = None) -> Path:
     "The cache of a corpus in the workspace, up to date; `made`: a cache whose DVAE and tokenizer to use."
     from xtts_nb.app.cli_data import make_cache
-    out = _prepared_folder(corpus, settings, made)
+    out = _corpus_cache_folder(corpus, settings, made)
     state = 'brought up to date' if (out / 'manifest.json').is_file() else 'made now'
     print(f'{corpus} is a corpus; its cache is {out}, {state}.', file=sys.stderr)
     make_cache(corpus, out, settings, made)
@@ -551,7 +551,7 @@ def _bench_train(
             rows = step_speed(config, text_tokens, codes, rounds, coqui_python, stage(tell, 'measure'))
         about = (f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes, '
                  'no dropout')
-        if record: keep('step_speed', rows, model=about)
+        if record: write_record('step_speed', rows, model=about)
         show({'rows': rows, 'model': about}, table(about, rows))
 
 def _sized(layers: int, width: int, heads: int, batch_size: int):
@@ -583,7 +583,7 @@ def _bench_gpt2(
             tell('measure', 0, 1, 'compiling')
             rows = gpt2_speed(config, tokens, rounds, torch_python, stage(tell, 'measure'))
         about = f'GPT-2 {layers} x {width}, batch {batch_size}, {tokens} tokens, no dropout'
-        if record: keep('gpt2', rows, model=about)
+        if record: write_record('gpt2', rows, model=about)
         show({'rows': rows, 'model': about}, table(about, rows))
 
 # %% ../../nbs/app/cli_train.ipynb #0a52c0de
@@ -620,7 +620,7 @@ def _bench_dual(
         if trainer:
             from xtts_nb.train.dual import bench_feed
             rows += bench_feed(trainer, steps)[0]
-        if record: keep('dual', rows, **about)
+        if record: write_record('dual', rows, **about)
         show({'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows)))
 
 def _dual_trainer(data: Path, gpus: dict, buffer_size: int | None):
@@ -668,6 +668,6 @@ def _bench_growth(record: Record = False, json_: Json = False):
         from xtts_nb.train.growth import check_growth, growth_verdict
         with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))
         found = growth_verdict(rows)
-        if record: keep('growth', rows, **found)
+        if record: write_record('growth', rows, **found)
         text = table('Steps that sleep 50 ms and add up tensors', rows)
         show({'rows': rows} | found, f'{text}\n{found["verdict"]}')

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Rounds', 'Settings', 'main', 'answer', 'progress',
-           'stage', 'start', 'table', 'keep', 'load_settings', 'with_file']
+           'stage', 'start', 'table', 'write_record', 'load_settings', 'with_file']
 
 # %% ../../nbs/app/terminal.ipynb #0a52b53b
 import json
@@ -130,7 +130,7 @@ def table(title: str, rows: list[dict]) -> str:
     return captured.get().rstrip()
 
 # %% ../../nbs/app/terminal.ipynb #db60e1b8
-def keep(
+def write_record(
     page: str,         # a key of `bench.WRITERS`
     rows: list[dict],
     **notes,           # conditions of the measurement: sizes, lengths
