@@ -246,7 +246,7 @@ REFUSED_KEYS = {   # key in any section -> why it does not exist here, and what 
                              'data.num_workers and data.prefetch_buffer_size to a file; use these',
     'enable_xla': 'the step is compiled by training.enable_xla_compilation; use that',
     'enable_tensorrt': 'the step is compiled by training.enable_xla_compilation; use that',
-    'mixed_precision': 'the precision is training.precision, float32 or bfloat16; use that',
+    'mixed_precision': 'the precision is training.precision, float32, bfloat16 or float16; use that',
     'gradient_accumulation_steps': 'it is training.accumulation here; use that',
     'max_memory_fraction': 'memory is limited in MiB, by xtts-nb configure --memory-limit; leave it out',
     'kl_loss_weight': 'training.text_loss_weight weights the two losses; use that',

@@ -1,6 +1,6 @@
 "Remedies as changes of keys: chosen, tried, written, verified; and the commands that diagnose, as processes."
 import json
-from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -89,28 +89,20 @@ def test_a_run_needs_more_than_two_gib_of_memory_and_of_disk(machine, bytes_, ok
 def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):
     (tmp_path / 'settings.ini').write_text('[workspace]\n')
     monkeypatch.chdir(tmp_path)
-    opened, made, said = behind('app.quick_fix.Cache',
-                                lambda folder: folder), behind('app.quick_fix.synthetic_cache',
-                                                               nullcontext('made up')), []
+    opened, said = behind('app.quick_fix.Cache', lambda folder: folder), []
+    made = behind('app.quick_fix.lesson_cache', 'made up')
+    behind('app.quick_fix.DVAE', 'the DVAE')
     look = lambda *given, **named: cache_for(*given, **named, say=said.append).__enter__()
     assert look('c', TINY) == 'c' and not said
     assert look(None, None) == look(None, small := TINY.replace(data={'buckets': 2}), clips=3) == 'made up'
-    assert made == [{'config': TINY, 'clips': 16}, {'config': small, 'clips': 3}] and len(said) == 2
+    assert not any(Path(call.pop('folder')).exists() for call in made) and len(said) == 2
+    assert made == [{'config': TINY, 'dvae': 'the DVAE', 'clips': 16},
+                    {'config': small, 'dvae': 'the DVAE', 'clips': 3}]
     assert '--data' in said[0]
     (tmp_path / 'cache').mkdir()
     (tmp_path / 'cache' / 'manifest.json').touch()
     assert look(None, None) == tmp_path / 'cache' and look('c', None) == 'c' and len(said) == len(made) == 2
     assert len(opened) == 3
-
-def test_a_synthetic_cache(behind):
-    "Sixteen clips of each voice and an untrained encoder; the folder is removed afterwards."
-    spoken, made = behind('app.quick_fix.synthetic_corpus', 'the corpus'), behind('app.quick_fix.prepare')
-    behind('app.quick_fix.Cache', lambda folder: folder)
-    behind('app.quick_fix.DVAE', 'the DVAE')
-    with quick_fix.synthetic_cache(TINY) as folder: assert folder.name == 'cache' and folder.parent.is_dir()
-    assert not folder.parent.exists()
-    assert [c for call in spoken for c in call.values()] == [folder.parent / 'corpus', 16]
-    assert made == [{'corpus': 'the corpus', 'out': folder, 'config': TINY, 'dvae': 'the DVAE'}]
 
 
 # --- what is changed for a finding --------------------------------------------------------------------------

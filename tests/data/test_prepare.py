@@ -24,8 +24,8 @@ from xtts_nb.data.corpora import Clip, read_corpus
 from xtts_nb.config import UserError
 from xtts_nb.files import read_json, write_json
 from xtts_nb.data.prepare import (
-    ClipEncoder, check_part, choose_mode, clip_row, default_workers, mel_sample, merge_caches, prepare,
-    run_jobs, unfinished, work_folder, verify_and_fix_cache)
+    ClipEncoder, check_part, choose_mode, clip_row, default_workers, lesson_cache, Loudness, mel_sample,
+    merge_caches, prepare, run_jobs, unfinished, work_folder, verify_and_fix_cache)
 from xtts_nb.data.text import train_tokenizer
 
 ROW = '{0}|aa bb|aa bb|low|en'
@@ -697,3 +697,15 @@ def test_runtime_caches_can_be_merged(sounds, small, tokenizer, tmp_path):
     prepare(sounds, tmp_path / 'whole', config, Fake(), tokenizer, shard_clips=3)
     merge_caches([tmp_path / '1', tmp_path / '2'], tmp_path / 'merged')
     assert tree(tmp_path / 'merged') == tree(tmp_path / 'whole')
+
+
+# --- for lessons ------------------------------------------------------------------------------------
+
+def test_a_cache_for_lessons_needs_no_trained_weights(small, tmp_path):
+    "Sixteen clips, encoded by their loudness; or by a given encoder, with another number of clips."
+    cache, mels = lesson_cache(tmp_path / 'a', small), np.float32([np.zeros((8, 80)), np.ones((8, 80)) * -5])
+    assert len(cache) == 16 and cache.folder == tmp_path / 'a' / 'cache'
+    assert len(read_corpus(tmp_path / 'a' / 'corpus')[0]) == 16
+    assert Loudness().encode(mels).numpy().tolist() == [[0, 0], [100, 100]]
+    few = lesson_cache(str(tmp_path / 'b'), small, Fake(), clips=2)
+    assert len(few) == 4 and few.array('codes', 0).max() < 32 < cache.array('codes', 0).max()
