@@ -1,7 +1,6 @@
 "The live view in JupyterLab, in a headless Chromium; skipped, with the reason, where one of them is missing."
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from xtts_nb.monitor.traces import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
+LIVE = '.widget-html .xtts-live'   # not the frame that the page itself shows
 NAMES = 'chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'
 SETTINGS = {'notification': {'fetchNews': 'false', 'checkForUpdates': False, 'doNotDisturbMode': True}}
 
@@ -122,72 +122,18 @@ def test_page_50_shows_a_training_live(browser, lab):
     notebook = json.loads((ROOT / 'nbs' / '50_monitoring.ipynb').read_text(encoding='utf-8'))
     for cell in notebook['cells']: cell.get('outputs', []).clear()
     page = run_notebook(browser, lab, notebook, 'page.ipynb')
-    live = page.locator('.xtts-live')
+    live = page.locator(LIVE)
     live.wait_for()
     live.scroll_into_view_if_needed()
-    until(page, lambda: 'loss' in text(page, '.xtts-frame'), 'the numbers of the training')
-    first = text(page, '.xtts-frame')
-    until(page, lambda: text(page, '.xtts-frame') != first, 'a change of the numbers')
-    assert {'AU', 'step', 'wait', 'this process'} <= set(re.findall('AU|step|wait|this process',
-                                                                    text(page, '.xtts-frame')))
-
-    live.get_by_role('button', name='Pause').click()
-    frozen, running = text(page, '.xtts-still'), page.locator('.xtts-frame').text_content()
-    assert not page.locator('.xtts-frame').is_visible()
-    until(page, lambda: page.locator('.xtts-frame').text_content() != running, 'sampling during the pause')
-    assert text(page, '.xtts-still') == frozen
-    live.get_by_role('button', name='Go on').click()
-    assert page.locator('.xtts-frame').is_visible() and not page.locator('.xtts-still').count()
-
-    live.locator('select').select_option('15')
-    assert live.evaluate('e => e.style.getPropertyValue("--zoom")') == '4'
+    until(page, lambda: 'loss' in text(page, LIVE), 'the numbers of the training')
+    first = text(page, LIVE)
+    until(page, lambda: text(page, LIVE) != first, 'a change of the numbers')
+    assert all(word in first for word in ('au', 'step', 'wait', 'this process'))
     page.wait_for_timeout(1500)   # for the picture: a curve to look at
     keep(live, 'live.png')
     picture = page.locator('.jp-RenderedImage img').first
     picture.wait_for()            # the block has ended: the picture stands where the widget was
-    assert not page.locator('.xtts-live').count()
+    assert not page.locator(LIVE).count()
     assert picture.get_attribute('src').startswith('data:image/png')
     keep(picture, 'left.png')
-    page.close()
-
-
-CARDS = '''
-import time
-from xtts_nb.monitor.live import gpu_live
-from xtts_nb.sampler import GPU, Process, Sample
-begun = time.perf_counter()
-def probe():
-    now = time.perf_counter()
-    use = lambda i: 60. + 30 * i + 8 * ((10 * (now - begun)) % 7 < 2)
-    more = 310., 61., 1980., 70., 55., 40., 2e9, 4e8, (Process(1, 'python', 5 << 30),)
-    return Sample(now, tuple(GPU(i, 'Made-up card', use(i), (6 + 9 * i) << 30, 24 << 30, *more)
-                             for i in range(2)))
-with gpu_live(probe) as live:
-    for step in range(1000):
-        phases = dict(wait_ms=.4, copy_ms=1.2, step_ms=36., callbacks_ms=.3)
-        live.update(step=step, loss=2 + 3 / (1 + step / 9), au=.93, clips_per_s=412., **phases)
-        time.sleep(.1)
-'''
-
-
-def test_pick_a_gpu(browser, lab):
-    cell = {'cell_type': 'code', 'id': 'a', 'metadata': {}, 'execution_count': None, 'outputs': [],
-            'source': CARDS}
-    kernel = {'kernelspec': {'name': 'python3', 'display_name': 'python3', 'language': 'python'}}
-    page = run_notebook(browser, lab,
-                        {'cells': [cell], 'metadata': kernel, 'nbformat': 4, 'nbformat_minor': 5},
-                        'cards.ipynb')
-    live = page.locator('.xtts-live')
-    live.wait_for()
-    until(page, lambda: 'GPU 1' in text(page, '.xtts-frame'), 'the second card')
-    page.wait_for_timeout(2500)   # for the picture
-    keep(live, 'cards.png')
-    live.locator('select').nth(1).select_option(label='GPU 1')
-    shown = page.locator('.xtts-frame .reading:visible')
-    assert shown.count() == 1 and shown.inner_text().lstrip('■ ').startswith('GPU 1')
-    frame = text(page, '.xtts-frame')
-    until(page, lambda: text(page, '.xtts-frame') != frame, 'the next frame')
-    assert shown.count() == 1   # the choice survives the next frame
-    live.locator('select').nth(1).select_option('all')
-    assert shown.count() == 2
     page.close()

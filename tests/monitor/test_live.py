@@ -16,7 +16,7 @@ from rich.console import Console
 
 from xtts_nb.monitor import live as monitoring
 from xtts_nb.config import UserError
-from xtts_nb.monitor.live import LiveCallback, gpu_live, monitor, live_html, summary_lines
+from xtts_nb.monitor.live import LiveCallback, gpu_live, monitor, summary_lines
 from xtts_nb.bench import png_bytes
 from xtts_nb.sampler import CPU, GPU, Sample, Sampler, replay_probe
 
@@ -37,22 +37,6 @@ def watched(t=None, **kwargs):
 
 
 # The live view
-
-def test_a_device_can_be_picked_where_there_are_several():
-    box, _ = monitoring._widgets(['GPU 0', 'GPU 1'])
-    page = box.children[0].value
-    assert 'GPU 1</option>' in page and '[data-pick="1"] .dev:not(.dev-1)' in page
-    assert '[data-pick="2"]' not in page
-    assert re.findall(r'<option value="(\w+)"( selected)?>([^<]+)<', page) == [
-        ('15', '', 'last 15 s'), ('30', '', 'last 30 s'), ('60', ' selected', 'last 1 min'),
-        ('180', '', 'last 3 min'),
-        ('300', '', 'last 5 min'), ('all', ' selected', 'all devices'), ('0', '', 'GPU 0'),
-        ('1', '', 'GPU 1')]
-    assert 'all devices' not in monitoring._widgets(['GPU 0'])[0].children[0].value
-    frame = live_html(TRACE)
-    # its curve and its line
-    assert frame.count('class="dev dev-1"') == 1 and 'class="reading dev dev-1"' in frame
-
 
 def live(trace, **kwargs):
     lines = []
@@ -168,7 +152,7 @@ def test_a_frame_is_drawn_every_now_and_then(monkeypatch):
     view.update(step=3)
     view._draw()
     assert waits == [3.] * 3 and view._frame.value == 'a frame' and view._drawing == 0.5
-    assert seen == [(TRACE[:1], 300, {'step': 3}, 125., [])] * 2
+    assert seen == [(TRACE[:1], {'step': 3}, 125.)] * 2
 
 def test_in_a_kernel_the_picture_takes_the_widget_s_place(monkeypatch):
     shown, drawn = [], threading.Event()
@@ -181,13 +165,12 @@ def test_in_a_kernel_the_picture_takes_the_widget_s_place(monkeypatch):
     view, _ = live(TRACE, refresh=.001)
     with view as it:
         assert drawn.wait(20) and it._thread.daemon
-        box, picked = it._box, it._box.children[0].value
+        frame = it._frame
     (opened, named), (closed, how) = shown
-    assert opened == (box,) and named == {'display_id': True} and how == {'raw': True}
+    assert opened == (frame,) and named == {'display_id': True} and how == {'raw': True}
     assert set(closed[0]) == {'image/png', 'text/plain'}
     assert closed[0]['text/plain'] == 'Utilisation of GPU 0 and 1: Card'
-    assert 'GPU 1</option>' in picked and 'CPU</option>' not in picked and not it._thread.is_alive()
-    assert box.comm is None and all(child.comm is None for child in box.children)   # closed
+    assert not it._thread.is_alive() and frame.comm is None   # closed
     monkeypatch.setattr(monitoring, 'has_frontend', lambda: False)
     shown.clear()
     with live(TRACE)[0]: pass
@@ -359,8 +342,7 @@ def test_names_are_no_markup_and_numbers_no_highlights():
 def test_how_far_it_is(given, head): assert monitoring._head(*given) == head
 
 
-@pytest.mark.parametrize('share, bar', [(None, ''), (-1., '░' * 24), (0.5, '█' * 12 + '░' * 12),
-                                        (2., '█' * 24)])
+@pytest.mark.parametrize('share, bar', [(-1., '░' * 24), (0.5, '█' * 12 + '░' * 12), (2., '█' * 24)])
 def test_a_bar_of_blocks(share, bar): assert monitoring._bar(share) == bar
 
 

@@ -10,7 +10,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from xtts_nb.monitor import live as utilisation
-from xtts_nb.sampler import CPU, GPU, Process, Sample, series, summarise
+from xtts_nb.sampler import CPU, GPU, Process, Sample, summarise
 from xtts_nb.bench import COLOURS, PHASE_COLOURS, png_bytes
 from xtts_nb.monitor.live import (
     device_names, live_html, format_value, phases_of, plot_samples, summary_lines, values_line)
@@ -47,8 +47,9 @@ def test_names(gpus, cpu, name):
 def test_values_for_reading():
     class Lazy:
         def __float__(self): return 1234.56
-    values = {'step': 12345, 'loss': 2.34567, 'lazy': Lazy(), 'note': 'x', 'flag': True, 'none': None}
-    assert values_line(values) == 'step 12345 · loss 2.346 · lazy 1235 · note x · flag True · none None'
+    values = {'step': 12345, 'loss': 2.34567, 'wait_ms': 2., 'lazy': Lazy(), 'note': 'x', 'flag': True,
+              'none': None}
+    assert values_line(values) == 'step 12345 · loss 2.346 · lazy 1235 · note x · flag True'
     assert format_value(Lazy()) == '1235'
     assert phases_of({'wait_ms': 3, 'copy_ms': None, 'step': 7, 'step_ms': Lazy()}) == {'wait': 3.,
         'step': 1234.56}
@@ -158,8 +159,8 @@ def test_little_or_nothing(samples):
     assert png_bytes(plot_samples(samples)).startswith(b'\x89PNG') and 'nan' not in live_html(samples)
 
 def test_long_runs_stay_small():
-    many = [moment(i) for i in range(20_000)]
-    assert len(live_html(many, window=1e9)) < 20_000 and len(png_bytes(plot_samples(many))) < 30_000
+    many = [Sample(i / 1000, moment(i).gpus, moment(i).cpu) for i in range(60_000)]
+    assert len(live_html(many)) < 20_000 and len(png_bytes(plot_samples(many))) < 30_000
 
 
 # the sentences
@@ -185,22 +186,13 @@ def test_a_path_lifts_the_pen_at_a_gap():
     assert utilisation._path(np.arange(5.), np.array([0., np.nan, 50., 100.,
                                                       25.])) == 'M560 100 M580 50 L590 0 L600 75'
 
-@pytest.mark.parametrize('trace, classes, widths', [
-    (TRACE, ['', 'dev dev-0', 'dev dev-1'], ['0.8', '1.6', '1.6']),
-    (ON_CPU, ['', 'dev dev-0'], ['0.8', '1.6']),
-    ([Sample(0., (GPU(0, 'A', 1.), GPU(1, 'A', 2.)))], ['dev dev-0', 'dev dev-1'], ['1.6', '1.6'])])
-def test_each_curve_can_be_picked(trace, classes, widths):
-    paths = utilisation._paths(*utilisation._curves(trace))
-    assert re.findall('<path class="([^"]*)"', paths) == classes
-    assert re.findall('stroke-width="([^"]*)"', paths) == widths
-    assert re.findall('stroke="([^"]*)"', paths) == [*['#999999'] * classes.count(''),
-                                                     *COLOURS[:paths.count('dev dev-')]]
-
-@pytest.mark.parametrize('seconds, points', [(300, 301), (301, 120 + 61), (30, 31)])
-def test_the_last_minute_is_kept_and_what_is_older_averaged(seconds, points):
-    curves = series([Sample(float(i), (GPU(0, 'A', 50.),)) for i in range(seconds + 1)])
-    path = re.search(' d="([^"]*)"', utilisation._paths(curves, ()))[1]
-    assert len(re.findall('[ML]', path)) == points and path.endswith('L600 50')
+@pytest.mark.parametrize('trace, grey', [
+    (TRACE, 1), (ON_CPU, 1), ([Sample(0., (GPU(0, 'A', 1.), GPU(1, 'A', 2.)))], 0)])
+def test_each_curve_has_its_colour_over_the_grey_one(trace, grey):
+    curves, behind = utilisation._curves(trace)
+    lines = re.findall('fill="none" stroke="([^"]*)" stroke-width="([^"]*)"',
+                       utilisation._field(curves, behind))
+    assert lines == [('#999999', '0.6')] * grey + [(colour, '1.2') for colour in COLOURS[:len(curves)]]
 
 def test_the_grid(): assert re.findall(r'd="M0 (\d+)H600".*?>(\d+) %<', utilisation._field({}, ())) == [
     ('0', '100'), ('50', '50'), ('100', '0')]
@@ -221,39 +213,10 @@ READINGS = [   # a device, and what is said of it
 
 @pytest.mark.parametrize('device, said', READINGS)
 def test_a_reading(device, said):
-    html = utilisation._reading(3, 'GPU 0', device, '#123456')
-    assert 'class="reading dev dev-3"' in html and 'color:#123456' in html
+    html = utilisation._reading('GPU 0', device, '#123456')
+    assert 'color:#123456' in html
     assert ' '.join(re.sub('<[^>]*>|■', ' ', html).split()) == said
     assert ('width:25%' in html) == ('2.0 of 8' in said)
-
-@pytest.mark.parametrize('au, phase', [(0.9, 'step'), (0.899, None), (0.7, None), (0.699, 'wait')])
-def test_green_from_nine_tenths_and_orange_below_seven(au, phase):
-    assert utilisation._au_colour(au) == (PHASE_COLOURS[phase] if phase else 'inherit')
-
-@pytest.mark.parametrize('losses, points', [
-    ([(0, 3.), (1, 1.), (2, 2.)], '0 2 45 26 90 14'), ([(5, 3.), (5, 3.)], '0 26 0 26'),
-    ([(0, 3.), (1, float('nan')), (2, 2.)], '0 2 90 26'), ([(0, 3.), (1, float('inf'))], None), ([], None)])
-def test_the_small_curve_of_losses(losses, points):
-    found = re.findall('points="([^"]*)"', utilisation._loss_curve(losses))
-    assert found == ([points] if points else [])
-
-def test_the_small_curve_has_the_last_300_losses():
-    line = utilisation._loss_curve([(0, 1e9), *((i, float(i)) for i in range(1, 301))])
-    points = re.search('points="([^"]*)"', line)[1].split()
-    assert len(points) == 600 and points[:2] == ['0', '26'] and points[-2:] == ['90', '2']
-
-def test_tiles():
-    class Lazy:
-        def __float__(self): return 2.34567
-    values = {'val_loss': None, 'loss': Lazy(), 'step': '<7>', 'epoch': 3, 'au': 0.95, 'clips_per_s': 1234.6,
-              'other': 1., 'wait_ms': 3.}
-    for losses, curves in (([(0, 3.), (1, 2.)], 1), ([(0, 3.)], 0), ([], 0)):
-        tiles = utilisation._tiles(values, losses)
-        shown = re.findall(r'<small>([^<]*)</small><b style="color:([^"]*)">([^<]*)</b>', tiles)
-        assert shown == [('AU', PHASE_COLOURS['step'], '95%'), ('clips/s', 'inherit', '1,235'),
-                         ('epoch', 'inherit', '3'),
-                         ('step', 'inherit', '&lt;7&gt;'), ('loss', 'inherit', '2.346')]
-        assert tiles.count('<polyline') == curves == tiles.split('loss')[1].count('<polyline')
 
 def test_the_bar_of_phases():
     assert utilisation._phase_bar({}) == utilisation._phase_bar({'wait': 0.}) == ''
@@ -265,22 +228,22 @@ def test_the_bar_of_phases():
 
 def test_the_whole_frame():
     values = {'loss': 2., 'wait_ms': 3., 'note': '<x>', 'au': 0.5}
-    frame = live_html(TRACE, values=values, elapsed=125., losses=[(0, 1.), (1, 2.)])
-    text = ' '.join(re.sub('<style>.*</style>|<[^>]*>', ' ', frame).split())
-    assert text.startswith('GPU 0 and 1: Card · 02:05 AU 50% loss 2 wait 3 ms 100 % 50 % 0 % now '
-                           '■ GPU 0 90 % 1.0 of 8 GiB')
-    assert text.endswith('1000 MHz note &lt;x&gt;') and frame.count('class="reading') == 2
+    frame = live_html(TRACE, values=values, elapsed=125.)
+    assert frame.startswith(utilisation.LIVE_STYLE)
+    text = ' '.join(re.sub('<[^>]*>', ' ', frame.partition('</style>')[2]).split())
+    assert text.startswith('GPU 0 and 1: Card · 02:05 loss 2 · note &lt;x&gt; · au 0.5 wait 3 ms '
+                           '100 % 50 % 0 % now ■ GPU 0 90 % 1.0 of 8 GiB')
+    assert text.endswith('1000 MHz') and frame.count('class="reading') == 2
     assert live_html([]) == '<i>waiting for the first sample</i>' and '00:00' in live_html(TRACE)
 
-@pytest.mark.parametrize('age, window, seen', [(300., {}, True), (301., {}, False),
-                                               (60., {'window': 60}, True), (61., {'window': 60}, False)])
-def test_only_the_window_is_shown(age, window, seen):
-    assert ('Old' in live_html([Sample(0., (GPU(0, 'Old', 1.),)), Sample(age, (GPU(1, 'New', 1.),))],
-                               **window)) == seen
+@pytest.mark.parametrize('age, seen', [(59., True), (60., False)])
+def test_only_the_last_minute_is_shown(age, seen):
+    two = [Sample(0., (GPU(0, 'Old', 1.),)), Sample(age, (GPU(1, 'New', 1.),))]
+    assert ('Old' in live_html(two)) == seen
 
 @pytest.mark.parametrize('values, losses', [(dict(au=None, loss=float('nan')), [(0, float('nan'))] * 3),
                                             (dict(loss=1., wait_ms=0.), [(0, 1.), (0, 1.)]),
                                             (dict(step='7', loss='?'), ())])
 def test_odd_values(values, losses):
-    assert 'points="nan' not in live_html(TRACE, values=values, losses=losses)
+    assert 'class="reading"' in live_html(TRACE, values=values)
     assert png_bytes(plot_samples(TRACE, losses=losses, phases=phases_of(values)))
