@@ -11,7 +11,7 @@ import yaml
 from xtts_nb import config as page
 from xtts_nb.config import (
     REFUSED_KEYS, AudioConfig, DataConfig, DecoderConfig, DVAEConfig, GPTConfig, SpeakerConfig, SpeechConfig,
-    TrainingConfig, UserError, VoiceConfig, XTTSConfig, environment_number, setup_tf, sizes, workspace)
+    TrainingConfig, UserError, VoiceConfig, XTTSConfig, cores, environment_number, setup_tf, sizes, workspace)
 
 SECTIONS = {'audio': AudioConfig, 'dvae': DVAEConfig, 'gpt': GPTConfig, 'speaker': SpeakerConfig,
             'decoder': DecoderConfig, 'data': DataConfig, 'training': TrainingConfig,
@@ -384,3 +384,11 @@ def test_a_second_start_finds_what_xla_compiled(tmp_path):
     (tmp_path / 'settings.ini').write_text('[workspace]\nxla_cache = kept\n')
     first = compiled(tmp_path)
     assert first and compiled(tmp_path) == first
+
+
+def test_as_many_cores_as_the_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {1, 5, 7} if pid == 0 else set(), raising=False)
+    assert cores() == 3
+    monkeypatch.delattr(os, 'sched_getaffinity')   # as on macOS
+    monkeypatch.setattr(os, 'cpu_count', lambda: 6)
+    assert cores() == 6

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from .config import UserError, workspace
+from .config import cores, UserError, workspace
 from .files import read_json, write_json
 
 # %% ../nbs/base/bench.ipynb #58c2df4b
@@ -194,8 +194,7 @@ def device_name() -> str:
     import tensorflow as tf
     gpus = tf.config.list_physical_devices('GPU')
     if gpus: return tf.config.experimental.get_device_details(gpus[0]).get('device_name', 'gpu')
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    return f'CPU, {cores} cores'
+    return f'CPU, {cores()} cores'
 
 def cpu_name() -> str:
     "The model name of the processor, with its number of cores."

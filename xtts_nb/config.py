@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Positive', 'REFUSED_KEYS', 'UserError', 'Section', 'AudioConfig', 'DVAEConfig', 'GPTConfig', 'SpeakerConfig',
            'DecoderConfig', 'ModelConfig', 'DataConfig', 'TrainingConfig', 'SpeechConfig', 'VoiceConfig', 'key_named',
-           'read_settings', 'XTTSConfig', 'Workspace', 'workspace', 'sizes', 'environment_number', 'setup_tf']
+           'read_settings', 'XTTSConfig', 'Workspace', 'workspace', 'sizes', 'cores', 'environment_number', 'setup_tf']
 
 # %% ../nbs/00_config.ipynb #0670ef92
 import configparser
@@ -440,6 +440,10 @@ def _keep_compiled(folder: Path | None):
         os.environ['TF_XLA_FLAGS'] = f'{flags} {here}'.strip()
 
 # %% ../nbs/00_config.ipynb #8e1461d7
+def cores() -> int:
+    "The cores that this process may use."
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+
 def environment_number(variable: str) -> int | None:
     "The positive number in an environment variable, or None; raises `UserError` for any other value."
     value = os.environ.get(variable)
@@ -459,8 +463,7 @@ def setup_tf(
     with _without_start_messages():
         import tensorflow as tf
         gpus = tf.config.list_physical_devices('GPU')
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    within, between = (threads or environment_number(f'TF_NUM_{kind}OP_THREADS') or cores
+    within, between = (threads or environment_number(f'TF_NUM_{kind}OP_THREADS') or cores()
                        for kind in ('INTRA', 'INTER'))
     limit = memory_limit or environment_number('XTTS_NB_MEMORY_LIMIT')
     try:

@@ -1,5 +1,6 @@
 "Measuring: distinct copies, peers that do the same work, and the smallest setting that is enough."
 import importlib.util
+import os
 import sys
 from contextlib import ExitStack, nullcontext
 from types import ModuleType, SimpleNamespace
@@ -353,8 +354,7 @@ def test_dali_computes_the_mel_for_the_codes(tmp_path, monkeypatch, clips):
 
 def tune(prepared, small, monkeypatch, enough, **more):
     "Tune with an accelerator whose target is reached if `enough(workers, ahead)`."
-    monkeypatch.setattr(xtts_nb.app.loaders.os, 'sched_getaffinity', lambda pid: [range(6)][pid],
-                        raising=False)
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: [range(6)][pid], raising=False)
     monkeypatch.setattr(xtts_nb.app.loaders, 'batches_of',
                         lambda reader, data: (data.num_workers, data.prefetch_buffer_size))
     measure = lambda source, step, steps: {'au': 0.96 if enough(*source) else 0.1 * source[0]}
@@ -381,8 +381,8 @@ def test_settings_are_tried_from_the_smallest_on(cores, workers):
 def test_a_trial_lasts_its_share_and_the_target_itself_is_enough(prepared, small, monkeypatch, step, seconds,
                                                                  steps):
     "There are 16 trials."
-    monkeypatch.delattr(xtts_nb.app.loaders.os, 'sched_getaffinity', raising=False)
-    monkeypatch.setattr(xtts_nb.app.loaders.os, 'cpu_count', lambda: 6)
+    monkeypatch.delattr(os, 'sched_getaffinity', raising=False)
+    monkeypatch.setattr(os, 'cpu_count', lambda: 6)
     asked, rates = [], iter([0.12346, 0.9])
     def measure(source, *how):
         asked.append(how)

@@ -1,7 +1,4 @@
 "A pipeline taken apart: its stages, its operations, the time of each stage, and other numbers of calls."
-import os
-from types import SimpleNamespace
-
 import pytest
 import tensorflow as tf
 from clock import Clock
@@ -10,9 +7,8 @@ from tensorflow.python.framework import op_def_registry
 from xtts_nb.monitor import loop as pipeline
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.loop import (
-    CALLS_INPUT, Stage, cores, dataset_graph, drain, host_part, max_parallel_calls, operations,
-    prefetch_on_device, python_operations, stage_seconds, stages, steady_mean,
-    tf_sleep, with_parallel_calls)
+    CALLS_INPUT, Stage, dataset_graph, drain, host_part, max_parallel_calls, operations, prefetch_on_device,
+    python_operations, stage_seconds, stages, steady_mean, tf_sleep, with_parallel_calls)
 
 setup_tf(threads=2)
 
@@ -169,14 +165,6 @@ def test_plain_maps_become_parallel_only_where_all_stages_change():
     assert calls_in(changed) == {'ParallelMapDatasetV2': 4}
     same = with_parallel_calls(data, 4, above=1)   # what TensorFlow chooses is no fixed number
     assert 'MapDataset' in operations(dataset_graph(same)) and calls_in(same) == {'ParallelMapDatasetV2': -1}
-
-
-def test_as_many_cores_as_the_process_may_use(monkeypatch):
-    monkeypatch.setattr(pipeline, 'os',
-                        SimpleNamespace(sched_getaffinity=lambda pid: {1, 5, 7} if pid == 0 else set()))
-    assert cores() == 3
-    monkeypatch.setattr(pipeline, 'os', SimpleNamespace(cpu_count=lambda: 6))   # not on Linux
-    assert cores() == 6 and os.cpu_count() > 0
 
 
 def test_the_largest_number_of_calls():

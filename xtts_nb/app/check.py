@@ -26,14 +26,14 @@ import numpy as np
 import tensorflow as tf
 
 from .recipes import ENVIRONMENT, from_environment, nested
-from ..config import setup_tf, UserError, XTTSConfig
+from ..config import cores, setup_tf, UserError, XTTSConfig
 from ..devices import tf_started
 from ..files import atomic_file
 from ..models.gpt import GPT
 from ..models.xtts import POLICIES
+from ..monitor.loop import to_device, trace_count
 from ..sampler import best_probe, nvml_probe, Sampler, summarise
 from ..train.step import compile_step, random_batch, step_modes, Update
-from ..monitor.loop import trace_count, to_device
 
 # %% ../../nbs/app/check.ipynb #d488304c
 # TensorFlow's own pool; the pool of the CUDA driver, which fragments less
@@ -63,8 +63,7 @@ class TFSettings:
 # %% ../../nbs/app/check.ipynb #2af3c355
 def environment(settings: TFSettings) -> dict[str, str]:
     "The environment variables that give these settings to a child process."
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    threads = str(settings.threads or cores)
+    threads = str(settings.threads or cores())
     out = {'TF_NUM_INTRAOP_THREADS': threads, 'TF_NUM_INTEROP_THREADS': threads}
     if settings.memory_limit: out['XTTS_NB_MEMORY_LIMIT'] = str(settings.memory_limit)
     else: out['TF_FORCE_GPU_ALLOW_GROWTH'] = 'true'

@@ -9,7 +9,6 @@ __all__ = ['EMULATED_CLIPS_PER_SECOND', 'RUNS', 'Tiled', 'measure_loaders', 'dat
 
 # %% ../../nbs/app/loaders.ipynb #fb6bde5e
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ import yaml
 
 from .parity import Peer
 from ..bench import accelerator_utilisation, compare, fed_steps
-from ..config import DataConfig
+from ..config import cores, DataConfig
 from ..data.audio import hann_window, load_audio, log_mel, log_mel_numpy
 from ..data.cache import Cache
 from ..data.native import (
@@ -356,8 +355,7 @@ def auto_tune_performance(
     measure=accelerator_utilisation,
 ) -> dict:                           # num_workers, prefetch_buffer_size, au, reached, tried
     "The smallest number of workers and buffered batches that reach a utilisation; if none does, the best."
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    tries, tried, reader = _settings_to_try(cores), [], reader or CacheReader(plan.cache, plan)
+    tries, tried, reader = _settings_to_try(cores()), [], reader or CacheReader(plan.cache, plan)
     steps = max(5, int(seconds / len(tries) / step_seconds))
     for workers, ahead in tries:
         data = plan.data.model_copy(update={'num_workers': workers, 'prefetch_buffer_size': ahead})

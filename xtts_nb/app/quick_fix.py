@@ -21,7 +21,7 @@ import psutil
 import tensorflow as tf
 
 from ..bench import cpu_name
-from ..config import UserError, workspace, XTTSConfig
+from ..config import UserError, workspace, XTTSConfig, cores
 from ..data.cache import Cache
 from ..data.native import BatchPlan, cached_batches
 from ..data.prepare import lesson_cache
@@ -29,7 +29,7 @@ from ..files import atomic_file
 from ..models.dvae import DVAE, load_dvae
 from ..models.xtts import XTTS
 from ..monitor.diagnose import compare_loops, diagnose, Diagnosis, Finding, RemedyTrial
-from ..monitor.loop import cores, to_device
+from ..monitor.loop import to_device
 from ..train.trainer import Trainer
 
 # %% ../../nbs/app/quick_fix.ipynb #46270fb7

@@ -33,7 +33,7 @@ import soundfile
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..config import setup_tf, UserError, XTTSConfig
+from ..config import cores, setup_tf, UserError, XTTSConfig
 from .audio import frame_count, load_audio, log_mel, save_audio
 from .cache import (
     ARRAYS, Cache, changed_files, check_cache_folder, COLUMN_TYPES, content_keys, digest, file_sha, FORMAT,
@@ -402,8 +402,7 @@ def _begin(plan: Plan, load: Callable) -> ShardMaker:
 # %% ../../nbs/data/prepare.ipynb #f568cc13
 def default_workers(clips: int) -> int:
     "The number of worker processes: one per core, none for a small corpus."
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    return 0 if clips < 4096 else cores
+    return 0 if clips < 4096 else cores()
 
 # %% ../../nbs/data/prepare.ipynb #01af6902
 def unfinished(work: Path) -> str:

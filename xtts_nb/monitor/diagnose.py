@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import tensorflow as tf
 
-from ..config import UserError
+from ..config import UserError, cores
 from .loop import (
-    batch_of_each_shape, batch_rows, Call, compute_seconds, cores, covered_seconds, drain, find_cycle,
+    batch_of_each_shape, batch_rows, Call, compute_seconds, covered_seconds, drain, find_cycle,
     first_batches, first_step, host_part, max_parallel_calls, missing_hooks, period, prefetch_on_device,
     python_operations, run_iterations, stage_seconds, stages, steady_mean, StepEvents, SyncHooks, variation,
     wait_for, with_parallel_calls)

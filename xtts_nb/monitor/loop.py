@@ -6,11 +6,11 @@
 __all__ = ['READERS', 'UNEVEN', 'CALLS_INPUT', 'TF_FUNCTION', 'TENSORFLOW', 'HOOKED', 'END', 'trace_count', 'wait_for',
            'to_device', 'Interval', 'StepTimer', 'host_part', 'prefetch_on_device', 'dataset_graph', 'operations',
            'python_operations', 'Stage', 'stages', 'drain', 'steady_mean', 'stage_seconds', 'tf_sleep',
-           'with_parallel_calls', 'cores', 'max_parallel_calls', 'first_tensor_sum', 'emulated_step', 'Call',
-           'StepEvents', 'hooked_functions', 'missing_hooks', 'shapes_of', 'SyncHooks', 'Iteration', 'batch_rows',
-           'run_iterations', 'period', 'variation', 'find_cycle', 'compute_seconds', 'covered_seconds', 'as_user_error',
-           'with_timeout', 'open_dataset', 'first_batches', 'batch_of_each_shape', 'first_step', 'scalars',
-           'IntervalTimer', 'Phases', 'time_phases', 'plot_phases', 'FitPhases']
+           'with_parallel_calls', 'max_parallel_calls', 'first_tensor_sum', 'emulated_step', 'Call', 'StepEvents',
+           'hooked_functions', 'missing_hooks', 'shapes_of', 'SyncHooks', 'Iteration', 'batch_rows', 'run_iterations',
+           'period', 'variation', 'find_cycle', 'compute_seconds', 'covered_seconds', 'as_user_error', 'with_timeout',
+           'open_dataset', 'first_batches', 'batch_of_each_shape', 'first_step', 'scalars', 'IntervalTimer', 'Phases',
+           'time_phases', 'plot_phases', 'FitPhases']
 
 # %% ../../nbs/monitor/loop.ipynb #b09f9b60
 import os
@@ -282,10 +282,6 @@ def with_parallel_calls(
     return prefetch_on_device(tf.data.experimental.from_variant(variant, host.element_spec), device, buffer)
 
 # %% ../../nbs/monitor/loop.ipynb #f647639b
-def cores() -> int:
-    "The cores that this process may use."
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-
 def max_parallel_calls(dataset) -> int:
     "The largest fixed number of parallel calls of a stage, or of threads in a private pool, of a pipeline."
     if not isinstance(dataset, tf.data.Dataset): return 1

@@ -27,7 +27,8 @@ import numpy as np
 import tensorflow as tf
 
 from .diagnose import compare_loops, diagnose
-from .loop import emulated_step, cores, tf_sleep
+from .loop import emulated_step, tf_sleep
+from ..config import cores
 
 # %% ../../nbs/monitor/patients.ipynb #f5e43d85
 ROWS, DEVICE = 16, 0.010    # of a batch; s that the device needs for it
