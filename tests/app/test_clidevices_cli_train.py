@@ -58,18 +58,18 @@ def test_a_trainer_on_two_devices(behind, bars, prepared, size, ring):
 @pytest.mark.parametrize('words', ['prepare --run r', 'train', 'train --steps 3', 'train --runs r',
                                    'trains --run=r'])
 def test_what_cannot_be_spread(ran, behind, words):
-    ended = behind('train.distributed.supervise', 0)
+    ended = behind('train.launch.supervise', 0)
     done = ran(f'distributed --local 2 -- {words}')
     assert done.code == 2 and f'"{words}" cannot be spread; write train with --run RUN' in done.said[0]
     assert not ended
 
 @pytest.mark.parametrize('warning', ['', 'Others can reach it.'])
 def test_distributed(ran, behind, warning):
-    found = behind('train.distributed.find_workers', (['a:1', 'b:1', 'c:1'], [1, 2]))
-    behind('train.distributed.visible_gpus', ['0', '1', '2', '3'])
-    dealt = behind('train.distributed.deal_gpus', ['0,1', '2,3'])
-    shown = behind('train.distributed.exposure', warning)
-    ended = behind('train.distributed.supervise', 3)
+    found = behind('train.launch.find_workers', (['a:1', 'b:1', 'c:1'], [1, 2]))
+    behind('train.launch.visible_gpus', ['0', '1', '2', '3'])
+    dealt = behind('train.launch.deal_gpus', ['0,1', '2,3'])
+    shown = behind('train.launch.exposure', warning)
+    ended = behind('train.launch.supervise', 3)
     done = ran('distributed -- train --run r --steps 4')
     assert done.code == 3 and done.err == f'{warning}\n' * bool(warning) and done.out == ''
     ran('distributed --workers a:1,b:1 --index 1 --local 2 --gpus 0 --wait 5 --restarts 0 -- train --run=r')

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from process import COMMAND, environment, reached, xtts_nb
 from xtts_nb.train.trainer import checkpoints, Trainer
 from xtts_nb.train import distributed as page
+from xtts_nb.train.launch import LOST_PEER, local_workers, tf_config
 from xtts_nb.train.distributed import (
-    LOST_PEER, local_workers, tf_config, DistributedTrainer, Replicas, Share, Broadcast, bit_sums,
-    cluster_run, differing, distributed_train_step, distributed_validation_step, ensure_gpu_placement,
-    dry_run, setup_gpu_strategy)
+    DistributedTrainer, Replicas, Share, Broadcast, bit_sums, cluster_run, differing, distributed_train_step,
+    distributed_validation_step, ensure_gpu_placement, dry_run, setup_gpu_strategy)
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.gpt import GPT

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from xtts_nb.train import growth as page
-from xtts_nb.train.distributed import tf_config
+from xtts_nb.train.launch import tf_config
 from xtts_nb.config import UserError
 from xtts_nb.train.growth import (
     LINKS, Link, StepCost, check_growth, computed_cost, emulate, fit_link, growth, growth_verdict,

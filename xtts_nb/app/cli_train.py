@@ -647,12 +647,11 @@ def _distributed(
     restarts: Annotated[int, typer.Option(min=0, help='Failures of workers before it gives up.')] = 10,
 ):
     "Train on several GPUs or machines; if a worker fails, all resume from the last checkpoint."
-    from xtts_nb.config import UserError, setup_tf
+    from xtts_nb.config import UserError
     if arguments[0] != 'train' or not any(a == '--run' or a.startswith('--run=') for a in arguments):
         raise UserError(f'distributed: "{" ".join(arguments)}" cannot be spread; write train with --run RUN '
                         'behind the --.')
-    setup_tf()
-    from xtts_nb.train.distributed import deal_gpus, exposure, find_workers, supervise, visible_gpus
+    from xtts_nb.train.launch import deal_gpus, exposure, find_workers, supervise, visible_gpus
     addresses, mine = find_workers(workers, index, local)
     shares = deal_gpus(visible_gpus(), len(mine), gpus)
     if warning := exposure(addresses, mine): print(warning, file=sys.stderr)

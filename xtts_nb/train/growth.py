@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from .distributed import local_workers, supervise, this_worker, setup_gpu_strategy
+from .launch import local_workers, supervise, this_worker
+from .distributed import setup_gpu_strategy
 from ..config import UserError, XTTSConfig
 from ..models.dvae import parameter_count
 from ..files import read_json, write_json

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from process import hears_ctrl_c
-from xtts_nb.train import distributed as page
-from xtts_nb.train.distributed import (
-    LOST_PEER, SLURM, WorkerGroup, claim_port, deal_gpus, exposure, find_workers, is_listening, local_workers,
-    parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
+from xtts_nb.train import launch as page
+from xtts_nb.train.launch import (
+    LOST_PEER, SLURM, WorkerGroup, claim_port, deal_gpus, exposure, find_workers, is_listening,
+    local_workers, parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
 from xtts_nb.config import UserError
 
 
@@ -209,9 +209,8 @@ def test_nothing_listens_where_there_is_no_host():
 
 SUPERVISOR = """
 import sys
-from xtts_nb.config import setup_tf
-setup_tf()
-from xtts_nb.train.distributed import local_workers, supervise
+from xtts_nb.train.launch import local_workers, supervise
+assert 'tensorflow' not in sys.modules
 sys.exit(supervise(sys.argv[1:], local_workers(2), {0: None, 1: None}))
 """
 
@@ -219,7 +218,7 @@ def supervisor(command, folder):
     "A supervisor in a process of its own, after its workers started."
     child = subprocess.Popen([sys.executable, '-c', SUPERVISOR, *command], stderr=subprocess.PIPE,
                              stdout=subprocess.PIPE, preexec_fn=hears_ctrl_c)
-    while started(folder) != {0: 1, 1: 1}: time.sleep(0.02)
+    while started(folder) != {0: 1, 1: 1} and child.poll() is None: time.sleep(0.02)
     return child
 
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
