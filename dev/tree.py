@@ -2,8 +2,9 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {'data': 'Data', 'models': 'Models', 'train': 'Training', 'monitor': 'Monitoring', 'speech': 'Speech',
-         'app': 'Application', 'base': 'Base'}   # folder -> title, in the order of the sidebar
+# folder -> title, in the order of the sidebar
+ROOMS = {'guides': 'Guides', 'data': 'Data', 'models': 'Models', 'train': 'Training', 'monitor': 'Monitoring',
+         'speech': 'Speech', 'app': 'Application', 'base': 'Base'}
 
 
 def notebooks(

@@ -97,15 +97,14 @@ def test_the_sidebar_shows_the_lessons_first_and_every_room():
 @pytest.mark.parametrize('path', PAGES, ids=name)
 def test_page_has_a_module(path):
     room = path.parent.name
+    if room == 'guides': assert module(path) is None; return
     if room == 'nbs': assert module(path) == LESSONS[path.stem]
     else: assert module(path) == (path.stem if room == 'base' else f'{room}.{path.stem}')
     assert module(path) in MODULES
 
 
 def test_each_module_has_one_page():
-    modules = [module(p) for p in PAGES]
-    assert len(set(modules)) == len(modules)
-    assert set(modules) == set(MODULES)
+    assert sorted(filter(None, map(module, NOTEBOOKS))) == sorted(MODULES)
     assert module(ROOT / 'nbs/index.ipynb') is None
 
 

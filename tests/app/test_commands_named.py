@@ -3,6 +3,7 @@ import json
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 import tree
 import typer
@@ -49,3 +50,14 @@ def test_an_unknown_option_is_found():
 
 @pytest.mark.parametrize('path', [*tree.notebooks(), ROOT / 'README.md'], ids=lambda p: p.stem)
 def test_named_options_exist(path): assert not unknown(source_of(path), commands())
+
+
+def test_every_name_of_the_guides_of_myxtts_resolves():
+    "The page raises an error for a name that does not; the table that it stores is the present one."
+    page = nbformat.read(ROOT / 'nbs/guides/from_myxtts.ipynb', as_version=4)
+    code, space = [cell for cell in page.cells if cell.cell_type == 'code'], {}
+    for cell in code: exec(cell.source, space)
+    stored = code[-1].outputs[0]['data']['text/markdown']
+    assert dict(re.findall(r'^\| `(.+)` \| `?(.+?)`? \|$', stored, re.MULTILINE)) == space['table']
+    for wrong in ('xtts-nb train --nothing', 'xtts-nb nothing', 'data.nothing', 'xtts_nb.data.nothing'):
+        with pytest.raises((AttributeError, ImportError, KeyError, ValueError)): space['resolve'](wrong)

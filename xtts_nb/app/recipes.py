@@ -204,7 +204,6 @@ REFUSED_FLAGS = {   # option of another trainer -> why there is none here, and w
                                  'buffers the fewest',
     '--disable-static-shapes': 'shapes are always static, one for each of data.buckets; leave '
                                '--enable-static-shapes out',
-    '--buffer-size': 'there is one buffer; use --prefetch-buffer-size',
     '--model-start-delay': REFUSED_KEYS['model_start_delay'],
     '--max-mel-frames': 'clips are limited in seconds; use --set data.max_seconds=...',
     '--max-text-length': 'texts are limited in tokens; use --set data.max_text_tokens=...',
