@@ -17,18 +17,10 @@ RUNS = [(20, 25), (30, 48)]   # of 48 text tokens
 
 
 @pytest.fixture(scope='module')
-def mini(small):
-    "One block, no dropout, no XLA."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0.,
-                                        'code_noise': 0.}},
-                         training={'learning_rate': 1e-2, 'warmup_steps': 0, 'schedule': 'constant',
-                                   'enable_xla_compilation': False})
-
-@pytest.fixture(scope='module')
-def rows(mini) -> dict: return random_batch(mini, 12, 20)
+def rows(plain) -> dict: return random_batch(plain, 12, 20)
 
 def made(config, kind, **changes) -> Update:
-    config = config.replace(training={'finetune': kind}).replace(**changes)
+    config = config.replace(training={'finetune': kind, 'learning_rate': 1e-2}).replace(**changes)
     keras.utils.set_random_seed(0)
     gpt = GPT(config, 5, dtype=POLICIES[config.training.precision])
     update = make_update(gpt, config.training, RUNS)
@@ -46,8 +38,8 @@ def values(update) -> list: return [v.numpy() for v in (*update.weights, *update
 @pytest.mark.parametrize('kind', ['lora', 'rows'])
 @pytest.mark.parametrize('parts, again, precision',
                          [(1, False, 'float32'), (2, True, 'float32'), (1, True, 'bfloat16')])
-def test_the_model_stays_and_its_adapters_move(mini, rows, kind, parts, again, precision):
-    update = made(mini, kind,
+def test_the_model_stays_and_its_adapters_move(plain, rows, kind, parts, again, precision):
+    update = made(plain, kind,
                   training={'accumulation': parts, 'gradient_checkpointing': again, 'precision': precision})
     before = {k: v.numpy() for k, v in named_weights(update.gpt).items()}
     own = [v.numpy() for v in update.weights]
@@ -57,11 +49,11 @@ def test_the_model_stays_and_its_adapters_move(mini, rows, kind, parts, again, p
     assert losses[-1] < losses[0]
 
 @pytest.mark.parametrize('kind', ['lora', 'rows'])
-def test_the_gradients_are_those_of_the_weights(mini, rows, kind):
+def test_the_gradients_are_those_of_the_weights(plain, rows, kind):
     """By the chain rule from the gradients of a whole model with the same weights; and the same, computed
     again or in parts."""
-    update = made(mini, kind)
-    whole = made(mini, 'whole')
+    update = made(plain, kind)
+    whole = made(plain, 'whole')
     with update.as_trained(): seen = {k: v.numpy() for k, v in named_weights(update.gpt).items()}
     for k, v in named_weights(whole.gpt).items(): v.assign(seen[k])
     counts = token_counts(update.gpt, rows)
@@ -74,20 +66,20 @@ def test_the_gradients_are_those_of_the_weights(mini, rows, kind):
             wanted += [part.scale * g @ part.up.numpy().T, part.scale * part.down.numpy().T @ g]
         else: wanted.append(np.take(g, [i for a, b in RUNS for i in range(a, b)], part.axis))
     for change in ({}, {'accumulation': 2, 'gradient_checkpointing': True}):
-        other = made(mini, kind, training=change)
+        other = made(plain, kind, training=change)
         got = tf.function(other.gradients)(rows, tf.constant(0), counts)[0]
         for v, a, b in zip(update.weights, wanted, got):
             assert np.allclose(a, b, rtol=1e-3, atol=1e-6), (change, v.path)
 
 @pytest.mark.slow
-def test_xla_computes_the_same(mini, rows):
+def test_xla_computes_the_same(plain, rows):
     for kind in ('lora', 'rows'):
-        plain, fused = (run(made(mini, kind, training={'enable_xla_compilation': xla}), rows)
+        graph, fused = (run(made(plain, kind, training={'enable_xla_compilation': xla}), rows)
                         for xla in (False, True))
-        assert fused == pytest.approx(plain, rel=1e-4)
+        assert fused == pytest.approx(graph, rel=1e-4)
 
-def test_new_rows_and_nothing_else_differ(mini, rows):
-    update = made(mini, 'rows')
+def test_new_rows_and_nothing_else_differ(plain, rows):
+    update = made(plain, 'rows')
     run(update, rows)
     with update.as_trained(): after = {k: v.numpy() for k, v in named_weights(update.gpt).items()}
     new = np.zeros(48, bool)
@@ -101,10 +93,10 @@ def test_new_rows_and_nothing_else_differ(mini, rows):
             assert not moved[~new].any() and moved[new].any(), k
             if 'head' in k: assert moved[new].all()   # the softmax touches each
 
-def test_an_adapter_begins_as_nothing_and_alpha_scales_it(mini):
-    gpt = GPT(mini, 5)
+def test_an_adapter_begins_as_nothing_and_alpha_scales_it(plain):
+    gpt = GPT(plain, 5)
     for alpha in (8., 32.):
-        training = mini.replace(training={'finetune': 'lora', 'lora_rank': 4, 'lora_alpha': alpha}).training
+        training = plain.replace(training={'finetune': 'lora', 'lora_rank': 4, 'lora_alpha': alpha}).training
         part = low_rank_parts(gpt, training)[0]
         with DerivedWeights([part]): assert np.array_equal(part.weight.numpy(), part.base.numpy())
         part.up.assign(np.ones(part.up.shape))
@@ -124,18 +116,18 @@ def test_first_factors_are_random_each_for_itself_and_second_ones_zero(small):
     other = low_rank_parts(GPT(small, 5), training.model_copy(update={'seed': training.seed + 100}))
     assert not np.array_equal(other[0].down, parts[0].down)
 
-def test_half_precision_does_not_swallow_small_changes(mini):
+def test_half_precision_does_not_swallow_small_changes(plain):
     "In bfloat16 the sum is rounded once: a change far below the last bit of the weights survives on average."
-    update = made(mini, 'lora', training={'precision': 'bfloat16'})
+    update = made(plain, 'lora', training={'precision': 'bfloat16'})
     part = update.parts[0]
     part.up.assign(1e-4 * np.sign(part.up.numpy()))
     wanted = part.scale * part.down.numpy() @ part.up.numpy()
     with DerivedWeights([part]): seen = part.weight.numpy()
     assert seen.dtype == np.float32 and np.allclose(seen - part.base.numpy(), wanted, atol=1e-8)
 
-def test_only_what_moves_is_kept(mini, rows):
+def test_only_what_moves_is_kept(plain, rows):
     for kind, names in (('lora', 4), ('rows', 3)):
-        update = made(mini, kind, training={'ema': 0.9})
+        update = made(plain, kind, training={'ema': 0.9})
         numbers = sum(int(np.prod(v.shape)) for v in update.state.values())
         own = update.state.keys() - update.variables.keys()
         assert len(own) == names and all(k.startswith(f'{kind}/') for k in own)
@@ -156,8 +148,8 @@ def test_rows_of_several_languages():
             new_rows(config(grown), both, languages)
     assert new_rows(config(0).replace(training={'finetune': 'lora'}), both, ['en']) == []
 
-def test_adjacent_runs_and_the_very_end(mini):
-    gpt = GPT(mini, 5)
+def test_adjacent_runs_and_the_very_end(plain):
+    gpt = GPT(plain, 5)
     for part in row_parts(gpt, [(40, 44), (44, 48)]):
         assert np.array_equal(part(), part.base.numpy()) and part.rows.shape[part.axis] == 8
         part.rows.assign(part.rows.value + 1)

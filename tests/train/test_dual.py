@@ -26,28 +26,13 @@ from xtts_nb.monitor.loop import trace_count
 ONE = DevicePlan({}, 'CPU:0', 'CPU:0')
 
 
-@pytest.fixture(scope='module')
-def mini(small):
-    "One block, no XLA: a second to trace."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
-                         data={'buckets': 2, 'preprocessing_mode': 'runtime'},
-                         training={'steps': 8, 'warmup_steps': 2, 'log_every': 2, 'checkpoint_every': 4,
-                                   'enable_xla_compilation': False})
-
-@pytest.fixture(scope='module')
-def online(corpus, mini, dvae, prepared, tmp_path_factory):
-    "The corpus as a runtime cache; to be read only."
-    out = tmp_path_factory.mktemp('online') / 'cache'
-    prepare(corpus, out, mini, dvae, prepared.tokenizer)
-    return Cache(out)
-
 @pytest.mark.parametrize('change',
                          [{}, {'buckets': 3, 'batch_size': 3},
                           {'reference_frames': 128, 'reference_from': 'clip'},
                                     {'pad_to_fixed_length': True, 'max_seconds': 2.}])
-def test_batches_are_those_of_the_cache(prepared, online, dvae, mini, change):
+def test_batches_are_those_of_the_cache(prepared, runtime, dvae, mini, change):
     config = mini.replace(data=change)
-    sound = sound_batches(BatchPlan(online, config.data), 0, 5)
+    sound = sound_batches(BatchPlan(runtime, config.data), 0, 5)
     for ours, cached in zip(sound, cached_batches(BatchPlan(prepared, config.data), 0, 5)):
         ours = finish_batch(ours, dvae, config)
         assert ours.keys() == cached.keys()
@@ -61,9 +46,9 @@ def test_batches_are_those_of_the_cache(prepared, online, dvae, mini, change):
         assert far.mean() < 1e-3
 
 @pytest.fixture(scope='module')
-def worked(online, mini):
+def worked(runtime, mini):
     "A trainer, and what six updates came to in turn and then, from the same weights, side by side."
-    trainer = dual_trainer(online, mini.replace(data={'buckets': 1}), ONE, threads=False)
+    trainer = dual_trainer(runtime, mini.replace(data={'buckets': 1}), ONE, threads=False)
     state = [*trainer.state.values()]
     before = [v.numpy() for v in state]
     turn = run_feed(trainer, 6)
@@ -94,13 +79,13 @@ def test_every_variable_and_stage_is_in_the_audit(worked):
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_trained_validated_stopped_and_resumed(online, mini, tmp_path):
-    config, held = mini.replace(training={'validate_every': 4}, data={'buckets': 1}), [online.clips[0]['id']]
-    begin = lambda run: new_run(online, config, tmp_path / run, held, feed=Feed(online, config, ONE),
+def test_trained_validated_stopped_and_resumed(runtime, mini, tmp_path):
+    config, held = mini.replace(training={'validate_every': 4}, data={'buckets': 1}), [runtime.clips[0]['id']]
+    begin = lambda run: new_run(runtime, config, tmp_path / run, held, feed=Feed(runtime, config, ONE),
                                 device='CPU:0')
     straight = begin('straight').fit()
     begin('stopped').fit(4)
-    again = resume_run(tmp_path / 'stopped', feed=Feed(online, config, ONE), device='CPU:0')
+    again = resume_run(tmp_path / 'stopped', feed=Feed(runtime, config, ONE), device='CPU:0')
     assert again.step == 4
     resumed = again.fit()
     assert resumed['loss_last'] == straight['loss_last'] and resumed['best'] == straight['best']
@@ -111,7 +96,8 @@ def test_a_cache_with_codes_needs_no_data_device(prepared, mini):
 
 @pytest.mark.cpu
 def test_a_recording_that_is_gone(mine, mini, dvae, prepared, tmp_path):
-    prepare(mine, tmp_path / 'cache', mini, dvae, prepared.tokenizer)
+    settings = mini.replace(data={'preprocessing_mode': 'runtime'})
+    prepare(mine, tmp_path / 'cache', settings, dvae, prepared.tokenizer)
     trainer = dual_trainer(Cache(tmp_path / 'cache'), mini, ONE)
     for wav in mine.rglob('*.wav'): wav.unlink()
     with pytest.raises(UserError, match='verify --fix'): trainer.fit(4)
@@ -229,20 +215,20 @@ print(json.dumps({'losses': trainer.first_losses, 'placement': placement_summary
 
 @pytest.mark.slow   # the page does the shorter half of it
 @pytest.mark.cpu
-def test_two_devices_train_as_one_does_and_the_other_goes_on(online, mini, tmp_path):
-    done = subprocess.run([sys.executable, '-c', CHILD, online.folder, tmp_path / 'two'], env=environment(),
+def test_two_devices_train_as_one_does_and_the_other_goes_on(runtime, mini, tmp_path):
+    done = subprocess.run([sys.executable, '-c', CHILD, runtime.folder, tmp_path / 'two'], env=environment(),
                           capture_output=True,
                           text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     two = json.loads(done.stdout)
-    one = new_run(online, mini, tmp_path / 'one', feed=Feed(online, mini, ONE), device='CPU:0')
+    one = new_run(runtime, mini, tmp_path / 'one', feed=Feed(runtime, mini, ONE), device='CPU:0')
     one.fit(4)
     assert two['losses'] == one.first_losses and two['ring'] <= 3
     assert two['stages'] == ['copy', 'data', 'host', 'model']
     where = {r['name']: r['device'] for r in two['placement']}
     assert where['DVAE of the data device'] == where['stage data'] == 'CPU:0'
     assert where['model'] == where['optimizer'] == where['stage copy'] == 'CPU:1'
-    again = resume_run(tmp_path / 'two', feed=Feed(online, mini, ONE), device='CPU:0')
+    again = resume_run(tmp_path / 'two', feed=Feed(runtime, mini, ONE), device='CPU:0')
     assert again.step == 4
     again.fit()
     one.fit()
@@ -265,10 +251,10 @@ def test_bench_dual(tmp_path, keep):
     (['--data', 'CACHE', '--data-gpu', 0, '--model-gpu', 0], 'both 0'),
     (['--data', 'CACHE', '--enable-memory-isolation'], 'CPU takes no memory limit')])
 @pytest.mark.cpu
-def test_bench_dual_says_what_is_wrong(online, arguments, words, capfd, monkeypatch):
+def test_bench_dual_says_what_is_wrong(runtime, arguments, words, capfd, monkeypatch):
     from xtts_nb.app import terminal
     from xtts_nb.app import cli  # noqa: F401  the commands
-    arguments = [online.folder if a == 'CACHE' else a for a in arguments]
+    arguments = [runtime.folder if a == 'CACHE' else a for a in arguments]
     monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'bench', 'dual', *map(str, arguments)])
     with pytest.raises(SystemExit) as e: terminal.main()
     said = capfd.readouterr()
@@ -276,17 +262,17 @@ def test_bench_dual_says_what_is_wrong(online, arguments, words, capfd, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_bench_dual_with_real_stages(online):
-    done = xtts_nb('bench', 'dual', '--steps', 4, '--data', online.folder, '--json')
+def test_bench_dual_with_real_stages(runtime):
+    done = xtts_nb('bench', 'dual', '--steps', 4, '--data', runtime.folder, '--json')
     assert done.code == 0, done.err
     assert [r['name'] for r in done.json['rows']] == ['serial', 'pipelined', 'serial_real', 'pipelined_real']
     assert 'CPU:1' in done.json['devices'] and all(r['ring_max'] <= 3 for r in done.json['rows'])
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_train_on_a_runtime_cache(online, tmp_path):
-    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 4, '--buffer-size',
-                   2, '--json')
+def test_train_on_a_runtime_cache(runtime, tmp_path):
+    done = xtts_nb('train', '--data', runtime.folder, '--run', tmp_path / 'run', '--steps', 4,
+                   '--buffer-size', 2, '--json')
     assert done.code == 0, done.err
     assert done.json['steps'] == 4 and 'on one device, CPU:0' in done.err
     asked = xtts_nb('train', '--run', tmp_path / 'run', '--steps', 6, '--data-gpu', 0, '--model-gpu', 1)
@@ -300,18 +286,18 @@ def two_cards(monkeypatch): monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
 
 CARDS = '--data-gpu', 0, '--model-gpu', 1, '--enable-memory-isolation'
 
-def test_train_on_two_cards_with_isolated_memory(online, two_cards, tmp_path):
+def test_train_on_two_cards_with_isolated_memory(runtime, two_cards, tmp_path):
     "The main command of the guides: nothing may be computed before the devices are set up."
-    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 1, '--set',
+    done = xtts_nb('train', '--data', runtime.folder, '--run', tmp_path / 'run', '--steps', 1, '--set',
                    'data.buckets=1', *CARDS,
                    '--json')
     assert done.code == 0, done.err
     assert 'Batches are made on CPU:0, the model is trained on CPU:1.' in done.err and done.json['steps'] == 1
 
 @pytest.mark.slow
-def test_train_where_two_cards_can_be_seen(online, two_cards, tmp_path):
+def test_train_where_two_cards_can_be_seen(runtime, two_cards, tmp_path):
     "Without options one card is taken, also by a runtime cache, which makes its batches on a device."
-    done = xtts_nb('train', '--data', online.folder, '--run', tmp_path / 'run', '--steps', 2, '--json')
+    done = xtts_nb('train', '--data', runtime.folder, '--run', tmp_path / 'run', '--steps', 2, '--json')
     assert done.code == 0 and 'on one device, CPU:0.' in done.err, done.err
 
 @pytest.mark.slow
@@ -332,9 +318,9 @@ def test_a_corpus_is_prepared_for_the_data_gpu(corpus, mini, two_cards, tmp_path
 @pytest.mark.parametrize('command',
                          [['bench', 'dual', '--steps', '3'], ['profile', '--dual', '--out', 'out']],
                          ids=' '.join)
-def test_real_stages_on_two_cards(online, two_cards, tmp_path, command):
+def test_real_stages_on_two_cards(runtime, two_cards, tmp_path, command):
     (tmp_path / 'settings.ini').touch()
-    done = xtts_nb(*command, '--data', online.folder, '--json', cwd=tmp_path)
+    done = xtts_nb(*command, '--data', runtime.folder, '--json', cwd=tmp_path)
     assert done.code == 0, done.err
     assert 'Batches are made on CPU:0, the model is trained on CPU:1.' in done.out
 

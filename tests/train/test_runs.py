@@ -8,30 +8,21 @@ import tensorflow as tf
 
 from xtts_nb.data import native as data
 from xtts_nb.train import runs
-from xtts_nb.data.cache import Cache, JoinedShards
+from xtts_nb.data.cache import JoinedShards
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
 from xtts_nb.speech.score import Listener
-from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import (base_config, check_made_for, held_out_share, new_run, open_cache, resume_run,
                           run_facts)
 
 
 @pytest.fixture(scope='module')
-def mini(small):
+def eager(small):
     "One block, one shape, and nothing to trace."
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0.}},
                          data={'buckets': 1},
                          training={'steps': 2, 'warmup_steps': 0, 'log_every': 2, 'validate_every': 2,
                                    'enable_eager_debug': True})
-
-@pytest.fixture(scope='module')
-def runtime(corpus, mini, dvae, prepared, tmp_path_factory):
-    "The corpus of `prepared`, its codes left to be made."
-    out = tmp_path_factory.mktemp('runtime') / 'cache'
-    settings = prepared.config.replace(data={'preprocessing_mode': 'runtime'})
-    prepare(corpus, out, settings, dvae, prepared.tokenizer, shard_clips=5)
-    return Cache(out)
 
 def test_a_cache_without_codes_gives_the_batches_of_one_with(prepared, runtime, small, dvae):
     plans = BatchPlan(prepared, small.data), BatchPlan(runtime, small.data, dvae=dvae)
@@ -52,40 +43,40 @@ def test_a_runtime_cache_without_a_dvae_is_refused_with_the_remedy(runtime, smal
         cached_batches(BatchPlan(runtime, small.data))
 
 @pytest.mark.slow
-def test_training_at_runtime_is_training_from_the_cache(prepared, runtime, mini, tmp_path):
+def test_training_at_runtime_is_training_from_the_cache(prepared, runtime, eager, tmp_path):
     "Two updates, and a look at the sentences held out."
-    run = lambda cache: new_run(cache, mini, tmp_path / cache.manifest['mode'], ['low-0', 'high-0'])
+    run = lambda cache: new_run(cache, eager, tmp_path / cache.manifest['mode'], ['low-0', 'high-0'])
     one, two = (run(cache).fit() for cache in (prepared, runtime))
     assert one['loss_last'] == pytest.approx(two['loss_last'], rel=1e-3)
     assert one['best']['val_loss'] == pytest.approx(two['best']['val_loss'], rel=1e-3)
     assert resume_run(tmp_path / 'runtime').step == 2
 
-def test_the_plan_of_a_large_corpus_is_made_once(prepared, mini, tmp_path, monkeypatch):
-    new_run(prepared, mini, tmp_path / 'few')
+def test_the_plan_of_a_large_corpus_is_made_once(prepared, eager, tmp_path, monkeypatch):
+    new_run(prepared, eager, tmp_path / 'few')
     assert not (tmp_path / 'few' / 'plan').exists()
     monkeypatch.setattr(runs, 'LARGE_CACHE', 14)
-    first = new_run(prepared, mini, tmp_path / 'run')
+    first = new_run(prepared, eager, tmp_path / 'run')
     assert (tmp_path / 'run' / 'plan' / 'columns.json').is_file()
     monkeypatch.setattr(data, 'order_columns', None)   # would be called to make it again
     step = tf.constant(3, tf.int64)
-    for a, b in zip(first.plan.pick(step), new_run(prepared, mini, tmp_path / 'run').plan.pick(step)):
+    for a, b in zip(first.plan.pick(step), new_run(prepared, eager, tmp_path / 'run').plan.pick(step)):
         assert np.array_equal(a, b)
 
-def test_a_plan_alone_is_what_a_killed_start_leaves(prepared, mini, tmp_path):
+def test_a_plan_alone_is_what_a_killed_start_leaves(prepared, eager, tmp_path):
     (tmp_path / 'run' / 'plan').mkdir(parents=True)
-    new_run(prepared, mini, tmp_path / 'run')
+    new_run(prepared, eager, tmp_path / 'run')
     assert (tmp_path / 'run' / 'run.json').is_file()
 
 @pytest.mark.parametrize('gib, mapped', [(1, False), (0, True)])
-def test_a_cache_larger_than_the_budget_is_mapped(prepared, mini, tmp_path, gib, mapped):
-    config = mini.replace(data={'ram_budget': gib})
+def test_a_cache_larger_than_the_budget_is_mapped(prepared, eager, tmp_path, gib, mapped):
+    config = eager.replace(data={'ram_budget': gib})
     assert isinstance(runs.open_cache(prepared.folder, config).mel, JoinedShards) == mapped
     new_run(prepared, config, tmp_path / 'run')
     assert isinstance(resume_run(tmp_path / 'run').plan.cache.mel, JoinedShards) == mapped
 
-def test_a_cache_as_large_as_the_budget_is_not_mapped(prepared, mini):
+def test_a_cache_as_large_as_the_budget_is_not_mapped(prepared, eager):
     size = sum(line['bytes'] for line in prepared.manifest['shards'])
-    settings = [mini.replace(data={'ram_budget': budget / 2**30}) for budget in (size, size - 1)]
+    settings = [eager.replace(data={'ram_budget': budget / 2**30}) for budget in (size, size - 1)]
     assert [isinstance(open_cache(prepared.folder, c).mel, JoinedShards) for c in settings] == [False, True]
     assert not isinstance(open_cache(prepared.folder).mel, JoinedShards)   # its own settings
 
@@ -97,17 +88,17 @@ def test_at_least_one_sentence_is_held_out(prepared):
 
 # --- what belongs together ------------------------------------------------------------------------
 
-def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(mini, tmp_path):
-    other = mini.replace(model={'gpt': {'layers': 3, 'dropout': 0.2}}, training={'steps': 99})
+def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, tmp_path):
+    other = eager.replace(model={'gpt': {'layers': 3, 'dropout': 0.2}}, training={'steps': 99})
     parts = {'config.yaml': other.to_yaml(), 'tokenizer.json': '{}', 'model.safetensors': ''}
     for name in parts:   # one after the other
-        pytest.raises(UserError, base_config, tmp_path, mini).match(f'no model to begin from .{name} is '
+        pytest.raises(UserError, base_config, tmp_path, eager).match(f'no model to begin from .{name} is '
                                                                     'missing')
         (tmp_path / name).write_text(parts[name])
-    lora = mini.replace(training={'finetune': 'lora'})
-    for settings in (mini, lora):
+    lora = eager.replace(training={'finetune': 'lora'})
+    for settings in (eager, lora):
         assert base_config(tmp_path, settings) == settings.replace(model={'gpt': {'layers': 3}})
-    assert base_config(None, mini) is mini
+    assert base_config(None, eager) is eager
     pytest.raises(UserError, base_config, None, lora).match('training.finetune lora needs a model to begin '
                                                             'from')
 
@@ -144,34 +135,34 @@ def test_a_run_goes_on_with_what_it_was_begun_with(known, origin, said):
     if said is None: ask()
     else: pytest.raises(UserError, ask).match(said)
 
-def test_a_cache_must_be_made_with_the_front_end_and_fit_into_the_gpt(prepared, mini):
+def test_a_cache_must_be_made_with_the_front_end_and_fit_into_the_gpt(prepared, eager):
     longest = {'audio_codes': prepared.codes_length.max(), 'text_tokens': prepared.text_length.max()}
     for name, n in longest.items():
-        check_made_for(prepared, mini.replace(model={'gpt': {f'max_{name}': int(n)}}))
+        check_made_for(prepared, eager.replace(model={'gpt': {f'max_{name}': int(n)}}))
         with pytest.raises(UserError,
                            match=f'the longest clip has {n} .* more than model.gpt.max_{name} {n - 1}'):
-            check_made_for(prepared, mini.replace(model={'gpt': {f'max_{name}': int(n) - 1}}))
+            check_made_for(prepared, eager.replace(model={'gpt': {f'max_{name}': int(n) - 1}}))
     with pytest.raises(UserError, match=r'other settings of model.dvae; .*\(codes 16 instead of 32\)'):
-        check_made_for(prepared, mini.replace(model={'dvae': {'codes': 16}}))
+        check_made_for(prepared, eager.replace(model={'dvae': {'codes': 16}}))
 
-def test_a_run_goes_on_with_what_its_folder_says(mini, tmp_path, monkeypatch):
+def test_a_run_goes_on_with_what_its_folder_says(eager, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, 'open_cache', lambda folder, config: (folder, config))
     monkeypatch.setattr(runs, 'new_run', lambda *given, **where: (given, where))
-    (tmp_path / 'config.yaml').write_text(mini.to_yaml())
+    (tmp_path / 'config.yaml').write_text(eager.to_yaml())
     for more in ({}, {'base': str(tmp_path), 'val': 'other'}):
         facts = {'cache': 'one', 'held_out': ['a']} | more
         (tmp_path / 'run.json').write_text(json.dumps(facts))
         if more:
             pytest.raises(UserError, resume_run, tmp_path).match('which is gone; put it back there')
             (tmp_path / 'model.safetensors').touch()
-        val = ('other', mini) if more else None
-        given = ('one', mini), mini, tmp_path, ['a'], more.get('base'), val
+        val = ('other', eager) if more else None
+        given = ('one', eager), eager, tmp_path, ['a'], more.get('base'), val
         assert resume_run(tmp_path, device='x') == (given, {'device': 'x'})
 
-def test_who_looks_and_who_listens(prepared, mini):
+def test_who_looks_and_who_listens(prepared, eager):
     """Only where clips are held out and validation is asked for; as many rows as are computed at once,
     one shape."""
-    settings = mini.replace(training={'accumulation': 2, 'listen_clips': 1})
+    settings = eager.replace(training={'accumulation': 2, 'listen_clips': 1})
     run = new_run(prepared, settings, None, ['low-0', 'high-0'])
     assert run.run is None and isinstance(run.listen, Listener)
     assert (run.held_out.data.batch_size, len(run.held_out.shapes), run.held_out.fixed) == (2, 1, True)
@@ -182,9 +173,9 @@ def test_who_looks_and_who_listens(prepared, mini):
         with pytest.raises(UserError, match='there is nothing to listen to'):
             new_run(prepared, settings.replace(training=changes), None, held)
 
-def test_codes_are_made_by_the_plan_or_by_who_feeds(prepared, runtime, mini):
+def test_codes_are_made_by_the_plan_or_by_who_feeds(prepared, runtime, eager):
     given = lambda xtts, plan, *rest, **where: (plan.dvae is not None, sorted(where))
-    assert new_run(runtime, mini, None, make=given) == (True, ['listen'])
-    assert new_run(prepared, mini, None, make=given)[0] is False
-    fed = new_run(runtime, mini, None, make=given, feed=len, device=None)
+    assert new_run(runtime, eager, None, make=given) == (True, ['listen'])
+    assert new_run(prepared, eager, None, make=given)[0] is False
+    fed = new_run(runtime, eager, None, make=given, feed=len, device=None)
     assert fed == (False, ['device', 'feed', 'listen'])

@@ -18,17 +18,9 @@ from xtts_nb.monitor.loop import trace_count
 
 
 @pytest.fixture(scope='module')
-def mini(small):
-    "One block, no dropout, no XLA."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0.,
-                                        'code_noise': 0.}},
-                         training={'learning_rate': 1e-3, 'warmup_steps': 0, 'schedule': 'constant',
-                                   'enable_xla_compilation': False})
-
-@pytest.fixture(scope='module')
-def rows(mini) -> dict:
+def rows(plain) -> dict:
     "Four rows of different lengths, the last of them filling."
-    return random_batch(mini, 12, 20) | {'text_length': tf.constant([12, 7, 9, 12]),
+    return random_batch(plain, 12, 20) | {'text_length': tf.constant([12, 7, 9, 12]),
                                          'code_length': tf.constant([20, 11, 3, 20]),
                                          'weight': tf.constant([1., 1., 1., 0.])}
 
@@ -46,26 +38,26 @@ def values(made: Update) -> list: return [v.numpy() for v in (*made.weights, *ma
 # --- in parts -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('xla', [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_parts_make_the_whole(mini, rows, xla):
+def test_parts_make_the_whole(plain, rows, xla):
     "Parts hold different numbers of tokens, one of them none at all; the clip is at work."
-    whole, cut = update(mini), update(mini, training={'accumulation': 4, 'enable_xla_compilation': xla})
+    whole, cut = update(plain), update(plain, training={'accumulation': 4, 'enable_xla_compilation': xla})
     step = compile_step(cut, cut.training)
     lines = run(step, rows)
     for a, b in zip(run(compile_step(whole, whole.training), rows), lines):
         assert b == pytest.approx(a, rel=3e-4)
-    assert trace_count(step) == 1 and lines[0]['gradient_norm'] > mini.training.gradient_clip_norm
+    assert trace_count(step) == 1 and lines[0]['gradient_norm'] > plain.training.gradient_clip_norm
     assert step.xla == xla and lines[0]['loss'] != lines[1]['loss']
 
 @pytest.mark.parametrize('parts', [2, 4])
-def test_gradients_of_parts_add_up(mini, rows, parts):
-    whole, cut = update(mini), update(mini, training={'accumulation': parts})
+def test_gradients_of_parts_add_up(plain, rows, parts):
+    whole, cut = update(plain), update(plain, training={'accumulation': parts})
     both = [tf.function(u.gradients)(rows, tf.constant(0), token_counts(u.gpt, rows))[0]
             for u in (whole, cut)]
     for v, a, b in zip(whole.weights, *both): assert np.allclose(a, b, rtol=1e-4, atol=1e-6), v.path
 
-def test_parts_draw_masks_of_their_own(mini, rows):
+def test_parts_draw_masks_of_their_own(plain, rows):
     same = {k: tf.concat([v[:2], v[:2]], 0) for k, v in rows.items()}
-    cut = update(mini, model={'gpt': {'dropout': 0.5}}, training={'accumulation': 2})
+    cut = update(plain, model={'gpt': {'dropout': 0.5}}, training={'accumulation': 2})
     seen = []
     share, cut.share = cut.share, lambda *a: (lambda out: (seen.append(float(out[1]['code_loss'])),
                                                            out)[1])(share(*a))
@@ -76,9 +68,9 @@ ONES = {'text_count': tf.constant(1.), 'code_count': tf.constant(1.)}
 
 @pytest.mark.parametrize('first', [None, 0, 3])
 @pytest.mark.parametrize('parts', [1, 2])
-def test_a_part_draws_by_its_place_in_the_whole_batch(mini, rows, parts, first):
+def test_a_part_draws_by_its_place_in_the_whole_batch(plain, rows, parts, first):
     "One part that nobody shares draws by the seed itself."
-    made = update(mini, model={'gpt': {'dropout': 0.5}}, training={'accumulation': parts, 'seed': 7})
+    made = update(plain, model={'gpt': {'dropout': 0.5}}, training={'accumulation': parts, 'seed': 7})
     seed, size = tf.constant([7, 9]), 4 // parts
     cut = [{k: v[i * size:(i + 1) * size] for k, v in rows.items()} for i in range(parts)]
     folded = [fold_seed(seed, (first or 0) + i) for i in range(parts)]
@@ -89,9 +81,9 @@ def test_a_part_draws_by_its_place_in_the_whole_batch(mini, rows, parts, first):
         assert float(total) == pytest.approx(sum(float(w[1][name]) for w in wanted), rel=1e-4)
     assert np.allclose(gradients[0], sum(w[0][0] for w in wanted), rtol=1e-3, atol=1e-5)
 
-def test_losses_are_means_over_the_tokens_that_there_are(mini):
+def test_losses_are_means_over_the_tokens_that_there_are(plain):
     "Where there is none the sum stays, which is zero then."
-    made = update(mini, training={'text_loss_weight': 0.5})
+    made = update(plain, training={'text_loss_weight': 0.5})
     sums = {'text_loss': tf.constant(6.), 'code_loss': tf.constant(9.)}
     nothing = lambda: [tf.zeros(v.shape) for v in made.weights]
     for texts, mean in ((0., 6.), (1., 6.), (3., 2.)):
@@ -102,12 +94,12 @@ def test_losses_are_means_over_the_tokens_that_there_are(mini):
     means = made.means(sums | {'text_count': tf.constant(3.), 'code_count': tf.constant(2.)})
     assert {k: float(v) for k, v in means.items()} == {'loss': 5.5, 'text_loss': 2., 'code_loss': 4.5}
 
-def test_some_of_the_weights(mini):
-    gpt = update(mini).gpt
-    assert Update(gpt, mini.training, gpt.trainable_variables[:2]).weights == gpt.trainable_variables[:2]
+def test_some_of_the_weights(plain):
+    gpt = update(plain).gpt
+    assert Update(gpt, plain.training, gpt.trainable_variables[:2]).weights == gpt.trainable_variables[:2]
 
-def test_a_random_batch_holds_ordinary_tokens_in_full_rows(mini):
-    batch = random_batch(mini, 300, 400)
+def test_a_random_batch_holds_ordinary_tokens_in_full_rows(plain):
+    batch = random_batch(plain, 300, 400)
     for kind, length, top in (('text', 300, 48), ('codes', 400, 32)):
         ids = batch[kind].numpy()
         assert ids.shape == (4, length) and ids.min() == 3 and ids.max() == top - 1
@@ -115,9 +107,9 @@ def test_a_random_batch_holds_ordinary_tokens_in_full_rows(mini):
     assert batch['reference'].shape == (4, 32, 80) and list(batch['clip']) == [0, 1, 2, 3]
     assert (batch['weight'].numpy() == 1).all()
 
-def test_a_position_that_many_clips_share_is_counted_once(mini, rows):
+def test_a_position_that_many_clips_share_is_counted_once(plain, rows):
     "The norm and Adam's second moment are those of the sum of an embedding's rows."
-    made = update(mini)
+    made = update(plain)
     counts = {'text_count': tf.constant(1.), 'code_count': tf.constant(1.)}
     gradients = made.gradients(rows, tf.constant(0), counts)[0]
     assert all(isinstance(g, tf.Tensor) and g.shape == v.shape for g, v in zip(gradients, made.weights))
@@ -128,10 +120,10 @@ def test_a_position_that_many_clips_share_is_counted_once(mini, rows):
 # --- memory for time ------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('parts', [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_recomputed_blocks_give_the_same_gradients(mini, rows, parts):
+def test_recomputed_blocks_give_the_same_gradients(plain, rows, parts):
     "With dropout: a mask drawn anew would give others."
     noisy = {'model': {'gpt': {'layers': 2, 'dropout': 0.1}}}
-    made = [update(mini, **noisy, training={'accumulation': parts, 'gradient_checkpointing': on})
+    made = [update(plain, **noisy, training={'accumulation': parts, 'gradient_checkpointing': on})
             for on in (False, True)]
     assert [u.gpt.recompute for u in made] == [u.gpt.conditioning.recompute for u in made] == [False, True]
     both = [tf.function(u.gradients)(rows, tf.constant(3), token_counts(u.gpt, rows))[0] for u in made]
@@ -142,8 +134,8 @@ def test_recomputed_blocks_give_the_same_gradients(mini, rows, parts):
 
 @pytest.mark.parametrize('parts', [1, 2])
 @pytest.mark.parametrize('what', [np.nan, np.inf])
-def test_a_broken_batch_changes_nothing(mini, rows, what, parts):
-    made = update(mini, training={'accumulation': parts, 'ema': 0.9})
+def test_a_broken_batch_changes_nothing(plain, rows, what, parts):
+    made = update(plain, training={'accumulation': parts, 'ema': 0.9})
     step = compile_step(made, made.training)
     run(step, rows, 1)
     before = values(made)
@@ -156,8 +148,8 @@ def test_a_broken_batch_changes_nothing(mini, rows, what, parts):
     assert line['skipped'] == line['bad'] == 0
     assert not all(np.array_equal(a, b) for a, b in zip(before, values(made)))
 
-def test_an_overflow_lowers_the_scale_and_nothing_else(mini, rows):
-    made = update(mini, training={'precision': 'float16'})
+def test_an_overflow_lowers_the_scale_and_nothing_else(plain, rows):
+    made = update(plain, training={'precision': 'float16'})
     made.scale.factor.assign(2.**24)
     before = [v.numpy() for v in made.weights]
     step, lines = compile_step(made, made.training), []
@@ -185,9 +177,9 @@ def test_only_what_a_smaller_scale_cures_is_not_bad(factor, loss, norm, good, ba
     assert noted == ([good or bad] if scale else [])   # lowering a scale of 1 helps nobody
 
 @pytest.mark.parametrize('precision', ['bfloat16', pytest.param('float16', marks=pytest.mark.slow)])
-def test_half_precision_learns_as_float32_does(mini, rows, precision):
+def test_half_precision_learns_as_float32_does(plain, rows, precision):
     losses = [[line['loss'] for line in run(compile_step(u, u.training), rows, 4)]
-              for u in (update(mini), update(mini, training={'precision': precision}))]
+              for u in (update(plain), update(plain, training={'precision': precision}))]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[1] != losses[0]
     assert losses[1][-1] < losses[1][0]
 
@@ -195,7 +187,7 @@ def test_half_precision_learns_as_float32_does(mini, rows, precision):
 # --- in three modes -------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
-def modes(mini): return step_modes(mini.replace(training={'enable_xla_compilation': True}), 5)
+def modes(plain): return step_modes(plain.replace(training={'enable_xla_compilation': True}), 5)
 
 @pytest.mark.slow
 def test_eager_graph_and_xla_compute_the_same(modes, rows):

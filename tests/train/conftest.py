@@ -1,0 +1,22 @@
+"Fixtures of more than one file about training."
+import pytest
+
+
+@pytest.fixture(scope='session')
+def plain(small):
+    "One block, no dropout, no XLA, a constant rate."
+    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0.,
+                                        'code_noise': 0.}},
+                         training={'learning_rate': 1e-3, 'warmup_steps': 0, 'schedule': 'constant',
+                                   'enable_xla_compilation': False})
+
+
+@pytest.fixture(scope='session')
+def runtime(corpus, mini, dvae, prepared, tmp_path_factory):
+    "The corpus of `prepared`, its codes left to be made; to be read only."
+    from xtts_nb.data.cache import Cache
+    from xtts_nb.data.prepare import prepare
+    out = tmp_path_factory.mktemp('runtime') / 'cache'
+    settings = mini.replace(data={'preprocessing_mode': 'runtime'})
+    prepare(corpus, out, settings, dvae, prepared.tokenizer, shard_clips=5)
+    return Cache(out)
