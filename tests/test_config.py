@@ -292,19 +292,22 @@ def tf_config(monkeypatch):
     return told
 
 def test_threads_and_memory_as_given_else_as_the_environment_asks(tf_config, monkeypatch):
+    import tensorflow as tf
     rows = lambda within, between, **card: {'intra-op threads': (within,) * 2,
                                             'inter-op threads': (between,) * 2} | card
     growing = {'memory growth GPU:0': (True, True)}
     assert setup_tf() == rows(3, 3, **growing) and setup_tf(threads=2) == rows(2, 2, **growing)
     assert setup_tf(memory_growth=False)['memory growth GPU:0'] == (False, False)
     assert setup_tf(memory_limit=500) == rows(3, 3, **{'memory limit GPU:0': (500, 500)})
-    assert page._memory_limit('GPU:0') == 500
     monkeypatch.setenv('TF_NUM_INTEROP_THREADS', '7')
     monkeypatch.setenv('XTTS_NB_MEMORY_LIMIT', '600')
     assert setup_tf() == rows(3, 7, **{'memory limit GPU:0': (600, 600)})
     assert setup_tf(5)['intra-op threads'] == (5, 5)
-    tf_config.update(card=False, parts=[])
-    assert page._memory_limit('GPU:0') is None and setup_tf(1) == rows(1, 1)
+    with monkeypatch.context() as late:   # TensorFlow has started
+        late.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: [])
+        assert setup_tf(5)['memory limit GPU:0'] == (600, None)
+    tf_config.update(card=False)
+    assert setup_tf(1) == rows(1, 1)
     monkeypatch.delattr(os, 'sched_getaffinity')
     monkeypatch.setattr(os, 'cpu_count', lambda: 11)
     assert setup_tf()['intra-op threads'] == (11, 11)

@@ -226,20 +226,10 @@ def test_a_fingerprint_changes_with_every_part():
     assert fingerprint(b'ab', {'b': [1], 'a': 2}) == known
 
 
-@pytest.mark.parametrize('error, alive', [(None, True), (PermissionError, True), (ProcessLookupError, False)])
-def test_a_process_is_asked_for_and_not_disturbed(monkeypatch, error, alive):
-    asked = []
-    def kill(process, number):
-        asked.append((process, number))
-        if error: raise error
-    monkeypatch.setattr(os, 'kill', kill)
-    assert files._alive(7) is alive and asked == [(7, 0)]
-    assert not files._alive(os.getpid())
-    assert len(asked) == 1   # in a container, one that was killed had our number
-
 def test_only_what_a_writer_left_is_swept_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, '_alive', lambda process: process == 5)
-    gone = 'out.7.part', 'out.7.old'
+    me = os.getpid()   # in a container, one that was killed had our number
+    monkeypatch.setattr(files.psutil, 'pid_exists', lambda process: process in (5, me))
+    gone = 'out.7.part', 'out.7.old', f'out.{me}.part'
     kept = 'out.5.part', 'out.5.old', 'out.7.txt', 'out.notes.part', 'out.1.2.part', 'other.7.part'
     for name in ('out', *gone, *kept): (tmp_path / name).mkdir()
     files._sweep(tmp_path / 'out')

@@ -15,7 +15,7 @@ from xtts_nb.train.finetune import make_update, new_rows
 from xtts_nb.data.audio import log_mel, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.corpora import Dropped, check_dropped, read_corpus
-from xtts_nb.data.native import BatchPlan, batches_of, reader_of
+from xtts_nb.data.native import BatchPlan, batches_of, CacheReader, reader_of
 from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.files import write_json
@@ -107,7 +107,8 @@ def pipeline(config, world):
 
 def place(config, world):
     cache = open_cache(world.cache.folder, config)
-    return type(cache.mel).__name__, type(BatchPlan(cache, config.data).rows(('mel',))).__name__
+    reader = CacheReader(cache, BatchPlan(cache, config.data), ('mel',))
+    return type(cache.mel).__name__, type(reader.rows).__name__
 
 def dropped(config, world):
     try: return check_dropped([Dropped('a', 'bad')] * 2, 5, config, 'corpus')

@@ -266,15 +266,11 @@ def _nearest(key: str, section: type) -> str:
     close = difflib.get_close_matches(key, names, n=1)
     return f'did you mean "{close[0]}"?' if close else f'it has {", ".join(names)}.'
 
-def _section_at(section: type, path: tuple) -> type:
-    "The section class that holds the last key of `path`."
-    for name in path[:-1]: section = section.model_fields[name].annotation
-    return section
-
 def _explain(error: pydantic.ValidationError, where: str) -> str:
     "The first validation error as one sentence with a remedy."
     e = error.errors()[0]
-    key, section = '.'.join(map(str, e['loc'])), _section_at(XTTSConfig, e['loc'])
+    key, section = '.'.join(map(str, e['loc'])), XTTSConfig
+    for name in e['loc'][:-1]: section = section.model_fields[name].annotation
     if e['type'] == 'extra_forbidden':
         name = str(e['loc'][-1])
         if name in REFUSED_KEYS: return f'{where}: there is no key "{key}": {REFUSED_KEYS[name]}.'
@@ -469,27 +465,19 @@ def setup_tf(
     try:
         tf.config.threading.set_intra_op_parallelism_threads(within)
         tf.config.threading.set_inter_op_parallelism_threads(between)
-        for gpu in gpus: _share_memory(gpu, memory_growth, limit)
+        for gpu in gpus:   # TensorFlow does not accept both
+            if limit:
+                parts = [tf.config.LogicalDeviceConfiguration(memory_limit=limit)]
+                tf.config.set_logical_device_configuration(gpu, parts)
+            else: tf.config.experimental.set_memory_growth(gpu, memory_growth)
     except RuntimeError: pass   # TensorFlow has started: the table shows what it kept
     got = {'intra-op threads': (within, tf.config.threading.get_intra_op_parallelism_threads()),
            'inter-op threads': (between, tf.config.threading.get_inter_op_parallelism_threads())}
     for gpu in gpus:
-        if limit: got[f'memory limit {gpu.name}'] = (limit, _memory_limit(gpu))
+        if limit:
+            parts = tf.config.get_logical_device_configuration(gpu)
+            got[f'memory limit {gpu.name}'] = (limit, parts[0].memory_limit if parts else None)
         else:
             growth = tf.config.experimental.get_memory_growth(gpu)
             got[f'memory growth {gpu.name}'] = (memory_growth, growth)
     return got
-
-def _share_memory(gpu, growth: bool, limit: int | None):
-    "Limit a GPU to `limit` MiB or let its memory grow; TensorFlow does not accept both."
-    import tensorflow as tf
-    if limit:
-        device = tf.config.LogicalDeviceConfiguration(memory_limit=limit)
-        tf.config.set_logical_device_configuration(gpu, [device])
-    else: tf.config.experimental.set_memory_growth(gpu, growth)
-
-def _memory_limit(gpu) -> float | None:
-    "The memory limit of a GPU in MiB, or None."
-    import tensorflow as tf
-    parts = tf.config.get_logical_device_configuration(gpu)
-    return parts[0].memory_limit if parts else None

@@ -15,6 +15,8 @@ import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 from .config import UserError
 
 # %% ../nbs/base/files.ipynb #f9f925a0
@@ -73,17 +75,11 @@ def _sweep(path: Path):
     "Restore the state before a killed writer of the folder `path`."
     for left in path.parent.glob(f'{glob.escape(path.name)}.*.*'):
         number, end = left.name.removeprefix(f'{path.name}.').rsplit('.', 1)
-        if end not in ('part', 'old') or not number.isdigit() or _alive(int(number)): continue
+        if end not in ('part', 'old') or not number.isdigit(): continue
+        # in a container each run may have the same id
+        if int(number) != os.getpid() and psutil.pid_exists(int(number)): continue
         if end == 'old' and not path.exists(): os.replace(left, path)
         else: shutil.rmtree(left, ignore_errors=True)
-
-def _alive(process: int) -> bool:
-    "Whether another process has that id."
-    if process == os.getpid(): return False   # in a container each run may have the same id
-    try: os.kill(process, 0)
-    except ProcessLookupError: return False
-    except PermissionError: pass   # a process of another user
-    return True
 
 # %% ../nbs/base/files.ipynb #b1eb8407
 def append_line(path: str | Path, line: str):

@@ -13,8 +13,7 @@ from xtts_nb.data.audio import log_mel, save_audio, synthetic_voice
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.cache import (
     DTYPES, ARRAYS, Cache, JoinedShards, check_cache_folder, content_keys, digest, file_sha, load_shard,
-    map_arrays,
-    read_manifest, records, verify_cache, work_path, write_manifest, write_shard, write_table)
+    map_arrays, read_manifest, records, verify_cache, work_path, write_manifest, write_shard, write_table)
 from xtts_nb.config import UserError
 from xtts_nb.data.corpora import Dropped, read_corpus, read_audio
 from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare

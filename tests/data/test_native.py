@@ -18,11 +18,9 @@ from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import native as module
 from xtts_nb.data.native import (
     BatchPlan, CacheReader, Column, GraphArrays, InFiles, InMemory, MelReader, PythonReader, WavReader,
-    batches_of,
-    bucket_of, bucket_shapes, cached_batches, check_equal, check_native, clip_limits, comparison_plan,
-    cumulative_chances, decode_wav, differing_share, fits_in_memory, fixed_shape, left_out_line, mels_of,
-    order_columns,
-    map_whole_file, readers, refuse_differences)
+    batches_of, bucket_of, bucket_shapes, cached_batches, check_equal, check_native, clip_limits,
+    comparison_plan, cumulative_chances, decode_wav, differing_share, fits_in_memory, fixed_shape,
+    left_out_line, mels_of, order_columns, map_whole_file, readers, refuse_differences)
 from xtts_nb.data.prepare import prepare
 
 

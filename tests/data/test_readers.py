@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.data.audio import (
-    load_audio, log_mel, save_audio, synthetic_voice)
+from xtts_nb.data.audio import load_audio, log_mel, save_audio, synthetic_voice
 from xtts_nb.config import UserError
 from xtts_nb.monitor.loop import python_operations
 import xtts_nb.data.readers

@@ -14,8 +14,7 @@ from xtts_nb.data.prepare import prepare
 from xtts_nb.config import XTTSConfig
 from xtts_nb.data.corpora import (
     Clip, Dropped, read_corpus, STREAMED, _load, _ogg_ends, measure_clip, missing_share, read_audio,
-    reason_kind,
-    report_text, distribution, summary)
+    reason_kind, report_text, distribution, summary)
 
 CONFIG = XTTSConfig.tiny()
 VOICE = synthetic_voice(1.)

@@ -89,11 +89,8 @@ def load_audio(
 
 # %% ../../nbs/data/audio.ipynb #60e6ff65
 @lru_cache
-def _sinc_filters(
-    old: int,  # rate before, divided by the common divisor
-    new: int,  # rate after, divided by the common divisor
-) -> tuple[np.ndarray, int]:
-    "Filters (old + 2 width, new) float32 and their `width` in samples."
+def _sinc_filters(old: int, new: int) -> tuple[np.ndarray, int]:
+    "Filters (old + 2 width, new) float32 and their `width` in samples; the rates have no common divisor."
     crossings, rolloff = 6, 0.99
     cutoff = min(old, new) * rolloff
     width = ceil(crossings * old / cutoff)
@@ -149,13 +146,8 @@ def synthetic_voice(
     return (0.3 * wav * np.hanning(len(t))**0.2 / np.abs(wav).max()).astype(np.float32)
 
 # %% ../../nbs/data/audio.ipynb #db8a8827
-def _triangles(
-    n_fft: int,
-    sample_rate: int,             # Hz
-    n_mels: int,                  # C
-    f_max: float,                 # Hz
-) -> tuple[np.ndarray, np.ndarray]:   # (n_fft // 2 + 1, C), (C,) Hz
-    "Triangles of height 1, evenly spaced on the HTK mel scale from 0 Hz to `f_max`, and the width of each."
+def _triangles(n_fft: int, sample_rate: int, n_mels: int, f_max: float) -> tuple[np.ndarray, np.ndarray]:
+    "Triangles (n_fft // 2 + 1, C) of height 1, evenly spaced on the HTK mel scale; their widths (C,) in Hz."
     mel = lambda hz: 2595 * np.log10(1 + hz / 700)
     edges = 700 * (10**(np.linspace(0, mel(f_max), n_mels + 2) / 2595) - 1)
     hz = np.linspace(0, sample_rate / 2, n_fft // 2 + 1)[:, None]
@@ -262,27 +254,18 @@ def log_mel_numpy(
     return np.log(np.maximum(power @ mel_filterbank(n_fft, audio), LOG_FLOOR))
 
 # %% ../../nbs/data/audio.ipynb #34a04542
-def _spectrum_from_mel(
-    mel: tf.Tensor,                # (F, C) log-mel
-    n_fft: int,
-    audio: AudioConfig,
-    steps: int = 60,
-) -> tf.Tensor:                    # (F, n_fft // 2 + 1) magnitude
-    "The non-negative spectrum that fits a mel best, as magnitude."
+def _spectrum_from_mel(mel: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
+    "The non-negative spectrum (F, n_fft // 2 + 1) that fits a log-mel (F, C) best, as magnitude."
     filters, power = mel_filterbank(n_fft, audio), tf.exp(mel)
     estimate = tf.tensordot(power, filters.T, 1) + LOG_FLOOR
-    for _ in range(steps):
+    for _ in range(60):
         explained = tf.tensordot(tf.tensordot(estimate, filters, 1), filters.T, 1)
         estimate *= tf.tensordot(power, filters.T, 1) / (explained + 1e-9)
     return tf.sqrt(estimate)
 
 # %% ../../nbs/data/audio.ipynb #e7533366
-def _inverse_stft(
-    spectrum: tf.Tensor,           # (F, n_fft // 2 + 1) complex64
-    n_fft: int,
-    audio: AudioConfig,
-) -> tf.Tensor:                    # ((F - 1) hop,) float32
-    "The audio whose transform is nearest to `spectrum`."
+def _inverse_stft(spectrum: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
+    "The audio ((F - 1) hop,) float32 whose transform is nearest to `spectrum` (F, n_fft // 2 + 1)."
     window = hann_window(audio.win_length, audio.win_length)
     frames = tf.signal.irfft(spectrum, [n_fft])[..., :audio.win_length] * window
     wav = tf.signal.overlap_and_add(frames, audio.hop_length)

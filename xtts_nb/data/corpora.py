@@ -117,13 +117,8 @@ def _text_fault(row: Row) -> str | None:
     if not any(map(str.isalnum, cleaned)): return f'the text has no letter or digit: {visible(cleaned)}'
 
 # %% ../../nbs/data/corpora.ipynb #f08ee20f
-def _clip(
-    row: Row,
-    folder: Path,
-    places: tuple[str, ...],
-    language: str,               # default of rows
-) -> Clip | Dropped:
-    "The clip of a row, or why it is dropped."
+def _clip(row: Row, folder: Path, places: tuple[str, ...], language: str) -> Clip | Dropped:
+    "The clip of a row, or why it is dropped; `language` is the default."
     name = row.id or row.audio
     if not name: return Dropped(row.where, f'no file is named in {row.where}')
     fault = _text_fault(row) if _DAMAGED.search(name) else None
@@ -260,12 +255,8 @@ def _subfolders(folder: Path, depth: int) -> Iterator[Path]:
         if depth == 1: yield path
         else: yield from _subfolders(path, depth - 1)
 
-def _pairs(
-    folder: Path,
-    sound: dict[str, Path],
-    texts: dict[str, Path],
-    speaker: str,
-) -> Iterator[Row | Dropped]:
+def _pairs(folder: Path, sound: dict[str, Path], texts: dict[str, Path],
+           speaker: str) -> Iterator[Row | Dropped]:
     "Recordings and texts of the same name."
     for name in sorted(sound.keys() | texts.keys()):
         if name not in texts:

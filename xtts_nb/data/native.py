@@ -10,7 +10,6 @@ __all__ = ['BATCH', 'EXTENSIBLE', 'bucket_shapes', 'bucket_of', 'fixed_shape', '
            'cached_batches', 'readers', 'comparison_plan', 'differing_share', 'check_equal', 'refuse_differences']
 
 # %% ../../nbs/10_data_tf_native.ipynb #e2354c9e
-import json
 import math
 import struct
 from collections.abc import Callable, Iterable
@@ -22,15 +21,12 @@ from fastcore.basics import patch
 
 from ..config import DataConfig, ModelConfig, UserError
 from .audio import load_audio, log_mel, log_mel_numpy, open_audio
-from .cache import ARRAYS, Cache, JoinedShards
+from .cache import array_parts, ARRAYS, Cache, JoinedShards
 from ..files import atomic_folder, fingerprint, read_json, write_json
 
 # %% ../../nbs/10_data_tf_native.ipynb #3903bb47
-def _candidates(
-    below: np.ndarray,    # [i]: clips of length i or less
-    most: int,
-) -> np.ndarray:          # ascending lengths, the longest included
-    "Lengths at which a bucket may end, evenly distributed over the clips."
+def _candidates(below: np.ndarray, most: int) -> np.ndarray:
+    "At most `most` ascending lengths at which a bucket may end; `below[i]` clips have length i or less."
     lengths = np.flatnonzero(np.diff(below, prepend=0))
     if len(lengths) <= most: return lengths
     return np.unique(np.searchsorted(below, np.linspace(0, below[-1], most + 1)[1:]))
@@ -78,11 +74,6 @@ def fixed_shape(model: ModelConfig, data: DataConfig) -> tuple[int, int]:
     codes = math.ceil(data.max_seconds * model.audio.sample_rate / samples_per_code)
     return min(codes, model.gpt.max_audio_codes), min(data.max_text_tokens, model.gpt.max_text_tokens)
 
-def _shapes(cache: Cache, data: DataConfig, codes: np.ndarray, text: np.ndarray) -> list[tuple[int, int]]:
-    "The shapes of the batches."
-    if data.pad_to_fixed_length: return [fixed_shape(cache.config.model, data)]
-    return bucket_shapes(codes, text, data.buckets)
-
 # %% ../../nbs/10_data_tf_native.ipynb #5d1c7a03
 def clip_limits(
     cache: Cache,
@@ -124,7 +115,8 @@ def order_columns(
     if not len(use):
         raise UserError(f'{left_out_line(cache, data)} No clip to use is left; widen these limits.')
     codes, text = cache.codes_length[use], cache.text_length[use]
-    shapes = _shapes(cache, data, codes, text)
+    shapes = [fixed_shape(cache.config.model, data)]
+    if not data.pad_to_fixed_length: shapes = bucket_shapes(codes, text, data.buckets)
     bucket, speaker = bucket_of(codes, text, shapes), _numbers(cache, 'speaker')
     by_bucket, by_speaker = np.argsort(bucket, kind='stable'), np.argsort(speaker[use], kind='stable')
     starts = np.cumsum(count := np.bincount(bucket)) - count   # no bucket is empty
@@ -242,10 +234,6 @@ class BatchPlan:
         return fingerprint(self.cache.manifest['key'], len(self.cache),
                            [getattr(self.data, n) for n in names], used)
 
-    def rows(self, kinds: tuple[str, ...]) -> Callable:
-        "The source of the arrays of some kinds: memory or files."
-        return (InMemory if fits_in_memory(self.cache, self.data, kinds) else InFiles)(self.cache, kinds)
-
 # %% ../../nbs/10_data_tf_native.ipynb #d16ac0b0
 @patch
 def pick(self: BatchPlan, step):
@@ -346,25 +334,17 @@ class InMemory:
         return tf.gather(self.flat[kind](), first[:, None] + _places(count, width, around))
 
 # %% ../../nbs/10_data_tf_native.ipynb #c5b7f728
-def _parts(path: Path) -> dict:
-    "Of each array of a safetensors file: dtype, shape, first byte."
-    with open(path, 'rb') as file:
-        head = json.loads(file.read(size := int.from_bytes(file.read(8), 'little')))
-    dtypes = {'U16': tf.uint16, 'I32': tf.int32, 'F16': tf.float16}
-    return {name: (dtypes.get(a['dtype']), a['shape'], 8 + size + a['data_offsets'][0])
-            for name, a in head.items() if name != '__metadata__'}
-
 class InFiles:
     "The same rows from the files of the shards; only the rows in use are read."
     def __init__(self, cache: Cache, kinds: tuple[str, ...]):
         lines = [line for line in cache.manifest['shards'] if line['clips']]
-        paths = [cache.folder / line['file'] for line in lines]
-        parts, first = [_parts(p) for p in paths], np.cumsum([0, *(line['clips'] for line in lines)])[:-1]
+        maps = [np.memmap(cache.folder / line['file'], np.uint8, 'c') for line in lines]
+        parts, first = [array_parts(m) for m in maps], np.cumsum([0, *(line['clips'] for line in lines)])[:-1]
         # of each shard: first byte in its file, first row; of all: dtype, inner shape
         self.rows = {kind: (tf.constant([p[kind][2] for p in parts], tf.int64),
                             tf.constant(getattr(cache, f'{kind}_start')[first], tf.int64),
-                            parts[0][kind][0], parts[0][kind][1][1:]) for kind in kinds}
-        self.files = GraphArrays([np.memmap(p, np.uint8, 'c') for p in paths])
+                            tf.as_dtype(parts[0][kind][0]), parts[0][kind][1][1:]) for kind in kinds}
+        self.files = GraphArrays(maps)
 
     def __call__(self, kind, first, count, width, around=False):
         "(B, width, ...) of the rows that begin at `first` (B,) and are `count` (B,) long."
@@ -393,7 +373,8 @@ BATCH = 'clip', 'weight', 'reference', 'codes', 'code_length', 'text', 'text_len
 class CacheReader:
     "Batches of a prepared cache."
     def __init__(self, cache: Cache, plan: BatchPlan, kinds: Iterable[str] = ARRAYS):
-        self.plan, self.rows = plan, plan.rows(kinds)
+        self.plan = plan
+        self.rows = (InMemory if fits_in_memory(cache, plan.data, kinds) else InFiles)(cache, kinds)
         self.start, self.length = ({k: Column(getattr(cache, f'{k}_{x}')) for k in kinds}
                                    for x in ('start', 'length'))
 

@@ -505,17 +505,12 @@ def assemble(
     for name in BESIDES:
         if (besides / name).is_file():   # one may be missing in a cache under repair
             _link(name, besides, folder)
-    report = _write_report(folder, rows, dropped, page)
-    key = fingerprint(facts['mode'], facts['keys'], file_sha(folder / 'clips.jsonl'), b''.join(sources))
-    write_manifest(folder, {'key': key, 'clips': len(rows)} | facts | names | {'shards': lines})
-    return report
-
-def _write_report(folder: Path, rows: list[dict], dropped: list[Dropped], page: Callable | None) -> dict:
-    "Write the report as JSON, as text and, with `page`, as a page."
     report = summary(rows, dropped)
     write_json(folder / 'report.json', report)
     (folder / 'report.txt').write_text(report_text(report), encoding='utf-8')
     if page: page(report, folder / REPORT_PAGE)
+    key = fingerprint(facts['mode'], facts['keys'], file_sha(folder / 'clips.jsonl'), b''.join(sources))
+    write_manifest(folder, {'key': key, 'clips': len(rows)} | facts | names | {'shards': lines})
     return report
 
 # %% ../../nbs/data/prepare.ipynb #fdd642e5
