@@ -32,7 +32,6 @@ class Section(pydantic.BaseModel):
 
 Positive = Annotated[int, Field(gt=0)]
 
-# %% ../nbs/00_config.ipynb #8bdcf1c5
 class AudioConfig(Section):
     "The front end: audio -> mel spectrogram."
     sample_rate: Positive = 22050        # Hz, of everything the model reads
@@ -66,7 +65,6 @@ class DVAEConfig(Section):
     @property
     def frames_per_code(self) -> int: return 4   # two convolutions of stride 2
 
-# %% ../nbs/00_config.ipynb #ce60cb7e
 class GPTConfig(Section):
     "Voice and text -> audio codes."
     layers: Positive = 30                # blocks over voice, text and codes
@@ -105,7 +103,6 @@ class SpeakerConfig(Section):
     blocks: tuple[Positive, ...] = (3, 4, 6, 3)          # residual blocks of each stage
     width: Positive = 512                # of the vector
 
-# %% ../nbs/00_config.ipynb #469e28db
 class DecoderConfig(Section):
     "HiFi-GAN: hidden states of the GPT and a speaker vector -> audio."
     sample_rate: Positive = 24000        # Hz, output
@@ -115,7 +112,6 @@ class DecoderConfig(Section):
     residual_kernels: tuple[Positive, ...] = (3, 7, 11)   # kernel size of each residual block
     dilations: tuple[Positive, ...] = (1, 3, 5)   # dilation of each layer in a block
 
-# %% ../nbs/00_config.ipynb #9aa72f8c
 class ModelConfig(Section):
     "The architecture; weights fit only the architecture they were made for."
     audio: AudioConfig = AudioConfig()
@@ -206,7 +202,6 @@ class SpeechConfig(Section):
     reference_seconds: float = Field(30.0, ge=0.5)       # of all recordings, concatenated, for the prompt
     reference_chunk_seconds: float | None = Field(None, ge=0.5)   # per chunk; none: one training crop
 
-# %% ../nbs/00_config.ipynb #85a41015
 class VoiceConfig(Section):
     "How the HiFi-GAN decoder is trained."
     steps: Positive = 200_000            # updates, each of decoder and discriminators
@@ -277,7 +272,6 @@ def _explain(error: pydantic.ValidationError, where: str) -> str:
         return f'{where}: there is no key "{key}"; {_nearest(name, section)}'
     return f'{where}: {key or "the settings"}: {e["msg"]}; got {e["input"]!r}.'
 
-# %% ../nbs/00_config.ipynb #3c168a49
 def read_settings(path: str | Path) -> dict:
     "The content of a YAML file, not yet validated; raises `UserError` if it is not YAML of sections."
     try: values = yaml.safe_load(Path(path).read_text(encoding='utf-8')) or {}
@@ -380,7 +374,6 @@ class Workspace(Section):
     xla_cache: Path | None = None   # folder of compiled XLA kernels, reused at the next start; none: not kept
     scale: Literal['tiny', 'full'] = 'tiny'
 
-# %% ../nbs/00_config.ipynb #3ac14586
 def workspace(
     start: str | Path | None = None,  # folder where the search begins; default: the working directory
 ) -> Workspace:

@@ -37,7 +37,6 @@ def atomic_file(
     finally:
         with suppress(OSError): part.unlink()   # never created, or not reachable
 
-# %% ../nbs/base/files.ipynb #2809c33a
 def _unwritable(path: Path, error: OSError) -> UserError:
     "The reason why `path` could not be written, with the remedy."
     remedy = {errno.ENOSPC: 'the disk is full; free some space',

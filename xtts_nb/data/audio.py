@@ -31,7 +31,6 @@ def _foreign(path: str | Path) -> str | None:
     return next((f'it is {name}' for mark, name in FOREIGN.items()
                  if mark in (head[:len(mark)], head[4:4 + len(mark)])), None)
 
-# %% ../../nbs/data/audio.ipynb #4ac88743
 LARGEST_FILTER = 2**22   # entries: 16 MB, computed once per pair of rates
 
 def open_audio(
@@ -78,7 +77,6 @@ def read_samples(file: soundfile.SoundFile) -> np.ndarray:   # (N,) float32, the
         raise UserError(f'{file.name}: the clip has 0 samples; record it again or remove its row.')
     return wav
 
-# %% ../../nbs/data/audio.ipynb #ecdae8f8
 def load_audio(
     path: str | Path,              # any format that libsndfile reads
     sample_rate: int = 22050,      # Hz
@@ -99,7 +97,6 @@ def _sinc_filters(old: int, new: int) -> tuple[np.ndarray, int]:
     filters = np.sinc(t) * np.cos(t * np.pi / crossings / 2)**2 * cutoff / old
     return filters.astype(np.float32), width
 
-# %% ../../nbs/data/audio.ipynb #e84086ec
 def resample(
     wav: np.ndarray,   # (N,)
     old: int,          # Hz
@@ -164,7 +161,6 @@ def mel_filterbank(
     height, width = _triangles(n_fft, audio.sample_rate, audio.n_mels, audio.f_max)
     return (height * 2 / width).astype(np.float32)
 
-# %% ../../nbs/data/audio.ipynb #4609f004
 @lru_cache
 def hann_window(
     n_fft: int,
@@ -183,7 +179,6 @@ def frame_count(
     "Frames of a clip of `samples` samples."
     return 1 + samples // audio.hop_length
 
-# %% ../../nbs/data/audio.ipynb #bd005a6a
 def stft(
     wav: tf.Tensor,                # (..., N) float32
     n_fft: int,
@@ -263,7 +258,6 @@ def _spectrum_from_mel(mel: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Ten
         estimate *= tf.tensordot(power, filters.T, 1) / (explained + 1e-9)
     return tf.sqrt(estimate)
 
-# %% ../../nbs/data/audio.ipynb #e7533366
 def _inverse_stft(spectrum: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
     "The audio ((F - 1) hop,) float32 whose transform is nearest to `spectrum` (F, n_fft // 2 + 1)."
     window = hann_window(audio.win_length, audio.win_length)
@@ -273,7 +267,6 @@ def _inverse_stft(spectrum: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Ten
     left, right = _beside(n_fft, audio)
     return (wav / tf.maximum(weight, 1e-3))[n_fft // 2 - left:right - n_fft // 2]
 
-# %% ../../nbs/data/audio.ipynb #1f15c54e
 @tf.function(reduce_retracing=True)
 def griffin_lim(
     mel: tf.Tensor,                # (F, C) log-mel for the codes

@@ -175,7 +175,6 @@ def read_manifest(folder: str | Path) -> dict:
         inside(folder, name)
     return facts
 
-# %% ../../nbs/data/cache.ipynb #72f17aff
 def check_cache_folder(out: str | Path):
     "Raise `UserError` unless `out` is free, or holds a cache that may be replaced."
     out = Path(out)
@@ -198,7 +197,6 @@ class ClipRows:
         try: return json.loads(self.data[self.starts[i]:end].tobytes())
         except ValueError as e: raise UserError(f'{self.path}: {_unreadable(self.path, e)}') from None
 
-# %% ../../nbs/data/cache.ipynb #4bab8728
 class JoinedShards:
     "One kind of array of all shards, concatenated and read from the files on access."
     def __init__(self, files: list[Path], name: str, begin: np.ndarray, length: int):

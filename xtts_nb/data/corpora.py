@@ -75,7 +75,6 @@ def file_fault(path: str | Path) -> str | None:
     if not stat.S_ISREG(mode): return 'a folder' if stat.S_ISDIR(mode) else 'no regular file'
     return None if os.access(path, os.R_OK) else 'not readable'
 
-# %% ../../nbs/data/corpora.ipynb #73f95fb7
 def _inside(folder: Path, name: str) -> str | None:
     "`name` relative to `folder`, or None if it leads out of it."
     name = name.replace('\\', '/')
@@ -116,7 +115,6 @@ def _text_fault(row: Row) -> str | None:
     if not cleaned: return 'the text is empty'
     if not any(map(str.isalnum, cleaned)): return f'the text has no letter or digit: {visible(cleaned)}'
 
-# %% ../../nbs/data/corpora.ipynb #f08ee20f
 def _clip(row: Row, folder: Path, places: tuple[str, ...], language: str) -> Clip | Dropped:
     "The clip of a row, or why it is dropped; `language` is the default."
     name = row.id or row.audio
@@ -544,7 +542,6 @@ def _sound(table: list[dict]) -> dict:
             'most_clipped': _worst(table, lambda t: t['clipped'], CLIPPED),
             'same_sound': _alike(table, lambda t: t['sound'])}
 
-# %% ../../nbs/data/corpora.ipynb #5b0c3b1e
 def summary(
     table: list[dict],          # id, text, speaker, language, seconds, `measure_clip` of each clip
     dropped: list[Dropped],

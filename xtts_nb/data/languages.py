@@ -150,7 +150,6 @@ def chinese_group(digits: str, after_zero: bool) -> str:
         elif words and not words.endswith('零'): words += '零'
     return words.rstrip('零')
 
-# %% ../../nbs/data/languages.ipynb #93a426a9
 def chinese_number(digits: str) -> str:
     "A whole or decimal number as a count; empty for zeros only."
     whole, _, part = digits.partition('.')
@@ -236,7 +235,6 @@ SYMBOLS = {language: dict(zip('&@%#$£°', words.split('|'))) for language, word
     'hi': 'और|ऐट दी रेट|प्रतिशत|हैश|डॉलर|पाउंड|डिग्री', 'zh': '和|在|百分之|井|美元|英镑|度',
     'fa': 'و|ات|درصد|شماره|دلار|پوند|درجه'}.items()}
 
-# %% ../../nbs/data/languages.ipynb #ed89f59a
 ABBREVIATIONS = {language: dict(pair.split('=') for pair in pairs.split('|')) for language, pairs in {
     'en': 'mrs=misess|mr=mister|dr=doctor|drs=doctors|st=saint|co=company|jr=junior|maj=major|'
           'gen=general|rev=reverend|lt=lieutenant|hon=honorable|sgt=sergeant|'
@@ -311,7 +309,6 @@ def clean_words(text: str, language: str) -> str:
     text = expand_abbreviations(spell_numbers(text.lower(), language), language)
     return squeeze(expand_symbols(text, language))
 
-# %% ../../nbs/data/languages.ipynb #fcf34587
 OWN = {'zh': clean_chinese, 'ja': lambda text: japanese_reader().romaji(text).lower(),
        'ko': lambda text: hangul(clean_words(text, 'ko')), 'fa': clean_persian}
 

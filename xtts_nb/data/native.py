@@ -31,7 +31,6 @@ def _candidates(below: np.ndarray, most: int) -> np.ndarray:
     if len(lengths) <= most: return lengths
     return np.unique(np.searchsorted(below, np.linspace(0, below[-1], most + 1)[1:]))
 
-# %% ../../nbs/10_data_tf_native.ipynb #75548e91
 def bucket_shapes(
     codes: np.ndarray,    # (clips,) lengths
     text: np.ndarray,     # (clips,) lengths
@@ -163,7 +162,6 @@ class GraphArrays:
         return tf.raw_ops.TensorListGetItem(input_handle=self.list, index=i, element_shape=self.shape,
                                             element_dtype=self.dtype)
 
-# %% ../../nbs/10_data_tf_native.ipynb #1812b968
 def map_whole_file(array: np.ndarray) -> tuple[np.ndarray, int]:   # flat array, index of the first element
     "A memory-mapped array as a map of its whole file (copy on write), any other array flat."
     base = array
@@ -301,7 +299,6 @@ def names(self: BatchPlan, step: int) -> list[str]:
     "The ids of the clips of a step."
     return [self.cache.clips[i]['id'] for i in self.pick(tf.constant(step, tf.int64))[1].numpy()]
 
-# %% ../../nbs/10_data_tf_native.ipynb #0f3af156
 def _shuffled(place, count, seed):
     "The element at `place` in the permutation of 0 ... count - 1 given by a seed of two numbers."
     seed = tf.cast(tf.stack([tf.cast(s, tf.int64) for s in seed]), tf.int32)
@@ -475,7 +472,6 @@ def _chunks(file: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:   # () int32 each
     search = lambda at, fmt: (at + 8 <= length) & (name(at) != 'data')
     return tf.while_loop(search, following, (tf.minimum(12, length), length))
 
-# %% ../../nbs/10_data_tf_native.ipynb #d7a3c1f0
 EXTENSIBLE = 0xFFFE   # then the format number stands at the end of `fmt `
 
 def _wav_head(file: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:   # () int32, (4,) int64
@@ -657,7 +653,6 @@ def comparison_plan(cache: Cache) -> BatchPlan:
     "One shape for all pipelines, and a short buffer, so that no stored batches are measured."
     return BatchPlan(cache, cache.config.data.model_copy(update={'buckets': 1, 'prefetch_buffer_size': 1}))
 
-# %% ../../nbs/10_data_tf_native.ipynb #b20e6f4c
 def _with_codes(batch: dict, plan: BatchPlan, encode: Callable) -> dict:
     "A batch of `PythonReader` with the codes that `encode` makes from its mels."
     lengths = np.asarray(plan.cache.codes_length)[np.asarray(batch['clip'])]

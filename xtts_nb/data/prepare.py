@@ -218,7 +218,6 @@ def clip_row(clip: Clip, corpus: Path, samples: int, sample_rate: int, wav: str 
            'path': Path(os.path.relpath(clip.path, corpus)).as_posix()}
     return row | ({'wav': wav} if wav else {})
 
-# %% ../../nbs/data/prepare.ipynb #837289bb
 class ShardMaker:
     "Makes shards from the records of an older cache and from recordings."
     def __init__(self, plan: Plan, encoder: ClipEncoder):
@@ -399,7 +398,6 @@ def _begin(plan: Plan, load: Callable) -> ShardMaker:
     tokenizer = Tokenizer.load(plan.work / 'tokenizer.json')
     return ShardMaker(plan, ClipEncoder(plan.config, dvae, tokenizer, plan.stored))
 
-# %% ../../nbs/data/prepare.ipynb #f568cc13
 def default_workers(clips: int) -> int:
     "The number of worker processes: one per core, none for a small corpus."
     return 0 if clips < 4096 else cores()
