@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
-from dataclasses import FrozenInstanceError, asdict, fields
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -367,14 +367,6 @@ def test_summary_of_nothing_and_of_a_device_without_utilisation():
     only = summarise([Sample(0., (GPU(0, 'MIG', memory_used=5),))])
     assert only['devices']['GPU 0'] == dict(name='MIG', samples=0, memory_max=5, memory_total=None, means={})
     json.dumps(only)
-
-
-def test_sample_survives_json():
-    cards = GPU(0, 'a', 2., 3, 4, 5., 6., 7., sm_active=8.,
-                processes=(Process(9, 'python', 10),)), GPU(1, 'b')
-    s = Sample(1., cards, CPU('c', 1.), 'GPU 1: lost')
-    assert Sample.from_dict(json.loads(json.dumps(asdict(s)))) == s
-    assert Sample.from_dict(json.loads(json.dumps(asdict(Sample(1.))))) == Sample(1.)
 
 
 @pytest.mark.parametrize('reading', [Process(1), GPU(0, 'a'), CPU('a'), Sample(0.)], ids=repr)

@@ -64,7 +64,6 @@ def plan_devices(
     if data == model: return DevicePlan(limits, f'{kind}:0', f'{kind}:{int(isolate)}')
     return DevicePlan(limits, *(f'{kind}:{sorted(limits).index(card)}' for card in (data, model)))
 
-# %% ../nbs/base/devices.ipynb #e7022768
 def _plan_cpu(isolate: bool, *ids: int | None) -> DevicePlan:
     "Both halves on the CPU."
     if any(i is not None for i in ids):
@@ -118,7 +117,6 @@ def card_memory() -> list[int | None]:   # MiB
     totals = [card.memory_total and card.memory_total // 2**20 for card in cards]
     return (totals + [None] * seen)[:seen]
 
-# %% ../nbs/base/devices.ipynb #efb8d8b0
 def tf_started() -> bool:
     "Whether TensorFlow has started; then its devices, threads and memory cannot be changed."
     from tensorflow.python.eager import context
@@ -134,7 +132,6 @@ def _wanted(plan: DevicePlan) -> tuple[list, dict]:
     limited = {gpus[i]: [logical(memory_limit=mib) for mib in parts] for i, parts in limits.items()}
     return [gpus[i] for i in sorted(plan.limits)], limited
 
-# %% ../nbs/base/devices.ipynb #f5b77afb
 def apply_plan(plan: DevicePlan):
     "Set up TensorFlow's devices as `plan` says; raises `UserError` if TensorFlow runs with others."
     seen, divided = _wanted(plan)
@@ -187,13 +184,11 @@ def _plan_two(cards: list, kind: str, options: dict) -> DevicePlan:
         options = options | {'data_gpu': 0, 'model_gpu': 1}
     return plan_devices(cards, **options, kind=kind)
 
-# %% ../nbs/base/devices.ipynb #2f75c59a
 def card_names() -> list[str]:
     "TensorFlow's devices on the cards of this process, such as GPU:0; none on the CPU."
     kind = 'CPU' if cpu_card_count() else 'GPU'
     return [f'{kind}:{i}' for i in range(len(tf.config.list_logical_devices(kind)))]
 
-# %% ../nbs/base/devices.ipynb #aac30513
 def hide_cards():
     "Hide all cards from this process and its children; call it before TensorFlow computes anything."
     os.environ |= {'CUDA_VISIBLE_DEVICES': '-1', CPU_CARDS: ''}

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,6 @@ class Process:
     memory: int | None = None           # bytes of the GPU
     utilisation: float | None = None    # % of the multiprocessors' time
 
-# %% ../nbs/base/sampler.ipynb #17715497
 @dataclass(frozen=True, slots=True)
 class GPU:
     "One GPU at one moment; a counter that the card does not offer is `None`."
@@ -51,7 +50,6 @@ class GPU:
     to_host: float | None = None        # bytes/s over PCIe, from the card
     processes: tuple[Process, ...] = ()
 
-# %% ../nbs/base/sampler.ipynb #4a924970
 @dataclass(frozen=True, slots=True)
 class CPU:
     "The CPU at one moment, and the share of this process; 100 % means that all cores are busy."
@@ -78,15 +76,6 @@ class Sample:
         "The readings by their label: `GPU 0`, `GPU 1`, ..., `CPU`."
         return {f'GPU {g.index}': g for g in self.gpus} | ({'CPU': self.cpu} if self.cpu else {})
 
-    @classmethod
-    def from_dict(cls, values: dict) -> 'Sample':
-        "A sample from `dataclasses.asdict`, the form in which it is stored as JSON."
-        known = {f.name: values.get(f.name) for f in fields(cls)}
-        known['gpus'] = tuple(GPU(**g | {'processes': tuple(Process(**p) for p in g.get('processes', ()))})
-                              for g in known['gpus'] or ())
-        known['cpu'] = CPU(**known['cpu']) if known['cpu'] else None
-        return cls(**known)
-
 # %% ../nbs/base/sampler.ipynb #449fc913
 def _cpu_clocks() -> tuple[float, float, float, float]:
     "Seconds so far: wall time, this process, all cores, all cores busy."
@@ -104,7 +93,6 @@ def disk_bytes() -> tuple[int, int] | None:
     physical = physical or list(disks.values())
     if physical: return sum(d.read_bytes for d in physical), sum(d.write_bytes for d in physical)
 
-# %% ../nbs/base/sampler.ipynb #1e0cbe1b
 def disk_rates(
     every: float = 1.,   # s between two readings of the counters
 ):                       # a callable that returns bytes/s read and written, or (None, None)
@@ -119,7 +107,6 @@ def disk_rates(
         return rates
     return read
 
-# %% ../nbs/base/sampler.ipynb #b0881528
 def cpu_probe():    # a callable that returns a `Sample`
     "Reads the CPU, memory and disks of the machine, and the share of this process."
     name, cores, me, disks = cpu_name(), psutil.cpu_count(), psutil.Process(), disk_rates()
@@ -280,7 +267,6 @@ def visible_ids() -> list[str] | None:
     names = [name.strip() for name in shown.split(',')]
     return list(itertools.takewhile(lambda name: name and name != '-1', names))
 
-# %% ../nbs/base/sampler.ipynb #3764c90b
 def _mig_parts(card: Card) -> list[Card]:
     "The MIG devices of a card."
     import pynvml as nv
@@ -296,7 +282,6 @@ def _card_named(name: str, cards: list[Card]) -> Card | None:
     cards = [card for card in cards if (_offered(nv.nvmlDeviceGetUUID, card.handle) or '').startswith(name)]
     return cards[0] if len(cards) == 1 else None
 
-# %% ../nbs/base/sampler.ipynb #cdff27ab
 def visible_cards() -> list[GPU]:
     "The cards of this process in the order of CUDA, as NVML reads them; raises `UserError` without NVML."
     import pynvml as nv
@@ -357,7 +342,6 @@ def longest_idle(
         longest = max(longest, run)
     return float(longest)
 
-# %% ../nbs/base/sampler.ipynb #2c8f2c08
 MEANS = (   # fields whose means are in a summary
     'power', 'temperature', 'clock', 'sm_active', 'tensor_active', 'memory_active', 'from_host', 'to_host',
     'process', 'disk_read', 'disk_write')
@@ -375,7 +359,6 @@ def _describe(device, seconds, values, memory, means) -> dict:
                       min=float(known.min()), idle_share=float((known < IDLE).mean()),
                       longest_idle_s=longest_idle(seconds, values))
 
-# %% ../nbs/base/sampler.ipynb #fa9183f2
 def summarise(
     samples,   # `Sample`s in order
 ) -> dict:     # {'seconds', 'samples', 'gaps', 'devices': {label: numbers}}
@@ -422,6 +405,9 @@ class Sampler:
         "Mark the current time with a name, for figures."
         self.marks.append((self.clock(), name))
 
+    def __enter__(self): return self.start()
+    def __exit__(self, *error): self.stop()
+
 # %% ../nbs/base/sampler.ipynb #fbc0d0b0
 @patch
 def sample(self: Sampler) -> Sample:
@@ -467,12 +453,6 @@ def _run(self: Sampler, stop):
         due = max(due + self.interval, time.perf_counter())   # missed samples are not made up
 
 # %% ../nbs/base/sampler.ipynb #fbc0d1b0
-@patch
-def __enter__(self: Sampler): return self.start()
-
-@patch
-def __exit__(self: Sampler, *error): self.stop()
-
 @patch
 def summary(self: Sampler) -> dict:
     "`summarise` of the ring buffer, the number of dropped samples, and the CPU cost as share of a core."

@@ -4,7 +4,6 @@ import gzip
 import inspect
 import itertools
 import json
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -317,15 +316,6 @@ def test_a_wasteful_device_takes_hardly_longer_for_four_times_the_rows(monkeypat
     _, step = patients.tiny_batch()
     few, many = (float(step(tf.ones((rows, 8)))) for rows in (4, 16))
     assert few < many < 1.3 * few
-
-
-def test_a_step_in_the_background_returns_at_once():
-    gate = threading.Event()
-    late = tf.function(lambda batch: tf.numpy_function(lambda: gate.wait(5), [], tf.bool))
-    step = patients.in_background(late)
-    result = step(tf.ones(1))
-    gate.set()   # the call has returned
-    assert bool(result)
 
 
 # Visits

@@ -524,6 +524,7 @@ def test_rounded_shapes_are_few_and_nothing_is_cut(wrap):
         assert np.all(x[:, :n] == 1) and np.all(x[:, n:] == 0)
     there = ragged.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
     assert host_part(pad_to_few_shapes(there, resident))[1:] == ('/CPU:0', 3)
+    assert pad_to_few_shapes(iter(resident), resident) is None is merge_batches(resident, 3)   # no pipelines
 
 
 def test_the_cure_of_variable_shapes_rounds_them():

@@ -1,4 +1,4 @@
-"Traces: the slowest operations, recording on demand, and a real TensorBoard."
+"Traces: the slowest operations, and a real TensorBoard."
 import gzip
 import io
 import json
@@ -8,14 +8,13 @@ import subprocess
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-import keras
 import pytest
 import tensorflow as tf
 from clock import Clock
 
 from xtts_nb.monitor import traces
 from xtts_nb.config import UserError
-from xtts_nb.monitor.traces import TensorBoard, TraceCallback, free_port, own_times, top_kernels, trace
+from xtts_nb.monitor.traces import TensorBoard, free_port, own_times, top_kernels, trace
 
 
 @pytest.fixture(scope='module')
@@ -108,54 +107,6 @@ def test_no_place_for_a_trace(tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(UserError, match='no trace can be kept there'):
         with trace(tmp_path / 'file'): pass
-
-
-@pytest.fixture
-def recorder(monkeypatch):
-    "Notes when recording began and ended instead of doing it."
-    notes = []
-    class Noted:
-        def __init__(self, folder): pass
-        def __enter__(self): notes.append('begin')
-        def __exit__(self, *error): notes.append('end')
-    monkeypatch.setattr(traces, 'trace', Noted)
-    return notes
-
-
-def steps(callback, notes, n):
-    for i in range(n): callback.on_train_batch_end(i); notes.append(i)
-
-
-def test_recording_begins_by_itself_and_when_asked(tmp_path, recorder):
-    callback = TraceCallback(tmp_path, steps=2, first=2)
-    steps(callback, recorder, 5)
-    assert recorder == [0, 'begin', 1, 2, 'end', 3, 4]
-    recorder.clear()
-    callback.request()
-    steps(callback, recorder, 4)
-    assert recorder == ['begin', 0, 1, 'end', 2, 3]
-    recorder.clear()
-    (tmp_path / 'now').touch()
-    steps(callback, recorder, 1)
-    callback.on_train_end()   # in the middle of a recording
-    assert recorder == ['begin', 0, 'end'] and not (tmp_path / 'now').exists() and callback.traces == 3
-
-
-def test_nothing_is_recorded_unasked(tmp_path, recorder):
-    steps(TraceCallback(tmp_path / 'not there', first=None), recorder, 3)
-    assert recorder == [0, 1, 2] and not (tmp_path / 'not there').exists()
-    with pytest.raises(UserError, match='1 or more'): TraceCallback(tmp_path, steps=0)
-    steps(TraceCallback(tmp_path, steps=1, first=1), recorder, 3)
-    assert recorder == [0, 1, 2, 'begin', 0, 'end', 1, 2]
-
-
-def test_training_goes_on_where_another_records(tmp_path, capsys):
-    model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(1)])
-    model.compile('sgd', 'mse')
-    with trace(tmp_path / 'other'):
-        mine = TraceCallback(tmp_path / 'mine', first=1)
-        model.fit(tf.ones((8, 3)), tf.ones((8, 1)), batch_size=2, verbose=0, callbacks=[mine])
-    assert 'already' in capsys.readouterr().err
 
 
 def test_tensorboard_that_cannot_start(tmp_path, monkeypatch):

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import tensorflow as tf
 
-from ..config import UserError, cores
+from ..config import cores, UserError
 from .loop import (
-    batch_of_each_shape, batch_rows, Call, compute_seconds, covered_seconds, drain, find_cycle,
-    first_batches, first_step, host_part, max_parallel_calls, missing_hooks, period, prefetch_on_device,
-    python_operations, run_iterations, stage_seconds, stages, steady_mean, StepEvents, SyncHooks, variation,
-    wait_for, with_parallel_calls)
+    batch_of_each_shape, batch_rows, Call, change_host_part, compute_seconds, covered_seconds, drain,
+    find_cycle, first_batches, first_step, host_part, max_parallel_calls, missing_hooks, period,
+    prefetch_on_device, python_operations, run_iterations, stage_seconds, stages, steady_mean, StepEvents,
+    SyncHooks, variation, wait_for, with_parallel_calls)
 
 # %% ../../nbs/monitor/diagnose.ipynb #d8d54c30
 @dataclass
@@ -91,10 +91,8 @@ def predict_gain(
 # %% ../../nbs/monitor/diagnose.ipynb #ce351b31
 def repeat_if_finite(dataset):
     "The dataset, repeated if it is known to end."
-    if not isinstance(dataset, tf.data.Dataset): return dataset
-    host, device, buffer = host_part(dataset)
-    if host.cardinality().numpy() < 0: return dataset
-    return prefetch_on_device(host.repeat(), device, buffer)
+    endless = not isinstance(dataset, tf.data.Dataset) or host_part(dataset)[0].cardinality().numpy() < 0
+    return dataset if endless else change_host_part(dataset, lambda host: host.repeat())
 
 def _mean(values) -> float:
     values = list(values)
@@ -157,7 +155,6 @@ def one_round(dataset, step, resident, batches: int, seconds: float, hooks: Sync
         alone = run_iterations(itertools.cycle(resident), step, batches, seconds / 3, hooks)
     return Round(loop, batch_seconds, alone, python, used / wall)
 
-# %% ../../nbs/monitor/diagnose.ipynb #513cc74b
 def measure_training(
     dataset, step,
     batches: int = 24,        # in a round
@@ -228,7 +225,6 @@ class Finding:
 
 def ms(seconds: float) -> str: return f'{1e3 * seconds:.1f} ms'
 
-# %% ../../nbs/monitor/diagnose.ipynb #54c8cf4d
 @dataclass
 class Case:
     "Everything the rules look at, and what they note."
@@ -246,9 +242,8 @@ class Case:
     @property
     def slowest_stage(self) -> tuple:   # (stage, s that it adds), or (None, 0)
         "The stage at which the time per batch jumps."
-        jumps = [(added, stage) for stage, added in self.added_seconds()]
-        gain, stage = max(jumps, key=lambda j: j[0], default=(0., None))
-        return stage, min(gain, self.m.pipeline)
+        stage, added = max(self.added_seconds(), key=lambda pair: pair[1], default=(None, 0.))
+        return stage, min(added, self.m.pipeline)
 
     def added_seconds(self) -> list[tuple]:   # [(stage, s that it adds)]
         before = [0., *(s for _, s in self.stages)]
@@ -267,7 +262,6 @@ def find_python_in_pipeline(c: Case) -> Finding | None:
     return Finding('numpy_function', found, 'write it with TensorFlow operations, or do it once and read the '
                    'result from a cache; the gain is what is possible at most', gain)
 
-# %% ../../nbs/monitor/diagnose.ipynb #f4b49a2b
 def find_single_threaded_map(c: Case) -> Finding | None:
     stage, jump = c.slowest_stage
     waits = c.m.busy < 0.5
@@ -295,7 +289,6 @@ def find_slow_disk(c: Case) -> Finding | None:
                    'copy the files to a local disk, read several at once (interleave, num_parallel_calls), '
                    'or cache() what was read', predict_gain(c.m, pipeline=c.m.pipeline - jump))
 
-# %% ../../nbs/monitor/diagnose.ipynb #15e4f9fd
 SMALL_FILE = 100_000   # bytes; opening a smaller file takes longer than reading it
 
 def find_small_files(c: Case) -> Finding | None:
@@ -310,7 +303,6 @@ def find_small_files(c: Case) -> Finding | None:
                    'pack them into a few TFRecord files, or cache() what was read; the gain is what is '
                    'possible at most', predict_gain(c.m, pipeline=c.m.pipeline - jump))
 
-# %% ../../nbs/monitor/diagnose.ipynb #6301ef64
 def find_oversubscription(c: Case) -> Finding | None:
     calls, n = max_parallel_calls(c.dataset), cores()
     if calls < 8 * n: return
@@ -326,18 +318,12 @@ def find_oversubscription(c: Case) -> Finding | None:
 def _own_threads(dataset, at_most: int):
     "The dataset with at most so many threads of its own."
     if not isinstance(dataset, tf.data.Dataset): return dataset
-    host, device, buffer = host_part(dataset)
-    if (host.options().threading.private_threadpool_size or 0) <= at_most: return dataset
+    if (host_part(dataset)[0].options().threading.private_threadpool_size or 0) <= at_most: return dataset
     options = tf.data.Options()
     options.threading.private_threadpool_size = at_most
-    return prefetch_on_device(host.with_options(options), device, buffer)
+    return change_host_part(dataset, lambda host: host.with_options(options))
 
 # %% ../../nbs/monitor/diagnose.ipynb #b8c68312
-def _buffered(dataset, batches: int):
-    if not isinstance(dataset, tf.data.Dataset): return None
-    host, device, buffer = host_part(dataset)
-    return prefetch_on_device(host.prefetch(batches), device, buffer)
-
 def find_missing_prefetch(c: Case) -> Finding | None:
     gain = predict_gain(c.m, overlap=1.)
     if gain < MIN_GAIN: return
@@ -354,7 +340,7 @@ def find_missing_prefetch(c: Case) -> Finding | None:
         seen = f'HIGH VARIATION DETECTED{pattern} Batch times vary by {c.m.variation:.0%}{cycle}; {seen}'
     return Finding('oscillation' if uneven else 'no prefetch', seen,
                    f'prefetch({depth}) as the last stage on the host', gain,
-                   lambda d, s: (_buffered(d, depth), s))
+                   lambda d, s: (change_host_part(d, lambda host: host.prefetch(depth)), s))
 
 # %% ../../nbs/monitor/diagnose.ipynb #797ee0ab
 def find_copy_bound(c: Case) -> Finding | None:
@@ -371,7 +357,7 @@ def find_copy_bound(c: Case) -> Finding | None:
     return Finding('copy-bound', f'batches lie on the host; their copy takes {ms(seconds)} of a step of '
                    f'{ms(c.m.step)}', "prefetch_to_device('/GPU:0', 2) as the last stage",
                    predict_gain(c.m, step=c.m.clean_step - seconds),
-                   lambda d, s: (prefetch_on_device(d, '/GPU:0', 2), s))
+                   lambda d, s: (change_host_part(d, lambda host: prefetch_on_device(host, '/GPU:0', 2)), s))
 
 def find_input_bound(c: Case) -> Finding | None:
     stage, jump = c.slowest_stage
@@ -419,25 +405,25 @@ def find_variable_shapes(c: Case) -> Finding | None:
                    'pad to a few fixed lengths (with a mask), and drop or fill the last batch',
                    predict_gain(m, traced=0.), lambda d, s: (pad_to_few_shapes(d, c.resident), s))
 
-# %% ../../nbs/monitor/diagnose.ipynb #ce8353c4
 def pad_to_few_shapes(
     dataset,
     resident: list,     # some batches, which say how long they are
     lengths: int = 4,   # up to the longest of them
 ):
     "The dataset with zeros at the end of its variable axes, up to multiples that leave few shapes."
-    host, device, buffer = host_part(dataset)
     longest = [np.max([b.shape for b in same], 0) for same in zip(*(tf.nest.flatten(b) for b in resident))]
-    specs = tf.nest.flatten(host.element_spec)
     def pad(x, spec, longest):
         unit = [max(1, math.ceil(n / lengths)) if axis is None else 1 for n, axis in zip(longest, spec.shape)]
         have = tf.shape(x)
         return tf.pad(x, tf.stack([tf.zeros_like(have), -have % unit], 1)) if len(unit) else x
-    def padded(*batch):
-        batch = batch[0] if len(batch) == 1 else batch
-        flat = [pad(x, spec, n) for x, spec, n in zip(tf.nest.flatten(batch), specs, longest)]
-        return tf.nest.pack_sequence_as(batch, flat)
-    return prefetch_on_device(host.map(padded, num_parallel_calls=2).prefetch(2), device, buffer)
+    def change(host):
+        specs = tf.nest.flatten(host.element_spec)
+        def padded(*batch):
+            batch = batch[0] if len(batch) == 1 else batch
+            flat = [pad(x, spec, n) for x, spec, n in zip(tf.nest.flatten(batch), specs, longest)]
+            return tf.nest.pack_sequence_as(batch, flat)
+        return host.map(padded, num_parallel_calls=2).prefetch(2)
+    return change_host_part(dataset, change)
 
 # %% ../../nbs/monitor/diagnose.ipynb #c40b7e1f
 def note_repeated_compilation(c: Case) -> None:
@@ -499,13 +485,11 @@ def find_tiny_batch(c: Case, times: int = 4) -> Finding | None:
 
 def merge_batches(dataset, times: int):
     "The dataset with `times` batches in one."
-    host, device, buffer = host_part(dataset)
     join = lambda x: tf.reshape(x, [-1, *x.shape[2:]])
-    grown = host.batch(times, drop_remainder=True).map(
-        lambda *b: tf.nest.map_structure(join, b[0] if len(b) == 1 else b), num_parallel_calls=2).prefetch(2)
-    return prefetch_on_device(grown, device, buffer)
+    joined = lambda *b: tf.nest.map_structure(join, b[0] if len(b) == 1 else b)
+    return change_host_part(dataset, lambda host: host.batch(times, drop_remainder=True).map(
+        joined, num_parallel_calls=2).prefetch(2))
 
-# %% ../../nbs/monitor/diagnose.ipynb #8d4a2020
 def find_uncompiled_step(c: Case) -> Finding | None:
     if c.m.compiled and c.m.own < 0.5 * c.m.step: return
     graph = tf.function(c.step)

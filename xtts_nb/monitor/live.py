@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, fields
 from datetime import datetime, UTC
 from pathlib import Path
@@ -25,6 +25,7 @@ from fastcore.basics import patch
 
 from ..bench import COLOURS, PHASE_COLOURS, png_bytes
 from ..config import UserError
+from ..files import append_line
 from ..sampler import best_probe, CPU, GPU, Sample, Sampler, series
 
 # %% ../../nbs/50_monitoring.ipynb #2744cd7e
@@ -69,7 +70,6 @@ def _thin(seconds, values, points: int = 600):
     n = len(values) // k * k
     return seconds[:n].reshape(-1, k).mean(1), values[:n].reshape(-1, k).mean(1)
 
-# %% ../../nbs/50_monitoring.ipynb #19786a38
 def plot_samples(
     samples,            # `Sample`s in order
     title: str = None,  # default: the devices' names
@@ -384,35 +384,24 @@ LOG_COLUMNS = ('date', 'time', 'device', *dict.fromkeys(
     f.name for kind in (CPU, GPU) for f in fields(kind) if f.name not in ('index', 'processes')), 'error')
 
 def _jsonl(sample: Sample, date: str) -> str:
-    return json.dumps({'date': date} | asdict(sample), ensure_ascii=False) + '\n'
+    return json.dumps({'date': date} | asdict(sample), ensure_ascii=False)
 
 def _csv(sample: Sample, date: str) -> str:
     out = io.StringIO()
     rows = [dict(device=label) | asdict(d) for label, d in sample.devices.items()] or [{}]
     table = csv.DictWriter(out, LOG_COLUMNS, extrasaction='ignore', lineterminator='\n')
     for row in rows: table.writerow(row | dict(date=date, time=sample.time, error=sample.error))
-    return out.getvalue()
+    return out.getvalue().removesuffix('\n')
 
-@contextmanager
 def _log(path: str | Path | None):
     "A function that appends a sample to `path`; raises `UserError` for a wrong ending or an old file."
-    if path is None:
-        yield lambda sample: None
-        return
+    if path is None: return lambda sample: None
     line = {'.jsonl': _jsonl, '.csv': _csv}.get(Path(path).suffix.lower())
     if not line: raise UserError(f'{path}: a log ends in .jsonl or .csv; give it one of these names.')
-    def unwritable(e):
-        return UserError(f'{path}: the log cannot be written ({e.strerror}); choose another place.')
-    try: file = open(path, 'xb', buffering=0)   # unbuffered: each line is on disk at once
-    except FileExistsError:
-        raise UserError(f'{path}: already exists; choose another name or remove it.') from None
-    except OSError as e: raise unwritable(e) from None
-    def write(text: str):
-        try: file.write(text.encode())
-        except OSError as e: raise unwritable(e) from None
-    with file:
-        if line is _csv: write(','.join(LOG_COLUMNS) + '\n')
-        yield lambda sample: write(line(sample, datetime.now(UTC).isoformat(timespec='milliseconds')))
+    if Path(path).exists(): raise UserError(f'{path}: already exists; choose another name or remove it.')
+    if line is _csv: append_line(path, ','.join(LOG_COLUMNS))
+    date = lambda: datetime.now(UTC).isoformat(timespec='milliseconds')
+    return lambda sample: append_line(path, line(sample, date()))
 
 # %% ../../nbs/50_monitoring.ipynb #eff324be
 def _bar(share: float, width: int = 24) -> str:
@@ -461,7 +450,8 @@ def monitor(
     console, interrupted = console or Console(), False
     say = lambda line: console.print(line, highlight=False, markup=False)
     sampler = Sampler(probe or best_probe(say), interval, clock=clock, say=say)
-    with _log(log_file) as write, Screen(console=console, auto_refresh=False) as screen:
+    write = _log(log_file)
+    with Screen(console=console, auto_refresh=False) as screen:
         try:
             start = due = printed = clock()
             while True:

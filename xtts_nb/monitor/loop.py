@@ -4,24 +4,23 @@
 
 # %% auto #0
 __all__ = ['READERS', 'UNEVEN', 'CALLS_INPUT', 'TF_FUNCTION', 'TENSORFLOW', 'HOOKED', 'END', 'trace_count', 'wait_for',
-           'to_device', 'Interval', 'StepTimer', 'host_part', 'prefetch_on_device', 'dataset_graph', 'operations',
-           'python_operations', 'Stage', 'stages', 'drain', 'steady_mean', 'stage_seconds', 'tf_sleep',
-           'with_parallel_calls', 'max_parallel_calls', 'first_tensor_sum', 'emulated_step', 'Call', 'StepEvents',
-           'hooked_functions', 'missing_hooks', 'shapes_of', 'SyncHooks', 'Iteration', 'batch_rows', 'run_iterations',
-           'period', 'variation', 'find_cycle', 'compute_seconds', 'covered_seconds', 'as_user_error', 'with_timeout',
-           'open_dataset', 'first_batches', 'batch_of_each_shape', 'first_step', 'scalars', 'IntervalTimer', 'Phases',
-           'time_phases', 'plot_phases', 'FitPhases']
+           'to_device', 'Interval', 'StepTimer', 'host_part', 'prefetch_on_device', 'change_host_part', 'dataset_graph',
+           'operations', 'python_operations', 'Stage', 'stages', 'drain', 'steady_mean', 'stage_seconds', 'tf_sleep',
+           'with_parallel_calls', 'max_parallel_calls', 'in_background', 'first_tensor_sum', 'emulated_step', 'Call',
+           'StepEvents', 'hooked_functions', 'missing_hooks', 'shapes_of', 'SyncHooks', 'Iteration', 'batch_rows',
+           'run_iterations', 'period', 'variation', 'find_cycle', 'compute_seconds', 'covered_seconds', 'as_user_error',
+           'with_timeout', 'open_dataset', 'first_batches', 'batch_of_each_shape', 'first_step', 'scalars',
+           'IntervalTimer', 'Phases', 'time_phases', 'FitPhases']
 
 # %% ../../nbs/monitor/loop.ipynb #b09f9b60
 import os
-import queue
 import re
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pkgutil import resolve_name
@@ -31,7 +30,7 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import PHASE_COLOURS, PHASES, png_bytes
+from ..bench import PHASES, rows_markdown
 from ..config import UserError
 
 # %% ../../nbs/monitor/loop.ipynb #c1c0ffee
@@ -63,7 +62,6 @@ class Interval:
     counted: int = 0                                      # steps that did not trace
     alone: list[float] = field(default_factory=list)      # what each of them would take alone
 
-# %% ../../nbs/monitor/loop.ipynb #c3c0ffee
 class StepTimer:
     "Clips per second, AU, and where the host spent its time, from log line to log line."
     def __init__(self, clips_per_step: int, alone: dict):   # {shape: seconds of a step alone}, grows here
@@ -81,7 +79,7 @@ class StepTimer:
 
     def run(self, step, batch, *more):
         "Call `step`; of each shape the first (it compiles) is left out, the next three are timed alone."
-        shape = tuple(tuple(getattr(x, 'shape', ())) for x in tf.nest.flatten(batch, expand_composites=True))
+        shape = shapes_of(tf.nest.flatten(batch, expand_composites=True))
         first, known, traces = shape not in self.alone, self.alone.setdefault(shape, []), trace_count(step)
         alone = len(known) < 3
         if alone: wait_for(self.latest)
@@ -121,21 +119,29 @@ def median_rate(self: StepTimer) -> float:
     return round(float(np.median(self.rates)), 2) if self.rates else 0.
 
 # %% ../../nbs/monitor/loop.ipynb #abe70c96
+def _number(dataset, name: str) -> int | None:
+    value = getattr(dataset, name, None)
+    return None if value is None else int(value)
+
 def host_part(dataset) -> tuple:   # (dataset, device or None, buffer on the device)
     "The part of a pipeline that runs on the host, and the device stage behind it."
     chain = [dataset]
     while hasattr(chain[-1], '_input_dataset'): chain.append(chain[-1]._input_dataset)
     for behind, stage in zip([None, *chain], chain):
         if hasattr(stage, '_target_device'):
-            buffer = int(behind._buffer_size) if hasattr(behind, '_buffer_size') else 0
-            return stage._input_dataset, stage._target_device, buffer
+            return stage._input_dataset, stage._target_device, _number(behind, '_buffer_size') or 0
     return dataset, None, 0
 
 def prefetch_on_device(dataset, device: str | None, buffer: int):
     "`dataset` with the device stage that `host_part` removed."
     return dataset.apply(tf.data.experimental.prefetch_to_device(device, buffer or 2)) if device else dataset
 
-# %% ../../nbs/monitor/loop.ipynb #15e3ded3
+def change_host_part(dataset, change: Callable):
+    "The pipeline with `change` of its host part and the same device stage; None for what is no pipeline."
+    if not isinstance(dataset, tf.data.Dataset): return None
+    host, device, buffer = host_part(dataset)
+    return prefetch_on_device(change(host), device, buffer)
+
 def dataset_graph(dataset) -> tf.compat.v1.GraphDef | None:
     "The host part of a pipeline as a TensorFlow graph; None where there is none."
     if not isinstance(dataset, tf.data.Dataset): return None
@@ -145,7 +151,6 @@ def dataset_graph(dataset) -> tf.compat.v1.GraphDef | None:
     except (tf.errors.OpError, ValueError): return None
     return graph if graph.node else None
 
-# %% ../../nbs/monitor/loop.ipynb #d6c01b7a
 def operations(graph) -> list[str]:
     "The type of every operation, including those inside functions."
     return [n.op for n in graph.node] + [n.op for f in graph.library.function for n in f.node_def]
@@ -176,28 +181,18 @@ class Stage:
     @property
     def reads(self) -> bool: return any(r in op for r in READERS for op in (self.name, *self.operations))
 
-# %% ../../nbs/monitor/loop.ipynb #8e6babb4
-def _number(dataset, name: str) -> int | None:
-    value = getattr(dataset, name, None)
-    return None if value is None else int(value)
-
-def _stage(dataset, elements: int | None) -> Stage:
-    name = type(dataset).__name__.strip('_').replace('Dataset', '').removesuffix('V2')
-    graphs = [f.function.graph.as_graph_def() for f in dataset._functions()]
-    types = tuple(sorted({op for g in graphs for op in operations(g)}))
-    calls, buffer = _number(dataset, '_num_parallel_calls'), _number(dataset, '_buffer_size')
-    return Stage(name, dataset, calls, buffer, types, elements)
-
 def stages(dataset) -> list[Stage]:
     "The stages of the host part of a pipeline, from the source on; none if it is no `tf.data.Dataset`."
     if not isinstance(dataset, tf.data.Dataset): return []
     out, here, elements = [], host_part(dataset)[0], 1
     while here is not None:
-        out.append(_stage(here, elements))
-        if any(u in out[-1].name for u in UNEVEN): elements = None
+        name = type(here).__name__.strip('_').replace('Dataset', '').removesuffix('V2')
+        types = {op for f in here._functions() for op in operations(f.function.graph.as_graph_def())}
+        out.append(Stage(name, here, _number(here, '_num_parallel_calls'), _number(here, '_buffer_size'),
+                         tuple(sorted(types)), elements))
+        if any(u in name for u in UNEVEN): elements = None
         if elements: elements *= _number(here, '_batch_size') or 1
-        inputs = here._inputs()
-        here = inputs[0] if inputs else None
+        here = next(iter(here._inputs()), None)
     return out[::-1]
 
 # %% ../../nbs/monitor/loop.ipynb #6447b064
@@ -221,7 +216,6 @@ def steady_mean(seconds: list[float]) -> float:   # s
     steady = seconds[len(seconds) // 2:]
     return sum(steady) / len(steady) if steady else 0.
 
-# %% ../../nbs/monitor/loop.ipynb #97e51781
 def _ticks(dataset, elements: int):
     "One number for every `elements` elements."
     if elements > 1: dataset = dataset.enumerate().filter(lambda i, *_: (i + 1) % elements == 0)
@@ -254,13 +248,6 @@ CALLS_INPUT = {   # which input of an operation is its number of parallel calls
     'ParallelMapDatasetV2': -1, 'ParallelInterleaveDatasetV4': -1, 'ParallelFilterDataset': -1,
     'ParallelBatchDataset': 2}
 
-def _make_parallel(node):
-    "Turn a map that makes one call at a time into one that can make several."
-    node.op = 'ParallelMapDatasetV2'
-    node.attr.pop('force_synchronous', None)
-    node.attr['deterministic'].s = b'default'
-    node.input.append('')
-
 def with_parallel_calls(
     dataset,
     calls: int,        # in parallel
@@ -274,12 +261,16 @@ def with_parallel_calls(
     number.attr['dtype'].type = tf.int64.as_datatype_enum
     constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node if n.op == 'Const'}
     for node in graph.node:
-        if node.op == 'MapDataset' and not above: _make_parallel(node)
+        if node.op == 'MapDataset' and not above:   # makes one call at a time
+            node.op = 'ParallelMapDatasetV2'
+            node.attr.pop('force_synchronous', None)
+            node.attr['deterministic'].s = b'default'
+            node.input.append('')
         at = CALLS_INPUT.get(node.op)
         if at and (not above or constants.get(node.input[at], 0) > above): node.input[at] = 'calls'
-    host, device, buffer = host_part(dataset)
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
-    return prefetch_on_device(tf.data.experimental.from_variant(variant, host.element_spec), device, buffer)
+    changed = lambda host: tf.data.experimental.from_variant(variant, host.element_spec)
+    return change_host_part(dataset, changed)
 
 # %% ../../nbs/monitor/loop.ipynb #f647639b
 def max_parallel_calls(dataset) -> int:
@@ -289,6 +280,14 @@ def max_parallel_calls(dataset) -> int:
     return max([own, 1, *(s.calls for s in stages(dataset) if s.calls)])
 
 # %% ../../nbs/monitor/loop.ipynb #1d67d765
+def in_background(step: Callable) -> Callable:
+    "The same step, run by a thread of TensorFlow as by a GPU: the call returns at once."
+    from tensorflow.python.eager import context, executor
+    device = executor.new_executor(enable_async=True)
+    def call(*batch):
+        with context.executor_scope(device): return step(*batch)
+    return call
+
 def first_tensor_sum(batch, *rest): return tf.reduce_sum(tf.cast(tf.nest.flatten(batch)[0], tf.float32))
 
 def emulated_step(
@@ -297,12 +296,8 @@ def emulated_step(
     blocking: bool = False,  # whether the call returns only when the device has finished, as on a CPU
 ) -> Callable:               # (batch, ...) -> what `work` returns, as soon as the device has finished
     "A step on an emulated accelerator, without using the CPU."
-    from tensorflow.python.eager import context, executor
-    device = executor.new_executor(enable_async=True)
     graph = tf.function(lambda batch, *rest: tf_sleep(1e6 * seconds(batch), work(batch, *rest)))
-    def step(batch, *rest):
-        with context.executor_scope(device): return graph(batch, *rest)
-    return graph if blocking else step
+    return graph if blocking else in_background(graph)
 
 # %% ../../nbs/monitor/loop.ipynb #ae64f731
 TF_FUNCTION = type(tf.function(lambda: None))
@@ -360,7 +355,6 @@ def shapes_of(batch) -> tuple:
     "The shapes of the tensors in a nested structure, in order."
     return tuple(tuple(x.shape) for x in tf.nest.flatten(batch) if hasattr(x, 'shape'))
 
-# %% ../../nbs/monitor/loop.ipynb #819c7286
 def _function(method):   # a class binds only functions to its instances
     return lambda first, /, *args, **kwargs: method(first, args, kwargs)
 
@@ -457,13 +451,11 @@ class Iteration:
     events: StepEvents
     shapes: tuple       # of the batch
 
-# %% ../../nbs/monitor/loop.ipynb #e6d69921
 def batch_rows(batch) -> int | None:
     "How many rows a batch holds: the length of its first array; None if it has none."
     shapes = (getattr(x, 'shape', ()) for x in tf.nest.flatten(batch))
     return next((int(shape[0]) for shape in shapes if len(shape) and shape[0]), None)
 
-# %% ../../nbs/monitor/loop.ipynb #a18a31f2
 def run_iterations(
     batches,                 # an iterator
     step: Callable,          # of one batch
@@ -488,7 +480,6 @@ def run_iterations(
     if out: out[-1].ended = time.perf_counter()
     return out
 
-# %% ../../nbs/monitor/loop.ipynb #40e4d574
 def period(some: list[Iteration], warm: int = 2) -> float:   # s
     "Wall time of an iteration, without the first ones."
     warm = min(warm, len(some) // 2)
@@ -530,7 +521,6 @@ def compute_seconds(calls: list[Call], at_most: int = 5, seconds: float = 2.) ->
         bursts.append((time.perf_counter() - start) / 3)
     return min(bursts)
 
-# %% ../../nbs/monitor/loop.ipynb #30bdc5d3
 def covered_seconds(spans) -> float:   # s
     "Time in which at least one of the (start, end) spans ran."
     total, until = 0., -float('inf')
@@ -555,15 +545,13 @@ def with_timeout(
     message: str,    # of the error if it takes longer
 ):
     "What `work` returns; raises what it raises, and `UserError(message)` if it takes longer."
-    box = queue.Queue()
+    result = Future()
     def run():
-        try: box.put((work(), None))
-        except BaseException as e: box.put((None, e))
+        try: result.set_result(work())
+        except BaseException as e: result.set_exception(e)
     threading.Thread(target=run, daemon=True).start()
-    try: result, error = box.get(timeout=seconds)
-    except queue.Empty: raise UserError(message) from None
-    if error: raise error
-    return result
+    if not wait([result], seconds).done: raise UserError(message)
+    return result.result()
 
 # %% ../../nbs/monitor/loop.ipynb #8779fcba
 END = object()   # marks that a dataset has no more batches
@@ -586,18 +574,15 @@ def first_batches(dataset, many: int = 4, timeout: float = 60.) -> list:
     "The first batches of a dataset; raises `UserError` if it ends before `many`, fails, or does not yield."
     source, batch = open_dataset(dataset, timeout)
     out = [batch]
-    while len(out) < many:
-        n = len(out)
+    for n in range(1, many):
         late = f'The dataset gave no batch within {timeout:g} s after {n}; see what its source waits for.'
         with as_user_error(f'The dataset failed at batch {n}'):
-            batch = with_timeout(timeout, lambda: next(source, END), late)
-        if batch is END:
+            out.append(with_timeout(timeout, lambda: next(source, END), late))
+        if out[-1] is END:
             raise UserError(f'The dataset ended after {n} of {many} batches; '
                             'add .repeat() or use smaller batches.')
-        out.append(batch)
     return out
 
-# %% ../../nbs/monitor/loop.ipynb #7b6a3fb6
 def batch_of_each_shape(dataset, batches: int, seconds: float, at_most: int = 8) -> list:
     "A batch of each shape among the first ones: each is compiled before the measurement starts."
     found, start = {}, time.perf_counter()
@@ -621,7 +606,6 @@ def scalars(results) -> dict:   # {name: number}
     return {name: float(x) for name, x in results.items()
             if isinstance(x, float) or getattr(x, 'shape', None) == ()}
 
-# %% ../../nbs/monitor/loop.ipynb #930ccdf6
 class IntervalTimer:
     "A `StepTimer` with a line for every `every` steps; `report` gets it once its results have arrived."
     def __init__(self, every: int = 10, report=None):
@@ -675,11 +659,9 @@ class Phases:
     def to_dict(self) -> dict: return {k: v for k, v in asdict(self).items() if k != 'spans'}
 
     def _repr_markdown_(self) -> str:
-        au = '–' if self.au is None else f'{self.au:.0%}'
-        row = [f'{ms:.2f} ms' for ms in self.spent.values()]
-        row += [au, f'{self.clips_per_s:,.0f}', f'{self.cv:.0%}', f'{self.first_step:.2f} s']
-        heads = [*self.spent, 'AU', 'clips/s', 'variation', 'first step, apart']
-        return '\n'.join(f'| {" | ".join(line)} |' for line in (heads, ['---'] * len(heads), row))
+        return rows_markdown([{name: f'{ms:.2f} ms' for name, ms in self.spent.items()} | {
+            'au': self.au, 'clips/s': f'{self.clips_per_s:,.0f}', 'cv': self.cv,
+            'first step, apart': f'{self.first_step:.2f} s'}])
 
 # %% ../../nbs/monitor/loop.ipynb #3ce9e660
 def time_phases(
@@ -743,27 +725,6 @@ def _phases(intervals, spans, results, first_batch, first_step, traces, ended, b
     return Phases(first_batch, first_step, count, seconds, count * intervals.timer.clips_per_step / seconds,
                   min(1., alone / seconds) if alone else None, variation(between),
                   traces, ended, spent, spans)
-
-# %% ../../nbs/monitor/loop.ipynb #c3efb609
-def plot_phases(
-    phases: Phases,
-    steps: int = 12,   # the last ones
-):                     # matplotlib Figure
-    "Each step as a row of its phases, on one clock."
-    from matplotlib.figure import Figure
-    spans = phases.spans[-steps:]
-    fig = Figure(figsize=(7.2, 2.2), layout='constrained')
-    fig._repr_png_ = lambda: png_bytes(fig)
-    ax = fig.add_subplot(xlabel='ms of the host', yticks=[])
-    start, rows = np.array([s[0] for s in spans]) - spans[0][0], np.arange(len(spans))
-    for phase, column in zip(PHASES, range(1, 5)):
-        length = np.array([s[column] for s in spans])
-        ax.barh(rows, 1e3 * length, left=1e3 * start, color=PHASE_COLOURS[phase], label=phase)
-        start = start + length
-    ax.invert_yaxis()
-    ax.spines[['top', 'right', 'left']].set_visible(False)
-    ax.legend(loc='lower left', bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=8)
-    return fig
 
 # %% ../../nbs/monitor/loop.ipynb #4cedbcd5
 class FitPhases:

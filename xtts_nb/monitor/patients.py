@@ -8,9 +8,9 @@ __all__ = ['ROWS', 'DEVICE', 'CLIP_RATE', 'WIDTH', 'PATIENTS', 'for_rows', 'endl
            'no_prefetch', 'oscillation', 'oversubscription', 'many_operations', 'variable_shapes', 'retracing',
            'host_sync', 'device_copy', 'tiny_batch', 'layers_step', 'recurrent_step', 'pcm', 'python_decoding',
            'decoded', 'real_python', 'spectrum', 'spectra', 'real_map', 'real_no_prefetch', 'real_no_cache',
-           'real_small_files', 'real_shapes', 'real_retracing', 'in_background', 'real_sync', 'real_copy',
-           'learning_step', 'real_eager', 'real_tiny_batch', 'product_step', 'healthy_pipeline', 'healthy_files',
-           'healthy_products', 'run_patient', 'run_patients', 'patient_totals', 'total_lines']
+           'real_small_files', 'real_shapes', 'real_retracing', 'real_sync', 'real_copy', 'learning_step', 'real_eager',
+           'real_tiny_batch', 'product_step', 'healthy_pipeline', 'healthy_files', 'run_patient', 'run_patients',
+           'patient_totals', 'total_lines']
 
 # %% ../../nbs/monitor/patients.ipynb #92e6cbc6
 import gzip
@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from .diagnose import compare_loops, diagnose
-from .loop import emulated_step, tf_sleep
 from ..config import cores
+from .diagnose import compare_loops, diagnose
+from .loop import emulated_step, in_background, tf_sleep
 
 # %% ../../nbs/monitor/patients.ipynb #f5e43d85
 ROWS, DEVICE = 16, 0.010    # of a batch; s that the device needs for it
@@ -50,9 +50,9 @@ def as_written(dataset) -> tf.data.Dataset:
     optimise.map_parallelization = optimise.inject_prefetch = False
     return dataset.with_options(options)
 
-def cheap_batches() -> tf.data.Dataset:
+def cheap_batches(shape: tuple = (ROWS, 64)) -> tf.data.Dataset:
     "Batches that cost nothing."
-    return tf.data.Dataset.from_tensors(tf.ones((ROWS, 64))).repeat().prefetch(2)
+    return tf.data.Dataset.from_tensors(tf.ones(shape)).repeat().prefetch(2)
 
 @dataclass(frozen=True)
 class Patient:
@@ -147,7 +147,7 @@ def device_copy(through_host: bool = True):
         host = batch.numpy() / 255
         time.sleep(0.025)
         return device(tf.constant(host))
-    return tf.data.Dataset.from_tensors(tf.ones((ROWS, 4096))).repeat().prefetch(2), step
+    return cheap_batches((ROWS, 4096)), step
 
 def tiny_batch(rows: int = 4):
     wasteful = lambda batch: 0.008 + 0.0001 * tf.cast(tf.shape(batch)[0], tf.float32)
@@ -156,15 +156,15 @@ def tiny_batch(rows: int = 4):
 # %% ../../nbs/monitor/patients.ipynb #a71c04e3
 CLIP_RATE, WIDTH = 16_000, 1024   # samples per second of a clip; width of a layer
 
-def layers_step(layers: int = 3, width: int = WIDTH, **how) -> Callable:
+def layers_step(layers: int = 3, width: int = WIDTH, dtype=tf.float32, between=tf.tanh, **how) -> Callable:
     "A compiled step: each batch is cut into rows of `width` numbers, which pass through the layers."
     draw = np.random.default_rng(0)
-    new = lambda: tf.Variable(draw.normal(0, width**-0.5, (width, width)), dtype=tf.float32)
+    new = lambda: tf.Variable(draw.normal(0, width**-0.5, (width, width)), dtype=dtype)
     weights = [new() for _ in range(layers)]
     @tf.function(**how)
     def step(batch):
-        x = tf.reshape(batch, [-1, width])
-        for w in weights: x = tf.tanh(x @ w)
+        x = tf.cast(tf.reshape(batch, [-1, width]), dtype)
+        for w in weights: x = between(x @ w)
         return tf.reduce_mean(x)
     return step
 
@@ -253,16 +253,8 @@ def real_shapes(buckets: bool = False):
 def real_retracing(tensor: bool = False):
     layers, numbers = layers_step(12, 256), itertools.count()
     step = tf.function(lambda batch, number: layers(batch) * tf.cast(number, tf.float32))
-    data = tf.data.Dataset.from_tensors(tf.ones((64, 256))).repeat().prefetch(2)
-    return data, lambda batch: step(batch, tf.constant(next(numbers)) if tensor else next(numbers))
-
-def in_background(step: Callable) -> Callable:
-    "The same step, run by a thread of TensorFlow as by a GPU: the call returns at once."
-    from tensorflow.python.eager import context, executor
-    device = executor.new_executor(enable_async=True)
-    def call(batch):
-        with context.executor_scope(device): return step(batch)
-    return call
+    number = (lambda: tf.constant(next(numbers))) if tensor else (lambda: next(numbers))
+    return cheap_batches((64, 256)), lambda batch: step(batch, number())
 
 def real_sync(fetched: bool = True):
     device, log = in_background(recurrent_step(1000)), list(range(80_000))
@@ -271,7 +263,7 @@ def real_sync(fetched: bool = True):
         if fetched: loss.numpy()
         json.dumps(log)   # a log of the step, for which the device need not wait
         return loss
-    return tf.data.Dataset.from_tensors(tf.ones((ROWS, 256))).repeat().prefetch(2), step
+    return cheap_batches((ROWS, 256)), step
 
 def real_copy(through_host: bool = True):
     "Samples are quantised to 256 levels, by a table in NumPy or by rounding on the device."
@@ -294,7 +286,7 @@ def learning_step(rows: int, width: int, layers: int) -> tuple:
             loss = tf.reduce_mean(x**2)
         for w, gradient in zip(weights, tape.gradient(loss, weights)): w.assign_sub(0.01 * gradient)
         return loss
-    return tf.data.Dataset.from_tensors(tf.ones((rows, width))).repeat().prefetch(2), step
+    return cheap_batches((rows, width)), step
 
 def real_eager(compiled: bool = False):
     data, step = learning_step(ROWS, 128, 32)
@@ -304,17 +296,9 @@ def real_tiny_batch(rows: int = 4):
     data, step = learning_step(rows, WIDTH, 6)
     return data, tf.function(step, jit_compile=True)
 
-def product_step(dtype, width: int = 1024, layers: int = 3, **how):
-    "A real step: matrix products."
-    draw = np.random.default_rng(0)
-    new = lambda: tf.Variable(draw.normal(0, width**-0.5, (width, width)), dtype=dtype)
-    weights = [new() for _ in range(layers)]
-    @tf.function(**how)
-    def step(batch):
-        x = tf.cast(batch, dtype)
-        for w in weights: x = x @ w
-        return tf.reduce_mean(x)
-    return tf.data.Dataset.from_tensors(tf.ones((512, width))).repeat().prefetch(2), step
+def product_step(dtype, width: int = WIDTH, layers: int = 3, **how) -> tuple:
+    "Only matrix products, and batches for them."
+    return cheap_batches((512, width)), layers_step(layers, width, dtype, tf.identity, **how)
 
 # %% ../../nbs/monitor/patients.ipynb #8281ba07
 def healthy_pipeline():
@@ -331,9 +315,6 @@ def healthy_files():
     decoded = rows.map(lambda r: tf.ensure_shape(tf.io.decode_raw(r, tf.uint8), [64]), num_parallel_calls=4)
     return decoded.batch(ROWS, drop_remainder=True).prefetch(2), emulated_step(for_rows)
 
-def healthy_products(): return product_step(tf.float32, jit_compile=True)
-
-# %% ../../nbs/monitor/patients.ipynb #617ca917
 PATIENTS = (
     Patient('numpy_function', 'numpy_function', numpy_function, lambda: numpy_function(native=True)),
     Patient('no prefetch', 'no prefetch', no_prefetch, lambda: no_prefetch(2)),
@@ -363,7 +344,7 @@ PATIENTS = (
         ('float64', lambda: product_step(tf.float64), lambda: product_step(tf.float32)))),
     Patient('healthy pipeline', None, healthy_pipeline),
     Patient('healthy files', None, healthy_files),
-    Patient('healthy products', None, healthy_products))
+    Patient('healthy products', None, lambda: product_step(tf.float32, jit_compile=True)))
 
 # %% ../../nbs/monitor/patients.ipynb #26f617c0
 def run_patient(
@@ -397,7 +378,6 @@ def run_patients(
         if progress: progress(n, len(patients))
     return rows
 
-# %% ../../nbs/monitor/patients.ipynb #26f617c1
 def patient_totals(
     rows: list[dict],   # of `run_patients`
 ) -> dict:              # {emulated, real: {slow, named, predicted}, healthy, left_alone}
