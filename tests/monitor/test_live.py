@@ -380,7 +380,9 @@ def test_monitor_jsonl(tmp_path):
     log = tmp_path / 'a.jsonl'
     broken, written = Sample(9., error='x: gönne'), []
     trace = replay_probe([*TRACE, broken])
-    def probe(): written.append(log.read_text(encoding='utf-8').count('\n')); return trace()
+    def probe():
+        written.append(log.read_text(encoding='utf-8').count('\n') if log.exists() else 0)
+        return trace()
     summary, *_ = watched(probe=probe, log_file=log)
     assert written == list(range(7)) and 'gönne' in log.read_text(encoding='utf-8')   # each line at once
     rows = [json.loads(line) for line in log.read_text().splitlines()]
