@@ -18,6 +18,7 @@ import itertools
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -201,10 +202,10 @@ def _summed_up(rounds: list[Round], resident: list, first: float, compute: float
         batch_rows(resident[0]), wait=_mean(t.wait for t in best.loop[2:]), traced=traced, traces=traces,
         traced_alone=_traced(alone[2:])[0],
         new_shapes=_new_shapes(last, float(np.median([t.call for t in alone]))),
-        shapes=len({t.shapes for r in rounds for t in r.loop}), sync=each('sync'),
-        syncs=each('syncs'), down=each('down'), up=each('up'), detour=each('detour'), own=max(0., own),
+        shapes=len({t.shapes for r in rounds for t in r.loop}), own=max(0., own),
         compiled=compute is not None, python=pipeline.python, busy=pipeline.busy,
-        variation=variation(times[2:]), cycle=cycle, correlation=correlation)
+        variation=variation(times[2:]), cycle=cycle, correlation=correlation,
+        **{name: each(name) for name in ('sync', 'syncs', 'down', 'up', 'detour')})
 
 # %% ../../nbs/monitor/diagnose.ipynb #156918f9
 MIN_GAIN = 1.15   # a smaller gain is not worth a change, and hard to tell from noise
@@ -333,10 +334,8 @@ def find_missing_prefetch(c: Case) -> Finding | None:
     depth = max(4, 2 * c.m.cycle) if uneven else 2
     seen = f'pipeline {ms(c.m.pipeline)} and step {ms(c.m.step)} take {ms(c.m.loop)} together'
     if uneven:
-        pattern, cycle = '', ''
-        if c.m.cycle:
-            pattern = ' - Cyclic pattern identified!'
-            cycle = f', repeating every {c.m.cycle} batches (correlation {c.m.correlation})'
+        repeats = f', repeating every {c.m.cycle} batches (correlation {c.m.correlation})'
+        pattern, cycle = (' - Cyclic pattern identified!', repeats) if c.m.cycle else ('', '')
         seen = f'HIGH VARIATION DETECTED{pattern} Batch times vary by {c.m.variation:.0%}{cycle}; {seen}'
     return Finding('oscillation' if uneven else 'no prefetch', seen,
                    f'prefetch({depth}) as the last stage on the host', gain,
@@ -527,8 +526,7 @@ def matrix_products(calls) -> dict:   # {(type, shapes, equation or transposes):
         shapes = tuple(tuple(x.shape) if x.shape.rank is not None else (None,) for x in op.inputs)
         if len(shapes) != 2 or any(n is None for s in shapes for n in s): continue
         key = op.type, shapes, tuple(op.get_attr(a) for a in PRODUCTS[op.type])
-        counts = out.setdefault(op.inputs[0].dtype, {})
-        counts[key] = counts.get(key, 0) + 1
+        out.setdefault(op.inputs[0].dtype, Counter())[key] += 1
     return out
 
 def _product(key, dtype):
