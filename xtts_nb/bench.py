@@ -41,11 +41,11 @@ class Arm:
         return statistics.median(self.times)
 
     @property
-    def spread(self) -> float | None:
-        "Distance of the quartiles as a share of the median; None for one round."
-        if len(self.times) < 2: return None
+    def spread(self) -> float:
+        "Distance of the quartiles as a share of the median; 0 for one round."
+        if len(self.times) < 2: return 0.
         low, _, high = statistics.quantiles(self.times, n=4)
-        return round((high - low) / self.per_item, 3)
+        return (high - low) / self.per_item
 
 @dataclass
 class Comparison:
@@ -58,7 +58,7 @@ class Comparison:
         value = {'clips_per_s': lambda s: 1 / s, 'step_ms': lambda s: s * 1e3}[self.unit]
         base = self.arms[0].per_item
         return [{'name': a.name, self.unit: round(value(a.per_item), 3), 'ratio': round(base / a.per_item, 2),
-                 'spread': a.spread} for a in self.arms]
+                 'spread': round(a.spread, 3) if len(a.times) > 1 else None} for a in self.arms]
 
     def _repr_markdown_(self) -> str: return rows_markdown(self.rows())
 
