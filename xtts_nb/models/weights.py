@@ -10,7 +10,7 @@ import json
 import math
 from pathlib import Path
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  gives NumPy the type bfloat16
 import numpy as np
 import safetensors
 
@@ -19,10 +19,11 @@ from ..files import atomic_file
 
 # %% ../../nbs/models/weights.ipynb #eb2b6e10
 def named_weights(
-    model,           # a Keras model or layer
-) -> dict:           # {place: variable}, e.g. `block_0/qkv/kernel`
+    model,             # a Keras model or layer
+    before: str = '',  # what the names begin with, such as `gpt/` in the file of a whole model
+) -> dict:             # {place: variable}, e.g. `block_0/qkv/kernel`
     "All variables of `model` by their place in it."
-    return {v.path.removeprefix(f'{model.name}/'): v for v in model.variables}
+    return {before + v.path.removeprefix(f'{model.name}/'): v for v in model.variables}
 
 # %% ../../nbs/models/weights.ipynb #d2a89bb1
 TYPES = {'int64': 'I64', 'float64': 'F64', 'float32': 'F32', 'int32': 'I32',   # wide types first: all aligned
@@ -99,27 +100,7 @@ def load_weights(
         return file.metadata() or {}
 
 # %% ../../nbs/models/weights.ipynb #e10f8c26
-def _header(file, size: int) -> tuple[int, dict]:
-    "The offset of the first tensor, and the entry of each."
-    start = 8 + int.from_bytes(file.read(8), 'little')
-    if start > size: raise ValueError('its header is longer than the file')
-    header = json.loads(file.read(start - 8))
-    header.pop('__metadata__', None)
-    return start, header
-
 def read_tensors(path: str | Path):
     "Yields (name, array), one at a time; raises `UserError` if the file is not whole."
-    path, names = Path(path), {v: np.dtype(getattr(ml_dtypes, k, None) or k) for k, v in TYPES.items()}
-    try:
-        with open(path, 'rb') as file:
-            start, header = _header(file, path.stat().st_size)
-            for name, entry in header.items():
-                begin, end = entry['data_offsets']
-                file.seek(start + begin)
-                data = np.fromfile(file, np.uint8, end - begin)
-                if len(data) < end - begin: raise ValueError(f'it ends within "{name}"')
-                yield name, data.view(names[entry['dtype']]).reshape(entry['shape'])
-    except FileNotFoundError:
-        raise UserError(f'{path}: the file is missing; this folder holds no model.') from None
-    except (ValueError, KeyError, TypeError, AttributeError) as e:   # a header of another form
-        raise UserError(f'{path}: not readable as weights ({e}); copy it again.') from None
+    with open_weights(path) as file:
+        for name in file.keys(): yield name, file.get_tensor(name)
