@@ -17,21 +17,22 @@ from .layers import Conv1D, ResidualBlock
 from .weights import load_weights, named_weights, save_weights
 
 # %% ../../nbs/models/dvae.ipynb #61c5e629
-def _stack(layers, x):
-    "Apply layers in turn, ReLU after those marked so."
-    for layer, activate in layers: x = ops.relu(layer(x)) if activate else layer(x)
-    return x
+class _Stack(keras.layers.Layer):
+    "Applies a stack of (layer, whether ReLU follows); `widths` holds the channels between the layers."
+    def build(self, shape):
+        for (layer, _), width in zip(self.stack, [shape[-1], *self.widths]): layer.build((None, None, width))
 
-def _stack_inside(layers, x, length):
-    "The same for rows that end after `length` (B,) frames; padding does not change the result."
-    for layer, activate in layers:
-        inside = ops.arange(ops.shape(x)[1])[None] < ops.cast(length, 'int32')[:, None]
-        x = layer(x, inside=ops.cast(inside, x.dtype)[..., None])
-        if activate: x = ops.relu(x)
-        length = -(-length // getattr(layer, 'stride', 1))
-    return x
+    def call(self, x, length=None):   # (B,) frames of each row: padding does not change the result
+        for layer, activate in self.stack:
+            if length is None: x = layer(x)
+            else:
+                inside = ops.arange(ops.shape(x)[1])[None] < ops.cast(length, 'int32')[:, None]
+                x = layer(x, inside=ops.cast(inside, x.dtype)[..., None])
+                length = -(-length // getattr(layer, 'stride', 1))
+            if activate: x = ops.relu(x)
+        return x
 
-class Encoder(keras.layers.Layer):
+class Encoder(_Stack):
     "Mel (B, F, C) -> vectors (B, F / 4, codebook_dim)."
     def __init__(self, cfg, **kwargs):
         super().__init__(**kwargs)
@@ -43,14 +44,7 @@ class Encoder(keras.layers.Layer):
         self.stack += [(conv(cfg.codebook_dim, 1, 1, 'to_code'), False)]
         self.widths = [cfg.hidden] + [2 * cfg.hidden] * (1 + cfg.resnet_blocks)
 
-    def build(self, shape):
-        for (layer, _), width in zip(self.stack, [shape[-1], *self.widths]): layer.build((None, None, width))
-
-    def call(self, mel, length=None):
-        return _stack(self.stack, mel) if length is None else _stack_inside(self.stack, mel, length)
-
-# %% ../../nbs/models/dvae.ipynb #064666e3
-class Decoder(keras.layers.Layer):
+class Decoder(_Stack):
     "Vectors (B, S, codebook_dim) -> mel (B, 4 S, C)."
     def __init__(self, cfg, n_mels, **kwargs):
         super().__init__(**kwargs)
@@ -63,11 +57,6 @@ class Decoder(keras.layers.Layer):
                        (double, False), (conv(cfg.hidden, 3, 'double_1'), True),
                        (conv(n_mels, 1, 'to_mel'), False)]
         self.widths = [2 * cfg.hidden] * (4 + cfg.resnet_blocks) + [cfg.hidden]
-
-    def build(self, shape):
-        for (layer, _), width in zip(self.stack, [shape[-1], *self.widths]): layer.build((None, None, width))
-
-    def call(self, x): return _stack(self.stack, x)
 
 # %% ../../nbs/models/dvae.ipynb #d1aa7f95
 class Codebook(keras.layers.Layer):
@@ -132,14 +121,10 @@ class DVAE(keras.Model):
         self.codebook.build()
         self.built = True
 
-    def normalise(self, mel):
-        "A log-mel in the units of the network, each bin divided by its constant."
-        return mel / self.mel_stats
-
     def encode(self, mel, length=None):
         "Log-mel (B, F, C) -> codes (B, F / 4); with `length` (B,) in frames, padding does not change them."
         if length is not None: length = ops.convert_to_tensor(length)
-        return self.codebook.encode(self.encoder(self.normalise(mel), length=length))
+        return self.codebook.encode(self.encoder(mel / self.mel_stats, length=length))
 
     def decode(self, codes):
         "Codes (B, S) -> log-mel (B, 4 S, C)."
@@ -151,7 +136,7 @@ class DVAE(keras.Model):
 
     def call(self, mel):
         "Log-mel -> normalised reconstruction, encoder output z, codes."
-        z = self.encoder(self.normalise(mel))
+        z = self.encoder(mel / self.mel_stats)
         codes = self.codebook.encode(z)
         q = z + ops.stop_gradient(ops.cast(self.codebook.decode(codes), z.dtype) - z)
         return self.decoder(q), z, codes
@@ -164,7 +149,7 @@ def load_dvae(
 ) -> DVAE:
     "The DVAE saved at `path`; raises `UserError` if it is missing or of another size."
     dvae = DVAE(config)
-    load_weights(path, {prefix + name: v for name, v in named_weights(dvae).items()})
+    load_weights(path, named_weights(dvae, prefix))
     return dvae
 
 # %% ../../nbs/models/dvae.ipynb #afcb8264
@@ -179,13 +164,12 @@ def mel_stats(
     "The mean absolute log-mel of each bin, the constant that it is divided by."
     return np.maximum(np.abs(mels, dtype=np.float32).mean(0), 0.1)
 
-# %% ../../nbs/models/dvae.ipynb #1f4840e6
 def dvae_losses(
     dvae: DVAE,
     mel,            # (B, F, C) log-mel
 ) -> dict:          # mel_loss, commitment: float32 scalars; z (B, F / 4, E), codes (B, F / 4)
     "Absolute and squared error of the normalised mel, the commitment, and the vectors and codes."
     rebuilt, z, codes = dvae(mel)
-    target, code = dvae.normalise(mel), ops.stop_gradient(dvae.codebook.decode(codes))
+    target, code = mel / dvae.mel_stats, ops.stop_gradient(dvae.codebook.decode(codes))
     mel_loss = tf.reduce_mean(tf.abs(rebuilt - target)) + tf.reduce_mean((rebuilt - target)**2)
     return {'mel_loss': mel_loss, 'commitment': tf.reduce_mean((z - code)**2), 'z': z, 'codes': codes}
