@@ -240,53 +240,6 @@ def test_no_checkpoint(tmp_path):
     with pytest.raises(UserError, match='model.pth is missing'): convert.checkpoint_file(tmp_path)
 
 
-@pytest.mark.parametrize('name', ['config.json', 'vocab.json'])
-def test_a_missing_file_is_named(disk, tmp_path, name):
-    coqui_folder(disk, tmp_path / 'coqui')
-    (tmp_path / 'coqui' / name).unlink()
-    with pytest.raises(UserError, match=f'{name}: the file is missing'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-
-
-@pytest.mark.parametrize('file, name', [
-    ('model.pth', 'gpt.gpt.h.1.mlp.c_fc.weight'), ('model.pth', 'gpt.text_embedding.weight'),
-    ('dvae.pth', 'decoder.0.bias'),
-    ('model.pth', 'hifigan_decoder.speaker_encoder.layer3.1.bn1.running_var'),
-    ('model.pth', 'hifigan_decoder.waveform_decoder.conv_pre.weight')])
-def test_a_missing_tensor_is_named(disk, tmp_path, file, name):
-    coqui_folder(disk, tmp_path / 'coqui')
-    contents = disk.files[file]
-    contents.get('model', contents).pop(name)
-    with pytest.raises(UserError, match=f'{file}.*"{name}" is missing'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    assert not (tmp_path / 'ours').exists()
-
-
-def test_half_of_a_weight_norm_pair(disk, tmp_path):
-    coqui_folder(disk, tmp_path / 'coqui')
-    state = disk.files['model.pth']['model']
-    state.pop('hifigan_decoder.waveform_decoder.ups.0.parametrizations.weight.original0')
-    with pytest.raises(UserError, match='ups.0.*original0" is missing'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-
-
-def test_another_shape_is_named(disk, tmp_path):
-    coqui_folder(disk, tmp_path / 'coqui')
-    state = disk.files['model.pth']['model']
-    state['gpt.mel_head.weight'] = state['gpt.mel_head.weight'][:, :60]
-    with pytest.raises(UserError, match=r'gpt.mel_head.weight" has shape \(66, 60\), expected \(66, 64\)'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-
-
-@pytest.mark.parametrize('half, shape', [('original1', (32, 16, 15)), ('original0', (31, 1, 1))])
-def test_another_shape_in_a_pair(disk, tmp_path, half, shape):
-    coqui_folder(disk, tmp_path / 'coqui')
-    name = f'hifigan_decoder.waveform_decoder.ups.0.parametrizations.weight.{half}'
-    disk.files['model.pth']['model'][name] = np.ones(shape, np.float32)
-    with pytest.raises(UserError, match='ups.0.*has shape'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-
-
 ROWS = ('gpt.text_embedding.weight', 'gpt.text_head.weight', 'gpt.text_head.bias')   # one row per text token
 
 
@@ -301,14 +254,75 @@ def grow_vocabulary(path: Path, rows: int):
     path.write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize('more', [-3, 1, 540])
-def test_a_vocabulary_that_does_not_fit(disk, tmp_path, more):
-    coqui_folder(disk, tmp_path / 'coqui')
+# What a folder can have wrong
+
+def lacks(file, name):
+    def change(folder, files): files[file].get('model', files[file]).pop(name)
+    return change, f'{file}.*"{name}" is missing'
+
+
+def has(name, shape, message):
+    "A tensor of another shape."
+    def change(folder, files): files['model.pth']['model'][name] = np.ones(shape, np.float32)
+    return change, message
+
+
+def holds(file, contents, message=None):
+    def change(folder, files): files[file] = contents
+    return change, message or f'{file}: holds no named tensors'
+
+
+def says(values, message):
+    "The text of config.json, or some of its settings."
+    text = values if isinstance(values, str) else json.dumps(coqui_toy.settings() | values)
+    return lambda folder, files: (folder / 'config.json').write_text(text), message
+
+
+def args(message, **values): return says({'model_args': coqui_toy.settings()['model_args'] | values}, message)
+
+
+def rows(more):
+    "Text tokens that the vocabulary lacks, or has too many."
     size = coqui_toy.tokenizer().size
-    grow_rows(disk.files['model.pth']['model'], size + more)
-    with pytest.raises(UserError,
-                       match=f'vocab.json: has {size} tokens, but gpt.text_embedding has {size + more} rows'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    return (lambda folder, files: grow_rows(files['model.pth']['model'], size + more),
+            f'vocab.json: has {size} tokens, but gpt.text_embedding has {size + more} rows')
+
+
+def cut(share):
+    def change(folder, files):
+        data = (folder / 'vocab.json').read_bytes()
+        (folder / 'vocab.json').write_bytes(data[:int(share * len(data))])
+    return change, 'vocab.json: not a tokenizer'
+
+
+def without(name): return lambda folder, files: (folder / name).unlink(), f'{name}: the file is missing'
+
+
+DECODER = 'hifigan_decoder.waveform_decoder.'
+PAIR = f'{DECODER}ups.0.parametrizations.weight.original'
+
+@pytest.mark.parametrize('change, message', [
+    without('config.json'), without('vocab.json'), lacks('dvae.pth', 'decoder.0.bias'),
+    *(lacks('model.pth', name) for name in (
+        'gpt.gpt.h.1.mlp.c_fc.weight', 'gpt.text_embedding.weight', f'{DECODER}conv_pre.weight', f'{PAIR}0',
+        'hifigan_decoder.speaker_encoder.layer3.1.bn1.running_var')),
+    has('gpt.mel_head.weight', (66, 60), r'gpt.mel_head.weight" has shape \(66, 60\), expected \(66, 64\)'),
+    has(f'{PAIR}1', (32, 16, 15), 'ups.0.*has shape'), has(f'{PAIR}0', (31, 1, 1), 'ups.0.*has shape'),
+    *map(rows, (-3, 1, 540)), *map(cut, (0, 0.5, 0.99)),
+    args('gpt_layers is 30, the tensors have 2', gpt_layers=30),
+    *(args('heads', gpt_n_heads=heads) for heads in (7, 'many', -1, 0.5)),
+    *(says(text, 'config.json: (not JSON|holds no settings)') for text in (
+        '', '[]', '{"model_args": 3}', '{"model_args": []}', '"xtts"', '{"model_args": {"gpt_la')),
+    *(says(speech, r'config.json: speech\..*got ') for speech in (
+        {'temperature': 'hot'}, {'temperature': -1}, {'top_p': 2}, {'gpt_cond_chunk_len': 0})),
+    *(holds('model.pth', contents) for contents in ([1, 2], {'model': 5}, {'step': 5}, np.ones(3))),
+    holds('dvae.pth', {}), holds('dvae.pth', None), holds('mel_stats.pth', {'a': 1}),
+    holds('mel_stats.pth', 'x'), holds('mel_stats.pth', np.ones(79, np.float32),
+                                       r'mel_stats.pth: .*has shape \(79,\), expected \(80,\)')])
+def test_what_is_wrong_with_a_folder_is_named(disk, tmp_path, change, message):
+    coqui_folder(disk, tmp_path / 'coqui')
+    change(tmp_path / 'coqui', disk.files)
+    with pytest.raises(UserError, match=message): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     assert not (tmp_path / 'ours').exists()
 
 
@@ -375,58 +389,6 @@ def test_spare_rows_are_refused_on_the_way_out(disk, tmp_path):
     with pytest.raises(UserError, match=f'tokenizer.json: has {size} tokens, but .* {size + 2} rows'):
         convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert not (tmp_path / 'back').exists()
-
-
-def test_settings_of_another_checkpoint(disk, tmp_path):
-    coqui_folder(disk, tmp_path / 'coqui')
-    args = coqui_toy.settings()['model_args'] | {'gpt_layers': 30}
-    (tmp_path / 'coqui/config.json').write_text(json.dumps({'model_args': args}))
-    with pytest.raises(UserError, match='gpt_layers is 30, the tensors have 2'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-
-
-@pytest.mark.parametrize('text', ['', '[]', '{"model_args": 3}', '{"model_args": []}', '"xtts"',
-                                  '{"model_args": {"gpt_la'])
-def test_settings_that_are_none(disk, tmp_path, text):
-    coqui_folder(disk, tmp_path / 'coqui')
-    (tmp_path / 'coqui/config.json').write_text(text)
-    with pytest.raises(UserError, match='config.json: (not JSON|holds no settings)'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-
-
-@pytest.mark.parametrize('heads', [7, 'many', -1, 0.5])
-def test_heads_that_do_not_fit(disk, tmp_path, heads):
-    coqui_folder(disk, tmp_path / 'coqui')
-    args = coqui_toy.settings()['model_args'] | {'gpt_n_heads': heads}
-    (tmp_path / 'coqui/config.json').write_text(json.dumps({'model_args': args}))
-    with pytest.raises(UserError, match='heads'): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-
-
-@pytest.mark.parametrize('share', [0, 0.5, 0.99])
-def test_a_cut_vocabulary_is_named(disk, tmp_path, share):
-    coqui_folder(disk, tmp_path / 'coqui')
-    path = tmp_path / 'coqui/vocab.json'
-    path.write_bytes(path.read_bytes()[:int(share * path.stat().st_size)])
-    with pytest.raises(UserError, match='vocab.json: not a tokenizer'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-
-
-@pytest.mark.parametrize('file, contents',
-                         [('model.pth', [1, 2]), ('model.pth', {'model': 5}), ('model.pth', {'step': 5}),
-                          ('model.pth', np.ones(3)), ('dvae.pth', {}), ('dvae.pth', None),
-                          ('mel_stats.pth', {'a': 1}), ('mel_stats.pth', 'x')])
-def test_a_file_that_holds_something_else(disk, tmp_path, file, contents):
-    coqui_folder(disk, tmp_path / 'coqui')
-    disk.files[file] = contents
-    with pytest.raises(UserError, match=f'{file}: holds no named tensors'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-
-
-def test_mel_constants_of_another_length(disk, tmp_path):
-    coqui_folder(disk, tmp_path / 'coqui')
-    disk.files['mel_stats.pth'] = np.ones(79, np.float32)
-    with pytest.raises(UserError, match=r'mel_stats.pth: .*has shape \(79,\), expected \(80,\)'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
 
 
 def everything(folder: Path) -> dict:
@@ -705,13 +667,3 @@ def test_it_speaks_as_its_config_says(disk, tmp_path, speech, expected):
     assert (speech.repetition_penalty, speech.reference_seconds, speech.reference_chunk_seconds) == expected
     rest = speech.temperature, speech.top_k, speech.top_p, speech.max_reference_seconds
     assert rest == (0.85, 50, 0.85, 10)
-
-
-@pytest.mark.parametrize('speech', [{'temperature': 'hot'}, {'temperature': -1}, {'top_p': 2},
-                                  {'gpt_cond_chunk_len': 0}], ids=str)
-def test_a_config_that_makes_no_sense_is_named(disk, tmp_path, speech):
-    coqui_folder(disk, tmp_path / 'coqui')
-    (tmp_path / 'coqui/config.json').write_text(json.dumps(coqui_toy.settings() | speech))
-    with pytest.raises(UserError, match=r'config.json: speech\..*got '):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    assert not (tmp_path / 'ours').exists()
