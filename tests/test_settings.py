@@ -25,7 +25,7 @@ from xtts_nb.train.step import averaged, learning_rate, make_optimizer, compile_
 from xtts_nb.data.prepare import choose_mode
 from xtts_nb.app.recipes import flat
 from xtts_nb.train.runs import new_run, open_cache
-from xtts_nb.speech.generate import Speaker, listen, reference_mels, speaker_vector
+from xtts_nb.speech.generate import Speaker, reference_mels, speaker_vector
 from xtts_nb.train.trainer import epochs_to_steps
 from xtts_nb.train.parts import (
     Bank, Crops, VoiceUpdate, Windows, dvae_training, voice_training, window_samples)
@@ -49,7 +49,9 @@ def speaker_mel(config, world):
     model.hifigan = None, lambda mel: mel
     return speaker_vector(model, [WAV])
 
-def prompt(config, world): return listen(hearing(config), [WAV, WAV[::-1].copy()]).prompt
+def prompt(config, world):
+    speaker = SimpleNamespace(xtts=hearing(config), speech=config.speech)
+    return Speaker.listen(speaker, [WAV, WAV[::-1].copy()]).prompt
 
 def shapes(config, world, make):
     with tf.Graph().as_default(): return [tuple(v.shape) for v in make(config).variables]
