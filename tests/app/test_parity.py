@@ -10,9 +10,8 @@ import tensorflow as tf
 
 import coqui_toy
 from make_parity_data import utterance
-from xtts_nb.models import convert, xtts as model
+from xtts_nb.models import xtts as model
 from xtts_nb.app import parity
-from xtts_nb.speech import generate as synthesis
 from xtts_nb.config import AudioConfig, UserError
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech.generate import reference_mels
@@ -50,7 +49,7 @@ def test_gpt(toy_inputs, theirs, toy_xtts, all_ok, seen):
 def test_latents(toy_inputs, theirs, toy_xtts, all_ok, monkeypatch):
     settings = []
     record = lambda *x: settings.append(x[2]) or reference_mels(*x)
-    monkeypatch.setattr(synthesis, 'reference_mels', record)
+    monkeypatch.setattr(parity, 'reference_mels', record)
     all_ok(parity.latents_parity(toy_xtts, toy_inputs, theirs))
     s = settings[0]
     assert (s.reference_seconds, s.reference_chunk_seconds) == (30, 4)   # as for coqui-tts
@@ -72,7 +71,7 @@ def test_greedy_decoding_makes_200_codes_of_the_first_text(toy_inputs, theirs, m
     def generate(gpt, text, length, prompt, most, **options):
         calls.append((text.shape, prompt.shape, most, options))
         return tf.constant([[7, 8, 9, 9]]), None, None
-    monkeypatch.setattr(synthesis, 'generate', generate)
+    monkeypatch.setattr(parity, 'generate', generate)
     long = theirs | {'reference_mel_0': np.ones((1, 80, 400), np.float32),
                      'greedy_plain': np.array([[7, 8, 9]]),
                      'greedy_penalised': np.array([[7, 8, 8]])}
@@ -297,7 +296,7 @@ def test_all_stages_in_turn(toy, monkeypatch, clips, ok):
     given, lines = [], []
     monkeypatch.setattr(parity, 'load_audio',
                         lambda name: np.ones(7 * 22050 if name == 'a.wav' else 9, np.float32))
-    monkeypatch.setattr(convert, 'from_coqui', lambda there, out: out.symlink_to(toy))
+    monkeypatch.setattr(parity, 'from_coqui', lambda there, out: out.symlink_to(toy))
     monkeypatch.setattr(parity, 'coqui_outputs', lambda *x: given.append(x) or {'texts': '[1]'})
     for name in ('feature', 'voice', 'dvae', 'gpt', 'latents', 'greedy', 'utterance', 'text'):
         rows = lambda *_, name=name: [{'stage': name, 'ok': ok or name != 'voice'}]

@@ -8,7 +8,7 @@ from xtts_nb.app import recipes
 from xtts_nb.config import REFUSED_KEYS, Section, UserError, XTTSConfig
 from xtts_nb.app.recipes import (
     FLAGS, GPU_PRESETS, LEVELS, REDUNDANT_KEYS, REFUSED_FLAGS, RENAMED_KEYS, check_unknown, check_used,
-    commented_yaml, config_diff, convert_guide, descriptions, diff_lines, flat, from_environment, gpu_preset,
+    commented_yaml, config_diff, convert_guide, descriptions, flat, from_environment, gpu_preset,
     load_recipe, nested, optimization_level, parse_assignments, recipe)
 
 DEFAULT = XTTSConfig()
@@ -85,8 +85,7 @@ def test_a_key_given_as_value_and_as_section():
 def test_what_differs():
     after = DEFAULT.replace(data={'batch_size': 3}, model={'gpt': {'layers': 2}})
     assert config_diff(DEFAULT, after) == {'model.gpt.layers': (30, 2), 'data.batch_size': (8, 3)}
-    assert diff_lines(DEFAULT, after) == ['model.gpt.layers 30 -> 2', 'data.batch_size 8 -> 3']
-    assert diff_lines(after, after) == []
+    assert config_diff(after, after) == {}
 
 
 # --- cards and levels ---------------------------------------------------------------------------------------

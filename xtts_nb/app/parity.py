@@ -28,6 +28,10 @@ from ..data.audio import load_audio, log_mel, resample, speaker_log_mel, synthet
 from ..data.languages import clean_for
 from ..data.text import Tokenizer
 from ..files import read_json
+from ..models.convert import from_coqui
+from ..models.hifigan import load_decoder, load_speaker_encoder
+from ..models.xtts import token_losses, XTTS
+from ..speech.generate import generate, reference_mels, Speaker
 
 # %% ../../nbs/app/parity.ipynb #99a689bc
 def _serve(main):
@@ -363,7 +367,6 @@ def feature_parity(inputs: dict, theirs: dict, config: XTTSConfig) -> list[dict]
                              across(theirs[f'speaker_mel_{i}']))]
     return rows
 
-# %% ../../nbs/app/parity.ipynb #8d332c51
 def dvae_parity(dvae, inputs: dict, theirs: dict) -> list[dict]:
     "Codes, and the mel of codes."
     mel = np.swapaxes(theirs['code_mel_0'], 1, 2)
@@ -387,7 +390,6 @@ def unpadded(rows, length) -> np.ndarray:
 
 def gpt_parity(gpt, inputs: dict, theirs: dict) -> list[dict]:
     "The prompt, the logits of both heads without padding, and both losses."
-    from xtts_nb.models.xtts import token_losses
     mel = tf.constant(np.swapaxes(theirs['reference_mel_0'], 1, 2) / theirs['mel_stats'], tf.float32)[:, :300]
     frames = gpt.conditioning.init(mel)
     for block in gpt.conditioning.blocks: frames = block(frames)
@@ -407,7 +409,6 @@ def gpt_parity(gpt, inputs: dict, theirs: dict) -> list[dict]:
 # %% ../../nbs/app/parity.ipynb #faf541aa
 def latents_parity(xtts, inputs: dict, theirs: dict) -> list[dict]:
     "The prompt of a long recording: the mean over its chunks."
-    from xtts_nb.speech.generate import reference_mels
     chunks = reference_mels(xtts, [inputs['wav_0']],
                             SpeechConfig(reference_seconds=30, reference_chunk_seconds=4))
     prompts = [xtts.gpt.conditioning(mel[None]) for mel in chunks]
@@ -415,7 +416,6 @@ def latents_parity(xtts, inputs: dict, theirs: dict) -> list[dict]:
 
 def greedy_parity(gpt, inputs: dict, theirs: dict) -> list[dict]:
     "200 codes, the most probable each time, without and with the repetition penalty."
-    from xtts_nb.speech.generate import generate
     mel = tf.constant(np.swapaxes(theirs['reference_mel_0'], 1, 2) / theirs['mel_stats'], tf.float32)[:, :300]
     rows = []
     for name, penalty in (('plain', 1.0), ('penalised', 5.0)):
@@ -427,10 +427,8 @@ def greedy_parity(gpt, inputs: dict, theirs: dict) -> list[dict]:
         rows.append(compare_codes(f'greedy codes, {name}', codes[:len(expected)], expected))
     return rows
 
-# %% ../../nbs/app/parity.ipynb #b0fbd1fe
 def voice_parity(folder: Path, config: XTTSConfig, inputs: dict, theirs: dict) -> list[dict]:
     "The vector of each voice, and the waveform."
-    from xtts_nb.models.hifigan import load_decoder, load_speaker_encoder
     path = Path(folder) / 'model.safetensors'
     encoder, decoder = load_speaker_encoder(path, config), load_decoder(path, config)
     vector = lambda i: encoder(np.swapaxes(theirs[f'speaker_mel_{i}'], 1, 2))
@@ -442,7 +440,6 @@ def voice_parity(folder: Path, config: XTTSConfig, inputs: dict, theirs: dict) -
 # %% ../../nbs/app/parity.ipynb #08fb503e
 def utterance_parity(xtts, inputs: dict, theirs: dict) -> list[dict]:
     "A whole utterance, from the clips and a sentence to sound; no result of coqui-tts goes in."
-    from xtts_nb.speech.generate import Speaker
     per_second = xtts.config.model.audio.frames_per_second / xtts.config.model.dvae.frames_per_code
     speaker = Speaker(xtts, max_seconds=(int(inputs['most_codes']) - 0.5) / per_second, temperature=0)
     voice = speaker.listen([inputs[name] for name in sorted(inputs) if name.startswith('reference_')])
@@ -463,8 +460,6 @@ def parity(
     listen=None,                   # called with a line of text before each part
 ) -> dict:                         # rows: [{stage, max_abs, max_rel, ok}, ...], ok, model
     "Convert the checkpoint, compute all stages on both sides, and compare them."
-    from xtts_nb.models.convert import from_coqui
-    from xtts_nb.models.xtts import XTTS
     report, texts = listen or (lambda line: None), read_sentences(sentences)
     wavs = [load_audio(c) for c in clips] if clips else [synthetic_voice(9.0), synthetic_voice(2.3, 190)]
     if len(wavs[0]) < 7 * 22050:
