@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['GPU_PRESETS', 'LEVELS', 'RENAMED_KEYS', 'REDUNDANT_KEYS', 'FLAGS', 'REFUSED_FLAGS', 'ENVIRONMENT', 'descriptions',
-           'commented_yaml', 'flat', 'nested', 'config_diff', 'diff_lines', 'gpu_preset', 'optimization_level',
-           'convert_guide', 'load_recipe', 'check_unknown', 'parse_assignments', 'from_environment', 'recipe',
-           'check_used']
+           'commented_yaml', 'flat', 'nested', 'config_diff', 'gpu_preset', 'optimization_level', 'convert_guide',
+           'load_recipe', 'check_unknown', 'parse_assignments', 'from_environment', 'recipe', 'check_used']
 
 # %% ../../nbs/app/recipes.ipynb #ecefca6f
 import difflib
@@ -71,16 +70,10 @@ def nested(values: dict) -> dict:
         inner[name] = value
     return out
 
-# %% ../../nbs/app/recipes.ipynb #15655c08
 def config_diff(before: XTTSConfig, after: XTTSConfig) -> dict[str, tuple]:
     "`{key: (old, new)}` of the keys that differ."
     old, new = flat(before.model_dump()), flat(after.model_dump())
     return {key: (old[key], value) for key, value in new.items() if old[key] != value}
-
-def diff_lines(before: XTTSConfig, after: XTTSConfig) -> list[str]:
-    "The keys that differ, as lines such as `data.batch_size 8 -> 32`."
-    return [f'{key} {_scalar(old)} -> {_scalar(new)}'
-            for key, (old, new) in config_diff(before, after).items()]
 
 # %% ../../nbs/app/recipes.ipynb #dde51d87
 GPU_PRESETS = {   # card: batch_size, accumulation, num_workers, prefetch_buffer_size, gradient_checkpointing
