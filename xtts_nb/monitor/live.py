@@ -256,7 +256,6 @@ def has_frontend() -> bool:
     "Whether a Jupyter kernel runs this and nobody is testing."
     return getattr(_shell(), 'kernel', None) is not None and not os.environ.get('IN_TEST')
 
-# %% ../../nbs/50_monitoring.ipynb #7ce0a968
 class Live:
     "What `gpu_live` returns: `sampler`, `update(...)`, `losses`, and after the block `figure` and `summary`."
     def __init__(self,
