@@ -25,8 +25,8 @@ def decorated(function: ast.FunctionDef) -> str | None:
     "The command that a function of a `cli_*` module is, as typed; None if it is none."
     for call in function.decorator_list:
         if not isinstance(call, ast.Call): continue
-        name = call.args[0].value if call.args else function.name
-        return f'bench {name}' if ast.unparse(call.func) == 'bench_app.command' else name
+        group = [k for k in call.keywords if k.arg == 'group' and ast.unparse(k.value) == 'bench_app']
+        return 'bench ' * len(group) + call.args[0].value
 
 def kept() -> dict[str, str]:
     "What each command keeps: page -> command."

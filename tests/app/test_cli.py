@@ -17,7 +17,6 @@ import soundfile
 
 from process import COMMAND, Done, environment, hears_ctrl_c, interrupted, main, tree, xtts_nb
 from xtts_nb import __version__
-from xtts_nb.app import cli_train
 from xtts_nb.data.audio import load_audio
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import XTTSConfig
@@ -263,11 +262,6 @@ def test_nothing_but_the_outputs_is_left(session):
 def test_monitor():
     done = xtts_nb('monitor', '--duration', '0.2', '--interval', '0.05', '--json')
     assert done.code == 0 and done.json['interrupted'] is False and done.json['log_file'] is None
-
-def test_each_run_without_a_name_gets_a_new_one(tmp_path):
-    assert cli_train._free_run(tmp_path / 'runs') == tmp_path / 'runs' / 'train-1'
-    (tmp_path / 'runs' / 'train-1').mkdir(parents=True)
-    assert cli_train._free_run(tmp_path / 'runs') == tmp_path / 'runs' / 'train-2'
 
 
 # --- bad input, one item after the other --------------------------------------------------------------------

@@ -462,11 +462,11 @@ def test_what_only_the_preparation_uses(behind):
         'data.max_drop_rate': TINY.data.max_drop_rate, 'data.max_cache_gb': TINY.data.max_cache_gb,
         'data.preprocessing_mode': 'runtime'}}]
 
-def test_the_first_free_name(tmp_path):
+def test_the_first_free_name(home):
     for free in ('voice-1', 'voice-2', 'voice-3'):
-        assert cli_train._free_run(tmp_path, 'voice') == tmp_path / free
-        (tmp_path / free).mkdir()
-    assert cli_train._free_run(tmp_path) == tmp_path / 'train-1'
+        assert cli_train._free_run('voice') == home / 'runs' / free
+        (home / 'runs' / free).mkdir(parents=True)
+    assert cli_train._free_run() == home / 'runs' / 'train-1'
 
 def test_a_run_or_something_to_begin_one_with(tmp_path):
     known = lambda run, source: cli_train._known(run, source, 'nothing is given', 'begin one')

@@ -40,15 +40,14 @@ def test_bench_dual_of_real_stages(ran, behind, bars):
     result = ran(f'bench dual --data c --buffer-size 4 --steps 5 --json {gpus}').json
     assert result['rows'] == ROWS + real and result['devices'] == 'Two cards.'
     given = {'data_gpu': 0, 'model_gpu': 1, 'isolate': True, 'data_memory': 2, 'model_memory': 3}
-    assert [tuple(call.values())[1:] for call in made] == [({}, None), (given, 4)]
+    assert [tuple(call.values())[1:] for call in made] == [({}, 3), (given, 4)]
     assert measured == [{'trainer': 'the trainer', 'steps': 60}, {'trainer': 'the trainer', 'steps': 5}]
 
-@pytest.mark.parametrize('size, ring', [(None, 3), (5, 5)])
-def test_a_trainer_on_two_devices(behind, bars, prepared, size, ring):
+def test_a_trainer_on_two_devices(behind, bars, prepared):
     made = behind('train.dual.dual_trainer', 'the trainer')
-    assert cli_devices._dual_trainer(prepared.folder, {'data_gpu': 0}, size) == ('the trainer', 'Two cards.')
+    assert cli_devices._dual_trainer(prepared.folder, {'data_gpu': 0}, 5) == ('the trainer', 'Two cards.')
     (call,) = made
-    assert bars == [('start', {'two': True, 'data_gpu': 0})] and call['feed'] == {'ring': ring}
+    assert bars == [('start', {'two': True, 'data_gpu': 0})] and call['feed'] == {'ring': 5}
     assert call['config'] == prepared.config and call['cache'].folder == prepared.folder
     assert call['devices'].line == 'Two cards.'
 

@@ -6,56 +6,48 @@
 __all__ = ['DataOption', 'BatchesOption', 'RowsOption', 'SecondsOption']
 
 # %% ../../nbs/app/cli.ipynb #95e5c2c2
-import sys
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from .terminal import (
-    answer, app, bench_app, convert_app, Json, load_settings, main, Preset, progress, Record, Rounds,
-    Settings, stage, start, table, write_record)
+    answer, app, argument, bench_app, command, convert_app, given, Json, load_settings, main, option, Preset,
+    progress, Record, Rounds, Settings, stage, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli.ipynb #95e5c0de
-_voice = partial(app.command, rich_help_panel='Voice')
+_voice = partial(command, panel='Voice')
 
 # %% ../../nbs/app/cli.ipynb #49b0d04d
-@app.command('demo')
+@command('demo')
 def _demo(
-    out: Annotated[Path, typer.Option(help='Folder for all results.')] = Path('runs/demo'),
-    steps: Annotated[int | None, typer.Option(
-        min=1, help='Updates of the GPT; default: from the preset.')] = None,
-    seed: Annotated[int, typer.Option(min=0, help='Seed of all random draws.')] = 0,
-    seeds: Annotated[int | None, typer.Option(
-        min=1, help='Run so many seeds instead, for scores only; continues after a stop.')] = None,
+    out: option(Path, 'Folder for all results.') = Path('runs/demo'),
+    steps: option(int | None, 'Updates of the GPT; default: from the preset.', min=1) = None,
+    seed: option(int, 'Seed of all random draws.', min=0) = 0,
+    seeds: option(int | None, 'Run so many seeds, for scores only; continues after a stop.', min=1) = None,
     record: Record = False,
-    json_: Json = False,
 ):
     "Run everything from nothing: corpus, DVAE, cache, both comparisons, training, speech, report."
-    with answer(json_) as show:
-        start()
-        from xtts_nb.config import XTTSConfig
-        from xtts_nb.app.demo import demo_seeds, run_demo, seed_spread
-        config = XTTSConfig.tiny()
-        if steps: config = config.replace(training={'steps': steps})
-        if seeds:
-            with progress() as tell: rows = demo_seeds(out, seeds, config, listen=tell)
-            if record: write_record('demo_seeds', rows, steps=config.training.steps, spread=seed_spread(rows))
-            show({'rows': rows, 'spread': seed_spread(rows)}, _seeds_text(rows))
-            return
-        with progress() as tell: result = run_demo(out, config, seed=seed, listen=tell, say=_print_line)
-        recorded = ('data_before_after', 'step_before_after', 'train', 'seconds')
-        if record: write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
-        show(result, _demo_text(result))
+    start()
+    from xtts_nb.config import XTTSConfig
+    from xtts_nb.app.demo import demo_seeds, run_demo, seed_spread
+    config = XTTSConfig.tiny().replace(training=given(steps=steps))
+    if seeds:
+        with progress() as tell: rows = demo_seeds(out, seeds, config, listen=tell)
+        spread = seed_spread(rows)
+        if record: write_record('demo_seeds', rows, steps=config.training.steps, spread=spread)
+        return {'rows': rows, 'spread': spread}, _seeds_text(len(rows), spread)
+    with progress() as tell: result = run_demo(out, config, seed=seed, listen=tell, say=to_stderr)
+    recorded = ('data_before_after', 'step_before_after', 'train', 'seconds')
+    if record: write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
+    return result, _demo_text(result)
 
 # %% ../../nbs/app/cli.ipynb #b163f5d4
-def _seeds_text(rows: list[dict]) -> str:
+def _seeds_text(seeds: int, spread: dict) -> str:
     "The scores of several seeds: median, minimum and maximum."
-    from xtts_nb.app.demo import seed_spread
     line = lambda name, v: f'{name}: {v["median"]:g} ({v["min"]:g} to {v["max"]:g})'
-    return '\n'.join([f'{len(rows)} seeds', *(line(name, v) for name, v in seed_spread(rows).items())])
+    return '\n'.join([f'{seeds} seeds', *(line(name, v) for name, v in spread.items())])
 
 def _demo_text(result: dict) -> str:
     "The summary that `make demo` prints at the end."
@@ -76,199 +68,163 @@ def _demo_text(result: dict) -> str:
 # %% ../../nbs/app/cli.ipynb #5d65bdf9
 @_voice('say')
 def _say(
-    text: Annotated[str, typer.Argument(help='Text to speak.')],
-    run: Annotated[Path, typer.Option(help='Folder of a trained run.')],
-    voice: Annotated[list[Path], typer.Option(
-        help='Recording of the voice, a few seconds; may be given several times.')],
-    language: Annotated[str, typer.Option(help='Language of the text.')] = 'en',
-    out: Annotated[Path, typer.Option(help='WAV file to write.')] = Path('say.wav'),
-    temperature: Annotated[float | None, typer.Option(
-        help='0 takes the most probable code; more varies more.')] = None,
-    top_k: Annotated[int | None, typer.Option(help='Most codes to sample from.')] = None,
-    top_p: Annotated[float | None, typer.Option(help='Least total probability of these codes.')] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(
-        help='Penalty for codes generated before; 1 is none.')] = None,
-    speed: Annotated[float | None, typer.Option(help='2 is twice as fast, at the same pitch.')] = None,
-    seed: Annotated[int, typer.Option(help='Seed for sampling the codes.')] = 0,
-    json_: Json = False,
+    text: argument(str, 'Text to speak.'),
+    run: option(Path, 'Folder of a trained run.'),
+    voice: option(list[Path], 'Recording of the voice, a few seconds; may be given several times.'),
+    language: option(str, 'Language of the text.') = 'en',
+    out: option(Path, 'WAV file to write.') = Path('say.wav'),
+    temperature: option(float | None, '0 takes the most probable code; more varies more.') = None,
+    top_k: option(int | None, 'Most codes to sample from.') = None,
+    top_p: option(float | None, 'Least total probability of these codes.') = None,
+    repetition_penalty: option(float | None, 'Penalty for codes generated before; 1 is none.') = None,
+    speed: option(float | None, '2 is twice as fast, at the same pitch.') = None,
+    seed: option(int, 'Seed for sampling the codes.') = 0,
 ):
     "Speak a text in the voice of a recording; other settings come from the config.yaml of the model."
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p,
-                   repetition_penalty=repetition_penalty, speed=speed)
-    with answer(json_) as show:
-        start()
-        from xtts_nb.data.audio import save_audio
-        from xtts_nb.models.xtts import XTTS
-        from xtts_nb.speech.generate import Speaker
-        with progress() as tell:
-            tell('load the model', 0, 1)
-            given = {name: value for name, value in options.items() if value is not None}
-            speaker = Speaker(XTTS.load(run), **given)
-            tell('speak', 0, 1)
-            wav = speaker(text, language, voice, seed)
-        save_audio(out, wav, speaker.sample_rate)
-        seconds = len(wav) / speaker.sample_rate
-        result = {'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate,
-                  'vocoder': speaker.vocoder}
-        show(result, f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}')
+    settings = given(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
+                     speed=speed)
+    start()
+    from xtts_nb.data.audio import save_audio
+    from xtts_nb.models.xtts import XTTS
+    from xtts_nb.speech.generate import Speaker
+    with progress() as tell:
+        tell('load the model', 0, 1)
+        speaker = Speaker(XTTS.load(run), **settings)
+        tell('speak', 0, 1)
+        wav = speaker(text, language, voice, seed)
+    save_audio(out, wav, speaker.sample_rate)
+    seconds = len(wav) / speaker.sample_rate
+    result = {'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate,
+              'vocoder': speaker.vocoder}
+    return result, f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}'
 
 # %% ../../nbs/app/cli.ipynb #d08eb5e8
-@convert_app.command('from-coqui')
+@command('from-coqui', group=convert_app)
 def _convert_from_coqui(
-    folder: Annotated[Path, typer.Argument(
-        help='Folder with model.pth, dvae.pth, mel_stats.pth, vocab.json, config.json.')],
-    out: Annotated[Path, typer.Argument(help='A new folder for the model.')],
-    json_: Json = False,
+    folder: argument(Path, 'Folder with model.pth, dvae.pth, mel_stats.pth, vocab.json, config.json.'),
+    out: argument(Path, 'A new folder for the model.'),
 ):
     "Convert a checkpoint of coqui-tts into a model; no code in it is run."
-    with answer(json_) as show:
-        from xtts_nb.models.convert import from_coqui
-        with progress() as tell: result = from_coqui(folder, out, stage(tell, 'write the tensors'))
-        text = f'{out}: {result["tensors"]} tensors, {result["text_tokens"]} text tokens'
-        show(result | {'out': str(out)}, text)
+    from xtts_nb.models.convert import from_coqui
+    with progress() as tell: result = from_coqui(folder, out, stage(tell, 'write the tensors'))
+    text = f'{out}: {result["tensors"]} tensors, {result["text_tokens"]} text tokens'
+    return result | {'out': str(out)}, text
 
-# %% ../../nbs/app/cli.ipynb #a48d9b16
-@convert_app.command('to-coqui')
+@command('to-coqui', group=convert_app)
 def _convert_to_coqui(
-    folder: Annotated[Path, typer.Argument(help='Folder of a model.')],
-    out: Annotated[Path, typer.Argument(help='A new folder for the files of coqui-tts.')],
-    json_: Json = False,
+    folder: argument(Path, 'Folder of a model.'),
+    out: argument(Path, 'A new folder for the files of coqui-tts.'),
 ):
     "Write a model as files that coqui-tts loads."
-    with answer(json_) as show:
-        from xtts_nb.models.convert import to_coqui
-        with progress() as tell:
-            tell('write the tensors', 0, 1)
-            result = to_coqui(folder, out)
-            tell('write the tensors', 1, 1)
-        show(result | {'out': str(out)}, f'{out}: {result["tensors"]} tensors')
+    from xtts_nb.models.convert import to_coqui
+    with progress() as tell:
+        tell('write the tensors', 0, 1)
+        result = to_coqui(folder, out)
+        tell('write the tensors', 1, 1)
+    return result | {'out': str(out)}, f'{out}: {result["tensors"]} tensors'
 
 # %% ../../nbs/app/cli.ipynb #67e4010d
 @_voice('grow')
 def _grow(
-    folder: Annotated[Path, typer.Argument(metavar='MODEL', help='Folder of a model.')],
-    out: Annotated[Path, typer.Argument(help='A new folder for the grown model.')],
-    language: Annotated[str, typer.Option(help='Code of the new language, such as fa.')],
-    texts: Annotated[Path, typer.Option(help='Text file in that language, one sentence per line.')],
-    tokens: Annotated[int, typer.Option(
-        min=0, help='New tokens; default: the tag and the missing characters.')] = 0,
-    seed: Annotated[int, typer.Option(min=0, help='Seed for the new rows.')] = 0,
-    json_: Json = False,
+    folder: argument(Path, 'Folder of a model.', metavar='MODEL'),
+    out: argument(Path, 'A new folder for the grown model.'),
+    language: option(str, 'Code of the new language, such as fa.'),
+    texts: option(Path, 'Text file in that language, one sentence per line.'),
+    tokens: option(int, 'New tokens; default: the tag and the missing characters.', min=0) = 0,
+    seed: option(int, 'Seed for the new rows.', min=0) = 0,
 ):
     "Add the letters of a language to a model; its existing weights stay unchanged."
-    with answer(json_) as show:
-        start()
-        from xtts_nb.train.finetune import grow_folder, read_texts
-        lines = read_texts(texts)
-        with progress() as tell:
-            tell('grow the model', 0, 1)
-            result = grow_folder(folder, out, language, lines, tokens, seed)
-            tell('grow the model', 1, 1)
-        text = f'{out}: {result["tokens_before"]} -> {result["tokens"]} text tokens, {language} among them'
-        show(result | {'out': str(out)}, text)
+    start()
+    from xtts_nb.train.finetune import grow_folder, read_texts
+    lines = read_texts(texts)
+    with progress() as tell:
+        tell('grow the model', 0, 1)
+        result = grow_folder(folder, out, language, lines, tokens, seed)
+        tell('grow the model', 1, 1)
+    text = f'{out}: {result["tokens_before"]} -> {result["tokens"]} text tokens, {language} among them'
+    return result | {'out': str(out)}, text
 
 # %% ../../nbs/app/cli.ipynb #e87cffa3
 @_voice('parity')
 def _parity(
-    folder: Annotated[Path, typer.Argument(help='Folder that coqui-tts loads.')],
-    coqui_python: Annotated[Path, typer.Option(help='The Python of an environment with coqui-tts 0.28.')],
-    clip: Annotated[list[Path] | None, typer.Option(
-        help='Audio, the first at least 7 s; default: synthetic voices.')] = None,
-    sentences: Annotated[Path | None, typer.Option(
-        help='JSON {language: [sentence, ...]}; default: one each.')] = None,
+    folder: argument(Path, 'Folder that coqui-tts loads.'),
+    coqui_python: option(Path, 'The Python of an environment with coqui-tts 0.28.'),
+    clip: option(list[Path] | None, 'Audio, the first at least 7 s; default: synthetic voices.') = None,
+    sentences: option(Path | None, 'JSON {language: [sentence, ...]}; default: one each.') = None,
     record: Record = False,
-    json_: Json = False,
 ):
     "Compare every stage with coqui-tts; exit code 1 if one differs."
-    with answer(json_) as show:
-        start()
-        from rich.console import Console
-        from rich.markdown import Markdown
-        from xtts_nb.app.parity import parity, parity_markdown
-        with progress() as tell:
-            result = parity(folder, coqui_python, clip, sentences, lambda part: tell(part, 0, 1))
-        if record: write_record('parity', result['rows'], model=result['model'])
-        console = Console(width=110)
-        with console.capture() as captured: console.print(Markdown(parity_markdown(result)))
-        show(result, captured.get().rstrip())
-    return 0 if result['ok'] else 1
+    start()
+    from rich.console import Console
+    from rich.markdown import Markdown
+    from xtts_nb.app.parity import parity, parity_markdown
+    with progress() as tell:
+        result = parity(folder, coqui_python, clip, sentences, lambda part: tell(part, 0, 1))
+    if record: write_record('parity', result['rows'], model=result['model'])
+    console = Console(width=110)
+    with console.capture() as captured: console.print(Markdown(parity_markdown(result)))
+    return result, captured.get().rstrip(), 0 if result['ok'] else 1
 
 # %% ../../nbs/app/cli.ipynb #e2c0ffee
-@app.command('notebooks')
-def _notebooks(
-    folder: Annotated[Path, typer.Argument(help='A new folder.')],
-    json_: Json = False,
-):
+@command('notebooks')
+def _notebooks(folder: argument(Path, 'A new folder.')):
     "Copy the pages of this version into a folder, to be opened in JupyterLab."
-    with answer(json_) as show:
-        import shutil
-        from xtts_nb.config import UserError
-        from xtts_nb.files import atomic_folder
-        package = Path(__file__).parents[1]
-        installed = package / 'notebooks'
-        pages = installed if installed.is_dir() else package.with_name('nbs')
-        records = pages / 'benchmarks' if installed.is_dir() else package.with_name('benchmarks')
-        if folder.exists(): raise UserError(f'{folder}: exists already; name a new folder.')
-        left_out = shutil.ignore_patterns('.ipynb_checkpoints', '*.yml', '*.py')
-        with atomic_folder(folder) as part:
-            shutil.copytree(pages, part, dirs_exist_ok=True, ignore=left_out)
-            shutil.copytree(records, part / 'benchmarks', dirs_exist_ok=True, ignore=left_out)
-            # data, caches and runs are kept below this folder
-            (part / 'settings.ini').write_text('[workspace]\n', encoding='utf-8')
-        count = len(list(folder.rglob('*.ipynb')))
-        text = f'{folder}: {count} pages. Open them: jupyter lab {folder}'
-        show({'folder': str(folder), 'notebooks': count}, text)
+    import shutil
+    from xtts_nb.config import UserError
+    from xtts_nb.files import atomic_folder
+    package = Path(__file__).parents[1]
+    pages, records = package / 'notebooks', package / 'notebooks' / 'benchmarks'
+    if not pages.is_dir(): pages, records = package.with_name('nbs'), package.with_name('benchmarks')
+    if folder.exists(): raise UserError(f'{folder}: exists already; name a new folder.')
+    left_out = shutil.ignore_patterns('.ipynb_checkpoints', '*.yml', '*.py')
+    with atomic_folder(folder) as part:
+        shutil.copytree(pages, part, dirs_exist_ok=True, ignore=left_out)
+        shutil.copytree(records, part / 'benchmarks', dirs_exist_ok=True, ignore=left_out)
+        # data, caches and runs are kept below this folder
+        (part / 'settings.ini').write_text('[workspace]\n', encoding='utf-8')
+    count = len(list(folder.rglob('*.ipynb')))
+    text = f'{folder}: {count} pages. Open them: jupyter lab {folder}'
+    return {'folder': str(folder), 'notebooks': count}, text
 
 # %% ../../nbs/app/cli.ipynb #ab12c0de
 from . import cli_data, cli_train   # imported here: --help lists their commands after those above
 
 # %% ../../nbs/app/cli.ipynb #5af5c0de
-_monitoring = partial(app.command, rich_help_panel='Monitoring')
+_monitoring = partial(command, panel='Monitoring')
 
 # %% ../../nbs/app/cli.ipynb #92b991ce
 @_monitoring('monitor')
 def _monitor(
-    duration: Annotated[float | None, typer.Option(
-        min=0, help='Seconds to run; default: until Ctrl-C.')] = None,
-    interval: Annotated[float, typer.Option(min=0.01, help='Seconds between two samples.')] = 1.0,
-    log_file: Annotated[Path | None, typer.Option(help='Write samples to a new .jsonl or .csv file.')] = None,
-    log: Annotated[bool, typer.Option(
-        '--log', help='Write them to a .jsonl file named after the time.')] = False,
-    json_: Json = False,
+    duration: option(float | None, 'Seconds to run; default: until Ctrl-C.', min=0) = None,
+    interval: option(float, 'Seconds between two samples.', min=0.01) = 1.0,
+    log_file: option(Path | None, 'Write samples to a new .jsonl or .csv file.') = None,
+    log: option(bool, 'Write them to a .jsonl file named after the time.', '--log') = False,
 ):
     "Show the load of the GPUs (or of the CPU, if there is none) live, and a summary at the end."
-    with answer(json_) as show:
-        from rich.console import Console
-        from xtts_nb.monitor.live import monitor, summary_lines
-        if log and not log_file: log_file = Path(f'monitor-{datetime.now():%Y%m%d-%H%M%S}.jsonl')
-        summary = monitor(duration, interval, log_file, console=Console(stderr=True))
-        show(summary, '\n'.join(summary_lines(summary)))
-    if summary['interrupted']: raise KeyboardInterrupt
+    from rich.console import Console
+    from xtts_nb.monitor.live import monitor, summary_lines
+    if log and not log_file: log_file = Path(f'monitor-{datetime.now():%Y%m%d-%H%M%S}.jsonl')
+    summary = monitor(duration, interval, log_file, console=Console(stderr=True))
+    return summary, '\n'.join(summary_lines(summary)), 130 if summary['interrupted'] else 0
 
 # %% ../../nbs/app/cli.ipynb #a89da087
-@_monitoring('profile')
+@app.command('profile', rich_help_panel='Monitoring')
 def _profile_step(
-    data: Annotated[Path | None, typer.Option(
-        help='Cache to take batches from; default: random batches.')] = None,
-    preset: Annotated[str | None, typer.Option(
-        help='tiny or xtts_v2; default: as the cache was made, else tiny.')] = None,
+    data: option(Path | None, 'Cache to take batches from; default: random batches.') = None,
+    preset: option(str | None, 'tiny or xtts_v2; default: as the cache was made, else tiny.') = None,
     config: Settings = None,
-    out: Annotated[Path | None, typer.Option(
-        help='Folder for page, JSON and trace; default: runs/profile.')] = None,
+    out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
     rounds: Rounds = 7,
-    dual: Annotated[bool, typer.Option(
-        '--dual', help='Profile the stages of training on two devices instead.')] = False,
-    tensorboard: Annotated[bool, typer.Option(
-        '--tensorboard', help='Show the trace in TensorBoard until Ctrl-C.')] = False,
+    dual: option(bool, 'Profile the stages of training on two devices instead.', '--dual') = False,
+    tensorboard: option(bool, 'Show the trace in TensorBoard until Ctrl-C.', '--tensorboard') = False,
     json_: Json = False,
 ):
     "Profile a training step: placement, forward and backward, memory, most expensive operations."
     with answer(json_) as show:
         from xtts_nb.config import workspace
         folder = out or workspace().runs / 'profile'
-        result, text = _profile_dual(data, folder) if dual else _profile(data, preset, config, folder, rounds)
-        show(result, text)
-    if tensorboard: _show_trace(folder)
+        show(*(_profile_dual(data, folder) if dual else _profile(data, preset, config, folder, rounds)))
+    if tensorboard: _show_trace(folder)   # after the result is printed
 
 # %% ../../nbs/app/cli.ipynb #0a2b4e42
 def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str]:
@@ -283,13 +239,13 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     from xtts_nb.models.xtts import POLICIES
     from xtts_nb.train.profile import profile, profile_text, write_page
     from xtts_nb.train.step import Update, random_batch
-    batches = cached_batches(BatchPlan(cache, settings.data)) if cache else None
-    gpt = settings.model.gpt
-    if cache: batch = next(iter(batches))
+    gpt, text_start, batches = settings.model.gpt, 1, None
+    if cache:
+        batches, text_start = cached_batches(BatchPlan(cache, settings.data)), cache.tokenizer.start
+        batch = next(iter(batches))
     else:
         text_tokens = min(settings.data.max_text_tokens, gpt.max_text_tokens) // 2
         batch = random_batch(settings, text_tokens, gpt.max_audio_codes // 2)
-    text_start = cache.tokenizer.start if cache else 1
     update = Update(GPT(settings, text_start, dtype=POLICIES[settings.training.precision]), settings.training)
     with progress() as tell:
         result = profile(update, batch, settings.training, folder / 'trace', rounds, batches,
@@ -312,20 +268,16 @@ def _show_trace(folder: Path):
     import time
     from xtts_nb.monitor.traces import TensorBoard
     with TensorBoard(folder) as board:
-        _print_line(f'{board.url}#profile shows the trace, to this machine only; Ctrl-C ends.')
+        to_stderr(f'{board.url}#profile shows the trace, to this machine only; Ctrl-C ends.')
         while True: time.sleep(1)
 
 # %% ../../nbs/app/cli.ipynb #5b08c8c5
-DataOption = Annotated[Path | None, typer.Option(
-    help='Cache; default: that of the workspace, else synthetic clips.')]
-BatchesOption = Annotated[int, typer.Option(min=8, help='Batches in each round of measurements.')]
-RowsOption = Annotated[int | None, typer.Option(min=1, help='Rows of a batch; default: from the settings.')]
-SecondsOption = Annotated[float, typer.Option(min=1, help='Approximate time for the measurements.')]
+DataOption = option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.')
+BatchesOption = option(int, 'Batches in each round of measurements.', min=8)
+RowsOption = option(int | None, 'Rows of a batch; default: from the settings.', min=1)
+SecondsOption = option(float, 'Approximate time for the measurements.', min=1)
 
-def _print_line(line: str): print(line, file=sys.stderr, flush=True)
-
-def _with_rows(config, batch_size: int | None):
-    return config.replace(data={'batch_size': batch_size}) if batch_size else config
+def _with_rows(config, batch_size: int | None): return config.replace(data=given(batch_size=batch_size))
 
 # %% ../../nbs/app/cli.ipynb #975587b4
 @_monitoring('diagnose')
@@ -335,127 +287,101 @@ def _diagnose(
     batch_size: RowsOption = None,
     num_batches: BatchesOption = 50,
     seconds: SecondsOption = 40.,
-    apply: Annotated[bool, typer.Option(
-        '--apply', help='Try the remedies one by one and show the gain of each.')] = False,
-    json_: Json = False,
+    apply: option(bool, 'Try the remedies one by one and show the gain of each.', '--apply') = False,
 ):
     "Find out why training is slow, what to change, and the expected gain."
-    with answer(json_) as show:
-        from xtts_nb.config import XTTSConfig
-        requested = XTTSConfig.load(config) if config else None
-        start()
-        from xtts_nb.monitor.diagnose import diagnose
-        from xtts_nb.app.quick_fix import apply_settings, cache_for, changed_keys, training
-        with cache_for(data, requested, say=_print_line) as cache:
-            settings = _with_rows(requested or cache.config, batch_size)
-            verdict = diagnose(*training(cache, settings), batches=num_batches, seconds=seconds)
-            result, text = verdict.to_dict(), verdict.lines()
-            if apply:
-                better, trials = apply_settings(cache, settings, verdict, num_batches, seconds / 8,
-                                                _print_line)
-                result |= {'trials': [vars(t) for t in trials], 'changes': changed_keys(settings, better)}
-                text += [t.line() for t in trials] + result['changes']
-        show(result, '\n'.join(text))
+    from xtts_nb.config import XTTSConfig
+    requested = XTTSConfig.load(config) if config else None
+    start()
+    from xtts_nb.monitor.diagnose import diagnose
+    from xtts_nb.app.quick_fix import apply_settings, cache_for, changed_keys, training
+    with cache_for(data, requested, say=to_stderr) as cache:
+        settings = _with_rows(requested or cache.config, batch_size)
+        verdict = diagnose(*training(cache, settings), batches=num_batches, seconds=seconds)
+        result, text = verdict.to_dict(), verdict.lines()
+        if apply:
+            better, trials = apply_settings(cache, settings, verdict, num_batches, seconds / 8, to_stderr)
+            result |= {'trials': [vars(t) for t in trials], 'changes': changed_keys(settings, better)}
+            text += [t.line() for t in trials] + result['changes']
+    return result, '\n'.join(text)
 
 # %% ../../nbs/app/cli.ipynb #9f5ad44b
 @_monitoring('quick-fix')
 def _quick_fix(
     config: Settings = None,
     data: DataOption = None,
-    out: Annotated[Path, typer.Option(help='New file for the faster settings.')] = Path('fixed.yaml'),
+    out: option(Path, 'New file for the faster settings.') = Path('fixed.yaml'),
     batch_size: RowsOption = None,
     num_batches: BatchesOption = 24,
     seconds: SecondsOption = 40.,
-    json_: Json = False,
 ):
     "Check the prerequisites, diagnose a training, try the remedies; write and measure better settings."
-    with answer(json_) as show:
-        from xtts_nb.config import UserError, XTTSConfig
-        requested = XTTSConfig.load(config) if config else None
-        start()
-        from xtts_nb.app.quick_fix import cache_for, prerequisites, quick_fix
-        needs = prerequisites(data, config)
-        for need in needs: _print_line(need.line())
-        missing = [n for n in needs if not n.ok]
-        if missing: raise UserError(f'quick-fix: {missing[0].name}: {missing[0].found}')
-        with cache_for(data, requested, say=_print_line) as cache:
-            settings = _with_rows(requested or cache.config, batch_size)
-            result = quick_fix(cache, settings, out, num_batches, seconds, _print_line)
-        if not data: result['train'] = result['train'].replace(str(cache.folder), 'CACHE')
-        lines = [f'{out}: {change}' for change in result['changes']] or ['Nothing was changed.']
-        if result['changes']: lines.append(f'Measured once more: {result["verified_gain"]:.2f} x.')
-        show(result | {'prerequisites': [vars(n) for n in needs]}, '\n'.join([*lines, result['train']]))
+    from xtts_nb.config import UserError, XTTSConfig
+    requested = XTTSConfig.load(config) if config else None
+    start()
+    from xtts_nb.app.quick_fix import cache_for, prerequisites, quick_fix
+    needs = prerequisites(data, config)
+    for need in needs: to_stderr(need.line())
+    for missing in (n for n in needs if not n.ok):
+        raise UserError(f'quick-fix: {missing.name}: {missing.found}')
+    with cache_for(data, requested, say=to_stderr) as cache:
+        settings = _with_rows(requested or cache.config, batch_size)
+        result = quick_fix(cache, settings, out, num_batches, seconds, to_stderr)
+    if not data: result['train'] = result['train'].replace(str(cache.folder), 'CACHE')
+    lines = [f'{out}: {change}' for change in result['changes']] or ['Nothing was changed.']
+    if result['changes']: lines.append(f'Measured once more: {result["verified_gain"]:.2f} x.')
+    return result | {'prerequisites': [vars(n) for n in needs]}, '\n'.join([*lines, result['train']])
 
 # %% ../../nbs/app/cli.ipynb #b49a29f9
-@bench_app.command('diagnose')
-def _bench_diagnose(
-    num_batches: BatchesOption = 24,
-    seconds: SecondsOption = 8.,
-    record: Record = False,
-    json_: Json = False,
-):
+@command('diagnose', group=bench_app)
+def _bench_diagnose(num_batches: BatchesOption = 24, seconds: SecondsOption = 8., record: Record = False):
     "Diagnose trainings that are slow for a known reason, and fast ones: cause, predicted and measured gain."
-    with answer(json_) as show:
-        start()
-        from xtts_nb.monitor.patients import PATIENTS, patient_totals, total_lines, run_patients
-        with progress() as tell:
-            rows = run_patients(PATIENTS, num_batches, seconds, stage(tell, 'diagnose the trainings'))
-        total = patient_totals(rows)
-        if record: write_record('patients', rows, **total)
-        show({'rows': rows} | total, '\n'.join([table('Diagnosed trainings', rows), *total_lines(total)]))
+    start()
+    from xtts_nb.monitor.patients import PATIENTS, patient_totals, total_lines, run_patients
+    with progress() as tell:
+        rows = run_patients(PATIENTS, num_batches, seconds, stage(tell, 'diagnose the trainings'))
+    total = patient_totals(rows)
+    if record: write_record('patients', rows, **total)
+    return {'rows': rows} | total, '\n'.join([table('Diagnosed trainings', rows), *total_lines(total)])
 
 # %% ../../nbs/app/cli.ipynb #a7f8394d
 @_monitoring('configure')
 def _configure(
-    verify: Annotated[bool, typer.Option(
-        '--verify', help='Train in a child process, and show its settings.')] = False,
-    threads: Annotated[int | None, typer.Option(
-        min=1, help='Threads within and between ops; default: one per core.')] = None,
-    no_xla: Annotated[bool, typer.Option('--no-xla', help='Disable XLA.')] = False,
-    no_mixed_precision: Annotated[bool, typer.Option(
-        '--no-mixed-precision', help='Compute in float32.')] = False,
-    memory_limit: Annotated[int | None, typer.Option(
-        min=1, help='Limit of each GPU in MiB; default: as needed.')] = None,
-    allocator: Annotated[str, typer.Option(
-        help='Allocator of GPU memory: bfc or cuda_malloc_async.')] = 'bfc',
-    env_file: Annotated[Path | None, typer.Option(
-        help='Write a file for a shell: set -a; . FILE; set +a')] = None,
-    json_: Json = False,
+    verify: option(bool, 'Train in a child process, and show its settings.', '--verify') = False,
+    threads: option(int | None, 'Threads within and between ops; default: one per core.', min=1) = None,
+    no_xla: option(bool, 'Disable XLA.', '--no-xla') = False,
+    no_mixed_precision: option(bool, 'Compute in float32.', '--no-mixed-precision') = False,
+    memory_limit: option(int | None, 'Limit of each GPU in MiB; default: as needed.', min=1) = None,
+    allocator: option(str, 'Allocator of GPU memory: bfc or cuda_malloc_async.') = 'bfc',
+    env_file: option(Path | None, 'Write a file for a shell: set -a; . FILE; set +a') = None,
 ):
     "Show threads, GPU memory, XLA and precision, as requested and as in effect. Exit code 1 if they differ."
-    with answer(json_) as show:
-        from xtts_nb.app import check
-        options = dict(threads=threads, memory_limit=memory_limit, allocator=allocator, xla=not no_xla,
-                       mixed_precision=not no_mixed_precision)
-        requested = check.TFSettings(**options)
-        if env_file: check.write_environment(env_file, requested)
-        rows = check.verify_settings(requested) if verify else check.configure(**options)
-        result = {'rows': rows, 'environment': check.environment(requested),
-                  'env_file': env_file and str(env_file)}
-        if env_file: hint = f'Source {env_file}, then xtts-nb train.'
-        else: hint = 'For a child process: xtts-nb configure --env-file FILE'
-        show(result, f'{check.settings_text(rows)}\n{hint}')
-    return 1 if any(row['ok'] is False for row in rows) else 0
+    from xtts_nb.app import check
+    requested = check.TFSettings(threads, memory_limit, allocator, not no_xla, not no_mixed_precision)
+    if env_file: check.write_environment(env_file, requested)
+    rows = check.verify_settings(requested) if verify else check.configure(**vars(requested))
+    result = {'rows': rows, 'environment': check.environment(requested),
+              'env_file': env_file and str(env_file)}
+    if env_file: hint = f'Source {env_file}, then xtts-nb train.'
+    else: hint = 'For a child process: xtts-nb configure --env-file FILE'
+    return result, f'{check.settings_text(rows)}\n{hint}', 1 if any(row['ok'] is False for row in rows) else 0
 
 # %% ../../nbs/app/cli.ipynb #be04dd56
 @_monitoring('check')
 def _check(
-    stress_duration: Annotated[float, typer.Option(
-        min=0, help='Seconds of extra training under load; 0: none.')] = 0.,
+    stress_duration: option(float, 'Seconds of extra training under load; 0: none.', min=0) = 0.,
     preset: Preset = 'tiny',
-    json_: Json = False,
 ):
     "Run five checks of the training step: PASSED, FAILED or SKIPPED, and why; exit code 1 if one failed."
-    with answer(json_) as show:
-        from xtts_nb.config import XTTSConfig
-        config = XTTSConfig.preset(preset)
-        start()
-        from xtts_nb.bench import device_name
-        from xtts_nb.app.check import StepTrial, checks_text, run_checks
-        with progress() as tell:
-            report = lambda done, total, name: tell('check', done, total, name)
-            rows = run_checks(StepTrial(config), stress_duration, report)
-        counts = {result.lower(): sum(row['result'] == result for row in rows)
-                  for result in ('PASSED', 'FAILED', 'SKIPPED')}
-        show({'checks': rows, **counts, 'device': device_name()}, checks_text(rows))
-    return 1 if counts['failed'] else 0
+    from xtts_nb.config import XTTSConfig
+    config = XTTSConfig.preset(preset)
+    start()
+    from xtts_nb.bench import device_name
+    from xtts_nb.app.check import StepTrial, checks_text, run_checks
+    with progress() as tell:
+        report = lambda done, total, name: tell('check', done, total, name)
+        rows = run_checks(StepTrial(config), stress_duration, report)
+    counts = {result.lower(): sum(row['result'] == result for row in rows)
+              for result in ('PASSED', 'FAILED', 'SKIPPED')}
+    result = {'checks': rows, **counts, 'device': device_name()}
+    return result, checks_text(rows), 1 if counts['failed'] else 0

@@ -4,97 +4,60 @@
 
 # %% auto #0
 __all__ = ['find_app', 'Base', 'Kind', 'AsMade', 'RunFolder', 'Steps', 'HeldOut', 'GPUPreset', 'DataGPU', 'ModelGPU', 'Isolate',
-           'DataMemory', 'ModelMemory', 'Buffer', 'TrainData', 'FitMemory', 'OptimizationLevel', 'Epochs', 'ValData',
-           'BatchSize', 'GradAccum', 'LearningRate', 'Workers', 'Prefetch', 'PreprocessingMode', 'StaticShapes',
-           'GPUPrefetch', 'EagerDebug', 'Assignments', 'config_app', 'given']
+           'DataMemory', 'ModelMemory', 'Buffer', 'config_app', 'Layers', 'Width', 'Heads', 'Rows']
 
 # %% ../../nbs/app/cli_train.ipynb #08777d06
 import os
 import sys
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from .terminal import (
-    answer, app, bench_app, Json, load_settings, Preset, progress, Record, Rounds, Settings, stage,
-    start, table, with_file, write_record)
+    app, argument, bench_app, command, given, load_settings, option, Preset, progress, Record, Rounds,
+    Settings, stage, start, table, to_stderr, with_file, write_record)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
-_training = partial(app.command, rich_help_panel='Training')
+_training = partial(command, panel='Training')
 find_app = typer.Typer(no_args_is_help=True, help='Find a setting by trying values.')
 app.add_typer(find_app, name='find', rich_help_panel='Training')
 
-Base = Annotated[Path | None, typer.Option(
-    '--from', help='Model to start from: a folder made by convert, grow or export.')]
-Kind = Annotated[str | None, typer.Option(
-    help='Weights to train: whole, lora or rows; default: from the settings.')]
-AsMade = Annotated[str | None, typer.Option(
-    '--preset', help='tiny or xtts_v2; default: from the cache.')]
-RunFolder = Annotated[Path | None, typer.Option(
-    help='Folder of the run, resumed if it exists; default: a new one.')]
-Steps = Annotated[int | None, typer.Option(min=1, help='Total number of updates.')]
-HeldOut = Annotated[float, typer.Option(
-    min=0, max=0.9, help='Share of the sentences to hold out and validate on.')]
-GPUPreset = Annotated[str | None, typer.Option(help='Sizes for a GPU: 4090, 3090, 3060, A100 or H200.')]
+Base = option(Path | None, 'Model to start from: a folder made by convert, grow or export.', '--from')
+Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
+AsMade = option(str | None, 'tiny or xtts_v2; default: from the cache.')
+RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
+Steps = option(int | None, 'Total number of updates.', min=1)
+HeldOut = option(float, 'Share of the sentences to hold out and validate on.', min=0, max=0.9)
+GPUPreset = option(str | None, 'Sizes for a GPU: 4090, 3090, 3060, A100 or H200.')
 
 # %% ../../nbs/app/cli_train.ipynb #178952de
-DataGPU = Annotated[int | None, typer.Option(
-    '--data-gpu', min=0, help='GPU that computes mels and codes of a runtime cache.')]
-ModelGPU = Annotated[int | None, typer.Option('--model-gpu', min=0, help='GPU that trains.')]
-Isolate = Annotated[bool, typer.Option(
-    '--enable-memory-isolation',
-    help='Limit the GPU memory of both; a single GPU is split into two logical ones.')]
-DataMemory = Annotated[int | None, typer.Option(
-    '--data-gpu-memory', min=1, help='Memory limit of the data GPU in MiB.')]
-ModelMemory = Annotated[int | None, typer.Option(
-    '--model-gpu-memory', min=1, help='Memory limit of the model GPU in MiB.')]
-Buffer = Annotated[int | None, typer.Option(
-    '--buffer-size', min=1,
-    help='Batches of a runtime cache on the model GPU, including the current one; default: 3.')]
-
-def given(**options) -> dict:
-    "The options that were given."
-    return {name: value for name, value in options.items() if value is not None and value is not False}
-
-# %% ../../nbs/app/cli_train.ipynb #e7c0de01
-TrainData = Annotated[Path | None, typer.Option(
-    '--data', '--train-data', help='Cache, or corpus to prepare first; not needed to resume.')]
-FitMemory = Annotated[bool, typer.Option('--fit-memory', help='First find out how many rows fit at once.')]
-OptimizationLevel = Annotated[str | None, typer.Option(help='basic, enhanced or experimental.')]
-Epochs = Annotated[int | None, typer.Option(min=1, help='Total passes over the clips, instead of --steps.')]
-ValData = Annotated[Path | None, typer.Option(help='Cache or corpus to validate on, instead of --val.')]
-BatchSize = Annotated[int | None, typer.Option(min=1, help='Clips of an update.')]
-GradAccum = Annotated[int | None, typer.Option(
-    min=1, help='Parts that a batch is computed in, one after the other.')]
-LearningRate = Annotated[float | None, typer.Option('--lr', '--learning-rate', help='Peak learning rate.')]
-Workers = Annotated[int | None, typer.Option(min=1, help='Parallel calls in the input pipeline.')]
-Prefetch = Annotated[int | None, typer.Option(min=1, help='Batches ready ahead of the step.')]
-PreprocessingMode = Annotated[str | None, typer.Option(help='Preparation of a corpus: auto or precompute.')]
-StaticShapes = Annotated[bool | None, typer.Option(
-    '--enable-static-shapes', '--pad-to-fixed-length', help='One shape for all clips instead of buckets.')]
-GPUPrefetch = Annotated[bool | None, typer.Option(
-    '--prefetch-to-gpu/--disable-gpu-prefetch', help='Keep two batches on the GPU.')]
-EagerDebug = Annotated[bool | None, typer.Option('--enable-eager-debug', help='Run op by op, for debugging.')]
-Assignments = Annotated[list[str] | None, typer.Option(
-    '--set', metavar='KEY=VALUE', help='Set any key; may be given several times.')]
+DataGPU = option(int | None, 'GPU that computes mels and codes of a runtime cache.', min=0)
+ModelGPU = option(int | None, 'GPU that trains.', min=0)
+Isolate = option(bool, 'Limit the GPU memory of both; a single GPU is split into two logical ones.',
+                 '--enable-memory-isolation')
+DataMemory = option(int | None, 'Memory limit of the data GPU in MiB.', '--data-gpu-memory', min=1)
+ModelMemory = option(int | None, 'Memory limit of the model GPU in MiB.', '--model-gpu-memory', min=1)
+Buffer = option(
+    int | None, 'Batches of a runtime cache on the model GPU, including the current one; default: 3.', min=1)
 
 # %% ../../nbs/app/cli_train.ipynb #8179c210
 @_training('train', context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
 def _train(
     ctx: typer.Context,
-    data: TrainData = None,
+    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.',
+                 '--data', '--train-data') = None,
     run: RunFolder = None,
     from_: Base = None,
     finetune: Kind = None,
-    fit_memory: FitMemory = False,
+    fit_memory: option(bool, 'First find out how many rows fit at once.', '--fit-memory') = False,
     preset: AsMade = None,
     config: Settings = None,
     gpu_preset: GPUPreset = None,
-    optimization_level: OptimizationLevel = None,
+    optimization_level: option(str | None, 'basic, enhanced or experimental.') = None,
     steps: Steps = None,
-    epochs: Epochs = None,
+    epochs: option(int | None, 'Total passes over the clips, instead of --steps.', min=1) = None,
     val: HeldOut = 0.,
     data_gpu: DataGPU = None,
     model_gpu: ModelGPU = None,
@@ -102,51 +65,54 @@ def _train(
     data_memory: DataMemory = None,
     model_memory: ModelMemory = None,
     buffer_size: Buffer = None,
-    val_data: ValData = None,
-    batch_size: BatchSize = None,
-    grad_accum: GradAccum = None,
-    lr: LearningRate = None,
-    num_workers: Workers = None,
-    prefetch_buffer_size: Prefetch = None,
-    preprocessing_mode: PreprocessingMode = None,
-    enable_static_shapes: StaticShapes = None,
-    prefetch_to_gpu: GPUPrefetch = None,
-    enable_eager_debug: EagerDebug = None,
-    set_: Assignments = None,
-    json_: Json = False,
+    val_data: option(Path | None, 'Cache or corpus to validate on, instead of --val.') = None,
+    batch_size: option(int | None, 'Clips of an update.', min=1) = None,
+    grad_accum: option(int | None, 'Parts that a batch is computed in, one after the other.', min=1) = None,
+    lr: option(float | None, 'Peak learning rate.', '--lr', '--learning-rate') = None,
+    num_workers: option(int | None, 'Parallel calls in the input pipeline.', min=1) = None,
+    prefetch_buffer_size: option(int | None, 'Batches ready ahead of the step.', min=1) = None,
+    preprocessing_mode: option(str | None, 'Preparation of a corpus: auto or precompute.') = None,
+    enable_static_shapes: option(bool | None, 'One shape for all clips instead of buckets.',
+                                 '--enable-static-shapes', '--pad-to-fixed-length') = None,
+    prefetch_to_gpu: option(bool | None, 'Keep two batches on the GPU.',
+                            '--prefetch-to-gpu/--disable-gpu-prefetch') = None,
+    enable_eager_debug: option(bool | None, 'Run op by op, for debugging.', '--enable-eager-debug') = None,
+    set_: option(list[str] | None, 'Set any key; may be repeated.', '--set', metavar='KEY=VALUE') = None,
 ):
     "Train the GPT on a cache; the model and metrics.jsonl go to RUN. SIGTERM saves and exits with 143."
-    with answer(json_) as show:
-        from xtts_nb.app.recipes import check_unknown
-        check_unknown(ctx.args, [o for p in ctx.command.params for o in (*p.opts, *p.secondary_opts)])
-        _known(run, data, 'train: neither a cache nor a run is given',
-               'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
-        layers = _layers({name: value for name, value in ctx.params.items() if value is not None})
-        gpus = given(data_gpu=data_gpu, model_gpu=model_gpu, isolate=isolate,
-                     data_memory=data_memory, model_memory=model_memory)
-        _check_fit(fit_memory, gpus)
-        trainer = _trainer(data, run, preset, config, layers, val, val_data, from_, finetune, fit_memory,
-                           start(**gpus), bool(gpus or buffer_size), buffer_size or 3)
-        with progress() as tell: result, text = _fit(trainer, 'train', tell)
-        show(result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE')
+    from xtts_nb.app.recipes import check_unknown
+    check_unknown(ctx.args, [o for p in ctx.command.params for o in (*p.opts, *p.secondary_opts)])
+    _known(run, data, 'train: neither a cache nor a run is given',
+           'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
+    layers, gpus = _layers({k: v for k, v in ctx.params.items() if v is not None}), _gpus(ctx.params)
+    _check_fit(fit_memory, gpus)
+    trainer = _trainer(data, run, preset, config, layers, val, val_data, from_, finetune, fit_memory,
+                       start(**gpus), bool(gpus or buffer_size), buffer_size or 3)
+    with progress() as tell: result, text = _fit(trainer, 'train', tell)
+    return result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE'
 
 # %% ../../nbs/app/cli_train.ipynb #06d1c738
 def _fit(trainer, name: str, tell) -> tuple[dict, str]:
     "Train, as the command `name`: the result, and its text."
     from xtts_nb.train.step import mode_line
-    print(mode_line(trainer.training), file=sys.stderr)
-    if trainer.step: print(f'{trainer.run} goes on at update {trainer.step}.', file=sys.stderr)
+    to_stderr(mode_line(trainer.training))
+    if trainer.step: to_stderr(f'{trainer.run} goes on at update {trainer.step}.')
     tell(name, trainer.step, trainer.training.steps, 'compiling')
     try: result = trainer.fit(progress=lambda done, total, line: tell(name, done, total, _note(line)))
     except SystemExit:
         command = f'xtts-nb {name} --run {trainer.run}'
-        print(f'SIGTERM: saved at update {trainer.step}; {command} goes on.', file=sys.stderr)
+        to_stderr(f'SIGTERM: saved at update {trainer.step}; {command} goes on.')
         raise
     text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '
             f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
     return result | {'run': str(trainer.run)}, text
 
 # %% ../../nbs/app/cli_train.ipynb #ed7d77ee
+def _gpus(options: dict) -> dict:
+    "The options of a command that assign GPUs, as `start` takes them."
+    names = 'data_gpu', 'model_gpu', 'isolate', 'data_memory', 'model_memory'
+    return given(**{name: options[name] for name in names})
+
 def _layers(flags: dict) -> dict[str, dict]:
     "The settings that options ask for, by layer, the general first; raises `UserError` if two contradict."
     from xtts_nb.config import UserError
@@ -175,7 +141,7 @@ def _note(line: dict) -> str:
 def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, fit, devices, on_device, ring):
     "A trainer on a cache, or that of an existing `run`; under `TF_CONFIG` one of several workers."
     new_run, replicas = _maker()   # first: the strategy of a cluster is made before anything is computed
-    from xtts_nb.config import XTTSConfig, workspace
+    from xtts_nb.config import XTTSConfig
     from xtts_nb.train.dual import check_no_codes
     from xtts_nb.app.recipes import recipe
     from xtts_nb.train.runs import check_made_for, held_out_share, open_cache, run_facts
@@ -185,7 +151,7 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     if preset or not (facts or cache): settings = XTTSConfig.preset(preset or 'tiny')
     else: settings = XTTSConfig.load(run / 'config.yaml') if facts else cache.config
     initial = settings
-    settings = recipe(with_file(settings, config), layers, lambda line: print(line, file=sys.stderr))
+    settings = recipe(with_file(settings, config), layers, to_stderr)
     settings = _with_base(base, settings, finetune)
     if on_device and not cache: settings = _without_codes(settings)
     cache = cache or open_cache(_corpus_cache(data, settings, base), settings)
@@ -199,7 +165,7 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     settings = _changed(settings, val or val_data)
     val_cache = open_cache(val_data) if val_data else None
     if val_cache and feed: check_no_codes(val_cache)
-    return new_run(cache, settings, run or _free_run(workspace().runs), held_out, base, val_cache, **feed)
+    return new_run(cache, settings, run or _free_run(), held_out, base, val_cache, **feed)
 
 def _settings(cache, preset, config, base, finetune):
     "The requested settings, over those of the cache."
@@ -222,7 +188,7 @@ def _feed(cache, settings, devices, on_device: bool, ring: int) -> dict:
     feed = Feed(cache, settings, devices, ring)
     limits = [f'GPU {card}: {" and ".join(map(str, parts))} MiB.'
               for card, parts in devices.limits.items() if parts]
-    print(devices.line, *limits, file=sys.stderr)
+    to_stderr(devices.line, *limits)
     return {'feed': feed, 'device': devices.model}
 
 def _without_codes(settings):
@@ -261,11 +227,11 @@ def _corpus_cache_folder(corpus: Path, settings, made: Path | None = None) -> Pa
     "The folder in the workspace for the cache of this corpus and these settings."
     from xtts_nb.config import workspace
     from xtts_nb.files import fingerprint
-    dvae = {k: v for k, v in settings.training.model_dump().items() if k.startswith('dvae') or k == 'seed'}
+    from xtts_nb.app.cli_data import dvae_settings
     limits = settings.data.model_dump(
         include={'min_seconds', 'max_seconds', 'max_text_tokens', 'preprocessing_mode'})
     corpus, made = corpus.resolve(), str(made.resolve()) if made else ''
-    mark = fingerprint(str(corpus), settings.model.model_dump(), dvae, limits, made)
+    mark = fingerprint(str(corpus), settings.model.model_dump(), dvae_settings(settings), limits, made)
     return workspace().cache / f'{corpus.stem}-{mark[:8]}'
 
 def _corpus_cache(corpus: Path, settings, made: Path | None = None) -> Path:
@@ -273,7 +239,7 @@ def _corpus_cache(corpus: Path, settings, made: Path | None = None) -> Path:
     from xtts_nb.app.cli_data import make_cache
     out = _corpus_cache_folder(corpus, settings, made)
     state = 'brought up to date' if (out / 'manifest.json').is_file() else 'made now'
-    print(f'{corpus} is a corpus; its cache is {out}, {state}.', file=sys.stderr)
+    to_stderr(f'{corpus} is a corpus; its cache is {out}, {state}.')
     make_cache(corpus, out, settings, made)
     return out
 
@@ -281,57 +247,51 @@ def _check_prepared(cache, initial, settings, options: dict = {}):   # noqa: B00
     "Raise `UserError` for a changed setting that only the preparation of a cache uses."
     from xtts_nb.app.recipes import check_used
     made, mode = cache.config.data, cache.manifest['mode']
-    always = {f'data.{name}': getattr(made, name) for name in ('max_drop_rate', 'max_cache_gb')}
-    always['data.preprocessing_mode'] = mode
+    always = {'data.max_drop_rate': made.max_drop_rate, 'data.max_cache_gb': made.max_cache_gb,
+              'data.preprocessing_mode': mode}
     explicit = [key for key, value in options.items() if value != 'auto']
     reason = (f'{cache.folder} is prepared, with preprocessing_mode {mode}; prepare the corpus again with '
               'the new value, or leave it out')
     check_used(initial, settings, always, reason, explicit)
 
-def _free_run(runs: Path, name: str = 'train') -> Path:
-    "The first of train-1, train-2, ... that is free."
-    n = 1
-    while (runs / f'{name}-{n}').exists(): n += 1
-    return runs / f'{name}-{n}'
+def _free_run(name: str = 'train') -> Path:
+    "The first of train-1, train-2, ... that is free in the workspace."
+    from xtts_nb.config import workspace
+    runs = workspace().runs
+    return next(run for n in count(1) if not (run := runs / f'{name}-{n}').exists())
 
 # %% ../../nbs/app/cli_train.ipynb #dd2c5fa6
 @_training('train-dvae')
 def _train_dvae(
-    corpus: Annotated[Path | None, typer.Argument(
-        help='Folder of a corpus, or its metadata file; not needed to resume.')] = None,
+    corpus: argument(Path | None, 'Folder of a corpus, or its metadata file; not needed to resume.') = None,
     run: RunFolder = None,
-    preset: Annotated[str | None, typer.Option(
-        help='tiny or xtts_v2; default: tiny, or the settings of the run.')] = None,
+    preset: option(str | None, 'tiny or xtts_v2; default: tiny, or the settings of the run.') = None,
     config: Settings = None,
     steps: Steps = None,
-    val: Annotated[float, typer.Option(
-        min=0, max=0.9, help='Share of the audio to hold out and validate on.')] = 0.,
-    json_: Json = False,
+    val: option(float, 'Share of the audio to hold out and validate on.', min=0, max=0.9) = 0.,
 ):
     "Train a DVAE on a corpus, for prepare --dvae RUN. SIGTERM saves and exits with 143."
-    with answer(json_) as show:
-        known = _known(run, corpus, 'train-dvae: neither a run nor a corpus is given',
-                       'start a run with xtts-nb train-dvae CORPUS')
-        start()
-        from xtts_nb.config import workspace
-        from xtts_nb.data.corpora import check_dropped, read_corpus
-        from xtts_nb.data.prepare import mel_sample
-        from xtts_nb.app.recipes import check_used
-        from xtts_nb.train.parts import DVAE_ALWAYS, new_dvae_run
-        initial = load_settings(preset or 'tiny', None, run if known and not preset else None)
-        settings = with_file(initial, config)
-        check_used(initial, settings, {f'training.{k}': v for k, v in DVAE_ALWAYS.items()},
-                   'it is for xtts-nb train, and the DVAE has training.dvae_steps, dvae_batch_size and '
-                   'dvae_learning_rate; leave it out')
-        settings = _changed(settings, val, dvae_steps=steps)
-        with progress() as tell:
-            def mels():
-                clips, dropped = read_corpus(corpus)
-                check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
-                return mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
-            trainer = new_dvae_run(run or _free_run(workspace().runs, 'dvae'), settings, mels, val)
-            result, text = _fit(trainer, 'train-dvae', tell)
-        show(result, f'{text}\nxtts-nb prepare CORPUS --dvae {trainer.run} --out CACHE')
+    known = _known(run, corpus, 'train-dvae: neither a run nor a corpus is given',
+                   'start a run with xtts-nb train-dvae CORPUS')
+    start()
+    from xtts_nb.data.corpora import check_dropped, read_corpus
+    from xtts_nb.data.prepare import mel_sample
+    from xtts_nb.app.recipes import check_used
+    from xtts_nb.train.parts import DVAE_ALWAYS, new_dvae_run
+    initial = load_settings(preset or 'tiny', None, run if known and not preset else None)
+    settings = with_file(initial, config)
+    check_used(initial, settings, {f'training.{k}': v for k, v in DVAE_ALWAYS.items()},
+               'it is for xtts-nb train, and the DVAE has training.dvae_steps, dvae_batch_size and '
+               'dvae_learning_rate; leave it out')
+    with progress() as tell:
+        def mels():
+            clips, dropped = read_corpus(corpus)
+            check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
+            return mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
+        changed = _changed(settings, val, dvae_steps=steps)
+        trainer = new_dvae_run(run or _free_run('dvae'), changed, mels, val)
+        result, text = _fit(trainer, 'train-dvae', tell)
+    return result, f'{text}\nxtts-nb prepare CORPUS --dvae {trainer.run} --out CACHE'
 
 # %% ../../nbs/app/cli_train.ipynb #cb59c0a4
 def _known(run: Path | None, source, missing: str, remedy: str) -> bool:
@@ -344,45 +304,39 @@ def _known(run: Path | None, source, missing: str, remedy: str) -> bool:
 
 def _changed(settings, val, **training):
     "Settings with the values of the options; held-out data turns validation on."
-    given = {key: value for key, value in training.items() if value is not None}
+    changes = given(**training)
     if val and not settings.training.validate_every:
-        given['validate_every'] = settings.training.checkpoint_every
-    return settings.replace(training=given)
+        changes['validate_every'] = settings.training.checkpoint_every
+    return settings.replace(training=changes)
 
 # %% ../../nbs/app/cli_train.ipynb #67c31047
 @_training('train-voice')
 def _train_voice(
-    model: Annotated[Path | None, typer.Argument(
-        help='Folder of a trained model; not needed to resume.')] = None,
-    data: Annotated[Path | None, typer.Option(
-        help='Cache in the codes of that model; default: the one it was trained on.')] = None,
+    model: argument(Path | None, 'Folder of a trained model; not needed to resume.') = None,
+    data: option(Path | None, 'Cache in the codes of that model; default: the one it was trained on.') = None,
     run: RunFolder = None,
     config: Settings = None,
     steps: Steps = None,
     val: HeldOut = 0.,
-    corpus: Annotated[Path | None, typer.Option(
-        help='The corpus that the cache came from, if it was moved.')] = None,
-    json_: Json = False,
+    corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.') = None,
 ):
     "Train a decoder for a trained model. SIGTERM saves and exits with 143."
-    with answer(json_) as show:
-        known = _known(run, model, 'train-voice: neither a run nor a model is given',
-                       'start a run with xtts-nb train-voice MODEL')
-        start()
-        from xtts_nb.data.cache import Cache
-        from xtts_nb.config import workspace
-        from xtts_nb.train.runs import held_out_share
-        from xtts_nb.train.parts import cache_of, new_voice_run
-        settings = _voice_settings(run if known else model, config, known)
-        if steps: settings = settings.replace(voice={'steps': steps})
-        settings = _changed(settings, val)
-        cache = None if known else Cache(data or cache_of(model))
-        out = held_out_share(cache, val) if cache and val else ()
-        with progress() as tell:
-            trainer = new_voice_run(run or _free_run(workspace().runs, 'voice'), model, cache, settings, out,
-                                    corpus, stage(tell, 'states and recordings'))
-            result, text = _fit(trainer, 'train-voice', tell)
-        show(result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE')
+    known = _known(run, model, 'train-voice: neither a run nor a model is given',
+                   'start a run with xtts-nb train-voice MODEL')
+    start()
+    from xtts_nb.data.cache import Cache
+    from xtts_nb.train.runs import held_out_share
+    from xtts_nb.train.parts import cache_of, new_voice_run
+    settings = _voice_settings(run if known else model, config, known)
+    if steps: settings = settings.replace(voice={'steps': steps})
+    settings = _changed(settings, val)
+    cache = None if known else Cache(data or cache_of(model))
+    out = held_out_share(cache, val) if cache and val else ()
+    with progress() as tell:
+        trainer = new_voice_run(run or _free_run('voice'), model, cache, settings, out, corpus,
+                                stage(tell, 'states and recordings'))
+        result, text = _fit(trainer, 'train-voice', tell)
+    return result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE'
 
 def _voice_settings(folder: Path, config: Path | None, known: bool):
     "The settings of a model or a decoder's run, with a file over them; raises `UserError` for an unused one."
@@ -415,7 +369,7 @@ def _in_memory(cache, settings, base, fit: bool, devices, replicas: int):
     rows = max(settings.training.accumulation, settings.data.batch_size // replicas)
     share = settings.replace(data={'batch_size': rows}) if replicas > 1 else settings
     new_rows = sum(b - a for a, b in runs)
-    print(check_memory(share, codes, text, new_rows, free_memory(devices)), file=sys.stderr)
+    to_stderr(check_memory(share, codes, text, new_rows, free_memory(devices)))
     return settings
 
 def _fitting(settings, codes, text, runs, memory=None):
@@ -426,133 +380,99 @@ def _fitting(settings, codes, text, runs, memory=None):
     chosen = found.training
     again = ', each block computed again' if chosen.gradient_checkpointing else ''
     rows = found.data.batch_size // chosen.accumulation
-    print(f'{rows} rows at once, in {chosen.accumulation} parts{again}.', file=sys.stderr)
+    to_stderr(f'{rows} rows at once, in {chosen.accumulation} parts{again}.')
     return found, tried
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
-@find_app.command('batch-size')
+@command('batch-size', group=find_app)
 def _find_batch_size(
-    data: Annotated[Path, typer.Option(help='Cache to train on.')],
+    data: option(Path, 'Cache to train on.'),
     from_: Base = None,
     finetune: Kind = None,
     preset: AsMade = None,
     config: Settings = None,
-    memory: Annotated[float | None, typer.Option(
-        min=0.1, help='GB to use; default: nine tenths of the free memory.')] = None,
-    json_: Json = False,
+    memory: option(float | None, 'GB to use; default: nine tenths of the free memory.', min=0.1) = None,
 ):
     "Find how many rows fit into memory at once: tries updates of the largest bucket in child processes."
-    with answer(json_) as show:
-        start()
-        from xtts_nb.train.runs import open_cache
-        cache = open_cache(data)
-        settings = _settings(cache, preset, config, from_, finetune)
-        found, tried = _fitting(settings, *_largest(cache, settings, from_), memory and int(memory * 1e9))
-        keys = {'accumulation': found.training.accumulation,
-                'gradient_checkpointing': found.training.gradient_checkpointing}
-        show({'training': keys, 'tried': tried}, table('In the section training: ' + str(keys), tried))
+    start()
+    from xtts_nb.train.runs import open_cache
+    cache = open_cache(data)
+    settings = _settings(cache, preset, config, from_, finetune)
+    found, tried = _fitting(settings, *_largest(cache, settings, from_), memory and int(memory * 1e9))
+    keys = found.training.model_dump(include={'accumulation', 'gradient_checkpointing'})
+    return {'training': keys, 'tried': tried}, table('In the section training: ' + str(keys), tried)
 
 # %% ../../nbs/app/cli_train.ipynb #53bc1d5f
-@find_app.command('learning-rate')
+@command('learning-rate', group=find_app)
 def _find_learning_rate(
-    data: Annotated[Path, typer.Option(help='Cache to train on.')],
+    data: option(Path, 'Cache to train on.'),
     from_: Base = None,
     finetune: Kind = None,
     preset: AsMade = None,
     config: Settings = None,
-    low: Annotated[float, typer.Option(help='First rate.')] = 1e-7,
-    high: Annotated[float, typer.Option(help='Last rate, if the loss does not rise before.')] = 1.,
-    steps: Annotated[int, typer.Option(min=10, help='Most updates.')] = 80,
-    out: Annotated[Path, typer.Option(
-        help='PNG file; the numbers go into a JSON file beside it.')] = Path('learning_rate.png'),
-    json_: Json = False,
+    low: option(float, 'First rate.') = 1e-7,
+    high: option(float, 'Last rate, if the loss does not rise before.') = 1.,
+    steps: option(int, 'Most updates.', min=10) = 80,
+    out: option(Path, 'PNG file; the numbers go into a JSON file beside it.') = Path('learning_rate.png'),
 ):
     "Train at rising rates until the loss rises, and suggest a rate."
-    with answer(json_) as show:
-        start()
-        import tempfile
-        from xtts_nb.train.finetune import find_learning_rate, plot_learning_rate
-        from xtts_nb.train.runs import new_run, open_cache
-        cache = open_cache(data)
-        settings = _settings(cache, preset, config, from_, finetune)
-        with tempfile.TemporaryDirectory() as folder, progress() as tell:
-            trainer = new_run(cache, settings, Path(folder) / 'run', base=from_)
-            found = find_learning_rate(trainer, low, high, steps, stage(tell, 'raise the rate'))
-        plot_learning_rate(found, out)
-        suggestion, lowest = found['suggestion'], found['lowest']
-        text = f'training.learning_rate: {suggestion:g} (the loss was lowest at {lowest:.1e}); see {out}'
-        show({'suggestion': suggestion, 'lowest': lowest, 'updates': len(found['losses']),
-              'plot': str(out)}, text)
+    start()
+    import tempfile
+    from xtts_nb.train.finetune import find_learning_rate, plot_learning_rate
+    from xtts_nb.train.runs import new_run, open_cache
+    cache = open_cache(data)
+    settings = _settings(cache, preset, config, from_, finetune)
+    with tempfile.TemporaryDirectory() as folder, progress() as tell:
+        trainer = new_run(cache, settings, Path(folder) / 'run', base=from_)
+        found = find_learning_rate(trainer, low, high, steps, stage(tell, 'raise the rate'))
+    plot_learning_rate(found, out)
+    suggestion, lowest = found['suggestion'], found['lowest']
+    text = f'training.learning_rate: {suggestion:g} (the loss was lowest at {lowest:.1e}); see {out}'
+    result = {'suggestion': suggestion, 'lowest': lowest, 'updates': len(found['losses']), 'plot': str(out)}
+    return result, text
 
 # %% ../../nbs/app/cli_train.ipynb #28c24994
 config_app = typer.Typer(no_args_is_help=True, help='Settings files.')
 app.add_typer(config_app, name='config', rich_help_panel='Training')
 
-@config_app.command('create')
+@command('create', group=config_app)
 def _config_create(
-    out: Annotated[Path, typer.Argument(help='File to write.')] = Path('config.yaml'),
+    out: argument(Path, 'File to write.') = Path('config.yaml'),
     preset: Preset = 'xtts_v2',
     gpu_preset: GPUPreset = None,
-    json_: Json = False,
 ):
     "Write all settings with their defaults to a commented YAML file, for xtts-nb train --config."
-    with answer(json_) as show:
-        from xtts_nb.config import UserError, XTTSConfig
-        from xtts_nb.files import atomic_file
-        from xtts_nb.app.recipes import commented_yaml, config_diff, gpu_preset as sizes, recipe
-        config = base = XTTSConfig.preset(preset)
-        if gpu_preset:
-            config = recipe(base, {gpu_preset: sizes(gpu_preset, os.cpu_count())}, lambda line: None)
-        if out.exists(): raise UserError(f'{out}: already exists; choose another name or remove it.')
-        with atomic_file(out) as part: part.write_text(commented_yaml(config), encoding='utf-8')
-        changed = {key: new for key, (_, new) in config_diff(base, config).items()}
-        result = {'config': str(out), 'preset': preset, 'changed': changed}
-        show(result, f'{out}: xtts-nb train --config {out} --data CACHE')
+    from xtts_nb.config import UserError, XTTSConfig
+    from xtts_nb.files import atomic_file
+    from xtts_nb.app.recipes import commented_yaml, config_diff, gpu_preset as sizes, recipe
+    config = base = XTTSConfig.preset(preset)
+    if gpu_preset:
+        config = recipe(base, {gpu_preset: sizes(gpu_preset, os.cpu_count())}, lambda line: None)
+    if out.exists(): raise UserError(f'{out}: already exists; choose another name or remove it.')
+    with atomic_file(out) as part: part.write_text(commented_yaml(config), encoding='utf-8')
+    changed = {key: new for key, (_, new) in config_diff(base, config).items()}
+    result = {'config': str(out), 'preset': preset, 'changed': changed}
+    return result, f'{out}: xtts-nb train --config {out} --data CACHE'
 
 # %% ../../nbs/app/cli_train.ipynb #bf9b4769
 @_training('export')
 def _export(
-    run: Annotated[Path, typer.Argument(help='Folder of a run.')],
-    out: Annotated[Path, typer.Argument(help='A new folder for the model.')],
-    best: Annotated[bool, typer.Option(
-        '--best', help='Model with the best validation loss instead of the newest.')] = False,
-    bfloat16: Annotated[bool, typer.Option('--bfloat16', help='Store bfloat16, half the size.')] = False,
-    json_: Json = False,
+    run: argument(Path, 'Folder of a run.'),
+    out: argument(Path, 'A new folder for the model.'),
+    best: option(bool, 'Model with the best validation loss instead of the newest.', '--best') = False,
+    bfloat16: option(bool, 'Store bfloat16, half the size.', '--bfloat16') = False,
 ):
     "Write only the model of a run into a folder."
-    with answer(json_) as show:
-        start()
-        from xtts_nb.train.runs import export_run
-        result = export_run(run, out, best, 'bfloat16' if bfloat16 else 'float32')
-        show(result, f'{out}: {result["bytes"] / 1e6:,.1f} MB')
+    start()
+    from xtts_nb.train.runs import export_run
+    result = export_run(run, out, best, 'bfloat16' if bfloat16 else 'float32')
+    return result, f'{out}: {result["bytes"] / 1e6:,.1f} MB'
 
 # %% ../../nbs/app/cli_train.ipynb #3c614ad3
-@bench_app.command('train')
-def _bench_train(
-    layers: Annotated[int, typer.Option(min=1, help='Layers of the GPT.')] = 8,
-    width: Annotated[int, typer.Option(min=64, help='D.')] = 512,
-    heads: Annotated[int, typer.Option(min=1, help='H.')] = 8,
-    batch_size: Annotated[int, typer.Option(min=1, help='B.')] = 4,
-    text_tokens: Annotated[int, typer.Option(min=1, max=400, help='Text tokens of each clip.')] = 120,
-    codes: Annotated[int, typer.Option(min=1, max=603, help='Audio codes of each clip.')] = 220,
-    coqui_python: Annotated[Path | None, typer.Option(
-        help='The Python of an environment with coqui-tts 0.28.')] = None,
-    rounds: Rounds = 7,
-    record: Record = False,
-    json_: Json = False,
-):
-    "Milliseconds of a training step in each mode, its MFU, and its AU in the loop, on random clips."
-    with answer(json_) as show:
-        config = _sized(layers, width, heads, batch_size)
-        start()
-        from xtts_nb.app.step_speed import step_speed
-        with progress() as tell:
-            tell('measure', 0, 1, 'compiling')
-            rows = step_speed(config, text_tokens, codes, rounds, coqui_python, stage(tell, 'measure'))
-        about = (f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes, '
-                 'no dropout')
-        if record: write_record('step_speed', rows, model=about)
-        show({'rows': rows, 'model': about}, table(about, rows))
+Layers = option(int, 'Layers of the GPT.', min=1)
+Width = option(int, 'D.', min=64)
+Heads = option(int, 'H.', min=1)
+Rows = option(int, 'B.', min=1)
 
 def _sized(layers: int, width: int, heads: int, batch_size: int):
     "The settings of XTTS-v2 with another size of the GPT and of the batch."
@@ -560,41 +480,53 @@ def _sized(layers: int, width: int, heads: int, batch_size: int):
     sizes = {'layers': layers, 'width': width, 'heads': heads}
     return XTTSConfig.xtts_v2().replace(model={'gpt': sizes}, data={'batch_size': batch_size})
 
-# %% ../../nbs/app/cli_train.ipynb #5f0a9c2e
-@bench_app.command('gpt2')
-def _bench_gpt2(
-    layers: Annotated[int, typer.Option(min=1, help='Layers of the GPT-2.')] = 8,
-    width: Annotated[int, typer.Option(min=64, help='D.')] = 512,
-    heads: Annotated[int, typer.Option(min=1, help='H.')] = 8,
-    batch_size: Annotated[int, typer.Option(min=1, help='B.')] = 4,
-    tokens: Annotated[int, typer.Option(min=2, help='Tokens of each row.')] = 512,
-    torch_python: Annotated[Path | None, typer.Option(
-        help='The Python of an environment with PyTorch and transformers.')] = None,
+@command('train', group=bench_app)
+def _bench_train(
+    layers: Layers = 8, width: Width = 512, heads: Heads = 8, batch_size: Rows = 4,
+    text_tokens: option(int, 'Text tokens of each clip.', min=1, max=400) = 120,
+    codes: option(int, 'Audio codes of each clip.', min=1, max=603) = 220,
+    coqui_python: option(Path | None, 'The Python of an environment with coqui-tts 0.28.') = None,
     rounds: Rounds = 7,
     record: Record = False,
-    json_: Json = False,
+):
+    "Milliseconds of a training step in each mode, its MFU, and its AU in the loop, on random clips."
+    config = _sized(layers, width, heads, batch_size)
+    start()
+    from xtts_nb.app.step_speed import step_speed
+    with progress() as tell:
+        tell('measure', 0, 1, 'compiling')
+        rows = step_speed(config, text_tokens, codes, rounds, coqui_python, stage(tell, 'measure'))
+    about = (f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes, '
+             'no dropout')
+    if record: write_record('step_speed', rows, model=about)
+    return {'rows': rows, 'model': about}, table(about, rows)
+
+# %% ../../nbs/app/cli_train.ipynb #5f0a9c2e
+@command('gpt2', group=bench_app)
+def _bench_gpt2(
+    layers: Layers = 8, width: Width = 512, heads: Heads = 8, batch_size: Rows = 4,
+    tokens: option(int, 'Tokens of each row.', min=2) = 512,
+    torch_python: option(Path | None, 'The Python of an environment with PyTorch and transformers.') = None,
+    rounds: Rounds = 7,
+    record: Record = False,
 ):
     "Milliseconds of a training step of a plain GPT-2 in each mode and in PyTorch, on random tokens."
-    with answer(json_) as show:
-        config = _sized(layers, width, heads, batch_size)
-        start()
-        from xtts_nb.app.step_speed import gpt2_speed
-        with progress() as tell:
-            tell('measure', 0, 1, 'compiling')
-            rows = gpt2_speed(config, tokens, rounds, torch_python, stage(tell, 'measure'))
-        about = f'GPT-2 {layers} x {width}, batch {batch_size}, {tokens} tokens, no dropout'
-        if record: write_record('gpt2', rows, model=about)
-        show({'rows': rows, 'model': about}, table(about, rows))
-
-# %% ../../nbs/app/cli_train.ipynb #0a52c0de
-_devices = partial(app.command, rich_help_panel='Devices')
+    config = _sized(layers, width, heads, batch_size)
+    start()
+    from xtts_nb.app.step_speed import gpt2_speed
+    with progress() as tell:
+        tell('measure', 0, 1, 'compiling')
+        rows = gpt2_speed(config, tokens, rounds, torch_python, stage(tell, 'measure'))
+    about = f'GPT-2 {layers} x {width}, batch {batch_size}, {tokens} tokens, no dropout'
+    if record: write_record('gpt2', rows, model=about)
+    return {'rows': rows, 'model': about}, table(about, rows)
 
 # %% ../../nbs/app/cli_train.ipynb #9cc53690
-@bench_app.command('dual')
+@command('dual', group=bench_app)
 def _bench_dual(
-    data: Annotated[Path | None, typer.Option(
-        help='A runtime cache, to measure its real stages too.')] = None,
-    steps: Annotated[int, typer.Option(min=3, help='Batches of each measurement.')] = 60,
+    ctx: typer.Context,
+    data: option(Path | None, 'A runtime cache, to measure its real stages too.') = None,
+    steps: option(int, 'Batches of each measurement.', min=3) = 60,
     data_gpu: DataGPU = None,
     model_gpu: ModelGPU = None,
     isolate: Isolate = False,
@@ -602,49 +534,40 @@ def _bench_dual(
     model_memory: ModelMemory = None,
     buffer_size: Buffer = None,
     record: Record = False,
-    json_: Json = False,
 ):
     "Batches per second with sequential and overlapped stages, against the rate of the slowest stage."
-    gpus = given(data_gpu=data_gpu, model_gpu=model_gpu, isolate=isolate,
-                 data_memory=data_memory, model_memory=model_memory)
-    with answer(json_) as show:
-        from xtts_nb.config import UserError
-        from xtts_nb.train.dual import STAGE_SECONDS, bench_stages, pipeline_table
-        if gpus and not data:
-            raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
-                            'or no GPUs.')
-        about = {'stages_ms': [round(1e3 * t) for t in STAGE_SECONDS.values()], 'steps': steps}
-        trainer, about['devices'] = _dual_trainer(data, gpus, buffer_size) if data else (None, None)
-        with progress() as tell:
-            rows, _ = bench_stages(steps, ring=buffer_size or 3, progress=stage(tell, 'emulated stages'))
-        if trainer:
-            from xtts_nb.train.dual import bench_feed
-            rows += bench_feed(trainer, steps)[0]
-        if record: write_record('dual', rows, **about)
-        show({'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows)))
+    from xtts_nb.config import UserError
+    from xtts_nb.train.dual import STAGE_SECONDS, bench_feed, bench_stages, pipeline_table
+    gpus, ring = _gpus(ctx.params), buffer_size or 3
+    if gpus and not data:
+        raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
+                        'or no GPUs.')
+    about = {'stages_ms': [round(1e3 * t) for t in STAGE_SECONDS.values()], 'steps': steps}
+    trainer, about['devices'] = _dual_trainer(data, gpus, ring) if data else (None, None)
+    with progress() as tell:
+        rows, _ = bench_stages(steps, ring=ring, progress=stage(tell, 'emulated stages'))
+    if trainer: rows += bench_feed(trainer, steps)[0]
+    if record: write_record('dual', rows, **about)
+    return {'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows))
 
-def _dual_trainer(data: Path, gpus: dict, buffer_size: int | None):
+def _dual_trainer(data: Path, gpus: dict, ring: int):
     "A trainer on two devices, and the line that names them."
     devices = start(two=True, **gpus)
     from xtts_nb.data.cache import Cache
     from xtts_nb.train.dual import dual_trainer
     cache = Cache(data)
-    return dual_trainer(cache, cache.config, devices, ring=buffer_size or 3), devices.line
+    return dual_trainer(cache, cache.config, devices, ring=ring), devices.line
 
 # %% ../../nbs/app/cli_train.ipynb #9b0c56d1
-@_devices('distributed')
+@app.command('distributed', rich_help_panel='Devices')
 def _distributed(
-    arguments: Annotated[list[str], typer.Argument(
-        metavar='-- train ...', help='With --run, where a failed worker resumes.')],
-    workers: Annotated[str | None, typer.Option(
-        metavar='HOST:PORT,...', help='All workers, the same list everywhere.')] = None,
-    index: Annotated[int | None, typer.Option(
-        min=0, help='Index of this machine in the list, from 0; 0 writes the run.')] = None,
-    local: Annotated[int | None, typer.Option(min=1, help='Number of workers on this machine.')] = None,
-    gpus: Annotated[int | None, typer.Option(
-        min=0, help='GPUs of each worker; default: all, in equal shares.')] = None,
-    wait: Annotated[float, typer.Option(min=1, help='Seconds to wait for a worker.')] = 30.,
-    restarts: Annotated[int, typer.Option(min=0, help='Failures of workers before it gives up.')] = 10,
+    arguments: argument(list[str], 'With --run, where a failed worker resumes.', metavar='-- train ...'),
+    workers: option(str | None, 'All workers, the same list everywhere.', metavar='HOST:PORT,...') = None,
+    index: option(int | None, 'Index of this machine in the list, from 0; 0 writes the run.', min=0) = None,
+    local: option(int | None, 'Number of workers on this machine.', min=1) = None,
+    gpus: option(int | None, 'GPUs of each worker; default: all, in equal shares.', min=0) = None,
+    wait: option(float, 'Seconds to wait for a worker.', min=1) = 30.,
+    restarts: option(int, 'Failures of workers before it gives up.', min=0) = 10,
 ):
     "Train on several GPUs or machines; if a worker fails, all resume from the last checkpoint."
     from xtts_nb.config import UserError
@@ -654,19 +577,18 @@ def _distributed(
     from xtts_nb.train.launch import deal_gpus, exposure, find_workers, supervise, visible_gpus
     addresses, mine = find_workers(workers, index, local)
     shares = deal_gpus(visible_gpus(), len(mine), gpus)
-    if warning := exposure(addresses, mine): print(warning, file=sys.stderr)
+    if warning := exposure(addresses, mine): to_stderr(warning)
     program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', *arguments]
     return supervise(program, addresses, dict(zip(mine, shares)), wait, restarts)
 
 # %% ../../nbs/app/cli_train.ipynb #af7e9f90
-@bench_app.command('growth')
-def _bench_growth(record: Record = False, json_: Json = False):
+@command('growth', group=bench_app)
+def _bench_growth(record: Record = False):
     "Steps of 1 to 4 local workers that add up tensors, against the prediction of an all-reduce model."
-    with answer(json_) as show:
-        start()
-        from xtts_nb.train.growth import check_growth, growth_verdict
-        with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))
-        found = growth_verdict(rows)
-        if record: write_record('growth', rows, **found)
-        text = table('Steps that sleep 50 ms and add up tensors', rows)
-        show({'rows': rows} | found, f'{text}\n{found["verdict"]}')
+    start()
+    from xtts_nb.train.growth import check_growth, growth_verdict
+    with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))
+    found = growth_verdict(rows)
+    if record: write_record('growth', rows, **found)
+    text = table('Steps that sleep 50 ms and add up tensors', rows)
+    return {'rows': rows} | found, f'{text}\n{found["verdict"]}'
