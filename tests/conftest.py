@@ -146,6 +146,14 @@ def straight(corpus, small, tokenizer, tmp_path_factory):
 
 
 @pytest.fixture
+def copy(straight, tmp_path):
+    "A cache to be damaged."
+    import shutil
+    shutil.copytree(straight, tmp_path / 'out')
+    return tmp_path / 'out'
+
+
+@pytest.fixture
 def calls(monkeypatch):
     "Counts the clips that are encoded."
     from xtts_nb.data.prepare import ClipEncoder

@@ -11,16 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from process import tree
 from xtts_nb.config import UserError
 from xtts_nb import files
 from xtts_nb.files import (
     append_line, atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json)
-
-
-def tree(folder):
-    "Everything under a folder, with contents."
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
-            for p in sorted(folder.rglob('*'))}
 
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit, MemoryError, UserError])
@@ -57,7 +52,7 @@ def test_nothing_stands_there_before_the_end(tmp_path):
     with atomic_folder(tmp_path / 'f') as part:
         (part / 'x').write_text('half')
         assert not (tmp_path / 'f').exists() and part.parent == tmp_path
-    assert tree(tmp_path) == {'a': b'half', 'f': None, 'f/x': b'half'}
+    assert tree(tmp_path) == {'a': b'half', 'f': b'', 'f/x': b'half'}
 
 
 def test_a_file_that_was_never_written_is_an_error(tmp_path):
@@ -91,13 +86,13 @@ def test_a_folder_that_holds_something_is_refused_before_any_work(tmp_path, make
 def test_an_empty_folder_may_be_filled(tmp_path):
     (tmp_path / 'out').mkdir()
     with atomic_folder(tmp_path / 'out') as part: (part / 'x').write_text('1')
-    assert tree(tmp_path) == {'out': None, 'out/x': b'1'}
+    assert tree(tmp_path) == {'out': b'', 'out/x': b'1'}
 
 
 def test_a_replaced_folder_keeps_nothing_of_the_old_one(tmp_path):
     with atomic_folder(tmp_path / 'out') as part: (part / 'old').write_text('1')
     with atomic_folder(tmp_path / 'out', replace=True) as part: (part / 'new').write_text('2')
-    assert tree(tmp_path) == {'out': None, 'out/new': b'2'}
+    assert tree(tmp_path) == {'out': b'', 'out/new': b'2'}
 
 
 def test_a_file_is_no_folder_to_replace(tmp_path):

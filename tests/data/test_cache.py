@@ -34,9 +34,6 @@ def make(corpus, tmp_path):
         return folder
     return write
 
-def tree(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
-
 
 # --- sound ----------------------------------------------------------------------------------------
 

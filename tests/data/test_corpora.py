@@ -473,8 +473,7 @@ def test_a_drop_rate_is_a_share_of_all_rows():
         check_dropped(2 * dropped, 7, config, 'x')
     check_dropped([], 0, config, 'x')
     with pytest.raises(UserError, match='none of the 2'):
-        check_dropped(dropped, 2, config.replace(data={'max_drop_rate': 1.}),
-'x')
+        check_dropped(dropped, 2, config.replace(data={'max_drop_rate': 1.}), 'x')
 
 def test_synthetic_corpora_repeat(tmp_path):
     a, b = (tree(synthetic_corpus(tmp_path / n, clips=2, seconds=0.3)) for n in 'ab')

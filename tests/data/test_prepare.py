@@ -31,12 +31,6 @@ from xtts_nb.data.text import train_tokenizer
 ROW = '{0}|aa bb|aa bb|low|en'
 
 
-@pytest.fixture
-def copy(straight, tmp_path):
-    "A cache to be damaged."
-    shutil.copytree(straight, tmp_path / 'out')
-    return tmp_path / 'out'
-
 
 def line(folder, text): (folder / 'metadata.csv').open('a').write(text + '\n')
 

@@ -15,12 +15,6 @@ from xtts_nb.data.prepare import ClipEncoder, merge_caches, prepare, verify_and_
 from xtts_nb.data.text import train_tokenizer
 
 
-@pytest.fixture
-def copy(straight, tmp_path):
-    "A cache to be damaged."
-    shutil.copytree(straight, tmp_path / 'out')
-    return tmp_path / 'out'
-
 def flip(path, place, bit=0):
     data = bytearray(path.read_bytes())
     data[place] ^= 1 << bit

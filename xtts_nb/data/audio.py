@@ -162,10 +162,7 @@ def mel_filterbank(
     return (height * 2 / width).astype(np.float32)
 
 @lru_cache
-def hann_window(
-    n_fft: int,
-    win_length: int,
-) -> np.ndarray:                  # (n_fft,) float32
+def hann_window(n_fft: int, win_length: int) -> np.ndarray:   # (n_fft,) float32
     "A periodic Hann window of `win_length`, centred in `n_fft` points."
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(win_length) / win_length)
     left = (n_fft - win_length) // 2
@@ -217,11 +214,6 @@ def log_mel(
     return tf.math.log(tf.maximum(tf.tensordot(power, filters[:points], 1), LOG_FLOOR))
 
 # %% ../../nbs/data/audio.ipynb #295b0119
-def _hamming(win_length: int) -> np.ndarray:   # (win_length,) float32
-    "A periodic Hamming window with the rounding of torch; 2e-7 changes the logarithm."
-    angle = np.arange(win_length, dtype=np.float32) * np.float32(2 * np.pi / win_length)
-    return np.float32(0.54) - np.float32(0.46) * np.cos(angle)
-
 def speaker_log_mel(
     wav: tf.Tensor,                # (..., N) float32 at `speaker.sample_rate`
     speaker: SpeakerConfig = SpeakerConfig(),
@@ -229,7 +221,10 @@ def speaker_log_mel(
     "The log-mel that the speaker encoder reads, in graph."
     wav, n_fft = tf.convert_to_tensor(wav, tf.float32), speaker.n_fft
     wav -= speaker.pre_emphasis * tf.concat([wav[..., 1:2], wav[..., :-1]], -1)
-    window = np.pad(_hamming(speaker.win_length), (n_fft - speaker.win_length) // 2).astype(np.float64)
+    # a periodic Hamming window with the rounding of torch; 2e-7 changes the logarithm
+    angle = np.arange(speaker.win_length, dtype=np.float32) * np.float32(2 * np.pi / speaker.win_length)
+    window = np.float32(0.54) - np.float32(0.46) * np.cos(angle)
+    window = np.pad(window, (n_fft - speaker.win_length) // 2).astype(np.float64)
     padded = tf.pad(tf.cast(wav, tf.float64), [[0, 0]] * (wav.shape.rank - 1) + [[n_fft // 2] * 2], 'REFLECT')
     spectrum = tf.signal.rfft(tf.signal.frame(padded, n_fft, speaker.hop_length) * window)
     power = tf.math.real(spectrum)**2 + tf.math.imag(spectrum)**2

@@ -48,10 +48,7 @@ def record_check(record: dict) -> int:
                     for name, dtype in (ARRAYS | COLUMN_TYPES).items() if name != 'check'))
 
 # %% ../../nbs/data/cache.ipynb #73e01e06
-def write_shard(
-    path: Path,
-    records: list[dict],
-) -> dict:             # the shard's line in the manifest
+def write_shard(path: Path, records: list[dict]) -> dict:   # the shard's line in the manifest
     "Write records as one file, atomically; the same records give the same bytes."
     arrays = {name: np.array([record_check(r) if name == 'check' else r[name] for r in records], dtype)
               for name, dtype in COLUMN_TYPES.items()}

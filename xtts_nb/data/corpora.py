@@ -527,10 +527,10 @@ def _same_text(t: dict) -> tuple:
 # %% ../../nbs/data/corpora.ipynb #f8a89722
 CLIPPED = 0.001   # a clip counts as clipped if a larger share of its samples is at full scale
 
-def _worst(table: list[dict], share: Callable[[dict], float], least: float = 0., most: int = 5) -> list[dict]:
-    "The clips with the largest share above `least`."
+def _worst(table: list[dict], share: Callable[[dict], float], least: float = 0.) -> list[dict]:
+    "The five clips with the largest share above `least`."
     shares = sorted(((round(share(t), 4), t['id']) for t in table), key=lambda s: -s[0])
-    return [{'id': name, 'share': s} for s, name in shares[:most] if s > least]
+    return [{'id': name, 'share': s} for s, name in shares[:5] if s > least]
 
 def _sound(table: list[dict]) -> dict:
     "Silence and clipping of measured clips."

@@ -47,10 +47,7 @@ from ..devices import hide_cards
 from ..files import atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
 
 # %% ../../nbs/data/prepare.ipynb #dc275e82
-def mel_function(
-    config: XTTSConfig,
-    n_fft: int,
-) -> Callable:          # (N,) samples -> (F, C) log-mel
+def mel_function(config: XTTSConfig, n_fft: int) -> Callable:   # (N,) samples -> (F, C) log-mel
     "`log_mel` compiled for clips of any length."
     signature = [tf.TensorSpec([None], tf.float32)]
     return tf.function(lambda wav: log_mel(wav, n_fft, config.model.audio), input_signature=signature)
@@ -277,8 +274,7 @@ def __call__(self: ShardMaker, job: Job, progress=lambda clips: None) -> dict[st
         else:
             sound = self._sound(clip, wav, f'audio/{job.number:05d}-{place:05d}.wav')
             records.append(record | {'source': sources[place], 'sound': sound.get('sound', 0)})
-            row = clip_row(clip, self.plan.corpus, int(record['samples']), self.rate,
-                           sound.get('wav', ''))
+            row = clip_row(clip, self.plan.corpus, int(record['samples']), self.rate, sound.get('wav', ''))
             rows.append(row | self._measured(clip, wav))
             made.update(kinds)
         progress(1)
