@@ -10,12 +10,11 @@ import yaml
 
 from xtts_nb import config as page
 from xtts_nb.config import (
-    REFUSED_KEYS, AudioConfig, DataConfig, DecoderConfig, DVAEConfig, GPTConfig, SpeakerConfig, SpeechConfig,
-    TrainingConfig, UserError, VoiceConfig, XTTSConfig, cores, environment_number, setup_tf, sizes, workspace)
+    REFUSED_KEYS, AudioConfig, DVAEConfig, ModelConfig, UserError, XTTSConfig, cores, environment_number,
+    setup_tf, sizes, workspace)
 
-SECTIONS = {'audio': AudioConfig, 'dvae': DVAEConfig, 'gpt': GPTConfig, 'speaker': SpeakerConfig,
-            'decoder': DecoderConfig, 'data': DataConfig, 'training': TrainingConfig,
-            'voice': VoiceConfig, 'speech': SpeechConfig}
+SECTIONS = {name: field.annotation for part in (ModelConfig, XTTSConfig)
+            for name, field in part.model_fields.items() if name != 'model'}
 KEYS = [(section, key) for section, model in SECTIONS.items() for key in model.model_fields]
 
 
@@ -110,20 +109,17 @@ def test_a_wrong_value_names_key_and_value(values, parts):
 EDGES = {   # key: values that are let in, and those just beyond
     'model.audio.f_max': ([0.5, 11025], [0, 11026]), 'model.audio.win_length': ([1, 1024], [0, 1025]),
     'model.gpt.dropout': ([0, 0.9], [-0.1, 1]), 'model.gpt.code_noise': ([0, 0.9], [1]),
-    'model.gpt.grown_from': ([0], [-1]),
-    'model.speaker.pre_emphasis': ([0, 0.9], [1]), 'data.min_seconds': ([0, 11.6], [-0.1, 11.7]),
-    'data.max_seconds': ([0.5], [0.4]), 'data.ram_budget': ([0], [-1]), 'data.max_drop_rate': ([0, 1], [1.1]),
-    'data.max_cache_gb': ([0.1], [0]), 'data.seed': ([0, 2**31 - 1], [-1, 2**31]),
-    'training.seed': ([0, 2**31 - 1], [-1, 2**31]),
+    'model.gpt.grown_from': ([0], [-1]), 'model.speaker.pre_emphasis': ([0, 0.9], [1]),
+    'data.min_seconds': ([0, 11.6], [-0.1, 11.7]), 'data.max_seconds': ([0.5], [0.4]),
+    'data.ram_budget': ([0], [-1]), 'data.max_drop_rate': ([0, 1], [1.1]), 'data.max_cache_gb': ([0.1], [0]),
+    'data.seed': ([0, 2**31 - 1], [-1, 2**31]), 'training.seed': ([0, 2**31 - 1], [-1, 2**31]),
     'training.lora_alpha': ([0.1], [0]), 'training.weight_decay': ([0], [-1]),
-    'training.beta_2': ([0.1, 0.999], [0, 1]),
-    'training.gradient_clip_norm': ([0.1], [0]), 'training.text_loss_weight': ([0], [-1]),
-    'training.ema': ([0, 0.9], [-1, 1]),
+    'training.beta_2': ([0.1, 0.999], [0, 1]), 'training.gradient_clip_norm': ([0.1], [0]),
+    'training.text_loss_weight': ([0], [-1]), 'training.ema': ([0, 0.9], [-1, 1]),
     'speech.top_p': ([0, 1], [-0.1, 1.1]), 'speech.repetition_penalty': ([0.1], [0]),
-    'speech.speed': ([0.25, 4], [0.24, 4.1]),
-    'speech.max_reference_seconds': ([0.5], [0.4]), 'speech.reference_seconds': ([0.5], [0.4]),
-    'speech.reference_chunk_seconds': ([0.5, None], [0.4]), 'voice.reference_seconds': ([0.5], [0.4]),
-    'voice.learning_rate': ([0.1], [0])}
+    'speech.speed': ([0.25, 4], [0.24, 4.1]), 'speech.max_reference_seconds': ([0.5], [0.4]),
+    'speech.reference_seconds': ([0.5], [0.4]), 'speech.reference_chunk_seconds': ([0.5, None], [0.4]),
+    'voice.reference_seconds': ([0.5], [0.4]), 'voice.learning_rate': ([0.1], [0])}
 EDGES |= {f'voice.{name}_weight': ([0], [-1]) for name in ('mel', 'adversarial', 'feature', 'speaker')}
 
 def test_values_are_let_in_up_to_the_edge():

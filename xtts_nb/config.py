@@ -351,8 +351,7 @@ def tiny(cls: XTTSConfig,
             decoder=DecoderConfig(channels=64)),
         data=DataConfig(batch_size=16, reference_frames=128, buckets=3),
         training=TrainingConfig(steps=1000, learning_rate=1e-3, warmup_steps=50, schedule='cosine',
-                                beta_2=0.98,
-                                dvae_learning_rate=2e-3),
+                                beta_2=0.98, dvae_learning_rate=2e-3),
         voice=VoiceConfig(steps=2000, batch_size=8, window=8, learning_rate=1e-3, reference_seconds=1.0,
                           periods=(2, 3, 5), windows=(512,), channels=8))
 

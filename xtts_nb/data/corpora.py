@@ -547,16 +547,14 @@ def summary(
     dropped: list[Dropped],
 ) -> dict:
     "Statistics of a corpus, and each dropped clip with its reason."
-    seconds = np.array([t['seconds'] for t in table])
+    seconds, texts = np.array([t['seconds'] for t in table]), [clean(t['text']) for t in table]
     count = lambda values: dict(Counter(values).most_common())
     report = {
         'clips': len(table), 'seconds': round(float(seconds.sum()), 2),
         'shortest': float(min(seconds, default=0)), 'longest': float(max(seconds, default=0)),
-        'durations': distribution(seconds),
-        'text_lengths': distribution(np.array([len(clean(t['text'])) for t in table])),
+        'durations': distribution(seconds), 'text_lengths': distribution(np.array([len(t) for t in texts])),
         'speakers': count(t['speaker'] for t in table), 'languages': count(t['language'] for t in table),
-        'characters': count(c for t in table for c in clean(t['text'])),
-        'same_text': _alike(table, _same_text)}
+        'characters': count(c for t in texts for c in t), 'same_text': _alike(table, _same_text)}
     if table and all('sound' in t for t in table): report |= _sound(table)
     return report | {'reasons': count(reason_kind(d.reason) for d in dropped),
                      'dropped': [{'id': d.id, 'reason': d.reason} for d in dropped]}

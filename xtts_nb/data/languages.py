@@ -32,14 +32,12 @@ class Rules:
 
 RULES = {
     'en': Rules('st|nd|rd|th', group=','), 'es': Rules('º|ª|er|o|a', ' con '),
-    'fr': Rules('º|ª|er|re|ème|e', ' et '),
-    'de': Rules(r'st|nd|rd|th|º|ª|\.(?=\s|$)', ' und '), 'it': Rules('º|°|ª|o|a|i|e', ' e '),
-    'pt': Rules('º|ª|o|a', ' e '),
-    'pl': Rules('st|nd|rd|th|º|ª'), 'tr': Rules(r'inci|nci|uncu|üncü|\.', decimals=False),
-    'ru': Rules('-й|-я|-е|-ое|-го', group=','), 'nl': Rules('de|ste|e'), 'cs': Rules(r'\.(?=\s|$)'),
-    'ar': Rules('ون|ين|ث|ر|ى'), 'hu': Rules(r'\.|adik|edik|odik|ödik|ik', point='egész'),
-    'ko': Rules('번째|번|차|째', ''),
-    'hi': Rules(point='दशमलव')}
+    'fr': Rules('º|ª|er|re|ème|e', ' et '), 'de': Rules(r'st|nd|rd|th|º|ª|\.(?=\s|$)', ' und '),
+    'it': Rules('º|°|ª|o|a|i|e', ' e '), 'pt': Rules('º|ª|o|a', ' e '), 'pl': Rules('st|nd|rd|th|º|ª'),
+    'tr': Rules(r'inci|nci|uncu|üncü|\.', decimals=False), 'ru': Rules('-й|-я|-е|-ое|-го', group=','),
+    'nl': Rules('de|ste|e'), 'cs': Rules(r'\.(?=\s|$)'), 'ar': Rules('ون|ين|ث|ر|ى'),
+    'hu': Rules(r'\.|adik|edik|odik|ödik|ik', point='egész'),
+    'ko': Rules('번째|번|차|째', ''), 'hi': Rules(point='दशमलव')}
 
 # %% ../../nbs/data/languages.ipynb #f56f1ff7
 HINDI = '''शून्य एक दो तीन चार पाँच छह सात आठ नौ दस ग्यारह बारह तेरह चौदह पंद्रह सोलह सत्रह अठारह उन्नीस

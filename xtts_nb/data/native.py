@@ -122,8 +122,7 @@ def order_columns(
     frames = np.maximum.reduceat(cache.mel_length[use][by_bucket], starts)
     return {'shapes': np.array(shapes), 'frames': frames, 'members': use[by_bucket], 'member_count': count,
             'speaker': np.asarray(speaker), 'by_speaker': use[by_speaker],
-            'speaker_count': np.bincount(speaker[use]),
-            'share': _shares(cache, data, use[by_bucket])}
+            'speaker_count': np.bincount(speaker[use]), 'share': _shares(cache, data, use[by_bucket])}
 
 # %% ../../nbs/10_data_tf_native.ipynb #e1e6d57f
 def _shares(cache: Cache, data: DataConfig, clips: np.ndarray) -> np.ndarray:   # (clips,) float64, or empty
@@ -196,8 +195,7 @@ def stored_columns(
             facts = {'key': key, 'columns': {name: [str(a.dtype), a.shape] for name, a in columns.items()}}
             write_json(part / 'columns.json', facts)
     return {name: np.memmap(folder / name, dtype, 'r', shape=tuple(shape)) if np.prod(shape)
-            else np.zeros(shape, dtype)
-            for name, (dtype, shape) in facts['columns'].items()}
+            else np.zeros(shape, dtype) for name, (dtype, shape) in facts['columns'].items()}
 
 # %% ../../nbs/10_data_tf_native.ipynb #d16ac9e6
 class BatchPlan:
@@ -491,10 +489,9 @@ def _raise_unreadable(path: tf.Tensor, found: tf.Tensor, size: tf.Tensor, sample
                             ' bits'])
     kind = tf.where(found[2] > 0, kind, 'no wav file or one with a broken head')
     complaint = tf.strings.join([
-        path, ': is ', kind, ', with ', size,
-        f' bytes of samples; native reading takes wav of format 1 (PCM), 1 channel, '
-        f'{sample_rate} Hz, 16 bits, so convert it, or use a cache of xtts-nb prepare, which takes any '
-        'format.'])
+        path, ': is ', kind, ', with ', size, ' bytes of samples; native reading takes wav of format 1 (PCM),'
+        f' 1 channel, {sample_rate} Hz, 16 bits, so convert it, or use a cache of xtts-nb prepare, which '
+        'takes any format.'])
     if tf.executing_eagerly(): raise UserError(complaint.numpy().decode())
     with tf.control_dependencies([tf.debugging.Assert(False, [complaint])]): return tf.zeros([0], tf.int16)
 

@@ -714,8 +714,7 @@ def verify_and_fix_cache(
             p['reason'] = reasons.get(p['file'], 'it cannot be made again; run xtts-nb prepare again.')
     fixed = sum(p['fixed'] for p in problems)
     return {'checked': checked, 'bad': len(problems), 'fixed': fixed,
-            'failed': len(problems) - fixed if fix else 0,
-            'problems': problems}
+            'failed': len(problems) - fixed if fix else 0, 'problems': problems}
 
 # %% ../../nbs/data/prepare.ipynb #534148cf
 def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
