@@ -42,7 +42,8 @@ class Tiled:
         self.tokenizer, self.manifest = cache.tokenizer, cache.manifest
         self.clips = [c | {'id': f'{c["id"]}#{i}'} for i in range(times) for c in cache.clips]
         self.wav_path = lambda i: cache.wav_path(i % len(cache))
-        self.samples = np.tile(cache.samples, times)
+        self.samples, self.speaker, self.language = (
+            np.tile(column, times) for column in (cache.samples, cache.speaker, cache.language))
         for kind in ('codes', 'text', 'mel'):
             array, length = np.asarray(getattr(cache, kind)), np.tile(getattr(cache, f'{kind}_length'), times)
             setattr(self, kind, np.tile(array, (times, 1) if array.ndim > 1 else times))

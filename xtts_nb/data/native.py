@@ -97,11 +97,6 @@ def left_out_line(cache: Cache, data: DataConfig) -> str:
     return f'{cache.folder}: {out} of {len(cache)} clips are left out: {reasons}.' if out else ''
 
 # %% ../../nbs/10_data_tf_native.ipynb #fcaa0af5
-def _numbers(cache: Cache, column: str) -> np.ndarray:   # (clips,) int32
-    "The number of each clip's `speaker` or `language`."
-    if hasattr(cache, column): return getattr(cache, column)
-    return np.unique([c[column] for c in cache.clips], return_inverse=True)[1].astype(np.int32)
-
 def order_columns(
     cache: Cache,
     data: DataConfig,
@@ -116,7 +111,7 @@ def order_columns(
     codes, text = cache.codes_length[use], cache.text_length[use]
     shapes = [fixed_shape(cache.config.model, data)]
     if not data.pad_to_fixed_length: shapes = bucket_shapes(codes, text, data.buckets)
-    bucket, speaker = bucket_of(codes, text, shapes), _numbers(cache, 'speaker')
+    bucket, speaker = bucket_of(codes, text, shapes), cache.speaker
     by_bucket, by_speaker = np.argsort(bucket, kind='stable'), np.argsort(speaker[use], kind='stable')
     starts = np.cumsum(count := np.bincount(bucket)) - count   # no bucket is empty
     frames = np.maximum.reduceat(cache.mel_length[use][by_bucket], starts)
@@ -128,8 +123,7 @@ def order_columns(
 def _shares(cache: Cache, data: DataConfig, clips: np.ndarray) -> np.ndarray:   # (clips,) float64, or empty
     "Cumulative probabilities of the clips if speakers or languages are balanced."
     if not (data.balance_speakers or data.balance_languages): return np.zeros(0)
-    speaker, language = (np.asarray(_numbers(cache, name))[clips] for name in ('speaker', 'language'))
-    return cumulative_chances(np.ones(len(clips)), speaker, language, data)
+    return cumulative_chances(np.ones(len(clips)), cache.speaker[clips], cache.language[clips], data)
 
 def cumulative_chances(
     weight: np.ndarray,       # (clips,) weights without balancing, in any unit
