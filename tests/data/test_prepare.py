@@ -79,7 +79,7 @@ def test_a_shard_of_which_nothing_changed_is_not_touched(sounds, small, tokenize
     config, out = small.replace(data={'preprocessing_mode': mode, 'min_seconds': 0.1}), tmp_path / 'out'
     prepare(sounds, out, config, Fake(), tokenizer, shard_clips=4)
     before = stamps(out)
-    as_float(sounds / 'wavs' / 'low-0.wav')
+    convert(sounds / 'wavs' / 'low-0.wav', subtype='FLOAT')
     assert not prepare(sounds, out, config, Fake(), tokenizer, shard_clips=4)['up_to_date']
     kept = {name for name, stamp in stamps(out).items() if stamp == before.get(name)}
     shards = {'shard-00001.safetensors', 'shard-00002.safetensors'}
@@ -593,25 +593,20 @@ def test_too_many_dropped_clips_are_found_when_parts_are_merged(mine, small, tok
 
 # --- runtime --------------------------------------------------------------------------------------
 
-def as_plain(path): pass
-def as_float(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='FLOAT')
-def as_stereo(path):
-    soundfile.write(path, np.stack([soundfile.read(path)[0]] * 2, 1), 22050, subtype='PCM_16')
-def as_fast(path): soundfile.write(path, soundfile.read(path)[0], 44100, subtype='PCM_16')
-def as_deep(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='PCM_24')
-def as_extensible(path):
-    soundfile.write(path, soundfile.read(path)[0], 22050, subtype='PCM_16', format='WAVEX')
-def as_rf64(path): soundfile.write(path, soundfile.read(path)[0], 22050, subtype='PCM_16', format='RF64')
-def as_flac(path): soundfile.write(path, soundfile.read(path)[0], 22050, format='FLAC')
-def as_mp3(path): soundfile.write(path, soundfile.read(path)[0], 22050, format='MP3')
-KINDS_OF_SOUND = [as_plain, as_float, as_stereo, as_fast, as_deep, as_extensible, as_rf64, as_flac, as_mp3]
+def convert(path, rate=22050, channels=1, subtype='PCM_16', **how):
+    soundfile.write(path, np.stack([soundfile.read(path)[0]] * channels, 1), rate, subtype, **how)
+
+# the first is what TensorFlow reads
+KINDS_OF_SOUND = [{}, {'subtype': 'FLOAT'}, {'channels': 2}, {'rate': 44100}, {'subtype': 'PCM_24'},
+                  {'format': 'WAVEX'}, {'format': 'RF64'}, {'format': 'FLAC'},
+                  {'format': 'MP3', 'subtype': None}]
 
 @pytest.fixture
 def sounds(mine):
     "The corpus, each recording of another kind, whatever its name says."
     rows = (mine / 'metadata.csv').read_text().splitlines()[:len(KINDS_OF_SOUND)]
     (mine / 'metadata.csv').write_text('\n'.join(rows))
-    for kind, row in zip(KINDS_OF_SOUND, rows): kind(mine / 'wavs' / f'{row.split("|")[0]}.wav')
+    for kind, row in zip(KINDS_OF_SOUND, rows): convert(mine / 'wavs' / f'{row.split("|")[0]}.wav', **kind)
     return mine
 
 def test_runtime_mode_keeps_only_what_tensorflow_reads(sounds, small, tokenizer, tmp_path):
