@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FORMAT', 'ARRAYS', 'REPORT_PAGE', 'COLUMN_TYPES', 'DTYPES', 'FEATURES', 'digest', 'record_check', 'write_shard',
            'array_parts', 'map_arrays', 'content_keys', 'write_table', 'file_sha', 'write_manifest', 'work_path',
-           'read_manifest', 'check_cache_folder', 'ClipRows', 'JoinedShards', 'Cache', 'records', 'load_shard',
-           'changed_files', 'verify_cache']
+           'read_manifest', 'check_cache_folder', 'changed_files', 'ClipRows', 'JoinedShards', 'Cache', 'records',
+           'load_shard', 'verify_cache']
 
 # %% ../../nbs/data/cache.ipynb #2e06cc97
 import hashlib
@@ -178,6 +178,20 @@ def check_cache_folder(out: str | Path):
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / 'manifest.json').is_file()):
         raise UserError(f'{out}: holds something that is not a cache; choose another folder.')
 
+def changed_files(
+    folder: Path,
+    manifest: dict,
+    whole: bool = True,   # else only the sizes are checked
+) -> dict[str, str]:
+    "The problem of each file beside the shards that is missing or changed."
+    problems = {}
+    for name, facts in manifest['files'].items():
+        path = folder / name
+        if not path.is_file(): problems[name] = 'is missing'
+        elif path.stat().st_size != facts['bytes'] or (whole and file_sha(path) != facts['sha']):
+            problems[name] = 'is not what was written'
+    return problems
+
 # %% ../../nbs/data/cache.ipynb #fa32f38e
 class ClipRows:
     "The lines of `clips.jsonl`, read on access."
@@ -328,20 +342,6 @@ def _check_shard(path: Path, line: dict, stored: list[str], names: list[str],
     return found
 
 # %% ../../nbs/data/cache.ipynb #51a8a52f
-def changed_files(
-    folder: Path,
-    manifest: dict,
-    whole: bool = True,   # else only the sizes are checked
-) -> dict[str, str]:
-    "The problem of each file beside the shards that is missing or changed."
-    problems = {}
-    for name, facts in manifest['files'].items():
-        path = folder / name
-        if not path.is_file(): problems[name] = 'is missing'
-        elif path.stat().st_size != facts['bytes'] or (whole and file_sha(path) != facts['sha']):
-            problems[name] = 'is not what was written'
-    return problems
-
 def _orphans(folder: Path, manifest: dict, rows: Iterable[dict]) -> list[str]:
     "Files that belong to no part of the cache."
     known = {'manifest.json', REPORT_PAGE, *manifest['files'], *(line['file'] for line in manifest['shards'])}
