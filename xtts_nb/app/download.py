@@ -136,9 +136,8 @@ def download_text(source: Source, result: dict) -> str:
     "The result as text, with the command that uses it."
     rows = [f'{f["file"]}: {f["bytes"]:,} bytes, SHA-256 as published' for f in result['files']]
     folder = result['folder']
-    if source.hub: command = f'xtts-nb convert from-coqui {folder} MODEL'
-    else: command = f'xtts-nb prepare {folder} --out CACHE'
-    return '\n'.join([*rows, f'{folder} is ready ({source.licence}): {command}'])
+    command = f'convert from-coqui {folder} MODEL' if source.hub else f'prepare {folder} --out CACHE'
+    return '\n'.join([*rows, f'{folder} is ready ({source.licence}): xtts-nb {command}'])
 
 # %% ../../nbs/app/download.ipynb #e240e8b8
 def _complete(source: Source, out: Path) -> bool:

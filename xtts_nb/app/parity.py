@@ -120,7 +120,6 @@ PARITY_SENTENCES = {
     'ko': '그는 책 3권을 샀습니다.',
     'hi': 'डॉक्टर ने 3 किताबें खरीदीं & घर गए।'}
 
-# %% ../../nbs/app/parity.ipynb #1e8eff1e
 def read_sentences(path: str | Path | None = None) -> list[tuple[str, str]]:
     "(language, sentence) pairs of a JSON file {language: [sentence, ...]}, or the ones above."
     content = read_json(path) if path else {language: [text] for language, text in PARITY_SENTENCES.items()}
@@ -143,7 +142,6 @@ def coqui_text(vocabulary: str, sentences: str) -> str:
         except Exception: readings.append(None)
     return json.dumps(readings)
 
-# %% ../../nbs/app/parity.ipynb #f80eea24
 def our_text(
     tokenizer: Tokenizer,
     sentences: list[tuple[str, str]],   # language, sentence

@@ -81,8 +81,7 @@ GPU_PRESETS = {   # card: batch_size, accumulation, num_workers, prefetch_buffer
     '3090': (24, 3, 16, 24, False),     # 24 GB
     '3060': (8, 2, 8, 8, True),         # 12 GB
     'A100': (64, 4, 16, 32, False),     # 40 GB
-    'H200': (128, 2, 16, 32, False),    # 141 GB
-}
+    'H200': (128, 2, 16, 32, False)}    # 141 GB
 
 def gpu_preset(
     name: str,         # of the card; `RTX 4090` and `rtx-4090` mean `4090`
@@ -103,8 +102,7 @@ LEVELS = {
               'training.schedule': 'constant', 'training.ema': 0.},
     'enhanced': {'training.enable_xla_compilation': True, 'training.schedule': 'cosine'},
     'experimental': {'training.enable_xla_compilation': True, 'training.schedule': 'cosine',
-                     'training.precision': 'bfloat16', 'training.ema': 0.999},
-}
+                     'training.precision': 'bfloat16', 'training.ema': 0.999}}
 
 def optimization_level(name: str) -> dict:
     "The keys of an optimization level; raises `UserError` naming the known levels."
@@ -125,14 +123,11 @@ RENAMED_KEYS = {   # their key, in any section -> our key, and how to convert th
     'min_audio_length': ('data.min_seconds', None),   # s
     'max_text_length': ('data.max_text_tokens', None),
     'sample_rate': ('model.audio.sample_rate', None),
-    'n_mels': ('model.audio.n_mels', None),
-}
+    'n_mels': ('model.audio.n_mels', None)}
 REDUNDANT_KEYS = {   # their key -> the values that change nothing here; `None`: any value
     'use_tf_native_loading': (True,), 'optimize_cpu_gpu_overlap': (True,), 'enable_tensorrt': (False,),
     'shuffle_buffer_multiplier': None, 'pin_memory': None, 'cache_verification': None,
-    'model_start_delay': None,
-    'auto_tune_performance': None,
-}
+    'model_start_delay': None, 'auto_tune_performance': None}
 
 # %% ../../nbs/app/recipes.ipynb #fa987dfb
 def _theirs(key: str) -> str | None:
@@ -189,8 +184,7 @@ FLAGS = {   # option of xtts-nb train -> key
     'prefetch_buffer_size': 'data.prefetch_buffer_size',
     'preprocessing_mode': 'data.preprocessing_mode', 'enable_static_shapes': 'data.pad_to_fixed_length',
     'prefetch_to_gpu': 'data.prefetch_to_gpu', 'epochs': 'training.epochs', 'lr': 'training.learning_rate',
-    'grad_accum': 'training.accumulation', 'enable_eager_debug': 'training.enable_eager_debug',
-}
+    'grad_accum': 'training.accumulation', 'enable_eager_debug': 'training.enable_eager_debug'}
 REFUSED_FLAGS = {   # option of another trainer -> why there is none here, and what to use
     '--disable-tf-native-loading': REFUSED_KEYS['use_tf_native_loading'],
     '--disable-cpu-gpu-overlap': 'batches are always made while the step runs; --prefetch-buffer-size 1 '
@@ -206,8 +200,7 @@ REFUSED_FLAGS = {   # option of another trainer -> why there is none here, and w
     '--tensorboard-log-dir': 'metrics go to metrics.jsonl in the folder of the run; use --run',
     '--model-size': 'the sizes are those of a preset; use --preset tiny or xtts_v2',
     '--download-ljspeech': 'downloading is a command of its own; use xtts-nb download',
-    '--mode': 'each mode is a command of its own; use xtts-nb train, xtts-nb say or xtts-nb config create',
-}
+    '--mode': 'each mode is a command of its own; use xtts-nb train, xtts-nb say or xtts-nb config create'}
 
 def check_unknown(
     options: Iterable[str],    # arguments that a command does not know

@@ -20,7 +20,6 @@ def recomputed(block):
     "`block` with gradient checkpointing: only its input is stored, the rest is computed twice."
     return lambda x, *arguments: tf.recompute_grad(lambda x: block(x, *arguments))(x)
 
-# %% ../../nbs/models/gpt.ipynb #e9b3a5b3
 class ConditioningEncoder(keras.layers.Layer):
     "Normalised reference mel (B, F, C) -> prompt (B, P, D)."
     def __init__(self, cfg, n_mels, **kwargs):

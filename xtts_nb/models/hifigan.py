@@ -43,9 +43,8 @@ class DilatedBlock(keras.layers.Layer):
         self.pairs = [(conv(d, f'far_{i}'), conv(1, f'near_{i}')) for i, d in enumerate(dilations)]
 
     def build(self, shape):
-        for far, near in self.pairs:
-            far.build(shape)
-            near.build(shape)
+        for pair in self.pairs:
+            for conv in pair: conv.build(shape)
 
     def call(self, x):
         for far, near in self.pairs: x = x + near(ops.leaky_relu(far(ops.leaky_relu(x, 0.1)), 0.1))
@@ -179,13 +178,10 @@ class SpeakerEncoder(keras.Model):
         self._build_all()
 
     def _build_all(self):
-        shape = lambda n: (None, None, None, n)
-        width = self.cfg.filters[0]
-        self.enter.build(shape(1))
-        self.enter_norm.build(shape(width))
-        for block in self.blocks:
-            block.build(shape(width))
-            width = block.filters
+        first = self.cfg.filters[0]
+        widths = [1, first, first, *(block.filters for block in self.blocks)]   # before each layer
+        for layer, n in zip((self.enter, self.enter_norm, *self.blocks), widths):
+            layer.build((None, None, None, n))
         for layer, n in ((self.narrow, self.flat), (self.narrow_norm, 128), (self.weigh, 128)):
             layer.build((None, None, n))
         self.leave.build((None, 2 * self.flat))

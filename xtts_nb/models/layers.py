@@ -38,8 +38,7 @@ class Conv1D(keras.layers.Layer):
         self.filters, self.kernel_size, self.stride = filters, kernel_size, stride
         self.conv = keras.layers.Conv1D(filters, kernel_size, stride, dtype=self.dtype_policy, name='conv')
 
-    def build(self, shape):
-        self.conv.build(shape)
+    def build(self, shape): self.conv.build(shape)
 
     def call(self, x, inside=None):   # (B, F, 1), 0 after the end of each row
         half = self.kernel_size // 2
@@ -75,7 +74,6 @@ def attend(
     mixed = ops.einsum('bhlm,bmhk->blhk', dropout(weight_BHLM, rate, seed), v_BMHK)
     return ops.reshape(mixed, (-1, mixed.shape[1], mixed.shape[2] * mixed.shape[3]))
 
-# %% ../../nbs/models/layers.ipynb #1d17aea5
 def split_heads(
     x,            # (B, L, heads K)
     heads: int,

@@ -81,7 +81,6 @@ def open_weights(path: str | Path):
     except (OSError, safetensors.SafetensorError) as e:
         raise UserError(f'{path}: not readable as weights ({e}); copy or train it again.') from None
 
-# %% ../../nbs/models/weights.ipynb #02ab56a0
 def load_weights(
     path: str | Path,       # a .safetensors file
     variables: dict,        # {name: variable} to fill

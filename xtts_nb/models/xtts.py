@@ -41,7 +41,6 @@ def token_losses(
         parts |= {f'{name}_loss': tf.reduce_sum(loss * counted), f'{name}_count': tf.reduce_sum(counted)}
     return parts
 
-# %% ../../nbs/20_model.ipynb #3a1842bc
 def total_loss(
     parts: dict,               # from `token_losses`
     text_weight: float = 0.01,
@@ -51,7 +50,6 @@ def total_loss(
     mean = lambda name: parts[f'{name}_loss'] / tf.maximum((counts or parts)[f'{name}_count'], 1.)
     return text_weight * mean('text') + mean('code')
 
-# %% ../../nbs/20_model.ipynb #56bad70f
 def token_counts(gpt: GPT, batch: dict) -> dict:
     "The counts that `token_losses` sums over, text_count and code_count, before anything is computed."
     count = lambda length, stops: tf.reduce_sum(batch['weight'] * tf.cast(length + stops, 'float32'))

@@ -97,7 +97,6 @@ class Voice(NamedTuple):
     prompt: tf.Tensor           # (P, D)
     vector: tf.Tensor | None    # (width,), where there is a speaker encoder
 
-# %% ../../nbs/60_speech.ipynb #5ed811c1
 def read_reference(
     reference: str | Path | np.ndarray,   # an audio file, or samples (N,) at `audio.sample_rate`
     audio: AudioConfig,

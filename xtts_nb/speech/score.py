@@ -101,13 +101,11 @@ class Listener:
         batch = next(iter(BatchPlan(cache, data, chosen, dvae=encoder).stream(0, 1)))
         self.xtts, self.batch, self.ids = xtts, batch, [cache.clips[i]['id'] for i in batch['clip'].numpy()]
         most = min(config.model.gpt.max_audio_codes, int(1.5 * batch['codes'].shape[1]) + 1)
-        speech, gpt = config.speech, xtts.gpt
-
-        def speak(text, length, reference):
-            return generate(gpt, text, length, gpt.conditioning(reference), most, speech.temperature,
-                            speech.top_k, speech.top_p, speech.repetition_penalty)
-
-        self._speak = tf.function(speak, jit_compile=config.training.enable_xla_compilation)
+        s, gpt = config.speech, xtts.gpt
+        sampling = s.temperature, s.top_k, s.top_p, s.repetition_penalty
+        self._speak = tf.function(lambda text, length, reference: generate(
+            gpt, text, length, gpt.conditioning(reference), most, *sampling),
+                                  jit_compile=config.training.enable_xla_compilation)
         self.recorded = self._mels(batch['codes'], batch['code_length'])
 
     def _mels(self, codes, length) -> list[np.ndarray]:
