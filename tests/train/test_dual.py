@@ -16,9 +16,8 @@ from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.devices import DevicePlan
 from xtts_nb.train.dual import (
-    Feed, bench_feed, save_timeline, dual_trainer, finish_batch, wait_computed, pair_report, device_placement,
-    placement_summary,
-    profile_dual, run_feed, sound_batches, slowest_stage_text, SerialBatches, Span)
+    Feed, bench_feed, save_timeline, dual_trainer, finish_batch, wait_computed, device_placement,
+    placement_summary, profile_dual, run_feed, sound_batches, slowest_stage_text, SerialBatches, Span)
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.monitor.loop import trace_count
@@ -139,7 +138,7 @@ def test_the_audit_by_owner_and_device():
                                row('other', 40)])
     assert [tuple(r.values()) for r in found] == [('model', 'CPU:0', 2, '1.5'), ('model', 'GPU:0', 1, '0.1'),
                                                   ('other', 'CPU:0', 1, '0.0')]
-    assert page._device('/job:localhost/replica:0/task:0/device:GPU:1') == 'GPU:1'
+    assert page.short_device('/job:localhost/replica:0/task:0/device:GPU:1') == 'GPU:1'
 
 def ran(most, seconds, batches=15):
     "A run whose model takes so many seconds a batch, the host a tenth of that."
@@ -169,7 +168,7 @@ def test_the_picture_begins_where_the_buffers_are_full(monkeypatch, tmp_path):
         assert save_timeline(str(tmp_path / 'a.png'), {'a': ran(1, 1., batches).spans}, {}).is_file()
     assert shown == [4, 0, 0, 0]
 
-def test_a_report_asks_for_two_devices_and_runs_twice(monkeypatch, tmp_path):
+def test_a_profile_asks_for_two_devices_and_runs_twice(monkeypatch, tmp_path):
     "The first run compiles; the second one is shown. Devices that are given are taken as they are."
     plan, runs, drawn, asked = DevicePlan({}, 'CPU:0', 'CPU:1'), [], [], []
     feed = SimpleNamespace(where={'model': 'CPU:1'}, devices=plan)
@@ -181,18 +180,14 @@ def test_a_report_asks_for_two_devices_and_runs_twice(monkeypatch, tmp_path):
         return [0.5], ran(3, 0.25) if len(runs) % 2 else ran(2, 0.5)
     for name, fake in {'setup_devices': lambda two: plan if two else None,
                        'Cache': lambda folder: SimpleNamespace(config='config'),
-                       'dual_trainer': trainer, 'run_feed': run, 'device_placement': lambda trainer: [],
+                       'dual_trainer': trainer, 'run_feed': run,
                        'save_timeline': lambda path, runs, where: drawn.append([*runs]) or path}.items():
         monkeypatch.setattr(page, name, fake)
-    found = pair_report('cache', 5, 'a.png')
-    assert runs == [5, 5] and asked.pop() == (plan, {}) and found['ring_max'] == 3
-    assert found['losses'] == [0.5]
-    assert found['stages'][1] == {'name': 'model', 'device': 'CPU:1', 'batches': 15, 'ms': 500., 'busy': 1.}
-    assert found['rate'] == 2
     found = profile_dual('cache', 'a.png', 5, 2)
-    assert asked.pop() == (plan, {'ring': 2})
+    assert runs == [5, 5] and asked.pop() == (plan, {'ring': 2})
     assert (found['ring_max'], found['losses'], found['rate']) == (2, [0.5], 2)
-    assert drawn == [[plan.line]] * 2
+    assert found['rows'][1] == {'name': 'model', 'device': 'CPU:1', 'batches': 15, 'ms': 500., 'busy': 1.}
+    assert drawn == [[plan.line]]
     assert found['verdict'].startswith(f'{plan.line} The slowest stage is model with 500.0 ms')
     given = DevicePlan({}, 'CPU:0', 'CPU:0')
     profile_dual('cache', 'a.png', 5, devices=given)

@@ -13,7 +13,8 @@ import tensorflow as tf
 from cheap import Cheap, lines_of, outcome, summary
 from process import COMMAND, environment, reached, tree, xtts_nb
 from xtts_nb.train import trainer as checkpoint, runs, trainer as trainer_page
-from xtts_nb.train.trainer import checkpoints, snapshot, Trainer, catch_sigterm
+from xtts_nb.train.launch import catch_sigterm
+from xtts_nb.train.trainer import checkpoints, snapshot, Trainer
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.xtts import XTTS
@@ -155,8 +156,8 @@ def test_a_step_that_xla_refuses_trains_as_a_graph(prepared, mini, tmp_path, cap
     assert run.step == 4 and capsys.readouterr().err.count('XLA CANNOT COMPILE THE STEP: AsString') == 1
 
 def test_sigterm_waits_for_the_update():
-    with catch_sigterm() as asked:
-        assert not asked
+    asked = []
+    with catch_sigterm(lambda *_: asked.append(True)):
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -6,8 +6,8 @@
 __all__ = ['STAGE_SECONDS', 'ADVICE', 'Span', 'Batches', 'SerialBatches', 'emulated_stages', 'PipelineClosed', 'Ring', 'Pipeline',
            'by_stage', 'overlap', 'stage_rows', 'plot_timeline', 'bench_stages', 'run_emulated', 'pipeline_row',
            'pipeline_table', 'SoundReader', 'sound_batches', 'finish_batch', 'wait_computed', 'check_no_codes', 'Feed',
-           'dual_trainer', 'run_feed', 'device_placement', 'placement_summary', 'bench_feed', 'pair_report',
-           'save_timeline', 'slowest_stage_text', 'profile_dual']
+           'dual_trainer', 'run_feed', 'device_placement', 'placement_summary', 'bench_feed', 'save_timeline',
+           'slowest_stage_text', 'profile_dual']
 
 # %% ../../nbs/40_dual_gpu.ipynb #4d465564
 import itertools
@@ -33,6 +33,7 @@ from ..models.dvae import load_dvae
 from ..models.weights import named_weights
 from ..models.xtts import XTTS
 from ..monitor.loop import to_device
+from .profile import short_device, sum_by_owner
 from .step import compile_step
 from .trainer import on_device, Trainer
 
@@ -216,7 +217,6 @@ def overlap(spans: Iterable[Span]) -> dict:   # wall, work: seconds; rate: batch
             'rate': (len(model) - 1) / steady if steady else None,
             'model_wait_share': max(0., 1 - used / (model[-1].end - model[0].start))}
 
-# %% ../../nbs/40_dual_gpu.ipynb #24389212
 def stage_rows(spans: Iterable[Span], devices: dict[str, str] = {}) -> list[dict]:   # noqa: B006 -- only read
     "A row for each stage: device if known, batches, median milliseconds, busy share of the wall time."
     spans = list(spans)
@@ -280,7 +280,6 @@ def pipeline_row(name: str, batches: Batches, ideal_rate: float) -> dict:
     return {'name': name, 'rate': round(numbers['rate'], 3), 'ideal_rate': round(ideal_rate, 3),
             'model_wait_share': round(numbers['model_wait_share'], 4), 'ring_max': batches.most}
 
-# %% ../../nbs/40_dual_gpu.ipynb #624b845e
 def pipeline_table(rows: list[dict]) -> list[dict]:
     "Rows of `bench_stages`, formatted."
     return [{'name': r['name'], 'batches/s': f'{r["rate"]:,.2f}',
@@ -301,7 +300,6 @@ class SoundReader(WavReader):
         coded = tf.sequence_mask(length, tf.constant(self.plan.shapes)[bucket][0])
         return super().sounds(clip, other, start, bucket) | {'code_length': length, 'coded': coded}
 
-# %% ../../nbs/40_dual_gpu.ipynb #ea7d590e
 def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
     "Batches of samples of steps first, first + 1, ...; raises `UserError` if a recording cannot be read."
     data = plan.data.model_copy(update={'prefetch_to_gpu': False})
@@ -425,10 +423,6 @@ def run_feed(trainer: Trainer, steps: int) -> tuple[list[float], Batches]:
     return losses, batches
 
 # %% ../../nbs/40_dual_gpu.ipynb #2366366a
-def _device(name: str) -> str:
-    "`GPU:0` of TensorFlow's long name."
-    return ':'.join(name.split(':')[-2:])
-
 def device_placement(trainer: Trainer) -> list[dict]:   # {owner, name, device, bytes, wanted}
     "The devices of all variables and of the latest batches of a trainer with a `Feed`."
     feed, xtts = trainer.feed, trainer.xtts
@@ -437,24 +431,20 @@ def device_placement(trainer: Trainer) -> list[dict]:   # {owner, name, device, 
               ('optimizer', trainer.update.variables, trainer.device),
               ('DVAE, saved with the model', named_weights(xtts.dvae), trainer.device)]
     value = lambda v: v.value if isinstance(v, keras.Variable) else v
-    rows = [{'owner': owner, 'name': name, 'device': _device(value(v).device),
+    rows = [{'owner': owner, 'name': name, 'device': short_device(value(v).device),
              'bytes': tf.as_dtype(v.dtype).size * int(np.prod(v.shape)), 'wanted': wanted}
             for owner, variables, wanted in groups for name, v in variables.items()]
-    return rows + [{'owner': f'stage {stage}', 'name': 'a batch', 'device': _device(device), 'bytes': size,
-                    'wanted': feed.where[stage]} for stage, (device, size) in feed.outputs.items()]
+    return rows + [{'owner': f'stage {stage}', 'name': 'a batch', 'device': short_device(device),
+                    'bytes': size, 'wanted': feed.where[stage]}
+                   for stage, (device, size) in feed.outputs.items()]
 
-# %% ../../nbs/40_dual_gpu.ipynb #047e0d1f
 def placement_summary(rows: list[dict]) -> list[dict]:
     "`device_placement`, summed by owner and device; raises `AssertionError` naming misplaced tensors."
     wrong = [f'{r["name"]} ({r["owner"]}) on {r["device"]} instead of {r["wanted"]}'
              for r in rows if r['device'] != r['wanted']]
     assert not wrong, f'{len(wrong)} in the wrong place: {", ".join(wrong[:5])}'
-    total = {}
-    for r in rows:
-        number, size = total.get((r['owner'], r['device']), (0, 0))
-        total[r['owner'], r['device']] = number + 1, size + r['bytes']
     return [{'name': owner, 'device': device, 'tensors': n, 'kB': f'{size / 1e3:,.1f}'}
-            for (owner, device), (n, size) in total.items()]
+            for owner, device, n, size in sum_by_owner(rows)]
 
 # %% ../../nbs/40_dual_gpu.ipynb #da41ca62
 def bench_feed(trainer: Trainer, steps: int = 30) -> tuple[list[dict], dict]:   # as from `bench_stages`
@@ -467,19 +457,6 @@ def bench_feed(trainer: Trainer, steps: int = 30) -> tuple[list[dict], dict]:   
     slowest = max(row['ms'] for row in stage_rows(runs['serial_real'].spans)) / 1e3
     rows = [pipeline_row(name, run, 1 / slowest) for name, run in runs.items()]
     return rows, {name: list(run.spans) for name, run in runs.items()}
-
-# %% ../../nbs/40_dual_gpu.ipynb #b94b0c13
-def pair_report(folder: str | Path, steps: int, picture: str | Path) -> dict:
-    "Train on a runtime cache with two devices and report; call it in a new process."
-    devices = setup_devices(two=True)
-    cache = Cache(folder)
-    trainer = dual_trainer(cache, cache.config, devices)
-    losses, first = run_feed(trainer, steps)
-    _, batches = run_feed(trainer, steps)   # compiled by now
-    save_timeline(picture, {devices.line: batches.spans}, trainer.feed.where)
-    return {'losses': losses, 'ring_max': max(first.most, batches.most),
-            'placement': placement_summary(device_placement(trainer)),
-            'stages': stage_rows(batches.spans, trainer.feed.where), **overlap(batches.spans)}
 
 # %% ../../nbs/40_dual_gpu.ipynb #fa750eaf
 def save_timeline(path: str | Path, runs: dict, devices: dict) -> Path:
@@ -506,7 +483,6 @@ def slowest_stage_text(rows: list[dict], numbers: dict) -> str:   # of `stage_ro
             f'{ADVICE[slowest["name"]]}. {numbers["work"]:.2f} s of work took {numbers["wall"]:.2f} s; the '
             f'model waited {numbers["model_wait_share"]:.0%} of its time.')
 
-# %% ../../nbs/40_dual_gpu.ipynb #5b1d09fe
 def profile_dual(
     data: str | Path | None = None,       # a runtime cache; default: emulated stages
     out: str | Path = 'dual.png',         # the picture

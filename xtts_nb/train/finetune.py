@@ -52,7 +52,6 @@ def new_pieces(
             known = known | {a + b}
             yield a, b
 
-# %% ../../nbs/train/finetune.ipynb #dda95525
 def grow_tokenizer(
     tokenizer: Tokenizer,
     language: str,             # a code such as fa
@@ -80,12 +79,8 @@ def grow_tokenizer(
     return Tokenizer(BPE.from_str(json.dumps(values)), tokenizer.cleaner)
 
 # %% ../../nbs/train/finetune.ipynb #be3f2625
-def _grown(
-    old: np.ndarray,
-    shape: tuple[int, ...],     # as `old`, larger along one axis at most
-    random: np.random.Generator,
-) -> np.ndarray:
-    "`old` with rows added at the end; the old rows keep their bits."
+def _grown(old: np.ndarray, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    "`old` with rows added along the one axis where `shape` is larger; the old rows keep their bits."
     axis = next((i for i, (a, b) in enumerate(zip(old.shape, shape)) if a != b), None)
     if axis is None: return old
     more = [b - a if i == axis else b for i, (a, b) in enumerate(zip(old.shape, shape))]
@@ -167,7 +162,6 @@ class LowRank:
     def own(self) -> list: return [self.down, self.up]
     def __call__(self): return self.base + self.scale * tf.matmul(self.down.value, self.up.value)
 
-# %% ../../nbs/train/finetune.ipynb #40bc50a6
 def low_rank_parts(gpt: GPT, training: TrainingConfig) -> list[LowRank]:
     "An adapter for both matrices of each block's attention; the first factor is random, the second zero."
     parts, rank = [], training.lora_rank
@@ -293,7 +287,6 @@ def activation_count(
     if training.finetune != 'whole': stored['GPT voice'] = 0   # it gets no gradient
     return sum(stored.values()) + 2 * block
 
-# %% ../../nbs/train/finetune.ipynb #74be6ef5
 def memory_needs(
     config: XTTSConfig,
     codes: int,         # S of the largest bucket
@@ -322,8 +315,7 @@ def _status(key: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f'{key}:'))
 
 def limit_memory(most: int):
-    """Limit this process to `most` bytes of the first GPU, or of the machine; call it before TensorFlow
-    starts."""
+    "Limit this process to `most` bytes of the first GPU or the machine; call it before TensorFlow starts."
     if gpus := tf.config.list_physical_devices('GPU'):
         tf.config.set_visible_devices(gpus[:1], 'GPU')
         limit = tf.config.LogicalDeviceConfiguration(memory_limit=most // 2**20)
@@ -332,7 +324,6 @@ def limit_memory(most: int):
     hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (_status('VmData') + most, hard_limit))
 
-# %% ../../nbs/train/finetune.ipynb #b98f1d84
 OUT_OF_MEMORY = 3   # exit code of a trial
 
 def trial():
@@ -407,11 +398,12 @@ def memory_budget(
     memory: int | None = None,   # bytes; default: 90 % of the free ones
 ) -> int:
     "Bytes that a trial may use; raises `UserError` if none are given and none can be read."
-    device, free = (None, None) if memory else free_memory()
-    if not memory and free is None:
+    if memory: return int(memory)
+    device, free = free_memory()
+    if free is None:
         raise UserError(f'The free memory of {device} cannot be read; say how much to use: xtts-nb find '
                         'batch-size --memory GB.')
-    return int(memory or 0.9 * free)
+    return int(0.9 * free)
 
 # %% ../../nbs/train/finetune.ipynb #fae139a3
 def check_memory(
@@ -421,8 +413,7 @@ def check_memory(
     rows: int = 0,      # of a new language
     free: tuple[str, int | None] | None = None,   # default: `free_memory`
 ) -> str:
-    """A line with the needed and the free memory; raises `UserError` if it cannot fit even without
-    activations."""
+    "The needed and the free memory in a line; raises `UserError` if even without activations it cannot fit."
     needs, (device, room) = memory_needs(config, codes, text, rows), free or free_memory()
     parts = ', '.join(f'{name} {n / 1e9:.1f}' for name, n in needs.items() if n >= 5e7)
     line = f'Training needs about {sum(needs.values()) / 1e9:.1f} GB ({parts})'
@@ -488,15 +479,12 @@ class ExponentialRate(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step):
         return self.low * (self.high / self.low)**(tf.cast(step, 'float32') / (self.steps - 1))
 
-    def get_config(self): return vars(self)
-
 def smoothed(losses: list[float], share: float = 0.8) -> np.ndarray:
     "An exponential running mean: each loss weighs `share` of the one after it."
     weights = share**np.arange(len(losses))
     sums = np.convolve(losses, weights)[:len(losses)]
     return sums / np.cumsum(weights)
 
-# %% ../../nbs/train/finetune.ipynb #0742e833
 def find_learning_rate(
     trainer: Trainer,       # a new one: its weights become useless
     low: float = 1e-7,

@@ -102,7 +102,6 @@ def predict(
             'step_ms': 1e3 * step, 'rows_per_s': devices * rows / step, 'efficiency': alone / step,
             'limit': cause if lost > 0.2 * step else 'compute'}
 
-# %% ../../nbs/train/growth.ipynb #58162152
 def growth(
     work: StepCost,
     rows: int,                   # of each device, or of all together

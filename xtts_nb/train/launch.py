@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SLURM', 'FINAL', 'LOST_PEER', 'tf_config', 'this_worker', 'parse_workers', 'local_workers', 'slurm_workers',
            'find_workers', 'visible_gpus', 'deal_gpus', 'claim_port', 'exposure', 'is_listening', 'start_worker',
-           'end_workers', 'WorkerGroup', 'watch', 'ended_by_sigterm', 'supervise']
+           'end_workers', 'WorkerGroup', 'watch', 'catch_sigterm', 'supervise']
 
 # %% ../../nbs/train/launch.ipynb #a4c1de08
 import ctypes
@@ -164,12 +164,8 @@ def end_workers(
 
 # %% ../../nbs/train/launch.ipynb #8e0c11ad
 class WorkerGroup:
-    "The workers of this machine."
-    def __init__(self,
-        command: list[str],
-        workers: list[str],
-        gpus: dict,           # {number of a worker: CUDA_VISIBLE_DEVICES}
-    ):
+    "The workers of this machine; `gpus` is {number of a worker: its `CUDA_VISIBLE_DEVICES`}."
+    def __init__(self, command: list[str], workers: list[str], gpus: dict):
         self.command, self.workers, self.gpus, self.processes = command, workers, gpus, {}
         self.stderr = {i: tempfile.TemporaryFile() for i in gpus if i != min(gpus)}   # first: terminal
 
@@ -218,16 +214,15 @@ def watch(group: WorkerGroup, wait: float) -> tuple[int, int] | None:
 
 # %% ../../nbs/train/launch.ipynb #0613703b
 @contextmanager
-def ended_by_sigterm():
-    "SIGTERM raises `SystemExit` inside the block."
-    try: before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def catch_sigterm(handler):
+    "SIGTERM calls `handler` inside the block, instead of ending the process."
+    try: before = signal.signal(signal.SIGTERM, handler)
     except ValueError:   # not the main thread
         yield
         return
     try: yield
     finally: signal.signal(signal.SIGTERM, before)
 
-# %% ../../nbs/train/launch.ipynb #46df1261
 def supervise(
     command: list[str],        # of a worker
     workers: list[str],        # addresses of all, in the same order everywhere
@@ -239,7 +234,7 @@ def supervise(
     "Run the workers of this machine to their end, again from the last checkpoint where one dies."
     for left in range(restarts, -1, -1):
         for i in gpus: claim_port(workers[i])
-        with ended_by_sigterm(), WorkerGroup(command, workers, gpus) as group:
+        with catch_sigterm(lambda *_: sys.exit(143)), WorkerGroup(command, workers, gpus) as group:
             failed = watch(group, wait)
             if failed and (tail := group.stderr_tail(failed[0])): say(tail)
         if not failed: return 0

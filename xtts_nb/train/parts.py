@@ -27,7 +27,7 @@ from ..models.hifigan import (
     adversarial_loss, Critic, critic_loss, feature_loss, HiFiGAN, SpeakerEncoder)
 from ..models.weights import named_weights, save_weights
 from ..models.xtts import XTTS
-from .runs import run_facts
+from .runs import run_facts, write_config
 from .step import averaged, compile_step, make_optimizer
 from .trainer import Trainer
 
@@ -105,7 +105,6 @@ def dvae_training(config: XTTSConfig) -> TrainingConfig:
     t = config.training
     return t.model_copy(update=DVAE_ALWAYS | dict(steps=t.dvae_steps, learning_rate=t.dvae_learning_rate))
 
-# %% ../../nbs/train/parts.ipynb #8ddacdb8
 class DVAEUpdate(PartUpdate):
     "One update of a DVAE on crops: gradients for the network, running means for the codebook."
     def __init__(self, dvae: DVAE, training: TrainingConfig):
@@ -138,13 +137,9 @@ class SavedDVAE:
 
     def save(self, folder: Path, weights: dict | None = None):
         "Write `config.yaml` and `dvae.safetensors`."
-        _write_config(folder, self.config)
+        write_config(folder, self.config)
         save_weights(folder / 'dvae.safetensors', weights or self.weights)
 
-def _write_config(folder: Path, config: XTTSConfig):
-    with atomic_file(folder / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
-
-# %% ../../nbs/train/parts.ipynb #c7f6f74b
 def dvae_trainer(
     mels: np.ndarray,               # (total F, C) log-mels end to end
     config: XTTSConfig,
@@ -187,7 +182,7 @@ def new_dvae_run(
         write_json(run / 'run.json', facts)
     config = config or XTTSConfig.load(run / 'config.yaml')
     trainer = dvae_trainer(np.load(run / 'mels.npy'), config, run, facts['held_out'])
-    _write_config(run, config)
+    write_config(run, config)
     return trainer
 
 # %% ../../nbs/train/parts.ipynb #cc989930
@@ -349,8 +344,7 @@ class Windows:
 # %% ../../nbs/train/parts.ipynb #b2d4f6a8
 @patch
 def pick(self: Windows, step):
-    """Rows of the table (B,), first codes of the windows (B,), rows of the references (B,), their first
-    frames (B,)."""
+    "(B,) each: rows of the table, first codes of the windows, rows of the references, their first frames."
     seed = tf.stack([tf.constant(self.seed, tf.int64), step])
     draw = tf.random.stateless_uniform([3, self.data.batch_size], seed, dtype=tf.float64)
     whole = lambda part, count: tf.cast(part * tf.cast(count, tf.float64), tf.int64)
@@ -369,7 +363,6 @@ def rows(self: Windows, name: str, row, place):
     inside = tf.clip_by_value(place, 0, tf.gather(self.table[f'{name}_length'], row)[:, None] - 1)
     return tf.gather(self.held[name](), tf.gather(self.table[f'{name}_start'], row)[:, None] + inside)
 
-# %% ../../nbs/train/parts.ipynb #e7a65c3a
 def _other(row, first, count, draw):
     "Another row of the group `first` ... `first` + `count` - 1 than `row`, if there is one."
     other = first + draw
@@ -454,7 +447,6 @@ def evaluate(self: VoiceUpdate, batch):
     found = self.compare(made, real)
     return {'loss': found['mel_loss'], 'speaker_loss': found['speaker_loss'], 'count': tf.constant(1.)}
 
-# %% ../../nbs/train/parts.ipynb #9bcfab0b
 VOICE_ALWAYS = GPT_ONLY | dict(schedule='cosine', warmup_steps=0, beta_2=0.99,
                                gradient_clip_norm=float('inf'))
 
@@ -476,7 +468,6 @@ class SavedVoice:
 
     def save(self, folder: Path, weights: dict | None = None): self.xtts.save(folder, weights or self.weights)
 
-# %% ../../nbs/train/parts.ipynb #7f256e40
 def cache_of(model: str | Path) -> Path:
     "The cache that a run was trained on; raises `UserError` for a model without that fact."
     path = Path(model) / 'run.json'
@@ -555,5 +546,5 @@ def _voice_trainer(run: Path, xtts: XTTS, facts: dict) -> Trainer:
     update = VoiceUpdate(decoder, encoder, facts['learning_voices'], config)
     saved = SavedVoice(xtts, {'decoder': decoder, 'speaker': encoder})
     trainer = Trainer(saved, Windows(bank, config, np.flatnonzero(~out)), run, validation, update)
-    _write_config(run, config)
+    write_config(run, config)
     return trainer

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'LARGE_CACHE', 'open_cache', 'held_out_share', 'base_config', 'check_fits', 'load_base', 'run_facts',
-           'new_run', 'check_made_for', 'resume_run', 'export_run']
+           'new_run', 'write_config', 'check_made_for', 'resume_run', 'export_run']
 
 # %% ../../nbs/train/runs.ipynb #8f7f36c0
 import sys
@@ -152,12 +152,9 @@ def new_run(
 # %% ../../nbs/train/runs.ipynb #e5b2c3d4
 def _origin(base: str | Path | None, val: Cache | None) -> dict:
     "The facts about the base model and the cache for validation."
-    facts = {}
-    if base:
-        weights = Path(base) / 'model.safetensors'
-        facts |= {'base': str(Path(base).resolve()), 'base_sha': file_sha(weights)}
-    if val: facts |= {'val': str(val.folder.resolve()), 'val_key': val.manifest['key']}
-    return facts
+    base = base and Path(base).resolve()
+    begun = {'base': str(base), 'base_sha': file_sha(base / 'model.safetensors')} if base else {}
+    return begun | ({'val': str(val.folder.resolve()), 'val_key': val.manifest['key']} if val else {})
 
 def _held_out_mask(cache: Cache, held_out: list[str]) -> np.ndarray:
     "Which clips are held out; raises `UserError` for an id that the cache does not have."
@@ -171,7 +168,11 @@ def _write_run(run: Path, config: XTTSConfig, cache: Cache, held_out: list[str],
     facts = {'part': 'gpt', 'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'],
              'held_out': sorted(held_out)}
     write_json(run / 'run.json', facts | origin)
-    with atomic_file(run / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
+    write_config(run, config)
+
+def write_config(folder: Path, config: XTTSConfig):
+    "Write `config.yaml`."
+    with atomic_file(folder / 'config.yaml') as part: part.write_text(config.to_yaml(), encoding='utf-8')
 
 # %% ../../nbs/train/runs.ipynb #5809a3d0
 def check_made_for(cache: Cache, config: XTTSConfig):

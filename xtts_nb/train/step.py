@@ -50,9 +50,6 @@ class Noam(keras.optimizers.schedules.LearningRateSchedule):
         rise = done / warmup if self.warmup else 1.
         return self.peak * tf.minimum(rise, tf.sqrt(warmup / tf.maximum(done, 1.)))
 
-    def get_config(self): return {'peak': self.peak, 'warmup': self.warmup}
-
-# %% ../../nbs/30_trainer_xla.ipynb #26b36ae6
 def learning_rate(training: TrainingConfig):
     "The schedule of a run, a function of the number of updates."
     t = training
@@ -178,15 +175,15 @@ def finish(self: Update, gradients, sums, counts):
     if self.scale: gradients = [g / self.scale.factor for g in gradients]
     gradients, norm = tf.clip_by_global_norm(gradients, self.training.gradient_clip_norm)
     good, bad = self.check_finite(loss, norm)
-    tf.cond(good, lambda: self.apply(gradients), lambda: tf.constant(False))
+
+    def apply():
+        self.optimizer.apply(gradients, self.weights)
+        return tf.constant(True)
+
+    tf.cond(good, apply, lambda: tf.constant(False))
     means = {name: sums[name] / tf.maximum(counts[name.replace('loss', 'count')], 1.) for name in sums}
     flags = {'skipped': tf.cast(~good, 'float32'), 'bad': tf.cast(bad, 'float32')}
     return {'loss': loss, **means, 'gradient_norm': norm, **flags}
-
-@patch
-def apply(self: Update, gradients):
-    self.optimizer.apply(gradients, self.weights)
-    return tf.constant(True)
 
 @patch
 def check_finite(self: Update, loss, norm):
@@ -218,7 +215,6 @@ def _refused_operation(message: str) -> str:
     place = re.findall(r'File "[^"]*", line \d+, in \w+', message)
     return ' at '.join([op[1].strip() if op else message.splitlines()[0], *place[-1:]])
 
-# %% ../../nbs/30_trainer_xla.ipynb #af501c8f
 def compile_step(step, training: TrainingConfig):
     "`step` in the mode that the three switches of the training section select."
     if training.enable_eager_debug or not training.enable_graph_mode: return step
@@ -231,7 +227,6 @@ def mode_line(training: TrainingConfig) -> str:
     xla = 'with XLA JIT compilation' if training.enable_xla_compilation else 'without XLA'
     return f'Graph mode ENABLED {xla}'
 
-# %% ../../nbs/30_trainer_xla.ipynb #2c712f5d
 MODES = {'eager': {'enable_graph_mode': False}, 'graph': {'enable_xla_compilation': False}, 'xla': {}}
 
 # %% ../../nbs/30_trainer_xla.ipynb #b7820ba3
@@ -249,7 +244,6 @@ def step_modes(
         steps[name] = compile_step(Update(gpt, training), training)
     return steps
 
-# %% ../../nbs/30_trainer_xla.ipynb #da962e8b
 def check_modes_agree(
     steps: dict,             # from `step_modes`
     batches: list[dict],
@@ -273,14 +267,9 @@ def step_before_after(
 ) -> list[dict]:             # {name, step_ms, ratio, spread, traces}
     "Measure the modes on the same batch, after checking that they agree on it."
     check_modes_agree(steps, [batch] * 3)
-
-    def arm(step):
-        def run():
-            step(batch, tf.constant(0))['loss'].numpy()   # the sync: the step is over when its loss is here
-            return 1
-        return run
-
-    arms = {name: arm(step) for name, step in steps.items()}
+    # the sync: the step is over when its loss is here; one update is one item
+    arms = {name: lambda step=step: len([step(batch, tf.constant(0))['loss'].numpy()])
+            for name, step in steps.items()}
     rows = compare(arms, 'step_ms', rounds, progress=progress).rows()
     return [row | {'traces': trace_count(steps[row['name']])} for row in rows]
 

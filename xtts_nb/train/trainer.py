@@ -4,13 +4,11 @@
 
 # %% auto #0
 __all__ = ['REFUSED_CALLBACKS', 'RESUMED_FIELDS', 'save_checkpoint', 'checkpoints', 'load_checkpoint', 'snapshot', 'Writer',
-           'Hooks', 'check_callbacks', 'catch_sigterm', 'epochs_to_steps', 'on_device', 'closed_after', 'Trainer',
-           'restore']
+           'Hooks', 'check_callbacks', 'epochs_to_steps', 'on_device', 'closed_after', 'Trainer', 'restore']
 
 # %% ../../nbs/train/trainer.ipynb #a8f1eac0
 import json
 import math
-import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +26,7 @@ from ..files import append_line, atomic_file
 from ..models.weights import load_weights, save_weights
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer, to_device, trace_count
+from .launch import catch_sigterm
 from .step import compile_step, Update
 
 # %% ../../nbs/train/trainer.ipynb #66999487
@@ -45,7 +44,6 @@ def save_checkpoint(
     for old in checkpoints(folder)[:-keep]: old.unlink()
     return path
 
-# %% ../../nbs/train/trainer.ipynb #442e1e64
 def checkpoints(folder: str | Path) -> list[Path]:
     "The checkpoints in `folder`, oldest first."
     return sorted(Path(folder).glob('step-?????????.safetensors'))
@@ -144,18 +142,6 @@ def check_callbacks(callbacks: list):
 RESUMED_FIELDS = ('step', 'first_losses', 'last_losses', 'best', 'since_best', 'bad_in_row', 'counts',
                   'assigned_rate')
 
-@contextmanager
-def catch_sigterm():
-    "Yields a list that SIGTERM appends to, instead of ending the process."
-    requests = []
-    try: before = signal.signal(signal.SIGTERM, lambda *_: requests.append(True))
-    except ValueError:   # not the main thread
-        yield requests
-        return
-    try: yield requests
-    finally: signal.signal(signal.SIGTERM, before)
-
-# %% ../../nbs/train/trainer.ipynb #192017ae
 def epochs_to_steps(training: TrainingConfig, plan: BatchPlan) -> TrainingConfig:
     "`training` with `steps` computed from `epochs`, if these are set: schedules count updates."
     if not training.epochs: return training
@@ -276,8 +262,9 @@ def fit(self: Trainer,
     check_callbacks(callbacks)
     hooks = self.hooks = Hooks(callbacks, self.update.model, self.optimizer, self.epoch_updates, steps)
     hooks.train_begins(self.step, self.counts, self.assigned_rate)
-    source, ended = iter(self.batches(self.step, steps)), self.over
-    with catch_sigterm() as requests, on_device(self.device), closed_after(source):
+    source, ended, requests = iter(self.batches(self.step, steps)), self.over, []
+    stop = catch_sigterm(lambda *_: requests.append(True))
+    with stop, on_device(self.device), closed_after(source):
         while self.step < steps and not ended:
             with timer.phase('wait'): batch = next(source)
             with timer.phase('copy'): batch = self.place(batch)
@@ -412,7 +399,6 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
     self.writer(write)
     if wait: self.writer.wait()
 
-# %% ../../nbs/train/trainer.ipynb #94bf385e
 def restore(trainer: Trainer):
     "Resume from the newest checkpoint; later metrics and half-written files are deleted."
     run = trainer.run
