@@ -13,7 +13,6 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from typer.testing import CliRunner
 
 from process import COMMAND, environment, reached, xtts_nb
 from xtts_nb.train.trainer import checkpoints, Trainer
@@ -28,8 +27,6 @@ from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import token_counts
 from xtts_nb.train.runs import held_out_share, new_run
 from xtts_nb.train.step import Update, random_batch
-from xtts_nb.app.terminal import app
-from xtts_nb.app import cli  # noqa: F401  adds the commands
 
 
 @pytest.fixture(scope='module')
@@ -161,17 +158,6 @@ def test_one_replica_trains_as_the_plain_trainer_to_the_end(prepared, mini, alon
     trainer = new_run(prepared, mini, tmp_path / 'run', make=make)
     trainer.fit()
     assert trainer.step == 6 and losses(tmp_path / 'run') == pytest.approx(losses(alone), rel=1e-5)
-
-@pytest.mark.parametrize('arguments, reason', [
-    (['--', 'prepare', 'x', '--out', 'y'], 'cannot be spread'),
-    (['--', 'train', '--data', 'x'], 'with --run'),
-    (['--workers', 'a:1,b:2', '--', 'train', '--run', 'r'], '--index'),
-    (['--gpus', '2', '--', 'train', '--run', 'r'], 'only 0 can be seen'),
-    (['--workers', 'a', '--index', '0', '--', 'train', '--run', 'r'], 'no address')])
-def test_what_cannot_be_spread_is_refused(arguments, reason, monkeypatch):
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')
-    result = CliRunner().invoke(app, ['distributed', *arguments])
-    assert isinstance(result.exception, UserError) and reason in str(result.exception)
 
 
 # --- several devices, emulated by one -------------------------------------------------------------

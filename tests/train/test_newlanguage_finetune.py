@@ -1,7 +1,6 @@
 "A grown model: old ids, old rows, old answers; the new language complete."
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -196,29 +195,19 @@ def test_grow_as_a_command(home, model, tokenizer):
         old_rows = new[name][tuple(slice(n) for n in x.shape)]
         assert old_rows.dtype == x.dtype and old_rows.tobytes() == x.tobytes(), name
 
-BAD = {'no model': (['nowhere', 'out', '--language', 'fa', '--texts', 'fa.txt'],
-                    ['nowhere', 'holds no model']),
-       'there already': (['model', 'out', '--language', 'en', '--texts', 'fa.txt'], ['has en already']),
-       'no language': (['model', 'out', '--language', 'persian', '--texts', 'fa.txt'],
-                       ['persian', 'language code']),
-       'no texts': (['model', 'out', '--language', 'fa', '--texts', 'no.txt'], ['no.txt', 'missing']),
-       'empty texts': (['model', 'out', '--language', 'fa', '--texts', 'empty.txt'],
-                       ['empty.txt', 'no text']),
-       'no UTF-8': (['model', 'out', '--language', 'fa', '--texts', 'binary.txt'], ['binary.txt', 'UTF-8']),
-       'taken': (['model', 'taken', '--language', 'fa', '--texts', 'fa.txt'],
-                 ['taken', 'already holds something'])}
-
-@pytest.mark.parametrize('kind', BAD)
-def test_what_grow_refuses(home, kind, monkeypatch, capfd):
-    from xtts_nb.app import cli
-    arguments, parts = BAD[kind]
+@pytest.mark.parametrize('line, parts', [
+    ('nowhere out --language fa --texts fa.txt', ['nowhere', 'holds no model']),
+    ('model out --language en --texts fa.txt', ['has en already']),
+    ('model out --language persian --texts fa.txt', ['persian', 'language code']),
+    ('model out --language fa --texts no.txt', ['no.txt', 'missing']),
+    ('model out --language fa --texts empty.txt', ['empty.txt', 'no text']),
+    ('model out --language fa --texts binary.txt', ['binary.txt', 'UTF-8']),
+    ('model taken --language fa --texts fa.txt', ['taken', 'already holds something'])])
+def test_what_grow_refuses(home, line, parts, monkeypatch, ran):
     monkeypatch.chdir(home)
-    monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'grow', *arguments])
-    before = tree(home)
-    with pytest.raises(SystemExit) as end: cli.main()
-    out, err = capfd.readouterr()
-    assert end.value.code == 2 and out == '' and 'Traceback' not in err
-    assert all(part in err.splitlines()[-1] for part in parts), err
+    before, done = tree(home), ran(f'grow {line}')
+    assert done.code == 2 and done.out == '' and 'Traceback' not in done.err
+    assert all(part in done.err.splitlines()[-1] for part in parts), done.err
     assert tree(home) == before
 
 def test_texts_are_lines(home):

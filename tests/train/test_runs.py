@@ -89,7 +89,9 @@ def test_at_least_one_sentence_is_held_out(prepared):
 # --- what belongs together ------------------------------------------------------------------------
 
 def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, tmp_path):
-    other = eager.replace(model={'gpt': {'layers': 3, 'dropout': 0.2}}, training={'steps': 99})
+    kept = {'speech': {'reference_seconds': 7.}}
+    other = eager.replace(model={'gpt': {'layers': 3, 'dropout': 0.2, 'code_noise': 0.3}},
+                          training={'steps': 99}, data={'seed': 3}, **kept)
     parts = {'config.yaml': other.to_yaml(), 'tokenizer.json': '{}', 'model.safetensors': ''}
     for name in parts:   # one after the other
         pytest.raises(UserError, base_config, tmp_path, eager).match(f'no model to begin from .{name} is '
@@ -97,7 +99,7 @@ def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, t
         (tmp_path / name).write_text(parts[name])
     lora = eager.replace(training={'finetune': 'lora'})
     for settings in (eager, lora):
-        assert base_config(tmp_path, settings) == settings.replace(model={'gpt': {'layers': 3}})
+        assert base_config(tmp_path, settings) == settings.replace(model={'gpt': {'layers': 3}}, **kept)
     assert base_config(None, eager) is eager
     pytest.raises(UserError, base_config, None, lora).match('training.finetune lora needs a model to begin '
                                                             'from')

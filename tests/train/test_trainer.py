@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from cheap import HELD, Cheap, lines_of, summary
+from clock import Clock
 from process import tree
 from xtts_nb.monitor import loop
 from xtts_nb.train import runs, trainer as trainer_page
@@ -38,8 +39,7 @@ def test_the_optimizer_follows_the_schedule(cheap, prepared, mini, tmp_path):
 @pytest.fixture
 def clock(monkeypatch):
     "A clock that is set by hand."
-    clock = SimpleNamespace(now=100.)
-    clock.perf_counter = lambda: clock.now
+    clock = Clock()
     for module in (loop, trainer_page): monkeypatch.setattr(module, 'time', clock)
     return clock
 
