@@ -139,11 +139,8 @@ class Loudness:
     "In place of a DVAE: one code for each 46 ms, its loudness."
     mel_stats = np.full(80, 5., np.float32)
 
-    def encode(
-        self,
-        mel: tf.Tensor,    # (B, F, 80) log-mel
-    ) -> tf.Tensor:        # (B, S) codes from 0 to 255
-        "The codes of mels."
+    def encode(self, mel: tf.Tensor) -> tf.Tensor:   # (B, S) codes from 0 to 255
+        "The codes of log-mels (B, F, 80)."
         return tf.cast(tf.clip_by_value(tf.reduce_mean(mel, -1)[:, ::4] * -20, 0, 255), tf.int32)
 
     def save(self, path: str | Path): safetensors.numpy.save_file({'mel_stats': self.mel_stats}, path)
@@ -261,12 +258,9 @@ def __call__(self: ShardMaker, job: Job, progress=lambda clips: None) -> dict[st
     sources, made = [source_digest(clip.path) for clip in job.clips], Counter()
     rows = [clip_row(clip, self.plan.corpus, 0, 1) for clip in job.clips]
     key = fingerprint(self.plan.settings, rows, sources)
-    if shard_finished(self.plan.work, job.name, key):
+    if (finished := shard_finished(self.plan.work, job.name, key)) or self.taken_over(job, key):
         progress(len(job.clips))
-        return {}
-    if self.taken_over(job, key):
-        progress(len(job.clips))
-        return {'taken_over': 1}
+        return {} if finished else {'taken_over': 1}
     records, rows, dropped = [], [], []
     for place, (record, wav, kinds) in enumerate(self._records(job, sources)):
         clip = job.clips[place]
@@ -477,7 +471,7 @@ BESIDES = 'config.yaml', 'tokenizer.json', 'dvae.safetensors'   # inputs of the 
 
 def assemble(
     folder: Path,               # empty
-    besides: Path,              # holds config.yaml, tokenizer.json, dvae.safetensors
+    besides: Path,              # holds the files `BESIDES`
     pieces: Iterator[Piece],
     facts: dict,                # for the manifest
     check: Callable,            # called with all dropped clips
@@ -840,7 +834,7 @@ def _mend_sound(folder: Path, name: str, line: dict, place: int, path: Path, con
 # %% ../../nbs/data/prepare.ipynb #2fdff9b6
 def _mend_derived(folder: Path, name: str, manifest: dict, lines: list[dict], rows: dict, bad: set[str]):
     "Make table, index, report and, for changed shards, the manifest again from the shards."
-    besides, changed = {'config.yaml', 'tokenizer.json', 'dvae.safetensors'}, lines != manifest['shards']
+    besides, changed = {*BESIDES}, lines != manifest['shards']
     facts = {name: manifest[name] for name in FACTS}
     pieces = (Piece(folder, line, rows[line['number']], _columns(folder, line)) for line in lines)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}.') as made:
