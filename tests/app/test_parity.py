@@ -313,13 +313,3 @@ def test_a_first_clip_under_seven_seconds_is_refused(monkeypatch):
     monkeypatch.setattr(parity, 'load_audio', lambda name: np.ones(7 * 22050 - 1, np.float32))
     with pytest.raises(UserError, match='a.wav: lasts 7.0 s; give a first clip of at least 7 s'):
         parity.parity('there', 'python', ['a.wav'])
-
-
-def test_coqui_outputs_names_a_missing_python(tmp_path):
-    with pytest.raises(UserError, match='no-python'):
-        parity.coqui_outputs(tmp_path, tmp_path / 'no-python', {'x': np.ones(1)})
-
-
-def test_coqui_outputs_shows_the_last_error(tmp_path):
-    with pytest.raises(UserError, match='coqui-tts 0.28 failed'):
-        parity.coqui_outputs(tmp_path, sys.executable, {'x': np.ones(1)})

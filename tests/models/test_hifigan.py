@@ -8,7 +8,7 @@ from xtts_nb.config import SpeakerConfig, UserError, XTTSConfig
 from xtts_nb.models.dvae import parameter_count
 from xtts_nb.models.hifigan import (
     Conv2D, HiFiGAN, SpeakerBlock, SpeakerEncoder, batch_norm, fold_weight_norm, load_decoder,
-    load_hifigan, load_speaker_encoder, stretch, unfold_weight_norm)
+    load_hifigan, stretch, unfold_weight_norm)
 from xtts_nb.app.parity import voice_parity
 from xtts_nb.models.weights import named_weights, save_weights
 
@@ -153,7 +153,7 @@ def test_a_missing_tensor_is_named(config, decoder, tmp_path):
     with pytest.raises(UserError, match='decoder/enter/bias'):
         load_decoder(tmp_path / 'x.safetensors', config)
     with pytest.raises(UserError, match='speaker/enter'):
-        load_speaker_encoder(tmp_path / 'x.safetensors', config)
+        load_hifigan(tmp_path / 'x.safetensors', config)
 
 
 def test_fold_of_a_transposed_kernel_runs_over_its_inputs():

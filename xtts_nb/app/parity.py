@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from ..data.languages import clean_for
 from ..data.text import Tokenizer
 from ..files import read_json
 from ..models.convert import from_coqui
-from ..models.hifigan import load_decoder, load_speaker_encoder
+from ..models.hifigan import load_hifigan
 from ..models.xtts import token_losses, XTTS
 from ..speech.generate import generate, reference_mels, Speaker
 
@@ -50,7 +50,7 @@ def check_python(python: str | Path, needs: str = 'coqui-tts 0.28'):
     if not shutil.which(python): raise UserError(f'{python}: cannot be run; give the Python of {needs}.')
 
 # %% ../../nbs/app/parity.ipynb #cf4802f9
-class Peer:
+class Peer(AbstractContextManager):
     "A generator of ours in another Python: an answer per call, or `UserError` with its last error."
     def __init__(
         self,
@@ -85,8 +85,6 @@ class Peer:
         error = next((line for line in reversed(lines) if re.match(r'[\w.]*(Error|Exception)\b', line)),
                      lines[-1])
         raise UserError(f'{self.python}: {self.needs} failed ({error}); check that environment.')
-
-    def __enter__(self): return self
 
     def __exit__(self, *error): self.close()
 
@@ -427,8 +425,7 @@ def greedy_parity(gpt, inputs: dict, theirs: dict) -> list[dict]:
 
 def voice_parity(folder: Path, config: XTTSConfig, inputs: dict, theirs: dict) -> list[dict]:
     "The vector of each voice, and the waveform."
-    path = Path(folder) / 'model.safetensors'
-    encoder, decoder = load_speaker_encoder(path, config), load_decoder(path, config)
+    decoder, encoder = load_hifigan(folder / 'model.safetensors', config)
     vector = lambda i: encoder(np.swapaxes(theirs[f'speaker_mel_{i}'], 1, 2))
     rows = [compare_stage(f'speaker embedding, clip {i}', vector(i), theirs[f'voice_{i}'])
             for i in range(sum(k.startswith('wav_') for k in inputs))]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_NORM_PAIRS', 'stretch', 'DilatedBlock', 'HiFiGAN', 'fold_weight_norm', 'unfold_weight_norm', 'Conv2D',
-           'batch_norm', 'SpeakerBlock', 'SpeakerEncoder', 'load_decoder', 'load_speaker_encoder', 'load_hifigan',
-           'PeriodDiscriminator', 'SpectrumDiscriminator', 'Critic', 'critic_loss', 'adversarial_loss', 'feature_loss']
+           'batch_norm', 'SpeakerBlock', 'SpeakerEncoder', 'load_decoder', 'load_hifigan', 'PeriodDiscriminator',
+           'SpectrumDiscriminator', 'Critic', 'critic_loss', 'adversarial_loss', 'feature_loss']
 
 # %% ../../nbs/models/hifigan.ipynb #0283807f
 import keras
@@ -218,17 +218,13 @@ def load_decoder(
     load_weights(path, {n: v for n, v in variables.items() if n not in pairs})
     return decoder
 
-def load_speaker_encoder(path, config: XTTSConfig) -> SpeakerEncoder:
-    "The speaker encoder in `path`; raises `UserError` if a tensor is missing or has another shape."
-    encoder = SpeakerEncoder(config)
-    load_weights(path, named_weights(encoder, 'speaker/'))
-    return encoder
-
 def load_hifigan(path, config: XTTSConfig) -> tuple[HiFiGAN, SpeakerEncoder] | None:
-    "Decoder and speaker encoder in `path`; None if it holds neither."
+    "Decoder and speaker encoder in `path`, None if it holds neither; raises `UserError` as `load_decoder`."
     with open_weights(path) as file:
         if not any(name.startswith(('decoder/', 'speaker/')) for name in file.keys()): return None
-    return load_decoder(path, config), load_speaker_encoder(path, config)
+    encoder = SpeakerEncoder(config)
+    load_weights(path, named_weights(encoder, 'speaker/'))
+    return load_decoder(path, config), encoder
 
 # %% ../../nbs/models/hifigan.ipynb #a570494f
 class PeriodDiscriminator(keras.layers.Layer):
