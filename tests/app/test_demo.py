@@ -195,7 +195,6 @@ def test_a_stage_is_reported_and_marked(stages):
     progress(1, 3)
     progress(2, 3, 'a note')
     assert notes == [('mark', 'speak'), ('speak', 0, 1, ''), ('speak', 1, 3, ''), ('speak', 2, 3, 'a note')]
-    assert made.name == 'speak'
     silent = demo.Stages(None, made.sampler)
     silent.begin('listen')(1, 3)
     assert notes[4:] == [('mark', 'listen')]

@@ -30,7 +30,6 @@ import wave
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,7 +89,6 @@ DEMO_SENTENCES['fa'] = (
     'پرنده‌ها پیش از آفتاب می‌خوانند.', 'ماشین را کجا گذاشتی؟', 'قایق زرد از دریاچه گذشت.',
     'هیچ‌کس تلفن را جواب نداد.', 'فروردین به دیدن ما می‌آیند.', 'این پیراهن دکمه ندارد.',
     'سیب تازه چه خوشبوست.', 'پدربزرگ قصه شیرین می‌گوید.', 'فنجان آبی را بردار.')
-{language: len(texts) for language, texts in DEMO_SENTENCES.items()}
 
 # %% ../../nbs/app/demo.ipynb #6a518a0f
 class SynthVoice(NamedTuple):
@@ -126,14 +124,8 @@ def short_path(path: str, longest: int = 140) -> str:
 SYNCHRONOUS, DONT_EXIT, UTF8, CHARACTERS, ESPEAK_RATE, ESPEAK_PITCH = 2, 0x8000, 1, 1, 1, 3
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
-def _synthesise(
-    lib: ctypes.CDLL,
-    data: str,               # path of espeak-ng's data
-    text: str,
-    language: str,
-    voice: SynthVoice,
-) -> tuple[bytes, int]:
-    "Little-endian int16 samples of `text` and their rate."
+def _synthesise(lib: ctypes.CDLL, data: str, text: str, language: str, voice: SynthVoice) -> tuple:
+    "Little-endian int16 samples of `text` and their rate; `data` is the path of espeak-ng's data."
     encoded, pieces = text.encode() + b'\0', []
     @_Callback
     def collect(samples, n, events):
@@ -195,11 +187,8 @@ class Utterance(NamedTuple):
     speaker: str
     language: str
 
-def plan_corpus(
-    sentences: dict = DEMO_SENTENCES,   # {language: texts}
-    voices: dict = VOICES,              # {speaker: SynthVoice}
-) -> list[Utterance]:
-    "Every sentence by every voice."
+def plan_corpus(sentences: dict = DEMO_SENTENCES, voices: dict = VOICES) -> list[Utterance]:
+    "Every sentence of {language: texts} by every voice of {speaker: SynthVoice}."
     return [Utterance(f'{language}-{i:02d}-{speaker}', text, text, speaker, language)
             for language, texts in sentences.items() for i, text in enumerate(texts) for speaker in voices]
 
@@ -257,11 +246,7 @@ def make_corpus(
     return clips
 
 # %% ../../nbs/app/demo.ipynb #9add6dd9
-def held_out_pairs(
-    clips: list[Utterance],
-    n: int = 16,
-    seed: int = 0,
-) -> list[Utterance]:
+def held_out_pairs(clips: list[Utterance], n: int = 16, seed: int = 0) -> list[Utterance]:
     "`n` clips to hold out of training, which keeps each sentence and voice; `UserError` if too few clips."
     order = np.random.default_rng(seed).permutation(len(clips))
     keys = lambda c: [c.language, (c.language, c.text), c.speaker, (c.speaker, c.language)]
@@ -279,11 +264,12 @@ def held_out_pairs(
 # %% ../../nbs/app/demo.ipynb #dd07fdcf
 BEFORE, BETWEEN, AFTER = '#c8553d', '#8d99ae', '#1d6f8b'
 
-def _axes(width: float, height: float, **settings):
-    "A figure with light axes."
+def _axes(title: str, width: float, height: float, **settings):
+    "A figure with light axes under a title."
     fig = Figure(figsize=(width, height), layout='constrained')
     ax = fig.add_subplot(**settings)
     ax.spines[['top', 'right']].set_visible(False)
+    ax.set_title(title, loc='left', size=10)
     return fig, ax
 
 # %% ../../nbs/app/demo.ipynb #cd0e3138
@@ -292,7 +278,8 @@ def plot_before_after(
     title: str,
 ) -> Figure:
     "A bar for each arm: its speed relative to the first, on a logarithmic scale, with its spread."
-    fig, ax = _axes(6.4, 0.62 + 0.36 * len(rows), xscale='log', xlabel='speed relative to the first')
+    height = 0.62 + 0.36 * len(rows)
+    fig, ax = _axes(title, 6.4, height, xscale='log', xlabel='speed relative to the first')
     ratios = [r['ratio'] for r in rows]
     half = [r['ratio'] * (r.get('spread') or 0) / 2 for r in rows]
     below = [min(h, 0.9 * ratio) for h, ratio in zip(half, ratios)]   # a logarithmic scale has no zero
@@ -308,7 +295,6 @@ def plot_before_after(
     ax.xaxis.set_major_formatter('{x:,.0f} ×')
     ax.xaxis.set_minor_formatter('')
     ax.invert_yaxis()
-    ax.set_title(title, loc='left', size=10)
     return fig
 
 # %% ../../nbs/app/demo.ipynb #56f5ee5a
@@ -318,13 +304,12 @@ def plot_losses(
     title: str,
 ) -> Figure:
     "Losses over updates."
-    fig, ax = _axes(6.4, 2.3, xlabel='updates', ylabel='cross-entropy')
+    fig, ax = _axes(title, 6.4, 2.3, xlabel='updates', ylabel='cross-entropy')
     for (name, values), colour in zip(curves.items(), (AFTER, BEFORE, BETWEEN)):
         ax.plot(steps, values, color=colour, lw=1.4, label=name)
     ax.set_ylim(bottom=0)
     ax.grid(axis='y', color='#e6e6e6', lw=0.7)
     ax.set_axisbelow(True)
-    ax.set_title(title, loc='left', size=10)
     ax.legend(frameon=False, fontsize=8)
     return fig
 
@@ -344,15 +329,10 @@ def plot_mels(
     return fig
 
 # %% ../../nbs/app/demo.ipynb #cd787791
-def plot_spread(
-    spread: dict,       # counts, edges
-    title: str,
-    unit: str,
-) -> Figure:
-    "A histogram from the counts of its bins."
-    fig, ax = _axes(4.4, 2.1, xlabel=unit, ylabel='clips')
+def plot_spread(spread: dict, title: str, unit: str) -> Figure:
+    "A histogram from the `counts` and `edges` of its bins."
+    fig, ax = _axes(title, 4.4, 2.1, xlabel=unit, ylabel='clips')
     ax.stairs(spread['counts'], spread['edges'], fill=True, color=AFTER)
-    ax.set_title(title, loc='left', size=10)
     return fig
 
 # %% ../../nbs/app/demo.ipynb #bb9dc6c7
@@ -399,12 +379,8 @@ audio { height: 2.2rem; width: 17.5rem }
   :root { --ink: #e6ebf0; --soft: #9fb0c0; --line: #33404d; --paper: #12181f } }
 """
 
-def write_report(
-    path: str | Path,
-    title: str,
-    pieces: list[str],     # HTML
-) -> Path:
-    "One self-contained HTML file, whole or not at all."
+def write_report(path: str | Path, title: str, pieces: list[str]) -> Path:
+    "One self-contained file of pieces of HTML, whole or not at all."
     name, body = html.escape(title), '\n'.join(pieces)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
     page = (f'<!doctype html><html lang="en"><head>{head}<style>{REPORT_STYLE}</style></head>'
@@ -413,11 +389,7 @@ def write_report(
     return Path(path)
 
 # %% ../../nbs/app/demo.ipynb #08f352f2
-def html_table(
-    head: list[str],
-    rows: list[tuple],
-    max_rows: int = 200,
-) -> str:
+def html_table(head: list[str], rows: list[tuple], max_rows: int = 200) -> str:
     "Rows under a head; the number of rows that are not shown stands below."
     cell = lambda value, tag: f'<{tag} dir="auto">{html.escape(visible(str(value)))}</{tag}>'
     row = lambda cells, tag: f'<tr>{"".join(cell(c, tag) for c in cells)}</tr>'
@@ -442,12 +414,8 @@ def _sound_sections(report: dict) -> list[str]:
             heading('Clipping', clipped),
             html_table(['at full scale', 'clip'], shares(report['most_clipped']))]
 
-def corpus_page(
-    report: dict,          # of `summary`
-    path: str | Path,
-    title: str = 'Corpus',
-) -> Path:
-    "The report of a corpus as one HTML file."
+def corpus_page(report: dict, path: str | Path, title: str = 'Corpus') -> Path:
+    "The report of a corpus, as `summary` returns it, as one HTML file."
     same = lambda key: html_table(['clips', 'ids'],
                                   [(len(ids), ' = '.join(ids)) for ids in report.get(key, [])])
     durations = plot_spread(report['durations'], 'How long the clips are', 'seconds')
@@ -468,8 +436,7 @@ def corpus_page(
     return write_report(path, title, pieces)
 
 # %% ../../nbs/app/demo.ipynb #a3002c79
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     "A sentence to speak in a voice: the recorded clip of both, and the clip that the voice is taken from."
     set: str          # `train` or `heldout`
     target: object    # a row of the corpus
@@ -551,11 +518,10 @@ def write_pairs(path: Path, pairs: list[Pair], spoken: list[Path], corpus: Path)
 class Stages:
     "Reports to a callback which stage runs and how far it is."
     def __init__(self, listen: Callable | None, sampler: Sampler):
-        self.listen, self.sampler, self.name = listen or (lambda name, done, total, note: None), sampler, ''
+        self.listen, self.sampler = listen or (lambda name, done, total, note: None), sampler
 
     def begin(self, name: str) -> Callable:
         "Start a stage; returns its progress callback (done, total[, note])."
-        self.name = name
         self.sampler.mark(name)
         self.listen(name, 0, 1, '')
         return lambda done, total, note='': self.listen(name, done, total, note)
@@ -581,8 +547,7 @@ def prepare_cache(corpus: Path, out: Path, config: XTTSConfig, stages: Stages) -
     report = prepare(corpus, out / 'cache', config, dvae, progress=stages.begin('encode the clips'))
     return Cache(out / 'cache'), report
 
-@dataclass
-class TrainedDemo:
+class TrainedDemo(NamedTuple):
     "A trained model of the demo, and what it spoke before and after its training."
     trainer: Trainer
     train: dict                        # summary of the training
@@ -742,14 +707,8 @@ def _charts(result: dict, trainer: Trainer, sampler: Sampler) -> list[str]:
                 f'Sampled ten times a second over the whole run: {device_names(sampler.samples)}.'),
         picture(plot_samples(sampler.samples, marks=sampler.marks), 'utilisation over time')]
 
-def _pair_section(
-    pair: Pair,
-    spoken: Path,
-    score: tuple[bool, bool],
-    corpus: Path,
-    mel: Callable,
-    frames_per_second: float,
-) -> list[str]:
+def _pair_section(pair: Pair, spoken: Path, score: tuple[bool, bool], corpus: Path, mel: Callable,
+                  frames_per_second: float) -> list[str]:
     "One pair: its score, the mels and the players of reference, synthesis and recording."
     wav = lambda clip: corpus / 'wavs' / f'{clip.id}.wav'
     files = {'reference voice (other words)': wav(pair.reference), 'spoken by the model': spoken,
@@ -762,16 +721,9 @@ def _pair_section(
             '<div class="row">', *(player(f, n) for n, f in files.items()), '</div>']
 
 # %% ../../nbs/app/demo.ipynb #12553b1f
-def demo_report(
-    out: Path,
-    result: dict,         # of `run_demo`
-    pairs: list[Pair],
-    spoken: list[Path],
-    scores: list,
-    trainer: Trainer,
-    sampler: Sampler,
-):
-    "`report.html`: key figures, comparisons, loss, utilisation, mels and players."
+def demo_report(out: Path, result: dict, pairs: list[Pair], spoken: list[Path], scores: list,
+                trainer: Trainer, sampler: Sampler):
+    "`report.html` for a result of `run_demo`: key figures, comparisons, loss, utilisation, mels and players."
     audio, counts = trainer.xtts.config.model.audio, result['spoken']
     mel = mel_function(trainer.xtts.config, audio.dvae_n_fft)
     lead = ('Pairs of sentence and voice that never occurred together in training. An untrained model says '

@@ -20,6 +20,7 @@ import keras
 import psutil
 import tensorflow as tf
 
+from .recipes import config_diff
 from ..bench import cpu_name
 from ..config import UserError, workspace, XTTSConfig, cores
 from ..data.cache import Cache
@@ -81,11 +82,7 @@ def change_for(finding: Finding, verdict: Diagnosis, config: XTTSConfig) -> dict
 
 def changed_keys(before: XTTSConfig, after: XTTSConfig) -> list[str]:
     "One line for each key that differs: `data.num_workers: 1 -> 8`."
-    def flat(values, path=()):
-        for k, v in values.items():
-            yield from flat(v, (*path, k)) if isinstance(v, dict) else [('.'.join((*path, k)), v)]
-    new = dict(flat(after.model_dump()))
-    return [f'{key}: {value} -> {new[key]}' for key, value in flat(before.model_dump()) if new[key] != value]
+    return [f'{key}: {old} -> {new}' for key, (old, new) in config_diff(before, after).items()]
 
 # %% ../../nbs/app/quick_fix.ipynb #fe698129
 def seconds_per_clip(cache: Cache, config: XTTSConfig, batches: int = 24, seconds: float = 5.) -> float:

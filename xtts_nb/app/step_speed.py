@@ -132,8 +132,9 @@ def step_speed(
     batch, steps = random_batch(config, text, codes), step_modes(config, 5, ARMS)
     plain = {name: step for name, step in steps.items() if not name.endswith('bf16')}
     first = check_modes_agree(plain, [batch] * 2)
+    replay = lambda batch, number: {'loss': first['eager'][int(number)]}
     for name in steps.keys() - plain.keys():
-        check_modes_agree({'eager': _replay(first['eager']), name: steps[name]}, [batch] * 2, 0.02)
+        check_modes_agree({'eager': replay, name: steps[name]}, [batch] * 2, 0.02)
     arm = lambda step: lambda: step(batch, tf.constant(0))['loss'].numpy() is not None
     positions, B = config.model.gpt.prompt_latents + text + codes + 4, config.data.batch_size
     with coqui_step(coqui_python, config, text, codes) if coqui_python else nullcontext() as theirs:
@@ -152,9 +153,6 @@ def step_speed(
                 'syncs': syncs}
     return rows
 
-def _replay(losses: list[float]):
-    "A step that returns these losses."
-    return lambda batch, number: {'loss': losses[int(number)]}
 
 # %% ../../nbs/app/step_speed.ipynb #58ed517c
 def plain_gpt2(
