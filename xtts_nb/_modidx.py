@@ -310,7 +310,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'xtts_nb/app/step_speed.py'),
                                         'xtts_nb.app.step_speed._coqui_steps': ( 'app/step_speed.html#_coqui_steps',
                                                                                  'xtts_nb/app/step_speed.py'),
-                                        'xtts_nb.app.step_speed._replay': ('app/step_speed.html#_replay', 'xtts_nb/app/step_speed.py'),
                                         'xtts_nb.app.step_speed._torch_steps': ( 'app/step_speed.html#_torch_steps',
                                                                                  'xtts_nb/app/step_speed.py'),
                                         'xtts_nb.app.step_speed.check_same_work': ( 'app/step_speed.html#check_same_work',
