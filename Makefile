@@ -32,8 +32,10 @@ demo: $(ready)
 
 test: flags = $(if $(GPU),gpu,cpu)
 test: marked = not slow and not $(if $(GPU),cpu,gpu)
+test: deal = worksteal
 test-all: flags = slow $(if $(GPU),gpu,cpu)
 test-all: marked = not $(if $(GPU),cpu,gpu)
+test-all: deal = loadfile
 test-all: test-torch
 
 test test-all: $(ready)
@@ -44,7 +46,7 @@ test test-all: $(ready)
 	@echo "== every notebook"
 	@$(env) $(bin)/nbdev-test --n-workers 2 --timing --flags "$(strip $(flags))"
 	@echo "== tests"
-	@$(env) $(bin)/pytest -n 2 --dist loadfile -m "$(marked)" $(ARGS)
+	@$(env) $(bin)/pytest -n 2 --dist $(deal) -m "$(marked)" $(ARGS)
 
 test-part: $(ready)
 	@$(env) $(bin)/python dev/rotation.py
