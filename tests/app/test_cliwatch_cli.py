@@ -12,7 +12,7 @@ from xtts_nb.app import check, check as configure
 from xtts_nb.bench import device_name
 from xtts_nb.config import XTTSConfig
 from xtts_nb.monitor.diagnose import RemedyTrial
-from xtts_nb.app.quick_fix import Need
+from xtts_nb.app.check import Need
 
 TINY = XTTSConfig.tiny()
 
@@ -116,16 +116,16 @@ def test_profile_of_two_devices_and_its_trace(ran, behind, bars, home, monkeypat
 def cache(behind):
     "The cache that is measured on."
     cache = SimpleNamespace(folder='my/cache', config=TINY.replace(data={'buckets': 3}))
-    cache.asked = behind('app.quick_fix.cache_for', nullcontext(cache))
+    cache.asked = behind('app.check.cache_for', nullcontext(cache))
     return cache
 
 def test_diagnose(ran, behind, bars, home, cache):
     verdict = SimpleNamespace(to_dict=lambda: {'findings': []}, lines=lambda: ['THE VERDICT'])
-    examined, trained = behind('monitor.diagnose.diagnose', verdict), behind('app.quick_fix.training',
+    examined, trained = behind('monitor.diagnose.diagnose', verdict), behind('app.check.training',
                                                                              ('data', 'step'))
     trial = RemedyTrial('tiny batch', 'a remedy', 2., 3., True)
     better = lambda config, **call: (config.replace(data={'batch_size': 7}), [trial])
-    tried = behind('app.quick_fix.apply_settings', better)
+    tried = behind('app.check.apply_settings', better)
     assert ran('diagnose').out == 'THE VERDICT\n' and not tried and bars == [('start', {})]
     measure = '--batch-size 5 --num-batches 9 --seconds 16'
     done = ran(f'diagnose --config f.yaml --data c {measure} --apply')
@@ -144,9 +144,9 @@ def test_diagnose(ran, behind, bars, home, cache):
 
 def test_quick_fix(ran, behind, bars, home, cache):
     needs = [Need('disk', True, '9 GiB'), Need('memory', True, '8 GiB')]
-    needed = behind('app.quick_fix.prerequisites', lambda **call: needs)
+    needed = behind('app.check.prerequisites', lambda **call: needs)
     train, changes = 'xtts-nb train --data my/cache', ['data.buckets: 3 -> 4']
-    fixed = behind('app.quick_fix.quick_fix',
+    fixed = behind('app.check.quick_fix',
                    lambda out, **call: {'changes': changes, 'verified_gain': 1.234,
                                         'train': f'{train} --config {out}'})
     done = ran('quick-fix')

@@ -294,7 +294,7 @@ def _diagnose(
     requested = XTTSConfig.load(config) if config else None
     start()
     from xtts_nb.monitor.diagnose import diagnose
-    from xtts_nb.app.quick_fix import apply_settings, cache_for, changed_keys, training
+    from xtts_nb.app.check import apply_settings, cache_for, changed_keys, training
     with cache_for(data, requested, say=to_stderr) as cache:
         settings = _with_rows(requested or cache.config, batch_size)
         verdict = diagnose(*training(cache, settings), batches=num_batches, seconds=seconds)
@@ -319,7 +319,7 @@ def _quick_fix(
     from xtts_nb.config import UserError, XTTSConfig
     requested = XTTSConfig.load(config) if config else None
     start()
-    from xtts_nb.app.quick_fix import cache_for, prerequisites, quick_fix
+    from xtts_nb.app.check import cache_for, prerequisites, quick_fix
     needs = prerequisites(data, config)
     for need in needs: to_stderr(need.line())
     for missing in (n for n in needs if not n.ok):

@@ -8,9 +8,9 @@ import tensorflow as tf
 import yaml
 
 from process import tree, xtts_nb
-from xtts_nb.app import quick_fix
+from xtts_nb.app import check
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.app.quick_fix import (
+from xtts_nb.app.check import (
     apply_settings, cache_for, change_for, changed_keys, prerequisites, seconds_per_clip)
 
 TINY = XTTSConfig.tiny()
@@ -53,14 +53,14 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     here = SimpleNamespace(memory=4 * 2**30, disk=3 * 2**30, gpus=[], looked=[])
     usage = lambda path: here.looked.append(path) or SimpleNamespace(free=here.disk)
-    monkeypatch.setattr(quick_fix.psutil, 'virtual_memory', lambda: SimpleNamespace(available=here.memory))
-    monkeypatch.setattr(quick_fix.shutil, 'disk_usage', usage)
+    monkeypatch.setattr(check.psutil, 'virtual_memory', lambda: SimpleNamespace(available=here.memory))
+    monkeypatch.setattr(check.shutil, 'disk_usage', usage)
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [SimpleNamespace(name=name)
         for name in here.gpus])
     monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: {'device_name': 'H200'}
                         if gpu.name == 'a' else {})
-    monkeypatch.setattr(quick_fix, 'sys', SimpleNamespace(version_info=(3, 11), version='3.11.0 (main)'))
-    monkeypatch.setattr(quick_fix, 'cpu_name', lambda: 'a chip')
+    monkeypatch.setattr(check, 'sys', SimpleNamespace(version_info=(3, 11), version='3.11.0 (main)'))
+    monkeypatch.setattr(check, 'cpu_name', lambda: 'a chip')
     here.needs = lambda **given: {need.name: (need.ok, need.found) for need in prerequisites(**given)}
     return here
 
@@ -73,7 +73,7 @@ def test_what_a_training_needs(machine, tmp_path, prepared, monkeypatch):
     assert machine.needs(config='f.yaml', data=prepared.folder) == enough | {
         'settings': (True, 'f.yaml, 2 keys changed'), 'cache': (True, f'{prepared.folder}, 14 clips')}
     machine.gpus = ['a', 'b']
-    monkeypatch.setattr(quick_fix.sys, 'version_info', (3, 10))
+    monkeypatch.setattr(check.sys, 'version_info', (3, 10))
     monkeypatch.setattr(tf, '__version__', '2.22.0')
     bad = prerequisites(config='none.yaml', data='nowhere')
     assert [(need.name, need.ok) for need in bad if not need.ok] == [(name, False) for name in (
@@ -89,9 +89,9 @@ def test_a_run_needs_more_than_two_gib_of_memory_and_of_disk(machine, bytes_, ok
 def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):
     (tmp_path / 'settings.ini').write_text('[workspace]\n')
     monkeypatch.chdir(tmp_path)
-    opened, said = behind('app.quick_fix.Cache', lambda folder: folder), []
-    made = behind('app.quick_fix.lesson_cache', 'made up')
-    behind('app.quick_fix.DVAE', 'the DVAE')
+    opened, said = behind('app.check.Cache', lambda folder: folder), []
+    made = behind('app.check.lesson_cache', 'made up')
+    behind('app.check.DVAE', 'the DVAE')
     look = lambda *given, **named: cache_for(*given, **named, say=said.append).__enter__()
     assert look('c', TINY) == 'c' and not said
     assert look(None, None) == look(None, small := TINY.replace(data={'buckets': 2}), clips=3) == 'made up'
@@ -130,7 +130,7 @@ CHANGES = [   # finding, settings before, settings after; with six cores, and a 
 @pytest.mark.parametrize('name, given, changed', CHANGES)
 def test_the_change_for_a_finding(monkeypatch, name, given, changed):
     from xtts_nb.app.recipes import flat
-    monkeypatch.setattr(quick_fix, 'cores', lambda: 6)
+    monkeypatch.setattr(check, 'cores', lambda: 6)
     disease, _, cycle = name.partition(' c=')
     verdict = SimpleNamespace(measured=SimpleNamespace(cycle=int(cycle or 1)))
     found = change_for(SimpleNamespace(disease=disease), verdict, SLOW.replace(**given))
@@ -143,8 +143,8 @@ def test_the_keys_that_differ():
     assert changed_keys(after, after) == []
 
 def test_the_time_of_a_clip(behind):
-    behind('app.quick_fix.training', lambda cache, config: (cache, config))
-    timed = behind('app.quick_fix.compare_loops', {'it': 0.25})
+    behind('app.check.training', lambda cache, config: (cache, config))
+    timed = behind('app.check.compare_loops', {'it': 0.25})
     assert seconds_per_clip('a cache', TINY, 9, 3.) == 0.25
     assert [*timed[0].values()] == [{'it': ('a cache', TINY)}, 9, 3.]
 
@@ -173,8 +173,8 @@ def test_remedies_are_kept_if_they_gain_more_than_5_percent(behind, monkeypatch)
         base = 1.05 if config.data.batch_size == 7 else 2.1
         if config.data.num_workers == 3: return base / 1.06
         return 1. if config.data.reference_frames == 48 else base
-    monkeypatch.setattr(quick_fix, 'seconds_per_clip', seconds)
-    behind('app.quick_fix.change_for', lambda finding, verdict, config: TRIED[finding.disease])
+    monkeypatch.setattr(check, 'seconds_per_clip', seconds)
+    behind('app.check.change_for', lambda finding, verdict, config: TRIED[finding.disease])
     config, trials = apply_settings('a cache', TINY, Verdict(map(finding, TRIED)), 9, 3., said.append)
     assert config == TINY.replace(data={'batch_size': 7, 'buckets': 3, 'num_workers': 3})
     assert [(t.disease, t.measured_gain and round(t.measured_gain, 4), t.kept) for t in trials] == [
@@ -191,11 +191,11 @@ def test_remedies_are_kept_if_they_gain_more_than_5_percent(behind, monkeypatch)
 @pytest.mark.parametrize('change', [{}, {'data': {'batch_size': 7}}])
 def test_faster_settings_are_written_and_verified(behind, monkeypatch, tmp_path, change):
     cache, out, faster, said = SimpleNamespace(folder='/c'), tmp_path / 'o.yaml', TINY.replace(**change), []
-    behind('app.quick_fix.training', ('data', 'step'))
-    looked, timed = behind('app.quick_fix.diagnose', Verdict()), behind('app.quick_fix.seconds_per_clip',
+    behind('app.check.training', ('data', 'step'))
+    looked, timed = behind('app.check.diagnose', Verdict()), behind('app.check.seconds_per_clip',
         lambda config, **call: 3. if config == TINY else 2.3)
-    tried = behind('app.quick_fix.apply_settings', (faster, [SimpleNamespace(disease='x')]))
-    result = quick_fix.quick_fix(cache, TINY, out, 9, 16., said.append)
+    tried = behind('app.check.apply_settings', (faster, [SimpleNamespace(disease='x')]))
+    result = check.quick_fix(cache, TINY, out, 9, 16., said.append)
     changes = [f'data.batch_size: {TINY.data.batch_size} -> 7'] * bool(change)
     end = {'verified_gain': 1.3, 'config': str(out),
            'train': f'xtts-nb train --data /c --config {out}'} if change else {
@@ -206,7 +206,7 @@ def test_faster_settings_are_written_and_verified(behind, monkeypatch, tmp_path,
     assert [(c['batches'], c['seconds']) for c in tried + timed] == [(9, 2.)] * (3 if change else 1)
     if not change: return
     assert XTTSConfig.load(out) == faster
-    with pytest.raises(UserError, match='already exists; choose another name'): quick_fix.quick_fix(cache,
+    with pytest.raises(UserError, match='already exists; choose another name'): check.quick_fix(cache,
         TINY, out)
 
 
