@@ -18,8 +18,9 @@ import pytest
 from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
-    CPU, GPU, Process, Sample, Sampler, best_probe, card_environment, cpu_probe, longest_idle, nvml_probe,
-    replay_probe, visible_cards, visible_ids, series, summarise)
+    CPU, EmulatedDevice, GPU, Process, Sample, Sampler, arm_spans, best_probe, card_environment, cpu_probe,
+    emulated_probe, longest_idle, nvml_probe, replay_probe, visible_cards, visible_ids, series, summarise,
+    summarise_arms)
 
 
 def gpu_trace(*curves, step=.1):
@@ -510,3 +511,52 @@ def test_what_a_child_process_is_shown(monkeypatch):
     assert [card_environment(shown)['XTTS_NB_CPU_CARDS'] for shown in ('0,1', '2', '-1')] == ['2', '1', '']
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '2, GPU-a,-1,3')
     assert visible_ids() == ['2', 'GPU-a']
+
+
+# Emulated devices and the arms of a comparison
+
+def test_an_emulated_device_is_busy_while_it_computes():
+    device = EmulatedDevice()
+    device.computes(10., 10.5)
+    device.computes(10.8, 12.)
+    assert device.busy(10., 11.) == pytest.approx(70) and device.busy(11., 13.) == 50
+    assert device.busy(10., 11.) == device.busy(14., 14.) == 0   # both are over, and forgotten
+
+
+def test_overlapping_steps_count_once_in_full():
+    device = EmulatedDevice()
+    device.computes(0., 1.)
+    device.computes(0., 1.)
+    assert device.busy(0., 1.) == 100
+
+
+def test_a_reading_of_emulated_devices_begins_at_the_one_before(monkeypatch):
+    now = iter([100., 101., 102.])
+    monkeypatch.setattr(sampler, 'time', SimpleNamespace(perf_counter=lambda: next(now)))
+    first, second = EmulatedDevice('A'), EmulatedDevice('B', 1)
+    first.computes(100.5, 101.25)
+    read = emulated_probe(first, second)
+    assert read() == Sample(101., (GPU(0, 'A', 50.), GPU(1, 'B', 0.)))
+    assert read() == Sample(102., (GPU(0, 'A', 25.), GPU(1, 'B', 0.)))
+
+
+def test_each_batch_is_a_step_of_the_device():
+    device, begin = EmulatedDevice(), sampler.time.perf_counter()
+    assert device.feed(iter([np.zeros(1)] * 3), 0.01) == 3
+    assert device.busy(begin, begin + 10) == pytest.approx(0.3)   # 30 ms of 10 s
+
+
+def test_an_arm_ends_where_the_next_begins():
+    arms = [(1., 'slow'), (3., 'fast'), (4., 'slow')]
+    assert arm_spans(arms, 9.) == [('slow', 1., 3.), ('fast', 3., 4.), ('slow', 4., 9.)]
+    numbers = summarise_arms(gpu_trace([50., 50., 0., 20., 100., 40.], step=1.), arms)
+    assert list(numbers) == ['slow', 'fast']
+    assert [numbers[name]['GPU 0']['samples'] for name in numbers] == [3, 1]   # at 2, 3 and 5 s; at 4 s
+    slow = numbers['slow']['GPU 0']
+    assert slow['mean'] == 20 and slow['variation'] == pytest.approx(np.std([0, 20, 40]) / 20)
+    assert numbers['fast']['GPU 0']['mean'] == 100 and numbers['fast']['GPU 0']['variation'] == 0
+    assert summarise_arms([], arms) == {'slow': {}, 'fast': {}}
+
+
+def test_a_device_that_never_computed_has_no_variation():
+    assert summarise(gpu_trace([0., 0.]))['devices']['GPU 0']['variation'] == 0

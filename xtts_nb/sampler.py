@@ -5,14 +5,17 @@
 # %% auto #0
 __all__ = ['ACTIVITY', 'CPU_CARDS', 'IDLE', 'MEANS', 'Process', 'GPU', 'CPU', 'Sample', 'disk_bytes', 'disk_rates', 'cpu_probe',
            'Activity', 'Card', 'nvml_probe', 'best_probe', 'visible_ids', 'visible_cards', 'cpu_card_count',
-           'card_environment', 'replay_probe', 'series', 'longest_idle', 'summarise', 'Sampler']
+           'card_environment', 'replay_probe', 'EmulatedDevice', 'emulated_probe', 'series', 'longest_idle',
+           'summarise', 'arm_spans', 'summarise_arms', 'Sampler']
 
 # %% ../nbs/base/sampler.ipynb #ca69d2e0
 import itertools
+import math
 import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +23,7 @@ import numpy as np
 import psutil
 from fastcore.basics import patch
 
-from .bench import cpu_name
+from .bench import cpu_name, emulated_steps
 from .config import environment_number, UserError
 
 # %% ../nbs/base/sampler.ipynb #25f9e9f5
@@ -318,6 +321,47 @@ def replay_probe(
         return s
     return probe
 
+# %% ../nbs/base/sampler.ipynb #e0a1c0df
+class EmulatedDevice:
+    "An accelerator that takes a given time for each step, uses no CPU, and records when it computed."
+    def __init__(self, name: str = 'emulated accelerator', index: int = 0):
+        self.name, self.index, self._lock, self._spans = name, index, threading.Lock(), deque()
+
+    def computes(self, begin: float, end: float):   # times of `time.perf_counter`; `end` may lie ahead
+        "Note that the device computes from `begin` to `end`."
+        with self._lock: self._spans.append((begin, end))
+
+    def feed(self,
+        batches: Iterable,       # of a pipeline
+        step_seconds: float,     # that the device needs for a batch
+    ) -> int:                    # steps
+        "Compute a step for each batch, while the host fetches and copies the next one."
+        steps = 0
+        for begin, end in emulated_steps(batches, step_seconds):
+            self.computes(begin, end)
+            steps += 1
+        return steps
+
+    def busy(self, begin: float, end: float) -> float:   # %
+        "The share of a period in which it computed; forgets what ended before `end`."
+        with self._lock: spans = list(self._spans)
+        seconds = sum(max(0., min(b, end) - max(a, begin)) for a, b in spans)
+        with self._lock:
+            while self._spans and self._spans[0][1] <= end: self._spans.popleft()
+        return min(100., 100 * seconds / (end - begin)) if end > begin else 0.
+
+def emulated_probe(
+    *devices: EmulatedDevice,
+):                             # a callable that returns a `Sample`
+    "Reads emulated devices as if they were cards: each reading describes the time since the one before."
+    lock, before = threading.Lock(), time.perf_counter()
+    def probe() -> Sample:
+        nonlocal before
+        with lock:   # the sampler's thread and the program may both ask
+            begin, before = before, time.perf_counter()
+            return Sample(before, tuple(GPU(d.index, d.name, d.busy(begin, before)) for d in devices))
+    return probe
+
 # %% ../nbs/base/sampler.ipynb #498db818
 def series(
     samples,                      # `Sample`s in order
@@ -355,9 +399,10 @@ def _describe(device, seconds, values, memory, means) -> dict:
                memory_total=device.memory_total, means=means)
     if not len(known): return out
     p50, p95 = np.percentile(known, [50, 95])
-    return out | dict(mean=float(known.mean()), p50=float(p50), p95=float(p95), max=float(known.max()),
-                      min=float(known.min()), idle_share=float((known < IDLE).mean()),
-                      longest_idle_s=longest_idle(seconds, values))
+    mean = float(known.mean())
+    return out | dict(mean=mean, p50=float(p50), p95=float(p95), max=float(known.max()),
+                      min=float(known.min()), variation=float(known.std()) / mean if mean else 0.,
+                      idle_share=float((known < IDLE).mean()), longest_idle_s=longest_idle(seconds, values))
 
 def summarise(
     samples,   # `Sample`s in order
@@ -372,6 +417,25 @@ def summarise(
                 gaps=sum(s.error is not None for s in samples),
                 devices={k: _describe(last[k], t, v, memory[k][1], means[k])
                          for k, (t, v) in series(samples).items()})
+
+# %% ../nbs/base/sampler.ipynb #a4a5c0df
+def arm_spans(
+    arms,    # (time, name) of the beginning of each arm, in order
+    end: float = math.inf,   # time at which the last one ends
+) -> list[tuple[str, float, float]]:   # (name, begin, end)
+    "The periods of the arms; each ends where the next begins."
+    ends = [begin for begin, _ in arms[1:]] + [end]
+    return [(name, begin, until) for (begin, name), until in zip(arms, ends)]
+
+def summarise_arms(
+    samples,   # `Sample`s in order
+    arms,      # (time, name) of the beginning of each arm; a name may come several times
+) -> dict:     # {name: devices as of `summarise`}
+    "The devices during each arm of a comparison."
+    samples, taken = list(samples), {}
+    for name, begin, end in arm_spans(arms):
+        taken.setdefault(name, []).extend(s for s in samples if begin < s.time <= end)
+    return {name: summarise(part)['devices'] for name, part in taken.items()}
 
 # %% ../nbs/base/sampler.ipynb #fbc0dc30
 class Sampler:

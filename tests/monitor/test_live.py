@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from xtts_nb.monitor import live as monitoring
 from xtts_nb.config import UserError
 from xtts_nb.monitor.live import LiveCallback, gpu_live, monitor, summary_lines
 from xtts_nb.bench import png_bytes
-from xtts_nb.sampler import CPU, GPU, Sample, Sampler, replay_probe
+from xtts_nb.sampler import CPU, EmulatedDevice, GPU, Sample, Sampler, emulated_probe, replay_probe
 
 from test_utilisation_live import TRACE, moment
 
@@ -56,6 +57,19 @@ def test_live_in_a_plain_script():
     assert view.figure.axes[1].get_title('left') == 'a step of the host: 3 ms'   # and no curve of one loss
     assert view.figure.axes[-1].get_title('left') == 'mine' and len(png_bytes(view.figure)) < 30_000
     assert lines[0].startswith('GPU 0') and view.sampler._thread is None
+
+
+def test_an_arm_begins_with_a_sample_of_what_was_before():
+    device, lines = EmulatedDevice(), []
+    with gpu_live(emulated_probe(device), interval=60., say=lines.append) as view:
+        view.arm('slow')
+        time.sleep(.02)
+        view.arm('fast')
+        device.computes(view.arms[-1][0] - 1, view.arms[-1][0] + 60)
+    arms = view.summary['arms']
+    assert [arms[name]['GPU 0']['mean'] for name in arms] == [0, 100] and list(arms) == ['slow', 'fast']
+    assert [text.get_text() for text in view.figure.axes[0].texts] == ['slow: 0 %', 'fast: 100 %']
+    assert lines[-1].startswith('fast: GPU 0 100 % busy') and lines[-2].startswith('slow: GPU 0 0 % busy')
 
 
 def test_live_leaves_the_picture_when_the_block_fails():
@@ -152,7 +166,7 @@ def test_a_frame_is_drawn_every_now_and_then(monkeypatch):
     view.update(step=3)
     view._draw()
     assert waits == [3.] * 3 and view._frame.value == 'a frame' and view._drawing == 0.5
-    assert seen == [(TRACE[:1], {'step': 3}, 125.)] * 2
+    assert seen == [(TRACE[:1], {'step': 3}, 125., view.arms)] * 2 and view.arms == []
 
 def test_in_a_kernel_the_picture_takes_the_widget_s_place(monkeypatch):
     shown, drawn = [], threading.Event()

@@ -10,10 +10,11 @@ from matplotlib.text import Text
 from PIL import Image
 
 from xtts_nb.monitor import live as utilisation
-from xtts_nb.sampler import CPU, GPU, Process, Sample, summarise
+from xtts_nb.sampler import CPU, GPU, Process, Sample, summarise, summarise_arms
 from xtts_nb.bench import COLOURS, PHASE_COLOURS, png_bytes
 from xtts_nb.monitor.live import (
-    device_names, live_html, format_value, phases_of, plot_samples, summary_lines, values_line)
+    ARM_SHADES, arm_lines, device_names, live_html, format_value, phases_of, plot_samples, summary_lines,
+    values_line)
 
 
 def moment(i, gpus=2):
@@ -100,6 +101,46 @@ def test_a_device_without_a_reading_has_no_mean():
     assert [line.get_label() for line in ax.lines] == ['GPU 0'] and ax.get_title('left') == 'GPU 0: MIG'
     (ax,) = plot_samples([]).axes
     assert not ax.lines and ax.get_legend() is None and ax.get_title('left') == 'no device could be read'
+
+ARMS = [(9., 'before'), (13.5, 'after')]
+BUSIER = [Sample(10. + i, (GPU(0, 'A', 10. if i < 4 else 90.),)) for i in range(8)]
+
+def test_arms_are_shaded_named_and_have_their_means():
+    (ax,) = plot_samples(BUSIER, arms=ARMS).axes
+    assert [(t.get_text(), *t.get_position()) for t in ax.texts] == [('before: 10 %', 1.75, 110),
+                                                                      ('after: 90 %', 5.25, 110)]
+    assert [(p.get_x(), p.get_width()) for p in ax.patches] == [(0, 3.5), (3.5, 3.5)]
+    assert len({p.get_facecolor() for p in ax.patches}) == 2
+    dashed = [(list(l.get_xdata()), list(l.get_ydata())) for l in ax.lines if l.get_linestyle() == '--']
+    assert dashed == [([0, 3.5], [10, 10]), ([3.5, 7], [90, 90])]
+    assert ax.lines[0].get_label() == 'GPU 0' and ax.get_ylim() == (0, 119)
+    assert list(ax.get_yticks()) == [0, 25, 50, 75, 100]
+    assert not plot_samples([], arms=ARMS).axes[0].patches
+
+def test_a_name_that_comes_again_has_the_same_shade():
+    (ax,) = plot_samples(BUSIER, arms=[*ARMS, (15.5, 'before')]).axes
+    assert [t.get_text() for t in ax.texts] == ['before: 37 %', 'after: 90 %', 'before: 37 %']
+    first, _, last = ax.patches
+    assert first.get_facecolor() == last.get_facecolor()
+
+def test_a_sentence_for_each_arm_and_the_factor():
+    assert arm_lines(summarise_arms(BUSIER, ARMS)) == [
+        'before: GPU 0 10 % busy, 95th percentile 10 %, idle 0 % of the time, variation 0.00.',
+        'after: GPU 0 90 % busy, 95th percentile 90 %, idle 0 % of the time, variation 0.00.',
+        'GPU 0 is 9 times as busy in "after" as in "before".']
+    assert len(arm_lines(summarise_arms(BUSIER, ARMS[:1]))) == 1 and arm_lines({}) == []
+    unread = [Sample(10., (GPU(0, 'A'),)), Sample(14., (GPU(0, 'A'),))]
+    assert arm_lines(summarise_arms(unread, ARMS)) == []
+
+def test_arms_are_shaded_in_the_frame():
+    frame = live_html(BUSIER, arms=ARMS)
+    bands = re.findall(r'<rect x="(\d+)" width="(\d+)".*?fill="(.*?)".*?<text x="(\d+)" y="9">(\w+)<', frame)
+    assert bands == [('520', '45', ARM_SHADES[0], '524', 'before'),
+                     ('565', '35', ARM_SHADES[1], '569', 'after')]
+    assert 'GPU 0 is 9 times as busy' in frame
+    long = [Sample(float(i), (GPU(0, 'A', 1.),)) for i in range(200)]
+    frame = live_html(long, arms=[(0., 'over'), (100., 'cut')])   # 139 to 199 s are shown
+    assert re.findall(r'<rect x="(\d+)" width="(\d+)"', frame) == [('0', '600')] and '>cut<' in frame
 
 def test_marks_have_names_where_there_is_room():
     "In 95 s a letter takes one second: two letters and two spaces take four."
