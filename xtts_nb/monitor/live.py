@@ -115,6 +115,7 @@ def _plot_marks(ax, samples, marks):
         ax.text(at, 101, f' {name}', size=7, color='#666666', va='top',
                 bbox=dict(facecolor='white', edgecolor='none', alpha=.7, pad=.3))
 
+# %% ../../nbs/50_monitoring.ipynb #a4a5c0e4
 def _plot_arms(ax, samples, arms, curves):
     "Each arm shaded; above it its name and each device's mean, which is dashed below."
     start, last = samples[0].time, samples[-1].time
