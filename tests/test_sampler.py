@@ -544,6 +544,7 @@ def test_each_batch_is_a_step_of_the_device():
     device, begin = EmulatedDevice(), sampler.time.perf_counter()
     assert device.feed(iter([np.zeros(1)] * 3), 0.01) == 3
     assert device.busy(begin, begin + 10) == pytest.approx(0.3)   # 30 ms of 10 s
+    assert device.feed(iter([np.zeros(1)] * 9), 0.01, seconds=0) == 1   # the step after the end is the last
 
 
 def test_an_arm_ends_where_the_next_begins():

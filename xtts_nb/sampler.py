@@ -334,12 +334,14 @@ class EmulatedDevice:
     def feed(self,
         batches: Iterable,       # of a pipeline
         step_seconds: float,     # that the device needs for a batch
+        seconds: float = math.inf,   # after which no other step begins
     ) -> int:                    # steps
         "Compute a step for each batch, while the host fetches and copies the next one."
-        steps = 0
+        steps, until = 0, time.perf_counter() + seconds
         for begin, end in emulated_steps(batches, step_seconds):
             self.computes(begin, end)
             steps += 1
+            if begin >= until: break
         return steps
 
     def busy(self, begin: float, end: float) -> float:   # %

@@ -192,8 +192,8 @@ def arm_lines(
                          f'{100 * d["idle_share"]:.0f} % of the time, variation {d["variation"]:.2f}.')
     if len(names) < 2: return lines
     first, last = arms[names[0]], arms[names[-1]]
-    for label in first.keys() & last.keys():
-        before, after = (d[label].get('mean') for d in (first, last))
+    for label in first:
+        before, after = (d.get(label, {}).get('mean') for d in (first, last))
         if before and after is not None:
             lines.append(f'{label} is {after / before:.3g} times as busy in "{names[-1]}" as in '
                          f'"{names[0]}".')
