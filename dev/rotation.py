@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import pytest
 
 from tree import ROOT, notebooks
 
-PARTS, MINUTES, WORKERS = 4, 9., 2
+PARTS, MINUTES, WORKERS = 5, 9., 2
 PAGE_SHARE = 0.4                  # of the minutes
 UNKNOWN = 20.                     # seconds of a unit that was not measured yet
 GRACE = 50.                       # seconds after the minutes, until what still runs is ended
@@ -109,6 +110,7 @@ def run_pages(
 # ---- tests: the hooks of the plugin
 
 spent, left_out = {}, []   # seconds of each unit; the tests that were not reached
+cases = Counter()          # tests of each unit
 
 
 def unit_of(nodeid: str) -> str:
@@ -119,6 +121,7 @@ def unit_of(nodeid: str) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     "Keep the tests of the part."
+    cases.update(unit_of(i.nodeid) for i in items)
     if 'ROTATION_COMMIT' not in os.environ: return
     commit = os.environ['ROTATION_COMMIT']
     mine = set(deal(sorted({unit_of(i.nodeid) for i in items}), measured())[choose(commit)])
@@ -131,7 +134,9 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup(item):
     "Start no test that would not finish in time."
     until = float(os.environ.get('ROTATION_UNTIL', 'inf'))
-    if time.time() + measured().get(unit_of(item.nodeid), UNKNOWN) > until: pytest.skip('not reached')
+    unit = unit_of(item.nodeid)
+    expected = measured().get(unit, UNKNOWN) / max(1, cases[unit])
+    if time.time() + expected > until: pytest.skip('not reached')
 
 
 def pytest_runtest_logreport(report):
@@ -203,7 +208,8 @@ def measure() -> int:
 
 def slow_tests() -> list[str]:
     "The units among the tests, as pytest collects them."
-    command = [sys.executable, '-m', 'pytest', '--collect-only', '-q', '-m', 'slow and not gpu']
+    command = [sys.executable, '-m', 'pytest', '--collect-only', '-q', '-o', 'addopts=',
+               '-m', 'slow and not gpu']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return sorted({unit_of(line) for line in done.stdout.splitlines() if '::' in line})
 

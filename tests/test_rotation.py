@@ -95,6 +95,15 @@ def test_a_failure_fails_and_time_that_runs_out_does_not(tmp_path, until, good, 
     assert ' in ' in done.stdout.splitlines()[-1], 'the last line is pytest\'s'
 
 
+@pytest.mark.slow
+def test_the_list_has_pages_and_tests():
+    "As the command prints it, without running any."
+    done = subprocess.run([sys.executable, ROOT / 'dev/rotation.py', 'list'], capture_output=True, text=True)
+    units = {line.strip() for line in done.stdout.splitlines() if line.startswith('  ')}
+    assert {'nbs/50_monitoring.ipynb', 'tests/monitor/test_patients.py::test_all_patients'} <= units
+    assert not {u for u in units if u.endswith(']')}
+
+
 def test_a_page_that_does_not_fit_is_not_begun(monkeypatch):
     monkeypatch.setattr(subprocess, 'run', lambda *a, **k: pytest.fail('it was begun'))
     until = time.time() + rotation.UNKNOWN / 2

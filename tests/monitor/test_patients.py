@@ -378,8 +378,8 @@ def test_a_patient_is_named(name):
 
 @pytest.mark.slow
 def test_all_patients():
+    "Their causes are named; `xtts-nb bench diagnose` records their gains, which other work would change."
     total = patient_totals(run_patients(PATIENTS))
-    for kind, slow, kwargs, with_timeout in (('emulated', 11, 10, 8), ('real', 12, 11, 9)):
-        seen = total[kind]
-        assert seen['slow'] == slow and seen['named'] >= kwargs and seen['predicted'] >= with_timeout, total
+    for kind, slow, named in (('emulated', 11, 10), ('real', 12, 11)):
+        assert total[kind]['slow'] == slow and total[kind]['named'] >= named, total
     assert total['left_alone'] == total['healthy'] == 3, total
