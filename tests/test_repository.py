@@ -117,9 +117,18 @@ def test_page_reads_as_a_page(path):
 
 @pytest.mark.parametrize('path', PAGES, ids=name)
 def test_page_stores_its_outputs(path):
-    outputs = [o for c in cells(path, 'code') for o in c['outputs']]
-    assert outputs, 'run `nbdev-test --save` on it'
+    code = cells(path, 'code')
+    outputs = [o for c in code for o in c['outputs']]
+    assert outputs or not code, 'run `nbdev-test --save` on it'
     assert not [o for o in outputs if o['output_type'] == 'error']
+
+
+@pytest.mark.parametrize('guide', ['quick_start', 'troubleshooting'])
+def test_a_guide_in_persian_has_the_same_commands(guide):
+    texts = ['\n'.join(c['source'] for c in cells(ROOT / f'nbs/guides/{page}.ipynb', 'markdown'))
+             for page in (guide, f'{guide}_fa')]
+    english, persian = (re.findall(r'xtts-nb [^`\n]+', text) for text in texts)
+    assert english == persian and len(english) > 7
 
 
 # a room imports only itself and the rooms before it; '' is the root
