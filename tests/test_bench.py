@@ -280,3 +280,22 @@ def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
 def test_without_a_record_the_remedy_is_named(tmp_path, folder):
     with pytest.raises(UserError, match='holds no record of 10_data; make one with xtts-nb bench --record'):
         recorded('10_data', tmp_path / folder)
+
+
+@pytest.mark.parametrize('name,measured,shown,verdict', [
+    ('step', 12, '12 ×', 'beaten'), ('step', 10, '10 ×', 'kept'), ('step', 5, '5 ×', 'kept'),
+    ('step', 4.9, '4.9 ×', 'not reached: why'), ('step', None, '', 'not measured: why'),
+    ('swing', .1, '10%', 'beaten'), ('swing', .2, '20%', 'kept'), ('swing', .3, '30%', 'not reached: why'),
+    ('dual_model', .9, '90%', 'kept'), ('dual_model', .99, '99%', 'beaten')])
+def test_a_promise_beside_what_was_measured(name, measured, shown, verdict):
+    row = bench.promise_row(name, measured, 'a card', 'why')
+    assert (row['measured'], row['where'], row['verdict']) == (shown, 'a card', verdict)
+    assert bench.promise_row(name, measured)['verdict'] == verdict.removesuffix(': why')
+
+
+def test_a_promise_is_shown_as_its_range():
+    shown = {name: bench.promise_row(name, None)['promised'] for name in bench.PROMISES}
+    assert shown['step'] == '5 × to 10 ×' and shown['native_use'] == '70% to 90%'
+    assert shown['loading'] == '10 ×' and shown['swing'] == 'below 20%'
+    assert bench.promise_row('native', None)['before'] == '`numpy_function`'
+    assert bench.promise_row('native', None)['quantity'].startswith('samples per second')
