@@ -1,14 +1,17 @@
 "The live view in JupyterLab, in a headless Chromium; skipped, with the reason, where one of them is missing."
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from process import COMMAND
 
 from xtts_nb.config import workspace
 from xtts_nb.monitor.traces import free_port
@@ -16,6 +19,10 @@ from xtts_nb.monitor.traces import free_port
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
 LIVE = '.widget-html .xtts-live'   # not the frame that the page itself shows
+LESSONS = sorted((ROOT / 'nbs').glob('[0-9]*.ipynb'))
+SECONDS = 300   # of a lesson, on a slow machine with other work
+WATCHES = re.compile(r'gpu_live\(|LiveCallback\(')
+ARM = re.compile(r'^(.+?): .* busy, .*variation', re.MULTILINE)   # a line of the summary of an arm
 NAMES = 'chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'
 SETTINGS = {'notification': {'fetchNews': 'false', 'checkForUpdates': False, 'doNotDisturbMode': True}}
 
@@ -35,21 +42,23 @@ def chromium() -> str:
 
 @pytest.fixture(scope='module')
 def lab(chromium, tmp_path_factory):
-    "A JupyterLab over an empty folder: (folder, url)."
-    folder = tmp_path_factory.mktemp('lab')
-    home = folder / '.home'
+    "A JupyterLab over the pages as a user of the package has them: (folder, url)."
+    home = tmp_path_factory.mktemp('home')
+    folder = home / 'lab'
     (home / 'settings/@jupyterlab/apputils-extension').mkdir(parents=True)
     for name, values in SETTINGS.items():
         file = home / f'settings/@jupyterlab/apputils-extension/{name}.jupyterlab-settings'
         file.write_text(json.dumps(values))
-    # the live cell lasts seven seconds then
-    (folder / 'settings.ini').write_text('[workspace]\nscale = full\n')
+    tracker = home / 'settings/@jupyterlab/notebook-extension/tracker.jupyterlab-settings'
+    tracker.parent.mkdir()
+    tracker.write_text(json.dumps({'windowingMode': 'none'}))   # cells out of sight are drawn too
     kept = {k: v for k, v in os.environ.items() if k != 'IN_TEST' and not k.startswith('JUPYTER')}
     env = kept | {'JUPYTER_CONFIG_DIR': str(home / 'config'), 'JUPYTER_DATA_DIR': str(home / 'data'),
                   'JUPYTER_RUNTIME_DIR': str(home / 'runtime'),
                   'JUPYTERLAB_SETTINGS_DIR': str(home / 'settings'),
                   'JUPYTERLAB_WORKSPACES_DIR': str(home / 'workspaces'), 'CUDA_VISIBLE_DEVICES': '-1',
                   'PYTHONPATH': os.pathsep.join(filter(None, (str(ROOT), os.environ.get('PYTHONPATH'))))}
+    subprocess.run([*COMMAND, 'notebooks', str(folder)], env=env, check=True, stdout=subprocess.DEVNULL)
     port = free_port()
     command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--ip=127.0.0.1', f'--port={port}',
                '--allow-root', '--ServerApp.port_retries=0', '--IdentityProvider.token=',
@@ -94,7 +103,8 @@ def run_notebook(browser, lab, notebook: dict, name: str):
     page.evaluate('''async () => {
         const panel = window.jupyterapp.shell.currentWidget;
         await panel.sessionContext.ready;
-        window.jupyterapp.commands.execute('notebook:run-all-cells');
+        window.finished = false;
+        window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.finished = true; });
     }''')
     return page
 
@@ -106,34 +116,43 @@ def keep(locator, name: str):
     locator.screenshot(path=folder / name)
 
 
-def text(page, selector: str) -> str:
-    return page.locator(selector).inner_text() if page.locator(selector).count() else ''
+def saved_cells(page, file: Path) -> list[dict]:
+    "The cells of a notebook as JupyterLab saves it."
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    return json.loads(file.read_text(encoding='utf-8'))['cells']
 
 
-def until(page, holds, what: str, seconds: float = 30):
-    "Wait until `holds()`."
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, f'{what}: never within {seconds} s'
-        page.wait_for_timeout(100)
+def arms(cell: dict) -> set[str]:
+    "The names of the arms in the summary that a cell printed."
+    return {name for output in cell['outputs'] for name in ARM.findall(''.join(output.get('text', '')))}
 
 
-def test_page_50_shows_a_training_live(browser, lab):
-    notebook = json.loads((ROOT / 'nbs' / '50_monitoring.ipynb').read_text(encoding='utf-8'))
+@pytest.mark.parametrize('lesson', LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_shows_its_arms(browser, lab, lesson):
+    notebook = json.loads(lesson.read_text(encoding='utf-8'))
     for cell in notebook['cells']: cell.get('outputs', []).clear()
-    page = run_notebook(browser, lab, notebook, 'page.ipynb')
-    live = page.locator(LIVE)
-    live.wait_for()
-    live.scroll_into_view_if_needed()
-    until(page, lambda: 'loss' in text(page, LIVE), 'the numbers of the training')
-    first = text(page, LIVE)
-    until(page, lambda: text(page, LIVE) != first, 'a change of the numbers')
-    assert all(word in first for word in ('au', 'step', 'wait', 'this process'))
-    page.wait_for_timeout(1500)   # for the picture: a curve to look at
-    keep(live, 'live.png')
-    picture = page.locator('.jp-RenderedImage img').first
-    picture.wait_for()            # the block has ended: the picture stands where the widget was
-    assert not page.locator(LIVE).count()
-    assert picture.get_attribute('src').startswith('data:image/png')
-    keep(picture, 'left.png')
+    from playwright.sync_api import Error
+    page, frames, stem = run_notebook(browser, lab, notebook, lesson.name), set(), lesson.stem
+    end = time.monotonic() + SECONDS
+    while not page.evaluate('window.finished'):
+        assert time.monotonic() < end, f'{stem}: still running after {SECONDS} s'
+        page.wait_for_timeout(200)
+        frame = page.evaluate('shown => document.querySelector(shown)?.innerHTML', LIVE)
+        if frame is None or frame in frames: continue
+        frames.add(frame)
+        with suppress(Error): keep(page.locator(LIVE).first, f'{stem}-live.png')   # it may just have ended
+    assert len(frames) > 3, 'the live view did not move'
+    keep(page, f'{stem}-top.png')
+    cells = saved_cells(page, lab[0] / lesson.name)
+    outputs = [output for cell in cells for output in cell.get('outputs', [])]
+    assert not [output['evalue'] for output in outputs if output['output_type'] == 'error']
+    assert not [output['text'] for output in outputs if output.get('name') == 'stderr']
+    shown = [i for i, cell in enumerate(cells) if WATCHES.search(''.join(cell['source']))
+             and any('image/png' in output.get('data', {}) for output in cell['outputs'])]
+    assert any(len(arms(cells[i])) > 1 for i in shown), 'no picture with two named arms'
+    for i in shown:
+        picture = page.locator('.jp-Notebook .jp-Cell').nth(i).locator('.jp-RenderedImage img').first
+        assert picture.get_attribute('src').startswith('data:image/png')
+        keep(picture, f'{stem}-{i}.png')
+    assert not page.locator(LIVE).count()   # the picture stands where the live view was
     page.close()

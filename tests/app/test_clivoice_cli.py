@@ -1,6 +1,7 @@
 "The commands for a voice, with a stubbed library: calls, output and exit codes."
 from pathlib import Path
 
+import json
 import numpy as np
 import pytest
 import tree
@@ -154,8 +155,10 @@ def test_notebooks_are_copied_with_their_records(ran, tmp_path):
     assert {Path(f).name for f in copied if f.startswith('benchmarks/')} == {
         f.name for f in (root / 'benchmarks').glob('*.json')}
     assert not [f for f in copied if f.endswith(('.yml', '.py'))]
-    page = (tmp_path / 'pages/data/cache.ipynb').read_bytes()
-    assert page == (root / 'nbs/data/cache.ipynb').read_bytes()
+    pages = [json.loads((f / 'data/cache.ipynb').read_text()) for f in (root / 'nbs', tmp_path / 'pages')]
+    *cells, export = pages[0].pop('cells')
+    assert pages[1].pop('cells') == cells and 'nbdev_export' in ''.join(export['source'])
+    assert pages[0] == pages[1]
     again = ran(f'notebooks {tmp_path / "pages"}')
     assert again.code == 2 and 'exists already; name a new folder.' in again.err
     assert ran(f'notebooks {tmp_path / "more"} --json').json == {'folder': str(tmp_path / 'more'),

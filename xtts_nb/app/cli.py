@@ -171,7 +171,7 @@ def _notebooks(folder: argument(Path, 'A new folder.')):
     "Copy the pages of this version into a folder, to be opened in JupyterLab."
     import shutil
     from xtts_nb.config import UserError
-    from xtts_nb.files import atomic_folder
+    from xtts_nb.files import atomic_folder, read_json, write_json
     package = Path(__file__).parents[1]
     pages, records = package / 'notebooks', package / 'notebooks' / 'benchmarks'
     if not pages.is_dir(): pages, records = package.with_name('nbs'), package.with_name('benchmarks')
@@ -180,11 +180,15 @@ def _notebooks(folder: argument(Path, 'A new folder.')):
     with atomic_folder(folder) as part:
         shutil.copytree(pages, part, dirs_exist_ok=True, ignore=left_out)
         shutil.copytree(records, part / 'benchmarks', dirs_exist_ok=True, ignore=left_out)
+        copies = list(part.rglob('*.ipynb'))
+        for page in copies:   # the cell that exports the library works in the repository alone
+            notebook = read_json(page)
+            notebook['cells'] = [c for c in notebook['cells'] if 'nbdev_export' not in ''.join(c['source'])]
+            write_json(page, notebook)
         # data, caches and runs are kept below this folder
         (part / 'settings.ini').write_text('[workspace]\n', encoding='utf-8')
-    count = len(list(folder.rglob('*.ipynb')))
-    text = f'{folder}: {count} pages. Open them: jupyter lab {folder}'
-    return {'folder': str(folder), 'notebooks': count}, text
+    text = f'{folder}: {len(copies)} pages. Open them: jupyter lab {folder}'
+    return {'folder': str(folder), 'notebooks': len(copies)}, text
 
 # %% ../../nbs/app/cli.ipynb #ab12c0de
 from . import cli_data, cli_train   # imported here: --help lists their commands after those above
