@@ -282,6 +282,15 @@ def test_without_a_record_the_remedy_is_named(tmp_path, folder):
         recorded('10_data', tmp_path / folder)
 
 
+@pytest.mark.parametrize('seconds,rounds', [(100., 9), (10., 4), (9.99, 3), (1., 3)])
+def test_the_time_budget_ends_a_comparison(clock, seconds, rounds):
+    clock.now = 50.
+    nap = lambda: clock.sleep(1.) or 1
+    with bench.time_budget(seconds): result = compare({'a': nap, 'b': nap}, 'step_ms', rounds=9)
+    assert [len(arm.times) for arm in result.arms] == [rounds, rounds]
+    assert len(compare({'a': nap}, 'step_ms', rounds=9).arms[0].times) == 9
+
+
 @pytest.mark.parametrize('name,measured,shown,verdict', [
     ('step', 12, '12 ×', 'beaten'), ('step', 10, '10 ×', 'kept'), ('step', 5, '5 ×', 'kept'),
     ('step', 4.9, '4.9 ×', 'not reached: why'), ('step', None, '', 'not measured: why'),

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -667,6 +668,21 @@ def test_bench_of_a_step(ran, behind, bars, command):
         (8, 512, 8, 4), (2, 64, 4, 3)]
     assert [call | {python: call[python] and str(call[python])} for call in measured] == [
         plain | {'rounds': 7, python: None}, own_values | {'rounds': 2, python: 'py'}]
+
+
+def test_a_bench_says_how_long_it_takes(ran, behind, bars, monkeypatch):
+    limits = []
+    @contextmanager
+    def time_budget(seconds):
+        limits.append(seconds)
+        yield
+        limits.append('over')
+    monkeypatch.setattr('xtts_nb.bench.time_budget', time_budget)
+    behind('app.step_speed.gpt2_speed', [{'name': 'xla', 'step_ms': 3.}])
+    err = ran('bench gpt2 --rounds 4 --budget 1.5').err
+    assert err.startswith('bench gpt2: 4 rounds, or fewer in about 1.5 minutes; --budget MINUTES.\n')
+    assert '7 rounds, or fewer in about 5 minutes' in ran('bench gpt2').err
+    assert limits == [90., 'over', 300., 'over']
 
 
 # --- config create ------------------------------------------------------------------------------------------
