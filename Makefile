@@ -8,7 +8,7 @@ ready = .venv/.installed
 hide_gpu = $(if $(GPU),,CUDA_VISIBLE_DEVICES=-1)
 env = $(hide_gpu) TF_CPP_MIN_LOG_LEVEL=2 MPLBACKEND=Agg
 
-.PHONY: help demo test test-all test-part test-torch test-browser readme docs export clean lock
+.PHONY: help demo test test-all test-part test-torch test-browser records readme docs export clean lock
 
 help:
 	@echo "make demo      train a small XTTS, measure each bottleneck before and after, and let it speak"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-torch  what reads coqui's files, with PyTorch's CPU build in .venv-convert"
 	@echo "make test-browser  the live view in JupyterLab and a Chromium, which it installs where there is none"
 	@echo "make export    write the library from the notebooks, and clean them"
+	@echo "make records   measure the records of the lessons anew on this machine, and draw the pages from them"
 	@echo "make readme    write README.md from nbs/index.ipynb"
 	@echo "make docs      write the pages into _docs"
 	@echo "make lock      renew requirements.lock (needs uv; ARGS=--upgrade takes newer versions)"
@@ -63,6 +64,10 @@ test-browser: $(ready)
 export: $(ready)
 	@$(bin)/nbdev-export
 	@$(bin)/nbdev-clean
+
+records: $(ready)
+	@$(env) $(bin)/python dev/records.py renew $(ARGS)
+	@$(bin)/python dev/pages.py readme
 
 readme: $(ready)
 	@$(bin)/python dev/pages.py readme

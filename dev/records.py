@@ -1,19 +1,28 @@
 """Draw again what the pages draw from the records in benchmarks/, without running the pages.
 
-    python dev/records.py     writes it into the notebooks, as their cells would show it
+    python dev/records.py               writes it into the notebooks, as their cells would show it
+    python dev/records.py renew [PAGE …]  measures the records of the lessons first, or those named
+
+A new record that is noisy is removed again if a quiet one of the same device exists. `XTTS_NB_SPEECH=DIR`
+names a corpus of recorded speech for `bench data`; without it the command makes one.
 
 A cell that draws a record names it in `recorded(...)` or `headline(...)`, and uses only what the page imports
 or exports. tests/test_records.py compares what is stored with what the same cell draws now."""
 import ast
 import base64
 import importlib
+import json
+import os
 import re
+import subprocess
+import sys
+import time
 
 import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_output
 
-from tree import notebooks
+from tree import ROOT, notebooks
 
 NAMES_A_RECORD = re.compile(r"\b(?:recorded|headline)\('(\w+)', benchmarks\(\)\)")
 
@@ -82,4 +91,35 @@ def write_records():
         if record_cells(nb): nbformat.write(nb, path)
 
 
-if __name__ == '__main__': write_records()
+LESSONS = 'config', 'data', 'model', 'step_speed', 'dual', 'patients', 'say'
+PROGRAM = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()']
+
+
+def measure(
+    page: str,   # a key of `bench.WRITERS`
+) -> str:        # what became of the record
+    "Run the command of a record; raises `CalledProcessError` if it fails."
+    bench = importlib.import_module('xtts_nb.bench')
+    options = ['--data', os.environ['XTTS_NB_SPEECH']] * (page == 'data' and 'XTTS_NB_SPEECH' in os.environ)
+    folder = ROOT / 'benchmarks'
+    before = set(folder.glob('*.json'))
+    subprocess.run([*PROGRAM, *bench.WRITERS[page].split(), *options, '--record', '--json'], check=True,
+                   cwd=ROOT, stdout=subprocess.DEVNULL)
+    (new,) = set(folder.glob('*.json')) - before
+    one = json.loads(new.read_text(encoding='utf-8'))
+    if not one['noisy']: return f'{new.name}: quiet'
+    shown = next(r for r in bench.recorded(page, folder) if r['device'] == one['device'])
+    if shown['noisy']: return f'{new.name}: noisy, but no quiet one of this device exists'
+    new.unlink()
+    return f'{new.name}: noisy, removed; the quiet record of {shown["date"]} stays'
+
+
+def renew(pages: list[str]):
+    "Measure records one after the other, and draw all pages."
+    for page in pages or LESSONS:
+        begun = time.monotonic()
+        print(f'{page}: {measure(page)}, {time.monotonic() - begun:.0f} s', flush=True)
+    write_records()
+
+
+if __name__ == '__main__': renew(sys.argv[2:]) if sys.argv[1:2] == ['renew'] else write_records()

@@ -96,3 +96,62 @@ def test_no_page_writes_a_record():
     cells = [(stem, c.source) for stem, nb in NOTEBOOKS.items() for c in nb.cells if c.cell_type == 'code']
     lessons = [(stem, source) for stem, source in cells if not re.match(r'(#\|.*\n)*#\|\s*export', source)]
     assert [stem for stem, source in lessons if re.search(r'\brecord\([^)]*benchmarks\(\)', source)] == []
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    "`records.measure` in a folder, with a command that writes a record: (write, commands that were run)."
+    folder, ran, files = tmp_path / 'benchmarks', [], iter(range(9))
+    folder.mkdir()
+    monkeypatch.setattr(records, 'ROOT', tmp_path)
+
+    def write(spread, device='CPU, 2 cores'):
+        rows = [{'name': 'a', 'ratio': 1., 'spread': spread}]
+        one = {'device': device, 'date': f'2026-01-0{len(list(folder.iterdir())) + 1}', 'rows': rows}
+        noisy = bench.noisy_rows(one)
+        file = folder / f'model-{next(files)}.json'
+        file.write_text(json.dumps(one | {'noisy': bool(noisy), 'noisy_rows': noisy}))
+        return file.name
+
+    def run(command, **_):
+        ran.append(command[len(records.PROGRAM):])
+        write(run.spread)
+    monkeypatch.setattr(records.subprocess, 'run', run)
+    return folder, write, run, ran
+
+
+def test_a_quiet_record_is_kept_a_noisy_one_only_where_there_is_none(measured, monkeypatch):
+    folder, write, run, ran = measured
+    monkeypatch.setitem(bench.WRITERS, 'model', 'bench model')
+    run.spread = .5
+    assert records.measure('model') == 'model-0.json: noisy, but no quiet one of this device exists'
+    write(.1, 'another card')
+    assert records.measure('model') == 'model-2.json: noisy, but no quiet one of this device exists'
+    run.spread = .1
+    assert records.measure('model') == 'model-3.json: quiet'
+    run.spread = .5
+    assert records.measure('model') == 'model-4.json: noisy, removed; the quiet record of 2026-01-04 stays'
+    assert sorted(f.name for f in folder.iterdir()) == [f'model-{i}.json' for i in range(4)]
+    assert ran == [['bench', 'model', '--record', '--json']] * 4
+
+
+def test_the_records_of_lessons_are_measured_on_recorded_speech_where_there_is_some(measured, monkeypatch):
+    *_, run, ran = measured
+    run.spread = .1
+    monkeypatch.setenv('XTTS_NB_SPEECH', 'clips')
+    for page in ('model', 'data'):
+        monkeypatch.setitem(bench.WRITERS, page, f'bench {page}')
+        records.measure(page)
+    assert ran == [['bench', 'model', '--record', '--json'],
+                   ['bench', 'data', '--data', 'clips', '--record', '--json']]
+
+
+def test_the_records_of_all_lessons_are_measured_by_default(monkeypatch, capsys):
+    asked, drawn = [], []
+    monkeypatch.setattr(records, 'measure', lambda page: asked.append(page) or 'quiet')
+    monkeypatch.setattr(records, 'write_records', lambda: drawn.append(1))
+    records.renew([])
+    records.renew(['say'])
+    assert asked == [*records.LESSONS, 'say'] and drawn == [1, 1]
+    assert 'say: quiet, 0 s' in capsys.readouterr().out
+    assert set(records.LESSONS) <= set(bench.WRITERS)
