@@ -331,15 +331,16 @@ class Promise(NamedTuple):
     low: float             # the range that is promised ...
     high: float
     unit: str = '×'        # or %
-    less: bool = False     # a smaller figure is better
+    less: bool = False     # a smaller figure is better; the range is shown as its upper end
 
     def text(self, value: float) -> str:
         "A measured value with the unit."
-        return f'{value:.0%}' if self.unit == '%' else f'{value:.3g} {self.unit}'
+        return f'{100 * value:.0f} %' if self.unit == '%' else f'{value:.3g} {self.unit}'
 
     def promised(self) -> str:
         "The range as text."
-        if self.low == self.high: return ('below ' if self.less else '') + self.text(self.high)
+        if self.less: return f'below {self.text(self.high)}'
+        if self.low == self.high: return self.text(self.high)
         return f'{self.text(self.low)} to {self.text(self.high)}'
 
 PROMISES = {
@@ -352,7 +353,7 @@ PROMISES = {
     'loading': Promise('bottleneck', 'time to load a batch', '0.5 to 2 s', 10, 10),
     'native': Promise('oscillation', 'samples per second, TensorFlow native', '`numpy_function`', 4, 5),
     'native_use': Promise('oscillation', 'GPU utilisation', '2 to 40 %, cyclic', .7, .9, '%'),
-    'swing': Promise('oscillation', 'variation of the time of a batch', 'above 50 %', .2, .2, '%', less=True)}
+    'swing': Promise('oscillation', 'variation of the time of a batch', 'above 50 %', 0, .2, '%', less=True)}
 
 # %% ../nbs/base/bench.ipynb #1df52b92
 def promise_row(
