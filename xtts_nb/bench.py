@@ -350,7 +350,7 @@ PROMISES = {
     'dual_speed': Promise('dual GPU', 'speed of training', '2 to 5 s a step', 10, 20),
     'dual_data': Promise('dual GPU', 'use of the data GPU', '1 to 5 %', .6, .8, '%'),
     'dual_model': Promise('dual GPU', 'use of the model GPU', '1 to 5 %', .85, .95, '%'),
-    'loading': Promise('bottleneck', 'time to load a batch', '0.5 to 2 s', 10, 10),
+    'loading': Promise('bottleneck', 'speed of loading a batch', '0.5 to 2 s', 10, 10),
     'native': Promise('oscillation', 'samples per second, TensorFlow native', '`numpy_function`', 4, 5),
     'native_use': Promise('oscillation', 'GPU utilisation', '2 to 40 %, cyclic', .7, .9, '%'),
     'swing': Promise('oscillation', 'variation of the time of a batch', 'above 50 %', 0, .2, '%', less=True)}
