@@ -4,7 +4,8 @@
     python dev/records.py renew [PAGE …]  measures the records of the lessons first, or those named
 
 A new record that is noisy is removed again if a quiet one of the same device exists. `XTTS_NB_SPEECH=DIR`
-names a corpus of recorded speech for `bench data`; without it the command makes one.
+names a corpus of recorded speech for `bench data`, instead of that of the demo; `XTTS_NB_COQUI=PYTHON` an
+environment with coqui-tts, to measure it too.
 
 A cell that draws a record names it in `recorded(...)` or `headline(...)`, and uses only what the page imports
 or exports. tests/test_records.py compares what is stored with what the same cell draws now."""
@@ -100,7 +101,9 @@ def measure(
 ) -> str:        # what became of the record
     "Run the command of a record; raises `CalledProcessError` if it fails."
     bench = importlib.import_module('xtts_nb.bench')
-    options = ['--data', os.environ['XTTS_NB_SPEECH']] * (page == 'data' and 'XTTS_NB_SPEECH' in os.environ)
+    options = ['--data', os.environ.get('XTTS_NB_SPEECH', 'runs/demo/corpus')] * (page == 'data')
+    if page in ('data', 'step_speed') and (peer := os.environ.get('XTTS_NB_COQUI')):
+        options += ['--coqui-python', peer]
     folder = ROOT / 'benchmarks'
     before = set(folder.glob('*.json'))
     subprocess.run([*PROGRAM, *bench.WRITERS[page].split(), *options, '--record', '--json'], check=True,

@@ -109,13 +109,14 @@ def measured(monkeypatch, tmp_path):
         rows = [{'name': 'a', 'ratio': 1., 'spread': spread}]
         one = {'device': device, 'date': f'2026-01-0{len(list(folder.iterdir())) + 1}', 'rows': rows}
         noisy = bench.noisy_rows(one)
-        file = folder / f'model-{next(files)}.json'
+        file = folder / f'{run.page}-{next(files)}.json'
         file.write_text(json.dumps(one | {'noisy': bool(noisy), 'noisy_rows': noisy}))
         return file.name
 
     def run(command, **_):
         ran.append(command[len(records.PROGRAM):])
         write(run.spread)
+    run.page = 'model'
     monkeypatch.setattr(records.subprocess, 'run', run)
     return folder, write, run, ran
 
@@ -135,15 +136,18 @@ def test_a_quiet_record_is_kept_a_noisy_one_only_where_there_is_none(measured, m
     assert ran == [['bench', 'model', '--record', '--json']] * 4
 
 
-def test_the_records_of_lessons_are_measured_on_recorded_speech_where_there_is_some(measured, monkeypatch):
+@pytest.mark.parametrize('page, variables, options', [
+    ('data', {}, ['--data', 'runs/demo/corpus']),
+    ('data', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--data', 'clips', '--coqui-python', 'py']),
+    ('step_speed', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--coqui-python', 'py']),
+    ('dual', {'SPEECH': 'clips', 'COQUI': 'py'}, [])])
+def test_what_a_record_is_measured_on(measured, monkeypatch, page, variables, options):
     *_, run, ran = measured
-    run.spread = .1
-    monkeypatch.setenv('XTTS_NB_SPEECH', 'clips')
-    for page in ('model', 'data'):
-        monkeypatch.setitem(bench.WRITERS, page, f'bench {page}')
-        records.measure(page)
-    assert ran == [['bench', 'model', '--record', '--json'],
-                   ['bench', 'data', '--data', 'clips', '--record', '--json']]
+    run.spread, run.page = .1, page
+    for name in ('SPEECH', 'COQUI'): monkeypatch.delenv(f'XTTS_NB_{name}', raising=False)
+    for name, value in variables.items(): monkeypatch.setenv(f'XTTS_NB_{name}', value)
+    records.measure(page)
+    assert ran == [[*bench.WRITERS[page].split(), *options, '--record', '--json']]
 
 
 def test_the_records_of_all_lessons_are_measured_by_default(monkeypatch, capsys):

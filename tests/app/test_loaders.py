@@ -1,7 +1,9 @@
 "Measuring: distinct copies, peers that do the same work, and the smallest setting that is enough."
 import importlib.util
+import itertools
 import os
 import sys
+import time
 from contextlib import ExitStack, nullcontext
 from types import ModuleType, SimpleNamespace
 
@@ -16,7 +18,7 @@ from xtts_nb.data.native import BatchPlan, batches_of, cached_batches
 import xtts_nb.app.loaders
 from xtts_nb.app.loaders import (
     CoquiLoader, DaliLoader, OneMelReader, Tiled, auto_tune_performance, bench_loaders, compared_text,
-    data_before_after, measure_loaders, padding)
+    data_before_after, measure_loaders, padding, watch_loaders)
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -105,6 +107,21 @@ def bench(prepared, dvae, monkeypatch, **more):
     monkeypatch.setattr(xtts_nb.app.loaders, 'fed_steps',
                         lambda pipeline, most: len(next(iter(pipeline()))['clip']) * 10.04)
     return bench_loaders(prepared, dvae, clips=14, rounds=1, seconds=0.001, **more)
+
+def test_the_emulated_device_is_watched_while_each_pipeline_feeds_it():
+    def slow():
+        while True:
+            time.sleep(0.03)
+            yield 1
+    found = watch_loaders({'slow': slow(), 'fast': itertools.repeat(1)}, 3, seconds=0.5, interval=0.05)
+    assert found['device'] == 'emulated accelerator, 10 ms a step'
+    (first, one), (second, other) = found['arms']
+    assert (one, other) == ('slow', 'fast') and 0 <= first < 0.4 < second
+    busy = {name: [b for t, b in found['samples'] if lo < t <= hi] for name, lo, hi in (
+        (one, first, second), (other, second + 0.1, 99))}
+    assert len(busy['slow']) >= 3 and len(busy['fast']) >= 3
+    assert np.mean(busy['slow']) < 40 < np.mean(busy['fast']) <= 100
+    assert all(round(value, 2) == value for values in busy.values() for value in values)
 
 def test_the_result_names_what_was_compared_and_what_ran(prepared, dvae, monkeypatch):
     result = bench(prepared, dvae, monkeypatch)

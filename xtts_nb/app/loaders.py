@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EMULATED_CLIPS_PER_SECOND', 'RUNS', 'Tiled', 'measure_loaders', 'data_before_after', 'PeerLoader', 'CoquiLoader',
-           'LibrosaReader', 'OneMelReader', 'DaliLoader', 'padding', 'bench_loaders', 'compared_text',
+           'LibrosaReader', 'OneMelReader', 'DaliLoader', 'padding', 'watch_loaders', 'bench_loaders', 'compared_text',
            'auto_tune_performance']
 
 # %% ../../nbs/app/loaders.ipynb #fb6bde5e
@@ -30,6 +30,7 @@ from ..data.native import (
     batches_of, BatchPlan, CacheReader, check_equal, decode_wav, differing_share, OnlineReader, PythonReader,
     readers, refuse_differences)
 from ..files import atomic_file
+from ..sampler import emulated_probe, EmulatedDevice, Sampler
 
 # %% ../../nbs/app/loaders.ipynb #26f0f596
 EMULATED_CLIPS_PER_SECOND = 298   # rate of the emulated accelerator
@@ -299,6 +300,25 @@ def _fed(reader: Callable, data: DataConfig, clips_per_s: float) -> float | None
     return steps and round(steps, 1)
 
 # %% ../../nbs/app/loaders.ipynb #c95e0b73
+def watch_loaders(
+    sources: dict[str, Iterable],   # name -> batches, without end
+    batch_size: int,
+    seconds: float = 5.,            # of each
+    interval: float = 0.1,          # s between two samples
+) -> dict:                          # device, arms [(s, name)], samples [(s, % busy)]
+    "The use of the emulated accelerator while each pipeline feeds it in turn."
+    step = batch_size / EMULATED_CLIPS_PER_SECOND
+    device, arms = EmulatedDevice(f'emulated accelerator, {1e3 * step:.0f} ms a step'), []
+    running = {name: iter(source) for name, source in sources.items()}
+    for batches in running.values(): next(batches)   # the first batch builds the pipeline
+    with Sampler(emulated_probe(device), interval) as sampler:
+        begun = sampler.clock()
+        for name, batches in running.items():
+            arms.append((round(sampler.clock() - begun, 3), name))
+            device.feed(batches, step, seconds=seconds)
+    samples = [(round(s.time - begun, 3), round(s.gpus[0].utilisation, 2)) for s in sampler.samples]
+    return {'device': device.name, 'arms': arms, 'samples': samples}
+
 def bench_loaders(
     cache: Cache,
     dvae,                                # mel_stats (C,), encode(mel (1, F, C)) -> codes (1, S)
@@ -307,7 +327,7 @@ def bench_loaders(
     rounds: int = 5,
     seconds: float = 4.,                 # of a round of each, about
     progress=None,                       # called with (done, total)
-) -> dict:                               # rows, compared, not_compared
+) -> dict:                               # rows, compared, not_compared, swing of `watch_loaders`
     """Every installed loader, over the same clips; raises `UserError` if they deliver different content.
 
     rows: {name, runs, clips_per_s, ratio, spread, au, cv, padding, steps_per_s}"""
@@ -326,12 +346,14 @@ def bench_loaders(
         for name, peer in peers.items():
             ahead[name], padded[name] = peer.ahead, _peer_padding(peer, samples_per_code)
         rows = measure_loaders(sources | peers, data.batch_size, ahead, rounds, seconds, progress)
+        shown = {name: sources[name] for name in ('numpy_function', 'native', 'cache')}
+        swing = watch_loaders(shown, data.batch_size, min(5., 5 * seconds))
     rows = [{'name': row['name'], 'runs': runs[row['name']]} | row for row in rows]
     for row in rows:
         row['padding'], reader = round(padded[row['name']], 4), ours.get(row['name'])
         row['steps_per_s'] = _fed(reader, data, row['clips_per_s']) if reader is not None else None
     not_compared = {name: peer.not_compared for name, peer in peers.items() if hasattr(peer, 'not_compared')}
-    return {'rows': rows, 'compared': compared, 'not_compared': not_compared}
+    return {'rows': rows, 'compared': compared, 'not_compared': not_compared, 'swing': swing}
 
 # %% ../../nbs/app/loaders.ipynb #d31f7c52
 def compared_text(result: dict) -> str:   # of `bench_loaders`
