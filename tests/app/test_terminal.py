@@ -2,6 +2,7 @@
 import sys
 
 import pytest
+from clock import Clock
 import typer
 
 from process import check_bounds, main
@@ -88,6 +89,18 @@ def test_bars(monkeypatch, capsys):
     assert out == '' and first[:3] == ['read', 'the', 'clips'] and '8/8' in first
     assert any(w.endswith('/s') for w in first)
     assert second[0] == 'encode' and '1/2' in second and second[-2:] == ['a', 'note']
+
+@pytest.mark.parametrize('terminal_there', [False, True])
+def test_a_log_gets_a_line_when_a_stage_begins(monkeypatch, capsys, terminal_there):
+    if terminal_there: monkeypatch.setenv('FORCE_COLOR', '1')
+    monkeypatch.setattr(terminal, 'time', Clock())
+    with terminal.progress() as tell:
+        tell('read', 0, 2)
+        terminal.time.sleep(61.6)
+        tell('read', 2, 2)
+        tell('encode', 0, 2)
+        lines = [line for line in capsys.readouterr().err.splitlines() if ' s  ' in line]
+    assert lines == ([] if terminal_there else ['    0 s  read', '   62 s  encode'])
 
 def test_a_table_has_72_columns(monkeypatch):
     monkeypatch.setenv('TERM', 'xterm-256color')

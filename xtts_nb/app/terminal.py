@@ -12,6 +12,7 @@ import inspect
 import json
 import shlex
 import sys
+import time
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import wraps
 from pathlib import Path
@@ -98,17 +99,20 @@ def to_stderr(*parts):
 
 @contextmanager
 def progress():
-    "Yields `tell(name, done, total, note)`: one bar per stage on stderr, with rate and remaining time."
+    """Yields `tell(name, done, total, note)`: one bar per stage on stderr, with rate and remaining time.
+
+    A log, which is no terminal, gets a line when a stage begins, and the bars at the end."""
     from rich.console import Console
     from rich.progress import (
         BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn)
     bars = Progress(TextColumn('{task.description:<20}'), BarColumn(28), MofNCompleteColumn(),
                     TextColumn('{task.fields[rate]}'), TimeElapsedColumn(), TimeRemainingColumn(),
                     TextColumn('{task.fields[note]}'), console=Console(stderr=True))
-    tasks = {}
+    tasks, begun = {}, time.monotonic()
 
     def tell(name, done, total, note=''):
         if name not in tasks:
+            if not bars.console.is_terminal: to_stderr(f'{time.monotonic() - begun:5.0f} s  {name}')
             for old in tasks.values(): bars.update(old, completed=bars.tasks[old].total)
             tasks[name] = bars.add_task(name, total=total, rate='', note='')
         speed = bars.tasks[tasks[name]].finished_speed or bars.tasks[tasks[name]].speed
