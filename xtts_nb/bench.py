@@ -70,9 +70,11 @@ def rows_markdown(rows: list[dict]) -> str:
     "Rows of a comparison as a Markdown table."
     heads = {'name': '', 'clips_per_s': 'clips/s', 'step_ms': 'ms per step', 'ratio': 'speed',
              'spread': 'spread', 'au': 'AU', 'mfu': 'MFU', 'cv': 'variation',
-             'padding': 'padding', 'steps_per_s': 'steps/s at AU 99 %'}
+             'padding': 'padding', 'steps_per_s': 'steps/s at AU 99 %', 'tokens_per_s': 'codes/s',
+             'rtf': 's of computing per s of sound', 'first_sound_ms': 'ms to the first sound'}
     show = {'clips_per_s': '{:,.1f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}',
-            'au': '{:.0%}', 'mfu': '{:.0%}', 'cv': '{:.1%}', 'padding': '{:.1%}', 'steps_per_s': '{:,.1f}'}
+            'au': '{:.0%}', 'mfu': '{:.0%}', 'cv': '{:.1%}', 'padding': '{:.1%}', 'steps_per_s': '{:,.1f}',
+            'tokens_per_s': '{:,.1f}', 'rtf': '{:.3f}', 'first_sound_ms': '{:,.0f}'}
     lines = ['| ' + ' | '.join(heads.get(k, k) for k in rows[0]) + ' |',
              '|---' + '|---:' * (len(rows[0]) - 1) + '|']
     lines += ['| ' + ' | '.join('–' if v is None else show.get(k, '{}').format(v) for k, v in row.items())
@@ -301,7 +303,7 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
 # %% ../nbs/base/bench.ipynb #1fdaaf1f
 WRITERS = {'data': 'bench data', 'parity': 'parity', 'gpt2': 'bench gpt2', 'step_speed': 'bench train',
            'dual': 'bench dual', 'patients': 'bench diagnose', 'growth': 'bench growth', 'demo': 'demo',
-           'demo_seeds': 'demo --seeds 5'}
+           'demo_seeds': 'demo --seeds 5', 'say': 'bench say'}
 
 def record_origin(
     one: dict,         # a record

@@ -22,9 +22,9 @@ from xtts_nb.data.cache import Cache
 from xtts_nb.config import XTTSConfig
 
 COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['monitor'],
-            ['bench'], ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['train-dvae'],
-            ['train-voice'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'], ['grow'],
-            ['parity'], ['config'], ['config', 'create'], ['configure'], ['check']]
+            ['bench'], ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['bench', 'say'],
+            ['train-dvae'], ['train-voice'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'],
+            ['grow'], ['parity'], ['config'], ['config', 'create'], ['configure'], ['check']]
 
 
 @pytest.fixture(scope='session')
@@ -583,7 +583,8 @@ TINY_STEP = ['--layers', '1', '--width', '64', '--heads', '2', '--batch-size', '
 @pytest.mark.parametrize('what, unit, names, more', [
     ('data', 'clips_per_s', ['numpy_function', 'native_wav', 'native', 'cache'], ['--clips', '200']),
     ('train', 'step_ms', ['eager', 'graph', 'xla', 'graph_bf16', 'xla_bf16'], TINY_STEP),
-    ('gpt2', 'step_ms', ['graph', 'xla', 'graph_bf16', 'xla_bf16'], [*TINY_STEP[:8], '--tokens', '20'])])
+    ('gpt2', 'step_ms', ['graph', 'xla', 'graph_bf16', 'xla_bf16'], [*TINY_STEP[:8], '--tokens', '20']),
+    ('say', 'tokens_per_s', ['naive', 'float32', 'bfloat16', 'batch8'], [])])
 def test_bench(longer, tmp_path, what, unit, names, more):
     given = ['--data', longer, *more] if what == 'data' else more
     done = xtts_nb('bench', what, *given, '--rounds', '2', '--record', '--json', cwd=tmp_path, timeout=900)

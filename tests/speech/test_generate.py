@@ -15,7 +15,11 @@ from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.app.parity import greedy_parity, utterance_parity
-from xtts_nb.speech.generate import Speaker, Voice, generate, read_reference, reference_mels, sample_code
+from xtts_nb.bench import Arm, Comparison
+from xtts_nb.monitor.loop import trace_count
+from xtts_nb.speech.generate import (
+    Speaker, Voice, generate, never_stop, read_reference, reference_mels, sample_code, say_speed,
+    whole_prefix)
 from xtts_nb.models.weights import named_weights, save_weights
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
@@ -130,6 +134,50 @@ def test_the_states_are_those_of_a_second_pass(xtts, small, inputs):
     assert len(set(length)) > 1
     for row, n in enumerate(length):
         assert np.allclose(states[row, :n + 1], again[row, :min(n + 1, MAX)], atol=1e-4)
+
+def stop_bias(endless, inputs) -> float:
+    "With this bias of STOP, one row of three stops before the end."
+    text, length, reference = inputs
+    codes, most = speak(endless, inputs, repetition_penalty=1.)
+    score = endless(*map(tf.constant, (text, length, codes, most, reference)))[1].numpy()[:, :MAX]
+    gap = score[..., :endless.code_start].max(-1) - score[..., endless.code_stop] - 50
+    return float(np.sort(gap.min(1))[:2].mean())
+
+@pytest.mark.parametrize('ends', ['never', 'one row', 'at once'])
+def test_the_whole_prefix_for_each_code_gives_the_same(xtts, small, endless, inputs, ends):
+    "Codes, lengths and states; compiled once for each multiple, ended when all rows have."
+    bias = {'never': -50., 'at once': 100.}.get(ends) or stop_bias(endless, inputs)
+    net, told = biased(xtts, small, bias), []
+    naive = whole_prefix(net, every=6)
+    text, length, reference = map(tf.constant, inputs)
+    slow = naive(text, length, net.conditioning(reference), MAX, lambda *done: told.append(done))
+    codes, lengths, states = speak_states(net, inputs, repetition_penalty=1.)
+    assert np.array_equal(slow[0], codes) and np.array_equal(slow[1], lengths)
+    assert slow[0].dtype == slow[1].dtype == codes.dtype and slow[2].shape == states.shape
+    for row, n in enumerate(lengths):
+        assert np.allclose(slow[2][row, :n + 1], states[row, :n + 1], atol=1e-4)
+    assert len(set(lengths)) == {'one row': 2}.get(ends, 1)
+    assert told == [(i + 1, MAX) for i in range(1 if ends == 'at once' else MAX)]
+    assert trace_count(naive.passed) == (2 if ends == 'at once' else 3)   # 6, 12 and 16 codes
+
+def test_a_limit_ends_the_loop_without_a_new_trace(endless, inputs):
+    text, length, reference = map(tf.constant, inputs)
+    run = tf.function(lambda limit: generate(endless, text, length, endless.conditioning(reference), MAX,
+                                             temperature=0., limit=limit))
+    whole = run(tf.constant(MAX))[0].numpy()
+    for limit, spoken in ((0, 0), (5, 5), (MAX + 3, MAX)):
+        codes, lengths, _ = run(tf.constant(limit))
+        assert (lengths.numpy() == spoken).all() and (codes[:, spoken:].numpy() == endless.code_stop).all()
+        assert np.array_equal(codes[:, :spoken], whole[:, :spoken])
+    assert trace_count(run) == 1
+
+def test_a_model_that_never_stops_keeps_its_other_scores(xtts, small, inputs):
+    net = biased(xtts, small, 100.)
+    before = net.code_head.bias.numpy()
+    never_stop(net)
+    changed = net.code_head.bias.numpy() != before
+    assert changed.sum() == 1 and changed[net.code_stop]
+    assert (speak(net, inputs)[1] == MAX).all()
 
 def test_the_greatest_length_is_respected(endless, inputs):
     for most in (1, 2, MAX):
@@ -329,6 +377,15 @@ def test_many_at_once_are_each_alone(speaker):
         [alone] = speaker.mels([text], ['en'], [voice])
         assert mel.shape == alone.shape and np.allclose(mel, alone, atol=1e-3)
 
+def test_a_batch_sounds_as_each_text_alone(speaker, singer):
+    voices = [synthetic_voice(0.8, p) for p in (90., 200., 150.)]
+    for one in (speaker, Speaker(singer.xtts, temperature=0.)):
+        wavs = one.batch(TEXTS, ['en'] * 3, voices)
+        for wav, text, voice in zip(wavs, TEXTS, voices, strict=True):
+            alone = one(text, 'en', voice)
+            assert wav.shape == alone.shape and wav.dtype == np.float32
+            if one.xtts.hifigan: assert np.allclose(wav, alone, atol=1e-3)
+
 @pytest.mark.parametrize('texts, languages, references',
                          [(['aa', 'bb'], ['en'], [VOICE, VOICE]), (['aa', 'bb'], ['en', 'en'], [VOICE])])
 def test_lists_of_different_lengths_are_refused(speaker, texts, languages, references):
@@ -352,6 +409,35 @@ def test_a_model_that_stops_at_once_still_gives_a_clip(xtts):
     mels = mute._mels(tf.constant([[31, start, 3, stop], [5, stop, stop, stop]]), tf.constant([3, 1]))
     for mel, codes in zip(mels, ([31, 0, 3], [5])):
         assert np.allclose(mel, xtts.dvae.decode(tf.constant([codes]))[0], atol=1e-5)
+
+
+# --- the benchmark ------------------------------------------------------------------------------------------
+
+def test_rows_of_the_benchmark():
+    "Two rounds of seconds per code, 10 codes a text, 2 s of sound; the vocoder takes 0.5 s a text."
+    times = {'naive': .4, 'float32': .1, 'bfloat16': .2, 'batch8': .02, 'vocoder': .5}
+    timed = Comparison([Arm(name, [s, s]) for name, s in times.items()], 'clips_per_s')
+    rows = synthesis._say_rows(timed, 10, 2.)
+    assert [list(row.values()) for row in rows] == [
+        ['naive', 2.5, 2.25, 4500., 1., 0.], ['float32', 10., 0.75, 1500., 4., 0.],
+        ['bfloat16', 5., 1.25, 2500., 2., 0.], ['batch8', 50., 0.35, 2100., 20., 0.]]
+    assert list(rows[0]) == ['name', 'tokens_per_s', 'rtf', 'first_sound_ms', 'ratio', 'spread']
+
+def test_speaking_is_measured(small, monkeypatch):
+    "Each arm makes its number of codes in each round, the vocoder sound of that length."
+    config, made, told = small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), {}, []
+    def compare(arms, unit, rounds, progress):
+        for name, run in arms.items(): made[name] = [run() for _ in range(rounds)]
+        progress(1, 1)
+        assert unit == 'clips_per_s'
+        return Comparison([Arm(name, [1.]) for name in arms], unit)
+    monkeypatch.setattr(synthesis, 'compare', compare)
+    monkeypatch.setattr(synthesis, '_say_rows', lambda timed, codes, seconds: (codes, round(seconds, 1)))
+    rows, same = say_speed(config, 22, 2, lambda *done: told.append(done))
+    assert made == {'naive': [22] * 2, 'float32': [22] * 2, 'bfloat16': [22] * 2, 'batch8': [176] * 2,
+                    'vocoder': [1] * 2}
+    assert rows == (22, 1.) and told == [(1, 1)]
+    assert same['float32'] == same['batch8'] == 1 and 0 < same['bfloat16'] <= 1
 
 
 # --- listening ----------------------------------------------------------------------------------------------
