@@ -81,6 +81,7 @@ def rows_markdown(rows: list[dict]) -> str:
               + ' |' for row in rows]
     return '\n'.join(lines)
 
+# %% ../nbs/base/bench.ipynb #01199cc0
 _deadline = ContextVar('deadline', default=None)   # of the measurements under way, by the performance counter
 LEAST_ROUNDS = 3
 
