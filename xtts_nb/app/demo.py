@@ -41,7 +41,8 @@ from ..config import UserError, XTTSConfig
 from ..data.audio import griffin_lim, load_audio, save_audio
 from ..data.cache import Cache
 from ..data.corpora import read_corpus, visible
-from ..data.native import CacheReader, check_equal, comparison_plan
+from ..data.native import CacheReader
+from ..data.readers import check_equal, comparison_plan
 from ..data.prepare import mel_function, mel_sample, prepare
 from .loaders import data_before_after
 from ..files import atomic_file, atomic_folder, fingerprint, read_json, write_json

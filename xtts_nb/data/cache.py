@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['FORMAT', 'ARRAYS', 'REPORT_PAGE', 'COLUMN_TYPES', 'DTYPES', 'FEATURES', 'digest', 'record_check', 'write_shard',
            'array_parts', 'map_arrays', 'content_keys', 'write_table', 'file_sha', 'write_manifest', 'work_path',
-           'read_manifest', 'check_cache_folder', 'changed_files', 'ClipRows', 'JoinedShards', 'Cache', 'records',
-           'load_shard', 'verify_cache']
+           'read_manifest', 'check_cache_folder', 'changed_files', 'ClipRows', 'JoinedShards', 'Cache', 'GraphArrays',
+           'map_whole_file', 'Column', 'InMemory', 'InFiles', 'fits_in_memory', 'stored_columns', 'clip_limits',
+           'within_limits', 'left_out_line', 'cumulative_chances', 'records', 'load_shard', 'verify_cache']
 
 # %% ../../nbs/data/cache.ipynb #2e06cc97
 import hashlib
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -19,12 +21,13 @@ from pathlib import Path
 import numpy as np
 import safetensors
 import safetensors.numpy
+import tensorflow as tf
 from fastcore.basics import patch
 
-from ..config import UserError, XTTSConfig
+from ..config import DataConfig, UserError, XTTSConfig
 from . import languages  # noqa: F401  registers the cleaner `xtts`
 from .text import Tokenizer
-from ..files import atomic_file, fingerprint, inside, read_json
+from ..files import atomic_file, atomic_folder, fingerprint, inside, read_json, write_json
 
 # %% ../../nbs/data/cache.ipynb #ce02b29a
 FORMAT = 2     # version of the cache format
@@ -286,6 +289,145 @@ def _shard(self: Cache, line: dict, path: Path) -> dict:
     except OSError as e: raise UserError(f'{path}: {_unreadable(path, e)}') from None
     if fingerprint(data) != line['sha']: raise UserError(f'{path}: {_unreadable(path, None)}')
     return safetensors.numpy.load(data)
+
+# %% ../../nbs/data/cache.ipynb #row0c1d2
+def _address(array: np.ndarray) -> int: return array.__array_interface__['data'][0]
+
+class GraphArrays:
+    "Arrays for use in a graph; memory-mapped ones are not copied."
+    def __init__(self, arrays: list[np.ndarray]):   # all of one dtype and inner shape
+        self.dtype, self.shape = tf.as_dtype(arrays[0].dtype), [-1, *arrays[0].shape[1:]]
+        with tf.device('CPU'):
+            self.list = tf.raw_ops.EmptyTensorList(element_shape=self.shape, max_num_elements=-1,
+                                                   element_dtype=self.dtype)
+            for a in arrays:
+                aligned = isinstance(a, np.memmap) and _address(a) % 64 == 0   # as TensorFlow requires
+                tensor = tf.experimental.dlpack.from_dlpack(a.__dlpack__()) if aligned else tf.constant(a)
+                self.list = tf.raw_ops.TensorListPushBack(input_handle=self.list, tensor=tensor)
+
+    def __call__(self, i=0) -> tf.Tensor:
+        return tf.raw_ops.TensorListGetItem(input_handle=self.list, index=i, element_shape=self.shape,
+                                            element_dtype=self.dtype)
+
+def map_whole_file(array: np.ndarray) -> tuple[np.ndarray, int]:   # flat array, index of the first element
+    "A memory-mapped array as a map of its whole file (copy on write), any other array flat."
+    base = array
+    while isinstance(base, np.ndarray) and not (isinstance(base, np.memmap)
+                                                and not isinstance(base.base, np.ndarray)):
+        base = base.base
+    if isinstance(base, np.memmap):
+        first, odd = divmod(_address(array) - _address(base) + base.offset, array.itemsize)
+        if not odd: return np.memmap(base.filename, array.dtype, 'c', shape=(first + array.size,)), first
+    return np.ravel(np.asarray(array)), 0
+
+class Column:
+    "One number per clip, read in graph as int64."
+    def __init__(self, array: np.ndarray):
+        whole, self.first = map_whole_file(array)
+        self.arrays = GraphArrays([whole])
+    def __call__(self, place): return tf.cast(tf.gather(self.arrays(), self.first + place), tf.int64)
+
+# %% ../../nbs/data/cache.ipynb #row0c1d4
+def _places(count, width, around: bool):
+    "(B, width) positions in rows of `count` (B,); past the end again from 0, or the last one."
+    place = tf.range(tf.cast(width, tf.int64))[None]
+    return place % count[:, None] if around else tf.minimum(place, count[:, None] - 1)
+
+class InMemory:
+    "Rows of a cache's arrays, gathered from memory."
+    def __init__(self, cache: Cache, kinds: tuple[str, ...]):
+        self.flat = {kind: GraphArrays([getattr(cache, kind)]) for kind in kinds}
+
+    def __call__(self, kind, first, count, width, around=False):
+        "(B, width, ...) of the rows that begin at `first` (B,) and are `count` (B,) long."
+        return tf.gather(self.flat[kind](), first[:, None] + _places(count, width, around))
+
+# %% ../../nbs/data/cache.ipynb #row0c1d5
+class InFiles:
+    "The same rows from the files of the shards; only the rows in use are read."
+    def __init__(self, cache: Cache, kinds: tuple[str, ...]):
+        lines = [line for line in cache.manifest['shards'] if line['clips']]
+        maps = [np.memmap(cache.folder / line['file'], np.uint8, 'c') for line in lines]
+        parts, first = [array_parts(m) for m in maps], np.cumsum([0, *(line['clips'] for line in lines)])[:-1]
+        # of each shard: first byte in its file, first row; of all: dtype, inner shape
+        self.rows = {kind: (tf.constant([p[kind][2] for p in parts], tf.int64),
+                            tf.constant(getattr(cache, f'{kind}_start')[first], tf.int64),
+                            tf.as_dtype(parts[0][kind][0]), parts[0][kind][1][1:]) for kind in kinds}
+        self.files = GraphArrays(maps)
+
+    def __call__(self, kind, first, count, width, around=False):
+        "(B, width, ...) of the rows that begin at `first` (B,) and are `count` (B,) long."
+        offset, begin, dtype, inner = self.rows[kind]
+        size = dtype.size * math.prod(inner)
+
+        def row(x):
+            first, count, places = x
+            shard = tf.searchsorted(begin, [first], side='right')[0] - 1
+            at = offset[shard] + (first - begin[shard]) * size
+            part = self.files(shard)[at:at + count * size]
+            rows = tf.bitcast(tf.reshape(part, [count, *inner, dtype.size]), dtype)
+            return tf.gather(rows, places)
+
+        return tf.map_fn(row, (first, count, _places(count, width, around)), fn_output_signature=dtype)
+
+def fits_in_memory(cache: Cache, data: DataConfig, kinds: Iterable[str] = ARRAYS) -> bool:
+    "Whether the arrays of a cache are held in memory; memory-mapped ones stay in their files."
+    arrays = [getattr(cache, kind) for kind in kinds]
+    if any(isinstance(a, JoinedShards) for a in arrays): return False
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays) <= data.ram_budget * 2**30
+
+# %% ../../nbs/data/cache.ipynb #row0c1d8
+def stored_columns(
+    folder: str | Path,
+    key: str,                  # fingerprint of what the columns depend on
+    make: Callable,            # () -> columns, called if `folder` has none with this key
+) -> dict[str, np.ndarray]:
+    "Columns of a folder, memory-mapped; made and written there if they are missing."
+    folder = Path(folder)
+    facts = read_json(folder / 'columns.json') if (folder / 'columns.json').is_file() else {}
+    if facts.get('key') != key:
+        with atomic_folder(folder, replace=True) as part:
+            columns = make()
+            for name, array in columns.items(): array.tofile(part / name)
+            facts = {'key': key, 'columns': {name: [str(a.dtype), a.shape] for name, a in columns.items()}}
+            write_json(part / 'columns.json', facts)
+    return {name: np.memmap(folder / name, dtype, 'r', shape=tuple(shape)) if np.prod(shape)
+            else np.zeros(shape, dtype) for name, (dtype, shape) in facts['columns'].items()}
+
+# %% ../../nbs/data/cache.ipynb #lim0e1f2
+def clip_limits(
+    cache: Cache,
+    data: DataConfig,
+) -> dict[str, np.ndarray]:   # reason -> (clips,) bool, True if the clip is left out
+    "The clips of a cache that each limit leaves out; a resampled clip may be one sample longer."
+    rate, samples = cache.config.model.audio.sample_rate, cache.samples
+    return {f'shorter than data.min_seconds {data.min_seconds}': samples < data.min_seconds * rate,
+            f'longer than data.max_seconds {data.max_seconds}': samples > math.ceil(data.max_seconds * rate),
+            f'of more text tokens than data.max_text_tokens {data.max_text_tokens}':
+                cache.text_length > data.max_text_tokens}
+
+def within_limits(cache: Cache, data: DataConfig) -> np.ndarray:   # (clips,) bool
+    "The clips of a cache that the settings allow."
+    return ~np.any(list(clip_limits(cache, data).values()), 0)
+
+def left_out_line(cache: Cache, data: DataConfig) -> str:
+    "How many clips of a cache the settings leave out, and why; empty if none."
+    counts = {reason: int(out.sum()) for reason, out in clip_limits(cache, data).items()}
+    reasons = ', '.join(f'{n} {reason}' for reason, n in counts.items() if n)
+    out = len(cache) - int(within_limits(cache, data).sum())
+    return f'{cache.folder}: {out} of {len(cache)} clips are left out: {reasons}.' if out else ''
+
+# %% ../../nbs/data/cache.ipynb #lim0e1f5
+def cumulative_chances(
+    weight: np.ndarray,       # (clips,) weights without balancing, in any unit
+    speaker: np.ndarray,      # (clips,) their numbers
+    language: np.ndarray,     # (clips,)
+    data: DataConfig,
+) -> np.ndarray:              # (clips,) float64, ends at 1
+    "Cumulative probabilities of the clips, with speakers and languages balanced as `data` says."
+    chance = weight / np.bincount(speaker, weight)[speaker] if data.balance_speakers else weight
+    if data.balance_languages: chance = chance / np.bincount(language, chance)[language]
+    return np.cumsum(chance / chance.sum())
 
 # %% ../../nbs/data/cache.ipynb #f32c4292
 def records(

@@ -19,7 +19,8 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import UserError, XTTSConfig
-from ..data.native import batches_of, BatchPlan, Column, reader_of
+from ..data.native import batches_of, BatchPlan, reader_of
+from ..data.cache import Column
 from ..devices import card_names
 from ..files import fingerprint
 from ..models.gpt import GPT

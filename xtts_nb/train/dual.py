@@ -25,8 +25,8 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import UserError, XTTSConfig
-from ..data.cache import Cache
-from ..data.native import BATCH, batches_of, BatchPlan, Column, mels_of, WavReader
+from ..data.cache import Cache, Column
+from ..data.native import BATCH, batches_of, BatchPlan, mels_of, WavReader
 from ..devices import DevicePlan, setup_devices
 from ..files import atomic_file
 from ..models.dvae import load_dvae

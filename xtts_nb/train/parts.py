@@ -18,9 +18,8 @@ from fastcore.basics import patch
 
 from ..config import AudioConfig, TrainingConfig, UserError, XTTSConfig
 from ..data.audio import load_audio, log_mel, resample, resample_batch, speaker_log_mel
-from ..data.cache import Cache
-from ..data.native import (
-    batches_of, BatchPlan, cumulative_chances, GraphArrays, left_out_line, within_limits)
+from ..data.cache import Cache, cumulative_chances, GraphArrays, left_out_line, within_limits
+from ..data.native import batches_of, BatchPlan
 from ..files import atomic_file, atomic_folder, read_json, write_json
 from ..models.dvae import DVAE, dvae_losses, load_dvae, mel_stats, update_codebook
 from ..models.hifigan import (

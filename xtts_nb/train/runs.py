@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from .finetune import make_update, new_rows
-from ..data.cache import ARRAYS, Cache, content_keys, file_sha
+from ..data.cache import ARRAYS, Cache, content_keys, file_sha, left_out_line, within_limits
 from ..config import UserError, XTTSConfig
-from ..data.native import BatchPlan, left_out_line, within_limits
+from ..data.native import BatchPlan
 from ..models.dvae import load_dvae
 from ..files import atomic_file, atomic_folder, fingerprint, read_json, write_json
 from ..speech.score import Listener

@@ -1,0 +1,98 @@
+"Parts of a cache, and its rows in a graph: from memory, from files, from mapped columns."
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.config import DataConfig, XTTSConfig
+from xtts_nb.data.cache import (
+    Cache, Column, GraphArrays, InFiles, InMemory, clip_limits, cumulative_chances, fits_in_memory,
+    left_out_line, map_whole_file, stored_columns, within_limits)
+from xtts_nb.data.native import BatchPlan, CacheReader, cached_batches
+
+
+BALANCE = {(): [1 / 16, 1 / 16, 1 / 8, 3 / 4], ('speakers',): [1 / 6, 1 / 6, 1 / 3, 1 / 3],
+           ('languages',): [1 / 8, 1 / 8, 1 / 4, 1 / 2],
+           ('languages', 'speakers'): [1 / 8, 1 / 8, 1 / 4, 1 / 2]}
+
+@pytest.mark.parametrize('what', BALANCE)
+def test_chances_in_balance(what):
+    "Four clips, three speakers, two languages; the last speaker speaks the second."
+    weight, speaker, language = np.array([1., 1., 2., 12.]), np.array([0, 0, 1, 2]), np.array([0, 0, 0, 1])
+    settings = DataConfig(**{f'balance_{name}': True for name in what})
+    assert np.allclose(cumulative_chances(weight, speaker, language, settings), np.cumsum(BALANCE[what]))
+
+def test_limits_to_the_sample_and_the_token():
+    samples = np.array([22049, 22050, 44101, 44102, 44100, 1])
+    tokens = np.array([1, 8, 8, 8, 9, 9])
+    facts = dict(folder='fake', config=XTTSConfig(), samples=samples, text_length=tokens)
+    cache = type('Lengths', (), {'__len__': lambda self: 6, **facts})()
+    limits = DataConfig(min_seconds=1., max_seconds=2.00001, max_text_tokens=8)   # 44100.2 samples
+    assert [np.flatnonzero(out).tolist() for out in clip_limits(cache, limits).values()] == [[0, 5], [3],
+                                                                                             [4, 5]]
+    assert np.flatnonzero(within_limits(cache, limits)).tolist() == [1, 2]
+    assert left_out_line(cache, limits) == (
+        'fake: 4 of 6 clips are left out: 2 shorter than data.min_seconds 1.0, '
+        '1 longer than data.max_seconds 2.00001, 2 of more text tokens than data.max_text_tokens 8.')
+
+@pytest.mark.parametrize('spare, inside', [(0, True), (1, True), (-1, False)])
+def test_a_cache_that_fills_the_budget_to_the_byte_is_held_in_memory(spare, inside):
+    mib = 2**20
+    one = np.broadcast_to(np.zeros(1, np.uint16), (mib, 2))
+    cache = SimpleNamespace(codes=one, text=one, mel=one)
+    budget = DataConfig().model_copy(update={'ram_budget': (12 * mib + spare) / 2**30})
+    assert fits_in_memory(cache, budget) == inside and fits_in_memory(cache, budget, ('text',))
+
+@pytest.mark.parametrize('first', [0, 3])
+def test_batches_from_files_are_those_from_memory(prepared, small, first):
+    memory, files = (BatchPlan(prepared, small.data.model_copy(update={'ram_budget': gib}))
+                     for gib in (1., 0.))
+    assert isinstance(CacheReader(prepared, memory).rows, InMemory)
+    assert isinstance(CacheReader(prepared, files).rows, InFiles)
+    for a, b in zip(*(cached_batches(plan, first, first + 12) for plan in (memory, files)), strict=True):
+        assert a.keys() == b.keys()
+        assert all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+def test_a_mapped_cache_is_streamed_even_if_it_would_fit(prepared, small):
+    mapped, memory = (BatchPlan(Cache(prepared.folder, in_memory), small.data) for in_memory in (False, True))
+    assert isinstance(CacheReader(mapped.cache, mapped).rows, InFiles)
+    for a, b in zip(*(cached_batches(plan, 0, 3) for plan in (mapped, memory)), strict=True):
+        assert all(np.array_equal(a[k], b[k]) for k in a)
+
+@pytest.mark.parametrize('dtype', [np.int32, np.int64, np.float16])
+def test_a_mapped_array_is_found_again_in_its_file(tmp_path, dtype):
+    np.arange(5000, dtype=dtype).tofile(tmp_path / 'numbers')
+    whole = np.memmap(tmp_path / 'numbers', dtype, 'r')
+    behind = np.memmap(tmp_path / 'numbers', dtype, 'r', offset=64 * whole.itemsize)
+    for array in (whole, whole[64:100], np.asarray(whole)[64:100], whole.view(np.uint8).view(dtype)[7:],
+                  behind, behind[5:]):
+        assert np.array_equal(Column(array)(tf.constant([0, 30], tf.int64)), array[[0, 30]])
+        flat, first = map_whole_file(array)
+        assert np.array_equal(flat[first:], array)
+        seen = GraphArrays([flat])()
+        flat[first] = 9   # a private write shows that it is the same memory
+        assert seen[first] == 9 and whole[64] == 64
+    odd = np.memmap(tmp_path / 'numbers', np.uint8, 'r')[3:3 + 40 * whole.itemsize].view(dtype)
+    flat, first = map_whole_file(odd)
+    assert first == 0
+    assert not isinstance(flat, np.memmap)
+    assert np.array_equal(flat.view(np.uint8), odd.view(np.uint8))
+    for other in (whole[1:],
+                  np.array(whole)[:64]):   # at an address that TensorFlow does not take; not over a file
+        held = GraphArrays([other])
+        if not isinstance(other, np.memmap): other[:] = 0
+        assert held()[1] == whole[2 if isinstance(other, np.memmap) else 1]
+    assert map_whole_file(np.arange(4))[1] == 0 and GraphArrays([np.zeros(0)])().shape == 0
+
+def test_columns_are_stored_until_their_key_changes(tmp_path):
+    made = []
+    def make(): return made.append(1) or {'a': np.arange(6, dtype=np.int32).reshape(3, 2) + len(made),
+                                          'b': np.zeros(0, np.float64)}
+    for key, calls in (('one', 1), ('one', 1), ('two', 2), ('two', 2), ('one', 3)):
+        columns = stored_columns(tmp_path / 'columns', key, make)
+        assert len(made) == calls and np.array_equal(columns['a'], np.arange(6).reshape(3, 2) + calls)
+        assert {name: (c.dtype, c.shape) for name, c in columns.items()} == {
+            'a': (np.int32, (3, 2)), 'b': (np.float64, (0,))}
+        assert isinstance(columns['a'], np.memmap)
+    assert [path.name for path in tmp_path.iterdir()] == ['columns']
