@@ -27,8 +27,8 @@ from ..config import cores, DataConfig
 from ..data.audio import hann_window, load_audio, log_mel, log_mel_numpy
 from ..data.cache import Cache
 from ..data.native import (
-    batches_of, BatchPlan, CacheReader, check_equal, decode_wav, differing_share, OnlineReader, PythonReader,
-    readers, refuse_differences)
+    batches_of, BatchPlan, CacheReader, decode_wav, OnlineReader, PythonReader, readers)
+from ..data.readers import check_equal, differing_share, refuse_differences
 from ..files import atomic_file
 from ..sampler import emulated_probe, EmulatedDevice, Sampler
 
