@@ -295,6 +295,7 @@ def test_the_time_budget_ends_a_comparison(clock, seconds, rounds):
     ('step', 12, '12 ×', 'beaten'), ('step', 10, '10 ×', 'kept'), ('step', 5, '5 ×', 'kept'),
     ('step', 4.9, '4.9 ×', 'not reached: why'), ('step', None, '', 'not measured: why'),
     ('swing', 0, '0 %', 'kept'), ('swing', .2, '20 %', 'kept'), ('swing', .3, '30 %', 'not reached: why'),
+    ('first_step', .4, '0.4 s', 'beaten'), ('first_step', 2.1, '2.1 s', 'not reached: why'),
     ('dual_model', .9, '90 %', 'kept'), ('dual_model', .99, '99 %', 'beaten')])
 def test_a_promise_beside_what_was_measured(name, measured, shown, verdict):
     row = bench.promise_row(name, measured, 'a card', 'why')
@@ -306,5 +307,6 @@ def test_a_promise_is_shown_as_its_range():
     shown = {name: bench.promise_row(name, None)['promised'] for name in bench.PROMISES}
     assert shown['step'] == '5 × to 10 ×' and shown['native_use'] == '70 % to 90 %'
     assert shown['loading'] == '10 ×' and shown['swing'] == 'below 20 %'
+    assert shown['first_step'] == 'below 2 s'
     assert bench.promise_row('native', None)['before'] == '`numpy_function`'
     assert bench.promise_row('native', None)['quantity'].startswith('samples per second')

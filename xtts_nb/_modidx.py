@@ -2086,6 +2086,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'xtts_nb.train.step.averaged': ('trainer_xla.html#averaged', 'xtts_nb/train/step.py'),
                                     'xtts_nb.train.step.check_modes_agree': ('trainer_xla.html#check_modes_agree', 'xtts_nb/train/step.py'),
                                     'xtts_nb.train.step.compile_step': ('trainer_xla.html#compile_step', 'xtts_nb/train/step.py'),
+                                    'xtts_nb.train.step.first_steps': ('trainer_xla.html#first_steps', 'xtts_nb/train/step.py'),
                                     'xtts_nb.train.step.learning_rate': ('trainer_xla.html#learning_rate', 'xtts_nb/train/step.py'),
                                     'xtts_nb.train.step.make_optimizer': ('trainer_xla.html#make_optimizer', 'xtts_nb/train/step.py'),
                                     'xtts_nb.train.step.mode_line': ('trainer_xla.html#mode_line', 'xtts_nb/train/step.py'),

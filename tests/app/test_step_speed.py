@@ -117,6 +117,7 @@ def compared(quick, monkeypatch):
             assert unit == 'step_ms' and all(arm() is True for arm in arms.values())
             return SimpleNamespace(rows=lambda: [{'name': name, 'step_ms': step_ms} for name in arms])
         fakes = {'step_modes': lambda config, start, modes: steps, 'compare': compare,
+                 'first_steps': lambda steps, batch: {name: 1.234 + ('bf16' in name) for name in steps},
                  'matmul_ceiling': CEILINGS.get,
                  'step_flops': lambda config, rows, text, codes: FLOPS * (rows == 4) * text * codes,
                  'loop_seconds': lambda step, *_: (looped, 2), 'trace_count': lambda step: 9,
@@ -130,8 +131,9 @@ LOSSES = {name: 1.01 if 'bf16' in name else 1. for name in ARMS}
 def test_rows_of_the_comparison(compared):
     "4 clips in 0.15 s; 48 MFLOP; 4 latents, 6 text tokens and 8 codes, with START and STOP of both."
     row = {'step_ms': 150., 'clips_per_s': 26.667, 'au': 0.882, 'mfu': 3.2, 'positions': 22, 'dropout': 0.,
-           'traces': 9, 'syncs': 2}
-    half, apart = row | {'mfu': 1.067}, dict.fromkeys(('au', 'traces', 'syncs'))
+           'traces': 9, 'syncs': 2, 'first_s': 1.23}
+    half = row | {'mfu': 1.067, 'first_s': 2.23}
+    apart = dict.fromkeys(('au', 'traces', 'syncs', 'first_s'))
     rows = compared(LOSSES, 0.17, lambda: {'loss': 0., 'positions': 22, 'dropout': 0.})
     assert rows == {name: half if 'bf16' in name else row for name in ARMS} | {'coqui': row | apart}
     assert compared(LOSSES, 0.17) == {name: rows[name] for name in ARMS}

@@ -1,19 +1,22 @@
 "One update: the same in parts, without what is not finite, in any precision, and compiled where it can be."
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import keras
+import nbformat
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from xtts_nb import bench
 from xtts_nb.config import TrainingConfig
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.layers import fold_seed
 from xtts_nb.models.xtts import POLICIES, token_counts
 from xtts_nb.train.step import (
-    MODES, CompiledStep, Update, _refused_operation, check_modes_agree, compile_step, mode_line, random_batch,
-    step_before_after, step_modes)
+    MODES, CompiledStep, Update, _refused_operation, check_modes_agree, compile_step, first_steps, mode_line,
+    random_batch, step_before_after, step_modes)
 from xtts_nb.monitor.loop import trace_count
 
 
@@ -201,12 +204,67 @@ def test_other_losses_are_noticed(modes, rows):
         check_modes_agree({'eager': modes['eager'], 'graph': wrong}, [rows])
 
 def test_the_comparison_has_a_row_for_each_mode():
-    step, seen = lambda batch, number: time.sleep(0.005) or {'loss': tf.constant(1.)}, []
+    step, seen = lambda batch, number: time.sleep(0.005) or {'loss': 1.}, []
     steps = {'eager': step, 'xla': tf.function(lambda batch, number: {'loss': tf.constant(1.)})}
     rows = step_before_after(steps, {'clip': tf.zeros(2)}, rounds=2, progress=lambda *a: seen.append(a))
     assert [r['name'] for r in rows] == ['eager', 'xla'] and rows[0]['ratio'] == 1
     assert rows[0]['step_ms'] >= 5 and rows[1]['step_ms'] > 0
     assert [r['traces'] for r in rows] == [0, 1] and seen[-1] == (6, 6)
+
+def test_the_first_call_of_a_step_traces_it():
+    def slow_trace(batch, number):
+        time.sleep(0.05)   # while Python runs, and so in the trace of a graph
+        return {'loss': batch['x'] * 2.}
+    steps = {'eager': slow_trace, 'graph': tf.function(slow_trace)}
+    first, again = (first_steps(steps, {'x': tf.constant(1.)}) for _ in range(2))
+    assert list(first) == ['eager', 'graph'] and min(first.values()) >= 0.05 <= again['eager']
+    assert trace_count(steps['graph']) == 1
+
+def lesson(start: str) -> str:
+    "The source of a cell of the lesson."
+    nb = nbformat.read(Path(__file__).parents[2] / 'nbs/30_trainer_xla.ipynb', as_version=4)
+    return next(c.source for c in nb.cells if c.source.startswith(start))
+
+def test_the_code_for_a_step_of_one_s_own(capsys):
+    "As the lesson prints it, with a step that is not ours."
+    def make_step():
+        weight = tf.Variable(1.)
+        def step(batch, number):
+            weight.assign_sub(0.1)
+            return {'loss': tf.reduce_sum(batch['x']) * weight}
+        return step
+    exec(lesson('## Your own step').split('```')[1].removeprefix('python'),
+         {'make_step': make_step, 'batch': {'x': tf.ones(3)}})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(' | ')[0] for line in lines[2:]] == ['| eager', '| graph', '| xla']
+
+@pytest.mark.parametrize('one, said', [
+    (None, 'No quiet record'),
+    ({'graph': 1.5, 'xla': 1.2}, 'takes 1.25 times as long with XLA as without'),
+    ({'graph': 1.5, 'xla': 3.}, 'As a graph the step is 1.50 times as fast as in eager mode, with XLA 3.00')])
+def test_the_claim_of_the_lesson_is_that_of_the_record(one, said):
+    drawn = {'Markdown': lambda text: text, 'headline': lambda *_: None, 'benchmarks': lambda: None}
+    exec(lesson('#| echo: false'), drawn)
+    record = one and {'device': 'a card', 'date': 'today', 'model': 'a model',
+                      'rows': [{'name': name, 'ratio': ratio} for name, ratio in one.items()]}
+    text = drawn['claim'](record)
+    assert said in text and ('as long' in text) == bool(one and one['xla'] < one['graph'])
+
+@pytest.mark.parametrize('device, more, verdicts', [
+    ('CPU, 2 cores', {}, ['not reached', 'not measured', 'not measured']),
+    ('A card', {'first_s': 1.5}, ['kept', 'beaten', 'kept'])])
+def test_the_promises_beside_a_record(device, more, verdicts):
+    drawn = {name: getattr(bench, name) for name in ('record_markdown', 'rows_markdown', 'promise_row')}
+    drawn |= {'Markdown': lambda text: text, 'headline': lambda *_: None, 'benchmarks': lambda: None}
+    exec(lesson('def with_promises'), drawn)
+    row = {'step_ms': 5., 'spread': 0.1, 'au': 0.9}
+    rows = [row | {'name': name, 'ratio': ratio} | more
+            for name, ratio in (('eager', 1.), ('graph', 6.), ('xla', 7. if more else 4.), ('coqui', 1.))]
+    text = drawn['with_promises']({'device': device, 'date': 'today', 'model': 'm', 'noisy': 0, 'rows': rows})
+    found = [line.split(' | ')[-1].rstrip(' |').partition(':')[0] for line in text.splitlines()[-3:]]
+    assert found == verdicts and '| eager |' in text and '| coqui |' not in text
+    assert ('first step' in text.splitlines()[2]) == bool(more)
+    assert drawn['with_promises'](None).startswith('No quiet record')
 
 @pytest.mark.parametrize('flags, compiled, line', [
     ({}, True, 'with XLA'), ({'enable_xla_compilation': False}, False, 'without XLA'),

@@ -489,7 +489,7 @@ def _bench_train(
     rounds: Rounds = 7,
     record: Record = False,
 ):
-    "Milliseconds of a training step in each mode, its MFU, and its AU in the loop, on random clips."
+    "Milliseconds of a training step in each mode, its MFU, its AU in the loop and its first call."
     config = _sized(layers, width, heads, batch_size)
     start()
     from xtts_nb.app.step_speed import step_speed

@@ -21,7 +21,7 @@ from ..config import UserError, XTTSConfig
 from ..models.layers import TransformerBlock, causal_mask
 from ..models.xtts import POLICIES, step_flops
 from ..train.step import (
-    make_optimizer, MODES, check_modes_agree, compile_step, random_batch, step_modes)
+    make_optimizer, MODES, check_modes_agree, compile_step, first_steps, random_batch, step_modes)
 from ..monitor.loop import trace_count
 from .parity import Peer
 from ..train.trainer import Trainer
@@ -127,12 +127,13 @@ def step_speed(
     rounds: int = 7,
     coqui_python: str | Path | None = None,   # with coqui-tts; default: leave it out
     progress=None,               # called with (done, total)
-) -> list[dict]:   # {name, step_ms, ratio, spread, clips_per_s, au, mfu, positions, dropout, traces, syncs}
+) -> list[dict]:   # name, first_s, step_ms, ratio, spread, clips_per_s, au, mfu, positions, ..., syncs
     "The step in all modes, and that of coqui-tts, without dropout; `None` where a number does not apply."
     batch, steps = random_batch(config, text, codes), step_modes(config, 5, ARMS)
     plain = {name: step for name, step in steps.items() if not name.endswith('bf16')}
-    first = check_modes_agree(plain, [batch] * 2)
-    replay = lambda batch, number: {'loss': first['eager'][int(number)]}
+    seconds_of_first = first_steps(steps, batch)
+    losses = check_modes_agree(plain, [batch] * 2)
+    replay = lambda batch, number: {'loss': losses['eager'][int(number)]}
     for name in steps.keys() - plain.keys():
         check_modes_agree({'eager': replay, name: steps[name]}, [batch] * 2, 0.02)
     arm = lambda step: lambda: step(batch, tf.constant(0))['loss'].numpy() is not None
@@ -150,7 +151,7 @@ def step_speed(
         row |= {'clips_per_s': round(B / seconds, 3), 'au': looped and round(min(1., seconds / looped), 3),
                 'mfu': round(step_flops(config, B, text, codes) / seconds / ceiling, 3),
                 'positions': positions, 'dropout': 0., 'traces': trace_count(step) if step else None,
-                'syncs': syncs}
+                'syncs': syncs, 'first_s': round(seconds_of_first[row['name']], 2) if step else None}
     return rows
 
 
