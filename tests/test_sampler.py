@@ -544,7 +544,27 @@ def test_each_batch_is_a_step_of_the_device():
     device, begin = EmulatedDevice(), sampler.time.perf_counter()
     assert device.feed(iter([np.zeros(1)] * 3), 0.01) == 3
     assert device.busy(begin, begin + 10) == pytest.approx(0.3)   # 30 ms of 10 s
-    assert device.feed(iter([np.zeros(1)] * 9), 0.01, seconds=0) == 1   # the step after the end is the last
+
+
+def test_the_first_step_after_the_end_is_the_last(monkeypatch):
+    device, begins = EmulatedDevice(), [(0., 1.), (1., 2.), (2., 3.), (3., 4.)]
+    monkeypatch.setattr(sampler, 'time', SimpleNamespace(perf_counter=lambda: 0.))
+    monkeypatch.setattr(sampler, 'emulated_steps', lambda batches, seconds: iter(begins))
+    assert [device.feed([], 1., seconds) for seconds in (0., 0.5, 1., 1.5, 9.)] == [1, 2, 2, 3, 4]
+
+
+def test_a_reading_of_an_emulated_device_takes_its_lock_once():
+    "A step noted between two locks would be forgotten before it was counted."
+    class Lock:
+        taken = 0
+        def __enter__(self): self.taken += 1
+        def __exit__(self, *error): pass
+    device = EmulatedDevice()
+    device.computes(1., 2.)
+    device.computes(2., 4.)
+    device._lock = Lock()
+    assert device.busy(0., 3.) == pytest.approx(200 / 3) and device._lock.taken == 1
+    assert list(device._spans) == [(2., 4.)]
 
 
 def test_an_arm_ends_where_the_next_begins():

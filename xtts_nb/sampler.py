@@ -334,7 +334,7 @@ class EmulatedDevice:
     def feed(self,
         batches: Iterable,       # of a pipeline
         step_seconds: float,     # that the device needs for a batch
-        seconds: float = math.inf,   # after which no other step begins
+        seconds: float = math.inf,   # the first step that begins later is the last
     ) -> int:                    # steps
         "Compute a step for each batch, while the host fetches and copies the next one."
         steps, until = 0, time.perf_counter() + seconds
@@ -346,9 +346,8 @@ class EmulatedDevice:
 
     def busy(self, begin: float, end: float) -> float:   # %
         "The share of a period in which it computed; forgets what ended before `end`."
-        with self._lock: spans = list(self._spans)
-        seconds = sum(max(0., min(b, end) - max(a, begin)) for a, b in spans)
         with self._lock:
+            seconds = sum(max(0., min(b, end) - max(a, begin)) for a, b in self._spans)
             while self._spans and self._spans[0][1] <= end: self._spans.popleft()
         return min(100., 100 * seconds / (end - begin)) if end > begin else 0.
 
