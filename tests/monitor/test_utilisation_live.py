@@ -13,8 +13,8 @@ from xtts_nb.monitor import live as utilisation
 from xtts_nb.sampler import CPU, GPU, Process, Sample, summarise, summarise_arms
 from xtts_nb.bench import COLOURS, PHASE_COLOURS, png_bytes
 from xtts_nb.monitor.live import (
-    ARM_SHADES, arm_lines, device_names, live_html, format_value, phases_of, plot_samples, summary_lines,
-    values_line)
+    ARM_SHADES, arm_lines, arm_shades, device_names, live_html, format_value, phases_of, plot_samples,
+    summary_lines, values_line)
 
 
 def moment(i, gpus=2):
@@ -141,6 +141,18 @@ def test_arms_are_shaded_in_the_frame():
     long = [Sample(float(i), (GPU(0, 'A', 1.),)) for i in range(200)]
     frame = live_html(long, arms=[(0., 'over'), (100., 'cut')])   # 139 to 199 s are shown
     assert re.findall(r'<rect x="(\d+)" width="(\d+)"', frame) == [('0', '600')] and '>cut<' in frame
+
+def test_an_arm_has_one_shade_in_the_picture_and_in_the_frame():
+    "Of 200 s the frame shows the last minute: the first arm is over, and the second comes again."
+    names, starts = ['a', 'b', 'c', 'b', 'd', 'e'], [-1., 50., 145., 160., 170., 180.]
+    samples = [Sample(float(i), (GPU(0, 'A', 50.),)) for i in range(200)]
+    arms = list(zip(starts, names))
+    one, two, three, four = ARM_SHADES
+    assert arm_shades(arms) == {'a': one, 'b': two, 'c': three, 'd': four, 'e': one} and arm_shades([]) == {}
+    drawn = [to_hex(patch.get_facecolor()) for patch in plot_samples(samples, arms=arms).axes[0].patches]
+    assert drawn == [one, two, three, two, four, one]
+    frame = re.findall(r'<rect .*?fill="(.*?)".*?y="9">(\w+)<', live_html(samples, arms=arms))
+    assert frame == [(two, 'b'), (three, 'c'), (two, 'b'), (four, 'd'), (one, 'e')]
 
 def test_marks_have_names_where_there_is_room():
     "In 95 s a letter takes one second: two letters and two spaces take four."
