@@ -1278,6 +1278,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.monitor.live._table': ('monitoring.html#_table', 'xtts_nb/monitor/live.py'),
                                       'xtts_nb.monitor.live._thin': ('monitoring.html#_thin', 'xtts_nb/monitor/live.py'),
                                       'xtts_nb.monitor.live.arm_lines': ('monitoring.html#arm_lines', 'xtts_nb/monitor/live.py'),
+                                      'xtts_nb.monitor.live.arm_shades': ('monitoring.html#arm_shades', 'xtts_nb/monitor/live.py'),
                                       'xtts_nb.monitor.live.device_names': ('monitoring.html#device_names', 'xtts_nb/monitor/live.py'),
                                       'xtts_nb.monitor.live.format_value': ('monitoring.html#format_value', 'xtts_nb/monitor/live.py'),
                                       'xtts_nb.monitor.live.gpu_live': ('monitoring.html#gpu_live', 'xtts_nb/monitor/live.py'),
