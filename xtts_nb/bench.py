@@ -304,8 +304,8 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
 
 # %% ../nbs/base/bench.ipynb #1fdaaf1f
 WRITERS = {'data': 'bench data', 'parity': 'parity', 'gpt2': 'bench gpt2', 'step_speed': 'bench train',
-           'dual': 'bench dual', 'patients': 'bench diagnose', 'growth': 'bench growth', 'demo': 'demo',
-           'demo_seeds': 'demo --seeds 5', 'say': 'bench say'}
+           'dual': 'bench dual', 'model': 'bench model', 'patients': 'bench diagnose',
+           'growth': 'bench growth', 'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say'}
 
 def record_origin(
     one: dict,         # a record

@@ -264,7 +264,8 @@ def test_bounds():
         ('bench train --text-tokens', 400, 401),
         ('bench train --codes', 1, 0), ('bench train --codes', 603, 604), ('bench gpt2 --layers', 1, 0),
         ('bench gpt2 --width', 64, 63), ('bench gpt2 --heads', 1, 0), ('bench gpt2 --batch-size', 1, 0),
-        ('bench gpt2 --tokens', 2, 1), ('bench say --rounds', 1, 0))
+        ('bench gpt2 --tokens', 2, 1), ('bench say --rounds', 1, 0), ('bench model --batches', 2, 1),
+        ('bench model --batch-size', 1, 0))
 
 @pytest.mark.parametrize('group', ['find', 'config'])
 def test_a_group_without_a_command_shows_help(ran, group):
@@ -668,6 +669,33 @@ def test_bench_of_a_step(ran, behind, bars, command):
         (8, 512, 8, 4), (2, 64, 4, 3)]
     assert [call | {python: call[python] and str(call[python])} for call in measured] == [
         plain | {'rounds': 7, python: None}, own_values | {'rounds': 2, python: 'py'}]
+
+def test_bench_model(ran, behind, bars):
+    rows = [{'name': name, 'step_ms': ms} for name, ms in zip('abcde', (8., 4., 2., 9., 3.))]
+    measured, kept = behind('models.xtts.model_speed', rows), behind('app.cli_train.write_record')
+    done = ran('bench model')
+    assert done.err.splitlines() == ['Compiles about 65 times, for one to four seconds each.'] and not kept
+    about = 'GPT 1 x 64, {} batches of {} random clips as long as those of LJSpeech'
+    words = done.out.split()
+    assert ' '.join(words).startswith(about.format(12, 16)) and done.out.count('ms per step') == 2
+    assert [word for word in words if word in 'abcde'] == list('abcde')
+    about = about.format(3, 2)
+    more = '--batches 3 --batch-size 2 --rounds 4 --record --json'
+    assert ran(f'bench model {more}').json == {'rows': rows, 'model': about}
+    assert kept == [{'page': 'model', 'rows': rows, 'notes': {'model': about, 'batches': 3}}]
+    assert measured == [{'batches': 12, 'batch_size': 16, 'rounds': 5},
+                        {'batches': 3, 'batch_size': 2, 'rounds': 4}]
+    assert bars == [('start', {}), (1, 2)] * 2
+
+def test_bench_model_counts_causes(ran):
+    "The command as it is, at the smallest size."
+    done = ran('bench model --batches 2 --batch-size 2 --rounds 1 --json')
+    rows = {row.pop('name'): row for row in done.json['rows']}
+    assert {name: (row['syncs'], row['traces']) for name, row in rows.items()} == {
+        'row by row': (10, 0), 'whole batch': (0, 0), 'whole batch, compiled': (0, 1),
+        'changing shapes': (None, 2), 'static shape': (None, 1)}
+    assert [rows[name]['ratio'] for name in ('row by row', 'changing shapes')] == [1., 1.]
+    assert all(row['step_ms'] > 0 and row['spread'] is None for row in rows.values())
 
 
 def test_a_bench_says_how_long_it_takes(ran, behind, bars, monkeypatch):

@@ -1,14 +1,20 @@
 "The losses: what counts in them, halves and wholes; and a model as a folder."
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import keras
+import nbformat
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from xtts_nb.config import UserError
+from xtts_nb.models import xtts as page
 from xtts_nb.models.xtts import (
-    XTTS, forward_flops, forward_numbers, step_flops, token_counts, token_losses, total_loss)
+    XTTS, call_traced, compiled_forward, cross_entropies, forward_flops, forward_numbers, INPUTS,
+    longest_shape, pad_batch, row_by_row, speech_batches, speech_lengths, step_flops, token_counts,
+    token_losses, total_loss, whole_batch)
 from xtts_nb.speech.generate import generate
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.models.weights import save_weights
@@ -142,6 +148,123 @@ def test_loaded_to_compute_in_any_precision(xtts, saved, batch, kind):
 def test_a_precision_that_is_none(saved):
     with pytest.raises(UserError, match='"int8" is none of float32, bfloat16, float16'):
         XTTS.load(saved, dtype='int8')
+
+
+# --- row by row and at once, changing and static shapes -----------------------------------------------------
+
+@pytest.mark.parametrize('weight', [[1, 1, 1, 1], [0, 1, 0.5, 2]], ids=str)
+def test_rows_equal_the_whole_batch(xtts, batch, weight):
+    some = with_rows(batch, weight)
+    logits = xtts.gpt(*(some[k] for k in INPUTS))
+    slow, fast = row_by_row(xtts.gpt, some, logits), whole_batch(xtts.gpt, some, logits)
+    assert slow.keys() == fast.keys() == {'text', 'codes', 'mask', *cross_entropies(xtts.gpt, some, logits)}
+    for name in ('text', 'codes', 'mask', 'text_count', 'code_count'):
+        assert np.array_equal(slow[name], fast[name]), name
+    for name, value in token_losses(xtts.gpt, some).items():
+        assert slow[name] == pytest.approx(float(value), rel=1e-5)
+        assert float(fast[name]) == pytest.approx(float(value), rel=1e-6)
+
+def test_the_mask_and_the_inputs_are_those_of_the_model(xtts, batch, monkeypatch):
+    seen = {}
+    def hidden(x, mask, seed): seen['mask'] = mask; return x
+    for name in ('text', 'codes'):
+        def embed(ids, name=name): seen[name] = ids; return tf.zeros((*ids.shape, 64))
+        monkeypatch.setattr(xtts.gpt, f'embed_{name}', embed)
+    monkeypatch.setattr(xtts.gpt, 'hidden', hidden)
+    logits = xtts.gpt(*(batch[k] for k in INPUTS))
+    made = whole_batch(xtts.gpt, batch, logits)
+    assert np.array_equal(made['mask'], seen['mask'][:, 0])
+    assert all(np.array_equal(made[name], seen[name]) for name in ('text', 'codes'))
+
+def test_reads_of_the_host():
+    x = tf.constant([2., 3.])
+    assert page.host_reads(lambda a: (float(a[0]), int(a[1]), a.numpy()), x) == 3
+    assert page.host_reads(lambda: tf.reduce_sum(x)) == 0
+
+def test_speech_lengths():
+    codes, text = speech_lengths(5000, seed=1)
+    assert codes.min() >= 24 and 210 < codes.max() <= 218 and codes.mean() == pytest.approx(142, abs=4)
+    assert text.min() >= 4 and text.max() < 200 and text.mean() == pytest.approx(58, abs=3)
+    assert np.corrcoef(codes, text)[0, 1] > 0.9 and np.std(text - text.mean() / codes.mean() * codes) > 4
+    assert np.array_equal(speech_lengths(5000, seed=1), (codes, text))
+    assert not np.array_equal(speech_lengths(5000)[0], codes)
+
+def test_speech_batches(small):
+    config = small.replace(data={'batch_size': 3})
+    batches, (codes, text) = speech_batches(config, 2, seed=4), speech_lengths(6, seed=4)
+    for i, batch in enumerate(batches):
+        rows = slice(3 * i, 3 * i + 3)
+        assert np.array_equal(batch['code_length'], codes[rows])
+        assert np.array_equal(batch['text_length'], text[rows])
+        assert batch['codes'].shape == (3, codes[rows].max()) and batch['text'].shape == (3, text[rows].max())
+        assert batch['reference'].shape == (3, config.data.reference_frames, 80)
+        assert np.array_equal(batch['weight'], [1, 1, 1]) and batch['reference'].dtype == 'float32'
+        for name, top in (('codes', config.model.dvae.codes), ('text', config.model.gpt.text_tokens)):
+            assert 3 <= np.min(batch[name]) and top - 5 < np.max(batch[name]) < top
+            assert batch[name].dtype == batch[f'{name.rstrip("s")}_length'].dtype == 'int32'
+    again, other = speech_batches(config, 2, seed=4), speech_batches(config, 2)
+    assert all(np.array_equal(a[k], b[k]) for a, b in zip(batches, again) for k in a)
+    assert not np.array_equal(batches[0]['codes'], other[0]['codes'])
+
+def test_padded_to_one_shape(batch):
+    shape = longest_shape([batch, {'text': tf.zeros((1, 99)), 'codes': tf.zeros((1, 1))}])
+    assert shape == {'text': 99, 'codes': batch['codes'].shape[1]}
+    wide = pad_batch(batch, text=99, codes=300)
+    assert wide['text'].shape == (4, 99) and wide['codes'].shape == (4, 300) and wide.keys() == batch.keys()
+    for name in ('text', 'codes'):
+        n = batch[name].shape[1]
+        assert np.array_equal(wide[name][:, :n], batch[name]) and not np.any(wide[name][:, n:])
+    assert all(wide[name] is batch[name] for name in batch.keys() - {'text', 'codes'})
+
+def test_a_trace_and_a_compilation_for_each_shape(xtts, batch):
+    forward, S, T = compiled_forward(xtts.gpt), batch['codes'].shape[1], batch['text'].shape[1]
+    results = [call_traced(forward, b)[0] for b in (batch, pad_batch(batch, T + 1, S), batch)]
+    assert page.trace_count(forward) == 2
+    expected = xtts.gpt(*(batch[k] for k in INPUTS))
+    assert all(np.allclose(a, b, atol=1e-4) for a, b in zip(results[2], expected))
+    assert np.allclose(results[1][0][:, :T], expected[0][:, :T], atol=1e-4)
+
+def test_the_two_parts_of_a_call(monkeypatch):
+    done, clock = [], iter([1., 3., 10.])
+    class Step:
+        def get_concrete_function(self, batch): done.append(('trace', batch))
+        def __call__(self, batch): done.append(('call', batch)); return 'result'
+    monkeypatch.setattr(page, 'wait_for', lambda result: done.append(('wait', result)))
+    monkeypatch.setattr(page, 'time', SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert call_traced(Step(), 'batch') == ('result', 2., 7.)
+    assert done == [('trace', 'batch'), ('call', 'batch'), ('wait', 'result')]
+
+def test_progress_and_rows_of_the_comparison(monkeypatch):
+    "Each comparison with its own stage; the model and its batches as named."
+    asked = []
+    def losses(gpt, batch, rounds, progress):
+        progress(1, 2)
+        asked.append((gpt.cfg.layers, gpt.cfg.width, gpt.text_start, batch['codes'].shape[0], rounds))
+        return ['a']
+    def shapes(gpt, batches, rounds, progress):
+        progress(2, 2)
+        asked.append((len(batches), rounds))
+        return ['b']
+    monkeypatch.setattr(page, 'losses_speed', losses)
+    monkeypatch.setattr(page, 'shapes_speed', shapes)
+    told = []
+    assert page.model_speed(3, 2, 4, lambda *what: told.append(what)) == ['a', 'b']
+    assert asked == [(1, 64, 3, 2, 4), (3, 4)]
+    assert told == [('masks and losses', 1, 2), ('shapes', 2, 2)]
+
+def test_the_code_for_own_data_works():
+    "The code block of the page, with clips of 3, 5 and 7 ids and a loss."
+    notebook = nbformat.read(Path(__file__).parents[2] / 'nbs/20_model.ipynb', as_version=4)
+    (text,) = [c.source for c in notebook.cells if c.source.startswith('## Your own data')]
+    (block,) = re.findall(r'```python\n(.*?)```', text, re.DOTALL)
+    size = lambda i: 3 + 2 * (i % 3)
+    clips = tf.data.Dataset.range(32).map(lambda i: {'ids': tf.ones([size(i)]), 'length': size(i)})
+    names = {'tf': tf, 'clips': clips, 'loss': lambda ids, counted: tf.reduce_sum(ids * counted)}
+    exec(block, names)
+    losses = [float(names['step'](batch)) for batch in names['batches']]
+    lengths = [size(i) for i in range(32)]
+    assert losses == [sum(lengths[:16]), sum(lengths[16:])]
+    assert names['step'].experimental_get_tracing_count() == 1
 
 
 # --- the folder ---------------------------------------------------------------------------------------------

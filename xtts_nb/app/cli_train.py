@@ -521,6 +521,23 @@ def _bench_gpt2(
     if record: write_record('gpt2', rows, model=about)
     return {'rows': rows, 'model': about}, table(about, rows)
 
+# %% ../../nbs/app/cli_train.ipynb #20aa1002
+@command('model', group=bench_app)
+def _bench_model(
+    batches: option(int, 'Batches of the sequence, nearly each of another shape.', min=2) = 12,
+    batch_size: Rows = 16,
+    rounds: Rounds = 5,
+    record: Record = False,
+):
+    "Masks and losses row by row and at once; a compiled forward pass at changing shapes and at one."
+    to_stderr(f'Compiles about {rounds * (batches + 1)} times, for one to four seconds each.')
+    start()
+    from xtts_nb.models.xtts import model_speed
+    with progress() as tell: rows = model_speed(batches, batch_size, rounds, tell)
+    about = f'GPT 1 x 64, {batches} batches of {batch_size} random clips as long as those of LJSpeech'
+    if record: write_record('model', rows, model=about, batches=batches)
+    return {'rows': rows, 'model': about}, f'{table(about, rows[:3])}\n{table("", rows[3:])}'
+
 # %% ../../nbs/app/cli_train.ipynb #9cc53690
 @command('dual', group=bench_app)
 def _bench_dual(
