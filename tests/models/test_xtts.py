@@ -237,9 +237,10 @@ def test_the_two_parts_of_a_call(monkeypatch):
 def test_progress_and_rows_of_the_comparison(monkeypatch):
     "Each comparison with its own stage; the model and its batches as named."
     asked = []
-    def losses(gpt, batch, rounds, progress):
+    def losses(gpt, batch, rounds, repeats, progress):
         progress(1, 2)
-        asked.append((gpt.cfg.layers, gpt.cfg.width, gpt.text_start, batch['codes'].shape[0], rounds))
+        size = gpt.cfg.layers, gpt.cfg.width, gpt.text_start
+        asked.append((*size, batch['codes'].shape[0], rounds, repeats))
         return ['a']
     def shapes(gpt, batches, rounds, progress):
         progress(2, 2)
@@ -249,7 +250,7 @@ def test_progress_and_rows_of_the_comparison(monkeypatch):
     monkeypatch.setattr(page, 'shapes_speed', shapes)
     told = []
     assert page.model_speed(3, 2, 4, lambda *what: told.append(what)) == ['a', 'b']
-    assert asked == [(1, 64, 3, 2, 4), (3, 4)]
+    assert asked == [(1, 64, 3, 2, 4, 20), (3, 4)]
     assert told == [('masks and losses', 1, 2), ('shapes', 2, 2)]
 
 def test_the_code_for_own_data_works():

@@ -530,7 +530,6 @@ def _bench_model(
     record: Record = False,
 ):
     "Masks and losses row by row and at once; a compiled forward pass at changing shapes and at one."
-    to_stderr(f'Compiles about {rounds * (batches + 1)} times, for one to four seconds each.')
     start()
     from xtts_nb.models.xtts import model_speed
     with progress() as tell: rows = model_speed(batches, batch_size, rounds, tell)
