@@ -167,6 +167,14 @@ def test_lines_come_with_the_results():
     assert {'au', 'clips_per_s', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'} <= set(last)
 
 
+@pytest.mark.parametrize('steps, last', [(20, [24]), (21, [25]), (22, [25, 26])])
+def test_no_line_is_empty_where_the_steps_end_with_an_interval(steps, last):
+    reported = []
+    found = time_phases(batches(), lambda b: b[0], steps, every=5, warmup=4, report=reported.append)
+    assert [line['step'] for line in reported] == [5, 10, 15, 20, *last] and found.steps == steps
+    assert all(line['clips_per_s'] for line in reported)
+
+
 def test_a_dataset_that_ends_early_is_marked():
     found = time_phases(batches(12), lambda b: b[0], steps=50)
     assert found.ended and found.steps == 8

@@ -715,7 +715,7 @@ def _phases(intervals, spans, results, first_batch, first_step, traces, ended, b
     "The sums over all intervals."
     if len(spans) < 2:
         raise UserError(f'The dataset ended after {batches} batches, too few to tell; add .repeat().')
-    intervals.end_interval(results)
+    if intervals.done % intervals.every: intervals.end_interval(results)   # else it has just ended
     intervals.close()
     timed = [interval for interval, _ in intervals.walls]
     seconds, count = sum(wall for _, wall in intervals.walls), sum(i.counted for i in timed)
