@@ -10,7 +10,8 @@ ROWS = [{'name': 'in turn', 'rate': 8., 'ideal_rate': 20., 'model_wait_share': 0
 
 
 def test_bounds():
-    check_bounds(('bench dual --steps', 3, 2), ('distributed x --index', 0, -1),
+    check_bounds(('bench dual --steps', 3, 2), ('bench dual --rounds', 1, 0),
+                 ('distributed x --index', 0, -1),
                  ('distributed x --local', 1, 0),
                  ('distributed x --gpus', 0, -1), ('distributed x --wait', 1, 0.9),
                  ('distributed x --restarts', 0, -1))
@@ -19,29 +20,32 @@ def test_bounds():
 # --- bench dual ---------------------------------------------------------------------------------------------
 
 def test_bench_dual_of_emulated_stages(ran, behind, bars):
-    asked, kept = behind('train.dual.bench_stages', (ROWS, 'spans')), behind('app.cli_train.write_record')
-    lines = ran('bench dual').out.split()
-    assert lines[:2] == ['Emulated', 'stages'] and lines[-4:] == ['8.00', '40.0%', '50.0%', '1'] and not kept
-    about = {'stages_ms': [30, 40, 50], 'steps': 5, 'devices': None}
-    assert ran('bench dual --steps 5 --buffer-size 4 --record --json').json == {'rows': ROWS} | about
+    asked, kept = behind('train.dual.bench_stages', ROWS), behind('app.cli_train.write_record')
+    done = ran('bench dual')
+    lines = done.out.split()
+    assert done.err == 'The emulated stages take about 31 s.\n' and lines[:2] == ['Emulated', 'stages']
+    assert lines[-7:] == ['8.00', '–', '–', '40.0%', '–', '50.0%', '1'] and not kept
+    about = {'stages_ms': [30, 40, 50], 'steps': 5, 'rounds': 2, 'devices': None}
+    done = ran('bench dual --steps 5 --rounds 2 --buffer-size 4 --record --json')
+    assert done.json == {'rows': ROWS} | about
     assert kept == [{'page': 'dual', 'rows': ROWS, 'notes': about}]
-    assert asked == [{'steps': 60, 'ring': 3}, {'steps': 5, 'ring': 4}]
+    assert asked == [{'steps': 60, 'ring': 3, 'rounds': 3}, {'steps': 5, 'ring': 4, 'rounds': 2}]
     assert bars == [('emulated stages', 1, 2)] * 2
     done = ran('bench dual --data-gpu 0')
     assert done.code == 2 and 'emulated stages run on no device; give a runtime cache' in done.said[0]
 
 def test_bench_dual_of_real_stages(ran, behind, bars):
-    behind('train.dual.bench_stages', lambda **call: (ROWS[:], 'spans'))
+    behind('train.dual.bench_stages', lambda **call: ROWS[:])
     made = behind('app.cli_train._dual_trainer', ('the trainer', 'Two cards.'))
     real = [ROWS[0] | {'name': 'real'}]
-    measured = behind('train.dual.bench_feed', (real, 'spans'))
+    measured = behind('train.dual.bench_feed', real)
     assert ran('bench dual --data c').out.startswith('Two cards.\n')
     gpus = '--data-gpu 0 --model-gpu 1 --enable-memory-isolation --data-gpu-memory 2 --model-gpu-memory 3'
     result = ran(f'bench dual --data c --buffer-size 4 --steps 5 --json {gpus}').json
     assert result['rows'] == ROWS + real and result['devices'] == 'Two cards.'
     given = {'data_gpu': 0, 'model_gpu': 1, 'isolate': True, 'data_memory': 2, 'model_memory': 3}
     assert [tuple(call.values())[1:] for call in made] == [({}, 3), (given, 4)]
-    assert measured == [{'trainer': 'the trainer', 'steps': 60}, {'trainer': 'the trainer', 'steps': 5}]
+    assert measured == [{'trainer': 'the trainer', 'steps': steps, 'rounds': 3} for steps in (60, 5)]
 
 def test_a_trainer_on_two_devices(behind, bars, prepared):
     made = behind('train.dual.dual_trainer', 'the trainer')

@@ -94,7 +94,7 @@ def test_profile(ran, behind, bars, home):
 
 def test_profile_of_two_devices_and_its_trace(ran, behind, bars, home, monkeypatch):
     found = {'rows': [{'name': 'host'}], 'verdict': 'THE VERDICT', 'picture': 'dual.png'}
-    asked = behind('train.dual.profile_dual', found)
+    asked = behind('train.profile.profile_dual', found)
     lines = ran('profile --dual').out.split()
     assert lines[:3] == ['Who', 'worked', 'when'] and 'host' in lines
     assert lines[-5:] == ['THE', 'VERDICT', 'The', 'picture:', 'dual.png']

@@ -16,9 +16,9 @@ from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.devices import DevicePlan
 from xtts_nb.train.dual import (
-    Feed, bench_feed, save_timeline, dual_trainer, finish_batch, wait_computed, device_placement,
-    placement_summary, profile_dual, run_feed, sound_batches, slowest_stage_text, SerialBatches, Span)
+    Feed, bench_feed, dual_trainer, finish_batch, wait_computed, run_feed, sound_batches, SerialBatches, Span)
 from xtts_nb.data.prepare import prepare
+from xtts_nb.train.profile import device_placement, placement_summary
 from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.monitor.loop import trace_count
 
@@ -102,20 +102,6 @@ def test_a_recording_that_is_gone(mine, mini, dvae, prepared, tmp_path):
     with pytest.raises(UserError, match='verify --fix'): trainer.fit(4)
     assert not any(t.is_alive() for t in trainer.feed.latest.threads)
 
-def test_profile_of_emulated_stages(tmp_path):
-    found = profile_dual(out=tmp_path / 'a.png', steps=6)
-    assert [r['name'] for r in found['rows']] == ['host', 'data', 'model'] and found['wall'] < found['work']
-    assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG')
-    assert 'The slowest stage is model' in found['verdict']
-
-@pytest.mark.parametrize('name, word', [('host', 'num_workers'), ('data', 'precompute'), ('copy', 'switch'),
-                                        ('model', 'nothing')])
-def test_the_verdict_names_the_slowest(name, word):
-    rows = [{'name': n, 'ms': 9. if n == name else 1.} for n in ('host', 'data', 'copy', 'model')]
-    said = slowest_stage_text(rows, {'wall': 1., 'work': 2., 'model_wait_share': 0.25})
-    assert f'slowest stage is {name}' in said and word in said and 'waited 25%' in said
-
-
 def test_stages_and_their_devices():
     "With two devices there is something to copy."
     for data, model, where in (('GPU:0', 'GPU:0', {'host': 'CPU:0', 'data': 'GPU:0', 'model': 'GPU:0'}),
@@ -130,15 +116,6 @@ def test_stages_and_their_devices():
     assert feed.outputs == {'data': (batch['a'].device, 2 * 3 * 4 + 4 * 8)}
     wait_computed(tf.constant(1.))
     wait_computed(tf.zeros((2, 3)))   # of any shape
-
-def test_the_audit_by_owner_and_device():
-    row = lambda owner, size, device='CPU:0': {'owner': owner, 'name': 'x', 'device': device,
-                                               'wanted': device, 'bytes': size}
-    found = placement_summary([row('model', 500), row('model', 1000), row('model', 64, 'GPU:0'),
-                               row('other', 40)])
-    assert [tuple(r.values()) for r in found] == [('model', 'CPU:0', 2, '1.5'), ('model', 'GPU:0', 1, '0.1'),
-                                                  ('other', 'CPU:0', 1, '0.0')]
-    assert page.short_device('/job:localhost/replica:0/task:0/device:GPU:1') == 'GPU:1'
 
 def ran(most, seconds, batches=15):
     "A run whose model takes so many seconds a batch, the host a tenth of that."
@@ -155,50 +132,21 @@ def test_the_ideal_is_the_slowest_stage_alone(monkeypatch):
         asked.append((trainer.feed.threads, steps))
         return [], ran(3, 0.25) if trainer.feed.threads else ran(1, 0.4)
     monkeypatch.setattr(page, 'run_feed', run)
-    rows, spans = bench_feed(trainer, 7)
-    assert asked == [(None, 7), (False, 7), (True, 7)] and [len(s) for s in spans.values()] == [30, 30]
-    keys = 'name', 'rate', 'ideal_rate', 'model_wait_share', 'ring_max'
-    assert rows == [dict(zip(keys, row))
-                    for row in (('serial_real', 2.5, 2.5, 0, 1), ('pipelined_real', 4., 2.5, 0, 3))]
-
-def test_the_picture_begins_where_the_buffers_are_full(monkeypatch, tmp_path):
-    shown, figure = [], SimpleNamespace(savefig=lambda path, **_: path.touch())
-    monkeypatch.setattr(page, 'plot_timeline', lambda runs, devices, first: shown.append(first) or figure)
-    for batches in (15, 11, 10, 3):
-        assert save_timeline(str(tmp_path / 'a.png'), {'a': ran(1, 1., batches).spans}, {}).is_file()
-    assert shown == [4, 0, 0, 0]
-
-def test_a_profile_asks_for_two_devices_and_runs_twice(monkeypatch, tmp_path):
-    "The first run compiles; the second one is shown. Devices that are given are taken as they are."
-    plan, runs, drawn, asked = DevicePlan({}, 'CPU:0', 'CPU:1'), [], [], []
-    feed = SimpleNamespace(where={'model': 'CPU:1'}, devices=plan)
-    def trainer(cache, config, devices, **more):
-        asked.append((devices, more))
-        return SimpleNamespace(feed=feed)
-    def run(trainer, steps):
-        runs.append(steps)
-        return [0.5], ran(3, 0.25) if len(runs) % 2 else ran(2, 0.5)
-    for name, fake in {'setup_devices': lambda two: plan if two else None,
-                       'Cache': lambda folder: SimpleNamespace(config='config'),
-                       'dual_trainer': trainer, 'run_feed': run,
-                       'save_timeline': lambda path, runs, where: drawn.append([*runs]) or path}.items():
-        monkeypatch.setattr(page, name, fake)
-    found = profile_dual('cache', 'a.png', 5, 2)
-    assert runs == [5, 5] and asked.pop() == (plan, {'ring': 2})
-    assert (found['ring_max'], found['losses'], found['rate']) == (2, [0.5], 2)
-    assert found['rows'][1] == {'name': 'model', 'device': 'CPU:1', 'batches': 15, 'ms': 500., 'busy': 1.}
-    assert drawn == [[plan.line]]
-    assert found['verdict'].startswith(f'{plan.line} The slowest stage is model with 500.0 ms')
-    given = DevicePlan({}, 'CPU:0', 'CPU:0')
-    profile_dual('cache', 'a.png', 5, devices=given)
-    assert asked[0][0] is given
-
+    rows = bench_feed(trainer, 7, 2)
+    assert asked == [(None, 7), *[(False, 7), (True, 7)] * 2]
+    keys = 'name', 'rate', 'ideal_rate', 'ratio', 'spread', 'busy', 'model_wait_share', 'ring_max'
+    busy = {'host': .1, 'model': 1.}
+    assert rows == [dict(zip(keys, row)) for row in (('serial_real', 2.5, 2.5, 1., 0., busy, 0, 1),
+                                                     ('pipelined_real', 4., 2.5, 1.6, 0., busy, 0, 3))]
+    asked.clear()
+    assert bench_feed(trainer)[0]['spread'] == 0 and len(asked) == 7 and asked[0][1] == 30
 
 CHILD = '''
 import json, sys
 from xtts_nb.data.cache import Cache
 from xtts_nb.devices import setup_devices
-from xtts_nb.train.dual import Feed, device_placement, placement_summary
+from xtts_nb.train.dual import Feed
+from xtts_nb.train.profile import device_placement, placement_summary
 from xtts_nb.train.runs import new_run
 devices, cache, run = setup_devices(two=True), Cache(sys.argv[1]), sys.argv[2]
 trainer = new_run(cache, cache.config, run, feed=Feed(cache, cache.config, devices), device=devices.model)
@@ -233,11 +181,17 @@ def test_two_devices_train_as_one_does_and_the_other_goes_on(runtime, mini, tmp_
 @pytest.mark.parametrize('keep', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_bench_dual(tmp_path, keep):
     (tmp_path / 'settings.ini').touch()
-    done = xtts_nb('bench', 'dual', '--steps', 4, '--json', *['--record'] * keep, cwd=tmp_path)
+    done = xtts_nb('bench', 'dual', '--steps', 6, '--rounds', 2, '--json', *['--record'] * keep, cwd=tmp_path)
     assert done.code == 0, done.err
     rows = done.json['rows']
-    assert [r['name'] for r in rows] == ['serial', 'pipelined']
-    assert all(r.keys() == {'name', 'rate', 'ideal_rate', 'model_wait_share', 'ring_max'} for r in rows)
+    assert [r['name'] for r in rows] == ['serial', 'pipelined'] and 'take about 2 s' in done.err
+    assert all(r.keys() == {'name', 'rate', 'ideal_rate', 'ratio', 'spread', 'busy', 'model_wait_share',
+                            'ring_max'} for r in rows)
+    turn, side = rows   # the causes: the stages work together, and the ring holds more than one batch
+    assert [*turn['busy']] == ['host', 'data', 'model']
+    assert sum(turn['busy'].values()) < sum(side['busy'].values())
+    assert side['model_wait_share'] < turn['model_wait_share']
+    assert turn['ring_max'] == 1 < side['ring_max'] <= 3
     kept = [json.loads(f.read_text())['rows'] for f in tmp_path.glob('benchmarks/dual-*.json')]
     assert kept == ([rows] if keep else [])
 
@@ -258,7 +212,7 @@ def test_bench_dual_says_what_is_wrong(runtime, arguments, words, capfd, monkeyp
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_bench_dual_with_real_stages(runtime):
-    done = xtts_nb('bench', 'dual', '--steps', 4, '--data', runtime.folder, '--json')
+    done = xtts_nb('bench', 'dual', '--steps', 4, '--rounds', 1, '--data', runtime.folder, '--json')
     assert done.code == 0, done.err
     assert [r['name'] for r in done.json['rows']] == ['serial', 'pipelined', 'serial_real', 'pipelined_real']
     assert 'CPU:1' in done.json['devices'] and all(r['ring_max'] <= 3 for r in done.json['rows'])
@@ -311,7 +265,8 @@ def test_a_corpus_is_prepared_for_the_data_gpu(corpus, mini, two_cards, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize('command',
-                         [['bench', 'dual', '--steps', '3'], ['profile', '--dual', '--out', 'out']],
+                         [['bench', 'dual', '--steps', '3', '--rounds', '1'],
+                          ['profile', '--dual', '--out', 'out']],
                          ids=' '.join)
 def test_real_stages_on_two_cards(runtime, two_cards, tmp_path, command):
     (tmp_path / 'settings.ini').touch()

@@ -5,14 +5,14 @@ import threading
 import time
 import traceback
 import weakref
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from xtts_nb.train.dual import (
-    PipelineClosed, SerialBatches, Pipeline, Ring, Span, bench_stages, by_stage, overlap, pipeline_row,
-    pipeline_table,
-    plot_timeline, run_emulated, stage_rows)
+    PipelineClosed, SerialBatches, Pipeline, Ring, Span, bench_stages, by_stage, emulated_stages, overlap,
+    pipeline_rows, pipeline_table, plot_timeline, run_emulated, stage_rows, steady_period)
 
 SHORT = {'host': 0.003, 'data': 0.004, 'model': 0.005}
 
@@ -131,42 +131,90 @@ def test_numbers_of_a_run_that_was_drawn_by_hand():
              Span('model', 1, 4., 6.)]
     assert overlap(spans) == {'wall': 6., 'work': 6., 'rate': 1 / 3, 'model_wait_share': pytest.approx(0.2)}
     assert stage_rows(spans, {'model': 'GPU:1'}) == [
-        {'name': 'host', 'device': None, 'batches': 2, 'ms': 1000., 'busy': 0.333},
+        {'name': 'host', 'device': None, 'batches': 2, 'ms': 1000., 'busy': 1.},
         {'name': 'model', 'device': 'GPU:1', 'batches': 2, 'ms': 2000., 'busy': 0.667}]
-    with SerialBatches([], {}) as batches: batches.spans.extend(spans)
-    assert pipeline_row('x', batches, 0.5) == {'name': 'x', 'rate': 0.333, 'ideal_rate': 0.5,
-                                               'model_wait_share': 0.2,
-                                               'ring_max': 1}
 
-def test_rows_are_rounded_and_one_batch_has_no_rate():
-    spans = [Span('model', 0, 0., 1 / 3), Span('model', 1, 1.1, 1.1 + 1 / 7)]
-    assert stage_rows(spans) == [{'name': 'model', 'device': None, 'batches': 2, 'ms': 238.1, 'busy': 0.383}]
-    with SerialBatches([], {}) as batches: batches.spans.extend(spans)
-    row = pipeline_row('x', batches, 2 / 3)
-    assert row == {'name': 'x', 'rate': 0.909, 'ideal_rate': 0.667, 'model_wait_share': 0.6169, 'ring_max': 1}
-    assert overlap(spans[:1]) == {'wall': 1 / 3, 'work': 1 / 3, 'rate': None, 'model_wait_share': 0}
-    assert pipeline_table([row | {'rate': 1234.5, 'ideal_rate': 2469.}]) == [
-        {'name': 'x', 'batches/s': '1,234.50', 'of the ideal': '50.0%', 'model waits': '61.7%',
-         'batches before the model': 1}]
+def test_the_busy_share_is_that_of_the_second_half():
+    "Five batches: the first two are slow, the last one ends no period."
+    starts, lasts = [0, 10, 20, 24, 28], [9, 9, 1, 2, 4]
+    spans = [Span('model', n, start, start + last) for n, (start, last) in enumerate(zip(starts, lasts))]
+    assert [row['busy'] for row in stage_rows(spans)] == [(1 + 2) / 8]
+    assert [row['busy'] for row in stage_rows(spans[:1])] == [None]
+
+def a_run(rate, most=1, host=0.25):
+    "Four batches; the host works a share of its time, the model half of it."
+    starts = [n / rate for n in range(4)]
+    return SimpleNamespace(most=most, spans=[
+        *(Span('host', n, start, start + host / rate) for n, start in enumerate(starts)),
+        *(Span('model', n, start, start + 0.5 / rate) for n, start in enumerate(starts))])
+
+def test_rows_are_medians_of_the_rounds():
+    rows = pipeline_rows({'a': [a_run(1 / 3, host=h) for h in (0.1, 0.2, 0.9)],
+                          'b': [a_run(r, most) for r, most in ((1, 2), (4, 3), (2, 1))]}, 2 / 3)
+    assert rows == [{'name': 'a', 'rate': 0.333, 'ideal_rate': 0.667, 'ratio': 1., 'spread': 0.,
+                     'busy': {'host': 0.2, 'model': 0.5}, 'model_wait_share': 0.4286, 'ring_max': 1},
+                    {'name': 'b', 'rate': 2., 'ideal_rate': 0.667, 'ratio': 6., 'spread': 1.5,
+                     'busy': {'host': 0.25, 'model': 0.5}, 'model_wait_share': 0.4286, 'ring_max': 3}]
+    assert pipeline_rows({'a': [a_run(1)]}, 1)[0]['spread'] is None
+
+def test_a_row_of_the_table_and_that_of_an_older_record():
+    older = {'name': 'x', 'rate': 1234.5, 'ideal_rate': 2469., 'model_wait_share': 0.6169, 'ring_max': 1}
+    shown = {'name': 'x', 'batches/s': '1,234.50', 'ratio': None, 'spread': None, 'of the ideal': '50.0%',
+             'data busy': None, 'model waits': '61.7%', 'batches before the model': 1}
+    row = older | {'ratio': 2., 'spread': 0.1, 'busy': {'host': 0.1, 'data': 0.25, 'model': 0.4}}
+    assert pipeline_table([older, row]) == [
+        shown, shown | {'ratio': 2., 'spread': 0.1, 'data busy': '25.0%'}]
+
+def test_one_batch_has_no_rate():
+    spans = [Span('model', 0, 0., 1 / 3)]
+    assert overlap(spans) == {'wall': 1 / 3, 'work': 1 / 3, 'rate': None, 'model_wait_share': 0}
 
 def test_bench_rows():
     told = []
-    rows, spans = bench_stages(6, SHORT, progress=lambda done, total: told.append((done, total)))
-    assert [r['name'] for r in rows] == ['serial', 'pipelined'] == [*spans]
+    rows = bench_stages(6, SHORT, rounds=2, progress=lambda done, total: told.append((done, total)))
+    assert [r['name'] for r in rows] == ['serial', 'pipelined']
     assert all(r['ideal_rate'] == 200. and 0 < r['rate'] <= 200. for r in rows)
-    assert rows[0]['ring_max'] == 1 and rows[1]['ring_max'] <= 3 and told == [(n, 12) for n in range(1, 13)]
+    assert rows[0]['ring_max'] == 1 and rows[1]['ring_max'] <= 3 and told == [(n, 24) for n in range(1, 25)]
+    assert bench_stages(3, SHORT, ring=1, rounds=1)[1]['ring_max'] == 1
+
+def test_emulated_stages_are_seen_on_their_cards():
+    noted = {name: SimpleNamespace(computes=lambda *span, name=name: seen.append((name, span)))
+             for name in ('data', 'model')}
+    seen = []
+    read, stages, step = emulated_stages(2, SHORT, noted)
+    begun = time.perf_counter()
+    assert [step(stages['data'](n)) for n in read] == [0, 1]
+    assert time.perf_counter() - begun >= 2 * sum(SHORT.values())
+    assert [name for name, _ in seen] == ['data', 'model'] * 2
+    assert [end - begin for _, (begin, end) in seen] == pytest.approx([SHORT[name] for name, _ in seen])
+    assert begun <= seen[0][1][0] < seen[1][1][0]
+
+def even(stage, batches, first=0., last=0.5):
+    "A batch each second."
+    return [Span(stage, n, first + n, first + n + last) for n in range(batches)]
+
+@pytest.mark.parametrize('batches, period', [(15, (0., 16.5)), (16, (10., 15.5)), (20, (12., 19.5))])
+def test_the_steady_period_is_the_second_half_while_all_work(batches, period):
+    assert steady_period([*even('host', batches), *even('model', batches, 2.)]) == period
+
+def test_a_run_whose_host_is_far_ahead_is_shown_whole():
+    assert steady_period([*even('host', 5), *even('model', 20, 2.)]) == (0., 21.5)
 
 def test_the_picture_shows_each_stage_with_its_device():
-    spans = run_emulated(4, SHORT, ring=3).spans
-    ax, = plot_timeline({'a run': spans}, {'model': 'GPU:1'}, batches=2, first=1).axes
-    assert [t.get_text() for t in ax.get_yticklabels()] == ['host', 'data', 'model  GPU:1']
-    assert ax.get_title() == 'a run'
-    assert [len(c.get_paths()) for c in ax.collections] == [2, 2, 2]
-    drawn = [Span('host', 4, 7., 8.), Span('model', 4, 8.5, 10.)]   # from the begin of what is shown
-    boxes = [c.get_paths()[0].get_extents()
-             for c in plot_timeline({'a run': drawn}, first=4).axes[0].collections]
-    edges = [x for box in boxes for x in (*box.intervalx, *box.intervaly)]
-    assert edges == pytest.approx([0, 1, -0.4, 0.4, 1.5, 3, 0.6, 1.4])
+    one = [*even('host', 20), *even('model', 20, 2.25, 1.)]
+    short = [Span('host', 4, 7., 8.), Span('model', 4, 8.5, 10.)]
+    fig = plot_timeline({'a run': iter(one), 'a short one': short}, {'model': 'GPU:1'})
+    first, second = fig.axes
+    assert [t.get_text() for t in first.get_yticklabels()] == ['host\n50% busy', 'model GPU:1\n100% busy']
+    assert [t.get_text() for t in second.get_yticklabels()] == ['host', 'model GPU:1']
+    assert [ax.get_title() for ax in fig.axes] == ['a run', 'a short one'] and first.get_xlim() == (0., 3.)
+    edges = lambda ax: [[tuple(p.get_extents().intervalx) for p in c.get_paths()] for c in ax.collections]
+    # the model begins batch 10 at 12.25; what is cut off at the edges is not drawn beyond them
+    assert edges(first) == [[(0., 0.25), (0.75, 1.25), (1.75, 2.25), (2.75, 3.)],
+                            [(0., 1.), (1., 2.), (2., 3.)]]
+    assert edges(second) == [[(0., 1.)], [(1.5, 3.)]]
+    assert [c.get_paths()[0].get_extents().intervaly.tolist() for c in first.collections] == [
+        [-0.4, 0.4], [0.6, 1.4]]
 
 @pytest.mark.slow
 def test_memory_is_flat_over_ten_thousand_steps():

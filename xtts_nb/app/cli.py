@@ -261,7 +261,7 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
 def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     "Profile the stages on two devices: the result, and its text."
     devices = start(two=True) if data else None
-    from xtts_nb.train.dual import profile_dual
+    from xtts_nb.train.profile import profile_dual
     folder.mkdir(parents=True, exist_ok=True)
     result = profile_dual(data, folder / 'dual.png', devices=devices)
     lines = [table('Who worked when', result['rows']), result['verdict'], f'The picture: {result["picture"]}']

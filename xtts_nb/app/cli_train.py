@@ -543,6 +543,7 @@ def _bench_dual(
     ctx: typer.Context,
     data: option(Path | None, 'A runtime cache, to measure its real stages too.') = None,
     steps: option(int, 'Batches of each measurement.', min=3) = 60,
+    rounds: Rounds = 3,
     data_gpu: DataGPU = None,
     model_gpu: ModelGPU = None,
     isolate: Isolate = False,
@@ -558,11 +559,13 @@ def _bench_dual(
     if gpus and not data:
         raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
                         'or no GPUs.')
-    about = {'stages_ms': [round(1e3 * t) for t in STAGE_SECONDS.values()], 'steps': steps}
+    about = {'stages_ms': [round(1e3 * t) for t in STAGE_SECONDS.values()], 'steps': steps, 'rounds': rounds}
+    slow, fast = sum(STAGE_SECONDS.values()), max(STAGE_SECONDS.values())   # of a batch
+    to_stderr(f'The emulated stages take about {rounds * steps * (slow + fast):.0f} s.')
     trainer, about['devices'] = _dual_trainer(data, gpus, ring) if data else (None, None)
     with progress() as tell:
-        rows, _ = bench_stages(steps, ring=ring, progress=stage(tell, 'emulated stages'))
-    if trainer: rows += bench_feed(trainer, steps)[0]
+        rows = bench_stages(steps, ring=ring, rounds=rounds, progress=stage(tell, 'emulated stages'))
+    if trainer: rows += bench_feed(trainer, steps, rounds)
     if record: write_record('dual', rows, **about)
     return {'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows))
 
