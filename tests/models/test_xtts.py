@@ -234,6 +234,31 @@ def test_the_two_parts_of_a_call(monkeypatch):
     assert call_traced(Step(), 'batch') == ('result', 2., 7.)
     assert done == [('trace', 'batch'), ('call', 'batch'), ('wait', 'result')]
 
+def test_the_arms_of_both_comparisons(monkeypatch, batch):
+    "Each arm works on all it is given and says how much; the second comparison begins without a warm-up."
+    asked, seen, gpt = [], [], lambda *inputs: tf.zeros(2)
+    def compare(arms, unit, rounds, warmup=1, progress=None):
+        asked.append(({name: arm() for name, arm in arms.items()}, unit, rounds, warmup, progress))
+        return SimpleNamespace(rows=lambda: [{'name': name} for name in arms])
+    def by_row(gpt, batch, logits): seen.append(logits); return {'sum': float(logits[0])}
+    def at_once(gpt, batch, logits): return {'sum': logits[0]}
+    for name, value in (('compare', compare), ('row_by_row', by_row), ('whole_batch', at_once)):
+        monkeypatch.setattr(page, name, value)
+    rows = page.losses_speed(gpt, batch, rounds=4, repeats=3, progress='p')
+    names = 'row by row', 'whole batch', 'whole batch, compiled'
+    assert asked.pop() == (dict.fromkeys(names, 3), 'step_ms', 4, 1, 'p') and len(seen) == 4
+    assert [list(row.values()) for row in rows] == [[names[0], 1, 0], [names[1], 0, 0], [names[2], 0, 1]]
+
+    def forward(batch): return tf.shape(batch['text'])
+    def call(step, batch): seen.append((batch['text'].shape[1], batch['codes'].shape[1])); step(batch)
+    monkeypatch.setattr(page, 'compiled_forward', lambda gpt: tf.function(forward))
+    monkeypatch.setattr(page, 'call_traced', call)
+    T, S = batch['text'].shape[1], batch['codes'].shape[1]
+    rows = page.shapes_speed(gpt, [batch, pad_batch(batch, T + 1, S)], rounds=4, progress='p')
+    assert asked.pop() == ({'changing shapes': 2, 'static shape': 2}, 'step_ms', 4, 0, 'p')
+    assert seen[4:] == [(T, S), *3 * [(T + 1, S)]]
+    assert [list(row.values()) for row in rows] == [['changing shapes', None, 2], ['static shape', None, 1]]
+
 def test_progress_and_rows_of_the_comparison(monkeypatch):
     "Each comparison with its own stage; the model and its batches as named."
     asked = []
