@@ -299,7 +299,7 @@ def _fed(reader: Callable, data: DataConfig, clips_per_s: float) -> float | None
     steps = fed_steps(lambda: batches_of(reader, data), 1.5 * clips_per_s / data.batch_size)
     return steps and round(steps, 1)
 
-# %% ../../nbs/app/loaders.ipynb #c95e0b73
+# %% ../../nbs/app/loaders.ipynb #c95e0b72
 def watch_loaders(
     sources: dict[str, Iterable],   # name -> batches, without end
     batch_size: int,
@@ -319,6 +319,7 @@ def watch_loaders(
     samples = [(round(s.time - begun, 3), round(s.gpus[0].utilisation, 2)) for s in sampler.samples]
     return {'device': device.name, 'arms': arms, 'samples': samples}
 
+# %% ../../nbs/app/loaders.ipynb #c95e0b73
 def bench_loaders(
     cache: Cache,
     dvae,                                # mel_stats (C,), encode(mel (1, F, C)) -> codes (1, S)
