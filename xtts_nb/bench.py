@@ -72,10 +72,11 @@ def rows_markdown(rows: list[dict]) -> str:
              'spread': 'spread', 'au': 'AU', 'mfu': 'MFU', 'cv': 'variation',
              'padding': 'padding', 'steps_per_s': 'steps/s at AU 99 %', 'tokens_per_s': 'codes/s',
              'rtf': 's of computing per s of sound', 'first_sound_ms': 'ms to the first sound',
-             'first_s': 'first step'}
+             'first_s': 'first step', 'emulated_au': 'AU, emulated'}
     show = {'clips_per_s': '{:,.1f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}',
             'au': '{:.0%}', 'mfu': '{:.0%}', 'cv': '{:.1%}', 'padding': '{:.1%}', 'steps_per_s': '{:,.1f}',
-            'tokens_per_s': '{:,.1f}', 'rtf': '{:.3f}', 'first_sound_ms': '{:,.0f}', 'first_s': '{:.1f} s'}
+            'tokens_per_s': '{:,.1f}', 'rtf': '{:.3f}', 'first_sound_ms': '{:,.0f}', 'first_s': '{:.1f} s',
+            'emulated_au': '{:.0%}'}
     lines = ['| ' + ' | '.join(heads.get(k, k) for k in rows[0]) + ' |',
              '|---' + '|---:' * (len(rows[0]) - 1) + '|']
     lines += ['| ' + ' | '.join('–' if v is None else show.get(k, '{}').format(v) for k, v in row.items())

@@ -1,5 +1,6 @@
 "Steps beside those of other libraries: a real process and a real step; only the other library is stubbed."
 import sys
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from xtts_nb.app import step_speed as page
 from xtts_nb.train import trainer as trainer_page
-from xtts_nb.config import UserError
+from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.models.gpt import GPT
 from xtts_nb.train.step import Update, random_batch
 from xtts_nb.app.step_speed import (
@@ -118,6 +119,7 @@ def compared(quick, monkeypatch):
             return SimpleNamespace(rows=lambda: [{'name': name, 'step_ms': step_ms} for name in arms])
         fakes = {'step_modes': lambda config, start, modes: steps, 'compare': compare,
                  'first_steps': lambda steps, batch: {name: 1.234 + ('bf16' in name) for name in steps},
+                 'emulated_use': lambda config: {'xla': 0.9},
                  'matmul_ceiling': CEILINGS.get,
                  'step_flops': lambda config, rows, text, codes: FLOPS * (rows == 4) * text * codes,
                  'loop_seconds': lambda step, *_: (looped, 2), 'trace_count': lambda step: 9,
@@ -131,15 +133,41 @@ LOSSES = {name: 1.01 if 'bf16' in name else 1. for name in ARMS}
 def test_rows_of_the_comparison(compared):
     "4 clips in 0.15 s; 48 MFLOP; 4 latents, 6 text tokens and 8 codes, with START and STOP of both."
     row = {'step_ms': 150., 'clips_per_s': 26.667, 'au': 0.882, 'mfu': 3.2, 'positions': 22, 'dropout': 0.,
-           'traces': 9, 'syncs': 2, 'first_s': 1.23}
+           'traces': 9, 'syncs': 2, 'first_s': 1.23,
+           'emulated_au': None}
     half = row | {'mfu': 1.067, 'first_s': 2.23}
     apart = dict.fromkeys(('au', 'traces', 'syncs', 'first_s'))
     rows = compared(LOSSES, 0.17, lambda: {'loss': 0., 'positions': 22, 'dropout': 0.})
+    assert rows['xla'].pop('emulated_au') == 0.9
+    rows['xla']['emulated_au'] = None
     assert rows == {name: half if 'bf16' in name else row for name in ARMS} | {'coqui': row | apart}
-    assert compared(LOSSES, 0.17) == {name: rows[name] for name in ARMS}
+    again = compared(LOSSES, 0.17)
+    again['xla']['emulated_au'] = None
+    assert again == {name: rows[name] for name in ARMS}
     assert compared(LOSSES, 0.1)['xla']['au'] == 1   # never more
     other = lambda: {'positions': 21, 'dropout': 0.}
     with pytest.raises(UserError, match='we compute 22 without'): compared(LOSSES, 0.17, other)
+
+def test_on_a_gpu_no_accelerator_is_emulated(compared, monkeypatch):
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: ['GPU:0'])
+    assert {row['emulated_au'] for row in compared(LOSSES, 0.17).values()} == {None}
+
+def test_the_time_of_a_step_on_the_emulated_accelerator():
+    "All blocks of the released model take 48 clips at 298 clips/s; one block of thirty takes a small part."
+    assert page.emulated_step_seconds(XTTSConfig.xtts_v2()) == pytest.approx(48 / 298)
+    assert 0.3 * 48 / 298 / 6 < page.emulated_step_seconds(page.NARROW) < 0.1 * 48 / 298
+
+def test_the_emulated_accelerator_waits_for_the_host(quick, monkeypatch):
+    "A step of 30 ms for one of 10 ms leaves it idle for two thirds; the first calls are not counted."
+    called = []
+    def slow(batch, number):
+        called.append(time.sleep(0.03))
+        return {'loss': 1.}
+    quickly = lambda batch, number: {'loss': 1.}
+    monkeypatch.setattr(page, 'step_modes', lambda config, start: {'eager': slow, 'xla': quickly})
+    monkeypatch.setattr(page, 'emulated_step_seconds', lambda config: 0.01)
+    found = page.emulated_use(quick, count=5)
+    assert found['eager'] < 0.4 < found['xla'] <= 1 and len(called) == 7   # one to start, one to fill
 
 def test_only_half_precision_may_differ_and_not_by_much(compared):
     for name, loss in (('graph', 1.01), ('xla', 0.99), ('xla_bf16', 1.03), ('graph_bf16', 0.97)):
