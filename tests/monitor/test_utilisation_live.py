@@ -135,8 +135,8 @@ def test_a_sentence_for_each_arm_and_the_factor():
 def test_arms_are_shaded_in_the_frame():
     frame = live_html(BUSIER, arms=ARMS)
     bands = re.findall(r'<rect x="(\d+)" width="(\d+)".*?fill="(.*?)".*?<text x="(\d+)" y="9">(\w+)<', frame)
-    assert bands == [('520', '45', ARM_SHADES[0], '524', 'before'),
-                     ('565', '35', ARM_SHADES[1], '569', 'after')]
+    assert bands == [('120', '270', ARM_SHADES[0], '124', 'before'),
+                     ('390', '210', ARM_SHADES[1], '394', 'after')]   # in 10 s
     assert 'GPU 0 is 9 times as busy' in frame
     long = [Sample(float(i), (GPU(0, 'A', 1.),)) for i in range(200)]
     frame = live_html(long, arms=[(0., 'over'), (100., 'cut')])   # 139 to 199 s are shown
@@ -235,9 +235,16 @@ def test_a_sentence_for_each_device():
 # the frame
 
 def test_a_path_lifts_the_pen_at_a_gap():
-    "Ten units a second, the newest at 600; a percent a unit, 100 % on top."
-    assert utilisation._path(np.arange(5.), np.array([0., np.nan, 50., 100.,
-                                                      25.])) == 'M560 100 M580 50 L590 0 L600 75'
+    "Here ten or twenty units a second, the newest at 600; a percent a unit, 100 % on top."
+    values = np.array([0., np.nan, 50., 100., 25.])
+    for span, path in (60., 'M560 100 M580 50 L590 0 L600 75'), (30., 'M520 100 M560 50 L580 0 L600 75'):
+        assert utilisation._path(np.arange(5.), values, span) == path
+
+@pytest.mark.parametrize('seconds, shown, first', [(4, 10, 360), (30, 30, 0), (200, 60, 10)])
+def test_the_frame_is_filled_by_the_first_minute(seconds, shown, first):
+    "At least ten seconds are shown, at most a minute."
+    frame = live_html([Sample(float(i), (GPU(0, 'A', 1.),)) for i in range(seconds + 1)])
+    assert f'>{shown} s ago<' in frame and f'd="M{first} 99 ' in frame
 
 @pytest.mark.parametrize('trace, grey', [
     (TRACE, 1), (ON_CPU, 1), ([Sample(0., (GPU(0, 'A', 1.), GPU(1, 'A', 2.)))], 0)])
@@ -275,7 +282,7 @@ def test_the_bar_of_phases():
     assert utilisation._phase_bar({}) == utilisation._phase_bar({'wait': 0.}) == ''
     bar = utilisation._phase_bar({'wait': 1.5, 'my_own': 3.})
     assert re.findall(r'flex:([\d.]+);background:(\S+)" title="(\w+)"', bar) == [
-        ('1.500', PHASE_COLOURS['wait'], 'wait'), ('3.000', '#999999', 'my_own')]
+        ('33.3', PHASE_COLOURS['wait'], 'wait'), ('66.7', '#999999', 'my_own')]
     assert [text for text in re.split('<[^>]*>', bar) if text.strip()] == ['wait ', '1.5 ms', 'my own ',
         '3 ms']
 
@@ -285,7 +292,7 @@ def test_the_whole_frame():
     assert frame.startswith(utilisation.LIVE_STYLE)
     text = ' '.join(re.sub('<[^>]*>', ' ', frame.partition('</style>')[2]).split())
     assert text.startswith('GPU 0 and 1: Card · 02:05 loss 2 · note &lt;x&gt; · au 0.5 wait 3 ms '
-                           '100 % 50 % 0 % now ■ GPU 0 90 % 1.0 of 8 GiB')
+                           '100 % 50 % 0 % 10 s ago now ■ GPU 0 90 % 1.0 of 8 GiB')
     assert text.endswith('1000 MHz') and frame.count('class="reading') == 2
     assert live_html([]) == '<i>waiting for the first sample</i>' and '00:00' in live_html(TRACE)
 

@@ -203,38 +203,43 @@ def arm_lines(
     return lines
 
 # %% ../../nbs/50_monitoring.ipynb #545e3069
-def _path(seconds, values) -> str:
-    "An SVG path, ten units per second and one per percent, newest at x = 600; a NaN leaves a gap."
+def _path(seconds, values, span: float) -> str:
+    "An SVG path, 600 units for `span` seconds and one per percent, newest at x = 600; a NaN leaves a gap."
     out, command = [], 'M'
-    for x, y in zip(600 + 10 * (seconds - seconds[-1]), 100 - values):
+    for x, y in zip(600 + 600 / span * (seconds - seconds[-1]), 100 - values):
         if y == y: out.append(f'{command}{x:.0f} {y:.0f}')
         command = 'L' if y == y else 'M'
     return ' '.join(out)
 
-def _band(name: str, begin: float, end: float, shade: str) -> str:
+def _band(name: str, begin: float, end: float, shade: str, span: float) -> str:
     "A shaded part of the grid with its name; both times in seconds before now."
-    left, right = max(0., 600 - 10 * begin), 600 - 10 * end
+    left, right = max(0., 600 - 600 / span * begin), 600 - 600 / span * end
     return (f'<rect x="{left:.0f}" width="{max(0., right - left):.0f}" height="100" fill="{shade}" '
             f'fill-opacity=".55"/><text x="{left + 4:.0f}" y="9">{html.escape(name)}</text>')
 
-def _field(curves: dict, behind: tuple, arms=()) -> str:   # arms: (name, begin, end, shade), s before now
+def _field(
+    curves: dict, behind: tuple,
+    arms=(),             # (name, begin, end, shade), s before now
+    span: float = 60.,   # s that are shown
+) -> str:
     "The curves of the devices as SVG on a grid, over the thin grey one; arms are shaded and named."
     lines = [(c, 1.2, t, v) for c, (t, v) in zip(COLOURS * len(curves), curves.values())]
     if behind: lines.insert(0, ('#999999', .6, *behind[1:]))
     grid = ''.join(f'<path d="M0 {y}H600" stroke="#999" stroke-width=".4"/>'
                    f'<text x="606" y="{y + 3}">{100 - y} %</text>' for y in (0, 50, 100))
-    bands = ''.join(_band(*arm) for arm in arms)
-    paths = ''.join(f'<path d="{_path(*_thin(t, v))}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
-                    for colour, width, t, v in lines)
+    bands = ''.join(_band(*arm, span) for arm in arms)
+    paths = ''.join(f'<path d="{_path(*_thin(t, v), span)}" fill="none" stroke="{colour}" '
+                    f'stroke-width="{width}"/>' for colour, width, t, v in lines)
     return (f'<svg viewBox="0 -6 645 124" font-size="9" fill="currentColor">{bands}{grid}{paths}'
-            '<text x="600" y="114" text-anchor="end">now</text></svg>')
+            f'<text y="114">{span:.0f} s ago</text><text x="600" y="114" text-anchor="end">now</text></svg>')
 
 def _phase_bar(phases: dict) -> str:
     "Where the host spends a step: one bar, and the numbers below it."
     if not sum(phases.values()): return ''
     colours = {name: PHASE_COLOURS.get(name, '#999999') for name in phases}
-    parts = ''.join(f'<i style="flex:{ms:.3f};background:{colours[name]}" title="{html.escape(name)}"></i>'
-                    for name, ms in phases.items())
+    share = {name: 100 * ms / sum(phases.values()) for name, ms in phases.items()}
+    parts = ''.join(f'<i style="flex:{s:.1f};background:{colours[name]}" title="{html.escape(name)}"></i>'
+                    for name, s in share.items())
     names = ' '.join(f'<span><i style="background:{colours[name]}"></i>{html.escape(name.replace("_", " "))} '
                      f'<b>{ms:.3g} ms</b></span>' for name, ms in phases.items())
     return f'<div class="phases">{parts}</div><div class="legend">{names}</div>'
@@ -282,7 +287,7 @@ LIVE_STYLE = """<style>
 </style>"""
 
 def live_html(
-    samples,              # `Sample`s in order; the last minute is shown
+    samples,              # `Sample`s in order; the last minute is shown, or less if there is less
     values: dict = {},    # noqa: B006 -- what the training reported; only read
     elapsed: float = 0,   # s since the view began
     arms=(),              # (time, name) of the beginning of each arm
@@ -292,6 +297,7 @@ def live_html(
     recent = [s for s in samples if s.time > samples[-1].time - 60]
     curves, behind = _curves(recent)
     now, shades = recent[-1].time, arm_shades(arms)
+    span = min(60., max(10., now - samples[0].time))
     shown = [(name, now - begin, now - end, shades[name]) for name, begin, end in arm_spans(arms, now)
              if end > recent[0].time]
     some = samples[::-(-len(samples) // 600)]   # a frame costs the same however long the arms are
@@ -300,7 +306,7 @@ def live_html(
                        for colour, label in zip(COLOURS * len(curves), curves))
     return (f'{LIVE_STYLE}<div class="xtts-live"><b>{html.escape(device_names(recent))}</b> · '
             f'{elapsed // 60:02.0f}:{elapsed % 60:02.0f}<div>{html.escape(values_line(values))}</div>'
-            f'{_phase_bar(phases_of(values))}{_field(curves, behind, shown)}{numbers}{readings}</div>')
+            f'{_phase_bar(phases_of(values))}{_field(curves, behind, shown, span)}{numbers}{readings}</div>')
 
 # %% ../../nbs/50_monitoring.ipynb #61fb770a
 def _shell():
