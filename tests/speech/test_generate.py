@@ -439,6 +439,21 @@ def test_speaking_is_measured(small, monkeypatch):
     assert rows == (22, 1.) and told == [(1, 1)]
     assert same['float32'] == same['batch8'] == 1 and 0 < same['bfloat16'] <= 1
 
+def test_all_arms_speak_the_same_first_text_in_the_same_voice(small, monkeypatch):
+    "Codes that stand for text, voice and precision; the last code of the batch differs."
+    def fake(gpt, text, text_length, prompt, max_codes, temperature=0):
+        assert (text_length.shape, temperature) == ((len(text),), 0)
+        values = [tf.reduce_sum(text, 1), tf.cast(1e3 * tf.reduce_sum(prompt, [1, 2]), tf.int32),
+                  tf.fill([len(text)], {'float32': 0, 'bfloat16': 1}[gpt.compute_dtype]),
+                  text[:, 0] * len(text)]
+        return tf.stack(values, 1), None, None
+    def compare(arms, *_, **__):
+        for run in arms.values(): run()
+        return Comparison([Arm(name, [1.]) for name in arms], 'clips_per_s')
+    for name, value in {'generate': fake, 'whole_prefix': lambda gpt: lambda **x: fake(gpt, **x),
+                        'compare': compare}.items(): monkeypatch.setattr(synthesis, name, value)
+    assert say_speed(small, 4)[1] == {'float32': 1, 'bfloat16': .75, 'batch8': .75}
+
 
 # --- listening ----------------------------------------------------------------------------------------------
 
