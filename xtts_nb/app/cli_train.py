@@ -611,14 +611,17 @@ def _bench_say(
 ):
     """Codes per second of speaking, with random weights and 64 codes for each text.
 
-    naive: the whole prefix again for each code, and a second pass for the states. float32: a cache of keys
-    and values in one compiled loop. bfloat16: the same, the GPT in bfloat16. batch8: eight texts at once.
+    naive: the whole prefix for each code, and again for the states
+    float32: a cache of keys and values in one compiled loop
+    bfloat16: the same, with the GPT in bfloat16
+    batch8: as float32, with eight texts at once
 
-    tokens_per_s: codes of all texts per second, without the vocoder; real time needs 21.5. rtf: seconds of
-    computing per second of sound, vocoder included. first_sound_ms: from the call to the sound of the first
-    text, vocoder included. ratio: tokens_per_s relative to naive.
+    tokens_per_s: codes of all texts per second, no vocoder; real time is 21.5
+    rtf: seconds of computing per second of sound, with the vocoder
+    first_sound_ms: from the call to the sound of the first text
+    ratio: tokens_per_s relative to naive
 
-    xtts_v2 compiles for some minutes first, and needs 8 GB of memory."""
+    xtts_v2 holds two GPTs of 1.6 GB each, and compiles for minutes first."""
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
     start()
