@@ -529,7 +529,7 @@ def _bench_model(
     rounds: Rounds = 5,
     record: Record = False,
 ):
-    "Masks and losses row by row and at once; a compiled forward pass at changing shapes and at one."
+    "Milliseconds of masks and losses row by row and at once, and of a forward pass at changing shapes."
     start()
     from xtts_nb.models.xtts import model_speed
     with progress() as tell: rows = model_speed(batches, batch_size, rounds, tell)
