@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import Arm, Comparison
+from ..bench import Arm, compare, Comparison
 from ..config import UserError, XTTSConfig
 from ..data.cache import Cache, Column
 from ..data.native import BATCH, batches_of, BatchPlan, mels_of, WavReader
@@ -164,6 +165,7 @@ def plot_timeline(
         busy = lambda row: '' if row['busy'] is None else f'\n{row["busy"]:.0%} busy'
         labels = [' '.join(filter(None, (row['name'], row['device']))) + busy(row) for row in rows]
         ax.set(yticks=range(len(stages)), yticklabels=labels, xlim=(0, seconds))
+        ax.tick_params(labelsize=8)
         ax.set_title(title, fontsize=9)
         ax.invert_yaxis()
         ax.spines[['top', 'right']].set_visible(False)
@@ -399,14 +401,11 @@ def run_feed(trainer: Trainer, steps: int) -> tuple[list[float], Batches]:
     return losses, batches
 
 # %% ../../nbs/40_dual_gpu.ipynb #b0df1b81
-def run_emulated(steps: int, times: dict[str, float] = STAGE_SECONDS, ring: int = 0,
-                 progress=None) -> Batches:
+def run_emulated(steps: int, times: dict[str, float] = STAGE_SECONDS, ring: int = 0) -> Batches:
     "Emulated stages, overlapped if `ring` is given, else in turn."
     source, stages, step = emulated_stages(steps, times)
     with Pipeline(source, stages, ring) if ring else SerialBatches(source, stages) as batches:
-        for done, batch in enumerate(batches, 1):
-            step(batch)
-            if progress: progress(done)
+        for batch in batches: step(batch)
     return batches
 
 def pipeline_rows(
@@ -434,6 +433,15 @@ def pipeline_table(rows: list[dict]) -> list[dict]:
              'batches before the model': r['ring_max']} for r in rows]
 
 # %% ../../nbs/40_dual_gpu.ipynb #da41ca62
+def _alternate(arms: dict[str, Callable[[], Batches]], rounds: int, progress=None) -> dict[str, list]:
+    "The runs of each arm, in alternating rounds."
+    runs = {name: [] for name in arms}
+    def timed(name):
+        runs[name].append(arms[name]())
+        return 1   # item; the rates come from the spans
+    compare({name: partial(timed, name) for name in arms}, 'step_ms', rounds, warmup=0, progress=progress)
+    return runs
+
 def bench_stages(
     steps: int = 60,
     times: dict[str, float] = STAGE_SECONDS,   # seconds of the stages, host first, model last
@@ -442,20 +450,16 @@ def bench_stages(
     progress=None,        # called with (done, total)
 ) -> list[dict]:          # of `pipeline_rows`
     "Emulated stages in turn and overlapped, in alternating rounds."
-    runs, done = {'serial': [], 'pipelined': []}, itertools.count(1)
-    tell = progress and (lambda _: progress(next(done), 2 * rounds * steps))
-    for _ in range(rounds):
-        runs['serial'].append(run_emulated(steps, times, progress=tell))
-        runs['pipelined'].append(run_emulated(steps, times, ring, tell))
-    return pipeline_rows(runs, 1 / max(times.values()))
+    arms = {'serial': lambda: run_emulated(steps, times),
+            'pipelined': lambda: run_emulated(steps, times, ring)}
+    return pipeline_rows(_alternate(arms, rounds, progress), 1 / max(times.values()))
 
 def bench_feed(trainer: Trainer, steps: int = 30, rounds: int = 3) -> list[dict]:   # of `pipeline_rows`
     "The real stages, likewise; the ideal is the rate of the slowest in turn."
+    def run(threads):
+        trainer.feed.threads = threads
+        return run_feed(trainer, steps)[1]
     run_feed(trainer, steps)   # compiles
-    runs = {'serial_real': [], 'pipelined_real': []}
-    for _ in range(rounds):
-        for threads, some in enumerate(runs.values()):
-            trainer.feed.threads = bool(threads)
-            some.append(run_feed(trainer, steps)[1])
+    runs = _alternate({'serial_real': lambda: run(False), 'pipelined_real': lambda: run(True)}, rounds)
     slowest = median(max(r['ms'] for r in stage_rows(run.spans)) for run in runs['serial_real']) / 1e3
     return pipeline_rows(runs, 1 / slowest)
