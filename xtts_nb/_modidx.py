@@ -1790,6 +1790,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'xtts_nb/train/dual.py'),
                                     'xtts_nb.train.dual.SoundReader.sounds': ('dual_gpu.html#soundreader.sounds', 'xtts_nb/train/dual.py'),
                                     'xtts_nb.train.dual.Span': ('dual_gpu.html#span', 'xtts_nb/train/dual.py'),
+                                    'xtts_nb.train.dual._alternate': ('dual_gpu.html#_alternate', 'xtts_nb/train/dual.py'),
                                     'xtts_nb.train.dual._busy': ('dual_gpu.html#_busy', 'xtts_nb/train/dual.py'),
                                     'xtts_nb.train.dual.bench_feed': ('dual_gpu.html#bench_feed', 'xtts_nb/train/dual.py'),
                                     'xtts_nb.train.dual.bench_stages': ('dual_gpu.html#bench_stages', 'xtts_nb/train/dual.py'),

@@ -560,8 +560,6 @@ def _bench_dual(
         raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
                         'or no GPUs.')
     about = {'stages_ms': [round(1e3 * t) for t in STAGE_SECONDS.values()], 'steps': steps, 'rounds': rounds}
-    slow, fast = sum(STAGE_SECONDS.values()), max(STAGE_SECONDS.values())   # of a batch
-    to_stderr(f'The emulated stages take about {rounds * steps * (slow + fast):.0f} s.')
     trainer, about['devices'] = _dual_trainer(data, gpus, ring) if data else (None, None)
     with progress() as tell:
         rows = bench_stages(steps, ring=ring, rounds=rounds, progress=stage(tell, 'emulated stages'))
