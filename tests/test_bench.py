@@ -27,7 +27,8 @@ def test_medians_and_quartiles():
     assert arm.per_item == 3 and arm.spread == pytest.approx((52 - 1.5) / 3)
     assert Arm('one', [.5]).per_item == .5 and Arm('one', [.5]).spread == 0
 
-@pytest.mark.parametrize('unit, values', [('clips_per_s', [2., 8.]), ('step_ms', [500., 125.])])
+@pytest.mark.parametrize('unit, values', [('clips_per_s', [2., 8.]), ('step_ms', [500., 125.]),
+                                          ('start_s', [.5, .125])])
 def test_the_ratio_is_the_speed_relative_to_the_first(unit, values):
     rows = Comparison([Arm('slow', [.5, .5]), Arm('fast', [.125, .125])], unit).rows()
     assert [r[unit] for r in rows] == values and [r['ratio'] for r in rows] == [1., 4.]

@@ -1,7 +1,9 @@
 "Settings, workspace and the setup of TensorFlow. test_settings.py checks that every key has an effect."
+import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pydantic
@@ -285,6 +287,7 @@ def tf_config(monkeypatch):
     monkeypatch.setattr(tf.config.experimental, 'get_memory_growth', lambda gpu: told['growth'])
     monkeypatch.delenv('XTTS_NB_MEMORY_LIMIT', raising=False)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {3, 4, 5} if pid == 0 else {0}, raising=False)
+    monkeypatch.setattr(page, '_quota', lambda: 64.)
     return told
 
 def test_threads_and_memory_as_given_else_as_the_environment_asks(tf_config, monkeypatch):
@@ -323,6 +326,7 @@ def test_a_number_in_the_environment(monkeypatch, value, number):
                                                  (None, True, 'hello'), ('0', True, 'hello')])
 def test_the_greeting_of_tensorflow_is_hidden_unless_wanted(monkeypatch, capfd, level, loaded, said):
     modules = {'tensorflow': None} if loaded else {}
+    monkeypatch.setenv('TF_XLA_FLAGS', '--a')
     monkeypatch.setattr(page, 'sys', SimpleNamespace(modules=modules, stderr=sys.stderr))
     monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL', raising=False)
     if level: monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', level)
@@ -331,15 +335,52 @@ def test_the_greeting_of_tensorflow_is_hidden_unless_wanted(monkeypatch, capfd, 
     assert capfd.readouterr().err == f'{said}, later'
     if not loaded: assert os.environ['TF_CPP_MIN_LOG_LEVEL'] == (level or '2')
 
-MINE = '--tf_xla_persistent_cache_directory=/kept --tf_xla_persistent_cache_device_types=CPU,GPU'
+@pytest.mark.parametrize('level, after', [(None, '3'), ('1', '1')])
+def test_with_a_cache_the_errors_that_are_none_are_hidden(monkeypatch, level, after):
+    monkeypatch.setattr(page, 'sys', SimpleNamespace(modules={}, stderr=sys.stderr))
+    monkeypatch.setenv('TF_XLA_FLAGS', MINE)
+    monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL', raising=False)
+    if level: monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', level)
+    with page._without_start_messages(): pass
+    assert os.environ['TF_CPP_MIN_LOG_LEVEL'] == after
+
+MINE = '--tf_xla_persistent_cache_directory=/kept/here --tf_xla_persistent_cache_device_types=CPU,GPU'
+
+KEPT, THEIRS = Path('/kept'), '--tf_xla_persistent_cache_directory=/theirs'
 
 @pytest.mark.parametrize('folder, flags, after', [
-    (None, '', ''), (None, '--a', '--a'), ('/kept', '', MINE), ('/kept', '--a', f'--a {MINE}'),
-    ('/kept', '--tf_xla_persistent_cache_directory=/theirs', '--tf_xla_persistent_cache_directory=/theirs')])
+    (None, '', ''), (None, '--a', '--a'), (KEPT, '', MINE), (KEPT, '--a', f'--a {MINE}'),
+    (KEPT, THEIRS, THEIRS)])
 def test_the_folder_of_xla_is_named_once(monkeypatch, folder, flags, after):
     monkeypatch.setenv('TF_XLA_FLAGS', flags)
+    monkeypatch.setattr(page, '_machine', lambda: 'here')
     page._keep_compiled(folder)
     assert os.environ['TF_XLA_FLAGS'] == after
+
+def test_compiled_code_is_kept_apart_for_each_kind_of_machine(monkeypatch):
+    "Flags of the CPU, kind of the GPU and version of TensorFlow count; its frequency does not."
+    files = {'cpuinfo': 'flags\t: avx amx\ncpu MHz\t: 2000', 'information': 'Model: \tH100\nIRQ: 1'}
+    gpus, version = [Path('/proc/driver/nvidia/gpus/0/information')], '2.21.0'
+    monkeypatch.setattr(page.Path, 'glob', lambda path, pattern: gpus if str(path).endswith('gpus') else [])
+    monkeypatch.setattr(page.Path, 'read_text', lambda path, **_: files[path.name])
+    monkeypatch.setattr(page.metadata, 'version', lambda name: version)
+    first = page._machine()
+    assert first == page._machine() and first.startswith('tensorflow-2.21.0-')
+    files['cpuinfo'] = files['cpuinfo'].replace('2000', '3000')
+    assert page._machine() == first
+    names, others = {first}, [('cpuinfo', 'flags\t: avx'), ('cpuinfo', 'Features\t: sve')]
+    for name, text in (*others, ('information', 'Model: A100')):
+        files[name] = text
+        names.add(page._machine())
+    monkeypatch.setattr(page.platform, 'machine', lambda: 'riscv')
+    names.add(page._machine())
+    monkeypatch.setattr(page.metadata, 'version', lambda name: '2.22.0')
+    names.add(page._machine())
+    assert len(names) == 6
+    def missing(*_, **__): raise page.metadata.PackageNotFoundError
+    monkeypatch.setattr(page.metadata, 'version', missing)
+    monkeypatch.setattr(page.Path, 'read_text', lambda path, **_: (_ for _ in ()).throw(OSError))
+    assert page._machine().startswith('tensorflow-other-')
 
 CHILD = '''
 import sys
@@ -374,7 +415,7 @@ def compiled(folder) -> set[str]:
     "Compile in a process that starts in `folder`; the files that XLA keeps there."
     env = {k: v for k, v in os.environ.items() if k != 'TF_XLA_FLAGS'} | {'CUDA_VISIBLE_DEVICES': '-1'}
     subprocess.run([sys.executable, '-c', COMPILE], cwd=folder, env=env, check=True, capture_output=True)
-    return {p.name for p in (folder / 'kept').glob('*')}
+    return {p.name for p in (folder / 'kept').glob('*/*')}
 
 @pytest.mark.slow
 def test_a_second_start_finds_what_xla_compiled(tmp_path):
@@ -385,7 +426,26 @@ def test_a_second_start_finds_what_xla_compiled(tmp_path):
     assert first and compiled(tmp_path) == first
 
 
+@pytest.mark.parametrize('files, quota', [
+    ({}, math.inf), ({'cpu.max': 'max 100000\n'}, math.inf), ({'cpu.max': '250000 100000\n'}, 2.5),
+    ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100000\n'}, math.inf),
+    ({'cpu/cpu.cfs_quota_us': '400000\n', 'cpu/cpu.cfs_period_us': '200000\n'}, 2.),
+    ({'cpu/cpu.cfs_quota_us': '400000\n'}, math.inf), ({'cpu.max': 'nonsense'}, math.inf)],
+    ids=['none', 'v2 free', 'v2', 'v1 free', 'v1', 'v1 half', 'odd'])
+def test_the_quota_of_a_container(tmp_path, files, quota):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert page._quota(tmp_path) == quota
+
+@pytest.mark.parametrize('quota, number', [(64., 3), (3., 3), (2.5, 3), (2., 2), (0.1, 1)])
+def test_a_container_has_the_cores_of_its_quota(monkeypatch, quota, number):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {1, 5, 7}, raising=False)
+    monkeypatch.setattr(page, '_quota', lambda: quota)
+    assert cores() == number
+
 def test_as_many_cores_as_the_process_may_use(monkeypatch):
+    monkeypatch.setattr(page, '_quota', lambda: math.inf)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {1, 5, 7} if pid == 0 else set(), raising=False)
     assert cores() == 3
     monkeypatch.delattr(os, 'sched_getaffinity')   # as on macOS

@@ -52,13 +52,13 @@ class Arm:
 
 @dataclass
 class Comparison:
-    "Arms of one comparison; `unit` is `clips_per_s` (a rate) or `step_ms` (a time)."
+    "Arms of one comparison; `unit` is `clips_per_s` (a rate), `step_ms` or `start_s` (times)."
     arms: list[Arm]
     unit: str
 
     def rows(self) -> list[dict]:
         "`{name, <unit>, ratio, spread}`; `ratio` is relative to the first arm; one round has no spread."
-        value = {'clips_per_s': lambda s: 1 / s, 'step_ms': lambda s: s * 1e3}[self.unit]
+        value = {'clips_per_s': lambda s: 1 / s, 'step_ms': lambda s: s * 1e3, 'start_s': float}[self.unit]
         base = self.arms[0].per_item
         return [{'name': a.name, self.unit: round(value(a.per_item), 3), 'ratio': round(base / a.per_item, 2),
                  'spread': round(a.spread, 3) if len(a.times) > 1 else None} for a in self.arms]
@@ -72,7 +72,8 @@ def rows_markdown(rows: list[dict]) -> str:
              'spread': 'spread', 'au': 'AU', 'mfu': 'MFU', 'cv': 'variation',
              'padding': 'padding', 'steps_per_s': 'steps/s at AU 99 %', 'tokens_per_s': 'codes/s',
              'rtf': 's of computing per s of sound', 'first_sound_ms': 'ms to the first sound',
-             'first_s': 'first step', 'emulated_au': 'AU, emulated'}
+             'first_s': 'first step', 'start_s': 's to the first update', 'cpu_ms': 'ms of CPU time',
+             'emulated_au': 'AU, emulated'}
     show = {'clips_per_s': '{:,.1f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}',
             'au': '{:.0%}', 'mfu': '{:.0%}', 'cv': '{:.1%}', 'padding': '{:.1%}', 'steps_per_s': '{:,.1f}',
             'tokens_per_s': '{:,.1f}', 'rtf': '{:.3f}', 'first_sound_ms': '{:,.0f}', 'first_s': '{:.1f} s',
@@ -103,7 +104,7 @@ def _time_is_up(rounds: int, seconds: float) -> bool:
 
 def compare(
     arms: dict[str, Callable[[], float]],  # name -> function that works, waits, returns a number of items
-    unit: str,                             # `clips_per_s` or `step_ms`
+    unit: str,                             # `clips_per_s`, `step_ms` or `start_s`
     rounds: int = 5,                       # fewer if the time of `time_budget` ends
     warmup: int = 1,
     before=None,                           # called with an arm's name before its clock starts
@@ -306,7 +307,8 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
 # %% ../nbs/base/bench.ipynb #1fdaaf1f
 WRITERS = {'data': 'bench data', 'parity': 'parity', 'gpt2': 'bench gpt2', 'step_speed': 'bench train',
            'dual': 'bench dual', 'model': 'bench model', 'patients': 'bench diagnose',
-           'growth': 'bench growth', 'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say'}
+           'growth': 'bench growth', 'config': 'bench config',
+           'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say'}
 
 def record_origin(
     one: dict,         # a record

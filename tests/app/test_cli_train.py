@@ -729,6 +729,24 @@ def test_bench_of_speaking(ran, behind, bars):
     done = ran('bench say --preset large')
     assert done.code == 2 and 'no preset "large"' in done.err and len(measured) == 2
 
+def test_bench_config(ran, behind, bars):
+    rows = [{'name': name, 'start_s': 2., 'ratio': 1.} for name in ('default', 'configured')]
+    steps = [{'name': 'own_threads', 'step_ms': 3., 'ratio': 1.}]
+    measured = behind('app.step_speed.bench_config', {'rows': rows, 'steps': steps, 'kernels': 7.5})
+    kept = behind('app.cli_train.write_record')
+    about = 'tiny GPT, width 192, batch 4, 40 text tokens, 60 codes'
+    text = ran('bench config').out
+    assert text.startswith(about) and 'configured' in text and 'own_threads' in text and not kept
+    assert bars == [('start', {}), ('measure', 0, 1, 'starting processes'), ('measure', 1, 2)]
+    own = '--width 64 --batch-size 3 --text-tokens 9 --codes 11 --updates 4 --rounds 2'
+    about = {'model': 'tiny GPT, width 64, batch 3, 9 text tokens, 11 codes', 'kernels_mb': 7.5}
+    assert ran(f'bench config {own} --record --json').json == {'rows': rows, 'steps': steps} | about
+    assert kept == [{'page': 'config', 'rows': rows, 'notes': {'steps': steps} | about}]
+    configs = [call.pop('config') for call in measured]
+    assert configs[0] == XTTSConfig.tiny().replace(data={'batch_size': 4})
+    assert configs[1] == XTTSConfig.tiny(64).replace(data={'batch_size': 3})
+    assert measured == [{'text': 40, 'codes': 60, 'rounds': 5, 'updates': 10},
+                        {'text': 9, 'codes': 11, 'rounds': 2, 'updates': 4}]
 
 # --- config create ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
 "Steps beside those of other libraries: a real process and a real step; only the other library is stubbed."
+import os
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
@@ -11,9 +13,11 @@ import tensorflow as tf
 
 from xtts_nb.app import step_speed as page
 from xtts_nb.train import trainer as trainer_page
+from xtts_nb import bench, sampler
+from xtts_nb import config as settings
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.models.gpt import GPT
-from xtts_nb.train.step import Update, random_batch
+from xtts_nb.train.step import Update, random_batch, step_modes
 from xtts_nb.app.step_speed import (
     ARMS, PLAIN_ARMS, TORCH_ARMS, gpt2_speed, loop_seconds, matmul_ceiling, plain_gpt2, step_speed)
 
@@ -191,6 +195,134 @@ def test_the_blocks_of_a_plain_gpt2(quick, monkeypatch):
     losses = [float(step(ids)) for _ in range(12)]
     assert made == [(64, 2, 0., 0.5)] * 2 and losses[-1] < losses[0] / 2
 
+
+# --- TensorFlow as it starts, and configured ----------------------------------------------------------------
+
+PHASES = 'imports', 'model', 'trace', 'compile'
+VARIABLES = 'TF_XLA_FLAGS', 'TF_NUM_INTRAOP_THREADS', 'TF_NUM_INTEROP_THREADS'
+
+def test_a_training_process(quick, monkeypatch, tmp_path):
+    "In this process: facts of the start, then of updates; the loss of the first update is that of the step."
+    config = quick.replace(training={'enable_xla_compilation': False})
+    asked = []
+    monkeypatch.setattr(settings, 'setup_tf', lambda threads: asked.append((threads, Path.cwd())))
+    monkeypatch.chdir(tmp_path)
+    for name in VARIABLES: monkeypatch.setenv(name, '1')
+    folder = tmp_path / 'there'
+    folder.mkdir()
+    answers = page.training_process(config.model_dump(), 6, 8, str(folder), 7, 3)
+    first, then = next(answers), next(answers)
+    assert asked == [(7, folder)] and not {*VARIABLES} & os.environ.keys()
+    step = step_modes(config, 5, {'graph': {}})['graph']
+    loss = float(step(random_batch(config, 6, 8), tf.constant(0))['loss'])
+    assert first.pop('loss') == pytest.approx(loss, rel=1e-5) and first.pop('gpu_gib') is None
+    assert tuple(first) == PHASES and min(first.values()) >= 0 and first['trace'] > first['compile'] / 100
+    assert set(then) == {'updates', 'seconds', 'cpu_ms', 'switches'} and then['updates'] == 3
+    assert 0 < then['cpu_ms'] < 1e6 and then['seconds'] > 0 and then['switches'] >= 0
+    card = SimpleNamespace(memory_used=3 * 2**29)
+    monkeypatch.setattr(sampler, 'visible_cards', lambda: [card])
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: ['GPU:0'])
+    assert next(page.training_process(config.model_dump(), 6, 8, None, None, 3))['gpu_gib'] == 1.5
+    assert len(asked) == 1   # without a folder TensorFlow stays as it starts
+
+def test_a_workspace_that_keeps_kernels():
+    with page.kernel_workspace() as folder: assert settings.workspace(folder).xla_cache == folder / 'kernels'
+    assert not folder.exists()
+
+def test_a_training_is_a_process_of_this_python(quick, monkeypatch, tmp_path):
+    monkeypatch.setattr(page, 'Peer', lambda *where, **what: (where, what))
+    where, what = page.start_training(quick, 6, 8, tmp_path, 5, 4)
+    assert where == (sys.executable, page.training_process)
+    assert (what['text'], what['codes'], what['folder'], what['threads'], what['updates']) == (
+        6, 8, str(tmp_path), 5, 4)
+    assert XTTSConfig.from_dict(what['config']) == quick
+    assert page.start_training(quick, 6, 8)[1]['folder'] is None
+
+class Process:
+    "Stands in for a training: facts of its start, then of its updates."
+    def __init__(self, log, name, loss, clock, seconds):
+        self.log, self.name, self.loss, self.calls = log, name, loss, 0
+        self.clock, self.seconds = clock, seconds
+    def __enter__(self): return self
+    def __exit__(self, *_): self.log.append(f'end {self.name}')
+    def __call__(self):
+        self.calls, number = self.calls + 1, len(self.log)
+        self.log.append(self.name)
+        self.clock.now += self.seconds
+        if self.calls == 1: return dict.fromkeys(PHASES, float(number)) | {'loss': self.loss, 'gpu_gib': None}
+        return {'updates': 10, 'cpu_ms': 7.25 * self.calls, 'switches': 9.}
+
+@pytest.fixture
+def processes(clock, monkeypatch):
+    "Trainings without processes, on a clock: 8 s without a folder, 2 s with one; calls and ends in order."
+    log, losses = [], {}
+    def start(config, text, codes, folder=None, threads=None, updates=10):
+        name = f'{folder} {threads} {config.training.precision}'
+        return Process(log, name, losses.get(name, 5.), clock, 2. if folder else 8.)
+    monkeypatch.setattr(page, 'start_training', start)
+    monkeypatch.setattr(bench, 'time', clock)
+    return log, losses
+
+PLAIN, KEPT = 'None None float32', 'there None float32'
+
+def test_starts_take_turns_and_the_first_ones_do_not_count(quick, processes):
+    log, losses = processes
+    plain, kept = page.compare_starts(quick, 6, 8, 'there', rounds=3)
+    assert log == [PLAIN, f'end {PLAIN}', KEPT, f'end {KEPT}'] * 4
+    facts = dict.fromkeys(PHASES, 8.) | {'gpu_gib': None, 'loss': 5.}
+    assert plain == {'name': 'default', 'start_s': 8., 'ratio': 1., 'spread': 0.} | facts
+    assert (kept['name'], kept['start_s'], kept['ratio'], kept['compile']) == ('configured', 2., 4., 10.)
+    losses[KEPT] = 5.01
+    with pytest.raises(AssertionError, match='the starts compute other losses'):
+        page.compare_starts(quick, 6, 8, 'there', rounds=1)
+
+def test_steps_take_turns_in_processes_that_stay(quick, processes):
+    log, losses = processes
+    many, half = 'there 64 float32', 'there None bfloat16'
+    rows = page.compare_steps(quick, 6, 8, 'there', rounds=2, updates=4)
+    names = [many, KEPT, half]
+    assert log == names * 4 + [f'end {name}' for name in reversed(names)]
+    assert [row.pop('name') for row in rows] == ['host_threads', 'own_threads', 'bfloat16']
+    # 7.25 ms at each answer, of which the third and the fourth count
+    facts = {'cpu_ms': 25.4, 'switches': 9., 'loss': 5.}
+    assert rows == [{'step_ms': 500., 'ratio': 1., 'spread': 0.} | facts] * 3
+    losses[half] = 5.05
+    assert page.compare_steps(quick, 6, 8, 'there', rounds=1)[2]['loss'] == 5.05
+    for name, loss in ((half, 5.2), (KEPT, 5.01)):
+        losses.update({half: 5., KEPT: 5.} | {name: loss})
+        with pytest.raises(AssertionError, match='computes another loss'):
+            page.compare_steps(quick, 6, 8, 'there', rounds=1)
+
+def test_both_comparisons_have_one_bar_and_one_folder(quick, monkeypatch):
+    seen, bar = [], []
+    def starts(config, text, codes, folder, rounds, progress):
+        (folder / 'kernels').mkdir()
+        (folder / 'kernels' / 'xla_compile_cache_1').write_bytes(bytes(1_250_000))
+        seen.append((text, codes, rounds, folder))
+        if progress: progress(8, 8)
+        return ['starts']
+    def steps(config, text, codes, folder, rounds, updates, progress):
+        seen.append((text, codes, rounds, folder, updates))
+        if progress: progress(12, 12)
+        return ['steps']
+    monkeypatch.setattr(page, 'compare_starts', starts)
+    monkeypatch.setattr(page, 'compare_steps', steps)
+    result = {'rows': ['starts'], 'steps': ['steps'], 'kernels': 1.2}
+    assert page.bench_config(quick, 6, 8, 3, 5, lambda *done: bar.append(done)) == result
+    assert bar == [(8, 20), (20, 20)] and seen[0][:3] == (6, 8, 3) and seen[1] == (*seen[0], 5)
+    assert page.bench_config(quick, 6, 8) == result and not seen[0][3].exists()
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing(quick):
+    "Real processes: the counted starts read what the first one wrote; more threads, more switches."
+    with page.kernel_workspace() as folder:
+        rows = page.compare_starts(quick, 6, 8, folder, rounds=2)
+        kept = {file.name: file.stat().st_mtime_ns for file in folder.rglob('xla_compile_cache*')}
+        assert len(kept) == 1 and len({row['loss'] for row in rows}) == 1
+        many, own, half = page.compare_steps(quick, 6, 8, folder, rounds=2, updates=5)
+        assert own['switches'] < many['switches'] and half['loss'] != own['loss'] == rows[0]['loss']
+        now = {file.name: file.stat().st_mtime_ns for file in folder.rglob('xla_compile_cache*')}
+        assert now.items() > kept.items() and len(now) == 2   # another number of threads, another kernel
 
 # --- their side: the other library's calls ------------------------------------------------------------------
 
