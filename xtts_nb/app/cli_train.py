@@ -521,6 +521,32 @@ def _bench_gpt2(
     if record: write_record('gpt2', rows, model=about)
     return {'rows': rows, 'model': about}, table(about, rows)
 
+# %% ../../nbs/app/cli_train.ipynb #c0f1c001
+@command('config', group=bench_app)
+def _bench_config(
+    width: option(int, 'Width of the tiny model; a multiple of 64.', min=64) = 192,
+    batch_size: Rows = 4,
+    text_tokens: option(int, 'Text tokens of each clip.', min=1, max=200) = 40,
+    codes: option(int, 'Audio codes of each clip.', min=1, max=256) = 60,
+    updates: option(int, 'Updates of a step in each round.', min=1) = 10,
+    rounds: Rounds = 5,
+    record: Record = False,
+):
+    "Seconds to the first update, and a step: TensorFlow as it starts against kept kernels and own threads."
+    from xtts_nb.config import XTTSConfig
+    config = XTTSConfig.tiny(width).replace(data={'batch_size': batch_size})
+    start()
+    from xtts_nb.app.step_speed import bench_config
+    with progress() as tell:
+        tell('measure', 0, 1, 'starting processes')
+        measured = bench_config(config, text_tokens, codes, rounds, updates, stage(tell, 'measure'))
+    model = f'tiny GPT, width {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes'
+    about = {'model': model, 'kernels_mb': measured['kernels']}
+    rows, steps = measured['rows'], measured['steps']
+    if record: write_record('config', rows, steps=steps, **about)
+    text = '\n\n'.join([table(model, rows), table('Updates after the start', steps)])
+    return {'rows': rows, 'steps': steps} | about, text
+
 # %% ../../nbs/app/cli_train.ipynb #20aa1002
 @command('model', group=bench_app)
 def _bench_model(
