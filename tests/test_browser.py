@@ -52,7 +52,8 @@ def lab(chromium, tmp_path_factory):
     tracker = home / 'settings/@jupyterlab/notebook-extension/tracker.jupyterlab-settings'
     tracker.parent.mkdir()
     tracker.write_text(json.dumps({'windowingMode': 'none'}))   # cells out of sight are drawn too
-    kept = {k: v for k, v in os.environ.items() if k != 'IN_TEST' and not k.startswith('JUPYTER')}
+    ours = 'IN_TEST', 'MPLBACKEND', 'TF_CPP_MIN_LOG_LEVEL'   # set for tests; a user has none of them
+    kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith('JUPYTER')}
     env = kept | {'JUPYTER_CONFIG_DIR': str(home / 'config'), 'JUPYTER_DATA_DIR': str(home / 'data'),
                   'JUPYTER_RUNTIME_DIR': str(home / 'runtime'),
                   'JUPYTERLAB_SETTINGS_DIR': str(home / 'settings'),
