@@ -374,7 +374,7 @@ def promise_row(
     promise = PROMISES[name]
     row = {'quantity': promise.quantity, 'before': promise.before, 'promised': promise.promised()}
     because = limit and f': {limit}'
-    if measured is None: return row | {'measured': '', 'where': where, 'verdict': 'not measured' + because}
+    if measured is None: return row | {'measured': '', 'where': '', 'verdict': 'not measured' + because}
     sign = -1 if promise.less else 1
     worst, best = sorted((sign * promise.low, sign * promise.high))
     if sign * measured > best: verdict = 'beaten'
