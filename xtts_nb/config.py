@@ -101,8 +101,7 @@ def _without_start_messages():
     if 'tensorflow' in sys.modules or os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '0':
         yield
         return
-    cached = CACHE_FLAG in os.environ.get('TF_XLA_FLAGS', '')
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3' if cached else '2')
+    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
     sys.stderr.flush()
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)

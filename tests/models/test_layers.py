@@ -90,16 +90,6 @@ def test_what_is_added_to_the_residual_begins_smaller():
             for name in ('qkv', 'expand', 'project', 'contract')}
     assert stds == pytest.approx({'qkv': 0.02, 'expand': 0.02, 'project': 0.005, 'contract': 0.005}, rel=0.05)
 
-@pytest.mark.parametrize('chunks', [[12], [1] * 12, [5, 1, 6]], ids=str)
-def test_a_block_with_a_cache_equals_one_without(chunks):
-    block, x = TransformerBlock(16, 2), normal(2, 12, 16)
-    whole, cache, place, parts = block(x, causal_mask(12, 12)), (tf.zeros((2, 12, 2, 8)),) * 2, 0, []
-    for n in chunks:
-        y, cache = block(x[:, place:place + n], causal_mask(n, 12, place), cache=cache, position=place)
-        parts.append(y)
-        place += n
-    assert np.allclose(np.concatenate(parts, 1), whole, atol=1e-5)
-
 def test_dropout_in_a_block_follows_the_seed():
     block, x, mask = TransformerBlock(16, 2, rate=0.5), normal(1, 6, 16), causal_mask(6, 6)
     a, b, c, plain = (np.array(block(x, mask, seed)) for seed in (SEED, SEED, fold_seed(SEED, 1), None))

@@ -13,13 +13,14 @@ from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.config import AudioConfig, SpeechConfig, UserError
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
+from xtts_nb.models.layers import causal_mask, TransformerBlock
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.app.parity import greedy_parity, utterance_parity
 from xtts_nb.bench import Arm, Comparison
 from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech.generate import (
-    Speaker, Voice, generate, never_stop, read_reference, reference_mels, sample_code, say_speed,
-    whole_prefix)
+    Speaker, Voice, cached_block, generate, never_stop, read_reference, reference_mels, sample_code,
+    say_speed, whole_prefix)
 from xtts_nb.models.weights import named_weights, save_weights
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
@@ -110,6 +111,16 @@ def biased(xtts, small, stop):
 
 @pytest.fixture(scope='module')
 def endless(xtts, small): return biased(xtts, small, -50.)
+
+@pytest.mark.parametrize('chunks', [[12], [1] * 12, [5, 1, 6]], ids=str)
+def test_a_block_with_a_cache_equals_one_without(chunks):
+    block, x = TransformerBlock(16, 2), tf.random.normal((2, 12, 16))
+    whole, cache, place, parts = block(x, causal_mask(12, 12)), (tf.zeros((2, 2, 12, 8)),) * 2, 0, []
+    for n in chunks:
+        y, cache = cached_block(block, x[:, place:place + n], causal_mask(n, 12, place), cache, place)
+        parts.append(y)
+        place += n
+    assert np.allclose(np.concatenate(parts, 1), whole, atol=1e-5)
 
 @pytest.mark.parametrize('bias', [-50., 0.])
 def test_greedy_with_cache_is_the_argmax_of_the_full_pass(xtts, small, inputs, bias):

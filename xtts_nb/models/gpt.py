@@ -138,16 +138,11 @@ def embed_codes(self: GPT, codes, first=0):
     return self.code_embedding(codes) + self.code_position(ops.arange(codes.shape[1]) + first)
 
 @patch
-def hidden(self: GPT, x, mask, seed=None, cache=None, position=0):
-    "The blocks and both norms; with a cache (one pair per block) also the cache extended by x."
-    extended = []
+def hidden(self: GPT, x, mask, seed=None):
+    "The blocks and both norms."
     for i, block in enumerate(self.blocks):
-        if cache is None: x = (recomputed(block) if self.recompute else block)(x, mask, fold_seed(seed, i))
-        else:
-            x, pair = block(x, mask, cache=cache[i], position=position)
-            extended.append(pair)
-    x = self.final_norm(self.stack_norm(x))
-    return x if cache is None else (x, extended)
+        x = (recomputed(block) if self.recompute else block)(x, mask, fold_seed(seed, i))
+    return self.final_norm(self.stack_norm(x))
 
 # %% ../../nbs/models/gpt.ipynb #c1a9e204
 @patch

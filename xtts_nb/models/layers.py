@@ -154,7 +154,7 @@ class Perceiver(keras.layers.Layer):
 
 # %% ../../nbs/models/layers.ipynb #c350ac7a
 class TransformerBlock(keras.layers.Layer):
-    "(B, L, D) -> (B, L, D), or with a cache (x, cache) -> (x, cache)."
+    "(B, L, D) -> (B, L, D)."
     def __init__(self, width, heads, rate=0., residual_scale=1., **kwargs):
         super().__init__(**kwargs)
         self.width, self.heads, self.rate, self.residual_scale = width, heads, rate, residual_scale
@@ -173,17 +173,14 @@ class TransformerBlock(keras.layers.Layer):
             layer.build((None, None, self.width))
         self.contract.build((None, None, 4 * self.width))
 
-    def call(self, x, mask, seed=None, cache=None, position=0):
+    def call(self, x, mask, seed=None):
         q, k, v = (split_heads(t, self.heads)
                    for t in ops.split(self.qkv(self.attention_norm(x)), 3, axis=-1))
-        if cache is not None:
-            put = lambda old, new: ops.slice_update(old, (0, position, 0, 0), ops.cast(new, old.dtype))
-            k, v = put(cache[0], k), put(cache[1], v)
         mixed = attend(q, k, v, mask, self.rate, fold_seed(seed, 0))
         x = x + dropout(self.project(mixed), self.rate, fold_seed(seed, 1))
         hidden = ops.gelu(self.expand(self.mlp_norm(x)), approximate=True)
         x = x + dropout(self.contract(hidden), self.rate, fold_seed(seed, 2))
-        return x if cache is None else (x, (k, v))
+        return x
 
 # %% ../../nbs/models/layers.ipynb #e39c6115
 def causal_mask(
