@@ -381,7 +381,7 @@ def readers(
     plan: BatchPlan,
     stats: np.ndarray,        # (C,) mel constants of the DVAE
 ) -> dict[str, Callable]:
-    "The four readers of the same batches, the slowest first."
+    "The four readers of the same clips: Python, samples only, both mels, the cache."
     return {'numpy_function': PythonReader(plan, stats), 'native_wav': WavReader(plan, stats),
             'native': MelReader(plan, stats), 'cache': CacheReader(plan.cache, plan)}
 
