@@ -188,6 +188,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'xtts_nb.app.demo.write_report': ('app/demo.html#write_report', 'xtts_nb/app/demo.py')},
             'xtts_nb.app.download': { 'xtts_nb.app.download.Source': ('app/download.html#source', 'xtts_nb/app/download.py'),
                                       'xtts_nb.app.download._complete': ('app/download.html#_complete', 'xtts_nb/app/download.py'),
+                                      'xtts_nb.app.download._extract': ('app/download.html#_extract', 'xtts_nb/app/download.py'),
                                       'xtts_nb.app.download._fetch': ('app/download.html#_fetch', 'xtts_nb/app/download.py'),
                                       'xtts_nb.app.download._fetching': ('app/download.html#_fetching', 'xtts_nb/app/download.py'),
                                       'xtts_nb.app.download._file': ('app/download.html#_file', 'xtts_nb/app/download.py'),

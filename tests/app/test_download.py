@@ -208,6 +208,13 @@ def test_a_zip(server, fetch, tmp_path, names, made):
     fetch(archive(server, zipped(*names), 'c.zip'), tmp_path / 'c')
     assert {*tree(tmp_path / 'c')} == made | {'download.json'}
 
+def test_a_tar_made_of_the_folder_itself(server, fetch, tmp_path):
+    here, sub = tarfile.TarInfo('./'), tarfile.TarInfo('./txt')
+    here.type = sub.type = tarfile.DIRTYPE
+    fetch(archive(server, tarred(here, sub, ('./txt/a', b'x'), ('./b', b'y'))), tmp_path / 'c')
+    made = tree(tmp_path / 'c')
+    assert {*made} == {'b', 'txt', 'txt/a', 'download.json'} and (made['txt/a'], made['b']) == (b'x', b'y')
+
 def special(kind, target='') -> bytes:
     member = tarfile.TarInfo('evil')
     member.type, member.linkname = kind, target
@@ -241,7 +248,7 @@ def test_ctrl_c_while_unpacking_keeps_the_archive(server, fetch, corpus, tmp_pat
     source = archive(server, packed(corpus))
     def press(*_, **__): raise KeyboardInterrupt
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(tarfile.TarFile, 'extractall', press)
+        m.setattr(tarfile.TarFile, 'extractfile', press)
         fetch(source, tmp_path / 'c')
     assert {*tree(tmp_path)} == {'c.download', 'c.download/c.tar.bz2'}
     fetch(source, tmp_path / 'c')

@@ -26,7 +26,6 @@ import signal
 import tempfile
 import threading
 import time
-import wave
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import soundfile as sf
 import tensorflow as tf
 from matplotlib.figure import Figure
 
@@ -199,9 +199,7 @@ def _write_corpus(folder: Path, clips: list[Utterance], voices: dict, progress):
     (folder / 'wavs').mkdir()
     for done, c in enumerate(clips, 1):
         samples, rate = speak(c.text, c.language, voices[c.speaker])
-        with open(folder / 'wavs' / f'{c.id}.wav', 'wb') as file, wave.open(file) as f:
-            f.setparams((1, 2, rate, 0, 'NONE', ''))
-            f.writeframes(samples.tobytes())
+        sf.write(folder / 'wavs' / f'{c.id}.wav', samples, rate, subtype='PCM_16')
         progress(done, len(clips))
     if not np.array_equal(samples, speak(c.text, c.language, voices[c.speaker])[0]):
         raise UserError('espeak-ng is held in memory by other code; make the corpus in a process of its own.')

@@ -172,6 +172,15 @@ def _fill(source: Source, out: Path, base: str | None):
     shutil.rmtree(work)
 
 # %% ../../nbs/app/download.ipynb #9d683066
+def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str):
+    "Write one file; early versions of Python 3.11 have no filter that refuses links and devices."
+    if member.isdir(): return   # the folder of each file is made with it
+    path = inside(folder, member.name)
+    if not member.isfile():
+        raise UserError(f'{archive.name}: {member.name} is neither file nor folder; take another archive.')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with archive.extractfile(member) as source, open(path, 'wb') as out: shutil.copyfileobj(source, out)
+
 def _unpack(archive: Path, folder: Path):
     "Extract an archive into a folder, without a single folder around its content."
     from tqdm import tqdm
@@ -183,7 +192,8 @@ def _unpack(archive: Path, folder: Path):
                     inside(unpacked, name)
                     z.extract(name, unpacked)
         else:
-            with tarfile.open(archive) as t: t.extractall(unpacked, with_bar(t), filter='data')
+            with tarfile.open(archive) as t:
+                for member in with_bar(t): _extract(t, member, unpacked)
         top = list(Path(unpacked).iterdir())
         inner = top[0] if len(top) == 1 and top[0].is_dir() else Path(unpacked)
         for path in list(inner.iterdir()): path.rename(folder / path.name)
