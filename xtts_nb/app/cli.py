@@ -65,39 +65,6 @@ def _demo_text(result: dict) -> str:
         f'{spoken["untrained_heldout_voice_hits"]}).',
         f'{result["seconds"] / 60:.1f} minutes. Listen and look: {result["report"]}'])
 
-# %% ../../nbs/app/cli.ipynb #5d65bdf9
-@_voice('say')
-def _say(
-    text: argument(str, 'Text to speak.'),
-    run: option(Path, 'Folder of a trained run.'),
-    voice: option(list[Path], 'Recording of the voice, a few seconds; may be given several times.'),
-    language: option(str, 'Language of the text.') = 'en',
-    out: option(Path, 'WAV file to write.') = Path('say.wav'),
-    temperature: option(float | None, '0 takes the most probable code; more varies more.') = None,
-    top_k: option(int | None, 'Most codes to sample from.') = None,
-    top_p: option(float | None, 'Least total probability of these codes.') = None,
-    repetition_penalty: option(float | None, 'Penalty for codes generated before; 1 is none.') = None,
-    speed: option(float | None, '2 is twice as fast, at the same pitch.') = None,
-    seed: option(int, 'Seed for sampling the codes.') = 0,
-):
-    "Speak a text in the voice of a recording; other settings come from the config.yaml of the model."
-    settings = given(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
-                     speed=speed)
-    start()
-    from xtts_nb.data.audio import save_audio
-    from xtts_nb.models.xtts import XTTS
-    from xtts_nb.speech.generate import Speaker
-    with progress() as tell:
-        tell('load the model', 0, 1)
-        speaker = Speaker(XTTS.load(run), **settings)
-        tell('speak', 0, 1)
-        wav = speaker(text, language, voice, seed)
-    save_audio(out, wav, speaker.sample_rate)
-    seconds = len(wav) / speaker.sample_rate
-    result = {'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate,
-              'vocoder': speaker.vocoder}
-    return result, f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}'
-
 # %% ../../nbs/app/cli.ipynb #d08eb5e8
 @command('from-coqui', group=convert_app)
 def _convert_from_coqui(
@@ -191,7 +158,7 @@ def _notebooks(folder: argument(Path, 'A new folder.')):
     return {'folder': str(folder), 'notebooks': len(copies)}, text
 
 # %% ../../nbs/app/cli.ipynb #ab12c0de
-from . import cli_data, cli_train   # imported here: --help lists their commands after those above
+from . import cli_data, cli_train, cli_speak   # imported here: --help lists these below the others
 
 # %% ../../nbs/app/cli.ipynb #5af5c0de
 _monitoring = partial(command, panel='Monitoring')

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['find_app', 'Base', 'Kind', 'AsMade', 'RunFolder', 'Steps', 'HeldOut', 'GPUPreset', 'DataGPU', 'ModelGPU', 'Isolate',
-           'DataMemory', 'ModelMemory', 'Buffer', 'config_app', 'Layers', 'Width', 'Heads', 'Rows', 'SAY_CODES']
+           'DataMemory', 'ModelMemory', 'Buffer', 'config_app', 'Layers', 'Width', 'Heads', 'Rows']
 
 # %% ../../nbs/app/cli_train.ipynb #08777d06
 import os
@@ -623,41 +623,6 @@ def _distributed(
     if warning := exposure(addresses, mine): to_stderr(warning)
     program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', *arguments]
     return supervise(program, addresses, dict(zip(mine, shares)), wait, restarts)
-
-# %% ../../nbs/app/cli_train.ipynb #5a7b0c12
-SAY_CODES = 64   # of each text, 3 s of sound
-
-@command('say', group=bench_app)
-def _bench_say(
-    preset: Preset = 'tiny',
-    rounds: Rounds = 5,
-    record: Record = False,
-):
-    """Codes per second of speaking, with random weights and 64 codes for each text.
-
-    naive: the whole prefix for each code, and again for the states
-    float32: a cache of keys and values in one compiled loop
-    bfloat16: the same, with the GPT in bfloat16
-    batch8: as float32, with eight texts at once
-
-    tokens_per_s: codes of all texts per second, no vocoder; real time is 21.5
-    rtf: seconds of computing per second of sound, with the vocoder
-    first_sound_ms: from the call to the sound of the first text
-    ratio: tokens_per_s relative to naive
-
-    xtts_v2 holds two GPTs of 1.6 GB each, and compiles for minutes first."""
-    from xtts_nb.config import XTTSConfig
-    config = XTTSConfig.preset(preset)
-    start()
-    from xtts_nb.speech.generate import say_speed
-    with progress() as tell:
-        tell('measure', 0, 1, 'compiling')
-        rows, same = say_speed(config, SAY_CODES, rounds, stage(tell, 'measure'))
-    gpt = config.model.gpt
-    about = {'model': f'{preset}, GPT {gpt.layers} x {gpt.width}, {SAY_CODES} codes for each text',
-             'same_codes': same}
-    if record: write_record('say', rows, **about)
-    return {'rows': rows} | about, table(about['model'], rows)
 
 # %% ../../nbs/app/cli_train.ipynb #af7e9f90
 @command('growth', group=bench_app)
