@@ -86,8 +86,12 @@ class HiFiGAN(keras.Model):
     def call(self, latents, voice):
         x = ops.cast(latents, 'float32')
         for scale in self.stretches: x = stretch(x, scale)
+        return self.sound(x, voice)
+
+    def sound(self, frames, voice):
+        "Stretched states (B, F, D), speaker vectors (B, width) -> samples (B, N)."
         voices = [layer(voice)[:, None] for layer in self.voices]
-        x = self.enter(ops.cast(x, self.compute_dtype)) + voices[0]
+        x = self.enter(ops.cast(frames, self.compute_dtype)) + voices[0]
         for up, blocks, projected in zip(self.ups, self.blocks, voices[1:]):
             x = up(ops.leaky_relu(x, 0.1)) + projected
             x = sum(block(x) for block in blocks) / len(blocks)

@@ -66,7 +66,7 @@ def whole_prefix(
 def sample_code(
     score_BV,                 # (B, V) float32 logits
     spoken_BV,                # (B, V) bool, codes already spoken
-    seed,                     # (2,) int32
+    seed,                     # (2,) int32, or (B, 2), one for each row
     temperature: float,
     top_k: int,
     top_p: float,
@@ -82,7 +82,11 @@ def sample_code(
     likely = tf.cumsum(share, axis=-1, exclusive=True) < top_p
     least = tf.reduce_min(tf.where(likely, ranked, np.inf), -1, keepdims=True)
     least = tf.minimum(least, ranked[:, :1])   # the best one always stays
-    noise = -tf.math.log(-tf.math.log(tf.random.stateless_uniform(tf.shape(score_BV), seed, 1e-9, 1.)))
+    uniform = lambda shape, seed: tf.random.stateless_uniform(shape, seed, 1e-9, 1.)
+    shape = tf.shape(score_BV)
+    if len(seed.shape) == 1: drawn = uniform(shape, seed)
+    else: drawn = tf.stack([uniform(shape[1:], row) for row in tf.unstack(seed)])
+    noise = -tf.math.log(-tf.math.log(drawn))
     return tf.argmax(tf.where(score_BV >= least, score_BV + noise, -np.inf), -1, tf.int32)
 
 # %% ../../nbs/60_speech.ipynb #6d8122f2
@@ -293,12 +297,14 @@ class Speaker:
         most = model.gpt.max_audio_codes - 3 * xtts.gpt.parity   # coqui-tts leaves three places empty
         codes_per_second = model.audio.frames_per_second / model.dvae.frames_per_code
         if max_seconds: most = min(most, int(max_seconds * codes_per_second) + 1)
-        sampling = s.temperature, s.top_k, s.top_p, s.repetition_penalty
+        self.max_codes, self.sampling = most, (s.temperature, s.top_k, s.top_p, s.repetition_penalty)
         self._generate = tf.function(lambda text, length, prompt, seed: generate(
-            xtts.gpt, text, length, prompt, most, *sampling, seed), jit_compile=True)
+            xtts.gpt, text, length, prompt, most, *self.sampling, seed), jit_compile=True)
         self._decode = tf.function(xtts.dvae.decode, reduce_retracing=True)
         self._sound = tf.function(lambda states, vector: xtts.hifigan[0](self._at_speed(states), vector),
                                   reduce_retracing=True)
+        self.frames_sound = tf.function(lambda frames, vector: xtts.hifigan[0].sound(frames, vector),
+                                        reduce_retracing=True)   # of stretched states
 
     def __call__(self, text: str, language: str, reference, seed: int = 0) -> np.ndarray:
         "Samples (N,) float32 at `sample_rate`."
@@ -368,11 +374,12 @@ def _codes(self: Speaker, texts: list[str], languages: list[str], voices: list[V
                           tf.stack([v.prompt for v in voices]), tf.constant([seed, 0]))
 
 @patch
-def _at_speed(self: Speaker, x):   # (B, S, D) -> (B, S / speed, D)
-    return x if self.speech.speed == 1 else stretch(x, 1 / self.speech.speed)
+def _at_speed(self: Speaker, x, speed: float | None = None):   # (B, S, D) -> (B, S / speed, D)
+    speed = speed or self.speech.speed
+    return x if speed == 1 else stretch(x, 1 / speed)
 
 @patch
-def _mels(self: Speaker, codes, length) -> list[np.ndarray]:
+def _mels(self: Speaker, codes, length, speed: float | None = None) -> list[np.ndarray]:
     codes = tf.where(codes < self.xtts.gpt.code_start, codes, 0).numpy()
-    rows = [c[None, :max(1, n)] for c, n in zip(codes, length.numpy())]
-    return [self._at_speed(self._decode(row))[0].numpy() for row in rows]
+    rows = [c[None, :max(1, n)] for c, n in zip(codes, np.asarray(length))]
+    return [self._at_speed(self._decode(row), speed)[0].numpy() for row in rows]

@@ -1,0 +1,238 @@
+"Streams and continuous batches: pieces are the whole, rows do not meet, texts come and go."
+import copy
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.config import DecoderConfig, UserError, XTTSConfig
+from xtts_nb.data.audio import synthetic_voice
+from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder, stretch
+from xtts_nb.monitor.loop import trace_count
+from xtts_nb.speech import stream as streaming
+from xtts_nb.speech.generate import never_stop, Speaker
+from xtts_nb.speech.stream import (
+    Engine, EngineClosed, receptive_frames, Rows, SoundStream, stretched_count, stretched_frames)
+
+close = np.testing.assert_allclose
+TEXTS = ['aa bb cc', 'hh', 'dd ee ff gg', 'a', 'bb hh', 'cc cc', 'gg a']
+SECONDS = 1.
+
+
+@pytest.fixture(scope='module')
+def voiced(xtts, small):
+    "The small model with a decoder."
+    keras.utils.set_random_seed(0)
+    model = copy.copy(xtts)
+    model.hifigan = HiFiGAN(small), SpeakerEncoder(small)
+    return model
+
+@pytest.fixture(scope='module')
+def speaker(voiced):
+    return Speaker(voiced, max_seconds=SECONDS, temperature=1., top_p=1., repetition_penalty=2.)
+
+@pytest.fixture(scope='module')
+def voices(speaker): return [speaker.listen(synthetic_voice(1., pitch)) for pitch in (100., 200.)]
+
+@pytest.fixture(scope='module')
+def alone(speaker, voices):
+    "Each text by the loop without streaming."
+    return [speaker(text, 'en', voices[i % 2], seed=i) for i, text in enumerate(TEXTS)]
+
+@pytest.fixture(scope='module')
+def rows(speaker): return Rows(speaker, 2, chunk=5, widths=(16, 5))
+
+
+# --- frames -------------------------------------------------------------------------------------------------
+
+STATES = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
+
+def stretched(states, scales):
+    frames = states[None]
+    for scale in scales: frames = stretch(frames, scale)
+    return np.asarray(frames)[0]
+
+@pytest.mark.parametrize('scales', [(), (4.,), (4., 24000 / 22050), (1 / 1.7, 4., 24000 / 22050), (2.5, 0.7)],
+                         ids=str)
+def test_frames_of_a_part_are_those_of_the_whole(scales):
+    whole = stretched(STATES, scales)
+    assert stretched_count(30, scales, True) == len(whole)
+    close(stretched_frames(STATES, scales, 0, len(whole), count=30), whole, atol=1e-5)
+    for count in range(1, 30):
+        known = stretched_count(count, scales, False)
+        assert 0 <= known <= len(whole)
+        close(stretched_frames(STATES[:count], scales, 0, known), whole[:known], atol=1e-5)
+        late = range(known, len(whole))
+        first = max(0, int(known / np.prod(scales)) - 4)
+        close(stretched_frames(STATES[first:], scales, known, len(whole), first, 30), whole[late], atol=1e-5)
+
+def test_few_frames_wait_for_the_next_states():
+    "At most those that two states span."
+    scales = 4., 24000 / 22050
+    for count in range(1, 200):
+        assert count * np.prod(scales) - stretched_count(count, scales, False) < 2 * np.prod(scales)
+
+@pytest.mark.parametrize('cfg', [DecoderConfig(), XTTSConfig.tiny().model.decoder], ids=['released', 'tiny'])
+def test_the_receptive_field(cfg):
+    "Beyond it nothing changes, and not far within it something does."
+    config = XTTSConfig.tiny().replace(model={'decoder': cfg.model_dump() | {'channels': 16}})
+    keras.utils.set_random_seed(0)
+    decoder, reach = HiFiGAN(config), receptive_frames(cfg)
+    frames = np.random.default_rng(0).normal(size=(1, 81, config.model.gpt.width)).astype(np.float32)
+    changed = frames.copy()
+    changed[0, 40] += 100.
+    vector = tf.zeros((1, config.model.speaker.width))
+    with_, without = (decoder.sound(x, vector)[0].numpy() for x in (changed, frames))
+    hop = len(with_) // 81
+    moved = np.flatnonzero(np.abs(with_ - without) > 0) / hop
+    assert 40 - reach <= moved.min() and moved.max() < 41 + reach
+    assert moved.min() < 40 - reach + 3 and moved.max() > 41 + reach - 3
+
+
+# --- sound --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('sizes', [[30], [1] * 30, [8, 16, 6], [29, 1]], ids=lambda s: f'{len(s)} parts')
+@pytest.mark.parametrize('speed', [1., 1.3])
+def test_the_pieces_are_the_whole(speaker, voices, small, sizes, speed):
+    states = np.random.default_rng(1).normal(size=(30, small.model.gpt.width)).astype(np.float32)
+    stream, parts, place = SoundStream(speaker, voices[0], speed), [], 0
+    for n in sizes:
+        place += n
+        parts.append(stream.feed(np.zeros(n), states[place - n:place], place == 30))
+        assert len(stream.states) <= max(n + 16, 30 * (len(sizes) < 5))   # the rest is forgotten
+    slower = states[None] if speed == 1 else stretch(states[None], 1 / speed)
+    whole = speaker.xtts.hifigan[0](slower, voices[0].vector[None])[0].numpy()
+    close(np.concatenate(parts), whole, atol=1e-4)
+    assert stream.made == 30
+
+def test_a_stream_is_the_whole_call(speaker, voices, alone):
+    for i in (0, 1, 2):
+        pieces = list(speaker.stream(TEXTS[i], 'en', voices[i % 2], seed=i, first=3, chunk=6))
+        close(np.concatenate(pieces), alone[i], atol=1e-3)
+        assert len(pieces) > 1 or len(alone[i]) < 8000
+    assert trace_count(speaker.rows._advance) == 1
+
+def test_a_stream_that_is_left_frees_its_row(speaker, voices, alone):
+    for _ in speaker.stream(TEXTS[0], 'en', voices[0], chunk=6): break
+    pieces = list(speaker.stream(TEXTS[2], 'en', voices[0], seed=2, chunk=6))
+    close(np.concatenate(pieces), alone[2], atol=1e-3)
+
+def test_without_a_decoder_all_sound_comes_at_the_end(xtts):
+    speaker = Speaker(xtts, max_seconds=SECONDS, temperature=0., speed=1.25)
+    voice = speaker.listen(synthetic_voice(1.))
+    pieces = list(speaker.stream('aa bb', 'en', voice, chunk=4))
+    assert len(pieces) == 1
+    close(pieces[0], speaker('aa bb', 'en', voice), atol=1e-3)
+
+def test_a_stream_refuses_what_a_call_refuses(speaker, voices):
+    with pytest.raises(UserError, match='empty'): next(speaker.stream('', 'en', voices[0]))
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+def test_texts_that_come_and_go_sound_as_alone(speaker, voices, rows, alone):
+    "Often enough that the ring is passed several times."
+    waiting, sounds, rounds = [*range(7)] * 3, {}, 0
+    order, running = list(enumerate(waiting)), {}
+    while order or running:
+        while order and rows.free:
+            turn, i = order.pop(0)
+            row = rows.admit(speaker._ids(TEXTS[i], 'en'), voices[i % 2], seed=i)
+            running[row] = sounds[turn, i] = []
+        for row, (wav, ended) in rows.advance().items():
+            running[row].append(wav)
+            if ended: del running[row]
+        rounds += 1
+    positions = rows.state['cache'][0][0].shape[2]
+    assert int(rows.state['slot']) < positions < rounds * 5
+    for (_, i), parts in sounds.items(): close(np.concatenate(parts), alone[i], atol=1e-3)
+    assert trace_count(rows._advance) == 1 and trace_count(rows._admit) == 2   # 5 and 16 tokens
+    assert rows.free == [0, 1]
+
+def test_a_limit_shortens_a_chunk(speaker, voices, rows):
+    row = rows.admit(speaker._ids(TEXTS[0], 'en'), voices[0])
+    before = int(rows.state['slot'])
+    rows.advance(2)
+    assert (int(rows.state['slot']) - before) % rows.state['cache'][0][0].shape[2] == 2
+    assert rows.streams[row].made <= 2
+    rows.release(row)
+    assert rows.free == [0, 1] and bool(rows.state['done'][row])
+    slot = int(rows.state['slot'])
+    rows.advance()
+    assert int(rows.state['slot']) == slot   # nobody speaks
+
+def test_a_text_that_never_ends_is_cut(voiced, small, voices):
+    "At the length of the speaker, as in a call."
+    model = copy.copy(voiced)
+    model.gpt = type(voiced.gpt)(small, voiced.gpt.text_start)
+    for a, b in zip(model.gpt.variables, voiced.gpt.variables): a.assign(b)
+    never_stop(model.gpt)
+    speaker = Speaker(model, max_seconds=0.3, temperature=0.)
+    whole = speaker('aa bb', 'en', voices[0])
+    for chunk in (4, speaker.max_codes):
+        pieces = list(speaker.stream('aa bb', 'en', voices[0], first=2, chunk=chunk))
+        close(np.concatenate(pieces), whole, atol=1e-3)
+        assert int(speaker.rows.state['index'][0]) == speaker.max_codes
+
+
+# --- the engine ---------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def engine(speaker, voices):
+    engine = Engine(speaker, rows=2, chunk=5, widths=(8, 16))
+    engine.warm_up(voices[0])
+    yield engine
+    engine.close()
+
+def idle(engine):
+    end = time.monotonic() + 30
+    while engine.busy or engine.waiting:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+def test_many_callers_get_their_own_sound(engine, voices, alone):
+    sounds = {}
+
+    def call(turn, i):
+        sounds[turn, i] = np.concatenate(list(engine.submit(TEXTS[i], 'en', voices[i % 2], seed=i)))
+    threads = [threading.Thread(target=call, args=(turn, i)) for turn in range(2) for i in range(7)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert len(sounds) == 14
+    for (_, i), sound in sounds.items(): close(sound, alone[i], atol=1e-3)
+    assert trace_count(engine.rows._advance) == 1
+    idle(engine)
+
+def test_a_cancelled_text_frees_its_place(engine, voices, alone):
+    given_up = [engine.submit(TEXTS[0], 'en', voices[0]) for _ in range(6)]
+    for u in given_up: u.cancel()
+    kept = engine.submit(TEXTS[2], 'en', voices[0], seed=2)
+    close(np.concatenate(list(kept)), alone[2], atol=1e-3)
+    idle(engine)
+    assert all(len(list(u)) < 9 for u in given_up)   # they end
+
+def test_a_speed_of_its_own(engine, speaker, voices, alone):
+    fast = np.concatenate(list(engine.submit(TEXTS[2], 'en', voices[0], seed=2, speed=2.)))
+    assert 0.4 < len(fast) / len(alone[2]) < 0.6
+
+def test_what_cannot_be_said_is_refused_at_once(engine, voices):
+    with pytest.raises(UserError, match='never saw'): engine.submit('Ж', 'en', voices[0])
+    assert not engine.waiting
+
+def test_a_closed_engine(speaker, voices):
+    engine = Engine(speaker, rows=1, chunk=5, widths=())
+    pending = [engine.submit(TEXTS[0], 'en', voices[0]) for _ in range(3)]
+    engine.close()
+    for u in pending[1:]:
+        with pytest.raises(EngineClosed, match='closed'): list(u)
+    with pytest.raises(EngineClosed): engine.submit('aa', 'en', voices[0])
+
+def test_a_failure_reaches_the_callers(speaker, voices, monkeypatch):
+    def fail(*_): raise RuntimeError('out of memory')
+    monkeypatch.setattr(streaming.Rows, 'advance', fail)
+    engine = Engine(speaker, rows=1, chunk=5, widths=())
+    with pytest.raises(RuntimeError, match='out of memory'): list(engine.submit('aa', 'en', voices[0]))
+    with pytest.raises(EngineClosed): engine.submit('aa', 'en', voices[0])
