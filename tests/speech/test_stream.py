@@ -15,7 +15,7 @@ from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech import stream as streaming
 from xtts_nb.speech.generate import never_stop, Speaker
 from xtts_nb.speech.stream import (
-    Engine, EngineClosed, receptive_frames, Rows, SoundStream, stretched_count, stretched_frames)
+    Engine, EngineClosed, receptive_frames, SpeechRows, SoundStream, stretched_count, stretched_frames)
 
 close = np.testing.assert_allclose
 TEXTS = ['aa bb cc', 'hh', 'dd ee ff gg', 'a', 'bb hh', 'cc cc', 'gg a']
@@ -43,7 +43,7 @@ def alone(speaker, voices):
     return [speaker(text, 'en', voices[i % 2], seed=i) for i, text in enumerate(TEXTS)]
 
 @pytest.fixture(scope='module')
-def rows(speaker): return Rows(speaker, 2, chunk=5, widths=(16, 5))
+def rows(speaker): return SpeechRows(speaker, 2, chunk=5, widths=(16, 5))
 
 
 # --- frames -------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_a_closed_engine(speaker, voices):
 
 def test_a_failure_reaches_the_callers(speaker, voices, monkeypatch):
     def fail(*_): raise RuntimeError('out of memory')
-    monkeypatch.setattr(streaming.Rows, 'advance', fail)
+    monkeypatch.setattr(streaming.SpeechRows, 'advance', fail)
     engine = Engine(speaker, rows=1, chunk=5, widths=())
     with pytest.raises(RuntimeError, match='out of memory'): list(engine.submit('aa', 'en', voices[0]))
     with pytest.raises(EngineClosed): engine.submit('aa', 'en', voices[0])

@@ -325,15 +325,6 @@ class Speaker:
         return [self._sound(states[i:i + 1, :n + 1], voice.vector[None]).numpy()[0]
                 for i, (n, voice) in enumerate(zip(length.numpy(), voices))]
 
-    def mels(self,
-        texts: list[str],
-        languages: list[str],
-        references: list,        # one each, as `listen` takes them
-        seed: int = 0,
-    ) -> list[np.ndarray]:       # (4 S / speed, C) log-mels
-        "Spoken mels, decoded from the codes by the DVAE."
-        return self._mels(*self._codes(texts, languages, [self.listen(r) for r in references], seed)[:2])
-
 # %% ../../nbs/60_speech.ipynb #357f32ef
 @patch
 def listen(self: Speaker,
@@ -348,6 +339,16 @@ def listen(self: Speaker,
     prompts = [xtts.gpt.conditioning(mel[None])[0] for mel in reference_mels(xtts, wavs, self.speech)]
     return Voice(tf.reduce_mean(tf.cast(prompts, tf.float32), 0),
                  speaker_vector(xtts, wavs) if xtts.hifigan else None)
+
+@patch
+def mels(self: Speaker,
+    texts: list[str],
+    languages: list[str],
+    references: list,        # one each, as `listen` takes them
+    seed: int = 0,
+) -> list[np.ndarray]:       # (4 S / speed, C) log-mels
+    "Spoken mels, decoded from the codes by the DVAE."
+    return self._mels(*self._codes(texts, languages, [self.listen(r) for r in references], seed)[:2])
 
 # %% ../../nbs/60_speech.ipynb #6f20b702
 @patch

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['stretched_count', 'stretched_frames', 'receptive_frames', 'SoundStream', 'free_rows', 'admit_row', 'advance_rows',
-           'Rows', 'EngineClosed', 'Utterance', 'Engine']
+           'SpeechRows', 'EngineClosed', 'SpeechRequest', 'Engine']
 
 # %% ../../nbs/speech/stream.ipynb #57e00003
 import queue
@@ -195,7 +195,7 @@ def advance_rows(
     return tf.while_loop(unfinished, step, begin)[1:]
 
 # %% ../../nbs/speech/stream.ipynb #57e00011
-class Rows:
+class SpeechRows:
     "The compiled loop of a speaker with several rows; each row speaks a text of its own."
     def __init__(self,
         speaker: Speaker,
@@ -229,29 +229,32 @@ class Rows:
         self.streams[row] = SoundStream(self.speaker, voice, speed)
         return row
 
-    def advance(self,
-        limit: int | None = None,   # codes at most; default: `chunk`
-    ) -> dict[int, tuple[np.ndarray, bool]]:   # {row: (samples (N,), ended)}
-        "The next sound of the rows with a text; a row that has ended is free."
-        limit, spoken = min(limit or self.chunk, self.chunk), {}
-        self.state, codes, states = self._advance(self.state, tf.constant(limit))
-        codes, states, done = codes.numpy(), states.numpy(), self.state['done'].numpy()
-        for row, stream in enumerate(self.streams):
-            if stream is None: continue
-            stops = np.flatnonzero(codes[row, :limit] == self.gpt.code_stop)
-            n = stops[0] if len(stops) else limit
-            stopped = len(stops) > 0 and stream.made + n < self.speaker.max_codes   # its state sounds too
-            wav = stream.feed(codes[row, :n], states[row, :n + stopped], bool(done[row]))
-            spoken[row] = wav, bool(done[row])
-            if done[row]: self.streams[row] = None
-        return spoken
+# %% ../../nbs/speech/stream.ipynb #57e00012
+@patch
+def advance(self: SpeechRows,
+    limit: int | None = None,   # codes at most; default: `chunk`
+) -> dict[int, tuple[np.ndarray, bool]]:   # {row: (samples (N,), ended)}
+    "The next sound of the rows with a text; a row that has ended is free."
+    limit, spoken = min(limit or self.chunk, self.chunk), {}
+    self.state, codes, states = self._advance(self.state, tf.constant(limit))
+    codes, states, done = codes.numpy(), states.numpy(), self.state['done'].numpy()
+    for row, stream in enumerate(self.streams):
+        if stream is None: continue
+        stops = np.flatnonzero(codes[row, :limit] == self.gpt.code_stop)
+        n = stops[0] if len(stops) else limit
+        stopped = len(stops) > 0 and stream.made + n < self.speaker.max_codes   # its state sounds too
+        wav = stream.feed(codes[row, :n], states[row, :n + stopped], bool(done[row]))
+        spoken[row] = wav, bool(done[row])
+        if done[row]: self.streams[row] = None
+    return spoken
 
-    def release(self, row: int):
-        "Free a row whose text is no longer wanted."
-        self.streams[row] = None
-        self.state['done'] = tf.tensor_scatter_nd_update(self.state['done'], [[row]], [True])
+@patch
+def release(self: SpeechRows, row: int):
+    "Free a row whose text is no longer wanted."
+    self.streams[row] = None
+    self.state['done'] = tf.tensor_scatter_nd_update(self.state['done'], [[row]], [True])
 
-# %% ../../nbs/speech/stream.ipynb #57e00013
+# %% ../../nbs/speech/stream.ipynb #57e00014
 @patch
 def stream(self: Speaker,
     text: str,
@@ -263,7 +266,7 @@ def stream(self: Speaker,
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
     "The sound of `Speaker.__call__` in pieces, each as soon as its codes are made."
     ids, voice = self._ids(text, language), self.listen(reference)
-    if getattr(self, 'rows', None) is None or self.rows.chunk != chunk: self.rows = Rows(self, 1, chunk)
+    if getattr(self, 'rows', None) is None or self.rows.chunk != chunk: self.rows = SpeechRows(self, 1, chunk)
     if not self.rows.free: self.rows.release(0)   # of a stream that was not read to its end
     self.rows.admit(ids, voice, seed, self.speech.speed)
     limit, ended = first, False
@@ -272,11 +275,11 @@ def stream(self: Speaker,
         if len(wav): yield wav
         limit = chunk
 
-# %% ../../nbs/speech/stream.ipynb #57e00016
+# %% ../../nbs/speech/stream.ipynb #57e00017
 class EngineClosed(UserError):
     "The engine has ended, or failed, before this utterance was complete."
 
-class Utterance:
+class SpeechRequest:
     "A text that an engine speaks; iterate over it for its sound."
     def __init__(self, ids: list[int], voice: Voice, seed: int, speed: float):
         self.ids, self.voice, self.seed, self.speed = ids, voice, seed, speed
@@ -292,12 +295,12 @@ class Utterance:
         self.cancelled = True
         self._sounds.put(None)
 
-# %% ../../nbs/speech/stream.ipynb #57e00017
+# %% ../../nbs/speech/stream.ipynb #57e00018
 class Engine:
     "Speaks texts of many callers in the rows of one batch, in a thread of its own."
     def __init__(self, speaker: Speaker, rows: int = 8, chunk: int = 16, widths: tuple[int, ...] = (64, 128)):
         self.speaker, self.sample_rate = speaker, speaker.sample_rate
-        self.rows, self._waiting, self._speaking = Rows(speaker, rows, chunk, widths), deque(), {}
+        self.rows, self._waiting, self._speaking = SpeechRows(speaker, rows, chunk, widths), deque(), {}
         self._changed, self._closed = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name='speech', daemon=True)
         self._thread.start()
@@ -308,9 +311,10 @@ class Engine:
     @property
     def busy(self) -> int: return len(self._speaking)   # rows in use
 
-    def submit(self, text: str, language: str, voice: Voice, seed: int = 0, speed: float = 1.) -> Utterance:
+    def submit(self, text: str, language: str, voice: Voice, seed: int = 0,
+               speed: float = 1.) -> SpeechRequest:
         "Queue a text of one piece; raises `UserError` if the model cannot say it."
-        utterance = Utterance(self.speaker._ids(text, language), voice, seed, speed)
+        utterance = SpeechRequest(self.speaker._ids(text, language), voice, seed, speed)
         with self._changed:
             if self._closed: raise EngineClosed('The engine is closed; start another.')
             self._waiting.append(utterance)
@@ -321,7 +325,7 @@ class Engine:
         "Compile everything before the first caller waits for it."
         for width in self.rows.widths:
             ids = [self.speaker.xtts.tokenizer.encode('a', 'en')[0]] * width
-            utterance = Utterance(ids, voice, 0, 1.)
+            utterance = SpeechRequest(ids, voice, 0, 1.)
             with self._changed:
                 self._waiting.append(utterance)
                 self._changed.notify()
@@ -335,7 +339,7 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
-# %% ../../nbs/speech/stream.ipynb #57e00018
+# %% ../../nbs/speech/stream.ipynb #57e00019
 @patch
 def _run(self: Engine):
     "The thread: admit, advance, hand on, until closed."
