@@ -252,7 +252,7 @@ def bars(monkeypatch):
     def start(**asked):
         shown.append(('start', asked))
         return SimpleNamespace(line='Two cards.', limits={0: (512, 256), 1: ()}, model='CPU:0')
-    for page in (cli, cli.cli_data, cli.cli_train):
+    for page in (cli, cli.cli_data, cli.cli_train, cli.cli_speak):
         monkeypatch.setattr(page, 'progress', progress)
         monkeypatch.setattr(page, 'start', start)
     return shown

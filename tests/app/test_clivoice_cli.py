@@ -1,7 +1,8 @@
 "The commands for a voice, with a stubbed library: calls, output and exit codes."
+import io
+import json
 from pathlib import Path
 
-import json
 import numpy as np
 import pytest
 import tree
@@ -68,29 +69,53 @@ def test_demo_of_several_seeds(ran, behind, bars):
 
 # --- say ----------------------------------------------------------------------------------------------------
 
-def test_say(ran, behind, bars, monkeypatch):
+@pytest.fixture
+def speakers(monkeypatch):
+    "Stubs the model; the settings of each speaker and the calls of `speak_whole`."
     class Speaker:
-        sample_rate, vocoder, calls = 22050, 'griffin-lim', []
-        def __init__(self, xtts, **speech): self.calls.append((xtts, speech))
-        def __call__(self, *words):
-            self.calls.append(words)
-            return np.zeros(3 * 11025 + 9)
+        sample_rate, vocoder, made = 22050, 'griffin-lim', []
+        def __init__(self, xtts, **speech): self.made.append((xtts, speech))
+    def speak_whole(speaker, text, language, voice, seed, progress):
+        calls.append((text, language, [str(p) for p in voice], seed))
+        progress(1, 2)
+        return np.zeros(3 * 11025 + 9), [{'piece': 0}]
+    calls = []
     monkeypatch.setattr('xtts_nb.speech.generate.Speaker', Speaker)
+    monkeypatch.setattr('xtts_nb.speech.long.speak_whole', speak_whole)
     monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda run: f'the model of {run}')
+    return Speaker.made, calls
+
+def test_say(ran, behind, bars, speakers):
+    made, calls = speakers
     saved = behind('data.audio.save_audio')
     done = ran('say Hello --run run --voice a.wav')
     assert (done.code, done.out) == (0, 'say.wav: 1.50 s at 22050 Hz, griffin-lim\n')
-    assert bars == [('start', {}), ('load the model', 0, 1), ('speak', 0, 1)]
+    assert bars == [('start', {}), ('load the model', 0, 1), ('speak', 0, 1), ('speak', 1, 2)]
     given = {'temperature': 0., 'top_k': 0, 'top_p': 0.5, 'repetition_penalty': 1., 'speed': 2.}
     options = ' '.join(f'--{name.replace("_", "-")} {value}' for name, value in given.items())
     done = ran(f'say Hallo --run run --voice a.wav --voice b.wav --language de --out o.wav --seed 5 '
                f'{options} --json')
-    assert done.json == {'wav': 'o.wav', 'seconds': 1.5, 'sample_rate': 22050, 'vocoder': 'griffin-lim'}
-    words = [(*w[:2], [str(p) for p in w[2]], *w[3:]) for w in Speaker.calls[1::2]]
-    assert words == [('Hello', 'en', ['a.wav'], 0), ('Hallo', 'de', ['a.wav', 'b.wav'], 5)]
-    assert Speaker.calls[::2] == [('the model of run', {}), ('the model of run', given)]
+    assert done.json == {'wav': 'o.wav', 'seconds': 1.5, 'sample_rate': 22050, 'vocoder': 'griffin-lim',
+                         'report': [{'piece': 0}]}
+    assert calls == [('Hello', 'en', ['a.wav'], 0), ('Hallo', 'de', ['a.wav', 'b.wav'], 5)]
+    assert made == [('the model of run', {}), ('the model of run', given)]
     assert [(str(s['path']), s['wav'].shape, s['sample_rate']) for s in saved] == [
         ('say.wav', (33084,), 22050), ('o.wav', (33084,), 22050)]
+
+def test_say_reads_the_text_from_a_file(ran, behind, bars, speakers, tmp_path, monkeypatch):
+    behind('data.audio.save_audio')
+    (tmp_path / 'a.txt').write_bytes('\ufeffÄ.\nB.'.encode())
+    (tmp_path / 'b.txt').write_bytes(b'\xff')
+    say = f'say --run run --voice a.wav --text-file {tmp_path}/'
+    assert ran(f'{say}a.txt').code == 0
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO('ö'.encode())))
+    assert ran('say --run run --voice a.wav --text-file - --language auto').code == 0
+    assert [words[:2] for words in speakers[1]] == [('Ä.\nB.', 'en'), ('ö', 'auto')]
+    for line, words in ((f'{say}b.txt', 'b.txt: is not UTF-8'), (f'{say}a.txt a', 'Give either'),
+                        (f'{say}c.txt', 'c.txt: cannot be read (No such'),
+                        ('say --run run --voice a.wav', 'Give either')):
+        done = ran(line)
+        assert done.code == 2 and words in done.err
 
 
 # --- convert and grow ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 __all__ = ['SAY_CODES']
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0003
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +18,22 @@ from xtts_nb.app.terminal import (
 _voice = partial(command, panel='Voice')
 
 # %% ../../nbs/app/cli_speak.ipynb #5d65bdf9
+def _text_of(text: str | None, file: Path | None) -> str:
+    "The text that was given, or that of a file."
+    from xtts_nb.config import UserError
+    if (text is None) == (file is None): raise UserError('Give either a text or --text-file FILE.')
+    if text is not None: return text
+    try: return (sys.stdin.buffer.read() if str(file) == '-' else file.read_bytes()).decode('utf-8-sig')
+    except UnicodeDecodeError: raise UserError(f'{file}: is not UTF-8 text; save it as UTF-8.') from None
+    except OSError as e: raise UserError(f'{file}: cannot be read ({e.strerror}); give a file.') from None
+
 @_voice('say')
 def _say(
-    text: argument(str, 'Text to speak.'),
     run: option(Path, 'Folder of a trained run.'),
     voice: option(list[Path], 'Recording of the voice, a few seconds; may be given several times.'),
-    language: option(str, 'Language of the text.') = 'en',
+    text: argument(str | None, 'Text to speak, of any length.') = None,
+    text_file: option(Path | None, 'File with the text, in UTF-8; - reads stdin.') = None,
+    language: option(str, 'Language of the text; auto detects it for each sentence.') = 'en',
     out: option(Path, 'WAV file to write.') = Path('say.wav'),
     temperature: option(float | None, '0 takes the most probable code; more varies more.') = None,
     top_k: option(int | None, 'Most codes to sample from.') = None,
@@ -34,19 +45,21 @@ def _say(
     "Speak a text in the voice of a recording; other settings come from the config.yaml of the model."
     settings = given(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
                      speed=speed)
+    text = _text_of(text, text_file)
     start()
     from xtts_nb.data.audio import save_audio
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
+    from xtts_nb.speech.long import speak_whole
     with progress() as tell:
         tell('load the model', 0, 1)
         speaker = Speaker(XTTS.load(run), **settings)
         tell('speak', 0, 1)
-        wav = speaker(text, language, voice, seed)
+        wav, report = speak_whole(speaker, text, language, voice, seed, progress=stage(tell, 'speak'))
     save_audio(out, wav, speaker.sample_rate)
     seconds = len(wav) / speaker.sample_rate
     result = {'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate,
-              'vocoder': speaker.vocoder}
+              'vocoder': speaker.vocoder, 'report': report}
     return result, f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}'
 
 # %% ../../nbs/app/cli_speak.ipynb #5a7b0c12

@@ -1,0 +1,186 @@
+"Long text: nothing lost, nothing too long, linear; spoken in order with pauses, and what cannot be spoken."
+import sys
+from random import Random
+
+import numpy as np
+import pytest
+
+from xtts_nb.config import UserError
+from xtts_nb.data.audio import synthetic_voice
+from xtts_nb.data.languages import LANGUAGES
+from xtts_nb.data.text import Tokenizer
+from xtts_nb.speech.generate import Speaker
+from xtts_nb.speech.long import (
+    CHARACTERS, Piece, _separable, language_runs, speak_long, speak_whole, split_text, text_pieces)
+
+VOICE = synthetic_voice(1.)
+SCRIPTS = {'ru': 'абвгд', 'ar': 'ابتثَِ', 'fa': 'اب\u200cپچَ', 'zh-cn': '你好吗，。！', 'ja': '私はカ゛ー。、',
+           'hi': 'कि्षा।ं', 'ko': '안녕가\u1100\u1161\u11a8'}
+MARKS = ' ' * 20 + ',.;:!?…"\')-—\n0123456789e\u0301👍🏽🇩🇪👩\u200d🚀'
+EVERY = [*LANGUAGES, 'fa']
+
+
+def texts(language, n):
+    "Words, no spaces, digits, mixed scripts, marks alone, spaces, and marks that combine."
+    draw, letters = Random(language), SCRIPTS.get(language, 'abcdeßñ')
+    yield ''.join(draw.choices(letters * 9 + MARKS, k=n))
+    yield ''.join(draw.choices(letters, k=n))
+    yield ''.join(draw.choices('0123456789', k=n))
+    yield ''.join(draw.choices(''.join(SCRIPTS.values()) + 'abcXYZ' + MARKS, k=n))
+    for unit in ('. ', ' \n', 'a\u0301\u0300', '\ud83d\ude00'): yield unit * (n // len(unit))
+
+
+def check(text, language, most):
+    "Split, with `most` weighted characters to a piece; the weighed characters for each of the text."
+    weighed, weigh = [], lambda piece: sum(4 if c.isdecimal() else 1 for c in piece.strip())
+    def fits(piece):
+        weighed.append(len(piece))
+        return weigh(piece) <= most
+    pieces = split_text(text, language, fits)
+    limit = min(most, CHARACTERS[language[:2]])
+    assert ''.join(p.text for p in pieces) == text and {p.language for p in pieces} == {language}
+    place = 0
+    for piece in pieces:
+        assert piece.text and weigh(piece.text) <= most and len(piece.text.strip()) <= limit
+        assert 0 <= piece.pause <= 0.7 and (not place or _separable(text, place))
+        place += len(piece.text)
+    return sum(weighed) / len(text)
+
+@pytest.mark.parametrize('language', EVERY)
+def test_no_character_is_lost_and_every_piece_fits(language):
+    for text in texts(language, 3000): check(text, language, 60)
+
+@pytest.mark.parametrize('language, most', [('en', 100), ('zh-cn', 999)])
+def test_the_work_grows_with_the_text(language, most):
+    "Counted in characters that `fits` sees."
+    for text in texts(language, 100_000): assert check(text, language, most) < 6
+
+@pytest.mark.slow
+@pytest.mark.parametrize('language', EVERY)
+def test_a_long_text_of_each_language(language):
+    for text in texts(language, 100_000): assert check(text, language, 120) < 6
+
+
+ALWAYS = lambda piece: True
+
+@pytest.mark.parametrize('language, marked', [
+    ('en', 'He met Dr. Smith there today. |Prof. X paid him $3.50 for it. |"Stop it now!" he said to me… '
+           'and left. |Was it over then? |Yes, it was at 5.30 or so.'),
+    ('en', 'It was in the year 12. |Nobody came there.\n\n|A title of a chapter\n \n|The text that goes on\n'
+           'here, i.e. so.'),
+    ('de', 'Sie kam am 3. Mai mit ihm an. |Das war im Jahr 1990. |Dann z. B. Äpfel, Birnen und anderes.'),
+    ('es', '¿Qué tal está usted hoy? |¡Muy bien, gracias a Dios! |Y a la Sra. López también.'),
+    ('zh-cn', '你好，我是学生。|今天天气很好！|你去哪里呢？|「好。」他就这样说。|'
+              '他说ok，好的。|ok，就这样说'),
+    ('hi', 'वह घर गया था। |वह कल आया है।'), ('ar', 'كيف حالك اليوم؟ |أنا بخير والحمد لله.'),
+    ('ru', 'Это г. Москва, ул. Ленина. |Мы там живём давно.'), ('en', '\n\n  The only one of them\n\n')])
+def test_sentences(language, marked):
+    assert '|'.join(p.text for p in split_text(marked.replace('|', ''), language, ALWAYS)) == marked
+
+@pytest.mark.parametrize('text, pieces', [
+    ('Yes. The dog sleeps all day.', 1), ('The dog sleeps all day. Yes.', 1), ('The dog sleeps. . . - ', 1),
+    ('Yes.\n\nThe dog sleeps all day.', 2), ('Yes. No. The dog sleeps all day. No. The cat is asleep.', 2),
+    ('The dog sleeps all day. No.\n\nThe cat is asleep.', 2)])
+def test_a_short_piece_is_joined(text, pieces): assert len(split_text(text, 'en', ALWAYS)) == pieces
+
+def test_the_pause_follows_the_punctuation():
+    text = ('This is the first one. This is the second… This is the third, long one; and here, yes, a very '
+            'long part\n\nof what is it? "Look at that!" he said')
+    fits = lambda piece: len(piece.strip()) <= 26
+    assert [(p.text.strip()[-5:], p.pause) for p in split_text(text, 'en', fits)] == [
+        (' one.', .35), ('cond…', .5), ('hird,', .15), (' yes,', .15), (' part', .7),
+        ('s it?', .35), ('hat!"', .25), (' said', 0)]
+
+@pytest.mark.parametrize('text, most, parts', [
+    ('one two, three four five', 20, ['one two, ', 'three four five']),   # a clause before a space
+    ('ab, ' + 'c' * 30, 20, ['ab, ' + 'c' * 13, 'c' * 17]),   # not at its edge
+    ('在那2024年他来', 6, ['在那2024', '年他来']), ('123456', 3, ['123', '456']),
+    ('a' + '\u0301' * 9, 3, ['a' + '\u0301' * 9])])
+def test_where_a_long_sentence_is_divided(text, most, parts):
+    assert [p.text for p in split_text(text, 'zh', lambda piece: len(piece.strip()) <= most)] == parts
+
+def test_numbers_count_as_they_are_read(xtts):
+    "Each piece has the tokens of its words, not of its digits."
+    tokenizer = Tokenizer(xtts.tokenizer.bpe, 'xtts')
+    count = lambda piece: len(tokenizer.encode(piece, 'en'))
+    pieces = split_text('1234567 ' * 9, 'en', lambda piece: count(piece) <= 150)
+    assert len(pieces) > 3 and max(count(p.text) for p in pieces) <= 150
+
+
+# --- the language -------------------------------------------------------------------------------------------
+
+def test_each_sentence_has_its_language():
+    parts = [('I like it a lot. No. Really? ', 'en'), ('Das Leben ist schön, und ich komme morgen. ', 'de'),
+             ('That is all. ', 'en'), ('你好。我是学生。', 'zh-cn'), ('今日は天気がいいですね。', 'ja')]
+    text = ''.join(part for part, _ in parts)
+    assert language_runs(text, ['de', 'en', 'it', 'ja', 'xx', 'zh-cn']) == parts
+    assert language_runs(text, ['fa']) == [(text, 'fa')]
+    with pytest.raises(UserError, match='en, xx.*give the language'): language_runs(text, ['en', 'xx'])
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'lingua', None)
+    with pytest.raises(UserError, match=r"pip install 'xtts_nb\[detect\]'"): language_runs('a', ['en', 'de'])
+
+
+# --- speaking -----------------------------------------------------------------------------------------------
+
+class Recorder:
+    "Speaks a text as as many samples as it has characters, each the number of the batch."
+    sample_rate = 100
+    def __init__(self, xtts, reports=None):
+        self.xtts, self.batches, self._ids = xtts, [], Speaker._ids.__get__(self)
+        self.speech = xtts.config.replace(speech={'speed': 2}).speech
+        if reports: self.reports = reports
+    def listen(self, reference): return f'heard {reference}'
+    def batch(self, *given):
+        self.batches.append(given)
+        return [np.full(len(text), len(self.batches), np.float32) for text in given[0]]
+
+@pytest.fixture
+def recorder(xtts): return Recorder(xtts)
+
+TEXT = 'aa bb cc dd ee ff\n\ngg hh\n\naa bb cc dd ee ff gg hh\n\nbb'
+
+def test_pieces_are_spoken_in_order(recorder):
+    done = []
+    spoken = speak_long(recorder, TEXT, 'en', 'me', 7, rows=3, progress=lambda *n: done.append(n))
+    assert not recorder.batches
+    first = next(spoken)
+    assert first.piece == Piece('aa bb cc dd ee ff\n\n', 'en', .7) and first.report == []
+    assert first.wav.tolist() == [1] * 19 + [0] * 35 and len(recorder.batches) == 1   # 0.7 s at speed 2
+    rest = [*spoken]
+    assert [s.wav.max() for s in rest] == [1, 1, 2] and len(rest[-1].wav) == 2
+    assert ''.join(s.piece.text for s in [first, *rest]) == TEXT and done == [(3, 4), (4, 4)]
+    texts = [p.text for p in text_pieces(recorder, TEXT, 'en')[0]]
+    assert recorder.batches == [(tuple(texts[:3]), ('en',) * 3, ['heard me'] * 3, 7),
+                                (('bb',) * 3, ('en',) * 3, ['heard me'] * 3, 10)]
+
+def test_pieces_of_similar_length_together(recorder):
+    wav, report = speak_whole(recorder, TEXT, 'en', 'me', rows=2)
+    assert [[len(t.strip()) for t in texts] for texts, *_ in recorder.batches] == [[2, 5], [17, 23]]
+    assert report == [] and wav[[0, 19, 54, -1]].tolist() == [2, 0, 1, 1]
+    assert len(wav) == len(TEXT) + 3 * 35
+
+def test_reports_name_their_piece(xtts):
+    recorder = Recorder(xtts, [[{'found': 'x'}], []])
+    _, report = speak_whole(recorder, f'{TEXT}\n\n*', 'en', 'me', rows=2, early=True)
+    assert report == [{'piece': 0, 'text': 'aa bb cc dd ee ff', 'found': 'x'},
+                      {'piece': 2, 'text': 'aa bb cc dd ee ff gg hh', 'found': 'x'},
+                      {'piece': 4, 'text': '*', 'found': 'nothing to say', 'done': 'skipped'}]
+
+@pytest.mark.parametrize('language', ['en', 'auto'])
+@pytest.mark.parametrize('text, words', [
+    ('', 'empty'), (' \n', 'empty'), ('- * \n\n…', 'no letter'), ('aa\n\nbb ж', '"bb ж".*ж'),
+    ('aa \udcff', 'UTF-8')])
+def test_what_cannot_be_spoken_is_refused_at_once(recorder, text, language, words):
+    with pytest.raises(UserError, match=words): speak_long(recorder, text, language, 'me')
+
+def test_a_language_that_the_model_does_not_know(recorder):
+    for text in ('aa', ''):
+        with pytest.raises(UserError, match='"xx"'): speak_long(recorder, text, 'xx', 'me')
+
+@pytest.mark.slow
+def test_a_speaker_says_the_same_as_alone(xtts):
+    speaker = Speaker(xtts, max_seconds=0.3)
+    wav, report = speak_whole(speaker, 'aa bb', 'en', VOICE)
+    assert np.array_equal(wav, speaker('aa bb', 'en', VOICE)) and not report
