@@ -181,6 +181,27 @@ def xtts(small, prepared, dvae):
 
 
 @pytest.fixture(scope='session')
+def with_hifigan(xtts, small, tmp_path_factory):
+    "The folder of the same model, with a decoder and a speaker encoder in its file; to be read only."
+    from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
+    from xtts_nb.models.weights import named_weights, save_weights
+    folder = tmp_path_factory.mktemp('hifigan') / 'm'
+    xtts.save(folder)
+    path, nets = folder / 'model.safetensors', {'decoder/': HiFiGAN(small), 'speaker/': SpeakerEncoder(small)}
+    save_weights(path, {n: v for part, net in nets.items() for n, v in named_weights(net, part).items()},
+                 others_from=path)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def singer(with_hifigan):
+    "Its speaker."
+    from xtts_nb.models.xtts import XTTS
+    from xtts_nb.speech.generate import Speaker
+    return Speaker(XTTS.load(with_hifigan))
+
+
+@pytest.fixture(scope='session')
 def batch(prepared, small):
     "The first batch, of four clips."
     from xtts_nb.data.native import BatchPlan, cached_batches

@@ -24,7 +24,8 @@ from xtts_nb.config import XTTSConfig
 COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['monitor'],
             ['bench'], ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['bench', 'say'],
             ['train-dvae'], ['train-voice'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'],
-            ['grow'], ['parity'], ['config'], ['config', 'create'], ['configure'], ['check']]
+            ['grow'], ['parity'], ['config'], ['config', 'create'], ['configure'], ['check'], ['voices'],
+            ['voices', 'add'], ['voices', 'blend']]
 
 
 @pytest.fixture(scope='session')
@@ -75,7 +76,7 @@ def test_help_imports_nothing_heavy(command):
     assert done.returncode == 0 and 'Usage' in done.stdout
     assert 'tensorflow' not in done.stderr and 'keras' not in done.stderr and 'heavy:' in done.stderr
     if not command: assert all(names[0] in done.stdout for names in COMMANDS if names)
-    else: assert command in (['bench'], ['convert'], ['config']) or '--json' in done.stdout
+    else: assert command in (['bench'], ['convert'], ['config'], ['voices']) or '--json' in done.stdout
 
 @pytest.mark.parametrize('arguments', [
     ['no-such-command'], ['prepare'], ['prepare', 'corpus'], ['train', '--no-such-option'],

@@ -101,6 +101,52 @@ def test_say(ran, behind, bars, speakers):
     assert made == [('the model of run', {}), ('the model of run', given)]
     assert [(str(s['path']), s['wav'].shape, s['sample_rate']) for s in saved] == [
         ('say.wav', (33084,), 22050), ('o.wav', (33084,), 22050)]
+    found = behind('speech.voices.find_voice', ['ANNA'])
+    assert ran('say Hello --model m --voice anna --voices v').code == 0
+    assert (made[-1], calls[-1]) == (('the model of m', {}), ('Hello', 'en', ['ANNA'], 0))
+    assert [{k: str(v) for k, v in call.items()} for call in found] == [
+        {'given': "[PosixPath('anna')]", 'xtts': 'the model of m', 'folder': 'v'}]
+
+
+# --- voices -------------------------------------------------------------------------------------------------
+
+ANNA = {'name': 'anna', 'seconds': 3.5,
+        'made_from': [{'name': 'a.wav', 'seconds': 3.}, {'name': 'b.mp3', 'seconds': 0.5}]}
+BOTH = {'name': 'both', 'seconds': 0.,
+        'made_from': [{'name': 'anna', 'weight': 0.75}, {'name': 'bob', 'weight': 0.25}]}
+
+def text_of(call): return {k: [*map(str, v)] if isinstance(v, list) else str(v) for k, v in call.items()}
+
+def test_voices_add(ran, behind, bars, monkeypatch):
+    monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda folder: f'the model of {folder}')
+    monkeypatch.setattr('xtts_nb.speech.generate.Speaker', lambda xtts: f'a speaker of {xtts}')
+    added = behind('speech.voices.add_voice', ANNA)
+    assert ran('voices add anna a.wav b.mp3 --model m --voices v').out == 'anna: a.wav (3 s), b.mp3 (0.5 s)\n'
+    assert bars == [('start', {}), ('load the model', 0, 1), ('make the voice', 0, 1)]
+    assert ran('voices add anna a.wav --model m --voices v --force --json').json == ANNA
+    asked = {'folder': 'v', 'name': 'anna', 'recordings': ['a.wav', 'b.mp3'],
+             'speaker': 'a speaker of the model of m', 'force': 'False'}
+    assert [text_of(call) for call in added] == [asked, asked | {'recordings': ['a.wav'], 'force': 'True'}]
+
+def test_voices_list(ran, behind):
+    rows = [ANNA, BOTH, {'name': 'bad', 'error': 'holds no voice.'}]
+    behind('speech.voices.list_voices', lambda folder: rows if folder.name == 'v' else [])
+    lines = ['anna: a.wav (3 s), b.mp3 (0.5 s)', 'both: 75% anna, 25% bob', 'bad: holds no voice.']
+    assert ran('voices list --voices v').out.splitlines() == lines
+    assert ran('voices list --voices v --json').json == {'voices': rows}
+    assert ran('voices list --voices none').out == 'none: holds no voice.\n'
+
+def test_voices_blend_and_remove(ran, behind):
+    blended, removed = behind('speech.voices.blend_voices', BOTH), behind('speech.voices.remove_voice')
+    assert ran('voices blend both anna=3 bob --voices v').out == 'both: 75% anna, 25% bob\n'
+    assert ran('voices blend both a=b=0.5 --voices v --force --json').json == BOTH
+    assert [(str(c['folder']), c['name'], c['weights'], c['force']) for c in blended] == [
+        ('v', 'both', {'anna': 3., 'bob': 1.}, False), ('v', 'both', {'a=b': 0.5}, True)]
+    done = ran('voices blend both anna=much --voices v')
+    assert done.code == 2 and '"anna=much": the weight is no number; write NAME=WEIGHT.' in done.err
+    assert ran('voices remove anna --voices v').out == 'anna: removed from v\n'
+    assert ran('voices remove anna --voices v --json').json == {'removed': 'anna'}
+    assert [text_of(call) for call in removed] == [{'folder': 'v', 'name': 'anna'}] * 2
 
 def test_say_reads_the_text_from_a_file(ran, behind, bars, speakers, tmp_path, monkeypatch):
     behind('data.audio.save_audio')

@@ -12,7 +12,6 @@ from xtts_nb.speech import generate as synthesis
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.config import AudioConfig, SpeechConfig, UserError
 from xtts_nb.models.gpt import GPT
-from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.layers import causal_mask, TransformerBlock
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.app.parity import greedy_parity, utterance_parity
@@ -21,7 +20,7 @@ from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech.generate import (
     Speaker, Voice, cached_block, generate, never_stop, read_reference, reference_mels, sample_code,
     say_speed, whole_prefix)
-from xtts_nb.models.weights import named_weights, save_weights
+from xtts_nb.models.weights import save_weights
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
 
@@ -519,19 +518,6 @@ def test_the_reference_is_divided_by_the_constants_of_the_gpt(xtts, small):
 
 
 # --- HiFi-GAN -----------------------------------------------------------------------------------------------
-
-@pytest.fixture(scope='module')
-def with_hifigan(xtts, small, tmp_path_factory):
-    "The folder of the same model, with a decoder and a speaker encoder in its file."
-    folder = tmp_path_factory.mktemp('hifigan') / 'm'
-    xtts.save(folder)
-    path, nets = folder / 'model.safetensors', {'decoder': HiFiGAN(small), 'speaker': SpeakerEncoder(small)}
-    save_weights(path, {f'{part}/{n}': v for part, net in nets.items()
-                        for n, v in named_weights(net).items()}, others_from=path)
-    return folder
-
-@pytest.fixture(scope='module')
-def singer(with_hifigan): return Speaker(XTTS.load(with_hifigan))
 
 def test_a_model_says_what_it_speaks_with(speaker, singer):
     assert (speaker.vocoder, speaker.sample_rate) == ('griffin-lim', 22050)

@@ -20,6 +20,7 @@ from keras import ops
 from ..bench import compare
 from ..config import AudioConfig, SpeechConfig, UserError, XTTSConfig
 from ..data.audio import griffin_lim, load_audio, log_mel, resample, speaker_log_mel
+from ..data.corpora import SILENT
 from ..data.text import pad_ids, TEXT_STOP
 from ..models.gpt import GPT, joint_mask, shifted
 from ..models.hifigan import HiFiGAN, stretch
@@ -245,7 +246,7 @@ def read_reference(
     audio: AudioConfig,
     seconds: float = 30.,                 # the rest is cut off
 ) -> np.ndarray:                          # (N,)
-    "The recording of a voice; raises `UserError` for less than half a second of it."
+    "The recording of a voice; raises `UserError` for silence, or less than half a second."
     wav = reference if isinstance(reference, np.ndarray) else load_audio(reference, audio.sample_rate)
     name = 'the reference' if isinstance(reference, np.ndarray) else reference
     if wav.ndim != 1 or not np.isfinite(wav).all():
@@ -254,7 +255,9 @@ def read_reference(
     if len(wav) < audio.sample_rate // 2:
         raise UserError(f'{name}: {len(wav) / audio.sample_rate:.2f} s are too short for a reference voice; '
                         'give at least 0.5 s.')
-    return wav[:int(seconds * audio.sample_rate)]
+    wav = wav[:int(seconds * audio.sample_rate)]
+    if np.ptp(wav) < 2 * SILENT: raise UserError(f'{name}: is silent; give a recording of the voice.')
+    return wav
 
 # %% ../../nbs/60_speech.ipynb #4682e301
 def reference_mels(
