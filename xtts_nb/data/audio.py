@@ -312,11 +312,13 @@ def log_mel_numpy(
 # %% ../../nbs/data/audio.ipynb #34a04542
 def _spectrum_from_mel(mel: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
     "The non-negative spectrum (F, n_fft // 2 + 1) that fits a log-mel (F, C) best, as magnitude."
-    filters, power = mel_filterbank(n_fft, audio), tf.exp(mel)
-    estimate = tf.tensordot(power, filters.T, 1) + LOG_FLOOR
+    filters = mel_filterbank(n_fft, audio)
+    filters, back = tf.constant(filters), tf.constant(filters.T)   # one copy each in the graph
+    wanted = tf.tensordot(tf.exp(mel), back, 1)
+    estimate = wanted + LOG_FLOOR
     for _ in range(60):
-        explained = tf.tensordot(tf.tensordot(estimate, filters, 1), filters.T, 1)
-        estimate *= tf.tensordot(power, filters.T, 1) / (explained + 1e-9)
+        explained = tf.tensordot(tf.tensordot(estimate, filters, 1), back, 1)
+        estimate *= wanted / (explained + 1e-9)
     return tf.sqrt(estimate)
 
 def _inverse_stft(spectrum: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
