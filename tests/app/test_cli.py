@@ -25,7 +25,7 @@ COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['tr
             ['bench'], ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['bench', 'say'],
             ['train-dvae'], ['train-voice'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'],
             ['grow'], ['parity'], ['config'], ['config', 'create'], ['configure'], ['check'], ['voices'],
-            ['voices', 'add'], ['voices', 'blend']]
+            ['voices', 'add'], ['voices', 'blend'], ['convert', 'to-savedmodel']]
 
 
 @pytest.fixture(scope='session')

@@ -107,6 +107,21 @@ def test_say(ran, behind, bars, speakers):
     assert [{k: str(v) for k, v in call.items()} for call in found] == [
         {'given': "[PosixPath('anna')]", 'xtts': 'the model of m', 'folder': 'v'}]
 
+def test_say_reads_the_text_from_a_file(ran, behind, bars, speakers, tmp_path, monkeypatch):
+    behind('data.audio.save_audio')
+    (tmp_path / 'a.txt').write_bytes('\ufeffÄ.\nB.'.encode())
+    (tmp_path / 'b.txt').write_bytes(b'\xff')
+    say = f'say --run run --voice a.wav --text-file {tmp_path}/'
+    assert ran(f'{say}a.txt').code == 0
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO('ö'.encode())))
+    assert ran('say --run run --voice a.wav --text-file - --language auto').code == 0
+    assert [words[:2] for words in speakers[1]] == [('Ä.\nB.', 'en'), ('ö', 'auto')]
+    for line, words in ((f'{say}b.txt', 'b.txt: is not UTF-8'), (f'{say}a.txt a', 'Give either'),
+                        (f'{say}c.txt', 'c.txt: cannot be read (No such'),
+                        ('say --run run --voice a.wav', 'Give either')):
+        done = ran(line)
+        assert done.code == 2 and words in done.err
+
 
 # --- voices -------------------------------------------------------------------------------------------------
 
@@ -148,20 +163,19 @@ def test_voices_blend_and_remove(ran, behind):
     assert ran('voices remove anna --voices v --json').json == {'removed': 'anna'}
     assert [text_of(call) for call in removed] == [{'folder': 'v', 'name': 'anna'}] * 2
 
-def test_say_reads_the_text_from_a_file(ran, behind, bars, speakers, tmp_path, monkeypatch):
-    behind('data.audio.save_audio')
-    (tmp_path / 'a.txt').write_bytes('\ufeffÄ.\nB.'.encode())
-    (tmp_path / 'b.txt').write_bytes(b'\xff')
-    say = f'say --run run --voice a.wav --text-file {tmp_path}/'
-    assert ran(f'{say}a.txt').code == 0
-    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO('ö'.encode())))
-    assert ran('say --run run --voice a.wav --text-file - --language auto').code == 0
-    assert [words[:2] for words in speakers[1]] == [('Ä.\nB.', 'en'), ('ö', 'auto')]
-    for line, words in ((f'{say}b.txt', 'b.txt: is not UTF-8'), (f'{say}a.txt a', 'Give either'),
-                        (f'{say}c.txt', 'c.txt: cannot be read (No such'),
-                        ('say --run run --voice a.wav', 'Give either')):
-        done = ran(line)
-        assert done.code == 2 and words in done.err
+def test_to_savedmodel(ran, behind, bars, monkeypatch):
+    monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda folder: f'the model of {folder}')
+    monkeypatch.setattr('xtts_nb.speech.generate.Speaker', lambda xtts: f'a speaker of {xtts}')
+    asked = behind('speech.export.export_speaker',
+                   lambda voices, **_: {'vocoder': 'hifigan', 'voices': [*map(str, voices)]})
+    line = 'convert to-savedmodel m o'
+    assert ran(f'{line} --voice anna --voice bob --voices v').out == (
+        'o: hifigan, voices: anna, bob; see o/README.md\n')
+    assert bars == [('start', {}), ('load the model', 0, 1), ('write the graph', 0, 1)]
+    assert ran(line).out == 'o: hifigan, voices: none; see o/README.md\n'
+    assert ran(f'{line} --json').json == {'vocoder': 'hifigan', 'voices': [], 'out': 'o'}
+    first = {'speaker': 'a speaker of the model of m', 'out': 'o', 'voices': ['anna', 'bob'], 'folder': 'v'}
+    assert [text_of(call) for call in asked] == [first, *[first | {'voices': '()', 'folder': 'None'}] * 2]
 
 
 # --- convert and grow ---------------------------------------------------------------------------------------

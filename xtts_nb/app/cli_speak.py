@@ -12,9 +12,9 @@ from pathlib import Path
 
 import typer
 
-from xtts_nb.app.terminal import (
-    app, argument, bench_app, command, given, option, Preset, progress, Record, Rounds, stage, start, table,
-    write_record)
+from .terminal import (
+    app, argument, bench_app, command, convert_app, given, option, Preset, progress, Record, Rounds, stage,
+    start, table, write_record)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0004
 _voice = partial(command, panel='Voice')
@@ -140,6 +140,27 @@ def _voices_remove(name: Name, voices: Voices):
     from xtts_nb.speech.voices import remove_voice
     remove_voice(voices, name)
     return {'removed': name}, f'{name}: removed from {voices}'
+
+# %% ../../nbs/app/cli_speak.ipynb #7c0e000c
+@command('to-savedmodel', group=convert_app)
+def _convert_to_savedmodel(
+    folder: argument(Path, 'Folder of a model or of a run.', metavar='MODEL'),
+    out: argument(Path, 'A new folder.'),
+    voice: option(list[Path] | None, 'Recording or saved voice to put beside it; may be repeated.') = None,
+    voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.') = None,
+):
+    "Write a TensorFlow SavedModel of text ids and a voice to samples, with tokenizer, voices and README."
+    start()
+    from xtts_nb.models.xtts import XTTS
+    from xtts_nb.speech.export import export_speaker
+    from xtts_nb.speech.generate import Speaker
+    with progress() as tell:
+        tell('load the model', 0, 1)
+        speaker = Speaker(XTTS.load(folder))
+        tell('write the graph', 0, 1)
+        result = export_speaker(speaker, out, voice or (), voices)
+    names = ', '.join(result['voices']) or 'none'
+    return result | {'out': str(out)}, f'{out}: {result["vocoder"]}, voices: {names}; see {out / "README.md"}'
 
 # %% ../../nbs/app/cli_speak.ipynb #5a7b0c12
 SAY_CODES = 64   # of each text, 3 s of sound

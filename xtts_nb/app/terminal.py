@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help='XTTS in TensorFlow, with the accelerator kept busy.')
 bench_app = typer.Typer(no_args_is_help=True, help='Measure a bottleneck before and after its fix.')
 app.add_typer(bench_app, name='bench', rich_help_panel='Monitoring')
-convert_app = typer.Typer(no_args_is_help=True, help='Checkpoints of coqui-tts, in and out.')
+convert_app = typer.Typer(no_args_is_help=True, help='Checkpoints of coqui-tts, in and out, and SavedModels.')
 app.add_typer(convert_app, name='convert', rich_help_panel='Voice')
 
 def option(kind, text: str, *names: str, **settings):

@@ -1,0 +1,108 @@
+"The SavedModel sounds as the speaker does, in a process that cannot import the library."
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.config import UserError
+from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
+from xtts_nb.speech.export import export_speaker
+from xtts_nb.speech.generate import Speaker
+from xtts_nb.speech.voices import add_voice, load_voice
+
+TEXT = 'aa bb'
+ALONE = '''
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] == 'xtts_nb': raise ImportError(name)
+sys.meta_path.insert(0, Blocker())
+TEXT = 'aa bb'
+'''
+MORE = '''
+sounds = {}
+def call(text, length, codes):
+    return speak(text=tf.constant([text]), length=tf.constant([length]), seed=tf.constant(3),
+                 max_codes=tf.constant(codes), **voice)['wav'].numpy()
+for text, codes in (ids, 9999), (ids + [0] * 3, 5), (ids, 0): sounds[str(codes)] = call(text, len(ids), codes)
+for text, length in (ids * 20, 4), (ids, 99):
+    try: call(text, length, 1)
+    except tf.errors.InvalidArgumentError as e: assert 'text: at most 40 ids' in str(e)
+    else: raise AssertionError
+import numpy
+numpy.savez('sounds.npz', **sounds)
+assert not any(name.split('.')[0] == 'xtts_nb' for name in sys.modules)
+'''
+
+@pytest.fixture(scope='module', params=[('singer', 'sampled'),
+                                        pytest.param(('xtts', 'greedy'), marks=pytest.mark.slow)], ids=str)
+def made(request, tmp_path_factory):
+    "A speaker, its exported folder, and what another process made of it."
+    fixture, signature = request.param
+    xtts = request.getfixturevalue(fixture)
+    xtts, settings = getattr(xtts, 'xtts', xtts), {'top_k': 9, 'speed': 0.8}
+    speaker, home = Speaker(xtts, temperature=1.5, **settings), tmp_path_factory.mktemp('export')
+    add_voice(home / 'voices', "d'or", [synthetic_voice(1.)], speaker)
+    about = export_speaker(speaker, home / 'out', folder=home / 'voices')
+    program = re.search(r'```python\n(.*?)```', (home / 'out/README.md').read_text(), re.DOTALL)[1]
+    program = ALONE + program.replace('sampled', signature) + MORE
+    subprocess.run([sys.executable, '-c', program], cwd=home / 'out', check=True)
+    if signature == 'greedy': speaker = Speaker(xtts, temperature=0., **settings)
+    with np.load(home / 'out/sounds.npz') as file: return speaker, home, about, dict(file)
+
+def test_another_process_makes_the_same_sound(made):
+    speaker, home, about, sounds = made
+    voice = load_voice(home / "voices/d'or.safetensors", speaker.xtts)
+    expected, said = speaker(TEXT, 'en', voice, seed=3), speaker(TEXT, 'en', voice)
+    assert expected.shape == sounds['9999'].shape and np.allclose(expected, sounds['9999'], atol=1e-3)
+    assert 0 < len(sounds['0']) < len(sounds['5']) < len(expected)
+    assert np.abs(load_audio(home / 'out/say.wav', speaker.sample_rate) - said.clip(-1, 1)).max() < 1e-3
+
+def test_what_lies_beside_the_graph(made):
+    speaker, home, about, _ = made
+    assert json.loads((home / 'out/export.json').read_text()) == about == {
+        'sample_rate': speaker.sample_rate, 'vocoder': speaker.vocoder, 'max_text_tokens': 40,
+        'max_codes': 48, 'languages': ['en'], 'cleaner': 'plain', 'voices': ["d'or"],
+        'speech': {'temperature': 1.5, 'top_k': 9, 'top_p': 0.85, 'repetition_penalty': 1., 'speed': 0.8}}
+    stored = (home / "out/voices/d'or.safetensors").read_bytes()
+    assert stored == (home / "voices/d'or.safetensors").read_bytes()
+    readme = (home / 'out/README.md').read_text()
+    assert '- `prompt`: float32 (4, 64)\n' in readme and '- `text`: int32 (1, None)\n' in readme
+    assert ('- `vector`: float32 (32,)\n' in readme) == (speaker.vocoder == 'hifigan')
+    assert f'at {speaker.sample_rate} Hz' in readme and 'most 48,' in readme and '`[en]`' in readme
+
+def test_only_the_weights_that_speak_are_written(made):
+    speaker, home, _, _ = made
+    sizes = [shape for _, shape in tf.train.list_variables(str(home / 'out/model/variables/variables'))]
+    written = sum(int(np.prod(shape)) for shape in sizes)
+    gpt, net = speaker.xtts.gpt, speaker.xtts.hifigan[0] if speaker.xtts.hifigan else speaker.xtts.dvae
+    assert written < gpt.count_params() + net.count_params() - gpt.conditioning.count_params()
+
+@pytest.fixture
+def graphless(monkeypatch):
+    "The graph is not made."
+    monkeypatch.setattr('xtts_nb.speech.export.saved_model', lambda speaker, folder: folder.mkdir())
+
+def test_voices_of_several_kinds(xtts, graphless, tmp_path):
+    speaker = Speaker(xtts)
+    save_audio(tmp_path / 'anna.wav', synthetic_voice(1.))
+    add_voice(tmp_path / 'v', 'bob', [synthetic_voice(1.)], speaker)
+    bob = tmp_path / 'v/bob.safetensors'
+    assert export_speaker(speaker, tmp_path / 'a', [tmp_path / 'anna.wav', bob])['voices'] == ['anna', 'bob']
+    assert export_speaker(speaker, tmp_path / 'b', ['bob'], tmp_path / 'v')['voices'] == ['bob']
+    assert export_speaker(speaker, tmp_path / 'c')['voices'] == []
+    assert 'voices/NAME.safetensors' in (tmp_path / 'c/README.md').read_text()
+    for voices, words in (([bob, bob], 'another voice is called "bob" too; rename one'),
+                          ([bob.with_name('none.safetensors')], 'none.safetensors: not readable as weights')):
+        with pytest.raises(UserError, match=words): export_speaker(speaker, tmp_path / 'd', voices)
+    with pytest.raises(UserError, match='already holds something'): export_speaker(speaker, tmp_path / 'a')
+    assert not (tmp_path / 'd').exists()
+
+def test_the_readme_names_the_cleaner(toy_xtts, graphless, tmp_path):
+    export_speaker(Speaker(toy_xtts), tmp_path / 'o')
+    text = (tmp_path / 'o/README.md').read_text()
+    assert ('numbers and abbreviations as words' in text) == (toy_xtts.tokenizer.cleaner == 'xtts')
