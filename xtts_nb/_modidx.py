@@ -1639,6 +1639,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.speech.export._inputs': ('speech/export.html#_inputs', 'xtts_nb/speech/export.py'),
                                        'xtts_nb.speech.export._readme': ('speech/export.html#_readme', 'xtts_nb/speech/export.py'),
                                        'xtts_nb.speech.export._spoken': ('speech/export.html#_spoken', 'xtts_nb/speech/export.py'),
+                                       'xtts_nb.speech.export._temperature': ( 'speech/export.html#_temperature',
+                                                                               'xtts_nb/speech/export.py'),
                                        'xtts_nb.speech.export.export_speaker': ( 'speech/export.html#export_speaker',
                                                                                  'xtts_nb/speech/export.py'),
                                        'xtts_nb.speech.export.saved_model': ('speech/export.html#saved_model', 'xtts_nb/speech/export.py')},

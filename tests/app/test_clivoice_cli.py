@@ -165,7 +165,7 @@ def test_voices_blend_and_remove(ran, behind):
 
 def test_to_savedmodel(ran, behind, bars, monkeypatch):
     monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda folder: f'the model of {folder}')
-    monkeypatch.setattr('xtts_nb.speech.generate.Speaker', lambda xtts: f'a speaker of {xtts}')
+    monkeypatch.setattr('xtts_nb.speech.generate.Speaker', lambda xtts, **speech: f'{xtts} {speech}')
     asked = behind('speech.export.export_speaker',
                    lambda voices, **_: {'vocoder': 'hifigan', 'voices': [*map(str, voices)]})
     line = 'convert to-savedmodel m o'
@@ -173,9 +173,11 @@ def test_to_savedmodel(ran, behind, bars, monkeypatch):
         'o: hifigan, voices: anna, bob; see o/README.md\n')
     assert bars == [('start', {}), ('load the model', 0, 1), ('write the graph', 0, 1)]
     assert ran(line).out == 'o: hifigan, voices: none; see o/README.md\n'
-    assert ran(f'{line} --json').json == {'vocoder': 'hifigan', 'voices': [], 'out': 'o'}
-    first = {'speaker': 'a speaker of the model of m', 'out': 'o', 'voices': ['anna', 'bob'], 'folder': 'v'}
-    assert [text_of(call) for call in asked] == [first, *[first | {'voices': '()', 'folder': 'None'}] * 2]
+    assert ran(f'{line} --temperature 0.5 --json').json == {'vocoder': 'hifigan', 'voices': [], 'out': 'o'}
+    first = {'speaker': 'the model of m {}', 'out': 'o', 'voices': ['anna', 'bob'], 'folder': 'v'}
+    assert [text_of(call) for call in asked] == [
+        first, bare := first | {'voices': '()', 'folder': 'None'},
+        bare | {'speaker': "the model of m {'temperature': 0.5}"}]
 
 
 # --- convert and grow ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
-from xtts_nb.speech.export import export_speaker
+from xtts_nb.speech.export import export_speaker, saved_model
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import add_voice, load_voice
 
@@ -87,6 +87,17 @@ def graphless(monkeypatch):
     "The graph is not made."
     monkeypatch.setattr('xtts_nb.speech.export.saved_model', lambda speaker, folder: folder.mkdir())
 
+def test_the_temperatures_of_the_two_functions(xtts, monkeypatch, tmp_path):
+    drawn = []
+    def stop(speaker, temperature):
+        drawn.append(temperature)
+        if len(drawn) % 2 == 0: raise InterruptedError
+        return lambda **_: {'wav': tf.zeros(1)}
+    monkeypatch.setattr('xtts_nb.speech.export._spoken', stop)
+    for temperature in (0., 1.5):
+        with pytest.raises(InterruptedError): saved_model(Speaker(xtts, temperature=temperature), tmp_path)
+    assert drawn == [0., 0.75, 0., 1.5]
+
 def test_voices_of_several_kinds(xtts, graphless, tmp_path):
     speaker = Speaker(xtts)
     save_audio(tmp_path / 'anna.wav', synthetic_voice(1.))
@@ -94,7 +105,8 @@ def test_voices_of_several_kinds(xtts, graphless, tmp_path):
     bob = tmp_path / 'v/bob.safetensors'
     assert export_speaker(speaker, tmp_path / 'a', [tmp_path / 'anna.wav', bob])['voices'] == ['anna', 'bob']
     assert export_speaker(speaker, tmp_path / 'b', ['bob'], tmp_path / 'v')['voices'] == ['bob']
-    assert export_speaker(speaker, tmp_path / 'c')['voices'] == []
+    about = export_speaker(speaker, tmp_path / 'c')
+    assert about['voices'] == [] and about['speech']['temperature'] == 0.75   # its config says 0
     assert 'voices/NAME.safetensors' in (tmp_path / 'c/README.md').read_text()
     for voices, words in (([bob, bob], 'another voice is called "bob" too; rename one'),
                           ([bob.with_name('none.safetensors')], 'none.safetensors: not readable as weights')):

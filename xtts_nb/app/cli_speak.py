@@ -148,6 +148,7 @@ def _convert_to_savedmodel(
     out: argument(Path, 'A new folder.'),
     voice: option(list[Path] | None, 'Recording or saved voice to put beside it; may be repeated.') = None,
     voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.') = None,
+    temperature: option(float | None, 'Of the sampled codes; default: from the config.yaml.', min=0) = None,
 ):
     "Write a TensorFlow SavedModel of text ids and a voice to samples, with tokenizer, voices and README."
     start()
@@ -156,7 +157,7 @@ def _convert_to_savedmodel(
     from xtts_nb.speech.generate import Speaker
     with progress() as tell:
         tell('load the model', 0, 1)
-        speaker = Speaker(XTTS.load(folder))
+        speaker = Speaker(XTTS.load(folder), **given(temperature=temperature))
         tell('write the graph', 0, 1)
         result = export_speaker(speaker, out, voice or (), voices)
     names = ', '.join(result['voices']) or 'none'

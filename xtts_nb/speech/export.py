@@ -42,6 +42,8 @@ def _spoken(speaker: Speaker, temperature: float):
     return speak
 
 # %% ../../nbs/speech/export.ipynb #7e2c0007
+def _temperature(speaker: Speaker) -> float: return speaker.speech.temperature or 0.75   # of `sampled`
+
 def _inputs(speaker: Speaker) -> dict[str, tf.TensorSpec]:
     "Names, shapes and types of the arguments."
     model = speaker.xtts.config.model
@@ -57,7 +59,7 @@ def saved_model(
 ):
     "Write a SavedModel with the signatures `greedy` and `sampled`."
     module, specs, signatures = tf.Module(), _inputs(speaker), {}
-    for name, temperature in (('greedy', 0.), ('sampled', speaker.speech.temperature)):
+    for name, temperature in (('greedy', 0.), ('sampled', _temperature(speaker))):
         signatures[name] = tf.function(_spoken(speaker, temperature)).get_concrete_function(**specs)
     module.used = list({id(v): v for f in signatures.values() for v in f.graph.variables}.values())
     logger = tf.get_logger()
@@ -67,7 +69,7 @@ def saved_model(
     finally: logger.setLevel(level)
 
 # %% ../../nbs/speech/export.ipynb #7e2c0009
-_SETTINGS = 'temperature', 'top_k', 'top_p', 'repetition_penalty', 'speed'
+_SETTINGS = 'top_k', 'top_p', 'repetition_penalty', 'speed'
 
 def _copy_voices(
     speaker: Speaker,
@@ -102,7 +104,7 @@ def export_speaker(
             'sample_rate': speaker.sample_rate, 'vocoder': speaker.vocoder,
             'max_text_tokens': model.gpt.max_text_tokens, 'max_codes': speaker.max_codes,
             'languages': tokenizer.languages, 'cleaner': tokenizer.cleaner,
-            'speech': {name: getattr(s, name) for name in _SETTINGS},
+            'speech': {'temperature': _temperature(speaker)} | {name: getattr(s, name) for name in _SETTINGS},
             'voices': _copy_voices(speaker, voices, folder, part / 'voices')}
         saved_model(speaker, part / 'model')
         (part / 'tokenizer.json').write_text(tokenizer.bpe.to_str(), encoding='utf-8')
