@@ -14,7 +14,8 @@ TINY = XTTSConfig.tiny()
 
 
 def test_bounds():
-    check_bounds(('demo --steps', 1, 0), ('demo --seed', 0, -1), ('demo --seeds', 1, 0),
+    check_bounds(('say t --run r --voice v --retries', 0, -1), ('demo --steps', 1, 0),
+                 ('demo --seed', 0, -1), ('demo --seeds', 1, 0),
                  ('grow m o --language fa --texts t --tokens', 0, -1),
                  ('grow m o --language fa --texts t --seed', 0, -1))
 
@@ -69,6 +70,8 @@ def test_demo_of_several_seeds(ran, behind, bars):
 
 # --- say ----------------------------------------------------------------------------------------------------
 
+REPORT = [{'piece': 1, 'text': 'Hallo', 'found': 'no end', 'done': 'left'}]
+
 @pytest.fixture
 def speakers(monkeypatch):
     "Stubs the model; the settings of each speaker and the calls of `speak_whole`."
@@ -78,9 +81,10 @@ def speakers(monkeypatch):
     def speak_whole(speaker, text, language, voice, seed, progress):
         calls.append((text, language, [str(p) for p in voice], seed))
         progress(1, 2)
-        return np.zeros(3 * 11025 + 9), [{'piece': 0}]
+        return np.zeros(3 * 11025 + 9), REPORT if text == 'Hallo' else []
     calls = []
-    monkeypatch.setattr('xtts_nb.speech.generate.Speaker', Speaker)
+    monkeypatch.setattr('xtts_nb.speech.guard.GuardedSpeaker', Speaker)
+    monkeypatch.setattr('xtts_nb.speech.guard.run_rates', lambda run: f'the rates of {run}')
     monkeypatch.setattr('xtts_nb.speech.long.speak_whole', speak_whole)
     monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda run: f'the model of {run}')
     return Speaker.made, calls
@@ -94,16 +98,21 @@ def test_say(ran, behind, bars, speakers):
     given = {'temperature': 0., 'top_k': 0, 'top_p': 0.5, 'repetition_penalty': 1., 'speed': 2.}
     options = ' '.join(f'--{name.replace("_", "-")} {value}' for name, value in given.items())
     done = ran(f'say Hallo --run run --voice a.wav --voice b.wav --language de --out o.wav --seed 5 '
-               f'{options} --json')
+               f'{options} --retries 0 --json')
     assert done.json == {'wav': 'o.wav', 'seconds': 1.5, 'sample_rate': 22050, 'vocoder': 'griffin-lim',
-                         'report': [{'piece': 0}]}
+                         'report': REPORT}
     assert calls == [('Hello', 'en', ['a.wav'], 0), ('Hallo', 'de', ['a.wav', 'b.wav'], 5)]
-    assert made == [('the model of run', {}), ('the model of run', given)]
+    rates = {'rates': 'the rates of run'}
+    assert made == [('the model of run', {'retries': 2} | rates),
+                    ('the model of run', given | {'retries': 0} | rates)]
+    assert ran('say Hallo --run run --voice a.wav').out.endswith(
+        'griffin-lim\npiece 1, "Hallo": no end, left\n')
     assert [(str(s['path']), s['wav'].shape, s['sample_rate']) for s in saved] == [
-        ('say.wav', (33084,), 22050), ('o.wav', (33084,), 22050)]
+        ('say.wav', (33084,), 22050), ('o.wav', (33084,), 22050), ('say.wav', (33084,), 22050)]
     found = behind('speech.voices.find_voice', ['ANNA'])
     assert ran('say Hello --model m --voice anna --voices v').code == 0
-    assert (made[-1], calls[-1]) == (('the model of m', {}), ('Hello', 'en', ['ANNA'], 0))
+    assert made[-1] == ('the model of m', {'retries': 2, 'rates': 'the rates of m'})
+    assert calls[-1] == ('Hello', 'en', ['ANNA'], 0)
     assert [{k: str(v) for k, v in call.items()} for call in found] == [
         {'given': "[PosixPath('anna')]", 'xtts': 'the model of m', 'folder': 'v'}]
 

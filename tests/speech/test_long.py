@@ -10,8 +10,9 @@ from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.data.languages import LANGUAGES
 from xtts_nb.data.text import Tokenizer
 from xtts_nb.speech.generate import Speaker
+from xtts_nb.speech.guard import Rate
 from xtts_nb.speech.long import (
-    CHARACTERS, Piece, _separable, language_runs, speak_long, speak_whole, split_text, text_pieces)
+    MAX_CHARACTERS, TextPiece, _separable, language_runs, speak_long, speak_whole, split_text, text_pieces)
 
 VOICE = synthetic_voice(1.)
 SCRIPTS = {'ru': 'абвгд', 'ar': 'ابتثَِ', 'fa': 'اب\u200cپچَ', 'zh-cn': '你好吗，。！', 'ja': '私はカ゛ー。、',
@@ -37,7 +38,7 @@ def check(text, language, most):
         weighed.append(len(piece))
         return weigh(piece) <= most
     pieces = split_text(text, language, fits)
-    limit = min(most, CHARACTERS[language[:2]])
+    limit = min(most, MAX_CHARACTERS[language[:2]])
     assert ''.join(p.text for p in pieces) == text and {p.language for p in pieces} == {language}
     place = 0
     for piece in pieces:
@@ -146,7 +147,7 @@ def test_pieces_are_spoken_in_order(recorder):
     spoken = speak_long(recorder, TEXT, 'en', 'me', 7, rows=3, progress=lambda *n: done.append(n))
     assert not recorder.batches
     first = next(spoken)
-    assert first.piece == Piece('aa bb cc dd ee ff\n\n', 'en', .7) and first.report == []
+    assert first.piece == TextPiece('aa bb cc dd ee ff\n\n', 'en', .7) and first.report == []
     assert first.wav.tolist() == [1] * 19 + [0] * 35 and len(recorder.batches) == 1   # 0.7 s at speed 2
     rest = [*spoken]
     assert [s.wav.max() for s in rest] == [1, 1, 2] and len(rest[-1].wav) == 2
@@ -174,6 +175,15 @@ def test_reports_name_their_piece(xtts):
     ('aa \udcff', 'UTF-8')])
 def test_what_cannot_be_spoken_is_refused_at_once(recorder, text, language, words):
     with pytest.raises(UserError, match=words): speak_long(recorder, text, language, 'me')
+
+def test_a_piece_has_room_for_its_codes(recorder):
+    "With the codes that a token takes, and at least 16 tokens."
+    text, recorder.max_codes = 'aa bb cc dd ee ff gg hh ' * 4, 60
+    count = lambda: max(text_pieces(recorder, text, 'en')[1])
+    assert 30 < count() <= 40
+    for most, tokens in ((1.4 * 3, 20), (1.4 * 30, 16)):
+        recorder.rates = {'en': Rate(1., most)}
+        assert tokens / 2 < count() <= tokens
 
 def test_a_language_that_the_model_does_not_know(recorder):
     for text in ('aa', ''):

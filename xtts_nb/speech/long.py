@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PARAGRAPH', 'SENTENCE', 'CLAUSE', 'SPACE', 'PAUSES', 'PARAGRAPH_PAUSE', 'PAUSE_OF', 'CLOSED', 'SHORT_FORMS',
-           'CHARACTERS', 'Piece', 'split_text', 'language_runs', 'Spoken', 'text_pieces', 'speak_long', 'speak_whole']
+           'MAX_CHARACTERS', 'TextPiece', 'split_text', 'language_runs', 'Spoken', 'text_pieces', 'speak_long',
+           'speak_whole']
 
 # %% ../../nbs/speech/long.ipynb #785b83ca
 import re
@@ -58,6 +59,7 @@ def _separable(text: str, i: int) -> bool:
     if before == '\u200d' or unicodedata.combining(before) == 9 and text[i].isalpha(): return False   # virama
     return not (_FLAG.match(before) and _FLAG.match(text[i]))
 
+# %% ../../nbs/speech/long.ipynb #8b8b732d
 def _places(text: str, language: str) -> tuple[list[int], dict[int, tuple[int, float]]]:
     "Where the text may be divided, in order, and rank and pause of each place."
     found = {}
@@ -80,7 +82,7 @@ def _sentences(text: str, places: list[int], found: dict) -> list[tuple[int, int
     ends = [0, *(i for i in places if found[i][0] <= SENTENCE and i < len(text)), len(text)]
     return list(pairwise(ends))
 
-# %% ../../nbs/speech/long.ipynb #5f45ed0b
+# %% ../../nbs/speech/long.ipynb #7335a827
 def _one_word(text: str, i: int) -> bool:
     "Whether a number or a Latin word goes on at character `i`."
     a, b = text[i - 1], text[i]
@@ -97,12 +99,12 @@ def _middle(text: str, start: int, end: int, places: list[int], found: dict) -> 
     inner = (i for i in nearest if start + sixth <= i <= end - sixth and not _one_word(text, i))
     return next(inner, nearest[0] if nearest else None)
 
-# %% ../../nbs/speech/long.ipynb #a5c85028
-CHARACTERS = {'en': 250, 'de': 253, 'fr': 273, 'es': 239, 'it': 213, 'pt': 203, 'pl': 224, 'zh': 82,
-              'ar': 166, 'cs': 186, 'ru': 182, 'nl': 251, 'tr': 226, 'ja': 71, 'hu': 224, 'ko': 95,
-              'hi': 150, 'fa': 166}   # Persian as Arabic
+# %% ../../nbs/speech/long.ipynb #b5d11adc
+MAX_CHARACTERS = {'en': 250, 'de': 253, 'fr': 273, 'es': 239, 'it': 213, 'pt': 203, 'pl': 224, 'zh': 82,
+                  'ar': 166, 'cs': 186, 'ru': 182, 'nl': 251, 'tr': 226, 'ja': 71, 'hu': 224, 'ko': 95,
+                  'hi': 150, 'fa': 166}   # Persian as Arabic
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     "A part of a text, spaces included; the parts together are the text."
     text: str
     language: str
@@ -120,19 +122,19 @@ def split_text(
     text: str,
     language: str,      # a code such as en or zh-cn; empty: unknown
     fits: Callable,     # a piece -> whether the model takes it
-) -> list[Piece]:
+) -> list[TextPiece]:
     "Sentences, and parts of those that are too long; very short ones are joined with a neighbour."
     short = language.split('-')[0]
     places, found = _places(text, short)
-    most = CHARACTERS.get(short, 166)
+    most = MAX_CHARACTERS.get(short, 166)
     takes = lambda start, end: len(text[start:end].strip()) <= most and fits(text[start:end])
     middle = lambda start, end: _middle(text, start, end, places, found)
     spans = [span for start, end in _sentences(text, places, found)
              for span in _divided(start, end, takes, middle)]
-    return [Piece(text[start:end], language, found.get(end, (SPACE, 0.))[1])
+    return [TextPiece(text[start:end], language, found.get(end, (SPACE, 0.))[1])
             for start, end in _joined(text, spans, most // 20, takes, found)]
 
-# %% ../../nbs/speech/long.ipynb #a4bcb5ed
+# %% ../../nbs/speech/long.ipynb #9e4d07d4
 def _joined(text: str, spans: list, least: int, takes: Callable, found: dict) -> list[tuple[int, int]]:
     "The spans; one with fewer letters than `least` is joined with the one before or after it."
     count = lambda span: sum(map(str.isalnum, text[slice(*span)]))
@@ -149,7 +151,7 @@ def _joined(text: str, spans: list, least: int, takes: Callable, found: dict) ->
             letters.append(n)
     return joined
 
-# %% ../../nbs/speech/long.ipynb #b2af3a31
+# %% ../../nbs/speech/long.ipynb #2decffc7
 def _detector(languages: list[str]):   # detector, {its language: our code}
     "lingua's detector for those of these languages that it knows."
     try: from lingua import IsoCode639_1, Language, LanguageDetectorBuilder
@@ -182,26 +184,29 @@ def language_runs(
         else: runs.append((sentence, best))
     return runs
 
-# %% ../../nbs/speech/long.ipynb #5994964a
+# %% ../../nbs/speech/long.ipynb #6e788c29
 class Spoken(NamedTuple):
     "A spoken piece."
     wav: np.ndarray        # (N,) float32, with the pause at the end
-    piece: Piece
+    piece: TextPiece
     report: list[dict]     # what was found in it and what was done about it
 
 def text_pieces(
     speaker: Speaker,
     text: str,
-    language: str,                      # or auto
-) -> tuple[list[Piece], list[int]]:     # the pieces, and the number of tokens of each, 0 if it is not spoken
+    language: str,   # or auto
+) -> tuple[list[TextPiece], list[int]]:   # and the number of tokens of each, 0 if it is not spoken
     "The pieces of a text; raises `UserError` for a text that cannot be spoken."
     tokenizer, most = speaker.xtts.tokenizer, speaker.xtts.config.model.gpt.max_text_tokens
     if any('\ud800' <= c <= '\udfff' for c in text):
         raise UserError('The text holds bytes that are not UTF-8; save it as UTF-8.')
     if not text.strip(): speaker._ids('', tokenizer.languages[0] if language == 'auto' else language)
     runs = language_runs(text, tokenizer.languages) if language == 'auto' else [(text, language)]
+    def room(l):
+        rate = getattr(speaker, 'rates', {}).get(l)
+        return min(most, max(16, int(1.4 * speaker.max_codes / rate.most))) if rate else most
     pieces = [p for part, l in runs
-              for p in split_text(part, l, lambda piece, l=l: len(tokenizer.encode(piece, l)) <= most)]
+              for p in split_text(part, l, lambda piece, l=l: len(tokenizer.encode(piece, l)) <= room(l))]
     says = lambda p: any(map(str.isalnum, tokenizer.clean(p.text, p.language)))
     tokens = [len(speaker._ids(p.text, p.language)) if says(p) else 0 for p in pieces]
     if not any(tokens):
@@ -222,7 +227,7 @@ def speak_long(
     pieces, tokens = text_pieces(speaker, text, language)
     return _spoken(speaker, pieces, tokens, speaker.listen(reference), seed, rows, early, progress)
 
-# %% ../../nbs/speech/long.ipynb #6e788c29
+# %% ../../nbs/speech/long.ipynb #2ce7260e
 def _spoken(speaker, pieces, tokens, voice, seed, rows, early, progress) -> Iterator[Spoken]:
     "The pieces, as soon as all before them have been spoken."
     rows, ready, following = min(rows, sum(map(bool, tokens))), {}, 0

@@ -1,0 +1,165 @@
+"Faults of speech: each made to happen by forced codes, found, spoken again or trimmed; clean codes pass."
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.data.audio import synthetic_voice
+from xtts_nb.speech.generate import Speaker
+from xtts_nb.speech.guard import (
+    GuardedSpeaker, Rate, code_rates, edit_distance, inspect_codes, repeated_word, run_rates, tail_start)
+from xtts_nb.speech.long import speak_whole
+
+DEMO = json.loads((Path(__file__).parents[1] / 'stored' / 'codes.json').read_text(encoding='utf-8'))
+CLIPS = [(np.array(clip['codes']), clip['tokens'], clip['text'], Rate(*DEMO['rates'][clip['language']]))
+         for clip in DEMO['clips']]
+VOICE, LIMIT = synthetic_voice(1.), 256
+
+
+
+# --- finding ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('clip', CLIPS, ids=[clip[2] for clip in CLIPS])
+def test_a_clean_clip_passes(clip):
+    codes, tokens, text, rate = clip
+    assert inspect_codes(codes, tokens, text, LIMIT, rate) == \
+        inspect_codes(codes, tokens, text, LIMIT) == (len(codes), [])
+
+SPOKEN, TOKENS, TEXT, RATE = CLIPS[0]   # 35 codes, 19 tokens
+CODES = SPOKEN.tolist()
+WORD = [*CODES[:9], *CODES[10:20], 0]   # spoken again with one code less and one more
+MANY = (np.arange(120) * 7 % 251).tolist()
+
+@pytest.mark.parametrize('codes, tokens, limit, kept, found', [
+    ([*CODES, *[7] * 16], TOKENS, LIMIT, 37, [{'found': 'trailing repetition', 'at': 37, 'done': 'trimmed'}]),
+    ([*CODES, *[7] * 15], TOKENS, LIMIT, 50, []),
+    ([*CODES, *[3, 9, 4, 8] * 4], TOKENS, 51, 37,
+     [{'found': 'trailing repetition', 'at': 37, 'done': 'trimmed'}]),
+    (CODES, TOKENS, 35, 35, [{'found': 'no end'}]), (CODES, TOKENS, 36, 35, []),
+    ([*CODES[:20], *WORD, *CODES[20:]], TOKENS, LIMIT, 55,
+     [{'found': 'repeated word', 'at': 1, 'codes': 18}]),
+    (CODES[:19], TOKENS, LIMIT, 19, [{'found': 'too few codes', 'codes': 19, 'expected': 20}]),
+    (CODES[:20], TOKENS, LIMIT, 20, []),
+    (MANY[:88], TOKENS, LIMIT, 88, [{'found': 'too many codes', 'codes': 88, 'expected': 87}]),
+    (MANY[:87], TOKENS, LIMIT, 87, []), (MANY[:53], 9, LIMIT, 53, []), (MANY[:38], 8, LIMIT, 38, []),
+    (MANY[:39], 8, LIMIT, 39, [{'found': 'noise after a short text', 'codes': 39, 'expected': 38}]),
+    ([], TOKENS, LIMIT, 0, [{'found': 'too few codes', 'codes': 0, 'expected': 20}])])
+def test_each_fault_is_named(codes, tokens, limit, kept, found):
+    assert inspect_codes(np.array(codes, np.int32), tokens, TEXT, limit, RATE) == (kept, found)
+
+def test_what_the_text_repeats_may_be_spoken_twice():
+    codes = np.array([*CODES[:20], *WORD, *CODES[20:]])
+    for text, faults in (('It was very, very old.', 0), ('It was Very very old.', 0), ('你看看他', 0),
+                         ('It was every very old', 1)):
+        assert len(inspect_codes(codes, TOKENS, text, LIMIT, RATE)[1]) == faults
+
+def test_a_tail_has_few_codes_and_rare_ones_are_speech():
+    assert tail_start([*CODES, *[3, 9, 4, 8, 5] * 4]) == 55 and tail_start([3, 9, 4, 8] * 4) == 0
+    assert tail_start([*CODES, 1, 2, *[7] * 16]) == 37 and tail_start([*CODES, 1, 1, 1, *[7] * 16]) == 35
+
+def test_a_steady_sound_is_no_word():
+    steady = np.array([*MANY[:10], *[5] * 30, *MANY[10:20]])
+    assert repeated_word(steady) is None and tail_start(steady) == 50
+    assert repeated_word(np.array(MANY[:8] * 2)) == (0, 8) and repeated_word(np.array(MANY[:7] * 2)) is None
+    assert repeated_word(np.array(MANY[20:60] * 2)) == (0, 39)
+    assert repeated_word(np.array(MANY[20:80] * 2)) is None
+
+def test_edit_distance_equals_the_table():
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        a, b = (draw.integers(0, 4, draw.integers(0, 9)) for _ in range(2))
+        table = np.add.outer(np.arange(len(a) + 1), np.arange(len(b) + 1))
+        for i, x in enumerate(a):
+            for j, y in enumerate(b):
+                table[i + 1, j + 1] = min(table[i, j] + (x != y), table[i, j + 1] + 1, table[i + 1, j] + 1)
+        assert edit_distance(a, b) == table[-1, -1]
+
+
+# --- rates --------------------------------------------------------------------------------------------------
+
+def test_rates_of_a_cache(prepared, tmp_path):
+    ratio = prepared.codes_length / prepared.text_length
+    low, high = np.quantile(ratio, [.01, .99])
+    assert code_rates(prepared.folder, 14) == {'en': Rate(round(.7 * low, 3), round(1.4 * high, 3))}
+    assert code_rates(prepared.folder) == {}   # 14 clips are too few
+    assert run_rates(tmp_path) == {}
+    for cache, rates in ((prepared.folder, code_rates(prepared.folder, 14)), (tmp_path / 'gone', {})):
+        (tmp_path / 'run.json').write_text(json.dumps({'cache': str(cache)}))
+        assert run_rates(tmp_path, 14) == rates
+
+
+# --- speaking again -----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def forced(monkeypatch):
+    "Each attempt gives the next codes of `attempts`, for each row; returns the calls."
+    def force(*attempts):
+        left, calls = iter(attempts), []
+        def codes(speaker, texts, languages, voices, seed):
+            rows = next(left)
+            calls.append((speaker, texts, languages, voices, seed))
+            made = np.full((len(texts), 60), 99, np.int32)
+            for row, spoken in zip(made, rows, strict=True): row[:len(spoken)] = spoken
+            states = np.arange(len(texts))[:, None, None] + np.full((1, 60, 2), 100. * len(calls))
+            return tf.constant(made), tf.constant([*map(len, rows)]), tf.constant(states)
+        monkeypatch.setattr(Speaker, '_codes', codes)
+        return calls
+    return force
+
+LONG = 'aa bb cc dd ee ff gg'   # 14 tokens
+GOOD, FEW, WORSE = MANY[:40], MANY[:9], [*MANY[:9], *MANY[:9]]
+
+@pytest.fixture(scope='module')
+def guarded(xtts):
+    speaker = GuardedSpeaker(xtts, rates={'en': Rate(1.5, 4.)})
+    assert len(speaker._ids(LONG, 'en')) == 14 and len(speaker._ids(LONG + ' h', 'en')) == 16
+    return speaker
+
+def speak(speaker, count, text=LONG):
+    texts = [text + ' hh'[:i] for i in range(count)]
+    codes, length, states = speaker._codes(texts, ['en'] * count, [*'abc'][:count], 5)
+    return length.numpy().tolist(), states[:, 0, 0].numpy().tolist(), codes.numpy()
+
+def faults(speaker): return [[(f['found'], f['done']) for f in row] for row in speaker.reports]
+
+def test_a_clean_batch_is_spoken_once(guarded, forced):
+    calls = forced([GOOD, GOOD])
+    length, states, codes = speak(guarded, 2)
+    assert length == [40, 40] and states == [100, 101] and faults(guarded) == [[], []] and len(calls) == 1
+    assert codes[1, :40].tolist() == GOOD and codes.dtype == np.int32
+
+def test_a_faulty_row_is_spoken_again_in_every_row(guarded, forced):
+    "The first better attempt is kept; its fault, which is trimmed, is reported too."
+    calls = forced([GOOD, FEW, GOOD], [FEW, [*GOOD, *[7] * 16], GOOD])
+    length, states, codes = speak(guarded, 3)
+    assert length == [40, 42, 40] and states == [100, 201, 102] and codes[1, :40].tolist() == GOOD
+    assert faults(guarded) == [
+        [], [('too few codes', 'spoken again'), ('trailing repetition', 'trimmed')], []]
+    (first, *given), (again, texts, languages, voices, seed) = calls
+    assert first is guarded and again is guarded.again and again.speech.temperature == .75
+    assert (texts, languages, voices, seed) == ([LONG + ' '] * 3, ['en'] * 3, ['b'] * 3, 5 + 7919)
+
+@pytest.mark.parametrize('retries', [0, 1, 2])
+def test_attempts_are_bounded_and_the_best_is_kept(xtts, forced, retries):
+    speaker = GuardedSpeaker(xtts, retries=retries, rates={'en': Rate(2., 4.)}, temperature=.5)
+    calls = forced([WORSE], [FEW], [FEW])
+    length, states, _ = speak(speaker, 1)
+    assert len(calls) == 1 + retries and all(call[0] is speaker for call in calls)
+    assert [call[-1] for call in calls] == [5 + 7919 * i for i in range(1 + retries)]
+    left = [('too few codes', 'left')]
+    if retries: assert (length, states) == ([9], [200]) and faults(speaker)[0][-1:] == left
+    else: assert (length, states) == ([18], [100]) and faults(speaker) == [[('repeated word', 'left'), *left]]
+
+def test_noise_after_a_short_text_is_cut(guarded, forced):
+    forced([MANY[:50]], [MANY[:55]], [MANY[:50]])
+    tokens = len(guarded._ids('aa', 'en'))
+    assert speak(guarded, 1, 'aa')[0] == [4 * tokens + 11] and tokens <= 8
+    assert faults(guarded) == [[('noise after a short text', 'trimmed')]]
+
+def test_the_report_reaches_the_long_text_and_the_sound_is_shorter(guarded, forced):
+    calls = forced([[*GOOD, *[7] * 16]])
+    wav, report = speak_whole(guarded, LONG, 'en', VOICE)
+    assert report == [{'piece': 0, 'text': LONG, 'done': 'trimmed', 'found': 'trailing repetition', 'at': 42}]
+    assert len(calls) == 1 and abs(len(wav) - 42 * 1024) < 1024
