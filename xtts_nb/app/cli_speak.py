@@ -47,6 +47,7 @@ def _say(
     repetition_penalty: option(float | None, 'Penalty for codes generated before; 1 is none.') = None,
     speed: option(float | None, '2 is twice as fast, at the same pitch.') = None,
     seed: option(int, 'Seed for sampling the codes.') = 0,
+    retries: option(int, 'Attempts with other seeds where speech has a fault.', min=0) = 2,
 ):
     "Speak a text in a voice; settings that are not given come from the config.yaml of the model."
     settings = given(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
@@ -55,12 +56,12 @@ def _say(
     start()
     from xtts_nb.data.audio import save_audio
     from xtts_nb.models.xtts import XTTS
-    from xtts_nb.speech.generate import Speaker
+    from xtts_nb.speech.guard import GuardedSpeaker, run_rates
     from xtts_nb.speech.long import speak_whole
     from xtts_nb.speech.voices import find_voice
     with progress() as tell:
         tell('load the model', 0, 1)
-        speaker = Speaker(xtts := XTTS.load(run), **settings)
+        speaker = GuardedSpeaker(xtts := XTTS.load(run), retries=retries, rates=run_rates(run), **settings)
         found = find_voice(voice, xtts, voices)
         tell('speak', 0, 1)
         wav, report = speak_whole(speaker, text, language, found, seed, progress=stage(tell, 'speak'))
@@ -68,7 +69,9 @@ def _say(
     seconds = len(wav) / speaker.sample_rate
     result = {'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate,
               'vocoder': speaker.vocoder, 'report': report}
-    return result, f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}'
+    lines = [f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}']
+    lines += [f'piece {r["piece"]}, "{r["text"][:30]}": {r["found"]}, {r["done"]}' for r in report]
+    return result, '\n'.join(lines)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0008
 voices_app = typer.Typer(no_args_is_help=True, help='Saved voices: made from recordings, listed, blended.')
