@@ -308,7 +308,8 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
 WRITERS = {'data': 'bench data', 'parity': 'parity', 'gpt2': 'bench gpt2', 'step_speed': 'bench train',
            'dual': 'bench dual', 'model': 'bench model', 'patients': 'bench diagnose',
            'growth': 'bench growth', 'config': 'bench config',
-           'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say'}
+           'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say',
+           'evaluate': 'evaluate'}
 
 def record_origin(
     one: dict,         # a record

@@ -21,7 +21,8 @@ from xtts_nb.data.audio import load_audio
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import XTTSConfig
 
-COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['monitor'],
+COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['evaluate'],
+            ['monitor'],
             ['bench'], ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['bench', 'say'],
             ['train-dvae'], ['train-voice'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'],
             ['grow'], ['parity'], ['config'], ['config', 'create'], ['configure'], ['check'], ['voices'],

@@ -16,6 +16,7 @@ TINY = XTTSConfig.tiny()
 def test_bounds():
     check_bounds(('say t --run r --voice v --retries', 0, -1), ('demo --steps', 1, 0),
                  ('demo --seed', 0, -1), ('demo --seeds', 1, 0),
+                 ('evaluate m d --clips', 1, 0), ('evaluate m d --seed', 0, -1),
                  ('grow m o --language fa --texts t --tokens', 0, -1),
                  ('grow m o --language fa --texts t --seed', 0, -1))
 
@@ -187,6 +188,27 @@ def test_to_savedmodel(ran, behind, bars, monkeypatch):
     assert [text_of(call) for call in asked] == [
         first, bare := first | {'voices': '()', 'folder': 'None'},
         bare | {'speaker': "the model of m {'temperature': 0.5}"}]
+
+
+# --- evaluate -----------------------------------------------------------------------------------------------
+
+def test_evaluate(ran, behind, bars, tmp_path, monkeypatch):
+    from xtts_nb.speech.evaluate import Evaluation
+    row = {'score': 'mel', 'offered': False, 'name': 'mel', 'unit': '', 'fault': 'F'}
+    found = Evaluation({'clips': 2}, [row], [], {})
+    asked, kept = behind('speech.evaluate.evaluate', found), behind('app.cli_speak.write_record')
+    pages = behind('speech.evaluate.evaluation_report', lambda **call: call['folder'] / 'report.html')
+    monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', str)
+    done = ran(f'evaluate {tmp_path} data')
+    assert done.code == 0 and done.out.splitlines()[-1] == 'Not offered: mel: F.' and not kept and not pages
+    (tmp_path / 'run.json').write_text('{"held_out": ["a"]}')
+    (tmp_path / 'best').mkdir()
+    line = f'evaluate {tmp_path}/best data --clips 3 --seed 4 --language fa --report out --record'
+    assert ran(f'{line} --json').json == found.to_dict() | {'report': 'out/report.html'}
+    assert ran(line).out.splitlines()[-1] == 'Listen and look: out/report.html'
+    assert [[str(v) for v in call.values()][:6] for call in asked[:2]] == [
+        [str(tmp_path), 'data', '()', '16', '0', 'en'], [f'{tmp_path}/best', 'data', "['a']", '3', '4', 'fa']]
+    assert kept[0] == {'page': 'evaluate', 'rows': found.scores, 'notes': {'clips': 2}}
 
 
 # --- convert and grow ---------------------------------------------------------------------------------------

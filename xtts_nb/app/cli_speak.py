@@ -166,6 +166,34 @@ def _convert_to_savedmodel(
     names = ', '.join(result['voices']) or 'none'
     return result | {'out': str(out)}, f'{out}: {result["vocoder"]}, voices: {names}; see {out / "README.md"}'
 
+# %% ../../nbs/app/cli_speak.ipynb #e7a10c02
+@_voice('evaluate')
+def _evaluate(
+    model: argument(Path, 'Folder of a model or of a run.'),
+    data: argument(Path, 'A cache, or the folder of a corpus.'),
+    clips: option(int, 'Clips to speak: held-out ones of the run, where it has some.', min=1) = 16,
+    report: option(Path | None, 'Folder for a page with players.') = None,
+    language: option(str, 'Language of rows without one, in a corpus.') = 'en',
+    seed: option(int, 'Seed for the choice of clips and for sampling.', min=0) = 0,
+    record: Record = False,
+):
+    "Score what a model speaks beside the recordings, their codes alone and an untrained model."
+    start()
+    from xtts_nb.files import read_json
+    from xtts_nb.models.xtts import XTTS
+    from xtts_nb.speech.evaluate import evaluate, evaluation_report, scores_text
+    run = (model.parent if model.name == 'best' else model) / 'run.json'
+    held_out = read_json(run).get('held_out', ()) if run.is_file() else ()
+    with progress() as tell:
+        tell('load the model', 0, 1)
+        found = evaluate(XTTS.load(model), data, held_out, clips, seed, language, tell)
+    result, text = found.to_dict(), scores_text(found.scores)
+    if report:
+        result['report'] = str(evaluation_report(found, report))
+        text += f'\nListen and look: {result["report"]}'
+    if record: write_record('evaluate', found.scores, **found.about)
+    return result, text
+
 # %% ../../nbs/app/cli_speak.ipynb #5a7b0c12
 SAY_CODES = 64   # of each text, 3 s of sound
 

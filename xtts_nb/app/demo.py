@@ -4,16 +4,14 @@
 
 # %% auto #0
 __all__ = ['DEMO_SENTENCES', 'VOICES', 'SYNCHRONOUS', 'DONT_EXIT', 'UTF8', 'CHARACTERS', 'ESPEAK_RATE', 'ESPEAK_PITCH', 'BEFORE',
-           'BETWEEN', 'AFTER', 'REPORT_STYLE', 'SynthVoice', 'espeak_files', 'short_path', 'unload', 'speak',
-           'Utterance', 'plan_corpus', 'corpus_digest', 'make_corpus', 'held_out_pairs', 'plot_before_after',
-           'plot_losses', 'plot_mels', 'plot_spread', 'picture', 'player', 'heading', 'facts', 'write_report',
-           'html_table', 'counts_table', 'corpus_page', 'Pair', 'choose_pairs', 'speak_pairs', 'score_pairs',
-           'count_hits', 'write_pairs', 'Stages', 'measure_before_after', 'prepare_cache', 'TrainedDemo',
+           'BETWEEN', 'AFTER', 'SynthVoice', 'espeak_files', 'short_path', 'unload', 'speak', 'Utterance',
+           'plan_corpus', 'corpus_digest', 'make_corpus', 'held_out_pairs', 'plot_before_after', 'plot_losses',
+           'plot_spread', 'html_table', 'counts_table', 'corpus_page', 'Pair', 'choose_pairs', 'speak_pairs',
+           'score_pairs', 'count_hits', 'write_pairs', 'Stages', 'measure_before_after', 'prepare_cache', 'TrainedDemo',
            'train_and_speak', 'run_demo', 'seeded', 'spoken_counts', 'demo_seeds', 'seed_spread', 'demo_report']
 
 # %% ../../nbs/app/demo.ipynb #ea05ed43
 import atexit
-import base64
 import csv
 import ctypes
 import functools
@@ -37,19 +35,19 @@ import soundfile as sf
 import tensorflow as tf
 from matplotlib.figure import Figure
 
+from .loaders import data_before_after
 from ..config import UserError, XTTSConfig
 from ..data.audio import griffin_lim, load_audio, save_audio
 from ..data.cache import Cache
 from ..data.corpora import read_corpus, visible
 from ..data.native import CacheReader
-from ..data.readers import check_equal, comparison_plan
 from ..data.prepare import mel_function, mel_sample, prepare
-from .loaders import data_before_after
+from ..data.readers import check_equal, comparison_plan
 from ..files import atomic_file, atomic_folder, fingerprint, read_json, write_json
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS
 from ..monitor.live import device_names, plot_samples
-from ..bench import png_bytes
+from ..report import facts, heading, picture, player, plot_mels, write_report
 from ..sampler import best_probe, Sampler
 from ..speech.generate import Speaker
 from ..speech.score import hits
@@ -312,80 +310,12 @@ def plot_losses(
     ax.legend(frameon=False, fontsize=8)
     return fig
 
-# %% ../../nbs/app/demo.ipynb #33ec584e
-def plot_mels(
-    mels: dict[str, np.ndarray],      # title -> (F, C) log-mel
-    frames_per_second: float,
-) -> Figure:
-    "Mels side by side, on the same scales of time and level."
-    fig = Figure(figsize=(9, 1.75), layout='constrained')
-    longest, top = max(map(len, mels.values())) / frames_per_second, max(m.max() for m in mels.values())
-    for ax, (name, mel) in zip(fig.subplots(1, len(mels), sharey=True, squeeze=False)[0], mels.items()):
-        ax.imshow(mel.T, origin='lower', aspect='auto', cmap='magma', vmin=top - 12, vmax=top,
-                  extent=[0, len(mel) / frames_per_second, 0, mel.shape[1]])
-        ax.set(xlim=(0, longest), yticks=[], xlabel='s')
-        ax.set_title(name, size=8, loc='left')
-    return fig
-
 # %% ../../nbs/app/demo.ipynb #cd787791
 def plot_spread(spread: dict, title: str, unit: str) -> Figure:
     "A histogram from the `counts` and `edges` of its bins."
     fig, ax = _axes(title, 4.4, 2.1, xlabel=unit, ylabel='clips')
     ax.stairs(spread['counts'], spread['edges'], fill=True, color=AFTER)
     return fig
-
-# %% ../../nbs/app/demo.ipynb #bb9dc6c7
-def picture(fig: Figure, label: str) -> str:
-    "A figure as an image inside the page; `label` is its alternative text."
-    data = base64.b64encode(png_bytes(fig)).decode()
-    return f'<img alt="{html.escape(label, quote=True)}" src="data:image/png;base64,{data}">'
-
-def player(path: str | Path, label: str) -> str:
-    "A wav file as a player inside the page."
-    data = base64.b64encode(Path(path).read_bytes()).decode()
-    audio = f'<audio controls src="data:audio/wav;base64,{data}"></audio>'
-    return f'<figure><figcaption>{html.escape(label)}</figcaption>{audio}</figure>'
-
-def heading(text: str, lead: str = '', level: int = 2) -> str:
-    "The title of a section and its first sentence; the text may run in either direction."
-    title = f'<h{level} dir="auto">{html.escape(text)}</h{level}>'
-    return title + (f'<p>{html.escape(lead)}</p>' if lead else '')
-
-def facts(values: dict) -> str:
-    "Key figures: large values with small names."
-    cell = lambda name, value: f'<div><b>{html.escape(str(value))}</b><span>{html.escape(name)}</span></div>'
-    return f'<div class="facts">{"".join(cell(*item) for item in values.items())}</div>'
-
-# %% ../../nbs/app/demo.ipynb #5bc78941
-REPORT_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2530; --soft: #5c6b7a; --line: #dde3ea; --paper: #fff }
-body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 60rem; margin: 2.5rem auto; padding: 0 1.2rem }
-h1 { font-size: 1.7rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2.4rem 0 .2rem }
-h3 { font-size: 1rem; margin: 1.6rem 0 .2rem } p { margin: .2rem 0 .8rem }
-p, figcaption, .facts span { color: var(--soft) } figcaption, .facts span { font-size: .82rem }
-img { max-width: 100%; border-radius: 4px; background: #fff }
-.facts { display: flex; flex-wrap: wrap; gap: 1rem 2.4rem; margin: 1.2rem 0; padding: 1rem 0;
-         border: solid var(--line); border-width: 1px 0 }
-.facts b { display: block; font-size: 1.45rem; font-weight: 600 }
-table { border-collapse: collapse; font-size: .88rem; margin: .6rem 0 }
-th { text-align: left; font-weight: 600 }
-td, th { padding: .15rem 1.2rem .15rem 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere }
-td:first-child { text-align: right } td:only-child { text-align: left }
-.row { display: flex; flex-wrap: wrap; gap: .4rem 1.2rem } figure { margin: 0 }
-audio { height: 2.2rem; width: 17.5rem }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6ebf0; --soft: #9fb0c0; --line: #33404d; --paper: #12181f } }
-"""
-
-def write_report(path: str | Path, title: str, pieces: list[str]) -> Path:
-    "One self-contained file of pieces of HTML, whole or not at all."
-    name, body = html.escape(title), '\n'.join(pieces)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
-    page = (f'<!doctype html><html lang="en"><head>{head}<style>{REPORT_STYLE}</style></head>'
-            f'<body><h1>{name}</h1>{body}</body></html>\n')
-    with atomic_file(path) as part: part.write_text(page, encoding='utf-8')
-    return Path(path)
 
 # %% ../../nbs/app/demo.ipynb #08f352f2
 def html_table(head: list[str], rows: list[tuple], max_rows: int = 200) -> str:
