@@ -279,7 +279,7 @@ def test_gpu_tests_and_cpu_tests_never_run_together(target, gpu, marked, flags):
 
 @pytest.mark.slow
 def test_wheel_holds_the_library_its_pages_and_their_records(tmp_path):
-    wanted = '.py', '.toml', '.md', '.ipynb', '.json', '.typed', '.in'
+    wanted = '.py', '.toml', '.md', '.ipynb', '.json', '.typed', '.in', '.html'
     files = [f for f in tracked() if f.suffix in wanted or f.name == 'LICENSE']
     for f in files:
         copy = tmp_path / 'source' / f.relative_to(ROOT)
@@ -294,7 +294,8 @@ def test_wheel_holds_the_library_its_pages_and_their_records(tmp_path):
     library = {f.relative_to(ROOT).as_posix() for f in (ROOT / 'xtts_nb').rglob('*.py')}
     shown = {f'xtts_nb/notebooks/{f.relative_to(ROOT / "nbs").as_posix()}' for f in NOTEBOOKS}
     records = {f'xtts_nb/notebooks/benchmarks/{f.name}' for f in (ROOT / 'benchmarks').glob('*.json')}
-    assert {n for n in names if n not in info} == {*library, 'xtts_nb/py.typed', *shown, *records}
+    assert {n for n in names if n not in info} == {
+        *library, 'xtts_nb/py.typed', 'xtts_nb/speech/page.html', *shown, *records}
     assert [n for n in info if n.endswith('licenses/LICENSE')]
 
 

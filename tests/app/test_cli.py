@@ -23,7 +23,7 @@ from xtts_nb.config import XTTSConfig
 
 COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['evaluate'],
             ['monitor'],
-            ['bench'], ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['bench', 'say'],
+            ['serve'], ['bench'], ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['bench', 'say'],
             ['train-dvae'], ['train-voice'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'],
             ['grow'], ['parity'], ['config'], ['config', 'create'], ['configure'], ['check'], ['voices'],
             ['voices', 'add'], ['voices', 'blend'], ['convert', 'to-savedmodel']]

@@ -2,6 +2,7 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -281,3 +282,40 @@ def test_notebooks_are_copied_with_their_records(ran, tmp_path):
     assert again.code == 2 and 'exists already; name a new folder.' in again.err
     assert ran(f'notebooks {tmp_path / "more"} --json').json == {'folder': str(tmp_path / 'more'),
                                                                  'notebooks': len(files)}
+
+
+# --- serve --------------------------------------------------------------------------------------------------
+
+def test_serve(ran, behind, bars, monkeypatch, tmp_path):
+    engines = []
+    class Engine:
+        sample_rate, rows, closed = 24000, SimpleNamespace(streams=[None] * 8), False
+        def __init__(self, speaker, rows):
+            self.speaker, self.given, self.warm = speaker, rows, []
+            engines.append(self)
+        def warm_up(self, voice): self.warm.append(voice)
+        def close(self): self.closed = True
+    tokenizer = SimpleNamespace(languages=['de', 'fa'])
+    monkeypatch.setattr('xtts_nb.speech.generate.Speaker', lambda xtts: SimpleNamespace(xtts=xtts))
+    monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda folder: SimpleNamespace(tokenizer=tokenizer))
+    monkeypatch.setattr('xtts_nb.speech.stream.Engine', Engine)
+    loaded = behind('speech.voices.load_voice', lambda path, xtts: f'voice {path.stem}')
+    for name in ('a', 'b'): (tmp_path / f'{name}.safetensors').touch()
+    def serve(service, ready, **_):
+        service.metrics.requests.update({429: 1, 200: 2})
+        ready('http://x:1')
+    served = behind('speech.serve.serve', serve)
+    done = ran(f'serve --model m --voices {tmp_path}')
+    assert done.out == 'Requests by status: {200: 2, 429: 1}\n' and '2 voices, http://x:1' in done.err
+    more = '--port 0 --host h --key k --language fa --rows 3 --queue 5 --max-characters 7 --grace 2 --json'
+    assert ran(f'serve --model m --voices {tmp_path} {more}').json == {'requests': {'200': 2, '429': 1}}
+    one, two = ([s['service'].queue, s['service'].max_characters, s['service'].language, s['service'].key,
+                 s['host'], s['port'], s['grace']] for s in served)
+    assert one == [64, 4096, 'de', None, '127.0.0.1', 8000, 30.] and two == [5, 7, 'fa', 'k', 'h', 0, 2.]
+    assert [(e.given, e.warm) for e in engines] == [(8, ['voice a']), (3, ['voice a'])] and len(loaded) == 4
+    for e in engines: assert e.speaker.xtts.tokenizer is tokenizer
+
+def test_bounds_of_serve():
+    check_bounds(*((f'serve --model m --voices v --{name}', inside, outside) for name, inside, outside in (
+        ('port', 65535, 65536), ('port', 0, -1), ('rows', 1, 0), ('queue', 1, 0), ('max-characters', 1, 0),
+        ('grace', 0, -1))))

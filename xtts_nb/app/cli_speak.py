@@ -14,7 +14,7 @@ import typer
 
 from .terminal import (
     app, argument, bench_app, command, convert_app, given, option, Preset, progress, Record, Rounds, stage,
-    start, table, write_record)
+    start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0004
 _voice = partial(command, panel='Voice')
@@ -193,6 +193,40 @@ def _evaluate(
         text += f'\nListen and look: {result["report"]}'
     if record: write_record('evaluate', found.scores, **found.about)
     return result, text
+
+# %% ../../nbs/app/cli_speak.ipynb #5e7ec002
+@_voice('serve')
+def _serve(
+    model: option(Path, 'Folder of a model or of a run.'),
+    voices: option(Path, 'Folder of saved voices; it may change while the service runs.'),
+    port: option(int, 'Port; 0: a free one.', min=0, max=65535) = 8000,
+    host: option(str, 'Address to listen on; 0.0.0.0: all addresses of this machine.') = '127.0.0.1',
+    key: option(str | None, 'Key that clients must send; none: any.', envvar='XTTS_NB_KEY') = None,
+    language: option(str | None, 'Where a request names none, or auto; default: en, or the first.') = None,
+    rows: option(int, 'Texts that are spoken at once.', min=1) = 8,
+    queue: option(int, 'Texts that may wait; beyond them clients get status 429.', min=1) = 64,
+    max_characters: option(int, 'Of the text of a request.', min=1) = 4096,
+    grace: option(float, 'Seconds for the requests under way after SIGTERM or Ctrl-C.', min=0) = 30.,
+):
+    "Speak for other programs over HTTP, as OpenAI's /v1/audio/speech; / is a page to type and listen."
+    start()
+    from xtts_nb.models.xtts import XTTS
+    from xtts_nb.speech.generate import Speaker
+    from xtts_nb.speech.serve import serve, SpeechService, VoiceFolder
+    from xtts_nb.speech.stream import Engine
+    from xtts_nb.speech.voices import load_voice
+    with progress() as tell:
+        tell('load the model', 0, 1)
+        speaker = Speaker(XTTS.load(model))
+        folder = VoiceFolder(voices, partial(load_voice, xtts=speaker.xtts), to_stderr)
+        engine = Engine(speaker, rows)
+        service = SpeechService(engine, folder, queue, max_characters, language, key)
+        tell('compile', 0, 1)
+        for voice in [*folder().values()][:1]: engine.warm_up(voice)
+    serve(service, host, port, grace, ready=lambda url: to_stderr(f'{len(folder())} voices, {url}'))
+    requests = dict(sorted(service.metrics.requests.items()))
+    return {'requests': requests}, f'Requests by status: {requests}'
+
 
 # %% ../../nbs/app/cli_speak.ipynb #5a7b0c12
 SAY_CODES = 64   # of each text, 3 s of sound
