@@ -14,6 +14,7 @@ import html
 import importlib
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -264,11 +265,13 @@ def choose_trials(
     held_out: Iterable[str] = (),   # ids of clips that the model never saw
     count: int = 16,
     seed: int = 0,
+    fits: Callable = lambda clip: True,   # whether the model can speak a clip
 ) -> list[Trial]:
     "Some of the held-out clips that there are, else some of all; references are others."
     draw, held = np.random.default_rng(seed), set(held_out)
-    chosen = [c for c in clips if c.id in held] or clips
-    chosen = [chosen[i] for i in sorted(draw.permutation(len(chosen))[:count])]
+    pool = [c for c in clips if c.id in held] or clips
+    usable = (i for i in draw.permutation(len(pool)) if fits(pool[i]))
+    chosen = [pool[i] for i in sorted(islice(usable, count))]
     others = [c for c in clips if c.id not in held and c not in chosen] or clips
     pick = lambda found: found[draw.integers(len(found))] if found else None
     def trial(clip):
@@ -421,9 +424,9 @@ def evaluate(
     progress=lambda name, done, total: None,
 ) -> Evaluation:
     "Let a model speak some clips, and score them beside the recordings."
-    clips = [c for c in read_clips(data, language) if _speakable(xtts, c)]
-    if not clips: raise UserError(f'{data}: has no clip that the model can speak; check its languages.')
-    trials, held = choose_trials(clips, held_out, count, seed), set(held_out)
+    clips, held = read_clips(data, language), set(held_out)
+    trials = choose_trials(clips, held, count, seed, partial(_speakable, xtts))
+    if not trials: raise UserError(f'{data}: has no clip that the model can speak; check its languages.')
     sounds = source_sounds(xtts, trials, seed, progress)
     about = {'clips': len(trials), 'voices': len({t.clip.speaker for t in trials}),
              'languages': ', '.join(sorted({t.clip.language for t in trials})),
