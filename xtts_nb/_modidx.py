@@ -1919,6 +1919,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'xtts_nb/speech/stream.py'),
                                        'xtts_nb.speech.stream.SpeechRequest.cancel': ( 'speech/stream.html#speechrequest.cancel',
                                                                                        'xtts_nb/speech/stream.py'),
+                                       'xtts_nb.speech.stream.SpeechRequest.codes': ( 'speech/stream.html#speechrequest.codes',
+                                                                                      'xtts_nb/speech/stream.py'),
                                        'xtts_nb.speech.stream.SpeechRows': ('speech/stream.html#speechrows', 'xtts_nb/speech/stream.py'),
                                        'xtts_nb.speech.stream.SpeechRows.__init__': ( 'speech/stream.html#speechrows.__init__',
                                                                                       'xtts_nb/speech/stream.py'),

@@ -213,6 +213,7 @@ def test_a_cancelled_text_frees_its_place(engine, voices, alone):
     close(np.concatenate(list(kept)), alone[2], atol=1e-3)
     idle(engine)
     assert all(len(list(u)) < 9 for u in given_up)   # they end
+    assert kept.codes > 0 == given_up[-1].codes      # it never had a row
 
 def test_a_speed_of_its_own(engine, speaker, voices, alone):
     fast = np.concatenate(list(engine.submit(TEXTS[2], 'en', voices[0], seed=2, speed=2.)))

@@ -283,7 +283,10 @@ class SpeechRequest:
     "A text that an engine speaks; iterate over it for its sound."
     def __init__(self, ids: list[int], voice: Voice, seed: int, speed: float):
         self.ids, self.voice, self.seed, self.speed = ids, voice, seed, speed
-        self.codes, self.cancelled, self._sounds = 0, False, queue.SimpleQueue()
+        self.stream, self.cancelled, self._sounds = None, False, queue.SimpleQueue()
+
+    @property
+    def codes(self) -> int: return self.stream.made if self.stream else 0   # so far
 
     def __iter__(self) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
         while (sound := self._sounds.get()) is not None:
@@ -362,9 +365,11 @@ def _next(self: Engine) -> bool:
         for row in [row for row, utterance in self._speaking.items() if utterance.cancelled]:
             self.rows.release(row)
             del self._speaking[row]
+        self._waiting = deque(u for u in self._waiting if not u.cancelled)
         admitted = [self._waiting.popleft() for _ in range(min(len(self.rows.free), len(self._waiting)))]
     for u in admitted:
-        if not u.cancelled: self._speaking[self.rows.admit(u.ids, u.voice, u.seed, u.speed)] = u
+        row = self.rows.admit(u.ids, u.voice, u.seed, u.speed)
+        self._speaking[row], u.stream = u, self.rows.streams[row]
     return True
 
 @patch
