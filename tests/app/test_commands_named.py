@@ -30,7 +30,7 @@ def unknown(text: str, known: dict) -> list[str]:
     for words in (found.group(1).split() for found in COMMAND.finditer(text)):
         path = max((p for p in known if tuple(words[:len(p)]) == p), key=len, default=None)
         options = known.get(path, set())
-        wrong = {re.match(r'--[a-z-]+', w).group() for w in words if re.match(r'--[a-z]', w)} - options
+        wrong = {re.match(r'--[a-z0-9-]+', w).group() for w in words if re.match(r'--[a-z]', w)} - options
         if wrong: out.append(' '.join([*(path or words[:1]), *sorted(wrong)]))
     return out
 
