@@ -38,15 +38,15 @@ class Toy:
 
     def __init__(self, speaker):
         self.speaker, self.rows, self.go = speaker, SimpleNamespace(streams=[None, None]), threading.Event()
-        self.submitted, self.error, self.closed = [], None, False
+        self.submitted, self.error, self._closed = [], None, False
         self.go.set()
 
     def submit(self, text, language, voice, seed=0, speed=1.):
-        if self.closed: raise EngineClosed('closed')
+        if self._closed: raise EngineClosed('closed')
         self.submitted.append(Said(self, text, (language, voice, seed, speed)))
         return self.submitted[-1]
 
-    def close(self): self.closed = True
+    def close(self): self._closed = True
 
 
 class Said:
@@ -212,8 +212,11 @@ def test_an_engine_that_fails_has_a_status(client, toy, error, status, service):
     assert answer.status_code == status and answer.json()['error']['type'] == 'server_error'
     assert not service.open and service.metrics.requests == {status: 1}
 
-def test_while_it_ends(client, service):
+def test_while_it_ends(client, service, toy):
     service.ends = time.monotonic() + 9
+    assert client.post(SPEECH, json=ASKED).status_code == client.get('/health').status_code == 503
+    service.ends, toy._closed = None, True   # the thread of the engine has failed
+    assert client.get('/health').json() == {'status': 'failed'}
     assert client.post(SPEECH, json=ASKED).status_code == client.get('/health').status_code == 503
 
 def test_metrics(client, service):
@@ -265,7 +268,7 @@ def served(service, **settings):
     finally:
         service.ends = time.monotonic()
         thread.join(10)
-        assert not thread.is_alive() and service.engine.closed and not service.open
+        assert not thread.is_alive() and service.engine._closed and not service.open
 
 def connected(url, text=None, **asked):
     "A socket that has sent a request, or the bytes of `text`."
@@ -353,7 +356,7 @@ def test_sigterm_finishes_what_is_under_way(service, toy):
     serve(service, port=0, ready=lambda url: (urls.append(url), ready.set()))
     thread.join(5)
     assert answers['late'].status_code == 503 and answers['late'].headers['retry-after']
-    assert answers['first'].status_code == 200 and len(answers['first'].content) == 6 * PART and toy.closed
+    assert answers['first'].status_code == 200 and len(answers['first'].content) == 6 * PART and toy._closed
 
 def test_after_the_time_limit_it_ends_all_the_same(service, toy):
     toy.go.clear()

@@ -396,7 +396,8 @@ def speech_app(service: SpeechService) -> FastAPI:
 
     @app.get('/health')
     async def health():
-        return JSONResponse({'status': 'ending' if service.ends else 'ok'}, 503 if service.ends else 200)
+        status = 'ending' if service.ends else 'failed' if service.engine._closed else 'ok'
+        return JSONResponse({'status': status}, 200 if status == 'ok' else 503)
 
     @app.get('/', response_class=HTMLResponse)
     def index():
