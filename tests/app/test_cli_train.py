@@ -713,22 +713,6 @@ def test_a_bench_says_how_long_it_takes(ran, behind, bars, monkeypatch):
     assert limits == [90., 'over', 300., 'over']
 
 
-def test_bench_of_speaking(ran, behind, bars):
-    rows, same = [{'name': 'naive', 'tokens_per_s': 3.}], {'float32': 1.}
-    measured, kept = behind('speech.generate.say_speed', (rows, same)), behind('app.cli_train.write_record')
-    done = ran('bench say')
-    assert done.out.startswith('tiny, GPT 4 x 192, 64 codes') and not kept
-    assert 'bench say: 5 rounds, or fewer in about 5 minutes' in done.err
-    assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)]
-    about = {'model': 'xtts_v2, GPT 30 x 1024, 64 codes for each text', 'same_codes': same}
-    done = ran('bench say --preset xtts_v2 --rounds 2 --record --json')
-    assert done.json == {'rows': rows} | about
-    assert kept == [{'page': 'say', 'rows': rows, 'notes': about}]
-    assert [(c['config'].model.gpt.layers, c['codes'], c['rounds']) for c in measured] == [
-        (4, 64, 5), (30, 64, 2)]
-    done = ran('bench say --preset large')
-    assert done.code == 2 and 'no preset "large"' in done.err and len(measured) == 2
-
 def test_bench_config(ran, behind, bars):
     rows = [{'name': name, 'start_s': 2., 'ratio': 1.} for name in ('default', 'configured')]
     steps = [{'name': 'own_threads', 'step_ms': 3., 'ratio': 1.}]

@@ -15,11 +15,10 @@ from xtts_nb.models.gpt import GPT
 from xtts_nb.models.layers import causal_mask, TransformerBlock
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.app.parity import greedy_parity, utterance_parity
-from xtts_nb.bench import Arm, Comparison
 from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech.generate import (
     Speaker, Voice, cached_block, generate, never_stop, read_reference, reference_mels, sample_code,
-    say_speed, whole_prefix)
+    whole_prefix)
 from xtts_nb.models.weights import save_weights
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
@@ -419,50 +418,6 @@ def test_a_model_that_stops_at_once_still_gives_a_clip(xtts):
     mels = mute._mels(tf.constant([[31, start, 3, stop], [5, stop, stop, stop]]), tf.constant([3, 1]))
     for mel, codes in zip(mels, ([31, 0, 3], [5])):
         assert np.allclose(mel, xtts.dvae.decode(tf.constant([codes]))[0], atol=1e-5)
-
-
-# --- the benchmark ------------------------------------------------------------------------------------------
-
-def test_rows_of_the_benchmark():
-    "Two rounds of seconds per code, 10 codes a text, 2 s of sound; the vocoder takes 0.5 s a text."
-    times = {'naive': .4, 'float32': .1, 'bfloat16': .2, 'batch8': .02, 'vocoder': .5}
-    timed = Comparison([Arm(name, [s, s]) for name, s in times.items()], 'clips_per_s')
-    rows = synthesis._say_rows(timed, 10, 2.)
-    assert [list(row.values()) for row in rows] == [
-        ['naive', 2.5, 2.25, 4500., 1., 0.], ['float32', 10., 0.75, 1500., 4., 0.],
-        ['bfloat16', 5., 1.25, 2500., 2., 0.], ['batch8', 50., 0.35, 2100., 20., 0.]]
-    assert list(rows[0]) == ['name', 'tokens_per_s', 'rtf', 'first_sound_ms', 'ratio', 'spread']
-
-def test_speaking_is_measured(small, monkeypatch):
-    "Each arm makes its number of codes in each round, the vocoder sound of that length."
-    config, made, told = small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), {}, []
-    def compare(arms, unit, rounds, progress):
-        for name, run in arms.items(): made[name] = [run() for _ in range(rounds)]
-        progress(1, 1)
-        assert unit == 'clips_per_s'
-        return Comparison([Arm(name, [1.]) for name in arms], unit)
-    monkeypatch.setattr(synthesis, 'compare', compare)
-    monkeypatch.setattr(synthesis, '_say_rows', lambda timed, codes, seconds: (codes, round(seconds, 1)))
-    rows, same = say_speed(config, 22, 2, lambda *done: told.append(done))
-    assert made == {'naive': [22] * 2, 'float32': [22] * 2, 'bfloat16': [22] * 2, 'batch8': [176] * 2,
-                    'vocoder': [1] * 2}
-    assert rows == (22, 1.) and told == [(1, 1)]
-    assert same['float32'] == same['batch8'] == 1 and 0 < same['bfloat16'] <= 1
-
-def test_all_arms_speak_the_same_first_text_in_the_same_voice(small, monkeypatch):
-    "Codes that stand for text, voice and precision; the last code of the batch differs."
-    def fake(gpt, text, text_length, prompt, max_codes, temperature=0):
-        assert (text_length.shape, temperature) == ((len(text),), 0)
-        values = [tf.reduce_sum(text, 1), tf.cast(1e3 * tf.reduce_sum(prompt, [1, 2]), tf.int32),
-                  tf.fill([len(text)], {'float32': 0, 'bfloat16': 1}[gpt.compute_dtype]),
-                  text[:, 0] * len(text)]
-        return tf.stack(values, 1), None, None
-    def compare(arms, *_, **__):
-        for run in arms.values(): run()
-        return Comparison([Arm(name, [1.]) for name in arms], 'clips_per_s')
-    for name, value in {'generate': fake, 'whole_prefix': lambda gpt: lambda **x: fake(gpt, **x),
-                        'compare': compare}.items(): monkeypatch.setattr(synthesis, name, value)
-    assert say_speed(small, 4)[1] == {'float32': 1, 'bfloat16': .75, 'batch8': .75}
 
 
 # --- listening ----------------------------------------------------------------------------------------------

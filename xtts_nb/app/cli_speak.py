@@ -234,31 +234,33 @@ SAY_CODES = 64   # of each text, 3 s of sound
 @command('say', group=bench_app)
 def _bench_say(
     preset: Preset = 'tiny',
+    coqui_python: option(Path | None, 'The Python of an environment with coqui-tts 0.28.') = None,
     rounds: Rounds = 5,
     record: Record = False,
 ):
-    """Codes per second of speaking, with random weights and 64 codes for each text.
+    """Codes per second of speaking, sound included, with random weights and 64 codes for each text.
 
-    naive: the whole prefix for each code, and again for the states
+    naive: the whole prefix for each code; left out for xtts_v2, where it takes minutes
     float32: a cache of keys and values in one compiled loop
     bfloat16: the same, with the GPT in bfloat16
     batch8: as float32, with eight texts at once
+    stream: as float32, in chunks, each turned into sound at once; 320 codes
+    coqui, coqui_stream: coqui-tts, where its Python is given
 
-    tokens_per_s: codes of all texts per second, no vocoder; real time is 21.5
-    rtf: seconds of computing per second of sound, with the vocoder
-    first_sound_ms: from the call to the sound of the first text
-    ratio: tokens_per_s relative to naive
+    tokens_per_s: codes of all texts per second; real time is 21.5
+    rtf: seconds of computing per second of sound
+    first_sound_ms: from the call to the sound of the first text, or to its first piece
+    ratio: tokens_per_s relative to the first row
 
     xtts_v2 holds two GPTs of 1.6 GB each, and compiles for minutes first."""
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.speech.generate import say_speed
+    from xtts_nb.app.speech_speed import say_speed
     with progress() as tell:
         tell('measure', 0, 1, 'compiling')
-        rows, same = say_speed(config, SAY_CODES, rounds, stage(tell, 'measure'))
+        rows, more = say_speed(config, SAY_CODES, rounds, coqui_python, stage(tell, 'measure'))
     gpt = config.model.gpt
-    about = {'model': f'{preset}, GPT {gpt.layers} x {gpt.width}, {SAY_CODES} codes for each text',
-             'same_codes': same}
+    about = {'model': f'{preset}, GPT {gpt.layers} x {gpt.width}, {SAY_CODES} codes for each text', **more}
     if record: write_record('say', rows, **about)
     return {'rows': rows} | about, table(about['model'], rows)

@@ -388,8 +388,7 @@ def speech_app(service: SpeechService) -> FastAPI:
 
     @app.get('/v1/models', dependencies=guarded)
     def models():
-        model = {'id': 'xtts', 'object': 'model', 'created': 0, 'owned_by': 'xtts_nb'}
-        return {'object': 'list', 'data': [model]}
+        return {'object': 'list', 'data': [{'id': 'xtts', 'object': 'model', 'created': 0, 'owned_by': 'xtts_nb'}]}
 
     @app.get('/metrics', dependencies=guarded, response_class=PlainTextResponse)
     async def metrics(): return service.metrics.text(service.engine.waiting, service.engine.busy)
