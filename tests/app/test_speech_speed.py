@@ -131,5 +131,7 @@ def test_the_command(ran, behind, bars):
     assert kept == [{'page': 'say', 'rows': rows, 'notes': about}]
     assert [(c['config'].model.gpt.layers, c['codes'], c['rounds'], str(c['coqui_python']))
             for c in measured] == [(4, 64, 5, 'None'), (30, 64, 2, 'other/python')]
+    done = ran('bench say --coqui-python other/python')
+    assert done.code == 2 and 'compare with --preset xtts_v2' in done.err
     done = ran('bench say --preset large')
     assert done.code == 2 and 'no preset "large"' in done.err and len(measured) == 2

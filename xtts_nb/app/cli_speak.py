@@ -245,7 +245,7 @@ def _bench_say(
     bfloat16: the same, with the GPT in bfloat16
     batch8: as float32, with eight texts at once
     stream: as float32, in chunks, each turned into sound at once; 320 codes
-    coqui, coqui_stream: coqui-tts, where its Python is given
+    coqui, coqui_stream: coqui-tts, where its Python is given; for xtts_v2 only
 
     tokens_per_s: codes of all texts per second; real time is 21.5
     rtf: seconds of computing per second of sound
@@ -253,8 +253,11 @@ def _bench_say(
     ratio: tokens_per_s relative to the first row
 
     xtts_v2 holds two GPTs of 1.6 GB each, and compiles for minutes first."""
-    from xtts_nb.config import XTTSConfig
+    from xtts_nb.config import UserError, XTTSConfig
     config = XTTSConfig.preset(preset)
+    if coqui_python and preset != 'xtts_v2':
+        raise UserError('bench say: coqui-tts has a decoder of the released size only; '
+                        'compare with --preset xtts_v2.')
     start()
     from xtts_nb.app.speech_speed import say_speed
     with progress() as tell:
