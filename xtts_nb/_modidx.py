@@ -315,6 +315,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'xtts_nb.app.recipes.recipe': ('app/recipes.html#recipe', 'xtts_nb/app/recipes.py')},
             'xtts_nb.app.speech_speed': { 'xtts_nb.app.speech_speed._coqui_speech': ( 'app/speech_speed.html#_coqui_speech',
                                                                                       'xtts_nb/app/speech_speed.py'),
+                                          'xtts_nb.app.speech_speed._repeated': ( 'app/speech_speed.html#_repeated',
+                                                                                  'xtts_nb/app/speech_speed.py'),
                                           'xtts_nb.app.speech_speed._say_arms': ( 'app/speech_speed.html#_say_arms',
                                                                                   'xtts_nb/app/speech_speed.py'),
                                           'xtts_nb.app.speech_speed._say_gpts': ( 'app/speech_speed.html#_say_gpts',

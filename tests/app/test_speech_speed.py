@@ -41,6 +41,7 @@ def spoken(small):
             return [arm.name for arm in timed.arms]
         for name, stand_in in {'compare': compare, 'coqui_speech': peer, '_say_rows': rows}.items():
             m.setattr(page, name, stand_in)
+        m.setattr(page, 'ARM_SECONDS', 0)
         told = []
         rows, more = say_speed(config, 22, 2, 'python', lambda *done: told.append(done))
     return seen | {'rows': rows, 'told': told} | more
@@ -65,6 +66,16 @@ def test_the_first_sound(spoken):
     assert firsts['coqui'] == [7.] * 3 and firsts['coqui_stream'] == [6.] * 3
     assert len(spoken['piece_ms']) == 7 and min(spoken['piece_ms']) > 0   # 8, then 16, ..., then the last 6
     assert median(firsts['stream'][1:]) < sum(spoken['piece_ms']) / 1e3
+
+def test_a_short_call_is_repeated(monkeypatch):
+    monkeypatch.setattr(page, 'ARM_SECONDS', 0.02)
+    calls = []
+    def run():
+        calls.append(1)
+        return 3
+    assert page._repeated(run)() == 3 * len(calls) and len(calls) > 1
+    monkeypatch.setattr(page, 'ARM_SECONDS', 0)
+    assert page._repeated(run)() == 3
 
 def test_a_deep_model_is_not_spoken_naively(small, monkeypatch):
     monkeypatch.setattr(page, 'whole_prefix', lambda gpt: print)
