@@ -118,6 +118,24 @@ def test_say(ran, behind, bars, speakers):
     assert [{k: str(v) for k, v in call.items()} for call in found] == [
         {'given': "[PosixPath('anna')]", 'xtts': 'the model of m', 'folder': 'v'}]
 
+def test_say_as_a_stream(ran, behind, bars, speakers, monkeypatch):
+    "Sound and nothing else on stdout; a speaker that looks for no faults."
+    monkeypatch.setattr('xtts_nb.speech.generate.Speaker', lambda xtts, **given: SimpleNamespace(
+        sample_rate=10, vocoder='hifigan', given=(xtts, given)))
+    found = behind('speech.voices.find_voice', ['ANNA'])
+    streamed = behind('speech.stream.stream_text', [np.zeros(3), np.ones(2)])
+    out = SimpleNamespace(buffer=io.BytesIO())
+    monkeypatch.setattr('sys.__stdout__', out)
+    done = ran('say Hello --run run --voice anna --seed 4 --stream --speed 2')
+    assert (done.code, done.out) == (0, '') and done.err.endswith('0.50 s at 10 Hz, hifigan\n') and found
+    assert out.buffer.getvalue()[:4] == b'RIFF' and len(out.buffer.getvalue()) == 44 + 10
+    assert streamed[0].pop('speaker').given == ('the model of run', {'speed': 2.})
+    assert streamed == [{'text': 'Hello', 'language': 'en', 'reference': ['ANNA'], 'seed': 4}]
+    out.buffer = io.BytesIO()
+    assert ran('say Hello --run run --voice anna --pcm --json').json == {
+        'seconds': 0.5, 'sample_rate': 10, 'vocoder': 'hifigan'}
+    assert out.buffer.getvalue() == bytes(6) + b'\xff\x7f' * 2
+
 def test_say_reads_the_text_from_a_file(ran, behind, bars, speakers, tmp_path, monkeypatch):
     behind('data.audio.save_audio')
     (tmp_path / 'a.txt').write_bytes('\ufeffÄ.\nB.'.encode())

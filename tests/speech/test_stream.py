@@ -1,11 +1,14 @@
 "Streams and continuous batches: pieces are the whole, rows do not meet, texts come and go."
 import copy
+import io
+import struct
 import threading
 import time
 
 import keras
 import numpy as np
 import pytest
+import soundfile
 import tensorflow as tf
 
 from xtts_nb.config import DecoderConfig, UserError, XTTSConfig
@@ -15,7 +18,9 @@ from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech import stream as streaming
 from xtts_nb.speech.generate import never_stop, Speaker
 from xtts_nb.speech.stream import (
-    Engine, EngineClosed, receptive_frames, SpeechRows, SoundStream, stretched_count, stretched_frames)
+    Engine, EngineClosed, pcm16, receptive_frames, SoundStream, SpeechRows, stream_text, stretched_count,
+    stretched_frames, wav_header, write_stream)
+from xtts_nb.speech.long import TextPiece
 
 close = np.testing.assert_allclose
 TEXTS = ['aa bb cc', 'hh', 'dd ee ff gg', 'a', 'bb hh', 'cc cc', 'gg a']
@@ -129,6 +134,41 @@ def test_without_a_decoder_all_sound_comes_at_the_end(xtts):
 
 def test_a_stream_refuses_what_a_call_refuses(speaker, voices):
     with pytest.raises(UserError, match='empty'): next(speaker.stream('', 'en', voices[0]))
+
+
+def test_a_long_text_is_streamed_with_its_pauses(speaker, voices, monkeypatch):
+    "Also after a piece with nothing to say."
+    pieces = [TextPiece('aa bb', 'en', 0.1), TextPiece(' - ', 'en', 0.5), TextPiece('hh', 'en', 0.2)]
+    monkeypatch.setattr(streaming, 'text_pieces', lambda *given: (pieces, [3, 0, 2]))
+    monkeypatch.setattr(speaker, 'speech', speaker.speech.model_copy(update={'speed': 2.}))
+    first, second = (list(speaker.stream(text, 'en', voices[0], seed=3)) for text in ('aa bb', 'hh'))
+    pause = np.zeros(round(0.05 * speaker.sample_rate))
+    streamed = list(stream_text(speaker, 'any', 'en', voices[0], seed=3))
+    close(np.concatenate(streamed), np.concatenate([*first, pause, *second]), atol=1e-3)
+
+def test_a_text_that_cannot_be_streamed_is_refused_at_once(speaker, voices):
+    with pytest.raises(UserError, match='no letter'): stream_text(speaker, '...', 'en', voices[0])
+
+def test_what_is_written():
+    sounds, out = [np.array([0., 0.5], np.float32), np.array([2., -2., -0.25], np.float32)], io.BytesIO()
+    assert write_stream(iter(sounds), 10, out) == 0.5
+    samples, rate = soundfile.read(io.BytesIO(out.getvalue()), dtype='int16')
+    assert rate == 10 and samples.tolist() == [0, 16384, 32767, -32767, -8192]
+    assert out.getvalue() == wav_header(10) + pcm16(np.concatenate(sounds)) and len(wav_header(10)) == 44
+    assert struct.unpack_from('<I', wav_header(10), 28) == (20,)   # bytes in a second
+    raw = io.BytesIO()
+    write_stream(iter(sounds), 10, raw, header=False)
+    assert raw.getvalue() == pcm16(np.concatenate(sounds))
+
+def test_a_listener_that_leaves_ends_the_stream():
+    class Pipe(io.BytesIO):
+        def flush(self): raise BrokenPipeError
+    asked = []
+    def sounds():
+        for i in range(3):
+            asked.append(i)
+            yield np.zeros(4, np.float32)
+    assert write_stream(sounds(), 4, Pipe()) == 0 and asked == [0]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------

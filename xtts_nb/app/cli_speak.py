@@ -22,7 +22,7 @@ _voice = partial(command, panel='Voice')
 Model = option(Path, 'Folder of a model or of a run.', '--run', '--model')
 Voices = option(Path, 'Folder of saved voices.')
 
-# %% ../../nbs/app/cli_speak.ipynb #5d65bdf9
+# %% ../../nbs/app/cli_speak.ipynb #7c0e0012
 def _text_of(text: str | None, file: Path | None) -> str:
     "The text that was given, or that of a file."
     from xtts_nb.config import UserError
@@ -32,6 +32,16 @@ def _text_of(text: str | None, file: Path | None) -> str:
     except UnicodeDecodeError: raise UserError(f'{file}: is not UTF-8 text; save it as UTF-8.') from None
     except OSError as e: raise UserError(f'{file}: cannot be read ({e.strerror}); give a file.') from None
 
+def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool):
+    "Write the sound to stdout while it is made; the text of the result goes to stderr."
+    from xtts_nb.speech.stream import stream_text, write_stream
+    sounds = stream_text(speaker, text, language, voice, seed)
+    seconds = write_stream(sounds, speaker.sample_rate, sys.__stdout__.buffer, header)
+    to_stderr(f'{seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}')
+    result = {'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate, 'vocoder': speaker.vocoder}
+    return result, None
+
+# %% ../../nbs/app/cli_speak.ipynb #5d65bdf9
 @_voice('say')
 def _say(
     run: Model,
@@ -48,6 +58,8 @@ def _say(
     speed: option(float | None, '2 is twice as fast, at the same pitch.') = None,
     seed: option(int, 'Seed for sampling the codes.') = 0,
     retries: option(int, 'Attempts with other seeds where speech has a fault.', min=0) = 2,
+    stream: option(bool, 'Write WAV to stdout as it is spoken; no search for faults.', '--stream') = False,
+    pcm: option(bool, 'Stream 16-bit samples without a WAV header.', '--pcm') = False,
 ):
     "Speak a text in a voice; settings that are not given come from the config.yaml of the model."
     settings = given(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
@@ -56,6 +68,7 @@ def _say(
     start()
     from xtts_nb.data.audio import save_audio
     from xtts_nb.models.xtts import XTTS
+    from xtts_nb.speech.generate import Speaker
     from xtts_nb.speech.guard import GuardedSpeaker, run_rates
     from xtts_nb.speech.long import speak_whole
     from xtts_nb.speech.voices import find_voice
@@ -64,6 +77,7 @@ def _say(
         speaker = GuardedSpeaker(xtts := XTTS.load(run), retries=retries, rates=run_rates(run), **settings)
         found = find_voice(voice, xtts, voices)
         tell('speak', 0, 1)
+        if stream or pcm: return _streamed(Speaker(xtts, **settings), text, language, found, seed, not pcm)
         wav, report = speak_whole(speaker, text, language, found, seed, progress=stage(tell, 'speak'))
     save_audio(out, wav, speaker.sample_rate)
     seconds = len(wav) / speaker.sample_rate

@@ -91,7 +91,9 @@ def answer(as_json: bool):
     "Yields a function that takes the result; it is printed at the end, and all other output goes to stderr."
     results = []
     with redirect_stdout(sys.stderr): yield lambda value, text='': results.append((value, text))
-    for value, text in results: print(json.dumps(value, ensure_ascii=False) if as_json else text)
+    for value, text in results:
+        if as_json: print(json.dumps(value, ensure_ascii=False))
+        elif text is not None: print(text)   # None: the command has written its result itself
 
 def to_stderr(*parts):
     "Print a line for the user that is not the result."

@@ -12,7 +12,6 @@ import asyncio
 import io
 import secrets
 import socket
-import struct
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
@@ -28,6 +27,7 @@ import soundfile
 from fastcore.basics import patch
 
 from ..config import UserError
+from .stream import pcm16, wav_header
 
 try:
     import anyio, uvicorn
@@ -133,20 +133,16 @@ class SoundWriter:
         rate: int,
     ):
         settings, self.sound, self.head = FORMATS[kind][1], None, b''
-        if kind == 'wav':
-            most = 2**32 - 1
-            self.head = struct.pack('<4sI8sIHHIIHH4sI', b'RIFF', most, b'WAVEfmt ', 16, 1, 1, rate, 2 * rate,
-                                    2, 16, b'data', most)
+        if kind == 'wav': self.head = wav_header(rate)
         elif settings:
             self.file = _Whole() if kind == 'flac' else _Tail()
             self.sound = soundfile.SoundFile(self.file, 'w', rate, 1, **settings)
 
     def write(self, wav: np.ndarray) -> bytes:   # (N,) float32
-        wav = np.clip(wav, -1, 1)
         if not self.sound:
             head, self.head = self.head, b''
-            return head + (wav * 32767).round().astype('<i2').tobytes()
-        self.sound.write(wav)
+            return head + pcm16(wav)
+        self.sound.write(np.clip(wav, -1, 1))
         return self.file.take()
 
     def end(self) -> bytes:

@@ -4,13 +4,16 @@
 
 # %% auto #0
 __all__ = ['stretched_count', 'stretched_frames', 'receptive_frames', 'SoundStream', 'free_rows', 'admit_row', 'advance_rows',
-           'SpeechRows', 'EngineClosed', 'SpeechRequest', 'Engine']
+           'SpeechRows', 'stream_text', 'wav_header', 'pcm16', 'write_stream', 'EngineClosed', 'SpeechRequest',
+           'Engine']
 
 # %% ../../nbs/speech/stream.ipynb #57e00003
 import queue
+import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -24,6 +27,7 @@ from ..data.text import pad_ids, TEXT_STOP
 from ..models.gpt import GPT, shifted
 from ..models.layers import causal_mask, fold_seed
 from .generate import cached_pass, empty_cache, sample_code, Speaker, Voice
+from .long import text_pieces
 
 # %% ../../nbs/speech/stream.ipynb #57e00006
 def stretched_count(
@@ -274,6 +278,52 @@ def stream(self: Speaker,
         wav, ended = self.rows.advance(limit)[0]
         if len(wav): yield wav
         limit = chunk
+
+# %% ../../nbs/speech/stream.ipynb #57e0aa02
+def stream_text(
+    speaker: Speaker,
+    text: str,           # of any length
+    language: str,       # or auto: detected for each sentence
+    reference,           # as `Speaker.listen` takes it
+    seed: int = 0,
+) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
+    "A text as a stream of sound; raises `UserError` at once for a text that cannot be spoken."
+    pieces, tokens = text_pieces(speaker, text, language)
+    return _stream_pieces(speaker, [p for p, n in zip(pieces, tokens) if n], speaker.listen(reference), seed)
+
+def _stream_pieces(speaker, pieces, voice, seed) -> Iterator[np.ndarray]:
+    "The sound of each piece, and the pauses between them."
+    pause = 0.   # s
+    for piece in pieces:
+        if pause: yield np.zeros(round(pause * speaker.sample_rate), np.float32)
+        yield from speaker.stream(piece.text, piece.language, voice, seed)
+        pause = piece.pause / speaker.speech.speed
+
+def wav_header(rate: int) -> bytes:
+    "The header of mono sound of 16 bits and unknown length."
+    most = 2**32 - 1
+    return struct.pack('<4sI8sIHHIIHH4sI',
+                       b'RIFF', most, b'WAVEfmt ', 16, 1, 1, rate, 2 * rate, 2, 16, b'data', most)
+
+def pcm16(wav: np.ndarray) -> bytes:   # (N,) float32
+    "Samples as 16-bit integers, little-endian; what is above full scale is clipped."
+    return (np.clip(wav, -1, 1) * 32767).round().astype('<i2').tobytes()
+
+def write_stream(
+    sounds: Iterator[np.ndarray],   # (N,) float32 each
+    rate: int,
+    out,                    # a binary file
+    header: bool = True,    # begin with a WAV header
+) -> float:                 # seconds of sound
+    "Write each piece of sound when it is there; ends early if nobody reads any more."
+    samples = 0
+    with suppress(BrokenPipeError):
+        if header: out.write(wav_header(rate))
+        for wav in sounds:
+            out.write(pcm16(wav))
+            out.flush()
+            samples += len(wav)
+    return samples / rate
 
 # %% ../../nbs/speech/stream.ipynb #57e00017
 class EngineClosed(UserError):
