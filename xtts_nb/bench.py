@@ -309,7 +309,7 @@ WRITERS = {'data': 'bench data', 'parity': 'parity', 'gpt2': 'bench gpt2', 'step
            'dual': 'bench dual', 'model': 'bench model', 'patients': 'bench diagnose',
            'growth': 'bench growth', 'config': 'bench config',
            'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say',
-           'evaluate': 'evaluate'}
+           'say_full': 'bench say --preset xtts_v2', 'evaluate': 'evaluate'}
 
 def record_origin(
     one: dict,         # a record

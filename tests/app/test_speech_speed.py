@@ -139,10 +139,11 @@ def test_the_command(ran, behind, bars):
     about = {'model': 'xtts_v2, GPT 30 x 1024, 64 codes for each text', **more}
     done = ran('bench say --preset xtts_v2 --rounds 2 --coqui-python other/python --record --json')
     assert done.json == {'rows': rows} | about
-    assert kept == [{'page': 'say', 'rows': rows, 'notes': about}]
+    assert kept == [{'page': 'say_full', 'rows': rows, 'notes': about}]
     assert [(c['config'].model.gpt.layers, c['codes'], c['rounds'], str(c['coqui_python']))
             for c in measured] == [(4, 64, 5, 'None'), (30, 64, 2, 'other/python')]
     done = ran('bench say --coqui-python other/python')
     assert done.code == 2 and 'compare with --preset xtts_v2' in done.err
     done = ran('bench say --preset large')
     assert done.code == 2 and 'no preset "large"' in done.err and len(measured) == 2
+    assert ran('bench say --record').code == 0 and kept[1]['page'] == 'say'

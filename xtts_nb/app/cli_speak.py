@@ -279,5 +279,6 @@ def _bench_say(
         rows, more = say_speed(config, SAY_CODES, rounds, coqui_python, stage(tell, 'measure'))
     gpt = config.model.gpt
     about = {'model': f'{preset}, GPT {gpt.layers} x {gpt.width}, {SAY_CODES} codes for each text', **more}
-    if record: write_record('say', rows, **about)
+    if record and preset == 'xtts_v2': write_record('say_full', rows, **about)
+    elif record: write_record('say', rows, **about)
     return {'rows': rows} | about, table(about['model'], rows)
