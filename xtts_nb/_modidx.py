@@ -1947,6 +1947,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'xtts_nb/speech/stream.py'),
                                        'xtts_nb.speech.stream.SpeechRows.release': ( 'speech/stream.html#speechrows.release',
                                                                                      'xtts_nb/speech/stream.py'),
+                                       'xtts_nb.speech.stream.SpeechRows.sounds': ( 'speech/stream.html#speechrows.sounds',
+                                                                                    'xtts_nb/speech/stream.py'),
                                        'xtts_nb.speech.stream._stream_pieces': ( 'speech/stream.html#_stream_pieces',
                                                                                  'xtts_nb/speech/stream.py'),
                                        'xtts_nb.speech.stream.admit_row': ('speech/stream.html#admit_row', 'xtts_nb/speech/stream.py'),

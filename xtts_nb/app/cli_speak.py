@@ -74,10 +74,10 @@ def _say(
     from xtts_nb.speech.voices import find_voice
     with progress() as tell:
         tell('load the model', 0, 1)
-        speaker = GuardedSpeaker(xtts := XTTS.load(run), retries=retries, rates=run_rates(run), **settings)
-        found = find_voice(voice, xtts, voices)
+        found = find_voice(voice, xtts := XTTS.load(run), voices)
         tell('speak', 0, 1)
         if stream or pcm: return _streamed(Speaker(xtts, **settings), text, language, found, seed, not pcm)
+        speaker = GuardedSpeaker(xtts, retries=retries, rates=run_rates(run), **settings)
         wav, report = speak_whole(speaker, text, language, found, seed, progress=stage(tell, 'speak'))
     save_audio(out, wav, speaker.sample_rate)
     seconds = len(wav) / speaker.sample_rate

@@ -60,15 +60,7 @@ def _streamed(config: XTTSConfig, gpt: GPT, decoder: HiFiGAN, codes: int, inputs
         sampling=(0., 50, 0.85, 1.), frames_sound=tf.function(decoder.sound, reduce_retracing=True))
     rows, ids = SpeechRows(speaker), inputs['text'][0].numpy().tolist()
     voice = Voice(inputs['prompt'][0], tf.random.stateless_normal((config.model.speaker.width,), (0, 0)))
-
-    def run():
-        rows.admit(ids, voice)
-        limit, ended = 8, False
-        while not ended:
-            wav, ended = rows.advance(limit)[0]
-            if len(wav): yield wav
-            limit = None
-    return run
+    return lambda: rows.sounds(ids, voice)
 
 # %% ../../nbs/app/speech_speed.ipynb #5bed0008
 def _coqui_speech(threads, layers, width, heads, vocabulary, ids, codes, streamed):

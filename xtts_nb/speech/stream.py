@@ -253,6 +253,21 @@ def advance(self: SpeechRows,
     return spoken
 
 @patch
+def sounds(self: SpeechRows,
+    ids: list[int],    # of the text
+    voice: Voice,
+    seed: int = 0,
+    speed: float = 1.,
+    first: int = 8,    # codes before the first sound
+) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
+    "The sound of one text, while no other row has one."
+    row, limit, ended = self.admit(ids, voice, seed, speed), first, False
+    while not ended:
+        wav, ended = self.advance(limit)[row]
+        if len(wav): yield wav
+        limit = self.chunk
+
+@patch
 def release(self: SpeechRows, row: int):
     "Free a row whose text is no longer wanted."
     self.streams[row] = None
@@ -272,12 +287,7 @@ def stream(self: Speaker,
     ids, voice = self._ids(text, language), self.listen(reference)
     if getattr(self, 'rows', None) is None or self.rows.chunk != chunk: self.rows = SpeechRows(self, 1, chunk)
     if not self.rows.free: self.rows.release(0)   # of a stream that was not read to its end
-    self.rows.admit(ids, voice, seed, self.speech.speed)
-    limit, ended = first, False
-    while not ended:
-        wav, ended = self.rows.advance(limit)[0]
-        if len(wav): yield wav
-        limit = chunk
+    yield from self.rows.sounds(ids, voice, seed, self.speech.speed, first)
 
 # %% ../../nbs/speech/stream.ipynb #57e0aa02
 def stream_text(
