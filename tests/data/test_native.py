@@ -16,7 +16,7 @@ from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache, left_out_line
 from xtts_nb.data.native import (
     BatchPlan, CacheReader, MelReader, PythonReader, WavReader, batches_of, bucket_of, bucket_shapes,
-    cached_batches, decode_wav, fixed_shape, mels_of, order_columns)
+    cached_batches, decode_wav, fixed_shape, mels_of, order_columns, speech_lengths)
 from xtts_nb.data.prepare import Loudness, lesson_cache, prepare
 
 
@@ -57,12 +57,13 @@ def test_shapes_equal_brute_force(seed):
     assert positions(codes, text, bucket_shapes(codes, text, buckets)) == fewest_positions(codes, text,
                                                                                            buckets)
 
-def speech_lengths(clips, seed=0):
-    "Like those of LJSpeech: 1.1 to 10.1 s, 6.6 s on average, 8.7 text tokens a second."
-    rng = np.random.default_rng(seed)
-    seconds = 1.11 + 8.99 * rng.beta(1.86, 1.2, clips)
-    text = 8.7 * seconds + 6 * np.clip(seconds / 6, 0.4, 1.2) * rng.normal(size=clips)
-    return np.ceil(seconds * 22050 / 1024).astype(np.int32), np.maximum(text, 4).round().astype(np.int32)
+def test_speech_lengths():
+    codes, text = speech_lengths(5000, seed=1)
+    assert codes.min() >= 24 and 210 < codes.max() <= 218 and codes.mean() == pytest.approx(142, abs=4)
+    assert text.min() >= 4 and text.max() < 200 and text.mean() == pytest.approx(58, abs=3)
+    assert np.corrcoef(codes, text)[0, 1] > 0.9 and np.std(text - text.mean() / codes.mean() * codes) > 4
+    assert np.array_equal(speech_lengths(5000, seed=1), (codes, text))
+    assert not np.array_equal(speech_lengths(5000)[0], codes)
 
 def test_six_buckets_leave_little_empty():
     codes, text = speech_lengths(13100)

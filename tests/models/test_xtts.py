@@ -13,9 +13,10 @@ from xtts_nb.config import UserError
 from xtts_nb.models import xtts as page
 from xtts_nb.models.xtts import (
     XTTS, call_traced, compiled_forward, cross_entropies, forward_flops, forward_numbers, INPUTS,
-    longest_shape, pad_batch, row_by_row, speech_batches, speech_lengths, step_flops, token_counts,
+    longest_shape, pad_batch, row_by_row, speech_batches, step_flops, token_counts,
     token_losses, total_loss, whole_batch)
 from xtts_nb.speech.generate import generate
+from xtts_nb.data.native import speech_lengths
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.models.weights import save_weights
 
@@ -180,14 +181,6 @@ def test_reads_of_the_host():
     x = tf.constant([2., 3.])
     assert page.host_reads(lambda a: (float(a[0]), int(a[1]), a.numpy()), x) == 3
     assert page.host_reads(lambda: tf.reduce_sum(x)) == 0
-
-def test_speech_lengths():
-    codes, text = speech_lengths(5000, seed=1)
-    assert codes.min() >= 24 and 210 < codes.max() <= 218 and codes.mean() == pytest.approx(142, abs=4)
-    assert text.min() >= 4 and text.max() < 200 and text.mean() == pytest.approx(58, abs=3)
-    assert np.corrcoef(codes, text)[0, 1] > 0.9 and np.std(text - text.mean() / codes.mean() * codes) > 4
-    assert np.array_equal(speech_lengths(5000, seed=1), (codes, text))
-    assert not np.array_equal(speech_lengths(5000)[0], codes)
 
 def test_speech_batches(small):
     config = small.replace(data={'batch_size': 3})
