@@ -351,7 +351,7 @@ def test_a_transform_goes_with_the_sound():
 
 # --- back to sound --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('frames', [4, 5, 8, 40])
+@pytest.mark.parametrize('frames', [1, 2, 3, 4, 5, 8, 40])
 def test_a_mel_of_any_length_sounds(frames):
     mel = log_mel(synthetic_voice(1.), AUDIO.dvae_n_fft)[:frames]
     wav = griffin_lim(mel, iterations=3)

@@ -339,6 +339,8 @@ def griffin_lim(
 ) -> tf.Tensor:                    # ((F - 1) hop,) float32
     "Audio from a log-mel, by the fast Griffin-Lim algorithm."
     n_fft, momentum = audio.dvae_n_fft, 0.99
+    frames, least = tf.shape(mel)[0], 2 + (n_fft // 2 - _beside(n_fft, audio)[0]) // audio.hop_length
+    mel = tf.concat([mel, tf.repeat(mel[-1:], tf.maximum(least - frames, 0), 0)], 0)   # enough to mirror
     magnitude = tf.cast(_spectrum_from_mel(mel, n_fft, audio), tf.complex64)
     unit = lambda z: z / tf.cast(tf.abs(z) + 1e-12, tf.complex64)
     phase = tf.random.stateless_uniform(tf.shape(magnitude), [seed, 0], 0, 2 * np.pi)
@@ -346,7 +348,7 @@ def griffin_lim(
     for _ in tf.range(iterations):
         rebuilt = stft(_inverse_stft(magnitude * angle, n_fft, audio), n_fft, audio)
         angle, before = unit(rebuilt + momentum * (rebuilt - before)), rebuilt
-    return _inverse_stft(magnitude * angle, n_fft, audio)
+    return _inverse_stft(magnitude * angle, n_fft, audio)[:(frames - 1) * audio.hop_length]
 
 # %% ../../nbs/data/audio.ipynb #4fbf3985
 def save_audio(
