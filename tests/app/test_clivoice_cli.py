@@ -29,7 +29,9 @@ SPOKEN = {'nearest_hits': 15, 'nearest_total': 16, 'untrained_hits': 1, 'heldout
           'heldout_voice_hits': 11, 'untrained_heldout_sentence_hits': 2, 'untrained_heldout_voice_hits': 3}
 RESULT = {'data_before_after': [{'name': 'cache', 'clips_per_s': 7.}],
           'step_before_after': [{'name': 'xla', 'step_ms': 3.}],
-          'train': {'steps': 4}, 'seconds': 90., 'spoken': SPOKEN, 'report': 'o/report.html'}
+          'train': {'steps': 4}, 'seconds': 90., 'spoken': SPOKEN, 'report': 'o/report.html',
+          'scores': [{'name': 'mel', 'unit': '', 'offered': True, 'fault': ''} | {
+              source: {'median': m} for source, m in (('model', 14.), ('copy', 11.5), ('untrained', 23.))}]}
 
 def test_demo(ran, behind, bars):
     def run_demo(**call):
@@ -48,13 +50,14 @@ def test_demo(ran, behind, bars):
         'Sentences it was trained on: 15 of 16 are nearest to their own recording (untrained: 1).',
         'Sentence and voice never together in training: '
         '12 of 14 the right sentence, 11 of 14 the right voice',
-        '(untrained: 2 and 3).']
+        '(untrained: 2 and 3).', 'Scores, as model (copy-synthesis, untrained): mel 14 (11.5, 23).']
     assert end == '1.5 minutes. Listen and look: o/report.html\n'
     assert bars == [('start', {}), ('speak', 1, 2, '')]
     assert ran('demo --out there --steps 7 --seed 3 --record --json').json == RESULT
     assert [(str(c['out']), c['config'], c['seed']) for c in demos] == [
         ('runs/demo', TINY, 0), ('there', TINY.replace(training={'steps': 7}), 3)]
-    more = {name: RESULT[name] for name in ('data_before_after', 'step_before_after', 'train', 'seconds')}
+    more = {name: RESULT[name] for name in (
+        'data_before_after', 'step_before_after', 'train', 'scores', 'seconds')}
     assert kept == [{'page': 'demo', 'rows': [SPOKEN], 'notes': more}]
 
 def test_demo_of_several_seeds(ran, behind, bars):
@@ -171,6 +174,13 @@ def test_voices_add(ran, behind, bars, monkeypatch):
     asked = {'folder': 'v', 'name': 'anna', 'recordings': ['a.wav', 'b.mp3'],
              'speaker': 'a speaker of the model of m', 'force': 'False'}
     assert [text_of(call) for call in added] == [asked, asked | {'recordings': ['a.wav'], 'force': 'True'}]
+
+def test_voices_add_refuses_a_bad_name_before_it_loads_the_model(ran, bars, tmp_path):
+    (tmp_path / 'anna.safetensors').touch()
+    for name, why in (('anna', 'exists already'), ('a/b', 'no name')):
+        done = ran(f'voices add {name} a.wav --model m --voices {tmp_path}')
+        assert done.code == 2 and why in done.err
+    assert bars == [('start', {})] * 2
 
 def test_voices_list(ran, behind):
     rows = [ANNA, BOTH, {'name': 'bad', 'error': 'holds no voice.'}]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from process import main, tree, xtts_nb
-from xtts_nb.app import demo
+from xtts_nb.app import cli, demo
 from xtts_nb.data.audio import load_audio, log_mel_numpy
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import UserError, XTTSConfig
@@ -280,6 +280,46 @@ def test_learning(behind, stages, tmp_path):
         ('train the GPT', 2, 4, 'loss 1.23, 57 clips/s'), ('speak', 0, 1, ''),
         ('judge', 0, 1, ''), ('judge', 1, 1, '')]
 
+def test_held_out_pairs_are_scored_from_their_files(behind, monkeypatch, stages, tmp_path):
+    pairs, scored = choose_pairs(CLIPS, 2), []
+    behind('app.demo.load_audio', lambda path, sample_rate: (path, sample_rate))
+    made = behind('app.demo.source_sounds', {name: [name] for name in (
+        'recording', 'copy', 'model', 'untrained', 'reference', 'other_voice')})
+    def score(sounds, trials, progress, judges):
+        progress('score', 1, 2)
+        scored.append((sounds, trials, judges))
+        return ['the rows']
+    monkeypatch.setattr(demo, 'score_sounds', score)
+    untrained, spoken = ([f'{name}{i}' for i in range(4)] for name in 'us')
+    trained = demo.TrainedDemo(Trainer(), {}, untrained, spoken, [], [])
+    assert demo.score_held_out(trained, pairs, tmp_path, stages[0]) == ['the rows']
+    assert stages[1] == [('mark', 'score'), ('score', 0, 1, ''), ('score', 1, 2, '')]
+    assert made[0]['xtts'] is Trainer.xtts
+    assert made[0]['spoken'] == {'model': [('s2', 22050), ('s3', 22050)],
+                                 'untrained': [('u2', 22050), ('u3', 22050)]}
+    for trial, pair in zip(made[0]['trials'], pairs[2:], strict=True):
+        for clip, row in ((trial.clip, pair.target), (trial.reference, pair.reference)):
+            assert (clip.id, clip.text, clip.speaker, clip.language, clip.path) == (
+                row.id, row.text, row.speaker, row.language, tmp_path / 'wavs' / f'{row.id}.wav')
+    sources = 'recording', 'copy', 'model', 'untrained', 'reference'
+    assert scored == [({name: [name] for name in sources}, made[0]['trials'], demo.QUICK_JUDGES)]
+
+def row(name, unit, fault, *medians):
+    sources = {source: {'median': m, 'low': m, 'high': m, 'clips': 16} for source, m in zip(
+        ('recording', 'copy', 'model', 'untrained'), medians)}
+    return {'score': name, 'name': name, 'unit': unit, 'offered': not fault, 'fault': fault} | sources
+
+SCORES = [row('mel', '', '', 0., 11.5, 14.125, 23.), row('f0', 'cents', '', 0., 240., 250., 1008.),
+          row('mcd', 'dB', 'pyworld is missing')]
+
+def test_the_summary_has_a_line_of_scores():
+    arms = [{'name': 'a', 'ratio': 1.}]
+    result = {'data_before_after': arms, 'step_before_after': arms, 'spoken': spoken_counts([], [], [])}
+    result |= {'scores': SCORES, 'seconds': 90., 'report': 'r.html'}
+    assert cli._demo_text(result).splitlines()[-3:] == [
+        'Scores, as model (copy-synthesis, untrained): mel 14.1 (11.5, 23), f0 250 (240, 1,008) cents; '
+        'not offered: mcd (pyworld is missing).', '', '1.5 minutes. Listen and look: r.html']
+
 REPORT = {'clips': 9, 'seconds': 12.5, 'speakers': {'a': 5, 'b': 4}, 'languages': {'en': 9},
           'dropped': ['x', 'y', 'z'], 'longest': 2.}
 
@@ -292,7 +332,7 @@ def calls(behind, monkeypatch, tmp_path):
     made = {name: behind(f'app.demo.{name}', value) for name, value in {
         'make_corpus': CLIPS, 'prepare_cache': ('the cache', REPORT),
         'measure_before_after': ([{'name': 'd'}], [{'name': 's'}]),
-        'train_and_speak': result,
+        'train_and_speak': result, 'score_held_out': ['the scores'],
         'write_pairs': None, 'demo_report': None}.items()}
     monkeypatch.setattr(demo, 'best_probe', lambda say: say('a line') or (lambda: demo.Sampler))
     marks = SimpleNamespace(mark=lambda name: None)
@@ -309,7 +349,7 @@ def test_a_whole_demo(calls, monkeypatch, tmp_path):
         'data_before_after': [{'name': 'd'}], 'step_before_after': [{'name': 's'}],
         'train': {'loss_last': 1.2},
         'spoken': spoken_counts(choose_pairs(CLIPS, 2, 5), [(True, False)] * 4, [(False, True)] * 4),
-        'wav': str(tmp_path / 'c.wav'), 'report': str(tmp_path / 'report.html'),
+        'scores': ['the scores'], 'wav': str(tmp_path / 'c.wav'), 'report': str(tmp_path / 'report.html'),
         'seconds': 63.5}
     assert lines == ['a line']
     config = TINY.replace(data={'seed': 5}, training={'seed': 5})
@@ -322,6 +362,7 @@ def test_a_whole_demo(calls, monkeypatch, tmp_path):
     assert [(c['path'].name, c['pairs'], [p.name for p in c['spoken']]) for c in calls['write_pairs']] == [
         ('pairs.csv', chosen, ['a.wav', 'b.wav', 'c.wav']), ('untrained.csv', chosen, ['u.wav'])]
     assert calls['demo_report'][0]['result'] is result
+    assert [*calls['score_held_out'][0].values()][1:3] == [chosen, tmp_path / 'corpus']
     assert calls['demo_report'][0]['scores'] == [(True, False)] * 4
 
 def test_the_scores_of_a_seed(calls, tmp_path):
@@ -346,13 +387,14 @@ def test_the_report_shows_every_third_new_pair(behind, monkeypatch, tmp_path):
     counts = {'nearest_hits': 15, 'nearest_total': 16, 'heldout_sentence_hits': 12, 'heldout_voice_hits': 11,
               'heldout_total': 14,
               'untrained_heldout_sentence_hits': 2}
-    result = {'spoken': counts, 'corpus': {'clips': 9}, 'seconds': 90.,
+    result = {'spoken': counts, 'corpus': {'clips': 9}, 'seconds': 90., 'scores': SCORES,
               'data_before_after': [{'ratio': 1.}, {'ratio': 1234.5}],
               'step_before_after': [{'ratio': 1.}, {'ratio': 5.6}]}
     demo.demo_report(tmp_path, result, pairs, spoken, scores, Trainer(), 'the sampler')
     assert [(c['pair'], c['spoken'], c['score'], c['corpus']) for c in shown] == [
         (pairs[i], spoken[i], scores[i], tmp_path / 'corpus') for i in (7, 10, 13)]
-    facts, charts, lead, *rest = written[0]['pieces']
+    facts, charts, medians, table, lead, *rest = written[0]['pieces']
+    assert 'Medians of 14 new pairs' in medians and table.count('<tr') == 4 and 'pyworld is missing' in table
     assert charts == 'THE CHARTS' and rest == [f'PAIR {pairs[i].target.id}' for i in (7, 10, 13)]
     assert 'An untrained model says 2 of 14 sentences right.' in lead
     assert written[0]['path'] == tmp_path / 'report.html'
@@ -415,8 +457,9 @@ def test_the_model_has_learned(whole):
 def test_the_result_has_all_keys(whole):
     home, done = whole
     result = done.json
-    assert {'corpus', 'data_before_after', 'step_before_after', 'train', 'spoken', 'wav', 'report',
+    assert {'corpus', 'data_before_after', 'step_before_after', 'train', 'spoken', 'scores', 'wav', 'report',
             'seconds'} <= result.keys()
+    assert {'mel', 'duration', 'mcd'} <= {s['score'] for s in result['scores'] if s['offered']}
     for name, unit, arms in (('data_before_after', 'clips_per_s', ['numpy_function', 'native', 'cache']),
                              ('step_before_after', 'step_ms', ['eager', 'graph', 'xla'])):
         assert [r['name'] for r in result[name]] == arms and all(r[unit] > 0 for r in result[name])

@@ -12,8 +12,9 @@ from xtts_nb.data.corpora import Clip
 from xtts_nb.speech import evaluate as page
 from xtts_nb.speech.evaluate import (
     badness, choose_trials, copy_synthesis, dnsmos_judge, edits, evaluate, evaluation_report, fault,
-    mel_cepstrum, package, RATE, read_clips, score_sounds, scores_text, Sound, SOUND_SOURCES, speaker_judge,
-    spread, Trial, Wanted, warp_path, warping_judge, words_judge, world_judge)
+    mel_cepstrum, package, QUICK_JUDGES, RATE, read_clips, score_sounds, scores_table, scores_text, Sound,
+    SOUND_SOURCES, source_sounds, speaker_judge, spread, Trial, Wanted, warp_path, warping_judge, words_judge,
+    world_judge)
 from xtts_nb.speech.generate import Speaker
 
 
@@ -272,6 +273,23 @@ def test_the_report_shows_each_score_and_each_clip(evaluation, tmp_path):
     assert 'no_such_package' in text and 'never saw' in text
     assert json.loads((tmp_path / 'new' / 'scores.json').read_text())['clips'] == 3
     assert {p.name for p in (tmp_path / 'new' / 'wavs').iterdir()} >= {'000-model.wav', '001-reference.wav'}
+
+def test_some_sources_by_some_judges(xtts, evaluation):
+    "Of what is spoken already; pitch and cepstrum of all sounds are computed before they are compared."
+    pytest.importorskip('pyworld')
+    trials = evaluation.trials[:1]
+    spoken = {name: [evaluation.sounds[name][0].wav] for name in ('model', 'untrained')}
+    sounds = source_sounds(xtts, trials, spoken=spoken)
+    assert all(sounds[name][0].wav is wav for name, (wav,) in spoken.items())
+    sounds, told = {name: sounds[name] for name in (*page.ORDER, 'reference')}, []
+    rows = score_sounds(sounds, trials, lambda *what: told.append(what), QUICK_JUDGES)
+    assert told == [('score', k, 2) for k in range(3)] and set(rows[2]) >= {*page.ORDER}
+    assert [r['score'] for r in rows] == ['mel', 'duration', 'mcd', 'f0', 'voicing']
+    assert not {'other_voice', 'other_sentence', 'reference'} & set(rows[2])
+    assert rows[2]['recording']['median'] == pytest.approx(0, abs=1e-3) and rows[2]['copy']['median'] > 1
+    assert all('world' in vars(sounds[name][0]) for name in page.ORDER)
+    table = scores_table(rows)
+    assert table.count('<th>') == 6 and table.count('<i ') == 4 and 'another voice' not in table
 
 def test_a_silent_recording_is_refused(evaluation):
     sounds = evaluation.sounds | {'recording': [silence()] * 3}

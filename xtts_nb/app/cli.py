@@ -39,7 +39,7 @@ def _demo(
         if record: write_record('demo_seeds', rows, steps=config.training.steps, spread=spread)
         return {'rows': rows, 'spread': spread}, _seeds_text(len(rows), spread)
     with progress() as tell: result = run_demo(out, config, seed=seed, listen=tell, say=to_stderr)
-    recorded = ('data_before_after', 'step_before_after', 'train', 'seconds')
+    recorded = ('data_before_after', 'step_before_after', 'train', 'scores', 'seconds')
     if record: write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
     return result, _demo_text(result)
 
@@ -51,6 +51,7 @@ def _seeds_text(seeds: int, spread: dict) -> str:
 
 def _demo_text(result: dict) -> str:
     "The summary that `make demo` prints at the end."
+    from xtts_nb.speech.evaluate import scores_line
     spoken = result['spoken']
     n, m = spoken['nearest_total'], spoken['heldout_total']
     return '\n\n'.join([
@@ -62,7 +63,7 @@ def _demo_text(result: dict) -> str:
         f'{spoken["heldout_sentence_hits"]} of {m} the right sentence, '
         f'{spoken["heldout_voice_hits"]} of {m} the right voice\n'
         f'(untrained: {spoken["untrained_heldout_sentence_hits"]} and '
-        f'{spoken["untrained_heldout_voice_hits"]}).',
+        f'{spoken["untrained_heldout_voice_hits"]}).\n' + scores_line(result['scores']),
         f'{result["seconds"] / 60:.1f} minutes. Listen and look: {result["report"]}'])
 
 # %% ../../nbs/app/cli.ipynb #d08eb5e8

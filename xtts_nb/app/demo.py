@@ -8,7 +8,8 @@ __all__ = ['DEMO_SENTENCES', 'VOICES', 'SYNCHRONOUS', 'DONT_EXIT', 'UTF8', 'CHAR
            'plan_corpus', 'corpus_digest', 'make_corpus', 'held_out_pairs', 'plot_before_after', 'plot_losses',
            'plot_spread', 'html_table', 'counts_table', 'corpus_page', 'Pair', 'choose_pairs', 'speak_pairs',
            'score_pairs', 'count_hits', 'write_pairs', 'Stages', 'measure_before_after', 'prepare_cache', 'TrainedDemo',
-           'train_and_speak', 'run_demo', 'seeded', 'spoken_counts', 'demo_seeds', 'seed_spread', 'demo_report']
+           'train_and_speak', 'score_held_out', 'run_demo', 'seeded', 'spoken_counts', 'demo_seeds', 'seed_spread',
+           'demo_report']
 
 # %% ../../nbs/app/demo.ipynb #ea05ed43
 import atexit
@@ -39,7 +40,7 @@ from .loaders import data_before_after
 from ..config import UserError, XTTSConfig
 from ..data.audio import griffin_lim, load_audio, save_audio
 from ..data.cache import Cache
-from ..data.corpora import read_corpus, visible
+from ..data.corpora import Clip, read_corpus, visible
 from ..data.native import CacheReader
 from ..data.prepare import mel_function, mel_sample, prepare
 from ..data.readers import check_equal, comparison_plan
@@ -49,6 +50,7 @@ from ..models.xtts import XTTS
 from ..monitor.live import device_names, plot_samples
 from ..report import facts, heading, picture, player, plot_mels, write_report
 from ..sampler import best_probe, Sampler
+from ..speech.evaluate import ORDER, QUICK_JUDGES, score_sounds, scores_table, source_sounds, Trial
 from ..speech.generate import Speaker
 from ..speech.score import hits
 from ..train.parts import train_dvae
@@ -508,6 +510,19 @@ def train_and_speak(
     progress(1, 1)
     return TrainedDemo(trainer, train, untrained, spoken, before, after)
 
+# %% ../../nbs/app/demo.ipynb #ea05ab02
+def score_held_out(trained: TrainedDemo, pairs: list[Pair], corpus: Path, stages: Stages) -> list[dict]:
+    "The quick scores of `evaluate` for the held-out pairs, from the files that are spoken already."
+    progress, xtts = stages.begin('score'), trained.trainer.xtts
+    clip = lambda c: Clip(c.id, c.text, c.speaker, c.language, corpus / 'wavs' / f'{c.id}.wav')
+    trials = [Trial(clip(p.target), clip(p.reference), None, None) for p in pairs if p.set == 'heldout']
+    rate = xtts.config.model.audio.sample_rate
+    read = lambda files: [load_audio(f, rate) for p, f in zip(pairs, files) if p.set == 'heldout']
+    spoken = {'model': read(trained.spoken), 'untrained': read(trained.untrained)}
+    sounds = source_sounds(xtts, trials, spoken=spoken)
+    return score_sounds({name: sounds[name] for name in (*ORDER, 'reference')}, trials,
+                        lambda name, done, total: progress(done, total), QUICK_JUDGES)
+
 # %% ../../nbs/app/demo.ipynb #845e7344
 def run_demo(
     out: str | Path = 'runs/demo',
@@ -518,7 +533,7 @@ def run_demo(
     seed: int = 0,                      # of everything random
     listen=None,                        # called with (stage, done, total, note)
     say=print,                          # receives single lines
-) -> dict:    # corpus, data_before_after, step_before_after, train, spoken, wav, report, seconds
+) -> dict:    # corpus, data_before_after, step_before_after, train, spoken, scores, wav, report, seconds
     "Corpus, DVAE, cache, measurements, training, speech and report, all under `out`."
     start, out, config = time.perf_counter(), Path(out), seeded(config or XTTSConfig.tiny(), seed)
     corpus = out / 'corpus'
@@ -529,13 +544,14 @@ def run_demo(
         data, step = measure_before_after(cache, stages, rounds)
         chosen = choose_pairs(clips, pairs, seed)
         trained = train_and_speak(cache, clips, corpus, out, chosen, report['longest'], stages)
+        scores = score_held_out(trained, chosen, corpus, stages)
     write_pairs(out / 'pairs.csv', chosen, trained.spoken, corpus)
     write_pairs(out / 'untrained.csv', chosen, trained.untrained, corpus)
     summary = {'folder': str(corpus), 'clips': report['clips'], 'seconds': report['seconds'],
                'voices': len(report['speakers']), 'languages': len(report['languages']),
                'dropped': len(report['dropped'])}
     result = {'corpus': summary, 'data_before_after': data, 'step_before_after': step, 'train': trained.train,
-              'spoken': spoken_counts(chosen, trained.scores, trained.untrained_scores),
+              'spoken': spoken_counts(chosen, trained.scores, trained.untrained_scores), 'scores': scores,
               'wav': str(trained.spoken[-1]), 'report': str(out / 'report.html'),
               'seconds': round(time.perf_counter() - start, 1)}
     demo_report(out, result, chosen, trained.spoken, trained.scores, trained.trainer, sampler)
@@ -657,7 +673,9 @@ def demo_report(out: Path, result: dict, pairs: list[Pair], spoken: list[Path], 
     mel = mel_function(trainer.xtts.config, audio.dvae_n_fft)
     lead = ('Pairs of sentence and voice that never occurred together in training. An untrained model says '
             f'{counts["untrained_heldout_sentence_hits"]} of {counts["heldout_total"]} sentences right.')
-    pieces = [_key_figures(result), *_charts(result, trainer, sampler), heading('Speech', lead)]
+    pieces = [_key_figures(result), *_charts(result, trainer, sampler),
+              heading('Scores', f'Medians of {counts["heldout_total"]} new pairs, and quartiles below them.'),
+              scores_table(result['scores']), heading('Speech', lead)]
     for i in [i for i, p in enumerate(pairs) if p.set == 'heldout'][::3]:
         pieces += _pair_section(pairs[i], spoken[i], scores[i], out / 'corpus', mel, audio.frames_per_second)
     write_report(out / 'report.html', 'XTTS, from nothing to a voice', pieces)
