@@ -178,10 +178,20 @@ def spoken(config, world):
                             dvae=SimpleNamespace(decode=None))
     scores, before = tf.constant(np.random.default_rng(0).normal(size=(64, 40)) * 2,
                                  tf.float32), tf.range(40)[None] % 2 == 0
-    def draw(gpt, text, length, prompt, most, *knobs):
-        return synthesis.sample_code(scores, before, *knobs[-1:], *knobs[:-1])
-    with patch.object(synthesis, 'generate', draw):
-        return Speaker(model)._generate(None, None, None, tf.constant([1, 2]))
+    def draw(gpt, text, length, prompt, sampling, seed):
+        code = synthesis.sample_code(scores, before, seed, *sampling)
+        return {'done': tf.constant(True), 'codes': code, 'length': 0, 'states': 0}
+    more = lambda gpt, state, *_: state
+    with patch.object(synthesis, 'first_code', draw), patch.object(synthesis, 'more_codes', more):
+        return Speaker(model)._generate(None, None, None, tf.constant([1, 2]))[0]
+
+def sounding(config, world):
+    "A speaker's decoder, always with the same weights."
+    keras.utils.set_random_seed(0)
+    model = SimpleNamespace(config=config, hifigan=(HiFiGAN(config), None), gpt=SimpleNamespace(parity=False),
+                            dvae=SimpleNamespace(decode=None))
+    draw = lambda *shape: tf.random.stateless_normal(shape, (0, 0))
+    return Speaker(model).decoder(draw(1, 4, config.model.gpt.width), draw(1, config.model.speaker.width))
 
 def in_time(config, world):
     model = SimpleNamespace(config=config, hifigan=None, gpt=SimpleNamespace(parity=False),
@@ -264,6 +274,7 @@ TABLE = {
     'speech.temperature': (0., spoken, DRAWN), 'speech.top_k': (2, spoken, DRAWN),
     'speech.top_p': (0.1, spoken, DRAWN),
     'speech.repetition_penalty': (5., spoken, DRAWN), 'speech.speed': (2., in_time),
+    'speech.decoder_precision': ('bfloat16', sounding),
     'speech.max_reference_seconds': (0.6, prompt, HEARD), 'speech.reference_seconds': (2.6, prompt, HEARD),
     'speech.reference_chunk_seconds': (1., prompt, HEARD),
 }

@@ -47,8 +47,8 @@ def spoken(small):
     return seen | {'rows': rows, 'told': told} | more
 
 def test_each_arm_makes_its_codes(spoken):
-    each = {'naive': 22, 'float32': 22, 'bfloat16': 22, 'batch8': 176, 'stream': 110, 'coqui': 22,
-            'coqui_stream': 22}
+    each = {'naive': 22, 'float32': 22, 'bfloat16': 22, 'batch8': 176, 'batch8_fast': 176, 'stream': 110,
+            'coqui': 22, 'coqui_stream': 22}
     assert spoken['made'] == {name: [n] * 3 for name, n in each.items()} and spoken['rows'] == list(each)
     assert spoken['asked'] == [('python', 32, 22, False), ('python', 32, 22, True)]
     assert spoken['told'] == [(1, 1)]
@@ -56,7 +56,7 @@ def test_each_arm_makes_its_codes(spoken):
 
 def test_the_codes_are_compared_with_the_first_arm(spoken):
     same = spoken['same_codes']
-    assert list(same) == ['float32', 'bfloat16', 'batch8']
+    assert list(same) == ['float32', 'bfloat16', 'batch8', 'batch8_fast']
     assert same['float32'] == same['batch8'] == 1 and 0 < same['bfloat16'] <= 1
 
 def test_the_first_sound(spoken):

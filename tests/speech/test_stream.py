@@ -4,6 +4,7 @@ import io
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 import soundfile
 import tensorflow as tf
 
-from xtts_nb.config import DecoderConfig, UserError, XTTSConfig
-from xtts_nb.data.audio import synthetic_voice
+from xtts_nb.config import cores, DecoderConfig, UserError, XTTSConfig
+from xtts_nb.data.audio import griffin_lim, synthetic_voice
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder, stretch
 from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech import stream as streaming
@@ -48,7 +49,7 @@ def alone(speaker, voices):
     return [speaker(text, 'en', voices[i % 2], seed=i) for i, text in enumerate(TEXTS)]
 
 @pytest.fixture(scope='module')
-def rows(speaker): return SpeechRows(speaker, 2, chunk=5, widths=(16, 5))
+def rows(speaker): return SpeechRows(speaker, 2, chunk=5, widths=(16, 5), rings=())
 
 
 # --- frames -------------------------------------------------------------------------------------------------
@@ -111,7 +112,6 @@ def test_the_pieces_are_the_whole(speaker, voices, small, sizes, speed):
     slower = states[None] if speed == 1 else stretch(states[None], 1 / speed)
     whole = speaker.xtts.hifigan[0](slower, voices[0].vector[None])[0].numpy()
     close(np.concatenate(parts), whole, atol=1e-4)
-    assert stream.made == 30
 
 def test_a_stream_is_the_whole_call(speaker, voices, alone):
     for i in (0, 1, 2):
@@ -125,12 +125,22 @@ def test_a_stream_that_is_left_frees_its_row(speaker, voices, alone):
     pieces = list(speaker.stream(TEXTS[2], 'en', voices[0], seed=2, chunk=6))
     close(np.concatenate(pieces), alone[2], atol=1e-3)
 
-def test_without_a_decoder_all_sound_comes_at_the_end(xtts):
-    speaker = Speaker(xtts, max_seconds=SECONDS, temperature=0., speed=1.25)
-    voice = speaker.listen(synthetic_voice(1.))
-    pieces = list(speaker.stream('aa bb', 'en', voice, chunk=4))
+@pytest.fixture(scope='module')
+def plain(xtts):
+    "A speaker without a decoder."
+    return Speaker(xtts, max_seconds=SECONDS, temperature=1., speed=1.25)
+
+def test_without_a_decoder_all_sound_comes_at_the_end(plain, voices):
+    pieces = list(plain.stream('aa bb', 'en', voices[0], chunk=4))
     assert len(pieces) == 1
-    close(pieces[0], speaker('aa bb', 'en', voice), atol=1e-3)
+    close(pieces[0], plain('aa bb', 'en', voices[0]), atol=1e-3)
+
+@pytest.mark.parametrize('codes, speed, frames', [(0, 1., 4), (1, 1.25, 3), (1, 2., 2), (2, 2., 4)])
+def test_the_shortest_texts_without_a_decoder(plain, voices, codes, speed, frames):
+    wav = SoundStream(plain, voices[0], speed).feed(np.full(codes, 5), np.zeros((codes + 1, 64)), True)
+    mel = plain._mels(np.full((1, codes or 1), 5 if codes else plain.xtts.gpt.code_stop), [codes], speed)[0]
+    assert len(mel) == frames and wav.shape == ((frames - 1) * 256,)
+    close(wav, griffin_lim(tf.constant(mel)), atol=1e-5)
 
 def test_a_stream_refuses_what_a_call_refuses(speaker, voices):
     with pytest.raises(UserError, match='empty'): next(speaker.stream('', 'en', voices[0]))
@@ -182,15 +192,33 @@ def test_texts_that_come_and_go_sound_as_alone(speaker, voices, rows, alone):
             turn, i = order.pop(0)
             row = rows.admit(speaker._ids(TEXTS[i], 'en'), voices[i % 2], seed=i)
             running[row] = sounds[turn, i] = []
-        for row, (wav, ended) in rows.advance().items():
-            running[row].append(wav)
+        for row, (make, ended) in rows.advance().items():
+            running[row].append(make())
             if ended: del running[row]
         rounds += 1
     positions = rows.state['cache'][0][0].shape[2]
     assert int(rows.state['slot']) < positions < rounds * 5
     for (_, i), parts in sounds.items(): close(np.concatenate(parts), alone[i], atol=1e-3)
-    assert trace_count(rows._advance) == 1 and trace_count(rows._admit) == 2   # 5 and 16 tokens
+    assert trace_count(rows._advance) == 1 and trace_count(rows._prefix) == 2   # 5 and 16 tokens
     assert rows.free == [0, 1]
+
+def test_the_ring_grows_before_it_is_full_and_shrinks_when_no_row_has_a_text(speaker, voices, alone):
+    "One row begins with more places than the other has left; nobody loses a position."
+    rows = SpeechRows(speaker, 2, chunk=5, widths=(16, 5), rings=(31, 27, 24, 999))
+    lengths, sounds = [], {i: [] for i in (0, 3, 2)}
+    assert rows.rings == (24, 27, 31, 4 + 40 + 3 + speaker.max_codes)
+    for together in ((0, 3), (2,)):
+        running = {}
+        for i in together:
+            running[rows.admit(speaker._ids(TEXTS[i], 'en'), voices[i % 2], seed=i)] = i
+            lengths.append(rows.state['cache'][0][0].shape[2])
+            for row, (make, _) in rows.advance(2 if i == 0 else None).items():
+                sounds[running[row]].append(make())
+        while any(rows.streams):
+            for row, (make, _) in rows.advance().items(): sounds[running[row]].append(make())
+            lengths.append(rows.state['cache'][0][0].shape[2])
+    for i, parts in sounds.items(): close(np.concatenate(parts), alone[i], atol=1e-3)
+    assert lengths[0] == lengths[5] == 24 and max(lengths) > 31 and lengths[:5] == sorted(lengths[:5])
 
 def test_a_limit_shortens_a_chunk(speaker, voices, rows):
     row = rows.admit(speaker._ids(TEXTS[0], 'en'), voices[0])
@@ -224,7 +252,10 @@ def test_a_text_that_never_ends_is_cut(voiced, small, voices):
 def engine(speaker, voices):
     engine = Engine(speaker, rows=2, chunk=5, widths=(8, 16))
     engine.warm_up(voices[0])
+    counts = lambda rows: [trace_count(run) for run in (rows._prefix, rows._admit, rows._advance)]
+    assert counts(engine.rows) == [3, 3, 1]   # 8, 16 and 40 tokens, one ring
     yield engine
+    assert counts(engine.rows) == [3, 3, 1]
     engine.close()
 
 def idle(engine):
@@ -262,6 +293,52 @@ def test_a_speed_of_its_own(engine, speaker, voices, alone):
 def test_what_cannot_be_said_is_refused_at_once(engine, voices):
     with pytest.raises(UserError, match='never saw'): engine.submit('Ж', 'en', voices[0])
     assert not engine.waiting
+
+def test_codes_go_on_while_a_caller_makes_its_sound(engine, voices, alone, monkeypatch):
+    "Sound is made in the threads of the callers, by as many at once as there are cores; here by one."
+    assert engine._turn._value == cores()
+    monkeypatch.setattr(engine, '_turn', threading.Semaphore(1))
+    feed, hold, fed = SoundStream.feed, threading.Event(), []
+
+    def held(*given):
+        fed.append(threading.current_thread().name)
+        assert hold.wait(30)
+        return feed(*given)
+    monkeypatch.setattr(SoundStream, 'feed', held)
+    sounds, texts = {}, [engine.submit(TEXTS[i], 'en', voices[i % 2], seed=i) for i in range(4)]
+
+    def hear(i): sounds[i] = np.concatenate(list(texts[i]))
+    callers = [threading.Thread(target=hear, args=(i,), name=str(i)) for i in range(4)]
+    for t in callers: t.start()
+    idle(engine)   # all codes are made
+    assert len(fed) == 1 and all(text.codes for text in texts)
+    hold.set()
+    for t in callers: t.join()
+    assert {*fed} == {*'0123'}
+    for i, sound in sounds.items(): close(sound, alone[i], atol=1e-3)
+
+def test_sound_that_fails_ends_one_text_only(engine, voices, alone, monkeypatch):
+    feed = SoundStream.feed
+
+    def fail(stream, *given):
+        if stream.speed == 2: raise RuntimeError('out of memory')
+        return feed(stream, *given)
+    monkeypatch.setattr(SoundStream, 'feed', fail)
+    fails, works = (engine.submit(TEXTS[2], 'en', voices[0], seed=2, speed=s) for s in (2., 1.))
+    with pytest.raises(RuntimeError, match='out of memory'): list(fails)
+    close(np.concatenate(list(works)), alone[2], atol=1e-3)
+
+def test_a_warm_engine_traces_no_sound_anew(plain, speaker, voices):
+    "Whatever the lengths and speeds of the texts."
+    for xtts in (plain.xtts, speaker.xtts):
+        fresh = Speaker(xtts, max_seconds=SECONDS)
+        Engine.warm_up(SimpleNamespace(speaker=fresh, rows=SimpleNamespace(compile=len)), voices[0])
+        functions = fresh.frames_sound, fresh._decode, griffin_lim
+        traces = [trace_count(f) for f in functions]
+        for n, speed in ((1, 1.), (5, 1.7), (30, 1.)):
+            states = np.zeros((n, 64), np.float32)
+            SoundStream(fresh, voices[0], speed).feed(np.zeros(n, np.int32), states, True)
+        assert [trace_count(f) for f in functions] == traces and sum(traces[:2]) == 2
 
 def test_a_closed_engine(speaker, voices):
     engine = Engine(speaker, rows=1, chunk=5, widths=())

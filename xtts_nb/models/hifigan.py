@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_NORM_PAIRS', 'stretch', 'DilatedBlock', 'HiFiGAN', 'fold_weight_norm', 'unfold_weight_norm', 'Conv2D',
-           'batch_norm', 'SpeakerBlock', 'SpeakerEncoder', 'load_decoder', 'load_hifigan', 'PeriodDiscriminator',
-           'SpectrumDiscriminator', 'Critic', 'critic_loss', 'adversarial_loss', 'feature_loss']
+           'batch_norm', 'SpeakerBlock', 'SpeakerEncoder', 'in_precision', 'load_decoder', 'load_hifigan',
+           'PeriodDiscriminator', 'SpectrumDiscriminator', 'Critic', 'critic_loss', 'adversarial_loss', 'feature_loss']
 
 # %% ../../nbs/models/hifigan.ipynb #0283807f
 import keras
@@ -205,6 +205,13 @@ class SpeakerEncoder(keras.Model):
         return voice / ops.maximum(ops.sqrt(ops.sum(voice * voice, -1, keepdims=True)), 1e-12)
 
 # %% ../../nbs/models/hifigan.ipynb #d3d605f4
+def in_precision(decoder: HiFiGAN, config: XTTSConfig, precision: str) -> HiFiGAN:
+    "The decoder, computing in float32 or bfloat16."
+    if decoder.compute_dtype == precision: return decoder
+    other = HiFiGAN(config, dtype='float32' if precision == 'float32' else f'mixed_{precision}')
+    for a, b in zip(other.variables, decoder.variables): a.assign(b)
+    return other
+
 WEIGHT_NORM_PAIRS = (('_original0', '_original1'), ('_g', '_v'))   # length and direction, new and old names
 
 def load_decoder(

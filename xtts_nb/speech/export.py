@@ -21,7 +21,7 @@ from .voices import add_voice, list_voices, load_voice, voice_path
 def _spoken(speaker: Speaker, temperature: float):
     "The graph from text ids and a voice to samples."
     xtts, sampling = speaker.xtts, speaker.sampling[1:]
-    gpt, model, hifigan = xtts.gpt, xtts.config.model, xtts.hifigan
+    gpt, model = xtts.gpt, xtts.config.model
     T = model.gpt.max_text_tokens
 
     @tf.function(jit_compile=True)
@@ -33,8 +33,8 @@ def _spoken(speaker: Speaker, temperature: float):
         with tf.control_dependencies([tf.debugging.Assert(fits, [f'text: at most {T} ids, length of them'])]):
             text = tf.ensure_shape(tf.pad(text, [[0, 0], [0, T - tf.shape(text)[1]]]), (1, T))
         codes, count, states = codes_of(text, length, prompt[None], tf.stack([seed, 0]), max_codes)
-        if hifigan:
-            wav = hifigan[0](speaker._at_speed(states[:, :count[0] + 1]), vector[None])[0]
+        if speaker.decoder:
+            wav = speaker.decoder(speaker._at_speed(states[:, :count[0] + 1]), vector[None])[0]
         else:
             codes = tf.where(codes < gpt.code_start, codes, 0)[:, :tf.maximum(1, count[0])]
             wav = griffin_lim(speaker._at_speed(xtts.dvae.decode(codes))[0], model.audio)
