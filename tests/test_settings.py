@@ -193,6 +193,14 @@ def sounding(config, world):
     draw = lambda *shape: tf.random.stateless_normal(shape, (0, 0))
     return Speaker(model).decoder(draw(1, 4, config.model.gpt.width), draw(1, config.model.speaker.width))
 
+def qkv(config, world):
+    "What a product of a speaker's GPT gives, always with the same weights."
+    keras.utils.set_random_seed(0)
+    model = SimpleNamespace(config=config, hifigan=None, gpt=GPT(config, 2),
+                            dvae=SimpleNamespace(decode=None))
+    x = tf.random.stateless_normal((1, 1, config.model.gpt.width), (0, 0))
+    return Speaker(model).gpt.blocks[0].qkv(x)
+
 def in_time(config, world):
     model = SimpleNamespace(config=config, hifigan=None, gpt=SimpleNamespace(parity=False),
                             dvae=SimpleNamespace(decode=None))
@@ -274,7 +282,7 @@ TABLE = {
     'speech.temperature': (0., spoken, DRAWN), 'speech.top_k': (2, spoken, DRAWN),
     'speech.top_p': (0.1, spoken, DRAWN),
     'speech.repetition_penalty': (5., spoken, DRAWN), 'speech.speed': (2., in_time),
-    'speech.decoder_precision': ('bfloat16', sounding),
+    'speech.decoder_precision': ('bfloat16', sounding), 'speech.weights': ('int8', qkv),
     'speech.max_reference_seconds': (0.6, prompt, HEARD), 'speech.reference_seconds': (2.6, prompt, HEARD),
     'speech.reference_chunk_seconds': (1., prompt, HEARD),
 }

@@ -47,8 +47,8 @@ def spoken(small):
     return seen | {'rows': rows, 'told': told} | more
 
 def test_each_arm_makes_its_codes(spoken):
-    each = {'naive': 22, 'float32': 22, 'bfloat16': 22, 'batch8': 176, 'batch8_fast': 176, 'stream': 110,
-            'coqui': 22, 'coqui_stream': 22}
+    each = {'naive': 22, 'float32': 22, 'bfloat16': 22, 'int8': 22, 'batch8': 176, 'batch8_int8': 176,
+            'stream': 110, 'coqui': 22, 'coqui_stream': 22}
     assert spoken['made'] == {name: [n] * 3 for name, n in each.items()} and spoken['rows'] == list(each)
     assert spoken['asked'] == [('python', 32, 22, False), ('python', 32, 22, True)]
     assert spoken['told'] == [(1, 1)]
@@ -56,8 +56,9 @@ def test_each_arm_makes_its_codes(spoken):
 
 def test_the_codes_are_compared_with_the_first_arm(spoken):
     same = spoken['same_codes']
-    assert list(same) == ['float32', 'bfloat16', 'batch8', 'batch8_fast']
+    assert list(same) == ['float32', 'bfloat16', 'int8', 'batch8', 'batch8_int8']
     assert same['float32'] == same['batch8'] == 1 and 0 < same['bfloat16'] <= 1
+    assert 0 < same['int8'] == same['batch8_int8'] <= 1
 
 def test_the_first_sound(spoken):
     "That of a stream comes after 8 of 110 codes, that of a batch before the others of its texts."
@@ -81,12 +82,14 @@ def test_a_deep_model_is_not_spoken_naively(small, monkeypatch):
     monkeypatch.setattr(page, 'whole_prefix', lambda gpt: print)
     for layers, first in ((12, 'naive'), (13, 'float32')):
         config = small.replace(model={'gpt': {'layers': layers}})
-        assert next(iter(page._say_arms(config, {'float32': None, 'bfloat16': None}, 4))) == first
+        assert next(iter(page._say_arms(config, dict.fromkeys(('float32', 'bfloat16', 'int8')), 4))) == first
 
 def test_all_arms_get_the_same_first_text_and_weights(small):
     gpts = page._say_gpts(small)
-    assert [gpt.compute_dtype for gpt in gpts.values()] == ['float32', 'bfloat16']
-    for a, b in zip(*(gpt.variables for gpt in gpts.values())): np.testing.assert_array_equal(a, b)
+    assert [gpt.compute_dtype for gpt in gpts.values()] == ['float32', 'bfloat16', 'float32']
+    assert gpts['int8'].gpt is gpts['float32']
+    variables = (gpts[name].variables for name in ('float32', 'bfloat16'))
+    for a, b in zip(*variables): np.testing.assert_array_equal(a, b)
     assert all(gpt.code_head.bias.numpy()[gpt.code_stop] < -9e3 for gpt in gpts.values())
     eight = page._say_inputs(gpts['float32'], 8, 6)
     assert eight['text'].shape == (8, 6) and (eight['text_length'].numpy() == 6).all()

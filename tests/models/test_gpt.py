@@ -7,7 +7,7 @@ import tensorflow as tf
 from xtts_nb.models import gpt as gpt_module, layers
 from xtts_nb.config import XTTSConfig
 from xtts_nb.models.dvae import parameter_count
-from xtts_nb.models.gpt import GPT, joint_mask, shifted
+from xtts_nb.models.gpt import GPT, Int8GPT, joint_mask, shifted
 from xtts_nb.app.parity import gpt_parity
 
 P, T, S, START = 4, 10, 12, 3
@@ -28,6 +28,16 @@ def inputs():
 def call(gpt, inputs, seed=None, **changes):
     return [np.array(x) for x in gpt(**{k: tf.constant(v) for k, v in (inputs | changes).items()}, seed=seed)]
 
+
+def test_a_gpt_in_int8_shares_all_but_the_products(gpt):
+    quick = Int8GPT(gpt)
+    assert quick.cfg is gpt.cfg and quick.code_head is gpt.code_head and len(quick.blocks) == len(gpt.blocks)
+    for a, b in zip(quick.blocks, gpt.blocks):
+        assert (a.heads, a.width, a.attention_norm, a.mlp_norm) == (
+            b.heads, b.width, b.attention_norm, b.mlp_norm)
+        for name in ('qkv', 'project', 'expand', 'contract'):
+            assert getattr(a, name).dense is getattr(b, name) and getattr(a, name).kernel.dtype == tf.int8
+    assert len(gpt.trainable_variables) == len(quick.gpt.trainable_variables)
 
 @pytest.mark.slow
 def test_the_full_size(): assert parameter_count(GPT(XTTSConfig.xtts_v2(), 261)) == 441_018_563

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from xtts_nb.models import layers
 from xtts_nb.models.layers import (
-    AttentionBlock, Conv1D, Perceiver, PerceiverLayer, ResidualBlock, RMSNorm, TransformerBlock, attend,
-    causal_mask, dropout, fold_seed, split_heads)
+    AttentionBlock, Conv1D, FEW_ROWS, Int8Dense, Perceiver, PerceiverLayer, ResidualBlock, RMSNorm,
+    TransformerBlock, attend, causal_mask, dropout, fold_seed, split_heads)
 from xtts_nb.app.parity import gpt_parity
 
 
@@ -253,3 +253,48 @@ def test_the_first_latents_are_small():
 
 def test_voice_and_logits_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
     all_ok(gpt_parity(toy_xtts.gpt, toy_inputs, theirs))
+
+
+# --- int8 ---------------------------------------------------------------------------------------------------
+
+def dense_layer(kernel, dtype='float32'):
+    dense = keras.layers.Dense(kernel.shape[1], dtype=dtype)
+    dense.build((None, None, kernel.shape[0]))
+    dense.set_weights([kernel, np.arange(kernel.shape[1], dtype=np.float32)])
+    return dense
+
+@pytest.mark.parametrize('shape', [(1, 1), (3, 1), (1, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize('compiled', [False, True])
+def test_a_product_of_whole_numbers_is_exact(shape, compiled):
+    "Columns and rows whose greatest value is 127 times their scale lose nothing."
+    random = np.random.default_rng(0)
+    kernel, x = random.integers(-126, 127, (16, 6)), random.integers(-126, 127, (*shape, 16))
+    kernel[3], x[..., 5] = 127, -127
+    kernel, x = (kernel * [1, 2, .5, 4, 8, 1]).astype(np.float32), (x * .25).astype(np.float32)
+    dense = dense_layer(kernel)
+    product = tf.function(Int8Dense(dense), jit_compile=True) if compiled else Int8Dense(dense)
+    np.testing.assert_allclose(product(tf.constant(x)), x @ kernel + np.arange(6), rtol=1e-5)
+
+def test_a_product_in_int8_is_near():
+    x, dense = tf.constant(normal(4, 1, 64)), dense_layer(normal(64, 96, seed=1))
+    error = tf.norm(Int8Dense(dense)(x) - dense(x)) / tf.norm(dense(x))
+    assert 0.001 < error < 0.02
+    each = [Int8Dense(dense)(x[i:i + 1]) for i in range(4)]   # a row does not depend on the others
+    np.testing.assert_array_equal(tf.concat(each, 0), Int8Dense(dense)(x))
+
+def test_many_rows_and_unknown_numbers_of_rows_are_float():
+    dense = dense_layer(normal(8, 5))
+    product, x = Int8Dense(dense), tf.constant(normal(2, FEW_ROWS // 2, 8, seed=1))
+    assert not np.array_equal(product(x), dense(x))
+    more = tf.constant(normal(1, FEW_ROWS + 1, 8, seed=1))
+    np.testing.assert_array_equal(product(more), dense(more))
+    free = tf.function(product, input_signature=[tf.TensorSpec((1, None, 8))])
+    np.testing.assert_allclose(free(x[:1]), dense(x[:1]), atol=1e-5)
+
+def test_zeros_and_bfloat16():
+    kernel = normal(8, 5)
+    kernel[:, 2] = 0
+    product = Int8Dense(dense_layer(kernel, 'mixed_bfloat16'))
+    np.testing.assert_array_equal(product(tf.zeros((1, 1, 8), tf.bfloat16))[0, 0], np.arange(5))
+    assert product(tf.ones((1, 1, 8), tf.bfloat16)).dtype == tf.bfloat16
+    assert product.kernel.dtype == tf.int8 and not product.kernel.trainable

@@ -534,6 +534,14 @@ def test_a_decoder_in_bfloat16_sounds_nearly_the_same(singer):
     assert a.dtype == b.dtype and a.shape == b.shape
     assert 0 < np.square(a - b).mean() < 1e-3 * np.square(a).mean()
 
+def test_with_int8_weights_the_states_differ_a_little(singer):
+    voice = singer.listen(VOICE)
+    exact, quick = (Speaker(singer.xtts, temperature=0., weights=weights) for weights in ('float', 'int8'))
+    assert exact.gpt is singer.xtts.gpt and quick.gpt.gpt is exact.gpt
+    a, b = (one._codes(['aa bb'], ['en'], [voice], 0)[2][0].numpy() for one in (exact, quick))
+    np.testing.assert_allclose(a[0], b[0], atol=1e-4)   # from the prefix
+    assert 0 < np.square(a[1] - b[1]).mean() < 1e-2 * np.square(a[1]).mean()
+
 def test_the_vector_is_the_mean_of_the_recordings(singer):
     wavs = [synthetic_voice(0.8, 90.), synthetic_voice(2., 200.)]
     alone = [singer.listen(w).vector for w in wavs]

@@ -120,6 +120,12 @@ def test_a_stream_is_the_whole_call(speaker, voices, alone):
         assert len(pieces) > 1 or len(alone[i]) < 8000
     assert trace_count(speaker.rows._advance) == 1
 
+def test_a_stream_with_int8_weights_is_the_whole_call(speaker, voices):
+    quick = Speaker(speaker.xtts, temperature=0., weights='int8')
+    pieces = list(quick.stream(TEXTS[0], 'en', voices[0], first=3, chunk=6))
+    close(np.concatenate(pieces), quick(TEXTS[0], 'en', voices[0]), atol=1e-3)
+    assert quick.rows.gpt is quick.gpt
+
 def test_a_stream_that_is_left_frees_its_row(speaker, voices, alone):
     for _ in speaker.stream(TEXTS[0], 'en', voices[0], chunk=6): break
     pieces = list(speaker.stream(TEXTS[2], 'en', voices[0], seed=2, chunk=6))

@@ -21,7 +21,7 @@ from .parity import Peer
 from .step_speed import step_peer
 from ..bench import compare
 from ..config import XTTSConfig
-from ..models.gpt import GPT
+from ..models.gpt import GPT, Int8GPT
 from ..models.hifigan import HiFiGAN, in_precision
 from ..models.xtts import POLICIES
 from ..speech.generate import generate, never_stop, Voice, whole_prefix
@@ -37,18 +37,18 @@ def _say_inputs(gpt: GPT, rows: int, tokens: int = 32) -> dict:
             'prompt': tf.constant(prompt, tf.float32)}
 
 def _say_gpts(config: XTTSConfig, text_start: int = 2) -> dict[str, GPT]:
-    "A GPT with random weights that never stops, in both precisions."
+    "A GPT with random weights that never stops, in each precision."
     keras.utils.set_random_seed(0)
     gpts = {name: GPT(config, text_start, dtype=POLICIES[name]) for name in ('float32', 'bfloat16')}
     for a, b in zip(gpts['bfloat16'].variables, gpts['float32'].variables): a.assign(b)
     for gpt in gpts.values(): never_stop(gpt)
-    return gpts
+    return gpts | {'int8': Int8GPT(gpts['float32'])}
 
 def _say_arms(config: XTTSConfig, gpts: dict[str, GPT], codes: int) -> dict:
     "{name: function of (inputs) -> codes (B, S), states (B, S, D)}, all of them greedy."
     loops = {name: tf.function(partial(generate, gpt, max_codes=codes, temperature=0), jit_compile=True)
              for name, gpt in gpts.items()}
-    arms = loops | dict.fromkeys(BATCHES, loops['float32'])
+    arms = loops | {name: loops[precision] for name, precision in BATCHES.items()}
     if config.model.gpt.layers <= 12:
         arms = {'naive': partial(whole_prefix(gpts['float32']), max_codes=codes)} | arms
     return arms
@@ -56,7 +56,7 @@ def _say_arms(config: XTTSConfig, gpts: dict[str, GPT], codes: int) -> dict:
 def _streamed(config: XTTSConfig, gpt: GPT, decoder: HiFiGAN, codes: int, inputs: dict):
     "A function that speaks the first text as a stream, and returns the samples of each piece."
     speaker = SimpleNamespace(
-        xtts=SimpleNamespace(gpt=gpt, config=config), decoder=decoder, max_codes=codes,
+        gpt=gpt, xtts=SimpleNamespace(gpt=gpt, config=config), decoder=decoder, max_codes=codes,
         sampling=(0., 50, 0.85, 1.), frames_sound=tf.function(decoder.sound, reduce_retracing=True))
     rows, ids = SpeechRows(speaker), inputs['text'][0].numpy().tolist()
     voice = Voice(inputs['prompt'][0], tf.random.stateless_normal((config.model.speaker.width,), (0, 0)))
@@ -103,7 +103,7 @@ def coqui_speech(python: str | Path, config: XTTSConfig, ids: list[int], codes: 
                      vocabulary=gpt.text_tokens, ids=ids, codes=codes, streamed=streamed)
 
 # %% ../../nbs/app/speech_speed.ipynb #5bed00aa
-BATCHES = 'batch8', 'batch8_fast'   # arms with eight texts
+BATCHES = {'batch8': 'float32', 'batch8_int8': 'int8'}   # arms with eight texts, and how the GPT computes
 STREAM_TEXTS = 5    # the stream is so many times as long
 ARM_SECONDS = 0.5   # each arm repeats its call for so long, so that short calls are measured as well
 
@@ -135,12 +135,13 @@ def say_speed(
     gpts, decoder = _say_gpts(config), HiFiGAN(config)
     eight = _say_inputs(gpts['float32'], 8)
     vector = tf.random.stateless_normal((1, config.model.speaker.width), (0, 0))
-    sounds = {name: tf.function(in_precision(decoder, config, name), reduce_retracing=True) for name in gpts}
+    sounds = {name: tf.function(in_precision(decoder, config, name), reduce_retracing=True)
+              for name in ('float32', 'bfloat16')}
     stream = _streamed(config, gpts['float32'], decoder, STREAM_TEXTS * codes, eight)
     spoken, firsts, pieces = {}, {}, []
 
     def whole(name, speak, inputs):
-        sound = sounds['bfloat16' if name in ('bfloat16', 'batch8_fast') else 'float32']
+        sound = sounds['float32' if name in ('naive', 'float32', 'batch8') else 'bfloat16']
         begin = time.perf_counter()
         spoken[name], _, states = (np.asarray(x) for x in speak(**inputs))
         for i in range(len(states)):

@@ -21,7 +21,7 @@ from .voices import add_voice, list_voices, load_voice, voice_path
 def _spoken(speaker: Speaker, temperature: float):
     "The graph from text ids and a voice to samples."
     xtts, sampling = speaker.xtts, speaker.sampling[1:]
-    gpt, model = xtts.gpt, xtts.config.model
+    gpt, model = speaker.gpt, xtts.config.model
     T = model.gpt.max_text_tokens
 
     @tf.function(jit_compile=True)

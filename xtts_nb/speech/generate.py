@@ -20,7 +20,7 @@ from ..config import AudioConfig, SpeechConfig, UserError
 from ..data.audio import griffin_lim, load_audio, log_mel, resample, speaker_log_mel
 from ..data.corpora import SILENT
 from ..data.text import pad_ids, TEXT_STOP
-from ..models.gpt import GPT, joint_mask, shifted
+from ..models.gpt import GPT, Int8GPT, joint_mask, shifted
 from ..models.hifigan import in_precision, stretch
 from ..models.layers import fold_seed, split_heads, TransformerBlock
 from ..models.xtts import XTTS
@@ -278,6 +278,7 @@ class Speaker:
     ):
         self.xtts, model = xtts, xtts.config.model
         self.speech = s = xtts.config.replace(speech=speech).speech
+        self.gpt = gpt = Int8GPT(xtts.gpt) if s.weights == 'int8' else xtts.gpt
         self.vocoder = 'hifigan' if xtts.hifigan else 'griffin-lim'
         self.decoder = xtts.hifigan and in_precision(xtts.hifigan[0], xtts.config, s.decoder_precision)
         self.sample_rate = (model.decoder if xtts.hifigan else model.audio).sample_rate
@@ -287,10 +288,10 @@ class Speaker:
         self.max_codes, self.sampling = most, (s.temperature, s.top_k, s.top_p, s.repetition_penalty)
         self.rooms = *(n for n in ROOMS if n < most), most
         self._begin = tf.function(lambda text, length, prompt, seed: more_codes(
-            xtts.gpt, first_code(xtts.gpt, text, length, prompt, self.sampling, seed), self.rooms[0],
+            gpt, first_code(gpt, text, length, prompt, self.sampling, seed), self.rooms[0],
             self.sampling, seed), jit_compile=True)
         self._extend = tf.function(lambda state, room, seed: more_codes(
-            xtts.gpt, state, room, self.sampling, seed), jit_compile=True)
+            gpt, state, room, self.sampling, seed), jit_compile=True)
         self._decode = tf.function(xtts.dvae.decode, reduce_retracing=True)
         self._sound = tf.function(lambda states, vector: self.decoder(self._at_speed(states), vector),
                                   reduce_retracing=True)

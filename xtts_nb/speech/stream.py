@@ -221,7 +221,7 @@ class SpeechRows:
         widths: tuple[int, ...] = (64, 128),     # padded lengths of texts; the longest is added
         rings: tuple[int, ...] = (512,),         # places of the ring; what the longest text needs is added
     ):
-        gpt, cfg = speaker.xtts.gpt, speaker.xtts.config.model.gpt
+        gpt, cfg = speaker.gpt, speaker.xtts.config.model.gpt
         self.speaker, self.gpt, self.chunk = speaker, gpt, chunk
         self.widths = *(w for w in sorted(widths) if w < cfg.max_text_tokens), cfg.max_text_tokens
         self.fixed = cfg.prompt_latents + 3      # positions of a prefix beside its text
