@@ -1,4 +1,5 @@
 "The demo corpus: the same bytes everywhere, whole or not at all, and pairs to hold out."
+import errno
 import json
 import signal
 import subprocess
@@ -115,6 +116,12 @@ def test_an_interrupted_corpus_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt): make_corpus(tmp_path / 'c', limit=2, progress=stop)
     assert not list(tmp_path.iterdir())
 
+
+def test_a_full_disk_is_named_and_leaves_nothing(monkeypatch, tmp_path):
+    def full(*_): raise OSError(errno.ENOSPC, 'No space left on device')
+    monkeypatch.setattr(Path, 'write_bytes', full)
+    with pytest.raises(UserError, match='c: the disk is full'): make_corpus(tmp_path / 'c', limit=1)
+    assert not any(tmp_path.iterdir())
 
 def test_progress_counts_every_clip(tmp_path):
     seen = []

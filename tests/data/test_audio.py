@@ -10,7 +10,7 @@ import tensorflow as tf
 from xtts_nb.data import audio as module
 from xtts_nb.data.audio import (
     LOG_FLOOR, frame_count, griffin_lim, load_audio, log_mel, log_mel_numpy, mel_filterbank, open_audio,
-    resample, resample_batch, save_audio, speaker_log_mel, stft, synthetic_voice)
+    resample, resample_batch, save_audio, speaker_log_mel, stft, synthetic_voice, wav_bytes)
 from xtts_nb.config import AudioConfig, SpeakerConfig, UserError
 
 RATE, TONE = 22050, 440.
@@ -181,6 +181,13 @@ def test_an_unsupported_format_is_named_by_its_first_bytes(tmp_path, head, reaso
 
 
 # --- writing --------------------------------------------------------------------------------------
+
+def test_whole_samples_are_written_as_they_are(tmp_path):
+    samples = np.array([0, 1, -2, 32767, -32768], np.int16)
+    (tmp_path / 'a.wav').write_bytes(wav_bytes(samples, 16000))
+    read, rate = soundfile.read(tmp_path / 'a.wav', dtype='int16')
+    assert rate == 16000 and read.tolist() == samples.tolist()
+    assert soundfile.info(tmp_path / 'a.wav').subtype == 'PCM_16'
 
 @pytest.mark.parametrize('samples', [0, 1, 5000])
 def test_written_sound_is_read_again(tmp_path, samples):

@@ -32,13 +32,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import soundfile as sf
 import tensorflow as tf
 from matplotlib.figure import Figure
 
 from .loaders import data_before_after
 from ..config import UserError, XTTSConfig
-from ..data.audio import griffin_lim, load_audio, save_audio
+from ..data.audio import griffin_lim, load_audio, save_audio, wav_bytes
 from ..data.cache import Cache
 from ..data.corpora import Clip, read_corpus, visible
 from ..data.native import CacheReader
@@ -199,7 +198,7 @@ def _write_corpus(folder: Path, clips: list[Utterance], voices: dict, progress):
     (folder / 'wavs').mkdir()
     for done, c in enumerate(clips, 1):
         samples, rate = speak(c.text, c.language, voices[c.speaker])
-        sf.write(folder / 'wavs' / f'{c.id}.wav', samples, rate, subtype='PCM_16')
+        (folder / 'wavs' / f'{c.id}.wav').write_bytes(wav_bytes(samples, rate))
         progress(done, len(clips))
     if not np.array_equal(samples, speak(c.text, c.language, voices[c.speaker])[0]):
         raise UserError('espeak-ng is held in memory by other code; make the corpus in a process of its own.')

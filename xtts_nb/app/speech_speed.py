@@ -139,7 +139,6 @@ def say_speed(
               for name in ('float32', 'bfloat16')}
     stream = _streamed(config, gpts['float32'], decoder, STREAM_TEXTS * codes, eight)
     spoken, firsts, pieces = {}, {}, []
-
     def whole(name, speak, inputs):
         sound = sounds['float32' if name in ('naive', 'float32', 'batch8') else 'bfloat16']
         begin = time.perf_counter()

@@ -6,7 +6,7 @@
 __all__ = ['FOREIGN', 'LARGEST_FILTER', 'LOUDEST', 'EXTENSIBLE', 'LOG_FLOOR', 'open_audio', 'read_samples', 'load_audio',
            'samples_by_head', 'check_native', 'resample', 'resample_batch', 'synthetic_voice', 'mel_filterbank',
            'hann_window', 'frame_count', 'stft', 'log_mel', 'speaker_log_mel', 'log_mel_numpy', 'griffin_lim',
-           'save_audio']
+           'wav_bytes', 'save_audio']
 
 # %% ../../nbs/data/audio.ipynb #53e92f72
 import io
@@ -351,6 +351,15 @@ def griffin_lim(
     return _inverse_stft(magnitude * angle, n_fft, audio)[:(frames - 1) * audio.hop_length]
 
 # %% ../../nbs/data/audio.ipynb #4fbf3985
+def wav_bytes(
+    wav: np.ndarray,               # (N,) int16, or float in [-1, 1]
+    sample_rate: int = 22050,      # Hz
+) -> bytes:
+    "A WAV file of 16-bit PCM; who writes it learns why a write fails, which libsndfile hides."
+    sound = io.BytesIO()
+    soundfile.write(sound, wav, sample_rate, subtype='PCM_16', format='WAV')
+    return sound.getvalue()
+
 def save_audio(
     path: str | Path,
     wav: np.ndarray,               # (N,) float in [-1, 1]
@@ -358,6 +367,4 @@ def save_audio(
 ):
     "Write 16-bit PCM; audio above full scale is scaled down."
     wav = np.asarray(wav) / max(1., np.abs(wav).max(initial=0))
-    sound = io.BytesIO()   # libsndfile hides the reason of a failed write
-    soundfile.write(sound, wav, sample_rate, subtype='PCM_16', format='WAV')
-    with atomic_file(path) as part: part.write_bytes(sound.getvalue())
+    with atomic_file(path) as part: part.write_bytes(wav_bytes(wav, sample_rate))

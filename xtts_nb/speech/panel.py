@@ -8,13 +8,11 @@ __all__ = ['attention_pass', 'text_attention', 'speech_panel']
 # %% ../../nbs/speech/panel.ipynb #9a4e1002
 import copy
 import html
-import io
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import soundfile
 import tensorflow as tf
 from keras import ops
 from matplotlib.figure import Figure
@@ -22,7 +20,7 @@ from matplotlib.font_manager import findfont, FontProperties, get_font
 
 from ..bench import png_bytes
 from ..config import UserError
-from ..data.audio import log_mel, resample
+from ..data.audio import log_mel, resample, wav_bytes
 from ..data.text import TEXT_STOP
 from ..models.gpt import GPT
 from ..models.layers import causal_mask, split_heads
@@ -177,9 +175,9 @@ def speech_panel(
             compiled = lambda: sum(map(trace_count, vars(rows).values()))
             before = compiled()
             spoken = _speak(rows, c.text.value, c.language.value, voice, c.seed.value, speed)
-            soundfile.write(sound := io.BytesIO(), spoken.wav, speaker.sample_rate, format='WAV')
             c.picture.value = png_bytes(_picture(speaker, spoken, voice, speed))
-            c.player.value, result.layout.display = sound.getvalue(), None
+            c.player.value = wav_bytes(spoken.wav, speaker.sample_rate)
+            result.layout.display = None
             line = (f'{len(spoken.wav) / speaker.sample_rate:.2f} s at {speaker.sample_rate} Hz, '
                     f'{speaker.vocoder}; functions compiled: {compiled() - before}')
         except UserError as error: line = html.escape(str(error), quote=False)
