@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
+from xtts_nb.models.layers import Int8Dense
 from xtts_nb.speech.export import export_speaker, saved_model
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import add_voice, load_voice
@@ -45,6 +46,7 @@ def made(request, tmp_path_factory):
     fixture, signature = request.param
     xtts = request.getfixturevalue(fixture)
     xtts, settings = getattr(xtts, 'xtts', xtts), {'top_k': 9, 'speed': 0.8}
+    if signature == 'greedy': settings['weights'] = 'int8'
     speaker, home = Speaker(xtts, temperature=1.5, **settings), tmp_path_factory.mktemp('export')
     add_voice(home / 'voices', "d'or", [synthetic_voice(1.)], speaker)
     about = export_speaker(speaker, home / 'out', folder=home / 'voices')
@@ -80,7 +82,10 @@ def test_only_the_weights_that_speak_are_written(made):
     sizes = [shape for _, shape in tf.train.list_variables(str(home / 'out/model/variables/variables'))]
     written = sum(int(np.prod(shape)) for shape in sizes)
     gpt, net = speaker.xtts.gpt, speaker.xtts.hifigan[0] if speaker.xtts.hifigan else speaker.xtts.dvae
-    assert written < gpt.count_params() + net.count_params() - gpt.conditioning.count_params()
+    quick = [dense for block in speaker.gpt.blocks for dense in vars(block).values()
+             if isinstance(dense, Int8Dense)]
+    more = sum(int(np.prod(x.shape)) for dense in quick for x in (dense.kernel, dense.scale))
+    assert written < gpt.count_params() + net.count_params() - gpt.conditioning.count_params() + more
 
 @pytest.fixture
 def graphless(monkeypatch):
