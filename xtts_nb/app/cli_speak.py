@@ -265,8 +265,9 @@ def _bench_say(
     naive: the whole prefix for each code; left out for xtts_v2, where it takes minutes
     float32: a cache of keys and values in one compiled loop
     bfloat16: the same, with GPT and decoder in bfloat16
+    int8: the same, with int8 weights in the GPT and the decoder in bfloat16
     batch8: as float32, with eight texts at once
-    batch8_fast: the same, with the decoder in bfloat16
+    batch8_int8: as int8, with eight texts at once
     stream: as float32, in chunks, each turned into sound at once; 320 codes
     coqui, coqui_stream: coqui-tts, where its Python is given; for xtts_v2 only
 
