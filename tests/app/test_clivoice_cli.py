@@ -103,20 +103,20 @@ def test_say(ran, behind, bars, speakers):
     given = {'temperature': 0., 'top_k': 0, 'top_p': 0.5, 'repetition_penalty': 1., 'speed': 2.}
     options = ' '.join(f'--{name.replace("_", "-")} {value}' for name, value in given.items())
     done = ran(f'say Hallo --run run --voice a.wav --voice b.wav --language de --out o.wav --seed 5 '
-               f'{options} --retries 0 --json')
+               f'{options} --retries 0 --check-words --json')
     assert done.json == {'wav': 'o.wav', 'seconds': 1.5, 'sample_rate': 22050, 'vocoder': 'griffin-lim',
                          'report': REPORT}
     assert calls == [('Hello', 'en', ['a.wav'], 0), ('Hallo', 'de', ['a.wav', 'b.wav'], 5)]
-    rates = {'rates': 'the rates of run'}
-    assert made == [('the model of run', {'retries': 2} | rates),
-                    ('the model of run', given | {'retries': 0} | rates)]
+    usual = {'retries': 2, 'rates': 'the rates of run', 'check_words': False}
+    assert made == [('the model of run', usual),
+                    ('the model of run', given | usual | {'retries': 0, 'check_words': True})]
     assert ran('say Hallo --run run --voice a.wav').out.endswith(
         'griffin-lim\npiece 1, "Hallo": no end, left\n')
     assert [(str(s['path']), s['wav'].shape, s['sample_rate']) for s in saved] == [
         ('say.wav', (33084,), 22050), ('o.wav', (33084,), 22050), ('say.wav', (33084,), 22050)]
     found = behind('speech.voices.find_voice', ['ANNA'])
     assert ran('say Hello --model m --voice anna --voices v').code == 0
-    assert made[-1] == ('the model of m', {'retries': 2, 'rates': 'the rates of m'})
+    assert made[-1] == ('the model of m', usual | {'rates': 'the rates of m'})
     assert calls[-1] == ('Hello', 'en', ['ANNA'], 0)
     assert [{k: str(v) for k, v in call.items()} for call in found] == [
         {'given': "[PosixPath('anna')]", 'xtts': 'the model of m', 'folder': 'v'}]

@@ -7,9 +7,10 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.data.audio import synthetic_voice
-from xtts_nb.speech.generate import Speaker
+from xtts_nb.speech.generate import Speaker, Voice
 from xtts_nb.speech.guard import (
-    GuardedSpeaker, Rate, code_rates, edit_distance, inspect_codes, repeated_word, run_rates, tail_start)
+    GuardedSpeaker, Rate, code_likelihoods, code_rates, edit_distance, inspect_codes, missing_word,
+    repeated_word, run_rates, tail_start)
 from xtts_nb.speech.long import speak_whole
 
 DEMO = json.loads((Path(__file__).parents[1] / 'stored' / 'codes.json').read_text(encoding='utf-8'))
@@ -88,6 +89,65 @@ def test_rates_of_a_cache(prepared, tmp_path):
     for cache, rates in ((prepared.folder, code_rates(prepared.folder, 14)), (tmp_path / 'gone', {})):
         (tmp_path / 'run.json').write_text(json.dumps({'cache': str(cache)}))
         assert run_rates(tmp_path, 14) == rates
+
+
+# --- words that were left out -------------------------------------------------------------------------------
+
+def test_likelihoods_are_those_of_the_logits(xtts):
+    gpt, draw = xtts.gpt, np.random.default_rng(0)
+    texts, codes = [[3, 5, 4, 6, 7], [3, 5, 7], [3, 6, 6, 6]], draw.integers(0, xtts.gpt.code_start, 9)
+    prompt = Speaker(xtts).listen(VOICE).prompt
+    for spoken in (codes, codes[:0]):
+        found = code_likelihoods(gpt, texts, prompt, spoken, rows=2)
+        for ids, likelihood in zip(texts, found, strict=True):   # each alone, position by position
+            states = gpt.states(tf.constant([ids]), tf.constant([len(ids)]), tf.constant([spoken], tf.int32),
+                                tf.constant([len(spoken)]), prompt[None])[1][0]
+            share = tf.nn.softmax(gpt.code_head(states)).numpy()
+            expected = sum(np.log(share[i, code]) for i, code in enumerate([*spoken, gpt.code_stop]))
+            assert likelihood == pytest.approx(expected, rel=1e-4)
+        assert len({*found.tolist()}) == 3
+
+@pytest.fixture
+def likely(monkeypatch, guarded):
+    "The codes have so many of the words; each other word of a text makes them less likely."
+    def likelihoods(gpt, texts, prompt, codes):
+        assert gpt is guarded.xtts.gpt and prompt == 'prompt of b'
+        written = [set(guarded.xtts.tokenizer.decode(ids)) & set('abc') for ids in texts]
+        return np.array([-10 - lack * len(words - set(codes)) for words in written])
+    lack = 3.
+    monkeypatch.setattr('xtts_nb.speech.guard.code_likelihoods', likelihoods)
+    def change(value):
+        nonlocal lack
+        lack = value
+    return change
+
+@pytest.mark.parametrize('text, spoken, word', [
+    ('aa bb cc', 'abc', None), ('aa bb cc', 'ac', 'bb'), ('aa bb cc', '', 'aa'), ('aa', '', None),
+    ('aa bb', 'b', 'aa'), ('aa bb', 'a', 'bb')])
+def test_the_missing_word_is_named(guarded, likely, text, spoken, word):
+    "From a gain of the log-likelihood above 1 on."
+    given = text, 'en', Voice('prompt of b', None), [*spoken]
+    assert missing_word(guarded, *given) == word
+    likely(1.01)
+    assert missing_word(guarded, *given) == word
+    likely(1.)
+    assert missing_word(guarded, *given) is None
+
+@pytest.mark.parametrize('word, checked, again', [
+    (None, True, False), ('bb', True, True), ('bb', False, False)])
+def test_a_text_with_a_missing_word_is_spoken_again(xtts, forced, monkeypatch, word, checked, again):
+    looked = []
+    def missing(speaker, text, language, voice, codes):
+        looked.append((text, language, voice, codes.tolist()))
+        return word if codes.tolist() == GOOD else None
+    monkeypatch.setattr('xtts_nb.speech.guard.missing_word', missing)
+    speaker = GuardedSpeaker(xtts, rates={'en': Rate(1.5, 4.)}, check_words=checked)
+    calls = forced([MANY[:39], GOOD], [MANY[:41]] * 2)
+    length, _, _ = speak(speaker, 2)
+    assert length == [39, 41 if again else 40] and len(calls) == 1 + again
+    report = [{'found': 'missing word', 'word': 'bb', 'done': 'spoken again'}]
+    assert speaker.reports == ([], report if again else [])
+    assert looked[:2] == [(LONG, 'en', 'a', MANY[:39]), (LONG + ' ', 'en', 'b', GOOD)][:2 * checked]
 
 
 # --- speaking again -----------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ def _say(
     weights: Weights = None,
     seed: option(int, 'Seed for sampling the codes.') = 0,
     retries: option(int, 'Attempts with other seeds where speech has a fault.', min=0) = 2,
+    check_words: option(bool, 'Also look for words that were left out; on a CPU about as long as speaking.',
+                        '--check-words') = False,
     stream: option(bool, 'Write WAV to stdout as it is spoken; no search for faults.', '--stream') = False,
     pcm: option(bool, 'Stream 16-bit samples without a WAV header.', '--pcm') = False,
 ):
@@ -81,7 +83,8 @@ def _say(
         found = find_voice(voice, xtts := XTTS.load(run), voices)
         tell('speak', 0, 1)
         if stream or pcm: return _streamed(Speaker(xtts, **settings), text, language, found, seed, not pcm)
-        speaker = GuardedSpeaker(xtts, retries=retries, rates=run_rates(run), **settings)
+        speaker = GuardedSpeaker(xtts, retries=retries, rates=run_rates(run), check_words=check_words,
+                                 **settings)
         wav, report = speak_whole(speaker, text, language, found, seed, progress=stage(tell, 'speak'))
     save_audio(out, wav, speaker.sample_rate)
     seconds = len(wav) / speaker.sample_rate

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TAIL_CODES', 'TAIL_VARIETY', 'WORD_CODES', 'WORD_EDITS', 'TEXT_REPEATS', 'SECOND', 'SHORT_TOKENS', 'SHORT_NOISE',
-           'tail_start', 'edit_distance', 'repeated_word', 'Rate', 'code_rates', 'run_rates', 'inspect_codes',
-           'unsolved', 'GuardedSpeaker', 'settled']
+           'MISSING', 'tail_start', 'edit_distance', 'repeated_word', 'Rate', 'code_rates', 'run_rates',
+           'code_likelihoods', 'missing_word', 'inspect_codes', 'unsolved', 'GuardedSpeaker', 'settled']
 
 # %% ../../nbs/speech/guard.ipynb #92f88dc3
 import re
@@ -17,9 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from ..data.cache import map_arrays, read_manifest
+from ..data.text import pad_ids
 from ..files import read_json
+from ..models.gpt import GPT
 from ..models.xtts import XTTS
-from .generate import Speaker
+from .generate import Speaker, Voice
 
 # %% ../../nbs/speech/guard.ipynb #a1dfe62d
 TAIL_CODES, TAIL_VARIETY = 16, 4   # a tail has at least so many codes, and at most so many different ones
@@ -87,6 +89,44 @@ def run_rates(run: str | Path, clips: int = 20) -> dict[str, Rate]:
     cache = read_json(facts).get('cache') if facts.is_file() else None
     return code_rates(cache, clips) if cache and (Path(cache) / 'manifest.json').is_file() else {}
 
+# %% ../../nbs/speech/guard.ipynb #c0de4a02
+MISSING = 1.   # gain of the log-likelihood by leaving out a word
+
+def code_likelihoods(
+    gpt: GPT,
+    texts: list[list[int]],   # token ids
+    prompt,                   # (P, D), the voice
+    codes: np.ndarray,        # (S,), without STOP
+    rows: int = 8,            # texts in one pass
+) -> np.ndarray:              # (len(texts),) natural logarithms
+    "How likely the codes, and the STOP after them, are under each text."
+    found, width, targets = [], max(map(len, texts)), [*codes, gpt.code_stop]
+    for part in (texts[i:i + rows] for i in range(0, len(texts), rows)):
+        n = len(part)
+        states = gpt.states(tf.constant(pad_ids(part, width)), tf.constant([len(ids) for ids in part]),
+                            tf.constant([codes] * n, tf.int32), tf.fill([n], len(codes)),
+                            tf.repeat(tf.cast(prompt, gpt.compute_dtype)[None], n, 0))[1]
+        share = tf.nn.log_softmax(tf.cast(gpt.code_head(states[:, :len(targets)]), tf.float32))
+        found.append(tf.reduce_sum(tf.gather(share, [targets] * n, axis=2, batch_dims=2), 1))
+    return np.concatenate(found)
+
+def missing_word(
+    speaker: Speaker,
+    text: str,
+    language: str,
+    voice: Voice,
+    codes: np.ndarray,   # (S,), without STOP
+) -> str | None:
+    "The word that the codes lack most, if their likelihood says that they lack one."
+    words = text.split()
+    if len(words) < 2: return None
+    shorter = [' '.join(words[:i] + words[i + 1:]) for i in range(len(words))]
+    ids = [speaker.xtts.tokenizer.encode(t, language) for t in (text, *shorter)]
+    whole, *others = code_likelihoods(speaker.xtts.gpt, ids, voice.prompt, codes)
+    best = int(np.argmax(others))
+    return words[best] if others[best] - whole > MISSING else None
+
+
 # %% ../../nbs/speech/guard.ipynb #495bdc4c
 def inspect_codes(
     codes: np.ndarray,      # (S,) of the clip, without STOP
@@ -120,10 +160,11 @@ class GuardedSpeaker(Speaker):
         max_seconds: float | None = None,     # as for `Speaker`
         retries: int = 2,                     # batches with other seeds at most
         rates: dict[str, Rate] | None = None,   # by language, from `code_rates`
+        check_words: bool = False,            # look for words that were left out
         **speech,
     ):
         super().__init__(xtts, max_seconds, **speech)
-        self.retries, self.rates, self.reports = retries, rates or {}, []
+        self.retries, self.rates, self.check_words, self.reports = retries, rates or {}, check_words, []
         sampled = speech | {'temperature': 0.75}
         self.again = self if self.speech.temperature else Speaker(xtts, max_seconds, **sampled)
 
@@ -133,7 +174,11 @@ class GuardedSpeaker(Speaker):
             given = ([each[row] for row in rows] for each in (texts, languages, voices))
             for row, codes, n, states in zip(rows, *map(np.asarray, Speaker._codes(speaker, *given, seed))):
                 text, rate = texts[row], self.rates.get(languages[row], Rate())
-                yield row, (codes, states, *inspect_codes(codes[:n], tokens[row], text, len(codes), rate))
+                kept, found = inspect_codes(codes[:n], tokens[row], text, len(codes), rate)
+                word = self.check_words and missing_word(
+                    self, text, languages[row], voices[row], codes[:kept])
+                if word: found.append({'found': 'missing word', 'word': word})
+                yield row, (codes, states, kept, found)
         best = dict(attempt(self, rows, seed))
         first = {row: made[-1] for row, made in best.items()}
         for number in range(1, self.retries + 1):
