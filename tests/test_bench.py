@@ -302,12 +302,14 @@ def test_a_promise_beside_what_was_measured(name, measured, shown, verdict):
     row = bench.promise_row(name, measured, 'a card', 'why')
     assert (row['measured'], row['where'], row['verdict']) == (shown, 'a card' if shown else '', verdict)
     assert bench.promise_row(name, measured)['verdict'] == verdict.removesuffix(': why')
+    emulated = bench.promise_row(name, measured, 'emulated card', 'why')['verdict']
+    assert emulated == verdict + ' (emulated; not yet tried on a GPU)' * (verdict in ('kept', 'beaten'))
 
 
 def test_a_promise_is_shown_as_its_range():
-    shown = {name: bench.promise_row(name, None)['promised'] for name in bench.PROMISES}
+    shown = {name: bench.promise_row(name, None)['promised (guide)'] for name in bench.PROMISES}
     assert shown['step'] == '5 × to 10 ×' and shown['native_use'] == '70 % to 90 %'
     assert shown['loading'] == '10 ×' and shown['swing'] == 'below 20 %'
     assert shown['first_step'] == 'below 2 s'
-    assert bench.promise_row('native', None)['before'] == '`numpy_function`'
+    assert bench.promise_row('native', None)['before (guide)'] == '`numpy_function`'
     assert bench.promise_row('native', None)['quantity'].startswith('samples per second')

@@ -19,8 +19,8 @@ from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
     CPU, EmulatedDevice, GPU, Process, Sample, Sampler, arm_spans, best_probe, card_environment, cpu_probe,
-    emulated_probe, longest_idle, nvml_probe, replay_probe, visible_cards, visible_ids, series, summarise,
-    summarise_arms)
+    emulated_probe, EmulatedGPU, longest_idle, nvml_probe, replay_probe, visible_cards, visible_ids, series,
+    summarise, summarise_arms)
 
 
 def gpu_trace(*curves, step=.1):
@@ -531,13 +531,15 @@ def test_overlapping_steps_count_once_in_full():
 
 
 def test_a_reading_of_emulated_devices_begins_at_the_one_before(monkeypatch):
-    now = iter([100., 101., 102.])
+    now = iter([100., 100.004, 101., 101.004, 102.])
     monkeypatch.setattr(sampler, 'time', SimpleNamespace(perf_counter=lambda: next(now)))
     first, second = EmulatedDevice('A'), EmulatedDevice('B', 1)
     first.computes(100.5, 101.25)
     read = emulated_probe(first, second)
-    assert read() == Sample(101., (GPU(0, 'A', 50.), GPU(1, 'B', 0.)))
-    assert read() == Sample(102., (GPU(0, 'A', 25.), GPU(1, 'B', 0.)))
+    for when, *busy in ((100.004, None, None), (101., 50., 0.), (101.004, 50., 0.), (102., 25., 0.)):
+        reading = read()
+        assert reading == Sample(when, (EmulatedGPU(0, 'A', busy[0]), EmulatedGPU(1, 'B', busy[1])))
+        assert [*reading.devices] == ['emulated GPU 0', 'emulated GPU 1']
 
 
 def test_each_batch_is_a_step_of_the_device():

@@ -370,15 +370,17 @@ def promise_row(
     measured: float | None,   # a factor or a share, as the promise; None: not measured
     where: str = '',          # the device of the measurement
     limit: str = '',          # why the promise was not reached
-) -> dict:     # {quantity, before, promised, measured, where, verdict}
+) -> dict:     # {quantity, before (guide), promised (guide), measured, where, verdict}
     "A promise beside what was measured: beaten, kept, not reached or not measured."
     promise = PROMISES[name]
-    row = {'quantity': promise.quantity, 'before': promise.before, 'promised': promise.promised()}
+    row = {'quantity': promise.quantity, 'before (guide)': promise.before,
+           'promised (guide)': promise.promised()}
     because = limit and f': {limit}'
     if measured is None: return row | {'measured': '', 'where': '', 'verdict': 'not measured' + because}
     sign = -1 if promise.less else 1
     worst, best = sorted((sign * promise.low, sign * promise.high))
-    if sign * measured > best: verdict = 'beaten'
-    elif sign * measured >= worst: verdict = 'kept'
+    tried = ' (emulated; not yet tried on a GPU)' if 'emulated' in where else ''
+    if sign * measured > best: verdict = 'beaten' + tried
+    elif sign * measured >= worst: verdict = 'kept' + tried
     else: verdict = 'not reached' + because
     return row | {'measured': promise.text(measured), 'where': where, 'verdict': verdict}

@@ -113,7 +113,8 @@ def test_arms_are_shaded_named_and_have_their_means():
     assert len({p.get_facecolor() for p in ax.patches}) == 2
     dashed = [(list(l.get_xdata()), list(l.get_ydata())) for l in ax.lines if l.get_linestyle() == '--']
     assert dashed == [([0, 3.5], [10, 10]), ([3.5, 7], [90, 90])]
-    assert ax.lines[0].get_label() == 'GPU 0' and ax.get_ylim() == (0, 119)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ['GPU 0', 'mean']
+    assert ax.get_ylim() == (0, 119)
     assert list(ax.get_yticks()) == [0, 25, 50, 75, 100]
     assert not plot_samples([], arms=ARMS).axes[0].patches
 
@@ -125,8 +126,10 @@ def test_a_name_that_comes_again_has_the_same_shade():
 
 def test_a_sentence_for_each_arm_and_the_factor():
     assert arm_lines(summarise_arms(BUSIER, ARMS)) == [
-        'before: GPU 0 10 % busy, 95th percentile 10 %, idle 0 % of the time, variation 0.00.',
-        'after: GPU 0 90 % busy, 95th percentile 90 %, idle 0 % of the time, variation 0.00.',
+        'before: GPU 0 10 % busy, 95th percentile 10 %, below 5 % in 0 % of the samples, '
+        'coefficient of variation 0.00.',
+        'after: GPU 0 90 % busy, 95th percentile 90 %, below 5 % in 0 % of the samples, '
+        'coefficient of variation 0.00.',
         'GPU 0 is 9 times as busy in "after" as in "before".']
     assert len(arm_lines(summarise_arms(BUSIER, ARMS[:1]))) == 1 and arm_lines({}) == []
     unread = [Sample(10., (GPU(0, 'A'),)), Sample(14., (GPU(0, 'A'),))]
@@ -223,7 +226,8 @@ def test_a_sentence_for_each_device():
     devices = {'GPU 0': busy | {'memory_max': 3 * 2**29}, 'GPU 1': busy | {'memory_max': None},
                'GPU 2': {'name': 'C', 'samples': 0}}
     summary = {'devices': devices, 'gaps': 2, 'overhead': 0.0123, 'samples': 6, 'seconds': 5.}
-    text = 'A): 90 % busy on average, 95th percentile 95 %, idle 25 % of the time (at most 1.2 s on end)'
+    text = ('A): 90 % busy on average, 95th percentile 95 %, below 5 % in 25 % of the samples '
+            '(at most 1.2 s on end)')
     assert summary_lines(summary) == [
         f'GPU 0 ({text}, memory up to 1.5 GiB.', f'GPU 1 ({text}.', 'GPU 2 (C): offers no utilisation.',
         '6 samples over 5.0 s; 2 of them with readings missing; taking them took 1.2 % of a core.']

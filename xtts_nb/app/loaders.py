@@ -316,7 +316,8 @@ def watch_loaders(
         for name, batches in running.items():
             arms.append((round(sampler.clock() - begun, 3), name))
             device.feed(batches, step, seconds=seconds)
-    samples = [(round(s.time - begun, 3), round(s.gpus[0].utilisation, 2)) for s in sampler.samples]
+    read = [(s.time - begun, s.gpus[0].utilisation) for s in sampler.samples]
+    samples = [(round(time, 3), round(busy, 2)) for time, busy in read if busy is not None]
     return {'device': device.name, 'arms': arms, 'samples': samples}
 
 # %% ../../nbs/app/loaders.ipynb #c95e0b73

@@ -609,7 +609,9 @@ class Diagnosis:
     def lines(self) -> list[str]:
         "For reading."
         m, shares = self.measured, ', '.join(f'{name} {share:.0%}' for name, share in self.shares.items())
-        head = [f'{self.bound}: {ms(m.loop)} per step ({shares}); the pipeline alone takes {ms(m.pipeline)}, '
+        whole = (f'{ms(m.loop)} per step, most of it {self.bound.removesuffix("-bound")}' if self.findings
+                 else f'{self.bound}: {ms(m.loop)} per step')   # a bound that can be moved is none
+        head = [f'{whole} ({shares}); the pipeline alone takes {ms(m.pipeline)}, '
                 f'the step alone {ms(m.step)}, its compiled functions {ms(m.compute)}.']
         found = [line for i, f in enumerate(self.findings, 1) for line in (
             f'{i}. {f.disease}, gain {f.predicted_gain:.1f} x', f'   {f.evidence}',
