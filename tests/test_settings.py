@@ -159,7 +159,7 @@ def ran(config, world):
     return lines, sorted(p.name for p in (folder / 'checkpoints').iterdir()), trainer.best, ended
 
 def listener(config, world):
-    with patch.object(runs, 'Trainer', Told), patch.object(runs, 'Listener', lambda *given: given[3]):
+    with patch.object(runs, 'Trainer', Told), patch.object(runs, 'Listener', lambda *given: given[3::2]):
         return new_run(world.cache, config, None, HELD).listen
 
 def crops(config, world): return Crops(np.ones((200, 80), np.float32), config)(tf.constant(0, tf.int64))
@@ -269,6 +269,7 @@ TABLE = {
     'training.validate_every': (4, ran, RUN), 'training.patience': (1, ran, RUN),
     'training.judge_by': ('dtw', ran, RUN),
     'training.max_bad_steps': (2, ran, RUN), 'training.listen_clips': (2, listener, RUN),
+    'training.listen_world': (True, listener, RUN),
     'training.dvae_steps': (50, dvae_rates), 'training.dvae_learning_rate': (0.5, dvae_rates),
     'training.dvae_batch_size': (3, crops),
     'voice.steps': (7, voice_rates), 'voice.learning_rate': (0.5, voice_rates),

@@ -12,8 +12,8 @@ from xtts_nb.data.corpora import Clip
 from xtts_nb.speech import evaluate as page
 from xtts_nb.speech.evaluate import (
     badness, choose_trials, copy_synthesis, dnsmos_judge, edits, evaluate, evaluation_report, fault,
-    mel_cepstrum, package, QUICK_JUDGES, RATE, read_clips, score_sounds, scores_table, scores_text, Sound,
-    SOUND_SOURCES, source_sounds, speaker_judge, spread, Trial, Wanted, warp_path, warping_judge, words_judge,
+    mean_world_scores, mel_cepstrum, package, QUICK_JUDGES, RATE, read_clips, score_sounds, scores_table,
+    scores_text, Sound, SOUND_SOURCES, source_sounds, speaker_judge, spread, Trial, Wanted, warp_path, warping_judge, words_judge,
     world_judge)
 from xtts_nb.speech.generate import Speaker
 
@@ -95,6 +95,17 @@ def test_a_slower_voice_is_the_same_sentence(by_world):
     scores = warping_judge()(slow, wanted(voice()))
     assert scores['duration'] == pytest.approx(1.5, abs=0.03)
     assert scores['mel'] < 0.3 * warping_judge()(noise, wanted(voice()))['mel']
+
+def test_means_over_some_clips(by_world):
+    "Of those clips that have a number."
+    rate, wavs = 24_000, [voice().wav, voice(pitch=180).wav, silence().wav]
+    low = voice().wav
+    found = mean_world_scores(wavs, [low] * 3, RATE)
+    each = [by_world(Sound(wav, RATE)) for wav in wavs]
+    mean = lambda name: pytest.approx(np.mean([scores[name] for scores in each[:2]]), abs=1e-3)
+    assert each[2]['mcd'] is None and found == {name: mean(name) for name in ('mcd', 'f0')}
+    assert mean_world_scores(wavs, [low] * 3, rate) != found
+    assert np.isnan([*mean_world_scores([silence().wav], [low], RATE).values()]).all()
 
 def test_silence_is_worse_than_any_number(by_world):
     assert by_world(silence()) == {'mcd': None, 'f0': None, 'voicing': None}

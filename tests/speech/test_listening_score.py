@@ -48,6 +48,23 @@ def test_it_hears_the_same_twice_and_keeps_sound_and_picture(listener, prepared,
     assert {p.name for p in (tmp_path / 'spoken').iterdir()} == {f'{i}.wav' for i in ids} | {'mels.png'}
     assert len(load_audio(tmp_path / 'spoken' / f'{listener.ids[0]}.wav')) > 0
 
+def test_another_judge_gets_the_sounds(quick, prepared, dvae, tmp_path):
+    given = []
+    def judge(spoken, recorded, rate):
+        given.append((spoken, recorded, rate))
+        return {'mcd': 7. + len(given)}
+    listener = Listener(XTTS(quick, prepared.tokenizer, dvae), prepared, np.array([0, 5, 9]), 2, judge=judge)
+    scores = listener(tmp_path)
+    assert [*scores] == ['dtw', 'length', 'mcd'] and listener()['mcd'] == 9. and scores['mcd'] == 8.
+    (spoken, recorded, rate), (again, same, _) = given
+    assert rate == quick.model.audio.sample_rate and recorded is same
+    for wav, kept, once_more in zip(spoken, listener.ids, again, strict=True):
+        assert np.abs(wav - load_audio(tmp_path / f'{kept}.wav')).max() < 1e-4
+        assert np.array_equal(wav, once_more)
+    frames = [len(mel) for mel in listener.recorded]
+    length = [len(wav) / quick.model.audio.hop_length for wav in recorded]
+    assert length == pytest.approx(frames, abs=1)
+
 def test_the_recording_itself_is_at_zero_however_loud(listener):
     assert spoken_distance([mel + 2 for mel in listener.recorded], listener.recorded) < 0.05
     assert spoken_distance([mel[::-1] for mel in listener.recorded], listener.recorded) > 0.1

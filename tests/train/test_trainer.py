@@ -297,7 +297,7 @@ ELSEWHERE = {'schedule', 'ema', 'patience', 'max_bad_steps',   # here and in tes
              'enable_graph_mode', 'enable_xla_compilation', 'enable_eager_debug', 'gradient_checkpointing',
              # test_step.py
              'dvae_steps', 'dvae_batch_size', 'dvae_learning_rate',   # test_voices.py
-             'listen_clips', 'judge_by',   # test_listening.py
+             'listen_clips', 'listen_world', 'judge_by',   # test_listening.py
              'epochs'}   # below
 
 def test_no_key_of_the_training_section_is_forgotten():

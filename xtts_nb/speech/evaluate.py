@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['SCORES', 'RATE', 'HOP', 'SILENCE_LEVEL', 'AUDIO', 'QUICK_JUDGES', 'JUDGES', 'SOUND_SOURCES', 'ORDER', 'SCORE_STYLE',
            'SOURCE_COLOURS', 'Score', 'sounding', 'Sound', 'package', 'mel_cepstrum', 'world', 'analyse', 'warp_path',
-           'world_scores', 'Wanted', 'warping_judge', 'world_judge', 'dnsmos_judge', 'edits', 'words_judge',
-           'speaker_judge', 'Trial', 'read_clips', 'choose_trials', 'copy_synthesis', 'speak_trials', 'speak_sources',
-           'source_sounds', 'badness', 'spread', 'fault', 'Evaluation', 'score_sounds', 'evaluate', 'scores_text',
-           'scores_line', 'scores_table', 'evaluation_report']
+           'world_scores', 'mean_world_scores', 'Wanted', 'warping_judge', 'world_judge', 'dnsmos_judge', 'edits',
+           'words_judge', 'speaker_judge', 'Trial', 'read_clips', 'choose_trials', 'copy_synthesis', 'speak_trials',
+           'speak_sources', 'source_sounds', 'badness', 'spread', 'fault', 'Evaluation', 'score_sounds', 'evaluate',
+           'scores_text', 'scores_line', 'scores_table', 'evaluation_report']
 
 # %% ../../nbs/speech/evaluate.ipynb #8916aed9
 import html
@@ -161,6 +161,18 @@ def world_scores(spoken: Sound, recorded: Sound) -> dict[str, float | None]:
     cents = 1200 * np.log2(pitch[i][both] / wanted[j][both])
     return {'mcd': cost[i, j].mean(), 'f0': np.sqrt((cents**2).mean()) if both.any() else None,
             'voicing': 100 * ((pitch[i] > 0) != (wanted[j] > 0)).mean()}
+
+def mean_world_scores(
+    spoken: list[np.ndarray],     # (N,) each
+    recorded: list[np.ndarray],
+    rate: int,                    # Hz, of all
+) -> dict[str, float]:            # mcd, f0; NaN where no clip has one
+    "The means of two of these scores over some clips."
+    pairs = [(Sound(a, rate), Sound(b, rate)) for a, b in zip(spoken, recorded, strict=True)]
+    analyse([sound for pair in pairs for sound in pair])
+    found = [world_scores(*pair) for pair in pairs]
+    each = {name: [scores[name] for scores in found if scores[name] is not None] for name in ('mcd', 'f0')}
+    return {name: round(float(np.mean(values)), 4) if values else np.nan for name, values in each.items()}
 
 # %% ../../nbs/speech/evaluate.ipynb #b22c4366
 class Wanted(NamedTuple):

@@ -93,6 +93,7 @@ class Listener:
         clips: np.ndarray,     # indices to choose from
         count: int,            # of clips to speak
         encoder=None,          # the DVAE, for a cache without codes
+        judge=None,            # (spoken, recorded: list of (N,), sample rate) -> {score: number}, called too
     ):
         config, clips = xtts.config, np.asarray(clips)
         chosen = clips[np.linspace(0, len(clips) - 1, min(count, len(clips))).round().astype(int)]
@@ -106,7 +107,8 @@ class Listener:
         self._speak = tf.function(lambda text, length, reference: generate(
             gpt, text, length, gpt.conditioning(reference), most, *sampling),
                                   jit_compile=config.training.enable_xla_compilation)
-        self.recorded = self._mels(batch['codes'], batch['code_length'])
+        self.recorded, self.judge = self._mels(batch['codes'], batch['code_length']), judge
+        self.sounds_recorded = self._sounds(self.recorded) if judge else []
 
     def _mels(self, codes, length) -> list[np.ndarray]:
         "The mel of each row, decoded from at least one code."
@@ -115,21 +117,21 @@ class Listener:
 
     def __call__(self,
         folder: str | Path | None = None,   # receives `<clip>.wav` and `mels.png`
-    ) -> dict[str, float]:                  # dtw: mean distance; length: of the speech over the recordings
+    ) -> dict[str, float]:   # dtw: mean distance; length: of the speech over the recordings; those of `judge`
         "Speak the clips with the present weights."
         codes, length, _ = self._speak(self.batch['text'], self.batch['text_length'], self.batch['reference'])
         spoken = self._mels(codes, length)
-        if folder: self._save(Path(folder), spoken)
+        sounds = self._sounds(spoken) if folder or self.judge else []
+        rate = self.xtts.config.model.audio.sample_rate
+        for name, wav in zip(self.ids, sounds if folder else []):
+            save_audio(Path(folder) / f'{Path(name).name}.wav', wav, rate)
+        if folder: plot_spoken(Path(folder) / 'mels.png', self.ids, spoken, self.recorded)
         share = np.sum(length.numpy()) / np.sum(self.batch['code_length'].numpy())
-        return {'dtw': round(spoken_distance(spoken, self.recorded), 4), 'length': round(float(share), 4)}
+        scores = {'dtw': round(spoken_distance(spoken, self.recorded), 4), 'length': round(float(share), 4)}
+        return scores | (self.judge(sounds, self.sounds_recorded, rate) if self.judge else {})
 
-    def _save(self, folder: Path, spoken: list[np.ndarray]):
-        "Write the sound and a plot of the spoken clips."
-        audio = self.xtts.config.model.audio
-        for name, mel in zip(self.ids, spoken):
-            save_audio(folder / f'{Path(name).name}.wav', griffin_lim(tf.constant(mel), audio).numpy(),
-                       audio.sample_rate)
-        plot_spoken(folder / 'mels.png', self.ids, spoken, self.recorded)
+    def _sounds(self, mels: list[np.ndarray]) -> list[np.ndarray]:   # (N,) each
+        return [griffin_lim(tf.constant(mel), self.xtts.config.model.audio).numpy() for mel in mels]
 
 # %% ../../nbs/speech/score.ipynb #a58cc596
 def plot_spoken(path: Path, ids: list[str], spoken: list[np.ndarray], recorded: list[np.ndarray]):

@@ -221,7 +221,11 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray) -> Listener | None:
         raise UserError('training.listen_clips: there is nothing to listen to; hold clips out and set '
                         'training.validate_every.')
     clips = np.flatnonzero(out & within_limits(cache, xtts.config.data))
-    return Listener(xtts, cache, clips, training.listen_clips, _encoder(cache, xtts.config))
+    judge = None
+    if training.listen_world:
+        from xtts_nb.speech.evaluate import mean_world_scores as judge, world_judge
+        world_judge()   # raises `UserError` without pyworld
+    return Listener(xtts, cache, clips, training.listen_clips, _encoder(cache, xtts.config), judge)
 
 # %% ../../nbs/train/runs.ipynb #1337b1c1
 def _check_alike(cache: Cache, val: Cache):
