@@ -13,8 +13,8 @@ from xtts_nb.speech import evaluate as page
 from xtts_nb.speech.evaluate import (
     badness, choose_trials, copy_synthesis, dnsmos_judge, edits, evaluate, evaluation_report, fault,
     mean_world_scores, mel_cepstrum, package, QUICK_JUDGES, RATE, read_clips, score_sounds, scores_table,
-    scores_text, Sound, SOUND_SOURCES, source_sounds, speaker_judge, spread, Trial, Wanted, warp_path, warping_judge, words_judge,
-    world_judge)
+    scores_text, Sound, SOUND_SOURCES, source_sounds, speaker_judge, spread, Trial, Wanted, warp_path,
+    warping_judge, words_judge, world_judge)
 from xtts_nb.speech.generate import Speaker
 
 
