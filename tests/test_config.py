@@ -342,7 +342,7 @@ KEPT, THEIRS = Path('/kept'), '--tf_xla_persistent_cache_directory=/theirs'
 
 @pytest.mark.parametrize('folder, flags, after', [
     (None, '', ''), (None, '--a', '--a'), (KEPT, '', MINE), (KEPT, '--a', f'--a {MINE}'),
-    (KEPT, THEIRS, THEIRS)])
+    (KEPT, THEIRS, THEIRS), (Path('/a b'), '', MINE.replace('/kept/here', '"/a b/here"'))])
 def test_the_folder_of_xla_is_named_once(monkeypatch, folder, flags, after):
     monkeypatch.setenv('TF_XLA_FLAGS', flags)
     monkeypatch.setattr(page, '_machine', lambda: 'here')

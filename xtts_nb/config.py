@@ -92,7 +92,9 @@ def _keep_compiled(folder: Path | None):
     "Add the folder of XLA's persistent cache to `TF_XLA_FLAGS`, unless the flag is set already."
     flags = os.environ.get('TF_XLA_FLAGS', '')
     if folder and CACHE_FLAG not in flags:
-        here = f'{CACHE_FLAG}={folder / _machine()} --tf_xla_persistent_cache_device_types=CPU,GPU'
+        place = str(folder / _machine())
+        if ' ' in place: place = f'"{place}"'   # TensorFlow splits flags at spaces outside quotes
+        here = f'{CACHE_FLAG}={place} --tf_xla_persistent_cache_device_types=CPU,GPU'
         os.environ['TF_XLA_FLAGS'] = f'{flags} {here}'.strip()
 
 @contextmanager

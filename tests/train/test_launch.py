@@ -289,6 +289,22 @@ def test_a_worker_is_a_session_with_its_own_gpus(monkeypatch):
         assert how['stdout'] == (subprocess.DEVNULL if index else None) and how['start_new_session'] is True
         assert callable(how['preexec_fn']) == (sys.platform == 'linux')
 
+@pytest.mark.parametrize('machine, workers, own, threads', [
+    (8, 2, None, '4'), (8, 3, None, '2'), (2, 3, None, '1'), (8, 1, None, '8'), (8, 2, '7', '7')])
+def test_the_workers_of_a_machine_share_its_cores(monkeypatch, machine, workers, own, threads):
+    "Unless the environment says how many threads each of them has."
+    started = []
+    monkeypatch.setattr(subprocess, 'Popen', lambda command, **how: started.append(how['env']))
+    monkeypatch.setattr(page, 'cores', lambda: machine)
+    monkeypatch.setattr(page, 'end_workers', lambda *given: None)
+    for name in NUMBERS: monkeypatch.delenv(name, raising=False)
+    if own: monkeypatch.setenv(NUMBERS[0], own)
+    with WorkerGroup(['x'], [f'a:{i}' for i in range(5)], dict.fromkeys(range(workers), '-1')): pass
+    assert [env[NUMBERS[0]] for env in started] == [threads] * workers
+    assert [env[NUMBERS[1]] for env in started] == [str(max(1, machine // workers))] * workers
+
+NUMBERS = 'TF_NUM_INTRAOP_THREADS', 'TF_NUM_INTEROP_THREADS'
+
 def test_the_end_of_the_stderr_of_a_worker_without_a_terminal():
     group = WorkerGroup(['x'], ['a:1', 'b:2', 'c:3'], {1: None, 2: None})
     assert list(group.stderr) == [2] and group.stderr_tail(1) == group.stderr_tail(2) == ''

@@ -19,7 +19,7 @@ import tempfile
 import time
 from contextlib import contextmanager, ExitStack, suppress
 
-from ..config import setup_tf, UserError
+from ..config import cores, setup_tf, UserError
 from ..sampler import best_probe, card_environment, cpu_card_count, visible_ids
 
 # %% ../../nbs/train/launch.ipynb #2b2880f2
@@ -138,9 +138,11 @@ def start_worker(
     index: int,                 # number of this one
     gpus: str | None = None,    # its `CUDA_VISIBLE_DEVICES`; None leaves it as it is
     stderr=None,
+    threads: int | None = None,   # of TensorFlow, unless the environment names a number
 ) -> subprocess.Popen:
     "`command` as worker `index`; only worker 0 prints a result."
-    env = os.environ | {'TF_CONFIG': tf_config(workers, index)}
+    wanted = {f'TF_NUM_{kind}OP_THREADS': str(threads) for kind in ('INTRA', 'INTER') if threads}
+    env = wanted | os.environ | {'TF_CONFIG': tf_config(workers, index)}
     if gpus is not None: env |= card_environment(gpus)
     libc = ctypes.CDLL(None)
     end_with_parent = lambda: libc.prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG
@@ -170,8 +172,9 @@ class WorkerGroup:
         self.stderr = {i: tempfile.TemporaryFile() for i in gpus if i != min(gpus)}   # first: terminal
 
     def __enter__(self):
+        threads = max(1, cores() // len(self.gpus))   # all together as many as there are cores
         for i, gpus in self.gpus.items():
-            self.processes[i] = start_worker(self.command, self.workers, i, gpus, self.stderr.get(i))
+            self.processes[i] = start_worker(self.command, self.workers, i, gpus, self.stderr.get(i), threads)
         return self
 
     def __exit__(self, kind, *_):
