@@ -201,6 +201,7 @@ def _differences(wanted, found) -> str:
     return ', '.join(f'{name} {value!r} instead of {other!r}' for name, value, other in pairs
                      if value != other)
 
+# %% ../../nbs/train/runs.ipynb #5809a3d1
 def _encoder(cache: Cache, config: XTTSConfig):
     "The DVAE that computes codes while batches are read, on the CPU; None if the cache has its codes."
     if cache.manifest['mode'] != 'runtime': return None
