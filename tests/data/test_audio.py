@@ -10,7 +10,7 @@ import tensorflow as tf
 from xtts_nb.data import audio as module
 from xtts_nb.data.audio import (
     LOG_FLOOR, frame_count, griffin_lim, load_audio, log_mel, log_mel_numpy, mel_filterbank, open_audio,
-    resample, resample_batch, save_audio, speaker_log_mel, stft, synthetic_voice, wav_bytes)
+    pcm16, resample, resample_batch, save_audio, speaker_log_mel, stft, synthetic_voice, wav_bytes)
 from xtts_nb.config import AudioConfig, SpeakerConfig, UserError
 
 RATE, TONE = 22050, 440.
@@ -188,6 +188,19 @@ def test_whole_samples_are_written_as_they_are(tmp_path):
     read, rate = soundfile.read(tmp_path / 'a.wav', dtype='int16')
     assert rate == 16000 and read.tolist() == samples.tolist()
     assert soundfile.info(tmp_path / 'a.wav').subtype == 'PCM_16'
+    soundfile.write(tmp_path / 'b.wav', samples, 16000, subtype='PCM_16')
+    assert (tmp_path / 'b.wav').read_bytes() == (tmp_path / 'a.wav').read_bytes()
+
+def test_floats_are_written_to_the_nearest_sample():
+    wav = np.array([0.5, -1, 1, 2, -2, 0.6 / 2**15, -0.6 / 2**15, 0.4 / 2**15], np.float32)
+    assert np.frombuffer(pcm16(wav), '<i2').tolist() == [16384, -32768, 32767, 32767, -32768, 1, -1, 0]
+
+def test_written_sound_calls_no_python(monkeypatch, tmp_path):
+    "Ctrl-C in a call from C gets lost."
+    monkeypatch.setattr(soundfile, 'SoundFile', None)
+    monkeypatch.setattr(soundfile, 'write', None)
+    save_audio(tmp_path / 'a.wav', tone())
+    assert (tmp_path / 'a.wav').stat().st_size == 44 + 2 * len(tone())
 
 @pytest.mark.parametrize('samples', [0, 1, 5000])
 def test_written_sound_is_read_again(tmp_path, samples):

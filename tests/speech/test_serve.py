@@ -114,7 +114,7 @@ def test_a_format_gives_the_sound_back(kind):
 
 def test_samples_are_clipped_and_formats_fit_the_rate():
     writer = SoundWriter('wav', 22050)
-    assert writer.write(np.float32([2, -2, 0.5]))[44:] == np.int16([32767, -32767, 16384]).tobytes()
+    assert writer.write(np.float32([2, -2, 0.5]))[44:] == np.int16([32767, -32768, 16384]).tobytes()
     assert [*FORMATS] == sound_formats(RATE) and {*FORMATS} - {*sound_formats(22050)} == {'opus'}
 
 

@@ -13,14 +13,14 @@ import soundfile
 import tensorflow as tf
 
 from xtts_nb.config import cores, DecoderConfig, UserError, XTTSConfig
-from xtts_nb.data.audio import griffin_lim, synthetic_voice
+from xtts_nb.data.audio import griffin_lim, pcm16, synthetic_voice, wav_header
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder, stretch
 from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech import stream as streaming
 from xtts_nb.speech.generate import never_stop, Speaker
 from xtts_nb.speech.stream import (
-    Engine, EngineClosed, pcm16, receptive_frames, SoundStream, SpeechRows, stream_text, stretched_count,
-    stretched_frames, wav_header, write_stream)
+    Engine, EngineClosed, receptive_frames, SoundStream, SpeechRows, stream_text, stretched_count,
+    stretched_frames, write_stream)
 from xtts_nb.speech.long import TextPiece
 
 close = np.testing.assert_allclose
@@ -169,7 +169,7 @@ def test_what_is_written():
     sounds, out = [np.array([0., 0.5], np.float32), np.array([2., -2., -0.25], np.float32)], io.BytesIO()
     assert write_stream(iter(sounds), 10, out) == 0.5
     samples, rate = soundfile.read(io.BytesIO(out.getvalue()), dtype='int16')
-    assert rate == 10 and samples.tolist() == [0, 16384, 32767, -32767, -8192]
+    assert rate == 10 and samples.tolist() == [0, 16384, 32767, -32768, -8192]
     assert out.getvalue() == wav_header(10) + pcm16(np.concatenate(sounds)) and len(wav_header(10)) == 44
     assert struct.unpack_from('<I', wav_header(10), 28) == (20,)   # bytes in a second
     raw = io.BytesIO()

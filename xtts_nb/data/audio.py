@@ -6,10 +6,10 @@
 __all__ = ['FOREIGN', 'LARGEST_FILTER', 'LOUDEST', 'EXTENSIBLE', 'LOG_FLOOR', 'open_audio', 'read_samples', 'load_audio',
            'samples_by_head', 'check_native', 'resample', 'resample_batch', 'synthetic_voice', 'mel_filterbank',
            'hann_window', 'frame_count', 'stft', 'log_mel', 'speaker_log_mel', 'log_mel_numpy', 'griffin_lim',
-           'wav_bytes', 'save_audio']
+           'wav_header', 'pcm16', 'wav_bytes', 'save_audio']
 
 # %% ../../nbs/data/audio.ipynb #53e92f72
-import io
+import struct
 from functools import lru_cache
 from math import ceil, gcd
 from pathlib import Path
@@ -351,14 +351,27 @@ def griffin_lim(
     return _inverse_stft(magnitude * angle, n_fft, audio)[:(frames - 1) * audio.hop_length]
 
 # %% ../../nbs/data/audio.ipynb #4fbf3985
+def wav_header(
+    rate: int,                  # Hz
+    size: int = 2**32 - 1,      # bytes of samples; the default stands for an unknown length
+) -> bytes:
+    "The header of mono sound of 16 bits."
+    return struct.pack('<4sI8sIHHIIHH4sI', b'RIFF', min(36 + size, 2**32 - 1),
+                       b'WAVEfmt ', 16, 1, 1, rate, 2 * rate, 2, 16, b'data', size)
+
+def pcm16(wav: np.ndarray) -> bytes:   # (N,) int16, or float in [-1, 1]
+    "Samples as 16-bit integers, little-endian; floats above full scale are clipped."
+    if wav.dtype != np.int16: wav = np.clip(np.rint(wav * 2.**15), -2**15, 2**15 - 1)
+    return wav.astype('<i2').tobytes()
+
+# libsndfile would call Python to write into memory: Ctrl-C in such a call gets lost
 def wav_bytes(
     wav: np.ndarray,               # (N,) int16, or float in [-1, 1]
     sample_rate: int = 22050,      # Hz
 ) -> bytes:
-    "A WAV file of 16-bit PCM; who writes it learns why a write fails, which libsndfile hides."
-    sound = io.BytesIO()
-    soundfile.write(sound, wav, sample_rate, subtype='PCM_16', format='WAV')
-    return sound.getvalue()
+    "A WAV file of 16-bit PCM."
+    samples = pcm16(wav)
+    return wav_header(sample_rate, len(samples)) + samples
 
 def save_audio(
     path: str | Path,

@@ -27,7 +27,7 @@ import soundfile
 from fastcore.basics import patch
 
 from ..config import UserError
-from .stream import pcm16, wav_header
+from ..data.audio import pcm16, wav_header
 
 try:
     import anyio, uvicorn

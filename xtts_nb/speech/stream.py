@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['stretched_count', 'stretched_frames', 'receptive_frames', 'SoundStream', 'free_rows', 'text_prefix', 'admit_row',
-           'longer_ring', 'advance_rows', 'SpeechRows', 'stream_text', 'wav_header', 'pcm16', 'write_stream',
-           'EngineClosed', 'SpeechRequest', 'Engine']
+           'longer_ring', 'advance_rows', 'SpeechRows', 'stream_text', 'write_stream', 'EngineClosed', 'SpeechRequest',
+           'Engine']
 
 # %% ../../nbs/speech/stream.ipynb #57e00003
 import queue
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from fastcore.basics import patch
 from keras import ops
 
 from ..config import cores, DecoderConfig, UserError
-from ..data.audio import griffin_lim
+from ..data.audio import griffin_lim, pcm16, wav_header
 from ..data.text import pad_ids, TEXT_STOP
 from ..models.gpt import GPT, shifted
 from ..models.layers import causal_mask, fold_seed
@@ -349,16 +348,6 @@ def _stream_pieces(speaker, pieces, voice, seed) -> Iterator[np.ndarray]:
         if pause: yield np.zeros(round(pause * speaker.sample_rate), np.float32)
         yield from speaker.stream(piece.text, piece.language, voice, seed)
         pause = piece.pause / speaker.speech.speed
-
-def wav_header(rate: int) -> bytes:
-    "The header of mono sound of 16 bits and unknown length."
-    most = 2**32 - 1
-    return struct.pack('<4sI8sIHHIIHH4sI',
-                       b'RIFF', most, b'WAVEfmt ', 16, 1, 1, rate, 2 * rate, 2, 16, b'data', most)
-
-def pcm16(wav: np.ndarray) -> bytes:   # (N,) float32
-    "Samples as 16-bit integers, little-endian; what is above full scale is clipped."
-    return (np.clip(wav, -1, 1) * 32767).round().astype('<i2').tobytes()
 
 def write_stream(
     sounds: Iterator[np.ndarray],   # (N,) float32 each
