@@ -124,17 +124,16 @@ def plot_samples(
 # %% ../../nbs/50_monitoring.ipynb #a4a5c0e4
 def _plot_arms(ax, samples, arms, curves):
     "Each arm shaded; above it its name and each device's mean, which is dashed below."
-    start, last, numbers = samples[0].time, samples[-1].time, summarise_arms(samples, arms)
+    start, last, numbers, dashed = samples[0].time, samples[-1].time, summarise_arms(samples, arms), []
     for name, begin, end in arm_spans(arms, last):
         begin, end = max(begin, start) - start, end - start
         ax.axvspan(begin, end, color=arm_shades(arms)[name], lw=0, zorder=0)
         means = {label: numbers[name].get(label, {}).get('mean') for label in curves}
         for colour, mean in zip(COLOURS * len(curves), means.values()):
-            if mean is None: continue
-            ax.plot([begin, end], [mean, mean], color=colour, lw=1, ls='--', alpha=.8,
-                    label='' if any(line.get_label() == 'mean' for line in ax.lines) else 'mean')
+            if mean is not None: dashed += ax.plot([begin, end], [mean] * 2, '--', color=colour, lw=1)
         shown = ', '.join(f'{mean:.0f} %' for mean in means.values() if mean is not None)
         ax.text((begin + end) / 2, 110, f'{name}: {shown}', size=8, color='#333333', ha='center', va='center')
+    for line in dashed[:1]: line.set_label('mean')
     ax.set(ylim=(0, 119), yticks=range(0, 101, 25))
 
 def _style_axes(fig, ax, title: str, note: str):

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['SCORES', 'RATE', 'HOP', 'SILENCE_LEVEL', 'AUDIO', 'QUICK_JUDGES', 'JUDGES', 'SOUND_SOURCES', 'ORDER', 'SCORE_STYLE',
-           'SOURCE_COLOURS', 'Score', 'sounding', 'Sound', 'package', 'mel_cepstrum', 'world', 'analyse', 'warp_path',
-           'world_scores', 'mean_world_scores', 'Wanted', 'warping_judge', 'world_judge', 'dnsmos_judge', 'edits',
-           'words_judge', 'speaker_judge', 'Trial', 'read_clips', 'choose_trials', 'copy_synthesis', 'speak_trials',
-           'speak_sources', 'source_sounds', 'badness', 'spread', 'fault', 'Evaluation', 'score_sounds', 'evaluate',
-           'scores_text', 'scores_line', 'scores_table', 'evaluation_report']
+           'SOURCE_COLOURS', 'Score', 'sounding', 'Sound', 'package', 'world_package', 'mel_cepstrum', 'world',
+           'analyse', 'warp_path', 'world_scores', 'mean_world_scores', 'Wanted', 'warping_judge', 'world_judge',
+           'dnsmos_judge', 'edits', 'words_judge', 'speaker_judge', 'Trial', 'read_clips', 'choose_trials',
+           'copy_synthesis', 'speak_trials', 'speak_sources', 'source_sounds', 'badness', 'spread', 'fault',
+           'Evaluation', 'score_sounds', 'evaluate', 'scores_text', 'scores_line', 'scores_table', 'evaluation_report']
 
 # %% ../../nbs/speech/evaluate.ipynb #8916aed9
 import html
@@ -100,6 +100,10 @@ def package(name: str, remedy: str = 'pip install "xtts_nb[evaluate]"'):
     try: return importlib.import_module(name)
     except ImportError as e: raise UserError(f'{name} is missing ({e}); {remedy}.') from None
 
+def world_package():
+    "pyworld, the vocoder WORLD; raises `UserError` if it is missing."
+    return package('pyworld', 'pip install "xtts_nb[evaluate]", which has it as pyworld-prebuilt')
+
 def mel_cepstrum(
     envelope: np.ndarray,    # (F, K) power, from 0 Hz to half the rate
     order: int = 24,
@@ -117,7 +121,7 @@ def mel_cepstrum(
 
 def world(sound: Sound) -> tuple[np.ndarray, np.ndarray]:   # (F,) Hz, 0 without pitch; (F, 24)
     "Pitch and mel-cepstrum of the frames that are not silent."
-    pyworld = package('pyworld', 'pip install "xtts_nb[evaluate]", which has it as pyworld-prebuilt')
+    pyworld = world_package()
     wav = sound.low.astype(np.float64)
     pitch, times = pyworld.harvest(wav, RATE, frame_period=1000 * HOP / RATE)
     envelope = pyworld.cheaptrick(wav, pitch, times, RATE)
@@ -192,7 +196,7 @@ def warping_judge() -> Callable:
 
 def world_judge() -> Callable:
     "Mel-cepstral distortion, pitch error and voicing error, by WORLD."
-    package('pyworld', 'pip install "xtts_nb[evaluate]", which has it as pyworld-prebuilt')
+    world_package()
     return lambda spoken, wanted: world_scores(spoken, wanted.recorded)
 
 # %% ../../nbs/speech/evaluate.ipynb #09f948ea

@@ -126,7 +126,6 @@ def missing_word(
     best = int(np.argmax(others))
     return words[best] if others[best] - whole > MISSING else None
 
-
 # %% ../../nbs/speech/guard.ipynb #495bdc4c
 def inspect_codes(
     codes: np.ndarray,      # (S,) of the clip, without STOP

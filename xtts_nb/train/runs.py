@@ -224,8 +224,8 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray) -> Listener | None:
     clips = np.flatnonzero(out & within_limits(cache, xtts.config.data))
     judge = None
     if training.listen_world:
-        from xtts_nb.speech.evaluate import mean_world_scores as judge, world_judge
-        world_judge()   # raises `UserError` without pyworld
+        from xtts_nb.speech.evaluate import mean_world_scores as judge, world_package
+        world_package()
     return Listener(xtts, cache, clips, training.listen_clips, _encoder(cache, xtts.config), judge)
 
 # %% ../../nbs/train/runs.ipynb #1337b1c1
