@@ -101,7 +101,8 @@ def measure(
 ) -> str:        # what became of the record
     "Run the command of a record; raises `CalledProcessError` if it fails."
     bench = importlib.import_module('xtts_nb.bench')
-    options = ['--data', os.environ.get('XTTS_NB_SPEECH', 'runs/demo/corpus')] * (page == 'data')
+    options = ['--budget', '3'] * (page in ('config', 'data', 'step_speed'))   # all pages in 20 minutes
+    options += ['--data', os.environ.get('XTTS_NB_SPEECH', 'runs/demo/corpus')] * (page == 'data')
     if page in ('data', 'step_speed') and (peer := os.environ.get('XTTS_NB_COQUI')):
         options += ['--coqui-python', peer]
     folder = ROOT / 'benchmarks'

@@ -137,9 +137,11 @@ def test_a_quiet_record_is_kept_a_noisy_one_only_where_there_is_none(measured, m
 
 
 @pytest.mark.parametrize('page, variables, options', [
-    ('data', {}, ['--data', 'runs/demo/corpus']),
-    ('data', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--data', 'clips', '--coqui-python', 'py']),
-    ('step_speed', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--coqui-python', 'py']),
+    ('config', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--budget', '3']),
+    ('data', {}, ['--budget', '3', '--data', 'runs/demo/corpus']),
+    ('data', {'SPEECH': 'clips', 'COQUI': 'py'},
+     ['--budget', '3', '--data', 'clips', '--coqui-python', 'py']),
+    ('step_speed', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--budget', '3', '--coqui-python', 'py']),
     ('dual', {'SPEECH': 'clips', 'COQUI': 'py'}, [])])
 def test_what_a_record_is_measured_on(measured, monkeypatch, page, variables, options):
     *_, run, ran = measured
