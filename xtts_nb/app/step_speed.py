@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -362,7 +363,7 @@ def compare_steps(
     progress=None,       # called with (done, total)
 ) -> list[dict]:         # {name, step_ms, ratio, spread, cpu_ms, switches, loss}
     "The step on a thread per core of a large host, on one per core of this process, and in bfloat16."
-    processes, losses, answers = {}, {}, {name: [] for name in STEP_ARMS}
+    processes, answers = {}, {name: [] for name in STEP_ARMS}
 
     def run(name):
         answers[name].append(processes[name]())
@@ -373,7 +374,9 @@ def compare_steps(
             changed = config.replace(training=training)
             processes[name] = running.enter_context(
                 start_training(changed, text, codes, folder, threads, updates))
-            losses[name] = processes[name]()['loss']
+        with ThreadPoolExecutor(2) as pool:   # a start is not measured here
+            starts = pool.map(lambda process: process(), processes.values())
+            losses = {name: start['loss'] for name, start in zip(processes, starts)}
         rows = compare({name: partial(run, name) for name in answers}, 'step_ms', rounds,
                        progress=progress).rows()
     for name, loss in losses.items():
