@@ -26,6 +26,12 @@ def test_readme_is_the_index_page():
     assert shown == pictures, 'run `make readme`'
 
 
+def test_the_readme_links_every_page():
+    text = (ROOT / 'README.md').read_text(encoding='utf-8')
+    pages_here = {p.relative_to(ROOT / 'nbs').as_posix() for p in (ROOT / 'nbs').rglob('[!.]*.ipynb')}
+    assert [p for p in sorted(pages_here - {'index.ipynb'}) if f'(nbs/{p})' not in text] == []
+
+
 def result(**data):
     "A cell's value, by MIME type."
     return new_output('execute_result', data={k.replace('__', '/'): v for k, v in data.items()})
