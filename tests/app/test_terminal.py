@@ -1,5 +1,6 @@
 "What every command shares: exit codes, one sentence, one JSON object, bars on stderr, settings, records."
 import sys
+from contextlib import suppress
 
 import pytest
 from clock import Clock
@@ -17,10 +18,11 @@ def test_the_version(ran):
     for line in ('--version', '--version --help'): assert ran(line).out == f'{__version__}\n'
     assert ran('config create --help').out != f'{__version__}\n'
 
-@pytest.mark.parametrize('group', ['', 'bench', 'convert'])
+@pytest.mark.parametrize('group', ['', 'bench', 'convert', 'voices'])
 def test_without_a_command_there_is_help(ran, group):
     done = ran(group)
-    assert 'Usage' in done.out + done.err and 'Missing command' not in done.out + done.err
+    assert done.code == 2 and f'Usage: {" ".join(["xtts-nb", *group.split()])}' in done.out + done.err
+    assert 'Missing command' not in done.out + done.err and 'See xtts-nb' not in done.err
     assert '--install-completion' not in done.out + done.err
 
 def test_bounds(): check_bounds(('bench train --rounds', 1, 0))
@@ -40,13 +42,13 @@ ENDS = [   # what a command does -> the exit code, what stderr says
 @pytest.mark.parametrize('end, code, err', ENDS, ids=repr)
 def test_exit_codes(monkeypatch, capfd, end, code, err):
     seen = []
-    def app(words, standalone_mode):
-        seen.append((words, standalone_mode))
+    def app(words, standalone_mode, prog_name):
+        seen.append((words, standalone_mode, prog_name))
         if isinstance(end, BaseException): raise end
         return end
     monkeypatch.setattr(terminal, 'app', app)
     assert main('verify', 'cache') == code and capfd.readouterr() == ('', err)
-    assert seen == [(['verify', 'cache'], False)]
+    assert seen == [(['verify', 'cache'], False, 'xtts-nb')]
     if code != 2: return
     with pytest.raises(type(end)) as raised:   # with --debug
         monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'verify', '--debug', 'cache'])
@@ -54,15 +56,17 @@ def test_exit_codes(monkeypatch, capfd, end, code, err):
     assert raised.value is end and seen[-1] == seen[0] and capfd.readouterr() == ('', '')
 
 def test_a_mistake_of_ours_is_not_hidden(monkeypatch):
-    def app(words, standalone_mode): raise ValueError('ours')
+    def app(words, standalone_mode, prog_name): raise ValueError('ours')
     monkeypatch.setattr(terminal, 'app', app)
     monkeypatch.setattr(sys, 'argv', ['xtts-nb'])
     with pytest.raises(ValueError, match='ours'): terminal.main()
 
 def test_a_wrong_option(ran, monkeypatch):
     done = ran('monitor --interval 0')
-    assert done.code == 2 and len(done.said) == 1 and done.err.endswith('See xtts-nb --help.\n')
+    assert done.code == 2 and len(done.said) == 1 and done.err.endswith('See xtts-nb monitor --help.\n')
     assert 'interval' in done.err
+    done = ran('voices list')
+    assert done.code == 2 and done.err.endswith('See xtts-nb voices list --help.\n')
     monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'monitor', '--interval', '0', '--debug'])
     with pytest.raises(Exception, match='greater than or equal to 0.01'): terminal.main()
 
@@ -89,6 +93,14 @@ def test_bars(monkeypatch, capsys):
     assert out == '' and first[:3] == ['read', 'the', 'clips'] and '8/8' in first
     assert any(w.endswith('/s') for w in first)
     assert second[0] == 'encode' and '1/2' in second and second[-2:] == ['a', 'note']
+
+@pytest.mark.parametrize('fails, shown', [(False, '1/1'), (True, '0/1')])
+def test_the_bar_of_a_stage_without_parts(monkeypatch, capsys, fails, shown):
+    monkeypatch.setenv('COLUMNS', '150')
+    with suppress(OSError), terminal.progress() as tell:
+        tell('load the model', 0, 1)
+        if fails: raise OSError
+    assert shown in capsys.readouterr().err.splitlines()[-1]
 
 @pytest.mark.parametrize('terminal_there', [False, True])
 def test_a_log_gets_a_line_when_a_stage_begins(monkeypatch, capsys, terminal_there):

@@ -67,7 +67,7 @@ def main():
 def _code(arguments: list[str], debug: bool) -> int:
     "Run a command and return its exit code; an error that the user can correct becomes one sentence."
     from xtts_nb.config import UserError
-    try: code = app(arguments, standalone_mode=False)
+    try: code = app(arguments, standalone_mode=False, prog_name='xtts-nb')
     except UserError as e:
         if debug: raise
         return _print_error(str(e), 2)
@@ -76,7 +76,9 @@ def _code(arguments: list[str], debug: bool) -> int:
         return _print_error(f'{e.filename or "xtts-nb"}: {e.strerror or e}; nothing was written there.', 2)
     except Exception as e:
         if debug or not hasattr(e, 'format_message'): raise
-        return _print_error(f'{e.format_message()} See xtts-nb --help.', 2)   # a wrong option
+        message, place = e.format_message(), getattr(e, 'ctx', None)   # of a wrong option
+        if not message: return 2   # the help was printed, as nothing was given
+        return _print_error(f'{message} See {place.command_path if place else "xtts-nb"} --help.', 2)
     if code == 130: raise KeyboardInterrupt   # how typer reports it
     return code if isinstance(code, int) else 0
 
@@ -121,7 +123,10 @@ def progress():
         bars.update(tasks[name], completed=done, total=total, note=note,
                     rate=f'{speed:,.0f}/s' if speed else '')
 
-    with bars: yield tell
+    with bars:
+        yield tell
+        for one in bars.tasks:
+            if one.total == 1: bars.update(one.id, completed=1)   # a stage without parts
 
 def stage(tell, name: str):
     "The progress callback (done, total) of one stage."
