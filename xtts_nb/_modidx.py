@@ -1942,6 +1942,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.speech.serve._file_limit': ('speech/serve.html#_file_limit', 'xtts_nb/speech/serve.py'),
                                       'xtts_nb.speech.serve._handle_errors': ( 'speech/serve.html#_handle_errors',
                                                                                'xtts_nb/speech/serve.py'),
+                                      'xtts_nb.speech.serve._listener': ('speech/serve.html#_listener', 'xtts_nb/speech/serve.py'),
+                                      'xtts_nb.speech.serve.check_port': ('speech/serve.html#check_port', 'xtts_nb/speech/serve.py'),
                                       'xtts_nb.speech.serve.error_answer': ('speech/serve.html#error_answer', 'xtts_nb/speech/serve.py'),
                                       'xtts_nb.speech.serve.read_request': ('speech/serve.html#read_request', 'xtts_nb/speech/serve.py'),
                                       'xtts_nb.speech.serve.serve': ('speech/serve.html#serve', 'xtts_nb/speech/serve.py'),

@@ -332,9 +332,12 @@ def test_serve(ran, behind, bars, monkeypatch, tmp_path):
     def serve(service, ready, **_):
         service.metrics.requests.update({429: 1, 200: 2})
         ready('http://x:1')
-    served = behind('speech.serve.serve', serve)
+    served, ports = behind('speech.serve.serve', serve), []
+    monkeypatch.setattr('xtts_nb.speech.serve.check_port',
+                        lambda *where: ports.append((*where, len(engines))))
     done = ran(f'serve --model m --voices {tmp_path}')
-    assert done.out == 'Requests by status: {200: 2, 429: 1}\n' and '2 voices, http://x:1' in done.err
+    assert done.out == 'Requests by status: {200: 2, 429: 1}\n'
+    assert 'Ready: http://x:1, voices: 2. Ctrl-C ends' in done.err
     more = '--port 0 --host h --key k --language fa --rows 3 --queue 5 --max-characters 7 --grace 2 --json'
     assert ran(f'serve --model m --voices {tmp_path} {more}').json == {'requests': {'200': 2, '429': 1}}
     one, two = ([s['service'].queue, s['service'].max_characters, s['service'].language, s['service'].key,
@@ -342,6 +345,7 @@ def test_serve(ran, behind, bars, monkeypatch, tmp_path):
     assert one == [64, 4096, 'de', None, '127.0.0.1', 8000, 30.] and two == [5, 7, 'fa', 'k', 'h', 0, 2.]
     assert [(e.given, e.warm) for e in engines] == [(8, ['voice a']), (3, ['voice a'])] and len(loaded) == 4
     for e in engines: assert e.speaker.xtts.tokenizer is tokenizer
+    assert ports == [('127.0.0.1', 8000, 0), ('h', 0, 1)]   # before the model is loaded
 
 def test_bounds_of_serve():
     check_bounds(*((f'serve --model m --voices v --{name}', inside, outside) for name, inside, outside in (

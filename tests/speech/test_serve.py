@@ -26,7 +26,8 @@ from xtts_nb.data.text import train_tokenizer
 from xtts_nb.speech import serve as serving
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.serve import (
-    FORMATS, Metrics, serve, sound_formats, SoundWriter, SPEECH, speech_app, SpeechService, VoiceFolder)
+    check_port, FORMATS, Metrics, serve, sound_formats, SoundWriter, SPEECH, speech_app, SpeechService,
+    VoiceFolder)
 from xtts_nb.speech.stream import Engine, EngineClosed
 
 RATE, PART = 24000, 2400   # samples of one sound of the toy
@@ -334,6 +335,9 @@ def test_idle_connections_make_room(service):
 def test_a_port_in_use(service):
     with socket.create_server(('127.0.0.1', 0)) as taken, pytest.raises(UserError, match='choose another'):
         serve(service, port=taken.getsockname()[1])
+    check_port('127.0.0.1', 0)
+    with socket.create_server(('127.0.0.1', 0)) as taken, pytest.raises(UserError, match='choose another'):
+        check_port('127.0.0.1', taken.getsockname()[1])
 
 def test_sigterm_finishes_what_is_under_way(service, toy):
     "The server runs in this thread, where signals are received."

@@ -132,6 +132,7 @@ def _voices_add(
 @command('list', group=voices_app)
 def _voices_list(voices: Voices):
     "List the voices of a folder."
+    start()
     from xtts_nb.speech.voices import list_voices
     rows = list_voices(voices)
     return {'voices': rows}, '\n'.join(map(_voice_text, rows)) or f'{voices}: holds no voice.'
@@ -155,6 +156,7 @@ def _voices_blend(
     force: Force = False,
 ):
     "Save the weighted mean of voices as a new one."
+    start()
     from xtts_nb.speech.voices import blend_voices
     row = blend_voices(voices, name, _weights(shares), force)
     return row, _voice_text(row)
@@ -162,6 +164,7 @@ def _voices_blend(
 @command('remove', group=voices_app)
 def _voices_remove(name: Name, voices: Voices):
     "Delete a voice."
+    start()
     from xtts_nb.speech.voices import remove_voice
     remove_voice(voices, name)
     return {'removed': name}, f'{name}: removed from {voices}'
@@ -236,9 +239,10 @@ def _serve(
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
-    from xtts_nb.speech.serve import serve, SpeechService, VoiceFolder
+    from xtts_nb.speech.serve import check_port, serve, SpeechService, VoiceFolder
     from xtts_nb.speech.stream import Engine
     from xtts_nb.speech.voices import load_voice
+    check_port(host, port)
     with progress() as tell:
         tell('load the model', 0, 1)
         settings = given(decoder_precision=decoder_precision, weights=weights)
@@ -248,7 +252,8 @@ def _serve(
         service = SpeechService(engine, folder, queue, max_characters, language, key)
         tell('compile', 0, 1)
         for voice in [*folder().values()][:1]: engine.warm_up(voice)
-    serve(service, host, port, grace, ready=lambda url: to_stderr(f'{len(folder())} voices, {url}'))
+    serve(service, host, port, grace,
+          ready=lambda url: to_stderr(f'Ready: {url}, voices: {len(folder())}. Ctrl-C ends the service.'))
     requests = dict(sorted(service.metrics.requests.items()))
     return {'requests': requests}, f'Requests by status: {requests}'
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BODY_BYTES', 'REQUEST_SECONDS', 'FORMATS', 'MODEL', 'AHEAD', 'SPEECH', 'POLICY', 'SpeechBody', 'ServiceError',
            'error_answer', 'read_request', 'SoundWriter', 'sound_formats', 'VoiceFolder', 'Metrics', 'SpeechService',
-           'SoundAnswer', 'speech_app', 'Connection', 'serve']
+           'SoundAnswer', 'speech_app', 'Connection', 'check_port', 'serve']
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0002
 import asyncio
@@ -249,7 +249,8 @@ class SpeechService:
             raise ServiceError(413, f'The input has {len(wanted.input)} characters, the limit is '
                                f'{self.max_characters}; send it in parts.', 'input', 'input_too_long')
         if wanted.response_format not in self.formats:
-            raise ServiceError(400, f'{wanted.response_format} cannot be written here; there is '
+            raise ServiceError(400, f'{wanted.response_format} cannot be written at '
+                               f'{self.engine.sample_rate} Hz by the libsndfile of this machine; there is '
                                f'{", ".join(self.formats)}.', 'response_format', 'format_not_available')
         voices = await run_sync(self.voices)
         if wanted.voice not in voices:
@@ -483,6 +484,16 @@ def _file_limit(wanted: int) -> int:
     return wanted if soft == resource.RLIM_INFINITY else soft
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0028
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ':' in host else socket.AF_INET
+    try: return socket.create_server((host, port), backlog=2048, family=family)
+    except OSError as error:
+        raise UserError(f'{host}, port {port}: {error.strerror}; choose another by --port.') from None
+
+def check_port(host: str, port: int):
+    "Raises `UserError` if `serve` cannot listen there."
+    _listener(host, port).close()
+
 def serve(
     service: SpeechService,
     host: str = '127.0.0.1',
@@ -494,10 +505,7 @@ def serve(
     ready=print,                             # called with the address
 ):
     "Answer requests until SIGTERM or Ctrl-C."
-    family = socket.AF_INET6 if ':' in host else socket.AF_INET
-    try: listener = socket.create_server((host, port), backlog=2048, family=family)
-    except OSError as error:
-        raise UserError(f'{host}, port {port}: {error.strerror}; choose another by --port.') from None
+    listener = _listener(host, port)
     most = min(connections, _file_limit(4 * connections) // 2)
     protocol = partial(Connection, most=most, request_seconds=request_seconds, stall_seconds=stall_seconds)
     config = uvicorn.Config(speech_app(service), http=protocol, ws='none', lifespan='off',
