@@ -1,5 +1,6 @@
 "Scores of sounds whose answers are known, what is offered, and a small model from its clips to its report."
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -301,6 +302,10 @@ def test_some_sources_by_some_judges(xtts, evaluation):
     assert all('world' in vars(sounds[name][0]) for name in page.ORDER)
     table = scores_table(rows)
     assert table.count('<th>') == 6 and table.count('<i ') == 4 and 'another voice' not in table
+    missing = {'score': 'dnsmos', 'offered': False, 'fault': 'its package is missing'}
+    for line in scores_table([*rows, missing]).split('<tr')[2:]:
+        cells = re.findall(r'<td(?: class=model)?(?: colspan="(\d)")?>', line)
+        assert sum(int(wide or 1) for wide in cells) == 6
 
 def test_a_silent_recording_is_refused(evaluation):
     sounds = evaluation.sounds | {'recording': [silence()] * 3}

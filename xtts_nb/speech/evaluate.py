@@ -34,6 +34,7 @@ from ..files import write_json
 from ..models.xtts import XTTS
 from ..report import facts, heading, picture, player, plot_mels, write_report
 from .generate import Speaker
+from .guard import edit_distance
 from .score import dtw_distance, level_free
 
 # %% ../../nbs/speech/evaluate.ipynb #a0dfdef0
@@ -219,12 +220,8 @@ def dnsmos_judge() -> Callable:
 # %% ../../nbs/speech/evaluate.ipynb #5e52aa62
 def edits(found: list | str, wanted: list | str) -> int:
     "The fewest insertions, deletions and replacements that make `wanted` of `found`."
-    last = list(range(len(wanted) + 1))
-    for i, a in enumerate(found, 1):
-        now = [i]
-        for j, b in enumerate(wanted): now.append(min(last[j] + (a != b), last[j + 1] + 1, now[j] + 1))
-        last = now
-    return last[-1]
+    number = {item: i for i, item in enumerate({*found, *wanted})}
+    return edit_distance(*(np.array([number[item] for item in part], int) for part in (found, wanted)))
 
 def _words(text: str) -> list[str]:
     "Lower-case words without punctuation."
@@ -535,7 +532,8 @@ def _score_row(score: dict, sources: list[str]) -> str:
         v = score[name]
         quartiles = f'<small>{_number(v["low"])} – {_number(v["high"])}</small>' if v['clips'] else ''
         cells.append(f'<td{" class=model" if name == "model" else ""}>{_number(v["median"])}{quartiles}</td>')
-    cells.append(f'<td>{_scale(score)}</td>' if score['offered'] else '<td colspan="7"></td>')
+    beside = 1 if 'recording' in score else 1 + len(sources)   # columns without a number
+    cells.append(f'<td>{_scale(score)}</td>' if score['offered'] else f'<td colspan="{beside}"></td>')
     return f'<tr{"" if score["offered"] else " class=off"}>{"".join(cells)}</tr>'
 
 def scores_table(scores: list[dict]) -> str:   # of `Evaluation`
