@@ -88,7 +88,7 @@ def test_rates_of_a_cache(prepared, tmp_path):
     assert run_rates(tmp_path) == {}
     for cache, rates in ((prepared.folder, code_rates(prepared.folder, 14)), (tmp_path / 'gone', {})):
         (tmp_path / 'run.json').write_text(json.dumps({'cache': str(cache)}))
-        assert run_rates(tmp_path, 14) == rates
+        assert run_rates(tmp_path, 14) == run_rates(tmp_path / 'best', 14) == rates
 
 
 # --- words that were left out -------------------------------------------------------------------------------

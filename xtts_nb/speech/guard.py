@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['TAIL_CODES', 'TAIL_VARIETY', 'WORD_CODES', 'WORD_EDITS', 'TEXT_REPEATS', 'SECOND', 'SHORT_TOKENS', 'SHORT_NOISE',
-           'MISSING', 'tail_start', 'edit_distance', 'repeated_word', 'Rate', 'code_rates', 'run_rates',
+           'MISSING', 'tail_start', 'edit_distance', 'repeated_word', 'Rate', 'code_rates', 'run_facts', 'run_rates',
            'code_likelihoods', 'missing_word', 'inspect_codes', 'unsolved', 'GuardedSpeaker', 'settled']
 
 # %% ../../nbs/speech/guard.ipynb #92f88dc3
 import re
 from collections import Counter
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,10 +84,15 @@ def code_rates(
         rates[language] = Rate(round(0.7 * float(low), 3), round(1.4 * float(high), 3))
     return rates
 
+def run_facts(model: str | Path) -> dict:
+    "What `run.json` says, for the folder of a run or its `best`; empty if there is none."
+    model = Path(model)
+    facts = (model.parent if model.name == 'best' else model) / 'run.json'
+    return read_json(facts) if facts.is_file() else {}
+
 def run_rates(run: str | Path, clips: int = 20) -> dict[str, Rate]:
     "The bounds from the cache that a run was trained on; empty if there is none here."
-    facts = Path(run) / 'run.json'
-    cache = read_json(facts).get('cache') if facts.is_file() else None
+    cache = run_facts(run).get('cache')
     return code_rates(cache, clips) if cache and (Path(cache) / 'manifest.json').is_file() else {}
 
 # %% ../../nbs/speech/guard.ipynb #c0de4a02
@@ -162,10 +168,14 @@ class GuardedSpeaker(Speaker):
         check_words: bool = False,            # look for words that were left out
         **speech,
     ):
-        super().__init__(xtts, max_seconds, **speech)
-        self.retries, self.rates, self.check_words, self.reports = retries, rates or {}, check_words, []
-        sampled = speech | {'temperature': 0.75}
-        self.again = self if self.speech.temperature else Speaker(xtts, max_seconds, **sampled)
+        super().__init__(xtts, max_seconds, rates, **speech)
+        self.retries, self.check_words, self.reports = retries, check_words, []
+        self._sampled = partial(Speaker, xtts, max_seconds, **speech | {'temperature': 0.75})
+
+    @cached_property
+    def again(self) -> Speaker:
+        "Speaks faulty texts again: sampled, because at temperature 0 another seed changes nothing."
+        return self if self.speech.temperature else self._sampled()
 
     def _codes(self, texts, languages, voices, seed):
         tokens, rows = [len(self._ids(*given)) for given in zip(texts, languages)], range(len(texts))
