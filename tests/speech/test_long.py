@@ -129,7 +129,8 @@ class Recorder:
     "Speaks a text as as many samples as it has characters, each the number of the batch."
     sample_rate = 100
     def __init__(self, xtts, reports=None):
-        self.xtts, self.batches, self._ids = xtts, [], Speaker._ids.__get__(self)
+        self.xtts, self.rates, self.batches = xtts, {}, []
+        self._ids = Speaker._ids.__get__(self)
         self.speech = xtts.config.replace(speech={'speed': 2}).speech
         if reports: self.reports = reports
     def listen(self, reference): return f'heard {reference}'

@@ -274,9 +274,10 @@ class Speaker:
     def __init__(self,
         xtts: XTTS,
         max_seconds: float | None = None,   # longer clips are cut off; default: the limit of the model
+        rates: dict | None = None,          # by language, from `guard.run_rates`; limit the pieces of a text
         **speech,                           # settings of `config.speech` to change
     ):
-        self.xtts, model = xtts, xtts.config.model
+        self.xtts, self.rates, model = xtts, rates or {}, xtts.config.model
         self.speech = s = xtts.config.replace(speech=speech).speech
         self.gpt = gpt = Int8GPT(xtts.gpt) if s.weights == 'int8' else xtts.gpt
         self.vocoder = 'hifigan' if xtts.hifigan else 'griffin-lim'

@@ -203,7 +203,7 @@ def text_pieces(
     if not text.strip(): speaker._ids('', tokenizer.languages[0] if language == 'auto' else language)
     runs = language_runs(text, tokenizer.languages) if language == 'auto' else [(text, language)]
     def room(l):
-        rate = getattr(speaker, 'rates', {}).get(l)
+        rate = speaker.rates.get(l)
         return min(most, max(16, int(1.4 * speaker.max_codes / rate.most))) if rate else most
     pieces = [p for part, l in runs
               for p in split_text(part, l, lambda piece, l=l: len(tokenizer.encode(piece, l)) <= room(l))]
