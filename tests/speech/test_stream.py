@@ -252,6 +252,14 @@ def test_a_text_that_never_ends_is_cut(voiced, small, voices):
         assert int(speaker.rows.state['index'][0]) == speaker.max_codes
 
 
+def test_two_streams_at_once_are_refused(speaker, voices, alone):
+    first = speaker.stream(TEXTS[0], 'en', voices[0], first=2, chunk=5)
+    next(first)
+    second = list(speaker.stream(TEXTS[2], 'en', voices[0], seed=2, chunk=5))
+    with pytest.raises(UserError, match='Another stream of this speaker began'): list(first)
+    close(np.concatenate(second), alone[2], atol=1e-3)
+
+
 # --- the engine ---------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
@@ -322,6 +330,20 @@ def test_codes_go_on_while_a_caller_makes_its_sound(engine, voices, alone, monke
     for t in callers: t.join()
     assert {*fed} == {*'0123'}
     for i, sound in sounds.items(): close(sound, alone[i], atol=1e-3)
+
+def test_a_text_that_cannot_begin_ends_alone(engine, voices, alone, monkeypatch):
+    admit = engine.rows.admit
+
+    def fail(ids, voice, seed, speed):
+        if seed == 99: raise MemoryError('no place')
+        return admit(ids, voice, seed, speed)
+    monkeypatch.setattr(engine.rows, 'admit', fail)
+    bad, good = (engine.submit(TEXTS[2], 'en', voices[0], seed=seed) for seed in (99, 2))
+    for _ in range(2):
+        with pytest.raises(MemoryError): list(bad)
+    close(np.concatenate(list(good)), alone[2], atol=1e-3)
+    assert list(good) == []
+    idle(engine)
 
 def test_sound_that_fails_ends_one_text_only(engine, voices, alone, monkeypatch):
     feed = SoundStream.feed

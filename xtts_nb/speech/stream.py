@@ -34,7 +34,7 @@ def stretched_count(
     scales: tuple,    # as of `stretch`, one after the other
     ended: bool,      # whether no more states come
 ) -> int:
-    "Frames that follow from so many states and that further states do not change."
+    "How many frames are final after `count` states."
     for scale in scales:
         count = max(1, int(count * scale)) if ended else max(0, int((count - 0.5) * scale - 0.5))
     return count
@@ -291,7 +291,10 @@ def sounds(self: SpeechRows,
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
     "The sound of one text, while no other row has one."
     row, limit, ended = self.admit(ids, voice, seed, speed), first, False
+    mine = self.streams[row]
     while not ended:
+        if self.streams[row] is not mine:
+            raise UserError('Another stream of this speaker began; read one to its end, or use an Engine.')
         make, ended = self.advance(limit)[row]
         if len(wav := make()): yield wav
         limit = self.chunk
@@ -386,9 +389,12 @@ class SpeechRequest:
 
     def __iter__(self) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
         while (make := self._parts.get()) is not None and not self.cancelled:
-            if isinstance(make, Exception): raise make
+            if isinstance(make, Exception):
+                self._parts.put(make)   # for who iterates again
+                raise make
             with self._turn: wav = make()
             if len(wav): yield wav
+        self._parts.put(None)
 
     def cancel(self):
         "Give it up; its row is freed at the next chunk."
@@ -462,7 +468,10 @@ def _next(self: Engine) -> bool:
         self._waiting = deque(u for u in self._waiting if not u.cancelled)
         admitted = [self._waiting.popleft() for _ in range(min(len(self.rows.free), len(self._waiting)))]
     for u in admitted:
-        row = self.rows.admit(u.ids, u.voice, u.seed, u.speed)
+        try: row = self.rows.admit(u.ids, u.voice, u.seed, u.speed)
+        except Exception as error:   # of this text alone
+            u._parts.put(error)
+            continue
         self._speaking[row], u.stream = u, self.rows.streams[row]
     return True
 
