@@ -1,4 +1,5 @@
 "The service: statuses and formats, the order of sound, limits on what clients can use up, an end in order."
+import asyncio
 import io
 import json
 import os
@@ -73,7 +74,7 @@ def level(text): return sum(map(ord, text)) % 97 / 100
 def speaker(small):
     "The part of a speaker that knows what can be said."
     tokenizer = train_tokenizer(['Aa bb, cc dd! Ee ff gg hh.'] * 9, ['en'])
-    made = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=small))
+    made = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=small), rates={})
     made._ids = partial(Speaker._ids, made)
     return made
 
@@ -90,7 +91,7 @@ def client(service):
 LONG = 'Aa bb cc dd ee ff gg. Hh aa bb cc dd ee ff! Gg hh aa bb cc dd ee'   # three pieces
 ASKED = {'input': 'aa bb.', 'voice': 'anna', 'response_format': 'pcm'}
 
-def samples(content): return np.frombuffer(content, '<i2') / 32767
+def samples(content): return np.frombuffer(content, '<i2') / 2**15
 
 def until(true, seconds=5.):
     "Wait for a condition."
@@ -117,6 +118,20 @@ def test_samples_are_clipped_and_formats_fit_the_rate():
     writer = SoundWriter('wav', 22050)
     assert writer.write(np.float32([2, -2, 0.5]))[44:] == np.int16([32767, -32768, 16384]).tobytes()
     assert [*FORMATS] == sound_formats(RATE) and {*FORMATS} - {*sound_formats(22050)} == {'opus'}
+
+
+def test_a_large_end_is_sent_in_parts(service, monkeypatch):
+    "A connection is closed when one part waits too long."
+    monkeypatch.setattr(SoundWriter, 'end', lambda writer: bytes(150_000))
+    async def parts():
+        wanted = serving.SpeechBody(**ASKED)
+        return [len(part) async for part in service.sound(wanted, *await service.check(wanted), 0.)]
+    assert asyncio.run(parts())[-3:] == [65536, 65536, 18928]
+
+def test_the_language_of_a_service(toy):
+    assert SpeechService(toy, dict, language='auto').language == 'auto'
+    with pytest.raises(UserError, match='no language "ne"; it has en'):
+        SpeechService(toy, dict, language='ne')
 
 
 # --- answers ------------------------------------------------------------------------------------------------

@@ -231,11 +231,13 @@ class SpeechService:
         voices,                         # () -> {name: `Voice`}, as a `VoiceFolder`
         queue: int = 64,                # pieces that may wait for a row
         max_characters: int = 4096,     # of a text
-        language: str | None = None,    # where a request names none, or auto; default: en, or the first
+        language: str | None = None,    # of requests that name none, or auto; default: en, or the first
         key: str | None = None,         # that clients must send; none: any is accepted
     ):
         self.engine, self.voices, self.queue, self.max_characters = engine, voices, queue, max_characters
         known = engine.speaker.xtts.tokenizer.languages
+        if language and language not in (*known, 'auto'):
+            raise UserError(f'The model has no language "{language}"; it has {", ".join(known)}.')
         self.language = language or ('en' if 'en' in known else known[0])
         self.key, self.metrics = key, Metrics()
         self.rows, self.formats = len(engine.rows.streams), sound_formats(engine.sample_rate)
@@ -308,7 +310,9 @@ async def sound(self: SpeechService,
             live.popleft()
             self.metrics.codes += utterance.codes
             submit()
-        yield await run_sync(writer.end)
+        end = await run_sync(writer.end)
+        for i in range(0, max(1, len(end)), 2**16):   # a slow client takes each part in time
+            yield end[i:i + 2**16]
     finally:
         self.open -= 1
         self.metrics.seconds += sent / rate
@@ -411,7 +415,7 @@ def _handle_errors(app: FastAPI):
              EngineClosed: lambda e: ServiceError(503, 'The engine has ended.', Retry_After='10'),
              UserError: lambda e: ServiceError(400, str(e)),
              HTTPException: lambda e: ServiceError(e.status_code, e.detail, **(e.headers or {})),
-             ClientDisconnect: lambda e: ServiceError(400, 'The client went away.'),
+             ClientDisconnect: lambda e: ServiceError(499, 'The client went away.'),
              Exception: lambda e: ServiceError(500, 'The service failed; its log says how.')}
     for kind, told in known.items():
         async def answer(request, error, told=told): return error_answer(told(error))
