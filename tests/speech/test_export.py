@@ -113,7 +113,9 @@ def test_voices_of_several_kinds(xtts, graphless, tmp_path):
     about = export_speaker(speaker, tmp_path / 'c')
     assert about['voices'] == [] and about['speech']['temperature'] == 0.75   # its config says 0
     assert 'voices/NAME.safetensors' in (tmp_path / 'c/README.md').read_text()
+    again = [tmp_path / 'anna.wav'] * 2
     for voices, words in (([bob, bob], 'another voice is called "bob" too; rename one'),
+                          (again, 'another voice is called "anna" too; rename one'),
                           ([bob.with_name('none.safetensors')], 'none.safetensors: not readable as weights')):
         with pytest.raises(UserError, match=words): export_speaker(speaker, tmp_path / 'd', voices)
     with pytest.raises(UserError, match='already holds something'): export_speaker(speaker, tmp_path / 'a')

@@ -83,6 +83,7 @@ PROMPT = {'prompt': np.ones((4, 64), np.float32)}
     (PROMPT, GOOD | {'made_from': '[1]'}, 'its header is damaged'),
     (PROMPT, GOOD | {'made_from': '[{}]'}, 'its header is damaged'),
     (PROMPT, GOOD | {'made_from': '[' * 10**5}, 'its header is damaged'),
+    (PROMPT, GOOD | {'made_from': f'[{{"name": "a", "seconds": 1{"0" * 400}}}]'}, 'its header is damaged'),
     (PROMPT, {'format': '1'}, 'its header is damaged')])
 def test_a_damaged_file_is_named(tmp_path, tensors, header, words):
     write_tensors(tmp_path / 'v.safetensors', tensors, metadata=header)

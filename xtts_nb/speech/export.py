@@ -81,9 +81,9 @@ def _copy_voices(
     out.mkdir()
     for voice in voices:
         path = voice_path(folder, str(voice), exists=True) if folder else Path(voice)
-        if path.suffix != '.safetensors': add_voice(out, path.stem, [path], speaker)
-        elif (out / path.name).exists():
+        if (out / f'{path.stem}.safetensors').exists():
             raise UserError(f'{path}: another voice is called "{path.stem}" too; rename one of them.')
+        if path.suffix != '.safetensors': add_voice(out, path.stem, [path], speaker)
         else:
             load_voice(path, speaker.xtts)
             shutil.copy(path, out / path.name)
@@ -121,7 +121,8 @@ Both give `wav`, float32 (N,) at {sample_rate} Hz, and take
 {arguments}
 
 `text` holds the ids of one text, at most {max_text_tokens}, and `length` their number. `max_codes`, at
-most {max_codes}, limits the length of the sound. The others are the tensors of a file in `voices/`.
+most {max_codes}, limits the length of the sound. `seed` is the number of the random draw. `prompt`,
+and `vector` where it is listed, are the tensors of a file in `voices/`.
 
 A text is cleaned as in training (cleaner "{cleaner}": lower case, one space between words, no
 quotes{numbers}), each space becomes `[SPACE]`, and the language stands in front: {languages}.
@@ -143,6 +144,9 @@ tf.io.write_file('say.wav', tf.audio.encode_wav(wav[:, None], about['sample_rate
 ```
 '''
 
+_NUMBERS = (', numbers and abbreviations as words; Chinese as pinyin, Japanese and Korean in Latin letters,\n'
+            'as `xtts_nb.data.languages` writes them')
+
 def _readme(about: dict, specs: dict) -> str:
     "What the folder holds, how it is called, and a program."
     line = lambda spec: f'- `{spec.name}`: {spec.dtype.name} {tuple(spec.shape)}'
@@ -150,4 +154,4 @@ def _readme(about: dict, specs: dict) -> str:
         'arguments': '\n'.join(map(line, specs.values())), 'language': about['languages'][0],
         'languages': ', '.join(f'`[{language}]`' for language in about['languages']),
         'voice': f'voices/{(about["voices"] or ["NAME"])[0]}.safetensors',
-        'numbers': ', numbers and abbreviations as words' if about['cleaner'] == 'xtts' else ''})
+        'numbers': _NUMBERS if about['cleaner'] == 'xtts' else ''})

@@ -77,7 +77,7 @@ def _description(path: Path, header: dict, parts: dict) -> dict:
         seconds = round(sum(m.get('seconds', 0.) for m in made_from), 2)
         return {'name': path.stem, 'seconds': seconds, **{n: list(x.shape) for n, x in parts.items()},
                 'model': header['model'], 'made_from': made_from}
-    except (KeyError, ValueError, TypeError, RecursionError) as e:
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as e:
         raise UserError(f'{path}: its header is damaged ({e}); add the voice again.') from None
 
 # %% ../../nbs/speech/voices.ipynb #7e1c000e
