@@ -127,17 +127,23 @@ def test_say_as_a_stream(ran, behind, bars, speakers, monkeypatch):
         sample_rate=10, vocoder='hifigan', given=(xtts, given)))
     found = behind('speech.voices.find_voice', ['ANNA'])
     streamed = behind('speech.stream.stream_text', [np.zeros(3), np.ones(2)])
-    out = SimpleNamespace(buffer=io.BytesIO())
+    out = SimpleNamespace(buffer=io.BytesIO(), isatty=lambda: False)
     monkeypatch.setattr('sys.__stdout__', out)
     done = ran('say Hello --run run --voice anna --seed 4 --stream --speed 2')
     assert (done.code, done.out) == (0, '') and done.err.endswith('0.50 s at 10 Hz, hifigan\n') and found
     assert out.buffer.getvalue()[:4] == b'RIFF' and len(out.buffer.getvalue()) == 44 + 10
-    assert streamed[0].pop('speaker').given == ('the model of run', {'speed': 2.})
+    assert streamed[0].pop('speaker').given == (
+        'the model of run', {'rates': 'the rates of run', 'speed': 2.})
     assert streamed == [{'text': 'Hello', 'language': 'en', 'reference': ['ANNA'], 'seed': 4}]
     out.buffer = io.BytesIO()
     assert ran('say Hello --run run --voice anna --pcm --json').json == {
         'seconds': 0.5, 'sample_rate': 10, 'vocoder': 'hifigan'}
     assert out.buffer.getvalue() == bytes(6) + b'\xff\x7f' * 2
+    for more, words in (('--out a.wav', 'leave out --out'), ('--check-words', 'and --check-words')):
+        done = ran(f'say Hello --run run --voice anna --stream {more}')
+        assert done.code == 2 and words in done.err
+    out.isatty = lambda: True
+    assert 'pipe it' in ran('say Hello --run run --voice anna --pcm').err
 
 def test_say_reads_the_text_from_a_file(ran, behind, bars, speakers, tmp_path, monkeypatch):
     behind('data.audio.save_audio')
@@ -182,7 +188,7 @@ def test_voices_add_refuses_a_bad_name_before_it_loads_the_model(ran, bars, tmp_
         assert done.code == 2 and why in done.err
     assert bars == [('start', {})] * 2
 
-def test_voices_list(ran, behind):
+def test_voices_list(ran, behind, bars):
     rows = [ANNA, BOTH, {'name': 'bad', 'error': 'holds no voice.'}]
     behind('speech.voices.list_voices', lambda folder: rows if folder.name == 'v' else [])
     lines = ['anna: a.wav (3 s), b.mp3 (0.5 s)', 'both: 75% anna, 25% bob', 'bad: holds no voice.']
@@ -190,7 +196,7 @@ def test_voices_list(ran, behind):
     assert ran('voices list --voices v --json').json == {'voices': rows}
     assert ran('voices list --voices none').out == 'none: holds no voice.\n'
 
-def test_voices_blend_and_remove(ran, behind):
+def test_voices_blend_and_remove(ran, behind, bars):
     blended, removed = behind('speech.voices.blend_voices', BOTH), behind('speech.voices.remove_voice')
     assert ran('voices blend both anna=3 bob --voices v').out == 'both: 75% anna, 25% bob\n'
     assert ran('voices blend both a=b=0.5 --voices v --force --json').json == BOTH
@@ -198,6 +204,8 @@ def test_voices_blend_and_remove(ran, behind):
         ('v', 'both', {'anna': 3., 'bob': 1.}, False), ('v', 'both', {'a=b': 0.5}, True)]
     done = ran('voices blend both anna=much --voices v')
     assert done.code == 2 and '"anna=much": the weight is no number; write NAME=WEIGHT.' in done.err
+    done = ran('voices blend both anna=1 anna --voices v')
+    assert done.code == 2 and '"anna": the voice is named twice' in done.err
     assert ran('voices remove anna --voices v').out == 'anna: removed from v\n'
     assert ran('voices remove anna --voices v --json').json == {'removed': 'anna'}
     assert [text_of(call) for call in removed] == [{'folder': 'v', 'name': 'anna'}] * 2
@@ -324,7 +332,8 @@ def test_serve(ran, behind, bars, monkeypatch, tmp_path):
         def warm_up(self, voice): self.warm.append(voice)
         def close(self): self.closed = True
     tokenizer = SimpleNamespace(languages=['de', 'fa'])
-    monkeypatch.setattr('xtts_nb.speech.generate.Speaker', lambda xtts: SimpleNamespace(xtts=xtts))
+    monkeypatch.setattr('xtts_nb.speech.generate.Speaker',
+                        lambda xtts, rates: SimpleNamespace(xtts=xtts, rates=rates))
     monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda folder: SimpleNamespace(tokenizer=tokenizer))
     monkeypatch.setattr('xtts_nb.speech.stream.Engine', Engine)
     loaded = behind('speech.voices.load_voice', lambda path, xtts: f'voice {path.stem}')
@@ -344,7 +353,7 @@ def test_serve(ran, behind, bars, monkeypatch, tmp_path):
                  s['host'], s['port'], s['grace']] for s in served)
     assert one == [64, 4096, 'de', None, '127.0.0.1', 8000, 30.] and two == [5, 7, 'fa', 'k', 'h', 0, 2.]
     assert [(e.given, e.warm) for e in engines] == [(8, ['voice a']), (3, ['voice a'])] and len(loaded) == 4
-    for e in engines: assert e.speaker.xtts.tokenizer is tokenizer
+    for e in engines: assert e.speaker.xtts.tokenizer is tokenizer and e.speaker.rates == {}
     assert ports == [('127.0.0.1', 8000, 0), ('h', 0, 1)]   # before the model is loaded
 
 def test_bounds_of_serve():

@@ -34,6 +34,15 @@ def _text_of(text: str | None, file: Path | None) -> str:
     except UnicodeDecodeError: raise UserError(f'{file}: is not UTF-8 text; save it as UTF-8.') from None
     except OSError as e: raise UserError(f'{file}: cannot be read ({e.strerror}); give a file.') from None
 
+def _check_stream(out: Path | None, check_words: bool):
+    "Raises `UserError` for options that a stream would ignore, and for a terminal."
+    from xtts_nb.config import UserError
+    if out or check_words:
+        raise UserError('--stream and --pcm write to stdout and look for no faults; '
+                        'leave out --out and --check-words.')
+    if sys.__stdout__.isatty():
+        raise UserError('--stream would write sound to the terminal; pipe it: --stream | aplay')
+
 def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool):
     "Write the sound to stdout while it is made; the text of the result goes to stderr."
     from xtts_nb.speech.stream import stream_text, write_stream
@@ -52,7 +61,7 @@ def _say(
     text: argument(str | None, 'Text to speak, of any length.') = None,
     text_file: option(Path | None, 'File with the text, in UTF-8; - reads stdin.') = None,
     language: option(str, 'Language of the text; auto detects it for each sentence.') = 'en',
-    out: option(Path, 'WAV file to write.') = Path('say.wav'),
+    out: option(Path | None, 'WAV file to write; default: say.wav.') = None,
     temperature: option(float | None, '0 takes the most probable code; more varies more.') = None,
     top_k: option(int | None, 'Most codes to sample from.') = None,
     top_p: option(float | None, 'Least total probability of these codes.') = None,
@@ -71,6 +80,7 @@ def _say(
     settings = given(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
                      speed=speed, decoder_precision=decoder_precision, weights=weights)
     text = _text_of(text, text_file)
+    if stream or pcm: _check_stream(out, check_words)
     start()
     from xtts_nb.data.audio import save_audio
     from xtts_nb.models.xtts import XTTS
@@ -82,11 +92,12 @@ def _say(
         tell('load the model', 0, 1)
         found = find_voice(voice, xtts := XTTS.load(run), voices)
         tell('speak', 0, 1)
-        if stream or pcm: return _streamed(Speaker(xtts, **settings), text, language, found, seed, not pcm)
-        speaker = GuardedSpeaker(xtts, retries=retries, rates=run_rates(run), check_words=check_words,
-                                 **settings)
+        rates = run_rates(run)
+        if stream or pcm:
+            return _streamed(Speaker(xtts, rates=rates, **settings), text, language, found, seed, not pcm)
+        speaker = GuardedSpeaker(xtts, retries=retries, rates=rates, check_words=check_words, **settings)
         wav, report = speak_whole(speaker, text, language, found, seed, progress=stage(tell, 'speak'))
-    save_audio(out, wav, speaker.sample_rate)
+    save_audio(out := out or Path('say.wav'), wav, speaker.sample_rate)
     seconds = len(wav) / speaker.sample_rate
     result = {'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate,
               'vocoder': speaker.vocoder, 'report': report}
@@ -143,6 +154,8 @@ def _weights(shares: list[str]) -> dict[str, float]:
     weights = {}
     for share in shares:
         name, equals, weight = share.rpartition('=')
+        if (name or weight) in weights:
+            raise UserError(f'"{share}": the voice is named twice; give it one weight.')
         try: weights[name or weight] = float(weight) if equals else 1.
         except ValueError:
             raise UserError(f'"{share}": the weight is no number; write NAME=WEIGHT.') from None
@@ -204,11 +217,10 @@ def _evaluate(
 ):
     "Score what a model speaks beside the recordings, their codes alone and an untrained model."
     start()
-    from xtts_nb.files import read_json
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.evaluate import evaluate, evaluation_report, scores_text
-    run = (model.parent if model.name == 'best' else model) / 'run.json'
-    held_out = read_json(run).get('held_out', ()) if run.is_file() else ()
+    from xtts_nb.speech.guard import run_facts
+    held_out = run_facts(model).get('held_out', ())
     with progress() as tell:
         tell('load the model', 0, 1)
         found = evaluate(XTTS.load(model), data, held_out, clips, seed, language, tell)
@@ -222,12 +234,13 @@ def _evaluate(
 # %% ../../nbs/app/cli_speak.ipynb #5e7ec002
 @_voice('serve')
 def _serve(
-    model: option(Path, 'Folder of a model or of a run.'),
+    model: Model,
     voices: option(Path, 'Folder of saved voices; it may change while the service runs.'),
     port: option(int, 'Port; 0: a free one.', min=0, max=65535) = 8000,
     host: option(str, 'Address to listen on; 0.0.0.0: all addresses of this machine.') = '127.0.0.1',
     key: option(str | None, 'Key that clients must send; none: any.', envvar='XTTS_NB_KEY') = None,
-    language: option(str | None, 'Where a request names none, or auto; default: en, or the first.') = None,
+    language: option(str | None, 'Of requests that name none; auto detects it. Default: en, else the first '
+                                 'of the model.') = None,
     rows: option(int, 'Texts that are spoken at once.', min=1) = 8,
     decoder_precision: DecoderPrecision = None,
     weights: Weights = None,
@@ -239,6 +252,7 @@ def _serve(
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
+    from xtts_nb.speech.guard import run_rates
     from xtts_nb.speech.serve import check_port, serve, SpeechService, VoiceFolder
     from xtts_nb.speech.stream import Engine
     from xtts_nb.speech.voices import load_voice
@@ -246,7 +260,7 @@ def _serve(
     with progress() as tell:
         tell('load the model', 0, 1)
         settings = given(decoder_precision=decoder_precision, weights=weights)
-        speaker = Speaker(XTTS.load(model), **settings)
+        speaker = Speaker(XTTS.load(model), rates=run_rates(model), **settings)
         folder = VoiceFolder(voices, partial(load_voice, xtts=speaker.xtts), to_stderr)
         engine = Engine(speaker, rows)
         service = SpeechService(engine, folder, queue, max_characters, language, key)
