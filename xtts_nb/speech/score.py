@@ -35,7 +35,7 @@ def dtw_distance(
     query: np.ndarray,               # (F, C) log-mel
     references: list[np.ndarray],    # R of (G, C), of any lengths
 ) -> np.ndarray:                     # (R,) float32
-    "Mean distance per frame after time warping; 0 means the same clip, up to 0.05 in float32."
+    "Mean distance per frame after time warping; 0 for the same clip; rounding can make it up to 0.05."
     cost = _frame_distances(query, references)
     F, G, R = cost.shape
     cells = cost.reshape(F * G, R)
