@@ -532,7 +532,7 @@ def _bench_config(
     rounds: Rounds = 5,
     record: Record = False,
 ):
-    "Seconds to the first update, and a step: TensorFlow as it starts against kept kernels and own threads."
+    "Seconds to the first update, against TensorFlow as it starts; a step on own threads, against 64 threads."
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.tiny(width).replace(data={'batch_size': batch_size})
     start()
