@@ -33,7 +33,8 @@ from ..files import atomic_file
 from ..sampler import emulated_probe, EmulatedDevice, Sampler
 
 # %% ../../nbs/app/loaders.ipynb #26f0f596
-EMULATED_CLIPS_PER_SECOND = 298   # rate of the emulated accelerator
+# assumed, not measured: the same for all loaders; a faster or slower device changes every AU
+EMULATED_CLIPS_PER_SECOND = 298
 
 # %% ../../nbs/app/loaders.ipynb #2d6efc4e
 class Tiled:
