@@ -387,7 +387,7 @@ def test_the_report_shows_every_third_new_pair(behind, monkeypatch, tmp_path):
     counts = {'nearest_hits': 15, 'nearest_total': 16, 'heldout_sentence_hits': 12, 'heldout_voice_hits': 11,
               'heldout_total': 14,
               'untrained_heldout_sentence_hits': 2}
-    result = {'spoken': counts, 'corpus': {'clips': 9}, 'seconds': 90., 'scores': SCORES,
+    result = {'spoken': counts, 'corpus': {'clips': 23}, 'seconds': 90., 'scores': SCORES,
               'data_before_after': [{'ratio': 1.}, {'ratio': 1234.5}],
               'step_before_after': [{'ratio': 1.}, {'ratio': 5.6}]}
     demo.demo_report(tmp_path, result, pairs, spoken, scores, Trainer(), 'the sampler')

@@ -377,7 +377,7 @@ def choose_pairs(
     n: int = 16,
     seed: int = 0,    # of the choice
 ) -> list[Pair]:      # n of training, n held out
-    "The pairs to speak; held-out clips are neither trained on nor used as references."
+    "The pairs to speak; the GPT neither learns from held-out clips nor takes a voice from them."
     held = held_out_pairs(clips, n, seed)
     known = [c for c in clips if c not in set(held)]
     chosen = {'train': held_out_pairs(known, n, seed + 1), 'heldout': held}
@@ -495,7 +495,7 @@ def train_and_speak(
     longest: float,         # seconds, of a clip of the corpus
     stages: Stages,
 ) -> TrainedDemo:
-    "Train on all clips but the held-out ones; speak the pairs before and after, and score both."
+    "Train the GPT on all clips but the held-out ones; speak the pairs before and after, and score both."
     config, limit = cache.config, 1.3 * longest
     trainer = _fresh_run(cache, config, out / 'run', [p.target.id for p in pairs if p.set == 'heldout'])
     stages.begin('speak untrained')
@@ -625,7 +625,7 @@ def _key_figures(result: dict) -> str:
     "The first lines of the report."
     counts = result['spoken']
     held_out = counts['heldout_total']
-    return facts({'clips learned': result['corpus']['clips'],
+    return facts({'clips learned by the GPT': result['corpus']['clips'] - held_out,
                   'minutes in all': f'{result["seconds"] / 60:.1f}',
                   'data, before to after': f'{result["data_before_after"][-1]["ratio"]:,.0f} ×',
                   'step, before to after': f'{result["step_before_after"][-1]["ratio"]:,.1f} ×',
@@ -656,7 +656,7 @@ def _pair_section(pair: Pair, spoken: Path, score: tuple[bool, bool], corpus: Pa
     "One pair: its score, the mels and the players of reference, synthesis and recording."
     wav = lambda clip: corpus / 'wavs' / f'{clip.id}.wav'
     files = {'reference voice (other words)': wav(pair.reference), 'spoken by the model': spoken,
-             'the real clip, never trained on': wav(pair.target)}
+             'the recording; the GPT never had it': wav(pair.target)}
     sentence, voice = ('right' if ok else 'wrong' for ok in score)
     mels = {name: mel(load_audio(file)).numpy() for name, file in files.items()}
     return [heading(pair.target.text, f'voice {pair.target.speaker}; sentence {sentence}, voice {voice}',
@@ -670,7 +670,8 @@ def demo_report(out: Path, result: dict, pairs: list[Pair], spoken: list[Path], 
     "`report.html` for a result of `run_demo`: key figures, comparisons, loss, utilisation, mels and players."
     audio, counts = trainer.xtts.config.model.audio, result['spoken']
     mel = mel_function(trainer.xtts.config, audio.dvae_n_fft)
-    lead = ('Pairs of sentence and voice that never occurred together in training. An untrained model says '
+    lead = ('Pairs of sentence and voice that never occurred together in the training of the GPT; the DVAE '
+            'learned from all recordings. An untrained model says '
             f'{counts["untrained_heldout_sentence_hits"]} of {counts["heldout_total"]} sentences right.')
     pieces = [_key_figures(result), *_charts(result, trainer, sampler),
               heading('Scores', f'Medians of {counts["heldout_total"]} new pairs, and quartiles below them.'),
