@@ -188,6 +188,8 @@ def test_prepare(ran, behind, bars, report, tmp_path, monkeypatch):
             for call in made] == [
         plain, plain, plain | {'dvae': '.', 'language': 'de', 'layout': 'vctk', 'workers': 0, 'part': (2, 4)}]
     assert bars == [('start', {})] * 3
+    done = ran('prepare c --out o --dvae . --preset tiny')
+    assert done.code == 2 and 'come from --dvae .; leave out --preset tiny.' in done.err and len(bars) == 3
 
 @pytest.mark.parametrize('shard', ['one', '1', '/2', '1/', 'a/2', '1/b', '-1/2', ''])
 def test_what_is_no_shard(shard):

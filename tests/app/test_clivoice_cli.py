@@ -48,7 +48,7 @@ def test_demo(ran, behind, bars):
     assert 'Step: the same update, run in three ways ms per step' in words
     assert counts.splitlines() == [
         'Sentences it was trained on: 15 of 16 are nearest to their own recording (untrained: 1).',
-        'Sentence and voice never together in training: '
+        'Sentence and voice never together in the training of the GPT: '
         '12 of 14 the right sentence, 11 of 14 the right voice',
         '(untrained: 2 and 3).', 'Scores, as model (copy-synthesis, untrained): mel 14 (11.5, 23).']
     assert end == '1.5 minutes. Listen and look: o/report.html\n'
@@ -71,6 +71,8 @@ def test_demo_of_several_seeds(ran, behind, bars):
     assert kept == [{'page': 'demo_seeds', 'rows': rows, 'notes': {'steps': 5, 'spread': spread}}]
     assert [(str(c['out']), c['seeds'], c['config'].training.steps) for c in asked] == [
         ('runs/demo', 2, TINY.training.steps), ('runs/demo', 2, 5)]
+    done = ran('demo --seeds 2 --seed 0')
+    assert (done.code, len(asked)) == (2, 2) and 'runs the seeds 0 to 1; leave out --seed.' in done.err
 
 
 # --- say ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from process import check_bounds, main, tree, xtts_nb
-from xtts_nb.app import check, check as configure
+from xtts_nb.app import check, check as configure, cli
 from xtts_nb.bench import device_name
 from xtts_nb.config import XTTSConfig
 from xtts_nb.monitor.diagnose import RemedyTrial
@@ -103,10 +103,14 @@ def test_profile_of_two_devices_and_its_trace(ran, behind, bars, home, monkeypat
     assert [(text(c['data']), str(c['out']), c['devices'] and c['devices'].line) for c in asked[:2]] == [
         (None, str(home / 'runs' / 'profile' / 'dual.png'), None), ('c', 'a/b/dual.png', 'Two cards.')]
     assert bars == [('start', {'two': True})] * 2
+    assert ran('profile --dual --preset tiny --config f.yaml --rounds 2 --tensorboard').err == (
+        'xtts-nb: profile --dual: does not use --preset, --config, --rounds, --tensorboard; leave it out.\n')
+    assert len(asked) == 3
     def sleep(seconds): raise KeyboardInterrupt
+    behind('app.cli._profile', ({}, ''))
     shown = behind('monitor.traces.TensorBoard', nullcontext(SimpleNamespace(url='http://here')))
     monkeypatch.setattr(time, 'sleep', sleep)
-    done = ran('profile --dual --tensorboard')
+    done = ran('profile --tensorboard')
     assert done.code == 130 and 'http://here#profile shows the trace' in done.err and len(shown) == 1
 
 
@@ -232,11 +236,12 @@ def test_configure_in_words(ran, behind, tmp_path):
     asked, line = behind('app.check.configure', rows), f'threads  {2:>18} -> 2\n'
     assert ran('configure').out == f'{line}For a child process: xtts-nb configure --env-file FILE\n'
     file = tmp_path / 'e'
-    assert ran(f'configure --env-file {file}').out == f'{line}Source {file}, then xtts-nb train.\n'
+    assert ran(f'configure --env-file {file}').out == f'{line}set -a; . {file}; set +a; xtts-nb train ...\n'
     said = ran(f'configure --env-file {file} --json').json
     assert said == {'rows': rows, 'environment': configure.environment(configure.TFSettings()),
                     'env_file': str(file)}
     assert ran('configure --json').json['env_file'] is None
+    assert cli._sourced('tf.env') == './tf.env'   # a shell looks up a bare name in PATH
     assert asked == [{'threads': None, 'memory_limit': None, 'allocator': 'bfc', 'xla': True,
                       'mixed_precision': True}] * 4
 

@@ -6,6 +6,8 @@
 __all__ = ['DataOption', 'BatchesOption', 'RowsOption', 'SecondsOption']
 
 # %% ../../nbs/app/cli.ipynb #95e5c2c2
+import os
+import shlex
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import typer
 
 from .terminal import (
     answer, app, argument, bench_app, command, convert_app, given, Json, load_settings, main, option, Preset,
-    progress, Record, Rounds, Settings, stage, start, table, to_stderr, write_record)
+    progress, Record, Settings, stage, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli.ipynb #95e5c0de
 _voice = partial(command, panel='Voice')
@@ -24,13 +26,15 @@ _voice = partial(command, panel='Voice')
 def _demo(
     out: option(Path, 'Folder for all results.') = Path('runs/demo'),
     steps: option(int | None, 'Updates of the GPT; default: from the preset.', min=1) = None,
-    seed: option(int, 'Seed of all random draws.', min=0) = 0,
+    seed: option(int | None, 'Seed of all random draws; default: 0.', min=0) = None,
     seeds: option(int | None, 'Run so many seeds, for scores only; continues after a stop.', min=1) = None,
     record: Record = False,
 ):
     "Run everything from nothing: corpus, DVAE, cache, both comparisons, training, speech, report."
+    from xtts_nb.config import UserError, XTTSConfig
+    if seeds and seed is not None:
+        raise UserError(f'demo: --seeds {seeds} runs the seeds 0 to {seeds - 1}; leave out --seed.')
     start()
-    from xtts_nb.config import XTTSConfig
     from xtts_nb.app.demo import demo_seeds, run_demo, seed_spread
     config = XTTSConfig.tiny().replace(training=given(steps=steps))
     if seeds:
@@ -38,7 +42,7 @@ def _demo(
         spread = seed_spread(rows)
         if record: write_record('demo_seeds', rows, steps=config.training.steps, spread=spread)
         return {'rows': rows, 'spread': spread}, _seeds_text(len(rows), spread)
-    with progress() as tell: result = run_demo(out, config, seed=seed, listen=tell, say=to_stderr)
+    with progress() as tell: result = run_demo(out, config, seed=seed or 0, listen=tell, say=to_stderr)
     recorded = ('data_before_after', 'step_before_after', 'train', 'scores', 'seconds')
     if record: write_record('demo', [result['spoken']], **{k: result[k] for k in recorded})
     return result, _demo_text(result)
@@ -59,7 +63,7 @@ def _demo_text(result: dict) -> str:
         table('Step: the same update, run in three ways', result['step_before_after']),
         f'Sentences it was trained on: {spoken["nearest_hits"]} of {n} are nearest to their own recording '
         f'(untrained: {spoken["untrained_hits"]}).\n'
-        'Sentence and voice never together in training: '
+        'Sentence and voice never together in the training of the GPT: '
         f'{spoken["heldout_sentence_hits"]} of {m} the right sentence, '
         f'{spoken["heldout_voice_hits"]} of {m} the right voice\n'
         f'(untrained: {spoken["untrained_heldout_sentence_hits"]} and '
@@ -186,7 +190,7 @@ def _profile_step(
     preset: option(str | None, 'tiny or xtts_v2; default: as the cache was made, else tiny.') = None,
     config: Settings = None,
     out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
-    rounds: Rounds = 7,
+    rounds: option(int | None, 'Times that each arm runs; default: 7.', min=1) = None,
     dual: option(bool, 'Profile the stages of training on two devices instead.', '--dual') = False,
     tensorboard: option(bool, 'Show the trace in TensorBoard until Ctrl-C.', '--tensorboard') = False,
     json_: Json = False,
@@ -195,7 +199,8 @@ def _profile_step(
     with answer(json_) as show:
         from xtts_nb.config import workspace
         folder = out or workspace().runs / 'profile'
-        show(*(_profile_dual(data, folder) if dual else _profile(data, preset, config, folder, rounds)))
+        if dual: _refuse_with_dual(preset=preset, config=config, rounds=rounds, tensorboard=tensorboard)
+        show(*(_profile_dual(data, folder) if dual else _profile(data, preset, config, folder, rounds or 7)))
     if tensorboard: _show_trace(folder)   # after the result is printed
 
 # %% ../../nbs/app/cli.ipynb #0a2b4e42
@@ -225,6 +230,12 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     page = write_page(result, folder / 'profile.html')
     write_json(folder / 'profile.json', result)
     return result | {'page': str(page)}, f'{profile_text(result)}\nThe page: {page}'
+
+def _refuse_with_dual(**options):
+    "Refuse the options that `--dual` would ignore."
+    from xtts_nb.config import UserError
+    given_too = ', '.join(f'--{name}' for name, value in options.items() if value)
+    if given_too: raise UserError(f'profile --dual: does not use {given_too}; leave it out.')
 
 def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     "Profile the stages on two devices: the result, and its text."
@@ -317,6 +328,10 @@ def _bench_diagnose(num_batches: BatchesOption = 24, seconds: SecondsOption = 8.
     return {'rows': rows} | total, '\n'.join([table('Diagnosed trainings', rows), *total_lines(total)])
 
 # %% ../../nbs/app/cli.ipynb #a7f8394d
+def _sourced(file: Path) -> str:
+    "The file as a shell's `.` finds it: it looks up a name without a folder in PATH."
+    return shlex.quote(os.path.join('.', file))
+
 @_monitoring('configure')
 def _configure(
     verify: option(bool, 'Train in a child process, and show its settings.', '--verify') = False,
@@ -334,7 +349,7 @@ def _configure(
     rows = check.verify_settings(requested) if verify else check.configure(**vars(requested))
     result = {'rows': rows, 'environment': check.environment(requested),
               'env_file': env_file and str(env_file)}
-    if env_file: hint = f'Source {env_file}, then xtts-nb train.'
+    if env_file: hint = f'set -a; . {_sourced(env_file)}; set +a; xtts-nb train ...'
     else: hint = 'For a child process: xtts-nb configure --env-file FILE'
     return result, f'{check.settings_text(rows)}\n{hint}', 1 if any(row['ok'] is False for row in rows) else 0
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from .terminal import (
-    argument, bench_app, command, load_settings, option, Preset, progress, Record, Rounds, Settings, stage,
+    argument, bench_app, command, load_settings, option, progress, Record, Rounds, Settings, stage,
     start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
@@ -134,7 +134,7 @@ def _prepare(
     corpus: argument(Path, 'Folder of a corpus, or its metadata file.'),
     out: option(Path, 'Folder of the cache; what still fits of an older cache there is kept.'),
     dvae: option(Path | None, 'Run or cache whose DVAE and tokenizer to use; default: train both.') = None,
-    preset: Preset = 'tiny',
+    preset: option(str | None, 'tiny or xtts_v2; default: that of --dvae, else tiny.') = None,
     config: Settings = None,
     language: option(str, 'Language of rows without one.') = 'en',
     layout: option(
@@ -143,7 +143,10 @@ def _prepare(
     shard: option(str, 'Prepare part I of N, to be joined by merge.', metavar='I/N') = '1/1',
 ):
     "Decode, transform and encode a corpus once; training then only reads the cache."
-    settings, part = load_settings(preset, config, dvae), _part(shard)
+    from xtts_nb.config import UserError
+    if dvae and preset:
+        raise UserError(f'prepare: the sizes come from --dvae {dvae}; leave out --preset {preset}.')
+    settings, part = load_settings(preset or 'tiny', config, dvae), _part(shard)
     start()
     from xtts_nb.data.corpora import report_text
     report = make_cache(corpus, out, settings, dvae, language, layout, workers, part)
