@@ -16,14 +16,14 @@ help:
 	@echo "make test-all  the same with everything slow, and test-torch"
 	@echo "make test-part  a part of what is slow, which the commit chooses; 10 minutes at most"
 	@echo "make test-torch  what reads coqui's files, with PyTorch's CPU build in .venv-convert"
-	@echo "make test-browser  the live view in JupyterLab and a Chromium, which it installs where there is none"
+	@echo "make test-browser  all lessons in JupyterLab and a Chromium, which it installs where there is none"
 	@echo "make export    write the library from the notebooks, and clean them"
-	@echo "make records   measure the records of the lessons anew on this machine, and draw the pages from them"
+	@echo "make records   measure the records of the lessons anew (on the CPU; GPU=1: on the GPU; after make demo), and draw the pages"
 	@echo "make readme    write README.md from nbs/index.ipynb"
 	@echo "make docs      write the pages into _docs"
 	@echo "make lock      renew requirements.lock (needs uv; ARGS=--upgrade takes newer versions)"
 	@echo "make clean     remove what can be made again; .venv, .venv-convert, runs, cache and data stay"
-	@echo "ARGS='...' passes options on; GPU=1 tests on the GPU; PYTHON=... chooses the interpreter of a new .venv."
+	@echo "ARGS='...' passes options on; GPU=1 tests and measures on the GPU; PYTHON=... chooses the interpreter of a new .venv."
 
 $(ready): pyproject.toml requirements.lock
 	@sh dev/venv.sh
