@@ -296,7 +296,15 @@ def test_nobody_listens(server, tmp_path):
 def test_too_little_room_is_found_before_it_is_filled(server, model, fetch, tmp_path, monkeypatch):
     monkeypatch.setattr('shutil.disk_usage', lambda _: SimpleNamespace(free=1000))
     text = refused(fetch, model, tmp_path / 'out')
-    assert '570,011 bytes are to come and 1,000 are free' in text and not server.requests
+    assert '570,011 bytes are needed and 1,000 are free' in text and not server.requests
+
+def test_an_archive_needs_room_for_its_files_too(server, fetch, tmp_path, monkeypatch):
+    monkeypatch.setattr('shutil.disk_usage', lambda _: SimpleNamespace(free=1999))
+    text = refused(fetch, archive(server, bytes(1000)), tmp_path / 'out')
+    assert '2,000 bytes are needed and 1,999 are free' in text and not server.requests
+    (tmp_path / 'out.download' / 'c.tar.bz2').write_bytes(bytes(1000))   # fetched before
+    monkeypatch.setattr('shutil.disk_usage', lambda _: SimpleNamespace(free=999))
+    assert '1,000 bytes are needed' in refused(fetch, archive(server, bytes(1000)), tmp_path / 'out')
 
 def test_a_folder_below_a_file(server, model, fetch, tmp_path):
     (tmp_path / 'x').write_text('mine')

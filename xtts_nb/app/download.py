@@ -159,8 +159,10 @@ def _fill(source: Source, out: Path, base: str | None):
     work.mkdir(parents=True, exist_ok=True)
     for temporary in work.glob('tmp*'): temporary.unlink()   # left by pooch in a killed process
     needed = sum(f['bytes'] for f in source.files if not (work / f['file']).exists())
+    # an archive is unpacked beside itself
+    needed += 0 if source.hub else sum(f['bytes'] for f in source.files)
     if needed > (free := shutil.disk_usage(work).free):
-        raise UserError(f'{work}: {needed:,} bytes are to come and {free:,} are free; '
+        raise UserError(f'{work}: {needed:,} bytes are needed and {free:,} are free; '
                         'make room or choose another.')
     for file in source.files: _fetch(source, file, work, base)
     with atomic_folder(out) as part:
