@@ -312,6 +312,13 @@ def test_threads_and_memory_as_given_else_as_the_environment_asks(tf_config, mon
     monkeypatch.setattr(os, 'cpu_count', lambda: 11)
     assert setup_tf()['intra-op threads'] == (11, 11)
 
+@pytest.mark.parametrize('before, after', [(None, 'PCI_BUS_ID'), ('FASTEST_FIRST', 'FASTEST_FIRST')])
+def test_cuda_numbers_the_cards_as_nvml_does(tf_config, monkeypatch, before, after):
+    monkeypatch.setenv('CUDA_DEVICE_ORDER', before or '')
+    if not before: monkeypatch.delenv('CUDA_DEVICE_ORDER')
+    setup_tf()
+    assert os.environ['CUDA_DEVICE_ORDER'] == after
+
 @pytest.mark.parametrize('value, number', [
     (None, None), ('', None), ('1', 1), ('12', 12), ('0', UserError), ('-1', UserError), ('x', UserError),
     ('1.5', UserError)])

@@ -142,6 +142,8 @@ def setup_tf(
     memory_limit: int | None = None,  # MiB of each GPU, reserved at once; default: environment, else none
 ) -> dict:
     "Prepare TensorFlow; returns `{setting: (requested, got)}`, read back from TensorFlow."
+    # CUDA puts the fastest card first; NVML, which reads their memory, counts by slot
+    os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
     _keep_compiled(workspace().xla_cache)
     with _without_start_messages():
         import tensorflow as tf
