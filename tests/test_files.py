@@ -235,14 +235,17 @@ def test_only_what_a_writer_left_is_swept_away(tmp_path, monkeypatch):
     files._sweep(tmp_path / 'out')
     assert (tmp_path / 'out/x').read_text() == 'old' and not (tmp_path / 'out.7.old').exists()
 
-@pytest.mark.parametrize('room, line', [(3, 'second'), (0, 'second'), (0, '')])
-def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, line):
+LARGER = 'the file would be larger than allowed'
+
+@pytest.mark.parametrize('room, line, reason', [
+    (3, 'second', 'the disk is full'), (0, 'second', LARGER), (0, '', LARGER)])
+def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, line, reason):
     path = tmp_path / 'new' / 'lines'
     append_line(path, 'first')
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6 + room, before[1]))   # as on a disk with so much room left
     try:
-        with pytest.raises(UserError, match='lines: the disk is full'): append_line(path, line)
+        with pytest.raises(UserError, match=f'lines: {reason}'): append_line(path, line)
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_bytes() == b'first\n'
     append_line(path, 'سلام')

@@ -82,17 +82,18 @@ def _sweep(path: Path):
 
 # %% ../nbs/base/files.ipynb #b1eb8407
 def append_line(path: str | Path, line: str):
-    "Append a line to a text file atomically; raises `UserError` if the disk is full."
+    "Append a line to a text file atomically; raises `UserError` if it does not fit or cannot be written."
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, 'ab', buffering=0) as f:
             size = f.seek(0, os.SEEK_END)
+            failed = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))   # if only a part was written
             try: written = f.write(data := (line + '\n').encode())
-            except OSError: written = -1
+            except OSError as e: written, failed = -1, e
             if written != len(data):
                 f.truncate(size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise failed
     except OSError as e: raise _unwritable(path, e) from e
 
 # %% ../nbs/base/files.ipynb #11ccec96
