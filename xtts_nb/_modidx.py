@@ -18,6 +18,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'xtts_nb.app.check._check_mode': ('app/check.html#_check_mode', 'xtts_nb/app/check.py'),
                                    'xtts_nb.app.check._error_line': ('app/check.html#_error_line', 'xtts_nb/app/check.py'),
                                    'xtts_nb.app.check._memory_rows': ('app/check.html#_memory_rows', 'xtts_nb/app/check.py'),
+                                   'xtts_nb.app.check._need': ('app/check.html#_need', 'xtts_nb/app/check.py'),
                                    'xtts_nb.app.check._no_gpu_reason': ('app/check.html#_no_gpu_reason', 'xtts_nb/app/check.py'),
                                    'xtts_nb.app.check._row': ('app/check.html#_row', 'xtts_nb/app/check.py'),
                                    'xtts_nb.app.check._thread_rows': ('app/check.html#_thread_rows', 'xtts_nb/app/check.py'),

@@ -227,6 +227,8 @@ def test_the_report_of_a_child(monkeypatch, settings, stderr, used, logs):
     ended.returncode, ended.stderr = 1, 'a traceback\nthe reason\n'
     with pytest.raises(UserError, match='training with these settings fails: the reason$'):
         verify_settings(settings)
+    ended.returncode, ended.stderr = -9, ''   # killed
+    with pytest.raises(UserError, match='fails: exit code -9$'): verify_settings(settings)
 
 @pytest.mark.slow
 @pytest.mark.parametrize('settings', [

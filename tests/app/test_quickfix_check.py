@@ -78,12 +78,16 @@ def test_what_a_training_needs(machine, tmp_path, prepared, monkeypatch):
     bad = prerequisites(config='none.yaml', data='nowhere')
     assert [(need.name, need.ok) for need in bad if not need.ok] == [(name, False) for name in (
         'Python', 'TensorFlow', 'settings', 'cache')] and bad[2].line() == 'ok   device: H200, b'
+    assert bad[0].found == '3.11.0; install 3.11 to 3.13' and bad[1].found.startswith('2.22.0; pip install')
     assert 'none.yaml' in bad[-2].found and bad[-1].line().startswith('FAIL cache: nowhere')
 
 @pytest.mark.parametrize('bytes_, ok', [(2**31, False), (2**31 + 1, True)])
 def test_a_run_needs_more_than_two_gib_of_memory_and_of_disk(machine, bytes_, ok):
     machine.memory = machine.disk = bytes_
-    assert (machine.needs()['memory'][0], machine.needs()['disk'][0]) == (ok, ok)
+    needs = machine.needs()
+    assert (needs['memory'][0], needs['disk'][0]) == (ok, ok)
+    remedies = 'end other programs until more than 2.0 GiB', 'name another folder with runs = in settings.ini'
+    assert [remedy in needs[name][1] for name, remedy in zip(('memory', 'disk'), remedies)] == [not ok] * 2
     assert machine.needs(needed=2**31 - 1)['disk'][0]
 
 def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):

@@ -170,7 +170,8 @@ def verify_settings(settings: TFSettings) -> list[dict]:   # rows as of `configu
     child = subprocess.run([sys.executable, '-c', program], env=os.environ | environment(settings) | log,
                            capture_output=True, text=True)
     if child.returncode:
-        last = child.stderr.strip().splitlines()[-1]
+        # a process that was killed may have printed nothing
+        last = (child.stderr.strip().splitlines() or [f'exit code {child.returncode}'])[-1]
         raise UserError(f'configure: training with these settings fails: {last}')
     got = json.loads(child.stdout.splitlines()[-1])
     used = 'cuda_malloc_async' if 'async allocator' in child.stderr.lower() else 'bfc'
@@ -435,6 +436,9 @@ class Need:
 
     def line(self) -> str: return f'{"ok  " if self.ok else "FAIL"} {self.name}: {self.found}'
 
+def _need(name: str, ok: bool, found: str, remedy: str) -> Need:
+    return Need(name, ok, found if ok else f'{found}; {remedy}')
+
 def prerequisites(
     data: str | Path | None = None,    # a cache
     config: str | Path | None = None,  # a settings file
@@ -446,11 +450,15 @@ def prerequisites(
     runs = workspace().runs
     free = shutil.disk_usage(next(p for p in (runs, *runs.parents) if p.exists())).free
     memory = psutil.virtual_memory().available
-    needs = [Need('Python', sys.version_info >= (3, 11), sys.version.split()[0]),
-             Need('TensorFlow', tf.__version__.startswith('2.21'), tf.__version__),
+    gib = f'{needed / 2**30:.1f} GiB'
+    needs = [_need('Python', sys.version_info >= (3, 11), sys.version.split()[0], 'install 3.11 to 3.13'),
+             _need('TensorFlow', tf.__version__.startswith('2.21'), tf.__version__,
+                   "pip install 'tensorflow>=2.21,<2.22'"),
              Need('device', True, ', '.join(gpus) or f'no GPU, so {cpu_name()}'),
-             Need('memory', memory > needed, f'{memory / 2**30:.1f} GiB available'),
-             Need('disk', free > needed, f'{free / 2**30:.1f} GiB free for runs')]
+             _need('memory', memory > needed, f'{memory / 2**30:.1f} GiB available',
+                   f'end other programs until more than {gib} are'),
+             _need('disk', free > needed, f'{free / 2**30:.1f} GiB free for runs',
+                   f'free more than {gib}, or name another folder with runs = in settings.ini')]
     changed = lambda path: f'{len(changed_keys(XTTSConfig(), XTTSConfig.load(path)))} keys changed'
     clips = lambda path: f'{len(Cache(path, in_memory=False))} clips'
     for name, path, describe in (('settings', config, changed), ('cache', data, clips)):
