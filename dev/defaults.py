@@ -3,7 +3,8 @@
     python dev/defaults.py     writes tests/stored/defaults.txt
 
 tests/conftest.py compares each module with this list: whoever changes a default also changes the list, and a
-review shows it. Listed are numbers, truth values and short texts; no help texts and no bodies of lambdas."""
+review shows it. Listed are values with a number or a truth value in them; no help texts and no bodies of
+lambdas."""
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -10,7 +10,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tree import ROOT
 
 
 def contents(

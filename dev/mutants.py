@@ -3,7 +3,7 @@
     python dev/mutants.py SEED N            N random changes; each module gets one before any gets two
     python dev/mutants.py SEED N --jobs 4   four at a time (default: 2)
     python dev/mutants.py --again FILE      the survivors in FILE, with the tests of today
-    python dev/mutants.py 1 20 --only cache audio   these modules only
+    python dev/mutants.py 1 20 --only data.cache data.audio   these modules only
 
 A change is made in a copy of the tree, in the module and in its page. The module's quick tests run first:
 `tests/**/test_<module>.py` and `test_<word>_<module>.py`, or else the two shortest test files that name it.

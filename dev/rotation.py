@@ -1,6 +1,6 @@
 """Run a part of the slow pages and tests, so that CI runs all within a few commits: pages first, then tests.
 
-    python dev/rotation.py             the part that the commit selects, in 9 minutes at most
+    python dev/rotation.py             the part that the commit selects, in 10 minutes at most
     python dev/rotation.py list        every part
     python dev/rotation.py measure     all of them; their seconds are written to dev/rotation.json
 

@@ -22,7 +22,7 @@ if ! .venv/bin/python -c '' 2>/dev/null; then
     echo "Making .venv with $with for $("$python" --version)."
     rm -rf .venv
     if [ $with = uv ]; then
-        uv venv --quiet --no-python-downloads --python "$python" .venv
+        uv venv --quiet --seed --no-python-downloads --python "$python" .venv
     elif ! "$python" -m venv .venv; then
         rm -rf .venv
         echo "$python cannot make a virtual environment: install its venv module (python3-venv on Debian), or uv." >&2
