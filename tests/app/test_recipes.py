@@ -81,6 +81,8 @@ def test_flat_and_nested_are_inverse():
 def test_a_key_given_as_value_and_as_section():
     with pytest.raises(UserError, match='data.seed: data is given as 3 too'):
         nested({'data': 3, 'data.seed': 1})
+    with pytest.raises(UserError, match='model.gpt.layers: model is given as 1 too'):
+        nested({'model': 1, 'model.gpt.layers': 2})
 
 def test_what_differs():
     after = DEFAULT.replace(data={'batch_size': 3}, model={'gpt': {'layers': 2}})

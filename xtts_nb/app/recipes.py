@@ -64,9 +64,10 @@ def nested(values: dict) -> dict:
     for key, value in values.items():
         *sections, name = key.split('.')
         inner = out
-        for section in sections: inner = inner.setdefault(section, {})
-        if not isinstance(inner, dict):
-            raise UserError(f'{key}: {sections[-1]} is given as {inner!r} too; give one of them.')
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise UserError(f'{key}: {section} is given as {inner!r} too; give one of them.')
         inner[name] = value
     return out
 
