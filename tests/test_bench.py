@@ -173,8 +173,13 @@ def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
     assert 'commit' in one
     assert one['noisy'] is False and one['noisy_rows'] == {} and capsys.readouterr().err == ''
 
-def test_a_name_that_is_taken_gets_a_number(tmp_path):
-    assert [bench._write_new(tmp_path / 'a', {}).name for _ in range(3)] == ['a.json', 'a-2.json', 'a-3.json']
+@pytest.mark.parametrize('links', [True, False])
+def test_a_name_that_is_taken_gets_a_number(tmp_path, monkeypatch, links):
+    def link(part, path): raise PermissionError(1, 'Operation not permitted', str(part))
+    if not links: monkeypatch.setattr(bench.os, 'link', link)   # as on a disk without hard links
+    names = ['a.json', 'a-2.json', 'a-3.json']
+    assert [bench._write_new(tmp_path / 'a', {}).name for _ in range(3)] == names
+    assert {f.name for f in tmp_path.iterdir()} == set(names)
 
 def test_lists_that_are_no_rows_are_not_judged():
     assert bench.noisy_rows({'sizes': [1, 'spread'], 'rows': [{'name': 'a'}, *ROWS], 'device': 'CPU'}) == {}

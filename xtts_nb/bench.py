@@ -45,7 +45,7 @@ class Arm:
 
     @property
     def spread(self) -> float:
-        "Distance of the quartiles as a share of the median; 0 for one round."
+        "Interquartile range as a share of the median; 0 for one round."
         if len(self.times) < 2: return 0.
         low, _, high = statistics.quantiles(self.times, n=4)
         return (high - low) / self.per_item
@@ -274,8 +274,11 @@ def _write_new(stem: Path, value: dict) -> Path:
             path = stem.with_name(f'{stem.name}{f"-{n}" if n > 1 else ""}.json')
             try: os.link(part, path)
             except FileExistsError: continue
+            except OSError:   # a disk without hard links
+                if path.exists(): continue
+                part.replace(path)
             return path
-    finally: part.unlink()
+    finally: part.unlink(missing_ok=True)
 
 # %% ../nbs/base/bench.ipynb #da2d4cb5
 def recorded(
