@@ -58,7 +58,7 @@ def _version():
 
 # %% ../../nbs/app/terminal.ipynb #a9910c37
 def main():
-    "Run a command; the exit code is 0, 2 for an error that the user can correct, 130 for Ctrl-C."
+    "Run a command; exit codes: 0, 1: a check found a fault, 2: a user error, 130: Ctrl-C, 143: SIGTERM."
     try:
         code = _code([a for a in sys.argv[1:] if a != '--debug'], debug='--debug' in sys.argv)
     except (KeyboardInterrupt, typer.Abort): code = _print_error('Stopped.', 130)
