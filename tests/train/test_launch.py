@@ -92,6 +92,7 @@ def test_gpus_are_assigned(monkeypatch):
     assert deal_gpus(['2', '5', '6'], 1) == ['2,5,6'] and deal_gpus(['2', '5', '6'], 3, 1) == ['2', '5', '6']
     assert deal_gpus(['2', '5', '6'], 2) == ['2', '5']
     assert deal_gpus([], 2) == deal_gpus(['0'], 2, 0) == ['-1', '-1']
+    with pytest.raises(UserError, match='4 workers with 1 GPUs need 4, but only 2'): deal_gpus(['0', '1'], 4)
     with pytest.raises(UserError, match='need 4, but only 3'): deal_gpus(['2', '5', '6'], 2, 2)
     with pytest.raises(UserError, match='only 0 can be seen'): deal_gpus([], 1, 1)
 

@@ -98,8 +98,8 @@ def visible_gpus() -> list[str]:
     return [str(gpu.index) for gpu in best_probe(say=lambda _: None)().gpus] if names is None else names
 
 def deal_gpus(gpus: list[str], workers: int, each: int | None = None) -> list[str]:
-    "`CUDA_VISIBLE_DEVICES` of every worker of this machine; each gets the same number, by default the most."
-    each = len(gpus) // workers if each is None else each
+    "`CUDA_VISIBLE_DEVICES` of each worker; by default as many as possible, at least one where there are any."
+    each = (len(gpus) // workers or min(1, len(gpus))) if each is None else each
     if each * workers > len(gpus):
         raise UserError(f'--gpus {each}: {workers} worker{"s" * (workers > 1)} with {each} GPUs need '
                         f'{each * workers}, but only {len(gpus)} can be seen here; ask for fewer, or look at '
