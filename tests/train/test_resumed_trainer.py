@@ -228,6 +228,7 @@ def test_what_a_killed_run_left_half_written_goes(cheap, prepared, mini, tmp_pat
     new_run(prepared, mini, tmp_path / 'run').fit(steps=4)
     for left in ('checkpoints/step-000000006.safetensors.123.part', 'model.safetensors.123.part'):
         (tmp_path / 'run' / left).write_text('half')
+    (tmp_path / 'run' / 'bank.123.part').mkdir()
     resume_run(tmp_path / 'run').fit()
     assert not [p for p in tree(tmp_path / 'run') if '.part' in p]
 

@@ -9,6 +9,7 @@ __all__ = ['REFUSED_CALLBACKS', 'RESUMED_FIELDS', 'save_checkpoint', 'checkpoint
 # %% ../../nbs/train/trainer.ipynb #a8f1eac0
 import json
 import math
+import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -403,7 +404,7 @@ def restore(trainer: Trainer):
     "Resume from the newest checkpoint; later metrics and half-written files are deleted."
     run = trainer.run
     for part in [*run.glob('*.part'), *run.glob('checkpoints/*.part'), *run.glob('best/*.part')]:
-        part.unlink()
+        shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink()
     if saved := checkpoints(run / 'checkpoints'):
         for name, value in load_checkpoint(saved[-1], trainer.state).items(): setattr(trainer, name, value)
     metrics = run / 'metrics.jsonl'
