@@ -197,8 +197,8 @@ TABLES = {
                        [('forward', '1.50', '60%', '± 10%'), ('backward', '1.00', '40%', '± 0%')]),
     'Memory': (('owner', 'memory', 'how it is known'),
                [('batch', '1.0 GiB', 'counted'), ('step', '–', 'not seen')]),
-    'Dearest operations': (('device', 'operation', 'ms', 'share', 'calls'),
-                           [('GPU:0', 'k' * 60, '0.500', '25%', '3')])}
+    'Dearest operations, of 5 steps and all threads': (('device', 'operation', 'ms', 'share', 'calls'),
+                                                       [('GPU:0', 'k' * 60, '0.500', '25%', '3')])}
 
 
 def test_findings_as_tables():
@@ -232,7 +232,7 @@ def test_findings_as_text_and_as_a_page(tmp_path):
                   '<th>device</th><th>op</th><th>count</th>', '<td>CPU:0</td><td>Const</td><td>5000</td>'):
         assert f'<tr>{cells}</tr>' in html
     one = profile_page(FOUND | {'ops': [], 'variables': FOUND['variables'][:1]})
-    assert '<summary>Every kind of operation</summary></h2></details>' in one
+    assert '<details><summary><h2>Every kind of operation</h2></summary></details>' in one
     for _ in range(2): written = write_page(FOUND, str(tmp_path / 'deep' / 'deeper' / 'page.HTM'))
     assert written.read_text(encoding='utf-8') == html
     pytest.raises(UserError, write_page, FOUND, tmp_path / 'page.txt').match('page.txt: a page ends in .html')
