@@ -105,7 +105,8 @@ def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, t
                                                             'from')
 
 @pytest.mark.parametrize('inside, found', [
-    (None, {}), ([], {}), (['plan'], {}), (['plan', 'thesis'], UserError), (['thesis'], UserError),
+    (None, {}), ([], {}), (['plan'], {}), (['mels.npy', 'config.yaml', 'plan.7.part'], {}),
+    (['plan', 'thesis'], UserError), (['thesis'], UserError),
     ({'key': 1}, {'key': 1}), ({'part': 'gpt'}, {'part': 'gpt'}), ({'part': 'voice'}, UserError),
     ({'part': 'dvae'}, UserError)])
 def test_what_stands_in_a_folder(tmp_path, inside, found):

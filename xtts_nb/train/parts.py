@@ -177,8 +177,9 @@ def new_dvae_run(
         raise UserError(f'{run}: holds no run; begin one with xtts-nb train-dvae CORPUS --run {run}.')
     if not facts:
         with atomic_file(run / 'mels.npy') as part, open(part, 'wb') as file: np.save(file, mels())
+        if config: write_config(run, config)
         facts = {'part': 'dvae', 'held_out': held_out}
-        write_json(run / 'run.json', facts)
+        write_json(run / 'run.json', facts)   # last: a start that was cut off before it is made again
     config = config or XTTSConfig.load(run / 'config.yaml')
     trainer = dvae_trainer(np.load(run / 'mels.npy'), config, run, facts['held_out'])
     write_config(run, config)

@@ -99,7 +99,8 @@ def run_facts(run: str | Path, part: str = 'gpt') -> dict:
     "The facts of a run, empty for a new one; raises `UserError` for a run of another part or other files."
     run = Path(run)
     if not (run / 'run.json').is_file():
-        if not run.is_dir() or all(p.name == 'plan' for p in run.iterdir()): return {}
+        begun = lambda p: p.name in ('plan', 'mels.npy', 'config.yaml') or p.suffix == '.part'
+        if not run.is_dir() or all(map(begun, run.iterdir())): return {}   # of a start that was cut off
         raise UserError(f'{run}: holds something that is not a run; choose another folder.')
     facts = read_json(run / 'run.json')
     known = facts.get('part', 'gpt')
@@ -164,11 +165,11 @@ def _held_out_mask(cache: Cache, held_out: list[str]) -> np.ndarray:
     return np.array([i in wanted for i in ids])
 
 def _write_run(run: Path, config: XTTSConfig, cache: Cache, held_out: list[str], origin: dict):
-    "Write `run.json` and `config.yaml`."
+    "Write `config.yaml` and `run.json`."
+    write_config(run, config)
     facts = {'part': 'gpt', 'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'],
              'held_out': sorted(held_out)}
-    write_json(run / 'run.json', facts | origin)
-    write_config(run, config)
+    write_json(run / 'run.json', facts | origin)   # last, as it makes the folder a run
 
 def write_config(folder: Path, config: XTTSConfig):
     "Write `config.yaml`."
