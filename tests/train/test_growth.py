@@ -35,7 +35,7 @@ def test_a_prediction_by_hand():
     "Two machines: 30 ms alone; an all-reduce of 19.35 ms, 15 hidden; 1 ms to copy a row, 0.8 to read it."
     work = StepCost(0.01, 0.002, gradients=1e8, row_bytes=25e6, overlap=0.5, host_rate=1e4)
     result = predict(work, 16, 10, Link(1e11, 1e-5), Link(1e10, 2e-5))
-    assert result.pop('limit') == 'fixed costs'
+    assert result.pop('limit') == result.pop('cause') == 'fixed costs'
     assert result == pytest.approx({'devices': 16, 'rows': 10, 'compute_ms': 30, 'all_reduce_ms': 4.35,
                                    'step_ms': 34.35,
                                    'rows_per_s': 160 / 0.03435, 'efficiency': 30 / 34.35})
@@ -71,12 +71,13 @@ def test_a_batch_that_is_cut_runs_out_of_rows():
     assert scaling_limit(lines) == {'devices': 8, 'speed': pytest.approx(5.6, abs=0.1),
                                     'limit': 'fixed costs'}
     assert scaling_limit(growth(WORK, 16, INSIDE, INSIDE)) is None
-    lines = growth(WORK, 3, INSIDE, INSIDE, devices=(2, 8), together=True)
-    assert [line['rows'] for line in lines] == [1, 1] and lines[0]['speed'] == 2
+    lines = growth(WORK, 3, INSIDE, INSIDE, devices=(2, 8), together=True)   # eight have no row each
+    assert [line['rows'] for line in lines] == [1] and lines[0]['speed'] == 2
 
 def test_where_it_breaks():
     speeds = {2: 2., 4: 3.2, 8: 6.36, 16: 5.}   # 3.2 of 4 are 80 % and good enough
-    lines = [{'devices': n, 'speed': speed, 'limit': f'of {n}'} for n, speed in speeds.items()]
+    lines = [{'devices': n, 'speed': speed, 'limit': 'compute', 'cause': f'of {n}'}
+             for n, speed in speeds.items()]
     assert scaling_limit(lines) == {'devices': 8, 'speed': 6.4, 'limit': 'of 8'}
     assert scaling_limit(lines, 0.79) == {'devices': 16, 'speed': 5., 'limit': 'of 16'}
     assert scaling_limit(lines, 0.1) is None

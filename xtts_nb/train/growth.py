@@ -86,8 +86,8 @@ def predict(
     inner: Link,             # within a machine
     outer: Link,             # between machines
     per_machine: int = 8,
-) -> dict:   # devices, rows, compute_ms, all_reduce_ms, step_ms, rows_per_s, efficiency, limit
-    "The time of one step, the visible part of its all-reduce, and what limits it."
+) -> dict:   # devices, rows, compute_ms, all_reduce_ms, step_ms, rows_per_s, efficiency, limit, cause
+    "The time of one step, the visible part of its all-reduce, what limits it, and the main `cause` of loss."
     machines = math.ceil(devices / per_machine)
     link = inner if machines == 1 else Link(min(inner.bytes_per_s, outer.bytes_per_s),
                                             max(inner.seconds, outer.seconds))
@@ -100,7 +100,7 @@ def predict(
     cause, lost = max(causes.items(), key=lambda item: item[1])
     return {'devices': devices, 'rows': rows, 'compute_ms': 1e3 * alone, 'all_reduce_ms': 1e3 * visible,
             'step_ms': 1e3 * step, 'rows_per_s': devices * rows / step, 'efficiency': alone / step,
-            'limit': cause if lost > 0.2 * step else 'compute'}
+            'limit': cause if lost > 0.2 * step else 'compute', 'cause': cause}
 
 def growth(
     work: StepCost,
@@ -108,17 +108,18 @@ def growth(
     inner: Link,
     outer: Link,
     devices=(1, 2, 4, 8, 16, 32, 64),
-    together: bool = False,      # the batch keeps its size and is divided among the devices
+    together: bool = False,      # the batch keeps its size and is divided among at most as many devices
     per_machine: int = 8,
 ) -> list[dict]:                 # as from `predict`, and `speed`, relative to one device
     "The predicted speed of 1, 2, 4, ... devices."
-    lines = [predict(work, n, max(1, rows // n) if together else rows, inner, outer, per_machine)
-             for n in devices]
-    return [line | {'speed': line['rows_per_s'] / lines[0]['rows_per_s'] * devices[0]} for line in lines]
+    lines = [predict(work, n, rows // n if together else rows, inner, outer, per_machine)
+             for n in devices if not together or n <= rows]
+    one = lines[0]['rows_per_s'] / lines[0]['devices'] if lines else None
+    return [line | {'speed': line['rows_per_s'] / one} for line in lines]
 
 def scaling_limit(lines: list[dict], least: float = 0.8) -> dict | None:
     "The first number of devices with less than `least` of the ideal speed, and why; None if there is none."
-    return next(({'devices': n['devices'], 'speed': round(n['speed'], 1), 'limit': n['limit']} for n in lines
+    return next(({'devices': n['devices'], 'speed': round(n['speed'], 1), 'limit': n['cause']} for n in lines
                  if n['speed'] < least * n['devices']), None)
 
 # %% ../../nbs/train/growth.ipynb #e516b3db
