@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.monitor import patients, loop as phases
-from xtts_nb.config import setup_tf
+from xtts_nb.config import setup_tf, UserError
 from xtts_nb.monitor.patients import (
-    PATIENTS, ROWS, WIDTH, Patient, patient_totals, run_patient, run_patients, total_lines)
+    PATIENTS, ROWS, WIDTH, Patient, patient_totals, run_patient, run_patients, temporary_folder, total_lines)
 from xtts_nb.monitor.loop import TF_FUNCTION, SyncHooks, stages
 from xtts_nb.monitor.diagnose import Finding
 
@@ -29,13 +29,13 @@ def compressed(samples: bytes) -> bytes: return gzip.compress(samples, 1)
 def alike(monkeypatch, tmp_path):
     "The same machine everywhere: three cores, folders that are removed, files compressed once and quickly."
     folders = (tmp_path / str(i) for i in itertools.count())
-    def mkdtemp():
+    def temporary_folder():
         folder = next(folders)
         folder.mkdir()
-        return str(folder)
+        return folder
     monkeypatch.setattr(patients, 'cores', lambda: 3)
     monkeypatch.setattr(patients, 'gzip', SimpleNamespace(compress=compressed))
-    monkeypatch.setattr(patients, 'tempfile', SimpleNamespace(mkdtemp=mkdtemp))
+    monkeypatch.setattr(patients, 'temporary_folder', temporary_folder)
 
 
 def in_words(dataset) -> str:
@@ -353,6 +353,16 @@ def test_a_patient_in_a_row(monkeypatch, found, healthy, row):
     rows = run_patients([patient] * 2, 12, 8., lambda *n: done.append(n))
     assert rows == [seen] * 2 == run_patients([patient] * 2, 12, 8.)
     assert done == [(1, 2), (2, 2)]
+
+
+def test_no_folder_outlives_its_patient(monkeypatch):
+    made, file = [], lambda: made.append(temporary_folder()) or (made[-1] / 'clip').touch()
+    def diagnose(data, step, batches, seconds):
+        assert made[0].is_dir()
+        raise UserError('the step failed')
+    monkeypatch.setattr(patients, 'diagnose', diagnose)
+    with pytest.raises(UserError): run_patient(Patient('name', None, lambda: (file(), 1)))
+    assert not made[0].exists()
 
 
 def test_patients_are_counted():

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['ROWS', 'DEVICE', 'CLIP_RATE', 'WIDTH', 'PATIENTS', 'for_rows', 'endless_numbers', 'endless_batches', 'as_written',
-           'cheap_batches', 'Patient', 'slow_python', 'numpy_function', 'single_threaded_map', 'slow_disk',
-           'no_prefetch', 'oscillation', 'oversubscription', 'many_operations', 'variable_shapes', 'retracing',
-           'host_sync', 'device_copy', 'tiny_batch', 'layers_step', 'recurrent_step', 'pcm', 'python_decoding',
-           'decoded', 'real_python', 'spectrum', 'spectra', 'real_map', 'real_no_prefetch', 'real_no_cache',
-           'real_small_files', 'real_shapes', 'real_retracing', 'real_sync', 'real_copy', 'learning_step', 'real_eager',
-           'real_tiny_batch', 'product_step', 'healthy_pipeline', 'healthy_files', 'run_patient', 'run_patients',
-           'patient_totals', 'total_lines']
+           'cheap_batches', 'temporary_folder', 'Patient', 'slow_python', 'numpy_function', 'single_threaded_map',
+           'slow_disk', 'no_prefetch', 'oscillation', 'oversubscription', 'many_operations', 'variable_shapes',
+           'retracing', 'host_sync', 'device_copy', 'tiny_batch', 'layers_step', 'recurrent_step', 'pcm',
+           'python_decoding', 'decoded', 'real_python', 'spectrum', 'spectra', 'real_map', 'real_no_prefetch',
+           'real_no_cache', 'real_small_files', 'real_shapes', 'real_retracing', 'real_sync', 'real_copy',
+           'learning_step', 'real_eager', 'real_tiny_batch', 'product_step', 'healthy_pipeline', 'healthy_files',
+           'run_patient', 'run_patients', 'patient_totals', 'total_lines']
 
 # %% ../../nbs/monitor/patients.ipynb #92e6cbc6
 import gzip
@@ -20,6 +20,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,20 @@ def cheap_batches(shape: tuple = (ROWS, 64)) -> tf.data.Dataset:
     "Batches that cost nothing."
     return tf.data.Dataset.from_tensors(tf.ones(shape)).repeat().prefetch(2)
 
+_FOLDERS = []   # of the patient that is being diagnosed
+
+def temporary_folder() -> Path:
+    "A folder that is removed after the diagnosis of a patient, or when Python ends."
+    _FOLDERS.append(tempfile.TemporaryDirectory())
+    return Path(_FOLDERS[-1].name)
+
+@contextmanager
+def _own_folders():
+    "Remove at the end of the block all folders of `temporary_folder`."
+    try: yield
+    finally:
+        while _FOLDERS: _FOLDERS.pop().cleanup()
+
 @dataclass(frozen=True)
 class Patient:
     "A training that is slow for one reason, and the same training without that reason."
@@ -78,7 +93,7 @@ def single_threaded_map(calls: int | None = None):
     return data, emulated_step(for_rows)
 
 def slow_disk(local: bool = False):
-    file = str(Path(tempfile.mkdtemp()) / 'clip')
+    file = str(temporary_folder() / 'clip')
     Path(file).write_bytes(bytes(64))
     read = lambda i: tf.ensure_shape(tf.io.decode_raw(tf.io.read_file(file), tf.uint8), [64])
     return endless_batches(read if local else lambda i: tf_sleep(1200, read(i))), emulated_step(for_rows)
@@ -225,7 +240,7 @@ def real_no_cache(cached: bool = False):
 
 # %% ../../nbs/monitor/patients.ipynb #a71c04e9
 def real_small_files(packed: bool = False, files: int = 2048):
-    folder, clips = Path(tempfile.mkdtemp()), pcm(files, WIDTH)
+    folder, clips = temporary_folder(), pcm(files, WIDTH)
     if packed:
         shard = str(folder / 'all.tfrecord')
         with tf.io.TFRecordWriter(shard) as file:
@@ -306,7 +321,7 @@ def healthy_pipeline():
     return data, emulated_step(for_rows)
 
 def healthy_files():
-    folder = Path(tempfile.mkdtemp())
+    folder = temporary_folder()
     for n in range(4):
         with tf.io.TFRecordWriter(str(folder / f'{n}.tfrecord')) as file:
             for _ in range(256): file.write(bytes(64))
@@ -347,6 +362,7 @@ PATIENTS = (
     Patient('healthy products', None, lambda: product_step(tf.float32, jit_compile=True)))
 
 # %% ../../nbs/monitor/patients.ipynb #26f617c0
+@_own_folders()
 def run_patient(
     patient: Patient,
     batches: int = 24,
