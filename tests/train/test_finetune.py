@@ -270,7 +270,7 @@ def test_where_the_memory_is_unknown_training_goes_on_and_says_so(card, mini, ca
 
 @pytest.mark.cpu
 def test_a_container_counts(tmp_path):
-    room = lambda: finetune._room_in_container(tmp_path)
+    room = lambda: finetune._room_in_container(tmp_path, tmp_path / 'own')
     assert room() == float('inf')
     for name, text in (('max', '1000\n'), ('current', '700\n'), ('stat', 'anon 5\ninactive_file 200\n')):
         (tmp_path / f'memory.{name}').write_text(text)
@@ -279,6 +279,14 @@ def test_a_container_counts(tmp_path):
     assert room() == 300
     (tmp_path / 'memory.max').write_text('max\n')
     assert room() == float('inf')
+    second, first = ('max', 'current', 'stat'), ('limit_in_bytes', 'usage_in_bytes', 'stat')
+    for own, group, names in (('0::/a/b\n', 'a', second),   # of a parent
+                              ('3:cpu:/x\n4:memory:/c\n', 'memory/c', first)):
+        (tmp_path / 'own').write_text(own)
+        (tmp_path / group).mkdir(parents=True)
+        for name, text in zip(names, ('90\n', '70\n', 'inactive_file 3\ntotal_inactive_file 5\n')):
+            (tmp_path / group / f'memory.{name}').write_text(text)
+        assert room() == 25
     device, free = free_memory()
     assert device == 'this machine' and 0 < free <= psutil.virtual_memory().total
 

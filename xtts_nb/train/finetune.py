@@ -364,13 +364,26 @@ def run_trial(
     raise UserError(f'The trial of an update failed ({last}); see whether xtts-nb train does without it.')
 
 # %% ../../nbs/train/finetune.ipynb #bb44640b
-def _room_in_container(group: Path = Path('/sys/fs/cgroup')) -> float:
-    "Free bytes of this process's control group; cached files do not count as used."
-    try: most, used, stat = ((group / f'memory.{name}').read_text() for name in ('max', 'current', 'stat'))
-    except OSError: return math.inf
-    if most.strip() == 'max': return math.inf
-    cached = int(dict(line.split() for line in stat.splitlines()).get('inactive_file', 0))
-    return int(most) - int(used) + cached
+def _room_in_group(group: Path) -> float:
+    "Free bytes of a control group of either version; cached files do not count as used."
+    for names in (('max', 'current', 'stat'), ('limit_in_bytes', 'usage_in_bytes', 'stat')):
+        try: most, used, stat = ((group / f'memory.{name}').read_text() for name in names)
+        except OSError: continue
+        stat = dict(line.split() for line in stat.splitlines())
+        cached = int(stat.get('total_inactive_file', stat.get('inactive_file', 0)))   # with its children
+        return math.inf if most.strip() == 'max' else int(most) - int(used) + cached
+    return math.inf
+
+def _room_in_container(root: Path = Path('/sys/fs/cgroup'), own: Path = Path('/proc/self/cgroup')) -> float:
+    "The least free bytes of this process's control group and its parents."
+    groups = {root, root / 'memory'}
+    for line in own.read_text(encoding='utf-8').splitlines() if own.is_file() else ():
+        _, kinds, path = line.split(':', 2)
+        top = root / 'memory' if kinds else root   # the second version lists no kinds
+        if not kinds or 'memory' in kinds.split(','):
+            group = top / path.strip('/')
+            groups |= {g for g in (group, *group.parents) if g.is_relative_to(top)}
+    return min(map(_room_in_group, groups))
 
 def free_memory(
     plan: DevicePlan | None = None,   # of the devices; default: the first card trains
