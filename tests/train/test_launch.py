@@ -260,8 +260,9 @@ def test_how_a_process_ended():
     assert {code: page._exit_text(code) for code in ends} == ends
 
 @pytest.mark.parametrize('mine, late, expected', [
-    ([0], [1], ('b', 3, 'start it')), ([1], [0, 1], ('a, b', 9, 'start them')),
-    ([0, 1], [1], ('b', 9, 'start it')), ([0], [], None)])
+    ([0], [1], ('b', 3, '2 s; start it, or look at .* are ended.$')),
+    ([0], [1, 0], ('a, b', 9, '8 s; give a larger --wait. All others are ended. the end of 0$')),
+    ([0, 1], [1], ('b', 9, '8 s; give a larger --wait. .* the end of 1$')), ([0], [], None)])
 def test_the_time_limit_for_peers_is_four_times_as_long_on_slow_machines(monkeypatch, mine, late, expected):
     "The clock advances by a second between two polls."
     now, workers, polls = [50.], ['a', 'b'], iter([None] * 20 + [0] * 99)
@@ -269,10 +270,11 @@ def test_the_time_limit_for_peers_is_four_times_as_long_on_slow_machines(monkeyp
     monkeypatch.setattr(page, 'time', clock)
     monkeypatch.setattr(page, 'is_listening', lambda worker: workers.index(worker) not in late)
     process = SimpleNamespace(poll=lambda: next(polls))
-    group = SimpleNamespace(workers=workers, processes={i: process for i in mine})
+    group = SimpleNamespace(workers=workers, processes={i: process for i in mine},
+                            stderr_tail=lambda i: f'the end of {i}')
     if expected is None: assert watch(group, wait=2) is None
     else:
-        complaint = f'Of 2 workers {expected[0]} did not come within 2 s; {expected[2]}, or look'
+        complaint = f'Of 2 workers {expected[0]} did not come within {expected[2]}'
         with pytest.raises(UserError, match=complaint): watch(group, wait=2)
         assert now[0] == 50 + expected[1]
 

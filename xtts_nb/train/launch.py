@@ -197,7 +197,7 @@ def _exit_text(code: int) -> str:
 def watch(group: WorkerGroup, wait: float) -> tuple[int, int] | None:
     "Wait until all have ended (None) or one fails (number, exit code); `UserError` if a peer does not come."
     missing = list(group.workers) if len(group.workers) > 1 else []   # a single worker opens no port
-    start, own = time.monotonic(), {group.workers[i] for i in group.processes}
+    start, own = time.monotonic(), {group.workers[i]: i for i in group.processes}
     while True:
         codes = {i: p.poll() for i, p in group.processes.items()}
         failed = [(i, code) for i, code in codes.items() if code]
@@ -208,11 +208,14 @@ def watch(group: WorkerGroup, wait: float) -> tuple[int, int] | None:
             return i, code
         if all(code == 0 for code in codes.values()): return None
         missing = [w for w in missing if not is_listening(w)]
-        timeout = 4 * wait if own & set(missing) else wait   # this machine is slow to start workers
+        late = [own[w] for w in missing if w in own]   # this machine is slow to start them
+        timeout = 4 * wait if late else wait
         if missing and time.monotonic() - start > timeout:
+            them = 'it' if len(missing) == 1 else 'them'
+            remedy = 'give a larger --wait' if late else f'start {them}, or look at address and firewall'
             raise UserError(f'Of {len(group.workers)} workers {", ".join(missing)} did not come within '
-                            f'{wait:.0f} s; start {"it" if len(missing) == 1 else "them"}, or look at '
-                            'address and firewall. All others are ended.')
+                            f'{timeout:.0f} s; {remedy}. All others are ended. '
+                            f'{"".join(map(group.stderr_tail, late))}'.rstrip())
         time.sleep(0.2)
 
 # %% ../../nbs/train/launch.ipynb #0613703b
