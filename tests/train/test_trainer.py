@@ -167,7 +167,8 @@ def test_memory_that_is_short_divides_the_batch(rows, parts, more, mini, capsys)
         assert {t.accumulation for t in (run.training, run.update.training,
                                          run.xtts.config.training)} == {more} and not run.alone
         run.update = 'another kind'   # that cannot be divided
-    said = f'training: out of memory with {rows // (more or parts)} rows at once'
+    remedy = 'lower training.dvae_batch_size' if more else 'set training.gradient_checkpointing'
+    said = f'training: out of memory with {rows // (more or parts)} rows at once; {remedy}'
     with pytest.raises(UserError, match=said): run._more_parts(error)
     run.run = 'a/run'
     with pytest.raises(UserError, match='^a/run: out of memory'): run._more_parts(error)

@@ -426,7 +426,11 @@ def _more_parts(self: Trainer, error: tf.errors.ResourceExhaustedError):
     "Compute each batch in twice as many parts from now on; raises `UserError` if that is impossible."
     rows, parts, where = self.plan.data.batch_size, self.training.accumulation, self.run or 'training'
     more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
-    if not (more and isinstance(self.update, Update)):
+    if not isinstance(self.update, Update):
+        raise UserError(f'{where}: out of memory with {rows // parts} rows at once; lower '
+                        'training.dvae_batch_size (DVAE), or voice.batch_size or voice.window '
+                        '(decoder).') from error
+    if not more:
         raise UserError(f'{where}: out of memory with {rows // parts} rows at once; set '
                         'training.gradient_checkpointing, or training.finetune to lora.') from error
     if not _untouched(self.train_step, self.optimizer, error):
