@@ -163,6 +163,8 @@ def test_trainings_take_turns_and_the_best_round_counts_by_row(monkeypatch):
 def test_a_trial_in_a_line(gain, kept, line):
     trial = RemedyTrial('a', 'b', 2., gain, kept)
     assert trial.line() == line and len({trial, trial}) == 1
+    failed = RemedyTrial('a', 'b', 2., None, False, 'TypeError')
+    assert failed.line() == 'a: b; predicted 2.00 x, failed (TypeError)'
 
 
 @pytest.mark.parametrize('cure, now, measured_gain, kept', [
@@ -186,9 +188,12 @@ def test_a_remedy_is_tried_on_what_earlier_ones_left():
     slow = tf.function(lambda b: tf_sleep(20_000, tf.reduce_sum(b)))
     fast = tf.function(lambda b: tf.reduce_sum(b))
     found = [finding('step', 2., lambda d, s: (d, fast)), finding('worse', 2., lambda d, s: (d, slow)),
+             finding('no step', 2., lambda d, s: (d, lambda b: 1 / 0)),
+             finding('no cure', 2., lambda d, s: d / s),
              finding('other', 2.)]
     _, step, trials = apply_remedies(data, slow, found, 8, .2, lambda line: None)
-    assert step is fast and [t.kept for t in trials] == [True, False, False]
+    assert step is fast and [t.kept for t in trials] == [True] + [False] * 4
+    assert [t.error for t in trials] == ['', '', 'UserError', 'TypeError', '']
 
 
 # Whole trainings

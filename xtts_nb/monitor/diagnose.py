@@ -694,7 +694,7 @@ class RemedyTrial:
     kept: bool
 
     def line(self) -> str:
-        measured = 'by hand'
+        measured = f'failed ({self.error})' if self.error else 'by hand'
         if self.measured_gain is not None:
             measured = f'measured {self.measured_gain:.2f} x, {"kept" if self.kept else "taken back"}'
         return f'{self.disease}: {self.remedy}; predicted {self.predicted_gain:.2f} x, {measured}'
@@ -702,6 +702,7 @@ class RemedyTrial:
 def apply_remedies(
     dataset, step,
     findings,                 # of `diagnose`
+    error: str = ''                # why it failed
     batches: int = 24,
     seconds: float = 4.,      # for each run
     say=print,                # receives a line per remedy
@@ -709,13 +710,15 @@ def apply_remedies(
     "Try the remedies one by one and keep those that help."
     trials = []
     for f in findings:
-        changed = f.cure(dataset, step) if f.cure else None
-        measured = None
-        if changed and changed[0] is not None:
-            times = compare_loops({'now': (dataset, step), 'then': changed}, batches, seconds)
-            measured = times['now'] / times['then']
+        measured, error = None, ''
+        try:
+            changed = f.cure(dataset, step) if f.cure else None
+            if changed and changed[0] is not None:
+                times = compare_loops({'now': (dataset, step), 'then': changed}, batches, seconds)
+                measured = times['now'] / times['then']
+        except Exception as e: error = type(e).__name__   # a remedy may fail in any way; the others are tried
         kept = measured is not None and measured > 1.05
         if kept: dataset, step = changed
-        trials.append(RemedyTrial(f.disease, f.remedy, f.predicted_gain, measured, kept))
+        trials.append(RemedyTrial(f.disease, f.remedy, f.predicted_gain, measured, kept, error))
         say(trials[-1].line())
     return dataset, step, trials
