@@ -129,7 +129,7 @@ def test_a_diagnosis_in_text_markdown_and_json():
     assert two._repr_markdown_().splitlines() == [
         head, '', '| disease | evidence | remedy | predicted gain |', '|---|---|---|---:|',
         '| a | why a | do a | 2.0 × |',
-        '| b | why b | do b | 1.5 × |']
+        '| b | why b | do b | 1.5 × |', '', 'Note: n', '', 'Not seen: u.']
     said = json.loads(json.dumps(two.to_dict()))
     assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3
     assert said['slow_stage'] == 'Map'

@@ -616,14 +616,18 @@ class Diagnosis:
         found = [line for i, f in enumerate(self.findings, 1) for line in (
             f'{i}. {f.disease}, gain {f.predicted_gain:.1f} x', f'   {f.evidence}',
             f'   Remedy: {f.remedy}.')]
-        rest = [f'Note: {n}' for n in self.notes] + [f'Not seen: {u}.' for u in self.unseen]
-        return head + (found or ['Nothing to fix.']) + rest
+        return head + (found or ['Nothing to fix.']) + self.remarks()
+
+    def remarks(self) -> list[str]:
+        "What was noted, and what could not be examined."
+        return [f'Note: {n}' for n in self.notes] + [f'Not seen: {u}.' for u in self.unseen]
 
     def _repr_markdown_(self) -> str:
         head = ['', '| disease | evidence | remedy | predicted gain |', '|---|---|---|---:|']
         rows = [f'| {f.disease} | {f.evidence} | {f.remedy} | {f.predicted_gain:.1f} × |'
                 for f in self.findings]
-        return '\n'.join([self.lines()[0], *(head + rows if rows else ['', 'Nothing to fix.'])])
+        found = head + rows if rows else ['', 'Nothing to fix.']
+        return '\n'.join([self.lines()[0], *found, *(f'\n{line}' for line in self.remarks())])
 
 # %% ../../nbs/monitor/diagnose.ipynb #373c561a
 def diagnose(
