@@ -355,6 +355,13 @@ def test_a_trial_takes_the_better_of_two_runs(monkeypatch):
         assert (rules._trial_seconds(c, steps.append, 'batch') is None) == late == bool(c.unseen)
 
 
+def test_what_was_not_tried_has_not_failed(tried):
+    c = case(resident=['batch'], calls=[PLAIN], **FULL | dict(compiled=False))
+    c.deadline = -math.inf
+    assert rules.find_uncompiled_step(c) is rules.find_missing_xla(c) is None
+    assert c.unseen == ['some trials: no time was left for them'] and not vars(tried).get('step')
+
+
 SAME, SCALAR = [tf.ones((4, 8))] * 5, [(tf.ones((4, 8)), tf.constant(1.))] * 4
 FULL = dict(loop=.01, wait=0., pipeline=.001)   # the device computes all the time
 
@@ -412,7 +419,7 @@ def test_steps_without_xla(tried, calls, more, expected):
 
 def test_a_step_that_xla_refuses_is_reported_as_unseen():
     c = case(resident=[tf.ones(1)], calls=[FROM_PYTHON], **FULL)
-    assert rules.find_missing_xla(c) is None and c.unseen == ['the step under XLA: it does not compile']
+    assert rules.find_missing_xla(c) is None and c.unseen == ['the step under XLA: its trial failed']
 
 
 # The matrix products of a step

@@ -236,7 +236,7 @@ class Case:
     calls: list                                  # of compiled functions in one step
     stages: list = field(default_factory=list)   # of `stage_seconds`
     python: int | None = 0                       # operations of the graph that call Python; None: unknown
-    deadline: float = float('inf')               # on the clock of `time.perf_counter`; no trial begins later
+    deadline: float = float('inf')               # on the clock of `time.perf_counter`; no step is tried later
     notes: list = field(default_factory=list)
     unseen: list = field(default_factory=list)   # what could not be examined, and why
 
@@ -461,9 +461,15 @@ def find_python_in_step(c: Case) -> Finding | None:
                    predict_gain(c.m, step=max(c.m.compute, c.m.clean_step - c.m.own)))
 
 # %% ../../nbs/monitor/diagnose.ipynb #d397752b
+def _no_time_left(c: Case) -> bool:
+    "Whether the deadline has passed; if so, that is noted, once."
+    line, late = 'some trials: no time was left for them', time.perf_counter() > c.deadline
+    if late and line not in c.unseen: c.unseen.append(line)
+    return late
+
 def _trial_seconds(c: Case, step: Callable, batch, seconds: float = 2.) -> float | None:
     "Period of a changed step; None if it fails or no time is left."
-    if time.perf_counter() > c.deadline: return c.unseen.append('some trials: no time was left for them')
+    if _no_time_left(c): return
     try:
         first_step(step, batch)
         return min(period(run_iterations(itertools.repeat(batch), step, 10, seconds)) for _ in range(2))
@@ -490,10 +496,10 @@ def merge_batches(dataset, times: int):
         joined, num_parallel_calls=2).prefetch(2))
 
 def find_uncompiled_step(c: Case) -> Finding | None:
-    if c.m.compiled and c.m.own < 0.5 * c.m.step: return
+    if c.m.compiled and c.m.own < 0.5 * c.m.step or _no_time_left(c): return
     graph = tf.function(c.step)
     seconds = _trial_seconds(c, graph, c.resident[0])
-    if not seconds: return c.unseen.append('the step as a graph: it cannot be traced as it is')
+    if not seconds: return c.unseen.append('the step as a graph: its trial failed')
     return Finding('step not compiled', f'the step runs operation by operation in {ms(c.m.step)}, as a graph '
                    f'in {ms(seconds)}', 'tf.function around the step', predict_gain(c.m, step=seconds),
                    lambda d, s: (d, graph))
@@ -501,10 +507,10 @@ def find_uncompiled_step(c: Case) -> Finding | None:
 def find_missing_xla(c: Case) -> Finding | None:
     if len(c.calls) != 1 or c.m.first > 5 or c.m.compute < 0.5 * c.m.loop or c.m.traces: return
     (call,) = c.calls
-    if call.function._jit_compile: return
+    if call.function._jit_compile or _no_time_left(c): return
     compiled = tf.function(call.function.python_function, jit_compile=True)
     seconds = _trial_seconds(c, lambda batch: compiled(*call.args, **call.kwargs), c.resident[0])
-    if not seconds: return c.unseen.append('the step under XLA: it does not compile')
+    if not seconds: return c.unseen.append('the step under XLA: its trial failed')
     return Finding('no XLA', f'the compiled function takes {ms(c.m.compute)}, under XLA {ms(seconds)}',
                    'jit_compile=True', predict_gain(c.m, step=c.m.clean_step - c.m.compute + seconds))
 
@@ -634,7 +640,7 @@ def diagnose(
     dataset,                  # of batches: a `tf.data.Dataset`, or any iterable
     step: Callable,           # of one batch; returns something the device computes
     batches: int = 24,        # in a round
-    seconds: float = 40.,     # for the rounds, about; the trials after them take at most half as long
+    seconds: float = 40.,     # for the rounds, about; the trials after them take some seconds more
     timeout: float = 60.,     # s without a batch before an error
 ) -> Diagnosis:
     "Find out why a training is slow; it goes on training. Raises `UserError` where data or step fail."
@@ -696,6 +702,7 @@ class RemedyTrial:
     predicted_gain: float
     measured_gain: float | None    # None: to be done by hand, or it failed
     kept: bool
+    error: str = ''                # why it failed
 
     def line(self) -> str:
         measured = f'failed ({self.error})' if self.error else 'by hand'
@@ -706,7 +713,6 @@ class RemedyTrial:
 def apply_remedies(
     dataset, step,
     findings,                 # of `diagnose`
-    error: str = ''                # why it failed
     batches: int = 24,
     seconds: float = 4.,      # for each run
     say=print,                # receives a line per remedy
