@@ -496,6 +496,7 @@ def merge_batches(dataset, times: int):
         joined, num_parallel_calls=2).prefetch(2))
 
 def find_uncompiled_step(c: Case) -> Finding | None:
+# %% ../../nbs/monitor/diagnose.ipynb #34fba0d0
     if c.m.compiled and c.m.own < 0.5 * c.m.step or _no_time_left(c): return
     graph = tf.function(c.step)
     seconds = _trial_seconds(c, graph, c.resident[0])

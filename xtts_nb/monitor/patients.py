@@ -394,6 +394,7 @@ def run_patients(
         if progress: progress(n, len(patients))
     return rows
 
+# %% ../../nbs/monitor/patients.ipynb #55abc3e0
 def patient_totals(
     rows: list[dict],   # of `run_patients`
 ) -> dict:              # {emulated, real: {slow, named, predicted}, healthy, left_alone}
