@@ -256,7 +256,8 @@ def find_python_in_pipeline(c: Case) -> Finding | None:
     if c.python is None: c.unseen.append('Python operations of the pipeline: its graph cannot be read')
     if not (c.python or c.m.python): return
     found = (f'CRITICAL: tf.numpy_function found in data pipeline! {c.python or "Unseen"} operations '
-             f'call Python, which ran {ms(c.m.python)} of the {ms(c.m.pipeline)} that a batch takes')
+             f'call Python (numpy_function, py_function or a generator), which ran {ms(c.m.python)} of the '
+             f'{ms(c.m.pipeline)} that a batch takes')
     without = c.m.pipeline - max(c.m.python, jump if stage and stage.python else 0.)
     gain = predict_gain(c.m, pipeline=without)
     if gain < MIN_GAIN: return c.notes.append(f'{found}; that costs nothing now.')
@@ -495,8 +496,8 @@ def merge_batches(dataset, times: int):
     return change_host_part(dataset, lambda host: host.batch(times, drop_remainder=True).map(
         joined, num_parallel_calls=2).prefetch(2))
 
-def find_uncompiled_step(c: Case) -> Finding | None:
 # %% ../../nbs/monitor/diagnose.ipynb #34fba0d0
+def find_uncompiled_step(c: Case) -> Finding | None:
     if c.m.compiled and c.m.own < 0.5 * c.m.step or _no_time_left(c): return
     graph = tf.function(c.step)
     seconds = _trial_seconds(c, graph, c.resident[0])
