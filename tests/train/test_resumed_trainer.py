@@ -128,8 +128,9 @@ def test_weights_that_may_be_half_written_are_not_trained_on(cheap, prepared, mi
     if goes_on:
         run._more_parts(refused)
         assert run.training.accumulation == 2
-    else: pytest.raises(UserError, run._more_parts, refused).match('were being written; set '
-                                                                   'training.accumulation to 2')
+    else:
+        pytest.raises(UserError, run._more_parts, refused).match(
+            'out of memory, perhaps while the weights were being written; set training.accumulation to 2')
 
 def test_a_full_disk_keeps_the_checkpoint_before(cheap, prepared, mini, tmp_path, monkeypatch):
     "The error of the thread comes up, and the run goes on from the state that was written."

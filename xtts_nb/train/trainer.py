@@ -423,7 +423,7 @@ def _update(self: Trainer, batch: dict) -> dict:
 
 @patch
 def _more_parts(self: Trainer, error: tf.errors.ResourceExhaustedError):
-    "Compute each batch in twice as many parts from now on; raises `UserError` if that is impossible."
+    "Compute each batch in at least twice as many parts from now on; raises `UserError` where it cannot."
     rows, parts, where = self.plan.data.batch_size, self.training.accumulation, self.run or 'training'
     more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
     if not isinstance(self.update, Update):
@@ -434,7 +434,7 @@ def _more_parts(self: Trainer, error: tf.errors.ResourceExhaustedError):
         raise UserError(f'{where}: out of memory with {rows // parts} rows at once; set '
                         'training.gradient_checkpointing, or training.finetune to lora.') from error
     if not _untouched(self.train_step, self.optimizer, error):
-        raise UserError(f'{where}: out of memory while the weights were being written; set '
+        raise UserError(f'{where}: out of memory, perhaps while the weights were being written; set '
                         f'training.accumulation to {more} and go on from the last checkpoint.') from error
     print(f'OUT OF MEMORY at update {self.step}: nothing was changed; it is made again in {more} parts '
           f'instead of {parts}, and so are all that follow.', file=sys.stderr, flush=True)
