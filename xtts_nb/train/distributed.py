@@ -108,7 +108,7 @@ class Replicas:
 
     @contextmanager
     def as_trained(self):
-        "Inside the block, every copy holds the weights that training updates."
+        "Inside the block, every copy holds the trained model."
         with ExitStack() as copies:
             for update in self.updates: copies.enter_context(update.as_trained())
             yield
