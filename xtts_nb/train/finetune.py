@@ -385,6 +385,7 @@ def _room_in_container(root: Path = Path('/sys/fs/cgroup'), own: Path = Path('/p
             groups |= {g for g in (group, *group.parents) if g.is_relative_to(top)}
     return min(map(_room_in_group, groups))
 
+# %% ../../nbs/train/finetune.ipynb #77f96b3c
 def free_memory(
     plan: DevicePlan | None = None,   # of the devices; default: the first card trains
 ) -> tuple[str, int | None]:
