@@ -644,10 +644,10 @@ def test_a_damaged_recording_of_the_cache_is_found_and_mended(sounds, small, tok
     whole, (one, two, *_) = tree(tmp_path / 'out'), sorted((tmp_path / 'out' / 'audio').iterdir())
     one.write_bytes(one.read_bytes()[:-1] + b'\x7f')
     two.unlink()
-    (tmp_path / 'out' / 'audio' / 'orphan.wav').write_bytes(b'')
+    (tmp_path / 'out' / 'audio' / '00009-00000.wav').write_bytes(b'')
     result = verify_and_fix_cache(tmp_path / 'out')
     assert {(p['file'], p['clip']) for p in result['problems']} == {
-        ('audio/00000-00001.wav', 'low-1'), ('audio/00000-00002.wav', 'low-2'), ('audio/orphan.wav', '')}
+        ('audio/00000-00001.wav', 'low-1'), ('audio/00000-00002.wav', 'low-2'), ('audio/00009-00000.wav', '')}
     result = verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)
     assert result['fixed'] == 3 and result['failed'] == 0 and tree(tmp_path / 'out') == whole
 

@@ -133,15 +133,17 @@ def test_clips_that_were_left_out_and_recordings_of_its_own_are_found_again(mine
     assert problem['file'] == own and not problem['fixed']
     assert 'low-3.wav: has changed since' in problem['reason']
 
+MINE = 'thesis.txt', 'my-voice.wav', 'model.safetensors', 'notes.part', 'film.2.part'
+
 def test_leftovers_go_and_what_is_not_ours_stays(copy, straight):
     (copy / 'shard-00009.safetensors').write_bytes(b'old')
     (copy / 'index.safetensors.123.part').write_bytes(b'half')
-    (copy / 'thesis.txt').write_text('mine')
+    (copy / 'shard-00009.safetensors.45.part').write_bytes(b'half')
+    for name in MINE: (copy / name).write_text('mine')
     result = verify_and_fix_cache(copy, fix=True, load=load)
-    assert (result['bad'], result['fixed'], result['failed']) == (3, 2, 1)
-    assert tree(copy) == tree(straight) | {'thesis.txt': b'mine'}
-    assert next(p for p in result['problems']
-                if not p['fixed'])['reason'].startswith('thesis.txt: is not ours')
+    assert (result['bad'], result['fixed'], result['failed']) == (3 + len(MINE), 3, len(MINE))
+    assert tree(copy) == tree(straight) | dict.fromkeys(MINE, b'mine')
+    assert all(p['fixed'] or p['reason'].startswith(f'{p["file"]}: is not ours') for p in result['problems'])
 
 def test_another_version_makes_it_stale(copy, monkeypatch):
     monkeypatch.setattr(cache_module, 'FEATURES', 99)

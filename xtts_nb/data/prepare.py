@@ -721,7 +721,7 @@ def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
         try: return mend(folder, name, *arguments)
         except (UserError, ValueError, OSError) as e: reasons[name] = str(e)
     for p in problems:
-        if p['problem'] == 'belongs to nothing': attempt(p['file'], _remove)
+        if p['problem'] == 'belongs to nothing': attempt(p['file'], _remove, manifest)
     if 'tokenizer.json' in bad: attempt('tokenizer.json', _mend_tokenizer, manifest, corpus, config)
     rows = attempt('clips.jsonl', _shard_rows, manifest, corpus, bad)
     if rows is None: return reasons
@@ -738,9 +738,11 @@ def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
     return reasons
 
 # %% ../../nbs/data/prepare.ipynb #7ed84f42
-def _remove(folder: Path, name: str):
-    "Remove an orphaned file if its name is one of ours."
-    if not re.fullmatch(r'(audio/)?[\w.-]+\.(part|wav|safetensors)', name):
+def _remove(folder: Path, name: str, manifest: dict):
+    "Remove an orphaned file if its name is one that this library writes."
+    whole = re.sub(r'\.\d+\.part$', '', name)   # the end of a temporary file
+    besides = whole != name and whole in (*manifest['files'], 'manifest.json', REPORT_PAGE)
+    if not besides and not re.fullmatch(r'shard-\d{5,}\.safetensors|audio/\d{5,}-\d{5,}\.wav', whole):
         raise UserError(f'{name}: is not ours; move it away.')
     inside(folder, name).unlink()
 
