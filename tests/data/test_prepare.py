@@ -638,6 +638,19 @@ def test_runtime_and_precomputed_caches_agree_on_lengths(corpus, small, tokenize
     assert not (tmp_path / 'out' / 'audio').exists() and one.manifest['key'] != two.manifest['key']
     assert all(one.wav_path(i) == two.wav_path(i) for i in range(14))
 
+def test_names_that_are_not_utf8_are_written_down_escaped(mine, small, tokenizer, tmp_path):
+    with open(mine / 'metadata.csv', 'ab') as file: file.write(b'lo\xffw|aa bb\n')
+    config = small.replace(data={'max_drop_rate': 0.5})
+    report = prepare(mine, tmp_path / 'out', config, Fake(), tokenizer)
+    assert [d['id'] for d in report['dropped']] == ['lo\\udcffw']
+    for name in (b'anna.wav', b'anna.normalized.txt', b'be\xff.wav', b'be\xff.normalized.txt'):
+        path = os.path.join(os.fsencode(tmp_path / 'libri/anna/1'), name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if name.endswith(b'txt'): open(path, 'w').write('aa bb')
+        else: shutil.copyfile(mine / 'wavs/low-1.wav', path)
+    report = prepare(tmp_path / 'libri', tmp_path / 'out', config, Fake(), tokenizer)
+    assert [d['id'] for d in report['dropped']] == ['be\\udcff']
+
 def test_a_damaged_recording_of_the_cache_is_found_and_mended(sounds, small, tokenizer, tmp_path):
     config = small.replace(data={'preprocessing_mode': 'runtime', 'min_seconds': 0.1})
     prepare(sounds, tmp_path / 'out', config, Fake(), tokenizer, shard_clips=4)

@@ -108,7 +108,7 @@ def _text_fault(row: Row) -> str | None:
     "Why the text is not usable, or None."
     if bad := next(filter(None, map(_DAMAGED.search, row)), None):
         near = bad.string[max(0, bad.start() - 10):bad.end() + 10]
-        return f'not UTF-8: "{visible(near)}" in {row.where}; save the file again as UTF-8'
+        return f'not UTF-8: "{visible(near)}" in {visible(row.where)}; save the file again as UTF-8'
     if len(row.text) > LONGEST_TEXT:
         return f'the text has {len(row.text):,} characters, more than {LONGEST_TEXT:,}'
     cleaned = clean(row.text)

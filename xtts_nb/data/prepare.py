@@ -39,9 +39,9 @@ from .cache import (
     ARRAYS, Cache, changed_files, check_cache_folder, COLUMN_TYPES, content_keys, digest, file_sha, FORMAT,
     load_shard, map_arrays, read_manifest, record_check, records, REPORT_PAGE, verify_cache, work_path,
     write_manifest, write_shard, write_table)
-from xtts_nb.data.corpora import (
+from .corpora import (
     check_dropped, Clip, Dropped, measure_clip, MEASURED, read_audio, read_corpus, report_text, summary,
-    synthetic_corpus)
+    synthetic_corpus, visible)
 from .text import Tokenizer, train_tokenizer
 from ..devices import hide_cards
 from ..files import atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
@@ -581,7 +581,7 @@ def prepare(
                  'part': list(part), 'corpus': fingerprint([clip_row(c, plan.corpus, 0, 1) for c in clips],
                                                            shard_clips),
                  'rows': total, 'source': source, 'shard_clips': shard_clips,
-                 'unread': [[d.id, d.reason] for d in unread]}
+                 'unread': [[visible(d.id), d.reason] for d in unread]}
         known = made.pop('taken_over', 0) == len(jobs) and is_up_to_date(out, plan, facts, page is not None)
         result = {'mode': plan.mode, 'made': dict(made), 'up_to_date': known}
         if known: return read_json(out / 'report.json') | result
