@@ -243,7 +243,14 @@ def test_an_id_finds_sound_of_any_ending(folder, ending):
 
 def test_a_named_file_is_not_replaced_by_one_of_another_ending(folder):
     put(folder / 'clips' / 'a.wav')
-    assert read(folder, 'path,text\na.mp3,hello\na.wav,hello')[1] == {'a.mp3': 'the file a.mp3 is missing'}
+    assert read(folder, 'path,text\na.mp3,hello\na.aiff,hello\na.wav,hello')[1] == {
+        name: f'the file {name} is missing' for name in ('a.mp3', 'a.aiff')}
+
+def test_sound_of_an_ending_that_an_id_has_seldom_is_found(folder):
+    put(folder / 'a.aiff')
+    put(folder / 'wavs' / 'LJ001.0001.wav')
+    clips, dropped = read(folder, 'path,text\na.aiff,hello\nLJ001.0001,hello')
+    assert [c.path.name for c in clips] == ['a.aiff', 'LJ001.0001.wav'] and not dropped
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def find_audio(
     "The file that a row names."
     inside = _inside(folder, name)
     if inside is None: return '', f'the path leaves the corpus folder: {visible(name)}'
-    endings = ('', *SUFFIXES) if inside.lower().endswith(SUFFIXES) else SUFFIXES
+    endings = ('', *SUFFIXES) if PurePath(inside).suffix else SUFFIXES   # an id may have a dot
     first = None
     for path in (os.path.join(place, inside + ending) for ending in endings for place in places):
         fault = file_fault(os.path.join(folder, path))
