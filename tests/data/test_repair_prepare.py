@@ -63,6 +63,16 @@ def test_what_cannot_be_mended_says_why(mine, small, tokenizer, tmp_path, kind, 
     assert words in result['problems'][0]['reason']
     assert shard.read_bytes() == before
 
+def test_without_the_index_the_shard_tells_that_a_recording_has_changed(mine, small, tokenizer, tmp_path):
+    out = tmp_path / 'out'
+    prepare(mine, out, small, Fake(), tokenizer, shard_clips=5)
+    shard = out / 'shard-00000.safetensors'
+    flip(shard, shard.read_bytes().index(Cache(out).array('mel', 1).tobytes()) + 5)
+    (out / 'index.safetensors').unlink()
+    save_audio(mine / 'wavs' / 'low-1.wav', synthetic_voice(0.9))
+    result = verify_and_fix_cache(out, fix=True, load=load)
+    assert any('low-1.wav: has changed since' in p.get('reason', '') for p in result['problems'])
+
 def test_a_corpus_that_was_moved(mine, small, tokenizer, tmp_path):
     prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
     whole = tree(tmp_path / 'out')

@@ -808,10 +808,10 @@ def _mend_shard(folder: Path, name: str, line: dict, rows: list[dict], sources, 
     stored, path = read_manifest(folder)['stored'], folder / name
     try: old = list(records(load_shard(path), stored))
     except (OSError, ValueError): old = []
-    mended = []
+    mended, known = [], sources if sources is not None else [record['source'] for record in old]
     for i, row in enumerate(rows):
         record = old[i] if len(old) == len(rows) and record_check(old[i]) == old[i]['check'] else None
-        source = None if sources is None else sources[i]
+        source = known[i] if len(known) == len(rows) else None
         mended.append(record or _again(row, source, folder, corpus, encoder()))
     return line | write_shard(path, mended)
 
