@@ -129,7 +129,7 @@ def _problem(self: ClipEncoder, clip: Clip, ids: list[int], codes: int) -> str |
     gpt = self.config.model.gpt
     limit = min(self.config.data.max_text_tokens, self.config.model.gpt.max_text_tokens)
     if unknown := self.tokenizer.unknown(clip.text, clip.language):
-        return f'the tokenizer does not know {" ".join(unknown)}'
+        return f'the tokenizer does not know {" ".join(map(visible, unknown))}'
     if len(ids) > limit: return f'the text has {len(ids)} tokens, more than {limit}'
     if codes > gpt.max_audio_codes:
         return f'{codes} codes, more than model.gpt.max_audio_codes {gpt.max_audio_codes}'
