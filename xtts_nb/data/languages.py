@@ -201,7 +201,7 @@ def persian_words(n: int) -> str:
 def spell_persian(text: str) -> str:
     "`text` with its numbers in Persian words: thousands, decimals, times, signs and per cent."
     text = re.sub(r'(?<=[0-9])[,٬](?=[0-9]{3}(?![0-9]))', '', text)
-    text = re.sub(r'([$€£])\s?([0-9][0-9.٫]*)', r'\2 \1', text)
+    text = re.sub(r'([$€£])\s?([0-9](?:[0-9.٫]*[0-9])?)', r'\2 \1', text)
     text = re.sub(r'([0-9])\s?[%٪]|[%٪]\s?([0-9.٫]*[0-9])', r'\1\2 درصد', text)
     text = re.sub(r'(?<![0-9\w])[-−](?=[0-9])', 'منفی ', text)
     minutes = lambda m: m[1] + (f' و {int(m[2])} دقیقه' if int(m[2]) else '')
