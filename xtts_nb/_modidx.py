@@ -1168,6 +1168,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'xtts_nb/models/weights.py'),
                                         'xtts_nb.models.weights._LazyArray.tobytes': ( 'models/weights.html#_lazyarray.tobytes',
                                                                                        'xtts_nb/models/weights.py'),
+                                        'xtts_nb.models.weights.check_tensor': ( 'models/weights.html#check_tensor',
+                                                                                 'xtts_nb/models/weights.py'),
                                         'xtts_nb.models.weights.load_weights': ( 'models/weights.html#load_weights',
                                                                                  'xtts_nb/models/weights.py'),
                                         'xtts_nb.models.weights.named_weights': ( 'models/weights.html#named_weights',

@@ -156,6 +156,17 @@ def test_a_missing_tensor_is_named(config, decoder, tmp_path):
         load_hifigan(tmp_path / 'x.safetensors', config)
 
 
+@pytest.mark.parametrize('end, shape, message', [
+    ('_g', None, 'kernel_g" is missing'), ('_g', (1, 1, 1), r'kernel_g" has shape \(1, 1, 1\), expected'),
+    ('_v', (16, 1, 1), r'kernel_v" has shape \(16, 1, 1\), expected')])
+def test_half_of_a_pair_is_missing_or_of_another_size(config, decoder, tmp_path, end, shape, message):
+    weights = stored(decoder, '_g', '_v')
+    weights.pop(f'decoder/up_0/kernel{end}')
+    if shape: weights[f'decoder/up_0/kernel{end}'] = np.ones(shape, np.float32)
+    save_weights(tmp_path / 'x.safetensors', weights)
+    with pytest.raises(UserError, match=message): load_decoder(tmp_path / 'x.safetensors', config)
+
+
 def test_fold_of_a_transposed_kernel_runs_over_its_inputs():
     length, direction = np.arange(1., 4).reshape(1, 1, 3), np.random.randn(16, 5, 3)
     assert np.allclose(np.linalg.norm(fold_weight_norm(length, direction), axis=(0, 1)), [1, 2, 3])

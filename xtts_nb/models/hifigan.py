@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import ops
 
 from ..config import VoiceConfig, XTTSConfig
-from .weights import load_weights, named_weights, open_weights
+from .weights import check_tensor, load_weights, named_weights, open_weights
 
 # %% ../../nbs/models/hifigan.ipynb #3ade5b3e
 def stretch(
@@ -225,6 +225,9 @@ def load_decoder(
         stored = set(file.keys())
         pairs = {n: (n + a, n + b) for n in variables for a, b in WEIGHT_NORM_PAIRS if n + b in stored}
         for name, (length, direction) in pairs.items():
+            shape = tuple(variables[name].shape)
+            check_tensor(path, file, length, (1, 1, shape[-1]))
+            check_tensor(path, file, direction, shape)
             variables[name].assign(fold_weight_norm(file.get_tensor(length), file.get_tensor(direction)))
     load_weights(path, {n: v for n, v in variables.items() if n not in pairs})
     return decoder
