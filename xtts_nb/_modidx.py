@@ -934,6 +934,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'xtts_nb.models.convert._unfolded': ('models/convert.html#_unfolded', 'xtts_nb/models/convert.py'),
                                         'xtts_nb.models.convert._with_pairs': ( 'models/convert.html#_with_pairs',
                                                                                 'xtts_nb/models/convert.py'),
+                                        'xtts_nb.models.convert.check_output_rate': ( 'models/convert.html#check_output_rate',
+                                                                                      'xtts_nb/models/convert.py'),
                                         'xtts_nb.models.convert.check_vocabulary': ( 'models/convert.html#check_vocabulary',
                                                                                      'xtts_nb/models/convert.py'),
                                         'xtts_nb.models.convert.checkpoint_file': ( 'models/convert.html#checkpoint_file',

@@ -310,6 +310,8 @@ PAIR = f'{DECODER}ups.0.parametrizations.weight.original'
     has(f'{PAIR}1', (32, 16, 15), 'ups.0.*has shape'), has(f'{PAIR}0', (31, 1, 1), 'ups.0.*has shape'),
     *map(rows, (-3, 1, 540)), *map(cut, (0, 0.5, 0.99)),
     args('gpt_layers is 30, the tensors have 2', gpt_layers=30),
+    args('model_args.output_sample_rate is 48000, XTTS-v2 has 24000', output_sample_rate=48000),
+    says({'audio': {'output_sample_rate': 44100}}, 'audio.output_sample_rate is 44100'),
     *(args('heads', gpt_n_heads=heads) for heads in (7, 'many', -1, 0.5)),
     *(says(text, 'config.json: (not JSON|holds no settings)') for text in (
         '', '[]', '{"model_args": 3}', '{"model_args": []}', '"xtts"', '{"model_args": {"gpt_la')),

@@ -6,8 +6,8 @@
 __all__ = ['NORM', 'MOMENTS', 'BIAS', 'LAYER_TENSORS', 'PARTS', 'CONFIG_CLASSES', 'SPEECH_KEYS', 'DUPLICATES', 'REQUIRED_PARTS',
            'dvae_rows', 'gpt_rows', 'decoder_rows', 'speaker_rows', 'name_map', 'to_keras', 'to_torch', 'Inert',
            'read_pth', 'write_pth', 'infer_config', 'with_speech', 'expected_shapes', 'checkpoint_file', 'read_coqui',
-           'tensors_from_coqui', 'model_args', 'check_vocabulary', 'from_coqui', 'tensors_to_coqui', 'to_coqui',
-           'vocabulary_bytes', 'coqui_settings']
+           'tensors_from_coqui', 'model_args', 'check_output_rate', 'check_vocabulary', 'from_coqui',
+           'tensors_to_coqui', 'to_coqui', 'vocabulary_bytes', 'coqui_settings']
 
 # %% ../../nbs/models/convert.ipynb #c431b465
 import json
@@ -339,6 +339,16 @@ def model_args(folder: Path) -> dict:
     raise UserError(f'{folder / "config.json"}: holds no settings of XTTS; '
                     'use the config.json of this checkpoint.')
 
+def check_output_rate(settings: dict, config: XTTSConfig, path: Path):
+    "Raise `UserError` if config.json names another rate of the output than XTTS-v2 has."
+    rate = config.model.decoder.sample_rate
+    for section in ('model_args', 'audio'):
+        values = settings.get(section)
+        found = values.get('output_sample_rate') if isinstance(values, dict) else None
+        if found not in (rate, None):
+            raise UserError(f'{path}: {section}.output_sample_rate is {found}, XTTS-v2 has {rate}; '
+                            'a model of another rate cannot be converted.')
+
 def check_vocabulary(path: Path, tokenizer, config: XTTSConfig):
     "Raises `UserError` unless the embedding has one row per token, as coqui-tts expects."
     rows = config.model.gpt.text_tokens
@@ -360,9 +370,11 @@ def from_coqui(
     tokenizer, tensors = Tokenizer.load(folder / 'vocab.json', 'xtts'), read_coqui(folder)
     config = infer_config({key: x.shape for key, x in tensors.items()}, model_args(folder), folder)
     check_vocabulary(folder / 'vocab.json', tokenizer, config)
+    settings = read_json(folder / 'config.json')
+    check_output_rate(settings, config, folder / 'config.json')
     shapes = expected_shapes(config, tokenizer.start)
     converted = tensors_from_coqui(tensors, name_map(config.model), shapes, folder)
-    config = with_speech(config, read_json(folder / 'config.json'), folder / 'config.json')
+    config = with_speech(config, settings, folder / 'config.json')
     with atomic_folder(out) as part:
         (part / 'config.yaml').write_text(config.to_yaml(), encoding='utf-8')
         tokenizer.save(part / 'tokenizer.json')
