@@ -15,7 +15,8 @@ from process import tree
 from xtts_nb.config import UserError
 from xtts_nb import files
 from xtts_nb.files import (
-    append_line, atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json)
+    append_line, atomic_file, atomic_folder, fingerprint, inside, locked, raise_file_limit, read_json,
+    write_json)
 
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit, MemoryError, UserError])
@@ -308,3 +309,11 @@ def nested(tmp_path):
     (home / 'round').symlink_to('round')
     (tmp_path / 'linked').symlink_to(home)
     return tmp_path / 'linked'
+
+
+def test_more_files_may_be_open_only_if_the_system_allows_it():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+    try: assert [raise_file_limit(n) for n in (600, 400)] == [600, 600] == [
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0]] * 2
+    finally: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

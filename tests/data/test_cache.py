@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import soundfile
 from xtts_nb.data.audio import log_mel, save_audio, synthetic_voice
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.cache import (
-    DTYPES, ARRAYS, Cache, JoinedShards, check_cache_folder, content_keys, digest, file_sha, load_shard,
-    map_arrays, read_manifest, records, verify_cache, work_path, write_manifest, write_shard, write_table)
+    DTYPES, ARRAYS, Cache, InFiles, JoinedShards, check_cache_folder, content_keys, digest, file_sha,
+    load_shard, map_arrays, read_manifest, records, verify_cache, work_path, write_manifest, write_shard,
+    write_table)
 from xtts_nb.config import UserError
 from xtts_nb.data.corpora import Dropped, read_corpus, read_audio
 from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare
@@ -262,6 +264,17 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 270, limit[1]))
     try: assert [int(codes[4 * i:4 * i + 4][0]) for i in range(many)] == [i % 32 for i in range(many)]
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+def test_more_shards_than_files_may_be_open_are_read_in_a_graph(tmp_path):
+    import resource
+    many, limit = 300, resource.getrlimit(resource.RLIMIT_NOFILE)
+    lines = [write_shard(tmp_path / f'{i}', [record(i)]) for i in range(many)]
+    cache = SimpleNamespace(folder=tmp_path, manifest={'shards': lines}, codes_start=np.arange(many) * 4)
+    used = len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else 64
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, limit[1]))
+    try: rows = InFiles(cache, ('codes',))('codes', np.arange(many) * 4, np.full(many, 4), 4)
+    finally: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert rows[:, 0].numpy().tolist() == [i % 32 for i in range(many)]
 
 def record(i, **changes):
     made = dict(codes=np.full(4, i % 32), text=np.arange(3), mel=np.ones((5, 80)), codes_length=4,

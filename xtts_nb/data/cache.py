@@ -27,7 +27,8 @@ from fastcore.basics import patch
 from ..config import DataConfig, UserError, XTTSConfig
 from . import languages  # noqa: F401  registers the cleaner `xtts`
 from .text import Tokenizer
-from ..files import atomic_file, atomic_folder, fingerprint, inside, read_json, write_json
+from ..files import (
+    atomic_file, atomic_folder, fingerprint, inside, raise_file_limit, read_json, write_json)
 
 # %% ../../nbs/data/cache.ipynb #ce02b29a
 FORMAT = 2     # version of the cache format
@@ -347,6 +348,8 @@ class InFiles:
     "The same rows from the files of the shards; only the rows in use are read."
     def __init__(self, cache: Cache, kinds: tuple[str, ...]):
         lines = [line for line in cache.manifest['shards'] if line['clips']]
+        # a map keeps its file open; `JoinedShards` keep 256 of each kind
+        raise_file_limit(len(lines) + 256 * len(ARRAYS) + 256)
         maps = [np.memmap(cache.folder / line['file'], np.uint8, 'c') for line in lines]
         parts, first = [array_parts(m) for m in maps], np.cumsum([0, *(line['clips'] for line in lines)])[:-1]
         # of each shard: first byte in its file, first row; of all: dtype, inner shape

@@ -28,6 +28,7 @@ from fastcore.basics import patch
 
 from ..config import UserError
 from ..data.audio import pcm16, wav_header
+from ..files import raise_file_limit
 
 try:
     import anyio, uvicorn
@@ -476,17 +477,6 @@ class _Server(uvicorn.Server):
         if ends and (not self.service.open or time.monotonic() > ends): self.should_exit = True
         return await super().on_tick(counter)
 
-def _file_limit(wanted: int) -> int:
-    "Raise the number of files that this process may open, if the system allows it; the number."
-    try: import resource
-    except ImportError: return wanted
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < more:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
-        soft = more
-    return wanted if soft == resource.RLIM_INFINITY else soft
-
 # %% ../../nbs/speech/serve.ipynb #5e7e0028
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
@@ -510,7 +500,7 @@ def serve(
 ):
     "Answer requests until SIGTERM or Ctrl-C."
     listener = _listener(host, port)
-    most = min(connections, _file_limit(4 * connections) // 2)
+    most = min(connections, raise_file_limit(4 * connections) // 2)
     protocol = partial(Connection, most=most, request_seconds=request_seconds, stall_seconds=stall_seconds)
     config = uvicorn.Config(speech_app(service), http=protocol, ws='none', lifespan='off',
                             log_level='warning', limit_concurrency=2 * most, timeout_graceful_shutdown=2)
