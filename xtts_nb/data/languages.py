@@ -149,7 +149,7 @@ def chinese_group(digits: str, after_zero: bool) -> str:
     return words.rstrip('零')
 
 def chinese_number(digits: str) -> str:
-    "A whole or decimal number as a count; empty for zeros only."
+    "A whole or decimal number as a count; empty for two or more zeros."
     whole, _, part = digits.partition('.')
     padded = whole.lstrip('0').zfill(-(-len(whole.lstrip('0')) // 4) * 4)
     groups, words = [padded[i:i + 4] for i in range(0, len(padded), 4)], ''
@@ -284,7 +284,7 @@ PERSIAN_LETTERS = str.maketrans(
     | dict.fromkeys('ـ\u200d\u200e\u200f' + ''.join(map(chr, range(0x64b, 0x653))), ''))
 
 def clean_persian(text: str) -> str:
-    "Persian with one letter per sound, regular half-spaces, and numbers in words."
+    "Persian with one code point per letter, regular half-spaces, and numbers in words."
     text = expand_symbols(spell_persian(squeeze(text.replace('"', '').lower().translate(PERSIAN_LETTERS))),
                           'fa')
     text = re.sub(r'(?<!\w)(ن?می) (?=\w)', rf'\1{HALF_SPACE}', text)               # the prefix of a verb

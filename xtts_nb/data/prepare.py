@@ -56,7 +56,7 @@ def mel_function(config: XTTSConfig, n_fft: int) -> Callable:   # (N,) samples -
 def mel_sample(
     clips: list[Clip],
     config: XTTSConfig,
-    seconds: float = 1800,   # of audio at most
+    seconds: float = 1800,   # of audio, and the rest of the last clip
     progress=None,           # called with (done, total)
 ) -> np.ndarray:             # (total F, C) float32, concatenated
     "Log-mels of random clips, to train a DVAE on; raises `UserError` if no clip is usable."
@@ -136,7 +136,7 @@ def _problem(self: ClipEncoder, clip: Clip, ids: list[int], codes: int) -> str |
 
 # %% ../../nbs/data/prepare.ipynb #0be531a2
 class Loudness:
-    "In place of a DVAE: one code for each 46 ms, its loudness."
+    "In place of a DVAE: one code for each 46 ms, which says how quiet it is."
     mel_stats = np.full(80, 5., np.float32)
 
     def encode(self, mel: tf.Tensor) -> tf.Tensor:   # (B, S) codes from 0 to 255
