@@ -88,7 +88,7 @@ def noisy_codes(
 
 # %% ../../nbs/models/gpt.ipynb #5121782d
 class GPT(keras.Model):
-    "Text (B, T), codes (B, S) and prompt (B, P, D) -> logits of both."
+    "Text (B, T), codes (B, S) and a normalised mel (B, F, C) -> logits of both."
     def __init__(self, config: XTTSConfig, text_start: int, parity: bool = False, **kwargs):
         super().__init__(**kwargs)
         cfg = self.cfg = config.model.gpt

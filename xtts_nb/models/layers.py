@@ -192,7 +192,7 @@ def causal_mask(
     return ops.arange(keys)[None] <= ops.arange(queries)[:, None] + offset
 
 # %% ../../nbs/models/layers.ipynb #18e10002
-FEW_ROWS = 32   # where the weights are read for little arithmetic
+FEW_ROWS = 32   # up to so many rows, reading the weights takes longer than multiplying
 
 class Int8Dense:
     "A dense layer with int8 weights for few rows; more are multiplied as `dense` does it."
