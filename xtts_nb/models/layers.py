@@ -157,7 +157,7 @@ class TransformerBlock(keras.layers.Layer):
     "(B, L, D) -> (B, L, D)."
     def __init__(self, width, heads, rate=0., residual_scale=1., **kwargs):
         super().__init__(**kwargs)
-        self.width, self.heads, self.rate, self.residual_scale = width, heads, rate, residual_scale
+        self.width, self.heads, self.rate = width, heads, rate
         dense = lambda n, name, std: keras.layers.Dense(
             n, kernel_initializer=keras.initializers.RandomNormal(stddev=std), dtype=self.dtype_policy,
             name=name)
