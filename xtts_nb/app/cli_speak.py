@@ -34,6 +34,14 @@ def _text_of(text: str | None, file: Path | None) -> str:
     except UnicodeDecodeError: raise UserError(f'{file}: is not UTF-8 text; save it as UTF-8.') from None
     except OSError as e: raise UserError(f'{file}: cannot be read ({e.strerror}); give a file.') from None
 
+def _spoken(out: Path, seconds: float, speaker, report: list[dict]) -> tuple[dict, str]:
+    "The result of `say`, and its text."
+    result = {'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate,
+              'vocoder': speaker.vocoder, 'report': report}
+    lines = [f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}']
+    lines += [f'piece {r["piece"]}, "{r["text"][:30]}": {r["found"]}, {r["done"]}' for r in report]
+    return result, '\n'.join(lines)
+
 def _check_stream(out: Path | None, check_words: bool):
     "Raises `UserError` for options that a stream would ignore, and for a terminal."
     from xtts_nb.config import UserError
@@ -98,12 +106,7 @@ def _say(
         speaker = GuardedSpeaker(xtts, retries=retries, rates=rates, check_words=check_words, **settings)
         wav, report = speak_whole(speaker, text, language, found, seed, progress=stage(tell, 'speak'))
     save_audio(out := out or Path('say.wav'), wav, speaker.sample_rate)
-    seconds = len(wav) / speaker.sample_rate
-    result = {'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate,
-              'vocoder': speaker.vocoder, 'report': report}
-    lines = [f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}']
-    lines += [f'piece {r["piece"]}, "{r["text"][:30]}": {r["found"]}, {r["done"]}' for r in report]
-    return result, '\n'.join(lines)
+    return _spoken(out, len(wav) / speaker.sample_rate, speaker, report)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0008
 voices_app = typer.Typer(no_args_is_help=True, help='Saved voices: made from recordings, listed, blended.')
@@ -219,8 +222,8 @@ def _evaluate(
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.evaluate import evaluate, evaluation_report, scores_text
-    from xtts_nb.speech.guard import run_facts
-    held_out = run_facts(model).get('held_out', ())
+    from xtts_nb.speech.guard import training_facts
+    held_out = training_facts(model).get('held_out', ())
     with progress() as tell:
         tell('load the model', 0, 1)
         found = evaluate(XTTS.load(model), data, held_out, clips, seed, language, tell)

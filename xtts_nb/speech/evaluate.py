@@ -494,7 +494,7 @@ def scores_line(scores: list[dict]) -> str:   # of `Evaluation`
     return ('Scores, as model (copy-synthesis, untrained): ' + ', '.join(map(str.strip, offered)) +
             ('; not offered: ' * bool(left_out) + ', '.join(left_out)) + '.')
 
-# %% ../../nbs/speech/evaluate.ipynb #fed1dabe
+# %% ../../nbs/speech/evaluate.ipynb #5c0e57a1
 SCORE_STYLE = """<style>
 .wide { overflow-x: auto } .scores { min-width: 56rem; font-size: .84rem }
 .scores td, .scores th { text-align: right; vertical-align: top; padding: .4rem 0 .4rem 1rem;
@@ -508,6 +508,7 @@ SCORE_STYLE = """<style>
 </style>"""
 SOURCE_COLOURS = dict(zip(SOUND_SOURCES, ('#2a9d5c', '#e0a100', '#1d6f8b', '#c8553d', '#9aa5b1', '#6d7885')))
 
+# %% ../../nbs/speech/evaluate.ipynb #fed1dabe
 def _scale(score: dict) -> str:
     "The medians as dots between the recording, left, and the untrained model, right."
     best = SCORES[score['score']].best

@@ -266,9 +266,9 @@ def speaker_vector(
     low = [resample(wav, model.audio.sample_rate, model.speaker.sample_rate) for wav in wavs]
     return tf.reduce_mean([encoder(speaker_log_mel(wav, model.speaker)[None])[0] for wav in low], 0)
 
-# %% ../../nbs/60_speech.ipynb #07c37703
 ROOMS = 128, 256, 512   # codes, 46 ms each, for which the loop is compiled as a text needs them
 
+# %% ../../nbs/60_speech.ipynb #07c37703
 class Speaker:
     "Makes a model speak; compiled once per padded shape."
     def __init__(self,
@@ -313,8 +313,8 @@ class Speaker:
         voices = [self.listen(r) for r in references]
         codes, length, states = self._codes(texts, languages, voices, seed)
         if not self.xtts.hifigan:
-            sound = lambda mel: griffin_lim(tf.constant(mel), self.xtts.config.model.audio)
-            return [sound(mel).numpy() for mel in self._mels(codes, length)]
+            return [griffin_lim(tf.constant(mel), self.xtts.config.model.audio).numpy()
+                    for mel in self._mels(codes, length)]
         return [self._sound(states[i:i + 1, :n + 1], voice.vector[None]).numpy()[0]
                 for i, (n, voice) in enumerate(zip(length.numpy(), voices))]
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TAIL_CODES', 'TAIL_VARIETY', 'WORD_CODES', 'WORD_EDITS', 'TEXT_REPEATS', 'SECOND', 'SHORT_TOKENS', 'SHORT_NOISE',
-           'MISSING', 'tail_start', 'edit_distance', 'repeated_word', 'Rate', 'code_rates', 'run_facts', 'run_rates',
-           'code_likelihoods', 'missing_word', 'inspect_codes', 'unsolved', 'GuardedSpeaker', 'settled']
+           'MISSING', 'tail_start', 'edit_distance', 'repeated_word', 'Rate', 'code_rates', 'training_facts',
+           'run_rates', 'code_likelihoods', 'missing_word', 'inspect_codes', 'unsolved', 'GuardedSpeaker', 'settled']
 
 # %% ../../nbs/speech/guard.ipynb #92f88dc3
 import re
@@ -84,7 +84,7 @@ def code_rates(
         rates[language] = Rate(round(0.7 * float(low), 3), round(1.4 * float(high), 3))
     return rates
 
-def run_facts(model: str | Path) -> dict:
+def training_facts(model: str | Path) -> dict:
     "What `run.json` says, for the folder of a run or its `best`; empty if there is none."
     model = Path(model)
     facts = (model.parent if model.name == 'best' else model) / 'run.json'
@@ -92,7 +92,7 @@ def run_facts(model: str | Path) -> dict:
 
 def run_rates(run: str | Path, clips: int = 20) -> dict[str, Rate]:
     "The bounds from the cache that a run was trained on; empty if there is none here."
-    cache = run_facts(run).get('cache')
+    cache = training_facts(run).get('cache')
     return code_rates(cache, clips) if cache and (Path(cache) / 'manifest.json').is_file() else {}
 
 # %% ../../nbs/speech/guard.ipynb #c0de4a02
