@@ -495,6 +495,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'xtts_nb.data.audio._foreign': ('data/audio.html#_foreign', 'xtts_nb/data/audio.py'),
                                     'xtts_nb.data.audio._inverse_stft': ('data/audio.html#_inverse_stft', 'xtts_nb/data/audio.py'),
                                     'xtts_nb.data.audio._number': ('data/audio.html#_number', 'xtts_nb/data/audio.py'),
+                                    'xtts_nb.data.audio._phase_from_spectrum': ( 'data/audio.html#_phase_from_spectrum',
+                                                                                 'xtts_nb/data/audio.py'),
                                     'xtts_nb.data.audio._raise_unreadable': ('data/audio.html#_raise_unreadable', 'xtts_nb/data/audio.py'),
                                     'xtts_nb.data.audio._sinc_filters': ('data/audio.html#_sinc_filters', 'xtts_nb/data/audio.py'),
                                     'xtts_nb.data.audio._spectrum_from_mel': ( 'data/audio.html#_spectrum_from_mel',

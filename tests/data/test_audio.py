@@ -291,22 +291,22 @@ def test_a_spectrum_explains_its_mel():
     mel = log_mel(synthetic_voice(0.3), 1024)
     power = module._spectrum_from_mel(mel, 1024, AUDIO).numpy()**2
     assert power.shape == (mel.shape[0], 513) and (power >= 0).all()
-    wanted = np.exp(mel)
-    # after 60 rounds
-    assert 0.007 < np.abs(power @ mel_filterbank(1024) - wanted).sum() / wanted.sum() < 0.009
+    again, wanted = power @ mel_filterbank(1024), np.exp(mel)
+    # after 16 rounds
+    assert np.isclose(np.abs(again - wanted).sum() / wanted.sum(), 0.00629, rtol=0.02)
+    assert np.isclose(np.abs(np.log(again / wanted)).mean(), 0.0129, rtol=0.02)
 
 def test_fast_griffin_lim_by_its_definition():
     "Perraudin, Balazs and Søndergaard 2013: what one round adds is laid upon it once more, times 0.99."
     mel = log_mel(synthetic_voice(0.3), 1024)
     size = module._spectrum_from_mel(mel, 1024, AUDIO).numpy()
-    phase = tf.random.stateless_uniform(size.shape, [3, 0], 0, 2 * np.pi)
-    angle, before = np.exp(1j * phase.numpy()), 0
+    angle, before = np.exp(1j * module._phase_from_spectrum(size, 1024, AUDIO).numpy()), 0
     back = lambda: module._inverse_stft(tf.constant(size * angle, tf.complex64), 1024, AUDIO)
     for _ in range(2):
         built = stft(back(), 1024).numpy()
         target = built + 0.99 * (built - before)
         angle, before = target / (np.abs(target) + 1e-12), built
-    assert np.allclose(griffin_lim(mel, iterations=2, seed=3), back(), atol=1e-4)
+    assert np.allclose(griffin_lim(mel, iterations=2), back(), atol=2e-3)   # rounding, where bins are near 0
 
 @pytest.mark.parametrize('n_fft', [1024, 2048])
 @pytest.mark.parametrize('samples', [1025, 1026, 1279, 1280, 1281, 5120, 22050, 22051])
@@ -384,10 +384,28 @@ def test_the_sound_has_the_mel_it_came_from():
     error = lambda x: float(np.abs(x - mel)[inside].mean())
     assert error(again) < 0.5 and error(again) < 0.7 * error(untouched)
 
-def test_the_seed_decides():
+def turn(phase):
+    "A difference of phases, in radians between -π and π."
+    return (phase + np.pi) % (2 * np.pi) - np.pi
+
+@pytest.mark.parametrize('hz', [305., 1000., 2222., 7000.])
+@pytest.mark.parametrize('change', [{}, {'hop_length': 200}, {'win_length': 800}])
+def test_the_estimated_phase_advances_with_a_tone(hz, change):
+    "The centre of the nearest bin alone would be wrong by up to 0.7 radians."
+    audio = AUDIO.model_copy(update=change)
+    magnitude = tf.abs(stft(tone(6., hz=hz).astype(np.float32), 1024, audio))
+    phase = module._phase_from_spectrum(magnitude, 1024, audio).numpy()
+    near, inside = round(hz * 1024 / RATE), slice(10, -10)
+    advance = 2 * np.pi * hz * audio.hop_length / RATE
+    assert np.abs(turn(np.diff(phase[inside, near], axis=0) - advance)).max() < 0.1
+
+def test_the_sound_of_a_mel_is_one():
     mel = log_mel(synthetic_voice(0.5), AUDIO.dvae_n_fft)
-    a, b, c = (griffin_lim(mel, iterations=3, seed=s).numpy() for s in (1, 1, 2))
-    assert np.array_equal(a, b) and not np.allclose(a, c)
+    assert np.array_equal(griffin_lim(mel), griffin_lim(mel))
+
+@pytest.mark.parametrize('level', [-100., LOG_FLOOR, 0.])
+def test_an_even_mel_sounds(level):
+    assert np.isfinite(griffin_lim(tf.fill((40, 80), float(level)))).all()
 
 def test_lengths_do_not_retrace():
     for n in (30, 31): griffin_lim(tf.zeros((n, 80)), iterations=3)

@@ -311,15 +311,25 @@ def log_mel_numpy(
 
 # %% ../../nbs/data/audio.ipynb #34a04542
 def _spectrum_from_mel(mel: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
-    "The non-negative spectrum (F, n_fft // 2 + 1) that fits a log-mel (F, C) best, as magnitude."
+    "A non-negative spectrum (F, n_fft // 2 + 1) that has the log-mel (F, C), as magnitude."
     filters = mel_filterbank(n_fft, audio)
-    filters, back = tf.constant(filters), tf.constant(filters.T)   # one copy each in the graph
-    wanted = tf.tensordot(tf.exp(mel), back, 1)
-    estimate = wanted + LOG_FLOOR
-    for _ in range(60):
-        explained = tf.tensordot(tf.tensordot(estimate, filters, 1), back, 1)
-        estimate *= wanted / (explained + 1e-9)
-    return tf.sqrt(estimate)
+    share = filters.T / np.maximum(filters.sum(1), 1e-9)   # of each filter in a bin
+    filters, share = tf.constant(filters), tf.constant(share)   # one copy each in the graph
+    wanted = tf.exp(mel)
+    power = tf.tensordot(wanted, share, 1)
+    for _ in range(16):
+        power *= tf.tensordot(wanted / (tf.tensordot(power, filters, 1) + 1e-9), share, 1)
+    return tf.sqrt(power)
+
+def _phase_from_spectrum(magnitude: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
+    "An estimate of the phase (F, n_fft // 2 + 1) in radians; it is 0 in each bin of the first frame."
+    level = tf.math.log(magnitude + 1e-3 * tf.reduce_max(magnitude) + 1e-9)
+    level = tf.pad(level, [[0, 0], [1, 1]], 'SYMMETRIC')
+    width = 0.25645 * audio.win_length**2   # of the Gaussian that is nearest to a Hann window
+    drift = (level[:, 2:] - level[:, :-2]) * (audio.hop_length * n_fft / (2 * width))
+    frames = tf.range(tf.cast(tf.shape(magnitude)[0], tf.float32))
+    advance = np.arange(n_fft // 2 + 1) * audio.hop_length % n_fft * np.float32(2 * np.pi / n_fft)   # a frame
+    return frames[:, None] * advance + tf.cumsum(drift)
 
 def _inverse_stft(spectrum: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
     "The audio ((F - 1) hop,) float32 whose transform is nearest to `spectrum` (F, n_fft // 2 + 1)."
@@ -334,16 +344,16 @@ def _inverse_stft(spectrum: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Ten
 def griffin_lim(
     mel: tf.Tensor,                # (F, C) log-mel for the codes
     audio: AudioConfig = AudioConfig(),
-    iterations: int = 40,
-    seed: int = 0,                 # of the first phase
+    iterations: int = 16,
 ) -> tf.Tensor:                    # ((F - 1) hop,) float32
     "Audio from a log-mel, by the fast Griffin-Lim algorithm."
     n_fft, momentum = audio.dvae_n_fft, 0.99
     frames, least = tf.shape(mel)[0], 2 + (n_fft // 2 - _beside(n_fft, audio)[0]) // audio.hop_length
     mel = tf.concat([mel, tf.repeat(mel[-1:], tf.maximum(least - frames, 0), 0)], 0)   # enough to mirror
-    magnitude = tf.cast(_spectrum_from_mel(mel, n_fft, audio), tf.complex64)
+    magnitude = _spectrum_from_mel(mel, n_fft, audio)
+    phase = _phase_from_spectrum(magnitude, n_fft, audio)
+    magnitude = tf.cast(magnitude, tf.complex64)
     unit = lambda z: z / tf.cast(tf.abs(z) + 1e-12, tf.complex64)
-    phase = tf.random.stateless_uniform(tf.shape(magnitude), [seed, 0], 0, 2 * np.pi)
     angle, before = tf.exp(tf.complex(0., phase)), tf.zeros_like(magnitude)
     for _ in tf.range(iterations):
         rebuilt = stft(_inverse_stft(magnitude * angle, n_fft, audio), n_fft, audio)
