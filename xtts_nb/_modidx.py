@@ -2596,6 +2596,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.train.trainer.Writer.__init__': ( 'train/trainer.html#writer.__init__',
                                                                                   'xtts_nb/train/trainer.py'),
                                        'xtts_nb.train.trainer.Writer.wait': ('train/trainer.html#writer.wait', 'xtts_nb/train/trainer.py'),
+                                       'xtts_nb.train.trainer._locked': ('train/trainer.html#_locked', 'xtts_nb/train/trainer.py'),
                                        'xtts_nb.train.trainer._mean': ('train/trainer.html#_mean', 'xtts_nb/train/trainer.py'),
                                        'xtts_nb.train.trainer._numbers': ('train/trainer.html#_numbers', 'xtts_nb/train/trainer.py'),
                                        'xtts_nb.train.trainer._untouched': ('train/trainer.html#_untouched', 'xtts_nb/train/trainer.py'),

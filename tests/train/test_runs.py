@@ -1,5 +1,7 @@
 "Runs on caches of all kinds, and what does not belong together."
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +12,7 @@ from xtts_nb.data import native as data
 from xtts_nb.train import runs
 from xtts_nb.data.cache import JoinedShards
 from xtts_nb.config import UserError
+from xtts_nb.files import append_line
 from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
 from xtts_nb.speech.score import Listener
 from xtts_nb.train.runs import (base_config, check_made_for, held_out_share, new_run, open_cache, resume_run,
@@ -66,6 +69,35 @@ def test_a_plan_alone_is_what_a_killed_start_leaves(prepared, eager, tmp_path):
     (tmp_path / 'run' / 'plan').mkdir(parents=True)
     new_run(prepared, eager, tmp_path / 'run')
     assert (tmp_path / 'run' / 'run.json').is_file()
+
+@pytest.mark.parametrize('name', ['lock', 'config.yaml', 'mels.npy', 'x.part'])
+def test_a_start_that_was_cut_off_is_made_again(tmp_path, name):
+    (tmp_path / name).write_text('')
+    assert run_facts(tmp_path) == {}
+    (tmp_path / 'thesis.txt').write_text('')
+    with pytest.raises(UserError, match='not a run'): run_facts(tmp_path)
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], 'ab')
+fcntl.lockf(file, fcntl.LOCK_EX)
+print('held', flush=True)
+sys.stdin.read()
+"""
+
+def test_a_run_that_another_process_trains_is_not_touched(prepared, eager, tmp_path):
+    run = tmp_path / 'run'
+    trainer = new_run(prepared, eager.replace(training={'steps': 1}), run)
+    (run / 'half.part').write_text('of the other process')
+    append_line(run / 'metrics.jsonl', '{"step": 7}')
+    with subprocess.Popen([sys.executable, '-c', HOLDER, run / 'lock'], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == 'held\n'
+        for begin in (lambda: resume_run(run), trainer.fit):
+            with pytest.raises(UserError, match=f'{run}: another process trains here; wait'): begin()
+        assert (run / 'half.part').is_file() and (run / 'metrics.jsonl').read_text() == '{"step": 7}\n'
+        other.stdin.close()
+    assert resume_run(run).fit()['steps'] == 1 and not (run / 'half.part').exists()
 
 @pytest.mark.parametrize('gib, mapped', [(1, False), (0, True)])
 def test_a_cache_larger_than_the_budget_is_mapped(prepared, eager, tmp_path, gib, mapped):

@@ -99,7 +99,7 @@ def run_facts(run: str | Path, part: str = 'gpt') -> dict:
     "The facts of a run, empty for a new one; raises `UserError` for a run of another part or other files."
     run = Path(run)
     if not (run / 'run.json').is_file():
-        begun = lambda p: p.name in ('plan', 'mels.npy', 'config.yaml') or p.suffix == '.part'
+        begun = lambda p: p.name in ('plan', 'mels.npy', 'config.yaml', 'lock') or p.suffix == '.part'
         if not run.is_dir() or all(map(begun, run.iterdir())): return {}   # of a start that was cut off
         raise UserError(f'{run}: holds something that is not a run; choose another folder.')
     facts = read_json(run / 'run.json')

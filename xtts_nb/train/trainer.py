@@ -23,7 +23,7 @@ from fastcore.basics import patch
 
 from ..config import TrainingConfig, UserError
 from ..data.native import BatchPlan
-from ..files import append_line, atomic_file
+from ..files import append_line, atomic_file, locked
 from ..models.weights import load_weights, save_weights
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer, to_device, trace_count
@@ -159,6 +159,11 @@ def closed_after(source):
     try: yield
     finally: getattr(source, 'close', lambda: None)()
 
+def _locked(run: Path | None):
+    "A context in which no other process trains in the folder `run`; raises `UserError` if one does."
+    busy = f'{run}: another process trains here; wait for its end or choose another folder.'
+    return locked(run / 'lock', busy) if run else nullcontext()
+
 def _mean(values) -> float | None: return round(float(np.mean(values)), 5) if len(values) else None
 
 # %% ../../nbs/train/trainer.ipynb #944aa2c0
@@ -181,7 +186,8 @@ class Trainer:
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
         self.hooks = Hooks([], self.update.model, self.optimizer, self.epoch_updates)
-        if self.run: restore(self)
+        with _locked(self.run):
+            if self.run: restore(self)
 
     def custom_train_step(self, batch: dict, number) -> dict:
         "One update; a subclass may override it, and its version is compiled too."
@@ -265,7 +271,7 @@ def fit(self: Trainer,
     hooks.train_begins(self.step, self.counts, self.assigned_rate)
     source, ended, requests = iter(self.batches(self.step, steps)), self.over, []
     stop = catch_sigterm(lambda *_: requests.append(True))
-    with stop, on_device(self.device), closed_after(source):
+    with stop, _locked(self.run), on_device(self.device), closed_after(source):
         while self.step < steps and not ended:
             with timer.phase('wait'): batch = next(source)
             with timer.phase('copy'): batch = self.place(batch)
