@@ -105,7 +105,7 @@ def test_one_mel_is_the_mel_of_both(prepared, small, stats):
 def bench(prepared, dvae, monkeypatch, **more):
     "Compare all loaders, with short measurements."
     monkeypatch.setattr(xtts_nb.app.loaders, 'fed_steps',
-                        lambda pipeline, most: len(next(iter(pipeline()))['clip']) * 10.04)
+                        lambda pipeline, most, seconds: len(next(iter(pipeline()))['clip']) * 10.04)
     return bench_loaders(prepared, dvae, clips=14, rounds=1, seconds=0.001, **more)
 
 def test_the_emulated_device_is_watched_while_each_pipeline_feeds_it():
@@ -149,9 +149,14 @@ def test_other_loaders_are_compared_with_ours(prepared, dvae, monkeypatch):
         return Tiled(cache, times)
     monkeypatch.setattr(xtts_nb.app.loaders, 'Tiled', tiled)
     monkeypatch.setattr(xtts_nb.app.loaders, 'measure_loaders', measure)
-    monkeypatch.setattr(xtts_nb.app.loaders, 'fed_steps', lambda pipeline, most: most if most < 38 else None)
+    trials = []
+    def fed(pipeline, most, seconds):
+        trials.append(seconds)
+        return most if most < 38 else None
+    monkeypatch.setattr(xtts_nb.app.loaders, 'fed_steps', fed)
     monkeypatch.setattr(xtts_nb.app.loaders, '_peers', lambda *given: {'dali': Peer()})
     result = bench_loaders(prepared, dvae, clips=15, rounds=3, seconds=0.1)
+    assert trials == [0.1] * 5
     rows = {row['name']: row for row in result['rows']}
     ahead = dict.fromkeys(list(rows)[:-1], 1 + prepared.config.data.num_workers) | {'dali': 7}
     assert copies == [2] and asked['ahead'] == ahead and list(rows)[-2:] == ['one_mel', 'dali']
@@ -161,7 +166,7 @@ def test_other_loaders_are_compared_with_ours(prepared, dvae, monkeypatch):
     assert rows['cache']['steps_per_s'] == 37.1   # 1.5 * 99 / 4
     assert rows['cache']['padding'] == rows['native']['padding'] > 0
     assert result['compared']['dali'] == {'mel': 0.} and result['not_compared'] == {'dali': 'what it draws'}
-    assert xtts_nb.app.loaders._fed(None, prepared.config.data, 200.) is None
+    assert xtts_nb.app.loaders._fed(None, prepared.config.data, 200., 1.) is None
 
 def test_padding_of_a_peer_is_that_of_twenty_batches():
     one, other = {'used': (2, 3072), 'room': (8, 4096)}, {'used': (4, 1024), 'room': (8, 4096)}

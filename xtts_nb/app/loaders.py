@@ -295,9 +295,9 @@ def _peers(stack: ExitStack, cache: Cache, data: DataConfig,
     return {name: stack.enter_context(kind(python, cache, data.batch_size, data.num_workers))
             for name, (kind, python) in kinds.items() if python}
 
-def _fed(reader: Callable, data: DataConfig, clips_per_s: float) -> float | None:
-    "Batches per second of the fastest emulated accelerator that a reader keeps busy, to one decimal."
-    steps = fed_steps(lambda: batches_of(reader, data), 1.5 * clips_per_s / data.batch_size)
+def _fed(dataset: tf.data.Dataset, data: DataConfig, clips_per_s: float, seconds: float) -> float | None:
+    "Batches per second of the fastest emulated accelerator that a pipeline keeps busy, to one decimal."
+    steps = fed_steps(lambda: dataset, 1.5 * clips_per_s / data.batch_size, seconds=seconds)
     return steps and round(steps, 1)
 
 # %% ../../nbs/app/loaders.ipynb #c95e0b72
@@ -353,8 +353,8 @@ def bench_loaders(
         swing = watch_loaders(shown, data.batch_size, min(5., 5 * seconds))
     rows = [{'name': row['name'], 'runs': runs[row['name']]} | row for row in rows]
     for row in rows:
-        row['padding'], reader = round(padded[row['name']], 4), ours.get(row['name'])
-        row['steps_per_s'] = _fed(reader, data, row['clips_per_s']) if reader is not None else None
+        row['padding'], dataset = round(padded[row['name']], 4), sources.get(row['name'])
+        row['steps_per_s'] = dataset and _fed(dataset, data, row['clips_per_s'], min(1., seconds))
     not_compared = {name: peer.not_compared for name, peer in peers.items() if hasattr(peer, 'not_compared')}
     return {'rows': rows, 'compared': compared, 'not_compared': not_compared, 'swing': swing}
 
