@@ -394,6 +394,10 @@ def test_the_page_loads_nothing_from_elsewhere(client):
     assert {*re.findall(r'https?://[^\s"\')]+', answer.text)} <= {'http://www.w3.org/2000/svg'}
     assert not re.search(r'<(script|link|img)[^>]+(src|href)="(?!data:)', answer.text)
 
+def test_the_page_says_what_it_needs_where_no_script_runs(client):
+    words = re.search(r'<noscript>(.*?)</noscript>', client.get('/').text, re.DOTALL)[1]
+    assert 'needs JavaScript' in words and 'lang="fa" dir="rtl"' in words and words.count('/v1/audio/speech') == 2
+
 def test_the_page_has_each_word_in_both_languages():
     page = (serving.Path(serving.__file__).with_name('page.html')).read_text(encoding='utf-8')
     english, persian = (re.search(rf'  {language}: {{\n(.*?)\n  }},', page, re.DOTALL)[1]
