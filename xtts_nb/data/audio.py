@@ -311,7 +311,7 @@ def log_mel_numpy(
 
 # %% ../../nbs/data/audio.ipynb #34a04542
 def _spectrum_from_mel(mel: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
-    "A non-negative spectrum (F, n_fft // 2 + 1) that has the log-mel (F, C), as magnitude."
+    "A magnitude spectrum (F, n_fft // 2 + 1) with nearly the log-mel (F, C)."
     filters = mel_filterbank(n_fft, audio)
     share = filters.T / np.maximum(filters.sum(1), 1e-9)   # of each filter in a bin
     filters, share = tf.constant(filters), tf.constant(share)   # one copy each in the graph
@@ -322,13 +322,13 @@ def _spectrum_from_mel(mel: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Ten
     return tf.sqrt(power)
 
 def _phase_from_spectrum(magnitude: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
-    "An estimate of the phase (F, n_fft // 2 + 1) in radians; it is 0 in each bin of the first frame."
+    "An estimate of the phase (F, n_fft // 2 + 1) in radians, summed over time from the first frame on."
     level = tf.math.log(magnitude + 1e-3 * tf.reduce_max(magnitude) + 1e-9)
     level = tf.pad(level, [[0, 0], [1, 1]], 'SYMMETRIC')
     width = 0.25645 * audio.win_length**2   # of the Gaussian that is nearest to a Hann window
     drift = (level[:, 2:] - level[:, :-2]) * (audio.hop_length * n_fft / (2 * width))
     frames = tf.range(tf.cast(tf.shape(magnitude)[0], tf.float32))
-    advance = np.arange(n_fft // 2 + 1) * audio.hop_length % n_fft * np.float32(2 * np.pi / n_fft)   # a frame
+    advance = np.arange(n_fft // 2 + 1) * audio.hop_length % n_fft * np.float32(2 * np.pi / n_fft)   # per frame
     return frames[:, None] * advance + tf.cumsum(drift)
 
 def _inverse_stft(spectrum: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
