@@ -328,8 +328,8 @@ def _phase_from_spectrum(magnitude: tf.Tensor, n_fft: int, audio: AudioConfig) -
     width = 0.25645 * audio.win_length**2   # of the Gaussian that is nearest to a Hann window
     drift = (level[:, 2:] - level[:, :-2]) * (audio.hop_length * n_fft / (2 * width))
     frames = tf.range(tf.cast(tf.shape(magnitude)[0], tf.float32))
-    advance = np.arange(n_fft // 2 + 1) * audio.hop_length % n_fft * np.float32(2 * np.pi / n_fft)   # per frame
-    return frames[:, None] * advance + tf.cumsum(drift)
+    cycles = np.arange(n_fft // 2 + 1) * audio.hop_length % n_fft / n_fft   # per frame, without whole ones
+    return frames[:, None] * np.float32(2 * np.pi * cycles) + tf.cumsum(drift)
 
 def _inverse_stft(spectrum: tf.Tensor, n_fft: int, audio: AudioConfig) -> tf.Tensor:
     "The audio ((F - 1) hop,) float32 whose transform is nearest to `spectrum` (F, n_fft // 2 + 1)."
