@@ -286,7 +286,13 @@ def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
     data = plan.data.model_copy(update={'prefetch_to_gpu': False})
     try:
         with tf.device('CPU:0'): source = iter(batches_of(SoundReader(plan), data, first, last))
-        yield from source
+        while True:
+            # an iterator that ends by an error may end ops of other threads with it (TensorFlow 2.21)
+            with tf.device('CPU:0'):
+                batch = source.get_next_as_optional()
+                if not batch.has_value(): return
+                batch = batch.get_value()
+            yield batch
     except tf.errors.OpError as e:
         raise UserError(f'{plan.cache.folder}: a recording cannot be read ({e.message.splitlines()[0]}); '
                         'mend it with xtts-nb verify --fix.') from e
