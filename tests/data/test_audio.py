@@ -283,7 +283,9 @@ def test_the_mel_of_the_speaker_encoder_by_its_definition(speaker):
 @pytest.mark.parametrize('audio', [AUDIO, AUDIO.model_copy(update={'win_length': 801})])
 def test_a_transform_is_undone(audio):
     wav = synthetic_voice(0.5)
-    again = module._inverse_stft(stft(wav, 1024, audio), 1024, audio).numpy()
+    transform = stft(wav, 1024, audio)
+    weight = module._overlap_weight(len(transform), audio)
+    again = module._inverse_stft(transform, weight, 1024, audio).numpy()
     assert len(again) == len(wav) // 256 * 256
     assert np.allclose(again[256:-256], wav[256:len(again) - 256], atol=1e-4)
 
@@ -292,16 +294,17 @@ def test_a_spectrum_explains_its_mel():
     power = module._spectrum_from_mel(mel, 1024, AUDIO).numpy()**2
     assert power.shape == (mel.shape[0], 513) and (power >= 0).all()
     again, wanted = power @ mel_filterbank(1024), np.exp(mel)
-    # after 16 rounds
-    assert np.isclose(np.abs(again - wanted).sum() / wanted.sum(), 0.00629, rtol=0.02)
-    assert np.isclose(np.abs(np.log(again / wanted)).mean(), 0.0129, rtol=0.02)
+    # after 10 rounds
+    assert np.isclose(np.abs(again - wanted).sum() / wanted.sum(), 0.00844, rtol=0.02)
+    assert np.isclose(np.abs(np.log(again / wanted)).mean(), 0.01532, rtol=0.02)
 
 def test_fast_griffin_lim_by_its_definition():
     "Perraudin, Balazs and Søndergaard 2013: what one round adds is laid upon it once more, times 0.99."
     mel = log_mel(synthetic_voice(0.3), 1024)
     size = module._spectrum_from_mel(mel, 1024, AUDIO).numpy()
     angle, before = np.exp(1j * module._phase_from_spectrum(size, 1024, AUDIO).numpy()), 0
-    back = lambda: module._inverse_stft(tf.constant(size * angle, tf.complex64), 1024, AUDIO)
+    weight = module._overlap_weight(len(mel), AUDIO)
+    back = lambda: module._inverse_stft(tf.constant(size * angle, tf.complex64), weight, 1024, AUDIO)
     for _ in range(2):
         built = stft(back(), 1024).numpy()
         target = built + 0.99 * (built - before)
