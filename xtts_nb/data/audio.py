@@ -332,6 +332,7 @@ def _phase_from_spectrum(magnitude: tf.Tensor, n_fft: int, audio: AudioConfig) -
     cycles = np.arange(n_fft // 2 + 1) * audio.hop_length % n_fft / n_fft   # per frame, without whole ones
     return frames[:, None] * np.float32(2 * np.pi * cycles) + tf.cumsum(drift)
 
+# %% ../../nbs/data/audio.ipynb #18e44e7f
 def _overlap_weight(frames: int, audio: AudioConfig) -> tf.Tensor:
     "The sum of the squared windows at each sample, at least 1e-3."
     window = hann_window(audio.win_length, audio.win_length)
