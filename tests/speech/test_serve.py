@@ -409,7 +409,6 @@ def test_the_page_has_each_word_in_both_languages():
 
 # --- real clients -------------------------------------------------------------------------------------------
 
-@pytest.mark.slow
 def test_the_client_of_openai(service, toy, tmp_path):
     openai = pytest.importorskip('openai', reason='no openai here: pip install openai')
     with served(service) as url:
