@@ -142,7 +142,7 @@ def _style_axes(fig, ax, title: str, note: str):
     ax.grid(axis='y', color='#e6e6e6', lw=.7)
     ax.set_axisbelow(True)
     ax.spines[['top', 'right']].set_visible(False)
-    ax.set_title(title if len(title) < 60 else f'{title[:58]}…', loc='left', size=9, pad=20)
+    ax.set_title(title if len(title) < 90 else f'{title[:88]}…', loc='left', size=9, pad=20)
     if ax.lines: ax.legend(loc='lower left', bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=8,
                            borderaxespad=0.2, handlelength=1.4, columnspacing=1.2)
     if note: fig.text(.995, .015, note, ha='right', size=8, color='#666666')
