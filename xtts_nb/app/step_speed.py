@@ -177,7 +177,7 @@ def step_speed(
     for row in rows:
         seconds, step = row['step_ms'] / 1e3, steps.get(row['name'])
         ceiling = ceilings['bfloat16' if row['name'].endswith('bf16') else 'float32']
-        looped, syncs = loop_seconds(step, batch, config, min(rounds, 3)) if step else (None, None)
+        looped, syncs = loop_seconds(step, batch, config, min(rounds, 2)) if step else (None, None)
         row |= {'clips_per_s': round(B / seconds, 3), 'au': looped and round(min(1., seconds / looped), 3),
                 'mfu': round(step_flops(config, B, text, codes) / seconds / ceiling, 3),
                 'positions': positions, 'dropout': 0., 'traces': trace_count(step) if step else None,
