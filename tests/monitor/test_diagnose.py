@@ -90,6 +90,16 @@ def test_what_is_worth_a_change_is_reported(asked):
     assert (verdict.seconds, verdict.bound, verdict.slow_stage) == (30., 'input-bound', None)
 
 
+def test_a_rule_that_fails_is_named_and_the_others_are_asked(asked, monkeypatch):
+    asked.step = [finding('a', 2.)]
+    def find_nothing(c): raise KeyError('first\nsecond')
+    asked()
+    monkeypatch.setattr(diagnosis, 'INPUT_RULES', [find_nothing])
+    verdict = diagnose([1, 2], print, 8, 10.)
+    assert [f.disease for f in verdict] == ['a', 'input-bound']
+    assert verdict.unseen[-1] == "what find_nothing looks for: KeyError: 'first\\nsecond'"
+
+
 @pytest.mark.parametrize('promised, staged', [(1.05, []), (1.06, [2.])])
 def test_stages_are_timed_where_the_input_matters(asked, monkeypatch, promised, staged):
     asked.m = measured(loop=.018, pipeline=.008, step=.01, compute=.006, wait=.008)

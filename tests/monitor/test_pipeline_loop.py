@@ -136,7 +136,7 @@ def test_tensorflow_sleeps_twice_half_of_the_time(monkeypatch):
 def calls_in(dataset) -> dict:
     "The fixed number of calls of each operation in the graph that has one."
     graph = dataset_graph(dataset)
-    constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node if n.op == 'Const'}
+    constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node if n.op == 'Const' and n.attr['dtype'].type == tf.int64.as_datatype_enum}
     return {n.op: int(constants[n.input[CALLS_INPUT[n.op]]]) for n in graph.node if n.op in CALLS_INPUT}
 
 
@@ -165,6 +165,23 @@ def test_plain_maps_become_parallel_only_where_all_stages_change():
     assert calls_in(changed) == {'ParallelMapDatasetV2': 4}
     same = with_parallel_calls(data, 4, above=1)   # what TensorFlow chooses is no fixed number
     assert 'MapDataset' in operations(dataset_graph(same)) and calls_in(same) == {'ParallelMapDatasetV2': -1}
+
+
+TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1, 2], [5, 6], tf.int64, tf.int64), 0)
+
+@pytest.mark.parametrize('source', [
+    lambda: numbers(9).shuffle(4, seed=1), lambda: numbers(9).cache(), lambda: numbers(9).map(TABLE.lookup),
+    lambda: tf.data.Dataset.sample_from_datasets([numbers(4)], seed=1),
+    lambda: tf.data.Dataset.from_tensor_slices(['a', 'bc']).map(tf.strings.length),
+    lambda: tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])).map(tf.size)],
+    ids=['shuffle', 'cache', 'table', 'sample', 'text', 'ragged'])
+def test_any_constant_may_stand_in_the_graph(source):
+    "Resources, variants and texts are constants too; they are no numbers of calls."
+    data = source().map(lambda x: x + 1)
+    for above in (0, 1):
+        changed = with_parallel_calls(data, 3, above)
+        assert sorted(map(str, values(changed))) == sorted(map(str, values(data)))
+    assert 3 in calls_in(with_parallel_calls(data, 3)).values()
 
 
 def test_the_largest_number_of_calls():

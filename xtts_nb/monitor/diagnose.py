@@ -168,8 +168,8 @@ def measure_training(
     begun, hooks = time.perf_counter(), SyncHooks()
     warm = [_first_step(hooks, step, resident[0])]
     first = time.perf_counter() - begun
-    others = [*resident[1:], *batch_of_each_shape(dataset, batches, seconds / 6)]
-    warm += [_first_step(hooks, step, b) for b in others]
+    warm += [_first_step(hooks, step, b) for b in resident[1:]]
+    warm += [_first_step(hooks, step, b) for b in batch_of_each_shape(dataset, batches, seconds / 6)]
     rounds = []
     while len(rounds) < 2 and (not rounds or time.perf_counter() - start < seconds):
         rounds.append(one_round(dataset, step, resident, batches, seconds / 2, hooks))
@@ -653,14 +653,21 @@ def diagnose(
     c = Case(dataset, step, m, resident, calls, python=python_operations(dataset),
              deadline=start + 1.4 * seconds, unseen=missing_hooks())
     if predict_gain(m, pipeline=0., overlap=1.) > 1.05: c.stages = stage_seconds(dataset, seconds / 5)
-    found = [rule(c) for rule in INPUT_RULES]
+    found = [_ask(rule, c) for rule in INPUT_RULES]
     if not any(f and f.predicted_gain >= MIN_GAIN for f in found): found.append(find_input_bound(c))
-    found += [rule(c) for rule in STEP_RULES]
+    found += [_ask(rule, c) for rule in STEP_RULES]
     findings = _ranked([f for f in found if f and f.predicted_gain >= MIN_GAIN])
     shares, (stage, _) = _shares(m), c.slowest_stage
     bound = max(shares, key=shares.get)
     return Diagnosis(findings, m, f'{bound}-bound', shares, stage and stage.name, c.notes, c.unseen,
                      time.perf_counter() - start)
+
+def _ask(rule: Callable, c: Case) -> Finding | None:
+    "What a rule finds; one that fails on an unusual program must not take the other findings with it."
+    try: return rule(c)
+    except Exception as e:
+        reason = (str(e).splitlines() or [''])[0][:200]
+        c.unseen.append(f'what {rule.__name__} looks for: {type(e).__name__}: {reason}')
 
 def _shares(m: Measured) -> dict[str, float]:
     "Of the wall time."

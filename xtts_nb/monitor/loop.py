@@ -259,7 +259,8 @@ def with_parallel_calls(
     number = graph.node.add(name='calls', op='Const')
     number.attr['value'].tensor.CopyFrom(tf.make_tensor_proto(calls, tf.int64))
     number.attr['dtype'].type = tf.int64.as_datatype_enum
-    constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node if n.op == 'Const'}
+    constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node
+                 if n.op == 'Const' and n.attr['dtype'] == number.attr['dtype']}   # others are resources, texts
     for node in graph.node:
         if node.op == 'MapDataset' and not above:   # makes one call at a time
             node.op = 'ParallelMapDatasetV2'
@@ -314,6 +315,12 @@ class Call:
     traced: bool
     new: bool = False   # whether its function had not been called with arguments of these shapes before
 
+    def forget(self):
+        "Keep what describes its arguments, and let their values go: they hold a batch."
+        self.args, self.kwargs = tf.nest.map_structure(_described, (self.args, self.kwargs))
+
+def _described(x): return tf.type_spec_from_value(x) if tf.is_tensor(x) and not hasattr(x, 'assign') else x
+
 @dataclass
 class StepEvents:
     "What one step did, in seconds and bytes."
@@ -362,6 +369,7 @@ class SyncHooks:
     "Records what a step does: `with hooks: ...; with hooks.step() as events: step(batch)`."
     def __init__(self):
         self.events, self.thread, self._nested = None, None, False
+        self._before = StepEvents()   # of the last step
         self.python = []       # (start, end) of each Python function of the pipeline
         self._called = set()   # (id of a function, shapes of its arguments)
 
@@ -377,9 +385,12 @@ class SyncHooks:
 
     @contextmanager
     def step(self):
-        self.events, self.thread, self._left = StepEvents(), threading.get_ident(), None
-        try: yield self.events
-        finally: self.events = None
+        events = self.events = StepEvents()
+        self.thread, self._left = threading.get_ident(), None
+        try: yield events
+        finally:
+            self.events, before, self._before = None, self._before, events
+            for call in before.calls: call.forget()
 
     @property
     def active(self) -> bool:
@@ -471,8 +482,9 @@ def run_iterations(
         try: batch = next(batches)
         except StopIteration: break
         got = time.perf_counter()
-        with hooks.step() as events: result = step(batch)
-        called = time.perf_counter()
+        with hooks.step() as events:
+            result = step(batch)
+            called = time.perf_counter()
         in_flight.append(result)
         if len(in_flight) > 2: wait_for(in_flight.popleft())
         out.append(Iteration(begun, got - begun, called - got, time.perf_counter(), events, shapes_of(batch)))
