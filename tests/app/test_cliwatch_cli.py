@@ -138,40 +138,46 @@ def test_diagnose(ran, behind, bars, home, cache):
     assert ran('diagnose --apply --json').json == {
         'findings': [], 'trials': [vars(trial)], 'changes': [f'data.batch_size: {TINY.data.batch_size} -> 7']}
     own = XTTSConfig().replace(data={'buckets': 2, 'batch_size': 5})
-    assert [c['config'] for c in trained] == [cache.config, own, cache.config]
-    assert [(c['batches'], c['seconds']) for c in examined] == [(50, 40.), (9, 16.), (50, 40.)]
-    assert [(c['config'], c['batches'], c['seconds']) for c in tried] == [(own, 9, 2.),
+    ran('diagnose --apply --change-learning')
+    assert [c['change_learning'] for c in tried] == [False, False, True]
+    assert [c['config'] for c in trained[:3]] == [cache.config, own, cache.config]
+    assert [(c['batches'], c['seconds']) for c in examined[:3]] == [(50, 40.), (9, 16.), (50, 40.)]
+    assert [(c['config'], c['batches'], c['seconds']) for c in tried[:2]] == [(own, 9, 2.),
         (cache.config, 50, 5.)]
     assert [(text(c['data']), c['config']) for c in cache.asked[:2]] == [
         (None, None), ('c', XTTSConfig().replace(data={'buckets': 2}))]
-    assert ran('diagnose --config none.yaml').code == 2 and len(bars) == 3
+    assert ran('diagnose --config none.yaml').code == 2 and len(bars) == 4
 
 def test_quick_fix(ran, behind, bars, home, cache):
     needs = [Need('disk', True, '9 GiB'), Need('memory', True, '8 GiB')]
     needed = behind('app.check.prerequisites', lambda **call: needs)
     train, changes = 'xtts-nb train --data my/cache', ['data.buckets: 3 -> 4']
     fixed = behind('app.check.quick_fix',
-                   lambda out, **call: {'changes': changes, 'verified_gain': 1.234,
+                   lambda out, seconds, **call: {'changes': changes, 'verified_gain': 1.234,
+                                        'verified': seconds > 20,
                                         'train': f'{train} --config {out}'})
     done = ran('quick-fix')
     assert done.out == ('fixed.yaml: data.buckets: 3 -> 4\nMeasured once more: 1.23 x.\n'
                         'xtts-nb train --data CACHE --config fixed.yaml\n')
     assert done.err == 'ok   disk: 9 GiB\nok   memory: 8 GiB\n' and bars == [('start', {})]
     more = '--config f.yaml --data c --out o.yaml --batch-size 5 --num-batches 9 --seconds 16 --json'
-    assert ran(f'quick-fix {more}').json == {'changes': changes, 'verified_gain': 1.234,
+    assert ran(f'quick-fix {more}').json == {'changes': changes, 'verified_gain': 1.234, 'verified': False,
                                              'train': f'{train} --config o.yaml',
                                              'prerequisites': [vars(need) for need in needs]}
-    assert [(c['config'], text(c['out']), c['batches'], c['seconds']) for c in fixed] == [
+    assert [(c['config'], text(c['out']), c['batches'], c['seconds']) for c in fixed[:2]] == [
         (cache.config, 'fixed.yaml', 24, 40.),
         (XTTSConfig().replace(data={'buckets': 2, 'batch_size': 5}), 'o.yaml', 9, 16.)]
-    assert [{k: text(v) for k, v in call.items()} for call in needed] == [
+    assert [{k: text(v) for k, v in call.items()} for call in needed[:2]] == [
         {'data': None, 'config': None}, {'data': 'c', 'config': 'f.yaml'}]
+    unclear = ran('quick-fix --seconds 9 --change-learning').out
+    assert '\nMeasured once more: 1.23 x, which is not clearly faster.\n' in unclear
+    assert [c['change_learning'] for c in fixed] == [False, False, True]
     changes.clear()
     assert ran('quick-fix').out == 'Nothing was changed.\nxtts-nb train --data CACHE --config fixed.yaml\n'
     needs.append(Need('cache', False, 'is gone'))
     done = ran('quick-fix')
     assert (done.code, done.said) == (2, ['xtts-nb: quick-fix: cache: is gone']) and 'FAIL cache' in done.err
-    assert len(fixed) == 3
+    assert len(fixed) == 4
 
 def test_bench_diagnose(ran, behind, bars):
     rows = [{'name': 'a patient'}]

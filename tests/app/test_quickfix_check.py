@@ -9,9 +9,10 @@ import yaml
 
 from process import tree, xtts_nb
 from xtts_nb.app import check
+from xtts_nb.bench import Arm
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.app.check import (
-    apply_settings, cache_for, change_for, changed_keys, prerequisites, seconds_per_clip)
+    LEARNING, apply_settings, cache_for, change_for, changed_keys, prerequisites)
 
 TINY = XTTSConfig.tiny()
 
@@ -146,13 +147,6 @@ def test_the_keys_that_differ():
                                          f'data.batch_size: {TINY.data.batch_size} -> 99']
     assert changed_keys(after, after) == []
 
-def test_the_time_of_a_clip(behind):
-    behind('app.check.training', lambda cache, config: (cache, config))
-    timed = behind('app.check.compare_loops', {'it': 0.25})
-    assert seconds_per_clip('a cache', TINY, 9, 3.) == 0.25
-    assert [*timed[0].values()] == [{'it': ('a cache', TINY)}, 9, 3.]
-
-
 # --- trying, writing, proving -------------------------------------------------------------------------------
 
 class Verdict(list):
@@ -162,52 +156,70 @@ class Verdict(list):
 
 def finding(name): return SimpleNamespace(disease=name, remedy=f'remedy of {name}', predicted_gain=2.)
 
-TRIED = {'helps': {'data': {'batch_size': 7, 'buckets': 3}}, 'hardly': {'data': {'reference_frames': 48}},
-         'by hand': None,
-         'too much': {'training': {'precision': 'bfloat16'}}, 'no key': {'training': {'ema': 0.5}},
+TRIED = {'helps': {'data': {'num_workers': 7, 'buckets': 3}}, 'hardly': {'data': {'reference_frames': 48}},
+         'by hand': None, 'more rows': {'data': {'batch_size': 9}},
+         'too much': {'training': {'gradient_checkpointing': True}}, 'no key': {'training': {'ema': 0.5}},
          'again': {'data': {'num_workers': 3}}}
 
-def test_remedies_are_kept_if_they_gain_more_than_5_percent(behind, monkeypatch):
-    said, timed = [], []
-    def seconds(cache, config, batches, seconds):
-        timed.append((cache, batches, seconds))
-        if config.training.precision == 'bfloat16': raise tf.errors.ResourceExhaustedError(None, None,
-            'no memory\nmore')
+@pytest.fixture
+def timed(behind):
+    "Trainings whose time a clip takes follows from their settings; the two that were compared."
+    compared = []
+    def seconds(config):
+        if config.training.gradient_checkpointing:
+            raise tf.errors.ResourceExhaustedError(None, None, 'no memory\nmore')
         if config.training.ema: raise UserError('cannot be\nmore')
-        base = 1.05 if config.data.batch_size == 7 else 2.1
-        if config.data.num_workers == 3: return base / 1.06
-        return 1. if config.data.reference_frames == 48 else base
-    monkeypatch.setattr(check, 'seconds_per_clip', seconds)
+        base = {7: 1.05, 3: 1.05 / 1.06}.get(config.data.num_workers, 2.1)
+        return 1. if config.data.reference_frames == 48 else base / config.data.batch_size
+    def compare_loops(loops, **how):
+        compared.append((*(config for config, _ in loops.values()), *how.values()))
+        return {name: Arm(name, [seconds(config)]) for name, (config, _) in loops.items()}
+    behind('app.check.training', lambda cache, config: (config, 'step'))
+    behind('app.check.compare_loops', compare_loops)
     behind('app.check.change_for', lambda finding, verdict, config: TRIED[finding.disease])
-    config, trials = apply_settings('a cache', TINY, Verdict(map(finding, TRIED)), 9, 3., said.append)
-    assert config == TINY.replace(data={'batch_size': 7, 'buckets': 3, 'num_workers': 3})
-    assert [(t.disease, t.measured_gain and round(t.measured_gain, 4), t.kept) for t in trials] == [
-        ('helps', 2., True), ('hardly', 1.05, False), ('by hand', None, False), ('too much', None, False),
-        ('no key', None, False),
-        ('again', 1.06, True)]
-    assert [t.remedy for t in trials[:3]] == ['data.batch_size = 7, data.buckets = 3',
-                                              'data.reference_frames = 48', 'remedy of by hand']
-    assert all(t.predicted_gain == 2. for t in trials)
-    assert timed == [('a cache', 9, 3.)] * 6   # the unchanged settings, once
-    assert [line for line in said if 'predicted' not in line] == ['too much: no memory', 'no key: cannot be']
-    assert len(said) == 8
+    return compared
 
-@pytest.mark.parametrize('change', [{}, {'data': {'batch_size': 7}}])
-def test_faster_settings_are_written_and_verified(behind, monkeypatch, tmp_path, change):
+@pytest.mark.parametrize('change_learning', [False, True])
+def test_remedies_are_kept_if_they_are_clearly_faster(timed, change_learning):
+    said, one = [], TINY.replace(data={'batch_size': 1, 'reference_frames': 40})
+    config, trials = apply_settings('a cache', one, Verdict(map(finding, TRIED)), 9, 3., said.append,
+                                    change_learning)
+    rows = 9 if change_learning else 1
+    assert config == one.replace(data={'num_workers': 3, 'buckets': 3, 'batch_size': rows})
+    assert [(t.disease, t.measured_gain and round(t.measured_gain, 4), t.kept) for t in trials] == [
+        ('helps', 2., True), ('hardly', 1.05, False), ('by hand', None, False),
+        ('more rows', 9. if change_learning else None, change_learning), ('too much', None, False),
+        ('no key', None, False), ('again', 1.06, True)]
+    assert [t.remedy for t in trials[:4]] == ['data.num_workers = 7, data.buckets = 3',
+                                              'data.reference_frames = 48', 'remedy of by hand',
+                                              'data.batch_size = 9']
+    assert [t.alters for t in trials if t.alters] == ([] if change_learning else ['data.batch_size'])
+    assert all(t.predicted_gain == 2. for t in trials)
+    with_seven = one.replace(data={'num_workers': 7, 'buckets': 3})
+    assert timed[:2] == [(one, with_seven, 9, 3.),   # against what was kept so far, in one run
+                         (with_seven, with_seven.replace(data={'reference_frames': 48}), 9, 3.)]
+    assert [line for line in said if 'predicted' not in line] == ['too much: no memory', 'no key: cannot be']
+    assert len(said) == 9
+
+def test_the_keys_that_change_what_is_learned():
+    known = {f'{section}.{key}' for section, keys in TINY.model_dump().items() for key in keys}
+    assert set(LEARNING) == {'data.batch_size', 'training.precision'} <= known
+
+@pytest.mark.parametrize('change', [{}, {'data': {'num_workers': 7}}])
+def test_faster_settings_are_written_and_verified(behind, timed, tmp_path, change):
     cache, out, faster, said = SimpleNamespace(folder='/c'), tmp_path / 'o.yaml', TINY.replace(**change), []
-    behind('app.check.training', ('data', 'step'))
-    looked, timed = behind('app.check.diagnose', Verdict()), behind('app.check.seconds_per_clip',
-        lambda config, **call: 3. if config == TINY else 2.3)
+    looked = behind('app.check.diagnose', Verdict())
     tried = behind('app.check.apply_settings', (faster, [SimpleNamespace(disease='x')]))
     result = check.quick_fix(cache, TINY, out, 9, 16., said.append)
-    changes = [f'data.batch_size: {TINY.data.batch_size} -> 7'] * bool(change)
-    end = {'verified_gain': 1.3, 'config': str(out),
+    changes = [f'data.num_workers: {TINY.data.num_workers} -> 7'] * bool(change)
+    end = {'verified_gain': 2., 'verified': True, 'config': str(out),
            'train': f'xtts-nb train --data /c --config {out}'} if change else {
-        'verified_gain': None, 'config': None, 'train': 'xtts-nb train --data /c'}
+        'verified_gain': None, 'verified': None, 'config': None, 'train': 'xtts-nb train --data /c'}
     assert result == {'diagnosis': {'findings': 0}, 'trials': [{'disease': 'x'}], 'changes': changes} | end
     assert out.exists() == bool(change) and said == ['THE VERDICT']
-    assert looked == [{'dataset': 'data', 'step': 'step', 'batches': 9, 'seconds': 16.}]
-    assert [(c['batches'], c['seconds']) for c in tried + timed] == [(9, 2.)] * (3 if change else 1)
+    assert [(c['batches'], c['seconds']) for c in looked + tried] == [(9, 16.), (9, 2.)]
+    assert [c[2:] for c in timed] == [(9, 2.)] * bool(change)
+    assert (looked[0]['dataset'], tried[0]['change_learning']) == (TINY, False)
     if not change: return
     assert XTTSConfig.load(out) == faster
     with pytest.raises(UserError, match='already exists; choose another name'): check.quick_fix(cache,

@@ -11,11 +11,12 @@ import pytest
 import tensorflow as tf
 from clock import Clock
 
+from xtts_nb.bench import Arm
 from xtts_nb.monitor import diagnose as costs, diagnose as rules, diagnose as diagnosis
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor.diagnose import (
     MIN_GAIN, Diagnosis, Finding, Measured, RemedyTrial, _ranked, _shares, apply_remedies, compare_loops,
-    diagnose)
+    diagnose, measured_gain)
 from xtts_nb.monitor.loop import tf_sleep, stages
 
 setup_tf(threads=2)
@@ -153,17 +154,28 @@ def test_a_diagnosis_in_text_markdown_and_json():
 
 # Remedies
 
-def test_trainings_take_turns_and_the_best_round_counts_by_row(monkeypatch):
-    asked, first, periods = [], [], iter([8., 3., 4., 6.])
+def test_trainings_take_turns_and_each_round_counts_by_row(monkeypatch):
+    asked, first, periods = [], [], iter([8., 3., 4., 6., 2., 5.])
     def run_iterations(batches, step, at_most, seconds): asked.append((step, at_most, seconds))
     monkeypatch.setattr(diagnosis, 'run_iterations', run_iterations)
     monkeypatch.setattr(diagnosis, 'first_step', lambda step, batch: first.append((step, batch)))
     monkeypatch.setattr(diagnosis, 'period', lambda some: next(periods))
     rows = tf.data.Dataset.from_tensors(tf.ones((4, 2)))
     # a has 4 rows, those of b are unknown
-    assert compare_loops({'a': (rows, 'A'), 'b': ([7], 'B')}, 9, 5.) == {'a': 1., 'b': 3.}
-    assert asked == [('A', 9, 5.), ('B', 9, 5.)] * 2
+    arms = {'a': Arm('a', [2., 1., .5]), 'b': Arm('b', [3., 6., 5.])}
+    assert compare_loops({'a': (rows, 'A'), 'b': ([7], 'B')}, 9, 5.) == arms
+    assert asked == [('A', 9, 5.), ('B', 9, 5.)] * 3
     assert [step for step, _ in first] == ['A', 'B'] and first[1][1] == 7
+
+
+@pytest.mark.parametrize('now, then, gain, clear', [
+    ([3., 3., 3.], [2., 2., 2.], 1.5, True), ([1.05] * 3, [1.] * 3, 1.05, False),
+    ([1.06] * 3, [1.] * 3, 1.06, True),
+    ([2., 4., 8.], [1., 2., 4.], 2., True),         # the machine became slower, for both
+    ([2., 2., 1.], [1., 1., 1.], 2., False),        # not faster in each round
+    ([9., 1., 1.], [1., 1., 1.1], 1., False)])      # one slow round before is no gain
+def test_a_gain_is_clear_if_every_round_shows_it(now, then, gain, clear):
+    assert measured_gain(Arm('now', now), Arm('then', then)) == (gain, clear)
 
 
 @pytest.mark.parametrize('gain, kept, line', [
@@ -175,6 +187,9 @@ def test_a_trial_in_a_line(gain, kept, line):
     assert trial.line() == line and len({trial, trial}) == 1
     failed = RemedyTrial('a', 'b', 2., None, False, 'TypeError')
     assert failed.line() == 'a: b; predicted 2.00 x, failed (TypeError)'
+    left = RemedyTrial('a', 'b', 2., None, False, alters='the batch size')
+    assert left.line() == ('a: b; predicted 2.00 x, not tried, because it changes what is learned: '
+                           'the batch size')
 
 
 @pytest.mark.parametrize('cure, now, measured_gain, kept', [
@@ -184,13 +199,24 @@ def test_a_trial_in_a_line(gain, kept, line):
     (lambda d, s: (d, None), 2., 2., True)])
 def test_a_remedy_is_kept_where_it_helps(monkeypatch, cure, now, measured_gain, kept):
     compared, said = [], []
-    def compare_loops(*what): compared.append(what); return {'now': now, 'then': 1.}
+    def compare_loops(*what): compared.append(what); return {'now': Arm('', [now]), 'then': Arm('', [1.])}
     monkeypatch.setattr(diagnosis, 'compare_loops', compare_loops)
     dataset, step, (trial,) = apply_remedies('data', 'step', [finding('a', 2., cure)], 8, 3., said.append)
     assert trial == RemedyTrial('a', 'do a', 2., measured_gain, kept) and said == [trial.line()]
     assert (dataset, step) == (cure('data', 'step') if kept else ('data', 'step'))
     assert compared == ([] if measured_gain is None else [({'now': ('data', 'step'),
                                                             'then': cure('data', 'step')}, 8, 3.)])
+
+
+@pytest.mark.parametrize('change_learning', [False, True])
+def test_what_is_learned_is_changed_only_on_request(change_learning):
+    data, cure = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat(), lambda d, s: (d, fast)
+    slow = tf.function(lambda b: tf_sleep(20_000, tf.reduce_sum(b)))
+    fast = tf.function(lambda b: tf.reduce_sum(b))
+    larger = Finding('tiny batch', 'why', 'more rows', 2., cure, 'the batch size')
+    _, step, (trial,) = apply_remedies(data, slow, [larger], 8, .2, lambda line: None, change_learning)
+    assert (step is fast) == trial.kept == (trial.measured_gain is not None) == change_learning
+    assert trial.alters == ('' if change_learning else 'the batch size')
 
 
 def test_a_remedy_is_tried_on_what_earlier_ones_left():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from xtts_nb.bench import Arm
 from xtts_nb.monitor import patients, loop as phases
 from xtts_nb.config import setup_tf, UserError
 from xtts_nb.monitor.patients import (
@@ -339,7 +340,7 @@ def test_a_patient_in_a_row(monkeypatch, found, healthy, row):
         return Verdict(Finding(disease, '', '', gain) for disease, gain in found)
     def compare_loops(loops, batches, seconds):
         asked.append((loops, batches, seconds))
-        return {'sick': .683, 'cured': .5}
+        return {'sick': Arm('', [.5, .683, .9]), 'cured': Arm('', [.5])}
     monkeypatch.setattr(patients, 'diagnose', diagnose)
     monkeypatch.setattr(patients, 'compare_loops', compare_loops)
     patient = Patient('name', None if healthy else 'slow', lambda: ('data', 1),

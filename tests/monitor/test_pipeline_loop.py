@@ -136,7 +136,8 @@ def test_tensorflow_sleeps_twice_half_of_the_time(monkeypatch):
 def calls_in(dataset) -> dict:
     "The fixed number of calls of each operation in the graph that has one."
     graph = dataset_graph(dataset)
-    constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node if n.op == 'Const' and n.attr['dtype'].type == tf.int64.as_datatype_enum}
+    constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node
+                 if n.op == 'Const' and n.attr['dtype'].type == tf.int64.as_datatype_enum}
     return {n.op: int(constants[n.input[CALLS_INPUT[n.op]]]) for n in graph.node if n.op in CALLS_INPUT}
 
 

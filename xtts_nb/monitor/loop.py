@@ -259,8 +259,8 @@ def with_parallel_calls(
     number = graph.node.add(name='calls', op='Const')
     number.attr['value'].tensor.CopyFrom(tf.make_tensor_proto(calls, tf.int64))
     number.attr['dtype'].type = tf.int64.as_datatype_enum
-    constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node
-                 if n.op == 'Const' and n.attr['dtype'] == number.attr['dtype']}   # others are resources, texts
+    constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node   # not resources, texts
+                 if n.op == 'Const' and n.attr['dtype'] == number.attr['dtype']}
     for node in graph.node:
         if node.op == 'MapDataset' and not above:   # makes one call at a time
             node.op = 'ParallelMapDatasetV2'

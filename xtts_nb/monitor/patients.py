@@ -375,7 +375,7 @@ def run_patient(
            'right': found == patient.disease, 'predicted': None, 'measured': None, 'true': None}
     if patient.cured:
         each = compare_loops({'sick': patient.sick(), 'cured': patient.cured()}, batches, seconds / 4)
-        gain = each['sick'] / each['cured']
+        gain = each['sick'].per_item / each['cured'].per_item
         predicted = next((f.predicted_gain for f in verdict if f.disease == patient.disease), None)
         row |= {'predicted': predicted and round(predicted, 2), 'measured': round(gain, 2),
                 'true': bool(predicted) and abs(predicted / gain - 1) <= 0.3}
