@@ -125,6 +125,24 @@ EDGES = {   # key: values that are let in, and those just beyond
     'voice.reference_seconds': ([0.5], [0.4]), 'voice.learning_rate': ([0.1], [0])}
 EDGES |= {f'voice.{name}_weight': ([0], [-1]) for name in ('mel', 'adversarial', 'feature', 'speaker')}
 
+@pytest.mark.parametrize('text, value', [
+    ('auto', 'auto'), ('on', True), ('off', False), ('true', True), ('false', False), ('"on"', True),
+    ('"off"', False), ('1', True), ('0', False)])
+def test_xla_is_switched_on_off_or_left_to_the_machine(tmp_path, text, value):
+    (tmp_path / 'run.yaml').write_text(f'training: {{enable_xla_compilation: {text}}}')
+    config = XTTSConfig.load(tmp_path / 'run.yaml')
+    assert config.training.enable_xla_compilation is value or value == 'auto'
+    assert config.training.enable_xla_compilation == value
+    assert XTTSConfig().training.enable_xla_compilation == 'auto'
+    (tmp_path / 'again.yaml').write_text(config.to_yaml())
+    assert XTTSConfig.load(tmp_path / 'again.yaml') == config
+
+@pytest.mark.parametrize('value', ['maybe', 2, None, 0.5])
+def test_another_value_of_xla_is_named(value):
+    said = f"training.enable_xla_compilation: .*'auto', True or False; got {value!r}"
+    with pytest.raises(UserError, match=said):
+        XTTSConfig.from_dict({'training': {'enable_xla_compilation': value}})
+
 def test_values_are_let_in_up_to_the_edge():
     for key, (good, bad) in EDGES.items():
         for value in good + bad:

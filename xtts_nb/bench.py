@@ -69,13 +69,14 @@ class Comparison:
 def rows_markdown(rows: list[dict]) -> str:
     "Rows of a comparison as a Markdown table."
     heads = {'name': '', 'clips_per_s': 'clips/s', 'step_ms': 'ms per step', 'ratio': 'speed',
-             'spread': 'spread', 'au': 'AU', 'mfu': 'MFU', 'cv': 'variation',
+             'spread': 'spread', 'au': 'AU', 'mfu': 'MFU', 'cv': 'variation', 'limit_gflops': 'limit, GFLOP/s',
              'padding': 'padding', 'steps_per_s': 'steps/s at AU 99 %', 'tokens_per_s': 'codes/s',
              'rtf': 's of computing per s of sound', 'first_sound_ms': 'ms to the first sound',
              'first_s': 'first step', 'start_s': 's to the first update', 'cpu_ms': 'ms of CPU time',
              'emulated_au': 'AU, emulated'}
     show = {'clips_per_s': '{:,.1f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}',
-            'au': '{:.0%}', 'mfu': '{:.0%}', 'cv': '{:.1%}', 'padding': '{:.1%}', 'steps_per_s': '{:,.1f}',
+            'limit_gflops': '{:,.0f}', 'au': '{:.0%}', 'mfu': '{:.0%}',
+            'cv': '{:.1%}', 'padding': '{:.1%}', 'steps_per_s': '{:,.1f}',
             'tokens_per_s': '{:,.1f}', 'rtf': '{:.3f}', 'first_sound_ms': '{:,.0f}', 'first_s': '{:.1f} s',
             'emulated_au': '{:.0%}'}
     lines = ['| ' + ' | '.join(heads.get(k, k) for k in rows[0]) + ' |',

@@ -10,9 +10,10 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.app import check as page
-from xtts_nb.config import UserError, environment_number, setup_tf
+from xtts_nb.config import TrainingConfig, UserError, environment_number, setup_tf
 from xtts_nb.app.check import TFSettings, environment, settings_text, verify_settings, write_environment
 from xtts_nb.app.recipes import from_environment
+from xtts_nb.train.step import choose_xla
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_the_environment_of_the_default_settings(monkeypatch):
     cores = str(len(os.sched_getaffinity(0)))
     assert environment(TFSettings()) == {
         'TF_NUM_INTRAOP_THREADS': cores, 'TF_NUM_INTEROP_THREADS': cores, 'TF_FORCE_GPU_ALLOW_GROWTH': 'true',
-        'TF_XLA_FLAGS': '--tf_xla_auto_jit=2', 'XTTS_NB_XLA': 'true', 'XTTS_NB_PRECISION': 'bfloat16'}
+        'TF_XLA_FLAGS': '--tf_xla_auto_jit=2', 'XTTS_NB_XLA': 'auto', 'XTTS_NB_PRECISION': 'bfloat16'}
     monkeypatch.delattr(os, 'sched_getaffinity')
     monkeypatch.setattr(os, 'cpu_count', lambda: 77)
     assert environment(TFSettings())['TF_NUM_INTEROP_THREADS'] == '77'
@@ -166,7 +167,7 @@ def test_what_is_set_in_tensorflow(tensorflow):
         'memory growth GPU:0': (True, True, True),
         'allocator': ('bfc', 'bfc', True), 'XLA': (True, True, True),
         'precision': ('mixed_bfloat16', 'mixed_bfloat16', True)}
-    assert rows['XLA']['note'].startswith('on a CPU only where') and os.environ['XTTS_NB_XLA'] == 'true'
+    assert rows['XLA']['note'].startswith('on a CPU only where') and os.environ['XTTS_NB_XLA'] == 'auto'
     tensorflow.gpus, tensorflow.jit = ['GPU:0'], False
     rows = {row.pop('setting'): row for row in page.configure(1, 512, 'cuda_malloc_async', False, False)}
     assert tensorflow.set == {'setup': (1, 512), 'jit': False, 'policy': 'float32'}
@@ -212,7 +213,8 @@ def test_the_call_is_applied_and_read_back():
     (TFSettings(allocator='cuda_malloc_async'), 'Using CUDA Async Allocator', 'cuda_malloc_async', True)])
 def test_the_report_of_a_child(monkeypatch, settings, stderr, used, logs):
     ended, seen = SimpleNamespace(returncode=0, stderr=stderr), {}
-    ended.stdout = 'chatter\nmore\n' + json.dumps({'table': THREADS, 'xla': True, 'precision': 'bfloat16'})
+    ended.stdout = 'chatter\nmore\n' + json.dumps({
+        'table': THREADS, 'xla': (False, True, 'why'), 'precision': 'bfloat16'})
     monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', '2')
     run = lambda command, env, **how: seen.update(how, env=env, python=command[0]) or ended
     monkeypatch.setattr(page.subprocess, 'run', run)
@@ -223,7 +225,8 @@ def test_the_report_of_a_child(monkeypatch, settings, stderr, used, logs):
     assert 'PATH' in seen['env']
     assert {name: (row['got'], row['ok']) for name, row in rows.items()} == {
         'intra-op threads': (2, True), 'inter-op threads': (1, False), 'memory growth GPU:0': (True, True),
-        'allocator': (used, True), 'XLA': (True, True), 'precision': ('bfloat16', True)}
+        'allocator': (used, True), 'XLA': (True, False), 'precision': ('bfloat16', True)}
+    assert rows['XLA']['asked'] is False and rows['XLA']['note'] == 'of the training step: why'
     ended.returncode, ended.stderr = 1, 'a traceback\nthe reason\n'
     with pytest.raises(UserError, match='training with these settings fails: the reason$'):
         verify_settings(settings)
@@ -236,5 +239,7 @@ def test_the_report_of_a_child(monkeypatch, settings, stderr, used, logs):
 def test_a_child_trains_with_the_settings(settings):
     rows = {row['setting']: row for row in verify_settings(settings)}
     assert not [row for row in rows.values() if row['ok'] is False]
-    assert (rows['XLA']['got'], rows['precision']['got']) == (settings.xla, settings.precision)
+    chosen = choose_xla(TrainingConfig(enable_xla_compilation='auto' if settings.xla else False,
+                                       precision=settings.precision))[0]
+    assert (rows['XLA']['got'], rows['precision']['got']) == (chosen, settings.precision)
     if settings.threads: assert rows['intra-op threads']['got'] == settings.threads

@@ -82,14 +82,16 @@ def clock(monkeypatch):
     monkeypatch.setattr(page, 'time', clock)
     return clock
 
-@pytest.mark.parametrize('cards, n', [([], 1024), (['GPU:0'], 8192)])
-def test_the_ceiling_is_the_best_product_but_for_the_first(clock, monkeypatch, cards, n):
-    took, drawn = iter([1., 2., 4., 0.5]), []
-    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: cards)
-    monkeypatch.setattr(tf.random, 'normal', lambda shape: drawn.append(shape) or tf.ones((2, 2)))
+def test_the_ceiling_is_the_best_of_the_step_s_products_but_for_the_first(clock, monkeypatch):
+    "Eight products of (6, 16) and (16, 64) in 2 s."
+    took, products, multiply = iter([1., 2., 4., 0.5]), [], tf.matmul
+    noted = lambda a, b: products.append((a.shape, b.shape, a.dtype)) or multiply(a, b)
+    monkeypatch.setattr(tf, 'matmul', noted)
     monkeypatch.setattr(tf, 'function',
                         lambda f: lambda: setattr(clock, 'now', clock.now + next(took)) or f())
-    assert matmul_ceiling('float32', rounds=2) == n**3 and drawn == [(n, n)]   # 2 n^3 in 2 s
+    assert matmul_ceiling('bfloat16', 6, 16, rounds=2) == 8 * 2 * 6 * 16 * 64 / 2
+    up, down = ((6, 16), (16, 64), tf.bfloat16), ((6, 64), (64, 16), tf.bfloat16)
+    assert products == 3 * 4 * [up, down]
 
 class Timed:
     "A step that advances a clock by a number of seconds, which depends on the number of steps before."
@@ -124,7 +126,7 @@ def compared(quick, monkeypatch):
         fakes = {'step_modes': lambda config, start, modes: steps, 'compare': compare,
                  'first_steps': lambda steps, batch: {name: 1.234 + ('bf16' in name) for name in steps},
                  'emulated_use': lambda config: {'xla': 0.9},
-                 'matmul_ceiling': CEILINGS.get,
+                 'matmul_ceiling': lambda p, rows, width: CEILINGS[p] * (rows == 4 * 22) * width / 64,
                  'step_flops': lambda config, rows, text, codes: FLOPS * (rows == 4) * text * codes,
                  'loop_seconds': lambda step, *_: (looped, 2), 'trace_count': lambda step: 9,
                  'coqui_step': lambda python, config, text, codes: nullcontext(peer)}
@@ -137,9 +139,9 @@ LOSSES = {name: 1.01 if 'bf16' in name else 1. for name in ARMS}
 def test_rows_of_the_comparison(compared):
     "4 clips in 0.15 s; 48 MFLOP; 4 latents, 6 text tokens and 8 codes, with START and STOP of both."
     row = {'step_ms': 150., 'clips_per_s': 26.667, 'au': 0.882, 'mfu': 3.2, 'positions': 22, 'dropout': 0.,
-           'traces': 9, 'syncs': 2, 'first_s': 1.23,
+           'limit_gflops': 0.1, 'traces': 9, 'syncs': 2, 'first_s': 1.23,
            'emulated_au': None}
-    half = row | {'mfu': 1.067, 'first_s': 2.23}
+    half = row | {'mfu': 1.067, 'limit_gflops': 0.3, 'first_s': 2.23}
     apart = dict.fromkeys(('au', 'traces', 'syncs', 'first_s'))
     rows = compared(LOSSES, 0.17, lambda: {'loss': 0., 'positions': 22, 'dropout': 0.})
     assert rows['xla'].pop('emulated_au') == 0.9

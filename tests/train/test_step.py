@@ -1,4 +1,5 @@
 "One update: the same in parts, without what is not finite, in any precision, and compiled where it can be."
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ from xtts_nb.config import TrainingConfig
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.layers import fold_seed
 from xtts_nb.models.xtts import POLICIES, token_counts
+from xtts_nb.train import step as step_page
 from xtts_nb.train.step import (
-    MODES, CompiledStep, Update, _refused_operation, check_modes_agree, compile_step, first_steps, mode_line,
-    random_batch, step_before_after, step_modes)
+    MODES, CompiledStep, Update, _refused_operation, bfloat16_units, check_modes_agree, choose_xla,
+    compile_step, first_steps, mode_line, random_batch, step_before_after, step_modes)
 from xtts_nb.monitor.loop import trace_count
 
 
@@ -269,7 +271,9 @@ def test_the_promises_beside_a_record(device, more, verdicts):
     assert drawn['with_promises'](None).startswith('No quiet record')
 
 @pytest.mark.parametrize('flags, compiled, line', [
-    ({}, True, 'with XLA'), ({'enable_xla_compilation': False}, False, 'without XLA'),
+    ({}, True, 'with XLA JIT compilation (the choice for float32 on this CPU)'),
+    ({'enable_xla_compilation': 'on'}, True, 'with XLA JIT compilation (as training.enable_xla'),
+    ({'enable_xla_compilation': False}, False, 'without XLA (as training.enable_xla_compilation says)'),
     ({'enable_graph_mode': False}, None, 'Eager'),
     ({'enable_graph_mode': False, 'enable_xla_compilation': False}, None, 'Eager'),
     ({'enable_eager_debug': True}, None, 'Eager'),
@@ -284,6 +288,36 @@ def test_the_three_switches(flags, compiled, line):
     assert float(made(tf.constant(1.))) == 2 and inside == [compiled is None]
     assert compiled is None or made.graph._jit_compile == compiled
     assert line in mode_line(training)
+
+@pytest.mark.parametrize('setting, precision, gpus, units, xla, why', [
+    ('auto', 'float32', [], True, True, 'the choice for float32 on this CPU'),
+    ('auto', 'float16', [], True, True, 'the choice for float16 on this CPU'),
+    ('auto', 'bfloat16', [], True, False, 'this CPU multiplies in bfloat16, XLA would multiply in float32'),
+    ('auto', 'bfloat16', [], False, True, 'the choice for bfloat16 on this CPU'),
+    ('auto', 'bfloat16', ['GPU:0'], True, True, 'on a GPU it makes fewer kernels'),
+    (True, 'bfloat16', [], True, True, 'as training.enable_xla_compilation says'),
+    (False, 'float32', ['GPU:0'], True, False, 'as training.enable_xla_compilation says')])
+def test_xla_is_chosen_by_device_and_precision(monkeypatch, setting, precision, gpus, units, xla, why):
+    monkeypatch.setattr(tf.config, 'get_visible_devices', lambda kind: gpus if kind == 'GPU' else None)
+    monkeypatch.setattr(step_page, 'bfloat16_units', lambda: units)
+    training = TrainingConfig(enable_xla_compilation=setting, precision=precision)
+    assert choose_xla(training) == (xla, why) and f'({why})' in mode_line(training)
+    assert compile_step(lambda x: x, training).graph._jit_compile == xla
+
+@pytest.mark.parametrize('text, found', [
+    ('flags\t: fpu avx512_bf16 avx\nflags\t: fpu\n', True), ('model name: x\nflags : amx_bf16\n', True),
+    ('flags : fpu avx512f bf16\n', False), ('Features : bf16\n', False), (None, False)])
+def test_whether_a_cpu_multiplies_in_bfloat16(tmp_path, text, found):
+    if text: (tmp_path / 'cpuinfo').write_text(text)
+    assert bfloat16_units(tmp_path / 'cpuinfo') == found
+
+def test_xla_turns_products_in_bfloat16_into_float32_ones_on_a_cpu():
+    "The reason of the choice: as soon as this fails, measure the modes again."
+    product = tf.function(lambda a: tf.reduce_max(tf.matmul(a, a)), jit_compile=True)
+    a = tf.ones((64, 64), tf.bfloat16)
+    program = product.experimental_get_compiler_ir(a)(stage='optimized_hlo')
+    kinds = re.findall(r'= (\w+)\[64,64\]\S* (?:dot|custom-call|fusion)\(', program)
+    assert 'f32' in kinds, program
 
 def test_every_mode_has_its_line():
     assert len({mode_line(TrainingConfig(**flags)) for flags in MODES.values()}) == 3

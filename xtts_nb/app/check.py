@@ -46,7 +46,7 @@ from ..monitor.diagnose import (
     compare_loops, diagnose, Diagnosis, Finding, measured_gain, RemedyTrial)
 from ..monitor.loop import to_device, trace_count
 from ..sampler import best_probe, nvml_probe, Sampler, summarise
-from ..train.step import compile_step, random_batch, step_modes, Update
+from ..train.step import choose_xla, compile_step, random_batch, step_modes, Update
 from ..train.trainer import Trainer
 
 # %% ../../nbs/app/check.ipynb #d488304c
@@ -85,7 +85,7 @@ def environment(settings: TFSettings) -> dict[str, str]:
     flags = [flag for flag in os.environ.get('TF_XLA_FLAGS', '').split() if 'tf_xla_auto_jit' not in flag]
     if settings.xla: flags.append('--tf_xla_auto_jit=2')   # on a GPU, also functions without jit_compile
     out['TF_XLA_FLAGS'] = ' '.join(flags)
-    return out | dict(zip(ENVIRONMENT, (str(settings.xla).lower(), settings.precision)))
+    return out | dict(zip(ENVIRONMENT, ('auto' if settings.xla else 'false', settings.precision)))
 
 # %% ../../nbs/app/check.ipynb #2c25b6ba
 def write_environment(
@@ -162,7 +162,8 @@ def settings_in_use() -> dict:
     gpt = GPT(config, 5, dtype=POLICIES[config.training.precision])
     step = compile_step(Update(gpt, config.training), config.training)
     loss = float(step(random_batch(config, 12, 20), tf.constant(0))['loss'])
-    return {'table': table, 'xla': step.xla, 'precision': gpt.compute_dtype, 'loss': loss}
+    chosen, why = choose_xla(config.training)
+    return {'table': table, 'xla': (chosen, step.xla, why), 'precision': gpt.compute_dtype, 'loss': loss}
 
 def verify_settings(settings: TFSettings) -> list[dict]:   # rows as of `configure`
     "Train for one update in a child process that gets these settings as environment variables; what it used."
@@ -177,7 +178,7 @@ def verify_settings(settings: TFSettings) -> list[dict]:   # rows as of `configu
     got = json.loads(child.stdout.splitlines()[-1])
     used = 'cuda_malloc_async' if 'async allocator' in child.stderr.lower() else 'bfc'
     return [*_thread_rows(settings, got['table']), *_memory_rows(settings, got['table'], used),
-            _row('XLA', settings.xla, got['xla'], 'of the training step'),
+            _row('XLA', *got['xla'][:2], f'of the training step: {got["xla"][2]}'),
             _row('precision', settings.precision, got['precision'], 'of the products')]
 
 # %% ../../nbs/app/check.ipynb #36bdfba1

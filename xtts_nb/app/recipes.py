@@ -101,8 +101,8 @@ def gpu_preset(
 LEVELS = {
     'basic': {'training.enable_xla_compilation': False, 'training.precision': 'float32',
               'training.schedule': 'constant', 'training.ema': 0.},
-    'enhanced': {'training.enable_xla_compilation': True, 'training.schedule': 'cosine'},
-    'experimental': {'training.enable_xla_compilation': True, 'training.schedule': 'cosine',
+    'enhanced': {'training.enable_xla_compilation': 'auto', 'training.schedule': 'cosine'},
+    'experimental': {'training.enable_xla_compilation': 'auto', 'training.schedule': 'cosine',
                      'training.precision': 'bfloat16', 'training.ema': 0.999}}
 
 def optimization_level(name: str) -> dict:

@@ -106,7 +106,7 @@ class Listener:
         sampling = s.temperature, s.top_k, s.top_p, s.repetition_penalty
         self._speak = tf.function(lambda text, length, reference: generate(
             gpt, text, length, gpt.conditioning(reference), most, *sampling),
-                                  jit_compile=config.training.enable_xla_compilation)
+                                  jit_compile=bool(config.training.enable_xla_compilation))
         self.recorded, self.judge = self._mels(batch['codes'], batch['code_length']), judge
         self.sounds_recorded = self._sounds(self.recorded) if judge else []
 

@@ -334,7 +334,8 @@ class Feed:
         check_no_codes(cache)
         self.cache, self.config, self.devices, self.ring, self.threads = cache, config, devices, ring, threads
         with tf.device(devices.data): self.dvae = load_dvae(cache.folder / 'dvae.safetensors', config)
-        self.finish = compile_step(lambda batch: finish_batch(batch, self.dvae, config), config.training)
+        training = config.training.model_copy(update={'precision': 'float32'})   # that of the DVAE
+        self.finish = compile_step(lambda batch: finish_batch(batch, self.dvae, config), training)
         self.latest, self.outputs = None, {}
 
     @property

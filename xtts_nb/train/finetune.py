@@ -37,7 +37,7 @@ from ..models.gpt import GPT
 from ..models.xtts import forward_numbers, POLICIES, XTTS
 from ..monitor.loop import to_device
 from ..sampler import visible_cards
-from .step import compile_step, put_back, random_batch, Update
+from .step import choose_xla, compile_step, put_back, random_batch, Update
 from .trainer import Trainer
 
 # %% ../../nbs/train/finetune.ipynb #ea4477ca
@@ -300,7 +300,7 @@ def memory_needs(
     at_once = config.data.batch_size // training.accumulation
     moments, means = 8. * moving, 4. * moving * (training.ema > 0)
     # on a CPU XLA writes beside the old values
-    anew = training.enable_xla_compilation and not tf.config.list_physical_devices('GPU')
+    anew = choose_xla(training)[0] and not tf.config.list_physical_devices('GPU')
     return {'weights': 4. * (all_['GPT'] + all_['DVAE']), 'copies of weights': copies,
             'gradients': 4. * moving * (1 + (training.accumulation > 1)), 'moments': moments,
             'mean weights': means,

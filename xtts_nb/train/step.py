@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['Schedule', 'DECAYED', 'MODES', 'random_batch', 'Update', 'Noam', 'learning_rate', 'Assignable', 'AdamW',
-           'make_optimizer', 'CompiledStep', 'compile_step', 'mode_line', 'step_modes', 'check_modes_agree',
-           'first_steps', 'step_before_after', 'LossScale', 'put_back', 'averaged']
+           'make_optimizer', 'bfloat16_units', 'choose_xla', 'CompiledStep', 'compile_step', 'mode_line', 'step_modes',
+           'check_modes_agree', 'first_steps', 'step_before_after', 'LossScale', 'put_back', 'averaged']
 
 # %% ../../nbs/30_trainer_xla.ipynb #ddc9afc7
 import re
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -195,6 +196,22 @@ def make_optimizer(
     return optimizer
 
 # %% ../../nbs/30_trainer_xla.ipynb #7e08859e
+def bfloat16_units(cpu: str = '/proc/cpuinfo') -> bool:
+    "Whether the CPU has instructions for products in bfloat16, AMX or AVX-512 BF16."
+    try: text = Path(cpu).read_text(encoding='utf-8', errors='replace')
+    except OSError: return False
+    flags = next((line.split() for line in text.splitlines() if line.startswith('flags')), [])
+    return bool({'amx_bf16', 'avx512_bf16'} & {*flags})
+
+def choose_xla(training: TrainingConfig) -> tuple[bool, str]:   # whether, and why
+    "Whether XLA compiles the graph: as set, else where it is no slower than the graph alone."
+    if training.enable_xla_compilation != 'auto':
+        return training.enable_xla_compilation, 'as training.enable_xla_compilation says'
+    if tf.config.get_visible_devices('GPU'): return True, 'on a GPU it makes fewer kernels'
+    if training.precision == 'bfloat16' and bfloat16_units():
+        return False, 'this CPU multiplies in bfloat16, XLA would multiply in float32'
+    return True, f'the choice for {training.precision} on this CPU'
+
 class CompiledStep:
     "`step` as a graph, compiled by XLA if `xla` is set and XLA can compile it."
     def __init__(self, step, xla: bool):
@@ -218,16 +235,17 @@ def _refused_operation(message: str) -> str:
 def compile_step(step, training: TrainingConfig):
     "`step` in the mode that the three switches of the training section select."
     if training.enable_eager_debug or not training.enable_graph_mode: return step
-    return CompiledStep(step, training.enable_xla_compilation)
+    return CompiledStep(step, choose_xla(training)[0])
 
 def mode_line(training: TrainingConfig) -> str:
     "What `compile_step` does, in one line."
     if training.enable_eager_debug or not training.enable_graph_mode:
         return 'Eager mode: op by op, for debugging'
-    xla = 'with XLA JIT compilation' if training.enable_xla_compilation else 'without XLA'
-    return f'Graph mode ENABLED {xla}'
+    xla, why = choose_xla(training)
+    return f'Graph mode ENABLED {"with XLA JIT compilation" if xla else "without XLA"} ({why})'
 
-MODES = {'eager': {'enable_graph_mode': False}, 'graph': {'enable_xla_compilation': False}, 'xla': {}}
+MODES = {'eager': {'enable_graph_mode': False}, 'graph': {'enable_xla_compilation': False},
+         'xla': {'enable_xla_compilation': True}}
 
 # %% ../../nbs/30_trainer_xla.ipynb #b7820ba3
 def step_modes(
