@@ -69,8 +69,9 @@ class Comparison:
 def rows_markdown(rows: list[dict]) -> str:
     "Rows of a comparison as a Markdown table."
     heads = {'name': '', 'clips_per_s': 'clips/s', 'step_ms': 'ms per step', 'ratio': 'speed',
-             'spread': 'spread', 'au': 'AU', 'mfu': 'MFU', 'cv': 'variation', 'limit_gflops': 'limit, GFLOP/s',
-             'padding': 'padding', 'steps_per_s': 'steps/s at AU 99 %', 'tokens_per_s': 'codes/s',
+             'spread': 'spread', 'au': 'AU', 'mfu': 'MFU', 'limit_gflops': 'limit, GFLOP/s',
+             'cv': 'variation', 'padding': 'padding', 'steps_per_s': 'steps/s at AU 99 %',
+             'tokens_per_s': 'codes/s',
              'rtf': 's of computing per s of sound', 'first_sound_ms': 'ms to the first sound',
              'first_s': 'first step', 'start_s': 's to the first update', 'cpu_ms': 'ms of CPU time',
              'emulated_au': 'AU, emulated'}
