@@ -1,5 +1,10 @@
-"""`xtts-nb` in this process, or in processes of its own: run to the end, interrupted at a stage, killed."""
+"""`xtts-nb` in this process, or in processes of its own: run to the end, interrupted at a stage, killed.
+
+A process of its own is forked from a server that has imported TensorFlow and the library but run no op: the
+import takes longer than most tests. A test of the start itself asks for a `cold` one."""
+import atexit
 import json
+import multiprocessing
 import os
 import pty
 import re
@@ -8,14 +13,20 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 
 import pytest
+import tree as repository
 import typer
 
 from xtts_nb.app import cli
 
-COMMAND = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()']
+PROGRAM = 'from xtts_nb.app.cli import main; main()'
+COMMAND = [sys.executable, '-c', PROGRAM]
 
 
 @dataclass
@@ -74,22 +85,128 @@ def check_bounds(
             parsed(f'{line} {outside}')
 
 
-def xtts_nb(*arguments, cwd=None, before=None, timeout=300) -> Done:
-    "Run a command to its end; `before` is called in the child."
-    done = subprocess.run([*COMMAND, *map(str, arguments)], cwd=cwd, env=environment(), preexec_fn=before,
-                          timeout=timeout, capture_output=True, text=True, encoding='utf-8')
-    return Done(done.returncode, done.stdout, done.stderr)
+# --- processes forked from one that has imported everything -------------------------------------------------
+
+@cache
+def _server():
+    "The context of the fork server, which starts with the first process of a session."
+    context = multiprocessing.get_context('forkserver')
+    library = [f'xtts_nb.{name}' for name in repository.modules()]
+    context.set_forkserver_preload(['pytest', 'typer', 'tensorflow', 'keras', 'matplotlib.pyplot', *library])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('TF_CPP_MIN_LOG_LEVEL', '3')   # as the start of a command sets it
+        forkserver.ensure_running()
+    return context
+
+
+def _run(
+    code: str, arguments: list[str], cwd: str, env: dict,
+    streams: tuple,    # connections in place of stdin, stdout and stderr; None: /dev/null
+    before,            # called first
+):
+    "What a forked process does: take its streams, folder and environment, and run `code` as `python -c`."
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd, stream in enumerate(streams):
+        os.dup2(stream.fileno() if stream else null, fd)
+        if stream: stream.close()
+    os.close(null)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, 'w', closefd=False)
+    sys.stderr = open(2, 'w', buffering=1, errors='backslashreplace', closefd=False)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv, sys.path[0:0] = ['-c', *arguments], ['']
+    if before: before()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try: exec(compile(code, '<string>', 'exec'), {'__name__': '__main__'})
+    finally: atexit._run_exitfuncs()   # multiprocessing ends its processes without them
+
+
+class Forked:
+    "`python -c code arguments` from the fork server; offers what tests use of `subprocess.Popen`."
+    def __init__(self, code: str, *arguments, cwd=None, env=None, before=None, stdin=None, stdout=None,
+                 stderr=None, text=False):
+        self.streams, theirs = {}, []
+        for name, asked in (('stdin', stdin), ('stdout', stdout), ('stderr', stderr)):
+            if asked == subprocess.PIPE:
+                read, write = os.pipe()
+                mine, asked = (write, read) if name == 'stdin' else (read, write)
+                self.streams[name] = open(mine, 'w' if name == 'stdin' else 'r', encoding='utf-8') if text \
+                    else open(mine, 'wb' if name == 'stdin' else 'rb')
+            elif asked == subprocess.STDOUT: asked = os.dup(theirs[1].fileno())
+            elif asked is not None and asked != subprocess.DEVNULL: asked = os.dup(asked)
+            theirs.append(None if asked in (None, subprocess.DEVNULL) else Connection(asked))
+        env = dict(environment() if env is None else env)
+        self.process = _server().Process(target=_run, args=(
+            code, [str(a) for a in arguments], str(cwd or os.getcwd()), env, tuple(theirs), before))
+        self.process.start()
+        for one in theirs:
+            if one: one.close()
+
+    stdin, stdout, stderr = (property(lambda self, name=name: self.streams.get(name))
+                             for name in ('stdin', 'stdout', 'stderr'))
+    pid = property(lambda self: self.process.pid)
+    returncode = property(lambda self: self.process.exitcode)
+
+    def poll(self) -> int | None: return self.process.exitcode
+
+    def wait(self, timeout=None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None: raise subprocess.TimeoutExpired('a forked process', timeout)
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        if self.process.exitcode is None: os.kill(self.pid, number)
+
+    def terminate(self): self.send_signal(signal.SIGTERM)
+
+    def kill(self): self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout=None) -> tuple:
+        "What it writes until it ends: stdout and stderr."
+        with ThreadPoolExecutor(2) as pool:
+            read = [pool.submit(self.streams[name].read) if name in self.streams else None
+                    for name in ('stdout', 'stderr')]
+            try: self.wait(timeout)
+            finally: self.kill()
+            return tuple(one and one.result() for one in read)
+
+
+def python(code: str, *arguments, timeout=300, cold=False, before=None, **how) -> Done:
+    "Run `python -c code arguments` to its end; `before` is called in the child."
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    if cold:
+        how.setdefault('env', environment())
+        child = subprocess.Popen([sys.executable, '-c', code, *map(str, arguments)], encoding='utf-8',
+                                 preexec_fn=before, **pipes, **how)
+    else: child = Forked(code, *arguments, before=before, **pipes, **how)
+    try: out, err = child.communicate(timeout=timeout)
+    finally:
+        child.kill()
+        child.wait()
+    return Done(child.returncode, out, err)
+
+
+def xtts_nb(*arguments, **how) -> Done:
+    "Run a command to its end, as `python` does."
+    return python(PROGRAM, *arguments, **how)
+
+
+def started(*arguments, cold=False, before=None, **how):
+    "A command in the background: a `Forked`, or a `Popen` that is as cold as a user's."
+    if not cold: return Forked(PROGRAM, *arguments, before=before, **how)
+    return subprocess.Popen([*COMMAND, *map(str, arguments)], env=environment(), preexec_fn=before, **how)
 
 
 def interrupted(
     *arguments,
     at: str,          # what stderr, a terminal, must have shown
-    cwd=None, program=COMMAND, timeout=120,
+    cwd=None, cold=False, timeout=120,
 ) -> Done:
     "Run a command and press Ctrl-C as soon as it shows `at`."
     screen, end = pty.openpty()
-    child = subprocess.Popen([*program, *map(str, arguments)], cwd=cwd, env=environment(),
-                             stdout=subprocess.PIPE, stderr=end, preexec_fn=hears_ctrl_c)
+    child = started(*arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=end, before=hears_ctrl_c, cold=cold)
     os.close(end)
     seen, sent, begun = b'', False, time.monotonic()
     try:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
 import soundfile
 
-from process import COMMAND, Done, environment, hears_ctrl_c, interrupted, main, tree, xtts_nb
+from process import Done, Forked, hears_ctrl_c, interrupted, main, python, started, tree, xtts_nb
 from xtts_nb import __version__
 from xtts_nb.data.audio import load_audio
 from xtts_nb.data.cache import Cache
@@ -53,7 +54,7 @@ def session(corpus, settings, tmp_path_factory):
     done = {'home': home}
     done['prepare'] = xtts_nb('prepare', 'my corpus', '--out', 'the cache', '--config', 'mini settings.yaml',
                               '--json', cwd=home)
-    done['train'] = xtts_nb('train', '--data', 'the cache', '--json', cwd=home)
+    done['train'] = xtts_nb('train', '--data', 'the cache', '--json', cwd=home, cold=True)
     voice = 'my corpus/wavs/low-0.wav'
     done['say'] = xtts_nb('say', 'aa bb', '--run', 'runs/train-1', '--voice', voice, '--out', 'out put/ä.wav',
                           '--json', cwd=home)
@@ -63,21 +64,31 @@ def session(corpus, settings, tmp_path_factory):
 # --- help and options ---------------------------------------------------------------------------------------
 
 HELP = '''
-import sys
+import io, json, sys
+from contextlib import redirect_stdout
 from xtts_nb.app.cli import main
-try: main()
-finally:
+for command in json.loads(sys.argv[1]):
+    sys.argv[1:], shown, code = [*command, '--help'], io.StringIO(), None
+    with redirect_stdout(shown):
+        try: main()
+        except SystemExit as end: code = end.code
     heavy = [m for m in ('tensorflow', 'keras', 'numpy', 'pydantic') if m in sys.modules]
-    print('heavy:', heavy, file=sys.stderr)
+    print(json.dumps([' '.join(command), code, shown.getvalue(), heavy]))
 '''
 
+@pytest.fixture(scope='module')
+def helps():
+    "Command -> [exit code, text, heavy modules that are imported by then], of a single process."
+    done = python(HELP, json.dumps(COMMANDS), cold=True)
+    assert done.code == 0 and not done.err, done.err
+    return {name: rest for name, *rest in map(json.loads, done.out.splitlines())}
+
 @pytest.mark.parametrize('command', COMMANDS, ids=' '.join)
-def test_help_imports_nothing_heavy(command):
-    done = subprocess.run([sys.executable, '-c', HELP, *command, '--help'], capture_output=True, text=True)
-    assert done.returncode == 0 and 'Usage' in done.stdout
-    assert 'tensorflow' not in done.stderr and 'keras' not in done.stderr and 'heavy:' in done.stderr
-    if not command: assert all(names[0] in done.stdout for names in COMMANDS if names)
-    else: assert command in (['bench'], ['convert'], ['config'], ['voices']) or '--json' in done.stdout
+def test_help_imports_nothing_heavy(helps, command):
+    code, text, heavy = helps[' '.join(command)]
+    assert code == 0 and 'Usage' in text and not {'tensorflow', 'keras'} & {*heavy}
+    if not command: assert all(names[0] in text for names in COMMANDS if names)
+    else: assert command in (['bench'], ['convert'], ['config'], ['voices']) or '--json' in text
 
 @pytest.mark.parametrize('arguments', [
     ['no-such-command'], ['prepare'], ['prepare', 'corpus'], ['train', '--no-such-option'],
@@ -94,12 +105,12 @@ def test_wrong_options_are_answered_in_a_sentence(arguments, capfd):
     assert len(err.splitlines()) == 1
 
 def test_wrong_options_in_a_process_of_its_own():
-    done = xtts_nb('train', '--no-such-option')
+    done = xtts_nb('train', '--no-such-option', cold=True)
     assert (done.code, done.out) == (2, '') and '--no-such-option' in done.said[0]
     assert 'Traceback' not in done.err
 
 def test_the_version():
-    done = xtts_nb('--version')
+    done = xtts_nb('--version', cold=True)
     assert (done.code, done.out.strip(), done.err) == (0, __version__, '')
 
 @pytest.mark.parametrize('arguments', [[], ['bench']], ids=['nothing', 'bench'])
@@ -204,8 +215,7 @@ def test_the_training_of_a_dvae_goes_on(corpus, ten, tmp_path, capfd, how):
             patch.setattr(Hooks, 'update_ends', stop)
             assert main(*here, tmp_path / 'out') == 130
     else:
-        child = subprocess.Popen([*COMMAND, *map(str, here), tmp_path / 'out'], env=environment(),
-                                 stderr=subprocess.DEVNULL)
+        child = started(*here, tmp_path / 'out')
         while not list(work.glob('dvae-*/checkpoints/step-*.safetensors')):
             assert child.poll() is None
             time.sleep(0.01)
@@ -391,7 +401,7 @@ def test_say_refuses_what_it_cannot_speak(session, bad, capfd, monkeypatch, text
     assert tree(bad) == before
 
 def test_an_error_is_one_sentence(bad):
-    done = xtts_nb('prepare', 'empty', '--out', 'out', cwd=bad)
+    done = xtts_nb('prepare', 'empty', '--out', 'out', cwd=bad, cold=True)
     assert (done.code, done.out) == (2, '') and done.err.splitlines() == done.said and len(done.said) == 1
 
 @pytest.mark.parametrize('place', [0, 1, 3])
@@ -443,7 +453,7 @@ def check_full(done, folder, before, names):
 
 def allow(size):
     "Let the child write files of `size` bytes at most, which fails as a full disk does."
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
 
 @pytest.mark.parametrize('size', [500, pytest.param(20_000, marks=pytest.mark.slow)], ids=['shard', 'DVAE'])
 def test_a_full_disk_leaves_no_half_cache(bad, corpus, prepared, size):
@@ -532,15 +542,14 @@ def test_ctrl_c_leaves_a_run_that_goes_on(session, tmp_path):
     assert steps[-1] >= 6 and 0 <= steps[-1] - int(newest[5:14]) <= 2
 
 def test_ctrl_c_during_the_synthesis_of_the_corpus(tmp_path):
-    check_stopped(interrupted('demo', '--out', tmp_path / 'demo', at='speak the corpus'))
+    check_stopped(interrupted('demo', '--out', tmp_path / 'demo', at='speak the corpus', cold=True))
     assert set(tree(tmp_path)) <= {'demo'}
 
 @pytest.mark.parametrize('clips', [1, 60, 150])
 def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
     "Most of the time is spent in C, which calls Python: an exception raised there must not get lost."
     program = f'from xtts_nb.app.demo import make_corpus; make_corpus({str(tmp_path / "corpus")!r})'
-    child = subprocess.Popen([sys.executable, '-c', program], stderr=subprocess.PIPE, text=True,
-                             preexec_fn=hears_ctrl_c)
+    child = Forked(program, stderr=subprocess.PIPE, text=True)
     while len(list(tmp_path.glob('*.part/wavs/*.wav'))) < clips:
         assert child.poll() is None
         time.sleep(0.005)

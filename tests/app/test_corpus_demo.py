@@ -2,7 +2,6 @@
 import errno
 import json
 import signal
-import subprocess
 import sys
 import threading
 import wave
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from process import python
 from xtts_nb.app import demo as corpus
 from xtts_nb.config import UserError
 from xtts_nb.app.demo import (
@@ -35,7 +35,7 @@ def test_two_fresh_processes_write_the_same_bytes(small, tmp_path):
     out, _ = small
     for name, before in [('a', ''), ('b', 'speak("Something else first.", "de", SynthVoice("f4"));')]:
         code = f'from xtts_nb.app.demo import *; {before} make_corpus({str(tmp_path / name)!r}, limit=2)'
-        subprocess.run([sys.executable, '-c', code], check=True)
+        assert python(code).code == 0
         for file in sorted(out.rglob('*.*')):
             assert (tmp_path / name / file.relative_to(out)).read_bytes() == file.read_bytes(), file.name
 
@@ -50,9 +50,8 @@ def test_a_clip_does_not_depend_on_the_clips_before(variant):
 def test_noise_is_not_seeded_by_the_clock():
     code = ('import hashlib, time; time.sleep(1.1); from xtts_nb.app.demo import *; '
             'print(hashlib.sha256(speak("Hush.", "en", SynthVoice("whisper"))[0].tobytes()).hexdigest())')
-    hashes = [subprocess.run([sys.executable, '-c', code], check=True, capture_output=True).stdout
-              for _ in range(2)]
-    assert hashes[0] == hashes[1]
+    hashes = [python(code).out for _ in range(2)]
+    assert len(hashes[0]) == 65 and hashes[0] == hashes[1]
 
 
 def test_every_voice_speaks_every_sentence(small):
@@ -194,8 +193,8 @@ def test_no_sentences_is_an_error(tmp_path):
 def test_a_library_held_by_others_is_noticed(tmp_path):
     code = ('import ctypes; from xtts_nb.app.demo import *; held = ctypes.CDLL(espeak_files()[0])\n'
             f'make_corpus({str(tmp_path / "c")!r}, limit=1)')
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
-    assert 'a process of its own' in done.stderr and not list(tmp_path.iterdir())
+    done = python(code)
+    assert 'a process of its own' in done.err and not list(tmp_path.iterdir())
 
 
 def test_data_behind_a_long_path_is_found(tmp_path, monkeypatch):

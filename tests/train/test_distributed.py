@@ -2,7 +2,6 @@
 import json
 import random
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 import pytest
 import tensorflow as tf
 
-from process import COMMAND, environment, reached, xtts_nb
+from process import Forked, python, reached, started, xtts_nb
 from xtts_nb.train.trainer import checkpoints, Trainer
 from xtts_nb.train import distributed as page
 from xtts_nb.train.launch import LOST_PEER, local_workers, tf_config
@@ -418,10 +417,9 @@ def test_a_copy_that_differs_ends_the_run(prepared, mini, tmp_path, monkeypatch)
     monkeypatch.setenv('TF_CONFIG', tf_config(['127.0.0.1:1'], 0))
     config = mini.replace(training={'epochs': 2, 'schedule': 'cosine'})
     (tmp_path / 'settings.yaml').write_text(config.to_yaml())
-    command = [sys.executable, '-c', DRIFT, prepared.folder, tmp_path / 'settings.yaml', tmp_path / 'run']
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    name, message = done.stdout.split(' | ')
+    done = python(DRIFT, prepared.folder, tmp_path / 'settings.yaml', tmp_path / 'run', timeout=200)
+    assert done.code == 0, done.err
+    name, message = done.out.split(' | ')
     assert 'at update 6 the copies of the model are no longer equal' in message
     assert 'device 1 differs from device 0' in message
     assert [p.stem for p in checkpoints(tmp_path / 'run' / 'checkpoints')] == ['step-000000003']
@@ -501,9 +499,8 @@ def test_two_devices_train_as_one_does(prepared, mini, tmp_path):
     (tmp_path / 'settings.yaml').write_text(config.to_yaml())
     held_out = ['low-0', 'low-3', 'high-6']
     new_run(prepared, config.replace(training={'accumulation': 4}), tmp_path / 'one', held_out).fit()
-    command = [sys.executable, '-c', MIRRORED, prepared.folder, tmp_path / 'settings.yaml', tmp_path / 'two']
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    done = python(MIRRORED, prepared.folder, tmp_path / 'settings.yaml', tmp_path / 'two', timeout=200)
+    assert done.code == 0, done.err
     files = [tmp_path / run / 'metrics.jsonl' for run in ('one', 'two')]
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     for name in ('loss', 'val_loss', 'gradient_norm'):
@@ -519,10 +516,9 @@ def long(prepared, mini, tmp_path) -> dict:
     new_run(prepared, config, tmp_path / 'one').fit()
     return {'prepared': prepared, 'settings': tmp_path / 'settings.yaml'}
 
-def background(command) -> subprocess.Popen:
+def background(command) -> Forked:
     "A command of `xtts-nb` that runs beside the test."
-    return subprocess.Popen([*COMMAND, *map(str, command)], env=environment(), text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return started(*command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 @pytest.mark.slow
 @pytest.mark.cpu

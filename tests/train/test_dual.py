@@ -1,6 +1,5 @@
 "Two devices: the batches of the cache, the losses of one, everything in its place, and what fails."
 import json
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from process import environment, main, xtts_nb
+from process import main, python, xtts_nb
 from xtts_nb.train import dual as page
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import UserError
@@ -164,11 +163,9 @@ print(json.dumps({'losses': trainer.first_losses, 'placement': placement_summary
 @pytest.mark.slow   # the page does the shorter half of it
 @pytest.mark.cpu
 def test_two_devices_train_as_one_does_and_the_other_goes_on(runtime, mini, tmp_path):
-    done = subprocess.run([sys.executable, '-c', CHILD, runtime.folder, tmp_path / 'two'], env=environment(),
-                          capture_output=True,
-                          text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    two = json.loads(done.stdout)
+    done = python(CHILD, runtime.folder, tmp_path / 'two', timeout=200)
+    assert done.code == 0, done.err
+    two = done.json
     one = new_run(runtime, mini, tmp_path / 'one', feed=Feed(runtime, mini, ONE), device='CPU:0')
     one.fit(4)
     assert two['losses'] == one.first_losses and two['ring'] <= 3

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from process import COMMAND, environment, main, reached, xtts_nb
+from process import main, reached, started, xtts_nb
 from xtts_nb.train import parts as voices
 from xtts_nb.data.audio import load_audio, log_mel, resample, resample_batch, speaker_log_mel
 from xtts_nb.data.cache import Cache
@@ -640,8 +640,7 @@ def test_kill_9(part, corpus, model, prepared, tiny, tmp_path):
     given = {'dvae': [corpus], 'voice': [model, '--data', prepared.folder]}[part]
     arguments = [f'train-{part}', *map(str, given), '--config', str(tmp_path / 'c.yaml'), '--run']
     assert xtts_nb(*arguments, tmp_path / 'whole', '--json').code == 0
-    child = subprocess.Popen([*COMMAND, *arguments, str(tmp_path / 'run')], env=environment(),
-                             stderr=subprocess.PIPE)
+    child = started(*arguments, tmp_path / 'run', stderr=subprocess.PIPE)
     while reached(tmp_path / 'run') < 17 and child.poll() is None: time.sleep(0.002)
     child.send_signal(signal.SIGKILL)
     assert child.communicate() and child.returncode == -signal.SIGKILL

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from cheap import Cheap, lines_of, outcome, summary
-from process import COMMAND, environment, reached, tree, xtts_nb
+from process import reached, started, tree, xtts_nb
 from xtts_nb.train import trainer as checkpoint, runs, trainer as trainer_page
 from xtts_nb.train.launch import catch_sigterm
 from xtts_nb.train.trainer import checkpoints, snapshot, Trainer
@@ -269,8 +269,7 @@ def whole(prepared, mini, tmp_path_factory):
 
 def kill_behind(step, run, *arguments, jitter):
     "Train, and kill -9 a moment after `step` was logged."
-    child = subprocess.Popen([*COMMAND, 'train', '--run', run, *arguments], env=environment(),
-                             stderr=subprocess.PIPE)
+    child = started('train', '--run', run, *arguments, stderr=subprocess.PIPE)
     begun = time.monotonic()
     while reached(run) < step and child.poll() is None:
         assert time.monotonic() - begun < 300, 'this update was not reached'
@@ -301,9 +300,8 @@ def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
     config = mini.replace(data={'buckets': 1},
                           training={'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000})
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
-    command = [*COMMAND, 'train', '--data', prepared.folder, '--config', tmp_path / 'run.yaml', '--run',
-               tmp_path / 'run']
-    child = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+    child = started('train', '--data', prepared.folder, '--config', tmp_path / 'run.yaml', '--run',
+                    tmp_path / 'run', stderr=subprocess.PIPE)
     while reached(tmp_path / 'run') < 4 and child.poll() is None: time.sleep(0.01)
     child.send_signal(signal.SIGTERM)
     err = child.communicate(timeout=120)[1].decode()
