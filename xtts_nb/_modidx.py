@@ -1846,6 +1846,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.speech.guard.edit_distance': ('speech/guard.html#edit_distance', 'xtts_nb/speech/guard.py'),
                                       'xtts_nb.speech.guard.inspect_codes': ('speech/guard.html#inspect_codes', 'xtts_nb/speech/guard.py'),
                                       'xtts_nb.speech.guard.missing_word': ('speech/guard.html#missing_word', 'xtts_nb/speech/guard.py'),
+                                      'xtts_nb.speech.guard.padded': ('speech/guard.html#padded', 'xtts_nb/speech/guard.py'),
                                       'xtts_nb.speech.guard.repeated_word': ('speech/guard.html#repeated_word', 'xtts_nb/speech/guard.py'),
                                       'xtts_nb.speech.guard.run_rates': ('speech/guard.html#run_rates', 'xtts_nb/speech/guard.py'),
                                       'xtts_nb.speech.guard.settled': ('speech/guard.html#settled', 'xtts_nb/speech/guard.py'),

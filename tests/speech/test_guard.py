@@ -1,4 +1,5 @@
 "Faults of speech: each made to happen by forced codes, found, spoken again or trimmed; clean codes pass."
+import copy
 import json
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.data.audio import synthetic_voice
+from xtts_nb.models.gpt import GPT
+from xtts_nb.speech import generate as synthesis
 from xtts_nb.speech.generate import Speaker, Voice
 from xtts_nb.speech.guard import (
     GuardedSpeaker, Rate, code_likelihoods, code_rates, edit_distance, inspect_codes, missing_word,
@@ -163,7 +166,7 @@ def forced(monkeypatch):
             made = np.full((len(texts), 60), 99, np.int32)
             for row, spoken in zip(made, rows, strict=True): row[:len(spoken)] = spoken
             states = np.arange(len(texts))[:, None, None] + np.full((1, 60, 2), 100. * len(calls))
-            return tf.constant(made), tf.constant([*map(len, rows)]), tf.constant(states)
+            return tf.constant(made), tf.constant([*map(len, rows)], tf.int32), tf.constant(states)
         monkeypatch.setattr(Speaker, '_codes', codes)
         return calls
     return force
@@ -211,6 +214,30 @@ def test_attempts_are_bounded_and_the_best_is_kept(xtts, forced, retries):
     left = [('too few codes', 'left')]
     if retries: assert (length, states) == ([9], [200]) and faults(speaker)[0][-1:] == left
     else: assert (length, states) == ([18], [100]) and faults(speaker) == [[('repeated word', 'left'), *left]]
+
+@pytest.fixture
+def unending(xtts, small, monkeypatch):
+    "A real model with the same scores at each place: the likeliest code is never STOP, a drawn one may be."
+    monkeypatch.setattr(synthesis, 'ROOMS', (4, 12))
+    model = copy.copy(xtts)
+    model.gpt = GPT(small, xtts.gpt.text_start)
+    model.gpt.code_head.kernel.assign(tf.zeros_like(model.gpt.code_head.kernel))
+    bias = np.zeros(model.gpt.code_stop + 1, np.float32)
+    bias[:3], bias[model.gpt.code_stop] = (0.2, 0.1, 0.), 1.
+    bias[7] = 1.01
+    model.gpt.code_head.bias.assign(bias)
+    return model
+
+def test_a_shorter_attempt_of_the_real_loop_is_kept_beside_a_longer_one(unending):
+    "Nothing is lost where the attempts of the rows have room for different numbers of codes."
+    voices = [Voice(tf.zeros((4, 64)), None)] * 2
+    speaker = GuardedSpeaker(unending, retries=3, rates={'en': Rate(0.7, 9.)}, top_p=1.)
+    codes, length, states = (x.numpy() for x in speaker._codes(['aa', LONG], ['en'] * 2, voices, 0))
+    assert codes.shape == states.shape[:2] and length[0] == 2 and length[1] >= 9
+    assert codes[0, :2].tolist() == [7, 7] and (codes[1, :length[1]] < unending.gpt.code_start).all()
+    assert faults(speaker) == [[('trailing repetition', 'trimmed')],
+                               [('trailing repetition', 'spoken again'), ('too few codes', 'spoken again')]]
+    assert len(speaker.mels(['aa', LONG], ['en'] * 2, voices)) == 2
 
 def test_noise_after_a_short_text_is_cut(guarded, forced):
     forced([MANY[:50]], [MANY[:55]], [MANY[:50]])

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['TAIL_CODES', 'TAIL_VARIETY', 'WORD_CODES', 'WORD_EDITS', 'TEXT_REPEATS', 'SECOND', 'SHORT_TOKENS', 'SHORT_NOISE',
            'MISSING', 'tail_start', 'edit_distance', 'repeated_word', 'Rate', 'code_rates', 'training_facts',
-           'run_rates', 'code_likelihoods', 'missing_word', 'inspect_codes', 'unsolved', 'GuardedSpeaker', 'settled']
+           'run_rates', 'code_likelihoods', 'missing_word', 'inspect_codes', 'unsolved', 'GuardedSpeaker', 'padded',
+           'settled']
 
 # %% ../../nbs/speech/guard.ipynb #92f88dc3
 import re
@@ -196,7 +197,13 @@ class GuardedSpeaker(Speaker):
             for row, made in attempt(self.again, np.resize(faulty, len(rows)), seed + 7919 * number):
                 if unsolved(made[-1]) < unsolved(best[row][-1]): best[row] = made
         codes, states, length, self.reports = zip(*(settled(first[row], *best[row]) for row in rows))
-        return tf.stack(codes), tf.constant(length), tf.stack(states)
+        return padded(codes, self.gpt.code_stop), tf.constant(length), padded(states, 0)
+
+def padded(rows: list[np.ndarray], value: int) -> tf.Tensor:   # (S, ...) each -> (B, longest S, ...)
+    "Rows of different lengths as one tensor."
+    most = max(map(len, rows))
+    fill = lambda row: [(0, most - len(row)), *[(0, 0)] * (row.ndim - 1)]
+    return tf.constant(np.stack([np.pad(row, fill(row), constant_values=value) for row in rows]))
 
 def settled(first: list[dict], codes, states, kept: int, found: list[dict]) -> tuple:
     "The best attempt, trimmed if its text is short, and the report on it and on the first attempt."
