@@ -213,7 +213,9 @@ def test_the_processor_as_it_calls_itself(monkeypatch, text, name):
     monkeypatch.setattr(bench.platform, 'processor', lambda: '')
     monkeypatch.setattr(bench.platform, 'machine', lambda: 'some chip')
     monkeypatch.setattr(bench.psutil, 'cpu_count', lambda: 5)
-    assert bench.cpu_name() == f'{name}, 5 cores'
+    for usable, count in ((5, '5'), (2., '2 of 5'), (1.5, '1.5 of 5')):
+        monkeypatch.setattr(bench, 'usable_cores', lambda usable=usable: usable)
+        assert bench.cpu_name() == f'{name}, {count} cores'
 
 @pytest.mark.parametrize('script, commit',
                          [('echo abc123', 'abc123'), ('echo fatal; exit 128', None), (None, None)])

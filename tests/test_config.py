@@ -12,8 +12,8 @@ import yaml
 
 from xtts_nb import config as page
 from xtts_nb.config import (
-    REFUSED_KEYS, AudioConfig, DVAEConfig, ModelConfig, UserError, XTTSConfig, cores, environment_number,
-    setup_tf, sizes, workspace)
+    REFUSED_KEYS, AudioConfig, DVAEConfig, ModelConfig, UserError, XTTSConfig, control_groups, cores,
+    cpu_quota, environment_number, setup_tf, sizes, usable_cores, workspace)
 
 SECTIONS = {name: field.annotation for part in (ModelConfig, XTTSConfig)
             for name, field in part.model_fields.items() if name != 'model'}
@@ -306,7 +306,7 @@ def tf_config(monkeypatch):
     monkeypatch.setattr(tf.config.experimental, 'get_memory_growth', lambda gpu: told['growth'])
     monkeypatch.delenv('XTTS_NB_MEMORY_LIMIT', raising=False)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {3, 4, 5} if pid == 0 else {0}, raising=False)
-    monkeypatch.setattr(page, '_quota', lambda: 64.)
+    monkeypatch.setattr(page, 'cpu_quota', lambda: (64., None))
     return told
 
 def test_threads_and_memory_as_given_else_as_the_environment_asks(tf_config, monkeypatch):
@@ -449,20 +449,32 @@ def test_a_second_start_finds_what_xla_compiled(tmp_path):
     ({'cpu/cpu.cfs_quota_us': '400000\n', 'cpu/cpu.cfs_period_us': '200000\n'}, 2.),
     ({'cpu/cpu.cfs_quota_us': '400000\n'}, math.inf), ({'cpu.max': 'nonsense'}, math.inf)],
     ids=['none', 'v2 free', 'v2', 'v1 free', 'v1', 'v1 half', 'odd'])
-def test_the_quota_of_a_container(tmp_path, files, quota):
+def test_the_quota_of_a_container(monkeypatch, tmp_path, files, quota):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert page._quota(tmp_path) == quota
+    groups = lambda kind: [tmp_path, tmp_path / kind]
+    monkeypatch.setattr(page, 'control_groups', groups)
+    assert cpu_quota()[0] == quota
+    if quota < math.inf: assert cpu_quota()[1] in groups('cpu')
+
+def test_the_control_groups_of_a_process(tmp_path):
+    own = tmp_path / 'own'
+    own.write_text('4:cpu,cpuacct:/a/b\n3:memory:/m\n0::/c\n')
+    find = lambda kind: [g.relative_to(tmp_path).as_posix() for g in control_groups(kind, tmp_path, own)]
+    assert find('cpu') == ['.', 'cpu', 'cpu/a/b', 'cpu/a', 'c']
+    assert find('memory') == ['.', 'memory', 'memory/m', 'c']
+    own.unlink()
+    assert find('cpu') == ['.', 'cpu']   # not on Linux
 
 @pytest.mark.parametrize('quota, number', [(64., 3), (3., 3), (2.5, 3), (2., 2), (0.1, 1)])
 def test_a_container_has_the_cores_of_its_quota(monkeypatch, quota, number):
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {1, 5, 7}, raising=False)
-    monkeypatch.setattr(page, '_quota', lambda: quota)
-    assert cores() == number
+    monkeypatch.setattr(page, 'cpu_quota', lambda: (quota, None))
+    assert cores() == number and usable_cores() == min(3, quota)
 
 def test_as_many_cores_as_the_process_may_use(monkeypatch):
-    monkeypatch.setattr(page, '_quota', lambda: math.inf)
+    monkeypatch.setattr(page, 'cpu_quota', lambda: (math.inf, None))
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {1, 5, 7} if pid == 0 else set(), raising=False)
     assert cores() == 3
     monkeypatch.delattr(os, 'sched_getaffinity')   # as on macOS

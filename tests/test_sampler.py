@@ -19,8 +19,8 @@ from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
     CPU, EmulatedDevice, GPU, Process, Sample, Sampler, arm_spans, best_probe, card_environment, cpu_probe,
-    emulated_probe, EmulatedGPU, longest_idle, nvml_probe, replay_probe, visible_cards, visible_ids, series,
-    summarise, summarise_arms)
+    emulated_probe, EmulatedGPU, group_cpu_seconds, longest_idle, nvml_probe, replay_probe, visible_cards,
+    visible_ids, series, summarise, summarise_arms)
 
 
 def gpu_trace(*curves, step=.1):
@@ -289,8 +289,8 @@ def test_best_probe_shows_no_gpu_that_this_process_cannot_use(driver, monkeypatc
 
 def test_cpu_probe_reports_differences(monkeypatch):
     clocks = iter([(0., 0., 0., 0.), (.001, .001, .002, .002), (1., .5, 2., 1.5), (2., 2.5, 4., 1.5)])
-    monkeypatch.setattr(sampler, '_cpu_clocks', lambda: next(clocks))
-    monkeypatch.setattr(psutil, 'cpu_count', lambda: 2)
+    monkeypatch.setattr(sampler, '_cpu_clocks', lambda: lambda: next(clocks))
+    monkeypatch.setattr(sampler, 'usable_cores', lambda: 2.)
     probe = cpu_probe()
     first, second, third = probe().cpu, probe().cpu, probe().cpu
     assert (first.utilisation, first.process) == (None, None)     # nothing passed since the reading before
@@ -302,8 +302,8 @@ def test_cpu_probe_reports_differences(monkeypatch):
 def test_cpu_probe_waits_for_two_hundredths_of_a_second_and_stays_within_100_percent(monkeypatch):
     clocks = iter([(0., 0., 0., 0.), (.02, .01, .04, .01), (1., .5, 0., 0.), (1., .5, 3., 1.),
                    (2., 9., 4., 0.), (3., 8., 5., 9.)])
-    monkeypatch.setattr(sampler, '_cpu_clocks', lambda: next(clocks))
-    monkeypatch.setattr(psutil, 'cpu_count', lambda: 2)
+    monkeypatch.setattr(sampler, '_cpu_clocks', lambda: lambda: next(clocks))
+    monkeypatch.setattr(sampler, 'usable_cores', lambda: 2.)
     monkeypatch.setattr(psutil, 'virtual_memory', lambda: SimpleNamespace(total=100, available=30))
     probe = cpu_probe()
     samples = [probe() for _ in range(5)]
@@ -318,8 +318,61 @@ def test_cpu_probe_waits_for_two_hundredths_of_a_second_and_stays_within_100_per
     (dict(user=5, system=2, idle=10), 17, 7)])
 def test_seconds_of_the_cpu(monkeypatch, times, total, busy):
     "Guests are counted in user as well; waiting for a disk is no work."
-    monkeypatch.setattr(psutil, 'cpu_times', lambda: namedtuple('Times', times)(**times))
-    assert sampler._cpu_clocks()[2:] == (total, busy)
+    one, other = (namedtuple('Times', times)(*(n * v for v in times.values())) for n in (1, 2))
+    three = [other, one, other]
+    monkeypatch.setattr(psutil, 'cpu_count', lambda: 3)
+    monkeypatch.setattr(psutil, 'cpu_times', lambda percpu=False: three if percpu else one)
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: allowed, raising=False)
+    monkeypatch.setattr(sampler, 'cpu_quota', lambda: (3., Path('/none')))
+    allowed = {0, 1, 2}
+    assert sampler._cpu_clocks()()[2:] == (total, busy)
+    allowed = {0, 1}   # of three cores: the third does not count
+    assert sampler._cpu_clocks()()[2:] == (3 * total, 3 * busy)
+
+
+@pytest.mark.parametrize('files, seconds', [
+    ({'cpu.stat': 'usage_usec 2500000\nuser_usec 1\n'}, 2.5), ({'cpu.stat': 'nr_periods 1\n'}, None),
+    ({}, None),
+    ({'cpu/x/cpu.stat': 'nr_periods 1\n', 'cpuacct/x/cpuacct.usage': '1500000000\n'}, 1.5),
+    ({'cpu/x/cpuacct.usage': '500000000\n'}, .5)], ids=['v2', 'v1 stat', 'none', 'v1', 'v1 joined'])
+def test_seconds_of_a_control_group(tmp_path, monkeypatch, files, seconds):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    group = tmp_path / 'cpu/x' if (tmp_path / 'cpu').is_dir() else tmp_path
+    assert group_cpu_seconds(group) == seconds
+    monkeypatch.setattr(sampler, 'cpu_quota', lambda: (.5, group))
+    wall, _, total, busy = sampler._cpu_clocks()()
+    assert (total == .5 * wall and busy == seconds) == (seconds is not None)
+
+
+GROUPS = [Path(f'/sys/fs/cgroup/{kind}/xtts_nb_{os.getpid()}') for kind in ('cpu', 'cpuacct')]
+IN_A_GROUP = """
+import os, time
+for group in GROUPS: open(group + '/tasks', 'w').write(str(os.getpid()))
+from xtts_nb.bench import cpu_name
+from xtts_nb.config import cores, cpu_quota
+from xtts_nb.sampler import cpu_probe
+probe, until = cpu_probe(), time.perf_counter() + .5
+while time.perf_counter() < until: pass
+cpu = probe().cpu
+print(cores(), *cpu_quota(), cpu.utilisation > 80, cpu.process > 80, cpu.name, sep='|')
+"""
+
+def test_a_process_with_half_a_core_is_seen_to_use_all_of_it():
+    "A real control group: it computes without a pause, half of the time."
+    try:
+        for group in GROUPS: group.mkdir()
+        (GROUPS[0] / 'cpu.cfs_quota_us').write_text('50000')
+    except OSError as e: pytest.skip(f'no control group of the first version can be made here: {e}')
+    try:
+        program = IN_A_GROUP.replace('GROUPS', str([*map(str, GROUPS)]))
+        done = subprocess.run([sys.executable, '-c', program], check=True, capture_output=True, text=True)
+    finally:
+        for group in GROUPS: group.rmdir()
+    n, quota, group, *busy, name = done.stdout.strip().split('|')
+    assert (n, quota, group, busy) == ('1', '0.5', str(GROUPS[0]), ['True', 'True'])
+    assert name.endswith(f', 0.5 of {psutil.cpu_count()} cores')
 
 
 def test_replay_raises_its_exceptions_and_ends():

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from .config import cores, UserError, workspace
+from .config import cores, usable_cores, UserError, workspace
 from .files import read_json, write_json
 
 # %% ../nbs/base/bench.ipynb #58c2df4b
@@ -214,11 +214,13 @@ def device_name() -> str:
     return f'CPU, {cores()} cores'
 
 def cpu_name() -> str:
-    "The model name of the processor, with its number of cores."
+    "The model name of the processor, and how many of its cores this process may use."
     try: lines = Path('/proc/cpuinfo').read_text(encoding='utf-8').splitlines()
     except OSError: lines = []
     names = (line.partition(':')[2].strip() for line in lines if line.startswith('model name'))
-    return f'{next(names, platform.processor() or platform.machine())}, {psutil.cpu_count()} cores'
+    mine, there = f'{usable_cores():.3g}', psutil.cpu_count()
+    count = mine if mine == str(there) else f'{mine} of {there}'
+    return f'{next(names, platform.processor() or platform.machine())}, {count} cores'
 
 def _commit() -> str | None:
     "The commit of the working directory, or None outside a checkout."

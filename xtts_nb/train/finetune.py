@@ -28,7 +28,7 @@ import psutil
 import tensorflow as tf
 from tokenizers import Tokenizer as BPE
 
-from ..config import ModelConfig, setup_tf, TrainingConfig, UserError, XTTSConfig
+from ..config import control_groups, ModelConfig, setup_tf, TrainingConfig, UserError, XTTSConfig
 from ..data.text import LANGUAGE, learn_merges, Tokenizer
 from ..devices import DevicePlan
 from ..files import atomic_file, atomic_folder, write_json
@@ -374,16 +374,9 @@ def _room_in_group(group: Path) -> float:
         return math.inf if most.strip() == 'max' else int(most) - int(used) + cached
     return math.inf
 
-def _room_in_container(root: Path = Path('/sys/fs/cgroup'), own: Path = Path('/proc/self/cgroup')) -> float:
-    "The least free bytes of this process's control group and its parents."
-    groups = {root, root / 'memory'}
-    for line in own.read_text(encoding='utf-8').splitlines() if own.is_file() else ():
-        _, kinds, path = line.split(':', 2)
-        top = root / 'memory' if kinds else root   # the second version lists no kinds
-        if not kinds or 'memory' in kinds.split(','):
-            group = top / path.strip('/')
-            groups |= {g for g in (group, *group.parents) if g.is_relative_to(top)}
-    return min(map(_room_in_group, groups))
+def _room_in_container(*places: Path) -> float:   # as of `control_groups`
+    "The least free bytes of this process's control group and those around it."
+    return min(map(_room_in_group, control_groups('memory', *places)))
 
 # %% ../../nbs/train/finetune.ipynb #77f96b3c
 def free_memory(
