@@ -540,6 +540,8 @@ def named(driver, monkeypatch):
         return 10 + i
     driver.use |= {10: 0, 11: 0}
     driver.power |= {10: 0, 11: 0}
+    driver.processes |= {10: [], 11: []}
+    driver.process_use |= {10: [], 11: []}
     monkeypatch.setattr(pynvml, 'nvmlDeviceGetUUID', uuid.get)
     monkeypatch.setattr(pynvml, 'nvmlDeviceGetMaxMigDeviceCount', lambda handle: 7)
     monkeypatch.setattr(pynvml, 'nvmlDeviceGetMigDeviceHandleByIndex', part)
@@ -556,6 +558,11 @@ def test_cards_are_found_as_cuda_finds_them(named, monkeypatch, shown, found):
     if shown is not None: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
     cards = visible_cards()
     assert [card.name for card in cards] == found and all(card.memory_total == 8 << 30 for card in cards)
+    if found:   # the live view shows the same ones, under TensorFlow's numbers
+        gpus = nvml_probe()().gpus
+        assert [(gpu.label, gpu.name) for gpu in gpus] == [(f'GPU {i}', name) for i, name in enumerate(found)]
+    else:
+        with pytest.raises(UserError, match='CUDA_VISIBLE_DEVICES (hides every|names no) GPU'): nvml_probe()
 
 def test_what_a_child_process_is_shown(monkeypatch):
     monkeypatch.delenv('XTTS_NB_CPU_CARDS', raising=False)

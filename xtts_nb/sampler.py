@@ -261,9 +261,12 @@ def _cards() -> list[Card]:
 
 # %% ../nbs/base/sampler.ipynb #d34af190
 def nvml_probe():   # a callable that returns a `Sample`
-    "Reads every NVIDIA GPU of the machine and the CPU; raises `UserError` without a GPU."
+    "Reads the NVIDIA GPUs of this process, numbered as by TensorFlow, and the CPU; `UserError` without any."
     import pynvml as nv
-    cards, cpu, before = _cards(), cpu_probe(), time.perf_counter()
+    if visible_ids() == []:
+        raise UserError('CUDA_VISIBLE_DEVICES hides every GPU; unset it, or use `cpu_probe`.')
+    cards, cpu, before = _visible(_cards()), cpu_probe(), time.perf_counter()
+    if not cards: raise UserError('CUDA_VISIBLE_DEVICES names no GPU of this machine; change or unset it.')
     def probe() -> Sample:
         nonlocal before
         host, gpus, errors = cpu(), [], []
@@ -286,11 +289,8 @@ def best_probe(
     say=print,   # called with a line that names the device used instead
 ):               # a callable that returns a `Sample`
     "A probe of the GPUs if this process can use one, else of the CPU."
-    if os.environ.get('CUDA_VISIBLE_DEVICES', '0').strip() in ('', '-1'):
-        reason = 'CUDA_VISIBLE_DEVICES hides them'
-    else:
-        try: return nvml_probe()
-        except UserError as e: reason = str(e).partition(';')[0]
+    try: return nvml_probe()
+    except UserError as e: reason = str(e).partition(';')[0]
     say(f'No GPU to watch ({reason}); showing the CPU instead: {cpu_name()}.')
     return cpu_probe()
 
@@ -317,13 +317,18 @@ def _card_named(name: str, cards: list[Card]) -> Card | None:
     cards = [card for card in cards if (_offered(nv.nvmlDeviceGetUUID, card.handle) or '').startswith(name)]
     return cards[0] if len(cards) == 1 else None
 
+def _visible(cards: list[Card]) -> list[Card]:
+    "The cards of this process in the order of CUDA, numbered as TensorFlow numbers them."
+    if (names := visible_ids()) is None: return cards
+    found = [_card_named(name, cards) for name in names]
+    found = list(itertools.takewhile(lambda card: card is not None, found))
+    for index, card in enumerate(found): card.index = index
+    return found
+
 def visible_cards() -> list[GPU]:
     "The cards of this process in the order of CUDA, as NVML reads them; raises `UserError` without NVML."
     import pynvml as nv
-    cards, names = _cards(), visible_ids()
-    try:
-        visible = cards if names is None else [_card_named(name, cards) for name in names]
-        return [card.read() for card in itertools.takewhile(lambda card: card is not None, visible)]
+    try: return [card.read() for card in _visible(_cards())]
     except nv.NVMLError as e: raise UserError(f'NVML: {e}; check whether nvidia-smi works.') from None
 
 # %% ../nbs/base/sampler.ipynb #ee9a2e9b
