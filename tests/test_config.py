@@ -293,6 +293,7 @@ def tf_config(monkeypatch):
     "TensorFlow's settings as it takes them before it starts, on three cores, with a card that is not there."
     import tensorflow as tf
     told, gpu = {}, SimpleNamespace(name='GPU:0')
+    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: {})
     fake = {'list_physical_devices': lambda kind: [gpu] if told.get('card', True) else [],
             'set_logical_device_configuration': lambda gpu, parts: told.update(parts=parts),
             'get_logical_device_configuration': lambda gpu: told.get('parts')}
@@ -329,6 +330,44 @@ def test_threads_and_memory_as_given_else_as_the_environment_asks(tf_config, mon
     monkeypatch.delattr(os, 'sched_getaffinity')
     monkeypatch.setattr(os, 'cpu_count', lambda: 11)
     assert setup_tf()['intra-op threads'] == (11, 11)
+
+@pytest.mark.parametrize('limit', [None, 500])
+def test_a_card_with_the_other_kind_of_memory_keeps_it(tf_config, monkeypatch, limit):
+    "TensorFlow raises `ValueError` for a card that is divided already, or that grows already."
+    import tensorflow as tf
+    def refuse(*given): raise ValueError('Cannot set memory growth on device when virtual devices configured')
+    tf_config['growth'] = False
+    monkeypatch.setattr(tf.config, 'set_logical_device_configuration', refuse)
+    monkeypatch.setattr(tf.config.experimental, 'set_memory_growth', refuse)
+    expected = {'memory limit GPU:0': (500, None)} if limit else {'memory growth GPU:0': (True, False)}
+    got = setup_tf(threads=2, memory_limit=limit)
+    assert got == {'intra-op threads': (2, 2), 'inter-op threads': (2, 2)} | expected
+
+@pytest.mark.parametrize('shown, cards, says', [
+    (None, 2, 'has 2 GPUs, but TensorFlow opens none'), ('0', 1, 'has 1 GPU, but TensorFlow opens none'),
+    ('-1', 2, None), ('', 2, None), (None, 0, None)])
+def test_a_card_that_tensorflow_cannot_open_is_named_once(tf_config, monkeypatch, capsys, shown, cards, says):
+    monkeypatch.setattr(page, '_reported', set())
+    monkeypatch.setattr('pynvml.nvmlInit', lambda: None)
+    monkeypatch.setattr('pynvml.nvmlDeviceGetCount', lambda: cards)
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    if shown is not None: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
+    tf_config.update(card=False)
+    setup_tf(), setup_tf()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(says) and all(says in line and "pip install" in line for line in lines)
+
+@pytest.mark.parametrize('capability, named', [((9, 0), False), ((8, 6), False), ((10, 0), True),
+                                               ((12, 0), True), (None, False)])
+def test_a_card_that_is_too_new_for_tensorflow_is_named(tf_config, monkeypatch, capsys, capability, named):
+    import tensorflow as tf
+    monkeypatch.setattr(page, '_reported', set())
+    details = {'device_name': 'RTX 5090', 'compute_capability': capability}
+    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: details)
+    setup_tf()
+    said = capsys.readouterr().err
+    assert ('built for 9.x at most' in said) == named == bool(said)   # as the wheel says of itself
+    if named: assert said.startswith(f'RTX 5090 has compute capability {capability[0]}.0, and TensorFlow')
 
 @pytest.mark.parametrize('before, after', [(None, 'PCI_BUS_ID'), ('FASTEST_FIRST', 'FASTEST_FIRST')])
 def test_cuda_numbers_the_cards_as_nvml_does(tf_config, monkeypatch, before, after):
