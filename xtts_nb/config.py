@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Positive', 'Switch', 'CACHE_FLAG', 'REFUSED_KEYS', 'UserError', 'Section', 'Workspace', 'workspace', 'sizes',
-           'control_groups', 'cpu_quota', 'usable_cores', 'cores', 'environment_number', 'setup_tf', 'AudioConfig',
-           'DVAEConfig', 'GPTConfig', 'SpeakerConfig', 'DecoderConfig', 'ModelConfig', 'DataConfig', 'TrainingConfig',
-           'SpeechConfig', 'VoiceConfig', 'key_named', 'read_settings', 'XTTSConfig']
+           'control_groups', 'cpu_quota', 'usable_cores', 'cores', 'environment_number', 'gpu_troubles', 'setup_tf',
+           'AudioConfig', 'DVAEConfig', 'GPTConfig', 'SpeakerConfig', 'DecoderConfig', 'ModelConfig', 'DataConfig',
+           'TrainingConfig', 'SpeechConfig', 'VoiceConfig', 'key_named', 'read_settings', 'XTTSConfig']
 
 # %% ../nbs/00_config.ipynb #0670ef92
 import configparser
@@ -16,7 +16,7 @@ import math
 import os
 import platform
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
@@ -163,6 +163,36 @@ def environment_number(variable: str) -> int | None:
         raise UserError(f'{variable}={value}: give a positive number or unset it.')
     return int(value)
 
+# %% ../nbs/00_config.ipynb #e7ed12f1
+def _driver_cards() -> int:
+    "How many cards the NVIDIA driver has for this process; 0 without a driver."
+    if os.environ.get('CUDA_VISIBLE_DEVICES', '0').strip() in ('', '-1'): return 0
+    import pynvml
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError: return 0
+
+def gpu_troubles(
+    gpus: list,   # the physical devices that TensorFlow lists
+) -> list[str]:
+    "What keeps TensorFlow from a card, or makes it fail there, in a sentence each; it is silent about both."
+    import tensorflow as tf
+    if not gpus and (cards := _driver_cards()):
+        return [f'The NVIDIA driver has {cards} GPU{"s" * (cards > 1)}, but TensorFlow opens none and '
+                "computes on the CPU: pip install 'tensorflow[and-cuda]'; with TF_CPP_MIN_LOG_LEVEL=0 "
+                'it says what it lacks.']
+    built = tf.sysconfig.get_build_info().get('cuda_compute_capabilities', [])
+    newest = max((int(name.rpartition('_')[2]) // 10 for name in built), default=math.inf)
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
+    return [f'{each.get("device_name", "A GPU")} has compute capability {major}.{minor}, and TensorFlow '
+            f'{tf.__version__} is built for {newest}.x at most: XLA may end the process. Use the container '
+            'of TensorFlow that NVIDIA offers, another card, or CUDA_VISIBLE_DEVICES=-1.'
+            for each in details for major, minor in [each.get('compute_capability') or (0, 0)]
+            if major > newest]
+
+_reported = set()   # troubles that were printed
+
 # %% ../nbs/00_config.ipynb #258334f5
 def setup_tf(
     threads: int | None = None,       # within an op and between ops; default: environment, else one per core
@@ -176,18 +206,20 @@ def setup_tf(
     with _without_start_messages():
         import tensorflow as tf
         gpus = tf.config.list_physical_devices('GPU')
+    for line in [line for line in gpu_troubles(gpus) if line not in _reported]:
+        _reported.add(line)
+        print(line, file=sys.stderr)
     within, between = (threads or environment_number(f'TF_NUM_{kind}OP_THREADS') or cores()
                        for kind in ('INTRA', 'INTER'))
     limit = memory_limit or environment_number('XTTS_NB_MEMORY_LIMIT')
-    try:
+    with suppress(RuntimeError):   # TensorFlow has started: the table shows what it kept
         tf.config.threading.set_intra_op_parallelism_threads(within)
         tf.config.threading.set_inter_op_parallelism_threads(between)
-        for gpu in gpus:   # TensorFlow does not accept both
-            if limit:
-                parts = [tf.config.LogicalDeviceConfiguration(memory_limit=limit)]
-                tf.config.set_logical_device_configuration(gpu, parts)
+    parts = [tf.config.LogicalDeviceConfiguration(memory_limit=limit)]
+    for gpu in gpus:   # a card grows, or it has limits: TensorFlow refuses the other (`ValueError`)
+        with suppress(RuntimeError, ValueError):
+            if limit: tf.config.set_logical_device_configuration(gpu, parts)
             else: tf.config.experimental.set_memory_growth(gpu, memory_growth)
-    except RuntimeError: pass   # TensorFlow has started: the table shows what it kept
     got = {'intra-op threads': (within, tf.config.threading.get_intra_op_parallelism_threads()),
            'inter-op threads': (between, tf.config.threading.get_inter_op_parallelism_threads())}
     for gpu in gpus:

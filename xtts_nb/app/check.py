@@ -238,8 +238,6 @@ def check_xla(trial: StepTrial) -> str:
 # %% ../../nbs/app/check.ipynb #5d06f0c3
 def _no_gpu_reason() -> str | None:
     "Why this process has no GPU; `None` if the driver has one for it."
-    if os.environ.get('CUDA_VISIBLE_DEVICES', '0').strip() in ('', '-1'):
-        return 'CUDA_VISIBLE_DEVICES hides every GPU'
     try: nvml_probe()
     except UserError as e: return str(e).partition(';')[0]
 

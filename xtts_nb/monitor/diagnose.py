@@ -409,26 +409,6 @@ def find_variable_shapes(c: Case) -> Finding | None:
                    predict_gain(m, traced=0.), lambda d, s: (pad_to_few_shapes(d, c.resident), s),
                    'zeros at the end of its batches, which a step without a mask learns from')
 
-def pad_to_few_shapes(
-    dataset,
-    resident: list,     # some batches, which say how long they are
-    lengths: int = 4,   # up to the longest of them
-):
-    "The dataset with zeros at the end of its variable axes, up to multiples that leave few shapes."
-    longest = [np.max([b.shape for b in same], 0) for same in zip(*(tf.nest.flatten(b) for b in resident))]
-    def pad(x, spec, longest):
-        unit = [max(1, math.ceil(n / lengths)) if axis is None else 1 for n, axis in zip(longest, spec.shape)]
-        have = tf.shape(x)
-        return tf.pad(x, tf.stack([tf.zeros_like(have), -have % unit], 1)) if len(unit) else x
-    def change(host):
-        specs = tf.nest.flatten(host.element_spec)
-        def padded(*batch):
-            batch = batch[0] if len(batch) == 1 else batch
-            flat = [pad(x, spec, n) for x, spec, n in zip(tf.nest.flatten(batch), specs, longest)]
-            return tf.nest.pack_sequence_as(batch, flat)
-        return host.map(padded, num_parallel_calls=2).prefetch(2)
-    return change_host_part(dataset, change)
-
 # %% ../../nbs/monitor/diagnose.ipynb #f068f60d
 def pad_to_few_shapes(
     dataset,
