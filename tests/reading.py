@@ -18,9 +18,10 @@ def digests(folder, kind: str, first: int, last: int):
         yield hashlib.sha256(b''.join(batch[k].numpy().tobytes() for k in sorted(batch))).hexdigest()
 
 
-if __name__ == '__main__':
+def main():
+    "Write a line for each batch, slowly enough to be killed in the middle."
     folder, kind, last, out = sys.argv[1:]
     with open(out, 'w') as file:
         for line in digests(folder, kind, 0, int(last)):
             print(line, file=file, flush=True)
-            time.sleep(0.005)   # slow enough to be killed in the middle
+            time.sleep(0.005)

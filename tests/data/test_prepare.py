@@ -4,7 +4,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import soundfile
 import tensorflow as tf
 
 from fake_dvae import Fake, load, load_and_die, load_and_die_later, load_and_fail
-from process import environment, hears_ctrl_c, tree
+from process import Forked, tree
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.data import prepare as module
 from xtts_nb.data.cache import Cache, check_cache_folder
@@ -436,28 +435,22 @@ from fake_dvae import Slow, load_slow
 from xtts_nb.config import XTTSConfig, setup_tf
 from xtts_nb.data.prepare import prepare
 from xtts_nb.data.text import Tokenizer
-if __name__ == '__main__':
-    corpus, out, config, tokenizer, workers = sys.argv[1:]
-    setup_tf(threads=2)
-    print('ready', flush=True)
-    prepare(corpus, out, XTTSConfig.load(config), Slow(), Tokenizer.load(tokenizer), shard_clips=2,
-            workers=int(workers), load=load_slow)
+corpus, out, config, tokenizer, workers = sys.argv[1:]
+setup_tf(threads=2)
+print('ready', flush=True)
+prepare(corpus, out, XTTSConfig.load(config), Slow(), Tokenizer.load(tokenizer), shard_clips=2,
+        workers=int(workers), load=load_slow)
 '''
 
 @pytest.fixture
 def start(corpus, small, tokenizer, tmp_path):
     "Begins to prepare in a process of its own."
-    (tmp_path / 'program.py').write_text(PROGRAM)
     (tmp_path / 'config.yaml').write_text(small.to_yaml())
     tokenizer.save(tmp_path / 'tokenizer.json')
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     def begin(workers):
-        names = [corpus, tmp_path / 'here' / 'out', tmp_path / 'config.yaml', tmp_path / 'tokenizer.json',
-                 workers]
-        child = subprocess.Popen([sys.executable, tmp_path / 'program.py', *map(str, names)],
-                                 preexec_fn=hears_ctrl_c, text=True,
-                                 env=environment() | {'PYTHONPATH': path}, stdout=subprocess.PIPE,
-                                 stderr=subprocess.PIPE)
+        child = Forked(PROGRAM, corpus, tmp_path / 'here' / 'out', tmp_path / 'config.yaml',
+                       tmp_path / 'tokenizer.json', workers, text=True, stdout=subprocess.PIPE,
+                       stderr=subprocess.PIPE)
         assert child.stdout.readline() == 'ready\n'
         return child
     return begin

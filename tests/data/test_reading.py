@@ -1,16 +1,12 @@
 "Reading that is killed goes on at its step, and nothing shows that it was."
 import functools
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fake_dvae import Fake
-from process import environment
+from process import Forked
 from reading import KINDS, digests
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.prepare import prepare
@@ -39,10 +35,8 @@ def test_streamed_batches_are_those_from_memory(undisturbed, folder):
 @pytest.mark.parametrize('kind, step, more', [pytest.param(*m, marks=[pytest.mark.slow] * (i > 2))
                                               for i, m in enumerate(MOMENTS)])
 def test_killed_at_any_moment_it_goes_on(folder, undisturbed, tmp_path, kind, step, more):
-    out, path = tmp_path / 'digests', os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    child = subprocess.Popen([sys.executable, Path(__file__).parents[1] / 'reading.py', folder(kind), kind,
-                              str(STEPS), out],
-                             env=environment() | {'PYTHONPATH': path})
+    out = tmp_path / 'digests'
+    child = Forked('import reading; reading.main()', folder(kind), kind, STEPS, out)
     # a line is whole if its end is there
     lines = lambda: out.read_text().split('\n')[:-1] if out.exists() else []
     end = time.monotonic() + 60

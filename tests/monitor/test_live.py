@@ -463,10 +463,3 @@ def test_monitor_drops_what_the_ring_cannot_hold():
     s = Sampler(replay_probe(TRACE), capacity=2)
     for _ in TRACE: s.sample()
     assert s.summary()['dropped'] == 3 and len(summary_lines(s.summary())) == 4
-
-
-def test_import_is_light():
-    heavy = {'tensorflow', 'keras', 'matplotlib', 'IPython', 'ipywidgets'}
-    program = f'import sys, xtts_nb.monitor.live; print({heavy} & set(sys.modules))'
-    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == 'set()'
