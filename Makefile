@@ -14,7 +14,7 @@ help:
 	@echo "make demo      train a small XTTS, measure each bottleneck before and after, and let it speak"
 	@echo "make test      style, notebooks and library in step, every notebook, the quick tests"
 	@echo "make test-all  the same with everything slow, and test-torch"
-	@echo "make test-part  a part of what is slow, which the commit chooses; 10 minutes at most"
+	@echo "make test-part  one of $(parts) parts of the slow tests, which the commit chooses; about 10 minutes each"
 	@echo "make test-torch  what reads coqui's files, with PyTorch's CPU build in .venv-convert"
 	@echo "make test-browser  all lessons in JupyterLab and a Chromium, which it installs where there is none"
 	@echo "make export    write the library from the notebooks, and clean them"
@@ -34,7 +34,7 @@ demo: $(ready)
 test: flags = $(if $(GPU),gpu,cpu)
 test: marked = not slow and not $(if $(GPU),cpu,gpu)
 test: deal = worksteal
-test-all: flags = slow $(if $(GPU),gpu,cpu)
+test-all: flags = $(if $(GPU),gpu,cpu)
 test-all: marked = not $(if $(GPU),cpu,gpu)
 test-all: deal = loadfile
 test-all: test-torch
@@ -49,8 +49,14 @@ test test-all: $(ready)
 	@echo "== tests"
 	@$(env) $(bin)/pytest -n 2 --dist $(deal) -m "$(marked)" $(ARGS)
 
+# Parts of about the same length by the seconds in dev/durations.json, which are renewed by
+# make test-all ARGS="--store-durations --durations-path dev/durations.json"
+parts = 8
+part = $(shell expr $$(printf %d 0x$$(git rev-parse --short=7 HEAD || echo 0)) % $(parts) + 1)
 test-part: $(ready)
-	@$(env) $(bin)/python dev/rotation.py
+	@echo "== part $(part) of $(parts) of the slow tests"
+	@$(env) $(bin)/pytest -n 2 --dist worksteal -m "slow and not gpu" --splits $(parts) --group $(part) \
+	    --durations-path dev/durations.json $(ARGS)
 
 test-torch: $(ready)
 	@$(env) sh dev/torch.sh $(ARGS)

@@ -30,6 +30,13 @@ def pytest_configure(config):
     if 'not cpu' in config.option.markexpr: os.environ.update(ON_GPU)
 
 
+def pytest_collection_modifyitems(items):
+    "A slow test ends after an hour, where it names no other limit."
+    for item in items:
+        if item.get_closest_marker('slow') and not item.get_closest_marker('timeout'):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 class Tests(pytest.Module):
     "A file of tests, and one more test for each module that it covers: its defaults are the listed ones."
     def collect(self):
