@@ -2,6 +2,8 @@
 import ctypes
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from dataclasses import FrozenInstanceError, fields
