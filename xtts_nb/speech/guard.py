@@ -199,6 +199,7 @@ class GuardedSpeaker(Speaker):
         codes, states, length, self.reports = zip(*(settled(first[row], *best[row]) for row in rows))
         return padded(codes, self.gpt.code_stop), tf.constant(length), padded(states, 0)
 
+# %% ../../nbs/speech/guard.ipynb #5c1e77a1
 def padded(rows: list[np.ndarray], value: int) -> tf.Tensor:   # (S, ...) each -> (B, longest S, ...)
     "Rows of different lengths as one tensor."
     most = max(map(len, rows))

@@ -195,7 +195,7 @@ def make_optimizer(
     optimizer.build(variables)
     return optimizer
 
-# %% ../../nbs/30_trainer_xla.ipynb #7e08859e
+# %% ../../nbs/30_trainer_xla.ipynb #7e08859d
 def bfloat16_units(cpu: str = '/proc/cpuinfo') -> bool:
     "Whether the CPU has instructions for products in bfloat16, AMX or AVX-512 BF16."
     try: text = Path(cpu).read_text(encoding='utf-8', errors='replace')
@@ -212,6 +212,7 @@ def choose_xla(training: TrainingConfig) -> tuple[bool, str]:   # whether, and w
         return False, 'this CPU multiplies in bfloat16, XLA would multiply in float32'
     return True, f'the choice for {training.precision} on this CPU'
 
+# %% ../../nbs/30_trainer_xla.ipynb #7e08859e
 class CompiledStep:
     "`step` as a graph, compiled by XLA if `xla` is set and XLA can compile it."
     def __init__(self, step, xla: bool):
