@@ -1,4 +1,5 @@
 "Saved voices: what is written comes back, damaged and foreign files are named, and names are no paths."
+import os
 import shutil
 import struct
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.models.weights import write_tensors
 from xtts_nb.models.xtts import XTTS
+from xtts_nb.speech import voices
 from xtts_nb.speech.generate import Voice
 from xtts_nb.speech.voices import (
     add_voice, blend_voices, find_voice, list_voices, load_voice, read_voice, remove_voice, save_voice,
@@ -95,7 +97,7 @@ def test_a_damaged_file_is_named(tmp_path, tensors, header, words):
 @pytest.mark.parametrize('content', [b'', b'text', struct.pack('<Q', 2**62), b'\x02\0\0\0\0\0\0\0{}'])
 def test_a_file_of_something_else_is_named(tmp_path, content):
     (tmp_path / 'v.safetensors').write_bytes(content)
-    with pytest.raises(UserError, match='v.safetensors: (not readable as weights|holds no voice)'):
+    with pytest.raises(UserError, match='v.safetensors: (not readable as a voice|holds no voice)'):
         read_voice(tmp_path / 'v.safetensors')
 
 
@@ -200,3 +202,18 @@ def test_a_voice_is_found(shelf, singer):
             find_voice(given, singer.xtts, folder)
     with pytest.raises(UserError, match=r'has no voice "none" \(it has: high, low\)'):
         find_voice(['none'], singer.xtts, shelf)
+
+
+def test_a_file_that_is_shortened_while_it_is_read(tmp_path):
+    "A mapped file would end the process with SIGBUS; so a child reads, and shortens it between the parts."
+    path, finite = tmp_path / 'a.safetensors', np.isfinite
+    save_voice(path, Voice(np.ones((32, 1024)), np.ones(512)), 'm', [])
+    if not (child := os.fork()):
+        np.isfinite = lambda x: (os.truncate(path, 0), finite(x))[1]
+        os._exit(len(read_voice(path)[0].vector) != 512)
+    assert os.waitpid(child, 0)[1] == 0 and not path.stat().st_size
+
+def test_a_file_too_large_for_a_voice(tmp_path, monkeypatch):
+    monkeypatch.setattr(voices, 'VOICE_BYTES', 999)
+    save_voice(path := tmp_path / 'a.safetensors', Voice(np.ones((4, 64)), None), 'm', [])
+    with pytest.raises(UserError, match='is too large for a voice'): read_voice(path)
