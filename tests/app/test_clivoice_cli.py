@@ -334,11 +334,13 @@ def test_serve(ran, behind, bars, monkeypatch, tmp_path):
         def warm_up(self, voice): self.warm.append(voice)
         def close(self): self.closed = True
     tokenizer = SimpleNamespace(languages=['de', 'fa'])
+    behind('speech.guard.run_rates', {})
     monkeypatch.setattr('xtts_nb.speech.generate.Speaker',
                         lambda xtts, rates: SimpleNamespace(xtts=xtts, rates=rates))
     monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda folder: SimpleNamespace(tokenizer=tokenizer))
     monkeypatch.setattr('xtts_nb.speech.stream.Engine', Engine)
-    loaded = behind('speech.voices.load_voice', lambda path, xtts: f'voice {path.stem}')
+    loaded = behind('speech.voices.load_voice', lambda path, xtts, model: f'voice {path.stem}')
+    hashed = behind('speech.voices.voice_model', 'abc')
     for name in ('a', 'b'): (tmp_path / f'{name}.safetensors').touch()
     def serve(service, ready, **_):
         service.metrics.requests.update({429: 1, 200: 2})
@@ -349,16 +351,26 @@ def test_serve(ran, behind, bars, monkeypatch, tmp_path):
     done = ran(f'serve --model m --voices {tmp_path}')
     assert done.out == 'Requests by status: {200: 2, 429: 1}\n'
     assert 'Ready: http://x:1, voices: 2. Ctrl-C ends' in done.err
-    more = '--port 0 --host h --key k --language fa --rows 3 --queue 5 --max-characters 7 --grace 2 --json'
+    more = ('--port 0 --host h --key k --language fa --rows 3 --queue 5 --max-characters 7 --grace 2 '
+            '--wait 4 --json')
     assert ran(f'serve --model m --voices {tmp_path} {more}').json == {'requests': {'200': 2, '429': 1}}
     one, two = ([s['service'].queue, s['service'].max_characters, s['service'].language, s['service'].key,
-                 s['host'], s['port'], s['grace']] for s in served)
-    assert one == [64, 4096, 'de', None, '127.0.0.1', 8000, 30.] and two == [5, 7, 'fa', 'k', 'h', 0, 2.]
-    assert [(e.given, e.warm) for e in engines] == [(8, ['voice a']), (3, ['voice a'])] and len(loaded) == 4
+                 s['host'], s['port'], s['grace'], s['service'].wait] for s in served)
+    assert one == [64, 4096, 'de', None, '127.0.0.1', 8000, 30., 30.]
+    assert two == [5, 7, 'fa', 'k', 'h', 0, 2., 4.]
+    assert [(e.given, e.warm) for e in engines] == [(8, ['voice a']), (3, ['voice a'])]
+    assert len(loaded) == 4 and len(hashed) == 2 and {one['model'] for one in loaded} == {'abc'}
     for e in engines: assert e.speaker.xtts.tokenizer is tokenizer and e.speaker.rates == {}
     assert ports == [('127.0.0.1', 8000, 0), ('h', 0, 1)]   # before the model is loaded
+
+@pytest.mark.parametrize('option, variable', [([], ''), ([], ' '), (['--key', ''], 'k'),
+                                              (['--key', ' '], 'k')])
+def test_an_empty_key_is_refused_before_the_model_is_loaded(ran, bars, monkeypatch, option, variable):
+    monkeypatch.setenv('XTTS_NB_KEY', variable)
+    done = ran('serve --model none --voices none', *option)
+    assert done.code == 2 and 'The key is empty; give one' in done.err
 
 def test_bounds_of_serve():
     check_bounds(*((f'serve --model m --voices v --{name}', inside, outside) for name, inside, outside in (
         ('port', 65535, 65536), ('port', 0, -1), ('rows', 1, 0), ('queue', 1, 0), ('max-characters', 1, 0),
-        ('grace', 0, -1))))
+        ('grace', 0, -1), ('wait', 0, -1))))

@@ -13,6 +13,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -25,11 +26,12 @@ from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.speech import serve as serving
-from xtts_nb.speech.generate import Speaker
+from xtts_nb.speech.generate import Speaker, Voice
 from xtts_nb.speech.serve import (
     check_port, FORMATS, Metrics, serve, sound_formats, SoundWriter, SPEECH, speech_app, SpeechService,
     VoiceFolder)
 from xtts_nb.speech.stream import Engine, EngineClosed
+from xtts_nb.speech.voices import load_voice, remove_voice, save_voice, voice_model
 
 RATE, PART = 24000, 2400   # samples of one sound of the toy
 
@@ -54,13 +56,14 @@ class Toy:
 class Said:
     def __init__(self, engine, text, given):
         self.engine, self.text, self.given = engine, text.strip(), given
-        self.codes, self.read, self.cancelled = 0, 0, threading.Event()
+        self.codes, self.cancelled, self.stream = 0, threading.Event(), None   # `stream`: once it has a row
 
     def __iter__(self):
         for i in range(self.engine.parts):
             while not self.engine.go.wait(0.002):
                 if self.cancelled.is_set(): return
             if self.engine.error and i >= self.engine.error[0]: raise self.engine.error[1]
+            self.stream = self
             self.codes += 16
             yield np.full(PART, level(self.text), np.float32)
 
@@ -125,8 +128,14 @@ def test_a_large_end_is_sent_in_parts(service, monkeypatch):
     monkeypatch.setattr(SoundWriter, 'end', lambda writer: bytes(150_000))
     async def parts():
         wanted = serving.SpeechBody(**ASKED)
-        return [len(part) async for part in service.sound(wanted, *await service.check(wanted), 0.)]
+        notes = {'began': time.monotonic()}
+        return [len(part) async for part in service.sound(wanted, *await service.check(wanted), notes)]
     assert asyncio.run(parts())[-3:] == [65536, 65536, 18928]
+
+def test_an_empty_key_is_no_key(toy):
+    for key in ('', ' \n'):
+        with pytest.raises(UserError, match='The key is empty'): SpeechService(toy, dict, key=key)
+    assert SpeechService(toy, dict, key=' a\n').key == 'a' and SpeechService(toy, dict).key is None
 
 def test_the_language_of_a_service(toy):
     assert SpeechService(toy, dict, language='auto').language == 'auto'
@@ -139,11 +148,19 @@ def test_the_language_of_a_service(toy):
 @pytest.mark.parametrize('wrong, status, param, words', [
     ({'input': ''}, 400, None, 'text is empty'), ({'input': ' \n'}, 400, None, 'text is empty'),
     ({'input': '?! ..'}, 400, None, ''), ({'input': 'aa Ω'}, 400, None, 'never saw the characters'),
-    ({'input': 'a' * 71}, 413, 'input', 'limit is 70'), ({'input': None}, 400, 'input', 'input: '),
+    ({'input': 'a' * 71}, 413, 'input', 'limit is 70'), ({'input': None}, 400, 'input', 'Field required.'),
     ({'voice': 'carl'}, 404, 'voice', 'no voice "carl"; there is anna, bert'),
     ({'voice': '../../etc'}, 404, 'voice', 'no voice'), ({'voice': ''}, 404, 'voice', 'no voice'),
-    ({'speed': 4.1}, 400, 'speed', 'speed: '), ({'speed': 0.2}, 400, 'speed', 'speed: '),
-    ({'seed': -1}, 400, 'seed', 'seed: '), ({'seed': 2**31}, 400, 'seed', 'seed: '),
+    ({'speed': 4.1}, 400, 'speed', 'speed: expected a number from 0.25 to 4, got 4.1.'),
+    ({'speed': 0.2}, 400, 'speed', 'from 0.25 to 4, got 0.2.'),
+    ({'seed': -1}, 400, 'seed', 'seed: expected a whole number from 0 to 2147483647, got -1.'),
+    ({'seed': 2**31}, 400, 'seed', 'got 2147483648.'), ({'seed': 'x' * 99}, 400, 'seed', f'got {"x" * 40}.'),
+    ({'temperature': -0.1}, 400, 'temperature', 'expected a number from 0 to 2, got -0.1.'),
+    ({'temperature': 2.1}, 400, 'temperature', 'from 0 to 2'), ({'top_k': 0}, 400, 'top_k', 'from 1 to 1024'),
+    ({'top_k': 1025}, 400, 'top_k', 'got 1025'), ({'top_p': 1.1}, 400, 'top_p', 'from 0 to 1, got 1.1'),
+    ({'top_p': -1}, 400, 'top_p', 'from 0 to 1'),
+    ({'repetition_penalty': 0.9}, 400, 'repetition_penalty', 'from 1 to 20, got 0.9.'),
+    ({'repetition_penalty': 21}, 400, 'repetition_penalty', 'got 21'), ({'voice': 3}, 400, 'voice', ''),
     ({'language': 'xx'}, 400, None, 'no language "xx"'),
     ({'language': 'e' * 21}, 400, 'language', 'language: '),
     ({'response_format': 'aac'}, 400, 'response_format', ''),
@@ -168,13 +185,16 @@ def test_a_format_that_cannot_be_written(client, service):
     assert answer.status_code == 400 and 'there is wav, pcm' in answer.json()['error']['message']
 
 def test_other_paths(client):
-    for answer, status in ((client.get('/v1/nothing'), 404), (client.get(SPEECH), 405)):
+    for answer, status in ((client.get('/v1/nothing'), 404), (client.get(SPEECH), 405),
+                           (client.options(SPEECH), 405), (client.post(SPEECH + '/', json=ASKED), 404)):
         assert answer.status_code == status and answer.json()['error']['type'] == 'invalid_request_error'
     assert client.get(SPEECH).headers['allow'] == 'POST'
     assert [v['id'] for v in client.get('/v1/audio/voices').json()['voices']] == ['anna', 'bert']
     assert client.get('/v1/audio/voices').json()['languages'] == ['en']
     assert client.get('/v1/models').json()['data'][0]['object'] == 'model'
     assert client.get('/health').json() == {'status': 'ok'}
+    for path, status in (('/', 200), ('/health', 200), (SPEECH, 405), ('/v1/none', 404)):
+        assert client.head(path).status_code == status
     schema = client.get('/openapi.json').json()['paths'][SPEECH]['post']
     assert 'input' in schema['requestBody']['content']['application/json']['schema']['required']
 
@@ -184,10 +204,11 @@ def test_the_key(service, client):
     for given in ('', 'Bearer', 'Bearer wrong', 'Bearer sécre', 'sécret2'):
         answer = client.post(SPEECH, content=b'x' * 9, headers={'Authorization': given.encode('latin-1')})
         assert answer.status_code == 401 and answer.json()['error']['code'] == 'invalid_api_key'
-    for path in ('/v1/audio/voices', '/v1/models', '/metrics'): assert client.get(path).status_code == 401
-    for path in ('/', '/health'): assert client.get(path).status_code == 200
-    good = {'Authorization': 'Bearer sécret'.encode()}
-    assert client.post(SPEECH, json=ASKED, headers=good).status_code == 200
+    for path in ('/v1/audio/voices', '/v1/models', '/metrics', '/none'):
+        assert client.get(path).status_code == 401
+    for path in ('/', '/health', '/openapi.json'): assert client.get(path).status_code == 200
+    for good in ('Bearer sécret', 'bearer  sécret ', 'sécret'):
+        assert client.post(SPEECH, json=ASKED, headers={'Authorization': good.encode()}).status_code == 200
 
 def test_a_large_body_is_not_read(client, monkeypatch):
     monkeypatch.setattr(serving, 'BODY_BYTES', 100)
@@ -213,13 +234,64 @@ def test_pieces_follow_each_other(client, toy, service):
     np.testing.assert_allclose(samples(answer.content), expected, atol=1e-4)
     assert service.metrics.codes == 3 * 48 and service.metrics.seconds == 9 * PART / RATE and not service.open
 
-def test_a_full_queue(client, toy):
-    toy.waiting, toy.busy = 3, 1
-    assert client.post(SPEECH, json=ASKED).status_code == 200
-    toy.busy = 2
+def test_null_is_as_if_the_field_were_not_there(client, toy):
+    nothing = dict.fromkeys(('speed', 'seed', 'temperature', 'language', 'response_format', 'top_k'))
+    assert client.post(SPEECH, json=nothing | ASKED).status_code == 200
+
+def test_a_full_queue(client, service):
+    "Two rows, and three may wait."
+    service.open = 4
+    assert client.post(SPEECH, json=ASKED).status_code == 200 and service.open == 4
+    service.open = 5
     answer = client.post(SPEECH, json=ASKED)
     assert answer.status_code == 429 and answer.headers['retry-after'] == '2'
     assert answer.json()['error']['type'] == 'rate_limit_error'
+    service.open = 8
+    assert client.post(SPEECH, json=ASKED).headers['retry-after'] == '4'
+    assert client.get('/health').status_code == client.get('/v1/models').status_code == 200
+
+@pytest.mark.parametrize('refused', ['key', 'full', 'ends'])
+def test_what_is_refused_costs_nothing(service, monkeypatch, refused):
+    "No body is read, no folder looked at, no thread used."
+    def used(*_, **__): raise AssertionError
+    for name in ('run_sync', 'read_request'): monkeypatch.setattr(serving, name, used)
+    monkeypatch.setattr('anyio.to_thread.run_sync', used)
+    service.voices, sent = used, []
+    if refused == 'key': service.key = 'secret'
+    if refused == 'full': service.open = 5
+    if refused == 'ends': service.ends = 1.
+    scope = {'type': 'http', 'method': 'POST', 'path': SPEECH, 'raw_path': SPEECH.encode(), 'headers': [],
+             'query_string': b'', 'http_version': '1.1', 'scheme': 'http', 'client': ('1.2.3.4', 5)}
+    async def send(message): sent.append(message)
+    asyncio.run(speech_app(service)(scope, used, send))
+    assert sent[0]['status'] == {'key': 401, 'full': 429, 'ends': 503}[refused]
+    assert json.loads(sent[1]['body'])['error']['message']
+
+def test_no_row_within_the_time_limit(client, service, toy):
+    service.wait = 0.05
+    assert client.post(SPEECH, json=ASKED).status_code == 200
+    toy.go.clear()
+    answer = client.post(SPEECH, json=ASKED | {'input': LONG})
+    error = answer.json()['error']
+    assert answer.status_code == 503 and answer.headers['retry-after'] == '1'
+    assert (error['type'], error['code']) == ('server_error', 'queue_timeout')
+    assert '0.05 s' in error['message']
+    assert all(s.cancelled.is_set() for s in toy.submitted[1:]) and not service.open
+
+def test_one_line_for_each_request(service, toy):
+    lines = []
+    client = TestClient(speech_app(service, lines.append), raise_server_exceptions=False)
+    client.post(SPEECH, json=ASKED)
+    client.post(SPEECH, json=ASKED | {'voice': 'x'})
+    client.get('/a%0Ab%20c?key=secret')
+    toy.error = 1, RuntimeError('x')
+    client.post(SPEECH, json=ASKED)
+    time, seconds = r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\S+ testclient', r'\d+\.\d{3} s'
+    for line, expected in zip(lines, (
+            f'{time} POST {SPEECH} 200 {seconds} first sound {seconds} 6 characters',
+            f'{time} POST {SPEECH} 404 {seconds} 6 characters', f'{time} GET /a%0Ab%20c 404 {seconds}',
+            f'{time} POST {SPEECH} 500 {seconds} first sound {seconds} 6 characters'), strict=True):
+        assert re.fullmatch(expected, line), line
 
 @pytest.mark.parametrize('error, status', [(EngineClosed('x'), 503), (RuntimeError('x'), 500)], ids=str)
 def test_an_engine_that_fails_has_a_status(client, toy, error, status, service):
@@ -267,6 +339,57 @@ def test_a_folder_of_voices(tmp_path):
     (tmp_path / 'c.safetensors').unlink()
     assert voices() == {'a': '5'} and len(lines) == 1 and loads == ['a', 'b', 'c', 'a']
     with pytest.raises(UserError, match='is no folder of voices'): VoiceFolder(tmp_path / 'none', load)
+
+def test_a_voice_is_another_when_its_file_is_even_if_the_time_is_not(tmp_path):
+    voices, path, other = VoiceFolder(tmp_path, Path.read_text), tmp_path / 'a.safetensors', tmp_path / 'b'
+    for text, place in (('12', path), ('123', path), ('456', other)):
+        place.write_text(text)
+        os.utime(place, (1, 1))
+        if place is other: other.replace(path)   # as long, and as old
+        assert voices() == {'a': text}
+
+def test_a_voice_that_nobody_can_ask_for(tmp_path, service):
+    "A name that is not UTF-8 would break each list of names."
+    lines = []
+    for name in (b'\xff', b'good'): (tmp_path / os.fsdecode(name + b'.safetensors')).touch()
+    service.voices = VoiceFolder(tmp_path, str, lines.append)
+    client = TestClient(speech_app(service), raise_server_exceptions=False)
+    assert [v['id'] for v in client.get('/v1/audio/voices').json()['voices']] == ['good']
+    assert client.post(SPEECH, json=ASKED).status_code == 404 and len(lines) == 1
+
+def test_threads_read_a_new_voice_once(tmp_path):
+    loads = []
+    def load(path): time.sleep(0.05); loads.append(path); return 1
+    (tmp_path / 'a.safetensors').touch()
+    voices = VoiceFolder(tmp_path, load)
+    with ThreadPoolExecutor(8) as pool: assert [*pool.map(lambda _: voices(), range(8))] == [{'a': 1}] * 8
+    assert len(loads) == 1
+
+def test_voices_are_edited_while_the_service_runs(toy, singer, tmp_path):
+    "By the commands of this library, and by hands."
+    reports, load = [], lambda path: load_voice(path, singer.xtts, model)
+    model, low = voice_model(singer.xtts), Voice(np.zeros((4, 64)), np.zeros(32))
+    path = tmp_path / 'anna.safetensors'
+    service = SpeechService(toy, VoiceFolder(tmp_path, load, reports.append))
+    client = TestClient(speech_app(service))
+    def spoken(): return client.post(SPEECH, json=ASKED).status_code, len(reports)
+    assert spoken() == (404, 0)
+    save_voice(path, low, model, [])
+    assert spoken() == (200, 0) and toy.submitted[-1].given[1].vector.numpy().max() == 0
+    save_voice(path, Voice(np.zeros((4, 64)), np.ones(32)), model, [])
+    assert spoken() == (200, 0) and toy.submitted[-1].given[1].vector.numpy().max() == 1
+    whole = path.read_bytes()
+    for n, damaged in enumerate((b'', whole[:-9], whole[:50], b'\xff' * len(whole)), 1):
+        path.write_bytes(damaged)
+        assert spoken() == (404, n) == spoken()   # said once
+    save_voice(path, low, 'another', [])
+    assert spoken() == (404, 5) and 'other encoders' in reports[-1]
+    save_voice(path, low, model, [])
+    assert spoken() == (200, 5)
+    remove_voice(tmp_path, 'anna')
+    assert spoken() == (404, 5)
+    path.mkdir()
+    assert spoken() == (404, 6)
 
 
 # --- a real server ------------------------------------------------------------------------------------------
@@ -338,6 +461,79 @@ def test_a_body_that_does_not_come(service, monkeypatch):
         assert huge.recv(99).startswith(b'HTTP/1.1 413')
         until(lambda: huge.recv(999) == b'')   # closed by the server
 
+def error_of(answer: bytes) -> dict:
+    "The error that an answer holds."
+    head, _, body = answer.partition(b'\r\n\r\n')
+    assert b'application/json' in head.lower()
+    return json.loads(body)['error']
+
+def received(sock) -> bytes:
+    "All that comes until the server closes the connection."
+    parts = []
+    with suppress(ConnectionResetError):
+        while part := sock.recv(2**16): parts.append(part)
+    return b''.join(parts)
+
+def test_what_is_no_http_gets_an_error_of_the_same_form(service):
+    with served(service) as url:
+        for text in ('xx\r\n\r\n', 'GET / HTTP/1.1\r\n\r\n', f'GET /{"a" * 70000} HTTP/1.1\r\n'):
+            answer = received(connected(url, text))
+            assert answer.startswith(b'HTTP/1.1 400') and b'connection: close' in answer.lower()
+            assert error_of(answer)['type'] == 'invalid_request_error'
+        chunked = f'POST {SPEECH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n'
+        assert received(connected(url, chunked + 'no length\r\n')).startswith(b'HTTP/1.1 400')
+        until(lambda: not service.open)
+
+def test_a_refusal_comes_before_the_body(service):
+    "And the connection can be used again."
+    service.key = 'a'
+    with served(service) as url:
+        sock = connected(url, f'POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n')
+        answer = b''
+        while not answer.endswith(b'}}'): answer += sock.recv(999)
+        assert error_of(answer)['code'] == 'invalid_api_key'
+        sock.sendall(b'123456789GET /health HTTP/1.1\r\nHost: x\r\n\r\n')
+        assert sock.recv(99).startswith(b'HTTP/1.1 200')
+
+def test_places_are_for_requests_that_are_there(service, toy):
+    "A body that does not come takes none."
+    with served(service) as url:
+        head = f'POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n'
+        left = [connected(url, head) for _ in range(9)]
+        assert httpx.post(url + SPEECH, json=ASKED).status_code == 200
+        for sock in left: sock.close()
+
+def test_many_at_once(service, toy):
+    "Five have a place and are spoken; all others hear at once that there is none."
+    with served(service) as url, ThreadPoolExecutor(40) as pool:
+        toy.go.clear()
+        answers = [pool.submit(httpx.post, url + SPEECH, json=ASKED, timeout=9) for _ in range(40)]
+        until(lambda: sum(a.done() for a in answers) == 35)
+        assert service.open == 5
+        toy.go.set()
+        assert Counter(a.result().status_code for a in answers) == {200: 5, 429: 35}
+
+def test_an_engine_that_fails_ends_the_service(service, toy):
+    "A process that cannot speak any more does not go on listening."
+    raised, urls, ready = [], [], threading.Event()
+    def run():
+        try: serve(service, port=0, ready=lambda url: (urls.append(url), ready.set()))
+        except RuntimeError as error: raised.append(str(error))
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(10) and httpx.get(urls[0] + '/health').status_code == 200
+    toy._closed = True
+    thread.join(10)
+    assert not thread.is_alive() and 'start it again' in raised[0]
+
+@pytest.mark.parametrize('host, key, warned', [
+    ('127.0.0.1', None, False), ('localhost', None, False), ('0.0.0.0', None, True), ('0.0.0.0', 'k', False)])
+def test_a_warning_without_a_key(toy, host, key, warned):
+    lines = []
+    service = SpeechService(toy, dict, key=key)
+    with served(service, host=host, log=lines.append): pass
+    assert [line.startswith(f'Warning: {host} can be reached') for line in lines] == [True] * warned
+
 def test_idle_connections_make_room(service):
     with served(service, connections=4, request_seconds=0.3) as url, httpx.Client(base_url=url) as http:
         assert http.get('/health').status_code == 200
@@ -383,7 +579,9 @@ def test_after_the_time_limit_it_ends_all_the_same(service, toy):
         sock = connected(url)
         until(lambda: service.open)
         service.ends = time.monotonic()
-    assert toy.submitted[0].cancelled.is_set() and sock.recv(12) == b'HTTP/1.1 500'
+    answer = received(sock)
+    assert toy.submitted[0].cancelled.is_set() and answer.startswith(b'HTTP/1.1 503')
+    assert error_of(answer)['message'] == 'The service is shutting down.'
 
 
 # --- the page -----------------------------------------------------------------------------------------------
@@ -424,9 +622,11 @@ def test_the_client_of_openai(service, toy, tmp_path):
         for wrong, error in (({'voice': 'x'}, openai.NotFoundError), ({'input': ''}, openai.BadRequestError),
                              ({'speed': 9}, openai.BadRequestError)):
             with pytest.raises(error): speech.create(**asked | wrong)
-        toy.waiting = 9
+        with pytest.raises(openai.BadRequestError, match='temperature: expected a number from 0 to 2, got 3'):
+            speech.create(**asked, extra_body={'temperature': 3})
+        service.open = 9
         with pytest.raises(openai.RateLimitError): speech.create(**asked)
-        service.key = 'other'
+        service.open, service.key = 0, 'other'
         with pytest.raises(openai.AuthenticationError): speech.create(**asked)
 
 
@@ -462,10 +662,10 @@ def test_the_page_in_a_browser(service, toy):
         assert page.get_by_role('link', name='Download WAV').get_attribute('href').startswith('blob:')
         page.get_by_role('button', name='فارسی').click()
         assert page.evaluate('document.documentElement.dir') == 'rtl'
-        toy.waiting = 9
+        service.open = 9
         page.get_by_role('button', name='بگو').click()
-        page.get_by_role('alert').get_by_text('۵ ثانیهٔ دیگر').wait_for()
-        service.key = 'secret'
+        page.get_by_role('alert').get_by_text('۴ ثانیهٔ دیگر').wait_for()
+        service.open, service.key = 0, 'secret'
         page.get_by_role('button', name='بگو').click()
         page.get_by_label('کلید').wait_for()
         assert {str(s) for s in seen if not str(s).startswith((url, 'blob:', 'data:'))} == set()

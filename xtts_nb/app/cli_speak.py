@@ -6,6 +6,7 @@
 __all__ = ['Model', 'Voices', 'DecoderPrecision', 'Weights', 'voices_app', 'Name', 'Force', 'SAY_CODES']
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0003
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -248,28 +249,32 @@ def _serve(
     decoder_precision: DecoderPrecision = None,
     weights: Weights = None,
     queue: option(int, 'Texts that may wait; beyond them clients get status 429.', min=1) = 64,
+    wait: option(float, 'Seconds that a text may wait; then its client gets status 503.', min=0) = 30.,
     max_characters: option(int, 'Of the text of a request.', min=1) = 4096,
     grace: option(float, 'Seconds for the requests under way after SIGTERM or Ctrl-C.', min=0) = 30.,
 ):
     "Speak for other programs over HTTP, as OpenAI's /v1/audio/speech; / is a page to type and listen."
+    key = os.environ.get('XTTS_NB_KEY') if key is None else key   # typer takes an empty one for none
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
     from xtts_nb.speech.guard import run_rates
-    from xtts_nb.speech.serve import check_port, serve, SpeechService, VoiceFolder
+    from xtts_nb.speech.serve import check_port, refuse_empty, serve, SpeechService, VoiceFolder
     from xtts_nb.speech.stream import Engine
-    from xtts_nb.speech.voices import load_voice
+    from xtts_nb.speech.voices import load_voice, voice_model
+    refuse_empty(key)
     check_port(host, port)
     with progress() as tell:
         tell('load the model', 0, 1)
         settings = given(decoder_precision=decoder_precision, weights=weights)
         speaker = Speaker(XTTS.load(model), rates=run_rates(model), **settings)
-        folder = VoiceFolder(voices, partial(load_voice, xtts=speaker.xtts), to_stderr)
+        load = partial(load_voice, xtts=speaker.xtts, model=voice_model(speaker.xtts))
+        folder = VoiceFolder(voices, load, to_stderr)
         engine = Engine(speaker, rows)
-        service = SpeechService(engine, folder, queue, max_characters, language, key)
+        service = SpeechService(engine, folder, queue, max_characters, language, key, wait)
         tell('compile', 0, 1)
         for voice in [*folder().values()][:1]: engine.warm_up(voice)
-    serve(service, host, port, grace,
+    serve(service, host, port, grace, log=to_stderr,
           ready=lambda url: to_stderr(f'Ready: {url}, voices: {len(folder())}. Ctrl-C ends the service.'))
     requests = dict(sorted(service.metrics.requests.items()))
     return {'requests': requests}, f'Requests by status: {requests}'
