@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tree
 
-from process import check_bounds
+from process import check_bounds, main
 from xtts_nb.config import XTTSConfig
 
 TINY = XTTSConfig.tiny()
@@ -137,15 +137,22 @@ def test_say_as_a_stream(ran, behind, bars, speakers, monkeypatch):
     assert streamed[0].pop('speaker').given == (
         'the model of run', {'rates': 'the rates of run', 'speed': 2.})
     assert streamed == [{'text': 'Hello', 'language': 'en', 'reference': ['ANNA'], 'seed': 4}]
-    out.buffer = io.BytesIO()
-    assert ran('say Hello --run run --voice anna --pcm --json').json == {
-        'seconds': 0.5, 'sample_rate': 10, 'vocoder': 'hifigan'}
-    assert out.buffer.getvalue() == bytes(6) + b'\xff\x7f' * 2
     for more, words in (('--out a.wav', 'leave out --out'), ('--check-words', 'and --check-words')):
         done = ran(f'say Hello --run run --voice anna --stream {more}')
         assert done.code == 2 and words in done.err
     out.isatty = lambda: True
     assert 'pipe it' in ran('say Hello --run run --voice anna --pcm').err
+
+def test_say_as_a_stream_leaves_stdout_to_the_sound(behind, bars, speakers, monkeypatch, capfdbinary):
+    "What really comes through a pipe; the result is the last line of stderr."
+    monkeypatch.setattr('xtts_nb.speech.generate.Speaker', lambda xtts, **_: SimpleNamespace(
+        sample_rate=10, vocoder='hifigan'))
+    behind('speech.voices.find_voice', ['ANNA'])
+    behind('speech.stream.stream_text', [np.zeros(3), np.ones(2)])
+    assert main('say', 'Hello', '--run', 'run', '--voice', 'anna', '--pcm', '--json') == 0
+    out, err = capfdbinary.readouterr()
+    assert out == bytes(6) + b'\xff\x7f' * 2
+    assert json.loads(err.splitlines()[-1]) == {'seconds': 0.5, 'sample_rate': 10, 'vocoder': 'hifigan'}
 
 def test_say_reads_the_text_from_a_file(ran, behind, bars, speakers, tmp_path, monkeypatch):
     behind('data.audio.save_audio')

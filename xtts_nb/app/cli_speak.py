@@ -82,7 +82,8 @@ def _say(
     retries: option(int, 'Attempts with other seeds where speech has a fault.', min=0) = 2,
     check_words: option(bool, 'Also look for words that were left out; on a CPU about as long as speaking.',
                         '--check-words') = False,
-    stream: option(bool, 'Write WAV to stdout as it is spoken; no search for faults.', '--stream') = False,
+    stream: option(bool, 'Write WAV to stdout as it is spoken; no search for faults. --json goes to stderr.',
+                   '--stream') = False,
     pcm: option(bool, 'Stream 16-bit samples without a WAV header.', '--pcm') = False,
 ):
     "Speak a text in a voice; settings that are not given come from the config.yaml of the model."

@@ -93,9 +93,9 @@ def answer(as_json: bool):
     "Yields a function that takes the result; it is printed at the end, and all other output goes to stderr."
     results = []
     with redirect_stdout(sys.stderr): yield lambda value, text='': results.append((value, text))
-    for value, text in results:
-        if as_json: print(json.dumps(value, ensure_ascii=False))
-        elif text is not None: print(text)   # None: the command has written its result itself
+    for value, text in results:   # no text: stdout is what the command made, a stream of sound
+        if as_json: print(json.dumps(value, ensure_ascii=False), file=sys.stderr if text is None else None)
+        elif text is not None: print(text)
 
 def to_stderr(*parts):
     "Print a line for the user that is not the result."
