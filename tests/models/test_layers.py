@@ -9,7 +9,8 @@ import tensorflow as tf
 from xtts_nb.models import layers
 from xtts_nb.models.layers import (
     AttentionBlock, Conv1D, FEW_ROWS, Int8Dense, Perceiver, PerceiverLayer, ResidualBlock, RMSNorm,
-    TransformerBlock, attend, causal_mask, dropout, fold_seed, split_heads)
+    TransformerBlock, attend, causal_mask, dropout, dropout_keys, fold_seed,
+    split_heads)
 from xtts_nb.app.parity import gpt_parity
 
 
@@ -22,18 +23,47 @@ SEED = tf.constant([3, 4])
 
 def test_the_seed_decides_the_mask():
     x = tf.ones((50, 50))
-    a, b, c = (dropout(x, 0.3, fold_seed(SEED, p)).numpy() for p in (1, 1, 2))
+    a, b, c = (dropout(x, 0.3, dropout_keys(SEED, 3)[p]).numpy() for p in (1, 1, 2))
     assert np.array_equal(a, b) and not np.array_equal(a, c)
     assert set(np.unique(a)) == {0., np.float32(1 / 0.7)} and abs((a == 0).mean() - 0.3) < 0.03
 
 def test_graph_and_eager_draw_the_same_mask():
     x = tf.ones((20, 20))
-    assert np.array_equal(dropout(x, 0.5, SEED), tf.function(dropout)(x, 0.5, SEED))
+    masks = lambda seed: [dropout(x, 0.5, key) for key in tf.unstack(dropout_keys(seed, 2))]
+    assert np.array_equal(masks(SEED), tf.function(masks)(SEED))
 
-@pytest.mark.parametrize('rate, seed', [(0., SEED), (0.9, None), (0., None)])
-def test_without_rate_or_seed_nothing_happens(rate, seed):
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+def test_masks_have_the_rate_in_every_precision(dtype):
+    "A number drawn in bfloat16 would have eight bits, and the share would be 13/128."
+    made = dropout(tf.ones((1000, 1000), dtype), 0.1, dropout_keys(SEED, 1)[0])
+    assert made.dtype == dtype and abs(float(np.mean(made.numpy() == 0)) - 0.1) < 0.0012
+    assert float(tf.reduce_max(made)) == pytest.approx(1 / 0.9, rel=4e-3)
+
+def test_masks_of_different_keys_are_independent():
+    drawn = [dropout(tf.ones(40_000), 0.5, key).numpy() > 0
+             for seed in (SEED, SEED + 1) for key in dropout_keys(seed, 3)]
+    shared = [np.mean(a == b) for i, a in enumerate(drawn) for b in drawn[:i]]
+    assert np.allclose(shared, 0.5, atol=0.015)
+
+def test_gradients_pass_where_numbers_stay():
+    x, key = tf.ones(200), dropout_keys(SEED, 1)[0]
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = dropout(x, 0.25, key)
+    assert np.allclose(tape.gradient(y, x), y) and 0 < np.mean(y.numpy() == 0) < 1
+
+def test_all_keys_are_drawn_by_one_operation():
+    graph = tf.function(lambda seed: dropout_keys(seed, 91)).get_concrete_function(SEED).graph
+    drawn = [op.type for op in graph.get_operations() if 'StatelessRandom' in op.type]
+    assert len(drawn) == 2   # the key of the seed, and with it all others
+    keys = dropout_keys(SEED, 91)
+    assert keys.shape == (91, 1) and len(set(keys.numpy().ravel())) == 91
+    assert dropout_keys(None, 2) == [None, None]
+
+@pytest.mark.parametrize('rate, keys', [(0., dropout_keys(SEED, 1)), (0.9, [None]), (0., [None])])
+def test_without_rate_or_key_nothing_happens(rate, keys):
     x = tf.ones(10)
-    assert dropout(x, rate, seed) is x
+    assert dropout(x, rate, keys[0]) is x
 
 def test_folding_gives_other_seeds_and_keeps_none():
     seeds = {tuple(fold_seed(SEED, i).numpy()) for i in range(100)}
@@ -92,7 +122,9 @@ def test_what_is_added_to_the_residual_begins_smaller():
 
 def test_dropout_in_a_block_follows_the_seed():
     block, x, mask = TransformerBlock(16, 2, rate=0.5), normal(1, 6, 16), causal_mask(6, 6)
-    a, b, c, plain = (np.array(block(x, mask, seed)) for seed in (SEED, SEED, fold_seed(SEED, 1), None))
+    a, b, c, plain = (np.array(block(x, mask, dropout_keys(seed, 3)))
+                      for seed in (SEED, SEED, SEED + 1, None))
+    assert np.array_equal(plain, block(x, mask))
     assert np.array_equal(a, b) and not np.allclose(a, c) and not np.allclose(a, plain)
 
 def _built(block, shape):
@@ -241,11 +273,11 @@ def test_every_dropout_of_a_block_has_its_place(monkeypatch):
     "Of the weights of attention, of what it adds and of what the MLP adds, with the rate of the block."
     calls, real = [], layers.dropout
     monkeypatch.setattr(layers, 'dropout', lambda x, rate,
-                        seed: calls.append((x.shape, rate, tuple(seed.numpy()))) or real(x, rate, seed))
-    TransformerBlock(16, 2, rate=0.25)(normal(1, 5, 16), causal_mask(5, 5), SEED)
+                        key: calls.append((x.shape, rate, int(key[0]))) or real(x, rate, key))
+    TransformerBlock(16, 2, rate=0.25)(normal(1, 5, 16), causal_mask(5, 5), keys := dropout_keys(SEED, 3))
     made = [((1, 2, 5, 5), 0.25), ((1, 5, 16), 0.25), ((1, 5, 16), 0.25)]
     assert [(tuple(shape), rate) for shape, rate, _ in calls] == made
-    assert len({seed for *_, seed in calls}) == 3
+    assert [key for *_, key in calls] == keys.numpy().ravel().tolist()
 
 def test_the_first_latents_are_small():
     latents = _built(Perceiver(64, 64, 1, 2, 8), (None, None, 64)).latents

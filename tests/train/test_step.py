@@ -18,7 +18,7 @@ from xtts_nb.models.xtts import POLICIES, token_counts
 from xtts_nb.train import step as step_page
 from xtts_nb.train.step import (
     MODES, CompiledStep, Update, _refused_operation, bfloat16_units, check_modes_agree, choose_xla,
-    compile_step, first_steps, mode_line, random_batch, step_before_after, step_modes)
+    compile_step, first_steps, global_norm, mode_line, random_batch, step_before_after, step_modes)
 from xtts_nb.monitor.loop import trace_count
 
 
@@ -98,6 +98,15 @@ def test_losses_are_means_over_the_tokens_that_there_are(plain):
                          'skipped': 0, 'bad': 0}
     means = made.means(sums | {'text_count': tf.constant(3.), 'code_count': tf.constant(2.)})
     assert {k: float(v) for k, v in means.items()} == {'loss': 5.5, 'text_loss': 2., 'code_loss': 4.5}
+
+def test_the_norm_reads_all_vectors_at_once():
+    "Gradients of any rank, and where there are only matrices."
+    some = [tf.constant(x, tf.float32) for x in (3., [4., 12.], [[0., 84.]], [[[5.]]], [2., 1.])]
+    norm = np.sqrt(sum(np.sum(np.square(g.numpy())) for g in some))
+    assert float(global_norm(some)) == pytest.approx(norm, rel=1e-6)
+    assert float(global_norm(some[2:3])) == 84 and float(global_norm(some[1:2])) == pytest.approx(160**.5)
+    ops = tf.function(lambda: global_norm(some)).get_concrete_function().graph.get_operations()
+    assert sum(op.type == 'L2Loss' for op in ops) == 3
 
 def test_some_of_the_weights(plain):
     gpt = update(plain).gpt

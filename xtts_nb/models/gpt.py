@@ -15,7 +15,7 @@ from keras import ops
 
 from ..config import XTTSConfig
 from .layers import (
-    AttentionBlock, Int8Dense, Perceiver, TransformerBlock, causal_mask, dropout, fold_seed)
+    AttentionBlock, Int8Dense, Perceiver, TransformerBlock, causal_mask, dropout, dropout_keys, fold_seed)
 from ..data.text import TEXT_STOP
 
 # %% ../../nbs/models/gpt.ipynb #4cdfd233
@@ -141,10 +141,10 @@ def embed_codes(self: GPT, codes, first=0):
     return self.code_embedding(codes) + self.code_position(ops.arange(codes.shape[1]) + first)
 
 @patch
-def hidden(self: GPT, x, mask, seed=None):
+def hidden(self: GPT, x, mask, keys):   # (3 x layers, 1), of `dropout_keys`
     "The blocks and both norms."
     for i, block in enumerate(self.blocks):
-        x = (recomputed(block) if self.recompute else block)(x, mask, fold_seed(seed, i))
+        x = (recomputed(block) if self.recompute else block)(x, mask, keys[3 * i:3 * i + 3])
     return self.final_norm(self.stack_norm(x))
 
 # %% ../../nbs/models/gpt.ipynb #18e20002
@@ -168,7 +168,9 @@ def states(self: GPT, text, text_length, codes, code_length, prompt, seed=None):
     code_in, _, _ = shifted(codes, code_length, self.code_start, self.code_stop, self.code_stops)
     code_in = noisy_codes(code_in, self.cfg.code_noise, self.code_start, fold_seed(seed, 1001))
     x = ops.concatenate([prompt, self.embed_text(text_in), self.embed_codes(code_in)], 1)
-    x = dropout(x, self.cfg.dropout, fold_seed(seed, 1000))
+    keys = dropout_keys(seed, 1 + 3 * len(self.blocks))
+    x = dropout(x, self.cfg.dropout, keys[0])
     P, T = prompt.shape[1], text_in.shape[1]
-    x = self.hidden(x, joint_mask(P, T, text_length, code_in.shape[1], stop_visible=not self.parity), seed)
+    mask = joint_mask(P, T, text_length, code_in.shape[1], stop_visible=not self.parity)
+    x = self.hidden(x, mask, keys[1:])
     return x[:, P:P + T], x[:, P + T:]
