@@ -60,15 +60,6 @@ def test_gradients_of_parts_add_up(plain, rows, parts):
             for u in (whole, cut)]
     for v, a, b in zip(whole.weights, *both): assert np.allclose(a, b, rtol=1e-4, atol=1e-6), v.path
 
-@pytest.mark.slow
-def test_the_host_does_not_wait_for_the_loop_over_parts(plain, rows):
-    "XLA knows the number of turns, so nothing is read between them."
-    cut = update(plain, training={'accumulation': 4})
-    step = tf.function(lambda batch: cut.gradients(batch, tf.constant(0), ONES)[0], jit_compile=True)
-    program = step.experimental_get_compiler_ir(rows)(stage='optimized_hlo')
-    (loop,) = [line for line in program.splitlines() if re.search(r' while\(', line)]
-    assert '"known_trip_count":{"n":"4"}' in loop
-
 def test_parts_draw_masks_of_their_own(plain, rows):
     same = {k: tf.concat([v[:2], v[:2]], 0) for k, v in rows.items()}
     cut = update(plain, model={'gpt': {'dropout': 0.5}}, training={'accumulation': 2})
