@@ -78,6 +78,12 @@ def test_the_causal_mask(queries, keys, offset):
     mask = np.array(causal_mask(queries, keys, offset))
     assert all(mask[q, k] == (k <= q + offset) for q in range(queries) for k in range(keys))
 
+def test_scores_beyond_the_range_of_float16():
+    "q·k is 64 x 40 x 40 = 102,400, and float16 ends at 65,504; scaled it is 12,800."
+    q = k = tf.constant(40., tf.float16, (1, 1, 1, 64))
+    k = tf.concat([k, -k], 1)
+    assert np.array_equal(attend(q, k, tf.stack([q[0] * 0 + 1, q[0] * 0 + 2], 1)), q[0] * 0 + 1)
+
 def loops(q, k, v, mask):
     out = np.zeros((*q.shape[:2], q.shape[2] * v.shape[3]))
     for b in range(q.shape[0]):

@@ -19,6 +19,7 @@ from xtts_nb.train import step as step_page
 from xtts_nb.train.step import (
     MODES, CompiledStep, Update, _refused_operation, bfloat16_units, check_modes_agree, choose_xla,
     compile_step, first_steps, global_norm, mode_line, random_batch, step_before_after, step_modes)
+from xtts_nb.train.trainer import _untouched
 from xtts_nb.monitor.loop import trace_count
 
 
@@ -161,6 +162,11 @@ def test_a_broken_batch_changes_nothing(plain, rows, what, parts):
     (line,) = run(step, rows, 1, first=2)
     assert line['skipped'] == line['bad'] == 0
     assert not all(np.array_equal(a, b) for a, b in zip(before, values(made)))
+
+def test_no_variable_of_an_update_lives_on_the_host(plain):
+    "TensorFlow has no kernel of a GPU for an int32 variable, and XLA cannot reach one on the host."
+    made = update(plain, training={'precision': 'float16', 'ema': 0.5})
+    assert 'good_updates' in made.state and not [n for n, v in made.state.items() if 'int32' in str(v.dtype)]
 
 def test_an_overflow_lowers_the_scale_and_nothing_else(plain, rows):
     made = update(plain, training={'precision': 'float16'})
@@ -339,6 +345,47 @@ def test_what_xla_cannot_compile_runs_as_a_graph_and_says_so(capsys):
     assert said.count('XLA CANNOT COMPILE THE STEP: AsString') == 1
     assert 'Training goes on as a plain graph, without XLA.' in said
     assert not step.xla and trace_count(step) == 1
+
+class Hungry(Update):
+    "An update of one number that asks for 2^50 numbers of memory in one of its two programs, or none."
+    def __init__(self, gpt, where):
+        self.gpt, self.where = gpt, where
+        self.number, self.optimizer = tf.Variable(1.), SimpleNamespace(name='adamw')
+
+    def _asks(self, where, number):
+        size = (2**30 if self.where == where else 1, 2**20)
+        drawn = tf.random.stateless_uniform(size, tf.stack([number, number]))
+        return tf.reduce_sum(tf.sort(drawn, 0)[0, :2])
+
+    def gradients(self, batch, number, counts, first=None):
+        return [self.number + counts['code_count']], {'code_loss': self._asks('gradients', number)}
+
+    def finish(self, gradients, sums, counts):
+        asked = self._asks('finish', tf.cast(counts['code_count'], 'int32'))
+        self.number.assign_add(gradients[0] + 0 * asked)
+        return {'loss': sums['code_loss']}
+
+@pytest.mark.parametrize('where, untouched', [('gradients', True), ('finish', False)])
+def test_without_memory_for_gradients_no_weight_is_lost(plain, rows, where, untouched):
+    "The program that writes gives the memory of the old values away: after an error in it they are gone."
+    made = Hungry(SimpleNamespace(code_stops=1), where)
+    step = compile_step(made, TrainingConfig(enable_xla_compilation=True))
+    assert step.xla
+    with pytest.raises(tf.errors.ResourceExhaustedError) as error: step(rows, tf.constant(0))
+    assert _untouched(step, made.optimizer, error.value) == untouched
+    if not untouched: return
+    assert float(made.number) == 1
+    made.where = None
+    compile_step(made, TrainingConfig(enable_xla_compilation=True))(rows, tf.constant(0))
+    assert float(made.number) == 2 + 20 + 11 + 3 + 3   # twice itself, and the codes with a STOP in each row
+
+def test_an_update_in_two_programs_that_xla_refuses_runs_as_a_graph(rows, capsys):
+    made = Hungry(SimpleNamespace(code_stops=1), None)
+    size = made._asks
+    made._asks = lambda *a: size(*a) + tf.cast(tf.strings.length(tf.strings.as_string(a[1])), 'float32')
+    step = compile_step(made, TrainingConfig(enable_xla_compilation=True))
+    assert 'loss' in step(rows, tf.constant(0)) and step.refused and not step.xla
+    assert 'XLA CANNOT COMPILE THE STEP: AsString' in capsys.readouterr().err
 
 @pytest.mark.parametrize('xla', [True, False])
 def test_any_other_error_of_a_step_stays_one(xla):

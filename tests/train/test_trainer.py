@@ -153,12 +153,13 @@ def test_bad_updates_are_named_and_counted(capsys):
 @pytest.mark.parametrize('rows, parts, more', [
     (12, 1, 2), (12, 2, 4), (12, 4, 12), (9, 1, 3), (7, 1, 7), (12, 12, None), (9, 9, None)])
 def test_memory_that_is_short_divides_the_batch(rows, parts, more, mini, capsys):
-    run, error = Cheap.__new__(Cheap), tf.errors.ResourceExhaustedError(None, None, 'OOM')
+    run = Cheap.__new__(Cheap)
     config = mini.replace(data={'batch_size': rows},
                           training={'accumulation': parts, 'enable_xla_compilation': True})
     run.__dict__ |= dict(plan=SimpleNamespace(data=config.data), training=config.training, run=None, step=5,
                          alone={1: 2}, update=Update.__new__(Update), xtts=SimpleNamespace(config=config),
                          train_step=SimpleNamespace(xla=True))
+    error = tf.errors.ResourceExhaustedError(None, None, 'OOM [[{{node gradients_alone/PartitionedCall}}]]')
     run.update.optimizer = run.optimizer = None
     if more:
         run._more_parts(error)

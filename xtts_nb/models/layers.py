@@ -77,8 +77,8 @@ def attend(
     key=None,           # of the dropout
 ):                      # (B, L, H K)
     "Scaled dot-product attention with float32 softmax."
-    score_BHLM = ops.einsum('blhk,bmhk->bhlm', q_BLHK, k_BMHK)
-    score_BHLM = ops.cast(score_BHLM, 'float32') * q_BLHK.shape[-1]**-0.5
+    q_BLHK = q_BLHK * q_BLHK.shape[-1]**-0.5   # before the product, which float16 may not hold
+    score_BHLM = ops.cast(ops.einsum('blhk,bmhk->bhlm', q_BLHK, k_BMHK), 'float32')
     if mask is not None: score_BHLM = ops.where(mask, score_BHLM, -1e9)
     weight_BHLM = ops.cast(ops.softmax(score_BHLM), v_BMHK.dtype)
     mixed = ops.einsum('bhlm,bmhk->blhk', dropout(weight_BHLM, rate, key), v_BMHK)

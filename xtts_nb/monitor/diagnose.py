@@ -514,7 +514,7 @@ def find_uncompiled_step(c: Case) -> Finding | None:
 def find_missing_xla(c: Case) -> Finding | None:
     if len(c.calls) != 1 or c.m.first > 5 or c.m.compute < 0.5 * c.m.loop or c.m.traces: return
     (call,) = c.calls
-    if call.function._jit_compile or _no_time_left(c): return
+    if compiled_by_shape(call) or _no_time_left(c): return
     compiled = tf.function(call.function.python_function, jit_compile=True)
     seconds = _trial_seconds(c, lambda batch: compiled(*call.args, **call.kwargs), c.resident[0])
     if not seconds: return c.unseen.append('the step under XLA: its trial failed')

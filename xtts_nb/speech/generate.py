@@ -91,7 +91,7 @@ def cached_block(
     heads_first = lambda y: ops.transpose(split_heads(y, block.heads), (0, 2, 1, 3))
     q, *new = map(heads_first, ops.split(block.qkv(block.attention_norm(x)), 3, axis=-1))
     k, v = (ops.slice_update(old, (0, 0, position, 0), ops.cast(y, old.dtype)) for old, y in zip(cache, new))
-    score = ops.cast(ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))), 'float32') * q.shape[-1]**-0.5
+    score = ops.cast(ops.matmul(q * q.shape[-1]**-0.5, ops.transpose(k, (0, 1, 3, 2))), 'float32')
     weight = ops.cast(ops.softmax(ops.where(mask, score, -1e9)), v.dtype)
     mixed = ops.transpose(ops.matmul(weight, v), (0, 2, 1, 3))
     x = x + block.project(ops.reshape(mixed, (-1, mixed.shape[1], block.width)))

@@ -28,7 +28,7 @@ from ..models.weights import load_weights, save_weights
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer, to_device, trace_count
 from .launch import catch_sigterm
-from .step import compile_step, Update
+from .step import compile_step, Update, WRITES_NOTHING
 
 # %% ../../nbs/train/trainer.ipynb #66999487
 def save_checkpoint(
@@ -179,7 +179,7 @@ class Trainer:
         self.feed, self.device = feed or (lambda plan, first, last: plan.stream(first, last)), device
         self.update = update or Update(xtts.gpt, epochs_to_steps(xtts.config.training, plan))
         self.training, self.optimizer = self.update.training, self.update.optimizer
-        self.train_step = compile_step(self.custom_train_step, self.training)
+        self.train_step = self.compiled_step()
         self.rate = tf.function(lambda: self.optimizer.learning_rate)   # eagerly it would fetch
         self.evaluate = compile_step(self.update.evaluate, self.training)
         self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
@@ -192,6 +192,12 @@ class Trainer:
     def custom_train_step(self, batch: dict, number) -> dict:
         "One update; a subclass may override it, and its version is compiled too."
         return self.update(batch, number)
+
+    def compiled_step(self):
+        "The step in the mode of the training section; an `Update` that nobody overrides, in two programs."
+        own = type(self).custom_train_step is not Trainer.custom_train_step
+        plain = isinstance(self.update, Update) and not own
+        return compile_step(self.update if plain else self.custom_train_step, self.training)
 
     @contextmanager
     def as_trained(self):
@@ -446,10 +452,11 @@ def _more_parts(self: Trainer, error: tf.errors.ResourceExhaustedError):
           f'instead of {parts}, and so are all that follow.', file=sys.stderr, flush=True)
     self.xtts.config = self.xtts.config.replace(training={'accumulation': more})
     self.training = self.update.training = self.training.model_copy(update={'accumulation': more})
-    self.train_step = compile_step(self.custom_train_step, self.training)
+    self.train_step = self.compiled_step()
     self.alone.clear()   # the measured times of a single step are no longer valid
 
 def _untouched(step, optimizer, error: Exception) -> bool:
     "Whether a compiled step that ran out of memory has changed no variable yet."
-    if getattr(step, 'xla', False): return True   # it writes when all is computed
+    # a program of XLA that writes has given the memory of the old values away
+    if getattr(step, 'xla', False): return f'node {WRITES_NOTHING}/' in str(error)
     return hasattr(step, 'graph') and optimizer.name not in str(error)   # the message names the operation
