@@ -217,7 +217,7 @@ def test_no_metadata_names_folder_and_remedy(tmp_path, small, dvae, kind):
     five = '(train0.txt, train1.txt, train2.txt, train3.txt, train4.txt) or write a line'
     assert not (tmp_path / 'out').exists() and (kind != 'another list' or five in str(e.value))
 
-@pytest.mark.parametrize('language', ['', 'English', 'EN', 'e', '../x', 'en\n'])
+@pytest.mark.parametrize('language', ['', 'English', 'e', '../x', 'e n'])
 def test_the_language_of_the_rest_is_a_code(folder, language):
     with pytest.raises(UserError, match='is no language code'): read(folder, LINE, language=language)
 
@@ -395,7 +395,7 @@ CORPORA = {
     'libritts': (libritts,
                  [(f'{c}_000000', f'Text {c}_000000.', c[:2], 'en') for c in ('19_198', '19_227', '26_495')]),
     'commonvoice': (commonvoice,
-                    [(f'cv_{i}.mp3', f'Text "{i}"', 'c' * 128 + str(i), 'sv-se') for i in range(3)]),
+                    [(f'cv_{i}.mp3', f'Text "{i}"', 'c' * 128 + str(i), 'sv') for i in range(3)]),
     'ljspeech': (lambda f: put(f / 'metadata.csv', LINE).parent, [('low-0', 'aa bb', 'low', 'en')]),
     'table': (lambda f: put(f / 'metadata.csv', 'path,text\nlow-0.wav,hello').parent,
               [('low-0.wav', 'hello', 'speaker', 'en')]),

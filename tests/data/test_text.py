@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from xtts_nb.config import UserError
-from xtts_nb.data.text import CLEANERS, TEXT_STOP, Tokenizer, clean, learn_merges, pad_ids, train_tokenizer
+from xtts_nb.data.text import (
+    CLEANERS, TEXT_STOP, Tokenizer, clean, fold_language, learn_merges, pad_ids, plain_markdown, train_tokenizer)
 
 TEXTS = ['The old dog sleeps.', 'The cold fog creeps, and the old dog sleeps.', 'Der alte Hund schläft.',
          'سگ پیر می‌خوابد.', '老狗在睡觉。']
@@ -42,10 +43,51 @@ def test_languages_and_marks(tokenizer):
     assert [tokenizer.bpe.id_to_token(i) for i in range(4)] == ['[STOP]', '[UNK]', '[SPACE]', '[START]']
     assert tokenizer.start == 3
 
-@pytest.mark.parametrize('language', ['fr', 'EN', '', 'zh', 'zh-CN', 'STOP'])
+@pytest.mark.parametrize('language', ['fr', 'FR-fr', '', 'z', 'STOP'])
 def test_an_unknown_language_is_named_with_those_there_are(tokenizer, language):
     with pytest.raises(UserError, match=f'no language "{language}"; it has de, en, fa, zh-cn'):
         tokenizer.encode('the', language)
+
+@pytest.mark.parametrize('codes, language', [
+    (('en', 'EN', ' en ', 'en-US', 'en_GB'), 'en'), (('zh', 'ZH', 'zh-CN', 'zh-tw', 'zh_hk'), 'zh-cn'),
+    (('fa-IR',), 'fa'), (('de-at',), 'de')])
+def test_case_and_region_of_a_language_do_not_matter(tokenizer, codes, language):
+    for code in codes:
+        assert tokenizer.language(code) == fold_language(code) == language
+        assert tokenizer.encode('the', code) == tokenizer.encode('the', language)
+
+def test_a_region_that_the_model_knows_is_kept():
+    both = train_tokenizer(TEXTS, ['pt', 'pt-br'], 128)
+    assert [both.language(code) for code in ('pt-BR', 'pt_br', 'pt-PT', 'PT')] == ['pt-br', 'pt-br', 'pt', 'pt']
+
+@pytest.mark.parametrize('text, spoken, dropped, unknown', [
+    ('The old dog.', 'The old dog.', '', ''),
+    ('**The** *old* `dog`, ~~the~~ ***fog***.', 'The old dog, the fog.', '*`~', ''),
+    ('# The\n## dog\n- old\n* fog\n> cold\n---\n```py\nthe\n```', 'The\ndog\nold\nfog\ncold\n\n\nthe\n', '#*-`>', ''),
+    ('[the dog](http://x.y/z_a) ![fog](f.png)', 'the dog fog', '!()./:[]_', ''),
+    ('the dog ☺! \U0001f468\u200d\U0001f469 1\ufe0f\u20e3', 'the dog   1', '!\u200d\u20e3☺\ufe0f\U0001f468\U0001f469', '1'),
+    ('the☺dog☺', 'the dog', '☺', ''), ('old…', 'old.', '', ''), ('the — fog', 'the  fog', '—', ''),
+    ('\x1b[1mthe\u200b dog\ufeff', '\x1b1mthe dog', '[\u200b\ufeff', '1m'), ('the ж 7', 'the ж 7', '', '7ж'),
+    ('☺', '', '☺', ''), ('***', '', '*', ''), ('', '', '', ''), ('*', '', '*', '')])
+def test_what_of_a_text_can_be_said(tokenizer, text, spoken, dropped, unknown):
+    said = tokenizer.speakable(text, 'en')
+    assert said == (spoken, sorted(dropped), sorted(unknown))
+    assert tokenizer.speakable(said.text, 'en').text == said.text
+    assert not unknown or tokenizer.refuses_letters
+
+@pytest.mark.parametrize('text, plain', [
+    ('a_b_c and 2 * 3 * 4', 'a_b_c and 2 * 3 * 4'), ('_a b_ __c__', 'a b c'), ('**a', '**a'), ('1. a', '1. a'),
+    ('> - # a', 'a'), ('a - b', 'a - b'), ('*a*b', '*a*b'), ('[a] (b)', '[a] (b)'), ('* * *\na', '\na')])
+def test_only_what_markdown_means_is_removed(text, plain): assert plain_markdown(text) == plain
+
+def test_a_mark_that_becomes_a_word_is_said():
+    "The cleaner of XTTS reads signs as words; a euro sign only beside a number."
+    import xtts_nb.data.languages   # adds the cleaner
+    signs = Tokenizer(train_tokenizer(['five at percent euro and a b'], ['en'], 128).bpe, 'xtts')
+    assert signs.speakable('€5 & 5% @', 'en') == ('€5 & 5% @', [], [])
+    assert signs.speakable('a € b', 'en') == ('a  b', ['€'], [])
+    assert not signs.refuses_letters and signs.speakable('ж a', 'en').unknown == ['ж']
+    assert 1 in signs.encode('ж a', 'en')   # [UNK]
 
 @pytest.mark.parametrize('text, unknown',
                          [('the', []), ('THE', []), ('"the"', []), ('', []), ('tжe ж q', ['q', 'ж']),

@@ -8,11 +8,11 @@ import pytest
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.data.languages import LANGUAGES
-from xtts_nb.data.text import Tokenizer
+from xtts_nb.data.text import Speakable, Tokenizer
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.guard import Rate
 from xtts_nb.speech.long import (
-    MAX_CHARACTERS, TextPiece, _separable, language_runs, speak_long, speak_whole, split_text, text_pieces)
+    MAX_CHARACTERS, TextPiece, _notes, _separable, language_runs, speak_long, speak_whole, split_text, text_pieces)
 
 VOICE = synthetic_voice(1.)
 SCRIPTS = {'ru': 'абвгд', 'ar': 'ابتثَِ', 'fa': 'اب\u200cپچَ', 'zh-cn': '你好吗，。！', 'ja': '私はカ゛ー。、',
@@ -166,7 +166,9 @@ def test_pieces_of_similar_length_together(recorder):
 def test_reports_name_their_piece(xtts):
     recorder = Recorder(xtts, [[{'found': 'x'}], []])
     _, report = speak_whole(recorder, f'{TEXT}\n\n*', 'en', 'me', rows=2, early=True)
-    assert report == [{'piece': 0, 'text': 'aa bb cc dd ee ff', 'found': 'x'},
+    left = {'found': 'cannot be said: *', 'done': 'left out'}
+    assert report == [{'piece': 0, 'text': 'aa bb cc dd ee ff'} | left,
+                      {'piece': 0, 'text': 'aa bb cc dd ee ff', 'found': 'x'},
                       {'piece': 2, 'text': 'aa bb cc dd ee ff gg hh', 'found': 'x'},
                       {'piece': 4, 'text': '*', 'found': 'nothing to say', 'done': 'skipped'}]
 
@@ -185,6 +187,20 @@ def test_a_piece_has_room_for_its_codes(recorder):
     for most, tokens in ((1.4 * 3, 20), (1.4 * 30, 16)):
         recorder.rates = {'en': Rate(1., most)}
         assert tokens / 2 < count() <= tokens
+
+def test_a_mark_that_is_not_said_still_divides(recorder):
+    "The vocabulary has no full stop; a text of it alone, and one of emoji alone, is refused."
+    pieces, tokens = text_pieces(recorder, '# Aa bb cc dd ee ff. **Gg** hh aa bb cc dd 😀', 'EN-us')
+    assert [(p.text, p.language, p.pause) for p in pieces] == [
+        ('Aa bb cc dd ee ff. ', 'en', .35), ('Gg hh aa bb cc dd 😀', 'en', 0.)]
+    assert pieces[0].notes == ({'found': 'cannot be said: # * . 😀', 'done': 'left out'},)
+    assert pieces[1].notes == () and all(tokens)
+    with pytest.raises(UserError, match='no letter'): text_pieces(recorder, '😀 ...', 'en')
+
+def test_what_is_not_printable_is_named_by_its_number():
+    notes = _notes(Speakable('', ['\u200b', '*'], ['ж']))
+    assert notes == ({'found': 'cannot be said: U+200B *', 'done': 'left out'},
+                     {'found': 'unknown letters: ж', 'done': 'said as [UNK]'})
 
 def test_a_language_that_the_model_does_not_know(recorder):
     for text in ('aa', ''):

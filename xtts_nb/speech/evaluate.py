@@ -467,7 +467,8 @@ def evaluate(
 def _speakable(xtts: XTTS, clip: Clip) -> bool:
     "Whether the model has the language and the letters of a clip, and room for it."
     text, language = clip.text, clip.language
-    if language not in xtts.tokenizer.languages or xtts.tokenizer.unknown(text, language): return False
+    if language not in xtts.tokenizer.languages: return False
+    if xtts.tokenizer.speakable(text, language).unknown: return False
     return 2 <= len(xtts.tokenizer.encode(text, language)) <= xtts.config.model.gpt.max_text_tokens
 
 # %% ../../nbs/speech/evaluate.ipynb #87a0bbf7

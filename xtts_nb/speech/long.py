@@ -19,6 +19,7 @@ import numpy as np
 
 from ..config import UserError
 from ..data.languages import ABBREVIATIONS, RULES
+from ..data.text import plain_markdown, Speakable
 from .generate import Speaker
 
 # %% ../../nbs/speech/long.ipynb #b7806c22
@@ -109,6 +110,7 @@ class TextPiece(NamedTuple):
     text: str
     language: str
     pause: float   # seconds of silence after it
+    notes: tuple = ()   # on characters of the text that are not said, on its first piece
 
 def _divided(start: int, end: int, takes: Callable, middle: Callable) -> Iterator[tuple[int, int]]:
     "The span, or its parts, in order, each of which fits or cannot be divided."
@@ -191,6 +193,13 @@ class Spoken(NamedTuple):
     piece: TextPiece
     report: list[dict]     # what was found in it and what was done about it
 
+def _notes(said: Speakable) -> tuple:
+    "What becomes of the characters that cannot be said, as entries of a report."
+    kinds = ('cannot be said', said.dropped, 'left out'), ('unknown letters', said.unknown, 'said as [UNK]')
+    shown = lambda c: c if c.isprintable() else f'U+{ord(c):04X}'
+    return tuple({'found': f'{what}: {" ".join(map(shown, characters))}', 'done': done}
+                 for what, characters, done in kinds if characters)
+
 def text_pieces(
     speaker: Speaker,
     text: str,
@@ -200,13 +209,15 @@ def text_pieces(
     tokenizer, most = speaker.xtts.tokenizer, speaker.xtts.config.model.gpt.max_text_tokens
     if any('\ud800' <= c <= '\udfff' for c in text):
         raise UserError('The text holds bytes that are not UTF-8; save it as UTF-8.')
+    if language != 'auto': language = tokenizer.language(language)
     if not text.strip(): speaker._ids('', tokenizer.languages[0] if language == 'auto' else language)
     runs = language_runs(text, tokenizer.languages) if language == 'auto' else [(text, language)]
     def room(l):
         rate = speaker.rates.get(l)
         return min(most, max(16, int(1.4 * speaker.max_codes / rate.most))) if rate else most
-    pieces = [p for part, l in runs
-              for p in split_text(part, l, lambda piece, l=l: len(tokenizer.encode(piece, l)) <= room(l))]
+    fits = lambda l: lambda piece: len(tokenizer.encode(piece, l)) <= room(l)
+    pieces = [p._replace(notes=() if i else _notes(tokenizer.speakable(part, l)))   # marks divide, said or not
+              for part, l in runs for i, p in enumerate(split_text(plain_markdown(part), l, fits(l)))]
     says = lambda p: any(map(str.isalnum, tokenizer.clean(p.text, p.language)))
     tokens = [len(speaker._ids(p.text, p.language)) if says(p) else 0 for p in pieces]
     if not any(tokens):
@@ -235,7 +246,7 @@ def _spoken(speaker, pieces, tokens, voice, seed, rows, early, progress) -> Iter
     if not early: order.sort(key=lambda i: tokens[i])
     for first in range(0, len(order), rows):
         group = order[first:first + rows]
-        texts, languages, _ = zip(*(pieces[i] for i in np.resize(group, rows)))
+        texts, languages, *_ = zip(*(pieces[i] for i in np.resize(group, rows)))
         wavs = speaker.batch(texts, languages, [voice] * rows, seed + first)
         reports = getattr(speaker, 'reports', [[]] * rows)
         ready |= zip(group, zip(wavs, reports))
@@ -245,7 +256,7 @@ def _spoken(speaker, pieces, tokens, voice, seed, rows, early, progress) -> Iter
             wav, report = ready.pop(following, silent)
             piece, last = pieces[following], following == len(pieces) - 1
             pause = 0 if last else round(piece.pause / speaker.speech.speed * speaker.sample_rate)
-            yield Spoken(np.pad(wav, (0, pause)), piece, report)
+            yield Spoken(np.pad(wav, (0, pause)), piece, [*piece.notes, *report])
             following += 1
 
 def speak_whole(
