@@ -12,7 +12,8 @@ from xtts_nb.data.text import Speakable, Tokenizer
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.guard import Rate
 from xtts_nb.speech.long import (
-    MAX_CHARACTERS, TextPiece, _notes, _separable, language_runs, speak_long, speak_whole, split_text, text_pieces)
+    MAX_CHARACTERS, TextPiece, _notes, _separable, language_runs, speak_long, speak_whole, split_text,
+    text_pieces)
 
 VOICE = synthetic_voice(1.)
 SCRIPTS = {'ru': 'абвгд', 'ar': 'ابتثَِ', 'fa': 'اب\u200cپچَ', 'zh-cn': '你好吗，。！', 'ja': '私はカ゛ー。、',

@@ -65,7 +65,7 @@ class Tokenizer:
 
     @property
     def refuses_letters(self) -> bool:
-        "Whether a letter outside the vocabulary is no text: it was learned from a corpus, and never saw [UNK]."
+        "Whether no letter outside the vocabulary can be said: one learned from a corpus never saw [UNK]."
         return self.cleaner == 'plain'
 
     def decode(self, ids: Iterable[int]) -> str:
