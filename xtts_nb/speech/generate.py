@@ -347,10 +347,12 @@ def mels(self: Speaker,
 @patch
 def _ids(self: Speaker, text: str, language: str) -> list[int]:
     "Token ids; raises `UserError` naming what is wrong with the text."
-    unknown, ids = self.xtts.tokenizer.unknown(text, language), self.xtts.tokenizer.encode(text, language)
-    if unknown:
-        raise UserError(f'"{text}": the model never saw the characters {" ".join(unknown)}; '
+    tokenizer = self.xtts.tokenizer
+    said = tokenizer.speakable(text, language)
+    if said.unknown and tokenizer.refuses_letters:
+        raise UserError(f'"{text}": the model never saw the characters {" ".join(said.unknown)}; '
                         'write the text without them.')
+    ids = tokenizer.encode(said.text, language)
     if len(ids) < 2: raise UserError('The text is empty; give the model something to say.')
     limit = self.xtts.config.model.gpt.max_text_tokens
     if len(ids) > limit:
