@@ -66,7 +66,7 @@ def test_a_region_that_the_model_knows_is_kept():
 @pytest.mark.parametrize('text, spoken, dropped, unknown', [
     ('The old dog.', 'The old dog.', '', ''),
     ('**The** *old* `dog`, ~~the~~ ***fog***.', 'The old dog, the fog.', '*`~', ''),
-    ('# The\n## dog\n- old\n* fog\n> cold\n---\n```py\nthe\n```', 
+    ('# The\n## dog\n- old\n* fog\n> cold\n---\n```py\nthe\n```',
      'The\ndog\nold\nfog\ncold\n\n\nthe\n', '#*-`>', ''),
     ('[the dog](http://x.y/z_a) ![fog](f.png)', 'the dog fog', '!()./:[]_', ''),
     ('the dog ☺! \U0001f468\u200d\U0001f469 1\ufe0f\u20e3', 'the dog   1',
@@ -82,7 +82,8 @@ def test_what_of_a_text_can_be_said(tokenizer, text, spoken, dropped, unknown):
 
 @pytest.mark.parametrize('text, plain', [
     ('a_b_c and 2 * 3 * 4', 'a_b_c and 2 * 3 * 4'), ('_a b_ __c__', 'a b c'), ('**a', '**a'),
-    ('1. a', '1. a'), ('> - # a', 'a'), ('a - b', 'a - b'), ('*a*b', '*a*b'), ('[a] (b)', '[a] (b)'), ('* * *\na', '\na')])
+    ('1. a', '1. a'), ('> - # a', 'a'), ('a - b', 'a - b'), ('*a*b', '*a*b'), ('[a] (b)', '[a] (b)'),
+    ('* * *\na', '\na')])
 def test_only_what_markdown_means_is_removed(text, plain): assert plain_markdown(text) == plain
 
 def test_a_mark_that_becomes_a_word_is_said():

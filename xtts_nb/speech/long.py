@@ -216,8 +216,9 @@ def text_pieces(
         rate = speaker.rates.get(l)
         return min(most, max(16, int(1.4 * speaker.max_codes / rate.most))) if rate else most
     fits = lambda l: lambda piece: len(tokenizer.encode(piece, l)) <= room(l)
+    # marks divide a text, whether they are said or not
     pieces = [p._replace(notes=() if i else _notes(tokenizer.speakable(part, l))) for part, l in runs
-              for i, p in enumerate(split_text(plain_markdown(part), l, fits(l)))]   # marks divide it, said or not
+              for i, p in enumerate(split_text(plain_markdown(part), l, fits(l)))]
     says = lambda p: any(map(str.isalnum, tokenizer.clean(p.text, p.language)))
     tokens = [len(speaker._ids(p.text, p.language)) if says(p) else 0 for p in pieces]
     if not any(tokens):
