@@ -20,8 +20,8 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('KERAS_BACKEND', 'tensorflow')
 os.environ.setdefault('MPLBACKEND', 'Agg')
 
-# Runs repeat bit for bit, products are computed in full float32, and memory is allocated as it is needed.
-ON_GPU = {'TF_DETERMINISTIC_OPS': '1', 'NVIDIA_TF32_OVERRIDE': '0', 'TF_FORCE_GPU_ALLOW_GROWTH': 'true'}
+# Runs repeat bit for bit, and memory is allocated as it is needed.
+ON_GPU = {'TF_DETERMINISTIC_OPS': '1', 'TF_FORCE_GPU_ALLOW_GROWTH': 'true'}
 
 
 def pytest_configure(config):
@@ -68,6 +68,14 @@ def seeds():
     random.seed(0)
     np.random.seed(0)
     if 'keras' in sys.modules: sys.modules['keras'].utils.set_random_seed(0)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def float32_is_float32(request):
+    "On a GPU, as every command has it by `setup_tf`."
+    if 'not cpu' in request.config.option.markexpr:
+        import tensorflow as tf
+        tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
 @pytest.fixture(scope='session')

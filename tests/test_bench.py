@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from clock import Clock
 
+from xtts_nb.devices import products_in_tf32
 from xtts_nb import bench
 from xtts_nb.bench import (
     Arm, Comparison, accelerator_utilisation, compare, emulated_steps, fed_steps, record,
@@ -172,6 +173,15 @@ def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
     assert one['command'] == 'xtts-nb bench train --record'
     assert 'commit' in one
     assert one['noisy'] is False and one['noisy_rows'] == {} and capsys.readouterr().err == ''
+
+@pytest.mark.parametrize('device, shown', [('CPU, 2 cores', False), ('NVIDIA H200', True)])
+def test_a_record_of_a_gpu_says_whether_it_multiplied_in_tf32(tmp_path, monkeypatch, device, shown):
+    monkeypatch.setattr(bench, 'device_name', lambda: device)
+    found = []
+    for on in (True, False):
+        with products_in_tf32(on): one = json.loads(record('a', [], tmp_path, 'x').read_text())
+        found.append(one.get('tf32'))
+    assert found == ([True, False] if shown else [None, None])
 
 @pytest.mark.parametrize('links', [True, False])
 def test_a_name_that_is_taken_gets_a_number(tmp_path, monkeypatch, links):

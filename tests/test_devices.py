@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from fake_dvae import Fake
 from xtts_nb import devices
-from xtts_nb.config import UserError
+from xtts_nb.config import UserError, setup_tf
 from xtts_nb.devices import (DevicePlan, apply_plan, card_memory, card_names, check_plan, plan_devices,
                              setup_devices)
 from xtts_nb.data.prepare import prepare
@@ -239,3 +239,24 @@ def test_workers_that_encode_leave_the_cards_alone(corpus, small, tokenizer, tmp
     with pytest.raises(UserError) as e:
         prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5, workers=1, load=tell)
     assert str(e.value) == "-1 '' ['CPU:0']"
+
+
+# --- products -----------------------------------------------------------------------------------------------
+
+def precision_of_products() -> bool:
+    "Whether XLA is told to multiply float32 in full, in a program that it compiles now."
+    product = tf.function(lambda a: tf.matmul(a, a), jit_compile=True)
+    program = product.experimental_get_compiler_ir(tf.ones((4, 4)))(stage='hlo')
+    assert ' dot(' in program
+    return 'operand_precision={highest,highest}' in program
+
+def test_float32_is_float32_unless_tf32_is_asked_for():
+    setup_tf(threads=2)
+    enabled = tf.config.experimental.tensor_float_32_execution_enabled
+    assert not enabled() and precision_of_products()
+    with devices.products_in_tf32(True):
+        assert enabled() and not precision_of_products()
+        with devices.products_in_tf32(False): assert precision_of_products()
+        assert enabled()
+    with pytest.raises(KeyError), devices.products_in_tf32(True): raise KeyError
+    assert not enabled()

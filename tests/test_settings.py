@@ -139,6 +139,14 @@ def compiled(config, world):
     step = compile_step(tf.identity, config.training)
     return type(step).__name__, getattr(step, 'xla', None)
 
+def multiplied(config, world):
+    "Whether a GPU would multiply in TF32 in an update."
+    seen, enabled = [], tf.config.experimental.tensor_float_32_execution_enabled
+    with patch.object(runs, 'Trainer', Cheap): trainer = new_run(world.cache, config, world.folder())
+    trainer.train_step = lambda batch, number: seen.append(enabled()) or {'loss': tf.constant(1.)}
+    trainer.fit(1)
+    return seen
+
 class Told(Cheap):
     "A trainer with given validation losses, whose updates are bad from the third on."
     def custom_train_step(self, batch, number):
@@ -263,7 +271,7 @@ TABLE = {
     'training.seed': (3, updated),
     'training.weight_decay': (0.5, moved), 'training.beta_2': (0.5, moved), 'training.ema': (0.5, moved),
     'training.enable_graph_mode': (False, compiled), 'training.enable_xla_compilation': (False, compiled),
-    'training.enable_eager_debug': (True, compiled),
+    'training.enable_eager_debug': (True, compiled), 'training.tf32': (True, multiplied),
     'training.log_every': (3, ran, RUN), 'training.checkpoint_every': (4, ran, RUN),
     'training.keep_checkpoints': (1, ran, RUN),
     'training.validate_every': (4, ran, RUN), 'training.patience': (1, ran, RUN),

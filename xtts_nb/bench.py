@@ -261,6 +261,7 @@ def record(
     now, device = datetime.datetime.now(datetime.UTC), device_name()
     one = {'device': device, 'cpu': cpu_name(), 'date': now.date().isoformat(), 'time': f'{now:%H:%M:%S}',
            'commit': _commit(), 'command': command, **notes, 'rows': rows}
+    if not device.startswith('CPU'): one['tf32'] = _tf32()
     noisy = noisy_rows(one)
     if noisy:
         print(f'{page}: {noise_text(noisy)}; recorded, but no headline. Measure again on a quiet machine.',
@@ -268,6 +269,11 @@ def record(
     plain = ''.join(c if c.isalnum() else '-' for c in device.lower()).strip('-').replace('--', '-')
     return _write_new(Path(folder) / f'{page}-{plain}-{now:%Y-%m-%d-%H%M%S}',
                       one | {'noisy': bool(noisy), 'noisy_rows': noisy})
+
+def _tf32() -> bool:
+    "Whether products of float32 are in TF32 in this process."
+    import tensorflow as tf
+    return tf.config.experimental.tensor_float_32_execution_enabled()
 
 def _write_new(stem: Path, value: dict) -> Path:
     "Write JSON to `stem.json`, or to the stem with the first number that is not in use."

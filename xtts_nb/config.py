@@ -212,6 +212,8 @@ def setup_tf(
     within, between = (threads or environment_number(f'TF_NUM_{kind}OP_THREADS') or cores()
                        for kind in ('INTRA', 'INTER'))
     limit = memory_limit or environment_number('XTTS_NB_MEMORY_LIMIT')
+    # float32 is float32 on every device; `training.tf32` changes it while a run trains
+    tf.config.experimental.enable_tensor_float_32_execution(False)
     with suppress(RuntimeError):   # TensorFlow has started: the table shows what it kept
         tf.config.threading.set_intra_op_parallelism_threads(within)
         tf.config.threading.set_inter_op_parallelism_threads(between)
@@ -364,6 +366,7 @@ class TrainingConfig(Section):
     gradient_clip_norm: float = Field(1.0, gt=0)   # global norm of all gradients
     text_loss_weight: float = Field(0.01, ge=0)   # weight of the text loss; the loss over codes has weight 1
     precision: Literal['float32', 'bfloat16', 'float16'] = 'float32'   # of matrix products
+    tf32: bool = False                   # float32 products in TF32 on a GPU: faster, 10 bits of mantissa
     accumulation: Positive = 1           # micro-batches per update, one after the other
     gradient_checkpointing: bool = False # recompute activations instead of storing them
     ema: float = Field(0., ge=0, lt=1)   # decay of the moving average of the weights; 0: none is kept

@@ -94,6 +94,10 @@ def test_trained_validated_stopped_and_resumed(runtime, mini, tmp_path):
     assert resumed['loss_last'] == straight['loss_last'] and resumed['best'] == straight['best']
     assert not [t.name for t in threading.enumerate() if t.name in ('host', 'data', 'copy')]
 
+def test_the_codes_of_a_data_device_are_never_made_in_tf32(runtime, mini):
+    with pytest.raises(UserError, match='training.tf32: the data GPU would make other codes'):
+        Feed(runtime, mini.replace(training={'tf32': True}), ONE)
+
 def test_a_cache_with_codes_needs_no_data_device(prepared, mini):
     with pytest.raises(UserError, match='has its codes already'): Feed(prepared, mini, ONE)
 
@@ -117,9 +121,29 @@ def test_stages_and_their_devices():
         assert [*feed.stages] == [name for name in where if name not in ('host', 'model')]
     batch = {'a': tf.zeros((2, 3)), 'b': tf.zeros(4, tf.int64)}
     assert feed._note('data', batch) is batch
-    assert feed.outputs == {'data': (batch['a'].device, 2 * 3 * 4 + 4 * 8)}
+    assert feed.outputs == {'data': (batch['a'].backing_device, 2 * 3 * 4 + 4 * 8)}
+    on = lambda place, dtype: SimpleNamespace(device='GPU:1', backing_device=place, dtype=dtype, shape=(5,))
+    feed._note('copy', {'text': on('CPU:0', tf.int32), 'clip': on('GPU:1', tf.int64)})
+    assert feed.outputs['copy'] == ('GPU:1', 5 * (4 + 8))   # where most of it really is
     wait_computed(tf.constant(1.))
     wait_computed(tf.zeros((2, 3)))   # of any shape
+
+def test_a_copy_computes_nothing_on_the_model_s_device(monkeypatch):
+    "So it waits for no step that runs there."
+    feed, ran = Feed.__new__(Feed), []
+    feed.devices, feed.outputs = DevicePlan({}, 'CPU:0', 'CPU:0'), {}
+    monkeypatch.setattr(page, 'wait_computed', lambda tensor: ran.append(tensor))
+    batch = {'a': tf.ones((2, 3)), 'b': tf.ones(4, tf.int64)}
+    copied = feed.copy(batch)
+    assert not ran and all(np.array_equal(copied[k], batch[k]) for k in batch)
+
+def test_a_data_device_without_memory_is_named_with_a_remedy(runtime, mini):
+    "A product that really does not fit, in the thread of the stage."
+    feed = Feed(runtime, mini, ONE)
+    size = tf.Variable([2**46], dtype=tf.int64)
+    feed.finish = tf.function(lambda batch: {'codes': tf.zeros(size) + 1})
+    with pytest.raises(UserError, match='^CPU:0: out of memory while it made a batch of 4 clips; lower data'):
+        with feed(BatchPlan(runtime, mini.data), 0, 2) as batches: next(batches)
 
 def ran(most, seconds, batches=15):
     "A run whose model takes so many seconds a batch, the host a tenth of that."

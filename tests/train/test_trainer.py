@@ -183,6 +183,15 @@ def test_what_a_trainer_is_given(prepared, mini, tmp_path):
     assert run.fit(3)['steps'] == run.fit(3)['steps'] == 3
     assert asked == [(plan, 0, 3), (plan, 3, 3)]   # the second has nothing to do
 
+@pytest.mark.parametrize('on', [False, True])
+def test_a_run_multiplies_in_tf32_only_while_it_trains_and_if_it_is_set(prepared, mini, on):
+    seen, enabled = [], tf.config.experimental.tensor_float_32_execution_enabled
+    config = mini.replace(training={'tf32': on}, data={'buckets': 1})
+    run = Cheap(XTTS(config, prepared.tokenizer), BatchPlan(prepared, config.data))
+    run.train_step = lambda batch, number: seen.append(enabled()) or {'loss': tf.constant(1.)}
+    run.fit(2)
+    assert seen == [on, on] and not enabled()
+
 def test_the_seconds_of_a_run(clock, prepared, mini):
     "Waits of 1 s, steps of 0.1264 s; a clock that stands still otherwise."
     def feed(plan, first, last):
@@ -298,6 +307,7 @@ ELSEWHERE = {'schedule', 'ema', 'patience', 'max_bad_steps',   # here and in tes
              'finetune', 'lora_rank', 'lora_alpha',   # test_adapters.py
              'enable_graph_mode', 'enable_xla_compilation', 'enable_eager_debug', 'gradient_checkpointing',
              # test_step.py
+             'tf32',   # above
              'dvae_steps', 'dvae_batch_size', 'dvae_learning_rate',   # test_voices.py
              'listen_clips', 'listen_world', 'judge_by',   # test_listening.py
              'epochs'}   # below

@@ -12,7 +12,7 @@ __all__ = ['STAGE_SECONDS', 'emulated_stages', 'Span', 'Batches', 'SerialBatches
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from statistics import median
@@ -332,6 +332,9 @@ class Feed:
         threads: bool = True,   # False: one stage after the other, as a baseline
     ):
         check_no_codes(cache)
+        if config.training.tf32:
+            raise UserError('training.tf32: the data GPU would make other codes than a CPU does; leave it '
+                            'off, or prepare the codes (data.preprocessing_mode precompute).')
         self.cache, self.config, self.devices, self.ring, self.threads = cache, config, devices, ring, threads
         with tf.device(devices.data): self.dvae = load_dvae(cache.folder / 'dvae.safetensors', config)
         training = config.training.model_copy(update={'precision': 'float32'})   # that of the DVAE
@@ -364,24 +367,27 @@ def wait_computed(tensor: tf.Tensor):
 @patch
 def make(self: Feed, batch: dict) -> dict:
     "Compute mels and codes of a batch on the data device."
-    with tf.device(self.devices.data):
-        made = self.finish(to_device(batch, self.devices.data))
-        wait_computed(made['codes'])
+    try:
+        with tf.device(self.devices.data):
+            made = self.finish(to_device(batch, self.devices.data))
+            wait_computed(made['codes'])
+    except tf.errors.ResourceExhaustedError as e:
+        clips = len(batch['wav'])
+        raise UserError(f'{self.devices.data}: out of memory while it made a batch of {clips} clips; lower '
+                        'data.batch_size or data.max_seconds, or raise --data-gpu-memory.') from e
     return self._note('data', made)
 
 @patch
 def copy(self: Feed, batch: dict) -> dict:
-    "Copy a batch to the model's device."
-    with tf.device(self.devices.model):
-        copied = to_device(batch, self.devices.model)
-        for tensor in copied.values(): wait_computed(tensor)
-    return self._note('copy', copied)
+    "Copy a batch to the model's device; it is not waited for, which would mean waiting for the step."
+    return self._note('copy', to_device(batch, self.devices.model))
 
 @patch
 def _note(self: Feed, stage: str, batch: dict) -> dict:
     "Note what a stage hands on."
-    first = next(iter(batch.values()))
-    self.outputs[stage] = first.device, sum(x.dtype.size * int(np.prod(x.shape)) for x in batch.values())
+    sizes = Counter()   # bytes by the device that holds them: int32 stays on the host, against its `device`
+    for x in batch.values(): sizes[x.backing_device] += x.dtype.size * int(np.prod(x.shape))
+    self.outputs[stage] = sizes.most_common(1)[0][0], sizes.total()
     return batch
 
 # %% ../../nbs/40_dual_gpu.ipynb #5c62d528

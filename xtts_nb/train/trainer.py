@@ -23,6 +23,7 @@ from fastcore.basics import patch
 
 from ..config import TrainingConfig, UserError
 from ..data.native import BatchPlan
+from ..devices import products_in_tf32
 from ..files import append_line, atomic_file, locked
 from ..models.weights import load_weights, save_weights
 from ..models.xtts import XTTS
@@ -276,8 +277,8 @@ def fit(self: Trainer,
     hooks = self.hooks = Hooks(callbacks, self.update.model, self.optimizer, self.epoch_updates, steps)
     hooks.train_begins(self.step, self.counts, self.assigned_rate)
     source, ended, requests = iter(self.batches(self.step, steps)), self.over, []
-    stop = catch_sigterm(lambda *_: requests.append(True))
-    with stop, _locked(self.run), on_device(self.device), closed_after(source):
+    stop, tf32 = catch_sigterm(lambda *_: requests.append(True)), products_in_tf32(self.training.tf32)
+    with stop, tf32, _locked(self.run), on_device(self.device), closed_after(source):
         while self.step < steps and not ended:
             with timer.phase('wait'): batch = next(source)
             with timer.phase('copy'): batch = self.place(batch)
