@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from cheap import HELD, Cheap
 from xtts_nb.train import runs
-from xtts_nb.speech import generate as synthesis
 from xtts_nb.train.finetune import make_update, new_rows
 from xtts_nb.data.audio import log_mel, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
@@ -25,7 +24,7 @@ from xtts_nb.train.step import averaged, learning_rate, make_optimizer, compile_
 from xtts_nb.data.prepare import choose_mode
 from xtts_nb.app.recipes import flat
 from xtts_nb.train.runs import new_run, open_cache
-from xtts_nb.speech.generate import Speaker, reference_mels, speaker_vector
+from xtts_nb.speech.generate import Speaker, reference_mels, sample_code, speaker_vector
 from xtts_nb.train.trainer import epochs_to_steps
 from xtts_nb.train.parts import (
     Bank, Crops, VoiceUpdate, Windows, dvae_training, voice_training, window_samples)
@@ -186,12 +185,8 @@ def spoken(config, world):
                             dvae=SimpleNamespace(decode=None))
     scores, before = tf.constant(np.random.default_rng(0).normal(size=(64, 40)) * 2,
                                  tf.float32), tf.range(40)[None] % 2 == 0
-    def draw(gpt, text, length, prompt, sampling, seed):
-        code = synthesis.sample_code(scores, before, seed, *sampling)
-        return {'done': tf.constant(True), 'codes': code, 'length': 0, 'states': 0}
-    more = lambda gpt, state, *_: state
-    with patch.object(synthesis, 'first_code', draw), patch.object(synthesis, 'more_codes', more):
-        return Speaker(model)._generate(None, None, None, tf.constant([1, 2]))[0]
+    uniform = np.random.default_rng(1).random(64, np.float32)
+    return sample_code(scores, before, uniform, Speaker(model).sampling.tensors(64, 1))
 
 def sounding(config, world):
     "A speaker's decoder, always with the same weights."

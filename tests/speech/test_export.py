@@ -11,7 +11,7 @@ import tensorflow as tf
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.models.layers import Int8Dense
-from xtts_nb.speech.export import export_speaker, saved_model
+from xtts_nb.speech.export import export_speaker
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import add_voice, load_voice
 
@@ -25,10 +25,10 @@ sys.meta_path.insert(0, Blocker())
 TEXT = 'aa bb'
 '''
 MORE = '''
-sounds = {}
+sounds, warm = {}, tf.constant(about['speech']['temperature'])
 def call(text, length, codes):
     return speak(text=tf.constant([text]), length=tf.constant([length]), seed=tf.constant(3),
-                 max_codes=tf.constant(codes), **voice)['wav'].numpy()
+                 temperature=warm, max_codes=tf.constant(codes), **voice)['wav'].numpy()
 for text, codes in (ids, 9999), (ids + [0] * 3, 5), (ids, 0): sounds[str(codes)] = call(text, len(ids), codes)
 for text, length in (ids * 20, 4), (ids, 99):
     try: call(text, length, 1)
@@ -39,21 +39,20 @@ numpy.savez('sounds.npz', **sounds)
 assert not any(name.split('.')[0] == 'xtts_nb' for name in sys.modules)
 '''
 
-@pytest.fixture(scope='module', params=[('singer', 'sampled'),
-                                        pytest.param(('xtts', 'greedy'), marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(scope='module', params=[('singer', 1.5), pytest.param(('xtts', 0.), marks=pytest.mark.slow)],
+                ids=str)
 def made(request, tmp_path_factory):
     "A speaker, its exported folder, and what another process made of it."
-    fixture, signature = request.param
+    fixture, temperature = request.param
     xtts = request.getfixturevalue(fixture)
     xtts, settings = getattr(xtts, 'xtts', xtts), {'top_k': 9, 'speed': 0.8}
-    if signature == 'greedy': settings['weights'] = 'int8'
-    speaker, home = Speaker(xtts, temperature=1.5, **settings), tmp_path_factory.mktemp('export')
+    if not temperature: settings['weights'] = 'int8'
+    speaker, home = Speaker(xtts, temperature=temperature, **settings), tmp_path_factory.mktemp('export')
     add_voice(home / 'voices', "d'or", [synthetic_voice(1.)], speaker)
     about = export_speaker(speaker, home / 'out', folder=home / 'voices')
     program = re.search(r'```python\n(.*?)```', (home / 'out/README.md').read_text(), re.DOTALL)[1]
-    program = ALONE + program.replace('sampled', signature) + MORE
+    program = ALONE + program + MORE
     subprocess.run([sys.executable, '-c', program], cwd=home / 'out', check=True)
-    if signature == 'greedy': speaker = Speaker(xtts, temperature=0., **settings)
     with np.load(home / 'out/sounds.npz') as file: return speaker, home, about, dict(file)
 
 def test_another_process_makes_the_same_sound(made):
@@ -69,7 +68,8 @@ def test_what_lies_beside_the_graph(made):
     assert json.loads((home / 'out/export.json').read_text()) == about == {
         'sample_rate': speaker.sample_rate, 'vocoder': speaker.vocoder, 'max_text_tokens': 40,
         'max_codes': 48, 'languages': ['en'], 'cleaner': 'plain', 'voices': ["d'or"],
-        'speech': {'temperature': 1.5, 'top_k': 9, 'top_p': 0.85, 'repetition_penalty': 1., 'speed': 0.8}}
+        'speech': {'temperature': speaker.speech.temperature, 'top_k': 9, 'top_p': 0.85,
+                   'repetition_penalty': 1., 'speed': 0.8}}
     stored = (home / "out/voices/d'or.safetensors").read_bytes()
     assert stored == (home / "voices/d'or.safetensors").read_bytes()
     readme = (home / 'out/README.md').read_text()
@@ -92,17 +92,6 @@ def graphless(monkeypatch):
     "The graph is not made."
     monkeypatch.setattr('xtts_nb.speech.export.saved_model', lambda speaker, folder: folder.mkdir())
 
-def test_the_temperatures_of_the_two_functions(xtts, monkeypatch, tmp_path):
-    drawn = []
-    def stop(speaker, temperature):
-        drawn.append(temperature)
-        if len(drawn) % 2 == 0: raise InterruptedError
-        return lambda **_: {'wav': tf.zeros(1)}
-    monkeypatch.setattr('xtts_nb.speech.export._spoken', stop)
-    for temperature in (0., 1.5):
-        with pytest.raises(InterruptedError): saved_model(Speaker(xtts, temperature=temperature), tmp_path)
-    assert drawn == [0., 0.75, 0., 1.5]
-
 def test_voices_of_several_kinds(xtts, graphless, tmp_path):
     speaker = Speaker(xtts)
     save_audio(tmp_path / 'anna.wav', synthetic_voice(1.))
@@ -111,7 +100,7 @@ def test_voices_of_several_kinds(xtts, graphless, tmp_path):
     assert export_speaker(speaker, tmp_path / 'a', [tmp_path / 'anna.wav', bob])['voices'] == ['anna', 'bob']
     assert export_speaker(speaker, tmp_path / 'b', ['bob'], tmp_path / 'v')['voices'] == ['bob']
     about = export_speaker(speaker, tmp_path / 'c')
-    assert about['voices'] == [] and about['speech']['temperature'] == 0.75   # its config says 0
+    assert about['voices'] == [] and about['speech']['temperature'] == 0
     assert 'voices/NAME.safetensors' in (tmp_path / 'c/README.md').read_text()
     again = [tmp_path / 'anna.wav'] * 2
     for voices, words in (([bob, bob], 'another voice is called "bob" too; rename one'),

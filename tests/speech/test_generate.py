@@ -18,7 +18,7 @@ from xtts_nb.models.xtts import XTTS
 from xtts_nb.app.parity import greedy_parity, utterance_parity
 from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech.generate import (
-    Speaker, Voice, cached_block, generate, never_stop, read_reference, reference_mels, sample_code,
+    Speaker, Voice, cached_block, generate, never_stop, read_reference, reference_mels, Sampling, sample_code,
     whole_prefix)
 from xtts_nb.models.weights import save_weights
 
@@ -30,9 +30,12 @@ TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
 def draws(score, n=400, spoken=None, temperature=1., top_k=50, top_p=1., penalty=1.):
     score = tf.constant(score, tf.float32)[None]
     spoken = tf.zeros(score.shape, bool) if spoken is None else tf.constant([spoken])
-    pick = tf.function(lambda i: sample_code(score, spoken, tf.stack([7, i]), temperature, top_k, top_p,
-                                        penalty)[0])
-    return np.array([int(pick(tf.constant(i))) for i in range(n)])
+    return picked(np.tile(score, (n, 1)), np.tile(spoken, (n, 1)), temperature, top_k, top_p, penalty)
+
+def picked(score, spoken, *settings, uniform=None):
+    "A code of each row, by numbers that are spread evenly from 0 to 1."
+    if uniform is None: uniform = (np.arange(len(score), dtype=np.float32) + 0.5) / len(score)
+    return sample_code(score, spoken, uniform, Sampling(*settings).tensors(len(score), 1)).numpy()
 
 def coqui_chances(score, spoken, temperature, top_k, top_p, repetition_penalty):
     "Probabilities of the codes by coqui-tts's order of transforms, which are those of Hugging Face."
@@ -52,12 +55,12 @@ def chi_square(count, chance):
 @pytest.mark.parametrize('settings, freedom, most', [   # the 0.999 quantile of these degrees of freedom
     ((0.75, 50, 0.85, 5.), 5, 20.5), ((1., 31, 1., 1.), 30, 59.7), ((1.5, 40, 0.95, 1.3), 33, 63.9)], ids=str)
 def test_draws_follow_the_distribution_of_coqui_tts(settings, freedom, most):
-    "9,800 rows with one seed, 200 with a seed each; the same test refuses probabilities slightly wrong."
+    "With 10,000 random numbers of a row; the same test refuses probabilities slightly wrong."
     random = np.random.default_rng(2)
     score, spoken = random.normal(0, 2, 100).astype(np.float32), random.random(100) < 0.5
-    draw = lambda n, seed: sample_code(np.tile(score, (n, 1)), np.tile(spoken, (n, 1)), seed, *settings)
-    each = tf.constant([[1, i] for i in range(200)])
-    count = np.bincount(np.concatenate([draw(9800, tf.constant([0, 0])), draw(200, each)]), minlength=100)
+    uniform = np.random.default_rng(0).random(10000, np.float32)
+    drawn = picked(np.tile(score, (10000, 1)), np.tile(spoken, (10000, 1)), *settings, uniform=uniform)
+    count = np.bincount(drawn, minlength=100)
     chances = lambda *settings: coqui_chances(score, spoken, *settings)
     temperature, *limits, penalty = settings
     assert (chances(*settings) > 0).sum() == freedom + 1 and chi_square(count, chances(*settings)) < most
@@ -88,11 +91,21 @@ def test_what_was_spoken_becomes_less_likely(score, spoken, best):
     said = [i == spoken for i in range(3)]
     assert set(draws(score, 5, said, temperature=0, penalty=2.)) == {best}
 
-def test_the_seed_decides():
-    score = tf.constant(np.random.default_rng(0).normal(size=(3, 40)), tf.float32)
-    pick = lambda seed: sample_code(score, tf.zeros(score.shape, bool), tf.constant(seed), 1., 50, 1.,
-                               1.).numpy().tolist()
-    assert pick([1, 0]) == pick([1, 0]) and len({tuple(pick([i, 0])) for i in range(5)}) == 5
+def test_rows_with_settings_of_their_own_are_each_as_alone():
+    random = np.random.default_rng(3)
+    score, spoken = random.normal(0, 2, (6, 50)).astype(np.float32), random.random((6, 50)) < 0.3
+    uniform = random.random(6, np.float32)
+    each = [(0., 50, 1., 1.), (1., 3, 1., 1.), (2., 50, 0.3, 1.), (0., 50, 1., 9.), (5., 50, 1., 3.),
+            (5., 1, 1., 2.)]
+    together = picked(score, spoken, *np.transpose(each), uniform=uniform)
+    alone = [picked(score[i:i + 1], spoken[i:i + 1], *each[i], uniform=uniform[i:i + 1])[0] for i in range(6)]
+    assert together.tolist() == alone and together[0] == score[0].argmax() and len({*alone}) > 3
+
+@pytest.mark.parametrize('uniform, code', [(0., 1), (0.4999, 1), (0.5001, 3), (1 - 2**-24, 3)])
+def test_the_draw_inverts_the_distribution(uniform, code):
+    "Also at its ends no code of probability 0 is drawn."
+    score = np.array([[-np.inf, 0., -np.inf, 0., -np.inf]], np.float32)
+    assert picked(score, np.zeros((1, 5), bool), 1., 50, 1., 1., uniform=np.float32([uniform])) == [code]
 
 
 # --- the loop -----------------------------------------------------------------------------------------------
@@ -113,7 +126,7 @@ def compiled(gpt, max_codes, options):
     return tf.function(lambda seed, text, length, reference: generate(
         gpt, text, length, gpt.conditioning(reference), max_codes, **dict(options), seed=seed))
 
-def speak_states(gpt, inputs, max_codes=MAX, seed=(0, 0), **options):
+def speak_states(gpt, inputs, max_codes=MAX, seed=0, **options):
     options = dict(temperature=0., repetition_penalty=3.) | options
     run = compiled(gpt, max_codes, tuple(options.items()))
     return [x.numpy() for x in run(tf.constant(seed), *map(tf.constant, inputs))]
@@ -161,7 +174,7 @@ def test_the_states_are_those_of_a_second_pass(xtts, small, inputs):
     "Up to and with the one that chose STOP."
     net = biased(xtts, small, 1.5)
     text, text_length, reference = inputs
-    codes, length, states = speak_states(net, inputs, seed=(1, 0), temperature=1., top_p=1.)
+    codes, length, states = speak_states(net, inputs, seed=1, temperature=1., top_p=1.)
     again = net.states(*map(tf.constant, (text, text_length, codes, length)),
                        net.conditioning(tf.constant(reference)))[1]
     assert len(set(length)) > 1
@@ -197,11 +210,12 @@ def test_a_limit_ends_the_loop_without_a_new_trace(endless, inputs):
     text, length, reference = map(tf.constant, inputs)
     run = tf.function(lambda limit: generate(endless, text, length, endless.conditioning(reference), MAX,
                                              temperature=0., limit=limit))
-    whole = run(tf.constant(MAX))[0].numpy()
-    for limit, spoken in ((0, 0), (5, 5), (MAX + 3, MAX)):
-        codes, lengths, _ = run(tf.constant(limit))
-        assert (lengths.numpy() == spoken).all() and (codes[:, spoken:].numpy() == endless.code_stop).all()
-        assert np.array_equal(codes[:, :spoken], whole[:, :spoken])
+    whole = run(tf.constant([MAX] * 3))[0].numpy()
+    for limits in ([0] * 3, [5] * 3, [MAX + 3] * 3, [0, 7, 99]):   # of each row
+        codes, lengths, _ = run(tf.constant(limits))
+        assert lengths.numpy().tolist() == np.minimum(limits, MAX).tolist()
+        for row, all_codes, n in zip(codes.numpy(), whole, lengths.numpy().tolist()):
+            assert row.tolist() == [*all_codes[:n], *[endless.code_stop] * (MAX - n)]
     assert trace_count(run) == 1
 
 def test_a_model_that_never_stops_keeps_its_other_scores(xtts, small, inputs):
@@ -230,7 +244,7 @@ def test_rows_stop_each_for_itself(xtts, small, inputs):
     "Behind a row's end there is only STOP, before it none."
     net, ends = biased(xtts, small, 1.5), set()
     for seed in range(6):
-        codes, length = speak(net, inputs, temperature=1., top_p=1., repetition_penalty=1., seed=(seed, 0))
+        codes, length = speak(net, inputs, temperature=1., top_p=1., repetition_penalty=1., seed=seed)
         for row, n in zip(codes, length):
             assert (row[:n] < net.code_start).all() and (row[n:] == net.code_stop).all()
         ends |= {tuple(length)}
@@ -242,7 +256,7 @@ def test_a_row_does_not_depend_on_its_neighbours(endless, inputs):
     assert np.array_equal(together, alone) and len({tuple(r) for r in alone}) > 1
 
 def test_sampling_does_not_depend_on_what_the_neighbours_say(endless, inputs):
-    sampled = dict(temperature=1., seed=(5, 0))
+    sampled = dict(temperature=1., seed=5)
     other = [np.concatenate([x[:1], x[[0, 0]]]) for x in inputs]
     assert np.array_equal(speak(endless, inputs, **sampled)[0][0], speak(endless, other, **sampled)[0][0])
 
@@ -252,7 +266,7 @@ def test_the_padding_of_the_text_does_not_matter(endless, inputs, more):
     assert np.array_equal(speak(endless, inputs)[0], speak(endless, wide)[0])
 
 def test_seeds_repeat_and_differ(endless, inputs):
-    a, b, c = (speak(endless, inputs, temperature=1., seed=s)[0] for s in ((1, 0), (1, 0), (2, 0)))
+    a, b, c = (speak(endless, inputs, temperature=1., seed=s)[0] for s in (1, 1, 2))
     assert np.array_equal(a, b) and not np.array_equal(a, c)
 
 def test_text_and_voice_steer(endless, inputs):
@@ -361,7 +375,7 @@ def texts_of(xtts):
     "A speaker for whom a text is the number of its tokens."
     tokenizer = SimpleNamespace(speakable=lambda text, language: Speakable(text, [], []), encode=lambda text,
                                 language: [5] * int(text))
-    one = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=xtts.config),
+    one = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=xtts.config), max_codes=48,
                           _generate=lambda *given: given)
     one._ids = lambda text, language: Speaker._ids(one, text, language)
     return one
@@ -374,10 +388,10 @@ def test_texts_of_two_to_the_greatest_number_of_tokens(xtts):
 @pytest.mark.parametrize('tokens, width', [((2, 9), 32), ((32,), 32), ((2, 33), 40), ((40,), 40)])
 def test_texts_are_padded_to_few_widths(xtts, tokens, width):
     voices = [Voice(tf.fill((4, 64), float(n)), None) for n in tokens]
-    text, length, prompt, seed = Speaker._codes(texts_of(xtts), [*map(str, tokens)], ['en'] * len(tokens),
-                                              voices, 7)
+    text, length, prompt, sampling = Speaker._codes(texts_of(xtts), [*map(str, tokens)], ['en'] * len(tokens),
+                                                    voices, Sampling(seed=7))
     assert text.shape == (len(tokens), width) and length.numpy().tolist() == list(tokens)
-    assert seed.numpy().tolist() == [7, 0]
+    assert sampling.seed.numpy().tolist() == [7] * len(tokens) and sampling.limit[0] == 48
     assert all((row[:n] == 5).all() and not row[n:].any() for row, n in zip(text.numpy(), tokens))
     assert prompt.shape == (len(tokens), 4, 64) and prompt[-1, 0, 0] == tokens[-1]
 
@@ -388,24 +402,26 @@ def test_how_long_a_clip_may_be(xtts, monkeypatch, seconds, parity, codes):
     "21.5 codes a second, the last one begun included; coqui-tts leaves three places empty."
     monkeypatch.setattr(xtts.gpt, 'parity', parity)
     speaker = Speaker(xtts, seconds, temperature=0.5, top_k=7, top_p=0.25, repetition_penalty=2.)
-    assert speaker.max_codes == codes and speaker.sampling == (0.5, 7, 0.25, 2.)
+    assert speaker.max_codes == codes and speaker.sampling == (0.5, 7, 0.25, 2., 0, None)
 
 def test_the_cache_grows_while_a_text_needs_it(endless, xtts, small, monkeypatch):
     "Same codes and states as with room for all from the start; compiled for each size that is needed."
     model = SimpleNamespace(config=xtts.config, hifigan=None, gpt=endless, tokenizer=xtts.tokenizer,
                             dvae=xtts.dvae)
     voices, made = [Voice(tf.random.stateless_normal((4, 64), (n, 0)), None) for n in range(2)], {}
+    three = Sampling(temperature=0.9, top_p=1., seed=3)
     for rooms in ((), (5, 9, 20)):
         monkeypatch.setattr(synthesis, 'ROOMS', rooms)
-        speaker = made[rooms] = Speaker(model, temperature=0.9, top_p=1.)
+        speaker = made[rooms] = Speaker(model)
         assert speaker.rooms == (*rooms, 48)
-        speaker.spoken = [x.numpy() for x in speaker._codes(['aa bb', 'cc'], ['en', 'en'], voices, 3)]
+        speaker.spoken = [x.numpy() for x in speaker._codes(['aa bb', 'cc'], ['en', 'en'], voices, three)]
     for a, b in zip(made[()].spoken, made[5, 9, 20].spoken): assert np.allclose(a, b, atol=1e-4)
     assert (made[()].spoken[1] == 48).all()
     assert [trace_count(speaker._extend) for speaker in made.values()] == [0, 3]
     model.gpt = biased(xtts, small, 100.)
     short = Speaker(model)
-    assert not short._codes(['aa'], ['en'], voices[:1], 0)[1].numpy() and not trace_count(short._extend)
+    assert not short._codes(['aa'], ['en'], voices[:1], Sampling())[1].numpy()
+    assert not trace_count(short._extend)
 
 @pytest.mark.parametrize('speed, length', [(1, 8), (2., 4), (0.5, 16)])
 def test_twice_the_speed_is_half_the_length(speed, length):
@@ -519,7 +535,7 @@ def test_a_model_says_what_it_speaks_with(speaker, singer):
 
 def test_sound_is_made_of_the_states_up_to_stop(singer, endless):
     voice = singer.listen(VOICE)
-    made = singer._codes(['aa bb'], ['en'], [voice], 0)
+    made = singer._codes(['aa bb'], ['en'], [voice], Sampling())
     decoder, _ = singer.xtts.hifigan
     for most in (0, 5, len(made[0][0])):   # a clip that stops at once is one state long
         cut = Speaker(singer.xtts)
@@ -540,7 +556,7 @@ def test_with_int8_weights_the_states_differ_a_little(singer):
     voice = singer.listen(VOICE)
     exact, quick = (Speaker(singer.xtts, temperature=0., weights=weights) for weights in ('float', 'int8'))
     assert exact.gpt is singer.xtts.gpt and quick.gpt.gpt is exact.gpt
-    a, b = (one._codes(['aa bb'], ['en'], [voice], 0)[2][0].numpy() for one in (exact, quick))
+    a, b = (one._codes(['aa bb'], ['en'], [voice], Sampling())[2][0].numpy() for one in (exact, quick))
     np.testing.assert_allclose(a[0], b[0], atol=1e-4)   # from the prefix
     assert 0 < np.square(a[1] - b[1]).mean() < 1e-2 * np.square(a[1]).mean()
 

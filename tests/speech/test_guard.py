@@ -11,6 +11,7 @@ from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.models.gpt import GPT
 from xtts_nb.speech import generate as synthesis
 from xtts_nb.speech.generate import Speaker, Voice
+from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech.guard import (
     GuardedSpeaker, Rate, code_likelihoods, code_rates, edit_distance, inspect_codes, missing_word,
     repeated_word, run_rates, tail_start)
@@ -160,9 +161,9 @@ def forced(monkeypatch):
     "Each attempt gives the next codes of `attempts`, for each row; returns the calls."
     def force(*attempts):
         left, calls = iter(attempts), []
-        def codes(speaker, texts, languages, voices, seed):
+        def codes(speaker, texts, languages, voices, sampling):
             rows = next(left)
-            calls.append((speaker, texts, languages, voices, seed))
+            calls.append((speaker, texts, languages, voices, sampling))
             made = np.full((len(texts), 60), 99, np.int32)
             for row, spoken in zip(made, rows, strict=True): row[:len(spoken)] = spoken
             states = np.arange(len(texts))[:, None, None] + np.full((1, 60, 2), 100. * len(calls))
@@ -182,7 +183,8 @@ def guarded(xtts):
 
 def speak(speaker, count, text=LONG):
     texts = [text + ' hh'[:i] for i in range(count)]
-    codes, length, states = speaker._codes(texts, ['en'] * count, [*'abc'][:count], 5)
+    sampling = speaker.sampling._replace(seed=5)
+    codes, length, states = speaker._codes(texts, ['en'] * count, [*'abc'][:count], sampling)
     return length.numpy().tolist(), states[:, 0, 0].numpy().tolist(), codes.numpy()
 
 def faults(speaker): return [[(f['found'], f['done']) for f in row] for row in speaker.reports]
@@ -200,9 +202,10 @@ def test_a_faulty_row_is_spoken_again_in_every_row(guarded, forced):
     assert length == [40, 42, 40] and states == [100, 201, 102] and codes[1, :40].tolist() == GOOD
     assert faults(guarded) == [
         [], [('too few codes', 'spoken again'), ('trailing repetition', 'trimmed')], []]
-    (first, *given), (again, texts, languages, voices, seed) = calls
-    assert first is guarded and again is guarded.again and again.speech.temperature == .75
-    assert (texts, languages, voices, seed) == ([LONG + ' '] * 3, ['en'] * 3, ['b'] * 3, 5 + 7919)
+    (speaker, *_, first), (again, texts, languages, voices, sampling) = calls
+    assert speaker is again is guarded and first == guarded.sampling._replace(seed=5)
+    assert (texts, languages, voices) == ([LONG + ' '] * 3, ['en'] * 3, ['b'] * 3)
+    assert sampling == first._replace(seed=5 + 7919, temperature=.75)
 
 @pytest.mark.parametrize('retries', [0, 1, 2])
 def test_attempts_are_bounded_and_the_best_is_kept(xtts, forced, retries):
@@ -210,7 +213,8 @@ def test_attempts_are_bounded_and_the_best_is_kept(xtts, forced, retries):
     calls = forced([WORSE], [FEW], [FEW])
     length, states, _ = speak(speaker, 1)
     assert len(calls) == 1 + retries and all(call[0] is speaker for call in calls)
-    assert [call[-1] for call in calls] == [5 + 7919 * i for i in range(1 + retries)]
+    assert [call[-1].seed for call in calls] == [5 + 7919 * i for i in range(1 + retries)]
+    assert {call[-1].temperature for call in calls} == {.5}
     left = [('too few codes', 'left')]
     if retries: assert (length, states) == ([9], [200]) and faults(speaker)[0][-1:] == left
     else: assert (length, states) == ([18], [100]) and faults(speaker) == [[('repeated word', 'left'), *left]]
@@ -232,12 +236,14 @@ def test_a_shorter_attempt_of_the_real_loop_is_kept_beside_a_longer_one(unending
     "Nothing is lost where the attempts of the rows have room for different numbers of codes."
     voices = [Voice(tf.zeros((4, 64)), None)] * 2
     speaker = GuardedSpeaker(unending, retries=3, rates={'en': Rate(0.7, 9.)}, top_p=1.)
-    codes, length, states = (x.numpy() for x in speaker._codes(['aa', LONG], ['en'] * 2, voices, 0))
+    made = speaker._codes(['aa', LONG], ['en'] * 2, voices, speaker.sampling)
+    codes, length, states = (x.numpy() for x in made)
     assert codes.shape == states.shape[:2] and length[0] == 2 and length[1] >= 9
     assert codes[0, :2].tolist() == [7, 7] and (codes[1, :length[1]] < unending.gpt.code_start).all()
     assert faults(speaker) == [[('trailing repetition', 'trimmed')],
                                [('trailing repetition', 'spoken again'), ('too few codes', 'spoken again')]]
     assert len(speaker.mels(['aa', LONG], ['en'] * 2, voices)) == 2
+    assert [trace_count(loop) for loop in (speaker._begin, speaker._extend)] == [1, 2]   # greedy and sampled
 
 def test_noise_after_a_short_text_is_cut(guarded, forced):
     forced([MANY[:50]], [MANY[:55]], [MANY[:50]])

@@ -26,7 +26,7 @@ from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.speech import serve as serving
-from xtts_nb.speech.generate import Speaker, Voice
+from xtts_nb.speech.generate import Sampling, Speaker, Voice
 from xtts_nb.speech.serve import (
     check_port, FORMATS, Metrics, serve, sound_formats, SoundWriter, SPEECH, speech_app, SpeechService,
     VoiceFolder)
@@ -45,9 +45,9 @@ class Toy:
         self.submitted, self.error, self._closed = [], None, False
         self.go.set()
 
-    def submit(self, text, language, voice, seed=0, speed=1.):
+    def submit(self, text, language, voice, sampling=None, speed=None):
         if self._closed: raise EngineClosed('closed')
-        self.submitted.append(Said(self, text, (language, voice, seed, speed)))
+        self.submitted.append(Said(self, text, (language, voice, sampling, speed)))
         return self.submitted[-1]
 
     def close(self): self._closed = True
@@ -77,7 +77,8 @@ def level(text): return sum(map(ord, text)) % 97 / 100
 def speaker(small):
     "The part of a speaker that knows what can be said."
     tokenizer = train_tokenizer(['Aa bb, cc dd! Ee ff gg hh.'] * 9, ['en'])
-    made = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=small), rates={})
+    made = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=small), rates={},
+                           sampling=Sampling())
     made._ids = partial(Speaker._ids, made)
     return made
 
@@ -227,7 +228,7 @@ def test_pieces_follow_each_other(client, toy, service):
     assert answer.headers['content-type'] == 'audio/pcm'
     said = toy.submitted
     assert ' '.join(s.text for s in said) == LONG and len(said) == 3
-    assert {s.given for s in said} == {('en', 'B', 7, 2.)}
+    assert {s.given for s in said} == {('en', 'B', Sampling(seed=7), 2.)}
     pause = np.zeros(round(0.35 / 2 * RATE))
     spoken = [np.full(3 * PART, level(s.text)) for s in said]
     expected = np.concatenate([spoken[0], pause, spoken[1], pause, spoken[2]])
@@ -616,7 +617,8 @@ def test_the_client_of_openai(service, toy, tmp_path):
                                                    extra_body={'seed': 3, 'language': 'en'}) as answer:
             answer.stream_to_file(tmp_path / 'a.wav')
         wav, rate = soundfile.read(tmp_path / 'a.wav')
-        assert rate == RATE and len(wav) == 3 * PART and toy.submitted[0].given == ('en', 'A', 3, 1.)
+        assert rate == RATE and len(wav) == 3 * PART
+        assert toy.submitted[0].given == ('en', 'A', Sampling(seed=3), 1.)
         for kind in service.formats: assert speech.create(**asked, response_format=kind).content
         assert speech.create(**asked).content[:2] in (b'\xff\xf3', b'\xff\xfb', b'\xff\xf2')   # MP3
         for wrong, error in (({'voice': 'x'}, openai.NotFoundError), ({'input': ''}, openai.BadRequestError),

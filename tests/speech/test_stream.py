@@ -18,6 +18,7 @@ from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder, stretch
 from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech import stream as streaming
 from xtts_nb.speech.generate import never_stop, Speaker
+from xtts_nb.speech.guard import Rate
 from xtts_nb.speech.stream import (
     Engine, EngineClosed, receptive_frames, SoundStream, SpeechRows, stream_text, stretched_count,
     stretched_frames, write_stream)
@@ -50,6 +51,9 @@ def alone(speaker, voices):
 
 @pytest.fixture(scope='module')
 def rows(speaker): return SpeechRows(speaker, 2, chunk=5, widths=(16, 5), rings=())
+
+
+def seeded(speaker, seed): return speaker.sampling._replace(seed=seed)
 
 
 # --- frames -------------------------------------------------------------------------------------------------
@@ -196,7 +200,7 @@ def test_texts_that_come_and_go_sound_as_alone(speaker, voices, rows, alone):
     while order or running:
         while order and rows.free:
             turn, i = order.pop(0)
-            row = rows.admit(speaker._ids(TEXTS[i], 'en'), voices[i % 2], seed=i)
+            row = rows.admit(speaker._ids(TEXTS[i], 'en'), voices[i % 2], seeded(speaker, i))
             running[row] = sounds[turn, i] = []
         for row, (make, ended) in rows.advance().items():
             running[row].append(make())
@@ -211,12 +215,13 @@ def test_texts_that_come_and_go_sound_as_alone(speaker, voices, rows, alone):
 def test_the_ring_grows_before_it_is_full_and_shrinks_when_no_row_has_a_text(speaker, voices, alone):
     "One row begins with more places than the other has left; nobody loses a position."
     rows = SpeechRows(speaker, 2, chunk=5, widths=(16, 5), rings=(31, 27, 24, 999))
-    lengths, sounds = [], {i: [] for i in (0, 3, 2)}
+    turns, sounds = [], {i: [] for i in (0, 3, 2)}
     assert rows.rings == (24, 27, 31, 4 + 40 + 3 + speaker.max_codes)
     for together in ((0, 3), (2,)):
-        running = {}
+        running, lengths = {}, []
+        turns.append(lengths)
         for i in together:
-            running[rows.admit(speaker._ids(TEXTS[i], 'en'), voices[i % 2], seed=i)] = i
+            running[rows.admit(speaker._ids(TEXTS[i], 'en'), voices[i % 2], seeded(speaker, i))] = i
             lengths.append(rows.state['cache'][0][0].shape[2])
             for row, (make, _) in rows.advance(2 if i == 0 else None).items():
                 sounds[running[row]].append(make())
@@ -224,7 +229,8 @@ def test_the_ring_grows_before_it_is_full_and_shrinks_when_no_row_has_a_text(spe
             for row, (make, _) in rows.advance().items(): sounds[running[row]].append(make())
             lengths.append(rows.state['cache'][0][0].shape[2])
     for i, parts in sounds.items(): close(np.concatenate(parts), alone[i], atol=1e-3)
-    assert lengths[0] == lengths[5] == 24 and max(lengths) > 31 and lengths[:5] == sorted(lengths[:5])
+    both, later = turns
+    assert both[0] == later[0] == 24 and max(both) > 31 and both == sorted(both)
 
 def test_a_limit_shortens_a_chunk(speaker, voices, rows):
     row = rows.admit(speaker._ids(TEXTS[0], 'en'), voices[0])
@@ -282,7 +288,8 @@ def test_many_callers_get_their_own_sound(engine, voices, alone):
     sounds = {}
 
     def call(turn, i):
-        sounds[turn, i] = np.concatenate(list(engine.submit(TEXTS[i], 'en', voices[i % 2], seed=i)))
+        request = engine.submit(TEXTS[i], 'en', voices[i % 2], seeded(engine.speaker, i))
+        sounds[turn, i] = np.concatenate(list(request))
     threads = [threading.Thread(target=call, args=(turn, i)) for turn in range(2) for i in range(7)]
     for t in threads: t.start()
     for t in threads: t.join()
@@ -294,14 +301,14 @@ def test_many_callers_get_their_own_sound(engine, voices, alone):
 def test_a_cancelled_text_frees_its_place(engine, voices, alone):
     given_up = [engine.submit(TEXTS[0], 'en', voices[0]) for _ in range(6)]
     for u in given_up: u.cancel()
-    kept = engine.submit(TEXTS[2], 'en', voices[0], seed=2)
+    kept = engine.submit(TEXTS[2], 'en', voices[0], seeded(engine.speaker, 2))
     close(np.concatenate(list(kept)), alone[2], atol=1e-3)
     idle(engine)
     assert all(len(list(u)) < 9 for u in given_up)   # they end
     assert kept.codes > 0 == given_up[-1].codes      # it never had a row
 
 def test_a_speed_of_its_own(engine, speaker, voices, alone):
-    fast = np.concatenate(list(engine.submit(TEXTS[2], 'en', voices[0], seed=2, speed=2.)))
+    fast = np.concatenate(list(engine.submit(TEXTS[2], 'en', voices[0], seeded(engine.speaker, 2), speed=2.)))
     assert 0.4 < len(fast) / len(alone[2]) < 0.6
 
 def test_what_cannot_be_said_is_refused_at_once(engine, voices):
@@ -319,7 +326,8 @@ def test_codes_go_on_while_a_caller_makes_its_sound(engine, voices, alone, monke
         assert hold.wait(30)
         return feed(*given)
     monkeypatch.setattr(SoundStream, 'feed', held)
-    sounds, texts = {}, [engine.submit(TEXTS[i], 'en', voices[i % 2], seed=i) for i in range(4)]
+    seeds = [seeded(engine.speaker, i) for i in range(4)]
+    sounds, texts = {}, [engine.submit(TEXTS[i], 'en', voices[i % 2], seeds[i]) for i in range(4)]
 
     def hear(i): sounds[i] = np.concatenate(list(texts[i]))
     callers = [threading.Thread(target=hear, args=(i,), name=str(i)) for i in range(4)]
@@ -334,11 +342,11 @@ def test_codes_go_on_while_a_caller_makes_its_sound(engine, voices, alone, monke
 def test_a_text_that_cannot_begin_ends_alone(engine, voices, alone, monkeypatch):
     admit = engine.rows.admit
 
-    def fail(ids, voice, seed, speed):
-        if seed == 99: raise MemoryError('no place')
-        return admit(ids, voice, seed, speed)
+    def fail(ids, voice, sampling, speed):
+        if sampling.seed == 99: raise MemoryError('no place')
+        return admit(ids, voice, sampling, speed)
     monkeypatch.setattr(engine.rows, 'admit', fail)
-    bad, good = (engine.submit(TEXTS[2], 'en', voices[0], seed=seed) for seed in (99, 2))
+    bad, good = (engine.submit(TEXTS[2], 'en', voices[0], seeded(engine.speaker, seed)) for seed in (99, 2))
     for _ in range(2):
         with pytest.raises(MemoryError): list(bad)
     close(np.concatenate(list(good)), alone[2], atol=1e-3)
@@ -352,7 +360,7 @@ def test_sound_that_fails_ends_one_text_only(engine, voices, alone, monkeypatch)
         if stream.speed == 2: raise RuntimeError('out of memory')
         return feed(stream, *given)
     monkeypatch.setattr(SoundStream, 'feed', fail)
-    fails, works = (engine.submit(TEXTS[2], 'en', voices[0], seed=2, speed=s) for s in (2., 1.))
+    fails, works = (engine.submit(TEXTS[2], 'en', voices[0], seeded(engine.speaker, 2), s) for s in (2., 1.))
     with pytest.raises(RuntimeError, match='out of memory'): list(fails)
     close(np.concatenate(list(works)), alone[2], atol=1e-3)
 
@@ -382,3 +390,110 @@ def test_a_failure_reaches_the_callers(speaker, voices, monkeypatch):
     engine = Engine(speaker, rows=1, chunk=5, widths=())
     with pytest.raises(RuntimeError, match='out of memory'): list(engine.submit('aa', 'en', voices[0]))
     with pytest.raises(EngineClosed): engine.submit('aa', 'en', voices[0])
+
+def test_an_engine_that_failed_is_restarted(speaker, voices, alone, monkeypatch):
+    "Whatever was raised; with free rows, and nothing is compiled again."
+    engine = Engine(speaker, rows=1, chunk=5, widths=())
+    with pytest.raises(UserError, match='has not failed'): engine.restart()
+    advance = SpeechRows.advance
+    def fail(rows):
+        advance(rows)
+        raise SystemExit('out of memory')   # not even an `Exception`
+    with monkeypatch.context() as patched:
+        patched.setattr(SpeechRows, 'advance', fail)
+        texts = [engine.submit('aa', 'en', voices[0]) for _ in range(2)]
+        for text in texts:
+            with pytest.raises(SystemExit, match='out of memory'): list(text)
+    with pytest.raises(EngineClosed): engine.submit('aa', 'en', voices[0])
+    assert isinstance(engine.failed, SystemExit) and not engine.busy and not engine.waiting
+    engine.restart()
+    assert engine.failed is None and engine.rows.free == [0]
+    request = engine.submit(TEXTS[2], 'en', voices[0], seeded(speaker, 2))
+    close(np.concatenate(list(request)), alone[2], atol=1e-3)
+    assert trace_count(engine.rows._prefix) == 1
+    engine.close()
+    with pytest.raises(UserError, match='has not failed'): engine.restart()
+
+@pytest.mark.parametrize('retries, attempts', [(0, 1), (2, 1), (2, 2), (2, 3)])
+def test_a_guarded_text_is_inspected_before_it_sounds(engine, speaker, voices, monkeypatch, retries,
+                                                      attempts):
+    "Spoken again while it has faults and before newcomers; the best attempt sounds, and is trimmed."
+    found, submitted, submit = [], [], Engine.submit
+    def inspect(codes, tokens, text, limit, rate):
+        assert (tokens, text, limit) == (len(speaker._ids(TEXTS[2], 'en')), TEXTS[2], speaker.max_codes)
+        assert rate == Rate(1., 2.)
+        found.append(codes)
+        if len(found) < attempts: return len(codes), [{'found': 'no end'}] * (3 - len(found))
+        return len(codes) - 4, [{'found': 'trailing repetition', 'done': 'trimmed'}]
+    def log(engine, text, language, voice, sampling=None, speed=None, continues=False, retries=None):
+        if retries is None: submitted.append((sampling, continues))
+        return submit(engine, text, language, voice, sampling, speed, continues, retries)
+    monkeypatch.setattr(streaming, 'inspect_codes', inspect)
+    monkeypatch.setattr(Engine, 'submit', log)
+    monkeypatch.setattr(speaker, 'rates', {'en': Rate(1., 2.)})
+    sampling = seeded(speaker, 2)._replace(temperature=0.)
+    request = engine.submit(TEXTS[2], 'en', voices[0], sampling, retries=retries)
+    sounds = list(request)
+    assert len(found) == attempts == len(submitted) and len(sounds) == 1 and request.started
+    assert submitted == [(sampling, False), *(
+        (sampling._replace(seed=2 + 7919 * i, temperature=0.75), True) for i in range(1, attempts))]
+    again = [{'found': 'no end', 'done': 'spoken again'}] * 2 * (attempts > 1)
+    assert request.report == [*again, {'found': 'trailing repetition', 'done': 'trimmed'}]
+    codes, n, states = speaker._codes([TEXTS[2]], ['en'], [voices[0]], submitted[-1][0])
+    assert found[-1].tolist() == codes[0, :n[0]].numpy().tolist()
+    whole = SoundStream(speaker, voices[0]).feed(found[-1], states[0, :n[0] - 3].numpy(), True)
+    close(sounds[0], whole, atol=1e-3)
+    assert request.codes >= sum(map(len, found)) and list(request) == []
+
+def test_a_guarded_text_that_is_cancelled_makes_no_sound(engine, voices, monkeypatch):
+    monkeypatch.setattr(streaming, 'inspect_codes', lambda codes, *_: (
+        request.cancel() or (len(codes), [{'found': 'no end'}])))
+    request = engine.submit(TEXTS[2], 'en', voices[0], retries=5)
+    assert list(request) == [] and request.cancelled and request.request.cancelled and not request.report
+    idle(engine)
+
+@pytest.mark.parametrize('limit', [1, 5])
+def test_a_limit_of_codes_for_one_text(engine, speaker, voices, limit):
+    "Beside a text without one."
+    short, free = (engine.submit(TEXTS[2], 'en', voices[0], seeded(speaker, 2)._replace(limit=most))
+                   for most in (limit, 9999))
+    made = [np.concatenate(list(request)) for request in (short, free)]
+    assert short.codes == limit < free.codes <= speaker.max_codes
+    whole = SoundStream(speaker, voices[0])
+    sampling = seeded(speaker, 2)._replace(limit=limit)
+    codes, n, states = speaker._codes([TEXTS[2]], ['en'], [voices[0]], sampling)
+    assert n[0] == limit and (codes[0, limit:] == speaker.gpt.code_stop).numpy().all()
+    close(made[0], whole.feed(np.zeros(limit), states[0, :limit].numpy(), True), atol=1e-3)
+    with pytest.raises(UserError, match='at least 1 code, got 0'):
+        engine.submit(TEXTS[2], 'en', voices[0], sampling._replace(limit=0))
+
+def test_settings_of_many_texts_share_one_loop(engine, speaker, voices):
+    "Greedy and sampled beside each other, each as alone."
+    settings = (0., 50), (1.5, 50), (1.5, 3)
+    sampling = [seeded(speaker, 4)._replace(temperature=t, top_k=k) for t, k in settings]
+    requests = [engine.submit(TEXTS[2], 'en', voices[0], each) for each in sampling]
+    made = [np.concatenate(list(request)) for request in requests]
+    for wav, each in zip(made, sampling):
+        _, n, states = speaker._codes([TEXTS[2]], ['en'], [voices[0]], each)
+        close(wav, speaker.xtts.hifigan[0](states[:, :int(n[0]) + 1], voices[0].vector[None])[0], atol=1e-3)
+    assert trace_count(engine.rows._advance) == 1
+    assert len({wav.tobytes() for wav in made}) == 3
+
+def test_pieces_of_a_text_that_is_spoken_go_before_newcomers(engine, voices, monkeypatch):
+    hold, admitted, next_ = threading.Event(), [], engine._next
+    def wait():
+        assert hold.wait(30)
+        return next_()
+    admit = engine.rows.admit
+    monkeypatch.setattr(engine, '_next', wait)
+    monkeypatch.setattr(engine.rows, 'admit', lambda ids, voice, sampling, speed: (
+        admitted.append(sampling.seed) or admit(ids, voice, sampling, speed)))
+    engine.submit('aa', 'en', voices[0], seeded(engine.speaker, 0)).cancel()   # the thread comes to `wait`
+    while engine.waiting: time.sleep(0.01)
+    texts = [engine.submit('aa', 'en', voices[0], seeded(engine.speaker, seed), continues=seed > 3)
+             for seed in (1, 2, 4, 3, 5, 6)]
+    assert not any(text.started for text in texts)
+    hold.set()
+    for text in texts: list(text)
+    assert admitted == [4, 5, 6, 1, 2, 3] and all(text.started and text.report == () for text in texts)
+    idle(engine)

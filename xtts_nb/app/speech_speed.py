@@ -24,7 +24,7 @@ from ..config import XTTSConfig
 from ..models.gpt import GPT, Int8GPT
 from ..models.hifigan import HiFiGAN, in_precision
 from ..models.xtts import POLICIES
-from ..speech.generate import generate, never_stop, Voice, whole_prefix
+from ..speech.generate import generate, never_stop, Sampling, Voice, whole_prefix
 from ..speech.stream import SpeechRows
 
 # %% ../../nbs/app/speech_speed.ipynb #5bed0006
@@ -57,7 +57,7 @@ def _streamed(config: XTTSConfig, gpt: GPT, decoder: HiFiGAN, codes: int, inputs
     "A function that speaks the first text as a stream, and returns the samples of each piece."
     speaker = SimpleNamespace(
         gpt=gpt, xtts=SimpleNamespace(gpt=gpt, config=config), decoder=decoder, max_codes=codes,
-        sampling=(0., 50, 0.85, 1.), frames_sound=tf.function(decoder.sound, reduce_retracing=True))
+        sampling=Sampling(), frames_sound=tf.function(decoder.sound, reduce_retracing=True))
     rows, ids = SpeechRows(speaker), inputs['text'][0].numpy().tolist()
     voice = Voice(inputs['prompt'][0], tf.random.stateless_normal((config.model.speaker.width,), (0, 0)))
     return lambda: rows.sounds(ids, voice)

@@ -18,23 +18,25 @@ from .generate import generate, Speaker
 from .voices import add_voice, list_voices, load_voice, voice_path
 
 # %% ../../nbs/speech/export.ipynb #7e2c0005
-def _spoken(speaker: Speaker, temperature: float):
+def _spoken(speaker: Speaker):
     "The graph from text ids and a voice to samples."
-    xtts, sampling = speaker.xtts, speaker.sampling[1:]
+    xtts, fixed = speaker.xtts, speaker.sampling._asdict()
     gpt, model = speaker.gpt, xtts.config.model
     T = model.gpt.max_text_tokens
 
     @tf.function(jit_compile=True)
-    def codes_of(text, length, prompt, seed, limit):
-        return generate(gpt, text, length, prompt, speaker.max_codes, temperature, *sampling, seed, limit)
+    def codes_of(text, length, prompt, **chosen):
+        return generate(gpt, text, length, prompt, speaker.max_codes, **fixed | chosen)
 
-    def speak(text, length, prompt, seed, max_codes, vector=None):
+    def speak(text, length, prompt, temperature, seed, max_codes, vector=None):
         fits = (tf.shape(text)[1] <= T) & (length[0] <= tf.shape(text)[1])
         with tf.control_dependencies([tf.debugging.Assert(fits, [f'text: at most {T} ids, length of them'])]):
             text = tf.ensure_shape(tf.pad(text, [[0, 0], [0, T - tf.shape(text)[1]]]), (1, T))
-        codes, count, states = codes_of(text, length, prompt[None], tf.stack([seed, 0]), max_codes)
+        codes, count, states = codes_of(text, length, prompt[None], temperature=temperature, seed=seed,
+                                        limit=max_codes)
         if speaker.decoder:
-            wav = speaker.decoder(speaker._at_speed(states[:, :count[0] + 1]), vector[None])[0]
+            sounding = tf.minimum(count[0] + 1, tf.maximum(1, max_codes))   # with that of STOP
+            wav = speaker.decoder(speaker._at_speed(states[:, :sounding]), vector[None])[0]
         else:
             codes = tf.where(codes < gpt.code_start, codes, 0)[:, :tf.maximum(1, count[0])]
             wav = griffin_lim(speaker._at_speed(xtts.dvae.decode(codes))[0], model.audio)
@@ -42,14 +44,13 @@ def _spoken(speaker: Speaker, temperature: float):
     return speak
 
 # %% ../../nbs/speech/export.ipynb #7e2c0007
-def _temperature(speaker: Speaker) -> float: return speaker.speech.temperature or 0.75   # of `sampled`
-
 def _inputs(speaker: Speaker) -> dict[str, tf.TensorSpec]:
     "Names, shapes and types of the arguments."
     model = speaker.xtts.config.model
     specs = {'text': tf.TensorSpec((1, None), tf.int32), 'length': tf.TensorSpec((1,), tf.int32),
              'prompt': tf.TensorSpec((model.gpt.prompt_latents, model.gpt.width)),
-             'seed': tf.TensorSpec((), tf.int32), 'max_codes': tf.TensorSpec((), tf.int32)}
+             'temperature': tf.TensorSpec(()), 'seed': tf.TensorSpec((), tf.int32),
+             'max_codes': tf.TensorSpec((), tf.int32)}
     if speaker.xtts.hifigan: specs['vector'] = tf.TensorSpec((model.speaker.width,))
     return {name: tf.TensorSpec(spec.shape, spec.dtype, name) for name, spec in specs.items()}
 
@@ -57,19 +58,17 @@ def saved_model(
     speaker: Speaker,
     folder: str | Path,
 ):
-    "Write a SavedModel with the signatures `greedy` and `sampled`."
-    module, specs, signatures = tf.Module(), _inputs(speaker), {}
-    for name, temperature in (('greedy', 0.), ('sampled', _temperature(speaker))):
-        signatures[name] = tf.function(_spoken(speaker, temperature)).get_concrete_function(**specs)
-    module.used = list({id(v): v for f in signatures.values() for v in f.graph.variables}.values())
+    "Write a SavedModel with the signature that servers look for, `serving_default`."
+    module, speak = tf.Module(), tf.function(_spoken(speaker)).get_concrete_function(**_inputs(speaker))
+    module.used = list(speak.graph.variables)
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel('ERROR')   # no line on stderr that names a temporary folder
-    try: tf.saved_model.save(module, str(folder), signatures)
+    try: tf.saved_model.save(module, str(folder), speak)
     finally: logger.setLevel(level)
 
 # %% ../../nbs/speech/export.ipynb #7e2c0009
-_SETTINGS = 'top_k', 'top_p', 'repetition_penalty', 'speed'
+_SETTINGS = 'temperature', 'top_k', 'top_p', 'repetition_penalty', 'speed'
 
 def _copy_voices(
     speaker: Speaker,
@@ -104,7 +103,7 @@ def export_speaker(
             'sample_rate': speaker.sample_rate, 'vocoder': speaker.vocoder,
             'max_text_tokens': model.gpt.max_text_tokens, 'max_codes': speaker.max_codes,
             'languages': tokenizer.languages, 'cleaner': tokenizer.cleaner,
-            'speech': {'temperature': _temperature(speaker)} | {name: getattr(s, name) for name in _SETTINGS},
+            'speech': {name: getattr(s, name) for name in _SETTINGS},
             'voices': _copy_voices(speaker, voices, folder, part / 'voices')}
         saved_model(speaker, part / 'model')
         (part / 'tokenizer.json').write_text(tokenizer.bpe.to_str(), encoding='utf-8')
@@ -115,14 +114,14 @@ def export_speaker(
 # %% ../../nbs/speech/export.ipynb #7e2c000b
 _README = '''# A voice as a TensorFlow SavedModel
 
-`model/` holds the signatures `greedy` (always the most probable code) and `sampled`.
-Both give `wav`, float32 (N,) at {sample_rate} Hz, and take
+The signature `serving_default` of `model/` gives `wav`, float32 (N,) at {sample_rate} Hz, and takes
 
 {arguments}
 
 `text` holds the ids of one text, at most {max_text_tokens}, and `length` their number. `max_codes`, at
-most {max_codes}, limits the length of the sound. `seed` is the number of the random draw. `prompt`,
-and `vector` where it is listed, are the tensors of a file in `voices/`.
+most {max_codes}, limits the length of the sound. At `temperature` 0 the most probable code is taken; higher
+values vary more, and `seed` is the number of the random draw. `prompt`, and `vector` where it is listed,
+are the tensors of a file in `voices/`.
 
 A text is cleaned as in training (cleaner "{cleaner}": lower case, one space between words, no
 quotes{numbers}), each space becomes `[SPACE]`, and the language stands in front: {languages}.
@@ -137,8 +136,9 @@ from tokenizers import Tokenizer
 about = json.load(open('export.json'))
 ids = Tokenizer.from_file('tokenizer.json').encode('[{language}]' + TEXT.replace(' ', '[SPACE]')).ids
 voice = {{name: tf.constant(x) for name, x in load_file({voice!r}).items()}}
-speak = tf.saved_model.load('model').signatures['sampled']
+speak = tf.saved_model.load('model').signatures['serving_default']
 wav = speak(text=tf.constant([ids]), length=tf.constant([len(ids)]), seed=tf.constant(0),
+            temperature=tf.constant(about['speech']['temperature']),
             max_codes=tf.constant(about['max_codes']), **voice)['wav']
 tf.io.write_file('say.wav', tf.audio.encode_wav(wav[:, None], about['sample_rate']))
 ```

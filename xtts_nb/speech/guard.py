@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['TAIL_CODES', 'TAIL_VARIETY', 'WORD_CODES', 'WORD_EDITS', 'TEXT_REPEATS', 'SECOND', 'SHORT_TOKENS', 'SHORT_NOISE',
-           'MISSING', 'tail_start', 'edit_distance', 'repeated_word', 'Rate', 'code_rates', 'training_facts',
-           'run_rates', 'code_likelihoods', 'missing_word', 'inspect_codes', 'unsolved', 'GuardedSpeaker', 'padded',
-           'settled']
+           'MISSING', 'RETRIES', 'RETRY_TEMPERATURE', 'tail_start', 'edit_distance', 'repeated_word', 'Rate',
+           'code_rates', 'training_facts', 'run_rates', 'code_likelihoods', 'missing_word', 'inspect_codes', 'unsolved',
+           'retry_sampling', 'GuardedSpeaker', 'padded', 'settled']
 
 # %% ../../nbs/speech/guard.ipynb #92f88dc3
 import re
 from collections import Counter
-from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from ..data.text import pad_ids
 from ..files import read_json
 from ..models.gpt import GPT
 from ..models.xtts import XTTS
-from .generate import Speaker, Voice
+from .generate import Sampling, Speaker, Voice
 
 # %% ../../nbs/speech/guard.ipynb #a1dfe62d
 TAIL_CODES, TAIL_VARIETY = 16, 4   # a tail has at least so many codes, and at most so many different ones
@@ -159,42 +158,44 @@ def inspect_codes(
 def unsolved(found: list[dict]) -> int: return sum('done' not in fault for fault in found)
 
 # %% ../../nbs/speech/guard.ipynb #b51b50b8
+RETRIES, RETRY_TEMPERATURE = 2, 0.75
+
+def retry_sampling(sampling: Sampling, number: int) -> Sampling:
+    "The settings of attempt `number`: another seed, and never the likeliest code each time."
+    return sampling._replace(seed=sampling.seed + 7919 * number,
+                             temperature=sampling.temperature or RETRY_TEMPERATURE)
+
 class GuardedSpeaker(Speaker):
     "A speaker that inspects its codes, speaks a faulty text again and trims noise."
     def __init__(self,
         xtts: XTTS,
         max_seconds: float | None = None,     # as for `Speaker`
-        retries: int = 2,                     # batches with other seeds at most
+        retries: int = RETRIES,               # batches with other seeds at most
         rates: dict[str, Rate] | None = None,   # by language, from `code_rates`
         check_words: bool = False,            # look for words that were left out
         **speech,
     ):
         super().__init__(xtts, max_seconds, rates, **speech)
         self.retries, self.check_words, self.reports = retries, check_words, []
-        self._sampled = partial(Speaker, xtts, max_seconds, **speech | {'temperature': 0.75})
 
-    @cached_property
-    def again(self) -> Speaker:
-        "Speaks faulty texts again: sampled, because at temperature 0 another seed changes nothing."
-        return self if self.speech.temperature else self._sampled()
-
-    def _codes(self, texts, languages, voices, seed):
+    def _codes(self, texts, languages, voices, sampling):
         tokens, rows = [len(self._ids(*given)) for given in zip(texts, languages)], range(len(texts))
-        def attempt(speaker, rows, seed):
+        def attempt(rows, sampling):
             given = ([each[row] for row in rows] for each in (texts, languages, voices))
-            for row, codes, n, states in zip(rows, *map(np.asarray, Speaker._codes(speaker, *given, seed))):
+            made = map(np.asarray, Speaker._codes(self, *given, sampling))
+            for row, codes, n, states in zip(rows, *made):
                 text, rate = texts[row], self.rates.get(languages[row], Rate())
                 kept, found = inspect_codes(codes[:n], tokens[row], text, len(codes), rate)
                 word = self.check_words and missing_word(
                     self, text, languages[row], voices[row], codes[:kept])
                 if word: found.append({'found': 'missing word', 'word': word})
                 yield row, (codes, states, kept, found)
-        best = dict(attempt(self, rows, seed))
+        best = dict(attempt(rows, sampling))
         first = {row: made[-1] for row, made in best.items()}
         for number in range(1, self.retries + 1):
             faulty = [row for row in rows if unsolved(best[row][-1])]
             if not faulty: break
-            for row, made in attempt(self.again, np.resize(faulty, len(rows)), seed + 7919 * number):
+            for row, made in attempt(np.resize(faulty, len(rows)), retry_sampling(sampling, number)):
                 if unsolved(made[-1]) < unsolved(best[row][-1]): best[row] = made
         codes, states, length, self.reports = zip(*(settled(first[row], *best[row]) for row in rows))
         return padded(codes, self.gpt.code_stop), tf.constant(length), padded(states, 0)

@@ -6,7 +6,6 @@
 __all__ = ['attention_pass', 'text_attention', 'speech_panel']
 
 # %% ../../nbs/speech/panel.ipynb #9a4e1002
-import copy
 import html
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..models.gpt import GPT
 from ..models.layers import causal_mask, split_heads
 from ..models.xtts import XTTS
 from ..monitor.loop import trace_count
-from .generate import Speaker, Voice
+from .generate import Sampling, Speaker, Voice
 from .long import text_pieces
 from .stream import SpeechRows
 from .voices import find_voice, list_voices
@@ -80,7 +79,7 @@ def _speak(
     text: str,          # of any length
     language: str,      # or auto
     voice: Voice,
-    seed: int,
+    sampling: Sampling,
     speed: float,
 ) -> SimpleNamespace:   # wav (N,), number of pieces, and ids and codes of the first one
     "Speak a text piece by piece; raises `UserError` for a text that cannot be spoken."
@@ -89,7 +88,7 @@ def _speak(
     for piece, tokens in zip(*text_pieces(speaker, text, language)):
         if not tokens: continue
         ids = speaker._ids(piece.text, piece.language)
-        wavs += [*rows.sounds(ids, voice, seed, speed),
+        wavs += [*rows.sounds(ids, voice, sampling, speed),
                  np.zeros(round(piece.pause / speed * speaker.sample_rate), np.float32)]
         spoken.append((ids, np.concatenate(rows.last.codes)))
     (ids, codes), *_ = spoken
@@ -161,20 +160,18 @@ def speech_panel(
     def listen(name):
         return speaker.listen(voices[name] if kept else find_voice([name], speaker.xtts, voices))
 
-    @lru_cache(2)
-    def loop(temperature):
-        other = copy.copy(speaker)
-        other.sampling = temperature, *speaker.sampling[1:]
-        return _Rows(other)
+    @lru_cache
+    def loop(): return _Rows(speaker)   # when it is needed
 
     def speak(_):
         c.button.disabled, result.layout.display = True, 'none'
-        c.message.value, line = 'Speaking; a new temperature or length of text is compiled first.', 'Failed.'
+        c.message.value, line = 'Speaking; a new length of text is compiled first.', 'Failed.'
         try:
-            rows, voice, speed = loop(round(c.temperature.value, 2)), listen(c.voice.value), c.speed.value
+            rows, voice, speed = loop(), listen(c.voice.value), c.speed.value
+            sampling = speaker.sampling._replace(temperature=c.temperature.value, seed=c.seed.value)
             compiled = lambda: sum(map(trace_count, vars(rows).values()))
             before = compiled()
-            spoken = _speak(rows, c.text.value, c.language.value, voice, c.seed.value, speed)
+            spoken = _speak(rows, c.text.value, c.language.value, voice, sampling, speed)
             c.picture.value = png_bytes(_picture(speaker, spoken, voice, speed))
             c.player.value = wav_bytes(spoken.wav, speaker.sample_rate)
             result.layout.display = None

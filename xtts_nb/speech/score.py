@@ -16,7 +16,7 @@ from ..data.cache import Cache
 from ..data.native import BatchPlan
 from ..files import atomic_file
 from ..models.xtts import XTTS
-from .generate import generate
+from .generate import generate, Sampling
 
 # %% ../../nbs/speech/score.ipynb #8e065fe4
 def _frame_distances(query: np.ndarray, references: list[np.ndarray]) -> np.ndarray:
@@ -102,10 +102,10 @@ class Listener:
         batch = next(iter(BatchPlan(cache, data, chosen, dvae=encoder).stream(0, 1)))
         self.xtts, self.batch, self.ids = xtts, batch, [cache.clips[i]['id'] for i in batch['clip'].numpy()]
         most = min(config.model.gpt.max_audio_codes, int(1.5 * batch['codes'].shape[1]) + 1)
-        s, gpt = config.speech, xtts.gpt
-        sampling = s.temperature, s.top_k, s.top_p, s.repetition_penalty
+        gpt = xtts.gpt
+        sampling = Sampling.of(config.speech)._asdict()
         self._speak = tf.function(lambda text, length, reference: generate(
-            gpt, text, length, gpt.conditioning(reference), most, *sampling),
+            gpt, text, length, gpt.conditioning(reference), most, **sampling),
                                   jit_compile=bool(config.training.enable_xla_compilation))
         self.recorded, self.judge = self._mels(batch['codes'], batch['code_length']), judge
         self.sounds_recorded = self._sounds(self.recorded) if judge else []

@@ -348,7 +348,8 @@ def _submit(self: SpeechService, live: deque, rest: deque, wanted: SpeechBody, v
     "Move the next piece of a request, if there is one, into the engine."
     if not rest: return
     piece = rest.popleft()
-    live.append((self.engine.submit(piece.text, piece.language, voice, wanted.seed, wanted.speed), piece))
+    sampling = self.engine.speaker.sampling._replace(seed=wanted.seed)
+    live.append((self.engine.submit(piece.text, piece.language, voice, sampling, wanted.speed), piece))
 
 def _sound_step(sounds, writer: SoundWriter, pause: int) -> tuple:   # samples or None, bytes
     "In a thread: the next sound of a piece; after the last one `pause` samples of silence, and None."
