@@ -141,7 +141,7 @@ def test_a_data_device_without_memory_is_named_with_a_remedy(runtime, mini):
     "A product that really does not fit, in the thread of the stage."
     feed = Feed(runtime, mini, ONE)
     size = tf.Variable([2**46], dtype=tf.int64)
-    feed.finish = tf.function(lambda batch: {'codes': tf.zeros(size) + 1})
+    feed.finish = tf.function(lambda batch: {'codes': tf.fill(size.read_value(), 0.) + 1})
     with pytest.raises(UserError, match='^CPU:0: out of memory while it made a batch of 4 clips; lower data'):
         with feed(BatchPlan(runtime, mini.data), 0, 2) as batches: next(batches)
 
