@@ -2144,6 +2144,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'xtts_nb/train/distributed.py'),
                                            'xtts_nb.train.distributed.Broadcast.broadcast': ( 'train/distributed.html#broadcast.broadcast',
                                                                                               'xtts_nb/train/distributed.py'),
+                                           'xtts_nb.train.distributed.Broadcast.from_first': ( 'train/distributed.html#broadcast.from_first',
+                                                                                               'xtts_nb/train/distributed.py'),
                                            'xtts_nb.train.distributed.Broadcast.sync_state': ( 'train/distributed.html#broadcast.sync_state',
                                                                                                'xtts_nb/train/distributed.py'),
                                            'xtts_nb.train.distributed.DistributedTrainer': ( 'train/distributed.html#distributedtrainer',

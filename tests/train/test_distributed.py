@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from process import Forked, python, reached, started, xtts_nb
-from xtts_nb.train.trainer import checkpoints, Trainer
+from xtts_nb.train.trainer import checkpoints, Trainer, Writer
 from xtts_nb.train import distributed as page
 from xtts_nb.train.launch import LOST_PEER, local_workers, tf_config
 from xtts_nb.train.distributed import (
@@ -178,6 +178,27 @@ def pair(mini, monkeypatch):
 
 def with_whole(batch) -> dict:
     return batch | {f'whole_{name}': batch[name] for name in ('weight', 'text_length', 'code_length')}
+
+@pytest.mark.parametrize('worker', [0, 1])
+def test_one_worker_scores_and_all_get_its_scores(worker):
+    "Else each would score for itself, and one might stop alone."
+    asked, sent = [], []
+    all_workers = SimpleNamespace(replicas=SimpleNamespace(worker=worker),
+                                  broadcast=lambda value: sent.append(value) or {'dtw': 7.})
+    score = lambda folder: asked.append(folder) or {'dtw': np.float32(3.)}
+    assert page.Broadcast.from_first(all_workers, score, 'a folder') == {'dtw': 7.}
+    assert (asked, sent) == ((['a folder'], [{'dtw': 3.}]) if worker == 0 else ([], [{}]))
+
+def test_the_checkpoint_that_is_being_written_is_finished_before_the_exit(monkeypatch):
+    events, writer = [], Writer()
+    monkeypatch.setattr(page.os, '_exit', lambda code: events.append(code))
+    writer(lambda: (time.sleep(0.2), events.append('written')))
+    lost = tf.errors.UnavailableError(None, None, 'Socket closed')
+    with page._exit_if_peer_lost(3, writer): raise lost
+    def full(): raise OSError('the disk is full')
+    writer(full)
+    with page._exit_if_peer_lost(3, writer): raise lost
+    assert events == ['written', LOST_PEER, LOST_PEER]
 
 def test_two_devices_make_the_update_of_one(pair):
     copies, whole, batch = pair

@@ -225,13 +225,14 @@ def supervisor(command, folder):
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_its_supervisor(worker, tmp_path, how):
     "Workers that ignore SIGTERM are tested where they do not get a minute to save."
-    ignores = '\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)' if how != signal.SIGTERM else ''
+    ignores = '\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)' if how == signal.SIGKILL else ''
     child = supervisor(worker(ignores + '\ntime.sleep(60)'), tmp_path)
     child.send_signal(how)
     child.communicate(timeout=60)
     assert child.returncode != 0 and gone(tmp_path, seconds=5)
 
-def test_sigterm_leaves_time_to_save(worker, tmp_path):
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_leaves_time_to_save(worker, tmp_path, how):
     saves = """
 def save(*_):
     time.sleep(0.4)
@@ -243,9 +244,10 @@ time.sleep(60)
 """
     child = supervisor(worker(saves), tmp_path)
     while len(list(tmp_path.glob('ready-*'))) < 2: time.sleep(0.02)
-    child.terminate()
+    child.send_signal(how)
     child.communicate(timeout=60)
-    assert child.returncode == 143 and len(list(tmp_path.glob('saved-*'))) == 2 and gone(tmp_path)
+    assert child.returncode == (143 if how == signal.SIGTERM else -signal.SIGINT)
+    assert len(list(tmp_path.glob('saved-*'))) == 2 and gone(tmp_path)
 
 def test_only_worker_0_prints_a_result(worker, tmp_path, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')

@@ -11,7 +11,7 @@ __all__ = ['WHOLE', 'setup_gpu_strategy', 'ensure_gpu_placement', 'Share', 'Shar
 import json
 import os
 import sys
-from contextlib import contextmanager, ExitStack
+from contextlib import contextmanager, ExitStack, suppress
 from functools import partial
 
 import numpy as np
@@ -215,18 +215,25 @@ class Broadcast:
         length = int(self._received(len(text)))
         return json.loads(self._received(np.resize(text, length)).astype(np.uint8).tobytes())
 
+    def from_first(self, score, folder) -> dict:
+        "The scores that worker 0 computes; if each computed its own, one might stop alone."
+        own = score(folder) if self.replicas.worker == 0 else {}
+        return self.broadcast({name: float(value) for name, value in own.items()})
+
     def _received(self, numbers) -> np.ndarray:
         "The numbers that worker 0 sends."
         return self._sum([[tf.constant(numbers, tf.float32)]] * len(self.replicas.devices))[0][0].numpy()
 
 # %% ../../nbs/train/distributed.ipynb #e459e2ae
 @contextmanager
-def _exit_if_peer_lost(worker: int):
+def _exit_if_peer_lost(worker: int, writer=None):   # of checkpoints, which finishes the one that it writes
     "Exit with `LOST_PEER` if another worker is lost; TensorFlow's orderly exit would wait for it."
     try: yield
     except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError) as e:
         reason = e.message.strip().splitlines()[0]
         print(f'Worker {worker} has lost a peer: {reason}', file=sys.stderr, flush=True)
+        with suppress(Exception):
+            if writer: writer.wait()
         os._exit(LOST_PEER)
 
 def _check_rows(config: XTTSConfig, devices: int):
@@ -251,7 +258,8 @@ class DistributedTrainer(Trainer):
             raise UserError(f'Worker {copies.worker} has other settings, another cache or other clips held '
                             'out than worker 0; give all workers the same.')
         share = partial(Share, worker=copies.worker, workers=copies.workers, to_gpu=len(copies.devices) == 1)
-        super().__init__(xtts, share(plan), run, held_out and share(held_out), copies, listen=listen)
+        once = listen and partial(broadcast.from_first, listen)
+        super().__init__(xtts, share(plan), run, held_out and share(held_out), copies, listen=once)
         self.checked_shapes, self.last_vote = set(), tf.constant(0.)
         self.compile()
         self.votes = tf.function(lambda vote: copies.all_reduce(lambda i: vote)[0])
@@ -277,7 +285,7 @@ def fit(self: DistributedTrainer, *arguments, **named):
     if len(self.copies.devices) > 1 and (named.get('callbacks') or arguments[2:]):
         raise UserError('Keras callbacks act on one copy of the model, and this worker trains several; '
                         'leave them out, or give distributed --local a worker for each device.')
-    with _exit_if_peer_lost(self.copies.worker): return Trainer.fit(self, *arguments, **named)
+    with _exit_if_peer_lost(self.copies.worker, self.writer): return Trainer.fit(self, *arguments, **named)
 
 @patch
 def place(self: DistributedTrainer, batch):

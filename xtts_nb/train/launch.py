@@ -178,7 +178,8 @@ class WorkerGroup:
         return self
 
     def __exit__(self, kind, *_):
-        end_workers(list(self.processes.values()), 60. if kind is SystemExit else 0.)
+        asked = kind in (SystemExit, KeyboardInterrupt)   # to stop: they may save first
+        end_workers(list(self.processes.values()), 60. if asked else 0.)
         for file in self.stderr.values(): file.close()
 
     def stderr_tail(self, index: int) -> str:
