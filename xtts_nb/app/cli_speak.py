@@ -323,3 +323,26 @@ def _bench_say(
     if record and preset == 'xtts_v2': write_record('say_full', rows, **about)
     elif record: write_record('say', rows, **about)
     return {'rows': rows} | about, table(about['model'], rows)
+
+# %% ../../nbs/app/cli_speak.ipynb #5a7b0c21
+@command('service', group=bench_app)
+def _bench_service(
+    model: option(Path | None, 'Folder of a model or of a run; default: a small one, random weights.') = None,
+    text: option(str | None, 'What each client asks for; default: a sentence with all letters.') = None,
+    waves: option(int, 'Times that each number of clients comes.', min=1) = 5,
+    record: Record = False,
+):
+    """The first sound for 1, 8, 32 and 200 clients that come at once, 8 rows and 64 places to wait.
+
+    first_p50_ms, first_p99_ms: from the connection to the first sound, of the clients that were admitted
+    admitted, refused, late: answers with sound, with status 429, with 503 for no row in time
+    refused_p99_ms: until a refused client knows"""
+    start()
+    from xtts_nb.app.service_load import load_speaker, LOAD_TEXT, service_load
+    with progress() as tell:
+        tell('load the model', 0, 1)
+        speaker, what = load_speaker(model)
+        tell('measure', 0, 1, 'compiling')
+        rows = service_load(speaker, text or LOAD_TEXT, rounds=waves, progress=stage(tell, 'measure'))
+    if record: write_record('service', rows, model=what)
+    return {'rows': rows, 'model': what}, table(what, rows)
