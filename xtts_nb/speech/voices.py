@@ -53,7 +53,7 @@ def _voice_file(path: Path) -> tuple[dict, dict]:   # header, and {name: {dtype,
     try:
         with path.open('rb') as file: data = file.read(VOICE_BYTES + 1)
         if len(data) > VOICE_BYTES: raise UserError(f'{path}: is too large for a voice.')
-        parts = dict(safetensors.deserialize(data))
+        parts = dict(sorted(safetensors.deserialize(data)))   # its order is any
         return json.loads(data[8:8 + int.from_bytes(data[:8], 'little')]).get('__metadata__') or {}, parts
     except (OSError, safetensors.SafetensorError) as e:
         raise UserError(f'{path}: not readable as a voice ({e}); add the voice again.') from None
