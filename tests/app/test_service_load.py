@@ -10,6 +10,7 @@ from xtts_nb.app import service_load as page
 from xtts_nb.app.service_load import load_row, load_speaker, service_load
 from xtts_nb.config import UserError
 from xtts_nb.data.text import train_tokenizer
+from xtts_nb.speech.generate import Sampling
 
 
 def test_a_row():
@@ -26,14 +27,14 @@ def test_a_row():
 
 class Slow:
     "An engine that speaks to a single client at once, and to many when all places are taken."
-    sample_rate, waiting, busy, failed, _closed = 24000, 0, 0, None, False
+    sample_rate, waiting, busy, failed, closed = 24000, 0, 0, None, False
 
     def __init__(self, speaker, rows):
         self.speaker, self.rows, self.warm = speaker, SimpleNamespace(streams=[None] * rows), []
         self.asked, self.go = [], threading.Event()
 
     def warm_up(self, voice): self.warm.append(voice)
-    def close(self): self._closed = True
+    def close(self): self.closed = True
 
     def submit(self, text, language, voice, *_, **__):
         self.asked.append((text, voice))
@@ -42,7 +43,7 @@ class Slow:
         return Sound(self.go)
 
 class Sound:
-    codes, started, stream = 1, True, True
+    codes, started = 1, True
     def __init__(self, go): self.go = go
     def cancel(self): pass
     def __iter__(self):
@@ -55,7 +56,7 @@ def test_the_service_is_asked_by_all_at_once(monkeypatch):
     monkeypatch.setattr(page, 'Engine', lambda *given: made.append(Slow(*given)) or made[0])
     monkeypatch.setattr(page, 'ONE_CLIENT_WAVES', 2)
     tokenizer = train_tokenizer([page.LOAD_TEXT], ['en'])
-    speaker = SimpleNamespace(listen=lambda wav: len(wav))
+    speaker = SimpleNamespace(listen=len, decoder=None, sampling=Sampling(), speech=SimpleNamespace(speed=1.))
     monkeypatch.setattr('xtts_nb.speech.long.text_pieces', lambda speaker, text, language: (
         [SimpleNamespace(text=text, language=language, pause=0.)], [3]))
     speaker.xtts, told = SimpleNamespace(tokenizer=tokenizer), []
@@ -63,7 +64,7 @@ def test_the_service_is_asked_by_all_at_once(monkeypatch):
     assert [(r['name'], r['waves'], r['admitted'], r['refused'], r['late']) for r in rows] == [
         ('1 client', 2, 2, 0, 0), ('12 clients', 1, 6, 6, 0)]
     assert rows[1]['refused_p99_ms'] < rows[1]['first_p50_ms'] and told == [(1, 3), (2, 3), (3, 3)]
-    assert made[0].asked == [('Hello', 44100)] * 9 and made[0].warm == [44100] and made[0]._closed
+    assert made[0].asked == [('Hello', 44100)] * 9 and made[0].warm == [44100] and made[0].closed
 
 def test_the_command(ran, behind, bars):
     speaker, rows = behind('app.service_load.load_speaker', ('speaker', 'a model')), [{'name': '1 client'}]

@@ -42,28 +42,33 @@ class Toy:
 
     def __init__(self, speaker):
         self.speaker, self.rows, self.go = speaker, SimpleNamespace(streams=[None, None]), threading.Event()
-        self.submitted, self.error, self._closed = [], None, False
+        self.submitted, self.error, self.closed, self.failed, self.cured = [], None, False, None, True
         self.go.set()
 
-    def submit(self, text, language, voice, sampling=None, speed=None):
-        if self._closed: raise EngineClosed('closed')
-        self.submitted.append(Said(self, text, (language, voice, sampling, speed)))
+    def submit(self, text, language, voice, sampling, speed, continues, retries):
+        if self.failed: raise EngineClosed('closed')
+        self.submitted.append(Said(self, text, (language, voice, sampling.seed, speed)))
+        self.submitted[-1].how = continues, retries
+        self.submitted[-1].sampling = sampling
         return self.submitted[-1]
 
-    def close(self): self._closed = True
+    def restart(self):
+        if self.cured: self.failed = None
+
+    def close(self): self.closed = True
 
 
 class Said:
     def __init__(self, engine, text, given):
         self.engine, self.text, self.given = engine, text.strip(), given
-        self.codes, self.cancelled, self.stream = 0, threading.Event(), None   # `stream`: once it has a row
+        self.codes, self.cancelled, self.started = 0, threading.Event(), False
 
     def __iter__(self):
         for i in range(self.engine.parts):
             while not self.engine.go.wait(0.002):
                 if self.cancelled.is_set(): return
             if self.engine.error and i >= self.engine.error[0]: raise self.engine.error[1]
-            self.stream = self
+            self.started = True
             self.codes += 16
             yield np.full(PART, level(self.text), np.float32)
 
@@ -77,8 +82,8 @@ def level(text): return sum(map(ord, text)) % 97 / 100
 def speaker(small):
     "The part of a speaker that knows what can be said."
     tokenizer = train_tokenizer(['Aa bb, cc dd! Ee ff gg hh.'] * 9, ['en'])
-    made = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=small), rates={},
-                           sampling=Sampling())
+    made = SimpleNamespace(xtts=SimpleNamespace(tokenizer=tokenizer, config=small), rates={}, decoder=True,
+                           sampling=Sampling(temperature=0.5), speech=SimpleNamespace(speed=1.))
     made._ids = partial(Speaker._ids, made)
     return made
 
@@ -228,7 +233,8 @@ def test_pieces_follow_each_other(client, toy, service):
     assert answer.headers['content-type'] == 'audio/pcm'
     said = toy.submitted
     assert ' '.join(s.text for s in said) == LONG and len(said) == 3
-    assert {s.given for s in said} == {('en', 'B', Sampling(seed=7), 2.)}
+    assert {s.given for s in said} == {('en', 'B', 7, 2.)}
+    assert [s.how for s in said] == [(False, None), (True, 2), (True, 2)]
     pause = np.zeros(round(0.35 / 2 * RATE))
     spoken = [np.full(3 * PART, level(s.text)) for s in said]
     expected = np.concatenate([spoken[0], pause, spoken[1], pause, spoken[2]])
@@ -277,7 +283,7 @@ def test_no_row_within_the_time_limit(client, service, toy):
     assert answer.status_code == 503 and answer.headers['retry-after'] == '1'
     assert (error['type'], error['code']) == ('server_error', 'queue_timeout')
     assert '0.05 s' in error['message']
-    assert all(s.cancelled.is_set() for s in toy.submitted[1:]) and not service.open
+    assert len(toy.submitted) == 2 and toy.submitted[1].cancelled.is_set() and not service.open
 
 def test_one_line_for_each_request(service, toy):
     lines = []
@@ -304,7 +310,7 @@ def test_an_engine_that_fails_has_a_status(client, toy, error, status, service):
 def test_while_it_ends(client, service, toy):
     service.ends = time.monotonic() + 9
     assert client.post(SPEECH, json=ASKED).status_code == client.get('/health').status_code == 503
-    service.ends, toy._closed = None, True   # the thread of the engine has failed
+    service.ends, toy.failed = None, RuntimeError('x')   # and nobody restarts it
     assert client.get('/health').json() == {'status': 'failed'}
     assert client.post(SPEECH, json=ASKED).status_code == client.get('/health').status_code == 503
 
@@ -408,7 +414,7 @@ def served(service, **settings):
     finally:
         service.ends = time.monotonic()
         thread.join(10)
-        assert not thread.is_alive() and service.engine._closed and not service.open
+        assert not thread.is_alive() and service.engine.closed and not service.open
 
 def connected(url, text=None, **asked):
     "A socket that has sent a request, or the bytes of `text`."
@@ -427,7 +433,8 @@ def test_sound_is_sent_while_it_is_made_and_others_do_not_wait(service, toy):
             assert samples(first)[0] == pytest.approx(level('aa bb.'), abs=1e-4)
             toy.parts = 1
             assert len(http.post(SPEECH, json=ASKED | {'input': 'cc dd'}).content) == 2 * PART
-            assert not toy.submitted[0].cancelled.is_set() and service.open == 1
+            until(lambda: service.open == 1)
+            assert not toy.submitted[0].cancelled.is_set()
         until(toy.submitted[0].cancelled.is_set)   # the client closed the connection
         until(lambda: not service.open)
 
@@ -435,7 +442,7 @@ def test_a_client_that_goes_away_before_the_first_sound(service, toy):
     with served(service) as url:
         toy.go.clear()
         sock = connected(url, input=LONG)
-        until(lambda: len(toy.submitted) == 2)   # not all three
+        until(lambda: toy.submitted)
         sock.close()
         until(lambda: all(s.cancelled.is_set() for s in toy.submitted) and not service.open)
         until(lambda: service.metrics.requests == {499: 1})
@@ -504,6 +511,34 @@ def test_places_are_for_requests_that_are_there(service, toy):
         assert httpx.post(url + SPEECH, json=ASKED).status_code == 200
         for sock in left: sock.close()
 
+@pytest.mark.parametrize('given, sampling, speed', [
+    ({}, (0.5, 50, 0.85, 1., 0), None),
+    ({'temperature': 0, 'seed': 5}, (0, 50, 0.85, 1., 5), None),
+    ({'speed': 0.5, 'top_k': 3, 'top_p': 0.1, 'repetition_penalty': 2}, (0.5, 3, 0.1, 2, 0), 0.5)])
+def test_each_request_has_its_sampling(client, toy, given, sampling, speed):
+    assert client.post(SPEECH, json=ASKED | {'input': LONG} | given).status_code == 200
+    assert {s.sampling[:5] for s in toy.submitted} == {sampling} and toy.submitted[0].given[-1] == speed
+
+@pytest.mark.parametrize('asked, decoder, hows', [
+    ({'input': LONG}, True, [(False, None), (True, 2), (True, 2)]),
+    ({'input': LONG, 'response_format': 'flac'}, True, [(False, 2), (False, 2), (True, 2)]),
+    ({'input': LONG}, None, [(False, 2), (False, 2), (True, 2)]),
+    ({'input': 'aa. ' + LONG}, True, [(False, None), (True, 2), (True, 2)]),
+    ({'input': 'aa.'}, True, [(False, 2)])], ids=['streams', 'flac', 'griffin-lim', 'joined', 'short'])
+def test_what_does_not_sound_yet_is_guarded(client, toy, speaker, monkeypatch, asked, decoder, hows):
+    "The rest of a text comes before newcomers."
+    monkeypatch.setattr(speaker, 'decoder', decoder)
+    assert client.post(SPEECH, json=ASKED | asked).status_code == 200
+    assert [s.how for s in toy.submitted] == hows
+
+def test_a_failed_engine_is_started_anew(service, toy):
+    with served(service) as url:
+        for spoken in range(2):
+            toy.failed = RuntimeError('x')
+            until(lambda: toy.failed is None)
+            assert httpx.post(url + SPEECH, json=ASKED).status_code == 200
+            assert service.restarts == spoken + 1
+
 def test_many_at_once(service, toy):
     "Five have a place and are spoken; all others hear at once that there is none."
     with served(service) as url, ThreadPoolExecutor(40) as pool:
@@ -514,18 +549,25 @@ def test_many_at_once(service, toy):
         toy.go.set()
         assert Counter(a.result().status_code for a in answers) == {200: 5, 429: 35}
 
-def test_an_engine_that_fails_ends_the_service(service, toy):
+@pytest.mark.parametrize('cured', [True, False])
+def test_an_engine_that_fails_again_ends_the_service(service, toy, cured):
     "A process that cannot speak any more does not go on listening."
-    raised, urls, ready = [], [], threading.Event()
+    raised, urls, ready, toy.cured = [], [], threading.Event(), cured
     def run():
         try: serve(service, port=0, ready=lambda url: (urls.append(url), ready.set()))
-        except RuntimeError as error: raised.append(str(error))
+        except RuntimeError as error: raised.append(error)
     thread = threading.Thread(target=run)
     thread.start()
     assert ready.wait(10) and httpx.get(urls[0] + '/health').status_code == 200
-    toy._closed = True
+    toy.failed = RuntimeError('first')
+    until(lambda: service.restarts)
+    if cured:
+        until(lambda: not toy.failed)
+        toy.failed = RuntimeError('second')
     thread.join(10)
-    assert not thread.is_alive() and 'start it again' in raised[0]
+    assert not thread.is_alive() and 'start it anew' in str(raised[0])
+    assert str(raised[0].__cause__) == ('second' if cured else 'first')
+    assert toy.closed and service.restarts == 1
 
 @pytest.mark.parametrize('host, key, warned', [
     ('127.0.0.1', None, False), ('localhost', None, False), ('0.0.0.0', None, True), ('0.0.0.0', 'k', False)])
@@ -572,7 +614,7 @@ def test_sigterm_finishes_what_is_under_way(service, toy):
     serve(service, port=0, ready=lambda url: (urls.append(url), ready.set()))
     thread.join(5)
     assert answers['late'].status_code == 503 and answers['late'].headers['retry-after']
-    assert answers['first'].status_code == 200 and len(answers['first'].content) == 6 * PART and toy._closed
+    assert answers['first'].status_code == 200 and len(answers['first'].content) == 6 * PART and toy.closed
 
 def test_after_the_time_limit_it_ends_all_the_same(service, toy):
     toy.go.clear()
@@ -617,8 +659,7 @@ def test_the_client_of_openai(service, toy, tmp_path):
                                                    extra_body={'seed': 3, 'language': 'en'}) as answer:
             answer.stream_to_file(tmp_path / 'a.wav')
         wav, rate = soundfile.read(tmp_path / 'a.wav')
-        assert rate == RATE and len(wav) == 3 * PART
-        assert toy.submitted[0].given == ('en', 'A', Sampling(seed=3), 1.)
+        assert rate == RATE and len(wav) == 3 * PART and toy.submitted[0].given == ('en', 'A', 3, None)
         for kind in service.formats: assert speech.create(**asked, response_format=kind).content
         assert speech.create(**asked).content[:2] in (b'\xff\xf3', b'\xff\xfb', b'\xff\xf2')   # MP3
         for wrong, error in (({'voice': 'x'}, openai.NotFoundError), ({'input': ''}, openai.BadRequestError),
@@ -684,7 +725,10 @@ def test_32_clients_for_a_minute(xtts):
     service = SpeechService(engine, lambda: voices, queue=16)
     texts = ['aa bb cc', 'hh', 'dd ee ff gg', 'a', 'bb hh', 'cc cc', 'gg a', 'ff']
     cases = [(text, name, seed) for text in texts for name in voices for seed in (0, 1)]
-    whole = {case: speaker(case[0], 'en', voices[case[1]], seed=case[2]) for case in cases}
+    def alone(text, name, seed):   # guarded, as the service does it with what does not stream
+        given = speaker.sampling._replace(seed=seed)
+        return np.concatenate([*engine.submit(text, 'en', voices[name], given, retries=serving.RETRIES)])
+    whole = {case: alone(*case) for case in cases}
     ends, counts, memory = time.monotonic() + 60, Counter(), []
 
     def client(i):
