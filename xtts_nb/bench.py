@@ -74,7 +74,8 @@ def rows_markdown(rows: list[dict]) -> str:
              'tokens_per_s': 'codes/s',
              'rtf': 's of computing per s of sound', 'first_sound_ms': 'ms to the first sound',
              'first_s': 'first step', 'start_s': 's to the first update', 'cpu_ms': 'ms of CPU time',
-             'emulated_au': 'AU, emulated'}
+             'emulated_au': 'AU, emulated', 'first_p50_ms': 'ms to the first sound, p50',
+             'first_p99_ms': 'p99', 'refused_p99_ms': 'ms to a refusal, p99'}
     show = {'clips_per_s': '{:,.1f}', 'step_ms': '{:,.1f}', 'ratio': '{:,.1f} ×', 'spread': '± {:.0%}',
             'limit_gflops': '{:,.0f}', 'au': '{:.0%}', 'mfu': '{:.0%}',
             'cv': '{:.1%}', 'padding': '{:.1%}', 'steps_per_s': '{:,.1f}',
@@ -322,7 +323,7 @@ WRITERS = {'data': 'bench data', 'parity': 'parity', 'gpt2': 'bench gpt2', 'step
            'dual': 'bench dual', 'model': 'bench model', 'patients': 'bench diagnose',
            'growth': 'bench growth', 'config': 'bench config',
            'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say',
-           'say_full': 'bench say --preset xtts_v2', 'evaluate': 'evaluate'}
+           'say_full': 'bench say --preset xtts_v2', 'service': 'bench service', 'evaluate': 'evaluate'}
 
 def record_origin(
     one: dict,         # a record

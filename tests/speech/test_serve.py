@@ -27,6 +27,7 @@ from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.speech import serve as serving
 from xtts_nb.speech.generate import Sampling, Speaker, Voice
+from xtts_nb.speech.guard import RETRIES
 from xtts_nb.speech.serve import (
     check_port, FORMATS, Metrics, serve, sound_formats, SoundWriter, SPEECH, speech_app, SpeechService,
     VoiceFolder)
@@ -727,7 +728,7 @@ def test_32_clients_for_a_minute(xtts):
     cases = [(text, name, seed) for text in texts for name in voices for seed in (0, 1)]
     def alone(text, name, seed):   # guarded, as the service does it with what does not stream
         given = speaker.sampling._replace(seed=seed)
-        return np.concatenate([*engine.submit(text, 'en', voices[name], given, retries=serving.RETRIES)])
+        return np.concatenate([*engine.submit(text, 'en', voices[name], given, retries=RETRIES)])
     whole = {case: alone(*case) for case in cases}
     ends, counts, memory = time.monotonic() + 60, Counter(), []
 

@@ -200,6 +200,7 @@ def _notes(said: Speakable) -> tuple:
     return tuple({'found': f'{what}: {" ".join(map(shown, characters))}', 'done': done}
                  for what, characters, done in kinds if characters)
 
+# %% ../../nbs/speech/long.ipynb #6e788c2f
 def text_pieces(
     speaker: Speaker,
     text: str,

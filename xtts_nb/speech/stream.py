@@ -181,22 +181,24 @@ class SpeechRows:
         if size > now: self.state = longer_ring(self.state, size - now)
         elif size < now and not any(self.streams): self.state = free_rows(self.gpt, len(self.streams), size)
 
-    def admit(self,
-        ids: list[int],   # of the text
-        voice: Voice,
-        sampling: Sampling | None = None,   # default: the settings of the speaker
-        speed: float = 1.,
-    ) -> int:             # the row
-        "Give a free row to a text."
-        row, width = self.free[0], next(w for w in self.widths if w >= len(ids))
-        settings = (sampling or self.speaker.sampling).tensors(1, self.speaker.max_codes)
-        begun = self._prefix(tf.constant(pad_ids([ids], width)), tf.constant([len(ids)]), voice.prompt[None],
-                             settings)
-        self.fit(self.fixed + width)
-        self.state = self._admit(self.state, tf.constant(row), begun)
-        self.streams[row] = SoundStream(self.speaker, voice, speed)
-        self.needed[row], self.limits[row] = self.fixed + len(ids), int(settings.limit[0])
-        return row
+# %% ../../nbs/speech/stream.ipynb #57e000f1
+@patch
+def admit(self: SpeechRows,
+    ids: list[int],   # of the text
+    voice: Voice,
+    sampling: Sampling | None = None,   # default: the settings of the speaker
+    speed: float = 1.,
+) -> int:             # the row
+    "Give a free row to a text."
+    row, width = self.free[0], next(w for w in self.widths if w >= len(ids))
+    settings = (sampling or self.speaker.sampling).tensors(1, self.speaker.max_codes)
+    begun = self._prefix(tf.constant(pad_ids([ids], width)), tf.constant([len(ids)]), voice.prompt[None],
+                         settings)
+    self.fit(self.fixed + width)
+    self.state = self._admit(self.state, tf.constant(row), begun)
+    self.streams[row] = SoundStream(self.speaker, voice, speed)
+    self.needed[row], self.limits[row] = self.fixed + len(ids), int(settings.limit[0])
+    return row
 
 # %% ../../nbs/speech/stream.ipynb #57e00012
 @patch

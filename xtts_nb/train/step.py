@@ -237,6 +237,7 @@ def in_two(update: Update):
 
     return tf.function(step)
 
+# %% ../../nbs/30_trainer_xla.ipynb #7e0885af
 class CompiledStep:
     "`step` as a graph, compiled by XLA if `xla` is set and XLA can compile it; an `Update` in two programs."
     def __init__(self, step, xla: bool):

@@ -194,12 +194,6 @@ class Trainer:
         "One update; a subclass may override it, and its version is compiled too."
         return self.update(batch, number)
 
-    def compiled_step(self):
-        "The step in the mode of the training section; an `Update` that nobody overrides, in two programs."
-        own = type(self).custom_train_step is not Trainer.custom_train_step
-        plain = isinstance(self.update, Update) and not own
-        return compile_step(self.update if plain else self.custom_train_step, self.training)
-
     @contextmanager
     def as_trained(self):
         "Inside, the variables hold the trained model; may be nested."
@@ -219,6 +213,14 @@ class Trainer:
     @assigned_rate.setter
     def assigned_rate(self, rate: float | None):
         if rate is not None: self.optimizer.learning_rate = rate
+
+# %% ../../nbs/train/trainer.ipynb #944aa2cf
+@patch
+def compiled_step(self: Trainer):
+    "The step in the mode of the training section; an `Update` that nobody overrides, in two programs."
+    own = type(self).custom_train_step is not Trainer.custom_train_step
+    plain = isinstance(self.update, Update) and not own
+    return compile_step(self.update if plain else self.custom_train_step, self.training)
 
 # %% ../../nbs/train/trainer.ipynb #44e2b6f1
 @patch
