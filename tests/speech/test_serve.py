@@ -415,7 +415,7 @@ def served(service, **settings):
     finally:
         service.ends = time.monotonic()
         thread.join(10)
-        assert not thread.is_alive() and service.engine.closed and not service.open
+        assert not thread.is_alive() and not service.open
 
 def connected(url, text=None, **asked):
     "A socket that has sent a request, or the bytes of `text`."
