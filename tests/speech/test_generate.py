@@ -18,8 +18,8 @@ from xtts_nb.models.xtts import XTTS
 from xtts_nb.app.parity import greedy_parity, utterance_parity
 from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech.generate import (
-    Speaker, Voice, cached_block, generate, never_stop, read_reference, reference_mels, Sampling, sample_code,
-    whole_prefix)
+    Sampling, Speaker, Voice, cached_block, generate, int8_weights, never_stop, read_reference,
+    reference_mels, sample_code, whole_prefix)
 from xtts_nb.models.weights import save_weights
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
@@ -559,6 +559,13 @@ def test_with_int8_weights_the_states_differ_a_little(singer):
     a, b = (one._codes(['aa bb'], ['en'], [voice], Sampling())[2][0].numpy() for one in (exact, quick))
     np.testing.assert_allclose(a[0], b[0], atol=1e-4)   # from the prefix
     assert 0 < np.square(a[1] - b[1]).mean() < 1e-2 * np.square(a[1]).mean()
+
+def test_int8_weights_are_refused_on_a_gpu(xtts):
+    device = '/job:localhost/replica:0/task:0/device:GPU:1'
+    head = SimpleNamespace(kernel=SimpleNamespace(value=SimpleNamespace(device=device)))
+    with pytest.raises(UserError, match='int8 is faster on CPUs only, and the model is on .*GPU:1; leave it'):
+        int8_weights(SimpleNamespace(code_head=head))
+    assert int8_weights(xtts.gpt).gpt is xtts.gpt
 
 def test_the_vector_is_the_mean_of_the_recordings(singer):
     wavs = [synthetic_voice(0.8, 90.), synthetic_voice(2., 200.)]

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ROOMS', 'never_stop', 'whole_prefix', 'empty_cache', 'cached_block', 'cached_pass', 'fresh_rows', 'begin_rows',
            'longer_ring', 'advance_rows', 'count_codes', 'generate', 'Sampling', 'sample_code', 'next_code', 'Voice',
-           'read_reference', 'reference_mels', 'speaker_vector', 'Speaker']
+           'read_reference', 'reference_mels', 'speaker_vector', 'int8_weights', 'Speaker']
 
 # %% ../../nbs/60_speech.ipynb #ac28ac1c
 from pathlib import Path
@@ -304,6 +304,15 @@ def speaker_vector(
 
 ROOMS = 128, 256, 512   # codes, 46 ms each, for which the loop is compiled as a text needs them
 
+# %% ../../nbs/60_speech.ipynb #0f359513
+def int8_weights(gpt: GPT) -> Int8GPT:
+    "The GPT with int8 weights; raises `UserError` where it is on a GPU."
+    device = gpt.code_head.kernel.value.device
+    if 'GPU' in device:
+        raise UserError(f'speech.weights: int8 is faster on CPUs only, and the model is on {device}; '
+                        'leave it at float.')
+    return Int8GPT(gpt)
+
 # %% ../../nbs/60_speech.ipynb #07c37703
 class Speaker:
     "Makes a model speak; compiled once per padded shape."
@@ -315,7 +324,7 @@ class Speaker:
     ):
         self.xtts, self.rates, model = xtts, rates or {}, xtts.config.model
         self.speech = s = xtts.config.replace(speech=speech).speech
-        self.gpt = gpt = Int8GPT(xtts.gpt) if s.weights == 'int8' else xtts.gpt
+        self.gpt = gpt = int8_weights(xtts.gpt) if s.weights == 'int8' else xtts.gpt
         self.vocoder = 'hifigan' if xtts.hifigan else 'griffin-lim'
         self.decoder = xtts.hifigan and in_precision(xtts.hifigan[0], xtts.config, s.decoder_precision)
         self.sample_rate = (model.decoder if xtts.hifigan else model.audio).sample_rate
