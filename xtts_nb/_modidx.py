@@ -1854,6 +1854,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'xtts_nb.speech.generate.empty_cache': ('speech.html#empty_cache', 'xtts_nb/speech/generate.py'),
                                          'xtts_nb.speech.generate.fresh_rows': ('speech.html#fresh_rows', 'xtts_nb/speech/generate.py'),
                                          'xtts_nb.speech.generate.generate': ('speech.html#generate', 'xtts_nb/speech/generate.py'),
+                                         'xtts_nb.speech.generate.int8_weights': ('speech.html#int8_weights', 'xtts_nb/speech/generate.py'),
                                          'xtts_nb.speech.generate.longer_ring': ('speech.html#longer_ring', 'xtts_nb/speech/generate.py'),
                                          'xtts_nb.speech.generate.never_stop': ('speech.html#never_stop', 'xtts_nb/speech/generate.py'),
                                          'xtts_nb.speech.generate.next_code': ('speech.html#next_code', 'xtts_nb/speech/generate.py'),
