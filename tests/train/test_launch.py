@@ -13,7 +13,8 @@ from process import hears_ctrl_c
 from xtts_nb.train import launch as page
 from xtts_nb.train.launch import (
     LOST_PEER, SLURM, WorkerGroup, claim_port, deal_gpus, exposure, find_workers, is_listening,
-    local_workers, parse_workers, slurm_workers, supervise, tf_config, this_worker, visible_gpus, watch)
+    local_workers, parse_workers, share_gpus, slurm_workers, supervise, tf_config, this_worker, visible_gpus,
+    watch)
 from xtts_nb.config import UserError
 
 
@@ -326,3 +327,19 @@ def test_the_warning_names_open_ports():
     where = 'TensorFlow listens on every address of this machine, at port 1, 3, and asks for no password'
     assert exposure(['a:1', 'b:2', 'a:3'], [0, 2]).startswith(where)
     assert exposure(['a:1'], [0]) == ''
+
+
+NODES = ['a:1', 'a:2', 'b:1', 'b:2']
+
+@pytest.mark.parametrize('gpus, slurm, mine, each, shares', [
+    ('0123', '4', [3], None, {3: '2,3'}), ('0123', '4', [2], None, {2: '0,1'}),
+    ('0123', '4', [0], 1, {0: '0'}),
+    ('01', '4', [1], None, {1: '0,1'}),          # SLURM has dealt them to its tasks
+    ('0123', None, [1], None, {1: '0,1,2,3'}),   # not of SLURM: as the environment shows them
+    ('0123', '', [0, 1], None, {0: '0,1', 1: '2,3'}), ('', '0', [1], None, {1: '-1'})])
+def test_tasks_of_a_node_share_its_cards(monkeypatch, gpus, slurm, mine, each, shares):
+    for name in ('SLURM_LOCALID', 'SLURM_GPUS_ON_NODE'): monkeypatch.delenv(name, raising=False)
+    if slurm is not None:
+        monkeypatch.setenv('SLURM_LOCALID', '1')
+        monkeypatch.setenv('SLURM_GPUS_ON_NODE', slurm)
+    assert share_gpus([*gpus], NODES, mine, each) == shares

@@ -617,12 +617,12 @@ def _distributed(
     if arguments[0] != 'train' or not any(a == '--run' or a.startswith('--run=') for a in arguments):
         raise UserError(f'distributed: "{" ".join(arguments)}" cannot be spread; write train with --run RUN '
                         'behind the --.')
-    from xtts_nb.train.launch import deal_gpus, exposure, find_workers, supervise, visible_gpus
+    from xtts_nb.train.launch import exposure, find_workers, share_gpus, supervise, visible_gpus
     addresses, mine = find_workers(workers, index, local)
-    shares = deal_gpus(visible_gpus(), len(mine), gpus)
+    shares = share_gpus(visible_gpus(), addresses, mine, gpus)
     if warning := exposure(addresses, mine): to_stderr(warning)
     program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', *arguments]
-    return supervise(program, addresses, dict(zip(mine, shares)), wait, restarts)
+    return supervise(program, addresses, shares, wait, restarts)
 
 # %% ../../nbs/app/cli_train.ipynb #af7e9f90
 @command('growth', group=bench_app)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SLURM', 'FINAL', 'LOST_PEER', 'tf_config', 'this_worker', 'parse_workers', 'local_workers', 'slurm_workers',
-           'find_workers', 'visible_gpus', 'deal_gpus', 'claim_port', 'exposure', 'is_listening', 'start_worker',
-           'end_workers', 'WorkerGroup', 'watch', 'catch_sigterm', 'supervise']
+           'find_workers', 'visible_gpus', 'deal_gpus', 'share_gpus', 'claim_port', 'exposure', 'is_listening',
+           'start_worker', 'end_workers', 'WorkerGroup', 'watch', 'catch_sigterm', 'supervise']
 
 # %% ../../nbs/train/launch.ipynb #a4c1de08
 import ctypes
@@ -105,6 +105,20 @@ def deal_gpus(gpus: list[str], workers: int, each: int | None = None) -> list[st
                         f'{each * workers}, but only {len(gpus)} can be seen here; ask for fewer, or look at '
                         'nvidia-smi and CUDA_VISIBLE_DEVICES.')
     return [','.join(gpus[i * each:(i + 1) * each]) or '-1' for i in range(workers)]
+
+def share_gpus(
+    gpus: list[str],          # that can be seen here
+    addresses: list[str],     # of all workers
+    mine: list[int],          # the numbers of those that this process starts
+    each: int | None = None,
+) -> dict[int, str]:          # {number: its `CUDA_VISIBLE_DEVICES`}
+    "`deal_gpus` for the workers started here; tasks of SLURM that see all cards of a node share them."
+    host = lambda i: addresses[i].rpartition(':')[0]
+    node = int(os.environ.get('SLURM_GPUS_ON_NODE') or 0)
+    shared = 'SLURM_LOCALID' in os.environ and 0 < node <= len(gpus)   # else SLURM has dealt them
+    sharers = [i for i in range(len(addresses)) if host(i) == host(mine[0])] if shared else mine
+    dealt = dict(zip(sharers, deal_gpus(gpus, len(sharers), each)))
+    return {i: dealt[i] for i in mine}
 
 # %% ../../nbs/train/launch.ipynb #7f0125fc
 def claim_port(worker: str):
