@@ -2432,6 +2432,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.train.launch.is_listening': ('train/launch.html#is_listening', 'xtts_nb/train/launch.py'),
                                       'xtts_nb.train.launch.local_workers': ('train/launch.html#local_workers', 'xtts_nb/train/launch.py'),
                                       'xtts_nb.train.launch.parse_workers': ('train/launch.html#parse_workers', 'xtts_nb/train/launch.py'),
+                                      'xtts_nb.train.launch.share_gpus': ('train/launch.html#share_gpus', 'xtts_nb/train/launch.py'),
                                       'xtts_nb.train.launch.slurm_workers': ('train/launch.html#slurm_workers', 'xtts_nb/train/launch.py'),
                                       'xtts_nb.train.launch.start_worker': ('train/launch.html#start_worker', 'xtts_nb/train/launch.py'),
                                       'xtts_nb.train.launch.supervise': ('train/launch.html#supervise', 'xtts_nb/train/launch.py'),
