@@ -543,7 +543,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(session, tmp_path):
 
 def test_ctrl_c_during_the_synthesis_of_the_corpus(tmp_path):
     check_stopped(interrupted('demo', '--out', tmp_path / 'demo', at='speak the corpus', cold=True))
-    assert set(tree(tmp_path)) <= {'demo'}
+    assert tree(tmp_path) in ({}, {'demo': b''})   # before or after the empty folder was made
 
 @pytest.mark.parametrize('clips', [1, 60, 150])
 def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
@@ -572,7 +572,7 @@ def test_ctrl_c_ends_the_monitor(tmp_path):
     assert all(json.loads(line)['cpu'] for line in (tmp_path / 'log.jsonl').read_text().splitlines())
 
 @pytest.mark.slow
-@pytest.mark.parametrize('delay', np.linspace(0.2, 4, 20).round(2))
+@pytest.mark.parametrize('delay', np.linspace(0.1, 2, 10).round(2))
 def test_ctrl_c_while_it_starts(longer, prepared, tmp_path, delay):
     program = ('import sys; from xtts_nb.app.cli import main\n'
                'print("ready", file=sys.stderr, flush=True); main()')
@@ -583,7 +583,6 @@ def test_ctrl_c_while_it_starts(longer, prepared, tmp_path, delay):
     time.sleep(delay)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
-    if child.returncode == 0: return   # it was faster
     assert child.returncode == 130 and 'Traceback' not in err, err
     assert tree(tmp_path) == {}
 
