@@ -46,6 +46,30 @@ def test_an_interrupted_folder_leaves_what_was_there(tmp_path, error, replace):
     assert tree(tmp_path) == kept
 
 
+@pytest.mark.parametrize('atomic, made', [
+    (atomic_file, ['out.7.part', 'rename out.7.part', '.']),
+    (atomic_folder, ['a', 'b', 'sub', 'out.7.part', 'rename out.7.part', '.'])])
+def test_what_is_written_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch, atomic, made):
+    "Else a machine that loses its power may keep the name without the content."
+    order, name = [], lambda path: Path(path).relative_to(tmp_path).as_posix().rpartition('/')[2] or '.'
+    sync, rename = os.fsync, os.replace
+    def fsync(handle):
+        order.append(name(os.readlink(f'/proc/self/fd/{handle}')))
+        sync(handle)
+    def replace(old, new):
+        order.append(f'rename {name(old)}')
+        rename(old, new)
+    monkeypatch.setattr(os, 'fsync', fsync)
+    monkeypatch.setattr(os, 'replace', replace)
+    monkeypatch.setattr(os, 'getpid', lambda: 7)
+    with atomic(tmp_path / 'out') as part:
+        if atomic is atomic_file: part.write_text('x')
+        else:
+            (part / 'sub').mkdir()
+            for path in (part / 'a', part / 'sub' / 'b'): path.write_text('x')
+    assert (sorted(order[:-3]), order[-3:]) == (made[:-3], made[-3:])
+
+
 def test_nothing_stands_there_before_the_end(tmp_path):
     with atomic_file(tmp_path / 'a') as part:
         part.write_text('half')

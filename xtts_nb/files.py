@@ -33,10 +33,21 @@ def atomic_file(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part
+        _sync(part)
         os.replace(part, path)
+        _sync(path.parent)
     except OSError as e: raise _unwritable(path, e) from e
     finally:
         with suppress(OSError): part.unlink()   # never created, or not reachable
+
+def _sync(path: Path):
+    "Wait until a file, or the names in a folder, are on the disk; a crash may else leave an empty file."
+    try: handle = os.open(path, os.O_RDONLY)
+    except (PermissionError, IsADirectoryError): return   # Windows opens no folder
+    try: os.fsync(handle)
+    except OSError as e:
+        if e.errno != errno.EINVAL: raise   # a file system that cannot
+    finally: os.close(handle)
 
 def _unwritable(path: Path, error: OSError) -> UserError:
     "The reason why `path` could not be written, with the remedy."
@@ -63,8 +74,10 @@ def atomic_folder(
     try:
         part.mkdir(parents=True)
         yield part
+        for inner in [*part.rglob('*'), part]: _sync(inner)
         if path.is_dir(): os.replace(path, old)
         os.replace(part, path)
+        _sync(path.parent)
     except OSError as e: raise _unwritable(path, e) from e
     finally:
         if old.exists() and not path.exists(): os.replace(old, path)

@@ -353,7 +353,7 @@ def made(behind, tmp_path, monkeypatch):
     behind('train.runs.held_out_share', lambda cache, share: [f'{share} of {cache.name}'])
     behind('app.cli_train._feed', lambda **call: has.feed)
     behind('app.cli_train._in_memory', lambda cache, settings, **more: settings)
-    behind('app.cli_train._with_base', lambda base, settings, finetune: settings)
+    behind('app.cli_train._with_base', lambda base, settings, **more: settings)
     for name in ('app.cli_train._check_prepared', 'train.runs.check_made_for'): behind(name)
     has.no_codes, has.runs = behind('train.dual.check_no_codes'), behind('train.runs.new_run', 'the trainer')
     layers = {'options': {'training.ema': 0.5}}
@@ -394,19 +394,52 @@ def test_a_new_run_takes_the_settings_of_its_cache(made, tmp_path):
     build('b')
     assert len(has.no_codes) == 1
 
+@pytest.fixture
+def base(tmp_path) -> Path:
+    "The folder of a model of another size, with a voice and a speech of its own."
+    own = TINY.replace(model={'gpt': {'layers': 3, 'dropout': .3}}, speech={'temperature': .25, 'top_k': 7},
+                       voice={'steps': 9})
+    folder = tmp_path / 'base'
+    folder.mkdir()
+    (folder / 'config.yaml').write_text(own.to_yaml())
+    for name in ('tokenizer.json', 'model.safetensors'): (folder / name).touch()
+    return folder
+
+def test_what_is_requested_beside_a_base_is_kept(base):
+    "Its architecture, voice and speech, but for what a person sets; resuming loses nothing of that."
+    with_base = lambda settings, *more: cli_train._with_base(base, settings, None, TINY, *more)
+    assert with_base(TINY) == TINY.replace(
+        model={'gpt': {'layers': 3}}, speech={'temperature': .25, 'top_k': 7}, voice={'steps': 9})
+    wanted = TINY.replace(model={'gpt': {'dropout': .1, 'code_noise': .2}}, speech={'temperature': .5},
+                          voice={'batch_size': 3}, data={'batch_size': 5})
+    assert with_base(wanted) == wanted.replace(model={'gpt': {'layers': 3}}, speech={'top_k': 7},
+                                               voice={'steps': 9})
+    assert cli_train._with_base(base, wanted, 'lora', wanted, True) == wanted.replace(
+        model={'gpt': {'layers': 3}}, training={'finetune': 'lora'})
+
+@pytest.mark.parametrize('change', [{'gpt': {'layers': 5}}, {'audio': {'f_max': 7000.}}],
+                         ids=['layers', 'f_max'])
+def test_another_architecture_is_refused_by_its_key(base, change):
+    ((section, values),) = change.items()
+    ((key, value),) = values.items()
+    other = TINY.replace(model=change)
+    for folder, resumed in ((base, False), (base, True), (None, True)):
+        with pytest.raises(UserError, match=f'model.{section}.{key} = {value}: the model that is trained'):
+            cli_train._with_base(folder, other, None, TINY, resumed)
+    assert cli_train._with_base(None, other, None, TINY) == other   # a new model
+    same = TINY.replace(model={'gpt': {'layers': 3}})
+    assert cli_train._with_base(base, same, None, TINY).model.gpt.layers == 3
+
 def test_the_settings_that_began_a_run(behind, tmp_path):
-    cache, based = SimpleNamespace(config=TINY), behind('train.runs.base_config',
-                                                        lambda base, settings: settings)
+    cache, based = SimpleNamespace(config=TINY), behind('app.cli_train._with_base',
+                                                        lambda base, settings, **more: settings)
     checked = behind('app.cli_train._check_prepared')
     (tmp_path / 'f.yaml').write_text('data: {batch_size: 3}\n')
     for preset, began in ((None, TINY), ('xtts_v2', XTTSConfig.xtts_v2())):
         asked = began.replace(data={'batch_size': 3})
-        settings = cli_train._settings(cache, preset, tmp_path / 'f.yaml', 'base', 'lora')
-        assert settings == asked.replace(training={'finetune': 'lora'})
-        assert based[-1] == {'base': 'base', 'settings': settings}
+        assert cli_train._settings(cache, preset, tmp_path / 'f.yaml', 'base', 'lora') == asked
+        assert based[-1] == {'base': 'base', 'settings': asked, 'finetune': 'lora', 'initial': began}
         assert checked[-1] == {'cache': cache, 'initial': began, 'settings': asked}
-    assert cli_train._with_base(None, TINY, None) == TINY
-
 @pytest.mark.parametrize('stored, on_device, cluster, fed', [
     (['codes', 'text'], False, '', False), (['codes'], True, '', True), (['text'], False, '', True),
     (['text'], True, 'x', False)])

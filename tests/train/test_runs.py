@@ -1,13 +1,18 @@
 "Runs on caches of all kinds, and what does not belong together."
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from cheap import Cheap, outcome
+from process import tree
 from xtts_nb.data import native as data
 from xtts_nb.train import runs
 from xtts_nb.data.cache import JoinedShards
@@ -15,6 +20,8 @@ from xtts_nb.config import UserError
 from xtts_nb.files import append_line
 from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
 from xtts_nb.speech.score import Listener
+from xtts_nb.train.launch import late_interrupt
+from xtts_nb.train.trainer import checkpoints
 from xtts_nb.train.runs import (base_config, check_made_for, held_out_share, new_run, open_cache, resume_run,
                           run_facts)
 
@@ -99,6 +106,66 @@ def test_a_run_that_another_process_trains_is_not_touched(prepared, eager, tmp_p
         other.stdin.close()
     assert resume_run(run).fit()['steps'] == 1 and not (run / 'half.part').exists()
 
+def test_a_run_that_changed_since_it_was_read_is_not_trained(cheap, prepared, mini, tmp_path):
+    first, second = (new_run(prepared, mini, tmp_path / 'run') for _ in range(2))
+    second.fit(steps=4)
+    kept = tree(tmp_path / 'run')
+    with pytest.raises(UserError, match='has trained here since this one read it; begin again'):
+        first.fit(steps=6)
+    assert tree(tmp_path / 'run') == kept
+    assert second.fit(steps=6)['steps'] == 6 and resume_run(tmp_path / 'run').fit()['steps'] == 8
+
+def test_a_damaged_checkpoint_is_put_aside(cheap, prepared, mini, tmp_path, capsys):
+    "The one before it goes on, to the same bits; with none left, the last is named."
+    whole, torn = (tmp_path / name for name in ('whole', 'torn'))
+    for run in (whole, torn): new_run(prepared, mini, run).fit(steps=6)
+    first, last = checkpoints(torn / 'checkpoints')
+    last.write_bytes(last.read_bytes()[:-1])
+    trainer = resume_run(torn)
+    assert trainer.step == int(first.stem.removeprefix('step-')) == 4
+    said = capsys.readouterr().err
+    assert f'{last}: not readable' in said and 'goes on from the checkpoint before' in said
+    assert (damaged := last.with_name(f'{last.name}.damaged')).is_file()
+    trainer.fit(), resume_run(whole).fit()
+    damaged.unlink()
+    last = 'step-000000008.safetensors'
+    same = [{k: v for k, v in outcome(run).items() if 'step' not in k or k == last} for run in (torn, whole)]
+    assert same[0] == same[1] and last in same[0]
+    for path in checkpoints(torn / 'checkpoints'): path.write_bytes(b'')
+    kept = tree(torn)
+    with pytest.raises(UserError, match='step-000000004.safetensors: not readable'): resume_run(torn)
+    assert tree(torn) == kept
+
+def test_an_update_that_is_done_is_counted(prepared, mini, tmp_path, monkeypatch):
+    "Ctrl-C while the device computes: in a notebook, `fit` goes on with the update that follows."
+    class Pressed(Cheap):
+        def compiled_step(self):
+            step = super().compiled_step()
+            def pressed(batch, number):
+                result = step(batch, number)
+                if int(number) == 3 and not done: done.append(os.kill(os.getpid(), signal.SIGINT))
+                return result
+            return pressed
+    done, before = [], signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        plain = new_run(prepared, mini, tmp_path / 'plain', make=Cheap)
+        plain.fit(steps=8)
+        run = new_run(prepared, mini, tmp_path / 'run', make=Pressed)
+        with pytest.raises(KeyboardInterrupt): run.fit(steps=8)
+        assert run.step == int(run.optimizer.iterations) == 4 and done
+        run.fit(steps=8)
+        assert int(run.optimizer.iterations) == 8
+        assert np.array_equal(run.xtts.gpt.final_norm.beta.numpy(), plain.xtts.gpt.final_norm.beta.numpy())
+        with pytest.raises(KeyboardInterrupt), late_interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)
+            done.append('late')
+            os.kill(os.getpid(), signal.SIGINT)   # the second acts at once
+            time.sleep(1)
+            done.append('never')
+        assert done[1:] == ['late'] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally: signal.signal(signal.SIGINT, before)
+
 @pytest.mark.parametrize('gib, mapped', [(1, False), (0, True)])
 def test_a_cache_larger_than_the_budget_is_mapped(prepared, eager, tmp_path, gib, mapped):
     config = eager.replace(data={'ram_budget': gib})
@@ -121,9 +188,8 @@ def test_at_least_one_sentence_is_held_out(prepared):
 # --- what belongs together ------------------------------------------------------------------------
 
 def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, tmp_path):
-    kept = {'speech': {'reference_seconds': 7.}}
     other = eager.replace(model={'gpt': {'layers': 3, 'dropout': 0.2, 'code_noise': 0.3}},
-                          training={'steps': 99}, data={'seed': 3}, **kept)
+                          training={'steps': 99}, data={'seed': 3}, speech={'reference_seconds': 7.})
     parts = {'config.yaml': other.to_yaml(), 'tokenizer.json': '{}', 'model.safetensors': ''}
     for name in parts:   # one after the other
         pytest.raises(UserError, base_config, tmp_path, eager).match(f'no model to begin from .{name} is '
@@ -131,7 +197,7 @@ def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, t
         (tmp_path / name).write_text(parts[name])
     lora = eager.replace(training={'finetune': 'lora'})
     for settings in (eager, lora):
-        assert base_config(tmp_path, settings) == settings.replace(model={'gpt': {'layers': 3}}, **kept)
+        assert base_config(tmp_path, settings) == settings.replace(model={'gpt': {'layers': 3}})
     assert base_config(None, eager) is eager
     pytest.raises(UserError, base_config, None, lora).match('training.finetune lora needs a model to begin '
                                                             'from')

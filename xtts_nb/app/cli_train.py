@@ -152,7 +152,7 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     else: settings = XTTSConfig.load(run / 'config.yaml') if facts else cache.config
     initial = settings
     settings = recipe(with_file(settings, config), layers, to_stderr)
-    settings = _with_base(base, settings, finetune)
+    settings = _with_base(base, settings, finetune, initial, bool(facts))
     if on_device and not cache: settings = _without_codes(settings)
     cache = cache or open_cache(_corpus_cache(data, settings, base), settings)
     if not _is_corpus(data): _check_prepared(cache, initial, settings, layers['options'])
@@ -167,18 +167,32 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     if val_cache and feed: check_no_codes(val_cache)
     return new_run(cache, settings, run or _free_run(), held_out, base, val_cache, **feed)
 
+# %% ../../nbs/app/cli_train.ipynb #9578a515
 def _settings(cache, preset, config, base, finetune):
     "The requested settings, over those of the cache."
     from xtts_nb.config import XTTSConfig
     initial = XTTSConfig.preset(preset) if preset else cache.config
     settings = with_file(initial, config)
     _check_prepared(cache, initial, settings)
-    return _with_base(base, settings, finetune)
+    return _with_base(base, settings, finetune, initial)
 
-def _with_base(base, settings, finetune):
-    "The settings with the model of `base`, and which of its weights are trained."
+def _with_base(base, settings, finetune, initial, resumed: bool = False):
+    "The settings with the model of `base`, and what is trained of it; each request is kept or refused."
+    from xtts_nb.config import UserError, XTTSConfig
+    from xtts_nb.app.recipes import config_diff, flat, nested
     from xtts_nb.train.runs import base_config
-    return base_config(base, settings.replace(training={'finetune': finetune}) if finetune else settings)
+    requested = config_diff(initial, settings)
+    out = base_config(base, settings.replace(training={'finetune': finetune}) if finetune else settings)
+    made = flat((initial if resumed else out).model_dump())
+    free = 'model.gpt.dropout', 'model.gpt.code_noise'
+    for key, (_, value) in requested.items():
+        if (base or resumed) and key.startswith('model.') and key not in free and made[key] != value:
+            raise UserError(f'{key} = {value}: the model that is trained has {made[key]}, and its '
+                            'architecture cannot change; leave it out.')
+    if not base or resumed: return out
+    found = XTTSConfig.load(Path(base) / 'config.yaml')   # its voice and speech, but for what was requested
+    mine = {key: value for key, (_, value) in requested.items() if key.startswith(('speech.', 'voice.'))}
+    return out.model_copy(update={'speech': found.speech, 'voice': found.voice}).replace(**nested(mine))
 
 # %% ../../nbs/app/cli_train.ipynb #26f03410
 def _feed(cache, settings, devices, on_device: bool, ring: int) -> dict:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SLURM', 'FINAL', 'LOST_PEER', 'tf_config', 'this_worker', 'parse_workers', 'local_workers', 'slurm_workers',
            'find_workers', 'visible_gpus', 'deal_gpus', 'share_gpus', 'claim_port', 'exposure', 'is_listening',
-           'start_worker', 'end_workers', 'WorkerGroup', 'watch', 'catch_sigterm', 'supervise']
+           'start_worker', 'end_workers', 'WorkerGroup', 'watch', 'catch_sigterm', 'late_interrupt', 'supervise']
 
 # %% ../../nbs/train/launch.ipynb #a4c1de08
 import ctypes
@@ -243,6 +243,20 @@ def catch_sigterm(handler):
         return
     try: yield
     finally: signal.signal(signal.SIGTERM, before)
+
+@contextmanager
+def late_interrupt():
+    "Ctrl-C inside the block acts at its end; a second one acts at once."
+    before, heard = signal.getsignal(signal.SIGINT), []
+    def hear(number, frame):
+        if heard: raise KeyboardInterrupt
+        heard.append(True)
+    try: changed = callable(before) and signal.signal(signal.SIGINT, hear)
+    except ValueError: changed = None   # not the main thread
+    try: yield
+    finally:
+        if changed: signal.signal(signal.SIGINT, before)
+    if heard: before(signal.SIGINT, None)
 
 def supervise(
     command: list[str],        # of a worker

@@ -55,7 +55,7 @@ def base_config(
     base: str | Path | None, # folder of a model
     settings: XTTSConfig,    # of the run
 ) -> XTTSConfig:
-    "`settings` with the architecture of the model in `base`, if one is given."
+    "`settings` with the architecture of the model in `base`, if one is given; dropout and noise stay."
     if base is None and settings.training.finetune == 'whole': return settings
     if base is None:
         kind = settings.training.finetune
@@ -66,8 +66,7 @@ def base_config(
                             'convert from-coqui.')
     found, wanted = XTTSConfig.load(Path(base) / 'config.yaml'), settings.model.gpt
     gpt = found.model.gpt.model_copy(update={'dropout': wanted.dropout, 'code_noise': wanted.code_noise})
-    return found.model_copy(update={'model': found.model.model_copy(update={'gpt': gpt}),
-                                    'data': settings.data, 'training': settings.training})
+    return settings.model_copy(update={'model': found.model.model_copy(update={'gpt': gpt})})
 
 # %% ../../nbs/train/runs.ipynb #7912adac
 def check_fits(xtts: XTTS, base: Path, cache: Cache):

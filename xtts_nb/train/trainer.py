@@ -25,10 +25,10 @@ from ..config import TrainingConfig, UserError
 from ..data.native import BatchPlan
 from ..devices import products_in_tf32
 from ..files import append_line, atomic_file, locked
-from ..models.weights import load_weights, save_weights
+from ..models.weights import load_weights, open_weights, save_weights
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer, to_device, trace_count
-from .launch import catch_sigterm
+from .launch import catch_sigterm, late_interrupt
 from .step import compile_step, Update, WRITES_NOTHING
 
 # %% ../../nbs/train/trainer.ipynb #66999487
@@ -186,7 +186,7 @@ class Trainer:
         self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
-        self.hooks = Hooks([], self.update.model, self.optimizer, self.epoch_updates)
+        self.hooks, self.known = Hooks([], self.update.model, self.optimizer, self.epoch_updates), None
         with _locked(self.run):
             if self.run: restore(self)
 
@@ -281,13 +281,15 @@ def fit(self: Trainer,
     source, ended, requests = iter(self.batches(self.step, steps)), self.over, []
     stop, tf32 = catch_sigterm(lambda *_: requests.append(True)), products_in_tf32(self.training.tf32)
     with stop, tf32, _locked(self.run), on_device(self.device), closed_after(source):
+        self._check_unchanged()
         while self.step < steps and not ended:
             with timer.phase('wait'): batch = next(source)
             with timer.phase('copy'): batch = self.place(batch)
             with timer.phase('callbacks'): hooks.update_begins(self.step)
-            self.pending.append(self._update(batch))
-            del batch   # frees its memory on the device before the next batch arrives
-            self.step += 1
+            with late_interrupt():   # an update that is done is counted
+                self.pending.append(self._update(batch))
+                del batch   # frees its memory on the device before the next batch arrives
+                self.step += 1
             if self.in_flight: self._log_fetched()   # the previous log line, while the device computes
             with timer.phase('callbacks'): hooks.update_ends(self.step - 1)
             ended = bool(self.step == steps or self.stops(requests) or self.failure
@@ -411,17 +413,47 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
         self.xtts.save(self.run, model)   # first, so that every checkpoint has its model
         keep = self.training.keep_checkpoints
         save_checkpoint(self.run / 'checkpoints', variables=state, keep=keep, **facts)
+        self.known = _newest(self.run)
 
     self.writer(write)
     if wait: self.writer.wait()
 
+# %% ../../nbs/train/trainer.ipynb #46f25f39
+def _newest(run: Path) -> tuple | None:
+    "The newest checkpoint, and what changes when it is written again."
+    path = max(checkpoints(run / 'checkpoints'), default=None)
+    return path and (path.name, path.stat().st_mtime_ns)
+
+def _newest_whole(run: Path) -> Path | None:
+    "The newest checkpoint that is whole; torn ones are put aside. Raises `UserError` if all are torn."
+    saved, torn = checkpoints(run / 'checkpoints'), []
+    for path in reversed(saved):
+        try:
+            with open_weights(path): break
+        except UserError as e:
+            if path == saved[0]: raise
+            torn.append((path, e))
+    for bad, e in torn:
+        bad.replace(aside := bad.with_name(f'{bad.name}.damaged'))
+        print(f'{e} It is kept as {aside.name}; the run goes on from the checkpoint before.', file=sys.stderr)
+    return path if saved else None
+
+@patch
+def _check_unchanged(self: Trainer):
+    "Raise `UserError` if another process has trained in the run since this trainer read it."
+    self.writer.wait()   # of a training that was interrupted
+    if self.run and _newest(self.run) != self.known:
+        raise UserError(f'{self.run}: another process has trained here since this one read it; begin again, '
+                        'to go on from its last checkpoint.')
+
 def restore(trainer: Trainer):
-    "Resume from the newest checkpoint; later metrics and half-written files are deleted."
+    "Resume from the newest checkpoint that is whole; later metrics and half-written files are deleted."
     run = trainer.run
     for part in [*run.glob('*.part'), *run.glob('checkpoints/*.part'), *run.glob('best/*.part')]:
         shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink()
-    if saved := checkpoints(run / 'checkpoints'):
-        for name, value in load_checkpoint(saved[-1], trainer.state).items(): setattr(trainer, name, value)
+    if saved := _newest_whole(run):
+        for name, value in load_checkpoint(saved, trainer.state).items(): setattr(trainer, name, value)
+    trainer.known = _newest(run)
     metrics = run / 'metrics.jsonl'
     if not metrics.is_file(): return
     whole = [l for l in metrics.read_text(encoding='utf-8').split('\n') if l.endswith('}')]
