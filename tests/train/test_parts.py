@@ -516,6 +516,17 @@ def test_a_voice_begins_and_goes_on(model, prepared, tiny, banks, tmp_path):
                                                   data={'max_seconds': 9.})).held_out is None
     assert banks[1:] == [(prepared.folder.resolve(), None, None)] * 2   # of other clips the second time
 
+def test_held_out_clips_outside_the_limits_are_left_out_and_named(model, prepared, tiny, tmp_path, capsys):
+    "They are in no bank; the run goes on without them, now and when it resumes."
+    seconds = {c['id']: c['seconds'] for c in prepared.clips}
+    short, *_, long = sorted(seconds, key=seconds.get)
+    limited = tiny.replace(data={'max_seconds': seconds[long] - .01}, training={'validate_every': 2})
+    begun = new_voice_run(tmp_path / 'run', model, prepared, limited, [short, long])
+    for trainer in (begun, new_voice_run(tmp_path / 'run')):
+        assert [trainer.held_out.bank.ids[i] for i in trainer.held_out.clips] == [short]
+    line = f'1 of the held-out clips lie outside the limits of data and are left out: {long}.'
+    assert capsys.readouterr().err.count(line) == 2
+
 def test_a_voice_that_came_along_is_not_learned_again(model, prepared, tiny, banks, tmp_path):
     first = new_voice_run(tmp_path / 'first', model, prepared, tiny)
     second = new_voice_run(tmp_path / 'second', tmp_path / 'first', prepared, tiny, corpus=tmp_path)
@@ -527,6 +538,7 @@ def test_a_voice_that_came_along_is_not_learned_again(model, prepared, tiny, ban
     with pytest.raises(UserError, match='holds no run'): new_voice_run(tmp_path / 'third', model)
     with pytest.raises(UserError, match='has no clip nobody to hold out'):
         new_voice_run(tmp_path / 'fourth', model, prepared, tiny, ['nobody'])
+    assert not (tmp_path / 'fourth').exists()
 
 def test_a_recording_that_is_gone_is_named(model, mine, small, dvae, tiny, tmp_path):
     prepare(mine, tmp_path / 'cache', small, dvae, XTTS.load(model).tokenizer)

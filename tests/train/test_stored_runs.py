@@ -121,6 +121,14 @@ def test_validation_on_a_cache_that_does_not_fit(prepared, second, other, mini, 
         new_run(prepared, mini, tmp_path / 'run', ['low-0'], val=second)
     assert not (tmp_path / 'run').exists()
 
+def test_a_validation_clip_that_has_no_room_is_refused(cheap, prepared, second, mini, tmp_path):
+    longest = [int(cache.codes_length.max()) for cache in (second, prepared)]
+    assert longest[0] < longest[1]
+    room = mini.replace(model={'gpt': {'max_audio_codes': longest[0]}}, training={'validate_every': 2})
+    with pytest.raises(UserError, match=f'{prepared.folder}: the longest clip has {longest[1]} codes tokens'):
+        new_run(second, room, tmp_path / 'run', val=prepared)
+    assert not (tmp_path / 'run').exists()
+
 def test_epochs_are_counted_in_updates(cheap, prepared, mini, tmp_path):
     run = new_run(prepared, mini.replace(training={'epochs': 3, 'schedule': 'cosine'}), tmp_path / 'run')
     updates = 3 * run.plan.steps_per_epoch

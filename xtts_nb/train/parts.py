@@ -8,6 +8,7 @@ __all__ = ['GPT_ONLY', 'DVAE_ALWAYS', 'RESOLUTIONS', 'VOICE_ALWAYS', 'PartUpdate
            'mel_distance', 'VoiceUpdate', 'voice_training', 'SavedVoice', 'cache_of', 'new_voice_run']
 
 # %% ../../nbs/train/parts.ipynb #54c7935d
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from ..models.hifigan import (
     adversarial_loss, Critic, critic_loss, feature_loss, HiFiGAN, SpeakerEncoder)
 from ..models.weights import named_weights, save_weights
 from ..models.xtts import XTTS
-from .runs import run_facts, write_config
+from .runs import held_out_mask, run_facts, write_config
 from .step import averaged, compile_step, make_optimizer
 from .trainer import Trainer
 
@@ -486,6 +487,7 @@ def _begin_voice(run: Path, model: Path, cache: Cache, config: XTTSConfig, held_
     "Copy the model, with a decoder, and write the facts of the run into its folder."
     xtts = XTTS.load(model, dtype='float32')
     cache.array('codes', 0)   # raises an error for a cache without codes
+    held_out_mask(cache, held_out)   # and for an unknown clip
     _check_same(xtts, cache, model)
     xtts.config = _trained_as(xtts, config)
     keras.utils.set_random_seed(config.training.seed)
@@ -537,8 +539,9 @@ def new_voice_run(
 def _voice_trainer(run: Path, xtts: XTTS, facts: dict) -> Trainer:
     "The trainer of the decoder in `run`."
     bank, (decoder, encoder), config = Bank(run / 'bank'), xtts.hifigan, xtts.config
-    if unknown := set(facts['held_out']) - set(bank.ids):
-        raise UserError(f'{run}: has no clip {sorted(unknown)[0]} to hold out.')
+    if gone := sorted(set(facts['held_out']) - set(bank.ids)):
+        print(f'{run}: {len(gone)} of the held-out clips lie outside the limits of data and are left out: '
+              f'{", ".join(gone[:5])}{", ..." * (len(gone) > 5)}.', file=sys.stderr)
     out = np.isin(bank.ids, facts['held_out'])
     looks = out.any() and config.training.validate_every
     validation = Windows(bank, config, np.flatnonzero(out)) if looks else None

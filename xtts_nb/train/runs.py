@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'LARGE_CACHE', 'open_cache', 'held_out_share', 'base_config', 'check_fits', 'load_base', 'run_facts',
-           'new_run', 'write_config', 'check_made_for', 'resume_run', 'export_run']
+           'new_run', 'held_out_mask', 'write_config', 'check_made_for', 'resume_run', 'export_run']
 
 # %% ../../nbs/train/runs.ipynb #8f7f36c0
 import sys
@@ -127,10 +127,10 @@ def new_run(
         raise UserError(f'{run}: clips held out and {val.folder} cannot both be validated on; give '
                         'one of them.')
     if val: _check_alike(cache, val)
-    check_made_for(cache, config)
+    for part in filter(None, (cache, val)): check_made_for(part, config)
     origin = _origin(base, val)
     if run and (known := run_facts(run)): _check_run(run, known, cache, held_out, origin)
-    out = _held_out_mask(cache, held_out)
+    out = held_out_mask(cache, held_out)
     for part in filter(None, (cache, val)):
         if line := left_out_line(part, config.data): print(line, file=sys.stderr)
     keras.utils.set_random_seed(config.training.seed)
@@ -156,7 +156,7 @@ def _origin(base: str | Path | None, val: Cache | None) -> dict:
     begun = {'base': str(base), 'base_sha': file_sha(base / 'model.safetensors')} if base else {}
     return begun | ({'val': str(val.folder.resolve()), 'val_key': val.manifest['key']} if val else {})
 
-def _held_out_mask(cache: Cache, held_out: list[str]) -> np.ndarray:
+def held_out_mask(cache: Cache, held_out: list[str]) -> np.ndarray:
     "Which clips are held out; raises `UserError` for an id that the cache does not have."
     wanted, ids = set(held_out), [c['id'] for c in cache.clips]
     if unknown := wanted - set(ids):
