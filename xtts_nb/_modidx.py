@@ -210,6 +210,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.app.download._fetching': ('app/download.html#_fetching', 'xtts_nb/app/download.py'),
                                       'xtts_nb.app.download._file': ('app/download.html#_file', 'xtts_nb/app/download.py'),
                                       'xtts_nb.app.download._fill': ('app/download.html#_fill', 'xtts_nb/app/download.py'),
+                                      'xtts_nb.app.download._resumed': ('app/download.html#_resumed', 'xtts_nb/app/download.py'),
                                       'xtts_nb.app.download._unpack': ('app/download.html#_unpack', 'xtts_nb/app/download.py'),
                                       'xtts_nb.app.download.download': ('app/download.html#download', 'xtts_nb/app/download.py'),
                                       'xtts_nb.app.download.download_text': ('app/download.html#download_text', 'xtts_nb/app/download.py'),

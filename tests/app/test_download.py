@@ -30,6 +30,7 @@ class Plan:
     files: dict = field(default_factory=dict)
     breaks: int | None = None   # the next response ends after so many bytes
     requests: list = field(default_factory=list)   # (name, range) of each GET
+    ranges: bool = True
     address: str = ''
 
 
@@ -37,8 +38,9 @@ class Handler(BaseHTTPRequestHandler):
     "A server of files with the response headers of the Hub."
     def do_HEAD(self):
         plan, name, span = self.server.plan, self.path.split('/')[-1], self.headers.get('Range')
-        body, start = plan.files.get(name), int(span[6:-1]) if span else 0
         if self.command == 'GET': plan.requests.append((name, span))
+        if not plan.ranges: span = None
+        body, start = plan.files.get(name), int(span[6:-1]) if span else 0
         self.send_response(404 if body is None else 206 if span else 200)
         size = len(body or b'')
         headers = {'ETag': f'"{name}"', 'X-Repo-Commit': HUB[1], 'Content-Length': size - start}
@@ -168,6 +170,34 @@ def test_a_connection_that_breaks_is_resumed(server, model, fetch, tmp_path):
     model.files[:] = [known('a.pth', server.files['a.pth'])]
     fetch(model, tmp_path / 'out')
     assert server.requests == [('a.pth', None), ('a.pth', f'bytes={10 << 20}-')]
+
+@pytest.mark.parametrize('ranges', [True, False])
+def test_an_archive_that_stops_is_not_fetched_from_its_start(server, fetch, corpus, tmp_path, ranges):
+    "44 GB would take hours again; a server that knows no ranges sends all of it."
+    source, server.ranges = archive(server, body := packed(corpus)), ranges
+    server.breaks, part = 2**17 + 1000, tmp_path / 'c.download' / 'c.tar.bz2.part'
+    assert 'repeat the command' in refused(fetch, source, tmp_path / 'c')
+    assert server.requests == [('c.tar.bz2', None)] and part.read_bytes() == body[:2**17]
+    fetch(source, tmp_path / 'c')
+    assert server.requests == [('c.tar.bz2', 'bytes=131072-')]
+    assert read_corpus(tmp_path / 'c')[0] and not part.parent.exists()
+
+@pytest.mark.parametrize('left', [b'x' * 1000, b'x' * 10**6], ids=['of another file', 'longer than the file'])
+def test_a_wrong_part_costs_one_more_fetch(server, fetch, corpus, tmp_path, left):
+    source = archive(server, packed(corpus))
+    (tmp_path / 'c.download').mkdir()
+    (tmp_path / 'c.download' / 'c.tar.bz2.part').write_bytes(left)
+    if len(left) < source.files[0]['bytes']:
+        assert 'repeat the command' in refused(fetch, source, tmp_path / 'c')   # its checksum is wrong
+    fetch(source, tmp_path / 'c')
+    assert server.requests == [('c.tar.bz2', None)] and read_corpus(tmp_path / 'c')[0]
+
+def test_a_part_that_is_whole_needs_no_request(server, fetch, corpus, tmp_path):
+    source = archive(server, body := packed(corpus))
+    (tmp_path / 'c.download').mkdir()
+    (tmp_path / 'c.download' / 'c.tar.bz2.part').write_bytes(body)
+    fetch(source, tmp_path / 'c')
+    assert server.requests == [] and read_corpus(tmp_path / 'c')[0]
 
 def test_wrong_bytes_are_removed_and_files_that_came_are_not_fetched_again(server, model, fetch, tmp_path):
     server.files['b.pth'] = bytes(70_000)

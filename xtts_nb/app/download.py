@@ -12,6 +12,7 @@ import tempfile
 import zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..config import UserError
@@ -90,11 +91,25 @@ def _fetch(source: Source, file: dict, folder: Path, base: str | None):
         if (got := pooch.file_hash(folder / name)) == sha256: return
         (folder / name).unlink()
         raise ValueError(f'{name} has SHA-256 {got} instead of {sha256} and was removed')
-    from tqdm import tqdm
-    bar = tqdm(desc=name, total=file['bytes'], unit='B', unit_scale=True, disable=None)
     pooch.get_logger().setLevel('WARNING')
     pooch.retrieve(f'{base or source.url}/{name}', sha256, name, folder,
-                   downloader=pooch.HTTPDownloader(bar, 1 << 18))
+                   downloader=partial(_resumed, folder / f'{name}.part', file['bytes']))
+
+def _resumed(part: Path, size: int, url: str, out: str, pooch):
+    "A downloader for pooch: what has arrived stays in `part`, and the next call asks for the rest."
+    import requests
+    from tqdm import tqdm
+    have = part.stat().st_size if part.exists() else 0
+    if have > size: have = 0   # not of this file
+    wanted = {'Accept-Encoding': 'identity'} | ({'Range': f'bytes={have}-'} if have else {})
+    if have < size or not part.exists():
+        with requests.get(url, headers=wanted, stream=True, timeout=30) as answer:
+            answer.raise_for_status()
+            if answer.status_code != 206: have = 0   # this server sends whole files only
+            bar = tqdm(desc=part.stem, total=size, initial=have, unit='B', unit_scale=True, disable=None)
+            with bar, open(part, 'ab' if have else 'wb') as file:
+                for data in answer.iter_content(1 << 16): bar.update(file.write(data))
+    part.replace(out)   # pooch compares the checksum; a wrong file is fetched from its start again
 
 @contextmanager
 def _fetching(source: Source, base: str | None, out: str | Path):
@@ -158,7 +173,8 @@ def _fill(source: Source, out: Path, base: str | None):
     work = out.with_name(f'{out.name}.download')
     work.mkdir(parents=True, exist_ok=True)
     for temporary in work.glob('tmp*'): temporary.unlink()   # left by pooch in a killed process
-    needed = sum(f['bytes'] for f in source.files if not (work / f['file']).exists())
+    sizes = lambda name: sum(p.stat().st_size for p in (work / name, work / f'{name}.part') if p.exists())
+    needed = sum(max(0, f['bytes'] - sizes(f['file'])) for f in source.files)
     # an archive is unpacked beside itself
     needed += 0 if source.hub else sum(f['bytes'] for f in source.files)
     if needed > (free := shutil.disk_usage(work).free):
