@@ -243,6 +243,11 @@ def test_free_memory_of_a_card(card):
     # which TensorFlow has reserved already
     card.limit = [tf.config.LogicalDeviceConfiguration(memory_limit=1000)]
     assert free_memory() == ('GPU 0, limited', 1000 * 2**20 - 10**6)
+    # a trial is another process: what this one has reserved is not free for it, nor more than the limit
+    assert free_memory(child=True) == ('A card', 1000 * 2**20)
+    assert finetune.memory_budget() == int(.9 * 1000 * 2**20)
+    card.cards = [GPU(0, 'A card', memory_total=8 * 10**9, memory_used=8 * 10**9 - 5000)]
+    assert free_memory(child=True) == ('A card', 5000) and finetune.memory_budget() == 4500
 
 def test_free_memory_of_the_part_of_the_card_that_trains(card, monkeypatch):
     "The second part of the second card, which TensorFlow calls GPU:2."
@@ -345,7 +350,9 @@ def test_a_trial_is_two_updates_and_tells_of_the_second(mini, monkeypatch, capsy
 
 @pytest.mark.parametrize('code, out, err, found', [
     (0, 'a word\n{"peak": 5}\n', '', {'peak': 5}), (finetune.OUT_OF_MEMORY, '', 'OOM', None),
-    (-9, '', '', None),
+    *((-number, '', '', None) for number in (6, 7, 9, 11)),   # as allocations fail
+    (-2, '', '', r'failed \(SIGINT; no message\)'), (-15, '', 'bye\n', r'failed \(SIGTERM; bye\)'),
+    (-4, '', '', 'SIGILL'), (-8, '', '', 'SIGFPE'),
     (1, '', 'first\nsecond\nlast words\n', r'failed \(last words\)'), (2, '', '', r'failed \(no message\)')])
 def test_what_a_trial_comes_to(mini, monkeypatch, code, out, err, found):
     def run(command, input, **how):
