@@ -174,6 +174,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'xtts_nb.app.demo._synthesise': ('app/demo.html#_synthesise', 'xtts_nb/app/demo.py'),
                                   'xtts_nb.app.demo._with_note': ('app/demo.html#_with_note', 'xtts_nb/app/demo.py'),
                                   'xtts_nb.app.demo._write_corpus': ('app/demo.html#_write_corpus', 'xtts_nb/app/demo.py'),
+                                  'xtts_nb.app.demo.check_own_run': ('app/demo.html#check_own_run', 'xtts_nb/app/demo.py'),
                                   'xtts_nb.app.demo.choose_pairs': ('app/demo.html#choose_pairs', 'xtts_nb/app/demo.py'),
                                   'xtts_nb.app.demo.corpus_digest': ('app/demo.html#corpus_digest', 'xtts_nb/app/demo.py'),
                                   'xtts_nb.app.demo.corpus_page': ('app/demo.html#corpus_page', 'xtts_nb/app/demo.py'),

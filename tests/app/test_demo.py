@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from xtts_nb.app.demo import (
     DEMO_SENTENCES, VOICES, corpus_digest, plan_corpus, Pair, choose_pairs, count_hits, spoken_counts,
     write_pairs)
 from xtts_nb.speech.score import hits
+from xtts_nb.train.runs import new_run
 
 CLIPS = plan_corpus()
 COLUMNS = ['set', 'text', 'language', 'voice', 'reference', 'synthesised', 'target']
@@ -158,6 +160,20 @@ def test_a_demo_starts_anew(prepared, small, tmp_path):
     assert again.step == 0
     assert json.loads((tmp_path / 'run' / 'run.json').read_text())['held_out'] == ['low-1']
     assert not list((tmp_path / 'run').glob('checkpoints/*'))
+
+@pytest.mark.parametrize('steps, updates, kept', [(8, 8, False), (8, 4, False), (8, 9, True), (20, 8, True)])
+def test_a_run_that_somebody_trained_on_is_not_removed(cheap, prepared, mini, tmp_path, steps, updates, kept):
+    "Found before the minutes of work too."
+    config, run = mini.replace(training={'steps': 8, 'checkpoint_every': 1}), tmp_path / 'run'
+    new_run(prepared, config.replace(training={'steps': steps}), run).fit(steps=updates)
+    before = tree(tmp_path)
+    if not kept:
+        assert demo._fresh_run(prepared, config, run, []).step == 0
+        return
+    starts = partial(demo._fresh_run, prepared, config, run, []), partial(demo.run_demo, tmp_path, config)
+    for start in starts:
+        with pytest.raises(UserError, match=f'{run}: is not as a demo left it, and would be removed'): start()
+        assert tree(tmp_path) == before
 
 def test_a_folder_that_is_no_run_is_not_removed(prepared, small, tmp_path):
     (tmp_path / 'run').mkdir()

@@ -8,8 +8,8 @@ __all__ = ['DEMO_SENTENCES', 'VOICES', 'SYNCHRONOUS', 'DONT_EXIT', 'UTF8', 'CHAR
            'plan_corpus', 'corpus_digest', 'make_corpus', 'held_out_pairs', 'plot_before_after', 'plot_losses',
            'plot_spread', 'html_table', 'counts_table', 'corpus_page', 'Pair', 'choose_pairs', 'speak_pairs',
            'score_pairs', 'count_hits', 'write_pairs', 'Stages', 'measure_before_after', 'prepare_cache', 'TrainedDemo',
-           'train_and_speak', 'score_held_out', 'run_demo', 'seeded', 'spoken_counts', 'demo_seeds', 'seed_spread',
-           'demo_report']
+           'train_and_speak', 'score_held_out', 'run_demo', 'seeded', 'spoken_counts', 'check_own_run', 'demo_seeds',
+           'seed_spread', 'demo_report']
 
 # %% ../../nbs/app/demo.ipynb #ea05ed43
 import atexit
@@ -55,7 +55,7 @@ from ..speech.score import hits
 from ..train.parts import train_dvae
 from ..train.runs import new_run
 from ..train.step import step_before_after, step_modes
-from ..train.trainer import Trainer
+from ..train.trainer import checkpoints, Trainer
 
 # %% ../../nbs/app/demo.ipynb #c46553ce
 DEMO_SENTENCES = {'en': (
@@ -536,6 +536,7 @@ def run_demo(
     "Corpus, DVAE, cache, measurements, training, speech and report, all under `out`."
     start, out, config = time.perf_counter(), Path(out), seeded(config or XTTSConfig.tiny(), seed)
     corpus = out / 'corpus'
+    check_own_run(out / 'run', config)   # before minutes of work
     with Sampler(best_probe(say), say=say) as sampler:
         stages = Stages(listen, sampler)
         clips = make_corpus(corpus, limit=sentences, progress=stages.begin('speak the corpus'))
@@ -577,8 +578,18 @@ def _with_note(progress: Callable, template: str) -> Callable:
 
 def _fresh_run(cache: Cache, config: XTTSConfig, run: Path, held_out: list[str]) -> Trainer:
     "A run from the beginning; a second demo does not continue the run of the first."
+    check_own_run(run, config)
     if (run / 'run.json').is_file(): shutil.rmtree(run)
     return new_run(cache, config, run, held_out)
+
+def check_own_run(run: Path, config: XTTSConfig):
+    "Raise `UserError` if somebody has trained in `run` since a demo made it, or with other settings."
+    if not (run / 'run.json').is_file(): return
+    stored, last = XTTSConfig.load(run / 'config.yaml'), max(checkpoints(run / 'checkpoints'), default=None)
+    same = stored.training.steps == config.training.steps
+    if same and (last is None or int(last.stem.removeprefix('step-')) <= config.training.steps): return
+    raise UserError(f'{run}: is not as a demo left it, and would be removed; choose another folder with '
+                    '--out, or remove it yourself.')
 
 # %% ../../nbs/app/demo.ipynb #270ee924
 def demo_seeds(
