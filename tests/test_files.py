@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from process import tree
 from xtts_nb.config import UserError
 from xtts_nb import files
+from xtts_nb.data.cache import work_path
 from xtts_nb.files import (
     append_line, atomic_file, atomic_folder, fingerprint, inside, locked, raise_file_limit, read_json,
     write_json)
@@ -61,13 +63,32 @@ def test_what_is_written_is_on_the_disk_before_it_gets_its_name(tmp_path, monkey
         rename(old, new)
     monkeypatch.setattr(os, 'fsync', fsync)
     monkeypatch.setattr(os, 'replace', replace)
-    monkeypatch.setattr(os, 'getpid', lambda: 7)
+    monkeypatch.setattr(files, '_writer', lambda: '7')
     with atomic(tmp_path / 'out') as part:
         if atomic is atomic_file: part.write_text('x')
         else:
             (part / 'sub').mkdir()
             for path in (part / 'a', part / 'sub' / 'b'): path.write_text('x')
     assert (sorted(order[:-3]), order[-3:]) == (made[:-3], made[-3:])
+
+
+@pytest.mark.parametrize('there', [True, False])
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path, there):
+    "Else the content would lie on the disk of the link, and the old one would never be freed."
+    here, disk = tmp_path / 'here', tmp_path / 'disk'
+    for folder in (here, disk): folder.mkdir()
+    if there:
+        (disk / 'cache').mkdir()
+        for path in (disk / 'cache' / 'x', disk / 'file'): path.write_text('old')
+    for name in ('cache', 'file'): (here / name).symlink_to(disk / name)
+    with atomic_folder(here / 'cache', replace=True) as part:
+        assert part.parent == disk
+        (part / 'x').write_text('new')
+    with atomic_file(here / 'file') as part: part.write_text('new')
+    assert all((here / name).is_symlink() for name in ('cache', 'file'))
+    assert tree(disk) == {'cache': b'', 'cache/x': b'new', 'file': b'new'}
+    assert {p.name for p in here.iterdir()} == {'cache', 'file'}
+    assert work_path(here / 'cache') == disk / 'cache.work'
 
 
 def test_nothing_stands_there_before_the_end(tmp_path):
@@ -248,10 +269,17 @@ def test_a_fingerprint_changes_with_every_part():
 
 def test_only_what_a_writer_left_is_swept_away(tmp_path, monkeypatch):
     me = os.getpid()   # in a container, one that was killed had our number
+    monkeypatch.setattr(files.socket, 'gethostname', lambda: 'my-host.org')
     monkeypatch.setattr(files.psutil, 'pid_exists', lambda process: process in (5, me))
-    gone = 'out.7.part', 'out.7.old', f'out.{me}.part'
-    kept = 'out.5.part', 'out.5.old', 'out.7.txt', 'out.notes.part', 'out.1.2.part', 'other.7.part'
+    gone = ('out.7.part', 'out.7.old', f'out.{me}.part', 'out.myhostorg-7.part', f'out.myhostorg-{me}.old',
+            'out.other-5.part')
+    kept = ('out.5.part', 'out.5.old', 'out.7.txt', 'out.notes.part', 'out.1.2.part', 'other.7.part',
+            'out.myhostorg-5.part', 'out.other-7.part', 'out.a.b-7.part')
     for name in ('out', *gone, *kept): (tmp_path / name).mkdir()
+    for name in ('out.other-5.part', 'out.other-7.part'): (tmp_path / name / 'shard').touch()
+    old = time.time() - files.ABANDONED - 60   # of a machine that ended; a shard of the other one is new
+    for name in ('out.other-5.part', 'out.other-5.part/shard', 'out.other-7.part'):
+        os.utime(tmp_path / name, (old, old))
     files._sweep(tmp_path / 'out')
     assert {p.name for p in tmp_path.iterdir()} == {'out', *kept}
     (tmp_path / 'out').rmdir()

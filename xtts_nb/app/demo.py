@@ -43,7 +43,7 @@ from ..data.corpora import Clip, read_corpus, visible
 from ..data.native import CacheReader
 from ..data.prepare import mel_function, mel_sample, prepare
 from ..data.readers import check_equal, comparison_plan
-from ..files import atomic_file, atomic_folder, fingerprint, read_json, write_json
+from ..files import atomic_file, atomic_folder, fingerprint, read_json, real_place, write_json
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS
 from ..monitor.live import device_names, plot_samples
@@ -579,7 +579,7 @@ def _with_note(progress: Callable, template: str) -> Callable:
 def _fresh_run(cache: Cache, config: XTTSConfig, run: Path, held_out: list[str]) -> Trainer:
     "A run from the beginning; a second demo does not continue the run of the first."
     check_own_run(run, config)
-    if (run / 'run.json').is_file(): shutil.rmtree(run)
+    if (run / 'run.json').is_file(): shutil.rmtree(real_place(run))
     return new_run(cache, config, run, held_out)
 
 def check_own_run(run: Path, config: XTTSConfig):

@@ -28,7 +28,7 @@ from ..config import DataConfig, UserError, XTTSConfig
 from . import languages  # noqa: F401  registers the cleaner `xtts`
 from .text import Tokenizer
 from ..files import (
-    atomic_file, atomic_folder, fingerprint, inside, raise_file_limit, read_json, write_json)
+    atomic_file, atomic_folder, fingerprint, inside, raise_file_limit, read_json, real_place, write_json)
 
 # %% ../../nbs/data/cache.ipynb #ce02b29a
 FORMAT = 2     # version of the cache format
@@ -156,7 +156,8 @@ def write_manifest(folder: Path, facts: dict) -> dict:
 # %% ../../nbs/data/cache.ipynb #0eaa9b37
 def work_path(folder: str | Path) -> Path:
     "The folder of finished shards until the cache in `folder` is complete."
-    return Path(folder).absolute().with_name(f'{Path(folder).absolute().name}.work')
+    folder = real_place(folder).absolute()
+    return folder.with_name(f'{folder.name}.work')
 
 def read_manifest(folder: str | Path) -> dict:
     "The manifest of a cache; raises `UserError` if it is missing, damaged, or names a file outside."
