@@ -8,6 +8,7 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.models.dvae import (
     DVAE, Codebook, dvae_losses, load_dvae, mel_stats, parameter_count, update_codebook)
 from xtts_nb.app.parity import dvae_parity
+from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 from xtts_nb.models.weights import named_weights
 
 
@@ -160,3 +161,37 @@ def test_a_dvae_in_a_larger_file(dvae, small, tmp_path):
     save_weights(tmp_path / 'm.safetensors', {f'dvae/{k}': v for k, v in named_weights(dvae).items()})
     again = load_dvae(tmp_path / 'm.safetensors', small, 'dvae/')
     assert all(np.array_equal(a, b) for a, b in zip(dvae.variables, again.variables))
+
+
+# --- the precision is the network's own -----------------------------------------------------------
+
+@pytest.fixture
+def other_policy():
+    "A global policy of Keras as `configure` sets it."
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy('mixed_bfloat16')
+    yield
+    keras.config.set_dtype_policy(before)
+
+@pytest.mark.parametrize('make', [DVAE, HiFiGAN, SpeakerEncoder, lambda config: Critic(config.voice)],
+                         ids=['DVAE', 'HiFiGAN', 'SpeakerEncoder', 'Critic'])
+def test_no_layer_follows_the_global_policy(small, other_policy, make):
+    "Else a cache that is prepared after `configure` would hold other codes under the same key."
+    layers = [layer for layer in make(small)._flatten_layers() if layer.dtype_policy.name != 'float32']
+    assert not layers, layers
+
+def test_codes_are_the_same_under_another_global_policy(small, dvae, tmp_path, other_policy):
+    dvae.save(tmp_path / 'dvae.safetensors')
+    mel = tf.random.stateless_normal((2, 40, 80), (1, 2)) * 3
+    again = load_dvae(tmp_path / 'dvae.safetensors', small)
+    assert (again.encode(mel).numpy() == dvae.encode(mel).numpy()).all()
+    assert (again.decode(again.encode(mel)).numpy() == dvae.decode(dvae.encode(mel)).numpy()).all()
+
+def test_a_policy_that_is_named_reaches_every_layer(small):
+    "Except the normalisation, which is always in float32."
+    kinds = (HiFiGAN(small, dtype='mixed_bfloat16'), SpeakerEncoder(small, dtype='mixed_bfloat16'),
+             Critic(small.voice, dtype='mixed_bfloat16'))
+    for net in kinds:
+        names = {layer.dtype_policy.name for layer in net._flatten_layers()
+                 if not isinstance(layer, keras.layers.BatchNormalization)}
+        assert names == {'mixed_bfloat16'}, net

@@ -49,7 +49,7 @@ class Decoder(_Stack):
     def __init__(self, cfg, n_mels, **kwargs):
         super().__init__(**kwargs)
         conv = lambda n, k, name: Conv1D(n, k, dtype=self.dtype_policy, name=name)
-        double = keras.layers.UpSampling1D(2)
+        double = keras.layers.UpSampling1D(2, dtype=self.dtype_policy)
         self.stack = [(conv(2 * cfg.hidden, 1, 'from_code'), False)]
         self.stack += [(ResidualBlock(2 * cfg.hidden, dtype=self.dtype_policy, name=f'residual_{i}'), False)
                        for i in range(cfg.resnet_blocks)]
@@ -107,13 +107,13 @@ def update_codebook(
 
 # %% ../../nbs/models/dvae.ipynb #133ad9c4
 class DVAE(keras.Model):
-    "Log-mel (B, F, C) <-> codes (B, F / 4); F a multiple of 4."
-    def __init__(self, config: XTTSConfig, **kwargs):
-        super().__init__(**kwargs)
+    "Log-mel (B, F, C) <-> codes (B, F / 4); F a multiple of 4; whatever the global policy, in float32."
+    def __init__(self, config: XTTSConfig, dtype='float32', **kwargs):
+        super().__init__(dtype=dtype, **kwargs)
         cfg, self.n_mels = config.model.dvae, config.model.audio.n_mels
         self.encoder = Encoder(cfg, dtype=self.dtype_policy, name='encoder')
         self.decoder = Decoder(cfg, self.n_mels, dtype=self.dtype_policy, name='decoder')
-        self.codebook = Codebook(cfg.codes, cfg.codebook_dim, name='codebook')
+        self.codebook = Codebook(cfg.codes, cfg.codebook_dim, dtype='float32', name='codebook')
         self.mel_stats = self.add_weight(
             shape=(self.n_mels,), initializer='ones', trainable=False, dtype='float32', name='mel_stats')
         self.encoder.build((None, None, self.n_mels))

@@ -53,8 +53,8 @@ class DilatedBlock(keras.layers.Layer):
 # %% ../../nbs/models/hifigan.ipynb #0984ad04
 class HiFiGAN(keras.Model):
     "Hidden states of the GPT (B, S, D), speaker vectors (B, width) -> samples (B, N) float32."
-    def __init__(self, config: XTTSConfig, **kwargs):
-        super().__init__(**kwargs)
+    def __init__(self, config: XTTSConfig, dtype='float32', **kwargs):   # not the global policy
+        super().__init__(dtype=dtype, **kwargs)
         model, cfg = config.model, config.model.decoder
         hop = model.audio.hop_length
         self.stretches = (float(model.dvae.frames_per_code), cfg.sample_rate / model.audio.sample_rate)
@@ -138,16 +138,17 @@ class SpeakerBlock(keras.layers.Layer):
     def __init__(self, filters, stride=1, **kwargs):
         super().__init__(**kwargs)
         self.filters, self.stride = filters, stride
-        self.convs = [Conv2D(filters, 3, s, name=f'conv_{i}') for i, s in enumerate((stride, 1))]
+        same = dict(dtype=self.dtype_policy)
+        self.convs = [Conv2D(filters, 3, s, name=f'conv_{i}', **same) for i, s in enumerate((stride, 1))]
         self.norms = [batch_norm(f'norm_{i}') for i in range(2)]
-        self.squeeze = keras.layers.Dense(filters // 8, name='squeeze')
-        self.excite = keras.layers.Dense(filters, name='excite')
+        self.squeeze = keras.layers.Dense(filters // 8, name='squeeze', **same)
+        self.excite = keras.layers.Dense(filters, name='excite', **same)
 
     def build(self, shape):
         inner = (None, None, None, self.filters)
         self.skip = None
         if self.stride > 1 or shape[-1] != self.filters:
-            self.skip = Conv2D(self.filters, 1, self.stride, name='skip')
+            self.skip = Conv2D(self.filters, 1, self.stride, name='skip', dtype=self.dtype_policy)
             self.skip_norm = batch_norm('skip_norm')
             self.skip.build(shape)
             self.skip_norm.build(inner)
@@ -167,16 +168,16 @@ class SpeakerBlock(keras.layers.Layer):
 # %% ../../nbs/models/hifigan.ipynb #53ba65a0
 class SpeakerEncoder(keras.Model):
     "Speaker mel (B, F, C) -> voice (B, width), each of length 1."
-    def __init__(self, config: XTTSConfig, **kwargs):
-        super().__init__(**kwargs)
-        cfg = self.cfg = config.model.speaker
-        self.enter = Conv2D(cfg.filters[0], use_bias=True, name='enter')
+    def __init__(self, config: XTTSConfig, dtype='float32', **kwargs):   # not the global policy
+        super().__init__(dtype=dtype, **kwargs)
+        cfg, same = config.model.speaker, dict(dtype=self.dtype_policy)
+        self.cfg, self.enter = cfg, Conv2D(cfg.filters[0], use_bias=True, name='enter', **same)
         self.enter_norm = batch_norm('enter_norm')
         stride = lambda stage, block: 2 if stage and not block else 1
-        self.blocks = [SpeakerBlock(n, stride(i, j), name=f'block_{i}_{j}')
+        self.blocks = [SpeakerBlock(n, stride(i, j), name=f'block_{i}_{j}', **same)
                        for i, (n, count) in enumerate(zip(cfg.filters, cfg.blocks)) for j in range(count)]
         self.flat = cfg.filters[-1] * -(-cfg.n_mels // 2**(len(cfg.filters) - 1))
-        dense = lambda n, name: keras.layers.Dense(n, name=name)
+        dense = lambda n, name: keras.layers.Dense(n, name=name, **same)
         self.narrow, self.weigh = dense(128, 'narrow'), dense(self.flat, 'weigh')
         self.narrow_norm, self.leave = batch_norm('narrow_norm'), dense(cfg.width, 'leave')
         self._build_all()
@@ -246,7 +247,8 @@ class PeriodDiscriminator(keras.layers.Layer):
     def __init__(self, period, channels, **kwargs):
         super().__init__(**kwargs)
         self.period = period
-        conv = lambda n, k, stride, name: keras.layers.Conv1D(n, k, stride, padding='same', name=name)
+        conv = lambda n, k, stride, name: keras.layers.Conv1D(n, k, stride, padding='same', name=name,
+                                                              dtype=self.dtype_policy)
         widths = [channels * n for n in (1, 4, 16, 32)]
         self.stack = [conv(n, 5, 3, f'conv_{i}')
                       for i, n in enumerate(widths)] + [conv(widths[-1], 5, 1, 'conv_4')]
@@ -276,7 +278,8 @@ class SpectrumDiscriminator(keras.layers.Layer):
     def __init__(self, n_fft, channels, **kwargs):
         super().__init__(**kwargs)
         self.n_fft, self.channels = n_fft, channels
-        conv = lambda n, k, stride, name: keras.layers.Conv2D(n, k, (1, stride), padding='same', name=name)
+        conv = lambda n, k, stride, name: keras.layers.Conv2D(n, k, (1, stride), padding='same', name=name,
+                                                              dtype=self.dtype_policy)
         self.stack = [conv(channels, (3, 9), stride, f'conv_{i}') for i, stride in enumerate((1, 2, 2, 2))]
         self.stack += [conv(channels, 3, 1, 'conv_4')]
         self.score = conv(1, 3, 1, 'score')
@@ -293,10 +296,11 @@ class SpectrumDiscriminator(keras.layers.Layer):
 # %% ../../nbs/models/hifigan.ipynb #3e261e7c
 class Critic(keras.Model):
     "All discriminators: samples (B, N) -> a list of feature maps from each."
-    def __init__(self, voice: VoiceConfig, **kwargs):
-        super().__init__(**kwargs)
-        self.parts = [PeriodDiscriminator(p, voice.channels, name=f'period_{p}') for p in voice.periods]
-        self.parts += [SpectrumDiscriminator(n, voice.channels, name=f'spectrum_{n}') for n in voice.windows]
+    def __init__(self, voice: VoiceConfig, dtype='float32', **kwargs):   # not the global policy
+        super().__init__(dtype=dtype, **kwargs)
+        make = lambda kind, what, n: kind(n, voice.channels, name=f'{what}_{n}', dtype=self.dtype_policy)
+        self.parts = [make(PeriodDiscriminator, 'period', p) for p in voice.periods]
+        self.parts += [make(SpectrumDiscriminator, 'spectrum', n) for n in voice.windows]
         for part in self.parts: part.build(None)
         self.built = True
 
