@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ACTIVITY', 'CPU_CARDS', 'IDLE', 'MEANS', 'Process', 'GPU', 'EmulatedGPU', 'CPU', 'Sample', 'group_cpu_seconds',
-           'disk_bytes', 'disk_rates', 'cpu_probe', 'Activity', 'Card', 'nvml_probe', 'best_probe', 'visible_ids',
-           'visible_cards', 'cpu_card_count', 'card_environment', 'replay_probe', 'EmulatedDevice', 'emulated_probe',
+           'disk_bytes', 'disk_rates', 'cpu_probe', 'Activity', 'Card', 'visible_ids', 'visible_cards', 'nvml_probe',
+           'best_probe', 'cpu_card_count', 'card_environment', 'replay_probe', 'EmulatedDevice', 'emulated_probe',
            'series', 'longest_idle', 'summarise', 'arm_spans', 'summarise_arms', 'Sampler']
 
 # %% ../nbs/base/sampler.ipynb #ca69d2e0
@@ -259,41 +259,6 @@ def _cards() -> list[Card]:
     if not cards: raise UserError('NVML: the driver sees no GPU; use `cpu_probe`.')
     return cards
 
-# %% ../nbs/base/sampler.ipynb #d34af190
-def nvml_probe():   # a callable that returns a `Sample`
-    "Reads the NVIDIA GPUs of this process, numbered as by TensorFlow, and the CPU; `UserError` without any."
-    import pynvml as nv
-    if visible_ids() == []:
-        raise UserError('CUDA_VISIBLE_DEVICES hides every GPU; unset it, or use `cpu_probe`.')
-    cards, cpu, before = _visible(_cards()), cpu_probe(), time.perf_counter()
-    if not cards: raise UserError('CUDA_VISIBLE_DEVICES names no GPU of this machine; change or unset it.')
-    def probe() -> Sample:
-        nonlocal before
-        host, gpus, errors = cpu(), [], []
-        due = sorted((c for c in cards if host.time - c.refreshed >= 1), key=lambda c: c.refreshed)
-        due, before = due[:1 + int(10 * (host.time - before))], host.time
-        for card in cards:
-            try:
-                if card in due:
-                    card.refreshed = host.time
-                    card.refresh()
-                gpus.append(card.read())
-            except nv.NVMLError as e:
-                gpus.append(GPU(card.index, card.name))
-                errors.append(f'GPU {card.index}: {e}')
-        return Sample(host.time, tuple(gpus), host.cpu, '; '.join(errors) or None)
-    return probe
-
-# %% ../nbs/base/sampler.ipynb #54502cea
-def best_probe(
-    say=print,   # called with a line that names the device used instead
-):               # a callable that returns a `Sample`
-    "A probe of the GPUs if this process can use one, else of the CPU."
-    try: return nvml_probe()
-    except UserError as e: reason = str(e).partition(';')[0]
-    say(f'No GPU to watch ({reason}); showing the CPU instead: {cpu_name()}.')
-    return cpu_probe()
-
 # %% ../nbs/base/sampler.ipynb #b9e92f43
 def visible_ids() -> list[str] | None:
     "The names in `CUDA_VISIBLE_DEVICES`, as far as CUDA reads them; None if it is not set (all cards)."
@@ -330,6 +295,41 @@ def visible_cards() -> list[GPU]:
     import pynvml as nv
     try: return [card.read() for card in _visible(_cards())]
     except nv.NVMLError as e: raise UserError(f'NVML: {e}; check whether nvidia-smi works.') from None
+
+# %% ../nbs/base/sampler.ipynb #d34af190
+def nvml_probe():   # a callable that returns a `Sample`
+    "Reads the NVIDIA GPUs of this process, numbered as by TensorFlow, and the CPU; `UserError` without any."
+    import pynvml as nv
+    if visible_ids() == []:
+        raise UserError('CUDA_VISIBLE_DEVICES hides every GPU; unset it, or use `cpu_probe`.')
+    cards, cpu, before = _visible(_cards()), cpu_probe(), time.perf_counter()
+    if not cards: raise UserError('CUDA_VISIBLE_DEVICES names no GPU of this machine; change or unset it.')
+    def probe() -> Sample:
+        nonlocal before
+        host, gpus, errors = cpu(), [], []
+        due = sorted((c for c in cards if host.time - c.refreshed >= 1), key=lambda c: c.refreshed)
+        due, before = due[:1 + int(10 * (host.time - before))], host.time
+        for card in cards:
+            try:
+                if card in due:
+                    card.refreshed = host.time
+                    card.refresh()
+                gpus.append(card.read())
+            except nv.NVMLError as e:
+                gpus.append(GPU(card.index, card.name))
+                errors.append(f'GPU {card.index}: {e}')
+        return Sample(host.time, tuple(gpus), host.cpu, '; '.join(errors) or None)
+    return probe
+
+# %% ../nbs/base/sampler.ipynb #54502cea
+def best_probe(
+    say=print,   # called with a line that names the device used instead
+):               # a callable that returns a `Sample`
+    "A probe of the GPUs if this process can use one, else of the CPU."
+    try: return nvml_probe()
+    except UserError as e: reason = str(e).partition(';')[0]
+    say(f'No GPU to watch ({reason}); showing the CPU instead: {cpu_name()}.')
+    return cpu_probe()
 
 # %% ../nbs/base/sampler.ipynb #ee9a2e9b
 # environment variable: the number of logical CPU devices that replace GPUs
