@@ -83,6 +83,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(config, 'get_logical_device_configuration', lambda gpu: seen.get('limit'))
     monkeypatch.setattr(config.experimental, 'set_memory_growth', lambda gpu, on: seen.update(growth=on))
     monkeypatch.setattr(config.experimental, 'get_memory_growth', lambda gpu: seen.get('growth'))
+    monkeypatch.setattr(config.experimental, 'get_device_details', lambda gpu: {})   # nothing is known of it
     for name in ('set_intra_op_parallelism_threads', 'set_inter_op_parallelism_threads'):
         # TensorFlow has started and would refuse
         monkeypatch.setattr(config.threading, name, lambda n: None)

@@ -144,7 +144,14 @@ def test_a_folder_that_already_holds_something(tmp_path, monkeypatch, there, fou
     else:
         with pytest.raises(UserError, match=f'c holds {found}; remove it'): corpus._already_made(out, 1)
 
-def test_ctrl_c_waits_until_the_library_is_unloaded():
+@pytest.fixture
+def ctrl_c():
+    "Heard, as in a terminal; a process in the background ignores it."
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+def test_ctrl_c_waits_until_the_library_is_unloaded(ctrl_c):
     reached = []
     with pytest.raises(KeyboardInterrupt), corpus._defer_interrupts():
         signal.raise_signal(signal.SIGINT)

@@ -404,22 +404,26 @@ def test_the_same_bytes_for_any_number_of_threads_and_processes(corpus, small, d
     # they name the threads
     assert {k for k in one if one[k] != known[k]} == {'config.yaml', 'manifest.json'}
 
+@pytest.fixture
+def children():
+    "The processes that a test started and that still run."
+    import psutil
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    return lambda: [p for p in me.children(recursive=True)
+                    if p not in before and 'resource_tracker' not in ' '.join(p.cmdline())]
+
 @pytest.mark.parametrize('loader, error, words', [(load_and_fail, RuntimeError, 'these weights are odd'),
                                                   (load_and_die, UserError,
                                                    'ended before its work was done')])
-def test_a_worker_that_fails_is_heard_of(corpus, small, tokenizer, tmp_path, loader, error, words):
+def test_a_worker_that_fails_is_heard_of(corpus, small, tokenizer, tmp_path, children, loader, error, words):
     with pytest.raises(error, match=words):
         prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5, workers=1, load=loader)
     assert not list(tmp_path.glob('out*')) and not children()
 
-def children() -> list:
-    import psutil
-    return [p for p in psutil.Process().children(recursive=True)
-            if 'resource_tracker' not in ' '.join(p.cmdline())]
-
 def begin_adding(): return lambda x: x + 1
 
-def test_jobs_are_spread_and_nobody_is_left():
+def test_jobs_are_spread_and_nobody_is_left(children):
     for job, answer in run_jobs(range(5), 1, begin_adding):
         assert answer == job + 1 and children()
         if job == 3: break

@@ -105,7 +105,7 @@ def test_voices_of_several_kinds(xtts, graphless, tmp_path):
     again = [tmp_path / 'anna.wav'] * 2
     for voices, words in (([bob, bob], 'another voice is called "bob" too; rename one'),
                           (again, 'another voice is called "anna" too; rename one'),
-                          ([bob.with_name('none.safetensors')], 'none.safetensors: not readable as weights')):
+                          ([bob.with_name('none.safetensors')], 'none.safetensors: not readable as a voice')):
         with pytest.raises(UserError, match=words): export_speaker(speaker, tmp_path / 'd', voices)
     with pytest.raises(UserError, match='already holds something'): export_speaker(speaker, tmp_path / 'a')
     assert not (tmp_path / 'd').exists()

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.speech import score as listening
+from xtts_nb.speech.generate import Sampling
 from xtts_nb.train import runs
 from xtts_nb.train.finetune import make_update
 from xtts_nb.data.audio import load_audio
@@ -91,13 +92,15 @@ def test_scores_of_what_was_spoken(listener, monkeypatch):
 def test_a_clip_may_take_half_as_long_again(quick, prepared, dvae, monkeypatch, places):
     "Not longer than the model has places; with the settings of `speech`, of the clips that there are."
     calls, spoken = [], (tf.zeros((3, 4), tf.int32), tf.ones(3, tf.int32), 0)
-    monkeypatch.setattr(listening, 'generate', lambda *given: calls.append(given[4:]) or spoken)
+    monkeypatch.setattr(listening, 'generate',
+                        lambda *given, **named: calls.append((*given[4:], named)) or spoken)
     config = quick.replace(model={'gpt': {'max_audio_codes': places}},
                            speech={'temperature': 0.5, 'top_k': 9})
     listener = Listener(XTTS(config, prepared.tokenizer, dvae), prepared, np.array([0, 5, 9]), 7)
     listener()
     s, width = config.speech, listener.batch['codes'].shape[1]
-    assert calls == [(min(places, int(1.5 * width) + 1), 0.5, 9, s.top_p, s.repetition_penalty)]
+    assert calls == [(min(places, int(1.5 * width) + 1),
+                      Sampling(0.5, 9, s.top_p, s.repetition_penalty)._asdict())]
     assert len(listener.ids) == 3 and width < 30   # the longest of them
 
 def test_a_picture_has_a_column_a_clip(tmp_path):

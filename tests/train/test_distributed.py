@@ -313,7 +313,7 @@ def test_out_of_memory_during_the_sum_is_an_error(run, where):
 def test_callbacks_need_one_device_a_worker(monkeypatch, devices, given, named, refused):
     monkeypatch.setattr(Trainer, 'fit', lambda self, *given, **named: 'done')
     monkeypatch.setattr(page, 'to_device', lambda batch: 'moved')
-    trainer = bare(copies=SimpleNamespace(devices=['CPU:0'] * devices, worker=0))
+    trainer = bare(copies=SimpleNamespace(devices=['CPU:0'] * devices, worker=0), writer=None)
     if refused: pytest.raises(UserError, trainer.fit, *given, **named).match('one copy of the model')
     else: assert trainer.fit(*given, **named) == 'done'
     assert trainer.place('batch') == ('moved' if devices == 1 else 'batch')
