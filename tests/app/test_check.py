@@ -11,6 +11,7 @@ from xtts_nb.app.check import CHECKS, StepTrial, checks_text, run_checks
 from xtts_nb.config import UserError
 from xtts_nb.app.recipes import config_diff
 from xtts_nb.sampler import CPU, GPU, Sample
+from xtts_nb.train.step import MODES, step_modes
 
 
 class FakeStep:
@@ -239,3 +240,37 @@ def test_the_real_step_is_asked(small):
     real = StepTrial(small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), 8, 12)
     assert set(real.steps) == {'eager', 'graph', 'xla'} and real.config.training.learning_rate == 1e-3
     assert all(len(getattr(step, 'step', step).weights) > 20 for step in real.steps.values())
+
+
+# --- the programs of a GPU ----------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def real(small):
+    "A step of one block, traced and never compiled."
+    config = small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
+                           training={'precision': 'bfloat16', 'enable_xla_compilation': True})
+    only = {'xla': MODES['xla']}
+    return StepTrial(config, 12, 20, make_steps=lambda config, start: step_modes(config, start, only))
+
+def test_what_a_gpu_is_given_holds_nothing_that_it_cannot_do(real):
+    "Step and speech in bfloat16 have no obstacle. Codes are made in float32, as on a CPU."
+    rows = check.preflight_rows(real)
+    found = [(row['program'], row['kind'], row['op']) for row in rows]
+    assert {pair[:2] for pair in found} == {('data', 'float32 product'), ('data', 'layout')}
+    assert {op for *_, op in found} <= {'MatMul', 'BatchMatMulV2', 'Einsum', 'Conv2D'}
+    text = check.preflight_text(rows).splitlines()
+    assert text[1].startswith('data: float32 product: ') and len(text) == 1 + len(found)
+    assert check.preflight_text([]).splitlines()[1].startswith('Nothing was found')
+
+def test_a_step_with_an_int32_counter_is_named(real, monkeypatch):
+    from xtts_nb.monitor.preflight import preflight
+    counter = tf.Variable(0, name='good_updates')
+    step = real.steps['xla'].step
+    finish = type(step).finish
+    monkeypatch.setattr(type(step), 'finish', lambda self, *given: finish(self, *given) | {
+        'count': counter.assign_add(1)})
+    gradients = [tf.TensorSpec(v.shape) for v in step.weights]
+    sums = {name: tf.TensorSpec(()) for name in ('text_loss', 'code_loss')}
+    counts = {name: tf.TensorSpec(()) for name in ('text_count', 'code_count')}
+    found = preflight(tf.function(step.finish, jit_compile=True), gradients, sums, counts)
+    assert [(o.kind, o.op) for o in found] == [('int32 variable', 'good_updates')]

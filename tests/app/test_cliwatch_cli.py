@@ -13,6 +13,7 @@ from xtts_nb.bench import device_name
 from xtts_nb.config import XTTSConfig
 from xtts_nb.monitor.diagnose import RemedyTrial
 from xtts_nb.app.check import Need
+from xtts_nb.monitor.preflight import Obstacle
 
 TINY = XTTSConfig.tiny()
 
@@ -200,6 +201,7 @@ def test_check_ends_with_1_where_one_failed(monkeypatch, capfd, result, code):
     rows = [{'name': 'a', 'result': 'PASSED', 'reason': 'x'}, {'name': 'b', 'result': result, 'reason': 'y'}]
     asked = []
     monkeypatch.setattr(check, 'run_checks', lambda trial, seconds, tell: asked.append(seconds) or rows)
+    monkeypatch.setattr(check, 'preflight_rows', lambda trial: [])
     assert main('check', '--json', '--stress-duration', '2.5') == code and asked == [2.5]
     said = json.loads(capfd.readouterr().out)
     assert said['checks'] == rows and said[result.lower()] == 1 + (result == 'PASSED') and said['device']
@@ -209,9 +211,15 @@ def test_check_in_words(ran, behind, bars, monkeypatch):
     behind('app.check.StepTrial', lambda config: config)
     monkeypatch.setattr(check, 'run_checks', lambda *given: tried.append(given[:2])
                         or given[2](1, 5, 'XLA JIT') or rows)
-    assert ran('check').out == 'XLA JIT .................... SKIPPED why\n'
+    one = Obstacle('wait', 'If', 'cond', 'a.py:3', 2, 9, 'leave it out')
+    ahead = [{'program': 'speech'} | one.to_dict()]
+    looked = behind('app.check.preflight_rows', ahead)
+    first, empty, head, last = ran('check').out.splitlines()
+    assert (first, empty) == ('XLA JIT .................... SKIPPED why', '') and head.startswith('On a GPU')
+    assert last == f'speech: {one.line}'
     assert ran('check --preset xtts_v2 --json').json == {
-        'checks': rows, 'passed': 0, 'failed': 0, 'skipped': 1, 'device': device_name()}
+        'checks': rows, 'passed': 0, 'failed': 0, 'skipped': 1, 'device': device_name(), 'preflight': ahead}
+    assert [c['trial'] for c in looked] == [TINY, XTTSConfig.xtts_v2()]
     assert tried == [(TINY, 0.), (XTTSConfig.xtts_v2(), 0.)]
     assert bars == [('start', {}), ('check', 1, 5, 'XLA JIT')] * 2
 
@@ -220,6 +228,9 @@ def test_check_as_a_user_runs_it():
     done = xtts_nb('check', '--stress-duration', '1', '--json')
     assert done.code == 0 and done.json['failed'] == 0
     assert [r['name'] for r in done.json['checks']] == [*check.CHECKS, 'Stress']
+    ahead = done.json['preflight']
+    assert {row['program'] for row in ahead} == {'step', 'data', 'speech'}
+    assert {row['kind'] for row in ahead} == {'float32 product', 'layout'}
 
 
 # --- configure ----------------------------------------------------------------------------------------------

@@ -542,3 +542,31 @@ def test_the_cure_of_variable_shapes_rounds_them():
                                        new_shapes=.004))
     cured, step = found.cure(data, print)
     assert [len(b) for b in cured] == [2, 2, 4, 4, 6, 6, 8, 8] and step is print
+
+
+# What a GPU would make of it
+
+def call_of(function, *args): return SimpleNamespace(function=function, args=args, kwargs={})
+
+def test_what_a_gpu_would_wait_for_is_noted():
+    "Once for each function; products are the matter of another rule."
+    def step(x): return tf.strings.length(tf.strings.as_string(x @ x))
+    x, graph = tf.ones((3, 3)), tf.function(step)
+    c = case(calls=[call_of(graph, x)] * 2)
+    assert rules.note_for_a_gpu(c) is None
+    (note,) = c.notes
+    assert note.startswith('On a GPU, host operation: AsString at ') and 'test_rules_diagnose.py:' in note
+    fine = case(calls=[call_of(tf.function(lambda x: x @ x), x)])
+    assert rules.note_for_a_gpu(fine) is None and fine.notes == []
+    assert rules.note_for_a_gpu in rules.STEP_RULES
+
+def test_many_obstacles_are_counted():
+    shuffle = tf.random.shuffle
+    def many(x):
+        a = shuffle(x)
+        b = shuffle(x + 1)
+        c = shuffle(x + 2)
+        return a + b + c + shuffle(x + 3)
+    c = case(calls=[call_of(tf.function(many), tf.ones((3, 3)))])
+    rules.note_for_a_gpu(c, at_most=2)
+    assert len(c.notes) == 3 and c.notes[-1] == 'On a GPU, 2 more; see `preflight`.'

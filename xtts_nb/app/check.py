@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['ALLOCATORS', 'CHECKS', 'LEARNING', 'TFSettings', 'environment', 'write_environment', 'configure', 'settings_text',
            'settings_in_use', 'verify_settings', 'Skipped', 'StepTrial', 'check_graph', 'check_xla', 'check_placement',
-           'check_training', 'check_monitoring', 'stress', 'run_checks', 'checks_text', 'training', 'cache_for',
-           'change_for', 'changed_keys', 'apply_settings', 'Need', 'prerequisites', 'quick_fix']
+           'check_training', 'check_monitoring', 'stress', 'run_checks', 'checks_text', 'gpu_programs',
+           'preflight_rows', 'preflight_text', 'training', 'cache_for', 'change_for', 'changed_keys', 'apply_settings',
+           'Need', 'prerequisites', 'quick_fix']
 
 # %% ../../nbs/app/check.ipynb #63394360
 import gc
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import keras
@@ -45,7 +46,10 @@ from ..models.xtts import POLICIES, XTTS
 from ..monitor.diagnose import (
     compare_loops, diagnose, Diagnosis, Finding, measured_gain, RemedyTrial)
 from ..monitor.loop import to_device, trace_count
+from ..monitor.preflight import Obstacle, preflight, preflight_lines
 from ..sampler import best_probe, nvml_probe, Sampler, summarise
+from ..speech.generate import generate
+from ..train.dual import finish_batch
 from ..train.step import choose_xla, compile_step, random_batch, step_modes, Update
 from ..train.trainer import Trainer
 
@@ -340,6 +344,38 @@ def _error_line(error: Exception) -> str:
 def checks_text(rows: list[dict]) -> str:
     "A line for each check."
     return '\n'.join(f'{r["name"] + " ":.<28} {r["result"]:8}{r["reason"]}' for r in rows)
+
+# %% ../../nbs/app/check.ipynb #b3f09c12
+def gpu_programs(trial: StepTrial) -> dict:   # {name: what `preflight` takes}
+    "The programs that a GPU runs for these settings; they are traced, and not compiled."
+    step, config = trial.steps['xla'], trial.config
+    gpt, dvae, given = step.step.gpt, DVAE(config), trial.batch
+    finish = tf.function(lambda batch: finish_batch(batch, dvae, config), jit_compile=True)
+    speak = tf.function(partial(generate, gpt, max_codes=32), jit_compile=True)
+    prompt = tf.TensorSpec((1, config.model.gpt.prompt_latents, config.model.gpt.width))
+    return {'step': (step.graph, to_device(given), tf.constant(0)), 'data': (finish, _sounds(given, config)),
+            'speech': (speak, given['text'][:1], given['text_length'][:1], prompt)}
+
+def _sounds(batch: dict, config: XTTSConfig) -> dict:
+    "The shapes of a batch of samples with as many codes as `batch`."
+    (B, S), audio, dvae = batch['codes'].shape, config.model.audio, config.model.dvae
+    frames = S * dvae.frames_per_code
+    samples = lambda n: tf.TensorSpec((B, n * audio.hop_length))
+    lengths = {name: tf.TensorSpec(B, tf.int64) for name in ('mel_length', 'reference_length')}
+    return batch | lengths | {'wav': samples(frames), 'coded': tf.TensorSpec((B, S), tf.bool),
+                              'reference_wav': samples(config.data.reference_frames)}
+
+# %% ../../nbs/app/check.ipynb #b3f09c13
+def preflight_rows(trial: StepTrial) -> list[dict]:   # program, and the fields of `Obstacle`
+    "What a GPU could not do in the programs of this library, or only slowly."
+    return [{'program': name} | o.to_dict() for name, program in gpu_programs(trial).items()
+            for o in preflight(*program)]
+
+def preflight_text(rows: list[dict]) -> str:
+    "A line for each."
+    fields = Obstacle.__dataclass_fields__
+    lines = [f'{row["program"]}: {Obstacle(**{f: row[f] for f in fields}).line}' for row in rows]
+    return '\n'.join(['On a GPU (read from the graphs):', *(lines or preflight_lines([]))])
 
 # %% ../../nbs/app/check.ipynb #46270fb7
 def training(

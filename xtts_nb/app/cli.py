@@ -371,11 +371,14 @@ def _check(
     config = XTTSConfig.preset(preset)
     start()
     from xtts_nb.bench import device_name
-    from xtts_nb.app.check import StepTrial, checks_text, run_checks
+    from xtts_nb.app.check import StepTrial, checks_text, preflight_rows, preflight_text, run_checks
     with progress() as tell:
         report = lambda done, total, name: tell('check', done, total, name)
-        rows = run_checks(StepTrial(config), stress_duration, report)
+        trial = StepTrial(config)
+        rows = run_checks(trial, stress_duration, report)
+        ahead = preflight_rows(trial)
     counts = {result.lower(): sum(row['result'] == result for row in rows)
               for result in ('PASSED', 'FAILED', 'SKIPPED')}
-    result = {'checks': rows, **counts, 'device': device_name()}
-    return result, checks_text(rows), 1 if counts['failed'] else 0
+    result = {'checks': rows, **counts, 'device': device_name(), 'preflight': ahead}
+    text = f'{checks_text(rows)}\n\n{preflight_text(ahead)}'
+    return result, text, 1 if counts['failed'] else 0

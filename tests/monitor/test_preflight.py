@@ -1,0 +1,263 @@
+"What is said of a program for a GPU, compared with XLA itself; and nothing where nothing is wrong."
+import inspect
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.devices import products_in_tf32
+from xtts_nb.monitor import preflight as page
+from xtts_nb.monitor.preflight import (
+    KINDS, Obstacle, gpu_kernel, preflight, preflight_lines, registered_kernels, remedy_for, xla_kernel)
+
+X = tf.ones((4, 6))
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    with products_in_tf32(False): yield
+
+
+def found(function, *args, jit=False) -> list[tuple]:   # (kind, operation)
+    "What is said of a function of tensors."
+    return [(o.kind, o.op) for o in preflight(tf.function(function, jit_compile=jit), *(args or [X]))]
+
+def variable(dtype, name='counter'): return tf.Variable(0, dtype=dtype, name=name)
+
+
+# --- each kind ----------------------------------------------------------------------------------------------
+
+def numpy_sine(x): return tf.numpy_function(np.sin, [x], tf.float32)
+def python_sine(x): return tf.py_function(tf.sin, [x], tf.float32)
+def words(x): return tf.strings.length(tf.strings.as_string(x))
+def shuffled(x): return tf.random.shuffle(x)
+def printed(x):
+    tf.print(x)
+    return x
+def parts(x): return tf.math.segment_sum(x, tf.constant([0, 0, 1, 1]))
+def drawn(x): return tf.image.crop_and_resize(x[None, :, :, None], X[:1, :4], [0], (4, 4))
+def written(x): return tf.audio.decode_wav(tf.strings.as_string(x[0, 0]))[0]
+def ragged(x): return tf.RaggedTensor.from_row_lengths(x, [1, 3]).to_tensor()
+def histogram(x): return tf.histogram_fixed_width(x, [0., 1.])
+def chosen(x): return tf.boolean_mask(x, x > 0)
+def distinct(x): return tf.unique(tf.reshape(x, [-1])).y
+def divided(x): return tf.dynamic_partition(x, tf.cast(x > 0, tf.int32), 2)
+def shaped(x): return tf.reshape(x, tf.stack([tf.cast(tf.reduce_max(x), tf.int32), -1]))
+def checked(x):
+    tf.debugging.assert_greater(x, 0.)
+    return tf.linalg.norm(tf.debugging.check_numerics(x, 'x'))
+def sorted_(x): return tf.sort(x), tf.math.top_k(x, 2), tf.cumsum(x), tf.argmax(x)
+def transformed(x): return tf.signal.rfft(x), tf.signal.stft(x[0], 4, 2)
+
+@pytest.mark.parametrize('function', [
+    numpy_sine, python_sine, words, printed, parts, drawn, written, ragged, histogram, chosen, distinct,
+    divided, shaped, checked, sorted_, transformed], ids=lambda f: f.__name__)
+def test_xla_refuses_what_is_said_to_be_refused_and_nothing_else(function):
+    "The first operation that is said to be refused is the one that XLA names. Sizes by value compile."
+    compiled = tf.function(function, jit_compile=True)
+    said = [op for kind, op in found(function, jit=True) if kind == 'refused by XLA']
+    try: compiled(X)
+    except tf.errors.InvalidArgumentError as e:
+        assert said and f"No registered '{said[0]}' OpKernel for XLA_CPU_JIT" in str(e)
+    else: assert said == []
+
+GRAPH = {numpy_sine: ('Python', 'PyFunc'), python_sine: ('Python', 'EagerPyFunc'),
+         words: ('host operation', 'AsString'), shuffled: ('host operation', 'RandomShuffle'),
+         histogram: None, parts: None, checked: None, sorted_: None, transformed: None,
+         chosen: ('wait', 'Where'), distinct: ('wait', 'Unique'), divided: ('wait', 'DynamicPartition'),
+         shaped: ('wait', 'Pack of int32')}
+
+@pytest.mark.parametrize('function', GRAPH, ids=lambda f: f.__name__)
+def test_what_a_graph_costs_on_a_gpu(function):
+    "A string's length is computed beside the string: it is not said again. Assertions wait for nobody."
+    assert found(function) == [GRAPH[function]] * (GRAPH[function] is not None)
+
+def test_an_int32_variable_is_no_part_of_a_compiled_program():
+    "In a graph it may count on the host. In an inner function too, and by its own name."
+    for dtype, said in (('int32', [('int32 variable', 'counter')]), ('int64', []), ('float32', [])):
+        v = variable(dtype)
+        count = lambda x: x + tf.cast(v.assign_add(1), tf.float32) * tf.cast(v, tf.float32)   # noqa: B023
+        inner = tf.function(count, jit_compile=True)
+        assert found(count, jit=True) == said == found(lambda x: 2 * inner(x)) and found(count) == []   # noqa: B023
+        given = tf.function(lambda x, v: v.assign_add(1), jit_compile=True)
+        assert [o.kind for o in preflight(given, X, v)] == [kind for kind, _ in said]
+
+def test_conditions_and_loops_that_the_host_decides():
+    v, w = variable('int32'), tf.ones((6, 6), tf.bfloat16)
+    twice = lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 2, lambda: x)
+    cheap = lambda x: tf.cond(v > 3, lambda: x * 2, lambda: x)
+    case = lambda x: tf.switch_case(tf.argmax(x[0], output_type=tf.int32), [lambda: x, lambda: x + 1])
+    until = lambda x: tf.while_loop(lambda i, x: tf.reduce_sum(x) < 9., lambda i, x: (i + 1, x + 1), (0, x))
+    three = lambda x: tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x + 1), (0, x))
+    assert found(twice) == [('wait', 'StatelessIf')] and found(cheap) == found(three) == []
+    assert found(until) == [('wait', 'StatelessWhile')] and found(case) == [('wait', 'StatelessCase')]
+    assert not any(found(f, jit=True) for f in (twice, case, until, three))
+    inside = lambda x: tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, shuffled(twice(x))), (0, x))
+    assert found(inside) == [('host operation', 'RandomShuffle'), ('wait', 'StatelessIf')]
+    assert found(lambda x: tf.cond(v > 3, lambda: words(x), lambda: 0 * words(x))) == [
+        ('host operation', 'AsString')] and w.dtype == tf.bfloat16
+
+def test_int32_is_computed_on_the_host():
+    "Free where the host has the numbers, a wait where the GPU made them."
+    ids = tf.ones((4, 6), tf.int32)
+    assert found(lambda x: tf.maximum(x + 1, 2), ids) == []
+    assert found(lambda x: tf.cast(x, tf.int32) + 1) == [('wait', 'AddV2 of int32')]
+    assert found(lambda x: tf.cast(x, tf.int64) + 1) == found(lambda x: tf.cast(x, tf.int32)) == []
+
+@pytest.mark.parametrize('dtype, tf32, said', [
+    ('float64', True, ['float64 product']), ('float32', False, ['float32 product']), ('float32', True, []),
+    ('bfloat16', False, []), ('float16', False, [])])
+def test_products(dtype, tf32, said):
+    x = tf.ones((4, 6, 6), dtype)
+    multiply = {'BatchMatMulV2': lambda x: x @ x, 'MatMul': lambda x: x[0] @ x[1],
+                'Einsum': lambda x: tf.einsum('bij,bjk->bik', x, x)}
+    with products_in_tf32(tf32):
+        for op, function in multiply.items():
+            assert found(function, x) == found(function, x, jit=True) == [(kind, op) for kind in said]
+
+@pytest.mark.parametrize('dtype, tf32, graph, jit', [
+    ('float32', False, True, True), ('float32', True, False, True), ('bfloat16', False, False, False)])
+def test_convolutions_are_transposed_unless_tensor_cores_take_them(dtype, tf32, graph, jit):
+    x, kernel = tf.ones((2, 8, 8, 3), dtype), tf.ones((3, 3, 3, 4), dtype)
+    flat = lambda x: tf.nn.conv2d(x, kernel, 1, 'SAME')
+    deep = lambda x: tf.nn.conv3d(x[None], kernel[None], [1] * 5, 'SAME')
+    first = lambda x: tf.nn.conv2d(tf.transpose(x, (0, 3, 1, 2)), kernel, 1, 'SAME', 'NCHW')
+    with products_in_tf32(tf32):
+        layout = lambda f, jit: [op for kind, op in found(f, x, jit=jit) if kind == 'layout']
+        assert (layout(flat, False), layout(flat, True)) == (['Conv2D'] * graph, ['Conv2D'] * jit)
+        assert layout(deep, False) == layout(deep, True) == ['Conv3D'] and layout(first, True) == []
+
+
+# --- no false alarm -----------------------------------------------------------------------------------------
+
+def test_what_was_put_on_the_cpu_was_meant_so():
+    def step(x):
+        with tf.device('CPU'):
+            tf.summary.text('words', tf.strings.as_string(x[0]), step=1)
+            tf.print(tf.strings.as_string(x))
+            with tf.summary.record_if(True): tf.summary.scalar('loss', tf.reduce_sum(x), step=1)
+            length = tf.function(words)(x)
+        return x, length
+    assert found(step) == [] and found(step, jit=True)   # XLA compiles all of a function, wherever it was put
+
+def test_what_is_not_run_or_known_before_is_not_named():
+    def step(x):
+        tf.strings.as_string(x)
+        constant = tf.strings.length(tf.strings.as_string(tf.constant([1., 2.])))
+        return x[:, :tf.shape(x)[1] // 2], tf.reshape(x, [tf.size(x)]), tf.cast(constant, tf.float32)
+    assert found(step) == found(step, jit=True) == []
+    assert found(step, tf.TensorSpec((None, None))) == []
+
+def model_of(*layers, **how):
+    model = keras.Sequential(layers)
+    model.compile(**how)
+    return model
+
+def fit(model, x, y) -> list[tuple]:
+    "What is said of the function that `fit` calls for each batch, before it is called."
+    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    model.optimizer.build(model.trainable_variables)
+    model._symbolic_build(data_batch=(x, y))
+    step = model.make_train_function() or model.train_function
+    cells = [c.cell_contents for c in step.__closure__ or ()]
+    inner = [function for function in cells if hasattr(function, 'get_concrete_function')]
+    return {(o.kind, o.op) for o in preflight((inner or [step])[0], iter(data))}
+
+@pytest.fixture
+def half():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy('mixed_bfloat16')
+    yield keras.layers
+    keras.config.set_dtype_policy(before)
+
+@pytest.mark.parametrize('jit, metrics, said', [
+    (False, None, set()), (True, ['accuracy'], set()), (False, ['accuracy'], {('wait', 'Less of int32')})])
+def test_a_small_network_for_images_of_keras(half, jit, metrics, said):
+    "For the accuracy, Keras looks for the signs of zeros in the bits of the outputs, as int32."
+    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = model_of(half.Input((8, 8, 3)), half.Conv2D(4, 3), half.BatchNormalization(), half.MaxPool2D(),
+                     half.Flatten(), half.Dense(5), optimizer='adam', loss=entropy, metrics=metrics,
+                     jit_compile=jit)
+    assert fit(model, tf.ones((2, 8, 8, 3)), tf.zeros(2, tf.int32)) == said
+
+def test_layers_that_draw_random_numbers(half):
+    "As a graph they fetch their seed, which Keras keeps on the GPU; compiled they do not."
+    for jit in (False, True):
+        model = model_of(half.Input((8, 8, 3)), half.RandomFlip(), half.Dropout(.1), half.GlobalMaxPool2D(),
+                         half.Dense(1), optimizer='sgd', loss='mse', jit_compile=jit)
+        said = fit(model, tf.ones((2, 8, 8, 3)), tf.zeros((2, 1)))
+        assert said == (set() if jit else {('wait', 'StatelessRandomGetKeyCounter')})
+
+@pytest.mark.slow
+def test_an_lstm_over_words(half):
+    "An optimizer without a kernel for sparse gradients: found here first."
+    for optimizer, said in (('adam', set()), ('rmsprop', {('host operation', 'ScatterNd')})):
+        model = model_of(half.Input((6,), dtype='int32'), half.Embedding(9, 4), half.LSTM(4), half.Dense(1),
+                         optimizer=optimizer, loss='mse', jit_compile=False)
+        got = fit(model, tf.zeros((2, 6), tf.int32), tf.zeros((2, 1)))
+        assert {pair for pair in got if pair[0] != 'wait'} == said
+
+
+# --- what is said -------------------------------------------------------------------------------------------
+
+def test_place_count_and_bytes():
+    def step(x):
+        for _ in range(3): x = x + tf.cast(words(x), tf.float32)
+        return numpy_sine(x)
+    python, strings = preflight(step, X)
+    line = inspect.getsourcelines(words)[1]
+    assert strings.place.endswith(f'test_preflight.py:{line}') and strings.count == 3
+    assert strings.bytes == 3 * 4 * 6 * 4 and strings.node == 'AsString' and python.bytes == 4 * 6 * 4
+    assert strings.line.startswith(f'host operation: 3 x AsString at {strings.place}, 288 bytes: no kernel')
+    assert strings.line.endswith('Remedy: do it in the input pipeline, before the batch is copied to the '
+                                 'GPU.')
+    assert strings.to_dict() | {'means': KINDS['host operation']} == strings.to_dict()
+    assert preflight_lines([python]) == [python.line]
+    assert preflight_lines([])[0].startswith('Nothing was found')
+
+@pytest.mark.parametrize('size, text', [(None, 'size unknown'), (999, '999 bytes'), (1000, '1 KB'),
+                                        (2_500_000, '2.5 MB'), (3e9, '3 GB'), (4e12, '4e+03 GB')])
+def test_sizes(size, text): assert Obstacle('wait', 'If', 'cond', '', 1, size, '').size == text
+
+def test_products_are_summed_up_and_the_largest_is_shown():
+    small, large = tf.ones((2, 6)), tf.ones((9, 6))
+    (one,) = preflight(lambda x: (x @ small[0][:, None], tf.matmul(x, large, transpose_b=True)), X)
+    assert (one.count, one.node, one.bytes) == (2, 'MatMul_1', 4 * (24 + 6 + 24 + 54))
+
+def test_what_fails_comes_first_and_the_larger_before_the_smaller():
+    step = lambda x: (x @ tf.transpose(x), shuffled(x), numpy_sine(x), chosen(x))
+    order = [kind for kind, _ in found(step)]
+    assert order == ['Python', 'host operation', 'wait', 'float32 product']
+    assert order == sorted(order, key=[*KINDS].index)
+    two = preflight(lambda x: (shuffled(x), tf.strings.as_string(x[0])), X)
+    assert [o.op for o in two] == ['RandomShuffle', 'AsString'] and two[0].bytes > two[1].bytes > 0
+
+def test_each_kind_has_a_remedy():
+    made = {'Python': ['PyFunc'], 'int32 variable': ['x']}
+    for kind in KINDS:
+        assert all(remedy_for(kind, op) for op in made.get(kind, ['PyFunc', 'MatMul', 'If', 'New']))
+    assert 'tf.where' in remedy_for('wait', 'StatelessIf') and 'int64' in remedy_for('wait', 'AddV2 of int32')
+    assert 'argsort' in remedy_for('host operation', 'RandomShuffle')
+
+def test_any_function_or_a_concrete_one():
+    graph = tf.function(shuffled)
+    one = graph.get_concrete_function(X)
+    said = [preflight(shuffled, X), preflight(graph, tf.TensorSpec((4, 6))), preflight(one)]
+    assert [s[0].op for s in said] == ['RandomShuffle'] * 3
+
+def test_a_kernel_fits_by_its_types():
+    graph = tf.function(lambda x: (tf.scatter_nd([[0]], [True], [3]), x + 1)).get_concrete_function(X).graph
+    scatter, add = (next(op for op in graph.get_operations() if op.type == kind)
+                    for kind in ('ScatterNd', 'AddV2'))
+    assert gpu_kernel(scatter) is None and xla_kernel(scatter) is not None
+    assert gpu_kernel(add).device_type == 'GPU' and list(gpu_kernel(add).host_memory_arg) == []
+    assert {k.device_type for k in registered_kernels('AddV2')} >= {'CPU', 'GPU', 'XLA_GPU_JIT'}
+
+def test_the_place_is_outside_tensorflow_keras_and_this_page():
+    frame = lambda file, line: SimpleNamespace(filename=file, lineno=line)
+    at = lambda *frames: page.source_line(SimpleNamespace(traceback=frames))
+    mine, theirs = frame('/somewhere/project/train.py', 7), frame(keras.__file__, 1)
+    assert at(frame('/a.py', 1), mine, theirs, frame(tf.__file__, 2)) == 'project/train.py:7'
+    assert at(mine, frame(page.__file__, 300), frame(inspect.__file__, 9)) == 'project/train.py:7'
+    assert at(theirs) == at() == '' and at(frame('ipykernel_12/345.py', 3)) == 'cell:3'
