@@ -18,7 +18,7 @@ help:
 	@echo "make test-torch  what reads coqui's files, with PyTorch's CPU build in .venv-convert"
 	@echo "make test-browser  all lessons in JupyterLab and a Chromium, which it installs where there is none"
 	@echo "make export    write the library from the notebooks, and clean them"
-	@echo "make records   measure the records of the lessons anew (on the CPU; GPU=1: on the GPU; after make demo), and draw the pages"
+	@echo "make records   measure the records of the lessons anew (on the CPU; GPU=1: on the GPU; after make demo), and draw the pages; parts: dev/records.py"
 	@echo "make readme    write README.md from nbs/index.ipynb"
 	@echo "make docs      write the pages into _docs"
 	@echo "make lock      renew requirements.lock (needs uv; ARGS=--upgrade takes newer versions)"

@@ -1,7 +1,13 @@
 """Draw again what the pages draw from the records in benchmarks/, without running the pages.
 
     python dev/records.py               writes it into the notebooks, as their cells would show it
-    python dev/records.py renew [PAGE …]  measures the records of the lessons first, or those named
+    python dev/records.py renew [OPTIONS]  measures the records of the lessons first
+        --part NAME     only this one, once or more: config, data, model, step, dual, diagnose, say, service
+        --copy-to DIR   copies each record there as soon as it is written
+        --rehearse      each part as small as it can be, on two logical CPU devices; nothing is stored
+
+A part is a process of its own and ends after 8 minutes; what the others wrote stays. So a GPU that is lent
+for half an hour takes them one by one: make records GPU=1 ARGS="--part step --part dual --copy-to DIR".
 
 A new record that is noisy is removed again if a quiet one of the same device exists. `XTTS_NB_SPEECH=DIR`
 names a corpus of recorded speech for `bench data`, instead of that of the demo; `XTTS_NB_COQUI=PYTHON` an
@@ -9,15 +15,19 @@ environment with coqui-tts, to measure it too.
 
 A cell that draws a record names it in `recorded(...)` or `headline(...)`, and uses only what the page imports
 or exports. tests/test_records.py compares what is stored with what the same cell draws now."""
+import argparse
 import ast
 import base64
 import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
@@ -92,38 +102,101 @@ def write_records():
         if record_cells(nb): nbformat.write(nb, path)
 
 
-LESSONS = 'config', 'data', 'model', 'step_speed', 'dual', 'patients', 'say'
+PARTS = {'config': 'config', 'data': 'data', 'model': 'model', 'step': 'step_speed', 'dual': 'dual',
+         'diagnose': 'patients', 'say': 'say', 'service': 'service'}   # {name of a part: its record}
+LESSONS = 'config', 'data', 'model', 'step', 'dual', 'diagnose', 'say'
+LIMIT = 480   # s of a part
+SMALL = {'config': '--width 64 --updates 1 --rounds 2', 'data': '--clips 8 --rounds 2 --budget 0.1',
+         'model': '--batches 2 --batch-size 2 --rounds 2', 'step_speed': '--width 64 --rounds 2 --budget 0.1',
+         'dual': '--steps 4 --rounds 2', 'patients': '--num-batches 8 --seconds 1',
+         'say': '--rounds 2 --budget 0.1', 'service': '--rounds 1'}   # options of a rehearsal
 PROGRAM = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()']
 
 
-def measure(
-    page: str,   # a key of `bench.WRITERS`
-) -> str:        # what became of the record
-    "Run the command of a record; raises `CalledProcessError` if it fails."
+def command_of(
+    page: str,       # a key of `bench.WRITERS`
+    corpus: str,     # for `bench data`
+    small: bool = False,
+) -> list[str]:      # its arguments
+    "The command that writes a record."
     bench = importlib.import_module('xtts_nb.bench')
-    options = ['--budget', '3'] * (page in ('config', 'data', 'step_speed'))   # all pages in 20 minutes
-    options += ['--data', os.environ.get('XTTS_NB_SPEECH', 'runs/demo/corpus')] * (page == 'data')
-    if page in ('data', 'step_speed') and (peer := os.environ.get('XTTS_NB_COQUI')):
-        options += ['--coqui-python', peer]
-    folder = ROOT / 'benchmarks'
+    if small: options = SMALL[page].split()
+    else: options = ['--budget', '3'] * (page in ('config', 'data', 'step_speed'))   # all pages in 20 minutes
+    options += ['--data', corpus] * (page == 'data')
+    peer = None if small else os.environ.get('XTTS_NB_COQUI')
+    if page in ('data', 'step_speed') and peer: options += ['--coqui-python', peer]
+    return [*bench.WRITERS[page].split(), *options, '--record', '--json']
+
+
+def written(
+    command: list[str],
+    root: Path,        # where the command runs; it writes into benchmarks/ there
+    environment: dict | None = None,
+) -> Path:
+    "The record that a command writes; raises `CalledProcessError`, or `TimeoutExpired` after `LIMIT`."
+    folder = root / 'benchmarks'
     before = set(folder.glob('*.json'))
-    subprocess.run([*PROGRAM, *bench.WRITERS[page].split(), *options, '--record', '--json'], check=True,
-                   cwd=ROOT, stdout=subprocess.DEVNULL)
+    subprocess.run([*PROGRAM, *command], check=True, cwd=root, stdout=subprocess.DEVNULL, timeout=LIMIT,
+                   env=os.environ | (environment or {}))
     (new,) = set(folder.glob('*.json')) - before
+    return new
+
+
+def measure(
+    page: str,                     # a key of `bench.WRITERS`
+    copy_to: Path | None = None,
+) -> str:                          # what became of the record
+    "Run the command of a record, as `written` does."
+    bench = importlib.import_module('xtts_nb.bench')
+    new = written(command_of(page, os.environ.get('XTTS_NB_SPEECH', 'runs/demo/corpus')), ROOT)
+    if copy_to: shutil.copy(new, copy_to)
     one = json.loads(new.read_text(encoding='utf-8'))
     if not one['noisy']: return f'{new.name}: quiet'
-    shown = next(r for r in bench.recorded(page, folder) if r['device'] == one['device'])
+    shown = next(r for r in bench.recorded(page, new.parent) if r['device'] == one['device'])
     if shown['noisy']: return f'{new.name}: noisy, but no quiet one of this device exists'
     new.unlink()
     return f'{new.name}: noisy, removed; the quiet record of {shown["date"]} stays'
 
 
-def renew(pages: list[str]):
-    "Measure records one after the other, and draw all pages."
-    for page in pages or LESSONS:
+def rehearse(page: str) -> str:
+    "Run the command of a record as small as it can be, in a folder that is removed again."
+    from xtts_nb.data.corpora import synthetic_corpus
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(ROOT / 'settings.ini', folder)
+        corpus = synthetic_corpus(Path(folder) / 'corpus', clips=8, seconds=1.) if page == 'data' else ''
+        cards = {'XTTS_NB_CPU_CARDS': '2', 'CUDA_VISIBLE_DEVICES': '-1'}
+        new = written(command_of(page, str(corpus), small=True), Path(folder), cards)
+        return f'{len(json.loads(new.read_text(encoding="utf-8"))["rows"])} rows'
+
+
+def renew(
+    parts: list[str],              # names; none: `LESSONS`
+    copy_to: Path | None = None,
+    small: bool = False,           # a rehearsal
+) -> int:                          # parts that failed
+    "Measure parts one after the other, and draw all pages; one that fails does not stop the others."
+    if copy_to: copy_to.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for part in parts or (PARTS if small else LESSONS):
         begun = time.monotonic()
-        print(f'{page}: {measure(page)}, {time.monotonic() - begun:.0f} s', flush=True)
-    write_records()
+        try: said = rehearse(PARTS[part]) if small else measure(PARTS[part], copy_to)
+        except subprocess.CalledProcessError as e: said = f'FAILED, exit code {e.returncode}'
+        except subprocess.TimeoutExpired: said = f'FAILED, ended after {LIMIT} s'
+        failed += said.startswith('FAILED')
+        print(f'{part}: {said}, {time.monotonic() - begun:.0f} s', flush=True)
+    if not small: write_records()
+    return failed
 
 
-if __name__ == '__main__': renew(sys.argv[2:]) if sys.argv[1:2] == ['renew'] else write_records()
+def main(arguments: list[str]) -> int:
+    "The exit code."
+    if arguments[:1] != ['renew']: return write_records() or 0
+    parser = argparse.ArgumentParser(prog='records.py renew')
+    parser.add_argument('--part', action='append', choices=PARTS, default=[])
+    parser.add_argument('--copy-to', type=Path)
+    parser.add_argument('--rehearse', action='store_true')
+    given = parser.parse_args(arguments[1:])
+    return 1 if renew(given.part, given.copy_to, given.rehearse) else 0
+
+
+if __name__ == '__main__': sys.exit(main(sys.argv[1:]))

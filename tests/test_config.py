@@ -369,6 +369,46 @@ def test_a_card_that_is_too_new_for_tensorflow_is_named(tf_config, monkeypatch, 
     assert ('built for 9.x at most' in said) == named == bool(said)   # as the wheel says of itself
     if named: assert said.startswith(f'RTX 5090 has compute capability {capability[0]}.0, and TensorFlow')
 
+@pytest.fixture
+def two_cards(monkeypatch):
+    "TensorFlow's own rules for two cards that are not there, in a context that has not started."
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+    fresh = context.Context()
+    cards = [tf.config.PhysicalDevice(f'/physical_device:GPU:{i}', 'GPU') for i in range(2)]
+    fresh._physical_devices, fresh._pluggable_devices = list(cards), []
+    fresh._visible_device_list, fresh._memory_growth_map = list(cards), dict.fromkeys(cards)
+    fresh._physical_device_to_index = {card: i for i, card in enumerate(cards)}
+    monkeypatch.setattr(context, 'context', lambda: fresh)
+    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: {})
+    monkeypatch.setattr(page, '_reported', set())
+    monkeypatch.delenv('XTTS_NB_MEMORY_LIMIT', raising=False)
+    return fresh, cards
+
+@pytest.mark.parametrize('limit', [None, 500])
+def test_cards_that_are_divided_already_stay_so(two_cards, limit):
+    "One is divided, the other is not: no error of TensorFlow, now or when it starts."
+    import tensorflow as tf
+    fresh, cards = two_cards
+    parts = [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in (100, 200)]
+    tf.config.set_logical_device_configuration(cards[0], parts)
+    got = setup_tf(threads=2, memory_limit=limit)
+    if limit: assert [got[f'memory limit {c.name}'] for c in cards] == [(500, 500)] * 2
+    else: assert [got[f'memory growth {c.name}'] for c in cards] == [(True, None), (True, True)]
+    divided = tf.config.get_logical_device_configuration(cards[0])
+    assert [part.memory_limit for part in divided] == ([500] if limit else [100, 200])
+    options = fresh._compute_gpu_options()
+    assert len(options.experimental.virtual_devices) == 2 and fresh._context_handle is None
+
+def test_a_card_is_named_before_tensorflow_starts(two_cards, monkeypatch, capsys):
+    import tensorflow as tf
+    details = {'device_name': 'RTX 5090', 'compute_capability': (12, 0)}
+    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: details)
+    setup_tf(threads=2)
+    said = capsys.readouterr().err
+    assert said.count('RTX 5090 has compute capability 12.0') == 1 and 'Use the container' in said
+    assert two_cards[0]._context_handle is None
+
 @pytest.mark.parametrize('before, after', [(None, 'PCI_BUS_ID'), ('FASTEST_FIRST', 'FASTEST_FIRST')])
 def test_cuda_numbers_the_cards_as_nvml_does(tf_config, monkeypatch, before, after):
     monkeypatch.setenv('CUDA_DEVICE_ORDER', before or '')

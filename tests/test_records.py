@@ -113,8 +113,10 @@ def measured(monkeypatch, tmp_path):
         file.write_text(json.dumps(one | {'noisy': bool(noisy), 'noisy_rows': noisy}))
         return file.name
 
-    def run(command, **_):
+    def run(command, **how):
         ran.append(command[len(records.PROGRAM):])
+        assert how['timeout'] == records.LIMIT and how['check']
+        if isinstance(run.spread, Exception): raise run.spread
         write(run.spread)
     run.page = 'model'
     monkeypatch.setattr(records.subprocess, 'run', run)
@@ -154,10 +156,49 @@ def test_what_a_record_is_measured_on(measured, monkeypatch, page, variables, op
 
 def test_the_records_of_all_lessons_are_measured_by_default(monkeypatch, capsys):
     asked, drawn = [], []
-    monkeypatch.setattr(records, 'measure', lambda page: asked.append(page) or 'quiet')
+    monkeypatch.setattr(records, 'measure', lambda page, copy_to: asked.append(page) or 'quiet')
     monkeypatch.setattr(records, 'write_records', lambda: drawn.append(1))
-    records.renew([])
-    records.renew(['say'])
-    assert asked == [*records.LESSONS, 'say'] and drawn == [1, 1]
+    assert records.main(['renew']) == records.main(['renew', '--part', 'say', '--part', 'step']) == 0
+    pages = [records.PARTS[part] for part in records.LESSONS]
+    assert asked == [*pages, 'say', 'step_speed'] and drawn == [1, 1]
     assert 'say: quiet, 0 s' in capsys.readouterr().out
-    assert set(records.LESSONS) <= set(bench.WRITERS)
+    assert {*records.PARTS.values()} <= {*bench.WRITERS} and {*records.SMALL} == {*records.PARTS.values()}
+    with pytest.raises(SystemExit): records.main(['renew', '--part', 'stop'])
+
+
+def test_a_part_that_fails_or_takes_too_long_leaves_the_others(measured, monkeypatch, capsys, tmp_path):
+    "Each record is copied as soon as it is there."
+    folder, _, run, ran = measured
+    monkeypatch.setattr(records, 'write_records', lambda: None)
+    for run.spread, said in ((records.subprocess.CalledProcessError(2, 'x'), 'model: FAILED, exit code 2'),
+                             (records.subprocess.TimeoutExpired('x', 9), 'model: FAILED, ended after 480 s')):
+        assert records.main(['renew', '--part', 'model', '--copy-to', str(tmp_path / 'new/out')]) == 1
+        assert said in capsys.readouterr().out
+    run.spread = .1
+    assert records.main(['renew', '--part', 'model', '--copy-to', str(tmp_path / 'new/out')]) == 0
+    copied = [f.name for f in (tmp_path / 'new/out').iterdir()]
+    assert copied == [f.name for f in folder.iterdir()] and len(ran) == 3
+
+
+def test_a_rehearsal_runs_small_on_two_cpu_devices_and_stores_nothing(monkeypatch, capsys):
+    seen, pages = [], records.PARTS.values()
+    def run(command, cwd, env, **_):
+        assert env['XTTS_NB_CPU_CARDS'] == '2' and (cwd / 'settings.ini').is_file()
+        seen.append(command[len(records.PROGRAM):])
+        (cwd / 'benchmarks').mkdir(exist_ok=True)
+        (cwd / 'benchmarks/a.json').write_text('{"rows": [1, 2]}')
+    monkeypatch.setattr(records.subprocess, 'run', run)
+    monkeypatch.setattr(records, 'write_records', lambda: pytest.fail('a rehearsal draws nothing'))
+    assert records.main(['renew', '--rehearse']) == 0
+    assert [command[:2] for command in seen] == [bench.WRITERS[page].split() for page in pages]
+    assert all(records.SMALL[page].split()[0] in command for page, command in zip(pages, seen))
+    assert capsys.readouterr().out.count(': 2 rows, ') == 8
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+@pytest.mark.parametrize('part', ['step', 'dual', 'service'])
+def test_a_part_as_it_would_run_on_a_lent_gpu(part):
+    before = {*(ROOT / 'benchmarks').iterdir()}
+    assert records.main(['renew', '--rehearse', '--part', part]) == 0
+    assert {*(ROOT / 'benchmarks').iterdir()} == before

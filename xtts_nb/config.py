@@ -206,7 +206,7 @@ def setup_tf(
     with _without_start_messages():
         import tensorflow as tf
         gpus = tf.config.list_physical_devices('GPU')
-    for line in [line for line in gpu_troubles(gpus) if line not in _reported]:
+    for line in dict.fromkeys(line for line in gpu_troubles(gpus) if line not in _reported):
         _reported.add(line)
         print(line, file=sys.stderr)
     within, between = (threads or environment_number(f'TF_NUM_{kind}OP_THREADS') or cores()
