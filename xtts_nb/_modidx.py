@@ -1207,6 +1207,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.models.layers.dropout_keys': ( 'models/layers.html#dropout_keys',
                                                                                'xtts_nb/models/layers.py'),
                                        'xtts_nb.models.layers.fold_seed': ('models/layers.html#fold_seed', 'xtts_nb/models/layers.py'),
+                                       'xtts_nb.models.layers.gelu': ('models/layers.html#gelu', 'xtts_nb/models/layers.py'),
                                        'xtts_nb.models.layers.split_heads': ('models/layers.html#split_heads', 'xtts_nb/models/layers.py')},
             'xtts_nb.models.weights': { 'xtts_nb.models.weights._LazyArray': ( 'models/weights.html#_lazyarray',
                                                                                'xtts_nb/models/weights.py'),

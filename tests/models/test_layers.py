@@ -9,7 +9,7 @@ import tensorflow as tf
 from xtts_nb.models import layers
 from xtts_nb.models.layers import (
     AttentionBlock, Conv1D, FEW_ROWS, Int8Dense, Perceiver, PerceiverLayer, ResidualBlock, RMSNorm,
-    TransformerBlock, attend, causal_mask, dropout, dropout_keys, fold_seed,
+    TransformerBlock, attend, causal_mask, dropout, dropout_keys, fold_seed, gelu,
     split_heads)
 from xtts_nb.app.parity import gpt_parity
 
@@ -83,6 +83,30 @@ def test_scores_beyond_the_range_of_float16():
     q = k = tf.constant(40., tf.float16, (1, 1, 1, 64))
     k = tf.concat([k, -k], 1)
     assert np.array_equal(attend(q, k, tf.stack([q[0] * 0 + 1, q[0] * 0 + 2], 1)), q[0] * 0 + 1)
+
+@pytest.mark.parametrize('precision', ['float16', 'bfloat16', 'float32'])
+def test_large_activations_have_finite_gradients(precision):
+    "Of an input beyond 147, the cube in the approximation of GELU has a gradient beyond the range of float16."
+    x = tf.constant([-60000., -300., -150., -20., 0., 20., 150., 300., 60000.])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = gelu(tf.cast(x, precision))
+    slope = tape.gradient(y, x)
+    assert y.dtype == precision and np.allclose(slope, [0., 0, 0, 0, .5, 1, 1, 1, 1], atol=1e-3)
+    assert np.allclose(tf.cast(y, 'float32'), np.maximum(x, 0), rtol=1e-2)
+
+def test_a_block_in_float16_takes_large_activations():
+    "Of 3,000, as the last blocks of a trained GPT have them: states and gradients stay finite."
+    keras.utils.set_random_seed(0)
+    block = TransformerBlock(32, 2, dtype='mixed_float16')
+    block.build((None, 5, 32))
+    block.expand.kernel.assign(block.expand.kernel * 2000)   # to some 200 before GELU
+    x = tf.cast(3000 * tf.random.stateless_normal((2, 5, 32), (0, 1)), tf.float16)
+    with tf.GradientTape() as tape:
+        y = block(x, causal_mask(5, 5))
+        loss = tf.reduce_mean(tf.cast(y, tf.float32) / 1e4)
+    found = [y, *tape.gradient(loss, block.trainable_variables)]
+    assert all(np.isfinite(tf.cast(v, tf.float32)).all() for v in found)
 
 def loops(q, k, v, mask):
     out = np.zeros((*q.shape[:2], q.shape[2] * v.shape[3]))

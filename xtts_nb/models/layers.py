@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FEW_ROWS', 'fold_seed', 'dropout_keys', 'dropout', 'Conv1D', 'RMSNorm', 'attend', 'split_heads', 'AttentionBlock',
-           'PerceiverLayer', 'Perceiver', 'TransformerBlock', 'causal_mask', 'Int8Dense', 'ResidualBlock']
+           'PerceiverLayer', 'Perceiver', 'gelu', 'TransformerBlock', 'causal_mask', 'Int8Dense', 'ResidualBlock']
 
 # %% ../../nbs/models/layers.ipynb #5042766e
 from math import gcd
@@ -162,6 +162,12 @@ class Perceiver(keras.layers.Layer):
         for layer in self.layers: latents = layer(latents, frames)
         return self.norm(latents)
 
+# %% ../../nbs/models/layers.ipynb #5d0c1e72
+def gelu(x):   # any shape
+    "GELU by tanh, with a finite gradient in float16 too."
+    if x.dtype != 'float16': return ops.gelu(x, approximate=True)
+    return ops.cast(ops.gelu(ops.cast(x, 'float32'), approximate=True), 'float16')
+
 # %% ../../nbs/models/layers.ipynb #c350ac7a
 class TransformerBlock(keras.layers.Layer):
     "(B, L, D) -> (B, L, D)."
@@ -188,7 +194,7 @@ class TransformerBlock(keras.layers.Layer):
                    for t in ops.split(self.qkv(self.attention_norm(x)), 3, axis=-1))
         mixed = attend(q, k, v, mask, self.rate, keys[0])
         x = x + dropout(self.project(mixed), self.rate, keys[1])
-        hidden = ops.gelu(self.expand(self.mlp_norm(x)), approximate=True)
+        hidden = gelu(self.expand(self.mlp_norm(x)))
         x = x + dropout(self.contract(hidden), self.rate, keys[2])
         return x
 

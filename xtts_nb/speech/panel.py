@@ -47,7 +47,7 @@ def attention_pass(
     for block in gpt.blocks:
         q, k, _ = (split_heads(t, block.heads)
                    for t in ops.split(block.qkv(block.attention_norm(x)), 3, axis=-1))
-        score = ops.cast(ops.einsum('blhk,bmhk->bhlm', q, k), 'float32') * q.shape[-1]**-0.5
+        score = ops.cast(ops.einsum('blhk,bmhk->bhlm', q * q.shape[-1]**-0.5, k), 'float32')
         weight = ops.softmax(ops.where(mask, score, -1e9))
         weights.append(ops.mean(weight, (0, 1))[-len(codes):])   # of the heads
         x = block(x, mask)
