@@ -197,6 +197,16 @@ def test_voices_add_refuses_a_bad_name_before_it_loads_the_model(ran, bars, tmp_
         assert done.code == 2 and why in done.err
     assert bars == [('start', {})] * 2
 
+def test_voices_import(ran, behind, bars, monkeypatch):
+    monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda folder: f'the model of {folder}')
+    row = {'name': 'Claribel Dervla', 'made_from': [{'name': 'speakers_xtts.pth'}]}
+    imported = behind('speech.voices.import_voices', [row])
+    line = 'voices import x/speakers_xtts.pth --model m --voices v'
+    assert ran(line).out == 'Claribel Dervla: speakers_xtts.pth\n'
+    assert ran(f'{line} --force --json').json == {'voices': [row]}
+    asked = {'folder': 'v', 'path': 'x/speakers_xtts.pth', 'xtts': 'the model of m', 'force': 'False'}
+    assert [text_of(call) for call in imported] == [asked, asked | {'force': 'True'}]
+
 def test_voices_list(ran, behind, bars):
     rows = [ANNA, BOTH, {'name': 'bad', 'error': 'holds no voice.'}]
     behind('speech.voices.list_voices', lambda folder: rows if folder.name == 'v' else [])

@@ -74,7 +74,7 @@ def known(name, body) -> dict: return _file(name, len(body), hashlib.sha256(body
 def model(server) -> Source:
     server.files |= FILES
     files = [known(*f) for f in FILES.items()]
-    return Source('model', files, 'Some License', server.address, hub=HUB, terms=True)
+    return Source('model', files, 'Some License', server.address, HUB, True, 'convert from-coqui {} MODEL')
 
 @pytest.fixture
 def fetch(server):
@@ -120,18 +120,23 @@ def refused(call, *arguments, **options) -> str:
 def test_every_file_of_the_table_is_pinned():
     files = [f for s in SOURCES.values() for f in s.files]
     assert all(re.fullmatch('[0-9a-f]{64}', f['sha256']) and f['bytes'] > 0 for f in files)
-    assert len({f['sha256'] for f in files}) == len(files) == 15
-    assert sum(f['bytes'] for f in files) == 100_778_928_537
-    model, *corpora = SOURCES.values()
+    assert (len({f['sha256'] for f in files}), len(files)) == (16, 17)   # one licence twice
+    assert sum(f['bytes'] for f in files) == 100_786_687_369
+    model, voices, *corpora = SOURCES.values()
     assert re.fullmatch('[0-9a-f]{40}', model.hub[1]) and model.hub[1] in model.url
     assert model.terms and model.files[0]['file'] == 'LICENSE.txt'
+    assert voices.terms and voices.name == 'xtts-voices'
+    assert (voices.files[0], voices.hub) == (model.files[0], model.hub)
+    assert download_text(voices, {'files': voices.files, 'folder': 'v'}).endswith(
+        'xtts-nb voices import v/speakers_xtts.pth --model MODEL --voices VOICES')
     assert all(len(s.files) == 1 and not s.hub and not s.terms for s in corpora)
     assert all(s.url.startswith('https://') for s in corpora)
-    assert source_rows()[1] == {'name': 'ljspeech', 'GB': 2.75, 'licence': 'public domain'}
-    assert len(SOURCES) == 10
+    assert source_rows()[2] == {'name': 'ljspeech', 'GB': 2.75, 'licence': 'public domain'}
+    assert len(SOURCES) == 11
 
-@pytest.mark.parametrize('name, part', [('ljspech', 'one of xtts-v2, ljspeech, '), ('', 'ljspeech'),
-                                        ('common-voice', 'https://commonvoice.mozilla.org')])
+@pytest.mark.parametrize('name, part', [
+    ('ljspech', 'one of xtts-v2, xtts-voices, ljspeech, '), ('', 'ljspeech'),
+    ('common-voice', 'https://commonvoice.mozilla.org')])
 def test_what_is_not_in_the_table(name, part):
     assert part in refused(find_source, name)
 

@@ -57,7 +57,7 @@ def test_the_service_is_asked_by_all_at_once(monkeypatch):
     monkeypatch.setattr(page, 'ONE_CLIENT_WAVES', 2)
     tokenizer = train_tokenizer([page.LOAD_TEXT], ['en'])
     speaker = SimpleNamespace(listen=len, decoder=None, sampling=Sampling(), speech=SimpleNamespace(speed=1.))
-    monkeypatch.setattr('xtts_nb.speech.long.text_pieces', lambda speaker, text, language: (
+    monkeypatch.setattr('xtts_nb.speech.long.text_pieces', lambda speaker, text, language, soon: (
         [SimpleNamespace(text=text, language=language, pause=0.)], [3]))
     speaker.xtts, told = SimpleNamespace(tokenizer=tokenizer), []
     rows = service_load(speaker, 'Hello', (1, 12), 1, 2, 4, lambda *done: told.append(done))

@@ -19,6 +19,7 @@ from xtts_nb.models.weights import named_weights, read_tensors, save_weights
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import coqui_toy
+import torch_file
 from process import main
 
 
@@ -669,3 +670,63 @@ def test_it_speaks_as_its_config_says(disk, tmp_path, speech, expected):
     assert (speech.repetition_penalty, speech.reference_seconds, speech.reference_chunk_seconds) == expected
     rest = speech.temperature, speech.top_k, speech.top_p, speech.max_reference_seconds
     assert rest == (0.85, 50, 0.85, 10)
+
+
+# --- files of tensors alone, without PyTorch ----------------------------------------------------------------
+
+def test_tensors_are_read_without_pytorch(tmp_path, monkeypatch):
+    "Whole ones, and one that is a part of others' numbers in another order."
+    monkeypatch.setitem(sys.modules, 'torch', None)
+    x, path = np.arange(12, dtype=np.float32), tmp_path / 'x.pth'
+    turned = torch_file.tensor(0, 12, (2, 3), (1, 4), 2)
+    torch_file.write_dict(path, {'a': {'b': x.reshape(1, 3, 4)}, 'c': x[:1] / 2}, turned=turned)
+    found = convert.read_plain_pth(path)
+    assert [*found] == ['a', 'c', 'turned'] and found['c'].tolist() == [0]
+    assert np.array_equal(found['a']['b'], x.reshape(1, 3, 4))
+    assert np.array_equal(found['turned'], [[2, 6, 10], [3, 7, 11]])
+
+@pytest.mark.parametrize('code, named', [
+    (torch_file.call(torch_file.name('os', 'system'), torch_file.text('touch ran')), 'os.system'),
+    (torch_file.call(torch_file.name('builtins', 'eval'), torch_file.text('open("ran", "w")')),
+     'builtins.eval'),
+    (torch_file.text('os') + torch_file.text('system') + b'\x93', 'os.system'),
+    (torch_file.call(torch_file.name('torch', 'load'), torch_file.text('x')), 'torch.load'),
+    (torch_file.call(torch_file.name('collections', 'Counter')), 'collections.Counter')],
+    ids=['system', 'eval', 'stack', 'torch', 'counter'])
+def test_a_name_in_a_file_of_tensors_is_refused(tmp_path, monkeypatch, code, named):
+    monkeypatch.chdir(tmp_path)
+    torch_file.write_dict(tmp_path / 'x.pth', {'a': np.ones(2, np.float32)}, more=code)
+    with pytest.raises(UserError, match=f'x.pth: asks for {named}, which could run code'):
+        convert.read_plain_pth(tmp_path / 'x.pth')
+    assert not (tmp_path / 'ran').exists()
+
+@pytest.mark.parametrize('pickled', [
+    torch_file.tensor(0, 4, (5,), (1,)), torch_file.tensor(0, 4, (2,), (1,), 3),
+    torch_file.tensor(0, 4, (9,), (0,)), torch_file.tensor(0, 4, (2,), (-1,), 1),
+    torch_file.tensor(0, 4, (2, 2), (1,)), torch_file.tensor(1, 4, (4,), (1,)),
+    torch_file.tensor(0, 4, (2**30, 2**30), (0, 0)), torch_file.call(torch_file.text('x')), b'', b'}(u}b'],
+    ids='beyond end repeated back rank missing huge call empty state'.split())
+def test_a_damaged_file_of_tensors_is_named(tmp_path, pickled):
+    torch_file.write(tmp_path / 'x.pth', pickled, [np.arange(4, dtype=np.float32)])
+    try: found = convert.read_plain_pth(tmp_path / 'x.pth')
+    except UserError as e: assert re.match('.*x.pth: not readable as a PyTorch file of tensors', str(e))
+    else: assert found == {}   # a state that a dictionary ignores
+
+def test_what_is_no_file_of_tensors(tmp_path, monkeypatch):
+    path = tmp_path / 'x.pth'
+    with pytest.raises(UserError, match='x.pth: the file is missing'): convert.read_plain_pth(path)
+    path.write_bytes(b'\x80\x02}.')   # not in an archive
+    with pytest.raises(UserError, match='not readable as a PyTorch file'): convert.read_plain_pth(path)
+    torch_file.write_dict(path, {'a': np.ones(300, np.float32)})
+    monkeypatch.setattr(convert, 'PLAIN_BYTES', 1000)
+    with pytest.raises(UserError, match='holds more than 1,000 bytes'): convert.read_plain_pth(path)
+
+@pytest.mark.torch
+def test_tensors_of_pytorch_itself_are_read_without_it(torch, tmp_path):
+    voices = {'A b': {'gpt_cond_latent': torch.randn(1, 4, 8), 'speaker_embedding': torch.randn(1, 5, 1)},
+              'C': {'gpt_cond_latent': torch.randn(1, 8, 4).transpose(1, 2)}}
+    torch.save(voices, tmp_path / 'x.pth')
+    found = convert.read_plain_pth(tmp_path / 'x.pth')
+    assert {k: [*v] for k, v in found.items()} == {k: [*v] for k, v in voices.items()}
+    for name, parts in voices.items():
+        for part, x in parts.items(): assert np.array_equal(found[name][part], x.numpy())

@@ -87,12 +87,16 @@ def test_edit_distance_equals_the_table():
 def test_rates_of_a_cache(prepared, tmp_path):
     ratio = prepared.codes_length / prepared.text_length
     low, high = np.quantile(ratio, [.01, .99])
-    assert code_rates(prepared.folder, 14) == {'en': Rate(round(.7 * low, 3), round(1.4 * high, 3))}
+    longest = int(prepared.text_length.max())
+    assert code_rates(prepared.folder, 14) == {'en': Rate(round(.7 * low, 3), round(1.4 * high, 3), longest)}
     assert code_rates(prepared.folder) == {}   # 14 clips are too few
     assert run_rates(tmp_path) == {}
     for cache, rates in ((prepared.folder, code_rates(prepared.folder, 14)), (tmp_path / 'gone', {})):
         (tmp_path / 'run.json').write_text(json.dumps({'cache': str(cache)}))
         assert run_rates(tmp_path, 14) == run_rates(tmp_path / 'best', 14) == rates
+    facts = {'cache': str(prepared.folder), 'base': 'model'}   # which has learned longer texts
+    (tmp_path / 'run.json').write_text(json.dumps(facts))
+    assert run_rates(tmp_path, 14)['en'] == code_rates(prepared.folder, 14)['en']._replace(longest=None)
 
 
 # --- words that were left out -------------------------------------------------------------------------------

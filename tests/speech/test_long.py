@@ -7,13 +7,13 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
-from xtts_nb.data.languages import LANGUAGES
+from xtts_nb.data.languages import ABBREVIATIONS, LANGUAGES
 from xtts_nb.data.text import Speakable, Tokenizer
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.guard import Rate
 from xtts_nb.speech.long import (
-    MAX_CHARACTERS, TextPiece, _notes, _separable, language_runs, speak_long, speak_whole, split_text,
-    text_pieces)
+    MAX_CHARACTERS, SHORT_FORMS, TextPiece, _notes, _separable, language_runs, sentences, speak_long,
+    speak_whole, split_text, text_pieces)
 
 VOICE = synthetic_voice(1.)
 SCRIPTS = {'ru': 'абвгд', 'ar': 'ابتثَِ', 'fa': 'اب\u200cپچَ', 'zh-cn': '你好吗，。！', 'ja': '私はカ゛ー。、',
@@ -72,24 +72,94 @@ ALWAYS = lambda piece: True
            'here, i.e. so.'),
     ('de', 'Sie kam am 3. Mai mit ihm an. |Das war im Jahr 1990. |Dann z. B. Äpfel, Birnen und anderes.'),
     ('es', '¿Qué tal está usted hoy? |¡Muy bien, gracias a Dios! |Y a la Sra. López también.'),
-    ('zh-cn', '你好，我是学生。|今天天气很好！|你去哪里呢？|「好。」他就这样说。|'
+    ('zh-cn', '你好，我是学生。|今天天气很好！|你去哪里呢？|「好。」|他就这样说。|'
               '他说ok，好的。|ok，就这样说'),
     ('hi', 'वह घर गया था। |वह कल आया है।'), ('ar', 'كيف حالك اليوم؟ |أنا بخير والحمد لله.'),
     ('ru', 'Это г. Москва, ул. Ленина. |Мы там живём давно.'), ('en', '\n\n  The only one of them\n\n')])
 def test_sentences(language, marked):
-    assert '|'.join(p.text for p in split_text(marked.replace('|', ''), language, ALWAYS)) == marked
+    assert '|'.join(sentences(marked.replace('|', ''), language)) == marked
+
+ABBREVIATED = {   # | is where a sentence ends
+    'en': 'Prof. Xu and Mrs. Day live in No. 5, see Fig. II, e.g. Berlin, St. Louis, Smith Jr., Bob, '
+          'U.S. Army. |He said no. |Then it was I. |Cats, dogs etc. |They met at 5 p.m. |All of them '
+          '(J. R. R. Tolkien, i. e. He).',
+    'es': 'La Sra. Díaz vive en EE. UU. Norte, p. ej. Miami, núm. 5, Avda. Sol, pág. XI, el Dr. Ruiz y '
+          'Ud. Mismo. |Dijo que no. |Eso es lo que pidió el chef. |Ven aquí.',
+    'fr': 'M. Dupont, Mme. Roy, le Dr. Bon et Mgr. Lys, p. ex. Paris, av. Foch, env. 30, no. 5, av. '
+          'J.-C. Rome, cf. Kant. |Il dit non. |Elle a vu son ex. |Oui.',
+    'de': 'Dr. Weiß, Hr. Maier, z. B. Äpfel, z.B. Birnen, u. a. Kohl, d. h. Gemüse, Nr. 5, Art. 3, S. '
+          'Müller, Bd. IV, Hauptstr. 7, ca. Hundert, 3 Mio. Euro, am 3. Mai, Ludwig XIV. König. |So '
+          'eine Art. |Er mag. |Das ist Max. |Er kam usw. |Es war 1990. |Ja.',
+    'it': 'Il Sig. Rossi, la Dott. Neri, il Prof. Poli, ad es. Roma, p. es. Pisa, pag. 5, art. II, On. '
+          'Moro, V.le Po, d.C. Augusto, S. Maria. |Lo fa con arte. |Ha detto di no. |Poi è. |Basta ecc. '
+          '|Ora.',
+    'pt': 'O Sr. Lima, a Dra. Reis, o Eng. Melo, p. ex. Lisboa, Av. Central, pág. 5, n. 7, a.C. Roma, '
+          'V. Ex.ª disse. |Disse que não. |Assim é. |Faz mal. |Um, dois etc. |Sim.',
+    'pl': 'Prof. Nowak, inż. Lis, ul. Długa, im. Jana, np. Kraków, m.in. Gdynia, m. in. Łódź, św. Anna, '
+          'tzw. Baza, nr 5, str. 7, godz. XII, p. Ewa. |Było to w 1990 r. |Potem to i. |Kot, pies itd. '
+          '|Dobra jest ta str. |Tak.',
+    'tr': 'Prof. Kaya, Doç. Ak, Av. Can, Sn. Ece, örn. Ankara, bkz. Ek, No. 5, s. 7, Arş. Gör. Su, II. '
+          'Murat, 3. Kat, T.C. Anayasası. |İşte bu o. |Onu bul. |Git gör. |Elma, armut vb. |Evet.',
+    'ru': 'Театр им. Пушкина, ул. Ленина, г. Москва, т. е. Он, т.е. Она, проф. Иванов, акад. Павлов, '
+          'св. Анна, рис. 5, стр. 7, гл. IV, А. С. Пушкин, см. Выше. |Это я. |Он ушёл в 1990 г. |Дом и '
+          'т. д. |Нет.',
+    'nl': 'Dhr. Bos, mevr. De Wit, prof. Smit, drs. Kok, bijv. Breda, o.a. Delft, d.w.z. Utrecht, nr. '
+          '5, blz. 7, St. Jan, Kerkstr. 3, t.a.v. Jansen. |Zo een art. |Hij zei nee. |Kat, hond enz. '
+          '|Ja.',
+    'cs': 'Např. Praha, tzv. Mánes, MUDr. Nová, Ing. Malý, p. Dvořák, sv. Anna, č. 5, str. 7, r. 1990, '
+          'ul. Dlouhá, t. j. Brno, 3. Května, Karel IV. Lucemburský, mj. Plzeň. |Řekl ne. |Takový str. '
+          '|Kočka atd. |Ano.',
+    'ar': 'قال د. أحمد و م. علي و أ. د. سامي في ص. 5 و ج. 2 سنة 50 ق. م. تقريبا. |كتب حرف ص. |ثم خرج. '
+          '|نعم.',
+    'zh-cn': '我住在No. 5号，Dr. 王和Mr. Li见Fig. 3。|他说no. |好。|对。',
+    'ja': 'これはNo. 5です、Dr. 田中とMr. Sato、Vol. 3。|彼はno. |はい。',
+    'hu': 'Dr. Nagy, ifj. Kovács, özv. Tóthné, Szt. István, kb. Tíz, ún. Kör, i. sz. Róma, Kr. e. 5, '
+          '12. sz. 3, old. 7, II. János, 3. Emelet. |Itt van ő. |Ez a sz. |Kutya stb. |Igen.',
+    'ko': '저는 Dr. 김과 Mr. 박을 No. 5에서 만났다. |그는 no. |네.',
+    'hi': 'डॉ. शर्मा और पं. नेहरू, प्रो. राव, कु. मीरा, नं. 5, पृ. 7, रु. 500, ई. पू. भारत। |वह गया. '
+          '|हाँ।',
+    'fa': 'د. احمدی در ص. ۵ و ج. ۲ و ش. ۷ نوشت، ۵۰ ق. م. بود، ر. ک. کتاب. |این حرف ص. |بعد رفت. |بله.'}
+
+@pytest.mark.parametrize('language', ABBREVIATED)
+def test_an_abbreviation_ends_no_sentence(language):
+    "And what looks like one does: a word, the last word before a number, the year before a unit."
+    marked = ABBREVIATED[language]
+    assert '|'.join(sentences(marked.replace('|', ''), language)) == marked
+
+def test_one_table_of_abbreviations():
+    "All languages, and all that the cleaning expands."
+    assert {*SHORT_FORMS} == {language[:2] for language in EVERY}
+    for language, forms in ABBREVIATIONS.items(): assert {*forms} <= {*SHORT_FORMS[language][0]}
+
+DOG = 'The dog sleeps. '
+
+@pytest.mark.parametrize('text, most, pieces', [   # sentences in each piece
+    (DOG * 5, 48, [3, 2]), (DOG * 4 + '\n\n' + DOG * 2, 48, [3, 1, 2]), (DOG * 3, 16, [1, 1, 1]),
+    (DOG * 20, 999, [15, 5]),                                    # 250 characters
+    (DOG * 4 + 'No.', 64, [3, 2]), ('Yes.\n\n' + DOG, 99, [1, 1]), ('Yes. ' + DOG, 19, [1, 1]),
+    (DOG * 3 + 'No. ' + 'Cats and dogs are asleep now, and all of them. ' + DOG, 48, [2, 2, 1, 1])])
+def test_sentences_are_packed(text, most, pieces):
+    "A short rest takes a sentence of the piece before it; paragraphs are not joined."
+    found = split_text(text, 'en', lambda piece: len(piece.strip()) <= most)
+    assert ''.join(p.text for p in found) == text
+    assert [len(sentences(p.text, 'en')) for p in found] == pieces
+
+def test_the_first_sentence_can_come_alone():
+    for text, first in ((DOG * 6, DOG), ('Yes. ' + DOG * 6, 'Yes. ' + DOG), (DOG, DOG)):
+        found = [p.text for p in split_text(text, 'en', ALWAYS, soon=True)]
+        assert found[0] == first and ''.join(found) == text and len(found) <= 2
 
 @pytest.mark.parametrize('text, pieces', [
-    ('Yes. The dog sleeps all day.', 1), ('The dog sleeps all day. Yes.', 1), ('The dog sleeps. . . - ', 1),
-    ('Yes.\n\nThe dog sleeps all day.', 2), ('Yes. No. The dog sleeps all day. No. The cat is asleep.', 2),
-    ('The dog sleeps all day. No.\n\nThe cat is asleep.', 2)])
+    ('Yes. The dog sleeps all day.', 1), ('The dog sleeps. . . - ', 1),
+    ('Yes.\n\nThe dog sleeps all day.', 2)])
 def test_a_short_piece_is_joined(text, pieces): assert len(split_text(text, 'en', ALWAYS)) == pieces
 
 def test_the_pause_follows_the_punctuation():
-    text = ('This is the first one. This is the second… This is the third, long one; and here, yes, a very '
-            'long part\n\nof what is it? "Look at that!" he said again')
+    text = ('At Smith Jr., Bob and I are. This is the first one. This is the second… This is the third, '
+            'long one; and here, yes, a very long part\n\nof what is it? "Look at that!" he said again')
     fits = lambda piece: len(piece.strip()) <= 26
     assert [(p.text.strip()[-5:], p.pause) for p in split_text(text, 'en', fits)] == [
+        (' Jr.,', .15), (' are.', .35),
         (' one.', .35), ('cond…', .5), ('hird,', .15), (' yes,', .15), (' part', .7),
         ('s it?', .35), ('hat!"', .25), ('again', 0)]
 
@@ -181,19 +251,19 @@ def test_what_cannot_be_spoken_is_refused_at_once(recorder, text, language, word
     with pytest.raises(UserError, match=words): speak_long(recorder, text, language, 'me')
 
 def test_a_piece_has_room_for_its_codes(recorder):
-    "With the codes that a token takes, and at least 16 tokens."
+    "With the codes that a token takes and the longest text of the training, and at least 16 tokens."
     text, recorder.max_codes = 'aa bb cc dd ee ff gg hh ' * 4, 60
     count = lambda: max(text_pieces(recorder, text, 'en')[1])
     assert 30 < count() <= 40
-    for most, tokens in ((1.4 * 3, 20), (1.4 * 30, 16)):
-        recorder.rates = {'en': Rate(1., most)}
+    for most, longest, tokens in ((1.4 * 3, None, 20), (1.4 * 30, None, 16), (1., 22, 22), (1., 3, 16)):
+        recorder.rates = {'en': Rate(1., most, longest)}
         assert tokens / 2 < count() <= tokens
 
 def test_a_mark_that_is_not_said_still_divides(recorder):
     "The vocabulary has no full stop; a text of it alone, and one of emoji alone, is refused."
-    pieces, tokens = text_pieces(recorder, '# Aa bb cc dd ee ff. **Gg** hh aa bb cc dd 😀', 'EN-us')
+    pieces, tokens = text_pieces(recorder, '# Aa bb. Cc dd ee ff.\n\n**Gg** hh aa bb cc dd 😀', 'EN-us')
     assert [(p.text, p.language, p.pause) for p in pieces] == [
-        ('Aa bb cc dd ee ff. ', 'en', .35), ('Gg hh aa bb cc dd 😀', 'en', 0.)]
+        ('Aa bb. Cc dd ee ff.\n\n', 'en', .7), ('Gg hh aa bb cc dd 😀', 'en', 0.)]
     assert pieces[0].notes == ({'found': 'cannot be said: # * . 😀', 'done': 'left out'},)
     assert pieces[1].notes == () and all(tokens)
     with pytest.raises(UserError, match='no letter'): text_pieces(recorder, '😀 ...', 'en')

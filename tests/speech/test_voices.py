@@ -2,6 +2,8 @@
 import os
 import shutil
 import struct
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,8 +18,11 @@ from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech import voices
 from xtts_nb.speech.generate import Voice
 from xtts_nb.speech.voices import (
-    add_voice, blend_voices, find_voice, list_voices, load_voice, read_voice, remove_voice, save_voice,
-    voice_model, voice_path)
+    add_voice, blend_voices, find_voice, import_voices, list_voices, load_voice, read_voice, remove_voice,
+    save_voice, voice_model, voice_path)
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import torch_file
 
 LOW, HIGH = synthetic_voice(1., 110.), synthetic_voice(1.5, 210.)
 
@@ -217,3 +222,52 @@ def test_a_file_too_large_for_a_voice(tmp_path, monkeypatch):
     monkeypatch.setattr(voices, 'VOICE_BYTES', 999)
     save_voice(path := tmp_path / 'a.safetensors', Voice(np.ones((4, 64)), None), 'm', [])
     with pytest.raises(UserError, match='is too large for a voice'): read_voice(path)
+
+
+# --- voices that come with a model --------------------------------------------------------------------------
+
+def studio(**shapes):
+    "The parts of a voice as coqui-tts stores them."
+    draw = np.random.default_rng(len(shapes))
+    shapes = {'gpt_cond_latent': (1, 4, 64), 'speaker_embedding': (1, 32, 1)} | shapes
+    return {part: draw.normal(size=shape).astype(np.float32) for part, shape in shapes.items()}
+
+def test_studio_voices_become_voices_of_a_folder(singer, tmp_path):
+    "By their names, as a user and a client of the service give them; none is replaced without force."
+    file, folder = tmp_path / 'speakers_xtts.pth', tmp_path / 'voices'
+    given = {name: studio() for name in ('Claribel Dervla', 'Eugenio Mataracı')}
+    torch_file.write_dict(file, given)
+    rows = import_voices(folder, file, singer.xtts)
+    assert rows == list_voices(folder) and [row['name'] for row in rows] == [*given]
+    assert rows[0]['made_from'] == [{'name': 'speakers_xtts.pth'}] and rows[0]['seconds'] == 0
+    voice, parts = find_voice(['Claribel Dervla'], singer.xtts, folder), given['Claribel Dervla']
+    assert np.array_equal(voice.prompt, parts['gpt_cond_latent'][0])
+    assert np.array_equal(voice.vector, parts['speaker_embedding'][0, :, 0])
+    assert len(singer('aa bb', 'en', voice))
+    with pytest.raises(UserError, match='exists already'): import_voices(folder, file, singer.xtts)
+    assert len(import_voices(folder, file, singer.xtts, force=True)) == 2
+
+@pytest.mark.parametrize('contents, words', [
+    ({}, 'holds no voices'),
+    ({'A': studio(gpt_cond_latent=(1, 4, 32))}, r'"A" has .*\(1, 4, 32\).*takes .*\(1, 4, 64\)'),
+    ({'A': studio(), 'B': {'gpt_cond_latent': np.zeros((1, 4, 64), np.float32)}}, '"B" has'),
+    ({'A': {k: x * np.float32('nan') for k, x in studio().items()}}, '"A" has'),
+    ({'A': np.zeros(3, np.float32)}, '"A" has'), ({'../A': studio()}, "'../A' is no name of a voice")],
+    ids=['none', 'shape', 'part', 'nan', 'tensor', 'name'])
+def test_a_file_of_other_voices_is_refused_whole(singer, tmp_path, contents, words):
+    torch_file.write_dict(tmp_path / 'x.pth', contents)
+    with pytest.raises(UserError, match=words):
+        import_voices(tmp_path / 'voices', tmp_path / 'x.pth', singer.xtts)
+    assert not (tmp_path / 'voices').exists()
+
+def test_a_file_of_voices_that_runs_code_is_refused(singer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = torch_file.call(torch_file.name('os', 'mkdir'), torch_file.text('ran'))
+    torch_file.write_dict(tmp_path / 'x.pth', {'A': studio()}, B=code)
+    with pytest.raises(UserError, match='x.pth: asks for os.mkdir, which could run code'):
+        import_voices('voices', tmp_path / 'x.pth', singer.xtts)
+    assert [*tmp_path.iterdir()] == [tmp_path / 'x.pth']
+
+def test_studio_voices_need_a_decoder(xtts, tmp_path):
+    torch_file.write_dict(tmp_path / 'x.pth', {'A': studio()})
+    with pytest.raises(UserError, match='no HiFi-GAN'): import_voices(tmp_path, tmp_path / 'x.pth', xtts)

@@ -120,7 +120,8 @@ def _voice_text(row: dict) -> str:
     "A line on a voice: what it was made from."
     if 'error' in row: return f'{row["name"]}: {row["error"]}'
     made_from = ', '.join(f'{m["name"]} ({m["seconds"]:g} s)' if 'seconds' in m else
-                          f'{m["weight"]:.0%} {m["name"]}' for m in row['made_from'])
+                          f'{m["weight"]:.0%} {m["name"]}' if 'weight' in m else m['name']
+                          for m in row['made_from'])
     return f'{row["name"]}: {made_from}'
 
 @command('add', group=voices_app)
@@ -145,6 +146,22 @@ def _voices_add(
     return row, _voice_text(row)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0009
+@command('import', group=voices_app)
+def _voices_import(
+    file: argument(Path, 'speakers_xtts.pth of the released model.'),
+    model: Model,
+    voices: Voices,
+    force: Force = False,
+):
+    "Save the studio voices that come with the released model, for it or a model trained from it."
+    start()
+    from xtts_nb.models.xtts import XTTS
+    from xtts_nb.speech.voices import import_voices
+    with progress() as tell:
+        tell('load the model', 0, 1)
+        rows = import_voices(voices, file, XTTS.load(model), force)
+    return {'voices': rows}, '\n'.join(map(_voice_text, rows))
+
 @command('list', group=voices_app)
 def _voices_list(voices: Voices):
     "List the voices of a folder."

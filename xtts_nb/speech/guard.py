@@ -65,9 +65,10 @@ SECOND = 22   # codes
 SHORT_TOKENS, SHORT_NOISE = 8, 'noise after a short text'   # of a text with so many tokens or fewer
 
 class Rate(NamedTuple):
-    "Codes for one token of text."
+    "Codes for one token of text, and the longest text of the training."
     least: float = 0.6
     most: float = 9.
+    longest: int | None = None   # tokens; none: unknown
 
 def code_rates(
     folder: str | Path,    # of a cache
@@ -81,7 +82,8 @@ def code_rates(
         mine = used & (index['language'] == number)
         if mine.sum() < clips: continue
         low, high = np.quantile(index['codes_length'][mine] / index['text_length'][mine], [0.01, 0.99])
-        rates[language] = Rate(round(0.7 * float(low), 3), round(1.4 * float(high), 3))
+        rates[language] = Rate(round(0.7 * float(low), 3), round(1.4 * float(high), 3),
+                               int(index['text_length'][mine].max()))
     return rates
 
 def training_facts(model: str | Path) -> dict:
@@ -92,8 +94,10 @@ def training_facts(model: str | Path) -> dict:
 
 def run_rates(run: str | Path, clips: int = 20) -> dict[str, Rate]:
     "The bounds from the cache that a run was trained on; empty if there is none here."
-    cache = training_facts(run).get('cache')
-    return code_rates(cache, clips) if cache and (Path(cache) / 'manifest.json').is_file() else {}
+    facts = training_facts(run)
+    cache, based = facts.get('cache'), 'base' in facts   # the base has learned longer texts
+    rates = code_rates(cache, clips) if cache and (Path(cache) / 'manifest.json').is_file() else {}
+    return {language: rate._replace(longest=None) if based else rate for language, rate in rates.items()}
 
 # %% ../../nbs/speech/guard.ipynb #c0de4a02
 MISSING = 1.   # gain of the log-likelihood by leaving out a word

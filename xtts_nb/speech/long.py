@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['PARAGRAPH', 'SENTENCE', 'CLAUSE', 'SPACE', 'PAUSES', 'PARAGRAPH_PAUSE', 'PAUSE_OF', 'CLOSED', 'SHORT_FORMS',
-           'MAX_CHARACTERS', 'TextPiece', 'split_text', 'language_runs', 'Spoken', 'text_pieces', 'speak_long',
-           'speak_whole']
+           'MAX_CHARACTERS', 'sentences', 'TextPiece', 'split_text', 'language_runs', 'Spoken', 'text_pieces',
+           'speak_long', 'speak_whole']
 
 # %% ../../nbs/speech/long.ipynb #785b83ca
 import re
 import unicodedata
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from functools import cache
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +29,93 @@ PAUSES = {'…': 0.5, '.!?。！？｡।॥؟۔': 0.35, ';:；：؛': 0.25, ',�
 PARAGRAPH_PAUSE = 0.7
 PAUSE_OF = {mark: seconds for marks, seconds in PAUSES.items() for mark in marks}
 CLOSED = '。！？｡।॥؟۔', '，、；：—–،؛'   # marks that end a sentence, or a clause, without a space after them
-_PLACE = re.compile(rf'(?:[{re.escape("".join(PAUSE_OF))}]+[\])}}"\'”’»›」』）】〉》]*\s*)+|\s+')
+_CLOSERS = '])}"\'”’»›」』）】〉》'
+_PLACE = re.compile(rf'(?:[{re.escape("".join(PAUSE_OF))}]+[{re.escape(_CLOSERS)}]*\s*)+|\s+')
 
 # %% ../../nbs/speech/long.ipynb #c026d7a1
-SHORT_FORMS = set('prof vs approx bzw ca nr vgl ecc bijv tzv np vb см рис ул'.split())
+_LATIN = 'mr mrs ms dr prof st vs|no nos vol p pp fig tel ver'   # in texts without an alphabet
+_FORMS = {   # behind |: in front of a number only
+    'en': 'mr mrs ms mx messrs dr drs prof gen col capt cpt lt sgt maj cmdr rev hon pres gov sen rep '
+          'supt mt st ft vs cf viz approx ca e.g eg i.e ie u.s u.k ave blvd rd|no nos fig figs vol vols '
+          'p pp ch chap sec sect art eq ref tel ext pt par ver jan feb mar apr jun jul aug sep sept oct '
+          'nov dec',
+    'es': 'sr sra srta sres sras dr dra dres prof profa d dña lic ing arq gral cap cnel tte sgto mons '
+          'rvdo sto sta p.ej ee.uu jj.oo ss.mm rr.hh ff.aa cc.oo aprox depto dpto avda av ctra pza cf '
+          'vid vs ud uds vd vds admón excmo excma ilmo ilma ntra a.c d.c|n núm núms no nos p pág págs '
+          'art arts vol vols fig figs tel tfno ext',
+    'fr': 'mm mme mmes mlle mlles dr drs pr prof mgr ste p.ex c.-à-d c.à.d cf env éd vs av j.-c bd boul '
+          'adj apr|n no nos art chap fig figs p pp vol t tél al ex',
+    'de': 'dr prof hr hrn frl fr dipl ing st bzw ca vgl evtl ggf inkl exkl zzgl abzgl sog z.b z.t z.zt '
+          'd.h d.i i.d.r u.a u.u u.ä o.g s.o s.u m.e a.d b geb gest verh ehem hl hrsg allg mio mrd tsd '
+          'jr jun -str zb|nr nrn art abs bd bde kap abb tab anm aufl jg str s tel jan feb apr aug sept '
+          'okt nov dez',
+    'it': 'sig sigg sig.ra sig.na sigra dott dott.ssa dr dr.ssa prof prof.ssa avv ing arch geom rag cav '
+          'on mons spett egr gent gent.ma ss v.le p.za c.so l.go ca cfr es vs a.c d.c|n nn nr '
+          'no pag pagg p pp art artt cap capp vol voll fig figg tav tel sec',
+    'pt': 'sr sra srs sras srta dr dra drs dras prof profa prof.ª eng arq exmo exma ilmo ilma v.ex.ª av '
+          'trav rod p.ex aprox gov pres gen cel ten sgt sto sta pe ltda cf vs e.u.a a.c d.c|n no nos '
+          'núm pág págs p pp art arts cap caps vol vols fig figs tel',
+    'pl': 'np tzn tj tzw m.in m.st prof dr hab mgr inż lek mec ks bp abp o św płk ppłk mjr kpt por ppor '
+          'sierż ul al pl os im woj pow gm zob vs ur zm pt|nr nry s str t tom rozdz rys tab ust pkt poz '
+          'art godz ok ww wyd tel',
+    'tr': 'dr prof doç yrd av uzm op müh arş arş.gör öğr öğr.gör sn mah cad blv bulv bkz örn alb yzb '
+          'm.ö m.s t.c|no nu sok sk s sf md tel cilt',
+    'ru': 'им ул пр просп пер пл наб бул б-р обл р-н пос акад проф доц д-р св т.е т.к т.н т.о т.ч и.о '
+          'тов гр инж ген напр см ср ред сост изд зам нач|стр с гл п пп рис табл ст т тт тел вып кн кв '
+          'д корп каб',
+    'nl': 'dhr mevr mw dr drs prof ir ing mr jhr bc ds st gen kol bijv bv d.w.z dwz o.a o.m m.b.t t.a.v '
+          'm.n m.a.w m.i.v i.p.v o.l.v i.v.m t.o.v vs tzv tzt ca vgl evt incl excl zgn sr jr -str|nr '
+          'nrs blz p pp art hfst afb fig tab tel dl par vol',
+    'cs': 'např tj tzv tzn resp popř příp mudr judr rndr phdr paeddr mvdr dr ing bc mgr doc prof sl sv '
+          'ul nám tř kpt plk gen mjr npor vč cca srov mj př.n.l t.j hl|č čís s str obr tab odst písm '
+          'kap roč čl r tel',
+    'ar': 'د أ ا م أ.د ا.د ق.م ج.م.ع|ص ج ت ط س ف',
+    'hu': 'dr prof ifj id özv kb ill ún u.n vö szt pl i.e i.sz kr.e kr.u nt br vsz szerk alez ezr '
+          'őrm|sz old o fsz em fig ábr táb tel köt évf ker krt u',
+    'hi': 'डॉ पं प्रो कु इं कै ई.पू वि.सं|नं क्र पृ सं मो रु',
+    'fa': 'د ق.م ه.ش ه.ق ر.ک پ.ن|ص صص ج ش ت ط',
+    'zh': _LATIN, 'ja': _LATIN, 'ko': _LATIN}
+SHORT_FORMS = {language: tuple(part.split() for part in forms.split('|'))   # that never end a sentence;
+               for language, forms in _FORMS.items()}                      # that do, but not before a number
+for language, forms in ABBREVIATIONS.items(): SHORT_FORMS[language][0].extend(forms)
+
+# %% ../../nbs/speech/long.ipynb #c234aa52
+_SYLLABLES = re.compile('.*[\u3000-\u9fff\uac00-\ud7af\uff00-\uffef]')   # no space before a Latin word
+_NUMBER = re.compile(r'[#№]?\d|(?:[IVXLC]{2,}|[VX])\b')
+_ROMAN = re.compile(r'[IVXLC]{2,}')
+_CLOSE = {'a.m', 'p.m', 'т.д', 'т.п'}   # as `etc.`
+
+@cache
+def _short_forms(language: str) -> tuple[set, set, set]:   # empty: of all languages
+    "The abbreviations that no sentence ends after, their first parts, and those before numbers."
+    rows = [SHORT_FORMS[language]] if language in SHORT_FORMS else SHORT_FORMS.values()
+    always, numbers = ({*chain(*each)} for each in zip(*rows))
+    parts = {'.'.join(form.split('.')[:n]) for form in always for n in range(2, form.count('.') + 2)}
+    return always, parts, numbers
+
+def _abbreviated(
+    before: str,      # the last characters in front of a full stop
+    following: str,   # the first ones of the next word
+    language: str,
+) -> bool:
+    "Whether a word is abbreviated by its full stop, or is the number of an ordinal."
+    near = re.sub(r'\.\s+', '.', before)   # `z. B.` as `z.B.`
+    word = _SYLLABLES.sub('', re.search(r'\S*$', near)[0])
+    places = [0, *(m.end() for m in re.finditer(r'[^\wऀ-ॣ]', word))]
+    ends = [word[i:] for i in places if i < len(word)]
+    if not ends: return False
+    last, ordinals = ends[-1], r'\.' in getattr(RULES.get(language), 'ordinal', '')
+    if last.isdecimal(): return len(last) < 3 and ordinals
+    if ordinals and _ROMAN.fullmatch(last): return True
+    always, parts, numbers = _short_forms(language)
+    forms, then = {form.lower() for form in ends}, re.match(r'[\w\u0900-\u0963]*', following.lower())[0]
+    if forms & always or any(f'{form}.{then}' in parts for form in forms): return True
+    if len(last) > 3 and f'-{last[-3:]}' in always: return True   # Hauptstr.
+    if forms & numbers and _NUMBER.match(following): return True
+    if len(last) != 1 or last.upper() == last.lower() or word.lower() in _CLOSE: return False
+    if last.isupper(): return not (word == 'I' and language in ('', 'en'))   # an initial
+    vowel = unicodedata.normalize('NFD', last)[0] in 'aeiouyаеёиоуыэюя'   # often a word
+    return not vowel and not re.search(r'\d\s*\w$', before)   # `1990 r.` may end a sentence
 
 def _ends_sentence(
     text: str,
@@ -43,13 +127,12 @@ def _ends_sentence(
     mark, following = text[start:end], text[end:end + 1]
     if set(mark) & set(CLOSED[0]): return True
     if not (mark[-1].isspace() or following == '') or following.islower(): return False
-    if mark.rstrip() != '.' or not following: return True
-    word = re.search(r'\w*$', text[max(0, start - 16):start])[0].lower()
-    if word.isdecimal(): return len(word) > 2 or r'\.' not in getattr(RULES.get(language), 'ordinal', '')
-    known = [ABBREVIATIONS.get(language, {})] if language else ABBREVIATIONS.values()
-    return not (len(word) == 1 and word.isalpha() and word.upper() != word
-                or word in SHORT_FORMS or any(word in forms for forms in known))
+    bare = mark.rstrip().rstrip(_CLOSERS)
+    if bare[-1:] in (*',;:،',): return False   # a comma after an abbreviation
+    if bare != '.' or not following: return True
+    return not _abbreviated(text[max(0, start - 32):start], text[end:end + 8], language)
 
+# %% ../../nbs/speech/long.ipynb #c9c488b3
 _STICKY = re.compile('[\u200c\u200d\u1160-\u11ff\U0001f3fb-\U0001f3ff\udc00-\udfff\U000e0020-\U000e007f]')
 _FLAG = re.compile('[\U0001f1e6-\U0001f1ff]')
 
@@ -73,10 +156,17 @@ def _places(text: str, language: str) -> tuple[list[int], dict[int, tuple[int, f
         if match[0].count('\n') > 1: found[end] = PARAGRAPH, PARAGRAPH_PAUSE
         elif pause >= 0.35 and _ends_sentence(text, start, end, language): found[end] = SENTENCE, pause
         elif mark not in ('', '.') and (spaced or set(mark) & set(CLOSED[1])):
-            found[end] = CLAUSE, min(pause, 0.25)
+            found[end] = CLAUSE, min(next(PAUSE_OF[c] for c in reversed(mark) if c in PAUSE_OF), 0.25)
         elif spaced: found[end] = SPACE, 0.
     found.pop(len(text) - len(text.lstrip()), None)   # spaces in front divide nothing
     return list(found), found
+
+def sentences(
+    text: str,
+    language: str = '',   # a code such as en or zh-cn; empty: unknown
+) -> list[str]:           # together they are the text
+    "The sentences of a text, spaces behind them included."
+    return [text[start:end] for start, end in _sentences(text, *_places(text, language.split('-')[0]))]
 
 def _sentences(text: str, places: list[int], found: dict) -> list[tuple[int, int]]:
     "Start and end of each sentence, spaces behind it included."
@@ -120,12 +210,47 @@ def _divided(start: int, end: int, takes: Callable, middle: Callable) -> Iterato
         yield from _divided(start, cut, takes, middle)
         yield from _divided(cut, end, takes, middle)
 
+# %% ../../nbs/speech/long.ipynb #9e4d07d4
+def _packed(
+    text: str,
+    spans: list,        # start and end of each sentence or part of one
+    least: int,         # letters of a piece
+    takes: Callable,    # start, end -> whether the model takes it
+    most: int,          # characters
+    found: dict,        # of `_places`
+    soon: bool,         # the first sentence is a piece of its own
+) -> list[tuple[int, int]]:
+    "Pieces of as many spans as fit; they end where a paragraph ends."
+    ends, pieces, size = [end for _, end in spans], [], most + 1   # `size`: of the last full piece
+    few = lambda i, j: sum(map(str.isalnum, text[spans[i][0]:ends[j]])) < least
+    closes = lambda j: found.get(ends[j], (PARAGRAPH,))[0] == PARAGRAPH
+    while (i := pieces[-1][1] + 1 if pieces else 0) < len(spans):
+        high = max(i, bisect_right(ends, spans[i][0] + most + 1) - 1)
+        high = next((j for j in range(i, high) if closes(j)), high)
+        if soon and not pieces: high = next((j for j in range(i, high) if not few(i, j)), high)
+        low, top, j, guess = i, high, bisect_right(ends, spans[i][0] + size) - 1, True
+        while low < high:
+            j = min(max(j, low + 1), high)
+            fit = takes(spans[i][0], ends[j])
+            low, high = (j, high) if fit else (low, j - 1)
+            j = (low + 1 if fit else high) if guess else (low + high + 1) // 2
+            guess = False
+        if low < top: size = ends[low] - spans[i][0]
+        pieces.append((i, low))
+        while len(pieces) > 1 and few(*pieces[-1]):   # more of the piece before it, if that keeps enough
+            (a, b), (c, d) = pieces[-2:]
+            if a == b or closes(b) or few(a, b - 1) or not takes(spans[b][0], ends[d]): break
+            pieces[-2:] = (a, b - 1), (b, d)
+    return [(spans[i][0], ends[j]) for i, j in pieces]
+
+# %% ../../nbs/speech/long.ipynb #f0b4dc7e
 def split_text(
     text: str,
     language: str,      # a code such as en or zh-cn; empty: unknown
     fits: Callable,     # a piece -> whether the model takes it
+    soon: bool = False,   # the first sentence is a piece of its own
 ) -> list[TextPiece]:
-    "Sentences, and parts of those that are too long; very short ones are joined with a neighbour."
+    "Pieces of as many sentences of a paragraph as fit; a sentence that is too long is divided."
     short = language.split('-')[0]
     places, found = _places(text, short)
     most = MAX_CHARACTERS.get(short, 166)
@@ -134,24 +259,7 @@ def split_text(
     spans = [span for start, end in _sentences(text, places, found)
              for span in _divided(start, end, takes, middle)]
     return [TextPiece(text[start:end], language, found.get(end, (SPACE, 0.))[1])
-            for start, end in _joined(text, spans, most // 20, takes, found)]
-
-# %% ../../nbs/speech/long.ipynb #9e4d07d4
-def _joined(text: str, spans: list, least: int, takes: Callable, found: dict) -> list[tuple[int, int]]:
-    "The spans; one with fewer letters than `least` is joined with the one before or after it."
-    count = lambda span: sum(map(str.isalnum, text[slice(*span)]))
-    rank = lambda end: found.get(end, (PARAGRAPH,))[0]
-    joined, letters = [], []
-    for span in spans:
-        n = count(span)
-        few = joined and (letters[-1] < least or not n
-                          or n < least and (span[1] == len(text) or rank(span[1]) == PARAGRAPH))
-        if few and rank(joined[-1][1]) != PARAGRAPH and takes(joined[-1][0], span[1]):
-            joined[-1], letters[-1] = (joined[-1][0], span[1]), letters[-1] + n
-        else:
-            joined.append(span)
-            letters.append(n)
-    return joined
+            for start, end in _packed(text, spans, most // 20, takes, most, found, soon)]
 
 # %% ../../nbs/speech/long.ipynb #2decffc7
 def _detector(languages: list[str]):   # detector, {its language: our code}
@@ -174,13 +282,13 @@ def language_runs(
     "The text in runs of one language, detected by sentence."
     if len(languages) == 1: return [(text, languages[0])]
     detector, codes = _detector(languages)
-    sentences = [text[start:end] for start, end in _sentences(text, *_places(text, ''))]
+    parts = sentences(text)
     guesses = [{codes[v.language]: v.value for v in detector.compute_language_confidence_values(s[:300])}
-               for s in sentences]
-    share = {l: np.average([g.get(l, 0) for g in guesses], weights=[*map(len, sentences)])
+               for s in parts]
+    share = {l: np.average([g.get(l, 0) for g in guesses], weights=[*map(len, parts)])
              for l in codes.values()}
     runs = []
-    for sentence, guess in zip(sentences, guesses):
+    for sentence, guess in zip(parts, guesses):
         best = max(share, key=lambda l: (guess.get(l, 0) * (share[l] + 0.1), share[l]))
         if runs and runs[-1][1] == best: runs[-1] = runs[-1][0] + sentence, best
         else: runs.append((sentence, best))
@@ -205,6 +313,7 @@ def text_pieces(
     speaker: Speaker,
     text: str,
     language: str,   # or auto
+    soon: bool = False,   # as for `split_text`
 ) -> tuple[list[TextPiece], list[int]]:   # and the number of tokens of each, 0 if it is not spoken
     "The pieces of a text; raises `UserError` for a text that cannot be spoken."
     tokenizer, most = speaker.xtts.tokenizer, speaker.xtts.config.model.gpt.max_text_tokens
@@ -215,11 +324,14 @@ def text_pieces(
     runs = language_runs(text, tokenizer.languages) if language == 'auto' else [(text, language)]
     def room(l):
         rate = speaker.rates.get(l)
-        return min(most, max(16, int(1.4 * speaker.max_codes / rate.most))) if rate else most
+        if not rate: return most
+        spoken = int(1.4 * speaker.max_codes / rate.most)   # within one clip
+        return min(most, max(16, min(spoken, rate.longest or most)))
     fits = lambda l: lambda piece: len(tokenizer.encode(piece, l)) <= room(l)
     # marks divide a text, whether they are said or not
-    pieces = [p._replace(notes=() if i else _notes(tokenizer.speakable(part, l))) for part, l in runs
-              for i, p in enumerate(split_text(plain_markdown(part), l, fits(l)))]
+    pieces = [p._replace(notes=() if i else _notes(tokenizer.speakable(part, l)))
+              for n, (part, l) in enumerate(runs)
+              for i, p in enumerate(split_text(plain_markdown(part), l, fits(l), soon and not n))]
     says = lambda p: any(map(str.isalnum, tokenizer.clean(p.text, p.language)))
     tokens = [len(speaker._ids(p.text, p.language)) if says(p) else 0 for p in pieces]
     if not any(tokens):

@@ -353,10 +353,12 @@ async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(
                            f'{", ".join(self.formats)}.', 'response_format', 'format_not_available')
     voice = await run_sync(self.voice_named, wanted.voice)
     language = wanted.language or self.language
-    try: pieces, tokens = await run_sync(text_pieces, self.engine.speaker, wanted.input, language)
+    speaker = self.engine.speaker
+    soon = not speaker.decoder   # as for `stream_text`
+    try: pieces, tokens = await run_sync(text_pieces, speaker, wanted.input, language, soon)
     except UserError as error: raise ServiceError(400, str(error), code='invalid_input') from None
     spoken = [(piece, n) for piece, n in zip(pieces, tokens) if n]
-    streams = self.engine.speaker.decoder and wanted.response_format != 'flac' and spoken[0][1] > SHORT_TOKENS
+    streams = speaker.decoder and wanted.response_format != 'flac' and spoken[0][1] > SHORT_TOKENS
     return voice, [(piece, bool(streams and not i)) for i, (piece, _) in enumerate(spoken)]
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0019
@@ -477,7 +479,7 @@ class _Gate:
         notes, status = {'began': time.monotonic(), 'status': None}, 499   # the client went away before
         async def noted(message):
             notes['status'] = message.get('status', notes['status'])
-            notes['whole'] = not message.get('more_body', True)
+            notes['whole'] = message['type'] == 'http.response.body' and not message.get('more_body', False)
             await send(message)
         try:
             with ExitStack() as scope['place']: await self._answer(scope | {'notes': notes}, receive, noted)

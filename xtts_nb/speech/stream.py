@@ -286,7 +286,8 @@ def stream_text(
     seed: int = 0,
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
     "A text as a stream of sound; raises `UserError` at once for a text that cannot be spoken."
-    pieces, tokens = text_pieces(speaker, text, language)
+    soon = not speaker.decoder   # else the first piece sounds after a few codes, however long it is
+    pieces, tokens = text_pieces(speaker, text, language, soon)
     return _stream_pieces(speaker, [p for p, n in zip(pieces, tokens) if n], speaker.listen(reference), seed)
 
 def _stream_pieces(speaker, pieces, voice, seed) -> Iterator[np.ndarray]:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VOICE_FORMAT', 'VOICE_PARTS', 'VOICE_BYTES', 'voice_model', 'save_voice', 'read_voice', 'load_voice', 'voice_path',
-           'list_voices', 'add_voice', 'blend_voices', 'remove_voice', 'find_voice']
+           'list_voices', 'add_voice', 'studio_voices', 'import_voices', 'blend_voices', 'remove_voice', 'find_voice']
 
 # %% ../../nbs/speech/voices.ipynb #7e1c0002
 import json
@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from ..config import UserError
 from ..files import fingerprint, inside
+from ..models.convert import read_plain_pth
 from ..models.weights import named_weights, save_weights
 from ..models.xtts import XTTS
 from .generate import read_reference, Speaker, Voice
@@ -157,6 +158,41 @@ def add_voice(
     save_voice(path, voice, voice_model(speaker.xtts),
                [{'name': t, 'seconds': round(len(w) / audio.sample_rate, 2)} for t, w in zip(titles, wavs)])
     return read_voice(path)[1]
+
+# %% ../../nbs/speech/voices.ipynb #75ab2e55
+def studio_voices(
+    path: str | Path,   # of coqui-tts: name -> {gpt_cond_latent (1, P, D), speaker_embedding (1, width, 1)}
+    xtts: XTTS,
+) -> dict[str, Voice]:
+    "The voices of one file; raises `UserError` for what is no such file or does not fit the model."
+    found, model = read_plain_pth(path), xtts.config.model
+    if not xtts.hifigan:
+        raise UserError('The model has no HiFi-GAN decoder, which these voices need; use the released model.')
+    shapes = {'gpt_cond_latent': (1, model.gpt.prompt_latents, model.gpt.width),
+              'speaker_embedding': (1, model.speaker.width, 1)}
+    if not isinstance(found, dict) or not found:
+        raise UserError(f'{path}: holds no voices; use speakers_xtts.pth.')
+    for name, parts in found.items():
+        has = {part: x.shape for part, x in parts.items() if isinstance(x, np.ndarray)
+               and np.isfinite(x).all()} if isinstance(parts, dict) else {}
+        if has != shapes or not isinstance(name, str):
+            raise UserError(f'{path}: "{str(name)[:80]}" has {has}, the model takes {shapes}; '
+                            'use the voices of this model.')
+    return {name: Voice(parts['gpt_cond_latent'][0], parts['speaker_embedding'][0, :, 0])
+            for name, parts in found.items()}
+
+def import_voices(
+    folder: str | Path,
+    path: str | Path,      # as of `studio_voices`
+    xtts: XTTS,
+    force: bool = False,   # replace voices of these names
+) -> list[dict]:           # as `read_voice` describes them
+    "Save all voices of a file, or none."
+    voices = studio_voices(path, xtts)
+    paths = [voice_path(folder, name, exists=None if force else False) for name in voices]
+    made_by, made_from = voice_model(xtts), [{'name': Path(path).name}]
+    for file, voice in zip(paths, voices.values()): save_voice(file, voice, made_by, made_from)
+    return [read_voice(file)[1] for file in paths]
 
 # %% ../../nbs/speech/voices.ipynb #7e1c0016
 def blend_voices(
