@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
+from xtts_nb.files import fingerprint
 from xtts_nb.models.layers import Int8Dense
 from xtts_nb.speech.export import export_speaker
 from xtts_nb.speech.generate import Speaker
@@ -114,3 +115,11 @@ def test_the_readme_names_the_cleaner(toy_xtts, graphless, tmp_path):
     export_speaker(Speaker(toy_xtts), tmp_path / 'o')
     text = (tmp_path / 'o/README.md').read_text()
     assert ('numbers and abbreviations as words' in text) == (toy_xtts.tokenizer.cleaner == 'xtts')
+
+def test_the_model_is_hashed_once_for_all_voices(xtts, graphless, tmp_path, monkeypatch):
+    speaker, hashed = Speaker(xtts), []
+    for name in 'abc': add_voice(tmp_path / 'v', name, [synthetic_voice(1.)], speaker)
+    monkeypatch.setattr('xtts_nb.speech.voices.fingerprint',
+                        lambda *parts: hashed.append(1) or fingerprint(*parts))
+    assert export_speaker(speaker, tmp_path / 'out', folder=tmp_path / 'v')['voices'] == ['a', 'b', 'c']
+    assert hashed == [1]

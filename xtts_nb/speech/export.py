@@ -15,7 +15,7 @@ from ..config import UserError
 from ..data.audio import griffin_lim
 from ..files import atomic_folder, write_json
 from .generate import generate, Speaker
-from .voices import add_voice, list_voices, load_voice, voice_path
+from .voices import add_voice, list_voices, load_voice, voice_model, voice_path
 
 # %% ../../nbs/speech/export.ipynb #7e2c0005
 def _spoken(speaker: Speaker):
@@ -78,13 +78,14 @@ def _copy_voices(
 ) -> list[str]:       # names
     "Put each voice into `out`; raises `UserError` if one does not fit the model, or has the name of another."
     out.mkdir()
+    model = voice_model(speaker.xtts) if voices else ''
     for voice in voices:
         path = voice_path(folder, str(voice), exists=True) if folder else Path(voice)
         if (out / f'{path.stem}.safetensors').exists():
             raise UserError(f'{path}: another voice is called "{path.stem}" too; rename one of them.')
         if path.suffix != '.safetensors': add_voice(out, path.stem, [path], speaker)
         else:
-            load_voice(path, speaker.xtts)
+            load_voice(path, speaker.xtts, model)
             shutil.copy(path, out / path.name)
     return sorted(path.stem for path in out.iterdir())
 
