@@ -49,7 +49,8 @@ from ..models.xtts import XTTS
 from ..monitor.live import device_names, plot_samples
 from ..report import facts, heading, picture, player, plot_mels, write_report
 from ..sampler import best_probe, Sampler
-from ..speech.evaluate import ORDER, QUICK_JUDGES, score_sounds, scores_table, source_sounds, Trial
+from ..speech.evaluate import (
+    MAIN_SOURCES, QUICK_JUDGES, score_sounds, scores_table, source_sounds, Trial)
 from ..speech.generate import Speaker
 from ..speech.score import hits
 from ..train.parts import train_dvae
@@ -519,7 +520,7 @@ def score_held_out(trained: TrainedDemo, pairs: list[Pair], corpus: Path, stages
     read = lambda files: [load_audio(f, rate) for p, f in zip(pairs, files) if p.set == 'heldout']
     spoken = {'model': read(trained.spoken), 'untrained': read(trained.untrained)}
     sounds = source_sounds(xtts, trials, spoken=spoken)
-    return score_sounds({name: sounds[name] for name in (*ORDER, 'reference')}, trials,
+    return score_sounds({name: sounds[name] for name in (*MAIN_SOURCES, 'reference')}, trials,
                         lambda name, done, total: progress(done, total), QUICK_JUDGES)
 
 # %% ../../nbs/app/demo.ipynb #845e7344
