@@ -162,6 +162,7 @@ def _voices_import(
         rows = import_voices(voices, file, XTTS.load(model), force)
     return {'voices': rows}, '\n'.join(map(_voice_text, rows))
 
+# %% ../../nbs/app/cli_speak.ipynb #4802b775
 @command('list', group=voices_app)
 def _voices_list(voices: Voices):
     "List the voices of a folder."

@@ -436,6 +436,7 @@ def score_sounds(
     progress('score', len(judges), len(judges))
     return rows
 
+# %% ../../nbs/speech/evaluate.ipynb #502ec986
 def _row(name: str, fault: str, values: dict | None = None) -> dict:
     score = SCORES[name]
     row = {'score': name, 'name': score.name, 'unit': score.unit, 'offered': not fault, 'fault': fault}

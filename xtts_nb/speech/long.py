@@ -117,6 +117,7 @@ def _abbreviated(
     vowel = unicodedata.normalize('NFD', last)[0] in 'aeiouyаеёиоуыэюя'   # often a word
     return not vowel and not re.search(r'\d\s*\w$', before)   # `1990 r.` may end a sentence
 
+# %% ../../nbs/speech/long.ipynb #6a98ea4b
 def _ends_sentence(
     text: str,
     start: int,      # of the punctuation
