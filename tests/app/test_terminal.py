@@ -1,4 +1,8 @@
 "What every command shares: exit codes, one sentence, one JSON object, bars on stderr, settings, records."
+import io
+import json
+import os
+import subprocess
 import sys
 from contextlib import suppress
 
@@ -6,7 +10,7 @@ import pytest
 from clock import Clock
 import typer
 
-from process import check_bounds, main
+from process import PROGRAM, check_bounds, environment, main, python, started
 from xtts_nb import __version__
 from xtts_nb.app import terminal
 from xtts_nb.config import UserError, XTTSConfig
@@ -54,6 +58,52 @@ def test_exit_codes(monkeypatch, capfd, end, code, err):
         monkeypatch.setattr(sys, 'argv', ['xtts-nb', 'verify', '--debug', 'cache'])
         terminal.main()
     assert raised.value is end and seen[-1] == seen[0] and capfd.readouterr() == ('', '')
+
+@pytest.mark.parametrize('command, gone, code', [
+    ('--help', 'stdout', 141), ('monitor --help', 'stdout', 141), ('--help', 'stderr', 0),
+    ('verify CACHE', 'stdout', 141), ('verify CACHE --json', 'stdout', 141), ('verify CACHE', 'stderr', 141),
+    ('config create new.yaml', 'stdout', 141), ('verify nowhere', 'stdout', 2),
+    ('verify nowhere', 'stderr', 141)])
+def test_output_that_nobody_reads_ends_a_command_quietly(straight, tmp_path, command, gone, code):
+    "As in `xtts-nb ... | head`: no traceback, and an exit code of its own, since 1 says that a check failed."
+    read, write = os.pipe()
+    os.close(read)
+    words = command.replace('CACHE', str(straight)).split()
+    child = started(*words, cwd=tmp_path, text=True,
+                    **{'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, gone: write})
+    os.close(write)
+    out, err = child.communicate(60)
+    assert child.returncode == code, (out, err)
+    assert 'Traceback' not in (err or '') and 'Broken' not in (err or '')
+
+def test_a_broken_pipe_that_is_not_ours_is_an_error(monkeypatch, capfd):
+    "A child process that has gone is no reader that lost interest."
+    def app(words, standalone_mode, prog_name): raise BrokenPipeError(32, 'Broken pipe')
+    monkeypatch.setattr(terminal, 'app', app)
+    assert main('verify', 'cache') == 2 and 'Broken pipe' in capfd.readouterr().err
+
+ASCII = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
+
+def test_any_text_and_name_in_a_locale_of_ascii(tmp_path):
+    "Arguments, files and output: Persian in a shell whose locale knows no letter of it."
+    done = python(PROGRAM, 'config', 'create', 'پوشه/نام.yaml', '--json', cwd=tmp_path, cold=True,
+                  env=environment() | ASCII)
+    assert done.code == 0, done.err
+    assert (tmp_path / 'پوشه' / 'نام.yaml').is_file() and 'پوشه/نام.yaml' in done.out
+
+@pytest.mark.parametrize('as_json', [True, False])
+@pytest.mark.parametrize('encoding, shown', [
+    ('latin-1', 'é \\u0633 \\U0001f600'), ('utf-8', 'é س 😀')])
+def test_a_letter_that_stdout_cannot_hold_is_escaped(monkeypatch, encoding, shown, as_json):
+    "Where a result is in a language that the terminal or the pipe does not know."
+    text, stdout = 'é س 😀', io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    def app(words, standalone_mode, prog_name):
+        with terminal.answer(as_json) as show: show(text, text)
+    monkeypatch.setattr(terminal, 'app', app)
+    monkeypatch.setattr(sys, 'stdout', stdout)
+    assert main('verify', 'cache') == 0
+    printed = stdout.buffer.getvalue().decode(encoding)
+    assert json.loads(printed) == text if as_json else printed == f'{shown}\n'
 
 def test_a_mistake_of_ours_is_not_hidden(monkeypatch):
     def app(words, standalone_mode, prog_name): raise ValueError('ours')
