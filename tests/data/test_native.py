@@ -88,6 +88,7 @@ def fake_cache(lengths, speakers=None, seed=0, languages=None):
     n, rng = len(lengths), np.random.default_rng(seed)
     who, tongue = speakers or ['s'] * n, languages or ['en'] * n
     cache = SimpleNamespace(folder='fake', manifest={'key': 'fake'}, config=XTTSConfig(),
+                            check_unchanged=lambda: None,
                             samples=np.full(n, 22050), speaker=np.unique(who, return_inverse=True)[1],
                             language=np.unique(tongue, return_inverse=True)[1],
                             clips=[{'id': str(i), 'speaker': who[i], 'language': tongue[i]}

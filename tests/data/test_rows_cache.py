@@ -1,15 +1,20 @@
 "Parts of a cache, and its rows in a graph: from memory, from files, from mapped columns."
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import soundfile
 import tensorflow as tf
+import fake_dvae
 
-from xtts_nb.config import DataConfig, XTTSConfig
+from xtts_nb.config import DataConfig, UserError, XTTSConfig
+from xtts_nb.data import cache as cache_module
 from xtts_nb.data.cache import (
     Cache, Column, GraphArrays, InFiles, InMemory, clip_limits, cumulative_chances, fits_in_memory,
     left_out_line, map_whole_file, stored_columns, within_limits)
-from xtts_nb.data.native import BatchPlan, CacheReader, cached_batches
+from xtts_nb.data.native import BatchPlan, CacheReader, WavReader, batches_of, cached_batches
+from xtts_nb.data.prepare import prepare, verify_and_fix_cache
 
 
 BALANCE = {(): [1 / 16, 1 / 16, 1 / 8, 3 / 4], ('speakers',): [1 / 6, 1 / 6, 1 / 3, 1 / 3],
@@ -96,3 +101,64 @@ def test_columns_are_stored_until_their_key_changes(tmp_path):
             'a': (np.int32, (3, 2)), 'b': (np.float64, (0,))}
         assert isinstance(columns['a'], np.memmap)
     assert [path.name for path in tmp_path.iterdir()] == ['columns']
+
+
+# --- a cache that is replaced while it is read ---------------------------------------------------------------
+
+@pytest.fixture
+def replaced(copy, corpus, small, tokenizer):
+    "Replaces the cache `copy` by one with other codes and files of the same sizes."
+    return lambda: prepare(corpus, copy, small, fake_dvae.Fake(gain=2.), tokenizer, shard_clips=5)
+
+@pytest.mark.parametrize('in_memory', [True, False], ids=['in memory', 'mapped'])
+def test_a_plan_goes_on_with_the_cache_that_it_was_made_of(copy, replaced, small, in_memory):
+    plan = BatchPlan(Cache(copy, in_memory), small.data)
+    before = [{k: v.numpy() for k, v in batch.items()} for batch in cached_batches(plan, 0, 8)]
+    batches = iter(cached_batches(plan, 0, 8))
+    seen = [next(batches)]
+    replaced()
+    seen += list(batches)
+    assert len(seen) == 8 and all(np.array_equal(a[k], b[k]) for a, b in zip(before, seen) for k in a)
+    after = next(iter(cached_batches(BatchPlan(Cache(copy), small.data))))
+    assert not np.array_equal(after['codes'], before[0]['codes'])
+
+def test_what_is_opened_after_the_cache_was_replaced_is_refused(copy, replaced, small):
+    mapped, plan = Cache(copy, in_memory=False), BatchPlan(Cache(copy), small.data)
+    assert len(mapped.array('codes', 0))   # of the first shard, which is open
+    replaced()
+    for use in (lambda: mapped.array('codes', 13), lambda: cached_batches(BatchPlan(mapped, small.data)),
+                lambda: next(iter(cached_batches(plan)))):
+        with pytest.raises(UserError, match='out: was replaced while it was read; start again'): use()
+
+def test_a_cache_that_is_replaced_while_it_is_opened_is_refused(copy, replaced, monkeypatch):
+    "The manifest of one and the shards of the other."
+    real = cache_module.map_arrays
+    def late(path):
+        monkeypatch.undo()
+        replaced()
+        return real(path)
+    monkeypatch.setattr(cache_module, 'map_arrays', late)
+    with pytest.raises(UserError, match='out: was replaced while it was read'): Cache(copy, in_memory=False)
+
+def test_recordings_of_a_replaced_cache_are_refused(corpus, small, tokenizer, tmp_path):
+    "Other clips have their names: the first of the second cache is the last of the first."
+    runtime, rows = small.replace(data={'preprocessing_mode': 'runtime'}), tmp_path / 'corpus'
+    shutil.copytree(corpus, rows)
+    for path in (rows / 'wavs').iterdir(): soundfile.write(path, soundfile.read(path)[0][::2], 11025)
+    prepare(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
+    plan = BatchPlan(Cache(tmp_path / 'out'), runtime.data)
+    batches = iter(batches_of(WavReader(plan, np.ones(80, np.float32)), runtime.data))
+    next(batches)
+    table = (rows / 'metadata.csv').read_text().splitlines(keepends=True)
+    (rows / 'metadata.csv').write_text(''.join(table[::-1]))
+    prepare(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='out: was replaced while it was read'):
+        for _ in range(20): next(batches)
+
+def test_a_cache_that_is_mended_is_no_other(copy):
+    cache = Cache(copy, in_memory=False)
+    assert cache.array('codes', 0).size
+    (copy / 'report.txt').unlink()
+    verify_and_fix_cache(copy, fix=True, load=fake_dvae.load)
+    assert (copy / 'report.txt').is_file()
+    assert np.array_equal(cache.array('codes', 13), Cache(copy).array('codes', 13))

@@ -215,11 +215,17 @@ class ClipRows:
 
 class JoinedShards:
     "One kind of array of all shards, concatenated and read from the files on access."
-    def __init__(self, files: list[Path], name: str, begin: np.ndarray, length: int):
-        self.files, self.name, self.begin, self.length = files, name, begin, length
-        # a memory map keeps its file open, so at most 256 are kept
-        self.shard = lru_cache(256)(lambda number: map_arrays(files[number])[name])
+    def __init__(self, files: list[Path], name: str, begin: np.ndarray, length: int,
+        check=lambda: None,   # called after a file is opened
+    ):
+        self.files, self.name, self.begin, self.length, self.check = files, name, begin, length, check
+        self.shard = lru_cache(256)(self._open)   # a memory map keeps its file open, so at most 256 are kept
         self.dtype, self.shape = np.dtype(ARRAYS[name]), (length, *self.shard(0).shape[1:])
+
+    def _open(self, number: int) -> np.ndarray:
+        part = map_arrays(self.files[number])[self.name]
+        self.check()
+        return part
 
     def __len__(self) -> int: return self.length
 
@@ -247,8 +253,18 @@ class Cache:
         self.speakers, self.languages = self.manifest['speakers'], self.manifest['languages']
         self.clips = ClipRows(self.folder / 'clips.jsonl', self.index['row'])
         self._open(in_memory)
+        self.check_unchanged()
 
     def __len__(self) -> int: return len(self.clips)
+
+    def check_unchanged(self):
+        """Raise `UserError` if another cache stands in the folder by now; called after files are opened.
+
+        What was opened before stays as it was, but parts of two caches are never mixed."""
+        path = self.folder / 'manifest.json'
+        now = read_json(path) if path.is_file() else {}
+        if any(now.get(part) != self.manifest[part] for part in ('key', 'shards')):
+            raise UserError(f'{self.folder}: was replaced while it was read; start again with what it holds now.')
 
 # %% ../../nbs/data/cache.ipynb #a2fe10b0
 @patch
@@ -276,7 +292,8 @@ def _open(self: Cache, in_memory: bool):
     first = np.cumsum([0, *(line['clips'] for line in lines)])[:-1]
     for kind in self.manifest['stored'] if lines else ():
         start, length = getattr(self, f'{kind}_start'), getattr(self, f'{kind}_length')
-        joined = JoinedShards(self.files, kind, start[first], int(start[-1] + length[-1]))
+        joined = JoinedShards(self.files, kind, start[first], int(start[-1] + length[-1]),
+                              self.check_unchanged)
         setattr(self, kind, np.empty(joined.shape, joined.dtype) if in_memory else joined)
     for line, path, i in zip(lines, self.files, first) if in_memory else ():
         shard = self._shard(line, path)

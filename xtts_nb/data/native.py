@@ -246,9 +246,19 @@ class OnlineReader:
         self.audio, self.text = plan.cache.config.model.audio, CacheReader(plan.cache, plan, ('text',))
         self.names = [str(self.cache.wav_path(i)) for i in range(len(self.cache))]
         self.files = tf.constant(self.names)
+        self.manifest = self.cache.folder / 'manifest.json' if 'wav' in self.cache.clips[0] else None
+
+    def check_unchanged(self, step):
+        "Fails in graph if the recordings lie in the cache and it was replaced: other clips have their names."
+        if not self.manifest: return
+        path = tf.gather([str(self.manifest)], tf.minimum(step, 0))   # a constant path would be read once
+        now = tf.io.read_file(path)
+        tf.debugging.Assert(now == self.manifest.read_bytes(), [
+            f'{self.cache.folder}: was replaced while it was read; start again with what it holds now.'])
 
     def __call__(self, step) -> dict:
         "The batch of a step (int64 tensor): text, weight, `clip` and what `sounds` adds."
+        self.check_unchanged(step)
         bucket, clip, other, start, weight = self.plan.pick(step)
         text, text_length = self.text.ids('text', clip, tf.constant(self.plan.shapes)[bucket][1])
         batch = dict(clip=clip, weight=weight, text=text, text_length=text_length,
@@ -354,6 +364,7 @@ class CacheReader:
         self.rows = (InMemory if fits_in_memory(cache, plan.data, kinds) else InFiles)(cache, kinds)
         self.start, self.length = ({k: Column(getattr(cache, f'{k}_{x}')) for k in kinds}
                                    for x in ('start', 'length'))
+        cache.check_unchanged()
 
     def ids(self, kind: str, clip, width):
         "(B, width) int32 codes or text tokens, 0 after the end; (B,) lengths."
