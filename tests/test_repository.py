@@ -95,7 +95,8 @@ def test_the_sidebar_shows_the_lessons_first_and_every_room():
     assert {p.parent.name for p in NOTEBOOKS} == {'nbs', *tree.ROOMS}
 
 
-TAKES_TENSORFLOW = re.compile(r'^ *(import|from) (tensorflow|keras|xtts_nb\.(data|models|speech|train)\b)', re.M)
+TAKES_TENSORFLOW = re.compile(
+    r'^ *(import|from) (tensorflow|keras|xtts_nb\.(data|models|speech|train)\b)', re.M)
 
 @pytest.mark.parametrize('path', [p for p in PAGES if p.parent.name == 'nbs'], ids=name)
 def test_a_lesson_prepares_tensorflow_before_it_imports_it(path):

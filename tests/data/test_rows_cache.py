@@ -103,7 +103,7 @@ def test_columns_are_stored_until_their_key_changes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ['columns']
 
 
-# --- a cache that is replaced while it is read ---------------------------------------------------------------
+# --- a cache that is replaced while it is read --------------------------------------------------------------
 
 @pytest.fixture
 def replaced(copy, corpus, small, tokenizer):

@@ -264,7 +264,8 @@ class Cache:
         path = self.folder / 'manifest.json'
         now = read_json(path) if path.is_file() else {}
         if any(now.get(part) != self.manifest[part] for part in ('key', 'shards')):
-            raise UserError(f'{self.folder}: was replaced while it was read; start again with what it holds now.')
+            raise UserError(f'{self.folder}: was replaced while it was read; '
+                            'start again with what it holds now.')
 
 # %% ../../nbs/data/cache.ipynb #a2fe10b0
 @patch

@@ -265,6 +265,7 @@ class OnlineReader:
                      mel_length=self.plan.mel_length(clip))
         return batch | self.sounds(clip, other, start, bucket)
 
+# %% ../../nbs/10_data_tf_native.ipynb #57e65290
 class PythonReader(OnlineReader):
     "Both mels by Python, inside `tf.numpy_function`."
     log_mel = staticmethod(log_mel_numpy)
