@@ -106,7 +106,8 @@ PARTS = {'config': 'config', 'data': 'data', 'model': 'model', 'step': 'step_spe
          'diagnose': 'patients', 'say': 'say', 'service': 'service'}   # {name of a part: its record}
 LESSONS = 'config', 'data', 'model', 'step', 'dual', 'diagnose', 'say'
 LIMIT = 480   # s of a part
-SMALL = {'config': '--width 64 --updates 1 --rounds 2 --budget 0.1', 'data': '--clips 8 --rounds 2 --budget 0.1',
+SMALL = {'config': '--width 64 --updates 1 --rounds 2 --budget 0.1',
+         'data': '--clips 8 --rounds 2 --budget 0.1',
          'model': '--batches 2 --batch-size 2 --rounds 2', 'step_speed': '--width 64 --rounds 2 --budget 0.1',
          'dual': '--steps 4 --rounds 2', 'patients': '--num-batches 8 --seconds 1',
          'say': '--rounds 2 --budget 0.1', 'service': '--rounds 1'}   # options of a rehearsal

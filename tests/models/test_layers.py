@@ -86,7 +86,7 @@ def test_scores_beyond_the_range_of_float16():
 
 @pytest.mark.parametrize('precision', ['float16', 'bfloat16', 'float32'])
 def test_large_activations_have_finite_gradients(precision):
-    "Of an input beyond 147, the cube in the approximation of GELU has a gradient beyond the range of float16."
+    "Beyond 147, the cube in the approximation of GELU has a gradient beyond the range of float16."
     x = tf.constant([-60000., -300., -150., -20., 0., 20., 150., 300., 60000.])
     with tf.GradientTape() as tape:
         tape.watch(x)
