@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from xtts_nb.config import cores, DecoderConfig, UserError, XTTSConfig
 from xtts_nb.data.audio import griffin_lim, pcm16, synthetic_voice, wav_header
+from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder, stretch
 from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech import stream as streaming
@@ -38,8 +39,19 @@ def voiced(xtts, small):
     return model
 
 @pytest.fixture(scope='module')
+def single(xtts, small):
+    "The small model with one block: its loops are compiled in half of the time."
+    keras.utils.set_random_seed(0)
+    model = copy.copy(xtts)
+    model.gpt = GPT(small.replace(model={'gpt': {'layers': 1}}), xtts.gpt.text_start)
+    return model
+
+@pytest.fixture(scope='module')
 def speaker(voiced):
-    return Speaker(voiced, max_seconds=SECONDS, temperature=1., top_p=1., repetition_penalty=2.)
+    "With the loop of one row that all streams of this file use."
+    made = Speaker(voiced, max_seconds=SECONDS, temperature=1., top_p=1., repetition_penalty=2.)
+    made.rows = SpeechRows(made)
+    return made
 
 @pytest.fixture(scope='module')
 def voices(speaker): return [speaker.listen(synthetic_voice(1., pitch)) for pitch in (100., 200.)]
@@ -50,7 +62,9 @@ def alone(speaker, voices):
     return [speaker(text, 'en', voices[i % 2], seed=i) for i, text in enumerate(TEXTS)]
 
 @pytest.fixture(scope='module')
-def rows(speaker): return SpeechRows(speaker, 2, chunk=5, widths=(16, 5), rings=())
+def rows(engine):
+    "Two rows, while no caller uses them."
+    return engine.rows
 
 
 def seeded(speaker, seed): return speaker.sampling._replace(seed=seed)
@@ -119,26 +133,28 @@ def test_the_pieces_are_the_whole(speaker, voices, small, sizes, speed):
 
 def test_a_stream_is_the_whole_call(speaker, voices, alone):
     for i in (0, 1, 2):
-        pieces = list(speaker.stream(TEXTS[i], 'en', voices[i % 2], seed=i, first=3, chunk=6))
+        pieces = list(speaker.stream(TEXTS[i], 'en', voices[i % 2], seed=i, first=5))
         close(np.concatenate(pieces), alone[i], atol=1e-3)
         assert len(pieces) > 1 or len(alone[i]) < 8000
     assert trace_count(speaker.rows._advance) == 1
 
-def test_a_stream_with_int8_weights_is_the_whole_call(speaker, voices):
-    quick = Speaker(speaker.xtts, temperature=0., weights='int8')
+def test_a_stream_with_int8_weights_is_the_whole_call(voiced, single, voices):
+    model = copy.copy(single)
+    model.hifigan = voiced.hifigan
+    quick = Speaker(model, temperature=0., weights='int8')
     pieces = list(quick.stream(TEXTS[0], 'en', voices[0], first=3, chunk=6))
     close(np.concatenate(pieces), quick(TEXTS[0], 'en', voices[0]), atol=1e-3)
     assert quick.rows.gpt is quick.gpt
 
 def test_a_stream_that_is_left_frees_its_row(speaker, voices, alone):
-    for _ in speaker.stream(TEXTS[0], 'en', voices[0], chunk=6): break
-    pieces = list(speaker.stream(TEXTS[2], 'en', voices[0], seed=2, chunk=6))
+    for _ in speaker.stream(TEXTS[0], 'en', voices[0], first=3): break
+    pieces = list(speaker.stream(TEXTS[2], 'en', voices[0], seed=2))
     close(np.concatenate(pieces), alone[2], atol=1e-3)
 
 @pytest.fixture(scope='module')
-def plain(xtts):
+def plain(single):
     "A speaker without a decoder."
-    return Speaker(xtts, max_seconds=SECONDS, temperature=1., speed=1.25)
+    return Speaker(single, max_seconds=SECONDS, temperature=1., speed=1.25)
 
 def test_without_a_decoder_all_sound_comes_at_the_end(plain, voices):
     pieces = list(plain.stream('aa bb', 'en', voices[0], chunk=4))
@@ -215,14 +231,15 @@ def test_texts_that_come_and_go_sound_as_alone(speaker, voices, rows, alone):
     positions = rows.state['cache'][0][0].shape[2]
     assert int(rows.state['slot']) < positions < rounds * 5
     for (_, i), parts in sounds.items(): close(np.concatenate(parts), alone[i], atol=1e-3)
-    assert trace_count(rows._advance) == 1 and trace_count(rows._prefix) == 2   # 5 and 16 tokens
+    assert trace_count(rows._advance) == 1
     assert rows.free == [0, 1]
 
 def test_the_ring_grows_before_it_is_full_and_shrinks_when_no_row_has_a_text(speaker, voices, alone):
     "One row begins with more places than the other has left; nobody loses a position."
-    rows = SpeechRows(speaker, 2, chunk=5, widths=(16, 5), rings=(31, 27, 24, 999))
+    rows = SpeechRows(speaker, 2, chunk=5, widths=(16,), rings=(24,))
     turns, sounds = [], {i: [] for i in (0, 3, 2)}
-    assert rows.rings == (24, 27, 31, 4 + 40 + 3 + speaker.max_codes)
+    most = 4 + 40 + 3 + speaker.max_codes
+    assert rows.rings == (24, most) and SpeechRows(speaker, rings=(31, 24, 999)).rings == (24, 31, most)
     for together in ((0, 3), (2,)):
         running, lengths = {}, []
         turns.append(lengths)
@@ -236,7 +253,7 @@ def test_the_ring_grows_before_it_is_full_and_shrinks_when_no_row_has_a_text(spe
             lengths.append(rows.state['cache'][0][0].shape[2])
     for i, parts in sounds.items(): close(np.concatenate(parts), alone[i], atol=1e-3)
     both, later = turns
-    assert both[0] == later[0] == 24 and max(both) > 31 and both == sorted(both)
+    assert both[0] == later[0] == 24 and max(both) == most and both == sorted(both)
 
 def test_a_limit_shortens_a_chunk(speaker, voices, rows):
     row = rows.admit(speaker._ids(TEXTS[0], 'en'), voices[0])
@@ -250,24 +267,28 @@ def test_a_limit_shortens_a_chunk(speaker, voices, rows):
     rows.advance()
     assert int(rows.state['slot']) == slot   # nobody speaks
 
-def test_a_text_that_never_ends_is_cut(voiced, small, voices):
-    "At the length of the speaker, as in a call."
-    model = copy.copy(voiced)
-    model.gpt = type(voiced.gpt)(small, voiced.gpt.text_start)
-    for a, b in zip(model.gpt.variables, voiced.gpt.variables): a.assign(b)
-    never_stop(model.gpt)
-    speaker = Speaker(model, max_seconds=0.3, temperature=0.)
-    whole = speaker('aa bb', 'en', voices[0])
-    for chunk in (4, speaker.max_codes):
-        pieces = list(speaker.stream('aa bb', 'en', voices[0], first=2, chunk=chunk))
+@pytest.fixture
+def endless(speaker):
+    "The speaker, while its model never stops."
+    bias = speaker.gpt.code_head.bias
+    before = bias.numpy()
+    never_stop(speaker.gpt)
+    yield speaker
+    bias.assign(before)
+
+def test_a_text_that_never_ends_is_cut(endless, voices):
+    "At the length of the speaker, as in a call; within a chunk, and where a chunk ends."
+    whole = endless('aa bb', 'en', voices[0])
+    for first in (2, endless.max_codes - endless.rows.chunk):
+        pieces = list(endless.stream('aa bb', 'en', voices[0], first=first))
         close(np.concatenate(pieces), whole, atol=1e-3)
-        assert int(speaker.rows.state['index'][0]) == speaker.max_codes
+        assert int(endless.rows.state['index'][0]) == endless.max_codes
 
 
 def test_two_streams_at_once_are_refused(speaker, voices, alone):
-    first = speaker.stream(TEXTS[0], 'en', voices[0], first=2, chunk=5)
+    first = speaker.stream(TEXTS[0], 'en', voices[0], first=2)
     next(first)
-    second = list(speaker.stream(TEXTS[2], 'en', voices[0], seed=2, chunk=5))
+    second = list(speaker.stream(TEXTS[2], 'en', voices[0], seed=2))
     with pytest.raises(UserError, match='Another stream of this speaker began'): list(first)
     close(np.concatenate(second), alone[2], atol=1e-3)
 
@@ -276,12 +297,12 @@ def test_two_streams_at_once_are_refused(speaker, voices, alone):
 
 @pytest.fixture(scope='module')
 def engine(speaker, voices):
-    engine = Engine(speaker, rows=2, chunk=5, widths=(8, 16))
+    engine = Engine(speaker, rows=2, chunk=5, widths=(5,))
     engine.warm_up(voices[0])
     counts = lambda rows: [trace_count(run) for run in (rows._prefix, rows._admit, rows._advance)]
-    assert counts(engine.rows) == [3, 3, 1]   # 8, 16 and 40 tokens, one ring
+    assert counts(engine.rows) == [2, 2, 1]   # 5 and 40 tokens, one ring
     yield engine
-    assert counts(engine.rows) == [3, 3, 1]
+    assert counts(engine.rows) == [2, 2, 1]
     engine.close()
 
 def idle(engine):
@@ -382,8 +403,15 @@ def test_a_warm_engine_traces_no_sound_anew(plain, speaker, voices):
             SoundStream(fresh, voices[0], speed).feed(np.zeros(n, np.int32), states, True)
         assert [trace_count(f) for f in functions] == traces and sum(traces[:2]) == 2
 
+def lone(speaker) -> Engine:
+    "An engine with the row of the streams, which is compiled already."
+    engine = Engine(speaker, rows=1)
+    speaker.rows.clear(1)
+    engine.rows = speaker.rows
+    return engine
+
 def test_a_closed_engine(speaker, voices):
-    engine = Engine(speaker, rows=1, chunk=5, widths=())
+    engine = lone(speaker)
     pending = [engine.submit(TEXTS[0], 'en', voices[0]) for _ in range(3)]
     engine.close()
     for u in pending[1:]:
@@ -393,13 +421,13 @@ def test_a_closed_engine(speaker, voices):
 def test_a_failure_reaches_the_callers(speaker, voices, monkeypatch):
     def fail(*_): raise RuntimeError('out of memory')
     monkeypatch.setattr(streaming.SpeechRows, 'advance', fail)
-    engine = Engine(speaker, rows=1, chunk=5, widths=())
+    engine = lone(speaker)
     with pytest.raises(RuntimeError, match='out of memory'): list(engine.submit('aa', 'en', voices[0]))
     with pytest.raises(EngineClosed): engine.submit('aa', 'en', voices[0])
 
 def test_an_engine_that_failed_is_restarted(speaker, voices, alone, monkeypatch):
     "Whatever was raised; with free rows, and nothing is compiled again."
-    engine = Engine(speaker, rows=1, chunk=5, widths=())
+    engine = lone(speaker)
     with pytest.raises(UserError, match='has not failed'): engine.restart()
     advance = SpeechRows.advance
     def fail(rows):
