@@ -17,7 +17,7 @@ from xtts_nb.speech.evaluate import (
     mean_world_scores, mel_cepstrum, package, QUICK_JUDGES, RATE, read_clips, score_sounds, scores_table,
     scores_text, Sound, SOUND_SOURCES, source_sounds, speaker_judge, spread, Trial, Wanted, warp_path,
     warping_judge, words_judge, world_judge)
-from xtts_nb.speech.generate import never_stop, Speaker
+from xtts_nb.speech.generate import never_stop
 
 
 def voice(seconds=0.5, pitch=120.):
@@ -342,24 +342,22 @@ def test_clips_that_the_model_cannot_speak_are_left_out(xtts, tmp_path):
             evaluate(xtts, tmp_path, language=language)
 
 @pytest.fixture
-def endless(toy_xtts):
-    "A model of coqui-tts that makes as many codes as it may, whatever it draws."
-    bias = toy_xtts.gpt.code_head.bias
+def endless(singer):
+    "A speaker that makes as many codes as it may, whatever it draws."
+    bias = singer.gpt.code_head.bias
     kept = bias.numpy()
-    never_stop(toy_xtts.gpt)
-    yield toy_xtts
+    never_stop(singer.gpt)
+    yield singer
     bias.assign(kept)
 
 def test_with_a_trained_decoder_the_gpt_is_given_the_codes(endless, tmp_path, monkeypatch):
     "Codes that the model itself chooses give the sound that it speaks."
     save_audio(tmp_path / 'a.wav', synthetic_voice(1.))
-    clip = Clip('a', 'hello', 'v', 'en', tmp_path / 'a.wav')
-    speaker = Speaker(endless, max_seconds=1.)
-    voice = speaker.listen(clip.path)
-    codes, length, _ = speaker._codes([clip.text], ['en'], [voice], speaker.sampling)
-    assert int(length[0]) == speaker.max_codes
+    clip = Clip('a', 'aa bb', 'v', 'en', tmp_path / 'a.wav')
+    codes, (n,), _ = endless._codes([clip.text], ['en'], [endless.listen(clip.path)], endless.sampling)
+    assert n == endless.max_codes
     monkeypatch.setattr(page.ClipEncoder, 'codes', lambda self, wav: codes.numpy()[0])
-    (copied,) = copy_synthesis(endless, [Trial(clip, clip, None, None)], [np.zeros(9)], speaker)
-    (spoken,) = speaker.batch([clip.text], ['en'], [clip.path])
+    (copied,) = copy_synthesis(endless.xtts, [Trial(clip, clip, None, None)], [np.zeros(9)], endless)
+    (spoken,) = endless.batch([clip.text], ['en'], [clip.path])
     same = len(spoken) - 4000   # the copy has one state more, that of STOP, and its sound reaches back
-    assert len(copied) == len(spoken) + 1280 and np.allclose(copied[:same], spoken[:same], atol=1e-3)
+    assert 1024 <= len(copied) - len(spoken) <= 1280 and np.allclose(copied[:same], spoken[:same], atol=1e-3)
