@@ -20,32 +20,23 @@ def root(tmp_path) -> Path:
     return tmp_path
 
 
-def test_it_notices_every_way_of_being_out_of_step(root):
-    notebook, module = root / 'nbs/00_config.ipynb', root / 'xtts_nb/config.py'
+def test_it_notices_every_way_of_being_out_of_step(root, monkeypatch):
+    notebook, module, orphan = (root / f for f in ('nbs/00_config.ipynb', 'xtts_nb/config.py',
+                                                   'xtts_nb/orphan.py'))
     before = in_step.contents(root)
     assert in_step.differences(root) == []
 
-    (root / 'xtts_nb/orphan.py').write_bytes(module.read_bytes())   # its notebook is gone
-    assert in_step.differences(root) == ['xtts_nb/orphan.py']
-    (root / 'xtts_nb/orphan.py').unlink()
-
+    orphan.write_bytes(module.read_bytes())   # its notebook is gone
     module.write_text(module.read_text(encoding='utf-8') + '\nedited = True\n', encoding='utf-8')
-    assert in_step.differences(root) == ['xtts_nb/config.py']
-    module.write_bytes(before['xtts_nb/config.py'])
-
     notebook.write_text(notebook.read_text(encoding='utf-8').replace('"execution_count": null',
                                                                      '"execution_count": 3'),
                         encoding='utf-8')
-    assert in_step.differences(root) == ['nbs/00_config.ipynb']
+    now = in_step.contents(root)
+    assert in_step.differences(root) == ['nbs/00_config.ipynb', 'xtts_nb/config.py', 'xtts_nb/orphan.py']
+    assert in_step.contents(root) == now
+
     notebook.write_bytes(before['nbs/00_config.ipynb'])
-
+    orphan.unlink()
     module.unlink()
-    assert in_step.differences(root) == ['xtts_nb/config.py']
-    module.write_bytes(before['xtts_nb/config.py'])
-    assert in_step.contents(root) == before
-
-
-def test_it_is_not_silenced_by_the_environment(root, monkeypatch):
     monkeypatch.setenv('IN_TEST', '1')   # under it nbdev exports nothing
-    (root / 'xtts_nb/config.py').unlink()
     assert in_step.differences(root) == ['xtts_nb/config.py']
