@@ -34,9 +34,11 @@ demo: $(ready)
 test: flags = $(if $(GPU),gpu,cpu)
 test: marked = not slow and not $(if $(GPU),cpu,gpu)
 test: deal = worksteal
+test: pages = python dev/quick_pages.py
 test-all: flags = $(if $(GPU),gpu,cpu)
 test-all: marked = not $(if $(GPU),cpu,gpu)
 test-all: deal = loadfile
+test-all: pages = nbdev-test
 test-all: test-torch
 
 test test-all: $(ready)
@@ -45,7 +47,7 @@ test test-all: $(ready)
 	@echo "== notebooks and library"
 	@$(bin)/python dev/in_step.py
 	@echo "== every notebook"
-	@$(env) $(bin)/nbdev-test --n-workers 2 --timing --flags "$(strip $(flags))"
+	@$(env) $(bin)/$(pages) --n-workers 2 --timing --flags "$(strip $(flags))"
 	@echo "== tests"
 	@$(env) $(bin)/pytest -n 2 --dist $(deal) -m "$(marked)" $(ARGS)
 
