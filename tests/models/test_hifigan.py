@@ -14,7 +14,10 @@ from xtts_nb.models.weights import named_weights, save_weights
 
 
 @pytest.fixture(scope='module')
-def config(): return XTTSConfig.tiny(width=64)
+def config():
+    "Four stages, each of two blocks of two layers."
+    blocks = {'residual_kernels': (3, 7), 'dilations': (1, 3)}
+    return XTTSConfig.tiny(width=64).replace(model={'decoder': blocks})
 
 
 @pytest.fixture(scope='module')
