@@ -94,9 +94,13 @@ def test_rates_of_a_cache(prepared, tmp_path):
     for cache, rates in ((prepared.folder, code_rates(prepared.folder, 14)), (tmp_path / 'gone', {})):
         (tmp_path / 'run.json').write_text(json.dumps({'cache': str(cache)}))
         assert run_rates(tmp_path, 14) == run_rates(tmp_path / 'best', 14) == rates
-    facts = {'cache': str(prepared.folder), 'base': 'model'}   # which has learned longer texts
-    (tmp_path / 'run.json').write_text(json.dumps(facts))
-    assert run_rates(tmp_path, 14)['en'] == code_rates(prepared.folder, 14)['en']._replace(longest=None)
+    own = code_rates(prepared.folder, 14)['en']
+    (tmp_path / 'base').mkdir()
+    for based, longest in (({}, None), ({'cache': str(prepared.folder)}, own.longest)):   # released; ours
+        (tmp_path / 'base/run.json').write_text(json.dumps(based))
+        facts = {'cache': str(prepared.folder), 'base': str(tmp_path / 'base')}
+        (tmp_path / 'run.json').write_text(json.dumps(facts))
+        assert run_rates(tmp_path, 14) == {'en': own._replace(longest=longest)}
 
 
 # --- words that were left out -------------------------------------------------------------------------------

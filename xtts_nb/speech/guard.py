@@ -95,9 +95,12 @@ def training_facts(model: str | Path) -> dict:
 def run_rates(run: str | Path, clips: int = 20) -> dict[str, Rate]:
     "The bounds from the cache that a run was trained on; empty if there is none here."
     facts = training_facts(run)
-    cache, based = facts.get('cache'), 'base' in facts   # the base has learned longer texts
+    cache = facts.get('cache')
     rates = code_rates(cache, clips) if cache and (Path(cache) / 'manifest.json').is_file() else {}
-    return {language: rate._replace(longest=None) if based else rate for language, rate in rates.items()}
+    if 'base' not in facts: return rates
+    known = run_rates(facts['base'], clips)   # the base may have learned longer texts, or nobody knows
+    both = lambda l: (rates[l].longest, known[l].longest if l in known else None)
+    return {l: rate._replace(longest=max(both(l)) if all(both(l)) else None) for l, rate in rates.items()}
 
 # %% ../../nbs/speech/guard.ipynb #c0de4a02
 MISSING = 1.   # gain of the log-likelihood by leaving out a word
