@@ -200,8 +200,8 @@ def test_merge(ran, behind, report):
     merged = behind('data.prepare.merge_caches', report)
     assert ran('merge a b --out o').out == 'THE REPORT\no is ready: xtts-nb train --data o\n'
     assert ran('merge a --out o --json').json == report | {'cache': 'o'}
-    assert [([str(p) for p in c['parts']], str(c['out']), c['page']) for c in merged] == [
-        (['a', 'b'], 'o', corpus_page), (['a'], 'o', corpus_page)]
+    assert [([str(p) for p in c['parts']], str(c['out']), c['page'], c['load']) for c in merged] == [
+        (['a', 'b'], 'o', corpus_page, load_dvae), (['a'], 'o', corpus_page, load_dvae)]
 
 
 # --- verify -------------------------------------------------------------------------------------------------

@@ -337,6 +337,12 @@ def test_a_training_with_a_bar(behind, capsys, step):
     assert capsys.readouterr().err.endswith(end) and modes == [{'training': trainer.training}] * 2
 
 
+def test_the_budget_is_that_of_both_caches(built, prepared):
+    size = sum(line['bytes'] for line in prepared.manifest['shards']) / 2**30
+    for budget, caches in ((0., (False, False)), (size, (True, False)), (2 * size, (True, True))):
+        run = built('--val-data', prepared.folder, '--set', f'data.ram_budget={budget!r}')
+        assert (run.plan.cache.held > 0, run.held_out.cache.held > 0) == caches
+
 # --- the parts of a trainer ---------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -349,7 +355,8 @@ def made(behind, tmp_path, monkeypatch):
     caches = {name: SimpleNamespace(name=name, folder=name, config=TINY.replace(data={'seed': seed}))
               for seed, name in enumerate('abc')}
     behind('train.runs.run_facts', lambda run: has.facts)
-    behind('train.runs.open_cache', lambda folder, config=None: caches[str(folder)])
+    behind('data.cache.Cache', lambda folder, **more: caches[str(folder)])
+    behind('train.runs.open_cache', lambda folder, **more: caches[str(folder)])
     behind('train.runs.held_out_share', lambda cache, share: [f'{share} of {cache.name}'])
     behind('app.cli_train._feed', lambda **call: has.feed)
     behind('app.cli_train._in_memory', lambda cache, settings, **more: settings)
@@ -550,9 +557,9 @@ def test_the_largest_shape_counts(prepared, behind, monkeypatch):
 @pytest.mark.parametrize('again, line', [(False, '8 rows at once, in 2 parts.\n'),
                                          (True, '8 rows at once, in 2 parts, each block computed again.\n')])
 def test_find_batch_size(ran, behind, bars, again, line):
-    cache, training = SimpleNamespace(), {'accumulation': 2, 'gradient_checkpointing': again}
+    training = {'accumulation': 2, 'gradient_checkpointing': again}
     found = TINY.replace(data={'batch_size': 16}, training=training)
-    behind('train.runs.open_cache', cache)
+    opened = behind('data.cache.Cache', SimpleNamespace())
     behind('app.cli_train._largest', (50, 20, 'runs'))
     asked = behind('app.cli_train._settings', TINY)
     tried = behind('train.finetune.find_batch_size', (found, [{'rows': 8, 'fits': True}]))
@@ -564,12 +571,15 @@ def test_find_batch_size(ran, behind, bars, again, line):
     assert done.json == {'training': training, 'tried': [{'rows': 8, 'fits': True}]}
     common = {'config': TINY, 'codes': 50, 'text': 20, 'runs': 'runs'}
     assert tried == [common | {'memory': None}, common | {'memory': 1_500_000_000}]
+    assert [call['in_memory'] for call in opened] == [False, False]
     assert [[v and str(v) for v in (c['preset'], c['config'], c['base'], c['finetune'])] for c in asked] == [
         [None] * 4, ['tiny', 'f', 'b', 'lora']]
 
 def test_find_learning_rate(ran, behind, bars, home):
-    behind('train.runs.open_cache', 'cache')
-    behind('app.cli_train._settings', TINY)
+    read = []
+    cache = SimpleNamespace(read=read.append)
+    behind('data.cache.Cache', cache)
+    behind('app.cli_train._settings', TINY.replace(data={'ram_budget': 0.5}))
     begun, drawn = behind('train.runs.new_run', 'the trainer'), behind('train.finetune.plot_learning_rate')
     tried = behind('train.finetune.find_learning_rate',
                    {'suggestion': 1e-3, 'lowest': 1e-2, 'losses': [3., 2., 4.]})
@@ -582,7 +592,9 @@ def test_find_learning_rate(ran, behind, bars, home):
     assert [str(c['path']) for c in drawn] == ['learning_rate.png', 'o.png']
     assert not begun[0]['run'].parent.exists()
     assert [(c['cache'], c['config'], c['run'].name, c['base'] and str(c['base'])) for c in begun] == [
-        ('cache', TINY, 'run', None), ('cache', TINY, 'run', 'b')]
+        (cache, TINY.replace(data={'ram_budget': 0.5}), 'run', None),
+        (cache, TINY.replace(data={'ram_budget': 0.5}), 'run', 'b')]
+    assert read == [0.5, 0.5]
 
 
 # --- a DVAE and a voice -------------------------------------------------------------------------------------
@@ -626,9 +638,11 @@ def test_train_dvae_goes_on_with_the_settings_of_its_run(ran, behind, bars, home
 
 def test_train_voice(ran, behind, bars, home, fitted):
     made = behind('train.parts.new_voice_run', SimpleNamespace(run='RUN'))
-    behind('data.cache.Cache', lambda folder: f'cache {folder}')
+    small = TINY.replace(data={'ram_budget': 0.5})
+    opened = behind('train.runs.open_cache', lambda folder, config: f'cache {folder}')
     behind('train.parts.cache_of', 'its own')
-    held, asked = behind('train.runs.held_out_share', ['x']), behind('app.cli_train._voice_settings', TINY)
+    held = behind('train.runs.held_out_share', ['x'])
+    asked = behind('app.cli_train._voice_settings', small)
     assert ran('train-voice m').out == 'DONE\nxtts-nb say TEXT --run RUN --voice FILE\n'
     assert bars == [('start', {}), ('states and recordings', 1, 2)] and not held
     done = ran('train-voice m --data d --run r --config f --steps 5 --val 0.25 --corpus c --json')
@@ -639,11 +653,12 @@ def test_train_voice(ran, behind, bars, home, fitted):
     every = {'validate_every': TINY.training.checkpoint_every}
     values = [[v if not hasattr(v, 'parts') else str(v) for v in call.values()] for call in made]
     assert values == [
-        [str(home / 'runs' / 'voice-1'), 'm', 'cache its own', TINY, (), None],
-        ['r', 'm', 'cache d', TINY.replace(voice={'steps': 5}, training=every), ['x'], 'c'],
-        ['r', None, None, TINY.replace(training=every), (), None]]
+        [str(home / 'runs' / 'voice-1'), 'm', 'cache its own', small, (), None],
+        ['r', 'm', 'cache d', small.replace(voice={'steps': 5}, training=every), ['x'], 'c'],
+        ['r', None, None, small.replace(training=every), (), None]]
     assert [(str(c['folder']), c['config'] and str(c['config']), c['known']) for c in asked] == [
         ('m', None, False), ('m', 'f', False), ('r', None, True)]
+    assert [c['config'].data.ram_budget for c in opened] == [0.5, 0.5]
     assert [call['name'] for call in fitted] == ['train-voice'] * 3
     assert 'neither a run nor a model' in ran('train-voice').said[0]
 

@@ -60,7 +60,8 @@ def home(tmp_path, monkeypatch):
 
 def test_profile(ran, behind, bars, home):
     made = TINY.replace(data={'buckets': 5}, training={'precision': 'bfloat16'})
-    cache = SimpleNamespace(config=made, tokenizer=SimpleNamespace(start=9))
+    read = []
+    cache = SimpleNamespace(config=made, tokenizer=SimpleNamespace(start=9), read=read.append)
     behind('data.cache.Cache', cache)
     behind('data.native.cached_batches', ['first', 'second'])
     plans, drawn = behind('data.native.BatchPlan', 'the plan'), behind('train.step.random_batch', 'made up')
@@ -83,7 +84,7 @@ def test_profile(ran, behind, bars, home):
     assert [(c['config'], c['text_start'], c['kwargs']['dtype']) for c in gpts] == [
         (TINY, 1, 'float32'), (made, 9, 'mixed_bfloat16'), (TINY, 9, 'float32'), (config, 1, 'float32'),
         (XTTSConfig.xtts_v2(), 1, 'float32')]
-    assert [c['data'] for c in plans] == [made.data, TINY.data]
+    assert [c['data'] for c in plans] == [made.data, TINY.data] and read == [made.data.ram_budget] * 2
     assert updates[0] == {'gpt': 'the GPT', 'training': TINY.training}
     gpt = XTTSConfig.xtts_v2().model.gpt
     half = min(gpt.max_text_tokens, XTTSConfig.xtts_v2().data.max_text_tokens) // 2, gpt.max_audio_codes // 2

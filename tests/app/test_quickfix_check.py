@@ -94,7 +94,7 @@ def test_a_run_needs_more_than_two_gib_of_memory_and_of_disk(machine, bytes_, ok
 def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):
     (tmp_path / 'settings.ini').write_text('[workspace]\n')
     monkeypatch.chdir(tmp_path)
-    opened, said = behind('app.check.Cache', lambda folder: folder), []
+    opened, said = behind('app.check.Cache', lambda folder, **more: folder), []
     made = behind('app.check.lesson_cache', 'made up')
     behind('app.check.DVAE', 'the DVAE')
     look = lambda *given, **named: cache_for(*given, **named, say=said.append).__enter__()
@@ -107,7 +107,7 @@ def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):
     (tmp_path / 'cache').mkdir()
     (tmp_path / 'cache' / 'manifest.json').touch()
     assert look(None, None) == tmp_path / 'cache' and look('c', None) == 'c' and len(said) == len(made) == 2
-    assert len(opened) == 3
+    assert [call['ram_budget'] for call in opened] == [TINY.data.ram_budget, None, None]
 
 
 # --- what is changed for a finding --------------------------------------------------------------------------

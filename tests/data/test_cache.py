@@ -451,6 +451,14 @@ def test_another_kind_of_numbers_is_found(copy):
 
 def test_the_key_follows_from_what_goes_in(small):
     one = content_keys(small, 'a', 'b', np.ones(80))
+    # that of caches which were made before the precision was a part of it
+    audio = {k: v for k, v in small.model.audio.model_dump().items() if not k.endswith('_n_fft')}
+    known = cache_module.fingerprint(1, audio, small.model.audio.dvae_n_fft, 'a')
+    assert one['codes'] == known and 'precision' not in one
+    half = content_keys(small, 'a', 'b', np.ones(80), 'bfloat16')
+    assert half['codes'] != one['codes'] and half['precision'] == 'bfloat16'
+    assert {k: v for k, v in half.items() if k not in ('codes', 'precision')} == {
+        k: v for k, v in one.items() if k != 'codes'}
     assert one == content_keys(small.replace(training={'steps': 5}), 'a', 'b', np.ones(80))
     changed = {'dvae': content_keys(small, 'x', 'b', np.ones(80)),
                'text': content_keys(small, 'a', 'x', np.ones(80)),

@@ -1,5 +1,4 @@
 "Batches: least padding, each clip once, the same for any workers and after resuming, static shapes."
-import copy
 import itertools
 import os
 from collections import Counter
@@ -430,6 +429,18 @@ def test_prefetch_to_gpu_asks_for_the_gpu_there_is(monkeypatch, on, gpus, device
     cached_batches(BatchPlan(fake_cache([5]), data(prefetch_to_gpu=on)), device=device)
     assert seen == ([(asked, 2)] if asked else [])   # one in use, one on its way
 
+@pytest.mark.parametrize('on, model, asked', [
+    (True, 'GPU:1', 'GPU:1'), (True, '/device:GPU:1', '/device:GPU:1'), (True, 'CPU:0', None),
+    (False, 'GPU:1', None), (True, None, '/GPU:0')])
+def test_batches_go_to_the_gpu_of_the_model(monkeypatch, on, model, asked):
+    "A trainer names its device; copied to the first GPU, each batch would have to move again."
+    seen = []
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: ['gpu', 'gpu'])
+    apply = lambda device, n: seen.append(device) or (lambda ds: ds)
+    monkeypatch.setattr(tf.data.experimental, 'prefetch_to_device', apply)
+    BatchPlan(fake_cache([5]), data(prefetch_to_gpu=on)).stream(0, 2, model=model)
+    assert seen == [asked] * bool(asked)
+
 
 # --- online ---------------------------------------------------------------------------------------
 
@@ -474,7 +485,7 @@ def test_the_longest_clip_fits_whatever_its_length(tmp_path, small, tokenizer, s
 
 def test_a_missing_recording_is_named(prepared, stats, small):
     plan = BatchPlan(prepared, small.data)
-    plan.cache = copy.copy(prepared)
+    plan.cache = Cache(prepared.folder)
     plan.cache.wav_path = lambda i: f'gone-{i}.wav'
     with pytest.raises(UserError, match='gone-0.wav: is missing; prepare the cache again'):
         WavReader(plan, stats)

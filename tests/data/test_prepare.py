@@ -524,11 +524,30 @@ def parts(corpus, small, tokenizer, tmp_path_factory):
     return [folder / str(i) for i in (1, 2, 3)]
 
 @pytest.mark.parametrize('order', [(0, 1, 2), (2, 0, 1)])
-def test_merged_parts_are_the_whole(corpus, small, tokenizer, parts, tmp_path, order):
+def test_merged_parts_are_the_whole(corpus, small, tokenizer, parts, tmp_path, order, capsys):
     whole = prepare(corpus, tmp_path / 'whole', small, Fake(), tokenizer, shard_clips=3)
-    report = merge_caches([parts[i] for i in order], tmp_path / 'merged')
+    report = merge_caches([parts[i] for i in order], tmp_path / 'merged', load=load)
+    assert not capsys.readouterr().err   # the sample of each part is the same here
     assert tree(tmp_path / 'merged') == tree(tmp_path / 'whole') and report.items() <= whole.items()
     assert [len(Cache(p)) for p in parts] == [6, 5, 3] and verify_and_fix_cache(parts[1])['bad'] == 0
+
+class Elsewhere(Fake):
+    "The same weights on another machine: one code of each clip comes out as its neighbour."
+    def encode(self, mel):
+        codes = super().encode(mel)
+        return codes + tf.one_hot(0, tf.shape(codes)[1], dtype=tf.int32)
+
+def test_a_part_whose_codes_come_out_differently_is_named(mine, small, tokenizer, tmp_path, capsys):
+    folders = [tmp_path / str(i) for i in (1, 2, 3)]
+    for i, (folder, kind) in enumerate(zip(folders, (Fake, Elsewhere, Fake)), 1):
+        prepare(mine, folder, small, kind(), tokenizer, shard_clips=5, part=(i, 3))
+    for path in (mine / 'wavs').glob('high-[3456].wav'): path.unlink()   # those of the third part
+    capsys.readouterr()
+    merge_caches(folders, tmp_path / 'merged', load=load)
+    other, gone = capsys.readouterr().err.splitlines()
+    assert other.startswith(f'{folders[1]}: 3 of ') and 'codes of 3 clips come out differently' in other
+    assert gone.startswith(f'{folders[2]}: its codes were not compared')
+    assert len(Cache(tmp_path / 'merged')) == 14
 
 @pytest.mark.parametrize('kind, words', [
     ('missing', ['shard 2/3 is missing']), ('first missing', ['shard 1/3 is missing', '--shard 1/3']),

@@ -11,10 +11,11 @@ import fake_dvae
 from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.cache import (
-    Cache, Column, GraphArrays, InFiles, InMemory, clip_limits, cumulative_chances, fits_in_memory,
+    Cache, ClipRows, Column, GraphArrays, InFiles, InMemory, clip_limits, cumulative_chances, fits_in_memory,
     left_out_line, map_whole_file, stored_columns, within_limits)
-from xtts_nb.data.native import BatchPlan, CacheReader, WavReader, batches_of, cached_batches
-from xtts_nb.data.prepare import prepare, verify_and_fix_cache
+from xtts_nb.data.native import (
+    BatchPlan, CacheReader, WavReader, batches_of, cached_batches, reader_of)
+from xtts_nb.data.prepare import lesson_cache, prepare, verify_and_fix_cache
 
 
 BALANCE = {(): [1 / 16, 1 / 16, 1 / 8, 3 / 4], ('speakers',): [1 / 6, 1 / 6, 1 / 3, 1 / 3],
@@ -58,6 +59,57 @@ def test_batches_from_files_are_those_from_memory(prepared, small, first):
     for a, b in zip(*(cached_batches(plan, first, first + 12) for plan in (memory, files)), strict=True):
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+def address(array) -> int: return np.asarray(array).__array_interface__['data'][0]
+
+def test_the_arrays_of_a_cache_are_in_memory_once(prepared, small):
+    "A tensor has their memory, that of a second plan too; a copy would double what the budget allows."
+    cache = Cache(prepared.folder)
+    for plan in (BatchPlan(cache, small.data), BatchPlan(cache, small.data, np.arange(3))):
+        for kind, held in reader_of(plan).rows.flat.items():
+            assert address(held()) == address(getattr(cache, kind)), kind
+    assert cache.held == sum(getattr(cache, kind).nbytes for kind in ('codes', 'text', 'mel'))
+
+def test_the_budget_decides_where_nothing_else_does(tmp_path, small, prepared):
+    frugal = small.replace(data={'ram_budget': 0.})
+    assert lesson_cache(tmp_path, frugal, clips=1).held == 0   # as its own settings say
+    size = sum(line['bytes'] for line in prepared.manifest['shards'])
+    for budget, held in ((0, 0), (size - 1, 0), (size, prepared.held)):
+        assert Cache(prepared.folder, ram_budget=budget / 2**30).held == held
+    cache = Cache(prepared.folder, in_memory=False)
+    assert (cache.read(0).held, cache.read(1).held) == (0, prepared.held)
+    for kind in ('codes', 'text', 'mel'): assert np.array_equal(getattr(cache, kind), getattr(prepared, kind))
+
+def test_a_plan_has_one_reader(prepared, small, monkeypatch):
+    made, real = [], CacheReader.__init__
+    monkeypatch.setattr(CacheReader, '__init__', lambda self, *given: made.append(1) or real(self, *given))
+    plan = BatchPlan(prepared, small.data)
+    for _ in range(3): plan.stream(0, 1)   # as three validations do
+    assert len(made) == 1
+
+def test_the_table_of_a_runtime_cache_is_read_once(prepared, small, stats, monkeypatch):
+    rows, real = [], ClipRows.__getitem__
+    monkeypatch.setattr(ClipRows, '__getitem__', lambda self, i: rows.append(i) or real(self, i))
+    cache = Cache(prepared.folder)
+    readers = [WavReader(BatchPlan(cache, small.data), stats) for _ in range(2)]
+    assert readers[0].names == readers[1].names
+    assert [i for i in rows if i] == list(range(1, len(cache)))   # the first line tells the kind of the cache
+
+@pytest.mark.parametrize('budget', [0., 1.])
+def test_the_arrays_stay_on_the_host(prepared, small, budget):
+    "On a GPU an op that reads them would be given a copy of all."
+    data = small.data.model_copy(update={'ram_budget': budget})
+    reader = reader_of(BatchPlan(prepared, data))
+    @tf.function
+    def read(step):
+        with tf.device('/GPU:0'): return reader(step)
+    graph = read.get_concrete_function(tf.constant(0, tf.int64)).graph
+    parts = [graph.as_graph_def(), *graph.as_graph_def().library.function]
+    nodes = [n for part in parts for n in (getattr(part, 'node', None) or part.node_def)]
+    lists = [n for n in nodes if n.op == 'TensorListGetItem']
+    users = [n for n in nodes if any(i.split(':')[0] in {l.name for l in lists} for i in n.input)]
+    assert lists and users
+    assert {n.device for n in lists + users if n.op != 'StridedSlice'} == {'/device:CPU:0'}
 
 def test_a_mapped_cache_is_streamed_even_if_it_would_fit(prepared, small):
     mapped, memory = (BatchPlan(Cache(prepared.folder, in_memory), small.data) for in_memory in (False, True))

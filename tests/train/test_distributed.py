@@ -18,7 +18,8 @@ from xtts_nb.train.trainer import checkpoints, Trainer, Writer
 from xtts_nb.train import distributed as page
 from xtts_nb.train.launch import LOST_PEER, local_workers, tf_config
 from xtts_nb.train.distributed import (
-    DistributedTrainer, Replicas, Share, Broadcast, bit_sums, cluster_run, differing, distributed_train_step,
+    DistributedTrainer, Replicas, Share, Broadcast, bit_sums, cluster_run, differing,
+    distributed_train_step,
     distributed_validation_step, ensure_gpu_placement, dry_run, setup_gpu_strategy)
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.native import BatchPlan
@@ -76,11 +77,11 @@ def test_a_share_is_otherwise_the_plan(prepared, mini):
 @pytest.mark.parametrize('wanted, worker', [(True, True), (True, False), (False, True), (False, False)])
 def test_a_share_goes_to_the_gpu_if_settings_and_worker_allow_it(mini, monkeypatch, wanted, worker):
     monkeypatch.setattr(page, 'ShareReader', lambda share: 'reader')
-    monkeypatch.setattr(page, 'batches_of', lambda *given: given)
+    monkeypatch.setattr(page, 'batches_of', lambda *given, model: (*given, model))
     data = mini.data.model_copy(update={'prefetch_to_gpu': wanted})
-    reader, found, *steps = Share(SimpleNamespace(data=data), 0, 2, worker).stream()
+    reader, found, *steps = Share(SimpleNamespace(data=data), 0, 2, worker).stream(model='GPU:1')
     assert found == data.model_copy(update={'prefetch_to_gpu': wanted and worker})
-    assert (reader, steps) == ('reader', [0, None])
+    assert (reader, steps) == ('reader', [0, None, 'GPU:1'])
 
 def test_rows_elsewhere_are_parts_of_the_batch(mini):
     "The same gradients, masks included, as one device with twice the parts."

@@ -14,6 +14,8 @@ from xtts_nb.data.cache import Cache
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.devices import DevicePlan
+from xtts_nb.models.dvae import load_dvae
+from xtts_nb.train.distributed import Share, code_feed
 from xtts_nb.train.dual import (
     Feed, bench_feed, dual_trainer, finish_batch, wait_computed, run_feed, sound_batches, SerialBatches, Span)
 from xtts_nb.data.prepare import prepare
@@ -77,6 +79,10 @@ def test_every_variable_and_stage_is_in_the_audit(worked):
                                           'DVAE of the data device'}
     weights = sum(r['bytes'] for r in rows if r['owner'] == 'model')
     assert weights == sum(v.value.numpy().nbytes for v in trainer.xtts.gpt.variables)
+    # TensorFlow keeps int32 on the host, which is told and is no fault
+    trainer.feed.outputs['host'] = {('its int32', '/device:CPU:1'): 4, ('a batch', '/device:CPU:0'): 8}
+    (whole,) = (r for r in device_placement(trainer) if r['device'] == 'CPU:1')
+    assert whole['owner'] == 'stage host' and whole['name'] == 'its int32' and whole['wanted'] == 'CPU:1'
     rows[0]['device'] = 'CPU:1'
     with pytest.raises(AssertionError, match='on CPU:1 instead of CPU:0'): placement_summary(rows)
 
@@ -121,21 +127,46 @@ def test_stages_and_their_devices():
         assert [*feed.stages] == [name for name in where if name not in ('host', 'model')]
     batch = {'a': tf.zeros((2, 3)), 'b': tf.zeros(4, tf.int64)}
     assert feed._note('data', batch) is batch
-    assert feed.outputs == {'data': (batch['a'].backing_device, 2 * 3 * 4 + 4 * 8)}
+    assert feed.outputs == {'data': {('a batch', batch['a'].backing_device): 2 * 3 * 4 + 4 * 8}}
     on = lambda place, dtype: SimpleNamespace(device='GPU:1', backing_device=place, dtype=dtype, shape=(5,))
     feed._note('copy', {'text': on('CPU:0', tf.int32), 'clip': on('GPU:1', tf.int64)})
-    assert feed.outputs['copy'] == ('GPU:1', 5 * (4 + 8))   # where most of it really is
+    assert feed.outputs['copy'] == {('its int32', 'CPU:0'): 5 * 4, ('a batch', 'GPU:1'): 5 * 8}
     wait_computed(tf.constant(1.))
     wait_computed(tf.zeros((2, 3)))   # of any shape
 
-def test_a_copy_computes_nothing_on_the_model_s_device(monkeypatch):
-    "So it waits for no step that runs there."
-    feed, ran = Feed.__new__(Feed), []
-    feed.devices, feed.outputs = DevicePlan({}, 'CPU:0', 'CPU:0'), {}
-    monkeypatch.setattr(page, 'wait_computed', lambda tensor: ran.append(tensor))
-    batch = {'a': tf.ones((2, 3)), 'b': tf.ones(4, tf.int64)}
-    copied = feed.copy(batch)
-    assert not ran and all(np.array_equal(copied[k], batch[k]) for k in batch)
+def test_a_batch_is_copied_by_one_program(runtime, mini, batch):
+    "Each copy for itself waits for all that the model's device was given before; nothing is read there."
+    from tensorflow.python.framework import op_callbacks
+    feed, ran = Feed(runtime, mini, DevicePlan({}, 'CPU:0', 'CPU:0')), []
+    def note(op_type, inputs, attrs, outputs, op_name=None, graph=None):
+        if graph is None: ran.append(op_type)
+    op_callbacks.add_op_callback(note)
+    try: copied = feed.copy(batch)
+    finally: op_callbacks.remove_op_callback(note)
+    assert len(ran) == 1 and 'all_to_model' in ran[0]
+    assert copied.keys() == batch.keys() and all(np.array_equal(copied[k], batch[k]) for k in batch)
+
+def test_a_model_device_without_memory_is_named_with_a_remedy(runtime, mini, batch):
+    feed = Feed(runtime, mini, DevicePlan({}, 'CPU:0', 'CPU:0'))
+    size = tf.Variable([2**46], dtype=tf.int64)
+    feed.transfer = tf.function(lambda batch: {'codes': tf.fill(size.read_value(), 0.) + 1})
+    with pytest.raises(UserError, match='^CPU:0: out of memory for the next batch, beside the 2 before it; '
+                                        'lower --buffer-size'): feed.copy(batch)
+
+def test_a_host_without_memory_is_not_taken_for_a_bad_recording(runtime, mini, monkeypatch):
+    "Nothing is to be mended in the cache then."
+    def read(self, step): return {'wav': tf.fill(tf.reshape(step, [1]) + 2**46, 0.) + 1}
+    monkeypatch.setattr(page.SoundReader, '__call__', read)
+    with pytest.raises(UserError, match='out of memory while recordings were read; lower data.batch_size'):
+        next(sound_batches(BatchPlan(runtime, mini.data)))
+
+def test_no_batch_waits_on_the_gpu_where_the_settings_say_so(runtime, mini):
+    "`prefetch_to_gpu` off: the ring holds the batch in use alone."
+    plain = mini.replace(data={'prefetch_to_gpu': False})
+    for config, ring in ((mini, 3), (plain, 1)):
+        feed = Feed(runtime, config, ONE)
+        with feed(BatchPlan(runtime, config.data), 0, 4) as batches: made = sum(1 for _ in batches)
+        assert (feed.ring, made) == (ring, 4) and batches.most <= ring
 
 def test_a_data_device_without_memory_is_named_with_a_remedy(runtime, mini):
     "A product that really does not fit, in the thread of the stage."
@@ -144,6 +175,25 @@ def test_a_data_device_without_memory_is_named_with_a_remedy(runtime, mini):
     feed.finish = tf.function(lambda batch: {'codes': tf.fill(size.read_value(), 0.) + 1})
     with pytest.raises(UserError, match='^CPU:0: out of memory while it made a batch of 4 clips; lower data'):
         with feed(BatchPlan(runtime, mini.data), 0, 2) as batches: next(batches)
+
+def test_the_gpu_of_a_worker_makes_the_codes_of_its_rows(runtime, prepared, mini):
+    "A batch at once; with prepared codes, on a CPU or with several cards it has nothing to make."
+    plan, config = BatchPlan(runtime, mini.data), mini
+    with tf.device('CPU:0'): plan.dvae = load_dvae(runtime.folder / 'dvae.safetensors', config)
+    for devices, cache in ((['CPU:0'], runtime), (['GPU:0', 'GPU:1'], runtime), (['GPU:0'], prepared)):
+        assert code_feed(config, devices, [BatchPlan(cache, mini.data)]) is None
+    for worker in range(2):
+        share = Share(plan, worker, 2)
+        feed = code_feed(config, ['GPU:0'], [share])   # its DVAE is placed softly where there is no GPU
+        assert (feed.devices.data, feed.devices.model, [*feed.stages]) == ('GPU:0', 'GPU:0', ['data'])
+        feed.devices = DevicePlan({}, 'CPU:0', 'CPU:0')
+        with feed(share, 0, 3) as made:
+            for ours, theirs in zip(made, share.stream(0, 3), strict=True):   # row by row, on the CPU
+                assert ours.keys() == theirs.keys() and {'whole_weight', 'whole_code_length'} < {*ours}
+                for k in theirs:
+                    assert ours[k].shape == theirs[k].shape and ours[k].dtype == theirs[k].dtype, k
+                    if k not in ('codes', 'reference'): assert np.array_equal(ours[k], theirs[k]), k
+                assert np.mean(ours['codes'].numpy() != theirs['codes'].numpy()) < 1e-2
 
 def ran(most, seconds, batches=15):
     "A run whose model takes so many seconds a batch, the host a tenth of that."

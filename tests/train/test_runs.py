@@ -247,7 +247,7 @@ def test_a_cache_must_be_made_with_the_front_end_and_fit_into_the_gpt(prepared, 
         check_made_for(prepared, eager.replace(model={'dvae': {'codes': 16}}))
 
 def test_a_run_goes_on_with_what_its_folder_says(eager, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, 'open_cache', lambda folder, config: (folder, config))
+    monkeypatch.setattr(runs, 'open_cache', lambda *given: given)
     monkeypatch.setattr(runs, 'new_run', lambda *given, **where: (given, where))
     (tmp_path / 'config.yaml').write_text(eager.to_yaml())
     for more in ({}, {'base': str(tmp_path), 'val': 'other'}):
@@ -256,7 +256,7 @@ def test_a_run_goes_on_with_what_its_folder_says(eager, tmp_path, monkeypatch):
         if more:
             pytest.raises(UserError, resume_run, tmp_path).match('which is gone; put it back there')
             (tmp_path / 'model.safetensors').touch()
-        val = ('other', eager) if more else None
+        val = ('other', eager, ('one', eager)) if more else None
         given = ('one', eager), eager, tmp_path, ['a'], more.get('base'), val
         assert resume_run(tmp_path, device='x') == (given, {'device': 'x'})
 

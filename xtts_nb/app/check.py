@@ -399,7 +399,7 @@ def cache_for(
 ):                             # yields a Cache
     "The cache to measure on."
     if data or (workspace().cache / 'manifest.json').is_file():
-        yield Cache(data or workspace().cache)
+        yield Cache(data or workspace().cache, ram_budget=config and config.data.ram_budget)
         return
     say('No cache was given: measured on synthetic clips. Name yours with --data.')
     config = config or XTTSConfig.tiny()

@@ -207,8 +207,9 @@ def _profile_step(
 def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str]:
     "Profile one step: the result, also written to `folder`, and its text."
     from xtts_nb.data.cache import Cache
-    cache = Cache(data) if data else None
+    cache = Cache(data, in_memory=False) if data else None
     settings = load_settings(preset or 'tiny', config) if preset or config or not cache else cache.config
+    if cache: cache.read(settings.data.ram_budget)
     start()
     from xtts_nb.data.native import BatchPlan, cached_batches
     from xtts_nb.files import write_json
@@ -231,6 +232,7 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     write_json(folder / 'profile.json', result)
     return result | {'page': str(page)}, f'{profile_text(result)}\nThe page: {page}'
 
+# %% ../../nbs/app/cli.ipynb #0a2c4e43
 def _refuse_with_dual(**options):
     "Refuse the options that `--dual` would ignore."
     from xtts_nb.config import UserError

@@ -172,11 +172,13 @@ def _merge(
     parts: argument(list[Path], 'Folders made by prepare --shard.'),
     out: option(Path, 'Folder of the cache; an older cache there is replaced.'),
 ):
-    "Join the parts made by `prepare --shard` into the same cache that one machine would make."
+    "Join the parts made by `prepare --shard`; a sample of each is encoded again, and differences are named."
+    start()
     from xtts_nb.data.prepare import merge_caches
     from xtts_nb.data.corpora import report_text
     from xtts_nb.app.demo import corpus_page
-    report = merge_caches(parts, out, corpus_page)
+    from xtts_nb.models.dvae import load_dvae
+    report = merge_caches(parts, out, corpus_page, load_dvae)
     text = f'{report_text(report, most=20)}{out} is ready: xtts-nb train --data {out}'
     return report | {'cache': str(out)}, text
 

@@ -142,19 +142,21 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     "A trainer on a cache, or that of an existing `run`; under `TF_CONFIG` one of several workers."
     new_run, replicas = _maker()   # first: the strategy of a cluster is made before anything is computed
     from xtts_nb.config import XTTSConfig
+    from xtts_nb.data.cache import Cache
     from xtts_nb.train.dual import check_no_codes
     from xtts_nb.app.recipes import recipe
     from xtts_nb.train.runs import check_made_for, held_out_share, open_cache, run_facts
     facts = run_facts(run) if run and (run / 'run.json').is_file() else {}
     base = base or facts.get('base')
-    cache = None if _is_corpus(data) else open_cache(data or facts['cache'])
+    # mapped until its budget is known
+    cache = None if _is_corpus(data) else Cache(data or facts['cache'], in_memory=False)
     if preset or not (facts or cache): settings = XTTSConfig.preset(preset or 'tiny')
     else: settings = XTTSConfig.load(run / 'config.yaml') if facts else cache.config
     initial = settings
     settings = recipe(with_file(settings, config), layers, to_stderr)
     settings = _with_base(base, settings, finetune, initial, bool(facts))
     if on_device and not cache: settings = _without_codes(settings)
-    cache = cache or open_cache(_corpus_cache(data, settings, base), settings)
+    cache = open_cache(cache.folder if cache else _corpus_cache(data, settings, base), settings)
     if not _is_corpus(data): _check_prepared(cache, initial, settings, layers['options'])
     check_made_for(cache, settings)   # before the check of the memory: that needs a model that can be trained
     feed = _feed(cache, settings, devices, on_device, ring)
@@ -163,7 +165,7 @@ def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, f
     else: val_data = val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, val) if val else ()
     settings = _changed(settings, val or val_data)
-    val_cache = open_cache(val_data) if val_data else None
+    val_cache = open_cache(val_data, settings, cache) if val_data else None
     if val_cache and feed: check_no_codes(val_cache)
     return new_run(cache, settings, run or _free_run(), held_out, base, val_cache, **feed)
 
@@ -338,13 +340,12 @@ def _train_voice(
     known = _known(run, model, 'train-voice: neither a run nor a model is given',
                    'start a run with xtts-nb train-voice MODEL')
     start()
-    from xtts_nb.data.cache import Cache
-    from xtts_nb.train.runs import held_out_share
+    from xtts_nb.train.runs import held_out_share, open_cache
     from xtts_nb.train.parts import cache_of, new_voice_run
     settings = _voice_settings(run if known else model, config, known)
     if steps: settings = settings.replace(voice={'steps': steps})
     settings = _changed(settings, val)
-    cache = None if known else Cache(data or cache_of(model))
+    cache = None if known else open_cache(data or cache_of(model), settings)
     out = held_out_share(cache, val) if cache and val else ()
     with progress() as tell:
         trainer = new_voice_run(run or _free_run('voice'), model, cache, settings, out, corpus,
@@ -409,8 +410,8 @@ def _find_batch_size(
 ):
     "Find how many rows fit into memory at once: tries updates of the largest bucket in child processes."
     start()
-    from xtts_nb.train.runs import open_cache
-    cache = open_cache(data)
+    from xtts_nb.data.cache import Cache
+    cache = Cache(data, in_memory=False)   # only its lengths are used
     settings = _settings(cache, preset, config, from_, finetune)
     found, tried = _fitting(settings, *_largest(cache, settings, from_), memory and int(memory * 1e9))
     keys = found.training.model_dump(include={'accumulation', 'gradient_checkpointing'})
@@ -433,9 +434,11 @@ def _find_learning_rate(
     start()
     import tempfile
     from xtts_nb.train.finetune import find_learning_rate, plot_learning_rate
-    from xtts_nb.train.runs import new_run, open_cache
-    cache = open_cache(data)
+    from xtts_nb.data.cache import Cache
+    from xtts_nb.train.runs import new_run
+    cache = Cache(data, in_memory=False)
     settings = _settings(cache, preset, config, from_, finetune)
+    cache.read(settings.data.ram_budget)
     with tempfile.TemporaryDirectory() as folder, progress() as tell:
         trainer = new_run(cache, settings, Path(folder) / 'run', base=from_)
         found = find_learning_rate(trainer, low, high, steps, stage(tell, 'raise the rate'))

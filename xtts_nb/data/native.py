@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BATCH', 'bucket_shapes', 'bucket_of', 'speech_lengths', 'fixed_shape', 'order_columns', 'BatchPlan', 'decode_wav',
            'OnlineReader', 'PythonReader', 'WavReader', 'mels_of', 'MelReader', 'CacheReader', 'batches_of', 'readers',
-           'CodeReader', 'reader_of', 'cached_batches']
+           'CodeReader', 'one_reader', 'reader_of', 'cached_batches']
 
 # %% ../../nbs/10_data_tf_native.ipynb #e2354c9e
 import math
@@ -20,8 +20,8 @@ from fastcore.basics import patch
 from ..config import DataConfig, ModelConfig, UserError
 from .audio import check_native, load_audio, log_mel, log_mel_numpy, samples_by_head
 from .cache import (
-    ARRAYS, Cache, Column, cumulative_chances, fits_in_memory, GraphArrays, InFiles, InMemory, left_out_line,
-    map_whole_file, stored_columns, within_limits)
+    ARRAYS, Cache, Column, cumulative_chances, fits_in_memory, GraphArrays, HOST, InFiles, InMemory,
+    left_out_line, map_whole_file, stored_columns, within_limits)
 from ..files import fingerprint
 
 # %% ../../nbs/10_data_tf_native.ipynb #3903bb47
@@ -125,7 +125,8 @@ class BatchPlan:
         make = lambda: order_columns(cache, data, clips)
         columns = stored_columns(keep, self._key(clips), make) if keep else make()
         self.shapes = [(int(s), int(t)) for s, t in columns['shapes']]
-        self.frames = tf.constant(columns['frames'], tf.int64)   # of the longest clip in each bucket
+        # of the longest clip in each bucket
+        with tf.device(HOST): self.frames = tf.constant(columns['frames'], tf.int64)
         self.count, self.speaker_count = (np.asarray(columns[n]) for n in ('member_count', 'speaker_count'))
         self.batches = -(-self.count // data.batch_size)
         self.steps_per_epoch = int(self.batches.sum())
@@ -143,13 +144,14 @@ class BatchPlan:
         return fingerprint(self.cache.manifest['key'], len(self.cache),
                            [getattr(self.data, n) for n in names], used)
 
-    def stream(self, first: int = 0, last: int | None = None) -> tf.data.Dataset:
-        "The batches of steps first ... last - 1."
-        return cached_batches(self, first, last)
+    def stream(self, first: int = 0, last: int | None = None, model: str | None = None) -> tf.data.Dataset:
+        "The batches of steps first ... last - 1, for a model on the device `model`."
+        return cached_batches(self, first, last, model=model)
 
     def names(self, step: int) -> list[str]:
         "The ids of the clips of a step."
-        return [self.cache.clips[i]['id'] for i in self.pick(tf.constant(step, tf.int64))[1].numpy()]
+        with tf.device(HOST): clips = self.pick(tf.constant(step, tf.int64))[1].numpy()
+        return [self.cache.clips[i]['id'] for i in clips]
 
 # %% ../../nbs/10_data_tf_native.ipynb #d16ac0b0
 @patch
@@ -244,8 +246,8 @@ class OnlineReader:
     def __init__(self, plan: BatchPlan, stats: np.ndarray):
         self.plan, self.cache, self.stats = plan, plan.cache, np.asarray(stats, np.float32)
         self.audio, self.text = plan.cache.config.model.audio, CacheReader(plan.cache, plan, ('text',))
-        self.names = [str(self.cache.wav_path(i)) for i in range(len(self.cache))]
-        self.files = tf.constant(self.names)
+        self.names = self.cache.recordings
+        with tf.device(HOST): self.files = tf.constant(self.names)
         self.manifest = self.cache.folder / 'manifest.json' if 'wav' in self.cache.clips[0] else None
 
     def check_unchanged(self, step):
@@ -391,14 +393,20 @@ def batches_of(
     data: DataConfig,
     first: int = 0,              # step to begin at
     last: int | None = None,     # step to end before; default: never
-    device: str | None = None,   # default: the first GPU, if there is one and `prefetch_to_gpu`
+    device: str | None = None,   # to copy to; default: the GPU of the model, if `prefetch_to_gpu`
+    model: str | None = None,    # its device; default: the first GPU, if there is one
 ) -> tf.data.Dataset:
     "Batches of steps first, first + 1, ...; the same for any number of workers."
-    if not device and data.prefetch_to_gpu and tf.config.list_logical_devices('GPU'): device = '/GPU:0'
+    if not device and data.prefetch_to_gpu: device = _gpu_of(model)
     steps = tf.data.Dataset.range(first, 2**62 if last is None else last)
     batches = steps.map(reader, num_parallel_calls=data.num_workers, deterministic=True)
     batches = batches.prefetch(data.prefetch_buffer_size)
     return batches.apply(tf.data.experimental.prefetch_to_device(device, 2)) if device else batches
+
+def _gpu_of(model: str | None) -> str | None:
+    "The GPU of a model on the device `model`, if that is one."
+    if model: return model if 'GPU:' in model.upper() else None
+    return '/GPU:0' if tf.config.list_logical_devices('GPU') else None
 
 def readers(
     plan: BatchPlan,
@@ -435,14 +443,26 @@ class CodeReader(MelReader):
         return dict(reference=tf.cast(batch['reference'], tf.float16), codes=codes,
                     code_length=tf.cast(count, tf.int32))
 
+def one_reader(
+    plan: BatchPlan,
+    make: Callable,   # (plan) -> reader
+) -> Callable:        # step (int64 tensor) -> batch
+    "The reader that `make` gives, made once for a plan: it holds tables of all clips."
+    made = vars(plan).setdefault('readers', {})
+    if make not in made: made[make] = make(plan)
+    return made[make]
+
 def reader_of(plan: BatchPlan) -> Callable:   # step (int64 tensor) -> batch
-    "The reader of a plan: of its cache, or of the recordings if it is a runtime cache."
+    "The one reader of a plan: of its cache, or of the recordings if it is a runtime cache."
+    return one_reader(plan, _reader)
+
+def _reader(plan: BatchPlan) -> Callable:
     if plan.cache.manifest.get('mode') != 'runtime': return CacheReader(plan.cache, plan)
     if plan.dvae: return CodeReader(plan, plan.dvae)
     raise UserError(f'{plan.cache.folder}: holds no codes, it was prepared for runtime; '
                     'give its plan a DVAE, or prepare it with data.preprocessing_mode precompute.')
 
 def cached_batches(plan: BatchPlan, first: int = 0, last: int | None = None,
-                   device: str | None = None) -> tf.data.Dataset:
+                   device: str | None = None, model: str | None = None) -> tf.data.Dataset:
     "The batches of a plan, as `batches_of` gives them."
-    return batches_of(reader_of(plan), plan.data, first, last, device)
+    return batches_of(reader_of(plan), plan.data, first, last, device, model)

@@ -6,7 +6,7 @@
 __all__ = ['BESIDES', 'FACTS', 'mel_function', 'mel_sample', 'ClipEncoder', 'Loudness', 'is_plain', 'choose_mode', 'Plan', 'Job',
            'source_digest', 'clip_row', 'ShardMaker', 'is_whole', 'shard_finished', 'run_jobs', 'default_workers',
            'unfinished', 'work_folder', 'Piece', 'assemble', 'is_up_to_date', 'prepare', 'check_part', 'lesson_cache',
-           'merge_caches', 'verify_and_fix_cache']
+           'merge_caches', 'differing_parts', 'verify_and_fix_cache']
 
 # %% ../../nbs/data/prepare.ipynb #f9e29d4a
 import itertools
@@ -90,6 +90,7 @@ class ClipEncoder:
                                          for n in (audio.dvae_n_fft, audio.reference_n_fft))
         self.encode = tf.function(dvae.encode,
                                   input_signature=[tf.TensorSpec([1, None, audio.n_mels], tf.float32)])
+        self.rate = audio.sample_rate
         self.samples_per_code = audio.hop_length * config.model.dvae.frames_per_code
 
     def codes(self, wav: np.ndarray) -> np.ndarray:
@@ -600,7 +601,7 @@ def _plan(work: Path, corpus: Path, clips: list[Clip], config: XTTSConfig, dvae,
     tokenizer.save(work / 'tokenizer.json')
     with atomic_file(work / 'config.yaml') as path: path.write_text(config.to_yaml(), encoding='utf-8')
     keys = content_keys(config, file_sha(work / 'dvae.safetensors'), file_sha(work / 'tokenizer.json'),
-                        dvae.mel_stats)
+                        dvae.mel_stats, getattr(dvae, 'compute_dtype', 'float32'))
     folder = (corpus if corpus.is_dir() else corpus.parent).absolute()
     return Plan(folder, work, config, mode, keys, _older(out, mode))
 
@@ -648,8 +649,9 @@ def merge_caches(
     parts: list[str | Path],   # folders made by `prepare` with `part`
     out: str | Path,
     page: Callable | None = None,   # called with (report, path) to draw the report
+    load: Callable | None = None,   # (path, config) -> the DVAE saved there; needed to compare codes
 ) -> dict:                     # the report
-    "Join the parts of a corpus; the result equals that of a single machine."
+    "Join the parts of a corpus; the result is that of a single machine, if all compute the same codes."
     out, caches = Path(out), [Cache(folder, in_memory=False) for folder in parts]
     check_cache_folder(out)
     _check_parts(caches)
@@ -658,11 +660,37 @@ def merge_caches(
         if p.rows and file_sha(p.folder / p.line['file']) != p.line['sha']:
             raise UserError(f'{p.folder / p.line["file"]}: is damaged; '
                             f'mend it with xtts-nb verify {p.folder} --fix.')
+    for line in differing_parts(caches, load) if load else (): print(line, file=sys.stderr)
     first = caches[0].manifest
     facts = {name: first[name] for name in FACTS} | {'part': [1, 1]}
     check = lambda dropped: check_dropped(dropped, first['rows'], caches[0].config, first['source']['corpus'])
     with atomic_folder(out, replace=True) as folder:
         return assemble(folder, caches[0].folder, pieces, facts, check, page)
+
+# %% ../../nbs/data/prepare.ipynb #c41f7a20
+def differing_parts(
+    parts: list[Cache],
+    load: Callable,     # (path, config) -> the DVAE saved there
+    clips: int = 3,     # of each part
+) -> list[str]:
+    "A line for each part of whose sample this machine makes other codes, or that cannot be compared."
+    lines, encoder = [], None
+    for part in parts if 'codes' in parts[0].manifest['stored'] else ():
+        some = np.unique(np.linspace(0, len(part) - 1, clips).astype(int)) if len(part) else ()
+        known = [i for i in some if source_digest(part.wav_path(i)) == part.index['source'][i]]
+        encoder = encoder or ClipEncoder(part.config, load(part.folder / 'dvae.safetensors', part.config),
+                                         part.tokenizer)
+        pairs = [(part.array('codes', i), encoder.codes(load_audio(part.wav_path(i), encoder.rate)))
+                 for i in known]
+        wrong, codes = sum((a != b).sum() for a, b in pairs), sum(len(a) for a, _ in pairs)
+        if wrong:
+            lines.append(f'{part.folder}: {wrong} of {codes} codes of {len(known)} clips come out '
+                         'differently on this machine, where two fit nearly equally well; to make them the '
+                         'same, prepare all parts on machines of one kind with one version of TensorFlow.')
+        elif len(some) and not known:
+            lines.append(f'{part.folder}: its codes were not compared, since its recordings cannot be read '
+                         'here; machines of another kind may make other codes where two fit nearly equally.')
+    return lines
 
 # %% ../../nbs/data/prepare.ipynb #fc59787f
 def _check_parts(caches: list[Cache]):

@@ -19,7 +19,7 @@ from fastcore.basics import patch
 
 from ..config import AudioConfig, TrainingConfig, UserError, XTTSConfig
 from ..data.audio import load_audio, log_mel, resample, resample_batch, speaker_log_mel
-from ..data.cache import Cache, cumulative_chances, GraphArrays, left_out_line, within_limits
+from ..data.cache import Cache, cumulative_chances, GraphArrays, HOST, left_out_line, within_limits
 from ..data.native import batches_of, BatchPlan
 from ..files import atomic_file, atomic_folder, read_json, write_json
 from ..models.dvae import DVAE, dvae_losses, load_dvae, mel_stats, update_codebook
@@ -27,7 +27,7 @@ from ..models.hifigan import (
     adversarial_loss, Critic, critic_loss, feature_loss, HiFiGAN, SpeakerEncoder)
 from ..models.weights import named_weights, save_weights
 from ..models.xtts import XTTS
-from .runs import held_out_mask, run_facts, write_config
+from .runs import held_out_mask, open_cache, run_facts, write_config
 from .step import averaged, compile_step, make_optimizer
 from .trainer import Trainer
 
@@ -75,7 +75,8 @@ class Crops:
     "Batches of crops from mels (total F, C) that are stored end to end."
     def __init__(self, mels: np.ndarray, config: XTTSConfig, crop: int = 64):   # F of a crop
         self.data = config.data.model_copy(update={'batch_size': config.training.dvae_batch_size})
-        self.pool, self.crop, self.seed = tf.constant(mels, tf.float32), crop, config.training.seed
+        with tf.device(HOST): self.pool = tf.constant(mels, tf.float32)
+        self.crop, self.seed = crop, config.training.seed
         self.steps_per_epoch = max(1, len(mels) // (crop * self.data.batch_size))
 
     def starts(self, step):
@@ -88,11 +89,13 @@ class Crops:
         place = self.starts(step)[:, None] + tf.range(self.crop, dtype=tf.int64)
         return {'mel': tf.gather(self.pool, tf.minimum(place, self.pool.shape[0] - 1))}
 
-    def stream(self, first: int = 0, last: int | None = None): return batches_of(self, self.data, first, last)
+    def stream(self, first: int = 0, last: int | None = None, model: str | None = None):
+        return batches_of(self, self.data, first, last, model=model)
 
     def names(self, step: int) -> list[str]:
         "Names of the crops of a step, for messages."
-        return [f'mels {s} to {s + self.crop}' for s in self.starts(tf.constant(step, tf.int64)).numpy()]
+        with tf.device(HOST): starts = self.starts(tf.constant(step, tf.int64)).numpy()
+        return [f'mels {s} to {s + self.crop}' for s in starts]
 
 # %% ../../nbs/train/parts.ipynb #27a2f6a7
 GPT_ONLY = dict(epochs=0, precision='float32', accumulation=1, gradient_checkpointing=False, listen_clips=0,
@@ -309,7 +312,7 @@ class Windows:
         self.clips = use = use[np.argsort(bank.speaker[use], kind='stable')]
         codes = int(bank.length['states'][use].sum())
         self.steps_per_epoch = max(1, codes // (self.codes * voice.batch_size))
-        self._make_table(use, config)
+        with tf.device(HOST): self._make_table(use, config)
         self.held = {name: GraphArrays([getattr(bank, name)]) for name in bank.length}
 
     def _make_table(self, use: np.ndarray, config: XTTSConfig):
@@ -324,11 +327,8 @@ class Windows:
             for part in ('start', 'length'): table[f'{name}_{part}'] = getattr(bank, part)[name][use]
         self.table = {name: tf.constant(column, tf.int64) for name, column in table.items()}
 
-    def stream(self, first: int = 0, last: int | None = None): return batches_of(self, self.data, first, last)
-
-    def names(self, step: int) -> list[str]:
-        "The ids of the clips of a step."
-        return [self.bank.ids[self.clips[i]] for i in self.pick(tf.constant(step, tf.int64))[0].numpy()]
+    def stream(self, first: int = 0, last: int | None = None, model: str | None = None):
+        return batches_of(self, self.data, first, last, model=model)
 
     def __call__(self, step) -> dict:
         "The batch of a step: states (B, W, D), wav (B, N) int16, voice (B, F, C)."
@@ -343,6 +343,12 @@ class Windows:
         return {'states': states, 'wav': wav, 'voice': self.rows('voice', other, around)}
 
 # %% ../../nbs/train/parts.ipynb #b2d4f6a8
+@patch
+def names(self: Windows, step: int) -> list[str]:
+    "The ids of the clips of a step."
+    with tf.device(HOST): rows = self.pick(tf.constant(step, tf.int64))[0].numpy()
+    return [self.bank.ids[self.clips[i]] for i in rows]
+
 @patch
 def pick(self: Windows, step):
     "(B,) each: rows of the table, first codes of the windows, rows of the references, their first frames."
@@ -523,16 +529,16 @@ def new_voice_run(
         raise UserError(f'{run}: holds no run; begin one with xtts-nb train-voice MODEL --data CACHE --run '
                         f'{run}.')
     if not (run / 'model.safetensors').is_file():
-        if facts:
-            model, cache = Path(facts['model']), Cache(facts['cache'])
-            held_out, corpus = facts['held_out'], facts['corpus']
+        if facts: model, held_out, corpus = Path(facts['model']), facts['held_out'], facts['corpus']
         settings = config or XTTSConfig.load(Path(model) / 'config.yaml')
+        if facts: cache = open_cache(facts['cache'], settings)
         _begin_voice(run, Path(model), cache, settings, held_out, corpus)
         facts = read_json(run / 'run.json')
     xtts = XTTS.load(run, dtype='float32')
     if config: xtts.config = _trained_as(xtts, config)
     if not _is_made(run / 'bank', xtts.config):
-        make_bank(xtts, cache or Cache(facts['cache']), run / 'bank', facts['corpus'], progress)
+        cache = cache or open_cache(facts['cache'], xtts.config)
+        make_bank(xtts, cache, run / 'bank', facts['corpus'], progress)
     return _voice_trainer(run, xtts, facts)
 
 # %% ../../nbs/train/parts.ipynb #4692d0c2

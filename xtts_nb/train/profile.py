@@ -265,19 +265,23 @@ def write_page(result: dict, path: str | Path) -> Path:
 
 # %% ../../nbs/train/profile.ipynb #2366366a
 def device_placement(trainer: Trainer) -> list[dict]:   # {owner, name, device, bytes, wanted}
-    "The devices of all variables and of the latest batches of a trainer with a `Feed`."
+    "Where all variables and the latest batches of a trainer with a `Feed` are; TensorFlow places int32."
     feed, xtts = trainer.feed, trainer.xtts
     groups = [('DVAE of the data device', named_weights(feed.dvae), feed.devices.data),
               ('model', {v.path: v for v in xtts.gpt.variables}, trainer.device),
               ('optimizer', trainer.update.variables, trainer.device),
               ('DVAE, saved with the model', named_weights(xtts.dvae), trainer.device)]
     value = lambda v: v.value if isinstance(v, keras.Variable) else v
-    rows = [{'owner': owner, 'name': name, 'device': short_device(value(v).device),
-             'bytes': tf.as_dtype(v.dtype).size * int(np.prod(v.shape)), 'wanted': wanted}
+    # an int32 variable is on the host, whatever its `device` says
+    place = lambda v, whole: tf.convert_to_tensor(v).backing_device if whole else value(v).device
+    rows = [(owner, name, place(v, whole := tf.as_dtype(v.dtype) == tf.int32),
+             tf.as_dtype(v.dtype).size * int(np.prod(v.shape)), wanted, whole)
             for owner, variables, wanted in groups for name, v in variables.items()]
-    return rows + [{'owner': f'stage {stage}', 'name': 'a batch', 'device': short_device(device),
-                    'bytes': size, 'wanted': feed.where[stage]}
-                   for stage, (device, size) in feed.outputs.items()]
+    rows += [(f'stage {stage}', name, device, size, feed.where[stage], name == 'its int32')
+             for stage, sizes in feed.outputs.items() for (name, device), size in sizes.items()]
+    return [{'owner': owner, 'name': name, 'device': short_device(device), 'bytes': size,
+             'wanted': short_device(device) if whole else wanted}
+            for owner, name, device, size, wanted, whole in rows]
 
 def placement_summary(rows: list[dict]) -> list[dict]:
     "`device_placement`, summed by owner and device; raises `AssertionError` naming misplaced tensors."

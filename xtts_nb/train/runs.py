@@ -31,12 +31,12 @@ from ..models.weights import load_weights
 def open_cache(
     folder: str | Path,
     config: XTTSConfig | None = None,   # settings of the run; default: those of the cache
+    beside: Cache | None = None,        # one that has a part of the budget already
 ) -> Cache:
     "A cache, in memory if `data.ram_budget` allows it, else mapped."
-    mapped = Cache(folder, in_memory=False)
-    size = sum(line.get('bytes', 0) for line in mapped.manifest['shards'])
-    budget = (config or mapped.config).data.ram_budget
-    return Cache(folder) if size <= budget * 2**30 else mapped
+    cache = Cache(folder, in_memory=False)
+    budget = (config or cache.config).data.ram_budget
+    return cache.read(budget - (beside.held / 2**30 if beside else 0))
 
 # %% ../../nbs/train/runs.ipynb #50367a64
 def held_out_share(
@@ -75,7 +75,8 @@ def check_fits(xtts: XTTS, base: Path, cache: Cache):
         dvae, tokenizer = Path(folder) / 'dvae.safetensors', Path(folder) / 'tokenizer.json'
         xtts.dvae.save(dvae)
         xtts.tokenizer.save(tokenizer)
-        keys = content_keys(xtts.config, file_sha(dvae), file_sha(tokenizer), xtts.dvae.mel_stats)
+        keys = content_keys(xtts.config, file_sha(dvae), file_sha(tokenizer), xtts.dvae.mel_stats,
+                            xtts.dvae.compute_dtype)
     for kind in ('text', 'codes', 'mel'):
         if keys[kind] != (found := cache.manifest['keys'][kind]):
             raise UserError(f'{cache.folder}: the {kind} were made for another model, with the key {found}; '
@@ -261,8 +262,9 @@ def resume_run(run: str | Path, **where) -> Trainer:   # `feed` and `device` of 
     base = facts.get('base')
     if base and not (Path(base) / 'model.safetensors').is_file():
         raise UserError(f'{run}: began from the model in {base}, which is gone; put it back there.')
-    val = open_cache(facts['val'], config) if 'val' in facts else None
-    return new_run(open_cache(facts['cache'], config), config, run, facts['held_out'], base, val, **where)
+    cache = open_cache(facts['cache'], config)
+    val = open_cache(facts['val'], config, cache) if 'val' in facts else None
+    return new_run(cache, config, run, facts['held_out'], base, val, **where)
 
 # %% ../../nbs/train/runs.ipynb #97ee66f6
 def export_run(

@@ -177,7 +177,8 @@ class Trainer:
                  listen=None):                 # (folder) -> {score: number}, called at each validation
         self.listen = listen
         self.xtts, self.plan, self.run, self.held_out = xtts, plan, run and Path(run), held_out
-        self.feed, self.device = feed or (lambda plan, first, last: plan.stream(first, last)), device
+        self.feed = feed or (lambda plan, first, last: plan.stream(first, last, model=device))
+        self.device = device
         self.update = update or Update(xtts.gpt, epochs_to_steps(xtts.config.training, plan))
         self.training, self.optimizer = self.update.training, self.update.optimizer
         self.train_step = self.compiled_step()
