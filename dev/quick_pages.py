@@ -7,6 +7,7 @@ the fusion emitters of XLA, and TensorFlow's rewriting of graphs. `make test-all
 does."""
 import os
 
+os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'   # as the library sets it where it is imported first
 os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false')
 
 import tensorflow as tf  # noqa: E402
