@@ -1,5 +1,6 @@
 "How fast, on which weights, and with which mean."
 import math
+from functools import partial
 
 import keras
 import numpy as np
@@ -58,6 +59,26 @@ def test_a_number_takes_the_place_of_the_schedule():
         assert float(optimizer.schedule.schedule(0)) == pytest.approx(0.1)
     optimizer.apply([tf.ones(1)], [x])
     assert x.numpy() == 1   # at a rate of 0 nothing moves
+
+@pytest.mark.parametrize('schedule', ['cosine', 'noam'])
+def test_an_update_is_that_of_keras_and_computes_the_rate_once(schedule):
+    "To the bit; Keras computes the rate for each weight that decays, the powers of beta for each variable."
+    training = TrainingConfig(schedule=schedule, steps=9, warmup_steps=2, ema=0.9)
+    draw = np.random.default_rng(0)
+    rate, ema = learning_rate(training), {'use_ema': True, 'ema_momentum': training.ema}
+    values = [draw.normal(size=(2, 3)).astype('float32') for _ in range(3)]
+    ours, theirs = ([variable(*v) for v in values] for _ in range(2))
+    optimizers = (make_optimizer(ours, training),
+                  keras.optimizers.AdamW(rate, training.weight_decay, beta_2=training.beta_2, **ema))
+    optimizers[1].build(theirs)
+    gradients = [tf.constant(v) for v in draw.normal(size=(3, 2, 3)).astype('float32')]
+    steps = [tf.function(partial(o.apply, gradients, some)) for o, some in zip(optimizers, (ours, theirs))]
+    for _ in range(4):
+        for step in steps: step()
+    for a, b in zip((*ours, *optimizers[0].variables), (*theirs, *optimizers[1].variables)):
+        assert np.array_equal(a, b), a.path
+    kinds = [op.type for op in steps[0].get_concrete_function().graph.get_operations()]
+    assert kinds.count('Pow') == 2 and sum('If' in kind for kind in kinds) == (schedule == 'cosine')
 
 @pytest.mark.parametrize('share', [0.5, 0.99])
 def test_the_mean_follows_the_weights_and_training_never_sees_it(share):

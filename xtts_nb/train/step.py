@@ -176,9 +176,12 @@ class Assignable(Schedule):
 
 class AdamW(keras.optimizers.AdamW):
     "AdamW with an `Assignable` rate; `assigned` is the number that was assigned last."
-    assigned = None
+    assigned = rate = None
 
-    @keras.optimizers.Optimizer.learning_rate.setter
+    @property
+    def learning_rate(self): return super().learning_rate if self.rate is None else self.rate
+
+    @learning_rate.setter
     def learning_rate(self, rate):
         if isinstance(rate, Schedule): keras.optimizers.Optimizer.learning_rate.fset(self, rate)
         else:
@@ -188,6 +191,26 @@ class AdamW(keras.optimizers.AdamW):
     @property
     def schedule(self) -> Schedule: return self._learning_rate
 
+# %% ../../nbs/30_trainer_xla.ipynb #b9e05f17
+@patch
+def apply(self: AdamW, grads, trainable_variables=None):
+    "As of Keras, with the rate and the corrections of the moments computed once, not for each variable."
+    self.rate, done = self.learning_rate, tf.cast(self.iterations + 1, 'float32')
+    kept = [1 - tf.pow(tf.cast(beta, 'float32'), done) for beta in (self.beta_1, self.beta_2)]
+    self.alpha = self.rate * tf.sqrt(kept[1]) / kept[0]
+    try: keras.optimizers.AdamW.apply(self, grads, trainable_variables)
+    finally: self.rate = self.alpha = None
+
+@patch
+def update_step(self: AdamW, gradient, variable, learning_rate):
+    "Move the two moments of a variable, and the variable."
+    i = self._get_variable_index(variable)
+    first, second = self._momentums[i], self._velocities[i]
+    self.assign_add(first, (gradient - first) * (1 - self.beta_1))
+    self.assign_add(second, (tf.square(gradient) - second) * (1 - self.beta_2))
+    self.assign_sub(variable, first * self.alpha / (tf.sqrt(second) + self.epsilon))
+
+# %% ../../nbs/30_trainer_xla.ipynb #b9e05f18
 DECAYED = ('kernel', 'latents', 'gain')
 
 def make_optimizer(
