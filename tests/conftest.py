@@ -15,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'dev'))
 import defaults
+import quick
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('KERAS_BACKEND', 'tensorflow')
@@ -25,7 +26,10 @@ ON_GPU = {'TF_DETERMINISTIC_OPS': '1', 'TF_FORCE_GPU_ALLOW_GROWTH': 'true'}
 
 
 def pytest_configure(config):
-    "Hide the GPU, or make it deterministic and share its memory; before TensorFlow is imported."
+    """Hide the GPU, or make it deterministic and share its memory; before TensorFlow is imported.
+
+    Slow tests compile as a user does."""
+    if 'not slow and not gpu' in config.option.markexpr: quick.choose()
     if 'not gpu' in config.option.markexpr: os.environ['CUDA_VISIBLE_DEVICES'] = '-1'
     if 'not cpu' in config.option.markexpr: os.environ.update(ON_GPU)
 
@@ -35,6 +39,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker('slow') and not item.get_closest_marker('timeout'):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+def pytest_collection_finish(session):
+    "With what TensorFlow is set to, if a test file has imported it."
+    if quick.chosen() and 'tensorflow' in sys.modules: quick.leave_graphs()
 
 
 class Tests(pytest.Module):

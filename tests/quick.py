@@ -1,0 +1,17 @@
+"What makes compiling cheap where much is compiled and little computed: the quick tests, and their processes."
+import os
+
+# On a CPU XLA takes four times as long to compile with its fusion emitters and LLVM's optimizations.
+XLA = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+
+
+def choose():
+    "For this process and those it starts; before TensorFlow is imported."
+    os.environ.setdefault('XLA_FLAGS', XLA)
+
+def chosen() -> bool: return os.environ.get('XLA_FLAGS') == XLA
+
+def leave_graphs():
+    "Run graphs as they were traced: to rewrite one takes longer than to run it a few times."
+    import tensorflow as tf
+    tf.config.optimizer.set_experimental_options({'disable_meta_optimizer': True})
