@@ -164,32 +164,39 @@ def test_verify_finds_and_mends(corpus, prepared, tmp_path, capfd):
     assert 'dvae.safetensors: is missing' in capfd.readouterr().out
 
 @pytest.fixture
+def eager(mini, tmp_path):
+    "The settings without a graph: two updates of the DVAE take less time than to trace one."
+    (tmp_path / 'eager.yaml').write_text(mini.replace(training={'enable_graph_mode': False}).to_yaml())
+    return tmp_path / 'eager.yaml'
+
+@pytest.fixture
 def ten(mini, tmp_path):
-    "The settings with ten updates of the DVAE."
-    (tmp_path / 'ten.yaml').write_text(mini.replace(training={'dvae_steps': 10}).to_yaml())
+    "The same with ten updates of the DVAE."
+    ten = mini.replace(training={'dvae_steps': 10, 'enable_graph_mode': False})
+    (tmp_path / 'ten.yaml').write_text(ten.to_yaml())
     return tmp_path / 'ten.yaml'
 
 def stamps(folder): return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.iterdir()}
 
-def test_prepare_again_learns_and_writes_nothing(mine, settings, ten, tmp_path, capfd):
+def test_prepare_again_learns_and_writes_nothing(mine, eager, ten, tmp_path, capfd):
     out = tmp_path / 'out'
     here = ['prepare', mine, '--out', out, '--json', '--config']
     def run(config):
         assert main(*here, config) == 0
         return Done(0, *capfd.readouterr())
-    first, before = run(settings), stamps(out)
-    again = run(settings)
+    first, before = run(eager), stamps(out)
+    again = run(eager)
     assert again.json['up_to_date'] and stamps(out) == before and 'was learned from this corpus' in again.err
     assert not first.json['up_to_date'] and first.json['made']['codes'] == 14
     shutil.copy(mine / 'wavs' / 'low-0.wav', mine / 'wavs' / 'new.wav')
     with open(mine / 'metadata.csv', 'a') as file: file.write('new|aa bb|aa bb|low|en\n')
     weights = (out / 'dvae.safetensors').read_bytes()
-    assert run(settings).json['made']['codes'] == 1 and (out / 'dvae.safetensors').read_bytes() == weights
+    assert run(eager).json['made']['codes'] == 1 and (out / 'dvae.safetensors').read_bytes() == weights
     assert run(ten).json['made']['codes'] == 15 and (out / 'dvae.safetensors').read_bytes() != weights
 
-def test_a_dvae_that_was_learned_survives_a_kill(corpus, settings, tmp_path, capfd):
+def test_a_dvae_that_was_learned_survives_a_kill(corpus, eager, tmp_path, capfd):
     "It is found in the folder of unfinished work, and is not learned again."
-    here = ['prepare', corpus, '--out', tmp_path / 'out', '--config', settings]
+    here = ['prepare', corpus, '--out', tmp_path / 'out', '--config', eager]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr('xtts_nb.data.prepare.ShardMaker.__call__',
                       lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -178,11 +178,12 @@ def test_settings_of_the_preparation_are_refused_from_a_file_too(home, prepared,
 # --- corpora instead of caches ------------------------------------------------------------------------------
 
 def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, capfd):
-    first = built('--preprocessing-mode', 'precompute', data=corpus)
+    options = '--preprocessing-mode', 'precompute', '--set', 'training.enable_graph_mode=false'
+    first = built(*options, data=corpus)
     (made,) = (home / 'cache').iterdir()
     before, err = tree(made), capfd.readouterr().err
     assert f'is a corpus; its cache is {made}, made now.' in err and first.plan.cache.folder == made
-    again = built('--preprocessing-mode', 'precompute', data=corpus)
+    again = built(*options, data=corpus)
     assert 'brought up to date' in capfd.readouterr().err and tree(made) == before
     assert len(again.plan.cache) == 14
     named = cli_train._corpus_cache_folder
@@ -240,7 +241,8 @@ def test_a_wrong_option_is_answered_in_a_sentence(home, prepared, capfd, options
     assert tree(home) == before
 
 def test_a_corpus_can_be_read_as_it_is_trained_on(built, home, corpus, mini, capfd):
-    (home / 'runtime.yaml').write_text(mini.replace(data={'preprocessing_mode': 'runtime'}).to_yaml())
+    settings = mini.replace(data={'preprocessing_mode': 'runtime'}, training={'enable_graph_mode': False})
+    (home / 'runtime.yaml').write_text(settings.to_yaml())
     cache = built(data=corpus, config='runtime.yaml').plan.cache
     assert cache.manifest['mode'] == 'runtime' and 'codes' not in cache.manifest['stored']
     assert main('train', '--data', cache.folder, '--preprocessing-mode', 'precompute') == 2

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import tensorflow as tf
 
+from cheap import read_eagerly
 from process import COMMAND, environment, xtts_nb
 from xtts_nb.train import finetune
 from xtts_nb.data.cache import Cache
@@ -85,14 +86,14 @@ def done(mini, base, persian, tmp_path_factory):
     def of(kind):
         if kind not in folders:
             folders[kind] = tmp_path_factory.mktemp(kind) / 'run'
-            new_run(persian, settings(mini, kind), folders[kind], base=base).fit()
+            new_run(persian, settings(mini, kind), folders[kind], base=base, feed=read_eagerly).fit()
         return folders[kind]
     return of
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_stopped_run_goes_on_to_the_bit(done, mini, base, persian, tmp_path, kind):
-    new_run(persian, settings(mini, kind), tmp_path / 'run', base=base).fit(steps=2)
-    again = resume_run(tmp_path / 'run')
+    new_run(persian, settings(mini, kind), tmp_path / 'run', base=base, feed=read_eagerly).fit(steps=2)
+    again = resume_run(tmp_path / 'run', feed=read_eagerly)
     assert again.step == 2 and again.training.finetune == kind
     again.fit()
     assert outcome(tmp_path / 'run') == outcome(done(kind))

@@ -65,7 +65,8 @@ def test_too_many_in_a_row_stop_with_the_last_good_state(prepared, mini, tmp_pat
     assert again.step >= 5
 
 def test_a_real_nan_is_skipped_by_the_real_step(prepared, mini, tmp_path):
-    run = new_run(prepared, mini.replace(data={'buckets': 1}, training={'max_bad_steps': 3}),
+    run = new_run(prepared, mini.replace(data={'buckets': 1},
+                                         training={'max_bad_steps': 3, 'enable_graph_mode': False}),
                   tmp_path / 'run')
     batches = run.batches
     poison = lambda b: b | {'reference': b['reference'] * tf.constant(np.nan, tf.float16)}
@@ -168,14 +169,14 @@ def test_sigterm_waits_for_the_update():
 
 # --- stopped and resumed --------------------------------------------------------------------------
 
-@pytest.fixture
-def undisturbed(cheap, prepared, mini, tmp_path):
+@pytest.fixture(scope='module')
+def undisturbed(prepared, tmp_path_factory):
     "Settings -> what a run leaves that nobody stops, and its summary."
     made = {}
     def of(config):
         if config not in made:
-            made[config] = summary(new_run(prepared, config, tmp_path / f'whole-{len(made)}').fit())
-            made[config] |= outcome(tmp_path / f'whole-{len(made) - 1}')
+            run = tmp_path_factory.mktemp('whole') / 'run'
+            made[config] = summary(new_run(prepared, config, run, make=Cheap).fit()) | outcome(run)
         return made[config]
     return of
 
@@ -208,8 +209,8 @@ SLOW = [pytest.param(*both, marks=pytest.mark.slow) for both in ((2, 4), (4, 3),
                                    pytest.param('log', marks=pytest.mark.slow),
                                    pytest.param('model written', marks=pytest.mark.slow)])
 @pytest.mark.parametrize('log_every, checkpoint_every', [(3, 4), *SLOW])
-def test_stopped_anywhere_and_resumed(undisturbed, prepared, mini, tmp_path, monkeypatch, where, log_every,
-                                      checkpoint_every):
+def test_stopped_anywhere_and_resumed(cheap, undisturbed, prepared, mini, tmp_path, monkeypatch, where,
+                                      log_every, checkpoint_every):
     "Stopped over and over, each time a bit later, until it gets through: the same run in the end."
     config = mini.replace(training={'steps': 13, 'log_every': log_every,
                                     'checkpoint_every': checkpoint_every})
@@ -221,7 +222,7 @@ def test_stopped_anywhere_and_resumed(undisturbed, prepared, mini, tmp_path, mon
     assert stops
     assert summary(resume_run(folder).fit()) | outcome(folder) == whole
 
-def test_a_line_that_was_cut_off_is_forgotten(undisturbed, prepared, mini, tmp_path):
+def test_a_line_that_was_cut_off_is_forgotten(cheap, undisturbed, prepared, mini, tmp_path):
     run = new_run(prepared, mini, tmp_path / 'run')
     run.fit(steps=4)
     with open(tmp_path / 'run' / 'metrics.jsonl', 'a') as f: f.write('{"step": 6, "loss": 0.')
@@ -294,13 +295,14 @@ def check_killed(whole, prepared, folder, seed, points, xla):
     assert not [p for p in tree(run) if '.part' in p]
 
 def test_killed_and_resumed_to_the_bit(whole, prepared, tmp_path):
-    "Before the first checkpoint, and at two random moments."
-    check_killed(whole, prepared, tmp_path, time.time_ns(), [3, (9, 25), (30, 50)], xla=False)
+    "Before the first checkpoint, and at a random moment; at more of them in the slow tier."
+    check_killed(whole, prepared, tmp_path, time.time_ns(), [3, (9, 50)], xla=False)
 
 def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
     "Exit code 143, and a checkpoint of the update that was running."
     config = mini.replace(data={'buckets': 1},
-                          training={'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000})
+                          training={'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000,
+                                    'enable_graph_mode': False})
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
     child = started('train', '--data', prepared.folder, '--config', tmp_path / 'run.yaml', '--run',
                     tmp_path / 'run', stderr=subprocess.PIPE)
