@@ -278,6 +278,13 @@ def test_what_people_write_is_read(outside, text, data):
     assert workspace().data == outside / data
 
 
+def test_settings_of_an_editor_of_windows(outside):
+    (outside / 'a.yaml').write_bytes(
+        b'\xef\xbb\xbfdata:  # a\r\n  batch_size: 3\r\n\r\nspeech:\r\n  top_k: 7\r\n')
+    config = XTTSConfig.load(outside / 'a.yaml')
+    assert (config.data.batch_size, config.speech.top_k) == (3, 7)
+
+
 # --- TensorFlow -----------------------------------------------------------------------------------
 
 def test_setup_twice_changes_nothing_and_tells_what_it_got():

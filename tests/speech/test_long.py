@@ -212,6 +212,11 @@ class Recorder:
 @pytest.fixture
 def recorder(xtts): return Recorder(xtts)
 
+@pytest.mark.parametrize('newline', ['\r\n', '\r'])
+def test_a_text_is_the_same_with_any_end_of_line(recorder, newline):
+    text = 'aa bb\ncc dd\n\ngg hh\n \n# aa\n\n* bb\n* cc\n'
+    assert text_pieces(recorder, text.replace('\n', newline), 'en') == text_pieces(recorder, text, 'en')
+
 TEXT = 'aa bb cc dd ee ff\n\ngg hh\n\naa bb cc dd ee ff gg hh\n\nbb'
 
 def test_pieces_are_spoken_in_order(recorder):

@@ -212,6 +212,8 @@ def test_what_grow_refuses(home, line, parts, monkeypatch, ran):
 
 def test_texts_are_lines(home):
     assert read_texts(home / 'fa.txt') == NEW
+    (home / 'fa.txt').write_bytes(('\ufeff' + '\r\n'.join(NEW) + '\r\n').encode())   # by an editor of Windows
+    assert read_texts(home / 'fa.txt') == NEW
 
 def test_a_model_whose_weights_are_broken_leaves_nothing(home):
     path = home / 'model/model.safetensors'

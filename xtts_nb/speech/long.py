@@ -320,6 +320,7 @@ def text_pieces(
     tokenizer, most = speaker.xtts.tokenizer, speaker.xtts.config.model.gpt.max_text_tokens
     if any('\ud800' <= c <= '\udfff' for c in text):
         raise UserError('The text holds bytes that are not UTF-8; save it as UTF-8.')
+    text = '\n'.join(re.split('\r\n?', text))   # ends of lines of other systems
     if language != 'auto': language = tokenizer.language(language)
     if not text.strip(): speaker._ids('', tokenizer.languages[0] if language == 'auto' else language)
     runs = language_runs(text, tokenizer.languages) if language == 'auto' else [(text, language)]

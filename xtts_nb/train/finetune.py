@@ -109,7 +109,7 @@ def grow(
 # %% ../../nbs/train/finetune.ipynb #aa530e8b
 def read_texts(path: str | Path) -> list[str]:
     "The sentences of a text file, one a line."
-    try: lines = Path(path).read_text(encoding='utf-8').splitlines()
+    try: lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
     except FileNotFoundError:
         raise UserError(f'{path}: the file is missing; write one sentence a line there.') from None
     except UnicodeDecodeError: raise UserError(f'{path}: is not UTF-8; save the text as UTF-8.') from None
