@@ -197,7 +197,7 @@ def test_a_rehearsal_runs_small_on_two_cpu_devices_and_stores_nothing(monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.cpu
-@pytest.mark.parametrize('part', ['step', 'dual', 'service'])
+@pytest.mark.parametrize('part', ['model', 'dual'])
 def test_a_part_as_it_would_run_on_a_lent_gpu(part):
     before = {*(ROOT / 'benchmarks').iterdir()}
     assert records.main(['renew', '--rehearse', '--part', part]) == 0
