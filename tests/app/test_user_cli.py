@@ -1,4 +1,4 @@
-"Commands of another user than root: nobody's home, folders that are read only, a home that cannot be written."
+"Commands of another user than root: without a home, in folders that are read only."
 import ctypes
 import os
 import shutil
@@ -9,7 +9,7 @@ from process import environment, python, tree, xtts_nb
 
 
 def other_user():
-    "Runs in a child: a user without a name, who reads every file (the interpreter may be root's), writes none."
+    "Runs in a child: a user without a name, who reads any file, as root's interpreter, and writes none."
     if os.getuid(): return
     libc, keep_caps, read_search = ctypes.CDLL(None, use_errno=True), 8, 1 << 2
     assert libc.prctl(keep_caps, 1, 0, 0, 0) == 0
