@@ -43,7 +43,7 @@ test-all: test-torch
 
 test test-all: $(ready)
 	@echo "== style"
-	@$(bin)/ruff check nbs xtts_nb tests dev
+	@$(bin)/ruff check nbs xtts_nb tests dev benchmarks
 	@echo "== notebooks and library"
 	@$(bin)/python dev/in_step.py
 	@echo "== every notebook"

@@ -183,6 +183,12 @@ def test_a_record_of_a_gpu_says_whether_it_multiplied_in_tf32(tmp_path, monkeypa
         found.append(one.get('tf32'))
     assert found == ([True, False] if shown else [None, None])
 
+def test_rows_about_another_device_name_it(cpu, tmp_path):
+    path = record('a', ROWS, tmp_path, 'x', 'NVIDIA H200', model='m')
+    one = json.loads(path.read_text())
+    assert path.name.startswith('a-nvidia-h200-20') and (one['device'], one['model']) == ('NVIDIA H200', 'm')
+    assert 'tf32' not in one and one['cpu'] == bench.cpu_name()
+
 @pytest.mark.parametrize('links', [True, False])
 def test_a_name_that_is_taken_gets_a_number(tmp_path, monkeypatch, links):
     def link(part, path): raise PermissionError(1, 'Operation not permitted', str(part))
@@ -298,6 +304,10 @@ def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
 def test_without_a_record_the_remedy_is_named(tmp_path, folder):
     with pytest.raises(UserError, match='holds no record of 10_data; make one with xtts-nb bench --record'):
         recorded('10_data', tmp_path / folder)
+
+def test_without_a_record_of_a_tool_the_tool_is_named(tmp_path):
+    with pytest.raises(UserError, match=r'make one with python benchmarks/xla_gpu\.py memory\.'):
+        recorded('xla_memory', tmp_path)
 
 
 @pytest.mark.parametrize('seconds,rounds', [(100., 9), (10., 4), (9.99, 3), (1., 3)])

@@ -48,18 +48,20 @@ def test_each_kind_of_record_has_its_command():
 
 def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."
-    return next(p for p in sorted(bench.WRITERS, key=len, reverse=True) if file.name.startswith(f"{p}-"))
+    known = sorted(bench.WRITERS | bench.TOOLS, key=len, reverse=True)
+    return next(page for page in known if file.name.startswith(f'{page}-'))
 
 @pytest.mark.parametrize('file', FILES, ids=lambda f: f.name)
 def test_each_record_was_written_by_a_command(file):
-    assert [p for p in bench.WRITERS
+    assert [p for p in bench.WRITERS | bench.TOOLS
             if file.name.startswith(f'{p}-')], 'no command writes this; remove it or add the command'
     one = json.loads(file.read_text(encoding='utf-8'))
     assert {'device', 'date', 'commit', 'rows'} <= one.keys() and one['rows']
     if one['date'] <= '2026-11-21': return   # older than the rule
     assert {'cpu', 'time', 'noisy', 'noisy_rows'} <= one.keys()
-    assert one['command'].startswith(f'xtts-nb {bench.WRITERS[page_of(file)]}')
-    assert '--record' in one['command']
+    tool = bench.TOOLS.get(page_of(file))
+    assert one['command'].startswith(tool or f'xtts-nb {bench.WRITERS[page_of(file)]}')
+    assert tool or '--record' in one['command']
     assert one['noisy_rows'] == bench.noisy_rows(one) and one['noisy'] == bool(one['noisy_rows'])
 
 def named(nb) -> set[str]:
@@ -69,7 +71,7 @@ def named(nb) -> set[str]:
 @pytest.mark.parametrize('stem', [stem for stem, nb in NOTEBOOKS.items() if named(nb)])
 def test_a_page_names_the_command_of_what_it_shows(stem):
     said = '\n'.join(c.source for c in NOTEBOOKS[stem].cells if c.cell_type == 'markdown')
-    commands = {f'xtts-nb {bench.WRITERS[page]}' for page in named(NOTEBOOKS[stem])}
+    commands = {bench.TOOLS.get(page) or f'xtts-nb {bench.WRITERS[page]}' for page in named(NOTEBOOKS[stem])}
     assert [c for c in commands if c not in said and c.replace('xtts-nb', 'make') not in said] == []
 
 @pytest.mark.parametrize('nb, cell', DRAWN)

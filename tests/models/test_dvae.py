@@ -87,6 +87,18 @@ def test_one_update_to_the_last_digit():
                        rtol=1e-4)   # the third, as rare as it may be, has kept its vector
     assert not any(v.trainable for v in (book.embed, book.cluster_size, book.embed_avg))
 
+def test_a_bad_batch_leaves_the_codes_as_they_are():
+    book = Codebook(3, 2)
+    book.build()
+    book.cluster_size.assign([1., 2., 3.])
+    before = [v.numpy() for v in (book.embed, book.cluster_size, book.embed_avg)]
+    codes, seed, bad = tf.constant([[0, 1, 1, 0]]), tf.constant([0, 1]), tf.constant(False)
+    update_codebook(book, np.full((1, 4, 2), np.nan, np.float32), codes, seed, good=bad)
+    held = book.embed, book.cluster_size, book.embed_avg
+    assert all((v.numpy() == old).all() for v, old in zip(held, before))
+    update_codebook(book, normal(1, 4, 2), codes, seed, good=tf.constant(True))
+    assert (book.embed.numpy() != before[0]).any()
+
 def test_lost_codes_move_to_vectors_from_the_whole_batch():
     book, z = Codebook(200, 1), np.arange(5, dtype=np.float32).reshape(1, 5, 1)
     book.build()

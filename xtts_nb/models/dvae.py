@@ -90,6 +90,7 @@ def update_codebook(
     seed,                  # (2,) int32, chooses the vectors that replace unused codes
     decay: float = 0.99,
     lost: float = 0.05,    # a code chosen less often than this per batch, on average, is replaced
+    good=True,             # () bool; False leaves the codes as they are
 ):
     "Move each code towards the vectors that chose it, and unused codes to random vectors of the batch."
     z = ops.reshape(ops.cast(z, 'float32'), (-1, book.dim))
@@ -101,9 +102,9 @@ def update_codebook(
     size, total = ops.where(unused, 1., size), ops.where(unused[None], fresh, total)
     n = ops.sum(size)
     smooth = (size + 1e-5) / (n + book.codes * 1e-5) * n
-    book.cluster_size.assign(size)
-    book.embed_avg.assign(total)
-    book.embed.assign(total / smooth[None])
+    # no `tf.cond`: around this much work XLA keeps it, and a GPU's host waits for it
+    moved = (book.cluster_size, size), (book.embed_avg, total), (book.embed, total / smooth[None])
+    for variable, value in moved: variable.assign(ops.where(good, value, variable))
 
 # %% ../../nbs/models/dvae.ipynb #133ad9c4
 class DVAE(keras.Model):

@@ -55,18 +55,18 @@ class PartUpdate:
         "Mean losses from the sums of `evaluate`."
         return {name: total / sums['count'] for name, total in sums.items() if name != 'count'}
 
-    def finish(self, losses: dict, gradients: list, also=lambda: None) -> dict:
-        "Apply the gradients of each optimizer if all are finite; then call `also`."
+    def finish(self, losses: dict, gradients: list, also=lambda good: None) -> dict:
+        "Apply the gradients of each optimizer if all are finite, and call `also` with whether they are."
         norm = tf.linalg.global_norm([g for each in gradients for g in each])
         good = tf.math.is_finite(losses['loss']) & tf.math.is_finite(norm)
 
         def apply():
             for optimizer, each, weights in zip(self.optimizers, gradients, self.learned):
                 optimizer.apply(each, weights)
-            also()
             return tf.constant(True)
 
         tf.cond(good, apply, lambda: tf.constant(False))
+        also(good)
         bad = tf.cast(~good, 'float32')
         return losses | {'gradient_norm': norm, 'skipped': bad, 'bad': bad}
 
@@ -122,7 +122,7 @@ class DVAEUpdate(PartUpdate):
         gradients = tape.gradient(loss, self.weights)
         gradients, _ = tf.clip_by_global_norm(gradients, self.training.gradient_clip_norm)
         seed = tf.stack([tf.constant(self.training.seed), number])
-        move = lambda: update_codebook(self.model.codebook, found['z'], found['codes'], seed)
+        move = lambda good: update_codebook(self.model.codebook, found['z'], found['codes'], seed, good=good)
         losses = {'loss': loss, 'mel_loss': found['mel_loss'], 'commitment': found['commitment']}
         return self.finish(losses, [gradients], move)
 

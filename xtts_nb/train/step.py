@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Schedule', 'DECAYED', 'WRITES_NOTHING', 'MODES', 'random_batch', 'Update', 'global_norm', 'Noam', 'learning_rate',
-           'Assignable', 'AdamW', 'make_optimizer', 'bfloat16_units', 'choose_xla', 'in_two', 'CompiledStep',
-           'compile_step', 'mode_line', 'step_modes', 'check_modes_agree', 'first_steps', 'step_before_after',
-           'LossScale', 'put_back', 'averaged']
+           'Assignable', 'AdamW', 'make_optimizer', 'bfloat16_units', 'choose_xla', 'two_programs', 'in_two',
+           'CompiledStep', 'compile_step', 'mode_line', 'step_modes', 'check_modes_agree', 'first_steps',
+           'step_before_after', 'LossScale', 'put_back', 'averaged']
 
 # %% ../../nbs/30_trainer_xla.ipynb #ddc9afc7
 import re
@@ -246,13 +246,17 @@ def choose_xla(training: TrainingConfig) -> tuple[bool, str]:   # whether, and w
 # %% ../../nbs/30_trainer_xla.ipynb #7e08859e
 WRITES_NOTHING = 'gradients_alone'   # scope of the first program of `in_two`
 
-def in_two(update: Update):
-    "`update` as two programs of XLA: gradients, which write nothing; then what changes the variables."
+def two_programs(update: Update) -> tuple:
+    "Two functions for XLA: (batch, number) -> gradients, sums, counts, nothing written; (these) -> metrics."
     def first(batch, number):
         counts = token_counts(update.gpt, batch)
         return *update.gradients(batch, number, counts), counts
 
-    gradients, finish = (tf.function(f, jit_compile=True) for f in (first, update.finish))
+    return tuple(tf.function(f, jit_compile=True) for f in (first, update.finish))
+
+def in_two(update: Update):
+    "`update` as two programs of XLA: gradients, which write nothing; then what changes the variables."
+    gradients, finish = two_programs(update)
 
     def step(batch, number):
         with tf.name_scope(WRITES_NOTHING): found = gradients(batch, number)

@@ -1,0 +1,385 @@
+"""What XLA's compiler for NVIDIA GPUs makes of the programs of this library, on a machine without a GPU.
+
+    python benchmarks/xla_gpu.py setup             makes .venv-xla, which compiles
+    python benchmarks/xla_gpu.py record [CARD …]   compiles all programs of the released model
+    python benchmarks/xla_gpu.py memory [CARD …]   plans the memory of its step at several batch sizes
+    python benchmarks/xla_gpu.py small [CARD …]    compiles small programs and prints what it finds
+
+`record` and `memory` write a record for each card into benchmarks/.
+
+Run it by the Python of .venv. Two environments, since TensorFlow and JAX pin other versions of the same
+wheels: TensorFlow writes a program as StableHLO, and the CUDA plugin of JAX compiles it for an H100, H200 or
+RTX 4090, without a driver, cuBLAS or cuDNN. jaxlib 0.9.0 has nearly the flags of the XLA in TensorFlow 2.21.
+
+Nothing is autotuned: products and convolutions become calls of cuBLAS and cuDNN. A real card may choose other
+kernels, which changes their number and the temporary memory. The memory is XLA's own plan of a program,
+without the CUDA context, the workspaces of libraries, and what other programs hold."""
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = ROOT / '.venv-xla/bin/python'
+JAX = '0.9.0'
+PACKAGES = [*(f'{name}=={JAX}' for name in ('jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda12-pjrt')),
+            'nvidia-cuda-nvcc-cu12==12.9.86', 'numpy', 'scipy', 'ml_dtypes', 'opt_einsum']
+
+
+def is_ready() -> bool:
+    "Whether .venv-xla can compile."
+    if not PYTHON.exists(): return False
+    command = [PYTHON, '-c', 'import jax, jax_cuda12_plugin, nvidia']
+    return not subprocess.run(command, capture_output=True).returncode
+
+
+def setup():
+    "Make .venv-xla, 1.1 GB, once; raises `CalledProcessError` where pip does not find the wheels."
+    if is_ready(): return
+    subprocess.run([sys.executable, '-m', 'venv', '--clear', PYTHON.parents[1]], check=True)
+    # without the CUDA libraries that the plugin asks for: nothing is run
+    subprocess.run([PYTHON, '-m', 'pip', 'install', '--quiet', '--no-deps', *PACKAGES], check=True)
+
+
+# --- the programs, by TensorFlow ------------------------------------------------------------------
+
+STEPS = {   # settings of the training section
+    'float32': {}, 'bfloat16': {'precision': 'bfloat16'}, 'float16': {'precision': 'float16'},
+    'accumulation': {'precision': 'bfloat16', 'accumulation': 2},
+    'checkpointing': {'precision': 'bfloat16', 'gradient_checkpointing': True},
+    'lora': {'precision': 'bfloat16', 'finetune': 'lora'}}
+OWN_UPDATE = 'float32', 'float16', 'lora'   # the others have that of float32
+TEXT, CODES = 200, 250                      # tokens and codes of a long clip
+
+
+def settings(one: dict):
+    "The released model, or a small one."
+    from xtts_nb.config import XTTSConfig
+    if one.get('small'):
+        return XTTSConfig.tiny(64).replace(
+            model={'gpt': {'layers': 2, 'heads': 4}}, data={'batch_size': 4, 'reference_frames': 32},
+            voice={'batch_size': 2, 'window': 4})
+    layers = {'gpt': {'layers': one['layers']}} if 'layers' in one else {}
+    return XTTSConfig.xtts_v2().replace(model=layers, data={'batch_size': one.get('rows', 8)})
+
+
+def step_programs(config, text: int, codes: int) -> dict:   # name -> (function, arguments)
+    "Both programs of a training step."
+    import tensorflow as tf
+    from xtts_nb.models.gpt import GPT
+    from xtts_nb.models.xtts import POLICIES
+    from xtts_nb.train.finetune import make_update
+    from xtts_nb.train.step import random_batch, two_programs
+    update = make_update(GPT(config, 5, dtype=POLICIES[config.training.precision]), config.training)
+    gradients, finish = two_programs(update)
+    given = random_batch(config, text, codes), tf.constant(0)
+    found = gradients.get_concrete_function(*given).structured_outputs
+    return {'gradients': (gradients.python_function, given), 'update': (finish.python_function, found)}
+
+
+def evaluation(config, batch):
+    from xtts_nb.models.gpt import GPT
+    from xtts_nb.models.xtts import token_losses
+    gpt = GPT(config, 5, dtype='mixed_bfloat16')
+    return lambda batch: token_losses(gpt, batch), (batch,)
+
+
+def data_stage(config, batch):
+    "Mels and codes of samples, as the data device makes them."
+    import tensorflow as tf
+    from xtts_nb.models.dvae import DVAE
+    from xtts_nb.train.dual import finish_batch
+    rows, most, audio = len(batch['clip']), config.data.reference_frames, config.model.audio
+    codes = batch['codes'].shape[1]
+    frames, dvae = config.model.dvae.frames_per_code * codes, DVAE(config)
+    wav = lambda n, n_fft: tf.zeros([rows, (n - 1) * audio.hop_length + n_fft], tf.int16)
+    count = lambda n: tf.fill([rows], tf.constant(n, tf.int64))
+    sounds = {'wav': wav(frames, audio.dvae_n_fft), 'mel_length': count(frames),
+              'reference_wav': wav(most, audio.reference_n_fft), 'reference_length': count(most),
+              'coded': tf.fill([rows, codes], True)}
+    return lambda batch: finish_batch(batch, dvae, config), (batch | sounds,)
+
+
+def speech(config, _):
+    "128 codes of one text, as `speech.generate` makes them."
+    import tensorflow as tf
+    from xtts_nb.models.gpt import GPT
+    from xtts_nb.speech.generate import generate
+    gpt = GPT(config, 5, dtype='mixed_bfloat16')
+    prompt = tf.zeros([1, gpt.cfg.prompt_latents, gpt.cfg.width])
+    return (lambda text, length, prompt: generate(gpt, text, length, prompt, 128),
+            (tf.zeros([1, 64], tf.int32), tf.fill([1], 50), prompt))
+
+
+def hifigan(config, _):
+    "The sound of 128 codes."
+    import tensorflow as tf
+    from xtts_nb.models.hifigan import HiFiGAN
+    model = config.model
+    return HiFiGAN(config), (tf.zeros([1, 128, model.gpt.width]), tf.zeros([1, model.speaker.width]))
+
+
+def dvae_step(config, _):
+    import tensorflow as tf
+    from xtts_nb.models.dvae import DVAE
+    from xtts_nb.train.parts import DVAEUpdate, dvae_training
+    mel = tf.zeros([config.training.dvae_batch_size, 64, config.model.audio.n_mels])
+    return DVAEUpdate(DVAE(config), dvae_training(config)), ({'mel': mel}, tf.constant(0))
+
+
+def decoder_step(config, _):
+    "HiFi-GAN, its critics and the speaker encoder."
+    import tensorflow as tf
+    from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
+    from xtts_nb.train.parts import VoiceUpdate, window_samples
+    voice, speaker, B = config.voice, config.model.speaker, config.voice.batch_size
+    frames = int(voice.reference_seconds * speaker.sample_rate / speaker.hop_length)
+    batch = {'states': tf.zeros([B, voice.window, config.model.gpt.width], tf.float16),
+             'wav': tf.zeros([B, window_samples(config)], tf.int16),
+             'voice': tf.zeros([B, frames, speaker.n_mels], tf.float16)}
+    return VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config), (batch, tf.constant(0))
+
+
+OTHERS = {f.__name__.replace('_', ' '): f
+          for f in (evaluation, data_stage, speech, hifigan, dvae_step, decoder_step)}
+
+
+def stablehlo(f, given: tuple) -> bytes:
+    "A function as XLA gets it, for arguments of these shapes."
+    import tensorflow as tf
+    specs = [tf.TensorSpec(x.shape, x.dtype) for x in tf.nest.flatten(given)]
+    flat = tf.function(lambda *flat: f(*tf.nest.pack_sequence_as(given, flat)), jit_compile=True)
+    return flat.experimental_get_compiler_ir(*specs)(stage='stablehlo_serialized')
+
+
+def write(folder: str, wanted: list[dict]):
+    "Write the StableHLO of the programs that are asked for, as by `requests`."
+    os.environ |= {'CUDA_VISIBLE_DEVICES': '-1', 'TF_CPP_MIN_LOG_LEVEL': '2'}
+    sys.path.insert(0, str(ROOT))
+    from xtts_nb.config import setup_tf
+    setup_tf()
+    import keras
+    from xtts_nb.train.step import random_batch
+    for one in wanted:
+        name, config = one['name'], settings(one)
+        lengths = (20, 30) if one.get('small') else (TEXT, CODES)
+        if name in OTHERS: programs = {name: OTHERS[name](config, random_batch(config, *lengths))}
+        else:
+            training = one.get('training') or STEPS[name]
+            made = step_programs(config.replace(training=training), *lengths)
+            programs = {f'{part}, {name}': made[part] for part in one['parts']}
+        for each, program in programs.items():
+            part = Path(folder, f'{each}.part')
+            part.write_bytes(stablehlo(*program))
+            part.rename(part.with_suffix('.mlir'))
+        keras.backend.clear_session()
+
+
+# --- compiling, by JAX ----------------------------------------------------------------------------
+
+# the numbers of openxla/xla, xla/backends/gpu/target_config/specs; those of the 4090 from its data sheet
+HOPPER = dict(major=9, minor=0, cores=132, l2=52428800, clock=1.98, per_core=233472, optin=232448,
+              threads=2048)
+CARDS = {
+    'h100': dict(HOPPER, name='NVIDIA H100', bandwidth=3352320000000, memory=84942979072),
+    'h200': dict(HOPPER, name='NVIDIA H200', bandwidth=4800000000000, memory=151397597184),
+    'rtx4090': dict(name='NVIDIA GeForce RTX 4090', major=8, minor=9, cores=128, bandwidth=1008000000000,
+                    l2=75497472, clock=2.52, memory=25390809088, per_core=102400, optin=101376, threads=1536)}
+
+
+def target(card: str) -> str:
+    "A card as text of XLA's GpuTargetConfigProto."
+    c = CARDS[card]
+    extension = 'feature_extension: ACCELERATED_FEATURES' if c['major'] == 9 else ''
+    return f'''gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: {c["per_core"]}
+  threads_per_core_limit: {c["threads"]}
+  core_count: {c["cores"]} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {c["bandwidth"]} l2_cache_size: {c["l2"]} clock_rate_ghz: {c["clock"]}
+  device_memory_size: {c["memory"]} shared_memory_per_block_optin: {c["optin"]}
+  cuda_compute_capability {{ major: {c["major"]} minor: {c["minor"]} {extension} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+platform_name: "CUDA" device_description_str: "{c["name"]}"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}'''
+
+
+def compiler(card: str, dump: Path):   # a function of a StableHLO module
+    "XLA's compiler for a card; it writes what it makes into a folder."
+    nvcc = Path(importlib.util.find_spec('nvidia').submodule_search_locations[0]) / 'cuda_nvcc'
+    # untuned, Triton picks tiles that it then refuses
+    flags = [f'--xla_gpu_cuda_data_dir={nvcc}', '--xla_gpu_enable_triton_gemm=false',
+             f'--xla_dump_to={dump}', '--xla_dump_hlo_as_text']
+    os.environ |= {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',   # else the plugin is refused without libcudart
+                   'TF_CPP_MIN_LOG_LEVEL': '2', 'PATH': f'{nvcc}/bin:{os.environ["PATH"]}',
+                   'XLA_FLAGS': ' '.join(flags)}
+    import numpy as np
+    from jax._src.lib import _jax, xla_client
+    from jax.experimental import topologies
+    described = topologies.get_topology_desc(platform='cuda', target_config=target(card), topology='1x1x1')
+    devices, options = tuple(described.devices), xla_client.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    options.device_assignment = xla_client.DeviceAssignment.create(np.zeros((1, 1), 'int32'))
+    return lambda module: devices[0].client.compile(module, _jax.DeviceList(devices), options)
+
+
+def compile_program(card: str, path: Path, only_plan: bool):
+    "Compile a program for a card and print a JSON line; `only_plan` ends it with the plan of the memory."
+    with tempfile.TemporaryDirectory() as dump:
+        compiled = compiler(card, dump := Path(dump))
+        from jax._src.interpreters import mlir
+        from jax._src.lib.mlir import ir
+        from jax.errors import JaxRuntimeError
+        with mlir.make_ir_context() as context:
+            context.allow_unregistered_dialects = True
+            module = ir.Module.parse(path.read_bytes())
+            row, start = {'name': path.stem, **before(module)}, time.time()
+            if only_plan: threading.Thread(target=end_with_plan, args=(row, dump), daemon=True).start()
+            try: made = compiled(module)
+            except JaxRuntimeError as e: row['refused'] = str(e).splitlines()[0]
+            else:
+                row |= {'refused': None, 'compile_s': round(time.time() - start, 1)}
+                row |= memory(made) | after(dump)
+        print(json.dumps(row), flush=True)
+
+
+def before(module) -> dict:
+    "What a module holds; copies of TensorFlow's own, which the plugin does not take, are removed."
+    from jax._src.lib.mlir import ir
+    copies, seen = [], Counter()
+
+    def visit(op):
+        seen[op.name] += 1
+        if op.name == 'mhlo.copy':
+            op.results[0].replace_all_uses_with(op.operands[0])
+            copies.append(op)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    for op in copies: op.erase()
+    return {'ops': seen.total(), 'conditionals': seen['stablehlo.if'] + seen['stablehlo.case'],
+            'loops': seen['stablehlo.while']}
+
+
+def memory(made) -> dict:
+    "XLA's plan of the memory of a program, in bytes."
+    stats, names = made.get_compiled_memory_stats(), ('argument', 'output', 'alias', 'temp')
+    arguments, results, in_place, temporary = (getattr(stats, f'{n}_size_in_bytes') for n in names)
+    return {'arguments': arguments, 'results': results, 'in_place': in_place, 'temporary': temporary,
+            'peak': arguments + results - in_place + temporary}
+
+
+def end_with_plan(row: dict, dump: Path):
+    "End the process once the memory is planned; the machine code takes as long again."
+    while not (*dump.glob('*memory-usage-report.txt'),): time.sleep(0.1)   # written after the plan
+    row |= plan(next(dump.glob('*buffer-assignment.txt')).read_text())
+    shutil.rmtree(dump, ignore_errors=True)
+    print(json.dumps(row), flush=True)
+    os._exit(0)
+
+
+def plan(text: str) -> dict:
+    "The same as `memory`, from XLA's list of buffers."
+    words = {'arguments': 'parameter ', 'results': 'maybe-live-out', 'temporary': 'preallocated-temp'}
+    total = Counter()
+    for size, what in re.findall(r'^allocation \d+: size (\d+)(.*)', text, re.M):
+        kinds = [kind for kind, word in words.items() if word in what]
+        if len(kinds) > 1: total['in_place'] += int(size)
+        for kind in kinds: total[kind] += int(size)
+        if kinds: total['peak'] += int(size)
+    return {name: total[name] for name in ('arguments', 'results', 'in_place', 'temporary', 'peak')}
+
+
+def after(dump: Path) -> dict:
+    "What the host starts in a compiled program."
+    (thunks,) = dump.glob('*thunk_sequence.txt')
+    kinds = Counter(re.findall(r'^ *\d+: k(\w+)', thunks.read_text(), re.M))
+    text = next(dump.glob('*gpu_after_optimizations.txt')).read_text()
+    loops = [line for line in text.splitlines() if ' while(' in line]
+    return {'kernels': kinds['Kernel'] + kinds['CustomKernel'],
+            'library_calls': kinds['Gemm'] + kinds['CublasLtMatmul'] + kinds['Convolution'] + kinds['Fft'],
+            'host_conditionals': kinds['Conditional'], 'host_loops': kinds['While'],
+            'known_turns': sum('known_trip_count' in line for line in loops), 'thunks': dict(kinds)}
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+def requests(small: bool) -> list[dict]:
+    "Every program once."
+    parts = lambda name: ['gradients', *['update'] * (name in OWN_UPDATE)]
+    return [{'name': name, 'parts': parts(name), 'small': small} for name in STEPS] + [
+        {'name': name, 'small': small} for name in OTHERS]
+
+
+KEPT = {'all kept': {}, 'checkpointing': {'gradient_checkpointing': True}, 'lora': {'finetune': 'lora'}}
+
+
+def memory_requests(blocks: list[int], clips: list[int]) -> list[dict]:
+    "Gradients of the released model with so many of its blocks."
+    return [{'name': f'{kind}, {n} blocks, {rows} clips', 'layers': n, 'rows': rows, 'parts': ['gradients'],
+             'training': {'precision': 'bfloat16'} | training}
+            for n in blocks for rows in clips for kind, training in KEPT.items()]
+
+
+def rows_of(wanted: list[dict], card: str, only_plan: bool = False) -> list[dict]:
+    "Write programs in one process, and compile each in one, which gives its memory back."
+    def run(*command, **how):
+        done = subprocess.run(command, text=True, capture_output=True, **how)
+        if done.returncode: raise RuntimeError(done.stderr[-2000:])
+        return done.stdout
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, __file__, 'write', folder, input=json.dumps(wanted))
+        compiled = [run(PYTHON, __file__, 'compile', card, path, *['plan'] * only_plan)
+                    for path in sorted(Path(folder).glob('*.mlir'))]
+    return [json.loads(said.splitlines()[-1]) for said in compiled]
+
+
+def main():
+    "The command line."
+    raw = argparse.RawDescriptionHelpFormatter
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parse.add_argument('what', choices=['setup', 'record', 'memory', 'small'])
+    parse.add_argument('cards', nargs='*', help=f'of {", ".join(CARDS)}; default: all')
+    parse.add_argument('--blocks', type=int, nargs='+', default=[2, 30], help='of the models of memory')
+    parse.add_argument('--clips', type=int, nargs='+', default=[2, 4, 8, 12, 16], help='of its batches')
+    o = parse.parse_args()
+    if unknown := {*o.cards} - CARDS.keys(): parse.error(f'there is no card {", ".join(unknown)}')
+    setup()
+    if o.what == 'setup': return
+    wanted = memory_requests(o.blocks, o.clips) if o.what == 'memory' else requests(o.what == 'small')
+    for card in o.cards or CARDS:
+        if o.what == 'small':
+            for row in rows_of(wanted, card): print(json.dumps(row))
+            continue
+        rows = []
+        for one in wanted:
+            asked = {k: one[k] for k in ('layers', 'rows', 'training') if k in one}
+            rows += [row | asked for row in rows_of([one], card, only_plan=o.what == 'memory')]
+            print(card, rows[-1], file=sys.stderr, flush=True)
+        keep({'record': 'xla', 'memory': 'xla_memory'}[o.what], card, rows)
+
+
+def keep(page: str, card: str, rows: list[dict]):
+    "Write a record of a card."
+    sys.path.insert(0, str(ROOT))
+    from xtts_nb.bench import record
+    command = shlex.join(['python', 'benchmarks/xla_gpu.py', *sys.argv[1:]])
+    model = f'the released model, clips of {TEXT} text tokens and {CODES} codes'
+    print(record(page, rows, ROOT / 'benchmarks', command, CARDS[card]['name'], model=model,
+                 compiler=f'jaxlib {JAX}, without the card, nothing autotuned'))
+
+
+if __name__ == '__main__':
+    if sys.argv[1:2] == ['compile']: compile_program(sys.argv[2], Path(sys.argv[3]), 'plan' in sys.argv[4:])
+    elif sys.argv[1:2] == ['write']: write(sys.argv[2], json.load(sys.stdin))
+    else: main()
