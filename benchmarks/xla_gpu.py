@@ -5,7 +5,8 @@
     python benchmarks/xla_gpu.py memory [CARD …]   plans the memory of its step at several batch sizes
     python benchmarks/xla_gpu.py small [CARD …]    compiles small programs and prints what it finds
 
-`record` and `memory` write a record for each card into benchmarks/.
+`record` and `memory` write a record for each card into benchmarks/. They end each program with XLA's plan of
+its memory; `small` goes on to machine code.
 
 Run it by the Python of .venv. Two environments, since TensorFlow and JAX pin other versions of the same
 wheels: TensorFlow writes a program as StableHLO, and the CUDA plugin of JAX compiles it for an H100, H200 or
@@ -58,7 +59,7 @@ STEPS = {   # settings of the training section
     'accumulation': {'precision': 'bfloat16', 'accumulation': 2},
     'checkpointing': {'precision': 'bfloat16', 'gradient_checkpointing': True},
     'lora': {'precision': 'bfloat16', 'finetune': 'lora'}}
-OWN_UPDATE = 'float32', 'float16', 'lora'   # the others have that of float32
+OWN_UPDATE = 'bfloat16', 'float16', 'lora'   # the others have that of bfloat16
 TEXT, CODES = 200, 250                      # tokens and codes of a long clip
 
 
@@ -243,11 +244,11 @@ def compile_program(card: str, path: Path, only_plan: bool):
             context.allow_unregistered_dialects = True
             module = ir.Module.parse(path.read_bytes())
             row, start = {'name': path.stem, **before(module)}, time.time()
-            if only_plan: threading.Thread(target=end_with_plan, args=(row, dump), daemon=True).start()
+            if only_plan: threading.Thread(target=end_with_plan, args=(row, dump, start), daemon=True).start()
             try: made = compiled(module)
             except JaxRuntimeError as e: row['refused'] = str(e).splitlines()[0]
             else:
-                row |= {'refused': None, 'compile_s': round(time.time() - start, 1)}
+                row |= {'refused': None, 'seconds': round(time.time() - start, 1)}
                 row |= memory(made) | after(dump)
         print(json.dumps(row), flush=True)
 
@@ -278,10 +279,11 @@ def memory(made) -> dict:
             'peak': arguments + results - in_place + temporary}
 
 
-def end_with_plan(row: dict, dump: Path):
+def end_with_plan(row: dict, dump: Path, start: float):
     "End the process once the memory is planned; the machine code takes as long again."
     while not (*dump.glob('*memory-usage-report.txt'),): time.sleep(0.1)   # written after the plan
-    row |= plan(next(dump.glob('*buffer-assignment.txt')).read_text())
+    row |= {'refused': None, 'seconds': round(time.time() - start, 1)}
+    row |= plan(next(dump.glob('*buffer-assignment.txt')).read_text()) | after(dump)
     shutil.rmtree(dump, ignore_errors=True)
     print(json.dumps(row), flush=True)
     os._exit(0)
@@ -300,15 +302,22 @@ def plan(text: str) -> dict:
 
 
 def after(dump: Path) -> dict:
-    "What the host starts in a compiled program."
-    (thunks,) = dump.glob('*thunk_sequence.txt')
-    kinds = Counter(re.findall(r'^ *\d+: k(\w+)', thunks.read_text(), re.M))
-    text = next(dump.glob('*gpu_after_optimizations.txt')).read_text()
+    "What is left of a program, from its optimised HLO: each of these is started by the host."
+    return started(next(dump.glob('*gpu_after_optimizations.txt')).read_text())
+
+
+CALLS = re.compile(r'custom_call_target="__(cublas|cudnn)')
+
+
+def started(text: str) -> dict:
+    "Counts of an optimised HLO module; a fusion is a kernel."
+    kinds = 'fusion|sort|fft|while|conditional|copy'
+    kinds = Counter(re.findall(rf'^ +(?:ROOT )?%\S+ = .*? ({kinds})\(', text, re.M))
     loops = [line for line in text.splitlines() if ' while(' in line]
-    return {'kernels': kinds['Kernel'] + kinds['CustomKernel'],
-            'library_calls': kinds['Gemm'] + kinds['CublasLtMatmul'] + kinds['Convolution'] + kinds['Fft'],
-            'host_conditionals': kinds['Conditional'], 'host_loops': kinds['While'],
-            'known_turns': sum('known_trip_count' in line for line in loops), 'thunks': dict(kinds)}
+    calls = len(CALLS.findall(text)) + kinds['fft']
+    return {'kernels': kinds['fusion'] + kinds['sort'], 'library_calls': calls,
+            'copies': kinds['copy'], 'host_conditionals': kinds['conditional'], 'host_loops': kinds['while'],
+            'known_turns': sum('known_trip_count' in line for line in loops)}
 
 
 # --- what is asked for ----------------------------------------------------------------------------
@@ -320,13 +329,14 @@ def requests(small: bool) -> list[dict]:
         {'name': name, 'small': small} for name in OTHERS]
 
 
+ASKED = 'layers', 'rows', 'text', 'codes', 'training'   # of a request, kept in the row
 KEPT = {'all kept': {}, 'checkpointing': {'gradient_checkpointing': True}, 'lora': {'finetune': 'lora'}}
 
 
 def memory_requests(blocks: list[int], clips: list[int]) -> list[dict]:
     "Gradients of the released model with so many of its blocks."
-    return [{'name': f'{kind}, {n} blocks, {rows} clips', 'layers': n, 'rows': rows, 'parts': ['gradients'],
-             'training': {'precision': 'bfloat16'} | training}
+    return [{'name': f'{kind}, {n} blocks, {rows} clips', 'layers': n, 'rows': rows, 'text': TEXT,
+             'codes': CODES, 'training': {'precision': 'bfloat16'} | training, 'parts': ['gradients']}
             for n in blocks for rows in clips for kind, training in KEPT.items()]
 
 
@@ -352,19 +362,21 @@ def main():
     parse.add_argument('cards', nargs='*', help=f'of {", ".join(CARDS)}; default: all')
     parse.add_argument('--blocks', type=int, nargs='+', default=[2, 30], help='of the models of memory')
     parse.add_argument('--clips', type=int, nargs='+', default=[2, 4, 8, 12, 16], help='of its batches')
+    parse.add_argument('--only', nargs='+', choices=[*STEPS, *OTHERS], help='programs of record and small')
     o = parse.parse_args()
     if unknown := {*o.cards} - CARDS.keys(): parse.error(f'there is no card {", ".join(unknown)}')
     setup()
     if o.what == 'setup': return
     wanted = memory_requests(o.blocks, o.clips) if o.what == 'memory' else requests(o.what == 'small')
+    wanted = [one for one in wanted if not o.only or one['name'] in o.only]
     for card in o.cards or CARDS:
         if o.what == 'small':
             for row in rows_of(wanted, card): print(json.dumps(row))
             continue
         rows = []
         for one in wanted:
-            asked = {k: one[k] for k in ('layers', 'rows', 'training') if k in one}
-            rows += [row | asked for row in rows_of([one], card, only_plan=o.what == 'memory')]
+            asked = {name: one[name] for name in ASKED if name in one}
+            rows += [row | asked for row in rows_of([one], card, only_plan=True)]
             print(card, rows[-1], file=sys.stderr, flush=True)
         keep({'record': 'xla', 'memory': 'xla_memory'}[o.what], card, rows)
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from cheap import read_eagerly
 from process import COMMAND, environment, xtts_nb
+from xtts_nb.bench import recorded
 from xtts_nb.train import finetune
 from xtts_nb.data.cache import Cache
 from xtts_nb.train.trainer import checkpoints
@@ -36,6 +37,7 @@ from xtts_nb.sampler import GPU
 from xtts_nb.models.weights import named_weights, read_tensors, save_weights
 
 KINDS = 'whole', 'lora', 'rows'
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope='module')
@@ -185,6 +187,7 @@ def test_what_waits_for_the_backward_pass(mini, monkeypatch, training, numbers):
         'GPT blocks': 120. * text, 'GPT voice': 600., 'GPT heads': 2.5 * codes})
     config = mini.replace(model={'gpt': {'layers': 3, 'conditioning_layers': 2}}, training=training)
     assert activation_count(config, 20, 10) == numbers
+    assert activation_count(config, 20, 10, gpu=True) == numbers - 2 * 400
 
 # 1000 numbers, 100 of a DVAE, 4 rows of 7
 PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 8000, 'mean weights': 0,
@@ -202,10 +205,23 @@ PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 
     ({'finetune': 'rows'}, 0, {'gradients': 4 * 645, 'moments': 8 * 645})])
 def test_the_estimate_by_hand(mini, monkeypatch, training, cards, other):
     monkeypatch.setattr(finetune, 'parameter_counts', lambda model: {'GPT': 1000, 'DVAE': 100})
-    monkeypatch.setattr(finetune, 'activation_count', lambda config, codes, text: codes + text)
+    monkeypatch.setattr(finetune, 'activation_count', lambda config, codes, text, gpu: codes + text)
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [kind] * cards)
     config = mini.replace(training={'enable_xla_compilation': False} | training)
     assert memory_needs(config, 5, 2, rows=5) == PLAIN | other
+
+PLANS = [row | {'card': one['device']} for one in recorded('xla_memory', ROOT / 'benchmarks')
+         for row in one['rows']]
+
+@pytest.mark.parametrize('row', PLANS, ids=lambda row: f'{row["name"]}, {row["card"]}')
+def test_the_estimate_for_a_gpu_is_within_a_tenth_of_what_xla_plans(row):
+    "The plan is that of the gradients; the moments are beside it, the DVAE and the code are not in it."
+    config = XTTSConfig.xtts_v2().replace(model={'gpt': {'layers': row['layers']}},
+                                          training=row['training'], data={'batch_size': row['rows']})
+    needs = memory_needs(config, row['codes'], row['text'], gpu=True)
+    planned = row['peak'] + needs['moments']
+    estimate = sum(needs.values()) - needs['program'] - 4 * parameter_counts(config.model)['DVAE']
+    assert 0.9 < estimate / planned < 1.1
 
 @pytest.mark.parametrize('room, said', [
     (None, '; what is free is unknown on a card, so nothing was compared.'),

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['OUT_OF_MEMORY', 'MEMORY_SIGNALS', 'new_pieces', 'grow_tokenizer', 'grow', 'read_texts', 'grow_folder',
            'DerivedWeights', 'LowRank', 'low_rank_parts', 'new_rows', 'ReplacedRows', 'row_parts', 'AdapterUpdate',
-           'make_update', 'parameter_counts', 'trainable_count', 'activation_count', 'memory_needs', 'limit_memory',
-           'trial', 'run_trial', 'free_memory', 'memory_budget', 'check_memory', 'memory_settings', 'find_batch_size',
-           'ExponentialRate', 'smoothed', 'find_learning_rate', 'plot_learning_rate']
+           'make_update', 'parameter_counts', 'trainable_count', 'activation_count', 'weight_copies', 'memory_needs',
+           'limit_memory', 'trial', 'run_trial', 'free_memory', 'memory_budget', 'check_memory', 'memory_settings',
+           'find_batch_size', 'ExponentialRate', 'smoothed', 'find_learning_rate', 'plot_learning_rate']
 
 # %% ../../nbs/train/finetune.ipynb #f29faf48
 import json
@@ -276,6 +276,7 @@ def activation_count(
     config: XTTSConfig,
     codes: int,      # S
     text: int,       # T
+    gpu: bool = False,   # a step compiled for one
 ) -> float:
     "Activations of one clip: those stored for the backward pass, and those needed in it at once."
     gpt, training, data = config.model.gpt, config.training, config.data
@@ -286,28 +287,38 @@ def activation_count(
         layers = gpt.conditioning_layers
         stored['GPT voice'] = layers * data.reference_frames * gpt.width + stored['GPT voice'] / layers
     if training.finetune != 'whole': stored['GPT voice'] = 0   # it gets no gradient
-    return sum(stored.values()) + 2 * block
+    # XLA's plan for a GPU puts what the backward pass computes into the places of what it has read
+    return sum(stored.values()) + 2 * block * (not gpu)
+
+def weight_copies(config: XTTSConfig, gpu: bool) -> float:   # bytes
+    "Weights in 16 bits, and those that an adapter changes."
+    gpt, half = config.model.gpt, config.training.precision != 'float32'
+    adapted = 16. * gpt.layers * gpt.width**2 * (config.training.finetune == 'lora')   # in float32
+    if not gpu: return 2. * parameter_counts(config.model)['GPT'] * half + adapted
+    # XLA's plan for a GPU converts on the way where it can, and holds the matrices of the blocks
+    return 24. * gpt.layers * gpt.width**2 if half else adapted
 
 def memory_needs(
     config: XTTSConfig,
     codes: int,         # S of the largest bucket
     text: int,          # T of it
     rows: int = 0,      # of a new language
+    gpu: bool | None = None,   # whether a GPU trains; default: whether there is one
 ) -> dict[str, float]:
     "An estimate of the bytes that training needs, by purpose."
     training, all_, moving = config.training, parameter_counts(config.model), trainable_count(config, rows)
-    half, gpt = training.precision != 'float32', config.model.gpt
-    copies = 2. * all_['GPT'] * half + 16. * gpt.layers * gpt.width**2 * (training.finetune == 'lora')
+    half = training.precision != 'float32'
+    if gpu is None: gpu = bool(tf.config.list_physical_devices('GPU'))
     at_once = config.data.batch_size // training.accumulation
     moments, means = 8. * moving, 4. * moving * (training.ema > 0)
     # on a CPU XLA writes beside the old values
-    anew = choose_xla(training)[0] and not tf.config.list_physical_devices('GPU')
-    return {'weights': 4. * (all_['GPT'] + all_['DVAE']), 'copies of weights': copies,
+    anew = not gpu and choose_xla(training)[0]
+    return {'weights': 4. * (all_['GPT'] + all_['DVAE']), 'copies of weights': weight_copies(config, gpu),
             'gradients': 4. * moving * (1 + (training.accumulation > 1)), 'moments': moments,
             'mean weights': means,
             'written anew': anew * (4. * moving + moments + means),
             'program': 2e8,
-            'activations': (2. if half else 4.) * at_once * activation_count(config, codes, text)}
+            'activations': (2. if half else 4.) * at_once * activation_count(config, codes, text, gpu)}
 
 # %% ../../nbs/train/finetune.ipynb #16ff03ee
 def _status(key: str) -> int:
