@@ -295,8 +295,9 @@ def weight_copies(config: XTTSConfig, gpu: bool) -> float:   # bytes
     gpt, half = config.model.gpt, config.training.precision != 'float32'
     adapted = 16. * gpt.layers * gpt.width**2 * (config.training.finetune == 'lora')   # in float32
     if not gpu: return 2. * parameter_counts(config.model)['GPT'] * half + adapted
-    # XLA's plan for a GPU converts on the way where it can, and holds the matrices of the blocks
-    return 24. * gpt.layers * gpt.width**2 if half else adapted
+    # XLA's plans for a GPU hold the matrices of the blocks, or about half of them at a time
+    held = 1. if config.training.gradient_checkpointing else 0.5
+    return 24. * gpt.layers * gpt.width**2 * held if half else adapted
 
 def memory_needs(
     config: XTTSConfig,
