@@ -44,6 +44,7 @@ class Tiled:
         self.tokenizer, self.manifest = cache.tokenizer, cache.manifest
         self.clips = [c | {'id': f'{c["id"]}#{i}'} for i in range(times) for c in cache.clips]
         self.wav_path = lambda i: cache.wav_path(i % len(cache))
+        self.recordings, self.check_unchanged = cache.recordings * times, cache.check_unchanged
         self.samples, self.speaker, self.language = (
             np.tile(column, times) for column in (cache.samples, cache.speaker, cache.language))
         for kind in ('codes', 'text', 'mel'):

@@ -268,7 +268,7 @@ class Cache:
         What was opened before stays as it was, but parts of two caches are never mixed."""
         path = self.folder / 'manifest.json'
         now = read_json(path) if path.is_file() else {}
-        if any(now.get(part) != self.manifest[part] for part in ('key', 'shards')):
+        if any(now.get(part) != self.manifest.get(part) for part in ('key', 'shards')):
             raise UserError(f'{self.folder}: was replaced while it was read; '
                             'start again with what it holds now.')
 

@@ -1,4 +1,4 @@
-"What makes compiling cheap where much is compiled and little computed: the quick tests, and their processes."
+"What makes compiling cheap where much is compiled and little computed: quick tests, their processes, and pages."
 import os
 
 # On a CPU XLA takes four times as long to compile with its fusion emitters and LLVM's optimizations.
