@@ -9,9 +9,9 @@ def choose():
     "For this process and those it starts; before TensorFlow is imported."
     os.environ.setdefault('XLA_FLAGS', XLA)
 
-def chosen() -> bool: return os.environ.get('XLA_FLAGS') == XLA
-
 def leave_graphs():
-    "Run graphs as they were traced: to rewrite one takes longer than to run it a few times."
+    """Run graphs as they were traced: to rewrite one takes longer than to run it a few times.
+
+    Only where no other process computes the same: a rewritten graph may round otherwise."""
     import tensorflow as tf
     tf.config.optimizer.set_experimental_options({'disable_meta_optimizer': True})

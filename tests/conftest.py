@@ -41,11 +41,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(3600))
 
 
-def pytest_collection_finish(session):
-    "With what TensorFlow is set to, if a test file has imported it."
-    if quick.chosen() and 'tensorflow' in sys.modules: quick.leave_graphs()
-
-
 class Tests(pytest.Module):
     "A file of tests, and one more test for each module that it covers: its defaults are the listed ones."
     def collect(self):

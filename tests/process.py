@@ -20,7 +20,6 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
 import pytest
-import quick
 import tree as repository
 import typer
 
@@ -120,7 +119,6 @@ def _run(
     sys.argv, sys.path[0:0] = ['-c', *arguments], ['']
     if before: before()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if quick.chosen(): quick.leave_graphs()
     try: exec(compile(code, '<string>', 'exec'), {'__name__': '__main__'})
     finally: atexit._run_exitfuncs()   # multiprocessing ends its processes without them
 

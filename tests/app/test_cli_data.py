@@ -23,7 +23,8 @@ def test_bounds():
 
 def test_the_list_of_what_there_is(ran):
     rows, text = ran('download --json').json['sources'], ran('download').out
-    assert rows[1] == {'name': 'ljspeech', 'GB': 2.75, 'licence': 'public domain'}
+    assert rows[2] == {'name': 'ljspeech', 'GB': 2.75, 'licence': 'public domain'}
+    assert [row['name'] for row in rows[:2]] == ['xtts-v2', 'xtts-voices']
     assert text.startswith('xtts-nb download NAME') and all(row['name'] in text for row in rows)
 
 def test_download(ran, behind, bars, tmp_path, monkeypatch):

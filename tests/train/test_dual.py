@@ -146,6 +146,7 @@ def test_a_batch_is_copied_by_one_program(runtime, mini, batch):
     assert len(ran) == 1 and 'all_to_model' in ran[0]
     assert copied.keys() == batch.keys() and all(np.array_equal(copied[k], batch[k]) for k in batch)
 
+@pytest.mark.slow   # TensorFlow tries for 10 s and more to find the memory
 def test_a_model_device_without_memory_is_named_with_a_remedy(runtime, mini, batch):
     feed = Feed(runtime, mini, DevicePlan({}, 'CPU:0', 'CPU:0'))
     size = tf.Variable([2**46], dtype=tf.int64)
@@ -153,6 +154,7 @@ def test_a_model_device_without_memory_is_named_with_a_remedy(runtime, mini, bat
     with pytest.raises(UserError, match='^CPU:0: out of memory for the next batch, beside the 2 before it; '
                                         'lower --buffer-size'): feed.copy(batch)
 
+@pytest.mark.slow   # TensorFlow tries for 10 s and more to find the memory
 def test_a_host_without_memory_is_not_taken_for_a_bad_recording(runtime, mini, monkeypatch):
     "Nothing is to be mended in the cache then."
     def read(self, step): return {'wav': tf.fill(tf.reshape(step, [1]) + 2**46, 0.) + 1}
@@ -168,6 +170,7 @@ def test_no_batch_waits_on_the_gpu_where_the_settings_say_so(runtime, mini):
         with feed(BatchPlan(runtime, config.data), 0, 4) as batches: made = sum(1 for _ in batches)
         assert (feed.ring, made) == (ring, 4) and batches.most <= ring
 
+@pytest.mark.slow   # TensorFlow tries for 10 s and more to find the memory
 def test_a_data_device_without_memory_is_named_with_a_remedy(runtime, mini):
     "A product that really does not fit, in the thread of the stage."
     feed = Feed(runtime, mini, ONE)
