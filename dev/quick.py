@@ -1,4 +1,4 @@
-"What makes compiling cheap where much is compiled and little computed: quick tests, their processes, and pages."
+"What makes compiling cheap where little is computed: for the quick tests, their processes and pages."
 import os
 
 # On a CPU XLA takes four times as long to compile with its fusion emitters and LLVM's optimizations.

@@ -1,4 +1,4 @@
-"""Test the pages as `nbdev-test` does, sooner: TensorFlow is imported once, and compiles as in the quick tests.
+"""Test the pages as `nbdev-test` does, sooner: TensorFlow is imported once and compiles as in quick tests.
 
     python dev/quick_pages.py --n-workers 2 --timing     options are those of `nbdev-test`
 
