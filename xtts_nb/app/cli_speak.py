@@ -89,8 +89,10 @@ def _say(
     "Speak a text in a voice; settings that are not given come from the config.yaml of the model."
     settings = given(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
                      speed=speed, decoder_precision=decoder_precision, weights=weights)
+    from xtts_nb.files import check_writable
     text = _text_of(text, text_file)
     if stream or pcm: _check_stream(out, check_words)
+    else: check_writable(out := out or Path('say.wav'))
     start()
     from xtts_nb.data.audio import save_audio
     from xtts_nb.models.xtts import XTTS
@@ -107,7 +109,7 @@ def _say(
             return _streamed(Speaker(xtts, rates=rates, **settings), text, language, found, seed, not pcm)
         speaker = GuardedSpeaker(xtts, retries=retries, rates=rates, check_words=check_words, **settings)
         wav, report = speak_whole(speaker, text, language, found, seed, progress=stage(tell, 'speak'))
-    save_audio(out := out or Path('say.wav'), wav, speaker.sample_rate)
+    save_audio(out, wav, speaker.sample_rate)
     return _spoken(out, len(wav) / speaker.sample_rate, speaker, report)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0008

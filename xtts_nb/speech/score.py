@@ -104,9 +104,9 @@ class Listener:
         most = min(config.model.gpt.max_audio_codes, int(1.5 * batch['codes'].shape[1]) + 1)
         gpt = xtts.gpt
         sampling = Sampling.of(config.speech)._asdict()
+        compiled = config.training.enable_xla_compilation is not False   # auto too: many small operations
         self._speak = tf.function(lambda text, length, reference: generate(
-            gpt, text, length, gpt.conditioning(reference), most, **sampling),
-                                  jit_compile=bool(config.training.enable_xla_compilation))
+            gpt, text, length, gpt.conditioning(reference), most, **sampling), jit_compile=compiled)
         self.recorded, self.judge = self._mels(batch['codes'], batch['code_length']), judge
         self.sounds_recorded = self._sounds(self.recorded) if judge else []
 
