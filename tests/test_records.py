@@ -46,6 +46,9 @@ def test_each_kind_of_record_has_its_command():
     assert {page: line for page, line in bench.WRITERS.items()
             if not f'{line} '.startswith(f'{known[page]} ')} == {}
 
+# commands that are scripts of the repository now, as older records name them
+EARLIER = {'growth': 'xtts-nb bench growth'}
+
 def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."
     known = sorted(bench.WRITERS | bench.TOOLS, key=len, reverse=True)
@@ -60,7 +63,8 @@ def test_each_record_was_written_by_a_command(file):
     if one['date'] <= '2026-11-21': return   # older than the rule
     assert {'cpu', 'time', 'noisy', 'noisy_rows'} <= one.keys()
     tool = bench.TOOLS.get(page_of(file))
-    assert one['command'].startswith(tool or f'xtts-nb {bench.WRITERS[page_of(file)]}')
+    known = tool or f'xtts-nb {bench.WRITERS[page_of(file)]}', EARLIER.get(page_of(file), tool)
+    assert one['command'].startswith(tuple(filter(None, known)))
     assert tool or '--record' in one['command']
     assert one['noisy_rows'] == bench.noisy_rows(one) and one['noisy'] == bool(one['noisy_rows'])
 

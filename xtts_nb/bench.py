@@ -322,11 +322,12 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
 # %% ../nbs/base/bench.ipynb #1fdaaf1f
 WRITERS = {'data': 'bench data', 'parity': 'parity', 'gpt2': 'bench gpt2', 'step_speed': 'bench train',
            'dual': 'bench dual', 'model': 'bench model', 'patients': 'bench diagnose',
-           'growth': 'bench growth', 'config': 'bench config',
+           'config': 'bench config',
            'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say',
            'say_full': 'bench say --preset xtts_v2', 'service': 'bench service', 'evaluate': 'evaluate'}
 TOOLS = {'xla': 'python benchmarks/xla_gpu.py record',   # of a checkout
-         'xla_memory': 'python benchmarks/xla_gpu.py memory'}
+         'xla_memory': 'python benchmarks/xla_gpu.py memory',
+         'growth': 'python benchmarks/growth.py --record'}
 
 def record_origin(
     one: dict,         # a record

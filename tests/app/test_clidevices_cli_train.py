@@ -87,15 +87,10 @@ def test_distributed(ran, behind, warning):
                      {'command': [*program, '--run=r'], 'wait': 5., 'restarts': 0} | gpus]
 
 
-# --- bench growth -------------------------------------------------------------------------------------------
+# --- what is a script now -----------------------------------------------------------------------------------
 
-def test_bench_growth(ran, behind, bars):
-    rows, found = [{'name': '2 workers', 'step_ms': 60.}], {'verdict': 'As predicted.', 'within': True}
-    behind('train.growth.check_growth', rows)
-    kept = behind('app.cli_train.write_record')
-    judged = behind('train.growth.growth_verdict', found)
-    assert ran('bench growth').out.splitlines()[-1] == 'As predicted.' and not kept
-    assert judged == [{'rows': rows}]
-    assert ran('bench growth --record --json').json == {'rows': rows} | found
-    assert bars == [('start', {}), ('measure', 1, 2)] * 2
-    assert kept == [{'page': 'growth', 'rows': rows, 'notes': found}]
+@pytest.mark.parametrize('line', ['bench growth', 'bench growth --record --json'])
+def test_a_command_that_is_a_script_now_names_it(ran, line):
+    done = ran(line)
+    assert done.code == 2 and done.said == [
+        'xtts-nb: bench growth: write python benchmarks/growth.py in a checkout of the repository instead.']

@@ -16,7 +16,7 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, bench_app, command, given, load_settings, option, Preset, progress, Record, Rounds,
+    app, argument, bench_app, command, given, load_settings, moved, option, Preset, progress, Record, Rounds,
     Settings, stage, start, table, to_stderr, with_file, write_record)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
@@ -642,13 +642,4 @@ def _distributed(
     return supervise(program, addresses, shares, wait, restarts)
 
 # %% ../../nbs/app/cli_train.ipynb #af7e9f90
-@command('growth', group=bench_app)
-def _bench_growth(record: Record = False):
-    "Steps of 1 to 4 local workers that add up tensors, against the prediction of an all-reduce model."
-    start()
-    from xtts_nb.train.growth import check_growth, growth_verdict
-    with progress() as tell: rows = check_growth(progress=stage(tell, 'measure'))
-    found = growth_verdict(rows)
-    if record: write_record('growth', rows, **found)
-    text = table('Steps that sleep 50 ms and add up tensors', rows)
-    return {'rows': rows} | found, f'{text}\n{found["verdict"]}'
+moved('growth', 'python benchmarks/growth.py in a checkout of the repository', bench_app)

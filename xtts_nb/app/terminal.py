@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Rounds', 'Budget', 'Settings', 'READER_GONE', 'option',
-           'argument', 'main', 'answer', 'to_stderr', 'progress', 'stage', 'command', 'start', 'table', 'write_record',
-           'load_settings', 'with_file', 'given']
+           'argument', 'main', 'answer', 'to_stderr', 'progress', 'stage', 'command', 'moved', 'from_checkout', 'start',
+           'table', 'write_record', 'load_settings', 'with_file', 'given']
 
 # %% ../../nbs/app/terminal.ipynb #0a52b53b
 import codecs
@@ -206,6 +206,34 @@ def command(
             for n, (d, a) in extra.items())])
         return group.command(name, rich_help_panel=panel, **settings)(run)
     return register
+
+# %% ../../nbs/app/terminal.ipynb #dc6f036e
+def moved(
+    name: str,                  # the old one
+    now: str,                   # what to type instead
+    group: typer.Typer = app,
+):
+    "Answers an old command, whatever its options, with one sentence that names the new one, and exit code 2."
+    whatever = {'ignore_unknown_options': True, 'allow_extra_args': True}
+    @group.command(name, hidden=True, add_help_option=False, context_settings=whatever)
+    def old(ctx: typer.Context):
+        from xtts_nb.config import UserError
+        raise UserError(f'{ctx.command_path.removeprefix("xtts-nb ")}: write {now} instead.')
+
+def from_checkout(
+    name: str,                  # a module of `benchmarks`, as in diagnosis.patients
+    what: str,                  # the command that needs it
+):
+    "Import a module of `benchmarks/` that a command runs; `UserError` where there is no checkout."
+    import importlib
+    from xtts_nb.config import UserError
+    root = Path(__file__).parents[2]
+    if not (root / 'benchmarks' / f'{name.replace(".", "/")}.py').is_file():
+        raise UserError(f'{what}: needs benchmarks/ of the repository, which is not installed with the '
+                        'package; clone the repository and run the command there.')
+    if str(root) not in sys.path: sys.path.insert(0, str(root))
+    return importlib.import_module(f'benchmarks.{name}')
+
 
 # %% ../../nbs/app/terminal.ipynb #4012d1c2
 def start(**requested):   # arguments of `setup_devices`

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from xtts_nb.train import growth as page
-from xtts_nb.train.launch import tf_config
-from xtts_nb.config import UserError
-from xtts_nb.train.growth import (
+from benchmarks import growth as page
+from benchmarks.growth import (
     LINKS, Link, StepCost, check_growth, computed_cost, emulate, fit_link, growth, growth_verdict,
     measure_workers, measured_cost, plot_growth, predict, ring_seconds, scaling_limit)
+from xtts_nb.config import UserError
+from xtts_nb.train.launch import tf_config
+
+pytestmark = pytest.mark.slow
 
 NET, INSIDE = Link(1e9, 0.), Link(1e12, 0.)
 WORK = StepCost(fixed=0.01, per_row=0.01, gradients=1e8)
