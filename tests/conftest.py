@@ -268,11 +268,12 @@ def ran(capfd):
 def behind(monkeypatch):
     """Stubs a function, `behind('app.demo.run_demo', result)`; returns its calls, each {argument: value}.
 
-    A function as `result` receives the arguments. A callback `progress` is called once, with (1, 2), and is
-    not among the arguments returned."""
+    The module is one of the library, or of `benchmarks` by its whole name. A function as `result` receives
+    the arguments. A callback `progress` is called once, with (1, 2), and is not among the arguments
+    returned."""
     def replace(place, result=None):
         module, _, name = place.rpartition('.')
-        module = importlib.import_module(f'xtts_nb.{module}')
+        module = importlib.import_module(module if module.startswith('benchmarks.') else f'xtts_nb.{module}')
         shape, calls = inspect.signature(getattr(module, name)), []
         def stub(*given, **named):
             call = dict(shape.bind(*given, **named).arguments)

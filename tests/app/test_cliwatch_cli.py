@@ -183,9 +183,9 @@ def test_quick_fix(ran, behind, bars, home, cache):
 
 def test_bench_diagnose(ran, behind, bars):
     rows = [{'name': 'a patient'}]
-    asked, kept = behind('monitor.patients.run_patients', rows), behind('app.cli.write_record')
-    behind('monitor.patients.patient_totals', {'right': 3})
-    behind('monitor.patients.total_lines', ['THE', 'TOTAL'])
+    asked, kept = behind('benchmarks.diagnosis.patients.run_patients', rows), behind('app.cli.write_record')
+    behind('benchmarks.diagnosis.patients.patient_totals', {'right': 3})
+    behind('benchmarks.diagnosis.patients.total_lines', ['THE', 'TOTAL'])
     words = [w for w in ran('bench diagnose').out.split() if w.isalpha()]
     assert words == 'Diagnosed trainings a patient THE TOTAL'.split() and not kept
     assert bars == [('start', {}), ('diagnose the trainings', 1, 2)]

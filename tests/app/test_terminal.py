@@ -211,3 +211,19 @@ def test_settings_of_a_file_lie_over_a_preset_or_what_was_made(tmp_path, capsys)
     assert out == '' and err.count(f'{file}: data.pin_memory does nothing here') == 2
     with pytest.raises(UserError, match='holds no config.yaml; give a cache or a run'): load('tiny', None,
         tmp_path / 'empty')
+
+
+# --- what is no part of the package -------------------------------------------------------------------------
+
+def test_a_script_is_found_in_a_checkout_alone(monkeypatch, tmp_path):
+    (tmp_path / 'a/benchmarks/some').mkdir(parents=True)
+    (tmp_path / 'a/benchmarks/some/thing.py').write_text('value = 7')
+    monkeypatch.setattr(sys, 'path', sys.path[:])
+    for name in [n for n in sys.modules if n.partition('.')[0] == 'benchmarks']:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(terminal, '__file__', str(tmp_path / 'a/xtts_nb/app/terminal.py'))
+    assert terminal.from_checkout('some.thing', 'bench x').value == 7
+    for name in ('benchmarks', 'benchmarks.some', 'benchmarks.some.thing'): sys.modules.pop(name, None)
+    monkeypatch.setattr(terminal, '__file__', str(tmp_path / 'b/xtts_nb/app/terminal.py'))
+    with pytest.raises(UserError, match='bench x: needs benchmarks/ of the repository, .* clone'):
+        terminal.from_checkout('some.thing', 'bench x')

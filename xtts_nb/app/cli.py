@@ -15,8 +15,8 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    answer, app, argument, bench_app, command, convert_app, given, Json, load_settings, main, option, Preset,
-    progress, Record, Settings, stage, start, table, to_stderr, write_record)
+    answer, app, argument, bench_app, command, convert_app, from_checkout, given, Json, load_settings, main,
+    option, Preset, progress, Record, Settings, stage, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli.ipynb #95e5c0de
 _voice = partial(command, panel='Voice')
@@ -329,12 +329,12 @@ def _quick_fix(
 def _bench_diagnose(num_batches: BatchesOption = 24, seconds: SecondsOption = 8., record: Record = False):
     "Diagnose trainings that are slow for a known reason, and fast ones: cause, predicted and measured gain."
     start()
-    from xtts_nb.monitor.patients import PATIENTS, patient_totals, total_lines, run_patients
+    ward = from_checkout('diagnosis.patients', 'bench diagnose')
     with progress() as tell:
-        rows = run_patients(PATIENTS, num_batches, seconds, stage(tell, 'diagnose the trainings'))
-    total = patient_totals(rows)
+        rows = ward.run_patients(ward.PATIENTS, num_batches, seconds, stage(tell, 'diagnose the trainings'))
+    total = ward.patient_totals(rows)
     if record: write_record('patients', rows, **total)
-    return {'rows': rows} | total, '\n'.join([table('Diagnosed trainings', rows), *total_lines(total)])
+    return {'rows': rows} | total, '\n'.join([table('Diagnosed trainings', rows), *ward.total_lines(total)])
 
 # %% ../../nbs/app/cli.ipynb #a7f8394d
 def _sourced(file: Path) -> str:

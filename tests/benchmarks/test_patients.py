@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks.diagnosis import patients
 from xtts_nb.bench import Arm
-from xtts_nb.monitor import patients, loop as phases
+from xtts_nb.monitor import loop as phases
 from xtts_nb.config import setup_tf, UserError
-from xtts_nb.monitor.patients import (
+from benchmarks.diagnosis.patients import (
     PATIENTS, ROWS, WIDTH, Patient, patient_totals, run_patient, run_patients, temporary_folder, total_lines)
 from xtts_nb.monitor.loop import TF_FUNCTION, SyncHooks, stages
 from xtts_nb.monitor.diagnose import Finding
 
+pytestmark = pytest.mark.slow
 setup_tf(threads=2)
 BY_NAME = {p.name: p for p in PATIENTS}
 
@@ -387,7 +389,6 @@ def test_a_patient_is_named(name):
     assert row['right'], row
 
 
-@pytest.mark.slow
 def test_all_patients():
     "Their causes are named; `xtts-nb bench diagnose` records their gains, which other work would change."
     total = patient_totals(run_patients(PATIENTS))
