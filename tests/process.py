@@ -88,8 +88,8 @@ def check_bounds(
 # --- processes forked from one that has imported everything -------------------------------------------------
 
 @cache
-def _server():
-    "The context of the fork server, which starts with the first process of a session."
+def server():
+    "The context of the fork server, which starts with the first process of a session; the library takes it too."
     context = multiprocessing.get_context('forkserver')
     library = [f'xtts_nb.{name}' for name in repository.modules()]
     context.set_forkserver_preload(['pytest', 'typer', 'tensorflow', 'keras', 'matplotlib.pyplot', *library])
@@ -138,7 +138,7 @@ class Forked:
             elif asked is not None and asked != subprocess.DEVNULL: asked = os.dup(asked)
             theirs.append(None if asked in (None, subprocess.DEVNULL) else Connection(asked))
         env = dict(environment() if env is None else env)
-        self.process = _server().Process(target=_run, args=(
+        self.process = server().Process(target=_run, args=(
             code, [str(a) for a in arguments], str(cwd or os.getcwd()), env, tuple(theirs), before))
         self.process.start()
         for one in theirs:

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from fake_dvae import Fake
+from process import server
 from xtts_nb import devices
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.devices import (DevicePlan, apply_plan, card_memory, card_names, check_plan, plan_devices,
@@ -234,6 +235,7 @@ def tell(path, config):
     raise UserError(f'{os.environ["CUDA_VISIBLE_DEVICES"]} {os.environ["XTTS_NB_CPU_CARDS"]!r} {seen}')
 
 def test_workers_that_encode_leave_the_cards_alone(corpus, small, tokenizer, tmp_path, monkeypatch):
+    server()
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
     with pytest.raises(UserError) as e:

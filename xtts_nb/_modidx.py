@@ -874,6 +874,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.data.prepare._pieces': ('data/prepare.html#_pieces', 'xtts_nb/data/prepare.py'),
                                       'xtts_nb.data.prepare._places': ('data/prepare.html#_places', 'xtts_nb/data/prepare.py'),
                                       'xtts_nb.data.prepare._plan': ('data/prepare.html#_plan', 'xtts_nb/data/prepare.py'),
+                                      'xtts_nb.data.prepare._processes': ('data/prepare.html#_processes', 'xtts_nb/data/prepare.py'),
                                       'xtts_nb.data.prepare._remove': ('data/prepare.html#_remove', 'xtts_nb/data/prepare.py'),
                                       'xtts_nb.data.prepare._repair': ('data/prepare.html#_repair', 'xtts_nb/data/prepare.py'),
                                       'xtts_nb.data.prepare._row': ('data/prepare.html#_row', 'xtts_nb/data/prepare.py'),

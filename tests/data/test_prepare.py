@@ -15,7 +15,7 @@ import soundfile
 import tensorflow as tf
 
 from fake_dvae import Fake, load, load_and_die, load_and_die_later, load_and_fail
-from process import Forked, tree
+from process import Forked, server, tree
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.data import prepare as module
 from xtts_nb.data.cache import Cache, check_cache_folder
@@ -403,6 +403,11 @@ def test_the_same_bytes_for_any_number_of_threads_and_processes(corpus, small, d
     assert two == known
     # they name the threads
     assert {k for k in one if one[k] != known[k]} == {'config.yaml', 'manifest.json'}
+
+@pytest.fixture(scope='module', autouse=True)
+def imported_once():
+    "The workers are forked from the server of the tests: else it would begin without half of the library."
+    server()
 
 @pytest.fixture
 def children():

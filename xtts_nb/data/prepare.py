@@ -328,13 +328,20 @@ def shard_finished(work: Path, name: str, key: str) -> bool:
     except UserError: return False
 
 # %% ../../nbs/data/prepare.ipynb #f93e8c54
+def _processes():
+    "How workers start: forked from one process that has imported all this, where the system can."
+    if 'forkserver' not in multiprocessing.get_all_start_methods(): return multiprocessing.get_context('spawn')
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload([__name__])
+    return context
+
 def run_jobs(
     jobs: Iterator,
     workers: int,
     begin: Callable,     # called in each worker; returns the function that does a job
 ):                       # yields (job, answer) as they are done
     "Do jobs in worker processes; raises the error of a worker, and ends all of them."
-    context, jobs, busy, team = multiprocessing.get_context('spawn'), iter(jobs), {}, []
+    context, jobs, busy, team = _processes(), iter(jobs), {}, []
     try:
         for job in itertools.islice(jobs, workers):
             here, there = context.Pipe()
