@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from process import tree
+from process import python, tree
 from xtts_nb.config import UserError
 from xtts_nb import files
 from xtts_nb.data.cache import work_path
@@ -222,9 +222,9 @@ for name, write in writers.items():
 def limited(tmp_path_factory):
     "What four writers say when no file may grow beyond 20 000 bytes, and the folder they wrote to."
     folder = tmp_path_factory.mktemp('limited')
-    done = subprocess.run([sys.executable, '-c', WRITE_TOO_MUCH, str(folder)], capture_output=True, text=True,
-                          check=True)
-    return dict(line.split(' ', 1) for line in done.stdout.splitlines()), folder
+    done = python(WRITE_TOO_MUCH, folder)
+    assert done.code == 0, done.err
+    return dict(line.split(' ', 1) for line in done.out.splitlines()), folder
 
 @pytest.mark.parametrize('name', ['json', 'wav', 'weights', 'shards'])
 def test_a_write_that_the_system_refuses_is_one_sentence(limited, name):

@@ -54,7 +54,7 @@ def session(corpus, settings, tmp_path_factory):
     done = {'home': home}
     done['prepare'] = xtts_nb('prepare', 'my corpus', '--out', 'the cache', '--config', 'mini settings.yaml',
                               '--json', cwd=home)
-    done['train'] = xtts_nb('train', '--data', 'the cache', '--json', cwd=home, cold=True)
+    done['train'] = xtts_nb('train', '--data', 'the cache', '--json', cwd=home)
     voice = 'my corpus/wavs/low-0.wav'
     done['say'] = xtts_nb('say', 'aa bb', '--run', 'runs/train-1', '--voice', voice, '--out', 'out put/ä.wav',
                           '--json', cwd=home)
@@ -408,7 +408,7 @@ def test_say_refuses_what_it_cannot_speak(session, bad, capfd, monkeypatch, text
     assert tree(bad) == before
 
 def test_an_error_is_one_sentence(bad):
-    done = xtts_nb('prepare', 'empty', '--out', 'out', cwd=bad, cold=True)
+    done = xtts_nb('prepare', 'empty', '--out', 'out', cwd=bad)
     assert (done.code, done.out) == (2, '') and done.err.splitlines() == done.said and len(done.said) == 1
 
 @pytest.mark.parametrize('place', [0, 1, 3])
@@ -549,7 +549,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(session, tmp_path):
     assert steps[-1] >= 6 and 0 <= steps[-1] - int(newest[5:14]) <= 2
 
 def test_ctrl_c_during_the_synthesis_of_the_corpus(tmp_path):
-    check_stopped(interrupted('demo', '--out', tmp_path / 'demo', at='speak the corpus', cold=True))
+    check_stopped(interrupted('demo', '--out', tmp_path / 'demo', at='speak the corpus'))
     assert tree(tmp_path) in ({}, {'demo': b''})   # before or after the empty folder was made
 
 @pytest.mark.parametrize('clips', [1, 60, 150])

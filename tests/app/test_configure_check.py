@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
+from process import python
 from xtts_nb.app import check as page
 from xtts_nb.config import TrainingConfig, UserError, environment_number, setup_tf
 from xtts_nb.app.check import TFSettings, environment, settings_text, verify_settings, write_environment
@@ -196,9 +197,9 @@ print(json.dumps([first, late, *dtypes, bool(tf.config.optimizer.get_jit())]))
 
 def test_the_call_is_applied_and_read_back():
     env = {k: v for k, v in os.environ.items() if k != 'TF_XLA_FLAGS'}
-    done = subprocess.run([sys.executable, '-c', CHILD], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    first, late, mixed, plain, jit = json.loads(done.stdout.splitlines()[-1])
+    done = python(CHILD, env=env)
+    assert done.code == 0, done.err
+    first, late, mixed, plain, jit = json.loads(done.out.splitlines()[-1])
     by_name = {row['setting']: row for row in first}
     assert by_name['intra-op threads']['got'] == 1 and by_name['XLA']['got'] is True
     assert by_name['memory growth']['got'] is None

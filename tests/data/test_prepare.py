@@ -502,7 +502,8 @@ def test_kill_at_any_moment(start, corpus, small, tokenizer, undisturbed, tmp_pa
 
 def shards(tmp_path): return len(list((tmp_path / 'here' / 'out.work').glob('shard-*.json')))
 
-@pytest.mark.parametrize('how', [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent(start, corpus, small, tokenizer, undisturbed, tmp_path, how):
     child = start(2)
     while not shards(tmp_path):
