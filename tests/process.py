@@ -89,7 +89,7 @@ def check_bounds(
 
 @cache
 def server():
-    "The context of the fork server, which starts with the first process of a session; `prepare` takes it too."
+    "The context of the fork server, which starts with the first process; `prepare` takes it too."
     context = multiprocessing.get_context('forkserver')
     library = [f'xtts_nb.{name}' for name in repository.modules()]
     context.set_forkserver_preload(['pytest', 'typer', 'tensorflow', 'keras', 'matplotlib.pyplot', *library])

@@ -330,9 +330,9 @@ def shard_finished(work: Path, name: str, key: str) -> bool:
 # %% ../../nbs/data/prepare.ipynb #f93e8c54
 def _processes():
     "How workers start: forked from one process that has imported all this, where the system can."
-    if 'forkserver' not in multiprocessing.get_all_start_methods(): return multiprocessing.get_context('spawn')
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload([__name__])
+    method = 'forkserver' if 'forkserver' in multiprocessing.get_all_start_methods() else 'spawn'
+    context = multiprocessing.get_context(method)
+    if method == 'forkserver': context.set_forkserver_preload([__name__])
     return context
 
 def run_jobs(
