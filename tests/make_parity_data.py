@@ -8,26 +8,27 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import coqui_toy
 
+from benchmarks.parity import coqui_outputs
 from xtts_nb.models.convert import write_pth
-from xtts_nb.app.parity import coqui_outputs
 
 HERE = Path(__file__).parent
 
 
 def inputs():
+    from benchmarks.parity import make_inputs
     from xtts_nb.data.audio import synthetic_voice
-    from xtts_nb.app.parity import make_inputs
     cfg = coqui_toy.config().model
     return make_inputs([synthetic_voice(0.4)], cfg.gpt.text_tokens, cfg.gpt.width, cfg.dvae.codes, states=6)
 
 
 def utterance():
     "Two references in pieces of a second; the first is longer than the part that is used."
+    from benchmarks.parity import utterance_inputs
     from xtts_nb.data.audio import synthetic_voice
-    from xtts_nb.app.parity import utterance_inputs
     return utterance_inputs([synthetic_voice(2.2, 100), synthetic_voice(1.6, 190)], ['en', 'de'], codes=16)
 
 

@@ -47,7 +47,7 @@ def test_each_kind_of_record_has_its_command():
             if not f'{line} '.startswith(f'{known[page]} ')} == {}
 
 # commands that are scripts of the repository now, as older records name them
-EARLIER = {'growth': 'xtts-nb bench growth'}
+EARLIER = {'growth': 'xtts-nb bench growth', 'parity': 'xtts-nb parity'}
 
 def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."

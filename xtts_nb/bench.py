@@ -5,21 +5,26 @@
 # %% auto #0
 __all__ = ['LEAST_ROUNDS', 'COLOURS', 'PHASES', 'PHASE_COLOURS', 'QUIET', 'WRITERS', 'TOOLS', 'PROMISES', 'Arm', 'Comparison',
            'rows_markdown', 'time_budget', 'compare', 'emulated_steps', 'accelerator_utilisation', 'fed_steps',
-           'timeline', 'png_bytes', 'device_name', 'cpu_name', 'noisy_rows', 'noise_text', 'benchmarks', 'record',
-           'recorded', 'headline', 'record_origin', 'record_markdown', 'Promise', 'promise_row']
+           'timeline', 'check_python', 'Peer', 'png_bytes', 'device_name', 'cpu_name', 'noisy_rows', 'noise_text',
+           'benchmarks', 'record', 'recorded', 'headline', 'record_origin', 'record_markdown', 'Promise', 'promise_row']
 
 # %% ../nbs/base/bench.ipynb #ee0d999d
 import datetime
+import inspect
 import io
 import itertools
+import json
 import os
 import platform
+import re
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,6 +196,70 @@ def timeline(
     start = ends[0][1]
     return [(free - start, begin - free, end - begin) for (_, free), (begin, end) in itertools.pairwise(ends)]
 
+# %% ../nbs/base/bench.ipynb #99a689bc
+def _serve(main):
+    "Runs in the other Python: reads a line of settings, then answers each line that comes."
+    import json, logging, os, sys
+    answers, sys.stdout = sys.stdout, sys.stderr
+    lines, sys.stdin = sys.stdin, open(os.devnull)   # a prompt of the library must not read these lines
+    logging.disable(logging.CRITICAL)
+    results = main(**json.loads(lines.readline()))
+    for _ in lines: print(json.dumps(next(results)), file=answers, flush=True)
+    os._exit(0)   # does not wait for threads of the library
+
+def check_python(python: str | Path, needs: str):
+    "Raise `UserError` unless `python` is a program; `needs` says what it must have."
+    if not shutil.which(python): raise UserError(f'{python}: cannot be run; give the Python of {needs}.')
+
+# %% ../nbs/base/bench.ipynb #cf4802f9
+class Peer(AbstractContextManager):
+    "A generator of ours in another Python: an answer per call, or `UserError` with its last error."
+    def __init__(
+        self,
+        python: str | Path,          # of an environment with what `main` imports
+        main: Callable,              # generator function; uses nothing from outside but `helpers`
+        *helpers: Callable,          # functions that it calls
+        needs: str,                  # what that Python has, for errors
+        **settings,                  # of `main`, as JSON
+    ):
+        check_python(python, needs)
+        self.python, self.needs, self.errors = python, needs, tempfile.TemporaryFile('w+')
+        script = '\n\n'.join([*map(inspect.getsource, (*helpers, main, _serve)), f'_serve({main.__name__})'])
+        self.process = subprocess.Popen([python, '-c', script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=self.errors, text=True)
+        self.send(json.dumps(settings))
+
+    def send(self, line: str = ''):
+        "Send a line; if the process has ended, the next call raises its error."
+        with suppress(BrokenPipeError): print(line, file=self.process.stdin, flush=True)
+
+    def __call__(self):
+        "The next answer."
+        self.send()
+        if line := self.process.stdout.readline(): return json.loads(line)
+        self.process.wait()
+        self.errors.seek(0)
+        raise self.failed(self.errors.read().strip())
+
+    def failed(self, stderr: str) -> UserError:
+        "The error of a process that ended: its last one, or the last line that it wrote."
+        lines = stderr.splitlines() or ['no reason given']
+        error = next((line for line in reversed(lines) if re.match(r'[\w.]*(Error|Exception)\b', line)),
+                     lines[-1])
+        return UserError(f'{self.python}: {self.needs} failed ({error}); check that environment.')
+
+    def __exit__(self, *error): self.close()
+
+    def close(self):
+        "End the process, and what it started."
+        with suppress(BrokenPipeError): self.process.stdin.close()
+        try: self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.errors.close()
+
 # %% ../nbs/base/bench.ipynb #b2c0ffee
 # distinguishable with colour blindness
 COLOURS = '#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#8C564B', '#882255'
@@ -320,14 +389,15 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
     return sorted(records, key=lambda one: (one['date'], one.get('time', '')))
 
 # %% ../nbs/base/bench.ipynb #1fdaaf1f
-WRITERS = {'data': 'bench data', 'parity': 'parity', 'gpt2': 'bench gpt2', 'step_speed': 'bench train',
+WRITERS = {'data': 'bench data', 'gpt2': 'bench gpt2', 'step_speed': 'bench train',
            'dual': 'bench dual', 'model': 'bench model', 'patients': 'bench diagnose',
            'config': 'bench config',
            'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say',
            'say_full': 'bench say --preset xtts_v2', 'service': 'bench service', 'evaluate': 'evaluate'}
 TOOLS = {'xla': 'python benchmarks/xla_gpu.py record',   # of a checkout
          'xla_memory': 'python benchmarks/xla_gpu.py memory',
-         'growth': 'python benchmarks/growth.py --record'}
+         'growth': 'python benchmarks/growth.py --record',
+         'parity': 'python benchmarks/parity.py'}
 
 def record_origin(
     one: dict,         # a record

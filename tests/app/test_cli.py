@@ -26,7 +26,7 @@ COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['tr
             ['monitor'],
             ['serve'], ['bench'], ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['bench', 'say'],
             ['train-dvae'], ['train-voice'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'],
-            ['grow'], ['parity'], ['config'], ['config', 'create'], ['configure'], ['check'], ['voices'],
+            ['grow'], ['config'], ['config', 'create'], ['configure'], ['check'], ['voices'],
             ['voices', 'add'], ['voices', 'blend'], ['convert', 'to-savedmodel']]
 
 

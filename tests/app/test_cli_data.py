@@ -247,7 +247,7 @@ def test_bench_data(ran, behind, bars, tmp_path):
         {'seconds': 0.7}])
     made = behind('app.cli_data._temporary_cache', nullcontext(cache))
     loaded = behind('models.dvae.load_dvae', 'the DVAE')
-    checked, kept = behind('app.parity.check_python'), behind('app.cli_data.write_record')
+    checked, kept = behind('bench.check_python'), behind('app.cli_data.write_record')
     result = {'rows': [{'name': 'native', 'clips_per_s': 9.}], 'compared': 'x'}
     measured = behind('app.loaders.bench_loaders', result)
     behind('app.loaders.compared_text', 'THE COMPARISON')

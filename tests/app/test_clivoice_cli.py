@@ -296,24 +296,11 @@ def test_grow(ran, behind, bars):
 
 # --- parity -------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('ok, code', [(True, 0), (False, 1)])
-def test_parity(ran, behind, bars, ok, code):
-    result = {'ok': ok, 'rows': [{'name': 'mel'}], 'model': 'xtts'}
-    def parity(**call):
-        call['listen']('vocoder')
-        return result
-    asked, kept = behind('app.parity.parity', parity), behind('app.cli.write_record')
-    behind('app.parity.parity_markdown', 'a ' + 'b' * 107 + ' c')   # 111 columns
-    done = ran('parity f --coqui-python py')
-    assert [line.strip() for line in done.out.splitlines()] == [f'a {"b" * 107}', 'c'] and done.code == code
-    assert not kept and bars == [('start', {}), ('vocoder', 0, 1)]
-    done = ran('parity f --coqui-python py --clip a.wav --clip b.wav --sentences s.json --record --json')
-    assert (done.code, done.json) == (code, result)
-    assert kept == [{'page': 'parity', 'rows': result['rows'], 'notes': {'model': 'xtts'}}]
-    text = lambda v: v and ([str(p) for p in v] if isinstance(v, list) else str(v))
-    assert [{k: text(v) for k, v in call.items() if k != 'listen'} for call in asked] == [
-        {'coqui_dir': 'f', 'coqui_python': 'py', 'clips': None, 'sentences': None},
-        {'coqui_dir': 'f', 'coqui_python': 'py', 'clips': ['a.wav', 'b.wav'], 'sentences': 's.json'}]
+@pytest.mark.parametrize('line', ['parity', 'parity f --coqui-python py --json'])
+def test_parity_is_a_script_of_the_repository(ran, line):
+    done = ran(line)
+    assert done.code == 2 and done.err.splitlines() == [
+        'xtts-nb: parity: write python benchmarks/parity.py in a checkout of the repository instead.']
 
 
 # --- notebooks ----------------------------------------------------------------------------------------------

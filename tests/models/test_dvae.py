@@ -7,7 +7,7 @@ import tensorflow as tf
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.models.dvae import (
     DVAE, Codebook, dvae_losses, load_dvae, mel_stats, parameter_count, update_codebook)
-from xtts_nb.app.parity import dvae_parity
+from benchmarks.parity import dvae_parity
 from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 from xtts_nb.models.weights import named_weights
 

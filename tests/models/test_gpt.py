@@ -8,7 +8,7 @@ from xtts_nb.models import gpt as gpt_module, layers
 from xtts_nb.config import XTTSConfig
 from xtts_nb.models.dvae import parameter_count
 from xtts_nb.models.gpt import GPT, Int8GPT, joint_mask, shifted
-from xtts_nb.app.parity import gpt_parity
+from benchmarks.parity import gpt_parity
 
 P, T, S, START = 4, 10, 12, 3
 SEED = tf.constant([1, 2])

@@ -9,7 +9,7 @@ from xtts_nb.models.dvae import parameter_count
 from xtts_nb.models.hifigan import (
     Conv2D, HiFiGAN, SpeakerBlock, SpeakerEncoder, batch_norm, fold_weight_norm, load_decoder,
     load_hifigan, stretch, unfold_weight_norm)
-from xtts_nb.app.parity import voice_parity
+from benchmarks.parity import voice_parity
 from xtts_nb.models.weights import named_weights, save_weights
 
 

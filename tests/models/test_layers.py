@@ -11,7 +11,7 @@ from xtts_nb.models.layers import (
     AttentionBlock, Conv1D, FEW_ROWS, Int8Dense, Perceiver, PerceiverLayer, ResidualBlock, RMSNorm,
     TransformerBlock, attend, causal_mask, dropout, dropout_keys, fold_seed, gelu,
     split_heads)
-from xtts_nb.app.parity import gpt_parity
+from benchmarks.parity import gpt_parity
 
 
 def normal(*shape, seed=0): return np.random.default_rng(seed).normal(size=shape).astype(np.float32)

@@ -16,7 +16,7 @@ import typer
 
 from .terminal import (
     answer, app, argument, bench_app, command, convert_app, from_checkout, given, Json, load_settings, main,
-    option, Preset, progress, Record, Settings, stage, start, table, to_stderr, write_record)
+    moved, option, Preset, progress, Record, Settings, stage, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli.ipynb #95e5c0de
 _voice = partial(command, panel='Voice')
@@ -117,25 +117,7 @@ def _grow(
     return result | {'out': str(out)}, text
 
 # %% ../../nbs/app/cli.ipynb #e87cffa3
-@_voice('parity')
-def _parity(
-    folder: argument(Path, 'Folder that coqui-tts loads.'),
-    coqui_python: option(Path, 'The Python of an environment with coqui-tts 0.28.'),
-    clip: option(list[Path] | None, 'Audio, the first at least 7 s; default: synthetic voices.') = None,
-    sentences: option(Path | None, 'JSON {language: [sentence, ...]}; default: one each.') = None,
-    record: Record = False,
-):
-    "Compare every stage with coqui-tts; exit code 1 if one differs."
-    start()
-    from rich.console import Console
-    from rich.markdown import Markdown
-    from xtts_nb.app.parity import parity, parity_markdown
-    with progress() as tell:
-        result = parity(folder, coqui_python, clip, sentences, lambda part: tell(part, 0, 1))
-    if record: write_record('parity', result['rows'], model=result['model'])
-    console = Console(width=110)
-    with console.capture() as captured: console.print(Markdown(parity_markdown(result)))
-    return result, captured.get().rstrip(), 0 if result['ok'] else 1
+moved('parity', 'python benchmarks/parity.py in a checkout of the repository')
 
 # %% ../../nbs/app/cli.ipynb #e2c0ffee
 @command('notebooks')
@@ -148,7 +130,7 @@ def _notebooks(folder: argument(Path, 'A new folder.')):
     pages, records = package / 'notebooks', package / 'notebooks' / 'benchmarks'
     if not pages.is_dir(): pages, records = package.with_name('nbs'), package.with_name('benchmarks')
     if folder.exists(): raise UserError(f'{folder}: exists already; name a new folder.')
-    left_out = shutil.ignore_patterns('.ipynb_checkpoints', '*.yml', '*.py')
+    left_out = shutil.ignore_patterns('.ipynb_checkpoints', '*.yml', '*.py', '*.md')
     with atomic_folder(folder) as part:
         shutil.copytree(pages, part, dirs_exist_ok=True, ignore=left_out)
         shutil.copytree(records, part / 'benchmarks', dirs_exist_ok=True, ignore=left_out)

@@ -228,9 +228,9 @@ def _bench_data(
     start()
     from xtts_nb.config import DataConfig
     from xtts_nb.models.dvae import load_dvae
-    from xtts_nb.app.parity import check_python
+    from xtts_nb.bench import check_python
     from xtts_nb.app.loaders import bench_loaders, compared_text
-    if coqui_python: check_python(coqui_python)
+    if coqui_python: check_python(coqui_python, 'coqui-tts 0.28')
     sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
     with progress() as tell, _temporary_cache(data, tell, sizes) as cache:
         dvae = load_dvae(cache.folder / 'dvae.safetensors', cache.config)

@@ -21,8 +21,7 @@ import numpy as np
 import tensorflow as tf
 import yaml
 
-from .parity import Peer
-from ..bench import accelerator_utilisation, compare, fed_steps
+from ..bench import Peer, accelerator_utilisation, compare, fed_steps
 from ..config import cores, DataConfig
 from ..data.audio import hann_window, load_audio, log_mel, log_mel_numpy
 from ..data.cache import Cache

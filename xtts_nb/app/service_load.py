@@ -18,8 +18,7 @@ from statistics import median
 import keras
 import numpy as np
 
-from .parity import Peer
-from ..bench import Arm
+from ..bench import Peer, Arm
 from ..config import UserError, XTTSConfig
 from ..data.audio import synthetic_voice
 from ..data.text import train_tokenizer

@@ -17,9 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .parity import Peer
 from .step_speed import step_peer
-from ..bench import compare
+from ..bench import Peer, compare
 from ..config import XTTSConfig
 from ..models.gpt import GPT, Int8GPT
 from ..models.hifigan import HiFiGAN, in_precision

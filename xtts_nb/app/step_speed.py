@@ -24,14 +24,13 @@ import numpy as np
 import tensorflow as tf
 
 from .loaders import EMULATED_CLIPS_PER_SECOND
-from ..bench import accelerator_utilisation, compare
+from ..bench import Peer, accelerator_utilisation, compare
 from ..config import UserError, XTTSConfig
 from ..models.layers import TransformerBlock, causal_mask
 from ..models.xtts import POLICIES, step_flops
 from ..train.step import (
     make_optimizer, MODES, check_modes_agree, compile_step, first_steps, random_batch, step_modes)
 from ..monitor.loop import trace_count
-from .parity import Peer
 from ..train.trainer import Trainer
 
 # %% ../../nbs/app/step_speed.ipynb #464cab70
@@ -141,9 +140,10 @@ def _coqui_steps(threads, layers, width, heads, vocabulary, batch, text, codes, 
         yield {'loss': float(code_loss.detach()), 'dropout': max(m.p for m in dropouts), **counts}
 
 # %% ../../nbs/app/step_speed.ipynb #76a8a0ba
-def step_peer(python: str | Path, main, **sizes) -> Peer:
+def step_peer(python: str | Path, main, needs: str = 'coqui-tts 0.28', **sizes) -> Peer:
     "Training steps in another Python, with as many threads as TensorFlow; a call returns a value of `main`."
-    return Peer(python, main, threads=tf.config.threading.get_intra_op_parallelism_threads(), **sizes)
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    return Peer(python, main, needs=needs, threads=threads, **sizes)
 
 def coqui_step(python: str | Path, config: XTTSConfig, text: int, codes: int) -> Peer:
     "The training step of coqui-tts at these sizes; a call returns code loss, positions and dropout."

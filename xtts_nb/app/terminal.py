@@ -259,12 +259,13 @@ def table(title: str, rows: list[dict]) -> str:
 def write_record(
     page: str,         # a key of `bench.WRITERS`
     rows: list[dict],
+    program: str = 'xtts-nb',
     **notes,           # conditions of the measurement: sizes, lengths
 ):
-    "Write this command's numbers into a new file in `benchmarks/` and print its name to stderr."
+    "Write the numbers of a command into a new file in `benchmarks/` and print its name to stderr."
     from xtts_nb.bench import benchmarks, record
-    path = record(page, rows, benchmarks(), shlex.join(['xtts-nb', *map(_without_folder, sys.argv[1:])]),
-                  **notes)
+    command = ' '.join([program, shlex.join(map(_without_folder, sys.argv[1:]))])
+    path = record(page, rows, benchmarks(), command.strip(), **notes)
     to_stderr(f'Recorded: {path}')
 
 def _without_folder(argument: str) -> str:

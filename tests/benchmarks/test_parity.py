@@ -11,7 +11,7 @@ import tensorflow as tf
 import coqui_toy
 from make_parity_data import utterance
 from xtts_nb.models import xtts as model
-from xtts_nb.app import parity
+from benchmarks import parity
 from xtts_nb.config import AudioConfig, UserError
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech.generate import reference_mels
@@ -34,10 +34,12 @@ def test_features(toy_inputs, theirs, toy_xtts, all_ok):
     assert len(rows) == 4
 
 
+@pytest.mark.slow
 def test_dvae(toy_inputs, theirs, toy_xtts, all_ok):
     all_ok(parity.dvae_parity(toy_xtts.dvae, toy_inputs, theirs))
 
 
+@pytest.mark.slow
 def test_gpt(toy_inputs, theirs, toy_xtts, all_ok, seen):
     "A STOP behind each text and four behind the codes count."
     all_ok(parity.gpt_parity(toy_xtts.gpt, toy_inputs, theirs))
@@ -55,12 +57,14 @@ def test_latents(toy_inputs, theirs, toy_xtts, all_ok, monkeypatch):
     assert (s.reference_seconds, s.reference_chunk_seconds) == (30, 4)   # as for coqui-tts
 
 
+@pytest.mark.slow
 def test_voice(toy, toy_inputs, theirs, toy_xtts, all_ok):
     rows = parity.voice_parity(toy, toy_xtts.config, toy_inputs, theirs)
     all_ok(rows)
     assert [r['stage'] for r in rows] == ['speaker embedding, clip 0', 'HiFi-GAN waveform']
 
 
+@pytest.mark.slow
 def test_greedy(toy_inputs, theirs, toy_xtts, all_ok):
     all_ok(parity.greedy_parity(toy_xtts.gpt, toy_inputs, theirs))
 
@@ -84,6 +88,7 @@ def test_greedy_decoding_makes_200_codes_of_the_first_text(toy_inputs, theirs, m
         parity.gpt_parity(SimpleNamespace(conditioning=stop), toy_inputs, long)
 
 
+@pytest.mark.slow
 def test_a_whole_utterance(toy_xtts, all_ok):
     "Two recordings and a sentence in, sound out."
     with np.load(Path(__file__).parents[1] / 'stored' / 'utterance.npz') as file: theirs = dict(file)
@@ -93,6 +98,7 @@ def test_a_whole_utterance(toy_xtts, all_ok):
     assert rows[-1]['note'] == f"{len(theirs['utterance_states'][0])} codes, {seconds:.2f} s"
 
 
+@pytest.mark.slow
 def test_habits_show_without_parity(toy, toy_inputs, theirs):
     "Without `parity`, the mask of the text's STOP and the number of STOPs give another loss."
     default = XTTS.load(toy)
@@ -102,6 +108,7 @@ def test_habits_show_without_parity(toy, toy_inputs, theirs):
     assert int(parts['code_count']) == sum(toy_inputs['code_length'] + 1)
 
 
+@pytest.mark.slow
 def test_a_changed_weight_is_seen(toy_inputs, theirs, toy_xtts):
     kernel = toy_xtts.gpt.blocks[1].expand.kernel
     before = kernel.numpy()
@@ -229,6 +236,7 @@ def calls(monkeypatch) -> dict:
     module('TTS.tts.configs.xtts_config', XttsConfig=lambda: config)
     return recorded
 
+@pytest.mark.slow
 def test_the_calls_of_coqui(calls, toy_inputs, tmp_path):
     "The front end of our settings, the sizes of the DVAE from its tensors, the calls that our rows repeat."
     x = toy_inputs | utterance() | {'wav_1': np.ones(50, np.float32), 'sentences': np.array('[]')}
@@ -290,6 +298,7 @@ def test_the_sentence_is_in_a_language_of_the_model(languages, chosen):
 
 # --- all stages ---------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 @pytest.mark.parametrize('clips, ok', [(None, True), (['a.wav', 'b.wav'], False)])
 def test_all_stages_in_turn(toy, monkeypatch, clips, ok):
     "Without clips two synthetic voices, of 9 s and 2.3 s, are compared."
@@ -309,6 +318,7 @@ def test_all_stages_in_turn(toy, monkeypatch, clips, ok):
     assert samples == pytest.approx([7 * 22050, 9] if clips else [9 * 22050, 2.3 * 22050], abs=1)
 
 
+@pytest.mark.slow
 def test_a_first_clip_under_seven_seconds_is_refused(monkeypatch):
     monkeypatch.setattr(parity, 'load_audio', lambda name: np.ones(7 * 22050 - 1, np.float32))
     with pytest.raises(UserError, match='a.wav: lasts 7.0 s; give a first clip of at least 7 s'):

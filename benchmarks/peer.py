@@ -1,0 +1,77 @@
+"""What the scripts share that measure other libraries: their process, and the output of a script.
+
+coqui-tts, PyTorch and DALI need other versions of the same packages than TensorFlow, so each is installed in
+an environment of its own. `Peer` runs a generator of ours with the Python of such an environment. A library
+may ask its user to agree to its terms, as coqui-tts does before it loads the released model; nothing here
+agrees for the user, and the error says how to do it."""
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
+
+from xtts_nb import bench  # noqa: E402
+from xtts_nb.app.terminal import start, table, to_stderr, write_record  # noqa: E402
+from xtts_nb.config import UserError  # noqa: E402
+
+COQUI = 'coqui-tts 0.28'
+
+
+class Peer(bench.Peer):
+    "A generator of ours in the Python of another library."
+    def __init__(self, python: str | Path, main: Callable, *helpers: Callable, needs: str = COQUI, **sizes):
+        super().__init__(python, main, *helpers, needs=needs, **sizes)
+
+    def failed(self, stderr: str) -> UserError:
+        "Names the terms of the library, if it asked for agreement."
+        if 'agree to the terms' in stderr and os.environ.get('COQUI_TOS_AGREED') != '1':
+            return UserError(f'{self.python}: {self.needs} asks for agreement to its terms; '
+                             'read them, and if you agree, set COQUI_TOS_AGREED=1 and run this again.')
+        return super().failed(stderr)
+
+
+def step_peer(python: str | Path, main: Callable, **sizes) -> Peer:
+    "A peer with as many threads as TensorFlow; a call returns a value of `main`."
+    import tensorflow as tf
+    return Peer(python, main, threads=tf.config.threading.get_intra_op_parallelism_threads(), **sizes)
+
+
+def arguments(doc: str) -> argparse.ArgumentParser:
+    "A parser with what all scripts take: --json and --record."
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--json', action='store_true', help='print one JSON object as the last line')
+    parser.add_argument('--record', action='store_true', help='write the rows into a new file in benchmarks/')
+    return parser
+
+
+def tell(what: str):
+    "The progress callback (done, total) of a script, on stderr."
+    return lambda done, total: to_stderr(f'{what}: {done} of {total}')
+
+
+def output(
+    given: argparse.Namespace,   # of `arguments`
+    page: str,                   # the name of the record
+    result: dict,                # rows, and facts of the measurement, which are recorded too
+    text: str | None = None,     # default: the rows as a table below the `model` of the result
+    **more,                      # facts that are printed as JSON, and not recorded
+):
+    "Print a result, and record it if asked to."
+    if given.record: write_record(page, program=f'python benchmarks/{Path(sys.argv[0]).name}', **result)
+    if given.json: print(json.dumps(result | more))
+    else: print(text or table(result['model'], result['rows']))
+
+
+def run(main: Callable):   # a script; its value is the exit code, None: 0
+    "Run a script; an error that the user can correct becomes one sentence and exit code 2."
+    try: sys.exit(main())
+    except UserError as e:
+        to_stderr(f'{Path(sys.argv[0]).name}: {e}')
+        sys.exit(2)
+
+
+__all__ = ['COQUI', 'Peer', 'arguments', 'output', 'run', 'start', 'step_peer', 'tell', 'to_stderr']

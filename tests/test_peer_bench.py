@@ -1,0 +1,52 @@
+"A generator in another process: its answers, and its failures."
+import sys
+
+import pytest
+
+from xtts_nb.bench import Peer
+from xtts_nb.config import UserError
+
+
+def reads_its_input():
+    while True: yield input()
+
+
+def counts(start, step):
+    print('this is no answer')
+    while True:
+        yield start
+        start += step
+
+
+def test_the_library_cannot_read_the_lines_of_the_peer():
+    with Peer(sys.executable, reads_its_input, needs='Python') as peer, \
+            pytest.raises(UserError, match=r'Python failed \(EOFError.*\); check that environment'): peer()
+
+
+def ends(stderr):
+    import os
+    os.write(2, stderr.encode())
+    os._exit(3)
+    yield
+
+
+@pytest.mark.parametrize('stderr, error', [
+    ('', 'no reason given'), ('first\nlast\n', 'last'),
+    ('x.OddError: a\nValueErrors\nBadException\nlast', 'BadException'),
+    ('OddError: no space before', 'OddError: no space before'), ('an Error\nlast', 'last')])
+def test_the_last_error_is_quoted(stderr, error):
+    "Or the last line where none looks like one."
+    with Peer(sys.executable, ends, needs='Python', stderr=stderr) as peer, \
+            pytest.raises(UserError) as e: peer()
+    assert str(e.value) == f'{sys.executable}: Python failed ({error}); check that environment.'
+
+
+def test_one_answer_per_call_without_prints():
+    with Peer(sys.executable, counts, needs='Python', start=3, step=2) as peer:
+        assert [peer() for _ in range(3)] == [3, 5, 7]
+    assert peer.process.returncode == 0 and peer.errors.closed
+
+
+def test_a_missing_python():
+    with pytest.raises(UserError, match='^no-such-python: cannot be run; give the Python of a package[.]$'):
+        Peer('no-such-python', counts, needs='a package')
