@@ -5,6 +5,7 @@ import pytest
 
 from process import check_bounds
 from xtts_nb.app import cli_train as cli_devices
+from xtts_nb.config import UserError
 
 ROWS = [{'name': 'in turn', 'rate': 8., 'ideal_rate': 20., 'model_wait_share': 0.5, 'ring_max': 1}]
 
@@ -20,7 +21,7 @@ def test_bounds():
 # --- bench dual ---------------------------------------------------------------------------------------------
 
 def test_bench_dual_of_emulated_stages(ran, behind, bars):
-    asked, kept = behind('train.dual.bench_stages', ROWS), behind('app.cli_train.write_record')
+    asked, kept = behind('benchmarks.dual.bench_stages', ROWS), behind('app.cli_train.write_record')
     done = ran('bench dual')
     lines = done.out.split()
     assert 'bench dual: 3 rounds' in done.err and lines[:2] == ['Emulated', 'stages']
@@ -35,7 +36,7 @@ def test_bench_dual_of_emulated_stages(ran, behind, bars):
     assert done.code == 2 and 'emulated stages run on no device; give a runtime cache' in done.said[0]
 
 def test_bench_dual_of_real_stages(ran, behind, bars):
-    behind('train.dual.bench_stages', lambda **call: ROWS[:])
+    behind('benchmarks.dual.bench_stages', lambda **call: ROWS[:])
     made = behind('app.cli_train._dual_trainer', ('the trainer', 'Two cards.'))
     real = [ROWS[0] | {'name': 'real'}]
     measured = behind('train.dual.bench_feed', real)
@@ -46,6 +47,17 @@ def test_bench_dual_of_real_stages(ran, behind, bars):
     given = {'data_gpu': 0, 'model_gpu': 1, 'isolate': True, 'data_memory': 2, 'model_memory': 3}
     assert [tuple(call.values())[1:] for call in made] == [({}, 3), (given, 4)]
     assert measured == [{'trainer': 'the trainer', 'steps': steps, 'rounds': 3} for steps in (60, 5)]
+
+def test_bench_dual_without_a_checkout(ran, behind, bars, monkeypatch):
+    "Emulated stages are in the repository; the real ones of a cache are measured everywhere."
+    def gone(name, what): raise UserError(f'{what}: needs benchmarks/')
+    monkeypatch.setattr(cli_devices, 'from_checkout', gone)
+    behind('app.cli_train._dual_trainer', ('the trainer', 'Two cards.'))
+    behind('train.dual.bench_feed', ROWS)
+    done = ran('bench dual')
+    assert done.code == 2 and done.said == ['xtts-nb: bench dual without --data CACHE: needs benchmarks/']
+    assert ran('bench dual --data c --json').json == {
+        'rows': ROWS, 'stages_ms': None, 'steps': 60, 'rounds': 3, 'devices': 'Two cards.'}
 
 def test_a_trainer_on_two_devices(behind, bars, prepared):
     made = behind('train.dual.dual_trainer', 'the trainer')

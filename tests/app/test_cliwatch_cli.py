@@ -97,14 +97,17 @@ def test_profile(ran, behind, bars, home):
 def test_profile_of_two_devices_and_its_trace(ran, behind, bars, home, monkeypatch):
     found = {'rows': [{'name': 'host'}], 'verdict': 'THE VERDICT', 'picture': 'dual.png'}
     asked = behind('train.profile.profile_dual', found)
-    lines = ran('profile --dual').out.split()
+    done = ran('profile --dual')
+    assert done.code == 2 and done.said == [
+        'xtts-nb: profile --dual: needs a runtime cache; name it with --data CACHE.'] and not asked
+    lines = ran('profile --dual --data b').out.split()
     assert lines[:3] == ['Who', 'worked', 'when'] and 'host' in lines
     assert lines[-5:] == ['THE', 'VERDICT', 'The', 'picture:', 'dual.png']
     assert ran('profile --dual --data c --out a/b --json').json == found and (home / 'a' / 'b').is_dir()
     assert ran('profile --dual --data c --out a/b').code == 0
     assert [(text(c['data']), str(c['out']), c['devices'] and c['devices'].line) for c in asked[:2]] == [
-        (None, str(home / 'runs' / 'profile' / 'dual.png'), None), ('c', 'a/b/dual.png', 'Two cards.')]
-    assert bars == [('start', {'two': True})] * 2
+        ('b', str(home / 'runs' / 'profile' / 'dual.png'), 'Two cards.'), ('c', 'a/b/dual.png', 'Two cards.')]
+    assert bars == [('start', {'two': True})] * 3
     assert ran('profile --dual --preset tiny --config f.yaml --rounds 2 --tensorboard').err == (
         'xtts-nb: profile --dual: does not use --preset, --config, --rounds, --tensorboard; leave it out.\n')
     assert len(asked) == 3

@@ -257,7 +257,8 @@ def test_two_devices_train_as_one_does_and_the_other_goes_on(runtime, mini, tmp_
     assert again.last_losses == one.last_losses
 
 
-@pytest.mark.parametrize('keep', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('keep', [False, True])
 def test_bench_dual(tmp_path, keep):
     (tmp_path / 'settings.ini').touch()
     done = xtts_nb('bench', 'dual', '--steps', 6, '--rounds', 2, '--json', *['--record'] * keep, cwd=tmp_path)

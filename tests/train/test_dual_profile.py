@@ -15,12 +15,6 @@ def ran(most, seconds):
         span(*one) for n in range(15) for one in (('host', n, 0.1), ('model', n, 1))])
 
 
-def test_profile_of_emulated_stages(tmp_path):
-    found = profile_dual(out=tmp_path / 'a.png', steps=6)
-    assert [r['name'] for r in found['rows']] == ['host', 'data', 'model'] and found['wall'] < found['work']
-    assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG')
-    assert 'The slowest stage is model' in found['verdict']
-
 @pytest.mark.parametrize('name, word', [('host', 'num_workers'), ('data', 'precompute'), ('copy', 'switch'),
                                         ('model', 'nothing')])
 def test_the_verdict_names_the_slowest(name, word):

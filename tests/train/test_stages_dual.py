@@ -11,10 +11,8 @@ import psutil
 import pytest
 
 from xtts_nb.train.dual import (
-    PipelineClosed, SerialBatches, Pipeline, Ring, Span, bench_stages, by_stage, emulated_stages, overlap,
-    pipeline_rows, pipeline_table, plot_timeline, run_emulated, stage_rows, steady_period)
-
-SHORT = {'host': 0.003, 'data': 0.004, 'model': 0.005}
+    PipelineClosed, SerialBatches, Pipeline, Ring, Span, alternating_runs, by_stage, overlap, pipeline_rows,
+    pipeline_table, plot_timeline, stage_rows, steady_period)
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +115,11 @@ def test_a_place_is_taken_before_and_given_back_after():
     assert not third.is_alive() and ring.most == 2
 
 def test_side_by_side_overlaps_and_in_turn_does_not():
-    serial, pipelined = run_emulated(20, SHORT), run_emulated(20, SHORT, ring=3)
+    def run(kind):
+        with kind(map(waiting(.003), range(20)), {'data': waiting(.004)}) as batches:
+            for _ in batches: time.sleep(.005)
+        return batches
+    serial, pipelined = run(SerialBatches), run(Pipeline)
     turn, side = overlap(serial.spans), overlap(pipelined.spans)
     assert turn['work'] <= turn['wall'] and side['wall'] < side['work']
     assert side['model_wait_share'] < turn['model_wait_share']
@@ -165,29 +167,17 @@ def test_a_row_of_the_table_and_that_of_an_older_record():
     assert pipeline_table([older, row]) == [
         shown, shown | {'ratio': 2., 'spread': 0.1, 'data busy': '25.0%'}]
 
+def test_arms_run_in_turn():
+    ran, told = [], []
+    arms = {name: lambda name=name: ran.append(name) or name * len(ran) for name in 'ab'}
+    runs = alternating_runs(arms, 2, lambda done, total: told.append((done, total)))
+    assert sorted(ran[:2]) == sorted(ran[2:]) == ['a', 'b'] and told == [(n, 4) for n in range(1, 5)]
+    assert {name: [len(run) for run in some] for name, some in runs.items()} == {
+        name: [i + 1 for i, one in enumerate(ran) if one == name] for name in 'ab'}
+
 def test_one_batch_has_no_rate():
     spans = [Span('model', 0, 0., 1 / 3)]
     assert overlap(spans) == {'wall': 1 / 3, 'work': 1 / 3, 'rate': None, 'model_wait_share': 0}
-
-def test_bench_rows():
-    told = []
-    rows = bench_stages(6, SHORT, rounds=2, progress=lambda done, total: told.append((done, total)))
-    assert [r['name'] for r in rows] == ['serial', 'pipelined']
-    assert all(r['ideal_rate'] == 200. and 0 < r['rate'] <= 200. for r in rows)
-    assert rows[0]['ring_max'] == 1 and rows[1]['ring_max'] <= 3 and told == [(n, 4) for n in range(1, 5)]
-    assert bench_stages(3, SHORT, ring=1, rounds=1)[1]['ring_max'] == 1
-
-def test_emulated_stages_are_seen_on_their_cards():
-    noted = {name: SimpleNamespace(computes=lambda *span, name=name: seen.append((name, span)))
-             for name in ('data', 'model')}
-    seen = []
-    read, stages, step = emulated_stages(2, SHORT, noted)
-    begun = time.perf_counter()
-    assert [step(stages['data'](n)) for n in read] == [0, 1]
-    assert time.perf_counter() - begun >= 2 * sum(SHORT.values())
-    assert [name for name, _ in seen] == ['data', 'model'] * 2
-    assert [end - begin for _, (begin, end) in seen] == pytest.approx([SHORT[name] for name, _ in seen])
-    assert begun <= seen[0][1][0] < seen[1][1][0]
 
 def even(stage, batches, first=0., last=0.5):
     "A batch each second."

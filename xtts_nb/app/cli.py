@@ -223,7 +223,9 @@ def _refuse_with_dual(**options):
 
 def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     "Profile the stages on two devices: the result, and its text."
-    devices = start(two=True) if data else None
+    from xtts_nb.config import UserError
+    if not data: raise UserError('profile --dual: needs a runtime cache; name it with --data CACHE.')
+    devices = start(two=True)
     from xtts_nb.train.profile import profile_dual
     folder.mkdir(parents=True, exist_ok=True)
     result = profile_dual(data, folder / 'dual.png', devices=devices)

@@ -16,8 +16,8 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, bench_app, command, given, load_settings, moved, option, Preset, progress, Record, Rounds,
-    Settings, stage, start, table, to_stderr, with_file, write_record)
+    app, argument, bench_app, command, from_checkout, given, load_settings, moved, option, Preset, progress,
+    Record, Rounds, Settings, stage, start, table, to_stderr, with_file, write_record)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
 _training = partial(command, panel='Training')
@@ -584,7 +584,7 @@ def _bench_model(
 @command('dual', group=bench_app)
 def _bench_dual(
     ctx: typer.Context,
-    data: option(Path | None, 'A runtime cache, to measure its real stages too.') = None,
+    data: option(Path | None, 'A runtime cache, to measure its real stages.') = None,
     steps: option(int, 'Batches of each measurement.', min=3) = 60,
     rounds: Rounds = 3,
     data_gpu: DataGPU = None,
@@ -597,15 +597,21 @@ def _bench_dual(
 ):
     "Batches per second with sequential and overlapped stages, against the rate of the slowest stage."
     from xtts_nb.config import UserError
-    from xtts_nb.train.dual import STAGE_SECONDS, bench_feed, bench_stages, pipeline_table
+    from xtts_nb.train.dual import bench_feed, pipeline_table
     gpus, ring = _gpus(ctx.params), buffer_size or 3
     if gpus and not data:
         raise UserError('bench dual: emulated stages run on no device; give a runtime cache with --data, '
                         'or no GPUs.')
-    about = {'stages_ms': [round(1e3 * t) for t in STAGE_SECONDS.values()], 'steps': steps, 'rounds': rounds}
+    emulated = None
+    try: emulated = from_checkout('dual', 'bench dual without --data CACHE')
+    except UserError:
+        if not data: raise
+    chosen = emulated and [round(1e3 * t) for t in emulated.STAGE_SECONDS.values()]
+    about = {'stages_ms': chosen, 'steps': steps, 'rounds': rounds}
     trainer, about['devices'] = _dual_trainer(data, gpus, ring) if data else (None, None)
     with progress() as tell:
-        rows = bench_stages(steps, ring=ring, rounds=rounds, progress=stage(tell, 'emulated stages'))
+        asleep = dict(ring=ring, rounds=rounds, progress=stage(tell, 'emulated stages'))
+        rows = emulated.bench_stages(steps, **asleep) if emulated else []
     if trainer: rows += bench_feed(trainer, steps, rounds)
     if record: write_record('dual', rows, **about)
     return {'rows': rows} | about, table(about['devices'] or 'Emulated stages', pipeline_table(rows))

@@ -26,7 +26,7 @@ from ..models.weights import named_weights
 from ..models.xtts import token_counts, token_losses, total_loss
 from ..monitor.loop import time_phases, to_device, wait_for
 from ..monitor.traces import top_kernels, trace
-from .dual import dual_trainer, overlap, plot_timeline, run_emulated, run_feed, stage_rows
+from .dual import dual_trainer, overlap, plot_timeline, run_feed, stage_rows
 from .step import compile_step, Update
 from .trainer import Trainer
 
@@ -314,24 +314,19 @@ def save_timeline(path: str | Path, runs: dict, devices: dict) -> Path:
     return path
 
 def profile_dual(
-    data: str | Path | None = None,       # a runtime cache; default: emulated stages
+    data: str | Path,                     # a runtime cache
     out: str | Path = 'dual.png',         # the picture
     steps: int = 30,
     ring: int = 3,                        # batches before the model
     devices: DevicePlan | None = None,    # default: two of `setup_devices`
 ) -> dict:   # rows, picture, verdict, wall, work, rate, model_wait_share, ring_max, losses
     "The work of each stage, as rows and as a timeline; call it before TensorFlow runs anything."
-    if data is None: losses, batches, where = None, run_emulated(steps, ring=ring), {}
-    else:
-        cache = Cache(data)
-        trainer = dual_trainer(cache, cache.config, devices or setup_devices(two=True), ring=ring)
-        run_feed(trainer, steps)   # compiles
-        losses, batches = run_feed(trainer, steps)
-        where = trainer.feed.where
+    cache = Cache(data)
+    trainer = dual_trainer(cache, cache.config, devices or setup_devices(two=True), ring=ring)
+    run_feed(trainer, steps)   # compiles
+    losses, batches = run_feed(trainer, steps)
+    where, line = trainer.feed.where, trainer.feed.devices.line
     rows, numbers = stage_rows(batches.spans, where), overlap(batches.spans)
-    text = slowest_stage_text(rows, numbers)
-    if data is not None: text = f'{trainer.feed.devices.line} {text}'
-    title = 'emulated stages' if data is None else trainer.feed.devices.line
-    picture = str(save_timeline(out, {title: batches.spans}, where))
-    return {'rows': rows, 'picture': picture, 'verdict': text, 'ring_max': batches.most, 'losses': losses,
-            **numbers}
+    picture = str(save_timeline(out, {line: batches.spans}, where))
+    return {'rows': rows, 'picture': picture, 'verdict': f'{line} {slowest_stage_text(rows, numbers)}',
+            'ring_max': batches.most, 'losses': losses, **numbers}
