@@ -48,13 +48,16 @@ def test_what_raises_there_is_spoken_here(language, i):
 def test_nothing_stays_nothing(text, language): assert clean_for(text, language).strip(' "') == ''
 
 @pytest.mark.parametrize('language', [l for l in LANGUAGES if l != 'ja'])
-@pytest.mark.parametrize('number', ['1' * 400, '1' * 5000, '1' * 400 + '.5', '9' * 40 + '.', '$' + '9' * 30,
-                                    '$' + '1' * 400,
+@pytest.mark.parametrize('number', ['1' * 400, pytest.param('1' * 5000, marks=pytest.mark.slow),
+                                    '1' * 400 + '.5', '9' * 40 + '.', '$' + '9' * 30, '$' + '1' * 400,
                                     '1.' + '3' * 40, '0' * 50, '.', ',', '$', '1,', '€.5',
                                     '£1.2.3', '1.000.00,5', '3.7.', '$0', '00.00'])
 def test_no_number_is_too_much(number, language):
     said = clean_for(f'x {number} y', language)
     assert said.startswith('x') and not any(c in '0123456789' for c in (said if language != 'zh-cn' else ''))
+
+def test_more_digits_than_python_reads():
+    assert not any(c in '0123456789' for c in clean_for('1' * 5000, 'en'))
 
 @pytest.mark.parametrize('language', ['sw', 'xx', 'la'])
 def test_a_language_without_rules_is_lower_cased(language):

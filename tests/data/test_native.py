@@ -471,7 +471,8 @@ def test_online_shapes_follow_the_buckets(prepared, stats, small, kind):
             for b in source} == set(zip(plan.frames.numpy(), (t for _, t in plan.shapes)))
 
 # 11520 and others: rounded seconds fall short of a frame
-@pytest.mark.parametrize('samples', [11520, 11521, 14080, 16640, 22050])
+@pytest.mark.parametrize('samples', [11520, 22050, *(
+    pytest.param(n, marks=pytest.mark.slow) for n in (11521, 14080, 16640))])
 def test_the_longest_clip_fits_whatever_its_length(tmp_path, small, tokenizer, samples, stats):
     for name, n in (('a', samples), ('b', 11100)):
         save_audio(tmp_path / 'corpus/wavs' / f'{name}.wav', synthetic_voice(1.)[:n])

@@ -329,7 +329,7 @@ def test_what_is_wrong_with_a_folder_is_named(disk, tmp_path, change, message):
     assert not (tmp_path / 'ours').exists()
 
 
-@pytest.mark.parametrize('rows', [6153, 6681, 6700])
+@pytest.mark.parametrize('rows', [*(pytest.param(n, marks=pytest.mark.slow) for n in (6153, 6681)), 6700])
 def test_the_sizes_of_vocabulary_there_are(disk, tmp_path, rows):
     "Both released ones and a grown one; what config.json says of it does not matter to coqui-tts either."
     files = coqui_folder(disk, tmp_path / 'coqui')
