@@ -294,6 +294,7 @@ def check_killed(whole, prepared, folder, seed, points, xla):
     assert summary(done.json) | outcome(run) == wanted
     assert not [p for p in tree(run) if '.part' in p]
 
+@pytest.mark.slow
 def test_killed_and_resumed_to_the_bit(whole, prepared, tmp_path):
     "Before the first checkpoint, and at a random moment; at more of them in the slow tier."
     check_killed(whole, prepared, tmp_path, time.time_ns(), [3, (9, 50)], xla=False)

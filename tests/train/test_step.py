@@ -17,8 +17,9 @@ from xtts_nb.models.layers import fold_seed
 from xtts_nb.models.xtts import POLICIES, token_counts
 from xtts_nb.train import step as step_page
 from xtts_nb.train.step import (
-    MODES, CompiledStep, Update, _refused_operation, bfloat16_units, check_modes_agree, choose_xla,
-    compile_step, first_steps, global_norm, mode_line, random_batch, step_before_after, step_modes)
+    MODES, WRITES_NOTHING, CompiledStep, Update, _refused_operation, bfloat16_units, check_modes_agree,
+    choose_xla, compile_step, first_steps, global_norm, mode_line, random_batch, step_before_after,
+    step_modes)
 from xtts_nb.train.trainer import _untouched
 from xtts_nb.monitor.loop import trace_count
 
@@ -368,6 +369,7 @@ class Hungry(Update):
         self.number.assign_add(gradients[0] + 0 * asked)
         return {'loss': sums['code_loss']}
 
+@pytest.mark.slow   # TensorFlow tries for 10 s and more to find the memory
 @pytest.mark.parametrize('where, untouched', [('gradients', True), ('finish', False)])
 def test_without_memory_for_gradients_no_weight_is_lost(plain, rows, where, untouched):
     "The program that writes gives the memory of the old values away: after an error in it they are gone."
@@ -381,6 +383,15 @@ def test_without_memory_for_gradients_no_weight_is_lost(plain, rows, where, unto
     made.where = None
     compile_step(made, TrainingConfig(enable_xla_compilation=True))(rows, tf.constant(0))
     assert float(made.number) == 2 + 20 + 11 + 3 + 3   # twice itself, and the codes with a STOP in each row
+
+@pytest.mark.parametrize('step, message, untouched', [
+    ({'xla': True, 'graph': 1}, f'... [[{{{{node {WRITES_NOTHING}/while}}}}]]', True),
+    ({'xla': True, 'graph': 1}, '... [[{{node finish/AssignAdd}}]]', False),
+    ({'xla': False, 'graph': 1}, '... [[{{node gpt/MatMul}}]]', True),
+    ({'xla': False, 'graph': 1}, '... [[{{node adamw/Sqrt}}]]', False), ({}, 'op by op', False)])
+def test_where_memory_was_short_says_whether_weights_are_as_before(step, message, untouched):
+    optimizer = SimpleNamespace(name='adamw')
+    assert _untouched(SimpleNamespace(**step), optimizer, Exception(message)) == untouched
 
 def test_an_update_in_two_programs_that_xla_refuses_runs_as_a_graph(rows, capsys):
     made = Hungry(SimpleNamespace(code_stops=1), None)
