@@ -5,8 +5,9 @@
     python benchmarks/xla_gpu.py memory [CARD …]   plans the memory of its step at several batch sizes
     python benchmarks/xla_gpu.py small [CARD …]    compiles small programs and prints what it finds
 
-`record` and `memory` write a record for each card into benchmarks/. They end each program with XLA's plan of
-its memory; `small` goes on to machine code.
+`record` and `memory` write a record for each card into benchmarks/, after each program. A program that the
+newest record of the card holds is not compiled again, unless --anew is given, so a run that was cut off goes
+on. They end each program with XLA's plan of its memory; `small` goes on to machine code.
 
 Run it by the Python of .venv. Two environments, since TensorFlow and JAX pin other versions of the same
 wheels: TensorFlow writes a program as StableHLO, and the CUDA plugin of JAX compiles it for an H100, H200 or
@@ -31,6 +32,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / 'benchmarks'
 PYTHON = ROOT / '.venv-xla/bin/python'
 JAX = '0.9.0'
 PACKAGES = [*(f'{name}=={JAX}' for name in ('jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda12-pjrt')),
@@ -233,7 +235,7 @@ def compiler(card: str, dump: Path):   # a function of a StableHLO module
     return lambda module: devices[0].client.compile(module, _jax.DeviceList(devices), options)
 
 
-def compile_program(card: str, path: Path, only_plan: bool):
+def compile_program(card: str, path: Path, only_plan: bool, buffers: str = ''):
     "Compile a program for a card and print a JSON line; `only_plan` ends it with the plan of the memory."
     with tempfile.TemporaryDirectory() as dump:
         compiled = compiler(card, dump := Path(dump))
@@ -244,7 +246,8 @@ def compile_program(card: str, path: Path, only_plan: bool):
             context.allow_unregistered_dialects = True
             module = ir.Module.parse(path.read_bytes())
             row, start = {'name': path.stem, **before(module)}, time.time()
-            if only_plan: threading.Thread(target=end_with_plan, args=(row, dump, start), daemon=True).start()
+            ended = threading.Thread(target=end_with_plan, args=(row, dump, start, buffers), daemon=True)
+            if only_plan: ended.start()
             try: made = compiled(module)
             except JaxRuntimeError as e: row['refused'] = str(e).splitlines()[0]
             else:
@@ -279,11 +282,13 @@ def memory(made) -> dict:
             'peak': arguments + results - in_place + temporary}
 
 
-def end_with_plan(row: dict, dump: Path, start: float):
+def end_with_plan(row: dict, dump: Path, start: float, buffers: str):
     "End the process once the memory is planned; the machine code takes as long again."
     while not (*dump.glob('*memory-usage-report.txt'),): time.sleep(0.1)   # written after the plan
     row |= {'refused': None, 'seconds': round(time.time() - start, 1)}
-    row |= plan(next(dump.glob('*buffer-assignment.txt')).read_text()) | after(dump)
+    listed = next(dump.glob('*buffer-assignment.txt'))
+    row |= plan(listed.read_text()) | after(dump)
+    if buffers: shutil.copy(listed, Path(buffers, f'{row["name"]}.txt'))
     shutil.rmtree(dump, ignore_errors=True)
     print(json.dumps(row), flush=True)
     os._exit(0)
@@ -317,7 +322,8 @@ def started(text: str) -> dict:
     calls = len(CALLS.findall(text)) + kinds['fft']
     return {'kernels': kinds['fusion'] + kinds['sort'], 'library_calls': calls,
             'copies': kinds['copy'], 'host_conditionals': kinds['conditional'], 'host_loops': kinds['while'],
-            'known_turns': sum('known_trip_count' in line for line in loops)}
+            'known_turns': sum('known_trip_count' in line for line in loops),
+            'rematerialised': len(re.findall(r'^ +(?:ROOT )?%\S*\.remat\S* = ', text, re.M))}
 
 
 # --- what is asked for ----------------------------------------------------------------------------
@@ -330,17 +336,18 @@ def requests(small: bool) -> list[dict]:
 
 
 ASKED = 'layers', 'rows', 'text', 'codes', 'training'   # of a request, kept in the row
-KEPT = {'all kept': {}, 'checkpointing': {'gradient_checkpointing': True}, 'lora': {'finetune': 'lora'}}
+KEPT = {'all kept': {}, 'checkpointing': {'gradient_checkpointing': True}, 'lora': {'finetune': 'lora'},
+        'float32': {'precision': 'float32'}, 'float16': {'precision': 'float16'}}   # bfloat16 if unnamed
 
 
-def memory_requests(blocks: list[int], clips: list[int]) -> list[dict]:
+def memory_requests(blocks: list[int], clips: list[int], kinds: list[str] = KEPT) -> list[dict]:
     "Gradients of the released model with so many of its blocks."
     return [{'name': f'{kind}, {n} blocks, {rows} clips', 'layers': n, 'rows': rows, 'text': TEXT,
              'codes': CODES, 'training': {'precision': 'bfloat16'} | training, 'parts': ['gradients']}
-            for n in blocks for rows in clips for kind, training in KEPT.items()]
+            for n in blocks for rows in clips for kind, training in KEPT.items() if kind in kinds]
 
 
-def rows_of(wanted: list[dict], card: str, only_plan: bool = False) -> list[dict]:
+def rows_of(wanted: list[dict], card: str, *plan: str) -> list[dict]:
     "Write programs in one process, and compile each in one, which gives its memory back."
     def run(*command, **how):
         done = subprocess.run(command, text=True, capture_output=True, **how)
@@ -349,7 +356,7 @@ def rows_of(wanted: list[dict], card: str, only_plan: bool = False) -> list[dict
 
     with tempfile.TemporaryDirectory() as folder:
         run(sys.executable, __file__, 'write', folder, input=json.dumps(wanted))
-        compiled = [run(PYTHON, __file__, 'compile', card, path, *['plan'] * only_plan)
+        compiled = [run(PYTHON, __file__, 'compile', card, path, *plan)
                     for path in sorted(Path(folder).glob('*.mlir'))]
     return [json.loads(said.splitlines()[-1]) for said in compiled]
 
@@ -362,36 +369,62 @@ def main():
     parse.add_argument('cards', nargs='*', help=f'of {", ".join(CARDS)}; default: all')
     parse.add_argument('--blocks', type=int, nargs='+', default=[2, 30], help='of the models of memory')
     parse.add_argument('--clips', type=int, nargs='+', default=[2, 4, 8, 12, 16], help='of its batches')
+    parse.add_argument('--kept', nargs='+', choices=KEPT, default=[*KEPT], help='settings of memory')
+    parse.add_argument('--anew', action='store_true', help='compile what the newest record holds again')
+    parse.add_argument('--buffers', default='', help="folder for XLA's lists of buffers")
     parse.add_argument('--only', nargs='+', choices=[*STEPS, *OTHERS], help='programs of record and small')
     o = parse.parse_args()
     if unknown := {*o.cards} - CARDS.keys(): parse.error(f'there is no card {", ".join(unknown)}')
     setup()
     if o.what == 'setup': return
-    wanted = memory_requests(o.blocks, o.clips) if o.what == 'memory' else requests(o.what == 'small')
+    wanted = memory_requests(o.blocks, o.clips, o.kept) if o.what == 'memory' else requests(o.what == 'small')
     wanted = [one for one in wanted if not o.only or one['name'] in o.only]
     for card in o.cards or CARDS:
-        if o.what == 'small':
+        if o.what != 'small': make_record(o.what, card, wanted, o.anew, o.buffers)
+        else:
             for row in rows_of(wanted, card): print(json.dumps(row))
-            continue
-        rows = []
-        for one in wanted:
-            asked = {name: one[name] for name in ASKED if name in one}
-            rows += [row | asked for row in rows_of([one], card, only_plan=True)]
-            print(card, rows[-1], file=sys.stderr, flush=True)
-        keep({'record': 'xla', 'memory': 'xla_memory'}[o.what], card, rows)
 
 
-def keep(page: str, card: str, rows: list[dict]):
-    "Write a record of a card."
+def key(row: dict) -> str:
+    "What was asked for, of a request or of a row of its programs."
+    asked = {name: row[name] for name in ASKED if name in row}
+    return json.dumps([re.sub('^(gradients|update), ', '', row['name']), asked], sort_keys=True)
+
+
+def make_record(what: str, card: str, wanted: list[dict], anew: bool = False, buffers: str = ''):
+    "Compile the programs that the newest record of a card lacks, and write the record after each."
     sys.path.insert(0, str(ROOT))
     from xtts_nb.bench import record
+    page, name = {'record': 'xla', 'memory': 'xla_memory'}[what], CARDS[card]['name']
+    about = {'model': f'the released model, clips of {TEXT} text tokens and {CODES} codes',
+             'compiler': f'jaxlib {JAX}, without the card, nothing autotuned'}
     command = shlex.join(['python', 'benchmarks/xla_gpu.py', *sys.argv[1:]])
-    model = f'the released model, clips of {TEXT} text tokens and {CODES} codes'
-    print(record(page, rows, ROOT / 'benchmarks', command, CARDS[card]['name'], model=model,
-                 compiler=f'jaxlib {JAX}, without the card, nothing autotuned'))
+    path, rows = newest(page, name, about)
+    order = {key(one): place for place, one in enumerate(wanted)}
+    rows = [row for row in rows if not (anew and key(row) in order)]
+    done = {key(row) for row in rows}
+    for one in wanted:
+        if key(one) in done: continue
+        asked = {name: one[name] for name in ASKED if name in one}
+        new = [row | asked for row in rows_of([one], card, 'plan', buffers)]
+        rows = sorted(rows + new, key=lambda row: order.get(key(row), len(order)))
+        old, path = path, record(page, rows, RECORDS, command, name, **about)
+        if old: old.unlink()   # its rows are in the new one
+        print(path, *new, sep='\n', file=sys.stderr, flush=True)
+
+
+def newest(page: str, device: str, about: dict) -> tuple[Path | None, list[dict]]:
+    "The newest record of a card for the same model and compiler; each row names the commit it was made at."
+    found = [(path, json.loads(path.read_text())) for path in RECORDS.glob(f'{page}-*.json')]
+    found = [(one['date'], one['time'], path, one) for path, one in found
+             if one['device'] == device and about.items() <= one.items()]
+    if not found: return None, []
+    *_, path, one = max(found)
+    return path, [{'commit': one['commit']} | row for row in one['rows']]
 
 
 if __name__ == '__main__':
-    if sys.argv[1:2] == ['compile']: compile_program(sys.argv[2], Path(sys.argv[3]), 'plan' in sys.argv[4:])
+    if sys.argv[1:2] == ['compile']:
+        compile_program(sys.argv[2], Path(sys.argv[3]), 'plan' in sys.argv[4:5], *sys.argv[5:])
     elif sys.argv[1:2] == ['write']: write(sys.argv[2], json.load(sys.stdin))
     else: main()

@@ -67,3 +67,42 @@ def test_an_unknown_card_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['xla_gpu.py', 'record', 'tpu'])
     with pytest.raises(SystemExit): xla_gpu.main()
     assert 'there is no card tpu' in capsys.readouterr().err
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    "Names of the programs that were compiled, in an empty folder of records; `lora` is cut off at first."
+    names = []
+
+    def rows_of(wanted, card, *_):
+        names.append(wanted[0]['name'])
+        if names.count(names[-1]) == 1 and 'lora' in names[-1]: raise KeyboardInterrupt
+        return [{'name': f'gradients, {names[-1]}', 'peak': len(names)}]
+
+    monkeypatch.setattr(xla_gpu, 'rows_of', rows_of)
+    monkeypatch.setattr(xla_gpu, 'RECORDS', tmp_path)
+    return names
+
+
+def test_a_run_that_was_cut_off_goes_on(asked, tmp_path):
+    wanted = xla_gpu.memory_requests([30], [2, 8], ['all kept', 'checkpointing', 'lora'])
+    with pytest.raises(KeyboardInterrupt): xla_gpu.make_record('memory', 'h100', wanted)
+    cut, = tmp_path.glob('*.json')
+    assert [row['peak'] for row in json.loads(cut.read_text())['rows']] == [1, 2]
+    with pytest.raises(KeyboardInterrupt): xla_gpu.make_record('memory', 'h100', wanted)
+    xla_gpu.make_record('memory', 'h100', wanted)
+    assert asked == [one['name'] for one in [*wanted[:3], *wanted[2:], wanted[-1]]]
+    whole, = tmp_path.glob('*.json')
+    rows = json.loads(whole.read_text())['rows']
+    assert [row['name'] for row in rows] == [f'gradients, {one["name"]}' for one in wanted]
+    assert [(row['rows'], row['training'].get('finetune')) for row in rows[-2:]] == [(8, None), (8, 'lora')]
+
+
+def test_a_program_is_compiled_again_if_asked_or_for_another_card_or_compiler(asked, tmp_path, monkeypatch):
+    one = xla_gpu.memory_requests([30], [2])[:1]
+    for card, anew in (('h100', False), ('h100', False), ('h100', True), ('h200', False)):
+        xla_gpu.make_record('memory', card, one, anew)
+    assert len(asked) == 3 and len([*tmp_path.glob('*.json')]) == 2
+    monkeypatch.setattr(xla_gpu, 'JAX', '1.0')
+    xla_gpu.make_record('memory', 'h100', one)
+    assert len(asked) == 4 and len([*tmp_path.glob('*.json')]) == 3   # the other compiler's stays
