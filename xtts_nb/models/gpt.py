@@ -21,7 +21,14 @@ from ..data.text import TEXT_STOP
 # %% ../../nbs/models/gpt.ipynb #4cdfd233
 def recomputed(block):
     "`block` with gradient checkpointing: only its input is stored, the rest is computed twice."
-    return lambda x, *arguments: tf.recompute_grad(lambda x: block(x, *arguments))(x)
+    return lambda x, *arguments: tf.recompute_grad(
+        lambda x: block(x, *(_known_with(x, value) for value in arguments)))(x)
+
+def _known_with(x, value):
+    "The same; keys of dropout depend on `x` then, since XLA would hold masks that it could draw again."
+    if getattr(value, 'dtype', None) != tf.uint64: return value
+    first = tf.reshape(x, [-1])[0]
+    return value + tf.cast(first != first, value.dtype)   # 0, unless the loss is NaN anyway
 
 class ConditioningEncoder(keras.layers.Layer):
     "Normalised reference mel (B, F, C) -> prompt (B, P, D)."
