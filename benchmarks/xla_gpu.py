@@ -21,7 +21,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -367,7 +366,7 @@ def main():
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parse.add_argument('what', choices=['setup', 'record', 'memory', 'small'])
     parse.add_argument('cards', nargs='*', help=f'of {", ".join(CARDS)}; default: all')
-    parse.add_argument('--blocks', type=int, nargs='+', default=[2, 30], help='of the models of memory')
+    parse.add_argument('--blocks', type=int, nargs='+', default=[30], help='of the models of memory')
     parse.add_argument('--clips', type=int, nargs='+', default=[2, 4, 8, 12, 16], help='of its batches')
     parse.add_argument('--kept', nargs='+', choices=KEPT, default=[*KEPT], help='settings of memory')
     parse.add_argument('--anew', action='store_true', help='compile what the newest record holds again')
@@ -398,7 +397,8 @@ def make_record(what: str, card: str, wanted: list[dict], anew: bool = False, bu
     page, name = {'record': 'xla', 'memory': 'xla_memory'}[what], CARDS[card]['name']
     about = {'model': f'the released model, clips of {TEXT} text tokens and {CODES} codes',
              'compiler': f'jaxlib {JAX}, without the card, nothing autotuned'}
-    command = shlex.join(['python', 'benchmarks/xla_gpu.py', *sys.argv[1:]])
+    capability = CARDS[card]['major'] + CARDS[card]['minor'] / 10
+    command = f'python benchmarks/xla_gpu.py {what} {card}'   # which goes on until all is there
     path, rows = newest(page, name, about)
     order = {key(one): place for place, one in enumerate(wanted)}
     rows = [row for row in rows if not (anew and key(row) in order)]
@@ -408,7 +408,7 @@ def make_record(what: str, card: str, wanted: list[dict], anew: bool = False, bu
         asked = {name: one[name] for name in ASKED if name in one}
         new = [row | asked for row in rows_of([one], card, 'plan', buffers)]
         rows = sorted(rows + new, key=lambda row: order.get(key(row), len(order)))
-        old, path = path, record(page, rows, RECORDS, command, name, **about)
+        old, path = path, record(page, rows, RECORDS, command, name, capability=capability, **about)
         if old: old.unlink()   # its rows are in the new one
         print(path, *new, sep='\n', file=sys.stderr, flush=True)
 

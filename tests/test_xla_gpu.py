@@ -1,5 +1,4 @@
 """XLA's compiler for NVIDIA GPUs takes every program of the library, on a machine without a GPU."""
-import importlib.util
 import json
 import subprocess
 import sys
@@ -7,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-TOOL = ROOT / 'benchmarks/xla_gpu.py'
-spec = importlib.util.spec_from_file_location('xla_gpu', TOOL)
-xla_gpu = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(xla_gpu)
+from benchmarks import xla_gpu
+
+TOOL = Path(xla_gpu.__file__)
 
 # what the host starts turn by turn: (conditionals, loops, loops whose number of turns XLA knows)
 BY_HOST = {'gradients, accumulation': (0, 1, 1),   # the parts of a batch; the host reads nothing

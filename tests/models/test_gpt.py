@@ -7,7 +7,8 @@ import tensorflow as tf
 from xtts_nb.models import gpt as gpt_module, layers
 from xtts_nb.config import XTTSConfig
 from xtts_nb.models.dvae import parameter_count
-from xtts_nb.models.gpt import GPT, Int8GPT, joint_mask, shifted
+from xtts_nb.models.gpt import GPT, Int8GPT, joint_mask, recomputed, shifted
+from xtts_nb.models.layers import dropout, dropout_keys
 from benchmarks.parity import gpt_parity
 
 P, T, S, START = 4, 10, 12, 3
@@ -232,3 +233,33 @@ def test_places_are_counted_from_the_first(gpt):
     assert np.array_equal(gpt.embed_codes(codes, 7), expected)
     assert np.array_equal(gpt.embed_text(codes),
                           gpt.text_embedding(codes) + gpt.text_position(tf.constant([0, 1, 2])))
+
+
+def test_a_recomputed_block_draws_its_masks_again():
+    "Its keys depend on its input, so a compiler cannot hold the masks of the forward pass."
+    block = recomputed(lambda x, mask, keys: dropout(x * mask, 0.5, keys[0]))
+
+    @tf.function
+    def both(x, keys):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = block(x, 2., keys)
+        return y, tape.gradient(y, x)
+
+    x, keys = tf.random.normal((4, 50), seed=1), dropout_keys(tf.constant([1, 2]), 1)
+    y, gradient = both(x, keys)
+    assert np.array_equal(y, dropout(2 * x, 0.5, keys[0])) and 50 < np.count_nonzero(gradient) < 150
+    assert np.array_equal(gradient != 0, y != 0)   # the same masks
+    graph = both.get_concrete_function(x, keys).graph
+    drawn = [op for op in graph.get_operations() if op.type == 'StatelessRandomUniformV2']
+    assert len(drawn) == 2 and all(graph.inputs[0].op in above(op.inputs[1].op) for op in drawn)
+
+def above(op) -> set:
+    "An operation and all that it is computed from."
+    found, waiting = set(), [op]
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [x.op for x in op.inputs]
+    return found

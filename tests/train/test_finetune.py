@@ -17,6 +17,7 @@ import psutil
 import pytest
 import tensorflow as tf
 
+from benchmarks import xla_gpu
 from cheap import read_eagerly
 from process import COMMAND, environment, xtts_nb
 from xtts_nb.bench import recorded
@@ -27,8 +28,8 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.devices import DevicePlan
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.train.finetune import (
-    activation_count, check_memory, free_memory, memory_needs, trainable_count, parameter_counts, run_trial,
-    grow)
+    activation_count, block_buffers, check_memory, compute_capability, free_memory, gpu_memory, grow,
+    MEMORY_ERROR, memory_needs, parameter_counts, run_trial, trainable_count)
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.data.prepare import prepare
@@ -188,7 +189,6 @@ def test_what_waits_for_the_backward_pass(mini, monkeypatch, training, numbers):
         'GPT blocks': 120. * text, 'GPT voice': 600., 'GPT heads': 2.5 * codes})
     config = mini.replace(model={'gpt': {'layers': 3, 'conditioning_layers': 2}}, training=training)
     assert activation_count(config, 20, 10) == numbers
-    assert activation_count(config, 20, 10, gpu=True) == numbers - 2 * 400
 
 # 1000 numbers, 100 of a DVAE, 4 rows of 7
 PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 8000, 'mean weights': 0,
@@ -200,29 +200,72 @@ PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 
     ({'ema': 0.5}, 0, {'mean weights': 4000}),
     ({'enable_xla_compilation': True, 'ema': 0.5}, 0,
      {'mean weights': 4000, 'written anew': 4000 + 8000 + 4000}),
-    ({'enable_xla_compilation': True}, 1, {}),
+    ({'enable_xla_compilation': True}, 1, {'copies of weights': 8.9, 'activations': 5 * 2}),
     ({'finetune': 'lora', 'lora_rank': 2}, 0,
      {'copies of weights': 16 * 64**2, 'gradients': 4 * 768, 'moments': 8 * 768}),
     ({'finetune': 'rows'}, 0, {'gradients': 4 * 645, 'moments': 8 * 645})])
 def test_the_estimate_by_hand(mini, monkeypatch, training, cards, other):
     monkeypatch.setattr(finetune, 'parameter_counts', lambda model: {'GPT': 1000, 'DVAE': 100})
-    monkeypatch.setattr(finetune, 'activation_count', lambda config, codes, text, gpu: codes + text)
-    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [kind] * cards)
+    monkeypatch.setattr(finetune, 'activation_count', lambda config, codes, text: codes + text)
+    monkeypatch.setattr(finetune, 'compute_capability', lambda: 8.9 * cards)
+    monkeypatch.setattr(finetune, 'gpu_memory', lambda config, codes, text, gpu: {
+        'copies of weights': gpu, 'activations': codes * text})
     config = mini.replace(training={'enable_xla_compilation': False} | training)
     assert memory_needs(config, 5, 2, rows=5) == PLAIN | other
 
-PLANS = [row | {'card': one['device']} for one in recorded('xla_memory', ROOT / 'benchmarks')
-         for row in one['rows']]
+PLANS = [row | {'card': one['device'], 'gpu': one['capability']}
+         for one in recorded('xla_memory', ROOT / 'benchmarks') for row in one['rows']]
 
 @pytest.mark.parametrize('row', PLANS, ids=lambda row: f'{row["name"]}, {row["card"]}')
-def test_the_estimate_for_a_gpu_is_within_a_tenth_of_what_xla_plans(row):
+def test_the_estimate_for_a_gpu_is_close_to_what_xla_plans(row):
     "The plan is that of the gradients; the moments are beside it, the DVAE and the code are not in it."
     config = XTTSConfig.xtts_v2().replace(model={'gpt': {'layers': row['layers']}},
                                           training=row['training'], data={'batch_size': row['rows']})
-    needs = memory_needs(config, row['codes'], row['text'], gpu=True)
+    needs = memory_needs(config, row['codes'], row['text'], gpu=row['gpu'])
     planned = row['peak'] + needs['moments']
     estimate = sum(needs.values()) - needs['program'] - 4 * parameter_counts(config.model)['DVAE']
-    assert 0.9 < estimate / planned < 1.1
+    assert estimate / planned >= 1 - MEMORY_ERROR
+    # XLA computes some values twice rather than fill a card
+    card = next(c for c in xla_gpu.CARDS.values() if c['name'] == row['card'])
+    crowded = row.get('rematerialised') and row['peak'] > 0.7 * card['memory']
+    assert crowded or estimate / planned <= 1 + MEMORY_ERROR
+
+@pytest.fixture
+def block(mini):
+    "Of two clips, 4 + 2 + 5 + 4 positions, 64 wide, 4 heads, three layers: bytes of (states, scores)."
+    config = mini.replace(model={'gpt': {'layers': 3, 'heads': 4, 'dropout': 0.1}}, data={'batch_size': 2})
+    gpt = config.model.gpt
+    length = gpt.prompt_latents + 2 + 5 + 4
+    return config, length, 2. * length * gpt.width, 2. * gpt.heads * length**2
+
+@pytest.mark.parametrize('precision, gpu, states, scores', [
+    ('float32', 8.6, 8 + 6 * 4 + 2 * 16 + 2, 2 * 4 + 1), ('bfloat16', 8.6, 8 + 6 * 2 + 2 * 8 + 2, 2 * 2 + 1),
+    ('bfloat16', 9., 8 * 2 + 3 * 8 + 2, 4 + 2 + 1)])
+def test_what_a_block_holds_on_a_gpu(block, precision, gpu, states, scores):
+    "Bytes for a number of the states and one of the scores; with an adapter no input of the MLP's products."
+    config, length, state, score = block
+    for kind, less in (('whole', 0), ('lora', 5 * (4 if precision == 'float32' else 2))):
+        held = block_buffers(config.replace(training={'precision': precision, 'finetune': kind}), length, gpu)
+        assert sum(n * many for n, many in held) == (states - less) * state + scores * score
+
+def test_places_of_gradients_hold_what_fits(block, monkeypatch):
+    "Twelve places of 16, 12 and 4 times the square of the width, one value each; the larger go first."
+    config, square = block[0], 64.**2
+    sizes = [('activations', 16, 4), ('activations', 13, 1), ('activations', 17, 1),
+             ('copies of weights', 8, 6), ('copies of weights', 2, 3)]
+    monkeypatch.setattr(finetune, 'kept_for_backward',
+                        lambda *_: [(purpose, n * square, many) for purpose, n, many in sizes])
+    total = gpu_memory(config, 5, 2, 8.9)
+    assert total == {'activations': 17 * square, 'copies of weights': (6 - 4) * 8 * square}
+    adapters = gpu_memory(config.replace(training={'finetune': 'lora'}), 5, 2, 8.9)   # hardly any gradient
+    assert adapters == {'activations': 94 * square, 'copies of weights': 54 * square}
+
+@pytest.mark.parametrize('cards, details, said', [([], {}, 0), (['a'], {}, 8.),
+                                                  (['a', 'b'], {'compute_capability': (9, 0)}, 9.)])
+def test_the_compute_capability_is_that_of_the_first_card(monkeypatch, cards, details, said):
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: cards)
+    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda card: {'a': details}[card])
+    assert compute_capability() == said
 
 @pytest.mark.parametrize('room, said', [
     (None, '; what is free is unknown on a card, so nothing was compared.'),
