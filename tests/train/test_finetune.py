@@ -292,6 +292,7 @@ def card(monkeypatch):
     state = SimpleNamespace(cards=[told], limit=None)
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind=None: [SimpleNamespace(name='GPU:0')])
     monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: state.limit)
+    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: {})
     monkeypatch.setattr(tf.config.experimental, 'get_memory_info', lambda name: {'current': 10**6})
     def cards():
         if isinstance(state.cards, UserError): raise state.cards
