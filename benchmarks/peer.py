@@ -9,13 +9,14 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from xtts_nb import bench  # noqa: E402
-from xtts_nb.app.terminal import start, table, to_stderr, write_record  # noqa: E402
+from xtts_nb.app.terminal import progress, stage, start, table, to_stderr, write_record  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402
 
 COQUI = 'coqui-tts 0.28'
@@ -48,22 +49,39 @@ def arguments(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def tell(what: str):
-    "The progress callback (done, total) of a script, on stderr."
-    return lambda done, total: to_stderr(f'{what}: {done} of {total}')
+def add_rounds(parser: argparse.ArgumentParser, rounds: int) -> argparse.ArgumentParser:
+    "--rounds and --budget, as of `xtts-nb bench`."
+    parser.add_argument('--rounds', type=int, default=rounds, help='times that each arm runs')
+    parser.add_argument('--budget', type=float, default=5., help='minutes; fewer rounds if they take longer')
+    return parser
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    "The sizes of a GPT and of the batch."
+    for name, size in {'layers': 8, 'width': 512, 'heads': 8, 'batch-size': 4}.items():
+        parser.add_argument(f'--{name}', type=int, default=size)
+    return parser
+
+
+@contextmanager
+def measuring(given: argparse.Namespace):   # of `add_rounds`
+    "Yields the progress of a measurement that ends after its budget."
+    with bench.time_budget(60 * given.budget), progress() as tell: yield tell
 
 
 def output(
     given: argparse.Namespace,   # of `arguments`
     page: str,                   # the name of the record
     result: dict,                # rows, and facts of the measurement, which are recorded too
-    text: str | None = None,     # default: the rows as a table below the `model` of the result
+    text: str | None = None,     # default: the rows as a table, below what was measured
+    about: str = 'model',        # the fact that says what was measured
+    below: str = '',             # text below the table
     **more,                      # facts that are printed as JSON, and not recorded
 ):
     "Print a result, and record it if asked to."
     if given.record: write_record(page, program=f'python benchmarks/{Path(sys.argv[0]).name}', **result)
     if given.json: print(json.dumps(result | more))
-    else: print(text or table(result['model'], result['rows']))
+    else: print(text or '\n'.join(filter(None, [table(result[about], result['rows']), below])))
 
 
 def run(main: Callable):   # a script; its value is the exit code, None: 0
@@ -74,4 +92,5 @@ def run(main: Callable):   # a script; its value is the exit code, None: 0
         sys.exit(2)
 
 
-__all__ = ['COQUI', 'Peer', 'arguments', 'output', 'run', 'start', 'step_peer', 'tell', 'to_stderr']
+__all__ = ['COQUI', 'Peer', 'add_rounds', 'add_sizes', 'arguments', 'measuring', 'output', 'run', 'stage',
+           'start', 'step_peer', 'to_stderr']

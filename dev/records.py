@@ -11,7 +11,7 @@ for half an hour takes them one by one: make records GPU=1 ARGS="--part step --p
 
 A new record that is noisy is removed again if a quiet one of the same device exists. `XTTS_NB_SPEECH=DIR`
 names a corpus of recorded speech for `bench data`, instead of that of the demo; `XTTS_NB_COQUI=PYTHON` an
-environment with coqui-tts, to measure it too.
+environment with coqui-tts, to measure it too, by the scripts in benchmarks/.
 
 A cell that draws a record names it in `recorded(...)` or `headline(...)`, and uses only what the page imports
 or exports. tests/test_records.py compares what is stored with what the same cell draws now."""
@@ -111,6 +111,7 @@ SMALL = {'config': '--width 64 --updates 1 --rounds 2 --budget 0.1',
          'model': '--batches 2 --batch-size 2 --rounds 2', 'step_speed': '--width 64 --rounds 2 --budget 0.1',
          'dual': '--steps 4 --rounds 2', 'patients': '--num-batches 8 --seconds 1',
          'say': '--rounds 2 --budget 0.1', 'service': '--rounds 1'}   # options of a rehearsal
+PEERS = {'data': 'loaders.py', 'step_speed': 'step.py'}   # scripts that measure other libraries too
 PROGRAM = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()']
 
 
@@ -118,15 +119,16 @@ def command_of(
     page: str,       # a key of `bench.WRITERS`
     corpus: str,     # for `bench data`
     small: bool = False,
-) -> list[str]:      # its arguments
-    "The command that writes a record."
+) -> list[str]:      # program and arguments
+    "The command that writes a record; that of `PEERS` where there is another library."
     bench = importlib.import_module('xtts_nb.bench')
     if small: options = SMALL[page].split()
     else: options = ['--budget', '3'] * (page in ('config', 'data', 'step_speed'))   # all pages in 20 minutes
     options += ['--data', corpus] * (page == 'data')
     peer = None if small else os.environ.get('XTTS_NB_COQUI')
-    if page in ('data', 'step_speed') and peer: options += ['--coqui-python', peer]
-    return [*bench.WRITERS[page].split(), *options, '--record', '--json']
+    options += ['--record', '--json']
+    if page not in PEERS or not peer: return [*PROGRAM, *bench.WRITERS[page].split(), *options]
+    return [sys.executable, f'benchmarks/{PEERS[page]}', '--coqui-python', peer, *options]
 
 
 def written(
@@ -137,7 +139,7 @@ def written(
     "The record that a command writes; raises `CalledProcessError`, or `TimeoutExpired` after `LIMIT`."
     folder = root / 'benchmarks'
     before = set(folder.glob('*.json'))
-    subprocess.run([*PROGRAM, *command], check=True, cwd=root, stdout=subprocess.DEVNULL, timeout=LIMIT,
+    subprocess.run(command, check=True, cwd=root, stdout=subprocess.DEVNULL, timeout=LIMIT,
                    env=os.environ | (environment or {}))
     (new,) = set(folder.glob('*.json')) - before
     return new

@@ -47,7 +47,10 @@ def test_each_kind_of_record_has_its_command():
             if not f'{line} '.startswith(f'{known[page]} ')} == {}
 
 # commands that are scripts of the repository now, as older records name them
-EARLIER = {'growth': 'xtts-nb bench growth', 'parity': 'xtts-nb parity'}
+EARLIER = {'growth': 'xtts-nb bench growth', 'parity': 'xtts-nb parity', 'gpt2': 'xtts-nb bench gpt2'}
+# scripts that write the records of commands, with other libraries beside them
+BESIDE = {page: f'python benchmarks/{script}' for page, script in records.PEERS.items()}
+BESIDE['say_full'] = 'python benchmarks/speech.py'
 
 def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."
@@ -63,7 +66,8 @@ def test_each_record_was_written_by_a_command(file):
     if one['date'] <= '2026-11-21': return   # older than the rule
     assert {'cpu', 'time', 'noisy', 'noisy_rows'} <= one.keys()
     tool = bench.TOOLS.get(page_of(file))
-    known = tool or f'xtts-nb {bench.WRITERS[page_of(file)]}', EARLIER.get(page_of(file), tool)
+    page = page_of(file)
+    known = tool or f'xtts-nb {bench.WRITERS[page]}', EARLIER.get(page, tool), BESIDE.get(page)
     assert one['command'].startswith(tuple(filter(None, known)))
     assert tool or '--record' in one['command']
     assert one['noisy_rows'] == bench.noisy_rows(one) and one['noisy'] == bool(one['noisy_rows'])
@@ -120,6 +124,7 @@ def measured(monkeypatch, tmp_path):
         return file.name
 
     def run(command, **how):
+        assert command[:len(records.PROGRAM)] == records.PROGRAM
         ran.append(command[len(records.PROGRAM):])
         assert how['timeout'] == records.LIMIT and how['check']
         if isinstance(run.spread, Exception): raise run.spread
@@ -148,16 +153,19 @@ def test_a_quiet_record_is_kept_a_noisy_one_only_where_there_is_none(measured, m
     ('config', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--budget', '3']),
     ('data', {}, ['--budget', '3', '--data', 'runs/demo/corpus']),
     ('data', {'SPEECH': 'clips', 'COQUI': 'py'},
-     ['--budget', '3', '--data', 'clips', '--coqui-python', 'py']),
-    ('step_speed', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--budget', '3', '--coqui-python', 'py']),
+     ['--budget', '3', '--data', 'clips']),
+    ('step_speed', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--budget', '3']),
     ('dual', {'SPEECH': 'clips', 'COQUI': 'py'}, [])])
 def test_what_a_record_is_measured_on(measured, monkeypatch, page, variables, options):
     *_, run, ran = measured
+    script = {'data': 'loaders.py', 'step_speed': 'step.py'}.get(page) if 'COQUI' in variables else None
+    command = ['--coqui-python', 'py'] if script else bench.WRITERS[page].split()
+    if script: monkeypatch.setattr(records, 'PROGRAM', [sys.executable, f'benchmarks/{script}'])
     run.spread, run.page = .1, page
     for name in ('SPEECH', 'COQUI'): monkeypatch.delenv(f'XTTS_NB_{name}', raising=False)
     for name, value in variables.items(): monkeypatch.setenv(f'XTTS_NB_{name}', value)
     records.measure(page)
-    assert ran == [[*bench.WRITERS[page].split(), *options, '--record', '--json']]
+    assert ran == [[*command, *options, '--record', '--json']]
 
 
 def test_the_records_of_all_lessons_are_measured_by_default(monkeypatch, capsys):

@@ -389,7 +389,7 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
     return sorted(records, key=lambda one: (one['date'], one.get('time', '')))
 
 # %% ../nbs/base/bench.ipynb #1fdaaf1f
-WRITERS = {'data': 'bench data', 'gpt2': 'bench gpt2', 'step_speed': 'bench train',
+WRITERS = {'data': 'bench data', 'step_speed': 'bench train',
            'dual': 'bench dual', 'model': 'bench model', 'patients': 'bench diagnose',
            'config': 'bench config',
            'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say',
@@ -397,7 +397,7 @@ WRITERS = {'data': 'bench data', 'gpt2': 'bench gpt2', 'step_speed': 'bench trai
 TOOLS = {'xla': 'python benchmarks/xla_gpu.py record',   # of a checkout
          'xla_memory': 'python benchmarks/xla_gpu.py memory',
          'growth': 'python benchmarks/growth.py --record',
-         'parity': 'python benchmarks/parity.py'}
+         'parity': 'python benchmarks/parity.py', 'gpt2': 'python benchmarks/gpt2.py'}
 
 def record_origin(
     one: dict,         # a record

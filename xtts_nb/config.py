@@ -444,8 +444,8 @@ REFUSED_KEYS = {   # key in any section -> why it does not exist here, and what 
     'max_mel_frames': 'clips are limited in seconds, by data.max_seconds; use that',
     'min_audio_length': 'clips are limited in seconds, by data.min_seconds; use that',
     'max_text_length': 'texts are limited in tokens, by data.max_text_tokens; use that',
-    'auto_tune_performance': 'call xtts_nb.app.loaders.auto_tune_performance once: it writes '
-                             'data.num_workers and data.prefetch_buffer_size to a file; use these',
+    'auto_tune_performance': 'xtts-nb diagnose --apply measures a training, and sets data.num_workers '
+                             'and data.prefetch_buffer_size; use that',
     'enable_xla': 'the step is compiled by training.enable_xla_compilation; use that',
     'enable_tensorrt': 'the step is compiled by training.enable_xla_compilation; use that',
     'mixed_precision': 'the precision is training.precision, float32, bfloat16 or float16; use that',

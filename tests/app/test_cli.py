@@ -603,7 +603,6 @@ TINY_STEP = ['--layers', '1', '--width', '64', '--heads', '2', '--batch-size', '
 @pytest.mark.parametrize('what, unit, names, more', [
     ('data', 'clips_per_s', ['numpy_function', 'native_wav', 'native', 'cache'], ['--clips', '200']),
     ('train', 'step_ms', ['eager', 'graph', 'xla', 'graph_bf16', 'xla_bf16'], TINY_STEP),
-    ('gpt2', 'step_ms', ['graph', 'xla', 'graph_bf16', 'xla_bf16'], [*TINY_STEP[:8], '--tokens', '20']),
     ('say', 'tokens_per_s', ['naive', 'float32', 'bfloat16', 'int8', 'batch8', 'batch8_int8', 'stream'], [])])
 def test_bench(longer, tmp_path, what, unit, names, more):
     given = ['--data', longer, *more] if what == 'data' else more

@@ -247,24 +247,23 @@ def test_bench_data(ran, behind, bars, tmp_path):
         {'seconds': 0.7}])
     made = behind('app.cli_data._temporary_cache', nullcontext(cache))
     loaded = behind('models.dvae.load_dvae', 'the DVAE')
-    checked, kept = behind('bench.check_python'), behind('app.cli_data.write_record')
+    kept = behind('app.cli_data.write_record')
     result = {'rows': [{'name': 'native', 'clips_per_s': 9.}], 'compared': 'x'}
-    measured = behind('app.loaders.bench_loaders', result)
-    behind('app.loaders.compared_text', 'THE COMPARISON')
+    measured = behind('app.training_speed.bench_loaders', result)
+    behind('app.training_speed.compared_text', 'THE COMPARISON')
     frames = DataConfig().reference_frames
     about = f'3 clips of 0.5 to 1.2 s, laid out as 10,000 or more, batch 16, references of {frames} frames'
     done = ran('bench data --data corpus')
     assert done.code == 0 and ' '.join(done.out.split()).startswith(about)
     assert 'native' in done.out and done.out.endswith('\nTHE COMPARISON\n')
-    assert not checked and not kept and loaded == [{'path': tmp_path / 'dvae.safetensors', 'config': TINY}]
-    asked = ran('bench data --data corpus --coqui-python py --clips 5 --rounds 2 --record --json').json
+    assert not kept and loaded == [{'path': tmp_path / 'dvae.safetensors', 'config': TINY}]
+    asked = ran('bench data --data corpus --clips 5 --rounds 2 --record --json').json
     about = about.replace('10,000', '5')
-    assert asked == result | {'corpus': about} and [str(c['python']) for c in checked] == ['py']
+    assert asked == result | {'corpus': about}
     assert kept == [{'page': 'data', 'rows': result['rows'],
                      'notes': {'corpus': about, 'compared': 'x'}}]
-    assert [(c['cache'], c['dvae'], c['coqui_python'] and str(c['coqui_python']), c['clips'], c['rounds'])
-            for c in measured] == [
-        (cache, 'the DVAE', None, 10_000, 7), (cache, 'the DVAE', 'py', 5, 2)]
+    assert [(c['cache'], c['dvae'], c['clips'], c['rounds']) for c in measured] == [
+        (cache, 'the DVAE', 10_000, 7), (cache, 'the DVAE', 5, 2)]
     assert bars == [('start', {}), ('measure', 1, 2)] * 2
     assert made[0]['data'] == DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}
     assert str(made[0]['corpus']) == 'corpus'

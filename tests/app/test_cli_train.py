@@ -264,9 +264,8 @@ def test_bounds():
         ('bench train --layers', 1, 0), ('bench train --width', 64, 63), ('bench train --heads', 1, 0),
         ('bench train --batch-size', 1, 0), ('bench train --text-tokens', 1, 0),
         ('bench train --text-tokens', 400, 401),
-        ('bench train --codes', 1, 0), ('bench train --codes', 603, 604), ('bench gpt2 --layers', 1, 0),
-        ('bench gpt2 --width', 64, 63), ('bench gpt2 --heads', 1, 0), ('bench gpt2 --batch-size', 1, 0),
-        ('bench gpt2 --tokens', 2, 1), ('bench say --rounds', 1, 0), ('bench model --batches', 2, 1),
+        ('bench train --codes', 1, 0), ('bench train --codes', 603, 604),
+        ('bench say --rounds', 1, 0), ('bench model --batches', 2, 1),
         ('bench model --batch-size', 1, 0))
 
 @pytest.mark.parametrize('group', ['find', 'config'])
@@ -692,33 +691,34 @@ def test_export(ran, behind, bars):
         ['r', 'o', 'True', 'bfloat16']]
 
 SIZES = '--layers 2 --width 64 --heads 4 --batch-size 3'
-BENCHES = {   # command: function, page, label, default arguments, given arguments
-    'train': ('step_speed', 'step_speed', 'GPT {}, 120 text tokens, 220 codes, no dropout',
-              {'text': 120, 'codes': 220},
-              '--text-tokens 9 --codes 11', 'GPT {}, 9 text tokens, 11 codes, no dropout',
-              {'text': 9, 'codes': 11}),
-    'gpt2': ('gpt2_speed', 'gpt2', 'GPT-2 {}, 512 tokens, no dropout', {'tokens': 512},
-             '--tokens 9', 'GPT-2 {}, 9 tokens, no dropout', {'tokens': 9})}
 
-@pytest.mark.parametrize('command', BENCHES)
-def test_bench_of_a_step(ran, behind, bars, command):
-    function, page, about, plain, options, own, own_values = BENCHES[command]
-    rows, python = [{'name': 'xla', 'step_ms': 3.}], {'train': 'coqui_python',
-                                                      'gpt2': 'torch_python'}[command]
-    measured, kept = behind(f'app.step_speed.{function}', rows), behind('app.cli_train.write_record')
-    assert ' '.join(ran(f'bench {command}').out.split()).startswith(about.format('8 x 512, batch 4'))
-    assert not kept
+def test_bench_of_a_step(ran, behind, bars):
+    rows, about = [{'name': 'xla', 'step_ms': 3.}], 'GPT {}, batch {}, {} text tokens, {} codes, no dropout'
+    measured = behind('app.training_speed.step_speed', rows)
+    kept = behind('app.cli_train.write_record')
+    done = ' '.join(ran('bench train').out.split())
+    assert done.startswith(about.format('8 x 512', 4, 120, 220)) and not kept
     assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)]
-    own = own.format('2 x 64, batch 3')
-    more = f'{SIZES} {options} --{python.replace("_", "-")} py --rounds 2 --record --json'
-    assert ran(f'bench {command} {more}').json == {'rows': rows, 'model': own}
-    assert kept == [{'page': page, 'rows': rows, 'notes': {'model': own}}]
+    own = about.format('2 x 64', 3, 9, 11)
+    more = f'{SIZES} --text-tokens 9 --codes 11 --rounds 2 --record --json'
+    assert ran(f'bench train {more}').json == {'rows': rows, 'model': own}
+    assert kept == [{'page': 'step_speed', 'rows': rows, 'notes': {'model': own}}]
     configs = [call.pop('config') for call in measured]
     assert [(c.model.gpt.layers, c.model.gpt.width, c.model.gpt.heads, c.data.batch_size)
-            for c in configs] == [
-        (8, 512, 8, 4), (2, 64, 4, 3)]
-    assert [call | {python: call[python] and str(call[python])} for call in measured] == [
-        plain | {'rounds': 7, python: None}, own_values | {'rounds': 2, python: 'py'}]
+            for c in configs] == [(8, 512, 8, 4), (2, 64, 4, 3)]
+    assert measured == [{'text': 120, 'codes': 220, 'rounds': 7}, {'text': 9, 'codes': 11, 'rounds': 2}]
+
+IN_CHECKOUT = 'in a checkout of the repository'
+
+@pytest.mark.parametrize('line, said', [
+    ('bench gpt2 --torch-python py', f'gpt2: write python benchmarks/gpt2.py {IN_CHECKOUT} instead.'),
+    ('bench train --coqui-python py',
+     f'train: --coqui-python is an option of python benchmarks/step.py {IN_CHECKOUT}; use that.'),
+    ('bench data --data d --coqui-python py',
+     f'data: --coqui-python is an option of python benchmarks/loaders.py {IN_CHECKOUT}; use that.')])
+def test_other_libraries_are_measured_by_scripts_of_the_repository(ran, line, said):
+    done = ran(line)
+    assert done.code == 2 and done.err.splitlines()[-1] == f'xtts-nb: bench {said}'
 
 def test_bench_model(ran, behind, bars):
     rows = [{'name': name, 'step_ms': ms} for name, ms in zip('abcde', (8., 4., 2., 9., 3.))]
@@ -756,17 +756,17 @@ def test_a_bench_says_how_long_it_takes(ran, behind, bars, monkeypatch):
         yield
         limits.append('over')
     monkeypatch.setattr('xtts_nb.bench.time_budget', time_budget)
-    behind('app.step_speed.gpt2_speed', [{'name': 'xla', 'step_ms': 3.}])
-    err = ran('bench gpt2 --rounds 4 --budget 1.5').err
-    assert err.startswith('bench gpt2: 4 rounds, or fewer in about 1.5 minutes; --budget MINUTES.\n')
-    assert '7 rounds, or fewer in about 5 minutes' in ran('bench gpt2').err
+    behind('app.training_speed.step_speed', [{'name': 'xla', 'step_ms': 3.}])
+    err = ran('bench train --rounds 4 --budget 1.5').err
+    assert err.startswith('bench train: 4 rounds, or fewer in about 1.5 minutes; --budget MINUTES.\n')
+    assert '7 rounds, or fewer in about 5 minutes' in ran('bench train').err
     assert limits == [90., 'over', 300., 'over']
 
 
 def test_bench_config(ran, behind, bars):
     rows = [{'name': name, 'start_s': 2., 'ratio': 1.} for name in ('default', 'configured')]
     steps = [{'name': 'own_threads', 'step_ms': 3., 'ratio': 1.}]
-    measured = behind('app.step_speed.bench_config', {'rows': rows, 'steps': steps, 'kernels': 7.5})
+    measured = behind('app.training_speed.bench_config', {'rows': rows, 'steps': steps, 'kernels': 7.5})
     kept = behind('app.cli_train.write_record')
     about = 'tiny GPT, width 192, batch 4, 40 text tokens, 60 codes'
     text = ran('bench config').out

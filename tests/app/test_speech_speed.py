@@ -1,8 +1,6 @@
-"The benchmark of speaking: what an arm counts, when its first sound is there, and what coqui-tts is asked."
-import sys
-from contextlib import nullcontext
+"The benchmark of speaking: what an arm counts, and when its first sound is there."
 from statistics import median
-from unittest.mock import call, MagicMock
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,33 +31,37 @@ def spoken(small):
             seen['made'] = {name: [run() for _ in range(rounds + 1)] for name, run in arms.items()}
             progress(1, 1)
             return Comparison([Arm(name, [1.]) for name in arms], unit)
-        def peer(python, config, ids, codes, streamed):
-            seen.setdefault('asked', []).append((python, len(ids), codes, streamed))
-            return nullcontext(lambda: {'codes': codes, 'first_s': 7. - streamed})
+        def others(ids, stack):
+            seen['asked'] = len(ids)
+            return {name: lambda streamed=streamed: {'codes': 22, 'first_s': 7. - streamed}
+                    for streamed, name in enumerate(['coqui', 'coqui_stream'])}
         def rows(timed, firsts, seconds):
             seen.update(firsts=firsts, seconds=seconds)
             return [arm.name for arm in timed.arms]
-        for name, stand_in in {'compare': compare, 'coqui_speech': peer, '_say_rows': rows}.items():
+        for name, stand_in in {'compare': compare, '_say_rows': rows}.items():
             m.setattr(page, name, stand_in)
         m.setattr(page, 'ARM_SECONDS', 0)
         told = []
-        rows, more = say_speed(config, 22, 2, 'python', lambda *done: told.append(done))
+        rows, more = say_speed(config, 22, 2, others, lambda *done: told.append(done))
     return seen | {'rows': rows, 'told': told} | more
 
+@pytest.mark.slow
 def test_each_arm_makes_its_codes(spoken):
     each = {'naive': 22, 'float32': 22, 'bfloat16': 22, 'int8': 22, 'batch8': 176, 'batch8_int8': 176,
             'stream': 110, 'coqui': 22, 'coqui_stream': 22}
     assert spoken['made'] == {name: [n] * 3 for name, n in each.items()} and spoken['rows'] == list(each)
-    assert spoken['asked'] == [('python', 32, 22, False), ('python', 32, 22, True)]
+    assert spoken['asked'] == 32
     assert spoken['told'] == [(1, 1)]
     assert spoken['seconds'] == pytest.approx(1024 / 22050)
 
+@pytest.mark.slow
 def test_the_codes_are_compared_with_the_first_arm(spoken):
     same = spoken['same_codes']
     assert list(same) == ['float32', 'bfloat16', 'int8', 'batch8', 'batch8_int8']
     assert same['float32'] == same['batch8'] == 1 and 0 < same['bfloat16'] <= 1
     assert 0 < same['int8'] == same['batch8_int8'] <= 1
 
+@pytest.mark.slow
 def test_the_first_sound(spoken):
     "That of a stream comes after 8 of 110 codes, that of a batch before the others of its texts."
     firsts = spoken['firsts']
@@ -67,6 +69,29 @@ def test_the_first_sound(spoken):
     assert firsts['coqui'] == [7.] * 3 and firsts['coqui_stream'] == [6.] * 3
     assert len(spoken['piece_ms']) == 7 and min(spoken['piece_ms']) > 0   # 8, then 16, ..., then the last 6
     assert median(firsts['stream'][1:]) < sum(spoken['piece_ms']) / 1e3
+
+def test_what_an_arm_counts(small, monkeypatch):
+    "Without a model: the codes of all its texts, and the share that is as in the first arm."
+    arm = lambda share: lambda **given: (np.arange(12).reshape(2, 6) * share, None, np.zeros((2, 6, 3)))
+    monkeypatch.setattr(page, '_say_gpts', lambda config: {'float32': SimpleNamespace(
+        cfg=config.model.gpt, text_start=2)})
+    arms = {'naive': arm(1), 'float32': arm(1), 'bfloat16': arm(2)}
+    monkeypatch.setattr(page, '_say_arms', lambda *_: arms)
+    monkeypatch.setattr(page, '_streamed', lambda *_: lambda: iter([1, 2, 3]))
+    monkeypatch.setattr(page, 'HiFiGAN', lambda config: None)
+    monkeypatch.setattr(page, 'in_precision', lambda *_: lambda states, vector: states)
+    monkeypatch.setattr(page, 'ARM_SECONDS', 0)
+    made = {}
+    def compare(arms, unit, rounds, progress):
+        made.update({name: [run() for _ in range(rounds)] for name, run in arms.items()})
+        return Comparison([Arm(name, [.5]) for name in arms], unit)
+    monkeypatch.setattr(page, 'compare', compare)
+    other = lambda ids, stack: {'other': lambda: {'codes': len(ids), 'first_s': 7.}}
+    rows, more = say_speed(small, 6, 2, other)
+    assert made == {'naive': [12] * 2, 'float32': [12] * 2, 'bfloat16': [12] * 2, 'stream': [30] * 2,
+                    'other': [32] * 2}
+    assert more['same_codes'] == {'float32': 1., 'bfloat16': 1 / 6} and len(more['piece_ms']) == 2
+    assert rows[-1]['first_sound_ms'] == 7000. and rows[-1]['tokens_per_s'] == 2.
 
 def test_a_short_call_is_repeated(monkeypatch):
     monkeypatch.setattr(page, 'ARM_SECONDS', 0.02)
@@ -97,41 +122,6 @@ def test_all_arms_get_the_same_first_text_and_weights(small):
     assert eight['prompt'].shape == (8, small.model.gpt.prompt_latents, small.model.gpt.width)
     assert eight['text'].numpy().min() > gpts['float32'].text_start
 
-@pytest.fixture
-def coqui(monkeypatch):
-    "Stands in for coqui-tts and PyTorch."
-    for name in ('torch', 'TTS', 'TTS.tts', 'TTS.tts.configs', 'TTS.tts.configs.xtts_config',
-                 'TTS.tts.models', 'TTS.tts.models.xtts'): monkeypatch.setitem(sys.modules, name, MagicMock())
-    return sys.modules['TTS.tts.models.xtts']
-
-@pytest.mark.parametrize('streamed', [False, True])
-def test_what_coqui_is_asked(coqui, streamed):
-    model, torch = coqui.Xtts.return_value, sys.modules['torch']
-    model.inference.return_value = {'gpt_latents': np.zeros((1, 22, 8))}
-    model.inference_stream.return_value = [np.zeros(20 * 1114), np.zeros(2 * 1115)]
-    model.gpt.mel_head.bias.data = np.zeros(1026)
-    voice = object(), object()
-    torch.randn.side_effect = voice
-    answer = next(page._coqui_speech(2, 30, 1024, 16, 6681, [5, 6], 22, streamed))
-    assert answer['codes'] == 22 and answer['first_s'] > 0
-    sizes = coqui.XttsArgs.call_args.kwargs
-    assert sizes['gpt_stop_audio_token'] == 1025 and sizes['decoder_input_dim'] == 1024
-    names = 'layers', 'n_model_channels', 'n_heads', 'number_text_tokens'
-    assert [sizes[f'gpt_{name}'] for name in names] == [30, 1024, 16, 6681]
-    assert model.tokenizer.encode('text', 'en') == [5, 6] and model.gpt.max_gen_mel_tokens == 22
-    assert np.flatnonzero(model.gpt.mel_head.bias.data).tolist() == [1025]
-    torch.set_num_threads.assert_called_once_with(2)
-    assert torch.randn.call_args_list == [call(1, 32, 1024), call(1, 512, 1)]
-    asked = model.inference_stream if streamed else model.inference
-    assert asked.call_args.args == ('text', 'en', *voice)
-
-def test_coqui_gets_our_sizes(small, monkeypatch):
-    monkeypatch.setattr(page, 'step_peer', lambda python, main, **sizes: (python, main, sizes))
-    gpt = small.model.gpt
-    assert page.coqui_speech('python', small, [1, 2], 9, True) == ('python', page._coqui_speech, dict(
-        layers=gpt.layers, width=gpt.width, heads=gpt.heads, vocabulary=gpt.text_tokens, ids=[1, 2], codes=9,
-        streamed=True))
-
 def test_the_command(ran, behind, bars):
     rows, more = [{'name': 'naive', 'tokens_per_s': 3.}], {'same_codes': {'float32': 1.}, 'piece_ms': [1.]}
     measured, kept = behind('app.speech_speed.say_speed', (rows, more)), behind('app.cli_speak.write_record')
@@ -140,13 +130,15 @@ def test_the_command(ran, behind, bars):
     assert 'bench say: 5 rounds, or fewer in about 5 minutes' in done.err
     assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)]
     about = {'model': 'xtts_v2, GPT 30 x 1024, 64 codes for each text', **more}
-    done = ran('bench say --preset xtts_v2 --rounds 2 --coqui-python other/python --record --json')
+    done = ran('bench say --preset xtts_v2 --rounds 2 --record --json')
     assert done.json == {'rows': rows} | about
     assert kept == [{'page': 'say_full', 'rows': rows, 'notes': about}]
-    assert [(c['config'].model.gpt.layers, c['codes'], c['rounds'], str(c['coqui_python']))
-            for c in measured] == [(4, 64, 5, 'None'), (30, 64, 2, 'other/python')]
+    assert [(c['config'].model.gpt.layers, c['codes'], c['rounds'])
+            for c in measured] == [(4, 64, 5), (30, 64, 2)]
     done = ran('bench say --coqui-python other/python')
-    assert done.code == 2 and 'compare with --preset xtts_v2' in done.err
+    assert done.code == 2 and done.err.splitlines()[-1] == (
+        'xtts-nb: bench say: --coqui-python is an option of python benchmarks/speech.py in a checkout of the '
+        'repository; use that.')
     done = ran('bench say --preset large')
     assert done.code == 2 and 'no preset "large"' in done.err and len(measured) == 2
     assert ran('bench say --record').code == 0 and kept[1]['page'] == 'say'

@@ -14,8 +14,8 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, bench_app, command, convert_app, given, option, Preset, progress, Record, Rounds, stage,
-    start, table, to_stderr, write_record)
+    app, argument, bench_app, command, convert_app, elsewhere, given, option, Preset, progress, Record,
+    Rounds, stage, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0004
 _voice = partial(command, panel='Voice')
@@ -307,7 +307,7 @@ SAY_CODES = 64   # of each text, 3 s of sound
 @command('say', group=bench_app)
 def _bench_say(
     preset: Preset = 'tiny',
-    coqui_python: option(Path | None, 'The Python of an environment with coqui-tts 0.28.') = None,
+    coqui_python: elsewhere('speech.py') = None,
     rounds: Rounds = 5,
     record: Record = False,
 ):
@@ -320,7 +320,6 @@ def _bench_say(
     batch8: as float32, with eight texts at once
     batch8_int8: as int8, with eight texts at once
     stream: as float32, in chunks, each turned into sound at once; 320 codes
-    coqui, coqui_stream: coqui-tts, where its Python is given; for xtts_v2 only
 
     tokens_per_s: codes of all texts per second; real time is 21.5
     rtf: seconds of computing per second of sound
@@ -328,16 +327,13 @@ def _bench_say(
     ratio: tokens_per_s relative to the first row
 
     xtts_v2 holds two GPTs of 1.6 GB each, and compiles for minutes first."""
-    from xtts_nb.config import UserError, XTTSConfig
+    from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
-    if coqui_python and preset != 'xtts_v2':
-        raise UserError('bench say: coqui-tts has a decoder of the released size only; '
-                        'compare with --preset xtts_v2.')
     start()
     from xtts_nb.app.speech_speed import say_speed
     with progress() as tell:
         tell('measure', 0, 1, 'compiling')
-        rows, more = say_speed(config, SAY_CODES, rounds, coqui_python, stage(tell, 'measure'))
+        rows, more = say_speed(config, SAY_CODES, rounds, progress=stage(tell, 'measure'))
     gpt = config.model.gpt
     about = {'model': f'{preset}, GPT {gpt.layers} x {gpt.width}, {SAY_CODES} codes for each text', **more}
     if record and preset == 'xtts_v2': write_record('say_full', rows, **about)
@@ -358,7 +354,7 @@ def _bench_service(
     admitted, refused, late: answers with sound, with status 429, with 503 for no row in time
     refused_p99_ms: until a refused client knows"""
     start()
-    from xtts_nb.app.service_load import load_speaker, LOAD_TEXT, service_load
+    from xtts_nb.app.speech_speed import load_speaker, LOAD_TEXT, service_load
     with progress() as tell:
         tell('load the model', 0, 1)
         speaker, what = load_speaker(model)

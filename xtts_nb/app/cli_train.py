@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['find_app', 'Base', 'Kind', 'AsMade', 'RunFolder', 'Steps', 'HeldOut', 'GPUPreset', 'DataGPU', 'ModelGPU', 'Isolate',
-           'DataMemory', 'ModelMemory', 'Buffer', 'config_app', 'Layers', 'Width', 'Heads', 'Rows']
+           'DataMemory', 'ModelMemory', 'Buffer', 'config_app', 'Layers', 'Width', 'Heads', 'Rows', 'sized']
 
 # %% ../../nbs/app/cli_train.ipynb #08777d06
 import os
@@ -16,8 +16,8 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, bench_app, command, from_checkout, given, load_settings, moved, option, Preset, progress,
-    Record, Rounds, Settings, stage, start, table, to_stderr, with_file, write_record)
+    app, argument, bench_app, command, elsewhere, from_checkout, given, load_settings, moved, option, Preset,
+    progress, Record, Rounds, Settings, stage, start, table, to_stderr, with_file, write_record)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
 _training = partial(command, panel='Training')
@@ -491,7 +491,7 @@ Width = option(int, 'D.', min=64)
 Heads = option(int, 'H.', min=1)
 Rows = option(int, 'B.', min=1)
 
-def _sized(layers: int, width: int, heads: int, batch_size: int):
+def sized(layers: int, width: int, heads: int, batch_size: int):
     "The settings of XTTS-v2 with another size of the GPT and of the batch."
     from xtts_nb.config import XTTSConfig
     sizes = {'layers': layers, 'width': width, 'heads': heads}
@@ -502,41 +502,24 @@ def _bench_train(
     layers: Layers = 8, width: Width = 512, heads: Heads = 8, batch_size: Rows = 4,
     text_tokens: option(int, 'Text tokens of each clip.', min=1, max=400) = 120,
     codes: option(int, 'Audio codes of each clip.', min=1, max=603) = 220,
-    coqui_python: option(Path | None, 'The Python of an environment with coqui-tts 0.28.') = None,
+    coqui_python: elsewhere('step.py') = None,
     rounds: Rounds = 7,
     record: Record = False,
 ):
     "Milliseconds of a training step in each mode, its MFU, its AU in the loop and its first call."
-    config = _sized(layers, width, heads, batch_size)
+    config = sized(layers, width, heads, batch_size)
     start()
-    from xtts_nb.app.step_speed import step_speed
+    from xtts_nb.app.training_speed import step_speed
     with progress() as tell:
         tell('measure', 0, 1, 'compiling')
-        rows = step_speed(config, text_tokens, codes, rounds, coqui_python, stage(tell, 'measure'))
+        rows = step_speed(config, text_tokens, codes, rounds, progress=stage(tell, 'measure'))
     about = (f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes, '
              'no dropout')
     if record: write_record('step_speed', rows, model=about)
     return {'rows': rows, 'model': about}, table(about, rows)
 
 # %% ../../nbs/app/cli_train.ipynb #5f0a9c2e
-@command('gpt2', group=bench_app)
-def _bench_gpt2(
-    layers: Layers = 8, width: Width = 512, heads: Heads = 8, batch_size: Rows = 4,
-    tokens: option(int, 'Tokens of each row.', min=2) = 512,
-    torch_python: option(Path | None, 'The Python of an environment with PyTorch and transformers.') = None,
-    rounds: Rounds = 7,
-    record: Record = False,
-):
-    "Milliseconds of a training step of a plain GPT-2 in each mode and in PyTorch, on random tokens."
-    config = _sized(layers, width, heads, batch_size)
-    start()
-    from xtts_nb.app.step_speed import gpt2_speed
-    with progress() as tell:
-        tell('measure', 0, 1, 'compiling')
-        rows = gpt2_speed(config, tokens, rounds, torch_python, stage(tell, 'measure'))
-    about = f'GPT-2 {layers} x {width}, batch {batch_size}, {tokens} tokens, no dropout'
-    if record: write_record('gpt2', rows, model=about)
-    return {'rows': rows, 'model': about}, table(about, rows)
+moved('gpt2', 'python benchmarks/gpt2.py in a checkout of the repository', bench_app)
 
 # %% ../../nbs/app/cli_train.ipynb #c0f1c001
 @command('config', group=bench_app)
@@ -553,7 +536,7 @@ def _bench_config(
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.tiny(width).replace(data={'batch_size': batch_size})
     start()
-    from xtts_nb.app.step_speed import bench_config
+    from xtts_nb.app.training_speed import bench_config
     with progress() as tell:
         tell('measure', 0, 1, 'starting processes')
         measured = bench_config(config, text_tokens, codes, rounds, updates, stage(tell, 'measure'))

@@ -35,7 +35,7 @@ import numpy as np
 import tensorflow as tf
 from matplotlib.figure import Figure
 
-from .loaders import data_before_after
+from .training_speed import data_before_after
 from ..config import UserError, XTTSConfig
 from ..data.audio import griffin_lim, load_audio, save_audio, wav_bytes
 from ..data.cache import Cache

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Rounds', 'Budget', 'Settings', 'READER_GONE', 'option',
-           'argument', 'main', 'answer', 'to_stderr', 'progress', 'stage', 'command', 'moved', 'from_checkout', 'start',
-           'table', 'write_record', 'load_settings', 'with_file', 'given']
+           'argument', 'main', 'answer', 'to_stderr', 'progress', 'stage', 'command', 'moved', 'elsewhere',
+           'from_checkout', 'start', 'table', 'write_record', 'load_settings', 'with_file', 'given']
 
 # %% ../../nbs/app/terminal.ipynb #0a52b53b
 import codecs
@@ -219,6 +219,17 @@ def moved(
     def old(ctx: typer.Context):
         from xtts_nb.config import UserError
         raise UserError(f'{ctx.command_path.removeprefix("xtts-nb ")}: write {now} instead.')
+
+def elsewhere(
+    script: str,                # of `benchmarks`
+):
+    "The annotation of a hidden option that left a command; whoever gives it reads which script has it."
+    def name(ctx: typer.Context, param: typer.CallbackParam, value: str | None):
+        if value is None: return
+        from xtts_nb.config import UserError
+        raise UserError(f'{ctx.command_path.removeprefix("xtts-nb ")}: {param.opts[0]} is an option of '
+                        f'python benchmarks/{script} in a checkout of the repository; use that.')
+    return option(str | None, '', hidden=True, callback=name)
 
 def from_checkout(
     name: str,                  # a module of `benchmarks`, as in diagnosis.patients

@@ -1,75 +1,176 @@
-"Steps beside those of other libraries: a real process and a real step; only the other library is stubbed."
+"Measuring a training: distinct copies, steps in each mode, and starts of TensorFlow."
+import itertools
 import os
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.app import step_speed as page
-from xtts_nb.train import trainer as trainer_page
 from xtts_nb import bench, sampler
 from xtts_nb import config as settings
-from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.app import training_speed as page
+from xtts_nb.app.training_speed import (
+    ARMS, Tiled, bench_loaders, compared_text, data_before_after, loop_seconds, matmul_ceiling,
+    measure_loaders, padding, step_speed, watch_loaders)
+from xtts_nb.config import XTTSConfig
+from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.models.gpt import GPT
+from xtts_nb.train import trainer as trainer_page
 from xtts_nb.train.step import Update, random_batch, step_modes
-from xtts_nb.app.step_speed import (
-    ARMS, PLAIN_ARMS, TORCH_ARMS, gpt2_speed, loop_seconds, matmul_ceiling, plain_gpt2, step_speed)
 
 
-def slow_steps(threads, layers, width, heads, vocabulary, batch, tokens, mode):
-    "Stands in for the steps of PyTorch: 30 ms each, the loss 7 or 0; other sizes are an error."
-    import time
-    if (layers, width, batch, tokens) != (1, 64, 4, 8) or threads < 0:
-        raise ValueError(f'{layers} {width} {batch} {tokens}')
-    while True:
-        time.sleep(0.03)
-        yield 7. * (mode == 'torch')
+# --- the data pipelines -------------------------------------------------------------------------------------
+
+def test_copies_are_clips_of_their_own(prepared, small):
+    many = Tiled(prepared, 3)
+    assert len(many) == 3 * len(prepared) == len({c['id'] for c in many.clips})
+    for i in (0, 13, 14, 41):
+        for kind in ('codes', 'text', 'mel'):
+            assert np.array_equal(many.array(kind, i), prepared.array(kind, i % 14))
+            assert np.shares_memory(many.array(kind, i), getattr(many, kind))
+        assert many.wav_path(i) == prepared.wav_path(i % 14) and many.samples[i] == prepared.samples[i % 14]
+    many.codes[many.codes_start[14]] += 1
+    assert not np.array_equal(many.array('codes', 14), many.array('codes', 0))   # another place in memory
+    plan = BatchPlan(many, small.data)
+    seen = [int(c) for b in cached_batches(plan, 0, plan.steps_per_epoch)
+            for c, w in zip(b['clip'], b['weight']) if w]
+    assert sorted(seen) == list(range(42))
+
+def test_padding_is_what_an_epoch_pads(prepared, small):
+    plan = BatchPlan(prepared, small.data)
+    epoch = list(cached_batches(plan, 0, plan.steps_per_epoch))
+    room = sum(b['codes'].numpy().size + b['text'].numpy().size for b in epoch)
+    used = sum(float(tf.reduce_sum((b['code_length'] + b['text_length']) * tf.cast(b['weight'], tf.int32)))
+               for b in epoch)
+    assert padding(plan) == pytest.approx(1 - used / room)
+
+class Clock:
+    "A clock that the test sets."
+    now = 0.
+    def perf_counter(self): return self.now
+    def sleep(self, seconds): self.now += seconds
+
+@pytest.mark.parametrize('seconds, count', [(0.875, 7), (0.001, 4)])
+def test_every_loader_is_measured_in_turn(monkeypatch, seconds, count):
+    "A batch takes 1/8 s, or 1/4 s of the second one in short rounds."
+    clock, taken, slow = Clock(), [], 1 if count == 7 else 2
+    for where in (page, bench): monkeypatch.setattr(where, 'time', clock)
+    def source(name, takes):
+        while True:
+            clock.sleep(takes)
+            taken.append(name)
+            yield name
+    two = {'a': source('a', 1 / 8), 'b': source('b', slow / 8)}
+    rows = measure_loaders(two, 4, {'a': 1, 'b': 2}, rounds=2, seconds=seconds)
+    step, same = 4 / 298, {'spread': 0., 'cv': 0.}   # clips a second that the emulated accelerator takes
+    assert rows == [{'name': 'a', 'clips_per_s': 32., 'ratio': 1., 'au': round(8 * step, 4)} | same,
+                    {'name': 'b', 'clips_per_s': 32 / slow, 'ratio': 1 / slow,
+                     'au': round(8 / slow * step, 4)} | same]
+    # a round for warm-up and two that count, then 20 steps and the one before
+    for name, ahead in (('a', 1), ('b', 2)):
+        assert taken.count(name) == ahead + 1 + 4 + 3 * (ahead + count) + ahead + 21
+
+def test_three_ways_to_a_batch_are_measured(prepared, small, stats, monkeypatch):
+    asked = {}
+    def measure(sources, batch_size, ahead, rounds, seconds, progress):
+        asked.update(locals())
+        return []
+    monkeypatch.setattr(page, 'measure_loaders', measure)
+    data = small.data.model_copy(update={'num_workers': 3, 'prefetch_buffer_size': 5})
+    data_before_after(BatchPlan(prepared, data), stats, 2)
+    assert list(asked['sources']) == ['numpy_function', 'native', 'cache']
+    assert asked['batch_size'] == 4 and asked['rounds'] == 2
+    assert asked['ahead'] == dict.fromkeys(asked['sources'], 3 + 5)
+
+def test_a_round_waits_until_the_buffers_of_the_slowest_are_full(monkeypatch):
+    now, pauses = [0.], []
+    monkeypatch.setattr(page, 'time',
+                        SimpleNamespace(perf_counter=lambda: now[0], sleep=pauses.append))
+    def source(seconds):
+        while True:
+            now[0] += seconds
+            yield 0
+    measure_loaders({'slow': source(0.5), 'fast': source(0.01)}, 4, {'slow': 3, 'fast': 8}, rounds=1,
+                    seconds=0.001)
+    assert len(pauses) == 6 and min(pauses) >= 3 * 0.5   # warm-up, a round and the utilisation, of two
+
+def test_the_emulated_device_is_watched_while_each_pipeline_feeds_it():
+    def slow():
+        while True:
+            time.sleep(0.03)
+            yield 1
+    found = watch_loaders({'slow': slow(), 'fast': itertools.repeat(1)}, 3, seconds=0.5, interval=0.05)
+    assert found['device'] == 'emulated accelerator, 10 ms a step'
+    (first, one), (second, other) = found['arms']
+    assert (one, other) == ('slow', 'fast') and 0 <= first < 0.4 < second
+    busy = {name: [b for t, b in found['samples'] if lo < t <= hi] for name, lo, hi in (
+        (one, first, second), (other, second + 0.1, 99))}
+    assert len(busy['slow']) >= 3 and len(busy['fast']) >= 3
+    assert np.mean(busy['slow']) < 40 < np.mean(busy['fast']) <= 100
+    assert all(round(value, 2) == value for values in busy.values() for value in values)
+
+@pytest.mark.slow
+def test_the_result_names_what_was_compared_and_what_ran(prepared, dvae, monkeypatch):
+    monkeypatch.setattr(page, 'fed_steps',
+                        lambda pipeline, most, seconds: len(next(iter(pipeline()))['clip']) * 10.04)
+    result = bench_loaders(prepared, dvae, clips=14, rounds=1, seconds=0.001)
+    runs = {r['name']: r['runs'] for r in result['rows']}
+    assert runs == page.RUNS
+    assert result['rows'][3]['steps_per_s'] == round(10.04 * prepared.config.data.batch_size, 1)
+    assert result['compared'].keys() == runs.keys() and 'codes' in result['compared']['cache']
+
+def test_what_was_compared_as_text():
+    result = {'compared': {'cache': {'clip': 0., 'codes': 0.}}, 'not_compared': {'x': 'what it draws'}}
+    assert compared_text(result).splitlines()[1:] == [
+        '  cache: clip, codes', '  x, not compared: what it draws']
+
+def test_other_loaders_are_compared_with_ours(prepared, dvae, monkeypatch):
+    asked, copies = {}, []
+    def measure(sources, batch_size, ahead, rounds, seconds, progress):
+        asked.update(locals())
+        return [{'name': name, 'clips_per_s': 99.} for name in sources]
+    class Peer:
+        runs, ahead, not_compared = 'DALI: one mel', 7, 'what it draws'
+        def compare(self): return {'mel': 0.}
+        def padding(self, samples_per_code): return 1 - 2 * 1024 / 6 / samples_per_code
+    class Reader(page.readers(BatchPlan(prepared, prepared.config.data), dvae.mel_stats)['cache'].__class__):
+        runs = 'one more'
+    def others(cache, plan, stats, stack):
+        assert cache is prepared and len(plan.cache) == 28
+        return {'more': Reader(plan.cache, plan)}, {'dali': Peer()}
+    def tiled(cache, times):
+        copies.append(times)
+        return Tiled(cache, times)
+    monkeypatch.setattr(page, 'Tiled', tiled)
+    monkeypatch.setattr(page, 'measure_loaders', measure)
+    trials = []
+    def fed(pipeline, most, seconds):
+        trials.append(seconds)
+        return most if most < 38 else None
+    monkeypatch.setattr(page, 'fed_steps', fed)
+    monkeypatch.setattr(page, 'watch_loaders', lambda sources, *how: list(sources))
+    equal = lambda plan, stats, encode, ours: {name: {'clip': 0.} for name in ours}   # compares for seconds
+    monkeypatch.setattr(page, 'check_equal', equal)
+    result = bench_loaders(prepared, dvae, clips=15, rounds=3, seconds=0.1, others=others)
+    assert trials == [0.1] * 5
+    rows = {row['name']: row for row in result['rows']}
+    ahead = dict.fromkeys(list(rows)[:-1], 1 + prepared.config.data.num_workers) | {'dali': 7}
+    assert copies == [2] and asked['ahead'] == ahead and list(rows)[-2:] == ['more', 'dali']
+    assert (asked['batch_size'], asked['rounds'], asked['seconds']) == (4, 3, 0.1)
+    assert rows['dali'] == {'name': 'dali', 'runs': 'DALI: one mel', 'clips_per_s': 99.,
+                            'padding': round(1 - 2 / 6, 4), 'steps_per_s': None}
+    assert rows['more']['runs'] == 'one more' and result['swing'] == ['numpy_function', 'native', 'cache']
+    assert rows['cache']['steps_per_s'] == 37.1   # 1.5 * 99 / 4
+    assert rows['cache']['padding'] == rows['native']['padding'] > 0
+    assert result['compared']['dali'] == {'mel': 0.} and result['not_compared'] == {'dali': 'what it draws'}
+    assert page._fed(None, prepared.config.data, 200., 1.) is None
 
 
-def wrong_steps(mode, **sizes):
-    raise ValueError('no such mode ' + mode)
-    yield
-
-
-@pytest.fixture
-def one_arm(small, monkeypatch):
-    "Settings of one block, and one mode of ours; `one_arm` compares it with the steps in another process."
-    monkeypatch.setattr(page, 'PLAIN_ARMS', {'graph': PLAIN_ARMS['graph']})
-    config = small.replace(model={'gpt': {'layers': 1}})
-    def compare(steps, rounds=3):
-        monkeypatch.setattr(page, '_torch_steps', steps)
-        return gpt2_speed(config, 8, rounds=rounds, torch_python=steps and sys.executable)
-    return compare
-
-
-def test_a_peer_s_answer_is_one_step_whatever_its_loss(one_arm):
-    rows = {row['name']: row for row in one_arm(slow_steps)}
-    assert set(rows) == {'graph', *TORCH_ARMS}
-    for name in TORCH_ARMS: assert rows[name]['step_ms'] >= 30, 'a loss of 7 is not taken for 7 steps'
-    assert rows['graph']['step_ms'] > 0 and all(row['spread'] >= 0 for row in rows.values())
-    assert [row['name'] for row in one_arm(None, 1)] == ['graph']
-
-
-def test_a_peer_that_fails_is_named(one_arm):
-    with pytest.raises(UserError, match=r'transformers failed \(ValueError: no such mode torch'):
-        one_arm(wrong_steps)
-
-
-@pytest.mark.parametrize('answer', [{'positions': 62, 'dropout': 0.}, {'positions': 59, 'dropout': 0.1}])
-def test_other_work_is_not_compared(answer):
-    page.check_same_work({'loss': 1., 'positions': 59, 'dropout': 0.}, 59)
-    found = f'coqui-tts computed {answer["positions"]} positions with dropout {answer["dropout"]}'
-    with pytest.raises(UserError, match=found):
-        page.check_same_work({'loss': 1.} | answer, 59)
-
-
-# --- our side -----------------------------------------------------------------------------------------------
+# --- the step -----------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -128,10 +229,9 @@ def compared(quick, monkeypatch):
                  'emulated_use': lambda config: {'xla': 0.9},
                  'matmul_ceiling': lambda p, rows, width: CEILINGS[p] * (rows == 4 * 22) * width / 64,
                  'step_flops': lambda config, rows, text, codes: FLOPS * (rows == 4) * text * codes,
-                 'loop_seconds': lambda step, *_: (looped, 2), 'trace_count': lambda step: 9,
-                 'coqui_step': lambda python, config, text, codes: nullcontext(peer)}
+                 'loop_seconds': lambda step, *_: (looped, 2), 'trace_count': lambda step: 9}
         for name, fake in fakes.items(): monkeypatch.setattr(page, name, fake)
-        return {row.pop('name'): row for row in step_speed(quick, 6, 8, coqui_python=peer and 'python')}
+        return {row.pop('name'): row for row in step_speed(quick, 6, 8, others=peer and {'coqui': peer})}
     return of
 
 LOSSES = {name: 1.01 if 'bf16' in name else 1. for name in ARMS}
@@ -143,7 +243,7 @@ def test_rows_of_the_comparison(compared):
            'emulated_au': None}
     half = row | {'mfu': 1.067, 'limit_gflops': 0.3, 'first_s': 2.23}
     apart = dict.fromkeys(('au', 'traces', 'syncs', 'first_s'))
-    rows = compared(LOSSES, 0.17, lambda: {'loss': 0., 'positions': 22, 'dropout': 0.})
+    rows = compared(LOSSES, 0.17, lambda: {'loss': 0.})
     assert rows['xla'].pop('emulated_au') == 0.9
     rows['xla']['emulated_au'] = None
     assert rows == {name: half if 'bf16' in name else row for name in ARMS} | {'coqui': row | apart}
@@ -151,8 +251,6 @@ def test_rows_of_the_comparison(compared):
     again['xla']['emulated_au'] = None
     assert again == {name: rows[name] for name in ARMS}
     assert compared(LOSSES, 0.1)['xla']['au'] == 1   # never more
-    other = lambda: {'positions': 21, 'dropout': 0.}
-    with pytest.raises(UserError, match='we compute 22 without'): compared(LOSSES, 0.17, other)
 
 def test_on_a_gpu_no_accelerator_is_emulated(compared, monkeypatch):
     monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: ['GPU:0'])
@@ -180,29 +278,14 @@ def test_only_half_precision_may_differ_and_not_by_much(compared):
         wrong = LOSSES | {name: loss}
         pytest.raises(AssertionError, compared, wrong, 1.).match(f'{name} computes other losses than eager')
 
-def test_coqui_is_asked_for_the_same_sizes(quick, monkeypatch):
-    "coqui-tts adds START and STOP itself, and three more codes at the end."
-    monkeypatch.setattr(page, 'step_peer', lambda python, main, **sizes: sizes)
-    sizes = dict(layers=1, width=64, heads=2, vocabulary=48, batch=4, text=6, codes=5, frames=32)
-    assert page.coqui_step('python', quick, 6, 8) == sizes
-
-def test_the_blocks_of_a_plain_gpt2(quick, monkeypatch):
-    "No dropout; output layers begin smaller by the root of the number of residuals, as in GPT-2; it learns."
-    made, real = [], page.TransformerBlock
-    monkeypatch.setattr(page, 'TransformerBlock', lambda *a, **k: made.append(a) or real(*a, **k))
-    config = quick.replace(model={'gpt': {'layers': 2}},
-                           training={'enable_eager_debug': True, 'learning_rate': 1e-2,
-                                                                   'warmup_steps': 0, 'schedule': 'constant'})
-    step, ids = plain_gpt2(config, 8, 40), tf.constant(np.arange(36).reshape(4, 9), tf.int32)
-    losses = [float(step(ids)) for _ in range(12)]
-    assert made == [(64, 2, 0., 0.5)] * 2 and losses[-1] < losses[0] / 2
-
 
 # --- TensorFlow as it starts, and configured ----------------------------------------------------------------
 
 PHASES = 'imports', 'model', 'trace', 'compile'
+
 VARIABLES = 'TF_XLA_FLAGS', 'TF_NUM_INTRAOP_THREADS', 'TF_NUM_INTEROP_THREADS'
 
+@pytest.mark.slow
 def test_a_training_process(quick, monkeypatch, tmp_path):
     "In this process: facts of the start, then of updates; the loss of the first update is that of the step."
     config = quick.replace(training={'enable_xla_compilation': False})
@@ -326,78 +409,3 @@ def test_a_second_start_compiles_nothing(quick):
         assert own['switches'] < many['switches'] and half['loss'] != own['loss'] == rows[0]['loss']
         now = {file.name: file.stat().st_mtime_ns for file in folder.rglob('xla_compile_cache*')}
         assert now.items() > kept.items() and len(now) == 2   # another number of threads, another kernel
-
-# --- their side: the other library's calls ------------------------------------------------------------------
-
-class Loss(float):
-    "A number with the methods of a tensor that has gradients."
-    seen = []
-    def __rmul__(self, other): return Loss(float(other) * float(self))
-    def __add__(self, other): return Loss(float(self) + float(other))
-    def detach(self): return self
-    def backward(self): self.seen.append(float(self))
-
-class Dropout: p = 0.1
-
-@pytest.fixture(params=['cpu', 'cuda'])
-def torch(monkeypatch, request):
-    "Stands in for PyTorch and records the calls."
-    torch = MagicMock()
-    torch.cuda.is_available.return_value = request.param == 'cuda'
-    torch.nn.modules.dropout._DropoutNd = Dropout
-    torch.device_used = request.param
-    for name in ('TTS', 'TTS.tts', 'TTS.tts.layers', 'TTS.tts.layers.xtts', 'TTS.tts.layers.xtts.gpt',
-                 'transformers'):
-        monkeypatch.setitem(sys.modules, name, MagicMock())
-    monkeypatch.setitem(sys.modules, 'torch', torch)
-    Loss.seen.clear()
-    return torch
-
-ADAMW = dict(lr=1e-4, betas=(0.9, 0.96), weight_decay=1e-2)
-
-def test_a_step_of_coqui(torch):
-    "Its own sizes, as released; AdamW and clipping as ours; loss 0.01 x text + codes."
-    model = sys.modules['TTS.tts.layers.xtts.gpt'].GPT
-    gpt, dropout = model.return_value.to.return_value.train.return_value, Dropout()
-    gpt.modules.return_value, gpt.return_value = [dropout, object()], (Loss(5.), Loss(3.), None)
-    steps = page._coqui_steps(2, 30, 1024, 16, 6681, batch=4, text=6, codes=5, frames=32)
-    assert next(steps)['dropout'] == 0 and dropout.p == 0
-    hook = gpt.gpt.register_forward_pre_hook
-    assert hook.call_args.kwargs == {'with_kwargs': True}
-    hook.call_args.args[0](None, (), {'inputs_embeds': np.zeros((4, 22, 64))})
-    assert next(steps) == {'loss': 3., 'dropout': 0., 'positions': 22} and Loss.seen == [3.05, 3.05]
-    model.assert_called_once_with(
-        layers=30, model_dim=1024, heads=16, number_text_tokens=6681, max_text_tokens=402, max_mel_tokens=605,
-        num_audio_tokens=1026, start_audio_token=1024, stop_audio_token=1025, use_perceiver_resampler=True)
-    model.return_value.to.assert_called_once_with(torch.device_used)
-    torch.optim.AdamW.assert_called_once_with(gpt.parameters(), **ADAMW)
-    torch.nn.utils.clip_grad_norm_.assert_called_with(gpt.parameters(), 1.0)
-    assert torch.randint.call_args_list == [call(3, 250, (4, 6)), call(0, 1024, (4, 5))]
-    assert torch.full.call_args_list == [call((4,), 6), call((4,), 5 * 1024)]
-    assert torch.randn.call_args_list == [call(4, 1, 80, 32)]
-
-@pytest.mark.parametrize('mode', ['torch', 'torch_compile', 'torch_bf16'])
-def test_a_step_of_transformers(torch, mode):
-    "No dropout, an output layer of its own, no cache; the next token is the target."
-    library, made = sys.modules['transformers'], []
-    gpt = library.GPT2LMHeadModel.return_value.to.return_value
-    ids = torch.randint.return_value
-    torch.nn.functional.cross_entropy.return_value = Loss(2.5)
-    torch.compile.side_effect = lambda f: made.append(f) or f
-    steps = page._torch_steps(2, 12, 768, 12, 1026, batch=4, tokens=8, mode=mode)
-    assert [next(steps), next(steps)] == [2.5, 2.5] and Loss.seen == [2.5, 2.5]
-    assert bool(made) == ('compile' in mode)
-    library.GPT2Config.assert_called_once_with(
-        vocab_size=1026, n_positions=8, n_embd=768, n_layer=12, n_head=12, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0, use_cache=False, tie_word_embeddings=False)
-    torch.optim.AdamW.assert_called_once_with(gpt.parameters(), **ADAMW)
-    assert torch.randint.call_args.args[1:] == (1026, (4, 9))
-    assert torch.randint.call_args.kwargs == {'device': torch.device_used}
-    torch.autocast.assert_called_with(torch.device_used, torch.bfloat16, enabled='bf16' in mode)
-    everything = slice(None)
-    cut = [c.args[0] for c in ids.__getitem__.call_args_list[:2]]
-    assert cut == [(everything, slice(None, -1)), (everything, slice(1, None))]
-    scores = gpt.return_value.logits.float.return_value
-    scores.flatten.assert_called_with(0, 1)
-    torch.nn.functional.cross_entropy.assert_called_with(scores.flatten.return_value,
-                                                         ids[0].flatten.return_value)
