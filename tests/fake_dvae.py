@@ -1,5 +1,6 @@
 "A DVAE for tests of `prepare`: no weights to train, quick to start, and importable by child processes."
 import os
+import resource
 import signal
 import time
 
@@ -39,6 +40,14 @@ def load(path, config, kind=Fake) -> Fake:
     return kind(float(values['gain'][0]), float(values['mel_stats'][0]))
 
 def load_slow(path, config): return load(path, config, Slow)
+
+def largest_file(size: int):
+    "No file of this process may grow beyond `size` bytes, which fails as a full disk does."
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+def load_on_a_full_disk(path, config):
+    largest_file(120_000)
+    return load(path, config)
 
 def load_and_fail(path, config): raise ValueError('these weights are odd')
 

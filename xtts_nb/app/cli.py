@@ -130,7 +130,7 @@ def _notebooks(folder: argument(Path, 'A new folder.')):
     pages, records = package / 'notebooks', package / 'notebooks' / 'benchmarks'
     if not pages.is_dir(): pages, records = package.with_name('nbs'), package.with_name('benchmarks')
     if folder.exists(): raise UserError(f'{folder}: exists already; name a new folder.')
-    left_out = shutil.ignore_patterns('.ipynb_checkpoints', '*.yml', '*.py', '*.md')
+    left_out = shutil.ignore_patterns('.ipynb_checkpoints', '*.yml', '*.py', '*.md', '__pycache__')
     with atomic_folder(folder) as part:
         shutil.copytree(pages, part, dirs_exist_ok=True, ignore=left_out)
         shutil.copytree(records, part / 'benchmarks', dirs_exist_ok=True, ignore=left_out)
