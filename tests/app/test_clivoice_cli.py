@@ -80,7 +80,7 @@ def test_demo_of_several_seeds(ran, behind, bars):
 REPORT = [{'piece': 1, 'text': 'Hallo', 'found': 'no end', 'done': 'left'}]
 
 @pytest.fixture
-def speakers(monkeypatch):
+def speakers(monkeypatch, tmp_path):
     "Stubs the model; the settings of each speaker and the calls of `speak_whole`."
     class Speaker:
         sample_rate, vocoder, made = 22050, 'griffin-lim', []
@@ -90,6 +90,7 @@ def speakers(monkeypatch):
         progress(1, 2)
         return np.zeros(3 * 11025 + 9), REPORT if text == 'Hallo' else []
     calls = []
+    monkeypatch.chdir(tmp_path)   # `say` looks whether it can write
     monkeypatch.setattr('xtts_nb.speech.guard.GuardedSpeaker', Speaker)
     monkeypatch.setattr('xtts_nb.speech.guard.run_rates', lambda run: f'the rates of {run}')
     monkeypatch.setattr('xtts_nb.speech.long.speak_whole', speak_whole)
