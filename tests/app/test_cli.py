@@ -122,6 +122,7 @@ def test_without_a_command_help_is_shown(arguments, capfd):
 
 # --- what a user does ---------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_prepare(session, corpus, mini):
     done = session['prepare']
     assert done.code == 0, done.err
@@ -135,6 +136,7 @@ def test_prepare(session, corpus, mini):
     assert page.read_text(encoding='utf-8').startswith('<!doctype html>')
     assert XTTSConfig.load(session['home'] / 'the cache' / 'config.yaml') == mini
 
+@pytest.mark.slow
 def test_prepare_in_parts_with_workers_and_merge(corpus, prepared, tmp_path):
     "The parts together are what one run gives."
     given = ['prepare', corpus, '--dvae', prepared.folder]
@@ -178,6 +180,7 @@ def ten(mini, tmp_path):
 
 def stamps(folder): return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.iterdir()}
 
+@pytest.mark.slow
 def test_prepare_again_learns_and_writes_nothing(mine, eager, ten, tmp_path, capfd):
     out = tmp_path / 'out'
     here = ['prepare', mine, '--out', out, '--json', '--config']
@@ -211,7 +214,8 @@ def test_a_dvae_that_was_learned_survives_a_kill(corpus, eager, tmp_path, capfd)
     assert (tmp_path / 'out' / 'dvae.safetensors').read_bytes() == weights
     assert not (tmp_path / 'out.work').exists()
 
-@pytest.mark.parametrize('how', ['Ctrl-C', pytest.param('SIGKILL', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('how', ['Ctrl-C', 'SIGKILL'])
 def test_the_training_of_a_dvae_goes_on(corpus, ten, tmp_path, capfd, how):
     from xtts_nb.train.trainer import Hooks
     work, here = tmp_path / 'out.work', ['prepare', corpus, '--config', ten, '--out']
@@ -539,6 +543,7 @@ def test_ctrl_c_leaves_no_half_cache(longer, settings, prepared, tmp_path, stage
     if stage.startswith('train'): shutil.rmtree(tmp_path / 'out.work', ignore_errors=True)
     assert tree(tmp_path) == before
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_run_that_goes_on(session, tmp_path):
     run = tmp_path / 'run'
     shutil.copytree(session['home'] / 'runs' / 'train-1', run)

@@ -32,8 +32,8 @@ def test_streamed_batches_are_those_from_memory(undisturbed, folder):
     assert undisturbed('streamed') == undisturbed('memory') and len(set(undisturbed('memory'))) == STEPS
     assert 'codes' not in Cache(folder('runtime')).manifest['stored']
 
-@pytest.mark.parametrize('kind, step, more', [pytest.param(*m, marks=[pytest.mark.slow] * (i > 2))
-                                              for i, m in enumerate(MOMENTS)])
+@pytest.mark.parametrize('kind, step, more', [
+    pytest.param(*m, marks=[pytest.mark.slow] * (i != KINDS.index('memory'))) for i, m in enumerate(MOMENTS)])
 def test_killed_at_any_moment_it_goes_on(folder, undisturbed, tmp_path, kind, step, more):
     out = tmp_path / 'digests'
     child = Forked('import reading; reading.main()', folder(kind), kind, STEPS, out)

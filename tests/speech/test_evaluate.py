@@ -350,6 +350,7 @@ def endless(singer):
     yield singer
     bias.assign(kept)
 
+@pytest.mark.slow
 def test_with_a_trained_decoder_the_gpt_is_given_the_codes(endless, tmp_path, monkeypatch):
     "Codes that the model itself chooses give the sound that it speaks."
     save_audio(tmp_path / 'a.wav', synthetic_voice(1.))

@@ -138,6 +138,7 @@ def test_a_stream_is_the_whole_call(speaker, voices, alone):
         assert len(pieces) > 1 or len(alone[i]) < 8000
     assert trace_count(speaker.rows._advance) == 1
 
+@pytest.mark.slow
 def test_a_stream_with_int8_weights_is_the_whole_call(voiced, single, voices):
     model = copy.copy(single)
     model.hifigan = voiced.hifigan

@@ -36,8 +36,8 @@ def values(update) -> list: return [v.numpy() for v in (*update.weights, *update
 
 
 @pytest.mark.parametrize('kind', ['lora', 'rows'])
-@pytest.mark.parametrize('parts, again, precision',
-                         [(1, False, 'float32'), (2, True, 'float32'), (1, True, 'bfloat16')])
+@pytest.mark.parametrize('parts, again, precision', [(2, True, 'float32'), *(
+    pytest.param(*m, marks=pytest.mark.slow) for m in ((1, False, 'float32'), (1, True, 'bfloat16')))])
 def test_the_model_stays_and_its_adapters_move(plain, rows, kind, parts, again, precision):
     update = made(plain, kind,
                   training={'accumulation': parts, 'gradient_checkpointing': again, 'precision': precision})

@@ -151,6 +151,7 @@ def test_a_trainer_may_keep_nothing(prepared, mini, tmp_path, monkeypatch):
     trainer = new_run(prepared, mini, None)
     assert trainer.run is None and trainer.step == 0 and not list(tmp_path.iterdir())
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_one_replica_trains_as_the_plain_trainer_to_the_end(prepared, mini, alone, tmp_path):
     "It is not stopped, because nobody asked it to; the same losses."
@@ -383,6 +384,7 @@ def test_out_of_memory_with_one_row_is_an_error(single, oversized):
     message = 'out of memory with 1 rows at once; set training.gradient_checkpointing'
     with pytest.raises(UserError, match=message): trainer.fit()
 
+@pytest.mark.slow
 def test_what_xla_cannot_compile_is_trained_without_it(single, monkeypatch, capsys):
     real = Update.gradients
     def gradients(self, batch, number, counts, first=None):

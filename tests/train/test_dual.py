@@ -190,6 +190,7 @@ def test_a_data_device_without_memory_is_named_with_a_remedy(runtime, mini):
     with pytest.raises(UserError, match='^CPU:0: out of memory while it made a batch of 4 clips; lower data'):
         with feed(BatchPlan(runtime, mini.data), 0, 2) as batches: next(batches)
 
+@pytest.mark.slow
 def test_the_gpu_of_a_worker_makes_the_codes_of_its_rows(runtime, prepared, mini):
     "A batch at once; with prepared codes, on a CPU or with several cards it has nothing to make."
     config = mini.replace(data={'buckets': 1}, training={'enable_graph_mode': False})   # op by op

@@ -93,8 +93,8 @@ def done(mini, base, persian, tmp_path_factory):
         return folders[kind]
     return of
 
-@pytest.mark.parametrize('kind', ['lora', *(
-    pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != 'lora')])
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', KINDS)
 def test_a_stopped_run_goes_on_to_the_bit(done, mini, base, persian, tmp_path, kind):
     new_run(persian, settings(mini, kind), tmp_path / 'run', base=base, feed=read_eagerly).fit(steps=2)
     again = resume_run(tmp_path / 'run', feed=read_eagerly)

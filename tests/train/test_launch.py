@@ -160,6 +160,7 @@ def test_the_cause_is_named_before_its_consequence():
     with pytest.raises(UserError, match='Worker 1 was ended by SIGKILL before it could begin'):
         watch(group, wait=1)
 
+@pytest.mark.slow
 def test_the_number_of_restarts_is_limited(worker, tmp_path):
     lines = []
     dies = """

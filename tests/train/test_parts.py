@@ -545,6 +545,7 @@ def test_a_voice_that_came_along_is_not_learned_again(model, prepared, tiny, ban
         new_voice_run(tmp_path / 'fourth', model, prepared, tiny, ['nobody'])
     assert not (tmp_path / 'fourth').exists()
 
+@pytest.mark.slow
 def test_a_recording_that_is_gone_is_named(model, mine, small, dvae, tiny, tmp_path):
     prepare(mine, tmp_path / 'cache', small, dvae, XTTS.load(model).tokenizer)
     shutil.move(mine, tmp_path / 'elsewhere')

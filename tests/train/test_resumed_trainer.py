@@ -205,9 +205,9 @@ def fit_killed(monkeypatch, run, where, count):
 
 SLOW = [pytest.param(*both, marks=pytest.mark.slow) for both in ((2, 4), (4, 3), (1, 5), (5, 1))]
 
-@pytest.mark.parametrize('where', ['step', 'checkpoint written', 'before a file',
-                                   pytest.param('log', marks=pytest.mark.slow),
-                                   pytest.param('model written', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('where', ['step', *(
+    pytest.param(w, marks=pytest.mark.slow)
+    for w in ('checkpoint written', 'before a file', 'log', 'model written'))])
 @pytest.mark.parametrize('log_every, checkpoint_every', [(3, 4), *SLOW])
 def test_stopped_anywhere_and_resumed(cheap, undisturbed, prepared, mini, tmp_path, monkeypatch, where,
                                       log_every, checkpoint_every):
@@ -299,6 +299,7 @@ def test_killed_and_resumed_to_the_bit(whole, prepared, tmp_path):
     "Before the first checkpoint, and at a random moment; at more of them in the slow tier."
     check_killed(whole, prepared, tmp_path, time.time_ns(), [3, (9, 50)], xla=False)
 
+@pytest.mark.slow
 def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
     "Exit code 143, and a checkpoint of the update that was running."
     config = mini.replace(data={'buckets': 1},

@@ -151,6 +151,7 @@ def test_a_share_of_the_sentences_is_held_out_in_every_voice(prepared):
 
 KINDS = [(best, half) for best in (False, True) for half in (False, True)]
 
+@pytest.mark.slow
 def test_the_command_exports_either_model_in_either_precision(given, prepared, mini, tmp_path, capsys):
     run = tmp_path / 'run'
     new_run(prepared, mini.replace(training={'validate_every': 2}), run, HELD).fit()
