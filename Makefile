@@ -31,29 +31,40 @@ $(ready): pyproject.toml requirements.lock
 demo: $(ready)
 	@$(bin)/xtts-nb demo $(ARGS)
 
-test: flags = $(if $(GPU),gpu,cpu)
-test: marked = not slow and not $(if $(GPU),cpu,gpu)
-test: deal = worksteal
-test: pages = python dev/quick_pages.py
-test-all: flags = $(if $(GPU),gpu,cpu)
-test-all: marked = not $(if $(GPU),cpu,gpu)
-test-all: deal = loadfile
-test-all: pages = nbdev-test
-test-all: test-torch
+# The quick tests that are not slow compile cheaply, see dev/quick.py.
+device = $(if $(GPU),gpu,cpu)
+other = $(if $(GPU),cpu,gpu)
+two_pages = --n-workers 2 --timing
+quick_tests = $(env) $(bin)/pytest -n 2 --dist worksteal -m "not slow and not $(other)" $(ARGS)
+define style
+@echo "== style"
+@$(bin)/ruff check nbs xtts_nb tests dev benchmarks
+@echo "== notebooks and library"
+@$(bin)/python dev/in_step.py
+endef
 
-test test-all: $(ready)
-	@echo "== style"
-	@$(bin)/ruff check nbs xtts_nb tests dev benchmarks
-	@echo "== notebooks and library"
-	@$(bin)/python dev/in_step.py
+test: $(ready)
+	$(style)
 	@echo "== every notebook"
-	@$(env) $(bin)/$(pages) --n-workers 2 --timing --flags "$(strip $(flags))"
+	@$(env) $(bin)/python dev/quick_pages.py $(two_pages) --flags "$(device)"
 	@echo "== tests"
-	@$(env) $(bin)/pytest -n 2 --dist $(deal) -m "$(marked)" $(ARGS)
+	@$(quick_tests)
+
+# The slow cells of the lessons run in tests/test_browser.py, at the sizes that a user gets. ARGS may choose tests of
+# one kind alone: pytest exits with 5 where there are none.
+test-all: $(ready) test-torch
+	$(style)
+	@echo "== every notebook, with the slow cells of all but the lessons"
+	@$(env) $(bin)/nbdev-test $(two_pages) --skip-file-re '^[_.0-9]' --flags "slow $(device)"
+	@$(env) $(bin)/nbdev-test $(two_pages) --file-re '^[0-9]' --flags "$(device)"
+	@echo "== quick tests"
+	@$(quick_tests) || [ $$? -eq 5 ]
+	@echo "== slow tests"
+	@$(env) $(bin)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not $(other)" $(ARGS) || [ $$? -eq 5 ]
 
 # Parts of about the same length by the seconds in dev/durations.json, which are renewed by
 # make test-all ARGS="--store-durations --durations-path dev/durations.json"
-parts = 8
+parts = 6
 part = $(shell expr $$(printf %d 0x$$(git rev-parse --short=7 HEAD || echo 0)) % $(parts) + 1)
 test-part: $(ready)
 	@echo "== part $(part) of $(parts) of the slow tests"

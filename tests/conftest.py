@@ -253,6 +253,20 @@ def given(monkeypatch):
     monkeypatch.setattr(runs, 'Trainer', Given)
 
 
+@pytest.fixture(scope='session')
+def wheels(tmp_path_factory) -> list[Path]:
+    "The wheel of the tracked files, and the wheel of the sdist of these."
+    from wheels import build_wheels
+    return build_wheels(tmp_path_factory.mktemp('wheels'))
+
+
+@pytest.fixture(scope='session')
+def installed(wheels, tmp_path_factory) -> Path:
+    "The scripts of an environment that holds the wheel, and sees the other packages of this one behind it."
+    from wheels import install
+    return install(wheels[0], tmp_path_factory.mktemp('installed') / 'env')
+
+
 # --- commands in this process, and what stands behind them --------------------------------------------------
 
 @pytest.fixture
