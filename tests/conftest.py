@@ -267,6 +267,12 @@ def installed(wheels, tmp_path_factory) -> Path:
     return install(wheels[0], tmp_path_factory.mktemp('installed') / 'env')
 
 
+@pytest.fixture
+def cheap_xla(monkeypatch):
+    "Processes of the test compile as those of quick tests: it compares runs that are compiled alike."
+    monkeypatch.setenv('XLA_FLAGS', quick.XLA)
+
+
 # --- commands in this process, and what stands behind them --------------------------------------------------
 
 @pytest.fixture

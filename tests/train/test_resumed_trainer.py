@@ -285,6 +285,7 @@ def kill_behind(step, run, *arguments, jitter):
 def check_killed(whole, prepared, folder, seed, points, xla):
     settings, wanted = whole(xla)
     draw, run = random.Random(seed), folder / 'run'
+    print('seed', seed)
     for part, point in enumerate(points):
         arguments = [] if part else ['--data', prepared.folder, '--config', settings]
         kill_behind(point if isinstance(point, int) else draw.randint(*point), run, *arguments,
@@ -316,6 +317,7 @@ def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
     assert int(saved.stem[5:]) == reached(tmp_path / 'run') >= 4 and f'--run {tmp_path / "run"}' in err
 
 @pytest.mark.slow
-@pytest.mark.parametrize('seed', range(3))
-def test_killed_at_many_moments(whole, prepared, tmp_path, seed):
-    check_killed(whole, prepared, tmp_path, seed, [(1, 15), (16, 30), (31, 45), (46, 55)], xla=True)
+@pytest.mark.parametrize('points', [[(1, 9), (20, 29), (40, 49)], [(10, 19), (30, 39), (50, 55)]],
+                         ids=['three moments', 'three others'])
+def test_killed_at_many_moments(whole, prepared, tmp_path, cheap_xla, points):
+    check_killed(whole, prepared, tmp_path, time.time_ns(), points, xla=True)
