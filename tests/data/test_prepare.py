@@ -484,7 +484,7 @@ def undisturbed(corpus, small, tokenizer, tmp_path_factory):
 
 RANDOM = np.random.default_rng(4)
 # finished shards of 7, seconds more
-MOMENTS = [(int(RANDOM.integers(8)), float(RANDOM.uniform(0, 0.15))) for _ in range(20)]
+MOMENTS = [(int(RANDOM.integers(8)), float(RANDOM.uniform(0, 0.15))) for _ in range(12)]
 
 @pytest.mark.parametrize('done, more', [pytest.param(*m, marks=[pytest.mark.slow] * (i not in (0, 3, 8)))
                                         for i, m in enumerate(MOMENTS)])

@@ -13,7 +13,7 @@ from xtts_nb.data.prepare import prepare
 
 STEPS = 60
 RANDOM = np.random.default_rng(5)
-MOMENTS = [(KINDS[i % 3], int(RANDOM.integers(STEPS)), float(RANDOM.uniform(0, 0.02))) for i in range(20)]
+MOMENTS = [(KINDS[i % 3], int(RANDOM.integers(STEPS)), float(RANDOM.uniform(0, 0.02))) for i in range(12)]
 
 
 @pytest.fixture(scope='module')
