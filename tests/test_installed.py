@@ -37,6 +37,6 @@ def test_prepare_train_and_say(installed, corpus, small, tmp_path):
     (tmp_path / 'tiny.yaml').write_text(config.to_yaml())
     there(installed, 'xtts-nb', 'prepare', corpus, '--out', 'cache', '--config', 'tiny.yaml', cwd=tmp_path)
     there(installed, 'xtts-nb', 'train', '--data', 'cache', '--run', 'run', cwd=tmp_path)
-    there(installed, 'xtts-nb', 'say', 'aa bb', '--run', 'run', '--voice', corpus / 'wavs' / 'low-0.wav',
+    there(installed, 'xtts-nb', 'say', 'aa bb', '--model', 'run', '--voice', corpus / 'wavs' / 'low-0.wav',
           '--out', 'said.wav', cwd=tmp_path)
     assert (tmp_path / 'said.wav').stat().st_size > 1000

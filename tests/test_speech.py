@@ -41,5 +41,5 @@ def test_the_commands_of_the_first_page(speech, tmp_path):
     assert done.json['steps'] == 200 and done.json['loss_last'] < 0.8 * done.json['loss_first']
     clip = json.loads((tmp_path / 'runs/lj/clips.jsonl').read_text(encoding='utf-8').splitlines()[0])
     voice = speech / 'wavs' / f'{clip["id"]}.wav'
-    done = xtts_nb('say', 'printing', '--run', done.json['run'], '--voice', voice, '--json', cwd=tmp_path)
+    done = xtts_nb('say', 'printing', '--model', done.json['run'], '--voice', voice, '--json', cwd=tmp_path)
     assert done.code == 0 and (tmp_path / 'say.wav').is_file(), done.err

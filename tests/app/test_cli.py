@@ -25,8 +25,9 @@ from xtts_nb.config import XTTSConfig
 COMMANDS = [[], ['demo'], ['download'], ['prepare'], ['merge'], ['verify'], ['train'], ['say'], ['evaluate'],
             ['monitor'],
             ['serve'], ['bench'], ['bench', 'data'], ['bench', 'train'], ['bench', 'dual'], ['bench', 'say'],
-            ['train-dvae'], ['train-voice'], ['convert'], ['convert', 'from-coqui'], ['convert', 'to-coqui'],
-            ['grow'], ['config'], ['config', 'create'], ['configure'], ['check'], ['voices'],
+            ['train-dvae'], ['train-decoder'], ['convert'], ['convert', 'from-coqui'],
+            ['convert', 'to-coqui'], ['add-language'], ['config'], ['config', 'create'], ['configure'],
+            ['check'], ['voices'],
             ['voices', 'add'], ['voices', 'blend'], ['convert', 'to-savedmodel']]
 
 
@@ -56,7 +57,8 @@ def session(corpus, settings, tmp_path_factory):
                               '--json', cwd=home)
     done['train'] = xtts_nb('train', '--data', 'the cache', '--json', cwd=home)
     voice = 'my corpus/wavs/low-0.wav'
-    done['say'] = xtts_nb('say', 'aa bb', '--run', 'runs/train-1', '--voice', voice, '--out', 'out put/ä.wav',
+    done['say'] = xtts_nb('say', 'aa bb', '--model', 'runs/train-1', '--voice', voice, '--out',
+                          'out put/ä.wav',
                           '--json', cwd=home)
     return done
 
@@ -363,9 +365,9 @@ BAD = {   # rows of the corpus; arguments; what the sentence names
                            ['foreign', 'another folder']),
     'train: other model': ([], ['train', '--data', 'CACHE', '--run', 'out', '--preset', 'xtts_v2'],
                            ['model.dvae', 'prepare']),
-    'say: no run': ([], ['say', 'aa', '--run', 'empty', '--voice', 'corpus/wavs/good.wav'],
+    'say: no run': ([], ['say', 'aa', '--model', 'empty', '--voice', 'corpus/wavs/good.wav'],
                     ['empty', 'config.yaml', 'train']),
-    'say: a cache': ([], ['say', 'aa', '--run', 'CACHE', '--voice', 'corpus/wavs/good.wav'],
+    'say: a cache': ([], ['say', 'aa', '--model', 'CACHE', '--voice', 'corpus/wavs/good.wav'],
                      ['model.safetensors']),
     'monitor: ending': ([], ['monitor', '--duration', '0.1', '--log-file', 'log.txt'], ['log.txt', '.jsonl']),
     'bench: no corpus': ([], ['bench', 'data', '--data', 'no-such'], ['no-such', 'metadata.csv']),
@@ -404,7 +406,7 @@ def test_one_sentence_names_what_and_the_remedy(kind, bad, prepared, capfd, monk
 def test_say_refuses_what_it_cannot_speak(session, bad, capfd, monkeypatch, text, language, voice, parts):
     monkeypatch.chdir(bad)
     before = tree(bad)
-    assert main('say', text, '--run', session['home'] / 'runs' / 'train-1', '--voice', voice, '--language',
+    assert main('say', text, '--model', session['home'] / 'runs' / 'train-1', '--voice', voice, '--language',
                 language) == 2
     out, err = capfd.readouterr()
     (said,) = Done(2, out, err).said
@@ -478,7 +480,7 @@ def test_a_full_disk_leaves_no_half_speech(session, corpus, disk):
         with suppress(OSError):
             while f.write(bytes(512)): pass
     before, voice = tree(disk), corpus / 'wavs' / 'low-0.wav'
-    done = xtts_nb('say', 'aa', '--run', session['home'] / 'runs' / 'train-1', '--voice', voice, '--out',
+    done = xtts_nb('say', 'aa', '--model', session['home'] / 'runs' / 'train-1', '--voice', voice, '--out',
                    disk / 'new.wav')
     check_full(done, disk, before, ['new.wav'])
 

@@ -259,7 +259,7 @@ def test_bounds():
         ('train --prefetch-buffer-size', 1, 0), ('train --data-gpu', 0, -1), ('train --model-gpu', 0, -1),
         ('train --data-gpu-memory', 1, 0), ('train --model-gpu-memory', 1, 0), ('train --buffer-size', 1, 0),
         ('train-dvae --steps', 1, 0), ('train-dvae --val', 0, -0.1), ('train-dvae --val', 0.9, 0.91),
-        ('train-voice --steps', 1, 0), ('train-voice --val', 0, -0.1), ('train-voice --val', 0.9, 0.91),
+        ('train-decoder --steps', 1, 0), ('train-decoder --val', 0, -0.1), ('train-decoder --val', 0.9, 0.91),
         ('find batch-size --data c --memory', 0.1, 0.09), ('find learning-rate --data c --steps', 10, 9),
         ('bench train --layers', 1, 0), ('bench train --width', 64, 63), ('bench train --heads', 1, 0),
         ('bench train --batch-size', 1, 0), ('bench train --text-tokens', 1, 0),
@@ -290,9 +290,9 @@ def test_layers_of_settings():
 def test_train(ran, behind, bars):
     made = behind('app.cli_train._trainer', SimpleNamespace(run='RUN'))
     fitted = behind('app.cli_train._fit', ({'steps': 4}, 'DONE'))
-    assert ran('train --data c').out == 'DONE\nxtts-nb say TEXT --run RUN --voice FILE\n'
+    assert ran('train --data c').out == 'DONE\nxtts-nb say TEXT --model RUN --voice FILE\n'
     assert ran('train --data c --data-gpu 0 --json').json == {'steps': 4}
-    ran('train --run r --data c --buffer-size 5 --val-data v --from b --finetune lora --preset tiny '
+    ran('train --run r --data c --buffer-size 5 --val-data v --model b --finetune lora --preset tiny '
         '--config f')
     ran('train --data c --enable-memory-isolation --val 0.3 --model-gpu 1 --data-gpu-memory 2 '
         '--model-gpu-memory 3')
@@ -567,7 +567,7 @@ def test_find_batch_size(ran, behind, bars, again, line):
     done = ran('find batch-size --data c')
     assert done.err == line and 'In the section training:' in done.out
     assert bars == [('start', {}), ('try an update', 1, 2)]
-    done = ran('find batch-size --data c --memory 1.5 --from b --finetune lora --preset tiny --config f '
+    done = ran('find batch-size --data c --memory 1.5 --model b --finetune lora --preset tiny --config f '
                '--json')
     assert done.json == {'training': training, 'tried': [{'rows': 8, 'fits': True}]}
     common = {'config': TINY, 'codes': 50, 'text': 20, 'runs': 'runs'}
@@ -587,7 +587,7 @@ def test_find_learning_rate(ran, behind, bars, home):
     assert ran('find learning-rate --data c').out == (
         'training.learning_rate: 0.001 (the loss was lowest at 1.0e-02); see learning_rate.png\n')
     assert bars == [('start', {}), ('raise the rate', 1, 2)]
-    done = ran('find learning-rate --data c --low 1e-5 --high 0.1 --steps 10 --out o.png --from b --json')
+    done = ran('find learning-rate --data c --low 1e-5 --high 0.1 --steps 10 --out o.png --model b --json')
     assert done.json == {'suggestion': 1e-3, 'lowest': 1e-2, 'updates': 3, 'plot': 'o.png'}
     assert [(c['low'], c['high'], c['steps']) for c in tried] == [(1e-7, 1., 80), (1e-5, 0.1, 10)]
     assert [str(c['path']) for c in drawn] == ['learning_rate.png', 'o.png']
@@ -644,13 +644,13 @@ def test_train_voice(ran, behind, bars, home, fitted):
     behind('train.parts.cache_of', 'its own')
     held = behind('train.runs.held_out_share', ['x'])
     asked = behind('app.cli_train._voice_settings', small)
-    assert ran('train-voice m').out == 'DONE\nxtts-nb say TEXT --run RUN --voice FILE\n'
+    assert ran('train-decoder --model m').out == 'DONE\nxtts-nb say TEXT --model RUN --voice FILE\n'
     assert bars == [('start', {}), ('states and recordings', 1, 2)] and not held
-    done = ran('train-voice m --data d --run r --config f --steps 5 --val 0.25 --corpus c --json')
+    done = ran('train-decoder --model m --data d --run r --config f --steps 5 --val 0.25 --corpus c --json')
     assert done.json == {'steps': 4} and held == [{'cache': 'cache d', 'share': 0.25}]
     (home / 'r').mkdir()
     (home / 'r' / 'run.json').touch()
-    ran('train-voice --run r --val 0.25')
+    ran('train-decoder --run r --val 0.25')
     every = {'validate_every': TINY.training.checkpoint_every}
     values = [[v if not hasattr(v, 'parts') else str(v) for v in call.values()] for call in made]
     assert values == [
@@ -660,8 +660,8 @@ def test_train_voice(ran, behind, bars, home, fitted):
     assert [(str(c['folder']), c['config'] and str(c['config']), c['known']) for c in asked] == [
         ('m', None, False), ('m', 'f', False), ('r', None, True)]
     assert [c['config'].data.ram_budget for c in opened] == [0.5, 0.5]
-    assert [call['name'] for call in fitted] == ['train-voice'] * 3
-    assert 'neither a run nor a model' in ran('train-voice').said[0]
+    assert [call['name'] for call in fitted] == ['train-decoder'] * 3
+    assert 'neither a run nor a model' in ran('train-decoder').said[0]
 
 VOICE = {'voice.steps=5': (True, True), 'model.decoder.channels=256': (True, False),
          'model.speaker.blocks=[2, 1, 1, 1]': (True, False),
@@ -685,8 +685,8 @@ def test_settings_that_a_decoder_is_trained_with(tmp_path, text):
 
 def test_export(ran, behind, bars):
     asked = behind('train.runs.export_run', {'bytes': 1_234_560_000})
-    assert ran('export r o').out == 'o: 1,234.6 MB\n' and bars == [('start', {})]
-    assert ran('export r o --best --bfloat16 --json').json == {'bytes': 1_234_560_000}
+    assert ran('convert to-model o --model r').out == 'o: 1,234.6 MB\n' and bars == [('start', {})]
+    assert ran('convert to-model o --model r --best --bfloat16 --json').json == {'bytes': 1_234_560_000}
     assert [[str(v) for v in call.values()] for call in asked] == [['r', 'o', 'False', 'float32'],
         ['r', 'o', 'True', 'bfloat16']]
 

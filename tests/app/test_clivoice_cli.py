@@ -15,11 +15,11 @@ TINY = XTTSConfig.tiny()
 
 
 def test_bounds():
-    check_bounds(('say t --run r --voice v --retries', 0, -1), ('demo --steps', 1, 0),
+    check_bounds(('say t --model r --voice v --retries', 0, -1), ('demo --steps', 1, 0),
                  ('demo --seed', 0, -1), ('demo --seeds', 1, 0),
-                 ('evaluate m d --clips', 1, 0), ('evaluate m d --seed', 0, -1),
-                 ('grow m o --language fa --texts t --tokens', 0, -1),
-                 ('grow m o --language fa --texts t --seed', 0, -1))
+                 ('evaluate d --model m --clips', 1, 0), ('evaluate d --model m --seed', 0, -1),
+                 ('add-language o --model m --language fa --texts t --tokens', 0, -1),
+                 ('add-language o --model m --language fa --texts t --seed', 0, -1))
 
 
 # --- demo ---------------------------------------------------------------------------------------------------
@@ -100,12 +100,12 @@ def speakers(monkeypatch, tmp_path):
 def test_say(ran, behind, bars, speakers):
     made, calls = speakers
     saved = behind('data.audio.save_audio')
-    done = ran('say Hello --run run --voice a.wav')
+    done = ran('say Hello --model run --voice a.wav')
     assert (done.code, done.out) == (0, 'say.wav: 1.50 s at 22050 Hz, griffin-lim\n')
     assert bars == [('start', {}), ('load the model', 0, 1), ('speak', 0, 1), ('speak', 1, 2)]
     given = {'temperature': 0., 'top_k': 0, 'top_p': 0.5, 'repetition_penalty': 1., 'speed': 2.}
     options = ' '.join(f'--{name.replace("_", "-")} {value}' for name, value in given.items())
-    done = ran(f'say Hallo --run run --voice a.wav --voice b.wav --language de --out o.wav --seed 5 '
+    done = ran(f'say Hallo --model run --voice a.wav --voice b.wav --language de --out o.wav --seed 5 '
                f'{options} --retries 0 --check-words --json')
     assert done.json == {'wav': 'o.wav', 'seconds': 1.5, 'sample_rate': 22050, 'vocoder': 'griffin-lim',
                          'report': REPORT}
@@ -113,7 +113,7 @@ def test_say(ran, behind, bars, speakers):
     usual = {'retries': 2, 'rates': 'the rates of run', 'check_words': False}
     assert made == [('the model of run', usual),
                     ('the model of run', given | usual | {'retries': 0, 'check_words': True})]
-    assert ran('say Hallo --run run --voice a.wav').out.endswith(
+    assert ran('say Hallo --model run --voice a.wav').out.endswith(
         'griffin-lim\npiece 1, "Hallo": no end, left\n')
     assert [(str(s['path']), s['wav'].shape, s['sample_rate']) for s in saved] == [
         ('say.wav', (33084,), 22050), ('o.wav', (33084,), 22050), ('say.wav', (33084,), 22050)]
@@ -132,17 +132,17 @@ def test_say_as_a_stream(ran, behind, bars, speakers, monkeypatch):
     streamed = behind('speech.stream.stream_text', [np.zeros(3), np.ones(2)])
     out = SimpleNamespace(buffer=io.BytesIO(), isatty=lambda: False)
     monkeypatch.setattr('sys.__stdout__', out)
-    done = ran('say Hello --run run --voice anna --seed 4 --stream --speed 2')
+    done = ran('say Hello --model run --voice anna --seed 4 --stream --speed 2')
     assert (done.code, done.out) == (0, '') and done.err.endswith('0.50 s at 10 Hz, hifigan\n') and found
     assert out.buffer.getvalue()[:4] == b'RIFF' and len(out.buffer.getvalue()) == 44 + 10
     assert streamed[0].pop('speaker').given == (
         'the model of run', {'rates': 'the rates of run', 'speed': 2.})
     assert streamed == [{'text': 'Hello', 'language': 'en', 'reference': ['ANNA'], 'seed': 4}]
     for more, words in (('--out a.wav', 'leave out --out'), ('--check-words', 'and --check-words')):
-        done = ran(f'say Hello --run run --voice anna --stream {more}')
+        done = ran(f'say Hello --model run --voice anna --stream {more}')
         assert done.code == 2 and words in done.err
     out.isatty = lambda: True
-    assert 'pipe it' in ran('say Hello --run run --voice anna --pcm').err
+    assert 'pipe it' in ran('say Hello --model run --voice anna --pcm').err
 
 def test_say_as_a_stream_leaves_stdout_to_the_sound(behind, bars, speakers, monkeypatch, capfdbinary):
     "What really comes through a pipe; the result is the last line of stderr."
@@ -150,7 +150,7 @@ def test_say_as_a_stream_leaves_stdout_to_the_sound(behind, bars, speakers, monk
         sample_rate=10, vocoder='hifigan'))
     behind('speech.voices.find_voice', ['ANNA'])
     behind('speech.stream.stream_text', [np.zeros(3), np.ones(2)])
-    assert main('say', 'Hello', '--run', 'run', '--voice', 'anna', '--pcm', '--json') == 0
+    assert main('say', 'Hello', '--model', 'run', '--voice', 'anna', '--pcm', '--json') == 0
     out, err = capfdbinary.readouterr()
     assert out == bytes(6) + b'\xff\x7f' * 2
     assert json.loads(err.splitlines()[-1]) == {'seconds': 0.5, 'sample_rate': 10, 'vocoder': 'hifigan'}
@@ -159,14 +159,14 @@ def test_say_reads_the_text_from_a_file(ran, behind, bars, speakers, tmp_path, m
     behind('data.audio.save_audio')
     (tmp_path / 'a.txt').write_bytes('\ufeffÄ.\nB.'.encode())
     (tmp_path / 'b.txt').write_bytes(b'\xff')
-    say = f'say --run run --voice a.wav --text-file {tmp_path}/'
+    say = f'say --model run --voice a.wav --text-file {tmp_path}/'
     assert ran(f'{say}a.txt').code == 0
     monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO('ö'.encode())))
-    assert ran('say --run run --voice a.wav --text-file - --language auto').code == 0
+    assert ran('say --model run --voice a.wav --text-file - --language auto').code == 0
     assert [words[:2] for words in speakers[1]] == [('Ä.\nB.', 'en'), ('ö', 'auto')]
     for line, words in ((f'{say}b.txt', 'b.txt: is not UTF-8'), (f'{say}a.txt a', 'Give either'),
                         (f'{say}c.txt', 'c.txt: cannot be read (No such'),
-                        ('say --run run --voice a.wav', 'Give either')):
+                        ('say --model run --voice a.wav', 'Give either')):
         done = ran(line)
         assert done.code == 2 and words in done.err
 
@@ -235,7 +235,7 @@ def test_to_savedmodel(ran, behind, bars, monkeypatch):
     monkeypatch.setattr('xtts_nb.speech.generate.Speaker', lambda xtts, **speech: f'{xtts} {speech}')
     asked = behind('speech.export.export_speaker',
                    lambda voices, **_: {'vocoder': 'hifigan', 'voices': [*map(str, voices)]})
-    line = 'convert to-savedmodel m o'
+    line = 'convert to-savedmodel o --model m'
     assert ran(f'{line} --voice anna --voice bob --voices v').out == (
         'o: hifigan, voices: anna, bob; see o/README.md\n')
     assert bars == [('start', {}), ('load the model', 0, 1), ('write the graph', 0, 1)]
@@ -256,11 +256,11 @@ def test_evaluate(ran, behind, bars, tmp_path, monkeypatch):
     asked, kept = behind('speech.evaluate.evaluate', found), behind('app.cli_speak.write_record')
     pages = behind('speech.evaluate.evaluation_report', lambda **call: call['folder'] / 'report.html')
     monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', str)
-    done = ran(f'evaluate {tmp_path} data')
+    done = ran(f'evaluate data --model {tmp_path}')
     assert done.code == 0 and done.out.splitlines()[-1] == 'Not offered: mel: F.' and not kept and not pages
     (tmp_path / 'run.json').write_text('{"held_out": ["a"]}')
     (tmp_path / 'best').mkdir()
-    line = f'evaluate {tmp_path}/best data --clips 3 --seed 4 --language fa --report out --record'
+    line = f'evaluate data --model {tmp_path}/best --clips 3 --seed 4 --language fa --report out --record'
     assert ran(f'{line} --json').json == found.to_dict() | {'report': 'out/report.html'}
     assert ran(line).out.splitlines()[-1] == 'Listen and look: out/report.html'
     assert [[str(v) for v in call.values()][:6] for call in asked[:2]] == [
@@ -270,22 +270,22 @@ def test_evaluate(ran, behind, bars, tmp_path, monkeypatch):
 
 # --- convert and grow ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('name, place, text, shown', [
-    ('from-coqui', 'models.convert.from_coqui', 'o: 7 tensors, 9 text tokens\n',
+@pytest.mark.parametrize('given, place, text, shown', [
+    ('from-coqui f o', 'models.convert.from_coqui', 'o: 7 tensors, 9 text tokens\n',
      [('write the tensors', 1, 2)]),
-    ('to-coqui', 'models.convert.to_coqui', 'o: 7 tensors\n',
+    ('to-coqui o --model f', 'models.convert.to_coqui', 'o: 7 tensors\n',
      [('write the tensors', 0, 1), ('write the tensors', 1, 1)])])
-def test_convert(ran, behind, bars, name, place, text, shown):
+def test_convert(ran, behind, bars, given, place, text, shown):
     calls = behind(place, {'tensors': 7, 'text_tokens': 9})
-    assert ran(f'convert {name} f o').out == text and bars == shown
-    assert ran(f'convert {name} f o --json').json == {'tensors': 7, 'text_tokens': 9, 'out': 'o'}
+    assert ran(f'convert {given}').out == text and bars == shown
+    assert ran(f'convert {given} --json').json == {'tensors': 7, 'text_tokens': 9, 'out': 'o'}
     assert [{k: str(v) for k, v in call.items()} for call in calls] == [{'folder': 'f', 'out': 'o'}] * 2
 
 def test_grow(ran, behind, bars):
     read, grown = behind('train.finetune.read_texts',
                          ['salam']), behind('train.finetune.grow_folder',
                                             {'tokens_before': 5, 'tokens': 9})
-    line = 'grow m o --language fa --texts t.txt'
+    line = 'add-language o --model m --language fa --texts t.txt'
     assert ran(line).out == 'o: 5 -> 9 text tokens, fa among them\n'
     assert bars == [('start', {}), ('grow the model', 0, 1), ('grow the model', 1, 1)]
     assert ran(f'{line} --tokens 4 --seed 3 --json').json == {'tokens_before': 5, 'tokens': 9, 'out': 'o'}

@@ -3,6 +3,7 @@ import json
 import re
 import time
 from contextlib import nullcontext
+from pathlib import PosixPath
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,6 @@ from process import check_bounds, main, tree, xtts_nb
 from xtts_nb.app import check, check as configure, cli
 from xtts_nb.bench import device_name
 from xtts_nb.config import XTTSConfig
-from xtts_nb.monitor.diagnose import RemedyTrial
 from xtts_nb.app.check import Need
 from xtts_nb.monitor.preflight import Obstacle
 
@@ -132,33 +132,37 @@ def test_diagnose(ran, behind, bars, home, cache):
     verdict = SimpleNamespace(to_dict=lambda: {'findings': []}, lines=lambda: ['THE VERDICT'])
     examined, trained = behind('monitor.diagnose.diagnose', verdict), behind('app.check.training',
                                                                              ('data', 'step'))
-    trial = RemedyTrial('tiny batch', 'a remedy', 2., 3., True)
-    better = lambda config, **call: (config.replace(data={'batch_size': 7}), [trial])
-    tried = behind('app.check.apply_settings', better)
-    assert ran('diagnose').out == 'THE VERDICT\n' and not tried and bars == [('start', {})]
-    measure = '--batch-size 5 --num-batches 9 --seconds 16'
-    done = ran(f'diagnose --config f.yaml --data c {measure} --apply')
-    change = 'data.batch_size: 5 -> 7'
-    assert done.out == f'THE VERDICT\n{trial.line()}\n{change}\n'
-    assert ran('diagnose --apply --json').json == {
-        'findings': [], 'trials': [vars(trial)], 'changes': [f'data.batch_size: {TINY.data.batch_size} -> 7']}
+    needs = [Need('disk', True, '9 GiB')]
+    needed = behind('app.check.prerequisites', lambda **call: needs)
+    fixed = behind('app.check.quick_fix',
+                   lambda out, **call: {'diagnosis': {'findings': [1]}, 'changes': ['data.buckets: 3 -> 4'],
+                                        'verified_gain': 1.5, 'verified': True, 'train': f'TRAIN {out}'})
+    assert ran('diagnose').out == 'THE VERDICT\n' and ran('diagnose --json').json == {'findings': []}
+    assert not fixed and not needed and bars == [('start', {})] * 2
+    done = ran('diagnose --config f.yaml --data c --batch-size 5 --num-batches 9 --seconds 16 --apply')
+    assert done.out == 'data.buckets: 3 -> 4\nMeasured once more: 1.50 x.\nTRAIN None\n'
+    assert done.err == 'ok   disk: 9 GiB\n'
+    asked = ran('diagnose --apply --change-learning --out o.yaml --json').json
+    assert asked == {'findings': [1], 'changes': ['data.buckets: 3 -> 4'], 'verified_gain': 1.5,
+                     'verified': True, 'train': 'TRAIN o.yaml', 'prerequisites': [vars(n) for n in needs]}
     own = XTTSConfig().replace(data={'buckets': 2, 'batch_size': 5})
-    ran('diagnose --apply --change-learning')
-    assert [c['change_learning'] for c in tried] == [False, False, True]
-    assert [c['config'] for c in trained[:3]] == [cache.config, own, cache.config]
-    assert [(c['batches'], c['seconds']) for c in examined[:3]] == [(50, 40.), (9, 16.), (50, 40.)]
-    assert [(c['config'], c['batches'], c['seconds']) for c in tried[:2]] == [(own, 9, 2.),
-        (cache.config, 50, 5.)]
-    assert [(text(c['data']), c['config']) for c in cache.asked[:2]] == [
+    assert [[c[n] for n in ('config', 'out', 'batches', 'seconds', 'change_learning')] for c in fixed] == [
+        [own, None, 9, 16., False], [cache.config, PosixPath('o.yaml'), 50, 40., True]]
+    assert [c['config'] for c in trained] == [cache.config] * 2
+    assert [(c['batches'], c['seconds']) for c in examined] == [(50, 40.)] * 2
+    assert [(text(c['data']), c['config']) for c in cache.asked[1:3]] == [
         (None, None), ('c', XTTSConfig().replace(data={'buckets': 2}))]
-    assert ran('diagnose --config none.yaml').code == 2 and len(bars) == 4
+    assert 'give both' in ran('diagnose --out o.yaml').err
+    needs.append(Need('cache', False, 'is gone'))
+    assert ran('diagnose --apply').said == ['xtts-nb: diagnose: cache: is gone']
+    assert ran('diagnose --config none.yaml').code == 2 and len(fixed) == 2
 
 def test_quick_fix(ran, behind, bars, home, cache):
     needs = [Need('disk', True, '9 GiB'), Need('memory', True, '8 GiB')]
     needed = behind('app.check.prerequisites', lambda **call: needs)
     train, changes = 'xtts-nb train --data my/cache', ['data.buckets: 3 -> 4']
     fixed = behind('app.check.quick_fix',
-                   lambda out, seconds, **call: {'changes': changes, 'verified_gain': 1.234,
+                   lambda out, seconds, **call: {'diagnosis': {}, 'changes': changes, 'verified_gain': 1.234,
                                         'verified': seconds > 20,
                                         'train': f'{train} --config {out}'})
     done = ran('quick-fix')
@@ -166,7 +170,8 @@ def test_quick_fix(ran, behind, bars, home, cache):
                         'xtts-nb train --data CACHE --config fixed.yaml\n')
     assert done.err == 'ok   disk: 9 GiB\nok   memory: 8 GiB\n' and bars == [('start', {})]
     more = '--config f.yaml --data c --out o.yaml --batch-size 5 --num-batches 9 --seconds 16 --json'
-    assert ran(f'quick-fix {more}').json == {'changes': changes, 'verified_gain': 1.234, 'verified': False,
+    assert ran(f'quick-fix {more}').json == {'diagnosis': {}, 'changes': changes, 'verified_gain': 1.234,
+                                             'verified': False,
                                              'train': f'{train} --config o.yaml',
                                              'prerequisites': [vars(need) for need in needs]}
     assert [(c['config'], text(c['out']), c['batches'], c['seconds']) for c in fixed[:2]] == [

@@ -1,6 +1,7 @@
 "Every command and option that the README or a page names exists."
 import json
 import re
+import shlex
 from pathlib import Path
 
 import nbformat
@@ -40,6 +41,35 @@ def source_of(path: Path) -> str:
     if path.suffix != '.ipynb': return path.read_text(encoding='utf-8')
     cells = json.loads(path.read_text(encoding='utf-8'))['cells']
     return '\n'.join(''.join(cell['source']) for cell in cells)
+
+
+def leaves(group, path=()):
+    "Every command that can be run, with its path."
+    for name, one in group.commands.items():
+        if hasattr(one, 'commands'): yield from leaves(one, (*path, name))
+        elif not one.hidden: yield (*path, name), one
+
+
+@pytest.mark.parametrize('path, one', list(leaves(typer.main.get_command(app))), ids=str)
+def test_the_help_ends_with_an_example_that_is_understood(path, one):
+    words = shlex.split(one.epilog.removeprefix('Example: xtts-nb '))
+    assert tuple(words[:len(path)]) == path
+    made = one.make_context(path[-1], words[len(path):])
+    assert made.params.keys() >= {p.name for p in one.params if p.required}
+
+
+@pytest.mark.parametrize('line, said', [
+    ('grow m o --language fa', 'grow: write add-language OUT --model MODEL instead.'),
+    ('export r o', 'export: write convert to-model OUT --model RUN instead.'),
+    ('train-voice m', 'train-voice: write train-decoder --model MODEL instead.'),
+    ('say hello --run r --voice v', 'say: --run is --model now; write --model r.'),
+    ('serve --run r', 'serve: --run is --model now; write --model r.'),
+    ('voices add a f --run r', 'voices add: --run is --model now; write --model r.'),
+    ('find batch-size --from m', 'find batch-size: --from is --model now; write --model m.'),
+    ('train --data c --from m', 'train: --from is --model now; write --model m.')])
+def test_an_old_name_is_answered_with_the_new_one(ran, line, said):
+    done = ran(line)
+    assert done.code == 2 and done.out == '' and done.err.splitlines() == [f'xtts-nb: {said}']
 
 
 def test_an_unknown_option_is_found():

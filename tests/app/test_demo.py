@@ -542,7 +542,7 @@ def test_a_demo_leaves_no_other_files(whole):
 def test_a_demo_can_be_spoken_with(whole, tmp_path):
     home, _ = whole
     row = next(r for r in read_pairs(home / 'runs/demo/pairs.csv') if r['set'] == 'heldout')
-    done = xtts_nb('say', row['text'], '--language', row['language'], '--run', home / 'runs/demo/run',
+    done = xtts_nb('say', row['text'], '--language', row['language'], '--model', home / 'runs/demo/run',
                    '--voice',
                    home / 'runs/demo' / row['reference'], '--out', tmp_path / 'say.wav', '--json')
     assert done.code == 0 and 0.5 < done.json['seconds'] < 8, done.err

@@ -56,7 +56,7 @@ def test_a_user_without_a_home(folders, line, code, words, home, temporary):
     if code: assert len(done.said) == 1 and tree(folders) == before
 
 def test_a_sound_that_cannot_be_written_is_not_spoken_first(folders):
-    done = run(folders, 'say Anna --run cache --voice corpus --out new/say.wav')   # a cache is no model
+    done = run(folders, 'say Anna --model cache --voice corpus --out new/say.wav')   # a cache is no model
     assert done.code == 2 and 'say.wav: the folder is not writable; choose another' in done.err
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_a_user_without_a_home_trains_and_speaks(folders):
     voice = next((folders / 'corpus').rglob('*.wav')).relative_to(folders)
     for line in ('prepare corpus --out mine/cache --preset tiny --config mine/few.yaml',
                  'train --data mine/cache --run mine/run --steps 1',
-                 f'say aaa --run mine/run --voice {voice} --out mine/say.wav --retries 0'):
+                 f'say aaa --model mine/run --voice {voice} --out mine/say.wav --retries 0'):
         assert run(folders, line).code == 0
     made = {path for path in tree(folders) if not path.startswith('mine/')}
     assert made == {*before} and (folders / 'mine/say.wav').stat().st_size > 44

@@ -124,7 +124,7 @@ def test_the_written_config_has_the_sizes_of_the_tensors(disk, tmp_path, came_wi
     files = coqui_folder(disk, tmp_path / 'coqui')
     assert main('convert', 'from-coqui', tmp_path / 'coqui', tmp_path / 'ours') == 0
     if not came_with: (tmp_path / 'ours/coqui.json').unlink()
-    assert main('convert', 'to-coqui', tmp_path / 'ours', tmp_path / 'back') == 0
+    assert main('convert', 'to-coqui', tmp_path / 'back', '--model', tmp_path / 'ours') == 0
     written = json.loads((tmp_path / 'back/config.json').read_text())
     assert written['model_args'] == sizes_of(files) and written['model'] == 'xtts'
     assert sorted(written['languages']) == ['de', 'en']

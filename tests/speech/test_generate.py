@@ -15,8 +15,9 @@ from xtts_nb.models.layers import causal_mask, TransformerBlock
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech.generate import (
-    Sampling, Speaker, Voice, cached_block, generate, int8_weights, never_stop, read_reference,
+    Sampling, Speaker, cached_block, generate, int8_weights, never_stop, read_reference,
     reference_mels, sample_code, whole_prefix)
+from xtts_nb.speech.voices import Voice
 from xtts_nb.models.weights import save_weights
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)

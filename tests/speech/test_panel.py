@@ -13,7 +13,8 @@ from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.models.gpt import GPT
 from xtts_nb.speech import panel as page
 from xtts_nb.speech import stream as streaming
-from xtts_nb.speech.generate import Speaker, Voice
+from xtts_nb.speech.generate import Speaker
+from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.long import TextPiece
 from xtts_nb.speech.panel import attention_pass, speech_panel, text_attention
 from xtts_nb.speech.voices import save_voice, voice_model

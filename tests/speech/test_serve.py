@@ -26,7 +26,8 @@ from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.speech import serve as serving
-from xtts_nb.speech.generate import Sampling, Speaker, Voice
+from xtts_nb.speech.generate import Sampling, Speaker
+from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.guard import RETRIES
 from xtts_nb.speech.serve import (
     check_port, FORMATS, Metrics, serve, sound_formats, SoundWriter, SPEECH, speech_app, SpeechService,

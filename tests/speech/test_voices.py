@@ -16,7 +16,8 @@ from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.models.weights import write_tensors
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech import voices
-from xtts_nb.speech.generate import Voice
+from xtts_nb.speech.generate import Speaker
+from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.voices import (
     add_voice, blend_voices, find_voice, import_voices, list_voices, load_voice, read_voice, remove_voice,
     save_voice, voice_model, voice_path)
@@ -68,8 +69,7 @@ def test_what_is_no_recording_is_refused(singer, tmp_path, wav, words):
     assert not list(tmp_path.glob('v*'))
 
 def test_the_limit_of_seconds_is_that_of_the_model(singer, tmp_path):
-    speaker = SimpleNamespace(xtts=singer.xtts, listen=singer.listen,
-                              speech=singer.speech.model_copy(update={'max_reference_seconds': 0.6}))
+    speaker = Speaker(singer.xtts, max_reference_seconds=0.6)
     assert add_voice(tmp_path, 'v', [HIGH], speaker)['seconds'] == 0.6
 
 GOOD = {'format': '1', 'name': 'v', 'model': 'm', 'made_from': '[]'}

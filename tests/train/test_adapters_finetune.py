@@ -144,7 +144,7 @@ def test_rows_of_several_languages():
     assert new_rows(config(old.size), both, ['sv', 'en']) == [(second, both.size)]
     assert new_rows(config(old.size), both, ['fa', 'sv']) == [(first, second), (second, both.size)]
     for grown, languages in ((old.size, ['en']), (old.size, ['xx']), (0, ['fa']), (second, ['fa'])):
-        with pytest.raises(UserError, match='was not grown by .* xtts-nb grow MODEL'):
+        with pytest.raises(UserError, match='was not grown by .* xtts-nb add-language OUT --model'):
             new_rows(config(grown), both, languages)
     assert new_rows(config(0).replace(training={'finetune': 'lora'}), both, ['en']) == []
 

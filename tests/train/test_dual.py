@@ -373,7 +373,8 @@ def test_say_where_two_cards_can_be_seen(xtts, two_cards, corpus, prepared, tmp_
     xtts.save(tmp_path / 'model')
     voice = sorted(corpus.rglob('*.wav'))[0]
     text = prepared.clips[0]['text']
-    done = xtts_nb('say', text, '--run', tmp_path / 'model', '--voice', voice, '--out', tmp_path / 'say.wav',
+    done = xtts_nb('say', text, '--model', tmp_path / 'model', '--voice', voice, '--out',
+                   tmp_path / 'say.wav',
                    '--json')
     assert done.code == 0 and '2 logical CPU devices stand in for GPUs' in done.err, done.err
     assert done.json['seconds'] > 0, done.err

@@ -162,7 +162,7 @@ def test_the_commands(prepared, mini, tmp_path):
     size = xtts_nb('find', 'batch-size', *asked, '--json')
     assert size.code == 0, size.err
     assert size.json['training'] == {'accumulation': 1, 'gradient_checkpointing': False}, size.err
-    little = xtts_nb('train', *asked, '--from', tmp_path / 'nothing', '--fit-memory', '--run',
+    little = xtts_nb('train', *asked, '--model', tmp_path / 'nothing', '--fit-memory', '--run',
                      tmp_path / 'run')
     assert little.code == 2 and 'holds no model to begin from' in little.err
     assert not (tmp_path / 'run').exists()

@@ -444,7 +444,7 @@ def test_train_from_a_model(base, persian, mini, tmp_path):
     refused = xtts_nb(*asked)
     assert refused.code == 2 and 'needs a model to begin from' in refused.err
     assert not (tmp_path / 'run').exists()
-    made = xtts_nb(*asked, '--from', base, '--json')
+    made = xtts_nb(*asked, '--model', base, '--json')
     assert made.code == 0 and made.json['steps'] == 2, made.err
     assert 'Training needs about' in made.err
     assert json.loads((tmp_path / 'run' / 'run.json').read_text())['base'] == str(base)
@@ -520,7 +520,8 @@ def test_the_full_size_trains_in_16_gb_and_goes_to_coqui(full, tmp_path, kind, r
     config = XTTSConfig.xtts_v2().replace(data={'batch_size': 1, 'pad_to_fixed_length': True},
                                           training={'steps': 3, 'log_every': 1, 'finetune': kind})
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
-    code, peak, said = watched([*COMMAND, 'train', '--data', full / 'cache', '--from', full / 'base', '--run',
+    code, peak, said = watched([*COMMAND, 'train', '--data', full / 'cache', '--model', full / 'base',
+                                '--run',
                                 tmp_path / 'run',
                                 '--config', tmp_path / 'run.yaml'], most=16)
     record_property('peak_gb', peak)

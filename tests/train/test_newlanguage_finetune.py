@@ -183,8 +183,8 @@ def home(model, tmp_path):
 
 def test_grow_as_a_command(home, model, tokenizer):
     before = tree(home / 'model')
-    done = xtts_nb('grow', 'model', 'grown', '--language', 'fa', '--texts', 'fa.txt', '--tokens', '30',
-                   '--json', cwd=home)
+    done = xtts_nb('add-language', 'grown', '--model', 'model', '--language', 'fa', '--texts', 'fa.txt',
+                   '--tokens', '30', '--json', cwd=home)
     assert done.code == 0, done.err
     assert done.json == dict(tokens_before=tokenizer.size, tokens=XTTS.load(home / 'grown').tokenizer.size,
                              out='grown')
@@ -196,16 +196,16 @@ def test_grow_as_a_command(home, model, tokenizer):
         assert old_rows.dtype == x.dtype and old_rows.tobytes() == x.tobytes(), name
 
 @pytest.mark.parametrize('line, parts', [
-    ('nowhere out --language fa --texts fa.txt', ['nowhere', 'holds no model']),
-    ('model out --language en --texts fa.txt', ['has en already']),
-    ('model out --language persian --texts fa.txt', ['persian', 'language code']),
-    ('model out --language fa --texts no.txt', ['no.txt', 'missing']),
-    ('model out --language fa --texts empty.txt', ['empty.txt', 'no text']),
-    ('model out --language fa --texts binary.txt', ['binary.txt', 'UTF-8']),
-    ('model taken --language fa --texts fa.txt', ['taken', 'already holds something'])])
+    ('out --model nowhere --language fa --texts fa.txt', ['nowhere', 'holds no model']),
+    ('out --model model --language en --texts fa.txt', ['has en already']),
+    ('out --model model --language persian --texts fa.txt', ['persian', 'language code']),
+    ('out --model model --language fa --texts no.txt', ['no.txt', 'missing']),
+    ('out --model model --language fa --texts empty.txt', ['empty.txt', 'no text']),
+    ('out --model model --language fa --texts binary.txt', ['binary.txt', 'UTF-8']),
+    ('taken --model model --language fa --texts fa.txt', ['taken', 'already holds something'])])
 def test_what_grow_refuses(home, line, parts, monkeypatch, ran):
     monkeypatch.chdir(home)
-    before, done = tree(home), ran(f'grow {line}')
+    before, done = tree(home), ran(f'add-language {line}')
     assert done.code == 2 and done.out == '' and 'Traceback' not in done.err
     assert all(part in done.err.splitlines()[-1] for part in parts), done.err
     assert tree(home) == before

@@ -22,7 +22,7 @@ from xtts_nb.models.dvae import DVAE, dvae_losses, load_dvae
 from xtts_nb.files import write_json
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.data.prepare import prepare
-from xtts_nb.train.runs import new_run, resume_run
+from xtts_nb.train.runs import COMMANDS, new_run, resume_run
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.train.parts import (
@@ -177,7 +177,7 @@ def test_a_run_of_another_part_is_refused(small, prepared, mels, tmp_path):
     with pytest.raises(UserError, match='dvae: is a run of xtts-nb train-dvae'):
         new_voice_run(tmp_path / 'dvae')
     for part, begin in (('dvae', new_dvae_run), ('voice', new_voice_run)):
-        with pytest.raises(UserError, match=f'holds no run; begin one with xtts-nb train-{part}'):
+        with pytest.raises(UserError, match=f'holds no run; begin one with xtts-nb {COMMANDS[part]}'):
             begin(tmp_path / 'nowhere')
 
 
@@ -587,17 +587,18 @@ def test_from_a_corpus_to_a_voice_of_its_own(corpus, yaml, tmp_path, monkeypatch
                     for at in ('cache', 'runs/dvae-1'))
     assert all(np.array_equal(a, b) for a, b in zip(learned.variables, own.variables))
     assert main('train', '--data', 'cache', '--json') == 0
-    assert main('train-voice', 'runs/train-1', '--val', 0.2, '--json') == 0
+    assert main('train-decoder', '--model', 'runs/train-1', '--val', 0.2, '--json') == 0
     capsys.readouterr()
-    assert main('train-voice', '--run', 'runs/voice-1', '--steps', 3, '--json') == 0
+    assert main('train-decoder', '--run', 'runs/voice-1', '--steps', 3, '--json') == 0
     assert told(capsys)['steps'] == 3
-    assert main('say', 'aa', '--run', 'runs/voice-1', '--voice', corpus / 'wavs' / 'low-0.wav', '--json') == 0
+    voice = corpus / 'wavs' / 'low-0.wav'
+    assert main('say', 'aa', '--model', 'runs/voice-1', '--voice', voice, '--json') == 0
     assert told(capsys)['vocoder'] == 'hifigan'
 
 @pytest.mark.parametrize('arguments, parts', [
     (['train-dvae'], ['CORPUS']), (['train-dvae', '--run', 'nowhere'], ['nowhere', 'train-dvae CORPUS']),
-    (['train-voice'], ['MODEL']), (['train-voice', 'nowhere'], ['nowhere']),
-    (['train', '--run', 'other'], ['other', 'train-voice'])])
+    (['train-decoder'], ['MODEL']), (['train-decoder', '--model', 'nowhere'], ['nowhere']),
+    (['train', '--run', 'other'], ['other', 'train-decoder'])])
 def test_a_mistake_is_a_sentence(tmp_path, monkeypatch, capsys, arguments, parts):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'other').mkdir()
@@ -612,8 +613,8 @@ FIXED = {'precision': 'bfloat16', 'accumulation': 2, 'schedule': 'noam', 'warmup
 @pytest.mark.parametrize('part, key', [(part, key) for part in ('dvae', 'voice') for key in FIXED])
 def test_a_setting_that_a_command_does_not_use_is_refused(part, key, corpus, model, tmp_path, capsys):
     (tmp_path / 'c.yaml').write_text(f'training: {{{key}: {FIXED[key]}}}\ndata: {{batch_size: 4}}\n')
-    source = corpus if part == 'dvae' else model
-    assert main(f'train-{part}', source, '--config', tmp_path / 'c.yaml', '--run', tmp_path / 'run') == 2
+    source = [corpus] if part == 'dvae' else ['--model', model]
+    assert main(COMMANDS[part], *source, '--config', tmp_path / 'c.yaml', '--run', tmp_path / 'run') == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert all(part in last for part in (f'training.{key}: ', 'does nothing here', 'leave it out')), last
     assert not (tmp_path / 'run').exists()
@@ -656,14 +657,14 @@ def test_kill_9(part, corpus, model, prepared, tiny, tmp_path):
                                     'enable_graph_mode': True, 'enable_xla_compilation': part == 'voice'},
                           voice={'steps': 40})
     (tmp_path / 'c.yaml').write_text(config.to_yaml())
-    given = {'dvae': [corpus], 'voice': [model, '--data', prepared.folder]}[part]
-    arguments = [f'train-{part}', *map(str, given), '--config', str(tmp_path / 'c.yaml'), '--run']
+    given = {'dvae': [corpus], 'voice': ['--model', model, '--data', prepared.folder]}[part]
+    arguments = [COMMANDS[part], *map(str, given), '--config', str(tmp_path / 'c.yaml'), '--run']
     assert xtts_nb(*arguments, tmp_path / 'whole', '--json').code == 0
     child = started(*arguments, tmp_path / 'run', stderr=subprocess.PIPE)
     while reached(tmp_path / 'run') < 17 and child.poll() is None: time.sleep(0.002)
     child.send_signal(signal.SIGKILL)
     assert child.communicate() and child.returncode == -signal.SIGKILL
-    assert xtts_nb(f'train-{part}', '--run', tmp_path / 'run', '--json').code == 0
+    assert xtts_nb(COMMANDS[part], '--run', tmp_path / 'run', '--json').code == 0
     assert lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
     for name in ('checkpoints', {'dvae': 'dvae.safetensors', 'voice': 'model.safetensors'}[part]):
         whole = tmp_path / 'whole'

@@ -216,7 +216,8 @@ def test_what_stands_in_a_folder(tmp_path, inside, found):
     else:
         with pytest.raises(UserError) as e: run_facts(run)
         part = inside['part'] if isinstance(inside, dict) else None
-        assert (f'go on with xtts-nb train-{part} --run {run}' if part else 'is not a run') in str(e.value)
+        wanted = f'go on with xtts-nb {runs.COMMANDS[part]} --run {run}' if part else 'is not a run'
+        assert wanted in str(e.value)
         if part: assert run_facts(run, part) == inside
 
 HERE = SimpleNamespace(folder='here', manifest={'key': 'k'})

@@ -158,7 +158,7 @@ def test_the_command_exports_either_model_in_either_precision(given, prepared, m
     written = {}
     for best, half in KINDS:
         out, flags = tmp_path / f'{best}-{half}', ['--best'] * best + ['--bfloat16'] * half
-        assert main('export', run, out, *flags, '--json') == 0
+        assert main('convert', 'to-model', out, '--model', run, *flags, '--json') == 0
         told = json.loads(capsys.readouterr().out)
         assert told == {'out': str(out), 'bytes': (out / 'model.safetensors').stat().st_size}
         assert set(tree(out)) == {'config.yaml', 'model.safetensors', 'tokenizer.json'}
@@ -170,7 +170,8 @@ def test_the_command_exports_either_model_in_either_precision(given, prepared, m
             assert array.dtype == value.dtype and np.array_equal(array, value), name
     moved = 'gpt/final_norm/beta'   # by the step of these runs
     assert not np.array_equal(written[True, False][moved], written[False, False][moved])
-    assert main('export', run, tmp_path / 'text') == 0 and capsys.readouterr().out.strip().endswith('MB')
+    assert main('convert', 'to-model', tmp_path / 'text', '--model', run) == 0
+    assert capsys.readouterr().out.strip().endswith('MB')
 
 def test_export_refuses_what_is_not_there(cheap, prepared, mini, tmp_path):
     new_run(prepared, mini, tmp_path / 'run').fit(2)

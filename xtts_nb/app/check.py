@@ -507,24 +507,27 @@ def prerequisites(
 def quick_fix(
     cache: Cache,
     config: XTTSConfig,
-    out: str | Path,           # file for the faster settings, written only if there are any
+    out: str | Path | None,    # file for the faster settings, written only if there are any
     batches: int = 24,
     seconds: float = 40.,      # of the diagnosis, about
     say=print,                 # receives lines on what is done
     change_learning: bool = False,   # as of `apply_settings`
 ) -> dict:                     # diagnosis, trials, changes, verified_gain, verified, config, train
-    "Diagnose a training, keep the settings that make it faster, write and verify them."
-    out = Path(out)
-    if out.exists(): raise UserError(f'{out}: already exists; choose another name with --out or remove it.')
+    "Diagnose a training, keep the settings that make it faster, write them and measure once more."
+    if out and Path(out).exists():
+        raise UserError(f'{out}: already exists; choose another name with --out or remove it.')
     verdict = diagnose(*training(cache, config), batches=batches, seconds=seconds)
     for line in verdict.lines(): say(line)
     faster, trials = apply_settings(cache, config, verdict, batches, seconds / 8, say, change_learning)
     changes, gain, clear = changed_keys(config, faster), None, None
     train = f'xtts-nb train --data {cache.folder}'
     if changes:
-        with atomic_file(out) as part: part.write_text(faster.to_yaml(), encoding='utf-8')
-        both = {'now': training(cache, config), 'then': training(cache, XTTSConfig.load(out))}
+        if out:
+            with atomic_file(out) as part: part.write_text(faster.to_yaml(), encoding='utf-8')
+            faster, train = XTTSConfig.load(out), f'{train} --config {out}'
+        both = {'now': training(cache, config), 'then': training(cache, faster)}
         gain, clear = measured_gain(*compare_loops(both, batches, seconds / 8).values())
-        gain, train = round(gain, 2), f'{train} --config {out}'
+        gain = round(gain, 2)
     return {'diagnosis': verdict.to_dict(), 'trials': [vars(t) for t in trials], 'changes': changes,
-            'verified_gain': gain, 'verified': clear, 'config': str(out) if changes else None, 'train': train}
+            'verified_gain': gain, 'verified': clear, 'config': str(out) if out and changes else None,
+            'train': train}

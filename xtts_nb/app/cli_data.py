@@ -18,7 +18,7 @@ from .terminal import (
 _data = partial(command, panel='Data')
 
 # %% ../../nbs/app/cli_data.ipynb #204845a4
-@_data('download')
+@_data('download', example='xtts-v2 --out models/downloaded --accept-cpml')
 def _download(
     name: argument(str | None, 'Source to fetch; without it, the sources are listed.') = None,
     out: option(Path | None, 'Folder to write; default: NAME in the data folder.') = None,
@@ -129,7 +129,7 @@ def make_cache(
                        layout=layout, page=corpus_page, learned=key)
 
 # %% ../../nbs/app/cli_data.ipynb #244de7ef
-@_data('prepare')
+@_data('prepare', example='recordings --out cache/mine')
 def _prepare(
     corpus: argument(Path, 'Folder of a corpus, or its metadata file.'),
     out: option(Path, 'Folder of the cache; what still fits of an older cache there is kept.'),
@@ -167,7 +167,7 @@ def _part(shard: str) -> tuple[int, int]:
     return int(i), int(n)
 
 # %% ../../nbs/app/cli_data.ipynb #08a825e1
-@_data('merge')
+@_data('merge', example='part1 part2 --out cache/mine')
 def _merge(
     parts: argument(list[Path], 'Folders made by prepare --shard.'),
     out: option(Path, 'Folder of the cache; an older cache there is replaced.'),
@@ -182,7 +182,7 @@ def _merge(
     text = f'{report_text(report, most=20)}{out} is ready: xtts-nb train --data {out}'
     return report | {'cache': str(out)}, text
 
-@_data('verify')
+@_data('verify', example='cache/mine --fix')
 def _verify(
     cache: argument(Path, 'Folder of a cache.'),
     fix: option(bool, 'Make damaged files again from the corpus.', '--fix') = False,
@@ -235,7 +235,7 @@ def data_speed(
              f'laid out as {clips:,} or more, batch 16, references of {sizes["reference_frames"]} frames')
     return result | {'corpus': about}
 
-@command('data', group=bench_app)
+@command('data', group=bench_app, example='--data recordings')
 def _bench_data(
     data: option(Path, 'Folder with metadata.csv and wavs/.'),
     clips: option(int, 'Least number of distinct clips in memory.', min=1) = 10_000,

@@ -14,13 +14,13 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, bench_app, command, convert_app, elsewhere, given, option, Preset, progress, Record,
-    Rounds, stage, start, table, to_stderr, write_record)
+    app, argument, bench_app, command, convert_app, elsewhere, given, option, Preset, progress,
+    Record, Rounds, stage, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0004
-_voice = partial(command, panel='Voice')
+_speech = partial(command, panel='Speak')
 
-Model = option(Path, 'Folder of a model or of a run.', '--run', '--model')
+Model = option(Path, 'Folder of a model or of a run.', '--model')
 Voices = option(Path, 'Folder of saved voices.')
 DecoderPrecision = option(str | None, 'Of HiFi-GAN: float32, or bfloat16 for CPUs that compute in it.')
 Weights = option(str | None, 'Of the GPT, while codes are made: float, or int8, which a CPU reads faster.')
@@ -62,9 +62,9 @@ def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool)
     return result, None
 
 # %% ../../nbs/app/cli_speak.ipynb #5d65bdf9
-@_voice('say')
+@_speech('say', renamed='--run', example="'Hello there.' --model runs/mine --voice me.wav")
 def _say(
-    run: Model,
+    model: Model,
     voice: option(list[Path], 'Recordings of the voice, or the file or name of a saved one.'),
     voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.') = None,
     text: argument(str | None, 'Text to speak, of any length.') = None,
@@ -102,9 +102,9 @@ def _say(
     from xtts_nb.speech.voices import find_voice
     with progress() as tell:
         tell('load the model', 0, 1)
-        found = find_voice(voice, xtts := XTTS.load(run), voices)
+        found = find_voice(voice, xtts := XTTS.load(model), voices)
         tell('speak', 0, 1)
-        rates = run_rates(run)
+        rates = run_rates(model)
         if stream or pcm:
             return _streamed(Speaker(xtts, rates=rates, **settings), text, language, found, seed, not pcm)
         speaker = GuardedSpeaker(xtts, retries=retries, rates=rates, check_words=check_words, **settings)
@@ -114,7 +114,7 @@ def _say(
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0008
 voices_app = typer.Typer(no_args_is_help=True, help='Saved voices: made from recordings, listed, blended.')
-app.add_typer(voices_app, name='voices', rich_help_panel='Voice')
+app.add_typer(voices_app, name='voices', rich_help_panel='Speak')
 Name = argument(str, 'Name of the voice.')
 Force = option(bool, 'Replace a voice of that name.', '--force')
 
@@ -126,7 +126,8 @@ def _voice_text(row: dict) -> str:
                           for m in row['made_from'])
     return f'{row["name"]}: {made_from}'
 
-@command('add', group=voices_app)
+@command('add', group=voices_app, renamed='--run',
+         example='anna anna1.wav anna2.wav --model runs/mine --voices voices')
 def _voices_add(
     name: Name,
     files: argument(list[Path], 'Recordings of the voice, together up to the limit of the model.'),
@@ -148,7 +149,8 @@ def _voices_add(
     return row, _voice_text(row)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0009
-@command('import', group=voices_app)
+@command('import', group=voices_app, renamed='--run',
+         example='speakers_xtts.pth --model models/xtts --voices voices')
 def _voices_import(
     file: argument(Path, 'speakers_xtts.pth of the released model.'),
     model: Model,
@@ -165,10 +167,9 @@ def _voices_import(
     return {'voices': rows}, '\n'.join(map(_voice_text, rows))
 
 # %% ../../nbs/app/cli_speak.ipynb #4802b775
-@command('list', group=voices_app)
+@command('list', group=voices_app, example='--voices voices')
 def _voices_list(voices: Voices):
     "List the voices of a folder."
-    start()
     from xtts_nb.speech.voices import list_voices
     rows = list_voices(voices)
     return {'voices': rows}, '\n'.join(map(_voice_text, rows)) or f'{voices}: holds no voice.'
@@ -186,7 +187,7 @@ def _weights(shares: list[str]) -> dict[str, float]:
             raise UserError(f'"{share}": the weight is no number; write NAME=WEIGHT.') from None
     return weights
 
-@command('blend', group=voices_app)
+@command('blend', group=voices_app, example='both anna=2 bert --voices voices')
 def _voices_blend(
     name: argument(str, 'Name of the new voice.'),
     shares: argument(list[str], 'Voices; a name alone weighs 1.', metavar='NAME=WEIGHT...'),
@@ -199,19 +200,18 @@ def _voices_blend(
     row = blend_voices(voices, name, _weights(shares), force)
     return row, _voice_text(row)
 
-@command('remove', group=voices_app)
+@command('remove', group=voices_app, example='anna --voices voices')
 def _voices_remove(name: Name, voices: Voices):
     "Delete a voice."
-    start()
     from xtts_nb.speech.voices import remove_voice
     remove_voice(voices, name)
     return {'removed': name}, f'{name}: removed from {voices}'
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e000c
-@command('to-savedmodel', group=convert_app)
+@command('to-savedmodel', group=convert_app, example='speaks --model runs/mine --voices voices')
 def _convert_to_savedmodel(
-    folder: argument(Path, 'Folder of a model or of a run.', metavar='MODEL'),
     out: argument(Path, 'A new folder.'),
+    folder: Model,
     voice: option(list[Path] | None, 'Recording or saved voice to put beside it; may be repeated.') = None,
     voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.') = None,
     temperature: option(float | None, 'Of the sampled codes; default: from the config.yaml.', min=0) = None,
@@ -230,10 +230,10 @@ def _convert_to_savedmodel(
     return result | {'out': str(out)}, f'{out}: {result["vocoder"]}, voices: {names}; see {out / "README.md"}'
 
 # %% ../../nbs/app/cli_speak.ipynb #e7a10c02
-@_voice('evaluate')
+@_speech('evaluate', example='cache/mine --model runs/mine --report report')
 def _evaluate(
-    model: argument(Path, 'Folder of a model or of a run.'),
     data: argument(Path, 'A cache, or the folder of a corpus.'),
+    model: Model,
     clips: option(int, 'Clips to speak: held-out ones of the run, where it has some.', min=1) = 16,
     report: option(Path | None, 'Folder for a page with players.') = None,
     language: option(str, 'Language of rows without one, in a corpus.') = 'en',
@@ -257,7 +257,7 @@ def _evaluate(
     return result, text
 
 # %% ../../nbs/app/cli_speak.ipynb #5e7ec002
-@_voice('serve')
+@_speech('serve', renamed='--run', example='--model runs/mine --voices voices --port 8000')
 def _serve(
     model: Model,
     voices: option(Path, 'Folder of saved voices; it may change while the service runs.'),
@@ -304,7 +304,7 @@ def _serve(
 # %% ../../nbs/app/cli_speak.ipynb #5a7b0c12
 SAY_CODES = 64   # of each text, 3 s of sound
 
-@command('say', group=bench_app)
+@command('say', group=bench_app, example='--rounds 3')
 def _bench_say(
     preset: Preset = 'tiny',
     coqui_python: elsewhere('speech.py') = None,
@@ -341,7 +341,7 @@ def _bench_say(
     return {'rows': rows} | about, table(about['model'], rows)
 
 # %% ../../nbs/app/cli_speak.ipynb #5a7b0c21
-@command('service', group=bench_app)
+@command('service', group=bench_app, example='--model runs/mine')
 def _bench_service(
     model: option(Path | None, 'Folder of a model or of a run; default: a small one, random weights.') = None,
     text: option(str | None, 'What each client asks for; default: a sentence with all letters.') = None,

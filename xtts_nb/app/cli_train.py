@@ -16,15 +16,16 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, bench_app, command, elsewhere, from_checkout, given, load_settings, moved, option, Preset,
-    progress, Record, Rounds, Settings, stage, start, table, to_stderr, with_file, write_record)
+    app, argument, bench_app, command, convert_app, elsewhere, from_checkout, given, load_settings,
+    moved, option, Preset, progress, Record, Rounds, Settings, shown, stage, start, table,
+    to_stderr, with_file, write_record)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
-_training = partial(command, panel='Training')
+_training = partial(command, panel='Train')
 find_app = typer.Typer(no_args_is_help=True, help='Find a setting by trying values.')
-app.add_typer(find_app, name='find', rich_help_panel='Training')
+app.add_typer(find_app, name='find', rich_help_panel='Train')
 
-Base = option(Path | None, 'Model to start from: a folder made by convert, grow or export.', '--from')
+Base = option(Path | None, 'Model to start from: a folder made by convert or add-language.', '--model')
 Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
 AsMade = option(str | None, 'tiny or xtts_v2; default: from the cache.')
 RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
@@ -43,13 +44,14 @@ Buffer = option(
     int | None, 'Batches of a runtime cache on the model GPU, including the current one; default: 3.', min=1)
 
 # %% ../../nbs/app/cli_train.ipynb #8179c210
-@_training('train', context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
+@_training('train', renamed='--from', example='--data cache/mine --run runs/mine',
+           context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
 def _train(
     ctx: typer.Context,
     data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.',
                  '--data', '--train-data') = None,
     run: RunFolder = None,
-    from_: Base = None,
+    base: Base = None,
     finetune: Kind = None,
     fit_memory: option(bool, 'First find out how many rows fit at once.', '--fit-memory') = False,
     preset: AsMade = None,
@@ -86,10 +88,10 @@ def _train(
            'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
     layers, gpus = _layers({k: v for k, v in ctx.params.items() if v is not None}), _gpus(ctx.params)
     _check_fit(fit_memory, gpus)
-    trainer = _trainer(data, run, preset, config, layers, val, val_data, from_, finetune, fit_memory,
+    trainer = _trainer(data, run, preset, config, layers, val, val_data, base, finetune, fit_memory,
                        start(**gpus), bool(gpus or buffer_size), buffer_size or 3)
     with progress() as tell: result, text = _fit(trainer, 'train', tell)
-    return result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE'
+    return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 
 # %% ../../nbs/app/cli_train.ipynb #06d1c738
 def _fit(trainer, name: str, tell) -> tuple[dict, str]:
@@ -277,7 +279,7 @@ def _free_run(name: str = 'train') -> Path:
     return next(run for n in count(1) if not (run := runs / f'{name}-{n}').exists())
 
 # %% ../../nbs/app/cli_train.ipynb #dd2c5fa6
-@_training('train-dvae')
+@_training('train-dvae', example='recordings --run runs/dvae')
 def _train_dvae(
     corpus: argument(Path | None, 'Folder of a corpus, or its metadata file; not needed to resume.') = None,
     run: RunFolder = None,
@@ -326,9 +328,9 @@ def _changed(settings, val, **training):
     return settings.replace(training=changes)
 
 # %% ../../nbs/app/cli_train.ipynb #67c31047
-@_training('train-voice')
-def _train_voice(
-    model: argument(Path | None, 'Folder of a trained model; not needed to resume.') = None,
+@_training('train-decoder', example='--model runs/mine --run runs/decoder')
+def _train_decoder(
+    model: option(Path | None, 'Folder of a trained model; not needed to resume.') = None,
     data: option(Path | None, 'Cache in the codes of that model; default: the one it was trained on.') = None,
     run: RunFolder = None,
     config: Settings = None,
@@ -337,8 +339,8 @@ def _train_voice(
     corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.') = None,
 ):
     "Train a decoder for a trained model. SIGTERM saves and exits with 143."
-    known = _known(run, model, 'train-voice: neither a run nor a model is given',
-                   'start a run with xtts-nb train-voice MODEL')
+    known = _known(run, model, 'train-decoder: neither a run nor a model is given',
+                   'start a run with xtts-nb train-decoder --model MODEL')
     start()
     from xtts_nb.train.runs import held_out_share, open_cache
     from xtts_nb.train.parts import cache_of, new_voice_run
@@ -350,8 +352,8 @@ def _train_voice(
     with progress() as tell:
         trainer = new_voice_run(run or _free_run('voice'), model, cache, settings, out, corpus,
                                 stage(tell, 'states and recordings'))
-        result, text = _fit(trainer, 'train-voice', tell)
-    return result, f'{text}\nxtts-nb say TEXT --run {trainer.run} --voice FILE'
+        result, text = _fit(trainer, 'train-decoder', tell)
+    return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 
 def _voice_settings(folder: Path, config: Path | None, known: bool):
     "The settings of a model or a decoder's run, with a file over them; raises `UserError` for an unused one."
@@ -399,10 +401,10 @@ def _fitting(settings, codes, text, runs, memory=None):
     return found, tried
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
-@command('batch-size', group=find_app)
+@command('batch-size', group=find_app, renamed='--from', example='--data cache/mine --memory 12')
 def _find_batch_size(
     data: option(Path, 'Cache to train on.'),
-    from_: Base = None,
+    base: Base = None,
     finetune: Kind = None,
     preset: AsMade = None,
     config: Settings = None,
@@ -412,16 +414,16 @@ def _find_batch_size(
     start()
     from xtts_nb.data.cache import Cache
     cache = Cache(data, in_memory=False)   # only its lengths are used
-    settings = _settings(cache, preset, config, from_, finetune)
-    found, tried = _fitting(settings, *_largest(cache, settings, from_), memory and int(memory * 1e9))
+    settings = _settings(cache, preset, config, base, finetune)
+    found, tried = _fitting(settings, *_largest(cache, settings, base), memory and int(memory * 1e9))
     keys = found.training.model_dump(include={'accumulation', 'gradient_checkpointing'})
     return {'training': keys, 'tried': tried}, table('In the section training: ' + str(keys), tried)
 
 # %% ../../nbs/app/cli_train.ipynb #53bc1d5f
-@command('learning-rate', group=find_app)
+@command('learning-rate', group=find_app, renamed='--from', example='--data cache/mine')
 def _find_learning_rate(
     data: option(Path, 'Cache to train on.'),
-    from_: Base = None,
+    base: Base = None,
     finetune: Kind = None,
     preset: AsMade = None,
     config: Settings = None,
@@ -437,10 +439,10 @@ def _find_learning_rate(
     from xtts_nb.data.cache import Cache
     from xtts_nb.train.runs import new_run
     cache = Cache(data, in_memory=False)
-    settings = _settings(cache, preset, config, from_, finetune)
+    settings = _settings(cache, preset, config, base, finetune)
     cache.read(settings.data.ram_budget)
     with tempfile.TemporaryDirectory() as folder, progress() as tell:
-        trainer = new_run(cache, settings, Path(folder) / 'run', base=from_)
+        trainer = new_run(cache, settings, Path(folder) / 'run', base=base)
         found = find_learning_rate(trainer, low, high, steps, stage(tell, 'raise the rate'))
     plot_learning_rate(found, out)
     suggestion, lowest = found['suggestion'], found['lowest']
@@ -450,9 +452,9 @@ def _find_learning_rate(
 
 # %% ../../nbs/app/cli_train.ipynb #28c24994
 config_app = typer.Typer(no_args_is_help=True, help='Settings files.')
-app.add_typer(config_app, name='config', rich_help_panel='Training')
+app.add_typer(config_app, name='config', rich_help_panel='Train')
 
-@command('create', group=config_app)
+@command('create', group=config_app, example='config.yaml --gpu-preset 4090')
 def _config_create(
     out: argument(Path, 'File to write.') = Path('config.yaml'),
     preset: Preset = 'xtts_v2',
@@ -472,10 +474,10 @@ def _config_create(
     return result, f'{out}: xtts-nb train --config {out} --data CACHE'
 
 # %% ../../nbs/app/cli_train.ipynb #bf9b4769
-@_training('export')
-def _export(
-    run: argument(Path, 'Folder of a run.'),
+@command('to-model', group=convert_app, example='models/mine --model runs/mine')
+def _convert_to_model(
     out: argument(Path, 'A new folder for the model.'),
+    run: option(Path, 'Folder of a run.', '--model'),
     best: option(bool, 'Model with the best validation loss instead of the newest.', '--best') = False,
     bfloat16: option(bool, 'Store bfloat16, half the size.', '--bfloat16') = False,
 ):
@@ -484,6 +486,9 @@ def _export(
     from xtts_nb.train.runs import export_run
     result = export_run(run, out, best, 'bfloat16' if bfloat16 else 'float32')
     return result, f'{out}: {result["bytes"] / 1e6:,.1f} MB'
+
+moved('export', 'convert to-model OUT --model RUN')
+moved('train-voice', 'train-decoder --model MODEL')
 
 # %% ../../nbs/app/cli_train.ipynb #3c614ad3
 Layers = option(int, 'Layers of the GPT.', min=1)
@@ -497,7 +502,7 @@ def sized(layers: int, width: int, heads: int, batch_size: int):
     sizes = {'layers': layers, 'width': width, 'heads': heads}
     return XTTSConfig.xtts_v2().replace(model={'gpt': sizes}, data={'batch_size': batch_size})
 
-@command('train', group=bench_app)
+@command('train', group=bench_app, example='--layers 8 --width 512')
 def _bench_train(
     layers: Layers = 8, width: Width = 512, heads: Heads = 8, batch_size: Rows = 4,
     text_tokens: option(int, 'Text tokens of each clip.', min=1, max=400) = 120,
@@ -522,7 +527,7 @@ def _bench_train(
 moved('gpt2', 'python benchmarks/gpt2.py in a checkout of the repository', bench_app)
 
 # %% ../../nbs/app/cli_train.ipynb #c0f1c001
-@command('config', group=bench_app)
+@command('config', group=bench_app, example='--rounds 3')
 def _bench_config(
     width: option(int, 'Width of the tiny model; a multiple of 64.', min=64) = 192,
     batch_size: Rows = 4,
@@ -548,7 +553,7 @@ def _bench_config(
     return {'rows': rows, 'steps': steps} | about, text
 
 # %% ../../nbs/app/cli_train.ipynb #20aa1002
-@command('model', group=bench_app)
+@command('model', group=bench_app, example='--batches 12')
 def _bench_model(
     batches: option(int, 'Batches of the sequence, nearly each of another shape.', min=2) = 12,
     batch_size: Rows = 16,
@@ -564,7 +569,7 @@ def _bench_model(
     return {'rows': rows, 'model': about}, f'{table(about, rows[:3])}\n{table("", rows[3:])}'
 
 # %% ../../nbs/app/cli_train.ipynb #9cc53690
-@command('dual', group=bench_app)
+@command('dual', group=bench_app, example='--data cache/runtime')
 def _bench_dual(
     ctx: typer.Context,
     data: option(Path | None, 'A runtime cache, to measure its real stages.') = None,
@@ -608,7 +613,8 @@ def _dual_trainer(data: Path, gpus: dict, ring: int):
     return dual_trainer(cache, cache.config, devices, ring=ring), devices.line
 
 # %% ../../nbs/app/cli_train.ipynb #9b0c56d1
-@app.command('distributed', rich_help_panel='Devices')
+@app.command('distributed', rich_help_panel='Train', epilog=shown(
+    'distributed', app, '--local 2 -- train --data cache/mine --run runs/mine'))
 def _distributed(
     arguments: argument(list[str], 'With --run, where a failed worker resumes.', metavar='-- train ...'),
     workers: option(str | None, 'All workers, the same list everywhere.', metavar='HOST:PORT,...') = None,

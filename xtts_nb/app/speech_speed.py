@@ -30,7 +30,8 @@ from ..data.text import train_tokenizer
 from ..models.gpt import GPT, Int8GPT
 from ..models.hifigan import HiFiGAN, in_precision, SpeakerEncoder
 from ..models.xtts import POLICIES, XTTS
-from ..speech.generate import generate, never_stop, Sampling, Speaker, Voice, whole_prefix
+from ..speech.voices import Voice
+from ..speech.generate import generate, never_stop, Sampling, Speaker, whole_prefix
 from ..speech.guard import run_rates
 from ..speech.serve import serve, SpeechService
 from ..speech.stream import Engine, SpeechRows

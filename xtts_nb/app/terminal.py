@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Rounds', 'Budget', 'Settings', 'READER_GONE', 'option',
-           'argument', 'main', 'answer', 'to_stderr', 'progress', 'stage', 'command', 'moved', 'elsewhere',
+           'argument', 'main', 'answer', 'to_stderr', 'progress', 'stage', 'command', 'shown', 'moved', 'elsewhere',
            'from_checkout', 'start', 'table', 'write_record', 'load_settings', 'with_file', 'given']
 
 # %% ../../nbs/app/terminal.ipynb #0a52b53b
@@ -27,9 +27,9 @@ import typer
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help='XTTS in TensorFlow, with the accelerator kept busy.')
 bench_app = typer.Typer(no_args_is_help=True, help='Measure a bottleneck before and after its fix.')
-app.add_typer(bench_app, name='bench', rich_help_panel='Monitoring')
+app.add_typer(bench_app, name='bench', rich_help_panel='Speed')
 convert_app = typer.Typer(no_args_is_help=True, help='Checkpoints of coqui-tts, in and out, and SavedModels.')
-app.add_typer(convert_app, name='convert', rich_help_panel='Voice')
+app.add_typer(convert_app, name='convert', rich_help_panel='Speak')
 
 def option(kind, text: str, *names: str, **settings):
     "The annotation of an option, with its help; names and settings are those of `typer.Option`."
@@ -187,13 +187,15 @@ def command(
     name: str,
     panel: str | None = None,   # heading of its group in the help
     group: typer.Typer = app,
+    example: str = '',          # what to type behind its name, for the help
+    renamed: str = '',          # what `--model` was called before
     **settings,                 # of `typer.Typer.command`
 ):
     "Makes a command of a function that returns the result, its text and, unless 0, the exit code."
     def register(function):
         own = inspect.signature(function).parameters
         @wraps(function)
-        def run(json_: bool, budget: float | None = None, **options):
+        def run(json_: bool, budget: float | None = None, before: str | None = None, **options):
             limit = nullcontext() if budget is None else _limited(name, options['rounds'], budget)
             with answer(json_) as show, limit:
                 result, text, *code = function(**options)
@@ -201,11 +203,23 @@ def command(
             return code[0] if code else 0
         extra = {'budget': (5., Budget)} if group is bench_app and 'rounds' in own else {}
         extra['json_'] = False, Json
+        if renamed: extra['before'] = None, option(str | None, '', renamed, hidden=True, callback=_renamed)
         run.__signature__ = inspect.Signature([*own.values(), *(
             inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=a)
             for n, (d, a) in extra.items())])
-        return group.command(name, rich_help_panel=panel, **settings)(run)
+        return group.command(name, rich_help_panel=panel, epilog=shown(name, group, example), **settings)(run)
     return register
+
+def _renamed(ctx: typer.Context, param: typer.CallbackParam, value: str | None):
+    if value is None: return
+    from xtts_nb.config import UserError
+    raise UserError(f'{ctx.command_path.removeprefix("xtts-nb ")}: {param.opts[0]} is --model now; '
+                    f'write --model {value}.')
+
+def shown(name: str, group: typer.Typer, example: str) -> str:
+    "The last line of a command's help: an example of it."
+    names = {id(g.typer_instance): f'{g.name} ' for g in app.registered_groups}
+    return f'Example: xtts-nb {names.get(id(group), "")}{name} {example}'.rstrip()
 
 # %% ../../nbs/app/terminal.ipynb #dc6f036e
 def moved(

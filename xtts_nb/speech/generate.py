@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROOMS', 'never_stop', 'whole_prefix', 'empty_cache', 'cached_block', 'cached_pass', 'fresh_rows', 'begin_rows',
-           'longer_ring', 'advance_rows', 'count_codes', 'generate', 'Sampling', 'sample_code', 'next_code', 'Voice',
+           'longer_ring', 'advance_rows', 'count_codes', 'generate', 'Sampling', 'sample_code', 'next_code',
            'read_reference', 'reference_mels', 'speaker_vector', 'int8_weights', 'Speaker']
 
 # %% ../../nbs/60_speech.ipynb #ac28ac1c
@@ -24,6 +24,7 @@ from ..models.gpt import GPT, Int8GPT, shifted
 from ..models.hifigan import in_precision, stretch
 from ..models.layers import causal_mask, split_heads, TransformerBlock
 from ..models.xtts import XTTS
+from .voices import Voice
 
 # %% ../../nbs/60_speech.ipynb #6f73f004
 def never_stop(gpt: GPT):
@@ -253,11 +254,6 @@ def next_code(
                     sample_code(score, state['spoken'], uniform, state['sampling']))
 
 # %% ../../nbs/60_speech.ipynb #83f8c710
-class Voice(NamedTuple):
-    "A voice as a model takes it."
-    prompt: tf.Tensor           # (P, D)
-    vector: tf.Tensor | None    # (width,), where there is a speaker encoder
-
 def read_reference(
     reference: str | Path | np.ndarray,   # an audio file, or samples (N,) at `audio.sample_rate`
     audio: AudioConfig,
@@ -365,15 +361,22 @@ class Speaker:
 
 # %% ../../nbs/60_speech.ipynb #357f32ef
 @patch
+def read(self: Speaker,
+    recordings: list,      # audio files, or samples (N,)
+) -> list[np.ndarray]:     # (N,) each, cut off at the limit of the model
+    "The recordings of a voice; raises `UserError` for one that is none."
+    audio, seconds = self.xtts.config.model.audio, self.speech.max_reference_seconds
+    return [read_reference(r, audio, seconds) for r in recordings]
+
+@patch
 def listen(self: Speaker,
     reference,   # an audio file, samples, a list of these, or a `Voice`
 ) -> Voice:
     "The voice of the reference."
-    if isinstance(reference, Voice): return reference
+    if isinstance(reference, tuple): return reference   # a `Voice`
     references, xtts = reference if isinstance(reference, list) else [reference], self.xtts
     if not references: raise UserError('There is no reference; give at least one recording of the voice.')
-    audio, seconds = xtts.config.model.audio, self.speech.max_reference_seconds
-    wavs = [read_reference(r, audio, seconds) for r in references]
+    wavs = self.read(references)
     prompts = [xtts.gpt.conditioning(mel[None])[0] for mel in reference_mels(xtts, wavs, self.speech)]
     return Voice(tf.reduce_mean(tf.cast(prompts, tf.float32), 0),
                  speaker_vector(xtts, wavs) if xtts.hifigan else None)

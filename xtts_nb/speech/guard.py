@@ -22,7 +22,8 @@ from ..data.text import pad_ids
 from ..files import read_json
 from ..models.gpt import GPT
 from ..models.xtts import XTTS
-from .generate import Sampling, Speaker, Voice
+from .generate import Sampling, Speaker
+from .voices import Voice
 
 # %% ../../nbs/speech/guard.ipynb #a1dfe62d
 TAIL_CODES, TAIL_VARIETY = 16, 4   # a tail has at least so many codes, and at most so many different ones

@@ -25,7 +25,8 @@ from ..models.gpt import GPT
 from ..models.layers import causal_mask, split_heads
 from ..models.xtts import XTTS
 from ..monitor.loop import trace_count
-from .generate import Sampling, Speaker, Voice
+from .generate import Sampling, Speaker
+from .voices import Voice
 from .long import text_pieces
 from .stream import SpeechRows
 from .voices import find_voice, list_voices

@@ -192,8 +192,8 @@ def new_rows(
     runs = [run for run in zip(tags, [*tags[1:], tokenizer.size]) if run[0] in wanted]
     if runs: return runs
     raise UserError(f'training.finetune rows: the model was not grown by {", ".join(languages)} and has no '
-                    'rows of its own; grow it first, by xtts-nb grow MODEL OUT --language CODE --texts '
-                    'FILE, or choose lora.')
+                    'rows of its own; grow it first, by xtts-nb add-language OUT --model MODEL '
+                    '--language CODE --texts FILE, or choose lora.')
 
 # %% ../../nbs/train/finetune.ipynb #3533c980
 @dataclass

@@ -526,8 +526,8 @@ def new_voice_run(
     run = Path(run)
     facts = run_facts(run, 'voice')
     if not facts and not (model and cache):
-        raise UserError(f'{run}: holds no run; begin one with xtts-nb train-voice MODEL --data CACHE --run '
-                        f'{run}.')
+        raise UserError(f'{run}: holds no run; begin one with xtts-nb train-decoder --model MODEL '
+                        f'--data CACHE --run {run}.')
     if not (run / 'model.safetensors').is_file():
         if facts: model, held_out, corpus = Path(facts['model']), facts['held_out'], facts['corpus']
         settings = config or XTTSConfig.load(Path(model) / 'config.yaml')

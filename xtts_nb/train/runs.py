@@ -59,7 +59,7 @@ def base_config(
     if base is None and settings.training.finetune == 'whole': return settings
     if base is None:
         kind = settings.training.finetune
-        raise UserError(f'training.finetune {kind} needs a model to begin from; name its folder with --from.')
+        raise UserError(f'training.finetune {kind} needs a model to begin from; name it with --model.')
     for name in ('config.yaml', 'tokenizer.json', 'model.safetensors'):
         if not (Path(base) / name).is_file():
             raise UserError(f'{base}: holds no model to begin from ({name} is missing); make one by xtts-nb '
@@ -93,7 +93,7 @@ def load_base(base: str | Path, config: XTTSConfig, cache: Cache) -> XTTS:
     return xtts
 
 # %% ../../nbs/train/runs.ipynb #cdd4f009
-COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'voice': 'train-voice'}   # part -> command that trains it
+COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'voice': 'train-decoder'}   # part -> command that trains it
 
 def run_facts(run: str | Path, part: str = 'gpt') -> dict:
     "The facts of a run, empty for a new one; raises `UserError` for a run of another part or other files."
