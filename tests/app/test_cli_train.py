@@ -18,7 +18,7 @@ from xtts_nb.train import runs
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.native import BatchPlan, cached_batches
-from xtts_nb.app.recipes import gpu_preset, optimization_level
+from xtts_nb.app.recipes import flat, gpu_preset, optimization_level
 from xtts_nb.train.step import CompiledStep
 
 
@@ -297,19 +297,40 @@ def test_train(ran, behind, bars):
     ran('train --data c --enable-memory-isolation --val 0.3 --model-gpu 1 --data-gpu-memory 2 '
         '--model-gpu-memory 3')
     ran('train --data c --fit-memory')
-    names = 'data run preset config val val_data base finetune fit on_device ring'.split()
-    seen = [[v if v is None or isinstance(v, bool | int | float) else str(v) for v in map(call.get, names)]
-            for call in made]
+    names = 'data run preset config val val_data base finetune fit_memory buffer_size'.split()
+    seen = [[v if v is None or isinstance(v, bool | int | float) else str(v)
+             for v in map(vars(call['asked']).get, names)] for call in made]
     assert seen == [
-        ['c', None, None, None, 0., None, None, None, False, False, 3],
-        ['c', None, None, None, 0., None, None, None, False, True, 3],
-        ['c', 'r', 'tiny', 'f', 0., 'v', 'b', 'lora', False, True, 5],
-        ['c', None, None, None, 0.3, None, None, None, False, True, 3],
-        ['c', None, None, None, 0., None, None, None, True, False, 3]]
+        ['c', None, None, None, 0., None, None, None, False, None],
+        ['c', None, None, None, 0., None, None, None, False, None],
+        ['c', 'r', 'tiny', 'f', 0., 'v', 'b', 'lora', False, 5],
+        ['c', None, None, None, 0.3, None, None, None, False, None],
+        ['c', None, None, None, 0., None, None, None, True, None]]
     alone = {'isolate': True, 'model_gpu': 1, 'data_memory': 2, 'model_memory': 3}
     asked = [{}, {'data_gpu': 0}, {}, alone, {}]
     assert bars == [('start', gpus) for gpus in asked] and [call['name'] for call in fitted] == ['train'] * 5
     assert made[0]['layers'] == {'environment': {}, 'options': {}} and made[0]['devices'].line == 'Two cards.'
+
+GPU_OPTIONS = 'data_gpu', 'model_gpu', 'isolate', 'data_memory', 'model_memory'
+
+def test_the_settings_are_shown_with_where_they_come_from(ran, home, prepared, monkeypatch):
+    (home / 'f.yaml').write_text('training: {enable_xla: false, ema: 0.5}\ndata: {seed: 1, buckets: 2}\n')
+    monkeypatch.setenv('XTTS_NB_PRECISION', 'bfloat16')
+    line = (f'config show --data {prepared.folder} --config f.yaml --gpu-preset 3060 '
+            '--set data.seed=3 --lr 2e-4')
+    shown = {row['key']: (row['value'], row['from']) for row in ran(f'{line} --json').json['settings']}
+    assert shown['data.buckets'] == (2, 'f.yaml') and shown['training.ema'] == (0.5, 'f.yaml')
+    assert shown['training.enable_xla_compilation'] == (False, 'f.yaml')   # a guide's name of it
+    assert shown['data.seed'] == (3, 'options') and shown['training.learning_rate'] == (2e-4, 'options')
+    assert shown['training.precision'] == ('bfloat16', 'GPU preset 3060')   # over the environment
+    assert shown['data.max_seconds'] == (prepared.config.data.max_seconds, str(prepared.folder))
+    assert [*shown] == [*flat(prepared.config.model_dump())]
+    assert re.search(r'^data\.seed +3 +options$', ran(line).out, re.MULTILINE)
+    assert ('training.precision', 'environment') in {
+        (row['key'], row['from']) for row in ran('config show --json').json['settings']}
+    assert {row['from'] for row in ran('config show --preset xtts_v2 --json').json['settings']} == {
+        'preset xtts_v2', 'environment'}
+    assert ran('config show --nothing').said == ['xtts-nb: There is no option --nothing. See xtts-nb --help.']
 
 @pytest.mark.parametrize('step', [0, 3])
 def test_a_training_with_a_bar(behind, capsys, step):
@@ -368,8 +389,9 @@ def made(behind, tmp_path, monkeypatch):
     def build(data=None, run=None, preset=None, val=0., val_data=None, base=None):
         data, val_data = (value and Path(value) for value in (data, val_data))
         place = run and tmp_path / run
-        assert cli_train._trainer(data, place, preset, None, layers, val, val_data, base, None, False,
-                                  'devices', False, 3) == 'the trainer'
+        asked = dict(data=data, run=place, preset=preset, val=val, val_data=val_data, base=base, config=None,
+                     finetune=None, fit_memory=False, buffer_size=None) | dict.fromkeys(GPU_OPTIONS)
+        assert cli_train._trainer(SimpleNamespace(**asked), layers, 'devices') == 'the trainer'
         return SimpleNamespace(**{'where': {}} | has.runs[-1])
     return build, has
 

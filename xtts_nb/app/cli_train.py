@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import typer
 
@@ -86,10 +87,9 @@ def _train(
     check_unknown(ctx.args, [o for p in ctx.command.params for o in (*p.opts, *p.secondary_opts)])
     _known(run, data, 'train: neither a cache nor a run is given',
            'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
-    layers, gpus = _layers({k: v for k, v in ctx.params.items() if v is not None}), _gpus(ctx.params)
+    layers, gpus = _layers(ctx.params), _gpus(ctx.params)
     _check_fit(fit_memory, gpus)
-    trainer = _trainer(data, run, preset, config, layers, val, val_data, base, finetune, fit_memory,
-                       start(**gpus), bool(gpus or buffer_size), buffer_size or 3)
+    trainer = _trainer(SimpleNamespace(**ctx.params), layers, start(**gpus))
     with progress() as tell: result, text = _fit(trainer, 'train', tell)
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 
@@ -115,11 +115,12 @@ def _gpus(options: dict) -> dict:
     names = 'data_gpu', 'model_gpu', 'isolate', 'data_memory', 'model_memory'
     return given(**{name: options[name] for name in names})
 
-def _layers(flags: dict) -> dict[str, dict]:
+def _layers(options: dict) -> dict[str, dict]:
     "The settings that options ask for, by layer, the general first; raises `UserError` if two contradict."
     from xtts_nb.config import UserError
     from xtts_nb.app.recipes import (
         FLAGS, from_environment, gpu_preset, optimization_level, parse_assignments)
+    flags = {name: value for name, value in options.items() if value is not None}
     if 'steps' in flags and 'epochs' in flags:
         raise UserError('train: --steps and --epochs both say how long; give one of them.')
     if flags['val'] and 'val_data' in flags:
@@ -140,36 +141,45 @@ def _note(line: dict) -> str:
     return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
 
 # %% ../../nbs/app/cli_train.ipynb #ddb4b70b
-def _trainer(data, run, preset, config, layers, val, val_data, base, finetune, fit, devices, on_device, ring):
-    "A trainer on a cache, or that of an existing `run`; under `TF_CONFIG` one of several workers."
-    new_run, replicas = _maker()   # first: the strategy of a cluster is made before anything is computed
+def _resolved(asked, layers: dict):
+    "The settings that `train` is asked for, the facts of its run, if it is one, and its cache or None."
     from xtts_nb.config import XTTSConfig
     from xtts_nb.data.cache import Cache
-    from xtts_nb.train.dual import check_no_codes
-    from xtts_nb.app.recipes import recipe
-    from xtts_nb.train.runs import check_made_for, held_out_share, open_cache, run_facts
+    from xtts_nb.app.recipes import resolve
+    from xtts_nb.train.runs import run_facts
+    run = asked.run
     facts = run_facts(run) if run and (run / 'run.json').is_file() else {}
-    base = base or facts.get('base')
-    # mapped until its budget is known
-    cache = None if _is_corpus(data) else Cache(data or facts['cache'], in_memory=False)
-    if preset or not (facts or cache): settings = XTTSConfig.preset(preset or 'tiny')
-    else: settings = XTTSConfig.load(run / 'config.yaml') if facts else cache.config
-    initial = settings
-    settings = recipe(with_file(settings, config), layers, to_stderr)
-    settings = _with_base(base, settings, finetune, initial, bool(facts))
+    folder = None if _is_corpus(asked.data) else asked.data or facts.get('cache')
+    cache = Cache(folder, in_memory=False) if folder else None   # mapped until its budget is known
+    if asked.preset or not (facts or cache):
+        name = asked.preset or 'tiny'
+        begun, origin = XTTSConfig.preset(name), f'preset {name}'
+    elif facts: begun, origin = XTTSConfig.load(run / 'config.yaml'), str(run)
+    else: begun, origin = cache.config, str(cache.folder)
+    return resolve(begun, origin, asked.config, layers, to_stderr), facts, cache
+
+def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
+    "A trainer on a cache, or that of an existing run; under `TF_CONFIG` one of several workers."
+    new_run, replicas = _maker()   # first: the strategy of a cluster is made before anything is computed
+    from xtts_nb.train.dual import check_no_codes
+    from xtts_nb.train.runs import check_made_for, held_out_share, open_cache
+    resolved, facts, cache = _resolved(asked, layers)
+    data, base, initial = asked.data, asked.base or facts.get('base'), resolved.begun
+    on_device = bool(_gpus(vars(asked)) or asked.buffer_size)
+    settings = _with_base(base, resolved.config, asked.finetune, initial, bool(facts))
     if on_device and not cache: settings = _without_codes(settings)
     cache = open_cache(cache.folder if cache else _corpus_cache(data, settings, base), settings)
     if not _is_corpus(data): _check_prepared(cache, initial, settings, layers['options'])
     check_made_for(cache, settings)   # before the check of the memory: that needs a model that can be trained
-    feed = _feed(cache, settings, devices, on_device, ring)
-    settings = _in_memory(cache, settings, base, fit, devices, replicas)
-    if _is_corpus(val_data): val_data = _corpus_cache(val_data, settings, cache.folder)
-    else: val_data = val_data or facts.get('val')
-    held_out = facts['held_out'] if facts else held_out_share(cache, val) if val else ()
-    settings = _changed(settings, val or val_data)
+    feed = _feed(cache, settings, devices, on_device, asked.buffer_size or 3)
+    settings = _in_memory(cache, settings, base, asked.fit_memory, devices, replicas)
+    if _is_corpus(asked.val_data): val_data = _corpus_cache(asked.val_data, settings, cache.folder)
+    else: val_data = asked.val_data or facts.get('val')
+    held_out = facts['held_out'] if facts else held_out_share(cache, asked.val) if asked.val else ()
+    settings = _changed(settings, asked.val or val_data)
     val_cache = open_cache(val_data, settings, cache) if val_data else None
     if val_cache and feed: check_no_codes(val_cache)
-    return new_run(cache, settings, run or _free_run(), held_out, base, val_cache, **feed)
+    return new_run(cache, settings, asked.run or _free_run(), held_out, base, val_cache, **feed)
 
 # %% ../../nbs/app/cli_train.ipynb #9578a515
 def _settings(cache, preset, config, base, finetune):
@@ -472,6 +482,21 @@ def _config_create(
     changed = {key: new for key, (_, new) in config_diff(base, config).items()}
     result = {'config': str(out), 'preset': preset, 'changed': changed}
     return result, f'{out}: xtts-nb train --config {out} --data CACHE'
+
+@command('show', group=config_app, example='--data cache/mine --config faster.yaml --set data.seed=3',
+         context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
+def _config_show(ctx: typer.Context):
+    "Print every setting that `train` would use with the same options, and where its value comes from."
+    from xtts_nb.app.recipes import check_unknown
+    train = typer.main.get_command(app).commands['train']
+    asked = train.make_context('config show', list(ctx.args))
+    check_unknown(asked.args, [o for p in train.params for o in (*p.opts, *p.secondary_opts)])
+    start()
+    resolved, *_ = _resolved(SimpleNamespace(**asked.params), _layers(asked.params))
+    rows = resolved.rows()
+    wide, long = (max(len(str(row[name])) for row in rows) for name in ('key', 'value'))
+    lines = [f'{row["key"]:{wide}}  {str(row["value"]):{long}}  {row["from"]}' for row in rows]
+    return {'settings': rows}, '\n'.join(lines)
 
 # %% ../../nbs/app/cli_train.ipynb #bf9b4769
 @command('to-model', group=convert_app, example='models/mine --model runs/mine')

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['GPU_PRESETS', 'LEVELS', 'RENAMED_KEYS', 'REDUNDANT_KEYS', 'FLAGS', 'REFUSED_FLAGS', 'ENVIRONMENT', 'descriptions',
            'commented_yaml', 'flat', 'nested', 'config_diff', 'gpu_preset', 'optimization_level', 'convert_guide',
-           'load_recipe', 'check_unknown', 'parse_assignments', 'from_environment', 'recipe', 'check_used']
+           'load_recipe', 'check_unknown', 'parse_assignments', 'from_environment', 'recipe', 'Resolved', 'resolve',
+           'check_used']
 
 # %% ../../nbs/app/recipes.ipynb #ecefca6f
 import difflib
@@ -13,6 +14,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -237,7 +239,7 @@ def from_environment() -> dict:
 
 # %% ../../nbs/app/recipes.ipynb #1bc4beba
 def recipe(
-    config: XTTSConfig,                  # from a file, a cache or a preset
+    config: XTTSConfig,                  # of a preset, a cache or a run, with a file over it
     layers: dict[str, dict],             # name -> {key: value}; later ones take precedence
     say: Callable = print,               # receives a line for each layer that changes something
 ) -> XTTSConfig:
@@ -249,6 +251,31 @@ def recipe(
         now |= keys
         given |= keys
     return config.replace(**nested(given)) if given else config
+
+@dataclass(frozen=True)
+class Resolved:
+    "The settings of a run, and where the value of each key comes from."
+    config: XTTSConfig
+    begun: XTTSConfig           # of the preset, cache or run, before any change
+    came_from: dict[str, str]   # key -> preset tiny, settings.yaml, environment, options, ...
+
+    def rows(self) -> list[dict]:   # {key, value, from}
+        return [{'key': key, 'value': value, 'from': self.came_from[key]}
+                for key, value in flat(self.config.model_dump()).items()]
+
+def resolve(
+    begun: XTTSConfig,
+    origin: str,                # what `begun` is of
+    file: str | Path | None,    # settings that beat `begun`
+    layers: dict[str, dict],    # as of `recipe`: they beat the file
+    say: Callable = print,      # receives the lines of `load_recipe` and `recipe`
+) -> Resolved:
+    "Settings by precedence: preset, cache or run < file < environment < presets of a card < options."
+    given = {str(file): flat(convert_guide(read_settings(file), str(file))[0])} if file else {}
+    config = recipe(load_recipe(file, say, begun) if file else begun, layers, say)
+    came_from = dict.fromkeys(flat(begun.model_dump()), origin)
+    for name, keys in (given | layers).items(): came_from |= dict.fromkeys(keys, name)
+    return Resolved(config, begun, came_from)
 
 # %% ../../nbs/app/recipes.ipynb #6e20f402
 def check_used(
