@@ -19,8 +19,7 @@ from xtts_nb.train import distributed as page
 from xtts_nb.train.launch import LOST_PEER, local_workers, tf_config
 from xtts_nb.train.distributed import (
     DistributedTrainer, Replicas, Share, Broadcast, bit_sums, cluster_run, differing,
-    distributed_train_step,
-    distributed_validation_step, ensure_gpu_placement, dry_run, setup_gpu_strategy)
+    distributed_train_step, distributed_validation_step, dry_run, setup_gpu_strategy)
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.gpt import GPT
@@ -143,8 +142,6 @@ def test_the_strategy_follows_the_devices(monkeypatch):
     monkeypatch.delenv('TF_CONFIG', raising=False)
     kinds = [type(setup_gpu_strategy(devices)) for devices in (None, ['CPU:0'])]
     assert kinds == [type(tf.distribute.get_strategy()), tf.distribute.OneDeviceStrategy]
-    x = tf.constant(1.)
-    assert ensure_gpu_placement(x) is x and ensure_gpu_placement({'a': x}) == {'a': x}   # there is no GPU
 
 def test_a_trainer_may_keep_nothing(prepared, mini, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -35,14 +35,13 @@ import numpy as np
 import tensorflow as tf
 from matplotlib.figure import Figure
 
-from .training_speed import data_before_after
+from .training_speed import check_equal, comparison_plan, data_before_after
 from ..config import UserError, XTTSConfig
 from ..data.audio import griffin_lim, load_audio, save_audio, wav_bytes
 from ..data.cache import Cache
 from ..data.corpora import Clip, read_corpus, visible
 from ..data.native import CacheReader
 from ..data.prepare import mel_function, mel_sample, prepare
-from ..data.readers import check_equal, comparison_plan
 from ..files import atomic_file, atomic_folder, fingerprint, read_json, real_place, write_json
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['EMULATED_CLIPS_PER_SECOND', 'RUNS', 'CHAINED', 'EMULATED_BATCH', 'NARROW', 'ARMS', 'HOST_THREADS', 'STEP_ARMS',
-           'Tiled', 'measure_loaders', 'data_before_after', 'padding', 'watch_loaders', 'bench_loaders',
-           'compared_text', 'matmul_ceiling', 'host_syncs', 'loop_seconds', 'emulated_step_seconds', 'emulated_use',
-           'step_positions', 'step_speed', 'training_process', 'kernel_workspace', 'start_training', 'compare_starts',
-           'compare_steps', 'bench_config']
+           'comparison_plan', 'differing_share', 'check_equal', 'refuse_differences', 'Tiled', 'measure_loaders',
+           'data_before_after', 'padding', 'watch_loaders', 'bench_loaders', 'compared_text', 'matmul_ceiling',
+           'host_syncs', 'loop_seconds', 'emulated_step_seconds', 'emulated_use', 'step_positions', 'step_speed',
+           'training_process', 'kernel_workspace', 'start_training', 'compare_starts', 'compare_steps', 'bench_config']
 
 # %% ../../nbs/app/training_speed.ipynb #1aacaa21
 import statistics
@@ -25,16 +25,76 @@ import numpy as np
 import tensorflow as tf
 
 from ..bench import accelerator_utilisation, compare, fed_steps, Peer
-from ..config import DataConfig, XTTSConfig
+from ..config import DataConfig, UserError, XTTSConfig
 from ..data.cache import Cache
-from ..data.native import batches_of, BatchPlan, readers
-from ..data.readers import check_equal, refuse_differences
+from ..data.native import batches_of, BatchPlan, mels_of, PythonReader, readers
 from ..models.xtts import step_flops
 from ..monitor.loop import trace_count
 from ..sampler import emulated_probe, EmulatedDevice, Sampler
 from ..train.step import (
     MODES, check_modes_agree, first_steps, random_batch, step_modes)
 from ..train.trainer import Trainer
+
+# %% ../../nbs/app/training_speed.ipynb #equ0a1a2
+def comparison_plan(cache: Cache) -> BatchPlan:
+    "One shape for all pipelines, and a short buffer, so that no stored batches are measured."
+    return BatchPlan(cache, cache.config.data.model_copy(update={'buckets': 1, 'prefetch_buffer_size': 1}))
+
+def _with_codes(batch: dict, plan: BatchPlan, encode: Callable) -> dict:
+    "A batch of `PythonReader` with the codes that `encode` makes from its mels."
+    lengths = np.asarray(plan.cache.codes_length)[np.asarray(batch['clip'])]
+    codes = np.zeros((len(lengths), int(max(width for width, _ in plan.shapes))), np.int32)
+    for row, mel, frames, n in zip(codes, batch['mel'], batch['mel_length'], lengths):
+        row[:n] = np.asarray(encode(mel[None, :frames]))[0][:n]
+    return batch | {'codes': codes, 'code_length': lengths}
+
+def _with_mels(batch: dict, plan: BatchPlan, stats: np.ndarray) -> dict:
+    "The batch with mels instead of samples."
+    if 'wav' not in batch: return batch
+    audio, frames = plan.cache.config.model.audio, plan.data.reference_frames
+    mel = mels_of(batch['wav'], audio.dvae_n_fft, audio)
+    inside = tf.sequence_mask(batch['mel_length'], mel.shape[1])[..., None]
+    voice = mels_of(batch['reference_wav'], audio.reference_n_fft, audio) / stats
+    place = tf.range(frames, dtype=tf.int64)[None] % batch['reference_length'][:, None]
+    others = {name: part for name, part in batch.items() if 'wav' not in name and name != 'reference_length'}
+    return others | {'mel': tf.where(inside, mel, 0), 'reference': tf.gather(voice, place, batch_dims=1)}
+
+# %% ../../nbs/app/training_speed.ipynb #equ0a1a3
+def differing_share(x, y, tolerance: float = 0.) -> float:
+    "The share of cells in which two arrays differ; 1 if their shapes differ."
+    x, y = (np.asarray(a, np.float32 if tolerance else None) for a in (x, y))
+    return float(np.mean(np.abs(x - y) > tolerance)) if x.shape == y.shape else 1.
+
+def check_equal(
+    plan: BatchPlan,
+    stats: np.ndarray,            # (C,) mel constants of the DVAE
+    encode: Callable,             # mel (1, F, C) -> codes (1, S), of the same DVAE
+    arms: dict[str, Callable] | None = None,   # name -> reader; default: all of `readers`
+    batches: int = 2,
+) -> dict[str, dict[str, float]]:   # arm -> part of its batch -> share that differs
+    "Compare the batches of readers with those of `PythonReader`; raises `UserError` if they differ."
+    arms, differences = arms or readers(plan, stats), {}
+    sources = [batches_of(reader, plan.data, 0, batches)
+               for reader in (PythonReader(plan, stats), *arms.values())]
+    for first, *others in zip(*sources):
+        right = _with_codes(first, plan, encode)
+        for name, batch in zip(arms, others):
+            shares = differences.setdefault(name, {})
+            for part, x in _with_mels(batch, plan, stats).items():
+                y = right[part][:, :x.shape[1]] if part == 'codes' else right[part]
+                share = differing_share(x, y, 5e-3 if part in ('mel', 'reference') else 0.)
+                shares[part] = max(shares.get(part, 0.), share)
+    refuse_differences(differences)
+    return differences
+
+def refuse_differences(found: dict[str, dict[str, float]]):   # arm -> part -> share that differs
+    "Raise `UserError` if a share exceeds 0.001, or is not 0 for arrays that must be equal."
+    wrong = [f'{arm} {part} {share:.2%}' for arm, parts in found.items() for part, share in parts.items()
+             if share > (1e-3 if part in ('mel', 'reference', 'codes') else 0)]
+    if wrong:
+        raise UserError('the loaders deliver different batches, so their times cannot be compared: '
+                        f'{", ".join(wrong)} of the cells differ; prepare the cache again, or leave that '
+                        'loader out.')
 
 # %% ../../nbs/app/training_speed.ipynb #26f0f596
 # assumed, not measured: the same for all loaders; a faster or slower device changes every AU

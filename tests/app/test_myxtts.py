@@ -1,20 +1,17 @@
-"The functions that the guides name, and the comparison of batches."
+"The functions that exist for the names of the guides."
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.data.audio import load_audio, log_mel, save_audio, synthetic_voice
+from xtts_nb.app import myxtts
+from xtts_nb.app.myxtts import (
+    TFNativeDataLoader, apply_aggressive_prefetching, configure_tensorflow_for_max_throughput,
+    create_parallel_interleave_dataset, ensure_gpu_placement, get_optimized_dataset_options,
+    optimize_dataset_pipeline, print_optimization_summary)
 from xtts_nb.config import UserError
-from xtts_nb.data.native import BatchPlan, CacheReader, readers
+from xtts_nb.data.audio import load_audio, log_mel, save_audio, synthetic_voice
 from xtts_nb.monitor.loop import python_operations
-import xtts_nb.data.readers
-from xtts_nb.data.readers import (
-    TFNativeDataLoader, apply_aggressive_prefetching, check_equal, comparison_plan,
-    configure_tensorflow_for_max_throughput, create_parallel_interleave_dataset, differing_share,
-    get_optimized_dataset_options, optimize_dataset_pipeline, print_optimization_summary,
-    refuse_differences)
-
 
 
 def test_the_native_loader_gives_samples_and_mel_in_graph(tmp_path):
@@ -66,7 +63,7 @@ def test_prefetching_ends_on_the_device():
     assert names(plain)[-1] == '_PrefetchDataset' and '_CopyToDeviceDataset' not in names(plain)
     assert names(device)[-3:] == ['_PrefetchDataset', '_CopyToDeviceDataset', '_PrefetchDataset']
     assert [b.tolist() for b in device.as_numpy_iterator()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    stages = xtts_nb.data.readers._stages(device)
+    stages = myxtts._stages(device)
     assert stages[-3] == 'Prefetch buffer 4'
     assert stages[-1] == 'Prefetch buffer 2'   # one used, one on its way
 
@@ -91,59 +88,7 @@ def test_files_are_read_side_by_side_in_a_fixed_order(tmp_path):
             for _ in range(2)]
     assert read[0] == read[1] == [b'a1', b'b1', b'a2', b'b2', b'c1', b'c2']
 
-
-# --- equal batches -----------------------------------------------------------------------------------
-
-ONLINE = {'clip', 'weight', 'text', 'text_length', 'mel_length', 'mel', 'reference'}
-
-def test_all_pipelines_deliver_the_same(prepared, dvae, small, stats):
-    "Everything that they deliver, the codes of the cache among it."
-    plan = BatchPlan(prepared, small.data)
-    differ = check_equal(plan, stats, dvae.encode, batches=plan.steps_per_epoch + 1)
-    assert {arm: set(parts) for arm, parts in differ.items()} == {
-        'numpy_function': ONLINE, 'native_wav': ONLINE, 'native': ONLINE,
-        'cache': ONLINE - {'mel', 'mel_length'} | {'codes', 'code_length'}}
-    assert max(share for parts in differ.values() for share in parts.values()) < 1e-3
-
-@pytest.mark.parametrize('arm, part, shown, change', [
-    ('cache', 'codes', 'codes', lambda x: tf.concat([x[:, :1] + 1, x[:, 1:]], 1)),
-    ('cache', 'code_length', 'code_length', lambda x: x - 1),
-    ('cache', 'reference', 'reference', lambda x: x * 1.1),
-    ('native', 'text', 'text', lambda x: x[:, ::-1]),
-    ('native_wav', 'weight', 'weight', lambda x: x * 0),
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        ('numpy_function', 'mel', 'mel', lambda x: x[:, 1:]),
-        ('native', 'mel', 'mel', lambda x: x + 7e-3),
-        ('native_wav', 'wav', 'mel', lambda x: tf.roll(x, 99, 1)),
-        ('native_wav', 'reference_wav', 'reference', lambda x: x // 2)))])
-def test_a_difference_is_noticed_whatever_differs(prepared, dvae, small, stats, arm, part, shown, change):
-    plan = BatchPlan(prepared, small.data)
-    reader = readers(plan, stats)[arm]
-    wrong = lambda step: (batch := reader(step)) | {part: change(batch[part])}
-    found = f'different batches, .*: {arm} {shown} .*leave that loader out'
-    with pytest.raises(UserError, match=found): check_equal(plan, stats, dvae.encode, {arm: wrong}, batches=1)
-
-def test_a_difference_in_one_of_several_batches_is_noticed(prepared, dvae, small, stats):
-    plan = BatchPlan(prepared, small.data)
-    reader = CacheReader(prepared, plan)
-    heavier = lambda step, weight: weight + tf.cast(step == 0, tf.float32)
-    wrong = lambda step: (batch := reader(step)) | {'weight': heavier(step, batch['weight'])}
-    with pytest.raises(UserError, match='cache weight 100.00%'):
-        check_equal(plan, stats, dvae.encode, {'cache': wrong})
-
-@pytest.mark.parametrize('x, y, tolerance, share', [
-    ([1, 2], [1, 2], 0., 0.), ([1, 2, 3, 4], [1, 2, 3, 5], 0., 0.25), ([1], [1, 1], 0., 1.),
-    ([1., 0.], [1.5, 1.], 0.5, 0.5), ([1.5, 1.], [1., 0.], 0.5, 0.5)], ids=str)
-def test_the_share_of_cells_that_differ(x, y, tolerance, share):
-    assert differing_share(x, y, tolerance) == share
-
-def test_mels_and_codes_may_differ_in_one_cell_of_a_thousand():
-    near = dict.fromkeys(('mel', 'reference', 'codes'), 1e-3)
-    refuse_differences({'a': near | {'text': 0.}})
-    for part, share in (*dict.fromkeys(near, 0.0011).items(), ('text', 1e-4)):
-        with pytest.raises(UserError, match=f'compared: b {part} {share:.2%} of the cells differ'):
-            refuse_differences({'a': near, 'b': near | {part: share}})
-
-def test_a_comparison_takes_one_shape_and_lays_one_batch_by(prepared):
-    plan = comparison_plan(prepared)
-    assert len(plan.shapes) == 1 == plan.data.prefetch_buffer_size
+@pytest.mark.cpu
+def test_tensors_stay_where_they_are_without_a_gpu():
+    x = tf.constant(1.)
+    assert ensure_gpu_placement(x) is x and ensure_gpu_placement({'a': x}) == {'a': x}
