@@ -109,7 +109,7 @@ def pipeline(config, world):
 def place(config, world):
     cache = open_cache(world.cache.folder, config)
     reader = CacheReader(cache, BatchPlan(cache, config.data), ('mel',))
-    return type(cache.mel).__name__, type(reader.rows).__name__
+    return cache.held, type(reader.rows).__name__
 
 def dropped(config, world):
     try: return check_dropped([Dropped('a', 'bad')] * 2, 5, config, 'corpus')

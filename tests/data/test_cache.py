@@ -13,7 +13,7 @@ import soundfile
 from xtts_nb.data.audio import log_mel, save_audio, synthetic_voice
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.cache import (
-    DTYPES, ARRAYS, Cache, InFiles, JoinedShards, check_cache_folder, content_keys, digest, file_sha,
+    DTYPES, ARRAYS, Cache, InFiles, check_cache_folder, content_keys, digest, file_sha,
     load_shard, map_arrays, read_manifest, records, verify_cache, work_path, write_manifest, write_shard,
     write_table)
 from xtts_nb.config import UserError
@@ -246,10 +246,9 @@ def test_a_flipped_byte_is_noticed(prepared, tmp_path):
 
 def test_mapped_arrays_are_those_in_memory(prepared):
     mapped = Cache(prepared.folder, in_memory=False)
-    for kind in ARRAYS:
-        one, other = getattr(prepared, kind), getattr(mapped, kind)
-        assert len(one) == len(other) and one.shape == other.shape and one.dtype == other.dtype
-        assert all(np.array_equal(prepared.array(kind, i), mapped.array(kind, i)) for i in range(14))
+    for kind, dtype in ARRAYS.items():
+        pairs = [[cache.array(kind, i) for cache in (prepared, mapped)] for i in (*range(14), -1)]
+        assert all(np.array_equal(one, other) and one.dtype == other.dtype == dtype for one, other in pairs)
     assert list(mapped.clips) == list(prepared.clips) and mapped.clips[-1] == mapped.clips[13]
     assert [mapped.speakers[n] for n in mapped.speaker] == [c['speaker'] for c in mapped.clips]
     assert (mapped.samples / 22050).round(4).tolist() == [c['seconds'] for c in mapped.clips]
@@ -258,11 +257,16 @@ def test_mapped_arrays_are_those_in_memory(prepared):
 def test_more_shards_than_files_may_be_open(tmp_path):
     import resource
     many, limit = 300, resource.getrlimit(resource.RLIMIT_NOFILE)
-    for i in range(many): write_shard(tmp_path / f'{i}', [record(i)])
-    codes = JoinedShards([tmp_path / f'{i}' for i in range(many)], 'codes', np.arange(many) * 4, many * 4)
+    lines = [write_shard(tmp_path / f'{i}', [record(i)]) for i in range(many)]
+    class Mapped(Cache):
+        __init__, __len__, check_unchanged = object.__init__, lambda self: many, lambda self: None
+    cache = Mapped()
+    cache.folder, cache.manifest = tmp_path, {'shards': lines, 'stored': ['codes']}
+    cache.codes_start, cache.codes_length = np.arange(many) * 4, np.full(many, 4)
+    cache._open()
     used = len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else 64
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 270, limit[1]))
-    try: assert [int(codes[4 * i:4 * i + 4][0]) for i in range(many)] == [i % 32 for i in range(many)]
+    try: assert [int(cache.array('codes', i)[0]) for i in range(many)] == [i % 32 for i in range(many)]
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 def test_more_shards_than_files_may_be_open_are_read_in_a_graph(tmp_path):

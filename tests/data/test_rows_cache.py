@@ -1,6 +1,5 @@
 "Parts of a cache, and its rows in a graph: from memory, from files, from mapped columns."
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import fake_dvae
 from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.cache import (
-    Cache, ClipRows, Column, GraphArrays, InFiles, InMemory, clip_limits, cumulative_chances, fits_in_memory,
+    Cache, ClipRows, Column, GraphArrays, InFiles, InMemory, clip_limits, cumulative_chances,
     left_out_line, map_whole_file, stored_columns, within_limits)
 from xtts_nb.data.native import (
     BatchPlan, CacheReader, WavReader, batches_of, cached_batches, reader_of)
@@ -42,20 +41,11 @@ def test_limits_to_the_sample_and_the_token():
         'fake: 4 of 6 clips are left out: 2 shorter than data.min_seconds 1.0, '
         '1 longer than data.max_seconds 2.00001, 2 of more text tokens than data.max_text_tokens 8.')
 
-@pytest.mark.parametrize('spare, inside', [(0, True), (1, True), (-1, False)])
-def test_a_cache_that_fills_the_budget_to_the_byte_is_held_in_memory(spare, inside):
-    mib = 2**20
-    one = np.broadcast_to(np.zeros(1, np.uint16), (mib, 2))
-    cache = SimpleNamespace(codes=one, text=one, mel=one)
-    budget = DataConfig().model_copy(update={'ram_budget': (12 * mib + spare) / 2**30})
-    assert fits_in_memory(cache, budget) == inside and fits_in_memory(cache, budget, ('text',))
-
 @pytest.mark.parametrize('first', [0, 3])
 def test_batches_from_files_are_those_from_memory(prepared, small, first):
-    memory, files = (BatchPlan(prepared, small.data.model_copy(update={'ram_budget': gib}))
-                     for gib in (1., 0.))
-    assert isinstance(CacheReader(prepared, memory).rows, InMemory)
-    assert isinstance(CacheReader(prepared, files).rows, InFiles)
+    memory, files = (BatchPlan(Cache(prepared.folder, ram_budget=gib), small.data) for gib in (1., 0.))
+    assert isinstance(CacheReader(memory.cache, memory).rows, InMemory)
+    assert isinstance(CacheReader(files.cache, files).rows, InFiles)
     for a, b in zip(*(cached_batches(plan, first, first + 12) for plan in (memory, files)), strict=True):
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
@@ -98,8 +88,7 @@ def test_the_table_of_a_runtime_cache_is_read_once(prepared, small, stats, monke
 @pytest.mark.parametrize('budget', [0., 1.])
 def test_the_arrays_stay_on_the_host(prepared, small, budget):
     "On a GPU an op that reads them would be given a copy of all."
-    data = small.data.model_copy(update={'ram_budget': budget})
-    reader = reader_of(BatchPlan(prepared, data))
+    reader = reader_of(BatchPlan(Cache(prepared.folder, ram_budget=budget), small.data))
     @tf.function
     def read(step):
         with tf.device('/GPU:0'): return reader(step)

@@ -5,15 +5,13 @@ import tensorflow as tf
 
 from wav_files import BAD, GOOD, SAMPLES
 from xtts_nb.config import UserError
-from xtts_nb.data.audio import check_native, load_audio, samples_by_head
+from xtts_nb.data.audio import check_native, decode_wav, load_audio
 
-
-def samples_of(path): return samples_by_head(path, tf.io.read_file(path), 22050)
 
 @pytest.fixture(scope='module')
 def in_graph():
-    "`samples_of`, traced once."
-    return tf.function(samples_of, input_signature=[tf.TensorSpec([], tf.string)])
+    "`decode_wav`, traced once."
+    return tf.function(decode_wav, input_signature=[tf.TensorSpec([], tf.string)])
 
 @pytest.mark.parametrize('name', GOOD)
 def test_native_reading_gives_the_samples_that_libsndfile_gives(tmp_path, in_graph, name):
@@ -35,6 +33,6 @@ def test_native_reading_refuses_what_it_would_read_as_noise(tmp_path, in_graph, 
     words = f'd.wav: is .*{found}.*so convert it, or use a cache of xtts-nb prepare'
     (tmp_path / 'bäd.wav').write_bytes(file)
     with pytest.raises(tf.errors.InvalidArgumentError, match=words): in_graph(path)
-    with pytest.raises(UserError, match=f'bä{words}'): samples_of(path)
+    with pytest.raises(UserError, match=f'bä{words}'): decode_wav(path)
     with pytest.raises(UserError, match='bäd.wav: (is .*so use the cache|not readable as audio)'):
         check_native([path], 22050)

@@ -15,7 +15,6 @@ from cheap import Cheap, outcome
 from process import tree
 from xtts_nb.data import native as data
 from xtts_nb.train import runs
-from xtts_nb.data.cache import JoinedShards
 from xtts_nb.config import UserError
 from xtts_nb.files import append_line
 from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
@@ -169,15 +168,15 @@ def test_an_update_that_is_done_is_counted(prepared, mini, tmp_path, monkeypatch
 @pytest.mark.parametrize('gib, mapped', [(1, False), (0, True)])
 def test_a_cache_larger_than_the_budget_is_mapped(prepared, eager, tmp_path, gib, mapped):
     config = eager.replace(data={'ram_budget': gib})
-    assert isinstance(runs.open_cache(prepared.folder, config).mel, JoinedShards) == mapped
+    assert (runs.open_cache(prepared.folder, config).held == 0) == mapped
     new_run(prepared, config, tmp_path / 'run')
-    assert isinstance(resume_run(tmp_path / 'run').plan.cache.mel, JoinedShards) == mapped
+    assert (resume_run(tmp_path / 'run').plan.cache.held == 0) == mapped
 
 def test_a_cache_as_large_as_the_budget_is_not_mapped(prepared, eager):
     size = sum(line['bytes'] for line in prepared.manifest['shards'])
     settings = [eager.replace(data={'ram_budget': budget / 2**30}) for budget in (size, size - 1)]
-    assert [isinstance(open_cache(prepared.folder, c).mel, JoinedShards) for c in settings] == [False, True]
-    assert not isinstance(open_cache(prepared.folder).mel, JoinedShards)   # its own settings
+    assert [open_cache(prepared.folder, c).held == 0 for c in settings] == [False, True]
+    assert open_cache(prepared.folder).held   # its own settings
 
 def test_at_least_one_sentence_is_held_out(prepared):
     text = {c['id']: c['text'] for c in prepared.clips}

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FOREIGN', 'LARGEST_FILTER', 'LOUDEST', 'EXTENSIBLE', 'LOG_FLOOR', 'open_audio', 'read_samples', 'load_audio',
-           'samples_by_head', 'check_native', 'resample', 'resample_batch', 'synthetic_voice', 'mel_filterbank',
+           'decode_wav', 'check_native', 'resample', 'resample_batch', 'synthetic_voice', 'mel_filterbank',
            'hann_window', 'frame_count', 'stft', 'log_mel', 'speaker_log_mel', 'log_mel_numpy', 'griffin_lim',
            'wav_header', 'pcm16', 'wav_bytes', 'save_audio']
 
@@ -129,8 +129,12 @@ def _raise_unreadable(path: tf.Tensor, found: tf.Tensor, size: tf.Tensor, sample
     if tf.executing_eagerly(): raise UserError(complaint.numpy().decode())
     with tf.control_dependencies([tf.debugging.Assert(False, [complaint])]): return tf.zeros([0], tf.int16)
 
-def samples_by_head(path: tf.Tensor, file: tf.Tensor, sample_rate: int) -> tf.Tensor:   # (N,) int16
-    "The samples of a wav file with any header; an error names a file of another format."
+def decode_wav(
+    path: tf.Tensor,             # of the file, a string
+    sample_rate: int = 22050,    # Hz, that it must have
+) -> tf.Tensor:                  # (N,) int16
+    "The samples of a 16-bit mono wav file, in graph; raises an error that names the file for any other."
+    file = tf.io.read_file(path)
     data, found = _wav_head(file)
     length = tf.strings.length(file)
     claimed, rest = _number(file, tf.minimum(data + 4, length), 4), tf.maximum(length - data - 8, 0)

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['FORMAT', 'ARRAYS', 'REPORT_PAGE', 'COLUMN_TYPES', 'DTYPES', 'FEATURES', 'HOST', 'digest', 'record_check',
            'write_shard', 'array_parts', 'map_arrays', 'content_keys', 'write_table', 'file_sha', 'write_manifest',
-           'work_path', 'read_manifest', 'check_cache_folder', 'changed_files', 'ClipRows', 'JoinedShards', 'Cache',
-           'aligned', 'GraphArrays', 'map_whole_file', 'Column', 'InMemory', 'InFiles', 'fits_in_memory',
-           'stored_columns', 'clip_limits', 'within_limits', 'left_out_line', 'cumulative_chances', 'records',
-           'load_shard', 'verify_cache']
+           'work_path', 'read_manifest', 'check_cache_folder', 'changed_files', 'ClipRows', 'Cache', 'aligned',
+           'GraphArrays', 'map_whole_file', 'Column', 'InMemory', 'InFiles', 'stored_columns', 'clip_limits',
+           'within_limits', 'left_out_line', 'cumulative_chances', 'records', 'load_shard', 'verify_cache']
 
 # %% ../../nbs/data/cache.ipynb #2e06cc97
 import hashlib
@@ -216,30 +215,9 @@ class ClipRows:
         try: return json.loads(self.data[self.starts[i]:end].tobytes())
         except ValueError as e: raise UserError(f'{self.path}: {_unreadable(self.path, e)}') from None
 
-class JoinedShards:
-    "One kind of array of all shards, concatenated and read from the files on access."
-    def __init__(self, files: list[Path], name: str, begin: np.ndarray, length: int,
-        check=lambda: None,   # called after a file is opened
-    ):
-        self.files, self.name, self.begin, self.length, self.check = files, name, begin, length, check
-        self.shard = lru_cache(256)(self._open)   # a memory map keeps its file open, so at most 256 are kept
-        self.dtype, self.shape = np.dtype(ARRAYS[name]), (length, *self.shard(0).shape[1:])
-
-    def _open(self, number: int) -> np.ndarray:
-        part = map_arrays(self.files[number])[self.name]
-        self.check()
-        return part
-
-    def __len__(self) -> int: return self.length
-
-    def __getitem__(self, part: slice) -> np.ndarray:   # of one clip, and so of one shard
-        number = int(np.searchsorted(self.begin, part.start, 'right')) - 1
-        first = int(self.begin[number])
-        return self.shard(number)[part.start - first:part.stop - first]
-
 # %% ../../nbs/data/cache.ipynb #a2fe10b8
 class Cache:
-    "A prepared corpus: flat arrays `codes`, `text`, `mel`; `<name>_start`, `<name>_length` of each clip."
+    "A prepared corpus: `array` of each clip; in memory also flat `codes`, `text`, `mel` with `<name>_start`."
     def __init__(self,
         folder: str | Path,
         in_memory: bool | None = None,     # False: mapped, only the file sizes checked; default: if it fits
@@ -279,8 +257,12 @@ def array(self: Cache, name: str, i: int) -> np.ndarray:
     if name not in self.manifest['stored']:
         raise UserError(f'{self.folder}: holds no {name}; '
                         'prepare it with data.preprocessing_mode precompute.')
-    start = int(getattr(self, f'{name}_start')[i])
-    return getattr(self, name)[start:start + int(getattr(self, f'{name}_length')[i])]
+    starts, length = getattr(self, f'{name}_start'), int(getattr(self, f'{name}_length')[i])
+    start, flat = int(starts[i]), getattr(self, name, None)
+    if flat is None:
+        number = int(np.searchsorted(self.first, range(len(self))[i], 'right')) - 1
+        start, flat = start - int(starts[self.first[number]]), self.mapped(number)[name]
+    return flat[start:start + length]
 
 @patch
 def wav_path(self: Cache, i: int) -> Path:
@@ -298,15 +280,18 @@ def _check_files(self: Cache, whole: bool):
 
 @patch
 def _open(self: Cache):
-    "Map the arrays of the stored kinds."
+    "Find the files of the shards, and the first clip of each."
     lines = [line for line in self.manifest['shards'] if line['clips']]
     self.files = [self.folder / line['file'] for line in lines]
-    first = np.cumsum([0, *(line['clips'] for line in lines)])[:-1]
-    for kind in self.manifest['stored'] if lines else ():
-        start, length = getattr(self, f'{kind}_start'), getattr(self, f'{kind}_length')
-        joined = JoinedShards(self.files, kind, start[first], int(start[-1] + length[-1]),
-                              self.check_unchanged)
-        setattr(self, kind, joined)
+    self.first = np.cumsum([0, *(line['clips'] for line in lines)])[:-1]
+    self.mapped = lru_cache(256)(self._map)   # a memory map keeps its file open, so at most 256 are kept
+
+@patch
+def _map(self: Cache, number: int) -> dict:
+    "The arrays of one shard, memory-mapped; raises `UserError` if the cache was replaced."
+    arrays = map_arrays(self.files[number])
+    self.check_unchanged()
+    return arrays
 
 # %% ../../nbs/data/cache.ipynb #a2fe12b0
 def _address(array: np.ndarray) -> int: return array.__array_interface__['data'][0]
@@ -324,8 +309,10 @@ def read(self: Cache, ram_budget: float) -> Cache:   # GiB
     lines = [line for line in self.manifest['shards'] if line['clips']]
     if self.held or sum(line['bytes'] for line in lines) > ram_budget * 2**30: return self
     self._check_files(whole=True)
-    arrays = {kind: aligned(getattr(self, kind).shape, ARRAYS[kind])
-              for kind in self.manifest['stored'] if lines}
+    inner, arrays = {'mel': (self.config.model.audio.n_mels,)}, {}
+    for kind in self.manifest['stored'] if lines else ():
+        total = int(getattr(self, f'{kind}_start')[-1] + getattr(self, f'{kind}_length')[-1])
+        arrays[kind] = aligned((total, *inner.get(kind, ())), ARRAYS[kind])
     ends = dict.fromkeys(arrays, 0)
     for line, path in zip(lines, self.files):
         shard = self._shard(line, path)
@@ -339,8 +326,7 @@ def read(self: Cache, ram_budget: float) -> Cache:   # GiB
 @patch(as_prop=True)
 def held(self: Cache) -> int:
     "The bytes of arrays in memory; 0 if they are mapped."
-    arrays = [getattr(self, kind) for kind in self.manifest['stored'] if hasattr(self, kind)]
-    return sum(a.nbytes for a in arrays if isinstance(a, np.ndarray))
+    return sum(getattr(self, kind).nbytes for kind in self.manifest['stored'] if hasattr(self, kind))
 
 @patch(as_prop=True)
 def recordings(self: Cache) -> list[str]:
@@ -422,8 +408,7 @@ class InFiles:
     "The same rows from the files of the shards; only the rows in use are read."
     def __init__(self, cache: Cache, kinds: tuple[str, ...]):
         lines = [line for line in cache.manifest['shards'] if line['clips']]
-        # a map keeps its file open; `JoinedShards` keep 256 of each kind
-        raise_file_limit(len(lines) + 256 * len(ARRAYS) + 256)
+        raise_file_limit(len(lines) + 512)   # a map keeps its file open, and `mapped` keeps 256 more
         maps = [np.memmap(cache.folder / line['file'], np.uint8, 'c') for line in lines]
         parts, first = [array_parts(m) for m in maps], np.cumsum([0, *(line['clips'] for line in lines)])[:-1]
         # of each shard: first byte in its file, first row; of all: dtype, inner shape
@@ -447,12 +432,6 @@ class InFiles:
 
         with tf.device(HOST):
             return tf.map_fn(row, (first, count, _places(count, width, around)), fn_output_signature=dtype)
-
-def fits_in_memory(cache: Cache, data: DataConfig, kinds: Iterable[str] = ARRAYS) -> bool:
-    "Whether the arrays of a cache are held in memory; memory-mapped ones stay in their files."
-    arrays = [getattr(cache, kind) for kind in kinds]
-    if any(isinstance(a, JoinedShards) for a in arrays): return False
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays) <= data.ram_budget * 2**30
 
 # %% ../../nbs/data/cache.ipynb #row0c1d8
 def stored_columns(

@@ -34,7 +34,7 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import cores, setup_tf, UserError, XTTSConfig
-from .audio import frame_count, load_audio, log_mel, save_audio
+from .audio import decode_wav, frame_count, load_audio, log_mel, save_audio
 from .cache import (
     ARRAYS, Cache, changed_files, check_cache_folder, COLUMN_TYPES, content_keys, digest, file_sha, FORMAT,
     load_shard, map_arrays, read_manifest, record_check, records, REPORT_PAGE, verify_cache, work_path,
@@ -152,11 +152,10 @@ def is_plain(
     wav: np.ndarray,      # (N,) of `load_audio`
     sample_rate: int,     # Hz, of the model
 ) -> bool:
-    "Whether TensorFlow's decoder reads exactly these samples."
-    try: sound, rate = tf.audio.decode_wav(tf.io.read_file(str(path)))
-    except (tf.errors.OpError, UnicodeDecodeError):   # its message may hold undecodable bytes
+    "Whether `decode_wav` reads exactly these samples."
+    try: return np.array_equal(decode_wav(str(path), sample_rate).numpy() / np.float32(32768), wav)
+    except (UserError, tf.errors.OpError, UnicodeDecodeError):   # a message may hold undecodable bytes
         return False
-    return int(rate) == sample_rate and sound.shape[-1] == 1 and np.array_equal(sound[:, 0], wav)
 
 def choose_mode(clips: list[Clip], config: XTTSConfig, sample: int = 200) -> str:
     "`precompute` or `runtime`; `auto` estimates the size of the cache from the lengths of a few clips."
