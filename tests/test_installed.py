@@ -6,6 +6,8 @@ import pytest
 from tree import ROOT, notebooks
 from wheels import there
 
+from dev.wheel import shown
+
 pytestmark = pytest.mark.slow
 
 
@@ -18,10 +20,10 @@ def test_the_wheel_holds_the_library_its_pages_and_their_records(wheels):
     names = zipfile.ZipFile(wheels[0]).namelist()
     info = [n for n in names if '.dist-info/' in n]
     library = {f.relative_to(ROOT).as_posix() for f in (ROOT / 'xtts_nb').rglob('*.py')}
-    shown = {f'xtts_nb/notebooks/{f.relative_to(ROOT / "nbs").as_posix()}' for f in notebooks()}
-    records = {f'xtts_nb/notebooks/benchmarks/{f.name}' for f in (ROOT / 'benchmarks').glob('*.json')}
+    pages = {f'xtts_nb/notebooks/{f.relative_to(ROOT / "nbs").as_posix()}' for f in notebooks()}
+    records = {f'xtts_nb/notebooks/benchmarks/{name}' for name in shown(ROOT / 'benchmarks')}
     assert {n for n in names if n not in info} == {
-        *library, 'xtts_nb/py.typed', 'xtts_nb/speech/page.html', *shown, *records}
+        *library, 'xtts_nb/py.typed', 'xtts_nb/speech/page.html', *pages, *records}
     assert [n for n in info if n.endswith('licenses/LICENSE')]
 
 

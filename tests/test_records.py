@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / 'dev'))
 import records  # noqa: E402
 import tree  # noqa: E402
+import wheel  # noqa: E402
 
 FILES = sorted((ROOT / 'benchmarks').glob('*.json'))
 NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in tree.notebooks()}
@@ -56,6 +57,17 @@ def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."
     known = sorted(bench.WRITERS | bench.TOOLS, key=len, reverse=True)
     return next(page for page in known if file.name.startswith(f'{page}-'))
+
+def test_the_wheel_holds_the_records_that_pages_show():
+    "And no others: those that `bench` would show of this folder are the same in a folder of these alone."
+    kept, pages = wheel.shown(ROOT / 'benchmarks'), {page_of(file) for file in FILES}
+    key = lambda one: (one['device'], one['date'], one.get('time'))
+    shown = {page: {*map(key, bench.recorded(page, ROOT / 'benchmarks'))} for page in pages}
+    assert {(page_of(file), key(json.loads(file.read_text()))) for file in FILES if file.name in kept} == {
+        (page, one) for page, ones in shown.items() for one in ones}
+    for page in pages:
+        quiet = bench.headline(page, ROOT / 'benchmarks')
+        assert quiet is None or key(quiet) in shown[page]
 
 @pytest.mark.parametrize('file', FILES, ids=lambda f: f.name)
 def test_each_record_was_written_by_a_command(file):
