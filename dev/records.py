@@ -110,7 +110,7 @@ SMALL = {'config': '--width 64 --updates 1 --rounds 2 --budget 0.1',
          'data': '--clips 8 --rounds 2 --budget 0.1',
          'model': '--batches 2 --batch-size 2 --rounds 2', 'step_speed': '--width 64 --rounds 2 --budget 0.1',
          'dual': '--steps 4 --rounds 2', 'patients': '--num-batches 8 --seconds 1',
-         'say': '--rounds 2 --budget 0.1', 'service': '--rounds 1'}   # options of a rehearsal
+         'say': '--rounds 2 --budget 0.1', 'service': '--waves 1'}   # options of a rehearsal
 PEERS = {'data': 'loaders.py', 'step_speed': 'step.py'}   # scripts that measure other libraries too
 PROGRAM = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()']
 

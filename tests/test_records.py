@@ -7,8 +7,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import typer
 
 from xtts_nb import bench
+from xtts_nb.app import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / 'dev'))
@@ -57,6 +59,13 @@ def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."
     known = sorted(bench.WRITERS | bench.TOOLS, key=len, reverse=True)
     return next(page for page in known if file.name.startswith(f'{page}-'))
+
+@pytest.mark.parametrize('small', [False, True])
+@pytest.mark.parametrize('page', records.PARTS.values())
+def test_a_part_is_a_command_that_exists(page, small):
+    group, words = typer.main.get_command(cli.app), records.command_of(page, 'corpus', small)[3:]
+    while hasattr(group, 'commands'): group, words = group.commands[words[0]], words[1:]
+    assert group.make_context(page, list(words)).params['record']
 
 def test_the_wheel_holds_the_records_that_pages_show():
     "And no others: those that `bench` would show of this folder are the same in a folder of these alone."
