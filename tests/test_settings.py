@@ -50,6 +50,7 @@ def speaker_mel(config, world):
 
 def prompt(config, world):
     speaker = SimpleNamespace(xtts=hearing(config), speech=config.speech)
+    speaker.read = partial(Speaker.read, speaker)
     return Speaker.listen(speaker, [WAV, WAV[::-1].copy()]).prompt
 
 def shapes(config, world, make):

@@ -345,7 +345,7 @@ def test_samples_that_are_no_clip_are_refused(speaker, samples):
 
 def heard(xtts, wavs, speech=None):
     "The voice of some recordings, as a speaker hears them."
-    return Speaker.listen(SimpleNamespace(xtts=xtts, speech=speech or xtts.config.speech), wavs)
+    return Speaker(xtts, **(speech or xtts.config.speech).model_dump()).listen(wavs)
 
 def crop(xtts, reference):
     "What a model trained here hears of a recording."
