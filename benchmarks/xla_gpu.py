@@ -399,28 +399,28 @@ def make_record(what: str, card: str, wanted: list[dict], anew: bool = False, bu
              'compiler': f'jaxlib {JAX}, without the card, nothing autotuned'}
     capability = CARDS[card]['major'] + CARDS[card]['minor'] / 10
     command = f'python benchmarks/xla_gpu.py {what} {card}'   # which goes on until all is there
-    path, rows = newest(page, name, about)
+    rows = newest(page, name, about)
     order = {key(one): place for place, one in enumerate(wanted)}
     rows = [row for row in rows if not (anew and key(row) in order)]
-    done = {key(row) for row in rows}
+    done, mine = {key(row) for row in rows}, None
     for one in wanted:
         if key(one) in done: continue
         asked = {name: one[name] for name in ASKED if name in one}
         new = [row | asked for row in rows_of([one], card, 'plan', buffers)]
         rows = sorted(rows + new, key=lambda row: order.get(key(row), len(order)))
-        old, path = path, record(page, rows, RECORDS, command, name, capability=capability, **about)
-        if old: old.unlink()   # its rows are in the new one
+        path = record(page, rows, RECORDS, command, name, capability=capability, **about)
+        if mine: mine.unlink()   # its rows are in the new one; a record of another call stays
+        mine = path
         print(path, *new, sep='\n', file=sys.stderr, flush=True)
 
 
-def newest(page: str, device: str, about: dict) -> tuple[Path | None, list[dict]]:
-    "The newest record of a card for the same model and compiler; each row names the commit it was made at."
-    found = [(path, json.loads(path.read_text())) for path in RECORDS.glob(f'{page}-*.json')]
-    found = [(one['date'], one['time'], path, one) for path, one in found
-             if one['device'] == device and about.items() <= one.items()]
-    if not found: return None, []
-    *_, path, one = max(found)
-    return path, [{'commit': one['commit']} | row for row in one['rows']]
+def newest(page: str, device: str, about: dict) -> list[dict]:
+    "Rows of a card's newest record for this model and compiler; each names the commit it was made at."
+    found = [json.loads(path.read_text()) for path in RECORDS.glob(f'{page}-*.json')]
+    found = [one for one in found if one['device'] == device and about.items() <= one.items()]
+    if not found: return []
+    one = max(found, key=lambda one: (one['date'], one['time'], len(one['rows'])))
+    return [{'commit': one['commit']} | row for row in one['rows']]
 
 
 if __name__ == '__main__':
