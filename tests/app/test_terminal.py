@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -35,6 +36,18 @@ def test_a_traceback_is_that_of_python(): assert not terminal.app.pretty_excepti
 
 
 # --- how a command ends -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('end', [ImportError('initialization failed'), None])
+def test_ctrl_c_that_an_import_renames_or_loses_ends_a_command(monkeypatch, capfd, end):
+    def setup_tf():   # as modules of TensorFlow do
+        with suppress(KeyboardInterrupt): os.kill(os.getpid(), signal.SIGINT)
+        if isinstance(end, ImportError): raise end
+    monkeypatch.setattr('xtts_nb.config.setup_tf', setup_tf)
+    before = signal.getsignal(signal.SIGINT)
+    assert main('voices', 'add', 'anna', 'a.wav', '--model', 'm', '--voices', 'v') == 130
+    assert capfd.readouterr() == ('', 'xtts-nb: Stopped.\n') and signal.getsignal(signal.SIGINT) is before
+    monkeypatch.undo()
+    assert main('verify', 'no cache') == 2   # the next command of a process begins anew
 
 ENDS = [   # what a command does -> the exit code, what stderr says
     (0, 0, ''), (1, 1, ''), (None, 0, ''), ('text', 0, ''), (130, 130, 'xtts-nb: Stopped.\n'),

@@ -14,7 +14,9 @@ import json
 import os
 import select
 import shlex
+import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import wraps
@@ -93,6 +95,27 @@ def _is_utf8(stream) -> bool:
     "Whether any character can be written to a stream."
     return codecs.lookup(getattr(stream, 'encoding', None) or 'utf-8').name == 'utf-8'
 
+# %% ../../nbs/app/terminal.ipynb #c7c1c0de
+_pressed = []   # a signal for each Ctrl-C of this command
+
+@contextmanager
+def _hearing_ctrl_c():
+    "A block that notes each Ctrl-C: imports of native code make another error of it, or lose it."
+    def hear(signum, frame):
+        _pressed.append(signum)
+        raise KeyboardInterrupt
+    _pressed.clear()
+    usual = (signal.getsignal(signal.SIGINT) is signal.default_int_handler
+             and threading.current_thread() is threading.main_thread())
+    if usual: signal.signal(signal.SIGINT, hear)
+    try: yield
+    finally:
+        if usual: signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def _end_if_pressed():
+    "Raise the Ctrl-C that an import has lost."
+    if _pressed: raise KeyboardInterrupt
+
 # %% ../../nbs/app/terminal.ipynb #a9910c37
 READER_GONE = 141   # exit code: 128 + SIGPIPE, as of other programs whose output nobody reads any more
 
@@ -100,9 +123,12 @@ def main():
     """Run a command and exit: 0, 1: a check found a fault, 2: a user error, 130: Ctrl-C, 141: the reader of
     its output has gone, 143: SIGTERM."""
     _use_utf8()
-    with _ending_when_unread():
+    with _ending_when_unread(), _hearing_ctrl_c():
         try: code = _code([a for a in sys.argv[1:] if a != '--debug'], debug='--debug' in sys.argv)
         except (KeyboardInterrupt, typer.Abort): code = _print_error('Stopped.', 130)
+        except Exception:
+            if not _pressed: raise
+            code = _print_error('Stopped.', 130)
         if sys.stdout: sys.stdout.flush()
     sys.exit(code)
 
@@ -153,6 +179,7 @@ def progress():
     from rich.console import Console
     from rich.progress import (
         BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn)
+    _end_if_pressed()
     bars = Progress(TextColumn('{task.description:<20}'), BarColumn(28), MofNCompleteColumn(),
                     TextColumn('{task.fields[rate]}'), TimeElapsedColumn(), TimeRemainingColumn(),
                     TextColumn('{task.fields[note]}'), console=Console(stderr=True))
@@ -265,6 +292,7 @@ def start(**requested):   # arguments of `setup_devices`
     "Prepare TensorFlow for a command, before it computes anything; returns the plan of its devices."
     from xtts_nb.config import setup_tf
     setup_tf()
+    _end_if_pressed()
     from xtts_nb.devices import setup_devices
     from xtts_nb.sampler import CPU_CARDS, cpu_card_count
     if cpu_card_count():
