@@ -27,6 +27,15 @@ from xtts_nb.monitor.loop import trace_count
 ONE = DevicePlan({}, 'CPU:0', 'CPU:0')
 
 
+@pytest.fixture(scope='module')
+def one_shape(corpus, mini, dvae, prepared, tmp_path_factory) -> Cache:
+    "As `runtime`, with batches of one shape: half as much to trace. To be read only."
+    out = tmp_path_factory.mktemp('runtime') / 'cache'
+    settings = mini.replace(data={'preprocessing_mode': 'runtime', 'buckets': 1})
+    prepare(corpus, out, settings, dvae, prepared.tokenizer, shard_clips=5)
+    return Cache(out)
+
+
 @pytest.mark.parametrize('change',
                          [{}, {'buckets': 3, 'batch_size': 3},
                           {'reference_frames': 128, 'reference_from': 'clip'},
@@ -260,9 +269,10 @@ def test_two_devices_train_as_one_does_and_the_other_goes_on(runtime, mini, tmp_
     one.fit(4)
     assert two['losses'] == one.first_losses and two['ring'] <= 3
     assert two['stages'] == ['copy', 'data', 'host', 'model']
-    where = {r['name']: r['device'] for r in two['placement']}
-    assert where['DVAE of the data device'] == where['stage data'] == 'CPU:0'
-    assert where['model'] == where['optimizer'] == where['stage copy'] == 'CPU:1'
+    where = {(r['name'], r['device']) for r in two['placement']}   # TensorFlow places int32 variables
+    wanted = {'CPU:0': ('DVAE of the data device', 'stage data'),
+              'CPU:1': ('model', 'optimizer', 'stage copy')}
+    assert where >= {(name, device) for device, names in wanted.items() for name in names}, where
     again = resume_run(tmp_path / 'two', feed=Feed(runtime, mini, ONE), device='CPU:0')
     assert again.step == 4
     again.fit()
@@ -304,16 +314,16 @@ def test_bench_dual_says_what_is_wrong(runtime, arguments, words, capfd, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_bench_dual_with_real_stages(runtime):
-    done = xtts_nb('bench', 'dual', '--steps', 4, '--rounds', 1, '--data', runtime.folder, '--json')
+def test_bench_dual_with_real_stages(one_shape):
+    done = xtts_nb('bench', 'dual', '--steps', 4, '--rounds', 1, '--data', one_shape.folder, '--json')
     assert done.code == 0, done.err
     assert [r['name'] for r in done.json['rows']] == ['serial', 'pipelined', 'serial_real', 'pipelined_real']
     assert 'CPU:1' in done.json['devices'] and all(r['ring_max'] <= 3 for r in done.json['rows'])
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_train_on_a_runtime_cache(runtime, tmp_path):
-    done = xtts_nb('train', '--data', runtime.folder, '--run', tmp_path / 'run', '--steps', 4,
+def test_train_on_a_runtime_cache(one_shape, tmp_path):
+    done = xtts_nb('train', '--data', one_shape.folder, '--run', tmp_path / 'run', '--steps', 4,
                    '--buffer-size', 2, '--json')
     assert done.code == 0, done.err
     assert done.json['steps'] == 4 and 'on one device, CPU:0' in done.err
@@ -329,24 +339,23 @@ def two_cards(monkeypatch): monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
 CARDS = '--data-gpu', 0, '--model-gpu', 1, '--enable-memory-isolation'
 
 @pytest.mark.slow
-def test_train_on_two_cards_with_isolated_memory(runtime, two_cards, tmp_path):
+def test_train_on_two_cards_with_isolated_memory(one_shape, two_cards, tmp_path):
     "The main command of the guides: nothing may be computed before the devices are set up."
-    done = xtts_nb('train', '--data', runtime.folder, '--run', tmp_path / 'run', '--steps', 1, '--set',
-                   'data.buckets=1', *CARDS,
+    done = xtts_nb('train', '--data', one_shape.folder, '--run', tmp_path / 'run', '--steps', 1, *CARDS,
                    '--json')
     assert done.code == 0, done.err
     assert 'Batches are made on CPU:0, the model is trained on CPU:1.' in done.err and done.json['steps'] == 1
 
 @pytest.mark.slow
-def test_train_where_two_cards_can_be_seen(runtime, two_cards, tmp_path):
+def test_train_where_two_cards_can_be_seen(one_shape, two_cards, tmp_path):
     "Without options one card is taken, also by a runtime cache, which makes its batches on a device."
-    done = xtts_nb('train', '--data', runtime.folder, '--run', tmp_path / 'run', '--steps', 2, '--json')
+    done = xtts_nb('train', '--data', one_shape.folder, '--run', tmp_path / 'run', '--steps', 2, '--json')
     assert done.code == 0 and 'on one device, CPU:0.' in done.err, done.err
 
 @pytest.mark.slow
 def test_a_corpus_is_prepared_for_the_data_gpu(corpus, mini, two_cards, tmp_path):
     "In auto mode so small a corpus would get codes, and then there would be nothing to do for a data GPU."
-    quick = mini.replace(data={'preprocessing_mode': 'auto'}, training={'dvae_steps': 2})
+    quick = mini.replace(data={'preprocessing_mode': 'auto', 'buckets': 1}, training={'dvae_steps': 2})
     (tmp_path / 'settings.yaml').write_text(quick.to_yaml())
     (tmp_path / 'settings.ini').touch()
     train = ('train', '--data', corpus, '--config', tmp_path / 'settings.yaml', '--run', tmp_path / 'run',
@@ -362,9 +371,9 @@ def test_a_corpus_is_prepared_for_the_data_gpu(corpus, mini, two_cards, tmp_path
                          [['bench', 'dual', '--steps', '3', '--rounds', '1'],
                           ['profile', '--dual', '--out', 'out']],
                          ids=' '.join)
-def test_real_stages_on_two_cards(runtime, two_cards, tmp_path, command):
+def test_real_stages_on_two_cards(one_shape, two_cards, tmp_path, command):
     (tmp_path / 'settings.ini').touch()
-    done = xtts_nb(*command, '--data', runtime.folder, '--json', cwd=tmp_path)
+    done = xtts_nb(*command, '--data', one_shape.folder, '--json', cwd=tmp_path)
     assert done.code == 0, done.err
     assert 'Batches are made on CPU:0, the model is trained on CPU:1.' in done.out
 
