@@ -4,7 +4,6 @@ import random
 import subprocess
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -454,39 +453,31 @@ def two_workers(prepared, settings, run) -> list:
     train = ['train', '--data', prepared.folder, '--config', settings, '--run', run, '--json']
     return ['distributed', '--local', 2, '--', *train]
 
-@pytest.fixture
-def settings(mini, tmp_path) -> Path:
-    (tmp_path / 'settings.yaml').write_text(mini.to_yaml())
-    return tmp_path / 'settings.yaml'
-
-@pytest.mark.slow
-@pytest.mark.cpu
-def test_two_workers_train_as_one_device(prepared, alone, settings, tmp_path):
-    "The same losses, one result, and files of worker 0 alone."
-    done = xtts_nb(*two_workers(prepared, settings, tmp_path / 'run'), cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert losses(tmp_path / 'run') == pytest.approx(losses(alone), rel=1e-5)
-    assert done.json['steps'] == 6 and sorted(p.name for p in tmp_path.iterdir()) == ['run', 'settings.yaml']
-    assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == sorted(p.name for p in alone.iterdir())
+@pytest.fixture(scope='module')
+def two_epochs(prepared, mini, tmp_path_factory):
+    "A run of two epochs with a schedule and held-out clips on one device, and the folder of its settings."
+    home = tmp_path_factory.mktemp('epochs')
+    config = mini.replace(training={'epochs': 2, 'schedule': 'cosine', 'validate_every': 4})
+    (home / 'settings.yaml').write_text(config.to_yaml())
+    held = new_run(prepared, config, home / 'run', held_out_share(prepared, 0.2))
+    held.fit()
+    return home, held
 
 @pytest.mark.slow
 @pytest.mark.parametrize('how', [['--local', 2], []], ids=['two workers', 'two devices'])
-def test_epochs_are_those_of_one_device(prepared, mini, tmp_path, monkeypatch, how):
+def test_epochs_are_those_of_one_device(prepared, two_epochs, tmp_path, monkeypatch, how):
     "As many updates and the same losses with a schedule, on two workers or on one worker with two devices."
-    config = mini.replace(training={'epochs': 2, 'schedule': 'cosine', 'validate_every': 4})
-    (tmp_path / 'settings.yaml').write_text(config.to_yaml())
-    held = new_run(prepared, config, tmp_path / 'one', held_out_share(prepared, 0.2))
-    held.fit()
+    home, held = two_epochs
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
-    train = ['train', '--data', prepared.folder, '--config', tmp_path / 'settings.yaml',
+    train = ['train', '--data', prepared.folder, '--config', home / 'settings.yaml',
              '--run', tmp_path / 'run', '--val', 0.2, '--epochs', 2, '--json']
     done = xtts_nb('distributed', *how, '--', *train, cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.json['steps'] == held.step == 2 * held.plan.steps_per_epoch
-    assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5)
+    assert losses(tmp_path / 'run') == pytest.approx(losses(home / 'run'), rel=1e-5)
 
 
-# --- slow: fifty updates, killed workers, workers that do not agree -------------------------------
+# --- slow: thirty updates, killed workers, workers that do not agree ------------------------------
 
 MIRRORED = """
 import sys
@@ -512,30 +503,46 @@ assert sorted({v.value.device[-1] for u in trainer.copies.updates for v in u.wei
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_two_devices_train_as_one_does(prepared, mini, tmp_path):
-    "With XLA, two shapes, two parts, validation and mean weights; the copies stay equal to the bit."
+def test_two_devices_train_as_one_does(prepared, mini, tmp_path, cheap_xla):
+    """With XLA, two shapes, two parts, validation and mean weights; the copies stay equal to the bit.
+
+    One device does it in four parts without XLA, which compiles longer than it would compute."""
     config = mini.replace(data={'buckets': 2},
-                          training={'steps': 50, 'accumulation': 2, 'ema': 0.9, 'validate_every': 10,
+                          training={'steps': 30, 'accumulation': 2, 'ema': 0.9, 'validate_every': 6,
                                     'enable_xla_compilation': True})
     (tmp_path / 'settings.yaml').write_text(config.to_yaml())
     held_out = ['low-0', 'low-3', 'high-6']
-    new_run(prepared, config.replace(training={'accumulation': 4}), tmp_path / 'one', held_out).fit()
+    alone = config.replace(training={'accumulation': 4, 'enable_xla_compilation': False})
+    new_run(prepared, alone, tmp_path / 'one', held_out).fit()
     done = python(MIRRORED, prepared.folder, tmp_path / 'settings.yaml', tmp_path / 'two', timeout=200)
     assert done.code == 0, done.err
     files = [tmp_path / run / 'metrics.jsonl' for run in ('one', 'two')]
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     for name in ('loss', 'val_loss', 'gradient_norm'):
         a, b = ([line[name] for line in some if name in line] for some in lines)
-        assert len(a) == (5 if name == 'val_loss' else 50)
+        assert len(a) == (5 if name == 'val_loss' else 30)
         assert b == pytest.approx(a, rel=1e-5 if 'loss' in name else 1e-4)
 
-@pytest.fixture
-def long(prepared, mini, tmp_path) -> dict:
-    "The arguments of a run of fifty updates in two shapes, and the run of one device."
-    config = mini.replace(data={'buckets': 2}, training={'steps': 50, 'checkpoint_every': 7})
-    (tmp_path / 'settings.yaml').write_text(config.to_yaml())
-    new_run(prepared, config, tmp_path / 'one').fit()
-    return {'prepared': prepared, 'settings': tmp_path / 'settings.yaml'}
+def long_run(prepared, mini, home, shapes):
+    "A run of thirty updates on one device: its folder, and the arguments of the same on two workers."
+    config = mini.replace(data={'buckets': shapes}, training={'steps': 30, 'checkpoint_every': 7})
+    (home / 'settings.yaml').write_text(config.to_yaml())
+    new_run(prepared, config, home / 'run').fit()
+    return home / 'run', {'prepared': prepared, 'settings': home / 'settings.yaml'}
+
+@pytest.fixture(scope='module')
+def two_shapes(prepared, mini, tmp_path_factory):
+    return long_run(prepared, mini, tmp_path_factory.mktemp('two'), 2)
+
+@pytest.fixture(scope='module')
+def one_shape(prepared, mini, tmp_path_factory):
+    return long_run(prepared, mini, tmp_path_factory.mktemp('one'), 1)
+
+@pytest.fixture(scope='module')
+def whole(two_shapes, tmp_path_factory):
+    "A run on two workers that nobody disturbs: the folder in which it was started, and what it said."
+    home = tmp_path_factory.mktemp('whole')
+    return home, xtts_nb(*two_workers(**two_shapes[1], run=home / 'run'), cwd=home)
 
 def background(command) -> Forked:
     "A command of `xtts-nb` that runs beside the test."
@@ -543,37 +550,46 @@ def background(command) -> Forked:
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_a_killed_worker_changes_nothing(long, tmp_path):
+def test_two_workers_train_as_one_device(whole, two_shapes):
+    "The same losses in two shapes, one result, and files of worker 0 alone."
+    (home, done), (alone, _) = whole, two_shapes
+    assert done.code == 0, done.err
+    assert losses(home / 'run') == pytest.approx(losses(alone), rel=1e-5)
+    assert done.json['steps'] == 30 and [p.name for p in home.iterdir()] == ['run']
+    assert sorted(p.name for p in (home / 'run').iterdir()) == sorted(p.name for p in alone.iterdir())
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_a_killed_worker_changes_nothing(two_shapes, whole, tmp_path):
     "kill -9 at a random update: the run recovers by itself and ends with the weights of an undisturbed one."
-    assert xtts_nb(*two_workers(**long, run=tmp_path / 'whole')).code == 0
-    assert losses(tmp_path / 'whole') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5)
     chance = random.Random(time.time_ns())
-    point, victim = chance.randint(2, 45), chance.randint(0, 1)
-    child = background(two_workers(**long, run=tmp_path / 'killed'))
+    point, victim = chance.randint(2, 26), chance.randint(0, 1)
+    child = background(two_workers(**two_shapes[1], run=tmp_path / 'killed'))
     while reached(tmp_path / 'killed') < point and child.poll() is None: time.sleep(0.005)
     workers = psutil.Process(child.pid).children()
     workers[victim].kill()
     out, err = child.communicate(timeout=200)
     assert child.returncode == 0 and f'Worker {victim} was ended by SIGKILL; all start again' in err, err
-    assert json.loads(out)['steps'] == 50
+    assert json.loads(out)['steps'] == 30
     assert not any(w.is_running() and w.status() != 'zombie' for w in workers)
-    for name in ('model.safetensors', 'checkpoints/step-000000050.safetensors'):
-        killed, whole = ((tmp_path / run / name).read_bytes() for run in ('killed', 'whole'))
-        assert killed == whole, f'{point} {victim}'
-    assert losses(tmp_path / 'killed') == losses(tmp_path / 'whole')
+    undisturbed = whole[0] / 'run'
+    for name in ('model.safetensors', 'checkpoints/step-000000030.safetensors'):
+        assert (tmp_path / 'killed' / name).read_bytes() == (undisturbed / name).read_bytes(), (point, victim)
+    assert losses(tmp_path / 'killed') == losses(undisturbed)
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_sigterm_stops_all_at_the_same_update(long, tmp_path):
-    child = background(two_workers(**long, run=tmp_path / 'run'))
+def test_sigterm_stops_all_at_the_same_update(one_shape, tmp_path):
+    alone, asked = one_shape
+    child = background(two_workers(**asked, run=tmp_path / 'run'))
     while reached(tmp_path / 'run') < 10 and child.poll() is None: time.sleep(0.005)
     child.terminate()
     err = child.communicate(timeout=100)[1]
     assert child.returncode == 143 and 'Traceback' not in err, err
     saved = int(checkpoints(tmp_path / 'run' / 'checkpoints')[-1].stem[5:])
-    assert saved == reached(tmp_path / 'run') and 10 <= saved < 50
-    assert xtts_nb(*two_workers(**long, run=tmp_path / 'run')).code == 0
-    assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5)
+    assert saved == reached(tmp_path / 'run') and 10 <= saved < 30
+    assert xtts_nb(*two_workers(**asked, run=tmp_path / 'run')).code == 0
+    assert losses(tmp_path / 'run') == pytest.approx(losses(alone), rel=1e-5)
 
 @pytest.mark.slow
 def test_workers_on_two_machines_must_agree(prepared, mini, tmp_path):
@@ -591,15 +607,15 @@ def test_workers_on_two_machines_must_agree(prepared, mini, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_two_supervisors_recover_together(long, tmp_path):
+def test_two_supervisors_recover_together(one_shape, tmp_path):
     "A worker is killed on one machine; the other machine's worker loses its peer, and both start again."
-    addresses, children = ','.join(local_workers(2)), []
+    (alone, asked), addresses, children = one_shape, ','.join(local_workers(2)), []
     for index in range(2):
-        command = two_workers(**long, run=tmp_path / 'run')
+        command = two_workers(**asked, run=tmp_path / 'run')
         command[1:3] = ['--workers', addresses, '--index', index]
         children.append(background(command))
     while reached(tmp_path / 'run') < 10 and children[0].poll() is None: time.sleep(0.005)
     psutil.Process(children[1].pid).children()[0].kill()
     outputs = [child.communicate(timeout=200) for child in children]
     assert [child.returncode for child in children] == [0, 0], outputs
-    assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-5) and not outputs[1][0]
+    assert losses(tmp_path / 'run') == pytest.approx(losses(alone), rel=1e-5) and not outputs[1][0]
