@@ -27,6 +27,19 @@ from xtts_nb.app import cli
 
 PROGRAM = 'from xtts_nb.app.cli import main; main()'
 COMMAND = [sys.executable, '-c', PROGRAM]
+# The same with a smaller tiny preset, and demos of two pairs.
+SMALL = '''
+from functools import partial
+from xtts_nb.app import demo
+from xtts_nb.app.cli import main
+from xtts_nb.config import XTTSConfig
+small = XTTSConfig.tiny(64).replace(
+    model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'batch_size': 8, 'buckets': 1},
+    training={'warmup_steps': 1, 'dvae_steps': 20, 'log_every': 4})
+XTTSConfig.tiny = classmethod(lambda cls: small)
+demo.run_demo = partial(demo.run_demo, pairs=2, rounds=1)
+main()
+'''
 
 
 @dataclass
@@ -193,20 +206,21 @@ def xtts_nb(*arguments, **how) -> Done:
     return python(PROGRAM, *arguments, **how)
 
 
-def started(*arguments, cold=False, before=None, **how):
+def started(*arguments, cold=False, before=None, program=PROGRAM, **how):
     "A command in the background: a `Forked`, or a `Popen` that is as cold as a user's."
-    if not cold: return Forked(PROGRAM, *arguments, before=before, **how)
+    if not cold: return Forked(program, *arguments, before=before, **how)
     return subprocess.Popen([*COMMAND, *map(str, arguments)], env=environment(), preexec_fn=before, **how)
 
 
 def interrupted(
     *arguments,
     at: str,          # what stderr, a terminal, must have shown
-    cwd=None, cold=False, timeout=120,
+    cwd=None, cold=False, timeout=120, program=PROGRAM,
 ) -> Done:
     "Run a command and press Ctrl-C as soon as it shows `at`."
     screen, end = pty.openpty()
-    child = started(*arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=end, before=hears_ctrl_c, cold=cold)
+    child = started(*arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=end, before=hears_ctrl_c, cold=cold,
+                    program=program)
     os.close(end)
     seen, sent, begun = b'', False, time.monotonic()
     try:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from process import Done, Forked, hears_ctrl_c, interrupted, main, python, started, tree, xtts_nb
+from process import (
+    Done, Forked, hears_ctrl_c, interrupted, main, python, SMALL, started, tree, xtts_nb)
 from xtts_nb import __version__
 from xtts_nb.data.audio import load_audio
 from xtts_nb.data.cache import Cache
@@ -573,10 +574,11 @@ def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
     assert tree(tmp_path) == {}
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_demo(tmp_path):
-    "At three of its stages, in the same folder."
+def test_ctrl_c_in_the_demo(tmp_path, cheap_xla):
+    "At three stages of a small one, in the same folder."
     for stage in 'train the DVAE', 'measure the step', 'train the GPT':
-        check_stopped(interrupted('demo', '--out', tmp_path / 'demo', '--steps', '20', at=stage, timeout=900))
+        check_stopped(interrupted('demo', '--out', tmp_path / 'demo', '--steps', '20', at=stage, timeout=900,
+                                  program=SMALL))
         assert not [p for p in tree(tmp_path) if '.part' in p], stage
 
 def test_ctrl_c_ends_the_monitor(tmp_path):
@@ -611,9 +613,10 @@ TINY_STEP = ['--layers', '1', '--width', '64', '--heads', '2', '--batch-size', '
     ('data', 'clips_per_s', ['numpy_function', 'native_wav', 'native', 'cache'], ['--clips', '200']),
     ('train', 'step_ms', ['eager', 'graph', 'xla', 'graph_bf16', 'xla_bf16'], TINY_STEP),
     ('say', 'tokens_per_s', ['naive', 'float32', 'bfloat16', 'int8', 'batch8', 'batch8_int8', 'stream'], [])])
-def test_bench(longer, tmp_path, what, unit, names, more):
-    given = ['--data', longer, *more] if what == 'data' else more
-    done = xtts_nb('bench', what, *given, '--rounds', '2', '--record', '--json', cwd=tmp_path, timeout=900)
+def test_bench(corpus, tmp_path, cheap_xla, what, unit, names, more):
+    given = ['--data', corpus, *more] if what == 'data' else more
+    done = python(SMALL, 'bench', what, *given, '--rounds', '1', '--record', '--json', cwd=tmp_path,
+                  timeout=900)
     assert done.code == 0, done.err
     if what == 'data':
         assert all(0 < r['au'] <= 1 and r['cv'] >= 0 and 0 <= r['padding'] < 1 for r in done.json['rows'][:4])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from process import main, tree, xtts_nb
+from process import main, python, SMALL, tree, xtts_nb
 from xtts_nb.app import cli, demo
 from xtts_nb.data.audio import load_audio, log_mel_numpy
 from xtts_nb.data.cache import Cache
@@ -548,9 +548,15 @@ def test_a_demo_can_be_spoken_with(whole, tmp_path):
     assert done.code == 0 and 0.5 < done.json['seconds'] < 8, done.err
 
 @pytest.mark.slow
-def test_a_second_demo_in_the_same_place(whole, tmp_path):
-    "Short: what stood there is made anew, and the corpus is found done."
+def test_a_second_demo_in_the_same_place(whole, tmp_path, cheap_xla):
+    "A small one: what stood there is made anew, and the corpus is found done."
     home, _ = whole
     shutil.copytree(home / 'runs', tmp_path / 'runs')
-    done = xtts_nb('demo', '--steps', '20', '--json', cwd=tmp_path, timeout=1800)
+    there = tmp_path / 'runs/demo'
+    made = lambda: (there / 'corpus/corpus.json').stat().st_mtime_ns
+    before = made()
+    done = python(SMALL, 'demo', '--steps', '20', '--json', cwd=tmp_path, timeout=1800)
     assert done.code == 0 and done.json['train']['steps'] == 20, done.err
+    assert made() == before
+    held = [Path(r['target']).stem for r in read_pairs(there / 'pairs.csv') if r['set'] == 'heldout']
+    assert len(held) == 2 and json.loads((there / 'run/run.json').read_text())['held_out'] == sorted(held)

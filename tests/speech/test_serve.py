@@ -728,7 +728,7 @@ def test_the_page_in_a_browser(service, toy):
 
 
 @pytest.mark.slow
-def test_32_clients_for_a_minute(xtts):
+def test_32_clients_for_half_a_minute(xtts):
     "Each hears its own text in its own voice; the memory stays as it is; beyond the queue there is 429."
     import psutil
     speaker = Speaker(xtts, max_seconds=1., temperature=0.9)
@@ -741,7 +741,7 @@ def test_32_clients_for_a_minute(xtts):
         given = speaker.sampling._replace(seed=seed)
         return np.concatenate([*engine.submit(text, 'en', voices[name], given, retries=RETRIES)])
     whole = {case: alone(*case) for case in cases}
-    ends, counts, memory = time.monotonic() + 60, Counter(), []
+    ends, counts, memory = time.monotonic() + 30, Counter(), []
 
     def client(i):
         with httpx.Client(base_url=url, timeout=60) as http:
@@ -761,5 +761,5 @@ def test_32_clients_for_a_minute(xtts):
             time.sleep(1)
             memory.append(psutil.Process().memory_info().rss)
         for one in clients: one.result()
-    assert {*counts} == {200, 429} and counts[200] > 60
-    assert max(memory[-20:]) < 1.05 * max(memory[15:30]), [m >> 20 for m in memory]
+    assert {*counts} == {200, 429} and counts[200] > 30
+    assert max(memory[-10:]) < 1.05 * max(memory[8:15]), [m >> 20 for m in memory]

@@ -428,11 +428,10 @@ def test_a_broken_window_changes_nothing(bank, tiny):
 
 @pytest.mark.slow
 def test_the_decoder_learns(bank, tiny):
-    config = tiny.replace(voice={'steps': 150, 'learning_rate': 3e-3},
-                          training={'enable_xla_compilation': True})
+    config = tiny.replace(voice={'steps': 150, 'learning_rate': 3e-3})
     keras.utils.set_random_seed(0)
     update = VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config)
-    step = tf.function(update, jit_compile=True)
+    step = tf.function(update)
     seen = [float(step(b, tf.constant(i))['mel_loss'])
             for i, b in enumerate(Windows(bank, config).stream(0, 150))]
     assert np.mean(seen[-10:]) < 0.6 * np.mean(seen[:10])
@@ -650,7 +649,7 @@ def test_the_sizes_of_a_decoder_yet_to_be_made_count(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('part', ['dvae', 'voice'])
-def test_kill_9(part, corpus, model, prepared, tiny, tmp_path):
+def test_kill_9(part, corpus, model, prepared, tiny, tmp_path, cheap_xla):
     """A run killed at some moment and gone on with is the run that nobody disturbed; a decoder's under
     XLA, see dev/LOG.md."""
     config = tiny.replace(training={'dvae_steps': 60, 'checkpoint_every': 5, 'log_every': 3,
