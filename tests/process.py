@@ -27,17 +27,19 @@ from xtts_nb.app import cli
 
 PROGRAM = 'from xtts_nb.app.cli import main; main()'
 COMMAND = [sys.executable, '-c', PROGRAM]
-# The same with a smaller tiny preset, and demos of two pairs.
+# The same with a smaller tiny preset, demos of two pairs, and pipelines that are measured for a moment.
 SMALL = '''
 from functools import partial
-from xtts_nb.app import demo
+from xtts_nb.app import demo, training_speed
 from xtts_nb.app.cli import main
 from xtts_nb.config import XTTSConfig
 small = XTTSConfig.tiny(64).replace(
-    model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'batch_size': 8, 'buckets': 1},
+    model={'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32},
+           'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'batch_size': 8, 'buckets': 1},
     training={'warmup_steps': 1, 'dvae_steps': 20, 'log_every': 4})
 XTTSConfig.tiny = classmethod(lambda cls: small)
 demo.run_demo = partial(demo.run_demo, pairs=2, rounds=1)
+training_speed.bench_loaders = partial(training_speed.bench_loaders, seconds=0.2)
 main()
 '''
 
