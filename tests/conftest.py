@@ -234,7 +234,7 @@ def mini(small):
     "One block, two shapes, no XLA: a second to trace."
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 2},
                          training={'steps': 8, 'warmup_steps': 2, 'log_every': 2, 'checkpoint_every': 4,
-                                   'enable_xla_compilation': False})
+                                   'mode': 'graph'})
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 "Settings, workspace and the setup of TensorFlow. test_settings.py checks that every key has an effect."
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import yaml
 from process import python
 from xtts_nb import config as page
 from xtts_nb.config import (
-    REFUSED_KEYS, AudioConfig, DVAEConfig, ModelConfig, UserError, XTTSConfig, control_groups, cores,
+    REFUSED_KEYS, SWITCHES, AudioConfig, DVAEConfig, ModelConfig, TrainingConfig, UserError, XTTSConfig,
+    control_groups, cores,
     cpu_quota, environment_number, setup_tf, sizes, usable_cores, workspace)
 
 SECTIONS = {name: field.annotation for part in (ModelConfig, XTTSConfig)
@@ -126,23 +128,45 @@ EDGES = {   # key: values that are let in, and those just beyond
     'voice.reference_seconds': ([0.5], [0.4]), 'voice.learning_rate': ([0.1], [0])}
 EDGES |= {f'voice.{name}_weight': ([0], [-1]) for name in ('mel', 'adversarial', 'feature', 'speaker')}
 
-@pytest.mark.parametrize('text, value', [
-    ('auto', 'auto'), ('on', True), ('off', False), ('true', True), ('false', False), ('"on"', True),
-    ('"off"', False), ('1', True), ('0', False)])
-def test_xla_is_switched_on_off_or_left_to_the_machine(tmp_path, text, value):
+@pytest.mark.parametrize('text, mode', [
+    ('auto', 'auto'), ('on', 'xla'), ('off', 'graph'), ('true', 'xla'), ('false', 'graph'), ('"on"', 'xla'),
+    ('"off"', 'graph'), ('1', 'xla'), ('0', 'graph')])
+def test_the_old_switch_of_xla_is_read_and_the_mode_written(tmp_path, text, mode):
     (tmp_path / 'run.yaml').write_text(f'training: {{enable_xla_compilation: {text}}}')
     config = XTTSConfig.load(tmp_path / 'run.yaml')
-    assert config.training.enable_xla_compilation is value or value == 'auto'
-    assert config.training.enable_xla_compilation == value
-    assert XTTSConfig().training.enable_xla_compilation == 'auto'
+    assert config.training.mode == mode and XTTSConfig().training.mode == 'auto'
+    assert 'mode: ' + mode in config.to_yaml() and 'enable_' not in config.to_yaml()
     (tmp_path / 'again.yaml').write_text(config.to_yaml())
     assert XTTSConfig.load(tmp_path / 'again.yaml') == config
 
-@pytest.mark.parametrize('value', ['maybe', 2, None, 0.5])
-def test_another_value_of_xla_is_named(value):
-    said = f"training.enable_xla_compilation: .*'auto', True or False; got {value!r}"
-    with pytest.raises(UserError, match=said):
-        XTTSConfig.from_dict({'training': {'enable_xla_compilation': value}})
+@pytest.mark.parametrize('graph, xla, debug, mode', [   # of files that were written with all three
+    (True, 'auto', False, 'auto'), (True, True, False, 'xla'), (True, False, False, 'graph'),
+    (False, 'auto', False, 'eager'), (False, False, False, 'eager'), (True, True, True, 'eager')])
+def test_three_switches_make_one_mode(graph, xla, debug, mode):
+    training = dict(zip(SWITCHES, (graph, xla, debug)))
+    assert XTTSConfig.from_dict({'training': training}).training.mode == mode
+    assert TrainingConfig(**training) == TrainingConfig(mode=mode)
+
+@pytest.mark.parametrize('before, switch, after', [
+    ('eager', {'enable_graph_mode': True}, 'auto'), ('eager', {'enable_eager_debug': False}, 'auto'),
+    ('xla', {'enable_graph_mode': True}, 'xla'), ('graph', {'enable_eager_debug': False}, 'graph'),
+    ('auto', {'enable_xla_compilation': False}, 'graph'), ('eager', {'enable_xla_compilation': 'on'}, 'xla'),
+    ('graph', {'enable_xla_compilation': 'auto'}, 'auto'), ('xla', {'enable_eager_debug': True}, 'eager')])
+def test_an_old_switch_changes_the_mode(before, switch, after):
+    config = XTTSConfig().replace(training={'mode': before})
+    assert config.replace(training=switch).training.mode == after
+
+@pytest.mark.parametrize('training, words', [
+    ({'enable_graph_mode': False, 'enable_xla_compilation': True}, 'training.mode to eager or xla instead'),
+    ({'mode': 'xla', 'enable_graph_mode': False}, 'mode xla and enable_graph_mode contradict each other'),
+    ({'mode': 'eager', 'enable_xla_compilation': 'auto'}, 'leave the older keys out'),
+    *(({'enable_xla_compilation': value}, f'is neither on nor off: {value!r}; set training.mode')
+      for value in ('maybe', 2, None, 0.5)), ({'enable_graph_mode': 'auto'}, "neither on nor off: 'auto'")])
+def test_contradicting_switches_are_refused(training, words):
+    for refuse in (lambda: XTTSConfig.from_dict({'training': training}, 'f.yaml'),
+                   lambda: XTTSConfig().replace('f.yaml', training=training)):
+        with pytest.raises(UserError, match=rf'^f\.yaml: training: [^\n]*{re.escape(words)}[^\n]*\.$'):
+            refuse()
 
 def test_values_are_let_in_up_to_the_edge():
     for key, (good, bad) in EDGES.items():

@@ -35,7 +35,7 @@ def test_what_is_installed_is_the_wheel(installed, tmp_path):
 
 def test_prepare_train_and_say(installed, corpus, small, tmp_path):
     config = small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
-                           training={'steps': 2, 'dvae_steps': 2, 'enable_xla_compilation': False})
+                           training={'steps': 2, 'dvae_steps': 2, 'mode': 'graph'})
     (tmp_path / 'tiny.yaml').write_text(config.to_yaml())
     there(installed, 'xtts-nb', 'prepare', corpus, '--out', 'cache', '--config', 'tiny.yaml', cwd=tmp_path)
     there(installed, 'xtts-nb', 'train', '--data', 'cache', '--run', 'run', cwd=tmp_path)

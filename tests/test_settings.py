@@ -215,7 +215,7 @@ def in_time(config, world):
 
 ADAPTED = {'training.finetune': 'lora', 'training.lora_rank': 4}
 RUN = {'training.steps': 8, 'training.log_every': 2, 'training.checkpoint_every': 2,
-       'training.validate_every': 2, 'training.listen_clips': 1, 'training.enable_graph_mode': False,
+       'training.validate_every': 2, 'training.listen_clips': 1, 'training.mode': 'eager',
        'data.buckets': 1}
 RATES = {'training.steps': 10, 'training.warmup_steps': 2, 'training.schedule': 'cosine'}
 HEARD = {'data.reference_frames': 120}
@@ -266,8 +266,7 @@ TABLE = {
     'training.accumulation': (2, updated), 'training.gradient_checkpointing': (True, updated),
     'training.seed': (3, updated),
     'training.weight_decay': (0.5, moved), 'training.beta_2': (0.5, moved), 'training.ema': (0.5, moved),
-    'training.enable_graph_mode': (False, compiled), 'training.enable_xla_compilation': (False, compiled),
-    'training.enable_eager_debug': (True, compiled), 'training.tf32': (True, multiplied),
+    'training.mode': ('eager', compiled), 'training.tf32': (True, multiplied),
     'training.log_every': (3, ran, RUN), 'training.checkpoint_every': (4, ran, RUN),
     'training.keep_checkpoints': (1, ran, RUN),
     'training.validate_every': (4, ran, RUN), 'training.patience': (1, ran, RUN),

@@ -17,7 +17,7 @@ def test_a_few_updates_lower_the_loss(speech, tmp_path):
         model={'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32},
                'gpt': {'layers': 1, 'conditioning_layers': 1}},
         data={'batch_size': 8, 'buckets': 1},
-        training={'steps': 30, 'warmup_steps': 5, 'enable_xla_compilation': False})
+        training={'steps': 30, 'warmup_steps': 5, 'mode': 'graph'})
     report = prepare(speech, tmp_path / 'cache', config, DVAE(config))
     assert report['clips'] >= 8 and report['seconds'] > 8, report['dropped']
     cache = Cache(tmp_path / 'cache')

@@ -248,7 +248,7 @@ def test_the_real_step_is_asked(small):
 def real(small):
     "A step of one block, traced and never compiled."
     config = small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
-                           training={'precision': 'bfloat16', 'enable_xla_compilation': True})
+                           training={'precision': 'bfloat16', 'mode': 'xla'})
     only = {'xla': MODES['xla']}
     return StepTrial(config, 12, 20, make_steps=lambda config, start: step_modes(config, start, only))
 

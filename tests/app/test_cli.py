@@ -38,7 +38,7 @@ def mini(small):
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
                          data={'buckets': 1, 'max_drop_rate': 1.},
                          training={'steps': 4, 'log_every': 2, 'checkpoint_every': 2, 'dvae_steps': 2,
-                                   'enable_xla_compilation': False})
+                                   'mode': 'graph'})
 
 @pytest.fixture(scope='session')
 def settings(mini, tmp_path_factory):
@@ -171,13 +171,13 @@ def test_verify_finds_and_mends(corpus, prepared, tmp_path, capfd):
 @pytest.fixture
 def eager(mini, tmp_path):
     "The settings without a graph: two updates of the DVAE take less time than to trace one."
-    (tmp_path / 'eager.yaml').write_text(mini.replace(training={'enable_graph_mode': False}).to_yaml())
+    (tmp_path / 'eager.yaml').write_text(mini.replace(training={'mode': 'eager'}).to_yaml())
     return tmp_path / 'eager.yaml'
 
 @pytest.fixture
 def ten(mini, tmp_path):
     "The same with ten updates of the DVAE."
-    ten = mini.replace(training={'dvae_steps': 10, 'enable_graph_mode': False})
+    ten = mini.replace(training={'dvae_steps': 10, 'mode': 'eager'})
     (tmp_path / 'ten.yaml').write_text(ten.to_yaml())
     return tmp_path / 'ten.yaml'
 

@@ -30,14 +30,14 @@ def mini(small):
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
                          training={'steps': 4, 'log_every': 2, 'checkpoint_every': 2, 'dvae_steps': 2,
                                    'learning_rate': 1e-3, 'schedule': 'constant', 'warmup_steps': 0,
-                                   'enable_xla_compilation': False})
+                                   'mode': 'graph'})
 
 @pytest.fixture
 def home(mini, tmp_path, monkeypatch):
     "A working directory of its own, with the settings in mini.yaml."
     (tmp_path / 'settings.ini').write_text('[workspace]\n')
     (tmp_path / 'mini.yaml').write_text(mini.to_yaml())
-    (tmp_path / 'fast.yaml').write_text(mini.replace(training={'enable_xla_compilation': True}).to_yaml())
+    (tmp_path / 'fast.yaml').write_text(mini.replace(training={'mode': 'xla'}).to_yaml())
     monkeypatch.chdir(tmp_path)
     for name in ('XTTS_NB_XLA', 'XTTS_NB_PRECISION'): monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -241,7 +241,7 @@ def test_a_wrong_option_is_answered_in_a_sentence(home, prepared, capfd, options
     assert tree(home) == before
 
 def test_a_corpus_can_be_read_as_it_is_trained_on(built, home, corpus, mini, capfd):
-    settings = mini.replace(data={'preprocessing_mode': 'runtime'}, training={'enable_graph_mode': False})
+    settings = mini.replace(data={'preprocessing_mode': 'runtime'}, training={'mode': 'eager'})
     (home / 'runtime.yaml').write_text(settings.to_yaml())
     cache = built(data=corpus, config='runtime.yaml').plan.cache
     assert cache.manifest['mode'] == 'runtime' and 'codes' not in cache.manifest['stored']
@@ -320,7 +320,7 @@ def test_the_settings_are_shown_with_where_they_come_from(ran, home, prepared, m
             '--set data.seed=3 --lr 2e-4')
     shown = {row['key']: (row['value'], row['from']) for row in ran(f'{line} --json').json['settings']}
     assert shown['data.buckets'] == (2, 'f.yaml') and shown['training.ema'] == (0.5, 'f.yaml')
-    assert shown['training.enable_xla_compilation'] == (False, 'f.yaml')   # a guide's name of it
+    assert shown['training.mode'] == ('graph', 'f.yaml')   # a guide's name of it
     assert shown['data.seed'] == (3, 'options') and shown['training.learning_rate'] == (2e-4, 'options')
     assert shown['training.precision'] == ('bfloat16', 'GPU preset 3060')   # over the environment
     assert shown['data.max_seconds'] == (prepared.config.data.max_seconds, str(prepared.folder))

@@ -67,7 +67,7 @@ def test_invalid_settings(settings):
 
 def test_training_takes_its_keys_from_the_environment(monkeypatch):
     for name, value in environment(TFSettings(xla=False)).items(): monkeypatch.setenv(name, value)
-    assert from_environment() == {'training.enable_xla_compilation': False, 'training.precision': 'bfloat16'}
+    assert from_environment() == {'training.mode': 'graph', 'training.precision': 'bfloat16'}
 
 
 # --- what is set in TensorFlow ------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_the_report_of_a_child(monkeypatch, settings, stderr, used, logs):
 def test_a_child_trains_with_the_settings(settings):
     rows = {row['setting']: row for row in verify_settings(settings)}
     assert not [row for row in rows.values() if row['ok'] is False]
-    chosen = choose_xla(TrainingConfig(enable_xla_compilation='auto' if settings.xla else False,
-                                       precision=settings.precision))[0]
+    mode = 'auto' if settings.xla else 'graph'
+    chosen = choose_xla(TrainingConfig(mode=mode, precision=settings.precision))[0]
     assert (rows['XLA']['got'], rows['precision']['got']) == (chosen, settings.precision)
     if settings.threads: assert rows['intra-op threads']['got'] == settings.threads

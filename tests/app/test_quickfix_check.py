@@ -21,7 +21,7 @@ TOY = {'model': {'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32, 'resnet_
                          'max_audio_codes': 64, 'prompt_latents': 4, 'conditioning_layers': 1,
                          'perceiver_layers': 1, 'perceiver_heads': 2, 'perceiver_head_dim': 16}},
        'data': {'batch_size': 4, 'reference_frames': 32, 'max_text_tokens': 40, 'buckets': 1},
-       'training': {'enable_graph_mode': False}}
+       'training': {'mode': 'eager'}}
 
 
 @pytest.fixture
@@ -114,8 +114,7 @@ def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):
 
 SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_size': 4,
                           'prefetch_to_gpu': False},
-                    training={'enable_xla_compilation': False, 'enable_graph_mode': False,
-                              'enable_eager_debug': True})
+                    training={'mode': 'eager'})
 CHANGES = [   # finding, settings before, settings after; with six cores, and a cycle of `c` batches
     ('no prefetch', {}, {'data.prefetch_buffer_size': 4}), ('no prefetch',
                                                             {'data': {'prefetch_buffer_size': 9}}, None),
@@ -128,8 +127,8 @@ CHANGES = [   # finding, settings before, settings after; with six cores, and a 
     ('copy-bound', {}, {'data.prefetch_to_gpu': True}),
     ('variable shapes', {}, {'data.pad_to_fixed_length': True}), ('tiny batch', {}, {'data.batch_size': 16}),
     ('float32 on tensor cores', {}, {'training.precision': 'bfloat16'}),
-    ('no XLA', {}, {'training.enable_xla_compilation': True}),
-    ('step not compiled', {}, {'training.enable_graph_mode': True, 'training.enable_eager_debug': False}),
+    ('no XLA', {}, {'training.mode': 'xla'}),
+    ('step not compiled', {}, {'training.mode': 'auto'}),
     ('something else', {}, None)]
 
 @pytest.mark.parametrize('name, given, changed', CHANGES)
@@ -243,6 +242,6 @@ def test_quick_fix_writes_settings_that_are_faster_and_load(settings, tmp_path, 
                    cwd=tmp_path)
     assert done.code == 0, done.err
     result = done.json
-    assert 'training.enable_graph_mode: False -> True' in result['changes'] and result['verified_gain'] > 1
-    assert yaml.safe_load((tmp_path / 'fixed.yaml').read_text())['training']['enable_graph_mode'] is True
+    assert 'training.mode: eager -> auto' in result['changes'] and result['verified_gain'] > 1
+    assert yaml.safe_load((tmp_path / 'fixed.yaml').read_text())['training']['mode'] == 'auto'
     assert result['train'].endswith('--config fixed.yaml') and json.loads(done.out)

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from xtts_nb.app import recipes
-from xtts_nb.config import REFUSED_KEYS, Section, UserError, XTTSConfig
+from xtts_nb.config import REFUSED_KEYS, SWITCHES, Section, UserError, XTTSConfig
 from xtts_nb.app.recipes import (
     FLAGS, GPU_PRESETS, LEVELS, REDUNDANT_KEYS, REFUSED_FLAGS, RENAMED_KEYS, check_unknown, check_used,
     commented_yaml, config_diff, convert_guide, descriptions, flat, from_environment, gpu_preset,
@@ -124,7 +124,7 @@ def test_an_unknown_level():
 # --- the guides' keys ---------------------------------------------------------------------------------------
 
 CARRIED = [   # their key, their value -> our key, our value: each different from the default
-    ('data.enable_xla', False, 'training.enable_xla_compilation', False),
+    ('data.enable_xla', False, 'training.mode', 'graph'),
     ('data.mixed_precision', True, 'training.precision', 'bfloat16'),
     ('training.mixed_precision', 'mixed_float16', 'training.precision', 'float16'),
     ('training.gradient_accumulation_steps', 2, 'training.accumulation', 2),
@@ -151,10 +151,11 @@ CARRIED = [   # their key, their value -> our key, our value: each different fro
     ('data.prefetch_to_gpu', False, 'data.prefetch_to_gpu', False),
     ('data.pad_to_fixed_length', True, 'data.pad_to_fixed_length', True),
     ('data.preprocessing_mode', 'precompute', 'data.preprocessing_mode', 'precompute'),
-    ('training.enable_graph_mode', False, 'training.enable_graph_mode', False),
+    ('training.enable_graph_mode', False, 'training.mode', 'eager'),
     ('training.epochs', 9, 'training.epochs', 9),
-    ('training.enable_xla_compilation', False, 'training.enable_xla_compilation', False),
-    ('training.enable_eager_debug', True, 'training.enable_eager_debug', True),
+    ('training.enable_xla_compilation', True, 'training.mode', 'xla'),
+    ('training.enable_eager_debug', True, 'training.mode', 'eager'),
+    ('training.mode', 'graph', 'training.mode', 'graph'),
     ('training.learning_rate', '1e-4', 'training.learning_rate', 1e-4)]
 
 @pytest.mark.parametrize('theirs, value, ours, got', CARRIED, ids=[f'{c[0]}={c[1]}' for c in CARRIED])
@@ -280,7 +281,7 @@ def test_precedence_of_options_levels_presets_and_files():
     assert config.data.min_seconds == 1.0 and config.data.batch_size == 16   # file, flag
     assert config.data.num_workers == 24 and config.training.accumulation == 4   # card
     # level over card and default
-    assert config.training.precision == 'float32' and not config.training.enable_xla_compilation
+    assert config.training.precision == 'float32' and config.training.mode == 'graph'
     assert said[0].startswith('GPU preset 4090: data.batch_size 4 -> 32, ')
     assert said[2] == 'flags: data.batch_size 32 -> 16'
 
@@ -291,6 +292,18 @@ def test_only_the_whole_is_checked():
     with pytest.raises(UserError, match='batch_size 3 is not a multiple of training.accumulation 2'):
         recipe(DEFAULT, {'card': gpu_preset('3060', 8), 'flags': {'data.batch_size': 3}}, lambda line: None)
 
+def test_a_layer_with_an_old_switch_changes_the_mode():
+    said = []
+    eager = recipe(DEFAULT, {'options': {'training.enable_eager_debug': True}}, said.append)
+    assert eager.training.mode == 'eager' and said == ['options: training.mode auto -> eager']
+    both = {'file': {'training.mode': 'graph'}, 'options': {'training.enable_xla_compilation': True}}
+    assert recipe(DEFAULT, both, said.append).training.mode == 'xla'
+    resolved = recipes.resolve(DEFAULT, 'preset', None, both, said.append)
+    assert resolved.came_from['training.mode'] == 'options'
+    off = {'training.enable_graph_mode': False, 'training.enable_xla_compilation': True}
+    with pytest.raises(UserError, match='^options: training: .* contradict each other; set training.mode'):
+        recipe(DEFAULT, {'options': off}, said.append)
+
 def test_without_layers_nothing_changes():
     said = []
     for layers in ({}, {'flags': {}}): assert recipe(DEFAULT, layers, said.append) is DEFAULT
@@ -299,7 +312,7 @@ def test_without_layers_nothing_changes():
 def test_the_environment(monkeypatch):
     monkeypatch.setenv('XTTS_NB_XLA', 'false')
     monkeypatch.setenv('XTTS_NB_PRECISION', '')
-    assert from_environment() == {'training.enable_xla_compilation': False}
+    assert from_environment() == {'training.mode': 'graph'}
     monkeypatch.delenv('XTTS_NB_XLA')
     monkeypatch.setenv('XTTS_NB_PRECISION', 'float16')
     assert from_environment() == {'training.precision': 'float16'}
@@ -321,7 +334,8 @@ def test_a_change_without_effect_is_refused(changes, explicit, key):
     with pytest.raises(UserError, match=f'^{key} does nothing here: why.$'): check()
 
 @pytest.mark.parametrize('key', FLAGS.values())
-def test_every_flag_has_a_key(key): assert key in flat(DEFAULT.model_dump())
+def test_every_flag_has_a_key(key):
+    assert key in flat(DEFAULT.model_dump()) or key.removeprefix('training.') in SWITCHES
 
 @pytest.mark.parametrize('text, key, value', [
     ('training.precision=bfloat16', 'training.precision', 'bfloat16'),

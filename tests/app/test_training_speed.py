@@ -288,7 +288,7 @@ VARIABLES = 'TF_XLA_FLAGS', 'TF_NUM_INTRAOP_THREADS', 'TF_NUM_INTEROP_THREADS'
 @pytest.mark.slow
 def test_a_training_process(quick, monkeypatch, tmp_path):
     "In this process: facts of the start, then of updates; the loss of the first update is that of the step."
-    config = quick.replace(training={'enable_xla_compilation': False})
+    config = quick.replace(training={'mode': 'graph'})
     asked = []
     monkeypatch.setattr(settings, 'setup_tf', lambda threads: asked.append((threads, Path.cwd())))
     monkeypatch.chdir(tmp_path)

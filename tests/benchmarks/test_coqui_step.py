@@ -68,7 +68,7 @@ def test_the_blocks_of_a_plain_gpt2(quick, monkeypatch):
     made, real = [], gpt2.TransformerBlock
     monkeypatch.setattr(gpt2, 'TransformerBlock', lambda *a, **k: made.append(a) or real(*a, **k))
     config = quick.replace(model={'gpt': {'layers': 2}},
-                           training={'enable_eager_debug': True, 'learning_rate': 1e-2,
+                           training={'mode': 'eager', 'learning_rate': 1e-2,
                                                                    'warmup_steps': 0, 'schedule': 'constant'})
     step, ids = plain_gpt2(config, 8, 40), tf.constant(np.arange(36).reshape(4, 9), tf.int32)
     losses = [float(step(ids)) for _ in range(12)]

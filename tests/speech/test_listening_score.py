@@ -24,7 +24,7 @@ def quick(small):
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
                          training={'steps': 6, 'log_every': 2, 'checkpoint_every': 2, 'validate_every': 2,
                                    'listen_clips': 2,
-                                   'enable_xla_compilation': False})
+                                   'mode': 'graph'})
 
 @pytest.fixture(scope='module')
 def heard_by(quick, prepared, dvae):
@@ -153,7 +153,7 @@ def adapted(prepared, quick, dvae, kind, folder, **training) -> Trainer:
     "A trainer of a model that speaks, `kind` of which is trained at a high rate."
     config = quick.replace(training={'finetune': kind, 'learning_rate': 0.3, 'warmup_steps': 0,
                                      'schedule': 'constant', 'steps': 2, 'lora_alpha': 64.,
-                                     'enable_graph_mode': False} | training)   # two updates: no trace
+                                     'mode': 'eager'} | training)   # two updates: no trace
     keras.utils.set_random_seed(0)
     xtts = XTTS(config, prepared.tokenizer, dvae)
     for name, v in xtts.weights.items():   # zeros at first: neither text nor voice would matter

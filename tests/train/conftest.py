@@ -8,7 +8,7 @@ def plain(small):
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0.,
                                         'code_noise': 0.}},
                          training={'learning_rate': 1e-3, 'warmup_steps': 0, 'schedule': 'constant',
-                                   'enable_xla_compilation': False})
+                                   'mode': 'graph'})
 
 
 @pytest.fixture(scope='session')

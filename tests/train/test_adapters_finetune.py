@@ -74,8 +74,8 @@ def test_the_gradients_are_those_of_the_weights(plain, rows, kind):
 @pytest.mark.slow
 def test_xla_computes_the_same(plain, rows):
     for kind in ('lora', 'rows'):
-        graph, fused = (run(made(plain, kind, training={'enable_xla_compilation': xla}), rows)
-                        for xla in (False, True))
+        graph, fused = (run(made(plain, kind, training={'mode': mode}), rows)
+                        for mode in ('graph', 'xla'))
         assert fused == pytest.approx(graph, rel=1e-4)
 
 def test_new_rows_and_nothing_else_differ(plain, rows):

@@ -34,7 +34,7 @@ def mini(small) -> XTTSConfig:
         model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0., 'code_noise': 0.}},
         data={'buckets': 1},
         training={'steps': 6, 'warmup_steps': 0, 'log_every': 1, 'checkpoint_every': 3,
-                  'enable_xla_compilation': False})
+                  'mode': 'graph'})
 
 def losses(run) -> list[float]:
     return [json.loads(line)['loss'] for line in (run / 'metrics.jsonl').read_text().splitlines()]
@@ -166,7 +166,7 @@ def pair(mini, monkeypatch):
     def update():
         keras.utils.set_random_seed(0)
         return Update(GPT(config, 5), config.training)
-    config = mini.replace(training={'enable_eager_debug': True, 'accumulation': 2}, data={'batch_size': 8})
+    config = mini.replace(training={'mode': 'eager', 'accumulation': 2}, data={'batch_size': 8})
     copies = Replicas(update(), config,
                       SimpleNamespace(extended=SimpleNamespace(worker_devices=['CPU:0', 'CPU:0'])))
     for v, w in zip(copies.updates[1].weights, copies.updates[0].weights): v.assign(w.value)
@@ -340,7 +340,7 @@ def test_epochs_set_the_updates_and_the_schedule_of_all_copies(single):
 
 def test_the_parts_of_a_trainer(single, prepared, mini):
     "Only the parts on a device are compiled by XLA; batches go to the one GPU; other settings are refused."
-    trainer = single(enable_xla_compilation=True)
+    trainer = single(mode='xla')
     assert [trainer.train_step.xla, trainer.evaluate.xla] == [False] * 2
     assert all(step.xla for step in trainer.copies.gradient_steps)
     assert trainer.plan.to_gpu is True and trainer.held_out is None and float(trainer.last_vote) == 0
@@ -387,7 +387,7 @@ def test_what_xla_cannot_compile_is_trained_without_it(single, monkeypatch, caps
         nothing = tf.cast(tf.strings.length(tf.strings.as_string(number)), tf.float32) * 0
         return real(self, batch, number, counts | {'text_count': counts['text_count'] + nothing}, first)
     monkeypatch.setattr(Update, 'gradients', gradients)
-    trainer = single(enable_xla_compilation=True)
+    trainer = single(mode='xla')
     assert trainer.fit(2)['steps'] == 2 and 'XLA CANNOT COMPILE THE STEP: AsString' in capsys.readouterr().err
     copies = trainer.copies
     steps = *copies.gradient_steps, *copies.finish_steps, *copies.evaluate_steps
@@ -509,10 +509,10 @@ def test_two_devices_train_as_one_does(prepared, mini, tmp_path, cheap_xla):
     One device does it in four parts without XLA, which compiles longer than it would compute."""
     config = mini.replace(data={'buckets': 2},
                           training={'steps': 30, 'accumulation': 2, 'ema': 0.9, 'validate_every': 6,
-                                    'enable_xla_compilation': True})
+                                    'mode': 'xla'})
     (tmp_path / 'settings.yaml').write_text(config.to_yaml())
     held_out = ['low-0', 'low-3', 'high-6']
-    alone = config.replace(training={'accumulation': 4, 'enable_xla_compilation': False})
+    alone = config.replace(training={'accumulation': 4, 'mode': 'graph'})
     new_run(prepared, alone, tmp_path / 'one', held_out).fit()
     done = python(MIRRORED, prepared.folder, tmp_path / 'settings.yaml', tmp_path / 'two', timeout=200)
     assert done.code == 0, done.err

@@ -183,7 +183,7 @@ def test_a_host_without_memory_is_not_taken_for_a_bad_recording(runtime, mini, m
 
 def test_no_batch_waits_on_the_gpu_where_the_settings_say_so(runtime, mini):
     "`prefetch_to_gpu` off: the ring holds the batch in use alone."
-    ahead = mini.replace(data={'buckets': 1}, training={'enable_graph_mode': False})   # op by op
+    ahead = mini.replace(data={'buckets': 1}, training={'mode': 'eager'})   # op by op
     plain = ahead.replace(data={'prefetch_to_gpu': False})
     for config, ring in ((ahead, 3), (plain, 1)):
         feed = Feed(runtime, config, ONE)
@@ -202,7 +202,7 @@ def test_a_data_device_without_memory_is_named_with_a_remedy(runtime, mini):
 @pytest.mark.slow
 def test_the_gpu_of_a_worker_makes_the_codes_of_its_rows(runtime, prepared, mini):
     "A batch at once; with prepared codes, on a CPU or with several cards it has nothing to make."
-    config = mini.replace(data={'buckets': 1}, training={'enable_graph_mode': False})   # op by op
+    config = mini.replace(data={'buckets': 1}, training={'mode': 'eager'})   # op by op
     plan = BatchPlan(runtime, config.data)
     with tf.device('CPU:0'): plan.dvae = load_dvae(runtime.folder / 'dvae.safetensors', config)
     for devices, cache in ((['CPU:0'], runtime), (['GPU:0', 'GPU:1'], runtime), (['GPU:0'], prepared)):

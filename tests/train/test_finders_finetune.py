@@ -19,7 +19,7 @@ def mini(small):
     "One block, one shape, no XLA, a batch of 12."
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
                          data={'buckets': 1, 'batch_size': 12},
-                         training={'enable_xla_compilation': False})
+                         training={'mode': 'graph'})
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def mini(small):
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
                          training={'steps': 4, 'warmup_steps': 0, 'schedule': 'constant',
                                    'learning_rate': 1e-2, 'log_every': 2,
-                                   'checkpoint_every': 2, 'enable_eager_debug': True})
+                                   'checkpoint_every': 2, 'mode': 'eager'})
 
 @pytest.fixture(scope='module')
 def base(mini, dvae, tokenizer, tmp_path_factory):
@@ -198,9 +198,9 @@ PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 
     ({}, 0, {}), ({'precision': 'bfloat16'}, 0, {'copies of weights': 2000, 'activations': 2 * 4 * 7}),
     ({'accumulation': 2}, 0, {'gradients': 8000, 'activations': 4 * 2 * 7}),
     ({'ema': 0.5}, 0, {'mean weights': 4000}),
-    ({'enable_xla_compilation': True, 'ema': 0.5}, 0,
+    ({'mode': 'xla', 'ema': 0.5}, 0,
      {'mean weights': 4000, 'written anew': 4000 + 8000 + 4000}),
-    ({'enable_xla_compilation': True}, 1, {'copies of weights': 8.9, 'activations': 5 * 2}),
+    ({'mode': 'xla'}, 1, {'copies of weights': 8.9, 'activations': 5 * 2}),
     ({'finetune': 'lora', 'lora_rank': 2}, 0,
      {'copies of weights': 16 * 64**2, 'gradients': 4 * 768, 'moments': 8 * 768}),
     ({'finetune': 'rows'}, 0, {'gradients': 4 * 645, 'moments': 8 * 645})])
@@ -210,7 +210,7 @@ def test_the_estimate_by_hand(mini, monkeypatch, training, cards, other):
     monkeypatch.setattr(finetune, 'compute_capability', lambda: 8.9 * cards)
     monkeypatch.setattr(finetune, 'gpu_memory', lambda config, codes, text, gpu: {
         'copies of weights': gpu, 'activations': codes * text})
-    config = mini.replace(training={'enable_xla_compilation': False} | training)
+    config = mini.replace(training={'mode': 'graph'} | training)
     assert memory_needs(config, 5, 2, rows=5) == PLAIN | other
 
 PLANS = [row | {'card': one['device'], 'gpu': one['capability']}

@@ -65,7 +65,7 @@ def settings(small, **training):
     "Op by op: cheaper than a trace."
     return small.replace(training={'dvae_steps': 6, 'dvae_batch_size': 4, 'dvae_learning_rate': 2e-3,
                                    'log_every': 1,
-                                   'enable_graph_mode': False} | training)
+                                   'mode': 'eager'} | training)
 
 def losses(mels, config) -> list[float]:
     seen = []
@@ -92,7 +92,7 @@ def test_every_setting_of_the_dvae_matters(small, mels):
 
 @pytest.mark.slow
 def test_xla_changes_the_speed_only(small, mels, learned):
-    assert np.allclose(losses(mels, settings(small, enable_graph_mode=True)), learned, rtol=1e-2)
+    assert np.allclose(losses(mels, settings(small, mode='auto')), learned, rtol=1e-2)
 
 @pytest.mark.parametrize('frames, starts, epoch',
                          [(1, {0}, 1), (63, {0}, 1), (64, {0}, 1), (65, {0}, 1), (67, {0, 1, 2}, 1),
@@ -191,8 +191,7 @@ def tiny(small):
                'speaker': {'filters': [8, 8], 'blocks': [1, 1], 'width': 8}},
         voice={'steps': 8, 'batch_size': 2, 'window': 4, 'periods': [2], 'windows': [256], 'channels': 2,
                'reference_seconds': 0.5},
-        training={'log_every': 2, 'checkpoint_every': 4, 'enable_graph_mode': False,
-                  'enable_xla_compilation': False})
+        training={'log_every': 2, 'checkpoint_every': 4, 'mode': 'eager'})
 
 @pytest.fixture(scope='module')
 def model(tiny, prepared, dvae, tmp_path_factory):
@@ -206,7 +205,7 @@ def model(tiny, prepared, dvae, tmp_path_factory):
 def bank(model, prepared, tmp_path_factory):
     "Made by a graph, unlike those of single tests."
     xtts = XTTS.load(model)
-    xtts.config = xtts.config.replace(training={'enable_graph_mode': True})
+    xtts.config = xtts.config.replace(training={'mode': 'auto'})
     return make_bank(xtts, prepared, tmp_path_factory.mktemp('bank') / 'bank')
 
 def test_a_bank_holds_states_and_recordings(bank, model, prepared):
@@ -438,7 +437,7 @@ def test_the_decoder_learns(bank, tiny):
 
 @pytest.mark.slow
 def test_a_killed_voice_goes_on_to_the_bit_and_speaks(model, prepared, tiny, tmp_path):
-    config = tiny.replace(training={'validate_every': 2, 'checkpoint_every': 2, 'enable_graph_mode': False},
+    config = tiny.replace(training={'validate_every': 2, 'checkpoint_every': 2, 'mode': 'eager'},
                           voice={'steps': 4})
     whole = new_voice_run(tmp_path / 'whole', model, prepared, config, ['low-0', 'high-0'])
     whole.fit()
@@ -653,7 +652,7 @@ def test_kill_9(part, corpus, model, prepared, tiny, tmp_path, cheap_xla):
     """A run killed at some moment and gone on with is the run that nobody disturbed; a decoder's under
     XLA, see dev/LOG.md."""
     config = tiny.replace(training={'dvae_steps': 60, 'checkpoint_every': 5, 'log_every': 3,
-                                    'enable_graph_mode': True, 'enable_xla_compilation': part == 'voice'},
+                                    'mode': 'xla' if part == 'voice' else 'graph'},
                           voice={'steps': 40})
     (tmp_path / 'c.yaml').write_text(config.to_yaml())
     given = {'dvae': [corpus], 'voice': ['--model', model, '--data', prepared.folder]}[part]

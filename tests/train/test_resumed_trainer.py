@@ -66,7 +66,7 @@ def test_too_many_in_a_row_stop_with_the_last_good_state(prepared, mini, tmp_pat
 
 def test_a_real_nan_is_skipped_by_the_real_step(prepared, mini, tmp_path):
     run = new_run(prepared, mini.replace(data={'buckets': 1},
-                                         training={'max_bad_steps': 3, 'enable_graph_mode': False}),
+                                         training={'max_bad_steps': 3, 'mode': 'eager'}),
                   tmp_path / 'run')
     batches = run.batches
     poison = lambda b: b | {'reference': b['reference'] * tf.constant(np.nan, tf.float16)}
@@ -118,9 +118,9 @@ def test_one_row_that_does_not_fit_is_an_error_with_a_remedy(prepared, mini, tmp
         new_run(prepared, mini.replace(data={'buckets': 1}), tmp_path / 'run').fit()
 
 @pytest.mark.parametrize('mode, at, goes_on', [({}, 'while/mul', True), ({}, 'cond/adamw/mul_7', False),
-                                               ({'enable_graph_mode': False}, '', False),
-                                               ({'enable_xla_compilation': True}, 'adamw', False),
-                                               ({'enable_xla_compilation': True},
+                                               ({'mode': 'eager'}, '', False),
+                                               ({'mode': 'xla'}, 'adamw', False),
+                                               ({'mode': 'xla'},
                                                 'gradients_alone/StatefulPartitionedCall', True)])
 def test_weights_that_may_be_half_written_are_not_trained_on(cheap, prepared, mini, tmp_path, mode, at,
                                                              goes_on):
@@ -154,7 +154,7 @@ def test_a_step_that_xla_refuses_trains_as_a_graph(prepared, mini, tmp_path, cap
         def custom_train_step(self, batch, number):
             losses = super().custom_train_step(batch, number)
             return losses | {'digits': tf.cast(tf.strings.length(tf.strings.as_string(number)), 'float32')}
-    config = mini.replace(training={'enable_xla_compilation': True})
+    config = mini.replace(training={'mode': 'xla'})
     run = Odd(XTTS(config, prepared.tokenizer), BatchPlan(prepared, config.data))
     run.fit(steps=4)
     assert run.step == 4 and capsys.readouterr().err.count('XLA CANNOT COMPILE THE STEP: AsString') == 1
@@ -260,7 +260,7 @@ def whole(prepared, mini, tmp_path_factory):
         if xla not in made:
             folder = tmp_path_factory.mktemp('whole')
             config = mini.replace(training={'steps': STEPS, 'log_every': 3, 'checkpoint_every': 5,
-                                            'enable_xla_compilation': xla},
+                                            'mode': 'xla' if xla else 'graph'},
                                   data={'buckets': 2 if xla else 1})
             (folder / 'run.yaml').write_text(config.to_yaml())
             done = xtts_nb('train', '--data', prepared.folder, '--config', folder / 'run.yaml', '--run',
@@ -305,7 +305,7 @@ def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
     "Exit code 143, and a checkpoint of the update that was running."
     config = mini.replace(data={'buckets': 1},
                           training={'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000,
-                                    'enable_graph_mode': False})
+                                    'mode': 'eager'})
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
     child = started('train', '--data', prepared.folder, '--config', tmp_path / 'run.yaml', '--run',
                     tmp_path / 'run', stderr=subprocess.PIPE)

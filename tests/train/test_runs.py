@@ -31,7 +31,7 @@ def eager(small):
     return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0.}},
                          data={'buckets': 1},
                          training={'steps': 2, 'warmup_steps': 0, 'log_every': 2, 'validate_every': 2,
-                                   'enable_eager_debug': True})
+                                   'mode': 'eager'})
 
 def test_a_cache_without_codes_gives_the_batches_of_one_with(prepared, runtime, small, dvae):
     plans = BatchPlan(prepared, small.data), BatchPlan(runtime, small.data, dvae=dvae)

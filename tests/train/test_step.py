@@ -47,7 +47,7 @@ def values(made: Update) -> list: return [v.numpy() for v in (*made.weights, *ma
 @pytest.mark.parametrize('xla', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parts_make_the_whole(plain, rows, xla):
     "Parts hold different numbers of tokens, one of them none at all; the clip is at work."
-    whole, cut = update(plain), update(plain, training={'accumulation': 4, 'enable_xla_compilation': xla})
+    whole, cut = update(plain), update(plain, training={'accumulation': 4, 'mode': 'xla' if xla else 'graph'})
     step = compile_step(cut, cut.training)
     lines = run(step, rows)
     for a, b in zip(run(whole, rows), lines): assert b == pytest.approx(a, rel=3e-4)   # whole: op by op
@@ -210,7 +210,7 @@ def test_half_precision_learns_as_float32_does(plain, rows, precision):
 # --- in three modes -------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
-def modes(plain): return step_modes(plain.replace(training={'enable_xla_compilation': True}), 5)
+def modes(plain): return step_modes(plain.replace(training={'mode': 'xla'}), 5)
 
 @pytest.mark.slow
 def test_eager_graph_and_xla_compute_the_same(modes, rows):
@@ -291,14 +291,10 @@ def test_the_promises_beside_a_record(device, more, verdicts):
 
 @pytest.mark.parametrize('flags, compiled, line', [
     ({}, True, 'with XLA JIT compilation (the choice for float32 on this CPU)'),
-    ({'enable_xla_compilation': 'on'}, True, 'with XLA JIT compilation (as training.enable_xla'),
-    ({'enable_xla_compilation': False}, False, 'without XLA (as training.enable_xla_compilation says)'),
-    ({'enable_graph_mode': False}, None, 'Eager'),
-    ({'enable_graph_mode': False, 'enable_xla_compilation': False}, None, 'Eager'),
-    ({'enable_eager_debug': True}, None, 'Eager'),
-    ({'enable_eager_debug': True, 'enable_xla_compilation': False}, None, 'Eager'),
-], ids=str)
-def test_the_three_switches(flags, compiled, line):
+    ({'mode': 'xla'}, True, 'with XLA JIT compilation (as training.mode says)'),
+    ({'mode': 'graph'}, False, 'without XLA (as training.mode says)'), ({'mode': 'eager'}, None, 'Eager')],
+    ids=str)
+def test_the_mode_of_a_step(flags, compiled, line):
     training, inside = TrainingConfig(**flags), []
     def step(x):
         inside.append(tf.executing_eagerly())
@@ -314,12 +310,12 @@ def test_the_three_switches(flags, compiled, line):
     ('auto', 'bfloat16', [], True, False, 'this CPU multiplies in bfloat16, XLA would multiply in float32'),
     ('auto', 'bfloat16', [], False, True, 'the choice for bfloat16 on this CPU'),
     ('auto', 'bfloat16', ['GPU:0'], True, True, 'on a GPU it makes fewer kernels'),
-    (True, 'bfloat16', [], True, True, 'as training.enable_xla_compilation says'),
-    (False, 'float32', ['GPU:0'], True, False, 'as training.enable_xla_compilation says')])
+    ('xla', 'bfloat16', [], True, True, 'as training.mode says'),
+    ('graph', 'float32', ['GPU:0'], True, False, 'as training.mode says')])
 def test_xla_is_chosen_by_device_and_precision(monkeypatch, setting, precision, gpus, units, xla, why):
     monkeypatch.setattr(tf.config, 'get_visible_devices', lambda kind: gpus if kind == 'GPU' else None)
     monkeypatch.setattr(step_page, 'bfloat16_units', lambda: units)
-    training = TrainingConfig(enable_xla_compilation=setting, precision=precision)
+    training = TrainingConfig(mode=setting, precision=precision)
     assert choose_xla(training) == (xla, why) and f'({why})' in mode_line(training)
     assert compile_step(lambda x: x, training).graph._jit_compile == xla
 
@@ -374,14 +370,14 @@ class Hungry(Update):
 def test_without_memory_for_gradients_no_weight_is_lost(plain, rows, where, untouched):
     "The program that writes gives the memory of the old values away: after an error in it they are gone."
     made = Hungry(SimpleNamespace(code_stops=1), where)
-    step = compile_step(made, TrainingConfig(enable_xla_compilation=True))
+    step = compile_step(made, TrainingConfig(mode='xla'))
     assert step.xla
     with pytest.raises(tf.errors.ResourceExhaustedError) as error: step(rows, tf.constant(0))
     assert _untouched(step, made.optimizer, error.value) == untouched
     if not untouched: return
     assert float(made.number) == 1
     made.where = None
-    compile_step(made, TrainingConfig(enable_xla_compilation=True))(rows, tf.constant(0))
+    compile_step(made, TrainingConfig(mode='xla'))(rows, tf.constant(0))
     assert float(made.number) == 2 + 20 + 11 + 3 + 3   # twice itself, and the codes with a STOP in each row
 
 @pytest.mark.parametrize('step, message, untouched', [
@@ -397,13 +393,13 @@ def test_an_update_in_two_programs_that_xla_refuses_runs_as_a_graph(rows, capsys
     made = Hungry(SimpleNamespace(code_stops=1), None)
     size = made._asks
     made._asks = lambda *a: size(*a) + tf.cast(tf.strings.length(tf.strings.as_string(a[1])), 'float32')
-    step = compile_step(made, TrainingConfig(enable_xla_compilation=True))
+    step = compile_step(made, TrainingConfig(mode='xla'))
     assert 'loss' in step(rows, tf.constant(0)) and step.refused and not step.xla
     assert 'XLA CANNOT COMPILE THE STEP: AsString' in capsys.readouterr().err
 
 @pytest.mark.parametrize('xla', [True, False])
 def test_any_other_error_of_a_step_stays_one(xla):
-    step = compile_step(lambda x: tf.reshape(x, [7]), TrainingConfig(enable_xla_compilation=xla))
+    step = compile_step(lambda x: tf.reshape(x, [7]), TrainingConfig(mode='xla' if xla else 'graph'))
     with pytest.raises((tf.errors.InvalidArgumentError, ValueError)): step(tf.constant([1., 2.]))
 
 @pytest.mark.parametrize('xla, said', [(True, 'other'), (False, 'other'), (False, '_XlaMustCompile')])

@@ -155,7 +155,7 @@ def test_bad_updates_are_named_and_counted(capsys):
 def test_memory_that_is_short_divides_the_batch(rows, parts, more, mini, capsys):
     run = Cheap.__new__(Cheap)
     config = mini.replace(data={'batch_size': rows},
-                          training={'accumulation': parts, 'enable_xla_compilation': True})
+                          training={'accumulation': parts, 'mode': 'xla'})
     run.__dict__ |= dict(plan=SimpleNamespace(data=config.data), training=config.training, run=None, step=5,
                          alone={1: 2}, update=Update.__new__(Update), xtts=SimpleNamespace(config=config),
                          train_step=SimpleNamespace(xla=True))
@@ -218,7 +218,7 @@ def test_as_many_traces_as_shapes(prepared, mini):
 
 @pytest.mark.slow
 def test_as_many_traces_as_shapes_under_xla(prepared, mini, tmp_path):
-    run = new_run(prepared, mini.replace(training={'enable_xla_compilation': True}, data={'buckets': 3}),
+    run = new_run(prepared, mini.replace(training={'mode': 'xla'}, data={'buckets': 3}),
                   tmp_path / 'run')
     result = run.fit(steps=3 * run.plan.steps_per_epoch)
     assert result['traces'] == len(run.plan.shapes) == 3 and result['loss_last'] < result['loss_first']
@@ -289,7 +289,7 @@ def test_without_a_folder_nothing_is_written(prepared, mini, tmp_path, monkeypat
 def real_losses(prepared, config):
     "Of three updates, op by op, as they are asked for."
     keras.utils.set_random_seed(config.training.seed)
-    xtts = trainer_page.XTTS(config.replace(training={'enable_eager_debug': True}), prepared.tokenizer)
+    xtts = trainer_page.XTTS(config.replace(training={'mode': 'eager'}), prepared.tokenizer)
     run = Trainer(xtts, BatchPlan(prepared, config.data))
     for i, batch in enumerate(read_eagerly(run.plan, 0, 3)):
         yield [float(v) for v in run.train_step(batch, tf.constant(i)).values()]
@@ -305,8 +305,7 @@ LOSSES = {'learning_rate': 2e-2, 'weight_decay': 0.9, 'beta_2': 0.5, 'gradient_c
 FILES = {'steps': 6, 'log_every': 1, 'checkpoint_every': 3, 'keep_checkpoints': 1, 'validate_every': 2}
 ELSEWHERE = {'schedule', 'ema', 'patience', 'max_bad_steps',   # here and in test_optimizer.py
              'finetune', 'lora_rank', 'lora_alpha',   # test_adapters.py
-             'enable_graph_mode', 'enable_xla_compilation', 'enable_eager_debug', 'gradient_checkpointing',
-             # test_step.py
+             'mode', 'gradient_checkpointing',   # test_step.py
              'tf32',   # above
              'dvae_steps', 'dvae_batch_size', 'dvae_learning_rate',   # test_voices.py
              'listen_clips', 'listen_world', 'judge_by',   # test_listening.py
@@ -352,7 +351,7 @@ def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_pat
              for b in cached_batches(run.held_out, 0, run.held_out.steps_per_epoch)]
     assert sorted(prepared.clips[i]['id'] for i in np.concatenate(clips)) == sorted(HELD)
     config = config.replace(data={'batch_size': 4},
-                            training={'text_loss_weight': 0.5, 'enable_graph_mode': False})
+                            training={'text_loss_weight': 0.5, 'mode': 'eager'})
     other = new_run(prepared, config, tmp_path / 'other', HELD).validate()
     # a clip keeps its reference
     assert other['val_text_loss'] == pytest.approx(seen['val_text_loss'], rel=1e-5)
@@ -424,7 +423,7 @@ def judged(monkeypatch, prepared, config, folder, looked: dict) -> dict:
 
 def test_a_run_goes_on_under_another_measure(cheap, prepared, mini, tmp_path, monkeypatch):
     config = mini.replace(training={'validate_every': 2})
-    other = config.replace(training={'listen_clips': 1, 'judge_by': 'dtw', 'enable_eager_debug': True})
+    other = config.replace(training={'listen_clips': 1, 'judge_by': 'dtw', 'mode': 'eager'})
     assert judged(monkeypatch, prepared, config, tmp_path / 'run', {2: {'val_loss': 1.}})['step'] == 2
     seen = {4: {'val_loss': 3., 'val_dtw': 2.}, 6: {'val_loss': 2., 'val_dtw': 2.5}}
     assert judged(monkeypatch, prepared, other, tmp_path / 'run', seen) == {'step': 4} | seen[4]
@@ -441,7 +440,7 @@ def test_a_number_is_better_than_none(cheap, prepared, mini, tmp_path, monkeypat
 
 def test_validation_and_the_saved_model_see_the_mean_weights(prepared, mini, tmp_path):
     config = mini.replace(data={'buckets': 1}, training={'steps': 2, 'ema': 0.9, 'validate_every': 2,
-                                                         'learning_rate': 1e-2, 'enable_graph_mode': False})
+                                                         'learning_rate': 1e-2, 'mode': 'eager'})
     run = new_run(prepared, config, tmp_path / 'run', HELD)
     run.fit()
     now, looked = run.xtts.gpt.final_norm.beta.numpy(), run.validate()
@@ -487,7 +486,7 @@ for name in METHODS:
 @pytest.fixture
 def epochs(mini):
     "Four epochs of two updates, at a constant rate."
-    return mini.replace(training={'validate_every': 2, 'enable_eager_debug': True, 'schedule': 'constant',
+    return mini.replace(training={'validate_every': 2, 'mode': 'eager', 'schedule': 'constant',
                                   'warmup_steps': 0})
 
 def rates(folder) -> list[float]: return [line['learning_rate'] for line in lines_of(folder)]

@@ -419,8 +419,7 @@ def change_for(finding: Finding, verdict: Diagnosis, config: XTTSConfig) -> dict
         'variable shapes': {'data': {'pad_to_fixed_length': True}},
         'tiny batch': {'data': {'batch_size': 4 * data.batch_size}},
         'float32 on tensor cores': {'training': {'precision': 'bfloat16'}},
-        'no XLA': {'training': {'enable_xla_compilation': True}},
-        'step not compiled': {'training': {'enable_graph_mode': True, 'enable_eager_debug': False}}}
+        'no XLA': {'training': {'mode': 'xla'}}, 'step not compiled': {'training': {'mode': 'auto'}}}
     change = changes.get(finding.disease)
     return change if change and config.replace(**change) != config else None
 

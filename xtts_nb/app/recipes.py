@@ -20,7 +20,8 @@ from typing import Literal, get_args, get_origin
 
 import yaml
 
-from ..config import REFUSED_KEYS, AudioConfig, Section, UserError, XTTSConfig, key_named, read_settings
+from ..config import (
+    REFUSED_KEYS, SWITCHES, AudioConfig, Section, UserError, XTTSConfig, key_named, read_settings, with_mode)
 
 # %% ../../nbs/app/recipes.ipynb #f96a6954
 def descriptions(section: type[Section]) -> dict[str, str]:
@@ -101,10 +102,10 @@ def gpu_preset(
 
 # %% ../../nbs/app/recipes.ipynb #067102bf
 LEVELS = {
-    'basic': {'training.enable_xla_compilation': False, 'training.precision': 'float32',
+    'basic': {'training.mode': 'graph', 'training.precision': 'float32',
               'training.schedule': 'constant', 'training.ema': 0.},
-    'enhanced': {'training.enable_xla_compilation': 'auto', 'training.schedule': 'cosine'},
-    'experimental': {'training.enable_xla_compilation': 'auto', 'training.schedule': 'cosine',
+    'enhanced': {'training.mode': 'auto', 'training.schedule': 'cosine'},
+    'experimental': {'training.mode': 'auto', 'training.schedule': 'cosine',
                      'training.precision': 'bfloat16', 'training.ema': 0.999}}
 
 def optimization_level(name: str) -> dict:
@@ -115,7 +116,7 @@ def optimization_level(name: str) -> dict:
 
 # %% ../../nbs/app/recipes.ipynb #4a3a19be
 RENAMED_KEYS = {   # their key, in any section -> our key, and how to convert the value (`None`: as it is)
-    'enable_xla': ('training.enable_xla_compilation', None),
+    'enable_xla': ('training.mode', {True: 'xla', False: 'graph'}.__getitem__),
     'mixed_precision': ('training.precision',
                         {True: 'bfloat16', False: 'float32', 'mixed_float16': 'float16'}.__getitem__),
     'gradient_accumulation_steps': ('training.accumulation', None),
@@ -151,18 +152,31 @@ def _converted(key: str, value, where: str) -> tuple[str, object] | None:
         message = f'{where}: {key}: {value!r} cannot be made a value of {ours}; give that instead.'
         raise UserError(message) from None
 
+def _mode_instead(keys: dict, where: str, now: str = 'auto') -> dict:
+    "Flat keys with `training.mode` in place of the switches that it replaced."
+    switches = {key: value for key, value in keys.items() if key.rpartition('.')[2] in SWITCHES}
+    if not switches: return keys
+    section = {'mode': keys['training.mode']} if 'training.mode' in keys else {}
+    try: mode = with_mode(section | {k.rpartition('.')[2]: v for k, v in switches.items()}, now)['mode']
+    except UserError as e: raise UserError(f'{where}: training: {e}.') from None
+    return {k: v for k, v in keys.items() if k not in switches} | {'training.mode': mode}
+
 def convert_guide(
     values: dict,         # of the file
     where: str,           # name of the file, for messages
 ) -> tuple[dict, list[str]]:
     "The settings with our keys, and a line on each key that was converted or ignored."
-    own, lines, moved = {}, [], []
+    own, lines, moved, switches = {}, [], [], {}
     for key, value in flat(values).items():
         name = _theirs(key)
         if name in REDUNDANT_KEYS and (REDUNDANT_KEYS[name] is None or value in REDUNDANT_KEYS[name]):
             lines.append(f'{where}: {key} does nothing here: {REFUSED_KEYS[name]}.')
+        elif name in SWITCHES: switches[key] = value
         elif name and (ours := _converted(key, value, where)): moved.append((key, *ours))
         else: own[key] = value   # an unknown key is refused when the settings are checked
+    if switches:
+        mode = _mode_instead(switches, where)['training.mode']
+        moved[:0] = [(key, 'training.mode', mode) for key in switches]
     for theirs, key, value in moved:
         used = own.setdefault(key, value)
         end = '.' if used == value else f', which the file sets too; {_scalar(value)} is ignored.'
@@ -234,8 +248,9 @@ ENVIRONMENT = {'XTTS_NB_XLA': 'training.enable_xla_compilation', 'XTTS_NB_PRECIS
 
 def from_environment() -> dict:
     "`{key: value}` of the settings in the environment."
-    return {key: yaml.safe_load(os.environ[name]) for name, key in ENVIRONMENT.items()
-            if os.environ.get(name)}
+    found = {key: yaml.safe_load(os.environ[name]) for name, key in ENVIRONMENT.items()
+             if os.environ.get(name)}
+    return _mode_instead(found, 'environment')
 
 # %% ../../nbs/app/recipes.ipynb #1bc4beba
 def recipe(
@@ -246,6 +261,7 @@ def recipe(
     "`config` with layers of settings over it."
     now, given = flat(config.model_dump()), {}
     for name, keys in layers.items():
+        keys = _mode_instead(keys, name, now['training.mode'])
         changed = [f'{k} {_scalar(now.get(k))} -> {_scalar(v)}' for k, v in keys.items() if now.get(k) != v]
         if changed: say(f'{name}: {", ".join(changed)}')
         now |= keys
@@ -274,7 +290,8 @@ def resolve(
     given = {str(file): flat(convert_guide(read_settings(file), str(file))[0])} if file else {}
     config = recipe(load_recipe(file, say, begun) if file else begun, layers, say)
     came_from = dict.fromkeys(flat(begun.model_dump()), origin)
-    for name, keys in (given | layers).items(): came_from |= dict.fromkeys(keys, name)
+    for name, keys in (given | layers).items():
+        came_from |= dict.fromkeys(_mode_instead(keys, name), name)
     return Resolved(config, begun, came_from)
 
 # %% ../../nbs/app/recipes.ipynb #6e20f402

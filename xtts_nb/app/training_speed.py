@@ -342,8 +342,7 @@ def emulated_use(config: XTTSConfig, count: int = 20) -> dict[str, float]:   # {
     return {name: round(min(1., use(step)), 3) for name, step in steps.items()}
 
 # %% ../../nbs/app/training_speed.ipynb #edf559e0
-ARMS = MODES | {'graph_bf16': {'enable_xla_compilation': False, 'precision': 'bfloat16'},
-                'xla_bf16': {'enable_xla_compilation': True, 'precision': 'bfloat16'}}
+ARMS = MODES | {f'{mode}_bf16': {'mode': mode, 'precision': 'bfloat16'} for mode in ('graph', 'xla')}
 
 def step_positions(config: XTTSConfig, text: int, codes: int) -> int:
     "Positions of a row in the transformer: the prompt, text and codes with START and STOP."

@@ -289,7 +289,8 @@ class DistributedTrainer(Trainer):
         "Compile what all workers do together; only the parts on a device are compiled by XLA."
         if changes: self.copies.compile(**changes)
         self.training = self.copies.training
-        graph = self.training.model_copy(update={'enable_xla_compilation': False})
+        mode = 'eager' if self.training.mode == 'eager' else 'graph'
+        graph = self.training.model_copy(update={'mode': mode})
         self.train_step = compile_step(partial(distributed_train_step, self.copies), graph)
         self.evaluate = compile_step(partial(distributed_validation_step, self.copies), graph)
         self.alone.clear()   # the measured times of a single step are no longer valid
@@ -324,7 +325,7 @@ def _update(self: DistributedTrainer, batch: dict) -> dict:
     while shape not in self.checked_shapes:
         failures = dry_run(self.copies, batch, tf.constant(self.step))
         short, refused = self.votes(tf.constant(failures)).numpy()
-        if refused: self.compile(enable_xla_compilation=False)
+        if refused: self.compile(mode='graph')
         if short: self._divide()
         else: self.checked_shapes.add(shape)
     return Trainer._update(self, batch)

@@ -236,8 +236,7 @@ def bfloat16_units(cpu: str = '/proc/cpuinfo') -> bool:
 
 def choose_xla(training: TrainingConfig) -> tuple[bool, str]:   # whether, and why
     "Whether XLA compiles the graph: as set, else where it is no slower than the graph alone."
-    if training.enable_xla_compilation != 'auto':
-        return training.enable_xla_compilation, 'as training.enable_xla_compilation says'
+    if training.mode != 'auto': return training.mode == 'xla', 'as training.mode says'
     if tf.config.get_visible_devices('GPU'): return True, 'on a GPU it makes fewer kernels'
     if training.precision == 'bfloat16' and bfloat16_units():
         return False, 'this CPU multiplies in bfloat16, XLA would multiply in float32'
@@ -288,19 +287,17 @@ def _refused_operation(message: str) -> str:
     return ' at '.join([op[1].strip() if op else message.splitlines()[0], *place[-1:]])
 
 def compile_step(step, training: TrainingConfig):
-    "`step` in the mode that the three switches of the training section select."
-    if training.enable_eager_debug or not training.enable_graph_mode: return step
+    "`step` in the mode that the training section selects."
+    if training.mode == 'eager': return step
     return CompiledStep(step, choose_xla(training)[0])
 
 def mode_line(training: TrainingConfig) -> str:
     "What `compile_step` does, in one line."
-    if training.enable_eager_debug or not training.enable_graph_mode:
-        return 'Eager mode: op by op, for debugging'
+    if training.mode == 'eager': return 'Eager mode: op by op, for debugging'
     xla, why = choose_xla(training)
     return f'Graph mode ENABLED {"with XLA JIT compilation" if xla else "without XLA"} ({why})'
 
-MODES = {'eager': {'enable_graph_mode': False}, 'graph': {'enable_xla_compilation': False},
-         'xla': {'enable_xla_compilation': True}}
+MODES = {mode: {'mode': mode} for mode in ('eager', 'graph', 'xla')}
 
 # %% ../../nbs/30_trainer_xla.ipynb #b7820ba3
 def step_modes(
