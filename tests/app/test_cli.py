@@ -125,7 +125,6 @@ def test_without_a_command_help_is_shown(arguments, capfd):
 
 # --- what a user does ---------------------------------------------------------------------------------------
 
-@pytest.mark.slow
 def test_prepare(session, corpus, mini):
     done = session['prepare']
     assert done.code == 0, done.err

@@ -56,7 +56,6 @@ def made(request, tmp_path_factory):
     subprocess.run([sys.executable, '-c', program], cwd=home / 'out', check=True)
     with np.load(home / 'out/sounds.npz') as file: return speaker, home, about, dict(file)
 
-@pytest.mark.slow
 def test_another_process_makes_the_same_sound(made):
     speaker, home, about, sounds = made
     voice = load_voice(home / "voices/d'or.safetensors", speaker.xtts)
