@@ -210,7 +210,8 @@ class ReplacedRows:
     def __call__(self):
         pieces = tf.split(self.base, self.sizes, self.axis)
         pieces[1::2] = tf.split(self.rows.value, self.sizes[1::2], self.axis)
-        return tf.concat(pieces, self.axis)
+        # XLA has no gradient for an empty piece, such as the one behind a language at the end
+        return tf.concat([piece for piece, size in zip(pieces, self.sizes) if size], self.axis)
 
 def row_parts(gpt: GPT, runs: list[tuple[int, int]]) -> list[ReplacedRows]:
     "Trainable rows for `runs` of the text embedding and the text head, with the model's values."
