@@ -24,7 +24,7 @@ import tensorflow as tf  # noqa: E402
 from benchmarks.peer import (  # noqa: E402
     add_rounds, add_sizes, arguments, measuring, output, run, stage, start, step_peer)
 from xtts_nb.app.cli_train import sized  # noqa: E402
-from xtts_nb.app.training_speed import ARMS  # noqa: E402
+from xtts_nb.app.speed import ARMS  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import XTTSConfig  # noqa: E402
 from xtts_nb.models.layers import TransformerBlock, causal_mask  # noqa: E402

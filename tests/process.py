@@ -30,7 +30,7 @@ COMMAND = [sys.executable, '-c', PROGRAM]
 # The same with a smaller tiny preset, demos of two pairs, and pipelines that are measured for a moment.
 SMALL = '''
 from functools import partial
-from xtts_nb.app import demo, training_speed
+from xtts_nb.app import demo, speed
 from xtts_nb.app.cli import main
 from xtts_nb.config import XTTSConfig
 small = XTTSConfig.tiny(64).replace(
@@ -39,7 +39,7 @@ small = XTTSConfig.tiny(64).replace(
     training={'warmup_steps': 1, 'dvae_steps': 20, 'log_every': 4})
 XTTSConfig.tiny = classmethod(lambda cls: small)
 demo.run_demo = partial(demo.run_demo, pairs=2, rounds=1)
-training_speed.bench_loaders = partial(training_speed.bench_loaders, seconds=0.2)
+speed.bench_loaders = partial(speed.bench_loaders, seconds=0.2)
 main()
 '''
 

@@ -113,7 +113,7 @@ def test_what_is_stored_is_what_the_record_says(nb, cell):
 
 def test_a_changed_number_is_seen(monkeypatch, tmp_path):
     "The same cell, with a record in which one number is another."
-    page = NOTEBOOKS['training_speed']
+    page = NOTEBOOKS['speed']
     cell = next(cell for cell in records.record_cells(page) if 'step_speed' in cell.source)
     stored = cell.outputs[0].data['text/markdown']
     for file in FILES:

@@ -249,8 +249,8 @@ def test_bench_data(ran, behind, bars, tmp_path):
     loaded = behind('models.dvae.load_dvae', 'the DVAE')
     kept = behind('app.cli_data.write_record')
     result = {'rows': [{'name': 'native', 'clips_per_s': 9.}], 'compared': 'x'}
-    measured = behind('app.training_speed.bench_loaders', result)
-    behind('app.training_speed.compared_text', 'THE COMPARISON')
+    measured = behind('app.speed.bench_loaders', result)
+    behind('app.speed.compared_text', 'THE COMPARISON')
     frames = DataConfig().reference_frames
     about = f'3 clips of 0.5 to 1.2 s, laid out as 10,000 or more, batch 16, references of {frames} frames'
     done = ran('bench data --data corpus')

@@ -716,7 +716,7 @@ SIZES = '--layers 2 --width 64 --heads 4 --batch-size 3'
 
 def test_bench_of_a_step(ran, behind, bars):
     rows, about = [{'name': 'xla', 'step_ms': 3.}], 'GPT {}, batch {}, {} text tokens, {} codes, no dropout'
-    measured = behind('app.training_speed.step_speed', rows)
+    measured = behind('app.speed.step_speed', rows)
     kept = behind('app.cli_train.write_record')
     done = ' '.join(ran('bench train').out.split())
     assert done.startswith(about.format('8 x 512', 4, 120, 220)) and not kept
@@ -778,7 +778,7 @@ def test_a_bench_says_how_long_it_takes(ran, behind, bars, monkeypatch):
         yield
         limits.append('over')
     monkeypatch.setattr('xtts_nb.bench.time_budget', time_budget)
-    behind('app.training_speed.step_speed', [{'name': 'xla', 'step_ms': 3.}])
+    behind('app.speed.step_speed', [{'name': 'xla', 'step_ms': 3.}])
     err = ran('bench train --rounds 4 --budget 1.5').err
     assert err.startswith('bench train: 4 rounds, or fewer in about 1.5 minutes; --budget MINUTES.\n')
     assert '7 rounds, or fewer in about 5 minutes' in ran('bench train').err
@@ -788,7 +788,7 @@ def test_a_bench_says_how_long_it_takes(ran, behind, bars, monkeypatch):
 def test_bench_config(ran, behind, bars):
     rows = [{'name': name, 'start_s': 2., 'ratio': 1.} for name in ('default', 'configured')]
     steps = [{'name': 'own_threads', 'step_ms': 3., 'ratio': 1.}]
-    measured = behind('app.training_speed.bench_config', {'rows': rows, 'steps': steps, 'kernels': 7.5})
+    measured = behind('app.speed.bench_config', {'rows': rows, 'steps': steps, 'kernels': 7.5})
     kept = behind('app.cli_train.write_record')
     about = 'tiny GPT, width 192, batch 4, 40 text tokens, 60 codes'
     text = ran('bench config').out

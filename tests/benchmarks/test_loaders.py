@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import loaders as page
 from benchmarks.loaders import CoquiLoader, DaliLoader, OneMelReader, PeerLoader
-from xtts_nb.app import training_speed
-from xtts_nb.app.training_speed import bench_loaders
+from xtts_nb.app import speed
+from xtts_nb.app.speed import bench_loaders
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import (
     hann_window, load_audio, log_mel_numpy, mel_filterbank, save_audio, synthetic_voice)
@@ -67,7 +67,7 @@ def test_librosa_is_named_where_it_runs_and_refused_where_it_differs(prepared, d
     fake = SimpleNamespace(feature=SimpleNamespace(melspectrogram=melspectrogram))
     monkeypatch.setitem(sys.modules, 'librosa', fake)
     monkeypatch.setattr(page.importlib.util, 'find_spec', lambda name: name == 'librosa')
-    monkeypatch.setattr(training_speed, 'fed_steps', lambda *_, **__: 1.)
+    monkeypatch.setattr(speed, 'fed_steps', lambda *_, **__: 1.)
     bench = lambda: bench_loaders(prepared, dvae, clips=14, rounds=1, seconds=0.001, others=page.others)
     assert bench()['rows'][0]['runs'] == 'librosa'
     fake.feature.melspectrogram = lambda **given: np.float32([[0, 1e-6], [1, 2e-5]])

@@ -330,7 +330,7 @@ def _bench_say(
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.app.speech_speed import say_speed
+    from xtts_nb.app.speed import say_speed
     with progress() as tell:
         tell('measure', 0, 1, 'compiling')
         rows, more = say_speed(config, SAY_CODES, rounds, progress=stage(tell, 'measure'))
@@ -354,7 +354,7 @@ def _bench_service(
     admitted, refused, late: answers with sound, with status 429, with 503 for no row in time
     refused_p99_ms: until a refused client knows"""
     start()
-    from xtts_nb.app.speech_speed import load_speaker, LOAD_TEXT, service_load
+    from xtts_nb.app.speed import load_speaker, LOAD_TEXT, service_load
     with progress() as tell:
         tell('load the model', 0, 1)
         speaker, what = load_speaker(model)

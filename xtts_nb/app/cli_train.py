@@ -539,7 +539,7 @@ def _bench_train(
     "Milliseconds of a training step in each mode, its MFU, its AU in the loop and its first call."
     config = sized(layers, width, heads, batch_size)
     start()
-    from xtts_nb.app.training_speed import step_speed
+    from xtts_nb.app.speed import step_speed
     with progress() as tell:
         tell('measure', 0, 1, 'compiling')
         rows = step_speed(config, text_tokens, codes, rounds, progress=stage(tell, 'measure'))
@@ -566,7 +566,7 @@ def _bench_config(
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.tiny(width).replace(data={'batch_size': batch_size})
     start()
-    from xtts_nb.app.training_speed import bench_config
+    from xtts_nb.app.speed import bench_config
     with progress() as tell:
         tell('measure', 0, 1, 'starting processes')
         measured = bench_config(config, text_tokens, codes, rounds, updates, stage(tell, 'measure'))

@@ -35,7 +35,7 @@ import numpy as np
 import tensorflow as tf
 from matplotlib.figure import Figure
 
-from .training_speed import check_equal, comparison_plan, data_before_after
+from .speed import check_equal, comparison_plan, data_before_after
 from ..config import UserError, XTTSConfig
 from ..data.audio import griffin_lim, load_audio, save_audio, wav_bytes
 from ..data.cache import Cache

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from process import check_bounds
-from xtts_nb.app import speech_speed as page
-from xtts_nb.app.speech_speed import load_row, load_speaker, service_load
+from xtts_nb.app import speed as page
+from xtts_nb.app.speed import load_row, load_speaker, service_load
 from xtts_nb.config import UserError
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.speech.generate import Sampling
@@ -67,8 +67,8 @@ def test_the_service_is_asked_by_all_at_once(monkeypatch):
     assert made[0].asked == [('Hello', 44100)] * 9 and made[0].warm == [44100] and made[0].closed
 
 def test_the_command(ran, behind, bars):
-    speaker, rows = behind('app.speech_speed.load_speaker', ('speaker', 'a model')), [{'name': '1 client'}]
-    load, kept = behind('app.speech_speed.service_load', rows), behind('app.cli_speak.write_record')
+    speaker, rows = behind('app.speed.load_speaker', ('speaker', 'a model')), [{'name': '1 client'}]
+    load, kept = behind('app.speed.service_load', rows), behind('app.cli_speak.write_record')
     assert ran('bench service --json').json == {'rows': rows, 'model': 'a model'}
     assert ran('bench service --model m --text Hello --waves 2 --record').code == 0
     assert [str(s['model']) for s in speaker] == ['None', 'm']

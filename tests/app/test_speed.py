@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from xtts_nb import bench, sampler
 from xtts_nb import config as settings
-from xtts_nb.app import training_speed as page
-from xtts_nb.app.training_speed import (
+from xtts_nb.app import speed as page
+from xtts_nb.app.speed import (
     ARMS, Tiled, bench_loaders, compared_text, data_before_after, loop_seconds, matmul_ceiling,
     measure_loaders, padding, step_speed, watch_loaders)
 from xtts_nb.config import XTTSConfig

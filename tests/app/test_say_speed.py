@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from xtts_nb.app import speech_speed as page
-from xtts_nb.app.speech_speed import say_speed
+from xtts_nb.app import speed as page
+from xtts_nb.app.speed import say_speed
 from xtts_nb.bench import Arm, Comparison
 
 
@@ -124,7 +124,7 @@ def test_all_arms_get_the_same_first_text_and_weights(small):
 
 def test_the_command(ran, behind, bars):
     rows, more = [{'name': 'naive', 'tokens_per_s': 3.}], {'same_codes': {'float32': 1.}, 'piece_ms': [1.]}
-    measured, kept = behind('app.speech_speed.say_speed', (rows, more)), behind('app.cli_speak.write_record')
+    measured, kept = behind('app.speed.say_speed', (rows, more)), behind('app.cli_speak.write_record')
     done = ran('bench say')
     assert done.out.startswith('tiny, GPT 4 x 192, 64 codes') and not kept
     assert 'bench say: 5 rounds, or fewer in about 5 minutes' in done.err

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from xtts_nb.app.training_speed import check_equal, comparison_plan, differing_share, refuse_differences
+from xtts_nb.app.speed import check_equal, comparison_plan, differing_share, refuse_differences
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, CacheReader, readers
 
