@@ -66,6 +66,11 @@ def test_what_happens_before_the_clock_is_not_counted(clock):
                      before=lambda name: clock.sleep(50.))
     assert result.arms[0].times == [1., 1.]
 
+def test_an_arm_may_have_its_own_clock(clock):
+    "Ten items in 4 s by its own clock, while 50 s pass."
+    result = compare({'a': lambda: clock.sleep(50.) or (10, 4.)}, 'step_ms', rounds=2, warmup=0)
+    assert result.arms[0].times == [.4, .4]
+
 def test_an_error_in_an_arm_comes_out():
     def fail(): raise ValueError('broken')
     with pytest.raises(ValueError, match='broken'): compare({'a': fail}, 'step_ms')

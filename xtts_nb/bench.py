@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LEAST_ROUNDS', 'COLOURS', 'PHASES', 'PHASE_COLOURS', 'QUIET', 'WRITERS', 'TOOLS', 'PROMISES', 'Arm', 'Comparison',
-           'rows_markdown', 'time_budget', 'compare', 'emulated_steps', 'accelerator_utilisation', 'fed_steps',
-           'timeline', 'check_python', 'Peer', 'png_bytes', 'device_name', 'cpu_name', 'noisy_rows', 'noise_text',
-           'benchmarks', 'record', 'recorded', 'headline', 'record_origin', 'record_markdown', 'Promise', 'promise_row']
+           'rows_markdown', 'time_budget', 'compare', 'trace_count', 'wait_for', 'to_device', 'host_syncs',
+           'emulated_steps', 'accelerator_utilisation', 'fed_steps', 'timeline', 'check_python', 'Peer', 'png_bytes',
+           'device_name', 'cpu_name', 'noisy_rows', 'noise_text', 'benchmarks', 'record', 'recorded', 'headline',
+           'record_origin', 'record_markdown', 'Promise', 'promise_row']
 
 # %% ../nbs/base/bench.ipynb #ee0d999d
 import datetime
@@ -111,7 +112,8 @@ def _time_is_up(rounds: int, seconds: float) -> bool:
     return until is not None and rounds >= LEAST_ROUNDS and time.perf_counter() + seconds > until
 
 def compare(
-    arms: dict[str, Callable[[], float]],  # name -> function that works, waits, returns a number of items
+    arms: dict[str, Callable],             # name -> function that works, waits, returns a number of items,
+                                           # or that number and the seconds that count, of its own clock
     unit: str,                             # `clips_per_s`, `step_ms` or `start_s`
     rounds: int = 5,                       # fewer if the time of `time_budget` ends
     warmup: int = 1,
@@ -126,10 +128,45 @@ def compare(
             if before: before(name)
             start = time.perf_counter()
             items = f()
-            if turn >= warmup: result[name].times.append((time.perf_counter() - start) / items)
+            items, seconds = items if isinstance(items, tuple) else (items, time.perf_counter() - start)
+            if turn >= warmup: result[name].times.append(seconds / items)
             if progress: progress(turn * len(arms) + place + 1, total)
         if _time_is_up(turn + 1 - warmup, time.perf_counter() - begun): break
     return Comparison(list(result.values()), unit)
+
+# %% ../nbs/base/bench.ipynb #c1c0ffee
+def trace_count(step) -> int:
+    "How often TensorFlow has traced `step`; 0 for a plain function."
+    return getattr(getattr(step, 'graph', step), 'experimental_get_tracing_count', lambda: 0)()
+
+def wait_for(results):
+    "Wait until the device has computed `results`; if they hold no tensor, until no GPU has work left."
+    import tensorflow as tf
+    tensors = [x for x in tf.nest.flatten(results, expand_composites=True)
+               if hasattr(x, 'numpy') and getattr(x, 'dtype', None) not in (tf.resource, tf.variant)]
+    for gpu in () if tensors else tf.config.list_logical_devices('GPU'):
+        with tf.device(gpu.name): (tf.zeros([]) + 1).numpy()   # runs after all that was queued before
+    for x in [x for x in tensors if not len(x.shape)] or tensors[:1]:
+        (tf.reshape(x, [-1])[:1] if len(x.shape) else x).numpy()
+
+def to_device(batch, device: str | None = None):
+    "`batch`, of any structure, on `device`, by default on the first GPU; unchanged if there is none."
+    import tensorflow as tf
+    if not (device or tf.config.list_logical_devices('GPU')): return batch
+    with tf.device(device or 'GPU:0'):
+        return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+# %% ../nbs/base/bench.ipynb #941be55f
+@contextmanager
+def host_syncs():
+    "Yields a list with an entry for each read of a tensor by `float`, `int`, `bool`, `format` or `.numpy()`."
+    import tensorflow as tf
+    kind, reads = type(tf.constant(0)), []
+    owner = next(c for c in kind.__mro__ if '_numpy' in vars(c))
+    original = owner._numpy
+    owner._numpy = lambda tensor: (reads.append(1), original(tensor))[1]
+    try: yield reads
+    finally: owner._numpy = original
 
 # %% ../nbs/base/bench.ipynb #1d4ca645
 def _copy(batch):

@@ -11,10 +11,11 @@ import pytest
 import tensorflow as tf
 from clock import Clock
 
+from xtts_nb.bench import wait_for
 from xtts_nb.monitor import loop
 from xtts_nb.train import trainer
 from xtts_nb.config import UserError
-from xtts_nb.monitor.loop import FitPhases, IntervalTimer, Phases, scalars, time_phases, wait_for
+from xtts_nb.monitor.loop import FitPhases, IntervalTimer, Phases, scalars, time_phases
 
 
 def batches(n=40, rows=4): return [tf.fill([rows], float(i)) for i in range(n)]

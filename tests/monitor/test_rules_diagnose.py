@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from clock import Clock
 
+from xtts_nb.bench import Arm, Comparison
 from xtts_nb.monitor import diagnose as rules
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.diagnose import (
@@ -461,19 +462,6 @@ def test_the_largest_products_are_made_as_often_as_the_step_makes_them(monkeypat
     assert names == (12, 11, *['often'] * 7, *range(10, 1, -1)) and set(kinds) == {'type'}
 
 
-@pytest.mark.parametrize('seconds, at_most, rounds', [(0., 5, 3), (4., 5, 3), (4.5, 5, 4), (100., 5, 5)])
-def test_functions_take_turns(monkeypatch, seconds, at_most, rounds):
-    clock, calls = Clock(), []
-    monkeypatch.setattr(rules, 'time', clock)
-    def arm(name, times): return lambda: (calls.append(name), clock.sleep(next(times)))
-    # each round takes 1 s, the first one apart
-    first, second = [.25, .75, .5, *[.75] * 9], [.75, .25, .5, *[.25] * 9]
-    arms = [arm('a', iter(first)), arm('b', iter(second))]
-    assert rules.best_interleaved(arms, seconds, at_most) == [.5, .25]
-    assert calls == ['a', 'b'] * (1 + rounds)
-    assert rules.best_interleaved([lambda: clock.sleep(2.)], 0.) == [2.]
-
-
 PRODUCT = {kind: called(tf.function(lambda x: tf.reduce_sum(x @ x)), tf.ones((2, 2), kind))
            for kind in (tf.float32, tf.float64)}
 
@@ -485,10 +473,10 @@ PRODUCT = {kind: called(tf.function(lambda x: tf.reduce_sum(x @ x)), tf.ones((2,
     (tf.float32, False, (.01, .004, .001), {}, None),
     (tf.float32, True, (.01, .004, .001), {}, 10 / 7), (None, True, (), {}, None)])
 def test_numbers_that_are_wider_than_needed(monkeypatch, kind, gpu, times, more, expected):
-    def best_interleaved(arms, seconds):
-        for arm in arms: arm()
-        return times
-    monkeypatch.setattr(rules, 'best_interleaved', best_interleaved)
+    def compare(arms, unit, rounds):
+        assert [arm() for arm in arms.values()] == [1, 1, 1]
+        return Comparison([Arm(name, [2., t, 1.]) for name, t in zip(arms, times)], unit)
+    monkeypatch.setattr(rules, 'compare', compare)
     monkeypatch.setattr(tf.config, 'list_logical_devices',
                         lambda kind: [SimpleNamespace(name='/GPU:0')] if gpu else [])
     c = case(calls=[PRODUCT[kind]] if kind else [], **FULL | more)

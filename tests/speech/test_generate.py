@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from xtts_nb.bench import trace_count
 from xtts_nb.speech import generate as synthesis
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.config import AudioConfig, SpeechConfig, UserError
@@ -13,7 +14,6 @@ from xtts_nb.data.text import Speakable
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.layers import causal_mask, TransformerBlock
 from xtts_nb.models.xtts import XTTS
-from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech.generate import (
     Sampling, Speaker, cached_block, generate, int8_weights, never_stop, read_reference,
     reference_mels, sample_code, whole_prefix)

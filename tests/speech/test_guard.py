@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from xtts_nb.bench import trace_count
 from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.models.gpt import GPT
 from xtts_nb.speech import generate as synthesis
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import Voice
-from xtts_nb.monitor.loop import trace_count
 from xtts_nb.speech.guard import (
     GuardedSpeaker, Rate, code_likelihoods, code_rates, edit_distance, inspect_codes, missing_word,
     repeated_word, run_rates, tail_start)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from cheap import Cheap
 from process import main, python, xtts_nb
+from xtts_nb.bench import trace_count
 from xtts_nb.train import dual as page
 from xtts_nb.data.cache import Cache
 from xtts_nb.config import UserError
@@ -22,7 +23,6 @@ from xtts_nb.train.dual import (
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.profile import device_placement, placement_summary
 from xtts_nb.train.runs import new_run, resume_run
-from xtts_nb.monitor.loop import trace_count
 
 ONE = DevicePlan({}, 'CPU:0', 'CPU:0')
 

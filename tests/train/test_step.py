@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from xtts_nb.bench import trace_count
 from xtts_nb import bench
 from xtts_nb.config import TrainingConfig
 from xtts_nb.models.gpt import GPT
@@ -21,7 +22,6 @@ from xtts_nb.train.step import (
     choose_xla, compile_step, first_steps, global_norm, mode_line, random_batch, step_before_after,
     step_modes)
 from xtts_nb.train.trainer import _untouched
-from xtts_nb.monitor.loop import trace_count
 
 
 @pytest.fixture(scope='module')

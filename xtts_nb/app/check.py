@@ -33,7 +33,7 @@ import psutil
 import tensorflow as tf
 
 from .recipes import config_diff, ENVIRONMENT, from_environment, nested
-from ..bench import cpu_name
+from ..bench import cpu_name, to_device, trace_count
 from ..config import cores, setup_tf, UserError, workspace, XTTSConfig
 from ..data.cache import Cache
 from ..data.native import BatchPlan, cached_batches
@@ -45,7 +45,6 @@ from ..models.gpt import GPT
 from ..models.xtts import POLICIES, XTTS
 from ..monitor.diagnose import (
     compare_loops, diagnose, Diagnosis, Finding, measured_gain, RemedyTrial)
-from ..monitor.loop import to_device, trace_count
 from ..monitor.preflight import Obstacle, preflight, preflight_lines
 from ..sampler import best_probe, nvml_probe, Sampler, summarise
 from ..speech.generate import generate

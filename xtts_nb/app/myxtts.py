@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from ..bench import to_device
 from ..config import AudioConfig, setup_tf, UserError
 from ..data.audio import log_mel
 from ..data.native import decode_wav
-from ..monitor.loop import python_operations, to_device
+from ..monitor.loop import python_operations
 
 # %% ../../nbs/guides/from_myxtts.ipynb #12826e9a
 class TFNativeDataLoader:

@@ -6,7 +6,7 @@
 __all__ = ['EMULATED_CLIPS_PER_SECOND', 'RUNS', 'CHAINED', 'EMULATED_BATCH', 'NARROW', 'ARMS', 'HOST_THREADS', 'STEP_ARMS',
            'BATCHES', 'STREAM_TEXTS', 'ARM_SECONDS', 'LOAD_TEXT', 'CLIENTS', 'ONE_CLIENT_WAVES', 'comparison_plan',
            'differing_share', 'check_equal', 'refuse_differences', 'Tiled', 'measure_loaders', 'data_before_after',
-           'padding', 'watch_loaders', 'bench_loaders', 'compared_text', 'matmul_ceiling', 'host_syncs', 'loop_seconds',
+           'padding', 'watch_loaders', 'bench_loaders', 'compared_text', 'matmul_ceiling', 'loop_seconds',
            'emulated_step_seconds', 'emulated_use', 'step_positions', 'step_speed', 'training_process',
            'kernel_workspace', 'start_training', 'compare_starts', 'compare_steps', 'bench_config', 'say_speed',
            'load_row', 'load_speaker', 'service_load']
@@ -30,7 +30,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ..bench import accelerator_utilisation, Arm, compare, fed_steps, Peer
+from ..bench import (
+    accelerator_utilisation, Arm, compare, fed_steps, host_syncs, Peer, trace_count)
 from ..config import DataConfig, UserError, XTTSConfig
 from ..data.audio import synthetic_voice
 from ..data.cache import Cache
@@ -39,7 +40,6 @@ from ..data.text import train_tokenizer
 from ..models.gpt import GPT, Int8GPT
 from ..models.hifigan import HiFiGAN, in_precision, SpeakerEncoder
 from ..models.xtts import POLICIES, step_flops, XTTS
-from ..monitor.loop import trace_count
 from ..sampler import emulated_probe, EmulatedDevice, Sampler
 from ..speech.generate import generate, never_stop, Sampling, Speaker, whole_prefix
 from ..speech.guard import run_rates
@@ -302,17 +302,6 @@ def matmul_ceiling(
         products().numpy()
         times.append(time.perf_counter() - start)
     return CHAINED * 2. * rows * width * 4 * width / min(times[1:])
-
-# %% ../../nbs/app/speed.ipynb #941be55f
-@contextmanager
-def host_syncs():
-    "Yields a list with an entry for each read of a tensor by `float`, `int`, `bool`, `format` or `.numpy()`."
-    kind, reads = type(tf.constant(0)), []
-    owner = next(c for c in kind.__mro__ if '_numpy' in vars(c))
-    original = owner._numpy
-    owner._numpy = lambda tensor: (reads.append(1), original(tensor))[1]
-    try: yield reads
-    finally: owner._numpy = original
 
 # %% ../../nbs/app/speed.ipynb #0738e86d
 class _OneBatchTrainer(Trainer):

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import compare
+from ..bench import compare, host_syncs, trace_count, wait_for
 from ..config import UserError, XTTSConfig
 from ..data import languages  # noqa: F401  registers the cleaner of released models
 from ..data.native import speech_lengths
@@ -27,7 +27,6 @@ from .dvae import DVAE
 from .gpt import GPT, joint_mask, shifted
 from .hifigan import HiFiGAN, load_hifigan, SpeakerEncoder
 from .weights import load_weights, named_weights, save_weights
-from ..monitor.loop import SyncHooks, trace_count, wait_for
 
 # %% ../../nbs/20_model.ipynb #20aa0003
 def speech_batches(
@@ -76,8 +75,8 @@ def row_by_row(
 
 def host_reads(work: Callable, *arguments) -> int:
     "How many numbers the host fetches from the device during `work`."
-    with SyncHooks() as hooks, hooks.step() as events: work(*arguments)
-    return events.syncs
+    with host_syncs() as reads: work(*arguments)
+    return len(reads)
 
 # %% ../../nbs/20_model.ipynb #20aa0006
 def compiled_forward(gpt: GPT):   # a function of a batch that returns the logits

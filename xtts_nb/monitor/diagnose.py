@@ -9,9 +9,9 @@ __all__ = ['MIN_GAIN', 'SMALL_FILE', 'NO_GAIN', 'PRODUCTS', 'WIDE_DTYPES', 'NOT_
            'find_slow_disk', 'find_small_files', 'find_oversubscription', 'find_missing_prefetch', 'find_copy_bound',
            'find_input_bound', 'changed_arguments', 'find_retracing', 'find_variable_shapes', 'pad_to_few_shapes',
            'note_repeated_compilation', 'find_host_sync', 'find_device_copy', 'find_python_in_step', 'find_tiny_batch',
-           'merge_batches', 'find_uncompiled_step', 'find_missing_xla', 'matrix_products', 'best_interleaved',
-           'product_runner', 'find_wide_dtype', 'note_for_a_gpu', 'Diagnosis', 'diagnose', 'compare_loops',
-           'measured_gain', 'RemedyTrial', 'apply_remedies']
+           'merge_batches', 'find_uncompiled_step', 'find_missing_xla', 'matrix_products', 'product_runner',
+           'find_wide_dtype', 'note_for_a_gpu', 'Diagnosis', 'diagnose', 'compare_loops', 'measured_gain',
+           'RemedyTrial', 'apply_remedies']
 
 # %% ../../nbs/monitor/diagnose.ipynb #728bdc97
 import itertools
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import tensorflow as tf
 
-from ..bench import Arm
+from ..bench import Arm, compare, time_budget
 from ..config import cores, UserError
 from .loop import (
     batch_of_each_shape, batch_rows, Call, change_host_part, compute_seconds, covered_seconds, drain,
@@ -554,22 +554,18 @@ def _product(key, dtype):
     return lambda: graph(a, b).numpy()
 
 # %% ../../nbs/monitor/diagnose.ipynb #e1a24ff3
-def best_interleaved(arms: list[Callable], seconds: float, at_most: int = 9) -> list[float]:   # s
-    "The shortest time of each function; they take turns."
-    times, start = [[] for _ in arms], time.perf_counter()
-    for arm in arms: arm()
-    while len(times[0]) < 3 or (len(times[0]) < at_most and time.perf_counter() - start < seconds):
-        for arm, t in zip(arms, times):
-            begun = time.perf_counter()
-            arm()
-            t.append(time.perf_counter() - begun)
-    return [min(t) for t in times]
-
 def product_runner(some: dict, dtype) -> Callable:
     "A function that computes the largest products of a step, one after the other."
     large = sorted(some.items(), key=lambda item: -item[1] * math.prod(item[0][1][0]))[:12]
     makes = [(_product(key, dtype), number) for key, number in large]
     return lambda: [make() for make, number in makes for _ in range(number)]
+
+def _once(run: Callable) -> Callable:
+    "For `compare`: one item for each call."
+    def arm():
+        run()
+        return 1
+    return arm
 
 WIDE_DTYPES = (tf.float64, tf.float32, 'float64'), (tf.float32, tf.bfloat16, 'float32 on tensor cores')
 
@@ -581,8 +577,9 @@ def find_wide_dtype(c: Case) -> Finding | None:
         some = matrix_products(c.calls).get(wide)
         if not some or (wide == tf.float32 and not gpu): continue
         step = lambda: wait_for([call.function(*call.args, **call.kwargs) for call in c.calls][-1])
-        arms = [step, product_runner(some, wide), product_runner(some, narrow)]
-        whole, now, then = best_interleaved(arms, 4.)
+        runs = {'step': step, 'wide': product_runner(some, wide), 'narrow': product_runner(some, narrow)}
+        with time_budget(4.): timed = compare({name: _once(run) for name, run in runs.items()}, 'step_ms', 9)
+        whole, now, then = (min(arm.times) for arm in timed.arms)
         share = min(1., now / whole)
         return Finding(disease, f'{sum(some.values())} matrix products per step in {wide.name} take '
                        f'{share:.0%} of the computing; in {narrow.name} {then / now:.0%} of that',
@@ -706,17 +703,14 @@ def compare_loops(
     seconds: float = 4.,      # for each run
     rounds: int = 3,
 ) -> dict[str, Arm]:          # s per row (per batch where rows are unknown) of each round
-    "Wall time of several trainings, measured in turn."
-    rows, out = {}, {name: Arm(name) for name in loops}
-    for name, (dataset, step) in loops.items():
+    "Wall time of several trainings, measured in turn, without the first iterations of each run."
+    def arm(dataset, step):
         resident = first_batches(dataset, 1)
-        rows[name] = batch_rows(resident[0]) or 1
+        rows = batch_rows(resident[0]) or 1
         first_step(step, resident[0])
-    for _ in range(rounds):
-        for name, (dataset, step) in loops.items():
-            iterations = run_iterations(iter(repeat_if_finite(dataset)), step, batches, seconds)
-            out[name].times.append(period(iterations) / rows[name])
-    return out
+        return lambda: (rows, period(run_iterations(iter(repeat_if_finite(dataset)), step, batches, seconds)))
+    arms = {name: arm(*loop) for name, loop in loops.items()}
+    return {arm.name: arm for arm in compare(arms, 'step_ms', rounds, warmup=0).arms}
 
 CLEAR_GAIN = 1.05
 

@@ -23,14 +23,13 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import Arm, compare, Comparison
+from ..bench import Arm, compare, Comparison, to_device
 from ..config import UserError, XTTSConfig
 from ..data.cache import Cache, Column
 from ..data.native import BATCH, batches_of, BatchPlan, mels_of, one_reader, WavReader
 from ..devices import DevicePlan
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS
-from ..monitor.loop import to_device
 from .step import compile_step
 from .trainer import on_device, Trainer
 

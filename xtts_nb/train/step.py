@@ -20,13 +20,12 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import compare
+from ..bench import compare, trace_count
 from ..config import TrainingConfig, XTTSConfig
 from ..models.gpt import GPT
 from ..models.layers import fold_seed
 from ..models.weights import named_weights
 from ..models.xtts import POLICIES, token_counts, token_losses, total_loss
-from ..monitor.loop import trace_count
 
 # %% ../../nbs/30_trainer_xla.ipynb #5e5a2fa0
 def random_batch(
