@@ -21,7 +21,7 @@ from benchmarks import xla_gpu
 from cheap import read_eagerly
 from process import COMMAND, environment, xtts_nb
 from xtts_nb.bench import recorded
-from xtts_nb.train import finetune
+from xtts_nb.train import finetune, step as step_page
 from xtts_nb.data.cache import Cache
 from xtts_nb.train.trainer import checkpoints
 from xtts_nb.config import UserError, XTTSConfig
@@ -212,6 +212,17 @@ def test_the_estimate_by_hand(mini, monkeypatch, training, cards, other):
         'copies of weights': gpu, 'activations': codes * text})
     config = mini.replace(training={'mode': 'graph'} | training)
     assert memory_needs(config, 5, 2, rows=5) == PLAIN | other
+
+@pytest.mark.parametrize('limit, written', [(15_999, 4000 - 4 * 4 * 7), (16_000, 16_000)])
+def test_a_large_update_needs_its_gradients_once_more(mini, monkeypatch, limit, written):
+    "Where the activations were, so the estimate has only what they leave."
+    monkeypatch.setattr(finetune, 'parameter_counts', lambda model: {'GPT': 1000, 'DVAE': 100})
+    monkeypatch.setattr(finetune, 'activation_count', lambda config, codes, text: codes + text)
+    monkeypatch.setattr(step_page, 'IN_PLACE', limit)
+    config = mini.replace(training={'mode': 'xla', 'ema': 0.5})
+    assert memory_needs(config, 5, 2)['written anew'] == written
+    config = config.replace(data={'batch_size': 400})   # now the activations are larger
+    assert memory_needs(config, 5, 2)['written anew'] == (0 if written < 16_000 else written)
 
 PLANS = [row | {'card': one['device'], 'gpu': one['capability']}
          for one in recorded('xla_memory', ROOT / 'benchmarks') for row in one['rows']]

@@ -350,7 +350,8 @@ class Hungry(Update):
     "An update of one number that asks for 2^50 numbers of memory in one of its two programs, or none."
     def __init__(self, gpt, where):
         self.gpt, self.where = gpt, where
-        self.number, self.optimizer = tf.Variable(1.), SimpleNamespace(name='adamw')
+        self.number, self.weights = tf.Variable(1.), []
+        self.optimizer = SimpleNamespace(name='adamw', variables=[])
 
     def _asks(self, where, number):
         size = (2**30 if self.where == where else 1, 2**20)
@@ -388,6 +389,25 @@ def test_without_memory_for_gradients_no_weight_is_lost(plain, rows, where, unto
 def test_where_memory_was_short_says_whether_weights_are_as_before(step, message, untouched):
     optimizer = SimpleNamespace(name='adamw')
     assert _untouched(SimpleNamespace(**step), optimizer, Exception(message)) == untouched
+
+def test_a_large_update_on_a_cpu_writes_in_place(plain, rows, monkeypatch):
+    "The gradients stay a program of XLA, the update becomes a graph; both train alike."
+    trained = {}
+    for limit in (1e9, 0):
+        monkeypatch.setattr(step_page, 'IN_PLACE', limit)
+        made = update(plain, training={'mode': 'xla'})
+        step = compile_step(made, made.training)
+        losses = [each['loss'] for each in run(step, rows)]
+        inside = step.graph.get_concrete_function(rows, tf.constant(0)).graph.as_graph_def().library.function
+        trained[limit] = losses, sum(f.attr['_XlaMustCompile'].b for f in inside), values(made)
+    (fused, programs, one), (plainly, left, other) = trained.values()
+    assert left == programs - 1 and fused == pytest.approx(plainly, rel=1e-5) and fused[2] < fused[0]
+    for a, b in zip(one, other): np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+def test_only_a_large_update_on_a_cpu_is_no_program_of_xla(monkeypatch):
+    assert [step_page.writes_in_place(n) for n in (1e9, 1.1e9)] == [False, True]
+    monkeypatch.setattr(tf.config, 'get_visible_devices', lambda kind: ['a card'])
+    assert not step_page.writes_in_place(1.1e9)
 
 def test_an_update_in_two_programs_that_xla_refuses_runs_as_a_graph(rows, capsys):
     made = Hungry(SimpleNamespace(code_stops=1), None)

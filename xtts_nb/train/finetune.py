@@ -40,7 +40,7 @@ from ..models.gpt import GPT
 from ..models.xtts import forward_numbers, POLICIES, XTTS
 from ..monitor.loop import to_device
 from ..sampler import visible_cards
-from .step import choose_xla, compile_step, put_back, random_batch, Update
+from .step import choose_xla, compile_step, put_back, random_batch, Update, writes_in_place
 from .trainer import Trainer
 
 # %% ../../nbs/train/finetune.ipynb #ea4477ca
@@ -384,11 +384,14 @@ def memory_needs(
         adapted = 16. * config.model.gpt.layers * config.model.gpt.width**2 * (training.finetune == 'lora')
         kept = {'copies of weights': 2. * all_['GPT'] * half + adapted,   # adapted ones in float32
                 'activations': (2. if half else 4.) * at_once * activation_count(config, codes, text)}
-    anew = not gpu and choose_xla(training)[0]   # on a CPU XLA writes beside the old values
+    written = 4. * moving + moments + means
+    # on a CPU XLA writes beside the old values; a graph clips the gradients where the activations were
+    anew = max(0., 4. * moving - kept['activations']) if writes_in_place(written) else written
+    if gpu or not choose_xla(training)[0]: anew = 0.
     return {'weights': 4. * (all_['GPT'] + all_['DVAE']), 'copies of weights': kept['copies of weights'],
             'gradients': 4. * moving * (1 + (training.accumulation > 1)), 'moments': moments,
             'mean weights': means,
-            'written anew': anew * (4. * moving + moments + means),
+            'written anew': anew,
             'program': 2e8, 'activations': kept['activations']}
 
 # %% ../../nbs/train/finetune.ipynb #16ff03ee
