@@ -255,7 +255,7 @@ def two_programs(update: Update) -> tuple:
 IN_PLACE = 1e9   # bytes; an update on a CPU that writes more does so without XLA
 
 def writes_in_place(written: float) -> bool:
-    "Whether an update of so many bytes is a plain graph: on a CPU XLA would need them once more, beside the old."
+    "Whether an update of so many bytes is a plain graph: on a CPU XLA would hold old and new ones at once."
     return written > IN_PLACE and not tf.config.get_visible_devices('GPU')
 
 def in_two(update: Update):
