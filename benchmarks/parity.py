@@ -39,8 +39,7 @@ import tensorflow as tf  # noqa: E402
 from benchmarks.peer import Peer, arguments, output, run, start, to_stderr  # noqa: E402
 from xtts_nb.config import SpeechConfig, UserError, XTTSConfig  # noqa: E402
 from xtts_nb.data.audio import load_audio, log_mel, resample, speaker_log_mel, synthetic_voice  # noqa: E402
-from xtts_nb.data.languages import clean_for  # noqa: E402
-from xtts_nb.data.text import Tokenizer  # noqa: E402
+from xtts_nb.data.text import Tokenizer, clean_for  # noqa: E402
 from xtts_nb.files import read_json  # noqa: E402
 from xtts_nb.models.convert import from_coqui  # noqa: E402
 from xtts_nb.models.hifigan import load_hifigan  # noqa: E402

@@ -7,8 +7,7 @@ from types import ModuleType
 import pytest
 
 from xtts_nb.config import UserError
-from xtts_nb.data.languages import LANGUAGES, clean_for
-from xtts_nb.data.text import Tokenizer, train_tokenizer
+from xtts_nb.data.text import LANGUAGES, Tokenizer, clean_for, train_tokenizer
 from benchmarks.parity import PARITY_SENTENCES, our_text, read_sentences, coqui_text, text_parity
 
 STORED = Path(__file__).parents[1] / 'stored/sentences.json'

@@ -7,8 +7,7 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
-from xtts_nb.data.languages import ABBREVIATIONS, LANGUAGES
-from xtts_nb.data.text import Speakable, Tokenizer
+from xtts_nb.data.text import ABBREVIATIONS, LANGUAGES, Speakable, Tokenizer
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.guard import Rate
 from xtts_nb.speech.long import (

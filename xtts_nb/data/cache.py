@@ -25,7 +25,6 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import DataConfig, UserError, XTTSConfig
-from . import languages  # noqa: F401  registers the cleaner `xtts`
 from .text import Tokenizer
 from ..files import (
     atomic_file, atomic_folder, fingerprint, inside, raise_file_limit, read_json, real_place, write_json)

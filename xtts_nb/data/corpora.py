@@ -28,7 +28,7 @@ import soundfile
 
 from ..config import UserError, XTTSConfig
 from .audio import open_audio, read_samples, resample, save_audio, synthetic_voice
-from .text import clean, fold_language, LANGUAGE
+from .text import clean, fold_language, LANGUAGE_CODE
 from ..files import atomic_file, fingerprint
 
 # %% ../../nbs/data/corpora.ipynb #d95b078c
@@ -123,7 +123,7 @@ def _clip(row: Row, folder: Path, places: tuple[str, ...], language: str) -> Cli
     path, missing = ('', fault) if fault else find_audio(folder, row.audio, places)
     if missing := missing or _text_fault(row): return Dropped(name, missing)
     code = fold_language(row.language or language)
-    if not LANGUAGE.fullmatch(code):
+    if not LANGUAGE_CODE.fullmatch(code):
         return Dropped(name, f'no language code such as en or zh-cn: "{visible(row.language)}"')
     return Clip(name, row.text, row.speaker or 'speaker', code, folder / path)
 
@@ -366,7 +366,7 @@ def read_rows(
     layout: str | None = None,    # default: the first that fits
 ) -> Iterator[Clip | Dropped]:
     "The rows of a corpus one by one; raises `UserError` if it has none."
-    if not LANGUAGE.fullmatch(fold_language(language)):
+    if not LANGUAGE_CODE.fullmatch(fold_language(language)):
         raise UserError(f'"{visible(language)}" is no language code; write one such as en or zh-cn.')
     name, path = find_layout(source, layout)
     folder, seen = path if path.is_dir() else path.parent, set()

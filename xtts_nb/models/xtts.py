@@ -19,7 +19,6 @@ from fastcore.basics import patch
 
 from ..bench import compare, host_syncs, trace_count, wait_for
 from ..config import UserError, XTTSConfig
-from ..data import languages  # noqa: F401  registers the cleaner of released models
 from ..data.native import speech_lengths
 from ..data.text import TEXT_STOP, Tokenizer
 from ..files import atomic_file

@@ -146,7 +146,7 @@ tf.io.write_file('say.wav', tf.audio.encode_wav(wav[:, None], about['sample_rate
 '''
 
 _NUMBERS = (', numbers and abbreviations as words; Chinese as pinyin, Japanese and Korean in Latin letters,\n'
-            'as `xtts_nb.data.languages` writes them')
+            'as `xtts_nb.data.text` writes them')
 
 def _readme(about: dict, specs: dict) -> str:
     "What the folder holds, how it is called, and a program."

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..config import UserError
-from ..data.languages import ABBREVIATIONS, RULES
-from ..data.text import plain_markdown, Speakable
+from ..data.text import ABBREVIATIONS, plain_markdown, RULES, Speakable
 from .generate import Speaker
 
 # %% ../../nbs/speech/long.ipynb #b7806c22

@@ -32,7 +32,7 @@ import tensorflow as tf
 from tokenizers import Tokenizer as BPE
 
 from ..config import control_groups, ModelConfig, setup_tf, TrainingConfig, UserError, XTTSConfig
-from ..data.text import LANGUAGE, learn_merges, Tokenizer
+from ..data.text import LANGUAGE_CODE, learn_merges, Tokenizer
 from ..devices import DevicePlan
 from ..files import atomic_file, atomic_folder, write_json
 from ..models.dvae import DVAE, parameter_count
@@ -62,7 +62,7 @@ def grow_tokenizer(
     tokens: int = 0,           # new tokens, with the tag and the characters; if fewer, only those are added
 ) -> Tokenizer:
     "A tokenizer with the language's tag, characters and pieces added; the ids of all old tokens stay."
-    if not LANGUAGE.fullmatch(language):
+    if not LANGUAGE_CODE.fullmatch(language):
         raise UserError(f'"{language}" is no language code such as fa or zh-cn.')
     if language in tokenizer.languages:
         raise UserError(f'The model has {language} already; train it on the texts as it is.')

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from xtts_nb.config import UserError
-from xtts_nb.data.languages import ABBREVIATIONS, LANGUAGES, SYMBOLS, clean_for, clean_persian
-from xtts_nb.data.text import Tokenizer
+from xtts_nb.data.text import ABBREVIATIONS, LANGUAGES, SYMBOLS, Tokenizer, clean_for, clean_persian
 
 # text, and of coqui: the cleaned text and the ids, or the error that it raises
 SENTENCES = json.loads((Path(__file__).parents[1] / 'stored/sentences.json').read_text(encoding='utf-8'))
@@ -82,7 +81,7 @@ def test_tables_are_whole():
     ('en', 'room 5', 'num2words'), ('zh-cn', '早', 'pypinyin'), ('ja', '今日', 'cutlet'),
     ('ko', '오늘', 'ko_speech_tools')])
 def test_a_missing_library_names_the_extra(monkeypatch, language, text, package):
-    from xtts_nb.data.languages import japanese_reader
+    from xtts_nb.data.text import japanese_reader
     japanese_reader.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf'{package}.*xtts_nb\[languages\]'): clean_for(text, language)

@@ -2,8 +2,8 @@
 import pytest
 
 from xtts_nb.files import fingerprint
-from xtts_nb.data.languages import (
-    PERSIAN_UNITS, RULES, UNKNOWN, chinese_number, decimal_words, hindi_words, money_words, ordinal_words,
+from xtts_nb.data.text import (
+    PERSIAN_UNITS, RULES, UNSUPPORTED, chinese_number, decimal_words, hindi_words, money_words, ordinal_words,
     persian_words, spell_chinese, spell_numbers, spell_persian)
 
 
@@ -49,7 +49,7 @@ def test_a_number_of_each_kind(words, said): assert words() == said
 @pytest.mark.parametrize('amount',
                          [('5', '£', 'ru'), ('5', '$', 'tr'), ('1.2.3', '$', 'en'), ('5', '€', 'ko')])
 def test_money_that_a_language_lacks(amount):
-    with pytest.raises(UNKNOWN): money_words(*amount)
+    with pytest.raises(UNSUPPORTED): money_words(*amount)
 
 @pytest.mark.parametrize('n, said', [
     (0, 'शून्य'), (100, 'एक सौ'), (101, 'एक सौ एक'), (1999, 'एक हज़ार नौ सौ निन्यानवे'), (10**5, 'एक लाख'),
