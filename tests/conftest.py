@@ -205,7 +205,7 @@ def xtts(small, prepared, dvae):
 def with_hifigan(xtts, small, tmp_path_factory):
     "The folder of the same model, with a decoder and a speaker encoder in its file; to be read only."
     from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
-    from xtts_nb.models.weights import named_weights, save_weights
+    from xtts_nb.files import named_weights, save_weights
     folder = tmp_path_factory.mktemp('hifigan') / 'm'
     xtts.save(folder)
     path, nets = folder / 'model.safetensors', {'decoder/': HiFiGAN(small), 'speaker/': SpeakerEncoder(small)}

@@ -198,8 +198,7 @@ import numpy as np
 from xtts_nb.data.audio import save_audio
 from xtts_nb.data.cache import COLUMN_TYPES, write_shard
 from xtts_nb.config import UserError
-from xtts_nb.files import atomic_folder, write_json
-from xtts_nb.models.weights import save_weights
+from xtts_nb.files import atomic_folder, save_weights, write_json
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
 folder = Path(sys.argv[1])

@@ -218,7 +218,7 @@ def test_no_module_at_the_root_hides_one_of_python():
 # ---- the package
 
 # modules that are imported one after the other, and what none up to then may have imported
-LIGHT = {'xtts_nb': ['numpy', 'pydantic'], 'xtts_nb.config': [], 'xtts_nb.files': [],
+LIGHT = {'xtts_nb': ['numpy', 'pydantic'], 'xtts_nb.config': [], 'xtts_nb.files': ['numpy'],
          'xtts_nb.app.download': ['pooch', 'huggingface_hub', 'tqdm'], 'xtts_nb.sampler': ['pynvml'],
          'xtts_nb.monitor.live': ['matplotlib', 'IPython', 'ipywidgets']}
 IMPORT = '''

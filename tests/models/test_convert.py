@@ -9,13 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from xtts_nb.files import named_weights, read_tensors, save_weights
 from xtts_nb.models import convert
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.models.hifigan import fold_weight_norm, load_decoder
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.finetune import grow_folder
 from xtts_nb.data.text import Tokenizer
-from xtts_nb.models.weights import named_weights, read_tensors, save_weights
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import coqui_toy

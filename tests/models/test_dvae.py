@@ -5,11 +5,11 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.files import named_weights
 from xtts_nb.models.dvae import (
     DVAE, Codebook, dvae_losses, load_dvae, mel_stats, parameter_count, update_codebook)
 from benchmarks.parity import dvae_parity
 from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
-from xtts_nb.models.weights import named_weights
 
 
 def normal(*shape, seed=0): return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
@@ -169,7 +169,7 @@ def test_the_losses(dvae):
     assert np.array_equal(losses['codes'], codes) and np.array_equal(losses['z'], z)
 
 def test_a_dvae_in_a_larger_file(dvae, small, tmp_path):
-    from xtts_nb.models.weights import save_weights
+    from xtts_nb.files import save_weights
     save_weights(tmp_path / 'm.safetensors', {f'dvae/{k}': v for k, v in named_weights(dvae).items()})
     again = load_dvae(tmp_path / 'm.safetensors', small, 'dvae/')
     assert all(np.array_equal(a, b) for a, b in zip(dvae.variables, again.variables))

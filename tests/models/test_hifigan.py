@@ -5,12 +5,12 @@ import tensorflow as tf
 
 from xtts_nb.data.audio import speaker_log_mel, synthetic_voice
 from xtts_nb.config import SpeakerConfig, UserError, XTTSConfig
+from xtts_nb.files import named_weights, save_weights
 from xtts_nb.models.dvae import parameter_count
 from xtts_nb.models.hifigan import (
     Conv2D, HiFiGAN, SpeakerBlock, SpeakerEncoder, batch_norm, fold_weight_norm, load_decoder,
     load_hifigan, stretch, unfold_weight_norm)
 from benchmarks.parity import voice_parity
-from xtts_nb.models.weights import named_weights, save_weights
 
 
 @pytest.fixture(scope='module')

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import UserError
+from xtts_nb.files import save_weights
 from xtts_nb.models import xtts as page
 from xtts_nb.models.xtts import (
     XTTS, call_traced, compiled_forward, cross_entropies, forward_flops, forward_numbers, INPUTS,
@@ -18,7 +19,6 @@ from xtts_nb.models.xtts import (
 from xtts_nb.speech.generate import generate
 from xtts_nb.data.native import speech_lengths
 from xtts_nb.data.text import train_tokenizer
-from xtts_nb.models.weights import save_weights
 
 SEED = tf.constant([1, 2])
 

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.bench import trace_count
+from xtts_nb.files import save_weights
 from xtts_nb.speech import generate as synthesis
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.config import AudioConfig, SpeechConfig, UserError
@@ -18,7 +19,6 @@ from xtts_nb.speech.generate import (
     Sampling, Speaker, cached_block, generate, int8_weights, never_stop, read_reference,
     reference_mels, sample_code, whole_prefix)
 from xtts_nb.speech.voices import Voice
-from xtts_nb.models.weights import save_weights
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
 
@@ -595,7 +595,7 @@ def test_hifigan_comes_along_when_saved(singer, tmp_path):
     assert np.array_equal(again.decoder(*states), singer.decoder(*states))
 
 def test_a_part_of_hifigan_that_is_missing_is_named(with_hifigan, tmp_path):
-    from xtts_nb.models.weights import open_weights
+    from xtts_nb.files import open_weights
     with open_weights(with_hifigan / 'model.safetensors') as file:
         tensors = {n: file.get_tensor(n) for n in file.keys()}
     xtts = XTTS.load(with_hifigan)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
-from xtts_nb.models.weights import write_tensors
+from xtts_nb.files import write_tensors
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech import voices
 from xtts_nb.speech.generate import Speaker

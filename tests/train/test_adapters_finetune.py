@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from xtts_nb.files import named_weights
 from xtts_nb.train.finetune import (
     DerivedWeights, low_rank_parts, make_update, new_rows, row_parts, grow_tokenizer)
 from xtts_nb.config import UserError, XTTSConfig
@@ -11,7 +12,6 @@ from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import POLICIES, token_counts
 from xtts_nb.train.step import Update, compile_step, random_batch
 from xtts_nb.data.text import train_tokenizer
-from xtts_nb.models.weights import named_weights
 
 RUNS = [(20, 25), (30, 48)]   # of 48 text tokens
 

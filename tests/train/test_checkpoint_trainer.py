@@ -4,10 +4,10 @@ import pytest
 import tensorflow as tf
 
 from process import tree
+from xtts_nb.files import write_tensors
 from xtts_nb.train import trainer as checkpoint
 from xtts_nb.train.trainer import checkpoints, load_checkpoint, save_checkpoint
 from xtts_nb.config import UserError
-from xtts_nb.models.weights import write_tensors
 
 
 def state(*values, **more) -> dict:
@@ -53,7 +53,7 @@ def test_the_older_ones_stay_where_the_new_one_fails(tmp_path, monkeypatch):
     for step in (1, 2): save_checkpoint(tmp_path, step, state())
     before = tree(tmp_path)
     def full(done, total): raise OSError(28, 'No space left on device')
-    monkeypatch.setattr('xtts_nb.models.weights.write_tensors',
+    monkeypatch.setattr('xtts_nb.files.write_tensors',
                         lambda path, arrays, **more: write_tensors(path, arrays, full, **more))
     with pytest.raises(UserError, match='the disk is full'): save_checkpoint(tmp_path, 3, state())
     assert tree(tmp_path) == before

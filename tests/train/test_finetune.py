@@ -26,6 +26,7 @@ from xtts_nb.data.cache import Cache
 from xtts_nb.train.trainer import checkpoints
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.devices import DevicePlan
+from xtts_nb.files import named_weights, read_tensors, save_weights
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.train.finetune import (
     activation_count, block_buffers, check_memory, compute_capability, free_memory, gpu_memory, grow,
@@ -35,7 +36,6 @@ from xtts_nb.models.xtts import XTTS
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import export_run, new_run, resume_run
 from xtts_nb.sampler import GPU
-from xtts_nb.models.weights import named_weights, read_tensors, save_weights
 
 KINDS = 'whole', 'lora', 'rows'
 ROOT = Path(__file__).resolve().parents[2]
@@ -492,7 +492,7 @@ from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.data.prepare import prepare
 from xtts_nb.data.text import Tokenizer
-from xtts_nb.models.weights import named_weights, save_weights
+from xtts_nb.files import named_weights, save_weights
 corpus, folder = map(Path, sys.argv[1:])
 small = Tokenizer.load(folder / 'small.json')
 values = json.loads(small.bpe.to_str())

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.files import read_tensors, write_tensors
 from xtts_nb.models.xtts import XTTS
 from process import tree, xtts_nb
 from xtts_nb.train.finetune import _grown, grow, grow_folder, grow_tokenizer, new_pieces, read_texts
 from xtts_nb.data.text import Tokenizer, learn_merges, train_tokenizer
-from xtts_nb.models.weights import read_tensors, write_tensors
 
 OLD = ['The old dog sleeps all day.', 'The boat is old, too!']
 NEW = ['سگ پیر می‌خوابد.', 'قایق ۱۲ تومان است؟']

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from cheap import Cheap, lines_of, outcome, summary
 from process import reached, started, tree, xtts_nb
+from xtts_nb.files import read_tensors
 from xtts_nb.train import trainer as checkpoint, runs, trainer as trainer_page
 from xtts_nb.train.launch import catch_sigterm
 from xtts_nb.train.trainer import checkpoints, snapshot, Trainer
@@ -19,7 +20,6 @@ from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.runs import new_run, resume_run
-from xtts_nb.models.weights import read_tensors
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

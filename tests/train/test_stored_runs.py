@@ -9,13 +9,13 @@ import tensorflow as tf
 from cheap import HELD, lines_of
 from process import main, tree
 from xtts_nb.data.cache import Cache
+from xtts_nb.files import read_tensors
 from xtts_nb.train.trainer import checkpoints
 from xtts_nb.config import UserError
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.data.prepare import prepare
 from xtts_nb.train.runs import export_run, held_out_share, new_run, resume_run
-from xtts_nb.models.weights import read_tensors
 
 
 # --- folders that do not fit ----------------------------------------------------------------------

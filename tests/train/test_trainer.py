@@ -13,6 +13,7 @@ import tensorflow as tf
 from cheap import HELD, Cheap, lines_of, read_eagerly, summary
 from clock import Clock
 from process import tree
+from xtts_nb.files import read_tensors
 from xtts_nb.monitor import loop
 from xtts_nb.train import runs, trainer as trainer_page
 from xtts_nb.config import TrainingConfig, UserError
@@ -22,7 +23,6 @@ from xtts_nb.train.step import averaged, learning_rate, Update
 from xtts_nb.monitor.loop import trace_count, StepTimer, to_device, wait_for
 from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.train.trainer import Hooks, Trainer, _mean, _numbers, epochs_to_steps, on_device
-from xtts_nb.models.weights import read_tensors
 
 
 # --- the optimizer --------------------------------------------------------------------------------

@@ -25,11 +25,10 @@ import tensorflow as tf
 
 from ..config import UserError, XTTSConfig
 from ..data.text import Tokenizer
-from ..files import atomic_folder, read_json
+from ..files import atomic_folder, named_weights, read_json, read_tensors, TENSOR_TYPES, write_tensors
 from .dvae import DVAE
 from .gpt import GPT
 from .hifigan import HiFiGAN, SpeakerEncoder, unfold_weight_norm, WEIGHT_NORM_PAIRS
-from .weights import named_weights, read_tensors, TYPES, write_tensors
 from .xtts import COQUI_FILES
 
 # %% ../../nbs/models/convert.ipynb #4500dcf3
@@ -173,7 +172,8 @@ def _array(x, name: str = ''):
     if isinstance(x, dict): return {k: _array(v, str(k)) for k, v in x.items()}
     if not isinstance(x, torch.Tensor): return x
     kind, layout = (str(k).removeprefix('torch.') for k in (x.dtype, x.layout))
-    if kind not in TYPES or layout != 'strided': raise ValueError(f'"{name}" is a tensor of {kind}, {layout}')
+    if kind not in TENSOR_TYPES or layout != 'strided':
+        raise ValueError(f'"{name}" is a tensor of {kind}, {layout}')
     x = x.detach()
     return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if kind == 'bfloat16' else x.numpy()
 

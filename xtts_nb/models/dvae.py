@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras import ops
 
 from ..config import XTTSConfig
+from ..files import load_weights, named_weights, save_weights
 from .layers import Conv1D, ResidualBlock
-from .weights import load_weights, named_weights, save_weights
 
 # %% ../../nbs/models/dvae.ipynb #61c5e629
 class _Stack(keras.layers.Layer):

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import ops
 
 from ..config import VoiceConfig, XTTSConfig
-from .weights import check_tensor, load_weights, named_weights, open_weights
+from ..files import check_tensor, load_weights, named_weights, open_weights
 
 # %% ../../nbs/models/hifigan.ipynb #3ade5b3e
 def stretch(

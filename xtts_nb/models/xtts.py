@@ -21,11 +21,10 @@ from ..bench import compare, host_syncs, trace_count, wait_for
 from ..config import UserError, XTTSConfig
 from ..data.native import speech_lengths
 from ..data.text import TEXT_STOP, Tokenizer
-from ..files import atomic_file
+from ..files import atomic_file, load_weights, named_weights, save_weights
 from .dvae import DVAE
 from .gpt import GPT, joint_mask, shifted
 from .hifigan import HiFiGAN, load_hifigan, SpeakerEncoder
-from .weights import load_weights, named_weights, save_weights
 
 # %% ../../nbs/20_model.ipynb #20aa0003
 def speech_batches(

@@ -18,8 +18,7 @@ import numpy as np
 import safetensors
 
 from ..config import UserError
-from ..files import fingerprint, inside
-from ..models.weights import named_weights, save_weights
+from ..files import fingerprint, inside, named_weights, save_weights
 
 class Voice(NamedTuple):
     "A voice as a model takes it, as arrays or tensors."

@@ -21,11 +21,10 @@ from ..config import AudioConfig, TrainingConfig, UserError, XTTSConfig
 from ..data.audio import load_audio, log_mel, resample, resample_batch, speaker_log_mel
 from ..data.cache import Cache, cumulative_chances, GraphArrays, HOST, left_out_line, within_limits
 from ..data.native import batches_of, BatchPlan
-from ..files import atomic_file, atomic_folder, read_json, write_json
+from ..files import atomic_file, atomic_folder, named_weights, read_json, save_weights, write_json
 from ..models.dvae import DVAE, dvae_losses, load_dvae, mel_stats, update_codebook
 from ..models.hifigan import (
     adversarial_loss, Critic, critic_loss, feature_loss, HiFiGAN, SpeakerEncoder)
-from ..models.weights import named_weights, save_weights
 from ..models.xtts import XTTS
 from .runs import held_out_mask, open_cache, run_facts, write_config
 from .step import averaged, compile_step, make_optimizer

@@ -21,8 +21,7 @@ from ..bench import compare, device_name, png_bytes
 from ..config import TrainingConfig, UserError
 from ..data.cache import Cache
 from ..devices import DevicePlan, setup_devices
-from ..files import atomic_file
-from ..models.weights import named_weights
+from ..files import atomic_file, named_weights
 from ..models.xtts import token_counts, token_losses, total_loss
 from ..monitor.loop import time_phases, to_device, wait_for
 from ..monitor.traces import top_kernels, trace

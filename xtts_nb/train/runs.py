@@ -20,12 +20,11 @@ from ..data.cache import ARRAYS, Cache, content_keys, file_sha, left_out_line, w
 from ..config import UserError, XTTSConfig
 from ..data.native import BatchPlan
 from ..models.dvae import load_dvae
-from ..files import atomic_file, atomic_folder, fingerprint, read_json, write_json
+from ..files import atomic_file, atomic_folder, fingerprint, load_weights, read_json, write_json
 from ..speech.score import Listener
 from ..models.xtts import XTTS
 from ..data.text import Tokenizer
 from .trainer import Trainer, epochs_to_steps, on_device
-from ..models.weights import load_weights
 
 # %% ../../nbs/train/runs.ipynb #02433d44
 def open_cache(

@@ -24,8 +24,7 @@ from fastcore.basics import patch
 from ..config import TrainingConfig, UserError
 from ..data.native import BatchPlan
 from ..devices import products_in_tf32
-from ..files import append_line, atomic_file, locked
-from ..models.weights import load_weights, open_weights, save_weights
+from ..files import append_line, atomic_file, load_weights, locked, open_weights, save_weights
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer, to_device, trace_count
 from .launch import catch_sigterm, late_interrupt

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from xtts_nb.config import UserError
-from xtts_nb.models.weights import load_weights, named_weights, read_tensors, save_weights, write_tensors
+from xtts_nb.files import load_weights, named_weights, read_tensors, save_weights, write_tensors
 
 
 def model(width=4, seed=0):
@@ -128,7 +128,7 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch):
     save_weights(path, named_weights(model()))
     original = path.read_bytes()
     def stop(done, total): raise KeyboardInterrupt
-    monkeypatch.setattr('xtts_nb.models.weights.write_tensors',
+    monkeypatch.setattr('xtts_nb.files.write_tensors',
                         lambda path, arrays, **more: write_tensors(path, arrays, stop, **more))
     with pytest.raises(KeyboardInterrupt): save_weights(path, named_weights(model(seed=1)))
     assert path.read_bytes() == original and len(list(tmp_path.iterdir())) == 1
