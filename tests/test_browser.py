@@ -18,7 +18,7 @@ from tree import ROOT, notebooks
 from wheels import there, users_environment
 
 from xtts_nb.config import workspace
-from xtts_nb.monitor.traces import free_port
+from xtts_nb.train.profile import free_port
 
 pytestmark = pytest.mark.slow
 LIVE = '.widget-html .xtts-live'   # not the frame that the page itself shows

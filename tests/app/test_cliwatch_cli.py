@@ -113,7 +113,7 @@ def test_profile_of_two_devices_and_its_trace(ran, behind, bars, home, monkeypat
     assert len(asked) == 3
     def sleep(seconds): raise KeyboardInterrupt
     behind('app.cli._profile', ({}, ''))
-    shown = behind('monitor.traces.TensorBoard', nullcontext(SimpleNamespace(url='http://here')))
+    shown = behind('train.profile.TensorBoard', nullcontext(SimpleNamespace(url='http://here')))
     monkeypatch.setattr(time, 'sleep', sleep)
     done = ran('profile --tensorboard')
     assert done.code == 130 and 'http://here#profile shows the trace' in done.err and len(shown) == 1

@@ -237,7 +237,7 @@ def _profile_dual(data, folder: Path) -> tuple[dict, str]:
 def _show_trace(folder: Path):
     "Serve `folder` with TensorBoard until Ctrl-C."
     import time
-    from xtts_nb.monitor.traces import TensorBoard
+    from xtts_nb.train.profile import TensorBoard
     with TensorBoard(folder) as board:
         to_stderr(f'{board.url}#profile shows the trace, to this machine only; Ctrl-C ends.')
         while True: time.sleep(1)

@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 from clock import Clock
 
-from xtts_nb.monitor import traces
 from xtts_nb.config import UserError
-from xtts_nb.monitor.traces import TensorBoard, free_port, own_times, top_kernels, trace
+from xtts_nb.train import profile as page
+from xtts_nb.train.profile import TensorBoard, free_port, own_times, top_kernels, trace
 
 
 @pytest.fixture(scope='module')
@@ -68,7 +68,7 @@ CARD = plane('/device:GPU:1', ['gemm<4>(int)', 'function_copy', ''],
     ([plane('/host:CPU', ['Threadpool'], a=[(0, 0, 9)])], 9, [])])
 def test_kernels_of_the_gpu_or_operations_of_the_host(monkeypatch, planes, at_most, rows):
     "Added up over lines; who only calls others is left out on the host, and on a GPU all that is no stream."
-    monkeypatch.setattr(traces, '_planes', lambda folder: planes)
+    monkeypatch.setattr(page, '_planes', lambda folder: planes)
     found = top_kernels('folder', at_most)
     assert [tuple(row[k] for k in ('device', 'name', 'ms', 'share', 'calls')) for row in found] == rows
 
@@ -77,7 +77,7 @@ def test_kernels_of_the_gpu_or_operations_of_the_host(monkeypatch, planes, at_mo
     ('void cutlass::Kernel<int, 4>(float*)', 'void cutlass::Kernel'), ('MatMul:MatMul', 'MatMul'),
     ('a/b/Add_1:AddV2', 'AddV2'),
     ('loop_fusion.3', 'loop_fusion.3'), ('step#id=4#', 'step')])
-def test_names_of_kernels(name, short): assert traces._kernel_name(name) == short
+def test_names_of_kernels(name, short): assert page._kernel_name(name) == short
 
 
 def test_no_trace(tmp_path):
@@ -93,7 +93,7 @@ def test_the_newest_trace_is_read(tmp_path):
         space.planes.add(name=name)
         file.write_bytes(space.SerializeToString())
         os.utime(file.parent, (i, i))
-    assert [plane.name for plane in traces._planes(tmp_path)] == ['a']
+    assert [plane.name for plane in page._planes(tmp_path)] == ['a']
 
 
 def test_one_recorder_at_a_time(tmp_path):
@@ -111,7 +111,7 @@ def test_no_place_for_a_trace(tmp_path):
 
 def test_tensorboard_that_cannot_start(tmp_path, monkeypatch):
     with pytest.raises(UserError, match='no such folder'): TensorBoard(tmp_path / 'nothing')
-    monkeypatch.setattr(traces, 'find_spec', lambda name: None)
+    monkeypatch.setattr(page, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match='pip install'): TensorBoard(tmp_path)
 
 
@@ -128,10 +128,10 @@ def server(monkeypatch):
         if one.stubborn and seconds: raise subprocess.TimeoutExpired('tensorboard', seconds)
     one.poll, one.wait = lambda: one.code, wait
     for name in ('terminate', 'kill'): setattr(one, name, lambda name=name: one.calls.append(name))
-    monkeypatch.setattr(traces, 'subprocess', SimpleNamespace(
+    monkeypatch.setattr(page, 'subprocess', SimpleNamespace(
         Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired))
-    monkeypatch.setattr(traces, 'time', Clock())
-    monkeypatch.setattr(traces, 'find_spec', lambda name: name)
+    monkeypatch.setattr(page, 'time', Clock())
+    monkeypatch.setattr(page, 'find_spec', lambda name: name)
     return one
 
 
@@ -174,7 +174,7 @@ def test_a_tensorboard_is_waited_for_and_stopped(tmp_path, server, monkeypatch):
 def test_what_a_tensorboard_answers(tmp_path, server, monkeypatch, body):
     asked = []
     def urlopen(url, timeout): asked.append((url, timeout)); return io.BytesIO(body)
-    monkeypatch.setattr(traces.urllib.request, 'urlopen', urlopen)
+    monkeypatch.setattr(page.urllib.request, 'urlopen', urlopen)
     assert TensorBoard(tmp_path, port=7, timeout=3.).get('data/x') == b'{"a": 1}'
     assert asked == [('http://127.0.0.1:7/data/x', 3.)]
 
