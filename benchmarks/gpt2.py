@@ -27,7 +27,7 @@ from xtts_nb.app.cli_train import sized  # noqa: E402
 from xtts_nb.app.speed import ARMS  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import XTTSConfig  # noqa: E402
-from xtts_nb.models.layers import TransformerBlock, causal_mask  # noqa: E402
+from xtts_nb.models.gpt import TransformerBlock, causal_mask  # noqa: E402
 from xtts_nb.models.xtts import POLICIES  # noqa: E402
 from xtts_nb.train.step import compile_step, make_optimizer  # noqa: E402
 

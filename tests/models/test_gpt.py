@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.models import gpt as gpt_module, layers
+from xtts_nb.models import gpt as gpt_module
 from xtts_nb.config import XTTSConfig
 from xtts_nb.models.dvae import parameter_count
-from xtts_nb.models.gpt import GPT, Int8GPT, joint_mask, recomputed, shifted
-from xtts_nb.models.layers import dropout, dropout_keys
+from xtts_nb.models.gpt import GPT, Int8GPT, dropout, dropout_keys, joint_mask, recomputed, shifted
 from benchmarks.parity import gpt_parity
 
 P, T, S, START = 4, 10, 12, 3
@@ -132,11 +131,11 @@ def test_dropout_follows_the_seed(gpt, inputs):
     assert np.array_equal(a, b) and not np.allclose(a, c) and not np.allclose(a, plain)
 
 def test_every_dropout_has_a_seed_of_its_own(gpt, inputs, monkeypatch):
-    seeds, real = [], layers.dropout
+    seeds, real = [], gpt_module.dropout
     def spy(x, rate, key):
         if key is not None: seeds.append((rate, int(key[0])))
         return real(x, rate, key)
-    for module in (gpt_module, layers): monkeypatch.setattr(module, 'dropout', spy)
+    monkeypatch.setattr(gpt_module, 'dropout', spy)
     call(gpt, inputs, SEED)
     assert len(seeds) == len(set(seeds)) == 1 + 3 * len(gpt.blocks)
     assert {rate for rate, *_ in seeds} == {gpt.cfg.dropout}

@@ -11,7 +11,7 @@ import tensorflow as tf
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.files import fingerprint
-from xtts_nb.models.layers import Int8Dense
+from xtts_nb.models.gpt import Int8Dense
 from xtts_nb.speech.export import export_speaker
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import add_voice, load_voice

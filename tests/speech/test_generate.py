@@ -12,8 +12,7 @@ from xtts_nb.speech import generate as synthesis
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.config import AudioConfig, SpeechConfig, UserError
 from xtts_nb.data.text import Speakable
-from xtts_nb.models.gpt import GPT
-from xtts_nb.models.layers import causal_mask, TransformerBlock
+from xtts_nb.models.gpt import GPT, TransformerBlock, causal_mask
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech.generate import (
     Sampling, Speaker, cached_block, generate, int8_weights, never_stop, read_reference,

@@ -13,8 +13,7 @@ import tensorflow as tf
 from xtts_nb.bench import trace_count
 from xtts_nb import bench
 from xtts_nb.config import TrainingConfig
-from xtts_nb.models.gpt import GPT
-from xtts_nb.models.layers import fold_seed
+from xtts_nb.models.gpt import GPT, fold_seed
 from xtts_nb.models.xtts import POLICIES, token_counts
 from xtts_nb.train import step as step_page
 from xtts_nb.train.step import (

@@ -20,9 +20,8 @@ from ..config import AudioConfig, SpeechConfig, UserError
 from ..data.audio import griffin_lim, load_audio, log_mel, resample, speaker_log_mel
 from ..data.corpora import SILENT
 from ..data.text import pad_ids, TEXT_STOP
-from ..models.gpt import GPT, Int8GPT, shifted
+from ..models.gpt import causal_mask, GPT, Int8GPT, shifted, split_heads, TransformerBlock
 from ..models.hifigan import in_precision, stretch
-from ..models.layers import causal_mask, split_heads, TransformerBlock
 from ..models.xtts import XTTS
 from .voices import Voice
 

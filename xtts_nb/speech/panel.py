@@ -21,8 +21,7 @@ from ..bench import png_bytes
 from ..config import UserError
 from ..data.audio import log_mel, resample, wav_bytes
 from ..data.text import TEXT_STOP
-from ..models.gpt import GPT
-from ..models.layers import causal_mask, split_heads
+from ..models.gpt import causal_mask, GPT, split_heads
 from ..models.xtts import XTTS
 from ..monitor.loop import trace_count
 from .generate import Sampling, Speaker

@@ -23,8 +23,7 @@ from fastcore.basics import patch
 from ..bench import compare, trace_count
 from ..config import TrainingConfig, XTTSConfig
 from ..files import named_weights
-from ..models.gpt import GPT
-from ..models.layers import fold_seed
+from ..models.gpt import fold_seed, GPT
 from ..models.xtts import POLICIES, token_counts, token_losses, total_loss
 
 # %% ../../nbs/30_trainer_xla.ipynb #5e5a2fa0

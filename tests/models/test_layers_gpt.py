@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.models import layers
-from xtts_nb.models.layers import (
-    AttentionBlock, Conv1D, FEW_ROWS, Int8Dense, Perceiver, PerceiverLayer, ResidualBlock, RMSNorm,
-    TransformerBlock, attend, causal_mask, dropout, dropout_keys, fold_seed, gelu,
-    split_heads)
+from xtts_nb.models import gpt
+from xtts_nb.models.dvae import Conv1D, ResidualBlock
+from xtts_nb.models.gpt import (
+    AttentionBlock, FEW_ROWS, Int8Dense, Perceiver, PerceiverLayer, RMSNorm, TransformerBlock, attend,
+    causal_mask, dropout, dropout_keys, fold_seed, gelu, split_heads)
 from benchmarks.parity import gpt_parity
 
 
@@ -223,8 +223,8 @@ def test_half_precision_is_close_and_weights_stay_float32(layer, kind, near):
 
 @pytest.mark.parametrize('kind', ['bfloat16', 'float16'])
 def test_softmax_is_float32_in_half_precision(monkeypatch, kind):
-    calls, softmax = [], layers.ops.softmax
-    monkeypatch.setattr(layers.ops, 'softmax', lambda score: calls.append(score.dtype) or softmax(score))
+    calls, softmax = [], gpt.ops.softmax
+    monkeypatch.setattr(gpt.ops, 'softmax', lambda score: calls.append(score.dtype) or softmax(score))
     out = attend(*(tf.cast(tf.constant(normal(1, 5, 2, 4)), kind) for _ in 'qkv'))
     assert calls == ['float32'] and out.dtype == kind
 
@@ -301,8 +301,8 @@ def test_norms_of_little_are_divided_by_their_epsilon():
 
 def test_every_dropout_of_a_block_has_its_place(monkeypatch):
     "Of the weights of attention, of what it adds and of what the MLP adds, with the rate of the block."
-    calls, real = [], layers.dropout
-    monkeypatch.setattr(layers, 'dropout', lambda x, rate,
+    calls, real = [], gpt.dropout
+    monkeypatch.setattr(gpt, 'dropout', lambda x, rate,
                         key: calls.append((x.shape, rate, int(key[0]))) or real(x, rate, key))
     TransformerBlock(16, 2, rate=0.25)(normal(1, 5, 16), causal_mask(5, 5), keys := dropout_keys(SEED, 3))
     made = [((1, 2, 5, 5), 0.25), ((1, 5, 16), 0.25), ((1, 5, 16), 0.25)]
