@@ -50,7 +50,7 @@ def test_only_the_damaged_record_is_encoded(copy, straight, calls):
     assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1
     assert calls == {'codes': 1, 'mel': 1} and tree(copy) == tree(straight)
 
-@pytest.mark.parametrize('kind, words', [('gone', 'the file is missing'), ('another', 'has changed since')])
+@pytest.mark.parametrize('kind, words', [('gone', 'low-1.wav is missing'), ('another', 'has changed since')])
 def test_what_cannot_be_mended_says_why(mine, small, tokenizer, tmp_path, kind, words):
     prepare(mine, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
     shard = tmp_path / 'out' / 'shard-00000.safetensors'
@@ -111,7 +111,7 @@ def test_a_tokenizer_is_learned_again_if_it_was_learned_here(corpus, small, tmp_
 @pytest.mark.parametrize('name, lost, reason', [
     ('dvae.safetensors', True, 'the DVAE of the cache is damaged too'),
     ('tokenizer.json', False, 'the tokenizer of the cache is damaged'),
-    ('tokenizer.json', True, 'the tokenizer file is missing')])
+    ('tokenizer.json', True, 'the tokenizer of the cache is damaged')])
 def test_a_clip_is_not_encoded_without_what_encoded_the_others(corpus, small, tmp_path, name, lost, reason):
     out, foreign = tmp_path / 'out', train_tokenizer(['abcdefgh'], ['en'], 40)   # learned from another corpus
     prepare(corpus, out, small, Fake(), foreign)
