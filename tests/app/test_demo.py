@@ -19,7 +19,7 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.app.demo import (
     DEMO_SENTENCES, VOICES, corpus_digest, plan_corpus, Pair, choose_pairs, count_hits, spoken_counts,
     write_pairs)
-from xtts_nb.speech.score import hits
+from xtts_nb.speech.evaluate import hits
 from xtts_nb.train.runs import new_run
 
 CLIPS = plan_corpus()

@@ -13,7 +13,7 @@ from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
 from xtts_nb.speech import evaluate as page
 from xtts_nb.speech.evaluate import (
-    badness, choose_trials, copy_synthesis, dnsmos_judge, edits, evaluate, evaluation_report, judged,
+    badness, choose_trials, copy_synthesis, dnsmos_judge, evaluate, evaluation_report, judged,
     mean_world_scores, mel_cepstrum, package, QUICK_JUDGES, RATE, read_clips, score_sounds, scores_table,
     scores_text, Sound, SOUND_SOURCES, source_sounds, speaker_judge, spread, Trial, Wanted, warp_path,
     warping_judge, words_judge, world_judge)
@@ -115,11 +115,6 @@ def test_silence_is_worse_than_any_number(by_world):
     whisper = Sound(0.1 * np.random.default_rng(1).normal(size=RATE // 2), RATE)
     assert by_world(whisper)['mcd'] > 0
 
-@pytest.mark.parametrize('found, right, count', [
-    ('', '', 0), ('abc', 'abc', 0), ('', 'abc', 3), ('abc', '', 3), ('kitten', 'sitting', 3), ('ab', 'ba', 2),
-    (['the', 'dog'], ['the', 'old', 'dog'], 1)])
-def test_edits(found, right, count): assert edits(found, right) == count
-
 class Decoder:
     "A recogniser that hears what it is told."
     hypothesis, heard = SimpleNamespace(hypstr='hello word'), []
@@ -136,6 +131,11 @@ def test_words_of_an_english_sentence(monkeypatch):
     assert Decoder.heard[-1][:3].tolist() == [0, 16383, -32767] and len(Decoder.heard[-1]) == 3 * RATE
     assert judge(sound, wanted(sound, 'Hello', 'de')) == judge(sound, wanted(sound, '12 !')) == {}
     assert judge(sound, wanted(sound, "it's well-known"))['wer'] == 100
+    assert judge(sound, wanted(sound, 'Hello -- "WORD".')) == {'cer': 0, 'wer': 0}
+    for text, share in (('word hello', 100), ('say hello', 100), ('hello my old word', 50)):
+        assert judge(sound, wanted(sound, text))['wer'] == share
+    for text, count in (('hallo word', 1), ('hello', 5), ('hello cold world', 6)):
+        assert judge(sound, wanted(sound, text))['cer'] == pytest.approx(100 * count / len(text))
     monkeypatch.setattr(Decoder, 'hypothesis', None)
     assert judge(sound, wanted(sound)) == {'cer': 100, 'wer': 100}
 

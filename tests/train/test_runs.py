@@ -18,7 +18,7 @@ from xtts_nb.train import runs
 from xtts_nb.config import UserError
 from xtts_nb.files import append_line
 from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
-from xtts_nb.speech.score import Listener
+from xtts_nb.speech.evaluate import Listener
 from xtts_nb.train.launch import late_interrupt
 from xtts_nb.train.trainer import checkpoints
 from xtts_nb.train.runs import (base_config, check_made_for, held_out_share, new_run, open_cache, resume_run,

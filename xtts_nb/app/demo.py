@@ -49,9 +49,8 @@ from ..monitor.live import device_names, plot_samples
 from ..report import facts, heading, picture, player, plot_mels, write_report
 from ..sampler import best_probe, Sampler
 from ..speech.evaluate import (
-    MAIN_SOURCES, QUICK_JUDGES, score_sounds, scores_table, source_sounds, Trial)
+    hits, MAIN_SOURCES, QUICK_JUDGES, score_sounds, scores_table, source_sounds, Trial)
 from ..speech.generate import Speaker
-from ..speech.score import hits
 from ..train.parts import train_dvae
 from ..train.runs import new_run
 from ..train.step import step_before_after, step_modes

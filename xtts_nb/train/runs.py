@@ -21,7 +21,7 @@ from ..config import UserError, XTTSConfig
 from ..data.native import BatchPlan
 from ..models.dvae import load_dvae
 from ..files import atomic_file, atomic_folder, fingerprint, load_weights, read_json, write_json
-from ..speech.score import Listener
+from ..speech.evaluate import Listener, mean_world_scores, world_package
 from ..models.xtts import XTTS
 from ..data.text import Tokenizer
 from .trainer import Trainer, epochs_to_steps, on_device
@@ -222,10 +222,8 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray) -> Listener | None:
         raise UserError('training.listen_clips: there is nothing to listen to; hold clips out and set '
                         'training.validate_every.')
     clips = np.flatnonzero(out & within_limits(cache, xtts.config.data))
-    judge = None
-    if training.listen_world:
-        from xtts_nb.speech.evaluate import mean_world_scores as judge, world_package
-        world_package()
+    judge = mean_world_scores if training.listen_world else None
+    if judge: world_package()   # a missing one is named before the training begins
     return Listener(xtts, cache, clips, training.listen_clips, _encoder(cache, xtts.config), judge)
 
 # %% ../../nbs/train/runs.ipynb #1337b1c1

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from xtts_nb.speech.score import dtw_distance, hits, level_free
+from xtts_nb.speech.evaluate import dtw_distance, hits, level_free
 
 
 def loops(query, reference):

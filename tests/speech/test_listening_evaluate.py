@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.speech import score as listening
+from xtts_nb.speech import evaluate as listening
 from xtts_nb.speech.generate import Sampling
 from xtts_nb.train import runs
 from xtts_nb.train.finetune import make_update
 from xtts_nb.data.audio import load_audio
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan
-from xtts_nb.speech.score import Listener, plot_spoken, spoken_distance
+from xtts_nb.speech.evaluate import Listener, plot_spoken, spoken_distance
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.runs import export_run, new_run, resume_run
 from xtts_nb.train.trainer import Trainer
