@@ -46,10 +46,10 @@ from ..files import atomic_file, atomic_folder, fingerprint, read_json, real_pla
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS
 from ..monitor.live import device_names, plot_samples
-from ..report import facts, heading, picture, player, plot_mels, write_report
 from ..sampler import best_probe, Sampler
 from ..speech.evaluate import (
-    hits, MAIN_SOURCES, QUICK_JUDGES, score_sounds, scores_table, source_sounds, Trial)
+    facts, heading, hits, MAIN_SOURCES, picture, player, plot_mels, QUICK_JUDGES, score_sounds, scores_table,
+    source_sounds, Trial, write_report)
 from ..speech.generate import Speaker
 from ..train.parts import train_dvae
 from ..train.runs import new_run

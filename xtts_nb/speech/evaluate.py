@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['SCORES', 'RATE', 'HOP', 'SILENCE_LEVEL', 'AUDIO', 'QUICK_JUDGES', 'JUDGES', 'SOUND_SOURCES', 'MAIN_SOURCES',
-           'SCORE_STYLE', 'SOURCE_COLOURS', 'dtw_distance', 'warp_path', 'level_free', 'hits', 'Score', 'sounding',
-           'Sound', 'package', 'world_package', 'mel_cepstrum', 'world', 'analyse', 'world_scores', 'mean_world_scores',
-           'Wanted', 'warping_judge', 'world_judge', 'dnsmos_judge', 'words_judge', 'speaker_judge', 'Trial',
-           'read_clips', 'choose_trials', 'copy_synthesis', 'speak_trials', 'speak_sources', 'source_sounds', 'badness',
-           'spread', 'fault', 'Evaluation', 'score_sounds', 'judged', 'evaluate', 'scores_text', 'scores_line',
+           'REPORT_STYLE', 'SCORE_STYLE', 'SOURCE_COLOURS', 'dtw_distance', 'warp_path', 'level_free', 'hits', 'Score',
+           'sounding', 'Sound', 'package', 'world_package', 'mel_cepstrum', 'world', 'analyse', 'world_scores',
+           'mean_world_scores', 'Wanted', 'warping_judge', 'world_judge', 'dnsmos_judge', 'words_judge',
+           'speaker_judge', 'Trial', 'read_clips', 'choose_trials', 'copy_synthesis', 'speak_trials', 'speak_sources',
+           'source_sounds', 'badness', 'spread', 'fault', 'Evaluation', 'score_sounds', 'judged', 'evaluate',
+           'scores_text', 'scores_line', 'picture', 'player', 'heading', 'facts', 'plot_mels', 'write_report',
            'scores_table', 'evaluation_report', 'spoken_distance', 'Listener', 'plot_spoken']
 
 # %% ../../nbs/speech/evaluate.ipynb #8916aed9
+import base64
 import html
 import importlib
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +28,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ..bench import png_bytes
 from ..config import AudioConfig, UserError
 from ..data.audio import griffin_lim, load_audio, log_mel, resample, save_audio
 from ..data.cache import Cache
@@ -34,7 +37,6 @@ from ..data.native import BatchPlan
 from ..data.prepare import ClipEncoder
 from ..files import atomic_file, write_json
 from ..models.xtts import XTTS
-from ..report import facts, heading, picture, player, plot_mels, write_report
 from .generate import generate, Sampling, Speaker
 
 # %% ../../nbs/speech/evaluate.ipynb #8e065fe4
@@ -551,6 +553,78 @@ def scores_line(scores: list[dict]) -> str:   # of `Evaluation`
                 for s in scores if s['fault']]
     return ('Scores, as model (copy-synthesis, untrained): ' + ', '.join(map(str.strip, offered)) +
             ('; not offered: ' * bool(left_out) + ', '.join(left_out)) + '.')
+
+# %% ../../nbs/speech/evaluate.ipynb #bb9dc6c7
+def picture(
+    fig,          # matplotlib Figure
+    label: str,   # its alternative text
+) -> str:
+    "A figure as an image inside the page."
+    data = base64.b64encode(png_bytes(fig)).decode()
+    return f'<img alt="{html.escape(label, quote=True)}" src="data:image/png;base64,{data}">'
+
+def player(path: str | Path, label: str) -> str:
+    "A wav file as a player inside the page."
+    data = base64.b64encode(Path(path).read_bytes()).decode()
+    audio = f'<audio controls src="data:audio/wav;base64,{data}"></audio>'
+    return f'<figure><figcaption>{html.escape(label)}</figcaption>{audio}</figure>'
+
+def heading(text: str, lead: str = '', level: int = 2) -> str:
+    "The title of a section and its first sentence; the text may run in either direction."
+    title = f'<h{level} dir="auto">{html.escape(text)}</h{level}>'
+    return title + (f'<p>{html.escape(lead)}</p>' if lead else '')
+
+def facts(values: dict) -> str:
+    "Key figures: large values with small names."
+    cell = lambda name, value: f'<div><b>{html.escape(str(value))}</b><span>{html.escape(name)}</span></div>'
+    return f'<div class="facts">{"".join(cell(*item) for item in values.items())}</div>'
+
+# %% ../../nbs/speech/evaluate.ipynb #33ec584e
+def plot_mels(
+    mels: dict[str, np.ndarray],      # title -> (F, C) log-mel
+    frames_per_second: float,
+):                                    # matplotlib Figure
+    "Mels side by side, on the same scales of time and level."
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(9, 1.75), layout='constrained')
+    longest, top = max(map(len, mels.values())) / frames_per_second, max(m.max() for m in mels.values())
+    for ax, (name, mel) in zip(fig.subplots(1, len(mels), sharey=True, squeeze=False)[0], mels.items()):
+        ax.imshow(mel.T, origin='lower', aspect='auto', cmap='magma', vmin=top - 12, vmax=top,
+                  extent=[0, len(mel) / frames_per_second, 0, mel.shape[1]])
+        ax.set(xlim=(0, longest), yticks=[], xlabel='s')
+        ax.set_title(name, size=8, loc='left')
+    return fig
+
+# %% ../../nbs/speech/evaluate.ipynb #5bc78941
+REPORT_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2530; --soft: #5c6b7a; --line: #dde3ea; --paper: #fff }
+body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 60rem; margin: 2.5rem auto; padding: 0 1.2rem }
+h1 { font-size: 1.7rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2.4rem 0 .2rem }
+h3 { font-size: 1rem; margin: 1.6rem 0 .2rem } p { margin: .2rem 0 .8rem }
+p, figcaption, .facts span { color: var(--soft) } figcaption, .facts span { font-size: .82rem }
+img { max-width: 100%; border-radius: 4px; background: #fff }
+.facts { display: flex; flex-wrap: wrap; gap: 1rem 2.4rem; margin: 1.2rem 0; padding: 1rem 0;
+         border: solid var(--line); border-width: 1px 0 }
+.facts b { display: block; font-size: 1.45rem; font-weight: 600 }
+table { border-collapse: collapse; font-size: .88rem; margin: .6rem 0 }
+th { text-align: left; font-weight: 600 }
+td, th { padding: .15rem 1.2rem .15rem 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere }
+td:first-child { text-align: right } td:only-child { text-align: left }
+.row { display: flex; flex-wrap: wrap; gap: .4rem 1.2rem } figure { margin: 0 }
+audio { height: 2.2rem; width: 17.5rem }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6ebf0; --soft: #9fb0c0; --line: #33404d; --paper: #12181f } }
+"""
+
+def write_report(path: str | Path, title: str, pieces: list[str]) -> Path:
+    "One self-contained file of pieces of HTML, whole or not at all."
+    name, body = html.escape(title), '\n'.join(pieces)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
+    page = (f'<!doctype html><html lang="en"><head>{head}<style>{REPORT_STYLE}</style></head>'
+            f'<body><h1>{name}</h1>{body}</body></html>\n')
+    with atomic_file(path) as part: part.write_text(page, encoding='utf-8')
+    return Path(path)
 
 # %% ../../nbs/speech/evaluate.ipynb #5c0e57a1
 SCORE_STYLE = """<style>
