@@ -348,7 +348,7 @@ def test_serve(ran, behind, bars, monkeypatch, tmp_path):
     hashed = behind('speech.voices.voice_model', 'abc')
     for name in ('a', 'b'): (tmp_path / f'{name}.safetensors').touch()
     def serve(service, ready, **_):
-        service.metrics.requests.update({429: 1, 200: 2})
+        for status, count in ((429, 1), (200, 2)): service.metrics.requests.labels(status).inc(count)
         ready('http://x:1')
     served, ports = behind('speech.serve.serve', serve), []
     monkeypatch.setattr('xtts_nb.speech.serve.check_port',

@@ -241,7 +241,9 @@ def test_pieces_follow_each_other(client, toy, service):
     spoken = [np.full(3 * PART, level(s.text)) for s in said]
     expected = np.concatenate([spoken[0], pause, spoken[1], pause, spoken[2]])
     np.testing.assert_allclose(samples(answer.content), expected, atol=1e-4)
-    assert service.metrics.codes == 3 * 48 and service.metrics.seconds == 9 * PART / RATE and not service.open
+    count = service.metrics.registry.get_sample_value
+    assert count('xtts_codes_total') == 3 * 48 and count('xtts_sound_seconds_total') == 9 * PART / RATE
+    assert not service.open
 
 def test_null_is_as_if_the_field_were_not_there(client, toy):
     nothing = dict.fromkeys(('speed', 'seed', 'temperature', 'language', 'response_format', 'top_k'))
@@ -309,7 +311,7 @@ def test_an_engine_that_fails_has_a_status(client, toy, error, status, service):
     toy.error = 0, error
     answer = client.post(SPEECH, json=ASKED | {'response_format': 'wav'})
     assert answer.status_code == status and answer.json()['error']['type'] == 'server_error'
-    assert not service.open and service.metrics.requests == {status: 1}
+    assert not service.open and service.metrics.statuses() == {status: 1}
 
 def test_while_it_ends(client, service, toy):
     service.ends = time.monotonic() + 9
@@ -325,12 +327,16 @@ def test_metrics(client, service):
                 'xtts_codes_total 96', 'xtts_sound_seconds_total 0.6', 'xtts_first_sound_seconds_count 2',
                 'xtts_queue_length 0', 'xtts_rows_busy 0',
                 '# TYPE xtts_first_sound_seconds histogram'} - {*lines}
-    metrics = Metrics()
-    for seconds in (0.05, 0.1, 3, 99): metrics.first_sound(seconds)
-    counts = re.findall(r'le="(.+)"} (\d)', metrics.text(0, 0))
+    metrics = Metrics(SimpleNamespace(waiting=7, busy=2))
+    for seconds in (0.05, 0.1, 3, 99): metrics.first_sound.observe(seconds)
+    counts = re.findall(r'le="(.+)"} (\d)', metrics.text())
     assert ' '.join(f'{edge}:{n}' for edge, n in counts) == (
         '0.1:2 0.2:2 0.5:2 1:2 2:2 5:3 10:3 30:3 60:3 +Inf:4')
-    assert 'first_sound_seconds_sum 102.15' in metrics.text(0, 0)
+    assert {'xtts_first_sound_seconds_sum 102.15', 'xtts_queue_length 7', 'xtts_rows_busy 2'} <= {
+        *metrics.text().splitlines()}
+    assert {line.split()[2] for line in lines if line.startswith('# TYPE')} == {f'xtts_{name}' for name in (
+        'requests_total', 'queue_length', 'rows_busy', 'codes_total', 'sound_seconds_total',
+        'first_sound_seconds')}
 
 
 # --- voices -------------------------------------------------------------------------------------------------
@@ -449,7 +455,7 @@ def test_a_client_that_goes_away_before_the_first_sound(service, toy):
         until(lambda: toy.submitted)
         sock.close()
         until(lambda: all(s.cancelled.is_set() for s in toy.submitted) and not service.open)
-        until(lambda: service.metrics.requests == {499: 1})
+        until(lambda: service.metrics.statuses() == {499: 1})
 
 def test_a_client_that_does_not_read_is_given_up(service, toy):
     with served(service, stall_seconds=0.1) as url:

@@ -297,7 +297,7 @@ def _serve(
         for voice in [*folder().values()][:1]: engine.warm_up(voice)
     serve(service, host, port, grace, log=to_stderr,
           ready=lambda url: to_stderr(f'Ready: {url}, voices: {len(folder())}. Ctrl-C ends the service.'))
-    requests = dict(sorted(service.metrics.requests.items()))
+    requests = dict(sorted(service.metrics.statuses().items()))
     return {'requests': requests}, f'Requests by status: {requests}'
 
 

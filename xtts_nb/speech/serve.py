@@ -12,11 +12,12 @@ __all__ = ['BODY_BYTES', 'REQUEST_SECONDS', 'FORMATS', 'AHEAD', 'SPEECH', 'MODEL
 import asyncio
 import io
 import ipaddress
+import re
 import secrets
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import contextmanager, ExitStack, suppress
 from datetime import datetime
@@ -35,10 +36,12 @@ from ..data.audio import pcm16, wav_header
 from ..files import raise_file_limit
 
 try:
-    import anyio, h11, uvicorn
+    import anyio, uvicorn
     from anyio.to_thread import run_sync
     from fastapi import FastAPI, Request
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from prometheus_client import (
+        CollectorRegistry, Counter, disable_created_metrics, Gauge, generate_latest, Histogram)
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -225,34 +228,32 @@ class VoiceFolder:
         return {path.stem: voice for path, (_, voice) in found.items() if voice is not None}
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0015
+disable_created_metrics()   # no time of creation beside each counter
+
 class Metrics:
     "What the service counts."
     EDGES = 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60   # s
 
-    def __init__(self):
-        self.requests, self.codes, self.seconds = Counter(), 0, 0.
-        self.first_sounds, self.first_seconds = Counter(), 0.
+    def __init__(self, engine):   # an `Engine`
+        self.registry = CollectorRegistry()
+        here = {'namespace': 'xtts', 'registry': self.registry}
+        self.requests = Counter('requests', 'Requests by the status of their answer.', ['status'], **here)
+        self.codes = Counter('codes', 'Codes that were spoken.', **here)
+        self.seconds = Counter('sound_seconds', 'Seconds of sound that were sent.', **here)
+        self.first_sound = Histogram('first_sound_seconds', 'From a request to its first sound.',
+                                     buckets=self.EDGES, **here)
+        Gauge('queue_length', 'Texts without a row.', **here).set_function(lambda: engine.waiting)
+        Gauge('rows_busy', 'Rows in use.', **here).set_function(lambda: engine.busy)
 
-    def first_sound(self, seconds: float):
-        self.first_seconds += seconds
-        self.first_sounds[next((edge for edge in self.EDGES if seconds <= edge), '+Inf')] += 1
+    def statuses(self) -> dict[int, int]:
+        "How many requests ended with each status."
+        samples = (s for metric in self.requests.collect() for s in metric.samples)
+        return {int(s.labels['status']): int(s.value) for s in samples if s.name.endswith('_total')}
 
-    def text(self, queue: int, busy: int) -> str:
+    def text(self) -> str:
         "All numbers in the text format of Prometheus."
-        edges = (*self.EDGES, '+Inf')
-        below = np.cumsum([self.first_sounds[edge] for edge in edges])
-        firsts = {f'_bucket{{le="{edge}"}}': n for edge, n in zip(edges, below)}
-        firsts |= {'_sum': round(self.first_seconds, 3), '_count': below[-1]}
-        statuses = {f'{{status="{status}"}}': n for status, n in sorted(self.requests.items())}
-        lines = []
-        for name, kind, values in (
-                ('requests_total', 'counter', statuses), ('queue_length', 'gauge', {'': queue}),
-                ('rows_busy', 'gauge', {'': busy}), ('codes_total', 'counter', {'': self.codes}),
-                ('sound_seconds_total', 'counter', {'': round(self.seconds, 3)}),
-                ('first_sound_seconds', 'histogram', firsts)):
-            lines.append(f'# TYPE xtts_{name} {kind}')
-            lines += [f'xtts_{name}{label} {value}' for label, value in values.items()]
-        return '\n'.join(lines) + '\n'
+        text = generate_latest(self.registry).decode()
+        return re.sub(r'\.0(?="|$)', '', text, flags=re.MULTILINE)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0017
 AHEAD = 2   # pieces of a request in the engine
@@ -279,7 +280,7 @@ class SpeechService:
         if language and language not in (*known, 'auto'):
             raise UserError(f'The model has no language "{language}"; it has {", ".join(known)}.')
         self.language = language or ('en' if 'en' in known else known[0])
-        self.key, self.wait, self.metrics = key and key.strip(), wait, Metrics()
+        self.key, self.wait, self.metrics = key and key.strip(), wait, Metrics(engine)
         self.rows, self.formats = len(engine.rows.streams), sound_formats(engine.sample_rate)
         self.open, self.ends = 0, None   # requests under way; when the last must have ended, after SIGTERM
         self.threads = anyio.CapacityLimiter(self.rows + queue)
@@ -413,11 +414,11 @@ async def sound(self: SpeechService,
                 self._submit(live, rest, wanted, voice, True)
                 if samples and not sent:
                     notes['first'] = time.monotonic() - notes['began']
-                    self.metrics.first_sound(notes['first'])
+                    self.metrics.first_sound.observe(notes['first'])
                 sent += samples or 0
                 if part: yield part
             live.popleft()
-            self.metrics.codes += utterance.codes
+            self.metrics.codes.inc(utterance.codes)
             self._submit(live, rest, wanted, voice, True)
         self.whole += 1
         end = await run_sync(writer.end)
@@ -425,10 +426,10 @@ async def sound(self: SpeechService,
             yield end[i:i + 2**16]
     finally:
         if timer: timer.cancel()
-        self.metrics.seconds += sent / rate
+        self.metrics.seconds.inc(sent / rate)
         for utterance, *_ in live:
             utterance.cancel()
-            self.metrics.codes += utterance.codes
+            self.metrics.codes.inc(utterance.codes)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e001b
 class SoundAnswer(StreamingResponse):
@@ -488,7 +489,7 @@ class _Gate:
             status = 500
             raise
         finally:
-            if scope['path'] == SPEECH: self.service.metrics.requests[status] += 1
+            if scope['path'] == SPEECH: self.service.metrics.requests.labels(status).inc()
             self.log(access_line(scope, status, notes))
 
     async def _answer(self, scope, receive, send):
@@ -538,7 +539,7 @@ def speech_app(
     async def models(): return {'object': 'list', 'data': [MODEL]}
 
     @app.get('/metrics', response_class=PlainTextResponse)
-    async def metrics(): return service.metrics.text(service.engine.waiting, service.engine.busy)
+    async def metrics(): return service.metrics.text()
 
     @app.head('/health', include_in_schema=False)
     @app.get('/health')
@@ -594,9 +595,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str):   # no answer may be under way
         if self.cycle and self.cycle.response_started and not self.idle: return self.transport.abort()
         answer = error_answer(ServiceError(400, msg, Connection='close'))
-        head = h11.Response(status_code=400, headers=answer.raw_headers)
-        for event in (head, h11.Data(data=answer.body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event))
+        head = [b'HTTP/1.1 400 Bad Request', *(b': '.join(pair) for pair in answer.raw_headers), b'', b'']
+        self.transport.write(b'\r\n'.join(head) + answer.body)
         self.transport.close()
 
     def pause_writing(self):
