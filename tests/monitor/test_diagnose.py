@@ -13,7 +13,7 @@ from xtts_nb.bench import Arm
 from xtts_nb.monitor import diagnose as costs, diagnose as rules, diagnose as diagnosis
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor.diagnose import (
-    MIN_GAIN, Diagnosis, Finding, Measured, RemedyTrial, _ranked, _shares, apply_remedies, compare_loops,
+    MIN_GAIN, Diagnosis, Finding, Measured, RemedyTrial, ranked, _shares, apply_remedies, compare_loops,
     diagnose, measured_gain)
 from xtts_nb.monitor.loop import tf_sleep, stages
 
@@ -32,9 +32,9 @@ def finding(disease, gain, cure=None): return Finding(disease, f'why {disease}',
 
 def test_earlier_findings_stay_before_equal_ones():
     found = [finding(name, gain) for name, gain in (('a', 1.5), ('b', 1.55), ('c', 3.), ('d', 1.2))]
-    assert [f.disease for f in _ranked(found)] == ['c', 'a', 'b', 'd']
+    assert [f.disease for f in ranked(found)] == ['c', 'a', 'b', 'd']
     found = [finding('a', 1.), finding('b', 1.1), finding('c', 1.11)]
-    assert [f.disease for f in _ranked(found)] == ['c', 'a', 'b']
+    assert [f.disease for f in ranked(found)] == ['c', 'a', 'b']
 
 
 @pytest.mark.parametrize('more, shares', [

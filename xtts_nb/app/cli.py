@@ -8,6 +8,7 @@ __all__ = ['ModelFolder', 'DataOption', 'BatchesOption', 'RowsOption', 'SecondsO
 # %% ../../nbs/app/cli.ipynb #95e5c2c2
 import os
 import shlex
+import sys
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -253,8 +254,10 @@ LearningOption = option(bool, 'Also try remedies that change what is learned: ba
 def _with_rows(config, batch_size: int | None): return config.replace(data=given(batch_size=batch_size))
 
 # %% ../../nbs/app/cli.ipynb #975587b4
-@_speed('diagnose', example='--data cache/mine --apply --out faster.yaml')
+@_speed('diagnose', example='train.py')
 def _diagnose(
+    script: argument(list[str] | None, 'A training script of yours, and behind -- its arguments; default: '
+                     'the training of this library.') = None,
     config: Settings = None,
     data: DataOption = None,
     out: option(Path | None, 'New file for the faster settings, with --apply.') = None,
@@ -267,11 +270,26 @@ def _diagnose(
 ):
     "Find out why training is slow, what to change, and the expected gain."
     from xtts_nb.config import UserError
+    if script:
+        return _diagnosed_script(script, seconds, config, data, out, batch_size, apply, change_learning)
     if out and not apply:
         raise UserError('diagnose: --out is for the settings that --apply finds; give both.')
     found, text = _diagnosed('diagnose', config, data, out, batch_size, num_batches, seconds, apply,
                              change_learning)
     return found.pop('diagnosis') | found, text
+
+# %% ../../nbs/app/cli.ipynb #975587b5
+def _diagnosed_script(script: list[str], seconds: float, *others) -> tuple[dict, str]:
+    "What slows a script, which runs as it would without us; what it prints goes to stderr."
+    from contextlib import redirect_stdout
+    from xtts_nb.config import UserError
+    if any(others):
+        raise UserError('diagnose SCRIPT: only --seconds and --json act on a script; leave the other options '
+                        'out.')
+    from xtts_nb.monitor.program import explain, finding_lines, watch_script
+    with redirect_stdout(sys.stderr):
+        found, notes = explain(watch_script(script[0], script[1:], seconds))
+    return {'findings': [f.to_dict() for f in found], 'notes': notes}, '\n'.join(finding_lines(found, notes))
 
 # %% ../../nbs/app/cli.ipynb #9f5ad44b
 @_speed('quick-fix', example='--data cache/mine --out faster.yaml')

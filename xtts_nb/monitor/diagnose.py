@@ -10,7 +10,7 @@ __all__ = ['MIN_GAIN', 'SMALL_FILE', 'NO_GAIN', 'PRODUCTS', 'WIDE_DTYPES', 'NOT_
            'find_input_bound', 'changed_arguments', 'find_retracing', 'find_variable_shapes', 'pad_to_few_shapes',
            'note_repeated_compilation', 'find_host_sync', 'find_device_copy', 'find_python_in_step', 'find_tiny_batch',
            'merge_batches', 'find_uncompiled_step', 'find_missing_xla', 'matrix_products', 'product_runner',
-           'find_wide_dtype', 'note_for_a_gpu', 'Diagnosis', 'diagnose', 'compare_loops', 'measured_gain',
+           'find_wide_dtype', 'note_for_a_gpu', 'Diagnosis', 'diagnose', 'ranked', 'compare_loops', 'measured_gain',
            'RemedyTrial', 'apply_remedies']
 
 # %% ../../nbs/monitor/diagnose.ipynb #728bdc97
@@ -222,11 +222,18 @@ class Finding:
     predicted_gain: float      # wall time per row now divided by wall time after the remedy
     cure: Callable | None = field(default=None, repr=False, compare=False)   # (dataset, step) -> the same
     alters: str = ''           # what the cure changes of what is learned
+    place: str = ''            # file:line of the program
+    line: str = ''             # its text
+    change: str = ''           # lines of code to write instead
+    low: float = 0.            # the interval of the gain; 0: unknown
+    high: float = 0.
 
     def to_dict(self) -> dict:
         "For JSON, without the cure."
+        known = {k: getattr(self, k) for k in ('place', 'line', 'change') if getattr(self, k)}
+        interval = {'gain_interval': [round(self.low, 2), round(self.high, 2)]} if self.high else {}
         return {'disease': self.disease, 'evidence': self.evidence, 'remedy': self.remedy,
-                'predicted_gain': round(self.predicted_gain, 2)}
+                'predicted_gain': round(self.predicted_gain, 2)} | interval | known
 
 def ms(seconds: float) -> str: return f'{1e3 * seconds:.1f} ms'
 
@@ -669,7 +676,7 @@ def diagnose(
     found = [_ask(rule, c) for rule in INPUT_RULES]
     if not any(f and f.predicted_gain >= MIN_GAIN for f in found): found.append(find_input_bound(c))
     found += [_ask(rule, c) for rule in STEP_RULES]
-    findings = _ranked([f for f in found if f and f.predicted_gain >= MIN_GAIN])
+    findings = ranked([f for f in found if f and f.predicted_gain >= MIN_GAIN])
     shares, (stage, _) = _shares(m), c.slowest_stage
     bound = max(shares, key=shares.get)
     return Diagnosis(findings, m, f'{bound}-bound', shares, stage and stage.name, c.notes, c.unseen,
@@ -688,7 +695,7 @@ def _shares(m: Measured) -> dict[str, float]:
     parts = {'input': input_, 'host': max(0., m.loop - input_ - m.compute), 'compute': min(m.compute, m.loop)}
     return {name: round(s / sum(parts.values()), 3) for name, s in parts.items()}
 
-def _ranked(findings: list[Finding]) -> list[Finding]:
+def ranked(findings: list[Finding]) -> list[Finding]:
     "Largest gain first; a finding moves before an earlier one only if it promises clearly more."
     out = []
     for f in findings:

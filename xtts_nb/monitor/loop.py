@@ -736,7 +736,8 @@ class FitPhases:
 
     def __call__(self, iterator):
         with self.intervals.timer.phase('wait'): batch = next(iterator)
-        return self.intervals.step(self.one, keras.tree.map_structure(_without_optional, batch))
+        self.batch = keras.tree.map_structure(_without_optional, batch)   # the last one
+        return self.intervals.step(self.one, self.batch)
 
     def end(self):
         if self.model is None: return

@@ -1,0 +1,233 @@
+"What slows a program that was watched: the rules, `Diagnose` in `fit`, and scripts."
+import sys
+import time
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.config import UserError
+from xtts_nb.monitor import program as page
+from xtts_nb.monitor.program import (
+    Diagnose, Seen, explain, find_beside, find_growth, find_made_in_loop, find_own_python, find_pipelines,
+    find_python_input, find_traces, finding, finding_lines, gain_without, steady_part, variables_put_back,
+    watch_script)
+from xtts_nb.monitor.watch import Event, Look, Place, PythonCall
+
+LINE, OTHER = Place(__file__, 3), Place(__file__, 4)
+
+
+def watched(looks=(), events=(), python=(), **more):
+    "A watch of 10 s: the kind of each look, 100 a second, at one line."
+    looks = [Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside') for i,
+        k in enumerate(looks)]
+    given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={})
+    return SimpleNamespace(looks=looks, events=[*events], python=[*python], pipeline_place=lambda *_: None,
+                           **given | more)
+
+def seen(looks=(), events=(), loop=('next', LINE), **more) -> Seen:
+    watch = watched(looks, events, **more)
+    return Seen(watch, 0., 10., loop, [e for e in events if e.kind == loop[0]])
+
+def calls(kind, count, every=.1, seconds=.01, place=LINE, **more):
+    return [Event(kind, place, every * i, seconds, **more) for i in range(count)]
+
+def only(found):
+    (one,) = found
+    return one
+
+
+def test_the_main_loop_begins_with_its_third_call():
+    events = calls('next', 20, .5) + calls('call', 60, .15, place=OTHER) + calls('predict', 2)
+    part = steady_part(watched(['graph'] * 1000, sorted(events, key=lambda e: e.start)))
+    assert part.loop == ('call', OTHER) and part.begin == pytest.approx(.3)   # nearly as long, and more often
+    assert part.end == pytest.approx(59 * .15 + .01) and len(part.steps) == 58
+    assert len(part.looks) == 857
+    nothing = steady_part(watched(['own'] * 10))
+    assert nothing.loop == () and (nothing.begin, nothing.end) == (0., 10.)
+    fits = steady_part(watched([], calls('fits', 6, 1.) + calls('fit', 50)))
+    assert fits.loop == ('fits', LINE) and fits.begin == 2.
+    within = steady_part(watched([], calls('fit', 50), windows=[(1., 2.), (2., 4.05)]))
+    assert within.loop == ('fit', LINE) and (within.begin, within.end) == (2.,
+        4.05) and len(within.steps) == 21
+
+def test_shares_and_lines():
+    part = seen(['own'] * 10 + [(OTHER, 'own')] * 30 + ['graph'] * 60)
+    assert part.share('own') == .4 and part.share('own', place=LINE) == .1 and part.share('own',
+        'graph') == 1.
+    assert part.places('own') == [(OTHER, .3), (LINE, .1)] and part.error(.5) == pytest.approx(.2)
+
+@pytest.mark.parametrize('share, left, gain', [(.5, 0., 2.), (.5, .5, 4 / 3), (1., .25, 4.), (1., 0., 1000.)])
+def test_a_gain_follows_from_a_share(share, left, gain): assert gain_without(share,
+    left) == pytest.approx(gain)
+
+def test_a_finding_has_an_interval_and_a_line():
+    found = finding(seen(['own'] * 400), 'cause', 'evidence', 'remedy', .5, .2, LINE, 'a\nb')
+    assert found.predicted_gain == pytest.approx(1 / .6) and found.low < found.predicted_gain < found.high
+    assert found.place == 'test_program.py:3' and found.line == 'import time'
+    lines = finding_lines([found], ['a note'])
+    assert lines[0].startswith('1. cause at test_program.py:3: about 1.7 x as fast (')
+    assert lines[1:] == ['   > import time', '   evidence.', '   Change: remedy.', '       a', '       b',
+                         'Note: a note.']
+    assert finding_lines([], []) == ['Nothing to fix.']
+    assert {'place', 'line', 'change', 'gain_interval'} < found.to_dict().keys()
+
+def test_variables_are_put_back():
+    v = tf.Variable([1., 2.])
+    with variables_put_back() as possible: v.assign([5., 5.])
+    assert possible and v.numpy().tolist() == [1., 2.]
+    with variables_put_back(most=0.) as possible: v.assign([5., 5.])
+    assert not possible and v.numpy().tolist() == [5., 5.]
+
+@pytest.mark.parametrize('kind', ['model', 'optimizer', 'variable'])
+def test_what_is_made_in_the_loop(kind):
+    looks = ['trace'] * 40 + [(OTHER, 'eager')] * 10 + ['graph'] * 50
+    made = calls(kind, 9, place=OTHER)
+    found = only(find_made_in_loop(seen(looks, made)))
+    assert found.disease == page.MADE[kind] and found.place == 'test_program.py:4'
+    assert found.predicted_gain == pytest.approx(1 / (1 - .5 * .97))
+    assert find_made_in_loop(seen(looks, made[:2])) == [] == find_made_in_loop(seen(['graph'] * 99, made))
+    assert find_made_in_loop(seen(looks, made, loop=('fit', LINE))) == []
+
+def traced(step, values):
+    for value in values: step(*value)
+    return {id(step): step}
+
+@pytest.mark.parametrize('values, cause', [
+    ([(tf.zeros(2), n) for n in range(5)], 'retracing'), ([(tf.zeros(n), 0) for n in range(1, 6)],
+    'variable shapes')])
+def test_traces(values, cause):
+    functions = traced(tf.function(lambda x, n: x + n), values)
+    events = calls('call', 5, traced=True)
+    found = only(find_traces(seen(['trace'] * 60 + ['graph'] * 40, events, functions=functions)))
+    assert found.disease == cause and '60%' in found.evidence
+    assert found.predicted_gain == pytest.approx(1 / .412)
+    assert find_traces(seen(['trace'] * 60 + ['graph'] * 40, events[:2], functions=functions)) == []
+    assert find_traces(seen(['trace'] * 7 + ['graph'] * 93, events, functions=functions)) == []
+    new = [Event('call', LINE, .1 * i, .01, traced=True, new=True) for i in range(5)]
+    assert only(find_traces(seen(['trace'] * 60 + ['graph'] * 40, new))).disease.startswith('a new '
+                                                                                            'tf.function')
+
+def test_fit_that_traces_again():
+    looks = ['trace'] * 60 + ['graph'] * 40
+    found = only(find_traces(seen(looks, calls('fits', 9), loop=('fits', LINE))))
+    assert found.disease == 'fit traces its step again' and 'compile() once' in found.remedy
+    assert find_traces(seen(looks, calls('fits', 9) + calls('model', 3), loop=('fits', LINE))) == []
+
+@pytest.mark.parametrize('kind, cause', [('callback', 'a callback blocks'), ('save', 'saving blocks'),
+                                         ('summary', 'summaries at each step')])
+def test_what_is_done_beside_training(kind, cause):
+    found = only(find_beside(seen([kind] * 40 + ['graph'] * 60)))
+    assert found.disease == cause and '40%' in found.evidence
+    assert found.predicted_gain == pytest.approx(1 / .62)
+    assert find_beside(seen([kind] * 11 + ['graph'] * 89)) == []
+
+def test_python_of_the_program():
+    found = only(find_own_python(seen(['own'] * 30 + [(OTHER, 'numpy')] * 20 + ['graph'] * 50)))
+    assert found.place == 'test_program.py:3' and '50%' in found.evidence and 'inside' in found.evidence
+    assert found.predicted_gain == pytest.approx(1 / .55)
+    assert find_own_python(seen(['own'] * 14 + ['graph'] * 86)) == []
+
+def test_steps_that_take_longer_and_longer():
+    starts = np.cumsum(np.linspace(.01, .05, 60))
+    steps = [Event('next', LINE, t, .001) for t in starts]
+    looks = ['graph'] * 60 + [(OTHER, 'eager')] * 120
+    found = only(find_growth(seen(looks, steps)))
+    assert found.disease == 'time grows' and found.place == 'test_program.py:4'
+    assert find_growth(seen(looks, calls('next', 60))) == [] == find_growth(seen(looks, steps[:20]))
+
+def test_python_that_makes_the_batches():
+    python = [PythonCall(i * .1, i * .1 + .08, LINE, 'load') for i in range(100)]
+    found = only(find_python_input(seen(['input'] * 70 + ['graph'] * 30, python=python)))
+    assert found.disease == 'Python makes the batches' and '80%' in found.evidence and '70%' in found.evidence
+    assert find_python_input(seen(['input'] * 9 + ['graph'] * 91, python=python)) == []
+    assert find_python_input(seen(['input'] * 70 + ['graph'] * 30)) == []
+
+def test_pipelines_that_are_built_again():
+    made = [tf.data.Dataset.range(3).map(lambda x: x) for _ in range(5)]
+    found = only(find_pipelines(seen(['trace'] * 30 + ['graph'] * 70, datasets={LINE: made})))
+    assert found.disease == 'a pipeline is made in the loop'
+    assert found.predicted_gain == pytest.approx(1 / .709)
+    assert find_pipelines(seen(['trace'] * 30 + ['graph'] * 70, datasets={LINE: [made[0].take(2)] * 5})) == []
+
+@pytest.mark.parametrize('build, cause', [
+    (lambda d: d.map(lambda x: x + 1).repeat().cache(), 'cache after repeat'),
+    (lambda d: d.cache().take(3).repeat(), 'a cache that is never full'),
+    (lambda d: d.map(tf.io.decode_raw_or_read).shuffle(9), 'shuffle after decoding'),
+    (lambda d: d.take(3).cache().repeat(), None), (lambda d: d.cache().shuffle(5).repeat().take(9), None)])
+def test_the_order_of_a_pipeline(monkeypatch, build, cause):
+    monkeypatch.setattr(tf.io, 'decode_raw_or_read', lambda x: tf.io.read_file(tf.strings.as_string(x)),
+        raising=False)
+    shape = page._order(page.stages(build(tf.data.Dataset.range(9))))
+    assert (shape and shape.cause) == cause
+
+def test_a_rule_that_fails_takes_no_other_with_it(monkeypatch):
+    def broken(seen): raise ValueError('odd')
+    monkeypatch.setattr(page, 'PROGRAM_RULES', (broken, find_own_python))
+    found, notes = explain(watched(['own'] * 100))
+    assert [f.disease for f in found] == ['Python beside the step'] and notes == ['broken failed: '
+                                                                                  'ValueError: odd']
+    assert 'too short' in explain(watched(['own'] * 9))[1][0]
+
+
+SCRIPT = '''
+import sys
+import tensorflow as tf
+@tf.function
+def step(x, count): return tf.reduce_sum(tf.stack([x * i for i in range(40)])) + count
+total = 0.
+for i in range(int(sys.argv[1])): total = step(tf.ones(9), i)
+print(float(total))
+'''
+
+def test_a_script_runs_as_it_would_and_is_explained(tmp_path, capsys):
+    path, before = tmp_path / 'train.py', [*sys.argv]
+    path.write_text(SCRIPT)
+    watch = watch_script(path, ['40'])
+    assert float(capsys.readouterr().out) == 39 + 9 * 780 and sys.argv == before
+    found, _ = explain(watch)
+    assert found[0].disease == 'retracing' and found[0].place == 'train.py:7'
+    assert found[0].line.startswith('for i in range(int(sys.argv[1]))')
+    assert 'tf.constant(count)' in found[0].change
+
+def test_a_script_is_ended_when_enough_was_seen(tmp_path):
+    path = tmp_path / 'long.py'
+    path.write_text('import tensorflow as tf\nf = tf.function(lambda x: x + 1)\nx = tf.zeros(1)\n'
+                    'try:\n    while True: x = f(x)\nexcept Exception: pass\n')
+    start = time.perf_counter()
+    watch = watch_script(path, seconds=1.)
+    assert time.perf_counter() - start < 20 and len(watch.events) > 9
+
+def test_a_script_that_fails_is_named(tmp_path):
+    (tmp_path / 'bad.py').write_text('raise ValueError("no data")')
+    with pytest.raises(UserError, match='bad.py: failed while it was watched: ValueError: no data'):
+        watch_script(tmp_path / 'bad.py')
+    with pytest.raises(UserError,
+        match='none.py: there is no such script'): watch_script(tmp_path / 'none.py')
+
+def test_fit_is_watched_and_goes_on(capsys):
+    def rows():
+        for _ in range(600):
+            time.sleep(.004)
+            yield np.ones(3, 'float32'), np.ones(1, 'float32')
+    kinds = tf.TensorSpec(3), tf.TensorSpec(1)
+    data = tf.data.Dataset.from_generator(rows, output_signature=kinds).batch(4)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
+    lines = []
+    diagnose = Diagnose(steps=40, seconds=2., report=lines.append)
+    history = model.fit(data, epochs=1, verbose=0, callbacks=[diagnose])
+    assert len(history.history['loss']) == 1 and not isinstance(model.train_function, page.FitPhases)
+    assert diagnose.findings[0].disease == 'Python makes the batches' and diagnose.fit.wait_share > .5
+    assert lines[0].startswith('1. Python makes the batches at test_program.py:')
+
+def test_the_command_takes_a_script(ran, tmp_path):
+    path = tmp_path / 'train.py'
+    path.write_text(SCRIPT)
+    result = ran(f'diagnose --json {path} 40')
+    assert result.json['findings'][0]['disease'] == 'retracing' and result.json['notes'] is not None
+    assert result.json['findings'][0]['place'] == 'train.py:7'
+    refused = ran(f'diagnose --apply {path} 40')
+    assert refused.code == 2 and 'only --seconds and --json act on a script' in refused.err

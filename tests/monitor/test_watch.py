@@ -1,0 +1,130 @@
+"Watching a program: what a look says, what is counted, and that nothing stays replaced."
+import os
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from xtts_nb.monitor import watch as page
+from xtts_nb.monitor.loop import TF_FUNCTION
+from xtts_nb.monitor.watch import Place, Watch, is_users, look_at, place_of, users_frame
+
+HERE = __file__
+
+
+def stack(*frames):
+    "Frames from the innermost outwards, as (file, function, line)."
+    outer = None
+    for file, name, line in reversed(frames):
+        code = SimpleNamespace(co_filename=file, co_name=name, co_qualname=name)
+        outer = SimpleNamespace(f_code=code, f_lineno=line, f_back=outer)
+    return outer
+
+TF, KERAS = (f'{os.path.dirname(m.__file__)}/{part}' for m, part in ((tf, 'python'), (keras, 'src')))
+USER = ('/users/me/train.py', 'main', 42)
+
+@pytest.mark.parametrize('inside, kind', [
+    ([(f'{TF}/data/ops/iterator_ops.py', '__next__', 1)], 'input'),
+    ([(f'{TF}/framework/ops.py', 'numpy', 1)], 'fetch'),
+    ([(f'{TF}/ops/math_ops.py', 'add', 1)], 'eager'),
+    ([(f'{TF}/ops/math_ops.py', 'add', 1),
+      (f'{TF}/eager/polymorphic_function/tracing_compilation.py', 'trace_function', 1)], 'trace'),
+    ([(f'{TF}/eager/execute.py', 'quick_execute', 1),
+      (f'{TF}/eager/polymorphic_function/polymorphic_function.py', '__call__', 1)], 'graph'),
+    ([(f'{KERAS}/saving/saving_api.py', 'save_model', 1)], 'save'),
+    ([(f'{TF}/ops/summary_ops_v2.py', 'scalar', 1)], 'summary'),
+    ([(f'{np.__path__[0]}/core/numeric.py', 'full', 1)], 'numpy'), ([], 'own')])
+def test_a_look_says_what_a_line_waits_for(inside, kind):
+    look = look_at(stack(*inside, USER, ('/users/me/train.py', '<module>', 7)), 3.)
+    assert (look.time, look.place, look.kind) == (3., Place('/users/me/train.py', 42), kind)
+    assert look.within == (inside[-1][1] if inside else '')
+
+def test_a_callback_of_the_user_is_a_callback():
+    frames = [USER, (f'{KERAS}/callbacks/callback_list.py', 'on_epoch_end', 1),
+              (f'{KERAS}/backend/tensorflow/trainer.py', 'fit', 1), ('/users/me/train.py', '<module>', 50)]
+    assert look_at(stack(*frames)).kind == 'callback'
+    board = (f'{KERAS}/callbacks/tensorboard.py', 'TensorBoard.on_epoch_end', 1)
+    assert look_at(stack(board, *frames[1:])).callback == 'TensorBoard'
+
+def test_whose_file_it_is():
+    assert is_users(HERE) and is_users('<ipython-input-3-abc>') and is_users('<string>')
+    assert not is_users(tf.__file__) and not is_users(threading.__file__) and not is_users(page.__file__)
+    assert not is_users('<frozen importlib>')
+    here = sys._getframe()
+    assert users_frame(here) is here and place_of(here).file == HERE and place_of(None) is None
+    assert str(Place(HERE, 1)) == 'test_watch.py:1' and Place(HERE, 1).text.startswith('"Watching')
+
+def test_calls_are_counted_with_their_lines_and_nothing_stays_replaced():
+    double, before = tf.function(lambda x: 2 * x), TF_FUNCTION.__call__
+    data = tf.data.Dataset.range(6).batch(2)
+    with Watch(interval=.001) as watch:
+        for x in data: y = double(x)
+        y.numpy()
+        time.sleep(.05)
+    assert TF_FUNCTION.__call__ is before and not watch._patched
+    calls = [e for e in watch.events if e.kind == 'call']
+    assert [(e.traced, e.new) for e in calls] == [(True, True), (False, False), (False, False)]
+    assert sum(e.kind == 'next' for e in watch.events) == 4   # the last one ends the dataset
+    assert sum(e.kind == 'fetch' and e.place == Place(HERE,
+        calls[0].place.line + 1) for e in watch.events) == 1
+    assert calls[0].place.text == 'for x in data: y = double(x)' == next(iter(watch.datasets)).text
+    assert watch.looks[-1].kind == 'own' and watch.looks[-1].place.text == 'time.sleep(.05)'
+    assert watch.begun < watch.looks[0].time < watch.ended
+
+def test_rows_of_a_network_and_calls_inside_other_calls():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile('sgd', 'mse')
+    with Watch() as watch:
+        model(np.zeros((5, 3), 'float32'))
+        model.predict_on_batch(np.zeros((4, 3), 'float32'))
+        model.train_on_batch(np.zeros((1, 3), 'float32'), np.zeros((1, 2), 'float32'))
+    networks = [(e.kind, e.rows, e.name) for e in watch.events if e.rows]
+    assert networks == [('layer', 5, '__call__'), ('predict', 4, 'predict_on_batch'),
+                        ('train_on_batch', 1, 'train_on_batch')]
+    assert not [e for e in watch.events if e.kind == 'call']   # they are inside
+
+def test_what_is_made():
+    with Watch() as watch:
+        tf.Variable(1.).assign(2.)
+        keras.optimizers.SGD()
+        keras.Sequential()
+    assert [e.kind for e in watch.events if e.kind in page.PASSED][0] == 'variable'
+    kinds = [e.kind for e in watch.events]
+    assert kinds.count('model') == 1 and kinds.count('optimizer') == 1 and kinds.count('variable') >= 1
+
+def test_python_of_a_pipeline():
+    def slow(i):
+        time.sleep(.02)
+        return i
+    data = tf.data.Dataset.range(4).map(lambda i: tf.numpy_function(slow, [i], tf.int64))
+    with Watch(interval=.001) as watch: list(data)
+    assert len(watch.python) == 4 and all(p.end - p.start >= .02 for p in watch.python)
+    assert watch.pipeline_place(watch.begun, watch.ended).text == 'time.sleep(.02)'
+
+def test_functions_that_ran_operation_by_operation():
+    def step(x):
+        for _ in range(50): x = x + 1.
+        return x
+    with Watch(interval=.001) as watch:
+        until = time.time() + .5
+        while time.time() < until: step(tf.zeros(3))
+    (function, (x,)), *_ = watch.eager_functions()
+    assert function is step and x.shape == (3,)
+
+def test_another_thread_is_not_counted():
+    with Watch() as watch:
+        other = threading.Thread(target=lambda: tf.zeros(1).numpy())
+        other.start()
+        other.join()
+    assert not watch.events
+
+def test_a_function_that_this_version_lacks_is_left_out(monkeypatch):
+    monkeypatch.setitem(page.COUNTED, 'next', (('no.such.module:Thing', 'x'), ('tensorflow:Module',
+    'nothing')))
+    with Watch() as watch: tf.zeros(1).numpy()
+    assert [e.kind for e in watch.events] == ['fetch']
