@@ -9,7 +9,7 @@ __all__ = ['MIN_GAIN', 'SMALL_FILE', 'NO_GAIN', 'PRODUCTS', 'WIDE_DTYPES', 'NOT_
            'find_slow_disk', 'find_small_files', 'find_oversubscription', 'find_missing_prefetch', 'find_copy_bound',
            'find_input_bound', 'changed_arguments', 'find_retracing', 'find_variable_shapes', 'pad_to_few_shapes',
            'note_repeated_compilation', 'find_host_sync', 'find_device_copy', 'find_python_in_step', 'find_tiny_batch',
-           'merge_batches', 'find_uncompiled_step', 'find_missing_xla', 'matrix_products', 'product_runner',
+           'merge_batches', 'find_uncompiled_step', 'find_missing_xla', 'matrix_products', 'product_runner', 'once',
            'find_wide_dtype', 'note_for_a_gpu', 'Diagnosis', 'diagnose', 'ranked', 'compare_loops', 'measured_gain',
            'RemedyTrial', 'apply_remedies']
 
@@ -567,7 +567,7 @@ def product_runner(some: dict, dtype) -> Callable:
     makes = [(_product(key, dtype), number) for key, number in large]
     return lambda: [make() for make, number in makes for _ in range(number)]
 
-def _once(run: Callable) -> Callable:
+def once(run: Callable) -> Callable:
     "For `compare`: one item for each call."
     def arm():
         run()
@@ -585,7 +585,7 @@ def find_wide_dtype(c: Case) -> Finding | None:
         if not some or (wide == tf.float32 and not gpu): continue
         step = lambda: wait_for([call.function(*call.args, **call.kwargs) for call in c.calls][-1])
         runs = {'step': step, 'wide': product_runner(some, wide), 'narrow': product_runner(some, narrow)}
-        with time_budget(4.): timed = compare({name: _once(run) for name, run in runs.items()}, 'step_ms', 9)
+        with time_budget(4.): timed = compare({name: once(run) for name, run in runs.items()}, 'step_ms', 9)
         whole, now, then = (min(arm.times) for arm in timed.arms)
         share = min(1., now / whole)
         return Finding(disease, f'{sum(some.values())} matrix products per step in {wide.name} take '

@@ -32,12 +32,12 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import wait_for
+from ..bench import compare, wait_for
 from ..config import cores, UserError
 from .diagnose import (
     changed_arguments, Case, Finding, find_input_bound, find_missing_prefetch, find_oversubscription,
     find_single_threaded_map, find_slow_disk, find_small_files, find_wide_dtype, Measured, MIN_GAIN, ms,
-    ranked, repeat_if_finite)
+    once, ranked, repeat_if_finite)
 from .loop import (
     batch_rows, Call, covered_seconds, drain, FitPhases, python_operations, stage_seconds, stages,
     steady_mean, variation)
@@ -140,13 +140,7 @@ def variables_put_back(most: float = 2e9):
 # %% ../../nbs/monitor/program.ipynb #d0a00001
 def seconds_of(call: Callable, times: int = 3) -> float:
     "The shortest time of a call and of waiting for its result, after a first one."
-    wait_for(call())
-    out = []
-    for _ in range(times):
-        start = time.perf_counter()
-        wait_for(call())
-        out.append(time.perf_counter() - start)
-    return min(out)
+    return min(compare({'call': once(lambda: wait_for(call()))}, 'step_ms', times).arms[0].times)
 
 # %% ../../nbs/monitor/program.ipynb #b0a10009
 ROW_BY_ROW = 4   # rows of a call at most
@@ -183,7 +177,7 @@ def _many_rows(network, name: str, args: tuple, kwargs: dict, times: int, each: 
     many = lambda x: np.repeat(x, times, 0) if not tf.is_tensor(x) else tf.repeat(x, times, 0)
     grown = lambda x: tf.nest.map_structure(lambda t: many(t) if getattr(t, 'ndim', 0) else t, x)
     call = network if name == '__call__' else getattr(network, name)
-    if 'predict' in name and name == 'predict': kwargs = kwargs | {'verbose': 0}
+    if name == 'predict': kwargs = kwargs | {'verbose': 0}
     try:
         with variables_put_back() as possible:
             if not possible: return None
@@ -482,9 +476,8 @@ def _without_dropout(layer, rows: int) -> float:
 
 def _wide(seen: Seen, call: Call, computing: float) -> list[Finding]:
     period = seen.seconds / max(1, len(seen.steps))
-    m = Measured(loop=period, pipeline=0., step=computing * period, compute=computing * period, first=0.,
-        batches=24,
-                 rows=None)
+    used = computing * period
+    m = Measured(loop=period, pipeline=0., step=used, compute=used, first=0., batches=24, rows=None)
     with variables_put_back() as possible:
         found = possible and find_wide_dtype(Case(None, call.function, m, [], [call]))
     return [replace(found, place=str(seen.loop[1]), line=seen.loop[1].text)] if found else []
@@ -527,7 +520,7 @@ def find_tiny_steps(seen: Seen, times: int = 8) -> list[Finding]:
     "Steps whose fixed cost is larger than their work."
     beside = seen.share('callback', 'save', 'summary', 'eager')
     if not seen.steps or waiting(seen) > .5 or beside > .3: return []
-    period, rows, large = seen.seconds / len(seen.steps), None, None
+    period = seen.seconds / len(seen.steps)
     if seen.loop[0] == 'fit' and seen.watch.fits and seen.watch.fits[-1].one is not None:
         fit = seen.watch.fits[-1]
         rows, call, given = batch_rows(fit.batch), fit.one, (fit.batch,)
@@ -789,8 +782,7 @@ class Enough(BaseException):
 @contextmanager
 def every_fit_watched(watch: Watch):
     "Inside, each `fit` has a `Diagnose` that reports to `watch`."
-    owner = type(keras.Model).__mro__ and keras.Model
-    original = owner.fit
+    original = keras.Model.fit
     def fit(self, *args, **kwargs):
         own = kwargs.get('callbacks') or []
         own = [*own] if isinstance(own, (list, tuple)) else [own]
@@ -800,9 +792,9 @@ def every_fit_watched(watch: Watch):
         finally:
             event.seconds = time.perf_counter() - event.start
             watch.events.append(event)
-    owner.fit = fit
+    keras.Model.fit = fit
     try: yield
-    finally: owner.fit = original
+    finally: keras.Model.fit = original
 
 @contextmanager
 def ended_after(seconds: float, watch: Watch):

@@ -7,6 +7,7 @@ __all__ = ['MARKS', 'COUNTED', 'PASSED', 'is_users', 'Place', 'users_frame', 'pl
            'PythonCall', 'Watch']
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10003
+import gc
 import linecache
 import os
 import sys
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
+from types import FunctionType
 from typing import NamedTuple
 
 import numpy as np
-import psutil
 import tensorflow as tf
 from fastcore.basics import patch
 
@@ -104,15 +105,14 @@ def look_at(frame, now: float = 0.) -> Look:
     "What a stack says."
     best, place, within, inside, callback = None, None, '', True, ''
     while frame is not None:
-        code = frame.f_code
-        if inside and is_users(code.co_filename):
-            inside, place = False, Place(code.co_filename, frame.f_lineno)
-        kind, anywhere = _marks(code.co_filename, code.co_name)
+        code, file = frame.f_code, frame.f_code.co_filename
+        name = getattr(code, 'co_qualname', code.co_name)
+        if inside and is_users(file): inside, place = False, Place(file, frame.f_lineno)
+        kind, anywhere = _marks(file, code.co_name)
         if kind and (inside or anywhere) and (best is None or _RANK[kind] < _RANK[best]): best = kind
-        file = code.co_filename
         if not callback and 'keras/src/callbacks/' in file and 'callback_list' not in file:
-            callback = getattr(code, 'co_qualname', code.co_name).partition('.')[0]
-        if inside: within = code.co_qualname if hasattr(code, 'co_qualname') else code.co_name
+            callback = name.partition('.')[0]
+        if inside: within = name
         frame = frame.f_back
     return Look(now, place, best or 'own', within, callback)
 
@@ -157,7 +157,7 @@ class Watch:
         self.looks, self.events, self.python, self.datasets = [], [], [], {}
         self.functions, self.last, self.fits = {}, {}, []   # functions seen; last arguments by line; of fit
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
-        self.memory, self.beside, self.kept = [], [], {}   # (time, bytes); (time, place) of other threads
+        self.beside, self.kept = [], {}   # (time, place) of other threads; arguments of functions
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
 
     def __enter__(self):
@@ -200,7 +200,6 @@ def _look(self: Watch):
         self.looks.append(look := look_at(frame, now))
         if look.kind == 'eager' and turn % 20 == 0: self._keep_function(frame)
         if turn % 4 == 0: self._look_beside(frames, now)
-        if turn % 50 == 1: self.memory.append((now, psutil.Process().memory_info().rss))
         del frame, frames   # they would keep what the program has in its variables
 
 @patch
@@ -250,7 +249,6 @@ def _note_rows(self: Watch, event: Event, network, args: tuple, kwargs: dict):
     given = args[0] if args else kwargs.get('x', kwargs.get('inputs'))
     shape = np.shape(given) if isinstance(given, list) and not any(map(tf.is_tensor, given)) else None
     event.rows = shape[0] if shape else batch_rows(given) if given is not None else None
-    event.network = network.name
     self.last[event.kind, event.place] = network, event.name, args, kwargs
 
 @patch
@@ -293,8 +291,6 @@ def _keep_function(self: Watch, frame):
 @patch
 def eager_functions(self: Watch) -> list[tuple]:
     "Functions of the user that ran operation by operation, and the arguments of a call; most seen first."
-    import gc
-    from types import FunctionType
     out = []
     for code, args in self.kept.items():
         makers = [f for f in gc.get_referrers(code) if isinstance(f, FunctionType) and f.__code__ is code]
