@@ -85,7 +85,8 @@ def _notebooks(folder: argument(Path, 'A new folder.')):
     left_out = shutil.ignore_patterns('.ipynb_checkpoints', '*.yml', '*.py', '*.md', '__pycache__')
     with atomic_folder(folder) as part:
         shutil.copytree(pages, part, dirs_exist_ok=True, ignore=left_out)
-        shutil.copytree(records, part / 'benchmarks', dirs_exist_ok=True, ignore=left_out)
+        (part / 'benchmarks').mkdir(exist_ok=True)
+        for record in records.glob('*.json'): shutil.copy(record, part / 'benchmarks')
         copies = list(part.rglob('*.ipynb'))
         for page in copies:   # the cell that exports the library works in the repository alone
             notebook = read_json(page)
