@@ -7,6 +7,8 @@ bin = .venv/bin
 ready = .venv/.installed
 hide_gpu = $(if $(GPU),,CUDA_VISIBLE_DEVICES=-1)
 env = $(hide_gpu) TF_CPP_MIN_LOG_LEVEL=2 MPLBACKEND=Agg
+# Where images of Docker set it, each process compiles the 2,000 modules of TensorFlow anew, and pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all test-part test-torch test-browser records readme docs export clean lock
 
