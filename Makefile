@@ -10,7 +10,7 @@ env = $(hide_gpu) TF_CPP_MIN_LOG_LEVEL=2 MPLBACKEND=Agg
 # Where images of Docker set it, each process compiles the 2,000 modules of TensorFlow anew, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-part test-torch test-browser records readme docs export clean lock
+.PHONY: help demo test quick-pages quick-tests test-all test-part test-torch test-browser records readme docs export clean lock
 
 help:
 	@echo "make demo      train a small XTTS, measure each bottleneck before and after, and let it speak"
@@ -45,10 +45,16 @@ define style
 @$(bin)/python dev/in_step.py
 endef
 
+# Side by side, since pages and tests often wait: for what they measure, and for processes.
 test: $(ready)
 	$(style)
+	@$(MAKE) --no-print-directory -j2 quick-pages quick-tests
+
+quick-pages:
 	@echo "== every notebook"
 	@$(env) $(bin)/python dev/quick_pages.py $(two_pages) --flags "$(device)"
+
+quick-tests:
 	@echo "== tests"
 	@$(quick_tests)
 

@@ -2,7 +2,8 @@
 import os
 
 # On a CPU XLA takes four times as long to compile with its fusion emitters and LLVM's optimizations.
-XLA = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+XLA = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false ' \
+      '--xla_cpu_parallel_codegen_split_count=1'
 
 
 def choose():
