@@ -10,7 +10,7 @@ env = $(hide_gpu) TF_CPP_MIN_LOG_LEVEL=2 MPLBACKEND=Agg
 # Where images of Docker set it, each process compiles the 2,000 modules of TensorFlow anew, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick-pages quick-tests test-all test-part test-torch test-browser records readme docs export clean lock
+.PHONY: help demo test quick-pages slow-pages quick-tests test-all test-part test-torch test-browser records readme docs export clean lock
 
 help:
 	@echo "make demo      train a small XTTS, measure each bottleneck before and after, and let it speak"
@@ -56,19 +56,21 @@ quick-pages:
 
 quick-tests:
 	@echo "== tests"
-	@$(quick_tests)
+	@$(quick_tests) || [ $$? -eq $(none) ]
 
 # The slow cells of the lessons run in tests/test_browser.py, at the sizes that a user gets. ARGS may choose tests of
 # one kind alone: pytest exits with 5 where there are none.
+none = 0
 test-all: $(ready) test-torch
 	$(style)
+	@$(MAKE) --no-print-directory -j2 slow-pages quick-tests none=5
+	@echo "== slow tests"
+	@$(env) $(bin)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not $(other)" $(ARGS) || [ $$? -eq 5 ]
+
+slow-pages:
 	@echo "== every notebook, with the slow cells of all but the lessons"
 	@$(env) $(bin)/nbdev-test $(two_pages) --skip-file-re '^[_.0-9]' --flags "slow $(device)"
 	@$(env) $(bin)/nbdev-test $(two_pages) --file-re '^[0-9]' --flags "$(device)"
-	@echo "== quick tests"
-	@$(quick_tests) || [ $$? -eq 5 ]
-	@echo "== slow tests"
-	@$(env) $(bin)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not $(other)" $(ARGS) || [ $$? -eq 5 ]
 
 # Parts of about the same length by the seconds in dev/durations.json, which are renewed by
 # make test-all ARGS="--store-durations --durations-path dev/durations.json"
