@@ -37,8 +37,11 @@ if [ $with = uv ]; then
 else
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
-    # Not compiled, as uv leaves it too: most modules are never imported, and the others are compiled when they are.
+    # Not compiled, as uv leaves it too: most modules are never imported, and the others are compiled below.
     .venv/bin/python -m pip install -qq --no-compile -r requirements.lock
     .venv/bin/python -m pip install -qq --no-compile --no-deps --no-build-isolation -e .
 fi
+# Once here, and not in each of the processes with which the tests begin.
+TF_CPP_MIN_LOG_LEVEL=3 CUDA_VISIBLE_DEVICES=-1 PYTHONDONTWRITEBYTECODE= \
+    .venv/bin/python -c 'import tensorflow, keras, matplotlib.pyplot, pytest, nbdev.test' 2>/dev/null || true
 touch .venv/.installed
