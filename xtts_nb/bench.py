@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LEAST_ROUNDS', 'COLOURS', 'PHASES', 'PHASE_COLOURS', 'QUIET', 'WRITERS', 'TOOLS', 'PROMISES', 'Arm', 'Comparison',
-           'rows_markdown', 'time_budget', 'compare', 'trace_count', 'wait_for', 'to_device', 'host_syncs',
+           'rows_markdown', 'time_budget', 'compare', 'trace_count', 'wait_for', 'to_device', 'put_back', 'host_syncs',
            'emulated_steps', 'accelerator_utilisation', 'fed_steps', 'timeline', 'check_python', 'Peer', 'png_bytes',
            'device_name', 'cpu_name', 'noisy_rows', 'noise_text', 'benchmarks', 'record', 'recorded', 'headline',
            'record_origin', 'record_markdown', 'Promise', 'promise_row']
@@ -155,6 +155,15 @@ def to_device(batch, device: str | None = None):
     if not (device or tf.config.list_logical_devices('GPU')): return batch
     with tf.device(device or 'GPU:0'):
         return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+@contextmanager
+def put_back(variables: list):
+    "After the block, `variables`, of TensorFlow or Keras, have the values that they had before it."
+    import tensorflow as tf
+    now = [tf.identity(v) for v in variables]
+    try: yield
+    finally:
+        for v, value in zip(variables, now): v.assign(value)
 
 # %% ../nbs/base/bench.ipynb #941be55f
 @contextmanager

@@ -207,6 +207,25 @@ def test_a_script_that_fails_is_named(tmp_path):
     with pytest.raises(UserError,
         match='none.py: there is no such script'): watch_script(tmp_path / 'none.py')
 
+def test_a_training_that_fails_is_let_go():
+    "Keras calls no callback then; the next `fit` is watched as if nothing had been."
+    from tensorflow.python.data.ops.iterator_ops import OwnedIterator
+    plain, rows, failing = OwnedIterator.__next__, np.ones((64, 3), 'float32'), True
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if failing and batch == 3: raise RuntimeError('in the middle')
+    model, callback = keras.Sequential([keras.layers.Dense(1)]), Diagnose(report=None)
+    model.compile('sgd', 'mse')
+    train = lambda: model.fit(rows, rows[:, :1], batch_size=4, verbose=0, callbacks=[callback, Fails()])
+    with pytest.raises(RuntimeError, match='in the middle'): train()
+    assert OwnedIterator.__next__ is not plain
+    until = time.monotonic() + 30
+    while OwnedIterator.__next__ is not plain and time.monotonic() < until: time.sleep(.05)
+    assert OwnedIterator.__next__ is plain and callback.findings is None
+    failing = False
+    train()
+    assert OwnedIterator.__next__ is plain and callback.findings is not None
+
 def test_fit_is_watched_and_goes_on(capsys):
     def rows():
         for _ in range(600):

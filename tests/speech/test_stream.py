@@ -16,7 +16,7 @@ from xtts_nb.config import cores, DecoderConfig, UserError, XTTSConfig
 from xtts_nb.data.audio import griffin_lim, pcm16, synthetic_voice, wav_header
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder, stretch
-from xtts_nb.monitor.loop import trace_count
+from xtts_nb.bench import trace_count
 from xtts_nb.speech import stream as streaming
 from xtts_nb.speech.generate import never_stop, Speaker
 from xtts_nb.speech.guard import Rate

@@ -20,7 +20,8 @@ from xtts_nb.config import TrainingConfig, UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.step import averaged, learning_rate, Update
-from xtts_nb.monitor.loop import trace_count, StepTimer, to_device, wait_for
+from xtts_nb.bench import to_device, trace_count, wait_for
+from xtts_nb.monitor.loop import StepTimer
 from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.train.trainer import Hooks, Trainer, _mean, _numbers, epochs_to_steps, on_device
 

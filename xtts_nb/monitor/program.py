@@ -32,7 +32,7 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import compare, wait_for
+from ..bench import compare, put_back, wait_for
 from ..config import cores, UserError
 from .diagnose import (
     changed_arguments, Case, Finding, find_input_bound, find_missing_prefetch, find_oversubscription,
@@ -132,10 +132,7 @@ def variables_put_back(most: float = 2e9):
     if size > most:
         yield False
         return
-    kept = [(v, tf.identity(v)) for v in some]
-    try: yield True
-    finally:
-        for v, value in kept: v.assign(value)
+    with put_back(some): yield True
 
 # %% ../../nbs/monitor/program.ipynb #d0a00001
 def seconds_of(call: Callable, times: int = 3) -> float:
@@ -709,6 +706,11 @@ class FitRecord:
     batch: object = None
 
 # %% ../../nbs/monitor/program.ipynb #d0a0000b
+def _fit_frame(frame):
+    "That of `fit` itself, which ends with an error too; Keras calls no callback then."
+    while frame and frame.f_code.co_name != 'fit': frame = frame.f_back
+    return frame
+
 class Diagnose(keras.callbacks.Callback):
     "Watches some steps of `fit`, and says at its end what makes them slow."
     def __init__(self,
@@ -721,10 +723,13 @@ class Diagnose(keras.callbacks.Callback):
         super().__init__()
         self.most, self.most_seconds, self.warm, self.report, self.given = steps, seconds, warm, report, watch
         self.findings, self.notes, self.done = None, [], False
+        self.watch = self.phases = None
 
     def on_train_begin(self, logs=None):
         if self.done: return
-        self.watch = self.given or Watch().__enter__()
+        if self.phases: self.phases.end()   # of a training that has failed
+        if self.watch and not self.given: self.watch.__exit__()
+        self.watch = self.given or Watch(frame=_fit_frame(sys._getframe())).__enter__()
         self.fit, self.count, self.began, self.phases = FitRecord(self.model), 0, None, None
         total = (self.params.get('steps') or 10**9) * self.params.get('epochs', 1)
         self.part_at = self.warm + min(self.most, max(8, total // 2))   # a short training is watched half

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARKS', 'COUNTED', 'PASSED', 'is_users', 'Place', 'users_frame', 'place_of', 'Mark', 'Look', 'look_at', 'Event',
-           'PythonCall', 'Watch']
+           'PythonCall', 'Watch', 'is_running']
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10003
 import gc
@@ -152,8 +152,12 @@ class PythonCall(NamedTuple):
 # %% ../../nbs/monitor/watch.ipynb #a0a1000b
 class Watch:
     "Watches the thread that enters it: `with Watch() as watch: program()`."
-    def __init__(self, interval: float = .005, most: int = 200_000):
-        self.interval, self.most = interval, most   # s from look to look; events that are kept
+    def __init__(self,
+        interval: float = .005,   # s from look to look
+        most: int = 200_000,      # events that are kept
+        frame=None,               # the watch ends by itself when this one has ended; default: none
+    ):
+        self.interval, self.most, self.frame = interval, most, frame and (id(frame), frame.f_code)
         self.looks, self.events, self.python, self.datasets = [], [], [], {}
         self.functions, self.last, self.fits = {}, {}, []   # functions seen; last arguments by line; of fit
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
@@ -172,7 +176,7 @@ class Watch:
 
     def __exit__(self, *error):
         self._stop.set()
-        self._looker.join()
+        if threading.current_thread() is not self._looker: self._looker.join()
         self.ended = time.perf_counter()
         while self._patched:
             owner, name, function = self._patched.pop()
@@ -189,6 +193,11 @@ class Watch:
         setattr(owner, name, function)
 
 # %% ../../nbs/monitor/watch.ipynb #a0a1000c
+def is_running(frame, number: int, code) -> bool:
+    "Whether a frame, or one that called it, has this `id` and code."
+    while frame is not None and (id(frame), frame.f_code) != (number, code): frame = frame.f_back
+    return frame is not None
+
 @patch
 def _look(self: Watch):
     "The thread that looks."
@@ -196,6 +205,7 @@ def _look(self: Watch):
     while not self._stop.wait(self.interval):
         now, turn, frames = time.perf_counter(), turn + 1, sys._current_frames()
         frame = frames.pop(self.thread, None)
+        if self.frame and turn % 20 == 0 and not is_running(frame, *self.frame): self.__exit__()
         if frame is None: continue
         self.looks.append(look := look_at(frame, now))
         if look.kind == 'eager' and turn % 20 == 0: self._keep_function(frame)

@@ -17,13 +17,12 @@ from keras import ops
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, FontProperties, get_font
 
-from ..bench import png_bytes
+from ..bench import png_bytes, trace_count
 from ..config import UserError
 from ..data.audio import log_mel, resample, wav_bytes
 from ..data.text import TEXT_STOP
 from ..models.gpt import causal_mask, GPT, split_heads
 from ..models.xtts import XTTS
-from ..monitor.loop import trace_count
 from .generate import Sampling, Speaker
 from .voices import Voice
 from .long import text_pieces

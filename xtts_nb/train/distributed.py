@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
+from ..bench import to_device, wait_for
 from ..config import UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, one_reader, reader_of
 from ..data.cache import Column
@@ -25,7 +26,6 @@ from ..devices import card_names, DevicePlan
 from ..files import fingerprint
 from ..models.gpt import GPT
 from ..models.xtts import token_counts, XTTS
-from ..monitor.loop import to_device, wait_for
 from .dual import Feed, SoundReader
 from .launch import LOST_PEER, this_worker
 from .runs import new_run

@@ -31,6 +31,7 @@ import psutil
 import tensorflow as tf
 from tokenizers import Tokenizer as BPE
 
+from ..bench import put_back, to_device
 from ..config import control_groups, ModelConfig, setup_tf, TrainingConfig, UserError, XTTSConfig
 from ..data.text import LANGUAGE_CODE, learn_merges, Tokenizer
 from ..devices import DevicePlan
@@ -38,9 +39,8 @@ from ..files import atomic_file, atomic_folder, write_json
 from ..models.dvae import DVAE, parameter_count
 from ..models.gpt import GPT
 from ..models.xtts import forward_numbers, POLICIES, XTTS
-from ..monitor.loop import to_device
 from ..sampler import visible_cards
-from .step import choose_xla, compile_step, put_back, random_batch, Update, writes_in_place
+from .step import choose_xla, compile_step, random_batch, Update, writes_in_place
 from .trainer import Trainer
 
 # %% ../../nbs/train/finetune.ipynb #ea4477ca

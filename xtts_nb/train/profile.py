@@ -30,13 +30,13 @@ from fastcore.basics import patch
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import compare, device_name, png_bytes
+from ..bench import compare, device_name, png_bytes, to_device, wait_for
 from ..config import TrainingConfig, UserError
 from ..data.cache import Cache
 from ..devices import DevicePlan, setup_devices
 from ..files import atomic_file, named_weights
 from ..models.xtts import token_counts, token_losses, total_loss
-from ..monitor.loop import time_phases, to_device, wait_for
+from ..monitor.loop import time_phases
 from .dual import dual_trainer, overlap, plot_timeline, run_feed, stage_rows
 from .step import compile_step, Update
 from .trainer import Trainer

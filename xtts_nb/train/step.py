@@ -6,7 +6,7 @@
 __all__ = ['Schedule', 'DECAYED', 'WRITES_NOTHING', 'IN_PLACE', 'MODES', 'random_batch', 'Update', 'global_norm', 'Noam',
            'learning_rate', 'Assignable', 'AdamW', 'make_optimizer', 'bfloat16_units', 'choose_xla', 'two_programs',
            'writes_in_place', 'in_two', 'CompiledStep', 'compile_step', 'mode_line', 'step_modes', 'check_modes_agree',
-           'first_steps', 'step_before_after', 'LossScale', 'put_back', 'averaged']
+           'first_steps', 'step_before_after', 'LossScale', 'averaged']
 
 # %% ../../nbs/30_trainer_xla.ipynb #ddc9afc7
 import re
@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import compare, trace_count
+from ..bench import compare, put_back, trace_count
 from ..config import TrainingConfig, XTTSConfig
 from ..files import named_weights
 from ..models.gpt import fold_seed, GPT
@@ -379,14 +379,6 @@ class LossScale:
         self.good.assign(tf.where(grow, tf.zeros_like(good), good))
 
 # %% ../../nbs/30_trainer_xla.ipynb #639b3e55
-@contextmanager
-def put_back(variables: list):
-    "After the block, `variables` have the values that they had before it."
-    now = [tf.identity(v.value) for v in variables]
-    try: yield
-    finally:
-        for v, value in zip(variables, now): v.assign(value)
-
 @contextmanager
 def averaged(optimizer: keras.optimizers.Optimizer, variables: list):
     "Inside, `variables` hold their running means if the optimizer keeps any."

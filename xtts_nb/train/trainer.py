@@ -21,12 +21,13 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
+from ..bench import to_device, trace_count
 from ..config import TrainingConfig, UserError
 from ..data.native import BatchPlan
 from ..devices import products_in_tf32
 from ..files import append_line, atomic_file, load_weights, locked, open_weights, save_weights
 from ..models.xtts import XTTS
-from ..monitor.loop import StepTimer, to_device, trace_count
+from ..monitor.loop import StepTimer
 from .launch import catch_sigterm, late_interrupt
 from .step import compile_step, Update, WRITES_NOTHING
 
