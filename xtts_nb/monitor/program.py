@@ -518,23 +518,15 @@ def find_tiny_steps(seen: Seen, times: int = 8) -> list[Finding]:
     beside = seen.share('callback', 'save', 'summary', 'eager')
     if not seen.steps or waiting(seen) > .5 or beside > .3: return []
     period = seen.seconds / len(seen.steps)
-    if seen.loop[0] == 'fit' and seen.watch.fits and seen.watch.fits[-1].one is not None:
-        fit = seen.watch.fits[-1]
-        rows, call, given = batch_rows(fit.batch), fit.one, (fit.batch,)
-    else:
-        places = Counter(e.place for e in seen.events if e.kind == 'call')
-        key = ('call', places.most_common(1)[0][0]) if places else None
-        if key not in seen.watch.last: return []
-        call, _, given, kwargs = seen.watch.last[key]
-        if kwargs: return []
-        rows = batch_rows(given)
+    call = compiled_call(seen)
+    rows = batch_rows(call.args) if call and not call.kwargs else None
     if not rows or rows > 64: return []
     grow = lambda x: tf.repeat(x, times, 0) if tf.is_tensor(x) and x.shape.rank and x.shape[0] == rows else x
     try:
         with variables_put_back() as possible:
             if not possible: return []
-            small = seconds_of(lambda: call(*given))
-            large = seconds_of(lambda more=tf.nest.map_structure(grow, given): call(*more))
+            small = seconds_of(lambda: call.function(*call.args))
+            large = seconds_of(lambda more=tf.nest.map_structure(grow, call.args): call.function(*more))
     except Exception: return []   # a trial may fail in any way
     left = (large + max(0., period - small)) / (times * period)
     if left > .45: return []
