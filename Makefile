@@ -58,8 +58,8 @@ quick-tests:
 	@echo "== tests"
 	@$(quick_tests) || [ $$? -eq $(none) ]
 
-# The slow cells of the lessons run in tests/test_browser.py, at the sizes that a user gets. ARGS may choose tests of
-# one kind alone: pytest exits with 5 where there are none.
+# The lessons run in tests/test_browser.py, with their slow cells, at the sizes that a user gets. ARGS may choose tests
+# of one kind alone: pytest exits with 5 where there are none.
 none = 0
 test-all: $(ready) test-torch
 	$(style)
@@ -68,9 +68,8 @@ test-all: $(ready) test-torch
 	@$(env) $(bin)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not $(other)" $(ARGS) || [ $$? -eq 5 ]
 
 slow-pages:
-	@echo "== every notebook, with the slow cells of all but the lessons"
+	@echo "== every notebook but the lessons, with its slow cells"
 	@$(env) $(bin)/nbdev-test $(two_pages) --skip-file-re '^[_.0-9]' --flags "slow $(device)"
-	@$(env) $(bin)/nbdev-test $(two_pages) --file-re '^[0-9]' --flags "$(device)"
 
 # Parts of about the same length by the seconds in dev/durations.json, which are renewed by
 # make test-all ARGS="--store-durations --durations-path dev/durations.json"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import forkserver
@@ -172,7 +173,8 @@ class Forked:
         return self.process.exitcode
 
     def send_signal(self, number):
-        if self.process.exitcode is None: os.kill(self.pid, number)
+        if self.process.exitcode is not None: return
+        with suppress(ProcessLookupError): os.kill(self.pid, number)   # it may have ended since
 
     def terminate(self): self.send_signal(signal.SIGTERM)
 

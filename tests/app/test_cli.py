@@ -575,9 +575,10 @@ def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
 @pytest.mark.slow
 def test_ctrl_c_in_the_demo(tmp_path, cheap_xla):
     "At three stages of a small one, in the same folder."
+    program = SMALL.replace('pairs=2', 'pairs=2, sentences=6')
     for stage in 'train the DVAE', 'measure the step', 'train the GPT':
         check_stopped(interrupted('demo', '--out', tmp_path / 'demo', '--steps', '20', at=stage, timeout=900,
-                                  program=SMALL))
+                                  program=program))
         assert not [p for p in tree(tmp_path) if '.part' in p], stage
 
 def test_ctrl_c_ends_the_monitor(tmp_path):
