@@ -175,6 +175,16 @@ def test_a_run_that_somebody_trained_on_is_not_removed(cheap, prepared, mini, tm
         with pytest.raises(UserError, match=f'{run}: is not as a demo left it, and would be removed'): start()
         assert tree(tmp_path) == before
 
+def test_a_demo_of_another_length_replaces_its_own_run(cheap, prepared, mini, tmp_path):
+    "But not one that somebody trained further."
+    config, run = mini.replace(training={'steps': 2, 'checkpoint_every': 1}), tmp_path / 'run'
+    longer = config.replace(training={'steps': 3})
+    demo._fresh_run(prepared, config, run, []).fit()
+    assert demo._fresh_run(prepared, longer, run, []).step == 0
+    demo._fresh_run(prepared, config, run, []).fit()
+    (run / 'config.yaml').write_text(longer.to_yaml())   # as `train --run RUN --steps 3` does
+    with pytest.raises(UserError, match='not as a demo left it'): demo._fresh_run(prepared, longer, run, [])
+
 def test_a_folder_that_is_no_run_is_not_removed(prepared, small, tmp_path):
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run' / 'thesis').write_text('mine')

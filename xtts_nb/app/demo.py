@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DEMO_SENTENCES', 'VOICES', 'SYNCHRONOUS', 'DONT_EXIT', 'UTF8', 'CHARACTERS', 'ESPEAK_RATE', 'ESPEAK_PITCH', 'BEFORE',
-           'BETWEEN', 'AFTER', 'SynthVoice', 'espeak_files', 'short_path', 'unload', 'speak', 'Utterance',
+           'BETWEEN', 'AFTER', 'MARK', 'SynthVoice', 'espeak_files', 'short_path', 'unload', 'speak', 'Utterance',
            'plan_corpus', 'corpus_digest', 'make_corpus', 'held_out_pairs', 'plot_before_after', 'plot_losses',
            'plot_spread', 'html_table', 'counts_table', 'corpus_page', 'Pair', 'choose_pairs', 'speak_pairs',
            'score_pairs', 'count_hits', 'write_pairs', 'Stages', 'measure_before_after', 'prepare_cache', 'TrainedDemo',
@@ -579,14 +579,20 @@ def _fresh_run(cache: Cache, config: XTTSConfig, run: Path, held_out: list[str])
     "A run from the beginning; a second demo does not continue the run of the first."
     check_own_run(run, config)
     if (run / 'run.json').is_file(): shutil.rmtree(real_place(run))
-    return new_run(cache, config, run, held_out)
+    trainer = new_run(cache, config, run, held_out)
+    write_json(run / MARK, {'steps': config.training.steps})
+    return trainer
+
+MARK = 'demo.json'   # in a run that a demo has made: with how many steps
 
 def check_own_run(run: Path, config: XTTSConfig):
-    "Raise `UserError` if somebody has trained in `run` since a demo made it, or with other settings."
+    "Raise `UserError` if somebody has trained in `run` since a demo made it, by its mark or `config`."
     if not (run / 'run.json').is_file(): return
+    made = run / MARK
+    steps = read_json(made)['steps'] if made.is_file() else config.training.steps
     stored, last = XTTSConfig.load(run / 'config.yaml'), max(checkpoints(run / 'checkpoints'), default=None)
-    same = stored.training.steps == config.training.steps
-    if same and (last is None or int(last.stem.removeprefix('step-')) <= config.training.steps): return
+    same = stored.training.steps == steps
+    if same and (last is None or int(last.stem.removeprefix('step-')) <= steps): return
     raise UserError(f'{run}: is not as a demo left it, and would be removed; choose another folder with '
                     '--out, or remove it yourself.')
 
