@@ -222,6 +222,7 @@ def child(root: Path, kind: str, targets: list[str], left_out: list[str], out: s
     os.chdir(root)
     os.environ['PYTHONPATH'] = str(root)
     sys.path[:0] = [str(root), str(root / 'tests')]
+    sys.modules.pop('tree', None)   # that of this repository, not of the copy
     sys.dont_write_bytecode = True
     if kind == 'tests':
         import pytest
