@@ -42,13 +42,18 @@ def measure(
 
 
 def chosen(
-    names: list[str],    # of cases; none: all slow ones that show here
+    names: list[str],    # of cases; none: all
     half: str | None,
 ) -> list[Case]:
     known = {c.name: c for c in cases(half)}
     unknown = [n for n in names if n not in known]
     if unknown: raise SystemExit(f'no such case: {", ".join(unknown)}')
-    return [known[n] for n in names] or [c for c in known.values() if not c.healthy and not c.gpu_only]
+    return [known[n] for n in names or known]
+
+
+def shows_here(case: Case) -> bool:
+    "Whether a CPU shows a gain."
+    return not case.healthy and not case.gpu_only
 
 
 def in_words(row: dict) -> str:
@@ -58,11 +63,17 @@ def in_words(row: dict) -> str:
     return f'{factor}  {row["case"]:32} {rates} rows/s'
 
 
-def options():
+def parser_of(about: str) -> argparse.ArgumentParser:
+    "With the options that choose cases."
     by_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=by_lines)
+    parser = argparse.ArgumentParser(description=about, formatter_class=by_lines)
     parser.add_argument('names', nargs='*', metavar='NAME')
     parser.add_argument('--half', choices=HALVES)
+    return parser
+
+
+def options():
+    parser = parser_of(__doc__)
     parser.add_argument('--repeat', type=int, default=1, metavar='N')
     parser.add_argument('--json', action='store_true', help='one JSON object as the last line')
     return parser.parse_args()
@@ -75,6 +86,7 @@ def main():
         return
     rows = []
     for case in chosen(given.names, given.half):
+        if not (given.names or shows_here(case)): continue
         rows.append(measure(case, given.repeat))
         print(in_words(rows[-1]), file=sys.stderr if given.json else sys.stdout, flush=True)
     if given.json: print(json.dumps({'rows': rows}))

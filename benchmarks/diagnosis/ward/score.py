@@ -7,7 +7,6 @@ Each program is run by `xtts-nb diagnose` as its user would run it, in a process
 expressions of its `case.json` decide); a healthy one is a false alarm if there is any finding. `--ratios N`
 measures the gain too: slow and cured program take turns N times. Each case is a line of FILE, and a run
 that was stopped goes on there. Of the scored half only the counts are shown."""
-import argparse
 import json
 import os
 import subprocess
@@ -18,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
-from benchmarks.diagnosis.ward.cases import HALVES, Case, cases  # noqa: E402
-from benchmarks.diagnosis.ward.run import measure  # noqa: E402
+from benchmarks.diagnosis.ward.cases import HALVES, Case  # noqa: E402
+from benchmarks.diagnosis.ward.run import chosen, measure, parser_of, shows_here  # noqa: E402
 
 FIRST = 2        # findings that count
 LONGEST = 180    # s for a program and its diagnosis, before it counts as failed
@@ -98,10 +97,7 @@ def in_words(row: dict) -> str:
 
 
 def options():
-    by_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=by_lines)
-    parser.add_argument('names', nargs='*', metavar='NAME')
-    parser.add_argument('--half', choices=HALVES)
+    parser = parser_of(__doc__)
     parser.add_argument('--ratios', type=int, default=0, metavar='N')
     parser.add_argument('--seconds', type=float, default=30., help='of the loop of a program')
     parser.add_argument('--out', type=Path, help='a file with one JSON line for each case')
@@ -110,17 +106,13 @@ def options():
 
 def main():
     given = options()
-    some = [c for c in cases(given.half) if not given.names or c.name in given.names]
-    unknown = set(given.names) - {c.name for c in some}
-    if unknown: raise SystemExit(f'no such case: {", ".join(sorted(unknown))}')
     before = given.out.read_text(encoding='utf-8').splitlines() if given.out and given.out.exists() else []
     rows = [json.loads(line) for line in before]
     known = {r['case'] for r in rows}
-    for case in some:
+    for case in chosen(given.names, given.half):
         if case.name in known: continue
         said = diagnosed(case.scripts[0], given.seconds)
-        measured = given.ratios and not case.healthy and not case.gpu_only
-        ratio = measure(case, given.ratios)['ratio'] if measured else None
+        ratio = measure(case, given.ratios)['ratio'] if given.ratios and shows_here(case) else None
         rows.append(judge(case, said, ratio))
         if case.half != 'scored': print(in_words(rows[-1]), file=sys.stderr, flush=True)
         if given.out:
