@@ -10,7 +10,7 @@ env = $(hide_gpu) TF_CPP_MIN_LOG_LEVEL=2 MPLBACKEND=Agg
 # Where images of Docker set it, each process compiles the 2,000 modules of TensorFlow anew, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick-pages slow-pages quick-tests test-all test-part test-torch test-browser records readme docs export clean lock
+.PHONY: help demo test style quick-pages slow-pages quick-tests test-all test-part test-torch test-browser records readme docs export clean lock
 
 help:
 	@echo "make demo      train a small XTTS, measure each bottleneck before and after, and let it speak"
@@ -38,21 +38,18 @@ device = $(if $(GPU),gpu,cpu)
 other = $(if $(GPU),cpu,gpu)
 two_pages = --n-workers 2 --timing
 quick_tests = $(env) $(bin)/pytest -n 2 --dist worksteal -m "not slow and not $(other)" $(ARGS)
-define style
-@echo "== style"
-@$(bin)/ruff check nbs xtts_nb tests dev benchmarks
-@echo "== notebooks and library"
-@$(bin)/python dev/in_step.py
-endef
-
 # Side by side, since pages and tests often wait: for what they measure, and for processes.
 test: $(ready)
-	$(style)
-	@$(MAKE) --no-print-directory -j2 quick-pages quick-tests
+	@$(MAKE) --no-print-directory -j3 style quick-pages quick-tests
+
+style:
+	@echo "== style, notebooks and library"
+	@$(bin)/ruff check nbs xtts_nb tests dev benchmarks
+	@$(bin)/python dev/in_step.py
 
 quick-pages:
 	@echo "== every notebook"
-	@$(env) $(bin)/python dev/quick_pages.py $(two_pages) --flags "$(device)"
+	@$(env) $(bin)/python dev/run_pages.py $(two_pages) --flags "$(device)"
 
 quick-tests:
 	@echo "== tests"
@@ -62,14 +59,13 @@ quick-tests:
 # of one kind alone: pytest exits with 5 where there are none.
 none = 0
 test-all: $(ready) test-torch
-	$(style)
-	@$(MAKE) --no-print-directory -j2 slow-pages quick-tests none=5
+	@$(MAKE) --no-print-directory -j3 style slow-pages quick-tests none=5
 	@echo "== slow tests"
-	@$(env) $(bin)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not $(other)" $(ARGS) || [ $$? -eq 5 ]
+	@$(env) $(bin)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not $(other)" $(ARGS) || [ $$? -eq 5 ]
 
 slow-pages:
 	@echo "== every notebook but the lessons, with its slow cells"
-	@$(env) $(bin)/nbdev-test $(two_pages) --skip-file-re '^[_.0-9]' --flags "slow $(device)"
+	@$(env) $(bin)/python dev/run_pages.py $(two_pages) --skip-file-re '^[_.0-9]' --flags "slow $(device)"
 
 # Parts of about the same length by the seconds in dev/durations.json, which are renewed by
 # make test-all ARGS="--store-durations --durations-path dev/durations.json"

@@ -20,6 +20,8 @@ import quick
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('KERAS_BACKEND', 'tensorflow')
 os.environ.setdefault('MPLBACKEND', 'Agg')
+# `nbformat` would take three seconds to build grammars of addresses, which no notebook holds.
+sys.modules.setdefault('rfc3987_syntax', None)
 
 # Runs repeat bit for bit, and memory is allocated as it is needed.
 ON_GPU = {'TF_DETERMINISTIC_OPS': '1', 'TF_FORCE_GPU_ALLOW_GROWTH': 'true'}

@@ -17,8 +17,8 @@ from xtts_nb.config import UserError
 from xtts_nb import files
 from xtts_nb.data.cache import work_path
 from xtts_nb.files import (
-    append_line, atomic_file, atomic_folder, fingerprint, inside, locked, raise_file_limit, read_json,
-    write_json)
+    append_line, atomic_file, atomic_folder, check_writable, fingerprint, inside, locked, raise_file_limit,
+    read_json, write_json)
 
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit, MemoryError, UserError])
@@ -184,9 +184,16 @@ def test_a_failed_write_names_file_and_remedy(tmp_path, monkeypatch, number, rea
     assert tree(tmp_path) == kept
 
 
+def test_a_place_to_write_is_made_or_found_and_left_empty(tmp_path):
+    for _ in range(2): check_writable(tmp_path / 'a/b/c')
+    assert [p.name for p in tmp_path.rglob('*')] == ['a', 'b']
+    (tmp_path / 'file').write_text('mine')
+    with pytest.raises(UserError, match='a file stands where a folder is needed'):
+        check_writable(tmp_path / 'file/b')
+
 def test_a_file_in_the_way_of_a_folder(tmp_path):
     (tmp_path / 'a').write_text('mine')
-    with pytest.raises(UserError, match='a file stands where a folder is needed|File exists'):
+    with pytest.raises(UserError, match='a file stands where a folder is needed'):
         write_json(tmp_path / 'a' / 'b', 1)
     assert tree(tmp_path) == {'a': b'mine'}
 

@@ -73,6 +73,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
               errno.EROFS: 'the disk is read-only; choose another',
               errno.EFBIG: 'the file would be larger than allowed; choose another disk or raise the limit',
               errno.ENOTDIR: 'a file stands where a folder is needed; choose another place'}
+    remedy[errno.EEXIST] = remedy[errno.ENOTDIR]
     return UserError(f'{path}: {remedy.get(error.errno, str(error))}; nothing was written there.')
 
 # %% ../nbs/base/files.ipynb #f9f925a1

@@ -12,8 +12,8 @@ from xtts_nb.config import UserError
 from xtts_nb.monitor import program as page
 from xtts_nb.monitor.program import (
     Diagnose, Seen, explain, find_beside, find_growth, find_made_in_loop, find_own_python, find_pipelines,
-    find_python_input, find_traces, finding, finding_lines, gain_without, steady_part, variables_put_back,
-    watch_script)
+    find_python_input, find_single_rows, find_traces, finding, finding_lines, gain_without, steady_part,
+    variables_put_back, watch_script)
 from xtts_nb.monitor.watch import Event, Look, Place, PythonCall
 
 LINE, OTHER = Place(__file__, 3), Place(__file__, 4)
@@ -80,6 +80,24 @@ def test_variables_are_put_back():
     assert possible and v.numpy().tolist() == [1., 2.]
     with variables_put_back(most=0.) as possible: v.assign([5., 5.])
     assert not possible and v.numpy().tolist() == [5., 5.]
+
+@pytest.mark.parametrize('calls_made, rows, seconds, eager, is_found', [
+    (5, 1, .5, 0, True), (4, 1, .5, 0, False), (5, 4, .5, 0, True), (5, 5, .5, 0, False),
+    (5, 1, .2, 0, True), (5, 1, .19, 0, False), (5, 1, .5, 50, True), (5, 1, .5, 51, False)])
+def test_a_row_at_a_time(calls_made, rows, seconds, eager, is_found):
+    "Found from five calls, four rows and a tenth of the time on; not where all else runs eagerly too."
+    asked = []
+    network = lambda x: asked.append(len(x)) or tf.constant(0.)   # as fast for many rows as for one
+    events = calls('layer', calls_made, 1., seconds, rows=rows)
+    last = {('layer', LINE): (network, '__call__', (np.ones((rows, 3)),), {})}
+    found = find_single_rows(seen(['eager'] * eager + ['graph'] * (100 - eager), events, last=last))
+    assert bool(found) == is_found
+    if found:
+        assert only(found).disease == 'one row at a time' and found[0].place == 'test_program.py:3'
+        assert set(asked) == {32 * rows} and found[0].predicted_gain > 1
+    slow = {('layer', LINE): (lambda x: time.sleep(seconds * len(x)), '__call__', (np.ones((1, 3)),), {})}
+    quick = calls('layer', 100, .1, .002, rows=1)   # a row among many takes as long as alone
+    assert find_single_rows(seen(['graph'] * 100, quick, last=slow)) == []
 
 @pytest.mark.parametrize('kind', ['model', 'optimizer', 'variable'])
 def test_what_is_made_in_the_loop(kind):
