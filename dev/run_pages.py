@@ -1,16 +1,14 @@
-"""Test the pages as `nbdev-test` does, sooner: TensorFlow is imported once.
+"""Test the pages as `nbdev-test` does, sooner: TensorFlow is imported once and compiles as in quick tests.
 
-    python dev/run_pages.py --n-workers 2 --timing     options are those of `nbdev-test`
-
-Without slow cells it compiles as in quick tests; with them, in `make test-all`, as for a user."""
+    python dev/run_pages.py --n-workers 2 --timing     options are those of `nbdev-test`"""
 import os
 import sys
 
 import quick
 
-SLOW = any('slow' in given.split() for given in sys.argv)   # --flags "slow cpu"
+SLOW = any('slow' in given.split() for given in sys.argv)   # --flags "slow cpu": other processes take part
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'   # as the library sets it where it is imported first
-if not SLOW: quick.choose()
+quick.choose()
 
 from nbdev.test import nbdev_test  # noqa: E402
 

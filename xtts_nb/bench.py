@@ -443,7 +443,8 @@ WRITERS = {'data': 'bench data', 'step_speed': 'bench train',
 TOOLS = {'xla': 'python benchmarks/xla_gpu.py record',   # of a checkout
          'xla_memory': 'python benchmarks/xla_gpu.py memory',
          'growth': 'python benchmarks/growth.py --record',
-         'parity': 'python benchmarks/parity.py', 'gpt2': 'python benchmarks/gpt2.py'}
+         'parity': 'python benchmarks/parity.py COQUI_DIR --coqui-python PYTHON --record',
+         'gpt2': 'python benchmarks/gpt2.py --record'}
 
 def record_origin(
     one: dict,         # a record
@@ -502,7 +503,7 @@ PROMISES = {
 def promise_row(
     name: str,                # in `PROMISES`
     measured: float | None,   # a factor or a share, as the promise; None: not measured
-    where: str = '',          # the device of the measurement
+    where: str = '',          # the device of the measurement; of an emulated one nothing follows
     limit: str = '',          # why the promise was not reached
 ) -> dict:     # {quantity, before (guide), promised (guide), measured, where, verdict}
     "A promise beside what was measured: beaten, kept, not reached or not measured."
@@ -513,8 +514,8 @@ def promise_row(
     if measured is None: return row | {'measured': '', 'where': '', 'verdict': 'not measured' + because}
     sign = -1 if promise.less else 1
     worst, best = sorted((sign * promise.low, sign * promise.high))
-    tried = ' (emulated; not yet tried on a GPU)' if 'emulated' in where else ''
-    if sign * measured > best: verdict = 'beaten' + tried
-    elif sign * measured >= worst: verdict = 'kept' + tried
+    if 'emulated' in where: verdict = 'not measured: the time of its step was chosen'
+    elif sign * measured > best: verdict = 'beaten'
+    elif sign * measured >= worst: verdict = 'kept'
     else: verdict = 'not reached' + because
     return row | {'measured': promise.text(measured), 'where': where, 'verdict': verdict}

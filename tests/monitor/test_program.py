@@ -12,8 +12,8 @@ from xtts_nb.config import UserError
 from xtts_nb.monitor import program as page
 from xtts_nb.monitor.program import (
     Diagnose, Seen, explain, find_beside, find_growth, find_made_in_loop, find_own_python, find_pipelines,
-    find_python_input, find_single_rows, find_traces, finding, finding_lines, gain_without, steady_part,
-    variables_put_back, watch_script)
+    find_python_input, find_single_rows, find_tiny_steps, find_traces, finding, finding_lines, gain_without,
+    steady_part, variables_put_back, watch_script)
 from xtts_nb.monitor.watch import Event, Look, Place, PythonCall
 
 LINE, OTHER = Place(__file__, 3), Place(__file__, 4)
@@ -133,6 +133,24 @@ def test_fit_that_traces_again():
     found = only(find_traces(seen(looks, calls('fits', 9), loop=('fits', LINE))))
     assert found.disease == 'fit traces its step again' and 'compile() once' in found.remedy
     assert find_traces(seen(looks, calls('fits', 9) + calls('model', 3), loop=('fits', LINE))) == []
+
+@pytest.mark.parametrize('rows, looks, alike, is_found', [
+    (4, {'graph': 100}, True, True), (64, {'graph': 100}, True, True), (65, {'graph': 100}, True, False),
+    (4, {'input': 50, 'graph': 50}, True, True), (4, {'input': 51, 'graph': 49}, True, False),
+    (4, {'callback': 30, 'graph': 70}, True, True), (4, {'callback': 31, 'graph': 69}, True, False),
+    (4, {'graph': 100}, False, False)])
+def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
+    "Found where eight times as many rows take less than 0.45 of eight times as long."
+    monkeypatch.setattr(page, 'seconds_of', lambda call: float(call()))
+    step = tf.function(lambda x: tf.constant(.1) if alike else tf.size(x, tf.int64) / (30 * rows))
+    events = calls('call', 100)
+    last = {('call', LINE): (step, '__call__', (tf.zeros((rows, 3)),), {})}
+    looks = [kind for kind, count in looks.items() for _ in range(count)]
+    found = find_tiny_steps(seen(looks, events, loop=('call', LINE), last=last))
+    assert bool(found) == is_found
+    if not found: return
+    assert found[0].disease == 'tiny batch' and f'of {8 * rows} rows 100.0 ms' in found[0].evidence
+    assert found[0].predicted_gain == pytest.approx(8, rel=.01) and f'batch({8 * rows})' in found[0].change
 
 @pytest.mark.parametrize('kind, cause', [('callback', 'a callback blocks'), ('save', 'saving blocks'),
                                          ('summary', 'summaries at each step')])

@@ -703,7 +703,7 @@ def test_the_page_in_a_browser(service, toy):
         page.on('request', lambda request: seen.append(request.url))
         page.on('pageerror', lambda error: seen.append(error))
         page.goto(url)
-        page.wait_for_function('document.getElementById("voice").options.length == 2')
+        until(lambda: page.evaluate('document.getElementById("voice").options.length') == 2, 30.)
         assert page.evaluate('document.documentElement.scrollWidth') == 390
         toy.go.clear()
         toy.parts = 10**9
@@ -719,7 +719,7 @@ def test_the_page_in_a_browser(service, toy):
         toy.parts = 3
         page.get_by_role('button', name='Speak').click()
         page.get_by_text('0.3 s of sound').wait_for()
-        page.wait_for_function('document.getElementById("player").duration == 0.3')
+        until(lambda: page.evaluate('document.getElementById("player").duration') == 0.3, 30.)
         assert page.get_by_role('link', name='Download WAV').get_attribute('href').startswith('blob:')
         page.get_by_role('button', name='فارسی').click()
         assert page.evaluate('document.documentElement.dir') == 'rtl'

@@ -20,9 +20,10 @@ from benchmarks.diagnosis.ward.cases import HALVES, Case, cases  # noqa: E402
 def rows_per_second(
     script: Path,        # one program
     timeout: int = 300,  # s
+    how: tuple = (),     # arguments of Python before it; default: it runs alone
 ) -> float:
     "What the last line of a program says."
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run([sys.executable, *how, script], capture_output=True, text=True, timeout=timeout)
     if done.returncode: raise RuntimeError(f'{script} ended with {done.returncode}:\n{done.stderr[-2000:]}')
     said = json.loads(done.stdout.strip().splitlines()[-1])
     return said['items'] / said['seconds']

@@ -1,0 +1,58 @@
+"The code of the guides runs, with small stand-ins for what a reader has: a network, files, batches."
+import json
+import re
+from pathlib import Path
+
+import keras
+import pytest
+import tensorflow as tf
+
+GUIDES = Path(__file__).parents[1] / 'nbs/guides'
+
+
+def blocks(page: str) -> list[str]:
+    "The Python of a page, in order."
+    cells = json.loads((GUIDES / f'{page}.ipynb').read_text(encoding='utf-8'))['cells']
+    text = '\n'.join(''.join(c['source']) for c in cells if c['cell_type'] == 'markdown')
+    return re.findall(r'```python\n(.*?)```', text, re.S)
+
+
+def make_model() -> keras.Model: return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+
+def reader(folder: Path) -> dict:
+    "What a reader of the page has: the names in its code."
+    for i in range(80): (folder / f'{i}.txt').write_text(str(i))
+    def load(name):
+        x = tf.fill((3,), tf.strings.to_number(tf.io.read_file(name)))
+        return x, x[:1]
+    files = tf.data.Dataset.list_files(str(folder / '*.txt'), shuffle=False)
+    model = make_model()
+    model.compile('adam', 'mse')
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    texts = tf.data.Dataset.range(1, 200).map(lambda n: tf.range(n))
+    return dict(files=files, load=load, dataset=files.map(load).batch(4), model=model, optimizer=optimizer,
+                loss_of=keras.losses.mean_squared_error, make_model=make_model, texts=texts,
+                step=tf.function(lambda batch: tf.reduce_mean(model(batch[0]))))
+
+
+@pytest.mark.filterwarnings('ignore')   # of the library's own code only; this code is the reader's
+def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
+    names, code = reader(tmp_path), blocks('idle_gpu')
+    shapes = []
+    for block in code:
+        exec(compile(block, block, 'exec'), names)
+        if 'MirroredStrategy' in block: assert names['twin'].optimizer.iterations.numpy() == 20
+        if 'bucket_by_sequence_length' in block:
+            shapes = {tuple(batch.shape) for batch in names['texts']}
+        if '.prefetch' in block: assert next(iter(names['batches']))[0].shape == (32, 3)
+    assert shapes == {(32, 63), (16, 127)}
+    said = capsys.readouterr().out
+    assert all(re.search(rf'^{name} [0-9.e-]+$', said, re.M) for name in ('data', 'step', 'both'))
+    assert len(code) == 14 and len(names['losses']) == 1
+
+
+@pytest.mark.parametrize('page', ['idle_gpu'])
+def test_a_guide_in_persian_has_the_same_code(page):
+    assert blocks(page) == blocks(f'{page}_fa')
