@@ -1,10 +1,12 @@
 """Shared by all tests: the devices of TensorFlow, seeds, fixtures, and recorded speech if there is some."""
 import importlib
 import inspect
+import json
 import os
 import random
 import re
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,11 +38,16 @@ def pytest_configure(config):
     if 'not cpu' in config.option.markexpr: os.environ.update(ON_GPU)
 
 
-def pytest_collection_modifyitems(items):
-    "A slow test ends after an hour, where it names no other limit."
+def pytest_collection_modifyitems(config, items):
+    "A slow test ends after an hour, where it names no other limit; files that take longest come first."
     for item in items:
         if item.get_closest_marker('slow') and not item.get_closest_marker('timeout'):
             item.add_marker(pytest.mark.timeout(3600))
+    if config.getoption('splits', None): return   # a part is a stretch of the tests as they are collected
+    seconds = Counter()
+    for test, took in json.loads((defaults.ROOT / 'dev/durations.json').read_text(encoding='utf-8')).items():
+        seconds[test.partition('::')[0]] += took
+    items.sort(key=lambda item: -seconds[item.nodeid.partition('::')[0]])
 
 
 class Tests(pytest.Module):

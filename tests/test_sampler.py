@@ -412,7 +412,8 @@ def test_summary_numbers():
     assert (d['min'], d['p50'], d['p95'], d['max'], d['mean']) == (0, 50, 95, 100, 50)
     assert d['idle_share'] == 5 / 101
     assert d['memory_max'] is None and summarise(gpu_trace([1.] * 4, step=2.))['seconds'] == 6
-    used = [Sample(1. * i, (GPU(0, 'a', 1., n, 9),)) for i, n in enumerate((3, 7, None, 5))]
+    used = [Sample(5. + i, (GPU(0, 'a', 1., n, 9),)) for i, n in enumerate((3, 7, None, 5))]
+    assert summarise(used)['seconds'] == 3
     assert [summarise(used)['devices']['GPU 0'][k] for k in ('memory_max', 'memory_total')] == [7, 9]
 
 

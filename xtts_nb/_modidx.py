@@ -2403,6 +2403,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'xtts_nb/train/finetune.py'),
                                         'xtts_nb.train.finetune.kept_for_backward': ( 'train/finetune.html#kept_for_backward',
                                                                                       'xtts_nb/train/finetune.py'),
+                                        'xtts_nb.train.finetune.lacked_memory': ( 'train/finetune.html#lacked_memory',
+                                                                                  'xtts_nb/train/finetune.py'),
                                         'xtts_nb.train.finetune.limit_memory': ( 'train/finetune.html#limit_memory',
                                                                                  'xtts_nb/train/finetune.py'),
                                         'xtts_nb.train.finetune.low_rank_parts': ( 'train/finetune.html#low_rank_parts',

@@ -610,7 +610,7 @@ TINY_STEP = ['--layers', '1', '--width', '64', '--heads', '2', '--batch-size', '
 
 @pytest.mark.slow
 @pytest.mark.parametrize('what, unit, names, more', [
-    ('data', 'clips_per_s', ['numpy_function', 'native_wav', 'native', 'cache'], ['--clips', '200']),
+    ('data', 'clips_per_s', ['numpy_function', 'native_wav', 'native', 'cache'], ['--clips', '60']),
     ('train', 'step_ms', ['eager', 'graph', 'xla', 'graph_bf16', 'xla_bf16'], TINY_STEP),
     ('say', 'tokens_per_s', ['naive', 'float32', 'bfloat16', 'int8', 'batch8', 'batch8_int8', 'stream'], [])])
 def test_bench(corpus, tmp_path, request, what, unit, names, more):

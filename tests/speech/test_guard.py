@@ -10,7 +10,7 @@ import tensorflow as tf
 from xtts_nb.bench import trace_count
 from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.models.gpt import GPT
-from xtts_nb.speech import generate as synthesis
+from xtts_nb.speech import generate as synthesis, guard
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.guard import (
@@ -102,6 +102,18 @@ def test_rates_of_a_cache(prepared, tmp_path):
         facts = {'cache': str(prepared.folder), 'base': str(tmp_path / 'base')}
         (tmp_path / 'run.json').write_text(json.dumps(facts))
         assert run_rates(tmp_path, 14) == {'en': own._replace(longest=longest)}
+
+@pytest.mark.parametrize('own, of_base', [(5, 9), (9, 5), (9, 9)])
+def test_what_the_base_has_learned_counts_too(monkeypatch, tmp_path, own, of_base):
+    longest = {}
+    for name, most in (('base', of_base), ('run', own)):
+        for folder in (tmp_path / name, cache := tmp_path / f'{name} cache'): folder.mkdir()
+        (cache / 'manifest.json').touch()
+        facts = {'cache': str(cache)} | ({'base': str(tmp_path / 'base')} if name == 'run' else {})
+        (tmp_path / name / 'run.json').write_text(json.dumps(facts))
+        longest[str(cache)] = most
+    monkeypatch.setattr(guard, 'code_rates', lambda cache, clips: {'en': Rate(1., 2., longest[cache])})
+    assert run_rates(tmp_path / 'run') == {'en': Rate(1., 2., 9)}
 
 
 # --- words that were left out -------------------------------------------------------------------------------
