@@ -32,4 +32,4 @@ END
     own=$($python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "import site; site.addsitedir('$packages')" > "$own/beside.pth"
 fi
-exec $python -m pytest -n 2 --dist loadfile -rs -m torch "$@"
+exec $python -m pytest -rs -m torch "$@"

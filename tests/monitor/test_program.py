@@ -95,9 +95,16 @@ def test_a_row_at_a_time(calls_made, rows, seconds, eager, is_found):
     if found:
         assert only(found).disease == 'one row at a time' and found[0].place == 'test_program.py:3'
         assert set(asked) == {32 * rows} and found[0].predicted_gain > 1
-    slow = {('layer', LINE): (lambda x: time.sleep(seconds * len(x)), '__call__', (np.ones((1, 3)),), {})}
-    quick = calls('layer', 100, .1, .002, rows=1)   # a row among many takes as long as alone
-    assert find_single_rows(seen(['graph'] * 100, quick, last=slow)) == []
+
+def test_rows_that_cost_as_much_among_many_as_alone_are_left():
+    asked = []
+    def network(x):
+        asked.append(len(x))
+        time.sleep(.002 * len(x))
+        return tf.constant(0.)
+    events = calls('layer', 600, .01, .002, rows=1)   # 12 % of the time
+    last = {('layer', LINE): (network, '__call__', (np.ones((1, 3)),), {})}
+    assert find_single_rows(seen(['graph'] * 100, events, last=last)) == [] and set(asked) == {32}
 
 @pytest.mark.parametrize('kind', ['model', 'optimizer', 'variable'])
 def test_what_is_made_in_the_loop(kind):
