@@ -404,6 +404,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'xtts_nb.bench.record_markdown': ('base/bench.html#record_markdown', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.record_origin': ('base/bench.html#record_origin', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.recorded': ('base/bench.html#recorded', 'xtts_nb/bench.py'),
+                               'xtts_nb.bench.rows_cells': ('base/bench.html#rows_cells', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.rows_markdown': ('base/bench.html#rows_markdown', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.time_budget': ('base/bench.html#time_budget', 'xtts_nb/bench.py'),
                                'xtts_nb.bench.timeline': ('base/bench.html#timeline', 'xtts_nb/bench.py'),

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LEAST_ROUNDS', 'COLOURS', 'PHASES', 'PHASE_COLOURS', 'QUIET', 'WRITERS', 'TOOLS', 'PROMISES', 'Arm', 'Comparison',
-           'rows_markdown', 'time_budget', 'compare', 'trace_count', 'wait_for', 'to_device', 'put_back', 'host_syncs',
-           'emulated_steps', 'accelerator_utilisation', 'fed_steps', 'timeline', 'check_python', 'Peer', 'png_bytes',
-           'device_name', 'cpu_name', 'noisy_rows', 'noise_text', 'benchmarks', 'record', 'recorded', 'headline',
-           'record_origin', 'record_markdown', 'Promise', 'promise_row']
+           'rows_cells', 'rows_markdown', 'time_budget', 'compare', 'trace_count', 'wait_for', 'to_device', 'put_back',
+           'host_syncs', 'emulated_steps', 'accelerator_utilisation', 'fed_steps', 'timeline', 'check_python', 'Peer',
+           'png_bytes', 'device_name', 'cpu_name', 'noisy_rows', 'noise_text', 'benchmarks', 'record', 'recorded',
+           'headline', 'record_origin', 'record_markdown', 'Promise', 'promise_row']
 
 # %% ../nbs/base/bench.ipynb #ee0d999d
 import datetime
@@ -72,8 +72,8 @@ class Comparison:
     def _repr_markdown_(self) -> str: return rows_markdown(self.rows())
 
 # %% ../nbs/base/bench.ipynb #01199cbf
-def rows_markdown(rows: list[dict]) -> str:
-    "Rows of a comparison as a Markdown table."
+def rows_cells(rows: list[dict]) -> list[list[str]]:   # the names of the columns, then a line for each row
+    "Rows of a comparison as texts with their units."
     heads = {'name': '', 'clips_per_s': 'clips/s', 'step_ms': 'ms per step', 'ratio': 'speed',
              'spread': 'spread', 'au': 'AU', 'mfu': 'MFU', 'limit_gflops': 'limit, GFLOP/s',
              'cv': 'variation', 'padding': 'padding', 'steps_per_s': 'steps/s at AU 99 %',
@@ -87,11 +87,13 @@ def rows_markdown(rows: list[dict]) -> str:
             'cv': '{:.1%}', 'padding': '{:.1%}', 'steps_per_s': '{:,.1f}',
             'tokens_per_s': '{:,.1f}', 'rtf': '{:.3f}', 'first_sound_ms': '{:,.0f}', 'first_s': '{:.1f} s',
             'emulated_au': '{:.0%}'}
-    lines = ['| ' + ' | '.join(heads.get(k, k) for k in rows[0]) + ' |',
-             '|---' + '|---:' * (len(rows[0]) - 1) + '|']
-    lines += ['| ' + ' | '.join('–' if v is None else show.get(k, '{}').format(v) for k, v in row.items())
-              + ' |' for row in rows]
-    return '\n'.join(lines)
+    return [[heads.get(k, k) for k in rows[0]],
+            *(['–' if v is None else show.get(k, '{}').format(v) for k, v in row.items()] for row in rows)]
+
+def rows_markdown(rows: list[dict]) -> str:
+    "Rows of a comparison as a Markdown table."
+    head, *lines = ['| ' + ' | '.join(cells) + ' |' for cells in rows_cells(rows)]
+    return '\n'.join([head, '|---' + '|---:' * (len(rows[0]) - 1) + '|', *lines])
 
 # %% ../nbs/base/bench.ipynb #01199cc0
 _deadline = ContextVar('deadline', default=None)   # of the measurements under way, by the performance counter

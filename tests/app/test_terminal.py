@@ -187,6 +187,22 @@ def test_a_table_has_72_columns(monkeypatch):
         ['graph', '–']]
     assert terminal.table(f'{"a" * 70} bb', [{'name': 'x'}]).split()[:2] == ['a' * 70, 'bb']
 
+def test_a_table_wider_than_a_terminal_cuts_no_figure_and_turns():
+    rows = [{'name': name, 'clips_per_s': 1234567.8, 'step_ms': 4831.94, 'ratio': 10.5, 'spread': 0.11,
+             'au': 0.97, 'mfu': 0.46, 'cv': 0.254, 'first_s': 16.61} for name in ('eager', 'graph [XLA]')]
+    narrow = [{k: row[k] for k in ('name', 'clips_per_s', 'step_ms')} for row in rows]
+    figures = ['1,234,567.8', '4,831.9', '10.5 ×', '± 11%', '97%', '46%', '25.4%', '16.6 s']
+    text = terminal.table('[4 x] 256', rows)
+    assert text.splitlines()[0] == '[4 x] 256' and max(map(len, text.splitlines())) <= 72
+    assert [line.split('  ')[0].strip() for line in text.splitlines()[4:]] == [
+        'clips/s', 'ms per step', 'speed', 'spread', 'AU', 'MFU', 'variation', 'first step']
+    assert all(line.count(figure) == 2 for line, figure in zip(text.splitlines()[4:], figures))
+    assert [line.split() for line in terminal.table('', narrow).splitlines()[-2:]] == [
+        ['eager', *figures[:2]], ['graph', '[XLA]', *figures[:2]]]
+    # No wider with a text that can be broken, and a text stands on the left.
+    said = terminal.table('', [{'name': 'a', 'licence': 'some words ' * 9}, {'name': 'b', 'licence': 'few'}])
+    assert max(map(len, said.splitlines())) <= 72 and said.endswith('b   few')
+
 
 # --- devices, records, settings -----------------------------------------------------------------------------
 

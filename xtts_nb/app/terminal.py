@@ -300,13 +300,25 @@ def start(**requested):   # arguments of `setup_devices`
     return setup_devices(**requested)
 
 def table(title: str, rows: list[dict]) -> str:
-    "Rows of a comparison as text."
+    """Rows of a comparison as text. No figure is cut or broken: where the columns do not fit, each row
+    becomes a column."""
+    from rich import box
     from rich.console import Console
-    from rich.markdown import Markdown
-    from xtts_nb.bench import rows_markdown
-    console = Console(file=None, width=72, force_terminal=False)
-    with console.capture() as captured: console.print(title, Markdown(rows_markdown(rows)), sep='\n')
-    return captured.get().rstrip()
+    from rich.table import Table
+    from xtts_nb.bench import rows_cells
+    console = Console(file=None, width=72, force_terminal=False, highlight=False)
+    least = lambda column: max(len(part) for cell in column
+                               for part in ([cell] if len(cell) < 14 else cell.split()))
+    needs = lambda lines: sum(map(least, zip(*lines))) + 2 * len(lines[0])
+    lines = rows_cells(rows)
+    if needs(lines) > console.width: lines = min(lines, list(zip(*lines)), key=needs)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in zip(*lines):
+        figures = all(cell[:1] in '–±0123456789' for cell in column[1:])
+        drawn.add_column(column[0], min_width=least(column), justify='right' if figures else 'left')
+    for line in lines[1:]: drawn.add_row(*line)
+    with console.capture() as captured: console.print(title, drawn, sep='\n', markup=False, crop=False)
+    return '\n'.join(map(str.rstrip, captured.get().rstrip().splitlines()))
 
 # %% ../../nbs/app/terminal.ipynb #db60e1b8
 def write_record(
