@@ -244,14 +244,16 @@ def test_only_the_first_copy_of_worker_0_is_received(worker):
 def test_a_dry_run_reports_the_failure(monkeypatch):
     "Out of memory, or XLA refuses on any device."
     monkeypatch.setattr(page, '_counts', lambda *_: {})
-    def of(*refused, short=()):
+    def of(*refused, short=(), error=tf.errors.ResourceExhaustedError(None, None, 'OOM')):
         def gradients(self, batch, number, counts, i):
-            if i in short: raise tf.errors.ResourceExhaustedError(None, None, 'OOM')
+            if i in short: raise error
         monkeypatch.setattr(page, '_gradients', gradients)
         steps = [SimpleNamespace() if r is None else SimpleNamespace(refused=r) for r in refused]
         return dry_run(SimpleNamespace(devices=['CPU:0'] * 2, gradient_steps=steps), {}, 0)
     assert of(False, False) == of(None, None) == [0., 0.] and of(False, True) == [0., 1.]
     assert of(False, False, short=[0]) == of(True, True, short=[1]) == [1., 0.]
+    with pytest.raises(tf.errors.AbortedError):
+        of(False, short=[0], error=tf.errors.AbortedError(None, None, 'a peer'))
 
 def test_adapters_need_one_device_a_worker(mini):
     none = lambda *_: None

@@ -4,13 +4,12 @@ import time
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from process import tree, xtts_nb
 from xtts_nb.train import finetune as finders
 from xtts_nb.config import UserError
 from xtts_nb.train.finetune import (
-    ExponentialRate, _trial_row, memory_settings, find_batch_size, find_learning_rate, lacked_memory,
+    ExponentialRate, _trial_row, memory_settings, find_batch_size, find_learning_rate,
     memory_needs, plot_learning_rate, run_trial, smoothed)
 
 
@@ -69,13 +68,6 @@ def test_where_nothing_fits_the_remedy_is_named(mini, monkeypatch):
 def sized(mini):
     gpt = {'layers': 4, 'max_text_tokens': 150, 'max_audio_codes': 250}
     return mini.replace(model={'gpt': gpt}, data={'batch_size': 16})
-
-@pytest.mark.parametrize('error, lacked', [
-    (tf.errors.ResourceExhaustedError(None, None, 'OOM'), True), (MemoryError(), True),
-    (tf.errors.AbortedError(None, None, 'Operation received an exception:Status: 1, message: out of'), True),
-    (tf.errors.AbortedError(None, None, 'Operation received an exception:Status: 2, message: wrong'), False),
-    (tf.errors.InternalError(None, None, 'Status: 1, message'), False), (ValueError('Status: 1, '), False)])
-def test_what_ends_an_update_for_want_of_memory(error, lacked): assert lacked_memory(error) == lacked
 
 @pytest.mark.slow
 @pytest.mark.cpu

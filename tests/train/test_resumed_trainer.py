@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,6 +110,16 @@ def test_out_of_memory_makes_the_same_update_in_more_parts(prepared, mini, tmp_p
     assert parts.step == 2 and parts.training.accumulation == 2
     parts.fit()
     assert equal(snapshot(parts.state), snapshot(run.state))
+
+def test_only_a_lack_of_memory_asks_for_more_parts(cheap, prepared, mini, tmp_path):
+    run = new_run(prepared, mini, tmp_path / 'run')
+    run.timer = SimpleNamespace(run=lambda step, *args: step(*args))
+    def update_that_says(message):
+        def step(batch, number): raise tf.errors.AbortedError(None, None, message)
+        run.train_step = step
+        run._update({})
+    with pytest.raises(UserError, match='out of memory'): update_that_says('Status: 1, message: none left')
+    with pytest.raises(tf.errors.AbortedError): update_that_says('Status: 2, message: wrong')
 
 @pytest.mark.slow
 def test_one_row_that_does_not_fit_is_an_error_with_a_remedy(prepared, mini, tmp_path, monkeypatch):

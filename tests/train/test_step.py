@@ -18,8 +18,8 @@ from xtts_nb.models.xtts import POLICIES, token_counts
 from xtts_nb.train import step as step_page
 from xtts_nb.train.step import (
     MODES, WRITES_NOTHING, CompiledStep, Update, _refused_operation, bfloat16_units, check_modes_agree,
-    choose_xla, compile_step, first_steps, global_norm, mode_line, random_batch, step_before_after,
-    step_modes)
+    choose_xla, compile_step, first_steps, global_norm, lacked_memory, mode_line, random_batch,
+    step_before_after, step_modes)
 from xtts_nb.train.trainer import _untouched
 
 
@@ -379,6 +379,13 @@ def test_without_memory_for_gradients_no_weight_is_lost(plain, rows, where, unto
     made.where = None
     compile_step(made, TrainingConfig(mode='xla'))(rows, tf.constant(0))
     assert float(made.number) == 2 + 20 + 11 + 3 + 3   # twice itself, and the codes with a STOP in each row
+
+@pytest.mark.parametrize('error, lacked', [
+    (tf.errors.ResourceExhaustedError(None, None, 'OOM'), True), (MemoryError(), True),
+    (tf.errors.AbortedError(None, None, 'Operation received an exception:Status: 1, message: out of'), True),
+    (tf.errors.AbortedError(None, None, 'Operation received an exception:Status: 2, message: wrong'), False),
+    (tf.errors.InternalError(None, None, 'Status: 1, message'), False), (ValueError('Status: 1, '), False)])
+def test_what_ends_an_update_for_want_of_memory(error, lacked): assert lacked_memory(error) == lacked
 
 @pytest.mark.parametrize('step, message, untouched', [
     ({'xla': True, 'graph': 1}, f'... [[{{{{node {WRITES_NOTHING}/while}}}}]]', True),

@@ -29,7 +29,7 @@ from ..models.xtts import token_counts, XTTS
 from .dual import Feed, SoundReader
 from .launch import LOST_PEER, this_worker
 from .runs import new_run
-from .step import Update, compile_step
+from .step import compile_step, lacked_memory, Update
 from .trainer import RESUMED_FIELDS, Trainer, epochs_to_steps
 
 # %% ../../nbs/train/distributed.ipynb #502841ac
@@ -177,7 +177,9 @@ def dry_run(replicas: Replicas, batch: dict, number) -> list[float]:
     try:
         for i, device in enumerate(replicas.devices):
             with tf.device(device): wait_for(_gradients(replicas, batch, number, counts, i))
-    except tf.errors.ResourceExhaustedError: return [1., 0.]
+    except tf.errors.OpError as e:
+        if not lacked_memory(e): raise
+        return [1., 0.]
     return [0., float(any(getattr(step, 'refused', False) for step in replicas.gradient_steps))]
 
 # %% ../../nbs/train/distributed.ipynb #a19c9cc2
@@ -345,7 +347,7 @@ def _divide(self: DistributedTrainer):
     self.compile(accumulation=more)
 
 @patch
-def _more_parts(self: DistributedTrainer, error: tf.errors.ResourceExhaustedError):
+def _more_parts(self: DistributedTrainer, error: tf.errors.OpError):
     "Raise `UserError`: one worker cannot repeat an update whose gradients all workers add up."
     more, where = 2 * self.training.accumulation, self.run or 'training'
     raise UserError(f'{where}: out of memory while the workers added up their gradients; set '

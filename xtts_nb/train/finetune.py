@@ -6,9 +6,9 @@
 __all__ = ['MATRICES', 'MEMORY_ERROR', 'OUT_OF_MEMORY', 'MEMORY_SIGNALS', 'new_pieces', 'grow_tokenizer', 'grow', 'read_texts',
            'grow_folder', 'DerivedWeights', 'LowRank', 'low_rank_parts', 'new_rows', 'ReplacedRows', 'row_parts',
            'AdapterUpdate', 'make_update', 'parameter_counts', 'trainable_count', 'compute_capability', 'block_buffers',
-           'kept_for_backward', 'gpu_memory', 'activation_count', 'memory_needs', 'limit_memory', 'lacked_memory',
-           'trial', 'run_trial', 'free_memory', 'memory_budget', 'check_memory', 'memory_settings', 'find_batch_size',
-           'ExponentialRate', 'smoothed', 'find_learning_rate', 'plot_learning_rate']
+           'kept_for_backward', 'gpu_memory', 'activation_count', 'memory_needs', 'limit_memory', 'trial', 'run_trial',
+           'free_memory', 'memory_budget', 'check_memory', 'memory_settings', 'find_batch_size', 'ExponentialRate',
+           'smoothed', 'find_learning_rate', 'plot_learning_rate']
 
 # %% ../../nbs/train/finetune.ipynb #f29faf48
 import json
@@ -40,7 +40,7 @@ from ..models.dvae import DVAE, parameter_count
 from ..models.gpt import GPT
 from ..models.xtts import forward_numbers, POLICIES, XTTS
 from ..sampler import visible_cards
-from .step import choose_xla, compile_step, random_batch, Update, writes_in_place
+from .step import choose_xla, compile_step, lacked_memory, random_batch, Update, writes_in_place
 from .trainer import Trainer
 
 # %% ../../nbs/train/finetune.ipynb #ea4477ca
@@ -413,11 +413,6 @@ def limit_memory(most: int):
 OUT_OF_MEMORY = 3   # exit code of a trial
 # by which the kernel ends a process, and by which libraries end where an allocation fails
 MEMORY_SIGNALS = signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS
-
-def lacked_memory(error: Exception) -> bool:
-    "Whether an update failed for want of memory; on a CPU, oneDNN says so by its own number of a status."
-    if isinstance(error, tf.errors.AbortedError): return 'Status: 1,' in str(error)
-    return isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))
 
 def trial():
     "The process of a trial: settings from stdin, two updates, a JSON line with their time and memory."

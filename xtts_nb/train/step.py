@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Schedule', 'DECAYED', 'WRITES_NOTHING', 'IN_PLACE', 'MODES', 'random_batch', 'Update', 'global_norm', 'Noam',
-           'learning_rate', 'Assignable', 'AdamW', 'make_optimizer', 'bfloat16_units', 'choose_xla', 'two_programs',
-           'writes_in_place', 'in_two', 'CompiledStep', 'compile_step', 'mode_line', 'step_modes', 'check_modes_agree',
-           'first_steps', 'step_before_after', 'LossScale', 'averaged']
+           'learning_rate', 'Assignable', 'AdamW', 'make_optimizer', 'bfloat16_units', 'choose_xla', 'lacked_memory',
+           'two_programs', 'writes_in_place', 'in_two', 'CompiledStep', 'compile_step', 'mode_line', 'step_modes',
+           'check_modes_agree', 'first_steps', 'step_before_after', 'LossScale', 'averaged']
 
 # %% ../../nbs/30_trainer_xla.ipynb #ddc9afc7
 import re
@@ -242,6 +242,11 @@ def choose_xla(training: TrainingConfig) -> tuple[bool, str]:   # whether, and w
 
 # %% ../../nbs/30_trainer_xla.ipynb #7e08859e
 WRITES_NOTHING = 'gradients_alone'   # scope of the first program of `in_two`
+
+def lacked_memory(error: Exception) -> bool:
+    "Whether an update failed for want of memory; on a CPU, oneDNN says so by its own number of a status."
+    if isinstance(error, tf.errors.AbortedError): return 'Status: 1,' in str(error)
+    return isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))
 
 def two_programs(update: Update) -> tuple:
     "Two functions for XLA: (batch, number) -> gradients, sums, counts, nothing written; (these) -> metrics."

@@ -29,7 +29,7 @@ from ..files import append_line, atomic_file, load_weights, locked, open_weights
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
 from .launch import catch_sigterm, late_interrupt
-from .step import compile_step, Update, WRITES_NOTHING
+from .step import compile_step, lacked_memory, Update, WRITES_NOTHING
 
 # %% ../../nbs/train/trainer.ipynb #66999487
 def save_checkpoint(
@@ -467,10 +467,12 @@ def _update(self: Trainer, batch: dict) -> dict:
     "One update; after an out-of-memory error it is repeated in more parts."
     while True:
         try: return self.timer.run(self.train_step, batch, tf.constant(self.step))
-        except tf.errors.ResourceExhaustedError as e: self._more_parts(e)
+        except tf.errors.OpError as e:
+            if not lacked_memory(e): raise
+            self._more_parts(e)
 
 @patch
-def _more_parts(self: Trainer, error: tf.errors.ResourceExhaustedError):
+def _more_parts(self: Trainer, error: tf.errors.OpError):
     "Compute each batch in at least twice as many parts from now on; raises `UserError` where it cannot."
     rows, parts, where = self.plan.data.batch_size, self.training.accumulation, self.run or 'training'
     more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
