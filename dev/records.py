@@ -127,6 +127,7 @@ def command_of(
     options += ['--data', corpus] * (page == 'data')
     peer = None if small else os.environ.get('XTTS_NB_COQUI')
     options += ['--record', '--json']
+    if page in bench.TOOLS: return [sys.executable, str(ROOT / bench.TOOLS[page].split()[1]), *options]
     if page not in PEERS or not peer: return [*PROGRAM, *bench.WRITERS[page].split(), *options]
     return [sys.executable, f'benchmarks/{PEERS[page]}', '--coqui-python', peer, *options]
 

@@ -438,7 +438,7 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
 
 # %% ../nbs/base/bench.ipynb #1fdaaf1f
 WRITERS = {'data': 'bench data', 'step_speed': 'bench train',
-           'dual': 'bench dual', 'model': 'bench model', 'patients': 'bench diagnose',
+           'dual': 'bench dual', 'model': 'bench model', 'ward': 'bench diagnose',
            'config': 'bench config',
            'demo': 'demo', 'demo_seeds': 'demo --seeds 5', 'say': 'bench say',
            'say_full': 'bench say --preset xtts_v2', 'service': 'bench service', 'evaluate': 'evaluate'}
@@ -446,7 +446,8 @@ TOOLS = {'xla': 'python benchmarks/xla_gpu.py record',   # of a checkout
          'xla_memory': 'python benchmarks/xla_gpu.py memory',
          'growth': 'python benchmarks/growth.py --record',
          'parity': 'python benchmarks/parity.py COQUI_DIR --coqui-python PYTHON --record',
-         'gpt2': 'python benchmarks/gpt2.py --record'}
+         'gpt2': 'python benchmarks/gpt2.py --record',
+         'patients': 'python benchmarks/diagnosis/patients.py --record'}
 
 def record_origin(
     one: dict,         # a record

@@ -1,6 +1,6 @@
 """Trainings that are slow for one known cause each, and healthy ones: is the cause named, is the gain true?
 
-    xtts-nb bench diagnose [--record] [--json]     diagnoses all of them, in a checkout
+    python benchmarks/diagnosis/patients.py [--num-batches N] [--seconds S] [--record] [--json]
 
 This tests `xtts_nb.monitor.diagnose` on eleven emulated trainings, twelve real ones and three healthy ones.
 Each slow training exists twice, with its cause and without. The top finding is compared with the known cause,
@@ -10,6 +10,7 @@ import gzip
 import itertools
 import json
 import struct
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,12 +18,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import tensorflow as tf
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
-from xtts_nb.config import cores
-from xtts_nb.monitor.diagnose import compare_loops, diagnose
-from xtts_nb.monitor.loop import emulated_step, in_background, tf_sleep
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+from benchmarks.peer import arguments, output, run, stage, start  # noqa: E402
+from xtts_nb.app.terminal import progress  # noqa: E402
+from xtts_nb.config import cores  # noqa: E402
+from xtts_nb.monitor.diagnose import compare_loops, diagnose  # noqa: E402
+from xtts_nb.monitor.loop import emulated_step, in_background, tf_sleep  # noqa: E402
 
 
 # --- Parts of the emulated trainings --------------------------------------------------------------
@@ -446,3 +452,19 @@ def total_lines(total: dict) -> list[str]:
     lines = [f'{kind}: {n["named"]} of {n["slow"]} causes named, {n["predicted"]} gains predicted within 30 %'
              for kind, n in kinds.items()]
     return [*lines, f'healthy: {total["left_alone"]} of {total["healthy"]} left alone']
+
+
+def main():
+    parser = arguments(__doc__)
+    parser.add_argument('--num-batches', type=int, default=24, help='in each round of measurements')
+    parser.add_argument('--seconds', type=float, default=8., help='of a diagnosis, about')
+    given = parser.parse_args()
+    start()
+    with progress() as tell:
+        rows = run_patients(PATIENTS, given.num_batches, given.seconds, stage(tell, 'diagnose the trainings'))
+    total = patient_totals(rows)
+    output(given, 'patients', {'rows': rows, 'about': 'Diagnosed trainings'} | total, about='about',
+           below='\n'.join(total_lines(total)))
+
+
+if __name__ == '__main__': run(main)

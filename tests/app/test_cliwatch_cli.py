@@ -189,18 +189,22 @@ def test_quick_fix(ran, behind, bars, home, cache):
     assert (done.code, done.said) == (2, ['xtts-nb: quick-fix: cache: is gone']) and 'FAIL cache' in done.err
     assert len(fixed) == 4
 
-def test_bench_diagnose(ran, behind, bars):
-    rows = [{'name': 'a patient'}]
-    asked, kept = behind('benchmarks.diagnosis.patients.run_patients', rows), behind('app.cli.write_record')
-    behind('benchmarks.diagnosis.patients.patient_totals', {'right': 3})
-    behind('benchmarks.diagnosis.patients.total_lines', ['THE', 'TOTAL'])
+def test_bench_diagnose(ran, behind):
+    found, rows = [{'case': 'all of it'}], [{'case': 'a case'}]
+    asked, kept = behind('benchmarks.diagnosis.ward.score.score_cases', found), behind('app.cli.write_record')
+    shown = behind('benchmarks.diagnosis.ward.score.published', rows)
+    behind('benchmarks.diagnosis.ward.score.totals', {'scored': 3})
+    behind('benchmarks.diagnosis.ward.score.total_lines', ['THE', 'TOTAL'])
     words = [w for w in ran('bench diagnose').out.split() if w.isalpha()]
-    assert words == 'Diagnosed trainings a patient THE TOTAL'.split() and not kept
-    assert bars == [('start', {}), ('diagnose the trainings', 1, 2)]
-    assert ran('bench diagnose --num-batches 9 --seconds 3 --record --json').json == {'rows': rows,
-        'right': 3}
-    assert kept == [{'page': 'patients', 'rows': rows, 'notes': {'right': 3}}]
-    assert [(c['batches'], c['seconds']) for c in asked] == [(24, 8.), (9, 3.)]
+    assert words == 'Diagnosed programs case a case THE TOTAL'.split() and not kept
+    line = 'bench diagnose one two --half scored --repeat 3 --out f.jsonl --record --json'
+    assert ran(line).json == {'rows': rows, 'scored': 3}
+    assert kept == [{'page': 'ward', 'rows': rows, 'notes': {'scored': 3}}]
+    assert [c['rows'] for c in shown] == [found] * 2
+    keys = 'names', 'half', 'repeat', 'out'
+    assert [tuple(c[k] for k in keys) for c in asked] == [
+        (None, None, 1, None), (['one', 'two'], 'scored', 3, PosixPath('f.jsonl'))]
+    assert all(c['say'] for c in asked)
 
 
 # --- check --------------------------------------------------------------------------------------------------

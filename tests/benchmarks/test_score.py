@@ -66,20 +66,37 @@ def test_a_row_in_words():
     assert in_words(judge(SLOW, {'error': 'it fell', 'seconds': 1.})).endswith('it fell')
 
 
-def test_a_run_goes_on_and_the_scored_half_is_only_counted(monkeypatch, tmp_path, capsys):
-    out, asked = tmp_path / 'ward.jsonl', []
+def test_a_run_goes_on_and_the_scored_half_is_only_counted(monkeypatch, tmp_path):
+    out, asked, measured, lines = tmp_path / 'ward.jsonl', [], [], []
     def answer(script, seconds):
-        asked.append(script.parent.name)
-        return said()
+        asked.append((script.parent.name, seconds))
+        return said(finding('no parallel'))
     monkeypatch.setattr(score, 'diagnosed', answer)
     monkeypatch.setattr(score, 'chosen', lambda names, half: [SLOW, WELL])
-    monkeypatch.setattr('sys.argv', ['score.py', '--out', str(out)])
-    score.main()
-    text = capsys.readouterr()
-    assert 'slow' in text.err and 'well' not in text.err and asked == ['slow', 'well']
-    assert json.loads(text.out)['scored']['healthy'] == 1 and len(out.read_text().splitlines()) == 2
-    score.main()
-    assert asked == ['slow', 'well'] and capsys.readouterr().out == text.out
+    monkeypatch.setattr(score, 'measure', lambda case, n: measured.append((case, n)) or {'ratio': 2.1})
+    rows = score.score_cases([], None, 3, out, lines.append)
+    assert asked == [('slow', 30.), ('well', 30.)] and measured == [(SLOW, 3)]
+    assert lines == [f'1 of 2  {in_words(rows[0])}', '2 of 2  scored'] and rows[0]['ratio'] == 2.1
+    kept = [json.loads(line) for line in out.read_text().splitlines()]
+    assert kept == json.loads(json.dumps(rows)) == score.score_cases([], None, 3, out) and len(asked) == 2
+    assert [r.get('ratio') for r in score.score_cases([], None, 0)] == [None, None] and len(measured) == 1
+
+
+def test_what_is_published_hides_the_scored_half():
+    rows = [judge(SLOW, said(finding('no parallel')), 2.), judge(SLOW, said()),
+            judge(SLOW, {'error': 'it fell', 'seconds': 1.}), judge(WELL, said(finding('a secret')))]
+    shown = score.published(rows)
+    assert shown[0] == dict(case='slow', kind='serial map', first='no parallel', named=1, led=None,
+                            alarm=None, predicted=2., measured=2., seconds=9.)
+    assert [r['first'] for r in shown] == ['no parallel', 'nothing to fix', 'an error', None]
+    assert shown[3] == dict.fromkeys(shown[0]) | dict(case='of the scored half', kind='healthy', alarm=True,
+                                                      seconds=9.)
+    assert score.total_lines(totals(rows)) == [
+        'development half: 0 of 3 led to the cure, 1 named the cause itself; '
+        '0 false alarms in 0 healthy programs; 1 of 1 gains within 30 %, 1 in their interval; 9 s at most',
+        'scored half: 0 of 0 led to the cure, 0 named the cause itself; '
+        '1 false alarms in 1 healthy programs; 0 of 0 gains within 30 %, 0 in their interval; 9 s at most']
+    assert len(score.total_lines(totals(rows[:3]))) == 1
 
 
 def test_a_program_that_fails_or_hangs_is_an_error(tmp_path, monkeypatch):

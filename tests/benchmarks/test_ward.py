@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.diagnosis.ward import cases as ward
 from benchmarks.diagnosis.ward.cases import HALVES, KINDS, WARD, WAYS, Case, cases, half_of
-from benchmarks.diagnosis.ward.run import measure
+from benchmarks.diagnosis.ward.run import chosen, measure
+from xtts_nb.config import UserError
 
 ALL = cases()
 SLOW = [c for c in ALL if not c.healthy]
@@ -30,7 +31,8 @@ def test_both_halves_are_large_enough():
 def test_the_half_follows_from_the_source():
     assert half_of('a') == 'development' and half_of('b') == 'scored'   # their SHA-256 begin with c and 3
     assert sorted(c.name for half in HALVES for c in cases(half)) == [c.name for c in ALL]
-    with pytest.raises(ValueError, match='half is one of'): cases('both')
+    with pytest.raises(UserError, match='both: not a half'): cases('both')
+    with pytest.raises(UserError, match='nobody: no such case'): chosen([ALL[0].name, 'nobody'], None)
 
 
 def test_every_kind_has_a_case(): assert {c.kind for c in SLOW} == set(KINDS)

@@ -337,16 +337,21 @@ def _fixed_text(found: dict, out: Path | None) -> str:
     return '\n'.join([*lines, found['train']])
 
 # %% ../../nbs/app/cli.ipynb #b49a29f9
-@command('diagnose', group=bench_app, example='--record')
-def _bench_diagnose(num_batches: BatchesOption = 24, seconds: SecondsOption = 8., record: Record = False):
-    "Diagnose trainings that are slow for a known reason, and fast ones: cause, predicted and measured gain."
-    start()
-    ward = from_checkout('diagnosis.patients', 'bench diagnose')
-    with progress() as tell:
-        rows = ward.run_patients(ward.PATIENTS, num_batches, seconds, stage(tell, 'diagnose the trainings'))
-    total = ward.patient_totals(rows)
-    if record: write_record('patients', rows, **total)
-    return {'rows': rows} | total, '\n'.join([table('Diagnosed trainings', rows), *ward.total_lines(total)])
+@command('diagnose', group=bench_app, example='--half development --out found.jsonl')
+def _bench_diagnose(
+    cases: argument(list[str] | None, 'Cases of the ward, by their folders; default: all.') = None,
+    half: option(str | None, 'One half of the ward alone: development or scored.') = None,
+    repeat: option(int, 'Runs of a slow and its cured program, in turn; 0: no gain is measured.', min=0) = 1,
+    out: option(Path | None, 'File with a line of JSON for each case; a run that was stopped goes on '
+                             'there.') = None,
+    record: Record = False,
+):
+    "Diagnose slow programs that others reported, and healthy ones: how often is the diagnosis right?"
+    ward = from_checkout('diagnosis.ward.score', 'bench diagnose')
+    found = ward.score_cases(cases, half, repeat, out, to_stderr)
+    rows, totals = ward.published(found), ward.totals(found)
+    if record: write_record('ward', rows, **totals)
+    return {'rows': rows} | totals, '\n'.join([table('Diagnosed programs', rows), *ward.total_lines(totals)])
 
 # %% ../../nbs/app/cli.ipynb #a7f8394d
 def _sourced(file: Path) -> str:

@@ -273,7 +273,7 @@ def elsewhere(
     return option(str | None, '', hidden=True, callback=name)
 
 def from_checkout(
-    name: str,                  # a module of `benchmarks`, as in diagnosis.patients
+    name: str,                  # a module of `benchmarks`, as in diagnosis.ward.score
     what: str,                  # the command that needs it
 ):
     "Import a module of `benchmarks/` that a command runs; `UserError` where there is no checkout."

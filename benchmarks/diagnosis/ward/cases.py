@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from xtts_nb.config import UserError
+
 WARD = Path(__file__).resolve().parent
 HALVES = 'development', 'scored'
 WAYS = 'fit', 'custom loop', 'predict', 'train_on_batch', 'python loop'
@@ -74,6 +76,6 @@ def cases(
     half: str | None = None,   # `development` or `scored`; None: both
 ) -> list[Case]:
     "The cases of one half, or all, by name."
-    if half not in (None, *HALVES): raise ValueError(f'half is one of {HALVES}, not {half!r}')
+    if half not in (None, *HALVES): raise UserError(f'{half}: not a half of the ward; they are {HALVES}.')
     found = [read_case(f.parent) for f in sorted(WARD.glob('*/case.json'))]
     return [c for c in found if half in (None, c.half)]

@@ -14,6 +14,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.diagnosis.ward.cases import Case  # noqa: E402
 from benchmarks.diagnosis.ward.run import chosen, parser_of, rows_per_second  # noqa: E402
+from benchmarks.peer import run  # noqa: E402
 
 WATCHED = ('-c', 'import sys; from xtts_nb.monitor.program import watch_script; '
                  'watch_script(sys.argv[1], [], 1e9)')
@@ -45,4 +46,4 @@ def main():
     print(json.dumps({'median': statistics.median(r['cost'] for r in rows), 'rows': rows}))
 
 
-if __name__ == '__main__': main()
+if __name__ == '__main__': run(main)

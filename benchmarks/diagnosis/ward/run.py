@@ -14,7 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
-from benchmarks.diagnosis.ward.cases import HALVES, Case, cases  # noqa: E402
+from benchmarks.diagnosis.ward.cases import HALVES, WARD, Case, cases  # noqa: E402
+from benchmarks.peer import run  # noqa: E402
+from xtts_nb.config import UserError  # noqa: E402
 
 
 def rows_per_second(
@@ -48,7 +50,7 @@ def chosen(
 ) -> list[Case]:
     known = {c.name: c for c in cases(half)}
     unknown = [n for n in names if n not in known]
-    if unknown: raise SystemExit(f'no such case: {", ".join(unknown)}')
+    if unknown: raise UserError(f'{", ".join(unknown)}: no such case; they are the folders of {WARD}.')
     return [known[n] for n in names or known]
 
 
@@ -93,4 +95,4 @@ def main():
     if given.json: print(json.dumps({'rows': rows}))
 
 
-if __name__ == '__main__': main()
+if __name__ == '__main__': run(main)

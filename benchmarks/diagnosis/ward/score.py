@@ -1,12 +1,12 @@
 """Diagnose the programs of the ward, and count how often the diagnosis is right.
 
-    python benchmarks/diagnosis/ward/score.py [NAME ...] [--half development|scored] [--ratios N] [--out FILE]
+    xtts-nb bench diagnose [CASE ...] [--half development|scored] [--repeat N] [--out FILE]
 
 Each program is run by `xtts-nb diagnose` as its user would run it, in a process of its own. A slow case is
 *named* if one of its first two findings names the cause, and *led* if one of them leads to the cure (the
-expressions of its `case.json` decide); a healthy one is a false alarm if there is any finding. `--ratios N`
-measures the gain too: slow and cured program take turns N times. Each case is a line of FILE, and a run
-that was stopped goes on there. Of the scored half only the counts are shown."""
+expressions of its `case.json` decide); a healthy one is a false alarm if there is any finding. Its gain is
+measured too: slow and cured program take turns N times. Each case is a line of FILE, and a run that was
+stopped goes on there. Of the scored half only kinds and numbers are shown."""
 import json
 import os
 import subprocess
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.diagnosis.ward.cases import HALVES, Case  # noqa: E402
-from benchmarks.diagnosis.ward.run import chosen, measure, parser_of, shows_here  # noqa: E402
+from benchmarks.diagnosis.ward.run import chosen, measure, shows_here  # noqa: E402
 
 FIRST = 2        # findings that count
 LONGEST = 180    # s for a program and its diagnosis, before it counts as failed
@@ -96,28 +96,46 @@ def in_words(row: dict) -> str:
     return f'{row["case"]:34} {what:16} {row["seconds"]:5.1f} s  {row.get("error", found)[-300:]}{measured}'
 
 
-def options():
-    parser = parser_of(__doc__)
-    parser.add_argument('--ratios', type=int, default=0, metavar='N')
-    parser.add_argument('--seconds', type=float, default=30., help='of the loop of a program')
-    parser.add_argument('--out', type=Path, help='a file with one JSON line for each case')
-    return parser.parse_args()
-
-
-def main():
-    given = options()
-    before = given.out.read_text(encoding='utf-8').splitlines() if given.out and given.out.exists() else []
-    rows = [json.loads(line) for line in before]
-    known = {r['case'] for r in rows}
-    for case in chosen(given.names, given.half):
-        if case.name in known: continue
-        said = diagnosed(case.scripts[0], given.seconds)
-        ratio = measure(case, given.ratios)['ratio'] if given.ratios and shows_here(case) else None
+def score_cases(
+    names: list[str],          # of cases; none: all
+    half: str | None = None,
+    repeat: int = 1,           # how often slow and cured program take turns; 0: no gain is measured
+    out: Path | None = None,   # a file with one JSON line for each case
+    say=None,                  # gets a line for each case
+    seconds: float = 30.,      # of the loop of a program
+) -> list[dict]:               # rows of `judge`
+    "Diagnose cases one after the other, and measure what their cures gain."
+    before = out.read_text(encoding='utf-8').splitlines() if out and out.exists() else []
+    rows, known = [json.loads(line) for line in before], chosen(names, half)
+    done = {r['case'] for r in rows}
+    for n, case in enumerate(known, 1):
+        if case.name in done: continue
+        said = diagnosed(case.scripts[0], seconds)
+        ratio = measure(case, repeat)['ratio'] if repeat and shows_here(case) else None
         rows.append(judge(case, said, ratio))
-        if case.half != 'scored': print(in_words(rows[-1]), file=sys.stderr, flush=True)
-        if given.out:
-            with given.out.open('a', encoding='utf-8') as f: f.write(json.dumps(rows[-1]) + '\n')
-    print(json.dumps(totals(rows)))
+        if say: say(f'{n} of {len(known)}  {in_words(rows[-1]) if case.half != "scored" else "scored"}')
+        if out:
+            with out.open('a', encoding='utf-8') as f: f.write(json.dumps(rows[-1]) + '\n')
+    return rows
 
 
-if __name__ == '__main__': main()
+def published(rows: list[dict]) -> list[dict]:
+    "Rows for a table and a record; of the scored half without names and findings."
+    out = []
+    for r in rows:
+        hidden = r['half'] == 'scored'
+        first = r['findings'][0]['disease'] if r['findings'] else 'nothing to fix'
+        out.append({'case': 'of the scored half' if hidden else r['case'], 'kind': r['kind'],
+                    'first': None if hidden else 'an error' if 'error' in r else first,
+                    'named': r.get('named'), 'led': r.get('led'), 'alarm': r.get('false_alarm'),
+                    'predicted': r.get('predicted'), 'measured': r.get('ratio'), 'seconds': r['seconds']})
+    return out
+
+
+def total_lines(total: dict) -> list[str]:   # of `totals`
+    "The counts for reading."
+    return [f'{half} half: {n["led"]} of {n["slow"]} led to the cure, {n["named"]} named the cause itself; '
+            f'{n["false_alarms"]} false alarms in {n["healthy"]} healthy programs; '
+            f'{n["within_30_percent"]} of {n["gains"]} gains within 30 %, {n["in_interval"]} in their '
+            f'interval; {n["longest_seconds"]:.0f} s at most'
+            for half, n in total.items() if n['slow'] + n['healthy']]
