@@ -44,6 +44,7 @@ def test_ctrl_c_that_an_import_renames_or_loses_ends_a_command(monkeypatch, capf
         if isinstance(end, ImportError): raise end
     monkeypatch.setattr('xtts_nb.config.setup_tf', setup_tf)
     before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN: pytest.skip('SIGINT is ignored, as in the background of a shell')
     assert main('voices', 'add', 'anna', 'a.wav', '--model', 'm', '--voices', 'v') == 130
     assert capfd.readouterr() == ('', 'xtts-nb: Stopped.\n') and signal.getsignal(signal.SIGINT) is before
     monkeypatch.undo()
