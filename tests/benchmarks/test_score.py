@@ -99,6 +99,7 @@ def test_what_is_published_hides_the_scored_half():
     assert len(score.total_lines(totals(rows[:3]))) == 1
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_or_hangs_is_an_error(tmp_path, monkeypatch):
     wrong = tmp_path / 'wrong.py'
     wrong.write_text('raise ValueError("of its own")')
