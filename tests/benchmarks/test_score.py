@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from benchmarks.diagnosis.ward import score
+from benchmarks.diagnosis.ward import run, score
 from benchmarks.diagnosis.ward.cases import Case, cases
 from benchmarks.diagnosis.ward.score import diagnosed, in_words, judge, totals
 
@@ -72,9 +72,9 @@ def test_a_run_goes_on_and_the_scored_half_is_only_counted(monkeypatch, tmp_path
         asked.append((script.parent.name, seconds))
         return said(finding('no parallel'))
     monkeypatch.setattr(score, 'diagnosed', answer)
-    monkeypatch.setattr(score, 'chosen', lambda names, half: [SLOW, WELL])
+    monkeypatch.setattr(run, 'cases', lambda half: [SLOW, WELL])
     monkeypatch.setattr(score, 'measure', lambda case, n: measured.append((case, n)) or {'ratio': 2.1})
-    rows = score.score_cases([], None, 3, out, lines.append)
+    rows = score.score_cases(None, None, 3, out, lines.append)
     assert asked == [('slow', 30.), ('well', 30.)] and measured == [(SLOW, 3)]
     assert lines == [f'1 of 2  {in_words(rows[0])}', '2 of 2  scored'] and rows[0]['ratio'] == 2.1
     kept = [json.loads(line) for line in out.read_text().splitlines()]

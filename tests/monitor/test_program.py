@@ -11,9 +11,9 @@ import tensorflow as tf
 from xtts_nb.config import UserError
 from xtts_nb.monitor import program as page
 from xtts_nb.monitor.program import (
-    Diagnose, Seen, explain, find_beside, find_growth, find_made_in_loop, find_own_python, find_pipelines,
-    find_python_input, find_single_rows, find_tiny_steps, find_traces, finding, finding_lines, gain_without,
-    steady_part, variables_put_back, watch_script)
+    Diagnose, Seen, explain, find_beside, find_few_threads, find_growth, find_made_in_loop, find_own_python,
+    find_pipelines, find_python_input, find_single_rows, find_tiny_steps, find_traces, finding, finding_lines,
+    gain_without, steady_part, variables_put_back, watch_script)
 from xtts_nb.monitor.watch import Event, Look, Place, PythonCall
 
 LINE, OTHER = Place(__file__, 3), Place(__file__, 4)
@@ -106,6 +106,21 @@ def test_rows_that_cost_as_much_among_many_as_alone_are_left():
     last = {('layer', LINE): (network, '__call__', (np.ones((1, 3)),), {})}
     assert find_single_rows(seen(['graph'] * 100, events, last=last)) == [] and set(asked) == {32}
 
+def test_rows_of_several_calls_are_one_finding():
+    "With `fit` for single steps among them; their shares add up."
+    network = lambda x: tf.constant(0.)
+    events = calls('layer', 5, 1., .5, rows=1) + calls('fits', 6, 1., .5, place=OTHER)
+    last = {('layer', LINE): (network, '__call__', (np.ones((1, 3)),), {})}
+    look = lambda steps: find_single_rows(seen(['graph'] * 100, events, last=last, loop=('fits', OTHER),
+                                               fits=[SimpleNamespace(steps=steps)] * 3))
+    found = only(look(1))
+    assert found.place == 'test_program.py:4'
+    assert found.predicted_gain == pytest.approx(1 / (1 - .55 * .96), rel=.1)
+    assert found.evidence.startswith('model.fit is called 6 times with 1 step each, 500.0 ms a call; '
+                                     'the model is called 5 times')
+    assert 'call model.fit once' in found.remedy and 'times with 2 steps' in only(look(2)).evidence
+    assert only(look(3)).place == 'test_program.py:3'   # the other call alone
+
 @pytest.mark.parametrize('kind', ['model', 'optimizer', 'variable'])
 def test_what_is_made_in_the_loop(kind):
     looks = ['trace'] * 40 + [(OTHER, 'eager')] * 10 + ['graph'] * 50
@@ -142,9 +157,10 @@ def test_fit_that_traces_again():
     assert find_traces(seen(looks, calls('fits', 9) + calls('model', 3), loop=('fits', LINE))) == []
 
 @pytest.mark.parametrize('rows, looks, alike, is_found', [
-    (4, {'graph': 100}, True, True), (64, {'graph': 100}, True, True), (65, {'graph': 100}, True, False),
-    (4, {'input': 50, 'graph': 50}, True, True), (4, {'input': 51, 'graph': 49}, True, False),
+    (4, {'graph': 100}, True, True), (16, {'graph': 100}, True, True), (17, {'graph': 100}, True, False),
+    (4, {'input': 30, 'graph': 70}, True, True), (4, {'input': 31, 'graph': 69}, True, False),
     (4, {'callback': 30, 'graph': 70}, True, True), (4, {'callback': 31, 'graph': 69}, True, False),
+    (4, {'trace': 31, 'graph': 69}, True, False),
     (4, {'graph': 100}, False, False)])
 def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
     "Found where eight times as many rows take less than 0.45 of eight times as long."
@@ -185,8 +201,37 @@ def test_python_that_makes_the_batches():
     python = [PythonCall(i * .1, i * .1 + .08, LINE, 'load') for i in range(100)]
     found = only(find_python_input(seen(['input'] * 70 + ['graph'] * 30, python=python)))
     assert found.disease == 'Python makes the batches' and '80%' in found.evidence and '70%' in found.evidence
+    assert found.evidence.startswith('a Python function in the pipeline') and found.place is None
+    assert found.predicted_gain == pytest.approx(1 / (.3 + .04 * .7))   # nothing is known of the step alone
+    made = [c._replace(name='generator_py_func') for c in python]
+    found = only(find_python_input(seen(['input'] * 70 + ['graph'] * 30, python=made)))
+    assert found.evidence.startswith('a Python generator makes rows or batches 80%')
     assert find_python_input(seen(['input'] * 9 + ['graph'] * 91, python=python)) == []
     assert find_python_input(seen(['input'] * 70 + ['graph'] * 30)) == []
+
+@pytest.mark.parametrize('own, calls_at_once, waits, is_found', [
+    (1, 4, 50, True), (3, 4, 50, True), (4, 4, 50, False), (1, 1, 50, False), (0, 4, 50, False),
+    (1, 4, 12, False)])
+def test_a_pool_of_threads_smaller_than_the_parallel_calls(monkeypatch, own, calls_at_once, waits, is_found):
+    monkeypatch.setattr(page, 'cores', lambda: 8)
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = own
+    made = tf.data.Dataset.range(9).map(lambda x: x, num_parallel_calls=calls_at_once).with_options(options)
+    found = find_few_threads(seen(['input'] * waits + ['graph'] * (100 - waits), datasets={LINE: [made]}))
+    assert bool(found) == is_found
+    if not found: return
+    assert f'{own} thread{"s" * (own > 1)} (private_threadpool_size)' in only(found).evidence
+    assert found[0].predicted_gain == pytest.approx(1 / (.5 + .5 * own / 4))
+    monkeypatch.setattr(page, 'cores', lambda: own)
+    assert not find_few_threads(seen(['input'] * 50 + ['graph'] * 50, datasets={OTHER: [made]}))
+
+def test_a_step_alone_is_timed_and_what_python_does_beside_it_stays():
+    step = tf.function(lambda x: x + 1)
+    events, last = calls('call', 100), {('call', LINE): (step, '__call__', (tf.zeros(3),), {})}
+    part = seen(['input'] * 40 + ['graph'] * 50 + ['own'] * 10, events, last=last)
+    assert page.alone_seconds(part, 1.) == pytest.approx(.1, abs=.02)   # the graph takes far less than 0.5 s
+    assert page.alone_seconds(part, 1e-6) == pytest.approx(.6e-6)       # never longer than in the loop
+    assert page.alone_seconds(seen(['input'] * 40 + ['graph'] * 60), 1.) == pytest.approx(.6)
 
 def test_pipelines_that_are_built_again():
     made = [tf.data.Dataset.range(3).map(lambda x: x) for _ in range(5)]
@@ -214,6 +259,12 @@ def test_a_rule_that_fails_takes_no_other_with_it(monkeypatch):
                                                                                   'ValueError: odd']
     assert 'too short' in explain(watched(['own'] * 9))[1][0]
 
+
+def test_of_findings_at_one_line_the_first_is_believed_or_one_of_twice_the_gain(monkeypatch):
+    at = lambda gain, place: lambda seen: [finding(seen, f'{gain}', '', '', 1 - 1 / gain, place=place)]
+    rules = at(1.1, LINE), at(2, LINE), at(3.9, LINE), at(4.5, LINE), at(3, OTHER)
+    monkeypatch.setattr(page, 'PROGRAM_RULES', rules)
+    assert [f.disease for f in explain(watched(['own'] * 100))[0]] == ['4.5', '3', '2']
 
 SCRIPT = '''
 import sys

@@ -273,7 +273,8 @@ def _note_python(self: Watch, original, registry, args, kwargs):
     start = time.perf_counter()
     try: return original(registry, *args, **kwargs)
     finally:
-        inner = getattr(registry.get(args[0]) if hasattr(registry, 'get') and args else None, '_func', None)
+        called = registry.get(args[0]) if hasattr(registry, 'get') and args else None
+        inner = getattr(called, '_func', called)   # py_function wraps it
         code = getattr(inner, '__code__', None)
         place = code and Place(code.co_filename, code.co_firstlineno)
         self.python.append(PythonCall(start, time.perf_counter(), place, getattr(inner, '__name__', '')))

@@ -97,7 +97,7 @@ def in_words(row: dict) -> str:
 
 
 def score_cases(
-    names: list[str],          # of cases; none: all
+    names: list[str] | None,   # of cases; default: all
     half: str | None = None,
     repeat: int = 1,           # how often slow and cured program take turns; 0: no gain is measured
     out: Path | None = None,   # a file with one JSON line for each case
@@ -106,7 +106,7 @@ def score_cases(
 ) -> list[dict]:               # rows of `judge`
     "Diagnose cases one after the other, and measure what their cures gain."
     before = out.read_text(encoding='utf-8').splitlines() if out and out.exists() else []
-    rows, known = [json.loads(line) for line in before], chosen(names, half)
+    rows, known = [json.loads(line) for line in before], chosen(names or [], half)
     done = {r['case'] for r in rows}
     for n, case in enumerate(known, 1):
         if case.name in done: continue
