@@ -93,9 +93,9 @@ def test_what_is_published_hides_the_scored_half():
                                                       seconds=9.)
     assert score.total_lines(totals(rows)) == [
         'development half: 0 of 3 led to the cure, 1 named the cause itself; '
-        '0 false alarms in 0 healthy programs; 1 of 1 gains within 30 %, 1 in their interval; 9 s at most',
+        '0 of 0 healthy programs called slow; 1 of 1 gains within 30 %, 1 in their interval; 9 s at most',
         'scored half: 0 of 0 led to the cure, 0 named the cause itself; '
-        '1 false alarms in 1 healthy programs; 0 of 0 gains within 30 %, 0 in their interval; 9 s at most']
+        '1 of 1 healthy programs called slow; 0 of 0 gains within 30 %, 0 in their interval; 9 s at most']
     assert len(score.total_lines(totals(rows[:3]))) == 1
 
 

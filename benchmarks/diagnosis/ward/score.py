@@ -135,7 +135,7 @@ def published(rows: list[dict]) -> list[dict]:
 def total_lines(total: dict) -> list[str]:   # of `totals`
     "The counts for reading."
     return [f'{half} half: {n["led"]} of {n["slow"]} led to the cure, {n["named"]} named the cause itself; '
-            f'{n["false_alarms"]} false alarms in {n["healthy"]} healthy programs; '
+            f'{n["false_alarms"]} of {n["healthy"]} healthy programs called slow; '
             f'{n["within_30_percent"]} of {n["gains"]} gains within 30 %, {n["in_interval"]} in their '
             f'interval; {n["longest_seconds"]:.0f} s at most'
             for half, n in total.items() if n['slow'] + n['healthy']]
