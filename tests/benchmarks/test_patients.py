@@ -390,7 +390,7 @@ def test_a_patient_is_named(name):
 
 
 def test_all_patients():
-    "Their causes are named; `xtts-nb bench diagnose` records their gains, which other work would change."
+    "Their causes are named; the script itself records their gains, which other work would change."
     total = patient_totals(run_patients(PATIENTS, seconds=4.))
     for kind, slow, named in (('emulated', 11, 10), ('real', 12, 11)):
         assert total[kind]['slow'] == slow and total[kind]['named'] >= named, total

@@ -4,8 +4,9 @@ import json
 import pytest
 
 from benchmarks.diagnosis.ward import run, score
-from benchmarks.diagnosis.ward.cases import Case, cases
+from benchmarks.diagnosis.ward.cases import Case
 from benchmarks.diagnosis.ward.score import diagnosed, in_words, judge, totals
+from process import xtts_nb
 
 SLOW = Case('slow', 'One', 'a', 'read', cause='c', place='p', cure='c', way='fit', kind='serial map',
             named=('no parallel', ), led=('num_parallel_calls', ))
@@ -112,6 +113,9 @@ def test_a_program_that_fails_or_hangs_is_an_error(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['count_as_argument'])
 def test_a_case_is_diagnosed_as_its_user_would(name):
-    (case,) = [c for c in cases('development') if c.name == name]
-    row = judge(case, diagnosed(case.scripts[0]), 30.)
+    "By the command itself, in a process of its own."
+    done = xtts_nb('bench', 'diagnose', name, '--repeat', '0', '--json')
+    assert done.code == 0, done.err
+    (row,) = done.json['rows']
     assert row['named'] == 1 and row['led'] == 1 and row['seconds'] < 60
+    assert row['case'] == name and done.json['development']['named'] == 1
