@@ -1568,6 +1568,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program._fit_frame': ( 'monitor/program.html#_fit_frame',
                                                                                  'xtts_nb/monitor/program.py'),
+                                         'xtts_nb.monitor.program._fit_steps': ( 'monitor/program.html#_fit_steps',
+                                                                                 'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program._many_rows': ( 'monitor/program.html#_many_rows',
                                                                                  'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program._name': ('monitor/program.html#_name', 'xtts_nb/monitor/program.py'),

@@ -177,8 +177,7 @@ def _single_fits(seen: Seen) -> list[tuple]:
     "The same of `fit`, where it is called for a step or two."
     fits = [e for e in seen.events if e.kind == 'fits']
     if seen.loop[:1] != ('fits',) or len(fits) < 5: return []
-    steps = sum(f.steps for f in seen.watch.fits) / len(seen.watch.fits)
-    if steps > 2: return []
+    if (steps := _fit_steps(seen.watch)) > 2: return []
     each = statistics.median(e.seconds for e in fits)
     return [(sum(e.seconds for e in fits) / seen.seconds, .05, seen.loop[1], 'model.fit',
              f'model.fit is called {len(fits)} times with {_steps(steps)} each, {ms(each)} a call')]
@@ -331,7 +330,7 @@ def find_eager(seen: Seen) -> list[Finding]:
 def _epoch_cost(seen: Seen, share: float) -> list[Finding]:
     "What Keras does around the steps of `fit`."
     if seen.loop[0] == 'fits':
-        steps = sum(f.steps for f in seen.watch.fits) / len(seen.watch.fits)
+        steps = _fit_steps(seen.watch)
         what = f'fit is called again for every {_steps(steps)}'
         remedy = 'call fit once, for all rows and epochs'
     else:
@@ -346,6 +345,10 @@ def _epoch_cost(seen: Seen, share: float) -> list[Finding]:
         f'{what}, and beginning and ending it takes {share:.0%} of the time',
         remedy, share, 0.05, seen.loop[1],
         'model.fit(dataset.repeat(), steps_per_epoch=1000, epochs=epochs)')]
+
+def _fit_steps(watch: Watch) -> float:
+    "Of a `fit`, on average."
+    return sum(f.steps for f in watch.fits) / len(watch.fits)
 
 def _steps(count: float) -> str: return f'{count:.0f} step{"s" * (round(count) != 1)}'
 
