@@ -61,7 +61,7 @@ none = 0
 test-all: $(ready) test-torch
 	@$(MAKE) --no-print-directory -j3 style slow-pages quick-tests none=5
 	@echo "== slow tests"
-	@$(env) $(bin)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not $(other)" $(ARGS) || [ $$? -eq 5 ]
+	@$(env) $(bin)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "slow and not $(other)" $(ARGS) || [ $$? -eq 5 ]
 
 slow-pages:
 	@echo "== every notebook but the lessons, with its slow cells"

@@ -383,15 +383,17 @@ def test_patients_are_counted():
     assert total_lines(patient_totals(rows[2:])) == [total_lines(total)[0], total_lines(total)[2]]
 
 
-@pytest.mark.parametrize('name', ['host sync per step', 'no prefetch', 'healthy pipeline'])
+@pytest.mark.parametrize('name', ['host sync per step', 'no prefetch'])
 def test_a_patient_is_named(name):
     row = run_patient(BY_NAME[name], 12, 2.)
     assert row['right'], row
 
 
-def test_all_patients():
-    "Their causes are named; the script itself records their gains, which other work would change."
-    total = patient_totals(run_patients(PATIENTS, seconds=4.))
-    for kind, slow, named in (('emulated', 11, 10), ('real', 12, 11)):
-        assert total[kind]['slow'] == slow and total[kind]['named'] >= named, total
+def test_patients_that_compute_and_healthy_ones():
+    """Their causes are named; the script itself records their gains, which other work would change.
+
+    Those that sleep are in the quick tests of the rules."""
+    some = [p for p in PATIENTS if p.kind == 'real' or p.disease is None]
+    total = patient_totals(run_patients(some, seconds=4.))
+    assert total['real']['slow'] == 12 and total['real']['named'] >= 11, total
     assert total['left_alone'] == total['healthy'] == 3, total

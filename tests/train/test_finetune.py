@@ -521,15 +521,14 @@ def full(corpus, tokenizer, tmp_path_factory):
     shutil.rmtree(folder)   # gigabytes
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', KINDS[:2])
 @pytest.mark.cpu
 @pytest.mark.torch
-def test_the_full_size_trains_in_16_gb_and_goes_to_coqui(full, tmp_path, kind, record_property):
-    """Three updates of one clip as long as any may be; then files that coqui-tts loads, every tensor in
-    its place."""
+def test_the_full_size_trains_in_16_gb_and_goes_to_coqui(full, tmp_path, record_property):
+    """Three updates of all weights, of one clip as long as any may be; then files that coqui-tts loads,
+    every tensor in its place. LoRA needs less, and is trained at other sizes."""
     from xtts_nb.models.convert import read_pth, to_coqui
     config = XTTSConfig.xtts_v2().replace(data={'batch_size': 1, 'pad_to_fixed_length': True},
-                                          training={'steps': 3, 'log_every': 1, 'finetune': kind})
+                                          training={'steps': 3, 'log_every': 1})
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
     code, peak, said = watched([*COMMAND, 'train', '--data', full / 'cache', '--model', full / 'base',
                                 '--run',
@@ -537,7 +536,7 @@ def test_the_full_size_trains_in_16_gb_and_goes_to_coqui(full, tmp_path, kind, r
                                 '--config', tmp_path / 'run.yaml'], most=16)
     record_property('peak_gb', peak)
     assert code == 0 and peak < 16, f'{peak:.1f} GB; {said}'
-    print(f'{kind}: {peak:.1f} GB', *(tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines(), sep='\n')
+    print(f'{peak:.1f} GB', *(tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines(), sep='\n')
     to_coqui(tmp_path / 'run', tmp_path / 'coqui')
     names = read_pth(tmp_path / 'coqui' / 'model.pth')['model']
     assert len(names) > 900 and names['gpt.gpt.h.29.attn.c_attn.weight'].shape == (1024, 3072)

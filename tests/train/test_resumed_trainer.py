@@ -83,7 +83,8 @@ class Greedy:
     def custom_train_step(self, batch, number):
         if self.training.accumulation < self.enough:
             size = tf.where(number >= self.at, tf.constant(2**46, tf.int64), tf.constant(1, tf.int64))
-            batch = {k: v + tf.zeros(size[None], v.dtype)[0] for k, v in batch.items()}
+            lack = tf.zeros(size[None])[0]   # one of them: TensorFlow tries for 10 s to find the memory
+            batch = {k: v + tf.cast(lack, v.dtype) for k, v in batch.items()}
         return super().custom_train_step(batch, number)
 
     def _more_parts(self, error):
@@ -328,7 +329,5 @@ def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
     assert int(saved.stem[5:]) == reached(tmp_path / 'run') >= 4 and f'--run {tmp_path / "run"}' in err
 
 @pytest.mark.slow
-@pytest.mark.parametrize('points', [[(1, 9), (20, 29), (40, 49)], [(10, 19), (30, 39), (50, 55)]],
-                         ids=['three moments', 'three others'])
-def test_killed_at_many_moments(whole, prepared, tmp_path, cheap_xla, points):
-    check_killed(whole, prepared, tmp_path, time.time_ns(), points, xla=True)
+def test_killed_at_many_moments(whole, prepared, tmp_path, cheap_xla):
+    check_killed(whole, prepared, tmp_path, time.time_ns(), [(1, 19), (20, 39), (40, 55)], xla=True)
