@@ -60,6 +60,11 @@ def test_each_half_is_counted_by_itself():
         'healthy': 2, 'false_alarms': 1, 'longest_seconds': 9.}
 
 
+def test_a_finding_of_a_gpu_predicts_nothing():
+    said_so = said(finding('no parallel', gain=1.) | {'only_on_gpu': True})
+    assert 'predicted' not in judge(SLOW, said_so, 2.) and judge(SLOW, said_so, 2.)['named'] == 1
+
+
 def test_a_row_in_words():
     row = judge(SLOW, said(finding('no parallel')), 2.)
     assert in_words(row).split() == 'slow named 1 led - 9.0 s no parallel 2.0 x (measured 2.0 x)'.split()

@@ -23,7 +23,7 @@ def watched(looks=(), events=(), python=(), **more):
     "A watch of 10 s: the kind of each look, 100 a second, at one line."
     looks = [Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside') for i,
         k in enumerate(looks)]
-    given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={})
+    given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={}, shapes={})
     return SimpleNamespace(looks=looks, events=[*events], python=[*python], pipeline_place=lambda *_: None,
                            **given | more)
 
@@ -143,7 +143,7 @@ def test_traces(values, cause):
     events = calls('call', 5, traced=True)
     found = only(find_traces(seen(['trace'] * 60 + ['graph'] * 40, events, functions=functions)))
     assert found.disease == cause and '60%' in found.evidence
-    assert found.predicted_gain == pytest.approx(1 / .412)
+    assert found.predicted_gain == pytest.approx(1 / .4)   # nothing is known of a call without a trace
     assert find_traces(seen(['trace'] * 60 + ['graph'] * 40, events[:2], functions=functions)) == []
     assert find_traces(seen(['trace'] * 7 + ['graph'] * 93, events, functions=functions)) == []
     new = [Event('call', LINE, .1 * i, .01, traced=True, new=True) for i in range(5)]
@@ -163,7 +163,7 @@ def test_fit_that_traces_again():
     (4, {'trace': 31, 'graph': 69}, True, False),
     (4, {'graph': 100}, False, False)])
 def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
-    "Found where eight times as many rows take less than 0.45 of eight times as long."
+    "Found where a batch of 128 rows takes less than 0.45 of what as many small ones take."
     monkeypatch.setattr(page, 'seconds_of', lambda call: float(call()))
     step = tf.function(lambda x: tf.constant(.1) if alike else tf.size(x, tf.int64) / (30 * rows))
     events = calls('call', 100)
@@ -172,15 +172,15 @@ def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
     found = find_tiny_steps(seen(looks, events, loop=('call', LINE), last=last))
     assert bool(found) == is_found
     if not found: return
-    assert found[0].disease == 'tiny batch' and f'of {8 * rows} rows 100.0 ms' in found[0].evidence
-    assert found[0].predicted_gain == pytest.approx(8, rel=.01) and f'batch({8 * rows})' in found[0].change
+    assert found[0].disease == 'tiny batch' and 'of 128 rows 100.0 ms' in found[0].evidence
+    assert found[0].predicted_gain == pytest.approx(128 / rows, rel=.05) and 'batch(128)' in found[0].change
 
 @pytest.mark.parametrize('kind, cause', [('callback', 'a callback blocks'), ('save', 'saving blocks'),
                                          ('summary', 'summaries at each step')])
 def test_what_is_done_beside_training(kind, cause):
     found = only(find_beside(seen([kind] * 40 + ['graph'] * 60)))
     assert found.disease == cause and '40%' in found.evidence
-    assert found.predicted_gain == pytest.approx(1 / .62)
+    assert found.predicted_gain == pytest.approx(1 / (.6 + .4 * .02))
     assert find_beside(seen([kind] * 11 + ['graph'] * 89)) == []
 
 def test_python_of_the_program():
@@ -202,7 +202,7 @@ def test_python_that_makes_the_batches():
     found = only(find_python_input(seen(['input'] * 70 + ['graph'] * 30, python=python)))
     assert found.disease == 'Python makes the batches' and '80%' in found.evidence and '70%' in found.evidence
     assert found.evidence.startswith('a Python function') and found.place == 'test_program.py:3'
-    assert found.predicted_gain == pytest.approx(1 / (.3 + .04 * .7), rel=.01)   # the step is not timed
+    assert found.predicted_gain == pytest.approx(1 / (.3 + .01 * .7), rel=.01)   # the step is not timed
     made = [c._replace(name='generator_py_func') for c in python]
     found = only(find_python_input(seen(['input'] * 70 + ['graph'] * 30, python=made)))
     assert found.evidence.startswith('a Python generator makes rows or batches 80%')
@@ -240,16 +240,226 @@ def test_pipelines_that_are_built_again():
     assert found.predicted_gain == pytest.approx(1 / .709)
     assert find_pipelines(seen(['trace'] * 30 + ['graph'] * 70, datasets={LINE: [made[0].take(2)] * 5})) == []
 
-@pytest.mark.parametrize('build, cause', [
-    (lambda d: d.map(lambda x: x + 1).repeat().cache(), 'cache after repeat'),
-    (lambda d: d.cache().take(3).repeat(), 'a cache that is never full'),
-    (lambda d: d.map(tf.io.decode_raw_or_read).shuffle(9), 'shuffle after decoding'),
-    (lambda d: d.take(3).cache().repeat(), None), (lambda d: d.cache().shuffle(5).repeat().take(9), None)])
-def test_the_order_of_a_pipeline(monkeypatch, build, cause):
+NEVER_FULL = 'a cache that is never full'
+
+@pytest.mark.parametrize('build, passes, whole, cause', [
+    (lambda d: d.map(lambda x: x + 1).repeat().cache(), 1, True, 'cache after repeat'),
+    (lambda d: d.cache().take(3).repeat(), 1, True, NEVER_FULL),
+    (lambda d: d.cache().take(3), 2, True, NEVER_FULL), (lambda d: d.cache().take(3), 1, True, None),
+    (lambda d: d.cache(), 2, False, NEVER_FULL), (lambda d: d.cache(), 1, False, None),
+    (lambda d: d.map(tf.io.decode_raw_or_read).shuffle(9), 1, True, 'shuffle after decoding'),
+    (lambda d: d.take(3).cache().repeat(), 2, True, None),
+    (lambda d: d.cache().shuffle(5).repeat().take(9), 2, True, None)])
+def test_the_order_of_a_pipeline(monkeypatch, build, passes, whole, cause):
     monkeypatch.setattr(tf.io, 'decode_raw_or_read', lambda x: tf.io.read_file(tf.strings.as_string(x)),
         raising=False)
-    shape = page._order(page.stages(build(tf.data.Dataset.range(9))))
+    shape = page._order(page.stages(build(tf.data.Dataset.range(9))), passes, whole)
     assert (shape and shape.cause) == cause
+
+def test_what_a_call_takes_without_a_trace():
+    "The last call again, whose arguments are known: nothing of the program is changed by it."
+    total = tf.Variable(0.)
+    @tf.function
+    def step(x):
+        total.assign_add(1.)
+        return x
+    part = seen(last={('call', LINE): (step, '__call__', (tf.zeros(3),), {})})
+    assert 0 < page.again(part, LINE) < .1 and float(total) == 0
+    assert page.again(part, OTHER) is None
+    broken = seen(last={('predict', LINE): (SimpleNamespace(predict=lambda x: 1 / 0), 'predict', (1,), {})})
+    assert page.again(broken, LINE) is None
+
+@pytest.mark.parametrize('known, shapes, seconds, is_found', [
+    (.004, 10, .05, True), (.004, 3, .05, True), (.004, 2, .05, False), (.02, 10, .05, True),
+    (.021, 10, .05, False), (.004, 10, .019, False), (None, 10, .05, False)])
+def test_what_xla_compiles_again(monkeypatch, known, shapes, seconds, is_found):
+    "Ten calls in a second, and what one with a known shape takes."
+    monkeypatch.setattr(page, 'again', lambda *_: known)
+    step = tf.function(lambda x: x, jit_compile=True)
+    def look(step):
+        part = seen(['graph'] * 100, calls('call', 10, seconds=seconds),
+                    last={('call', LINE): (step, '__call__', (), {})},
+                    shapes={('call', LINE): {(i,) for i in range(shapes)}})
+        part.begin, part.end = 0., 1.
+        return page.find_compiled_again(part)
+    found = look(step)
+    assert bool(found) == is_found and look(tf.function(lambda x: x)) == []
+    if found: assert only(found).predicted_gain == pytest.approx(1 / (1 - 10 * (seconds - known)))
+
+WHOLE = np.ones((40, 3), 'float32')
+
+@pytest.mark.parametrize('build, share', [
+    (lambda ids, table: table.assign_sub(WHOLE * tf.reduce_sum(tf.gather(table, ids))), .5),
+    (lambda ids, table: table.assign_sub(WHOLE * tf.reduce_sum(tf.gather(table + 0., ids))), .5),
+    (lambda ids, table: table.scatter_sub(tf.IndexedSlices(tf.gather(table, ids), ids)), 0),
+    (lambda ids, table: table.assign_sub(WHOLE * tf.reduce_sum(tf.one_hot(ids, 40) @ table)), .6),
+    (lambda ids, table: table.assign_sub(WHOLE), 0)])
+def test_a_table_that_changes_as_a_whole(monkeypatch, build, share):
+    "Read by gather or one_hot, in steps of a second."
+    monkeypatch.setattr(page, 'LONG_TABLE', (40, 100))
+    monkeypatch.setattr(page, '_over_table', lambda shape: .5 * (shape == (40, 3)))
+    monkeypatch.setattr(page, '_one_hot_product', lambda shape: .05)
+    table = tf.Variable(tf.zeros((40, 3)))
+    step = tf.function(lambda ids: tf.reduce_sum(tf.function(build)(ids, table)))
+    part = seen(['graph'] * 100, calls('call', 10),
+                last={('call', LINE): (step, '__call__', (tf.constant([1, 2]),), {})}, loop=('call', LINE))
+    found = [f for f in page.find_in_graph(part) if 'dense gradient' in f.disease]
+    assert bool(found) == bool(share)
+    if found:
+        assert found[0].predicted_gain == pytest.approx(1 / (1 - share * .95))
+        assert '40 x 3' in found[0].evidence
+    monkeypatch.setattr(page, 'LONG_TABLE', (41, 100))
+    assert not [f for f in page.find_in_graph(part) if 'dense gradient' in f.disease]
+
+def test_python_inside_a_compiled_step():
+    step = tf.function(lambda x: tf.numpy_function(lambda a: a, [x], tf.float32))
+    last = {('call', LINE): (step, '__call__', (tf.zeros(3),), {})}
+    python = [PythonCall(i * .1, i * .1 + .05, OTHER, 'f') for i in range(100)]
+    look = lambda looks, python: page.find_in_graph(
+        seen(looks, calls('call', 10), python=python, last=last, loop=('call', LINE)))
+    found = only(look(['graph'] * 100, python))
+    assert found.disease == 'Python inside the step' and found.place.startswith('test_program.py:')
+    assert '50%' in found.evidence and found.predicted_gain == pytest.approx(1 / .55)
+    assert look(['input'] * 30 + ['graph'] * 70, python) == []   # the pipeline calls it
+
+def on_gpu(found): assert only(found).only_on_gpu and found[0].predicted_gain == 1.
+
+@pytest.mark.parametrize('line, hides', [
+    ("os.environ['CUDA_VISIBLE_DEVICES'] = '-1'", True), ('os.environ["CUDA_VISIBLE_DEVICES"]=""', True),
+    ("os.environ.setdefault('CUDA_VISIBLE_DEVICES', '-1')", True),
+    ("tf.config.set_visible_devices([], 'GPU')", True), ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'", False),
+    ("# os.environ['CUDA_VISIBLE_DEVICES'] = '-1'", False),
+    ("tf.config.set_visible_devices(gpus, 'GPU')", False)])
+def test_a_program_that_hides_its_gpu(tmp_path, line, hides):
+    (tmp_path / 'train.py').write_text(f'import os\n{line}\n')
+    place = Place(str(tmp_path / 'train.py'), 1)
+    found = page.find_on_host(seen([(place, 'graph')] * 50))
+    assert bool(found) == hides
+    if hides:
+        on_gpu(found)
+        assert found[0].place == 'train.py:2' and found[0].line == line
+
+def test_what_is_put_on_the_cpu(tmp_path):
+    def look(function, *events):
+        last = {('call', LINE): (tf.function(function), '__call__', (tf.zeros((40, 40)),), {})}
+        looks = [(Place(str(scope), 1), 'graph')] * 9
+        return page.find_on_host(seen(looks, [*calls('call', 9), *events], last=last))
+    def aside(x, cells=40):
+        with tf.device('/CPU:0'): return tf.nn.softmax(x[:cells, :cells])
+    scope = tmp_path / 'train.py'
+    scope.write_text("with tf.device('/CPU:0'): ...")
+    on_gpu(found := look(aside))
+    assert found[0].place.startswith('test_program.py:') and 'Softmax' in found[0].evidence
+    assert look(lambda x: aside(x, 31)) == [] == look(lambda x: x + 1)   # 961 numbers are few
+    on_gpu(found := look(tf.random.shuffle))
+    assert 'RandomShuffle' in found[0].evidence and 'no kernel' in found[0].evidence
+    made = lambda device, rows: Event('variable', OTHER, 0., rows=rows, device=device)
+    on_gpu(found := look(lambda x: x, made('/device:CPU:0', 1000)))
+    assert found[0].disease == 'variables on the CPU' and found[0].place == 'test_program.py:4'
+    assert look(lambda x: x, made('', 1000), made('/device:CPU:0', 999)) == []
+    scope.write_text('')   # Keras itself puts some things on the CPU
+    page.linecache.checkcache()
+    assert look(aside) == []
+
+@pytest.mark.parametrize('fetched, every, kinds, is_found, known', [
+    (90, .005, {'graph': 100}, True, False), (89, .005, {'graph': 100}, False, False),
+    (100, .011, {'graph': 100}, False, False), (100, .005, {'graph': 60, 'fetch': 40}, True, True)])
+def test_values_that_are_read_in_each_iteration(fetched, every, kinds, is_found, known):
+    events = calls('call', 100, every) + calls('fetch', fetched, every, place=OTHER)
+    part = seen([k for k, n in kinds.items() for _ in range(n)], events, loop=('call', LINE))
+    part.begin, part.end = 0., 100 * every
+    found = page.find_fetches(part)
+    assert bool(found) == is_found
+    if found:
+        assert only(found).disease == 'host sync per step' and found[0].place == 'test_program.py:4'
+        assert found[0].only_on_gpu != known
+        if known: assert found[0].predicted_gain == pytest.approx(1 / (.6 + .4 * .1))
+    part.loop = ('fit', LINE)
+    assert page.find_fetches(part) == []
+
+def test_a_finding_that_only_a_gpu_shows():
+    found = page.only_on_gpu('cause', 'evidence', 'remedy', LINE)
+    assert finding_lines([found], [])[0] == '1. cause at test_program.py:3: only a GPU shows its gain'
+    assert 'without a GPU' in found.evidence and found.line == 'import time'
+    assert found.to_dict()['only_on_gpu'] and 'gain_interval' not in found.to_dict()
+    assert 'only_on_gpu' not in finding(seen(['own'] * 9), 'a', 'b', 'c', .5).to_dict()
+
+def test_findings_of_a_gpu_come_last_and_none_is_below_its_noise(monkeypatch):
+    sure = page.Finding('sure', '', '', 1.5, low=1.01, high=2.)
+    unsure = page.Finding('unsure', '', '', 1.5, low=1., high=2.)
+    hidden = page.only_on_gpu('hidden', '', '', 'a.py:1')
+    monkeypatch.setattr(page, 'PROGRAM_RULES', (lambda s: [hidden], lambda s: [unsure], lambda s: [sure]))
+    assert [f.disease for f in explain(watched(['own'] * 100))[0]] == ['sure', 'hidden']
+    there = page.replace(sure, place='a.py:1')
+    monkeypatch.setattr(page, 'PROGRAM_RULES', (lambda s: [there], lambda s: [hidden]))
+    assert [f.disease for f in explain(watched(['own'] * 100))[0]] == ['sure', 'hidden']   # of the same line
+
+def test_a_cache_that_is_made_in_the_loop():
+    data = tf.data.Dataset.range(9)
+    look = lambda made, looks: find_pipelines(seen(looks, datasets={LINE: made}))
+    found = only(look([data.cache().batch(2) for _ in range(4)], ['input'] * 50 + ['graph'] * 50))
+    assert found.disease == 'a cache is made in the loop' and found.predicted_gain == pytest.approx(1 / .525)
+    assert look([data.cache().batch(2) for _ in range(3)], ['input'] * 50 + ['graph'] * 50) == []
+    assert look([data.cache().batch(2)] * 4, ['input'] * 50 + ['graph'] * 50) == []
+    assert look([data.cache() for _ in range(4)], ['input'] * 9 + ['graph'] * 91) == []
+
+def picture(parts):
+    "A pipeline of maps, each a list of words."
+    do = {'decode': lambda x: tf.io.decode_jpeg(x, channels=3), 'float': lambda x: tf.cast(x, tf.float32),
+          'hue': lambda x: tf.image.adjust_hue(x, .1), 'crop': lambda x: tf.image.random_crop(x, (8, 8, 3)),
+          'cut': lambda x: x[2:9, 3:7], 'resize': lambda x: tf.image.resize(x, (9, 9)),
+          'both': lambda x: tf.image.decode_and_crop_jpeg(x, [0, 0, 8, 8], channels=3)}
+    data = tf.data.Dataset.from_tensors('')
+    for words in parts:
+        def apply(x, words=words):
+            for word in words.split(): x = do[word](x)
+            return x
+        data = data.map(apply)
+    return page.stages(data)
+
+@pytest.mark.parametrize('parts, first, later', [
+    (['decode crop'], True, False), (['decode', 'crop'], True, False), (['decode cut'], True, False),
+    (['decode float hue', 'float', 'crop'], True, False), (['both float hue'], False, False),
+    (['decode resize crop'], False, False), (['decode', 'resize', 'cut'], False, False),
+    (['decode'], False, False),
+    (['decode', 'float hue', 'crop'], True, True), (['both', 'crop float hue'], False, False)])
+def test_pictures_of_which_a_part_is_used(parts, first, later):
+    some = picture(parts)
+    assert page._crops_later(some, some[1]) == first
+    assert page._crops_later(some, some[min(2, len(some) - 1)]) == (later if len(some) > 2 else first)
+
+@pytest.mark.parametrize('build, packed', [
+    (lambda f: tf.data.TFRecordDataset(f, 'GZIP'), True), (lambda f: tf.data.TFRecordDataset(f), False),
+    (lambda f: tf.data.TFRecordDataset(f, ''), False), (lambda f: tf.data.TextLineDataset(f, 'ZLIB'), True),
+    (lambda f: f.interleave(lambda n: tf.data.TFRecordDataset(n, compression_type='GZIP')), True),
+    (lambda f: f.interleave(lambda n: tf.data.TFRecordDataset(n)), False),
+    (lambda f: f.map(lambda x: tf.io.decode_compressed(x, 'ZLIB')), True),
+    (lambda f: f.map(lambda x: tf.io.decode_compressed(x, '')), False)])
+def test_what_is_unpacked(build, packed):
+    some = page.stages(build(tf.data.Dataset.from_tensor_slices(['a'])))
+    assert any(page._unpacks(s) for s in some) == packed
+
+def test_passes_over_a_pipeline():
+    data = tf.data.Dataset.range(10)
+    look = lambda steps, made: page._passes(seen([], calls('next', steps), datasets={LINE: made}), made)
+    assert look(22, [data] * 2) == (2, True) and look(18, [data] * 2) == (2, True)
+    assert look(17, [data] * 2) == (2, False) and look(3, [data.repeat()]) == (1, True)
+    part = seen([], calls('next', 30))
+    some = lambda d: page.stages(d.map(lambda x: x).batch(2))
+    assert page._again(part, some(data.repeat()), 1) and page._again(part, some(data), 2)
+    assert not page._again(part, some(data), 1)
+    assert not page._again(part, some(tf.data.Dataset.range(60).repeat()), 1)
+    assert page._again(part, some(tf.data.Dataset.range(59).repeat()), 1)
+
+@pytest.mark.parametrize('build, passes, fill, share', [
+    (lambda d: d.shuffle(5), 5, .5, .188), (lambda d: d.shuffle(5), 2, .5, 0),
+    (lambda d: d.shuffle(5), 5, .08, 0),
+    (lambda d: d.cache().shuffle(5), 5, .5, 0), (lambda d: d.shuffle(5).cache(), 5, .5, .188),
+    (lambda d: d.batch(5), 5, .5, 0)])
+def test_a_shuffle_that_is_filled_again(build, passes, fill, share):
+    "In 10 s, with batches of 10 ms."
+    some = page.stages(build(tf.data.Dataset.range(9)))
+    assert page._filled(seen([]), some, passes, fill, .01) == pytest.approx(share)
 
 def test_a_rule_that_fails_takes_no_other_with_it(monkeypatch):
     def broken(seen): raise ValueError('odd')

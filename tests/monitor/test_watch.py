@@ -97,6 +97,17 @@ def test_what_is_made():
     kinds = [e.kind for e in watch.events]
     assert kinds.count('model') == 1 and kinds.count('optimizer') == 1 and kinds.count('variable') >= 1
 
+def test_the_shapes_of_calls_and_the_device_of_variables():
+    double = tf.function(lambda x, n=1: 2 * x)
+    with Watch() as watch:
+        for n in (2, 3, 3): double(tf.zeros(n), n=n)
+        with tf.device('/CPU:0'): tf.Variable(tf.zeros((2, 3)))
+        tf.Variable(tf.zeros(4))
+    (seen,) = watch.shapes.values()
+    assert seen == {((2,),), ((3,),)}
+    made = [(e.rows, 'CPU' in e.device) for e in watch.events if e.kind == 'variable']
+    assert made == [(6, True), (4, False)]
+
 def test_python_of_a_pipeline():
     def slow(i):
         time.sleep(.02)

@@ -227,11 +227,13 @@ class Finding:
     change: str = ''           # lines of code to write instead
     low: float = 0.            # the interval of the gain; 0: unknown
     high: float = 0.
+    only_on_gpu: bool = False  # only a GPU shows what it costs: the gain is not known
 
     def to_dict(self) -> dict:
         "For JSON, without the cure."
         known = {k: getattr(self, k) for k in ('place', 'line', 'change') if getattr(self, k)}
         interval = {'gain_interval': [round(self.low, 2), round(self.high, 2)]} if self.high else {}
+        interval |= {'only_on_gpu': True} if self.only_on_gpu else {}
         return {'disease': self.disease, 'evidence': self.evidence, 'remedy': self.remedy,
                 'predicted_gain': round(self.predicted_gain, 2)} | interval | known
 

@@ -22,6 +22,8 @@ from fastcore.basics import patch
 from tensorflow.python.framework import kernels
 from tensorflow.python.ops import handle_data_util
 
+import xtts_nb
+
 # %% ../../nbs/monitor/preflight.ipynb #35052139
 @cache
 def registered_kernels(op: str) -> list:
@@ -128,10 +130,13 @@ def remedy_for(kind: str, op: str) -> str:
 _OTHERS = tuple(str(Path(m.__file__).resolve().parent) for m in (tf, keras))
 _PYTHON = str(Path(sysconfig.get_path('stdlib')).resolve())
 
+_WATCH = str(Path(xtts_nb.__file__).resolve().parent / 'monitor')   # calls functions of the program
+
 def _foreign(file: str) -> bool:
     "Whether a file belongs to TensorFlow, Keras or Python itself."
     inner = file.startswith(_PYTHON) and 'site-packages' not in file
-    return inner or file.startswith(_OTHERS) or '/fastcore/' in file or file == preflight.__code__.co_filename
+    own = file.startswith(_WATCH) or file == preflight.__code__.co_filename
+    return inner or own or file.startswith(_OTHERS) or '/fastcore/' in file
 
 def source_line(op: tf.Operation) -> str:
     "The newest line outside TensorFlow and Keras that made an operation, as file:line; '' if there is none."

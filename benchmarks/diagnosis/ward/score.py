@@ -64,6 +64,7 @@ def judge(
     row |= {'named': named, 'led': led, 'ratio': ratio}
     if not (named or led) or not ratio: return row
     right = findings[(named or led) - 1]
+    if right.get('only_on_gpu'): return row   # its gain is not predicted
     low, high = right.get('gain_interval', (right['predicted_gain'],) * 2)
     return row | {'predicted': right['predicted_gain'],
                   'within_30_percent': 1 / 1.3 <= right['predicted_gain'] / ratio <= 1.3,
