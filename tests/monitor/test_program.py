@@ -94,7 +94,7 @@ def test_a_row_at_a_time(calls_made, rows, seconds, eager, is_found):
     assert bool(found) == is_found
     if found:
         assert only(found).disease == 'one row at a time' and found[0].place == 'test_program.py:3'
-        assert set(asked) == {32 * rows} and found[0].predicted_gain > 1
+        assert set(asked) == {64 * rows} and found[0].predicted_gain > 1
 
 def test_rows_that_cost_as_much_among_many_as_alone_are_left():
     asked = []
@@ -104,7 +104,7 @@ def test_rows_that_cost_as_much_among_many_as_alone_are_left():
         return tf.constant(0.)
     events = calls('layer', 600, .01, .002, rows=1)   # 12 % of the time
     last = {('layer', LINE): (network, '__call__', (np.ones((1, 3)),), {})}
-    assert find_single_rows(seen(['graph'] * 100, events, last=last)) == [] and set(asked) == {32}
+    assert find_single_rows(seen(['graph'] * 100, events, last=last)) == [] and set(asked) == {64}
 
 def test_rows_of_several_calls_are_one_finding():
     "With `fit` for single steps among them; their shares add up."
@@ -175,7 +175,7 @@ def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
     assert found[0].disease == 'tiny batch' and 'of 128 rows 100.0 ms' in found[0].evidence
     assert found[0].predicted_gain == pytest.approx(128 / rows, rel=.05) and 'batch(128)' in found[0].change
 
-@pytest.mark.parametrize('kind, cause', [('callback', 'a callback blocks'), ('save', 'saving blocks'),
+@pytest.mark.parametrize('kind, cause', [('callback', 'a callback blocks'), ('save', 'saving the model blocks'),
                                          ('summary', 'summaries at each step')])
 def test_what_is_done_beside_training(kind, cause):
     found = only(find_beside(seen([kind] * 40 + ['graph'] * 60)))

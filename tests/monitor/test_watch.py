@@ -118,14 +118,17 @@ def test_python_of_a_pipeline():
     assert watch.pipeline_place(watch.begun, watch.ended).text == 'time.sleep(.02)'
 
 def test_functions_that_ran_operation_by_operation():
+    "Their arguments are kept in their own thread, when they next ask for a gradient or call a layer."
     def step(x):
-        for _ in range(50): x = x + 1.
-        return x
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            for _ in range(50): x = x + 1.
+        return tape.gradient(x, x)
     with Watch(interval=.001) as watch:
         until = time.time() + .5
         while time.time() < until: step(tf.zeros(3))
     (function, (x,)), *_ = watch.eager_functions()
-    assert function is step and x.shape == (3,)
+    assert function is step and x.shape == (3,) and not watch._wanted
 
 def test_another_thread_is_not_counted():
     with Watch() as watch:

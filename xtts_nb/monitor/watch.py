@@ -73,10 +73,10 @@ MARKS = (
     Mark('trace', 'polymorphic_function/tracing_compilation.py', ('trace_function', '_maybe_define_function',
                                                                   '_create_concrete_function'), True),
     Mark('trace', 'framework/func_graph.py', ('func_graph_from_py_func',), True),
-    Mark('callback', 'keras/src/callbacks/callback_list.py', (), True),
     Mark('save', 'keras/src/saving/'), Mark('save', 'tensorflow/python/checkpoint/'),
     Mark('save', 'tensorflow/python/training/saver'), Mark('save', 'h5py/'),
     Mark('summary', 'ops/summary_ops_v2.py'), Mark('summary', 'tensorboard/'),
+    Mark('callback', 'keras/src/callbacks/callback_list.py', (), True),
     Mark('input', 'data/ops/iterator_ops.py', ('__next__', '_next_internal', 'get_next', '_create_iterator')),
     Mark('input', 'keras/src/trainers/data_adapters/'),
     Mark('fetch', 'framework/ops.py', ('numpy', '_numpy', '__array__', '__float__', '__int__', '__bool__',
@@ -126,6 +126,7 @@ COUNTED = {   # kind of call: owner and name of the functions
     'predict': ((_TRAINER, 'predict'), (_TRAINER, 'predict_on_batch')),
     'train_on_batch': ((_TRAINER, 'train_on_batch'), (_TRAINER, 'test_on_batch')),
     'layer': (('keras.src.layers.layer:Layer', '__call__'),),
+    'gradient': (('tensorflow.python.eager.backprop:GradientTape', 'gradient'),),
     'variable': (('tensorflow.python.ops.resource_variable_ops:BaseResourceVariable', '__init__'),),
     'optimizer': (('keras.src.optimizers.base_optimizer:BaseOptimizer', '__init__'),),
     'model': (('keras.src.backend.tensorflow.trainer:TensorFlowTrainer', '__init__'),)}
@@ -162,7 +163,7 @@ class Watch:
         self.interval, self.most, self.frame = interval, most, frame and (id(frame), frame.f_code)
         self.looks, self.events, self.python, self.datasets = [], [], [], {}
         self.functions, self.last, self.fits = {}, {}, []   # functions seen; last arguments by line; of fit
-        self.shapes = {}   # of the arguments of calls, by line
+        self.shapes, self._wanted = {}, False   # of the arguments of calls, by line; see `_keep_function`
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
         self.beside, self.kept = [], {}   # (time, place) of other threads; arguments of functions
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
@@ -211,7 +212,7 @@ def _look(self: Watch):
         if self.frame and turn % 20 == 0 and not is_running(frame, *self.frame): self.__exit__()
         if frame is None: continue
         self.looks.append(look := look_at(frame, now))
-        if look.kind == 'eager' and turn % 20 == 0: self._keep_function(frame)
+        if look.kind == 'eager' and turn % 20 == 0: self._wanted = True
         if turn % 4 == 0: self._look_beside(frames, now)
         del frame, frames   # they would keep what the program has in its variables
 
@@ -230,6 +231,7 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
     def around(original, first, args, kwargs):
         if threading.get_ident() != self.thread or (self._depth and not passed) or _is_passing(kind, first):
             return original(first, *args, **kwargs)
+        if self._wanted: self._keep_function(sys._getframe(2))
         event = Event(kind, place_of(sys._getframe(2)), time.perf_counter(), name=name)
         if kind == 'call': before = self._before_call(event, first)
         if kind == 'variable': event.device = context().device_name or ''
@@ -298,8 +300,10 @@ def _takes_tensors(frame) -> bool:
 
 @patch
 def _keep_function(self: Watch, frame):
-    "Keep the outermost function of the user that takes tensors, with what it was called with."
-    found = None
+    """Keep the outermost function of the user that takes tensors, with what it was called with.
+
+    In the thread that is watched: the variables of a frame that runs must not be read from another."""
+    found, self._wanted = None, False
     while frame is not None:
         code = frame.f_code
         mine = is_users(code.co_filename) and not code.co_name.startswith('<')
