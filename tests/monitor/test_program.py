@@ -175,8 +175,9 @@ def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
     assert found[0].disease == 'tiny batch' and 'of 128 rows 100.0 ms' in found[0].evidence
     assert found[0].predicted_gain == pytest.approx(128 / rows, rel=.05) and 'batch(128)' in found[0].change
 
-@pytest.mark.parametrize('kind, cause', [('callback', 'a callback blocks'), ('save', 'saving the model blocks'),
-                                         ('summary', 'summaries at each step')])
+@pytest.mark.parametrize('kind, cause', [
+    ('callback', 'a callback blocks'), ('save', 'saving the model blocks'),
+    ('summary', 'summaries at each step')])
 def test_what_is_done_beside_training(kind, cause):
     found = only(find_beside(seen([kind] * 40 + ['graph'] * 60)))
     assert found.disease == cause and '40%' in found.evidence

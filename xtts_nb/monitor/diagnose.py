@@ -239,6 +239,7 @@ class Finding:
 
 def ms(seconds: float) -> str: return f'{1e3 * seconds:.1f} ms'
 
+# %% ../../nbs/monitor/diagnose.ipynb #d0a0f020
 @dataclass
 class Case:
     "Everything the rules look at, and what they note."

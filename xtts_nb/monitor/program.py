@@ -344,6 +344,7 @@ def again(seen: Seen, place: Place | None) -> float | None:
             return seconds_of(lambda: call(*args, **kwargs)) if possible else None
     except Exception: return None   # a trial may fail in any way
 
+# %% ../../nbs/monitor/program.ipynb #d0a0f021
 def _fit_compiled_again(seen: Seen) -> list[Finding]:
     "The same of the step of `fit`."
     if not seen.loop or seen.loop[0] != 'fit' or not seen.watch.fits: return []
@@ -385,7 +386,6 @@ def find_compiled_again(seen: Seen) -> list[Finding]:
             share, min(1., known * len(some) / (share * seen.seconds)), place,
             'dataset.padded_batch(size, padded_shapes=...)   # or bucket_by_sequence_length')]
     return []
-
 
 # %% ../../nbs/monitor/program.ipynb #b0a1000d
 def find_eager(seen: Seen) -> list[Finding]:
@@ -461,11 +461,12 @@ def _as_graph(watch: Watch) -> float | None:
     return None
 
 # %% ../../nbs/monitor/program.ipynb #b0a1000f
-BESIDE = {'callback': ('a callback blocks', 'do it less often, every so many steps or once per epoch, or in a '
-                                            'background thread'),
+BESIDE = {'callback': ('a callback blocks', 'do it less often, every so many steps or once per epoch, or in '
+                                            'a background thread'),
           'save': ('saving the model blocks', 'save less often, every so many steps or minutes or once per '
                                               'epoch, or in the background (asynchronously)'),
-          'summary': ('summaries at each step', 'write them less often: tf.summary.record_if(step % 100 == 0)')}
+          'summary': ('summaries at each step', 'write them less often: tf.summary.record_if(step % 100 '
+                                                '== 0)')}
 
 def find_beside(seen: Seen) -> list[Finding]:
     "Callbacks, saving and summaries that the steps wait for."
@@ -701,6 +702,7 @@ def _put_on_cpu(op: tf.Operation) -> bool:
     sizes = [t.shape.num_elements() for t in op.outputs if t.dtype.is_floating]
     return any(n is None or n >= 1000 for n in sizes)
 
+# %% ../../nbs/monitor/program.ipynb #d0a0f022
 def find_on_host(seen: Seen) -> list[Finding]:
     "What stays on the CPU though the step runs on a GPU."
     remedy = 'leave out tf.device("/CPU:0") around it, so that TensorFlow places it on the GPU with the rest'
@@ -730,7 +732,6 @@ def find_on_host(seen: Seen) -> list[Finding]:
     return [only_on_gpu('operations on the CPU inside the step', f'{o.count} x {o.op} ({o.size}) has no '
                         'kernel for a GPU: its inputs are copied to the CPU, and the GPU waits', o.remedy,
                         os.path.basename(o.place)) for o in some[:1]]
-
 
 # %% ../../nbs/monitor/program.ipynb #d0a0f016
 SHORT_STEP = .01   # s; the wait for a longer one hides what the host does meanwhile
@@ -1000,6 +1001,7 @@ def alone_seconds(seen: Seen, period: float) -> float:
     except Exception: return rest   # a trial may fail in any way
     return min(rest, alone + max(0., rest - (call.seconds or period * seen.share('graph'))))
 
+# %% ../../nbs/monitor/program.ipynb #d0a0f023
 def find_slow_input(seen: Seen) -> list[Finding]:
     "A pipeline of TensorFlow operations for which the step waits."
     waits = waiting(seen)
