@@ -163,7 +163,7 @@ def test_fit_that_traces_again():
     (4, {'trace': 31, 'graph': 69}, True, False),
     (4, {'graph': 100}, False, False)])
 def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
-    "Found where a batch of 128 rows takes less than 0.45 of what as many small ones take."
+    "Found where a batch of 64 rows takes less than 0.45 of what as many small ones take."
     monkeypatch.setattr(page, 'seconds_of', lambda call: float(call()))
     step = tf.function(lambda x: tf.constant(.1) if alike else tf.size(x, tf.int64) / (30 * rows))
     events = calls('call', 100)
@@ -172,8 +172,8 @@ def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
     found = find_tiny_steps(seen(looks, events, loop=('call', LINE), last=last))
     assert bool(found) == is_found
     if not found: return
-    assert found[0].disease == 'tiny batch' and 'of 128 rows 100.0 ms' in found[0].evidence
-    assert found[0].predicted_gain == pytest.approx(128 / rows, rel=.05) and 'batch(128)' in found[0].change
+    assert found[0].disease == 'tiny batch' and 'of 64 rows 100.0 ms' in found[0].evidence
+    assert found[0].predicted_gain == pytest.approx(64 / rows, rel=.05) and 'batch(64)' in found[0].change
 
 @pytest.mark.parametrize('kind, cause', [
     ('callback', 'a callback blocks'), ('save', 'saving the model blocks'),

@@ -100,6 +100,12 @@ def test_rules_of_the_input(rule, change, expected):
     assert c.notes == c.unseen == []
 
 
+def test_from_a_faster_disk_a_batch_still_has_to_be_computed(trial):
+    "On three cores, of which a slow pipeline keeps less than half a core busy."
+    look = lambda busy: gain(rules.find_slow_disk(case([(READ, .03)], busy=busy, step=.001, compute=.001)))
+    assert look(.3) == pytest.approx(10, rel=.05) and look(.1) == pytest.approx(30, rel=.05)
+
+
 def test_python_in_a_pipeline_without_cost_or_not_visible_is_a_note():
     c = case(graph=2)
     assert rules.find_python_in_pipeline(c) is None and not c.unseen

@@ -300,10 +300,12 @@ def find_slow_disk(c: Case) -> Finding | None:
     stage, jump = c.slowest_stage
     if not stage or not stage.reads or stage.python: return
     if c.m.busy >= 0.5 or c.m.pipeline < c.m.clean_step: return
+    computing = c.m.busy * c.m.pipeline / cores()   # what remains, whoever reads
     return Finding('slow disk', f'stage {stage.name} reads files and waits {ms(jump)} of the '
                    f'{ms(c.m.pipeline)} that a batch takes; the pipeline keeps {c.m.busy:.1f} cores busy',
                    'copy the files to a local disk, read several at once (interleave, num_parallel_calls), '
-                   'or cache() what was read', predict_gain(c.m, pipeline=c.m.pipeline - jump))
+                   'or cache() what was read',
+                   predict_gain(c.m, pipeline=max(c.m.pipeline - jump, computing)))
 
 SMALL_FILE = 100_000   # bytes; opening a smaller file takes longer than reading it
 

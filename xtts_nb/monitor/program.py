@@ -816,7 +816,7 @@ def waiting(seen: Seen) -> float:
 # %% ../../nbs/monitor/program.ipynb #b0a10012
 TINY_ROWS = 16   # of a batch; with more its size is a choice
 
-def find_tiny_steps(seen: Seen, enough: int = 128) -> list[Finding]:
+def find_tiny_steps(seen: Seen, enough: int = 64) -> list[Finding]:
     "Steps whose fixed cost is larger than their work."
     beside = seen.share('callback', 'save', 'summary', 'eager', 'trace')
     if not seen.steps or waiting(seen) > .3 or beside > .3: return []
