@@ -111,10 +111,11 @@ def _about(code) -> About:
     file, name = code.co_filename, getattr(code, 'co_qualname', code.co_name)
     path = file.replace(os.sep, '/')
     mark = next((m for m in MARKS if m.file in path and (not m.names or code.co_name in m.names)), None)
-    callback = 'keras/src/callbacks/' in path and 'callback_list' not in path
     if len(_KNOWN) > 50_000: _KNOWN.clear()   # a program may make functions without end
     kind, rank, anywhere = (mark.kind, _RANK[mark.kind], mark.anywhere) if mark else (None, 99, False)
-    _KNOWN[id(code)] = About(code, is_users(file), kind, rank, anywhere, name, name.partition('.')[0] * callback)
+    is_callback = 'keras/src/callbacks/' in path and 'callback_list' not in path
+    callback = name.partition('.')[0] if is_callback else ''
+    _KNOWN[id(code)] = About(code, is_users(file), kind, rank, anywhere, name, callback)
     return _KNOWN[id(code)]
 
 def look_at(frame, now: float = 0.) -> Look:
