@@ -145,6 +145,7 @@ def test_traces(values, cause):
     assert found.disease == cause and '60%' in found.evidence
     assert found.predicted_gain == pytest.approx(1 / .4)   # nothing is known of a call without a trace
     assert find_traces(seen(['trace'] * 60 + ['graph'] * 40, events[:2], functions=functions)) == []
+    assert find_traces(seen(['trace'] * 60 + ['graph'] * 40, events[:3], functions=functions))
     assert find_traces(seen(['trace'] * 7 + ['graph'] * 93, events, functions=functions)) == []
     new = [Event('call', LINE, .1 * i, .01, traced=True, new=True) for i in range(5)]
     assert only(find_traces(seen(['trace'] * 60 + ['graph'] * 40, new))).disease.startswith('a new '
@@ -197,6 +198,11 @@ def test_steps_that_take_longer_and_longer():
     found = only(find_growth(seen(looks, steps)))
     assert found.disease == 'time grows' and found.place == 'test_program.py:4'
     assert find_growth(seen(looks, calls('next', 60))) == [] == find_growth(seen(looks, steps[:20]))
+    periods = np.array([.01, .03, .01, *np.linspace(.01, .05, 57)])   # the second is an accident
+    steps = [Event('next', LINE, t, .001) for t in [0., *np.cumsum(periods)]]
+    assert 'takes 10.0 ms at first' in only(find_growth(seen(looks, steps))).evidence
+    jump = np.cumsum([.01] * 40 + [.05] * 20)   # something came later, and stayed
+    assert find_growth(seen(looks, [Event('next', LINE, t, .001) for t in jump])) == []
 
 def test_python_that_makes_the_batches():
     python = [PythonCall(i * .1, i * .1 + .08, LINE, 'load') for i in range(100)]
@@ -209,6 +215,9 @@ def test_python_that_makes_the_batches():
     assert found.evidence.startswith('a Python generator makes rows or batches 80%')
     assert find_python_input(seen(['input'] * 9 + ['graph'] * 91, python=python)) == []
     assert find_python_input(seen(['input'] * 70 + ['graph'] * 30)) == []
+    for seconds, count in ((1., 1), (.99, 0)):   # of ten
+        once = [PythonCall(0., seconds, LINE, 'load')]
+        assert len(find_python_input(seen(['input'] * 70 + ['graph'] * 30, python=once))) == count
 
 @pytest.mark.parametrize('own, calls_at_once, waits, is_found', [
     (1, 4, 50, True), (3, 4, 50, True), (4, 4, 50, False), (1, 1, 50, False), (0, 4, 50, False),
@@ -461,6 +470,44 @@ def test_a_shuffle_that_is_filled_again(build, passes, fill, share):
     "In 10 s, with batches of 10 ms."
     some = page.stages(build(tf.data.Dataset.range(9)))
     assert page._filled(seen([]), some, passes, fill, .01) == pytest.approx(share)
+
+def heavy(i):
+    x = tf.sin(tf.reshape(tf.range(3600.), (60, 60)) + tf.cast(i, tf.float32))
+    for _ in range(40): x = tf.tanh(x @ x / 8)
+    return x[0]
+
+@pytest.mark.parametrize('build, passes, steps, cause', [
+    (lambda d: d.map(heavy).repeat().cache().batch(8), 1, 90, 'cache after repeat'),
+    (lambda d: d.map(heavy, num_parallel_calls=2).batch(8), 3, 30, 'the same work in every epoch'),
+    (lambda d: d.map(heavy, num_parallel_calls=2).repeat().batch(8), 1, 30, 'the same work in every epoch'),
+    (lambda d: d.map(heavy, num_parallel_calls=2).cache().batch(8), 9, 9, 'a cache that is never full'),
+    (lambda d: d.map(heavy, num_parallel_calls=2).shuffle(70).batch(2), 9, 315,
+     'the shuffle buffer is filled again before each epoch')])
+def test_a_pipeline_for_which_the_step_waits(monkeypatch, build, passes, steps, cause):
+    "It waits 90 % of an iteration of 0.5 ms; the pipeline is read once more."
+    monkeypatch.setattr(page, 'cores', lambda: 2)
+    data = build(tf.data.Dataset.range(70))
+    part = seen(['input'] * 90 + ['graph'] * 10, calls('next', steps, 1e-4), datasets={LINE: [data] * passes})
+    part.begin, part.end = 0., 5e-4 * steps
+    found = page.find_slow_input(part)[0]
+    assert found.disease == cause and found.place == 'test_program.py:3' and found.line == 'import time'
+    assert found.low <= found.predicted_gain <= found.high
+
+@pytest.mark.parametrize('known, each, alone, is_found', [
+    (.004, .01, .008, True), (.0041, .01, .0083, False), (.004, .01, .0079, False), (.001, .0031, .01, False),
+    (.001, .0033, .01, True)])
+def test_a_fit_that_xla_compiles_for_each_shape(monkeypatch, known, each, alone, is_found):
+    "A hundred steps in a second and a half; what one with a known shape takes."
+    monkeypatch.setattr(page, 'seconds_of', lambda call: call())
+    fit = SimpleNamespace(model=SimpleNamespace(jit_compile=True), one=lambda batch: known * batch, batch=1,
+                          step_seconds=alone)
+    part = seen([], calls('fit', 100, seconds=each), loop=('fit', LINE), fits=[fit])
+    part.begin, part.end = 0., 1.6
+    found = page.find_compiled_again(part)
+    assert bool(found) == is_found
+    if found: assert only(found).predicted_gain == pytest.approx(1 / (1 - 100 * (each - known) / 1.6))
+    fit.model.jit_compile = False
+    assert page.find_compiled_again(part) == []
 
 def test_a_rule_that_fails_takes_no_other_with_it(monkeypatch):
     def broken(seen): raise ValueError('odd')

@@ -130,6 +130,16 @@ def test_functions_that_ran_operation_by_operation():
     (function, (x,)), *_ = watch.eager_functions()
     assert function is step and x.shape == (3,) and not watch._wanted
 
+def test_the_line_of_other_threads_is_one_of_the_given_time():
+    watch = Watch()
+    watch.beside = [(1., Place('a.py', 1))]
+    assert watch.pipeline_place(1., 2.) == watch.pipeline_place(0., 1.) == Place('a.py', 1)
+    assert watch.pipeline_place(1.1, 2.) is None
+
+def test_no_function_is_wanted_where_nothing_runs_operation_by_operation():
+    with Watch(interval=.001) as watch: time.sleep(.1)
+    assert len(watch.looks) > 20 and not watch._wanted
+
 def test_another_thread_is_not_counted():
     with Watch() as watch:
         other = threading.Thread(target=lambda: tf.zeros(1).numpy())
