@@ -98,7 +98,7 @@ def test_what_is_made():
     assert kinds.count('model') == 1 and kinds.count('optimizer') == 1 and kinds.count('variable') >= 1
 
 def test_the_shapes_of_calls_and_the_device_of_variables():
-    double = tf.function(lambda x, n=1: 2 * x)
+    double = tf.function(lambda x, n=1: 2 * x, jit_compile=True)
     with Watch() as watch:
         for n in (2, 3, 3): double(tf.zeros(n), n=n)
         with tf.device('/CPU:0'): tf.Variable(tf.zeros((2, 3)))

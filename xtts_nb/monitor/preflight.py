@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KINDS', 'REMEDIES', 'ON_HOST', 'CALLS', 'STRUCTURE', 'SIZED_BY_VALUE', 'SUMMED_UP', 'MULTIPLIES',
            'registered_kernels', 'gpu_kernel', 'xla_kernel', 'Obstacle', 'remedy_for', 'source_line', 'Value',
-           'GraphReader', 'preflight', 'preflight_lines']
+           'GraphReader', 'bodies', 'preflight', 'preflight_lines']
 
 # %% ../../nbs/monitor/preflight.ipynb #205493a2
 import re
@@ -229,7 +229,7 @@ class GraphReader:
         return sorted(out, key=lambda o: ([*KINDS].index(o.kind), -(o.bytes or 0)))
 
 # %% ../../nbs/monitor/preflight.ipynb #e397715d
-def _bodies(op: tf.Operation) -> list:   # of (function, graph)
+def bodies(op: tf.Operation) -> list:   # of (function, graph)
     "The functions that an operation calls; those without a graph are left out."
     names = [f.name for a in op.op_def.attr if a.type in ('func', 'list(func)')
              for f in (op.get_attr(a.name) if a.type == 'list(func)' else [op.get_attr(a.name)])]
@@ -241,8 +241,8 @@ def _compiles(function) -> bool: return function.cached_definition.attr['_XlaMus
 @patch
 def _call(self: GraphReader, op, inputs: list[Value], compiled: bool, aside: bool) -> list[Value]:
     "A call, a conditional or a loop."
-    given, bodies = inputs[CALLS[op.type]:], _bodies(op)
-    results = [self.read(graph, given, compiled or _compiles(f), aside) for f, graph in bodies
+    given, called = inputs[CALLS[op.type]:], bodies(op)
+    results = [self.read(graph, given, compiled or _compiles(f), aside) for f, graph in called
                if len(graph.inputs) == len(given)]
     asked = inputs[0] if CALLS[op.type] else None
     if 'While' in op.type and len(results) == 2: asked, results = results[0][0], results[1:]

@@ -6,12 +6,13 @@
 __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', 'DENSE', 'HIDES', 'UNSIZED', 'CPU_SCOPE',
            'SHORT_STEP', 'TINY_ROWS', 'PER_ROW', 'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED',
            'FILLED', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'PARSERS', 'PICTURE', 'CROPS', 'PROGRAM_RULES',
-           'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'variables_put_back', 'seconds_of',
+           'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'variables_put_back', 'seconds_of', 'tried',
            'find_single_rows', 'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again',
            'find_compiled_again', 'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call',
-           'find_in_graph', 'graphs_of', 'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads',
-           'datasets_of', 'waiting', 'find_tiny_steps', 'Shape', 'alone_seconds', 'find_slow_input', 'explain',
-           'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after', 'watch_script', 'finding_lines']
+           'graph_of', 'find_in_graph', 'graphs_of', 'find_on_host', 'find_fetches', 'find_python_input',
+           'find_few_threads', 'datasets_of', 'waiting', 'find_tiny_steps', 'Shape', 'alone_seconds', 'find_slow_input',
+           'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after', 'watch_script',
+           'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import gc
@@ -46,8 +47,8 @@ from .diagnose import (
 from .loop import (
     batch_rows, Call, covered_seconds, drain, FitPhases, host_part, python_operations, stage_seconds,
     stages, steady_mean, variation)
-from .preflight import preflight, source_line
-from .watch import Event, Place, place_of, SHAPED, Watch
+from .preflight import bodies, preflight, source_line
+from .watch import Event, is_compiled, Place, place_of, SHAPED, Watch
 
 # %% ../../nbs/monitor/program.ipynb #b0a10005
 LOOP_KINDS = 'next', 'call', 'predict', 'train_on_batch', 'layer', 'fit'
@@ -153,6 +154,12 @@ def variables_put_back(most: float = 2e9):
 def seconds_of(call: Callable, times: int = 3) -> float:
     "The shortest time of a call and of waiting for its result, after a first one."
     return min(compare({'call': once(lambda: wait_for(call()))}, 'step_ms', times).arms[0].times)
+
+def tried(call: Callable) -> float | None:
+    "The same after the program has ended, and variables are put back; None if it fails in any way."
+    try:
+        with variables_put_back() as possible: return seconds_of(call) if possible else None
+    except Exception: return None
 
 # %% ../../nbs/monitor/program.ipynb #b0a10009
 ROW_BY_ROW, MANY = 4, 64   # rows of a call at most; how many times as many are tried
@@ -339,10 +346,7 @@ def again(seen: Seen, place: Place | None) -> float | None:
     if key is None: return None
     owner, name, args, kwargs = seen.watch.last[key]
     call = owner if key[0] == 'call' else getattr(owner, name)
-    try:
-        with variables_put_back() as possible:
-            return seconds_of(lambda: call(*args, **kwargs)) if possible else None
-    except Exception: return None   # a trial may fail in any way
+    return tried(lambda: call(*args, **kwargs))
 
 # %% ../../nbs/monitor/program.ipynb #d0a0f021
 def _fit_compiled_again(seen: Seen) -> list[Finding]:
@@ -351,11 +355,8 @@ def _fit_compiled_again(seen: Seen) -> list[Finding]:
     fit = seen.watch.fits[-1]
     if not fit.model.jit_compile or fit.one is None or not fit.step_seconds: return []
     each = sum(e.seconds for e in seen.steps) / max(1, len(seen.steps))
-    try:
-        with variables_put_back() as possible:
-            if not possible: return []
-            known = seconds_of(partial(fit.one, fit.batch))
-    except Exception: return []   # a trial may fail in any way
+    known = tried(partial(fit.one, fit.batch))
+    if known is None: return []
     share = each * len(seen.steps) / seen.seconds
     if known > .4 * each or fit.step_seconds < 2 * known or share < .2: return []
     return [finding(
@@ -371,9 +372,8 @@ def find_compiled_again(seen: Seen) -> list[Finding]:
     for (kind, place), shapes in seen.watch.shapes.items():
         some = [e for e in seen.events if e.kind == kind and e.place == place and not e.traced]
         share = sum(e.seconds for e in some) / seen.seconds
-        owner = seen.watch.last[kind, place][0]
-        compiled = getattr(owner, '_jit_compile', None) or getattr(owner, 'jit_compile', False)
-        if not compiled or len(some) < 4 or share < .2 or len(shapes) < .3 * len(some): continue
+        if not is_compiled(seen.watch.last[kind, place][0]) or len(some) < 4: continue
+        if share < .2 or len(shapes) < .3 * len(some): continue
         known = again(seen, place)
         each = statistics.mean(e.seconds for e in some)
         if known is None or known > .4 * each: continue
@@ -443,10 +443,8 @@ def _fit_as_graph(seen: Seen) -> float | None:
     eagerly = tf.config.functions_run_eagerly()
     try:
         tf.config.run_functions_eagerly(False)
-        with variables_put_back() as possible:
-            step = partial(tf.function(fit.model.train_step), fit.batch)
-            if possible: return seconds_of(step) / fit.step_seconds
-    except Exception: return None   # a trial may fail in any way
+        known = tried(partial(tf.function(fit.model.train_step), fit.batch))
+        return known and known / fit.step_seconds
     finally: tf.config.run_functions_eagerly(eagerly)
 
 def _as_graph(watch: Watch) -> float | None:
@@ -539,12 +537,16 @@ def compiled_call(seen: Seen) -> Call | None:
     function, _, args, kwargs = seen.watch.last[key]
     return Call(function, args, kwargs, 0., False)
 
+def graph_of(call: Call):
+    "The graph of a compiled function, for the arguments of a call."
+    return call.function.get_concrete_function(*call.args, **call.kwargs).graph
+
 def find_in_graph(seen: Seen) -> list[Finding]:
     "What the graph of the compiled step shows."
     call = compiled_call(seen)
     computing = seen.share('graph') if seen.loop and seen.loop[0] != 'fit' else 1 - waiting(seen)
     if call is None or computing < .3: return []
-    graph = call.function.get_concrete_function(*call.args, **call.kwargs).graph
+    graph = graph_of(call)
     loops = [op.name for op in graph.get_operations() if op.type in ('While', 'StatelessWhile')]
     place = seen.loop[1]
     rows = re.compile(r'(^|/)(map|vectorized_map|foldl|scan)(_\d+)?/')
@@ -604,14 +606,11 @@ def graphs_of(graph):
     "A graph, and those of the functions that it calls."
     yield graph
     for op in graph.get_operations():
-        for a in op.op_def.attr:
-            if a.type != 'func': continue
-            called = graph._functions.get(op.get_attr(a.name).name)
-            if getattr(called, 'graph', None) is not None: yield from graphs_of(called.graph)
+        for _, inner in bodies(op): yield from graphs_of(inner)
 
 def _python_inside(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "numpy_function or py_function in the compiled step."
-    graph = call.function.get_concrete_function(*call.args, **call.kwargs).graph
+    graph = graph_of(call)
     made = [op for g in graphs_of(graph) for op in g.get_operations() if 'PyFunc' in op.type]
     busy = covered_seconds([(p.start, p.end) for p in seen.python]) / seen.seconds
     if not made or waiting(seen) > .5 * busy: return []
@@ -655,7 +654,7 @@ def _one_hot_product(shape: tuple, rows: int = 32) -> float:
 
 def _dense_table(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "A long table of which a step reads few rows, and changes all."
-    graph = call.function.get_concrete_function(*call.args, **call.kwargs).graph
+    graph = graph_of(call)
     period = seen.seconds / max(1, len(seen.steps))
     for shape, types in _tables(graph).items():
         dense = sum(n for op, n in types.items() if DENSE.match(op))
@@ -719,7 +718,7 @@ def find_on_host(seen: Seen) -> list[Finding]:
                             'on the CPU', remedy, place)]
     call = compiled_call(seen)
     if call is None or not hasattr(call.function, 'get_concrete_function'): return []
-    graph = call.function.get_concrete_function(*call.args, **call.kwargs).graph
+    graph = graph_of(call)
     placed = [op for g in graphs_of(graph) for op in g.get_operations() if _put_on_cpu(op)]
     aside = any(map(_names_cpu, {l.place.file for l in seen.looks if l.place}))
     if aside and placed and (line := source_line(placed[0])):
@@ -741,8 +740,8 @@ def find_fetches(seen: Seen) -> list[Finding]:
     steps = len(seen.steps)
     if not seen.loop or seen.loop[0] not in ('next', 'call') or steps < 20: return []
     if not any(e.kind == 'call' for e in seen.events): return []
-    place, count = Counter(e.place for e in seen.events if e.kind == 'fetch').most_common(1)[0] \
-        if any(e.kind == 'fetch' for e in seen.events) else (None, 0)
+    fetched = Counter(e.place for e in seen.events if e.kind == 'fetch').most_common(1)
+    place, count = fetched[0] if fetched else (None, 0)
     if place is None or count < .9 * steps or seen.seconds / steps > SHORT_STEP: return []
     share = seen.share('fetch')
     about = (f'the line reads a value of the step in each iteration ({count} times in {steps} steps: '

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARKS', 'COUNTED', 'PASSED', 'SHAPED', 'is_users', 'Place', 'users_frame', 'place_of', 'Mark', 'Look', 'About',
-           'look_at', 'Event', 'PythonCall', 'Watch', 'is_running']
+           'look_at', 'Event', 'PythonCall', 'Watch', 'is_running', 'is_compiled']
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10003
 import gc
@@ -176,7 +176,7 @@ class Watch:
         self.interval, self.most, self.frame = interval, most, frame and (id(frame), frame.f_code)
         self.looks, self.events, self.python, self.datasets = [], [], [], {}
         self.functions, self.last, self.fits = {}, {}, []   # functions seen; last arguments by line; of fit
-        self.shapes, self._wanted = {}, False   # of the arguments of calls, by line; see `_keep_function`
+        self.shapes, self._wanted = {}, False   # of arguments of what XLA compiles; see `_keep_function`
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
         self.beside, self.kept = [], {}   # (time, place) of other threads; arguments of functions
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
@@ -258,14 +258,20 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
                 self.last[kind, event.place] = first, event.name, args, kwargs
             elif kind in ('predict', 'train_on_batch', 'layer'): self._note_rows(event, first, args, kwargs)
             elif kind == 'variable' and hasattr(first, 'shape'): event.rows = first.shape.num_elements()
-            if kind in SHAPED: self.shapes.setdefault((kind, event.place), set()).add(_shapes(args, kwargs))
+            if kind in SHAPED and is_compiled(first):
+                self.shapes.setdefault((kind, event.place), set()).add(_shapes(args, kwargs))
             if len(self.events) < self.most: self.events.append(event)
     return around
 
 SHAPED = 'call', 'predict', 'train_on_batch'
 
+def is_compiled(owner) -> bool:
+    "By XLA: a function, or the steps of a model."
+    return bool(getattr(owner, '_jit_compile', None) or getattr(owner, 'jit_compile', False))
+
 def _shapes(args: tuple, kwargs: dict) -> tuple:
-    return tuple(tuple(x.shape) for x in tf.nest.flatten([args, kwargs]) if hasattr(x, 'shape'))
+    given = tf.nest.flatten([args, kwargs])
+    return tuple(tuple(x.shape) for x in given if tf.is_tensor(x) or isinstance(x, np.ndarray))
 
 def _is_passing(kind: str, made) -> bool:
     "Whether a variable is one of a graph, or only the handle of one that was just written."
