@@ -1617,6 +1617,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'xtts_nb.monitor.program._without_dropout': ( 'monitor/program.html#_without_dropout',
                                                                                        'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.again': ('monitor/program.html#again', 'xtts_nb/monitor/program.py'),
+                                         'xtts_nb.monitor.program.alive': ('monitor/program.html#alive', 'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.alone_seconds': ( 'monitor/program.html#alone_seconds',
                                                                                     'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.compiled_call': ( 'monitor/program.html#compiled_call',

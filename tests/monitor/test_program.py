@@ -81,6 +81,13 @@ def test_variables_are_put_back():
     with variables_put_back(most=0.) as possible: v.assign([5., 5.])
     assert not possible and v.numpy().tolist() == [5., 5.]
 
+def test_a_variable_of_a_graph_is_left_alone():
+    "As a program of the first TensorFlow has them; it has no value outside of its graph."
+    with tf.Graph().as_default(): inside = tf.compat.v1.get_variable('inside', initializer=[1., 2.])
+    v = tf.Variable(3.)
+    with variables_put_back() as possible: v.assign(4.)
+    assert possible and v.numpy() == 3. and inside.graph is not None
+
 @pytest.mark.parametrize('calls_made, rows, seconds, eager, is_found', [
     (5, 1, .5, 0, True), (4, 1, .5, 0, False), (5, 4, .5, 0, True), (5, 5, .5, 0, False),
     (5, 1, .2, 0, True), (5, 1, .19, 0, False), (5, 1, .5, 50, True), (5, 1, .5, 51, False)])

@@ -6,8 +6,8 @@
 __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', 'DENSE', 'HIDES', 'UNSIZED', 'CPU_SCOPE',
            'SHORT_STEP', 'TINY_ROWS', 'PER_ROW', 'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED',
            'FILLED', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'PARSERS', 'PICTURE', 'CROPS', 'PROGRAM_RULES',
-           'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'variables_put_back', 'seconds_of', 'tried',
-           'find_single_rows', 'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again',
+           'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of',
+           'tried', 'find_single_rows', 'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again',
            'find_compiled_again', 'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call',
            'graph_of', 'find_in_graph', 'graphs_of', 'find_on_host', 'find_fetches', 'find_python_input',
            'find_few_threads', 'datasets_of', 'waiting', 'find_tiny_steps', 'Shape', 'alone_seconds', 'find_slow_input',
@@ -37,6 +37,7 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from ..bench import compare, put_back, wait_for
 from ..config import cores, UserError
@@ -139,11 +140,18 @@ def only_on_gpu(
     return Finding(cause, f'{evidence}; what that costs cannot be measured without a GPU', remedy, 1.,
                    place=str(place or ''), line=getattr(place, 'text', ''), change=change, only_on_gpu=True)
 
+def alive(kind: type) -> list:
+    "The objects of a class that this process holds."
+    kinds = {}   # to ask millions of objects is slow, and some answer for others
+    of_kind = lambda t: kinds[t] if t in kinds else kinds.setdefault(t, issubclass(t, kind))
+    return [o for o in gc.get_objects() if of_kind(type(o))]
+
 @contextmanager
 def variables_put_back(most: float = 2e9):
     "After the block, every variable of the process has its old value; yields False if they are too large."
-    some = [v for v in gc.get_objects()
-            if isinstance(v, tf.Variable) and v.dtype not in (tf.resource, tf.variant)]
+    # a variable of a graph holds nothing outside of it
+    some = [v for v in alive(BaseResourceVariable)
+            if v.dtype not in (tf.resource, tf.variant) and not tf.is_symbolic_tensor(v.handle)]
     size = sum(np.prod(v.shape) * v.dtype.size for v in some if v.shape.is_fully_defined())
     if size > most:
         yield False
@@ -564,8 +572,7 @@ def find_in_graph(seen: Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/program.ipynb #d0a00006
 def _recurrent_dropout(seen: Seen, call: Call, computing: float) -> list[Finding]:
-    layers = [o for o in gc.get_objects() if isinstance(o, keras.layers.RNN) and o.built
-              and getattr(o, 'recurrent_dropout', 0)]
+    layers = [o for o in alive(keras.layers.RNN) if o.built and getattr(o, 'recurrent_dropout', 0)]
     if not layers: return []
     left = _without_dropout(layers[0], batch_rows(call.args[0]) or 32)
     about = (f'{layers[0].name} has recurrent_dropout={layers[0].recurrent_dropout}: it draws masks for each '
