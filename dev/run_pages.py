@@ -14,5 +14,7 @@ from nbdev.test import nbdev_test  # noqa: E402
 
 if __name__ == '__main__':
     if SLOW: import tensorflow  # noqa: F401
-    else: quick.leave_graphs()
+    else:
+        quick.leave_graphs()
+        quick.keep_functions()
     nbdev_test()

@@ -76,11 +76,13 @@ def check_defaults(module: str):
 
 
 @pytest.fixture(autouse=True)
-def seeds():
+def seeds(request):
     "Each test starts with the same seeds, alone or with others."
     random.seed(0)
     np.random.seed(0)
-    if 'keras' in sys.modules: sys.modules['keras'].utils.set_random_seed(0)
+    if 'keras' not in sys.modules: return
+    if not request.node.get_closest_marker('slow'): quick.keep_functions()
+    sys.modules['keras'].utils.set_random_seed(0)
 
 
 @pytest.fixture(scope='session', autouse=True)
