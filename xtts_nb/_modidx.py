@@ -1555,6 +1555,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.Seen.error': ( 'monitor/program.html#seen.error',
                                                                                  'xtts_nb/monitor/program.py'),
+                                         'xtts_nb.monitor.program.Seen.outside': ( 'monitor/program.html#seen.outside',
+                                                                                   'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.Seen.places': ( 'monitor/program.html#seen.places',
                                                                                   'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.Seen.seconds': ( 'monitor/program.html#seen.seconds',

@@ -1,6 +1,7 @@
 "What slows a program that was watched: the rules, `Diagnose` in `fit`, and scripts."
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import keras
@@ -197,6 +198,25 @@ def test_python_of_the_program():
     assert found.place == 'test_program.py:3' and '50%' in found.evidence and 'inside' in found.evidence
     assert found.predicted_gain == pytest.approx(1 / .55)
     assert find_own_python(seen(['own'] * 14 + ['graph'] * 86)) == []
+
+@pytest.mark.parametrize('kind', ['next', 'call', 'predict', 'train_on_batch'])
+def test_a_look_that_came_too_late_is_not_the_programs_time(kind):
+    "While all cores compute, looks come when the step is over; the clock says how long the calls took."
+    late = ['own'] * 40 + [(OTHER, 'numpy')] * 10 + ['graph'] * 50
+    found = only(find_own_python(seen(late, calls(kind, 100, .1, .06))))
+    assert '40% of the time' in found.evidence and '32% at this line' in found.evidence
+    assert 'also' in found.evidence and found.predicted_gain == pytest.approx(1 / (1 - .396 * .9))
+    assert find_own_python(seen(late, calls(kind, 100, .1, .087))) == []
+    rare = ['own'] * 48 + [(OTHER, 'numpy')] * 2 + ['graph'] * 50
+    assert 'also' not in only(find_own_python(seen(rare, calls(kind, 100, .1, .06)))).evidence
+    assert find_own_python(seen(late, calls('layer', 100, .1, .1)))   # it may run the program's own lines
+
+def test_one_pause_is_not_the_programs_habit():
+    "As when Python collects its garbage for a second; two of them count."
+    steps, looks = calls('call', 80, .1, .1), ['own'] * 20 + ['graph'] * 80
+    assert find_own_python(seen(looks, steps)) == []   # the last two seconds of ten
+    apart = [replace(e, start=e.start + (1. if i > 40 else 0.)) for i, e in enumerate(steps[:60])]
+    assert seen(looks, apart).outside('call') == pytest.approx(.1)
 
 def test_steps_that_take_longer_and_longer():
     starts = np.cumsum(np.linspace(.01, .05, 60))

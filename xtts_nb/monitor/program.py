@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', 'DENSE', 'HIDES', 'UNSIZED', 'CPU_SCOPE',
            'SHORT_STEP', 'TINY_ROWS', 'PER_ROW', 'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED',
-           'FILLED', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'PARSERS', 'PICTURE', 'CROPS', 'PROGRAM_RULES',
-           'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of',
-           'tried', 'find_single_rows', 'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again',
-           'find_compiled_again', 'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call',
-           'graph_of', 'find_in_graph', 'graphs_of', 'find_on_host', 'find_fetches', 'find_python_input',
-           'find_few_threads', 'datasets_of', 'waiting', 'find_tiny_steps', 'Shape', 'alone_seconds', 'find_slow_input',
-           'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after', 'watch_script',
-           'finding_lines']
+           'FILLED', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'PARSERS', 'PICTURE', 'CROPS', 'NO_CAUSE',
+           'PROGRAM_RULES', 'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive',
+           'variables_put_back', 'seconds_of', 'tried', 'find_single_rows', 'find_made_in_loop', 'source_of',
+           'find_pipelines', 'find_traces', 'again', 'find_compiled_again', 'find_eager', 'find_beside',
+           'find_own_python', 'find_growth', 'compiled_call', 'graph_of', 'find_in_graph', 'graphs_of', 'find_on_host',
+           'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of', 'waiting', 'find_tiny_steps',
+           'Shape', 'alone_seconds', 'find_slow_input', 'explain', 'FitRecord', 'Diagnose', 'Enough',
+           'every_fit_watched', 'ended_after', 'watch_script', 'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import gc
@@ -81,6 +81,15 @@ class Seen:
         "The lines with these kinds, and their shares, largest first."
         count = Counter(l.place for l in self.looks if l.kind in kinds and l.place)
         return [(place, n / max(1, len(self.looks))) for place, n in count.most_common()]
+
+    def outside(self, *kinds: str) -> float:
+        "The share of the time outside of the calls of these kinds, by the clock; the longest pause left out."
+        until, pauses = self.begin, []   # Python may collect its garbage for a second, once
+        for e in sorted((e for e in self.events if e.kind in kinds), key=lambda e: e.start):
+            pauses.append(max(0., e.start - until))
+            until = max(until, e.start + e.seconds)
+        pauses.append(max(0., self.end - until))
+        return (sum(pauses) - max(pauses)) / self.seconds if pauses[1:] else 1.
 
     def error(self, share: float) -> float:
         "Twice the standard error of a share; looks that follow each other are not independent."
@@ -491,13 +500,15 @@ def find_beside(seen: Seen) -> list[Finding]:
 def find_own_python(seen: Seen) -> list[Finding]:
     "Python and NumPy between the steps."
     places = seen.places('own', 'numpy')
-    total = sum(s for _, s in places)
+    looked = sum(s for _, s in places)
+    # while all cores compute, a look may come too late, when the step is over: the clock knows better
+    total = min(looked, seen.outside('next', 'call', 'predict', 'train_on_batch'))
     if total < .15 or not places: return []
-    place, share = places[0]
+    place, share = places[0][0], places[0][1] * total / looked
     work = Counter(l.within for l in seen.looks
                    if l.place == place and l.kind in ('own', 'numpy') and l.within).most_common(1)
     doing = f', most of it in {work[0][0]}' if work else ''
-    also = ', '.join(str(p) for p, s in places[1:3] if s > .03)
+    also = ', '.join(str(p) for p, s in places[1:3] if s * total > .03 * looked)
     return [finding(
         seen, 'Python beside the step',
         f"{total:.0%} of the time the program computes in Python or NumPy between the steps, "
@@ -1008,6 +1019,8 @@ def alone_seconds(seen: Seen, period: float) -> float:
     return min(rest, alone + max(0., rest - (call.seconds or period * seen.share('graph'))))
 
 # %% ../../nbs/monitor/program.ipynb #d0a0f023
+NO_CAUSE = 1.3   # gain from which on a pipeline is called slow though no rule says why
+
 def find_slow_input(seen: Seen) -> list[Finding]:
     "A pipeline of TensorFlow operations for which the step waits."
     waits = waiting(seen)
@@ -1052,7 +1065,9 @@ def find_slow_input(seen: Seen) -> list[Finding]:
     missing = None if out else find_missing_prefetch(case)
     if missing: out.append(missing)
     where = {'place': str(seen.loop[1]), 'line': seen.loop[1].text} if seen.loop[1] else {}
-    return [f if f.place else replace(f, **where) for f in out or [find_input_bound(case)]]
+    # without a cause a small gain is no help
+    rest = [f for f in [find_input_bound(case)] if f.predicted_gain >= NO_CAUSE]
+    return [f if f.place else replace(f, **where) for f in out or rest]
 
 # %% ../../nbs/monitor/program.ipynb #b0a10013
 PROGRAM_RULES = (   # the first that speaks of a line is believed, unless a later one gains twice as much
