@@ -197,7 +197,8 @@ def test_python_of_the_program():
     found = only(find_own_python(seen(['own'] * 30 + [(OTHER, 'numpy')] * 20 + ['graph'] * 50)))
     assert found.place == 'test_program.py:3' and '50%' in found.evidence and 'inside' in found.evidence
     assert found.predicted_gain == pytest.approx(1 / .55)
-    assert find_own_python(seen(['own'] * 14 + ['graph'] * 86)) == []
+    assert find_own_python(seen(['own'] * 19 + ['graph'] * 81)) == []
+    assert find_own_python(seen(['own'] * 20 + ['graph'] * 80))
 
 @pytest.mark.parametrize('kind', ['next', 'call', 'predict', 'train_on_batch'])
 def test_a_look_that_came_too_late_is_not_the_programs_time(kind):
@@ -547,9 +548,11 @@ def test_a_rule_that_fails_takes_no_other_with_it(monkeypatch):
 
 def test_of_findings_at_one_line_the_first_is_believed_or_one_of_twice_the_gain(monkeypatch):
     at = lambda gain, place: lambda seen: [finding(seen, f'{gain}', '', '', 1 - 1 / gain, place=place)]
-    rules = at(1.1, LINE), at(2, LINE), at(3.9, LINE), at(4.5, LINE), at(3, OTHER)
+    rules = at(1.19, LINE), at(2, LINE), at(3.9, LINE), at(4.5, LINE), at(3, OTHER)
     monkeypatch.setattr(page, 'PROGRAM_RULES', rules)
     assert [f.disease for f in explain(watched(['own'] * 100))[0]] == ['4.5', '3', '2']
+    monkeypatch.setattr(page, 'PROGRAM_RULES', (at(1.21, LINE),))
+    assert [f.disease for f in explain(watched(['own'] * 1000))[0]] == ['1.21']
 
 SCRIPT = '''
 import sys

@@ -6,7 +6,7 @@
 __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', 'DENSE', 'HIDES', 'UNSIZED', 'CPU_SCOPE',
            'SHORT_STEP', 'TINY_ROWS', 'PER_ROW', 'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED',
            'FILLED', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'PARSERS', 'PICTURE', 'CROPS', 'NO_CAUSE',
-           'PROGRAM_RULES', 'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive',
+           'PROGRAM_RULES', 'WORTH', 'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive',
            'variables_put_back', 'seconds_of', 'tried', 'find_single_rows', 'find_made_in_loop', 'source_of',
            'find_pipelines', 'find_traces', 'again', 'find_compiled_again', 'find_eager', 'find_beside',
            'find_own_python', 'find_growth', 'compiled_call', 'graph_of', 'find_in_graph', 'graphs_of', 'find_on_host',
@@ -503,7 +503,7 @@ def find_own_python(seen: Seen) -> list[Finding]:
     looked = sum(s for _, s in places)
     # while all cores compute, a look may come too late, when the step is over: the clock knows better
     total = min(looked, seen.outside('next', 'call', 'predict', 'train_on_batch'))
-    if total < .15 or not places: return []
+    if total < .2 or not places: return []
     place, share = places[0][0], places[0][1] * total / looked
     work = Counter(l.within for l in seen.looks
                    if l.place == place and l.kind in ('own', 'numpy') and l.within).most_common(1)
@@ -1075,6 +1075,8 @@ PROGRAM_RULES = (   # the first that speaks of a line is believed, unless a late
     find_eager, find_in_graph, find_few_threads, find_python_input, find_slow_input, find_beside,
     find_tiny_steps, find_own_python, find_fetches, find_on_host)
 
+WORTH = 1.2   # times; of a program as it runs, a smaller gain is hard to tell from noise
+
 def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
     "The findings about a watched program, largest gain first, and notes."
     seen, found, notes = steady_part(watch), [], []
@@ -1084,7 +1086,7 @@ def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
         try:
             known = {f.place: f.predicted_gain for f in found if f.place}
             found += [f for f in rule(seen) if f.only_on_gpu or
-                      f.predicted_gain >= max(MIN_GAIN, 2 * known.get(f.place, 0.))]
+                      f.predicted_gain >= max(WORTH, 2 * known.get(f.place, 0.))]
         except Exception as e: notes.append(f'{rule.__name__} failed: {type(e).__name__}: {e}')
     found = [_with_interval(f) for f in found]
     return ranked([f for f in found if f.only_on_gpu or f.low > 1.]), notes   # no finding below its own noise
