@@ -1,4 +1,5 @@
 "What every command shares: exit codes, one sentence, one JSON object, bars on stderr, settings, records."
+import ctypes
 import io
 import json
 import os
@@ -37,16 +38,30 @@ def test_a_traceback_is_that_of_python(): assert not terminal.app.pretty_excepti
 
 # --- how a command ends -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('end', [ImportError('initialization failed'), None])
-def test_ctrl_c_that_an_import_renames_or_loses_ends_a_command(monkeypatch, capfd, end):
-    def setup_tf():   # as modules of TensorFlow do
-        with suppress(KeyboardInterrupt): os.kill(os.getpid(), signal.SIGINT)
-        if isinstance(end, ImportError): raise end
+def press(): os.kill(os.getpid(), signal.SIGINT)
+
+def renamed():   # as modules of TensorFlow do
+    with suppress(KeyboardInterrupt): press()
+    raise ImportError('initialization failed')
+
+def lost():
+    with suppress(KeyboardInterrupt): press()
+
+def printed_by_c():
+    ctypes.pythonapi.PyRun_SimpleString(b'import os, signal; os.kill(os.getpid(), signal.SIGINT)')
+
+def ignored_by_c(): ctypes.CFUNCTYPE(None)(press)()
+
+@pytest.mark.parametrize('setup_tf', [renamed, lost, printed_by_c, ignored_by_c])
+def test_ctrl_c_that_native_code_renames_prints_or_loses_ends_a_command(monkeypatch, capfd, setup_tf):
+    printed = []
+    monkeypatch.setattr(sys, 'unraisablehook', printed.append)
     monkeypatch.setattr('xtts_nb.config.setup_tf', setup_tf)
-    before = signal.getsignal(signal.SIGINT)
+    before, hook = signal.getsignal(signal.SIGINT), sys.excepthook
     if before is signal.SIG_IGN: pytest.skip('SIGINT is ignored, as in the background of a shell')
     assert main('voices', 'add', 'anna', 'a.wav', '--model', 'm', '--voices', 'v') == 130
     assert capfd.readouterr() == ('', 'xtts-nb: Stopped.\n') and signal.getsignal(signal.SIGINT) is before
+    assert not printed and sys.excepthook is hook and sys.unraisablehook == printed.append
     monkeypatch.undo()
     assert main('verify', 'no cache') == 2   # the next command of a process begins anew
 

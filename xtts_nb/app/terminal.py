@@ -100,9 +100,11 @@ _pressed = []   # a signal for each Ctrl-C of this command
 
 @contextmanager
 def _hearing_ctrl_c():
-    "A block that notes each Ctrl-C: imports of native code make another error of it, or lose it."
+    "A block that notes each Ctrl-C: native code that calls Python renames that error, prints it or loses it."
+    hooks = sys.excepthook, sys.unraisablehook
     def hear(signum, frame):
         _pressed.append(signum)
+        sys.excepthook = sys.unraisablehook = lambda *error: None   # what native code would print
         raise KeyboardInterrupt
     _pressed.clear()
     usual = (signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -110,6 +112,7 @@ def _hearing_ctrl_c():
     if usual: signal.signal(signal.SIGINT, hear)
     try: yield
     finally:
+        sys.excepthook, sys.unraisablehook = hooks
         if usual: signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def _end_if_pressed():
