@@ -58,8 +58,8 @@ quick-tests:
 # The lessons run in tests/test_browser.py, with their slow cells, at the sizes that a user gets. ARGS may choose tests
 # of one kind alone: pytest exits with 5 where there are none.
 none = 0
-test-all: $(ready) test-torch
-	@$(MAKE) --no-print-directory -j3 style slow-pages quick-tests none=5
+test-all: $(ready)
+	@$(MAKE) --no-print-directory -j4 test-torch style slow-pages quick-tests none=5
 	@echo "== slow tests"
 	@$(env) $(bin)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "slow and not $(other)" $(ARGS) || [ $$? -eq 5 ]
 

@@ -625,6 +625,9 @@ def test_bench(corpus, tmp_path, request, what, unit, names, more):
                    for r in done.json['rows'])
         assert {'codes', 'reference', 'text'} < set(done.json['compared']['cache'])
         assert 'cards' not in done.json
+    if what == 'train':
+        assert [r['traces'] for r in done.json['rows']] == [0, 1, 1, 1, 1]
+        assert all(r['syncs'] == 1 for r in done.json['rows'][1:])
     assert [r['name'] for r in done.json['rows']][:len(names)] == names
     assert all(r[unit] > 0 and r['ratio'] > 0 for r in done.json['rows'])
     (file,) = (tmp_path / 'benchmarks').iterdir()
