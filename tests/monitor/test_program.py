@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from clock import Clock
+from xtts_nb import bench
 from xtts_nb.config import UserError
 from xtts_nb.monitor import program as page
 from xtts_nb.monitor.program import (
@@ -39,6 +41,18 @@ def only(found):
     (one,) = found
     return one
 
+
+@pytest.mark.parametrize('takes, expected, made', [(.005, .095 / 13, 35), (.2, .23, 5), (.0002, .0005, 158)])
+def test_a_short_call_is_timed_among_others(monkeypatch, takes, expected, made):
+    "The first one after a pause takes 30 ms longer; as many follow as fill a tenth of a second, at most 100."
+    clock, count, cold = Clock(), [0], [True]
+    for where in (page, bench): monkeypatch.setattr(where, 'time', clock)
+    monkeypatch.setattr(page, 'wait_for', lambda result: cold.append(True))
+    def call():
+        count[0] += 1
+        clock.sleep(takes + .03 * bool(cold))
+        cold.clear()
+    assert page.seconds_of(call) == pytest.approx(expected) and count[0] == made
 
 def test_the_main_loop_begins_with_its_third_call():
     events = calls('next', 20, .5) + calls('call', 60, .15, place=OTHER) + calls('predict', 2)
@@ -238,6 +252,9 @@ def test_python_that_makes_the_batches():
     assert found.disease == 'Python makes the batches' and '80%' in found.evidence and '70%' in found.evidence
     assert found.evidence.startswith('a Python function') and found.place == 'test_program.py:3'
     assert found.predicted_gain == pytest.approx(1 / (.3 + .01 * .7), rel=.01)   # the step is not timed
+    little = [c._replace(end=c.start + .03) for c in python]   # waiting is not all its own
+    found = only(find_python_input(seen(['input'] * 70 + ['graph'] * 30, python=little)))
+    assert found.low == pytest.approx(1 / (1 - .9 * .3)) and found.high > 3
     made = [c._replace(name='generator_py_func') for c in python]
     found = only(find_python_input(seen(['input'] * 70 + ['graph'] * 30, python=made)))
     assert found.evidence.startswith('a Python generator makes rows or batches 80%')
