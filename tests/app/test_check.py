@@ -1,4 +1,5 @@
 "The five checks: each can pass, fail and be skipped, and says why."
+import json
 import sys
 import threading
 from types import SimpleNamespace
@@ -6,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
+from clock import Clock
+from xtts_nb import __version__
 from xtts_nb.app import check
+from xtts_nb.bench import cpu_name, device_name
 from xtts_nb.app.check import CHECKS, StepTrial, checks_text, run_checks
 from xtts_nb.config import UserError
 from xtts_nb.app.recipes import config_diff
@@ -286,3 +290,74 @@ def test_the_program_of_the_gradients_writes_nothing(real):
                              and not op.type.endswith(('If', 'While', 'PartitionedCall', 'Identity'))}
     assert touches(first) <= {'ReadVariableOp', 'ResourceGather'} and 'ReadVariableOp' in touches(first)
     assert {t for t in touches(last) if t.startswith('Assign')}
+
+
+# --- the report ---------------------------------------------------------------------------------------------
+
+@pytest.mark.cpu
+def test_the_machine_of_a_report(monkeypatch):
+    monkeypatch.setattr(check, 'PACKAGES', ('tensorflow', 'no-such-package'))
+    monkeypatch.setattr(check.psutil, 'virtual_memory', lambda: SimpleNamespace(total=24 << 30))
+    monkeypatch.setattr(check, 'cores', lambda: 3)
+    facts = check.machine()
+    assert list(facts) == ['xtts_nb', 'Python', 'system', 'tensorflow', 'no-such-package', 'CPU', 'memory',
+                           'GPU']
+    assert (facts['xtts_nb'], facts['tensorflow']) == (__version__, tf.__version__)
+    assert facts['no-such-package'] == 'not installed' and facts['memory'] == '24 GiB'
+    assert facts['CPU'] == f'{cpu_name()}, 3 cores for this process'
+    assert facts['GPU'] == 'CUDA_VISIBLE_DEVICES hides every GPU'
+
+def test_the_cards_of_a_report(monkeypatch):
+    import pynvml
+    cards = [GPU(i, 'NVIDIA H200', memory_total=141 << 30) for i in range(2)]
+    monkeypatch.setattr(check, '_no_gpu_reason', lambda: None)
+    monkeypatch.setattr(check, 'visible_cards', lambda: cards)
+    monkeypatch.setattr(pynvml, 'nvmlSystemGetDriverVersion', lambda: '570.1')
+    for built, shown in (({'cuda_version': '12.5'}, '12.5'), ({}, 'none: this wheel is for the CPU')):
+        monkeypatch.setattr(check.tf.sysconfig, 'get_build_info', lambda built=built: built)
+        facts = check.machine()
+        assert 'GPU' not in facts and facts['GPU 0'] == facts['GPU 1'] == 'NVIDIA H200, 141 GiB'
+        assert (facts['driver'], facts['CUDA of TensorFlow']) == ('570.1', shown)
+
+def test_the_step_before_and_after(small, monkeypatch):
+    "Two seconds of each, on a clock; what is compiled first does not count."
+    clock, sampled, read = Clock(), threading.Event(), gpu(50.4, 6 << 30)
+    monkeypatch.setattr(check, 'time', clock)
+    class Timed(FakeStep):
+        def __init__(self, seconds):
+            super().__init__()
+            self.seconds = seconds
+        def __call__(self, batch, number):
+            if not self.calls: sampled.clear()   # the devices are not watched yet
+            else: assert sampled.wait(20)
+            clock.sleep(self.seconds if self.calls else 60.)
+            return super().__call__(batch, number)
+    steps = {'eager': Timed(1.), 'xla': Timed(.25)}
+    tried = trial(small.replace(data={'batch_size': 4}), **steps)
+    rows = check.before_after(tried, 2., lambda: sampled.set() or read())
+    busy = {'GPU 0': 50, 'CPU': 1}
+    assert rows == [{'name': 'eager', 'clips_per_s': 4., 'ratio': 1.} | busy,
+                    {'name': 'compiled', 'clips_per_s': 16., 'ratio': 4.} | busy]
+    assert [step.calls for step in steps.values()] == [3, 9]
+
+def test_the_records_of_this_machine(tmp_path):
+    own = {'device': device_name(), 'cpu': cpu_name(), 'date': '2026-11-26', 'command': 'xtts-nb demo'}
+    for name, one in {'b': own, 'a': own | {'date': '2026-11-25'}, 'c': own | {'cpu': 'another'},
+                      'd': own | {'device': 'another'}}.items():
+        (tmp_path / f'{name}.json').write_text(json.dumps(one))
+    lines = ['a.json: 2026-11-25, xtts-nb demo', 'b.json: 2026-11-26, xtts-nb demo']
+    assert check.own_records(tmp_path) == lines
+
+def test_the_report_as_text():
+    rows = [{'name': 'eager', 'clips_per_s': 4., 'ratio': 1., 'GPU 0': 9, 'CPU': 50},
+            {'name': 'compiled', 'clips_per_s': 1600., 'ratio': 400.}]
+    passed = [{'name': 'XLA JIT', 'result': 'PASSED', 'reason': 'why'}]
+    text = check.machine_report({'Python': '3.11'}, rows, passed, [], ['a.json'])
+    machine, step, checks, records = text.split('\n## ')
+    assert machine == '## Machine\n\n| | |\n|---|---|\n| Python | 3.11 |\n'
+    assert step == ('The training step\n\n- eager: 4.0 clips/s (1.00 x), GPU 0 9 % busy, CPU 50 % busy\n'
+                    '- compiled: 1,600.0 clips/s (400.00 x), no device could be read\n')
+    ahead = check.preflight_text([])
+    assert checks == f'Checks\n\n```\n{checks_text(passed)}\n\n{ahead}\n```\n'
+    assert records == 'Records of this machine\n\n- a.json'
+    assert check.machine_report({}, [], [], [], []).endswith('machine\n\nnone')

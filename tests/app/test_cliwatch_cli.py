@@ -26,7 +26,7 @@ def test_bounds():
                  ('diagnose --batch-size', 1, 0), ('diagnose --num-batches', 8, 7),
                  ('diagnose --seconds', 1, 0.9),
                  ('configure --threads', 1, 0), ('configure --memory-limit', 1, 0),
-                 ('check --stress-duration', 0, -1))
+                 ('check --stress-duration', 0, -1), ('report --seconds', 0.1, 0))
 
 
 # --- monitor ------------------------------------------------------------------------------------------------
@@ -235,6 +235,32 @@ def test_check_in_words(ran, behind, bars, monkeypatch):
     assert [c['trial'] for c in looked] == [TINY, XTTSConfig.xtts_v2()]
     assert tried == [(TINY, 0.), (XTTSConfig.xtts_v2(), 0.)]
     assert bars == [('start', {}), ('check', 1, 5, 'XLA JIT')] * 2
+
+def test_a_report_is_printed_or_written_once(ran, behind, bars, tmp_path):
+    behind('app.check.StepTrial', lambda config: config)
+    parts = {'machine': {'Python': '3'}, 'before_after': [{'name': 'eager', 'clips_per_s': 4., 'ratio': 1.}],
+             'run_checks': [{'name': 'a', 'result': 'PASSED', 'reason': 'x'}], 'preflight_rows': [],
+             'own_records': ['r.json']}
+    asked = {name: behind(f'app.check.{name}', value) for name, value in parts.items()}
+    text, result = check.machine_report(*parts.values()), dict(zip(
+        ('machine', 'step', 'checks', 'preflight', 'records'), parts.values()))
+    assert ran('report').out == f'{text}\n'
+    assert [c['seconds'] for c in asked['before_after']] == [5.] and asked['before_after'][0]['trial'] == TINY
+    out = tmp_path / 'report.md'
+    done = ran(f'report --out {out} --seconds 0.5 --preset xtts_v2 --json')
+    assert done.json == result | {'out': str(out)} and out.read_text() == f'{text}\n'
+    assert asked['before_after'][1] == {'trial': XTTSConfig.xtts_v2(), 'seconds': .5}
+    done = ran(f'report --out {out}')
+    assert done.code == 2 and f'{out}: exists already' in done.err and len(asked['machine']) == 2
+
+@pytest.mark.slow
+def test_a_report_as_a_user_writes_it(tmp_path):
+    done = xtts_nb('report', '--seconds', '0.1', '--out', tmp_path / 'report.md')
+    assert done.code == 0 and 'paste it' in done.out, done.err
+    text = (tmp_path / 'report.md').read_text()
+    assert [line for line in text.splitlines() if line.startswith('## ')] == [
+        '## Machine', '## The training step', '## Checks', '## Records of this machine']
+    assert 'FAILED' not in text and '| tensorflow |' in text and '- compiled: ' in text
 
 @pytest.mark.slow
 def test_check_as_a_user_runs_it():

@@ -401,3 +401,33 @@ def _check(
     result = {'checks': rows, **counts, 'device': device_name(), 'preflight': ahead}
     text = f'{checks_text(rows)}\n\n{preflight_text(ahead)}'
     return result, text, 1 if counts['failed'] else 0
+
+# %% ../../nbs/app/cli.ipynb #4e904011
+@_speed('report', example='--out report.md')
+def _report(
+    out: option(Path | None, 'New Markdown file; default: print it.') = None,
+    seconds: option(float, 'Seconds for the step before and for the one after.', min=0.1) = 5.,
+    preset: Preset = 'tiny',
+):
+    "Write what an issue needs: the machine, the load before and after, checks, records."
+    from xtts_nb.config import UserError, XTTSConfig
+    if out and out.exists(): raise UserError(f'{out}: exists already; name a new file.')
+    config = XTTSConfig.preset(preset)
+    start()
+    from xtts_nb.app import check
+    from xtts_nb.bench import benchmarks
+    from xtts_nb.files import atomic_file
+    trial = check.StepTrial(config)
+    with progress() as tell:
+        tell('measure', 0, 2)
+        rows = check.before_after(trial, seconds)
+        tell('measure', 1, 2)
+        checks = check.run_checks(check.StepTrial(config))
+        tell('measure', 2, 2)
+    result = {'machine': check.machine(), 'step': rows, 'checks': checks,
+              'preflight': check.preflight_rows(trial), 'records': check.own_records(benchmarks())}
+    text = check.machine_report(*result.values())
+    if not out: return result, text
+    with atomic_file(out) as part: part.write_text(text + '\n', encoding='utf-8')
+    return result | {'out': str(out)}, f'{out}: paste it into the issue.'
+
