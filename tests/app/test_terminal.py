@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 
 import pytest
@@ -64,6 +65,24 @@ def test_ctrl_c_that_native_code_renames_prints_or_loses_ends_a_command(monkeypa
     assert not printed and sys.excepthook is hook and sys.unraisablehook == printed.append
     monkeypatch.undo()
     assert main('verify', 'no cache') == 2   # the next command of a process begins anew
+
+def test_ctrl_c_that_native_code_loses_ends_a_command_at_its_next_report(monkeypatch, capfd):
+    "And only in the main thread, where Python raises it."
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: pytest.skip('SIGINT is ignored')
+    told = []
+    def app(words, standalone_mode, prog_name):
+        with terminal.progress() as tell:
+            tell('first', 0, 2)
+            lost()
+            other = threading.Thread(target=lambda: told.append(tell('first', 1, 2)))
+            other.start()
+            other.join()
+            tell('second', 0, 1)
+            told.append('never')
+    monkeypatch.setattr(terminal, 'app', app)
+    assert main('demo') == 130 and told == [None]
+    said = capfd.readouterr()
+    assert said.out == '' and said.err.endswith('xtts-nb: Stopped.\n') and 'second' not in said.err
 
 ENDS = [   # what a command does -> the exit code, what stderr says
     (0, 0, ''), (1, 1, ''), (None, 0, ''), ('text', 0, ''), (130, 130, 'xtts-nb: Stopped.\n'),

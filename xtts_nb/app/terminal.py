@@ -116,8 +116,8 @@ def _hearing_ctrl_c():
         if usual: signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def _end_if_pressed():
-    "Raise the Ctrl-C that an import has lost."
-    if _pressed: raise KeyboardInterrupt
+    "Raise the Ctrl-C that native code has lost."
+    if _pressed and threading.current_thread() is threading.main_thread(): raise KeyboardInterrupt
 
 # %% ../../nbs/app/terminal.ipynb #a9910c37
 READER_GONE = 141   # exit code: 128 + SIGPIPE, as of other programs whose output nobody reads any more
@@ -189,6 +189,7 @@ def progress():
     tasks, begun = {}, time.monotonic()
 
     def tell(name, done, total, note=''):
+        _end_if_pressed()
         if name not in tasks:
             if not bars.console.is_terminal: to_stderr(f'{time.monotonic() - begun:5.0f} s  {name}')
             for old in tasks.values(): bars.update(old, completed=bars.tasks[old].total)
