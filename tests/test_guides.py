@@ -55,12 +55,12 @@ def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
     assert len(code) == 14 and len(names['losses']) == 1
 
 
-# several processes or machines, the full size, files of coqui-tts: each has tests of its own
-ELSEWHERE = 'distributed', 'serve', '--preset xtts_v2', 'from-coqui', 'to-coqui'
+# several processes or machines, many clips, the full size, files of coqui-tts: each has tests of its own
+ELSEWHERE = 'distributed', 'serve', '--shard', 'merge', '--preset xtts_v2', 'from-coqui', 'to-coqui'
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_user_guide(corpus, settings, cheap, ran, tmp_path, monkeypatch):
+def test_the_commands_of_the_user_guide(corpus, mini, cheap, ran, tmp_path, monkeypatch):
     "In order, in one folder, on a small corpus and with updates that take no time."
     cells = json.loads((GUIDES / 'user_guide.ipynb').read_text(encoding='utf-8'))['cells']
     text = '\n'.join(''.join(c['source']) for c in cells)
@@ -71,9 +71,10 @@ def test_the_commands_of_the_user_guide(corpus, settings, cheap, ran, tmp_path, 
     shutil.copy(corpus / 'wavs/low-0.wav', 'a_few_seconds.wav')
     Path('book.txt').write_text('aa bb. cc dd.\n\nee ff.')
     Path('fa.txt').write_text('سگ پیر\nقایق\n', encoding='utf-8')
-    Path('texts.yaml').write_text(settings.read_text())
-    assert ran('prepare CORPUS --out first --config texts.yaml').code == 0
+    Path('small.yaml').write_text(mini.replace(training={'dvae_steps': 20}).to_yaml())
+    assert ran('prepare CORPUS --out first --config small.yaml').code == 0
     assert ran('train --data first --run MODEL --steps 2').code == 0
+    assert ran('prepare CORPUS --out cache/mine --dvae MODEL').code == 0
     for line in lines:
         program, *words = shlex.split(line)
         if words[0] == 'train': words += ['--steps', '4']
@@ -82,7 +83,7 @@ def test_the_commands_of_the_user_guide(corpus, settings, cheap, ran, tmp_path, 
         words = [w.replace('Hello there.', 'aa bb').replace('Hello again.', 'cc dd') for w in words]
         done = ran('', *words)
         assert program == 'xtts-nb' and done.code == 0, (line, done.err)
-    assert len(lines) == 18
+    assert len(lines) == 16
     for made in ('cache/mine', 'runs/mine', 'models/tuned', 'models/fa', 'runs/fa', 'book.wav', 'speaks',
                  'report/report.html', 'learning_rate.png', 'voices/anna.safetensors'):
         assert Path(made).exists(), made
