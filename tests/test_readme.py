@@ -36,7 +36,7 @@ def test_the_persian_readme_leads_to_pages_and_commands_that_there_are():
     "Its links are files, and its commands stand in the English one, where a comment may follow them."
     text, english = ((ROOT / f'README{end}.md').read_text(encoding='utf-8') for end in ('.fa', ''))
     links = {link.partition('#')[0] for link in re.findall(r'\]\(([^)]+)\)', text)}
-    guides = 'idle_gpu', 'quick_start', 'troubleshooting', 'user_guide'
+    guides = 'idle_gpu', 'quick_start', 'technical', 'testing_guide', 'troubleshooting', 'user_guide'
     assert {f'nbs/guides/{page}_fa.ipynb' for page in guides} < links
     assert [link for link in sorted(links) if not (ROOT / link).exists()] == []
     commands = ''.join(re.findall(r'```sh\n(.*?)```', text, re.DOTALL)).splitlines()

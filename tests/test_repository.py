@@ -133,7 +133,8 @@ def test_page_stores_its_outputs(path):
     assert not [o for o in outputs if o['output_type'] == 'error']
 
 
-@pytest.mark.parametrize('guide', ['idle_gpu', 'quick_start', 'troubleshooting', 'user_guide'])
+@pytest.mark.parametrize('guide', [
+    'idle_gpu', 'quick_start', 'testing_guide', 'troubleshooting', 'user_guide'])
 def test_a_guide_in_persian_has_the_same_commands(guide):
     texts = ['\n'.join(c['source'] for c in cells(ROOT / f'nbs/guides/{page}.ipynb', 'markdown'))
              for page in (guide, f'{guide}_fa')]
