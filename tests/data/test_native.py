@@ -444,6 +444,14 @@ def test_batches_go_to_the_gpu_of_the_model(monkeypatch, on, model, asked):
 
 # --- online ---------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize('start, count', [(0, 6), (1, 2), (3, 3)])
+def test_the_frames_of_a_clip_have_mirrored_ends(start, count):
+    "Ten samples have six frames of four, one every two; the first and the last reach beyond the clip."
+    mirrored = np.pad(np.arange(10), 2, 'reflect')
+    found = module._frames_of(tf.range(10), 4, 2, start, count).numpy()
+    assert found.tolist() == mirrored[2 * start:2 * (start + count) + 2].tolist()
+    assert len(found) == 2 * count + 2
+
 @pytest.mark.parametrize('source', ['speaker', 'clip'])
 def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, small, stats, source):
     "The whole batch at once, as a device would compute it."
