@@ -12,7 +12,7 @@ import tensorflow as tf
 from clock import Clock
 from xtts_nb import bench
 from xtts_nb.config import UserError
-from xtts_nb.monitor import program as page
+from xtts_nb.monitor import diagnose, program as page
 from xtts_nb.monitor.program import (
     Diagnose, Seen, explain, find_beside, find_few_threads, find_growth, find_made_in_loop, find_own_python,
     find_pipelines, find_python_input, find_single_rows, find_tiny_steps, find_traces, finding, finding_lines,
@@ -46,8 +46,8 @@ def only(found):
 def test_a_short_call_is_timed_among_others(monkeypatch, takes, expected, made):
     "The first one after a pause takes 30 ms longer; as many follow as fill a tenth of a second, at most 100."
     clock, count, cold = Clock(), [0], [True]
-    for where in (page, bench): monkeypatch.setattr(where, 'time', clock)
-    monkeypatch.setattr(page, 'wait_for', lambda result: cold.append(True))
+    for where in (diagnose, bench): monkeypatch.setattr(where, 'time', clock)
+    monkeypatch.setattr(diagnose, 'wait_for', lambda result: cold.append(True))
     def call():
         count[0] += 1
         clock.sleep(takes + .03 * bool(cold))

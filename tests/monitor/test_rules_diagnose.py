@@ -12,7 +12,7 @@ from xtts_nb.monitor import diagnose as rules
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor.diagnose import (
     MIN_GAIN, SMALL_FILE, Case, Finding, Measured, changed_arguments, matrix_products, merge_batches,
-    pad_to_few_shapes)
+    ms, pad_to_few_shapes)
 from xtts_nb.monitor.loop import Call, Stage, host_part, stages
 
 setup_tf(threads=2)
@@ -472,13 +472,12 @@ PRODUCT = {kind: called(tf.function(lambda x: tf.reduce_sum(x @ x)), tf.ones((2,
            for kind in (tf.float32, tf.float64)}
 
 @pytest.mark.parametrize('kind, gpu, times, more, expected', [
-    (tf.float64, False, (.01, .004, .001), {}, 10 / 7), (tf.float64, True, (.01, .004, .001), {}, 10 / 7),
-    (tf.float64, False, (.01, .02, .01), {}, 2.),
-    (tf.float64, False, (.01, .004, .001), dict(loop=1., step=1., compute=.3), 1 / .91),
-    (tf.float64, False, (.01, .004, .001), dict(loop=1., step=1., compute=.299), None),
-    (tf.float32, False, (.01, .004, .001), {}, None),
-    (tf.float32, True, (.01, .004, .001), {}, 10 / 7), (None, True, (), {}, None)])
-def test_numbers_that_are_wider_than_needed(monkeypatch, kind, gpu, times, more, expected):
+    (tf.float32, True, (.01, .004, .001), {}, 10 / 7), (tf.float32, True, (.01, .02, .01), {}, 2.),
+    (tf.float32, True, (.01, .004, .001), dict(loop=1., step=1., compute=.3), 1 / .91),
+    (tf.float32, True, (.01, .004, .001), dict(loop=1., step=1., compute=.299), None),
+    (tf.float32, False, (.01, .004, .001), {}, None), (tf.float64, True, (), {}, None),
+    (None, True, (), {}, None)])
+def test_products_that_tensor_cores_could_do(monkeypatch, kind, gpu, times, more, expected):
     def compare(arms, unit, rounds):
         assert [arm() for arm in arms.values()] == [1, 1, 1]
         return Comparison([Arm(name, [2., t, 1.]) for name, t in zip(arms, times)], unit)
@@ -486,15 +485,70 @@ def test_numbers_that_are_wider_than_needed(monkeypatch, kind, gpu, times, more,
     monkeypatch.setattr(tf.config, 'list_logical_devices',
                         lambda kind: [SimpleNamespace(name='/GPU:0')] if gpu else [])
     c = case(calls=[PRODUCT[kind]] if kind else [], **FULL | more)
-    found = rules.find_wide_dtype(c)
+    found = rules.find_idle_tensor_cores(c)
     assert gain(found) == (expected and pytest.approx(expected))
     assert c.unseen == ([] if gpu else ['tensor cores: there is no GPU'])
     if not found: return
-    assert found.disease == {tf.float64: 'float64', tf.float32: 'float32 on tensor cores'}[kind]
-    assert found.remedy == f'compute in {"float32" if kind == tf.float64 else "bfloat16"}'
-    assert '1 matrix products' in found.evidence
+    assert (found.disease, found.remedy) == ('float32 on tensor cores', 'compute in bfloat16')
+    assert '1 products' in found.evidence
     assert f'take {min(100, round(1e4 * times[1]))}% of' in found.evidence
     assert f'{times[2] / times[1]:.0%} of that' in found.evidence
+
+
+# The same step in float32
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_a_step_in_float32_computes_the_same_on_copies(compiled):
+    "Variables, a constant, a captured tensor, a function within, a branch, an integer beside."
+    w, count = tf.Variable(tf.ones((2, 2), tf.float64)), tf.Variable(0)
+    captured = tf.constant([.5, .25], tf.float64)
+    inner = tf.function(lambda x: x @ w + captured)
+    @tf.function(jit_compile=compiled)
+    def step(x, more):
+        y = tf.cond(more > 1, lambda: inner(x), lambda: x) * tf.constant([[1.5]], tf.float64)
+        w.assign_add(tf.reduce_mean(y) * tf.ones((2, 2), tf.float64))
+        count.assign_add(1)
+        return {'y': y, 'n': more + 1}
+    x, more = tf.constant([[1., 2.]], tf.float64), tf.constant(2)
+    call = called(step, x, more)
+    before, counted = w.numpy(), count.numpy()
+    run = rules.in_float32(call)
+    first, second = run(), run()
+    assert np.array_equal(w.numpy(), before) and count.numpy() == counted   # those of the program stay
+    now = step(x, more)
+    assert [t.dtype for t in first] == [now['n'].dtype, tf.float32] and first[0] == now['n']
+    assert np.allclose(first[1], now['y']) and np.allclose(second[1], step(x, more)['y'])
+
+
+def test_what_is_no_variable_is_read_as_it_is():
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(['a'], tf.constant([3])), 0)
+    step = tf.function(lambda x, name: x * 2 * tf.cast(table.lookup(name), tf.float64))
+    (found,) = rules.in_float32(called(step, tf.constant([2.], tf.float64), tf.constant(['a'])))()
+    assert found.dtype == tf.float32 and found == 12.
+
+
+@pytest.mark.parametrize('times, more, expected', [
+    ((.02, .005), {}, 4.), ((.01, .005), {}, 4 / 3), ((.04, .01), {}, 4.),   # compute is 20 ms of 20 ms
+    ((.02, .005), dict(loop=.04, step=.04), 1 / .625), ((.02, .005), dict(loop=.1, step=.1), None)])
+def test_numbers_that_are_wider_than_needed(monkeypatch, times, more, expected):
+    def compare(arms, unit, rounds, warmup):
+        assert [arm() > 0 for arm in arms.values()] == [True, True]
+        return Comparison([Arm(name, [2., t, 1.]) for name, t in zip(arms, times)], unit)
+    monkeypatch.setattr(rules, 'compare', compare)
+    both, full = [PRODUCT[tf.float32], PRODUCT[tf.float64]], FULL | dict(loop=.02, step=.02, compute=.02)
+    c = case(calls=both, **full | more)
+    found = rules.find_float64(c)
+    assert gain(found) == (expected and pytest.approx(expected))
+    if found: assert found.disease == 'float64' and 'compute in float32' in found.remedy
+    seconds = f'takes {ms(times[0])}, with the same operations in float32 {ms(times[1])}'
+    if found: assert seconds in found.evidence
+    for calls in ([], [PRODUCT[tf.float32]]): assert rules.find_float64(case(calls=calls, **FULL)) is None
+
+
+def test_a_step_that_has_no_float32_is_reported_as_unseen(monkeypatch):
+    monkeypatch.setattr(rules, 'in_float32', lambda call: 1 / 0)
+    c = case(calls=[PRODUCT[tf.float64]], **FULL)
+    assert rules.find_float64(c) is None and c.unseen == ['the step in float32: its trial failed']
 
 
 # Cures

@@ -130,6 +130,24 @@ def test_functions_that_ran_operation_by_operation():
     (function, (x,)), *_ = watch.eager_functions()
     assert function is step and x.shape == (3,) and not watch._wanted
 
+def test_a_function_is_kept_though_the_next_call_comes_from_the_loop(monkeypatch):
+    "As where only what applies the gradients runs operation by operation: `next` follows it."
+    made = tf.function(lambda x: 2. * x)
+    def step(x):
+        x = made(x)
+        for _ in range(50): x = x + 1.
+    data = iter(tf.data.Dataset.from_tensors(tf.zeros(3)).repeat())
+    with Watch(interval=.001) as watch:
+        watch._wanted = 2
+        x = next(data)
+        assert not watch.kept and watch._wanted == 1   # no function of the user takes a tensor there
+        step(x)
+    assert [function for function, _ in watch.eager_functions()] == [step]
+    with Watch(interval=1.) as watch:
+        watch._wanted = 2
+        for _ in range(3): next(data)
+    assert not watch.kept and watch._wanted == 0
+
 def test_the_line_of_other_threads_is_one_of_the_given_time():
     watch = Watch()
     watch.beside = [(1., Place('a.py', 1))]
