@@ -93,7 +93,7 @@ def test_what_is_published_hides_the_scored_half():
             judge(SLOW, {'error': 'it fell', 'seconds': 1.}), judge(WELL, said(finding('a secret')))]
     shown = score.published(rows)
     assert shown[0] == dict(case='slow', kind='serial map', first='no parallel', named=1, led=None,
-                            alarm=None, predicted=2., measured=2., seconds=9.)
+                            alarm=None, predicted=2., low=1.5, high=2.5, measured=2., seconds=9.)
     assert [r['first'] for r in shown] == ['no parallel', 'nothing to fix', 'an error', None]
     assert shown[3] == dict.fromkeys(shown[0]) | dict(case='of the scored half', kind='healthy', alarm=True,
                                                       seconds=9.)

@@ -126,10 +126,13 @@ def published(rows: list[dict]) -> list[dict]:
     for r in rows:
         hidden = r['half'] == 'scored'
         first = r['findings'][0]['disease'] if r['findings'] else 'nothing to fix'
+        right = r['findings'][(r['named'] or r['led']) - 1] if 'predicted' in r else {}
+        low, high = right.get('gain_interval', (None, None))
         out.append({'case': 'of the scored half' if hidden else r['case'], 'kind': r['kind'],
                     'first': None if hidden else 'an error' if 'error' in r else first,
                     'named': r.get('named'), 'led': r.get('led'), 'alarm': r.get('false_alarm'),
-                    'predicted': r.get('predicted'), 'measured': r.get('ratio'), 'seconds': r['seconds']})
+                    'predicted': r.get('predicted'), 'low': low, 'high': high, 'measured': r.get('ratio'),
+                    'seconds': r['seconds']})
     return out
 
 
