@@ -6,7 +6,7 @@
 __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', 'DENSE', 'HIDES', 'UNSIZED', 'CPU_SCOPE',
            'SHORT_STEP', 'TINY_ROWS', 'PER_ROW', 'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED',
            'FILLED', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'PARSERS', 'PICTURE', 'CROPS', 'NO_CAUSE',
-           'PROGRAM_RULES', 'WORTH', 'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive',
+           'PROGRAM_RULES', 'WORTH', 'AGREES', 'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive',
            'variables_put_back', 'seconds_of', 'tried', 'find_single_rows', 'find_made_in_loop', 'source_of',
            'find_pipelines', 'find_traces', 'again', 'find_compiled_again', 'find_eager', 'find_beside',
            'find_own_python', 'find_growth', 'compiled_call', 'graph_of', 'find_in_graph', 'graphs_of', 'find_on_host',
@@ -1091,13 +1091,16 @@ def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
             found += [f for f in rule(seen) if f.only_on_gpu or
                       f.predicted_gain >= max(WORTH, 2 * known.get(f.place, 0.))]
         except Exception as e: notes.append(f'{rule.__name__} failed: {type(e).__name__}: {e}')
-    found = [_with_interval(f) for f in found]
-    return ranked([f for f in found if f.only_on_gpu or f.low > 1.]), notes   # no finding below its own noise
+    beyond_noise = [f for f in found if f.only_on_gpu or not f.high or f.low > 1.]
+    return ranked([_with_interval(f) for f in beyond_noise]), notes
+
+AGREES = 1.5   # times; so near to the prediction are 8 of 10 gains of the ward's development half
 
 def _with_interval(f: Finding) -> Finding:
-    "A finding of a rule that gives no interval gets the usual one: a third less or half more of the gain."
-    more = f.predicted_gain - 1
-    return f if f.high or f.only_on_gpu else replace(f, low=1 + .67 * more, high=1 + 1.5 * more)
+    "A finding whose interval, of how often the program was looked at, also holds what a rule leaves out."
+    if f.only_on_gpu: return f
+    low, high = f.predicted_gain / AGREES, f.predicted_gain * AGREES
+    return replace(f, low=max(1., min(f.low or low, low)), high=max(f.high, high))
 
 # %% ../../nbs/monitor/program.ipynb #b0a10015
 @dataclass
