@@ -581,6 +581,10 @@ def test_speed_changes_the_length(singer, speaker, speed):
         usual, other = one('aa', 'en', VOICE), Speaker(one.xtts, speed=speed)('aa', 'en', VOICE)
         assert abs(len(usual) / len(other) / speed - 1) < 0.05
 
+def test_a_speaker_keeps_the_rates_of_its_languages(xtts):
+    rates = {'en': (1., 9., 300)}
+    assert Speaker(xtts, rates=rates).rates == rates and Speaker(xtts).rates == {}
+
 def test_a_wrong_setting_is_named(xtts):
     with pytest.raises(UserError, match='speech.temperature.*-1'): Speaker(xtts, temperature=-1)
     with pytest.raises(UserError, match='did you mean "temperature"'): Speaker(xtts, temprature=1)

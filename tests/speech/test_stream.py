@@ -241,6 +241,8 @@ def test_the_ring_grows_before_it_is_full_and_shrinks_when_no_row_has_a_text(spe
     turns, sounds = [], {i: [] for i in (0, 3, 2)}
     most = 4 + 40 + 3 + speaker.max_codes
     assert rows.rings == (24, most) and SpeechRows(speaker, rings=(31, 24, 999)).rings == (24, 31, most)
+    longest = speaker.xtts.config.model.gpt.max_text_tokens
+    assert SpeechRows(speaker, widths=(longest, 16, 8)).widths == (8, 16, longest)   # each once
     for together in ((0, 3), (2,)):
         running, lengths = {}, []
         turns.append(lengths)
