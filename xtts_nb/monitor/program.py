@@ -1094,7 +1094,7 @@ def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
     beyond_noise = [f for f in found if f.only_on_gpu or not f.high or f.low > 1.]
     return ranked([_with_interval(f) for f in beyond_noise]), notes
 
-AGREES = 1.5   # times; so near to the prediction are 8 of 10 gains of the ward's development half
+AGREES = 1.5   # times; with it, intervals hold 8 of 10 gains of the ward's development half
 
 def _with_interval(f: Finding) -> Finding:
     "A finding whose interval, of how often the program was looked at, also holds what a rule leaves out."
