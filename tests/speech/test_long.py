@@ -232,6 +232,11 @@ def test_pieces_are_spoken_in_order(recorder):
     assert recorder.batches == [(tuple(texts[:3]), ('en',) * 3, ['heard me'] * 3, 7),
                                 (('bb',) * 3, ('en',) * 3, ['heard me'] * 3, 10)]
 
+def test_only_the_first_sentence_comes_alone_and_only_if_it_is_wanted_soon(recorder):
+    text = 'Aa bb cc dd ee ff. ' * 4
+    count = lambda *soon: [p.text.count('.') for p in text_pieces(recorder, text, 'en', *soon)[0]]
+    assert count() == count(False) == [3, 1] and count(True) == [1, 3]
+
 def test_pieces_of_similar_length_together(recorder):
     wav, report = speak_whole(recorder, TEXT, 'en', 'me', rows=2)
     assert [[len(t.strip()) for t in texts] for texts, *_ in recorder.batches] == [[2, 5], [17, 23]]
