@@ -79,7 +79,7 @@ def output(
     **more,                      # facts that are printed as JSON, and not recorded
 ):
     "Print a result, and record it if asked to."
-    if given.record: write_record(page, program=f'python benchmarks/{Path(sys.argv[0]).name}', **result)
+    if given.record: write_record(page, program=f'python {os.path.relpath(sys.argv[0], ROOT)}', **result)
     if given.json: print(json.dumps(result | more))
     else: print(text or '\n'.join(filter(None, [table(result[about], result['rows']), below])))
 

@@ -447,7 +447,8 @@ TOOLS = {'xla': 'python benchmarks/xla_gpu.py record',   # of a checkout
          'growth': 'python benchmarks/growth.py --record',
          'parity': 'python benchmarks/parity.py COQUI_DIR --coqui-python PYTHON --record',
          'gpt2': 'python benchmarks/gpt2.py --record',
-         'patients': 'python benchmarks/diagnosis/patients.py --record'}
+         'patients': 'python benchmarks/diagnosis/patients.py --record',
+         'others': 'python benchmarks/diagnosis/ward/others.py'}
 
 def record_origin(
     one: dict,         # a record

@@ -46,14 +46,14 @@ def test_a_library_that_asks_for_agreement_fails_with_the_remedy(monkeypatch):
 def test_a_script_prints_its_result_and_records_it(monkeypatch, capsys):
     kept = []
     monkeypatch.setattr(page, 'write_record', lambda *given, **notes: kept.append((given, notes)))
-    monkeypatch.setattr(sys, 'argv', ['/somewhere/one.py', '--json'])
+    monkeypatch.setattr(sys, 'argv', [str(page.ROOT / 'benchmarks/within/one.py'), '--json'])
     result = {'rows': [{'name': 'a', 'step_ms': 3.}], 'model': 'small'}
     given = page.arguments('A script.').parse_args(['--json'])
     page.output(given, 'step_speed', result, ok=True)
     assert json.loads(capsys.readouterr().out) == result | {'ok': True} and not kept
     page.output(argparse.Namespace(json=False, record=True), 'step_speed', result)
     assert capsys.readouterr().out.startswith('small')
-    assert kept == [(('step_speed',), {'program': 'python benchmarks/one.py', **result})]
+    assert kept == [(('step_speed',), {'program': 'python benchmarks/within/one.py', **result})]
 
 
 @pytest.mark.parametrize('main, code', [(lambda: None, None), (lambda: 1, 1)])
@@ -64,6 +64,6 @@ def test_the_exit_code_of_a_script(main, code):
 
 def test_an_error_of_the_user_is_one_sentence(monkeypatch, capsys):
     def main(): raise UserError('a: is not there.')
-    monkeypatch.setattr(sys, 'argv', ['/somewhere/one.py'])
+    monkeypatch.setattr(sys, 'argv', [str(page.ROOT / 'benchmarks/within/one.py')])
     with pytest.raises(SystemExit) as end: page.run(main)
     assert end.value.code == 2 and capsys.readouterr().err == 'one.py: a: is not there.\n'
