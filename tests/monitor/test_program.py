@@ -85,7 +85,9 @@ def test_a_finding_has_an_interval_and_a_line():
     lines = finding_lines([found], ['a note'])
     assert lines[0].startswith('1. cause at test_program.py:3: about 1.7 x as fast (')
     assert lines[1:] == ['   > import time', '   evidence.', '   Change: remedy.', '       a', '       b',
-                         'Note: a note.']
+                         'Run it again after a change: the next cause may show only then.', 'Note: a note.']
+    for high, shown in ((499.9, '(3.0 to 499.9)'), (500., '(3.0 or more)')):
+        assert finding_lines([replace(found, low=3., high=high)], [])[0].endswith(shown)
     assert finding_lines([], []) == ['Nothing to fix.']
     assert {'place', 'line', 'change', 'gain_interval'} < found.to_dict().keys()
 

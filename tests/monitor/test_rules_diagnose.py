@@ -200,6 +200,7 @@ SOURCE = tf.data.Dataset.range(4).map(lambda i: i)
     (SOURCE, {}, 'no prefetch', 2), ((), {}, 'no prefetch', 2), (SOURCE.prefetch(1), {}, None, None),
     (SOURCE.prefetch(1).map(lambda i: i), {}, 'no prefetch', 2),
     (SOURCE.prefetch(1).with_options(tf.data.Options()).repeat(), {}, None, None),
+    (SOURCE.prefetch(2).take(3), {}, None, None), (SOURCE.repeat().prefetch(2).skip(1), {}, None, None),
     (SOURCE, dict(variation=.5), 'no prefetch', 2),
     (SOURCE.prefetch(1), dict(variation=.51, cycle=6, correlation=.9), 'oscillation', 12),
     (SOURCE, dict(variation=.6, cycle=2), 'oscillation', 4), (SOURCE, dict(variation=.6), 'oscillation', 4),

@@ -347,7 +347,7 @@ def _own_threads(dataset, at_most: int):
 def find_missing_prefetch(c: Case) -> Finding | None:
     gain = predict_gain(c.m, overlap=1.)
     if gain < MIN_GAIN: return
-    last = [s for s in stages(c.dataset) if s.name not in ('Options', 'Repeat')][-1:]
+    last = [s for s in stages(c.dataset) if s.name not in ('Options', 'Repeat', 'Take', 'Skip')][-1:]
     uneven = c.m.variation > 0.5
     if not uneven and last and last[0].buffer: return   # buffered and even: something else makes it wait
     depth = max(4, 2 * c.m.cycle) if uneven else 2

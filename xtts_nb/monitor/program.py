@@ -6,8 +6,8 @@
 __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', 'DENSE', 'HIDES', 'UNSIZED', 'CPU_SCOPE',
            'SHORT_STEP', 'TINY_ROWS', 'PER_ROW', 'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED',
            'FILLED', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'PARSERS', 'PICTURE', 'CROPS', 'NO_CAUSE',
-           'PROGRAM_RULES', 'WORTH', 'AGREES', 'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive',
-           'variables_put_back', 'seconds_of', 'tried', 'find_single_rows', 'find_made_in_loop', 'source_of',
+           'PROGRAM_RULES', 'WORTH', 'AGREES', 'MUCH', 'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu',
+           'alive', 'variables_put_back', 'seconds_of', 'tried', 'find_single_rows', 'find_made_in_loop', 'source_of',
            'find_pipelines', 'find_traces', 'again', 'find_compiled_again', 'find_eager', 'find_beside',
            'find_own_python', 'find_growth', 'compiled_call', 'graph_of', 'find_in_graph', 'graphs_of', 'find_on_host',
            'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of', 'waiting', 'find_tiny_steps',
@@ -445,7 +445,8 @@ def _epoch_cost(seen: Seen, share: float) -> list[Finding]:
         seen, 'short epochs',
         f'{what}, and beginning and ending it takes {share:.0%} of the time',
         remedy, share, 0.05, seen.loop[1],
-        'model.fit(dataset.repeat(), steps_per_epoch=1000, epochs=epochs)')]
+        'model.fit(dataset.repeat(), steps_per_epoch=epochs * steps, epochs=1)   # as many updates; what '
+        'follows an epoch, such as validation, then runs once')]
 
 def _fit_steps(watch: Watch) -> float:
     "Of a `fit`, on average."
@@ -687,11 +688,13 @@ def _dense_table(seen: Seen, call: Call, computing: float) -> list[Finding]:
             f'a step reads few of the {shape[0]:,} rows of a table by {by}, but its gradient or optimizer '
             f'is dense and goes over all rows: {dense} such operations on {shape[0]:,} x {shape[1]}, '
             f'about {ms(one)} each, of the {ms(period)} of a step',
-            'change only the rows that were read: keep the gradient sparse (tf.gather or '
+            'change only the rows that were read. Keep the gradient sparse: tf.gather or '
             'tf.nn.embedding_lookup instead of one_hot, no tf.convert_to_tensor, clipping or weight decay of '
-            'the whole table) and take an optimizer with sparse updates for it (SGD, or a lazy Adam: '
-            'scatter_sub of the rows; Adam of Keras moves all rows); or a smaller table (hash the ids)',
-            share, .05, seen.loop[1], 'optimizer = keras.optimizers.SGD(...)   # for the table', spread=1.)]
+            'the whole table (decay the rows that were read). And an optimizer that leaves other rows alone: '
+            'SGD, or a lazy Adam (scatter_sub of the rows), since Adam of Keras moves all rows; another '
+            'optimizer, or decay, changes what is learned. Or a smaller table (hash the ids)',
+            share, .05, seen.loop[1], 'tf.nn.l2_loss(rows)   # instead of the table\n'
+            'optimizer.apply_gradients([(tf.IndexedSlices(gradient, ids), table)])   # SGD', spread=1.)]
     return []
 
 
@@ -897,8 +900,8 @@ SHUFFLED = Shape(
     'names.shuffle(len(names)).map(decode, num_parallel_calls=tf.data.AUTOTUNE)')
 FILLED = Shape(
     'the shuffle buffer is filled again before each epoch',
-    'shuffle names or indices first, before rows are read and computed, or cache() before shuffle, or take a '
-    'smaller buffer',
+    'shuffle names or indices first, before rows are read and computed, or cache() before shuffle (what is '
+    'random in a row must then come after it), or take a smaller buffer',
     'names.shuffle(len(names)).map(load, num_parallel_calls=tf.data.AUTOTUNE)')
 CROPPED = Shape(
     'decode before crop: work on whole pictures of which only a part is used',
@@ -1244,15 +1247,19 @@ def watch_script(
     finally: sys.argv, sys.path[:] = argv, search
     return watch
 
+MUCH = 500.   # times; beyond, a few per cent of the time decide
+
 def finding_lines(findings: list[Finding], notes: list[str]) -> list[str]:
     "For reading."
     out = []
     for i, f in enumerate(findings, 1):
         where = f' at {f.place}' if f.place else ''
+        most = f'to {f.high:.1f}' if f.high < MUCH else 'or more'
         gain = 'only a GPU shows its gain' if f.only_on_gpu else \
-            f'about {f.predicted_gain:.1f} x as fast ({f.low:.1f} to {f.high:.1f})'
+            f'about {f.predicted_gain:.1f} x as fast ({f.low:.1f} {most})'
         out.append(f'{i}. {f.disease}{where}: {gain}')
         if f.line: out.append(f'   > {f.line}')
         out += [f'   {f.evidence}.', f'   Change: {f.remedy}.']
         out += [f'       {line}' for line in f.change.splitlines()]
-    return (out or ['Nothing to fix.']) + [f'Note: {n}.' for n in notes]
+    out += ['Run it again after a change: the next cause may show only then.'] if out else ['Nothing to fix.']
+    return out + [f'Note: {n}.' for n in notes]
