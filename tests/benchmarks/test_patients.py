@@ -390,13 +390,11 @@ def test_a_patient_is_named(name):
 
 
 def test_patients_that_compute_and_healthy_ones():
-    """Their causes are named; the script itself records their gains, which other work would change.
+    """What helps on this machine, with what else computes on it, is named; the script records the gains.
 
     Those that sleep are in the quick tests of the rules."""
-    some = [p for p in PATIENTS if p.kind == 'real' or p.disease is None]
-    rows = run_patients(some, seconds=4.)
-    # other tests compute beside it: what was missed is diagnosed once more
-    again = iter(run_patients([p for p, row in zip(some, rows) if not row['right']], seconds=4.))
-    total = patient_totals([row if row['right'] else next(again) for row in rows])
-    assert total['real']['slow'] == 12 and total['real']['named'] >= 11, total
-    assert total['left_alone'] == total['healthy'] == 3, total
+    rows = run_patients([p for p in PATIENTS if p.kind == 'real' or p.disease is None], seconds=12.)
+    slow, healthy = ([row for row in rows if (row['measured'] is None) == well] for well in (False, True))
+    helped = [row for row in slow if row['measured'] > 1.3]
+    assert len(slow) == 12 and len(helped) >= 9 and len(healthy) == 3, rows
+    assert not [row for row in (*helped, *healthy) if not row['right']]
