@@ -26,7 +26,8 @@ def watched(looks=(), events=(), python=(), **more):
     "A watch of 10 s: the kind of each look, 100 a second, at one line."
     looks = [Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside') for i,
         k in enumerate(looks)]
-    given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={}, shapes={})
+    given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={}, shapes={},
+                 validated=[])
     return SimpleNamespace(looks=looks, events=[*events], python=[*python], pipeline_place=lambda *_: None,
                            **given | more)
 
@@ -345,26 +346,45 @@ def test_what_xla_compiles_again(monkeypatch, known, shapes, seconds, is_found):
 
 WHOLE = np.ones((40, 3), 'float32')
 
-@pytest.mark.parametrize('build, share', [
-    (lambda ids, table: table.assign_sub(WHOLE * tf.reduce_sum(tf.gather(table, ids))), .5),
-    (lambda ids, table: table.assign_sub(WHOLE * tf.reduce_sum(tf.gather(table + 0., ids))), .5),
-    (lambda ids, table: table.scatter_sub(tf.IndexedSlices(tf.gather(table, ids), ids)), 0),
-    (lambda ids, table: table.assign_sub(WHOLE * tf.reduce_sum(tf.one_hot(ids, 40) @ table)), .6),
-    (lambda ids, table: table.assign_sub(WHOLE), 0)])
-def test_a_table_that_changes_as_a_whole(monkeypatch, build, share):
+def decayed(ids, table):
+    with tf.GradientTape() as tape: loss = tf.reduce_sum(tf.gather(table, ids)) + tf.nn.l2_loss(table)
+    return table.assign_sub(.1 * tape.gradient(loss, table))
+
+def like_adam(ids, table):
+    gradient = WHOLE * tf.reduce_sum(tf.gather(table, ids))
+    return table.assign_sub(gradient / tf.sqrt(gradient))
+
+@pytest.mark.parametrize('compiled, build, share, says', [
+    (False, lambda ids, table: table.assign_sub(WHOLE * tf.reduce_sum(tf.gather(table, ids))), .3,
+     '3 operations go over all rows (40 x 3'),   # a product, the update, and the sum that is returned
+    (True, lambda ids, table: table.assign_sub(WHOLE * tf.reduce_sum(tf.gather(table, ids))), .1,
+     '1 operations go over all rows'),
+    (False, lambda ids, table: table.assign_sub(WHOLE * tf.reduce_sum(tf.gather(table + 0., ids))), .4,
+     ': its optimizer'),
+    (False, like_adam, .5, ': an optimizer that keeps a mean for each number'),
+    # also the sum of squares, its gradient, the rows' gradient, their sum, times .1
+    (False, decayed, .7, ': tf.nn.l2_loss of the whole table'),
+    (False, lambda ids, table: table.scatter_sub(tf.IndexedSlices(tf.gather(table, ids), ids)), 0, ''),
+    (False, lambda ids, table: table.assign_sub(WHOLE * tf.reduce_sum(tf.one_hot(ids, 40) @ table)), .4,
+     ': a product with tf.one_hot'),
+    (False, lambda ids, table: table.assign_sub(WHOLE), 0, '')])
+def test_a_table_that_changes_as_a_whole(monkeypatch, compiled, build, share, says):
     "Read by gather or one_hot, in steps of a second."
     monkeypatch.setattr(page, 'LONG_TABLE', (40, 100))
-    monkeypatch.setattr(page, '_over_table', lambda shape: .5 * (shape == (40, 3)))
+    monkeypatch.setattr(page, '_over_table', lambda shape: .1 * (shape == (40, 3)))
     monkeypatch.setattr(page, '_one_hot_product', lambda shape: .05)
     table = tf.Variable(tf.zeros((40, 3)))
-    step = tf.function(lambda ids: tf.reduce_sum(tf.function(build)(ids, table)))
+    step = tf.function(lambda ids: tf.reduce_sum(tf.function(build)(ids, table)), jit_compile=compiled)
     part = seen(['graph'] * 100, calls('call', 10),
                 last={('call', LINE): (step, '__call__', (tf.constant([1, 2]),), {})}, loop=('call', LINE))
     found = [f for f in page.find_in_graph(part) if 'dense gradient' in f.disease]
     assert bool(found) == bool(share)
     if found:
-        assert found[0].predicted_gain == pytest.approx(1 / (1 - share * .95))
-        assert '40 x 3' in found[0].evidence
+        assert found[0].predicted_gain == pytest.approx(1 / (1 - share * .98))
+        assert says in found[0].evidence
+        if build is decayed:
+            assert 'test_program.py:' in found[0].place and 'l2_loss(rows)' in found[0].remedy
+            assert found[0].change == 'tf.nn.l2_loss(rows)   # instead of the table'
     monkeypatch.setattr(page, 'LONG_TABLE', (41, 100))
     assert not [f for f in page.find_in_graph(part) if 'dense gradient' in f.disease]
 
@@ -517,15 +537,6 @@ def test_passes_over_a_pipeline():
     assert not page._again(part, some(tf.data.Dataset.range(60).repeat()), 1)
     assert page._again(part, some(tf.data.Dataset.range(59).repeat()), 1)
 
-@pytest.mark.parametrize('build, passes, fill, share', [
-    (lambda d: d.shuffle(5), 5, .5, .188), (lambda d: d.shuffle(5), 2, .5, 0),
-    (lambda d: d.shuffle(5), 5, .08, 0),
-    (lambda d: d.cache().shuffle(5), 5, .5, 0), (lambda d: d.shuffle(5).cache(), 5, .5, .188),
-    (lambda d: d.batch(5), 5, .5, 0)])
-def test_a_shuffle_that_is_filled_again(build, passes, fill, share):
-    "In 10 s, with batches of 10 ms."
-    some = page.stages(build(tf.data.Dataset.range(9)))
-    assert page._filled(seen([]), some, passes, fill, .01) == pytest.approx(share)
 
 def heavy(i):
     x = tf.sin(tf.reshape(tf.range(3600.), (60, 60)) + tf.cast(i, tf.float32))
@@ -548,6 +559,63 @@ def test_a_pipeline_for_which_the_step_waits(monkeypatch, build, passes, steps, 
     found = page.find_slow_input(part)[0]
     assert found.disease == cause and found.place == 'test_program.py:3' and found.line == 'import time'
     assert found.low <= found.predicted_gain <= found.high
+
+@pytest.mark.parametrize('build, passes, fill, share', [
+    (lambda d: d.shuffle(5), 5, .58, .22), (lambda d: d.shuffle(5), 2, 2.5, 0),
+    (lambda d: d.shuffle(5), 3, 1.03, 0), (lambda d: d.shuffle(5), 400, .08, 0),
+    (lambda d: d.shuffle(5), 400, .081, .999),
+    (lambda d: d.cache().shuffle(5), 5, .58, 0), (lambda d: d.shuffle(5).cache(), 5, .58, .22),
+    (lambda d: d.batch(5), 5, .58, 0)])
+def test_a_shuffle_that_is_filled_again(build, passes, fill, share):
+    "In 10 s, with batches of 10 ms."
+    some = page.stages(build(tf.data.Dataset.range(9)))
+    found = page._filled(seen([]), some, passes, fill, [.01, .01, .5])
+    assert bool(found) == bool(share)
+    if found: assert found.predicted_gain == pytest.approx(gain_without(share, .05))
+    assert page._filled(seen([]), some, passes, fill, []) is None
+
+@pytest.mark.parametrize('build, loop, is_found', [
+    (lambda d: d.shuffle(300).batch(2), 'fits', True), (lambda d: d.shuffle(300).batch(2), 'fit', False),
+    (lambda d: d.batch(2), 'fits', False)])
+def test_fit_in_a_loop_fills_its_shuffle_buffer_again(build, loop, is_found):
+    data = build(tf.data.Dataset.range(400).map(heavy, num_parallel_calls=2))
+    _, fill, times = page._read(data)
+    part = seen([], calls(loop, 4), datasets={LINE: [data] * 4}, loop=(loop, LINE))
+    part.end = 5 * fill
+    found = page.find_filled_again(part)
+    assert bool(found) == is_found and (not found or page.FILLED.cause == only(found).disease)
+
+def validation(share, build=lambda d: d, passes=3, batches=4, loop='fit'):
+    "What is found of three validations in 10 s, that read 4 of 10 rows each."
+    tests = [Event('validation', LINE, 3. * i, 10 * share / 3, rows=batches - i) for i in range(3)]
+    data = build(tf.data.Dataset.range(10))
+    return page.find_validation(seen([], tests, validated=[data] * passes, loop=(loop, LINE)))
+
+def test_a_validation_that_throws_its_cache_away():
+    found = only(validation(.25, lambda d: d.cache()))
+    assert found.disease == 'a cache that is never full' and 'takes 25% of the time' in found.evidence
+    assert '833.3 ms for 4 batches' in found.evidence and found.predicted_gain < 1.1   # reading takes no time
+    from_python = lambda d: d.map(lambda x: tf.numpy_function(lambda a: a, [x], tf.int64)).cache()
+    assert only(validation(.25, from_python)).predicted_gain == pytest.approx(1.25)
+    for keeps in (dict(build=lambda d: d), dict(build=lambda d: d.take(4).cache()),
+                  dict(build=lambda d: d.cache(), batches=9), dict(build=lambda d: d.cache(), passes=1),
+                  dict(build=lambda d: d.cache(), loop='fits')):
+        assert validation(**{'share': .3} | keeps) == []
+    assert validation(.19, lambda d: d.cache()) == []
+
+def test_a_validation_that_takes_most_of_the_time():
+    found = only(validation(.5))
+    assert found.disease == 'validation in each epoch' and 'validation_freq' in found.remedy
+    assert found.predicted_gain == pytest.approx(gain_without(.5, .2)) and validation(.39) == []
+    assert validation(.5, passes=0)[0].disease == 'validation in each epoch'
+
+def test_validation_is_no_cost_of_short_epochs():
+    fit = SimpleNamespace(steps=8, epochs=2, model=keras.Sequential())
+    looks = ['graph'] * 500 + ['eager'] * 500
+    look = lambda *tests: page.find_eager(seen(looks, [Event('validation', LINE, *t) for t in tests],
+                                               fits=[fit], loop=('fit', LINE)))
+    assert only(look()).disease == 'short epochs'
+    assert look((5., 3.), (8., 1.1)) == [] and '21% of the time' in only(look((5., 1.5), (7., 1.4))).evidence
 
 @pytest.mark.parametrize('known, each, alone, is_found', [
     (.004, .01, .008, True), (.0041, .01, .0083, False), (.004, .01, .0079, False), (.001, .0031, .01, False),

@@ -180,6 +180,7 @@ class Watch:
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
         self.beside, self.kept = [], {}   # (time, place) of other threads; arguments of functions
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
+        self.validated, self.validating = [], False   # pipelines of the validation in `fit`
 
     def __enter__(self):
         self.thread, self.begun = threading.get_ident(), time.perf_counter()
@@ -297,7 +298,9 @@ def _note_rows(self: Watch, event: Event, network, args: tuple, kwargs: dict):
 def _note_dataset(self: Watch, original, dataset, args, kwargs):
     source = original(dataset)
     if threading.get_ident() == self.thread:
-        self.datasets.setdefault(place_of(sys._getframe(2)), []).append(dataset)
+        place = place_of(sys._getframe(2))
+        some = self.validated if self.validating else self.datasets.setdefault(place, [])
+        some.append(dataset)
     return source
 
 @patch
