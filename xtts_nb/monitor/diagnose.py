@@ -35,7 +35,7 @@ from .loop import (
     find_cycle, first_batches, first_step, host_part, max_parallel_calls, missing_hooks, period,
     prefetch_on_device, python_operations, run_iterations, stage_seconds, stages, steady_mean, StepEvents,
     SyncHooks, variation, wait_for, with_parallel_calls)
-from .preflight import preflight
+from .preflight import operations, preflight
 
 # %% ../../nbs/monitor/diagnose.ipynb #d8d54c30
 @dataclass
@@ -124,7 +124,7 @@ def _new_shapes(some, usual: float) -> float:   # s per iteration, of the second
 def compiled_by_shape(call: Call) -> bool:
     "Whether XLA compiles the function, or one that it calls, for each shape of its arguments."
     if call.function._jit_compile: return True
-    graph = call.function.get_concrete_function(*call.args, **call.kwargs).graph.as_graph_def()
+    graph = call.concrete.graph.as_graph_def()
     return any(f.attr['_XlaMustCompile'].b for f in graph.library.function)
 
 def count_rebuilds(calls: list[Call]) -> tuple[int, float]:   # number, s in all
@@ -537,20 +537,13 @@ def find_missing_xla(c: Case) -> Finding | None:
                    'jit_compile=True', predict_gain(c.m, step=c.m.clean_step - c.m.compute + seconds))
 
 # %% ../../nbs/monitor/diagnose.ipynb #5f867f01
-def _operations(call) -> list:
-    "Every operation of a compiled function as it was called, including those of functions inside."
-    graphs = [call.function.get_concrete_function(*call.args, **call.kwargs).graph]
-    for g in graphs:
-        graphs.extend(f.graph for f in g._functions.values() if hasattr(f, 'graph') and f.graph not in graphs)
-    return [op for g in graphs for op in g.get_operations()]
-
 PRODUCTS = {'MatMul': ('transpose_a', 'transpose_b'), 'BatchMatMulV2': ('adj_x', 'adj_y'),
             'Einsum': ('equation',)}
 
 def matrix_products(calls) -> dict:   # {(type, shapes, equation or transposes): number} by dtype
     "The matrix products of a step, of known shape."
     out = {}
-    for op in (op for call in calls for op in _operations(call) if op.type in PRODUCTS):
+    for op in (op for call in calls for op in operations(call.concrete.graph) if op.type in PRODUCTS):
         shapes = tuple(tuple(x.shape) if x.shape.rank is not None else (None,) for x in op.inputs)
         if len(shapes) != 2 or any(n is None for s in shapes for n in s): continue
         key = op.type, shapes, tuple(op.get_attr(a) for a in PRODUCTS[op.type])
@@ -630,7 +623,7 @@ def narrow_graph(graph) -> tf.compat.v1.GraphDef:
 # %% ../../nbs/monitor/diagnose.ipynb #e1a24ff8
 def in_float32(call: Call) -> Callable:   # of no arguments
     "The compiled function of a call with float32 in place of float64, on copies of what it reads."
-    made = call.function.get_concrete_function(*call.args, **call.kwargs)
+    made = call.concrete
     given, variables = narrow_graph(made.graph), {id(v.handle): v for v in made.graph.variables}
     for f in given.library.function: context().add_function_def(f)   # branches are looked up there
     names, results = [t.op.name for t in made.inputs], [t.name for t in made.outputs]
@@ -669,8 +662,8 @@ def in_a_row(call: Callable) -> Callable:
 
 def find_float64(c: Case) -> Finding | None:
     if c.m.compute < 0.3 * c.m.loop: return
-    is_wide = lambda call: any(x.dtype == tf.float64 for op in _operations(call) for x in op.outputs)
-    some = [call for call in c.calls if is_wide(call)]
+    is_wide = lambda op: any(x.dtype == tf.float64 for x in op.outputs)
+    some = [call for call in c.calls if any(map(is_wide, operations(call.concrete.graph)))]
     if not some or _no_time_left(c): return
     now = lambda: [call.function(*call.args, **call.kwargs) for call in some]
     try:

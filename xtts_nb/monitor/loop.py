@@ -295,6 +295,11 @@ class Call:
     traced: bool
     new: bool = False   # whether its function had not been called with arguments of these shapes before
 
+    @property
+    def concrete(self):
+        "The function as it is traced for these arguments."
+        return self.function.get_concrete_function(*self.args, **self.kwargs)
+
     def forget(self):
         "Keep what describes its arguments, and let their values go: they hold a batch."
         self.args, self.kwargs = tf.nest.map_structure(_described, (self.args, self.kwargs))

@@ -9,11 +9,11 @@ __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', '
            'CROPS', 'NO_CAUSE', 'PROGRAM_RULES', 'WORTH', 'AGREES', 'MUCH', 'Seen', 'steady_part', 'gain_without',
            'finding', 'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of', 'tried', 'find_single_rows',
            'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again', 'find_compiled_again',
-           'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call', 'graph_of', 'find_in_graph',
-           'graphs_of', 'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of',
-           'waiting', 'find_tiny_steps', 'Shape', 'alone_seconds', 'find_slow_input', 'find_validation',
-           'find_filled_again', 'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after',
-           'watch_script', 'finding_lines']
+           'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call', 'find_in_graph',
+           'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of', 'waiting',
+           'find_tiny_steps', 'Shape', 'alone_seconds', 'find_slow_input', 'find_validation', 'find_filled_again',
+           'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after', 'watch_script',
+           'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import gc
@@ -49,7 +49,7 @@ from .diagnose import (
 from .loop import (
     batch_rows, Call, covered_seconds, drain, FitPhases, host_part, python_operations, stage_seconds,
     stages, steady_mean, variation)
-from .preflight import bodies, preflight, source_line
+from .preflight import bodies, operations, preflight, source_line
 from .watch import Event, is_compiled, Place, place_of, SHAPED, Watch
 
 # %% ../../nbs/monitor/program.ipynb #b0a10005
@@ -562,16 +562,12 @@ def compiled_call(seen: Seen) -> Call | None:
     function, _, args, kwargs = seen.watch.last[key]
     return Call(function, args, kwargs, 0., False)
 
-def graph_of(call: Call):
-    "The graph of a compiled function, for the arguments of a call."
-    return call.function.get_concrete_function(*call.args, **call.kwargs).graph
-
 def find_in_graph(seen: Seen) -> list[Finding]:
     "What the graph of the compiled step shows."
     call = compiled_call(seen)
     computing = seen.share('graph') if seen.loop and seen.loop[0] != 'fit' else 1 - waiting(seen)
     if call is None or computing < .3: return []
-    graph = graph_of(call)
+    graph = call.concrete.graph
     loops = [op.name for op in graph.get_operations() if op.type in ('While', 'StatelessWhile')]
     place = seen.loop[1]
     rows = re.compile(r'(^|/)(map|vectorized_map|foldl|scan)(_\d+)?/')
@@ -627,16 +623,10 @@ def _wide(seen: Seen, call: Call, computing: float) -> list[Finding]:
     return [replace(f, place=str(seen.loop[1]), line=seen.loop[1].text) for f in found if f]
 
 # %% ../../nbs/monitor/program.ipynb #d0a0f012
-def graphs_of(graph):
-    "A graph, and those of the functions that it calls."
-    yield graph
-    for op in graph.get_operations():
-        for _, inner in bodies(op): yield from graphs_of(inner)
-
 def _python_inside(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "numpy_function or py_function in the compiled step."
-    graph = graph_of(call)
-    made = [op for g in graphs_of(graph) for op in g.get_operations() if 'PyFunc' in op.type]
+    graph = call.concrete.graph
+    made = [op for op in operations(graph) if 'PyFunc' in op.type]
     busy = covered_seconds([(p.start, p.end) for p in seen.python]) / seen.seconds
     if not made or waiting(seen) > .5 * busy: return []
     where = os.path.basename(source_line(made[0])) or str(seen.loop[1])
@@ -653,7 +643,7 @@ DENSE = re.compile('Assign|ResourceApply')
 def _tables(graph) -> dict[tuple, Counter]:
     "For the shape of each long table: the operations that touch it in a graph."
     found, depths, gathered = {}, set(), set()
-    for op in (op for g in graphs_of(graph) for op in g.get_operations()):
+    for op in operations(graph):
         if op.type == 'OneHot': depths.add(op.outputs[0].shape[-1])
         if op.type == 'GatherV2': gathered.add(tuple(op.inputs[0].shape) if op.inputs[0].shape.rank else ())
         if not op.inputs or op.inputs[0].dtype != tf.resource: continue
@@ -671,7 +661,7 @@ def _over_all_rows(graph, shape: tuple) -> list[tf.Operation]:
     "The operations of a graph that read or write an array of this shape."
     def has(op): return any(t.shape.rank and tuple(t.shape) == shape and t.dtype.is_floating
                             for t in (*op.inputs, *op.outputs))
-    return [op for g in graphs_of(graph) for op in g.get_operations()
+    return [op for op in operations(graph)
             if op.type not in FREE and not bodies(op) and has(op)]
 
 
@@ -696,7 +686,7 @@ OVER_ALL_ROWS = {   # operation: what it is a sign of, and what to write instead
 
 def _dense_table(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "A long table of which a step reads few rows, and changes all."
-    graph = graph_of(call)
+    graph = call.concrete.graph
     period = seen.seconds / max(1, len(seen.steps))
     for shape, types in _tables(graph).items():
         dense = sum(n for op, n in types.items() if DENSE.match(op))
@@ -766,8 +756,8 @@ def find_on_host(seen: Seen) -> list[Finding]:
                             'on the CPU', remedy, place)]
     call = compiled_call(seen)
     if call is None or not hasattr(call.function, 'get_concrete_function'): return []
-    graph = graph_of(call)
-    placed = [op for g in graphs_of(graph) for op in g.get_operations() if _put_on_cpu(op)]
+    graph = call.concrete.graph
+    placed = [op for op in operations(graph) if _put_on_cpu(op)]
     aside = any(map(_names_cpu, {l.place.file for l in seen.looks if l.place}))
     if aside and placed and (line := source_line(placed[0])):
         return [only_on_gpu('operations on the CPU inside the step', f'{len(placed)} operations '
@@ -994,8 +984,7 @@ CROPS = 'CropAndResize', 'ExtractGlimpse', 'ExtractGlimpseV2'
 
 def _inner(stage) -> list:
     "The operations of the functions of a stage, in order."
-    return [op for f in stage.dataset._functions() for g in graphs_of(f.function.graph)
-            for op in g.get_operations()]
+    return [op for f in stage.dataset._functions() for op in operations(f.function.graph)]
 
 def _crops_later(some: list, stage) -> bool:
     "Whether a stage works on whole pictures, of which it or a later one keeps a part as it is."
