@@ -35,7 +35,7 @@ from .loop import (
     find_cycle, first_batches, first_step, host_part, max_parallel_calls, missing_hooks, period,
     prefetch_on_device, python_operations, run_iterations, stage_seconds, stages, steady_mean, StepEvents,
     SyncHooks, variation, wait_for, with_parallel_calls)
-from .preflight import operations, preflight
+from .preflight import graph_operations, preflight
 
 # %% ../../nbs/monitor/diagnose.ipynb #d8d54c30
 @dataclass
@@ -543,7 +543,7 @@ PRODUCTS = {'MatMul': ('transpose_a', 'transpose_b'), 'BatchMatMulV2': ('adj_x',
 def matrix_products(calls) -> dict:   # {(type, shapes, equation or transposes): number} by dtype
     "The matrix products of a step, of known shape."
     out = {}
-    for op in (op for call in calls for op in operations(call.concrete.graph) if op.type in PRODUCTS):
+    for op in (op for call in calls for op in graph_operations(call.concrete.graph) if op.type in PRODUCTS):
         shapes = tuple(tuple(x.shape) if x.shape.rank is not None else (None,) for x in op.inputs)
         if len(shapes) != 2 or any(n is None for s in shapes for n in s): continue
         key = op.type, shapes, tuple(op.get_attr(a) for a in PRODUCTS[op.type])
@@ -663,7 +663,7 @@ def in_a_row(call: Callable) -> Callable:
 def find_float64(c: Case) -> Finding | None:
     if c.m.compute < 0.3 * c.m.loop: return
     is_wide = lambda op: any(x.dtype == tf.float64 for x in op.outputs)
-    some = [call for call in c.calls if any(map(is_wide, operations(call.concrete.graph)))]
+    some = [call for call in c.calls if any(map(is_wide, graph_operations(call.concrete.graph)))]
     if not some or _no_time_left(c): return
     now = lambda: [call.function(*call.args, **call.kwargs) for call in some]
     try:

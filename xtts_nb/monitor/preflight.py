@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KINDS', 'REMEDIES', 'ON_HOST', 'CALLS', 'STRUCTURE', 'SIZED_BY_VALUE', 'SUMMED_UP', 'MULTIPLIES',
            'registered_kernels', 'gpu_kernel', 'xla_kernel', 'Obstacle', 'remedy_for', 'source_line', 'Value',
-           'GraphReader', 'bodies', 'operations', 'preflight', 'preflight_lines']
+           'GraphReader', 'bodies', 'graph_operations', 'preflight', 'preflight_lines']
 
 # %% ../../nbs/monitor/preflight.ipynb #205493a2
 import re
@@ -236,11 +236,11 @@ def bodies(op: tf.Operation) -> list:   # of (function, graph)
     made = [op.graph._functions.get(name) for name in names]
     return [(f, f.graph) for f in made if getattr(f, 'graph', None) is not None]
 
-def operations(graph) -> Iterator[tf.Operation]:
+def graph_operations(graph) -> Iterator[tf.Operation]:
     "Those of a graph, and of the functions that they call."
     for op in graph.get_operations():
         yield op
-        for _, inner in bodies(op): yield from operations(inner)
+        for _, inner in bodies(op): yield from graph_operations(inner)
 
 def _compiles(function) -> bool: return function.cached_definition.attr['_XlaMustCompile'].b
 

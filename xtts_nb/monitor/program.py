@@ -49,7 +49,7 @@ from .diagnose import (
 from .loop import (
     batch_rows, Call, covered_seconds, drain, FitPhases, host_part, python_operations, stage_seconds,
     stages, steady_mean, variation)
-from .preflight import bodies, operations, preflight, source_line
+from .preflight import bodies, graph_operations, preflight, source_line
 from .watch import Event, is_compiled, Place, place_of, SHAPED, Watch
 
 # %% ../../nbs/monitor/program.ipynb #b0a10005
@@ -459,6 +459,7 @@ def _fit_steps(watch: Watch) -> float:
 
 def _steps(count: float) -> str: return f'{count:.0f} step{"s" * (round(count) != 1)}'
 
+# %% ../../nbs/monitor/program.ipynb #d0a00104
 def _fit_as_graph(seen: Seen) -> float | None:
     "The time of a step of `fit` as a graph, as a share of its time now; None if it cannot be tried."
     fit = seen.watch.fits[-1] if seen.watch.fits else None
@@ -626,7 +627,7 @@ def _wide(seen: Seen, call: Call, computing: float) -> list[Finding]:
 def _python_inside(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "numpy_function or py_function in the compiled step."
     graph = call.concrete.graph
-    made = [op for op in operations(graph) if 'PyFunc' in op.type]
+    made = [op for op in graph_operations(graph) if 'PyFunc' in op.type]
     busy = covered_seconds([(p.start, p.end) for p in seen.python]) / seen.seconds
     if not made or waiting(seen) > .5 * busy: return []
     where = os.path.basename(source_line(made[0])) or str(seen.loop[1])
@@ -643,7 +644,7 @@ DENSE = re.compile('Assign|ResourceApply')
 def _tables(graph) -> dict[tuple, Counter]:
     "For the shape of each long table: the operations that touch it in a graph."
     found, depths, gathered = {}, set(), set()
-    for op in operations(graph):
+    for op in graph_operations(graph):
         if op.type == 'OneHot': depths.add(op.outputs[0].shape[-1])
         if op.type == 'GatherV2': gathered.add(tuple(op.inputs[0].shape) if op.inputs[0].shape.rank else ())
         if not op.inputs or op.inputs[0].dtype != tf.resource: continue
@@ -661,7 +662,7 @@ def _over_all_rows(graph, shape: tuple) -> list[tf.Operation]:
     "The operations of a graph that read or write an array of this shape."
     def has(op): return any(t.shape.rank and tuple(t.shape) == shape and t.dtype.is_floating
                             for t in (*op.inputs, *op.outputs))
-    return [op for op in operations(graph)
+    return [op for op in graph_operations(graph)
             if op.type not in FREE and not bodies(op) and has(op)]
 
 
@@ -676,6 +677,7 @@ def _one_hot_product(shape: tuple, rows: int = 32) -> float:
     table, ids = tf.zeros(shape), tf.zeros(rows, tf.int32)
     return seconds_of(lambda: tf.one_hot(ids, shape[0]) @ table)
 
+# %% ../../nbs/monitor/program.ipynb #d0a0f113
 OVER_ALL_ROWS = {   # operation: what it is a sign of, and what to write instead
     'L2Loss': ('tf.nn.l2_loss of the whole table', 'decay the rows that were read, tf.nn.l2_loss(rows)'),
     'Sqrt': ('an optimizer that keeps a mean for each number (Adam of Keras moves all rows)',
@@ -712,7 +714,6 @@ def _dense_table(seen: Seen, call: Call, computing: float) -> list[Finding]:
             'optimizer.apply_gradients([(tf.IndexedSlices(gradient, ids), table)])   # SGD', spread=1.)
         return [replace(found, place=os.path.basename(decay), line='') if decay else found]
     return []
-
 
 # %% ../../nbs/monitor/program.ipynb #d0a0f014
 HIDES = re.compile(r"[^#]*(set_visible_devices\((devices=)?\[\]"
@@ -757,7 +758,7 @@ def find_on_host(seen: Seen) -> list[Finding]:
     call = compiled_call(seen)
     if call is None or not hasattr(call.function, 'get_concrete_function'): return []
     graph = call.concrete.graph
-    placed = [op for op in operations(graph) if _put_on_cpu(op)]
+    placed = [op for op in graph_operations(graph) if _put_on_cpu(op)]
     aside = any(map(_names_cpu, {l.place.file for l in seen.looks if l.place}))
     if aside and placed and (line := source_line(placed[0])):
         return [only_on_gpu('operations on the CPU inside the step', f'{len(placed)} operations '
@@ -984,7 +985,7 @@ CROPS = 'CropAndResize', 'ExtractGlimpse', 'ExtractGlimpseV2'
 
 def _inner(stage) -> list:
     "The operations of the functions of a stage, in order."
-    return [op for f in stage.dataset._functions() for op in operations(f.function.graph)]
+    return [op for f in stage.dataset._functions() for op in graph_operations(f.function.graph)]
 
 def _crops_later(some: list, stage) -> bool:
     "Whether a stage works on whole pictures, of which it or a later one keeps a part as it is."
@@ -1020,6 +1021,7 @@ def _again(seen: Seen, some: list, passes: int) -> bool:
     rows = some[at - 1].dataset.cardinality().numpy() if at else 0
     return passes > 1 or 0 < rows < len(seen.steps) * (some[at - 1].elements or 0)
 
+# %% ../../nbs/monitor/program.ipynb #d0a0f115
 def _filled(seen: Seen, some: list, passes: int, fill: float, times: list) -> Finding | None:
     "Where shuffle fills its buffer before each pass, and no cache does it."
     names = [s.name for s in some]
@@ -1036,7 +1038,6 @@ def _read(dataset) -> tuple:   # its first batch, the seconds that took, those o
     start, batches = time.perf_counter(), iter(dataset)
     first = next(batches)
     return first, time.perf_counter() - start, drain(batches, 24, 5.)
-
 
 # %% ../../nbs/monitor/program.ipynb #d0a0000a
 def alone_seconds(seen: Seen, period: float) -> float:
@@ -1218,16 +1219,6 @@ class Diagnose(keras.callbacks.Callback):
             if seen or long > self.most_seconds / 3: self._part(now)
         elif self.count >= self.until or now - self.split > self.most_seconds / 4: self._finish()
 
-    def on_test_begin(self, logs=None):   # of the validation
-        self.watch.validating = not self.done
-        self.tested = Event('validation', self.place, time.perf_counter(), rows=0)
-
-    def on_test_batch_end(self, batch, logs=None): self.tested.rows += 1   # batches
-
-    def on_test_end(self, logs=None):
-        self.watch.validating, self.tested.seconds = False, time.perf_counter() - self.tested.start
-        if not self.done: self.watch.events.append(self.tested)
-
     def on_train_end(self, logs=None):
         if not self.done: self._finish()
 
@@ -1256,6 +1247,19 @@ def _finish(self: Diagnose):
     self.findings, self.notes = explain(self.watch)
     if self.report:
         for line in finding_lines(self.findings, self.notes): self.report(line)
+
+@patch
+def on_test_begin(self: Diagnose, logs=None):   # of the validation
+    self.watch.validating = not self.done
+    self.tested = Event('validation', self.place, time.perf_counter(), rows=0)
+
+@patch
+def on_test_batch_end(self: Diagnose, batch, logs=None): self.tested.rows += 1   # batches
+
+@patch
+def on_test_end(self: Diagnose, logs=None):
+    self.watch.validating, self.tested.seconds = False, time.perf_counter() - self.tested.start
+    if not self.done: self.watch.events.append(self.tested)
 
 # %% ../../nbs/monitor/program.ipynb #b0a10016
 class Enough(BaseException):
