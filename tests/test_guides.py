@@ -57,13 +57,13 @@ def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
 
 # several processes or machines, many clips, the full size, files of others, whole benches: each has tests of
 # its own; and what a shell does
-ELSEWHERE = ('distributed', 'serve', '--shard', 'merge', '--preset xtts_v2', 'from-coqui', 'to-coqui', 'bench',
-             'download', 'import', 'Claribel', '--data-gpu', 'make ', 'pip ', 'git ', '. .venv')
+ELSEWHERE = ('distributed', 'serve', '--shard', 'merge', '--preset xtts_v2', 'from-coqui', 'to-coqui',
+             'bench', 'download', 'import', 'Claribel', '--data-gpu', 'make ', 'pip ', 'git ', '. .venv')
 SHORT = {'train': '--steps 4', 'find': '--steps 10', 'evaluate': '--clips 2', 'monitor': '--duration 1',
          'profile': '--rounds 1', 'report': '--seconds 0.1'}
 
 def commands_of(page: str) -> list[list[str]]:
-    "The commands of a page that are run, in order, made short: of an option given twice the last counts."
+    "The commands of a page that are run, in order, made short; of an option given twice the last counts."
     cells = json.loads((GUIDES / f'{page}.ipynb').read_text(encoding='utf-8'))['cells']
     text = '\n'.join(''.join(c['source']) for c in cells)
     lines = [line for block in re.findall(r'```sh\n(.*?)```', text, re.S) for line in block.splitlines()]
