@@ -272,18 +272,27 @@ def test_progress_and_rows_of_the_comparison(monkeypatch):
     assert told == [('masks and losses', 1, 2), ('shapes', 2, 2)]
 
 def test_the_code_for_own_data_works():
-    "The code block of the page, with clips of 3, 5 and 7 ids and a loss."
+    "The code blocks of the page, with clips of 3, 5 and 7 ids, a loss and a model of Keras."
     notebook = nbformat.read(Path(__file__).parents[2] / 'nbs/20_model.ipynb', as_version=4)
     (text,) = [c.source for c in notebook.cells if c.source.startswith('## Your own data')]
-    (block,) = re.findall(r'```python\n(.*?)```', text, re.DOTALL)
+    count, step, fit = re.findall(r'```python\n(.*?)```', text, re.DOTALL)
     size = lambda i: 3 + 2 * (i % 3)
     clips = tf.data.Dataset.range(32).map(lambda i: {'ids': tf.ones([size(i)]), 'length': size(i)})
-    names = {'tf': tf, 'clips': clips, 'loss': lambda ids, counted: tf.reduce_sum(ids * counted)}
-    exec(block, names)
+    model = keras.Sequential([keras.layers.Embedding(4, 4), keras.layers.Dense(4)])
+    names = {'tf': tf, 'keras': keras, 'clips': clips, 'model': model, 'batches': clips.padded_batch(4),
+             'loss': lambda ids, counted: tf.reduce_sum(ids * counted)}
+    exec(count, names)
+    assert names['shapes'] == {(4, 7)}
+    exec(step, names)
     losses = [float(names['step'](batch)) for batch in names['batches']]
     lengths = [size(i) for i in range(32)]
     assert losses == [sum(lengths[:16]), sum(lengths[16:])]
     assert names['step'].experimental_get_tracing_count() == 1
+    exec(count, names)
+    assert names['shapes'] == {(16, 200)}
+    exec(fit, names)
+    places = sum(lengths) - 32   # that count; the first id of a clip is no target
+    assert np.isclose(model.history.history['loss'][0], np.log(4) * places / (32 * 199), rtol=0.2)
 
 
 # --- the folder ---------------------------------------------------------------------------------------------
