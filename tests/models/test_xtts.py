@@ -271,6 +271,7 @@ def test_progress_and_rows_of_the_comparison(monkeypatch):
     assert asked == [(1, 64, 3, 2, 4, 20), (3, 4)]
     assert told == [('masks and losses', 1, 2), ('shapes', 2, 2)]
 
+@pytest.mark.filterwarnings('ignore:`shuffle=True` was passed')   # Keras, of any dataset
 def test_the_code_for_own_data_works():
     "The code blocks of the page, with clips of 3, 5 and 7 ids, a loss and a model of Keras."
     notebook = nbformat.read(Path(__file__).parents[2] / 'nbs/20_model.ipynb', as_version=4)
