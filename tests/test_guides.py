@@ -58,9 +58,10 @@ def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
 # several processes or machines, many clips, the full size, files of others, whole benches: each has tests of
 # its own; and what a shell does
 ELSEWHERE = ('distributed', 'serve', '--shard', 'merge', '--preset xtts_v2', 'from-coqui', 'to-coqui',
-             'bench', 'download', 'import', 'Claribel', '--data-gpu', 'make ', 'pip ', 'git ', '. .venv')
+             'bench', 'check', 'profile', 'diagnose --data', 'download', 'import', 'Claribel', '--data-gpu',
+             'make ', 'pip ', 'git ', '. .venv')
 SHORT = {'train': '--steps 4', 'find': '--steps 10', 'evaluate': '--clips 2', 'monitor': '--duration 1',
-         'profile': '--rounds 1', 'report': '--seconds 0.1'}
+         'report': '--seconds 0.1', 'diagnose': '--seconds 2'}
 
 def commands_of(page: str) -> list[list[str]]:
     "The commands of a page that are run, in order, made short; of an option given twice the last counts."
@@ -71,17 +72,18 @@ def commands_of(page: str) -> list[list[str]]:
              if not any(words in line for words in ELSEWHERE)]
     out = [shlex.split(line, comments=True) for line in lines]
     assert {program for program, *_ in out} == {'xtts-nb'}
-    return [[*words, *SHORT.get(words[0], '').split()] for _, *words in out]
+    small = lambda words: ['--config', 'small.yaml'] * (words[0] == 'prepare' and '--dvae' not in words)
+    return [[*words, *SHORT.get(words[0], '').split(), *small(words)] for _, *words in out]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('page, count, made', [
     ('user_guide', 16, ('runs/mine', 'models/tuned', 'models/fa', 'runs/fa', 'book.wav', 'speaks',
                         'report/report.html', 'learning_rate.png', 'voices/anna.safetensors')),
-    ('quick_start', 13, ('runs/mine', 'book.wav', 'voices/anna.safetensors', 'report/report.html',
+    ('quick_start', 11, ('runs/mine', 'book.wav', 'voices/anna.safetensors', 'report/report.html',
                          'cache/tuning')),
-    ('testing_guide', 7, ('load.csv', 'report.md')),
-    ('idle_gpu', 7, ('CACHE',))])
+    ('testing_guide', 3, ('load.csv', 'report.md')),
+    ('idle_gpu', 4, ('CACHE',))])
 def test_the_commands_of_a_guide(page, count, made, corpus, mini, cheap, ran, tmp_path, monkeypatch):
     "In order, in one folder, on a small corpus and with updates that take no time."
     monkeypatch.chdir(tmp_path)
