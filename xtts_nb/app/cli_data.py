@@ -37,6 +37,29 @@ def _download(
         raise
     return result, download_text(source, result)
 
+# %% ../../nbs/app/cli_data.ipynb #c0a95002
+@_data('corpus', example='book.mp3 --text book.txt --out recordings')
+def _corpus(
+    source: argument(Path, 'A long recording: wav, flac, mp3, ogg or opus.'),
+    text: option(Path, 'What is read in it: paragraphs, or subtitles (.srt, .vtt, .ass).'),
+    out: option(Path, 'Folder of the corpus; it must be new or empty.'),
+    language: option(str, 'Language of the text.') = 'en',
+):
+    "Cut a long recording into clips of 2 to 11 s with their texts, at its pauses."
+    from xtts_nb.app.demo import espeak_files, speak
+    from xtts_nb.data.align import corpus_text, make_corpus
+    from xtts_nb.speech.long import sentences
+    espeak_files()   # before the recording is read
+
+    def speak_words(text: str, language: str) -> tuple:
+        words = []
+        return *speak(text, language, words=words), words
+
+    with progress() as tell:
+        result = make_corpus(source, text, out, language, speak_words, sentences, tell)
+    return result, f'{corpus_text(result)}\n{out} is ready: xtts-nb prepare {out}'
+
+
 # %% ../../nbs/app/cli_data.ipynb #49b0d04d
 def _given(dvae: Path, settings):
     "The DVAE in the folder of a run or a cache, and its tokenizer or None."
