@@ -46,14 +46,11 @@ def _corpus(
     language: option(str, 'Language of the text.') = 'en',
 ):
     "Cut a long recording into clips of 2 to 11 s with their texts, at its pauses."
-    from xtts_nb.app.demo import espeak_files, speak
+    from xtts_nb.app.demo import espeak_files, speak_words
     from xtts_nb.data.align import corpus_text, make_corpus
     from xtts_nb.speech.long import sentences
     espeak_files()   # before the recording is read
-
-    def speak_words(text: str, language: str) -> tuple:
-        words = []
-        return *speak(text, language, words=words), words
+    start()
 
     with progress() as tell:
         result = make_corpus(source, text, out, language, speak_words, sentences, tell)

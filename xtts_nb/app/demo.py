@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['DEMO_SENTENCES', 'VOICES', 'SYNCHRONOUS', 'DONT_EXIT', 'UTF8', 'CHARACTERS', 'ESPEAK_RATE', 'ESPEAK_PITCH',
            'WORD_BEGINS', 'BEFORE', 'BETWEEN', 'AFTER', 'MARK', 'SynthVoice', 'espeak_files', 'short_path', 'unload',
-           'speak', 'Utterance', 'plan_corpus', 'corpus_digest', 'make_corpus', 'held_out_pairs', 'plot_before_after',
-           'plot_losses', 'plot_spread', 'html_table', 'counts_table', 'corpus_page', 'Pair', 'choose_pairs',
-           'speak_pairs', 'score_pairs', 'count_hits', 'write_pairs', 'Stages', 'measure_before_after', 'prepare_cache',
-           'TrainedDemo', 'train_and_speak', 'score_held_out', 'run_demo', 'seeded', 'spoken_counts', 'check_own_run',
-           'demo_seeds', 'seed_spread', 'demo_report']
+           'speak', 'speak_words', 'Utterance', 'plan_corpus', 'corpus_digest', 'make_corpus', 'held_out_pairs',
+           'plot_before_after', 'plot_losses', 'plot_spread', 'html_table', 'counts_table', 'corpus_page', 'Pair',
+           'choose_pairs', 'speak_pairs', 'score_pairs', 'count_hits', 'write_pairs', 'Stages', 'measure_before_after',
+           'prepare_cache', 'TrainedDemo', 'train_and_speak', 'score_held_out', 'run_demo', 'seeded', 'spoken_counts',
+           'check_own_run', 'demo_seeds', 'seed_spread', 'demo_report']
 
 # %% ../../nbs/app/demo.ipynb #ea05ed43
 import atexit
@@ -195,6 +195,14 @@ def speak(
         try: samples, rate = _synthesise(lib, data, text, language, voice, words)
         finally: unload(lib)
     return np.frombuffer(samples, '<i2'), rate
+
+# %% ../../nbs/app/demo.ipynb #ce0d5003
+def speak_words(text: str, language: str) -> tuple[np.ndarray, int, list]:   # (N,) int16, Hz, [(place, sample)]
+    "Speech of the plain voice, and the character and sample at which each word begins."
+    words = []
+    samples, rate = speak(text, language, words=words)
+    return samples, rate, words
+
 
 # %% ../../nbs/app/demo.ipynb #f63ce357
 class Utterance(NamedTuple):

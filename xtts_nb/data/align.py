@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['SUBTITLES', 'ESPEAK_NAMES', 'FRAME', 'WIDTH', 'BANDS', 'PAUSE', 'SLOPE', 'STEP', 'EDGE', 'SKIP', 'NULL', 'WINDOW',
-           'BLOCK', 'FAR', 'STAY', 'LEFT_OUT', 'SCORE', 'NEAR', 'SHORTEST', 'LONGEST', 'REST', 'MARGIN', 'LONG_PAUSE',
-           'MARKS', 'read_paragraphs', 'Sentence', 'spoken_sentence', 'text_sentences', 'hop_length', 'frames_of',
-           'Sound', 'measure_sound', 'measure_file', 'find_pauses', 'Speech', 'speech_frames', 'frame_times',
-           'band_ranges', 'cut_off', 'with_slopes', 'Spoken', 'speak_sentences', 'Model', 'compare', 'distances',
-           'null_cost', 'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'Piece', 'with_edges', 'pieces_of',
-           'chains', 'choose_clips', 'account', 'find_clips', 'make_corpus', 'corpus_text']
+           'BLOCK', 'FAR', 'STAY', 'LEFT_OUT', 'LEAD', 'SHARE', 'NEAR', 'SHORTEST', 'LONGEST', 'REST', 'MARGIN',
+           'LONG_PAUSE', 'MARKS', 'read_paragraphs', 'Sentence', 'spoken_sentence', 'text_sentences', 'hop_length',
+           'frames_of', 'Sound', 'measure_sound', 'measure_file', 'find_pauses', 'Speech', 'speech_frames',
+           'frame_times', 'band_ranges', 'cut_off', 'with_slopes', 'Spoken', 'speak_sentences', 'Model', 'compare',
+           'distances', 'null_cost', 'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'lead_of',
+           'found_sentences', 'Piece', 'with_edges', 'pieces_of', 'chains', 'choose_clips', 'account', 'find_clips',
+           'make_corpus', 'corpus_text']
 
 # %% ../../nbs/data/align.ipynb #f6ed09b6
 import re
@@ -57,7 +58,8 @@ def _dialogue(path: Path) -> Iterator[tuple[float, str]]:
             if start is not None: yield start, re.sub(r'\\[Nnh]', ' ', cells[9])
 
 SUBTITLES = {'.srt': _cues, '.vtt': _cues, '.ass': _dialogue, '.ssa': _dialogue}
-_NOTES = re.compile(r'\{[^}]*\}|<[^>]*>|\[[^\]]*\]|\([A-Z\s]+\)|[♪♫#]|^\s*[-–—]\s')   # styles, sounds, dashes
+# styles, sounds, dashes of speakers
+_NOTES = re.compile(r'\{[^}]*\}|<[^>]*>|\[[^\]]*\]|\([A-Z\s]+\)|[♪♫#]|^\s*[-–—]\s')
 
 # %% ../../nbs/data/align.ipynb #f47649ad
 def read_paragraphs(path: str | Path) -> list[str]:
@@ -172,7 +174,7 @@ def measure_file(path: str | Path, progress: Callable = lambda done, total: None
                 rest, done = np.concatenate([rest, np.nan_to_num(block.mean(1))]), done + len(block)
                 parts.append(frames_of(rest, rate))
                 rest = rest[parts[-1][2]:]
-                progress(done, max(done, total))
+                progress(done // rate, max(done, total) // rate)
         except soundfile.LibsndfileError as e:
             raise UserError(f'{path}: breaks off after {done / rate:.0f} s ({e.error_string}); '
                             'copy or convert it again.') from None
@@ -308,8 +310,9 @@ def _pauses_before(sound: Sound, keep: np.ndarray, pauses: np.ndarray) -> np.nda
     length = np.diff(pauses)[:, 0]
     return np.array([a + length[a:b].argmax() if b > a else -1 for a, b in zip(last, last[1:])])
 
-# %% ../../nbs/data/align.ipynb #88d95e80
-STEP, EDGE, SKIP, NULL = 1.8, 12., 2., 0.3   # to stay or jump; to begin or end beside no pause; a sentence; share
+# %% ../../nbs/data/align.ipynb #d9f51d25
+STEP, EDGE, SKIP = 1.8, 12., 2.   # costs: to stay or jump; an edge beside no pause; to leave out a sentence
+NULL = 0.3                        # share of the frames of the text that are nearer than wrong text
 WINDOW, BLOCK, FAR = 12_000, 256, np.float32(1e9)   # states at once (8 minutes), frames at once, no path
 
 def distances(x: np.ndarray, y: np.ndarray) -> np.ndarray:   # (T, M) float32
@@ -450,8 +453,24 @@ def fit_words(match: Match, speech: Speech, model: Model) -> Fit:
     for t in range(len(x) - 1, -1, -1): path[t], at = at, max(0, at - int(steps[t, at]))
     return Fit(match, -float(cost[-1]) / len(x), path)
 
-# %% ../../nbs/data/align.ipynb #c1540bcc
-SCORE = 1.2                    # least gain of a frame; sentences put on wrong sound reach 0.9 in the mean
+# %% ../../nbs/data/align.ipynb #338218ae
+LEAD, SHARE = 0.45, 0.4   # least lead of a sentence, in gain of a frame and as a share of the median lead
+
+def lead_of(fit: Fit, speech: Speech, model: Model, others: int = 4) -> float:
+    "By how much a sentence fits better than the best of others of its length."
+    length, own = np.diff(model.starts), fit.match.sentence
+    near = np.argsort(np.abs(length - length[own]), kind='stable')[:others + 1]
+    tried = [fit_words(fit.match._replace(sentence=int(i)), speech, model).score for i in near if i != own]
+    return fit.score - max(tried, default=0.)
+
+def found_sentences(matches: list[Match], speech: Speech, model: Model) -> list[Fit]:
+    "The sentences that are surely spoken where they were found."
+    fits = [fit_words(match, speech, model) for match in matches]
+    leads = np.array([lead_of(fit, speech, model) for fit in fits])
+    least = max(LEAD, SHARE * np.median(leads)) if fits else LEAD
+    return [fit for fit, lead in zip(fits, leads) if lead >= least]
+
+# %% ../../nbs/data/align.ipynb #6bf8d422
 NEAR = 6                       # frames that the edge of a sentence is moved to a pause
 SHORTEST, LONGEST = 2., 11.    # s, of a clip
 REST = 10                      # frames; more sound without text is no syllable of a neighbour
@@ -563,9 +582,9 @@ def choose_clips(chain: list[Piece]) -> tuple[list[list[Piece]], list[Piece]]:
 def _reason(piece: Piece) -> str:
     "Why a piece is in no clip."
     seconds = piece.end - piece.start
-    if seconds > LONGEST - 2 * MARGIN: return f'{seconds:.1f} s without a pause to cut in: longer than {LONGEST:g} s'
+    if seconds > LONGEST - 2 * MARGIN: return f'longer than {LONGEST:g} s: {seconds:.1f} s without a pause to cut in'
     if piece.left < 0 or piece.right < 0: return 'no pause beside it to cut in'
-    return f'{seconds:.1f} s: shorter than {SHORTEST:g} s and nothing beside it to join'
+    return f'shorter than {SHORTEST:g} s, and nothing beside it to join: {seconds:.1f} s'
 
 def _clip_times(pieces: list[Piece], speech: Speech, seconds: float) -> tuple[float, float]:
     "Start and end of a clip (s), with at most half of each pause."
@@ -598,8 +617,8 @@ def _check_share(fits: list[Fit], sentences: list[Sentence], speech: Speech, sou
     filled = sum(f.match.end - f.match.begin for f in fits) / len(speech.x)
     if share >= 0.5 or filled >= 0.5: return
     raise UserError(
-        f'{source}: only {len(fits)} of {len(sentences)} sentences of {text} are spoken here, in {filled:.0%} of '
-        'the speech; give the text of this recording, and its --language.')
+        f'{source}: only {len(fits)} of {len(sentences)} sentences of {text} are spoken here, in {filled:.0%} '
+        'of the speech; give the text of this recording, and its --language.')
 
 def find_clips(
     sound: Sound, sentences: list[Sentence], spoken: list[Spoken], source, text,
@@ -607,8 +626,7 @@ def find_clips(
 ) -> dict:   # clips, dropped, missing
     "What `make_corpus` writes."
     speech, model = compare(sound, spoken)
-    fits = [fit_words(match, speech, model) for match in align(speech, model, progress)]
-    fits = [f for f in fits if f.score >= SCORE]
+    fits = found_sentences(align(speech, model, progress), speech, model)
     _check_share(fits, sentences, speech, source, text)
     clips, rest = [], []
     for chain in chains(fits, speech, model, sentences):
