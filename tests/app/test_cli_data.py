@@ -47,6 +47,34 @@ def test_download(ran, behind, bars, tmp_path, monkeypatch):
     assert 'Complete files are kept: the same command goes on from there.' in done.err
 
 
+# --- a recording and its text -------------------------------------------------------------------------------
+
+def test_corpus(ran, behind, bars):
+    result = {'clips': [{'text': 'One.', 'start': 0., 'end': 6., 'file': 'wavs/b-00001.wav'}],
+              'dropped': [{'start': 6., 'end': 9., 'reason': 'pause'}], 'missing': ['Two.']}
+    made = behind('data.align.make_corpus', result)
+    done = ran('corpus b.mp3 --text b.srt --out o')
+    assert done.out.splitlines() == ['1 clips, 0.1 minutes of 0.1', 'dropped  3.0 s: pause (1)',
+                                     'missing  Two.', 'o is ready: xtts-nb prepare o']
+    assert ran('corpus b.mp3 --text b.srt --out o --language de --json').json == result
+    told = [(str(c['source']), str(c['text']), str(c['out']), c['language']) for c in made]
+    assert told == [('b.mp3', 'b.srt', 'o', 'en'), ('b.mp3', 'b.srt', 'o', 'de')]
+    wav, rate, words = made[0]['speak']('Hello there.', 'en')
+    assert len(wav) > rate / 2 and [place for place, _ in words] == [0, 6]
+    assert made[0]['split']('One. Two.', 'en') == ['One. ', 'Two.']
+
+@pytest.mark.parametrize('missing', ['text', 'sound', 'espeak'])
+def test_corpus_without_a_part(ran, bars, behind, tmp_path, missing):
+    sound, text = tmp_path / 'a.wav', tmp_path / 'a.txt'
+    if missing != 'text': text.write_text('Hello there.')
+    if missing == 'espeak': behind('app.demo.espeak_files', UserError('espeak-ng is missing; install it.'))
+    done = ran(f'corpus {sound} --text {text} --out {tmp_path / "out"}')
+    place = {'text': f'{text}: is missing', 'sound': f'{sound}: the file is missing',
+             'espeak': 'espeak-ng is'}
+    assert done.code == 2 and done.err.splitlines()[-1].startswith(f'xtts-nb: {place[missing]}')
+    assert not list(tmp_path.glob('out*'))
+
+
 # --- the DVAE of a cache ------------------------------------------------------------------------------------
 
 def test_the_dvae_of_a_run_or_a_cache(behind, tmp_path, monkeypatch):

@@ -197,7 +197,10 @@ def speak(
     return np.frombuffer(samples, '<i2'), rate
 
 # %% ../../nbs/app/demo.ipynb #ce0d5003
-def speak_words(text: str, language: str) -> tuple[np.ndarray, int, list]:   # (N,) int16, Hz, [(place, sample)]
+def speak_words(
+    text: str,
+    language: str,
+) -> tuple[np.ndarray, int, list]:   # (N,) int16, Hz, [(character, sample)]
     "Speech of the plain voice, and the character and sample at which each word begins."
     words = []
     samples, rate = speak(text, language, words=words)

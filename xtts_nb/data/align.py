@@ -77,7 +77,7 @@ def read_paragraphs(path: str | Path) -> list[str]:
     if damaged := next((p for p in paragraphs if re.search('[\ud800-\udfff\ufffd]', p)), None):
         raise UserError(f'{path}: is not UTF-8 ("{visible(damaged, 40)}"); save it again as UTF-8.')
     if not any(c.isalnum() for p in paragraphs for c in p):
-        raise UserError(f'{path}: holds no text; give the text that was read, or subtitles (.srt, .vtt, .ass).')
+        raise UserError(f'{path}: holds no text; give what was read, or subtitles (.srt, .vtt, .ass).')
     return paragraphs
 
 # %% ../../nbs/data/align.ipynb #fe6f8b8c
@@ -154,11 +154,11 @@ class Sound:
     rate: int             # Hz
     seconds: float
     mel: np.ndarray       # (F, C) float32
-    level: np.ndarray     # (4 F,) float32, dB
+    level: np.ndarray     # float32, dB, four for each frame
 
 def _join(rate: int, samples: int, parts: list) -> Sound:
-    return Sound(rate, samples / rate, np.concatenate([p[0] for p in parts]),
-                 np.concatenate([p[1] for p in parts]))
+    mel, level = (np.concatenate([p[i] for p in parts]) for i in (0, 1))
+    return Sound(rate, samples / rate, mel, level[:samples * 4 // hop_length(rate)])
 
 def measure_sound(wav: np.ndarray, rate: int) -> Sound:
     "The frames of a short sound."
@@ -199,6 +199,7 @@ def find_pauses(
 ) -> np.ndarray:    # (P, 2) s, start and end
     "The pauses of a sound, in order."
     step = hop_length(sound.rate) / 4 / sound.rate
+    if not len(sound.level): return np.zeros((0, 2))
     smooth = np.convolve(np.pad(sound.level, 1, 'edge'), np.ones(3) / 3, 'valid')
     quiet = smooth < _threshold(sound.level, int(10 / step))
     edges = np.flatnonzero(np.diff(np.concatenate([[False], quiet, [False]]))).reshape(-1, 2)
@@ -582,7 +583,8 @@ def choose_clips(chain: list[Piece]) -> tuple[list[list[Piece]], list[Piece]]:
 def _reason(piece: Piece) -> str:
     "Why a piece is in no clip."
     seconds = piece.end - piece.start
-    if seconds > LONGEST - 2 * MARGIN: return f'longer than {LONGEST:g} s: {seconds:.1f} s without a pause to cut in'
+    if seconds > LONGEST - 2 * MARGIN:
+        return f'longer than {LONGEST:g} s: {seconds:.1f} s without a pause to cut in'
     if piece.left < 0 or piece.right < 0: return 'no pause beside it to cut in'
     return f'shorter than {SHORTEST:g} s, and nothing beside it to join: {seconds:.1f} s'
 
@@ -617,8 +619,8 @@ def _check_share(fits: list[Fit], sentences: list[Sentence], speech: Speech, sou
     filled = sum(f.match.end - f.match.begin for f in fits) / len(speech.x)
     if share >= 0.5 or filled >= 0.5: return
     raise UserError(
-        f'{source}: only {len(fits)} of {len(sentences)} sentences of {text} are spoken here, in {filled:.0%} '
-        'of the speech; give the text of this recording, and its --language.')
+        f'{source}: only {len(fits)} of {len(sentences)} sentences of {text} are spoken here, in '
+        f'{filled:.0%} of the speech; give the text of this recording, and its --language.')
 
 def find_clips(
     sound: Sound, sentences: list[Sentence], spoken: list[Spoken], source, text,
@@ -677,7 +679,7 @@ def make_corpus(
         spoken = speak_sentences(sentences, language, speak, stage('speak the text'))
         result = find_clips(sound, sentences, spoken, source, text, stage('align'))
         if not result['clips']:
-            raise UserError(f'{source}: has no pause where it could be cut into clips; give another recording.')
+            raise UserError(f'{source}: has no pause to cut it at; give a recording with pauses.')
         _write(folder, source, result['clips'], language)
     return result
 
