@@ -543,12 +543,12 @@ def pieces_of(fit: Fit, match: Match, sentence: Sentence, speech: Speech, words:
 
 # %% ../../nbs/data/align.ipynb #a0a2b0c3
 def chains(fits: list[Fit], speech: Speech, model: Model, sentences: list[Sentence]) -> list[list[Piece]]:
-    "The pieces of all sentences; a chain ends where text or sound is missing."
+    "The pieces of all sentences; a chain ends where there is sound without text."
     found, before = [], None
     for fit, match in zip(fits, with_edges(fits, speech)):
         pieces = pieces_of(fit, match, sentences[match.sentence], speech, model.words[match.sentence])
-        joined = before and match.sentence == before.sentence + 1 and match.begin - before.end <= NEAR
-        if joined: found[-1] += pieces
+        most = NEAR if before and match.sentence == before.sentence + 1 else 1
+        if before and match.begin - before.end <= most: found[-1] += pieces
         else: found.append(pieces)
         before = match
     return found
