@@ -52,7 +52,7 @@ def test_download(ran, behind, bars, tmp_path, monkeypatch):
 def test_corpus(ran, behind, bars):
     result = {'clips': [{'text': 'One.', 'start': 0., 'end': 6., 'file': 'wavs/b-00001.wav'}],
               'dropped': [{'start': 6., 'end': 9., 'reason': 'pause'}], 'missing': ['Two.']}
-    made = behind('data.align.make_corpus', result)
+    made = behind('data.align.cut_corpus', result)
     done = ran('corpus b.mp3 --text b.srt --out o')
     assert done.out.splitlines() == ['1 clips, 0.1 minutes of 0.1', 'dropped  3.0 s: pause (1)',
                                      'missing  Two.', 'o is ready: xtts-nb prepare o']

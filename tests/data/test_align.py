@@ -10,8 +10,8 @@ from xtts_nb.app.demo import DEMO_SENTENCES, speak, speak_words, VOICES
 from xtts_nb.config import UserError
 from xtts_nb.data import align
 from xtts_nb.data.align import (
-    account, choose_clips, corpus_text, find_pauses, LONGEST, make_corpus, measure_file, measure_sound, Piece,
-    read_paragraphs, SHORTEST, Speech, spoken_sentence)
+    account, choose_clips, corpus_text, cut_corpus, CutPiece, find_pauses, LONGEST, measure_file,
+    measure_sound, read_paragraphs, SHORTEST, Speech, spoken_sentence)
 from xtts_nb.data.corpora import read_corpus
 from xtts_nb.speech.long import sentences
 
@@ -83,7 +83,7 @@ def reading(spoken, voices=('f4', 'm3'), pauses=(0.2, 0.5, 0.8), language='en', 
 def corpus(folder, wav, text, language='en', out='out'):
     soundfile.write(folder / 'book.wav', wav, RATE)
     (folder / 'book.txt').write_text(text, encoding='utf-8')
-    return make_corpus(folder / 'book.wav', folder / 'book.txt', folder / out, language, speak_words,
+    return cut_corpus(folder / 'book.wav', folder / 'book.txt', folder / out, language, speak_words,
                        sentences)
 
 @pytest.mark.parametrize('language, voices', [('en', ('f4', 'm3')), ('de', ('f1',))])
@@ -161,7 +161,7 @@ def pieces(*seconds, pause=0.4, inner=(), closed=()):
     out, at = [], 1.
     for i, s in enumerate(seconds):
         left, right = (-1 if k in closed else k + 1 for k in (i - 1, i))
-        out.append(Piece(left, right, at, at + s, str(i), i in inner))
+        out.append(CutPiece(left, right, at, at + s, str(i), i in inner))
         at += s + pause
     return out
 
@@ -176,7 +176,7 @@ def test_clips_are_chosen(chain, clips, rest):
 
 def test_every_second_has_a_reason():
     speech = Speech(None, np.arange(7, 9, 0.04), None, None)
-    rest = [Piece(left, 2, start, end, '', False)
+    rest = [CutPiece(left, 2, start, end, '', False)
             for left, start, end in ((1, 4., 4.5), (-1, 9., 12.), (1, 12., 30.))]
     dropped = account([{'start': 0.5, 'end': 3.5}], rest, speech, 31.)
     assert [(d['start'], d['end'], d['reason'].split(':')[0]) for d in dropped] == [
@@ -214,7 +214,7 @@ def test_recorded_speech(speech, tmp_path, pauses):
     soundfile.write(tmp_path / 'book.wav', np.concatenate(parts), rate)
     written = [clips[i].text for i in order if i not in unwritten]
     (tmp_path / 'book.txt').write_text('\n\n'.join(written))
-    result = make_corpus(tmp_path / 'book.wav', tmp_path / 'book.txt', tmp_path / 'out', 'en', speak_words,
+    result = cut_corpus(tmp_path / 'book.wav', tmp_path / 'book.txt', tmp_path / 'out', 'en', speak_words,
                          lambda text, language: [text])
     assert sorted(result['missing']) == sorted(clips[i].text.strip() for i in unread)
     off = cut_errors(result['clips'], rows)

@@ -47,13 +47,13 @@ def _corpus(
 ):
     "Cut a long recording into clips of 2 to 11 s with their texts, at its pauses."
     from xtts_nb.app.demo import espeak_files, speak_words
-    from xtts_nb.data.align import corpus_text, make_corpus
+    from xtts_nb.data.align import corpus_text, cut_corpus
     from xtts_nb.speech.long import sentences
     espeak_files()   # before the recording is read
     start()
 
     with progress() as tell:
-        result = make_corpus(source, text, out, language, speak_words, sentences, tell)
+        result = cut_corpus(source, text, out, language, speak_words, sentences, tell)
     return result, f'{corpus_text(result)}\n{out} is ready: xtts-nb prepare {out}'
 
 

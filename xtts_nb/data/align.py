@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['SUBTITLES', 'ESPEAK_NAMES', 'FRAME', 'WIDTH', 'BANDS', 'PAUSE', 'SLOPE', 'STEP', 'EDGE', 'SKIP', 'NULL', 'WINDOW',
            'BLOCK', 'FAR', 'STAY', 'LEFT_OUT', 'LEAD', 'SHARE', 'NEAR', 'SHORTEST', 'LONGEST', 'REST', 'MARGIN',
-           'LONG_PAUSE', 'MARKS', 'read_paragraphs', 'Sentence', 'spoken_sentence', 'text_sentences', 'hop_length',
-           'frames_of', 'Sound', 'measure_sound', 'measure_file', 'find_pauses', 'Speech', 'speech_frames',
-           'frame_times', 'band_ranges', 'cut_off', 'with_slopes', 'Spoken', 'speak_sentences', 'Model', 'compare',
+           'LONG_PAUSE', 'read_paragraphs', 'Sentence', 'spoken_sentence', 'text_sentences', 'hop_length', 'frames_of',
+           'Measured', 'measure_sound', 'measure_file', 'find_pauses', 'Speech', 'speech_frames', 'frame_times',
+           'band_ranges', 'cut_off', 'with_slopes', 'SpokenSentence', 'speak_sentences', 'TextFrames', 'comparable',
            'distances', 'null_cost', 'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'lead_of',
-           'found_sentences', 'Piece', 'with_edges', 'pieces_of', 'chains', 'choose_clips', 'account', 'find_clips',
-           'make_corpus', 'corpus_text']
+           'found_sentences', 'CutPiece', 'with_edges', 'pieces_of', 'chains', 'choose_clips', 'account', 'find_clips',
+           'cut_corpus', 'corpus_text']
 
 # %% ../../nbs/data/align.ipynb #f6ed09b6
 import re
@@ -147,24 +147,24 @@ def frames_of(
     mel = np.log(power.astype(np.float32) @ _bands(n_fft, rate) + 1e-7)
     return mel, level.astype(np.float32), count * hop
 
-# %% ../../nbs/data/align.ipynb #77618939
+# %% ../../nbs/data/align.ipynb #ff554745
 @dataclass
-class Sound:
+class Measured:
     "What is known of a sound."
     rate: int             # Hz
     seconds: float
     mel: np.ndarray       # (F, C) float32
     level: np.ndarray     # float32, dB, four for each frame
 
-def _join(rate: int, samples: int, parts: list) -> Sound:
+def _join(rate: int, samples: int, parts: list) -> Measured:
     mel, level = (np.concatenate([p[i] for p in parts]) for i in (0, 1))
-    return Sound(rate, samples / rate, mel, level[:samples * 4 // hop_length(rate)])
+    return Measured(rate, samples / rate, mel, level[:samples * 4 // hop_length(rate)])
 
-def measure_sound(wav: np.ndarray, rate: int) -> Sound:
+def measure_sound(wav: np.ndarray, rate: int) -> Measured:
     "The frames of a short sound."
     return _join(rate, len(wav), [frames_of(np.pad(wav, (0, 2 * hop_length(rate))), rate)])
 
-def measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> Sound:
+def measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> Measured:
     "The frames of a long recording, read in blocks; raises `UserError` if it is no sound."
     parts, rest, done = [], np.zeros(0, np.float32), 0
     with open_audio(path, 16000) as file:
@@ -195,7 +195,7 @@ def _threshold(level: np.ndarray, window: int) -> np.ndarray:   # (4 F,) dB
     return np.interp(np.arange(len(level)), middles, low + 0.36 * (high - low))
 
 def find_pauses(
-    sound: Sound,
+    sound: Measured,
 ) -> np.ndarray:    # (P, 2) s, start and end
     "The pauses of a sound, in order."
     step = hop_length(sound.rate) / 4 / sound.rate
@@ -216,7 +216,7 @@ class Speech:
     pause: np.ndarray     # (T + 1,) the pause before each frame and at the end, -1 for none
     pauses: np.ndarray    # (P, 2) s
 
-def speech_frames(sound: Sound) -> tuple[np.ndarray, np.ndarray]:   # (F,) bool, (P, 2) s
+def speech_frames(sound: Measured) -> tuple[np.ndarray, np.ndarray]:   # (F,) bool, (P, 2) s
     "Which frames are no pause; and the pauses."
     pauses = find_pauses(sound)
     times = frame_times(sound)
@@ -224,7 +224,7 @@ def speech_frames(sound: Sound) -> tuple[np.ndarray, np.ndarray]:   # (F,) bool,
     inside = (at >= 0) & (times < pauses[at, 1]) if len(pauses) else np.zeros(len(times), bool)
     return ~inside & (times < sound.seconds), pauses
 
-def frame_times(sound: Sound) -> np.ndarray:   # (F,) s
+def frame_times(sound: Measured) -> np.ndarray:   # (F,) s
     "The middle of each frame."
     return np.arange(len(sound.mel)) * hop_length(sound.rate) / sound.rate + WIDTH / 2
 
@@ -247,8 +247,8 @@ def with_slopes(mel: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.
     slope = (2 * p[4:] + p[3:-1] - p[1:-3] - 2 * p[:-4]) / 10
     return np.concatenate([x, SLOPE * slope], 1).astype(np.float32)
 
-# %% ../../nbs/data/align.ipynb #9caa87ca
-class Spoken(NamedTuple):
+# %% ../../nbs/data/align.ipynb #ae25f35f
+class SpokenSentence(NamedTuple):
     "A sentence as espeak-ng says it."
     mel: np.ndarray       # (F, C)
     keep: np.ndarray      # (F,) bool, no pause
@@ -259,7 +259,7 @@ def speak_sentences(
     language: str,
     speak: Callable,     # (text, language) -> (N,) int16, Hz, [(character, sample)] of words
     progress: Callable = lambda done, total: None,
-) -> list[Spoken]:
+) -> list[SpokenSentence]:
     "The sentences as espeak-ng says them."
     spoken = []
     for done, sentence in enumerate(sentences, 1):
@@ -267,7 +267,7 @@ def speak_sentences(
         sound = measure_sound(wav.astype(np.float32) / 2**15, rate)
         keep = speech_frames(sound)[0]
         if keep.sum() < 3: keep[:3] = True
-        spoken.append(Spoken(sound.mel, keep, _word_frames(sentence, marks, keep, rate)))
+        spoken.append(SpokenSentence(sound.mel, keep, _word_frames(sentence, marks, keep, rate)))
         progress(done, len(sentences))
     return spoken
 
@@ -282,15 +282,15 @@ def _word_frames(sentence: Sentence, marks: list, keep: np.ndarray, rate: int) -
     frames[0] = 0
     return [int(f) for f in np.minimum.accumulate(frames[::-1])[::-1]]
 
-# %% ../../nbs/data/align.ipynb #7b445b15
+# %% ../../nbs/data/align.ipynb #b55ccf8e
 @dataclass
-class Model:
+class TextFrames:
     "The text as sound."
     y: np.ndarray           # (M, D) float32, the frames of all sentences
     starts: np.ndarray      # (S + 1,) the first frame of each sentence, and the end
     words: list[list[int]]  # the first frame of each word, counted from that of its sentence
 
-def compare(sound: Sound, spoken: list[Spoken]) -> tuple[Speech, Model]:
+def comparable(sound: Measured, spoken: list[SpokenSentence]) -> tuple[Speech, TextFrames]:
     "Both sounds in frames that can be compared; raises `UserError` for a silent recording."
     keep, pauses = speech_frames(sound)
     if sound.level.max(initial=-100) < -80 or keep.sum() < 25:
@@ -302,9 +302,9 @@ def compare(sound: Sound, spoken: list[Spoken]) -> tuple[Speech, Model]:
     said = np.concatenate([m[s.keep] for m, s in zip(mels, spoken)])
     y = [with_slopes(m, said.mean(0), said.std(0) + 0.1)[s.keep] for m, s in zip(mels, spoken)]
     return (Speech(x, frame_times(sound)[keep], _pauses_before(sound, keep, pauses), pauses),
-            Model(np.concatenate(y), np.cumsum([0, *map(len, y)]), [s.words for s in spoken]))
+            TextFrames(np.concatenate(y), np.cumsum([0, *map(len, y)]), [s.words for s in spoken]))
 
-def _pauses_before(sound: Sound, keep: np.ndarray, pauses: np.ndarray) -> np.ndarray:   # (T + 1,) int
+def _pauses_before(sound: Measured, keep: np.ndarray, pauses: np.ndarray) -> np.ndarray:   # (T + 1,) int
     "The longest pause between each kept frame and the one before it, and at the end; -1 for none."
     ends = np.concatenate([[-1], frame_times(sound)[keep], [sound.seconds + 1]])
     last = np.searchsorted(pauses[:, 0], ends, 'right')   # how many pauses began before each
@@ -321,7 +321,7 @@ def distances(x: np.ndarray, y: np.ndarray) -> np.ndarray:   # (T, M) float32
     square = (x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T
     return np.sqrt(np.maximum(square, 0))
 
-def null_cost(x: np.ndarray, model: Model) -> np.ndarray:   # (T, 1)
+def null_cost(x: np.ndarray, model: TextFrames) -> np.ndarray:   # (T, 1)
     "The distance to wrong text: a low quantile of those to frames from everywhere."
     some = model.y[np.linspace(0, len(model.y) - 1, min(600, len(model.y))).astype(int)]
     return np.quantile(distances(x, some), NULL, axis=1)[:, None].astype(np.float32)
@@ -329,7 +329,7 @@ def null_cost(x: np.ndarray, model: Model) -> np.ndarray:   # (T, 1)
 # %% ../../nbs/data/align.ipynb #c064daa6
 class Search:
     "The best paths up to a frame of the recording, and where each sentence on them began."
-    def __init__(self, model: Model):
+    def __init__(self, model: TextFrames):
         self.model, count = model, len(model.starts) - 1
         self.cost = np.full(model.starts[-1], FAR, np.float32)       # of paths that end at each state
         self.began = np.zeros(model.starts[-1], np.int32)            # frame at which their sentence began
@@ -384,6 +384,7 @@ def edge_cost(speech: Speech) -> np.ndarray:   # (T + 1,)
     length = np.append(np.diff(speech.pauses)[:, 0], 0.)[speech.pause]   # the last one is no pause
     return (EDGE * np.exp(-length / 0.15)).astype(np.float32)
 
+# %% ../../nbs/data/align.ipynb #8fbe6da7
 def _search_block(search: Search, speech: Speech, begin: int) -> np.ndarray:   # (block, gaps) int32
     "Search on over a block of frames; returns its rows of `back`."
     (first, last), model, rows = search.window, search.model, []
@@ -408,7 +409,7 @@ class Match(NamedTuple):
     begin: int      # frame of the speech
     end: int        # one after the last
 
-def align(speech: Speech, model: Model, progress: Callable = lambda done, total: None) -> list[Match]:
+def align(speech: Speech, model: TextFrames, progress: Callable = lambda done, total: None) -> list[Match]:
     "The sentences that are spoken, in order, by the best path."
     search, blocks = Search(model), []
     for begin in range(0, len(speech.x), BLOCK):
@@ -439,7 +440,7 @@ class Fit(NamedTuple):
     score: float           # mean gain of a frame over wrong text
     path: np.ndarray       # (end - begin,) the frame of the sentence at each frame of the recording
 
-def fit_words(match: Match, speech: Speech, model: Model) -> Fit:
+def fit_words(match: Match, speech: Speech, model: TextFrames) -> Fit:
     "The path through one sentence."
     x, y = speech.x[match.begin:match.end], model.y[slice(*model.starts[match.sentence:match.sentence + 2])]
     local = distances(x, y) - null_cost(x, model)
@@ -457,14 +458,14 @@ def fit_words(match: Match, speech: Speech, model: Model) -> Fit:
 # %% ../../nbs/data/align.ipynb #338218ae
 LEAD, SHARE = 0.45, 0.4   # least lead of a sentence, in gain of a frame and as a share of the median lead
 
-def lead_of(fit: Fit, speech: Speech, model: Model, others: int = 4) -> float:
+def lead_of(fit: Fit, speech: Speech, model: TextFrames, others: int = 4) -> float:
     "By how much a sentence fits better than the best of others of its length."
     length, own = np.diff(model.starts), fit.match.sentence
     near = np.argsort(np.abs(length - length[own]), kind='stable')[:others + 1]
     tried = [fit_words(fit.match._replace(sentence=int(i)), speech, model).score for i in near if i != own]
     return fit.score - max(tried, default=0.)
 
-def found_sentences(matches: list[Match], speech: Speech, model: Model) -> list[Fit]:
+def found_sentences(matches: list[Match], speech: Speech, model: TextFrames) -> list[Fit]:
     "The sentences that are surely spoken where they were found."
     fits = [fit_words(match, speech, model) for match in matches]
     leads = np.array([lead_of(fit, speech, model) for fit in fits])
@@ -476,9 +477,9 @@ NEAR = 6                       # frames that the edge of a sentence is moved to 
 SHORTEST, LONGEST = 2., 11.    # s, of a clip
 REST = 10                      # frames; more sound without text is no syllable of a neighbour
 MARGIN, LONG_PAUSE = 0.1, 1.5  # s of silence at both ends of a clip, s of silence within one
-MARKS = tuple('.,;:!?…)]»”"—–، ؛؟。，、；：！？।')
+_MARKS = tuple('.,;:!?…)]»”"—–، ؛؟。，、；：！？।')
 
-class Piece(NamedTuple):
+class CutPiece(NamedTuple):
     "What lies between two places where the recording can be cut."
     left: int        # the pause before it, -1 for none
     right: int       # the pause after it, -1 for none
@@ -515,14 +516,14 @@ def _with_rest(before: Match | None, match: Match, after: Match | None, speech: 
 def _word_at(fit: Fit, frame: int, pause: float, sentence: Sentence, words: list[int]) -> int | None:
     "The word that begins after a pause before `frame`; None if that is not sure."
     place = fit.path[min(frame - fit.match.begin, len(fit.path) - 1)]
-    after_mark = lambda k: sentence.text[:sentence.words[k]].rstrip().endswith(MARKS)
+    after_mark = lambda k: sentence.text[:sentence.words[k]].rstrip().endswith(_MARKS)
     off = {k: abs(words[k] - place) - 3 * after_mark(k) for k in range(1, len(words))}
     best = min(off, key=off.get, default=None)
     if best is None or off[best] > 5: return None
     if after_mark(best): return best if pause >= 0.15 else None
     return best if pause >= 0.25 and 2 <= best <= len(words) - 2 else None
 
-def pieces_of(fit: Fit, match: Match, sentence: Sentence, speech: Speech, words: list[int]) -> list[Piece]:
+def pieces_of(fit: Fit, match: Match, sentence: Sentence, speech: Speech, words: list[int]) -> list[CutPiece]:
     "A sentence in pieces, cut at the pauses within it whose place in the text is sure."
     cuts, last = [(match.begin, 0)], 0
     for frame in range(max(match.begin, fit.match.begin) + 1, min(match.end, fit.match.end)):
@@ -537,12 +538,13 @@ def pieces_of(fit: Fit, match: Match, sentence: Sentence, speech: Speech, words:
         left, right = int(speech.pause[begin]), int(speech.pause[end])
         start = speech.pauses[left, 1] if left >= 0 else speech.times[begin] - FRAME / 2
         stop = speech.pauses[right, 0] if right >= 0 else speech.times[end - 1] + FRAME / 2
-        pieces.append(Piece(left, right, float(start), float(stop), sentence.text[first:after].strip(),
+        pieces.append(CutPiece(left, right, float(start), float(stop), sentence.text[first:after].strip(),
                             end != match.end))
     return pieces
 
-# %% ../../nbs/data/align.ipynb #a0a2b0c3
-def chains(fits: list[Fit], speech: Speech, model: Model, sentences: list[Sentence]) -> list[list[Piece]]:
+# %% ../../nbs/data/align.ipynb #50f8b265
+def chains(fits: list[Fit], speech: Speech, model: TextFrames,
+           sentences: list[Sentence]) -> list[list[CutPiece]]:
     "The pieces of all sentences; a chain ends where there is sound without text."
     found, before = [], None
     for fit, match in zip(fits, with_edges(fits, speech)):
@@ -553,7 +555,7 @@ def chains(fits: list[Fit], speech: Speech, model: Model, sentences: list[Senten
         before = match
     return found
 
-def _clip_cost(pieces: list[Piece], starts_inside: bool) -> float | None:
+def _clip_cost(pieces: list[CutPiece], starts_inside: bool) -> float | None:
     "The cost of a clip of these pieces; None if they cannot be one."
     first, last = pieces[0], pieces[-1]
     seconds = last.end - first.start + 2 * MARGIN
@@ -561,7 +563,7 @@ def _clip_cost(pieces: list[Piece], starts_inside: bool) -> float | None:
     if any(b.start - a.end > LONG_PAUSE for a, b in zip(pieces, pieces[1:])): return None
     return 1 + 3 * starts_inside + 3 * last.inner
 
-def choose_clips(chain: list[Piece]) -> tuple[list[list[Piece]], list[Piece]]:
+def choose_clips(chain: list[CutPiece]) -> tuple[list[list[CutPiece]], list[CutPiece]]:
     "The cheapest division of a chain into clips, and what is in none."
     best = [(0., 0, True)]   # cost up to here, where the last part begins, whether it is a clip
     for j in range(1, len(chain) + 1):
@@ -579,8 +581,8 @@ def choose_clips(chain: list[Piece]) -> tuple[list[list[Piece]], list[Piece]]:
         j = i
     return clips[::-1], rest[::-1]
 
-# %% ../../nbs/data/align.ipynb #01a0d4f7
-def _reason(piece: Piece) -> str:
+# %% ../../nbs/data/align.ipynb #3d13df33
+def _reason(piece: CutPiece) -> str:
     "Why a piece is in no clip."
     seconds = piece.end - piece.start
     if seconds > LONGEST - 2 * MARGIN:
@@ -588,7 +590,7 @@ def _reason(piece: Piece) -> str:
     if piece.left < 0 or piece.right < 0: return 'no pause beside it to cut in'
     return f'shorter than {SHORTEST:g} s, and nothing beside it to join: {seconds:.1f} s'
 
-def _clip_times(pieces: list[Piece], speech: Speech, seconds: float) -> tuple[float, float]:
+def _clip_times(pieces: list[CutPiece], speech: Speech, seconds: float) -> tuple[float, float]:
     "Start and end of a clip (s), with at most half of each pause."
     (a, b), (c, d) = speech.pauses[pieces[0].left], speech.pauses[pieces[-1].right]
     before, after = (b - a) / (1 if a == 0 else 2), (d - c) / (1 if d >= seconds - 0.02 else 2)
@@ -600,7 +602,7 @@ def _gap(start: float, end: float, speech: Speech) -> dict:
     reason = 'no sentence of the text is spoken here' if inside.sum() * FRAME > 0.1 else 'pause'
     return {'start': round(float(start), 3), 'end': round(float(end), 3), 'reason': reason}
 
-def account(clips: list[dict], rest: list[Piece], speech: Speech, seconds: float) -> list[dict]:
+def account(clips: list[dict], rest: list[CutPiece], speech: Speech, seconds: float) -> list[dict]:
     "The stretches outside the clips, with their reasons, in order."
     taken = [(c['start'], c['end'], None) for c in clips] + [(p.start, p.end, _reason(p)) for p in rest]
     dropped, at = [], 0.
@@ -623,11 +625,11 @@ def _check_share(fits: list[Fit], sentences: list[Sentence], speech: Speech, sou
         f'{filled:.0%} of the speech; give the text of this recording, and its --language.')
 
 def find_clips(
-    sound: Sound, sentences: list[Sentence], spoken: list[Spoken], source, text,
+    sound: Measured, sentences: list[Sentence], spoken: list[SpokenSentence], source, text,
     progress: Callable = lambda done, total: None,
 ) -> dict:   # clips, dropped, missing
-    "What `make_corpus` writes."
-    speech, model = compare(sound, spoken)
+    "What `cut_corpus` writes."
+    speech, model = comparable(sound, spoken)
     fits = found_sentences(align(speech, model, progress), speech, model)
     _check_share(fits, sentences, speech, source, text)
     clips, rest = [], []
@@ -659,7 +661,7 @@ def _write(folder: Path, source: Path, clips: list[dict], language: str):
             rows.append('|'.join([Path(clip['file']).stem, text, text, name, language]) + '\n')
     (folder / 'metadata.csv').write_text(''.join(rows), encoding='utf-8', newline='\n')
 
-def make_corpus(
+def cut_corpus(
     source: str | Path,       # the recording, in any format that libsndfile reads
     text: str | Path,         # what is spoken: paragraphs, or subtitles
     out: str | Path,          # folder to write
@@ -685,7 +687,7 @@ def make_corpus(
 
 # %% ../../nbs/data/align.ipynb #c5e67264
 def corpus_text(result: dict, most: int = 10) -> str:
-    "A result of `make_corpus` as text."
+    "A result of `cut_corpus` as text."
     clips, dropped, missing = result['clips'], result['dropped'], result['missing']
     seconds = lambda parts: sum(p['end'] - p['start'] for p in parts)
     lines = [f'{len(clips)} clips, {seconds(clips) / 60:.1f} minutes of {seconds(clips + dropped) / 60:.1f}']
