@@ -6,7 +6,7 @@
 __all__ = ['SUBTITLES', 'ESPEAK_NAMES', 'FRAME', 'WIDTH', 'BANDS', 'PAUSE', 'SLOPE', 'STEP', 'EDGE', 'SKIP', 'NULL', 'WINDOW',
            'BLOCK', 'FAR', 'STAY', 'LEFT_OUT', 'LEAD', 'SHARE', 'NEAR', 'SHORTEST', 'LONGEST', 'REST', 'MARGIN',
            'LONG_PAUSE', 'read_paragraphs', 'Sentence', 'spoken_sentence', 'text_sentences', 'hop_length', 'frames_of',
-           'Measured', 'measure_sound', 'measure_file', 'find_pauses', 'Speech', 'speech_frames', 'frame_times',
+           'SoundFrames', 'measure_sound', 'measure_file', 'find_pauses', 'Speech', 'speech_frames', 'frame_times',
            'band_ranges', 'cut_off', 'with_slopes', 'SpokenSentence', 'speak_sentences', 'TextFrames', 'comparable',
            'distances', 'null_cost', 'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'lead_of',
            'found_sentences', 'CutPiece', 'with_edges', 'pieces_of', 'chains', 'choose_clips', 'account', 'find_clips',
@@ -147,24 +147,24 @@ def frames_of(
     mel = np.log(power.astype(np.float32) @ _bands(n_fft, rate) + 1e-7)
     return mel, level.astype(np.float32), count * hop
 
-# %% ../../nbs/data/align.ipynb #ff554745
+# %% ../../nbs/data/align.ipynb #e8bbeb3b
 @dataclass
-class Measured:
+class SoundFrames:
     "What is known of a sound."
     rate: int             # Hz
     seconds: float
     mel: np.ndarray       # (F, C) float32
     level: np.ndarray     # float32, dB, four for each frame
 
-def _join(rate: int, samples: int, parts: list) -> Measured:
+def _join(rate: int, samples: int, parts: list) -> SoundFrames:
     mel, level = (np.concatenate([p[i] for p in parts]) for i in (0, 1))
-    return Measured(rate, samples / rate, mel, level[:samples * 4 // hop_length(rate)])
+    return SoundFrames(rate, samples / rate, mel, level[:samples * 4 // hop_length(rate)])
 
-def measure_sound(wav: np.ndarray, rate: int) -> Measured:
+def measure_sound(wav: np.ndarray, rate: int) -> SoundFrames:
     "The frames of a short sound."
     return _join(rate, len(wav), [frames_of(np.pad(wav, (0, 2 * hop_length(rate))), rate)])
 
-def measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> Measured:
+def measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> SoundFrames:
     "The frames of a long recording, read in blocks; raises `UserError` if it is no sound."
     parts, rest, done = [], np.zeros(0, np.float32), 0
     with open_audio(path, 16000) as file:
@@ -195,7 +195,7 @@ def _threshold(level: np.ndarray, window: int) -> np.ndarray:   # (4 F,) dB
     return np.interp(np.arange(len(level)), middles, low + 0.36 * (high - low))
 
 def find_pauses(
-    sound: Measured,
+    sound: SoundFrames,
 ) -> np.ndarray:    # (P, 2) s, start and end
     "The pauses of a sound, in order."
     step = hop_length(sound.rate) / 4 / sound.rate
@@ -216,7 +216,7 @@ class Speech:
     pause: np.ndarray     # (T + 1,) the pause before each frame and at the end, -1 for none
     pauses: np.ndarray    # (P, 2) s
 
-def speech_frames(sound: Measured) -> tuple[np.ndarray, np.ndarray]:   # (F,) bool, (P, 2) s
+def speech_frames(sound: SoundFrames) -> tuple[np.ndarray, np.ndarray]:   # (F,) bool, (P, 2) s
     "Which frames are no pause; and the pauses."
     pauses = find_pauses(sound)
     times = frame_times(sound)
@@ -224,7 +224,7 @@ def speech_frames(sound: Measured) -> tuple[np.ndarray, np.ndarray]:   # (F,) bo
     inside = (at >= 0) & (times < pauses[at, 1]) if len(pauses) else np.zeros(len(times), bool)
     return ~inside & (times < sound.seconds), pauses
 
-def frame_times(sound: Measured) -> np.ndarray:   # (F,) s
+def frame_times(sound: SoundFrames) -> np.ndarray:   # (F,) s
     "The middle of each frame."
     return np.arange(len(sound.mel)) * hop_length(sound.rate) / sound.rate + WIDTH / 2
 
@@ -238,14 +238,20 @@ def band_ranges(mel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:   # (C,) each
     return high, high - low
 
 def cut_off(mel: np.ndarray, high: np.ndarray, depth: np.ndarray) -> np.ndarray:
-    return np.maximum(mel, high - depth)
+    "Log-mel (F, C) without its valleys."
+    return np.maximum(mel, (high - depth).astype(np.float32))
 
 def with_slopes(mel: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:   # (F, 2 C)
     "Normalised bands and their slopes."
-    x = (mel - mean) / deviation
-    p = np.pad(x, ((2, 2), (0, 0)), 'edge')
-    slope = (2 * p[4:] + p[3:-1] - p[1:-3] - 2 * p[:-4]) / 10
-    return np.concatenate([x, SLOPE * slope], 1).astype(np.float32)
+    x = np.zeros((len(mel), 2 * BANDS), np.float32)   # filled in place: ten hours are 187 MB
+    bands, slopes = x[:, :BANDS], x[:, BANDS:]
+    np.divide(mel - mean, deviation, out=bands)
+    for far, weight in ((1, SLOPE / 10), (2, SLOPE / 5)):
+        slopes[far:] -= weight * bands[:-far]
+        slopes[:-far] += weight * bands[far:]
+        slopes[:far] -= weight * bands[:1]     # beyond the ends all is as at the ends
+        slopes[-far:] += weight * bands[-1:]
+    return x
 
 # %% ../../nbs/data/align.ipynb #ae25f35f
 class SpokenSentence(NamedTuple):
@@ -290,7 +296,7 @@ class TextFrames:
     starts: np.ndarray      # (S + 1,) the first frame of each sentence, and the end
     words: list[list[int]]  # the first frame of each word, counted from that of its sentence
 
-def comparable(sound: Measured, spoken: list[SpokenSentence]) -> tuple[Speech, TextFrames]:
+def comparable(sound: SoundFrames, spoken: list[SpokenSentence]) -> tuple[Speech, TextFrames]:
     "Both sounds in frames that can be compared; raises `UserError` for a silent recording."
     keep, pauses = speech_frames(sound)
     if sound.level.max(initial=-100) < -80 or keep.sum() < 25:
@@ -298,13 +304,15 @@ def comparable(sound: Measured, spoken: list[SpokenSentence]) -> tuple[Speech, T
     (high, depth), (top, deep) = band_ranges(sound.mel), band_ranges(np.concatenate([s.mel for s in spoken]))
     depth = np.clip(np.minimum(depth, deep) - 1, 1.5, 8)
     mel, mels = cut_off(sound.mel, high, depth), [cut_off(s.mel, top, depth) for s in spoken]
-    x = with_slopes(mel, mel[keep].mean(0), mel[keep].std(0) + 0.1)[keep]
+    loud = mel[keep]
+    x = with_slopes(mel, loud.mean(0), loud.std(0) + 0.1)[keep]
     said = np.concatenate([m[s.keep] for m, s in zip(mels, spoken)])
-    y = [with_slopes(m, said.mean(0), said.std(0) + 0.1)[s.keep] for m, s in zip(mels, spoken)]
+    mean, deviation = said.mean(0), said.std(0) + 0.1
+    y = [with_slopes(m, mean, deviation)[s.keep] for m, s in zip(mels, spoken)]
     return (Speech(x, frame_times(sound)[keep], _pauses_before(sound, keep, pauses), pauses),
             TextFrames(np.concatenate(y), np.cumsum([0, *map(len, y)]), [s.words for s in spoken]))
 
-def _pauses_before(sound: Measured, keep: np.ndarray, pauses: np.ndarray) -> np.ndarray:   # (T + 1,) int
+def _pauses_before(sound: SoundFrames, keep: np.ndarray, pauses: np.ndarray) -> np.ndarray:   # (T + 1,) int
     "The longest pause between each kept frame and the one before it, and at the end; -1 for none."
     ends = np.concatenate([[-1], frame_times(sound)[keep], [sound.seconds + 1]])
     last = np.searchsorted(pauses[:, 0], ends, 'right')   # how many pauses began before each
@@ -368,11 +376,11 @@ def _states_step(cost: np.ndarray, began: np.ndarray, local: np.ndarray, heads: 
     jumped = two < best
     return np.where(jumped, two, best) + local, np.where(jumped, from_two, source)
 
-def _gaps_step(gap: np.ndarray, ended: np.ndarray, began: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    "The gaps after a frame, and their row of `back`; `ended` are the costs of sentences that end now."
-    back, gap = np.full(len(gap), STAY, np.int32), gap.copy()
+def _gaps_step(gap: np.ndarray, ended: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    "The gaps after a frame, and their row of `back`; `ended` and `length` are of sentences that end now."
+    back, gap = np.full(len(gap), STAY, np.int16), gap.copy()
     better = np.flatnonzero(ended < gap[1:])
-    gap[better + 1], back[better + 1] = ended[better], began[better]
+    gap[better + 1], back[better + 1] = ended[better], length[better]
     ramp = SKIP * np.arange(len(gap), dtype=np.float32)
     skipped = np.minimum.accumulate(gap - ramp) + ramp
     back[skipped < gap - 1e-3] = LEFT_OUT
@@ -385,7 +393,7 @@ def edge_cost(speech: Speech) -> np.ndarray:   # (T + 1,)
     return (EDGE * np.exp(-length / 0.15)).astype(np.float32)
 
 # %% ../../nbs/data/align.ipynb #8fbe6da7
-def _search_block(search: Search, speech: Speech, begin: int) -> np.ndarray:   # (block, gaps) int32
+def _search_block(search: Search, speech: Speech, begin: int) -> np.ndarray:   # (block, gaps) int16
     "Search on over a block of frames; returns its rows of `back`."
     (first, last), model, rows = search.window, search.model, []
     low, high = model.starts[first], model.starts[last]
@@ -397,7 +405,8 @@ def _search_block(search: Search, speech: Speech, begin: int) -> np.ndarray:   #
     for t in range(begin, begin + len(x)):
         entry = gap[:-1] + edge[t]
         cost, began = _states_step(cost, began, local[t - begin], heads, entry, t)
-        gap, back = _gaps_step(gap, cost[tails] + edge[t + 1], began[tails])
+        length = np.minimum(t + 1 - began[tails], 2**15 - 1)
+        gap, back = _gaps_step(gap, cost[tails] + edge[t + 1], length)
         rows.append(back)
     search.cost[low:high], search.began[low:high], search.gap[first:last + 1] = cost, began, gap
     search.gap[last + 1:] = gap[-1] + SKIP * np.arange(1, len(search.gap) - last, dtype=np.float32)
@@ -429,8 +438,8 @@ def _traced(blocks: list, t: int, gap: int) -> list[Match]:
         elif (what := rows[(t - 1) % BLOCK, column]) == STAY: t -= 1
         elif what == LEFT_OUT: gap -= 1
         else:
-            found.append(Match(gap - 1, int(what), t))
-            t, gap = int(what), gap - 1
+            found.append(Match(gap - 1, t - int(what), t))
+            t, gap = t - int(what), gap - 1
     return found[::-1]
 
 # %% ../../nbs/data/align.ipynb #1b2e5ab4
@@ -605,10 +614,12 @@ def _gap(start: float, end: float, speech: Speech) -> dict:
 def account(clips: list[dict], rest: list[CutPiece], speech: Speech, seconds: float) -> list[dict]:
     "The stretches outside the clips, with their reasons, in order."
     taken = [(c['start'], c['end'], None) for c in clips] + [(p.start, p.end, _reason(p)) for p in rest]
+    taken = [*sorted(taken, key=lambda t: t[:2]), (seconds, seconds, None)]
     dropped, at = [], 0.
-    for start, end, reason in [*sorted(taken, key=lambda t: t[:2]), (seconds, seconds, None)]:
+    for (start, end, reason), (following, *_) in zip(taken, [*taken[1:], (seconds,)]):
         if start - at > 0.0005: dropped.append(_gap(at, start, speech))
         begin = max(at, start)
+        if reason: end = min(end, following)   # the next clip begins in the pause, with its margin
         if reason and end > begin:
             dropped.append({'start': round(begin, 3), 'end': round(end, 3), 'reason': reason})
         at = max(at, end)
@@ -625,7 +636,7 @@ def _check_share(fits: list[Fit], sentences: list[Sentence], speech: Speech, sou
         f'{filled:.0%} of the speech; give the text of this recording, and its --language.')
 
 def find_clips(
-    sound: Measured, sentences: list[Sentence], spoken: list[SpokenSentence], source, text,
+    sound: SoundFrames, sentences: list[Sentence], spoken: list[SpokenSentence], source, text,
     progress: Callable = lambda done, total: None,
 ) -> dict:   # clips, dropped, missing
     "What `cut_corpus` writes."
