@@ -326,8 +326,10 @@ WINDOW, BLOCK, FAR = 12_000, 256, np.float32(1e9)   # states at once (8 minutes)
 
 def distances(x: np.ndarray, y: np.ndarray) -> np.ndarray:   # (T, M) float32
     "Euclidean distances of frames (T, D) and (M, D)."
-    square = (x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T
-    return np.sqrt(np.maximum(square, 0))
+    square = (-2 * x) @ y.T   # the rest in place: most of the time is memory's
+    square += (x**2).sum(1)[:, None]
+    square += (y**2).sum(1)
+    return np.sqrt(np.maximum(square, 0, out=square), out=square)
 
 def null_cost(x: np.ndarray, model: TextFrames) -> np.ndarray:   # (T, 1)
     "The distance to wrong text: a low quantile of those to frames from everywhere."
@@ -399,7 +401,8 @@ def _search_block(search: Search, speech: Speech, begin: int) -> np.ndarray:   #
     low, high = model.starts[first], model.starts[last]
     heads, tails = model.starts[first:last] - low, model.starts[first + 1:last + 1] - low - 1
     x = speech.x[begin:begin + BLOCK]
-    local = distances(x, model.y[low:high]) - null_cost(x, model)
+    local = distances(x, model.y[low:high])
+    local -= null_cost(x, model)
     cost, began, gap = search.cost[low:high], search.began[low:high], search.gap[first:last + 1]
     edge = edge_cost(speech)
     for t in range(begin, begin + len(x)):
