@@ -359,6 +359,9 @@ class Search:
         best = starts[first] + int(states.argmin()) if states.min() < self.gap[gap] else starts[gap]
         new = max(first, int(np.searchsorted(starts, best - WINDOW // 3, 'right')) - 1)
         new = min(new, len(starts) - 2)
+        least = min(states.min(), self.gap[gap])   # sums of hours would lose their digits in float32
+        self.cost[self.cost < FAR / 2] -= least
+        self.gap[self.gap < FAR / 2] -= least
         self.cost[:starts[new]], self.gap[:new] = FAR, FAR
         self.window = new, self._last(new)
 
