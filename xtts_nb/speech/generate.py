@@ -239,7 +239,6 @@ def sample_code(
         return tf.where(sampling.temperature > 0, code, best)
     return tf.cond(tf.reduce_any(sampling.temperature > 0), drawn, lambda: best)
 
-# %% ../../nbs/60_speech.ipynb #292682fb
 def next_code(
     gpt: GPT,
     hidden_BD,
