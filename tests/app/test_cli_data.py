@@ -67,9 +67,10 @@ def test_corpus(ran, behind, bars):
 def test_corpus_without_a_part(ran, bars, behind, tmp_path, missing):
     sound, text = tmp_path / 'a.wav', tmp_path / 'a.txt'
     if missing != 'text': text.write_text('Hello there.')
+    if missing != 'sound': sound.touch()
     if missing == 'espeak': behind('app.demo.espeak_files', UserError('espeak-ng is missing; install it.'))
     done = ran(f'corpus {sound} --text {text} --out {tmp_path / "out"}')
-    place = {'text': f'{text}: is missing', 'sound': f'{sound}: the file is missing',
+    place = {'text': f'{text}: there is no such file', 'sound': f'{sound}: there is no such file',
              'espeak': 'espeak-ng is'}
     assert done.code == 2 and done.err.splitlines()[-1].startswith(f'xtts-nb: {place[missing]}')
     assert not list(tmp_path.glob('out*'))

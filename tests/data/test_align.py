@@ -145,6 +145,13 @@ def test_silence_is_refused(tmp_path, wav, reason):
     with pytest.raises(UserError, match=reason): corpus(tmp_path, wav.astype(np.float32), 'Hello there.')
     assert not list(tmp_path.glob('out*'))
 
+@pytest.mark.parametrize('there, missing', [('a.txt', 'a.wav'), ('a.wav', 'a.txt')])
+def test_a_file_that_is_missing_is_named(tmp_path, there, missing):
+    (tmp_path / there).write_text('The train is late.')
+    with pytest.raises(UserError, match=f'{missing}: there is no such file'):
+        cut_corpus(tmp_path / 'a.wav', tmp_path / 'a.txt', tmp_path / 'out', 'en', speak_words, sentences)
+    assert not (tmp_path / 'out').exists()
+
 def test_other_work_is_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.setattr(align, 'measure_file', lambda *what: 1 / 0)   # before the work
     (tmp_path / 'out').mkdir()

@@ -689,6 +689,9 @@ def cut_corpus(
 ) -> dict:                    # clips, dropped, missing
     "Cut a recording into clips with their texts; raises `UserError` and writes nothing if they do not match."
     source, out, language = Path(source), Path(out), fold_language(language)
+    for path in (source, Path(text)):
+        if not path.is_file():
+            raise UserError(f'{path}: there is no such file; give the recording and its text.')
     if not LANGUAGE_CODE.fullmatch(language):
         raise UserError(f'"{visible(language)}" is no language code; write one such as en or zh-cn.')
     sentences = text_sentences(read_paragraphs(text), language, split)
