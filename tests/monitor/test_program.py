@@ -599,7 +599,8 @@ def test_a_validation_that_throws_its_cache_away():
     assert only(validation(.25, from_python)).predicted_gain == pytest.approx(1.25)
     for keeps in (dict(build=lambda d: d), dict(build=lambda d: d.take(4).cache()),
                   dict(build=lambda d: d.cache(), batches=9), dict(build=lambda d: d.cache(), passes=1),
-                  dict(build=lambda d: d.cache(), loop='fits')):
+                  dict(build=lambda d: d.cache(), loop='fits'),
+                  dict(build=lambda d: d.map(tf.as_string).map(lambda x: tf.io.decode_raw(x, tf.uint8)).shuffle(9))):
         assert validation(**{'share': .3} | keeps) == []
     assert validation(.19, lambda d: d.cache()) == []
 
@@ -703,6 +704,24 @@ def test_a_training_that_fails_is_let_go():
     failing = False
     train()
     assert OwnedIterator.__next__ is plain and callback.findings is not None
+
+def test_a_validation_is_watched_apart(capsys):
+    "Its batches and its pipeline are not those of the training; `evaluate` alone is none."
+    rows = tf.data.Dataset.from_tensor_slices((np.ones((64, 3), 'float32'), np.ones((64, 1), 'float32')))
+    model, callback = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), Diagnose(report=None)
+    model.compile('sgd', 'mse')
+    model.evaluate(rows.batch(8), verbose=0, callbacks=[callback])
+    assert callback.watch is None
+    model.fit(rows.batch(2), validation_data=rows.cache().batch(8), validation_steps=3, epochs=3, verbose=0,
+              callbacks=[callback])
+    tests = [e for e in callback.watch.events if e.kind == 'validation']
+    assert tests and all(e.rows == 3 and e.seconds > 0 for e in tests)
+    (training,), validated = callback.watch.datasets.values(), callback.watch.validated
+    stages_of = lambda dataset: [s.name for s in page.stages(dataset)]
+    assert len(validated) == len(tests) and all('Cache' in stages_of(d) for d in validated)
+    assert not any('Cache' in stages_of(d) for d in training) and not callback.watch.validating
+    model.evaluate(rows.batch(8), verbose=0, callbacks=[callback])   # after the training
+    assert len([e for e in callback.watch.events if e.kind == 'validation']) == len(tests)
 
 def test_fit_is_watched_and_goes_on(capsys):
     def rows():

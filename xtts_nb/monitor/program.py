@@ -1104,7 +1104,8 @@ def find_validation(seen: Seen) -> list[Finding]:
     about = f'validation takes {share:.0%} of the time, {ms(each)} for {count} batches after each epoch'
     for dataset in seen.watch.validated[-1:]:
         known = host_part(dataset)[0].cardinality().numpy()
-        if _order(stages(dataset), len(seen.watch.validated), known <= 0 or count >= .9 * known):
+        order = _order(stages(dataset), len(seen.watch.validated), known <= 0 or count >= .9 * known)
+        if order in (PART_OF_CACHE, REPEATED):
             left = .2   # where reading it again would call the program's Python
             if not python_operations(dataset):
                 left = max(.02, 1 - sum(drain(iter(dataset), count, 3.)) / each)
@@ -1190,7 +1191,7 @@ class Diagnose(keras.callbacks.Callback):
         super().__init__()
         self.most, self.most_seconds, self.warm, self.report, self.given = steps, seconds, warm, report, watch
         self.findings, self.notes, self.done = None, [], False
-        self.watch = self.phases = None
+        self.watch = self.phases = self.tested = None
 
     def on_train_begin(self, logs=None):
         if self.done: return
@@ -1249,17 +1250,21 @@ def _finish(self: Diagnose):
         for line in finding_lines(self.findings, self.notes): self.report(line)
 
 @patch
-def on_test_begin(self: Diagnose, logs=None):   # of the validation
-    self.watch.validating = not self.done
+def on_test_begin(self: Diagnose, logs=None):   # of the validation; `evaluate` alone is not watched
+    self.tested = None
+    if self.done or not self.watch: return
+    self.watch.validating = True
     self.tested = Event('validation', self.place, time.perf_counter(), rows=0)
 
 @patch
-def on_test_batch_end(self: Diagnose, batch, logs=None): self.tested.rows += 1   # batches
+def on_test_batch_end(self: Diagnose, batch, logs=None):
+    if self.tested: self.tested.rows += 1   # batches
 
 @patch
 def on_test_end(self: Diagnose, logs=None):
+    if not self.tested: return
     self.watch.validating, self.tested.seconds = False, time.perf_counter() - self.tested.start
-    if not self.done: self.watch.events.append(self.tested)
+    self.watch.events.append(self.tested)
 
 # %% ../../nbs/monitor/program.ipynb #b0a10016
 class Enough(BaseException):
