@@ -96,8 +96,7 @@ def test_the_commands_of_a_guide(page, count, made, corpus, mini, cheap, ran, tm
     Path('small.yaml').write_text(mini.replace(training={'dvae_steps': 20}).to_yaml())
     assert ran('prepare CORPUS --out first --config small.yaml').code == 0
     assert ran('train --data first --run MODEL --steps 2').code == 0
-    prepared = 'prepare CORPUS --out cache/mine --dvae MODEL'
-    assert ran(prepared).code == 0
+    assert ran('prepare CORPUS --out cache/mine --dvae MODEL').code == 0
     lines = commands_of(page)
     for words in lines:
         words = [w.replace('Hello there.', 'aa bb').replace('Hello again.', 'cc dd') for w in words]

@@ -600,7 +600,8 @@ def test_a_validation_that_throws_its_cache_away():
     for keeps in (dict(build=lambda d: d), dict(build=lambda d: d.take(4).cache()),
                   dict(build=lambda d: d.cache(), batches=9), dict(build=lambda d: d.cache(), passes=1),
                   dict(build=lambda d: d.cache(), loop='fits'),
-                  dict(build=lambda d: d.map(tf.as_string).map(lambda x: tf.io.decode_raw(x, tf.uint8)).shuffle(9))):
+                  dict(build=lambda d: d.map(lambda x: tf.io.decode_raw(tf.as_string(x), tf.uint8))
+                       .shuffle(9))):
         assert validation(**{'share': .3} | keeps) == []
     assert validation(.19, lambda d: d.cache()) == []
 
