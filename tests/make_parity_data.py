@@ -53,8 +53,8 @@ def main(coqui_python):
 
 
 def speaker_mel():
-    from xtts_nb.data.audio import _triangles
-    filters = _triangles(512, 16000, 64, 8000.)[0].astype(np.float32)
+    from xtts_nb.data.audio import mel_triangles
+    filters = mel_triangles(512, 16000, 64, 8000.)[0].astype(np.float32)
     window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(400) / 400)
     return {'1.mel_scale.fb': filters, '1.spectrogram.window': window.astype(np.float32)}
 

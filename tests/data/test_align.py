@@ -182,7 +182,7 @@ def test_clips_are_chosen(chain, clips, rest):
     assert [''.join(p.text for p in c) for c in chosen] == clips and ''.join(p.text for p in left) == rest
 
 def test_every_second_has_a_reason():
-    speech = Speech(None, np.arange(7, 9, 0.04), None, None)
+    speech = Speech(None, np.arange(7, 9, 0.04), None, None, None)
     rest = [CutPiece(left, 2, start, end, '', False)
             for left, start, end in ((1, 4., 4.5), (-1, 9., 12.), (1, 12., 30.))]
     dropped = account([{'start': 0.5, 'end': 3.5}], rest, speech, 31.)

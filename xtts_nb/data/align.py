@@ -17,7 +17,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import numpy as np
 import soundfile
 
 from ..config import UserError
-from .audio import hann_window, open_audio, wav_bytes
+from .audio import hann_window, mel_triangles, open_audio, wav_bytes
 from .corpora import read_lines, reason_kind, visible
 from .text import clean_for, fold_language, LANGUAGE_CODE
 from ..files import atomic_folder
@@ -122,13 +122,7 @@ def hop_length(rate: int) -> int:
 
 @lru_cache
 def _bands(n_fft: int, rate: int) -> np.ndarray:   # (n_fft // 2 + 1, C) float32
-    "Triangles of height 1, evenly spaced on the mel scale from 100 Hz on."
-    mel = lambda hz: 2595 * np.log10(1 + hz / 700)
-    edges = np.linspace(mel(100), mel(min(7000, 0.48 * rate)), BANDS + 2)
-    edges = 700 * (10**(edges / 2595) - 1)
-    hz = np.linspace(0, rate / 2, n_fft // 2 + 1)[:, None]
-    rising, falling = (hz - edges[:-2]) / np.diff(edges)[:-1], (edges[2:] - hz) / np.diff(edges)[1:]
-    return np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
+    return mel_triangles(n_fft, rate, BANDS, min(7000, 0.48 * rate), 100)[0].astype(np.float32)
 
 def frames_of(
     wav: np.ndarray,                       # (N,) float32, a frame begins at each hop
@@ -215,6 +209,12 @@ class Speech:
     times: np.ndarray     # (T,) s, the middle of each
     pause: np.ndarray     # (T + 1,) the pause before each frame and at the end, -1 for none
     pauses: np.ndarray    # (P, 2) s
+    null: np.ndarray      # (T,) float32, the distance of each frame to wrong text
+
+    @cached_property
+    def silence(self) -> np.ndarray:   # (T + 1,) s
+        "The length of the pause before each frame and at the end, 0 for none."
+        return np.append(np.diff(self.pauses)[:, 0], 0.)[self.pause]   # the last one is no pause
 
 def speech_frames(sound: SoundFrames) -> tuple[np.ndarray, np.ndarray]:   # (F,) bool, (P, 2) s
     "Which frames are no pause; and the pauses."
@@ -309,8 +309,9 @@ def comparable(sound: SoundFrames, spoken: list[SpokenSentence]) -> tuple[Speech
     said = np.concatenate([m[s.keep] for m, s in zip(mels, spoken)])
     mean, deviation = said.mean(0), said.std(0) + 0.1
     y = [with_slopes(m, mean, deviation)[s.keep] for m, s in zip(mels, spoken)]
-    return (Speech(x, frame_times(sound)[keep], _pauses_before(sound, keep, pauses), pauses),
-            TextFrames(np.concatenate(y), np.cumsum([0, *map(len, y)]), [s.words for s in spoken]))
+    model = TextFrames(np.concatenate(y), np.cumsum([0, *map(len, y)]), [s.words for s in spoken])
+    before = _pauses_before(sound, keep, pauses)
+    return Speech(x, frame_times(sound)[keep], before, pauses, null_cost(x, model.y)), model
 
 def _pauses_before(sound: SoundFrames, keep: np.ndarray, pauses: np.ndarray) -> np.ndarray:   # (T + 1,) int
     "The longest pause between each kept frame and the one before it, and at the end; -1 for none."
@@ -331,10 +332,11 @@ def distances(x: np.ndarray, y: np.ndarray) -> np.ndarray:   # (T, M) float32
     square += (y**2).sum(1)
     return np.sqrt(np.maximum(square, 0, out=square), out=square)
 
-def null_cost(x: np.ndarray, model: TextFrames) -> np.ndarray:   # (T, 1)
-    "The distance to wrong text: a low quantile of those to frames from everywhere."
-    some = model.y[np.linspace(0, len(model.y) - 1, min(600, len(model.y))).astype(int)]
-    return np.quantile(distances(x, some), NULL, axis=1)[:, None].astype(np.float32)
+def null_cost(x: np.ndarray, y: np.ndarray) -> np.ndarray:   # (T,) float32
+    "The distance of frames (T, D) to wrong text: a low quantile of those to frames from all of (M, D)."
+    some = y[np.linspace(0, len(y) - 1, min(600, len(y))).astype(int)]
+    blocks = (distances(x[i:i + BLOCK], some) for i in range(0, len(x), BLOCK))
+    return np.concatenate([np.quantile(block, NULL, axis=1) for block in blocks]).astype(np.float32)
 
 # %% ../../nbs/data/align.ipynb #c064daa6
 class Search:
@@ -354,15 +356,15 @@ class Search:
     def move(self):
         "Put the window around the best path: a third behind it, two thirds before it."
         starts, (first, last) = self.model.starts, self.window
-        states = self.cost[starts[first]:starts[last]]
+        states = self.cost[starts[first]:starts[last]]   # elsewhere is no path
         gap = first + int(self.gap[first:last + 1].argmin())
         best = starts[first] + int(states.argmin()) if states.min() < self.gap[gap] else starts[gap]
         new = max(first, int(np.searchsorted(starts, best - WINDOW // 3, 'right')) - 1)
         new = min(new, len(starts) - 2)
         least = min(states.min(), self.gap[gap])   # sums of hours would lose their digits in float32
-        self.cost[self.cost < FAR / 2] -= least
+        states[states < FAR / 2] -= least
         self.gap[self.gap < FAR / 2] -= least
-        self.cost[:starts[new]], self.gap[:new] = FAR, FAR
+        self.cost[starts[first]:starts[new]], self.gap[first:new] = FAR, FAR
         self.window = new, self._last(new)
 
 # %% ../../nbs/data/align.ipynb #4ad6e660
@@ -394,20 +396,19 @@ def _gaps_step(gap: np.ndarray, ended: np.ndarray, length: np.ndarray) -> tuple[
 # %% ../../nbs/data/align.ipynb #1051d2df
 def edge_cost(speech: Speech) -> np.ndarray:   # (T + 1,)
     "The cost of a sentence's edge before each frame: less beside a pause, the longer it is."
-    length = np.append(np.diff(speech.pauses)[:, 0], 0.)[speech.pause]   # the last one is no pause
-    return (EDGE * np.exp(-length / 0.15)).astype(np.float32)
+    return (EDGE * np.exp(-speech.silence / 0.15)).astype(np.float32)
 
 # %% ../../nbs/data/align.ipynb #8fbe6da7
-def _search_block(search: Search, speech: Speech, begin: int) -> np.ndarray:   # (block, gaps) int16
+def _search_block(search: Search, speech: Speech, edge: np.ndarray,
+                  begin: int) -> np.ndarray:   # (block, gaps) int16
     "Search on over a block of frames; returns its rows of `back`."
     (first, last), model, rows = search.window, search.model, []
     low, high = model.starts[first], model.starts[last]
     heads, tails = model.starts[first:last] - low, model.starts[first + 1:last + 1] - low - 1
     x = speech.x[begin:begin + BLOCK]
     local = distances(x, model.y[low:high])
-    local -= null_cost(x, model)
+    local -= speech.null[begin:begin + BLOCK, None]
     cost, began, gap = search.cost[low:high], search.began[low:high], search.gap[first:last + 1]
-    edge = edge_cost(speech)
     for t in range(begin, begin + len(x)):
         entry = gap[:-1] + edge[t]
         cost, began = _states_step(cost, began, local[t - begin], heads, entry, t)
@@ -426,9 +427,9 @@ class Match(NamedTuple):
 
 def align(speech: Speech, model: TextFrames, progress: Callable = lambda done, total: None) -> list[Match]:
     "The sentences that are spoken, in order, by the best path."
-    search, blocks = Search(model), []
+    search, edge, blocks = Search(model), edge_cost(speech), []
     for begin in range(0, len(speech.x), BLOCK):
-        blocks.append((search.window[0], _search_block(search, speech, begin)))
+        blocks.append((search.window[0], _search_block(search, speech, edge, begin)))
         search.move()
         progress(min(begin + BLOCK, len(speech.x)), len(speech.x))
     return _traced(blocks, len(speech.x), int(search.gap.argmin()))
@@ -458,7 +459,7 @@ class Fit(NamedTuple):
 def fit_words(match: Match, speech: Speech, model: TextFrames) -> Fit:
     "The path through one sentence."
     x, y = speech.x[match.begin:match.end], model.y[slice(*model.starts[match.sentence:match.sentence + 2])]
-    local = distances(x, y) - null_cost(x, model)
+    local = distances(x, y) - speech.null[match.begin:match.end, None]
     cost, steps = np.full(len(y), FAR, np.float32), np.zeros(local.shape, np.int8)
     cost[0] = local[0, 0]
     for t in range(1, len(x)):
@@ -506,8 +507,7 @@ class CutPiece(NamedTuple):
 def _edge(speech: Speech, frame: int, low: int, high: int) -> int:
     "The frame from `low` to `high` near `frame` that has a pause before it, better a long one, else `frame`."
     near = [f for f in range(max(low, frame - NEAR), min(high, frame + NEAR) + 1) if speech.pause[f] >= 0]
-    short = lambda f: np.exp(-np.diff(speech.pauses[speech.pause[f]])[0] / 0.15)
-    return min(near, key=lambda f: abs(f - frame) + EDGE * short(f), default=frame)
+    return min(near, key=lambda f: abs(f - frame) + EDGE * np.exp(-speech.silence[f] / 0.15), default=frame)
 
 def with_edges(fits: list[Fit], speech: Speech) -> list[Match]:
     "The sentences with their edges at pauses."
@@ -521,10 +521,9 @@ def with_edges(fits: list[Fit], speech: Speech) -> list[Match]:
 
 def _with_rest(before: Match | None, match: Match, after: Match | None, speech: Speech) -> Match:
     "A sentence with a syllable that lies between it and the next one, if the pause on its side is shorter."
-    length = lambda frame: np.diff(speech.pauses[speech.pause[frame]])[0] if speech.pause[frame] >= 0 else 0.
-    begin, end = match.begin, match.end
-    if after and 0 < after.begin - end <= REST and length(end) < length(after.begin): end = after.begin
-    if before and 0 < begin - before.end <= REST and length(begin) <= length(before.end): begin = before.end
+    begin, end, silence = match.begin, match.end, speech.silence
+    if after and 0 < after.begin - end <= REST and silence[end] < silence[after.begin]: end = after.begin
+    if before and 0 < begin - before.end <= REST and silence[begin] <= silence[before.end]: begin = before.end
     return Match(match.sentence, begin, end)
 
 # %% ../../nbs/data/align.ipynb #58b19dc0
@@ -542,8 +541,8 @@ def pieces_of(fit: Fit, match: Match, sentence: Sentence, speech: Speech, words:
     "A sentence in pieces, cut at the pauses within it whose place in the text is sure."
     cuts, last = [(match.begin, 0)], 0
     for frame in range(max(match.begin, fit.match.begin) + 1, min(match.end, fit.match.end)):
-        if (pause := speech.pause[frame]) < 0: continue
-        word = _word_at(fit, frame, np.diff(speech.pauses[pause])[0], sentence, words)
+        if speech.pause[frame] < 0: continue
+        word = _word_at(fit, frame, speech.silence[frame], sentence, words)
         if word is not None and word > last:
             cuts.append((frame, sentence.words[word]))
             last = word

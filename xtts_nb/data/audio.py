@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FOREIGN', 'LARGEST_FILTER', 'LOUDEST', 'EXTENSIBLE', 'LOG_FLOOR', 'open_audio', 'read_samples', 'load_audio',
-           'decode_wav', 'check_native', 'resample', 'resample_batch', 'synthetic_voice', 'mel_filterbank',
-           'hann_window', 'frame_count', 'stft', 'log_mel', 'speaker_log_mel', 'log_mel_numpy', 'griffin_lim',
-           'wav_header', 'pcm16', 'wav_bytes', 'save_audio']
+           'decode_wav', 'check_native', 'resample', 'resample_batch', 'synthetic_voice', 'mel_triangles',
+           'mel_filterbank', 'hann_window', 'frame_count', 'stft', 'log_mel', 'speaker_log_mel', 'log_mel_numpy',
+           'griffin_lim', 'wav_header', 'pcm16', 'wav_bytes', 'save_audio']
 
 # %% ../../nbs/data/audio.ipynb #53e92f72
 import struct
@@ -213,10 +213,16 @@ def synthetic_voice(
     return (0.3 * wav * np.hanning(len(t))**0.2 / np.abs(wav).max()).astype(np.float32)
 
 # %% ../../nbs/data/audio.ipynb #db8a8827
-def _triangles(n_fft: int, sample_rate: int, n_mels: int, f_max: float) -> tuple[np.ndarray, np.ndarray]:
-    "Triangles (n_fft // 2 + 1, C) of height 1, evenly spaced on the HTK mel scale; their widths (C,) in Hz."
+def mel_triangles(
+    n_fft: int,
+    sample_rate: int,                      # Hz
+    n_mels: int,
+    f_max: float,                          # Hz, the end of the last one
+    f_min: float = 0.,
+) -> tuple[np.ndarray, np.ndarray]:        # (n_fft // 2 + 1, C) of height 1, (C,) Hz from end to end
+    "Triangles and their widths, evenly spaced on the HTK mel scale."
     mel = lambda hz: 2595 * np.log10(1 + hz / 700)
-    edges = 700 * (10**(np.linspace(0, mel(f_max), n_mels + 2) / 2595) - 1)
+    edges = 700 * (10**(np.linspace(mel(f_min), mel(f_max), n_mels + 2) / 2595) - 1)
     hz = np.linspace(0, sample_rate / 2, n_fft // 2 + 1)[:, None]
     rising = (hz - edges[:-2]) / np.diff(edges)[:-1]
     falling = (edges[2:] - hz) / np.diff(edges)[1:]
@@ -228,7 +234,7 @@ def mel_filterbank(
     audio: AudioConfig = AudioConfig(),
 ) -> np.ndarray:                  # (n_fft // 2 + 1, C) float32
     "Triangles of equal area, evenly spaced on the HTK mel scale from 0 to `f_max` Hz."
-    height, width = _triangles(n_fft, audio.sample_rate, audio.n_mels, audio.f_max)
+    height, width = mel_triangles(n_fft, audio.sample_rate, audio.n_mels, audio.f_max)
     return (height * 2 / width).astype(np.float32)
 
 @lru_cache
@@ -298,7 +304,7 @@ def speaker_log_mel(
     padded = tf.pad(tf.cast(wav, tf.float64), [[0, 0]] * (wav.shape.rank - 1) + [[n_fft // 2] * 2], 'REFLECT')
     spectrum = tf.signal.rfft(tf.signal.frame(padded, n_fft, speaker.hop_length) * window)
     power = tf.math.real(spectrum)**2 + tf.math.imag(spectrum)**2
-    filters, _ = _triangles(n_fft, speaker.sample_rate, speaker.n_mels, speaker.sample_rate / 2)
+    filters, _ = mel_triangles(n_fft, speaker.sample_rate, speaker.n_mels, speaker.sample_rate / 2)
     return tf.cast(tf.math.log(tf.tensordot(power, filters, 1) + 1e-6), tf.float32)
 
 # %% ../../nbs/data/audio.ipynb #7317a617
