@@ -1,8 +1,10 @@
-"The commands from recordings to a cache, with a stubbed library: calls, output and exit codes."
+"The commands from recordings to a cache: calls, output and exit codes; what takes long is a stub."
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import soundfile
 
 from process import check_bounds
 from xtts_nb.app import cli_data
@@ -10,7 +12,7 @@ from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data.corpora import read_corpus
 from xtts_nb.app.download import find_source
 from xtts_nb.models.dvae import load_dvae
-from xtts_nb.app.demo import corpus_page
+from xtts_nb.app.demo import corpus_page, DEMO_SENTENCES, speak, VOICES
 
 TINY = XTTSConfig.tiny()
 
@@ -49,19 +51,44 @@ def test_download(ran, behind, bars, tmp_path, monkeypatch):
 
 # --- a recording and its text -------------------------------------------------------------------------------
 
-def test_corpus(ran, behind, bars):
-    result = {'clips': [{'text': 'One.', 'start': 0., 'end': 6., 'file': 'wavs/b-00001.wav'}],
-              'dropped': [{'start': 6., 'end': 9., 'reason': 'pause'}], 'missing': ['Two.']}
-    made = behind('data.align.cut_corpus', result)
-    done = ran('corpus b.mp3 --text b.srt --out o')
-    assert done.out.splitlines() == ['1 clips, 0.1 minutes of 0.1', 'dropped  3.0 s: pause (1)',
-                                     'missing  Two.', 'o is ready: xtts-nb prepare o']
-    assert ran('corpus b.mp3 --text b.srt --out o --language de --json').json == result
-    told = [(str(c['source']), str(c['text']), str(c['out']), c['language']) for c in made]
-    assert told == [('b.mp3', 'b.srt', 'o', 'en'), ('b.mp3', 'b.srt', 'o', 'de')]
-    wav, rate, words = made[0]['speak']('Hello there.', 'en')
-    assert len(wav) > rate / 2 and [place for place, _ in words] == [0, 6]
-    assert made[0]['split']('One. Two.', 'en') == ['One. ', 'Two.']
+@pytest.fixture(scope='module')
+def book(tmp_path_factory):
+    "A recording of six sentences and its text."
+    folder, texts = tmp_path_factory.mktemp('book'), DEMO_SENTENCES['en'][:6]
+    parts = [p for t in texts for p in (speak(t, 'en', VOICES['f4'])[0], np.zeros(11025, np.int16))]
+    soundfile.write(folder / 'book.wav', np.concatenate(parts), 22050)
+    (folder / 'book.txt').write_text(' '.join(texts[:5]))
+    return folder
+
+def test_corpus(ran, bars, book, tmp_path):
+    out = tmp_path / 'out'
+    made = ran(f'corpus {book}/book.wav --text {book}/book.txt --out {out} --json')
+    assert made.code == 0 and made.json['missing'] == []
+    clips = made.json['clips']
+    assert ' '.join(c['text'] for c in clips) == ' '.join(DEMO_SENTENCES['en'][:5])
+    assert all({'text', 'start', 'end', 'file', 'score'} == {*c} for c in clips)
+    assert all((out / c['file']).is_file() for c in clips)
+    page = (out / 'listen.html').read_text()
+    assert page.count('<audio') == len(clips) and DEMO_SENTENCES['en'][5] not in page
+    assert 'no sentence of the text is spoken here' in page
+    (tmp_path / 'cuts.csv').write_text('source|start|end|text\nbook.wav|0|2|Only this.\n')
+    done = ran(f'corpus {book}/book.wav --fix {tmp_path}/cuts.csv --out {tmp_path}/fixed')
+    assert done.out.splitlines()[0].startswith('1 clips, 0.0 minutes of')
+    assert done.out.splitlines()[-1] == f'{tmp_path}/fixed is ready: xtts-nb prepare {tmp_path}/fixed'
+    assert 'Only this.' in (tmp_path / 'fixed' / 'listen.html').read_text()
+
+def test_corpus_checks_clips(ran, bars, tmp_path):
+    texts, clips = DEMO_SENTENCES['de'][:9], tmp_path / 'clips'
+    clips.mkdir()
+    (clips / 'metadata.csv').write_text(''.join(f'{i}|{t}\n' for i, t in enumerate(texts)), encoding='utf-8')
+    for i, text in enumerate(texts):
+        wav = speak(text, 'de', VOICES['f4'])[0]
+        soundfile.write(clips / f'{i}.wav', wav if i else wav[:9000], 22050)
+    done = ran(f'corpus {tmp_path}/clips --language de --out {tmp_path}/out --json')
+    assert [d['source'] for d in done.json['dropped']] == ['0.wav'] and len(done.json['clips']) == 8
+    assert done.json['unclear'] == 0 and (tmp_path / 'out' / 'listen.html').is_file()
+    done = ran(f'corpus {tmp_path}/clips/metadata.csv --language de --out {tmp_path}/again')
+    assert done.code == 0 and 'dropped  1 × its text goes on after the sound' in done.out
 
 @pytest.mark.parametrize('missing', ['text', 'sound', 'espeak'])
 def test_corpus_without_a_part(ran, bars, behind, tmp_path, missing):

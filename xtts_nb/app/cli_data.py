@@ -38,24 +38,35 @@ def _download(
     return result, download_text(source, result)
 
 # %% ../../nbs/app/cli_data.ipynb #c0a95002
+def _has_table(source: Path) -> bool:
+    "Whether clips with a table are there, or this is their table."
+    from xtts_nb.config import UserError
+    from xtts_nb.data.corpora import find_layout, SUFFIXES
+    try: return source.suffix.lower() not in SUFFIXES and bool(find_layout(source))
+    except UserError: return False
+
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
 def _corpus(
-    source: argument(Path, 'A long recording: wav, flac, mp3, ogg or opus.'),
-    text: option(Path, 'What is read in it: paragraphs, or subtitles (.srt, .vtt, .ass).'),
+    source: argument(Path, 'A recording, a folder of recordings, or clips with a table, which are checked.'),
     out: option(Path, 'Folder of the corpus; it must be new or empty.'),
+    text: option(Path | None, 'What is read: paragraphs, or subtitles (.srt, .vtt, .ass); default: a file of '
+                              'the same name beside each recording.') = None,
     language: option(str, 'Language of the text.') = 'en',
+    fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.') = None,
 ):
-    "Cut a long recording into clips of 2 to 11 s with their texts, at its pauses."
-    from xtts_nb.app.demo import espeak_files, speak_words
-    from xtts_nb.data.align import corpus_text, cut_corpus
+    "Cut recordings into clips of 2 to 11 s with their texts, or check clips against their texts."
+    from xtts_nb.app.demo import cuts_page, espeak_files, speak_words
+    from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, recut
     from xtts_nb.speech.long import sentences
-    espeak_files()   # before the recording is read
+    if not fix: espeak_files()   # before the recording is read
     start()
 
     with progress() as tell:
-        result = cut_corpus(source, text, out, language, speak_words, sentences, tell)
-    return result, f'{corpus_text(result)}\n{out} is ready: xtts-nb prepare {out}'
-
+        if fix: result = recut(source, fix, out, language)
+        elif not text and _has_table(source): result = check_corpus(source, out, language, speak_words, tell)
+        else: result = cut_corpus(source, text, out, language, speak_words, sentences, tell)
+    page = cuts_page(result, source, out)
+    return result, f'{corpus_text(result)}\nTo listen: {page}\n{out} is ready: xtts-nb prepare {out}'
 
 # %% ../../nbs/app/cli_data.ipynb #49b0d04d
 def _given(dvae: Path, settings):

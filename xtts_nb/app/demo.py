@@ -6,10 +6,10 @@
 __all__ = ['DEMO_SENTENCES', 'VOICES', 'SYNCHRONOUS', 'DONT_EXIT', 'UTF8', 'CHARACTERS', 'ESPEAK_RATE', 'ESPEAK_PITCH',
            'WORD_BEGINS', 'BEFORE', 'BETWEEN', 'AFTER', 'MARK', 'SynthVoice', 'espeak_files', 'short_path', 'unload',
            'speak', 'speak_words', 'Utterance', 'plan_corpus', 'corpus_digest', 'make_corpus', 'held_out_pairs',
-           'plot_before_after', 'plot_losses', 'plot_spread', 'html_table', 'counts_table', 'corpus_page', 'Pair',
-           'choose_pairs', 'speak_pairs', 'score_pairs', 'count_hits', 'write_pairs', 'Stages', 'measure_before_after',
-           'prepare_cache', 'TrainedDemo', 'train_and_speak', 'score_held_out', 'run_demo', 'seeded', 'spoken_counts',
-           'check_own_run', 'demo_seeds', 'seed_spread', 'demo_report']
+           'plot_before_after', 'plot_losses', 'plot_spread', 'html_table', 'counts_table', 'corpus_page', 'plot_cut',
+           'cuts_page', 'Pair', 'choose_pairs', 'speak_pairs', 'score_pairs', 'count_hits', 'write_pairs', 'Stages',
+           'measure_before_after', 'prepare_cache', 'TrainedDemo', 'train_and_speak', 'score_held_out', 'run_demo',
+           'seeded', 'spoken_counts', 'check_own_run', 'demo_seeds', 'seed_spread', 'demo_report']
 
 # %% ../../nbs/app/demo.ipynb #ea05ed43
 import atexit
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import soundfile
 import tensorflow as tf
 from matplotlib.figure import Figure
 
@@ -393,6 +394,60 @@ def corpus_page(report: dict, path: str | Path, title: str = 'Corpus') -> Path:
         heading('Languages'), counts_table(report['languages'], 'language'),
         heading('Letters'), counts_table(report['characters'], 'letter', 400)]
     return write_report(path, title, pieces)
+
+# %% ../../nbs/app/demo.ipynb #c0710001
+def plot_cut(wav: np.ndarray, rate: int, start: float, end: float) -> Figure:
+    "The waveform around a clip, in 100 parts a second; what is in the clip is dark. Times in s of `wav`."
+    part = max(1, rate // 100)
+    loud = np.abs(wav[:len(wav) // part * part]).reshape(-1, part).max(1)
+    fig, ax = _axes('', 6.4, 0.9, yticks=[], xlabel='s')
+    at = np.arange(len(loud)) * part / rate
+    inside = (at >= start) & (at < end)
+    for where, colour in ((~inside, BETWEEN), (inside, AFTER)):
+        ax.fill_between(at, -loud, loud, where=where, color=colour, lw=0)
+    for edge in (start, end): ax.axvline(edge, color=BEFORE, lw=0.8)
+    ax.spines['left'].set_visible(False)
+    ax.set_xlim(0, max(at[-1], 0.01) if len(at) else 1)
+    return fig
+
+def _cut_section(clip: dict, path: Path, folder: Path, around: float = 0.6) -> list[str]:
+    "A clip with its text, its sound, and the recording around it (s)."
+    with soundfile.SoundFile(path) as file:
+        rate, first = file.samplerate, max(0, round((clip['start'] - around) * file.samplerate))
+        file.seek(first)
+        length = round((clip['end'] + around) * rate) - first
+        wav = file.read(length, dtype='float32', always_2d=True).mean(1)
+    begin = clip['start'] - first / rate
+    place = f'{clip.get("source", path.name)}, {clip["start"]:.2f} to {clip["end"]:.2f} s'
+    fig = plot_cut(wav, rate, begin, begin + clip['end'] - clip['start'])
+    return [f'<p dir="auto"><b>{html.escape(visible(clip["text"], 400))}</b></p>',
+            f'<p>{html.escape(clip.get("cut", ""))}</p>' if 'cut' in clip else '',
+            f'<div class="row">{player(folder / clip["file"], place)}{picture(fig, place)}</div>']
+
+def cuts_page(
+    result: dict,             # of `cut_corpus` or `check_corpus`
+    source: Path,             # the recording, or the folder of the recordings
+    folder: Path,             # of the corpus
+    most: int = 30,           # clips
+) -> Path:                    # listen.html
+    "The clips that fit their texts worst, to listen to, and what is in no clip."
+    sure = lambda clip: ('cut' not in clip, clip.get('score', 0.))
+    clips, seconds = sorted(result['clips'], key=sure)[:most], lambda c: c['end'] - c['start']
+    used, lost = (sum(map(seconds, result[kind])) for kind in ('clips', 'dropped'))
+    root = source if source.is_dir() else source.parent
+    rows = [(f'{d["start"]:.2f}', f'{d["end"]:.2f}', d.get('source', source.name), d['reason'])
+            for d in sorted(result['dropped'], key=seconds, reverse=True) if d['reason'] != 'pause']
+    pieces = [
+        facts({'clips': f'{len(result["clips"]):,}', 'minutes': f'{used / 60:.1f}',
+               'minutes in no clip': f'{lost / 60:.1f}', 'sentences not found': len(result['missing'])}),
+        heading('Worst first', 'The clips whose sound fits their text least. Red lines are the cuts.'),
+        *(piece for clip in clips
+          for piece in _cut_section(clip, root / clip.get('source', source.name), folder)),
+        heading('In no clip', 'Longest first; pauses are left out.'),
+        html_table(['from', 'to', 'recording', 'reason'], rows),
+        heading('Not found', 'Sentences of the text that nobody reads here.'),
+        html_table(['sentence'], [(text,) for text in result['missing']])]
+    return write_report(folder / 'listen.html', 'Cuts', pieces)
 
 # %% ../../nbs/app/demo.ipynb #a3002c79
 class Pair(NamedTuple):

@@ -1,0 +1,371 @@
+"A recording and its text become clips, and clips are compared with their texts: what is found and refused."
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import soundfile
+
+from xtts_nb.app.demo import DEMO_SENTENCES, speak, speak_words, VOICES
+from xtts_nb.config import UserError
+from xtts_nb.data import cut
+from xtts_nb.data.align import measure_sound, Speech
+from xtts_nb.data.corpora import read_corpus
+from xtts_nb.data.cut import (
+    account, choose_clips, corpus_text, cut_corpus, CutPiece, join_sounds, located, LONGEST, SHORTEST)
+from xtts_nb.speech.long import sentences
+
+RATE = 22050
+
+
+# --- a reading ----------------------------------------------------------------------------------------------
+
+def reading(spoken, voices=('f4', 'm3'), pauses=(0.2, 0.5, 0.8), language='en', lead=0.3):
+    "Speech with pauses, and where each sentence lies: samples, [(start, end)] in s."
+    rng, parts, places = np.random.default_rng(0), [np.zeros(int(lead * RATE))], []
+    for i, text in enumerate(spoken):
+        wav = speak(text, language, VOICES[voices[i % len(voices)]])[0] / 2.**15
+        at, loud = sum(map(len, parts)), np.flatnonzero(np.abs(wav) > 0.01)
+        places.append(((at + loud[0]) / RATE, (at + loud[-1]) / RATE))
+        parts += [wav, np.zeros(int(rng.choice(pauses) * RATE))]
+    wav = np.concatenate(parts)
+    return (wav + 1e-4 * rng.standard_normal(len(wav))).astype(np.float32), places
+
+def corpus(folder, wav, text, language='en', out='out'):
+    soundfile.write(folder / 'book.wav', wav, RATE)
+    (folder / 'book.txt').write_text(text, encoding='utf-8')
+    return cut_corpus(folder / 'book.wav', folder / 'book.txt', folder / out, language, speak_words,
+                       sentences)
+
+@pytest.mark.parametrize('language, voices', [('en', ('f4', 'm3')), ('de', ('f1',))])
+def test_what_is_missing_on_either_side_is_left_out(tmp_path, language, voices):
+    texts = DEMO_SENTENCES[language]
+    unread, unwritten = texts[5], texts[9]
+    spoken = [t for t in texts[:14] if t != unread]
+    wav, places = reading(spoken, voices, language=language)
+    result = corpus(tmp_path, wav, ' '.join(t for t in texts[:14] if t != unwritten), language)
+    assert result['missing'] == [unread]
+    strange = [d for d in result['dropped'] if d['reason'] == 'no sentence of the text is spoken here']
+    start, end = places[spoken.index(unwritten)]
+    assert len(strange) == 1 and strange[0]['start'] <= start and end <= strange[0]['end']
+    parts = sorted(result['clips'] + result['dropped'], key=lambda p: p['start'])
+    assert parts[0]['start'] == 0 and parts[-1]['end'] == pytest.approx(len(wav) / RATE, abs=1e-3)
+    assert all(a['end'] == pytest.approx(b['start'], abs=2e-3) for a, b in pairwise(parts))
+    for clip in result['clips']:
+        inside = [i for i, (a, b) in enumerate(places) if a < clip['end'] and b > clip['start']]
+        assert clip['text'] == ' '.join(spoken[i] for i in inside)
+        assert 0.04 < places[inside[0]][0] - clip['start'] < 0.2
+        assert 0.04 < clip['end'] - places[inside[-1]][1] < 0.2
+
+def test_the_clips_are_a_corpus(tmp_path):
+    texts = DEMO_SENTENCES['en'][:8]
+    wav, _ = reading(texts)
+    result = corpus(tmp_path, wav, ' '.join(texts))
+    rows, dropped = read_corpus(tmp_path / 'out')
+    assert not dropped and [r.text for r in rows] == [c['text'] for c in result['clips']]
+    assert {(r.speaker, r.language) for r in rows} == {('book', 'en')}
+    for row, clip in zip(rows, result['clips']):
+        cut, rate = soundfile.read(row.path)
+        first, last = round(clip['start'] * RATE), round(clip['end'] * RATE)
+        assert rate == RATE and np.abs(cut - wav[first:last]).max() < 1e-3
+        assert SHORTEST <= len(cut) / RATE <= LONGEST
+        assert max(np.abs(cut[:600]).max(), np.abs(cut[-600:]).max()) < 0.02
+    json.dumps(result)
+
+def test_a_long_sentence_is_cut_at_its_pauses(tmp_path):
+    parts = [f'{t.rstrip(".").lower()},' for t in DEMO_SENTENCES['en'][:8] if t.endswith('.')]
+    wav, places = reading(parts, ('m4',), (0.5,))
+    result = corpus(tmp_path, wav, ' '.join(parts))
+    assert len(result['clips']) > 1 and not result['missing']
+    assert ' '.join(c['text'] for c in result['clips']) == ' '.join(parts)
+    for clip in result['clips']:
+        assert clip['text'] == ' '.join(t for t, (a, b) in zip(parts, places)
+                                        if clip['start'] < a and b < clip['end'])
+
+@pytest.mark.parametrize('text, language', [(' '.join(DEMO_SENTENCES['de']), 'de'),
+                                            (' '.join(DEMO_SENTENCES['fa']), 'fa'),
+                                            (' '.join(DEMO_SENTENCES['en'][12:]), 'en')])
+def test_another_text_is_refused(tmp_path, text, language):
+    wav, _ = reading(DEMO_SENTENCES['en'][:12])
+    with pytest.raises(UserError, match=r'only \d+ of \d+ sentences .* give the text of this recording'):
+        corpus(tmp_path, wav, text, language)
+    assert not list(tmp_path.glob('out*'))
+
+@pytest.mark.parametrize('wav, reason', [(np.zeros(RATE * 3), 'silent'), (np.zeros(0), 'no sound')])
+def test_silence_is_refused(tmp_path, wav, reason):
+    with pytest.raises(UserError, match=reason): corpus(tmp_path, wav.astype(np.float32), 'Hello there.')
+    assert not list(tmp_path.glob('out*'))
+
+@pytest.mark.parametrize('there, text, reason', [
+    ('a.txt', 'a.txt', 'a.wav: there is no such file; give a recording'),
+    ('a.wav', 'a.txt', 'a.txt: there is no such file; give the text'),
+    ('a.wav', None, r'a.wav: no text beside it \(a.txt, .srt, .vtt, .ass, .ssa\); give --text FILE')])
+def test_a_file_that_is_missing_is_named(tmp_path, there, text, reason):
+    (tmp_path / there).write_text('The train is late.')
+    with pytest.raises(UserError, match=reason):
+        cut_corpus(tmp_path / 'a.wav', text and tmp_path / text, tmp_path / 'out', 'en', speak_words,
+                   sentences)
+    assert not (tmp_path / 'out').exists()
+
+def test_other_work_is_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr(cut, 'measure_file', lambda *what: 1 / 0)   # before the work
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out' / 'mine').touch()
+    with pytest.raises(UserError, match='already holds something'): corpus(tmp_path, np.zeros(9), 'Hello.')
+    with pytest.raises(UserError, match='no language code'):
+        corpus(tmp_path, np.zeros(9), 'Hello.', 'English!')
+
+
+# --- several recordings -------------------------------------------------------------------------------------
+
+def chapters(folder, texts, rates=(22050, 44100), bad=False):
+    "Three readings, `1.wav`, `2.wav` and `10.wav`, with their texts beside them; where each sentence lies."
+    from xtts_nb.data.audio import resample
+    folder.mkdir()
+    places = {}
+    for i, number in enumerate((1, 2, 10)):
+        part, rate = texts[4 * i:4 * i + 4], rates[i % len(rates)]
+        wav, places[f'{number}.wav'] = reading(part, ('f4',), (0.4,))
+        soundfile.write(folder / f'{number}.wav', resample(wav, RATE, rate), rate)
+        (folder / f'{number}.txt').write_text(' '.join(part))
+    if bad:
+        (folder / '3.wav').write_bytes(b'no sound')
+        (folder / '3.txt').write_text('Nobody can hear this.')
+        (folder / '4.wav').write_bytes((folder / '1.wav').read_bytes())
+    return places
+
+@pytest.mark.parametrize('beside', [True, False])
+def test_chapters_are_aligned_as_one(tmp_path, beside):
+    texts = DEMO_SENTENCES['en'][:12]
+    places = chapters(tmp_path / 'book', texts, bad=beside)
+    (tmp_path / 'all.txt').write_text(' '.join(texts))
+    text = None if beside else tmp_path / 'all.txt'
+    result = cut_corpus(tmp_path / 'book', text, tmp_path / 'out', 'en', speak_words, sentences)
+    spoken = {c['text']: c for c in result['clips']}
+    assert ' '.join(spoken) == ' '.join(texts) and [c['source'] for c in result['clips']] == sorted(
+        (c['source'] for c in result['clips']), key=lambda name: int(name[:-4]))
+    for clip in result['clips']:
+        first, *_, last = [place for place, part in zip(places[clip['source']], texts[4 * list(places).index(
+            clip['source']):]) if part in clip['text']] * 2
+        assert 0.04 < first[0] - clip['start'] < 0.2 and 0.04 < clip['end'] - last[1] < 0.2
+        assert soundfile.info(tmp_path / 'out' / clip['file']).duration == pytest.approx(
+            clip['end'] - clip['start'], abs=1e-3)
+    assert {c.speaker for c in read_corpus(tmp_path / 'out')[0]} == {'book'}
+    reasons = {d['source']: d['reason'] for d in result['dropped'] if d['end'] == 0}
+    assert reasons.keys() == ({'3.wav', '4.wav'} if beside else set())
+    if beside:
+        assert reasons['4.wav'] == 'no text beside the recording'
+        assert 'not readable as audio' in reasons['3.wav']
+    for name in places:   # each second of each recording once
+        parts = sorted((p['start'], p['end']) for p in result['clips'] + result['dropped']
+                       if p['source'] == name)
+        assert parts[0][0] == 0 and all(a[1] == pytest.approx(b[0], abs=3e-3) for a, b in pairwise(parts))
+        assert parts[-1][1] == pytest.approx(soundfile.info(tmp_path / 'book' / name).duration, abs=2e-3)
+
+@pytest.mark.parametrize('files, reason', [
+    ({}, 'holds no recordings'),
+    ({'a.wav': b'x', 'b.wav': b'x', 'a.txt': b'Hi.', 'b.txt': b'Ho.'}, 'no recording can be read'),
+    ({'a.wav': b'x', 'b.wav': b'x'}, 'no text beside it')])
+def test_a_folder_without_recordings(tmp_path, files, reason):
+    (tmp_path / 'book').mkdir()
+    for name, data in files.items(): (tmp_path / 'book' / name).write_bytes(data)
+    with pytest.raises(UserError, match=reason):
+        cut_corpus(tmp_path / 'book', None, tmp_path / 'out', 'en', speak_words, sentences)
+    assert not list(tmp_path.glob('out*'))
+
+def test_pauses_of_joined_recordings():
+    "Pauses at both sides of the border and the gap between are one; frames at 22,050 Hz are shorter."
+    quiet, tone = lambda n: np.zeros(n), lambda n: np.sin(np.arange(n) * 0.3)
+    one = lambda rate: np.concatenate([quiet(rate // 2), tone(rate), quiet(rate // 4)])
+    sounds = [measure_sound(one(rate).astype(np.float32), rate) for rate in (22050, 16000)]
+    whole, recordings = join_sounds(['a', 'b'], sounds, 1.)
+    assert recordings[1].scale == pytest.approx(0.04 / (880 / 22050)) and recordings[0].scale == 1
+    first, border, last = whole.pauses
+    assert first == pytest.approx([0, .5], abs=.03) and last[1] == pytest.approx(whole.seconds)
+    back = [*located([{'start': border[0], 'end': border[1]}], recordings)]
+    assert [(b['path'], b['start'], b['end']) for b in back] == [
+        ('a', pytest.approx(1.5, abs=.03), 1.75), ('b', 0, pytest.approx(.5, abs=.03))]
+
+
+# --- corrected by hand --------------------------------------------------------------------------------------
+
+def test_a_corrected_table_is_cut_again(tmp_path):
+    wav, _ = reading(DEMO_SENTENCES['en'][:6])
+    first = corpus(tmp_path, wav, ' '.join(DEMO_SENTENCES['en'][:6]))
+    lines = (tmp_path / 'out' / 'cuts.csv').read_text().splitlines()
+    assert lines[0] == 'source|start|end|text' and len(lines) == len(first['clips']) + 1
+    again = cut.recut(tmp_path / 'book.wav', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')['clips']
+    assert again == [{k: v for k, v in c.items() if k != 'score'} for c in first['clips']]
+    (tmp_path / 'new.csv').write_text(f'{lines[0]}\nbook.wav|0.5|2|One | two.\nbook.wav| 1.5 |3|Three.\n')
+    result = cut.recut(tmp_path / 'book.wav', tmp_path / 'new.csv', tmp_path / 'new', 'EN')
+    rows = read_corpus(tmp_path / 'new')[0]
+    assert [(r.text, r.speaker, r.language) for r in rows] == [
+        ('One two.', 'book', 'en'), ('Three.', 'book', 'en')]
+    cutout, rate = soundfile.read(rows[1].path)
+    assert np.abs(cutout - wav[int(1.5 * rate):3 * rate]).max() < 1e-3
+    assert [(d['start'], d['end'], d['reason']) for d in result['dropped']] == [
+        (0, .5, 'not in cuts.csv'), (3, round(len(wav) / RATE, 3), 'not in cuts.csv')]
+
+@pytest.mark.parametrize('line, reason', [
+    ('book.wav|1|2', 'line 2 has 3 columns'), ('other.wav|1|2|a', 'there is no recording other.wav'),
+    ('../book.wav|1|2|a', 'there is no recording'), ('book.wav|one|2|a', r'"one\|2" is no time'),
+    ('book.wav|2|2|a', '2 to 2 s is no part of book.wav, which has 3.00 s'),
+    ('book.wav|-1|2|a', 'no part of'),
+    ('book.wav|1|3.1|a', 'no part of'), ('book.wav|1|nan|a', 'no part of'), ('book.wav|1|2|–', 'has no text'),
+    ('', 'holds no line')])
+def test_a_line_that_cannot_be_cut_is_named(tmp_path, line, reason):
+    soundfile.write(tmp_path / 'book.wav', np.zeros(3 * RATE), RATE)
+    (tmp_path / 'cuts.csv').write_text(f'source|start|end|text\n{line}\n')
+    with pytest.raises(UserError, match=reason):
+        cut.recut(tmp_path / 'book.wav', tmp_path / 'cuts.csv', tmp_path / 'out', 'en')
+    assert not (tmp_path / 'out').exists()
+
+
+# --- clips and their texts ----------------------------------------------------------------------------------
+
+def with_faults(folder, kinds, language='en', noise=0.):
+    "Clips of two voices, some with a fault: its number -> its kind."
+    texts, rng = DEMO_SENTENCES[language], np.random.default_rng(2)
+    said = [(t, v) for v in ('f4', 'm3') for t in texts]
+    wavs = [speak(t, language, VOICES[v])[0] / 2.**15 for t, v in said]
+    (folder / 'wavs').mkdir(parents=True)
+    rows = []
+    for i, (text, voice) in enumerate(said):
+        wav, more, kind = wavs[i], wavs[(i + 1) % len(wavs)][1500:1500 + RATE // 3], kinds.get(i)
+        if kind == 'half': wav = wav[:len(wav) // 2]
+        if kind == 'end': wav = np.concatenate([wav, more])
+        if kind == 'pause': wav = np.concatenate([wav, np.zeros(RATE // 4), more, np.zeros(RATE // 10)])
+        if kind == 'start': wav = np.concatenate([more, wav])
+        if kind == 'second': wav = wav[len(wav) // 2:]
+        if kind == 'text': text = texts[(i + 3) % len(texts)]
+        wav = wav + noise * rng.standard_normal(len(wav))
+        soundfile.write(folder / 'wavs' / f'{i}.wav', wav, RATE)
+        rows.append(f'{i}|{text}|{text}|{voice}|{language}\n')
+    (folder / 'metadata.csv').write_text(''.join(rows), encoding='utf-8')
+    return said
+
+FAULTS = {2: 'half', 7: 'end', 11: 'text', 16: 'second', 21: 'pause', 30: 'start'}
+
+@pytest.mark.parametrize('language, noise', [('en', 0.), ('en', 1e-3), ('fa', 0.)])
+def test_faults_of_clips_are_found(tmp_path, language, noise):
+    said = with_faults(tmp_path / 'clips', FAULTS, language, noise)
+    result = cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en', speak_words)
+    name = lambda stretch: int(stretch['source'].removeprefix('wavs/').removesuffix('.wav'))
+    found = {name(d): d['reason'].partition(':')[0] for d in result['dropped']}
+    cuts = {name(c): (c['cut'].partition(':')[0], c) for c in result['clips'] if 'cut' in c}
+    assert found == {2: 'its text goes on after the sound', 7: 'sound after its text',
+                     11: 'another text is spoken', 16: 'its text begins before the sound',
+                     30: 'sound before its text'}
+    assert [*cuts] == [21] and cuts[21][0] == 'sound after its text' and result['unclear'] == 0
+    whole = soundfile.info(tmp_path / 'clips' / 'wavs' / '21.wav').duration
+    assert whole - 0.7 < cuts[21][1]['end'] < whole - 0.4 and cuts[21][1]['start'] == 0
+    rows = read_corpus(tmp_path / 'out')[0]
+    assert [(r.text, r.speaker, r.language) for r in rows] == [
+        (t, v, language) for i, (t, v) in enumerate(said) if i not in found]
+    lost = next(d['reason'] for d in result['dropped'] if name(d) == 2)
+    assert lost.split('"')[1] and said[2][0].endswith(lost.split('"')[1])
+
+def test_texts_of_other_clips_are_refused(tmp_path):
+    with_faults(tmp_path / 'clips', dict.fromkeys(range(48), 'text'))
+    with pytest.raises(UserError, match='fit no better than those of other clips'):
+        cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en', speak_words)
+    assert not (tmp_path / 'out').exists()
+
+def test_in_strong_noise_nothing_is_judged(tmp_path):
+    with_faults(tmp_path / 'clips', {2: 'half'}, noise=0.02)
+    (tmp_path / 'clips' / 'wavs' / '5.wav').write_bytes(b'no sound')
+    with open(tmp_path / 'clips' / 'metadata.csv', 'a') as table: table.write('none|a|a|f4|en\n0|a|a|f4|en\n')
+    result = cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en', speak_words)
+    assert result['unclear'] == len(result['clips']) == 47
+    assert [d['source'] for d in result['dropped']] == ['5.wav', 'none', '0']
+    assert 'unclear  47 clips are kept unjudged' in corpus_text(result)
+
+def test_the_best_path_begins_and_ends_anywhere():
+    local = np.full((9, 7), 2., np.float32)
+    for t, m in ((2, 1), (3, 2), (4, 2), (5, 4), (6, 5)): local[t, m] = -3.   # one stays, one jumps
+    assert cut._best_end(local) == (pytest.approx(15 - 2 * 1.8), 7, 6)
+    fit = cut.fit_clip(np.eye(4)[[3, 0, 1, 2]], np.full(4, 1.), np.eye(4)[[0, 1, 2]], [np.eye(4)[[3]]])
+    assert (fit.begin, fit.end, fit.first, fit.last, fit.left, fit.unread) == (1, 4, 0, 3, 0, 0)
+    assert fit.before == 1 and fit.after == 0 and fit.gain == pytest.approx(.75)
+    assert fit.other == pytest.approx(.25)
+
+
+# --- clips --------------------------------------------------------------------------------------------------
+
+def pieces(*seconds, pause=0.4, inner=(), closed=()):
+    "Pieces of so many seconds; after those in `closed` is no pause."
+    out, at = [], 1.
+    for i, s in enumerate(seconds):
+        left, right = (-1 if k in closed else k + 1 for k in (i - 1, i))
+        out.append(CutPiece(left, right, at, at + s, str(i), i in inner))
+        at += s + pause
+    return out
+
+@pytest.mark.parametrize('chain, clips, rest', [
+    (pieces(3, 3, 3), ['012'], ''), (pieces(6, 6), ['0', '1'], ''), (pieces(1, 1, 9.7), ['01', '2'], ''),
+    (pieces(12), [], '0'), (pieces(1.), [], '0'), (pieces(5, 12, 5), ['0', '2'], '1'),
+    (pieces(5, 5, pause=2.), ['0', '1'], ''), (pieces(4, 4, 4, 4, inner=(0, 2)), ['01', '23'], ''),
+    (pieces(6, 6, closed=(0,)), [], '01'), (pieces(3, 3, closed=(0,)), ['01'], '')])
+def test_clips_are_chosen(chain, clips, rest):
+    chosen, left = choose_clips(chain)
+    assert [''.join(p.text for p in c) for c in chosen] == clips and ''.join(p.text for p in left) == rest
+
+def test_every_second_has_a_reason():
+    speech = Speech(None, np.arange(7, 9, 0.04), None, None, None)
+    rest = [CutPiece(left, 2, start, end, '', False)
+            for left, start, end in ((1, 4., 4.5), (-1, 9., 12.), (1, 12., 30.))]
+    dropped = account([{'start': 0.5, 'end': 3.5}], rest, speech, 31.)
+    assert [(d['start'], d['end'], d['reason'].split(':')[0]) for d in dropped] == [
+        (0, .5, 'pause'), (3.5, 4, 'pause'), (4, 4.5, 'shorter than 2 s, and nothing beside it to join'),
+        (4.5, 9, 'no sentence of the text is spoken here'), (9, 12, 'no pause beside it to cut in'),
+        (12, 30, 'longer than 11 s'), (30, 31, 'pause')]
+    lines = corpus_text({'clips': [], 'dropped': dropped, 'missing': ['a'] * 12}).splitlines()
+    assert lines[0] == '0 clips, 0.0 minutes of 0.5' and lines[-1] == 'missing  and 2 more'
+
+
+# --- recorded speech ----------------------------------------------------------------------------------------
+
+def clean_edges(wav, rate):
+    "Where the sound of a clip begins and ends (s): within 30 dB of its loud frames of 10 ms."
+    frame = rate // 100
+    sharp = np.diff(wav, prepend=wav[:1])[:len(wav) // frame * frame].reshape(-1, frame)
+    level = 10 * np.log10((sharp**2).mean(1) + 1e-10)
+    loud = np.flatnonzero(level > np.percentile(level, 95) - 30)
+    return loud[0] / 100, (loud[-1] + 1) / 100
+
+@pytest.mark.slow
+@pytest.mark.parametrize('pauses', [(0.,), (0.2,), (0., 0.2, 0.5, 0.8), (0.8,)])
+def test_recorded_speech(speech, tmp_path, pauses):
+    "Clips in another order, two without text and two texts without sound."
+    clips, rng = read_corpus(speech)[0], np.random.default_rng(len(pauses))
+    order = rng.permutation(len(clips))
+    unread, unwritten = set(order[3:5]), set(order[8:10])
+    parts, rows, at = [np.zeros(4410)], [], 4410
+    for i in (i for i in order if i not in unread):
+        wav, rate = soundfile.read(clips[i].path)
+        first, last = clean_edges(wav, rate)
+        rows.append((at / rate + first, at / rate + last, clips[i].text.strip()))
+        parts += [wav, np.zeros(int(rng.choice(pauses) * rate))]
+        at += len(parts[-1]) + len(wav)
+    soundfile.write(tmp_path / 'book.wav', np.concatenate(parts), rate)
+    written = [clips[i].text for i in order if i not in unwritten]
+    (tmp_path / 'book.txt').write_text('\n\n'.join(written))
+    result = cut_corpus(tmp_path / 'book.wav', tmp_path / 'book.txt', tmp_path / 'out', 'en', speak_words,
+                         lambda text, language: [text])
+    assert sorted(result['missing']) == sorted(clips[i].text.strip() for i in unread)
+    off = cut_errors(result['clips'], rows)
+    assert np.median(off) < 0.04 and np.percentile(off, 95) < (0.15 if pauses[0] else 0.2)
+
+def cut_errors(clips: list[dict], rows: list[tuple]) -> list[float]:
+    "How far the cuts at edges of recordings are from 0.1 s, or half of the pause, beside their sound."
+    off = []
+    for clip in clips:
+        inside = [i for i, (a, b, _) in enumerate(rows) if min(b, clip['end']) - max(a, clip['start']) > 0.1]
+        first, last = rows[inside[0]], rows[inside[-1]]
+        before = rows[inside[0] - 1][1] if inside[0] else 0.
+        after = rows[inside[-1] + 1][0] if inside[-1] + 1 < len(rows) else last[1] + 1
+        if clip['text'].startswith(first[2][:25]):
+            off.append(abs(clip['start'] - first[0] + min(0.1, (first[0] - before) / 2)))
+        if clip['text'].endswith(last[2][-25:]):
+            off.append(abs(clip['end'] - last[1] - min(0.1, (after - last[1]) / 2)))
+    return off
