@@ -44,6 +44,32 @@ ModelMemory = option(int | None, 'Memory limit of the model GPU in MiB.', '--mod
 Buffer = option(
     int | None, 'Batches of a runtime cache on the model GPU, including the current one; default: 3.', min=1)
 
+# %% ../../nbs/app/cli_train.ipynb #c0720102
+@_training('tune', renamed='--from', example='reading.mp3 --text reading.txt --out voice')
+def _tune(
+    source: argument(Path, 'A recording, a folder of recordings, or a corpus.'),
+    out: option(Path, 'Folder for all of it; the same command goes on there.'),
+    text: option(Path | None, 'What is read; default: a file of the same name beside each recording.') = None,
+    language: option(str, 'Language of the text.') = 'en',
+    base: Base = None,
+    finetune: Kind = None,
+    preset: option(str | None, 'tiny or xtts_v2; default: that of --model, else tiny.') = None,
+    config: Settings = None,
+    steps: Steps = None,
+    skip: option(list[str] | None, 'corpus, where SOURCE is one that needs no check, or evaluate.') = None,
+):
+    "From recordings to a voice: corpus, prepare, train and evaluate, and one page at the end."
+    from xtts_nb.app.tune import plan_tuning, tune, tuning_page
+    words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
+    plan = plan_tuning(source, out, text, language, base, tuple(skip or ()),
+                       words(preset=preset, config=config),
+                       words(config=config, finetune=finetune, steps=steps))
+    done = tune(plan, out, to_stderr)
+    page, run = tuning_page(done, out), out / 'run'
+    result = {name: stage['result'] for name, stage in done.items()}
+    return result | {'page': str(page), 'run': str(run)}, (
+        f'Read and listen: {page}\nxtts-nb say TEXT --model {run} --voice FILE')
+
 # %% ../../nbs/app/cli_train.ipynb #8179c210
 @_training('train', renamed='--from', example='--data cache/mine --run runs/mine',
            context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})

@@ -1,0 +1,100 @@
+"From a recording to a voice: the plan, what is run again, failures, and the whole on a small recording."
+import json
+import sys
+
+import numpy as np
+import pytest
+import soundfile
+
+from xtts_nb.app import tune as page
+from xtts_nb.app.demo import DEMO_SENTENCES, speak, VOICES
+from xtts_nb.app.tune import plan_tuning, run_stage, tune
+from xtts_nb.config import UserError, XTTSConfig
+
+
+@pytest.fixture
+def runs(tmp_path):
+    "Stages that only make their file; `runs(*words)` returns the names of those that ran."
+    def run(**asked):
+        plan, names = plan_tuning('book.mp3', tmp_path / 'out', **asked), []
+        def stage(words):
+            names.append(words[0])
+            made = next(s.made for s in plan if s.name == words[0])
+            made.parent.mkdir(parents=True, exist_ok=True)
+            made.touch()
+            return {'words': len(words)}
+        return names, tune(plan, tmp_path / 'out', lambda line: None, stage)
+    return run
+
+def test_the_commands(tmp_path):
+    plan = plan_tuning('b.mp3', tmp_path, 'b.srt', 'de', 'MODEL', (), ('--config', 'c'), ('--steps', '9'))
+    assert [' '.join(s.words).replace(f'{tmp_path}/', '') for s in plan] == [
+        'corpus b.mp3 --out corpus --language de --text b.srt',
+        'prepare corpus --out cache --language de --dvae MODEL --config c',
+        'train --data cache --run run --val 0.05 --model MODEL --steps 9',
+        'evaluate cache --model run --report scores --language de']
+    short = plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
+    assert [s.name for s in short] == ['prepare', 'train'] and short[0].words[1] == str(tmp_path / 'mine')
+    with pytest.raises(UserError, match='--skip train: only corpus and evaluate'):
+        plan_tuning('b', tmp_path, skip=('train',))
+
+def test_only_what_changed_and_what_follows_runs_again(runs, tmp_path):
+    assert runs()[0] == [*page.STAGES] and runs()[0] == []
+    assert runs(train=('--steps', '9'))[0] == ['train', 'evaluate']
+    (tmp_path / 'out' / 'cache' / 'manifest.json').unlink()
+    names, done = runs(train=('--steps', '9'))
+    assert names == ['prepare', 'train', 'evaluate'] and [*done] == [*page.STAGES]
+    assert done['corpus']['result'] == {'words': 6}
+    assert json.loads((tmp_path / 'out' / 'tune.json').read_text()) == done
+
+def test_a_stage_that_fails_keeps_those_before_it(tmp_path):
+    plan = plan_tuning('book.mp3', tmp_path)
+    def fails(words):
+        if words[0] == 'prepare': raise UserError('no room')
+        plan[0].made.parent.mkdir()
+        plan[0].made.touch()
+        return {}
+    with pytest.raises(UserError, match='no room'): tune(plan, tmp_path, lambda line: None, fails)
+    names, lines = [], []
+    tune(plan, tmp_path, lines.append, lambda words: names.append(words[0]) or {})
+    assert names == ['prepare', 'train', 'evaluate'] and lines[0].endswith('(complete)')
+    assert lines[1].startswith('2 of 4: xtts-nb prepare ')
+
+@pytest.mark.parametrize('ends, raised, match', [
+    ('print("a\\n{}")', None, ''), ('sys.exit(2)', UserError, 'the stage corpus has failed, as said above'),
+    ('sys.exit(143)', SystemExit, '143'), ('sys.exit(130)', SystemExit, '130')])
+def test_a_process_of_its_own(tmp_path, monkeypatch, ends, raised, match):
+    program = f'#!{sys.executable}\nimport sys\nassert sys.argv[3:] == ["corpus", "--json"]\n{ends}\n'
+    (tmp_path / 'python').write_text(program)
+    (tmp_path / 'python').chmod(0o755)
+    monkeypatch.setattr(page.sys, 'executable', str(tmp_path / 'python'))
+    if raised is None: assert run_stage(['corpus']) == {}
+    else:
+        with pytest.raises(raised, match=match): run_stage(['corpus'])
+
+
+@pytest.mark.slow
+def test_from_a_recording_to_a_voice(ran, cheap, tmp_path, monkeypatch):
+    texts = DEMO_SENTENCES['en'][:16]
+    parts = [p for t in texts for p in (speak(t, 'en', VOICES['f4'])[0], np.zeros(9000, np.int16))]
+    soundfile.write(tmp_path / 'book.wav', np.concatenate(parts), 22050)
+    (tmp_path / 'book.txt').write_text(' '.join(texts))
+    small = XTTSConfig.tiny(64).replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
+                                        training={'dvae_steps': 20, 'log_every': 1, 'mode': 'graph'})
+    (tmp_path / 'small.yaml').write_text(small.to_yaml())
+    def stage(words):
+        done = ran('', *words, '--json')
+        assert done.code == 0, done.err
+        return json.loads((done.out or done.err).splitlines()[-1])   # stdout of a command in a command
+    monkeypatch.setattr(page.tune, '__defaults__', (print, stage))
+    out = tmp_path / 'voice'
+    line = f'tune {tmp_path}/book.wav --out {out} --config {tmp_path}/small.yaml --steps 4'
+    done = ran(f'{line} --json')
+    assert done.code == 0, done.err
+    assert done.json['train']['steps'] == 4 and done.json['evaluate']['scores']
+    text = (out / 'index.html').read_text()
+    for name in ('corpus/listen.html', 'cache/report.html', 'scores/report.html'):
+        assert f'href="{name}"' in text and (out / name).is_file()
+    assert 'xtts-nb train --data' in text and 'xtts-nb say' in text and '<img' in text
+    again = ran(line)
+    assert again.code == 0 and again.err.count('(complete)') == 4
