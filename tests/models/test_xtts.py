@@ -14,8 +14,8 @@ from xtts_nb.files import save_weights
 from xtts_nb.models import xtts as page
 from xtts_nb.models.xtts import (
     XTTS, call_traced, compiled_forward, cross_entropies, forward_flops, forward_numbers, INPUTS,
-    longest_shape, pad_batch, row_by_row, speech_batches, step_flops, token_counts,
-    token_losses, total_loss, whole_batch)
+    longest_shape, pad_batch, row_by_row, speech_batches, step_flops, stop_counts, stop_shares,
+    token_counts, token_losses, total_loss, whole_batch)
 from xtts_nb.speech.generate import generate
 from xtts_nb.data.native import speech_lengths
 from xtts_nb.data.text import train_tokenizer
@@ -73,6 +73,23 @@ def test_counts_are_known_before(losses, batch, xtts):
     assert {k: float(v) for k, v in known.items()} == {k: float(parts[k]) for k in known}
     four = SimpleNamespace(code_stops=4)   # as coqui-tts has it
     assert token_counts(four, some)['code_count'] - known['code_count'] == 3 * 2.5
+
+def test_where_the_likeliest_stop_comes():
+    "Lengths and places of STOPs: at the end, 3 and 4 codes before, twice, behind, none; one without weight."
+    ends = [(60, [60]), (65, [62]), (66, [62]), (130, [130]), (131, [128, 131]), (131, [20, 131]), (9, [10]),
+            (131, []), (9, [1])]
+    logits = np.zeros((len(ends), 133, 5), np.float32)
+    for row, (_, stops) in enumerate(ends): logits[row, stops, 4] = 1.
+    batch = {'code_length': tf.constant([n for n, _ in ends]), 'weight': tf.constant([1.] * 8 + [0.])}
+    counts = stop_counts(SimpleNamespace(code_stop=4), batch, tf.constant(logits))
+    assert {k: float(v) for k, v in counts.items()} == {
+        'short_clips': 3, 'short_stops': 2, 'middle_clips': 2, 'middle_stops': 1, 'long_clips': 3,
+        'long_stops': 1, 'never_stops': 2}
+    assert stop_shares(counts) == {'stop': 4 / 8, 'stop_short': 2 / 3, 'stop_middle': .5,
+                                   'stop_long': pytest.approx(1 / 3), 'never': 2 / 8}
+    assert stop_shares({**counts, 'middle_clips': 0., 'middle_stops': 0.}).keys() == {
+        'stop', 'stop_short', 'stop_long', 'never'}
+    assert stop_shares({}) == {} == stop_shares({'short_clips': 0., 'short_stops': 0., 'never_stops': 0.})
 
 def test_a_share_of_an_update_is_divided_by_the_counts_of_the_whole():
     parts = {'text_loss': tf.constant(6.), 'text_count': tf.constant(2.), 'code_loss': tf.constant(8.),

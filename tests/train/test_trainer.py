@@ -347,7 +347,8 @@ def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_pat
     config = mini.replace(training={'validate_every': 1}, data={'batch_size': 2})
     run = new_run(prepared, config, tmp_path / 'run', HELD)
     seen = run.validate()
-    assert run.validate() == seen and trace_count(run.evaluate) == 1
+    assert run.validate() == seen == run.validated and trace_count(run.evaluate) == 1
+    assert {k for k in seen if 'loss' not in k} == {'val_stop', 'val_stop_short', 'val_never'}
     clips = [b['clip'].numpy()[b['weight'].numpy() > 0]
              for b in cached_batches(run.held_out, 0, run.held_out.steps_per_epoch)]
     assert sorted(prepared.clips[i]['id'] for i in np.concatenate(clips)) == sorted(HELD)

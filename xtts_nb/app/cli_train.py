@@ -133,7 +133,17 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
         raise
     text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '
             f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
-    return result | {'run': str(trainer.run)}, text
+    ends = getattr(trainer, 'validated', {})
+    return result | {'run': str(trainer.run)} | ({'held_out': ends} if ends else {}), text + _ends(ends)
+
+def _ends(validated: dict) -> str:
+    "How many held-out clips end where they should; empty if that is not known."
+    if 'val_stop' not in validated: return ''
+    seconds = {'short': 'up to 3 s', 'middle': 'to 6 s', 'long': 'longer'}
+    each = ', '.join(f'{text} {validated[f"val_stop_{name}"]:.0%}' for name, text in seconds.items()
+                     if f'val_stop_{name}' in validated)
+    return (f'\nHeld-out clips: {validated["val_stop"]:.0%} end within 3 codes (0.14 s) of their end '
+            f'({each}), {validated["val_never"]:.0%} never.')
 
 # %% ../../nbs/app/cli_train.ipynb #ed7d77ee
 def _gpus(options: dict) -> dict:

@@ -106,6 +106,8 @@ def tuning_page(done: dict, out: Path) -> Path:   # done: of `tune`
     figures = {'clips': f'{prepared["clips"]:,}', 'minutes': f'{prepared["seconds"] / 60:.1f}',
                'minutes left out': f'{seconds(corpus["dropped"]) / 60:.1f}',
                'sentences not found': len(corpus['missing']), 'updates': f'{trained["steps"]:,}'}
+    if 'val_stop' in (ends := trained.get('held_out', {})):
+        figures['held-out clips that end where they should'] = f'{ends["val_stop"]:.0%}'
     links = {'corpus': ('corpus/listen.html', 'Listen to the cuts'),
              'prepare': ('cache/report.html', 'All clips, and those that were dropped'),
              'evaluate': ('scores/report.html', 'All scores, and clips to listen to')}

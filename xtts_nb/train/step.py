@@ -24,7 +24,8 @@ from ..bench import compare, put_back, trace_count
 from ..config import TrainingConfig, XTTSConfig
 from ..files import named_weights
 from ..models.gpt import fold_seed, GPT
-from ..models.xtts import POLICIES, token_counts, token_losses, total_loss
+from ..models.xtts import (
+    cross_entropies, INPUTS, POLICIES, stop_counts, stop_shares, token_counts, token_losses, total_loss)
 
 # %% ../../nbs/30_trainer_xla.ipynb #5e5a2fa0
 def random_batch(
@@ -67,13 +68,14 @@ class Update:
         return {f'gpt/{k}': v for k, v in named_weights(self.gpt).items()} | self.variables
 
     def evaluate(self, batch) -> dict:
-        "Summed losses of held-out clips, without dropout."
-        return token_losses(self.gpt, batch)
+        "Summed losses of held-out clips, without dropout, and counts of those that end where they should."
+        logits = self.gpt(*(batch[key] for key in INPUTS))
+        return cross_entropies(self.gpt, batch, logits) | stop_counts(self.gpt, batch, logits[1])
 
     def means(self, sums: dict) -> dict:
-        "Mean losses from the sums of `evaluate`."
+        "Mean losses and shares from the sums of `evaluate`."
         each = {f'{n}_loss': sums[f'{n}_loss'] / sums[f'{n}_count'] for n in ('text', 'code')}
-        return {'loss': total_loss(sums, self.training.text_loss_weight)} | each
+        return {'loss': total_loss(sums, self.training.text_loss_weight)} | each | stop_shares(sums)
 
     def __call__(self, batch, number):
         counts = token_counts(self.gpt, batch)

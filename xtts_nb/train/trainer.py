@@ -186,6 +186,7 @@ class Trainer:
         self.evaluate = compile_step(self.update.evaluate, self.training)
         self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
+        self.validated = {}   # by the last validation
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
         self.hooks, self.known = Hooks([], self.update.model, self.optimizer, self.epoch_updates), None
         with _locked(self.run):
@@ -381,7 +382,8 @@ def validate(self: Trainer) -> dict[str, float]:
         sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
         metrics = {name: round(float(value), 6) for name, value in (self.update.means(sums) | scores).items()}
         self.hooks.all.on_test_end(metrics)
-    return {f'val_{name}': value for name, value in metrics.items()}
+    self.validated = {f'val_{name}': value for name, value in metrics.items()}
+    return self.validated
 
 @patch
 def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
