@@ -842,5 +842,6 @@ def test_two_epochs_from_a_file_to_the_end(home, prepared, capfd):
 @pytest.mark.parametrize('validated, text', [
     ({}, ''), ({'val_loss': 1.}, ''),
     ({'val_stop': .75, 'val_stop_short': .5, 'val_stop_long': 1., 'val_never': .125},
-     '\nHeld-out clips: 75% end within 3 codes (0.14 s) of their end (up to 3 s 50%, longer 100%), 12% never.')])
+     '\nHeld-out clips: 75% end within 3 codes (0.14 s) of their end (up to 3 s 50%, longer 100%), '
+     '12% never.')])
 def test_where_held_out_clips_end(validated, text): assert cli_train._ends(validated) == text
