@@ -724,6 +724,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'xtts_nb.data.cut._name': ('data/cut.html#_name', 'xtts_nb/data/cut.py'),
                                   'xtts_nb.data.cut._natural': ('data/cut.html#_natural', 'xtts_nb/data/cut.py'),
                                   'xtts_nb.data.cut._reason': ('data/cut.html#_reason', 'xtts_nb/data/cut.py'),
+                                  'xtts_nb.data.cut._seconds': ('data/cut.html#_seconds', 'xtts_nb/data/cut.py'),
                                   'xtts_nb.data.cut._sorted': ('data/cut.html#_sorted', 'xtts_nb/data/cut.py'),
                                   'xtts_nb.data.cut._speaker': ('data/cut.html#_speaker', 'xtts_nb/data/cut.py'),
                                   'xtts_nb.data.cut._spoken': ('data/cut.html#_spoken', 'xtts_nb/data/cut.py'),

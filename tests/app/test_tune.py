@@ -31,7 +31,7 @@ def test_the_commands(tmp_path):
     assert [' '.join(s.words).replace(f'{tmp_path}/', '') for s in plan] == [
         'corpus b.mp3 --out corpus --language de --text b.srt',
         'prepare corpus --out cache --language de --dvae MODEL --config c',
-        'train --data cache --run run --val 0.05 --model MODEL --steps 9',
+        'train --data cache --run run --val 0.1 --model MODEL --steps 9',
         'evaluate cache --model run --report scores --language de']
     short = plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
     assert [s.name for s in short] == ['prepare', 'train'] and short[0].words[1] == str(tmp_path / 'mine')

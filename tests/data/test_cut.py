@@ -212,13 +212,21 @@ def test_a_corrected_table_is_cut_again(tmp_path):
     ('book.wav|2|2|a', '2 to 2 s is no part of book.wav, which has 3.00 s'),
     ('book.wav|-1|2|a', 'no part of'),
     ('book.wav|1|3.1|a', 'no part of'), ('book.wav|1|nan|a', 'no part of'), ('book.wav|1|2|–', 'has no text'),
-    ('', 'holds no line')])
+    ('book.wav|1|2|sch\udcf6n', 'line 2 is not UTF-8'), ('', 'holds no line')])
 def test_a_line_that_cannot_be_cut_is_named(tmp_path, line, reason):
     soundfile.write(tmp_path / 'book.wav', np.zeros(3 * RATE), RATE)
-    (tmp_path / 'cuts.csv').write_text(f'source|start|end|text\n{line}\n')
+    table = f'source|start|end|text\n{line}\n'.encode(errors='surrogateescape')
+    (tmp_path / 'cuts.csv').write_bytes(table)
     with pytest.raises(UserError, match=reason):
         cut.recut(tmp_path / 'book.wav', tmp_path / 'cuts.csv', tmp_path / 'out', 'en')
     assert not (tmp_path / 'out').exists()
+
+
+def test_a_recording_that_is_none_cannot_be_cut_again(tmp_path):
+    (tmp_path / 'book.wav').write_bytes(b'no sound')
+    (tmp_path / 'cuts.csv').write_text('book.wav|1|2|a\n')
+    with pytest.raises(UserError, match='book.wav: not readable as audio'):
+        cut.recut(tmp_path / 'book.wav', tmp_path / 'cuts.csv', tmp_path / 'out', 'en')
 
 
 # --- clips and their texts ----------------------------------------------------------------------------------
@@ -277,7 +285,7 @@ def test_in_strong_noise_nothing_is_judged(tmp_path):
     with open(tmp_path / 'clips' / 'metadata.csv', 'a') as table: table.write('none|a|a|f4|en\n0|a|a|f4|en\n')
     result = cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en', speak_words)
     assert result['unclear'] == len(result['clips']) == 47
-    assert [d['source'] for d in result['dropped']] == ['5.wav', 'none', '0']
+    assert [d['source'] for d in result['dropped']] == ['wavs/5.wav', 'none', '0']
     assert 'unclear  47 clips are kept unjudged' in corpus_text(result)
 
 def test_the_best_path_begins_and_ends_anywhere():

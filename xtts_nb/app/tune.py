@@ -49,7 +49,7 @@ def plan_tuning(
         'corpus': [source, '--out', corpus, '--language', language, *(('--text', text) if text else ())],
         'prepare': [corpus, '--out', cache, '--language', language, *(('--dvae', model) if model else ()),
                     *prepare],
-        'train': ['--data', cache, '--run', run, '--val', '0.05', *(('--model', model) if model else ()),
+        'train': ['--data', cache, '--run', run, '--val', '0.1', *(('--model', model) if model else ()),
                   *train],
         'evaluate': [cache, '--model', run, '--report', out / 'scores', '--language', language]}
     made = dict(zip(STAGES, (corpus / 'metadata.csv', cache / 'manifest.json', run / 'model.safetensors',

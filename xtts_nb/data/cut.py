@@ -26,7 +26,7 @@ from .align import (
     align, comparable, distances, EDGE, find_pauses, Fit, found_sentences, FRAME, hop_length,
     loud_edges, Match, measure_file, read_paragraphs, Sentence, SoundFrames, speak_sentences, Speech,
     SpokenSentence, spoken_sentence, STEP, SUBTITLES, text_sentences, TextFrames)
-from .audio import wav_bytes
+from .audio import open_audio, wav_bytes
 from .corpora import Clip, read_corpus, read_lines, reason_kind, SUFFIXES, visible
 from .text import fold_language, LANGUAGE_CODE
 from ..files import atomic_folder
@@ -365,16 +365,22 @@ def _name(result: dict, source: Path, language: str):
     for clip in result['clips']: clip.update(speaker=_speaker(source), language=language)
 
 # %% ../../nbs/data/cut.ipynb #c0700016
+def _seconds(path: Path) -> float:
+    "The length of a recording; raises `UserError` if it is no sound."
+    with open_audio(path, 16000) as file: return file.frames / file.samplerate
+
 def read_cuts(table: str | Path, source: Path) -> list[dict]:
     "The clips of an edited `cuts.csv`; raises `UserError` for a line that cannot be cut."
     paths, seconds, clips = {p.name: p for p in find_recordings(source)}, {}, []
     for number, line in read_lines(Path(table)):
         cells, where = [c.strip() for c in line.split('|', 3)], f'{table}, line {number}'
         if cells == ['source', 'start', 'end', 'text']: continue
+        if re.search('[\ud800-\udfff\ufffd]', line):
+            raise UserError(f'{where} is not UTF-8; save the table again as UTF-8.')
         if len(cells) != 4: raise UserError(f'{where} has {len(cells)} columns; write source|start|end|text.')
         name, *times, text = cells
         if name not in paths: raise UserError(f'{where}: there is no recording {visible(name)}; correct it.')
-        if name not in seconds: seconds[name] = soundfile.info(paths[name]).duration
+        if name not in seconds: seconds[name] = _seconds(paths[name])
         try: start, end = map(float, times)
         except ValueError: raise UserError(f'{where}: "{visible("|".join(times))}" is no time.') from None
         if not 0 <= start < end <= seconds[name] + 0.01:
@@ -401,7 +407,7 @@ def _between(clips: list[dict]) -> list[dict]:
     dropped, reason = [], f'not in {CUTS}'
     for path in dict.fromkeys(c['path'] for c in clips):
         taken, at = sorted((c['start'], c['end']) for c in clips if c['path'] == path), 0.
-        for start, end in [*taken, (soundfile.info(path).duration,) * 2]:
+        for start, end in [*taken, (_seconds(path),) * 2]:
             gap = {'start': round(at, 3), 'end': round(start, 3), 'reason': reason, 'path': path}
             if start - at > 0.0005: dropped.append(gap)
             at = max(at, end)
@@ -579,8 +585,9 @@ def check_corpus(
         if groups and max(map(clarity, groups)) <= ALIKE:
             raise UserError(f'{source}: the texts fit no better than those of other clips; look at '
                             '--language, for rows that are shifted, or for strong noise.')
-        result = _sorted(groups, source if source.is_dir() else source.parent)
-        result['dropped'] += [_dropped(c.path.name, 0., reason) for c, reason in faults.items()]
+        name = lambda clip: os.path.relpath(clip.path, source if source.is_dir() else source.parent)
+        result = _sorted(groups, name)
+        result['dropped'] += [_dropped(name(c), 0., reason) for c, reason in faults.items()]
         result['dropped'] += [_dropped(d.id, 0., d.reason) for d in unread]
         if not result['clips']:
             raise UserError(f'{source}: none of {len(rows) + len(unread)} clips fits its text '
@@ -591,7 +598,7 @@ def check_corpus(
 def _dropped(source: str, seconds: float, reason: str) -> dict:
     return {'start': 0., 'end': round(seconds, 3), 'reason': reason, 'source': source}
 
-def _sorted(groups: list[list[Judged]], folder: Path) -> dict:
+def _sorted(groups: list[list[Judged]], name_of: Callable) -> dict:
     "Clips that are kept, whole or cut, and those that are dropped."
     result = {'clips': [], 'dropped': [], 'missing': [], 'unclear': 0}
     for group in groups:
@@ -599,7 +606,7 @@ def _sorted(groups: list[list[Judged]], folder: Path) -> dict:
         result['unclear'] += 0 if clear else len(group)
         for judged in group:
             start, end, faults, cut = _verdict(judged, clear)
-            clip, name = judged.clip, os.path.relpath(judged.clip.path, folder)
+            clip, name = judged.clip, name_of(judged.clip)
             if faults and not cut:
                 result['dropped'].append(_dropped(name, judged.sound.seconds, '; '.join(faults)))
                 continue
