@@ -127,6 +127,9 @@ def test_functions_that_ran_operation_by_operation():
     with Watch(interval=.001) as watch:
         until = time.time() + .5
         while time.time() < until: step(tf.zeros(3))
+        watch._stop.set()   # a look may have asked just now
+        time.sleep(.1)
+        step(tf.zeros(3))
     (function, (x,)), *_ = watch.eager_functions()
     assert function is step and x.shape == (3,) and not watch._wanted
 

@@ -424,6 +424,7 @@ def _cut_section(clip: dict, path: Path, folder: Path, around: float = 0.6) -> l
             f'<p>{html.escape(clip.get("cut", ""))}</p>' if 'cut' in clip else '',
             f'<div class="row">{player(folder / clip["file"], place)}{picture(fig, place)}</div>']
 
+# %% ../../nbs/app/demo.ipynb #c0710004
 def cuts_page(
     result: dict,             # of `cut_corpus` or `check_corpus`
     source: Path,             # the recording, or the folder of the recordings
