@@ -61,7 +61,10 @@ none = 0
 test-all: $(ready)
 	@$(MAKE) --no-print-directory -j4 test-torch style slow-pages quick-tests none=5
 	@echo "== slow tests"
-	@$(env) $(bin)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "slow and not $(other)" $(ARGS) || [ $$? -eq 5 ]
+	@$(env) $(bin)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not $(other)" $(ARGS) \
+	    || [ $$? -eq 5 ]
+	@echo "== slow tests that measure this machine"
+	@$(env) $(bin)/pytest -m "slow and alone and not $(other)" $(ARGS) || [ $$? -eq 5 ]
 
 slow-pages:
 	@echo "== every notebook but the lessons, with its slow cells"

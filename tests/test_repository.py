@@ -297,8 +297,10 @@ def test_every_part_of_the_slow_tests_fits_into_ten_minutes():
 
 @pytest.mark.parametrize('target, gpu, marked, flags', [
     ('test', '', ['not slow and not gpu'], ['cpu']), ('test', '1', ['not slow and not cpu'], ['gpu']),
-    ('test-all', '', ['not slow and not gpu', 'slow and not gpu'], ['slow cpu']),
-    ('test-all', '1', ['not slow and not cpu', 'slow and not cpu'], ['slow gpu'])])
+    ('test-all', '', ['not slow and not gpu', 'slow and not alone and not gpu', 'slow and alone and not gpu'],
+     ['slow cpu']),
+    ('test-all', '1', ['not slow and not cpu', 'slow and not alone and not cpu', 'slow and alone and not cpu'],
+     ['slow gpu'])])
 def test_gpu_tests_and_cpu_tests_never_run_together(target, gpu, marked, flags):
     command = ['make', '-n', target, f'GPU={gpu}']
     recipe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -307,7 +309,7 @@ def test_gpu_tests_and_cpu_tests_never_run_together(target, gpu, marked, flags):
     settings = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['tool']
     assert settings['nbdev']['tst_flags'].split() == ['gpu', 'cpu', 'slow']
     markers = settings['pytest']['ini_options']['markers']
-    assert {m.partition(':')[0] for m in markers} == {'slow', 'gpu', 'cpu', 'torch'}
+    assert {m.partition(':')[0] for m in markers} == {'slow', 'alone', 'gpu', 'cpu', 'torch'}
 
 
 def test_every_declared_value_is_listed():

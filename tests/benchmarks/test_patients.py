@@ -389,6 +389,7 @@ def test_a_patient_is_named(name):
     assert row['right'], row
 
 
+@pytest.mark.alone
 def test_patients_that_compute_and_healthy_ones():
     """What helps on this machine, with what else computes on it, is named; the script records the gains.
 
