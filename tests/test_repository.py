@@ -299,7 +299,8 @@ def test_every_part_of_the_slow_tests_fits_into_ten_minutes():
     ('test', '', ['not slow and not gpu'], ['cpu']), ('test', '1', ['not slow and not cpu'], ['gpu']),
     ('test-all', '', ['not slow and not gpu', 'slow and not alone and not gpu', 'slow and alone and not gpu'],
      ['slow cpu']),
-    ('test-all', '1', ['not slow and not cpu', 'slow and not alone and not cpu', 'slow and alone and not cpu'],
+    ('test-all', '1',
+     ['not slow and not cpu', 'slow and not alone and not cpu', 'slow and alone and not cpu'],
      ['slow gpu'])])
 def test_gpu_tests_and_cpu_tests_never_run_together(target, gpu, marked, flags):
     command = ['make', '-n', target, f'GPU={gpu}']
