@@ -1,5 +1,6 @@
 "From a recording to a voice: the plan, what is run again, failures, and the whole on a small recording."
 import json
+import os
 import sys
 
 import numpy as np
@@ -35,6 +36,8 @@ def test_the_commands(tmp_path):
         'evaluate cache --model run --report scores --language de']
     short = plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
     assert [s.name for s in short] == ['prepare', 'train'] and short[0].words[1] == str(tmp_path / 'mine')
+    with pytest.raises(UserError, match='--text b.txt is not read'):
+        plan_tuning('b', tmp_path, 'b.txt', skip=('corpus',))
     with pytest.raises(UserError, match='--skip train: only corpus and evaluate'):
         plan_tuning('b', tmp_path, skip=('train',))
 
@@ -45,7 +48,26 @@ def test_only_what_changed_and_what_follows_runs_again(runs, tmp_path):
     names, done = runs(train=('--steps', '9'))
     assert names == ['prepare', 'train', 'evaluate'] and [*done] == [*page.STAGES]
     assert done['corpus']['result'] == {'words': 6}
+    os.utime(tmp_path / 'out' / 'corpus' / 'metadata.csv', (1, 1))   # it was corrected
+    names, done = runs(train=('--steps', '9'))
+    assert names == ['prepare', 'train', 'evaluate']
     assert json.loads((tmp_path / 'out' / 'tune.json').read_text()) == done
+
+def test_what_follows_a_stage_that_ran_again_is_not_complete(tmp_path):
+    "Also if it fails: the model of before is not that of the new clips."
+    def stage(words, fails=''):
+        if words[0] == fails: raise UserError('no room')
+        made = next(s.made for s in plan if s.name == words[0])
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.touch()
+        return {}
+    quiet = lambda line: None
+    plan = plan_tuning('b.mp3', tmp_path)
+    tune(plan, tmp_path, quiet, stage)
+    plan, names = plan_tuning('b.mp3', tmp_path, prepare=('--preset', 'xtts_v2')), []
+    with pytest.raises(UserError): tune(plan, tmp_path, quiet, lambda words: stage(words, 'train'))
+    tune(plan, tmp_path, quiet, lambda words: names.append(words[0]) or stage(words))
+    assert names == ['train', 'evaluate']
 
 def test_a_stage_that_fails_keeps_those_before_it(tmp_path):
     plan = plan_tuning('book.mp3', tmp_path)
@@ -61,16 +83,21 @@ def test_a_stage_that_fails_keeps_those_before_it(tmp_path):
     assert lines[1].startswith('2 of 4: xtts-nb prepare ')
 
 @pytest.mark.parametrize('ends, raised, match', [
-    ('print("a\\n{}")', None, ''), ('sys.exit(2)', UserError, 'the stage corpus has failed, as said above'),
+    (r'print("a\n{\"a\": \"\u2028\"}")', None, ''), ('os.kill(os.getpid(), 15)', SystemExit, '143'),
+    ('sys.exit(2)', UserError, 'the stage corpus has failed, as said above'),
     ('sys.exit(143)', SystemExit, '143'), ('sys.exit(130)', SystemExit, '130')])
 def test_a_process_of_its_own(tmp_path, monkeypatch, ends, raised, match):
-    program = f'#!{sys.executable}\nimport sys\nassert sys.argv[3:] == ["corpus", "--json"]\n{ends}\n'
+    program = f'#!{sys.executable}\nimport os, sys\nassert sys.argv[3:] == ["corpus", "--json"]\n{ends}\n'
     (tmp_path / 'python').write_text(program)
     (tmp_path / 'python').chmod(0o755)
     monkeypatch.setattr(page.sys, 'executable', str(tmp_path / 'python'))
-    if raised is None: assert run_stage(['corpus']) == {}
+    if raised is None: assert run_stage(['corpus']) == {'a': '\u2028'}
     else:
         with pytest.raises(raised, match=match): run_stage(['corpus'])
+
+def test_a_stage_is_a_command(tmp_path):
+    (tmp_path / 'voices').mkdir()
+    assert run_stage(['voices', 'list', '--voices', str(tmp_path / 'voices')]) == {'voices': []}
 
 
 @pytest.mark.slow

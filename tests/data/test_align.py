@@ -4,7 +4,8 @@ import pytest
 import soundfile
 
 from xtts_nb.config import UserError
-from xtts_nb.data.align import find_pauses, measure_file, measure_sound, read_paragraphs, spoken_sentence
+from xtts_nb.data.align import (
+    find_pauses, measure_file, measure_sound, read_paragraphs, spoken_sentence, text_sentences)
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -36,6 +37,12 @@ def test_words_keep_their_places(text, language, spoken, words):
     found = spoken_sentence(text, language)
     assert (found.text, found.spoken, found.words) == (text, spoken, words)
     assert len(found.places) == len(words) and spoken_sentence('– …', language) is None
+
+def test_a_text_without_punctuation_is_divided():
+    "The search would need the square of its length."
+    found = text_sentences(['one two three ' * 100, 'x' * 900], 'en', lambda text, language: [text])
+    assert max(len(s.text) for s in found[:-1]) <= 400 and len(found[-1].text) == 900
+    assert ' '.join(s.text for s in found[:-1]).split() == ['one', 'two', 'three'] * 100
 
 
 # --- sound --------------------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ def test_a_text_may_be_so_long(folder):
     assert dropped == {'low-1': 'the text has 10,001 characters, more than 10,000'}
 
 def test_shown_text_is_cut_and_marked():
+    assert visible('می\u200cخوابد\u200e') == 'می\u200cخوابد\\u200e'   # a joiner belongs to the word
     assert [visible('a\n' * n, 4) for n in (2, 3)] == ['a\\na\\n', 'a\\na\\n…']
 
 @pytest.mark.parametrize('content, lines', [

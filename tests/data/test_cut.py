@@ -288,6 +288,51 @@ def test_in_strong_noise_nothing_is_judged(tmp_path):
     assert [d['source'] for d in result['dropped']] == ['wavs/5.wav', 'none', '0']
     assert 'unclear  47 clips are kept unjudged' in corpus_text(result)
 
+def test_clips_that_cannot_be_compared(tmp_path):
+    "One is silent, one of another language too short, one an hour; all texts but one are the same."
+    clips = tmp_path / 'clips'
+    (clips / 'wavs').mkdir(parents=True)
+    says = [speak(DEMO_SENTENCES['en'][0], 'en', VOICES[v])[0] for v in ('f4', 'm3', 'm4')]
+    wavs = [*says, np.zeros(RATE), np.zeros(100), says[0][:9000], np.zeros(70 * RATE, np.int16)]
+    texts = [DEMO_SENTENCES['en'][0]] * 5 + ['Ja.'] + ['Long.']
+    for i, wav in enumerate(wavs):
+        soundfile.write(clips / 'wavs' / f'{i}.wav', wav.astype(np.int16), RATE)
+    (clips / 'metadata.csv').write_text(''.join(
+        f'{i}|{t}|{t}|a b|{"de" if t == "Ja." else "en"}\n' for i, t in enumerate(texts)))
+    result = cut.check_corpus(clips, tmp_path / 'out', 'en', speak_words)
+    reasons = {d['source'][5]: d['reason'] for d in result['dropped']}
+    assert reasons == {'3': 'nobody speaks in it', '4': 'nobody speaks in it',
+                       '5': 'less than a second of speech to compare it with', '6': '70 s long; cut it first'}
+    assert len(result['clips']) == result['unclear'] == 3
+    assert '3 clips are kept unjudged' in corpus_text(result)
+    json.dumps(result, allow_nan=False)
+
+def test_a_sentence_over_two_recordings_is_no_clip(tmp_path):
+    texts, folder = DEMO_SENTENCES['en'][:6], tmp_path / 'book'
+    wav, places = reading(texts, ('f4',), (0.4,))
+    folder.mkdir()
+    at = int(sum(places[2]) / 2 * RATE)   # within the third sentence
+    soundfile.write(folder / '1.wav', wav[:at], RATE)
+    soundfile.write(folder / '2.wav', wav[at:], RATE)
+    (tmp_path / 'all.txt').write_text(' '.join(texts))
+    result = cut_corpus(folder, tmp_path / 'all.txt', tmp_path / 'out', 'en', speak_words, sentences)
+    spoken = [c['text'] for c in result['clips']]
+    assert len({*spoken}) == len(spoken) and not any(texts[2] in text for text in spoken)
+
+def test_names_with_marks(tmp_path):
+    "A recording with a | in its name is cut again from its table; one that is not UTF-8 is refused."
+    wav, _ = reading(DEMO_SENTENCES['en'][:6])
+    soundfile.write(tmp_path / 'a | b.wav', wav, RATE)
+    (tmp_path / 'a | b.txt').write_text(' '.join(DEMO_SENTENCES['en'][:6]))
+    source = tmp_path / 'a | b.wav'
+    first = cut_corpus(source, None, tmp_path / 'out', 'en', speak_words, sentences)
+    again = cut.recut(source, tmp_path / 'out' / 'cuts.csv', tmp_path / 'again', 'en')
+    assert [c['start'] for c in again['clips']] == [c['start'] for c in first['clips']]
+    with pytest.raises(UserError, match='its name is not UTF-8; rename it'):
+        bad = tmp_path / 'b\udcf6.wav'
+        bad.write_bytes(source.read_bytes())
+        cut_corpus(bad, tmp_path / 'a | b.txt', tmp_path / 'no', 'en', speak_words, sentences)
+
 def test_the_best_path_begins_and_ends_anywhere():
     local = np.full((9, 7), 2., np.float32)
     for t, m in ((2, 1), (3, 2), (4, 2), (5, 4), (6, 5)): local[t, m] = -3.   # one stays, one jumps
@@ -327,6 +372,13 @@ def test_every_second_has_a_reason():
         (0, .5, 'pause'), (3.5, 4, 'pause'), (4, 4.5, 'shorter than 2 s, and nothing beside it to join'),
         (4.5, 9, 'no sentence of the text is spoken here'), (9, 12, 'no pause beside it to cut in'),
         (12, 30, 'longer than 11 s'), (30, 31, 'pause')]
+    told = corpus_text({'clips': [], 'missing': [], 'dropped': [
+        {'start': 0, 'end': 0, 'reason': 'no sound; convert it'},
+        {'start': 0, 'end': 1,
+         'reason': 'sound before its text: 1; its text goes on after the sound: "a; b"'}]})
+    assert told.splitlines()[1:] == [
+        'dropped  1 × no sound; convert it, 0.0 s', 'dropped  1 × sound before its text, 1.0 s',
+        'dropped  1 × its text goes on after the sound, 1.0 s']
     lines = corpus_text({'clips': [], 'dropped': dropped, 'missing': ['a'] * 12}).splitlines()
     assert lines[0] == '0 clips, 0.0 minutes of 0.5' and lines[-1] == 'missing  and 2 more'
 

@@ -41,8 +41,9 @@ def _download(
 def _has_table(source: Path) -> bool:
     "Whether clips with a table are there, or this is their table."
     from xtts_nb.config import UserError
-    from xtts_nb.data.corpora import find_layout, SUFFIXES
-    try: return source.suffix.lower() not in SUFFIXES and bool(find_layout(source))
+    from xtts_nb.data.corpora import find_layout
+    tables = '.csv', '.tsv', '.jsonl', '.json', '.txt'
+    try: return (source.is_dir() or source.suffix.lower() in tables) and bool(find_layout(source))
     except UserError: return False
 
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
@@ -57,16 +58,19 @@ def _corpus(
     "Cut recordings into clips of 2 to 11 s with their texts, or check clips against their texts."
     from xtts_nb.app.demo import cuts_page, espeak_files, speak_words
     from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, recut
+    from xtts_nb.config import UserError
     from xtts_nb.speech.long import sentences
+    if fix and text: raise UserError('corpus: --fix cuts at the lines of its table; leave --text out.')
     if not fix: espeak_files()   # before the recording is read
     start()
 
     with progress() as tell:
-        if fix: result = recut(source, fix, out, language)
-        elif not text and _has_table(source): result = check_corpus(source, out, language, speak_words, tell)
-        else: result = cut_corpus(source, text, out, language, speak_words, sentences, tell)
-    page = cuts_page(result, source, out)
-    return result, f'{corpus_text(result)}\nTo listen: {page}\n{out} is ready: xtts-nb prepare {out}'
+        if fix: result = recut(source, fix, out, language, cuts_page)
+        elif not text and _has_table(source):
+            result = check_corpus(source, out, language, speak_words, tell, cuts_page)
+        else: result = cut_corpus(source, text, out, language, speak_words, sentences, tell, cuts_page)
+    return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'
+                    f'{out} is ready: xtts-nb prepare {out}')
 
 # %% ../../nbs/app/cli_data.ipynb #49b0d04d
 def _given(dvae: Path, settings):

@@ -7,7 +7,9 @@ __all__ = ['find_app', 'Base', 'Kind', 'AsMade', 'RunFolder', 'Steps', 'HeldOut'
            'DataMemory', 'ModelMemory', 'Buffer', 'config_app', 'Layers', 'Width', 'Heads', 'Rows', 'sized']
 
 # %% ../../nbs/app/cli_train.ipynb #08777d06
+import math
 import os
+import shlex
 import sys
 from functools import partial
 from itertools import count
@@ -68,7 +70,7 @@ def _tune(
     page, run = tuning_page(done, out), out / 'run'
     result = {name: stage['result'] for name, stage in done.items()}
     return result | {'page': str(page), 'run': str(run)}, (
-        f'Read and listen: {page}\nxtts-nb say TEXT --model {run} --voice FILE')
+        f'Read and listen: {page}\nxtts-nb say TEXT --model {shlex.quote(str(run))} --voice FILE')
 
 # %% ../../nbs/app/cli_train.ipynb #8179c210
 @_training('train', renamed='--from', example='--data cache/mine --run runs/mine',
@@ -133,7 +135,8 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
         raise
     text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '
             f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
-    ends = getattr(trainer, 'validated', {})
+    ends = getattr(trainer, 'validated', {}) if getattr(trainer, '_validates', False) else {}   # at the end
+    ends = {name: value if math.isfinite(value) else None for name, value in ends.items()}
     return result | {'run': str(trainer.run)} | ({'held_out': ends} if ends else {}), text + _ends(ends)
 
 def _ends(validated: dict) -> str:

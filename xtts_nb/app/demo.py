@@ -445,9 +445,9 @@ def cuts_page(
         *(piece for clip in clips
           for piece in _cut_section(clip, root / clip.get('source', source.name), folder)),
         heading('In no clip', 'Longest first; pauses are left out.'),
-        html_table(['from', 'to', 'recording', 'reason'], rows),
+        html_table(['from', 'to', 'recording', 'reason'], rows, len(rows)),
         heading('Not found', 'Sentences of the text that nobody reads here.'),
-        html_table(['sentence'], [(text,) for text in result['missing']])]
+        html_table(['sentence'], [(text,) for text in result['missing']], len(result['missing']))]
     return write_report(folder / 'listen.html', 'Cuts', pieces)
 
 # %% ../../nbs/app/demo.ipynb #a3002c79

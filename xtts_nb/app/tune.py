@@ -6,15 +6,17 @@
 __all__ = ['STAGES', 'TuningStage', 'plan_tuning', 'run_stage', 'tune', 'tuning_page']
 
 # %% ../../nbs/app/tune.ipynb #c0720003
+import html
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .demo import html_table, plot_losses
+from .demo import plot_losses
 from ..config import UserError
 from ..files import check_writable, read_json, write_json
 from ..speech.evaluate import facts, heading, picture, scores_table, write_report
@@ -26,6 +28,7 @@ class TuningStage(NamedTuple):
     name: str
     words: list[str]     # behind `xtts-nb`
     made: Path           # there when it is complete
+    reads: list[Path]    # if one of them changes, it runs again
 
 STAGES = 'corpus', 'prepare', 'train', 'evaluate'
 
@@ -43,6 +46,8 @@ def plan_tuning(
     for name in skip:
         if name not in ('corpus', 'evaluate'):
             raise UserError(f'tune: --skip {name}: only corpus and evaluate can be left out.')
+    if text and 'corpus' in skip:
+        raise UserError(f'tune: --skip corpus: nothing is cut, so --text {text} is not read; leave it out.')
     corpus = source if 'corpus' in skip else out / 'corpus'
     cache, run = out / 'cache', out / 'run'
     words = {
@@ -54,38 +59,54 @@ def plan_tuning(
         'evaluate': [cache, '--model', run, '--report', out / 'scores', '--language', language]}
     made = dict(zip(STAGES, (corpus / 'metadata.csv', cache / 'manifest.json', run / 'model.safetensors',
                              out / 'scores' / 'scores.json')))
-    return [TuningStage(name, [name, *map(str, words[name])], made[name])
+    reads = {'corpus': [source, *([text] if text else ())], 'prepare': [corpus / 'metadata.csv'],
+             'train': [made['prepare']], 'evaluate': [made['train']]}
+    return [TuningStage(name, [name, *map(str, words[name])], made[name], [*map(Path, reads[name])])
             for name in STAGES if name not in skip]
 
 # %% ../../nbs/app/tune.ipynb #c0720009
 def run_stage(words: list[str]) -> dict:
     "Run a command in a process of its own, with its messages on stderr; its result."
     program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', *words, '--json']
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, encoding='utf-8') as child:
-        with catch_sigterm(lambda *_: child.terminate()): output = child.communicate()[0]
-    if child.returncode in (130, 143): raise SystemExit(child.returncode)   # its message tells how to go on
-    if child.returncode:
+    with (subprocess.Popen(program, stdout=subprocess.PIPE, text=True, encoding='utf-8',
+                           start_new_session=True) as child,   # it hears Ctrl-C once, from here
+          catch_sigterm(lambda *_: child.terminate())):
+        try: output = child.communicate()[0]
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            child.wait()
+            raise
+    code = {-signal.SIGTERM: 143, -signal.SIGINT: 130}.get(child.returncode, child.returncode)
+    if code in (130, 143): raise SystemExit(code)   # its message tells how to go on
+    if code:
         raise UserError(f'tune: the stage {words[0]} has failed, as said above; mend that, and give the same '
                         'command again. What is complete is kept.')
-    return json.loads(output.splitlines()[-1])
+    return json.loads(output.rstrip('\n').rpartition('\n')[2])   # JSON may hold other ends of lines
+
+def _stamps(paths: list[Path]) -> list:
+    "What tells whether files have changed."
+    return [[str(path.resolve()), path.stat().st_mtime_ns] for path in paths if path.exists()]
 
 def tune(
     stages: list[TuningStage],
     out: Path,
     say: Callable = print,             # gets a line before each stage
     run: Callable = run_stage,
-) -> dict:                             # stage -> {words, result}
+) -> dict:                             # stage -> {words, read, result}
     "Run the stages that are not complete."
     check_writable(out)
     path = out / 'tune.json'
     done, again = read_json(path) if path.is_file() else {}, False
     for number, stage in enumerate(stages, 1):
-        known = done.get(stage.name, {})
-        again = again or known.get('words') != stage.words or not stage.made.exists()
+        known, read = done.get(stage.name, {}), _stamps(stage.reads)
+        again = (again or known.get('words') != stage.words or known.get('read') != read
+                 or not stage.made.exists())
         head = f'{number} of {len(stages)}: xtts-nb {shlex.join(stage.words)}'
         say(head if again else f'{head}   (complete)')
         if not again: continue
-        done[stage.name] = {'words': stage.words, 'result': run(stage.words)}
+        for name in STAGES[STAGES.index(stage.name):]: done.pop(name, None)   # they are of what was before
+        write_json(path, done)
+        done[stage.name] = {'words': stage.words, 'read': read, 'result': run(stage.words)}
         write_json(path, done)
     return {stage.name: done[stage.name] for stage in stages}
 
@@ -97,6 +118,10 @@ def _losses(run: Path) -> Iterator[str]:
         some = [(line['step'], line[key]) for line in log if line.get(key) is not None]
         steps, values = zip(*some) if some else ((), ())
         if len(some) > 1: yield picture(plot_losses(steps, {name: values}, 'Loss'), f'loss, {name}')
+
+def _typed(command: str) -> str:
+    "A command to be copied."
+    return f'<pre style="white-space: pre-wrap">{html.escape(command)}</pre>'
 
 def tuning_page(done: dict, out: Path) -> Path:   # done: of `tune`
     "What was made, with links to the page of each stage."
@@ -112,21 +137,22 @@ def tuning_page(done: dict, out: Path) -> Path:   # done: of `tune`
     links = {'corpus': ('corpus/listen.html', 'Listen to the cuts'),
              'prepare': ('cache/report.html', 'All clips, and those that were dropped'),
              'evaluate': ('scores/report.html', 'All scores, and clips to listen to')}
-    run, voice = out / 'run', 'A_FEW_SECONDS.wav'
-    if corpus['clips']: voice = out / 'corpus' / max(corpus['clips'], key=lambda c: c['score'])['file']
+    run, voice = shlex.quote(str(out / 'run')), 'A_FEW_SECONDS.wav'
+    if corpus['clips']:
+        best = max(corpus['clips'], key=lambda clip: clip['score'])
+        voice = shlex.quote(str(out / 'corpus' / best['file']))
     pieces = [facts(figures), *(f'<p><a href="{place}">{text}</a></p>'
                                 for name, (place, text) in links.items() if name in result),
               heading('Losses', 'Once that of the held-out sentences rises, more updates make it worse.'),
-              *_losses(run)]
+              *_losses(out / 'run')]
     if 'evaluate' in result:
         pieces += [heading('Scores', 'Of held-out sentences, beside the recordings and an untrained model.'),
                    scores_table(result['evaluate']['scores'])]
     pieces += [heading('What was typed'),
-               html_table(['command'], [(f'xtts-nb {shlex.join(s["words"])}',) for s in done.values()]),
-               heading('Next'),
-               html_table(['to', 'command'], [
-                   ('speak', f'xtts-nb say "Hello there." --model {run} --voice {voice}'),
-                   ('save a voice', f'xtts-nb voices add NAME {voice} --model {run}'),
-                   ('serve', f'xtts-nb serve --model {run} --voices voices'),
-                   ('train longer', f'the same xtts-nb tune with --steps {2 * trained["steps"]}')])]
+               *(_typed(shlex.join(['xtts-nb', *s['words']])) for s in done.values()),
+               heading('Next', f'Speak, save a voice, serve. For more updates, the same tune with --steps '
+                               f'{2 * trained["steps"]}.'),
+               _typed(f'xtts-nb say "Hello there." --model {run} --voice {voice}'),
+               _typed(f'xtts-nb voices add NAME {voice} --model {run} --voices voices'),
+               _typed(f'xtts-nb serve --model {run} --voices voices')]
     return write_report(out / 'index.html', 'From recordings to a voice', pieces)

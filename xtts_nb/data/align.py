@@ -101,13 +101,20 @@ def spoken_sentence(text: str, language: str) -> Sentence | None:
     return Sentence(text.strip(), words, spoken.strip(), places) if words else None
 
 # %% ../../nbs/data/align.ipynb #9ee7b055
+def _short_parts(text: str, most: int = 400) -> Iterator[str]:
+    "A text without punctuation, as subtitles may be, in parts of so many characters; others whole."
+    while len(text) > most and (at := text.rfind(' ', 0, most)) > 0:
+        yield text[:at]
+        text = text[at + 1:]
+    yield text
+
 def text_sentences(
     paragraphs: list[str],
     language: str,
     split: Callable,        # (text, language) -> sentences
 ) -> list[Sentence]:
     "All sentences that have something to say."
-    parts = (s.strip() for p in paragraphs for s in split(p, language))
+    parts = (part for p in paragraphs for s in split(p, language) for part in _short_parts(s.strip()))
     return [s for part in parts if (s := spoken_sentence(part, language))]
 
 # %% ../../nbs/data/align.ipynb #5ca2a0d6
@@ -175,7 +182,7 @@ def measure_file(path: str | Path, progress: Callable = lambda done, total: None
     return _join(rate, done, parts)
 
 # %% ../../nbs/data/align.ipynb #ab12cbff
-PAUSE = 0.05   # s, the shortest
+PAUSE = 0.05   # s
 
 def _threshold(level: np.ndarray, window: int) -> np.ndarray:   # (4 F,) dB
     "The level below which there is no speech, near each place."
@@ -190,6 +197,7 @@ def _threshold(level: np.ndarray, window: int) -> np.ndarray:   # (4 F,) dB
 
 def find_pauses(
     sound: SoundFrames,
+    least: float = PAUSE,   # s, the shortest
 ) -> np.ndarray:    # (P, 2) s, start and end
     "The pauses of a sound, in order."
     step = hop_length(sound.rate) / 4 / sound.rate
@@ -198,7 +206,7 @@ def find_pauses(
     quiet = smooth < _threshold(sound.level, int(10 / step))
     edges = np.flatnonzero(np.diff(np.concatenate([[False], quiet, [False]]))).reshape(-1, 2)
     edge = (edges[:, 0] == 0) | (edges[:, 1] == len(quiet))   # of the recording: silence of any length
-    edges = edges[edge | ((edges[:, 1] - edges[:, 0]) * step >= PAUSE - 1e-6)] * step
+    edges = edges[edge | ((edges[:, 1] - edges[:, 0]) * step >= least - 1e-6)] * step
     return np.minimum(edges, sound.seconds)
 
 def loud_edges(sound: SoundFrames) -> tuple[bool, bool]:
@@ -222,9 +230,9 @@ class Speech:
         "The length of the pause before each frame and at the end, 0 for none."
         return np.append(np.diff(self.pauses)[:, 0], 0.)[self.pause]   # the last one is no pause
 
-def speech_frames(sound: SoundFrames) -> tuple[np.ndarray, np.ndarray]:   # (F,) bool, (P, 2) s
-    "Which frames are no pause; and the pauses."
-    pauses = find_pauses(sound) if sound.pauses is None else sound.pauses
+def speech_frames(sound: SoundFrames, least: float = PAUSE) -> tuple[np.ndarray, np.ndarray]:
+    "Which frames (F,) are no pause; and the pauses (P, 2) in s, of at least `least` s."
+    pauses = find_pauses(sound, least) if sound.pauses is None else sound.pauses
     times = frame_times(sound)
     at = np.searchsorted(pauses[:, 0], times, 'right') - 1
     inside = (at >= 0) & (times < pauses[at, 1]) if len(pauses) else np.zeros(len(times), bool)
@@ -271,13 +279,14 @@ def speak_sentences(
     language: str,
     speak: Callable,     # (text, language) -> (N,) int16, Hz, [(character, sample)] of words
     progress: Callable = lambda done, total: None,
+    least: float = PAUSE,   # s, the shortest pause that is left out
 ) -> list[SpokenSentence]:
     "The sentences as espeak-ng says them."
     spoken = []
     for done, sentence in enumerate(sentences, 1):
         wav, rate, marks = speak(sentence.spoken, ESPEAK_NAMES.get(language, language))
         sound = measure_sound(wav.astype(np.float32) / 2**15, rate)
-        keep = speech_frames(sound)[0]
+        keep = speech_frames(sound, least)[0]
         if keep.sum() < 3: keep[:3] = True
         spoken.append(SpokenSentence(sound.mel, keep, _word_frames(sentence, marks, keep, rate)))
         progress(done, len(sentences))

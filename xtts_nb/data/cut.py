@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'SHORTEST', 'LONGEST', 'REST', 'CUT', 'MARGIN', 'LONG_PAUSE', 'GAP', 'CUTS', 'LED_BY', 'FOLLOWED_BY',
-           'UNREAD_START', 'UNREAD_END', 'WRONG', 'CLEAR', 'ALIKE', 'CutPiece', 'with_edges', 'pieces_of', 'chains',
-           'choose_clips', 'account', 'Recording', 'join_sounds', 'located', 'find_recordings', 'read_texts_beside',
-           'measure_recordings', 'find_clips', 'cut_corpus', 'read_cuts', 'recut', 'ClipFit', 'fit_clip', 'Judged',
-           'clip_faults', 'judge', 'clarity', 'check_corpus', 'corpus_text']
+           'UNREAD_START', 'UNREAD_END', 'WRONG', 'CLEAR', 'ALIKE', 'LONGEST_CHECKED', 'CutPiece', 'with_edges',
+           'pieces_of', 'chains', 'choose_clips', 'account', 'Recording', 'join_sounds', 'located', 'find_recordings',
+           'read_texts_beside', 'measure_recordings', 'find_clips', 'cut_corpus', 'read_cuts', 'recut', 'ClipFit',
+           'fit_clip', 'Judged', 'clip_faults', 'judge', 'clarity', 'check_corpus', 'corpus_text']
 
 # %% ../../nbs/data/cut.ipynb #c0700003
 import os
@@ -24,8 +24,8 @@ import soundfile
 from ..config import UserError
 from .align import (
     align, comparable, distances, EDGE, find_pauses, Fit, found_sentences, FRAME, hop_length,
-    loud_edges, Match, measure_file, read_paragraphs, Sentence, SoundFrames, speak_sentences, Speech,
-    SpokenSentence, spoken_sentence, STEP, SUBTITLES, text_sentences, TextFrames)
+    loud_edges, Match, measure_file, PAUSE, read_paragraphs, Sentence, SoundFrames, speak_sentences, Speech,
+    SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES, text_sentences, TextFrames)
 from .audio import open_audio, wav_bytes
 from .corpora import Clip, read_corpus, read_lines, reason_kind, SUFFIXES, visible
 from .text import fold_language, LANGUAGE_CODE
@@ -190,6 +190,7 @@ def join_sounds(
     paths: list[Path],
     sounds: list[SoundFrames],
     gap: float = GAP,            # s
+    least: float = PAUSE,        # s, the shortest pause
 ) -> tuple[SoundFrames, list[Recording]]:
     "The frames of recordings one after the other."
     frame = hop_length(sounds[0].rate) / sounds[0].rate
@@ -197,7 +198,7 @@ def join_sounds(
     for path, sound in zip(paths, sounds):
         scale = hop_length(sound.rate) / sound.rate / frame
         recordings.append(Recording(path, at * frame, sound.seconds, scale))
-        pauses.append(at * frame + find_pauses(sound) / scale)
+        pauses.append(at * frame + find_pauses(sound, least) / scale)
         mel += [sound.mel, np.repeat(sound.mel[-1:], more, 0)]
         at += len(sound.mel) + more
         pauses.append([[recordings[-1].begin + sound.seconds / scale, at * frame]])
@@ -225,14 +226,18 @@ def _natural(path: Path) -> list:
     "A key that sorts 2 before 10."
     return [int(part) if i % 2 else part.lower() for i, part in enumerate(re.split(r'(\d+)', path.name))]
 
+def _with_a_name(path: Path) -> Path:
+    if not re.search('[\ud800-\udfff]', path.name): return path
+    raise UserError(f'{visible(str(path))}: its name is not UTF-8; rename it.')
+
 def find_recordings(source: Path) -> list[Path]:
     "A recording, or those in a folder, in the order of their names."
-    if source.is_file(): return [source]
+    if source.is_file(): return [_with_a_name(source)]
     if not source.is_dir():
         raise UserError(f'{source}: there is no such file; give a recording, or a folder of recordings.')
     found = sorted((p for p in source.iterdir() if p.suffix.lower() in SUFFIXES), key=_natural)
     if not found: raise UserError(f'{source}: holds no recordings ({", ".join(SUFFIXES)}).')
-    return found
+    return [*map(_with_a_name, found)]
 
 def read_texts_beside(paths: list[Path]) -> tuple[list[Path], list[str]]:   # with a text; paragraphs
     "What is said in recordings, in files of the same name beside them."
@@ -299,11 +304,15 @@ def _write(folder: Path, clips: list[dict]):
             for clip in cut:
                 number, text = number + 1, ' '.join(clip['text'].replace('|', ' ').split())
                 first, last = (round(clip[key] * file.samplerate) for key in ('start', 'end'))
-                file.seek(first)
-                wav = file.read(last - first, dtype='float32', always_2d=True).mean(1)
+                try:
+                    file.seek(first)
+                    wav = file.read(last - first, dtype='float32', always_2d=True).mean(1)
+                except soundfile.LibsndfileError as e:
+                    raise UserError(f'{path}: breaks off ({e.error_string}); copy it again.') from None
                 clip['file'] = f'wavs/{name}-{number:05d}.wav'
                 (folder / clip['file']).write_bytes(wav_bytes(wav, file.samplerate))
-                cells = f'{name}-{number:05d}', text, text, clip.pop('speaker'), clip.pop('language')
+                speaker = ' '.join(clip.pop('speaker').replace('|', ' ').split())
+                cells = f'{name}-{number:05d}', text, text, speaker, clip.pop('language')
                 rows.append('|'.join(cells) + '\n')
     (folder / 'metadata.csv').write_text(''.join(rows), encoding='utf-8', newline='\n')
 
@@ -337,6 +346,7 @@ def cut_corpus(
     speak: Callable,          # as in `speak_sentences`
     split: Callable,          # (text, language) -> sentences
     progress: Callable = lambda stage, done, total: None,
+    page: Callable | None = None,   # (result, source, folder), to be written into the folder
 ) -> dict:                    # clips, dropped, missing
     "Cut recordings into clips with their texts; raises `UserError` and writes nothing if they do not match."
     source, out, language = Path(source), Path(out), _language(language)
@@ -350,14 +360,25 @@ def cut_corpus(
         faults |= {p: 'no text beside the recording' for p in found if p not in paths}
         spoken = speak_sentences(sentences, language, speak, stage('speak the text'))
         result = find_clips(sound, sentences, spoken, source, text or 'their files', stage('align'))
+        _locate(result, recordings)
         if not result['clips']:
             raise UserError(f'{source}: has no pause to cut it at; give a recording with pauses.')
-        for kind in ('clips', 'dropped'): result[kind] = [*located(result[kind], recordings)]
         result['dropped'] += [{'start': 0., 'end': 0., 'reason': faults[p], 'path': p} for p in faults]
         _name(result, source, language)
         _write_cuts(folder, result['clips'])
         _write(folder, result['clips'])
+        if page: page(result, source, folder)
     return _told(result, source.is_file())
+
+# %% ../../nbs/data/cut.ipynb #c0700017
+def _locate(result: dict, recordings: list[Recording]):
+    "Give all stretches in seconds of their recordings; what goes on in the next one is no clip."
+    parts = [[*located([clip], recordings)] for clip in result['clips']]
+    split = [{key: part[key] for key in ('start', 'end', 'path')} for some in parts if len(some) > 1
+             for part in some]
+    result['clips'] = [some[0] for some in parts if len(some) == 1]
+    result['dropped'] = [*located(result['dropped'], recordings), *(
+        part | {'reason': 'its sentence goes on in another recording'} for part in split)]
 
 def _name(result: dict, source: Path, language: str):
     "Add to all stretches from which recording they are, and to clips their speaker and language."
@@ -379,6 +400,8 @@ def read_cuts(table: str | Path, source: Path) -> list[dict]:
             raise UserError(f'{where} is not UTF-8; save the table again as UTF-8.')
         if len(cells) != 4: raise UserError(f'{where} has {len(cells)} columns; write source|start|end|text.')
         name, *times, text = cells
+        if longer := next((n for n in paths if line.startswith(f'{n}|')), None):   # it may hold a |
+            name, (*times, text) = longer, (c.strip() for c in line[len(longer) + 1:].split('|', 2))
         if name not in paths: raise UserError(f'{where}: there is no recording {visible(name)}; correct it.')
         if name not in seconds: seconds[name] = _seconds(paths[name])
         try: start, end = map(float, times)
@@ -391,7 +414,9 @@ def read_cuts(table: str | Path, source: Path) -> list[dict]:
     if not clips: raise UserError(f'{table}: holds no line source|start|end|text; give an edited {CUTS}.')
     return clips
 
-def recut(source: str | Path, table: str | Path, out: str | Path, language: str) -> dict:
+# %% ../../nbs/data/cut.ipynb #c0700018
+def recut(source: str | Path, table: str | Path, out: str | Path, language: str,
+          page: Callable | None = None) -> dict:
     "Cut recordings at the lines of an edited `cuts.csv`; as `cut_corpus` otherwise."
     source, language = Path(source), _language(language)
     clips = read_cuts(table, source)
@@ -400,6 +425,7 @@ def recut(source: str | Path, table: str | Path, out: str | Path, language: str)
     with atomic_folder(out) as folder:
         _write_cuts(folder, clips)
         _write(folder, clips)
+        if page: page(result, source, folder)
     return _told(result, source.is_file())
 
 def _between(clips: list[dict]) -> list[dict]:
@@ -427,7 +453,7 @@ def _best_end(local: np.ndarray) -> tuple[float, int, int]:   # (T, M) costs
 class ClipFit(NamedTuple):
     "How a clip fits its text."
     gain: float    # of a frame over wrong text, in the mean
-    other: float   # the same of the best other text
+    other: float   # the same of the best other text; NaN without one
     begin: int     # the path: frames of the sound ...
     end: int
     first: int     # ... and of the text
@@ -451,8 +477,8 @@ def fit_clip(x: np.ndarray, null: np.ndarray, y: np.ndarray, others: list[np.nda
     local = costs(y)
     gain, end, last = _best_end(local)
     _, sound, text = _best_end(local[:end, :last][::-1, ::-1])   # the same path from its end
-    other = max((_best_end(costs(o))[0] for o in others), default=0.)
-    return ClipFit(gain / len(x), other / len(x), end - sound, end, last - text, last,
+    other, frames = max((_best_end(costs(o))[0] for o in others), default=np.nan), max(1, len(x))
+    return ClipFit(gain / frames, other / frames, end - sound, end, last - text, last,
                    len(x) - end, len(y) - last)
 
 # %% ../../nbs/data/cut.ipynb #c0700022
@@ -514,15 +540,16 @@ def _in_pauses(speech: Speech, path: tuple[int, int], recording: Recording) -> t
 
 def judge(clips: list[Clip], sounds: dict, sentences: dict, spoken: dict, others: int = 3) -> list[Judged]:
     "Compare the clips of a group with their texts, and with some of other clips."
-    sound, recordings = join_sounds([c.path for c in clips], [sounds[c] for c in clips], 0.2)
+    sound, recordings = join_sounds([c.path for c in clips], [sounds[c] for c in clips], 0.2, CUT)
     speech, model = comparable(sound, [spoken[c] for c in clips])
-    text = lambda i: model.y[model.starts[i]:model.starts[i + 1]]
-    order, judged = np.argsort(np.diff(model.starts), kind='stable'), []
-    rank = np.argsort(order)
+    text, length, judged = lambda i: model.y[model.starts[i]:model.starts[i + 1]], np.diff(model.starts), []
+    once = {sentences[clip].spoken: i for i, clip in enumerate(clips)}   # a clip of each text
+    order = sorted(once.values(), key=lambda i: length[i])
     for i, (clip, recording) in enumerate(zip(clips, recordings)):
         ends = recording.begin, recording.begin + recording.seconds / recording.scale
         first, last = np.searchsorted(speech.times, ends)
-        near = order[max(0, rank[i] - others):rank[i] + others + 1]
+        at = np.searchsorted(length[order], length[i])
+        near = order[max(0, at - others):at + others + 1]
         unlike = [j for j in near if sentences[clips[j]].spoken != sentences[clip].spoken][:others]
         fit = fit_clip(speech.x[first:last], speech.null[first:last], text(i), [text(j) for j in unlike])
         alone = (speech.silence[first + fit.end:last] >= CUT).any()
@@ -533,9 +560,9 @@ def judge(clips: list[Clip], sounds: dict, sentences: dict, spoken: dict, others
 
 # %% ../../nbs/data/cut.ipynb #c0700025
 def clarity(group: list[Judged]) -> float:
-    "How many times as much as other texts the right ones gain."
-    gain, other = (np.median([getattr(j.fit, name) for j in group]) for name in ('gain', 'other'))
-    return gain / max(other, 1e-6)
+    "How many times as much as other texts the right ones gain; 0 if there are none to compare."
+    other = [j.fit.other for j in group if not np.isnan(j.fit.other)]
+    return np.median([j.fit.gain for j in group]) / max(np.median(other), 1e-6) if other else 0.
 
 def _verdict(judged: Judged, clear: bool) -> tuple[float, float, list[str], bool]:
     "Where a clip begins and ends (s), what is wrong with it, and whether that is cut off."
@@ -549,12 +576,18 @@ def _verdict(judged: Judged, clear: bool) -> tuple[float, float, list[str], bool
     return start, end, faults, True
 
 # %% ../../nbs/data/cut.ipynb #c0700026
+LONGEST_CHECKED = 60   # s; memory grows with its square
+
 def _measured(clips: list[Clip], faults: dict, progress: Callable) -> dict[Clip, SoundFrames]:
     "The frames of each clip; `faults` gets the reasons for those that cannot be read."
     sounds = {}
     for done, clip in enumerate(clips, 1):
-        try: sounds[clip] = measure_file(clip.path)
+        try: sound = measure_file(clip.path)
         except UserError as e: faults[clip] = str(e).removeprefix(f'{clip.path}: ').rstrip('.')
+        else:
+            if sound.seconds > LONGEST_CHECKED: faults[clip] = f'{sound.seconds:.0f} s long; cut it first'
+            elif not speech_frames(sound)[0].any(): faults[clip] = 'nobody speaks in it'
+            else: sounds[clip] = sound
         progress(done, len(clips))
     return sounds
 
@@ -563,15 +596,24 @@ def _spoken(sentences: dict[Clip, Sentence], speak: Callable, progress: Callable
     spoken = {}
     for language in {c.language for c in sentences}:
         some = {c: s for c, s in sentences.items() if c.language == language}
-        spoken |= zip(some, speak_sentences([*some.values()], language, speak, progress))
+        spoken |= zip(some, speak_sentences([*some.values()], language, speak, progress, CUT))
     return spoken
 
+def _judged(clips: list[Clip], sounds: dict, sentences: dict, spoken: dict, faults: dict) -> list:
+    groups = []
+    for group in _groups(clips, sounds):
+        try: groups.append(judge(group, sounds, sentences, spoken))
+        except UserError: faults |= dict.fromkeys(group, 'less than a second of speech to compare it with')
+    return groups
+
+# %% ../../nbs/data/cut.ipynb #c0700028
 def check_corpus(
     source: str | Path,       # a corpus in a layout that `read_corpus` knows
     out: str | Path,          # folder to write
     language: str,            # of rows that name none
     speak: Callable,          # as in `speak_sentences`
     progress: Callable = lambda stage, done, total: None,
+    page: Callable | None = None,   # as in `cut_corpus`
 ) -> dict:                    # clips, dropped, missing; unclear: clips whose ends cannot be judged
     "Compare each clip with its text, and write those that fit; raises `UserError` if none does."
     source, stage = Path(source), lambda name: lambda done, total: progress(name, done, total)
@@ -581,8 +623,9 @@ def check_corpus(
         faults = {c: 'nothing in its text can be spoken' for c in rows if c not in sentences}
         sounds = _measured([*sentences], faults, stage('read the clips'))
         spoken = _spoken({c: sentences[c] for c in sounds}, speak, stage('speak the texts'))
-        groups = [judge(group, sounds, sentences, spoken) for group in _groups([*sounds], sounds)]
-        if groups and max(map(clarity, groups)) <= ALIKE:
+        groups = _judged([*sounds], sounds, sentences, spoken, faults)
+        known = [*filter(None, map(clarity, groups))]
+        if known and max(known) <= ALIKE:
             raise UserError(f'{source}: the texts fit no better than those of other clips; look at '
                             '--language, for rows that are shifted, or for strong noise.')
         name = lambda clip: os.path.relpath(clip.path, source if source.is_dir() else source.parent)
@@ -593,6 +636,7 @@ def check_corpus(
             raise UserError(f'{source}: none of {len(rows) + len(unread)} clips fits its text '
                             f'({result["dropped"][0]["reason"]}); look at the table, and at --language.')
         _write(folder, result['clips'])
+        if page: page(result, source, folder)
     return _told(result, False)
 
 # %% ../../nbs/data/cut.ipynb #c0700027
@@ -618,6 +662,8 @@ def _sorted(groups: list[list[Judged]], name_of: Callable) -> dict:
     return result
 
 # %% ../../nbs/data/cut.ipynb #c5e67264
+_FAULTS = re.compile('; (?=sound (?:before|after) its text|its text (?:begins|goes))')   # between two
+
 def corpus_text(result: dict, most: int = 10) -> str:
     "A result of `cut_corpus` or `check_corpus` as text."
     clips, dropped, missing = result['clips'], result['dropped'], result['missing']
@@ -627,8 +673,9 @@ def corpus_text(result: dict, most: int = 10) -> str:
     for name, parts, why in (('cut off', cut, 'cut'), ('dropped', dropped, 'reason')):
         kinds = defaultdict(list)
         for part in parts:
-            for reason in part[why].split('; '): kinds[reason_kind(reason)].append(part)
-        lines += [f'{name}  {len(p):,} × {kind}, {seconds(p):.1f} s' for kind, p in kinds.items()]
+            for reason in _FAULTS.split(part[why]): kinds[reason_kind(reason)].append(part)
+        lines += [f'{name}  {len(p):,} × {kind}' + (f', {seconds(p):.1f} s' if why == 'reason' else '')
+                  for kind, p in kinds.items()]
     if result.get('unclear'):
         lines.append(f'unclear  {result["unclear"]:,} clips are kept unjudged: their texts fit hardly better '
                      'than others (strong noise, another --language, or shifted rows)')
