@@ -24,7 +24,7 @@ import soundfile
 
 from ..config import UserError
 from .audio import hann_window, mel_triangles, open_audio
-from .corpora import read_lines, visible
+from .corpora import DAMAGED, read_lines, visible
 from .text import clean_for
 
 # %% ../../nbs/data/align.ipynb #a2b1516c
@@ -71,7 +71,7 @@ def read_paragraphs(path: str | Path) -> list[str]:
             if before == number - 1: paragraphs[-1] += ' ' + line.strip()
             else: paragraphs.append(line.strip())
             before = number
-    if damaged := next((p for p in paragraphs if re.search('[\ud800-\udfff\ufffd]', p)), None):
+    if damaged := next((p for p in paragraphs if DAMAGED.search(p)), None):
         raise UserError(f'{path}: is not UTF-8 ("{visible(damaged, 40)}"); save it again as UTF-8.')
     if not any(c.isalnum() for p in paragraphs for c in p):
         raise UserError(f'{path}: holds no text; give what was read, or subtitles (.srt, .vtt, .ass).')

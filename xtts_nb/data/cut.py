@@ -27,8 +27,8 @@ from .align import (
     loud_edges, Match, measure_file, PAUSE, read_paragraphs, Sentence, SoundFrames, speak_sentences, Speech,
     SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES, text_sentences, TextFrames)
 from .audio import open_audio, wav_bytes
-from .corpora import Clip, read_corpus, read_lines, reason_kind, SUFFIXES, visible
-from .text import fold_language, LANGUAGE_CODE
+from .corpora import (
+    check_language, Clip, DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, visible)
 from ..files import atomic_folder
 
 # %% ../../nbs/data/cut.ipynb #6bf8d422
@@ -294,6 +294,10 @@ def find_clips(
 # %% ../../nbs/data/cut.ipynb #c0700013
 CUTS = 'cuts.csv'   # where each clip of a corpus was cut: source|start|end|text
 
+def _cell(text: str) -> str:
+    "A text as it stands in a table."
+    return ' '.join(text.replace('|', ' ').split())
+
 def _write(folder: Path, clips: list[dict]):
     "Write `wavs/` and `metadata.csv`, and the name of its file to each clip, which loses what is not told."
     (folder / 'wavs').mkdir()
@@ -302,7 +306,7 @@ def _write(folder: Path, clips: list[dict]):
         name = re.sub(r'[^\w-]+', '_', path.stem).strip('_') or 'clip'
         with soundfile.SoundFile(path) as file:
             for clip in cut:
-                number, text = number + 1, ' '.join(clip['text'].replace('|', ' ').split())
+                number, text = number + 1, _cell(clip['text'])
                 first, last = (round(clip[key] * file.samplerate) for key in ('start', 'end'))
                 try:
                     file.seek(first)
@@ -311,13 +315,12 @@ def _write(folder: Path, clips: list[dict]):
                     raise UserError(f'{path}: breaks off ({e.error_string}); copy it again.') from None
                 clip['file'] = f'wavs/{name}-{number:05d}.wav'
                 (folder / clip['file']).write_bytes(wav_bytes(wav, file.samplerate))
-                speaker = ' '.join(clip.pop('speaker').replace('|', ' ').split())
-                cells = f'{name}-{number:05d}', text, text, speaker, clip.pop('language')
+                cells = (f'{name}-{number:05d}', text, text, _cell(clip.pop('speaker')), clip.pop('language'))
                 rows.append('|'.join(cells) + '\n')
     (folder / 'metadata.csv').write_text(''.join(rows), encoding='utf-8', newline='\n')
 
 def _write_cuts(folder: Path, clips: list[dict]):
-    row = lambda c: f'{c["source"]}|{c["start"]}|{c["end"]}|{" ".join(c["text"].replace("|", " ").split())}\n'
+    row = lambda c: f'{c["source"]}|{c["start"]}|{c["end"]}|{_cell(c["text"])}\n'
     text = f'source|start|end|text\n{"".join(map(row, clips))}'
     (folder / CUTS).write_text(text, encoding='utf-8', newline='\n')
 
@@ -329,11 +332,6 @@ def _told(result: dict, one: bool) -> dict:
     return result
 
 # %% ../../nbs/data/cut.ipynb #c0700014
-def _language(language: str) -> str:
-    code = fold_language(language)
-    if LANGUAGE_CODE.fullmatch(code): return code
-    raise UserError(f'"{visible(language)}" is no language code; write one such as en or zh-cn.')
-
 def _speaker(source: Path) -> str:
     "The name of a file or a folder, as that of its speaker."
     return re.sub(r'[^\w-]+', '_', source.resolve().stem).strip('_') or 'speaker'
@@ -349,7 +347,7 @@ def cut_corpus(
     page: Callable | None = None,   # (result, source, folder), to be written into the folder
 ) -> dict:                    # clips, dropped, missing
     "Cut recordings into clips with their texts; raises `UserError` and writes nothing if they do not match."
-    source, out, language = Path(source), Path(out), _language(language)
+    source, out, language = Path(source), Path(out), check_language(language)
     found = find_recordings(source)
     if text and not Path(text).is_file(): raise UserError(f'{text}: there is no such file; give the text.')
     paths, paragraphs = (found, read_paragraphs(text)) if text else read_texts_beside(found)
@@ -396,7 +394,7 @@ def read_cuts(table: str | Path, source: Path) -> list[dict]:
     for number, line in read_lines(Path(table)):
         cells, where = [c.strip() for c in line.split('|', 3)], f'{table}, line {number}'
         if cells == ['source', 'start', 'end', 'text']: continue
-        if re.search('[\ud800-\udfff\ufffd]', line):
+        if DAMAGED.search(line):
             raise UserError(f'{where} is not UTF-8; save the table again as UTF-8.')
         if len(cells) != 4: raise UserError(f'{where} has {len(cells)} columns; write source|start|end|text.')
         name, *times, text = cells
@@ -418,7 +416,7 @@ def read_cuts(table: str | Path, source: Path) -> list[dict]:
 def recut(source: str | Path, table: str | Path, out: str | Path, language: str,
           page: Callable | None = None) -> dict:
     "Cut recordings at the lines of an edited `cuts.csv`; as `cut_corpus` otherwise."
-    source, language = Path(source), _language(language)
+    source, language = Path(source), check_language(language)
     clips = read_cuts(table, source)
     result = {'clips': clips, 'dropped': _between(clips), 'missing': []}
     _name(result, source, language)
@@ -618,7 +616,7 @@ def check_corpus(
     "Compare each clip with its text, and write those that fit; raises `UserError` if none does."
     source, stage = Path(source), lambda name: lambda done, total: progress(name, done, total)
     with atomic_folder(out) as folder:
-        rows, unread = read_corpus(source, _language(language))
+        rows, unread = read_corpus(source, check_language(language))
         sentences = {c: s for c in rows if (s := spoken_sentence(c.text, c.language))}
         faults = {c: 'nothing in its text can be spoken' for c in rows if c not in sentences}
         sounds = _measured([*sentences], faults, stage('read the clips'))
