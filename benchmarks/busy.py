@@ -43,8 +43,10 @@ from xtts_nb.train.step import step_modes  # noqa: E402
 READ_EVERY = 10   # steps
 SETTLE = 1.       # s at the beginning of a turn that do not count: buffers are full, the driver averages
 STEPS = {'eager': {'mode': 'eager'}, 'xla': {'mode': 'xla', 'precision': 'bfloat16'}}
+USE = 'mean', 'p50', 'min', 'max', 'variation', 'idle_share'   # of the driver's utilisation, %
 ARMS = {'python_eager': ('numpy_function', 'eager'), 'cache_eager': ('cache', 'eager'),
-        'python_xla': ('numpy_function', 'xla'), 'native_xla': ('native', 'xla'), 'cache_xla': ('cache', 'xla')}
+        'python_xla': ('numpy_function', 'xla'), 'native_xla': ('native', 'xla'),
+        'cache_xla': ('cache', 'xla')}
 
 
 class Encode:
@@ -64,7 +66,7 @@ class Encode:
         "The batch as a cache gives it."
         if 'codes' in batch: return batch
         codes, length = self.call(batch['mel'], batch['mel_length'], batch['clip'])
-        batch = batch | {'codes': codes, 'code_length': length, 'reference': tf.cast(batch['reference'], tf.float16)}
+        batch |= {'codes': codes, 'code_length': length, 'reference': tf.cast(batch['reference'], tf.float16)}
         return {name: batch[name] for name in BATCH}
 
 
@@ -73,7 +75,8 @@ def checked(plan: BatchPlan, feeds: dict, encode: Encode, steps: dict) -> dict: 
     check_equal(plan, np.asarray(encode.dvae.mel_stats), encode.dvae.encode, feeds)
     first = {name: next(iter(batches_of(reader, plan.data))) for name, reader in feeds.items()}
     made = {name: encode(batch) for name, batch in first.items()}
-    differ = {name: differing_share(made['cache']['codes'], batch['codes'][:, :made['cache']['codes'].shape[1]])
+    codes = made['cache']['codes']
+    differ = {name: differing_share(codes, batch['codes'][:, :codes.shape[1]])
               for name, batch in made.items()}
     losses = {name: float(step(made['cache'], tf.constant(0))['loss']) for name, step in steps.items()}
     if max(differ.values()) > 0.02 or not np.allclose(losses['xla'], losses['eager'], rtol=0.02):
@@ -97,30 +100,31 @@ def busy(
         plan = BatchPlan(cache, cache.config.data.model_copy(update={'buckets': 1}))
         every = readers(plan, np.asarray(dvae.mel_stats))
         feeds = {name: every[name] for name, _ in ARMS.values()}
-        steps = step_modes(cache.config, cache.tokenizer.start if hasattr(cache.tokenizer, 'start') else 5, STEPS)
+        steps = step_modes(cache.config, 5, STEPS)
         encoders = {name: Encode(plan, dvae, name != 'eager') for name in steps}
         equal = checked(plan, feeds, encoders['xla'], steps)
         running = {name: iter(batches_of(reader, plan.data)) for name, reader in feeds.items()}
         marks, number = [], 0
 
         def turn(name, feed, step):
-            nonlocal number
-            begun = counted = time.perf_counter()
-            done, until = 0, begun + SETTLE + seconds
+            "Train for a second and then for `seconds`; clips and seconds of the second part."
             batches, encode, update = running[feed], encoders[step], steps[step]
-            while (now := time.perf_counter()) < until:
-                if counted == begun and now > begun + SETTLE:
-                    float(loss)
-                    counted, done = time.perf_counter(), 0
-                    until = counted + seconds
-                    marks.append((counted, name))
-                loss = update(encode(next(batches)), tf.constant(number))['loss']
-                done, number = done + 1, number + 1
-                if not done % READ_EVERY: float(loss)
-            float(loss)
-            end = time.perf_counter()
-            marks.append((end, ''))
-            return done * config.data.batch_size, end - counted
+
+            def train(seconds):
+                nonlocal number
+                begun, done = time.perf_counter(), 0
+                while not done or time.perf_counter() < begun + seconds:
+                    loss = update(encode(next(batches)), tf.constant(number))['loss']
+                    done, number = done + 1, number + 1
+                    if not done % READ_EVERY: float(loss)
+                float(loss)
+                return done * config.data.batch_size, time.perf_counter() - begun
+
+            train(SETTLE)
+            marks.append((time.perf_counter(), name))
+            counted = train(seconds)
+            marks.append((time.perf_counter(), ''))
+            return counted
 
         with Sampler(best_probe(), 0.1) as sampler:
             arms = {name: lambda name=name, how=how: turn(name, *how) for name, how in ARMS.items()}
@@ -128,7 +132,7 @@ def busy(
         use = summarise_arms(sampler.samples, marks)
     for row in rows:
         device = next(iter(use[row['name']].values()))
-        row |= {k: device.get(k) and round(device[k], 2) for k in ('mean', 'p50', 'min', 'max', 'variation', 'idle_share')}
+        row |= {k: device.get(k) and round(device[k], 2) for k in USE}
         row['means'] = {k: round(v, 3) for k, v in device['means'].items()}
     begun = marks[0][0]
     samples = [(round(s.time - begun, 2), s.gpus[0].utilisation, s.gpus[0].sm_active) for s in sampler.samples

@@ -34,6 +34,7 @@ def _coqui_speech(threads, layers, width, heads, vocabulary, ids, codes, streame
     from TTS.tts.models.xtts import Xtts, XttsArgs, XttsAudioConfig
     torch.manual_seed(0)
     torch.set_num_threads(threads)
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
     sizes = XttsArgs(gpt_layers=layers, gpt_n_model_channels=width, gpt_n_heads=heads,
                      decoder_input_dim=width, gpt_number_text_tokens=vocabulary,
                      gpt_start_text_token=2, gpt_stop_text_token=0,
@@ -45,7 +46,8 @@ def _coqui_speech(threads, layers, width, heads, vocabulary, ids, codes, streame
     model.gpt.init_gpt_for_inference(kv_cache=True)
     model.gpt.mel_head.bias.data[1025] = -1e4   # never STOP
     model.gpt.max_gen_mel_tokens = codes
-    voice = torch.randn(1, 32, width), torch.randn(1, 512, 1)
+    model.to(device)
+    voice = torch.randn(1, 32, width, device=device), torch.randn(1, 512, 1, device=device)
     while True:
         begin, made = time.perf_counter(), 0
         if streamed:
