@@ -444,7 +444,8 @@ WRITERS = {'data': 'bench data', 'step_speed': 'bench train',
            'say_full': 'bench say --preset xtts_v2', 'service': 'bench service', 'evaluate': 'evaluate'}
 TOOLS = {'xla': 'python benchmarks/xla_gpu.py record',   # of a checkout
          'xla_memory': 'python benchmarks/xla_gpu.py memory',
-         'busy': 'python benchmarks/busy.py --record',
+         'busy': 'python benchmarks/busy.py',
+         'memory': 'python benchmarks/memory.py',
          'growth': 'python benchmarks/growth.py --record',
          'parity': 'python benchmarks/parity.py COQUI_DIR --coqui-python PYTHON --record',
          'gpt2': 'python benchmarks/gpt2.py --record',
