@@ -1883,6 +1883,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.monitor.watch.is_compiled': ('monitor/watch.html#is_compiled', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch.is_running': ('monitor/watch.html#is_running', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch.is_users': ('monitor/watch.html#is_users', 'xtts_nb/monitor/watch.py'),
+                                       'xtts_nb.monitor.watch.libraries': ('monitor/watch.html#libraries', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch.look_at': ('monitor/watch.html#look_at', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch.place_of': ('monitor/watch.html#place_of', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch.users_frame': ('monitor/watch.html#users_frame', 'xtts_nb/monitor/watch.py')},

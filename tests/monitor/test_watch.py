@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from xtts_nb.monitor import watch as page
 from xtts_nb.monitor.loop import TF_FUNCTION
-from xtts_nb.monitor.watch import Place, Watch, is_users, look_at, place_of, users_frame
+from xtts_nb.monitor.watch import Place, Watch, is_users, libraries, look_at, place_of, users_frame
 
 HERE = __file__
 
@@ -50,6 +50,18 @@ def test_a_callback_of_the_user_is_a_callback():
     assert look_at(stack(*frames)).kind == 'callback'
     board = (f'{KERAS}/callbacks/tensorboard.py', 'TensorBoard.on_epoch_end', 1)
     assert look_at(stack(board, *frames[1:])).callback == 'TensorBoard'
+
+def test_where_libraries_lie(tmp_path, monkeypatch):
+    "Those of `pip install --target` too, beside a program in the same folder."
+    (tmp_path / 'apart').mkdir()
+    (tmp_path / 'apart/__init__.py').touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = libraries(['/usr/lib/python3/dist-packages', str(tmp_path), '/users/me'], ('apart',))
+    own = f'{os.path.dirname(os.__file__)}/'
+    assert {'/usr/lib/python3/dist-packages/', f'{tmp_path}/apart/', own} <= {*found}
+    assert not f'{tmp_path}/train.py'.startswith(found) and not '/users/me/train.py'.startswith(found)
+    packages = [os.path.dirname(module.__file__) + os.sep for module in (tf, keras, np)]
+    assert {*packages} <= {*libraries([])}
 
 def test_whose_file_it_is():
     assert is_users(HERE) and is_users('<ipython-input-3-abc>') and is_users('<string>')

@@ -548,6 +548,7 @@ def test_a_decoder_in_bfloat16_sounds_nearly_the_same(singer, monkeypatch):
     assert a.dtype == b.dtype and a.shape == b.shape
     assert 0 < np.square(a - b).mean() < 1e-3 * np.square(a).mean()
 
+@pytest.mark.cpu
 def test_with_int8_weights_the_states_differ_a_little(singer):
     voice, quick = singer.listen(VOICE), Speaker(singer.xtts, weights='int8')
     assert singer.gpt is singer.xtts.gpt and quick.gpt.gpt is singer.gpt
@@ -556,6 +557,7 @@ def test_with_int8_weights_the_states_differ_a_little(singer):
     np.testing.assert_allclose(a[0], b[0], atol=1e-4)   # from the prefix
     assert 0 < np.square(a[1] - b[1]).mean() < 1e-2 * np.square(a[1]).mean()
 
+@pytest.mark.cpu
 def test_int8_weights_are_refused_on_a_gpu(xtts):
     device = '/job:localhost/replica:0/task:0/device:GPU:1'
     head = SimpleNamespace(kernel=SimpleNamespace(value=SimpleNamespace(device=device)))

@@ -388,6 +388,7 @@ def test_say_where_two_cards_can_be_seen(xtts, two_cards, corpus, prepared, tmp_
     assert done.code == 0 and '2 logical CPU devices stand in for GPUs' in done.err, done.err
     assert done.json['seconds'] > 0, done.err
 
+@pytest.mark.cpu
 @pytest.mark.parametrize('options, words', [
     ([*CARDS, '--fit-memory'], '--fit-memory: tries updates on the first GPU'),
     (['--model-gpu', 2], 'no such GPU'),

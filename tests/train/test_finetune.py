@@ -213,6 +213,7 @@ def test_the_estimate_by_hand(mini, monkeypatch, training, cards, other):
     config = mini.replace(training={'mode': 'graph'} | training)
     assert memory_needs(config, 5, 2, rows=5) == PLAIN | other
 
+@pytest.mark.cpu
 @pytest.mark.parametrize('limit, written', [(15_999, 4000 - 4 * 4 * 7), (16_000, 16_000)])
 def test_a_large_update_needs_its_gradients_once_more(mini, monkeypatch, limit, written):
     "Where the activations were, so the estimate has only what they leave."

@@ -290,6 +290,7 @@ def test_the_promises_beside_a_record(device, more, verdicts):
     assert ('first step' in text.splitlines()[2]) == bool(more)
     assert drawn['with_promises'](None).startswith('No quiet record')
 
+@pytest.mark.cpu
 @pytest.mark.parametrize('flags, compiled, line', [
     ({}, True, 'with XLA JIT compilation (the choice for float32 on this CPU)'),
     ({'mode': 'xla'}, True, 'with XLA JIT compilation (as training.mode says)'),
@@ -327,6 +328,7 @@ def test_whether_a_cpu_multiplies_in_bfloat16(tmp_path, text, found):
     if text: (tmp_path / 'cpuinfo').write_text(text)
     assert bfloat16_units(tmp_path / 'cpuinfo') == found
 
+@pytest.mark.cpu
 def test_xla_turns_products_in_bfloat16_into_float32_ones_on_a_cpu():
     "The reason of the choice: as soon as this fails, measure the modes again."
     product = tf.function(lambda a: tf.reduce_max(tf.matmul(a, a)), jit_compile=True)
@@ -398,6 +400,7 @@ def test_where_memory_was_short_says_whether_weights_are_as_before(step, message
     optimizer = SimpleNamespace(name='adamw')
     assert _untouched(SimpleNamespace(**step), optimizer, Exception(message)) == untouched
 
+@pytest.mark.cpu
 def test_a_large_update_on_a_cpu_writes_in_place(plain, rows, monkeypatch):
     "The gradients stay a program of XLA, the update becomes a graph; both train alike."
     trained = {}
@@ -412,6 +415,7 @@ def test_a_large_update_on_a_cpu_writes_in_place(plain, rows, monkeypatch):
     assert left == programs - 1 and fused == pytest.approx(plainly, rel=1e-5) and fused[1] < fused[0]
     for a, b in zip(one, other): np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
+@pytest.mark.cpu
 def test_only_a_large_update_on_a_cpu_is_no_program_of_xla(monkeypatch):
     assert [step_page.writes_in_place(n) for n in (1e9, 1.1e9)] == [False, True]
     monkeypatch.setattr(tf.config, 'get_visible_devices', lambda kind: ['a card'])

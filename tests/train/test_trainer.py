@@ -83,6 +83,7 @@ def test_the_pace_by_hand(clock, monkeypatch):
     for row in ([2, 3], [2]): timer.run(step, {'x': tf.ragged.constant([[1], row])}, 1.)
     assert len(timer.alone) == 3   # the values of a ragged tensor count
 
+@pytest.mark.cpu
 def test_waiting_fetches_every_scalar_else_one_element(monkeypatch):
     kind, fetched = type(tf.constant(0)), []
     owner = next(c for c in kind.__mro__ if '_numpy' in vars(c))
@@ -99,6 +100,7 @@ def test_waiting_fetches_every_scalar_else_one_element(monkeypatch):
     assert of(None) == [(), ()]
     assert of(tf.constant(1.)) == [()]   # every card, where there is nothing to fetch
 
+@pytest.mark.cpu
 def test_what_goes_where(monkeypatch):
     batch, names = {'x': tf.constant([1., 2.])}, []
     assert to_device(batch) is batch and isinstance(on_device(None), nullcontext)   # there is no card
