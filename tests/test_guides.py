@@ -78,8 +78,8 @@ def commands_of(page: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('page, count, made', [
-    ('user_guide', 16, ('runs/mine', 'models/tuned', 'models/fa', 'runs/fa', 'book.wav', 'speaks',
-                        'report/report.html', 'learning_rate.png', 'voices/anna.safetensors')),
+    ('user_guide', 17, ('runs/mine', 'runs/both', 'models/tuned', 'models/fa', 'runs/fa', 'book.wav',
+                        'speaks', 'report/report.html', 'learning_rate.png', 'voices/anna.safetensors')),
     ('quick_start', 11, ('runs/mine', 'book.wav', 'voices/anna.safetensors', 'report/report.html',
                          'cache/tuning')),
     ('testing_guide', 3, ('load.csv', 'report.md')),

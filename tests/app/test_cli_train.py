@@ -48,7 +48,7 @@ def built(prepared, home, monkeypatch):
     class Stopped(Exception): pass
     really = runs.Trainer.fit
     def fit(self, *given, **named):
-        if not isinstance(self.plan, BatchPlan): return really(self, *given, **named)   # the DVAE of a corpus
+        if not isinstance(self.plan, BatchPlan | runs.Replay): return really(self, *given, **named)   # a DVAE
         raise Stopped(self)
     monkeypatch.setattr(runs.Trainer, 'fit', fit)
     def build(*options, data=prepared.folder, config='mini.yaml'):
@@ -390,7 +390,8 @@ def made(behind, tmp_path, monkeypatch):
         data, val_data = (value and Path(value) for value in (data, val_data))
         place = run and tmp_path / run
         asked = dict(data=data, run=place, preset=preset, val=val, val_data=val_data, base=base, config=None,
-                     finetune=None, fit_memory=False, buffer_size=None) | dict.fromkeys(GPU_OPTIONS)
+                     finetune=None, fit_memory=False, buffer_size=None, mix=None,
+                    mix_share=None) | dict.fromkeys(GPU_OPTIONS)
         assert cli_train._trainer(SimpleNamespace(**asked), layers, 'devices') == 'the trainer'
         return SimpleNamespace(**{'where': {}} | has.runs[-1])
     return build, has
@@ -423,6 +424,68 @@ def test_a_new_run_takes_the_settings_of_its_cache(made, tmp_path):
     assert [call['cache'].name for call in has.no_codes] == ['c']
     build('b')
     assert len(has.no_codes) == 1
+
+def test_older_clips_are_read_too(built, prepared, tmp_path):
+    run = tmp_path / 'mixed'
+    trainer = built('--mix', prepared.folder, '--val', .3, '--run', run)
+    assert (trainer.plan.share, trainer.plan.old.cache.folder) == (.2, prepared.folder)
+    assert trainer.old.count.sum() == trainer.held_out.count.sum() > 0
+    again = built('--run', run, data=None, config=None)
+    assert again.plan.share == .2 and again.old.count.sum() == trainer.old.count.sum()
+    alone = built('--mix', prepared.folder, '--mix-share', 0)
+    assert alone.plan.share == 0 and alone.old is None
+
+def test_a_corpus_of_older_clips_is_prepared_for_the_cache(built, corpus, prepared):
+    old = built('--mix', corpus).plan.old.cache
+    assert old.folder != prepared.folder and old.manifest['keys'] == prepared.manifest['keys']
+
+@pytest.mark.parametrize('asked, facts, fed, cluster, said', [
+    ({'mix_share': .5}, {}, False, '', '--mix-share: there are no older clips; name them with --mix'),
+    ({'mix': 'a'}, {}, True, '', '--mix: older clips are read where one device does all'),
+    ({}, {'mix': 'a'}, True, '', '--mix: older clips are read where one device does all'),
+    ({'mix': 'a'}, {}, False, 'x', '--mix: is for one device; train without xtts-nb distributed'),
+    ({}, {'mix': 'a'}, False, 'x', '--mix: is for one device')])
+def test_where_older_clips_cannot_be_read(monkeypatch, asked, facts, fed, cluster, said):
+    if cluster: monkeypatch.setenv('TF_CONFIG', cluster)
+    asked = SimpleNamespace(**{'mix': None, 'mix_share': None, 'val': 0.} | asked)
+    with pytest.raises(UserError, match=said): cli_train._older(asked, facts, None, None, fed)
+
+def test_a_share_that_differs_is_another_run(built, prepared, tmp_path, capfd):
+    built('--mix', prepared.folder, '--run', tmp_path / 'run')
+    assert main('train', '--run', tmp_path / 'run', '--mix-share', .4) == 2
+    assert 'was trained with a share of 0.2 of' in capfd.readouterr().err
+
+def test_what_is_forgotten_is_told(tmp_path):
+    trainer = SimpleNamespace(old=True, run=tmp_path)
+    lines = [{'step': 0, 'val_old_loss': 2.5}, {'step': 1, 'loss': 3}, {'step': 2, 'val_old_loss': 2.25}]
+    for count, found in ((1, {}), (2, {}), (3, {'before': 2.5, 'after': 2.25})):
+        (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines[:count]))
+        assert cli_train._forgotten(trainer) == found
+    assert cli_train._forgotten(SimpleNamespace()) == cli_train._forgotten(SimpleNamespace(old=None)) == {}
+
+def test_what_tune_hands_to_its_stages(behind, ran):
+    plans, tuned = behind('app.tune.plan_tuning', 'the plan'), behind('app.tune.tune', {})
+    behind('app.tune.tuning_page', Path('o/index.html'))
+    done = ran('tune a.mp3 --out o --text t --language de --model m --finetune lora --preset tiny --config c '
+               '--mix OLD --steps 7 --skip evaluate --json')
+    assert done.code == 0 and done.json['run'] == 'o/run'
+    (plan,), (asked,) = plans, tuned
+    assert [str(plan[name]) for name in ('source', 'out', 'text', 'language', 'model')] == [
+        'a.mp3', 'o', 't', 'de', 'm']
+    assert (plan['skip'], plan['prepare']) == (('evaluate',), ['--preset', 'tiny', '--config', 'c'])
+    assert plan['train'] == ['--config', 'c', '--finetune', 'lora', '--mix', 'OLD', '--steps', '7']
+    assert asked['stages'] == 'the plan' and str(asked['out']) == 'o'
+
+def test_the_end_tells_what_was_forgotten(behind):
+    old = {'before': 2.5, 'after': 2.25}
+    behind('train.step.mode_line', 'THE MODE')
+    behind('app.cli_train._forgotten', old)
+    result = {'steps': 4, 'loss_first': 3., 'loss_last': 2., 'clips_per_s': 1., 'compile_seconds': 0.}
+    trainer = SimpleNamespace(training=SimpleNamespace(steps=4), run='RUN', step=0,
+                              fit=lambda progress: result)
+    found, text = cli_train._fit(trainer, 'train', lambda *what: None)
+    assert found == result | {'run': 'RUN', 'old': old}
+    assert text.splitlines()[1:] == ['Older clips, held out: loss 2.500 before, 2.250 now.']
 
 @pytest.fixture
 def base(tmp_path) -> Path:

@@ -95,6 +95,17 @@ def test_a_process_of_its_own(tmp_path, monkeypatch, ends, raised, match):
     else:
         with pytest.raises(raised, match=match): run_stage(['corpus'])
 
+def test_the_page_tells_what_was_forgotten(tmp_path):
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run/metrics.jsonl').touch()
+    trained = {'steps': 5, 'old': {'before': 2.5, 'after': 2.25}}
+    done = {'prepare': {'words': ['prepare'], 'result': {'clips': 3, 'seconds': 60.}},
+            'train': {'words': ['train'], 'result': trained}}
+    shown = lambda: page.tuning_page(done, tmp_path).read_text()
+    assert 'loss of older clips' in shown() and '2.500 before, 2.250 now' in shown()
+    del trained['old']
+    assert 'older clips' not in shown()
+
 def test_a_stage_is_a_command(tmp_path):
     (tmp_path / 'voices').mkdir()
     assert run_stage(['voices', 'list', '--voices', str(tmp_path / 'voices')]) == {'voices': []}

@@ -21,8 +21,8 @@ from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
 from xtts_nb.speech.evaluate import Listener
 from xtts_nb.train.launch import late_interrupt
 from xtts_nb.train.trainer import checkpoints
-from xtts_nb.train.runs import (base_config, check_made_for, held_out_share, new_run, open_cache, resume_run,
-                          run_facts)
+from xtts_nb.train.runs import (
+    base_config, check_made_for, held_out_share, Mix, new_run, open_cache, Replay, resume_run, run_facts)
 
 
 @pytest.fixture(scope='module')
@@ -250,7 +250,8 @@ def test_a_run_goes_on_with_what_its_folder_says(eager, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, 'open_cache', lambda *given: given)
     monkeypatch.setattr(runs, 'new_run', lambda *given, **where: (given, where))
     (tmp_path / 'config.yaml').write_text(eager.to_yaml())
-    for more in ({}, {'base': str(tmp_path), 'val': 'other'}):
+    older = {'mix': 'old', 'mix_share': .3, 'mix_held_out': ['b']}
+    for more in ({}, {'base': str(tmp_path), 'val': 'other'} | older):
         facts = {'cache': 'one', 'held_out': ['a']} | more
         (tmp_path / 'run.json').write_text(json.dumps(facts))
         if more:
@@ -258,7 +259,8 @@ def test_a_run_goes_on_with_what_its_folder_says(eager, tmp_path, monkeypatch):
             (tmp_path / 'model.safetensors').touch()
         val = ('other', eager, ('one', eager)) if more else None
         given = ('one', eager), eager, tmp_path, ['a'], more.get('base'), val
-        assert resume_run(tmp_path, device='x') == (given, {'device': 'x'})
+        mix = Mix(('old', eager, ('one', eager)), .3, ['b']) if more else None
+        assert resume_run(tmp_path, device='x') == (given, {'device': 'x', 'mix': mix})
 
 def test_who_looks_and_who_listens(prepared, eager):
     """Only where clips are held out and validation is asked for; as many rows as are computed at once,
@@ -280,3 +282,62 @@ def test_codes_are_made_by_the_plan_or_by_who_feeds(prepared, runtime, eager):
     assert new_run(prepared, eager, None, make=given)[0] is False
     fed = new_run(runtime, eager, None, make=given, feed=len, device=None)
     assert fed == (False, ['device', 'feed', 'listen'])
+
+# --- older clips beside the new ones ------------------------------------------------------------------------
+
+def test_older_clips_come_between_the_new_ones(prepared, eager):
+    "Each keeps its own order, and a stream may begin anywhere."
+    new, old = (BatchPlan(prepared, eager.data.model_copy(update={'seed': seed})) for seed in (0, 5))
+    replay, clips = Replay(new, old, .4), lambda plan, *limits: [b['clip'].numpy().tolist()
+                                                                 for b in plan.stream(*limits)]
+    kinds = [bool(replay.turn(tf.constant(n, tf.int64))[0]) for n in range(10)]
+    assert kinds == [False, False, True, False, True] * 2
+    read = {False: iter(clips(new, 0, 6)), True: iter(clips(old, 0, 4))}
+    found = clips(replay, 0, 10)
+    assert found == [next(read[kind]) for kind in kinds] and clips(replay, 3, 7) == found[3:7]
+    assert clips(new, 0, 4) != clips(old, 0, 4)
+    assert replay.names(2) == old.names(0) != new.names(2) == replay.names(3)
+    assert replay.cache is prepared and replay.data is new.data
+
+@pytest.mark.parametrize('share', [0, .2, .3, .5, .75, .9])
+@pytest.mark.parametrize('batches', [1, 2, 7])
+def test_an_epoch_is_over_when_each_new_clip_was_read(share, batches):
+    replay = Replay(SimpleNamespace(steps_per_epoch=batches), None, share)
+    new = lambda n: sum(not replay.turn(tf.constant(i, tf.int64))[0] for i in range(n))
+    assert new(replay.steps_per_epoch) == batches > new(replay.steps_per_epoch - 1)
+
+@pytest.mark.parametrize('share', [-.1, 1, 2])
+def test_new_clips_are_read_too(share):
+    with pytest.raises(UserError, match=f'A share of {share} of older clips leaves no update'):
+        Replay(None, None, share)
+
+def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
+    "Before the first update, and with each validation; a resumed run is the same one."
+    mix = Mix(prepared, .5, ['high-1'])
+    begin = lambda mix: new_run(prepared, eager, tmp_path / 'run', ['low-0'], mix=mix)
+    trainer = begin(mix)
+    assert trainer.plan.old.count.sum() == len(prepared) - 1 and trainer.old.count.sum() == 1
+    before = trainer._means_of(trainer.old)['loss']
+    trainer.fit()
+    log = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
+    assert log[0] == {'step': 0, 'val_old_loss': before}
+    after = trainer._means_of(trainer.old)['loss']
+    assert log[-1]['val_old_loss'] == pytest.approx(after) != before and log[-1]['val_loss'] != after
+    again = resume_run(tmp_path / 'run')
+    assert again.plan.share == .5 and again.old.count.sum() == 1 and again.step == 2
+    again.fit(4)
+    assert sum('{"step": 0,' in line for line in (tmp_path / 'run/metrics.jsonl').open()) == 1
+    for other in (None, mix._replace(share=.2), mix._replace(held_out=[])):
+        with pytest.raises(UserError, match='was trained with a share of 0.5 of .*; give the same or choose'):
+            begin(other)
+
+def test_who_began_without_older_clips_goes_on_without(prepared, eager, tmp_path):
+    new_run(prepared, eager, tmp_path / 'run')
+    with pytest.raises(UserError, match='was trained with no older clips; give the same'):
+        new_run(prepared, eager, tmp_path / 'run', mix=Mix(prepared))
+    assert new_run(prepared, eager, None, mix=Mix(prepared)).old is None   # nothing is held out
+
+def test_older_clips_are_of_the_same_front_end(prepared, eager):
+    other = SimpleNamespace(manifest={'keys': dict.fromkeys(prepared.manifest['keys'], 'x')}, folder='other')
+    with pytest.raises(UserError, match='other: its .* have the key x'):
+        new_run(prepared, eager, None, mix=Mix(other))

@@ -134,6 +134,8 @@ def tuning_page(done: dict, out: Path) -> Path:   # done: of `tune`
                'sentences not found': len(corpus['missing']), 'updates': f'{trained["steps"]:,}'}
     if 'val_stop' in (ends := trained.get('held_out', {})):
         figures['held-out clips that end where they should'] = f'{ends["val_stop"]:.0%}'
+    if old := trained.get('old'):
+        figures['loss of older clips'] = f'{old["before"]:.3f} before, {old["after"]:.3f} now'
     links = {'corpus': ('corpus/listen.html', 'Listen to the cuts'),
              'prepare': ('cache/report.html', 'All clips, and those that were dropped'),
              'evaluate': ('scores/report.html', 'All scores, and clips to listen to')}

@@ -174,8 +174,9 @@ class Trainer:
                  held_out: BatchPlan | None = None, update: Update | None = None,
                  feed=None,                    # (plan, first, last) -> batches; default: the plan's stream
                  device: str | None = None,    # of the model; default: the first GPU, or the CPU
-                 listen=None):                 # (folder) -> {score: number}, called at each validation
-        self.listen = listen
+                 listen=None,                  # (folder) -> {score: number}, called at each validation
+                 old: BatchPlan | None = None):   # held-out clips of what the model learned before
+        self.listen, self.old = listen, old
         self.xtts, self.plan, self.run, self.held_out = xtts, plan, run and Path(run), held_out
         self.feed = feed or (lambda plan, first, last: plan.stream(first, last, model=device))
         self.device = device
@@ -284,6 +285,7 @@ def fit(self: Trainer,
     stop, tf32 = catch_sigterm(lambda *_: requests.append(True)), products_in_tf32(self.training.tf32)
     with stop, tf32, _locked(self.run), on_device(self.device), closed_after(source):
         self._check_unchanged()
+        self._note_old()
         while self.step < steps and not ended:
             with timer.phase('wait'): batch = next(source)
             with timer.phase('copy'): batch = self.place(batch)
@@ -375,15 +377,34 @@ def _pause(self: Trainer, ended: bool) -> bool:
 @patch
 def validate(self: Trainer) -> dict[str, float]:
     "Losses of the held-out clips and the scores of `listen`, of the trained model without dropout."
-    source = iter(self.feed(self.held_out, 0, self.held_out.steps_per_epoch))
-    with self.as_trained(), closed_after(source):
-        parts = [*map(lambda batch: self.evaluate(self.place(batch)), self.hooks.validation(source))]
+    with self.as_trained():
+        metrics = self._means_of(self.held_out, self.hooks.validation)
         scores = self.listen(self.run and self.run / 'spoken' / f'{self.step:09d}') if self.listen else {}
-        sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
-        metrics = {name: round(float(value), 6) for name, value in (self.update.means(sums) | scores).items()}
+        metrics |= {name: round(float(value), 6) for name, value in scores.items()} | self._old_loss()
         self.hooks.all.on_test_end(metrics)
     self.validated = {f'val_{name}': value for name, value in metrics.items()}
     return self.validated
+
+# %% ../../nbs/train/trainer.ipynb #6f7475e2
+@patch
+def _means_of(self: Trainer, plan: BatchPlan, each=iter) -> dict[str, float]:   # each: gets the batches
+    "The mean losses of held-out clips, of the model as it is."
+    source = iter(self.feed(plan, 0, plan.steps_per_epoch))
+    with closed_after(source):
+        parts = [*map(lambda batch: self.evaluate(self.place(batch)), each(source))]
+        sums = {k: tf.add_n([p[k] for p in parts]) for k in parts[0]}
+        return {name: round(float(value), 6) for name, value in self.update.means(sums).items()}
+
+@patch
+def _old_loss(self: Trainer) -> dict[str, float]:
+    return {'old_loss': self._means_of(self.old)['loss']} if self.old else {}
+
+@patch
+def _note_old(self: Trainer):
+    "Log the loss of the older clips before the first update."
+    metrics = self.run and self.run / 'metrics.jsonl'
+    if not (self.old and metrics) or self.step or metrics.is_file(): return
+    append_line(metrics, json.dumps({'step': 0, 'val_old_loss': self._old_loss()['old_loss']}))
 
 @patch
 def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
