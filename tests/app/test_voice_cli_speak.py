@@ -9,6 +9,7 @@ import pytest
 import tree
 
 from process import check_bounds, main
+from xtts_nb.app import cli_speak
 from xtts_nb.config import XTTSConfig
 
 TINY = XTTSConfig.tiny()
@@ -255,17 +256,41 @@ def test_evaluate(ran, behind, bars, tmp_path, monkeypatch):
     found = Evaluation({'clips': 2}, [row], [], {})
     asked, kept = behind('speech.evaluate.evaluate', found), behind('app.cli_speak.write_record')
     pages = behind('speech.evaluate.evaluation_report', lambda **call: call['folder'] / 'report.html')
-    monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', str)
+    cards = behind('app.cli_speak._write_card', 'out/MODEL.md')
+    monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load',
+                        lambda model: SimpleNamespace(config=str(model)))
     done = ran(f'evaluate data --model {tmp_path}')
-    assert done.code == 0 and done.out.splitlines()[-1] == 'Not offered: mel: F.' and not kept and not pages
+    assert done.code == 0 and done.out.splitlines()[-1] == 'Not offered: mel: F.'
+    assert not (kept or pages or cards)
     (tmp_path / 'run.json').write_text('{"held_out": ["a"]}')
     (tmp_path / 'best').mkdir()
     line = f'evaluate data --model {tmp_path}/best --clips 3 --seed 4 --language fa --report out --record'
-    assert ran(f'{line} --json').json == found.to_dict() | {'report': 'out/report.html'}
-    assert ran(line).out.splitlines()[-1] == 'Listen and look: out/report.html'
-    assert [[str(v) for v in call.values()][:6] for call in asked[:2]] == [
-        [str(tmp_path), 'data', '()', '16', '0', 'en'], [f'{tmp_path}/best', 'data', "['a']", '3', '4', 'fa']]
+    files = {'report': 'out/report.html', 'card': 'out/MODEL.md'}
+    assert ran(f'{line} --json').json == found.to_dict() | files
+    assert ran(line).out.splitlines()[-2:] == ['Listen and look: out/report.html',
+                                               'Model card: out/MODEL.md']
+    assert [str(v) for v in cards[0].values()] == ['out', str(found), f'{tmp_path}/best', f'{tmp_path}/best',
+                                                   "{'held_out': ['a']}"]
+    assert [[str(v) for v in call.values()][1:6] for call in asked[:2]] == [
+        ['data', '()', '16', '0', 'en'], ['data', "['a']", '3', '4', 'fa']]
+    assert [call['xtts'].config for call in asked[:2]] == [str(tmp_path), f'{tmp_path}/best']
     assert kept[0] == {'page': 'evaluate', 'rows': found.scores, 'notes': {'clips': 2}}
+
+
+def test_a_card_of_a_run_and_of_a_model(behind, prepared, tmp_path):
+    "A run tells its cache and its updates; of a model that was exported neither is known."
+    cards = behind('speech.evaluate.model_card', 'THE CARD')
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 3}\n{"step": 9}\n')
+    write = lambda model, facts: cli_speak._write_card(tmp_path, 'found', 'config', model, facts)
+    assert write(tmp_path, {'cache': str(prepared.folder)}).read_text() == 'THE CARD'
+    write(tmp_path / 'other', {})
+    write(tmp_path / 'other', {'cache': str(tmp_path / 'gone')})
+    assert [(c['run'], c['cache'] and len(c['cache']), c['updates']) for c in cards] == [
+        ({'cache': str(prepared.folder)}, len(prepared), 9), ({}, None, None),
+        ({'cache': str(tmp_path / 'gone')}, None, None)]
+    (tmp_path / 'metrics.jsonl').write_text('')
+    write(tmp_path, {})
+    assert cards[-1]['updates'] is None
 
 
 # --- convert and grow ---------------------------------------------------------------------------------------

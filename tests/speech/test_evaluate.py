@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from xtts_nb.bench import benchmarks, recorded
-from xtts_nb.config import UserError
+from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
 from xtts_nb.speech import evaluate as page
 from xtts_nb.speech.evaluate import (
     badness, choose_trials, copy_synthesis, dnsmos_judge, evaluate, evaluation_report, judged,
-    mean_world_scores, mel_cepstrum, package, QUICK_JUDGES, RATE, read_clips, score_sounds, scores_table,
+    mean_world_scores, mel_cepstrum, model_card, package, QUICK_JUDGES, RATE, read_clips, score_sounds,
+    scores_table,
     scores_text, Sound, SOUND_SOURCES, source_sounds, speaker_judge, spread, Trial, Wanted, warp_path,
     warping_judge, words_judge, world_judge)
 from xtts_nb.speech.generate import never_stop
@@ -303,6 +304,31 @@ def test_the_report_shows_each_score_and_each_clip(evaluation, tmp_path):
     assert len(re.findall(r'<small>[\d.,]+ – [\d.,]+</small>', text)) == 12   # of both scores
     assert json.loads((tmp_path / 'new' / 'scores.json').read_text())['clips'] == 3
     assert {p.name for p in (tmp_path / 'new' / 'wavs').iterdir()} >= {'000-model.wav', '001-reference.wav'}
+
+def test_the_model_card(evaluation, prepared):
+    values = {name: {'median': k + 0.125, 'clips': 1} for k, name in enumerate(SOUND_SOURCES)}
+    row = {'name': 'pitch error', 'unit': 'cents', 'offered': True, 'fault': ''} | values
+    del row['other_sentence']   # of an older record
+    scored = evaluation._replace(scores=[row, row | {'name': 'no use', 'offered': False}])
+    config = XTTSConfig.tiny().replace(training={'finetune': 'lora', 'learning_rate': 2e-5},
+                                       data={'batch_size': 7})
+    run = {'base': '/models/old', 'held_out': ['a', 'b'], 'mix': 'x', 'mix_share': .25}
+    text = model_card(scored, config, run, prepared, 1234)
+    seconds = sum(c['seconds'] for c in prepared.clips)
+    for line in ('language: [en]', '| hours | %.2f |' % (seconds / 3600), f'| clips | {len(prepared)} |',
+                 '| voices | 2 |', '| held out, not trained on | 2 clips |', '| began from | old |',
+                 '| trained | adapters beside the weights (LoRA) |', '| updates | 1,234 of 7 clips |',
+                 '| peak learning rate | 2e-05 |', '| older clips | 25% of the updates |',
+                 '| pitch error, cents | 0.12 | 1.12 | 2.12 | 3.12 | 4.12 | – |'):
+        assert f'{line}\n' in text, line
+    assert text.startswith('---\n') and text.endswith('.\n') and 'no use' not in text
+    assert 'Medians of 3 clips (not used in training), with griffin-lim' in text
+    scored.about['held_out'] = False
+    plain = model_card(scored, XTTSConfig.tiny())
+    scored.about['held_out'] = True
+    assert '(perhaps used in training)' in plain and '| began from | random weights |' in plain
+    assert not any(f'| {word}' in plain for word in ('hours', 'updates', 'held out', 'older', 'clips'))
+    assert '| languages | en |' in plain
 
 def test_some_sources_by_some_judges(xtts, evaluation):
     "Of what is spoken already; pitch and cepstrum of all sounds are computed before they are compared."

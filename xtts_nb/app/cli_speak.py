@@ -6,6 +6,7 @@
 __all__ = ['Model', 'Voices', 'DecoderPrecision', 'Weights', 'voices_app', 'Name', 'Force', 'SAY_CODES']
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0003
+import json
 import os
 import sys
 from functools import partial
@@ -229,6 +230,20 @@ def _convert_to_savedmodel(
     names = ', '.join(result['voices']) or 'none'
     return result | {'out': str(out)}, f'{out}: {result["vocoder"]}, voices: {names}; see {out / "README.md"}'
 
+# %% ../../nbs/app/cli_speak.ipynb #5e7ec0c4
+def _write_card(folder: Path, found, config, model: Path, facts: dict) -> Path:   # found: of `evaluate`
+    "Write `MODEL.md`."
+    from xtts_nb.data.cache import Cache
+    from xtts_nb.files import atomic_file
+    from xtts_nb.speech.evaluate import model_card
+    place, log = facts.get('cache'), model / 'metrics.jsonl'
+    cache = Cache(place, in_memory=False) if place and (Path(place) / 'manifest.json').is_file() else None
+    last = log.read_text(encoding='utf-8').splitlines()[-1:] if log.is_file() else []
+    updates = json.loads(last[0])['step'] if last else None
+    with atomic_file(folder / 'MODEL.md') as part:
+        part.write_text(model_card(found, config, facts, cache, updates), encoding='utf-8')
+    return folder / 'MODEL.md'
+
 # %% ../../nbs/app/cli_speak.ipynb #e7a10c02
 @_speech('evaluate', example='cache/mine --model runs/mine --report report')
 def _evaluate(
@@ -245,14 +260,16 @@ def _evaluate(
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.evaluate import evaluate, evaluation_report, scores_text
     from xtts_nb.speech.guard import training_facts
-    held_out = training_facts(model).get('held_out', ())
+    facts = training_facts(model)
     with progress() as tell:
         tell('load the model', 0, 1)
-        found = evaluate(XTTS.load(model), data, held_out, clips, seed, language, tell)
+        xtts = XTTS.load(model)
+        found = evaluate(xtts, data, facts.get('held_out', ()), clips, seed, language, tell)
     result, text = found.to_dict(), scores_text(found.scores)
     if report:
         result['report'] = str(evaluation_report(found, report))
-        text += f'\nListen and look: {result["report"]}'
+        result['card'] = str(_write_card(report, found, xtts.config, model, facts))
+        text += f'\nListen and look: {result["report"]}\nModel card: {result["card"]}'
     if record: write_record('evaluate', found.scores, **found.about)
     return result, text
 

@@ -138,13 +138,15 @@ def tuning_page(done: dict, out: Path) -> Path:   # done: of `tune`
         figures['loss of older clips'] = f'{old["before"]:.3f} before, {old["after"]:.3f} now'
     links = {'corpus': ('corpus/listen.html', 'Listen to the cuts'),
              'prepare': ('cache/report.html', 'All clips, and those that were dropped'),
-             'evaluate': ('scores/report.html', 'All scores, and clips to listen to')}
+             'evaluate': ('scores/report.html', 'All scores, and clips to listen to'),
+             'card': ('scores/MODEL.md', 'A model card, to be completed')}
+    if 'evaluate' not in result: del links['card']
     run, voice = shlex.quote(str(out / 'run')), 'A_FEW_SECONDS.wav'
     if corpus['clips']:
         best = max(corpus['clips'], key=lambda clip: clip['score'])
         voice = shlex.quote(str(out / 'corpus' / best['file']))
     pieces = [facts(figures), *(f'<p><a href="{place}">{text}</a></p>'
-                                for name, (place, text) in links.items() if name in result),
+                                for name, (place, text) in links.items() if name in (*result, 'card')),
               heading('Losses', 'Once that of the held-out sentences rises, more updates make it worse.'),
               *_losses(out / 'run')]
     if 'evaluate' in result:

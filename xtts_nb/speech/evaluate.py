@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['SCORES', 'RATE', 'HOP', 'SILENCE_LEVEL', 'AUDIO', 'QUICK_JUDGES', 'JUDGES', 'SOUND_SOURCES', 'MAIN_SOURCES',
-           'REPORT_STYLE', 'SCORE_STYLE', 'SOURCE_COLOURS', 'dtw_distance', 'warp_path', 'level_free', 'hits', 'Score',
-           'sounding', 'Sound', 'package', 'world_package', 'mel_cepstrum', 'world', 'analyse', 'world_scores',
-           'mean_world_scores', 'Wanted', 'warping_judge', 'world_judge', 'dnsmos_judge', 'words_judge',
+           'REPORT_STYLE', 'SCORE_STYLE', 'SOURCE_COLOURS', 'TRAINED', 'dtw_distance', 'warp_path', 'level_free',
+           'hits', 'Score', 'sounding', 'Sound', 'package', 'world_package', 'mel_cepstrum', 'world', 'analyse',
+           'world_scores', 'mean_world_scores', 'Wanted', 'warping_judge', 'world_judge', 'dnsmos_judge', 'words_judge',
            'speaker_judge', 'Trial', 'read_clips', 'choose_trials', 'copy_synthesis', 'speak_trials', 'speak_sources',
            'source_sounds', 'badness', 'spread', 'fault', 'Evaluation', 'score_sounds', 'judged', 'evaluate',
            'scores_text', 'scores_line', 'picture', 'player', 'heading', 'facts', 'plot_mels', 'write_report',
-           'scores_table', 'evaluation_report', 'spoken_distance', 'Listener', 'plot_spoken']
+           'scores_table', 'evaluation_report', 'model_card', 'spoken_distance', 'Listener', 'plot_spoken']
 
 # %% ../../nbs/speech/evaluate.ipynb #8916aed9
 import base64
@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..bench import png_bytes
-from ..config import AudioConfig, UserError
+from ..config import AudioConfig, UserError, XTTSConfig
 from ..data.audio import griffin_lim, load_audio, log_mel, resample, save_audio
 from ..data.cache import Cache
 from ..data.corpora import Clip, read_corpus, visible
@@ -709,6 +709,54 @@ def evaluation_report(
     for k in range(min(most, about['clips'])): pieces += _trial_section(evaluation, k, folder)
     write_json(folder / 'scores.json', evaluation.to_dict())
     return write_report(folder / 'report.html', 'How good is this voice?', pieces)
+
+# %% ../../nbs/speech/evaluate.ipynb #6ada2054
+TRAINED = {'whole': 'all weights', 'lora': 'adapters beside the weights (LoRA)', 'rows': 'new tokens alone'}
+
+def _cells(rows: dict) -> str:
+    "Names and values as a table of Markdown."
+    return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {value} |' for name, value in rows.items())])
+
+def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
+    "The medians of what is offered."
+    offered = [s for s in scores if s['offered']]
+    rows = [['', *SOUND_SOURCES.values()], ['---', *['---:'] * len(SOUND_SOURCES)]]
+    rows += [[f'{s["name"]}, {s["unit"]}'.rstrip(', '), *(_number(s.get(k, {}).get('median'))
+                                                          for k in SOUND_SOURCES)] for s in offered]
+    return '\n'.join('| ' + ' | '.join(row) + ' |' for row in rows)
+
+def model_card(
+    evaluation: Evaluation,
+    config: XTTSConfig,
+    run: dict = {},                # noqa: B006 -- the facts of its run, only read
+    cache: Cache | None = None,    # that it was trained on
+    updates: int | None = None,
+) -> str:                          # Markdown
+    "What a model was made of, and how good it is."
+    about, training, gpt = evaluation.about, config.training, config.model.gpt
+    languages = cache.languages if cache else about['languages'].split(', ')
+    data = {'languages': ', '.join(languages)}
+    if cache:
+        seconds, voices = sum(c['seconds'] for c in cache.clips), {c['speaker'] for c in cache.clips}
+        data = {'hours': f'{seconds / 3600:.2f}', 'clips': f'{len(cache):,}', 'voices': len(voices)} | data
+    if run.get('held_out'): data['held out, not trained on'] = f'{len(run["held_out"])} clips'
+    made = {'model': f'XTTS, {gpt.layers} blocks of width {gpt.width}',
+            'began from': Path(run['base']).name if 'base' in run else 'random weights',
+            'trained': TRAINED[training.finetune]}
+    if updates is not None: made['updates'] = f'{updates:,} of {config.data.batch_size} clips'
+    made |= {'peak learning rate': f'{training.learning_rate:g}', 'precision': training.precision}
+    if 'mix' in run: made['older clips'] = f'{run["mix_share"]:.0%} of the updates'
+    seen = 'not used in training' if about['held_out'] else 'perhaps used in training'
+    head = '\n'.join(['---', f'language: [{", ".join(languages)}]', 'pipeline_tag: text-to-speech',
+                      'library_name: xtts_nb', 'tags: [xtts]', 'license: other', '---'])
+    return '\n\n'.join([
+        head, '# Name of the model', 'It speaks a text in the voice of a recording of a few seconds.',
+        '## Data', _cells(data), '## Training', _cells(made), '## Scores',
+        f'Medians of {about["clips"]} clips ({seen}), with {about["vocoder"]} for the sound. Copy-synthesis '
+        'is the sound of the codes of the recording, which no model of these codes can pass.',
+        _scores_markdown(evaluation.scores), '## Licence and consent',
+        'To fill in: the licence of the recordings and of the model that it began from; that the speakers '
+        'have agreed. Nobody may be made to say what they did not say.\n'])
 
 # %% ../../nbs/speech/evaluate.ipynb #1370447b
 def spoken_distance(
