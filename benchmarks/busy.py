@@ -103,12 +103,12 @@ def busy(
         steps = step_modes(cache.config, 5, STEPS)
         encoders = {name: Encode(plan, dvae, name != 'eager') for name in steps}
         equal = checked(plan, feeds, encoders['xla'], steps)
-        running = {name: iter(batches_of(reader, plan.data)) for name, reader in feeds.items()}
+        running = {name: iter(batches_of(feeds[feed], plan.data)) for name, (feed, _) in ARMS.items()}
         marks, number = [], 0
 
-        def turn(name, feed, step):
+        def turn(name, step):
             "Train for a second and then for `seconds`; clips and seconds of the second part."
-            batches, encode, update = running[feed], encoders[step], steps[step]
+            batches, encode, update = running[name], encoders[step], steps[step]
 
             def train(seconds):
                 nonlocal number
@@ -127,8 +127,9 @@ def busy(
             return counted
 
         with Sampler(best_probe(), 0.1) as sampler:
-            arms = {name: lambda name=name, how=how: turn(name, *how) for name, how in ARMS.items()}
+            arms = {name: lambda name=name, step=step: turn(name, step) for name, (_, step) in ARMS.items()}
             rows = compare(arms, 'clips_per_s', rounds, progress=progress).rows()
+        del marks[:2 * len(ARMS)]   # of the round that does not count
         use = summarise_arms(sampler.samples, marks)
     for row in rows:
         device = next(iter(use[row['name']].values()))
@@ -155,7 +156,8 @@ def main():
     with measuring(given) as tell, tempfile.TemporaryDirectory() as folder:
         corpus = given.data or synthetic_corpus(Path(folder), given.clips, 4.)
         result = busy(config, corpus, given.seconds, given.rounds, stage(tell, 'measure'))
-    about = f'GPT {given.layers} x {given.width}, batch {given.batch_size}, clips of 4 to 10 s, no dropout'
+    clips = f'clips of {given.data.name}' if given.data else 'clips of 4 to 10 s'
+    about = f'GPT {given.layers} x {given.width}, batch {given.batch_size}, {clips}, no dropout'
     output(given, 'busy', result | {'model': about})
 
 

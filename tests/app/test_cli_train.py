@@ -1,5 +1,6 @@
 "The options of `xtts-nb train` and `config create`: each has an effect, or is refused with a reason."
 import json
+import math
 import os
 import re
 import sys
@@ -432,8 +433,10 @@ def test_older_clips_are_read_too(built, prepared, tmp_path):
     assert trainer.old.count.sum() == trainer.held_out.count.sum() > 0
     again = built('--run', run, data=None, config=None)
     assert again.plan.share == .2 and again.old.count.sum() == trainer.old.count.sum()
+    again = built('--run', run, '--mix', prepared.folder, data=None, config=None)   # where it lies now
+    assert again.plan.share == .2
     alone = built('--mix', prepared.folder, '--mix-share', 0)
-    assert alone.plan.share == 0 and alone.old is None
+    assert alone.plan.share == 0 and alone.old.count.sum() > 0   # a tenth of the sentences
 
 def test_a_corpus_of_older_clips_is_prepared_for_the_cache(built, corpus, prepared):
     old = built('--mix', corpus).plan.old.cache
@@ -453,13 +456,15 @@ def test_where_older_clips_cannot_be_read(monkeypatch, asked, facts, fed, cluste
 def test_a_share_that_differs_is_another_run(built, prepared, tmp_path, capfd):
     built('--mix', prepared.folder, '--run', tmp_path / 'run')
     assert main('train', '--run', tmp_path / 'run', '--mix-share', .4) == 2
-    assert 'was trained with a share of 0.2 of' in capfd.readouterr().err
+    assert 'a share of 0.2; give the same or choose' in capfd.readouterr().err
 
 def test_what_is_forgotten_is_told(tmp_path):
-    trainer = SimpleNamespace(old=True, run=tmp_path)
+    trainer = SimpleNamespace(old=True, run=tmp_path, step=2)
     lines = [{'step': 0, 'val_old_loss': 2.5}, {'step': 1, 'loss': 3}, {'step': 2, 'val_old_loss': 2.25}]
-    for count, found in ((1, {}), (2, {}), (3, {'before': 2.5, 'after': 2.25})):
-        (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines[:count]))
+    told = {'before': 2.5, 'after': 2.25}
+    for some, found in ((lines[:1], {}), (lines[1:], {}), (lines, told), ([*lines, {'step': 2}], told),
+                        ([*lines, {'step': 2, 'val_old_loss': math.nan}], told | {'after': None})):
+        (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in some))
         assert cli_train._forgotten(trainer) == found
     assert cli_train._forgotten(SimpleNamespace()) == cli_train._forgotten(SimpleNamespace(old=None)) == {}
 
@@ -486,6 +491,9 @@ def test_the_end_tells_what_was_forgotten(behind):
     found, text = cli_train._fit(trainer, 'train', lambda *what: None)
     assert found == result | {'run': 'RUN', 'old': old}
     assert text.splitlines()[1:] == ['Older clips, held out: loss 2.500 before, 2.250 now.']
+    old['after'] = None
+    found, text = cli_train._fit(trainer, 'train', lambda *what: None)
+    assert found['old'] == old and len(text.splitlines()) == 1
 
 @pytest.fixture
 def base(tmp_path) -> Path:

@@ -36,6 +36,8 @@ def test_the_commands(tmp_path):
         'evaluate cache --model run --report scores --language de']
     short = plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
     assert [s.name for s in short] == ['prepare', 'train'] and short[0].words[1] == str(tmp_path / 'mine')
+    mixed = plan_tuning('b', tmp_path, train=('--mix', 'OLD', '--steps', '9'))[2]
+    assert [str(p) for p in mixed.reads[1:]] == ['OLD/manifest.json', 'OLD/metadata.csv']
     with pytest.raises(UserError, match='--text b.txt is not read'):
         plan_tuning('b', tmp_path, 'b.txt', skip=('corpus',))
     with pytest.raises(UserError, match='--skip train: only corpus and evaluate'):
@@ -103,8 +105,14 @@ def test_the_page_tells_what_was_forgotten(tmp_path):
             'train': {'words': ['train'], 'result': trained}}
     shown = lambda: page.tuning_page(done, tmp_path).read_text()
     assert 'loss of older clips' in shown() and '2.500 before, 2.250 now' in shown()
-    del trained['old']
-    assert 'older clips' not in shown()
+    for old in ({'before': 2.5, 'after': None}, None):
+        trained['old'] = old
+        assert 'older clips' not in shown()
+    assert 'MODEL.md' not in shown()
+    done['evaluate'] = {'words': [], 'result': {'scores': []}}
+    assert 'MODEL.md' not in shown()   # by an older version
+    done['evaluate']['result']['card'] = 'scores/MODEL.md'
+    assert 'href="scores/MODEL.md"' in shown()
 
 def test_a_stage_is_a_command(tmp_path):
     (tmp_path / 'voices').mkdir()

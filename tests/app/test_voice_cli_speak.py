@@ -272,25 +272,40 @@ def test_evaluate(ran, behind, bars, tmp_path, monkeypatch):
     assert [str(v) for v in cards[0].values()] == ['out', str(found), f'{tmp_path}/best', f'{tmp_path}/best',
                                                    "{'held_out': ['a']}"]
     assert [[str(v) for v in call.values()][1:6] for call in asked[:2]] == [
-        ['data', '()', '16', '0', 'en'], ['data', "['a']", '3', '4', 'fa']]
+        ['data', '[]', '16', '0', 'en'], ['data', "['a']", '3', '4', 'fa']]
     assert [call['xtts'].config for call in asked[:2]] == [str(tmp_path), f'{tmp_path}/best']
     assert kept[0] == {'page': 'evaluate', 'rows': found.scores, 'notes': {'clips': 2}}
 
 
 def test_a_card_of_a_run_and_of_a_model(behind, prepared, tmp_path):
-    "A run tells its cache and its updates; of a model that was exported neither is known."
+    "A run tells its cache and its updates, that of a decoder those of the GPT; an export tells neither."
     cards = behind('speech.evaluate.model_card', 'THE CARD')
-    (tmp_path / 'metrics.jsonl').write_text('{"step": 3}\n{"step": 9}\n')
-    write = lambda model, facts: cli_speak._write_card(tmp_path, 'found', 'config', model, facts)
-    assert write(tmp_path, {'cache': str(prepared.folder)}).read_text() == 'THE CARD'
-    write(tmp_path / 'other', {})
-    write(tmp_path / 'other', {'cache': str(tmp_path / 'gone')})
-    assert [(c['run'], c['cache'] and len(c['cache']), c['updates']) for c in cards] == [
-        ({'cache': str(prepared.folder)}, len(prepared), 9), ({}, None, None),
-        ({'cache': str(tmp_path / 'gone')}, None, None)]
-    (tmp_path / 'metrics.jsonl').write_text('')
-    write(tmp_path, {})
-    assert cards[-1]['updates'] is None
+    saved = tmp_path / 'gpt/checkpoints'
+    saved.mkdir(parents=True)
+    for step in (3, 12): (saved / f'step-{step:09d}.safetensors').touch()
+    facts = {'cache': str(prepared.folder), 'key': prepared.manifest['key']}
+    (tmp_path / 'gpt/run.json').write_text(json.dumps(facts))
+    write = lambda model, facts: cli_speak._write_card(tmp_path, 'found', 'config', tmp_path / model, facts)
+    assert write('gpt', facts).name == 'MODEL.md'
+    write('voice', {'part': 'voice', 'model': str(tmp_path / 'gpt'), 'held_out': ['x']})
+    write('other', {})
+    for other in ({'key': 'another'}, {'cache': str(tmp_path / 'gone')}): write('gpt', facts | other)
+    assert [(c['run'].get('cache'), c['cache'] and len(c['cache']), c['updates']) for c in cards] == [
+        *[(facts['cache'], len(prepared), 12)] * 2, (None, None, None), (facts['cache'], None, 12),
+        (str(tmp_path / 'gone'), None, 12)]
+    (tmp_path / 'MODEL.md').write_text('completed')
+    assert write('gpt', facts).name == 'MODEL.new.md' and (tmp_path / 'MODEL.md').read_text() == 'completed'
+
+def test_what_a_run_has_never_seen(prepared, tmp_path):
+    here, own = Path(prepared.folder), prepared.manifest['key']
+    seen = cli_speak._never_seen
+    assert seen(here, {'key': own, 'held_out': ['a'], 'mix_key': 'x', 'mix_held_out': ['b']}) == ['a']
+    assert seen(here, {'key': 'x', 'held_out': ['a'], 'mix_key': own, 'mix_held_out': ['b']}) == ['b']
+    assert seen(here, {'key': 'x', 'held_out': ['a']}) == seen(here, {}) == seen(tmp_path, {}) == []
+    assert seen(tmp_path, {'key': 'x', 'held_out': ['a']}) == ['a']   # a corpus
+    (tmp_path / 'run.json').write_text(json.dumps({'key': own, 'held_out': ['a', 'b']}))
+    voice = {'part': 'voice', 'model': str(tmp_path), 'held_out': ['b', 'c']}
+    assert seen(here, voice) == ['b'] and seen(here, voice | {'model': 'gone'}) == []
 
 
 # --- convert and grow ---------------------------------------------------------------------------------------

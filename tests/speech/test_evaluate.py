@@ -315,7 +315,7 @@ def test_the_model_card(evaluation, prepared):
     run = {'base': '/models/old', 'held_out': ['a', 'b'], 'mix': 'x', 'mix_share': .25}
     text = model_card(scored, config, run, prepared, 1234)
     seconds = sum(c['seconds'] for c in prepared.clips)
-    for line in ('language: [en]', '| hours | %.2f |' % (seconds / 3600), f'| clips | {len(prepared)} |',
+    for line in ('language: ["en"]', '| hours | %.2f |' % (seconds / 3600), f'| clips | {len(prepared)} |',
                  '| voices | 2 |', '| held out, not trained on | 2 clips |', '| began from | old |',
                  '| trained | adapters beside the weights (LoRA) |', '| updates | 1,234 of 7 clips |',
                  '| peak learning rate | 2e-05 |', '| older clips | 25% of the updates |',
@@ -324,10 +324,12 @@ def test_the_model_card(evaluation, prepared):
     assert text.startswith('---\n') and text.endswith('.\n') and 'no use' not in text
     assert 'Medians of 3 clips (not used in training), with griffin-lim' in text
     scored.about['held_out'] = False
-    plain = model_card(scored, XTTSConfig.tiny())
+    plain, new = (model_card(scored, XTTSConfig.tiny(), run) for run in ({}, {'cache': 'x'}))
     scored.about['held_out'] = True
-    assert '(perhaps used in training)' in plain and '| began from | random weights |' in plain
-    assert not any(f'| {word}' in plain for word in ('hours', 'updates', 'held out', 'older', 'clips'))
+    assert '(perhaps used in training)' in plain and '| began from | random weights |' in new
+    unknown = 'hours', 'updates', 'held out', 'older', 'clips', 'began', 'trained', 'precision', 'peak'
+    assert not any(f'| {word}' in plain for word in unknown)
+    assert '| began from | a\\|b |' in model_card(scored, XTTSConfig.tiny(), {'base': 'x/a|b'})
     assert '| languages | en |' in plain
 
 def test_some_sources_by_some_judges(xtts, evaluation):

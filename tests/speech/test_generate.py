@@ -561,7 +561,7 @@ def test_with_int8_weights_the_states_differ_a_little(singer):
 def test_int8_weights_are_refused_on_a_gpu(xtts):
     device = '/job:localhost/replica:0/task:0/device:GPU:1'
     head = SimpleNamespace(kernel=SimpleNamespace(value=SimpleNamespace(device=device)))
-    with pytest.raises(UserError, match='int8 is faster on CPUs only, and the model is on .*GPU:1; leave it'):
+    with pytest.raises(UserError, match='int8 is made for CPUs, and the model is on .*GPU:1; leave it'):
         int8_weights(SimpleNamespace(code_head=head))
     assert int8_weights(xtts.gpt).gpt is xtts.gpt
 

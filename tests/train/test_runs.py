@@ -20,7 +20,7 @@ from xtts_nb.files import append_line
 from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
 from xtts_nb.speech.evaluate import Listener
 from xtts_nb.train.launch import late_interrupt
-from xtts_nb.train.trainer import checkpoints
+from xtts_nb.train.trainer import checkpoints, epochs_to_steps
 from xtts_nb.train.runs import (
     base_config, check_made_for, held_out_share, Mix, new_run, open_cache, Replay, resume_run, run_facts)
 
@@ -299,12 +299,16 @@ def test_older_clips_come_between_the_new_ones(prepared, eager):
     assert replay.names(2) == old.names(0) != new.names(2) == replay.names(3)
     assert replay.cache is prepared and replay.data is new.data
 
-@pytest.mark.parametrize('share', [0, .2, .3, .5, .75, .9])
-@pytest.mark.parametrize('batches', [1, 2, 7])
-def test_an_epoch_is_over_when_each_new_clip_was_read(share, batches):
+@pytest.mark.parametrize('share', [0, .2, .3, .44, .5, .7, .75, .84, .85, .9])
+@pytest.mark.parametrize('batches, epochs', [(1, 1), (1, 10), (2, 3), (4, 1), (7, 5), (15, 1)])
+def test_epochs_are_over_when_each_new_clip_was_read(share, batches, epochs):
     replay = Replay(SimpleNamespace(steps_per_epoch=batches), None, share)
-    new = lambda n: sum(not replay.turn(tf.constant(i, tf.int64))[0] for i in range(n))
-    assert new(replay.steps_per_epoch) == batches > new(replay.steps_per_epoch - 1)
+    older = replay.turn(tf.range(3000, dtype=tf.int64))[0].numpy()
+    new = lambda n: int((~older[:n]).sum())
+    done = replay.updates(epochs)
+    assert new(done) == epochs * batches > new(done - 1) and replay.steps_per_epoch == replay.updates(1)
+    training = SimpleNamespace(epochs=epochs, model_copy=lambda update: update)
+    assert epochs_to_steps(training, replay) == {'steps': done}
 
 @pytest.mark.parametrize('share', [-.1, 1, 2])
 def test_new_clips_are_read_too(share):
@@ -316,7 +320,9 @@ def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     mix = Mix(prepared, .5, ['high-1'])
     begin = lambda mix: new_run(prepared, eager, tmp_path / 'run', ['low-0'], mix=mix)
     trainer = begin(mix)
-    assert trainer.plan.old.count.sum() == len(prepared) - 1 and trainer.old.count.sum() == 1
+    assert trainer.old.count.sum() == trainer.held_out.count.sum() == 1
+    # each of the two sentences is said by both voices, and read from neither cache
+    assert trainer.plan.old.count.sum() == trainer.plan.count.sum() == len(prepared) - 4
     before = trainer._means_of(trainer.old)['loss']
     trainer.fit()
     log = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
@@ -326,16 +332,22 @@ def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     again = resume_run(tmp_path / 'run')
     assert again.plan.share == .5 and again.old.count.sum() == 1 and again.step == 2
     again.fit(4)
-    assert sum('{"step": 0,' in line for line in (tmp_path / 'run/metrics.jsonl').open()) == 1
-    for other in (None, mix._replace(share=.2), mix._replace(held_out=[])):
-        with pytest.raises(UserError, match='was trained with a share of 0.5 of .*; give the same or choose'):
-            begin(other)
+    again.training = again.training.model_copy(update={'validate_every': 0})   # the end is measured still
+    again.fit(5)
+    log = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
+    assert [line['step'] for line in log if 'val_old_loss' in line] == [0, 2, 4, 5]
+    for other, said in ((None, 'the key'), (mix._replace(share=.2), 'a share of 0.5;'),
+                        (mix._replace(held_out=[]), r"held out \['high-1'\];")):
+        with pytest.raises(UserError, match=f'was trained with older clips in .*, {said}'): begin(other)
 
 def test_who_began_without_older_clips_goes_on_without(prepared, eager, tmp_path):
     new_run(prepared, eager, tmp_path / 'run')
     with pytest.raises(UserError, match='was trained with no older clips; give the same'):
         new_run(prepared, eager, tmp_path / 'run', mix=Mix(prepared))
     assert new_run(prepared, eager, None, mix=Mix(prepared)).old is None   # nothing is held out
+    for one_device in ({'feed': 'f'}, {'make': 'm'}):
+        with pytest.raises(UserError, match='older clips are read where one device does all'):
+            new_run(prepared, eager, None, mix=Mix(prepared), **one_device)
 
 def test_older_clips_are_of_the_same_front_end(prepared, eager):
     other = SimpleNamespace(manifest={'keys': dict.fromkeys(prepared.manifest['keys'], 'x')}, folder='other')

@@ -6,7 +6,6 @@
 __all__ = ['Model', 'Voices', 'DecoderPrecision', 'Weights', 'voices_app', 'Name', 'Force', 'SAY_CODES']
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0003
-import json
 import os
 import sys
 from functools import partial
@@ -232,17 +231,40 @@ def _convert_to_savedmodel(
 
 # %% ../../nbs/app/cli_speak.ipynb #5e7ec0c4
 def _write_card(folder: Path, found, config, model: Path, facts: dict) -> Path:   # found: of `evaluate`
-    "Write `MODEL.md`."
-    from xtts_nb.data.cache import Cache
+    "Write `MODEL.md`, or beside one that somebody may have completed `MODEL.new.md`."
     from xtts_nb.files import atomic_file
     from xtts_nb.speech.evaluate import model_card
-    place, log = facts.get('cache'), model / 'metrics.jsonl'
-    cache = Cache(place, in_memory=False) if place and (Path(place) / 'manifest.json').is_file() else None
-    last = log.read_text(encoding='utf-8').splitlines()[-1:] if log.is_file() else []
-    updates = json.loads(last[0])['step'] if last else None
-    with atomic_file(folder / 'MODEL.md') as part:
-        part.write_text(model_card(found, config, facts, cache, updates), encoding='utf-8')
-    return folder / 'MODEL.md'
+    from xtts_nb.speech.guard import training_facts
+    from xtts_nb.train.trainer import checkpoints
+    if facts.get('part') == 'voice':   # a decoder's run: what it speaks with was made by another one
+        model = Path(facts['model'])
+        facts = training_facts(model)
+    saved = checkpoints(model / 'checkpoints')
+    updates = int(saved[-1].stem.removeprefix('step-')) if saved else None
+    card, path = model_card(found, config, facts, _trained_on(facts), updates), folder / 'MODEL.md'
+    if path.is_file() and path.read_text(encoding='utf-8') != card: path = folder / 'MODEL.new.md'
+    with atomic_file(path) as part: part.write_text(card, encoding='utf-8')
+    return path
+
+def _trained_on(facts: dict):   # of a run
+    "Its cache; None if that is not here any more as it was."
+    from xtts_nb.config import UserError
+    from xtts_nb.data.cache import Cache
+    try: cache = Cache(facts['cache'], in_memory=False) if 'cache' in facts else None
+    except UserError: return None
+    return cache if cache and cache.manifest['key'] == facts.get('key') else None
+
+def _never_seen(data: Path, facts: dict) -> list[str]:
+    "Ids of the clips that a run held out, of a cache that it trained on, or of a corpus."
+    from xtts_nb.files import read_json
+    from xtts_nb.speech.guard import training_facts
+    if facts.get('part') == 'voice':   # of a decoder's run: what neither it nor the GPT was trained on
+        gpt = _never_seen(data, training_facts(facts['model']))
+        return [clip for clip in facts['held_out'] if clip in gpt]
+    if not (data / 'manifest.json').is_file(): return facts.get('held_out', [])
+    key = read_json(data / 'manifest.json')['key']
+    return next((facts[out] for name, out in (('key', 'held_out'), ('mix_key', 'mix_held_out'))
+                 if out in facts and facts.get(name) == key), [])
 
 # %% ../../nbs/app/cli_speak.ipynb #e7a10c02
 @_speech('evaluate', example='cache/mine --model runs/mine --report report')
@@ -264,7 +286,7 @@ def _evaluate(
     with progress() as tell:
         tell('load the model', 0, 1)
         xtts = XTTS.load(model)
-        found = evaluate(xtts, data, facts.get('held_out', ()), clips, seed, language, tell)
+        found = evaluate(xtts, data, _never_seen(data, facts), clips, seed, language, tell)
     result, text = found.to_dict(), scores_text(found.scores)
     if report:
         result['report'] = str(evaluation_report(found, report))

@@ -145,15 +145,18 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
     ends = getattr(trainer, 'validated', {}) if getattr(trainer, '_validates', False) else {}   # at the end
     ends = {name: value if math.isfinite(value) else None for name, value in ends.items()}
     more = ({'held_out': ends} if ends else {}) | ({'old': old} if (old := _forgotten(trainer)) else {})
-    if old: text += f'\nOlder clips, held out: loss {old["before"]:.3f} before, {old["after"]:.3f} now.'
+    if old and None not in old.values():
+        text += f'\nOlder clips, held out: loss {old["before"]:.3f} before, {old["after"]:.3f} now.'
     return result | {'run': str(trainer.run)} | more, text + _ends(ends)
 
 def _forgotten(trainer) -> dict[str, float]:
-    "The loss of older clips before the training and at the last validation; empty if it is not known."
+    "The loss of older clips before the training and now, None for no number; empty if it is not known."
     if not getattr(trainer, 'old', None): return {}
     log = map(json.loads, (trainer.run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines())
-    losses = [line['val_old_loss'] for line in log if 'val_old_loss' in line]
-    return {'before': losses[0], 'after': losses[-1]} if len(losses) > 1 else {}
+    losses = {line['step']: line['val_old_loss'] for line in log if 'val_old_loss' in line}
+    if 0 not in losses or trainer.step not in losses: return {}
+    number = lambda loss: loss if math.isfinite(loss) else None
+    return {'before': number(losses[0]), 'after': number(losses[trainer.step])}
 
 def _ends(validated: dict) -> str:
     "How many held-out clips end where they should; empty if that is not known."
@@ -227,14 +230,15 @@ def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
     if not _is_corpus(data): _check_prepared(cache, initial, settings, layers['options'])
     check_made_for(cache, settings)   # before the check of the memory: that needs a model that can be trained
     feed = _feed(cache, settings, devices, on_device, asked.buffer_size or 3)
-    settings = _in_memory(cache, settings, base, asked.fit_memory, devices, replicas)
+    older = _older(asked, facts, settings, cache, bool(feed))
+    settings = _in_memory(cache, settings, base, asked.fit_memory, devices, replicas, older)
     if _is_corpus(asked.val_data): val_data = _corpus_cache(asked.val_data, settings, cache.folder)
     else: val_data = asked.val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, asked.val) if asked.val else ()
     settings = _changed(settings, asked.val or val_data)
-    val_cache = open_cache(val_data, settings, cache) if val_data else None
+    beside = [cache, *(mix.cache for mix in older.values())]
+    val_cache = open_cache(val_data, settings, *beside) if val_data else None
     if val_cache and feed: check_no_codes(val_cache)
-    older = _older(asked, facts, settings, cache, bool(feed))
     return new_run(cache, settings, asked.run or _free_run(), held_out, base, val_cache, **older, **feed)
 
 # %% ../../nbs/app/cli_train.ipynb #ddb4b70c
@@ -254,8 +258,8 @@ def _older(asked, facts: dict, settings, cache, fed: bool) -> dict:
     if not asked.mix: return {}
     folder = _corpus_cache(asked.mix, settings, cache.folder) if _is_corpus(asked.mix) else asked.mix
     old = open_cache(folder, settings, cache)
-    out = facts.get('mix_held_out', held_out_share(old, asked.val) if asked.val else [])
-    return {'mix': Mix(old, 0.2 if asked.mix_share is None else asked.mix_share, out)}
+    share = facts.get('mix_share', 0.2) if asked.mix_share is None else asked.mix_share
+    return {'mix': Mix(old, share, facts.get('mix_held_out') or held_out_share(old, asked.val or 0.1))}
 
 # %% ../../nbs/app/cli_train.ipynb #9578a515
 def _settings(cache, preset, config, base, finetune):
@@ -456,18 +460,20 @@ def _voice_settings(folder: Path, config: Path | None, known: bool):
     return settings
 
 # %% ../../nbs/app/cli_train.ipynb #09f0a38d
-def _largest(cache, settings, base):
+def _largest(cache, settings, base, older: dict = {}):   # noqa: B006 -- of `_older`, only read
     "Codes and text tokens of the largest bucket, and the rows that are trained."
     from xtts_nb.train.finetune import new_rows
     from xtts_nb.data.native import BatchPlan
     from xtts_nb.data.text import Tokenizer
     tokenizer = Tokenizer.load(Path(base) / 'tokenizer.json') if base else cache.tokenizer
-    return *BatchPlan(cache, settings.data).shapes[-1], new_rows(settings, tokenizer, cache.languages)
+    caches = cache, *(mix.cache for mix in older.values())
+    shapes = [BatchPlan(part, settings.data).shapes[-1] for part in caches]
+    return *map(max, zip(*shapes)), new_rows(settings, tokenizer, cache.languages)
 
-def _in_memory(cache, settings, base, fit: bool, devices, replicas: int):
+def _in_memory(cache, settings, base, fit: bool, devices, replicas: int, older: dict = {}):   # noqa: B006
     "The settings, or some that fit into memory; each of `replicas` devices computes its share of a batch."
     from xtts_nb.train.finetune import check_memory, free_memory
-    codes, text, runs = _largest(cache, settings, base)
+    codes, text, runs = _largest(cache, settings, base, older)
     if fit: settings = _fitting(settings, codes, text, runs)[0]
     rows = max(settings.training.accumulation, settings.data.batch_size // replicas)
     share = settings.replace(data={'batch_size': rows}) if replicas > 1 else settings

@@ -59,8 +59,10 @@ def plan_tuning(
         'evaluate': [cache, '--model', run, '--report', out / 'scores', '--language', language]}
     made = dict(zip(STAGES, (corpus / 'metadata.csv', cache / 'manifest.json', run / 'model.safetensors',
                              out / 'scores' / 'scores.json')))
+    mixed = [Path(value) for word, value in zip(train, train[1:]) if word == '--mix']   # a cache or a corpus
+    older = [path / name for path in mixed for name in ('manifest.json', 'metadata.csv')]
     reads = {'corpus': [source, *([text] if text else ())], 'prepare': [corpus / 'metadata.csv'],
-             'train': [made['prepare']], 'evaluate': [made['train']]}
+             'train': [made['prepare'], *older], 'evaluate': [made['train']]}
     return [TuningStage(name, [name, *map(str, words[name])], made[name], [*map(Path, reads[name])])
             for name in STAGES if name not in skip]
 
@@ -134,13 +136,13 @@ def tuning_page(done: dict, out: Path) -> Path:   # done: of `tune`
                'sentences not found': len(corpus['missing']), 'updates': f'{trained["steps"]:,}'}
     if 'val_stop' in (ends := trained.get('held_out', {})):
         figures['held-out clips that end where they should'] = f'{ends["val_stop"]:.0%}'
-    if old := trained.get('old'):
+    if (old := trained.get('old')) and None not in old.values():
         figures['loss of older clips'] = f'{old["before"]:.3f} before, {old["after"]:.3f} now'
     links = {'corpus': ('corpus/listen.html', 'Listen to the cuts'),
              'prepare': ('cache/report.html', 'All clips, and those that were dropped'),
              'evaluate': ('scores/report.html', 'All scores, and clips to listen to'),
              'card': ('scores/MODEL.md', 'A model card, to be completed')}
-    if 'evaluate' not in result: del links['card']
+    if 'card' not in result.get('evaluate', {}): del links['card']
     run, voice = shlex.quote(str(out / 'run')), 'A_FEW_SECONDS.wav'
     if corpus['clips']:
         best = max(corpus['clips'], key=lambda clip: clip['score'])

@@ -16,6 +16,7 @@ __all__ = ['SCORES', 'RATE', 'HOP', 'SILENCE_LEVEL', 'AUDIO', 'QUICK_JUDGES', 'J
 import base64
 import html
 import importlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -715,7 +716,9 @@ TRAINED = {'whole': 'all weights', 'lora': 'adapters beside the weights (LoRA)',
 
 def _cells(rows: dict) -> str:
     "Names and values as a table of Markdown."
-    return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {value} |' for name, value in rows.items())])
+    plain = lambda value: visible(str(value)).replace('|', '\\|')
+    return '\n'.join(['| | |', '|---|---|',
+                      *(f'| {name} | {plain(value)} |' for name, value in rows.items())])
 
 def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
     "The medians of what is offered."
@@ -728,11 +731,11 @@ def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
 def model_card(
     evaluation: Evaluation,
     config: XTTSConfig,
-    run: dict = {},                # noqa: B006 -- the facts of its run, only read
+    run: dict = {},                # noqa: B006 -- the facts of its run, only read; empty: not known
     cache: Cache | None = None,    # that it was trained on
     updates: int | None = None,
 ) -> str:                          # Markdown
-    "What a model was made of, and how good it is."
+    "What a model was made of, and how good it is; what is not known is left out."
     about, training, gpt = evaluation.about, config.training, config.model.gpt
     languages = cache.languages if cache else about['languages'].split(', ')
     data = {'languages': ', '.join(languages)}
@@ -740,14 +743,15 @@ def model_card(
         seconds, voices = sum(c['seconds'] for c in cache.clips), {c['speaker'] for c in cache.clips}
         data = {'hours': f'{seconds / 3600:.2f}', 'clips': f'{len(cache):,}', 'voices': len(voices)} | data
     if run.get('held_out'): data['held out, not trained on'] = f'{len(run["held_out"])} clips'
-    made = {'model': f'XTTS, {gpt.layers} blocks of width {gpt.width}',
-            'began from': Path(run['base']).name if 'base' in run else 'random weights',
-            'trained': TRAINED[training.finetune]}
+    made = {'model': f'XTTS, {gpt.layers} blocks of width {gpt.width}'}
+    if run:
+        made |= {'began from': Path(run['base']).name if 'base' in run else 'random weights',
+                 'trained': TRAINED[training.finetune], 'precision': training.precision,
+                 'peak learning rate': f'{training.learning_rate:g}'}
     if updates is not None: made['updates'] = f'{updates:,} of {config.data.batch_size} clips'
-    made |= {'peak learning rate': f'{training.learning_rate:g}', 'precision': training.precision}
     if 'mix' in run: made['older clips'] = f'{run["mix_share"]:.0%} of the updates'
     seen = 'not used in training' if about['held_out'] else 'perhaps used in training'
-    head = '\n'.join(['---', f'language: [{", ".join(languages)}]', 'pipeline_tag: text-to-speech',
+    head = '\n'.join(['---', f'language: {json.dumps(languages)}', 'pipeline_tag: text-to-speech',
                       'library_name: xtts_nb', 'tags: [xtts]', 'license: other', '---'])
     return '\n\n'.join([
         head, '# Name of the model', 'It speaks a text in the voice of a recording of a few seconds.',

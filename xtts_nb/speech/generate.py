@@ -303,7 +303,7 @@ def int8_weights(gpt: GPT) -> Int8GPT:
     "The GPT with int8 weights; raises `UserError` where it is on a GPU."
     device = gpt.code_head.kernel.value.device
     if 'GPU' in device:
-        raise UserError(f'speech.weights: int8 is faster on CPUs only, and the model is on {device}; '
+        raise UserError(f'speech.weights: int8 is made for CPUs, and the model is on {device}; '
                         'leave it at float.')
     return Int8GPT(gpt)
 

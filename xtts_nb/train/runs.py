@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'LARGE_CACHE', 'open_cache', 'held_out_share', 'base_config', 'check_fits', 'load_base', 'Mix', 'Replay',
-           'with_older', 'known_mix', 'run_facts', 'new_run', 'held_out_mask', 'write_config', 'check_made_for',
-           'resume_run', 'export_run']
+           'kept_apart', 'with_older', 'known_mix', 'run_facts', 'new_run', 'held_out_mask', 'write_config',
+           'check_made_for', 'resume_run', 'export_run']
 
 # %% ../../nbs/train/runs.ipynb #8f7f36c0
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -32,12 +33,12 @@ from .trainer import Trainer, epochs_to_steps, on_device
 def open_cache(
     folder: str | Path,
     config: XTTSConfig | None = None,   # settings of the run; default: those of the cache
-    beside: Cache | None = None,        # one that has a part of the budget already
+    *beside: Cache | None,              # those that have a part of the budget already
 ) -> Cache:
     "A cache, in memory if `data.ram_budget` allows it, else mapped."
     cache = Cache(folder, in_memory=False)
     budget = (config or cache.config).data.ram_budget
-    return cache.read(budget - (beside.held / 2**30 if beside else 0))
+    return cache.read(budget - sum(other.held for other in beside if other) / 2**30)
 
 # %% ../../nbs/train/runs.ipynb #50367a64
 def held_out_share(
@@ -97,8 +98,8 @@ def load_base(base: str | Path, config: XTTSConfig, cache: Cache) -> XTTS:
 class Mix(NamedTuple):
     "Older clips that a training reads as well."
     cache: Cache
-    share: float = 0.2          # of the updates; 0: nothing is read, only what is forgotten is measured
-    held_out: list[str] = ()    # ids of clips whose loss is measured
+    share: float = 0.2          # of the updates; 0: none is read, but what is forgotten can be measured
+    held_out: list[str] = ()    # ids of clips whose loss is measured, and that are not read
 
 class Replay:
     "The batches of a plan, and between them those of older clips."
@@ -110,10 +111,15 @@ class Replay:
 
     def __getattr__(self, name): return getattr(self.plan, name)
 
+    def updates(self, epochs: int) -> int:
+        "The updates in which every new clip is read so many times."
+        wanted = epochs * self.plan.steps_per_epoch
+        found = int(wanted / (1 - self.share)) + 1
+        while found - 1 - math.floor(self.share * (found - 1)) >= wanted: found -= 1
+        return found
+
     @property
-    def steps_per_epoch(self) -> int:
-        "The updates in which every new clip is read once."
-        return int((self.plan.steps_per_epoch - 1) / (1 - self.share)) + 1
+    def steps_per_epoch(self) -> int: return self.updates(1)
 
     def turn(self, step) -> tuple:   # int64 -> bool, int64
         "Whether an update is of older clips, and its place in the order of those or of the new ones."
@@ -137,16 +143,24 @@ class Replay:
         return (self.old if older else self.plan).names(int(place))
 
 # %% ../../nbs/train/runs.ipynb #f2a1d7d9
-def with_older(plan: BatchPlan, config: XTTSConfig, mix: Mix) -> tuple[Replay, dict]:
-    "A plan with older clips, and the arguments of `Trainer` that measure what is forgotten."
-    out, encoder = held_out_mask(mix.cache, mix.held_out), _encoder(mix.cache, config)
-    old = BatchPlan(mix.cache, config.data, np.flatnonzero(~out), dvae=encoder)
-    return Replay(plan, old, mix.share), {'old': _validation(mix.cache, config, out, encoder)}
+def kept_apart(
+    parts: list[tuple[Cache, np.ndarray]],   # caches, and which of their clips are held out
+) -> list[np.ndarray]:
+    "Which clips of each are not trained on: those that say a sentence that is held out in any of them."
+    texts = {c['text'] for cache, out in parts for c, held in zip(cache.clips, out) if held}
+    return [np.array([c['text'] in texts for c in cache.clips]) | out for cache, out in parts]
 
-def known_mix(facts: dict, config: XTTSConfig, cache: Cache) -> Mix | None:   # facts: of a run
+def with_older(plan: BatchPlan, config: XTTSConfig, mix: Mix, left_out: np.ndarray) -> tuple[Replay, dict]:
+    "A plan with older clips, and the arguments of `Trainer` that measure what is forgotten."
+    encoder = _encoder(mix.cache, config)
+    old = BatchPlan(mix.cache, config.data, np.flatnonzero(~left_out), dvae=encoder)
+    out = held_out_mask(mix.cache, mix.held_out)
+    return Replay(plan, old, mix.share), {'old': _fixed(mix.cache, config, out, encoder)} if out.any() else {}
+
+def known_mix(facts: dict, config: XTTSConfig, *beside: Cache) -> Mix | None:   # facts: of a run
     "The older clips of a run; None if it has none."
     if 'mix' not in facts: return None
-    return Mix(open_cache(facts['mix'], config, cache), facts['mix_share'], facts['mix_held_out'])
+    return Mix(open_cache(facts['mix'], config, *beside), facts['mix_share'], facts['mix_held_out'])
 
 # %% ../../nbs/train/runs.ipynb #cdd4f009
 COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'voice': 'train-decoder'}   # part -> command that trains it
@@ -184,6 +198,8 @@ def new_run(
     if val and held_out:
         raise UserError(f'{run}: clips held out and {val.folder} cannot both be validated on; give '
                         'one of them.')
+    if mix and (make or 'feed' in where):
+        raise UserError(f'{run}: older clips are read where one device does all; leave them out.')
     caches = [part for part in (cache, val, mix and mix.cache) if part]
     for part in caches[1:]: _check_alike(cache, part)
     for part in caches: check_made_for(part, config)
@@ -198,8 +214,12 @@ def new_run(
         else: xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
     plan_folder = run / 'plan' if run and len(cache) >= LARGE_CACHE else None
     encoder = None if 'feed' in where else _encoder(cache, config)
-    plan, more = BatchPlan(cache, config.data, np.flatnonzero(~out), plan_folder, encoder), {}
-    if mix: plan, more = with_older(plan, config, mix)
+    left_out, more = out, {}
+    if mix:
+        old_out = held_out_mask(mix.cache, mix.held_out)
+        left_out, old_out = kept_apart([(cache, out), (mix.cache, old_out)])
+    plan = BatchPlan(cache, config.data, np.flatnonzero(~left_out), plan_folder, encoder)
+    if mix: plan, more = with_older(plan, config, mix, old_out)
     if val: cache, out, encoder = val, np.ones(len(val), bool), _encoder(val, config)
     validation, listen = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
     with on_device(where.get('device')):
@@ -271,7 +291,10 @@ def _encoder(cache: Cache, config: XTTSConfig):
 
 def _validation(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> BatchPlan | None:
     "Batches of the held-out clips, all of one shape; None if nothing is validated."
-    if not (out.any() and config.training.validate_every): return None
+    return _fixed(cache, config, out, encoder) if out.any() and config.training.validate_every else None
+
+def _fixed(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> BatchPlan:
+    "The same batches of some clips each time, all of one shape."
     rows = config.data.batch_size // config.training.accumulation
     data = config.data.model_copy(update={'batch_size': rows, 'buckets': 1})
     return BatchPlan(cache, data, np.flatnonzero(out), dvae=encoder, fixed=True)
@@ -311,8 +334,10 @@ def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin
     if known.get('val_key') != origin.get('val_key'):
         raise UserError(f'{run}: was validated on {known.get("val", "no cache of its own")}; give the same '
                         'or choose another folder.')
-    if any(known.get(key) != origin.get(key) for key in ('mix_key', 'mix_share', 'mix_held_out')):
-        mixed = f'a share of {known["mix_share"]} of {known["mix"]}' if 'mix' in known else 'no older clips'
+    for key, what in (('mix_key', 'the key'), ('mix_share', 'a share of'), ('mix_held_out', 'held out')):
+        if known.get(key) == origin.get(key): continue
+        old = 'mix' in known
+        mixed = f'older clips in {known["mix"]}, {what} {known[key]}' if old else 'no older clips'
         raise UserError(f'{run}: was trained with {mixed}; give the same or choose another folder.')
 
 def resume_run(run: str | Path, **where) -> Trainer:   # `feed` and `device` of `Trainer`

@@ -147,7 +147,8 @@ RESUMED_FIELDS = ('step', 'first_losses', 'last_losses', 'best', 'since_best', '
 def epochs_to_steps(training: TrainingConfig, plan: BatchPlan) -> TrainingConfig:
     "`training` with `steps` computed from `epochs`, if these are set: schedules count updates."
     if not training.epochs: return training
-    return training.model_copy(update={'steps': training.epochs * plan.steps_per_epoch})
+    one_kind = lambda epochs: epochs * plan.steps_per_epoch
+    return training.model_copy(update={'steps': getattr(plan, 'updates', one_kind)(training.epochs)})
 
 # %% ../../nbs/train/trainer.ipynb #2bb8dfa1
 def on_device(device: str | None):
@@ -176,7 +177,7 @@ class Trainer:
                  device: str | None = None,    # of the model; default: the first GPU, or the CPU
                  listen=None,                  # (folder) -> {score: number}, called at each validation
                  old: BatchPlan | None = None):   # held-out clips of what the model learned before
-        self.listen, self.old = listen, old
+        self.listen, self.old, self.old_seen = listen, old, -1   # the update of its last loss
         self.xtts, self.plan, self.run, self.held_out = xtts, plan, run and Path(run), held_out
         self.feed = feed or (lambda plan, first, last: plan.stream(first, last, model=device))
         self.device = device
@@ -285,7 +286,9 @@ def fit(self: Trainer,
     stop, tf32 = catch_sigterm(lambda *_: requests.append(True)), products_in_tf32(self.training.tf32)
     with stop, tf32, _locked(self.run), on_device(self.device), closed_after(source):
         self._check_unchanged()
-        self._note_old()
+        if not (self.step or self.run and (self.run / 'metrics.jsonl').is_file()):
+            self._note_old()
+            timer.restart()
         while self.step < steps and not ended:
             with timer.phase('wait'): batch = next(source)
             with timer.phase('copy'): batch = self.place(batch)
@@ -301,6 +304,7 @@ def fit(self: Trainer,
             checkpoint = self._due(self.training.checkpoint_every)
             if ended or checkpoint or self._validates or self._ends_epoch: ended = self._pause(ended)
             elif self._due(self.training.log_every): self._fetch()
+        if not requests: self._note_old()
         self.writer.wait()
     hooks.all.on_train_end(hooks.logs)
     if self.failure: raise UserError(self.failure)
@@ -397,14 +401,17 @@ def _means_of(self: Trainer, plan: BatchPlan, each=iter) -> dict[str, float]:   
 
 @patch
 def _old_loss(self: Trainer) -> dict[str, float]:
-    return {'old_loss': self._means_of(self.old)['loss']} if self.old else {}
+    "The loss of older clips, if some are held out; call it inside of `as_trained`."
+    if not self.old: return {}
+    self.old_seen = self.step
+    return {'old_loss': self._means_of(self.old)['loss']}
 
 @patch
 def _note_old(self: Trainer):
-    "Log the loss of the older clips before the first update."
-    metrics = self.run and self.run / 'metrics.jsonl'
-    if not (self.old and metrics) or self.step or metrics.is_file(): return
-    append_line(metrics, json.dumps({'step': 0, 'val_old_loss': self._old_loss()['old_loss']}))
+    "Log the loss of older clips, unless that was done after the last update."
+    if not (self.old and self.run) or self.old_seen == self.step: return
+    with self.as_trained(): loss = self._old_loss()['old_loss']
+    append_line(self.run / 'metrics.jsonl', json.dumps({'step': self.step, 'val_old_loss': loss}))
 
 @patch
 def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
