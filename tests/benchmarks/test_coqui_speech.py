@@ -8,8 +8,6 @@ import pytest
 
 from benchmarks import speech as page
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def coqui(monkeypatch):
@@ -18,9 +16,10 @@ def coqui(monkeypatch):
                  'TTS.tts.models', 'TTS.tts.models.xtts'): monkeypatch.setitem(sys.modules, name, MagicMock())
     return sys.modules['TTS.tts.models.xtts']
 
-@pytest.mark.parametrize('streamed', [False, True])
-def test_what_coqui_is_asked(coqui, streamed):
+@pytest.mark.parametrize('streamed, device', [(False, 'cpu'), (True, 'cuda')])
+def test_what_coqui_is_asked(coqui, streamed, device):
     model, torch = coqui.Xtts.return_value, sys.modules['torch']
+    torch.cuda.is_available.return_value = device == 'cuda'
     model.inference.return_value = {'gpt_latents': np.zeros((1, 22, 8))}
     model.inference_stream.return_value = [np.zeros(20 * 1114), np.zeros(2 * 1115)]
     model.gpt.mel_head.bias.data = np.zeros(1026)
@@ -35,7 +34,8 @@ def test_what_coqui_is_asked(coqui, streamed):
     assert model.tokenizer.encode('text', 'en') == [5, 6] and model.gpt.max_gen_mel_tokens == 22
     assert np.flatnonzero(model.gpt.mel_head.bias.data).tolist() == [1025]
     torch.set_num_threads.assert_called_once_with(2)
-    assert torch.randn.call_args_list == [call(1, 32, 1024), call(1, 512, 1)]
+    assert torch.randn.call_args_list == [call(1, 32, 1024, device=device), call(1, 512, 1, device=device)]
+    model.to.assert_called_once_with(device)
     asked = model.inference_stream if streamed else model.inference
     assert asked.call_args.args == ('text', 'en', *voice)
 
