@@ -1,6 +1,7 @@
 "Outputs appear whole or not at all: under exceptions, Ctrl-C and a full disk, and beside foreign content."
 import errno
 import hashlib
+import json
 import os
 import resource
 import shutil
@@ -18,7 +19,7 @@ from xtts_nb import files
 from xtts_nb.data.cache import work_path
 from xtts_nb.files import (
     append_line, atomic_file, atomic_folder, check_writable, fingerprint, inside, locked, raise_file_limit,
-    read_json, write_json)
+    read_json, read_json_lines, write_json)
 
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit, MemoryError, UserError])
@@ -375,3 +376,10 @@ def test_more_files_may_be_open_only_if_the_system_allows_it():
     try: assert [raise_file_limit(n) for n in (600, 400)] == [600, 600] == [
         resource.getrlimit(resource.RLIMIT_NOFILE)[0]] * 2
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+def test_a_value_in_each_line(tmp_path):
+    "A text within JSON may hold other ends of lines."
+    values = [{'a': 'one\u2028two\x85'}, 3]
+    text = ''.join(json.dumps(value, ensure_ascii=False) + '\n' for value in values)
+    (tmp_path / 'f').write_text(text, encoding='utf-8')
+    assert read_json_lines(tmp_path / 'f') == values

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ABANDONED', 'TENSOR_TYPES', 'real_place', 'atomic_file', 'check_writable', 'atomic_folder', 'append_line', 'locked',
-           'inside', 'write_json', 'read_json', 'fingerprint', 'write_tensors', 'save_weights', 'open_weights',
-           'check_tensor', 'load_weights', 'read_tensors', 'named_weights', 'raise_file_limit']
+           'inside', 'write_json', 'read_json', 'read_json_lines', 'fingerprint', 'write_tensors', 'save_weights',
+           'open_weights', 'check_tensor', 'load_weights', 'read_tensors', 'named_weights', 'raise_file_limit']
 
 # %% ../nbs/base/files.ipynb #db2293af
 import errno
@@ -190,6 +190,11 @@ def read_json(path: str | Path):
     try: return json.loads(Path(path).read_text(encoding='utf-8'))
     except FileNotFoundError: raise UserError(f'{path}: the file is missing; make it again.') from None
     except ValueError as e: raise UserError(f'{path}: not JSON ({e}); make it again.') from None
+
+def read_json_lines(path: str | Path) -> list:
+    "The values of a file that holds one in each line, as `metrics.jsonl`."
+    # not `splitlines`: a text within JSON may hold other ends of lines
+    return [json.loads(line) for line in Path(path).read_text(encoding='utf-8').split('\n') if line]
 
 def fingerprint(*parts) -> str:
     "16 hex digits that change with any of `parts` (anything JSON can hold, or bytes)."

@@ -451,7 +451,7 @@ def test_a_corpus_of_older_clips_is_prepared_for_the_cache(built, corpus, prepar
 def test_where_older_clips_cannot_be_read(monkeypatch, asked, facts, fed, cluster, said):
     if cluster: monkeypatch.setenv('TF_CONFIG', cluster)
     asked = SimpleNamespace(**{'mix': None, 'mix_share': None, 'val': 0.} | asked)
-    with pytest.raises(UserError, match=said): cli_train._older(asked, facts, None, None, fed)
+    with pytest.raises(UserError, match=said): cli_train._mix(asked, facts, None, None, fed)
 
 def test_a_share_that_differs_is_another_run(built, prepared, tmp_path, capfd):
     built('--mix', prepared.folder, '--run', tmp_path / 'run')
@@ -478,7 +478,8 @@ def test_what_tune_hands_to_its_stages(behind, ran):
     assert [str(plan[name]) for name in ('source', 'out', 'text', 'language', 'model')] == [
         'a.mp3', 'o', 't', 'de', 'm']
     assert (plan['skip'], plan['prepare']) == (('evaluate',), ['--preset', 'tiny', '--config', 'c'])
-    assert plan['train'] == ['--config', 'c', '--finetune', 'lora', '--mix', 'OLD', '--steps', '7']
+    assert plan['train'] == ['--config', 'c', '--finetune', 'lora', '--steps', '7']
+    assert str(plan['mix']) == 'OLD'
     assert asked['stages'] == 'the plan' and str(asked['out']) == 'o'
 
 def test_the_end_tells_what_was_forgotten(behind):

@@ -2,6 +2,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ def test_the_commands(tmp_path):
         'evaluate cache --model run --report scores --language de']
     short = plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
     assert [s.name for s in short] == ['prepare', 'train'] and short[0].words[1] == str(tmp_path / 'mine')
-    mixed = plan_tuning('b', tmp_path, train=('--mix', 'OLD', '--steps', '9'))[2]
+    mixed = plan_tuning('b', tmp_path, train=('--steps', '9'), mix=Path('OLD'))[2]
+    assert mixed.words[-4:] == ['--mix', 'OLD', '--steps', '9']
     assert [str(p) for p in mixed.reads[1:]] == ['OLD/manifest.json', 'OLD/metadata.csv']
     with pytest.raises(UserError, match='--text b.txt is not read'):
         plan_tuning('b', tmp_path, 'b.txt', skip=('corpus',))

@@ -259,7 +259,7 @@ def test_a_run_goes_on_with_what_its_folder_says(eager, tmp_path, monkeypatch):
             (tmp_path / 'model.safetensors').touch()
         val = ('other', eager, ('one', eager)) if more else None
         given = ('one', eager), eager, tmp_path, ['a'], more.get('base'), val
-        mix = Mix(('old', eager, ('one', eager)), .3, ['b']) if more else None
+        mix = Mix(('old', eager, ('one', eager)), ['b'], .3) if more else None
         assert resume_run(tmp_path, device='x') == (given, {'device': 'x', 'mix': mix})
 
 def test_who_looks_and_who_listens(prepared, eager):
@@ -317,7 +317,7 @@ def test_new_clips_are_read_too(share):
 
 def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     "Before the first update, and with each validation; a resumed run is the same one."
-    mix = Mix(prepared, .5, ['high-1'])
+    mix = Mix(prepared, ['high-1'], .5)
     begin = lambda mix: new_run(prepared, eager, tmp_path / 'run', ['low-0'], mix=mix)
     trainer = begin(mix)
     assert trainer.old.count.sum() == trainer.held_out.count.sum() == 1

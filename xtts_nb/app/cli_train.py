@@ -8,7 +8,6 @@ __all__ = ['find_app', 'Base', 'Kind', 'AsMade', 'RunFolder', 'Steps', 'HeldOut'
            'Rows', 'sized']
 
 # %% ../../nbs/app/cli_train.ipynb #08777d06
-import json
 import math
 import os
 import shlex
@@ -70,7 +69,7 @@ def _tune(
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
     plan = plan_tuning(source, out, text, language, base, tuple(skip or ()),
                        words(preset=preset, config=config),
-                       words(config=config, finetune=finetune, mix=mix, steps=steps))
+                       words(config=config, finetune=finetune, steps=steps), mix)
     done = tune(plan, out, to_stderr)
     page, run = tuning_page(done, out), out / 'run'
     result = {name: stage['result'] for name, stage in done.items()}
@@ -144,15 +143,17 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
             f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
     ends = getattr(trainer, 'validated', {}) if getattr(trainer, '_validates', False) else {}   # at the end
     ends = {name: value if math.isfinite(value) else None for name, value in ends.items()}
-    more = ({'held_out': ends} if ends else {}) | ({'old': old} if (old := _forgotten(trainer)) else {})
+    old = _forgotten(trainer)
+    more = {name: found for name, found in {'held_out': ends, 'old': old}.items() if found}
     if old and None not in old.values():
         text += f'\nOlder clips, held out: loss {old["before"]:.3f} before, {old["after"]:.3f} now.'
     return result | {'run': str(trainer.run)} | more, text + _ends(ends)
 
 def _forgotten(trainer) -> dict[str, float]:
     "The loss of older clips before the training and now, None for no number; empty if it is not known."
+    from xtts_nb.files import read_json_lines
     if not getattr(trainer, 'old', None): return {}
-    log = map(json.loads, (trainer.run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines())
+    log = read_json_lines(trainer.run / 'metrics.jsonl')
     losses = {line['step']: line['val_old_loss'] for line in log if 'val_old_loss' in line}
     if 0 not in losses or trainer.step not in losses: return {}
     number = lambda loss: loss if math.isfinite(loss) else None
@@ -230,36 +231,35 @@ def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
     if not _is_corpus(data): _check_prepared(cache, initial, settings, layers['options'])
     check_made_for(cache, settings)   # before the check of the memory: that needs a model that can be trained
     feed = _feed(cache, settings, devices, on_device, asked.buffer_size or 3)
-    older = _older(asked, facts, settings, cache, bool(feed))
-    settings = _in_memory(cache, settings, base, asked.fit_memory, devices, replicas, older)
+    mix = _mix(asked, facts, settings, cache, bool(feed))
+    settings = _in_memory(cache, settings, base, asked.fit_memory, devices, replicas, mix)
     if _is_corpus(asked.val_data): val_data = _corpus_cache(asked.val_data, settings, cache.folder)
     else: val_data = asked.val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, asked.val) if asked.val else ()
     settings = _changed(settings, asked.val or val_data)
-    beside = [cache, *(mix.cache for mix in older.values())]
-    val_cache = open_cache(val_data, settings, *beside) if val_data else None
+    val_cache = open_cache(val_data, settings, cache, mix and mix.cache) if val_data else None
     if val_cache and feed: check_no_codes(val_cache)
-    return new_run(cache, settings, asked.run or _free_run(), held_out, base, val_cache, **older, **feed)
+    return new_run(cache, settings, asked.run or _free_run(), held_out, base, val_cache, mix, **feed)
 
 # %% ../../nbs/app/cli_train.ipynb #ddb4b70c
-def _older(asked, facts: dict, settings, cache, fed: bool) -> dict:
-    "The argument `mix` of `new_run`, if there are older clips."
+def _mix(asked, facts: dict, settings, cache, fed: bool):
+    "The older clips that are read as well, asked for or of the run; None if there are none."
     from xtts_nb.config import UserError
-    from xtts_nb.train.runs import held_out_share, known_mix, Mix, open_cache
-    if not asked.mix and asked.mix_share is not None and 'mix' not in facts:
+    from xtts_nb.train.runs import held_out_share, Mix, open_cache
+    known = 'mix' in facts
+    if not (asked.mix or known):
+        if asked.mix_share is None: return None
         raise UserError('--mix-share: there are no older clips; name them with --mix.')
-    if fed and (asked.mix or 'mix' in facts):
+    if fed:
         raise UserError('--mix: older clips are read where one device does all; leave --data-gpu and its '
                         'like out, and prepare the codes.')
-    if (asked.mix or 'mix' in facts) and os.environ.get('TF_CONFIG'):
+    if os.environ.get('TF_CONFIG'):
         raise UserError('--mix: is for one device; train without xtts-nb distributed.')
-    known = known_mix(facts, settings, cache) if not asked.mix else None
-    if known: return {'mix': known if asked.mix_share is None else known._replace(share=asked.mix_share)}
-    if not asked.mix: return {}
     folder = _corpus_cache(asked.mix, settings, cache.folder) if _is_corpus(asked.mix) else asked.mix
-    old = open_cache(folder, settings, cache)
-    share = facts.get('mix_share', 0.2) if asked.mix_share is None else asked.mix_share
-    return {'mix': Mix(old, share, facts.get('mix_held_out') or held_out_share(old, asked.val or 0.1))}
+    old = open_cache(folder or facts['mix'], settings, cache)
+    share = facts.get('mix_share') if asked.mix_share is None else asked.mix_share
+    out = facts['mix_held_out'] if known else held_out_share(old, asked.val or 0.1)
+    return Mix(old, out) if share is None else Mix(old, out, share)
 
 # %% ../../nbs/app/cli_train.ipynb #9578a515
 def _settings(cache, preset, config, base, finetune):
@@ -460,20 +460,20 @@ def _voice_settings(folder: Path, config: Path | None, known: bool):
     return settings
 
 # %% ../../nbs/app/cli_train.ipynb #09f0a38d
-def _largest(cache, settings, base, older: dict = {}):   # noqa: B006 -- of `_older`, only read
+def _largest(cache, settings, base, mix=None):
     "Codes and text tokens of the largest bucket, and the rows that are trained."
     from xtts_nb.train.finetune import new_rows
     from xtts_nb.data.native import BatchPlan
     from xtts_nb.data.text import Tokenizer
     tokenizer = Tokenizer.load(Path(base) / 'tokenizer.json') if base else cache.tokenizer
-    caches = cache, *(mix.cache for mix in older.values())
+    caches = [cache, mix.cache] if mix else [cache]
     shapes = [BatchPlan(part, settings.data).shapes[-1] for part in caches]
     return *map(max, zip(*shapes)), new_rows(settings, tokenizer, cache.languages)
 
-def _in_memory(cache, settings, base, fit: bool, devices, replicas: int, older: dict = {}):   # noqa: B006
+def _in_memory(cache, settings, base, fit: bool, devices, replicas: int, mix=None):
     "The settings, or some that fit into memory; each of `replicas` devices computes its share of a batch."
     from xtts_nb.train.finetune import check_memory, free_memory
-    codes, text, runs = _largest(cache, settings, base, older)
+    codes, text, runs = _largest(cache, settings, base, mix)
     if fit: settings = _fitting(settings, codes, text, runs)[0]
     rows = max(settings.training.accumulation, settings.data.batch_size // replicas)
     share = settings.replace(data={'batch_size': rows}) if replicas > 1 else settings

@@ -18,7 +18,6 @@ import ctypes
 import functools
 import hashlib
 import html
-import json
 import os
 import shutil
 import signal
@@ -43,7 +42,8 @@ from ..data.cache import Cache
 from ..data.corpora import Clip, read_corpus, visible
 from ..data.native import CacheReader
 from ..data.prepare import mel_function, mel_sample, prepare
-from ..files import atomic_file, atomic_folder, fingerprint, read_json, real_place, write_json
+from ..files import (
+    atomic_file, atomic_folder, fingerprint, read_json, read_json_lines, real_place, write_json)
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS
 from ..monitor.live import device_names, plot_samples
@@ -55,7 +55,7 @@ from ..speech.generate import Speaker
 from ..train.parts import train_dvae
 from ..train.runs import new_run
 from ..train.step import step_before_after, step_modes
-from ..train.trainer import checkpoints, Trainer
+from ..train.trainer import checkpoint_step, checkpoints, Trainer
 
 # %% ../../nbs/app/demo.ipynb #c46553ce
 DEMO_SENTENCES = {'en': (
@@ -678,7 +678,7 @@ def check_own_run(run: Path, config: XTTSConfig):
     steps = read_json(made)['steps'] if made.is_file() else config.training.steps
     stored, last = XTTSConfig.load(run / 'config.yaml'), max(checkpoints(run / 'checkpoints'), default=None)
     same = stored.training.steps == steps
-    if same and (last is None or int(last.stem.removeprefix('step-')) <= steps): return
+    if same and (last is None or checkpoint_step(last) <= steps): return
     raise UserError(f'{run}: is not as a demo left it, and would be removed; choose another folder with '
                     '--out, or remove it yourself.')
 
@@ -737,7 +737,7 @@ def _key_figures(result: dict) -> str:
 
 def _charts(result: dict, trainer: Trainer, sampler: Sampler) -> list[str]:
     "Both comparisons, the losses and the utilisation."
-    lines = [json.loads(l) for l in (trainer.run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()]
+    lines = read_json_lines(trainer.run / 'metrics.jsonl')
     losses = {'audio codes': [l['code_loss'] for l in lines], 'text': [l['text_loss'] for l in lines]}
     data, step = result['data_before_after'], result['step_before_after']
     return [

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from .demo import plot_losses
 from ..config import UserError
-from ..files import check_writable, read_json, write_json
+from ..files import check_writable, read_json, read_json_lines, write_json
 from ..speech.evaluate import facts, heading, picture, scores_table, write_report
 from ..train.launch import catch_sigterm
 
@@ -41,6 +41,7 @@ def plan_tuning(
     skip: tuple[str, ...] = (),   # stages that are left out: corpus (the source is one), evaluate
     prepare: tuple[str, ...] = (),   # more words for a stage
     train: tuple[str, ...] = (),
+    mix: Path | None = None,      # a cache or a corpus that the model knows already
 ) -> list[TuningStage]:
     "The commands from recordings to scores, in their order."
     for name in skip:
@@ -55,12 +56,11 @@ def plan_tuning(
         'prepare': [corpus, '--out', cache, '--language', language, *(('--dvae', model) if model else ()),
                     *prepare],
         'train': ['--data', cache, '--run', run, '--val', '0.1', *(('--model', model) if model else ()),
-                  *train],
+                  *(('--mix', mix) if mix else ()), *train],
         'evaluate': [cache, '--model', run, '--report', out / 'scores', '--language', language]}
     made = dict(zip(STAGES, (corpus / 'metadata.csv', cache / 'manifest.json', run / 'model.safetensors',
                              out / 'scores' / 'scores.json')))
-    mixed = [Path(value) for word, value in zip(train, train[1:]) if word == '--mix']   # a cache or a corpus
-    older = [path / name for path in mixed for name in ('manifest.json', 'metadata.csv')]
+    older = [mix / 'manifest.json', mix / 'metadata.csv'] if mix else []
     reads = {'corpus': [source, *([text] if text else ())], 'prepare': [corpus / 'metadata.csv'],
              'train': [made['prepare'], *older], 'evaluate': [made['train']]}
     return [TuningStage(name, [name, *map(str, words[name])], made[name], [*map(Path, reads[name])])
@@ -115,7 +115,7 @@ def tune(
 # %% ../../nbs/app/tune.ipynb #c0720012
 def _losses(run: Path) -> Iterator[str]:
     "The losses of the training and of the held-out sentences, as a picture."
-    log = [json.loads(line) for line in (run / 'metrics.jsonl').read_text(encoding='utf-8').splitlines()]
+    log = read_json_lines(run / 'metrics.jsonl')
     for key, name in (('loss', 'training'), ('val_loss', 'held out')):
         some = [(line['step'], line[key]) for line in log if line.get(key) is not None]
         steps, values = zip(*some) if some else ((), ())

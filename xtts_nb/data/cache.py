@@ -26,8 +26,9 @@ from fastcore.basics import patch
 
 from ..config import DataConfig, UserError, XTTSConfig
 from .text import Tokenizer
-from ..files import (
-    atomic_file, atomic_folder, fingerprint, inside, raise_file_limit, read_json, real_place, write_json)
+from xtts_nb.files import (
+    atomic_file, atomic_folder, fingerprint, inside, raise_file_limit, read_json, read_json_lines, real_place,
+    write_json)
 
 # %% ../../nbs/data/cache.ipynb #ce02b29a
 FORMAT = 2     # version of the cache format
@@ -596,8 +597,7 @@ def _rows(folder: Path, bad: dict, index: dict):
     "The lines of the table if it is intact, by the index or without."
     if 'clips.jsonl' in bad: return []
     if index: return ClipRows(folder / 'clips.jsonl', index['row'])
-    return [json.loads(line)
-            for line in (folder / 'clips.jsonl').read_text(encoding='utf-8').split('\n') if line]
+    return read_json_lines(folder / 'clips.jsonl')
 
 def _limits(folder: Path, bad: dict) -> dict[str, int]:
     "The numbers of codes and text ids, of the files that are intact."

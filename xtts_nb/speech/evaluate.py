@@ -29,7 +29,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ..bench import png_bytes
+from ..bench import png_bytes, rows_markdown
 from ..config import AudioConfig, UserError, XTTSConfig
 from ..data.audio import griffin_lim, load_audio, log_mel, resample, save_audio
 from ..data.cache import Cache
@@ -717,16 +717,14 @@ TRAINED = {'whole': 'all weights', 'lora': 'adapters beside the weights (LoRA)',
 def _cells(rows: dict) -> str:
     "Names and values as a table of Markdown."
     plain = lambda value: visible(str(value)).replace('|', '\\|')
-    return '\n'.join(['| | |', '|---|---|',
-                      *(f'| {name} | {plain(value)} |' for name, value in rows.items())])
+    return rows_markdown([{'name': name, 'value': plain(value)} for name, value in rows.items()])
 
 def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
     "The medians of what is offered."
-    offered = [s for s in scores if s['offered']]
-    rows = [['', *SOUND_SOURCES.values()], ['---', *['---:'] * len(SOUND_SOURCES)]]
-    rows += [[f'{s["name"]}, {s["unit"]}'.rstrip(', '), *(_number(s.get(k, {}).get('median'))
-                                                          for k in SOUND_SOURCES)] for s in offered]
-    return '\n'.join('| ' + ' | '.join(row) + ' |' for row in rows)
+    rows = [{'name': f'{s["name"]}, {s["unit"]}'.rstrip(', ')} |
+            {shown: _number(s.get(k, {}).get('median')) for k, shown in SOUND_SOURCES.items()}
+            for s in scores if s['offered']]
+    return rows_markdown(rows) if rows else 'No score tells the recordings from the untrained model.'
 
 def model_card(
     evaluation: Evaluation,

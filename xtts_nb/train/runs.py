@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'LARGE_CACHE', 'open_cache', 'held_out_share', 'base_config', 'check_fits', 'load_base', 'Mix', 'Replay',
-           'kept_apart', 'with_older', 'known_mix', 'run_facts', 'new_run', 'held_out_mask', 'write_config',
-           'check_made_for', 'resume_run', 'export_run']
+           'kept_apart', 'with_older', 'run_facts', 'new_run', 'held_out_mask', 'write_config', 'check_made_for',
+           'resume_run', 'export_run']
 
 # %% ../../nbs/train/runs.ipynb #8f7f36c0
 import math
@@ -98,8 +98,8 @@ def load_base(base: str | Path, config: XTTSConfig, cache: Cache) -> XTTS:
 class Mix(NamedTuple):
     "Older clips that a training reads as well."
     cache: Cache
-    share: float = 0.2          # of the updates; 0: none is read, but what is forgotten can be measured
     held_out: list[str] = ()    # ids of clips whose loss is measured, and that are not read
+    share: float = 0.2          # of the updates; 0: none is read, but what is forgotten can be measured
 
 class Replay:
     "The batches of a plan, and between them those of older clips."
@@ -150,17 +150,17 @@ def kept_apart(
     texts = {c['text'] for cache, out in parts for c, held in zip(cache.clips, out) if held}
     return [np.array([c['text'] in texts for c in cache.clips]) | out for cache, out in parts]
 
-def with_older(plan: BatchPlan, config: XTTSConfig, mix: Mix, left_out: np.ndarray) -> tuple[Replay, dict]:
+def with_older(
+    plan: BatchPlan,
+    config: XTTSConfig,
+    mix: Mix,
+    out: np.ndarray,        # which of the older clips are held out
+    left_out: np.ndarray,   # and which are not read
+) -> tuple[Replay, dict]:
     "A plan with older clips, and the arguments of `Trainer` that measure what is forgotten."
     encoder = _encoder(mix.cache, config)
     old = BatchPlan(mix.cache, config.data, np.flatnonzero(~left_out), dvae=encoder)
-    out = held_out_mask(mix.cache, mix.held_out)
     return Replay(plan, old, mix.share), {'old': _fixed(mix.cache, config, out, encoder)} if out.any() else {}
-
-def known_mix(facts: dict, config: XTTSConfig, *beside: Cache) -> Mix | None:   # facts: of a run
-    "The older clips of a run; None if it has none."
-    if 'mix' not in facts: return None
-    return Mix(open_cache(facts['mix'], config, *beside), facts['mix_share'], facts['mix_held_out'])
 
 # %% ../../nbs/train/runs.ipynb #cdd4f009
 COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'voice': 'train-decoder'}   # part -> command that trains it
@@ -217,9 +217,9 @@ def new_run(
     left_out, more = out, {}
     if mix:
         old_out = held_out_mask(mix.cache, mix.held_out)
-        left_out, old_out = kept_apart([(cache, out), (mix.cache, old_out)])
+        left_out, not_read = kept_apart([(cache, out), (mix.cache, old_out)])
     plan = BatchPlan(cache, config.data, np.flatnonzero(~left_out), plan_folder, encoder)
-    if mix: plan, more = with_older(plan, config, mix, old_out)
+    if mix: plan, more = with_older(plan, config, mix, old_out, not_read)
     if val: cache, out, encoder = val, np.ones(len(val), bool), _encoder(val, config)
     validation, listen = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
     with on_device(where.get('device')):
@@ -351,8 +351,9 @@ def resume_run(run: str | Path, **where) -> Trainer:   # `feed` and `device` of 
         raise UserError(f'{run}: began from the model in {base}, which is gone; put it back there.')
     cache = open_cache(facts['cache'], config)
     val = open_cache(facts['val'], config, cache) if 'val' in facts else None
-    return new_run(cache, config, run, facts['held_out'], base, val,
-                   mix=known_mix(facts, config, cache), **where)
+    mix = Mix(open_cache(facts['mix'], config, cache), facts['mix_held_out'], facts['mix_share']) \
+        if 'mix' in facts else None
+    return new_run(cache, config, run, facts['held_out'], base, val, mix=mix, **where)
 
 # %% ../../nbs/train/runs.ipynb #97ee66f6
 def export_run(
