@@ -198,7 +198,7 @@ def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, capfd):
 def test_a_corpus_to_validate_on(built, home, corpus, prepared):
     trainer = built('--val-data', corpus)
     assert trainer.held_out.count.sum() == 14
-    assert trainer.training.validate_every == trainer.training.checkpoint_every
+    assert trainer.training.validate_every == 1   # of 4 updates
     assert trainer.held_out.cache.manifest['keys'] == prepared.manifest['keys']   # its DVAE and tokenizer
     assert built('--val-data', trainer.held_out.cache.folder).held_out.count.sum() == 14   # a cache
 
@@ -402,7 +402,7 @@ def test_an_existing_run_keeps_its_settings(made, tmp_path):
     new = build('a', 'run', val=0.5)   # a new folder
     assert (new.cache.name, new.run, new.held_out, new.base, new.val) == ('a', tmp_path / 'run', ['0.5 of a'],
         None, None)
-    assert new.config == TINY.replace(training={'ema': 0.5, 'validate_every': TINY.training.checkpoint_every})
+    assert new.config == TINY.replace(training={'ema': 0.5, 'validate_every': TINY.training.steps // 10})
     (tmp_path / 'run' / 'run.json').touch()
     (tmp_path / 'run' / 'config.yaml').write_text(TINY.replace(data={'batch_size': 3}).to_yaml())
     on = build(run='run', val=0.5)
@@ -469,18 +469,19 @@ def test_what_is_forgotten_is_told(tmp_path):
     assert cli_train._forgotten(SimpleNamespace()) == cli_train._forgotten(SimpleNamespace(old=None)) == {}
 
 def test_what_tune_hands_to_its_stages(behind, ran):
-    plans, tuned = behind('app.tune.plan_tuning', 'the plan'), behind('app.tune.tune', {})
-    behind('app.tune.tuning_page', Path('o/index.html'))
+    plans, tuned = behind('app.tune.plan_tuning', 'the plan'), behind(
+        'app.tune.tune', {'train': {'result': {'best': {'step': 5}}}})
+    pages = behind('app.tune.tuning_page', Path('o/index.html'))
     done = ran('tune a.mp3 --out o --text t --language de --model m --finetune lora --preset tiny --config c '
                '--mix OLD --steps 7 --skip evaluate --json')
-    assert done.code == 0 and done.json['run'] == 'o/run'
+    assert done.code == 0 and (done.json['run'], done.json['model']) == ('o/run', 'o/run/best')
     (plan,), (asked,) = plans, tuned
     assert [str(plan[name]) for name in ('source', 'out', 'text', 'language', 'model')] == [
         'a.mp3', 'o', 't', 'de', 'm']
     assert (plan['skip'], plan['prepare']) == (('evaluate',), ['--preset', 'tiny', '--config', 'c'])
     assert plan['train'] == ['--config', 'c', '--finetune', 'lora', '--steps', '7']
     assert str(plan['mix']) == 'OLD'
-    assert asked['stages'] == 'the plan' and str(asked['out']) == 'o'
+    assert asked['stages'] == 'the plan' and str(asked['out']) == 'o' and pages[0]['language'] == 'de'
 
 def test_the_end_tells_what_was_forgotten(behind):
     old = {'before': 2.5, 'after': 2.25}
@@ -614,12 +615,14 @@ def test_a_run_or_something_to_begin_one_with(tmp_path):
     assert known(tmp_path, None) and known(tmp_path, 'corpus')
 
 def test_held_out_clips_turn_validation_on():
-    every, changed = TINY.training.checkpoint_every, cli_train._changed
-    assert changed(TINY, 0., steps=None) == TINY
-    assert changed(TINY, 0., steps=3) == TINY.replace(training={'steps': 3})
-    assert changed(TINY, 0.3) == changed(TINY, 'cache') == TINY.replace(training={'validate_every': every})
-    own = TINY.replace(training={'validate_every': every + 1})
-    assert changed(own, 0.3) == own
+    most, changed = TINY.training.checkpoint_every, cli_train._changed
+    assert changed(TINY, 0., 9, steps=None) == TINY
+    assert changed(TINY, 0., 9, steps=3) == TINY.replace(training={'steps': 3})
+    for updates, every in ((1, 1), (9, 1), (25, 2), (10 * most - 1, most - 1), (20 * most, most)):
+        validated = TINY.replace(training={'validate_every': every})
+        assert changed(TINY, 0.3, updates) == changed(TINY, 'cache', updates) == validated
+    own = TINY.replace(training={'validate_every': most + 1})
+    assert changed(own, 0.3, 9) == own
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -710,8 +713,7 @@ def test_train_dvae(ran, behind, bars, home, fitted):
             for c in checked] == [(['c'], 3, TINY, 'corpus')]
     done = ran('train-dvae corpus --run r --preset xtts_v2 --config over.yaml --steps 5 --val 0.25 --json')
     large = XTTSConfig.xtts_v2()
-    changed = large.replace(data={'buckets': 2}, training={'dvae_steps': 5,
-                                                           'validate_every': large.training.checkpoint_every})
+    changed = large.replace(data={'buckets': 2}, training={'dvae_steps': 5, 'validate_every': 1})
     assert done.json == {'steps': 4} and [call['name'] for call in fitted] == ['train-dvae'] * 2
     assert [(str(c['run']), c['config'], c['held_out']) for c in made] == [
         (str(home / 'runs' / 'dvae-1'), TINY, 0.), ('r', changed, 0.25)]
@@ -745,12 +747,12 @@ def test_train_voice(ran, behind, bars, home, fitted):
     (home / 'r').mkdir()
     (home / 'r' / 'run.json').touch()
     ran('train-decoder --run r --val 0.25')
-    every = {'validate_every': TINY.training.checkpoint_every}
+    each = lambda updates: {'validate_every': updates}
     values = [[v if not hasattr(v, 'parts') else str(v) for v in call.values()] for call in made]
     assert values == [
         [str(home / 'runs' / 'voice-1'), 'm', 'cache its own', small, (), None],
-        ['r', 'm', 'cache d', small.replace(voice={'steps': 5}, training=every), ['x'], 'c'],
-        ['r', None, None, small.replace(training=every), (), None]]
+        ['r', 'm', 'cache d', small.replace(voice={'steps': 5}, training=each(1)), ['x'], 'c'],
+        ['r', None, None, small.replace(training=each(small.voice.steps // 10)), (), None]]
     assert [(str(c['folder']), c['config'] and str(c['config']), c['known']) for c in asked] == [
         ('m', None, False), ('m', 'f', False), ('r', None, True)]
     assert [c['config'].data.ram_budget for c in opened] == [0.5, 0.5]

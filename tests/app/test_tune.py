@@ -1,6 +1,7 @@
 "From a recording to a voice: the plan, what is run again, failures, and the whole on a small recording."
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from xtts_nb.app import tune as page
 from xtts_nb.app.demo import DEMO_SENTENCES, speak, VOICES
 from xtts_nb.app.tune import plan_tuning, run_stage, tune
 from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.data.audio import save_audio
 
 
 @pytest.fixture
@@ -33,12 +35,13 @@ def test_the_commands(tmp_path):
     assert [' '.join(s.words).replace(f'{tmp_path}/', '') for s in plan] == [
         'corpus b.mp3 --out corpus --language de --text b.srt',
         'prepare corpus --out cache --language de --dvae MODEL --config c',
-        'train --data cache --run run --val 0.1 --model MODEL --steps 9',
-        'evaluate cache --model run --report scores --language de']
+        'train --data cache --run run --val 0.1 --model MODEL --set training.listen_clips=4 '
+        '--set training.judge_by=dtw --steps 9',
+        'evaluate cache --model run/best --report scores --language de']
     short = plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
     assert [s.name for s in short] == ['prepare', 'train'] and short[0].words[1] == str(tmp_path / 'mine')
     mixed = plan_tuning('b', tmp_path, train=('--steps', '9'), mix=Path('OLD'))[2]
-    assert mixed.words[-4:] == ['--mix', 'OLD', '--steps', '9']
+    assert mixed.words[7:9] == ['--mix', 'OLD'] and mixed.words[-2:] == ['--steps', '9']
     assert [str(p) for p in mixed.reads[1:]] == ['OLD/manifest.json', 'OLD/metadata.csv']
     with pytest.raises(UserError, match='--text b.txt is not read'):
         plan_tuning('b', tmp_path, 'b.txt', skip=('corpus',))
@@ -116,6 +119,31 @@ def test_the_page_tells_what_was_forgotten(tmp_path):
     done['evaluate']['result']['card'] = 'scores/MODEL.md'
     assert 'href="scores/MODEL.md"' in shown()
 
+def test_the_page_lets_one_hear_the_candidates(tmp_path):
+    "Also where a validation has no sound any more, or the log is of a training that was not listened to."
+    trained = {'steps': 30, 'best': {'step': 20, 'val_dtw': 1.5}}
+    done = {'prepare': {'words': ['prepare'], 'result': {'clips': 3, 'seconds': 60.}},
+            'train': {'words': ['train'], 'result': trained}}
+    lines = [{'step': 5, 'loss': 3.}, {'step': 10, 'loss': 2., 'val_loss': .5, 'val_dtw': 2.25},
+             {'step': 20, 'loss': 1., 'val_loss': .75, 'val_dtw': 1.5, 'val_length': .98, 'val_stop': .25}]
+    (tmp_path / 'run').mkdir()
+    log = tmp_path / 'run' / 'metrics.jsonl'
+    log.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    for name in ('b', 'a'): save_audio(tmp_path / f'run/spoken/000000020/{name}.wav', np.zeros(9), 22050)
+    text = page.tuning_page(done, tmp_path).read_text()
+    rows = re.findall('<tr.*?</tr>', text[text.index('Candidates'):])
+    plain = [re.sub('<audio.*?</audio>', '!', row).replace('</td><td>', '|') for row in rows]
+    assert plain[1:] == ['<tr><td>10|0.500|2.25||||</td></tr>',
+                         '<tr style=font-weight:600><td>20|0.750|1.50|98%|25%|kept|'
+                         '<figure><figcaption></figcaption>!</figure></td></tr>']
+    assert text.count(f'--model {tmp_path}/run/best') == 3 == text.count('--model ')
+    log.write_text(json.dumps(lines[0]) + '\n')
+    trained['best'] = None
+    assert '<pre style="white-space: pre-wrap">xtts-nb say &quot;Hello there.&quot; --model' in text
+    text = page.tuning_page(done, tmp_path, 'de').read_text()
+    assert f'xtts-nb say TEXT --language de --model {tmp_path}/run --voice' in text
+    assert 'Candidates' not in text and text.count(f'--model {tmp_path}/run ') == 3
+
 def test_a_stage_is_a_command(tmp_path):
     (tmp_path / 'voices').mkdir()
     assert run_stage(['voices', 'list', '--voices', str(tmp_path / 'voices')]) == {'voices': []}
@@ -140,9 +168,13 @@ def test_from_a_recording_to_a_voice(ran, cheap, tmp_path, monkeypatch):
     done = ran(f'{line} --json')
     assert done.code == 0, done.err
     assert done.json['train']['steps'] == 4 and done.json['evaluate']['scores']
+    assert done.json['model'] == f'{out}/run/best'
     text = (out / 'index.html').read_text()
     for name in ('corpus/listen.html', 'cache/report.html', 'scores/report.html'):
         assert f'href="{name}"' in text and (out / name).is_file()
+    assert text.count('<audio') == 4   # of four validations
+    kept = done.json['train']['best']['step']
+    assert f'| updates | {kept} of ' in (out / 'scores/MODEL.md').read_text()
     assert 'xtts-nb train --data' in text and 'xtts-nb say' in text and '<img' in text
     again = ran(line)
     assert again.code == 0 and again.err.count('(complete)') == 4

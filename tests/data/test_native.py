@@ -163,6 +163,9 @@ def test_the_columns_of_a_plan():
     assert found == {'shapes': [[2, 2], [4, 4], [9, 9]], 'frames': [31, 40, 7], 'members': [1, 3, 5, 2, 4, 0],
                      'member_count': [3, 2, 1], 'speaker': [1, 0, 0, 1, 2, 0],
                      'by_speaker': [1, 2, 5, 0, 3, 4], 'speaker_count': [3, 2, 1], 'share': []}
+    shapes = [(0, 0), *map(tuple, found['shapes']), (99, 99)]   # those that no clip needs are left out
+    again = order_columns(cache, data(), None, shapes)
+    assert {name: np.array(column).tolist() for name, column in again.items()} == found
     few = order_columns(cache, data(buckets=1, balance_speakers=True), np.array([0, 3, 4]))
     assert few['frames'].tolist() == [40] and few['members'].tolist() == [0, 3, 4]
     assert np.allclose(few['share'], [1 / 4, 1 / 2, 1])

@@ -20,9 +20,10 @@ from xtts_nb.files import append_line
 from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
 from xtts_nb.speech.evaluate import Listener
 from xtts_nb.train.launch import late_interrupt
-from xtts_nb.train.trainer import checkpoints, epochs_to_steps
+from xtts_nb.train.trainer import checkpoints, epochs_to_steps, save_checkpoint, updates_of
 from xtts_nb.train.runs import (
-    base_config, check_made_for, held_out_share, Mix, new_run, open_cache, Replay, resume_run, run_facts)
+    base_config, check_made_for, held_out_share, Mix, new_run, open_cache, Replay, resume_run, run_facts,
+    shared_shapes)
 
 
 @pytest.fixture(scope='module')
@@ -314,6 +315,36 @@ def test_epochs_are_over_when_each_new_clip_was_read(share, batches, epochs):
 def test_new_clips_are_read_too(share):
     with pytest.raises(UserError, match=f'A share of {share} of older clips leaves no update'):
         Replay(None, None, share)
+
+def test_the_updates_of_a_model(tmp_path):
+    "Of the newest checkpoint, or of the best model, if that is not newer than what tells its number."
+    best = tmp_path / 'best'
+    best.mkdir()
+    (best / 'model.safetensors').touch()
+    assert updates_of(tmp_path) is None and updates_of(best) is None
+    for step, found in ((4, None), (6, {'step': 5, 'val_loss': 1.})):
+        path = save_checkpoint(tmp_path / 'checkpoints', step, {'a': np.zeros(1)}, best=found)
+        assert updates_of(tmp_path) == step and updates_of(best) == (found and 5)
+    os.utime(best / 'model.safetensors', ns=(0, path.stat().st_mtime_ns))   # written at once
+    assert updates_of(best) == 5
+    os.utime(best / 'model.safetensors', ns=(0, path.stat().st_mtime_ns + 1))
+    assert updates_of(best) is None and updates_of(tmp_path) == 6
+
+def test_caches_share_the_shapes_of_their_batches(prepared, eager, tmp_path):
+    "A step is compiled once for each shape; the clips of one cache need not come in all of them."
+    config = eager.replace(data={'buckets': 3})
+    both = new_run(prepared, config, None, ['low-0'], mix=Mix(prepared, ['high-1'], .5)).plan
+    alone = new_run(prepared, config, None, ['low-0']).plan
+    shapes = shared_shapes([(prepared, np.zeros(len(prepared), bool))] * 2, config.data)
+    assert shapes == BatchPlan(prepared, config.data).shapes and len(shapes) == 3
+    assert both.plan.shapes == both.old.shapes and len(both.old.shapes) <= 3 and len(alone.shapes) <= 3
+    few = np.argsort(prepared.codes_length)[:4]   # short clips, beside all of them
+    left_out = ~np.isin(np.arange(len(prepared)), few)
+    shapes = shared_shapes([(prepared, left_out), (prepared, ~left_out)], config.data)
+    assert shapes == BatchPlan(prepared, config.data).shapes
+    assert BatchPlan(prepared, config.data, few, shapes=shapes).shapes == shapes[:1]
+    assert shared_shapes([(prepared, np.ones(len(prepared), bool))], config.data) is None
+    assert shared_shapes([], config.data.model_copy(update={'pad_to_fixed_length': True})) is None
 
 def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     "Before the first update, and with each validation; a resumed run is the same one."

@@ -235,13 +235,11 @@ def _write_card(folder: Path, found, config, model: Path, facts: dict) -> Path: 
     from xtts_nb.files import atomic_file
     from xtts_nb.speech.evaluate import model_card
     from xtts_nb.speech.guard import training_facts
-    from xtts_nb.train.trainer import checkpoint_step, checkpoints
+    from xtts_nb.train.trainer import updates_of
     if facts.get('part') == 'voice':   # a decoder's run: what it speaks with was made by another one
         model = Path(facts['model'])
         facts = training_facts(model)
-    saved = checkpoints(model / 'checkpoints')
-    updates = checkpoint_step(saved[-1]) if saved else None
-    card, path = model_card(found, config, facts, _trained_on(facts), updates), folder / 'MODEL.md'
+    card, path = model_card(found, config, facts, _trained_on(facts), updates_of(model)), folder / 'MODEL.md'
     if path.is_file() and path.read_text(encoding='utf-8') != card: path = folder / 'MODEL.new.md'
     with atomic_file(path) as part: part.write_text(card, encoding='utf-8')
     return path

@@ -65,16 +65,16 @@ def _tune(
     skip: option(list[str] | None, 'corpus, where SOURCE is one that needs no check, or evaluate.') = None,
 ):
     "From recordings to a voice: corpus, prepare, train and evaluate, and one page at the end."
-    from xtts_nb.app.tune import plan_tuning, tune, tuning_page
+    from xtts_nb.app.tune import plan_tuning, tune, tuned_model, tuning_page
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
     plan = plan_tuning(source, out, text, language, base, tuple(skip or ()),
                        words(preset=preset, config=config),
                        words(config=config, finetune=finetune, steps=steps), mix)
     done = tune(plan, out, to_stderr)
-    page, run = tuning_page(done, out), out / 'run'
+    page, model = tuning_page(done, out, language), tuned_model(done, out)
     result = {name: stage['result'] for name, stage in done.items()}
-    return result | {'page': str(page), 'run': str(run)}, (
-        f'Read and listen: {page}\nxtts-nb say TEXT --model {shlex.quote(str(run))} --voice FILE')
+    return result | {'page': str(page), 'run': str(out / 'run'), 'model': str(model)}, (
+        f'Read and listen: {page}\nxtts-nb say TEXT --model {shlex.quote(str(model))} --voice FILE')
 
 # %% ../../nbs/app/cli_train.ipynb #8179c210
 @_training('train', renamed='--from', example='--data cache/mine --run runs/mine',
@@ -236,7 +236,7 @@ def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
     if _is_corpus(asked.val_data): val_data = _corpus_cache(asked.val_data, settings, cache.folder)
     else: val_data = asked.val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, asked.val) if asked.val else ()
-    settings = _changed(settings, asked.val or val_data)
+    settings = _changed(settings, asked.val or val_data, settings.training.steps)
     val_cache = open_cache(val_data, settings, cache, mix and mix.cache) if val_data else None
     if val_cache and feed: check_no_codes(val_cache)
     return new_run(cache, settings, asked.run or _free_run(), held_out, base, val_cache, mix, **feed)
@@ -396,7 +396,7 @@ def _train_dvae(
             clips, dropped = read_corpus(corpus)
             check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
             return mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
-        changed = _changed(settings, val, dvae_steps=steps)
+        changed = _changed(settings, val, steps or settings.training.dvae_steps, dvae_steps=steps)
         trainer = new_dvae_run(run or _free_run('dvae'), changed, mels, val)
         result, text = _fit(trainer, 'train-dvae', tell)
     return result, f'{text}\nxtts-nb prepare CORPUS --dvae {trainer.run} --out CACHE'
@@ -410,11 +410,11 @@ def _known(run: Path | None, source, missing: str, remedy: str) -> bool:
     where = f'{run}: holds no run to go on with' if run else missing
     raise UserError(f'{where}; {remedy}.')
 
-def _changed(settings, val, **training):
-    "Settings with the values of the options; held-out data turns validation on."
+def _changed(settings, val, updates, **training):   # updates: of the whole training
+    "Settings with the values of the options; held-out data turns validation on: ten times, or more often."
     changes = given(**training)
     if val and not settings.training.validate_every:
-        changes['validate_every'] = settings.training.checkpoint_every
+        changes['validate_every'] = min(settings.training.checkpoint_every, max(1, updates // 10))
     return settings.replace(training=changes)
 
 # %% ../../nbs/app/cli_train.ipynb #67c31047
@@ -436,7 +436,7 @@ def _train_decoder(
     from xtts_nb.train.parts import cache_of, new_voice_run
     settings = _voice_settings(run if known else model, config, known)
     if steps: settings = settings.replace(voice={'steps': steps})
-    settings = _changed(settings, val)
+    settings = _changed(settings, val, settings.voice.steps)
     cache = None if known else open_cache(data or cache_of(model), settings)
     out = held_out_share(cache, val) if cache and val else ()
     with progress() as tell:

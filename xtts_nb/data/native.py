@@ -86,6 +86,7 @@ def order_columns(
     cache: Cache,
     data: DataConfig,
     clips: np.ndarray | None = None,   # indices to use; default all
+    shapes: list[tuple[int, int]] | None = None,   # to choose from; default: those that fit these clips best
 ) -> dict[str, np.ndarray]:
     "The columns of a plan: clips by bucket, clips by speaker, and the number of each."
     use = np.arange(len(cache), dtype=np.int32) if clips is None else np.asarray(clips, np.int32)
@@ -94,8 +95,11 @@ def order_columns(
     if not len(use):
         raise UserError(f'{left_out_line(cache, data)} No clip to use is left; widen these limits.')
     codes, text = cache.codes_length[use], cache.text_length[use]
-    shapes = [fixed_shape(cache.config.model, data)]
-    if not data.pad_to_fixed_length: shapes = bucket_shapes(codes, text, data.buckets)
+    if shapes:
+        used = np.unique(bucket_of(codes, text, shapes))
+        shapes = [shapes[i] for i in used]
+    elif data.pad_to_fixed_length: shapes = [fixed_shape(cache.config.model, data)]
+    else: shapes = bucket_shapes(codes, text, data.buckets)
     bucket, speaker = bucket_of(codes, text, shapes), cache.speaker
     by_bucket, by_speaker = np.argsort(bucket, kind='stable'), np.argsort(speaker[use], kind='stable')
     starts = np.cumsum(count := np.bincount(bucket)) - count   # no bucket is empty
@@ -119,10 +123,11 @@ class BatchPlan:
         keep: str | Path | None = None,    # folder where the columns are stored for the next start
         dvae=None,                         # makes the codes of a runtime cache
         fixed: bool = False,               # one reference per clip for all steps, for validation
+        shapes: list[tuple[int, int]] | None = None,   # of `order_columns`
     ):
         self.data, self.cache, self.dvae, self.fixed = data, cache, dvae, fixed
-        make = lambda: order_columns(cache, data, clips)
-        columns = stored_columns(keep, self._key(clips), make) if keep else make()
+        make = lambda: order_columns(cache, data, clips, shapes)
+        columns = stored_columns(keep, self._key(clips, shapes), make) if keep else make()
         self.shapes = [(int(s), int(t)) for s, t in columns['shapes']]
         # of the longest clip in each bucket
         with tf.device(HOST): self.frames = tf.constant(columns['frames'], tf.int64)
@@ -135,13 +140,13 @@ class BatchPlan:
         self.share, self.share_ends = GraphArrays([map_whole_file(columns['share'])[0]]), None
         if len(columns['share']): self.share_ends = np.asarray(columns['share'][np.cumsum(self.count) - 1])
 
-    def _key(self, clips) -> str:
+    def _key(self, clips, shapes) -> str:
         "The fingerprint of what the columns depend on."
         names = ('buckets', 'pad_to_fixed_length', 'balance_speakers', 'balance_languages', 'min_seconds',
                  'max_seconds', 'max_text_tokens')
         used = 'all' if clips is None else fingerprint(np.asarray(clips, np.int32).tobytes())
         return fingerprint(self.cache.manifest['key'], len(self.cache),
-                           [getattr(self.data, n) for n in names], used)
+                           [getattr(self.data, n) for n in names], used, *([shapes] if shapes else ()))
 
     def stream(self, first: int = 0, last: int | None = None, model: str | None = None) -> tf.data.Dataset:
         "The batches of steps first ... last - 1, for a model on the device `model`."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'LARGE_CACHE', 'open_cache', 'held_out_share', 'base_config', 'check_fits', 'load_base', 'Mix', 'Replay',
-           'kept_apart', 'with_older', 'run_facts', 'new_run', 'held_out_mask', 'write_config', 'check_made_for',
-           'resume_run', 'export_run']
+           'kept_apart', 'shared_shapes', 'with_older', 'run_facts', 'new_run', 'held_out_mask', 'write_config',
+           'check_made_for', 'resume_run', 'export_run']
 
 # %% ../../nbs/train/runs.ipynb #8f7f36c0
 import math
@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from .finetune import make_update, new_rows
 from ..data.cache import ARRAYS, Cache, content_keys, file_sha, left_out_line, within_limits
-from ..config import UserError, XTTSConfig
-from ..data.native import batches_of, BatchPlan, reader_of
+from ..config import DataConfig, UserError, XTTSConfig
+from ..data.native import batches_of, BatchPlan, bucket_shapes, reader_of
 from ..models.dvae import load_dvae
 from ..files import atomic_file, atomic_folder, fingerprint, load_weights, read_json, write_json
 from ..speech.evaluate import Listener, mean_world_scores, world_package
@@ -150,17 +150,33 @@ def kept_apart(
     texts = {c['text'] for cache, out in parts for c, held in zip(cache.clips, out) if held}
     return [np.array([c['text'] in texts for c in cache.clips]) | out for cache, out in parts]
 
+def shared_shapes(
+    parts: list[tuple[Cache, np.ndarray]],   # caches, and which of their clips are not read
+    data: DataConfig,
+) -> list[tuple[int, int]] | None:           # None: one fixed shape, or nothing to read
+    "The shapes of batches of several caches, so that a step is compiled for as few as with one of them."
+    if data.pad_to_fixed_length: return None
+    read = [(cache, within_limits(cache, data) & ~left_out) for cache, left_out in parts]
+    of = lambda kind: np.concatenate([getattr(cache, kind)[used] for cache, used in read])
+    return bucket_shapes(codes, of('text_length'), data.buckets) if len(codes := of('codes_length')) else None
+
 def with_older(
-    plan: BatchPlan,
+    cache: Cache,
+    out: np.ndarray,        # which of its clips are held out
     config: XTTSConfig,
     mix: Mix,
-    out: np.ndarray,        # which of the older clips are held out
-    left_out: np.ndarray,   # and which are not read
+    keep: Path | None,      # folder for the plan of a large cache
+    encoder,                # the DVAE, for a cache without codes
 ) -> tuple[Replay, dict]:
-    "A plan with older clips, and the arguments of `Trainer` that measure what is forgotten."
-    encoder = _encoder(mix.cache, config)
-    old = BatchPlan(mix.cache, config.data, np.flatnonzero(~left_out), dvae=encoder)
-    return Replay(plan, old, mix.share), {'old': _fixed(mix.cache, config, out, encoder)} if out.any() else {}
+    "The plan of new and older clips, and the arguments of `Trainer` that measure what is forgotten."
+    old, old_encoder, data = mix.cache, _encoder(mix.cache, config), config.data
+    old_out = held_out_mask(old, mix.held_out)
+    left_out, old_left_out = kept_apart([(cache, out), (old, old_out)])
+    shapes = shared_shapes([(cache, left_out), (old, old_left_out)], data)
+    plan = Replay(BatchPlan(cache, data, np.flatnonzero(~left_out), keep, encoder, shapes=shapes),
+                  BatchPlan(old, data, np.flatnonzero(~old_left_out), None, old_encoder, shapes=shapes),
+                  mix.share)
+    return plan, {'old': _fixed(old, config, old_out, old_encoder)} if old_out.any() else {}
 
 # %% ../../nbs/train/runs.ipynb #cdd4f009
 COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'voice': 'train-decoder'}   # part -> command that trains it
@@ -214,12 +230,8 @@ def new_run(
         else: xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
     plan_folder = run / 'plan' if run and len(cache) >= LARGE_CACHE else None
     encoder = None if 'feed' in where else _encoder(cache, config)
-    left_out, more = out, {}
-    if mix:
-        old_out = held_out_mask(mix.cache, mix.held_out)
-        left_out, not_read = kept_apart([(cache, out), (mix.cache, old_out)])
-    plan = BatchPlan(cache, config.data, np.flatnonzero(~left_out), plan_folder, encoder)
-    if mix: plan, more = with_older(plan, config, mix, old_out, not_read)
+    if mix: plan, more = with_older(cache, out, config, mix, plan_folder, encoder)
+    else: plan, more = BatchPlan(cache, config.data, np.flatnonzero(~out), plan_folder, encoder), {}
     if val: cache, out, encoder = val, np.ones(len(val), bool), _encoder(val, config)
     validation, listen = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
     with on_device(where.get('device')):
