@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from pages import search_body
 from tree import ROOT, notebooks
 from wheels import there, users_environment
 
@@ -214,3 +215,23 @@ def test_a_lesson_runs_and_shows_its_arms(installed, pages, path, browser, lab, 
     else:
         there(installed, 'python', '-c', ALONE, file, cwd=pages, PATH=path)
         check_ran(read(), installed)
+
+
+def test_the_pages_are_searched(chromium, tmp_path):
+    "Headings first; letters that differ by keyboard only are the same."
+    if not chromium: pytest.skip('no Chromium')
+    from playwright.sync_api import sync_playwright
+    parts = [['a.html#A', 'One', 'a second word'], ['a.html#B', 'Second', 'one كتاب'],
+             ['c.html#C', 'Third', 'x']]
+    (tmp_path / 'search.html').write_text(f'<meta charset="utf-8">{search_body(parts)}', encoding='utf-8')
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=['--no-sandbox'])
+        page = browser.new_page()
+        page.goto((tmp_path / 'search.html').as_uri())
+        def found(words):
+            page.fill('#words', words)
+            return page.eval_on_selector_all('#found a', 'links => links.map(a => a.getAttribute("href"))')
+        assert found('SECOND') == ['a.html#B', 'a.html#A'] and found('one second') == ['a.html#A', 'a.html#B']
+        assert found('کتاب') == ['a.html#B'] and found('') == []
+        assert found('third one') == [] and 'Nothing holds' in page.inner_text('#found')
+        browser.close()

@@ -116,9 +116,50 @@ def test_a_release_shows_whole_addresses(tmp_path):
 
 def test_pages_stand_alone_and_lead_to_each_other(root):
     written = pages.docs(root)
-    assert list(written) == ['index.html', 'one.html']
+    assert list(written) == ['index.html', 'one.html', 'search.html']
     index = written['index.html']
-    assert '<a href="index.html" aria-current="page">Title</a>\n<a href="one.html">One</a>' in index
+    assert ('<a href="index.html" aria-current="page">Title</a>\n<a href="search.html">Search</a>\n'
+            '<h4>Lessons</h4>\n<a href="one.html">One</a>') in index
     assert 'href="one.html#two"' in index and 'href="index.html"' in written['one.html']
     assert 'data:image/png;base64,' in index and '<audio>' in index and 'secret' not in index
     assert not [part for part in ('<script', '<link', 'src="http') if part in index]
+    assert '<html lang="en">' in index
+    assert '<main dir="ltr"><a class="jump" href="#contents">Contents' in index
+    light, dark = index.split('@media (prefers-color-scheme: dark)')
+    assert '.highlight .k {' in light and '.highlight .k {' in dark   # the words of Python
+
+
+def test_a_persian_page_runs_from_right_to_left(root):
+    "nbconvert closes a division before what it holds, so it is the page that has the direction."
+    (root / 'nbs/guides').mkdir()
+    text = '# کار\n\n<div dir="rtl">\n\nبا `a` و [خانه](../index.ipynb)\n\n</div>'
+    nbformat.write(new_notebook(cells=[new_markdown_cell(text, id='a')]),
+                   root / 'nbs/guides/quick_start_fa.ipynb')
+    assert [*pages.docs(root)] == ['index.html', 'guides/quick_start_fa.html', 'one.html', 'search.html']
+    (root / 'README.fa.md').write_text('# نام\n\n[a](README.md#x) [b](nbs/guides/quick_start_fa.ipynb) '
+                                       '[c](dev/LOG.md)', encoding='utf-8')
+    written = pages.docs(root)
+    assert [*written] == ['index.html', 'index_fa.html', 'guides/quick_start_fa.html', 'one.html',
+                          'search.html']
+    front = written['index_fa.html']
+    assert '<main dir="rtl">' in front and 'aria-current="page">نام</a>' in front
+    links = 'index.html#x', 'guides/quick_start_fa.html', '../dev/LOG.md'
+    assert [link for link in links if f'<a href="{link}">' not in front] == []
+    assert pages.page_link('../README.fa.md') == 'index_fa.html'
+    page = written['guides/quick_start_fa.html']
+    assert '<html lang="fa">' in page and '<main dir="rtl"><a class="jump" href="#contents">فهرست' in page
+    assert '<div dir="rtl">' not in page and '<p>با <code>a</code> و <a href="../index.html">' in page
+    assert ('<h4>راهنماها</h4>\n<a href="../index_fa.html">نام</a>\n'
+            '<a href="quick_start_fa.html" aria-current="page">کار</a>') in page
+    assert '<a href="../search.html">Search</a>' in page
+
+
+def test_what_the_search_knows_of_a_page():
+    "Headings, their words, and what code defines; no code, pictures or outputs."
+    body = ('<p>before</p><h1 id="A">A &amp; B<a class="anchor-link" href="#A">¶</a></h1><p>two <b>words</b>'
+            '&lt;x&gt;</p><pre><span class="k">def</span> <span class="nf">made</span> other</pre>'
+            '<h2 id="C-d">C d<a class="anchor-link" href="#C-d">¶</a></h2><svg><text>no</text></svg> end')
+    found = pages.searched('p.html', 'A &amp; B', body)
+    assert found == [['p.html#A', 'A & B', 'two words <x> made'], ['p.html#C-d', 'A & B: C d', 'end']]
+    text = pages.search_body([['p.html#A', 'A', '</script>']])
+    assert text.count('</script>') == 1 and r'[["p.html#A", "A", "<\/script>"]]' in text

@@ -85,14 +85,18 @@ def test_the_lessons_are_the_pages_of_the_top_folder():
     assert [p.stem for p in NOTEBOOKS if p.parent.name == 'nbs'] == ['index', *LESSONS]
 
 
-def test_the_sidebar_shows_the_lessons_first_and_every_room():
+def test_the_sidebar_shows_the_guides_first_and_every_room():
     sidebar = yaml.safe_load((ROOT / 'nbs/sidebar.yml').read_text(encoding='utf-8'))
-    first, lessons, *rooms = sidebar['website']['sidebar']['contents']
-    assert first == 'index.ipynb'
+    first, guides, persian, lessons, *rooms = sidebar['website']['sidebar']['contents']
+    files = lambda title: [p.relative_to(ROOT / 'nbs').as_posix() for p in NOTEBOOKS
+                           if tree.section(p) == title]
+    assert first == 'index.ipynb' and len(files('Guides')) == len(tree.GUIDES) == len(files(tree.PERSIAN)) + 1
     assert lessons == {'section': 'Lessons', 'contents': [f'{name}.ipynb' for name in LESSONS]}
+    assert [guides, persian, lessons] == [{'section': title, 'contents': files(title)}
+                                          for title in ('Guides', tree.PERSIAN, 'Lessons')]
     assert rooms == [{'section': title, 'contents': f'{folder}/*.ipynb'}
-                     for folder, title in tree.ROOMS.items()]
-    assert {p.parent.name for p in NOTEBOOKS} == {'nbs', *tree.ROOMS}
+                     for folder, title in [*tree.ROOMS.items()][2:]]
+    assert {p.parent.name for p in NOTEBOOKS} == {*tree.ROOMS}
 
 
 TAKES_TENSORFLOW = re.compile(
