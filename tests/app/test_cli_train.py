@@ -472,6 +472,7 @@ def test_what_tune_hands_to_its_stages(behind, ran):
     plans, tuned = behind('app.tune.plan_tuning', 'the plan'), behind(
         'app.tune.tune', {'train': {'result': {'best': {'step': 5}}}})
     pages = behind('app.tune.tuning_page', Path('o/index.html'))
+    behind('app.tune.judged_words', lambda config: ('asked', 'for', str(config)))
     done = ran('tune a.mp3 --out o --text t --language de --model m --finetune lora --preset tiny --config c '
                '--mix OLD --steps 7 --skip evaluate --json')
     assert done.code == 0 and (done.json['run'], done.json['model']) == ('o/run', 'o/run/best')
@@ -480,6 +481,7 @@ def test_what_tune_hands_to_its_stages(behind, ran):
         'a.mp3', 'o', 't', 'de', 'm']
     assert (plan['skip'], plan['prepare']) == (('evaluate',), ['--preset', 'tiny', '--config', 'c'])
     assert plan['train'] == ['--config', 'c', '--finetune', 'lora', '--steps', '7']
+    assert plan['judged'] == ('asked', 'for', 'c')
     assert str(plan['mix']) == 'OLD'
     assert asked['stages'] == 'the plan' and str(asked['out']) == 'o' and pages[0]['language'] == 'de'
 
@@ -623,6 +625,18 @@ def test_held_out_clips_turn_validation_on():
         assert changed(TINY, 0.3, updates) == changed(TINY, 'cache', updates) == validated
     own = TINY.replace(training={'validate_every': most + 1})
     assert changed(own, 0.3, 9) == own
+
+@pytest.mark.parametrize('begun, now, every', [
+    (None, {'steps': 50}, 5), (None, {'epochs': 3}, 2),   # 9 updates an epoch
+    ({'steps': 50, 'validate_every': 5}, {'steps': 90, 'validate_every': 5}, 9),
+    ({'epochs': 3, 'validate_every': 2}, {'epochs': 6, 'validate_every': 2}, 5),
+    ({'steps': 50, 'validate_every': 5}, {'steps': 90, 'validate_every': 7}, 7),   # asked for
+    ({'steps': 50, 'validate_every': 4}, {'steps': 90, 'validate_every': 4}, 4)])
+def test_a_training_that_goes_on_is_validated_by_its_new_length(begun, now, every):
+    begun, now = (values and TINY.replace(training=values, data={'batch_size': 4}) for values in (begun, now))
+    assert cli_train._validated(now, begun, .1, range(33)).training.validate_every == every
+    again = cli_train._validated(now, begun, 0, range(33))   # without the option: only what the run knows
+    assert again.training.validate_every == (every if begun else 0)
 
 
 # --- memory -------------------------------------------------------------------------------------------------

@@ -48,6 +48,15 @@ def test_the_commands(tmp_path):
     with pytest.raises(UserError, match='--skip train: only corpus and evaluate'):
         plan_tuning('b', tmp_path, skip=('train',))
 
+@pytest.mark.parametrize('text, leaves', [
+    ('training: {listen_clips: 8}', True), ('training: {judge_by: loss}', True),
+    ('training: {steps: 5}', False), ('training: 5', False), ('', False)])
+def test_a_file_may_choose_the_model_otherwise(tmp_path, text, leaves):
+    (tmp_path / 'own.yaml').write_text(text)
+    words = page.judged_words(tmp_path / 'own.yaml')
+    assert words == (() if leaves else page.judged_words(None)) and len(page.judged_words(None)) == 4
+    assert plan_tuning('b', tmp_path, judged=words)[2].words.count('--set') == (0 if leaves else 2)
+
 def test_only_what_changed_and_what_follows_runs_again(runs, tmp_path):
     assert runs()[0] == [*page.STAGES] and runs()[0] == []
     assert runs(train=('--steps', '9'))[0] == ['train', 'evaluate']
@@ -104,13 +113,13 @@ def test_a_process_of_its_own(tmp_path, monkeypatch, ends, raised, match):
 
 def test_the_page_tells_what_was_forgotten(tmp_path):
     (tmp_path / 'run').mkdir()
-    (tmp_path / 'run/metrics.jsonl').touch()
-    trained = {'steps': 5, 'old': {'before': 2.5, 'after': 2.25}}
+    (tmp_path / 'run/metrics.jsonl').write_text('{"step": 4, "val_loss": 1, "val_old_loss": 2.25}\n')
+    trained = {'steps': 5, 'old': {'before': 2.5, 'after': 2.0}, 'best': {'step': 4}}
     done = {'prepare': {'words': ['prepare'], 'result': {'clips': 3, 'seconds': 60.}},
             'train': {'words': ['train'], 'result': trained}}
     shown = lambda: page.tuning_page(done, tmp_path).read_text()
     assert 'loss of older clips' in shown() and '2.500 before, 2.250 now' in shown()
-    for old in ({'before': 2.5, 'after': None}, None):
+    for old in ({'before': None, 'after': 2.0}, None):
         trained['old'] = old
         assert 'older clips' not in shown()
     assert 'MODEL.md' not in shown()
@@ -133,10 +142,14 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
     text = page.tuning_page(done, tmp_path).read_text()
     rows = re.findall('<tr.*?</tr>', text[text.index('Candidates'):])
     plain = [re.sub('<audio.*?</audio>', '!', row).replace('</td><td>', '|') for row in rows]
-    assert plain[1:] == ['<tr><td>10|0.500|2.25||||</td></tr>',
-                         '<tr style=font-weight:600><td>20|0.750|1.50|98%|25%|kept|'
+    assert plain[1:] == ['<tr><td>10|0.500||2.25|||</td></tr>',
+                         '<tr style=font-weight:600><td>20|0.750|25%|1.50|98%|kept|'
                          '<figure><figcaption></figcaption>!</figure></td></tr>']
     assert text.count(f'--model {tmp_path}/run/best') == 3 == text.count('--model ')
+    assert '<b>20</b><span>kept is the model after</span>' in text and '<b>25%</b>' in text
+    assert 'Later models spoke worse' in text and '--steps 60' not in text
+    trained['best']['step'] = 24
+    assert 'the same tune with --steps 60.' in page.tuning_page(done, tmp_path).read_text()
     log.write_text(json.dumps(lines[0]) + '\n')
     trained['best'] = None
     assert '<pre style="white-space: pre-wrap">xtts-nb say &quot;Hello there.&quot; --model' in text

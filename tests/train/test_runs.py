@@ -317,33 +317,31 @@ def test_new_clips_are_read_too(share):
         Replay(None, None, share)
 
 def test_the_updates_of_a_model(tmp_path):
-    "Of the newest checkpoint, or of the best model, if that is not newer than what tells its number."
+    "Of the newest checkpoint, and of the best model by the file beside it."
     best = tmp_path / 'best'
     best.mkdir()
-    (best / 'model.safetensors').touch()
     assert updates_of(tmp_path) is None and updates_of(best) is None
-    for step, found in ((4, None), (6, {'step': 5, 'val_loss': 1.})):
-        path = save_checkpoint(tmp_path / 'checkpoints', step, {'a': np.zeros(1)}, best=found)
-        assert updates_of(tmp_path) == step and updates_of(best) == (found and 5)
-    os.utime(best / 'model.safetensors', ns=(0, path.stat().st_mtime_ns))   # written at once
-    assert updates_of(best) == 5
-    os.utime(best / 'model.safetensors', ns=(0, path.stat().st_mtime_ns + 1))
-    assert updates_of(best) is None and updates_of(tmp_path) == 6
+    for step in (4, 6): save_checkpoint(tmp_path / 'checkpoints', step, {'a': np.zeros(1)})
+    (best / 'best.json').write_text('{"step": 5, "val_loss": 1.0}')
+    assert updates_of(tmp_path) == 6 and updates_of(best) == 5
 
-def test_caches_share_the_shapes_of_their_batches(prepared, eager, tmp_path):
+def test_caches_share_the_shapes_of_their_batches(prepared, eager, monkeypatch):
     "A step is compiled once for each shape; the clips of one cache need not come in all of them."
-    config = eager.replace(data={'buckets': 3})
-    both = new_run(prepared, config, None, ['low-0'], mix=Mix(prepared, ['high-1'], .5)).plan
-    alone = new_run(prepared, config, None, ['low-0']).plan
-    shapes = shared_shapes([(prepared, np.zeros(len(prepared), bool))] * 2, config.data)
-    assert shapes == BatchPlan(prepared, config.data).shapes and len(shapes) == 3
-    assert both.plan.shapes == both.old.shapes and len(both.old.shapes) <= 3 and len(alone.shapes) <= 3
-    few = np.argsort(prepared.codes_length)[:4]   # short clips, beside all of them
-    left_out = ~np.isin(np.arange(len(prepared)), few)
-    shapes = shared_shapes([(prepared, left_out), (prepared, ~left_out)], config.data)
-    assert shapes == BatchPlan(prepared, config.data).shapes
-    assert BatchPlan(prepared, config.data, few, shapes=shapes).shapes == shapes[:1]
-    assert shared_shapes([(prepared, np.ones(len(prepared), bool))], config.data) is None
+    config, order = eager.replace(data={'buckets': 3}), np.argsort(prepared.codes_length)
+    short, long = (~np.isin(np.arange(len(prepared)), some) for some in (order[:4], order[4:]))   # not read
+    monkeypatch.setattr(runs, 'kept_apart', lambda parts: [long, short])
+    mixed = lambda share: Mix(prepared, ['high-1'], share)
+    plans = lambda share: new_run(prepared, config, None, ['low-0'], mix=mixed(share)).plan
+    shapes, both = shared_shapes([(prepared, long, .6), (prepared, short, .4)], config.data), plans(.4)
+    assert len(shapes) == 3 and both.old.shapes == shapes[:1] and both.plan.shapes == shapes[1:]
+    alone = BatchPlan(prepared, config.data, np.flatnonzero(~long)).shapes
+    assert plans(0).plan.shapes == alone != both.plan.shapes   # no older clip is read
+    most = [shared_shapes([(prepared, long, 1 - share), (prepared, short, share)], config.data)
+            for share in (1e-6, 1 - 1e-6)]
+    assert most[0] != most[1] and most[0][1:] != most[1][1:]   # those of what is read more often
+    nothing = prepared, np.ones(len(prepared), bool), .5
+    assert shared_shapes([nothing], config.data) is None
+    assert shared_shapes([nothing, (prepared, long, .5)], config.data) == alone
     assert shared_shapes([], config.data.model_copy(update={'pad_to_fixed_length': True})) is None
 
 def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):

@@ -413,6 +413,19 @@ def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, t
     assert not np.array_equal(best, run.xtts.gpt.final_norm.beta.numpy())
     assert resume_run(tmp_path / 'run').fit()['steps'] == 16   # it is over
 
+def test_a_training_ends_with_a_validation(given, prepared, mini, tmp_path):
+    "Where its steps are no multiple of those between two; a part of it does not."
+    config = mini.replace(training={'steps': 5, 'validate_every': 3, 'checkpoint_every': 2})
+    validated = lambda: [line['step'] for line in lines_of(tmp_path / 'run') if 'val_loss' in line]
+    run = new_run(prepared, config, tmp_path / 'run', HELD)
+    run.fit(4)
+    assert validated() == [3]
+    best = resume_run(tmp_path / 'run').fit()['best']
+    assert validated() == [3, 5] and json.loads((tmp_path / 'run/best/best.json').read_text()) == best
+    config = mini.replace(training={'steps': 5, 'validate_every': 0})
+    new_run(prepared, config, tmp_path / 'none', HELD).fit()
+    assert not [line for line in lines_of(tmp_path / 'none') if 'val_loss' in line]
+
 def test_patience_survives_a_stop(given, prepared, mini, tmp_path):
     config = mini.replace(training={'steps': 20, 'validate_every': 2, 'patience': 3, 'checkpoint_every': 7})
     for stop in (7, 14, None):

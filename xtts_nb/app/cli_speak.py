@@ -239,7 +239,8 @@ def _write_card(folder: Path, found, config, model: Path, facts: dict) -> Path: 
     if facts.get('part') == 'voice':   # a decoder's run: what it speaks with was made by another one
         model = Path(facts['model'])
         facts = training_facts(model)
-    card, path = model_card(found, config, facts, _trained_on(facts), updates_of(model)), folder / 'MODEL.md'
+    card = model_card(found, config, facts, _trained_on(facts), updates_of(model), model.name == 'best')
+    path = folder / 'MODEL.md'
     if path.is_file() and path.read_text(encoding='utf-8') != card: path = folder / 'MODEL.new.md'
     with atomic_file(path) as part: part.write_text(card, encoding='utf-8')
     return path

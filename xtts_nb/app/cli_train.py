@@ -65,16 +65,17 @@ def _tune(
     skip: option(list[str] | None, 'corpus, where SOURCE is one that needs no check, or evaluate.') = None,
 ):
     "From recordings to a voice: corpus, prepare, train and evaluate, and one page at the end."
-    from xtts_nb.app.tune import plan_tuning, tune, tuned_model, tuning_page
+    from xtts_nb.app.tune import judged_words, plan_tuning, tune, tuned_model, tuning_page
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
     plan = plan_tuning(source, out, text, language, base, tuple(skip or ()),
                        words(preset=preset, config=config),
-                       words(config=config, finetune=finetune, steps=steps), mix)
+                       words(config=config, finetune=finetune, steps=steps), mix, judged_words(config))
     done = tune(plan, out, to_stderr)
     page, model = tuning_page(done, out, language), tuned_model(done, out)
     result = {name: stage['result'] for name, stage in done.items()}
     return result | {'page': str(page), 'run': str(out / 'run'), 'model': str(model)}, (
-        f'Read and listen: {page}\nxtts-nb say TEXT --model {shlex.quote(str(model))} --voice FILE')
+        f'Read and listen: {page}\n'
+        f'xtts-nb say TEXT --model {shlex.quote(str(model))} --voice FILE --language {language}')
 
 # %% ../../nbs/app/cli_train.ipynb #8179c210
 @_training('train', renamed='--from', example='--data cache/mine --run runs/mine',
@@ -236,7 +237,7 @@ def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
     if _is_corpus(asked.val_data): val_data = _corpus_cache(asked.val_data, settings, cache.folder)
     else: val_data = asked.val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, asked.val) if asked.val else ()
-    settings = _changed(settings, asked.val or val_data, settings.training.steps)
+    settings = _validated(settings, facts and initial, asked.val or val_data, cache)
     val_cache = open_cache(val_data, settings, cache, mix and mix.cache) if val_data else None
     if val_cache and feed: check_no_codes(val_cache)
     return new_run(cache, settings, asked.run or _free_run(), held_out, base, val_cache, mix, **feed)
@@ -262,6 +263,16 @@ def _mix(asked, facts: dict, settings, cache, fed: bool):
     return Mix(old, out) if share is None else Mix(old, out, share)
 
 # %% ../../nbs/app/cli_train.ipynb #9578a515
+def _validated(settings, begun, val, cache):   # begun: settings of the run that goes on, if it does
+    "Settings that validate, if clips are held out; as often as the length of the training asks for."
+    def updates(training):
+        epochs = training.epochs   # of about so many updates each
+        return epochs * -(-len(cache) // settings.data.batch_size) if epochs else training.steps
+    every = lambda training: _every(training, updates(training))
+    if begun and begun.training.validate_every == settings.training.validate_every == every(begun.training):
+        return settings.replace(training={'validate_every': every(settings.training)})   # nobody chose it
+    return _changed(settings, val, updates(settings.training))
+
 def _settings(cache, preset, config, base, finetune):
     "The requested settings, over those of the cache."
     from xtts_nb.config import XTTSConfig
@@ -410,11 +421,15 @@ def _known(run: Path | None, source, missing: str, remedy: str) -> bool:
     where = f'{run}: holds no run to go on with' if run else missing
     raise UserError(f'{where}; {remedy}.')
 
-def _changed(settings, val, updates, **training):   # updates: of the whole training
-    "Settings with the values of the options; held-out data turns validation on: ten times, or more often."
+def _every(training, updates: int) -> int:   # updates: of the whole training
+    "Updates between two validations: ten of them, or with each checkpoint."
+    return min(training.checkpoint_every, max(1, updates // 10))
+
+def _changed(settings, val, updates, **training):
+    "Settings with the values of the options; held-out data turns validation on."
     changes = given(**training)
     if val and not settings.training.validate_every:
-        changes['validate_every'] = min(settings.training.checkpoint_every, max(1, updates // 10))
+        changes['validate_every'] = _every(settings.training, updates)
     return settings.replace(training=changes)
 
 # %% ../../nbs/app/cli_train.ipynb #67c31047
@@ -585,7 +600,7 @@ def _config_show(ctx: typer.Context):
 def _convert_to_model(
     out: argument(Path, 'A new folder for the model.'),
     run: option(Path, 'Folder of a run.', '--model'),
-    best: option(bool, 'Model with the best validation loss instead of the newest.', '--best') = False,
+    best: option(bool, 'Model of the best validation instead of the newest.', '--best') = False,
     bfloat16: option(bool, 'Store bfloat16, half the size.', '--bfloat16') = False,
 ):
     "Write only the model of a run into a folder."

@@ -35,10 +35,12 @@ def bucket_shapes(
     text: np.ndarray,     # (clips,) lengths
     buckets: int,         # at most
     most: int = 40,       # lengths of each kind to choose from
+    weights: np.ndarray | None = None,   # (clips,) whole numbers, how often each is read; default: alike
 ) -> list[tuple[int, int]]:   # (S, T), ascending in both; the last takes every clip
     "The chain of shapes with the fewest positions; a clip goes to the first into which it fits."
     columns = int(text.max()) + 1
-    count = np.bincount(codes.astype(np.int64) * columns + text, minlength=(int(codes.max()) + 1) * columns)
+    place, room = codes.astype(np.int64) * columns + text, (int(codes.max()) + 1) * columns
+    count = np.bincount(place, weights, minlength=room)
     n = count.reshape(-1, columns).cumsum(0).cumsum(1)
     grid = np.meshgrid(_candidates(n[:, -1], most), _candidates(n[-1], most), indexing='ij')
     S, T = (g.ravel() for g in grid)

@@ -732,6 +732,7 @@ def model_card(
     run: dict = {},                # noqa: B006 -- the facts of its run, only read; empty: not known
     cache: Cache | None = None,    # that it was trained on
     updates: int | None = None,
+    chosen: bool = False,          # whether it was chosen by held-out clips
 ) -> str:                          # Markdown
     "What a model was made of, and how good it is; what is not known is left out."
     about, training, gpt = evaluation.about, config.training, config.model.gpt
@@ -749,6 +750,7 @@ def model_card(
     if updates is not None: made['updates'] = f'{updates:,} of {config.data.batch_size} clips'
     if 'mix' in run: made['older clips'] = f'{run["mix_share"]:.0%} of the updates'
     seen = 'not used in training' if about['held_out'] else 'perhaps used in training'
+    if about['held_out'] and chosen: seen += ', but the model was chosen by some of them'
     head = '\n'.join(['---', f'language: {json.dumps(languages)}', 'pipeline_tag: text-to-speech',
                       'library_name: xtts_nb', 'tags: [xtts]', 'license: other', '---'])
     return '\n\n'.join([

@@ -26,6 +26,7 @@ from ..models.dvae import DVAE, dvae_losses, load_dvae, mel_stats, update_codebo
 from ..models.hifigan import (
     adversarial_loss, Critic, critic_loss, feature_loss, HiFiGAN, SpeakerEncoder)
 from ..models.xtts import XTTS
+from ..speech.guard import training_facts
 from .runs import held_out_mask, open_cache, run_facts, write_config
 from .step import averaged, compile_step, make_optimizer
 from .trainer import Trainer
@@ -476,8 +477,7 @@ class SavedVoice:
 
 def cache_of(model: str | Path) -> Path:
     "The cache that a run was trained on; raises `UserError` for a model without that fact."
-    path = Path(model) / 'run.json'
-    facts = read_json(path) if path.is_file() else {}
+    facts = training_facts(model)
     if 'cache' in facts: return Path(facts['cache'])
     raise UserError(f'{model}: does not say which cache it was trained on; name one with --data.')
 

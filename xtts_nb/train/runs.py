@@ -151,14 +151,17 @@ def kept_apart(
     return [np.array([c['text'] in texts for c in cache.clips]) | out for cache, out in parts]
 
 def shared_shapes(
-    parts: list[tuple[Cache, np.ndarray]],   # caches, and which of their clips are not read
+    parts: list[tuple[Cache, np.ndarray, float]],   # caches, clips that are not read, share of the updates
     data: DataConfig,
 ) -> list[tuple[int, int]] | None:           # None: one fixed shape, or nothing to read
     "The shapes of batches of several caches, so that a step is compiled for as few as with one of them."
     if data.pad_to_fixed_length: return None
-    read = [(cache, within_limits(cache, data) & ~left_out) for cache, left_out in parts]
-    of = lambda kind: np.concatenate([getattr(cache, kind)[used] for cache, used in read])
-    return bucket_shapes(codes, of('text_length'), data.buckets) if len(codes := of('codes_length')) else None
+    read = [(cache, within_limits(cache, data) & ~left_out, share) for cache, left_out, share in parts]
+    read = [(cache, used, 1 + round(1e7 * share / used.sum())) for cache, used, share in read if used.any()]
+    if not read: return None
+    of = lambda kind: np.concatenate([getattr(cache, kind)[used] for cache, used, _ in read])
+    weights = np.concatenate([np.full(used.sum(), weight) for _, used, weight in read])
+    return bucket_shapes(of('codes_length'), of('text_length'), data.buckets, weights=weights)
 
 def with_older(
     cache: Cache,
@@ -172,7 +175,8 @@ def with_older(
     old, old_encoder, data = mix.cache, _encoder(mix.cache, config), config.data
     old_out = held_out_mask(old, mix.held_out)
     left_out, old_left_out = kept_apart([(cache, out), (old, old_out)])
-    shapes = shared_shapes([(cache, left_out), (old, old_left_out)], data)
+    parts = (cache, left_out, 1 - mix.share), (old, old_left_out, mix.share)
+    shapes = shared_shapes(parts, data) if mix.share else None
     plan = Replay(BatchPlan(cache, data, np.flatnonzero(~left_out), keep, encoder, shapes=shapes),
                   BatchPlan(old, data, np.flatnonzero(~old_left_out), None, old_encoder, shapes=shapes),
                   mix.share)

@@ -26,7 +26,8 @@ from ..bench import to_device, trace_count
 from ..config import TrainingConfig, UserError
 from ..data.native import BatchPlan
 from ..devices import products_in_tf32
-from ..files import append_line, atomic_file, load_weights, locked, open_weights, save_weights
+from ..files import (
+    append_line, atomic_file, load_weights, locked, open_weights, read_json, save_weights, write_json)
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
 from .launch import catch_sigterm, late_interrupt
@@ -56,14 +57,10 @@ def checkpoint_step(path: Path) -> int:
     return int(path.stem.removeprefix('step-'))
 
 def updates_of(model: str | Path) -> int | None:   # folder of a run, or its `best`
-    "How many updates a model is of; None if its checkpoint does not tell."
-    best = Path(model) if Path(model).name == 'best' else None
-    saved = checkpoints((best.parent if best else Path(model)) / 'checkpoints')
-    if not saved: return None
-    if not best: return checkpoint_step(saved[-1])
-    if (best / 'model.safetensors').stat().st_mtime_ns > saved[-1].stat().st_mtime_ns: return None
-    with open_weights(saved[-1]) as file: facts = json.loads(file.metadata()['facts'])
-    return (facts['best'] or {}).get('step')
+    "How many updates a model is of; None if nothing tells."
+    told, saved = Path(model) / 'best.json', checkpoints(Path(model) / 'checkpoints')
+    if told.is_file(): return read_json(told)['step']
+    return checkpoint_step(saved[-1]) if saved else None
 
 def load_checkpoint(
     path: str | Path,
@@ -267,7 +264,9 @@ def _due(self: Trainer, every: int) -> bool:
 
 @patch(as_prop=True)
 def _validates(self: Trainer) -> bool:
-    return self.held_out is not None and self._due(self.training.validate_every)
+    "With each `validate_every`, and at the end of the training."
+    every = self.training.validate_every
+    return self.held_out is not None and every > 0 and (self._due(every) or self.step == self.training.steps)
 
 @patch(as_prop=True)
 def _ends_epoch(self: Trainer) -> bool: return bool(self.hooks.own) and self.step % self.epoch_updates == 0
@@ -445,6 +444,7 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
     if not (checkpoint or best): return
     # no copy if nothing changes any more
     facts, copied = {k: getattr(self, k) for k in RESUMED_FIELDS}, dict if wait else snapshot
+    found = self.best
     state = copied(self.state) if checkpoint else {}
     # no second copy
     same = {} if self.optimizer.use_ema else {k: v for k, v in state.items() if k in self.xtts.weights}
@@ -452,7 +452,9 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
         model = same | snapshot({k: v for k, v in self.xtts.weights.items() if k not in same})
 
     def write():
-        if best: self.xtts.save(self.run / 'best', model)
+        if best:
+            self.xtts.save(self.run / 'best', model)
+            write_json(self.run / 'best' / 'best.json', found)
         if not checkpoint: return
         self.xtts.save(self.run, model)   # first, so that every checkpoint has its model
         keep = self.training.keep_checkpoints
