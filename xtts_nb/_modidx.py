@@ -387,6 +387,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'xtts_nb.app.tune': { 'xtts_nb.app.tune.TuningStage': ('app/tune.html#tuningstage', 'xtts_nb/app/tune.py'),
                                   'xtts_nb.app.tune._candidate': ('app/tune.html#_candidate', 'xtts_nb/app/tune.py'),
                                   'xtts_nb.app.tune._candidates': ('app/tune.html#_candidates', 'xtts_nb/app/tune.py'),
+                                  'xtts_nb.app.tune._figures': ('app/tune.html#_figures', 'xtts_nb/app/tune.py'),
                                   'xtts_nb.app.tune._losses': ('app/tune.html#_losses', 'xtts_nb/app/tune.py'),
                                   'xtts_nb.app.tune._more': ('app/tune.html#_more', 'xtts_nb/app/tune.py'),
                                   'xtts_nb.app.tune._stamps': ('app/tune.html#_stamps', 'xtts_nb/app/tune.py'),
