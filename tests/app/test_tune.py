@@ -49,7 +49,8 @@ def test_the_commands(tmp_path):
         plan_tuning('b', tmp_path, skip=('train',))
 
 @pytest.mark.parametrize('text, leaves', [
-    ('training: {listen_clips: 8}', True), ('training: {judge_by: loss}', True),
+    ('training: {listen_clips: 8}', True), ('training: {judge_by: loss}', False),
+    ('training: {listen_clips: 2, judge_by: loss}', True), ('training: {judge_by: dtw}', True),
     ('training: {steps: 5}', False), ('training: 5', False), ('', False)])
 def test_a_file_may_choose_the_model_otherwise(tmp_path, text, leaves):
     (tmp_path / 'own.yaml').write_text(text)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .demo import plot_losses
-from ..config import read_settings, UserError
+from ..config import read_settings, TrainingConfig, UserError
 from ..files import check_writable, read_json, read_json_lines, write_json
 from ..speech.evaluate import facts, heading, picture, player, scores_table, write_report
 from ..train.launch import catch_sigterm
@@ -35,9 +35,10 @@ STAGES = 'corpus', 'prepare', 'train', 'evaluate'
 JUDGED = {'listen_clips': 4, 'judge_by': 'dtw'}   # the model is chosen by its speech
 
 def judged_words(config: Path | None) -> tuple[str, ...]:   # a file with settings
-    "The options that choose the model, unless the file does."
+    "The options that choose the model, unless the file sets one of them to another value than the default."
     own = (read_settings(config) if config else {}).get('training')
-    if isinstance(own, dict) and own.keys() & JUDGED: return ()
+    usual = TrainingConfig().model_dump(include=set(JUDGED))
+    if isinstance(own, dict) and {key: own.get(key, usual[key]) for key in usual} != usual: return ()
     return tuple(word for key, value in JUDGED.items() for word in ('--set', f'training.{key}={value}'))
 
 # %% ../../nbs/app/tune.ipynb #c0720016
