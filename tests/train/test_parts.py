@@ -555,7 +555,7 @@ def test_a_recording_that_is_gone_is_named(model, mine, small, dvae, tiny, tmp_p
 
 def test_which_cache_a_model_was_trained_on(model, prepared, small, tmp_path):
     new_run(prepared, small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), tmp_path / 'run')
-    assert cache_of(tmp_path / 'run') == prepared.folder.resolve()
+    assert cache_of(tmp_path / 'run') == cache_of(tmp_path / 'run' / 'best') == prepared.folder.resolve()
     with pytest.raises(UserError, match='name one with --data'): cache_of(model)
 
 def test_the_sections_of_the_loop(tiny):
