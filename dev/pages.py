@@ -314,19 +314,22 @@ def docs(
         found[page], shown[page] = path, visible(path)
     titles = {page: html.escape(title(nb, page)) for page, nb in shown.items()}
     sections = {page: section(path) for page, path in found.items()}
-    exporter, look, pages, parts = HTMLExporter(template_name='basic', embed_images=True), style(), {}, []
+    look, pages, parts = style(), {}, []
+
+    def add(page: str, name: str, body: str, persian: bool = False):
+        language, direction, contents = ('fa', 'rtl', 'فهرست') if persian else ('en', 'ltr', 'Contents')
+        pages[page] = PAGE.substitute(
+            title=name, style=look, nav=navigation(titles, sections, page), body=body, language=language,
+            direction=direction, contents=contents)
+
+    exporter = HTMLExporter(template_name='basic', embed_images=True)
     for page, nb in shown.items():
         relink_cells(nb, page_link)
         body, _ = exporter.from_notebook_node(nb, {'metadata': {'path': str(found[page].parent)}})
         parts += searched(page, titles[page], body)
         if persian := sections[page] == PERSIAN: body = right_to_left(body)
-        pages[page] = PAGE.substitute(
-            title=titles[page], style=look, nav=navigation(titles, sections, page), body=body,
-            language='fa' if persian else 'en', direction='rtl' if persian else 'ltr',
-            contents='فهرست' if persian else 'Contents')
-    pages['search.html'] = PAGE.substitute(
-        title='Search', style=look, nav=navigation(titles, sections, 'search.html'), language='en',
-        direction='ltr', contents='Contents', body=search_body(parts))
+        add(page, titles[page], body, persian)
+    add('search.html', 'Search', search_body(parts))
     return pages
 
 
@@ -334,18 +337,18 @@ def docs(
 
 def searched(
     page: str,
-    name: str,   # its title
+    name: str,   # its title, as HTML
     body: str,   # its HTML
 ) -> list[list[str]]:
     "The link, the heading and the words of each section; of code only what it defines."
     pieces = re.split(r'<h[1-6] id="([^"]*)">(.*?)</h[1-6]>', body, flags=re.DOTALL)
     plain = lambda text: ' '.join(html.unescape(re.sub(r'<[^>]*>', ' ', text)).split())
-    found = []
+    found, name = [], html.unescape(name)
     for anchor, heading, text in zip(pieces[1::3], pieces[2::3], pieces[3::3]):
         defined = re.findall(r'<span class="n[fc]">(\w+)</span>', text)
         text = re.sub(r'<(pre|style|script|svg)\b.*?</\1>', ' ', text, flags=re.DOTALL)
         heading = plain(heading).removesuffix('¶').strip()
-        where = html.unescape(name) if heading == html.unescape(name) else f'{html.unescape(name)}: {heading}'
+        where = name if heading == name else f'{name}: {heading}'
         found.append([f'{page}#{anchor}', where, ' '.join([plain(text), *defined])])
     return found
 

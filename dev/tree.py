@@ -22,7 +22,8 @@ def notebooks(
     root: Path = ROOT,   # of the repository
 ) -> list[Path]:
     "Every page, as in the sidebar: the index, the guides in both languages, the lessons, the other rooms."
-    parts = ['', 'Guides', PERSIAN, *list(ROOMS.values())[1:]]
+    guides, *others = ROOMS.values()
+    parts = ['', guides, PERSIAN, *others]
     def place(path: Path) -> tuple:
         name = path.stem.removesuffix('_fa')
         return parts.index(section(path)), GUIDES.index(name) if name in GUIDES else -1, name
