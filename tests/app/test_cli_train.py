@@ -468,11 +468,11 @@ def test_what_is_forgotten_is_told(tmp_path):
         assert cli_train._forgotten(trainer) == found
     assert cli_train._forgotten(SimpleNamespace()) == cli_train._forgotten(SimpleNamespace(old=None)) == {}
 
-def test_what_tune_hands_to_its_stages(behind, ran):
+def test_what_tune_hands_to_its_stages(behind, ran, home):
+    (home / 'c').write_text('training: {listen_clips: 8}\n')   # it chooses the model by itself
     plans, tuned = behind('app.tune.plan_tuning', 'the plan'), behind(
         'app.tune.tune', {'train': {'result': {'best': {'step': 5}}}})
     pages = behind('app.tune.tuning_page', Path('o/index.html'))
-    behind('app.tune.judged_words', lambda config: ('asked', 'for', str(config)))
     done = ran('tune a.mp3 --out o --text t --language de --model m --finetune lora --preset tiny --config c '
                '--mix OLD --steps 7 --skip evaluate --json')
     assert done.code == 0 and (done.json['run'], done.json['model']) == ('o/run', 'o/run/best')
@@ -481,7 +481,7 @@ def test_what_tune_hands_to_its_stages(behind, ran):
         'a.mp3', 'o', 't', 'de', 'm']
     assert (plan['skip'], plan['prepare']) == (('evaluate',), ['--preset', 'tiny', '--config', 'c'])
     assert plan['train'] == ['--config', 'c', '--finetune', 'lora', '--steps', '7']
-    assert plan['judged'] == ('asked', 'for', 'c')
+    assert plan['judged'] == ()
     assert str(plan['mix']) == 'OLD'
     assert asked['stages'] == 'the plan' and str(asked['out']) == 'o' and pages[0]['language'] == 'de'
 
@@ -637,6 +637,15 @@ def test_a_training_that_goes_on_is_validated_by_its_new_length(begun, now, ever
     assert cli_train._validated(now, begun, .1, range(33)).training.validate_every == every
     again = cli_train._validated(now, begun, 0, range(33))   # without the option: only what the run knows
     assert again.training.validate_every == (every if begun else 0)
+
+def test_an_interval_that_is_asked_for_stays(built, home):
+    "Also where it is the one that a shorter training had by itself."
+    first = built('--run', home / 'r', '--val', .1, '--steps', 50, config=None).training
+    again = lambda *options: built('--run', home / 'r', *options, data=None, config=None).training
+    assert first.validate_every == again().validate_every == 5
+    assert again('--steps', 90).validate_every == 9 and again('--steps', 50).validate_every == 5
+    assert again('--steps', 90, '--set', 'training.validate_every=5').validate_every == 5
+    assert again('--steps', 120).validate_every == 5
 
 
 # --- memory -------------------------------------------------------------------------------------------------

@@ -237,7 +237,9 @@ def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
     if _is_corpus(asked.val_data): val_data = _corpus_cache(asked.val_data, settings, cache.folder)
     else: val_data = asked.val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, asked.val) if asked.val else ()
-    settings = _validated(settings, facts and initial, asked.val or val_data, cache)
+    # nobody asks for another interval
+    kept = facts and resolved.came_from['training.validate_every'] == str(asked.run)
+    settings = _validated(settings, initial if kept else None, asked.val or val_data, cache)
     val_cache = open_cache(val_data, settings, cache, mix and mix.cache) if val_data else None
     if val_cache and feed: check_no_codes(val_cache)
     return new_run(cache, settings, asked.run or _free_run(), held_out, base, val_cache, mix, **feed)
@@ -263,14 +265,14 @@ def _mix(asked, facts: dict, settings, cache, fed: bool):
     return Mix(old, out) if share is None else Mix(old, out, share)
 
 # %% ../../nbs/app/cli_train.ipynb #9578a515
-def _validated(settings, begun, val, cache):   # begun: settings of the run that goes on, if it does
+def _validated(settings, begun, val, cache):   # begun: of the run that goes on, if the interval is its own
     "Settings that validate, if clips are held out; as often as the length of the training asks for."
     def updates(training):
         epochs = training.epochs   # of about so many updates each
         return epochs * -(-len(cache) // settings.data.batch_size) if epochs else training.steps
     every = lambda training: _every(training, updates(training))
     if begun and begun.training.validate_every == settings.training.validate_every == every(begun.training):
-        return settings.replace(training={'validate_every': every(settings.training)})   # nobody chose it
+        return settings.replace(training={'validate_every': every(settings.training)})
     return _changed(settings, val, updates(settings.training))
 
 def _settings(cache, preset, config, base, finetune):

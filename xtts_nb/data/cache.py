@@ -26,9 +26,8 @@ from fastcore.basics import patch
 
 from ..config import DataConfig, UserError, XTTSConfig
 from .text import Tokenizer
-from xtts_nb.files import (
-    atomic_file, atomic_folder, fingerprint, inside, raise_file_limit, read_json, read_json_lines, real_place,
-    write_json)
+from ..files import (atomic_file, atomic_folder, fingerprint, inside, raise_file_limit, read_json,
+                           read_json_lines, real_place, write_json)
 
 # %% ../../nbs/data/cache.ipynb #ce02b29a
 FORMAT = 2     # version of the cache format
