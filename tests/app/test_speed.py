@@ -236,6 +236,7 @@ def compared(quick, monkeypatch):
 
 LOSSES = {name: 1.01 if 'bf16' in name else 1. for name in ARMS}
 
+@pytest.mark.cpu   # emulates a device
 def test_rows_of_the_comparison(compared):
     "4 clips in 0.15 s; 48 MFLOP; 4 latents, 6 text tokens and 8 codes, with START and STOP of both."
     row = {'step_ms': 150., 'clips_per_s': 26.667, 'au': 0.882, 'mfu': 3.2, 'positions': 22, 'dropout': 0.,

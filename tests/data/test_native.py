@@ -189,6 +189,7 @@ def test_workers_do_not_change_the_batches(workers, ahead):
                   for w, p in ((2, 4), (workers, ahead)))
     assert len(one) == len(other) and all(np.array_equal(a[k], b[k]) for a, b in zip(one, other) for k in a)
 
+@pytest.mark.cpu   # on a GPU two batches wait there
 def test_workers_and_prefetch_reach_tensorflow(monkeypatch):
     asked, real_map, real_prefetch = {}, tf.data.Dataset.map, tf.data.Dataset.prefetch
     monkeypatch.setattr(tf.data.Dataset, 'map', lambda self, f,
@@ -413,6 +414,7 @@ def test_resuming_reads_nothing_of_a_large_plan(tmp_path, monkeypatch, clips):
 
 def stages(dataset): return [name for d in dataset._inputs() for name in stages(d)] + [type(dataset).__name__]
 
+@pytest.mark.cpu
 def test_the_device_comes_last_and_the_batches_are_the_same():
     plan = BatchPlan(fake_cache(CORPORA['random']), data())
     with_device = cached_batches(plan, 0, 6, device='/CPU:0')

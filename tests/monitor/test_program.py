@@ -314,6 +314,14 @@ def test_the_order_of_a_pipeline(monkeypatch, build, passes, whole, cause):
     shape = page._order(page.stages(build(tf.data.Dataset.range(9))), passes, whole)
     assert (shape and shape.cause) == cause
 
+def test_a_step_that_reads_an_iterator_is_not_called_again():
+    "It would be at its end."
+    batches = iter(tf.data.Dataset.range(3))
+    step = tf.function(lambda x: x)
+    part = lambda *given: seen(['graph'] * 9, calls('call', 9), last={('call', LINE): (step, '', given, {})})
+    assert page.compiled_call(part(tf.zeros(3))).function is step
+    assert page.compiled_call(part(tf.zeros(3), batches)) is None
+
 def test_what_a_call_takes_without_a_trace():
     "The last call again, whose arguments are known: nothing of the program is changed by it."
     total = tf.Variable(0.)
@@ -619,21 +627,39 @@ def test_validation_is_no_cost_of_short_epochs():
     assert only(look()).disease == 'short epochs'
     assert look((5., 3.), (8., 1.1)) == [] and '21% of the time' in only(look((5., 1.5), (7., 1.4))).evidence
 
-@pytest.mark.parametrize('known, each, alone, is_found', [
-    (.004, .01, .008, True), (.0041, .01, .0083, False), (.004, .01, .0079, False), (.001, .0031, .01, False),
-    (.001, .0033, .01, True)])
-def test_a_fit_that_xla_compiles_for_each_shape(monkeypatch, known, each, alone, is_found):
-    "A hundred steps in a second and a half; what one with a known shape takes."
+@pytest.mark.parametrize('known, each, shapes, is_found', [
+    (.004, .01, 3, True), (.0041, .01, 3, False), (.001, .0031, 3, False), (.001, .0033, 3, True),
+    (.001, .01, 2, False)])
+def test_a_fit_that_xla_compiles_for_each_shape(monkeypatch, known, each, shapes, is_found):
+    "A hundred steps, and 25 ms for the batch of each; ten batches had so many shapes."
     monkeypatch.setattr(page, 'seconds_of', lambda call: call())
     fit = SimpleNamespace(model=SimpleNamespace(jit_compile=True), one=lambda batch: known * batch, batch=1,
-                          step_seconds=alone)
-    part = seen([], calls('fit', 100, seconds=each), loop=('fit', LINE), fits=[fit])
+                          wait_seconds=.025, shapes=[(i % shapes,) for i in range(10)])
+    part = seen([], calls('fit', 100, seconds=each + .025), loop=('fit', LINE), fits=[fit])
     part.begin, part.end = 0., 1.6
     found = page.find_compiled_again(part)
     assert bool(found) == is_found
     if found: assert only(found).predicted_gain == pytest.approx(1 / (1 - 100 * (each - known) / 1.6))
     fit.model.jit_compile = False
     assert page.find_compiled_again(part) == []
+
+@pytest.mark.parametrize('ragged', [False, True])
+def test_a_fit_under_xla_whose_batches_come_late(ragged):
+    "As `fit` is compiled on a GPU by default: only what has many shapes is compiled again."
+    lengths = np.random.default_rng(0).permutation(np.arange(20, 120)) if ragged else np.full(100, 20)
+    def rows():
+        for n in lengths:
+            time.sleep(.004)
+            yield np.ones((4, n, 3), 'float32'), np.ones((4, 1), 'float32')
+    spec = tf.TensorSpec((4, None, 3)), tf.TensorSpec((4, 1))
+    model = keras.Sequential([keras.Input((None, 3)), keras.layers.GlobalAveragePooling1D(),
+                              keras.layers.Dense(1)])
+    model.compile('sgd', 'mse', jit_compile=True)
+    callback = Diagnose(report=None)
+    model.fit(tf.data.Dataset.from_generator(rows, output_signature=spec), steps_per_epoch=100,
+              verbose=0, callbacks=[callback])
+    causes = [f.disease for f in callback.findings]
+    assert ('compiled again for each shape' in causes) == ragged, callback.findings
 
 def test_a_rule_that_fails_takes_no_other_with_it(monkeypatch):
     def broken(seen): raise ValueError('odd')

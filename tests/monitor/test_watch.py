@@ -63,6 +63,19 @@ def test_where_libraries_lie(tmp_path, monkeypatch):
     packages = [os.path.dirname(module.__file__) + os.sep for module in (tf, keras, np)]
     assert {*packages} <= {*libraries([])}
 
+def test_what_pip_installed_beside_a_program(tmp_path):
+    "By the lists that pip leaves, as of `pip install --target`; scripts lie outside of the folder."
+    for name, files in {'six-1.0': ['six.py', 'six-1.0.dist-info/RECORD'],
+                        'tree-2': ['tree/a/b.py', 'tree/__init__.py', '../bin/tree', 'data.txt']}.items():
+        (tmp_path / f'{name}.dist-info').mkdir()
+        rows = ''.join(f'{file},sha256=x,9\n' for file in files)
+        (tmp_path / f'{name}.dist-info/RECORD').write_text(rows)
+    found = libraries([str(tmp_path)], ())
+    assert {f'{tmp_path}/six.py', f'{tmp_path}/tree/'} <= {*found}
+    assert f'{tmp_path}/tree/a/b.py'.startswith(found) and f'{tmp_path}/six.py'.startswith(found)
+    assert not any(f'{tmp_path}/{name}'.startswith(found) for name in ('train.py', 'bin/x', 'trees/a.py'))
+    assert not f'{tmp_path.parent}/bin/tree'.startswith(found)
+
 def test_whose_file_it_is():
     assert is_users(HERE) and is_users('<ipython-input-3-abc>') and is_users('<string>')
     assert not is_users(tf.__file__) and not is_users(threading.__file__) and not is_users(page.__file__)

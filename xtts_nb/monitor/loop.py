@@ -727,7 +727,7 @@ def _phases(intervals, spans, results, first_batch, first_step, traces, ended, b
 class FitPhases:
     "Times fetch and step of a Keras model separately while it trains: `begin(model)`, then `end()`."
     def __init__(self, every: int = 10, report=None):
-        self.intervals, self.model = IntervalTimer(every, report), None
+        self.intervals, self.model, self.shapes = IntervalTimer(every, report), None, []   # of batches
 
     def begin(self, model) -> str | None:
         "Begin; if the model cannot be timed in this way, the reason is returned and nothing happens."
@@ -742,6 +742,7 @@ class FitPhases:
     def __call__(self, iterator):
         with self.intervals.timer.phase('wait'): batch = next(iterator)
         self.batch = keras.tree.map_structure(_without_optional, batch)   # the last one
+        self.shapes.append(shapes_of(self.batch))
         return self.intervals.step(self.one, self.batch)
 
     def end(self):

@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +50,7 @@ from .loop import (
     batch_rows, Call, covered_seconds, drain, FitPhases, host_part, python_operations, stage_seconds,
     stages, steady_mean, variation)
 from .preflight import bodies, graph_operations, preflight, source_line
-from .watch import Event, is_compiled, Place, place_of, SHAPED, Watch
+from .watch import Event, is_compiled, is_users, Place, place_of, SHAPED, Watch
 
 # %% ../../nbs/monitor/program.ipynb #b0a10005
 LOOP_KINDS = 'next', 'call', 'predict', 'train_on_batch', 'layer', 'fit'
@@ -371,17 +371,19 @@ def _fit_compiled_again(seen: Seen) -> list[Finding]:
     "The same of the step of `fit`."
     if not seen.loop or seen.loop[0] != 'fit' or not seen.watch.fits: return []
     fit = seen.watch.fits[-1]
-    if not fit.model.jit_compile or fit.one is None or not fit.step_seconds: return []
-    each = sum(e.seconds for e in seen.steps) / max(1, len(seen.steps))
+    if not fit.model.jit_compile or fit.one is None or not seen.steps: return []
+    if len({*fit.shapes}) < .3 * len(fit.shapes): return []
+    each = statistics.mean(e.seconds for e in seen.steps) - fit.wait_seconds
     known = tried(partial(fit.one, fit.batch))
     if known is None: return []
     share = each * len(seen.steps) / seen.seconds
-    if known > .4 * each or fit.step_seconds < 2 * known or share < .2: return []
+    if known > .4 * each or share < .2: return []
     return [finding(
         seen, 'compiled again for each shape',
-        f'a step of fit takes {ms(each)}, one with a shape that XLA knows {ms(known)}: XLA compiles for each '
-        'new shape of a batch', 'give it few fixed shapes (pad, bucket, drop_remainder=True), or leave '
-        'jit_compile out', share, known / each, seen.loop[1],
+        f'{len(fit.shapes)} batches of fit have {len({*fit.shapes})} shapes, and a step takes {ms(each)}, '
+        f'one with a shape that XLA knows {ms(known)}: XLA compiles for each new shape',
+        'give it few fixed shapes (pad, bucket, drop_remainder=True), or leave jit_compile out',
+        share, known / each, seen.loop[1],
         'dataset.padded_batch(size, padded_shapes=...)')]
 
 def find_compiled_again(seen: Seen) -> list[Finding]:
@@ -561,6 +563,8 @@ def compiled_call(seen: Seen) -> Call | None:
     key = ('call', spent.most_common(1)[0][0]) if spent else None
     if key not in seen.watch.last: return None
     function, _, args, kwargs = seen.watch.last[key]
+    # an iterator is at its end by now
+    if any(isinstance(x, tf.data.Iterator) for x in tf.nest.flatten([args, kwargs])): return None
     return Call(function, args, kwargs, 0., False)
 
 def find_in_graph(seen: Seen) -> list[Finding]:
@@ -798,8 +802,9 @@ def find_python_input(seen: Seen) -> list[Finding]:
     "Python that makes the batches."
     waits, busy = waiting(seen), covered_seconds([(p.start, p.end) for p in seen.python]) / seen.seconds
     if waits < .1 or busy < .1 or find_few_threads(seen): return []
-    places = Counter(p.place for p in seen.python if p.place and 'site-packages' not in p.place.file)
-    place = seen.watch.pipeline_place(seen.begin, seen.end) or next(iter(places), None)
+    places = Counter(p.place for p in seen.python if p.place and is_users(p.place.file))
+    place = (seen.watch.pipeline_place(seen.begin, seen.end) or next(iter(places), None) or
+             (seen.loop[1] if seen.loop else None))
     generator = any('generator' in p.name for p in seen.python)
     if place and re.search(r'\b(open|load|imread|read\w*)\(', place.text):
         return [finding(
@@ -1167,11 +1172,13 @@ class FitRecord:
     "What a training by `fit` showed beside its steps."
     model: keras.Model
     wait_share: float = 0.       # of the time of an iteration, for its batch
+    wait_seconds: float = 0.     # for a batch
     step_seconds: float = 0.     # of a step alone
     epochs: int = 0              # begun
     steps: int = 0
     one: Callable | None = None  # the step of one batch
     batch: object = None
+    shapes: list = field(default_factory=list)   # of the batches that were fetched apart
 
 # %% ../../nbs/monitor/program.ipynb #d0a0000b
 def _fit_frame(frame):
@@ -1238,9 +1245,10 @@ def _finish(self: Diagnose):
         spent, alone = interval.spent, interval.alone
         self.phases.end()
         if total := spent['wait'] + spent['step']: self.fit.wait_share = spent['wait'] / total
+        self.fit.wait_seconds = spent['wait'] / max(1, len(self.phases.shapes))
         self.fit.step_seconds = statistics.median(alone) if alone else 0.
         self.fit.one = getattr(self.phases, 'one', None)
-        self.fit.batch = getattr(self.phases, 'batch', None)
+        self.fit.batch, self.fit.shapes = getattr(self.phases, 'batch', None), self.phases.shapes
     elif self.began: self.watch.windows.append((self.began, time.perf_counter()))
     self.done, self.fit.steps = True, self.count
     if self.given: return

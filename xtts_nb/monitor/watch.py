@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
@@ -38,9 +39,19 @@ def libraries(
 ) -> tuple[str, ...]:    # real paths, each with a separator behind it
     "Folders whose code is not the program's."
     python = [sysconfig.get_path(name) for name in ('stdlib', 'platstdlib', 'purelib', 'platlib')]
-    elsewhere = [Path(find_spec(name).origin).parent for name in packages]   # `pip install --target`
-    folders = {*python, *elsewhere, *(p for p in paths if p.endswith('-packages'))}
-    return tuple(os.path.realpath(p) + os.sep for p in folders)
+    elsewhere = [str(Path(find_spec(name).origin).parent) for name in packages]   # `pip install --target`
+    installed = _installed([p for p in paths if not p.endswith('-packages')])
+    folders = {*python, *elsewhere, *installed, *(p for p in paths if p.endswith('-packages'))}
+    return tuple(os.path.realpath(p) + os.sep * (not p.endswith('.py')) for p in folders)
+
+def _installed(paths: list[str]) -> set[str]:
+    "What was installed into folders of other names: a program may lie there too."
+    out = set()
+    for d in distributions(path=paths):
+        lines = (d.read_text('RECORD') or '').splitlines()
+        names = {line.partition(',')[0].partition('/')[0] for line in lines} - {'..'}
+        out |= {str(d.locate_file(name)) for name in names if not name.endswith('.dist-info')}
+    return out
 
 _LIBRARIES = libraries(sys.path)
 

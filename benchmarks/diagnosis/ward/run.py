@@ -17,6 +17,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 from benchmarks.diagnosis.ward.cases import HALVES, WARD, Case, cases  # noqa: E402
 from benchmarks.peer import run  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402
+from xtts_nb.sampler import best_probe  # noqa: E402
 
 
 def rows_per_second(
@@ -55,8 +56,8 @@ def chosen(
 
 
 def shows_here(case: Case) -> bool:
-    "Whether a CPU shows a gain."
-    return not case.healthy and not case.gpu_only
+    "Whether this machine shows a gain."
+    return not case.healthy and (not case.gpu_only or bool(best_probe(lambda line: None)().gpus))
 
 
 def in_words(row: dict) -> str:
