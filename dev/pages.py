@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from string import Template
 
@@ -301,6 +302,28 @@ def right_to_left(
     return re.sub(r'<div dir="rtl">\s*</div>', '', body)
 
 
+def slug(
+    heading: str,   # its text
+) -> str:
+    "The part of an address that GitHub and Quarto give a heading."
+    return re.sub(r'[^\w\- ]', '', heading.strip().lower()).replace(' ', '-')
+
+
+def addressed(
+    body: str,  # HTML of a page
+) -> str:
+    "The page with headings at these addresses, since links name them; nbconvert has others."
+    seen = Counter()
+    def heading(match: re.Match) -> str:
+        level, text = match[1], match[2]
+        name = slug(html.unescape(re.sub('<[^>]*>', '', text)).removesuffix('¶'))
+        seen[name] += 1
+        name += f'-{seen[name] - 1}' if seen[name] > 1 else ''
+        text = re.sub(r'(class="anchor-link" href="#)[^"]*', rf'\g<1>{name}', text)
+        return f'<h{level} id="{name}">{text}</h{level}>'
+    return re.sub(r'<h([1-6]) id="[^"]*">(.*?)</h\1>', heading, body, flags=re.DOTALL)
+
+
 def docs(
     root: Path = ROOT,  # the repository
 ) -> dict[str, str]:
@@ -326,6 +349,7 @@ def docs(
     for page, nb in shown.items():
         relink_cells(nb, page_link)
         body, _ = exporter.from_notebook_node(nb, {'metadata': {'path': str(found[page].parent)}})
+        body = addressed(body)
         parts += searched(page, titles[page], body)
         if persian := sections[page] == PERSIAN: body = right_to_left(body)
         add(page, titles[page], body, persian)
@@ -335,6 +359,10 @@ def docs(
 
 # ---- the search
 
+def plain_text(text: str) -> str:   # HTML
+    return ' '.join(html.unescape(re.sub(r'<[^>]*>', ' ', text)).split())
+
+
 def searched(
     page: str,
     name: str,   # its title, as HTML
@@ -342,14 +370,13 @@ def searched(
 ) -> list[list[str]]:
     "The link, the heading and the words of each section; of code only what it defines."
     pieces = re.split(r'<h[1-6] id="([^"]*)">(.*?)</h[1-6]>', body, flags=re.DOTALL)
-    plain = lambda text: ' '.join(html.unescape(re.sub(r'<[^>]*>', ' ', text)).split())
     found, name = [], html.unescape(name)
     for anchor, heading, text in zip(pieces[1::3], pieces[2::3], pieces[3::3]):
         defined = re.findall(r'<span class="n[fc]">(\w+)</span>', text)
         text = re.sub(r'<(pre|style|script|svg)\b.*?</\1>', ' ', text, flags=re.DOTALL)
-        heading = plain(heading).removesuffix('¶').strip()
+        heading = plain_text(heading).removesuffix('¶').strip()
         where = name if heading == name else f'{name}: {heading}'
-        found.append([f'{page}#{anchor}', where, ' '.join([plain(text), *defined])])
+        found.append([f'{page}#{anchor}', where, ' '.join([plain_text(text), *defined])])
     return found
 
 
@@ -360,6 +387,9 @@ SEARCH = """<h1>Search</h1>
 const parts = PARTS
 const plain = text => text.toLowerCase().replaceAll('\u200c', '').replaceAll('\u0643', '\u06a9')
                                         .replaceAll('\u064a', '\u06cc')
+const alike = {'\u06a9': '[\u06a9\u0643]', '\u06cc': '[\u06cc\u064a]'}
+const letter = c => alike[c] || c.replace(/[.*+?^${}()|[\\]\\\\]/, '\\\\$&')
+const loose = word => new RegExp([...word].map(letter).join('\u200c*'), 'i')   // as `plain` may have made it
 const texts = parts.map(part => [plain(part[1]), plain(part[1] + ' ' + part[2])])
 const field = document.getElementById('words'), list = document.getElementById('found')
 function show() {
@@ -372,7 +402,7 @@ function show() {
     entry.dir = 'auto'
     link.href = parts[i][0]
     link.textContent = parts[i][1]
-    const at = Math.max(0, parts[i][2].toLowerCase().indexOf(words[0]) - 60)
+    const at = Math.max(0, parts[i][2].search(loose(words[0])) - 60)
     entry.append(link, document.createElement('br'), parts[i][2].slice(at, at + 180))
     return entry
   }))

@@ -70,7 +70,7 @@ def root(tmp_path) -> Path:
                       outputs=[result(text__html='<audio></audio>', text__plain='<Audio>')]),
     ]
     nbformat.write(new_notebook(cells=cells), tmp_path / 'nbs/index.ipynb')
-    nbformat.write(new_notebook(cells=[new_markdown_cell('# One\n\n[home](index.ipynb)', id='a')]),
+    nbformat.write(new_notebook(cells=[new_markdown_cell('# One\n\n[home](index.ipynb)\n\n## Two', id='a')]),
                    tmp_path / 'nbs/00_one.ipynb')
     return tmp_path
 
@@ -120,6 +120,7 @@ def test_pages_stand_alone_and_lead_to_each_other(root):
     index = written['index.html']
     assert ('<a href="index.html" aria-current="page">Title</a>\n<a href="search.html">Search</a>\n'
             '<h4>Lessons</h4>\n<a href="one.html">One</a>') in index
+    assert '<h2 id="two">' in written['one.html']   # nbconvert would have it as Two
     assert 'href="one.html#two"' in index and 'href="index.html"' in written['one.html']
     assert 'data:image/png;base64,' in index and '<audio>' in index and 'secret' not in index
     assert not [part for part in ('<script', '<link', 'src="http') if part in index]
@@ -153,6 +154,26 @@ def test_a_persian_page_runs_from_right_to_left(root):
             '<a href="quick_start_fa.html" aria-current="page">کار</a>') in page
     assert '<a href="../search.html">Search</a>' in page
 
+
+def test_headings_have_the_addresses_of_github():
+    body = ''.join(f'<h{n} id="x">{text}<a class="anchor-link" href="#x">¶</a></h{n}>' for n, text in (
+        (1, 'A <code>b_c</code>, d'), (2, '3 × fast'), (3, 'Why?'), (3, 'Why?'), (2, 'کار «من»')))
+    found = re.findall('<h. id="([^"]*)">.*?href="#([^"]*)">', pages.addressed(body))
+    assert found == [(name, name) for name in ('a-b_c-d', '3--fast', 'why', 'why-1', 'کار-من')]
+
+def test_every_link_to_a_part_of_a_page_names_a_heading():
+    headings, wrong = {}, []
+    files = [ROOT / 'README.md', ROOT / 'README.fa.md', *pages.notebooks()]
+    for path in files:
+        text = path.read_text(encoding='utf-8')
+        if path.suffix == '.ipynb': text = '\n\n'.join(c.source for c in pages.visible(path).cells
+                                                       if c.cell_type == 'markdown')
+        headings[path] = text, {pages.slug(line) for line in re.findall('^#+ (.*)$', text, re.MULTILINE)}
+    for path, (text, _) in headings.items():
+        for target, part in re.findall(r'\]\(((?!https?:)[^)#]*)#([^)]+)\)', text):
+            there = (path.parent / target).resolve() if target else path
+            if part not in headings[there][1]: wrong.append(f'{path.name}: {target}#{part}')
+    assert wrong == []
 
 def test_what_the_search_knows_of_a_page():
     "Headings, their words, and what code defines; no code, pictures or outputs."

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import yaml
 
 from xtts_nb.app import tune as page
 from xtts_nb.app.demo import DEMO_SENTENCES, speak, VOICES
@@ -48,15 +49,21 @@ def test_the_commands(tmp_path):
     with pytest.raises(UserError, match='--skip train: only corpus and evaluate'):
         plan_tuning('b', tmp_path, skip=('train',))
 
-@pytest.mark.parametrize('text, leaves', [
-    ('training: {listen_clips: 8}', True), ('training: {judge_by: loss}', False),
-    ('training: {listen_clips: 2, judge_by: loss}', True), ('training: {judge_by: dtw}', True),
-    ('training: {steps: 5}', False), ('training: 5', False), ('', False)])
-def test_a_file_may_choose_the_model_otherwise(tmp_path, text, leaves):
+@pytest.mark.parametrize('text, listens, judges', [
+    ('training: {listen_clips: 8}', False, True), ('training: {judge_by: loss}', True, False),
+    ('training: {judge_by: dtw}', True, False), ('training: {listen_clips: 0}', False, False),
+    ('training: {listen_clips: 2, judge_by: loss}', False, False), ('training: {steps: 5}', True, True),
+    ('training: {listen_clips: 0, judge_by: loss}', True, True),   # as a whole config has it
+    ('training: 5', True, True), ('', True, True)])
+def test_a_file_may_choose_the_model_otherwise(tmp_path, text, listens, judges):
     (tmp_path / 'own.yaml').write_text(text)
     words = page.judged_words(tmp_path / 'own.yaml')
-    assert words == (() if leaves else page.judged_words(None)) and len(page.judged_words(None)) == 4
-    assert plan_tuning('b', tmp_path, judged=words)[2].words.count('--set') == (0 if leaves else 2)
+    assert words == (*('--set', 'training.listen_clips=4') * listens,
+                     *('--set', 'training.judge_by=dtw') * judges)
+    assert plan_tuning('b', tmp_path, judged=words)[2].words.count('--set') == listens + judges
+    if '{' in text:   # with the words, the settings are valid
+        sets = yaml.safe_load('\n'.join(w.removeprefix('training.').replace('=', ': ') for w in words[1::2]))
+        XTTSConfig.tiny().replace(training=yaml.safe_load(text)['training'] | (sets or {}))
 
 def test_only_what_changed_and_what_follows_runs_again(runs, tmp_path):
     assert runs()[0] == [*page.STAGES] and runs()[0] == []
@@ -126,6 +133,9 @@ def test_the_page_tells_what_was_forgotten(tmp_path):
     assert 'MODEL.md' not in shown()
     done['evaluate'] = {'words': [], 'result': {'scores': []}}
     assert 'MODEL.md' not in shown()   # by an older version
+    assert 'held-out sentences, as those by which the model was chosen; beside' in shown()
+    trained['best'] = None
+    assert 'Of held-out sentences; beside them' in shown()
     done['evaluate']['result']['card'] = 'scores/MODEL.md'
     assert 'href="scores/MODEL.md"' in shown()
 
@@ -149,6 +159,12 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
     assert text.count(f'--model {tmp_path}/run/best') == 3 == text.count('--model ')
     assert '<b>20</b><span>kept is the model after</span>' in text and '<b>25%</b>' in text
     assert 'Later models spoke worse' in text and '--steps 60' not in text
+    assert 'Kept is the model whose speech has the least distance' in text
+    (tmp_path / 'run/config.yaml').write_text('training: {judge_by: loss}')
+    text = page.tuning_page(done, tmp_path).read_text()
+    assert 'Later models had a higher loss' in text and 'Kept is the model with the lowest loss.' in text
+    (tmp_path / 'run/config.yaml').unlink()
+    text = page.tuning_page(done, tmp_path).read_text()
     trained['best']['step'] = 24
     assert 'the same tune with --steps 60.' in page.tuning_page(done, tmp_path).read_text()
     log.write_text(json.dumps(lines[0]) + '\n')

@@ -270,7 +270,7 @@ def test_evaluate(ran, behind, bars, tmp_path, monkeypatch):
     assert ran(line).out.splitlines()[-2:] == ['Listen and look: out/report.html',
                                                'Model card: out/MODEL.md']
     assert [str(v) for v in cards[0].values()] == ['out', str(found), f'{tmp_path}/best', f'{tmp_path}/best',
-                                                   "{'held_out': ['a']}"]
+                                                   "{'held_out': ['a']}", "['a']"]
     assert [[str(v) for v in call.values()][1:6] for call in asked[:2]] == [
         ['data', '[]', '16', '0', 'en'], ['data', "['a']", '3', '4', 'fa']]
     assert [call['xtts'].config for call in asked[:2]] == [str(tmp_path), f'{tmp_path}/best']
@@ -285,7 +285,8 @@ def test_a_card_of_a_run_and_of_a_model(behind, prepared, tmp_path):
     for step in (3, 12): (saved / f'step-{step:09d}.safetensors').touch()
     facts = {'cache': str(prepared.folder), 'key': prepared.manifest['key']}
     (tmp_path / 'gpt/run.json').write_text(json.dumps(facts))
-    write = lambda model, facts: cli_speak._write_card(tmp_path, 'found', 'config', tmp_path / model, facts)
+    write = lambda model, facts: cli_speak._write_card(tmp_path, 'found', 'config', tmp_path / model, facts,
+                                                       [])
     assert write('gpt', facts).name == 'MODEL.md'
     write('voice', {'part': 'voice', 'model': str(tmp_path / 'gpt'), 'held_out': ['x']})
     write('other', {})
@@ -295,6 +296,19 @@ def test_a_card_of_a_run_and_of_a_model(behind, prepared, tmp_path):
         (str(tmp_path / 'gone'), None, 12)]
     (tmp_path / 'MODEL.md').write_text('completed')
     assert write('gpt', facts).name == 'MODEL.new.md' and (tmp_path / 'MODEL.md').read_text() == 'completed'
+
+@pytest.mark.parametrize('model, facts, held, is_chosen', [
+    ('r/best', {'held_out': ['a'], 'mix_held_out': ['b']}, ['a'], True),
+    ('r', {'held_out': ['a']}, ['a'], False),
+    ('r/best', {'held_out': ['a'], 'mix_held_out': ['b']}, ['b'], False),
+    ('d/best', {'part': 'voice', 'model': 'r', 'held_out': ['a']}, ['a'], True),
+    ('d', {'part': 'voice', 'model': 'r/best', 'held_out': ['a']}, ['a'], True),
+    ('d', {'part': 'voice', 'model': 'best/r', 'held_out': ['a']}, ['a'], False)])
+def test_by_which_clips_a_model_was_chosen(behind, tmp_path, monkeypatch, model, facts, held, is_chosen):
+    cards = behind('speech.evaluate.model_card', 'THE CARD')
+    monkeypatch.setattr('xtts_nb.speech.guard.training_facts', lambda model: {})
+    cli_speak._write_card(tmp_path, 'found', 'config', Path(model), facts, held)
+    assert cards[0]['chosen'] is is_chosen
 
 def test_what_a_run_has_never_seen(prepared, tmp_path):
     here, own = Path(prepared.folder), prepared.manifest['key']

@@ -57,6 +57,15 @@ def test_what_is_missing_on_either_side_is_left_out(tmp_path, language, voices):
         assert 0.04 < places[inside[0]][0] - clip['start'] < 0.2
         assert 0.04 < clip['end'] - places[inside[-1]][1] < 0.2
 
+def test_what_a_text_says_again_is_found_each_time(tmp_path):
+    "As a refrain does, or people who read the same sentences in turn; one that is not read again is missing."
+    said = [*DEMO_SENTENCES['en'][:5], *DEMO_SENTENCES['en'][4::-1], *DEMO_SENTENCES['en'][:5]]
+    wav, places = reading(said)
+    more = [*said, DEMO_SENTENCES['en'][9], said[0]]
+    result = corpus(tmp_path, wav, ' '.join(more))
+    assert ' '.join(c['text'] for c in result['clips']) == ' '.join(said)
+    assert result['missing'] == more[-2:]
+
 def test_the_clips_are_a_corpus(tmp_path):
     texts = DEMO_SENTENCES['en'][:8]
     wav, _ = reading(texts)
@@ -355,7 +364,9 @@ def pieces(*seconds, pause=0.4, inner=(), closed=()):
     return out
 
 @pytest.mark.parametrize('chain, clips, rest', [
-    (pieces(3, 3, 3), ['012'], ''), (pieces(6, 6), ['0', '1'], ''), (pieces(1, 1, 9.7), ['01', '2'], ''),
+    (pieces(3, 3, 3), ['0', '12'], ''), (pieces(6, 6), ['0', '1'], ''), (pieces(1, 1, 9.7), ['01', '2'], ''),
+    (pieces(2.5, 2.5, 2.5, 2.5), ['01', '23'], ''), (pieces(*[1] * 8), ['0123', '4567'], ''),
+    (pieces(7, 2.2), ['0', '1'], ''), (pieces(7, 1, 2.2), ['0', '12'], ''),
     (pieces(12), [], '0'), (pieces(1.), [], '0'), (pieces(5, 12, 5), ['0', '2'], '1'),
     (pieces(5, 5, pause=2.), ['0', '1'], ''), (pieces(4, 4, 4, 4, inner=(0, 2)), ['01', '23'], ''),
     (pieces(6, 6, closed=(0,)), [], '01'), (pieces(3, 3, closed=(0,)), ['01'], '')])

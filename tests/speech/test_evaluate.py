@@ -324,7 +324,7 @@ def test_the_model_card(evaluation, prepared):
     assert text.startswith('---\n') and text.endswith('.\n') and 'no use' not in text
     assert 'Medians of 3 clips (not used in training), with griffin-lim' in text
     scored.about['held_out'] = False
-    for held, seen in ((True, 'not used in training, but the model was chosen by some of them'),
+    for held, seen in ((True, 'not used in training, but by some clips of this kind the model was chosen'),
                        (False, 'perhaps used in training')):
         tried = scored._replace(about=scored.about | {'held_out': held})
         assert f'({seen})' in model_card(tried, config, run, prepared, chosen=True)

@@ -230,20 +230,25 @@ def _convert_to_savedmodel(
     return result | {'out': str(out)}, f'{out}: {result["vocoder"]}, voices: {names}; see {out / "README.md"}'
 
 # %% ../../nbs/app/cli_speak.ipynb #5e7ec0c4
-def _write_card(folder: Path, found, config, model: Path, facts: dict) -> Path:   # found: of `evaluate`
-    "Write `MODEL.md`, or beside one that somebody may have completed `MODEL.new.md`."
+def _write_card(folder: Path, found, config, model: Path, facts: dict, held: list) -> Path:
+    "Write `MODEL.md` of what `evaluate` found on such clips; beside a completed one `MODEL.new.md`."
     from xtts_nb.files import atomic_file
     from xtts_nb.speech.evaluate import model_card
     from xtts_nb.speech.guard import training_facts
     from xtts_nb.train.trainer import updates_of
+    chosen = _was_chosen(model, facts, held)
     if facts.get('part') == 'voice':   # a decoder's run: what it speaks with was made by another one
         model = Path(facts['model'])
         facts = training_facts(model)
-    card = model_card(found, config, facts, _trained_on(facts), updates_of(model), model.name == 'best')
+    card = model_card(found, config, facts, _trained_on(facts), updates_of(model), chosen)
     path = folder / 'MODEL.md'
     if path.is_file() and path.read_text(encoding='utf-8') != card: path = folder / 'MODEL.new.md'
     with atomic_file(path) as part: part.write_text(card, encoding='utf-8')
     return path
+
+def _was_chosen(model: Path, facts: dict, held: list) -> bool:   # held: clips that were never seen
+    "Whether a model, or the GPT behind a decoder, is the best one by held-out clips; older ones never judge."
+    return 'best' in (model.name, Path(facts.get('model', '')).name) and held != facts.get('mix_held_out')
 
 def _trained_on(facts: dict):   # of a run
     "Its cache; None if that is not here any more as it was."
@@ -285,11 +290,12 @@ def _evaluate(
     with progress() as tell:
         tell('load the model', 0, 1)
         xtts = XTTS.load(model)
-        found = evaluate(xtts, data, _never_seen(data, facts), clips, seed, language, tell)
+        held = _never_seen(data, facts)
+        found = evaluate(xtts, data, held, clips, seed, language, tell)
     result, text = found.to_dict(), scores_text(found.scores)
     if report:
         result['report'] = str(evaluation_report(found, report))
-        result['card'] = str(_write_card(report, found, xtts.config, model, facts))
+        result['card'] = str(_write_card(report, found, xtts.config, model, facts, held))
         text += f'\nListen and look: {result["report"]}\nModel card: {result["card"]}'
     if record: write_record('evaluate', found.scores, **found.about)
     return result, text

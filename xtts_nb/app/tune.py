@@ -35,11 +35,14 @@ STAGES = 'corpus', 'prepare', 'train', 'evaluate'
 JUDGED = {'listen_clips': 4, 'judge_by': 'dtw'}   # the model is chosen by its speech
 
 def judged_words(config: Path | None) -> tuple[str, ...]:   # a file with settings
-    "The options that choose the model, unless the file sets one of them to another value than the default."
+    "The options that choose the model; each that the file sets stays as it is there."
     own = (read_settings(config) if config else {}).get('training')
-    usual = TrainingConfig().model_dump(include=set(JUDGED))
-    if isinstance(own, dict) and {key: own.get(key, usual[key]) for key in usual} != usual: return ()
-    return tuple(word for key, value in JUDGED.items() for word in ('--set', f'training.{key}={value}'))
+    asked = {key: own[key] for key in JUDGED if key in own} if isinstance(own, dict) else {}
+    # a whole config, as a run keeps it, asks for nothing
+    if asked == TrainingConfig().model_dump(include=set(JUDGED)): asked = {}
+    left = {key: value for key, value in JUDGED.items() if key not in asked}
+    if asked.get('listen_clips') == 0: left = {}   # nothing is spoken
+    return tuple(word for key, value in left.items() for word in ('--set', f'training.{key}={value}'))
 
 # %% ../../nbs/app/tune.ipynb #c0720016
 def plan_tuning(
@@ -146,13 +149,15 @@ def _candidate(line: dict, run: Path, kept: bool) -> str:   # line: of the log, 
     cells.append(player(sounds[0], '') if sounds else '')
     return f'<tr{" style=font-weight:600" if kept else ""}>{"".join(f"<td>{c}</td>" for c in cells)}</tr>'
 
-def _candidates(log: list[dict], run: Path, kept: int | None) -> Iterator[str]:
+_CHOSEN = {'dtw': 'whose speech has the least distance from the recordings', 'loss': 'with the lowest loss'}
+
+def _candidates(log: list[dict], run: Path, kept: int | None, judge: str) -> Iterator[str]:
     "What was spoken at each validation."
     lines = [line for line in log if 'val_dtw' in line]
     if not lines: return
     yield heading('Candidates', 'At each validation the model speaks some of the held-out sentences; one is '
-                                'here to listen to. Kept is the model whose speech has the least distance '
-                                'from the recordings. Loss and ends are computed on the recordings.')
+                                f'here to listen to. Kept is the model {_CHOSEN[judge]}. Loss and ends are '
+                                'computed on the recordings.')
     names = ('updates', 'loss', 'ends in time', 'distance', 'length', '', '')
     head = ''.join(f'<th>{name}</th>' for name in names)
     rows = ''.join(_candidate(line, run, line['step'] == kept) for line in lines)
@@ -175,12 +180,17 @@ def _figures(result: dict, log: list[dict], chosen: int | None) -> dict:   # res
         figures['loss of older clips'] = f'{old["before"]:.3f} before, {kept["val_old_loss"]:.3f} now'
     return figures
 
-def _more(chosen: int | None, steps: int) -> str:   # the model that is kept, and the updates in all
+def _more(chosen: int | None, steps: int, judge: str) -> str:   # the model that is kept; updates in all
     "Whether more updates are worth trying."
-    if chosen and chosen < 0.8 * steps: return 'Later models spoke worse: more updates will hardly help.'
+    worse = {'dtw': 'Later models spoke worse', 'loss': 'Later models had a higher loss'}[judge]
+    if chosen and chosen < 0.8 * steps: return f'{worse}: more updates will hardly help.'
     return f'For more updates, the same tune with --steps {2 * steps}.'
 
 # %% ../../nbs/app/tune.ipynb #c0720017
+def _judge(config: Path) -> str:   # of a run
+    "By what the best model was chosen."
+    return read_settings(config)['training']['judge_by'] if config.is_file() else JUDGED['judge_by']
+
 def _typed(command: str) -> str:
     "A command to be copied."
     return f'<pre style="white-space: pre-wrap">{html.escape(command)}</pre>'
@@ -190,7 +200,7 @@ def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: 
     result = {name: stage['result'] for name, stage in done.items()}
     trained = result['train']
     corpus, log = result.get('corpus', NO_CORPUS), read_json_lines(out / 'run' / 'metrics.jsonl')
-    chosen = (trained.get('best') or {}).get('step')
+    chosen, judge = (trained.get('best') or {}).get('step'), _judge(out / 'run' / 'config.yaml')
     links = {'corpus': ('corpus/listen.html', 'Listen to the cuts'),
              'prepare': ('cache/report.html', 'All clips, and those that were dropped'),
              'evaluate': ('scores/report.html', 'All scores, and clips to listen to'),
@@ -205,14 +215,15 @@ def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: 
                                 for name, (place, text) in links.items() if name in (*result, 'card')),
               heading('Losses', 'Once that of the held-out sentences rises, more updates make it worse.'),
               *_losses(log),
-              *_candidates(log, out / 'run', chosen)]
+              *_candidates(log, out / 'run', chosen, judge)]
     if 'evaluate' in result:
-        pieces += [heading('Scores', 'Of held-out sentences, by some of which the model was chosen; beside '
-                                     'them the recordings and an untrained model.'),
+        seen = ', as those by which the model was chosen' if chosen else ''
+        pieces += [heading('Scores', f'Of held-out sentences{seen}; beside them the recordings and an '
+                                     'untrained model.'),
                    scores_table(result['evaluate']['scores'])]
     pieces += [heading('What was typed'),
                *(_typed(shlex.join(['xtts-nb', *s['words']])) for s in done.values()),
-               heading('Next', f'Speak, save a voice, serve. {_more(chosen, trained["steps"])}'),
+               heading('Next', f'Speak, save a voice, serve. {_more(chosen, trained["steps"], judge)}'),
                _typed(f'xtts-nb say {said} --model {model} --voice {voice}'),
                _typed(f'xtts-nb voices add NAME {voice} --model {model} --voices voices'),
                _typed(f'xtts-nb serve --model {model} --voices voices')]

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -495,10 +496,12 @@ def fit_words(match: Match, speech: Speech, model: TextFrames) -> Fit:
 LEAD, SHARE = 0.45, 0.4   # least lead of a sentence, in gain of a frame and as a share of the median lead
 
 def lead_of(fit: Fit, speech: Speech, model: TextFrames, others: int = 4) -> float:
-    "By how much a sentence fits better than the best of others of its length."
-    length, own = np.diff(model.starts), fit.match.sentence
-    near = np.argsort(np.abs(length - length[own]), kind='stable')[:others + 1]
-    tried = [fit_words(fit.match._replace(sentence=int(i)), speech, model).score for i in near if i != own]
+    "By how much a sentence fits better than the best of others of its length, which say something else."
+    length, frames = np.diff(model.starts), lambda i: model.y[slice(*model.starts[i:i + 2])]
+    own = frames(fit.match.sentence)   # as each time that the text says it again
+    near = np.argsort(np.abs(length - len(own)), kind='stable')
+    other = islice((int(i) for i in near if not np.array_equal(frames(i), own)), others)
+    tried = [fit_words(fit.match._replace(sentence=i), speech, model).score for i in other]
     return fit.score - max(tried, default=0.)
 
 def found_sentences(matches: list[Match], speech: Speech, model: TextFrames) -> list[Fit]:

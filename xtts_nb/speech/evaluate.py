@@ -750,7 +750,7 @@ def model_card(
     if updates is not None: made['updates'] = f'{updates:,} of {config.data.batch_size} clips'
     if 'mix' in run: made['older clips'] = f'{run["mix_share"]:.0%} of the updates'
     seen = 'not used in training' if about['held_out'] else 'perhaps used in training'
-    if about['held_out'] and chosen: seen += ', but the model was chosen by some of them'
+    if about['held_out'] and chosen: seen += ', but by some clips of this kind the model was chosen'
     head = '\n'.join(['---', f'language: {json.dumps(languages)}', 'pipeline_tag: text-to-speech',
                       'library_name: xtts_nb', 'tags: [xtts]', 'license: other', '---'])
     return '\n\n'.join([
