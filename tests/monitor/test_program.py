@@ -17,7 +17,7 @@ from xtts_nb.monitor.program import (
     Diagnose, Seen, explain, find_beside, find_few_threads, find_growth, find_made_in_loop, find_own_python,
     find_pipelines, find_python_input, find_single_rows, find_tiny_steps, find_traces, finding, finding_lines,
     gain_without, steady_part, variables_put_back, watch_script)
-from xtts_nb.monitor.watch import Event, Look, Place, PythonCall
+from xtts_nb.monitor.watch import Event, Look, Place, PythonCall, Watch
 
 LINE, OTHER = Place(__file__, 3), Place(__file__, 4)
 
@@ -184,7 +184,7 @@ def test_fit_that_traces_again():
 
 @pytest.mark.parametrize('rows, looks, alike, is_found', [
     (4, {'graph': 100}, True, True), (16, {'graph': 100}, True, True), (17, {'graph': 100}, True, False),
-    (4, {'input': 30, 'graph': 70}, True, True), (4, {'input': 31, 'graph': 69}, True, False),
+    (4, {'input': 60, 'graph': 40}, True, True), (4, {'input': 61, 'graph': 39}, True, False),
     (4, {'callback': 30, 'graph': 70}, True, True), (4, {'callback': 31, 'graph': 69}, True, False),
     (4, {'trace': 31, 'graph': 69}, True, False),
     (4, {'graph': 100}, False, False)])
@@ -200,6 +200,23 @@ def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
     if not found: return
     assert found[0].disease == 'tiny batch' and 'of 64 rows 100.0 ms' in found[0].evidence
     assert found[0].predicted_gain == pytest.approx(64 / rows, rel=.05) and 'batch(64)' in found[0].change
+
+def test_few_rows_whose_pipeline_takes_its_time_for_each(monkeypatch):
+    "What a row takes before the step stays, in larger batches too; arguments may have names."
+    monkeypatch.setattr(page, 'seconds_of', lambda call: float(call()))
+    step, rows = tf.function(lambda x: tf.constant(.1)), tf.data.Dataset.range(9)
+    def look(waits, *pipelines):
+        part = seen(['input'] * waits + ['graph'] * (100 - waits), calls('call', 100), loop=('call', LINE),
+                    last={('call', LINE): (step, '__call__', (), {'x': tf.zeros((4, 3))})},
+                    datasets={LINE: [*pipelines]})
+        return find_tiny_steps(part)
+    paths = rows.map(tf.strings.as_string)
+    reads = paths.map(tf.io.read_file)
+    assert [page.works(d) for d in (rows, paths, reads)] == [False, False, True]
+    python = rows.map(lambda i: tf.numpy_function(lambda i: i, [i], tf.int64))
+    assert page.works(python) and only(look(50, paths)).predicted_gain == pytest.approx(16, rel=.05)
+    assert only(look(35, reads)).predicted_gain == pytest.approx(1 / (1 / 16 + .35), rel=.05)
+    assert look(50, reads) == []
 
 @pytest.mark.parametrize('kind, cause', [
     ('callback', 'a callback blocks'), ('save', 'saving the model blocks'),
@@ -305,6 +322,8 @@ NEVER_FULL = 'a cache that is never full'
     (lambda d: d.cache().take(3).repeat(), 1, True, NEVER_FULL),
     (lambda d: d.cache().take(3), 2, True, NEVER_FULL), (lambda d: d.cache().take(3), 1, True, None),
     (lambda d: d.cache(), 2, False, NEVER_FULL), (lambda d: d.cache(), 1, False, None),
+    (lambda d: d.cache().repeat(9).batch(2), 2, False, None),
+    (lambda d: d.repeat(2).take(5).cache(), 2, False, 'cache after repeat'),
     (lambda d: d.map(tf.io.decode_raw_or_read).shuffle(9), 1, True, 'shuffle after decoding'),
     (lambda d: d.take(3).cache().repeat(), 2, True, None),
     (lambda d: d.cache().shuffle(5).repeat().take(9), 2, True, None)])
@@ -334,6 +353,16 @@ def test_what_a_call_takes_without_a_trace():
     assert page.again(part, OTHER) is None
     broken = seen(last={('predict', LINE): (SimpleNamespace(predict=lambda x: 1 / 0), 'predict', (1,), {})})
     assert page.again(broken, LINE) is None
+
+def test_a_model_of_several_inputs_is_made_while_it_is_watched():
+    "A layer that joins them is called with a list of symbols of Keras, or of arrays of unlike shapes."
+    with Watch() as watch:
+        a, b = keras.Input((3,)), keras.Input((4,))
+        joined = keras.layers.Concatenate()
+        model = keras.Model([a, b], joined([a, b]))
+        assert joined([np.ones((2, 3)), np.ones((2, 4))]).shape == (2, 7)
+    assert model.output_shape == (None, 7)
+    assert [e.rows for e in watch.events if e.kind == 'layer'][-1] == 2
 
 @pytest.mark.parametrize('known, shapes, seconds, is_found', [
     (.004, 10, .05, True), (.004, 3, .05, True), (.004, 2, .05, False), (.02, 10, .05, True),

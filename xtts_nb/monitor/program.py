@@ -10,7 +10,7 @@ __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', '
            'finding', 'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of', 'tried', 'find_single_rows',
            'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again', 'find_compiled_again',
            'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call', 'find_in_graph',
-           'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of', 'waiting',
+           'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of', 'waiting', 'works',
            'find_tiny_steps', 'Shape', 'alone_seconds', 'find_slow_input', 'find_validation', 'find_filled_again',
            'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after', 'watch_script',
            'finding_lines']
@@ -861,23 +861,30 @@ def waiting(seen: Seen) -> float:
 # %% ../../nbs/monitor/program.ipynb #b0a10012
 TINY_ROWS = 16   # of a batch; with more its size is a choice
 
+def works(dataset) -> bool:
+    "Whether a pipeline computes or reads for each row, rather than only handing rows on."
+    types = [op for s in stages(dataset) for op in s.operations]
+    return bool(python_operations(dataset)) or any(h in op for op in types for h in HEAVY)
+
 def find_tiny_steps(seen: Seen, enough: int = 64) -> list[Finding]:
     "Steps whose fixed cost is larger than their work."
     beside = seen.share('callback', 'save', 'summary', 'eager', 'trace')
-    if not seen.steps or waiting(seen) > .3 or beside > .3: return []
+    if not seen.steps or (waits := waiting(seen)) > .6 or beside > .3: return []
     period = seen.seconds / len(seen.steps)
     call = compiled_call(seen)
-    rows = batch_rows(call.args) if call and not call.kwargs else None
+    given = call and [list(call.args), call.kwargs]
+    rows = call and batch_rows(given)
     if not rows or rows > TINY_ROWS: return []
     times = enough // rows
     grow = lambda x: tf.repeat(x, times, 0) if tf.is_tensor(x) and x.shape.rank and x.shape[0] == rows else x
     try:
         with variables_put_back() as possible:
             if not possible: return []
-            small = seconds_of(lambda: call.function(*call.args))
-            large = seconds_of(lambda more=tf.nest.map_structure(grow, call.args): call.function(*more))
+            run = lambda args, named: call.function(*args, **named)
+            small, large = (seconds_of(partial(run, *x)) for x in (given, tf.nest.map_structure(grow, given)))
     except Exception: return []   # a trial may fail in any way
-    left = (large + max(0., period - small)) / (times * period)
+    rows_wait = waits if any(map(works, datasets_of(seen)[-1:])) else 0.   # what a row takes before the step
+    left = (large + max(0., (1 - rows_wait) * period - small)) / (times * period) + rows_wait
     if left > .45: return []
     return [finding(
         seen, 'tiny batch',
@@ -961,7 +968,7 @@ def _order(
         if repeat is not None and repeat < cache: return REPEATED
         later = next((i for i in range(cache, len(names)) if names[i] in ('Take', 'Repeat')), None)
         cut = later is not None and names[later] == 'Take' and (passes > 1 or 'Repeat' in names[later:])
-        if cut or passes > 1 and not whole: return PART_OF_CACHE
+        if cut or passes > 1 and not whole and 'Repeat' not in names[cache:]: return PART_OF_CACHE
     if shuffle is not None and cache is None:
         before = [op for s in some[:shuffle] for op in s.operations]
         if any('Decode' in op or op == 'ReadFile' for op in before): return SHUFFLED
@@ -1079,7 +1086,8 @@ def find_slow_input(seen: Seen) -> list[Finding]:
     out = [f for rule in (find_oversubscription, find_single_threaded_map, find_slow_disk, find_small_files)
            if (f := rule(case)) and f.predicted_gain >= MIN_GAIN]
     (passes, whole), some = _passes(seen, made), stages(dataset)
-    order, again = _order(some, passes, whole), added > .3 * period and _again(seen, some, passes)
+    order = _order(stages(made[-1]), passes, whole)   # without the repeat() that was added here
+    again = added > .3 * period and _again(seen, some, passes)
     if found := _filled(seen, some, passes, fill, times): return [found]
     shape = (order, .02) if order else stage and _shape(some, stage, added, m.pipeline, again)
     if shape and (order or not out or shape[0] in PLAIN):

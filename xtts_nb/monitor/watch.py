@@ -309,7 +309,8 @@ def _before_call(self: Watch, event: Event, function) -> int:
 @patch
 def _note_rows(self: Watch, event: Event, network, args: tuple, kwargs: dict):
     given = args[0] if args else kwargs.get('x', kwargs.get('inputs'))
-    shape = np.shape(given) if isinstance(given, list) and not any(map(tf.is_tensor, given)) else None
+    try: shape = np.shape(given) if isinstance(given, list) and not any(map(tf.is_tensor, given)) else None
+    except ValueError: shape = None   # symbols of Keras, or rows of unlike length
     event.rows = shape[0] if shape else batch_rows(given) if given is not None else None
     self.last[event.kind, event.place] = network, event.name, args, kwargs
 
