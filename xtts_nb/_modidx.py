@@ -1829,6 +1829,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.find_slow_input': ( 'monitor/program.html#find_slow_input',
                                                                                       'xtts_nb/monitor/program.py'),
+                                         'xtts_nb.monitor.program.find_small_evaluation': ( 'monitor/program.html#find_small_evaluation',
+                                                                                            'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.find_tiny_steps': ( 'monitor/program.html#find_tiny_steps',
                                                                                       'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.find_traces': ( 'monitor/program.html#find_traces',

@@ -201,6 +201,29 @@ def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
     assert found[0].disease == 'tiny batch' and 'of 64 rows 100.0 ms' in found[0].evidence
     assert found[0].predicted_gain == pytest.approx(64 / rows, rel=.05) and 'batch(64)' in found[0].change
 
+@pytest.mark.parametrize('name, given, rows, seconds, takes, is_found', [
+    ('evaluate', {'batch_size': 1}, 4, .1, .5, True), ('predict', {'batch_size': 16}, 64, .1, .01, True),
+    ('predict', {'batch_size': 17}, 640, .1, .01, False), ('evaluate', {}, 640, .1, .01, False),
+    ('evaluate', {'batch_size': 1}, 3, .1, .01, False),
+    ('predict_on_batch', {'batch_size': 1}, 9, .1, .01, False),
+    ('evaluate', {'batch_size': 1}, 4, .0199, .01, False),
+    ('evaluate', {'batch_size': 1}, 4, .1, .51, False)])
+def test_an_evaluation_in_small_batches(monkeypatch, name, given, rows, seconds, takes, is_found):
+    "Five calls, of ten seconds each at most; in batches of 256 rows a call takes a share of that."
+    asked = []
+    model = SimpleNamespace(**{name: lambda *args, **named: asked.append((args, named))})
+    monkeypatch.setattr(page, 'tried', lambda call: call() or 10 * seconds * takes)
+    kind = name.removesuffix('_on_batch')
+    part = seen([], calls(kind, 10, seconds=10 * seconds, rows=rows),
+                last={(kind, LINE): (model, name, ('x',), given)})
+    part.begin, part.end = 0., 100 * seconds if seconds == .1 else 10.
+    found = page.find_small_evaluation(part)
+    assert bool(found) == is_found
+    if not found: return
+    assert asked == [(('x',), {'batch_size': 256, 'verbose': 0})] and only(found).place == 'test_program.py:3'
+    assert found[0].predicted_gain == pytest.approx(1 / takes, rel=.15)
+    assert f'{rows} rows in batches of {given["batch_size"]}, and takes 100%' in found[0].evidence
+
 def test_few_rows_whose_pipeline_takes_its_time_for_each(monkeypatch):
     "What a row takes before the step stays, in larger batches too; arguments may have names."
     monkeypatch.setattr(page, 'seconds_of', lambda call: float(call()))
@@ -353,6 +376,14 @@ def test_what_a_call_takes_without_a_trace():
     assert page.again(part, OTHER) is None
     broken = seen(last={('predict', LINE): (SimpleNamespace(predict=lambda x: 1 / 0), 'predict', (1,), {})})
     assert page.again(broken, LINE) is None
+
+def test_an_evaluation_of_the_program_counts_and_that_of_fit_does_not():
+    x, model = np.ones((8, 3), 'float32'), keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
+    with Watch() as watch:
+        model.fit(x, x[:, :1], validation_data=(x, x[:, :1]), verbose=0)
+        model.evaluate(x, x[:, :1], batch_size=2, verbose=0)
+    assert [e.rows for e in watch.events if e.kind == 'evaluate'] == [8]
 
 def test_a_model_of_several_inputs_is_made_while_it_is_watched():
     "A layer that joins them is called with a list of symbols of Keras, or of arrays of unlike shapes."

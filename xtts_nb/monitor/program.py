@@ -11,9 +11,9 @@ __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', '
            'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again', 'find_compiled_again',
            'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call', 'find_in_graph',
            'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of', 'waiting', 'works',
-           'find_tiny_steps', 'Shape', 'alone_seconds', 'find_slow_input', 'find_validation', 'find_filled_again',
-           'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after', 'watch_script',
-           'finding_lines']
+           'find_tiny_steps', 'find_small_evaluation', 'Shape', 'alone_seconds', 'find_slow_input', 'find_validation',
+           'find_filled_again', 'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after',
+           'watch_script', 'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import gc
@@ -895,6 +895,30 @@ def find_tiny_steps(seen: Seen, enough: int = 64) -> list[Finding]:
         1.0, left, seen.loop[1],
         f'dataset.batch({times * rows})   # or model.compile(..., steps_per_execution=16)')]
 
+# %% ../../nbs/monitor/program.ipynb #b0a1f012
+def find_small_evaluation(seen: Seen, enough: int = 256) -> list[Finding]:
+    "`predict` or `evaluate` of many rows in small batches, whose size changes no result."
+    groups = {}
+    for e in seen.events:
+        if e.kind in ('predict', 'evaluate') and e.rows and e.place:
+            groups.setdefault((e.kind, e.place), []).append(e)
+    for key, some in groups.items():
+        network, name, args, kwargs = seen.watch.last[key]
+        size, share = kwargs.get('batch_size') or 32, sum(e.seconds for e in some) / seen.seconds
+        rows = some[-1].rows
+        if name.endswith('on_batch') or size > TINY_ROWS or rows < 4 * size or share < .2: continue
+        more = kwargs | {'batch_size': enough, 'verbose': 0}
+        larger = tried(partial(getattr(network, name), *args, **more))
+        each = statistics.median(e.seconds for e in some)
+        if larger is None or larger > .5 * each: continue
+        return [finding(
+            seen, 'tiny batch',
+            f'model.{name} reads {rows:,} rows in batches of {size}, and takes {share:.0%} of the time, '
+            f'{ms(each)} a call; in batches of {enough} it takes {ms(larger)}',
+            f'batch_size={enough}: no result depends on it', share, larger / each, key[1],
+            f'model.{name}(x, batch_size={enough})')]
+    return []
+
 # %% ../../nbs/monitor/program.ipynb #d0a00007
 @dataclass(frozen=True)
 class Shape:
@@ -1147,7 +1171,8 @@ def find_filled_again(seen: Seen) -> list[Finding]:
 # %% ../../nbs/monitor/program.ipynb #b0a10013
 PROGRAM_RULES = (   # the first that speaks of a line is believed, unless a later one gains twice as much
     find_made_in_loop, find_pipelines, find_single_rows, find_traces, find_compiled_again, find_growth,
-    find_validation, find_filled_again, find_eager, find_in_graph, find_few_threads, find_python_input,
+    find_validation, find_small_evaluation, find_filled_again, find_eager, find_in_graph, find_few_threads,
+    find_python_input,
     find_slow_input, find_beside, find_tiny_steps, find_own_python, find_fetches, find_on_host)
 
 WORTH = 1.2   # times; of a program as it runs, a smaller gain is hard to tell from noise

@@ -156,6 +156,7 @@ COUNTED = {   # kind of call: owner and name of the functions
     'call': ((TF_FUNCTION, '__call__'),),
     'fetch': (('tensorflow.python.framework.ops:_EagerTensorBase', '_numpy'),),
     'predict': ((_TRAINER, 'predict'), (_TRAINER, 'predict_on_batch')),
+    'evaluate': ((_TRAINER, 'evaluate'),),
     'train_on_batch': ((_TRAINER, 'train_on_batch'), (_TRAINER, 'test_on_batch')),
     'layer': (('keras.src.layers.layer:Layer', '__call__'),),
     'gradient': (('tensorflow.python.eager.backprop:GradientTape', 'gradient'),),
@@ -264,6 +265,8 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
     def around(original, first, args, kwargs):
         if threading.get_ident() != self.thread or (self._depth and not passed) or _is_passing(kind, first):
             return original(first, *args, **kwargs)
+        if kind == 'evaluate' and not is_users(sys._getframe(2).f_code.co_filename):   # of `fit`
+            return original(first, *args, **kwargs)
         if self._wanted: self._keep_function(sys._getframe(2))
         event = Event(kind, place_of(sys._getframe(2)), time.perf_counter(), name=name)
         if kind == 'call': before = self._before_call(event, first)
@@ -276,7 +279,8 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
             if kind == 'call':
                 event.traced = first.experimental_get_tracing_count() > before
                 self.last[kind, event.place] = first, event.name, args, kwargs
-            elif kind in ('predict', 'train_on_batch', 'layer'): self._note_rows(event, first, args, kwargs)
+            elif kind in ('predict', 'evaluate', 'train_on_batch', 'layer'):
+                self._note_rows(event, first, args, kwargs)
             elif kind == 'variable' and hasattr(first, 'shape'): event.rows = first.shape.num_elements()
             if kind in SHAPED and is_compiled(first):
                 self.shapes.setdefault((kind, event.place), set()).add(_shapes(args, kwargs))
@@ -297,6 +301,7 @@ def _is_passing(kind: str, made) -> bool:
     "Whether a variable is one of a graph, or only the handle of one that was just written."
     return kind == 'variable' and (type(made).__name__ != 'ResourceVariable' or not tf.executing_eagerly())
 
+# %% ../../nbs/monitor/watch.ipynb #c0a00011
 @patch
 def _before_call(self: Watch, event: Event, function) -> int:
     "How often it was traced before; notes the function itself."
