@@ -469,7 +469,7 @@ def test_what_is_forgotten_is_told(tmp_path):
     assert cli_train._forgotten(SimpleNamespace()) == cli_train._forgotten(SimpleNamespace(old=None)) == {}
 
 def test_what_tune_hands_to_its_stages(behind, ran, home):
-    (home / 'c').write_text('training: {listen_clips: 8}\n')   # it chooses the model by itself
+    (home / 'c').write_text('training: {listen_clips: 8}\n')   # half of how the model is chosen
     plans, tuned = behind('app.tune.plan_tuning', 'the plan'), behind(
         'app.tune.tune', {'train': {'result': {'best': {'step': 5}}}})
     pages = behind('app.tune.tuning_page', Path('o/index.html'))
@@ -481,7 +481,7 @@ def test_what_tune_hands_to_its_stages(behind, ran, home):
         'a.mp3', 'o', 't', 'de', 'm']
     assert (plan['skip'], plan['prepare']) == (('evaluate',), ['--preset', 'tiny', '--config', 'c'])
     assert plan['train'] == ['--config', 'c', '--finetune', 'lora', '--steps', '7']
-    assert plan['judged'] == ()
+    assert plan['judged'] == ('--set', 'training.judge_by=dtw')   # the file says only how many are spoken
     assert str(plan['mix']) == 'OLD'
     assert asked['stages'] == 'the plan' and str(asked['out']) == 'o' and pages[0]['language'] == 'de'
 
