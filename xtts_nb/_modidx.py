@@ -1790,6 +1790,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'xtts_nb.monitor.program.alive': ('monitor/program.html#alive', 'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.alone_seconds': ( 'monitor/program.html#alone_seconds',
                                                                                     'xtts_nb/monitor/program.py'),
+                                         'xtts_nb.monitor.program.calls_with_rows': ( 'monitor/program.html#calls_with_rows',
+                                                                                      'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.compiled_call': ( 'monitor/program.html#compiled_call',
                                                                                     'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.datasets_of': ( 'monitor/program.html#datasets_of',

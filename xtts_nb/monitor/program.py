@@ -7,13 +7,13 @@ __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', '
            'UNSIZED', 'CPU_SCOPE', 'SHORT_STEP', 'TINY_ROWS', 'PER_ROW', 'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE',
            'REPEATED', 'SHUFFLED', 'FILLED', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'PARSERS', 'PICTURE',
            'CROPS', 'NO_CAUSE', 'PROGRAM_RULES', 'WORTH', 'AGREES', 'MUCH', 'Seen', 'steady_part', 'gain_without',
-           'finding', 'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of', 'tried', 'find_single_rows',
-           'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again', 'find_compiled_again',
-           'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call', 'find_in_graph',
-           'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of', 'waiting', 'works',
-           'find_tiny_steps', 'find_small_evaluation', 'Shape', 'alone_seconds', 'find_slow_input', 'find_validation',
-           'find_filled_again', 'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after',
-           'watch_script', 'finding_lines']
+           'finding', 'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of', 'tried', 'calls_with_rows',
+           'find_single_rows', 'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again',
+           'find_compiled_again', 'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call',
+           'find_in_graph', 'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of',
+           'waiting', 'works', 'find_tiny_steps', 'find_small_evaluation', 'Shape', 'alone_seconds', 'find_slow_input',
+           'find_validation', 'find_filled_again', 'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched',
+           'ended_after', 'watch_script', 'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import gc
@@ -182,16 +182,20 @@ def tried(call: Callable) -> float | None:
 # %% ../../nbs/monitor/program.ipynb #b0a10009
 ROW_BY_ROW, MANY = 4, 64   # rows of a call at most; how many times as many are tried
 
+def calls_with_rows(seen: Seen, *kinds: str) -> dict:   # (kind, place) -> events
+    "The calls of these kinds whose rows are known, by the line of the program that made them."
+    groups = {}
+    for e in seen.events:
+        if e.kind in kinds and e.rows and e.place: groups.setdefault((e.kind, e.place), []).append(e)
+    return groups
+
 def find_single_rows(seen: Seen) -> list[Finding]:
     "Calls of a network with a row or a few; several of them are one finding."
-    found, groups = [], {}
-    for e in seen.events:
-        if e.kind in ('predict', 'train_on_batch', 'layer') and e.rows:
-            groups.setdefault((e.kind, e.place), []).append(e)
-    for (kind, place), some in groups.items():
+    found = []
+    for (kind, place), some in calls_with_rows(seen, 'predict', 'train_on_batch', 'layer').items():
         share = sum(e.seconds for e in some) / seen.seconds
         rows = statistics.median(e.rows for e in some)
-        if len(some) < 5 or rows > ROW_BY_ROW or share < .1 or place is None: continue
+        if len(some) < 5 or rows > ROW_BY_ROW or share < .1: continue
         if kind == 'layer' and seen.share('eager') > .5: continue   # it runs operation by operation
         name = {'layer': 'the model'}.get(kind, f'model.{some[-1].name}')
         each = statistics.median(e.seconds for e in some)
@@ -898,11 +902,7 @@ def find_tiny_steps(seen: Seen, enough: int = 64) -> list[Finding]:
 # %% ../../nbs/monitor/program.ipynb #b0a1f012
 def find_small_evaluation(seen: Seen, enough: int = 256) -> list[Finding]:
     "`predict` or `evaluate` of many rows in small batches, whose size changes no result."
-    groups = {}
-    for e in seen.events:
-        if e.kind in ('predict', 'evaluate') and e.rows and e.place:
-            groups.setdefault((e.kind, e.place), []).append(e)
-    for key, some in groups.items():
+    for key, some in calls_with_rows(seen, 'predict', 'evaluate').items():
         network, name, args, kwargs = seen.watch.last[key]
         size, share = kwargs.get('batch_size') or 32, sum(e.seconds for e in some) / seen.seconds
         rows = some[-1].rows
@@ -1172,8 +1172,8 @@ def find_filled_again(seen: Seen) -> list[Finding]:
 PROGRAM_RULES = (   # the first that speaks of a line is believed, unless a later one gains twice as much
     find_made_in_loop, find_pipelines, find_single_rows, find_traces, find_compiled_again, find_growth,
     find_validation, find_small_evaluation, find_filled_again, find_eager, find_in_graph, find_few_threads,
-    find_python_input,
-    find_slow_input, find_beside, find_tiny_steps, find_own_python, find_fetches, find_on_host)
+    find_python_input, find_slow_input, find_beside, find_tiny_steps, find_own_python, find_fetches,
+    find_on_host)
 
 WORTH = 1.2   # times; of a program as it runs, a smaller gain is hard to tell from noise
 
