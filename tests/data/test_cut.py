@@ -196,6 +196,28 @@ def test_pauses_of_joined_recordings():
         ('a', pytest.approx(1.5, abs=.03), 1.75), ('b', 0, pytest.approx(.5, abs=.03))]
 
 
+def test_each_folder_of_recordings_is_a_speaker(tmp_path):
+    said = {'Anna M': DEMO_SENTENCES['en'][:3], 'Ben/old': DEMO_SENTENCES['en'][3:6],
+            'Ben': DEMO_SENTENCES['en'][6:9]}
+    for name, texts in said.items():
+        (tmp_path / 'all' / name).mkdir(parents=True, exist_ok=True)
+        wav, _ = reading(texts, ('f4',) if name == 'Anna M' else ('m3',))
+        soundfile.write(tmp_path / 'all' / name / '1.wav', wav, RATE)
+        (tmp_path / 'all' / name / '._1.wav').write_bytes(b'hidden')
+        (tmp_path / 'all' / name / '1.txt').write_text(' '.join(texts))
+    result = cut_corpus(tmp_path / 'all', None, tmp_path / 'out', 'en', speak_words, sentences)
+    rows = read_corpus(tmp_path / 'out')[0]
+    told = {speaker: ' '.join(r.text for r in rows if r.speaker == speaker) for speaker in ('Anna_M', 'Ben')}
+    assert told == {'Anna_M': ' '.join(said['Anna M']), 'Ben': ' '.join(said['Ben'])}
+    assert {r.speaker for r in rows} == {*told}
+    assert {s['source'] for s in result['clips'] + result['dropped']} == {'Anna M/1.wav', 'Ben/1.wav'}
+    again = cut.recut(tmp_path / 'all', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')['clips']
+    assert again == [{k: v for k, v in c.items() if k != 'score'} for c in result['clips']]
+    assert [r.speaker for r in read_corpus(tmp_path / 'same')[0]] == [r.speaker for r in rows]
+    soundfile.write(tmp_path / 'all' / 'own.wav', np.zeros(RATE), RATE)   # then only what lies there itself
+    assert [p.name for p in cut.find_recordings(tmp_path / 'all')] == ['own.wav']
+
+
 # --- corrected by hand --------------------------------------------------------------------------------------
 
 def test_a_corrected_table_is_cut_again(tmp_path):

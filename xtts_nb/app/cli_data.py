@@ -48,7 +48,8 @@ def _has_table(source: Path) -> bool:
 
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
 def _corpus(
-    source: argument(Path, 'A recording, a folder of recordings, or clips with a table, which are checked.'),
+    source: argument(Path, 'A recording, a folder of recordings (or a folder for each speaker), or clips '
+                           'with a table, which are checked.'),
     out: option(Path, 'Folder of the corpus; it must be new or empty.'),
     text: option(Path | None, 'What is read: paragraphs, or subtitles (.srt, .vtt, .ass); default: a file of '
                               'the same name beside each recording.') = None,

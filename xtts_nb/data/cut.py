@@ -227,16 +227,26 @@ def _natural(path: Path) -> list:
     "A key that sorts 2 before 10."
     return [int(part) if i % 2 else part.lower() for i, part in enumerate(re.split(r'(\d+)', path.name))]
 
+def _named_in(path: Path, source: Path) -> str:
+    "The name of a recording, behind that of its folder in the source."
+    return path.relative_to(source).as_posix() if source.is_dir() else path.name
+
 def _with_a_name(path: Path) -> Path:
     if not re.search('[\ud800-\udfff]', path.name): return path
     raise UserError(f'{visible(str(path))}: its name is not UTF-8; rename it.')
 
+def _recordings_in(folder: Path) -> list[Path]:
+    "In the order of their names, without what a system hides there."
+    found = (p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith('.'))
+    return sorted(found, key=_natural)
+
 def find_recordings(source: Path) -> list[Path]:
-    "A recording, or those in a folder, in the order of their names."
+    "A recording, or those in a folder; if it holds none, those in its folders, each of one speaker."
     if source.is_file(): return [_with_a_name(source)]
     if not source.is_dir():
         raise UserError(f'{source}: there is no such file; give a recording, or a folder of recordings.')
-    found = sorted((p for p in source.iterdir() if p.suffix.lower() in SUFFIXES), key=_natural)
+    folders = (p for p in sorted(source.iterdir(), key=_natural) if p.is_dir())
+    found = _recordings_in(source) or [p for folder in folders for p in _recordings_in(folder)]
     if not found: raise UserError(f'{source}: holds no recordings ({", ".join(SUFFIXES)}).')
     return [*map(_with_a_name, found)]
 
@@ -381,8 +391,10 @@ def _locate(result: dict, recordings: list[Recording]):
 
 def _name(result: dict, source: Path, language: str):
     "Add to all stretches from which recording they are, and to clips their speaker and language."
-    for stretch in result['clips'] + result['dropped']: stretch['source'] = stretch['path'].name
-    for clip in result['clips']: clip.update(speaker=_speaker(source), language=language)
+    for stretch in result['clips'] + result['dropped']: stretch['source'] = _named_in(stretch['path'], source)
+    for clip in result['clips']:
+        speaker = clip['path'].parent if source.is_dir() else source
+        clip.update(speaker=_speaker(speaker), language=language)
 
 # %% ../../nbs/data/cut.ipynb #c0700016
 def _seconds(path: Path) -> float:
@@ -391,7 +403,7 @@ def _seconds(path: Path) -> float:
 
 def read_cuts(table: str | Path, source: Path) -> list[dict]:
     "The clips of an edited `cuts.csv`; raises `UserError` for a line that cannot be cut."
-    paths, seconds, clips = {p.name: p for p in find_recordings(source)}, {}, []
+    paths, seconds, clips = {_named_in(p, source): p for p in find_recordings(source)}, {}, []
     for number, line in read_lines(Path(table)):
         cells, where = [c.strip() for c in line.split('|', 3)], f'{table}, line {number}'
         if cells == ['source', 'start', 'end', 'text']: continue
