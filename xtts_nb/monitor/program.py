@@ -13,7 +13,7 @@ __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', '
            'find_in_graph', 'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of',
            'waiting', 'works', 'find_tiny_steps', 'find_small_evaluation', 'Shape', 'alone_seconds', 'find_slow_input',
            'find_validation', 'find_filled_again', 'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched',
-           'ended_after', 'watch_script', 'finding_lines']
+           'ends_after', 'watch_script', 'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import gc
@@ -22,7 +22,6 @@ import math
 import os
 import re
 import runpy
-import signal
 import statistics
 import sys
 import time
@@ -1328,18 +1327,12 @@ def every_fit_watched(watch: Watch):
     try: yield
     finally: keras.Model.fit = original
 
-@contextmanager
-def ended_after(seconds: float, watch: Watch):
-    "Raise `Enough` inside the block when its loop has run for so long."
-    def enough(*_):
+def ends_after(seconds: float) -> Callable:   # what a `Watch` calls at a look
+    "Raise `Enough` in a program when its loop has run for so long."
+    def ends(watch: Watch):
         first = next((e.start for e in watch.events if e.kind in LOOP_KINDS), None)
         if first is not None and time.perf_counter() - first > seconds: raise Enough
-    before = signal.signal(signal.SIGALRM, enough)
-    signal.setitimer(signal.ITIMER_REAL, 1., .5)
-    try: yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.)
-        signal.signal(signal.SIGALRM, before)
+    return ends
 
 # %% ../../nbs/monitor/program.ipynb #d0a0000c
 def watch_script(
@@ -1350,10 +1343,10 @@ def watch_script(
     "Run a script as `python script arguments` would, under a watch; raises `UserError` if it fails."
     path = Path(path)
     if not path.is_file(): raise UserError(f'{path}: there is no such script.')
-    argv, search, watch = sys.argv, sys.path[:], Watch()
+    argv, search, watch = sys.argv, sys.path[:], Watch(at_look=ends_after(seconds))
     sys.argv, sys.path[:] = [str(path), *arguments], [str(path.parent.resolve()), *sys.path]
     try:
-        with watch, every_fit_watched(watch), ended_after(seconds, watch):
+        with watch, every_fit_watched(watch):
             runpy.run_path(str(path), run_name='__main__')
     except (Enough, SystemExit): pass
     except Exception as e:
