@@ -1908,6 +1908,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.monitor.watch.Watch.pipeline_place': ( 'monitor/watch.html#watch.pipeline_place',
                                                                                        'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch._about': ('monitor/watch.html#_about', 'xtts_nb/monitor/watch.py'),
+                                       'xtts_nb.monitor.watch._begins': ('monitor/watch.html#_begins', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch._installed': ('monitor/watch.html#_installed', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch._is_passing': ('monitor/watch.html#_is_passing', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch._shapes': ('monitor/watch.html#_shapes', 'xtts_nb/monitor/watch.py'),

@@ -7,6 +7,7 @@ __all__ = ['MARKS', 'COUNTED', 'PASSED', 'SHAPED', 'ASKED', 'libraries', 'is_use
            'Look', 'About', 'look_at', 'Event', 'PythonCall', 'Watch', 'is_running', 'is_compiled']
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10003
+import dis
 import gc
 import linecache
 import os
@@ -268,6 +269,11 @@ def _look_beside(self: Watch, frames: dict, now: float):
         if place := place_of(frame): self.beside.append((now, place))
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10011
+@cache
+def _begins(code) -> int:
+    "Where a function has only begun; Python listens to signals there too."
+    return next((i.offset for i in dis.get_instructions(code) if i.opname == 'RESUME'), -1)
+
 @patch
 def _start_timer(self: Watch):
     "Look by a timer, unless somebody uses that of the process or listens to all signals."
@@ -299,6 +305,7 @@ def _stop_timer(self: Watch):
 @patch
 def _at_time(self: Watch, _, frame):
     "Look for each turn of the timer since the last look: they came while one call ran."
+    if frame.f_lasti <= _begins(frame.f_code): frame = frame.f_back or frame   # it was before the call
     due = int((time.perf_counter() - self.begun) / self.interval)
     if not self.timed or due <= self._due: return   # a look takes longer than a turn, or the watch has ended
     last, self._due = self._due, due
