@@ -150,12 +150,15 @@ def test_rows_of_several_calls_are_one_finding():
 @pytest.mark.parametrize('kind', ['model', 'optimizer', 'variable'])
 def test_what_is_made_in_the_loop(kind):
     looks = ['trace'] * 40 + [(OTHER, 'eager')] * 10 + ['graph'] * 50
-    made = calls(kind, 9, place=OTHER)
+    made = calls(kind, 9, 1., place=OTHER)
     found = only(find_made_in_loop(seen(looks, made)))
     assert found.disease == page.MADE[kind] and found.place == 'test_program.py:4'
     assert found.predicted_gain == pytest.approx(1 / (1 - .5 * .97))
     assert find_made_in_loop(seen(looks, made[:2])) == [] == find_made_in_loop(seen(['graph'] * 99, made))
     assert find_made_in_loop(seen(looks, made, loop=('fit', LINE))) == []
+    # a model makes many at once, as it is built or compiled
+    assert find_made_in_loop(seen(looks, calls(kind, 9, .24, place=OTHER))) == []
+    assert find_made_in_loop(seen(looks, calls(kind, 9, .26, place=OTHER)))
 
 def traced(step, values):
     for value in values: step(*value)
@@ -186,8 +189,9 @@ def test_fit_that_traces_again():
 @pytest.mark.parametrize('rows, looks, alike, is_found', [
     (4, {'graph': 100}, True, True), (16, {'graph': 100}, True, True), (17, {'graph': 100}, True, False),
     (4, {'input': 60, 'graph': 40}, True, True), (4, {'input': 61, 'graph': 39}, True, False),
-    (4, {'callback': 30, 'graph': 70}, True, True), (4, {'callback': 31, 'graph': 69}, True, False),
-    (4, {'trace': 31, 'graph': 69}, True, False),
+    (4, {'save': 30, 'graph': 70}, True, True), (4, {'save': 31, 'graph': 69}, True, False),
+    (4, {'trace': 31, 'graph': 69}, True, False), (4, {'eager': 31, 'graph': 69}, True, False),
+    (4, {'summary': 31, 'graph': 69}, True, False), (4, {'callback': 60, 'graph': 40}, True, True),
     (4, {'graph': 100}, False, False)])
 def test_steps_of_few_rows(monkeypatch, rows, looks, alike, is_found):
     "Found where a batch of 64 rows takes less than 0.45 of what as many small ones take."
@@ -225,6 +229,22 @@ def test_an_evaluation_in_small_batches(monkeypatch, name, given, rows, seconds,
     assert found[0].predicted_gain == pytest.approx(1 / takes, rel=.15)
     assert f'{rows} rows in batches of {given["batch_size"]}, and takes 100%' in found[0].evidence
 
+def test_callbacks_that_somebody_chose():
+    named = lambda name: Look(0., LINE, 'callback', 'inside', name)
+    part = seen([])
+    part.looks = [*map(named, ('', 'CallbackList', 'History', 'ProgbarLogger', 'Own', 'EarlyStopping')),
+                  Look(0., LINE, 'graph', 'inside', 'Own'), Look(0., LINE, 'graph', 'inside')]
+    assert page._callbacks(part) == 2 / 8 and page._callbacks(seen([])) == 0
+
+@pytest.mark.parametrize('loop, is_found', [('call', False), ('fit', True)])
+def test_what_keras_does_at_each_step_is_a_cost_of_the_step(monkeypatch, loop, is_found):
+    monkeypatch.setattr(page, 'seconds_of', lambda call: float(call()))
+    step = tf.function(lambda x: tf.constant(.01))
+    part = seen(['eager'] * 60 + ['graph'] * 40, calls(loop, 100), loop=(loop, LINE),
+                last={('call', LINE): (step, '__call__', (tf.zeros((4, 3)),), {})})
+    part.events += calls('call', 100)
+    assert bool(find_tiny_steps(part)) == is_found
+
 def test_few_rows_whose_pipeline_takes_its_time_for_each(monkeypatch):
     "What a row takes before the step stays, in larger batches too; arguments may have names."
     monkeypatch.setattr(page, 'seconds_of', lambda call: float(call()))
@@ -250,6 +270,45 @@ def test_what_is_done_beside_training(kind, cause):
     assert found.disease == cause and '40%' in found.evidence
     assert found.predicted_gain == pytest.approx(1 / (.6 + .4 * .02))
     assert find_beside(seen([kind] * 11 + ['graph'] * 89)) == []
+
+BLOCKS = '''
+for x in data:
+    loss = step(x)
+    if n % 1 == 0:
+        with writer.as_default():
+            made = model(seed)
+            summary.image(made)
+        writer.flush()
+    n += 1
+'''
+
+@pytest.mark.parametrize('line, expected', [(1, range(1, 2)), (6, range(5, 8)), (8, range(4, 9)),
+                                            (9, range(9, 10))])
+def test_the_block_of_a_line(tmp_path, line, expected):
+    (tmp_path / 'a.py').write_text(BLOCKS)
+    assert page._block(Place(str(tmp_path / 'a.py'), line)) == expected
+    (tmp_path / 'b.py').write_text('%time x\n' + BLOCKS)
+    assert page._block(Place(str(tmp_path / 'b.py'), line)) == range(line, line + 1)
+
+def test_what_is_computed_for_summaries_is_their_cost(tmp_path):
+    (tmp_path / 'a.py').write_text(BLOCKS)
+    at = lambda line: Place(str(tmp_path / 'a.py'), line)
+    looks = [(at(line), kind) for line, kind, many in (
+        (7, 'summary', 20), (6, 'eager', 30), (8, 'eager', 10), (3, 'graph', 40)) for _ in range(many)]
+    look = lambda *lines: only(find_beside(seen(looks, [Event('call', at(n), .1, .1) for n in lines])))
+    found = look(3)
+    assert found.disease == 'summaries at each step' and '50%' in found.evidence
+    assert found.predicted_gain == pytest.approx(1 / (.5 + .5 * .02))
+    assert '20%' in look(3, 6).evidence   # a step is in that block too
+
+def test_passes_that_end_with_a_wait():
+    steps, ends = calls('next', 40), calls('end', 5, 2., .3)
+    found = only(page.find_ended_passes(seen(['graph'] * 100, steps + ends)))
+    assert found.disease == 'each pass ends with a wait' and found.place == 'test_program.py:3'
+    assert '5 passes' in found.evidence and '300.0 ms' in found.evidence and '15%' in found.evidence
+    assert found.predicted_gain == pytest.approx(1 / (.85 + .15 * .03))
+    assert page.find_ended_passes(seen([], steps + calls('end', 5, 2., .2399))) == []
+    assert page.find_ended_passes(seen([], calls('end', 1, 2., 3.))) == []
 
 def test_python_of_the_program():
     found = only(find_own_python(seen(['own'] * 30 + [(OTHER, 'numpy')] * 20 + ['graph'] * 50)))
@@ -594,11 +653,61 @@ def test_what_is_unpacked(build, packed):
     some = page.stages(build(tf.data.Dataset.from_tensor_slices(['a'])))
     assert any(page._unpacks(s) for s in some) == packed
 
+def of_parts(x, w, many):
+    return tf.stack([tf.nn.softmax(x[:, t] @ w) for t in range(many)], 1)
+
+def in_turn(x, w, many):
+    h = tf.zeros((2, 3))
+    for t in range(many): h = tf.tanh(x[:, t] + h @ w)
+    return h
+
+@pytest.mark.parametrize('loop, many, layers, turns', [
+    (of_parts, 16, 1, 16), (of_parts, 15, 1, 0), (of_parts, 20, 3, 20), (in_turn, 20, 1, 0)])
+def test_a_loop_of_python_in_a_step(loop, many, layers, turns):
+    "Found if its turns do not need each other; layers made by the same lines do."
+    def step(x, w):
+        for _ in range(layers): x = loop(x, w, many)
+        return tf.reduce_sum(x)
+    graph = tf.function(step).get_concrete_function(tf.zeros((2, 20, 3)), tf.zeros((3, 3))).graph
+    some, made = page._turns(graph)
+    assert len(some) == turns and {op.type for op in some} <= {'StridedSlice'}
+    assert turns == made == 0 or 3 * turns * layers <= made <= 3 * turns * layers + 3   # and they are stacked
+
+def test_operations_that_need_each_other():
+    with tf.Graph().as_default():
+        a, b = tf.constant(1.), tf.constant(2.)
+        c = a + b
+        d = c * a
+    assert page._needs(d.op, a.op) and page._needs(d.op, c.op)
+    assert not page._needs(a.op, d.op) and not page._needs(c.op, c.op)
+
+@pytest.mark.parametrize('parts, seconds, looks, is_found', [
+    (150, 10, 100, True), (150, 900, 100, False), (150, 10, 25, False), (50, 10, 100, False)])
+def test_what_a_loop_of_python_costs(parts, seconds, looks, is_found):
+    "In a step of so many ms, with its gradient; larger operations take longer than their start."
+    def step(x, w):
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            loss = tf.reduce_sum(of_parts(x, w, parts))
+        return tape.gradient(loss, w)
+    given = tf.zeros((2, 150, 3)), tf.zeros((3, 3))
+    function = tf.function(step)
+    part = seen([], calls('call', 10), loop=('call', LINE))
+    part.end = .01 * seconds
+    found = page._unrolled(part, page.Call(function, given, {}, 0., False), looks / 100)
+    assert bool(found) == is_found
+    if not found: return
+    assert found[0].disease == 'a loop over rows inside the step' and 'each of 150 parts' in found[0].evidence
+    assert found[0].place.startswith('test_program.py:') and 'for t in range(many)' in found[0].line
+
 def test_passes_over_a_pipeline():
     data = tf.data.Dataset.range(10)
     look = lambda steps, made: page._passes(seen([], calls('next', steps), datasets={LINE: made}), made)
     assert look(22, [data] * 2) == (2, True) and look(18, [data] * 2) == (2, True)
     assert look(17, [data] * 2) == (2, False) and look(3, [data.repeat()]) == (1, True)
+    fits = lambda asked: [SimpleNamespace(epochs=3, asked=asked)]
+    fit = lambda asked: page._passes(seen([], loop=('fit', LINE), fits=fits(asked)), [data] * 7)
+    assert [fit(n) for n in (None, 10, 9, 8)] == [(3, True)] * 3 + [(3, False)]
     part = seen([], calls('next', 30))
     some = lambda d: page.stages(d.map(lambda x: x).batch(2))
     assert page._again(part, some(data.repeat()), 1) and page._again(part, some(data), 2)

@@ -94,7 +94,8 @@ def test_the_slow_stage_is_where_the_time_jumps(times, pipeline, expected):
     ('find_small_files', dict(some=[(READ, .02)], busy=1., step=.031), None),
     ('find_small_files', dict(some=[(READ, .02)], busy=1., step=.03, loop=.06, wait=.03), 1.5),
     ('find_input_bound', {}, 3.)])
-def test_rules_of_the_input(rule, change, expected):
+def test_rules_of_the_input(monkeypatch, rule, change, expected):
+    monkeypatch.setattr(rules, 'opening_seconds', lambda size: 1.)
     c = case(resident=[np.zeros(1600, np.uint8)], **change)
     assert gain(getattr(rules, rule)(c)) == (expected and pytest.approx(expected))
     assert c.notes == c.unseen == []
@@ -120,7 +121,12 @@ def test_python_in_a_pipeline_without_cost_or_not_visible_is_a_note():
     assert said in seen.evidence
 
 
-def test_the_evidence_of_files():
+def test_opening_a_file_is_timed():
+    assert 1e-6 < rules.opening_seconds(2000) < .01
+
+
+def test_the_evidence_of_files(monkeypatch):
+    monkeypatch.setattr(rules, 'opening_seconds', lambda size: 1.)
     c = case([(stage('Range'), .002), (stage('Map', 2, 'ReadFile', elements=64), .034), (stage(), .05)],
              resident=[{'x': np.zeros(6400, np.uint8), 'y': np.zeros(1600, np.float32)}], busy=1.)
     evidence = rules.find_small_files(c).evidence
@@ -129,6 +135,10 @@ def test_the_evidence_of_files():
         c = case([(stage('Map', None, 'ReadFile', elements=4), .02)], resident=[np.zeros(4 * size, np.uint8)],
                  busy=1.)
         assert bool(rules.find_small_files(c)) == found
+    monkeypatch.setattr(rules, 'opening_seconds', lambda size: size / 1e6)   # a quarter of its time
+    c = case([(stage('Map', None, 'ReadFile', elements=4), .02)], busy=1.,
+             resident=[np.zeros(5000, np.uint8)])
+    assert '1250 us each, 5.0 ms of 30.0 ms' in rules.find_small_files(c).evidence
     c = case([(READ, .02)])
     assert 'Map reads files and waits 20.0 ms of the 30.0 ms' in rules.find_slow_disk(c).evidence
     assert 'a step 10.0 ms; stage Map takes 20.0 ms of it' in rules.find_input_bound(c).evidence
@@ -195,6 +205,11 @@ def test_threads_of_its_own_are_taken_from_a_pipeline_where_they_are_too_many():
 
 
 SOURCE = tf.data.Dataset.range(4).map(lambda i: i)
+
+def test_batches_of_which_none_comes_later_than_a_step_do_not_oscillate():
+    look = lambda pipeline: rules.find_missing_prefetch(case(
+        dataset=SOURCE.prefetch(1), variation=.51, loop=.018, wait=.008, pipeline=pipeline))
+    assert look(.0049) is None and look(.005).disease == 'oscillation'   # 2.02 times .005 s, a step .01 s
 
 @pytest.mark.parametrize('dataset, more, disease, depth', [
     (SOURCE, {}, 'no prefetch', 2), ((), {}, 'no prefetch', 2), (SOURCE.prefetch(1), {}, None, None),

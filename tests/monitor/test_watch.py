@@ -302,3 +302,22 @@ def test_what_is_called_at_a_look_may_end_the_program():
     def over(watch):
         if len(watch.looks) > 20: raise Over
     with pytest.raises(Over), Watch(interval=.001, at_look=over): time.sleep(5)
+
+
+# --- the end of a pass --------------------------------------------------------------------------------------
+
+def test_an_iterator_is_let_go_when_the_next_pass_begins():
+    data = tf.data.Dataset.range(3)
+    with Watch() as watch:
+        for _ in data: pass
+        assert watch._pass[0].text == 'for _ in data: pass' and watch._pass[1] is not None
+        for _ in data.batch(2): pass
+        other = threading.Thread(target=lambda: list(data))
+        other.start(), other.join()
+        it = iter(data)
+        next(it)
+        for _ in data: next(it, None)   # one that goes on is left to its program
+        assert [e.place.text for e in watch.events if e.kind == 'end'] == [
+            'for _ in data: pass', 'for _ in data.batch(2): pass', 'it = iter(data)']
+    assert all(0 <= e.seconds < 5 for e in watch.events) and watch._pass is None
+    assert look_at(stack((page.__file__, '_end_pass', 9), (HERE, 'f', 3))).kind == 'end'

@@ -6,23 +6,26 @@
 __all__ = ['MIN_GAIN', 'SMALL_FILE', 'NO_GAIN', 'PRODUCTS', 'FLOAT64', 'FLOAT32', 'IN_A_ROW', 'NOT_NOTED', 'INPUT_RULES',
            'STEP_RULES', 'CLEAR_GAIN', 'Measured', 'predict_gain', 'repeat_if_finite', 'compiled_by_shape',
            'count_rebuilds', 'Round', 'one_round', 'measure_training', 'Finding', 'ms', 'Case',
-           'find_python_in_pipeline', 'find_single_threaded_map', 'find_slow_disk', 'find_small_files',
-           'find_oversubscription', 'find_missing_prefetch', 'find_copy_bound', 'find_input_bound', 'changed_arguments',
-           'find_retracing', 'find_variable_shapes', 'pad_to_few_shapes', 'note_repeated_compilation', 'find_host_sync',
-           'find_device_copy', 'find_python_in_step', 'find_tiny_batch', 'merge_batches', 'find_uncompiled_step',
-           'find_missing_xla', 'matrix_products', 'product_runner', 'once', 'find_idle_tensor_cores', 'narrow_graph',
-           'in_float32', 'in_a_row', 'find_float64', 'note_for_a_gpu', 'Diagnosis', 'diagnose', 'ranked',
-           'compare_loops', 'measured_gain', 'RemedyTrial', 'apply_remedies']
+           'find_python_in_pipeline', 'find_single_threaded_map', 'find_slow_disk', 'opening_seconds',
+           'find_small_files', 'find_oversubscription', 'find_missing_prefetch', 'find_copy_bound', 'find_input_bound',
+           'changed_arguments', 'find_retracing', 'find_variable_shapes', 'pad_to_few_shapes',
+           'note_repeated_compilation', 'find_host_sync', 'find_device_copy', 'find_python_in_step', 'find_tiny_batch',
+           'merge_batches', 'find_uncompiled_step', 'find_missing_xla', 'matrix_products', 'product_runner', 'once',
+           'find_idle_tensor_cores', 'narrow_graph', 'in_float32', 'in_a_row', 'find_float64', 'note_for_a_gpu',
+           'Diagnosis', 'diagnose', 'ranked', 'compare_loops', 'measured_gain', 'RemedyTrial', 'apply_remedies']
 
 # %% ../../nbs/monitor/diagnose.ipynb #728bdc97
 import itertools
 import math
 import re
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
@@ -311,6 +314,19 @@ def find_slow_disk(c: Case) -> Finding | None:
 
 SMALL_FILE = 100_000   # bytes; opening a smaller file takes longer than reading it
 
+# %% ../../nbs/monitor/diagnose.ipynb #15e4f9fd
+@cache
+def opening_seconds(size: int) -> float:
+    "What opening and reading a file of so many bytes takes that was read before."
+    with tempfile.TemporaryDirectory() as folder:
+        path = f'{folder}/x'
+        Path(path).write_bytes(bytes(size))
+        def once():
+            start = time.perf_counter()
+            tf.io.read_file(path)
+            return time.perf_counter() - start
+        return statistics.median(once() for _ in range(20))
+
 def find_small_files(c: Case) -> Finding | None:
     stage, jump = next(((stage, added) for stage, added in c.added_seconds()
                         if 'ReadFile' in stage.operations and not stage.python), (None, 0.))
@@ -318,6 +334,7 @@ def find_small_files(c: Case) -> Finding | None:
     jump, n = min(jump, c.m.pipeline), stage.elements
     size = sum(np.asarray(x).nbytes for x in tf.nest.flatten(c.resident[0])) / n
     if size > SMALL_FILE: return
+    jump = min(jump, n * opening_seconds(round(size)))   # what it computes of a file is not the opening
     return Finding('many small files', f'stage {stage.name} opens {n} files of about {size / 1e3:.1f} kB for '
                    f'a batch, {1e6 * jump / n:.0f} us each, {ms(jump)} of {ms(c.m.pipeline)}',
                    'pack them into a few TFRecord files, or cache() what was read; the gain is what is '
@@ -348,7 +365,8 @@ def find_missing_prefetch(c: Case) -> Finding | None:
     gain = predict_gain(c.m, overlap=1.)
     if gain < MIN_GAIN: return
     last = [s for s in stages(c.dataset) if s.name not in ('Options', 'Repeat', 'Take', 'Skip')][-1:]
-    uneven = c.m.variation > 0.5
+    late = c.m.pipeline * (1 + 2 * c.m.variation)   # a batch that comes late
+    uneven = c.m.variation > 0.5 and late > c.m.step
     if not uneven and last and last[0].buffer: return   # buffered and even: something else makes it wait
     depth = max(4, 2 * c.m.cycle) if uneven else 2
     seen = f'pipeline {ms(c.m.pipeline)} and step {ms(c.m.step)} take {ms(c.m.loop)} together'

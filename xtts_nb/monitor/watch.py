@@ -91,6 +91,7 @@ class Mark(NamedTuple):
     anywhere: bool = False   # also outside the line of the user
 
 MARKS = (
+    Mark('end', 'xtts_nb/monitor/watch.py', ('_end_pass',)),
     Mark('trace', 'polymorphic_function/tracing_compilation.py', ('trace_function', '_maybe_define_function',
                                                                   '_create_concrete_function'), True),
     Mark('trace', 'framework/func_graph.py', ('func_graph_from_py_func',), True),
@@ -205,6 +206,7 @@ class Watch:
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
         self.validated, self.validating = [], False   # pipelines of the validation in `fit`
         self.at_look, self.timed, self._due = at_look, False, 0   # looks by a timer; how many were due
+        self._pass = None   # (place, iterator) of the pass over a dataset that began last
 
     def __enter__(self):
         self.thread, self.begun = threading.get_ident(), time.perf_counter()
@@ -220,6 +222,7 @@ class Watch:
     def __exit__(self, *error):
         self._stop.set()
         self._stop_timer()
+        self._pass = None
         if threading.current_thread() is not self._looker: self._looker.join()
         self.ended = time.perf_counter()
         while self._patched:
@@ -376,10 +379,20 @@ def _note_rows(self: Watch, event: Event, network, args: tuple, kwargs: dict):
     self.last[event.kind, event.place] = network, event.name, args, kwargs
 
 @patch
+def _end_pass(self: Watch, place: Place | None):
+    "Let go of the iterator before this one, and note how long that takes."
+    begun, (of, self._pass) = time.perf_counter(), (self._pass, None)
+    ended = of and of[0]
+    del of   # the last one that holds it, if its loop has ended
+    if ended: self.events.append(Event('end', ended, begun, time.perf_counter() - begun))
+
+@patch
 def _note_dataset(self: Watch, original, dataset, args, kwargs):
+    mine = threading.get_ident() == self.thread
+    if mine: self._end_pass(place := place_of(sys._getframe(2)))
     source = original(dataset)
-    if threading.get_ident() == self.thread:
-        place = place_of(sys._getframe(2))
+    if mine:
+        self._pass = place, getattr(source, '_iterator_resource', None)
         some = self.validated if self.validating else self.datasets.setdefault(place, [])
         some.append(dataset)
     return source
