@@ -779,6 +779,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'xtts_nb.data.cut.read_cuts': ('data/cut.html#read_cuts', 'xtts_nb/data/cut.py'),
                                   'xtts_nb.data.cut.read_texts_beside': ('data/cut.html#read_texts_beside', 'xtts_nb/data/cut.py'),
                                   'xtts_nb.data.cut.recut': ('data/cut.html#recut', 'xtts_nb/data/cut.py'),
+                                  'xtts_nb.data.cut.shortest_clip': ('data/cut.html#shortest_clip', 'xtts_nb/data/cut.py'),
                                   'xtts_nb.data.cut.with_edges': ('data/cut.html#with_edges', 'xtts_nb/data/cut.py')},
             'xtts_nb.data.native': { 'xtts_nb.data.native.BatchPlan': ('data_tf_native.html#batchplan', 'xtts_nb/data/native.py'),
                                      'xtts_nb.data.native.BatchPlan.__init__': ( 'data_tf_native.html#batchplan.__init__',

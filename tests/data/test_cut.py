@@ -12,7 +12,7 @@ from xtts_nb.data import cut
 from xtts_nb.data.align import measure_sound, Speech
 from xtts_nb.data.corpora import read_corpus
 from xtts_nb.data.cut import (
-    account, choose_clips, corpus_text, cut_corpus, CutPiece, join_sounds, located, LONGEST, SHORTEST)
+    account, BRIEF, choose_clips, corpus_text, cut_corpus, CutPiece, join_sounds, located, LONGEST)
 from xtts_nb.speech.long import sentences
 
 RATE = 22050
@@ -77,7 +77,7 @@ def test_the_clips_are_a_corpus(tmp_path):
         cut, rate = soundfile.read(row.path)
         first, last = round(clip['start'] * RATE), round(clip['end'] * RATE)
         assert rate == RATE and np.abs(cut - wav[first:last]).max() < 1e-3
-        assert SHORTEST <= len(cut) / RATE <= LONGEST
+        assert BRIEF <= len(cut) / RATE <= LONGEST
         assert max(np.abs(cut[:600]).max(), np.abs(cut[-600:]).max()) < 0.02
     json.dumps(result)
 
@@ -387,7 +387,7 @@ def pieces(*seconds, pause=0.4, inner=(), closed=()):
 
 @pytest.mark.parametrize('chain, clips, rest', [
     (pieces(3, 3, 3), ['0', '12'], ''), (pieces(6, 6), ['0', '1'], ''), (pieces(1, 1, 9.7), ['01', '2'], ''),
-    (pieces(2.5, 2.5, 2.5, 2.5), ['01', '23'], ''), (pieces(*[1] * 8), ['0123', '4567'], ''),
+    (pieces(2.5, 2.5, 2.5, 2.5), ['0', '12', '3'], ''), (pieces(*[1] * 8), ['01', '234567'], ''),
     (pieces(7, 2.2), ['0', '1'], ''), (pieces(7, 1, 2.2), ['0', '12'], ''),
     (pieces(12), [], '0'), (pieces(1.), [], '0'), (pieces(5, 12, 5), ['0', '2'], '1'),
     (pieces(5, 5, pause=2.), ['0', '1'], ''), (pieces(4, 4, 4, 4, inner=(0, 2)), ['01', '23'], ''),
@@ -395,6 +395,12 @@ def pieces(*seconds, pause=0.4, inner=(), closed=()):
 def test_clips_are_chosen(chain, clips, rest):
     chosen, left = choose_clips(chain)
     assert [''.join(p.text for p in c) for c in chosen] == clips and ''.join(p.text for p in left) == rest
+
+def test_clips_of_a_recording_of_short_sentences_are_short():
+    short, longer = pieces(*[1.5] * 9), pieces(*[1.5] * 4, *[1.81] * 5)
+    assert [cut.shortest_clip(chain) for chain in (short, longer)] == [cut.BRIEF, cut.SHORTEST] == [1, 2]
+    assert [len(clip) for clip in choose_clips(short, 1.)[0]] == [1, 2, 1, 2, 1, 2]
+    assert [len(clip) for clip in choose_clips(short)[0]] == [2, 5, 2]
 
 def test_every_second_has_a_reason():
     speech = Speech(None, np.arange(7, 9, 0.04), None, None, None)

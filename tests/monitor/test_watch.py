@@ -279,6 +279,12 @@ def test_an_event_loop_that_listens_to_signals_is_left_alone():
         signal.set_wakeup_fd(-1)
         one.close(), other.close()
 
+def test_a_watch_that_leaves_the_timer_alone():
+    with Watch(interval=.001, by_timer=False) as watch:
+        assert not watch.timed and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+        time.sleep(.1)
+    assert len(watch.looks) > 20
+
 def test_in_another_thread_the_thread_looks():
     seen = []
     def work():

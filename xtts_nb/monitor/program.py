@@ -1343,7 +1343,8 @@ class Diagnose(keras.callbacks.Callback):
         if self.done: return
         if self.phases: self.phases.end()   # of a training that has failed
         if self.watch and not self.given: self.watch.__exit__()
-        self.watch = self.given or Watch(frame=_fit_frame(sys._getframe())).__enter__()
+        # a real training keeps its timer, and Python between its steps is that of Keras
+        self.watch = self.given or Watch(frame=_fit_frame(sys._getframe()), by_timer=False).__enter__()
         self.fit, self.count, self.began, self.phases = FitRecord(self.model), 0, None, None
         self.fit.asked = self.params.get('steps')
         total = (self.fit.asked or 10**9) * self.params.get('epochs', 1)

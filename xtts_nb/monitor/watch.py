@@ -196,6 +196,7 @@ class Watch:
         most: int = 200_000,      # events that are kept
         frame=None,               # the watch ends by itself when this one has ended; default: none
         at_look: Callable = lambda watch: None,   # may raise, in the thread that is watched
+        by_timer: bool = True,    # False: leave the timer of the process alone
     ):
         self.interval, self.most, self.frame = interval, most, frame and (id(frame), frame.f_code)
         self.looks, self.events, self.python, self.datasets = [], [], [], {}
@@ -205,7 +206,8 @@ class Watch:
         self.beside, self.kept = [], {}   # (time, place) of other threads; arguments of functions
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
         self.validated, self.validating = [], False   # pipelines of the validation in `fit`
-        self.at_look, self.timed, self._due = at_look, False, 0   # looks by a timer; how many were due
+        self.at_look, self.by_timer = at_look, by_timer
+        self.timed, self._due = False, 0   # looks by a timer now; how many were due
         self._pass = None   # (place, iterator) of the pass over a dataset that began last
 
     def __enter__(self):
@@ -280,7 +282,8 @@ def _begins(code) -> int:
 @patch
 def _start_timer(self: Watch):
     "Look by a timer, unless somebody uses that of the process or listens to all signals."
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, 'setitimer'): return
+    here = threading.current_thread() is threading.main_thread() and hasattr(signal, 'setitimer')
+    if not here or not self.by_timer: return
     used = signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL
     if used or signal.getitimer(signal.ITIMER_REAL)[0]: return
     listening = signal.set_wakeup_fd(-1)   # an event loop, which would be woken up by each look
