@@ -1325,6 +1325,7 @@ def _fit_frame(frame):
     while frame and frame.f_code.co_name != 'fit': frame = frame.f_back
     return frame
 
+# %% ../../nbs/monitor/program.ipynb #d0a0100b
 class Diagnose(keras.callbacks.Callback):
     "Watches some steps of `fit`, and says at its end what makes them slow."
     def __init__(self,

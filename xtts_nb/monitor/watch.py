@@ -231,15 +231,17 @@ class Watch:
             owner, name, function = self._patched.pop()
             setattr(owner, name, function)
 
-    def _replace(self, owner, name: str, around: Callable):
-        "Replace a function by one that calls `around(original, first, args, kwargs)`."
-        try:
-            owner = resolve_name(owner) if isinstance(owner, str) else owner
-            original = getattr(owner, name)
-        except (ImportError, AttributeError): return
-        def function(first, /, *args, **kwargs): return around(original, first, args, kwargs)
-        self._patched.append((owner, name, original))
-        setattr(owner, name, function)
+# %% ../../nbs/monitor/watch.ipynb #a0a1001b
+@patch
+def _replace(self: Watch, owner, name: str, around: Callable):
+    "Replace a function by one that calls `around(original, first, args, kwargs)`."
+    try:
+        owner = resolve_name(owner) if isinstance(owner, str) else owner
+        original = getattr(owner, name)
+    except (ImportError, AttributeError): return
+    def function(first, /, *args, **kwargs): return around(original, first, args, kwargs)
+    self._patched.append((owner, name, original))
+    setattr(owner, name, function)
 
 # %% ../../nbs/monitor/watch.ipynb #a0a1000c
 def is_running(frame, number: int, code) -> bool:
