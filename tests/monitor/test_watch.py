@@ -219,7 +219,7 @@ def test_python_between_short_calls_is_seen():
     "A thread would look when TensorFlow is called, which lets go of Python's lock."
     double, x = tf.function(lambda x: 2 * x), tf.zeros(3)
     double(x)
-    with Watch(interval=.001) as watch:
+    with Watch(interval=.001, by_timer=True) as watch:
         assert watch.timed and signal.getsignal(signal.SIGALRM) == watch._at_time
         until = time.time() + .3
         while time.time() < until:
@@ -235,7 +235,7 @@ def test_python_between_short_calls_is_seen():
 
 def test_a_long_call_is_noted_for_each_turn_of_the_timer():
     wait = ctypes.PyDLL(None).usleep   # holds Python's lock
-    with Watch(interval=.001) as watch:
+    with Watch(interval=.001, by_timer=True) as watch:
         began = time.perf_counter()
         while (left := began + .1 - time.perf_counter()) > 0: wait(int(left * 1e6))
         ended = time.perf_counter()
@@ -252,7 +252,7 @@ def test_a_program_that_wants_the_timer_has_it(take):
     came = []
     own = lambda *_: came.append(1)
     try:
-        with Watch(interval=.001) as watch:
+        with Watch(interval=.001, by_timer=True) as watch:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)   # another
             assert watch.timed
             take(own)
@@ -263,7 +263,7 @@ def test_a_program_that_wants_the_timer_has_it(take):
             kept = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
         assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == kept
         assert kept in ((own, False), (signal.SIG_DFL, True))
-        with Watch() as watch: assert not watch.timed   # somebody has it before
+        with Watch(by_timer=True) as watch: assert not watch.timed   # somebody has it before
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -273,14 +273,14 @@ def test_an_event_loop_that_listens_to_signals_is_left_alone():
     one.setblocking(False)
     signal.set_wakeup_fd(one.fileno())
     try:
-        with Watch() as watch: assert not watch.timed
+        with Watch(by_timer=True) as watch: assert not watch.timed
         assert signal.set_wakeup_fd(one.fileno()) == one.fileno()
     finally:
         signal.set_wakeup_fd(-1)
         one.close(), other.close()
 
 def test_a_watch_that_leaves_the_timer_alone():
-    with Watch(interval=.001, by_timer=False) as watch:
+    with Watch(interval=.001) as watch:
         assert not watch.timed and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
         time.sleep(.1)
     assert len(watch.looks) > 20
@@ -288,7 +288,7 @@ def test_a_watch_that_leaves_the_timer_alone():
 def test_in_another_thread_the_thread_looks():
     seen = []
     def work():
-        with Watch(interval=.001) as watch: time.sleep(.1)
+        with Watch(interval=.001, by_timer=True) as watch: time.sleep(.1)
         seen.append((watch.timed, len(watch.looks) > 20))
     other = threading.Thread(target=work)
     other.start()
@@ -298,7 +298,7 @@ def test_in_another_thread_the_thread_looks():
 @pytest.mark.parametrize('timed', [True, False])
 def test_a_watch_ends_with_its_frame(timed, monkeypatch):
     if not timed: monkeypatch.setattr(Watch, '_start_timer', lambda self: None)
-    def begin(): return Watch(interval=.001, frame=sys._getframe()).__enter__()
+    def begin(): return Watch(interval=.001, by_timer=True, frame=sys._getframe()).__enter__()
     watch, until = begin(), time.time() + 5
     while watch._patched and time.time() < until: time.sleep(.01)
     assert not watch._patched and not watch.timed
@@ -307,7 +307,7 @@ def test_what_is_called_at_a_look_may_end_the_program():
     class Over(BaseException): pass
     def over(watch):
         if len(watch.looks) > 20: raise Over
-    with pytest.raises(Over), Watch(interval=.001, at_look=over): time.sleep(5)
+    with pytest.raises(Over), Watch(interval=.001, by_timer=True, at_look=over): time.sleep(5)
 
 
 # --- the end of a pass --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', '
            'compiled_call', 'find_in_graph', 'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads',
            'datasets_of', 'waiting', 'works', 'find_tiny_steps', 'find_small_evaluation', 'Shape', 'alone_seconds',
            'find_slow_input', 'find_validation', 'find_filled_again', 'find_ended_passes', 'explain', 'FitRecord',
-           'Diagnose', 'Enough', 'every_fit_watched', 'ends_after', 'watch_script', 'finding_lines']
+           'Diagnose', 'Enough', 'every_fit_watched', 'ended_after', 'watch_script', 'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import ast
@@ -23,6 +23,7 @@ import math
 import os
 import re
 import runpy
+import signal
 import statistics
 import sys
 import time
@@ -1344,8 +1345,7 @@ class Diagnose(keras.callbacks.Callback):
         if self.done: return
         if self.phases: self.phases.end()   # of a training that has failed
         if self.watch and not self.given: self.watch.__exit__()
-        # a real training keeps its timer, and Python between its steps is that of Keras
-        self.watch = self.given or Watch(frame=_fit_frame(sys._getframe()), by_timer=False).__enter__()
+        self.watch = self.given or Watch(frame=_fit_frame(sys._getframe())).__enter__()
         self.fit, self.count, self.began, self.phases = FitRecord(self.model), 0, None, None
         self.fit.asked = self.params.get('steps')
         total = (self.fit.asked or 10**9) * self.params.get('epochs', 1)
@@ -1437,12 +1437,18 @@ def every_fit_watched(watch: Watch):
     try: yield
     finally: keras.Model.fit = original
 
-def ends_after(seconds: float) -> Callable:   # what a `Watch` calls at a look
-    "Raise `Enough` in a program when its loop has run for so long."
-    def ends(watch: Watch):
+@contextmanager
+def ended_after(seconds: float, watch: Watch):
+    "Raise `Enough` inside the block when its loop has run for so long."
+    def enough(*_):
         first = next((e.start for e in watch.events if e.kind in LOOP_KINDS), None)
         if first is not None and time.perf_counter() - first > seconds: raise Enough
-    return ends
+    before = signal.signal(signal.SIGALRM, enough)
+    signal.setitimer(signal.ITIMER_REAL, 1., .5)
+    try: yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.)
+        signal.signal(signal.SIGALRM, before)
 
 # %% ../../nbs/monitor/program.ipynb #d0a0000c
 def watch_script(
@@ -1453,10 +1459,10 @@ def watch_script(
     "Run a script as `python script arguments` would, under a watch; raises `UserError` if it fails."
     path = Path(path)
     if not path.is_file(): raise UserError(f'{path}: there is no such script.')
-    argv, search, watch = sys.argv, sys.path[:], Watch(at_look=ends_after(seconds))
+    argv, search, watch = sys.argv, sys.path[:], Watch()
     sys.argv, sys.path[:] = [str(path), *arguments], [str(path.parent.resolve()), *sys.path]
     try:
-        with watch, every_fit_watched(watch):
+        with watch, every_fit_watched(watch), ended_after(seconds, watch):
             runpy.run_path(str(path), run_name='__main__')
     except (Enough, SystemExit): pass
     except Exception as e:

@@ -196,7 +196,7 @@ class Watch:
         most: int = 200_000,      # events that are kept
         frame=None,               # the watch ends by itself when this one has ended; default: none
         at_look: Callable = lambda watch: None,   # may raise, in the thread that is watched
-        by_timer: bool = True,    # False: leave the timer of the process alone
+        by_timer: bool = False,   # look by the timer of the process, not by a thread
     ):
         self.interval, self.most, self.frame = interval, most, frame and (id(frame), frame.f_code)
         self.looks, self.events, self.python, self.datasets = [], [], [], {}
