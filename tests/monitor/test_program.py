@@ -20,7 +20,6 @@ from xtts_nb.monitor.program import (
 from xtts_nb.monitor.watch import Event, Look, Place, PythonCall, Watch
 
 LINE, OTHER = Place(__file__, 3), Place(__file__, 4)
-pytestmark = pytest.mark.timeout(method='thread')   # the timer of the process is used here
 
 
 def watched(looks=(), events=(), python=(), **more):

@@ -1,12 +1,8 @@
 "Watching a program: what a look says, what is counted, and that nothing stays replaced."
-import ctypes
 import os
-import signal
-import socket
 import sys
 import threading
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import keras
@@ -19,7 +15,6 @@ from xtts_nb.monitor.loop import TF_FUNCTION
 from xtts_nb.monitor.watch import Place, Watch, is_users, libraries, look_at, place_of, users_frame
 
 HERE = __file__
-pytestmark = pytest.mark.timeout(method='thread')   # the timer of the process is used here
 
 
 def stack(*frames):
@@ -203,111 +198,6 @@ def test_a_function_that_this_version_lacks_is_left_out(monkeypatch):
     'nothing')))
     with Watch() as watch: tf.zeros(1).numpy()
     assert [e.kind for e in watch.events] == ['fetch']
-
-
-# --- the timer ----------------------------------------------------------------------------------------------
-
-def counted(n=20_000):
-    total = 0
-    for i in range(n): total += i
-    return total
-
-def kinds_of(watch):
-    return Counter(l.place.text for l in watch.looks if l.place and l.place.file == HERE)
-
-def test_python_between_short_calls_is_seen():
-    "A thread would look when TensorFlow is called, which lets go of Python's lock."
-    double, x = tf.function(lambda x: 2 * x), tf.zeros(3)
-    double(x)
-    with Watch(interval=.001, by_timer=True) as watch:
-        assert watch.timed and signal.getsignal(signal.SIGALRM) == watch._at_time
-        until = time.time() + .3
-        while time.time() < until:
-            counted()
-            double(x)
-    seen = kinds_of(watch)
-    assert seen['for i in range(n): total += i'] > .2 * len(watch.looks)
-    assert not watch.timed and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-    looks = len(watch.looks)
-    watch._at_time(signal.SIGALRM, sys._getframe())   # one that was on its way
-    assert len(watch.looks) == looks
-
-def test_a_long_call_is_noted_for_each_turn_of_the_timer():
-    wait = ctypes.PyDLL(None).usleep   # holds Python's lock
-    with Watch(interval=.001, by_timer=True) as watch:
-        began = time.perf_counter()
-        while (left := began + .1 - time.perf_counter()) > 0: wait(int(left * 1e6))
-        ended = time.perf_counter()
-    during = [l for l in watch.looks if began <= l.time <= ended]
-    assert len(during) >= 95 and all('wait(' in l.place.text for l in during[3:-3])
-    steps = np.diff([l.time for l in during])
-    assert (steps > .0009).all() and watch.looks[0].time > watch.begun
-
-@pytest.mark.parametrize('take', [
-    lambda own: signal.signal(signal.SIGALRM, own),
-    lambda own: signal.setitimer(signal.ITIMER_REAL, 10.),
-    lambda own: signal.alarm(10)])
-def test_a_program_that_wants_the_timer_has_it(take):
-    came = []
-    own = lambda *_: came.append(1)
-    try:
-        with Watch(interval=.001, by_timer=True) as watch:
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)   # another
-            assert watch.timed
-            take(own)
-            assert not watch.timed
-            before = len(watch.looks)
-            time.sleep(.1)
-            assert len(watch.looks) > before + 10 and not came   # by the thread
-            kept = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
-        assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == kept
-        assert kept in ((own, False), (signal.SIG_DFL, True))
-        with Watch(by_timer=True) as watch: assert not watch.timed   # somebody has it before
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-def test_an_event_loop_that_listens_to_signals_is_left_alone():
-    one, other = socket.socketpair()
-    one.setblocking(False)
-    signal.set_wakeup_fd(one.fileno())
-    try:
-        with Watch(by_timer=True) as watch: assert not watch.timed
-        assert signal.set_wakeup_fd(one.fileno()) == one.fileno()
-    finally:
-        signal.set_wakeup_fd(-1)
-        one.close(), other.close()
-
-def test_a_watch_that_leaves_the_timer_alone():
-    with Watch(interval=.001) as watch:
-        assert not watch.timed and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-        time.sleep(.1)
-    assert len(watch.looks) > 20
-
-def test_in_another_thread_the_thread_looks():
-    seen = []
-    def work():
-        with Watch(interval=.001, by_timer=True) as watch: time.sleep(.1)
-        seen.append((watch.timed, len(watch.looks) > 20))
-    other = threading.Thread(target=work)
-    other.start()
-    other.join()
-    assert seen == [(False, True)]
-
-@pytest.mark.parametrize('timed', [True, False])
-def test_a_watch_ends_with_its_frame(timed, monkeypatch):
-    if not timed: monkeypatch.setattr(Watch, '_start_timer', lambda self: None)
-    def begin(): return Watch(interval=.001, by_timer=True, frame=sys._getframe()).__enter__()
-    watch, until = begin(), time.time() + 5
-    while watch._patched and time.time() < until: time.sleep(.01)
-    assert not watch._patched and not watch.timed
-
-def test_what_is_called_at_a_look_may_end_the_program():
-    class Over(BaseException): pass
-    def over(watch):
-        if len(watch.looks) > 20: raise Over
-    with pytest.raises(Over), Watch(interval=.001, by_timer=True, at_look=over): time.sleep(5)
 
 
 # --- the end of a pass --------------------------------------------------------------------------------------

@@ -7,11 +7,9 @@ __all__ = ['MARKS', 'COUNTED', 'PASSED', 'SHAPED', 'ASKED', 'libraries', 'is_use
            'Look', 'About', 'look_at', 'Event', 'PythonCall', 'Watch', 'is_running', 'is_compiled']
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10003
-import dis
 import gc
 import linecache
 import os
-import signal
 import sys
 import sysconfig
 import threading
@@ -19,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,8 +193,6 @@ class Watch:
         interval: float = .01,   # s from look to look
         most: int = 200_000,      # events that are kept
         frame=None,               # the watch ends by itself when this one has ended; default: none
-        at_look: Callable = lambda watch: None,   # may raise, in the thread that is watched
-        by_timer: bool = False,   # look by the timer of the process, not by a thread
     ):
         self.interval, self.most, self.frame = interval, most, frame and (id(frame), frame.f_code)
         self.looks, self.events, self.python, self.datasets = [], [], [], {}
@@ -206,8 +202,6 @@ class Watch:
         self.beside, self.kept = [], {}   # (time, place) of other threads; arguments of functions
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
         self.validated, self.validating = [], False   # pipelines of the validation in `fit`
-        self.at_look, self.by_timer = at_look, by_timer
-        self.timed, self._due = False, 0   # looks by a timer now; how many were due
         self._pass = None   # (place, iterator) of the pass over a dataset that began last
 
     def __enter__(self):
@@ -216,14 +210,12 @@ class Watch:
             for owner, name in targets: self._replace(owner, name, self._counting(kind, name))
         self._replace('tensorflow.python.data.ops.dataset_ops:DatasetV2', '__iter__', self._note_dataset)
         self._replace('tensorflow.python.ops.script_ops:FuncRegistry', '__call__', self._note_python)
-        self._start_timer()
         self._looker = threading.Thread(target=self._look, daemon=True)
         self._looker.start()
         return self
 
     def __exit__(self, *error):
         self._stop.set()
-        self._stop_timer()
         self._pass = None
         if threading.current_thread() is not self._looker: self._looker.join()
         self.ended = time.perf_counter()
@@ -231,17 +223,15 @@ class Watch:
             owner, name, function = self._patched.pop()
             setattr(owner, name, function)
 
-# %% ../../nbs/monitor/watch.ipynb #a0a1001b
-@patch
-def _replace(self: Watch, owner, name: str, around: Callable):
-    "Replace a function by one that calls `around(original, first, args, kwargs)`."
-    try:
-        owner = resolve_name(owner) if isinstance(owner, str) else owner
-        original = getattr(owner, name)
-    except (ImportError, AttributeError): return
-    def function(first, /, *args, **kwargs): return around(original, first, args, kwargs)
-    self._patched.append((owner, name, original))
-    setattr(owner, name, function)
+    def _replace(self, owner, name: str, around: Callable):
+        "Replace a function by one that calls `around(original, first, args, kwargs)`."
+        try:
+            owner = resolve_name(owner) if isinstance(owner, str) else owner
+            original = getattr(owner, name)
+        except (ImportError, AttributeError): return
+        def function(first, /, *args, **kwargs): return around(original, first, args, kwargs)
+        self._patched.append((owner, name, original))
+        setattr(owner, name, function)
 
 # %% ../../nbs/monitor/watch.ipynb #a0a1000c
 def is_running(frame, number: int, code) -> bool:
@@ -250,21 +240,16 @@ def is_running(frame, number: int, code) -> bool:
     return frame is not None
 
 @patch
-def _note(self: Watch, frame, times: list[float]):
-    "Note what the watched thread did at these times."
-    look, often = look_at(frame), len(self.looks) // 20 < (len(self.looks) + len(times)) // 20
-    self.looks += [look._replace(time=at) for at in times]
-    if look.kind == 'eager' and often: self._wanted = ASKED
-    if self.frame and often and not is_running(frame, *self.frame): self.__exit__()
-
-@patch
 def _look(self: Watch):
-    "The thread that looks at what runs beside the watched one, and at that one where no timer does."
+    "The thread that looks."
     turn = 0
     while not self._stop.wait(self.interval):
         now, turn, frames = time.perf_counter(), turn + 1, sys._current_frames()
         frame = frames.pop(self.thread, None)
-        if frame is not None and not self.timed: self._note(frame, [now])
+        if self.frame and turn % 20 == 0 and not is_running(frame, *self.frame): self.__exit__()
+        if frame is None: continue
+        self.looks.append(look := look_at(frame, now))
+        if look.kind == 'eager' and turn % 20 == 0: self._wanted = ASKED
         if turn % 4 == 0: self._look_beside(frames, now)
         del frame, frames   # they would keep what the program has in its variables
 
@@ -274,52 +259,6 @@ def _look_beside(self: Watch, frames: dict, now: float):
     frames.pop(threading.get_ident(), None)
     for frame in frames.values():
         if place := place_of(frame): self.beside.append((now, place))
-
-# %% ../../nbs/monitor/watch.ipynb #a0a10011
-@cache
-def _begins(code) -> int:
-    "Where a function has only begun; Python listens to signals there too."
-    return next((i.offset for i in dis.get_instructions(code) if i.opname == 'RESUME'), -1)
-
-@patch
-def _start_timer(self: Watch):
-    "Look by a timer, unless somebody uses that of the process or listens to all signals."
-    here = threading.current_thread() is threading.main_thread() and hasattr(signal, 'setitimer')
-    if not here or not self.by_timer: return
-    used = signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL
-    if used or signal.getitimer(signal.ITIMER_REAL)[0]: return
-    listening = signal.set_wakeup_fd(-1)   # an event loop, which would be woken up by each look
-    if listening >= 0: return signal.set_wakeup_fd(listening)
-    self.timed = True
-    signal.signal(signal.SIGALRM, self._at_time)
-    signal.siginterrupt(signal.SIGALRM, False)
-    signal.setitimer(signal.ITIMER_REAL, self.interval, self.interval)
-    for name in ('signal', 'alarm', 'setitimer'):
-        self._replace(signal, name, partial(self._timer_asked, name))
-
-@patch
-def _timer_asked(self: Watch, name: str, original, first, args, kwargs):
-    "Give the timer to a program that wants it."
-    if name == 'alarm' or first in (signal.SIGALRM, signal.ITIMER_REAL): self._stop_timer()
-    return original(first, *args, **kwargs)
-
-@patch
-def _stop_timer(self: Watch):
-    if not self.timed: return
-    self.timed = False   # before the rest, which calls what is replaced
-    signal.setitimer(signal.ITIMER_REAL, 0.)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-@patch
-def _at_time(self: Watch, _, frame):
-    "Look for each turn of the timer since the last look: they came while one call ran."
-    if frame.f_lasti <= _begins(frame.f_code): frame = frame.f_back or frame   # it was before the call
-    due = int((time.perf_counter() - self.begun) / self.interval)
-    if not self.timed or due <= self._due: return   # a look takes longer than a turn, or the watch has ended
-    last, self._due = self._due, due
-    self._note(frame, [self.begun + turn * self.interval for turn in range(last + 1, due + 1)])
-    self.at_look(self)
-
 
 # %% ../../nbs/monitor/watch.ipynb #c0a00001
 @patch
