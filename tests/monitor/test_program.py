@@ -244,6 +244,8 @@ def test_what_keras_does_at_each_step_is_a_cost_of_the_step(monkeypatch, loop, i
     part.events += calls('call', 100)
     assert bool(find_tiny_steps(part)) == is_found
 
+def test_a_program_without_a_loop_has_no_tiny_steps(): assert find_tiny_steps(seen(['own'], loop=())) == []
+
 def test_few_rows_whose_pipeline_takes_its_time_for_each(monkeypatch):
     "What a row takes before the step stays, in larger batches too; arguments may have names."
     monkeypatch.setattr(page, 'seconds_of', lambda call: float(call()))

@@ -6,14 +6,15 @@
 __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'BESIDE', 'LONG_TABLE', 'DENSE', 'FREE', 'UNROLLED', 'SMALL_OP',
            'OVER_ALL_ROWS', 'HIDES', 'UNSIZED', 'CPU_SCOPE', 'SHORT_STEP', 'TINY_ROWS', 'PER_ROW', 'EVERY_EPOCH',
            'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED', 'FILLED', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN',
-           'MEDIA', 'PARSERS', 'PICTURE', 'RESIZES', 'CROPS', 'NO_CAUSE', 'PROGRAM_RULES', 'WORTH', 'AGREES', 'MUCH',
-           'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of',
-           'tried', 'calls_with_rows', 'find_single_rows', 'find_made_in_loop', 'source_of', 'find_pipelines',
-           'find_traces', 'again', 'find_compiled_again', 'find_eager', 'find_beside', 'find_own_python', 'find_growth',
-           'compiled_call', 'find_in_graph', 'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads',
-           'datasets_of', 'waiting', 'works', 'find_tiny_steps', 'find_small_evaluation', 'Shape', 'alone_seconds',
-           'find_slow_input', 'find_validation', 'find_filled_again', 'find_ended_passes', 'explain', 'FitRecord',
-           'Diagnose', 'Enough', 'every_fit_watched', 'ended_after', 'watch_script', 'finding_lines']
+           'DECODED', 'MEDIA', 'PARSERS', 'PICTURE', 'RESIZES', 'CROPS', 'NO_CAUSE', 'PROGRAM_RULES', 'WORTH', 'AGREES',
+           'MUCH', 'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive', 'variables_put_back',
+           'seconds_of', 'tried', 'calls_with_rows', 'find_single_rows', 'find_made_in_loop', 'source_of',
+           'find_pipelines', 'find_traces', 'again', 'find_compiled_again', 'find_eager', 'find_beside',
+           'find_own_python', 'find_growth', 'compiled_call', 'find_in_graph', 'find_on_host', 'find_fetches',
+           'find_python_input', 'find_few_threads', 'datasets_of', 'waiting', 'works', 'find_tiny_steps',
+           'find_small_evaluation', 'Shape', 'alone_seconds', 'find_slow_input', 'find_validation', 'find_filled_again',
+           'find_ended_passes', 'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after',
+           'watch_script', 'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import ast
@@ -955,9 +956,10 @@ def _callbacks(seen: Seen) -> float:
 
 def find_tiny_steps(seen: Seen, enough: int = 64) -> list[Finding]:
     "Steps whose fixed cost is larger than their work."
+    if not seen.steps: return []
     beside = seen.share('save', 'summary', 'trace') + _callbacks(seen)
     if seen.loop[0] != 'fit': beside += seen.share('eager')   # that of fit is a cost of each step
-    if not seen.steps or (waits := waiting(seen)) > .6 or beside > .3: return []
+    if (waits := waiting(seen)) > .6 or beside > .3: return []
     period = seen.seconds / len(seen.steps)
     call = compiled_call(seen)
     given = call and [list(call.args), call.kwargs]
@@ -1060,7 +1062,8 @@ SERIAL = Shape(
     'operations, since TensorFlow itself makes none of them parallel',
     'dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE)')
 PLAIN = CROPPED, ZIPPED, PARSED   # seen in the stage itself, whatever else it does
-MEDIA = re.compile('Decode(Jpeg|Png|Image|Bmp|Gif|WebP|Wav)')
+DECODED = 'Decode(Jpeg|Png|Image|Bmp|Gif|WebP)'   # pictures
+MEDIA = re.compile(f'{DECODED}|DecodeWav')
 PARSERS = 'DecodeCSV', 'StringSplit', 'StringToNumber', 'RegexReplace', 'UnicodeDecode', 'StringToHash'
 
 # %% ../../nbs/monitor/program.ipynb #d0a00009
@@ -1102,7 +1105,7 @@ def _shape(some: list, stage, added: float, pipeline: float, again: bool) -> tup
     if again and not random and 'Cache' not in later: return EVERY_EPOCH, .05
 
 # %% ../../nbs/monitor/program.ipynb #d0a0f015
-PICTURE = re.compile('Decode(Jpeg|Png|Image|Bmp|Gif|WebP)|Adjust(Contrast|Hue|Saturation)|RGBToHSV|Depthwise')
+PICTURE = re.compile(f'{DECODED}|Adjust(Contrast|Hue|Saturation)|RGBToHSV|Depthwise')
 RESIZES = 'Resize', 'ScaleAndTranslate'
 CROPS = 'CropAndResize', 'ExtractGlimpse', 'ExtractGlimpseV2'
 
@@ -1134,11 +1137,11 @@ def _unpacks(stage) -> bool:
 
 def _passes(seen: Seen, made: list) -> tuple[int, bool]:   # how many, whether each was read to its end
     "Over the pipeline of the loop."
+    known = host_part(made[-1])[0].cardinality().numpy()
     if seen.loop[0] == 'fit' and seen.watch.fits:   # it takes more iterators than it reads
-        fit, known = seen.watch.fits[-1], host_part(made[-1])[0].cardinality().numpy()
+        fit = seen.watch.fits[-1]
         return fit.epochs, known <= 0 or fit.asked is None or fit.asked >= .9 * known
     steps = sum(e.kind == 'next' and e.place == seen.loop[1] for e in seen.watch.events) or len(seen.steps)
-    known = host_part(made[-1])[0].cardinality().numpy()
     return len(made), known <= 0 or steps / len(made) >= .9 * known
 
 def _again(seen: Seen, some: list, passes: int) -> bool:

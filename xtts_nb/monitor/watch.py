@@ -323,19 +323,19 @@ def _note_rows(self: Watch, event: Event, network, args: tuple, kwargs: dict):
     self.last[event.kind, event.place] = network, event.name, args, kwargs
 
 @patch
-def _end_pass(self: Watch, place: Place | None):
-    "Let go of the iterator before this one, and note how long that takes."
-    begun, (of, self._pass) = time.perf_counter(), (self._pass, None)
-    ended = of and of[0]
-    del of   # the last one that holds it, if its loop has ended
-    if ended: self.events.append(Event('end', ended, begun, time.perf_counter() - begun))
+def _end_pass(self: Watch):
+    "Let go of the iterator of the pass before, and note how long that takes."
+    place = self._pass and self._pass[0]
+    begun, self._pass = time.perf_counter(), None   # the last that holds it, if its loop has ended
+    if place: self.events.append(Event('end', place, begun, time.perf_counter() - begun))
 
 @patch
 def _note_dataset(self: Watch, original, dataset, args, kwargs):
     mine = threading.get_ident() == self.thread
-    if mine: self._end_pass(place := place_of(sys._getframe(2)))
+    if mine: self._end_pass()
     source = original(dataset)
     if mine:
+        place = place_of(sys._getframe(2))
         self._pass = place, getattr(source, '_iterator_resource', None)
         some = self.validated if self.validating else self.datasets.setdefault(place, [])
         some.append(dataset)
