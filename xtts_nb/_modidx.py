@@ -1500,6 +1500,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.monitor.live.monitor': ('monitoring.html#monitor', 'xtts_nb/monitor/live.py'),
                                       'xtts_nb.monitor.live.phases_of': ('monitoring.html#phases_of', 'xtts_nb/monitor/live.py'),
                                       'xtts_nb.monitor.live.plot_samples': ('monitoring.html#plot_samples', 'xtts_nb/monitor/live.py'),
+                                      'xtts_nb.monitor.live.replay_svg': ('monitoring.html#replay_svg', 'xtts_nb/monitor/live.py'),
                                       'xtts_nb.monitor.live.summary_lines': ('monitoring.html#summary_lines', 'xtts_nb/monitor/live.py'),
                                       'xtts_nb.monitor.live.values_line': ('monitoring.html#values_line', 'xtts_nb/monitor/live.py')},
             'xtts_nb.monitor.loop': { 'xtts_nb.monitor.loop.Call': ('monitor/loop.html#call', 'xtts_nb/monitor/loop.py'),

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import asdict
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from xtts_nb.monitor import live as monitoring
 from xtts_nb.config import UserError
-from xtts_nb.monitor.live import LiveCallback, gpu_live, monitor, summary_lines
+from xtts_nb.monitor.live import LiveCallback, gpu_live, monitor, plot_samples, replay_svg, summary_lines
 from xtts_nb.bench import png_bytes
 from xtts_nb.sampler import CPU, EmulatedDevice, GPU, Sample, Sampler, emulated_probe, replay_probe
 
@@ -197,6 +198,28 @@ def test_in_a_kernel_the_picture_takes_the_widget_s_place(monkeypatch):
     assert how == {'raw': True} and picture['image/png'].startswith(b'\x89PNG')
 
 
+ARMS = [(TRACE[0].time, 'before'), (TRACE[len(TRACE) // 2].time, 'after')]
+
+@pytest.mark.parametrize('seconds, lasts', [(7., '10.0s'), (12., '17.1s'), (1000., '17.1s')])
+def test_a_comparison_is_replayed(seconds, lasts):
+    "By CSS alone: a white curtain over the curves, which a reader without motion never sees."
+    plot = lambda: plot_samples(TRACE, 'Two arms', arms=ARMS, losses=[(0., 2.), (1., 1.)])
+    figure = plot()
+    drawn = replay_svg(figure, seconds)
+    root = ElementTree.fromstring(drawn)
+    (curtain,) = [g for g in root.iter('{http://www.w3.org/2000/svg}g') if g.get('class') == 'xtts-curtain']
+    assert curtain.get('style') == f'animation-duration: {lasts}'
+    (cover,) = curtain
+    assert 'fill: #ffffff' in cover.get('style')
+    xs = [float(x) for x in re.findall(r'[ML] ([\d.]+)', cover.get('d'))]
+    assert max(xs) < .75 * float(root.get('viewBox').split()[2])   # the losses beside them stay in sight
+    style, = re.findall(r'@keyframes.*?</style>', drawn, re.DOTALL)
+    assert '{ transform: scaleX(0);' in style and 'no-preference) { .xtts-curtain { animation:' in style
+    assert {'Two arms', 'time (s)'} <= {text.text for text in root.iter('{http://www.w3.org/2000/svg}text')}
+    assert drawn == replay_svg(plot(), seconds) and len(drawn) < 60_000 and '<script' not in drawn
+    assert not any(patch.get_gid() for ax in figure.axes for patch in ax.patches)   # the still one has none
+
+
 def outputs_of(program, env=None):
     "The outputs of a cell as nbdev-test stores them."
     code = ('import json; from execnb.shell import CaptureShell; s = CaptureShell(); '
@@ -217,6 +240,18 @@ def test_stored_output_is_a_plain_picture():
     assert set(picture['data']) == {'image/png', 'text/plain'}
     assert len(base64.b64decode(picture['data']['image/png'])) < 30_000
     assert 'GPU 0 (Card)' in ''.join(t for o in out if o['output_type'] == 'stream' for t in o['text'])
+
+
+def test_stored_output_of_arms_is_also_a_replay():
+    pytest.importorskip('execnb')
+    (picture,) = [o for o in outputs_of(CELL.replace('): pass', ''') as live:
+    live.arm('before')
+    live.arm('after')''')) if o['output_type'] == 'display_data']
+    assert set(picture['data']) == {'image/png', 'image/svg+xml', 'text/plain'}
+    assert ''.join(picture['data']['image/svg+xml']).startswith('<svg')
+    one = CELL.replace('range(9)', 'range(1)').replace('): pass', ''') as live: live.arm('before')''')
+    (picture,) = [o for o in outputs_of(one) if o['output_type'] == 'display_data']
+    assert 'image/svg+xml' not in picture['data']
 
 
 def test_a_kernel_replaces_the_widget_by_the_picture():
