@@ -3,7 +3,8 @@
     python dev/pages.py readme    nbs/index.ipynb -> README.md, its pictures -> nbs/images/
     python dev/pages.py docs      every notebook -> _docs/*.html, each complete in one file
     python dev/pages.py release https://HOST/OWNER/REPOSITORY
-                                  README.md with whole addresses, and [project.urls], as PyPI needs them
+                                  README.md with whole addresses, and [project.urls], as PyPI needs them;
+                                  a badge in each lesson, which opens it in Colab
 
 The published site is made by nbdev and Quarto from the same notebooks; this needs neither."""
 import base64
@@ -174,7 +175,7 @@ def write_release(
     address: str,
     root: Path = ROOT,
 ):
-    "Make README.md and pyproject.toml those of a release."
+    "Make README.md, pyproject.toml and the lessons those of a release."
     init = (root / 'xtts_nb/__init__.py').read_text(encoding='utf-8')
     version = re.search(r'__version__ = "(.+)"', init)[1]
     readme, project = root / 'README.md', root / 'pyproject.toml'
@@ -184,6 +185,27 @@ def write_release(
     lines = '\n'.join(f'{name} = "{url}"' for name, url in urls.items())
     text = project.read_text(encoding='utf-8').rstrip()
     project.write_text(f'{text}\n\n[project.urls]\n{lines}\n', encoding='utf-8')
+    write_badges(f'{address}/blob/v{version}', root)
+
+
+COLAB = 'https://colab.research.google.com'
+
+def write_badges(
+    tree: str,   # the address of the files of a release; Colab opens those on GitHub
+    root: Path = ROOT,
+):
+    "Give each lesson a link below its title that opens it in Colab."
+    host, _, place = tree.partition('github.com/')
+    if host != 'https://': return
+    for path in notebooks(root):
+        if path.parent.name != 'nbs' or path.stem == 'index': continue
+        nb = nbformat.read(path, as_version=4)
+        first = next(cell for cell in nb.cells if cell.cell_type == 'markdown')
+        title, _, rest = first.source.partition('\n')
+        badge = (f'[![Open in Colab]({COLAB}/assets/colab-badge.svg)]'
+                 f'({COLAB}/github/{place}/{path.relative_to(root).as_posix()})')
+        first.source = f'{title}\n\n{badge}\n{rest}'
+        path.write_text(nbformat.writes(nb) + '\n', encoding='utf-8')
 
 
 # ---- the pages

@@ -1,5 +1,6 @@
 """README.md is the index page; dev/pages.py shows of a notebook what a reader should see."""
 import base64
+import json
 import re
 import sys
 import tomllib
@@ -112,6 +113,24 @@ def test_a_release_shows_whole_addresses(tmp_path):
     assert not re.search(r'\]\((?!https?://|#)', text)
     urls = tomllib.loads((tmp_path / 'pyproject.toml').read_text(encoding='utf-8'))['project']['urls']
     assert urls['Homepage'] == 'https://a.b/c/d' and urls['Changelog'] == f'https://a.b/c/d/blob/v{version}/CHANGELOG.md'
+
+
+@pytest.mark.parametrize('host, badges', [('https://github.com', 1), ('https://gitlab.com', 0)])
+def test_a_release_lets_a_lesson_be_opened_in_colab(tmp_path, host, badges):
+    for name in ('nbs/00_config.ipynb', 'nbs/index.ipynb', 'nbs/base/bench.ipynb'):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    pages.write_badges(f'{host}/c/d/blob/v1', tmp_path)
+    for name in ('nbs/index.ipynb', 'nbs/base/bench.ipynb'):
+        assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
+    cells = [json.loads((folder / 'nbs/00_config.ipynb').read_text(encoding='utf-8'))['cells']
+             for folder in (ROOT, tmp_path)]
+    changed = [(''.join(a['source']), ''.join(b['source'])) for a, b in zip(*cells, strict=True) if a != b]
+    assert len(changed) == badges
+    for before, after in changed:
+        badge = ('[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]'
+                 '(https://colab.research.google.com/github/c/d/blob/v1/nbs/00_config.ipynb)')
+        assert after == before.replace('# Config\n', f'# Config\n\n{badge}\n', 1)
 
 
 def test_pages_stand_alone_and_lead_to_each_other(root):

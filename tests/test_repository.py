@@ -99,6 +99,17 @@ def test_the_sidebar_shows_the_guides_first_and_every_room():
     assert {p.parent.name for p in NOTEBOOKS} == {*tree.ROOMS}
 
 
+@pytest.mark.parametrize('name', LESSONS)
+def test_a_lesson_begins_with_its_installation(name):
+    "Directly below the title, on pages it is hidden, and no test runs it; the extra is one that exists."
+    found = json.loads((ROOT / f'nbs/{name}.ipynb').read_text(encoding='utf-8'))['cells']
+    title, code = ([''.join(c['source']) for c in found][i] for i in (1, 2))
+    assert title.startswith('# ') and code.startswith('#| hide\n#| eval: false\n')
+    installs = re.search(r"if not find_spec\('xtts_nb'\):\n    %pip install -q 'xtts_nb\[(\w+)\]'$", code)
+    project = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']
+    assert installs[1] in project['optional-dependencies']
+
+
 TAKES_TENSORFLOW = re.compile(
     r'^ *(import|from) (tensorflow|keras|xtts_nb\.(data|models|speech|train)\b)', re.M)
 
