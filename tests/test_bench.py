@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -260,6 +261,16 @@ def test_a_noisy_run_says_so(cpu, tmp_path, capsys, rows, said):
     assert one['noisy'] is True and list(one['noisy_rows']) == [said.split()[0]]
     assert said in capsys.readouterr().err
     assert bench.headline('step_speed', tmp_path) is None and bench.headline('10_data', tmp_path) is None
+
+def test_records_of_the_wheel_stand_in_where_there_is_no_folder(cpu, tmp_path, monkeypatch):
+    "As in Colab; a folder of one's own, even an empty one, has its own."
+    assert bench.PACKED == Path(bench.__file__).parent / 'notebooks/benchmarks'
+    monkeypatch.setattr(bench, 'PACKED', tmp_path / 'packed')
+    (tmp_path / 'own').mkdir()
+    record('demo', ROWS, tmp_path / 'packed', 'first')
+    assert bench.headline('demo', tmp_path / 'missing')['command'] == 'first'
+    assert [r['command'] for r in recorded('demo', tmp_path / 'missing')] == ['first']
+    assert bench.headline('demo', tmp_path / 'own') is None
 
 def test_a_noisy_run_is_never_the_headline(cpu, tmp_path):
     "It is newer than the quiet one; a list of rows beside `rows` counts as well."
