@@ -344,6 +344,9 @@ def test_steps_that_take_longer_and_longer():
     found = only(find_growth(seen(looks, steps)))
     assert found.disease == 'time grows' and found.place == 'test_program.py:4'
     assert find_growth(seen(looks, calls('next', 60))) == [] == find_growth(seen(looks, steps[:20]))
+    slow = np.where(np.arange(400) % 4 == 0, np.linspace(.01, .2, 400), .005)   # what grows
+    uneven = [Event('next', LINE, t, .001) for t in np.cumsum(slow)]
+    assert 'takes 7.' in only(find_growth(seen(looks, uneven))).evidence
     periods = np.array([.01, .03, .01, *np.linspace(.01, .05, 57)])   # the second is an accident
     steps = [Event('next', LINE, t, .001) for t in [0., *np.cumsum(periods)]]
     assert 'takes 10.0 ms at first' in only(find_growth(seen(looks, steps))).evidence
@@ -401,6 +404,8 @@ def test_pipelines_that_are_built_again():
 
 NEVER_FULL = 'a cache that is never full'
 
+def raw(x): return tf.io.decode_raw(tf.strings.as_string(x), tf.uint8)
+
 @pytest.mark.parametrize('build, passes, whole, cause', [
     (lambda d: d.map(lambda x: x + 1).repeat().cache(), 1, True, 'cache after repeat'),
     (lambda d: d.cache().take(3).repeat(), 1, True, NEVER_FULL),
@@ -409,6 +414,7 @@ NEVER_FULL = 'a cache that is never full'
     (lambda d: d.cache().repeat(9).batch(2), 2, False, None),
     (lambda d: d.repeat(2).take(5).cache(), 2, False, 'cache after repeat'),
     (lambda d: d.map(tf.io.decode_raw_or_read).shuffle(9), 1, True, 'shuffle after decoding'),
+    (lambda d: d.map(raw).shuffle(9), 1, True, None),
     (lambda d: d.take(3).cache().repeat(), 2, True, None),
     (lambda d: d.cache().shuffle(5).repeat().take(9), 2, True, None)])
 def test_the_order_of_a_pipeline(monkeypatch, build, passes, whole, cause):
@@ -416,6 +422,14 @@ def test_the_order_of_a_pipeline(monkeypatch, build, passes, whole, cause):
         raising=False)
     shape = page._order(page.stages(build(tf.data.Dataset.range(9))), passes, whole)
     assert (shape and shape.cause) == cause
+
+@pytest.mark.parametrize('order, costs, expected', [
+    (None, None, None), (None, page.ZIPPED, page.ZIPPED), (page.SHUFFLED, None, page.SHUFFLED),
+    (page.SHUFFLED, page.ZIPPED, page.ZIPPED), (page.SHUFFLED, page.PARSED, page.PARSED),
+    (page.SHUFFLED, page.SERIAL, page.SHUFFLED), (page.REPEATED, page.ZIPPED, page.REPEATED)])
+def test_the_order_of_a_pipeline_or_what_a_stage_does(order, costs, expected):
+    found = page._worse(order, costs and (costs, .3))
+    assert found == (expected and (expected, .02 if expected is order else .3))
 
 def test_a_step_that_reads_an_iterator_is_not_called_again():
     "It would be at its end."
@@ -614,7 +628,7 @@ def test_a_cache_that_is_made_in_the_loop():
     look = lambda made, looks: find_pipelines(seen(looks, datasets={LINE: made}))
     found = only(look([data.cache().batch(2) for _ in range(4)], ['input'] * 50 + ['graph'] * 50))
     assert found.disease == 'a cache is made in the loop' and found.predicted_gain == pytest.approx(1 / .525)
-    assert look([data.cache().batch(2) for _ in range(3)], ['input'] * 50 + ['graph'] * 50) == []
+    assert look([data.cache().batch(2) for _ in range(2)], ['input'] * 50 + ['graph'] * 50) == []
     assert look([data.cache().batch(2)] * 4, ['input'] * 50 + ['graph'] * 50) == []
     assert look([data.cache() for _ in range(4)], ['input'] * 9 + ['graph'] * 91) == []
 
@@ -700,6 +714,70 @@ def test_what_a_loop_of_python_costs(parts, seconds, looks, is_found):
     if not found: return
     assert found[0].disease == 'a loop over rows inside the step' and 'each of 150 parts' in found[0].evidence
     assert found[0].place.startswith('test_program.py:') and 'for t in range(many)' in found[0].line
+
+def by_map(x): return tf.map_fn(lambda row: row / tf.norm(row), x)
+
+def by_while(x):
+    "As people write a loss: a row of a TensorArray in each turn."
+    def turn(i, out): return i + 1, out.write(i, tf.norm(x - x[i]))
+    _, out = tf.while_loop(lambda i, _: i < 8, turn, (tf.constant(0), tf.TensorArray(tf.float32, 8)))
+    return out.stack()
+
+def by_sum(x):
+    return tf.while_loop(lambda i, _: i < 8, lambda i, t: (i + 1, t + tf.norm(x[i])), (tf.constant(0), 0.))[1]
+
+def by_state(x):
+    "A recurrence: each turn needs the state of the one before."
+    return tf.while_loop(lambda i, _: i < 8, lambda i, h: (i + 1, tf.tanh(h + x[i])),
+                         (tf.constant(0), tf.zeros(5)))[1]
+
+def gradient_of(loss):
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(loss(x))
+        return y, tape.gradient(y, x)
+    return tf.function(step)
+
+@pytest.mark.parametrize('build, over_rows', [(by_map, 2), (by_while, 1), (by_sum, 1), (by_state, 0)])
+def test_a_loop_whose_turns_do_not_need_each_other(build, over_rows):
+    "Of forward and backward pass; TensorFlow names both after `map_fn`."
+    graph = gradient_of(build).get_concrete_function(tf.zeros((8, 5))).graph
+    loops = [op for op in graph.get_operations() if op.type in page.LOOPS]
+    assert len(loops) == 2 and [op for op in loops if page._is_row_loop(op)] == loops[:over_rows]
+
+@pytest.mark.parametrize('build, each, computing, share', [
+    (by_while, 1., 1., .2), (by_map, 1., .6, .12), (by_while, .4, 1., 0), (by_while, 9., .5, .5),
+    (by_state, 5., 1., 0)])
+def test_what_a_loop_over_rows_costs(monkeypatch, build, each, computing, share):
+    "The loop and that of its gradient, in a step of 10 s."
+    timed = []
+    monkeypatch.setattr(page, '_own_seconds', lambda call, op: timed.append(op.name) or each)
+    monkeypatch.setattr(page, 'tried', lambda call: call() and 10.)
+    call = page.Call(gradient_of(build), (tf.ones((8, 5)),), {}, 0., False)
+    found = page._row_loops(seen([], calls('call', 1), loop=('call', LINE)), call, computing)
+    assert len(timed) == 2 * (build is not by_state) and bool(found) == bool(share)
+    if not found: return
+    assert found[0].predicted_gain == pytest.approx(1 / (1 - share * .95))
+    assert f'({timed[0]}) that computes row by row' in found[0].evidence
+    assert found[0].evidence.endswith(f'it takes {2000 * each:.1f} ms of the 10000.0 ms of the step')
+
+def test_the_time_of_one_operation_of_a_step():
+    "In a real graph, with a variable that is changed: less than the whole step, and more than nothing."
+    rows, total = tf.random.normal((300, 40)), tf.Variable(0.)
+    def loss(x):
+        total.assign_add(1.)
+        return tf.reduce_sum(tf.map_fn(lambda row: row / tf.norm(row), x) + total)
+    call = page.Call(gradient_of(loss), (rows,), {}, 0., False)
+    (loop, _) = [op for op in call.concrete.graph.get_operations() if op.type in page.LOOPS]
+    wanted = next(op for op in call.concrete.graph.get_operations() if op.type == 'AssignAddVariableOp')
+    with variables_put_back():
+        diagnose.computed_up_to(call, [wanted])()
+        assert total.numpy() == 1.
+        diagnose.computed_up_to(call, [loop])()   # which reads the rows alone
+        assert total.numpy() == 1.
+    assert total.numpy() == 0. and page._own_seconds(call, loop) > 1e-4
+    assert page._own_seconds(replace(call, args=(tf.zeros(0),)), loop) == 0.   # it fails
 
 def test_passes_over_a_pipeline():
     data = tf.data.Dataset.range(10)
@@ -789,6 +867,37 @@ def test_a_validation_that_takes_most_of_the_time():
     assert found.disease == 'validation in each epoch' and 'validation_freq' in found.remedy
     assert found.predicted_gain == pytest.approx(gain_without(.5, .2)) and validation(.39) == []
     assert validation(.5, passes=0)[0].disease == 'validation in each epoch'
+
+@pytest.mark.parametrize('more, expected', [
+    (calls('call', 100, place=OTHER), 'operations beside the step'), (calls('call', 19), 'step not compiled'),
+    (calls('call', 20), 'operations beside the step'),
+    (calls('train_on_batch', 100), 'operations beside the step'),
+    (calls('call', 100) + calls('gradient', 1), 'step not compiled'), ([], 'step not compiled')])
+def test_what_is_eager_beside_a_compiled_step(more, expected):
+    looks = ['graph'] * 50 + [(OTHER, 'eager')] * 50
+    found = only(page.find_eager(seen(looks, calls('next', 100) + more, eager_functions=lambda: [])))
+    assert found.disease == expected and found.place == 'test_program.py:4' and '@tf.function' in found.remedy
+    assert ('beside the compiled step' in found.evidence) == (expected != 'step not compiled')
+
+@pytest.mark.parametrize('updates, beside', [(30, False), (29, True)])
+def test_an_update_outside_of_a_compiled_function_is_a_part_of_the_step(updates, beside):
+    part = seen(['eager'] * (100 - updates) + ['graph'] * 50, calls('next', 9) + calls('call', 9))
+    part.looks += [Look(1., LINE, 'eager', 'BaseOptimizer.apply_gradients')] * updates
+    assert page._step_is_compiled(part) == beside
+
+@pytest.mark.parametrize('reads, eager, share', [
+    (400, 50, .6), (399, 50, None), (400, 5, .15), (4000, 50, .6)])
+def test_values_that_are_read_one_by_one(reads, eager, share):
+    "Of 1,000 looks some operate on single values, and one hundred wait for them, at the same line."
+    looks = ['graph'] * (900 - 10 * eager) + [(OTHER, 'eager')] * (10 * eager) + [(OTHER, 'fetch')] * 100
+    events = calls('next', 100) + calls('call', 100) + calls('fetch', reads, .002, place=OTHER)
+    found = page._read_singly(seen(looks, events))
+    assert bool(found) == bool(share)
+    if not found: return
+    assert found[0].disease == 'host sync for single values' and found[0].place == 'test_program.py:4'
+    assert found[0].predicted_gain == pytest.approx(gain_without(share, .05))
+    assert f'{reads // 100} of them in each iteration' in found[0].evidence
+    assert page.find_eager(seen(looks, events)) == (found if eager > 20 else [])
 
 def test_validation_is_no_cost_of_short_epochs():
     fit = SimpleNamespace(steps=8, epochs=2, model=keras.Sequential())

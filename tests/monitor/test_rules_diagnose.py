@@ -256,12 +256,17 @@ def called(function, *args, **kwargs):
     function(*args, **kwargs)
     return Call(function, args, kwargs, 0., False)
 
+class Rate:
+    "As a program makes one for each epoch."
+    def __tf_tensor__(self, dtype=None, name=None): return tf.constant(1, dtype)
+
 def traced(*calls):
     "A function traced for each of these arguments."
     function = tf.function(lambda x, rate, more=None: x * tf.cast(rate, tf.float32))
     return [called(function, *args, more={'a': tf.ones(2)}) for args in calls]
 
 BY_VALUE = traced(*((tf.ones(2), i) for i in range(4)))
+BY_OBJECT = traced(*((tf.ones(2), Rate()) for _ in range(4)))
 BY_SHAPE = traced(*((tf.ones(n), tf.constant(1)) for n in (1, 2)))
 BY_BOTH = traced(*((tf.ones(n), n) for n in (1, 2)))
 ONCE = traced((tf.ones(2), tf.constant(1)))
@@ -273,12 +278,26 @@ def test_the_arguments_that_changed_are_named():
     assert list(changed) == ['x', 'rate'] and [len(v) for v in changed.values()] == [2, 2]
     assert list(changed_arguments(BY_VALUE[0].function)) == ['rate']
     assert changed_arguments(ONCE[0].function) == {}
-    assert rules._is_python(['TensorSpec()', 'Literal[0]']) and not rules._is_python(['TensorSpec()'])
+    assert changed_arguments(BY_OBJECT[0].function).keys() == {'rate'}
+
+@pytest.mark.parametrize('changed, what, change', [
+    ({'x': ['TensorSpec()', 'TensorSpec(2)']}, None, None), ({}, None, None),
+    ({'x': ['TensorSpec()', 'TensorSpec(2)'], 'rate': [f'Literal[{i}]' for i in range(4)]},
+     'its argument rate is a Python value that changes: 0, 1, 2, ...', 'step(x, tf.constant(rate))'),
+    ({'how': [f"Dict[['a', Literal[{i}.0]], ['b', TensorSpec()]]" for i in (1, 2)]},
+     "its argument how is a Python value that changes: Dict[['a', 1.0], ['b', TensorSpec()]], "
+     "Dict[['a', 2.0], ['b', TensorSpec()]], ...", 'step(x, tf.constant(how))'),
+    ({'plan': ['Weakref[<weakref at 0x1; dead>])', 'Weakref[<weakref at 0x2; dead>])']},
+     'its argument plan is an object that is new each time', 'step(x, tf.constant(rate))')])
+def test_the_argument_of_python_is_named(changed, what, change):
+    found = rules.python_argument(changed)
+    assert (found and (found[0], found[2])) == (what and (what, change))
 
 
 @pytest.mark.parametrize('calls, more, name, expected', [
     (BY_VALUE, dict(traces=1., traced=.005), 'rate', 1.5),
     (ONCE + BY_BOTH, dict(traces=1., traced=.005), 'rate', 1.5),
+    (BY_OBJECT, dict(traces=1., traced=.005), 'object', 1.5),
     (BY_VALUE, dict(traced=.005), None, None), (BY_SHAPE, dict(traces=1.), None, None),
     (ONCE, dict(traces=1.), None, None),
     ([], dict(traces=1.), None, None)])
@@ -286,6 +305,10 @@ def test_retracing(calls, more, name, expected):
     found = rules.find_retracing(case(calls=calls, **dict(loop=.015, pipeline=.001, wait=0.) | more))
     assert gain(found) == (expected and pytest.approx(expected))
     if not found: return
+    if calls is BY_OBJECT:
+        assert found.evidence.endswith('because its argument rate is an object that is new each time')
+        assert found.remedy == 'pass the numbers of rate as tensors instead of the object'
+        return
     assert f'argument {name} is a Python value that changes: ' in found.evidence
     assert f'tf.constant({name})' in found.remedy
     if calls is BY_VALUE: assert found.evidence.endswith('changes: 0, 1, 2, ...')

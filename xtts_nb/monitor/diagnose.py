@@ -8,11 +8,12 @@ __all__ = ['MIN_GAIN', 'SMALL_FILE', 'NO_GAIN', 'PRODUCTS', 'FLOAT64', 'FLOAT32'
            'count_rebuilds', 'Round', 'one_round', 'measure_training', 'Finding', 'ms', 'Case',
            'find_python_in_pipeline', 'find_single_threaded_map', 'find_slow_disk', 'opening_seconds',
            'find_small_files', 'find_oversubscription', 'find_missing_prefetch', 'find_copy_bound', 'find_input_bound',
-           'changed_arguments', 'find_retracing', 'find_variable_shapes', 'pad_to_few_shapes',
+           'changed_arguments', 'python_argument', 'find_retracing', 'find_variable_shapes', 'pad_to_few_shapes',
            'note_repeated_compilation', 'find_host_sync', 'find_device_copy', 'find_python_in_step', 'find_tiny_batch',
            'merge_batches', 'find_uncompiled_step', 'find_missing_xla', 'matrix_products', 'product_runner', 'once',
-           'find_idle_tensor_cores', 'narrow_graph', 'in_float32', 'in_a_row', 'find_float64', 'note_for_a_gpu',
-           'Diagnosis', 'diagnose', 'ranked', 'compare_loops', 'measured_gain', 'RemedyTrial', 'apply_remedies']
+           'find_idle_tensor_cores', 'narrow_graph', 'in_float32', 'computed_up_to', 'in_a_row', 'find_float64',
+           'note_for_a_gpu', 'Diagnosis', 'diagnose', 'ranked', 'compare_loops', 'measured_gain', 'RemedyTrial',
+           'apply_remedies']
 
 # %% ../../nbs/monitor/diagnose.ipynb #728bdc97
 import itertools
@@ -412,29 +413,37 @@ def changed_arguments(function) -> dict[str, list[str]]:   # name -> its values,
 
 # %% ../../nbs/monitor/diagnose.ipynb #acedbf0a
 def _most_traced(c: Case):
-    "The function of the step with most traces, and what changed: a Python value first."
+    "The function of the step with most traces, and what changed."
     functions = {id(call.function): call.function for call in c.calls}.values()
     f = max(functions, key=lambda f: f.experimental_get_tracing_count(), default=None)
-    changed = changed_arguments(f) if f else {}
-    return f, sorted(changed.items(), key=lambda item: not _is_python(item[1]))
+    return f, changed_arguments(f) if f else {}
 
-def _is_python(values: list[str]) -> bool: return any('Literal' in v for v in values)
+def _is_python(values: list[str]) -> bool: return any('Literal' in v or 'Weakref' in v for v in values)
+
+def python_argument(changed: dict[str, list[str]]) -> tuple | None:   # what it is, remedy, its code
+    "Of what `changed_arguments` found: the first that is a Python value or an object."
+    name, values = next(((n, v) for n, v in changed.items() if _is_python(v)), ('', []))
+    if not values: return None
+    if any('Weakref' in v for v in values):   # an object is known by its address
+        return (f'its argument {name} is an object that is new each time',
+                f'pass the numbers of {name} as tensors instead of the object', 'step(x, tf.constant(rate))')
+    shown = ', '.join(re.sub(r'Literal\[([^\]]*)\]', r'\1', v) for v in values[:3])
+    return (f'its argument {name} is a Python value that changes: {shown}, ...',
+            f'pass {name} as a tensor: tf.constant({name})', f'step(x, tf.constant({name}))')
 
 def find_retracing(c: Case) -> Finding | None:
     function, changed = _most_traced(c)
-    if not c.m.traces or not changed or not _is_python(changed[0][1]): return
-    name, values = changed[0]
-    some = ', '.join(v.removeprefix('Literal[').removesuffix(']') for v in values[:3])
+    argument = python_argument(changed)
+    if not c.m.traces or not argument: return
+    what, remedy, _ = argument
     return Finding('retracing', f'{function.__name__} is traced {c.m.traces:.1f} times per step '
-                   f'({ms(c.m.traced)}), because its argument {name} is a Python value that changes: '
-                   f'{some}, ...',
-                   f'pass {name} as a tensor: tf.constant({name})', predict_gain(c.m, traced=0.))
+                   f'({ms(c.m.traced)}), because {what}', remedy, predict_gain(c.m, traced=0.))
 
 def find_variable_shapes(c: Case) -> Finding | None:
     function, changed = _most_traced(c)
-    if c.m.shapes < 2 or (changed and _is_python(changed[0][1])): return
+    if c.m.shapes < 2 or python_argument(changed): return
     lost = max(c.m.traced, c.m.new_shapes)
-    which = f', argument {changed[0][0]}' if changed else ''
+    which = f', argument {[*changed][0]}' if changed else ''
     m = Measured(**vars(c.m) | {'traced': min(lost, 0.99 * c.m.loop)})
     return Finding('variable shapes', f'{c.m.shapes} shapes in {2 * c.m.batches} batches; each new one is '
                    f'traced or compiled{which}: {ms(lost)} per step',
@@ -639,29 +648,54 @@ def narrow_graph(graph) -> tf.compat.v1.GraphDef:
 
 
 # %% ../../nbs/monitor/diagnose.ipynb #e1a24ff8
+def _tensors(call: Call) -> list:
+    return [x for x in tf.nest.flatten((call.args, call.kwargs)) if hasattr(x, 'dtype')]
+
+def _runner(
+    call: Call,
+    given: tf.compat.v1.GraphDef,   # a changed form, or a part, of its graph
+    args: list, held: list,         # tensors for its inputs, and for what it captures
+    read: Callable,                 # gets the function that imports those of some names; returns tensors
+) -> Callable:                      # of the arguments
+    names = [t.op.name for t in call.concrete.inputs]
+    nodes = [node for node in given.node if node.name not in names]   # XLA refuses a placeholder
+    del given.node[:]
+    given.node.extend(nodes)
+    used = {name.partition(':')[0] for node in nodes for name in node.input}
+
+    @tf.function(autograph=False, jit_compile=getattr(call.function, '_jit_compile', None))
+    def run(*args):
+        captured = [tf.compat.v1.get_default_graph().capture(t) for t in held]
+        inputs = {name: x for name, x in zip(names, [*args, *captured]) if name in used}
+        return read(lambda wanted: tf.graph_util.import_graph_def(given, inputs, wanted, name=''))
+    return lambda: run(*args)
+
 def in_float32(call: Call) -> Callable:   # of no arguments
     "The compiled function of a call with float32 in place of float64, on copies of what it reads."
     made = call.concrete
     given, variables = narrow_graph(made.graph), {id(v.handle): v for v in made.graph.variables}
     for f in given.library.function: context().add_function_def(f)   # branches are looked up there
-    names, results = [t.op.name for t in made.inputs], [t.name for t in made.outputs]
-    nodes = [node for node in given.node if node.name not in names]   # XLA refuses a placeholder
-    del given.node[:]
-    given.node.extend(nodes)
-    used = {name.partition(':')[0] for node in nodes for name in node.input}
     narrow = lambda x: tf.cast(x, tf.float32) if x.dtype == tf.float64 else tf.convert_to_tensor(x)
-    args = [narrow(x) for x in tf.nest.flatten((call.args, call.kwargs)) if hasattr(x, 'dtype')]
     copies = [variables.get(id(t)) for t in made.captured_inputs]
     copies = [v if v is None else tf.Variable(narrow(v)) for v in copies]
     held = [v.handle if v is not None else t if t.dtype == tf.resource else narrow(t)
             for v, t in zip(copies, made.captured_inputs)]
+    run = _runner(call, given, [narrow(x) for x in _tensors(call)], held,
+                  lambda take: take([t.name for t in made.outputs]))
+    return lambda kept=copies: run()
 
-    @tf.function(autograph=False, jit_compile=call.function._jit_compile)
-    def run(*args):
-        captured = [tf.compat.v1.get_default_graph().capture(t) for t in held]
-        inputs = {name: x for name, x in zip(names, [*args, *captured]) if name in used}
-        return tf.graph_util.import_graph_def(given, inputs, results, name='')
-    return lambda kept=copies: run(*args)
+def computed_up_to(call: Call, wanted: list[tf.Operation]) -> Callable:   # of no arguments
+    "What the graph of a call needs to compute these operations, and no more; variables may change."
+    made, names = call.concrete, [op.name for op in wanted]
+    part = tf.compat.v1.graph_util.extract_sub_graph(made.graph.as_graph_def(), names)
+    def read(take):   # what nobody gets is not computed, unless it changes something
+        found = take(names)
+        ends = [t for op in found for t in op.outputs if t.dtype != tf.resource]
+        length = lambda t: tf.raw_ops.TensorListLength(input_handle=t)
+        with tf.control_dependencies(found):
+            return [tf.constant(0), *(length(t) if t.dtype == tf.variant else tf.identity(t) for t in ends)]
+    return _runner(call, part, [tf.convert_to_tensor(x) for x in _tensors(call)], made.captured_inputs, read)
+
 
 # %% ../../nbs/monitor/diagnose.ipynb #e1a24ff6
 IN_A_ROW = .1   # s; a short call alone takes longer than one of many: caches and threads are cold
