@@ -11,9 +11,9 @@ __all__ = ['MIN_GAIN', 'SMALL_FILE', 'NO_GAIN', 'PRODUCTS', 'FLOAT64', 'FLOAT32'
            'changed_arguments', 'python_argument', 'find_retracing', 'find_variable_shapes', 'pad_to_few_shapes',
            'note_repeated_compilation', 'find_host_sync', 'find_device_copy', 'find_python_in_step', 'find_tiny_batch',
            'merge_batches', 'find_uncompiled_step', 'find_missing_xla', 'matrix_products', 'product_runner', 'once',
-           'find_idle_tensor_cores', 'narrow_graph', 'in_float32', 'computed_up_to', 'in_a_row', 'find_float64',
-           'note_for_a_gpu', 'Diagnosis', 'diagnose', 'ranked', 'compare_loops', 'measured_gain', 'RemedyTrial',
-           'apply_remedies']
+           'find_idle_tensor_cores', 'narrow_graph', 'in_float32', 'computed_up_to', 'done_without', 'in_a_row',
+           'find_float64', 'note_for_a_gpu', 'Diagnosis', 'diagnose', 'ranked', 'compare_loops', 'measured_gain',
+           'RemedyTrial', 'apply_remedies']
 
 # %% ../../nbs/monitor/diagnose.ipynb #728bdc97
 import itertools
@@ -656,19 +656,22 @@ def _runner(
     given: tf.compat.v1.GraphDef,   # a changed form, or a part, of its graph
     args: list, held: list,         # tensors for its inputs, and for what it captures
     read: Callable,                 # gets the function that imports those of some names; returns tensors
-) -> Callable:                      # of the arguments
+    known: dict = {},               # noqa: B006 -- values for tensors inside, by name
+) -> Callable:                      # of no arguments
     names = [t.op.name for t in call.concrete.inputs]
-    nodes = [node for node in given.node if node.name not in names]   # XLA refuses a placeholder
+    gone = {*names, *(name.partition(':')[0] for name in known)}   # XLA refuses a placeholder
+    nodes = [node for node in given.node if node.name not in gone]
     del given.node[:]
     given.node.extend(nodes)
-    used = {name.partition(':')[0] for node in nodes for name in node.input}
+    used = {name for node in nodes for name in node.input}
 
     @tf.function(autograph=False, jit_compile=getattr(call.function, '_jit_compile', None))
-    def run(*args):
+    def run(args, known):
         captured = [tf.compat.v1.get_default_graph().capture(t) for t in held]
-        inputs = {name: x for name, x in zip(names, [*args, *captured]) if name in used}
+        named = dict(zip(names, [*args, *captured])) | known
+        inputs = {name: x for name, x in named.items() if {name, name.removesuffix(':0')} & used}
         return read(lambda wanted: tf.graph_util.import_graph_def(given, inputs, wanted, name=''))
-    return lambda: run(*args)
+    return lambda: run(args, known)
 
 def in_float32(call: Call) -> Callable:   # of no arguments
     "The compiled function of a call with float32 in place of float64, on copies of what it reads."
@@ -685,17 +688,24 @@ def in_float32(call: Call) -> Callable:   # of no arguments
     return lambda kept=copies: run()
 
 def computed_up_to(call: Call, wanted: list[tf.Operation]) -> Callable:   # of no arguments
-    "What the graph of a call needs to compute these operations, and no more; variables may change."
+    "What the graph of a call needs to compute the results of these operations, which it returns."
     made, names = call.concrete, [op.name for op in wanted]
     part = tf.compat.v1.graph_util.extract_sub_graph(made.graph.as_graph_def(), names)
-    def read(take):   # what nobody gets is not computed, unless it changes something
-        found = take(names)
-        ends = [t for op in found for t in op.outputs if t.dtype != tf.resource]
-        length = lambda t: tf.raw_ops.TensorListLength(input_handle=t)
-        with tf.control_dependencies(found):
-            return [tf.constant(0), *(length(t) if t.dtype == tf.variant else tf.identity(t) for t in ends)]
+    def read(take): return [[*op.outputs] for op in take(names)]
     return _runner(call, part, [tf.convert_to_tensor(x) for x in _tensors(call)], made.captured_inputs, read)
 
+def done_without(call: Call, some: list[tf.Operation]) -> Callable:   # of no arguments
+    "A call in whose graph the results of these operations are known."
+    made, results = call.concrete, computed_up_to(call, some)()
+    known = {f'{op.name}:{i}': x for op, values in zip(some, results) for i, x in enumerate(values)}
+    changes = [op.name for op in made.graph.get_operations() if op in made.graph.control_outputs]
+    ends = [t.name for t in made.outputs]
+    def read(take):
+        found = take(changes + ends)
+        with tf.control_dependencies(found[:len(changes)]):
+            return [tf.constant(0), *map(tf.identity, found[len(changes):])]
+    return _runner(call, made.graph.as_graph_def(), [tf.convert_to_tensor(x) for x in _tensors(call)],
+                   made.captured_inputs, read, known)
 
 # %% ../../nbs/monitor/diagnose.ipynb #e1a24ff6
 IN_A_ROW = .1   # s; a short call alone takes longer than one of many: caches and threads are cold

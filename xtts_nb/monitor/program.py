@@ -45,7 +45,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from ..bench import compare, put_back
 from ..config import cores, UserError
 from .diagnose import (
-    changed_arguments, Case, computed_up_to, Finding, find_float64, find_idle_tensor_cores,
+    changed_arguments, Case, done_without, Finding, find_float64, find_idle_tensor_cores,
     find_input_bound, find_missing_prefetch, find_oversubscription, find_single_threaded_map, find_slow_disk,
     find_small_files, in_a_row, Measured, MIN_GAIN, ms, python_argument, ranked, repeat_if_finite)
 from .loop import (
@@ -280,8 +280,10 @@ def source_of(dataset):
 # %% ../../nbs/monitor/program.ipynb #d0a00002
 def _new_caches(seen: Seen, made: list) -> list[Finding]:
     "cache() that is called again for each pass begins with an empty cache."
-    caches = {id(s.dataset) for d in made[:9] for s in stages(d) if s.name == 'Cache'}
-    if len(caches) < 3 or (waits := waiting(seen)) < .1: return []
+    some = made[:9]
+    caches = {id(s.dataset) for d in some for s in stages(d) if s.name == 'Cache'}
+    # one each for training and validation is none of these
+    if len(caches) < max(4, .8 * len(some)) or (waits := waiting(seen)) < .1: return []
     return [finding(
         seen, 'a cache is made in the loop',
         f'cache() is called again for each of {len(made)} passes, so each begins with an empty cache and it '
@@ -461,8 +463,8 @@ def _read_singly(seen: Seen) -> list[Finding]:
         f'the loop reads values of tensors one by one, {count[place] / len(seen.steps):.0f} of them in each '
         'iteration at this line (an index, float, numpy): each starts operations and is a host sync; that '
         f'takes {share:.0%} of the time',
-        'read a whole tensor once (x.numpy()) and index that, or keep sums and counts in a tf.Variable or '
-        'a metric inside the step, and read them every so many steps',
+        'keep the tensors, and read a whole one at once (x.numpy()) every so many steps; sums, means and '
+        'counts in a tf.Variable or keras.metrics.Mean inside the step',
         share, .05, place, 'labels, found = labels.numpy(), found.numpy()  # before the loop over rows',
         spread=.3)]
 
@@ -594,6 +596,9 @@ def find_growth(seen: Seen) -> list[Finding]:
     first, middle, last = (np.median(p) for p in (periods[:third], periods[third:-third], periods[-third:]))
     begin = np.median(periods[:max(3, len(periods) // 20)])
     if last < 1.5 * first or last - first < 2e-4 or not 1.1 * first < middle < last / 1.1: return []
+    # other work on the machine comes and goes
+    parts = [np.median(p) for p in np.array_split(periods, 6)]
+    if sum(np.diff(parts) > 0) < 4: return []
     kinds = lambda part: Counter((l.kind, l.place) for l in part)
     half = starts[len(starts) // 2]
     late = kinds(l for l in seen.looks if l.time > half)
@@ -638,21 +643,26 @@ LOOPS = 'While', 'StatelessWhile'
 OVER_ROWS = re.compile(r'(^|/)(map|vectorized_map|foldl|scan)(_\d+)?/')   # names that TensorFlow gives
 
 def _is_row_loop(op: tf.Operation) -> bool:
-    "Whether no turn of a loop needs a tensor of the turn before: it counts, sums, or writes rows."
-    if OVER_ROWS.search(op.name): return True
+    "Whether no turn of a loop needs one before it: it counts, sums or writes rows, and changes nothing."
     cond, body = (graph for _, graph in bodies(op))
+    reads = 'ReadVariableOp', 'ResourceGather', 'Identity'
+    if any(t.dtype == tf.resource and inner.type not in reads
+           for inner in graph_operations(body) for t in inner.inputs): return False   # steps of a training
+    if OVER_ROWS.search(op.name): return True
     for before, after in zip(body.inputs, body.outputs):
         while after.op.type == 'Identity': after = after.op.inputs[0]
         kept = after is before or after.dtype in (tf.variant, tf.resource) or after.shape.rank == 0
         if not kept: return False
     return True
 
-def _own_seconds(call: Call, op: tf.Operation) -> float:
-    "What an operation of a graph takes: the time up to it, less that up to what it reads; 0 if it fails."
-    sources = [*{t.op.name: t.op for t in op.inputs}.values()]
-    try: before, now = (tried(computed_up_to(call, some)) for some in (sources, [op]))
-    except Exception: return 0.   # a trial may fail in any way
-    return 0. if before is None or now is None else max(0., now - before)
+def _left_without(call: Call, some: list[tf.Operation]) -> float | None:
+    "The time of a step in which the results of these operations are known, as a share; None if it fails."
+    try:
+        whole = tried(lambda: call.function(*call.args, **call.kwargs))
+        with variables_put_back() as possible: known = possible and done_without(call, some)
+        rest = known and tried(known)
+    except Exception: return None   # a trial may fail in any way
+    return min(1., rest / whole) if rest and whole else None
 
 def _row_loops(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "Loops over the rows of a batch, and those that TensorFlow made of them for the gradient."
@@ -660,18 +670,15 @@ def _row_loops(seen: Seen, call: Call, computing: float) -> list[Finding]:
     forward = [op for op in loops if _is_row_loop(op)]
     if not forward: return []
     some = [op for op in loops if op in forward or any(t.op in forward for t in op.inputs)]
-    whole = tried(lambda: call.function(*call.args, **call.kwargs))
-    if not whole: return []
-    spent = sum(_own_seconds(call, op) for op in some[:6])
-    share = computing * min(1., spent / whole)
-    if share < .1: return []
+    left = _left_without(call, some)
+    if left is None or computing * (1 - left) < .1: return []
     return [finding(
         seen, 'a loop over rows inside the step',
         f'the graph of the step has a loop ({forward[0].name}) that computes row by row, with several small '
-        f'operations for each; it takes {ms(spent)} of the {ms(whole)} of the step',
+        f'operations for each; it takes {1 - left:.0%} of the step',
         'compute all rows with one operation (broadcasting, tf.einsum, tf.vectorized_map instead '
         'of tf.map_fn)',
-        share, 0.05, seen.loop[1], 'y = x ** 2   # instead of tf.map_fn', 0.3)]
+        computing, left + .05 * (1 - left), seen.loop[1], 'y = x ** 2   # instead of tf.map_fn', 0.3)]
 
 
 # %% ../../nbs/monitor/program.ipynb #d0a00006
