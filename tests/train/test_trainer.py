@@ -447,6 +447,21 @@ def test_a_run_goes_on_under_another_measure(cheap, prepared, mini, tmp_path, mo
     seen = {4: {'val_loss': 3., 'val_dtw': 2.}, 6: {'val_loss': 2., 'val_dtw': 2.5}}
     assert judged(monkeypatch, prepared, other, tmp_path / 'run', seen) == {'step': 4} | seen[4]
 
+def test_the_later_of_two_models_that_speak_alike_is_kept():
+    "Within 2 % of the lowest distance there was; patience counts from that one, and a loss is no chance."
+    def kept(judge, *values):
+        run = SimpleNamespace(training=SimpleNamespace(judge_by=judge), best=None, since_best=0)
+        for run.step, value in enumerate(values):
+            before = run.best
+            chosen = Trainer._note_best(run, {f'val_{judge}': value})
+            assert chosen == (run.best is not before)
+        return run.best['step'], run.since_best, run.best.get('lowest')
+    assert kept('dtw', 20., 10., 10.2, 10.21) == (2, 2, 10.)
+    assert kept('dtw', 10., 10.2, 10.4) == (1, 2, 10.)
+    assert kept('dtw', 10., 10.1, 9.9) == (2, 0, None)
+    assert kept('dtw', 10., 11., 10.1, 9.9, 10.) == (4, 1, 9.9)
+    assert kept('loss', 10., 10.1) == (0, 1, None) and kept('dtw', 10., float('nan'), 10.) == (2, 2, 10.)
+
 def test_a_number_is_better_than_none(cheap, prepared, mini, tmp_path, monkeypatch):
     config, nan = mini.replace(training={'validate_every': 2}), float('nan')
     assert judged(monkeypatch, prepared, config, tmp_path / 'run', {2: {'val_loss': nan}}) is None

@@ -687,6 +687,7 @@ def in_float32(call: Call) -> Callable:   # of no arguments
                   lambda take: take([t.name for t in made.outputs]))
     return lambda kept=copies: run()
 
+# %% ../../nbs/monitor/diagnose.ipynb #e1a24ffa
 def computed_up_to(call: Call, wanted: list[tf.Operation]) -> Callable:   # of no arguments
     "What the graph of a call needs to compute the results of these operations, which it returns."
     made, names = call.concrete, [op.name for op in wanted]
