@@ -748,6 +748,10 @@ def by_updates(x):
 
 def by_reading(x): return tf.map_fn(lambda row: row * TOTAL, x)
 
+def by_calling(x):
+    "A network in a function of its own, for each row."
+    return tf.map_fn(tf.function(lambda row: row * TOTAL, autograph=False), x)
+
 def gradient_of(loss):
     def step(x):
         with tf.GradientTape() as tape:
@@ -757,7 +761,8 @@ def gradient_of(loss):
     return tf.function(step)
 
 @pytest.mark.parametrize('build, over_rows', [
-    (by_map, 2), (by_while, 1), (by_sum, 1), (by_state, 0), (by_updates, 0), (by_reading, 2)])
+    (by_map, 2), (by_while, 1), (by_sum, 1), (by_state, 0), (by_updates, 0), (by_reading, 2),
+    (by_calling, 2)])
 def test_a_loop_whose_turns_do_not_need_each_other(build, over_rows):
     "Of forward and backward pass; TensorFlow names both after `map_fn`."
     graph = gradient_of(build).get_concrete_function(tf.zeros((8, 5))).graph

@@ -646,7 +646,7 @@ def _is_row_loop(op: tf.Operation) -> bool:
     "Whether no turn of a loop needs one before it: it counts, sums or writes rows, and changes nothing."
     cond, body = (graph for _, graph in bodies(op))
     reads = 'ReadVariableOp', 'ResourceGather', 'Identity'
-    if any(t.dtype == tf.resource and inner.type not in reads
+    if any(t.dtype == tf.resource and inner.type not in reads and not bodies(inner)
            for inner in graph_operations(body) for t in inner.inputs): return False   # steps of a training
     if OVER_ROWS.search(op.name): return True
     for before, after in zip(body.inputs, body.outputs):
