@@ -649,7 +649,7 @@ def narrow_graph(graph) -> tf.compat.v1.GraphDef:
 
 # %% ../../nbs/monitor/diagnose.ipynb #e1a24ff8
 def _tensors(call: Call) -> list:
-    return [x for x in tf.nest.flatten((call.args, call.kwargs)) if hasattr(x, 'dtype')]
+    return [tf.convert_to_tensor(x) for x in tf.nest.flatten((call.args, call.kwargs)) if hasattr(x, 'dtype')]
 
 def _runner(
     call: Call,
@@ -693,7 +693,7 @@ def computed_up_to(call: Call, wanted: list[tf.Operation]) -> Callable:   # of n
     made, names = call.concrete, [op.name for op in wanted]
     part = tf.compat.v1.graph_util.extract_sub_graph(made.graph.as_graph_def(), names)
     def read(take): return [[*op.outputs] for op in take(names)]
-    return _runner(call, part, [tf.convert_to_tensor(x) for x in _tensors(call)], made.captured_inputs, read)
+    return _runner(call, part, _tensors(call), made.captured_inputs, read)
 
 def done_without(call: Call, some: list[tf.Operation]) -> Callable:   # of no arguments
     "A call in whose graph the results of these operations are known."
@@ -705,8 +705,7 @@ def done_without(call: Call, some: list[tf.Operation]) -> Callable:   # of no ar
         found = take(changes + ends)
         with tf.control_dependencies(found[:len(changes)]):
             return [tf.constant(0), *map(tf.identity, found[len(changes):])]
-    return _runner(call, made.graph.as_graph_def(), [tf.convert_to_tensor(x) for x in _tensors(call)],
-                   made.captured_inputs, read, known)
+    return _runner(call, made.graph.as_graph_def(), _tensors(call), made.captured_inputs, read, known)
 
 # %% ../../nbs/monitor/diagnose.ipynb #e1a24ff6
 IN_A_ROW = .1   # s; a short call alone takes longer than one of many: caches and threads are cold
