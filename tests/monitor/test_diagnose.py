@@ -312,3 +312,16 @@ def test_data_that_never_comes_does_not_keep_the_process():
                'diagnose(data, lambda b: b, timeout=1)')
     done = python(program, timeout=100)
     assert done.code == 1 and 'gave no batch within 1 s' in done.err.splitlines()[-1]
+
+@pytest.mark.parametrize('given, reason', [
+    ([{'a': 1., 'z': 2.}, {'b': 1., 'z': 2.}], 'its argument t is a dict whose keys change: a, z; b, z; ...'),
+    ([[1.], [1., 2.]], 'its argument t holds other numbers of tensors: 1, 2, ...'),
+    ([[1.], [2.]], None)])
+def test_arguments_of_another_structure(given, reason):
+    @tf.function
+    def step(x, t): return x + sum(tf.nest.flatten(t))
+    for t in given: step(tf.zeros(2), tf.nest.map_structure(tf.constant, t))
+    step(tf.zeros(3), tf.nest.map_structure(tf.constant, given[0]))
+    found = rules.python_argument(rules.changed_arguments(step))
+    assert (found and found[0]) == reason
+    if found: assert 't' in found[1] and found[2].startswith('step(x, ')

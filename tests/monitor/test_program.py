@@ -27,7 +27,7 @@ def watched(looks=(), events=(), python=(), **more):
     looks = [Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside') for i,
         k in enumerate(looks)]
     given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={}, shapes={},
-                 validated=[])
+                 validated=[], beside=[])
     return SimpleNamespace(looks=looks, events=[*events], python=[*python], pipeline_place=lambda *_: None,
                            **given | more)
 
@@ -310,6 +310,10 @@ def test_passes_that_end_with_a_wait():
     assert found.predicted_gain == pytest.approx(1 / (.85 + .15 * .03))
     assert page.find_ended_passes(seen([], steps + calls('end', 5, 2., .2399))) == []
     assert page.find_ended_passes(seen([], calls('end', 1, 2., 3.))) == []
+    # one of four waited: what the next ones do is not known; with all of them it is
+    one = calls('end', 3, 1., 0.) + calls('end', 1, seconds=2.)
+    assert page.find_ended_passes(seen([], steps + one)) == []
+    assert page.find_ended_passes(seen([], steps + calls('end', 4, 2., .5)))
 
 def test_python_of_the_program():
     found = only(find_own_python(seen(['own'] * 30 + [(OTHER, 'numpy')] * 20 + ['graph'] * 50)))
@@ -372,6 +376,30 @@ def test_python_that_makes_the_batches():
     for seconds, count in ((1., 1), (.99, 0)):   # of ten
         once = [PythonCall(0., seconds, LINE, 'load')]
         assert len(find_python_input(seen(['input'] * 70 + ['graph'] * 30, python=once))) == count
+
+def test_a_pipeline_whose_python_traces():
+    python = [PythonCall(i, i + .9, LINE, 'generator_py_func') for i in range(10)]
+    other = lambda kinds: [Look(i / 10, LINE, kind, '') for i, kind in enumerate(kinds)]
+    look = lambda kinds: only(find_python_input(seen(['input'] * 80 + ['graph'] * 20, python=python,
+                                                     beside=other(kinds))))
+    found = look(['trace'] * 40 + ['graph'] * 20 + ['own'] * 40)
+    assert found.disease == 'retracing in the pipeline' and '40% of its time' in found.evidence
+    assert found.predicted_gain == pytest.approx(1 / (.2 + .8 * (.6 - .18)))
+    assert look(['trace'] * 30 + ['own'] * 70).disease == 'Python makes the batches'
+    before = [Look(-1., LINE, 'trace', '')] * 90   # of the time that is judged
+    assert look([*'ab']).disease == 'Python makes the batches'
+    part = seen([], beside=before + other(['trace', 'own', 'own', 'own']))
+    assert part.beside('trace') == .25 and seen([], beside=before).beside('trace') == 0
+
+def test_a_cache_inside_of_interleave(tmp_path):
+    read = lambda i: tf.data.Dataset.range(4).map(lambda j: i + j).cache()
+    plain, inside = (tf.data.Dataset.range(3).interleave(f) for f in (lambda i: read(i).take(9), read))
+    for made in (plain, inside):
+        some = page.stages(made.shuffle(9).batch(2))
+        assert page._order(some, 2, True) is page.INSIDE and page._order(some, 1, True) is None
+        assert page._filled(seen([]), some, 9, 9., [.1]) is None   # its buffer is filled by the same work
+    assert page._order(page.stages(inside.cache()), 2, True) is None
+    assert page._order(page.stages(inside.repeat()), 1, True) is page.INSIDE
 
 @pytest.mark.parametrize('own, calls_at_once, waits, is_found', [
     (1, 4, 50, True), (3, 4, 50, True), (4, 4, 50, False), (1, 1, 50, False), (0, 4, 50, False),
@@ -1079,3 +1107,31 @@ def test_the_command_takes_a_script(ran, tmp_path):
     assert result.json['findings'][0]['place'] == 'train.py:7'
     refused = ran(f'diagnose --apply {path} 40')
     assert refused.code == 2 and 'only --seconds and --json act on a script' in refused.err
+
+def test_an_error_that_the_end_of_the_watch_became(tmp_path):
+    "C code that calls Python may make an error of its own of the end; one that came before stays."
+    script = tmp_path / 'a.py'
+    script.write_text("""
+import tensorflow as tf, time
+for x in tf.data.Dataset.range(10**9):
+    try: time.sleep(.01)
+    except BaseException: raise SystemError('bad argument to internal function')
+""")
+    assert watch_script(script, seconds=.5).events
+    script.write_text(script.read_text().replace('time.sleep(.01)', '1 / 0'))
+    with pytest.raises(UserError, match='SystemError: bad argument'): watch_script(script, seconds=60.)
+
+def test_a_fit_that_the_end_of_the_watch_meets(tmp_path):
+    script = tmp_path / 'a.py'
+    script.write_text("""
+import keras, numpy as np, time
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None): time.sleep(.05)
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile('sgd', 'mse')
+model.fit(np.zeros((4000, 2)), np.zeros((4000, 1)), batch_size=4, callbacks=[Slow()], verbose=0)
+""")
+    watch = watch_script(script, seconds=4.)
+    (fit,) = watch.fits
+    assert 8 <= fit.steps < 1000 and fit.epochs == 1
+    assert len(watch.windows) == 1 and keras.Model.fit.__qualname__ == 'TensorFlowTrainer.fit'

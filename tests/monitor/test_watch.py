@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from xtts_nb.monitor import watch as page
 from xtts_nb.monitor.loop import TF_FUNCTION
-from xtts_nb.monitor.watch import Place, Watch, is_users, libraries, look_at, place_of, users_frame
+from xtts_nb.monitor.watch import Look, Place, Watch, is_users, libraries, look_at, place_of, users_frame
 
 HERE = __file__
 
@@ -178,7 +178,7 @@ def test_a_function_is_kept_though_the_next_call_comes_from_the_loop(monkeypatch
 
 def test_the_line_of_other_threads_is_one_of_the_given_time():
     watch = Watch()
-    watch.beside = [(1., Place('a.py', 1))]
+    watch.beside = [Look(1., Place('a.py', 1), 'own', '')]
     assert watch.pipeline_place(1., 2.) == watch.pipeline_place(0., 1.) == Place('a.py', 1)
     assert watch.pipeline_place(1.1, 2.) is None
 

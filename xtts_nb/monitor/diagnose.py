@@ -420,10 +420,25 @@ def _most_traced(c: Case):
 
 def _is_python(values: list[str]) -> bool: return any('Literal' in v or 'Weakref' in v for v in values)
 
+def _changed_structure(changed: dict[str, list[str]]) -> tuple | None:   # what it is, remedy, its code
+    "The first argument that is a dict of other keys, or a list of another length, at each trace."
+    for name, values in changed.items():
+        keys = [*dict.fromkeys(', '.join(re.findall(r"\['?(\w+)'?, ", value)) for value in values)]
+        if len(keys) > 1:
+            return (f'its argument {name} is a dict whose keys change: {"; ".join(keys[:3])}; ...',
+                    f'give {name} all its keys in each call, with a mask for what is missing',
+                    f'step(x, {{key: {name}.get(key, nothing) for key in every_key}})')
+        counts = [*dict.fromkeys(value.count('Spec(') for value in values)]
+        if len(counts) > 1:
+            shown = ', '.join(map(str, counts[:3]))
+            return (f'its argument {name} holds other numbers of tensors: {shown}, ...',
+                    f'give {name} as one tensor (tf.stack, padded to few lengths)',
+                    f'step(x, tf.stack({name}))')
+
 def python_argument(changed: dict[str, list[str]]) -> tuple | None:   # what it is, remedy, its code
-    "Of what `changed_arguments` found: the first that is a Python value or an object."
+    "Of what `changed_arguments` found: the first that is a Python value, an object, or of another structure."
     name, values = next(((n, v) for n, v in changed.items() if _is_python(v)), ('', []))
-    if not values: return None
+    if not values: return _changed_structure(changed)
     if any('Weakref' in v for v in values):   # an object is known by its address
         return (f'its argument {name} is an object that is new each time',
                 f'pass the numbers of {name} as tensors instead of the object', 'step(x, tf.constant(rate))')
@@ -431,6 +446,7 @@ def python_argument(changed: dict[str, list[str]]) -> tuple | None:   # what it 
     return (f'its argument {name} is a Python value that changes: {shown}, ...',
             f'pass {name} as a tensor: tf.constant({name})', f'step(x, tf.constant({name}))')
 
+# %% ../../nbs/monitor/diagnose.ipynb #acedbf1a
 def find_retracing(c: Case) -> Finding | None:
     function, changed = _most_traced(c)
     argument = python_argument(changed)

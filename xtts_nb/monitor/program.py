@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'EAGER', 'BESIDE', 'LOOPS', 'OVER_ROWS', 'LONG_TABLE', 'DENSE', 'FREE',
            'UNROLLED', 'SMALL_OP', 'OVER_ALL_ROWS', 'HIDES', 'UNSIZED', 'CPU_SCOPE', 'SHORT_STEP', 'TINY_ROWS',
-           'PER_ROW', 'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED', 'FILLED', 'CROPPED', 'ZIPPED',
-           'PARSED', 'SERIAL', 'PLAIN', 'DECODED', 'MEDIA', 'PARSERS', 'PICTURE', 'RESIZES', 'CROPS', 'NO_CAUSE',
-           'PROGRAM_RULES', 'WORTH', 'AGREES', 'MUCH', 'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu',
-           'alive', 'variables_put_back', 'seconds_of', 'tried', 'calls_with_rows', 'find_single_rows',
+           'PER_ROW', 'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED', 'FILLED', 'INSIDE', 'CROPPED',
+           'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'DECODED', 'MEDIA', 'PARSERS', 'PICTURE', 'RESIZES', 'CROPS',
+           'NO_CAUSE', 'PROGRAM_RULES', 'WORTH', 'AGREES', 'MUCH', 'Seen', 'steady_part', 'gain_without', 'finding',
+           'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of', 'tried', 'calls_with_rows', 'find_single_rows',
            'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again', 'find_compiled_again',
            'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call', 'find_in_graph',
            'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of', 'waiting', 'works',
@@ -79,6 +79,11 @@ class Seen:
         "Of the looks that were of one of these kinds, at a line or anywhere."
         hits = sum(l.kind in kinds and (place is None or l.place == place) for l in self.looks)
         return hits / max(1, len(self.looks))
+
+    def beside(self, kind: str) -> float:
+        "The share of a kind of work in what other threads do for the program."
+        looks = [l for l in self.watch.beside if self.begin <= l.time <= self.end]
+        return sum(l.kind == kind for l in looks) / max(1, len(looks))
 
     def places(self, *kinds: str) -> list[tuple[Place, float]]:
         "The lines with these kinds, and their shares, largest first."
@@ -957,6 +962,18 @@ def find_python_input(seen: Seen) -> list[Finding]:
     place = (seen.watch.pipeline_place(seen.begin, seen.end) or next(iter(places), None) or
              (seen.loop[1] if seen.loop else None))
     generator = any('generator' in p.name for p in seen.python)
+    traced = seen.beside('trace')
+    if traced > .3:
+        return [finding(
+            seen, 'retracing in the pipeline',
+            f'the Python of the pipeline traces a tf.function again and again: {traced:.0%} of its time, and '
+            f'the step waits {waits:.0%}',
+            'make the function, and the object that it belongs to, once and not for each batch, and give it '
+            'tensors of few shapes',
+            # what is compiled behind a trace is compiled once then
+            waits, 1 - traced - .9 * seen.beside('graph'), place,
+            'self.function = tf.function(...)   # in __init__, not for each batch',
+            spread=1.)]
     if place and re.search(r'\b(open|load|imread|read\w*)\(', place.text):
         return [finding(
             seen, 'many small files read in Python',
@@ -1110,6 +1127,10 @@ FILLED = Shape(
     'shuffle names or indices first, before rows are read and computed, or cache() before shuffle (what is '
     'random in a row must then come after it), or take a smaller buffer',
     'names.shuffle(len(names)).map(load, num_parallel_calls=tf.data.AUTOTUNE)')
+INSIDE = Shape(
+    'a cache that is made anew for each file',
+    'cache() behind interleave or flat_map: one inside their function is new at each call, and is read once',
+    'files.interleave(read).cache().shuffle(1000)   # cache outside of read')
 CROPPED = Shape(
     'decode before crop: work on whole pictures of which only a part is used',
     'crop first: decode only the crop, and change its colours after that',
@@ -1135,6 +1156,10 @@ MEDIA = re.compile(f'{DECODED}|DecodeWav')
 PARSERS = 'DecodeCSV', 'StringSplit', 'StringToNumber', 'RegexReplace', 'UnicodeDecode', 'StringToHash'
 
 # %% ../../nbs/monitor/program.ipynb #d0a00009
+def _caches_inside(stage) -> bool:
+    "Whether the function of a stage makes a cache."
+    return any('CacheDataset' in op for op in stage.operations)
+
 def _order(
     some: list,
     passes: int,    # over the dataset
@@ -1144,6 +1169,7 @@ def _order(
     names = [s.name.replace('Parallel', '') for s in some]
     at = lambda name: names.index(name) if name in names else None
     cache, take, repeat, shuffle = (at(n) for n in ('Cache', 'Take', 'Repeat', 'Shuffle'))
+    if cache is None and any(map(_caches_inside, some)) and (passes > 1 or repeat is not None): return INSIDE
     if cache is not None:
         if repeat is not None and repeat < cache: return REPEATED
         later = next((i for i in range(cache, len(names)) if names[i] in ('Take', 'Repeat')), None)
@@ -1227,6 +1253,7 @@ def _again(seen: Seen, some: list, passes: int) -> bool:
 def _filled(seen: Seen, some: list, passes: int, fill: float, times: list) -> Finding | None:
     "Where shuffle fills its buffer before each pass, and no cache does it."
     names = [s.name for s in some]
+    if any(map(_caches_inside, some)): return
     if passes < 3 or 'Shuffle' not in names or 'Cache' in names[:names.index('Shuffle')] or not times: return
     batch = statistics.median(times)
     share = (passes - 1) * max(0., fill - 3 * batch) / seen.seconds
@@ -1343,6 +1370,9 @@ def find_ended_passes(seen: Seen) -> list[Finding]:
     ends = [e for e in seen.events if e.kind == 'end']
     share = sum(e.seconds for e in ends) / seen.seconds
     if len(ends) < 2 or share < .12: return []
+    # not each pass waits: what so few tell of the others
+    error = 2 * statistics.stdev(e.seconds for e in ends) * math.sqrt(len(ends)) / seen.seconds
+    if share - error < .12: return []
     place = Counter(e.place for e in ends).most_common(1)[0][0]
     return [finding(
         seen, 'each pass ends with a wait',
@@ -1440,12 +1470,16 @@ class Diagnose(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if self.done: return
         now, self.count = time.perf_counter(), self.count + 1
+        self.fit.steps = self.count
         self.watch.events.append(Event('fit', self.place, self.start, now - self.start))
-        if self.count == self.warm: self.began = now
+        if self.count == 1: self.first = now
+        # of long steps fewer are waited for
+        if not self.began and (self.count == self.warm or now - self.first > self.most_seconds / 8):
+            self.began = now
         if self.phases is None:
             long = now - self.began if self.began else 0.
             seen = self.count >= self.part_at and (long > 2. or self.count >= self.half)
-            if seen or long > self.most_seconds / 3: self._part(now)
+            if seen or long > self.most_seconds / 4: self._part(now)
         elif self.count >= self.until or now - self.split > self.most_seconds / 4: self._finish()
 
     def on_train_end(self, logs=None):
@@ -1471,7 +1505,7 @@ def _finish(self: Diagnose):
         self.fit.one = getattr(self.phases, 'one', None)
         self.fit.batch, self.fit.shapes = getattr(self.phases, 'batch', None), self.phases.shapes
     elif self.began: self.watch.windows.append((self.began, time.perf_counter()))
-    self.done, self.fit.steps = True, self.count
+    self.done = True
     if self.given: return
     self.watch.__exit__()
     self.findings, self.notes = explain(self.watch)
@@ -1510,6 +1544,7 @@ def every_fit_watched(watch: Watch):
         mine = [Diagnose(watch=watch)] if sum(e.kind == 'fits' for e in watch.events) < 3 else []
         try: return original(self, *args, **kwargs | {'callbacks': own + mine})
         finally:
+            for one in mine: one.on_train_end()   # Keras does not, where the watch ends inside of it
             event.seconds = time.perf_counter() - event.start
             watch.events.append(event)
     keras.Model.fit = fit
@@ -1519,12 +1554,18 @@ def every_fit_watched(watch: Watch):
 @contextmanager
 def ended_after(seconds: float, watch: Watch):
     "Raise `Enough` inside the block when its loop has run for so long."
+    over = False
     def enough(*_):
+        nonlocal over
         first = next((e.start for e in watch.events if e.kind in LOOP_KINDS), None)
-        if first is not None and time.perf_counter() - first > seconds: raise Enough
+        over = first is not None and time.perf_counter() - first > seconds
+        if over: raise Enough
     before = signal.signal(signal.SIGALRM, enough)
     signal.setitimer(signal.ITIMER_REAL, 1., .5)
     try: yield
+    except Exception as e:   # C code that calls Python makes an error of its own of it
+        if over: raise Enough from e
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.)
         signal.signal(signal.SIGALRM, before)

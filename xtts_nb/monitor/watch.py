@@ -199,7 +199,7 @@ class Watch:
         self.functions, self.last, self.fits = {}, {}, []   # functions seen; last arguments by line; of fit
         self.shapes, self._wanted = {}, 0   # of arguments of what XLA compiles; see `_keep_function`
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
-        self.beside, self.kept = [], {}   # (time, place) of other threads; arguments of functions
+        self.beside, self.kept = [], {}   # looks at other threads; arguments of functions
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
         self.validated, self.validating = [], False   # pipelines of the validation in `fit`
         self._pass = None   # (place, iterator) of the pass over a dataset that began last
@@ -258,7 +258,7 @@ def _look_beside(self: Watch, frames: dict, now: float):
     "Note lines of the program in other threads: functions of a pipeline."
     frames.pop(threading.get_ident(), None)
     for frame in frames.values():
-        if place := place_of(frame): self.beside.append((now, place))
+        if (look := look_at(frame, now)).place: self.beside.append(look)
 
 # %% ../../nbs/monitor/watch.ipynb #c0a00001
 @patch
@@ -389,5 +389,5 @@ def eager_functions(self: Watch) -> list[tuple]:
 @patch
 def pipeline_place(self: Watch, begin: float, end: float) -> Place | None:
     "The line of the user at which threads of TensorFlow were seen most often."
-    count = Counter(place for when, place in self.beside if begin <= when <= end)
+    count = Counter(look.place for look in self.beside if begin <= look.time <= end)
     return count.most_common(1)[0][0] if count else None
