@@ -275,6 +275,17 @@ def test_evaluate(ran, behind, bars, tmp_path, monkeypatch):
         ['data', '[]', '16', '0', 'en'], ['data', "['a']", '3', '4', 'fa']]
     assert [call['xtts'].config for call in asked[:2]] == [str(tmp_path), f'{tmp_path}/best']
     assert kept[0] == {'page': 'evaluate', 'rows': found.scores, 'notes': {'clips': 2}}
+    assert [call['fixed'] for call in asked] == [None] * 3
+    speaks = SimpleNamespace(config='', tokenizer=SimpleNamespace(languages=['de', 'fa', 'tlh']))
+    monkeypatch.setattr('xtts_nb.models.xtts.XTTS.load', lambda model: speaks)
+    made = behind('speech.evaluate.sentence_trials', [])
+    line = f'evaluate data --model {tmp_path} --clips 3 --sentences'
+    for given, names in (('all', ['de', 'fa']), ('fa', ['fa']), ('en,de', ['en', 'de'])):
+        assert ran(f'{line} {given}').code == 0 and asked[-1]['fixed'](['clips']) == []
+        assert [made[-1][k] for k in ('languages', 'clips', 'each')] == [names, ['clips'], 3]
+        assert not made[-1]['folder'].exists()   # it was there while they were spoken
+    done = ran(f'{line} de,xx')
+    assert done.code == 2 and '--sentences xx: use all, or some of en,es,' in done.err
 
 
 def test_a_card_of_a_run_and_of_a_model(behind, prepared, tmp_path):

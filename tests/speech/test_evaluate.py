@@ -9,7 +9,7 @@ import pytest
 
 from xtts_nb.bench import benchmarks, recorded
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.data.audio import save_audio, synthetic_voice
+from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
 from xtts_nb.speech import evaluate as page
 from xtts_nb.speech.evaluate import (
@@ -335,6 +335,75 @@ def test_the_model_card(evaluation, prepared):
     assert not any(f'| {word}' in plain for word in unknown)
     assert '| began from | a\\|b |' in model_card(scored, XTTSConfig.tiny(), {'base': 'x/a|b'})
     assert '| languages | en |' in plain
+
+def test_every_language_has_sentences_of_its_own():
+    from xtts_nb.data.text import LANGUAGES
+    assert [*sorted(page.SENTENCES)] == sorted([*LANGUAGES, 'fa'])
+    texts = [t for some in page.SENTENCES.values() for t in some]
+    assert len({*texts}) == len(texts) == 5 * 18 and all(len(t) >= 9 for t in texts)
+    assert all(len(t) == 5 for t in page.READ_AS.values())
+
+def test_fixed_sentences_take_the_voices_in_turn(xtts, prepared, tmp_path, monkeypatch):
+    said, language = [], xtts.tokenizer.languages[0]
+    known = [c['text'] for c in prepared.clips][:3]
+    monkeypatch.setattr(page, 'SENTENCES', {language: [*known, known[0]], 'de': ['ßßß']})
+    def speak(text, language):
+        said.append((text, language))
+        return (np.arange(220) * 50).astype(np.int16), 22050
+    voices = [CLIPS[0], CLIPS[2], CLIPS[-1]]
+    made = page.sentence_trials(xtts, [language], speak, tmp_path, voices, each=3)
+    texts = page.SENTENCES[language][:3]
+    assert said == [(t, language) for t in texts] and [t.clip.text for t in made] == [*texts]
+    assert [t.clip.id for t in made] == [f'{language}-{i}' for i in (1, 2, 3)]
+    speakers = [*dict.fromkeys(c.speaker for c in voices)]
+    assert [t.reference.speaker for t in made] == [speakers[i % len(speakers)] for i in range(3)]
+    assert made[0].reference == CLIPS[0] and made[0].other_sentence == CLIPS[2]   # of that voice, another one
+    assert made[1].other_sentence is None and all(t.other_voice is None for t in made)
+    wav = load_audio(made[0].clip.path, 22050)
+    assert np.allclose(wav, np.arange(220) * 50 / 32768, atol=1e-4)
+    page.SENTENCES[language] = ['ßßß', known[0]]   # letters that it never saw
+    (left,) = page.sentence_trials(xtts, [language], speak, tmp_path, voices)
+    assert left.clip.text == known[0] and left.reference == CLIPS[0]
+    page.SENTENCES[language] = ['ßßß']
+    with pytest.raises(UserError, match='the model never saw some letters'):
+        page.sentence_trials(xtts, [language], speak, tmp_path, voices)
+    with pytest.raises(UserError, match='tlh: the model does not speak it; it has'):
+        page.sentence_trials(xtts, ['tlh'], speak, tmp_path, voices)
+
+def test_what_espeak_ng_is_given(tmp_path, monkeypatch):
+    "Its own name of a language, and kana for kanji."
+    monkeypatch.setattr(page, '_speakable', lambda *clip: True)
+    any_of = SimpleNamespace(tokenizer=SimpleNamespace(languages=['ja', 'zh-cn']))
+    said = []
+    speak = lambda *what: said.append(what) or (np.ones(9, np.int16), 22050)
+    made = page.sentence_trials(any_of, ['ja', 'zh-cn'], speak, tmp_path, CLIPS[:1], each=1)
+    assert said == [(page.READ_AS['ja'][0], 'ja'), (page.SENTENCES['zh-cn'][0], 'cmn')]
+    assert [t.clip.text for t in made] == [page.SENTENCES[k][0] for k in ('ja', 'zh-cn')]
+    assert [t.clip.language for t in made] == ['ja', 'zh-cn']
+
+def test_the_end_of_a_sound():
+    "10 * log10 of the power of its last 50 ms beside that of its loudest 10 ms."
+    tone = np.sin(np.arange(RATE) * .5).astype(np.float32) * .5
+    judge = page.end_judge()
+    level = lambda wav: judge(Sound(wav, RATE), None)['end']
+    assert level(tone) == pytest.approx(0, abs=.2)
+    assert level(np.r_[tone, .01 * tone]) == pytest.approx(-40, abs=.2)
+    assert level(np.r_[tone, np.zeros(800, np.float32)]) < -90
+    assert level(np.r_[tone, np.zeros(400, np.float32)]) == pytest.approx(-3, abs=.2)   # half of 50 ms
+    assert judge(silence(), None)['end'] is None
+
+def test_fixed_sentences_are_scored_without_a_melody(xtts, prepared, tmp_path, monkeypatch):
+    spoken = synthetic_voice(.5, 120.)
+    speak = lambda text, language: ((spoken * 20000).astype(np.int16), 22050)
+    language = xtts.tokenizer.languages[0]
+    monkeypatch.setattr(page, 'SENTENCES', {language: [c['text'] for c in prepared.clips]})
+    fixed = lambda clips: page.sentence_trials(xtts, [language], speak, tmp_path, clips, each=2)
+    found = evaluate(xtts, prepared.folder, fixed=fixed)
+    assert found.about['fixed'] and found.about['held_out'] and found.about['clips'] == 2
+    assert [s['score'] for s in found.scores] == ['duration', 'end', 'dnsmos', 'cer', 'wer', 'speaker']
+    assert found.scores[0]['recording']['median'] == 1
+    card = page.model_card(found, xtts.config, chosen=True)
+    assert 'Medians of 2 clips (of fixed sentences; the recording is espeak-ng, a plain voice)' in card
 
 def test_some_sources_by_some_judges(xtts, evaluation):
     "Of what is spoken already; pitch and cepstrum of all sounds are computed before they are compared."

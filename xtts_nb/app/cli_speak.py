@@ -8,6 +8,7 @@ __all__ = ['Model', 'Voices', 'DecoderPrecision', 'Weights', 'voices_app', 'Name
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0003
 import os
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -271,11 +272,26 @@ def _never_seen(data: Path, facts: dict) -> list[str]:
                  if out in facts and facts.get(name) == key), [])
 
 # %% ../../nbs/app/cli_speak.ipynb #e7a10c02
+def _fixed(xtts, languages: str, folder: Path, each: int):
+    "What makes trials of fixed sentences."
+    from xtts_nb.app.demo import speak
+    from xtts_nb.config import UserError
+    from xtts_nb.speech.evaluate import sentence_trials, SENTENCES
+    known = [language for language in SENTENCES if language in xtts.tokenizer.languages]
+    names = known if languages == 'all' else languages.split(',')
+    for name in names:
+        if name not in SENTENCES:
+            raise UserError(f'--sentences {name}: use all, or some of {",".join(SENTENCES)}.')
+    return lambda clips: sentence_trials(xtts, names, speak, folder, clips, each)
+
 @_speech('evaluate', example='cache/mine --model runs/mine --report report')
 def _evaluate(
     data: argument(Path, 'A cache, or the folder of a corpus.'),
     model: Model,
-    clips: option(int, 'Clips to speak: held-out ones of the run, where it has some.', min=1) = 16,
+    clips: option(int, 'Clips to speak: held-out ones of the run, where it has some; with --sentences of '
+                       'each language.', min=1) = 16,
+    sentences: option(str | None, 'Speak fixed sentences of these languages (de,fa or all) in the voices of '
+                                  'DATA instead.') = None,
     report: option(Path | None, 'Folder for a page with players.') = None,
     language: option(str, 'Language of rows without one, in a corpus.') = 'en',
     seed: option(int, 'Seed for the choice of clips and for sampling.', min=0) = 0,
@@ -291,7 +307,9 @@ def _evaluate(
         tell('load the model', 0, 1)
         xtts = XTTS.load(model)
         held = _never_seen(data, facts)
-        found = evaluate(xtts, data, held, clips, seed, language, tell)
+        with tempfile.TemporaryDirectory() as folder:
+            fixed = _fixed(xtts, sentences, Path(folder), clips) if sentences else None
+            found = evaluate(xtts, data, held, clips, seed, language, tell, fixed)
     result, text = found.to_dict(), scores_text(found.scores)
     if report:
         result['report'] = str(evaluation_report(found, report))
