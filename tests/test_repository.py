@@ -105,7 +105,8 @@ def test_a_lesson_begins_with_its_installation(name):
     found = json.loads((ROOT / f'nbs/{name}.ipynb').read_text(encoding='utf-8'))['cells']
     title, code = ([''.join(c['source']) for c in found][i] for i in (1, 2))
     assert title.startswith('# ') and code.startswith('#| hide\n#| eval: false\n')
-    installs = re.search(r"if not find_spec\('xtts_nb'\):\n    %pip install -q 'xtts_nb\[(\w+)\]'(?: nbclient)?$", code)
+    packages = r"'xtts_nb\[(\w+)\]'(?: nbclient)?"
+    installs = re.search(rf"if not find_spec\('xtts_nb'\):\n    %pip install -q {packages}$", code)
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']
     assert installs[1] in project['optional-dependencies']
 

@@ -668,6 +668,39 @@ def test_a_cache_that_is_made_in_the_loop():
     assert look([data.cache().batch(2)] * 4, ['input'] * 50 + ['graph'] * 50) == []
     assert look([data.cache() for _ in range(4)], ['input'] * 9 + ['graph'] * 91) == []
 
+def test_a_cache_that_each_fit_fills(monkeypatch):
+    slow = tf.data.Dataset.range(4).map(lambda x: (tf.py_function(lambda: time.sleep(.05), [], []), x)[1])
+    plain = tf.data.Dataset.range(4)
+    def look(base, graph, made=5):
+        twice = [d for _ in range(made) for d in [base.cache().batch(2)] * 2]
+        steps = calls('fits', 10, 1., .9)
+        return find_pipelines(seen(['graph'] * graph + ['eager'] * (100 - graph), steps, ('fits', LINE),
+                                   datasets={LINE: twice}))
+    assert look(plain, 60) == [] == look(slow, 60)   # nearly for nothing; Python of the program
+    monkeypatch.setattr(page, 'python_operations', lambda dataset: ())
+    found = only(look(slow, 60))
+    assert found.disease == 'a cache is made in the loop' and '10 passes' in found.evidence
+    assert .1 < 1 - 1 / found.predicted_gain < .3   # 10 x 200 ms and more, of 10 s
+    assert only(look(slow, 12)).predicted_gain == pytest.approx(1 / (1 - .12 * .95), rel=.15)
+    assert look(slow, 9) == [] == look(slow, 60, made=3)
+
+@pytest.mark.parametrize('dtype, part, is_found', [
+    (tf.float64, .3, True), (tf.float64, .29, False), (tf.float32, .9, False)])
+def test_a_stage_in_double_precision(dtype, part, is_found):
+    data = tf.data.Dataset.range(4).map(lambda x: tf.cast(tf.fill([1000], x), dtype) * 2)
+    found = page._in_double(seen(['input'] * 9), page.stages(data)[-1], .8, part)
+    assert bool(found) == is_found
+    if found: assert found[0].predicted_gain == pytest.approx(1 / (.2 + .8 * .85))
+    few = tf.data.Dataset.range(4).map(lambda x: tf.cast(tf.fill([999], x), dtype) * 2)
+    assert page._in_double(seen(['input'] * 9), page.stages(few)[-1], .8, .9) == []
+
+def test_the_same_work_comes_before_its_threads():
+    data = tf.data.Dataset.range(64).map(lambda x: tf.cumsum(tf.fill([2000], x))).batch(2)
+    some = page.stages(data)
+    stage = next(s for s in some if s.name == 'Map')
+    assert page._shape(some, stage, .9, 1., True) == (page.EVERY_EPOCH, .05)
+    assert page._shape(some, stage, .9, 1., False) == (page.SERIAL, 1 / page.cores())
+
 def picture(parts):
     "A pipeline of maps, each a list of words."
     do = {'decode': lambda x: tf.io.decode_jpeg(x, channels=3), 'float': lambda x: tf.cast(x, tf.float32),
@@ -876,13 +909,20 @@ def test_a_pipeline_for_which_the_step_waits(monkeypatch, build, passes, steps, 
     (lambda d: d.shuffle(5), 400, .081, .999),
     (lambda d: d.cache().shuffle(5), 5, .58, 0), (lambda d: d.shuffle(5).cache(), 5, .58, .22),
     (lambda d: d.batch(5), 5, .58, 0)])
-def test_a_shuffle_that_is_filled_again(build, passes, fill, share):
+def test_a_shuffle_that_is_filled_again(monkeypatch, build, passes, fill, share):
     "In 10 s, with batches of 10 ms."
+    monkeypatch.setattr(page, 'first_seconds', lambda dataset: .4 * fill)
     some = page.stages(build(tf.data.Dataset.range(9)))
     found = page._filled(seen([]), some, passes, fill, [.01, .01, .5])
     assert bool(found) == bool(share)
     if found: assert found.predicted_gain == pytest.approx(gain_without(share, .05))
     assert page._filled(seen([]), some, passes, fill, []) is None
+    monkeypatch.setattr(page, 'first_seconds', lambda dataset: .39 * fill)   # another stage takes the time
+    assert page._filled(seen([]), some, passes, fill, [.01, .01, .5]) is None
+
+def test_the_first_element_of_a_pass():
+    slow = tf.data.Dataset.range(3).map(lambda x: (tf.py_function(lambda: time.sleep(.1), [], []), x)[1])
+    assert .3 < page.first_seconds(slow.shuffle(9)) < 3
 
 @pytest.mark.parametrize('build, loop, is_found', [
     (lambda d: d.shuffle(300).batch(2), 'fits', True), (lambda d: d.shuffle(300).batch(2), 'fit', False),

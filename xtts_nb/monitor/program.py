@@ -12,9 +12,9 @@ __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'EAGER', 'BESIDE', 'LOOPS
            'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again', 'find_compiled_again',
            'find_eager', 'find_beside', 'find_own_python', 'find_growth', 'compiled_call', 'find_in_graph',
            'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads', 'datasets_of', 'waiting', 'works',
-           'find_tiny_steps', 'find_small_evaluation', 'Shape', 'alone_seconds', 'find_slow_input', 'find_validation',
-           'find_filled_again', 'find_ended_passes', 'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched',
-           'ended_after', 'watch_script', 'finding_lines']
+           'find_tiny_steps', 'find_small_evaluation', 'Shape', 'first_seconds', 'alone_seconds', 'find_slow_input',
+           'find_validation', 'find_filled_again', 'find_ended_passes', 'explain', 'FitRecord', 'Diagnose', 'Enough',
+           'every_fit_watched', 'ended_after', 'watch_script', 'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import ast
@@ -285,10 +285,12 @@ def source_of(dataset):
 # %% ../../nbs/monitor/program.ipynb #d0a00002
 def _new_caches(seen: Seen, made: list) -> list[Finding]:
     "cache() that is called again for each pass begins with an empty cache."
-    some = made[:9]
-    caches = {id(s.dataset) for d in some for s in stages(d) if s.name == 'Cache'}
+    some, fits = made[:9], seen.loop[0] == 'fits'   # fit takes two iterators
+    caches = {id(s.dataset): s.dataset for d in some for s in stages(d) if s.name == 'Cache'}
     # one each for training and validation is none of these
-    if len(caches) < max(4, .8 * len(some)) or (waits := waiting(seen)) < .1: return []
+    if len(caches) < max(4, .8 * len(some) / (1 + fits)): return []
+    waits = _filling(seen, [*caches.values()][-1]) if fits else waiting(seen)
+    if waits < .1: return []
     return [finding(
         seen, 'a cache is made in the loop',
         f'cache() is called again for each of {len(made)} passes, so each begins with an empty cache and it '
@@ -296,10 +298,20 @@ def _new_caches(seen: Seen, made: list) -> list[Finding]:
         'call cache() once, before the loop, and iterate over that dataset in each epoch',
         waits, .05, seen.loop[1], 'dataset = dataset.map(function).cache()   # before the loop')]
 
+def _filling(seen: Seen, cache) -> float:
+    "The share of the time in which each call of `fit` fills a cache of its own."
+    if python_operations(cache): return 0.   # reading it again would call the program's Python
+    start = time.perf_counter()
+    for _ in cache._input_dataset:
+        if time.perf_counter() - start > 5: break
+    lost = len(seen.steps) * (time.perf_counter() - start) / seen.seconds
+    return min(lost, seen.share('graph'))   # what else fit does is not for its batches
+
 def find_pipelines(seen: Seen) -> list[Finding]:
     "Pipelines that are built again for each pass."
-    if not seen.loop or seen.loop[0] != 'next': return []
+    if not seen.loop or seen.loop[0] not in ('next', 'fits'): return []
     made = seen.watch.datasets.get(seen.loop[1], [])
+    if seen.loop[0] == 'fits': return _new_caches(seen, made)
     share = seen.share('trace', 'eager')
     cached = _new_caches(seen, made)
     if len({id(source_of(d)) for d in made}) < 4 or cached and waiting(seen) > share: return cached
@@ -1194,9 +1206,9 @@ def _shape(some: list, stage, added: float, pipeline: float, again: bool) -> tup
     mapped = [s for s in some if 'Map' in s.name and (s.elements or 0) >= 16]
     work = [op for s in mapped for op in s.operations]
     if light and mapped and not any(h in op for op in work for h in HEAVY): return PER_ROW, .08
-    if stage.name == 'Map' and (stage.calls or 1) == 1 and cores() > 1: return SERIAL, 1 / cores()
     later = [s.name for s in some[[s.dataset for s in some].index(stage.dataset):]] if again else []
     if again and not random and 'Cache' not in later: return EVERY_EPOCH, .05
+    if stage.name == 'Map' and (stage.calls or 1) == 1 and cores() > 1: return SERIAL, 1 / cores()
 
 # %% ../../nbs/monitor/program.ipynb #d0a0f015
 def _worse(order: Shape | None, costs: tuple | None) -> tuple | None:
@@ -1258,10 +1270,29 @@ def _filled(seen: Seen, some: list, passes: int, fill: float, times: list) -> Fi
     batch = statistics.median(times)
     share = (passes - 1) * max(0., fill - 3 * batch) / seen.seconds
     if fill <= 8 * batch or share <= .2: return
+    # what begins a pass may be another stage
+    if first_seconds(some[names.index('Shuffle')].dataset) < .4 * fill: return
     return finding(
         seen, FILLED.cause, f'the first batch of a pass takes {ms(fill)}, a later one {ms(batch)}: shuffle '
         f'fills its buffer from the start, {passes} times', FILLED.remedy, share, .05, seen.loop[1],
         FILLED.change, spread=.3)
+
+def first_seconds(dataset) -> float:
+    "Until the first element of a pass."
+    start = time.perf_counter()
+    next(iter(dataset))
+    return time.perf_counter() - start
+
+def _in_double(seen: Seen, stage, waits: float, part: float) -> list[Finding]:   # part: of the pipeline
+    "A stage of which most large numbers are float64."
+    wide = [t.dtype for op in _inner(stage) for t in op.outputs
+            if t.dtype.is_floating and (t.shape.num_elements() or 1000) >= 1000]
+    if part < .3 or sum(d == tf.float64 for d in wide) <= len(wide) / 2: return []
+    return [finding(
+        seen, 'float64',
+        f'stage {stage.name} computes in float64, and takes {part:.0%} of the time of a batch',
+        'compute in float32: half of the bytes and of the time', waits, 1 - part / 2, seen.loop[1],
+        'array.astype("float32")   # before it enters the pipeline', spread=.3)]
 
 def _read(dataset) -> tuple:   # its first batch, the seconds that took, those of each later batch
     start, batches = time.perf_counter(), iter(dataset)
@@ -1307,7 +1338,8 @@ def find_slow_input(seen: Seen) -> list[Finding]:
     again = added > .3 * period and _again(seen, some, passes)
     filled = _filled(seen, some, passes, fill, times)
     shape = _worse(order, stage and _shape(some, stage, added, m.pipeline, again))
-    if shape and (order or not out or shape[0] in PLAIN):
+    serial = all(f.disease == SERIAL.cause for f in out)
+    if shape and (order or not out or shape[0] in PLAIN or shape[0] is EVERY_EPOCH and serial):
         form, left = shape
         # files that are opened too are not the cause; one core may be, whatever it computes
         if form in PLAIN: out = [f for f in out if form is CROPPED and f.disease == 'single-threaded map']
@@ -1320,6 +1352,7 @@ def find_slow_input(seen: Seen) -> list[Finding]:
         # what fills the buffer may cost more, in the later batches too
         if filled and form in PLAIN and out[0].predicted_gain > filled.predicted_gain: filled = None
     if filled: return [filled]
+    if stage: out += _in_double(seen, stage, waits, min(1., added / m.pipeline))
     missing = None if out else find_missing_prefetch(case)
     if missing: out.append(missing)
     where = {'place': str(seen.loop[1]), 'line': seen.loop[1].text} if seen.loop[1] else {}
