@@ -1577,7 +1577,8 @@ def every_fit_watched(watch: Watch):
         mine = [Diagnose(watch=watch)] if sum(e.kind == 'fits' for e in watch.events) < 3 else []
         try: return original(self, *args, **kwargs | {'callbacks': own + mine})
         finally:
-            for one in mine: one.on_train_end()   # Keras does not, where the watch ends inside of it
+            for one in mine:
+                if one.phases: one.on_train_end()   # Keras does not, where the watch ends inside of it
             event.seconds = time.perf_counter() - event.start
             watch.events.append(event)
     keras.Model.fit = fit
