@@ -288,6 +288,17 @@ def test_evaluate(ran, behind, bars, tmp_path, monkeypatch):
     assert done.code == 2 and '--sentences xx: use all, or some of en,es,' in done.err
 
 
+def test_fixed_sentences_from_the_command_to_the_card(ran, prepared, with_hifigan, tmp_path, monkeypatch):
+    line = (f'evaluate {prepared.folder} --model {with_hifigan} --clips 1 --sentences all '
+            f'--report {tmp_path}/r')
+    done = ran(line)   # its tokenizer is learned from a few words
+    assert done.code == 2 and 'en: the model never saw some letters of each fixed sentence' in done.err
+    monkeypatch.setattr('xtts_nb.speech.evaluate.SENTENCES', {'en': [prepared.clips[0]['text']]})
+    result = ran(f'{line} --json').json
+    assert result['fixed'] and result['clips'] == 1 and result['scores'][0]['score'] == 'duration'
+    assert 'of fixed sentences' in (tmp_path / 'r' / 'MODEL.md').read_text(encoding='utf-8')
+    assert (tmp_path / 'r' / 'report.html').is_file()
+
 def test_a_card_of_a_run_and_of_a_model(behind, prepared, tmp_path):
     "A run tells its cache and its updates, that of a decoder those of the GPT; an export tells neither."
     cards = behind('speech.evaluate.model_card', 'THE CARD')

@@ -391,7 +391,7 @@ def test_a_pipeline_whose_python_traces():
     part = seen([], beside=before + other(['trace', 'own', 'own', 'own']))
     assert part.beside('trace') == .25 and seen([], beside=before).beside('trace') == 0
 
-def test_a_cache_inside_of_interleave(tmp_path):
+def test_a_cache_inside_of_interleave():
     read = lambda i: tf.data.Dataset.range(4).map(lambda j: i + j).cache()
     plain, inside = (tf.data.Dataset.range(3).interleave(f) for f in (lambda i: read(i).take(9), read))
     for made in (plain, inside):

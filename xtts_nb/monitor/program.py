@@ -285,7 +285,8 @@ def source_of(dataset):
 # %% ../../nbs/monitor/program.ipynb #d0a00002
 def _new_caches(seen: Seen, made: list) -> list[Finding]:
     "cache() that is called again for each pass begins with an empty cache."
-    some, fits = made[:9], seen.loop[0] == 'fits'   # fit takes two iterators
+    some, fits = made[:9], seen.loop[0] == 'fits'
+    passes = len(seen.steps if fits else made)   # fit takes two iterators
     caches = {id(s.dataset): s.dataset for d in some for s in stages(d) if s.name == 'Cache'}
     # one each for training and validation is none of these
     if len(caches) < max(4, .8 * len(some) / (1 + fits)): return []
@@ -293,7 +294,7 @@ def _new_caches(seen: Seen, made: list) -> list[Finding]:
     if waits < .1: return []
     return [finding(
         seen, 'a cache is made in the loop',
-        f'cache() is called again for each of {len(made)} passes, so each begins with an empty cache and it '
+        f'cache() is called again for each of {passes} passes, so each begins with an empty cache and it '
         f'is never read; the step waits {waits:.0%} of the time',
         'call cache() once, before the loop, and iterate over that dataset in each epoch',
         waits, .05, seen.loop[1], 'dataset = dataset.map(function).cache()   # before the loop')]
@@ -311,10 +312,10 @@ def find_pipelines(seen: Seen) -> list[Finding]:
     "Pipelines that are built again for each pass."
     if not seen.loop or seen.loop[0] not in ('next', 'fits'): return []
     made = seen.watch.datasets.get(seen.loop[1], [])
-    if seen.loop[0] == 'fits': return _new_caches(seen, made)
     share = seen.share('trace', 'eager')
     cached = _new_caches(seen, made)
-    if len({id(source_of(d)) for d in made}) < 4 or cached and waiting(seen) > share: return cached
+    if seen.loop[0] == 'fits' or len({id(source_of(d)) for d in made}) < 4: return cached
+    if cached and waiting(seen) > share: return cached
     place = next((p for p, _ in seen.places('trace', 'eager')), seen.loop[1])
     return [finding(
         seen, 'a pipeline is made in the loop',
@@ -1277,11 +1278,14 @@ def _filled(seen: Seen, some: list, passes: int, fill: float, times: list) -> Fi
         f'fills its buffer from the start, {passes} times', FILLED.remedy, share, .05, seen.loop[1],
         FILLED.change, spread=.3)
 
+def _begin(dataset) -> tuple:   # the iterator of a pass, its first element, the seconds that took
+    start, batches = time.perf_counter(), iter(dataset)
+    first = next(batches)
+    return batches, first, time.perf_counter() - start
+
 def first_seconds(dataset) -> float:
     "Until the first element of a pass."
-    start = time.perf_counter()
-    next(iter(dataset))
-    return time.perf_counter() - start
+    return _begin(dataset)[2]
 
 def _in_double(seen: Seen, stage, waits: float, part: float) -> list[Finding]:   # part: of the pipeline
     "A stage of which most large numbers are float64."
@@ -1295,9 +1299,8 @@ def _in_double(seen: Seen, stage, waits: float, part: float) -> list[Finding]:  
         'array.astype("float32")   # before it enters the pipeline', spread=.3)]
 
 def _read(dataset) -> tuple:   # its first batch, the seconds that took, those of each later batch
-    start, batches = time.perf_counter(), iter(dataset)
-    first = next(batches)
-    return first, time.perf_counter() - start, drain(batches, 24, 5.)
+    batches, first, seconds = _begin(dataset)
+    return first, seconds, drain(batches, 24, 5.)
 
 # %% ../../nbs/monitor/program.ipynb #d0a0000a
 def alone_seconds(seen: Seen, period: float) -> float:
@@ -1338,11 +1341,11 @@ def find_slow_input(seen: Seen) -> list[Finding]:
     again = added > .3 * period and _again(seen, some, passes)
     filled = _filled(seen, some, passes, fill, times)
     shape = _worse(order, stage and _shape(some, stage, added, m.pipeline, again))
-    serial = all(f.disease == SERIAL.cause for f in out)
-    if shape and (order or not out or shape[0] in PLAIN or shape[0] is EVERY_EPOCH and serial):
+    others = [f for f in out if f.disease != SERIAL.cause]
+    if shape and (order or not out or shape[0] in PLAIN or shape[0] is EVERY_EPOCH and not others):
         form, left = shape
         # files that are opened too are not the cause; one core may be, whatever it computes
-        if form in PLAIN: out = [f for f in out if form is CROPPED and f.disease == 'single-threaded map']
+        if form in PLAIN: out = [f for f in out if form is CROPPED and f.disease == SERIAL.cause]
         after = m.pipeline * left if form is order else m.pipeline - (1 - left) * min(added, m.pipeline)
         out.insert(0, finding(
             seen, form.cause,
@@ -1488,7 +1491,7 @@ class Diagnose(keras.callbacks.Callback):
         if self.phases: self.phases.end()   # of a training that has failed
         if self.watch and not self.given: self.watch.__exit__()
         self.watch = self.given or Watch(frame=_fit_frame(sys._getframe())).__enter__()
-        self.fit, self.count, self.began, self.phases = FitRecord(self.model), 0, None, None
+        self.fit, self.began, self.phases = FitRecord(self.model), None, None
         self.fit.asked = self.params.get('steps')
         total = (self.fit.asked or 10**9) * self.params.get('epochs', 1)
         self.half = self.warm + max(8, total // 2)
@@ -1502,18 +1505,18 @@ class Diagnose(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if self.done: return
-        now, self.count = time.perf_counter(), self.count + 1
-        self.fit.steps = self.count
+        now, self.fit.steps = time.perf_counter(), self.fit.steps + 1
+        count = self.fit.steps
         self.watch.events.append(Event('fit', self.place, self.start, now - self.start))
-        if self.count == 1: self.first = now
+        if count == 1: self.first = now
         # of long steps fewer are waited for
-        if not self.began and (self.count == self.warm or now - self.first > self.most_seconds / 8):
+        if not self.began and (count == self.warm or now - self.first > self.most_seconds / 8):
             self.began = now
         if self.phases is None:
             long = now - self.began if self.began else 0.
-            seen = self.count >= self.part_at and (long > 2. or self.count >= self.half)
+            seen = count >= self.part_at and (long > 2. or count >= self.half)
             if seen or long > self.most_seconds / 4: self._part(now)
-        elif self.count >= self.until or now - self.split > self.most_seconds / 4: self._finish()
+        elif count >= self.until or now - self.split > self.most_seconds / 4: self._finish()
 
     def on_train_end(self, logs=None):
         if not self.done: self._finish()
@@ -1523,7 +1526,7 @@ class Diagnose(keras.callbacks.Callback):
 def _part(self: Diagnose, now: float):
     "The watched steps are over; in some more, fetching the batch and the step are two calls."
     self.watch.windows.append((self.began, now))
-    self.phases, self.until, self.split = FitPhases(10**9), self.count + 24, now
+    self.phases, self.until, self.split = FitPhases(10**9), self.fit.steps + 24, now
     if self.phases.begin(self.model): self._finish()
 
 @patch

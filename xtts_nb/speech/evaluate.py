@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['SCORES', 'RATE', 'HOP', 'SILENCE_LEVEL', 'AUDIO', 'QUICK_JUDGES', 'FREE_JUDGES', 'JUDGES', 'SENTENCE_JUDGES',
            'SENTENCES', 'READ_AS', 'SOUND_SOURCES', 'MAIN_SOURCES', 'REPORT_STYLE', 'SCORE_STYLE', 'SOURCE_COLOURS',
-           'TRAINED', 'dtw_distance', 'warp_path', 'level_free', 'hits', 'Score', 'sounding', 'Sound', 'package',
-           'world_package', 'mel_cepstrum', 'world', 'analyse', 'world_scores', 'mean_world_scores', 'Wanted',
-           'warping_judge', 'world_judge', 'dnsmos_judge', 'words_judge', 'speaker_judge', 'end_judge', 'Trial',
-           'read_clips', 'choose_trials', 'sentence_trials', 'copy_synthesis', 'speak_trials', 'speak_sources',
+           'TRAINED', 'dtw_distance', 'warp_path', 'level_free', 'hits', 'Score', 'decibels', 'sounding', 'Sound',
+           'package', 'world_package', 'mel_cepstrum', 'world', 'analyse', 'world_scores', 'mean_world_scores',
+           'Wanted', 'warping_judge', 'world_judge', 'dnsmos_judge', 'words_judge', 'speaker_judge', 'end_judge',
+           'Trial', 'read_clips', 'choose_trials', 'sentence_trials', 'copy_synthesis', 'speak_trials', 'speak_sources',
            'source_sounds', 'badness', 'spread', 'fault', 'Evaluation', 'score_sounds', 'judged', 'evaluate',
            'scores_text', 'scores_line', 'picture', 'player', 'heading', 'facts', 'plot_mels', 'write_report',
            'scores_table', 'evaluation_report', 'model_card', 'spoken_distance', 'Listener', 'plot_spoken']
@@ -152,13 +152,17 @@ HOP = RATE // 100        # samples between frames, 10 ms
 SILENCE_LEVEL = -60.            # dB below full scale: a sound without a louder frame is silent
 AUDIO = AudioConfig(sample_rate=RATE)
 
+def decibels(wav: np.ndarray) -> np.ndarray:   # over the last axis; dB of full scale
+    "The level of samples."
+    return 10 * np.log10((np.asarray(wav, np.float64)**2).mean(-1) + 1e-12)
+
 def sounding(
     wav: np.ndarray,        # (N,) at `RATE`
     below: float = 40.,     # dB below the loudest frame
 ) -> np.ndarray:            # (N // HOP,) bool
     "The frames of 10 ms that are not silent."
     frames = np.asarray(wav[:len(wav) // HOP * HOP], np.float64).reshape(-1, HOP)
-    level = 10 * np.log10((frames**2).mean(1) + 1e-12)
+    level = decibels(frames)
     return level > max(level.max(initial=SILENCE_LEVEL) - below, SILENCE_LEVEL)
 
 class Sound:
@@ -321,9 +325,8 @@ def end_judge() -> Callable:
     "How loud a sound still is where it ends; needs no package."
     def judge(spoken: Sound, wanted: Wanted):
         wav = spoken.low
-        level = lambda some: 10 * np.log10(np.mean(np.square(some, dtype=np.float64)) + 1e-12)
-        loudest = max((level(wav[i:i + HOP]) for i in range(0, len(wav), HOP)), default=0.)
-        return {'end': float(level(wav[-5 * HOP:]) - loudest) if len(spoken.sounds) else None}
+        loudest = max(decibels(wav[i:i + HOP]) for i in range(0, len(wav), HOP))
+        return {'end': float(decibels(wav[-5 * HOP:]) - loudest) if len(spoken.sounds) else None}
     return judge
 
 QUICK_JUDGES = {('mel', 'duration'): warping_judge, ('mcd', 'f0', 'voicing'): world_judge}
@@ -490,9 +493,7 @@ def sentence_trials(
     others = {v.speaker: next((c for c in clips if c.speaker == v.speaker and c != v), None) for v in voices}
     trials = []
     for language in languages:
-        if language not in xtts.tokenizer.languages:
-            known = ', '.join(sorted(xtts.tokenizer.languages))
-            raise UserError(f'{language}: the model does not speak it; it has {known}.')
+        xtts.tokenizer.language(language)   # refuses what the model does not speak
         for i, text in enumerate(SENTENCES[language][:each]):
             said = READ_AS.get(language, SENTENCES[language])[i]
             voice = voices[len(trials) % len(voices)]
