@@ -27,7 +27,7 @@ def watched(looks=(), events=(), python=(), **more):
     looks = [Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside') for i,
         k in enumerate(looks)]
     given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={}, shapes={},
-                 validated=[], beside=[])
+                 validated=[], beside=[], same={})
     return SimpleNamespace(looks=looks, events=[*events], python=[*python], pipeline_place=lambda *_: None,
                            **given | more)
 
@@ -110,11 +110,13 @@ def test_a_variable_of_a_graph_is_left_alone():
     (5, 1, .5, 0, True), (4, 1, .5, 0, False), (5, 4, .5, 0, True), (5, 5, .5, 0, False),
     (5, 1, .2, 0, True), (5, 1, .19, 0, False), (5, 1, .5, 50, True), (5, 1, .5, 51, False)])
 def test_a_row_at_a_time(calls_made, rows, seconds, eager, is_found):
-    "Found from five calls, four rows and a tenth of the time on; not where all else runs eagerly too."
+    "Found from five calls, four rows and a tenth of the time on; not in a training that runs eagerly."
     asked = []
     network = lambda x: asked.append(len(x)) or tf.constant(0.)   # as fast for many rows as for one
-    events = calls('layer', calls_made, 1., seconds, rows=rows)
+    events = calls('layer', calls_made, 1., seconds, rows=rows) + calls('gradient', 3)
     last = {('layer', LINE): (network, '__call__', (np.ones((rows, 3)),), {})}
+    if eager > 50:   # without a gradient it is no training
+        assert find_single_rows(seen(['eager'] * 100, events[:-1], last=last))
     found = find_single_rows(seen(['eager'] * eager + ['graph'] * (100 - eager), events, last=last))
     assert bool(found) == is_found
     if found:
@@ -322,6 +324,20 @@ def test_python_of_the_program():
     assert find_own_python(seen(['own'] * 19 + ['graph'] * 81)) == []
     assert find_own_python(seen(['own'] * 20 + ['graph'] * 80))
 
+def test_python_that_holds_the_lock_is_known_by_the_clock():
+    "Looks come when it calls TensorFlow; between calls of 4 ms, one in 10 ms, is time that none shows."
+    steps = calls('predict', 1000, .01, .004)
+    looks = ['own'] * 5 + ['graph'] * 85 + ['eager'] * 10
+    look = lambda looks, steps, loop='predict': find_own_python(seen(looks, steps, loop=(loop, LINE)))
+    found = only(look(looks, steps))
+    assert found.predicted_gain == pytest.approx(1 / (1 - .9 * .4994), rel=1e-3) and '50%' in found.evidence
+    assert '50% at this line' in found.evidence and found.place == 'test_program.py:3'
+    assert look(['graph'] * 90 + ['eager'] * 10, steps) == []   # at which line?
+    assert look(looks, calls('predict', 1000, .01, .008)) == []
+    assert look(looks, calls('fit', 1000, .01, .004), 'fit') == [] == look(looks, steps[::60])
+    fetches = [e for pair in zip(steps, calls('fetch', 1000, .01, .01)) for e in pair]
+    assert look(looks, fetches) == []   # the wait for a result
+
 @pytest.mark.parametrize('kind', ['next', 'call', 'predict', 'train_on_batch'])
 def test_a_look_that_came_too_late_is_not_the_programs_time(kind):
     "While all cores compute, looks come when the step is over; the clock says how long the calls took."
@@ -358,6 +374,47 @@ def test_steps_that_take_longer_and_longer():
     assert 'takes 10.0 ms at first' in only(find_growth(seen(looks, steps))).evidence
     jump = np.cumsum([.01] * 40 + [.05] * 20)   # something came later, and stayed
     assert find_growth(seen(looks, [Event('next', LINE, t, .001) for t in jump])) == []
+
+def test_what_grows_begins_anew_in_each_pass():
+    "As what is collected in an epoch; the longest pass shows it."
+    once = np.cumsum(np.linspace(.01, .05, 60))
+    times = [*once[:40], *(2. + once), *(5. + once[:30])]
+    steps = [Event('next', LINE, t, .001) for t in times]
+    looks = [(OTHER, 'eager') if i % 100 > 20 else 'graph' for i in range(700)]
+    found = only(find_growth(seen(looks, steps + [Event('end', LINE, t) for t in (1.99, 4.99)])))
+    assert '11.4 ms at first and 43.9 ms at the end' in found.evidence and found.place == 'test_program.py:4'
+    assert find_growth(seen(looks, steps[:40] + [Event('end', LINE, t) for t in (.2, .4)])) == []
+
+def test_operations_that_a_loop_adds_to_its_graph():
+    runs = [Event('session', LINE, i * .1, .002 if i % 2 else .05, rows=100 + i // 2 * 3) for i in range(100)]
+    look = lambda runs: page.find_added_operations(
+        seen([(OTHER, 'eager')] * 10 + ['graph'] * 90, runs, loop=('session', LINE)))
+    found = only(look(runs))
+    assert found.place == 'test_program.py:4' and 'from 100 to 247 operations' in found.evidence
+    assert found.predicted_gain == pytest.approx(1 / (1 - (.1 + 49 * .048 / 10) * .98))
+    assert look([replace(e, rows=100) for e in runs]) == []
+    few = [replace(e, rows=100 + 3 * (i > 20) + 3 * (i > 40)) for i, e in enumerate(runs)]
+    assert look(few) == []
+
+def test_weights_that_are_copied_through_numpy():
+    def look(n):
+        watch = watched([(OTHER, 'graph')] * (100 - n))
+        watch.looks += [Look(9., LINE, kind, 'Layer.set_weights') for kind in ('own', 'eager')]
+        watch.looks += [Look(9., LINE, 'numpy', 'mean')] * (n - 2)   # between them
+        return page.find_copied_weights(Seen(watch, 0., 10., ('next', LINE), []))
+    found = only(look(30))
+    assert found.predicted_gain == pytest.approx(1 / (1 - .3 * .9)) and found.place == 'test_program.py:3'
+    assert 'take 30% of the time' in found.evidence and look(14) == []
+    assert page.find_copied_weights(seen(['own'] * 100)) == []
+
+def test_what_the_time_went_into():
+    part = seen(['graph'] * 70 + ['input'] * 26 + ['own'] * 4)
+    said = 'of the 10.0 s that were watched: compiled steps 70%, waiting for batches 26%'
+    assert page.time_spent(part, False) == said
+    assert page.time_spent(part, True).endswith('; the limit is ' + page.SPENT['graph'][1])
+    fit = seen(['graph'] * 90 + ['callback'] * 10, loop=('fit', LINE), fits=[SimpleNamespace(wait_share=.6)])
+    assert 'waiting for batches 60%, compiled steps 30%, callbacks 10%' in page.time_spent(fit, False)
+    assert 'the pipeline' in page.time_spent(fit, True)
 
 def test_python_that_makes_the_batches():
     python = [PythonCall(i * .1, i * .1 + .08, LINE, 'load') for i in range(100)]
@@ -701,6 +758,19 @@ def test_the_same_work_comes_before_its_threads():
     assert page._shape(some, stage, .9, 1., True) == (page.EVERY_EPOCH, .05)
     assert page._shape(some, stage, .9, 1., False) == (page.SERIAL, 1 / page.cores())
 
+@pytest.mark.parametrize('again', [False, True])
+def test_windows_that_are_made_one_by_one(again):
+    data = tf.data.Dataset.range(64).window(4, 1, drop_remainder=True)
+    some = page.stages(data.flat_map(lambda w: w.batch(4)).batch(16).map(lambda x: x + 1))
+    stage = lambda name: next(s for s in some if s.name == name)
+    for name in ('FlatMap', 'Window'):
+        assert page._shape(some, stage(name), .3, 1., again) == (page.WINDOWS, .1)
+    assert page._shape(some, stage('FlatMap'), .29, 1., again) is None
+    shape = lambda some, stage: page._shape(some, stage, .9, 1., again) or (None,)
+    assert shape(some, stage('Map'))[0] is not page.WINDOWS
+    flat = page.stages(tf.data.Dataset.range(64).flat_map(lambda x: tf.data.Dataset.range(x)).batch(16))
+    assert shape(flat, flat[1])[0] is not page.WINDOWS
+
 def picture(parts):
     "A pipeline of maps, each a list of words."
     do = {'decode': lambda x: tf.io.decode_jpeg(x, channels=3), 'float': lambda x: tf.cast(x, tf.float32),
@@ -837,7 +907,7 @@ def test_a_loop_whose_turns_do_not_need_each_other(build, over_rows):
 def test_what_a_loop_over_rows_costs(monkeypatch, build, left, computing, gain):
     "It goes, and that of its gradient; a twentieth of it is left."
     tried = []
-    monkeypatch.setattr(page, '_left_without', lambda call, some: tried.append(some) or left)
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed.args[1]) or left)
     call = page.Call(gradient_of(build), (tf.ones((8, 5)),), {}, 0., False)
     found = page._row_loops(seen([], calls('call', 1), loop=('call', LINE)), call, computing)
     assert [len(some) for some in tried] == [2] * (build is not by_state) and bool(found) == bool(gain)
@@ -862,8 +932,118 @@ def test_a_step_without_its_loop():
         assert total.numpy() == 1.
         total.assign(0.)
         for a, b in zip((y, gradient), call.function(rows)): np.testing.assert_allclose(a, b, rtol=1e-5)
-    assert total.numpy() == 0. and 0 < page._left_without(call, some) < .9
-    assert page._left_without(replace(call, function=None), some) is None   # it fails
+    left = lambda call: page._left(call, lambda: diagnose.done_without(call, some))
+    assert total.numpy() == 0. and 0 < left(call) < .9
+    assert left(replace(call, function=None)) is None   # it fails
+
+def by_factor(x): return follow(x, lambda h, row: .9 * h + row)
+def by_division(x): return follow(x, lambda h, row: (h - row) / 2. - tf.reshape(h, [5]))
+def by_product(x): return follow(x, lambda h, row: tf.squeeze(h[None] @ tf.ones((5, 5)), 0) + row)
+def by_square(x): return follow(x, lambda h, row: h * h + row)
+def by_inverse(x): return follow(x, lambda h, row: row / (h + 1.))
+def by_tanh(x): return follow(x, lambda h, row: tf.tanh(row + h))
+
+def follow(x, turn):
+    "What each row makes of the one before."
+    h, out = tf.zeros(5), tf.TensorArray(tf.float32, 8)
+    for i in tf.range(8):
+        h = turn(h, x[i])
+        out = out.write(i, h)
+    return tf.reduce_sum(out.stack())
+
+def numbers(call): return [x.numpy() for x in tf.nest.flatten(call.function(*call.args))]
+
+@pytest.mark.parametrize('build, linear', [(by_factor, True), (by_division, True), (by_square, False),
+                                           (by_inverse, False), (by_tanh, False), (by_map, False)])
+def test_a_loop_that_only_adds_and_multiplies(build, linear):
+    graph = gradient_of(build).get_concrete_function(tf.zeros((8, 5))).graph
+    loops = [op for op in graph.get_operations() if op.type in page.LOOPS]
+    assert page._is_linear_loop(loops[0]) == linear
+
+@pytest.mark.parametrize('build, left, computing, gain', [
+    (by_factor, .2, .9, 1 / (1 - .9 * .72)), (by_factor, .8, .99, None), (by_factor, None, 1., None),
+    (by_tanh, .1, 1., None), (by_map, .1, 1., None)])
+def test_what_a_linear_loop_costs(monkeypatch, build, left, computing, gain):
+    "It goes, and that of its gradient; a tenth of it is left."
+    tried = []
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed.args[1]) or left)
+    call = page.Call(gradient_of(build), (tf.ones((8, 5)),), {}, 0., False)
+    found = page._linear_loops(seen([], calls('call', 1), loop=('call', LINE)), call, computing)
+    assert [len(some) for some in tried] == [2] * (build is by_factor) and bool(found) == bool(gain)
+    if found:
+        assert found[0].predicted_gain == pytest.approx(gain)
+        assert f'takes {1 - left:.0%} of the step' in found[0].evidence
+        assert found[0].place.startswith('test_program.py:')
+
+def in_loop(call): return seen(['graph'] * 100, calls('call', 10), loop=('call', LINE),
+                               last={('call', LINE): (call.function, '__call__', call.args, {})})
+
+@pytest.mark.parametrize('left, computing, gain', [
+    (.2, .9, 1 / .28), (.86, 1., None), (None, 1., None)])
+def test_metrics_that_take_the_step(monkeypatch, left, computing, gain):
+    "The step is tried without what they write; it changes all else, and returns what it did."
+    costly, total = keras.metrics.AUC(thresholds=[.1, .3, .7, .8], name='area'), tf.Variable(0.)
+    costly.update_state([0., 1.], [.1, .2])   # its variables are made at the first call
+    costly.reset_state()
+    @tf.function
+    def step(y, p):
+        total.assign_add(tf.reduce_sum(p))
+        costly.update_state(y, p)
+        return total.read_value(), costly.result()
+    call, tried = page.Call(step, (tf.constant([0., 1.]), tf.constant([.2, .5])), {}, 0., False), []
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed) or left)
+    found = page._metrics(in_loop(call), call, computing)
+    assert len(tried) == 1 and bool(found) == bool(gain)
+    if found:
+        assert found[0].predicted_gain == pytest.approx(gain) and '(area) take 80%' in found[0].evidence
+        assert [float(x) for x in tried[0]()()[1:]] == [pytest.approx(.7), 0.] and total.numpy() == \
+            pytest.approx(.7)
+        assert not any(np.any(v.numpy()) for v in costly.variables)
+        plain = page.Call(tf.function(lambda x: total.assign_add(x)), (tf.constant(1.),), {}, 0., False)
+        assert page._metrics(in_loop(plain), plain, 1.) == []
+
+@pytest.mark.parametrize('columns, left, computing, gain', [
+    (512, .2, .9, 1 / (1 - .72)), (511, .2, .9, None), (512, .81, 1., None), (512, None, 1., None)])
+def test_a_product_that_only_picks_rows(monkeypatch, columns, left, computing, gain):
+    table, tried = tf.Variable(tf.random.normal((columns, 4))), []
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            y = tf.reduce_sum(tf.tensordot(tf.one_hot(ids, columns), table, 1) ** 2)
+        return tape.gradient(y, table)
+    call = page.Call(step, (tf.constant([[1, 2], [3, 3]]),), {}, 0., False)
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed.args[1]) or left)
+    found = page._one_hot(in_loop(call), call, computing)
+    assert [len(some) for some in tried] == [2] * (columns == 512) and bool(found) == bool(gain)
+    if found:
+        assert found[0].predicted_gain == pytest.approx(gain) and '512 columns' in found[0].evidence
+        assert 'take 80% of the step' in found[0].evidence and 'tensordot' in found[0].line
+
+@pytest.mark.parametrize('left, computing, gain', [
+    (.2, .9, 1 / .28), (.81, 1., None), (None, 1., None)])
+def test_a_part_that_is_the_same_in_each_call(monkeypatch, left, computing, gain):
+    "Known from the arguments and variables that are the same; nothing that is drawn at random is."
+    w, tried = tf.Variable(tf.ones((3, 3))), []
+    @tf.function
+    def decode(source, tokens):
+        memory = tf.tanh(source @ w) @ w
+        return tf.reduce_sum(memory + tokens) + tf.reduce_sum(tf.random.normal([3]))
+    source = tf.ones((2, 3))
+    def loop(function, other):
+        with Watch() as watch:
+            for i in range(20): function(source if other is None else other(), tf.fill((2, 3), float(i)))
+        return steady_part(watch)
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed.args[1]) or left)
+    part = loop(decode, None)
+    found = page._same_part(part, page.compiled_call(part), computing)
+    assert bool(found) == bool(gain) and [op.type for op in only(tried)] == ['MatMul']
+    if not found: return
+    assert found[0].predicted_gain == pytest.approx(gain) and found[0].place.startswith('test_program.py:')
+    assert 'decode gets the same source' in found[0].evidence and 'takes 80% of' in found[0].evidence
+    changing = loop(decode, lambda: source + 1)
+    assert page._same_part(changing, page.compiled_call(changing), 1.) == []
+    training = loop(tf.function(lambda x, y: w.assign_add(tf.zeros((3, 3))) + tf.reduce_sum(x @ w + y)), None)
+    assert page._same_part(training, page.compiled_call(training), 1.) == []
 
 def test_passes_over_a_pipeline():
     data = tf.data.Dataset.range(10)
@@ -1038,8 +1218,8 @@ def test_a_rule_that_fails_takes_no_other_with_it(monkeypatch):
     def broken(seen): raise ValueError('odd')
     monkeypatch.setattr(page, 'PROGRAM_RULES', (broken, find_own_python))
     found, notes = explain(watched(['own'] * 100))
-    assert [f.disease for f in found] == ['Python beside the step'] and notes == ['broken failed: '
-                                                                                  'ValueError: odd']
+    assert [f.disease for f in found] == ['Python beside the step']
+    assert notes == ['broken failed: ValueError: odd', 'of the 10.0 s that were watched: Python 100%']
     assert 'too short' in explain(watched(['own'] * 9))[1][0]
 
 
@@ -1078,6 +1258,9 @@ def test_a_script_is_ended_when_enough_was_seen(tmp_path):
     start = time.perf_counter()
     watch = watch_script(path, seconds=1.)
     assert time.perf_counter() - start < 20 and len(watch.events) > 9
+    path.write_text('while True: pass')   # a loop that nothing counts
+    start = time.perf_counter()
+    assert watch_script(path, seconds=.2).events == [] and 1.9 < time.perf_counter() - start < 15
 
 def test_a_script_that_fails_is_named(tmp_path):
     (tmp_path / 'bad.py').write_text('raise ValueError("no data")')

@@ -585,8 +585,29 @@ def test_numbers_that_are_wider_than_needed(monkeypatch, times, more, expected):
     for calls in ([], [PRODUCT[tf.float32]]): assert rules.find_float64(case(calls=calls, **FULL)) is None
 
 
+@pytest.mark.parametrize('kind', [tf.float16, tf.bfloat16])
+def test_half_precision_on_a_cpu(monkeypatch, kind):
+    w = tf.Variable(tf.ones((2, 2)))
+    step = tf.function(lambda x: tf.cast(x, kind) @ tf.cast(w, kind) * tf.constant(3, kind))
+    half = called(step, tf.ones((1, 2)))
+    (run,) = rules.in_float32(half, rules.HALF)()
+    assert run.dtype == tf.float32 and run.numpy().tolist() == [[6., 6.]]
+    def compare(arms, unit, rounds, warmup):
+        assert [arm() > 0 for arm in arms.values()] == [True, True]
+        return Comparison([Arm(name, [t]) for name, t in zip(arms, (.02, .005))], unit)
+    monkeypatch.setattr(rules, 'compare', compare)
+    given = FULL | dict(loop=.02, step=.02, compute=.02)
+    found = rules.find_half_on_cpu(case(calls=[PRODUCT[tf.float32], half], **given))
+    assert gain(found) == pytest.approx(4.) and found.disease == 'half precision on a CPU'
+    assert 'takes 20.0 ms, with the same ones in float32 5.0 ms' in found.evidence
+    assert rules.find_half_on_cpu(case(calls=[PRODUCT[tf.float32]], **given)) is None
+    assert rules.find_float64(case(calls=[half], **given)) is None
+    monkeypatch.setattr(rules.tf.config, 'list_logical_devices', lambda kind: [kind])
+    assert rules.find_half_on_cpu(case(calls=[half], **given)) is None
+
+
 def test_a_step_that_has_no_float32_is_reported_as_unseen(monkeypatch):
-    monkeypatch.setattr(rules, 'in_float32', lambda call: 1 / 0)
+    monkeypatch.setattr(rules, 'in_float32', lambda call, kinds: 1 / 0)
     c = case(calls=[PRODUCT[tf.float64]], **FULL)
     assert rules.find_float64(c) is None and c.unseen == ['the step in float32: its trial failed']
 

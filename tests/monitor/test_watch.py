@@ -217,3 +217,22 @@ def test_an_iterator_is_let_go_when_the_next_pass_begins():
             'for _ in data: pass', 'for _ in data.batch(2): pass', 'it = iter(data)']
     assert all(0 <= e.seconds < 5 for e in watch.events) and watch._pass is None
     assert look_at(stack((page.__file__, '_end_pass', 9), (HERE, 'f', 3))).kind == 'end'
+
+
+def test_runs_of_a_session_and_the_operations_of_its_graph():
+    "As programs of the first TensorFlow train."
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session, Watch() as watch:
+        x = tf.constant(1.)
+        for i in range(4):
+            session.run(x)
+            if i > 1: x = x + 1.
+    runs = [e for e in watch.events if e.kind == 'session']
+    assert [e.rows - runs[0].rows for e in runs] == [0, 0, 0, 2] and runs[0].place.text == 'session.run(x)'
+    code = tf.compat.v1.Session.run.__code__
+    assert page._about(code).kind == 'graph'
+
+def test_arguments_that_are_the_same_tensor_in_each_call():
+    f, a, plain = tf.function(lambda x, y, z: x + y), tf.constant(1.), np.ones(1, 'float32')
+    with Watch() as watch:
+        for _ in range(5): f(a, tf.constant(2.), plain)   # an array may have been written into
+    assert [*watch.same.values()] == [{0: 4}]

@@ -102,7 +102,7 @@ MARKS = (
     Mark('fetch', 'framework/ops.py', ('numpy', '_numpy', '__array__', '__float__', '__int__', '__bool__',
                                        '__format__', '__repr__', '__str__', '__index__', 'tolist')),
     Mark('graph', 'polymorphic_function/polymorphic_function.py', ('__call__', '_call')),
-    Mark('graph', 'polymorphic_function/concrete_function.py'),
+    Mark('graph', 'polymorphic_function/concrete_function.py'), Mark('graph', 'client/session.py'),
     Mark('eager', 'tensorflow/python/'), Mark('eager', 'keras/src/'), Mark('numpy', 'numpy/'))
 _RANK = {kind: rank for rank, kind in enumerate(dict.fromkeys(m.kind for m in MARKS))}
 
@@ -155,6 +155,7 @@ _TRAINER = 'keras.src.backend.tensorflow.trainer:TensorFlowTrainer'
 COUNTED = {   # kind of call: owner and name of the functions
     'next': (('tensorflow.python.data.ops.iterator_ops:OwnedIterator', '__next__'),),
     'call': ((TF_FUNCTION, '__call__'),),
+    'session': (('tensorflow.python.client.session:BaseSession', 'run'),),
     'fetch': (('tensorflow.python.framework.ops:_EagerTensorBase', '_numpy'),),
     'predict': ((_TRAINER, 'predict'), (_TRAINER, 'predict_on_batch')),
     'evaluate': ((_TRAINER, 'evaluate'),),
@@ -173,7 +174,7 @@ class Event:
     place: Place | None
     start: float          # on the clock of `time.perf_counter`
     seconds: float = 0.
-    rows: int | None = None    # of what a network got
+    rows: int | None = None    # of what a network got; of a session: operations of its graph
     name: str = ''             # of the function
     traced: bool = False       # the call traced the function
     new: bool = False          # first call of this function
@@ -200,6 +201,7 @@ class Watch:
         self.shapes, self._wanted = {}, 0   # of arguments of what XLA compiles; see `_keep_function`
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
         self.beside, self.kept = [], {}   # looks at other threads; arguments of functions
+        self.same = {}   # by line: which arguments were the very same tensor as in the call before, how often
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
         self.validated, self.validating = [], False   # pipelines of the validation in `fit`
         self._pass = None   # (place, iterator) of the pass over a dataset that began last
@@ -281,9 +283,11 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
             event.seconds = time.perf_counter() - event.start
             if kind == 'call':
                 event.traced = first.experimental_get_tracing_count() > before
+                self._note_same(event.place, args)
                 self.last[kind, event.place] = first, event.name, args, kwargs
             elif kind in ('predict', 'evaluate', 'train_on_batch', 'layer'):
                 self._note_rows(event, first, args, kwargs)
+            elif kind == 'session': event.rows = first.graph.version
             elif kind == 'variable' and hasattr(first, 'shape'): event.rows = first.shape.num_elements()
             if kind in SHAPED and is_compiled(first):
                 self.shapes.setdefault((kind, event.place), set()).add(_shapes(args, kwargs))
@@ -305,6 +309,12 @@ def _is_passing(kind: str, made) -> bool:
     return kind == 'variable' and (type(made).__name__ != 'ResourceVariable' or not tf.executing_eagerly())
 
 # %% ../../nbs/monitor/watch.ipynb #c0a00011
+@patch
+def _note_same(self: Watch, place: Place | None, args: tuple):
+    before = self.last.get(('call', place), ((),) * 4)[2]
+    same = [i for i, (old, new) in enumerate(zip(before, args)) if old is new and tf.is_tensor(new)]
+    if same: self.same.setdefault(place, Counter()).update(same)
+
 @patch
 def _before_call(self: Watch, event: Event, function) -> int:
     "How often it was traced before; notes the function itself."
