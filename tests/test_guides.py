@@ -52,7 +52,7 @@ def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
     assert shapes == {(32, 63), (16, 127)}
     said = capsys.readouterr().out
     assert all(re.search(rf'^{name} [0-9.e-]+$', said, re.M) for name in ('data', 'step', 'both'))
-    assert len(code) == 15 and len(names['losses']) == 1
+    assert len(code) == 16 and len(names['losses']) == 1
 
 
 # speech, several processes or machines, many clips, the full size, files of others, whole benches: each has

@@ -4,19 +4,19 @@
 
 # %% auto #0
 __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'EAGER', 'COPIES', 'BESIDE', 'CLOCKED', 'LOOPS', 'OVER_ROWS', 'FACTORS',
-           'LINEAR', 'WIDE_CODE', 'LONG_TABLE', 'DENSE', 'FREE', 'UNROLLED', 'SMALL_OP', 'SUMS', 'OVER_ALL_ROWS',
-           'HIDES', 'UNSIZED', 'CPU_SCOPE', 'SHORT_STEP', 'TINY_ROWS', 'PER_ROW', 'WINDOWS', 'EVERY_EPOCH', 'HEAVY',
-           'PART_OF_CACHE', 'REPEATED', 'SHUFFLED', 'FILLED', 'INSIDE', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL',
-           'PLAIN', 'DECODED', 'MEDIA', 'PARSERS', 'PICTURE', 'RESIZES', 'CROPS', 'NO_CAUSE', 'SPENT', 'PROGRAM_RULES',
-           'WORTH', 'AGREES', 'MUCH', 'Seen', 'steady_part', 'gain_without', 'finding', 'only_on_gpu', 'alive',
-           'variables_put_back', 'seconds_of', 'tried', 'calls_with_rows', 'find_single_rows', 'find_made_in_loop',
-           'source_of', 'find_pipelines', 'find_traces', 'again', 'find_compiled_again', 'find_eager',
-           'find_copied_weights', 'find_beside', 'find_own_python', 'find_growth', 'find_added_operations',
-           'compiled_call', 'find_in_graph', 'find_on_host', 'find_fetches', 'find_python_input', 'find_few_threads',
-           'datasets_of', 'waiting', 'works', 'find_tiny_steps', 'find_small_evaluation', 'Shape', 'first_seconds',
-           'alone_seconds', 'find_slow_input', 'find_validation', 'find_filled_again', 'find_ended_passes',
-           'time_spent', 'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched', 'ended_after',
-           'watch_script', 'finding_lines']
+           'LINEAR', 'WIDE_CODE', 'CLASSES', 'PADDED', 'LONG_TABLE', 'DENSE', 'FREE', 'UNROLLED', 'SMALL_OP', 'SUMS',
+           'OVER_ALL_ROWS', 'HIDES', 'UNSIZED', 'CPU_SCOPE', 'SHORT_STEP', 'TINY_ROWS', 'PER_ROW', 'WINDOWS',
+           'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED', 'FILLED', 'INSIDE', 'CROPPED', 'ZIPPED',
+           'PARSED', 'SERIAL', 'PLAIN', 'DECODED', 'MEDIA', 'PARSERS', 'PICTURE', 'RESIZES', 'CROPS', 'NO_CAUSE',
+           'SPENT', 'PROGRAM_RULES', 'WORTH', 'AGREES', 'MUCH', 'Seen', 'steady_part', 'gain_without', 'finding',
+           'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of', 'tried', 'calls_with_rows', 'find_single_rows',
+           'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again', 'find_compiled_again',
+           'find_eager', 'find_copied_weights', 'find_beside', 'find_own_python', 'find_growth',
+           'find_added_operations', 'compiled_call', 'find_in_graph', 'find_on_host', 'find_fetches',
+           'find_python_input', 'find_few_threads', 'datasets_of', 'waiting', 'works', 'find_tiny_steps',
+           'find_small_evaluation', 'Shape', 'first_seconds', 'alone_seconds', 'find_slow_input', 'find_validation',
+           'find_filled_again', 'find_ended_passes', 'time_spent', 'explain', 'FitRecord', 'Diagnose', 'Enough',
+           'every_fit_watched', 'ended_after', 'watch_script', 'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import ast
@@ -707,8 +707,8 @@ def find_in_graph(seen: Seen) -> list[Finding]:
     call = compiled_call(seen)
     computing = seen.share('graph') if seen.loop and seen.loop[0] != 'fit' else 1 - waiting(seen)
     if call is None or computing < .3: return []
-    rules = (_row_loops, _linear_loops, _metrics, _python_inside, _dense_table, _one_hot, _recurrent_dropout,
-             _wide, _unrolled, _same_part)
+    rules = (_row_loops, _linear_loops, _metrics, _python_inside, _dense_table, _one_hot, _full_softmax,
+             _padding, _recurrent_dropout, _wide, _unrolled, _same_part)
     return [f for rule in rules for f in rule(seen, call, computing)]
 
 # %% ../../nbs/monitor/program.ipynb #b0a1001a
@@ -843,6 +843,62 @@ def _one_hot(seen: Seen, call: Call, computing: float) -> list[Finding]:
         f'these products and their gradients take {1 - left:.0%} of the step',
         'tf.gather or tf.nn.embedding_lookup (keras.layers.Embedding): the same rows, and a sparse gradient',
         computing, left, _users_line(some[0]) or seen.loop[1], 'x = tf.gather(table, ids)', .3)]
+
+# %% ../../nbs/monitor/program.ipynb #e1b00082
+CLASSES = 10_000   # of a softmax, from which on it is looked at
+
+def _full_softmax(seen: Seen, call: Call, computing: float) -> list[Finding]:
+    "A softmax over many classes, of which a row needs one."
+    every = [op for op in call.concrete.graph.get_operations() if op.outputs]
+    losses = [op for op in every if op.type.endswith('SoftmaxCrossEntropyWithLogits')
+              and (op.inputs[0].shape[-1] or 0) >= CLASSES]
+    if not losses: return []
+    classes = losses[0].inputs[0].shape[-1]
+    some = [op for op in every if op.type not in FREE[:4] and any(
+        t.shape.rank and classes in t.shape.as_list() for t in op.outputs)]
+    left = _left(call, partial(done_without, call, some))
+    if left is None or computing * (1 - left) < .6: return []
+    return [finding(
+        seen, 'a softmax over all classes',
+        f'the step computes logits and gradients of {classes:,} classes for each row, which takes '
+        f'{1 - left:.0%} of it',
+        'tf.nn.sampled_softmax_loss compares each row with some hundred classes (this changes what is '
+        'learned: evaluate with the full softmax); or fewer classes',
+        computing, left, _users_line(losses[0]) or seen.loop[1],
+        'loss = tf.nn.sampled_softmax_loss(weights, biases, labels, inputs, 256, num_classes)', .5)]
+
+PADDED = .4   # of the columns, from which on padding is looked at
+
+def _used(x) -> tuple[int, int] | None:   # first column with something in it, and the one behind the last
+    "Of texts as numbers, or of sequences of vectors, that are padded to one length."
+    rank = x.shape.rank
+    if not (rank == 2 and x.dtype.is_integer or rank == 3 and x.dtype.is_floating): return None
+    a = x.numpy().reshape(x.shape[0], x.shape[1], -1)
+    def end(a):   # behind the last column that is not all the same
+        filled = (a != a[0, -1, 0]).any((0, 2))
+        return len(filled) - int(np.argmax(filled[::-1])) if filled.any() else 0
+    return a.shape[1] - end(a[:, ::-1]), end(a)
+
+def _padding(seen: Seen, call: Call, computing: float) -> list[Finding]:
+    "Sequences of which most is padding, in all rows of a batch."
+    given = [list(call.args), call.kwargs]
+    long = [x for x in tf.nest.flatten(given)
+            if tf.is_tensor(x) and x.shape.rank in (2, 3) and x.shape[1] >= 16]
+    known = [(x.shape[1], used) for x in long if (used := _used(x)) and used[1] > used[0]]
+    if not known: return []
+    length, (first, end) = max(known, key=lambda k: k[0])
+    if 1 - (end - first) / length < PADDED: return []
+    def cut(x): return x[:, first:end] if tf.is_tensor(x) and x.shape.rank and x.shape[1:2] == [length] else x
+    args, kwargs = tf.nest.map_structure(cut, given)
+    left = _left(call, lambda: partial(call.function, *args, **kwargs)) or (end - first) / length
+    if computing * (1 - left) < .2: return []
+    return [finding(
+        seen, 'mostly padding',
+        f'rows are padded to {length}, and in the last batch no row has more than {end - first}: the step '
+        f'computes the rest too; without it, it takes {left:.0%}',
+        'pad each batch to the longest of its own rows, or to a few lengths (so that few shapes are '
+        'compiled); or take a smaller maximum', computing, left, seen.loop[1],
+        'dataset.padded_batch(size)   # or bucket_by_sequence_length(..., pad_to_bucket_boundary=True)', .5)]
 
 # %% ../../nbs/monitor/program.ipynb #d0a00006
 def _recurrent_dropout(seen: Seen, call: Call, computing: float) -> list[Finding]:
