@@ -116,12 +116,32 @@ def test_a_row_at_a_time(calls_made, rows, seconds, eager, is_found):
     events = calls('layer', calls_made, 1., seconds, rows=rows) + calls('gradient', 3)
     last = {('layer', LINE): (network, '__call__', (np.ones((rows, 3)),), {})}
     if eager > 50:   # without a gradient it is no training
-        assert find_single_rows(seen(['eager'] * 100, events[:-1], last=last))
+        part = seen(['eager'] * 100, events[:-1], last=last)
+        assert page.find_eager_rows(part) and not find_single_rows(part)
+    assert page.find_eager_rows(seen(['eager'] * eager + ['graph'] * (100 - eager), events, last=last)) == []
     found = find_single_rows(seen(['eager'] * eager + ['graph'] * (100 - eager), events, last=last))
     assert bool(found) == is_found
     if found:
         assert only(found).disease == 'one row at a time' and found[0].place == 'test_program.py:3'
         assert set(asked) == {64 * rows} and found[0].predicted_gain > 1
+
+@pytest.mark.parametrize('data, steps, is_found', [
+    (lambda d: d, 2000, True), (lambda d: d.shuffle(9).map(lambda x, y: (x, y)), 2000, True),
+    (lambda d: d, 900, False), (lambda d: d.batch(2), 2000, False),
+    (lambda d: d.map(lambda x, y: x), 2000, False),
+    (lambda d: d.map(lambda x, y: y), 2000, False)])
+def test_a_dataset_that_was_never_batched(data, steps, is_found):
+    "Steps of 5 ms, each of one row with its label; not those of 11 ms, nor single numbers or vectors alone."
+    data = data(tf.data.Dataset.from_tensor_slices((np.ones((8, 3)), np.ones(8))))
+    events = calls('next', steps, 10 / steps, .001)
+    found = find_single_rows(seen(['graph'] * 95 + ['trace'] * 5, events, datasets={LINE: [data]}))
+    assert bool(found) == is_found
+    if not found: return
+    assert only(found).disease == 'one row at a time' and 'takes 5.0 ms' in found[0].evidence
+    assert found[0].predicted_gain == pytest.approx(1 / (1 - .95 * .9))
+    assert found[0].place == 'test_program.py:3'
+    assert find_single_rows(seen([], events[:15], datasets={LINE: [data]})) == []
+    assert find_single_rows(seen([], calls('call', 2000), loop=('call', LINE), datasets={LINE: [data]})) == []
 
 def test_rows_that_cost_as_much_among_many_as_alone_are_left():
     asked = []
@@ -702,8 +722,8 @@ def test_findings_of_a_gpu_come_last_and_none_is_below_its_noise(monkeypatch):
     assert [f.disease for f in explain(watched(['own'] * 100))[0]] == ['sure', 'hidden']   # of the same line
 
 @pytest.mark.parametrize('gain, low, high, expected', [
-    (3., 2.9, 3.1, (2., 4.5)), (3., 1.2, 9., (1.2, 9.)), (3., 0., 0., (2., 4.5)),
-    (1.3, 1.2, 1.4, (1., 1.95))])
+    (3., 2.9, 3.1, (1.5, 6.)), (3., 1.2, 9., (1.2, 9.)), (3., 0., 0., (1.5, 6.)),
+    (1.3, 1.2, 1.4, (1., 2.6))])
 def test_an_interval_holds_what_a_rule_leaves_out(monkeypatch, gain, low, high, expected):
     found = page.Finding('cause', '', '', gain, low=low, high=high)
     monkeypatch.setattr(page, 'PROGRAM_RULES', (lambda s: [found],))
@@ -1018,6 +1038,52 @@ def test_a_product_that_only_picks_rows(monkeypatch, columns, left, computing, g
     if found:
         assert found[0].predicted_gain == pytest.approx(gain) and '512 columns' in found[0].evidence
         assert 'take 80% of the step' in found[0].evidence and 'tensordot' in found[0].line
+
+@pytest.mark.parametrize('classes, left, computing, gain', [
+    (10_000, .2, .9, 1 / .28), (9_999, .2, .9, None), (10_000, .41, 1., None), (10_000, None, 1., None)])
+def test_a_softmax_over_all_classes(monkeypatch, classes, left, computing, gain):
+    "Tried without all that has so many numbers: logits, their loss, both products of the gradient."
+    table, tried = tf.Variable(tf.zeros((4, classes))), []
+    @tf.function
+    def step(x, ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(ids, x @ table))
+        return tape.gradient(loss, table)
+    call = page.Call(step, (tf.ones((2, 4)), tf.constant([1, 2])), {}, 0., False)
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed.args[1]) or left)
+    found = page._full_softmax(in_loop(call), call, computing)
+    assert bool(found) == bool(gain) and len(tried) == (classes == 10_000)
+    if found:
+        types = [op.type for op in tried[0]]
+        assert types.count('MatMul') == 2 and 'SparseSoftmaxCrossEntropyWithLogits' in types
+        assert 'ReadVariableOp' not in types and found[0].predicted_gain == pytest.approx(gain)
+        assert '10,000 classes' in found[0].evidence and 'takes 80% of it' in found[0].evidence
+        assert 'sparse_softmax' in found[0].line
+
+@pytest.mark.parametrize('x, used', [
+    ([[1, 2, 0, 0], [3, 0, 0, 0]], (0, 2)), ([[0, 0, 1, 2], [0, 0, 0, 5]], (2, 4)),
+    ([[1, 2], [3, 4]], (0, 2)), ([[7, 7], [7, 7]], (2, 0)), ([[1., 0.], [2., 0.]], None), ([[[1.], [0.]], [[2.], [0.]]], (0, 1)),
+    ([[[0.], [3.]], [[0.], [0.]]], (1, 2)), ([1, 0], None), ([[[1], [0]]], None)])
+def test_columns_in_which_something_is(x, used): assert page._used(tf.constant(x)) == used
+
+@pytest.mark.parametrize('texts, left, computing, gain', [
+    (12, .3, .9, 1 / (1 - .63)), (13, .3, .9, None), (12, None, 1., 20 / 12), (12, .81, 1., None)])
+def test_texts_that_are_mostly_padding(monkeypatch, texts, left, computing, gain):
+    "All that is as long is cut in the trial; where it fails, the length is believed."
+    ids = np.zeros((3, 20), 'int32')
+    ids[0, :texts] = 5
+    step, tried = tf.function(lambda ids, mask, y: tf.reduce_sum(tf.cast(ids * mask, tf.float32)) + y), []
+    given = tf.constant(ids), tf.ones((3, 20), tf.int32), tf.constant(2.)
+    call = page.Call(step, given, {}, 0., False)
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed()) or left)
+    found = page._padding(in_loop(call), call, computing)
+    assert bool(found) == bool(gain)
+    if found:
+        assert found[0].predicted_gain == pytest.approx(gain, rel=.01)
+        assert [x.shape.as_list() for x in tried[0].args] == [[3, 12], [3, 12], []] and tried[0]() == 62.
+        assert 'padded to 20' in found[0].evidence and 'more than 12' in found[0].evidence
+        short = page.Call(step, (tf.constant(ids[:, :15]) * 0, given[1], given[2]), {}, 0., False)
+        assert page._padding(in_loop(short), short, 1.) == []
 
 @pytest.mark.parametrize('left, computing, gain', [
     (.2, .9, 1 / .28), (.81, 1., None), (None, 1., None)])

@@ -9,9 +9,9 @@ __all__ = ['LOOP_KINDS', 'ROW_BY_ROW', 'MANY', 'MADE', 'EAGER', 'COPIES', 'BESID
            'EVERY_EPOCH', 'HEAVY', 'PART_OF_CACHE', 'REPEATED', 'SHUFFLED', 'FILLED', 'INSIDE', 'CROPPED', 'ZIPPED',
            'PARSED', 'SERIAL', 'PLAIN', 'DECODED', 'MEDIA', 'PARSERS', 'PICTURE', 'RESIZES', 'CROPS', 'NO_CAUSE',
            'SPENT', 'PROGRAM_RULES', 'WORTH', 'AGREES', 'MUCH', 'Seen', 'steady_part', 'gain_without', 'finding',
-           'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of', 'tried', 'calls_with_rows', 'find_single_rows',
-           'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again', 'find_compiled_again',
-           'find_eager', 'find_copied_weights', 'find_beside', 'find_own_python', 'find_growth',
+           'only_on_gpu', 'alive', 'variables_put_back', 'seconds_of', 'tried', 'calls_with_rows', 'find_eager_rows',
+           'find_single_rows', 'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'again',
+           'find_compiled_again', 'find_eager', 'find_copied_weights', 'find_beside', 'find_own_python', 'find_growth',
            'find_added_operations', 'compiled_call', 'find_in_graph', 'find_on_host', 'find_fetches',
            'find_python_input', 'find_few_threads', 'datasets_of', 'waiting', 'works', 'find_tiny_steps',
            'find_small_evaluation', 'Shape', 'first_seconds', 'alone_seconds', 'find_slow_input', 'find_validation',
@@ -200,14 +200,19 @@ def calls_with_rows(seen: Seen, *kinds: str) -> dict:   # (kind, place) -> event
         if e.kind in kinds and e.rows and e.place: groups.setdefault((e.kind, e.place), []).append(e)
     return groups
 
-def find_single_rows(seen: Seen) -> list[Finding]:
+def find_eager_rows(seen: Seen) -> list[Finding]:
+    "The same where operations are started one by one, and nothing is trained: a compiled call may be enough."
+    return find_single_rows(seen, eagerly=True)
+
+def find_single_rows(seen: Seen, eagerly: bool = False) -> list[Finding]:
     "Calls of a network with a row or a few; several of them are one finding."
     found, gradients = [], sum(e.kind == 'gradient' for e in seen.events)
     for (kind, place), some in calls_with_rows(seen, 'predict', 'train_on_batch', 'layer').items():
         share = sum(e.seconds for e in some) / seen.seconds
         rows = statistics.median(e.rows for e in some)
         if len(some) < 5 or rows > ROW_BY_ROW or share < .1: continue
-        if kind == 'layer' and seen.share('eager') > .5 and gradients >= .5 * len(some): continue
+        if eagerly != (kind == 'layer' and seen.share('eager') > .5): continue
+        if eagerly and gradients >= .5 * len(some): continue
         name = {'layer': 'the model'}.get(kind, f'model.{some[-1].name}')
         each = statistics.median(e.seconds for e in some)
         left = _many_rows(*seen.watch.last[kind, place], MANY, each)
@@ -216,7 +221,8 @@ def find_single_rows(seen: Seen) -> list[Finding]:
                       f"{name} is called {len(some)} times in {seen.seconds:.1f} s with {rows:g} "
                       f"row{'s' * (rows > 1)} each, {ms(each)} a call; with {MANY} times as many rows a row "
                       f"takes {left:.0%} of that"))
-    if not (found := sorted(found + _single_fits(seen), reverse=True)): return []
+    if not eagerly: found += _single_fits(seen) + _unbatched(seen)
+    if not (found := sorted(found, reverse=True)): return []
     total = sum(share for share, *_ in found)
     share, _, place, name, _ = found[0]
     return [finding(
@@ -236,6 +242,19 @@ def _single_fits(seen: Seen) -> list[tuple]:
     each = statistics.median(e.seconds for e in fits)
     return [(sum(e.seconds for e in fits) / seen.seconds, .05, seen.loop[1], 'model.fit',
              f'model.fit is called {len(fits)} times with {_steps(steps)} each, {ms(each)} a call')]
+
+def _unbatched(seen: Seen) -> list[tuple]:
+    "The same of a loop over a dataset that was never batched: a part of each row is a single number."
+    if seen.loop[:1] != ('next',) or len(seen.steps) < 20: return []
+    period = seen.seconds / len(seen.steps)
+    for dataset in datasets_of(seen)[-1:]:
+        ranks = [spec.shape.rank for spec in tf.nest.flatten(dataset.element_spec) if hasattr(spec, 'shape')]
+        batched = any('Batch' in s.name for s in stages(dataset))
+        if batched or 0 not in ranks or not any(ranks) or period > SHORT_STEP: continue
+        return [(1 - seen.share('trace', 'save', 'summary', 'callback'), .1, seen.loop[1], 'step',
+                 'the dataset of the loop gives row after row, since it is not batched; a step for one row '
+                 f'takes {ms(period)}')]
+    return []
 
 def _many_rows(network, name: str, args: tuple, kwargs: dict, times: int, each: float) -> float | None:
     "The time of a row among many, as a share of that of one alone; None if the trial fails."
@@ -1691,8 +1710,8 @@ def time_spent(seen: Seen, nothing_found: bool) -> str:
 PROGRAM_RULES = (   # the first that speaks of a line is believed, unless a later one gains twice as much
     find_made_in_loop, find_added_operations, find_pipelines, find_single_rows, find_traces,
     find_compiled_again, find_growth, find_validation, find_small_evaluation, find_filled_again,
-    find_copied_weights, find_eager, find_in_graph, find_few_threads, find_python_input, find_slow_input,
-    find_beside, find_tiny_steps, find_ended_passes, find_own_python, find_fetches, find_on_host)
+    find_copied_weights, find_eager, find_eager_rows, find_in_graph, find_few_threads, find_python_input,
+    find_slow_input, find_beside, find_tiny_steps, find_ended_passes, find_own_python, find_fetches, find_on_host)
 
 WORTH = 1.2   # times; of a program as it runs, a smaller gain is hard to tell from noise
 
