@@ -1062,7 +1062,8 @@ def test_a_softmax_over_all_classes(monkeypatch, classes, left, computing, gain)
 
 @pytest.mark.parametrize('x, used', [
     ([[1, 2, 0, 0], [3, 0, 0, 0]], (0, 2)), ([[0, 0, 1, 2], [0, 0, 0, 5]], (2, 4)),
-    ([[1, 2], [3, 4]], (0, 2)), ([[7, 7], [7, 7]], (2, 0)), ([[1., 0.], [2., 0.]], None), ([[[1.], [0.]], [[2.], [0.]]], (0, 1)),
+    ([[1, 2], [3, 4]], (0, 2)), ([[7, 7], [7, 7]], (2, 0)), ([[1., 0.], [2., 0.]], None),
+    ([[[1.], [0.]], [[2.], [0.]]], (0, 1)),
     ([[[0.], [3.]], [[0.], [0.]]], (1, 2)), ([1, 0], None), ([[[1], [0]]], None)])
 def test_columns_in_which_something_is(x, used): assert page._used(tf.constant(x)) == used
 

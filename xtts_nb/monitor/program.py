@@ -886,6 +886,7 @@ def _full_softmax(seen: Seen, call: Call, computing: float) -> list[Finding]:
         computing, left, _users_line(losses[0]) or seen.loop[1],
         'loss = tf.nn.sampled_softmax_loss(weights, biases, labels, inputs, 256, num_classes)', .5)]
 
+# %% ../../nbs/monitor/program.ipynb #e1b00092
 PADDED = .4   # of the columns, from which on padding is looked at
 
 def _used(x) -> tuple[int, int] | None:   # first column with something in it, and the one behind the last
@@ -1711,7 +1712,8 @@ PROGRAM_RULES = (   # the first that speaks of a line is believed, unless a late
     find_made_in_loop, find_added_operations, find_pipelines, find_single_rows, find_traces,
     find_compiled_again, find_growth, find_validation, find_small_evaluation, find_filled_again,
     find_copied_weights, find_eager, find_eager_rows, find_in_graph, find_few_threads, find_python_input,
-    find_slow_input, find_beside, find_tiny_steps, find_ended_passes, find_own_python, find_fetches, find_on_host)
+    find_slow_input, find_beside, find_tiny_steps, find_ended_passes, find_own_python, find_fetches,
+    find_on_host)
 
 WORTH = 1.2   # times; of a program as it runs, a smaller gain is hard to tell from noise
 
