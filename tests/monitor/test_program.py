@@ -468,6 +468,22 @@ def test_a_pipeline_whose_python_traces():
     part = seen([], beside=before + other(['trace', 'own', 'own', 'own']))
     assert part.beside('trace') == .25 and seen([], beside=before).beside('trace') == 0
 
+@pytest.mark.parametrize('line, cause', [
+    ('x = np.load(path)', 'many small files read in Python'),
+    ('x = imread(path)', 'many small files read in Python'),
+    ("f = gzip.open(path, 'rb')", 'compressed files read in Python'),
+    ('x = loads(text)', 'Python makes the batches'),
+    ("x = np.load('all.npz')['x']", 'compressed files read in Python')])
+def test_a_line_of_the_pipeline_that_reads_files(tmp_path, line, cause):
+    (path := tmp_path / 'train.py').write_text(f'{line}\n')
+    python = [PythonCall(i * .1, i * .1 + .08, LINE, 'load') for i in range(100)]
+    part = seen(['input'] * 60 + ['graph'] * 40, python=python)
+    part.watch.pipeline_place = lambda *_: Place(str(path), 1)
+    found = only(find_python_input(part))
+    assert found.disease == cause and found.line == line and found.place == 'train.py:1'
+    if 'read' in cause: assert found.predicted_gain == pytest.approx(1 / (1 - .6 * .95))
+    assert ('uncompressed' in found.remedy) == cause.startswith('compressed')
+
 def test_a_cache_inside_of_interleave():
     read = lambda i: tf.data.Dataset.range(4).map(lambda j: i + j).cache()
     plain, inside = (tf.data.Dataset.range(3).interleave(f) for f in (lambda i: read(i).take(9), read))

@@ -1246,12 +1246,13 @@ def find_python_input(seen: Seen) -> list[Finding]:
             'self.function = tf.function(...)   # in __init__, not for each batch',
             spread=1.)]
     if place and re.search(r'\b(open|load|imread|read\w*)\(', place.text):
+        packed = re.search('gzip|bz2|lzma|zipfile|npz', place.text)
         return [finding(
-            seen, 'many small files read in Python',
+            seen, f'{ZIPPED.cause} read in Python' if packed else 'many small files read in Python',
             f'the line reads files, one after the other, {busy:.0%} of the time, and the step waits '
             f'{waits:.0%}',
-            'pack the rows into a few files (one npy that is mapped, TFRecord) and read them with '
-            'tf.data, or cache() what was read',
+            ZIPPED.remedy if packed else 'pack the rows into a few files (one npy that is mapped, TFRecord) '
+            'and read them with tf.data, or cache() what was read',
             min(waits, 0.98), 0.05, place, spread=1.0)]
     # written with operations of TensorFlow it takes little, and shares the cores with the step no more
     period = seen.seconds / max(1, len(seen.steps))
