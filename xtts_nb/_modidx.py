@@ -1849,6 +1849,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'xtts_nb.monitor.program._turns': ('monitor/program.html#_turns', 'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program._unbatched': ( 'monitor/program.html#_unbatched',
                                                                                  'xtts_nb/monitor/program.py'),
+                                         'xtts_nb.monitor.program._unlike_lengths': ( 'monitor/program.html#_unlike_lengths',
+                                                                                      'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program._unpacks': ( 'monitor/program.html#_unpacks',
                                                                                'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program._unrolled': ( 'monitor/program.html#_unrolled',

@@ -1078,17 +1078,31 @@ def test_a_softmax_over_all_classes(monkeypatch, classes, left, computing, gain)
 
 @pytest.mark.parametrize('x, used', [
     ([[1, 2, 0, 0], [3, 0, 0, 0]], (0, 2)), ([[0, 0, 1, 2], [0, 0, 0, 5]], (2, 4)),
-    ([[1, 2], [3, 4]], (0, 2)), ([[7, 7], [7, 7]], (2, 0)), ([[1., 0.], [2., 0.]], None),
+    ([[1, 2], [3, 4]], (0, 2)), ([[7, 7], [7, 7]], (0, 0)), ([[7, 1, 0, 0], [7, 2, 0, 0]], (0, 2)),
+    ([[1., 0.], [2., 0.]], None),
     ([[[1.], [0.]], [[2.], [0.]]], (0, 1)),
     ([[[0.], [3.]], [[0.], [0.]]], (1, 2)), ([1, 0], None), ([[[1], [0]]], None)])
 def test_columns_in_which_something_is(x, used): assert page._used(tf.constant(x)) == used
+
+@pytest.mark.parametrize('short, computing, gain', [
+    (3, .9, 1 / (1 - .9 * (.7 - .2375))), (7, 1., None), (3, .2, None)])
+def test_few_long_texts_that_pad_all_others(short, computing, gain):
+    "Seven of three words and one of sixteen: a quarter is used."
+    ids = np.zeros((8, 20), 'int32')
+    ids[:, :short], ids[0, :17] = 5, 6
+    call = page.Call(tf.function(lambda x: x + 1), (tf.constant(ids),), {}, 0., False)
+    found = page._padding(in_loop(call), call, computing)
+    assert bool(found) == bool(gain)
+    if found:
+        assert found[0].predicted_gain == pytest.approx(gain)
+        assert 'padded to 20, and hold 5' in found[0].evidence
 
 @pytest.mark.parametrize('texts, left, computing, gain', [
     (12, .3, .9, 1 / (1 - .63)), (13, .3, .9, None), (12, None, 1., 20 / 12), (12, .81, 1., None)])
 def test_texts_that_are_mostly_padding(monkeypatch, texts, left, computing, gain):
     "All that is as long is cut in the trial; where it fails, the length is believed."
     ids = np.zeros((3, 20), 'int32')
-    ids[0, :texts] = 5
+    ids[:, :texts] = np.arange(texts) + 1
     step, tried = tf.function(lambda ids, mask, y: tf.reduce_sum(tf.cast(ids * mask, tf.float32)) + y), []
     given = tf.constant(ids), tf.ones((3, 20), tf.int32), tf.constant(2.)
     call = page.Call(step, given, {}, 0., False)
@@ -1097,7 +1111,7 @@ def test_texts_that_are_mostly_padding(monkeypatch, texts, left, computing, gain
     assert bool(found) == bool(gain)
     if found:
         assert found[0].predicted_gain == pytest.approx(gain, rel=.01)
-        assert [x.shape.as_list() for x in tried[0].args] == [[3, 12], [3, 12], []] and tried[0]() == 62.
+        assert [x.shape.as_list() for x in tried[0].args] == [[3, 12], [3, 12], []] and tried[0]() == 236.
         assert 'padded to 20' in found[0].evidence and 'more than 12' in found[0].evidence
         short = page.Call(step, (tf.constant(ids[:, :15]) * 0, given[1], given[2]), {}, 0., False)
         assert page._padding(in_loop(short), short, 1.) == []
