@@ -987,7 +987,11 @@ def follow(x, turn):
         out = out.write(i, h)
     return tf.reduce_sum(out.stack())
 
-def numbers(call): return [x.numpy() for x in tf.nest.flatten(call.function(*call.args))]
+def check_same(call, some):
+    "The step without these operations gives what the step gives."
+    results = diagnose.done_without(call, some)()[1:]
+    for a, b in zip(results, tf.nest.flatten(call.function(*call.args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 @pytest.mark.parametrize('build, linear', [(by_factor, True), (by_division, True), (by_square, False),
                                            (by_inverse, False), (by_tanh, False), (by_map, False)])
@@ -1010,6 +1014,7 @@ def test_what_a_linear_loop_costs(monkeypatch, build, left, computing, gain):
         assert found[0].predicted_gain == pytest.approx(gain)
         assert f'takes {1 - left:.0%} of the step' in found[0].evidence
         assert found[0].place.startswith('test_program.py:')
+        check_same(call, tried[0])
 
 def in_loop(call): return seen(['graph'] * 100, calls('call', 10), loop=('call', LINE),
                                last={('call', LINE): (call.function, '__call__', call.args, {})})
@@ -1054,6 +1059,7 @@ def test_a_product_that_only_picks_rows(monkeypatch, columns, left, computing, g
     if found:
         assert found[0].predicted_gain == pytest.approx(gain) and '512 columns' in found[0].evidence
         assert 'take 80% of the step' in found[0].evidence and 'tensordot' in found[0].line
+        check_same(call, tried[0])
 
 @pytest.mark.parametrize('classes, left, computing, gain', [
     (10_000, .2, .9, 1 / .28), (9_999, .2, .9, None), (10_000, .41, 1., None), (10_000, None, 1., None)])
@@ -1075,6 +1081,7 @@ def test_a_softmax_over_all_classes(monkeypatch, classes, left, computing, gain)
         assert 'ReadVariableOp' not in types and found[0].predicted_gain == pytest.approx(gain)
         assert '10,000 classes' in found[0].evidence and 'takes 80% of it' in found[0].evidence
         assert 'sparse_softmax' in found[0].line
+        check_same(call, tried[0])
 
 @pytest.mark.parametrize('x, used', [
     ([[1, 2, 0, 0], [3, 0, 0, 0]], (0, 2)), ([[0, 0, 1, 2], [0, 0, 0, 5]], (2, 4)),

@@ -648,7 +648,7 @@ def _in_float32(attributes, kinds: set, names: dict):
             f.name = names.get(f.name, f.name)
             _in_float32(f.attr.values(), kinds, names)
 
-def graph_in_float32(graph, wide_or_half: tuple = DOUBLE) -> tf.compat.v1.GraphDef:
+def graph_in_float32(graph, wide_or_half: tuple) -> tf.compat.v1.GraphDef:
     "The same operations with float32 in place of other kinds of numbers."
     given, kinds = graph.as_graph_def(), {kind.as_datatype_enum for kind in wide_or_half}
     names = {f.signature.name: f'{f.signature.name}_in_float32' for f in given.library.function}
@@ -695,12 +695,12 @@ def in_float32(call: Call, kinds: tuple = DOUBLE) -> Callable:   # of no argumen
     made = call.concrete
     given, variables = graph_in_float32(made.graph, kinds), {id(v.handle): v for v in made.graph.variables}
     for f in given.library.function: context().add_function_def(f)   # branches are looked up there
-    narrow = lambda x: tf.cast(x, tf.float32) if x.dtype in kinds else tf.convert_to_tensor(x)
+    cast = lambda x: tf.cast(x, tf.float32) if x.dtype in kinds else tf.convert_to_tensor(x)
     copies = [variables.get(id(t)) for t in made.captured_inputs]
-    copies = [v if v is None else tf.Variable(narrow(v)) for v in copies]
-    held = [v.handle if v is not None else t if t.dtype == tf.resource else narrow(t)
+    copies = [v if v is None else tf.Variable(cast(v)) for v in copies]
+    held = [v.handle if v is not None else t if t.dtype == tf.resource else cast(t)
             for v, t in zip(copies, made.captured_inputs)]
-    run = _runner(call, given, [narrow(x) for x in _tensors(call)], held,
+    run = _runner(call, given, [cast(x) for x in _tensors(call)], held,
                   lambda take: take([t.name for t in made.outputs]))
     return lambda kept=copies: run()
 

@@ -46,12 +46,11 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from ..bench import compare, put_back
 from ..config import cores, UserError
-from xtts_nb.monitor.diagnose import (
+from .diagnose import (
     changed_arguments, Case, done_without, Finding, find_float64, find_half_on_cpu,
     find_idle_tensor_cores, find_input_bound, find_missing_prefetch, find_oversubscription,
-    find_single_threaded_map, find_slow_disk,
-    find_small_files, in_a_row, Measured, MIN_GAIN, ms, python_argument, ranked, repeat_if_finite,
-    without_changes)
+    find_single_threaded_map, find_slow_disk, find_small_files, in_a_row, Measured, MIN_GAIN, ms,
+    python_argument, ranked, repeat_if_finite, without_changes)
 from .loop import (
     batch_rows, Call, covered_seconds, drain, FitPhases, host_part, python_operations, stage_seconds,
     stages, steady_mean, variation)
@@ -664,8 +663,7 @@ def find_growth(seen: Seen) -> list[Finding]:
     # what grows may begin anew with each pass
     ends = [e.start for e in seen.events if e.kind == 'end']
     passes = zip([0., *ends], [*ends, math.inf])
-    parts = [[e.start for e in seen.steps if a <= e.start < b] for a, b in passes]
-    starts = max(parts, key=len)
+    starts = max(([e.start for e in seen.steps if a <= e.start < b] for a, b in passes), key=len)
     if len(starts) < 24: return []
     turns = min(8, max(1, len(starts) // 48))   # what is done in some steps alone is in every few
     periods = np.diff(starts[::turns]) / turns
@@ -738,6 +736,11 @@ def find_in_graph(seen: Seen) -> list[Finding]:
 LOOPS = 'While', 'StatelessWhile'
 OVER_ROWS = re.compile(r'(^|/)(map|vectorized_map|foldl|scan)(_\d+)?/')   # names that TensorFlow gives
 
+def _origin(t: tf.Tensor, passing: tuple = ('Identity',)) -> tf.Tensor:
+    "The tensor that operations of these kinds only hand on."
+    while t.op.type in passing: t = t.op.inputs[0]
+    return t
+
 def _is_row_loop(op: tf.Operation) -> bool:
     "Whether no turn of a loop needs one before it: it counts, sums or writes rows, and changes nothing."
     cond, body = (graph for _, graph in bodies(op))
@@ -746,11 +749,12 @@ def _is_row_loop(op: tf.Operation) -> bool:
            for inner in graph_operations(body) for t in inner.inputs): return False   # steps of a training
     if OVER_ROWS.search(op.name): return True
     for before, after in zip(body.inputs, body.outputs):
-        while after.op.type == 'Identity': after = after.op.inputs[0]
+        after = _origin(after)
         kept = after is before or after.dtype in (tf.variant, tf.resource) or after.shape.rank == 0
         if not kept: return False
     return True
 
+# %% ../../nbs/monitor/program.ipynb #e1b000a2
 def _left(call: Call, changed: Callable) -> float | None:
     "The time of what `changed` makes of a step, as a share of the step; None if it fails."
     try:
@@ -760,17 +764,21 @@ def _left(call: Call, changed: Callable) -> float | None:
             return min(1., seconds_of(changed()) / whole)
     except Exception: return None   # a trial may fail in any way
 
-def _with_gradients(loops: list[tf.Operation], some: list[tf.Operation]) -> list[tf.Operation]:
-    "Some loops, and those that TensorFlow made of them for the gradient."
-    return [op for op in loops if op in some or any(t.op in some for t in op.inputs)]
+def _is_much(left: float | None, computing: float, least: float) -> bool:
+    "Whether a trial saves a share of the time from `least` on."
+    return left is not None and computing * (1 - left) >= least
+
+def _without_loops(call: Call, is_kind: Callable) -> tuple:   # the loops of a kind, what is left of the step
+    "Tried without them, and without those that TensorFlow made of them for the gradient."
+    loops = [op for op in call.concrete.graph.get_operations() if op.type in LOOPS]
+    some = [op for op in loops if is_kind(op)]
+    gone = [op for op in loops if op in some or any(t.op in some for t in op.inputs)]
+    return some, _left(call, partial(done_without, call, gone)) if some else None
 
 def _row_loops(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "Loops over the rows of a batch."
-    loops = [op for op in call.concrete.graph.get_operations() if op.type in LOOPS]
-    forward = [op for op in loops if _is_row_loop(op)]
-    if not forward: return []
-    left = _left(call, partial(done_without, call, _with_gradients(loops, forward)))
-    if left is None or computing * (1 - left) < .1: return []
+    forward, left = _without_loops(call, _is_row_loop)
+    if not _is_much(left, computing, .1): return []
     return [finding(
         seen, 'a loop over rows inside the step',
         f'the graph of the step has a loop ({forward[0].name}) that computes row by row, with several small '
@@ -779,7 +787,6 @@ def _row_loops(seen: Seen, call: Call, computing: float) -> list[Finding]:
         'of tf.map_fn)',
         computing, left + .05 * (1 - left), seen.loop[1], 'y = x ** 2   # instead of tf.map_fn', 0.3)]
 
-
 # %% ../../nbs/monitor/program.ipynb #e1b00032
 FACTORS = 'Mul', 'MatMul', 'BatchMatMulV2', 'RealDiv'   # linear in one input
 LINEAR = {'AddV2', 'Sub', 'Neg', 'Identity', 'Reshape', 'ExpandDims', 'Squeeze', 'Transpose', *FACTORS}
@@ -787,11 +794,8 @@ LINEAR = {'AddV2', 'Sub', 'Neg', 'Identity', 'Reshape', 'ExpandDims', 'Squeeze',
 def _is_linear_loop(op: tf.Operation) -> bool:
     "Whether what a loop carries from turn to turn is only added, and multiplied by what is known before."
     body = bodies(op)[1][1]
-    def source(t):
-        while t.op.type == 'Identity': t = t.op.inputs[0]
-        return t
-    carried = [(before, source(after)) for before, after in zip(body.inputs, body.outputs)
-               if before.dtype.is_floating and source(after) is not before]
+    carried = [(before, _origin(after)) for before, after in zip(body.inputs, body.outputs)
+               if before.dtype.is_floating and _origin(after) is not before]
     if not carried: return False
     depends = {before.ref() for before, _ in carried}
     for inner in body.get_operations():   # in the order in which they were made
@@ -809,10 +813,8 @@ def _is_linear_loop(op: tf.Operation) -> bool:
 
 def _linear_loops(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "Loops over time steps whose turns are linear in what they carry: one product does them all."
-    loops = [op for op in call.concrete.graph.get_operations() if op.type in LOOPS]
-    some = [op for op in loops if not _is_row_loop(op) and _is_linear_loop(op)]
-    left = _left(call, partial(done_without, call, _with_gradients(loops, some))) if some else None
-    if left is None or computing * (1 - left) < .2: return []
+    some, left = _without_loops(call, lambda op: not _is_row_loop(op) and _is_linear_loop(op))
+    if not _is_much(left, computing, .2): return []
     return [finding(
         seen, 'a loop over time steps that is linear',
         f'the graph of the step has a loop ({some[0].name}) that takes {1 - left:.0%} of the step; a turn '
@@ -836,7 +838,7 @@ def _metrics(seen: Seen, call: Call, computing: float) -> list[Finding]:
     writes = [op for op in made.graph.get_operations()
               if op.type.startswith('Assign') and id(op.inputs[0]) in inside]
     left = _left(call, partial(without_changes, call, writes)) if writes else None
-    if left is None or computing * (1 - left) < .15: return []
+    if not _is_much(left, computing, .15): return []
     names = Counter(inside[id(op.inputs[0])].name for op in writes)
     return [finding(
         seen, 'metrics in each step',
@@ -851,13 +853,11 @@ WIDE_CODE = 512   # columns of a one-hot code, from which on it is looked at
 def _one_hot(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "Products that only pick rows of a table."
     shapes = 'Reshape', 'Cast', 'Identity', 'Transpose', 'ExpandDims'
-    def codes(t):
-        while t.op.type in shapes: t = t.op.inputs[0]
-        return t.op.type == 'OneHot' and (t.shape[-1] or 0) >= WIDE_CODE
-    some = [op for op in graph_operations(call.concrete.graph)
-            if 'MatMul' in op.type and op.graph is call.concrete.graph and any(map(codes, op.inputs))]
+    def is_code(t): return (t := _origin(t, shapes)).op.type == 'OneHot' and (t.shape[-1] or 0) >= WIDE_CODE
+    some = [op for op in call.concrete.graph.get_operations()
+            if 'MatMul' in op.type and any(map(is_code, op.inputs))]
     left = _left(call, partial(done_without, call, some)) if some else None
-    if left is None or computing * (1 - left) < .2: return []
+    if not _is_much(left, computing, .2): return []
     rows = max(t.shape[-1] or 0 for op in graph_operations(call.concrete.graph) if op.type == 'OneHot'
                for t in op.outputs)
     return [finding(
@@ -880,7 +880,7 @@ def _full_softmax(seen: Seen, call: Call, computing: float) -> list[Finding]:
     some = [op for op in every if op.type not in FREE[:4] and any(
         t.shape.rank and classes in t.shape.as_list() for t in op.outputs)]
     left = _left(call, partial(done_without, call, some))
-    if left is None or computing * (1 - left) < .6: return []
+    if not _is_much(left, computing, .6): return []
     return [finding(
         seen, 'a softmax over all classes',
         f'the step computes logits and gradients of {classes:,} classes for each row, which takes '
@@ -902,7 +902,7 @@ def _used(x) -> tuple[int, int] | None:   # first column with something in it, a
         filled = (a != a[0, -1, 0]).any((0, 2))
         return len(filled) - int(np.argmax(filled[::-1])) if filled.any() else 0
     before, behind = a.shape[1] - end(a[:, ::-1]), a.shape[1] - end(a)
-    return (before, a.shape[1]) if before > behind else (0, end(a))   # the first word may be the same in all
+    return (before, a.shape[1]) if before > behind else (0, a.shape[1] - behind)   # all may begin alike
 
 def _unlike_lengths(seen: Seen, some: list[tf.Tensor], computing: float) -> list[Finding]:
     "A few long texts that pad all others of their batch."
@@ -1102,13 +1102,12 @@ def _same_part(seen: Seen, call: Call, computing: float) -> list[Finding]:
     graph = call.concrete.graph
     if not same or len(same) == len(call.args) or any('Assign' in op.type for op in graph.get_operations()):
         return []
-    tensors = [i for i, x in enumerate(call.args) if tf.is_tensor(x)]
-    if len(tensors) != len(call.args): return []
+    if not all(map(tf.is_tensor, call.args)): return []
     given = [call.concrete.inputs[i] for i in same]
     held = call.concrete.inputs[len(call.args):]   # variables, which nothing here changes
     some = _fixed(graph, [*given, *held])
     left = _left(call, partial(done_without, call, some)) if some else None
-    if left is None or computing * (1 - left) < .2: return []
+    if not _is_much(left, computing, .2): return []
     names = [call.concrete.inputs[i].op.name for i in sorted(same)]
     return [finding(
         seen, 'the same part is computed in each call',
