@@ -1,0 +1,28 @@
+"Watched programs, made by hand."
+
+from types import SimpleNamespace
+
+from xtts_nb.monitor.seen import Seen
+from xtts_nb.monitor.watch import Event, Look, Place
+
+LINE, OTHER = Place(__file__, 3), Place(__file__, 4)
+
+def watched(looks=(), events=(), python=(), **more):
+    "A watch of 10 s: the kind of each look, 100 a second, at one line."
+    looks = [Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside') for i,
+        k in enumerate(looks)]
+    given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={}, shapes={},
+                 validated=[], beside=[], same={})
+    return SimpleNamespace(looks=looks, events=[*events], python=[*python], pipeline_place=lambda *_: None,
+                           **given | more)
+
+def seen(looks=(), events=(), loop=('next', LINE), **more) -> Seen:
+    watch = watched(looks, events, **more)
+    return Seen(watch, 0., 10., loop, [e for e in events if e.kind == loop[0]])
+
+def calls(kind, count, every=.1, seconds=.01, place=LINE, **more):
+    return [Event(kind, place, every * i, seconds, **more) for i in range(count)]
+
+def only(found):
+    (one,) = found
+    return one
