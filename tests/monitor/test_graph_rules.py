@@ -431,3 +431,58 @@ def test_a_part_that_is_the_same_in_each_call(monkeypatch, left, computing, gain
     assert page._same_part(changing, page.compiled_call(changing), 1.) == []
     training = loop(tf.function(lambda x, y: w.assign_add(tf.zeros((3, 3))) + tf.reduce_sum(x @ w + y)), None)
     assert page._same_part(training, page.compiled_call(training), 1.) == []
+
+def by_difference(a, b): return tf.reduce_sum(tf.square(a[:, None] - b[None]), -1)
+def by_squared_difference(a, b): return tf.reduce_mean(tf.math.squared_difference(a[:, None], b), -1)
+def by_norm(a, b): return tf.norm(a[:, None] - b, axis=-1)
+def by_rows(a, b): return tf.reduce_sum(tf.square(a - b[:1]), -1)      # one row is taken from each
+def by_distance(a, b): return tf.reduce_sum(tf.abs(a[:, None] - b), -1)   # no product gives these
+def by_largest(a, b): return tf.reduce_max(tf.square(a[:, None] - b), -1)
+
+@pytest.mark.parametrize('build, left, computing, gain', [
+    (by_difference, .2, 1., 1 / (.2 + .07 * .8)), (by_squared_difference, .2, .5, 1 / (.5 + .5 * .256)),
+    (by_norm, .2, 1., 1 / .256), (by_difference, .81, 1., None), (by_rows, .2, 1., None),
+    (by_distance, .2, 1., None), (by_largest, .2, 1., None)])
+def test_differences_of_all_pairs(monkeypatch, build, left, computing, gain):
+    step, tried = gradient_of_two(build), []
+    call = page.Call(step, (tf.reshape(tf.range(8.), (4, 2)), tf.ones((3, 2))), {}, 0., False)
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed) or left)
+    found = page._pairs(in_loop(call), call, computing)
+    assert bool(found) == bool(gain) and len(tried) == (build not in (by_rows, by_distance, by_largest))
+    if tried: np.testing.assert_allclose(tried[0]()()[-1], step(*call.args), rtol=1e-6)
+    if tried: assert all(op.type in ('Sum', 'Mean') for op in tried[0].args[1]) and len(tried[0].args[1]) > 1
+    if not found: return
+    assert found[0].predicted_gain == pytest.approx(gain, rel=.01)
+    assert '4 x 3 x 2 numbers' in found[0].evidence and found[0].place.startswith('test_graph_rules.py:')
+
+def gradient_of_two(loss):
+    @tf.function
+    def step(a, b):
+        with tf.GradientTape() as tape:
+            tape.watch((a, b))
+            value = tf.reduce_sum(loss(a, b) ** 2)
+        of_a, of_b = tape.gradient(value, (a, b))
+        return of_a + tf.reduce_sum(of_b)
+    return step
+
+@pytest.mark.parametrize('there, turns, left, gain', [
+    ('/CPU:1', 4, .5, 2.), ('/CPU:1', 3, .5, None), ('/CPU:1', 4, .81, None), ('/CPU:0', 4, .5, None),
+    ('', 4, .5, None)])
+def test_tensors_that_go_from_device_to_device(monkeypatch, there, turns, left, gain):
+    "Two of them in each turn; no second CPU is here, so only the changed graph can run."
+    @tf.function
+    def step(x):
+        for _ in range(turns):
+            with tf.device('/CPU:0'): x = tf.tanh(x)
+            with tf.device(there): x = x + 1.
+        with tf.device('/CPU:0'): return tf.reduce_sum(x)
+    call, tried = page.Call(step, (tf.zeros((3,)),), {}, 0., False), []
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed()()) or left)
+    found = page._several_devices(in_loop(call), call, 1.)
+    assert bool(found) == bool(gain) and len(tried) == (there == '/CPU:1' and turns == 4)
+    if not found: return
+    x = 0.
+    for _ in range(4): x = np.tanh(x) + 1
+    assert float(tried[0][-1]) == pytest.approx(3 * x)
+    assert found[0].predicted_gain == pytest.approx(gain, rel=.01) and '8 operations' in found[0].evidence
+    assert 'CPU:0, device:CPU:1' in found[0].evidence and found[0].place.startswith('test_graph_rules.py:')

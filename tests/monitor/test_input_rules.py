@@ -374,3 +374,31 @@ def test_a_validation_that_takes_most_of_the_time():
     assert found.disease == 'validation in each epoch' and 'validation_freq' in found.remedy
     assert found.predicted_gain == pytest.approx(gain_without(.5, .2)) and validation(.39) == []
     assert validation(.5, passes=0)[0].disease == 'validation in each epoch'
+
+@pytest.mark.parametrize('build, made, steps, waits, is_found', [
+    (lambda: tf.data.Dataset.range(99).batch(3), 40, 40, 50, True),
+    (lambda: tf.data.Dataset.range(99).batch(3), 32, 40, 50, True),
+    (lambda: tf.data.Dataset.range(99).batch(3), 31, 40, 50, False),    # most passes give several batches
+    (lambda: tf.data.Dataset.range(99).batch(3), 7, 7, 50, False),
+    (lambda: tf.data.Dataset.range(99).batch(3), 40, 40, 11, False),
+    (lambda: tf.data.Dataset.range(99).batch(99), 40, 40, 50, False),   # there is one batch
+    (None, 40, 40, 50, False)])                                         # each is another one
+def test_an_iterator_for_each_step(build, made, steps, waits, is_found):
+    same = build and build()
+    some = [same or tf.data.Dataset.range(99).batch(3) for _ in range(made)]
+    part = seen(['input'] * (waits - 5) + ['end'] * 5 + ['graph'] * (100 - waits), calls('next', steps),
+                datasets={LINE: some})
+    found = page.find_new_iterators(part)
+    assert bool(found) == is_found
+    if not found: return
+    assert f'{made} times for {steps} batches' in found[0].evidence and found[0].place == 'watched.py:3'
+    assert 1.7 < found[0].predicted_gain < 2.1   # a later batch is there at once
+    part.loop = ('call', LINE)
+    assert page.find_new_iterators(part) == []
+
+def test_a_new_iterator_over_python_is_not_read_again(monkeypatch):
+    monkeypatch.setattr(page, 'python_operations', lambda dataset: ('a',))
+    monkeypatch.setattr(page, '_read', None)
+    rows = [tf.data.Dataset.range(9)] * 9
+    part = seen(['input'] * 50 + ['graph'] * 50, calls('next', 9), datasets={LINE: rows})
+    assert only(page.find_new_iterators(part)).predicted_gain == pytest.approx(1 / .6)

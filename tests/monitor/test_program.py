@@ -15,7 +15,7 @@ from xtts_nb.monitor import program as page
 from xtts_nb.monitor.program import (
     Diagnose, explain, find_beside, find_growth, find_made_in_loop, find_own_python, find_pipelines,
     find_single_rows, find_traces, watch_script)
-from xtts_nb.monitor.seen import finding, gain_without, only_on_gpu, Seen
+from xtts_nb.monitor.seen import finding, gain_without, only_on_gpu, Seen, steady_part
 from xtts_nb.monitor.watch import Event, Look, Place, Watch
 
 
@@ -572,3 +572,64 @@ def test_a_fit_that_the_end_of_the_watch_meets(at, windows):
     (fit,) = watch.fits
     assert len(watch.windows) == windows and (fit.one is not None) == bool(windows)
     assert fit.steps == at and fit.epochs == 1 and keras.Model.fit is whole
+
+@pytest.mark.parametrize('change, eager, is_found', [
+    (lambda i: 0, 50, True), (lambda i: i, 50, False), (lambda i: 0, 19, False)])
+def test_what_comes_out_the_same_in_each_iteration(change, eager, is_found):
+    step, mask = tf.function(lambda x, y, n: tf.reduce_sum(x * y)), tf.ones((40, 40))
+    with Watch() as watch:
+        for i in range(20): step(tf.fill((40, 40), float(change(i))), mask, 3)
+    part = steady_part(watch)
+    part.looks = [Look(0., LINE, kind, '') for kind in ['eager'] * eager + ['graph'] * (100 - eager)]
+    found = page.find_same_values(part)
+    assert bool(found) == is_found
+    if not found: return
+    assert found[0].predicted_gain == pytest.approx(1 / (1 - .5 * .98)) and found[0].place == 'watched.py:3'
+    assert '((40, 40))' in found[0].evidence and 'each of 18 calls' in found[0].evidence
+    part.loop = ('fit', LINE)
+    assert page.find_same_values(part) == []
+
+@pytest.mark.parametrize('old, new, alike', [
+    (3, 3, True), (3, 4, False), ('a', 'a', True), (None, None, True), ([1], [1], False),
+    (np.ones(2), np.ones(2), True), (np.ones(2), np.ones(3), False), (np.ones(2), np.zeros(2), False),
+    (tf.ones(2), tf.ones(2), True), (tf.ones(2), tf.ones(2, tf.float64), False), (tf.ones(2), 1., False)])
+def test_arguments_as_values(old, new, alike): assert page._are_equal(old, new) == alike
+
+def test_same_arguments_and_small_ones_say_nothing():
+    step, x = tf.function(lambda x, y: tf.reduce_sum(x) + y), tf.ones((40, 40))
+    with Watch() as watch:
+        for _ in range(20): step(x, tf.constant(1.))
+    part = steady_part(watch)
+    part.looks = [Look(0., LINE, 'eager', '')] * 9
+    assert page.find_same_values(part) == []
+
+def test_a_fit_in_a_loop_is_seen_from_inside():
+    "Of unknown length, so that only the fits before tell where its middle is."
+    def slow(x): return tf.reduce_sum(tf.sort(tf.random.uniform((60_000,))))[None] + x
+    rows = tf.data.Dataset.range(40).filter(lambda i: i >= 0).map(
+        lambda i: (slow(tf.ones(1)), tf.ones(1))).batch(1)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
+    with Watch() as watch, page.every_fit_watched(watch):
+        for _ in range(4): model.fit(rows, verbose=0)
+    assert watch.fits[0].wait_share == 0. < .3 < watch.fits[-1].wait_share
+    found, _ = explain(watch)
+    assert found[0].disease == 'single-threaded map'
+
+def test_a_method_keeps_its_object():
+    class Trainer:
+        def __init__(self): self.w = tf.Variable(2.)
+        @tf.function
+        def step(self, x): return x * self.w
+    def train():
+        trainer = Trainer()
+        for i in range(5): trainer.step(tf.constant(float(i)))
+    with Watch() as watch: train()
+    part = steady_part(watch)
+    assert page.again(part, part.loop[1]) is not None   # its variable is still there
+    assert only(watch.early.values())[0][0] == 2. and only(watch.last.values())[2][0] == 4.
+
+def test_tracing_is_no_part_of_what_a_graph_saves(monkeypatch):
+    monkeypatch.setattr(page, '_as_graph', lambda watch: .1)
+    part = seen(['eager'] * 30 + ['own'] * 20 + ['trace'] * 40 + ['end'] * 10, calls('gradient', 9))
+    assert only(page.find_eager(part)).predicted_gain == pytest.approx(1 / (.5 + .5 * .1))

@@ -236,3 +236,16 @@ def test_arguments_that_are_the_same_tensor_in_each_call():
     with Watch() as watch:
         for _ in range(5): f(a, tf.constant(2.), plain)   # an array may have been written into
     assert [*watch.same.values()] == [{0: 4}]
+
+def test_letting_go_of_an_iterator_is_the_end_of_a_pass():
+    "A look that comes then knows it, and takes it for no operation."
+    assert look_at(stack((page.__file__, '_keep_call', 1), (page.__file__, 'around', 1), USER)).kind == 'end'
+
+def test_the_owner_of_a_function():
+    class Owner:
+        def plain(self, x): return x
+        method = tf.function(plain)
+    owner = Owner()
+    bound = owner.method
+    assert page._owner(bound) is owner is page._owner(tf.function(owner.plain))
+    assert page._owner(tf.function(lambda x: x)) is None

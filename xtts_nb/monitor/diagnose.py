@@ -12,8 +12,8 @@ __all__ = ['MIN_GAIN', 'SMALL_FILE', 'NO_GAIN', 'PRODUCTS', 'DOUBLE', 'HALF', 'F
            'note_repeated_compilation', 'find_host_sync', 'find_device_copy', 'find_python_in_step', 'find_tiny_batch',
            'merge_batches', 'find_uncompiled_step', 'find_missing_xla', 'matrix_products', 'product_runner', 'once',
            'find_idle_tensor_cores', 'graph_in_float32', 'in_float32', 'computed_up_to', 'done_without',
-           'without_changes', 'in_a_row', 'find_float64', 'find_half_on_cpu', 'note_for_a_gpu', 'Diagnosis', 'diagnose',
-           'ranked', 'compare_loops', 'measured_gain', 'RemedyTrial', 'apply_remedies']
+           'without_changes', 'without_devices', 'in_a_row', 'find_float64', 'find_half_on_cpu', 'note_for_a_gpu',
+           'Diagnosis', 'diagnose', 'ranked', 'compare_loops', 'measured_gain', 'RemedyTrial', 'apply_remedies']
 
 # %% ../../nbs/monitor/diagnose.ipynb #728bdc97
 import itertools
@@ -738,6 +738,12 @@ def without_changes(call: Call, some: list[tf.Operation]) -> Callable:   # of no
             del node.input[:]
             node.attr.clear()
     return _runner(call, given, _tensors(call), made.captured_inputs, _whole(made))
+
+def without_devices(call: Call) -> Callable:   # of no arguments
+    "A call whose operations TensorFlow places by itself."
+    given = call.concrete.graph.as_graph_def()
+    for node in given.node: node.device = ''
+    return _runner(call, given, _tensors(call), call.concrete.captured_inputs, _whole(call.concrete))
 
 # %% ../../nbs/monitor/diagnose.ipynb #e1a24ff6
 IN_A_ROW = .1   # s; a short call alone takes longer than one of many: caches and threads are cold

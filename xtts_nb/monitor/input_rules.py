@@ -7,7 +7,7 @@ __all__ = ['TINY_ROWS', 'PER_ROW', 'WINDOWS', 'EVERY_EPOCH', 'BESIDE_RANDOM', 'H
            'FILLED', 'INSIDE', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'DECODED', 'MEDIA', 'PARSERS',
            'PICTURE', 'RESIZES', 'CROPS', 'NO_CAUSE', 'find_python_input', 'find_few_threads', 'works',
            'find_tiny_steps', 'find_small_evaluation', 'Shape', 'first_seconds', 'alone_seconds', 'find_slow_input',
-           'find_validation', 'find_filled_again', 'find_ended_passes']
+           'find_validation', 'find_filled_again', 'find_ended_passes', 'find_new_iterators']
 
 # %% ../../nbs/monitor/input_rules.ipynb #e2c00003
 import math
@@ -319,12 +319,14 @@ def _unpacks(stage) -> bool:
         if op.type == 'DecodeCompressed' and packed(op.get_attr('compression_type')): return True
     return False
 
+# %% ../../nbs/monitor/input_rules.ipynb #e2c000a2
 def _passes(seen: Seen, made: list) -> tuple[int, bool]:   # how many, whether each was read to its end
     "Over the pipeline of the loop."
     known = host_part(made[-1])[0].cardinality().numpy()
     if seen.loop[0] == 'fit' and seen.watch.fits:   # it takes more iterators than it reads
-        fit = seen.watch.fits[-1]
-        return fit.epochs, known <= 0 or fit.asked is None or fit.asked >= .9 * known
+        fit, alike = seen.watch.fits[-1], all(d is made[-1] for d in made)
+        epochs = sum(f.epochs for f in seen.watch.fits) if alike else fit.epochs
+        return epochs, known <= 0 or fit.asked is None or fit.asked >= .9 * known
     steps = sum(e.kind == 'next' and e.place == seen.loop[1] for e in seen.watch.events) or len(seen.steps)
     return len(made), known <= 0 or steps / len(made) >= .9 * known
 
@@ -411,7 +413,7 @@ def find_slow_input(seen: Seen) -> list[Finding]:
     (passes, whole), some = _passes(seen, made), stages(dataset)
     order = _order(stages(made[-1]), passes, whole)   # without the repeat() that was added here
     again = added > .3 * period and _again(seen, some, passes)
-    filled = _filled(seen, some, passes, fill, times)
+    filled = _filled(seen, some, passes, fill, times) if len(seen.watch.fits) < 2 else None
     shape = _worse(order, stage and _shape(some, stage, added, m.pipeline, again))
     others = [f for f in out if f.disease != SERIAL.cause]
     if shape and (order or not out or shape[0] in PLAIN or shape[0] is EVERY_EPOCH and not others):
@@ -490,3 +492,24 @@ def find_ended_passes(seen: Seen) -> list[Finding]:
         share, .03, place,
         'batches = iter(dataset.repeat())   # before the loop; next(batches) for each step\n'
         '# in fit: dataset.repeat(), and steps_per_epoch')]
+
+# %% ../../nbs/monitor/input_rules.ipynb #e2c000a1
+def find_new_iterators(seen: Seen) -> list[Finding]:
+    "A pass over the same dataset that is begun anew for each step."
+    made = seen.watch.datasets.get(seen.loop[1], []) if seen.loop[:1] == ('next',) else []
+    inside = [e for e in seen.watch.events if e.kind == 'next' and e.place == seen.loop[1]] if made else []
+    share = seen.share('input', 'end')
+    if len(made) < max(8, .8 * len(inside)) or made[-1] is not made[-2] or share < .12: return []
+    dataset, known = made[-1], host_part(made[-1])[0].cardinality().numpy()
+    if known == 1: return []
+    period, left = seen.seconds / max(1, len(seen.steps)), .2
+    if not python_operations(dataset):
+        left = min(1., statistics.median(_read(repeat_if_finite(dataset))[2] or [0.]) / (share * period))
+    return [finding(
+        seen, 'an iterator is made in the loop',
+        f'iter() is called {len(made)} times for {len(inside)} batches: each begins the pipeline anew (its '
+        f'threads, its shuffle buffer), and gives its first batch; that takes {share:.0%} of the time',
+        'make one iterator before the loop; each next() then gives the next batch, and not the first one '
+        'again',
+        share, left, seen.loop[1],
+        'batches = iter(dataset.repeat())   # before the loop\nbatch = next(batches)', spread=.5)]

@@ -29,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 from tensorflow.python.eager.context import context
+from tensorflow.python.util import tf_decorator
 
 from .loop import batch_rows, TF_FUNCTION
 
@@ -89,7 +90,7 @@ class Mark(NamedTuple):
     anywhere: bool = False   # also outside the line of the user
 
 MARKS = (
-    Mark('end', 'xtts_nb/monitor/watch.py', ('_end_pass',)),
+    Mark('end', 'xtts_nb/monitor/watch.py', ('_end_pass', '_keep_call')),
     Mark('trace', 'polymorphic_function/tracing_compilation.py', ('trace_function', '_maybe_define_function',
                                                                   '_create_concrete_function'), True),
     Mark('trace', 'framework/func_graph.py', ('func_graph_from_py_func',), True),
@@ -201,6 +202,8 @@ class Watch:
         self.shapes, self._wanted = {}, 0   # of arguments of what XLA compiles; see `_keep_function`
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
         self.beside, self.kept = [], {}   # looks at other threads; arguments of functions
+        self.owners = {}   # of methods, by kind and line
+        self.early, self._count = {}, Counter()   # arguments of the third call of a line; how many calls
         self.same = {}   # by line: which arguments were the very same tensor as in the call before, how often
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
         self.validated, self.validating = [], False   # pipelines of the validation in `fit`
@@ -283,8 +286,7 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
             event.seconds = time.perf_counter() - event.start
             if kind == 'call':
                 event.traced = first.experimental_get_tracing_count() > before
-                self._note_same(event.place, args)
-                self.last[kind, event.place] = first, event.name, args, kwargs
+                self._keep_call(event, first, args, kwargs)
             elif kind in ('predict', 'evaluate', 'train_on_batch', 'layer'):
                 self._note_rows(event, first, args, kwargs)
             elif kind == 'session': event.rows = first.graph.version
@@ -310,10 +312,21 @@ def _is_passing(kind: str, made) -> bool:
 
 # %% ../../nbs/monitor/watch.ipynb #c0a00011
 @patch
-def _note_same(self: Watch, place: Place | None, args: tuple):
-    before = self.last.get(('call', place), ((),) * 4)[2]
+def _keep_call(self: Watch, event: Event, function, args: tuple, kwargs: dict):
+    "Keep it as the last one of its line, with what it belongs to; to let go of an iterator may take long."
+    key = 'call', event.place
+    before = self.last.get(key, ((),) * 4)[2]
     same = [i for i, (old, new) in enumerate(zip(before, args)) if old is new and tf.is_tensor(new)]
-    if same: self.same.setdefault(place, Counter()).update(same)
+    if same: self.same.setdefault(event.place, Counter()).update(same)
+    self.last[key], self.owners[key] = (function, event.name, args, kwargs), _owner(function)
+    self._count[key] += 1
+    if self._count[key] == 3: self.early[key] = args, kwargs
+    del before   # here, where a look knows it, and not behind the return
+
+def _owner(function):
+    "The object of a method, which the function itself does not hold; its variables would be gone."
+    held = getattr(tf_decorator.unwrap(function.python_function)[1], '__self__', None)
+    return getattr(held, 'target', held)
 
 @patch
 def _before_call(self: Watch, event: Event, function) -> int:
