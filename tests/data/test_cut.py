@@ -397,10 +397,14 @@ def test_clips_are_chosen(chain, clips, rest):
     assert [''.join(p.text for p in c) for c in chosen] == clips and ''.join(p.text for p in left) == rest
 
 def test_clips_of_a_recording_of_short_sentences_are_short():
-    short, longer = pieces(*[1.5] * 9), pieces(*[1.5] * 4, *[1.81] * 5)
-    assert [cut.shortest_clip(chain) for chain in (short, longer)] == [cut.BRIEF, cut.SHORTEST] == [1, 2]
-    assert [len(clip) for clip in choose_clips(short, 1.)[0]] == [1, 2, 1, 2, 1, 2]
-    assert [len(clip) for clip in choose_clips(short)[0]] == [2, 5, 2]
+    "Of one sentence each; a sentence that is cut at its pauses is as long as before."
+    short, longer = pieces(*[2.79] * 5, *[9] * 4), pieces(*[2.79] * 4, *[2.81] * 5)
+    inner = pieces(*[1.5] * 8, inner=(0, 2, 4, 6))
+    lengths = [cut.shortest_clip(chain) for chain in (short, longer, inner, inner[:1])]
+    assert lengths == [cut.BRIEF, cut.SHORTEST, cut.SHORTEST, cut.SHORTEST] == [1, 2, 2, 2]
+    assert [len(clip) for clip in choose_clips(pieces(*[1.5] * 5), 1.)[0]] == [1] * 5
+    assert [len(clip) for clip in choose_clips(pieces(1.5, .5, .5, 1.5), 1.)[0]] == [1, 2, 1]
+    assert [len(clip) for clip in choose_clips(pieces(*[1.5] * 9))[0]] == [2, 5, 2]
 
 def test_every_second_has_a_reason():
     speech = Speech(None, np.arange(7, 9, 0.04), None, None, None)
