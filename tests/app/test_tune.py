@@ -36,7 +36,7 @@ def test_the_commands(tmp_path):
     assert [' '.join(s.words).replace(f'{tmp_path}/', '') for s in plan] == [
         'corpus b.mp3 --out corpus --language de --text b.srt',
         'prepare corpus --out cache --language de --dvae MODEL --config c',
-        'train --data cache --run run --val 0.1 --model MODEL --set training.listen_clips=4 '
+        'train --data cache --run run --val 0.05 --model MODEL --set training.listen_clips=4 '
         '--set training.judge_by=dtw --steps 9',
         'evaluate cache --model run/best --report scores --language de']
     short = plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))

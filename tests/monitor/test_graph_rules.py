@@ -1,5 +1,6 @@
 "What the graph of a step shows, and trials of changed graphs."
 from dataclasses import replace
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -486,3 +487,96 @@ def test_tensors_that_go_from_device_to_device(monkeypatch, there, turns, left, 
     assert float(tried[0][-1]) == pytest.approx(3 * x)
     assert found[0].predicted_gain == pytest.approx(gain, rel=.01) and '8 operations' in found[0].evidence
     assert 'CPU:0, device:CPU:1' in found[0].evidence and found[0].place.startswith('test_graph_rules.py:')
+
+def fitted(loss, w, frozen, rows=6):
+    "A step that learns `w`, as the loop of `fit` calls it."
+    @tf.function
+    def step(batch):
+        with tf.GradientTape() as tape: value = loss(batch, w, frozen)
+        w.assign_sub(tape.gradient(value, w))
+        return value
+    return page.Call(step, (tf.ones((rows, 4)),), {}, 0., False)
+
+def with_frozen(x, w, frozen): return tf.reduce_sum(tf.tanh(tf.exp(x) @ frozen) @ w)
+def at_random(x, w, frozen): return tf.reduce_sum(tf.exp(tf.tanh(x + tf.random.normal((6, 4))) @ frozen) @ w)
+def all_learned(x, w, frozen): return tf.reduce_sum(tf.tanh(x @ w))
+
+@pytest.mark.parametrize('loss, left, computing, epochs, gain', [
+    (with_frozen, .2, 1., 9, 5.), (with_frozen, .2, .5, 2, 1 / .6), (with_frozen, .76, 1., 9, None),
+    (with_frozen, .2, 1., 1, None), (all_learned, .2, 1., 9, None), (at_random, .2, 1., 9, None)])
+def test_a_part_that_is_the_same_in_every_epoch(monkeypatch, loss, left, computing, epochs, gain):
+    call, tried = fitted(loss, tf.Variable(tf.ones((3, 1))) if loss is with_frozen else tf.Variable(
+        tf.ones((3, 1) if loss is at_random else (4, 1))), tf.Variable(tf.fill((4, 3), .1))), []
+    def time_left(call, changed):   # only the frozen layer takes time
+        tried.append([op.type for op in changed.args[1]])
+        assert np.isfinite(changed()()[-1])
+        return left if 'Tanh' in tried[-1] else 1.
+    monkeypatch.setattr(page, '_left', time_left)
+    rows = tf.data.Dataset.range(9).batch(3)
+    fit = SimpleNamespace(planned=epochs)
+    part = seen(['graph'] * 9, calls('fit', 9), loop=('fit', LINE), fits=[fit], datasets={LINE: [rows]})
+    found = page._in_every_epoch(part, call, computing)
+    assert bool(found) == bool(gain) and (not tried or 'MatMul' not in tried[0])
+    assert any('Tanh' in types for types in tried) == (loss is with_frozen and epochs > 1)
+    if not found: return
+    assert found[0].predicted_gain == pytest.approx(gain, rel=.01)
+    assert 'of the step depends' in found[0].evidence
+    evaluated = tf.function(lambda x: tf.reduce_sum(tf.tanh(x)))
+    plain = page.Call(evaluated, (tf.ones((6, 4)),), {}, 0., False)
+    assert page._in_every_epoch(part, plain, 1.) == []   # nothing is learned
+
+@pytest.mark.parametrize('build, loop, passes, fits, epochs', [
+    (lambda d: d, 'next', 1, [], 1), (lambda d: d, 'next', 3, [], 3),
+    (lambda d: d.repeat(), 'next', 1, [], 2),
+    (lambda d: d, 'fit', 7, [4], 4), (lambda d: d, 'fit', 7, [1, 1, 1], 3),
+    (lambda d: d.shuffle(9), 'fit', 1, [4], 4),
+    (lambda d: d.map(lambda x: tf.random.shuffle(x[None])), 'fit', 1, [4], 4),
+    (lambda d: d.map(lambda x: x + tf.random.uniform((), 0, 9, tf.int64)), 'fit', 1, [4], 1),
+    (lambda d: d.map(lambda x: tf.py_function(lambda x: x, [x], tf.int64)), 'fit', 1, [4], 1)])
+def test_how_often_the_same_rows_are_given(build, loop, passes, fits, epochs):
+    data = build(tf.data.Dataset.range(9))
+    part = seen([], loop=(loop, LINE), datasets={LINE: [data] * passes},
+                fits=[SimpleNamespace(planned=n) for n in fits])
+    assert page._epochs(part) == epochs
+    assert page._epochs(seen([], loop=(loop, LINE))) == 1   # nobody knows
+
+@pytest.mark.parametrize('weights, left, computing, gain', [
+    ([1, 0, 0, 0], .3, 1., 1 / .3), ([1, 0, 0, 0], None, 1., 4.), ([1, 1, 1, 0], .3, 1., None),
+    ([0, 0, 0, 0], .3, 1., None), ([1, 0, 0, 0], .81, 1., None),
+    ([[0, 0], [0, 1], [0, 0], [0, 0]], .3, 1., 1 / .3)])
+def test_rows_without_weight(monkeypatch, weights, left, computing, gain):
+    seen_rows = []
+    step = tf.function(lambda batch: tf.reduce_sum(batch[0]) + tf.reduce_sum(batch[2]))
+    batch = tf.reshape(tf.range(8.), (4, 2)), tf.ones(4), tf.constant(weights, tf.float32)
+    call = page.Call(step, (batch,), {}, 0., False)
+    monkeypatch.setattr(page, '_left', lambda call, changed: seen_rows.append(changed()) or left)
+    part = seen(['graph'] * 9, calls('fit', 9), loop=('fit', LINE))
+    found = page._weightless(part, call, computing)
+    assert bool(found) == bool(gain)
+    if not found: return
+    assert found[0].predicted_gain == pytest.approx(gain, rel=.01) and '75% of the rows' in found[0].evidence
+    row = weights.index(1) if 1 in weights else 1
+    assert float(seen_rows[0]()) == float(tf.reduce_sum(batch[0][row])) + 1
+    assert page._weightless(in_loop(call), call, 1.) == []
+    pair = page.Call(step, (batch[:2],), {}, 0., False)
+    assert page._weightless(part, pair, 1.) == []
+
+@pytest.mark.parametrize('losses, left, gain', [(3, .4, 1 / .43), (2, .4, None), (3, .76, None)])
+def test_several_ways_back(monkeypatch, losses, left, gain):
+    w, v, tried = tf.Variable(tf.ones((4, 4))), tf.Variable(tf.ones((4, 4))), []
+    @tf.function
+    def step(x):
+        with tf.GradientTape(persistent=True) as tape:
+            h = tf.tanh(x @ w) @ v
+            each = [tf.reduce_sum(h ** (i + 2)) for i in range(losses)]
+        return sum(sum(tape.gradient(one, [w, v])) for one in each)
+    call = page.Call(step, (tf.ones((2, 4)) / 9,), {}, 0., False)
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed) or left)
+    found = page._backward_again(in_loop(call), call, 1.)
+    assert bool(found) == bool(gain)
+    if tried: np.testing.assert_allclose(tried[0]()()[-1], step(*call.args), rtol=1e-5)
+    if not found: return
+    assert found[0].predicted_gain == pytest.approx(gain, rel=.01)
+    assert 'times through the same layers' in found[0].evidence
+    once = fitted(with_frozen, tf.Variable(tf.ones((3, 1))), tf.Variable(tf.ones((4, 3))))
+    assert page._backward_again(in_loop(once), once, 1.) == []

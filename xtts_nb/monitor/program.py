@@ -651,6 +651,7 @@ class FitRecord:
     wait_seconds: float = 0.     # for a batch
     step_seconds: float = 0.     # of a step alone
     epochs: int = 0              # begun
+    planned: int = 1             # epochs that `fit` was asked for
     steps: int = 0
     asked: int | None = None     # steps of an epoch, as `fit` counts them
     one: Callable | None = None  # the step of one batch
@@ -684,7 +685,7 @@ class Diagnose(keras.callbacks.Callback):
         if self.watch and not self.given: self.watch.__exit__()
         self.watch = self.given or Watch(frame=_fit_frame(sys._getframe())).__enter__()
         self.fit, self.began, self.phases = FitRecord(self.model), None, None
-        self.fit.asked = self.params.get('steps')
+        self.fit.asked, self.fit.planned = self.params.get('steps'), self.params.get('epochs', 1)
         before = [f.steps // f.epochs for f in self.watch.fits if f.epochs and f.model is self.model]
         total = (self.fit.asked or (before or [10**9])[-1]) * self.params.get('epochs', 1)
         self.half = self.warm + max(8, total // 2)
