@@ -382,3 +382,19 @@ def test_older_clips_are_of_the_same_front_end(prepared, eager):
     other = SimpleNamespace(manifest={'keys': dict.fromkeys(prepared.manifest['keys'], 'x')}, folder='other')
     with pytest.raises(UserError, match='other: its .* have the key x'):
         new_run(prepared, eager, None, mix=Mix(other))
+
+
+@pytest.mark.parametrize('voices, share, out', [
+    (3, .25, 3), (3, .01, 1), (3, .999, 4), (2, .5, 4)])
+def test_a_sentence_of_several_voices_is_held_out_in_one_of_them(voices, share, out):
+    row = lambda text, voice: {'id': f'{voice}-{text}', 'text': text, 'speaker': voice}
+    clips = [row(text, voice) for text in 'abcd' for voice in range(voices)]
+    held = held_out_share(SimpleNamespace(clips=clips), share)
+    assert len(held) == out == len(set(held))
+    assert len({name[-1] for name in held}) == (out if voices == 3 else 2)
+    again = clips + [{'id': f'{i}-a', 'text': 'a', 'speaker': 0} for i in range(9)]   # one voice, ten times
+    assert set(held_out_share(SimpleNamespace(clips=again), share)) <= {c['id'] for c in again}
+
+def test_takes_of_one_voice_are_no_voices():
+    takes = [{'id': f'{i}-{text}', 'text': text, 'speaker': 'a'} for text in 'ab' for i in range(5)]
+    assert len(held_out_share(SimpleNamespace(clips=takes), .5)) == 5
