@@ -12,7 +12,7 @@ def watched(looks=(), events=(), python=(), **more):
     looks = [Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside') for i,
         k in enumerate(looks)]
     given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={}, shapes={},
-                 validated=[], beside=[], same={}, early={}, owners={})
+                 validated=[], beside=[], same={}, early={}, owners={}, concrete_functions=list)
     return SimpleNamespace(looks=looks, events=[*events], python=[*python], pipeline_place=lambda *_: None,
                            **given | more)
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from watched import calls, LINE, only, OTHER, seen
 from xtts_nb.monitor import diagnose, graph_rules as page
 from xtts_nb.monitor.seen import steady_part, variables_put_back
-from xtts_nb.monitor.watch import Event, Place, PythonCall, Watch
+from xtts_nb.monitor.watch import Event, Look, Place, PythonCall, Watch
 
 
 WHOLE = np.ones((40, 3), 'float32')
@@ -505,8 +505,8 @@ def all_learned(x, w, frozen): return tf.reduce_sum(tf.tanh(x @ w))
     (with_frozen, .2, 1., 9, 5.), (with_frozen, .2, .5, 2, 1 / .6), (with_frozen, .76, 1., 9, None),
     (with_frozen, .2, 1., 1, None), (all_learned, .2, 1., 9, None), (at_random, .2, 1., 9, None)])
 def test_a_part_that_is_the_same_in_every_epoch(monkeypatch, loss, left, computing, epochs, gain):
-    call, tried = fitted(loss, tf.Variable(tf.ones((3, 1))) if loss is with_frozen else tf.Variable(
-        tf.ones((3, 1) if loss is at_random else (4, 1))), tf.Variable(tf.fill((4, 3), .1))), []
+    w, frozen = tf.Variable(tf.ones((4 if loss is all_learned else 3, 1))), tf.Variable(tf.fill((4, 3), .1))
+    call, tried = fitted(loss, w, frozen), []
     def time_left(call, changed):   # only the frozen layer takes time
         tried.append([op.type for op in changed.args[1]])
         assert np.isfinite(changed()()[-1])
@@ -521,6 +521,18 @@ def test_a_part_that_is_the_same_in_every_epoch(monkeypatch, loss, left, computi
     if not found: return
     assert found[0].predicted_gain == pytest.approx(gain, rel=.01)
     assert 'of the step depends' in found[0].evidence
+    average = tf.function(lambda: frozen.assign(frozen * .9))
+    part.watch.concrete_functions = lambda: [average.get_concrete_function()]
+    assert page._in_every_epoch(part, call, computing) == []   # what is read is written elsewhere
+    part.watch.concrete_functions = list
+    part.looks = [Look(0., LINE, 'eager', 'BaseResourceVariable.assign')]
+    assert page._in_every_epoch(part, call, computing) == []
+    part.looks, part.loop = [], ('next', LINE)
+    part.watch.datasets[LINE] *= 2
+    assert page._in_every_epoch(part, call, computing)
+    assert page._parts_of_a_batch(part) == 1 < page._parts_of_a_batch(replace(part, loop=('fit', LINE)))
+    monkeypatch.setattr(page, '_parts_of_a_batch', lambda part: 0)
+    assert page._in_every_epoch(part, call, computing) == []   # the step gets something else
     evaluated = tf.function(lambda x: tf.reduce_sum(tf.tanh(x)))
     plain = page.Call(evaluated, (tf.ones((6, 4)),), {}, 0., False)
     assert page._in_every_epoch(part, plain, 1.) == []   # nothing is learned
@@ -561,7 +573,7 @@ def test_rows_without_weight(monkeypatch, weights, left, computing, gain):
     pair = page.Call(step, (batch[:2],), {}, 0., False)
     assert page._weightless(part, pair, 1.) == []
 
-@pytest.mark.parametrize('losses, left, gain', [(3, .4, 1 / .43), (2, .4, None), (3, .76, None)])
+@pytest.mark.parametrize('losses, left, gain', [(4, .4, 1 / .43), (3, .4, None), (4, .76, None)])
 def test_several_ways_back(monkeypatch, losses, left, gain):
     w, v, tried = tf.Variable(tf.ones((4, 4))), tf.Variable(tf.ones((4, 4))), []
     @tf.function
@@ -580,3 +592,8 @@ def test_several_ways_back(monkeypatch, losses, left, gain):
     assert 'times through the same layers' in found[0].evidence
     once = fitted(with_frozen, tf.Variable(tf.ones((3, 1))), tf.Variable(tf.ones((4, 3))))
     assert page._backward_again(in_loop(once), once, 1.) == []
+    def in_time(x, w, frozen):   # one way back, though each time step has its own part of it
+        for _ in range(6): x = tf.tanh(x @ w)
+        return tf.reduce_sum(x)
+    unrolled = fitted(in_time, tf.Variable(tf.ones((4, 4))), None)
+    assert page._backward_again(in_loop(unrolled), unrolled, 1.) == []

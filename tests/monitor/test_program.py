@@ -633,3 +633,16 @@ def test_tracing_is_no_part_of_what_a_graph_saves(monkeypatch):
     monkeypatch.setattr(page, '_as_graph', lambda watch: .1)
     part = seen(['eager'] * 30 + ['own'] * 20 + ['trace'] * 40 + ['end'] * 10, calls('gradient', 9))
     assert only(page.find_eager(part)).predicted_gain == pytest.approx(1 / (.5 + .5 * .1))
+
+@pytest.mark.parametrize('fits, steps, kinds, share', [
+    (9, 5, {'end': 40, 'eager': 10}, .5), (10, 5, {'end': 40}, .4), (9, 5, {'end': 19}, None),
+    (7, 5, {'end': 40}, None), (7, 5, {'end': 40, 'eager': 20}, .2), (9, 9, {'end': 40}, None)])
+def test_how_passes_of_fit_end_is_a_cost_where_there_are_many(fits, steps, kinds, share):
+    looks = [kind for kind, n in kinds.items() for _ in range(n)]
+    model = SimpleNamespace(run_eagerly=False)
+    some = [SimpleNamespace(steps=steps, epochs=1, model=model)] * 3
+    part = seen(looks + ['graph'] * (100 - len(looks)), calls('fits', fits, 1., .9), ('fits', LINE),
+                fits=some)
+    found = page._epoch_cost(part)
+    assert bool(found) == bool(share)
+    if found: assert only(found).predicted_gain == pytest.approx(1 / (1 - share * .95))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LOOPS', 'READS', 'OVER_ROWS', 'FACTORS', 'LINEAR', 'WIDE_CODE', 'CLASSES', 'CROSSINGS', 'PADDED', 'LONG_TABLE',
-           'DENSE', 'FREE', 'UNROLLED', 'SMALL_OP', 'SUMS', 'LAYERS', 'OVER_ALL_ROWS', 'HIDES', 'UNSIZED', 'CPU_SCOPE',
-           'SHORT_STEP', 'find_in_graph', 'find_on_host', 'find_fetches']
+           'DENSE', 'FREE', 'UNROLLED', 'SMALL_OP', 'SUMS', 'ASSIGNS', 'WAYS', 'LAYERS', 'OVER_ALL_ROWS', 'HIDES',
+           'UNSIZED', 'CPU_SCOPE', 'SHORT_STEP', 'find_in_graph', 'find_on_host', 'find_fetches']
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b00003
 import linecache
@@ -500,14 +500,29 @@ def _epochs(seen: Seen) -> int:
     alike = sum(d is made[-1] for d in made)
     return max(alike, 2 * any(s.name == 'Repeat' for s in stages(made[-1])))
 
+ASSIGNS = 'assign', 'assign_add', 'assign_sub', 'set_weights'
+
+def _written(made) -> set[int]:
+    "Of a function, the `id` of each variable that it does not only read."
+    held = made.inputs[len(made.inputs) - len(made.captured_inputs):]
+    return {id(of) for t, of in zip(held, made.captured_inputs) if t.dtype == tf.resource
+            and not all(op.type in READS for op in t.consumers())}
+
+def _parts_of_a_batch(seen: Seen) -> int:
+    "How many tensors a batch has; what a step gets beside them is no part of the rows."
+    if seen.loop[0] == 'fit': return 10**9
+    return len(tf.nest.flatten(datasets_of(seen)[-1].element_spec))
+
 def _in_every_epoch(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "What depends on the rows alone, and on nothing that is learned: a frozen part, or a preparation."
     made, graph = call.concrete, call.concrete.graph
     if seen.loop[:1] not in (('fit',), ('next',)) or _epochs(seen) < 2: return []
     given = made.inputs[:len(made.inputs) - len(made.captured_inputs)]
     held = made.inputs[len(given):]
-    kept = [t for t in held if t.dtype != tf.resource or all(op.type in READS for op in t.consumers())]
-    if len(kept) == len(held): return []   # nothing is learned here
+    if not _written(made) or len(given) > _parts_of_a_batch(seen): return []   # nothing is learned; noise
+    if any(l.within.rpartition('.')[2] in ASSIGNS for l in seen.looks): return []   # perhaps of what is read
+    written = set().union(*map(_written, seen.watch.concrete_functions()), _written(made))
+    kept = [t for t, of in zip(held, made.captured_inputs) if id(of) not in written]
     some = [op for op in _fixed(graph, [*given, *kept]) if op.type not in ('Cast', 'Reshape')]
     left = _left(call, partial(done_without, call, some)) if some else None
     if not _is_much(left, computing, .25): return []
@@ -541,20 +556,20 @@ def _weightless(seen: Seen, call: Call, computing: float) -> list[Finding]:
         'sample_weight=weights[keep])', .5)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a5
+WAYS = 4   # back through the same layers; a penalty on gradients needs up to three
 LAYERS = 'MatMul', 'Conv'   # parts of the names of operations that are worth most
 
 def _backward_again(seen: Seen, call: Call, computing: float) -> list[Finding]:
     "One way back through the network for each of several losses."
     every = [op for op in call.concrete.graph.get_operations() if any(p in op.type for p in LAYERS)]
-    back = lambda op: 'gradient_tape' in op.name
-    forward = {t.ref() for op in every if not back(op) for t in op.inputs}
-    users = {}
-    for op in filter(back, every):
+    forward, users = Counter(), {}
+    for op in every:
         for t in op.inputs:
-            if t.ref() in forward: users.setdefault(t.ref(), []).append(op)
-    times = [len(ops) for ops in users.values()]
-    if not times or np.median(times) < 3: return []
-    extra = {op for ops in users.values() for op in ops[1:]}
+            if 'gradient_tape' not in op.name: forward[t.ref()] += 1   # several, where layers share a weight
+            elif t.ref() in forward: users.setdefault(t.ref(), []).append(op)
+    times = [len(ops) / forward[t] for t, ops in users.items()]
+    if not times or np.median(times) < WAYS: return []
+    extra = {op for t, ops in users.items() for op in ops[forward[t]:]}
     left = _left(call, partial(done_without, call, [*extra]))
     if not _is_much(left, computing, .25): return []
     return [finding(

@@ -410,6 +410,12 @@ def eager_functions(self: Watch) -> list[tuple]:
     return out
 
 @patch
+def concrete_functions(self: Watch) -> list:
+    "What was traced of the functions that the program called."
+    every = (getattr(f, '_list_all_concrete_functions', list) for f in self.functions.values())
+    return [made for listed in every for made in listed()]
+
+@patch
 def pipeline_place(self: Watch, begin: float, end: float) -> Place | None:
     "The line of the user at which threads of TensorFlow were seen most often."
     count = Counter(look.place for look in self.beside if begin <= look.time <= end)
