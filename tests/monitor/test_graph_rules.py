@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from watched import calls, LINE, only, OTHER, seen
 from xtts_nb.monitor import diagnose, graph_rules as page
+from xtts_nb.monitor.program import every_fit_watched
 from xtts_nb.monitor.seen import steady_part, variables_put_back
 from xtts_nb.monitor.watch import Event, Look, Place, PythonCall, Watch
 
@@ -597,3 +598,17 @@ def test_several_ways_back(monkeypatch, losses, left, gain):
         return tf.reduce_sum(x)
     unrolled = fitted(in_time, tf.Variable(tf.ones((4, 4))), None)
     assert page._backward_again(in_loop(unrolled), unrolled, 1.) == []
+
+@pytest.mark.parametrize('frozen', [True, False])
+def test_a_frozen_layer_of_fit_is_read_only_through_all_its_functions(monkeypatch, frozen):
+    "`fit` gives every variable to the function of one step, by another function."
+    first = keras.layers.Dense(8, activation='tanh', trainable=not frozen)
+    model = keras.Sequential([keras.Input((4,)), first, keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
+    rows, tried = tf.data.Dataset.from_tensors((tf.ones(4), tf.ones(1))).repeat(60).batch(2), []
+    with Watch() as watch, every_fit_watched(watch): model.fit(rows, epochs=3, verbose=0)
+    part = steady_part(watch)
+    call = page.compiled_call(part)
+    monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed.args[1]) or .2)
+    page._in_every_epoch(part, call, 1.)
+    assert any(op.type == 'Tanh' for ops in tried for op in ops) == frozen

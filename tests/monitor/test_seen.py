@@ -103,11 +103,3 @@ def test_a_finding_that_only_a_gpu_shows():
     assert 'without a GPU' in found.evidence and found.line == LINE.text
     assert found.to_dict()['only_on_gpu'] and 'gain_interval' not in found.to_dict()
     assert 'only_on_gpu' not in finding(seen(['own'] * 9), 'a', 'b', 'c', .5).to_dict()
-
-def follow(x, turn):
-    "What each row makes of the one before."
-    h, out = tf.zeros(5), tf.TensorArray(tf.float32, 8)
-    for i in tf.range(8):
-        h = turn(h, x[i])
-        out = out.write(i, h)
-    return tf.reduce_sum(out.stack())

@@ -249,3 +249,15 @@ def test_the_owner_of_a_function():
     bound = owner.method
     assert page._owner(bound) is owner is page._owner(tf.function(owner.plain))
     assert page._owner(tf.function(lambda x: x)) is None
+
+def test_an_iterator_that_a_function_gets_is_not_kept_beyond_its_next_call():
+    take, plain = tf.function(lambda batches: next(batches)), tf.function(lambda x: x)
+    with Watch() as watch:
+        batches = iter(tf.data.Dataset.range(9))
+        for i in range(5):
+            take(batches)
+            plain(tf.constant(i))
+    (kept,) = watch.early.values()
+    assert int(kept[0][0]) == 2
+    assert page.reads_iterator((1, [batches]), {}) and page.reads_iterator((), {'x': batches})
+    assert not page.reads_iterator((1, tf.constant(2)), {})

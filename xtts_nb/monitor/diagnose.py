@@ -722,28 +722,31 @@ def _whole(made) -> Callable:
             return [tf.constant(0), *map(tf.identity, found[len(changes):])]
     return read
 
+def _changed(call: Call, given: tf.compat.v1.GraphDef, known: dict = {}) -> Callable:   # noqa: B006
+    "The whole of a call, by a changed form of its graph."
+    return _runner(call, given, _tensors(call), call.concrete.captured_inputs, _whole(call.concrete), known)
+
 def done_without(call: Call, some: list[tf.Operation]) -> Callable:   # of no arguments
     "A call in whose graph the results of these operations are known."
-    made, results = call.concrete, computed_up_to(call, some)()
+    results = computed_up_to(call, some)()
     known = {f'{op.name}:{i}': x for op, values in zip(some, results) for i, x in enumerate(values)}
-    return _runner(call, made.graph.as_graph_def(), _tensors(call), made.captured_inputs, _whole(made), known)
+    return _changed(call, call.concrete.graph.as_graph_def(), known)
 
 def without_changes(call: Call, some: list[tf.Operation]) -> Callable:   # of no arguments
     "A call in which these operations, that write variables, are left out with all that only they need."
-    made, gone = call.concrete, {op.name for op in some}
-    given = made.graph.as_graph_def()
+    given, gone = call.concrete.graph.as_graph_def(), {op.name for op in some}
     for node in given.node:
         if node.name in gone:   # others wait for it by this name
             node.op = 'NoOp'
             del node.input[:]
             node.attr.clear()
-    return _runner(call, given, _tensors(call), made.captured_inputs, _whole(made))
+    return _changed(call, given)
 
 def without_devices(call: Call) -> Callable:   # of no arguments
     "A call whose operations TensorFlow places by itself."
     given = call.concrete.graph.as_graph_def()
     for node in given.node: node.device = ''
-    return _runner(call, given, _tensors(call), call.concrete.captured_inputs, _whole(call.concrete))
+    return _changed(call, given)
 
 # %% ../../nbs/monitor/diagnose.ipynb #e1a24ff6
 IN_A_ROW = .1   # s; a short call alone takes longer than one of many: caches and threads are cold

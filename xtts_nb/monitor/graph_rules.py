@@ -47,6 +47,10 @@ LOOPS = 'While', 'StatelessWhile'
 READS = 'ReadVariableOp', 'ResourceGather', 'Identity'   # of a variable
 OVER_ROWS = re.compile(r'(^|/)(map|vectorized_map|foldl|scan)(_\d+)?/')   # names that TensorFlow gives
 
+def _held(made) -> list[tuple]:
+    "What a function captures, such as variables: the tensor inside of it, and the one outside."
+    return [*zip(made.inputs[len(made.inputs) - len(made.captured_inputs):], made.captured_inputs)]
+
 def _origin(t: tf.Tensor, passing: tuple = ('Identity',)) -> tf.Tensor:
     "The tensor that operations of these kinds only hand on."
     while t.op.type in passing: t = t.op.inputs[0]
@@ -143,8 +147,7 @@ def _metrics(seen: Seen, call: Call, computing: float) -> list[Finding]:
     owners = {id(v.value.handle): metric for metric in parts_last
               for v in metric.variables if hasattr(getattr(v, 'value', None), 'handle')}
     made = call.concrete
-    inside = {id(t): owners[id(held)] for held, t in zip(made.captured_inputs, made.inputs[
-        len(made.inputs) - len(made.captured_inputs):]) if id(held) in owners}
+    inside = {id(t): owners[id(of)] for t, of in _held(made) if id(of) in owners}
     writes = [op for op in made.graph.get_operations()
               if op.type.startswith('Assign') and id(op.inputs[0]) in inside]
     left = _left(call, partial(without_changes, call, writes)) if writes else None
@@ -504,10 +507,17 @@ ASSIGNS = 'assign', 'assign_add', 'assign_sub', 'set_weights'
 
 def _written(made) -> set[int]:
     "Of a function, the `id` of each variable that it does not only read."
-    held = made.inputs[len(made.inputs) - len(made.captured_inputs):]
-    return {id(of) for t, of in zip(held, made.captured_inputs) if t.dtype == tf.resource
-            and not all(op.type in READS for op in t.consumers())}
+    return {id(of) for t, of in _held(made) if t.dtype == tf.resource and not _is_read_only(t)}
 
+def _is_read_only(variable: tf.Tensor) -> bool:
+    "Also by the functions that it is given to, as `fit` gives all to the function of one step."
+    for op in variable.consumers():
+        given = [i for i, t in enumerate(op.inputs) if t is variable]
+        inner = [body.inputs[i + len(body.inputs) - len(op.inputs)] for _, body in bodies(op) for i in given]
+        if not (inner and all(map(_is_read_only, inner)) or op.type in READS): return False
+    return True
+
+# %% ../../nbs/monitor/graph_rules.ipynb #e2b000a6
 def _parts_of_a_batch(seen: Seen) -> int:
     "How many tensors a batch has; what a step gets beside them is no part of the rows."
     if seen.loop[0] == 'fit': return 10**9
@@ -518,11 +528,10 @@ def _in_every_epoch(seen: Seen, call: Call, computing: float) -> list[Finding]:
     made, graph = call.concrete, call.concrete.graph
     if seen.loop[:1] not in (('fit',), ('next',)) or _epochs(seen) < 2: return []
     given = made.inputs[:len(made.inputs) - len(made.captured_inputs)]
-    held = made.inputs[len(given):]
     if not _written(made) or len(given) > _parts_of_a_batch(seen): return []   # nothing is learned; noise
     if any(l.within.rpartition('.')[2] in ASSIGNS for l in seen.looks): return []   # perhaps of what is read
     written = set().union(*map(_written, seen.watch.concrete_functions()), _written(made))
-    kept = [t for t, of in zip(held, made.captured_inputs) if id(of) not in written]
+    kept = [t for t, of in _held(made) if id(of) not in written]
     some = [op for op in _fixed(graph, [*given, *kept]) if op.type not in ('Cast', 'Reshape')]
     left = _left(call, partial(done_without, call, some)) if some else None
     if not _is_much(left, computing, .25): return []

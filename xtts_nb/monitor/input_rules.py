@@ -413,7 +413,8 @@ def find_slow_input(seen: Seen) -> list[Finding]:
     (passes, whole), some = _passes(seen, made), stages(dataset)
     order = _order(stages(made[-1]), passes, whole)   # without the repeat() that was added here
     again = added > .3 * period and _again(seen, some, passes)
-    filled = _filled(seen, some, passes, fill, times) if len(seen.watch.fits) < 2 else None
+    mine = seen.watch.fits[-1].epochs if seen.loop[0] == 'fit' and seen.watch.fits else passes
+    filled = _filled(seen, some, mine, fill, times)   # of other fits `find_filled_again` knows
     shape = _worse(order, stage and _shape(some, stage, added, m.pipeline, again))
     others = [f for f in out if f.disease != SERIAL.cause]
     if shape and (order or not out or shape[0] in PLAIN or shape[0] is EVERY_EPOCH and not others):

@@ -691,7 +691,7 @@ class Diagnose(keras.callbacks.Callback):
         self.fit, self.began, self.phases = FitRecord(self.model), None, None
         self.fit.asked, self.fit.planned = self.params.get('steps'), self.params.get('epochs', 1)
         before = [f.steps // f.epochs for f in self.watch.fits if f.epochs and f.model is self.model]
-        total = (self.fit.asked or (before or [10**9])[-1]) * self.params.get('epochs', 1)
+        total = (self.fit.asked or (before or [10**9])[-1]) * self.fit.planned
         self.half = self.warm + max(8, total // 2)
         self.part_at = min(self.warm + self.most, self.half)   # a short training is watched half
         self.watch.fits.append(self.fit)

@@ -21,7 +21,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from ..bench import compare, put_back
 from .diagnose import Finding, in_a_row
 from .loop import Call
-from .watch import Place, SHAPED, Watch
+from .watch import Place, reads_iterator, SHAPED, Watch
 
 # %% ../../nbs/monitor/seen.ipynb #b0a10005
 LOOP_KINDS = 'next', 'call', 'session', 'predict', 'train_on_batch', 'layer', 'fit'
@@ -116,8 +116,7 @@ def compiled_call(seen: Seen) -> Call | None:
     key = ('call', spent.most_common(1)[0][0]) if spent else None
     if key not in seen.watch.last: return None
     function, _, args, kwargs = seen.watch.last[key]
-    # an iterator is at its end by now
-    if any(isinstance(x, tf.data.Iterator) for x in tf.nest.flatten([args, kwargs])): return None
+    if reads_iterator(args, kwargs): return None
     return Call(function, args, kwargs, 0., False)
 
 def datasets_of(seen: Seen) -> list:

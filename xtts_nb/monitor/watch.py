@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARKS', 'COUNTED', 'PASSED', 'SHAPED', 'ASKED', 'libraries', 'is_users', 'Place', 'users_frame', 'place_of', 'Mark',
-           'Look', 'About', 'look_at', 'Event', 'PythonCall', 'Watch', 'is_running', 'is_compiled']
+           'Look', 'About', 'look_at', 'Event', 'PythonCall', 'Watch', 'is_running', 'is_compiled', 'reads_iterator']
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10003
 import gc
@@ -318,10 +318,15 @@ def _keep_call(self: Watch, event: Event, function, args: tuple, kwargs: dict):
     before = self.last.get(key, ((),) * 4)[2]
     same = [i for i, (old, new) in enumerate(zip(before, args)) if old is new and tf.is_tensor(new)]
     if same: self.same.setdefault(event.place, Counter()).update(same)
-    self.last[key], self.owners[key] = (function, event.name, args, kwargs), _owner(function)
+    if key not in self.last or self.last[key][0] is not function: self.owners[key] = _owner(function)
+    self.last[key] = function, event.name, args, kwargs
     self._count[key] += 1
-    if self._count[key] == 3: self.early[key] = args, kwargs
+    if self._count[key] == 3 and not reads_iterator(args, kwargs): self.early[key] = args, kwargs
     del before   # here, where a look knows it, and not behind the return
+
+def reads_iterator(args: tuple, kwargs: dict) -> bool:
+    "Whether one of the arguments of a call is an iterator, which is at its end later."
+    return any(isinstance(x, tf.data.Iterator) for x in tf.nest.flatten([args, kwargs]))
 
 def _owner(function):
     "The object of a method, which the function itself does not hold; its variables would be gone."
