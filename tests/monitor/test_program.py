@@ -606,8 +606,8 @@ def test_same_arguments_and_small_ones_say_nothing():
 def test_a_fit_in_a_loop_is_seen_from_inside():
     "Of unknown length, so that only the fits before tell where its middle is."
     def slow(x): return tf.reduce_sum(tf.sort(tf.random.uniform((60_000,))))[None] + x
-    rows = tf.data.Dataset.range(40).filter(lambda i: i >= 0).map(
-        lambda i: (slow(tf.ones(1)), tf.ones(1))).batch(1)
+    rows = tf.data.Dataset.range(800).batch(20).filter(lambda i: i[0] >= 0).map(   # 20: no tiny batch
+        lambda i: (slow(tf.ones((20, 1))), tf.ones((20, 1))))
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile('sgd', 'mse')
     with Watch() as watch, page.every_fit_watched(watch):
