@@ -450,6 +450,7 @@ TOOLS = {'xla': 'python benchmarks/xla_gpu.py record',   # of a checkout
          'xla_memory': 'python benchmarks/xla_gpu.py memory',
          'busy': 'python benchmarks/busy.py',
          'memory': 'python benchmarks/memory.py',
+         'cuts': 'python benchmarks/cuts.py',
          'growth': 'python benchmarks/growth.py --record',
          'parity': 'python benchmarks/parity.py COQUI_DIR --coqui-python PYTHON --record',
          'gpt2': 'python benchmarks/gpt2.py --record',

@@ -39,6 +39,10 @@ def test_the_commands(tmp_path):
         'train --data cache --run run --val 0.05 --model MODEL --set training.listen_clips=4 '
         '--set training.judge_by=dtw --steps 9',
         'evaluate cache --model run/best --report scores --language de']
+    heard = plan_tuning('b', tmp_path, cut=('--transcribe', 'small'))[0]
+    assert heard.words[-2:] == ['--transcribe', 'small']
+    with pytest.raises(UserError, match='--skip corpus: nothing is cut, so --transcribe small is not read'):
+        plan_tuning('b', tmp_path, skip=('corpus',), cut=('--transcribe', 'small'))
     short = plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
     assert [s.name for s in short] == ['prepare', 'train'] and short[0].words[1] == str(tmp_path / 'mine')
     mixed = plan_tuning('b', tmp_path, train=('--steps', '9'), mix=Path('OLD'))[2]

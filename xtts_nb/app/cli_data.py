@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .terminal import (
     argument, bench_app, command, elsewhere, load_settings, option, progress, Record, Rounds, Settings, stage,
-    start, table, to_stderr, write_record)
+    start, table, to_stderr, Whisper, write_record)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
 _data = partial(command, panel='Data')
@@ -55,21 +55,26 @@ def _corpus(
                               'the same name beside each recording.') = None,
     language: option(str, 'Language of the text.') = 'en',
     fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.') = None,
+    transcribe: Whisper = None,
 ):
     "Cut recordings into clips of 2 to 11 s with their texts, or check clips against their texts."
     from xtts_nb.app.demo import cuts_page, espeak_files, speak_words
-    from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, recut
+    from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, load_whisper, recut
     from xtts_nb.config import UserError
     from xtts_nb.speech.long import sentences
-    if fix and text: raise UserError('corpus: --fix cuts at the lines of its table; leave --text out.')
+    if fix and (text or transcribe):
+        raise UserError('corpus: --fix cuts at the lines of its table; leave --text and --transcribe out.')
+    if text and transcribe: raise UserError('corpus: the text is known; leave --text or --transcribe out.')
+    table = not fix and not text and _has_table(source)
+    if table and transcribe: raise UserError(f'corpus: {source} has a table; leave --transcribe out.')
+    hear = load_whisper(transcribe) if transcribe else None
     if not fix: espeak_files()   # before the recording is read
     start()
 
     with progress() as tell:
         if fix: result = recut(source, fix, out, language, cuts_page)
-        elif not text and _has_table(source):
-            result = check_corpus(source, out, language, speak_words, tell, cuts_page)
-        else: result = cut_corpus(source, text, out, language, speak_words, sentences, tell, cuts_page)
+        elif table: result = check_corpus(source, out, language, speak_words, tell, cuts_page)
+        else: result = cut_corpus(source, text, out, language, speak_words, sentences, tell, cuts_page, hear)
     return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'
                     f'{out} is ready: xtts-nb prepare {out}')
 

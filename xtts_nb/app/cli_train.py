@@ -22,7 +22,7 @@ import typer
 from .terminal import (
     app, argument, bench_app, command, convert_app, elsewhere, from_checkout, given, load_settings,
     moved, option, Preset, progress, Record, Rounds, Settings, shown, stage, start, table,
-    to_stderr, with_file, write_record)
+    to_stderr, Whisper, with_file, write_record)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
 _training = partial(command, panel='Train')
@@ -63,13 +63,15 @@ def _tune(
     mix: Older = None,
     steps: Steps = None,
     skip: option(list[str] | None, 'corpus, where SOURCE is one that needs no check, or evaluate.') = None,
+    transcribe: Whisper = None,
 ):
     "From recordings to a voice: corpus, prepare, train and evaluate, and one page at the end."
     from xtts_nb.app.tune import judged_words, plan_tuning, tune, tuned_model, tuning_page
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
     plan = plan_tuning(source, out, text, language, base, tuple(skip or ()),
                        words(preset=preset, config=config),
-                       words(config=config, finetune=finetune, steps=steps), mix, judged_words(config))
+                       words(config=config, finetune=finetune, steps=steps), mix, judged_words(config),
+                       words(transcribe=transcribe))
     done = tune(plan, out, to_stderr)
     page, model = tuning_page(done, out, language), tuned_model(done, out)
     result = {name: stage['result'] for name, stage in done.items()}

@@ -57,18 +57,21 @@ def plan_tuning(
     train: tuple[str, ...] = (),
     mix: Path | None = None,      # a cache or a corpus that the model knows already
     judged: tuple[str, ...] = judged_words(None),
+    cut: tuple[str, ...] = (),       # more words for the stage corpus
 ) -> list[TuningStage]:
     "The commands from recordings to scores, in their order."
     for name in skip:
         if name not in ('corpus', 'evaluate'):
             raise UserError(f'tune: --skip {name}: only corpus and evaluate can be left out.')
-    if text and 'corpus' in skip:
-        raise UserError(f'tune: --skip corpus: nothing is cut, so --text {text} is not read; leave it out.')
+    said = *(('--text', str(text)) if text else ()), *cut
+    if said and 'corpus' in skip:
+        raise UserError(f'tune: --skip corpus: nothing is cut, so {shlex.join(said)} is not read; '
+                        'leave it out.')
     corpus = source if 'corpus' in skip else out / 'corpus'
     cache, run = out / 'cache', out / 'run'
     best = run / 'best'
     words = {
-        'corpus': [source, '--out', corpus, '--language', language, *(('--text', text) if text else ())],
+        'corpus': [source, '--out', corpus, '--language', language, *said],
         'prepare': [corpus, '--out', cache, '--language', language, *(('--dvae', model) if model else ()),
                     *prepare],
         'train': ['--data', cache, '--run', run, '--val', str(HELD_OUT),

@@ -1,0 +1,252 @@
+"""What `xtts-nb corpus` finds: sentences of recordings whose places are known, and faults made in clips.
+
+    python benchmarks/cuts.py
+        --corpus DIR      clips in a layout that `prepare` reads; default: the demo's, 3 languages, 6 voices
+        --orders N        recordings of each voice, its clips in another order each time; default: 1
+        --hours H         instead: the time and memory of one recording of H hours of random words
+        --json, --record  one JSON object as the last line of stdout; a record in benchmarks/
+
+The clips of a voice are joined, with pauses or without. One sentence of twenty is missing from the text, and
+another one from the sound. A cut is right where it lies in the middle of a pause, and at most 0.1 s from the
+sound; the sound of a clip begins and ends where it is within 30 dB of its loud parts. A clip has lost a
+syllable if its edge is later or earlier by more than 30 ms, or if its first or last 10 ms are loud. Faults:
+of 32 clips three lose their end, three have the beginning of another clip behind them, two its end before
+them, and two have each other's text."""
+import functools
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import soundfile
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
+
+from benchmarks.peer import arguments, output, run, stage, start  # noqa: E402
+from xtts_nb.app.demo import DEMO_SENTENCES, make_corpus, speak, speak_words, VOICES  # noqa: E402
+from xtts_nb.app.terminal import progress  # noqa: E402
+from xtts_nb.config import UserError  # noqa: E402
+from xtts_nb.data.corpora import read_corpus  # noqa: E402
+from xtts_nb.data.cut import check_corpus, cut_corpus  # noqa: E402
+
+PAUSES = {'no pauses': (0.,), '0.2 s': (0.2,), '0 to 0.8 s': (0., 0.2, 0.5, 0.8)}
+NOT_FOUND = 0.05    # of the sentences, on either side
+LEAST = 8           # clips of a voice
+FAULTS = 'cut', 'cut', 'cut', 'behind', 'behind', 'behind', 'before', 'before', 'text', 'text'   # of 32 clips
+
+
+class Said(NamedTuple):
+    "A sentence in a recording."
+    start: float   # s, of its sound
+    end: float
+    text: str
+
+
+def levels(wav: np.ndarray, rate: int) -> np.ndarray:   # (T,) dB, of frames of 10 ms
+    "Levels of sharp sounds as of others: of the difference of neighbouring samples."
+    frame = rate // 100
+    sharp = np.diff(wav, prepend=wav[:1])[:len(wav) // frame * frame].reshape(-1, frame)
+    return 10 * np.log10((sharp**2).mean(1) + 1e-10)
+
+
+def edges(wav: np.ndarray, rate: int) -> tuple[float, float]:
+    "Where the sound of a clip begins and ends, in s."
+    level = levels(wav, rate)
+    loud = np.flatnonzero(level > np.percentile(level, 95) - 30)
+    return loud[0] / 100, (loud[-1] + 1) / 100
+
+
+def joined(clips: list, path: Path, pauses: tuple[float, ...], rng) -> list[Said]:
+    "Write a recording of clips; what is said in it, and where."
+    rate = soundfile.info(clips[0].path).samplerate
+    parts, said, at = [np.zeros(rate // 5)], [], rate // 5
+    for clip in clips:
+        wav = soundfile.read(clip.path)[0]
+        first, last = edges(wav, rate)
+        said.append(Said(at / rate + first, at / rate + last, clip.text.strip()))
+        parts += [wav, np.zeros(int(rng.choice(pauses) * rate))]
+        at += len(parts[-1]) + len(wav)
+    soundfile.write(path, np.concatenate(parts), rate)
+    return said
+
+
+def edge_errors(clip: dict, said: list[Said], inside: list[int]) -> list[tuple[float, bool]]:
+    "Of each edge of a clip at that of a sentence: how far it is off (s), and whether sound is lost."
+    first, last = said[inside[0]], said[inside[-1]]
+    before = said[inside[0] - 1].end if inside[0] else 0.
+    after = said[inside[-1] + 1].start if inside[-1] + 1 < len(said) else last.end + 1
+    found = []
+    if clip['text'].startswith(first.text[:25]):
+        right = first.start - min(0.1, (first.start - before) / 2)
+        found.append((abs(clip['start'] - right), clip['start'] > first.start + 0.03))
+    if clip['text'].endswith(last.text[-25:]):
+        right = last.end + min(0.1, (after - last.end) / 2)
+        found.append((abs(clip['end'] - right), clip['end'] < last.end - 0.03))
+    return found
+
+
+def loud_ends(path: Path) -> int:
+    "How many ends of a clip are loud."
+    level = levels(*soundfile.read(path))
+    return int((level[[0, -1]] > np.percentile(level, 95) - 20).sum())
+
+
+def cut_one(clips: list, folder: Path, pauses: tuple[float, ...], rng, spoken) -> dict:
+    "Join clips of one voice, cut them again, and count."
+    order, few = rng.permutation(len(clips)), max(1, round(NOT_FOUND * len(clips)))
+    unread, unwritten = set(order[3:3 + few]), set(order[-3 - few:-3])
+    said = joined([clips[i] for i in order if i not in unread], folder / 'book.wav', pauses, rng)
+    (folder / 'book.txt').write_text('\n\n'.join(clips[i].text for i in order if i not in unwritten),
+                                     encoding='utf-8')
+    whole = lambda text, language: [text]
+    result = cut_corpus(folder / 'book.wav', folder / 'book.txt', folder / 'out', clips[0].language, spoken,
+                        whole)
+    strange, absent = {clips[i].text.strip() for i in unwritten}, {clips[i].text.strip() for i in unread}
+    within = [[i for i, s in enumerate(said) if min(s.end, c['end']) - max(s.start, c['start']) > 0.1]
+              for c in result['clips']]
+    pairs = [p for c, inside in zip(result['clips'], within) if inside for p in edge_errors(c, said, inside)]
+    read = [s for s in said if s.text not in strange]
+    covered = {said[i].text for inside in within for i in inside}
+    return {'sentences': len(read),
+            'found': sum(s.text not in result['missing'] for s in read),
+            'whole': sum(any(s.text in c['text'] for c in result['clips']) for s in read),
+            'absent': len(unread) + len(unwritten),
+            'aligned': len(strange & covered) + sum(t in c['text'] for c in result['clips'] for t in absent),
+            'off': [off for off, _ in pairs],
+            'lost': sum(lost for _, lost in pairs) + sum(loud_ends(folder / 'out' / c['file'])
+                                                         for c in result['clips'])}
+
+
+def cut_all(clips: list, orders: int, tell) -> list[dict]:   # rows
+    "All voices with each kind of pauses."
+    voices = defaultdict(list)
+    for clip in clips: voices[clip.language, clip.speaker].append(clip)
+    voices = [some for some in voices.values() if len(some) >= LEAST]
+    if not voices: raise UserError(f'no voice has {LEAST} clips; give a --corpus with more.')
+    spoken, rows = functools.cache(speak_words), []
+    jobs = [(name, order, some) for name in PAUSES for order in range(orders) for some in voices]
+    found = defaultdict(list)
+    for done, (name, order, some) in enumerate(jobs):
+        tell('cut', done, len(jobs))
+        with tempfile.TemporaryDirectory() as folder:
+            one = cut_one(some, Path(folder), PAUSES[name], np.random.default_rng(order), spoken)
+        found[name].append(one)
+    for name, some in found.items():
+        total = {key: sum((one[key] for one in some), [] if key == 'off' else 0) for key in some[0]}
+        off = 1e3 * np.array(total.pop('off'))
+        rows.append({'name': name, 'recordings': len(some), **total, 'cuts': len(off),
+                     'cut_ms': round(float(np.median(off)), 1),
+                     'cut_95_ms': round(float(np.percentile(off, 95)), 1)})
+    return rows
+
+
+def plant(clips: list, folder: Path, rng) -> dict[int, str]:   # number of a clip -> its fault
+    "Write clips into a corpus, some with a fault."
+    (folder / 'wavs').mkdir(parents=True)
+    order, faults = rng.permutation(len(clips)), {}
+    for block in range(0, len(clips) - 31, 32): faults |= dict(zip(map(int, order[block:block + 32]), FAULTS))
+    texts = [clip.text for clip in clips]
+    swapped = [i for i, kind in faults.items() if kind == 'text']
+    for i, other in zip(swapped[::2], swapped[1::2]): texts[i], texts[other] = texts[other], texts[i]
+    wavs, rows = [soundfile.read(clip.path) for clip in clips], []
+    for i, (wav, rate) in enumerate(wavs):
+        other = wavs[order[(int(np.flatnonzero(order == i)[0]) + 1) % len(clips)]][0]
+        first, last = (int(edge * rate) for edge in edges(other, rate))
+        more, kind = int(rng.uniform(0.15, 0.4) * rate), faults.get(i)
+        if kind == 'cut': wav = wav[:int(rng.uniform(0.4, 0.8) * len(wav))]
+        if kind == 'behind': wav = np.concatenate([wav, other[first:first + more]])
+        if kind == 'before': wav = np.concatenate([other[last - more:last], wav])
+        soundfile.write(folder / 'wavs' / f'{i}.wav', wav, rate)
+        rows.append(f'{i}|{texts[i]}|{texts[i]}|{clips[i].speaker}|{clips[i].language}\n')
+    (folder / 'metadata.csv').write_text(''.join(rows), encoding='utf-8')
+    return faults
+
+
+def check_all(clips: list, orders: int, tell) -> dict:
+    "Faults that are found, and clean clips that are left out."
+    spoken, row = functools.cache(speak_words), defaultdict(int)
+    number = lambda stretch: int(Path(stretch['source']).stem)
+    for order in range(orders):
+        tell('check', order, orders)
+        with tempfile.TemporaryDirectory() as folder:
+            faults = plant(clips, Path(folder) / 'clips', np.random.default_rng(order))
+            result = check_corpus(Path(folder) / 'clips', Path(folder) / 'out', 'en', spoken)
+        left_out = {number(d) for d in result['dropped']}
+        named = left_out | {number(c) for c in result['clips'] if 'cut' in c}
+        row['faults'] += len(faults)
+        row['found'] += len(named & {*faults})
+        row['clean'] += len(clips) - len(faults)
+        row['clean_left_out'] += len(left_out - {*faults})
+    return dict(row)
+
+
+def long_recording(hours: float, folder: Path, tell) -> tuple[int, list[str]]:   # sentences, those absent
+    "Write hours of random words, spoken by two voices, and a text that lacks some sentences and has others."
+    rng = np.random.default_rng(0)
+    words = sorted({w.strip('.,?!') for t in DEMO_SENTENCES['en'] for w in t.split()})
+    seconds, sentences, text, absent = 0., 0, [], []
+    with soundfile.SoundFile(folder / 'long.wav', 'w', 22050, 1) as file:
+        while seconds < 3600 * hours:
+            sentence = ' '.join(rng.choice(words, rng.integers(4, 12))).capitalize() + '.'
+            chance = rng.random()
+            if chance >= NOT_FOUND: text.append(sentence)
+            if NOT_FOUND <= chance < 2 * NOT_FOUND:
+                absent.append(sentence)
+                continue
+            wav, rate = speak(sentence, 'en', VOICES[('f4', 'm3')[sentences // 50 % 2]])
+            pause = np.zeros(int(rng.choice((0., 0.3, 0.8)) * rate), np.int16)
+            for part in (wav, pause): file.write(part)
+            seconds, sentences = seconds + (len(wav) + len(pause)) / rate, sentences + 1
+            tell('speak', seconds, 3600 * hours)
+    (folder / 'long.txt').write_text('\n\n'.join(text), encoding='utf-8')
+    return len(text) - len(absent), absent
+
+
+def time_hours(hours: float, tell) -> list[dict]:   # rows
+    "The command on a long recording: how long it takes, and its memory."
+    with tempfile.TemporaryDirectory() as folder:
+        sentences, absent = long_recording(hours, Path(folder), tell)
+        command = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', 'corpus', 'long.wav',
+                   '--text', 'long.txt', '--out', 'out', '--json']
+        begin = time.perf_counter()
+        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, encoding='utf-8')
+        seconds = time.perf_counter() - begin
+        if done.returncode: raise UserError('xtts-nb corpus has failed, as said above.')
+        result = json.loads(done.stdout.splitlines()[-1])
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    texts = {c['text'] for c in result['clips']}
+    return [{'name': f'{hours:g} h', 'minutes': round(seconds / 60, 1), 'peak_gb': round(peak / 1e9, 2),
+             'sentences': sentences, 'found': sentences + len(absent) - len(result['missing']),
+             'absent': len(absent), 'aligned': sum(any(a in t for t in texts) for a in absent)}]
+
+
+def main():
+    "The command line."
+    parser = arguments(__doc__)
+    parser.add_argument('--corpus', type=Path, help='clips; default: those of the demo')
+    parser.add_argument('--orders', type=int, default=1, help='recordings of each voice')
+    parser.add_argument('--hours', type=float, help='one recording of random words instead')
+    given = parser.parse_args()
+    start()
+    with progress() as tell, tempfile.TemporaryDirectory() as folder:
+        if given.hours:
+            rows = time_hours(given.hours, tell)
+            return output(given, 'cuts', {'rows': rows, 'about': 'Random words'}, about='about')
+        corpus = given.corpus or Path(folder) / 'demo'
+        if not given.corpus: make_corpus(corpus, progress=stage(tell, 'speak'))
+        clips = read_corpus(corpus)[0]
+        rows, faults = cut_all(clips, given.orders, tell), check_all(clips, given.orders, tell)
+    result = {'rows': rows, 'faults': faults, 'about': f'{len(clips)} clips of {corpus.name}, joined'}
+    output(given, 'cuts', result, about='about', below=(
+        f'Faults made in clips: {faults["found"]} of {faults["faults"]} found; '
+        f'{faults["clean_left_out"]} of {faults["clean"]} others left out.'))
+
+
+if __name__ == '__main__': run(main)
