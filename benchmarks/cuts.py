@@ -37,6 +37,7 @@ from xtts_nb.data.corpora import read_corpus  # noqa: E402
 from xtts_nb.data.cut import check_corpus, cut_corpus  # noqa: E402
 
 PAUSES = {'no pauses': (0.,), '0.2 s': (0.2,), '0 to 0.8 s': (0., 0.2, 0.5, 0.8)}
+COUNTED = 'refused', 'sentences', 'found', 'whole', 'absent', 'aligned', 'lost'
 NOT_FOUND = 0.05    # of the sentences, on either side
 LEAST = 8           # clips of a voice
 FAULTS = 'cut', 'cut', 'cut', 'behind', 'behind', 'behind', 'before', 'before', 'text', 'text'   # of 32 clips
@@ -59,8 +60,10 @@ def levels(wav: np.ndarray, rate: int) -> np.ndarray:   # (T,) dB, of frames of 
 def edges(wav: np.ndarray, rate: int) -> tuple[float, float]:
     "Where the sound of a clip begins and ends, in s."
     level = levels(wav, rate)
-    loud = np.flatnonzero(level > np.percentile(level, 95) - 30)
-    return loud[0] / 100, (loud[-1] + 1) / 100
+    loud = level > np.percentile(level, 95) - 30
+    near = np.convolve(loud, np.ones(19), 'same') >= 5   # what is alone is a click
+    loud = np.flatnonzero(loud & near)
+    return float(loud[0]) / 100, float(loud[-1] + 1) / 100
 
 
 def joined(clips: list, path: Path, pauses: tuple[float, ...], rng) -> list[Said]:
@@ -106,15 +109,18 @@ def cut_one(clips: list, folder: Path, pauses: tuple[float, ...], rng, spoken) -
     (folder / 'book.txt').write_text('\n\n'.join(clips[i].text for i in order if i not in unwritten),
                                      encoding='utf-8')
     whole = lambda text, language: [text]
-    result = cut_corpus(folder / 'book.wav', folder / 'book.txt', folder / 'out', clips[0].language, spoken,
-                        whole)
+    try: result = cut_corpus(folder / 'book.wav', folder / 'book.txt', folder / 'out', clips[0].language,
+                             spoken, whole)
+    except UserError as e:
+        if 'no pause' not in str(e): raise
+        return {'refused': 1, 'off': []}
     strange, absent = {clips[i].text.strip() for i in unwritten}, {clips[i].text.strip() for i in unread}
     within = [[i for i, s in enumerate(said) if min(s.end, c['end']) - max(s.start, c['start']) > 0.1]
               for c in result['clips']]
     pairs = [p for c, inside in zip(result['clips'], within) if inside for p in edge_errors(c, said, inside)]
     read = [s for s in said if s.text not in strange]
     covered = {said[i].text for inside in within for i in inside}
-    return {'sentences': len(read),
+    return {'refused': 0, 'sentences': len(read),
             'found': sum(s.text not in result['missing'] for s in read),
             'whole': sum(any(s.text in c['text'] for c in result['clips']) for s in read),
             'absent': len(unread) + len(unwritten),
@@ -139,11 +145,11 @@ def cut_all(clips: list, orders: int, tell) -> list[dict]:   # rows
             one = cut_one(some, Path(folder), PAUSES[name], np.random.default_rng(order), spoken)
         found[name].append(one)
     for name, some in found.items():
-        total = {key: sum((one[key] for one in some), [] if key == 'off' else 0) for key in some[0]}
-        off = 1e3 * np.array(total.pop('off'))
-        rows.append({'name': name, 'recordings': len(some), **total, 'cuts': len(off),
-                     'cut_ms': round(float(np.median(off)), 1),
-                     'cut_95_ms': round(float(np.percentile(off, 95)), 1)})
+        total = {key: sum(one.get(key, 0) for one in some) for key in COUNTED}
+        off = 1e3 * np.array(sum((one['off'] for one in some), []))
+        middle, most = np.percentile(off, (50, 95)).round(1).tolist() if len(off) else (None, None)
+        rows.append({'name': name, 'recordings': len(some), **total, 'cuts': len(off), 'cut_ms': middle,
+                     'cut_95_ms': most})
     return rows
 
 
@@ -171,7 +177,7 @@ def plant(clips: list, folder: Path, rng) -> dict[int, str]:   # number of a cli
 
 def check_all(clips: list, orders: int, tell) -> dict:
     "Faults that are found, and clean clips that are left out."
-    spoken, row = functools.cache(speak_words), defaultdict(int)
+    spoken, row, kinds = functools.cache(speak_words), defaultdict(int), defaultdict(lambda: np.zeros(2, int))
     number = lambda stretch: int(Path(stretch['source']).stem)
     for order in range(orders):
         tell('check', order, orders)
@@ -182,9 +188,10 @@ def check_all(clips: list, orders: int, tell) -> dict:
         named = left_out | {number(c) for c in result['clips'] if 'cut' in c}
         row['faults'] += len(faults)
         row['found'] += len(named & {*faults})
+        for i, kind in faults.items(): kinds[kind] += np.array([i in named, 1])
         row['clean'] += len(clips) - len(faults)
         row['clean_left_out'] += len(left_out - {*faults})
-    return dict(row)
+    return row | {'kinds': {kind: f'{found} of {made}' for kind, (found, made) in kinds.items()}}
 
 
 def long_recording(hours: float, folder: Path, tell) -> tuple[int, list[str]]:   # sentences, those absent
@@ -244,8 +251,9 @@ def main():
         clips = read_corpus(corpus)[0]
         rows, faults = cut_all(clips, given.orders, tell), check_all(clips, given.orders, tell)
     result = {'rows': rows, 'faults': faults, 'about': f'{len(clips)} clips of {corpus.name}, joined'}
+    kinds = ', '.join(f'{kind} {text}' for kind, text in faults['kinds'].items())
     output(given, 'cuts', result, about='about', below=(
-        f'Faults made in clips: {faults["found"]} of {faults["faults"]} found; '
+        f'Faults made in clips: {faults["found"]} of {faults["faults"]} found ({kinds}); '
         f'{faults["clean_left_out"]} of {faults["clean"]} others left out.'))
 
 

@@ -3,9 +3,14 @@ import numpy as np
 import pytest
 import soundfile
 
+from xtts_nb.app.demo import DEMO_SENTENCES, speak, speak_words, VOICES
 from xtts_nb.config import UserError
 from xtts_nb.data.align import (
-    find_pauses, measure_file, measure_sound, read_paragraphs, spoken_sentence, text_sentences)
+    align, comparable, find_pauses, fit_words, found_sentences, measure_file, measure_sound, read_paragraphs,
+    speak_sentences, spoken_sentence, text_sentences, without_foreign)
+
+
+RATE = 22050
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -61,3 +66,23 @@ def test_pauses(tmp_path, rate):
     n = min(len(whole.mel), len(blocks.mel)) - 2
     assert blocks.seconds == pytest.approx(whole.seconds) and n > 25 * 70
     assert np.allclose(whole.mel[2:n], blocks.mel[2:n], atol=1e-3)
+
+
+# --- the path of a sentence ---------------------------------------------------------------------------------
+
+def test_sound_that_is_not_in_the_text_is_no_part_of_a_sentence():
+    "The path is led over the sentence before, or behind; it lets go of what lies beyond a pause."
+    texts = [DEMO_SENTENCES['en'][i] for i in (0, 4, 7, 9, 12)]
+    pause, wavs = np.zeros(RATE // 3, np.float32), [speak(t, 'en', VOICES['m3'])[0] / 2.**15 for t in texts]
+    wav = np.concatenate([p for wav in wavs for p in (wav, pause)]).astype(np.float32)
+    spoken = speak_sentences(text_sentences(texts, 'en', lambda text, language: [text]), 'en', speak_words)
+    speech, model = comparable(measure_sound(wav, RATE), spoken)
+    matches = [fit.match for fit in found_sentences(align(speech, model), speech, model)]
+    assert [m.sentence for m in matches] == [0, 1, 2, 3, 4]
+    for m in matches[1:-1]:
+        assert without_foreign(fit_words(m, speech, model), speech, model).match == m
+        again = without_foreign(fit_words(m._replace(begin=m.begin - 20), speech, model), speech, model)
+        assert abs(again.match.begin - m.begin) <= 2 and again.match.end == m.end
+        assert len(again.path) == again.match.end - again.match.begin
+        again = without_foreign(fit_words(m._replace(end=m.end + 20), speech, model), speech, model)
+        assert abs(again.match.end - m.end) <= 2 and again.match.begin == m.begin

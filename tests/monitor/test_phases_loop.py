@@ -254,6 +254,8 @@ def test_fit_learns_the_same_when_it_is_split():
     np.testing.assert_allclose(split, whole, rtol=1e-5)
     line = phases.intervals.lines[-1]
     assert why is None and line['step'] == 10 and 'wait_ms' in line
+    assert [shape[0][0] for shape in phases.shapes[3:5]] == [16, 6]
+    assert phases.batch[0].shape == (16, 8)   # the rest of an epoch says little of a step
     assert not isinstance(model.train_function, FitPhases)   # put back
     model.fit(np.ones((4, 8)), np.ones(4), verbose=0)
 

@@ -387,6 +387,11 @@ def test_values_that_are_read_one_by_one(reads, eager, share):
     assert f'{reads // 100} of them in each iteration' in found[0].evidence
     assert page.find_eager(seen(looks, events)) == (found if eager > 20 else [])
 
+def test_without_a_loop_nothing_is_said_of_its_steps():
+    "As in a program that calls `predict` once."
+    watch = watched(['eager'] * 100, calls('call', 100) + calls('fetch', 400, .002))
+    assert page.find_eager(Seen(watch, 0., 10., (), [])) == []
+
 def test_validation_is_no_cost_of_short_epochs():
     fit = SimpleNamespace(steps=8, epochs=2, model=keras.Sequential())
     looks = ['graph'] * 500 + ['eager'] * 500

@@ -84,6 +84,17 @@ def test_a_step_that_reads_an_iterator_is_not_called_again():
     assert page.compiled_call(part(tf.zeros(3))).function is step
     assert page.compiled_call(part(tf.zeros(3), batches)) is None
 
+def test_a_step_is_judged_by_a_whole_batch():
+    "The last call may have got the rest of an epoch; where sizes are alike, the last one counts."
+    step = tf.function(lambda x: x)
+    def rows(early, last):
+        given = lambda n, mark: ((tf.fill((n, 2), mark),), {})
+        part = seen(['graph'] * 9, calls('call', 9), last={('call', LINE): (step, '', *given(last, 2.))},
+                    early={('call', LINE): given(early, 1.)})
+        x = page.compiled_call(part).args[0]
+        return x.shape[0], float(x[0, 0])
+    assert rows(32, 10) == (32, 1.) and rows(32, 32) == (32, 2.) and rows(10, 32) == (32, 2.)
+
 def test_what_a_call_takes_without_a_trace():
     "The last call again, whose arguments are known: nothing of the program is changed by it."
     total = tf.Variable(0.)

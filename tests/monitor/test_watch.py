@@ -240,6 +240,9 @@ def test_arguments_that_are_the_same_tensor_in_each_call():
 def test_letting_go_of_an_iterator_is_the_end_of_a_pass():
     "A look that comes then knows it, and takes it for no operation."
     assert look_at(stack((page.__file__, '_keep_call', 1), (page.__file__, 'around', 1), USER)).kind == 'end'
+    keras = f'{KERAS}/trainers/epoch_iterator.py', f'{KERAS}/backend/tensorflow/trainer.py'
+    assert look_at(stack((keras[0], 'reset', 1), (keras[1], 'evaluate', 1), USER)).kind == 'end'
+    assert look_at(stack((keras[0], 'enumerate_epoch', 1), (keras[1], 'fit', 1), USER)).kind == 'eager'
 
 def test_the_owner_of_a_function():
     class Owner:

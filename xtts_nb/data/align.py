@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['SUBTITLES', 'ESPEAK_NAMES', 'FRAME', 'WIDTH', 'BANDS', 'PAUSE', 'SLOPE', 'STEP', 'EDGE', 'SKIP', 'NULL', 'BEAM',
-           'WINDOW', 'BLOCK', 'FAR', 'STAY', 'LEFT_OUT', 'LEAD', 'SHARE', 'read_paragraphs', 'Sentence',
-           'spoken_sentence', 'text_sentences', 'hop_length', 'frames_of', 'SoundFrames', 'measure_sound',
+           'WINDOW', 'BLOCK', 'FAR', 'STAY', 'LEFT_OUT', 'FOREIGN', 'LEAST', 'LEAD', 'SHARE', 'read_paragraphs',
+           'Sentence', 'spoken_sentence', 'text_sentences', 'hop_length', 'frames_of', 'SoundFrames', 'measure_sound',
            'measure_file', 'find_pauses', 'loud_edges', 'Speech', 'speech_frames', 'frame_times', 'band_ranges',
            'cut_off', 'with_slopes', 'SpokenSentence', 'speak_sentences', 'TextFrames', 'comparable', 'distances',
-           'null_cost', 'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'lead_of', 'found_sentences']
+           'null_cost', 'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'without_foreign', 'lead_of',
+           'found_sentences']
 
 # %% ../../nbs/data/align.ipynb #f6ed09b6
 import re
@@ -479,18 +480,44 @@ class Fit(NamedTuple):
 
 def fit_words(match: Match, speech: Speech, model: TextFrames) -> Fit:
     "The path through one sentence."
-    x, y = speech.x[match.begin:match.end], model.y[slice(*model.starts[match.sentence:match.sentence + 2])]
-    local = distances(x, y) - speech.null[match.begin:match.end, None]
-    cost, steps = np.full(len(y), FAR, np.float32), np.zeros(local.shape, np.int8)
+    local = _local_costs(match, speech, model)
+    costs, steps = map(np.array, zip(*_rows(local)))
+    path, at = np.zeros(len(local), np.int32), local.shape[1] - 1
+    for t in range(len(local) - 1, -1, -1): path[t], at = at, max(0, at - int(steps[t, at]))
+    return Fit(match, -float(costs[-1, -1]) / len(local), path)
+
+def _local_costs(match: Match, speech: Speech, model: TextFrames) -> np.ndarray:   # (T, M)
+    "What each frame of the recording costs at each of the sentence, over wrong text."
+    y = model.y[slice(*model.starts[match.sentence:match.sentence + 2])]
+    return distances(speech.x[match.begin:match.end], y) - speech.null[match.begin:match.end, None]
+
+def _rows(local: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:   # (M,) each
+    "After each frame of the recording, what the best path to each of the sentence costs, and its last step."
+    cost, step = np.full(local.shape[1], FAR, np.float32), np.zeros(local.shape[1], np.int8)
     cost[0] = local[0, 0]
-    for t in range(1, len(x)):
-        moves = np.full((3, len(y)), FAR, np.float32)
+    yield cost, step
+    for row in local[1:]:
+        moves = np.full((3, len(cost)), FAR, np.float32)
         moves[0], moves[1, 1:], moves[2, 2:] = cost + STEP, cost[:-1], cost[:-2] + STEP
-        steps[t] = moves.argmin(0)
-        cost = moves.min(0) + local[t]
-    path, at = np.zeros(len(x), np.int32), len(y) - 1
-    for t in range(len(x) - 1, -1, -1): path[t], at = at, max(0, at - int(steps[t, at]))
-    return Fit(match, -float(cost[-1]) / len(x), path)
+        cost = moves.min(0) + row
+        yield cost, moves.argmin(0).astype(np.int8)
+
+# %% ../../nbs/data/align.ipynb #1b2e5ab6
+FOREIGN = 0.5   # less than this share of the mean gain is brought by sound that is not of the sentence ...
+LEAST = 5       # ... from so many frames on
+
+def without_foreign(fit: Fit, speech: Speech, model: TextFrames) -> Fit:
+    "A sentence without sound at its ends that the path was only led over, as far as a pause divides it."
+    local, most = _local_costs(fit.match, speech, model), int(0.6 * len(fit.path))
+    begin, end = fit.match.begin, fit.match.end
+    def foreign(local, pause):   # frames of the end
+        gains = [-cost[-1] for cost, _ in _rows(local)]
+        few = FOREIGN * fit.score
+        return max((k for k in range(LEAST, most) if speech.pause[pause(k)] >= 0
+                    and gains[-1] - gains[-1 - k] < few * k), default=0)
+    match = Match(fit.match.sentence, begin + foreign(local[::-1, ::-1], lambda k: begin + k),
+                  end - foreign(local, lambda k: end - k))
+    return fit if match == fit.match or match.end - match.begin < LEAST else fit_words(match, speech, model)
 
 # %% ../../nbs/data/align.ipynb #338218ae
 LEAD, SHARE = 0.45, 0.4   # least lead of a sentence, in gain of a frame and as a share of the median lead
@@ -509,4 +536,4 @@ def found_sentences(matches: list[Match], speech: Speech, model: TextFrames) -> 
     fits = [fit_words(match, speech, model) for match in matches]
     leads = np.array([lead_of(fit, speech, model) for fit in fits])
     least = max(LEAD, SHARE * np.median(leads)) if fits else LEAD
-    return [fit for fit, lead in zip(fits, leads) if lead >= least]
+    return [without_foreign(fit, speech, model) for fit, lead in zip(fits, leads) if lead >= least]

@@ -741,9 +741,11 @@ class FitPhases:
 
     def __call__(self, iterator):
         with self.intervals.timer.phase('wait'): batch = next(iterator)
-        self.batch = keras.tree.map_structure(_without_optional, batch)   # the last one
-        self.shapes.append(shapes_of(self.batch))
-        return self.intervals.step(self.one, self.batch)
+        batch = keras.tree.map_structure(_without_optional, batch)
+        # the last one, but not the rest at the end of an epoch
+        if not self.shapes or (batch_rows(batch) or 0) >= (batch_rows(self.batch) or 0): self.batch = batch
+        self.shapes.append(shapes_of(batch))
+        return self.intervals.step(self.one, batch)
 
     def end(self):
         if self.model is None: return

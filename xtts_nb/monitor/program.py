@@ -313,6 +313,7 @@ def find_eager(seen: Seen) -> list[Finding]:
     if share < .2: return []
     if seen.loop and seen.loop[0] in ('fit', 'fits') and not by_setting: return _epoch_cost(seen)
     case = 'setting' if by_setting else 'beside' if _step_is_compiled(seen) else 'step'
+    if case == 'beside' and not seen.steps: return []   # there is no step, as where predict is called once
     if case == 'beside' and (found := _read_singly(seen)): return found
     left = _fit_as_graph(seen) if by_setting else _as_graph(seen.watch)
     if left is not None and left > .9: return []

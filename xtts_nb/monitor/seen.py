@@ -20,7 +20,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from ..bench import compare, put_back
 from .diagnose import Finding, in_a_row
-from .loop import Call
+from .loop import batch_rows, Call
 from .watch import Place, reads_iterator, SHAPED, Watch
 
 # %% ../../nbs/monitor/seen.ipynb #b0a10005
@@ -106,7 +106,7 @@ def calls_with_rows(seen: Seen, *kinds: str) -> dict:   # (kind, place) -> event
     return groups
 
 def compiled_call(seen: Seen) -> Call | None:
-    "The compiled function that takes most of the time, as it was called last."
+    "The compiled function that takes most of the time, as it was called last with a whole batch."
     if seen.loop and seen.loop[0] == 'fit' and seen.watch.fits and seen.watch.fits[-1].one is not None:
         fit = seen.watch.fits[-1]
         return Call(fit.one, (fit.batch,), {}, fit.step_seconds, False)
@@ -117,6 +117,9 @@ def compiled_call(seen: Seen) -> Call | None:
     if key not in seen.watch.last: return None
     function, _, args, kwargs = seen.watch.last[key]
     if reads_iterator(args, kwargs): return None
+    rows, early = (lambda given: batch_rows([list(given[0]), given[1]]) or 0), seen.watch.early.get(key)
+    # the last call may have got the rest of an epoch
+    if early and rows(early) > rows((args, kwargs)): args, kwargs = early
     return Call(function, args, kwargs, 0., False)
 
 def datasets_of(seen: Seen) -> list:

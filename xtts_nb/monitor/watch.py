@@ -91,6 +91,7 @@ class Mark(NamedTuple):
 
 MARKS = (
     Mark('end', 'xtts_nb/monitor/watch.py', ('_end_pass', '_keep_call')),
+    Mark('end', 'keras/src/trainers/epoch_iterator.py', ('reset',)),   # it lets go of the iterator before
     Mark('trace', 'polymorphic_function/tracing_compilation.py', ('trace_function', '_maybe_define_function',
                                                                   '_create_concrete_function'), True),
     Mark('trace', 'framework/func_graph.py', ('func_graph_from_py_func',), True),
