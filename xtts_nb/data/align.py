@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SUBTITLES', 'ESPEAK_NAMES', 'FRAME', 'WIDTH', 'BANDS', 'PAUSE', 'SLOPE', 'STEP', 'EDGE', 'SKIP', 'NULL', 'BEAM',
-           'WINDOW', 'BLOCK', 'FAR', 'STAY', 'LEFT_OUT', 'OWN', 'LEAST', 'LEAD', 'SHARE', 'read_paragraphs', 'Sentence',
-           'spoken_sentence', 'text_sentences', 'hop_length', 'frames_of', 'SoundFrames', 'measure_sound',
+           'WINDOW', 'BLOCK', 'FAR', 'STAY', 'LEFT_OUT', 'BROUGHT', 'LEAST', 'LEAD', 'SHARE', 'read_paragraphs',
+           'Sentence', 'spoken_sentence', 'text_sentences', 'hop_length', 'frames_of', 'SoundFrames', 'measure_sound',
            'measure_file', 'find_pauses', 'loud_edges', 'Speech', 'speech_frames', 'frame_times', 'band_ranges',
            'cut_off', 'with_slopes', 'SpokenSentence', 'speak_sentences', 'TextFrames', 'comparable', 'distances',
            'null_cost', 'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'without_foreign', 'lead_of',
@@ -503,7 +503,7 @@ def _rows(local: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:   # (M,
         yield cost, moves.argmin(0).astype(np.int8)
 
 # %% ../../nbs/data/align.ipynb #1b2e5ab6
-OWN = 0.5   # less than this share of the mean gain is brought by sound that is not of the sentence ...
+BROUGHT = 0.5   # less than this share of the mean gain is brought by sound that is not of the sentence ...
 LEAST = 5       # ... from so many frames on
 
 def without_foreign(fit: Fit, speech: Speech, model: TextFrames) -> Fit:
@@ -512,7 +512,7 @@ def without_foreign(fit: Fit, speech: Speech, model: TextFrames) -> Fit:
     begin, end = fit.match.begin, fit.match.end
     def foreign(local, pause):   # frames of the end
         gains = [-cost[-1] for cost, _ in _rows(local)]
-        few = OWN * fit.score
+        few = BROUGHT * fit.score
         return max((k for k in range(LEAST, most) if speech.pause[pause(k)] >= 0
                     and gains[-1] - gains[-1 - k] < few * k), default=0)
     match = Match(fit.match.sentence, begin + foreign(local[::-1, ::-1], lambda k: begin + k),
