@@ -311,8 +311,8 @@ def test_findings_of_a_gpu_come_last_and_none_is_below_its_noise(monkeypatch):
     assert [f.disease for f in explain(watched(['own'] * 100))[0]] == ['sure', 'hidden']   # of the same line
 
 @pytest.mark.parametrize('gain, low, high, expected', [
-    (3., 2.9, 3.1, (1.5, 6.)), (3., 1.2, 9., (1.2, 9.)), (3., 0., 0., (1.5, 6.)),
-    (1.3, 1.2, 1.4, (1., 2.6))])
+    (3., 2.9, 3.1, (1.2, 7.5)), (3., 1.2, 9., (1.2, 9.)), (3., 0., 0., (1.2, 7.5)),
+    (1.3, 1.2, 1.4, (1., 3.25))])
 def test_an_interval_holds_what_a_rule_leaves_out(monkeypatch, gain, low, high, expected):
     found = page.Finding('cause', '', '', gain, low=low, high=high)
     monkeypatch.setattr(page, 'PROGRAM_RULES', (lambda s: [found],))
