@@ -492,6 +492,11 @@ def test_every_second_has_a_reason():
     assert told.splitlines()[1:] == [
         'dropped  1 × no sound; convert it, 0.0 s', 'dropped  1 × sound before its text, 1.0 s',
         'dropped  1 × its text goes on after the sound, 1.0 s']
+    scored = lambda *scores: corpus_text({'dropped': [], 'missing': [], 'clips': [
+        {'start': 0., 'end': 1., 'score': score} for score in scores]}).splitlines()
+    assert scored(1.6, 1.2, 1.4)[1:] == ['doubtful  the text fits its sound by 1.4, clean speech by 1.5 and '
+                                         'more: another --language, or strong noise']
+    assert len(scored(1.5, 1., 1.8)) == len(scored()) == 1
     lines = corpus_text({'clips': [], 'dropped': dropped, 'missing': ['a'] * 12}).splitlines()
     assert lines[0] == '0 clips, 0.0 minutes of 0.5' and lines[-1] == 'missing  and 2 more'
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NEAR', 'WITHIN', 'SHORTEST', 'LONGEST', 'SHORT', 'BRIEF', 'USUAL', 'REST', 'CUT', 'MARGIN', 'LONG_PAUSE', 'GAP',
            'TRANSCRIPT', 'CUTS', 'LED_BY', 'FOLLOWED_BY', 'UNREAD_START', 'UNREAD_END', 'WRONG', 'CLEAR', 'ALIKE',
-           'LONGEST_CHECKED', 'CutPiece', 'with_edges', 'pieces_of', 'chains', 'shortest_clip', 'choose_clips',
+           'LONGEST_CHECKED', 'FITS', 'CutPiece', 'with_edges', 'pieces_of', 'chains', 'shortest_clip', 'choose_clips',
            'account', 'Recording', 'join_sounds', 'located', 'find_recordings', 'read_texts_beside',
            'measure_recordings', 'load_whisper', 'find_clips', 'cut_corpus', 'read_cuts', 'recut', 'ClipFit',
            'fit_clip', 'Judged', 'clip_faults', 'judge', 'clarity', 'check_corpus', 'corpus_text']
@@ -754,6 +754,7 @@ def _sorted(groups: list[list[Judged]], name_of: Callable) -> dict:
     return result
 
 # %% ../../nbs/data/cut.ipynb #c5e67264
+FITS = 1.5   # score in the median: LJSpeech has 1.9, as if it were German 1.2, with noise at 20 dB 1.0
 _FAULTS = re.compile('; (?=sound (?:before|after) its text|its text (?:begins|goes))')   # between two
 
 def corpus_text(result: dict, most: int = 10) -> str:
@@ -771,6 +772,10 @@ def corpus_text(result: dict, most: int = 10) -> str:
     if result.get('unclear'):
         lines.append(f'unclear  {result["unclear"]:,} clips are kept unjudged: their texts fit hardly better '
                      'than others (strong noise, another --language, or shifted rows)')
+    fit = statistics.median([c['score'] for c in clips if 'score' in c] or [FITS])
+    if fit < FITS:
+        lines.append(f'doubtful  the text fits its sound by {fit:.1f}, clean speech by {FITS:g} and more: '
+                     'another --language, or strong noise')
     lines += [f'missing  {visible(text)}' for text in missing[:most]]
     if len(missing) > most: lines.append(f'missing  and {len(missing) - most:,} more')
     return '\n'.join(lines)
