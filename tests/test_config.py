@@ -467,7 +467,7 @@ def test_the_greeting_of_tensorflow_is_hidden_unless_wanted(monkeypatch, capfd, 
     monkeypatch.setattr(page, 'sys', SimpleNamespace(modules=modules, stderr=sys.stderr))
     monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL', raising=False)
     if level: monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', level)
-    with page._without_start_messages(): os.write(2, b'hello')
+    with page.without_start_messages(): os.write(2, b'hello')
     os.write(2, b', later')
     assert capfd.readouterr().err == f'{said}, later'
     if not loaded: assert os.environ['TF_CPP_MIN_LOG_LEVEL'] == (level or '3')

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Positive', 'Switch', 'CACHE_FLAG', 'SWITCHES', 'REFUSED_KEYS', 'UserError', 'Section', 'Workspace', 'workspace',
-           'sizes', 'control_groups', 'cpu_quota', 'usable_cores', 'cores', 'environment_number', 'gpu_troubles',
-           'setup_tf', 'AudioConfig', 'DVAEConfig', 'GPTConfig', 'SpeakerConfig', 'DecoderConfig', 'ModelConfig',
-           'DataConfig', 'mode_of', 'with_mode', 'TrainingConfig', 'SpeechConfig', 'VoiceConfig', 'key_named',
-           'read_settings', 'XTTSConfig']
+           'sizes', 'without_start_messages', 'control_groups', 'cpu_quota', 'usable_cores', 'cores',
+           'environment_number', 'gpu_troubles', 'setup_tf', 'AudioConfig', 'DVAEConfig', 'GPTConfig', 'SpeakerConfig',
+           'DecoderConfig', 'ModelConfig', 'DataConfig', 'mode_of', 'with_mode', 'TrainingConfig', 'SpeechConfig',
+           'VoiceConfig', 'key_named', 'read_settings', 'XTTSConfig']
 
 # %% ../nbs/00_config.ipynb #0670ef92
 import configparser
@@ -106,7 +106,7 @@ def _keep_compiled(folder: Path | None):
         os.environ['TF_XLA_FLAGS'] = f'{flags} {here}'.strip()
 
 @contextmanager
-def _without_start_messages():
+def without_start_messages():
     "Discard what C++ writes to stderr while TensorFlow loads and looks for devices."
     if 'tensorflow' in sys.modules or os.environ.get('TF_CPP_MIN_LOG_LEVEL') == '0':
         yield
@@ -204,7 +204,7 @@ def setup_tf(
     # CUDA puts the fastest card first; NVML, which reads their memory, counts by slot
     os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
     _keep_compiled(workspace().xla_cache)
-    with _without_start_messages():
+    with without_start_messages():
         import tensorflow as tf
         gpus = tf.config.list_physical_devices('GPU')
     for line in dict.fromkeys(line for line in gpu_troubles(gpus) if line not in _reported):

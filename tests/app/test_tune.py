@@ -10,6 +10,7 @@ import pytest
 import soundfile
 import yaml
 
+from process import xtts_nb
 from xtts_nb.app import tune as page
 from xtts_nb.app.demo import DEMO_SENTENCES, speak, VOICES
 from xtts_nb.app.tune import plan_tuning, run_stage, tune
@@ -52,6 +53,12 @@ def test_the_commands(tmp_path):
         plan_tuning('b', tmp_path, 'b.txt', skip=('corpus',))
     with pytest.raises(UserError, match='--skip train: only corpus and evaluate'):
         plan_tuning('b', tmp_path, skip=('train',))
+
+def test_messages_of_tensorflow_are_not_shown(tmp_path):
+    "By `tune` and by its stages, in processes as cold as a user's."
+    done = xtts_nb('tune', tmp_path / 'none.wav', '--out', tmp_path / 'out', cold=True)
+    assert done.code == 2 and 'none.wav: there is no such file' in done.err
+    assert [line.split(':')[0] for line in done.err.splitlines() if line] == ['1 of 4', 'xtts-nb', 'xtts-nb']
 
 @pytest.mark.parametrize('text, listens, judges', [
     ('training: {listen_clips: 8}', False, True), ('training: {judge_by: loss}', True, False),

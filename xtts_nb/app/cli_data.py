@@ -58,19 +58,18 @@ def _corpus(
     transcribe: Whisper = None,
 ):
     "Cut recordings into clips of 2 to 11 s with their texts, or check clips against their texts."
-    from xtts_nb.app.demo import cuts_page, espeak_files, speak_words
-    from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, load_whisper, recut
     from xtts_nb.config import UserError
-    from xtts_nb.speech.long import sentences
     if fix and (text or transcribe):
         raise UserError('corpus: --fix cuts at the lines of its table; leave --text and --transcribe out.')
     if text and transcribe: raise UserError('corpus: the text is known; leave --text or --transcribe out.')
+    start()
+    from xtts_nb.app.demo import cuts_page, espeak_files, speak_words
+    from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, load_whisper, recut
+    from xtts_nb.speech.long import sentences
     table = not fix and not text and _has_table(source)
     if table and transcribe: raise UserError(f'corpus: {source} has a table; leave --transcribe out.')
     hear = load_whisper(transcribe) if transcribe else None
     if not fix: espeak_files()   # before the recording is read
-    start()
-
     with progress() as tell:
         if fix: result = recut(source, fix, out, language, cuts_page)
         elif table: result = check_corpus(source, out, language, speak_words, tell, cuts_page)

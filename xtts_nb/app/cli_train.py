@@ -66,7 +66,9 @@ def _tune(
     transcribe: Whisper = None,
 ):
     "From recordings to a voice: corpus, prepare, train and evaluate, and one page at the end."
-    from xtts_nb.app.tune import judged_words, plan_tuning, tune, tuned_model, tuning_page
+    from xtts_nb.config import without_start_messages
+    with without_start_messages():   # a device is for the stages
+        from xtts_nb.app.tune import judged_words, plan_tuning, tune, tuned_model, tuning_page
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
     plan = plan_tuning(source, out, text, language, base, tuple(skip or ()),
                        words(preset=preset, config=config),
