@@ -107,7 +107,6 @@ def _convert_from_coqui(
     out: argument(Path, 'A new folder for the model.'),
 ):
     "Convert a checkpoint of coqui-tts into a model; no code in it is run."
-    start()
     from xtts_nb.models.convert import from_coqui
     with progress() as tell: result = from_coqui(folder, out, stage(tell, 'write the tensors'))
     text = f'{out}: {result["tensors"]} tensors, {result["text_tokens"]} text tokens'
@@ -119,7 +118,6 @@ def _convert_to_coqui(
     folder: ModelFolder,
 ):
     "Write a model as files that coqui-tts loads."
-    start()
     from xtts_nb.models.convert import to_coqui
     with progress() as tell:
         tell('write the tensors', 0, 1)
