@@ -13,9 +13,7 @@ syllable if its edge is later or earlier by more than 30 ms, or if its first or 
 of 32 clips three lose their end, three have the beginning of another clip behind them, two its end before
 them, and two have each other's text."""
 import functools
-import json
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +30,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 from benchmarks.peer import arguments, output, run, stage, start  # noqa: E402
 from xtts_nb.app.demo import DEMO_SENTENCES, make_corpus, speak, speak_words, VOICES  # noqa: E402
 from xtts_nb.app.terminal import progress  # noqa: E402
+from xtts_nb.app.tune import run_stage  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402
 from xtts_nb.data.corpora import read_corpus  # noqa: E402
 from xtts_nb.data.cut import check_corpus, cut_corpus  # noqa: E402
@@ -220,13 +219,10 @@ def time_hours(hours: float, tell) -> list[dict]:   # rows
     "The command on a long recording: how long it takes, and its memory."
     with tempfile.TemporaryDirectory() as folder:
         sentences, absent = long_recording(hours, Path(folder), tell)
-        command = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', 'corpus', 'long.wav',
-                   '--text', 'long.txt', '--out', 'out', '--json']
         begin = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, encoding='utf-8')
+        result = run_stage(['corpus', f'{folder}/long.wav', '--text', f'{folder}/long.txt',
+                            '--out', f'{folder}/out'])
         seconds = time.perf_counter() - begin
-        if done.returncode: raise UserError('xtts-nb corpus has failed, as said above.')
-        result = json.loads(done.stdout.splitlines()[-1])
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     texts = {c['text'] for c in result['clips']}
     return [{'name': f'{hours:g} h', 'minutes': round(seconds / 60, 1), 'peak_gb': round(peak / 1e9, 2),
