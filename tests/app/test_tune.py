@@ -156,7 +156,8 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
     done = {'prepare': {'words': ['prepare'], 'result': {'clips': 3, 'seconds': 60.}},
             'train': {'words': ['train'], 'result': trained}}
     lines = [{'step': 5, 'loss': 3.}, {'step': 10, 'loss': 2., 'val_loss': .5, 'val_dtw': 2.25},
-             {'step': 20, 'loss': 1., 'val_loss': .75, 'val_dtw': 1.5, 'val_length': .98, 'val_stop': .25}]
+             {'step': 20, 'loss': 1., 'val_loss': .75, 'val_dtw': 1.5, 'val_length': .98, 'val_stop': .25,
+              'val_words': .5}]
     (tmp_path / 'run').mkdir()
     log = tmp_path / 'run' / 'metrics.jsonl'
     log.write_text(''.join(json.dumps(line) + '\n' for line in lines))
@@ -164,13 +165,14 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
     text = page.tuning_page(done, tmp_path).read_text()
     rows = re.findall('<tr.*?</tr>', text[text.index('Candidates'):])
     plain = [re.sub('<audio.*?</audio>', '!', row).replace('</td><td>', '|') for row in rows]
-    assert plain[1:] == ['<tr><td>10|0.500||2.25|||</td></tr>',
-                         '<tr style=font-weight:600><td>20|0.750|25%|1.50|98%|kept|'
+    assert plain[1:] == ['<tr><td>10|0.500|||2.25|||</td></tr>',
+                         '<tr style=font-weight:600><td>20|0.750|25%|50%|1.50|98%|kept|'
                          '<figure><figcaption></figcaption>!</figure></td></tr>']
     assert text.count(f'--model {tmp_path}/run/best') == 3 == text.count('--model ')
-    assert '<b>20</b><span>kept is the model after</span>' in text and '<b>25%</b>' in text
+    assert '<b>20 of 30</b><span>updates of the model that is kept</span>' in text and '<b>25%</b>' in text
     assert 'Later models spoke worse' in text and '--steps 60' not in text
-    assert 'Kept is the model whose speech has the least distance' in text
+    assert 'Kept is the model whose speech has the least distance from the recordings. Words: ' in text
+    assert 'says no words' not in text and 'asked for' not in text
     (tmp_path / 'run/config.yaml').write_text('training: {judge_by: loss}')
     text = page.tuning_page(done, tmp_path).read_text()
     assert 'Later models had a higher loss' in text and 'Kept is the model with the lowest loss.' in text
@@ -184,6 +186,36 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
     text = page.tuning_page(done, tmp_path, 'de').read_text()
     assert f'xtts-nb say TEXT --language de --model {tmp_path}/run --voice' in text
     assert 'Candidates' not in text and text.count(f'--model {tmp_path}/run ') == 3
+
+def tuned(folder, *validated, steps=100, begun=False, missing=()):
+    "What `tune` returns for a training with these validations, of which the first is kept."
+    (folder / 'run').mkdir(exist_ok=True)
+    lines = [{'val_dtw': 2., 'val_loss': 1.} | line for line in validated]
+    (folder / 'run' / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    corpus = {'clips': [], 'dropped': [{'start': 3., 'end': 33., 'reason': 'pause'}], 'missing': [*missing]}
+    results = {'corpus': corpus, 'prepare': {'clips': 1234, 'seconds': 90.},
+               'train': {'steps': steps, 'best': {'step': lines[0]['step']}}}
+    return {name: {'words': ['--model'] * begun, 'result': result} for name, result in results.items()}
+
+def test_a_model_that_says_no_words_is_told(tmp_path):
+    "On the page and in the terminal; what helps follows from the loss and from where it began."
+    mute, speaks = {'step': 90, 'val_words': .01}, {'step': 20, 'val_words': .5}
+    text = lambda *lines, **more: page.tuning_text(tuned(tmp_path, *lines, **more), tmp_path).splitlines()
+    figures, more = text(mute, missing=['a'])
+    assert figures == ('clips: 1,234; minutes: 1.5; minutes left out: 0.5; sentence not found: 1; updates of '
+                       'the model that is kept: 90 of 100; words of the sentences it was asked for: none')
+    assert more.startswith('This model says no words yet. The loss still falls, so give it time: the same '
+                           'tune with --steps 500. A few minutes of speech are too few')
+    figures, more = text(mute | {'step': 70}, begun=True, missing=['a', 'b'])
+    assert 'no longer falls' in more and more.endswith('does it speak this language?') and '70 of' in figures
+    assert '; sentences not found: 2; ' in figures
+    assert 'spoke worse' in text(speaks)[1] and 'asked for' not in text(speaks)[0]
+    assert text(speaks | {'step': 80})[1] == 'For more updates, the same tune with --steps 200.'
+    shown = page.tuning_page(tuned(tmp_path, mute, speaks), tmp_path).read_text()
+    assert 'None of them says words yet, so that with the lowest loss is kept.' in shown
+    assert '>none</b>' in shown and 'This model says no words yet.' in shown
+    shown = page.tuning_page(tuned(tmp_path, speaks, mute), tmp_path).read_text()
+    assert 'from the recordings, of those that say words.' in shown and 'no words yet' not in shown
 
 def test_a_stage_is_a_command(tmp_path):
     (tmp_path / 'voices').mkdir()

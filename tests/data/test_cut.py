@@ -295,8 +295,9 @@ def test_a_corrected_table_is_cut_again(tmp_path):
     first = corpus(tmp_path, wav, ' '.join(DEMO_SENTENCES['en'][:6]))
     lines = (tmp_path / 'out' / 'cuts.csv').read_text().splitlines()
     assert lines[0] == 'source|start|end|text' and len(lines) == len(first['clips']) + 1
-    again = cut.recut(tmp_path / 'book.wav', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')['clips']
-    assert again == [{k: v for k, v in c.items() if k != 'score'} for c in first['clips']]
+    same = cut.recut(tmp_path / 'book.wav', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')
+    assert same['clips'] == [{k: v for k, v in c.items() if k != 'score'} for c in first['clips']]
+    assert same['dropped'] == first['dropped'] and {d['reason'] for d in same['dropped']} == {'pause'}
     (tmp_path / 'new.csv').write_text(f'{lines[0]}\nbook.wav|0.5|2|One | two.\nbook.wav| 1.5 |3|Three.\n')
     result = cut.recut(tmp_path / 'book.wav', tmp_path / 'new.csv', tmp_path / 'new', 'EN')
     rows = read_corpus(tmp_path / 'new')[0]

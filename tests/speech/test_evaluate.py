@@ -211,6 +211,15 @@ def test_a_score_is_offered_if_it_separates_the_recordings(best, recording, untr
     reason = '' if offered else 'does not tell the recordings from the untrained model'
     assert judged(row) == row | {'offered': offered, 'fault': reason}
 
+def test_the_line_of_a_score_has_its_quartiles_and_what_is_silent():
+    "The smaller quartile first, whichever is better."
+    of = lambda low, high, missing=0: dict(median=2.5, low=low, high=high, clips=4, missing=missing)
+    row = {'score': 'dnsmos', 'offered': True, 'fault': ''}
+    row |= {name: of(3., 1.25) for name in page.MAIN_SOURCES} | {'model': of(3., None, 1)}
+    text = page.scores_table([row])
+    assert text.count('2.5<small>1.25 – 3</small>') == 3
+    assert '<td class=model>2.5<small>no sound in 1 of 4</small></td>' in text
+
 def test_what_has_no_value_keeps_its_reason():
     row = {'score': 'mcd', 'offered': False, 'fault': 'pyworld is missing'}
     assert judged(row) == row
@@ -324,6 +333,9 @@ def test_the_model_card(evaluation, prepared):
                  '| pitch error, cents | 0.12 | 1.12 | 2.12 | 3.12 | 4.12 | – |'):
         assert f'{line}\n' in text, line
     assert text.startswith('---\n') and text.endswith('.\n') and 'no use' not in text
+    silent = scored._replace(scores=[row | {'model': row['model'] | {'missing': 1}}])
+    note = 'Some clips of the model have no sound'
+    assert note not in text and note in model_card(silent, config)
     assert 'Medians of 3 clips (not used in training), with griffin-lim' in text
     scored.about['held_out'] = False
     for held, seen in ((True, 'not used in training, but by some clips of this kind the model was chosen'),

@@ -13,7 +13,7 @@ from xtts_nb.train.finetune import make_update
 from xtts_nb.data.audio import load_audio
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan
-from xtts_nb.speech.evaluate import Listener, plot_spoken, spoken_distance
+from xtts_nb.speech.evaluate import Listener, plot_spoken, spoken_distance, words_heard
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.runs import export_run, new_run, resume_run
 from xtts_nb.train.trainer import Trainer
@@ -56,7 +56,7 @@ def test_another_judge_gets_the_sounds(quick, prepared, dvae, tmp_path):
         return {'mcd': 7. + len(given)}
     listener = Listener(XTTS(quick, prepared.tokenizer, dvae), prepared, np.array([0, 5, 9]), 2, judge=judge)
     scores = listener(tmp_path)
-    assert [*scores] == ['dtw', 'length', 'mcd'] and listener()['mcd'] == 9. and scores['mcd'] == 8.
+    assert [*scores] == ['dtw', 'words', 'length', 'mcd'] and listener()['mcd'] == 9. and scores['mcd'] == 8.
     (spoken, recorded, rate), (again, same, _) = given
     assert rate == quick.model.audio.sample_rate and recorded is same
     for wav, kept, once_more in zip(spoken, listener.ids, again, strict=True):
@@ -85,8 +85,22 @@ def test_scores_of_what_was_spoken(listener, monkeypatch):
     spoken = listener._mels(codes, length)
     share = length.numpy().sum() / listener.batch['code_length'].numpy().sum()
     assert listener() == {'dtw': round(spoken_distance(spoken, listener.recorded), 4),
+                          'words': round(words_heard(spoken, listener.recorded), 4),
                           'length': round(float(share), 4)}
-    with pytest.raises(ValueError): spoken_distance(spoken, listener.recorded[:1])
+    for score in (spoken_distance, words_heard):
+        with pytest.raises(ValueError): score(spoken, listener.recorded[:1])
+
+def test_words_are_heard_in_any_voice(listener):
+    "Not in a hum, in silence, nor in what was recorded played backwards."
+    mels = listener.recorded
+    rng = np.random.default_rng(0)
+    walk = [np.cumsum(rng.normal(0, 1, (90 + 20 * k, 80)), 0).astype(np.float32) for k in range(2)]
+    assert words_heard(walk, walk) > .95 and words_heard([m + np.arange(80) for m in walk], walk) > .95
+    assert words_heard([m[::-1] for m in walk], walk) < -20
+    assert words_heard([np.ones((9, 80))] * 2, walk) == pytest.approx(0, abs=5e-3)
+    assert words_heard(walk[1:] + walk[:1], walk) < .2
+    assert words_heard([np.ones((9, 80))] * 2, [np.zeros((5, 80))] * 2) == 0
+    assert words_heard(mels, mels) > 0 > words_heard([m[::-1] for m in mels], mels)
 
 @pytest.mark.parametrize('places', [48, 20])
 def test_a_clip_may_take_half_as_long_again(quick, prepared, dvae, monkeypatch, places):

@@ -23,7 +23,7 @@ from xtts_nb.train.step import averaged, learning_rate, Update
 from xtts_nb.bench import to_device, trace_count, wait_for
 from xtts_nb.monitor.loop import StepTimer
 from xtts_nb.train.runs import new_run, resume_run
-from xtts_nb.train.trainer import Hooks, Trainer, _mean, _numbers, epochs_to_steps, on_device
+from xtts_nb.train.trainer import Hooks, Trainer, WORDS, _mean, _numbers, epochs_to_steps, on_device
 
 
 # --- the optimizer --------------------------------------------------------------------------------
@@ -461,6 +461,27 @@ def test_the_later_of_two_models_that_speak_alike_is_kept():
     assert kept('dtw', 10., 10.1, 9.9) == (2, 0, None)
     assert kept('dtw', 10., 11., 10.1, 9.9, 10.) == (4, 1, 9.9)
     assert kept('loss', 10., 10.1) == (0, 1, None) and kept('dtw', 10., float('nan'), 10.) == (2, 2, 10.)
+
+def test_a_model_that_says_no_words_is_never_the_nearest(capsys):
+    "Among such models the loss decides; one that says words beats them all, and is kept where they are lost."
+    def kept(*validations):
+        run = SimpleNamespace(training=SimpleNamespace(judge_by='dtw'), best=None, since_best=0)
+        for run.step, (loss, dtw, words) in enumerate(validations):
+            before = run.best
+            values = {'val_loss': loss, 'val_dtw': dtw, 'val_words': words}
+            assert Trainer._note_best(run, values) == (run.best is not before)
+            if run.best is not before: assert run.best.items() >= values.items()
+        return run.best['step'], run.since_best
+    mute = WORDS - .001
+    assert kept((5., 10., 0.), (4., 20., mute)) == (1, 0) and kept((4., 20., mute), (5., 10., 0.)) == (0, 1)
+    assert kept((4., 20., mute), (4., 20., mute)) == (0, 1)   # a loss is no chance
+    assert kept((4., 10., mute), (5., 20., WORDS)) == (1, 0)
+    assert kept((4., 10., mute), (5., 20., WORDS), (5., 20.3, .5)) == (2, 1)
+    assert not capsys.readouterr().err
+    assert kept((5., 20., .5), (4., 10., 0.), (6., 19., .5)) == (2, 0)
+    assert capsys.readouterr().err == ('Update 1: the model no longer says the words of its held-out '
+                                       'sentences; the best one so far is that of update 0.\n')
+    assert kept((5., 20., .5), (4., 10., -.1)) == (0, 1)
 
 def test_a_number_is_better_than_none(cheap, prepared, mini, tmp_path, monkeypatch):
     config, nan = mini.replace(training={'validate_every': 2}), float('nan')

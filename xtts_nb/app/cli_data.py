@@ -71,7 +71,7 @@ def _corpus(
     hear = load_whisper(transcribe) if transcribe else None
     if not fix: espeak_files()   # before the recording is read
     with progress() as tell:
-        if fix: result = recut(source, fix, out, language, cuts_page)
+        if fix: result = recut(source, fix, out, language, cuts_page, stage(tell, 'read the recording'))
         elif table: result = check_corpus(source, out, language, speak_words, tell, cuts_page)
         else: result = cut_corpus(source, text, out, language, speak_words, sentences, tell, cuts_page, hear)
     return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'

@@ -38,10 +38,11 @@ def _text_of(text: str | None, file: Path | None) -> str:
 
 def _spoken(out: Path, seconds: float, speaker, report: list[dict]) -> tuple[dict, str]:
     "The result of `say`, and its text."
+    from xtts_nb.data.corpora import visible
     result = {'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate,
               'vocoder': speaker.vocoder, 'report': report}
     lines = [f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}']
-    lines += [f'piece {r["piece"]}, "{r["text"][:30]}": {r["found"]}, {r["done"]}' for r in report]
+    lines += [f'piece {r["piece"]}, "{visible(r["text"], 30)}": {r["found"]}, {r["done"]}' for r in report]
     return result, '\n'.join(lines)
 
 def _check_stream(out: Path | None, check_words: bool):

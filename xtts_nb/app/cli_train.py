@@ -68,7 +68,8 @@ def _tune(
     "From recordings to a voice: corpus, prepare, train and evaluate, and one page at the end."
     from xtts_nb.config import without_start_messages
     with without_start_messages():   # a device is for the stages
-        from xtts_nb.app.tune import judged_words, plan_tuning, tune, tuned_model, tuning_page
+        from xtts_nb.app.tune import (
+            judged_words, plan_tuning, tune, tuned_model, tuning_page, tuning_text)
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
     plan = plan_tuning(source, out, text, language, base, tuple(skip or ()),
                        words(preset=preset, config=config),
@@ -78,7 +79,7 @@ def _tune(
     page, model = tuning_page(done, out, language), tuned_model(done, out)
     result = {name: stage['result'] for name, stage in done.items()}
     return result | {'page': str(page), 'run': str(out / 'run'), 'model': str(model)}, (
-        f'Read and listen: {page}\n'
+        f'{tuning_text(done, out)}\nRead and listen: {page}\n'
         f'xtts-nb say TEXT --model {shlex.quote(str(model))} --voice FILE --language {language}')
 
 # %% ../../nbs/app/cli_train.ipynb #8179c210

@@ -335,6 +335,8 @@ def plot_losses(
     fig, ax = _axes(title, 6.4, 2.3, xlabel='updates', ylabel='cross-entropy')
     for (name, values), colour in zip(curves.items(), (AFTER, BEFORE, BETWEEN)):
         ax.plot(steps, values, color=colour, lw=1.4, label=name)
+    ax.update_datalim([(steps[0], 0)])   # first, so that the margin at the top is one of the whole height
+    ax.autoscale_view()
     ax.set_ylim(bottom=0)
     ax.grid(axis='y', color='#e6e6e6', lw=0.7)
     ax.set_axisbelow(True)

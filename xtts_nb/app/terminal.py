@@ -186,9 +186,12 @@ def progress():
     from rich.progress import (
         BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn)
     _end_if_pressed()
-    bars = Progress(TextColumn('{task.description:<20}'), BarColumn(28), MofNCompleteColumn(),
+    console = Console(stderr=True)
+    wide = console.width >= 120
+    first = TextColumn('{task.description:<20}'), BarColumn(28)
+    bars = Progress(*(first if wide else [TextColumn('{task.description}')]), MofNCompleteColumn(),
                     TextColumn('{task.fields[rate]}'), TimeElapsedColumn(), TimeRemainingColumn(),
-                    TextColumn('{task.fields[note]}'), console=Console(stderr=True))
+                    TextColumn('{task.fields[note]}'), console=console)
     tasks, begun = {}, time.monotonic()
 
     def tell(name, done, total, note=''):
@@ -198,7 +201,8 @@ def progress():
             for old in tasks.values(): bars.update(old, completed=bars.tasks[old].total)
             tasks[name] = bars.add_task(name, total=total, rate='', note='')
         speed = bars.tasks[tasks[name]].finished_speed or bars.tasks[tasks[name]].speed
-        bars.update(tasks[name], completed=done, total=total, note=note,
+        room = console.width - (92 if wide else 62)   # else each column would be cut
+        bars.update(tasks[name], completed=done, total=total, note=note[:max(0, room)],
                     rate=f'{speed:,.0f}/s' if speed else '')
 
     with bars:

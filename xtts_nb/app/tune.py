@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'HELD_OUT', 'JUDGED', 'NO_CORPUS', 'TuningStage', 'judged_words', 'plan_tuning', 'run_stage', 'tune',
-           'tuned_model', 'tuning_page']
+           'tuned_model', 'tuning_text', 'tuning_page']
 
 # %% ../../nbs/app/tune.ipynb #c0720003
 import html
@@ -22,6 +22,7 @@ from ..config import read_settings, TrainingConfig, UserError
 from ..files import check_writable, read_json, read_json_lines, write_json
 from ..speech.evaluate import facts, heading, picture, player, scores_table, write_report
 from ..train.launch import catch_sigterm
+from ..train.trainer import says_no_words, WORDS
 
 # %% ../../nbs/app/tune.ipynb #c0720006
 class TuningStage(NamedTuple):
@@ -147,47 +148,68 @@ def tuned_model(done: dict, out: Path) -> Path:   # done: of `tune`
 def _candidate(line: dict, run: Path, kept: bool) -> str:   # line: of the log, with a validation
     "The row of a model: its scores, and one of the held-out sentences."
     share = lambda name: f'{line[name]:.0%}' if name in line else ''
-    cells = [f'{line["step"]:,}', f'{line["val_loss"]:.3f}', share('val_stop'), f'{line["val_dtw"]:.2f}',
-             share('val_length'), 'kept' if kept else '']
+    cells = [f'{line["step"]:,}', f'{line["val_loss"]:.3f}', share('val_stop'), share('val_words'),
+             f'{line["val_dtw"]:.2f}', share('val_length'), 'kept' if kept else '']
     sounds = sorted((run / 'spoken' / f'{line["step"]:09d}').glob('*.wav'))
     cells.append(player(sounds[0], '') if sounds else '')
     return f'<tr{" style=font-weight:600" if kept else ""}>{"".join(f"<td>{c}</td>" for c in cells)}</tr>'
 
-_CHOSEN = {'dtw': 'whose speech has the least distance from the recordings', 'loss': 'with the lowest loss'}
+_CHOSEN = {'dtw': 'Kept is the model whose speech has the least distance from the recordings',
+           'loss': 'Kept is the model with the lowest loss'}
 
-def _candidates(log: list[dict], run: Path, kept: int | None, judge: str) -> Iterator[str]:
+def _candidates(log: list[dict], run: Path, kept: dict, judge: str) -> Iterator[str]:
     "What was spoken at each validation."
     lines = [line for line in log if 'val_dtw' in line]
     if not lines: return
+    choice = _CHOSEN[judge]
+    if judge == 'dtw' and any(map(says_no_words, lines)):
+        choice += ', of those that say words'
+        if says_no_words(kept): choice = 'None of them says words yet, so that with the lowest loss is kept'
     yield heading('Candidates', 'At each validation the model speaks some of the held-out sentences; one is '
-                                f'here to listen to. Kept is the model {_CHOSEN[judge]}. Loss and ends are '
-                                'computed on the recordings.')
-    names = ('updates', 'loss', 'ends in time', 'distance', 'length', '', '')
+                                f'here to listen to. {choice}. Words: by how much the speech is nearer to '
+                                f'its recording than to the same played backwards; below {WORDS:.0%} no word '
+                                'is heard. Loss and ends are computed on the recordings.')
+    names = ('updates', 'loss', 'ends in time', 'words', 'distance', 'length', '', '')
     head = ''.join(f'<th>{name}</th>' for name in names)
-    rows = ''.join(_candidate(line, run, line['step'] == kept) for line in lines)
+    rows = ''.join(_candidate(line, run, line is kept) for line in lines)
     yield f'<div style="overflow-x: auto"><table><tr>{head}</tr>{rows}</table></div>'
 
 # %% ../../nbs/app/tune.ipynb #c0720014
 NO_CORPUS = {'clips': [], 'dropped': [], 'missing': []}   # of a corpus that stood
 
-def _figures(result: dict, log: list[dict], chosen: int | None) -> dict:   # results of the stages
-    "What was used, and of the model that is kept how it ends and what it forgot."
+def _kept(trained: dict, log: list[dict]) -> dict:   # trained: result of the stage
+    "The line in the log of the model that is kept; empty if none was judged."
+    chosen = (trained.get('best') or {}).get('step')
+    return next((line for line in log if line['step'] == chosen and 'val_loss' in line), {})
+
+def _figures(result: dict, kept: dict) -> dict:   # results of the stages
+    "What was used, and of the model that is kept what it says, how it ends and what it forgot."
     prepared, trained, corpus = result['prepare'], result['train'], result.get('corpus', NO_CORPUS)
     seconds = sum(part['end'] - part['start'] for part in corpus['dropped'])
+    missing, steps = len(corpus['missing']), f'{trained["steps"]:,}'
     figures = {'clips': f'{prepared["clips"]:,}', 'minutes': f'{prepared["seconds"] / 60:.1f}',
                'minutes left out': f'{seconds / 60:.1f}',
-               'sentences not found': len(corpus['missing']), 'updates': f'{trained["steps"]:,}'}
-    kept = next((line for line in log if line['step'] == chosen and 'val_loss' in line), {})
-    if chosen: figures['kept is the model after'] = f'{chosen:,}'
+               'sentence not found' if missing == 1 else 'sentences not found': missing}
+    if kept: figures['updates of the model that is kept'] = f'{kept["step"]:,} of {steps}'
+    else: figures['updates'] = steps
+    if says_no_words(kept): figures['words of the sentences it was asked for'] = 'none'
     if 'val_stop' in kept: figures['held-out clips that end where they should'] = f'{kept["val_stop"]:.0%}'
     if 'val_old_loss' in kept and (old := trained.get('old')) and old['before'] is not None:
         figures['loss of older clips'] = f'{old["before"]:.3f} before, {kept["val_old_loss"]:.3f} now'
     return figures
 
-def _more(chosen: int | None, steps: int, judge: str) -> str:   # the model that is kept; updates in all
+def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # updates in all; from a model?
     "Whether more updates are worth trying."
+    falls = not kept or kept['step'] >= 0.8 * steps
+    if says_no_words(kept):
+        loss = f'The loss still falls, so give it time: the same tune with --steps {5 * steps}.'
+        if not falls: loss = 'The loss no longer falls, so more updates will hardly help.'
+        other = ('Listen to the model that it began from: does it speak this language?' if begun else
+                 'A few minutes of speech are too few to learn words from nothing: then begin from a trained '
+                 'model, with --from MODEL.')
+        return f'This model says no words yet. {loss} {other}'
     worse = {'dtw': 'Later models spoke worse', 'loss': 'Later models had a higher loss'}[judge]
-    if chosen and chosen < 0.8 * steps: return f'{worse}: more updates will hardly help.'
+    if not falls: return f'{worse}: more updates will hardly help.'
     return f'For more updates, the same tune with --steps {2 * steps}.'
 
 # %% ../../nbs/app/tune.ipynb #c0720017
@@ -199,14 +221,25 @@ def _typed(command: str) -> str:
     "A command to be copied."
     return f'<pre style="white-space: pre-wrap">{html.escape(command)}</pre>'
 
+def _outcome(done: dict, out: Path) -> tuple[dict, dict, list[dict], str]:   # done: of `tune`
+    "The figures, the line of the model that is kept, the log, and whether to train on."
+    result = {name: stage['result'] for name, stage in done.items()}
+    log, judge = read_json_lines(out / 'run' / 'metrics.jsonl'), _judge(out / 'run' / 'config.yaml')
+    kept = _kept(result['train'], log)
+    more = _more(kept, result['train']['steps'], judge, '--model' in done['train']['words'])
+    return _figures(result, kept), kept, log, more
+
+def tuning_text(done: dict, out: Path) -> str:   # done: of `tune`
+    "What was used and what came of it, in a few lines."
+    figures, _, _, more = _outcome(done, out)
+    return '; '.join(f'{name}: {value}' for name, value in figures.items()) + f'\n{more}'
+
 def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: of `tune`
     "What was made, with links to the page of each stage."
     result = {name: stage['result'] for name, stage in done.items()}
-    trained = result['train']
-    corpus, log = result.get('corpus', NO_CORPUS), read_json_lines(out / 'run' / 'metrics.jsonl')
-    chosen, judge = (trained.get('best') or {}).get('step'), _judge(out / 'run' / 'config.yaml')
-    links = {'corpus': ('corpus/listen.html', 'Listen to the cuts'),
-             'prepare': ('cache/report.html', 'All clips, and those that were dropped'),
+    corpus, (figures, kept, log, more) = result.get('corpus', NO_CORPUS), _outcome(done, out)
+    links = {'corpus': ('corpus/listen.html', 'Listen to the cuts, and see what was left out'),
+             'prepare': ('cache/report.html', 'The clips: lengths, letters, levels, and what was unusable'),
              'evaluate': ('scores/report.html', 'All scores, and clips to listen to'),
              'card': ('scores/MODEL.md', 'A model card, to be completed')}
     if 'card' not in result.get('evaluate', {}): del links['card']
@@ -215,19 +248,19 @@ def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: 
         best = max(corpus['clips'], key=lambda clip: clip['score'])
         voice = shlex.quote(str(out / 'corpus' / best['file']))
     said = '"Hello there."' if language == 'en' else f'TEXT --language {shlex.quote(language)}'
-    pieces = [facts(_figures(result, log, chosen)), *(f'<p><a href="{place}">{text}</a></p>'
+    pieces = [facts(figures), *(f'<p><a href="{place}">{text}</a></p>'
                                 for name, (place, text) in links.items() if name in (*result, 'card')),
               heading('Losses', 'Once that of the held-out sentences rises, more updates make it worse.'),
               *_losses(log),
-              *_candidates(log, out / 'run', chosen, judge)]
+              *_candidates(log, out / 'run', kept, _judge(out / 'run' / 'config.yaml'))]
     if 'evaluate' in result:
-        seen = ', as those by which the model was chosen' if chosen else ''
+        seen = ', as those by which the model was chosen' if result['train'].get('best') else ''
         pieces += [heading('Scores', f'Of held-out sentences{seen}; beside them the recordings and an '
                                      'untrained model.'),
                    scores_table(result['evaluate']['scores'])]
     pieces += [heading('What was typed'),
                *(_typed(shlex.join(['xtts-nb', *s['words']])) for s in done.values()),
-               heading('Next', f'Speak, save a voice, serve. {_more(chosen, trained["steps"], judge)}'),
+               heading('Next', f'Speak, save a voice, serve. {more}'),
                _typed(f'xtts-nb say {said} --model {model} --voice {voice}'),
                _typed(f'xtts-nb voices add NAME {voice} --model {model} --voices voices'),
                _typed(f'xtts-nb serve --model {model} --voices voices')]

@@ -25,7 +25,7 @@ import soundfile
 
 from ..config import UserError
 from .align import (
-    align, comparable, distances, EDGE, find_pauses, Fit, found_sentences, FRAME, hop_length,
+    align, comparable, distances, EDGE, find_pauses, Fit, found_sentences, FRAME, frame_times, hop_length,
     loud_edges, Match, measure_file, PAUSE, read_paragraphs, Sentence, SoundFrames, speak_sentences, Speech,
     SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES, text_sentences, TextFrames)
 from .audio import open_audio, wav_bytes
@@ -180,10 +180,11 @@ def _clip_times(pieces: list[CutPiece], speech: Speech, seconds: float) -> tuple
     before, after = (b - a) / (1 if a == 0 else 2), (d - c) / (1 if d >= seconds - 0.02 else 2)
     return b - min(MARGIN, before), c + min(MARGIN, after)
 
-def _gap(start: float, end: float, speech: Speech) -> dict:
-    "A stretch that no sentence lies in."
-    inside = (speech.times > start) & (speech.times < end)
-    reason = 'no sentence of the text is spoken here' if inside.sum() * FRAME > 0.1 else 'pause'
+def _gap(start: float, end: float, times: np.ndarray,   # (T,) s, of speech
+         why: str = 'no sentence of the text is spoken here') -> dict:
+    "A stretch in no clip: a pause, or sound with its reason."
+    inside = (times > start) & (times < end)
+    reason = why if inside.sum() * FRAME > 0.1 else 'pause'
     return {'start': round(float(start), 3), 'end': round(float(end), 3), 'reason': reason}
 
 def account(clips: list[dict], rest: list[CutPiece], speech: Speech, seconds: float,
@@ -194,7 +195,7 @@ def account(clips: list[dict], rest: list[CutPiece], speech: Speech, seconds: fl
     taken = [*sorted(taken, key=lambda t: t[:2]), (seconds, seconds, None)]
     dropped, at = [], 0.
     for (start, end, reason), (following, *_) in zip(taken, [*taken[1:], (seconds,)]):
-        if start - at > 0.0005: dropped.append(_gap(at, start, speech))
+        if start - at > 0.0005: dropped.append(_gap(at, start, speech.times))
         begin = max(at, start)
         if reason: end = min(end, following)   # the next clip begins in the pause, with its margin
         if reason and end > begin:
@@ -508,11 +509,11 @@ def read_cuts(table: str | Path, source: Path) -> list[dict]:
 
 # %% ../../nbs/data/cut.ipynb #c0700018
 def recut(source: str | Path, table: str | Path, out: str | Path, language: str,
-          page: Callable | None = None) -> dict:
+          page: Callable | None = None, progress: Callable = lambda done, total: None) -> dict:
     "Cut recordings at the lines of an edited `cuts.csv`; as `cut_corpus` otherwise."
     source, language = Path(source), check_language(language)
     clips = read_cuts(table, source)
-    result = {'clips': clips, 'dropped': _between(clips), 'missing': []}
+    result = {'clips': clips, 'dropped': _between(clips, progress), 'missing': []}
     _name(result, source, language)
     with atomic_folder(out) as folder:
         _write_cuts(folder, clips)
@@ -520,14 +521,15 @@ def recut(source: str | Path, table: str | Path, out: str | Path, language: str,
         if page: page(result, source, folder)
     return _told(result, source.is_file())
 
-def _between(clips: list[dict]) -> list[dict]:
+def _between(clips: list[dict], progress: Callable) -> list[dict]:
     "What lies in no clip, of each recording."
-    dropped, reason = [], f'not in {CUTS}'
+    dropped = []
     for path in dict.fromkeys(c['path'] for c in clips):
+        sound = measure_file(path, progress)
+        times = frame_times(sound)[speech_frames(sound)[0]]
         taken, at = sorted((c['start'], c['end']) for c in clips if c['path'] == path), 0.
-        for start, end in [*taken, (_seconds(path),) * 2]:
-            gap = {'start': round(at, 3), 'end': round(start, 3), 'reason': reason, 'path': path}
-            if start - at > 0.0005: dropped.append(gap)
+        for start, end in [*taken, (sound.seconds,) * 2]:
+            if start - at > 0.0005: dropped.append(_gap(at, start, times, f'not in {CUTS}') | {'path': path})
             at = max(at, end)
     return dropped
 

@@ -11,7 +11,8 @@ __all__ = ['SCORES', 'RATE', 'HOP', 'SILENCE_LEVEL', 'AUDIO', 'QUICK_JUDGES', 'F
            'Trial', 'read_clips', 'choose_trials', 'sentence_trials', 'copy_synthesis', 'speak_trials', 'speak_sources',
            'source_sounds', 'badness', 'spread', 'fault', 'Evaluation', 'score_sounds', 'judged', 'evaluate',
            'scores_text', 'scores_line', 'picture', 'player', 'heading', 'facts', 'plot_mels', 'write_report',
-           'scores_table', 'evaluation_report', 'model_card', 'spoken_distance', 'Listener', 'plot_spoken']
+           'scores_table', 'evaluation_report', 'model_card', 'spoken_distance', 'words_heard', 'Listener',
+           'plot_spoken']
 
 # %% ../../nbs/speech/evaluate.ipynb #8916aed9
 import base64
@@ -809,6 +810,12 @@ def _scale(score: dict) -> str:
     return ('<svg width="160" height="20" role="img" aria-label="medians on a scale">'
             f'<line x1="8" x2="142" y1="10" y2="10" stroke="#9aa5b1"/>{dots}</svg>')
 
+def _below(values: dict) -> str:   # of `spread`
+    "The quartiles, the smaller number first; how many sounds have no value, if that hides them."
+    ends = [values['low'], values['high']]
+    if None in ends: return f'no sound in {values["missing"]} of {values["clips"]}'
+    return ' – '.join(map(_number, sorted(ends)))
+
 def _score_row(score: dict, sources: list[str]) -> str:
     "The line of a score in the table."
     one = SCORES[score['score']]
@@ -816,9 +823,9 @@ def _score_row(score: dict, sources: list[str]) -> str:
     name = f'{one.name}, {one.unit}'.rstrip(', ')
     cells = [f'<td>{html.escape(name)}<small>{html.escape(limits)}</small></td>']
     for name in sources if 'recording' in score else ():
-        v = score[name]
-        quartiles = f'<small>{_number(v["low"])} – {_number(v["high"])}</small>' if v['clips'] else ''
-        cells.append(f'<td{" class=model" if name == "model" else ""}>{_number(v["median"])}{quartiles}</td>')
+        below = f'<small>{_below(score[name])}</small>' if score[name]['clips'] else ''
+        value = _number(score[name]['median'])
+        cells.append(f'<td{" class=model" if name == "model" else ""}>{value}{below}</td>')
     beside = 1 if 'recording' in score else 1 + len(sources)   # columns without a number
     cells.append(f'<td>{_scale(score)}</td>' if score['offered'] else f'<td colspan="{beside}"></td>')
     return f'<tr{"" if score["offered"] else " class=off"}>{"".join(cells)}</tr>'
@@ -878,7 +885,10 @@ def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
     rows = [{'name': f'{s["name"]}, {s["unit"]}'.rstrip(', ')} |
             {shown: _number(s.get(k, {}).get('median')) for k, shown in SOUND_SOURCES.items()}
             for s in scores if s['offered']]
-    return rows_markdown(rows) if rows else 'No score tells the recordings from the untrained model.'
+    if not rows: return 'No score tells the recordings from the untrained model.'
+    silent = any(s.get('model', {}).get('missing') for s in scores if s['offered'])
+    note = 'Some clips of the model have no sound, or nothing that a score could measure.'
+    return rows_markdown(rows) + f'\n\n{note}' * silent
 
 def model_card(
     evaluation: Evaluation,
@@ -926,6 +936,17 @@ def spoken_distance(
     pairs = zip(spoken, recorded, strict=True)
     return float(np.mean([dtw_distance(level_free(a), [level_free(b)])[0] for a, b in pairs]))
 
+# %% ../../nbs/speech/evaluate.ipynb #wrd00002
+def words_heard(
+    spoken: list[np.ndarray],     # (F, C) log-mels, one for each clip
+    recorded: list[np.ndarray],   # (G, C) each
+) -> float:
+    "How much nearer speech is to its recordings than to these backwards, as a share; 0 for a hum."
+    free = lambda mel: mel - mel.mean(0)   # of the voice
+    pairs = [(free(a), free(b)) for a, b in zip(spoken, recorded, strict=True)]
+    forward, backward = np.sum([dtw_distance(a, [b, b[::-1]]) for a, b in pairs], 0)
+    return float(1 - forward / backward) if backward else 0.
+
 # %% ../../nbs/speech/evaluate.ipynb #55ab7112
 class Listener:
     "Lets a model speak some clips of a cache and scores them against the recordings."
@@ -959,7 +980,8 @@ class Listener:
 
     def __call__(self,
         folder: str | Path | None = None,   # receives `<clip>.wav` and `mels.png`
-    ) -> dict[str, float]:   # dtw: mean distance; length: of the speech over the recordings; those of `judge`
+    ) -> dict[str, float]:   # dtw: mean distance; words: of `words_heard`; length: of the speech over the
+                             # recordings; those of `judge`
         "Speak the clips with the present weights."
         codes, length, _ = self._speak(self.batch['text'], self.batch['text_length'], self.batch['reference'])
         spoken = self._mels(codes, length)
@@ -969,7 +991,8 @@ class Listener:
             save_audio(Path(folder) / f'{Path(name).name}.wav', wav, rate)
         if folder: plot_spoken(Path(folder) / 'mels.png', self.ids, spoken, self.recorded)
         share = np.sum(length.numpy()) / np.sum(self.batch['code_length'].numpy())
-        scores = {'dtw': round(spoken_distance(spoken, self.recorded), 4), 'length': round(float(share), 4)}
+        scores = {'dtw': round(spoken_distance(spoken, self.recorded), 4),
+                  'words': round(words_heard(spoken, self.recorded), 4), 'length': round(float(share), 4)}
         return scores | (self.judge(sounds, self.sounds_recorded, rate) if self.judge else {})
 
     def _sounds(self, mels: list[np.ndarray]) -> list[np.ndarray]:   # (N,) each
