@@ -199,7 +199,7 @@ def tuned(folder, *validated, steps=100, begun=False, missing=()):
 
 def test_a_model_that_says_no_words_is_told(tmp_path):
     "On the page and in the terminal; what helps follows from the loss and from where it began."
-    mute, speaks = {'step': 90, 'val_words': .01}, {'step': 20, 'val_words': .5}
+    mute, speaks = {'step': 90, 'val_words': -.004}, {'step': 20, 'val_words': .5}
     text = lambda *lines, **more: page.tuning_text(tuned(tmp_path, *lines, **more), tmp_path).splitlines()
     figures, more = text(mute, missing=['a'])
     assert figures == ('clips: 1,234; minutes: 1.5; minutes left out: 0.5; sentence not found: 1; updates of '
@@ -213,7 +213,8 @@ def test_a_model_that_says_no_words_is_told(tmp_path):
     assert text(speaks | {'step': 80})[1] == 'For more updates, the same tune with --steps 200.'
     shown = page.tuning_page(tuned(tmp_path, mute, speaks), tmp_path).read_text()
     assert 'None of them says words yet, so that with the lowest loss is kept.' in shown
-    assert '>none</b>' in shown and 'This model says no words yet.' in shown
+    assert '<td></td><td>0%</td>' in shown and '>none</b>' in shown
+    assert 'This model says no words yet. The' in shown
     shown = page.tuning_page(tuned(tmp_path, speaks, mute), tmp_path).read_text()
     assert 'from the recordings, of those that say words.' in shown and 'no words yet' not in shown
 

@@ -177,6 +177,7 @@ def to_stderr(*parts):
     "Print a line for the user that is not the result."
     print(*parts, file=sys.stderr, flush=True)
 
+# %% ../../nbs/app/terminal.ipynb #0f15db81
 @contextmanager
 def progress():
     """Yields `tell(name, done, total, note)`: one bar per stage on stderr, with rate and remaining time.

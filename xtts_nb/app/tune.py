@@ -147,7 +147,7 @@ def tuned_model(done: dict, out: Path) -> Path:   # done: of `tune`
 
 def _candidate(line: dict, run: Path, kept: bool) -> str:   # line: of the log, with a validation
     "The row of a model: its scores, and one of the held-out sentences."
-    share = lambda name: f'{line[name]:.0%}' if name in line else ''
+    share = lambda name: f'{round(line[name], 2) + 0:.0%}' if name in line else ''   # no -0%
     cells = [f'{line["step"]:,}', f'{line["val_loss"]:.3f}', share('val_stop'), share('val_words'),
              f'{line["val_dtw"]:.2f}', share('val_length'), 'kept' if kept else '']
     sounds = sorted((run / 'spoken' / f'{line["step"]:09d}').glob('*.wav'))
@@ -206,7 +206,7 @@ def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # updates i
         if not falls: loss = 'The loss no longer falls, so more updates will hardly help.'
         other = ('Listen to the model that it began from: does it speak this language?' if begun else
                  'A few minutes of speech are too few to learn words from nothing: then begin from a trained '
-                 'model, with --from MODEL.')
+                 'model, with --model MODEL.')
         return f'This model says no words yet. {loss} {other}'
     worse = {'dtw': 'Later models spoke worse', 'loss': 'Later models had a higher loss'}[judge]
     if not falls: return f'{worse}: more updates will hardly help.'
@@ -234,6 +234,7 @@ def tuning_text(done: dict, out: Path) -> str:   # done: of `tune`
     figures, _, _, more = _outcome(done, out)
     return '; '.join(f'{name}: {value}' for name, value in figures.items()) + f'\n{more}'
 
+# %% ../../nbs/app/tune.ipynb #c0720018
 def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: of `tune`
     "What was made, with links to the page of each stage."
     result = {name: stage['result'] for name, stage in done.items()}
@@ -260,7 +261,7 @@ def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: 
                    scores_table(result['evaluate']['scores'])]
     pieces += [heading('What was typed'),
                *(_typed(shlex.join(['xtts-nb', *s['words']])) for s in done.values()),
-               heading('Next', f'Speak, save a voice, serve. {more}'),
+               heading('Next', f'{more} Speak, save a voice, serve:'),
                _typed(f'xtts-nb say {said} --model {model} --voice {voice}'),
                _typed(f'xtts-nb voices add NAME {voice} --model {model} --voices voices'),
                _typed(f'xtts-nb serve --model {model} --voices voices')]

@@ -890,6 +890,7 @@ def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
     note = 'Some clips of the model have no sound, or nothing that a score could measure.'
     return rows_markdown(rows) + f'\n\n{note}' * silent
 
+# %% ../../nbs/speech/evaluate.ipynb #6ada2056
 def model_card(
     evaluation: Evaluation,
     config: XTTSConfig,

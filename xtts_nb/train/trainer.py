@@ -425,9 +425,10 @@ def _note_old(self: Trainer):
     with self.as_trained(): loss = self._old_loss()['old_loss']
     append_line(self.run / 'metrics.jsonl', json.dumps({'step': self.step, 'val_old_loss': loss}))
 
+# %% ../../nbs/train/trainer.ipynb #6f7475e3
 AS_GOOD = 0.02   # of the distance of a few spoken clips: less is chance, and the later model has learned more
 
-WORDS = 0.06     # of `words_heard`: a model below it says no words, and its distance tells nothing
+WORDS = 0.1      # of `words_heard`: a model below it says no words, and its distance tells nothing
 
 def says_no_words(metrics: dict[str, float]) -> bool:   # of a validation; False where nothing was spoken
     "Whether a model has spoken, and none of the words that it should have said were heard."
