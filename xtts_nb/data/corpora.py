@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['JOINERS', 'SUFFIXES', 'LONGEST_TEXT', 'DAMAGED', 'LONGEST_LINE', 'COLUMN_NAMES', 'VCTK_SOUND', 'NORMALISED',
-           'LAYOUTS', 'STREAMED', 'SILENT', 'MEASURED', 'FULL_SCALE', 'CLIPPED', 'Clip', 'Dropped', 'Row', 'visible',
-           'file_fault', 'find_audio', 'read_lines', 'Layout', 'find_layout', 'layout_line', 'check_language',
-           'read_rows', 'read_corpus', 'synthetic_corpus', 'check_dropped', 'missing_share', 'decode', 'read_audio',
-           'measure_clip', 'reason_kind', 'distribution', 'summary', 'report_text']
+           'LAYOUTS', 'STREAMED', 'SILENT', 'MAINS', 'NO_HUM', 'MEASURED', 'FULL_SCALE', 'CLIPPED', 'HUM', 'Clip',
+           'Dropped', 'Row', 'visible', 'file_fault', 'find_audio', 'read_lines', 'Layout', 'find_layout',
+           'layout_line', 'check_language', 'read_rows', 'read_corpus', 'synthetic_corpus', 'check_dropped',
+           'missing_share', 'decode', 'read_audio', 'hum_level', 'measure_clip', 'reason_kind', 'distribution',
+           'summary', 'report_text']
 
 # %% ../../nbs/data/corpora.ipynb #c96c12ed
 import csv
@@ -485,15 +486,37 @@ def read_audio(
             part = clips[i:i + chunk]
             yield from zip(part, pool.map(lambda c: _load(c, config), part))
 
+# %% ../../nbs/data/corpora.ipynb #hum00001
+MAINS = 50, 60      # Hz
+NO_HUM = -120.      # dB
+
+def hum_level(
+    wav: np.ndarray,     # (N,) float32
+    rate: int,           # Hz
+) -> float | None:       # dB of the clip, `NO_HUM` without a hum; None for a clip shorter than 3 s
+    "The level of a tone of the mains that never stops."
+    if len(wav) < 3 * rate: return None
+    windows = np.lib.stride_tricks.sliding_window_view(wav, rate)[::rate // 2] * np.hanning(rate)
+    power = np.quantile(np.abs(np.fft.rfft(windows))**2, 0.1, axis=0)   # bins of 1 Hz
+    levels = [NO_HUM]
+    for mains in MAINS:
+        lines = range(mains, 5 * mains + 1, mains)
+        found = [(power[f - 1:f + 2].max(), np.median(np.r_[power[f - 12:f - 3], power[f + 4:f + 13]]))
+                 for f in lines]
+        clear = [line for line, beside in found if line > 10 * beside]
+        if len(clear) > 1:   # the sum of sines under a Hann window
+            levels.append(10 * np.log10(8 * sum(clear) / rate**2 / np.mean(np.square(wav, dtype=np.float64))))
+    return round(float(max(levels)), 1)
+
 # %% ../../nbs/data/corpora.ipynb #36b48320
-MEASURED = 'peak', 'clipped', 'leading', 'inner', 'trailing', 'sound'   # the numbers of `measure_clip`
+MEASURED = 'peak', 'clipped', 'leading', 'inner', 'trailing', 'hum', 'sound'   # of `measure_clip`
 
 FULL_SCALE = 0.99   # below 1, because resampling adds ripples to clipped samples
 
 def measure_clip(
     wav: np.ndarray,     # (N,) float32
     rate: int,           # Hz
-) -> dict:               # sound, peak, clipped, and the shares that are silent: leading, inner, trailing
+) -> dict:               # sound, peak, clipped, hum, and the silent shares: leading, inner, trailing
     "The measurements of a clip for the report."
     frame = rate // 50
     level = wav[:len(wav) // frame * frame].reshape(-1, frame).std(axis=1)
@@ -505,7 +528,7 @@ def measure_clip(
     loudness = {'peak': np.abs(wav).max(initial=0),
                 'clipped': np.mean(np.abs(wav) >= FULL_SCALE) if len(wav) else 0}
     numbers = {k: round(float(v), 4) for k, v in (loudness | silent).items()}
-    return numbers | {'sound': fingerprint(wav.tobytes())}
+    return numbers | {'hum': hum_level(wav, rate), 'sound': fingerprint(wav.tobytes())}
 
 # %% ../../nbs/data/corpora.ipynb #cf9bc1af
 def reason_kind(reason: str) -> str:
@@ -532,20 +555,26 @@ def _same_text(t: dict) -> tuple:
 
 # %% ../../nbs/data/corpora.ipynb #f8a89722
 CLIPPED = 0.001   # a clip counts as clipped if a larger share of its samples is at full scale
+HUM = -55.        # dB of the clip: a hum below that is not heard
 
 def _worst(table: list[dict], share: Callable[[dict], float], least: float = 0.) -> list[dict]:
     "The five clips with the largest share above `least`."
     shares = sorted(((round(share(t), 4), t['id']) for t in table), key=lambda s: -s[0])
     return [{'id': name, 'share': s} for s, name in shares[:5] if s > least]
 
+def _hum(t: dict) -> float:
+    "The hum of a clip; none if it is short, or of an older cache."
+    return NO_HUM if t.get('hum') is None else t['hum']
+
 def _sound(table: list[dict]) -> dict:
-    "Silence and clipping of measured clips."
+    "Silence, clipping and hum of measured clips."
     ends = ('leading', 'inner', 'trailing')
     silent = lambda t: sum(t[e] for e in ends)
     return {'silence': {e: round(float(np.mean([t[e] for t in table])), 4) for e in ends},
             'most_silent': _worst(table, silent),
             'clipped': sum(t['clipped'] > CLIPPED for t in table),
             'most_clipped': _worst(table, lambda t: t['clipped'], CLIPPED),
+            'hum': sum(_hum(t) > HUM for t in table), 'most_hum': _worst(table, _hum, HUM),
             'same_sound': _alike(table, lambda t: t['sound'])}
 
 def summary(
@@ -604,6 +633,9 @@ def report_text(
                   '  most in  ' + (_shares(report['most_silent']) or 'none'),
                   f'clipped    {report["clipped"]}'
                   + (f': {_shares(report["most_clipped"])}' if report['clipped'] else '')]
+    if report.get('hum'):
+        worst = ', '.join(f'{visible(w["id"], 40)} {w["share"]:.0f} dB' for w in report['most_hum'])
+        lines.append(f'hum        {report["hum"]}: {worst}')
     lines += [f'dropped    {len(report["dropped"])}',
               *(f'  {n:,} × {kind}' for kind, n in report['reasons'].items())]
     lines += [f'  {visible(d["id"])}: {d["reason"]}' for d in report['dropped'][:most]]
