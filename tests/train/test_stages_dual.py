@@ -166,6 +166,8 @@ def test_a_row_of_the_table_and_that_of_an_older_record():
     row = older | {'ratio': 2., 'spread': 0.1, 'busy': {'host': 0.1, 'data': 0.25, 'model': 0.4}}
     assert pipeline_table([older, row]) == [
         shown, shown | {'ratio': 2., 'spread': 0.1, 'data busy': '25.0%'}]
+    names = [r['name'] for r in pipeline_table([row | {'name': n} for n in ('serial', 'pipelined_real')])]
+    assert names == ['serial, emulated', 'pipelined_real']   # the stages of the first only sleep
 
 def test_arms_run_in_turn():
     ran, told = [], []

@@ -431,7 +431,8 @@ def pipeline_rows(
 def pipeline_table(rows: list[dict]) -> list[dict]:
     "Rows of `pipeline_rows`, formatted; older records lack the shares of the stages."
     share = lambda value: None if value is None else f'{value:.1%}'
-    return [{'name': r['name'], 'batches/s': f'{r["rate"]:,.2f}', 'ratio': r.get('ratio'),
+    name = lambda n: f'{n}, emulated' if n in ('serial', 'pipelined') else n   # of `benchmarks/dual.py`
+    return [{'name': name(r['name']), 'batches/s': f'{r["rate"]:,.2f}', 'ratio': r.get('ratio'),
              'spread': r.get('spread'), 'of the ideal': share(r['rate'] / r['ideal_rate']),
              'data busy': share(r.get('busy', {}).get('data')), 'model waits': share(r['model_wait_share']),
              'batches before the model': r['ring_max']} for r in rows]
