@@ -2165,6 +2165,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'xtts_nb/speech/evaluate.py'),
                                          'xtts_nb.speech.evaluate._number': ('speech/evaluate.html#_number', 'xtts_nb/speech/evaluate.py'),
                                          'xtts_nb.speech.evaluate._row': ('speech/evaluate.html#_row', 'xtts_nb/speech/evaluate.py'),
+                                         'xtts_nb.speech.evaluate._samples': ( 'speech/evaluate.html#_samples',
+                                                                               'xtts_nb/speech/evaluate.py'),
                                          'xtts_nb.speech.evaluate._scale': ('speech/evaluate.html#_scale', 'xtts_nb/speech/evaluate.py'),
                                          'xtts_nb.speech.evaluate._score_row': ( 'speech/evaluate.html#_score_row',
                                                                                  'xtts_nb/speech/evaluate.py'),

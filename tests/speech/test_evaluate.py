@@ -1,4 +1,5 @@
 "Scores of sounds whose answers are known, what is offered, and a small model from its clips to its report."
+import dataclasses
 import json
 import re
 import sys
@@ -333,6 +334,12 @@ def test_the_model_card(evaluation, prepared):
                  '| pitch error, cents | 0.12 | 1.12 | 2.12 | 3.12 | 4.12 | – |'):
         assert f'{line}\n' in text, line
     assert text.startswith('---\n') and text.endswith('.\n') and 'no use' not in text
+    assert text.count('.wav)') == 6
+    assert f'- {scored.trials[2].clip.text}: [model](wavs/002-model.wav)' in text
+    trial = scored.trials[0]
+    odd = scored._replace(trials=[trial._replace(clip=dataclasses.replace(trial.clip, text='a [b](c)'))])
+    assert '- a \\[b\\](c): [model](wavs/000-model.wav), [recording](wavs/000-recording.wav)\n' in model_card(
+        odd, config)
     silent = scored._replace(scores=[row | {'model': row['model'] | {'missing': 1}}])
     note = 'Some clips of the model have no sound'
     assert note not in text and note in model_card(silent, config)

@@ -880,6 +880,12 @@ def _cells(rows: dict) -> str:
     plain = lambda value: visible(str(value)).replace('|', '\\|')
     return rows_markdown([{'name': name, 'value': plain(value)} for name, value in rows.items()])
 
+def _samples(trials: list[Trial], most: int = 3) -> str:
+    "Links to what the model said, beside the recordings; the sounds are those of `evaluation_report`."
+    plain = lambda text: visible(text).replace('[', '\\[').replace(']', '\\]')
+    return '\n'.join(f'- {plain(trial.clip.text)}: [model](wavs/{k:03d}-model.wav), '
+                     f'[recording](wavs/{k:03d}-recording.wav)' for k, trial in enumerate(trials[:most]))
+
 def _scores_markdown(scores: list[dict]) -> str:   # of `Evaluation`
     "The medians of what is offered."
     rows = [{'name': f'{s["name"]}, {s["unit"]}'.rstrip(', ')} |
@@ -924,7 +930,8 @@ def model_card(
         '## Data', _cells(data), '## Training', _cells(made), '## Scores',
         f'Medians of {about["clips"]} clips ({seen}), with {about["vocoder"]} for the sound. Copy-synthesis '
         'is the sound of the codes of the recording, which no model of these codes can pass.',
-        _scores_markdown(evaluation.scores), '## Licence and consent',
+        _scores_markdown(evaluation.scores), '## Samples', _samples(evaluation.trials),
+        '## Licence and consent',
         'To fill in: the licence of the recordings and of the model that it began from; that the speakers '
         'have agreed. Nobody may be made to say what they did not say.\n'])
 
