@@ -27,6 +27,7 @@ LESSONS = [path for path in notebooks() if path.parent.name == 'nbs' and path.st
 SECONDS = 900   # of a lesson, on a slow machine with other work
 WATCHES = re.compile(r'gpu_live\(|LiveCallback\(')
 ARM = re.compile(r'^(.+?): .* busy, .*variation', re.MULTILINE)   # a line of the summary of an arm
+PICTURE = '.jp-RenderedImage img, .jp-RenderedSVG img'
 NAMES = 'chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'
 SETTINGS = {'notification': {'fetchNews': 'false', 'checkForUpdates': False, 'doNotDisturbMode': True}}
 WHERE = 'import xtts_nb; print(xtts_nb.__file__)'   # a last cell
@@ -170,7 +171,7 @@ def check_seen(page, frames: set[str], cells: list[dict], stem: str):
              and any('image/png' in output.get('data', {}) for output in cell.get('outputs', []))]
     assert any(len(arms(cells[i])) > 1 for i in shown), 'no picture with two named arms'
     for i in shown:
-        picture = page.locator('.jp-Notebook .jp-Cell').nth(i).locator('.jp-RenderedImage img').first
+        picture = page.locator('.jp-Notebook .jp-Cell').nth(i).locator(PICTURE).first
         kind = 'svg+xml' if len(arms(cells[i])) > 1 else 'png'   # a comparison is played again
         assert picture.get_attribute('src').startswith(f'data:image/{kind}')
         keep(picture, f'{stem}-{i}.png')
