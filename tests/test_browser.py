@@ -219,23 +219,20 @@ def test_a_lesson_runs_and_shows_its_arms(installed, pages, path, browser, lab, 
         check_ran(read(), installed)
 
 
-def test_the_pages_are_searched(chromium, tmp_path):
+def test_the_pages_are_searched(browser, tmp_path):
     "Headings first; letters that differ by keyboard only are the same."
-    if not chromium: pytest.skip('no Chromium')
-    from playwright.sync_api import sync_playwright
+    if not browser: pytest.skip('no Chromium')
     parts = [['a.html#A', 'One', 'a second word'], ['a.html#B', 'Second', 'one كتاب'],
              ['c.html#C', 'Third', 'x'], ['d.html#D', 'Fourth', 'آن‌ها ' * 90 + 'این کار می‌شود']]
     (tmp_path / 'search.html').write_text(f'<meta charset="utf-8">{search_body(parts)}', encoding='utf-8')
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=['--no-sandbox'])
-        page = browser.new_page()
-        page.goto((tmp_path / 'search.html').as_uri())
-        def found(words):
-            page.fill('#words', words)
-            return page.eval_on_selector_all('#found a', 'links => links.map(a => a.getAttribute("href"))')
-        assert found('SECOND') == ['a.html#B', 'a.html#A'] and found('one second') == ['a.html#A', 'a.html#B']
-        assert found('کتاب') == ['a.html#B'] and found('') == []
-        page.fill('#words', 'می‌شود')   # typed with the joiner or without: the words around it are shown
-        assert 'این کار می‌شود' in page.inner_text('#found')
-        assert found('third one') == [] and 'Nothing holds' in page.inner_text('#found')
-        browser.close()
+    page = browser.new_page()
+    page.goto((tmp_path / 'search.html').as_uri())
+    def found(words):
+        page.fill('#words', words)
+        return page.eval_on_selector_all('#found a', 'links => links.map(a => a.getAttribute("href"))')
+    assert found('SECOND') == ['a.html#B', 'a.html#A'] and found('one second') == ['a.html#A', 'a.html#B']
+    assert found('کتاب') == ['a.html#B'] and found('') == []
+    page.fill('#words', 'می‌شود')   # typed with the joiner or without: the words around it are shown
+    assert 'این کار می‌شود' in page.inner_text('#found')
+    assert found('third one') == [] and 'Nothing holds' in page.inner_text('#found')
+    page.close()
