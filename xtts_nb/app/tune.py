@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'HELD_OUT', 'JUDGED', 'NO_CORPUS', 'TuningStage', 'judged_words', 'plan_tuning', 'run_stage', 'tune',
-           'tuned_model', 'tuning_text', 'tuning_page']
+           'tuned_model', 'Outcome', 'tuning_text', 'tuning_page']
 
 # %% ../../nbs/app/tune.ipynb #c0720003
 import html
@@ -221,24 +221,31 @@ def _typed(command: str) -> str:
     "A command to be copied."
     return f'<pre style="white-space: pre-wrap">{html.escape(command)}</pre>'
 
-def _outcome(done: dict, out: Path) -> tuple[dict, dict, list[dict], str]:   # done: of `tune`
-    "The figures, the line of the model that is kept, the log, and whether to train on."
+class Outcome(NamedTuple):
+    "What a tuning came to."
+    figures: dict
+    kept: dict         # the line in the log of the model that is kept
+    log: list[dict]
+    judge: str         # by what it was chosen
+    more: str          # whether more updates are worth trying
+
+def _outcome(done: dict, out: Path) -> Outcome:   # done: of `tune`
     result = {name: stage['result'] for name, stage in done.items()}
     log, judge = read_json_lines(out / 'run' / 'metrics.jsonl'), _judge(out / 'run' / 'config.yaml')
     kept = _kept(result['train'], log)
     more = _more(kept, result['train']['steps'], judge, '--model' in done['train']['words'])
-    return _figures(result, kept), kept, log, more
+    return Outcome(_figures(result, kept), kept, log, judge, more)
 
 def tuning_text(done: dict, out: Path) -> str:   # done: of `tune`
     "What was used and what came of it, in a few lines."
-    figures, _, _, more = _outcome(done, out)
-    return '; '.join(f'{name}: {value}' for name, value in figures.items()) + f'\n{more}'
+    found = _outcome(done, out)
+    return '; '.join(f'{name}: {value}' for name, value in found.figures.items()) + f'\n{found.more}'
 
 # %% ../../nbs/app/tune.ipynb #c0720018
 def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: of `tune`
     "What was made, with links to the page of each stage."
     result = {name: stage['result'] for name, stage in done.items()}
-    corpus, (figures, kept, log, more) = result.get('corpus', NO_CORPUS), _outcome(done, out)
+    corpus, found = result.get('corpus', NO_CORPUS), _outcome(done, out)
     links = {'corpus': ('corpus/listen.html', 'Listen to the cuts, and see what was left out'),
              'prepare': ('cache/report.html', 'The clips: lengths, letters, levels, and what was unusable'),
              'evaluate': ('scores/report.html', 'All scores, and clips to listen to'),
@@ -249,11 +256,10 @@ def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: 
         best = max(corpus['clips'], key=lambda clip: clip['score'])
         voice = shlex.quote(str(out / 'corpus' / best['file']))
     said = '"Hello there."' if language == 'en' else f'TEXT --language {shlex.quote(language)}'
-    pieces = [facts(figures), *(f'<p><a href="{place}">{text}</a></p>'
+    pieces = [facts(found.figures), *(f'<p><a href="{place}">{text}</a></p>'
                                 for name, (place, text) in links.items() if name in (*result, 'card')),
               heading('Losses', 'Once that of the held-out sentences rises, more updates make it worse.'),
-              *_losses(log),
-              *_candidates(log, out / 'run', kept, _judge(out / 'run' / 'config.yaml'))]
+              *_losses(found.log), *_candidates(found.log, out / 'run', found.kept, found.judge)]
     if 'evaluate' in result:
         seen = ', as those by which the model was chosen' if result['train'].get('best') else ''
         pieces += [heading('Scores', f'Of held-out sentences{seen}; beside them the recordings and an '
@@ -261,7 +267,7 @@ def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: 
                    scores_table(result['evaluate']['scores'])]
     pieces += [heading('What was typed'),
                *(_typed(shlex.join(['xtts-nb', *s['words']])) for s in done.values()),
-               heading('Next', f'{more} Speak, save a voice, serve:'),
+               heading('Next', f'{found.more} Speak, save a voice, serve:'),
                _typed(f'xtts-nb say {said} --model {model} --voice {voice}'),
                _typed(f'xtts-nb voices add NAME {voice} --model {model} --voices voices'),
                _typed(f'xtts-nb serve --model {model} --voices voices')]
