@@ -1,4 +1,5 @@
-"""Each lesson from the wheel in a clean environment: every cell runs, nothing is written on stderr.
+"""Each lesson, from its install cell on, in an environment that held only a kernel: every cell runs,
+nothing is written on stderr.
 
 In JupyterLab and a headless Chromium, where the live view and its arms are seen too; in a kernel
 alone where there is none."""
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from pages import search_body
 from tree import ROOT, notebooks
-from wheels import there, users_environment
+from wheels import users_environment
 
 from xtts_nb.config import workspace
 from xtts_nb.train.profile import free_port
@@ -40,6 +41,11 @@ nbformat.write(page, sys.argv[1])
 '''
 
 
+def pip_environment() -> dict:
+    "Modules are compiled where they are imported, which most are not."
+    return users_environment() | {'PIP_COMPILE': '0', 'PIP_DISABLE_PIP_VERSION_CHECK': '1'}
+
+
 @pytest.fixture(scope='module')
 def chromium() -> Path | None:
     "The browser of this machine, or the one that Playwright fetched, if what drives it is here too."
@@ -54,20 +60,43 @@ def chromium() -> Path | None:
 
 
 @pytest.fixture(scope='module')
-def pages(installed, tmp_path_factory) -> Path:
-    "The pages as `xtts-nb notebooks` copies them out of the wheel."
+def pages(tmp_path_factory) -> Path:
+    "The lessons and nothing beside them, as Colab opens them."
     home = tmp_path_factory.mktemp('pages')
-    there(installed, 'xtts-nb', 'notebooks', home / 'lab', cwd=home)
-    return home / 'lab'
+    for lesson in LESSONS: shutil.copy(lesson, home)
+    return home
 
 
 @pytest.fixture(scope='module')
-def path(installed) -> str: return f'{installed}{os.pathsep}{os.environ["PATH"]}'
+def bare(tmp_path_factory) -> Path:
+    "The scripts of an environment that holds a kernel, and nothing of the library or TensorFlow."
+    home = tmp_path_factory.mktemp('bare')
+    subprocess.run([sys.executable, '-m', 'venv', home], check=True)
+    python = home / 'bin' / 'python'
+    done = subprocess.run([python, '-m', 'pip', 'install', '-q', 'ipykernel'], env=pip_environment(),
+                          capture_output=True, text=True)
+    if done.returncode: pytest.skip(f'pip cannot install ipykernel here: {done.stderr.splitlines()[-1]}')
+    kernel = home / 'kernels/python3/kernel.json'
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text(json.dumps({
+        'argv': [str(python), '-m', 'ipykernel_launcher', '-f', '{connection_file}'],
+        'display_name': 'Python 3', 'language': 'python'}))
+    return python.parent
 
 
 @pytest.fixture(scope='module')
-def lab(chromium, installed, pages, path, tmp_path_factory):
-    "The address of a JupyterLab over the pages, whose kernel is Python of the clean environment."
+def user(bare, wheels) -> dict:
+    "The environment of somebody whose pip knows the wheel of this checkout."
+    kept = {k: v for k, v in users_environment().items() if not k.startswith('JUPYTER')}
+    links = f'{wheels[0].parent} {os.environ.get("PIP_FIND_LINKS", "")}'.strip()
+    return kept | pip_environment() | {
+        'PIP_FIND_LINKS': links, 'JUPYTER_PATH': str(bare.parent), 'CUDA_VISIBLE_DEVICES': '-1',
+        'PATH': f'{bare}{os.pathsep}{os.environ["PATH"]}'}
+
+
+@pytest.fixture(scope='module')
+def lab(chromium, pages, user, tmp_path_factory):
+    "The address of a JupyterLab over the pages, whose kernel is Python of the bare environment."
     if not chromium: return (yield)
     home = tmp_path_factory.mktemp('home')
     (home / 'settings/@jupyterlab/apputils-extension').mkdir(parents=True)
@@ -77,17 +106,10 @@ def lab(chromium, installed, pages, path, tmp_path_factory):
     tracker = home / 'settings/@jupyterlab/notebook-extension/tracker.jupyterlab-settings'
     tracker.parent.mkdir()
     tracker.write_text(json.dumps({'windowingMode': 'none'}))   # cells out of sight are drawn too
-    kernel = home / 'data/kernels/python3/kernel.json'
-    kernel.parent.mkdir(parents=True)
-    kernel.write_text(json.dumps({
-        'argv': [str(installed / 'python'), '-m', 'ipykernel_launcher', '-f', '{connection_file}'],
-        'display_name': 'Python 3', 'language': 'python'}))
-    kept = {k: v for k, v in users_environment().items() if not k.startswith('JUPYTER')}
-    env = kept | {'JUPYTER_CONFIG_DIR': str(home / 'config'), 'JUPYTER_DATA_DIR': str(home / 'data'),
-                  'JUPYTER_RUNTIME_DIR': str(home / 'runtime'), 'JUPYTER_PATH': str(home / 'data'),
+    env = user | {'JUPYTER_CONFIG_DIR': str(home / 'config'), 'JUPYTER_DATA_DIR': str(home / 'data'),
+                  'JUPYTER_RUNTIME_DIR': str(home / 'runtime'),
                   'JUPYTERLAB_SETTINGS_DIR': str(home / 'settings'),
-                  'JUPYTERLAB_WORKSPACES_DIR': str(home / 'workspaces'), 'CUDA_VISIBLE_DEVICES': '-1',
-                  'PATH': path}
+                  'JUPYTERLAB_WORKSPACES_DIR': str(home / 'workspaces')}
     port = free_port()
     command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--ip=127.0.0.1', f'--port={port}',
                '--allow-root', '--ServerApp.port_retries=0', '--IdentityProvider.token=',
@@ -188,13 +210,13 @@ def prepared(file: Path) -> Path:
     return file
 
 
-def check_ran(cells: list[dict], installed: Path):
-    "No error, no line on stderr; the library was that of the wheel."
+def check_ran(cells: list[dict], bare: Path):
+    "No error, no line on stderr; the library was that which pip installed."
     outputs = [output for cell in cells for output in cell.get('outputs', [])]
     assert not [output['evalue'] for output in outputs if output['output_type'] == 'error']
     assert not [output['text'] for output in outputs if output.get('name') == 'stderr']
     file = Path(''.join(cells[-1]['outputs'][0]['text']).strip())
-    assert file.is_relative_to(installed.parent) and not file.is_relative_to(ROOT), file
+    assert file.is_relative_to(bare.parent) and not file.is_relative_to(ROOT), file
 
 
 def test_there_is_a_browser(chromium):
@@ -204,19 +226,21 @@ def test_there_is_a_browser(chromium):
 
 
 @pytest.mark.parametrize('lesson', LESSONS, ids=lambda path: path.stem)
-def test_a_lesson_runs_and_shows_its_arms(installed, pages, path, browser, lab, lesson):
+def test_a_lesson_runs_and_shows_its_arms(bare, user, pages, browser, lab, lesson):
     "At the sizes that a user gets, with its slow cells."
     file, read = prepared(pages / lesson.name), lambda: json.loads(file.read_text(encoding='utf-8'))['cells']
     if browser:
         page = run_notebook(browser, lab, lesson.name)
         frames = watch(page, lesson.stem)
         page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
-        check_ran(read(), installed)
+        check_ran(read(), bare)
         check_seen(page, frames, read(), lesson.stem)
         page.close()
     else:
-        there(installed, 'python', '-c', ALONE, file, cwd=pages, PATH=path)
-        check_ran(read(), installed)
+        done = subprocess.run([sys.executable, '-c', ALONE, file], cwd=pages, env=user, capture_output=True,
+                              text=True)
+        assert done.returncode == 0, done.stderr
+        check_ran(read(), bare)
 
 
 def test_the_pages_are_searched(browser, tmp_path):

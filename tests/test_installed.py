@@ -1,4 +1,4 @@
-"The wheel, which must be that of the sdist, in a clean environment; test_browser runs its lessons."
+"The wheel, which must be that of the sdist, in a clean environment."
 import zipfile
 from pathlib import Path
 

@@ -105,14 +105,13 @@ def test_a_lesson_begins_with_its_installation(name):
     found = json.loads((ROOT / f'nbs/{name}.ipynb').read_text(encoding='utf-8'))['cells']
     title, code = ([''.join(c['source']) for c in found][i] for i in (1, 2))
     assert title.startswith('# ') and code.startswith('#| hide\n#| eval: false\n')
-    packages = r"'xtts_nb\[(\w+)\]'(?: nbclient)?"
-    installs = re.search(rf"if not find_spec\('xtts_nb'\):\n    %pip install -q {packages}$", code)
+    installs = re.search(r"if not find_spec\('xtts_nb'\):\n    %pip install -q 'xtts_nb\[(\w+)\]'$", code)
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']
     assert installs[1] in project['optional-dependencies']
 
 
 TAKES_TENSORFLOW = re.compile(
-    r'^ *(import|from) (tensorflow|keras|xtts_nb\.(data|models|speech|train)\b)', re.M)
+    r'^ *(import|from) (tensorflow|keras|xtts_nb\.(app|data|models|monitor\.diagnose|speech|train)\b)', re.M)
 
 @pytest.mark.parametrize('path', [p for p in PAGES if p.parent.name == 'nbs'], ids=name)
 def test_a_lesson_prepares_tensorflow_before_it_imports_it(path):
