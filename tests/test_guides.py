@@ -104,6 +104,9 @@ def test_the_commands_of_a_guide(page, count, made, corpus, mini, cheap, ran, tm
         assert done.code == 0, (words, done.err)
     assert len(lines) == count
     for path in made: assert Path(path).exists(), path
+    for block in blocks(page):
+        if 'Speaker' in block: exec(block.replace('Hello there.', 'aa bb'), {})
+    assert Path('hello.wav').exists() == (page == 'user_guide')
 
 
 def cells(page: str) -> list[str]:
