@@ -345,8 +345,9 @@ def test_a_promise_beside_what_was_measured(name, measured, shown, verdict):
     row = bench.promise_row(name, measured, 'a card', 'why')
     assert (row['measured'], row['where'], row['verdict']) == (shown, 'a card' if shown else '', verdict)
     assert bench.promise_row(name, measured)['verdict'] == verdict.removesuffix(': why')
-    emulated = bench.promise_row(name, measured, 'emulated card', 'why')['verdict']
-    assert emulated == (verdict if measured is None else 'not measured: the time of its step was chosen')
+    emulated = bench.promise_row(name, measured, 'emulated card', 'why')
+    said = verdict if measured is None else f'not measured: {shown} with a step of chosen length'
+    assert (emulated['measured'], emulated['verdict']) == ('', said)
 
 
 def test_a_promise_is_shown_as_its_range():

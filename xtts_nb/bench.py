@@ -523,10 +523,13 @@ def promise_row(
            'promised (guide)': promise.promised()}
     because = limit and f': {limit}'
     if measured is None: return row | {'measured': '', 'where': '', 'verdict': 'not measured' + because}
+    shown = promise.text(measured)
+    if 'emulated' in where:
+        return row | {'measured': '', 'where': where,
+                      'verdict': f'not measured: {shown} with a step of chosen length'}
     sign = -1 if promise.less else 1
     worst, best = sorted((sign * promise.low, sign * promise.high))
-    if 'emulated' in where: verdict = 'not measured: the time of its step was chosen'
-    elif sign * measured > best: verdict = 'beaten'
+    if sign * measured > best: verdict = 'beaten'
     elif sign * measured >= worst: verdict = 'kept'
     else: verdict = 'not reached' + because
-    return row | {'measured': promise.text(measured), 'where': where, 'verdict': verdict}
+    return row | {'measured': shown, 'where': where, 'verdict': verdict}
