@@ -1339,6 +1339,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'xtts_nb/monitor/diagnose.py'),
                                           'xtts_nb.monitor.diagnose.Diagnosis.__len__': ( 'monitor/diagnose.html#diagnosis.__len__',
                                                                                           'xtts_nb/monitor/diagnose.py'),
+                                          'xtts_nb.monitor.diagnose.Diagnosis.__repr__': ( 'monitor/diagnose.html#diagnosis.__repr__',
+                                                                                           'xtts_nb/monitor/diagnose.py'),
                                           'xtts_nb.monitor.diagnose.Diagnosis._repr_markdown_': ( 'monitor/diagnose.html#diagnosis._repr_markdown_',
                                                                                                   'xtts_nb/monitor/diagnose.py'),
                                           'xtts_nb.monitor.diagnose.Diagnosis.lines': ( 'monitor/diagnose.html#diagnosis.lines',

@@ -146,7 +146,7 @@ def test_a_diagnosis_in_text_markdown_and_json():
     assert (said['notes'], said['unseen']) == (['n'], ['u'])
     none = Diagnosis([], m, 'input-bound', shares, None, [], [], 1.)
     head = head.replace('18.0 ms per step, most of it input', 'input-bound: 18.0 ms per step')
-    assert none.lines() == [head, 'Nothing to fix.']
+    assert none.lines() == [head, 'Nothing to fix.'] and repr(none) == f'{head}\nNothing to fix.'
     assert none._repr_markdown_() == f'{head}\n\nNothing to fix.'
 
 

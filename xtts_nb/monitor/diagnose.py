@@ -850,6 +850,8 @@ class Diagnosis:
             f'   Remedy: {f.remedy}.')]
         return head + (found or ['Nothing to fix.']) + self.remarks()
 
+    def __repr__(self) -> str: return '\n'.join(self.lines())
+
     def remarks(self) -> list[str]:
         "What was noted, and what could not be examined."
         return [f'Note: {n}' for n in self.notes] + [f'Not seen: {u}.' for u in self.unseen]
