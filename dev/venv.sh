@@ -41,6 +41,8 @@ else
     .venv/bin/python -m pip install -qq --no-compile -r requirements.lock
     .venv/bin/python -m pip install -qq --no-compile --no-deps --no-build-isolation -e .
 fi
+# Python finds a folder `xtts_nb` beside a script before what pip installs from a checkout, unless the path has this.
+.venv/bin/python -c 'import os, sysconfig; print(os.getcwd(), file=open(sysconfig.get_path("purelib") + "/xtts_nb_checkout.pth", "w"))'
 # Once here, and not in each of the processes with which the tests begin.
 TF_CPP_MIN_LOG_LEVEL=3 CUDA_VISIBLE_DEVICES=-1 PYTHONDONTWRITEBYTECODE= \
     .venv/bin/python -c 'import tensorflow, keras, matplotlib.pyplot, pytest, nbdev.test' 2>/dev/null || true

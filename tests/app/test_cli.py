@@ -396,7 +396,7 @@ def test_one_sentence_names_what_and_the_remedy(kind, bad, prepared, capfd, monk
     ('aa жü', 'en', 'corpus/wavs/good.wav', ['aa жü', 'ж', 'ü', 'without']),
     ('', 'en', 'corpus/wavs/good.wav', ['empty']), ('aa', 'xx', 'corpus/wavs/good.wav', ['xx', 'en']),
     ('...', 'en', 'corpus/wavs/good.wav', ['no letter']),
-    ('aa', 'en', 'no.wav', ['no.wav', 'missing']),
+    ('aa', 'en', 'no.wav', ['no.wav', 'no such recording']),
     ('aa', 'en', 'corpus/wavs/text.wav', ['text.wav', 'audio']),
     ('aa', 'en', 'corpus/wavs/nothing.wav', ['nothing.wav', '0 samples']),
     ('aa', 'en', 'corpus/wavs/short.wav', ['short.wav', 'too short', '0.5 s']),

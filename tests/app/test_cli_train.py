@@ -473,7 +473,7 @@ def test_what_tune_hands_to_its_stages(behind, ran, home):
     plans, tuned = behind('app.tune.plan_tuning', 'the plan'), behind(
         'app.tune.tune', {'train': {'result': {'best': {'step': 5}}}})
     pages = behind('app.tune.tuning_page', Path('o/index.html'))
-    texts = behind('app.tune.tuning_text', 'FIGURES')
+    texts, commands = behind('app.tune.tuning_text', 'FIGURES'), behind('app.tune.next_commands', ['SAY', ''])
     done = ran('tune a.mp3 --out o --text t --language de --model m --finetune lora --preset tiny --config c '
                '--mix OLD --steps 7 --skip evaluate --json')
     assert done.code == 0 and (done.json['run'], done.json['model']) == ('o/run', 'o/run/best')
@@ -485,7 +485,7 @@ def test_what_tune_hands_to_its_stages(behind, ran, home):
     assert plan['judged'] == ('--set', 'training.judge_by=dtw')   # the file says only how many are spoken
     assert str(plan['mix']) == 'OLD'
     assert asked['stages'] == 'the plan' and str(asked['out']) == 'o' and pages[0]['language'] == 'de'
-    assert str(texts[0]['out']) == 'o'
+    assert str(texts[0]['out']) == str(commands[0]['out']) == 'o' and commands[0]['language'] == 'de'
 
 def test_the_end_tells_what_was_forgotten(behind):
     old = {'before': 2.5, 'after': 2.25}

@@ -196,7 +196,7 @@ def test_bars(monkeypatch, capsys):
 def test_a_narrow_terminal_cuts_nothing_but_the_note(monkeypatch, capsys, columns):
     monkeypatch.setenv('COLUMNS', str(columns))
     with terminal.progress() as tell:
-        for done in (0, 1, 2, 12345): tell('read the recording', done, 12345, 'loss 3.805 ' * 6)
+        for done in (0, 1, 2, 12345): tell('read the recording', done, 12345, 'loss 3.805  ' * 6)
     line = [l for l in capsys.readouterr().err.splitlines() if l.strip()][-1]
     assert line.startswith('read the recording ') and ' 12345/12345 ' in line and ' loss 3.805' in line
     assert '…' not in line and len(line.rstrip()) <= columns and ('━' in line) == (columns == 130)

@@ -115,7 +115,7 @@ def test_say(ran, behind, bars, speakers):
     assert made == [('the model of run', usual),
                     ('the model of run', given | usual | {'retries': 0, 'check_words': True})]
     assert ran('say Hallo --model run --voice a.wav').out.endswith(
-        'griffin-lim\npiece 1, "Hallo": no end, left\n')
+        'griffin-lim\npiece 1, "Hallo": no end, left as it is\n')
     assert [(str(s['path']), s['wav'].shape, s['sample_rate']) for s in saved] == [
         ('say.wav', (33084,), 22050), ('o.wav', (33084,), 22050), ('say.wav', (33084,), 22050)]
     found = behind('speech.voices.find_voice', ['ANNA'])

@@ -587,8 +587,8 @@ def test_what_does_not_belong_together_is_named(corpus, mine, small, tokenizer, 
 
 @pytest.mark.parametrize('part, shared, clips, fault', [
     ((1, 1), False, 0, None), ((1, 2), True, 4, None), ((2, 2), True, 4, None),
-    ((2, 2), True, 3, '3 clips make 1 shards'),
-    ((5, 5), True, 13, None), ((1, 6), True, 15, '15 clips make 5 shards'),
+    ((2, 2), True, 3, '3 clips can be divided into 1 at most'),
+    ((5, 5), True, 13, None), ((1, 6), True, 15, '15 clips can be divided into 5 at most'),
     ((2, 2), False, 9, 'share one DVAE'),
     ((2, 1), True, 9, 'I from 1 to N'), ((0, 1), True, 9, 'I from 1 to N')])
 def test_parts_that_can_just_be_made(part, shared, clips, fault):
@@ -598,7 +598,7 @@ def test_parts_that_can_just_be_made(part, shared, clips, fault):
 
 @pytest.mark.parametrize('part, shared, words',
                          [((0, 3), True, 'I from 1 to N'), ((4, 3), True, 'I from 1 to N'),
-                          ((1, 9), True, 'make 5 shards'), ((1, 2), False, 'share one DVAE')])
+                          ((1, 9), True, 'into 5 at most'), ((1, 2), False, 'share one DVAE')])
 def test_parts_that_cannot_be_made(corpus, small, tokenizer, tmp_path, part, shared, words):
     with pytest.raises(UserError, match=words):
         prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer if shared else None, shard_clips=3,

@@ -2,6 +2,7 @@
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -230,6 +231,17 @@ def test_the_same_work_comes_before_its_threads():
     stage = next(s for s in some if s.name == 'Map')
     assert page._shape(some, stage, .9, 1., True) == (page.EVERY_EPOCH, .05)
     assert page._shape(some, stage, .9, 1., False) == (page.SERIAL, 1 / page.cores())
+
+def test_rows_that_are_in_memory_are_not_to_be_cached():
+    some = page.stages(tf.data.Dataset.from_tensor_slices(np.ones((64, 3))).shuffle(9).batch(16))
+    assert page._shape(some, some[0], .9, 1., True) == (page.ROWS, .4)
+    assert page._shape(some, some[0], .2, 1., True) is None
+
+def test_the_function_of_a_stage_is_named():
+    def load(x): return x + 1
+    stage = page.stages(tf.data.Dataset.range(4).map(load))[-1]
+    assert page._of(stage) == f' (load, test_input_rules.py:{load.__code__.co_firstlineno})'
+    assert page._of(page.stages(tf.data.Dataset.range(4))[-1]) == ''
 
 @pytest.mark.parametrize('again', [False, True])
 def test_windows_that_are_made_one_by_one(again):

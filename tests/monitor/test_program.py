@@ -76,8 +76,8 @@ def test_rows_of_several_calls_are_one_finding():
     found = only(look(1))
     assert found.place == 'watched.py:4'
     assert found.predicted_gain == pytest.approx(1 / (1 - .55 * .96), rel=.1)
-    assert found.evidence.startswith('model.fit is called 6 times with 1 step each, 500.0 ms a call; '
-                                     'the model is called 5 times')
+    assert found.evidence.startswith('model.fit in line 4 is called 6 times with 1 step each, 500.0 ms a '
+                                     'call; the model in line 3 is called 5 times')
     assert 'call model.fit once' in found.remedy and 'times with 2 steps' in only(look(2)).evidence
     assert only(look(3)).place == 'watched.py:3'   # the other call alone
 
@@ -620,6 +620,16 @@ def test_a_fit_in_a_loop_is_seen_from_inside():
     assert watch.fits[0].wait_share == 0. < .3 < watch.fits[-1].wait_share
     found, _ = explain(watch)
     assert found[0].disease == 'single-threaded map'
+
+@pytest.mark.parametrize('looks, seconds, judged', [(19, .49, False), (20, .49, True), (19, .5, True)])
+def test_a_program_that_is_too_short_is_not_judged(monkeypatch, looks, seconds, judged):
+    part = replace(seen(), end=seconds)
+    part.looks = seen(['graph'] * looks).looks
+    monkeypatch.setattr(page, 'steady_part', lambda watch: part)
+    monkeypatch.setattr(page, '_asked', lambda rules, seen, notes: [])
+    found, notes = explain(SimpleNamespace(windows=[]))
+    assert found == [] and (page.TOO_SHORT in notes[0]) is not judged
+    assert page.finding_lines(found, notes)[0] == ('Nothing to fix.' if judged else 'Not judged.')
 
 def test_a_method_keeps_its_object():
     class Trainer:

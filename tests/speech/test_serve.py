@@ -355,7 +355,7 @@ def test_a_folder_of_voices(tmp_path):
     os.utime(tmp_path / 'a.safetensors', (1, 1))
     (tmp_path / 'c.safetensors').unlink()
     assert voices() == {'a': '5'} and len(lines) == 1 and loads == ['a', 'b', 'c', 'a']
-    with pytest.raises(UserError, match='is no folder of voices'): VoiceFolder(tmp_path / 'none', load)
+    with pytest.raises(UserError, match='is no such folder of voices'): VoiceFolder(tmp_path / 'none', load)
 
 def test_a_voice_is_another_when_its_file_is_even_if_the_time_is_not(tmp_path):
     voices, path, other = VoiceFolder(tmp_path, Path.read_text), tmp_path / 'a.safetensors', tmp_path / 'b'

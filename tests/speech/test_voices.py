@@ -165,7 +165,7 @@ def test_voices_are_listed_and_removed(plain):
     with pytest.raises(UserError, match=r'has no voice "one" \(it has: three\)'): remove_voice(plain, 'one')
     remove_voice(plain, 'three')
     with pytest.raises(UserError, match=r'\(it has: none\)'): voice_path(plain, 'one', exists=True)
-    with pytest.raises(UserError, match='is no folder of voices; make one'): list_voices(plain / 'none')
+    with pytest.raises(UserError, match='is no such folder of voices; make one'): list_voices(plain / 'none')
 
 
 # --- between voices -----------------------------------------------------------------------------------------
@@ -196,9 +196,12 @@ def test_voices_of_two_models_are_not_blended(plain):
 
 # --- what a user means --------------------------------------------------------------------------------------
 
-def test_a_voice_is_found(shelf, singer):
+def test_a_voice_is_found(shelf, singer, tmp_path):
     recordings = ['a.wav', shelf / 'b.flac']
     assert find_voice(recordings, singer.xtts) is recordings
+    there = [str(tmp_path / 'a.wav')]
+    Path(there[0]).touch()
+    assert find_voice(there, singer.xtts, tmp_path) is there   # a file, not a name
     saved = load_voice(shelf / 'low.safetensors', singer.xtts)
     for given, folder in (([shelf / 'low.safetensors'], None), (['low'], shelf)):
         assert np.array_equal(find_voice(given, singer.xtts, folder).prompt, saved.prompt)

@@ -102,6 +102,13 @@ class Valley:
         self.steps += 1
         return {'loss': np.float32(self.loss(float(self.optimizer.learning_rate(number))))}
 
+@pytest.mark.parametrize('fall, found', [(.03, True), (.01, False)])
+def test_nothing_is_suggested_where_no_rate_lowers_the_loss(fall, found, tmp_path):
+    flat = find_learning_rate(Valley(lambda rate: 1 - fall * (1e-4 < rate < 1e-2)), high=1., steps=100)
+    assert (flat['suggestion'] is not None) == found
+    finders.plot_learning_rate(flat, tmp_path / 'a.png')
+    assert (tmp_path / 'a.png').stat().st_size > 1000
+
 @pytest.mark.parametrize('best', [1e-5, 1e-3, 1e-1])
 def test_the_suggestion_lies_below_the_lowest_loss(best):
     found = find_learning_rate(Valley(lambda rate: 1 + np.log10(rate / best)**2), high=1e3, steps=100)

@@ -250,7 +250,7 @@ def _no_gpu_reason() -> str | None:
 def check_placement(trial: StepTrial) -> str:
     "Weights, moments, batch and losses are on the GPU."
     if not tf.config.list_logical_devices('GPU'):
-        if reason := _no_gpu_reason(): raise Skipped(reason)
+        if reason := _no_gpu_reason(): raise Skipped(f'no GPU ({reason})')
         raise AssertionError('the driver has a GPU, TensorFlow sees none: '
                              'install tensorflow[and-cuda] with its CUDA libraries')
     update, batch = trial.best.step, to_device(trial.batch)
@@ -287,7 +287,7 @@ def check_monitoring(trial: StepTrial) -> str:
     except UserError as e:
         if tf.config.list_logical_devices('GPU'):
             raise AssertionError(f'TensorFlow has a GPU, NVML has none: {e}') from None
-        raise Skipped(_no_gpu_reason() or str(e)) from None
+        raise Skipped(f'no GPU ({_no_gpu_reason() or e})') from None
     with sampler: trial.losses('graph', 10)
     sampler.sample()
     gpus = {label: d for label, d in sampler.summary()['devices'].items() if label.startswith('GPU')}
@@ -336,6 +336,7 @@ def run_checks(
         except Skipped as e: result, reason = 'SKIPPED', str(e)
         except Exception as e: result, reason = 'FAILED', _error_line(e)   # the next check is made
         rows.append({'name': name, 'result': result, 'reason': reason})
+    if progress: progress(len(rows), len(checks), name)
     return rows
 
 def _error_line(error: Exception) -> str:
@@ -377,7 +378,8 @@ def preflight_text(rows: list[dict]) -> str:
     "A line for each."
     fields = Obstacle.__dataclass_fields__
     lines = [f'{row["program"]}: {Obstacle(**{f: row[f] for f in fields}).line}' for row in rows]
-    return '\n'.join(['On a GPU (read from the graphs):', *(lines or preflight_lines([]))])
+    return '\n'.join(['What a GPU would find hard here, read from the graphs (no fault of this machine):',
+                      *(lines or preflight_lines([]))])
 
 # %% ../../nbs/app/check.ipynb #4e904002
 PACKAGES = 'tensorflow', 'keras', 'numpy', 'nvidia-ml-py', 'soundfile', 'jupyterlab', 'ipywidgets'
@@ -394,7 +396,7 @@ def machine() -> dict:   # {what: value}, as text
     facts |= {name: _version(name) for name in PACKAGES}
     facts |= {'CPU': f'{cpu_name()}, {cores()} cores for this process',
               'memory': gib(psutil.virtual_memory().total)}
-    if reason := _no_gpu_reason(): return facts | {'GPU': reason}
+    if reason := _no_gpu_reason(): return facts | {'GPU': f'none ({reason})'}
     import pynvml as nv
     build = tf.sysconfig.get_build_info()
     facts |= {f'GPU {card.index}': f'{card.name}, {gib(card.memory_total)}' for card in visible_cards()}

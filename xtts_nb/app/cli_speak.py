@@ -42,7 +42,8 @@ def _spoken(out: Path, seconds: float, speaker, report: list[dict]) -> tuple[dic
     result = {'wav': str(out), 'seconds': round(seconds, 3), 'sample_rate': speaker.sample_rate,
               'vocoder': speaker.vocoder, 'report': report}
     lines = [f'{out}: {seconds:.2f} s at {speaker.sample_rate} Hz, {speaker.vocoder}']
-    lines += [f'piece {r["piece"]}, "{visible(r["text"], 30)}": {r["found"]}, {r["done"]}' for r in report]
+    lines += [f'piece {r["piece"]}, "{visible(r["text"], 30)}": {r["found"]}, {r["done"]}'
+              f'{" as it is" * (r["done"] == "left")}' for r in report]
     return result, '\n'.join(lines)
 
 def _check_stream(out: Path | None, check_words: bool):

@@ -10,7 +10,6 @@ __all__ = ['find_app', 'Base', 'Kind', 'AsMade', 'RunFolder', 'Steps', 'HeldOut'
 # %% ../../nbs/app/cli_train.ipynb #08777d06
 import math
 import os
-import shlex
 import sys
 from functools import partial
 from itertools import count
@@ -69,7 +68,7 @@ def _tune(
     from xtts_nb.config import without_start_messages
     with without_start_messages():   # a device is for the stages
         from xtts_nb.app.tune import (
-            judged_words, plan_tuning, tune, tuned_model, tuning_page, tuning_text)
+            judged_words, next_commands, plan_tuning, tune, tuned_model, tuning_page, tuning_text)
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
     plan = plan_tuning(source, out, text, language, base, tuple(skip or ()),
                        words(preset=preset, config=config),
@@ -79,8 +78,7 @@ def _tune(
     page, model = tuning_page(done, out, language), tuned_model(done, out)
     result = {name: stage['result'] for name, stage in done.items()}
     return result | {'page': str(page), 'run': str(out / 'run'), 'model': str(model)}, (
-        f'{tuning_text(done, out)}\nRead and listen: {page}\n'
-        f'xtts-nb say TEXT --model {shlex.quote(str(model))} --voice FILE --language {language}')
+        f'{tuning_text(done, out)}\nRead and listen: {page}\n{next_commands(done, out, language)[0]}')
 
 # %% ../../nbs/app/cli_train.ipynb #8179c210
 @_training('train', renamed='--from', example='--data cache/mine --run runs/mine',
@@ -138,7 +136,9 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
     "Train, as the command `name`: the result, and its text."
     from xtts_nb.train.step import mode_line
     to_stderr(mode_line(trainer.training))
-    if trainer.step: to_stderr(f'{trainer.run} goes on at update {trainer.step}.')
+    complete = trainer.step >= trainer.training.steps
+    how = 'is complete; it goes on with a larger --steps' if complete else f'goes on at update {trainer.step}'
+    if trainer.step: to_stderr(f'{trainer.run} {how}.')
     tell(name, trainer.step, trainer.training.steps, 'compiling')
     try: result = trainer.fit(progress=lambda done, total, line: tell(name, done, total, _note(line)))
     except SystemExit:
@@ -560,7 +560,8 @@ def _find_learning_rate(
         found = find_learning_rate(trainer, low, high, steps, stage(tell, 'raise the rate'))
     plot_learning_rate(found, out)
     suggestion, lowest = found['suggestion'], found['lowest']
-    text = f'training.learning_rate: {suggestion:g} (the loss was lowest at {lowest:.1e}); see {out}'
+    text = (f'training.learning_rate: {suggestion:g} (the loss was lowest at {lowest:.1e}); see {out}'
+            if suggestion else f'No rate lowered the loss: take the preset\'s, or more --steps; see {out}')
     result = {'suggestion': suggestion, 'lowest': lowest, 'updates': len(found['losses']), 'plot': str(out)}
     return result, text
 

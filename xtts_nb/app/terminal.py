@@ -152,7 +152,8 @@ def _code(arguments: list[str], debug: bool) -> int:
         if debug or not hasattr(e, 'format_message'): raise
         message, place = e.format_message(), getattr(e, 'ctx', None)   # of a wrong option
         if not message: return 2   # the help was printed, as nothing was given
-        return _print_error(f'{message} See {place.command_path if place else "xtts-nb"} --help.', 2)
+        command = place.command_path if place else 'xtts-nb'
+        return _print_error(f'{message.rstrip(".")}. See {command} --help.', 2)
     if code == 130: raise KeyboardInterrupt   # how typer reports it
     return code if isinstance(code, int) else 0
 
@@ -203,8 +204,9 @@ def progress():
             tasks[name] = bars.add_task(name, total=total, rate='', note='')
         speed = bars.tasks[tasks[name]].finished_speed or bars.tasks[tasks[name]].speed
         room = console.width - (92 if wide else 62)   # else each column would be cut
-        bars.update(tasks[name], completed=done, total=total, note=note[:max(0, room)],
-                    rate=f'{speed:,.0f}/s' if speed else '')
+        if len(note) > room: note = note[:max(0, room)].rpartition('  ')[0]   # no half value
+        each = '' if not speed else f'{speed:,.0f}/s' if speed >= 1 else f'{1 / speed:.1f} s each'
+        bars.update(tasks[name], completed=done, total=total, note=note, rate=each)
 
     with bars:
         yield tell

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'HELD_OUT', 'JUDGED', 'NO_CORPUS', 'TuningStage', 'judged_words', 'plan_tuning', 'run_stage', 'tune',
-           'tuned_model', 'Outcome', 'tuning_text', 'tuning_page']
+           'tuned_model', 'Outcome', 'tuning_text', 'next_commands', 'tuning_page']
 
 # %% ../../nbs/app/tune.ipynb #c0720003
 import html
@@ -147,7 +147,7 @@ def tuned_model(done: dict, out: Path) -> Path:   # done: of `tune`
 
 def _candidate(line: dict, run: Path, kept: bool) -> str:   # line: of the log, with a validation
     "The row of a model: its scores, and one of the held-out sentences."
-    share = lambda name: f'{round(line[name], 2) + 0:.0%}' if name in line else ''   # no -0%
+    share = lambda name: f'{max(0., line[name]):.0%}' if name in line else ''   # below 0: no words
     cells = [f'{line["step"]:,}', f'{line["val_loss"]:.3f}', share('val_stop'), share('val_words'),
              f'{line["val_dtw"]:.2f}', share('val_length'), 'kept' if kept else '']
     sounds = sorted((run / 'spoken' / f'{line["step"]:09d}').glob('*.wav'))
@@ -202,8 +202,8 @@ def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # updates i
     "Whether more updates are worth trying."
     falls = not kept or kept['step'] >= 0.8 * steps
     if says_no_words(kept):
-        loss = f'The loss still falls, so give it time: the same tune with --steps {5 * steps}.'
-        if not falls: loss = 'The loss no longer falls, so more updates will hardly help.'
+        loss = f'The held-out loss still falls, so give it time: the same tune with --steps {5 * steps}.'
+        if not falls: loss = 'The held-out loss no longer falls, so more updates will hardly help.'
         other = ('Listen to the model that it began from: does it speak this language?' if begun else
                  'A few minutes of speech are too few to learn words from nothing: then begin from a trained '
                  'model, with --model MODEL.')
@@ -239,23 +239,29 @@ def _outcome(done: dict, out: Path) -> Outcome:   # done: of `tune`
 def tuning_text(done: dict, out: Path) -> str:   # done: of `tune`
     "What was used and what came of it, in a few lines."
     found = _outcome(done, out)
-    return '; '.join(f'{name}: {value}' for name, value in found.figures.items()) + f'\n{found.more}'
+    return '\n'.join([*(f'{name}: {value}' for name, value in found.figures.items()), found.more])
+
+def next_commands(done: dict, out: Path, language: str) -> list[str]:   # done: of `tune`
+    "To speak, to save the voice and to serve it; the recording is the clip that fits its text best."
+    model, voice = shlex.quote(str(tuned_model(done, out))), 'A_FEW_SECONDS.wav'
+    if clips := done.get('corpus', {}).get('result', NO_CORPUS)['clips']:
+        best = max(clips, key=lambda clip: clip['score'])
+        voice = shlex.quote(str(out / 'corpus' / best['file']))
+    said = '"Hello there."' if language == 'en' else f'TEXT --language {shlex.quote(language)}'
+    return [f'xtts-nb say {said} --model {model} --voice {voice}',
+            f'xtts-nb voices add NAME {voice} --model {model} --voices voices',
+            f'xtts-nb serve --model {model} --voices voices']
 
 # %% ../../nbs/app/tune.ipynb #c0720018
 def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: of `tune`
     "What was made, with links to the page of each stage."
     result = {name: stage['result'] for name, stage in done.items()}
-    corpus, found = result.get('corpus', NO_CORPUS), _outcome(done, out)
+    found = _outcome(done, out)
     links = {'corpus': ('corpus/listen.html', 'Listen to the cuts, and see what was left out'),
              'prepare': ('cache/report.html', 'The clips: lengths, letters, levels, and what was unusable'),
              'evaluate': ('scores/report.html', 'All scores, and clips to listen to'),
              'card': ('scores/MODEL.md', 'A model card, to be completed')}
     if 'card' not in result.get('evaluate', {}): del links['card']
-    model, voice = shlex.quote(str(tuned_model(done, out))), 'A_FEW_SECONDS.wav'
-    if corpus['clips']:
-        best = max(corpus['clips'], key=lambda clip: clip['score'])
-        voice = shlex.quote(str(out / 'corpus' / best['file']))
-    said = '"Hello there."' if language == 'en' else f'TEXT --language {shlex.quote(language)}'
     pieces = [facts(found.figures), *(f'<p><a href="{place}">{text}</a></p>'
                                 for name, (place, text) in links.items() if name in (*result, 'card')),
               heading('Losses', 'Once that of the held-out sentences rises, more updates make it worse.'),
@@ -268,7 +274,5 @@ def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: 
     pieces += [heading('What was typed'),
                *(_typed(shlex.join(['xtts-nb', *s['words']])) for s in done.values()),
                heading('Next', f'{found.more} Speak, save a voice, serve:'),
-               _typed(f'xtts-nb say {said} --model {model} --voice {voice}'),
-               _typed(f'xtts-nb voices add NAME {voice} --model {model} --voices voices'),
-               _typed(f'xtts-nb serve --model {model} --voices voices')]
+               *map(_typed, next_commands(done, out, language))]
     return write_report(out / 'index.html', 'From recordings to a voice', pieces)

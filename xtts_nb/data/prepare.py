@@ -663,7 +663,7 @@ def check_part(
         raise UserError(f'--shard {i}/{n}: all parts must share one DVAE and one tokenizer; learn them once, '
                         'by xtts-nb prepare on a sample of the corpus, and give its folder with --dvae.')
     if n > shards:
-        raise UserError(f'--shard {i}/{n}: {clips} clips make {shards} shards; make {shards} parts at most.')
+        raise UserError(f'--shard {i}/{n}: {clips} clips can be divided into {shards} at most.')
 
 def _counter(progress: Callable | None, total: int) -> Callable:
     "A function that counts clips and reports the progress."

@@ -367,7 +367,7 @@ def find_missing_prefetch(c: Case) -> Finding | None:
     if gain < MIN_GAIN: return
     last = [s for s in stages(c.dataset) if s.name not in ('Options', 'Repeat', 'Take', 'Skip')][-1:]
     late = c.m.pipeline * (1 + 2 * c.m.variation)   # a batch that comes late
-    uneven = c.m.variation > 0.5 and late > c.m.step
+    uneven = c.m.variation > 0.5 and late > max(c.m.step, 1e-3)   # threads wake no more evenly
     if not uneven and last and last[0].buffer: return   # buffered and even: something else makes it wait
     depth = max(4, 2 * c.m.cycle) if uneven else 2
     seen = f'pipeline {ms(c.m.pipeline)} and step {ms(c.m.step)} take {ms(c.m.loop)} together'
@@ -494,8 +494,8 @@ def note_repeated_compilation(c: Case) -> None:
     if not c.m.rebuilt: return
     each = ms(c.m.rebuilding / c.m.rebuilt)
     c.notes.append(f'{c.m.rebuilt} times during the measurement, a function of the step was traced or '
-                   f'compiled again, for another shape or Python value: {ms(c.m.rebuilding)} in all, {each} '
-                   'each; every further one costs that once more.')
+                   f'compiled again, for another shape or Python value, {each} each. What comes again costs '
+                   'nothing; every further one costs that once more.')
 
 # %% ../../nbs/monitor/diagnose.ipynb #79bd3e4a
 NO_GAIN = 'leaving that out brings no gain on this device, but on a GPU'

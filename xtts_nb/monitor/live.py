@@ -513,6 +513,7 @@ def _spark(values, width: int = 30) -> str:
 
 def _table(samples: list, head: str):
     "The present readings of every device as a rich table."
+    from rich.markup import escape
     from rich.table import Table
     table = Table(title=head, title_justify='left', title_style='bold', box=None, padding=(0, 1))
     for column in ('device', 'utilisation', '', 'lately', 'memory', 'power', 'temp.', 'clock'):
@@ -527,7 +528,7 @@ def _table(samples: list, head: str):
         memory = '' if used is None else f'{used / 2**30:.1f} / {d.memory_total / 2**30:.0f} GiB'
         bar = '' if busy is None else _bar(busy / 100)
         gpu = (('power', 'W'), ('temperature', '°C'), ('clock', 'MHz'))
-        table.add_row(f'{label} {d.name}', bar, unit(busy, '%'), _spark(v), memory,
+        table.add_row(escape(f'{label} {d.name}'), bar, unit(busy, '%'), _spark(v), memory,
                       *(unit(getattr(d, name, None), text) for name, text in gpu))
     return table
 
@@ -565,9 +566,7 @@ def monitor(
         except StopIteration: pass   # a recorded trace is over
         except KeyboardInterrupt: interrupted = True
     if not console.is_terminal: console.line()   # rich ends its last frame without a line break there
-    summary = sampler.summary()
-    for line in summary_lines(summary): say(line)
-    return summary | dict(log_file=str(log_file) if log_file else None, interrupted=interrupted)
+    return sampler.summary() | dict(log_file=str(log_file) if log_file else None, interrupted=interrupted)
 
 def _head(seconds: float, duration: float | None, log_file) -> str:
     "How far it is, and how it ends."

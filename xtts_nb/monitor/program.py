@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['ROW_BY_ROW', 'MANY', 'MADE', 'EAGER', 'ASIDE', 'LONG_STEP', 'COPIES', 'OFTEN', 'BESIDE', 'CLOCKED', 'SPENT',
-           'PROGRAM_RULES', 'INSIDE_FIT', 'WORTH', 'AGREES', 'MUCH', 'find_eager_rows', 'find_single_rows',
-           'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces', 'find_compiled_again', 'find_eager',
-           'find_copied_weights', 'find_same_values', 'find_beside', 'find_own_python', 'find_growth',
-           'find_added_operations', 'time_spent', 'explain', 'FitRecord', 'Diagnose', 'Enough', 'every_fit_watched',
-           'ended_after', 'watch_script', 'finding_lines']
+           'PROGRAM_RULES', 'INSIDE_FIT', 'FEW_LOOKS', 'MOMENT', 'TOO_SHORT', 'WORTH', 'AGREES', 'MUCH',
+           'find_eager_rows', 'find_single_rows', 'find_made_in_loop', 'source_of', 'find_pipelines', 'find_traces',
+           'find_compiled_again', 'find_eager', 'find_copied_weights', 'find_same_values', 'find_beside',
+           'find_own_python', 'find_growth', 'find_added_operations', 'time_spent', 'explain', 'FitRecord', 'Diagnose',
+           'Enough', 'every_fit_watched', 'ended_after', 'watch_script', 'finding_lines']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import ast
@@ -64,20 +64,26 @@ def find_single_rows(seen: Seen, eagerly: bool = False) -> list[Finding]:
         left = _many_rows(*seen.watch.last[kind, place], MANY, each)
         if left is None or left > .8: continue
         found.append((share, left, place, name,
-                      f"{name} is called {len(some)} times in {seen.seconds:.1f} s with {rows:g} "
+                      f"is called {len(some)} times in {seen.seconds:.1f} s with {rows:g} "
                       f"row{'s' * (rows > 1)} each, {ms(each)} a call; with {MANY} times as many rows a row "
                       f"takes {left:.0%} of that"))
     if not eagerly: found += _single_fits(seen) + _unbatched(seen)
     if not (found := sorted(found, reverse=True)): return []
     total = sum(share for share, *_ in found)
     share, _, place, name, _ = found[0]
+    line = lambda place: f' in line {place.line}' * (len(found) > 1)
+    trains = name in ('model.fit', 'model.train_on_batch', 'step')
+    given = 'np.stack(rows), np.stack(targets)' if trains else 'np.stack(rows)'
+    texts = [f'{called}{line(where)} {text}' for *_, where, called, text in found]
     return [finding(
-        seen, 'one row at a time', '; '.join(text for *_, text in found),
-        f'collect the rows in one array, and call {name} once for all of them (a larger batch); '
+        seen, 'one row at a time', '; '.join(texts),
+        f'collect the rows in one array, and call {name} once for all of them (a larger batch'
+        f"{', with fewer updates: adjust the learning rate' * trains}); "
         'where rows come one by one, call the model inside a tf.function: model(x, training=False) '
         'costs less than predict',
         min(total, .99), sum(share * left for share, left, *_ in found) / total, place,
-        f"rows = np.concatenate(rows)\n{name.replace('the model', 'model')}(rows)")]
+        'dataset = dataset.batch(32)' if name == 'step' else
+        f"{name.replace('the model', 'model')}({given})   # of rows without their batch axis")]
 
 # %% ../../nbs/monitor/program.ipynb #d0a0f003
 def _single_fits(seen: Seen) -> list[tuple]:
@@ -87,7 +93,7 @@ def _single_fits(seen: Seen) -> list[tuple]:
     if (steps := _fit_steps(seen.watch)) > 2: return []
     each = statistics.median(e.seconds for e in fits)
     return [(sum(e.seconds for e in fits) / seen.seconds, .05, seen.loop[1], 'model.fit',
-             f'model.fit is called {len(fits)} times with {_steps(steps)} each, {ms(each)} a call')]
+             f'is called {len(fits)} times with {_steps(steps)} each, {ms(each)} a call')]
 
 def _unbatched(seen: Seen) -> list[tuple]:
     "The same of a loop over a dataset that was never batched: a part of each row is a single number."
@@ -98,7 +104,7 @@ def _unbatched(seen: Seen) -> list[tuple]:
         batched = any('Batch' in s.name for s in stages(dataset))
         if batched or 0 not in ranks or not any(ranks) or period > SHORT_STEP: continue
         return [(1 - seen.share('trace', 'save', 'summary', 'callback'), .1, seen.loop[1], 'step',
-                 'the dataset of the loop gives row after row, since it is not batched; a step for one row '
+                 'gets row after row, since the dataset of the loop is not batched; for one row it '
                  f'takes {ms(period)}')]
     return []
 
@@ -587,7 +593,7 @@ SPENT = {   # the kinds of looks: their name, and what the limit is where one of
     'input': ('waiting for batches', 'the pipeline, and the cores and the disk that it has'),
     'eager': ('operations started one by one', 'what they compute, and their start'),
     'own': ('Python', 'Python'), 'numpy': ('NumPy', 'NumPy, on one core'),
-    'trace': ('tracing and compiling', 'tracing'),
+    'trace': ('tracing and compiling', 'tracing, which a longer run feels less'),
     'fetch': ('reading results', 'the device, for whose results the loop waits'),
     'save': ('saving', 'the disk'), 'summary': ('summaries', 'the disk'),
     'callback': ('callbacks', 'callbacks'),
@@ -615,13 +621,18 @@ PROGRAM_RULES = (   # the first that speaks of a line is believed, unless a late
 INSIDE_FIT = (   # of a `fit` that is called in a loop, where nothing is to be said of that loop
     find_in_graph, find_few_threads, find_python_input, find_slow_input, find_tiny_steps)
 
+FEW_LOOKS, MOMENT = 20, .5   # s; below both nothing is said
+TOO_SHORT = 'the program was too short to be judged'
 WORTH = 1.2   # times; of a program as it runs, a smaller gain is hard to tell from noise
 
 def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
     "The findings about a watched program, largest gain first, and notes."
     seen, notes = steady_part(watch), []
-    if len(seen.looks) < 40: notes.append(f'only {len(seen.looks)} looks: the program was too short to be '
-                                          'sure')
+    if len(seen.looks) < FEW_LOOKS and seen.seconds < MOMENT:   # Python's lock may keep looks away for longer
+        notes.append(f'only {len(seen.looks)} looks: {TOO_SHORT}; let it train for longer')
+        return [], notes
+    if len(seen.looks) < 40:
+        notes.append(f'only {len(seen.looks)} looks: the program was too short to be sure')
     found = _asked(PROGRAM_RULES, seen, notes)
     if seen.loop[:1] == ('fits',) and watch.windows and all(f.only_on_gpu for f in found):
         found += _asked(INSIDE_FIT, steps_of_fit(watch), notes)
@@ -840,5 +851,6 @@ def finding_lines(findings: list[Finding], notes: list[str]) -> list[str]:
         if f.line: out.append(f'   > {f.line}')
         out += [f'   {f.evidence}.', f'   Change: {f.remedy}.']
         out += [f'       {line}' for line in f.change.splitlines()]
-    out += ['Run it again after a change: the next cause may show only then.'] if out else ['Nothing to fix.']
+    nothing = 'Not judged.' if any(TOO_SHORT in note for note in notes) else 'Nothing to fix.'
+    out += ['Run it again after a change: the next cause may show only then.'] if out else [nothing]
     return out + [f'Note: {n}.' for n in notes]

@@ -258,6 +258,8 @@ def read_reference(
     seconds: float = 30.,                 # the rest is cut off
 ) -> np.ndarray:                          # (N,)
     "The recording of a voice; raises `UserError` for silence, or less than half a second."
+    if not isinstance(reference, np.ndarray) and not Path(reference).is_file():
+        raise UserError(f'{reference}: there is no such recording; name a file of the voice.')
     wav = reference if isinstance(reference, np.ndarray) else load_audio(reference, audio.sample_rate)
     name = 'the reference' if isinstance(reference, np.ndarray) else reference
     if wav.ndim != 1 or not np.isfinite(wav).all():
@@ -397,8 +399,11 @@ def _ids(self: Speaker, text: str, language: str) -> list[int]:
     tokenizer = self.xtts.tokenizer
     said = tokenizer.speakable(text, language)
     if said.unknown and tokenizer.refuses_letters:
+        known = set(filter(str.isalpha, text)) - set(said.unknown)
+        if not known: raise UserError(f'"{text}": the model never saw a letter of this text; give it one in '
+                                      'a language that it was trained on.')
         raise UserError(f'"{text}": the model never saw the characters {" ".join(said.unknown)}; '
-                        'write the text without them.')
+                        'write the text without them, and numbers in words.')
     ids = tokenizer.encode(said.text, language)
     if len(ids) < 2: raise UserError('The text is empty; give the model something to say.')
     limit = self.xtts.config.model.gpt.max_text_tokens

@@ -205,7 +205,7 @@ class VoiceFolder:
         self.folder, self.load, self.report = Path(folder), load, report
         self._known, self._lock = {}, threading.Lock()   # path -> what tells its versions apart, its voice
         if not self.folder.is_dir():
-            raise UserError(f'{folder}: is no folder of voices; make one with xtts-nb voices add.')
+            raise UserError(f'{folder}: there is no such folder of voices; make one with xtts-nb voices add.')
 
     def _read(self, path: Path) -> tuple:   # what tells its versions apart, its voice or None
         "A file, from memory if it has not changed."

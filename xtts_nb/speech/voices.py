@@ -140,7 +140,7 @@ def list_voices(
 ) -> list[dict]:   # as `read_voice` describes them, or {name, error}
     "The voices of a folder, by name."
     if not Path(folder).is_dir():
-        raise UserError(f'{folder}: is no folder of voices; make one with xtts-nb voices add.')
+        raise UserError(f'{folder}: there is no such folder of voices; make one with xtts-nb voices add.')
     rows = []
     for path in sorted(Path(folder).glob('*.safetensors')):
         try: rows.append(read_voice(path)[1])
@@ -234,7 +234,8 @@ def find_voice(
     folder: str | Path | None = None,   # of voices
 ):   # what `Speaker.listen` takes
     "What a user means by a voice; raises `UserError` if it is not there or does not fit the model."
-    if not folder and not any(Path(g).suffix == '.safetensors' for g in given): return given
+    recorded = all(Path(g).suffix and Path(g).is_file() for g in given)   # no name in `folder`
+    if (recorded or not folder) and not any(Path(g).suffix == '.safetensors' for g in given): return given
     if len(given) != 1:
         raise UserError(f'{", ".join(map(str, given))}: several voices cannot speak one text; give one, '
                         'or blend them with xtts-nb voices blend.')
