@@ -1647,6 +1647,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'xtts_nb/monitor/input_rules.py'),
                                              'xtts_nb.monitor.input_rules.first_seconds': ( 'monitor/input_rules.html#first_seconds',
                                                                                             'xtts_nb/monitor/input_rules.py'),
+                                             'xtts_nb.monitor.input_rules.next_seconds': ( 'monitor/input_rules.html#next_seconds',
+                                                                                           'xtts_nb/monitor/input_rules.py'),
                                              'xtts_nb.monitor.input_rules.works': ( 'monitor/input_rules.html#works',
                                                                                     'xtts_nb/monitor/input_rules.py')},
             'xtts_nb.monitor.live': { 'xtts_nb.monitor.live.Live': ('monitoring.html#live', 'xtts_nb/monitor/live.py'),

@@ -236,6 +236,21 @@ def test_rows_that_are_in_memory_are_not_to_be_cached():
     some = page.stages(tf.data.Dataset.from_tensor_slices(np.ones((64, 3))).shuffle(9).batch(16))
     assert page._shape(some, some[0], .9, 1., True) == (page.ROWS, .4)
     assert page._shape(some, some[0], .2, 1., True) is None
+    numbers = page.stages(tf.data.Dataset.range(64).batch(16))
+    assert page._shape(numbers, numbers[0], .9, 1., True) is None
+
+def test_what_asking_costs_is_no_wait(monkeypatch):
+    "Only what a loop waits beyond that; within `fit` it is the graph that asks."
+    assert 0 < page.next_seconds((tf.ones((4, 2)), tf.ones(4))) < .01
+    data = tf.data.Dataset.range(400).map(heavy).batch(8)
+    monkeypatch.setattr(page, 'alone_seconds', lambda seen, period: .001)
+    part = lambda kind: seen(['input'] * 60 + ['graph'] * 40, calls(kind, 30, 10 / 30, .2), loop=(kind, LINE),
+                             datasets={LINE: [data]})
+    asked = lambda seconds: monkeypatch.setattr(page, 'next_seconds', lambda batch: seconds)
+    asked(0.)
+    assert page.find_slow_input(part('next'))
+    asked(9.)
+    assert page.find_slow_input(part('next')) == []
 
 def test_the_function_of_a_stage_is_named():
     def load(x): return x + 1

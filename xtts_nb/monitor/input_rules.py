@@ -6,8 +6,8 @@
 __all__ = ['TINY_ROWS', 'PER_ROW', 'WINDOWS', 'EVERY_EPOCH', 'BESIDE_RANDOM', 'ROWS', 'HEAVY', 'PART_OF_CACHE', 'REPEATED',
            'SHUFFLED', 'FILLED', 'INSIDE', 'CROPPED', 'ZIPPED', 'PARSED', 'SERIAL', 'PLAIN', 'DECODED', 'MEDIA',
            'PARSERS', 'PICTURE', 'RESIZES', 'CROPS', 'NO_CAUSE', 'find_python_input', 'find_few_threads', 'works',
-           'find_tiny_steps', 'find_small_evaluation', 'Shape', 'first_seconds', 'alone_seconds', 'find_slow_input',
-           'find_validation', 'find_filled_again', 'find_ended_passes', 'find_new_iterators']
+           'find_tiny_steps', 'find_small_evaluation', 'Shape', 'first_seconds', 'next_seconds', 'alone_seconds',
+           'find_slow_input', 'find_validation', 'find_filled_again', 'find_ended_passes', 'find_new_iterators']
 
 # %% ../../nbs/monitor/input_rules.ipynb #e2c00003
 import math
@@ -287,6 +287,7 @@ def _shape(some: list, stage, added: float, pipeline: float, again: bool) -> tup
     work = [op for s in mapped for op in s.operations]
     if light and mapped and not any(h in op for op in work for h in HEAVY): return PER_ROW, .08
     if stage.name == 'TensorSlice': return ROWS, .4   # what it gives is in memory already
+    if stage.name == 'Range': return None
     later = [s.name for s in some[[s.dataset for s in some].index(stage.dataset):]] if again else []
     if again and not random and 'Cache' not in later: return EVERY_EPOCH, .05
     if stage.name == 'Map' and (stage.calls or 1) == 1 and cores() > 1: return SERIAL, 1 / cores()
@@ -388,6 +389,11 @@ def _in_double(seen: Seen, stage, waits: float, part: float) -> list[Finding]:  
         'compute in float32: half of the bytes and of the time', waits, 1 - part / 2, seen.loop[1],
         'array.astype("float32")   # before it enters the pipeline', spread=.3)]
 
+def next_seconds(batch) -> float:
+    "What it costs to ask any pipeline for a batch of this form, however fast it is."
+    ready = iter(tf.data.Dataset.from_tensors(batch).repeat())
+    return statistics.median(drain(ready, 50, 1.)[10:] or [0.])
+
 def _read(dataset) -> tuple:   # its first batch, the seconds that took, those of each later batch
     batches, first, seconds = _begin(dataset)
     return first, seconds, drain(batches, 24, 5.)
@@ -418,6 +424,7 @@ def find_slow_input(seen: Seen) -> list[Finding]:
     resident, fill, times = _read(dataset)
     busy = (time.process_time() - used) / (time.perf_counter() - start)
     step = alone_seconds(seen, period)
+    if seen.loop[0] != 'fit': step += next_seconds(resident)   # within `fit` the graph asks
     m = Measured(loop=period, pipeline=max(steady_mean(times), .5 * waits * period), step=step, compute=step,
                  first=0., batches=24, rows=batch_rows(resident), wait=waits * period, busy=busy,
                  variation=variation(times[2:]))
