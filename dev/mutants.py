@@ -202,10 +202,6 @@ def test_files(
     return [str(f.relative_to(root)) for f in own]
 
 
-# it fails where a value that a module declares is another
-DECLARED = 'tests/test_repository.py::test_every_declared_value_is_listed'
-
-
 class FirstFailure:
     "A pytest plugin: which test failed first."
     name = None
@@ -267,7 +263,7 @@ def ask(
 def judge(context, root: Path, change: dict, limit: float) -> dict:
     "What notices a change: a test, the page, or nothing. What also fails without the change does not count."
     begun, result = time.monotonic(), {'noticed_by': None, 'notes': []}
-    tests = [*test_files(root, change['module']), DECLARED]
+    tests = test_files(root, change['module'])
     for kind, targets in (('tests', tests), ('page', [change['notebook']])):
         failed = first_due_to(context, root, change, kind, targets, limit, result['notes'])
         if failed:

@@ -4,11 +4,9 @@ import inspect
 import json
 import os
 import random
-import re
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +14,8 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'dev'))
-import defaults
 import quick
+import tree
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 os.environ.setdefault('KERAS_BACKEND', 'tensorflow')
@@ -45,34 +43,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(3600))
     if config.getoption('splits', None): return   # a part is a stretch of the tests as they are collected
     seconds = Counter()
-    for test, took in json.loads((defaults.ROOT / 'dev/durations.json').read_text(encoding='utf-8')).items():
+    for test, took in json.loads((tree.ROOT / 'dev/durations.json').read_text(encoding='utf-8')).items():
         seconds[test.partition('::')[0]] += took
     items.sort(key=lambda item: -seconds[item.nodeid.partition('::')[0]])
-
-
-class Tests(pytest.Module):
-    "A file of tests, and one more test for each module that it covers: its defaults are the listed ones."
-    def collect(self):
-        yield from super().collect()
-        for module in tested(self.path.stem):
-            name = f'test_defaults_of_{module.replace(".", "_")}'
-            yield pytest.Function.from_parent(self, name=name, callobj=partial(check_defaults, module))
-
-def pytest_pycollect_makemodule(module_path, parent): return Tests.from_parent(parent, path=module_path)
-
-
-def tested(stem: str) -> list[str]:   # of a file `test_<module>.py` or `test_<word>_<module>.py`
-    "The module that a file tests."
-    name, known = stem.removeprefix('test_'), {m.rpartition('.')[2]: m for m in defaults.modules()}
-    return [known[name]] if name in known else [m for last, m in known.items()
-                                                if re.fullmatch(f'[a-z0-9]+_{last}', name)]
-
-
-def check_defaults(module: str):
-    "Compare a module's defaults and constants with the list; `python dev/defaults.py` renews it."
-    listed = [line for line in defaults.LIST.read_text(encoding='utf-8').splitlines()
-              if line.startswith(f'{module}.')]
-    assert defaults.declared(module) == listed
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
-import defaults
 import pytest
 import tree
 import yaml
@@ -209,24 +208,6 @@ def test_imports_follow_the_order_of_the_rooms(module):
         todo += nearer
 
 
-def defined(node: ast.stmt) -> list[str]:
-    "The names that a statement of a module defines; methods added by `@patch` belong to their class."
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [] if 'patch' in map(ast.unparse, node.decorator_list) else [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return [x.id for t in targets if not isinstance(t, ast.Subscript)
-            for x in ast.walk(t) if isinstance(x, ast.Name)]
-
-
-def test_a_public_name_lives_in_one_module():
-    homes = {}
-    for name, path in MODULES.items():
-        for node in ast.parse(path.read_text(encoding='utf-8')).body:
-            for public in defined(node):
-                if public[0] != '_': homes.setdefault(public, set()).add(name)
-    assert len(homes) > 500 and {public: found for public, found in homes.items() if len(found) > 1} == {}
-
-
 def test_no_module_at_the_root_hides_one_of_python():
     assert not {name for name in MODULES if '.' not in name} & set(sys.stdlib_module_names)
 
@@ -326,9 +307,3 @@ def test_gpu_tests_and_cpu_tests_never_run_together(target, gpu, marked, flags):
     assert settings['nbdev']['tst_flags'].split() == ['gpu', 'cpu', 'slow']
     markers = settings['pytest']['ini_options']['markers']
     assert {m.partition(':')[0] for m in markers} == {'slow', 'alone', 'gpu', 'cpu', 'torch'}
-
-
-def test_every_declared_value_is_listed():
-    "Also for a module without tests of its own; `python dev/defaults.py` writes the list."
-    listed = defaults.LIST.read_text(encoding='utf-8').splitlines()
-    assert listed == [line for module in defaults.modules() for line in defaults.declared(module)]
