@@ -1,14 +1,10 @@
 """Shared by all tests: the devices of TensorFlow, seeds, fixtures, and recorded speech if there is some."""
-import importlib
-import inspect
 import json
 import os
 import random
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -267,43 +263,6 @@ def ran(capfd):
         capfd.readouterr()
         return Done(main(*line.split(), *more), *capfd.readouterr())
     return run
-
-@pytest.fixture
-def behind(monkeypatch):
-    """Stubs a function, `behind('app.demo.run_demo', result)`; returns its calls, each {argument: value}.
-
-    The module is one of the library, or of `benchmarks` by its whole name. A function as `result` receives
-    the arguments. A callback `progress` is called once, with (1, 2), and is not among the arguments
-    returned."""
-    def replace(place, result=None):
-        module, _, name = place.rpartition('.')
-        module = importlib.import_module(module if module.startswith('benchmarks.') else f'xtts_nb.{module}')
-        shape, calls = inspect.signature(getattr(module, name)), []
-        def stub(*given, **named):
-            call = dict(shape.bind(*given, **named).arguments)
-            if tell := call.pop('progress', None): tell(1, 2)
-            calls.append(call)
-            if isinstance(result, BaseException): raise result
-            return result(**call) if callable(result) else result
-        monkeypatch.setattr(module, name, stub)
-        return calls
-    return replace
-
-@pytest.fixture
-def bars(monkeypatch):
-    "Commands of this process prepare no devices and draw no bars; yields what they request, in order."
-    from xtts_nb.app import cli
-    shown = []
-    @contextmanager
-    def progress(): yield lambda *what: shown.append(what)
-    def start(**asked):
-        shown.append(('start', asked))
-        return SimpleNamespace(line='Two cards.', limits={0: (512, 256), 1: ()}, model='CPU:0')
-    for page in (cli, cli.cli_data, cli.cli_train, cli.cli_speak):
-        monkeypatch.setattr(page, 'progress', progress)
-        monkeypatch.setattr(page, 'start', start)
-    return shown
-
 
 # --- a checkpoint of coqui-tts -----------------------------------------------------------------------------
 

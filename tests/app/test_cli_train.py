@@ -4,7 +4,6 @@ import math
 import os
 import re
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -288,30 +287,6 @@ def test_layers_of_settings():
         ('optimization level basic', optimization_level('basic')), ('options', own)]
     assert layers({'val': 0., 'epochs': 2})['options'] == {'training.epochs': 2}
 
-def test_train(ran, behind, bars):
-    made = behind('app.cli_train._trainer', SimpleNamespace(run='RUN'))
-    fitted = behind('app.cli_train._fit', ({'steps': 4}, 'DONE'))
-    assert ran('train --data c').out == 'DONE\nxtts-nb say TEXT --model RUN --voice FILE\n'
-    assert ran('train --data c --data-gpu 0 --json').json == {'steps': 4}
-    ran('train --run r --data c --buffer-size 5 --val-data v --model b --finetune lora --preset tiny '
-        '--config f')
-    ran('train --data c --enable-memory-isolation --val 0.3 --model-gpu 1 --data-gpu-memory 2 '
-        '--model-gpu-memory 3')
-    ran('train --data c --fit-memory')
-    names = 'data run preset config val val_data base finetune fit_memory buffer_size'.split()
-    seen = [[v if v is None or isinstance(v, bool | int | float) else str(v)
-             for v in map(vars(call['asked']).get, names)] for call in made]
-    assert seen == [
-        ['c', None, None, None, 0., None, None, None, False, None],
-        ['c', None, None, None, 0., None, None, None, False, None],
-        ['c', 'r', 'tiny', 'f', 0., 'v', 'b', 'lora', False, 5],
-        ['c', None, None, None, 0.3, None, None, None, False, None],
-        ['c', None, None, None, 0., None, None, None, True, None]]
-    alone = {'isolate': True, 'model_gpu': 1, 'data_memory': 2, 'model_memory': 3}
-    asked = [{}, {'data_gpu': 0}, {}, alone, {}]
-    assert bars == [('start', gpus) for gpus in asked] and [call['name'] for call in fitted] == ['train'] * 5
-    assert made[0]['layers'] == {'environment': {}, 'options': {}} and made[0]['devices'].line == 'Two cards.'
-
 GPU_OPTIONS = 'data_gpu', 'model_gpu', 'isolate', 'data_memory', 'model_memory'
 
 def test_the_settings_are_shown_with_where_they_come_from(ran, home, prepared, monkeypatch):
@@ -332,33 +307,6 @@ def test_the_settings_are_shown_with_where_they_come_from(ran, home, prepared, m
     assert {row['from'] for row in ran('config show --preset xtts_v2 --json').json['settings']} == {
         'preset xtts_v2', 'environment'}
     assert ran('config show --nothing').said == ['xtts-nb: There is no option --nothing. See xtts-nb --help.']
-
-@pytest.mark.parametrize('step', [0, 3])
-def test_a_training_with_a_bar(behind, capsys, step):
-    result = {'steps': 4, 'loss_first': 3., 'loss_last': 2., 'clips_per_s': 1234.6, 'compile_seconds': 5.6}
-    shown, modes = [], behind('train.step.mode_line', 'THE MODE')
-    class Trainer:
-        training, run = SimpleNamespace(steps=4), 'RUN'
-        def fit(self, progress):
-            progress(4, 5, {'loss': 1.25, 'val_loss': 0.5, 'val_dtw': 0.25, 'clips_per_s': 1234.6,
-                            'au': 0.567})
-            progress(5, 5, {'loss': 1., 'val_loss': None})
-            if self.stop: raise SystemExit(143)
-            return result
-    trainer = Trainer()
-    trainer.step, trainer.stop = step, False
-    fit = lambda: cli_train._fit(trainer, 'train-dvae', lambda *what: shown.append(what))
-    assert fit() == (result | {'run': 'RUN'},
-                     '4 updates, loss 3.0 -> 2.0, 1,235 clips/s; 6 s to trace and compile.')
-    assert shown == [('train-dvae', step, 4, 'compiling'),
-                     ('train-dvae', 4, 5, 'loss 1.250  held out 0.500  DTW 0.25  1,235 clips/s  AU 57%'),
-                     ('train-dvae', 5, 5, 'loss 1.000')]
-    assert capsys.readouterr().err == 'THE MODE\n' + 'RUN goes on at update 3.\n' * (step > 0)
-    trainer.stop = True
-    with pytest.raises(SystemExit): fit()
-    end = f'SIGTERM: saved at update {step}; xtts-nb train-dvae --run RUN goes on.\n'
-    assert capsys.readouterr().err.endswith(end) and modes == [{'training': trainer.training}] * 2
-
 
 def test_the_budget_is_that_of_both_caches(built, prepared):
     size = sum(line['bytes'] for line in prepared.manifest['shards']) / 2**30
@@ -468,39 +416,6 @@ def test_what_is_forgotten_is_told(tmp_path):
         assert cli_train._forgotten(trainer) == found
     assert cli_train._forgotten(SimpleNamespace()) == cli_train._forgotten(SimpleNamespace(old=None)) == {}
 
-def test_what_tune_hands_to_its_stages(behind, ran, home):
-    (home / 'c').write_text('training: {listen_clips: 8}\n')   # half of how the model is chosen
-    plans, tuned = behind('app.tune.plan_tuning', 'the plan'), behind(
-        'app.tune.tune', {'train': {'result': {'best': {'step': 5}}}})
-    pages = behind('app.tune.tuning_page', Path('o/index.html'))
-    texts, commands = behind('app.tune.tuning_text', 'FIGURES'), behind('app.tune.next_commands', ['SAY', ''])
-    done = ran('tune a.mp3 --out o --text t --language de --model m --finetune lora --preset tiny --config c '
-               '--mix OLD --steps 7 --skip evaluate --json')
-    assert done.code == 0 and (done.json['run'], done.json['model']) == ('o/run', 'o/run/best')
-    (plan,), (asked,) = plans, tuned
-    assert [str(plan[name]) for name in ('source', 'out', 'text', 'language', 'model')] == [
-        'a.mp3', 'o', 't', 'de', 'm']
-    assert (plan['skip'], plan['prepare']) == (('evaluate',), ['--preset', 'tiny', '--config', 'c'])
-    assert plan['train'] == ['--config', 'c', '--finetune', 'lora', '--steps', '7']
-    assert plan['judged'] == ('--set', 'training.judge_by=dtw')   # the file says only how many are spoken
-    assert str(plan['mix']) == 'OLD'
-    assert asked['stages'] == 'the plan' and str(asked['out']) == 'o' and pages[0]['language'] == 'de'
-    assert str(texts[0]['out']) == str(commands[0]['out']) == 'o' and commands[0]['language'] == 'de'
-
-def test_the_end_tells_what_was_forgotten(behind):
-    old = {'before': 2.5, 'after': 2.25}
-    behind('train.step.mode_line', 'THE MODE')
-    behind('app.cli_train._forgotten', old)
-    result = {'steps': 4, 'loss_first': 3., 'loss_last': 2., 'clips_per_s': 1., 'compile_seconds': 0.}
-    trainer = SimpleNamespace(training=SimpleNamespace(steps=4), run='RUN', step=0,
-                              fit=lambda progress: result)
-    found, text = cli_train._fit(trainer, 'train', lambda *what: None)
-    assert found == result | {'run': 'RUN', 'old': old}
-    assert text.splitlines()[1:] == ['Older clips, held out: loss 2.500 before, 2.250 now.']
-    old['after'] = None
-    found, text = cli_train._fit(trainer, 'train', lambda *what: None)
-    assert found['old'] == old and len(text.splitlines()) == 1
-
 @pytest.fixture
 def base(tmp_path) -> Path:
     "The folder of a model of another size, with a voice and a speech of its own."
@@ -537,42 +452,10 @@ def test_another_architecture_is_refused_by_its_key(base, change):
     same = TINY.replace(model={'gpt': {'layers': 3}})
     assert cli_train._with_base(base, same, None, TINY).model.gpt.layers == 3
 
-def test_the_settings_that_began_a_run(behind, tmp_path):
-    cache, based = SimpleNamespace(config=TINY), behind('app.cli_train._with_base',
-                                                        lambda base, settings, **more: settings)
-    checked = behind('app.cli_train._check_prepared')
-    (tmp_path / 'f.yaml').write_text('data: {batch_size: 3}\n')
-    for preset, began in ((None, TINY), ('xtts_v2', XTTSConfig.xtts_v2())):
-        asked = began.replace(data={'batch_size': 3})
-        assert cli_train._settings(cache, preset, tmp_path / 'f.yaml', 'base', 'lora') == asked
-        assert based[-1] == {'base': 'base', 'settings': asked, 'finetune': 'lora', 'initial': began}
-        assert checked[-1] == {'cache': cache, 'initial': began, 'settings': asked}
-@pytest.mark.parametrize('stored, on_device, cluster, fed', [
-    (['codes', 'text'], False, '', False), (['codes'], True, '', True), (['text'], False, '', True),
-    (['text'], True, 'x', False)])
-def test_the_device_that_makes_batches(behind, monkeypatch, capsys, stored, on_device, cluster, fed):
-    monkeypatch.setenv('TF_CONFIG', cluster)
-    devices = SimpleNamespace(line='Two cards.', limits={0: (512, 256), 1: ()}, model='CPU:0')
-    cache, made = SimpleNamespace(manifest={'stored': stored}), behind('train.dual.Feed', 'the feed')
-    feed = cli_train._feed(cache, TINY, devices, on_device, 5)
-    assert feed == ({'feed': 'the feed', 'device': 'CPU:0'} if fed else {})
-    assert made == [{'cache': cache, 'config': TINY, 'devices': devices, 'ring': 5}] * fed
-    assert capsys.readouterr().err == 'Two cards. GPU 0: 512 and 256 MiB.\n' * fed
-
 def test_codes_are_left_to_the_data_gpu():
     assert cli_train._without_codes(TINY).data.preprocessing_mode == 'runtime'
     with pytest.raises(UserError, match='leaves nothing to do for a data GPU'):
         cli_train._without_codes(TINY.replace(data={'preprocessing_mode': 'precompute'}))
-
-@pytest.mark.parametrize('fit, gpus, cluster, words', [(False, {'data_gpu': 0}, 'x', ''), (True, {}, '', ''),
-    (True, {'data_gpu': 0}, '', '--data-gpu and its like'), (True, {}, 'x', 'is for one device')])
-def test_sizes_are_tried_on_one_device(monkeypatch, behind, fit, gpus, cluster, words):
-    monkeypatch.setenv('TF_CONFIG', cluster)
-    behind('train.distributed.cluster_run', ('another', 4))
-    if words:
-        with pytest.raises(UserError, match=f'^--fit-memory: .*{words}'): cli_train._check_fit(fit, gpus)
-    else: cli_train._check_fit(fit, gpus)
-    assert cli_train._maker() == (('another', 4) if cluster else (runs.new_run, 1))
 
 def test_a_corpus_is_a_folder_that_is_no_cache(tmp_path):
     (tmp_path / 'empty').mkdir()
@@ -583,26 +466,6 @@ def test_a_corpus_is_a_folder_that_is_no_cache(tmp_path):
     assert not cli_train._is_corpus(None)
     (tmp_path / 'full' / 'manifest.json').touch()
     assert not cli_train._is_corpus(tmp_path / 'full')
-
-def test_the_cache_of_a_corpus_is_named_after_it(home, behind, capsys):
-    made = behind('app.cli_data.make_cache')
-    out = cli_train._corpus_cache(home / 'sub' / '..' / 'voices', TINY, home / 'made')
-    assert re.fullmatch('voices-[0-9a-f]{8}', out.name) and out.parent == home / 'cache'
-    assert made == [{'corpus': home / 'sub' / '..' / 'voices', 'out': out, 'settings': TINY,
-                     'dvae': home / 'made'}]
-    assert cli_train._corpus_cache_folder(home / 'voices', TINY.replace(training={'seed': 7}),
-                                      home / 'made') != out
-    assert capsys.readouterr().err.endswith(f'is a corpus; its cache is {out}, made now.\n')
-
-def test_what_only_the_preparation_uses(behind):
-    cache = SimpleNamespace(config=TINY, manifest={'mode': 'runtime'}, folder='c')
-    checked = behind('app.recipes.check_used')
-    cli_train._check_prepared(cache, TINY, 'settings', {'a': 'auto', 'b': 3})
-    why = checked[0].pop('why')
-    assert why.startswith('c is prepared, with preprocessing_mode runtime; prepare the corpus again')
-    assert checked == [{'begun': TINY, 'config': 'settings', 'explicit': ['b'], 'always': {
-        'data.max_drop_rate': TINY.data.max_drop_rate, 'data.max_cache_gb': TINY.data.max_cache_gb,
-        'data.preprocessing_mode': 'runtime'}}]
 
 def test_the_first_free_name(home):
     for free in ('voice-1', 'voice-2', 'voice-3'):
@@ -652,137 +515,7 @@ def test_an_interval_that_is_asked_for_stays(built, home):
 
 # --- memory -------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('batch, parts, replicas, rows', [
-    (8, 1, 1, 8), (8, 1, 2, 4), (8, 4, 16, 4), (8, 2, 3, 2)])
-def test_each_device_computes_its_share(behind, capsys, batch, parts, replicas, rows):
-    settings = TINY.replace(data={'batch_size': batch}, training={'accumulation': parts})
-    behind('app.cli_train._largest', (50, 20, [(3, 7), (9, 10)]))
-    behind('train.finetune.free_memory', 'free')
-    looked = behind('train.finetune.check_memory', 'THE MEMORY')
-    fitted = behind('app.cli_train._fitting', (TINY, 'x'))
-    assert cli_train._in_memory('cache', settings, None, False, 'devices', replicas) == settings
-    assert not fitted
-    assert looked == [{'config': settings.replace(data={'batch_size': rows}), 'codes': 50, 'text': 20,
-                       'rows': 5, 'free': 'free'}]
-    assert capsys.readouterr().err == 'THE MEMORY\n'
-    assert cli_train._in_memory('cache', settings, None, True, 'devices', 1) == TINY == looked[1]['config']
-    assert fitted == [{'settings': settings, 'codes': 50, 'text': 20, 'runs': [(3, 7), (9, 10)]}]
-
-def test_the_largest_shape_counts(prepared, behind, monkeypatch):
-    monkeypatch.setattr('xtts_nb.data.text.Tokenizer.load', lambda path: path)
-    settings, rows = prepared.config.replace(data={'buckets': 3}), behind('train.finetune.new_rows', 'rows')
-    shapes = BatchPlan(prepared, settings.data).shapes
-    assert cli_train._largest(prepared, settings, None) == (*max(shapes), 'rows') and len(shapes) == 3
-    cli_train._largest(prepared, settings, 'base')
-    assert [str(call['tokenizer']) for call in rows[1:]] == ['base/tokenizer.json']
-    assert rows[0]['tokenizer'] is prepared.tokenizer
-
-@pytest.mark.parametrize('again, line', [(False, '8 rows at once, in 2 parts.\n'),
-                                         (True, '8 rows at once, in 2 parts, each block computed again.\n')])
-def test_find_batch_size(ran, behind, bars, again, line):
-    training = {'accumulation': 2, 'gradient_checkpointing': again}
-    found = TINY.replace(data={'batch_size': 16}, training=training)
-    opened = behind('data.cache.Cache', SimpleNamespace())
-    behind('app.cli_train._largest', (50, 20, 'runs'))
-    asked = behind('app.cli_train._settings', TINY)
-    tried = behind('train.finetune.find_batch_size', (found, [{'rows': 8, 'fits': True}]))
-    done = ran('find batch-size --data c')
-    assert done.err == line and 'In the section training:' in done.out
-    assert bars == [('start', {}), ('try an update', 1, 2)]
-    done = ran('find batch-size --data c --memory 1.5 --model b --finetune lora --preset tiny --config f '
-               '--json')
-    assert done.json == {'training': training, 'tried': [{'rows': 8, 'fits': True}]}
-    common = {'config': TINY, 'codes': 50, 'text': 20, 'runs': 'runs'}
-    assert tried == [common | {'memory': None}, common | {'memory': 1_500_000_000}]
-    assert [call['in_memory'] for call in opened] == [False, False]
-    assert [[v and str(v) for v in (c['preset'], c['config'], c['base'], c['finetune'])] for c in asked] == [
-        [None] * 4, ['tiny', 'f', 'b', 'lora']]
-
-def test_find_learning_rate(ran, behind, bars, home):
-    read = []
-    cache = SimpleNamespace(read=read.append)
-    behind('data.cache.Cache', cache)
-    behind('app.cli_train._settings', TINY.replace(data={'ram_budget': 0.5}))
-    begun, drawn = behind('train.runs.new_run', 'the trainer'), behind('train.finetune.plot_learning_rate')
-    tried = behind('train.finetune.find_learning_rate',
-                   {'suggestion': 1e-3, 'lowest': 1e-2, 'losses': [3., 2., 4.]})
-    assert ran('find learning-rate --data c').out == (
-        'training.learning_rate: 0.001 (the loss was lowest at 1.0e-02); see learning_rate.png\n')
-    assert bars == [('start', {}), ('raise the rate', 1, 2)]
-    done = ran('find learning-rate --data c --low 1e-5 --high 0.1 --steps 10 --out o.png --model b --json')
-    assert done.json == {'suggestion': 1e-3, 'lowest': 1e-2, 'updates': 3, 'plot': 'o.png'}
-    assert [(c['low'], c['high'], c['steps']) for c in tried] == [(1e-7, 1., 80), (1e-5, 0.1, 10)]
-    assert [str(c['path']) for c in drawn] == ['learning_rate.png', 'o.png']
-    assert not begun[0]['run'].parent.exists()
-    assert [(c['cache'], c['config'], c['run'].name, c['base'] and str(c['base'])) for c in begun] == [
-        (cache, TINY.replace(data={'ram_budget': 0.5}), 'run', None),
-        (cache, TINY.replace(data={'ram_budget': 0.5}), 'run', 'b')]
-    assert read == [0.5, 0.5]
-
-
 # --- a DVAE and a voice -------------------------------------------------------------------------------------
-
-@pytest.fixture
-def fitted(behind): return behind('app.cli_train._fit', ({'steps': 4}, 'DONE'))
-
-def test_train_dvae(ran, behind, bars, home, fitted):
-    made = behind('train.parts.new_dvae_run', SimpleNamespace(run='RUN'))
-    behind('data.corpora.read_corpus', (['a', 'b'], ['c']))
-    sampled, checked = behind('data.prepare.mel_sample', 'mels'), behind('data.corpora.check_dropped')
-    (home / 'over.yaml').write_text('data: {buckets: 2}\n')
-    assert ran('train-dvae corpus').out == 'DONE\nxtts-nb prepare CORPUS --dvae RUN --out CACHE\n'
-    assert made[0]['mels']() == 'mels' and bars == [('start', {}), ('read the clips', 1, 2)]
-    ((clips, config),) = [c.values() for c in sampled]
-    assert (clips, config) == (['a', 'b'], TINY)
-    assert [(c['dropped'], c['total'], c['config'], str(c['corpus']))
-            for c in checked] == [(['c'], 3, TINY, 'corpus')]
-    done = ran('train-dvae corpus --run r --preset xtts_v2 --config over.yaml --steps 5 --val 0.25 --json')
-    large = XTTSConfig.xtts_v2()
-    changed = large.replace(data={'buckets': 2}, training={'dvae_steps': 5, 'validate_every': 1})
-    assert done.json == {'steps': 4} and [call['name'] for call in fitted] == ['train-dvae'] * 2
-    assert [(str(c['run']), c['config'], c['held_out']) for c in made] == [
-        (str(home / 'runs' / 'dvae-1'), TINY, 0.), ('r', changed, 0.25)]
-
-def test_train_dvae_goes_on_with_the_settings_of_its_run(ran, behind, bars, home, fitted):
-    made = behind('train.parts.new_dvae_run', SimpleNamespace(run='RUN'))
-    (home / 'r').mkdir()
-    (home / 'r' / 'run.json').touch()
-    (home / 'r' / 'config.yaml').write_text(TINY.replace(data={'buckets': 2}).to_yaml())
-    (home / 'bad.yaml').write_text('training: {warmup_steps: 7}\n')
-    ran('train-dvae --run r')
-    ran('train-dvae --run r --preset tiny')
-    assert [c['config'].data.buckets for c in made] == [2, TINY.data.buckets] != [2, 2]
-    for line, words in (('--run none', 'none: holds no run to go on with'),
-                        ('', 'neither a run nor a corpus'),
-                        ('corpus --config bad.yaml', 'training.warmup_steps: 7 does nothing here')):
-        done = ran(f'train-dvae {line}')
-        assert done.code == 2 and words in done.said[-1] and len(made) == 2
-
-def test_train_voice(ran, behind, bars, home, fitted):
-    made = behind('train.parts.new_voice_run', SimpleNamespace(run='RUN'))
-    small = TINY.replace(data={'ram_budget': 0.5})
-    opened = behind('train.runs.open_cache', lambda folder, config: f'cache {folder}')
-    behind('train.parts.cache_of', 'its own')
-    held = behind('train.runs.held_out_share', ['x'])
-    asked = behind('app.cli_train._voice_settings', small)
-    assert ran('train-decoder --model m').out == 'DONE\nxtts-nb say TEXT --model RUN --voice FILE\n'
-    assert bars == [('start', {}), ('states and recordings', 1, 2)] and not held
-    done = ran('train-decoder --model m --data d --run r --config f --steps 5 --val 0.25 --corpus c --json')
-    assert done.json == {'steps': 4} and held == [{'cache': 'cache d', 'share': 0.25}]
-    (home / 'r').mkdir()
-    (home / 'r' / 'run.json').touch()
-    ran('train-decoder --run r --val 0.25')
-    each = lambda updates: {'validate_every': updates}
-    values = [[v if not hasattr(v, 'parts') else str(v) for v in call.values()] for call in made]
-    assert values == [
-        [str(home / 'runs' / 'voice-1'), 'm', 'cache its own', small, (), None],
-        ['r', 'm', 'cache d', small.replace(voice={'steps': 5}, training=each(1)), ['x'], 'c'],
-        ['r', None, None, small.replace(training=each(small.voice.steps // 10)), (), None]]
-    assert [(str(c['folder']), c['config'] and str(c['config']), c['known']) for c in asked] == [
-        ('m', None, False), ('m', 'f', False), ('r', None, True)]
-    assert [c['config'].data.ram_budget for c in opened] == [0.5, 0.5]
-    assert [call['name'] for call in fitted] == ['train-decoder'] * 3
-    assert 'neither a run nor a model' in ran('train-decoder').said[0]
 
 VOICE = {'voice.steps=5': (True, True), 'model.decoder.channels=256': (True, False),
          'model.speaker.blocks=[2, 1, 1, 1]': (True, False),
@@ -804,30 +537,7 @@ def test_settings_that_a_decoder_is_trained_with(tmp_path, text):
 
 # --- export and bench ---------------------------------------------------------------------------------------
 
-def test_export(ran, behind, bars):
-    asked = behind('train.runs.export_run', {'bytes': 1_234_560_000})
-    assert ran('convert to-model o --model r').out == 'o: 1,234.6 MB\n' and bars == [('start', {})]
-    assert ran('convert to-model o --model r --best --bfloat16 --json').json == {'bytes': 1_234_560_000}
-    assert [[str(v) for v in call.values()] for call in asked] == [['r', 'o', 'False', 'float32'],
-        ['r', 'o', 'True', 'bfloat16']]
-
 SIZES = '--layers 2 --width 64 --heads 4 --batch-size 3'
-
-def test_bench_of_a_step(ran, behind, bars):
-    rows, about = [{'name': 'xla', 'step_ms': 3.}], 'GPT {}, batch {}, {} text tokens, {} codes, no dropout'
-    measured = behind('app.speed.step_speed', rows)
-    kept = behind('app.cli_train.write_record')
-    done = ' '.join(ran('bench train').out.split())
-    assert done.startswith(about.format('8 x 512', 4, 120, 220)) and not kept
-    assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)]
-    own = about.format('2 x 64', 3, 9, 11)
-    more = f'{SIZES} --text-tokens 9 --codes 11 --rounds 2 --record --json'
-    assert ran(f'bench train {more}').json == {'rows': rows, 'model': own}
-    assert kept == [{'page': 'step_speed', 'rows': rows, 'notes': {'model': own}}]
-    configs = [call.pop('config') for call in measured]
-    assert [(c.model.gpt.layers, c.model.gpt.width, c.model.gpt.heads, c.data.batch_size)
-            for c in configs] == [(8, 512, 8, 4), (2, 64, 4, 3)]
-    assert measured == [{'text': 120, 'codes': 220, 'rounds': 7}, {'text': 9, 'codes': 11, 'rounds': 2}]
 
 IN_CHECKOUT = 'in a checkout of the repository'
 
@@ -841,23 +551,6 @@ def test_other_libraries_are_measured_by_scripts_of_the_repository(ran, line, sa
     done = ran(line)
     assert done.code == 2 and done.err.splitlines()[-1] == f'xtts-nb: bench {said}'
 
-def test_bench_model(ran, behind, bars):
-    rows = [{'name': name, 'step_ms': ms} for name, ms in zip('abcde', (8., 4., 2., 9., 3.))]
-    measured, kept = behind('models.xtts.model_speed', rows), behind('app.cli_train.write_record')
-    done = ran('bench model')
-    assert done.err.startswith('bench model: 5 rounds, or fewer in about 5 minutes') and not kept
-    about = 'GPT 1 x 64, {} batches of {} random clips as long as those of LJSpeech'
-    words = done.out.split()
-    assert ' '.join(words).startswith(about.format(12, 16)) and done.out.count('ms per step') == 2
-    assert [word for word in words if word in 'abcde'] == list('abcde')
-    about = about.format(3, 2)
-    more = '--batches 3 --batch-size 2 --rounds 4 --record --json'
-    assert ran(f'bench model {more}').json == {'rows': rows, 'model': about}
-    assert kept == [{'page': 'model', 'rows': rows, 'notes': {'model': about, 'batches': 3}}]
-    assert measured == [{'batches': 12, 'batch_size': 16, 'rounds': 5},
-                        {'batches': 3, 'batch_size': 2, 'rounds': 4}]
-    assert bars == [('start', {}), (1, 2)] * 2
-
 def test_bench_model_counts_causes(ran):
     "The command as it is, at the smallest size."
     done = ran('bench model --batches 2 --batch-size 2 --rounds 1 --json')
@@ -868,40 +561,6 @@ def test_bench_model_counts_causes(ran):
     assert [rows[name]['ratio'] for name in ('row by row', 'changing shapes')] == [1., 1.]
     assert all(row['step_ms'] > 0 and row['spread'] is None for row in rows.values())
 
-
-def test_a_bench_says_how_long_it_takes(ran, behind, bars, monkeypatch):
-    limits = []
-    @contextmanager
-    def time_budget(seconds):
-        limits.append(seconds)
-        yield
-        limits.append('over')
-    monkeypatch.setattr('xtts_nb.bench.time_budget', time_budget)
-    behind('app.speed.step_speed', [{'name': 'xla', 'step_ms': 3.}])
-    err = ran('bench train --rounds 4 --budget 1.5').err
-    assert err.startswith('bench train: 4 rounds, or fewer in about 1.5 minutes; --budget MINUTES.\n')
-    assert '7 rounds, or fewer in about 5 minutes' in ran('bench train').err
-    assert limits == [90., 'over', 300., 'over']
-
-
-def test_bench_config(ran, behind, bars):
-    rows = [{'name': name, 'start_s': 2., 'ratio': 1.} for name in ('default', 'configured')]
-    steps = [{'name': 'own_threads', 'step_ms': 3., 'ratio': 1.}]
-    measured = behind('app.speed.bench_config', {'rows': rows, 'steps': steps, 'kernels': 7.5})
-    kept = behind('app.cli_train.write_record')
-    about = 'tiny GPT, width 192, batch 4, 40 text tokens, 60 codes'
-    text = ran('bench config').out
-    assert text.startswith(about) and 'configured' in text and 'own_threads' in text and not kept
-    assert bars == [('start', {}), ('measure', 0, 1, 'starting processes'), ('measure', 1, 2)]
-    own = '--width 64 --batch-size 3 --text-tokens 9 --codes 11 --updates 4 --rounds 2'
-    about = {'model': 'tiny GPT, width 64, batch 3, 9 text tokens, 11 codes', 'kernels_mb': 7.5}
-    assert ran(f'bench config {own} --record --json').json == {'rows': rows, 'steps': steps} | about
-    assert kept == [{'page': 'config', 'rows': rows, 'notes': {'steps': steps} | about}]
-    configs = [call.pop('config') for call in measured]
-    assert configs[0] == XTTSConfig.tiny().replace(data={'batch_size': 4})
-    assert configs[1] == XTTSConfig.tiny(64).replace(data={'batch_size': 3})
-    assert measured == [{'text': 40, 'codes': 60, 'rounds': 5, 'updates': 10},
-                        {'text': 9, 'codes': 11, 'rounds': 2, 'updates': 4}]
 
 # --- config create ------------------------------------------------------------------------------------------
 

@@ -225,59 +225,6 @@ def test_a_stage_is_reported_and_marked(stages):
     silent.begin('listen')(1, 3)
     assert notes[4:] == [('mark', 'listen')]
 
-def test_pairs_are_spoken_into_files(behind, monkeypatch, tmp_path):
-    pairs, xtts, calls = choose_pairs(CLIPS, 1), SimpleNamespace(config=TINY), []
-    class Speaker:
-        def __init__(self, xtts, **speech): calls.append(speech)
-        def mels(self, *given):
-            calls.append(given)
-            return np.zeros((2, 3, 80), np.float32)
-    monkeypatch.setattr(demo, 'Speaker', Speaker)
-    behind('app.demo.griffin_lim', 'a wav')
-    saved = behind('app.demo.save_audio')
-    paths = demo.speak_pairs(xtts, pairs, Path('corpus'), tmp_path, 2.5)
-    assert paths == [tmp_path / f'{p.set}-{p.target.id}.wav' for p in pairs] == [call['path']
-        for call in saved]
-    assert calls == [{'temperature': 0., 'max_seconds': 2.5}, (
-        [p.target.text for p in pairs], [p.target.language for p in pairs],
-        [Path(f'corpus/wavs/{p.reference.id}.wav') for p in pairs])]
-
-def test_both_comparisons(behind, stages, tmp_path):
-    cache = SimpleNamespace(folder=tmp_path, config=TINY, tokenizer=SimpleNamespace(start=5))
-    loaded = behind('app.demo.load_dvae', SimpleNamespace(mel_stats=[1., 2.], encode='encode'))
-    behind('app.demo.comparison_plan', 'a plan')
-    behind('app.demo.CacheReader', lambda **call: lambda number: int(number))
-    checked, modes = behind('app.demo.check_equal'), behind('app.demo.step_modes', 'the modes')
-    data, step = behind('app.demo.data_before_after', ['data']), behind('app.demo.step_before_after',
-                                                                        ['step'])
-    assert demo.measure_before_after(cache, stages[0], 7) == (['data'], ['step'])
-    assert loaded == [{'path': tmp_path / 'dvae.safetensors', 'config': TINY}]
-    assert [[*call.values()][0] for call in checked + data] == ['a plan'] * 2
-    assert [*checked[0].values()][2] == 'encode'
-    assert [*data[0].values()][2] == [*step[0].values()][2] == 7
-    assert [*step[0].values()][:2] == ['the modes', 0]
-    assert [*modes[0].values()] == [TINY, 5]
-    assert [note for note in stages[1] if note[0] != 'mark'] == [
-        ('measure the data', 0, 1, ''), ('measure the data', 1, 2, ''), ('measure the step', 0, 1, ''),
-        ('measure the step', 1, 2, '')]
-
-def test_a_dvae_and_a_cache(behind, stages, tmp_path):
-    behind('app.demo.read_corpus', (['rows'], []))
-    behind('app.demo.mel_sample', lambda clips, config: clips)
-    behind('app.demo.Cache', lambda folder: folder)
-    made = behind('app.demo.prepare', 'the report')
-    def train(mels, config, progress):
-        progress(1, 3, {'mel_loss': 0.12345})
-        return f'a DVAE of {mels}', None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, 'train_dvae', train)
-        assert demo.prepare_cache('corpus', tmp_path, TINY, stages[0]) == (tmp_path / 'cache', 'the report')
-    assert made == [{'corpus': 'corpus', 'out': tmp_path / 'cache', 'config': TINY,
-                     'dvae': "a DVAE of ['rows']"}]
-    assert [note for note in stages[1] if note[0] != 'mark'] == [
-        ('train the DVAE', 0, 1, ''), ('train the DVAE', 1, 3, 'mel loss 0.123'),
-        ('encode the clips', 0, 1, ''), ('encode the clips', 1, 2, '')]
-
 class Trainer:
     "Ends its training at once."
     xtts, run = SimpleNamespace(config=TINY), Path('run')
@@ -285,50 +232,6 @@ class Trainer:
         progress(2, 4, {'loss': 1.234, 'clips_per_s': 56.7})
         return {'loss_last': 1.2}
     def as_trained(self): return nullcontext()
-
-def test_learning(behind, stages, tmp_path):
-    pairs = choose_pairs(CLIPS, 1)
-    began = behind('app.demo._fresh_run', Trainer())
-    spoke = behind('app.demo.speak_pairs', lambda folder, **call: [folder / 'a.wav'])
-    judged = behind('app.demo.score_pairs', lambda spoken, **call: [spoken[0].parent.name])
-    cache = SimpleNamespace(config=TINY)
-    trained = demo.train_and_speak(cache, CLIPS, tmp_path / 'corpus', tmp_path, pairs, 2., stages[0])
-    assert began == [{'cache': cache, 'config': TINY, 'run': tmp_path / 'run',
-                      'held_out': [pairs[1].target.id]}]
-    assert (trained.train, trained.untrained_scores, trained.scores) == ({'loss_last': 1.2}, ['untrained'],
-                                                                         ['spoken'])
-    assert [(c['folder'].name, c['max_seconds']) for c in spoke] == [('untrained', 2.6), ('spoken', 2.6)]
-    assert len(judged) == 2
-    assert (trained.untrained, trained.spoken) == ([tmp_path / 'untrained' / 'a.wav'],
-                                                   [tmp_path / 'spoken' / 'a.wav'])
-    assert [note for note in stages[1] if note[0] != 'mark'] == [
-        ('speak untrained', 0, 1, ''), ('train the GPT', 0, 1, ''),
-        ('train the GPT', 2, 4, 'loss 1.23, 57 clips/s'), ('speak', 0, 1, ''),
-        ('judge', 0, 1, ''), ('judge', 1, 1, '')]
-
-def test_held_out_pairs_are_scored_from_their_files(behind, monkeypatch, stages, tmp_path):
-    pairs, scored = choose_pairs(CLIPS, 2), []
-    behind('app.demo.load_audio', lambda path, sample_rate: (path, sample_rate))
-    made = behind('app.demo.source_sounds', {name: [name] for name in (
-        'recording', 'copy', 'model', 'untrained', 'reference', 'other_voice')})
-    def score(sounds, trials, progress, judges):
-        progress('score', 1, 2)
-        scored.append((sounds, trials, judges))
-        return ['the rows']
-    monkeypatch.setattr(demo, 'score_sounds', score)
-    untrained, spoken = ([f'{name}{i}' for i in range(4)] for name in 'us')
-    trained = demo.TrainedDemo(Trainer(), {}, untrained, spoken, [], [])
-    assert demo.score_held_out(trained, pairs, tmp_path, stages[0]) == ['the rows']
-    assert stages[1] == [('mark', 'score'), ('score', 0, 1, ''), ('score', 1, 2, '')]
-    assert made[0]['xtts'] is Trainer.xtts
-    assert made[0]['spoken'] == {'model': [('s2', 22050), ('s3', 22050)],
-                                 'untrained': [('u2', 22050), ('u3', 22050)]}
-    for trial, pair in zip(made[0]['trials'], pairs[2:], strict=True):
-        for clip, row in ((trial.clip, pair.target), (trial.reference, pair.reference)):
-            assert (clip.id, clip.text, clip.speaker, clip.language, clip.path) == (
-                row.id, row.text, row.speaker, row.language, tmp_path / 'wavs' / f'{row.id}.wav')
-    sources = 'recording', 'copy', 'model', 'untrained', 'reference'
-    assert scored == [({name: [name] for name in sources}, made[0]['trials'], demo.QUICK_JUDGES)]
 
 def row(name, unit, fault, *medians):
     sources = {source: {'median': m, 'low': m, 'high': m, 'clips': 16} for source, m in zip(
@@ -403,48 +306,6 @@ def test_the_scores_of_a_seed(calls, tmp_path):
     demo._one_seed(CLIPS, tmp_path, tmp_path, config, 2, 3, None)
     calls['prepare_cache'][1]['stages'].begin('encode')
     assert len(reports) == 1
-
-def test_the_report_shows_every_third_new_pair(behind, monkeypatch, tmp_path):
-    pairs = choose_pairs(CLIPS, 7)
-    spoken, scores = [Path(f'{i}.wav') for i in range(14)], [(i % 2 == 0, True) for i in range(14)]
-    behind('app.demo._charts', ['THE CHARTS'])
-    written = behind('app.demo.write_report')
-    shown = behind('app.demo._pair_section', lambda pair, **call: [f'PAIR {pair.target.id}'])
-    counts = {'nearest_hits': 15, 'nearest_total': 16, 'heldout_sentence_hits': 12, 'heldout_voice_hits': 11,
-              'heldout_total': 14,
-              'untrained_heldout_sentence_hits': 2}
-    result = {'spoken': counts, 'corpus': {'clips': 23}, 'seconds': 90., 'scores': SCORES,
-              'data_before_after': [{'ratio': 1.}, {'ratio': 1234.5}],
-              'step_before_after': [{'ratio': 1.}, {'ratio': 5.6}]}
-    demo.demo_report(tmp_path, result, pairs, spoken, scores, Trainer(), 'the sampler')
-    assert [(c['pair'], c['spoken'], c['score'], c['corpus']) for c in shown] == [
-        (pairs[i], spoken[i], scores[i], tmp_path / 'corpus') for i in (7, 10, 13)]
-    facts, charts, medians, table, lead, *rest = written[0]['pieces']
-    assert 'Medians of 14 new pairs' in medians and table.count('<tr') == 4 and 'pyworld is missing' in table
-    assert charts == 'THE CHARTS' and rest == [f'PAIR {pairs[i].target.id}' for i in (7, 10, 13)]
-    assert 'An untrained model says 2 of 14 sentences right.' in lead
-    assert written[0]['path'] == tmp_path / 'report.html'
-    for words in ('<b>9</b>', '<b>1.5</b>', '<b>1,234 ×</b>', '<b>5.6 ×</b>', '<b>15 of 16</b>',
-                  '<b>12 of 14</b>', '<b>11 of 14</b>'):
-        assert words in facts, words
-    assert shown[0]['frames_per_second'] == TINY.model.audio.frames_per_second
-
-def test_the_curves_of_the_report(behind, tmp_path):
-    (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(
-        {'step': step, 'code_loss': 1. / step, 'text_loss': 2. / step}) + '\n' for step in (2, 4)))
-    behind('app.demo.picture', lambda fig, label: label)
-    bars, losses, samples = (
-        behind(f'app.demo.plot_{name}') for name in ('before_after', 'losses', 'samples'))
-    trainer = SimpleNamespace(run=tmp_path, plan=SimpleNamespace(data=SimpleNamespace(batch_size=8)))
-    result = {'data_before_after': ['d'], 'step_before_after': ['s'], 'train': {'steps': 4}}
-    text = demo._charts(result, trainer, SimpleNamespace(samples=[], marks=['mark']))
-    assert [call['rows'] for call in bars] == [['d'], ['s']] and samples[0]['marks'] == ['mark']
-    assert [*losses[0].values()][:2] == [[2, 4], {'audio codes': [0.5, 0.25], 'text': [1., 0.5]}]
-    assert text[1:3] == ['speed of three pipelines', 'speed of three ways to run a step']
-    assert '4 updates of 8 clips.' in text[3]
-    assert 'no device could be read' in text[5]
-    assert [text[4], text[6]] == ['loss over updates', 'utilisation over time']
-
 
 # --- the whole ----------------------------------------------------------------------------------------------
 

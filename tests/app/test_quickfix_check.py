@@ -1,6 +1,5 @@
 "Remedies as changes of keys: chosen, tried, written, verified; and the commands that diagnose, as processes."
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from xtts_nb.app import check
 from xtts_nb.bench import Arm
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.app.check import (
-    LEARNING, apply_settings, cache_for, change_for, changed_keys, prerequisites)
+    LEARNING, apply_settings, change_for, changed_keys, prerequisites)
 
 TINY = XTTSConfig.tiny()
 
@@ -90,25 +89,6 @@ def test_a_run_needs_more_than_two_gib_of_memory_and_of_disk(machine, bytes_, ok
     remedies = 'end other programs until more than 2.0 GiB', 'name another folder with runs = in settings.ini'
     assert [remedy in needs[name][1] for name, remedy in zip(('memory', 'disk'), remedies)] == [not ok] * 2
     assert machine.needs(needed=2**31 - 1)['disk'][0]
-
-def test_the_cache_to_measure_on(behind, tmp_path, monkeypatch):
-    (tmp_path / 'settings.ini').write_text('[workspace]\n')
-    monkeypatch.chdir(tmp_path)
-    opened, said = behind('app.check.Cache', lambda folder, **more: folder), []
-    made = behind('app.check.lesson_cache', 'made up')
-    behind('app.check.DVAE', 'the DVAE')
-    look = lambda *given, **named: cache_for(*given, **named, say=said.append).__enter__()
-    assert look('c', TINY) == 'c' and not said
-    assert look(None, None) == look(None, small := TINY.replace(data={'buckets': 2}), clips=3) == 'made up'
-    assert not any(Path(call.pop('folder')).exists() for call in made) and len(said) == 2
-    assert made == [{'config': TINY, 'dvae': 'the DVAE', 'clips': 16},
-                    {'config': small, 'dvae': 'the DVAE', 'clips': 3}]
-    assert '--data' in said[0]
-    (tmp_path / 'cache').mkdir()
-    (tmp_path / 'cache' / 'manifest.json').touch()
-    assert look(None, None) == tmp_path / 'cache' and look('c', None) == 'c' and len(said) == len(made) == 2
-    assert [call['ram_budget'] for call in opened] == [TINY.data.ram_budget, None, None]
-
 
 # --- what is changed for a finding --------------------------------------------------------------------------
 
@@ -203,27 +183,6 @@ def test_remedies_are_kept_if_they_are_clearly_faster(timed, change_learning):
 def test_the_keys_that_change_what_is_learned():
     known = {f'{section}.{key}' for section, keys in TINY.model_dump().items() for key in keys}
     assert set(LEARNING) == {'data.batch_size', 'training.precision'} <= known
-
-@pytest.mark.parametrize('change', [{}, {'data': {'num_workers': 7}}])
-def test_faster_settings_are_written_and_verified(behind, timed, tmp_path, change):
-    cache, out, faster, said = SimpleNamespace(folder='/c'), tmp_path / 'o.yaml', TINY.replace(**change), []
-    looked = behind('app.check.diagnose', Verdict())
-    tried = behind('app.check.apply_settings', (faster, [SimpleNamespace(disease='x')]))
-    result = check.quick_fix(cache, TINY, out, 9, 16., said.append)
-    changes = [f'data.num_workers: {TINY.data.num_workers} -> 7'] * bool(change)
-    end = {'verified_gain': 2., 'verified': True, 'config': str(out),
-           'train': f'xtts-nb train --data /c --config {out}'} if change else {
-        'verified_gain': None, 'verified': None, 'config': None, 'train': 'xtts-nb train --data /c'}
-    assert result == {'diagnosis': {'findings': 0}, 'trials': [{'disease': 'x'}], 'changes': changes} | end
-    assert out.exists() == bool(change) and said == ['THE VERDICT']
-    assert [(c['batches'], c['seconds']) for c in looked + tried] == [(9, 16.), (9, 2.)]
-    assert [c[2:] for c in timed] == [(9, 2.)] * bool(change)
-    assert (looked[0]['dataset'], tried[0]['change_learning']) == (TINY, False)
-    if not change: return
-    assert XTTSConfig.load(out) == faster
-    with pytest.raises(UserError, match='already exists; choose another name'): check.quick_fix(cache,
-        TINY, out)
-
 
 # --- the commands -------------------------------------------------------------------------------------------
 

@@ -121,24 +121,3 @@ def test_all_arms_get_the_same_first_text_and_weights(small):
     assert len(np.unique(eight['text'], axis=0)) == 8
     assert eight['prompt'].shape == (8, small.model.gpt.prompt_latents, small.model.gpt.width)
     assert eight['text'].numpy().min() > gpts['float32'].text_start
-
-def test_the_command(ran, behind, bars):
-    rows, more = [{'name': 'naive', 'tokens_per_s': 3.}], {'same_codes': {'float32': 1.}, 'piece_ms': [1.]}
-    measured, kept = behind('app.speed.say_speed', (rows, more)), behind('app.cli_speak.write_record')
-    done = ran('bench say')
-    assert done.out.startswith('tiny, GPT 4 x 192, 64 codes') and not kept
-    assert 'bench say: 5 rounds, or fewer in about 5 minutes' in done.err
-    assert bars == [('start', {}), ('measure', 0, 1, 'compiling'), ('measure', 1, 2)]
-    about = {'model': 'xtts_v2, GPT 30 x 1024, 64 codes for each text', **more}
-    done = ran('bench say --preset xtts_v2 --rounds 2 --record --json')
-    assert done.json == {'rows': rows} | about
-    assert kept == [{'page': 'say_full', 'rows': rows, 'notes': about}]
-    assert [(c['config'].model.gpt.layers, c['codes'], c['rounds'])
-            for c in measured] == [(4, 64, 5), (30, 64, 2)]
-    done = ran('bench say --coqui-python other/python')
-    assert done.code == 2 and done.err.splitlines()[-1] == (
-        'xtts-nb: bench say: --coqui-python is an option of python benchmarks/speech.py in a checkout of the '
-        'repository; use that.')
-    done = ran('bench say --preset large')
-    assert done.code == 2 and 'no preset "large"' in done.err and len(measured) == 2
-    assert ran('bench say --record').code == 0 and kept[1]['page'] == 'say'

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from process import check_bounds
 from xtts_nb.app import speed as page
 from xtts_nb.app.speed import load_row, load_speaker, service_load
 from xtts_nb.config import UserError
@@ -65,17 +64,6 @@ def test_the_service_is_asked_by_all_at_once(monkeypatch):
         ('1 client', 2, 2, 0, 0), ('12 clients', 1, 6, 6, 0)]
     assert rows[1]['refused_p99_ms'] < rows[1]['first_p50_ms'] and told == [(1, 3), (2, 3), (3, 3)]
     assert made[0].asked == [('Hello', 44100)] * 9 and made[0].warm == [44100] and made[0].closed
-
-def test_the_command(ran, behind, bars):
-    speaker, rows = behind('app.speed.load_speaker', ('speaker', 'a model')), [{'name': '1 client'}]
-    load, kept = behind('app.speed.service_load', rows), behind('app.cli_speak.write_record')
-    assert ran('bench service --json').json == {'rows': rows, 'model': 'a model'}
-    assert ran('bench service --model m --text Hello --waves 2 --record').code == 0
-    assert [str(s['model']) for s in speaker] == ['None', 'm']
-    assert load == [{'speaker': 'speaker', 'text': page.LOAD_TEXT, 'rounds': 5},
-                    {'speaker': 'speaker', 'text': 'Hello', 'rounds': 2}]
-    assert kept == [{'page': 'service', 'rows': rows, 'notes': {'model': 'a model'}}]
-    check_bounds(('bench service --waves', 1, 0))
 
 @pytest.mark.slow
 def test_200_clients_at_once():

@@ -250,27 +250,6 @@ def test_a_table_wider_than_a_terminal_cuts_no_figure_and_turns():
 
 # --- devices, records, settings -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize('count, said', [('', ''), ('2',
-    'XTTS_NB_CPU_CARDS: 2 logical CPU devices stand in for GPUs.\n')])
-def test_start(monkeypatch, behind, capsys, count, said):
-    monkeypatch.setenv('XTTS_NB_CPU_CARDS', count)
-    threads, devices = behind('config.setup_tf'), behind('devices.setup_devices', 'the plan')
-    assert terminal.start(two=True, data_gpu=1) == 'the plan' and threads == [{}]
-    assert devices == [{'two': True, 'options': {'data_gpu': 1}}] and capsys.readouterr() == ('', said)
-
-def test_a_record_says_the_command_without_the_folders_of_this_machine(monkeypatch, behind, capsys):
-    written = behind('bench.record', 'benchmarks/x.json')
-    behind('bench.benchmarks', 'benchmarks')
-    words = ['bench', 'data', '--data', '/data/corpus', '--config=/a/b.yaml', '--out', '../c', 'sub/d',
-             '--set', 'a.b=../e', '--rounds=3', 'two words']
-    monkeypatch.setattr(sys, 'argv', ['/usr/bin/xtts-nb', *words])
-    terminal.write_record('a_page', [{'name': 'x'}], verdict='fine')
-    assert written == [{'page': 'a_page', 'rows': [{'name': 'x'}], 'folder': 'benchmarks',
-                        'notes': {'verdict': 'fine'},
-                        'command': 'xtts-nb bench data --data corpus --config=b.yaml --out c sub/d '
-                                   "--set a.b=e --rounds=3 'two words'"}]
-    assert capsys.readouterr() == ('', 'Recorded: benchmarks/x.json\n')
-
 def test_settings_of_a_file_lie_over_a_preset_or_what_was_made(tmp_path, capsys):
     made, file = XTTSConfig.tiny().replace(data={'batch_size': 3, 'buckets': 2}), tmp_path / 'file.yaml'
     (tmp_path / 'config.yaml').write_text(made.to_yaml())
