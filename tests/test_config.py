@@ -14,7 +14,7 @@ import yaml
 from process import python
 from xtts_nb import config as page
 from xtts_nb.config import (
-    REFUSED_KEYS, SWITCHES, AudioConfig, DVAEConfig, ModelConfig, TrainingConfig, UserError, XTTSConfig,
+    REFUSED_KEYS, ModelConfig, UserError, XTTSConfig,
     control_groups, cores,
     cpu_quota, environment_number, setup_tf, sizes, usable_cores, workspace)
 
@@ -139,23 +139,6 @@ def test_the_old_switch_of_xla_is_read_and_the_mode_written(tmp_path, text, mode
     (tmp_path / 'again.yaml').write_text(config.to_yaml())
     assert XTTSConfig.load(tmp_path / 'again.yaml') == config
 
-@pytest.mark.parametrize('graph, xla, debug, mode', [   # of files that were written with all three
-    (True, 'auto', False, 'auto'), (True, True, False, 'xla'), (True, False, False, 'graph'),
-    (False, 'auto', False, 'eager'), (False, False, False, 'eager'), (True, True, True, 'eager')])
-def test_three_switches_make_one_mode(graph, xla, debug, mode):
-    training = dict(zip(SWITCHES, (graph, xla, debug)))
-    assert XTTSConfig.from_dict({'training': training}).training.mode == mode
-    assert TrainingConfig(**training) == TrainingConfig(mode=mode)
-
-@pytest.mark.parametrize('before, switch, after', [
-    ('eager', {'enable_graph_mode': True}, 'auto'), ('eager', {'enable_eager_debug': False}, 'auto'),
-    ('xla', {'enable_graph_mode': True}, 'xla'), ('graph', {'enable_eager_debug': False}, 'graph'),
-    ('auto', {'enable_xla_compilation': False}, 'graph'), ('eager', {'enable_xla_compilation': 'on'}, 'xla'),
-    ('graph', {'enable_xla_compilation': 'auto'}, 'auto'), ('xla', {'enable_eager_debug': True}, 'eager')])
-def test_an_old_switch_changes_the_mode(before, switch, after):
-    config = XTTSConfig().replace(training={'mode': before})
-    assert config.replace(training=switch).training.mode == after
-
 @pytest.mark.parametrize('training, words', [
     ({'enable_graph_mode': False, 'enable_xla_compilation': True}, 'training.mode to eager or xla instead'),
     ({'mode': 'xla', 'enable_graph_mode': False}, 'mode xla and enable_graph_mode contradict each other'),
@@ -220,25 +203,6 @@ TINY = {   # what it has instead of the released model's
     'voice': dict(steps=2000, batch_size=8, window=8, learning_rate=1e-3, reference_seconds=1.,
                   periods=(2, 3, 5), windows=(512,), channels=8)}
 
-def test_the_tiny_preset():
-    tiny, full = ({**c['model'], **c}
-                  for c in (XTTSConfig.tiny().model_dump(), XTTSConfig.xtts_v2().model_dump()))
-    found = {part: {k: v for k, v in tiny[part].items() if v != full[part][k]} for part in SECTIONS}
-    assert {part: values for part, values in found.items() if values} == TINY
-
-def test_derived_values():
-    assert AudioConfig().frames_per_second == pytest.approx(86.1328125) and DVAEConfig().frames_per_code == 4
-
-@pytest.mark.parametrize('width', [64, 128, 192, 256])
-def test_every_tiny_width_is_valid(width):
-    gpt = XTTSConfig.tiny(width).model.gpt
-    assert gpt.width == width and gpt.width // gpt.heads == 32
-
-def test_the_table_shows_every_key():
-    table = XTTSConfig()._repr_markdown_()
-    assert all(key in table for _, key in KEYS)
-
-
 # --- the workspace --------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -264,10 +228,6 @@ def test_the_file_is_searched_upwards_and_the_nearest_counts(outside, monkeypatc
     write(outside / 'a', '[workspace]\ndata = near\n')
     assert (workspace().data, workspace().scale) == (outside / 'a' / 'near', 'tiny')
     assert workspace(outside).data == outside / 'far'
-
-def test_absolute_paths_stay(outside):
-    write(outside, f'[workspace]\nruns = {outside / "elsewhere"}\n')
-    assert workspace().runs == outside / 'elsewhere'
 
 def test_under_test_the_scale_is_tiny(outside, monkeypatch):
     write(outside, '[workspace]\nscale = full\n')

@@ -66,11 +66,6 @@ def test_plans_that_cannot_be(cards, asked, words):
 def test_the_card_that_trains(plan, place): assert plan.model_part == place
 
 
-def test_a_plan_is_a_sentence():
-    one, two = DevicePlan({}, 'CPU:0', 'CPU:0'), DevicePlan({}, 'GPU:1', 'GPU:0')
-    assert one.line == 'Batches are made and the model is trained on one device, CPU:0.'
-    assert two.line == 'Batches are made on GPU:1, the model is trained on GPU:0.'
-
 @pytest.mark.parametrize('cards, asked, limits, data, model', [
     ([], {}, {0: (), 1: ()}, 'CPU:0', 'CPU:1'), ([CARD], {}, {0: (4800, 16_800)}, 'GPU:0', 'GPU:1'),
     ([CARD] * 2, {}, {0: (), 1: ()}, 'GPU:0', 'GPU:1'),
@@ -133,19 +128,6 @@ def test_a_device_that_did_not_come_is_named(gpus, monkeypatch):
     with pytest.raises(UserError, match='has the devices GPU:0, not as planned'):
         told_and_read(plan_devices([CARD, CARD], 0, 1))
 
-def test_a_limit_that_was_not_kept_is_noticed(gpus, monkeypatch):
-    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
-    with pytest.raises(UserError, match='not as planned'): told_and_read(plan_devices([CARD], isolate=True))
-
-def test_one_limit_of_two_that_was_not_kept_is_noticed(gpus, monkeypatch):
-    plan = plan_devices([CARD, CARD], isolate=True)
-    apply_plan(plan)
-    monkeypatch.setattr(devices, 'tf_started', lambda: True)
-    apply_plan(plan)   # nothing changes
-    gpus['/physical_device:GPU:1'] = [tf.config.LogicalDeviceConfiguration(memory_limit=7)]
-    with pytest.raises(UserError, match='has started before'): apply_plan(plan)
-    with pytest.raises(UserError, match='not as planned'): check_plan(plan)
-
 def test_logical_cpu_devices_take_no_limits(monkeypatch):
     cpu, logical = tf.config.list_physical_devices('CPU')[0], tf.config.LogicalDeviceConfiguration()
     assert devices._wanted(DevicePlan({0: (), 1: (5, 6)}, 'CPU:0', 'CPU:2')) == ([], {cpu: [logical] * 3})
@@ -174,13 +156,6 @@ def test_stand_ins_share_the_memory_and_a_worker_takes_them_all(monkeypatch, car
     assert str(card_memory()) == str([5] * cards)   # whole MiB
     assert setup_devices() == DevicePlan({i: () for i in range(cards)}, 'CPU:0', 'CPU:0')
 
-def test_a_plan_for_the_cpu_is_not_read_back(monkeypatch):
-    monkeypatch.delenv('TF_CONFIG', raising=False)
-    monkeypatch.setattr(devices, 'check_plan', lambda plan: pytest.fail('it would start TensorFlow'))
-    monkeypatch.setattr(devices, 'apply_plan', lambda plan: None)
-    monkeypatch.setattr(devices, 'card_memory', list)
-    assert setup_devices() == DevicePlan({}, 'CPU:0', 'CPU:0')
-
 def test_what_tensorflow_refuses_is_a_sentence(gpus, monkeypatch):
     def full(): raise tf.errors.InternalError(None, None, 'out of memory')
     monkeypatch.setattr(tf.config, 'list_logical_devices', full)
@@ -207,11 +182,6 @@ def test_there_are_as_many_cards_as_tensorflow_sees(gpus, monkeypatch, totals, f
     cards = [SimpleNamespace(memory_total=n and n * 2**20 + 7) for n in totals]
     monkeypatch.setattr(devices, 'visible_cards', lambda: cards)
     assert card_memory() == found
-
-def test_cards_without_nvml_have_no_known_memory(gpus, monkeypatch):
-    def none(): raise UserError('NVML: not found')
-    monkeypatch.setattr(devices, 'visible_cards', none)
-    assert card_memory() == [None, None]
 
 def test_gpus_and_their_stand_ins_exclude_each_other(gpus, monkeypatch):
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')

@@ -29,13 +29,6 @@ def root(tmp_path) -> Path:
     return tmp_path
 
 
-def test_only_what_acts_is_changed(root):
-    after = {change['after'].strip() for change in mutants.changes(root, 'small')}
-    assert after == {"def longest(a: int, b: 'x > 1' = 4) -> bool:",
-                     "if a: raise ValueError(f'{a + 1} is not > 2')", 'return a <= b and b is not None',
-                     'return a < b or b is not None', 'return a < b and b is None'}
-
-
 def test_module_and_page_change_alike_and_are_restored(root):
     module, page = root / 'xtts_nb/small.py', root / 'nbs/00_small.ipynb'
     before = module.read_bytes(), page.read_bytes()
@@ -46,20 +39,3 @@ def test_module_and_page_change_alike_and_are_restored(root):
         assert cells[1] == BODY, 'only the exported cell changes'
         for f, content in kept.items(): f.write_bytes(content)
         assert (module.read_bytes(), page.read_bytes()) == before
-
-
-def test_every_module_has_one_before_any_has_two():
-    found = {name: [{'module': name, 'line': i} for i in range(n)]
-             for name, n in (('a', 50), ('b', 1), ('c', 5), ('d', 0))}
-    dealt = [change['module'] for change in mutants.deal(found, 1, 20)]
-    assert sorted(dealt[:3]) == ['a', 'b', 'c'] and dealt.count('b') == 1 and len(dealt) == 20
-    assert mutants.deal(found, 1, 20) == mutants.deal(found, 1, 20) != mutants.deal(found, 2, 20)
-
-
-def test_the_tests_of_a_module(root):
-    for name, text in (('test_small', ''), ('test_very_small', ''), ('test_smaller', ''),
-                       ('test_a', 'import xtts_nb.other  # 1'), ('test_b', 'import xtts_nb.other'),
-                       ('test_c', 'from xtts_nb import other  # the longest of the three')):
-        (root / f'tests/{name}.py').write_text(text)
-    assert mutants.test_files(root, 'small') == ['tests/test_small.py', 'tests/test_very_small.py']
-    assert mutants.test_files(root, 'other') == ['tests/test_b.py', 'tests/test_a.py']

@@ -7,20 +7,11 @@ from xtts_nb.bench import Peer
 from xtts_nb.config import UserError
 
 
-def reads_its_input():
-    while True: yield input()
-
-
 def counts(start, step):
     print('this is no answer')
     while True:
         yield start
         start += step
-
-
-def test_the_library_cannot_read_the_lines_of_the_peer():
-    with Peer(sys.executable, reads_its_input, needs='Python') as peer, \
-            pytest.raises(UserError, match=r'Python failed \(EOFError.*\); check that environment'): peer()
 
 
 def ends(stderr):
@@ -45,8 +36,3 @@ def test_one_answer_per_call_without_prints():
     with Peer(sys.executable, counts, needs='Python', start=3, step=2) as peer:
         assert [peer() for _ in range(3)] == [3, 5, 7]
     assert peer.process.returncode == 0 and peer.errors.closed
-
-
-def test_a_missing_python():
-    with pytest.raises(UserError, match='^no-such-python: cannot be run; give the Python of a package[.]$'):
-        Peer('no-such-python', counts, needs='a package')

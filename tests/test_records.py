@@ -112,109 +112,11 @@ def test_what_is_stored_is_what_the_record_says(nb, cell):
         assert stored.data['text/markdown'] == now._repr_markdown_(), 'run python dev/records.py'
     else: assert 'image/png' in stored.data
 
-def test_a_changed_number_is_seen(monkeypatch, tmp_path):
-    "The same cell, with a record in which one number is another."
-    page = NOTEBOOKS['speed']
-    cell = next(cell for cell in records.record_cells(page) if 'step_speed' in cell.source)
-    stored = cell.outputs[0].data['text/markdown']
-    for file in FILES:
-        text = file.read_text(encoding='utf-8')
-        (tmp_path / file.name).write_text(re.sub(r'("step_ms": )\d', r'\g<1>7', text), encoding='utf-8')
-    monkeypatch.setattr(bench, 'benchmarks', lambda: tmp_path)
-    assert records.draw(page, cell)._repr_markdown_() != stored
-
 def test_no_page_writes_a_record():
     "A page that is run would leave a file in benchmarks/ each time; commands write records."
     cells = [(stem, c.source) for stem, nb in NOTEBOOKS.items() for c in nb.cells if c.cell_type == 'code']
     lessons = [(stem, source) for stem, source in cells if not re.match(r'(#\|.*\n)*#\|\s*export', source)]
     assert [stem for stem, source in lessons if re.search(r'\brecord\([^)]*benchmarks\(\)', source)] == []
-
-
-@pytest.fixture
-def measured(monkeypatch, tmp_path):
-    "`records.measure` in a folder, with a command that writes a record: (write, commands that were run)."
-    folder, ran, files = tmp_path / 'benchmarks', [], iter(range(9))
-    folder.mkdir()
-    monkeypatch.setattr(records, 'ROOT', tmp_path)
-
-    def write(spread, device='CPU, 2 cores'):
-        rows = [{'name': 'a', 'ratio': 1., 'spread': spread}]
-        one = {'device': device, 'date': f'2026-01-0{len(list(folder.iterdir())) + 1}', 'rows': rows}
-        noisy = bench.noisy_rows(one)
-        file = folder / f'{run.page}-{next(files)}.json'
-        file.write_text(json.dumps(one | {'noisy': bool(noisy), 'noisy_rows': noisy}))
-        return file.name
-
-    def run(command, **how):
-        assert command[:len(records.PROGRAM)] == records.PROGRAM
-        ran.append(command[len(records.PROGRAM):])
-        assert how['timeout'] == records.LIMIT and how['check']
-        if isinstance(run.spread, Exception): raise run.spread
-        write(run.spread)
-    run.page = 'model'
-    monkeypatch.setattr(records.subprocess, 'run', run)
-    return folder, write, run, ran
-
-
-def test_a_quiet_record_is_kept_a_noisy_one_only_where_there_is_none(measured, monkeypatch):
-    folder, write, run, ran = measured
-    monkeypatch.setitem(bench.WRITERS, 'model', 'bench model')
-    run.spread = .5
-    assert records.measure('model') == 'model-0.json: noisy, but no quiet one of this device exists'
-    write(.1, 'another card')
-    assert records.measure('model') == 'model-2.json: noisy, but no quiet one of this device exists'
-    run.spread = .1
-    assert records.measure('model') == 'model-3.json: quiet'
-    run.spread = .5
-    assert records.measure('model') == 'model-4.json: noisy, removed; the quiet record of 2026-01-04 stays'
-    assert sorted(f.name for f in folder.iterdir()) == [f'model-{i}.json' for i in range(4)]
-    assert ran == [['bench', 'model', '--record', '--json']] * 4
-
-
-@pytest.mark.parametrize('page, variables, options', [
-    ('config', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--budget', '3']),
-    ('data', {}, ['--budget', '3', '--data', 'runs/demo/corpus']),
-    ('data', {'SPEECH': 'clips', 'COQUI': 'py'},
-     ['--budget', '3', '--data', 'clips']),
-    ('step_speed', {'SPEECH': 'clips', 'COQUI': 'py'}, ['--budget', '3']),
-    ('dual', {'SPEECH': 'clips', 'COQUI': 'py'}, [])])
-def test_what_a_record_is_measured_on(measured, monkeypatch, page, variables, options):
-    *_, run, ran = measured
-    script = {'data': 'loaders.py', 'step_speed': 'step.py'}.get(page) if 'COQUI' in variables else None
-    command = ['--coqui-python', 'py'] if script else bench.WRITERS[page].split()
-    if script: monkeypatch.setattr(records, 'PROGRAM', [sys.executable, f'benchmarks/{script}'])
-    run.spread, run.page = .1, page
-    for name in ('SPEECH', 'COQUI'): monkeypatch.delenv(f'XTTS_NB_{name}', raising=False)
-    for name, value in variables.items(): monkeypatch.setenv(f'XTTS_NB_{name}', value)
-    records.measure(page)
-    assert ran == [[*command, *options, '--record', '--json']]
-
-
-def test_the_records_of_all_lessons_are_measured_by_default(monkeypatch, capsys):
-    asked, drawn = [], []
-    monkeypatch.setattr(records, 'measure', lambda page, copy_to: asked.append(page) or 'quiet')
-    monkeypatch.setattr(records, 'write_records', lambda: drawn.append(1))
-    assert records.main(['renew']) == records.main(['renew', '--part', 'say', '--part', 'step']) == 0
-    pages = [records.PARTS[part] for part in records.LESSONS]
-    assert asked == [*pages, 'say', 'step_speed'] and drawn == [1, 1]
-    assert 'say: quiet, 0 s' in capsys.readouterr().out
-    pages = {*records.PARTS.values()}
-    assert pages <= {*bench.WRITERS, 'patients'} and {*records.SMALL} == pages
-    with pytest.raises(SystemExit): records.main(['renew', '--part', 'stop'])
-
-
-def test_a_part_that_fails_or_takes_too_long_leaves_the_others(measured, monkeypatch, capsys, tmp_path):
-    "Each record is copied as soon as it is there."
-    folder, _, run, ran = measured
-    monkeypatch.setattr(records, 'write_records', lambda: None)
-    for run.spread, said in ((records.subprocess.CalledProcessError(2, 'x'), 'model: FAILED, exit code 2'),
-                             (records.subprocess.TimeoutExpired('x', 9), 'model: FAILED, ended after 480 s')):
-        assert records.main(['renew', '--part', 'model', '--copy-to', str(tmp_path / 'new/out')]) == 1
-        assert said in capsys.readouterr().out
-    run.spread = .1
-    assert records.main(['renew', '--part', 'model', '--copy-to', str(tmp_path / 'new/out')]) == 0
-    copied = [f.name for f in (tmp_path / 'new/out').iterdir()]
-    assert copied == [f.name for f in folder.iterdir()] and len(ran) == 3
 
 
 def test_a_rehearsal_runs_small_on_two_cpu_devices_and_stores_nothing(monkeypatch, capsys):

@@ -1,6 +1,5 @@
 "The sampler on recorded traces, broken probes and a driver that is made up: no GPU, no waiting."
 import ctypes
-import json
 import os
 import subprocess
 import sys
@@ -79,11 +78,6 @@ def test_nvml_units(driver):
     assert s.gpus == (GPU(0, 'Card 0', 10., 1 << 30, 8 << 30, 50., 40, 1500, **bus),
                       GPU(1, 'Card 1', 80., 2 << 30, 8 << 30, 300.5, 41, 1501, **bus))
     assert s.error is None and s.cpu.memory_total == psutil.virtual_memory().total
-
-
-def test_nvml_zero_is_a_reading(driver):
-    driver.use[0] = driver.power[0] = 0
-    assert (nvml_probe()().gpus[0].utilisation, nvml_probe()().gpus[0].power) == (0., 0.)
 
 
 @pytest.mark.parametrize('code', [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION,
@@ -220,24 +214,6 @@ def test_each_reason_has_its_remedy(driver, monkeypatch, code, remedy):
     assert best_probe(lines.append)().cpu is not None and len(lines) == 1
 
 
-def test_disks_count_once(monkeypatch):
-    counters = {name: SimpleNamespace(read_bytes=n, write_bytes=2 * n)
-                for name, n in {'real': 5, 'real1': 5, 'dm-0': 5}.items()}
-    def counted(perdisk, nowrap):
-        assert perdisk and not nowrap
-        return counters
-    monkeypatch.setattr(psutil, 'disk_io_counters', counted)
-    monkeypatch.setattr(Path, 'exists', lambda path: str(path) == '/sys/block/real/device')
-    assert sampler.disk_bytes() == (5, 10)
-    monkeypatch.setattr(Path, 'exists', lambda path: False)
-    assert sampler.disk_bytes() == (15, 30)   # nothing to tell them apart by
-    counters.clear()
-    assert sampler.disk_bytes() is None
-    def untold(**kwargs): raise NotImplementedError
-    monkeypatch.setattr(psutil, 'disk_io_counters', untold)
-    assert sampler.disk_bytes() is None and sampler.disk_rates(0.)() == (None, None)
-
-
 def test_disk_rates_are_differences(monkeypatch):
     totals, now = iter([(100, 0), (1100, 40), (1100, 40), (100, 100), None, (300, 100)]), [0.]
     monkeypatch.setattr(sampler, 'disk_bytes', lambda: next(totals))
@@ -272,12 +248,6 @@ def test_best_probe_says_in_one_line_what_it_uses_instead(driver, monkeypatch, c
     assert 'NVML Shared Library Not Found' in out
     assert 'showing the CPU instead' in out
     with pytest.raises(UserError, match='NVML'): nvml_probe()
-
-
-def test_best_probe_without_cards(driver):
-    driver.count, lines = 0, []
-    best_probe(lines.append)
-    assert len(lines) == 1 and 'sees no GPU' in lines[0]
 
 
 @pytest.mark.parametrize('hidden', ['', '-1'])
@@ -417,13 +387,6 @@ def test_summary_numbers():
     assert [summarise(used)['devices']['GPU 0'][k] for k in ('memory_max', 'memory_total')] == [7, 9]
 
 
-def test_summary_of_nothing_and_of_a_device_without_utilisation():
-    assert summarise([]) == dict(seconds=0., samples=0, gaps=0, devices={})
-    only = summarise([Sample(0., (GPU(0, 'MIG', memory_used=5),))])
-    assert only['devices']['GPU 0'] == dict(name='MIG', samples=0, memory_max=5, memory_total=None, means={})
-    json.dumps(only)
-
-
 @pytest.mark.parametrize('reading', [Process(1), GPU(0, 'a'), CPU('a'), Sample(0.)], ids=repr)
 def test_a_reading_never_changes_and_is_small(reading):
     with pytest.raises(FrozenInstanceError): setattr(reading, fields(reading)[0].name, 1)
@@ -452,32 +415,12 @@ def test_the_cost_is_a_share_of_a_core(monkeypatch):
     assert shares == [None, 0.75 / 4, 1.75 / 7] and s.cpu_seconds == 1.75 and s.taken == 3
 
 
-def test_a_beat_that_was_missed_is_not_made_up_for(monkeypatch):
-    now, costs, waits = [0.], iter([.25, 2.5, .25]), []
-    def probe():
-        now[0] += next(costs)
-        return Sample(now[0])
-    def wait(seconds):
-        now[0] += seconds
-        waits.append(seconds)
-        return len(waits) > 3
-    monkeypatch.setattr(sampler, 'time', SimpleNamespace(thread_time=lambda: 0., perf_counter=lambda: now[0]))
-    Sampler(probe, interval=1.)._run(SimpleNamespace(wait=wait))
-    assert waits == [0., .75, 0., .75]
-
-
 def test_the_sampler_reports_what_it_costs():
     s = Sampler(replay_probe(gpu_trace([1., 2.])))
     assert s.summary()['overhead'] is None
     s.sample()
     s.sample()
     assert s.cpu_seconds > 0 and s.summary()['overhead'] > 0
-
-
-def test_means_of_what_a_device_tells_besides():
-    cards = [GPU(0, 'a', power=100., sm_active=50.), GPU(0, 'a', power=200.)]
-    d = summarise([Sample(float(i), (c,)) for i, c in enumerate(cards)])['devices']['GPU 0']
-    assert d['means'] == {'power': 150., 'sm_active': 50.}
 
 
 def test_ring_keeps_the_latest():
@@ -602,27 +545,6 @@ def test_each_batch_is_a_step_of_the_device():
     assert device.busy(begin, begin + 10) == pytest.approx(0.3)   # 30 ms of 10 s
 
 
-def test_the_first_step_after_the_end_is_the_last(monkeypatch):
-    device, begins = EmulatedDevice(), [(0., 1.), (1., 2.), (2., 3.), (3., 4.)]
-    monkeypatch.setattr(sampler, 'time', SimpleNamespace(perf_counter=lambda: 0.))
-    monkeypatch.setattr(sampler, 'emulated_steps', lambda batches, seconds: iter(begins))
-    assert [device.feed([], 1., seconds) for seconds in (0., 0.5, 1., 1.5, 9.)] == [1, 2, 2, 3, 4]
-
-
-def test_a_reading_of_an_emulated_device_takes_its_lock_once():
-    "A step noted between two locks would be forgotten before it was counted."
-    class Lock:
-        taken = 0
-        def __enter__(self): self.taken += 1
-        def __exit__(self, *error): pass
-    device = EmulatedDevice()
-    device.computes(1., 2.)
-    device.computes(2., 4.)
-    device._lock = Lock()
-    assert device.busy(0., 3.) == pytest.approx(200 / 3) and device._lock.taken == 1
-    assert list(device._spans) == [(2., 4.)]
-
-
 def test_an_arm_ends_where_the_next_begins():
     arms = [(1., 'slow'), (3., 'fast'), (4., 'slow')]
     assert arm_spans(arms, 9.) == [('slow', 1., 3.), ('fast', 3., 4.), ('slow', 4., 9.)]
@@ -633,7 +555,3 @@ def test_an_arm_ends_where_the_next_begins():
     assert slow['mean'] == 20 and slow['variation'] == pytest.approx(np.std([0, 20, 40]) / 20)
     assert numbers['fast']['GPU 0']['mean'] == 100 and numbers['fast']['GPU 0']['variation'] == 0
     assert summarise_arms([], arms) == {'slow': {}, 'fast': {}}
-
-
-def test_a_device_that_never_computed_has_no_variation():
-    assert summarise(gpu_trace([0., 0.]))['devices']['GPU 0']['variation'] == 0
