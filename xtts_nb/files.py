@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PART', 'ABANDONED', 'TENSOR_TYPES', 'real_place', 'without_part', 'atomic_file', 'check_writable', 'atomic_folder',
-           'check_own', 'append_line', 'locked', 'inside', 'write_json', 'read_json', 'read_json_lines', 'fingerprint',
-           'write_tensors', 'save_weights', 'open_weights', 'check_tensor', 'load_weights', 'read_tensors',
-           'named_weights', 'raise_file_limit']
+           'check_free', 'check_own', 'append_line', 'locked', 'inside', 'write_json', 'read_json', 'read_json_lines',
+           'fingerprint', 'write_tensors', 'save_weights', 'open_weights', 'check_tensor', 'load_weights',
+           'read_tensors', 'named_weights', 'reserve', 'raise_file_limit']
 
 # %% ../nbs/base/files.ipynb #db2293af
 import ctypes
@@ -110,8 +110,7 @@ def atomic_folder(
     "Fill a folder atomically; raises `UserError` if something is there, before the work or by its end."
     path = real_place(path)
     try:
-        _sweep(path)
-        _check_free(path, replace)
+        check_free(path, replace)
         with _temporary_folder(path) as home:
             (home / 'new').mkdir()
             yield home / 'new'
@@ -119,8 +118,10 @@ def atomic_folder(
             _settle(home, path, replace)
     except OSError as e: raise _unwritable(path, e) from e
 
-def _check_free(path: Path, replace: bool | Callable):
-    "Raise `UserError` unless nothing is at `path`, an empty folder, or one that may be replaced."
+def check_free(path: str | Path, replace: bool | Callable = False):
+    "Raise `UserError` unless `atomic_folder` would take this place; what a killed writer left is undone."
+    path = real_place(path)
+    _sweep(path)
     if not os.path.lexists(path) or path.is_dir() and not any(_names(path)): return
     if not replace or not path.is_dir():
         raise UserError(f'{path}: already holds something; choose another folder or remove it.')
@@ -155,7 +156,7 @@ def check_own(
     "Raise `UserError` if a folder holds anything that this library did not put there."
     for name in _names(folder):
         if own(name): continue
-        raise UserError(f'{folder}: holds something that is not {what}, {name}; move it away or choose '
+        raise UserError(f'{folder}: holds something that is not {what} ({name}); move it away or choose '
                         'another folder.')
 
 # %% ../nbs/base/files.ipynb #743c25d1
@@ -163,7 +164,7 @@ def _settle(home: Path, path: Path, replace: bool | Callable):
     "Move the new folder to `path`; if something has come there meanwhile, next to it."
     new, old, ready = (home / name for name in ('new', 'old', 'ready'))
     try:
-        _check_free(path, replace)
+        check_free(path, replace)
         if home.parent == path:
             if replace: _move_contents(path, old)
             os.rename(new, ready)
@@ -435,6 +436,11 @@ def named_weights(
     return {before + v.path.removeprefix(f'{model.name}/'): v for v in model.variables}
 
 # %% ../nbs/base/files.ipynb #a7c41e03
+def reserve(path: str | Path):
+    "Reserve the blocks of a sparse file: on a full disk a write to its memory map would kill the process."
+    with open(path, 'r+b') as file:
+        if hasattr(os, 'posix_fallocate'): os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+
 def raise_file_limit(wanted: int) -> int:
     "Raise the number of files that this process may open, if the system allows it; the number."
     try: import resource
