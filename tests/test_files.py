@@ -7,7 +7,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,8 @@ from xtts_nb.config import UserError
 from xtts_nb import files
 from xtts_nb.data.cache import work_path
 from xtts_nb.files import (
-    append_line, atomic_file, atomic_folder, check_writable, fingerprint, inside, locked, raise_file_limit,
-    read_json, read_json_lines, write_json)
+    append_line, atomic_file, atomic_folder, check_own, check_writable, fingerprint, inside, locked,
+    raise_file_limit, read_json, read_json_lines, write_json)
 
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit, MemoryError, UserError])
@@ -49,28 +48,22 @@ def test_an_interrupted_folder_leaves_what_was_there(tmp_path, error, replace):
     assert tree(tmp_path) == kept
 
 
-@pytest.mark.parametrize('atomic, made', [
-    (atomic_file, ['out.7.part', 'rename out.7.part', '.']),
-    (atomic_folder, ['a', 'b', 'sub', 'out.7.part', 'rename out.7.part', '.'])])
-def test_what_is_written_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch, atomic, made):
-    "Else a machine that loses its power may keep the name without the content."
-    order, name = [], lambda path: Path(path).relative_to(tmp_path).as_posix().rpartition('/')[2] or '.'
-    sync, rename = os.fsync, os.replace
+@pytest.mark.parametrize('files', [3, 60])
+def test_what_is_written_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch, files):
+    "Else a machine that loses its power may keep the name without the content; many files are one wait."
+    order, (sync, rename) = [], (os.fsync, os.rename)
     def fsync(handle):
-        order.append(name(os.readlink(f'/proc/self/fd/{handle}')))
+        order.append(Path(os.readlink(f'/proc/self/fd/{handle}')).name)
         sync(handle)
-    def replace(old, new):
-        order.append(f'rename {name(old)}')
-        rename(old, new)
     monkeypatch.setattr(os, 'fsync', fsync)
-    monkeypatch.setattr(os, 'replace', replace)
-    monkeypatch.setattr(files, '_writer', lambda: '7')
-    with atomic(tmp_path / 'out') as part:
-        if atomic is atomic_file: part.write_text('x')
-        else:
-            (part / 'sub').mkdir()
-            for path in (part / 'a', part / 'sub' / 'b'): path.write_text('x')
-    assert (sorted(order[:-3]), order[-3:]) == (made[:-3], made[-3:])
+    monkeypatch.setattr(os, 'rename', lambda old, new: (order.append('rename'), rename(old, new)))
+    with atomic_file(tmp_path / 'file') as part: part.write_text('x')
+    assert order == [part.name, tmp_path.name]
+    order.clear()
+    with atomic_folder(tmp_path / 'out') as part:
+        for i in range(files): write_json(part / 'sub' / str(i), i)   # these wait for nothing of their own
+    assert order[-2:] == ['rename', tmp_path.name]
+    assert set(order[:-2]) == ({'0', '1', '2', 'sub', 'new'} if files == 3 else set())
 
 
 @pytest.mark.parametrize('there', [True, False])
@@ -83,7 +76,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path, there):
         for path in (disk / 'cache' / 'x', disk / 'file'): path.write_text('old')
     for name in ('cache', 'file'): (here / name).symlink_to(disk / name)
     with atomic_folder(here / 'cache', replace=True) as part:
-        assert part.parent == disk
+        assert part.parent.parent == disk
         (part / 'x').write_text('new')
     with atomic_file(here / 'file') as part: part.write_text('new')
     assert all((here / name).is_symlink() for name in ('cache', 'file'))
@@ -98,7 +91,7 @@ def test_nothing_stands_there_before_the_end(tmp_path):
         assert not (tmp_path / 'a').exists() and part.parent == tmp_path
     with atomic_folder(tmp_path / 'f') as part:
         (part / 'x').write_text('half')
-        assert not (tmp_path / 'f').exists() and part.parent == tmp_path
+        assert not (tmp_path / 'f').exists() and part.parent.parent == tmp_path
     assert tree(tmp_path) == {'a': b'half', 'f': b'', 'f/x': b'half'}
 
 
@@ -154,7 +147,7 @@ def test_ctrl_c_while_the_old_folder_goes_loses_neither(tmp_path, monkeypatch):
     with atomic_folder(out) as part:
         for i in range(3): (part / f'{i}').write_text('old')
     def interrupted(path, *args, **kwargs):
-        first = Path(path) / '0'
+        first = Path(path) / 'old' / '0'
         if not first.is_file() or first.read_text() != 'old': return real(path, *args, **kwargs)
         first.unlink()
         raise KeyboardInterrupt
@@ -274,26 +267,102 @@ def test_a_fingerprint_changes_with_every_part():
     assert fingerprint(b'ab', {'b': [1], 'a': 2}) == known
 
 
-def test_only_what_a_writer_left_is_swept_away(tmp_path, monkeypatch):
-    me = os.getpid()   # in a container, one that was killed had our number
-    monkeypatch.setattr(files.socket, 'gethostname', lambda: 'my-host.org')
-    monkeypatch.setattr(files.psutil, 'pid_exists', lambda process: process in (5, me))
-    gone = ('out.7.part', 'out.7.old', f'out.{me}.part', 'out.myhostorg-7.part', f'out.myhostorg-{me}.old',
-            'out.other-5.part')
-    kept = ('out.5.part', 'out.5.old', 'out.7.txt', 'out.notes.part', 'out.1.2.part', 'other.7.part',
-            'out.myhostorg-5.part', 'out.other-7.part', 'out.a.b-7.part')
-    for name in ('out', *gone, *kept): (tmp_path / name).mkdir()
-    for name in ('out.other-5.part', 'out.other-7.part'): (tmp_path / name / 'shard').touch()
-    old = time.time() - files.ABANDONED - 60   # of a machine that ended; a shard of the other one is new
-    for name in ('out.other-5.part', 'out.other-5.part/shard', 'out.other-7.part'):
-        os.utime(tmp_path / name, (old, old))
-    files._sweep(tmp_path / 'out')
-    assert {p.name for p in tmp_path.iterdir()} == {'out', *kept}
-    (tmp_path / 'out').rmdir()
-    (tmp_path / 'out.7.old').mkdir()
-    (tmp_path / 'out.7.old' / 'x').write_text('old')
-    files._sweep(tmp_path / 'out')
-    assert (tmp_path / 'out/x').read_text() == 'old' and not (tmp_path / 'out.7.old').exists()
+MINE = 'out.20251129.old', 'out.7.part', 'out.host-7.old', f'out.0a1b2c3d{files.PART}'
+
+@pytest.mark.parametrize('there', [True, False])
+def test_backups_of_the_user_are_no_leftovers(tmp_path, there):
+    for name in (*MINE, *['out'] * there):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'mine').write_text('mine')
+    kept = tree(tmp_path)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / 'out', replace=True) as part:
+            (part / 'new').write_text('1')
+            raise KeyboardInterrupt
+        assert tree(tmp_path) == kept
+
+KILLED = '''
+import os, signal, sys
+from pathlib import Path
+from xtts_nb.files import atomic_folder
+out, within, renames = Path(sys.argv[1]), *map(int, sys.argv[2:])
+os.chdir(out if within else '/')   # the current folder is filled from within
+rename, done = os.rename, []
+def counted(old, new):
+    if len(done) == renames: os.kill(os.getpid(), signal.SIGKILL)
+    done.append(rename(old, new))
+os.rename = counted
+with atomic_folder(out, replace=True) as part:
+    for name in 'bc': (part / name).write_text('new')
+'''
+
+@pytest.mark.parametrize('within, renames', [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (1, 4)])
+def test_what_a_killed_writer_left_is_undone_or_finished(tmp_path, within, renames):
+    out = tmp_path / 'out'
+    with atomic_folder(out) as part:
+        for name in 'ab': (part / name).write_text('old')
+    assert python(KILLED, out, within, renames).code == -9 and [*tmp_path.rglob(f'*{files.PART}')]
+    with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True): raise KeyboardInterrupt
+    names, text = ('bc', b'new') if renames > 2 else ('ab', b'old')   # the third says that all is there
+    assert tree(tmp_path) == {'out': b'', **{f'out/{name}': text for name in names}}
+
+def test_a_writer_that_lives_is_not_disturbed_and_no_result_is_lost(tmp_path):
+    out = tmp_path / 'out'
+    with pytest.raises(UserError, match='out: already holds something.* kept in .*out-2'):
+        with atomic_folder(out) as part:
+            (part / 'first').write_text('1')
+            with atomic_folder(out) as other: (other / 'second').write_text('2')
+            assert (part / 'first').is_file()
+    assert tree(tmp_path) == {'out': b'', 'out/second': b'2', 'out-2': b'', 'out-2/first': b'1'}
+
+@pytest.mark.parametrize('when', ['before', 'meanwhile'])
+def test_what_is_not_ours_is_never_replaced(tmp_path, when):
+    out, own = tmp_path / 'out', lambda folder: check_own(folder, {'a', 'b'}.__contains__, 'a cache')
+    with atomic_folder(out) as part: (part / 'a').write_text('old')
+    if when == 'before': (out / 'thesis').write_text('mine')
+    with pytest.raises(UserError, match='not a cache, thesis;'), atomic_folder(out, own) as part:
+        (part / 'b').write_text('new')
+        assert when == 'meanwhile'
+        (out / 'thesis').write_text('mine')
+    kept = {'out-2': b'', 'out-2/b': b'new'} if when == 'meanwhile' else {}
+    assert tree(tmp_path) == {'out': b'', 'out/a': b'old', 'out/thesis': b'mine'} | kept
+    (out / 'thesis').unlink()
+    with atomic_folder(out, own) as part: (part / 'b').write_text('new')
+    assert tree(out) == {'b': b'new'}
+
+WITHIN = '''
+import sys
+from pathlib import Path
+from xtts_nb.files import atomic_folder
+for name in 'ab':
+    with atomic_folder(Path(sys.argv[1]), replace=True) as part: (part / name).write_text(name)
+print(*[p.name for p in Path(sys.argv[1]).iterdir()])
+'''
+
+def test_a_mount_point_is_filled_from_within(tmp_path):
+    "Also one on the same disk, which looks like any other folder."
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'here').mkdir()
+    for mount in ('mount -t tmpfs none', f'mount --bind {tmp_path / "here"}'):
+        out, shell = tmp_path / 'out', f'{mount} "$0" && exec "$@"'
+        done = subprocess.run(['unshare', '-rm', 'sh', '-c', shell, out, sys.executable, '-c', WITHIN, out],
+                              capture_output=True, text=True)
+        if 'unshare' in done.stderr or 'mount' in done.stderr.split(':')[0]: pytest.skip(done.stderr)
+        assert done.stdout == 'b\n', done.stderr
+    assert tree(tmp_path / 'here') == {'b': b'b'}
+
+def test_the_current_folder_is_filled_from_within(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in 'ab':
+        with atomic_folder('.', replace=True) as part: (part / name).write_text(name)
+    assert os.listdir('.') == ['b'] and tree(tmp_path) == {'b': b'b'}
+
+def test_a_name_as_long_as_the_disk_allows(tmp_path):
+    name = 'あ' * 85
+    with atomic_file(tmp_path / f'{name}') as part: part.write_text('x')
+    assert tree(tmp_path) == {name: b'x'}
+    with pytest.raises(UserError, match='the name is too long'), atomic_file(tmp_path / f'{name}a') as part:
+        part.write_text('x')
 
 LARGER = 'the file would be larger than allowed'
 
@@ -329,22 +398,6 @@ def test_a_held_lock_is_refused_and_a_disk_without_locks_is_not(tmp_path, monkey
     (tmp_path / 'file').write_text('')
     with pytest.raises(UserError, match='nothing was written there'):
         with locked(tmp_path / 'file' / 'lock', 'busy'): pass
-
-@pytest.mark.parametrize('moment', ['filling', 'between the renames'])
-def test_what_a_killed_writer_left_is_undone(tmp_path, moment):
-    out, gone = tmp_path / 'out', subprocess.Popen([sys.executable, '-c', ''])
-    gone.wait()
-    (tmp_path / f'out.{gone.pid}.part').mkdir()
-    old = out if moment == 'filling' else tmp_path / f'out.{gone.pid}.old'
-    old.mkdir()
-    (old / 'a').write_text('old')
-    others = tmp_path / f'out.{os.getppid()}.part'   # of a process that lives
-    others.mkdir()
-    with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True) as part:
-        (part / 'b').write_text('1')
-        raise KeyboardInterrupt
-    assert tree(out) == {'a': b'old'} and others.is_dir() and len(list(tmp_path.iterdir())) == 2
-
 
 @pytest.mark.parametrize('name', ['a', 'deep/a', './a', 'deep/../a', 'within', 'deep/back/a', 'not there'])
 def test_a_name_inside(nested, name): assert inside(nested, name) == nested / name

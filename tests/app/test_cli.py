@@ -564,7 +564,7 @@ def test_ctrl_c_reaches_us_through_espeak(tmp_path, clips):
     "Most of the time is spent in C, which calls Python: an exception raised there must not get lost."
     program = f'from xtts_nb.app.demo import make_corpus; make_corpus({str(tmp_path / "corpus")!r})'
     child = Forked(program, stderr=subprocess.PIPE, text=True)
-    while len(list(tmp_path.glob('*.part/wavs/*.wav'))) < clips:
+    while len(list(tmp_path.glob('*.part/new/wavs/*.wav'))) < clips:
         assert child.poll() is None
         time.sleep(0.005)
     child.send_signal(signal.SIGINT)

@@ -1,4 +1,5 @@
 "Preparing: incremental, deterministic, resumed after a kill; merging parts; repairing damage."
+import json
 import os
 import resource
 import shutil
@@ -7,7 +8,6 @@ import subprocess
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from xtts_nb.data import prepare as module
 from xtts_nb.data.cache import Cache, check_cache_folder
 from xtts_nb.data.corpora import Clip, read_corpus
 from xtts_nb.config import UserError
-from xtts_nb.files import read_json, write_json
+from xtts_nb.files import PART, read_json, write_json
 from xtts_nb.data.prepare import (
     ClipEncoder, check_part, choose_mode, clip_row, default_workers, lesson_cache, Loudness, mel_sample,
     merge_caches, prepare, run_jobs, unfinished, work_folder, verify_and_fix_cache)
@@ -286,7 +286,8 @@ def test_a_full_disk_costs_no_finished_shard(mine, small, tokenizer, tmp_path, w
 
 def test_the_error_names_an_unfinished_cache(corpus, small, tokenizer, tmp_path):
     half(corpus, tmp_path / 'out', small, Fake(), tokenizer)
-    (tmp_path / 'out.work' / 'shard-00002.safetensors.7.part').write_bytes(b'of a run that was killed')
+    left = tmp_path / 'out.work' / f'shard-00002.safetensors.0123abcd{PART}'
+    left.write_bytes(b'of a run that was killed')
     with pytest.raises(UserError, match='holds no cache; .*out.work keeps what an earlier run finished'):
         Cache(tmp_path / 'out')
     prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5)
@@ -321,8 +322,9 @@ def test_what_is_left_of_a_run_in_words(tmp_path, files, left):
     assert unfinished(tmp_path) == left
 
 @pytest.mark.parametrize('there, ours', [
-    (['lock'], True), (['lock', 'plan.json'], True), (['plan.json.7.part'], True), (['x', 'plan.json'], True),
-    (['x'], False), (None, False)])
+    (['lock'], True), (['lock', 'plan.json'], True), ([f'plan.json.0123abcd{PART}'], True),
+    (['config.yaml'], False), (['plan.json', 'config.yaml'], True), (['x', 'plan.json'], False),
+    (['plan.json', 'x.7.part'], False), (['x'], False), (None, False)])
 def test_a_work_folder_of_somebody_else_is_left_alone(tmp_path, there, ours):
     work = tmp_path / 'out.work'
     if there is None: work.write_text('mine')
@@ -357,10 +359,26 @@ def test_foreign_content_is_refused_and_kept(corpus, small, tokenizer, tmp_path,
         out.mkdir()
         (out / {'notes': 'notes.txt', 'a hidden file': '.git'}[kind]).write_text('mine')
     kept = tree(tmp_path)
-    with pytest.raises(UserError, match='out: holds something that is not a cache; choose another folder'):
+    with pytest.raises(UserError, match='out: .*holds something'):
         prepare(corpus, out, small, Fake(), tokenizer)
     assert tree(tmp_path) == kept
     with pytest.raises(UserError): check_cache_folder(out)
+
+@pytest.mark.parametrize('kind', ['manifest of NeMo', 'notes in a cache', 'recordings in a cache'])
+def test_a_folder_is_replaced_only_if_all_of_it_is_a_cache(mine, small, tokenizer, copy, kind):
+    "NeMo calls its list of recordings manifest.json too."
+    out = {'manifest of NeMo': mine}.get(kind, copy)
+    if kind == 'manifest of NeMo':
+        rows = [line.split('|') for line in (mine / 'metadata.csv').read_text().splitlines()]
+        (out / 'manifest.json').write_text(''.join(
+            json.dumps({'audio_filepath': f'wavs/{id}.wav', 'text': text}) + '\n' for id, text, *_ in rows))
+    if kind == 'notes in a cache': (out / 'notes.txt').write_text('mine')
+    if kind == 'recordings in a cache': shutil.copytree(mine / 'wavs', out / 'audio')
+    kept = tree(out)
+    for writer in (lambda: prepare(mine, out, small, Fake(gain=2.), tokenizer),
+                   lambda: merge_caches([copy], out)):
+        with pytest.raises(UserError, match='holds something that is not a cache'): writer()
+        assert tree(out) == kept
 
 def test_an_older_cache_is_replaced_whole(corpus, small, tokenizer, copy, tmp_path):
     (tmp_path / 'one' / 'wavs').mkdir(parents=True)
@@ -660,6 +678,15 @@ def test_runtime_and_precomputed_caches_agree_on_lengths(corpus, small, tokenize
     assert not (tmp_path / 'out' / 'audio').exists() and one.manifest['key'] != two.manifest['key']
     assert all(one.wav_path(i) == two.wav_path(i) for i in range(14))
 
+def test_the_disk_is_waited_for_at_the_end_alone(mine, small, tokenizer, tmp_path, monkeypatch):
+    for path in (mine / 'wavs').iterdir(): convert(path, subtype='PCM_24')
+    waits, sync = [], os.fsync
+    monkeypatch.setattr(os, 'fsync', lambda handle: waits.append(os.readlink(f'/proc/self/fd/{handle}'))
+                        or sync(handle))
+    config = small.replace(data={'preprocessing_mode': 'runtime'})
+    prepare(mine, tmp_path / 'out', config, Fake(), tokenizer)
+    assert sum(name.endswith('.wav') for name in waits) <= 14 == len([*tmp_path.glob('out/audio/*.wav')])
+
 def test_names_that_are_not_utf8_are_written_down_escaped(mine, small, tokenizer, tmp_path):
     with open(mine / 'metadata.csv', 'ab') as file: file.write(b'lo\xffw|aa bb\n')
     config = small.replace(data={'max_drop_rate': 0.5})
@@ -697,20 +724,14 @@ def test_the_mode_follows_the_settings_and_the_size(corpus, small, straight, cha
     if change.get('max_cache_gb') == 3e-4:
         assert Cache(straight).mel.nbytes + Cache(straight).codes.nbytes < 3e5
 
-@pytest.mark.parametrize('gb, mode', [(835.6e-6, 'runtime'), (835.7e-6, 'precompute')])
-def test_the_size_of_a_cache_is_estimated_from_every_third_of_401_clips(monkeypatch, small, gb, mode):
-    "22050 / 256 frames/s of 80 numbers of 2 bytes, a code of 2 bytes per 4; 33 clips of 0.2 s, 34 of 0.1 s."
-    asked = []
-    def info(path):
-        asked.append(int(str(path)))
-        if asked[-1] % 2: raise soundfile.LibsndfileError(1)
-        return SimpleNamespace(duration=0.1 if asked[-1] % 4 else 0.2)
-    monkeypatch.setattr(soundfile, 'info', info)
-    clips = [Clip(str(i), 'a', 'a', 'en', Path(str(i))) for i in range(401)]
-    config = small.replace(data={'preprocessing_mode': 'auto', 'max_cache_gb': gb})
-    assert choose_mode(clips, config) == mode and asked == list(range(0, 401, 3))
-    none = config.replace(data={'max_cache_gb': 1e-9})
-    assert choose_mode(clips[1:2], none) == 'precompute' and len(asked) == 135   # it cannot be read
+def test_a_recording_of_unknown_length_does_not_change_the_mode(small, tmp_path):
+    "As ffmpeg writes a FLAC to a pipe."
+    clips = [Clip(str(i), 'a', 's', 'en', tmp_path / f'{i}.flac') for i in range(5)]
+    for clip in clips: soundfile.write(clip.path, synthetic_voice(0.5), 22050)
+    data = bytearray(clips[3].path.read_bytes())
+    data[21], data[22:26] = data[21] & 0xF0, bytes(4)   # the number of samples
+    clips[3].path.write_bytes(data)
+    assert choose_mode(clips, small.replace(data={'preprocessing_mode': 'auto'})) == 'precompute'
 
 def test_runtime_caches_can_be_merged(sounds, small, tokenizer, tmp_path):
     config = small.replace(data={'preprocessing_mode': 'runtime', 'min_seconds': 0.1})

@@ -1,17 +1,20 @@
 "Repair: derived parts are restored byte for byte, others give a reason, and nothing else changes."
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
 import soundfile
 
 from fake_dvae import Fake, load
-from process import tree
+from process import Forked, tree
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache, file_sha, read_manifest, verify_cache, write_manifest
 from xtts_nb.config import UserError
-from xtts_nb.data.prepare import ClipEncoder, merge_caches, prepare, verify_and_fix_cache
+from xtts_nb.files import PART
+from xtts_nb.data.prepare import (
+    ClipEncoder, merge_caches, prepare, verify_and_fix_cache, work_folder)
 from xtts_nb.data.text import train_tokenizer
 
 
@@ -81,7 +84,8 @@ def test_a_corpus_that_was_moved(mine, small, tokenizer, tmp_path):
     assert verify_and_fix_cache(tmp_path / 'out', fix=True, load=load)['failed'] == 1
     assert verify_and_fix_cache(tmp_path / 'out', fix=True, source=tmp_path / 'there',
                                 load=load)['fixed'] == 1
-    assert tree(tmp_path / 'out') == whole
+    now = tree(tmp_path / 'out')   # the manifest names the new place
+    assert {name for name in now | whole if now[name] != whole[name]} == {'manifest.json'}
 
 @pytest.mark.parametrize('name', ['dvae.safetensors', 'config.yaml', 'manifest.json'])
 def test_what_the_corpus_does_not_hold_is_a_failure(copy, name):
@@ -91,12 +95,31 @@ def test_what_the_corpus_does_not_hold_is_a_failure(copy, name):
     assert result['problems'][0]['file'] == name
     assert result['problems'][0]['reason']
 
-def test_a_lost_dvae_does_not_keep_the_rest_from_being_mended(copy):
-    (copy / 'dvae.safetensors').unlink()
-    (copy / 'index.safetensors').unlink()
+def test_without_its_dvae_a_cache_is_not_touched_and_with_it_all_is_repaired(copy, straight):
+    for name in ('dvae.safetensors', 'index.safetensors'): (copy / name).unlink()
+    kept = tree(copy)
     result = verify_and_fix_cache(copy, fix=True, load=load)
-    assert {p['file']: p['fixed'] for p in result['problems']} == {'dvae.safetensors': False,
-                                                                   'index.safetensors': True}
+    assert result['failed'] == 2 and 'the DVAE of the cache is damaged' in result['problems'][0]['reason']
+    assert tree(copy) == kept
+    shutil.copy(straight / 'dvae.safetensors', copy)
+    assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1 and tree(copy) == tree(straight)
+
+def test_the_corpus_is_not_needed_for_what_follows_from_the_shards(mine, small, tokenizer, tmp_path):
+    out = tmp_path / 'out'
+    prepare(mine, out, small, Fake(), tokenizer, page=lambda report, path: path.write_text('drawn'))
+    whole = tree(out)
+    shutil.rmtree(mine)
+    (out / 'index.safetensors').unlink()
+    assert verify_and_fix_cache(out, fix=True, load=load)['fixed'] == 1 and tree(out) == whole
+
+def test_a_cache_that_another_run_prepares_is_not_repaired(copy, straight):
+    flip(copy / 'report.json', 9)
+    program = ('import sys; from xtts_nb.data.prepare import verify_and_fix_cache; '
+               'verify_and_fix_cache(sys.argv[1], fix=True, load=1)')
+    with work_folder(copy):
+        other = Forked(program, copy, stderr=subprocess.PIPE, text=True)
+        assert 'is being prepared by another run' in other.communicate()[1] and other.returncode
+    assert verify_and_fix_cache(copy, fix=True, load=load)['fixed'] == 1 and tree(copy) == tree(straight)
 
 @pytest.mark.parametrize('learned', [True, False])
 def test_a_tokenizer_is_learned_again_if_it_was_learned_here(corpus, small, tmp_path, learned):
@@ -143,12 +166,12 @@ def test_clips_that_were_left_out_and_recordings_of_its_own_are_found_again(mine
     assert problem['file'] == own and not problem['fixed']
     assert 'low-3.wav: has changed since' in problem['reason']
 
-MINE = 'thesis.txt', 'my-voice.wav', 'model.safetensors', 'notes.part', 'film.2.part'
+MINE = 'thesis.txt', 'my-voice.wav', 'notes.part', 'index.safetensors.123.part', f'film.0123abcd{PART}'
 
 def test_leftovers_go_and_what_is_not_ours_stays(copy, straight):
     (copy / 'shard-00009.safetensors').write_bytes(b'old')
-    (copy / 'index.safetensors.123.part').write_bytes(b'half')
-    (copy / 'shard-00009.safetensors.45.part').write_bytes(b'half')
+    for name in ('index.safetensors', 'shard-00009.safetensors'):
+        (copy / f'{name}.0123abcd{PART}').write_bytes(b'half')
     for name in MINE: (copy / name).write_text('mine')
     result = verify_and_fix_cache(copy, fix=True, load=load)
     assert (result['bad'], result['fixed'], result['failed']) == (3 + len(MINE), 3, len(MINE))

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from cheap import Cheap, lines_of, outcome, summary
 from process import reached, started, tree, xtts_nb
-from xtts_nb.files import read_tensors
+from xtts_nb.files import PART, read_tensors
 from xtts_nb.train import trainer as checkpoint, runs, trainer as trainer_page
 from xtts_nb.train.launch import catch_sigterm
 from xtts_nb.train.trainer import checkpoints, snapshot, Trainer
@@ -242,11 +242,11 @@ def test_a_line_that_was_cut_off_is_forgotten(cheap, undisturbed, prepared, mini
 
 def test_what_a_killed_run_left_half_written_goes(cheap, prepared, mini, tmp_path):
     new_run(prepared, mini, tmp_path / 'run').fit(steps=4)
-    for left in ('checkpoints/step-000000006.safetensors.123.part', 'model.safetensors.123.part'):
-        (tmp_path / 'run' / left).write_text('half')
-    (tmp_path / 'run' / 'bank.123.part').mkdir()
+    for name in 'checkpoints/step-000000006.safetensors', 'model.safetensors':
+        (tmp_path / 'run' / f'{name}.0123abcd{PART}').write_text('half')
+    (tmp_path / 'run' / 'film.7.part').write_text('mine')
     resume_run(tmp_path / 'run').fit()
-    assert not [p for p in tree(tmp_path / 'run') if '.part' in p]
+    assert [p for p in tree(tmp_path / 'run') if '.part' in p] == ['film.7.part']
 
 def test_two_checkpoints_stay(cheap, prepared, mini, tmp_path):
     new_run(prepared, mini.replace(training={'checkpoint_every': 1}), tmp_path / 'run').fit()

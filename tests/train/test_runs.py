@@ -16,7 +16,7 @@ from process import tree
 from xtts_nb.data import native as data
 from xtts_nb.train import runs
 from xtts_nb.config import UserError
-from xtts_nb.files import append_line
+from xtts_nb.files import append_line, PART
 from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
 from xtts_nb.speech.evaluate import Listener
 from xtts_nb.train.launch import late_interrupt
@@ -77,7 +77,7 @@ def test_a_plan_alone_is_what_a_killed_start_leaves(prepared, eager, tmp_path):
     new_run(prepared, eager, tmp_path / 'run')
     assert (tmp_path / 'run' / 'run.json').is_file()
 
-@pytest.mark.parametrize('name', ['lock', 'config.yaml', 'mels.npy', 'x.part'])
+@pytest.mark.parametrize('name', ['lock', 'config.yaml', 'mels.npy', f'x{PART}'])
 def test_a_start_that_was_cut_off_is_made_again(tmp_path, name):
     (tmp_path / name).write_text('')
     assert run_facts(tmp_path) == {}
@@ -95,16 +95,17 @@ sys.stdin.read()
 def test_a_run_that_another_process_trains_is_not_touched(prepared, eager, tmp_path):
     run = tmp_path / 'run'
     trainer = new_run(prepared, eager.replace(training={'steps': 1}), run)
-    (run / 'half.part').write_text('of the other process')
+    half = run / f'half{PART}'
+    half.write_text('of the other process')
     append_line(run / 'metrics.jsonl', '{"step": 7}')
     with subprocess.Popen([sys.executable, '-c', HOLDER, run / 'lock'], stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == 'held\n'
         for begin in (lambda: resume_run(run), trainer.fit):
             with pytest.raises(UserError, match=f'{run}: another process trains here; wait'): begin()
-        assert (run / 'half.part').is_file() and (run / 'metrics.jsonl').read_text() == '{"step": 7}\n'
+        assert half.is_file() and (run / 'metrics.jsonl').read_text() == '{"step": 7}\n'
         other.stdin.close()
-    assert resume_run(run).fit()['steps'] == 1 and not (run / 'half.part').exists()
+    assert resume_run(run).fit()['steps'] == 1 and not half.exists()
 
 def test_a_run_that_changed_since_it_was_read_is_not_trained(cheap, prepared, mini, tmp_path):
     first, second = (new_run(prepared, mini, tmp_path / 'run') for _ in range(2))
@@ -203,7 +204,8 @@ def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, t
                                                             'from')
 
 @pytest.mark.parametrize('inside, found', [
-    (None, {}), ([], {}), (['plan'], {}), (['mels.npy', 'config.yaml', 'plan.7.part'], {}),
+    (None, {}), ([], {}), (['plan'], {}), (['mels.npy', 'config.yaml', f'plan.0123abcd{PART}'], {}),
+    (['plan.7.part'], UserError),
     (['plan', 'thesis'], UserError), (['thesis'], UserError),
     ({'key': 1}, {'key': 1}), ({'part': 'gpt'}, {'part': 'gpt'}), ({'part': 'voice'}, UserError),
     ({'part': 'dvae'}, UserError)])

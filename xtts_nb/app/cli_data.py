@@ -129,8 +129,8 @@ def _train_dvae(clips, work: Path, settings, tell):
     from xtts_nb.files import fingerprint
     from xtts_nb.data.prepare import mel_sample
     from xtts_nb.train.parts import new_dvae_run
-    files, steps = [c.path.stat() for c in clips], settings.training.dvae_steps
-    corpus = [[str(c), f.st_size, f.st_mtime_ns] for c, f in zip(clips, files)]
+    steps, state = settings.training.dvae_steps, lambda file: (file.st_size, file.st_mtime_ns)
+    corpus = [fingerprint(str(c), state(c.path.stat())) for c in clips]
     run = work / f'dvae-{fingerprint(settings.model_dump(), corpus)}'
     if not (run / 'run.json').is_file(): shutil.rmtree(run, ignore_errors=True)   # killed before its start
     every = max(1, min(settings.training.checkpoint_every, steps // 10))

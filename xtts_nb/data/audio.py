@@ -413,7 +413,8 @@ def save_audio(
     path: str | Path,
     wav: np.ndarray,               # (N,) float in [-1, 1]
     sample_rate: int = 22050,      # Hz
+    durable: bool = True,          # of `atomic_file`
 ):
     "Write 16-bit PCM; audio above full scale is scaled down."
     wav = np.asarray(wav) / max(1., np.abs(wav).max(initial=0))
-    with atomic_file(path) as part: part.write_bytes(wav_bytes(wav, sample_rate))
+    with atomic_file(path, durable) as part: part.write_bytes(wav_bytes(wav, sample_rate))

@@ -5,16 +5,18 @@
 # %% auto #0
 __all__ = ['FORMAT', 'ARRAYS', 'REPORT_PAGE', 'COLUMN_TYPES', 'DTYPES', 'FEATURES', 'HOST', 'digest', 'record_check',
            'write_shard', 'array_parts', 'map_arrays', 'content_keys', 'write_table', 'file_sha', 'write_manifest',
-           'work_path', 'read_manifest', 'check_cache_folder', 'changed_files', 'ClipRows', 'Cache', 'aligned',
-           'GraphArrays', 'map_whole_file', 'Column', 'InMemory', 'InFiles', 'stored_columns', 'clip_limits',
-           'within_limits', 'left_out_line', 'cumulative_chances', 'records', 'load_shard', 'verify_cache']
+           'work_path', 'read_manifest', 'own_name', 'check_is_cache', 'check_cache_folder', 'changed_files',
+           'ClipRows', 'Cache', 'aligned', 'GraphArrays', 'map_whole_file', 'Column', 'InMemory', 'InFiles',
+           'stored_columns', 'clip_limits', 'within_limits', 'left_out_line', 'cumulative_chances', 'records',
+           'load_shard', 'verify_cache']
 
 # %% ../../nbs/data/cache.ipynb #2e06cc97
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -26,8 +28,9 @@ from fastcore.basics import patch
 
 from ..config import DataConfig, UserError, XTTSConfig
 from .text import Tokenizer
-from ..files import (atomic_file, atomic_folder, fingerprint, inside, raise_file_limit, read_json,
-                           read_json_lines, real_place, write_json)
+from ..files import (
+    atomic_file, atomic_folder, check_free, check_own, fingerprint, inside, raise_file_limit, read_json,
+    read_json_lines, real_place, without_part, write_json)
 
 # %% ../../nbs/data/cache.ipynb #ce02b29a
 FORMAT = 2     # version of the cache format
@@ -178,11 +181,27 @@ def read_manifest(folder: str | Path) -> dict:
         inside(folder, name)
     return facts
 
+_OWN = re.compile(r'shard-\d{5,}\.safetensors|audio(/\d{5,}-\d{5,}\.wav)?')
+
+def own_name(name: str, manifest: dict) -> bool:
+    "Whether a file of this name is of a cache with this manifest, or was left half-written there."
+    whole = without_part(name)
+    return whole in ('manifest.json', REPORT_PAGE, *manifest['files']) or bool(_OWN.fullmatch(whole))
+
+def check_is_cache(folder: str | Path):
+    "Raise `UserError` unless a folder holds a cache and nothing else."
+    try: manifest = read_json(Path(folder) / 'manifest.json')
+    except (UserError, OSError): manifest = None
+    manifest = manifest if isinstance(manifest, dict) else {}
+    if not (isinstance(manifest.get('format'), int) and isinstance(manifest.get('files'), dict)):
+        raise UserError(f'{folder}: holds something that is not a cache; choose another folder, or remove it '
+                        'yourself if it is a damaged one.')
+    check_own(folder, partial(own_name, manifest=manifest), 'a cache')
+
 def check_cache_folder(out: str | Path):
-    "Raise `UserError` unless `out` is free, or holds a cache that may be replaced."
-    out = Path(out)
-    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / 'manifest.json').is_file()):
-        raise UserError(f'{out}: holds something that is not a cache; choose another folder.')
+    "Raise `UserError` unless `out` is free, or holds nothing but a cache, which may be replaced."
+    try: check_free(out, check_is_cache)
+    except OSError as e: raise UserError(f'{out}: {e.strerror}; choose another folder.') from e
 
 def changed_files(
     folder: Path,
@@ -442,7 +461,8 @@ def stored_columns(
     folder = Path(folder)
     facts = read_json(folder / 'columns.json') if (folder / 'columns.json').is_file() else {}
     if facts.get('key') != key:
-        with atomic_folder(folder, replace=True) as part:
+        own = {'columns.json', *facts.get('columns', ())}
+        with atomic_folder(folder, partial(check_own, own=own.__contains__, what='a plan')) as part:
             columns = make()
             for name, array in columns.items(): array.tofile(part / name)
             facts = {'key': key, 'columns': {name: [str(a.dtype), a.shape] for name, a in columns.items()}}

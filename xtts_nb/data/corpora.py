@@ -18,7 +18,7 @@ import os
 import re
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -543,55 +543,68 @@ def distribution(values: np.ndarray, bins: int = 20) -> dict:
     quantiles = dict(zip(map(str, at), np.percentile(values if len(values) else [0.], at).round(3).tolist()))
     return {'quantiles': quantiles, 'counts': counts.tolist(), 'edges': edges.round(3).tolist()}
 
-def _alike(table: list[dict], key: Callable[[dict], object]) -> list[list[str]]:
+def _alike(table: Sequence[dict], keys: np.ndarray) -> list[list[str]]:
     "Groups of ids of clips that share a key."
+    _, number, count = np.unique(keys, return_inverse=True, return_counts=True)
     groups = defaultdict(list)
-    for t in table: groups[key(t)].append(t['id'])
-    return [ids for ids in groups.values() if len(ids) > 1]
+    for i in np.flatnonzero(count[number] > 1): groups[keys[i]].append(table[i]['id'])
+    return [*groups.values()]
 
-def _same_text(t: dict) -> tuple:
-    "Speaker, language and the letters of the text, equal for clips of the same text."
-    return t['speaker'], t['language'], ''.join(filter(str.isalnum, clean(t['text'])))
+def _key(*parts: str) -> int: return int(fingerprint(parts), 16)   # 64 bits for each clip, not its text
 
 # %% ../../nbs/data/corpora.ipynb #f8a89722
 CLIPPED = 0.001   # a clip counts as clipped if a larger share of its samples is at full scale
 HUM = -55.        # dB of the clip: a hum below that is not heard
 
-def _worst(table: list[dict], share: Callable[[dict], float], least: float = 0.) -> list[dict]:
+def _worst(table: Sequence[dict], shares: np.ndarray, least: float = 0.) -> list[dict]:
     "The five clips with the largest share above `least`."
-    shares = sorted(((round(share(t), 4), t['id']) for t in table), key=lambda s: -s[0])
-    return [{'id': name, 'share': s} for s, name in shares[:5] if s > least]
+    worst = np.argsort(-(shares := shares.round(4)), kind='stable')[:5]
+    return [{'id': table[i]['id'], 'share': float(shares[i])} for i in worst if shares[i] > least]
 
-def _hum(t: dict) -> float:
-    "The hum of a clip; none if it is short, or of an older cache."
-    return NO_HUM if t.get('hum') is None else t['hum']
+_SHARES = 'leading', 'inner', 'trailing', 'clipped'
+_COLUMNS = [('seconds', 'f8'), ('length', 'i4'), ('letters', 'u8'), ('measured', '?'),
+            *((name, 'f8') for name in _SHARES), ('hum', 'f8'), ('sound', 'u8')]
 
-def _sound(table: list[dict]) -> dict:
+def _row_of(t: dict, text: str) -> tuple:
+    "The columns of a clip; `letters` are equal for clips of the same text."
+    letters = _key(t['speaker'], t['language'], ''.join(filter(str.isalnum, text)))
+    # no hum: of a short clip, or of an older cache
+    measured = 'sound' in t, *(t.get(name, 0) for name in _SHARES), t.get('hum'), _key(t.get('sound', ''))
+    return t['seconds'], len(text), letters, *(NO_HUM if x is None else x for x in measured)
+
+def _sound(table: Sequence[dict], c: np.ndarray) -> dict:
     "Silence, clipping and hum of measured clips."
-    ends = ('leading', 'inner', 'trailing')
-    silent = lambda t: sum(t[e] for e in ends)
-    return {'silence': {e: round(float(np.mean([t[e] for t in table])), 4) for e in ends},
-            'most_silent': _worst(table, silent),
-            'clipped': sum(t['clipped'] > CLIPPED for t in table),
-            'most_clipped': _worst(table, lambda t: t['clipped'], CLIPPED),
-            'hum': sum(_hum(t) > HUM for t in table), 'most_hum': _worst(table, _hum, HUM),
-            'same_sound': _alike(table, lambda t: t['sound'])}
+    ends = _SHARES[:3]
+    return {'silence': {e: round(float(np.mean(c[e])), 4) for e in ends},
+            'most_silent': _worst(table, sum(c[e] for e in ends)),
+            'clipped': int((c['clipped'] > CLIPPED).sum()),
+            'most_clipped': _worst(table, c['clipped'], CLIPPED),
+            'hum': int((c['hum'] > HUM).sum()), 'most_hum': _worst(table, c['hum'], HUM),
+            'same_sound': _alike(table, c['sound'])}
 
 def summary(
-    table: list[dict],          # id, text, speaker, language, seconds, `measure_clip` of each clip
+    table: Sequence[dict],      # id, text, speaker, language, seconds, `measure_clip` of each clip
     dropped: list[Dropped],
 ) -> dict:
-    "Statistics of a corpus, and each dropped clip with its reason."
-    seconds, texts = np.array([t['seconds'] for t in table]), [clean(t['text']) for t in table]
-    count = lambda values: dict(Counter(values).most_common())
+    "Statistics of a corpus, and each dropped clip with its reason; the table is read once, not held."
+    counts = {name: Counter() for name in ('speakers', 'languages', 'characters')}
+    def rows():
+        for t in table:
+            text = clean(t['text'])
+            values = [t['speaker']], [t['language']], text
+            for count, each in zip(counts.values(), values): count.update(each)
+            yield _row_of(t, text)
+    c = np.fromiter(rows(), _COLUMNS)
+    seconds = c['seconds']
     report = {
-        'clips': len(table), 'seconds': round(float(seconds.sum()), 2),
+        'clips': len(c), 'seconds': round(float(seconds.sum()), 2),
         'shortest': float(min(seconds, default=0)), 'longest': float(max(seconds, default=0)),
-        'durations': distribution(seconds), 'text_lengths': distribution(np.array([len(t) for t in texts])),
-        'speakers': count(t['speaker'] for t in table), 'languages': count(t['language'] for t in table),
-        'characters': count(c for t in texts for c in t), 'same_text': _alike(table, _same_text)}
-    if table and all('sound' in t for t in table): report |= _sound(table)
-    return report | {'reasons': count(reason_kind(d.reason) for d in dropped),
+        'durations': distribution(seconds), 'text_lengths': distribution(c['length']),
+        **{name: dict(count.most_common()) for name, count in counts.items()},
+        'same_text': _alike(table, c['letters'])}
+    if len(c) and c['measured'].all(): report |= _sound(table, c)
+    reasons = Counter(reason_kind(d.reason) for d in dropped)
+    return report | {'reasons': dict(reasons.most_common()),
                      'dropped': [{'id': d.id, 'reason': d.reason} for d in dropped]}
 
 # %% ../../nbs/data/corpora.ipynb #6ac54c84

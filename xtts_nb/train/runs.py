@@ -23,7 +23,7 @@ from ..data.cache import ARRAYS, Cache, content_keys, file_sha, left_out_line, w
 from ..config import DataConfig, UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, bucket_shapes, reader_of
 from ..models.dvae import load_dvae
-from ..files import atomic_file, atomic_folder, fingerprint, load_weights, read_json, write_json
+from ..files import atomic_file, atomic_folder, fingerprint, load_weights, PART, read_json, write_json
 from ..speech.evaluate import Listener, mean_world_scores, world_package
 from ..models.xtts import XTTS
 from ..data.text import Tokenizer
@@ -196,7 +196,7 @@ def run_facts(run: str | Path, part: str = 'gpt') -> dict:
     "The facts of a run, empty for a new one; raises `UserError` for a run of another part or other files."
     run = Path(run)
     if not (run / 'run.json').is_file():
-        begun = lambda p: p.name in ('plan', 'mels.npy', 'config.yaml', 'lock') or p.suffix == '.part'
+        begun = lambda p: p.name in ('plan', 'mels.npy', 'config.yaml', 'lock') or p.name.endswith(PART)
         if not run.is_dir() or all(map(begun, run.iterdir())): return {}   # of a start that was cut off
         raise UserError(f'{run}: holds something that is not a run; choose another folder.')
     facts = read_json(run / 'run.json')

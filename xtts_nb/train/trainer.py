@@ -10,7 +10,6 @@ __all__ = ['REFUSED_CALLBACKS', 'RESUMED_FIELDS', 'AS_GOOD', 'WORDS', 'save_chec
 # %% ../../nbs/train/trainer.ipynb #a8f1eac0
 import json
 import math
-import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from ..config import TrainingConfig, UserError
 from ..data.native import BatchPlan
 from ..devices import products_in_tf32
 from ..files import (
-    append_line, atomic_file, load_weights, locked, open_weights, read_json, save_weights, write_json)
+    append_line, atomic_file, load_weights, locked, open_weights, PART, read_json, save_weights, write_json)
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
 from .launch import catch_sigterm, late_interrupt
@@ -515,8 +514,8 @@ def _check_unchanged(self: Trainer):
 def restore(trainer: Trainer):
     "Resume from the newest checkpoint that is whole; later metrics and half-written files are deleted."
     run = trainer.run
-    for part in [*run.glob('*.part'), *run.glob('checkpoints/*.part'), *run.glob('best/*.part')]:
-        shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink()
+    for folder in (run, run / 'checkpoints', run / 'best'):
+        for part in filter(Path.is_file, folder.glob(f'*{PART}')): part.unlink()
     if saved := _newest_whole(run):
         for name, value in load_checkpoint(saved, trainer.state).items(): setattr(trainer, name, value)
     trainer.known = _newest(run)
