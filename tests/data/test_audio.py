@@ -1,6 +1,5 @@
 "Sound in every format and rate, clips that are no sound, and the mels against float64."
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,7 +89,7 @@ def test_stereo_is_averaged(tmp_path):
     soundfile.write(tmp_path / 'a.wav', np.stack([tone(), 0 * tone()], 1), RATE, subtype='FLOAT')
     soundfile.write(tmp_path / 'b.wav', np.stack([tone(), -tone()], 1), RATE, subtype='FLOAT')
     assert np.allclose(load_audio(tmp_path / 'a.wav'), tone() / 2, atol=1e-6)
-    assert np.abs(load_audio(tmp_path / 'b.wav')).max() < 1e-6
+    assert np.allclose(load_audio(tmp_path / 'b.wav'), tone(), atol=1e-6)   # they would cancel out
 
 def test_samples_beyond_full_scale_are_clipped(tmp_path):
     soundfile.write(tmp_path / 'a.wav', 4 * tone(), RATE, subtype='FLOAT')
@@ -123,17 +122,6 @@ def test_rates_whose_filter_would_be_huge_are_refused(tmp_path, monkeypatch, rat
     with pytest.raises(UserError, match=f'a.wav: {rate} Hz have too small a common divisor with {wanted} Hz'):
         open_audio(tmp_path / 'a.wav', wanted)
 
-@pytest.mark.parametrize('frames, possible', [(2**35, True), (2**35 + 1, False)])
-def test_a_length_that_cannot_be_is_refused(monkeypatch, frames, possible):
-    closed = []
-    file = SimpleNamespace(samplerate=RATE, frames=frames, close=lambda: closed.append(True))
-    monkeypatch.setattr(soundfile, 'SoundFile', lambda path: file)
-    if possible:
-        assert open_audio('a.wav') is file and not closed
-        return
-    with pytest.raises(UserError, match='a.wav: its header gives no possible length'): open_audio('a.wav')
-    assert closed
-
 def test_a_wav_that_ends_early_gives_what_is_there(tmp_path):
     save_audio(tmp_path / 'a.wav', tone())
     (tmp_path / 'a.wav').write_bytes((tmp_path / 'a.wav').read_bytes()[:2044])
@@ -164,20 +152,6 @@ def test_what_is_no_clip_is_named_with_its_reason(tmp_path, kind, reason):
     path = bad(tmp_path, kind)
     with pytest.raises(UserError, match=reason) as e: load_audio(path)
     assert str(path) in str(e.value) and len(str(e.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize('head, reason', [
-    (b'', 'it has 0 bytes'), (b'\0\0\0\x1cftypM4A ', 'it is MP4 with AAC'),
-    (b'\x1aE\xdf\xa3\1', 'it is WebM or Matroska'),
-    (b'0&\xb2u\x8e', 'it is WMA'), (b'#!AMR\n', 'it is AMR'), (b'\xff\xf1P', 'it is AAC'),
-    (b'\xff\xf9P', 'it is AAC'),
-    (b'<html>', 'it is a web page or XML'), (b'five <', None)])
-def test_an_unsupported_format_is_named_by_its_first_bytes(tmp_path, head, reason):
-    (tmp_path / 'a').write_bytes(head)
-    assert module._foreign(tmp_path / 'a') == reason
-    with pytest.raises(UserError,
-                       match=f'a: not readable as audio .{reason or "Format"}.*; convert it to wav'):
-        open_audio(tmp_path / 'a')
 
 
 # --- writing --------------------------------------------------------------------------------------

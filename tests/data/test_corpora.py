@@ -301,7 +301,7 @@ def test_quotes_of_a_cell_are_taken_off_where_they_are_a_pair(line, cells):
 
 BAD_CELLS = {   # header, row; id; reason
     'too few': ('audio,text,speaker', 'wavs/low-1.wav,hello', 'wavs/low-1.wav',
-                'line 3 has 2 columns, the first line has 3'),
+                'line 3 has 2 columns instead of'),
     'too many': ('audio,text', 'wavs/low-1.wav,hello, you', 'wavs/low-1.wav', 'line 3 has 3 columns'),
     'open quote': ('audio,text', 'wavs/low-1.wav,"hello', 'line 3', 'line 3 is no row'),
     'text behind a quote': ('audio,text', 'wavs/low-1.wav,"hello" you', 'line 3', 'line 3 is no row'),
@@ -347,6 +347,73 @@ def test_a_bad_line_of_json(folder, kind):
     clips, dropped = read(folder, '\n'.join([good.format(0), line, good.format(2)]), 'metadata.jsonl')
     assert [(c.id, c.speaker) for c in clips] == [('wavs/low-0.wav', '7'), ('wavs/low-2.wav', '7')]
     assert list(dropped) == [name] and reason in dropped[name] and len(dropped[name].splitlines()) == 1
+
+TEXTS = 'Hello there, you.', 'Good morning!', 'It rains.'
+FILES = [f'wavs/low-{i}.wav' for i in range(3)]
+
+LISTS = {   # without a header: a line for a file and a text; the speaker and language that it gives
+    'StyleTTS2': ('{file}|{text}|0', '0', 'de'), 'VITS': ('{file}|{i}|{text}', None, 'de'),
+    'names behind': ('{file}|{text}|anna', 'anna', 'de'),
+    'names before': ('{file}|anna|{text}', 'anna', 'de'),
+    'GPT-SoVITS': ('{file}|anna|EN|{text}', 'anna', 'en'),
+    'no speaker': ('{file}||EN|{text}', 'speaker', 'en'),
+    'vosk': ('{file}|0|{text}|_', '0', 'de'), 'CSS10': ('{file}|{text}|{text}|3.0{i}', 'speaker', 'de'),
+    'tabs': ('{file}\t{text}', 'speaker', 'de'), 'quoted': ('"{file}"|"{text}"', 'speaker', 'de'),
+    'another machine': ('D:\\voice\\{name}|anna|EN|{text}', 'anna', 'en'),
+    'one text': ('{file}|yes|yes', 'speaker', 'de'),
+    'marks': ('\ufeff{name} \u200b|\u200b{text}', 'speaker', 'de')}
+
+@pytest.mark.parametrize('kind', LISTS)
+def test_a_list_without_a_header_is_read_by_its_content(folder, kind):
+    line, speaker, language = LISTS[kind]
+    rows = [line.format(file=file, name=file[5:], text=text, i=i)
+            for i, (file, text) in enumerate(zip(FILES, TEXTS))]
+    clips, dropped = read(folder, '\n'.join(rows), 'x.list', language='de')
+    texts = ['yes'] * 3 if kind == 'one text' else [*TEXTS]
+    assert not dropped and [c.text for c in clips] == texts
+    assert [(c.path.name, c.speaker, c.language) for c in clips] == [
+        (f'low-{i}.wav', speaker or str(i), language) for i in range(3)]
+
+@pytest.mark.parametrize('line', ['{text}|{file}', '{file}|{text}|{i}|{i}', '{text}|0|{file}'])
+def test_a_list_whose_columns_are_not_clear_is_refused(folder, line):
+    rows = [line.format(file=file, text=text, i=i) for i, (file, text) in enumerate(zip(FILES, TEXTS))]
+    with pytest.raises(UserError, match='x.list.*first line'): read(folder, '\n'.join(rows), 'x.list')
+
+def test_a_single_row_with_a_name_behind_is_no_normalised_text(folder):
+    with pytest.raises(UserError, match='not clear'): read(folder, 'low-0|Hello there, you.|anna')
+
+def test_two_paths_of_another_machine_are_not_one_file(folder):
+    clips, dropped = read(folder, 'D:\\a\\low-0.wav|hello\nD:\\b\\low-0.wav|good morning')
+    assert len(clips) == 1 and 'another row' in [*dropped.values()][0]
+
+PARTS = {
+    'NeMo': '{"audio_filepath": "wavs/low-0.wav", "offset": 0.0, "duration": 1.5, "text": "one"}\n'
+            '{"audio_filepath": "wavs/low-0.wav", "offset": 1.5, "duration": 0.5, "text": "two"}',
+    'table': 'file,start,end,text\nlow-0,0,1.5,one\nlow-0,1.5,2,two'}
+
+@pytest.mark.parametrize('kind', PARTS)
+def test_parts_of_a_recording(folder, kind):
+    "For who reads them as such; nobody else gets the whole recording with the text of a part."
+    clips, dropped = read(folder, PARTS[kind], 'x', parts=True)
+    assert not dropped and [(c.text, c.start, c.end) for c in clips] == [('one', 0, 1.5), ('two', 1.5, 2)]
+    clips, dropped = read(folder, PARTS[kind], 'x')
+    assert not clips and len(dropped) == 2
+
+@pytest.mark.parametrize('times', ['1,', ',2', '2,1', 'a,b', '-1,2', '00:01,00:02', '0,inf', 'nan,1'])
+def test_times_that_are_no_part(folder, times):
+    clips, dropped = read(folder, f'file,start,end,text\nlow-0,{times},one', parts=True)
+    assert not clips and 'seconds' in dropped['low-0']
+
+@pytest.mark.parametrize('whole', [
+    '[{"audio": "wavs/low-0.wav", "text": "hello"},\n{"audio": "wavs/low-1.wav", "text": "hi"}]',
+    '{"wavs/low-0.wav": "hello", "wavs/low-1.wav": "hi"}',
+    '{\n"low-0": {"text": "hello"},\n"low-1": {"text": "hi"}}',
+    '{"version": 1, "data": [\n{"path": "low-0.wav", "text": "hello"}, '
+    '{"path": "low-1.wav", "text": "hi"}]}'])
+def test_a_whole_file_of_json(folder, whole):
+    clips, dropped = read(folder, whole, 'x.json')
+    assert not dropped
+    assert [(c.path.name, c.text) for c in clips] == [('low-0.wav', 'hello'), ('low-1.wav', 'hi')]
 
 def test_a_line_end_in_a_name_is_a_name(folder):
     put(folder / 'wavs' / 'a\nb.wav')
@@ -400,6 +467,8 @@ CORPORA = {
     'ljspeech': (lambda f: put(f / 'metadata.csv', LINE).parent, [('low-0', 'aa bb', 'low', 'en')]),
     'table': (lambda f: put(f / 'metadata.csv', 'path,text\nlow-0.wav,hello').parent,
               [('low-0.wav', 'hello', 'speaker', 'en')]),
+    'pairs': (lambda f: [put(f / 'wavs' / name, 'hello') for name in ('low-0.txt', 'low-1.LAB', 'low-2.TXT')]
+              and f, [(f'wavs/low-{i}', 'hello', 'speaker', 'en') for i in range(3)]),
     'jsonl': (lambda f: put(f / 'metadata.jsonl', '{"path": "low-0.wav", "text": "hello"}').parent,
               [('low-0.wav', 'hello', 'speaker', 'en')])}
 

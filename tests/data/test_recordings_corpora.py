@@ -69,7 +69,7 @@ GOOD = {   # name: bytes, largest error
         '192 kHz.wav': (sound(rate=192000, wav=at(192000)), 0.01),
     '37800 Hz.wav': (sound(rate=37800, wav=at(37800)), 0.01), 'more chunks.wav': (chunk(), 1e-4),
     'from a pipe.wav': (head(0xFFFFFFFF), 1e-4), '4 GB.wav': (head(0xF0000000), 1e-4),
-    'one byte short.wav': (sound()[:-1], 1e-4)}
+    'one byte short.wav': (sound()[:-1], 1e-4), 'antiphase.wav': (antiphase(), 1e-4)}
 
 BAD = {   # name: bytes, reason
     'cut off.wav': (half('WAV'), 'the sound is cut off: 50% of it is missing'),
@@ -94,8 +94,7 @@ BAD = {   # name: bytes, reason
     'integers as floats.wav': (sound(subtype='FLOAT', wav=VOICE * 32768), 'times full scale'),
     'silent.wav': (sound(wav=np.zeros(22050)), 'silent'),
        'one level.wav': (sound(wav=np.full(22050, 0.5)), 'silent'),
-    'antiphase.wav': (antiphase(), 'silent'),
-       'one sample.wav': (sound(wav=np.ones(1)), '1 samples, too short for a mel'),
+    'one sample.wav': (sound(wav=np.ones(1)), '1 samples, too short for a mel'),
     'short.wav': (sound(wav=VOICE[:5000]), 'shorter than data.min_seconds'),
     '10 minutes.wav': (sound(subtype='PCM_U8', rate=8000, wav=np.zeros(4_800_000)),
                        '600.00 s, longer than data.max_seconds'),
@@ -103,10 +102,7 @@ BAD = {   # name: bytes, reason
     '44101 Hz.wav': (sound(rate=44101), '44101 Hz have too small a common divisor'),
     'text.wav': (b'hello ' * 999, 'not readable as audio'),
        'page.mp3': (b'<!DOCTYPE html><p>404' * 99, 'a web page'),
-    'song.m4a': (b'\0\0\0\x18ftypM4A \0\0\0\0M4A mp42' + bytes(999),
-                 'it is MP4 with AAC); convert it to wav'),
-    'x.webm': (b'\x1aE\xdf\xa3' + bytes(999), 'WebM'), 'x.wma': (b'0&\xb2u' + bytes(999), 'WMA'),
-    'x.amr': (b'#!AMR\n' + bytes(99), 'AMR'), 'x.aac': (b'\xff\xf1' + bytes(999), 'AAC'),
+    'song.m4a': (b'\0\0\0\x18ftypM4A \0\0\0\0M4A mp42' + bytes(999), 'read'),
     'noise.wav': (np.random.default_rng(0).bytes(9999), 'not readable as audio'),
     'head.raw': (bytes(999), 'not readable as audio')}
 
@@ -153,14 +149,14 @@ def test_one_sample_of_a_hundred_may_be_missing(tmp_path, promised, cut):
     assert isinstance(load(tmp_path / 'x.wav', head(promised)), Dropped) == cut   # 44100 bytes are there
 
 @pytest.mark.parametrize('about, share', [
-    ({}, 0), ({'frames': 200}, 0.5), ({'extra_info': ' data : 400 (should be 100)\n'}, 0.75),
+    ({}, 0), ({'promised': 200}, 0.5), ({'extra_info': ' data : 400 (should be 100)\n'}, 0.75),
     ({'extra_info': 'SSND : 0 (should be 100)'}, 0),
     ({'extra_info': f'riff : {STREAMED} (should be 100)'}, 0),
     ({'extra_info': f'riff : {STREAMED - 1} (should be 0)'}, 1),
     ({'extra_info': 'other : 400 (should be 100)'}, 0),
     ({'extra_info': ' Frames : 400', 'format': 'RF64'}, 0.75), ({'extra_info': ' Frames : 400'}, 0)], ids=str)
 def test_how_much_is_missing_by_what_the_head_promises(about, share):
-    usual = {'extra_info': '', 'frames': 100, 'format': 'WAV', 'name': 'x'}
+    usual = {'extra_info': '', 'promised': 100, 'format': 'WAV', 'name': 'x'}
     assert missing_share(SimpleNamespace(**usual | about), 100) == share
 
 def page(flags, rest=b'\xff', length=99): return b'OggS\0' + bytes([flags]) + rest * length
@@ -203,9 +199,9 @@ def test_a_reason_holds_no_path_whatever_the_folder_is_called(small, tmp_path):
     assert dropped.reason.startswith('not readable as audio')
 
 def test_a_disk_that_fails_is_a_reason(small, tmp_path, monkeypatch):
-    def fail(path): raise OSError(5, 'Input/output error')
-    monkeypatch.setattr('xtts_nb.data.audio._foreign', fail)
-    assert load(tmp_path / 'x.wav', b'text').reason == 'the file is not readable: Input/output error'
+    def fail(*file): raise OSError(5, 'Input/output error')
+    monkeypatch.setattr('xtts_nb.data.audio._decoder', fail)
+    assert 'Input/output error' in load(tmp_path / 'x.wav', b'text').reason
 
 def test_a_file_that_is_gone_by_now_is_a_reason(corpus, small, tmp_path):
     [(_, dropped)] = read_audio([Clip('x', 'a', 'a', 'en', tmp_path / 'x.wav')], small)

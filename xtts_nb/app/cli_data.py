@@ -41,9 +41,13 @@ def _download(
 def _has_table(source: Path) -> bool:
     "Whether clips with a table are there, or this is their table."
     from xtts_nb.config import UserError
-    from xtts_nb.data.corpora import find_layout
-    tables = '.csv', '.tsv', '.jsonl', '.json', '.txt'
-    try: return (source.is_dir() or source.suffix.lower() in tables) and bool(find_layout(source))
+    from xtts_nb.data.audio import open_audio
+    from xtts_nb.data.corpora import find_layout, SUFFIXES
+    if source.suffix.lower() in SUFFIXES: return False
+    try: open_audio(source).close()   # a recording, whatever it is called
+    except UserError: pass
+    else: return False
+    try: return find_layout(source)[0] != 'pairs'
     except UserError: return False
 
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
@@ -178,7 +182,7 @@ def _prepare(
     config: Settings = None,
     language: option(str, 'Language of rows without one.') = 'en',
     layout: option(
-        str | None, 'jsonl, table, ljspeech, commonvoice, vctk or libritts; default: detected.') = None,
+        str | None, 'jsonl, table, ljspeech, commonvoice, vctk, libritts or pairs; default: detected.') = None,
     workers: option(int | None, 'Processes; default: one per core if that is faster.', min=0) = None,
     shard: option(str, 'Prepare part I of N, to be joined by merge.', metavar='I/N') = '1/1',
 ):

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import soundfile
 
 from ..config import UserError
 from .audio import hann_window, mel_triangles, open_audio
@@ -165,20 +164,19 @@ def measure_sound(wav: np.ndarray, rate: int) -> SoundFrames:
     "The frames of a short sound."
     return _join(rate, len(wav), [frames_of(np.pad(wav, (0, 2 * hop_length(rate))), rate)])
 
-def measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> SoundFrames:
-    "The frames of a long recording, read in blocks; raises `UserError` if it is no sound."
+def measure_file(path: str | Path, progress: Callable = lambda done, total: None,
+                 start: float = 0., end: float | None = None) -> SoundFrames:
+    "The frames of a long recording or of a part of it (s), in blocks; raises `UserError` if it is no sound."
     parts, rest, done = [], np.zeros(0, np.float32), 0
     with open_audio(path, 16000) as file:
-        rate, total = file.samplerate, max(1, file.frames)
-        try:
-            while len(block := file.read(60 * rate, dtype='float32', always_2d=True)):
-                rest, done = np.concatenate([rest, np.nan_to_num(block.mean(1))]), done + len(block)
-                parts.append(frames_of(rest, rate))
-                rest = rest[parts[-1][2]:]
-                progress(done // rate, max(done, total) // rate)
-        except soundfile.LibsndfileError as e:
-            raise UserError(f'{path}: breaks off after {done / rate:.0f} s ({e.error_string}); '
-                            'copy or convert it again.') from None
+        rate = file.samplerate
+        left = total = round((end - start) * rate) if end else file.frames or 2**63
+        if start: file.seek(round(start * rate))
+        while len(block := file.read(min(left, 60 * rate))):
+            rest, done, left = np.append(rest, np.nan_to_num(block)), done + len(block), left - len(block)
+            parts.append(frames_of(rest, rate))
+            rest = rest[parts[-1][2]:]
+            progress(done // rate, total // rate if total < 2**63 else done // rate)
     if not done: raise UserError(f'{path}: holds no sound; give the recording.')
     parts.append(frames_of(np.pad(rest, (0, 2 * hop_length(rate))), rate))
     return _join(rate, done, parts)

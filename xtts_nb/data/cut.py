@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import soundfile
 
 from ..config import UserError
 from .align import (
     align, comparable, distances, EDGE, find_pauses, Fit, found_sentences, FRAME, frame_times, hop_length,
     loud_edges, Match, measure_file, PAUSE, read_paragraphs, Sentence, SoundFrames, speak_sentences, Speech,
     SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES, text_sentences, TextFrames)
-from .audio import open_audio, wav_bytes
-from .corpora import (
-    check_language, Clip, DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, visible)
+from .audio import audio_seconds, open_audio, wav_bytes
+from xtts_nb.data.corpora import (
+    check_language, Clip, DAMAGED, find_beside, read_corpus, read_lines, reason_kind, SUFFIXES, TEXTS,
+    visible)
 from ..files import atomic_folder
 
 # %% ../../nbs/data/cut.ipynb #6bf8d422
@@ -281,10 +281,9 @@ def read_texts_beside(
     transcribe: Callable | None = None,   # path -> paragraphs, for those without a file
 ) -> dict[Path, list[str]]:               # of recordings with a text, its paragraphs
     "What is said in recordings, in files of the same name beside them."
-    endings, texts = ('.txt', *SUBTITLES), {}
+    endings, texts = (*TEXTS, *SUBTITLES), {}
     for path in paths:
-        beside = (path.with_suffix(ending) for ending in endings)
-        if found := next((p for p in beside if p.is_file()), None): texts[path] = read_paragraphs(found)
+        if found := find_beside(path, endings): texts[path] = read_paragraphs(found)
         elif transcribe: texts[path] = transcribe(path)
     if texts: return texts
     raise UserError(f'{paths[0]}: no text beside it ({paths[0].stem}{", ".join(endings)}); give --text FILE, '
@@ -332,7 +331,7 @@ def load_whisper(
 def _heard(hear: Callable, language: str, alone: bool, progress: Callable) -> Callable:
     "What gives the paragraphs of a recording."
     def transcribe(path):
-        try: _seconds(path)
+        try: open_audio(path, 16000).close()
         except UserError:
             if alone: raise
             return []   # told where all are measured
@@ -391,15 +390,12 @@ def _write(folder: Path, clips: list[dict]):
     rows, number = [], 0
     for path, cut in groupby(clips, lambda clip: clip['path']):
         name = re.sub(r'[^\w-]+', '_', path.stem).strip('_') or 'clip'
-        with soundfile.SoundFile(path) as file:
+        with open_audio(path) as file:
             for clip in cut:
                 number, text = number + 1, _cell(clip['text'])
                 first, last = (round(clip[key] * file.samplerate) for key in ('start', 'end'))
-                try:
-                    file.seek(first)
-                    wav = file.read(last - first, dtype='float32', always_2d=True).mean(1)
-                except soundfile.LibsndfileError as e:
-                    raise UserError(f'{path}: breaks off ({e.error_string}); copy it again.') from None
+                file.seek(first)
+                wav = file.read(last - first)
                 clip['file'] = f'wavs/{name}-{number:05d}.wav'
                 (folder / clip['file']).write_bytes(wav_bytes(wav, file.samplerate))
                 cells = (f'{name}-{number:05d}', text, text, _cell(clip.pop('speaker')), clip.pop('language'))
@@ -479,10 +475,6 @@ def _name(result: dict, source: Path, language: str):
         clip.update(speaker=_speaker(speaker), language=language)
 
 # %% ../../nbs/data/cut.ipynb #c0700016
-def _seconds(path: Path) -> float:
-    "The length of a recording; raises `UserError` if it is no sound."
-    with open_audio(path, 16000) as file: return file.frames / file.samplerate
-
 def read_cuts(table: str | Path, source: Path) -> list[dict]:
     "The clips of an edited `cuts.csv`; raises `UserError` for a line that cannot be cut."
     paths, seconds, clips = {_named_in(p, source): p for p in find_recordings(source)}, {}, []
@@ -496,7 +488,7 @@ def read_cuts(table: str | Path, source: Path) -> list[dict]:
         if longer := next((n for n in paths if line.startswith(f'{n}|')), None):   # it may hold a |
             name, (*times, text) = longer, (c.strip() for c in line[len(longer) + 1:].split('|', 2))
         if name not in paths: raise UserError(f'{where}: there is no recording {visible(name)}; correct it.')
-        if name not in seconds: seconds[name] = _seconds(paths[name])
+        if name not in seconds: seconds[name] = audio_seconds(paths[name])
         try: start, end = map(float, times)
         except ValueError: raise UserError(f'{where}: "{visible("|".join(times))}" is no time.') from None
         if not 0 <= start < end <= seconds[name] + 0.01:
@@ -676,7 +668,7 @@ def _measured(clips: list[Clip], faults: dict, progress: Callable) -> dict[Clip,
     "The frames of each clip; `faults` gets the reasons for those that cannot be read."
     sounds = {}
     for done, clip in enumerate(clips, 1):
-        try: sound = measure_file(clip.path)
+        try: sound = measure_file(clip.path, start=clip.start, end=clip.end)
         except UserError as e: faults[clip] = str(e).removeprefix(f'{clip.path}: ').rstrip('.')
         else:
             if sound.seconds > LONGEST_CHECKED: faults[clip] = f'{sound.seconds:.0f} s long; cut it first'
@@ -712,7 +704,7 @@ def check_corpus(
     "Compare each clip with its text, and write those that fit; raises `UserError` if none does."
     source, stage = Path(source), lambda name: lambda done, total: progress(name, done, total)
     with atomic_folder(out) as folder:
-        rows, unread = read_corpus(source, check_language(language))
+        rows, unread = read_corpus(source, check_language(language), parts=True)
         sentences = {c: s for c in rows if (s := spoken_sentence(c.text, c.language))}
         faults = {c: 'nothing in its text can be spoken' for c in rows if c not in sentences}
         sounds = _measured([*sentences], faults, stage('read the clips'))
@@ -750,7 +742,8 @@ def _sorted(groups: list[list[Judged]], name_of: Callable) -> dict:
                 result['dropped'].append(_dropped(name, judged.sound.seconds, '; '.join(faults)))
                 continue
             result['clips'].append({
-                'text': clip.text, 'start': round(start, 3), 'end': round(end, 3), 'source': name,
+                'text': clip.text, 'source': name,
+                'start': round(clip.start + start, 3), 'end': round(clip.start + end, 3),
                 'score': round(judged.fit.gain, 2), 'path': clip.path, 'speaker': clip.speaker,
                 'language': clip.language} | ({'cut': '; '.join(faults)} if cut else {}))
     return result

@@ -34,7 +34,7 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import cores, setup_tf, UserError, XTTSConfig
-from .audio import decode_wav, frame_count, load_audio, log_mel, open_audio, save_audio
+from .audio import audio_seconds, decode_wav, frame_count, load_audio, log_mel, save_audio
 from .cache import (
     ARRAYS, Cache, changed_files, check_cache_folder, check_is_cache, ClipRows, COLUMN_TYPES, content_keys,
     digest, file_sha, FORMAT, load_shard, map_arrays, own_name, read_manifest, record_check, REPORT_PAGE,
@@ -166,9 +166,8 @@ def choose_mode(clips: Sequence[Clip], config: XTTSConfig, sample: int = 200) ->
     data, audio, lengths = config.data, config.model.audio, []
     if data.preprocessing_mode != 'auto': return data.preprocessing_mode
     for clip in clips[::-(-len(clips) // sample)]:
-        try:
-            with open_audio(clip.path) as file: lengths.append(file.frames / file.samplerate)
-        except (UserError, TypeError): pass   # of unknown length, or dropped later, with its reason
+        try: lengths.append(clip.end - clip.start if clip.end else audio_seconds(clip.path))
+        except UserError: pass   # dropped later, with its reason
     bytes_per_second = audio.frames_per_second * (audio.n_mels * 2 + 2 / config.model.dvae.frames_per_code)
     size = np.mean(lengths or [0]) * len(clips) * bytes_per_second
     return 'precompute' if size <= data.max_cache_gb * 1e9 else 'runtime'
@@ -235,6 +234,7 @@ def clip_row(clip: Clip, corpus: Path, samples: int, sample_rate: int, wav: str 
     row = {'id': clip.id, 'text': clip.text, 'speaker': clip.speaker, 'language': clip.language,
            'seconds': round(samples / sample_rate, 4),
            'path': Path(os.path.relpath(clip.path, corpus)).as_posix()}
+    if clip.end: row |= {'start': clip.start, 'end': clip.end}
     return row | ({'wav': wav} if wav else {})
 
 class ShardMaker:
@@ -273,8 +273,8 @@ def _measured(self: ShardMaker, clip: Clip, wav: np.ndarray | None) -> dict:
 
 @patch
 def _sound(self: ShardMaker, clip: Clip, wav: np.ndarray, name: str) -> dict:
-    "Write a recording for runtime mode unless the original is usable; returns name and digest."
-    if self.plan.mode == 'precompute' or is_plain(clip.path, wav, self.rate): return {}
+    "Write a part of a recording, or what runtime mode cannot read as it is; returns name and digest."
+    if not clip.end and (self.plan.mode == 'precompute' or is_plain(clip.path, wav, self.rate)): return {}
     # its digest tells whether it is whole
     save_audio(self.plan.work / name, wav, self.rate, durable=False)
     return {'wav': name, 'sound': source_digest(self.plan.work / name)}
@@ -283,7 +283,8 @@ def _sound(self: ShardMaker, clip: Clip, wav: np.ndarray, name: str) -> dict:
 @patch
 def __call__(self: ShardMaker, job: Job, progress=lambda clips: None) -> dict[str, int]:
     "Make the shard of `job` in the work folder; returns the arrays made per kind, or 1 `taken_over`."
-    sources, made = [source_digest(clip.path) for clip in job.clips], Counter()
+    digests = {path: source_digest(path) for path in {clip.path for clip in job.clips}}   # parts share them
+    sources, made = [digests[clip.path] for clip in job.clips], Counter()
     rows = [clip_row(clip, self.plan.corpus, 0, 1) for clip in job.clips]
     key = fingerprint(self.plan.settings, rows, sources)
     if (finished := shard_finished(self.plan.work, job.name, key)) or self.taken_over(job, key):
@@ -312,7 +313,7 @@ def __call__(self: ShardMaker, job: Job, progress=lambda clips: None) -> dict[st
 def known(self: ShardMaker, clip: Clip, source: int) -> dict:
     "The parts of a clip's record in the older cache that would come out the same."
     i, data = self.places.get(clip.id), self.plan.config.data
-    if i is None or self.older.index['source'][i] != source: return {}
+    if i is None or clip.end or self.older.index['source'][i] != source: return {}
     try: arrays = {kind: self.older.array(kind, i) for kind in ARRAYS}
     except UserError: return {}   # the shard is damaged
     record = arrays | {name: self.older.index[name][i] for name in COLUMN_TYPES}
@@ -657,7 +658,7 @@ def prepare(
     check_cache_folder(out)
     with work_folder(out) as work:
         clips, unread = StoredClips(work / 'clips.jsonl'), []
-        clips.fill(row for row in read_rows(corpus, language, layout)
+        clips.fill(row for row in read_rows(corpus, language, layout, parts=True)
                    if isinstance(row, Clip) or unread.append(row))
         total = len(clips) + len(unread)
         check_dropped(unread, total, config, corpus)
@@ -890,7 +891,7 @@ def _same_tokenizer(folder: Path, manifest: dict, corpus: Path, config: XTTSConf
     path, of = folder / 'tokenizer.json', manifest['source']
     sha = manifest['files'][path.name]['sha']
     if path.is_file() and file_sha(path) == sha: return Tokenizer.load(path)
-    clips = read_corpus(corpus / of['metadata'], of['language'], of['layout'])[0]
+    clips = read_corpus(corpus / of['metadata'], of['language'], of['layout'], parts=True)[0]
     again = train_tokenizer((c.text for c in clips), (c.language for c in clips),
                             config.model.gpt.text_tokens)
     if fingerprint(again.to_json().encode()) == sha: return again
