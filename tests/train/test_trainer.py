@@ -415,7 +415,7 @@ def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, t
     assert resume_run(tmp_path / 'run').fit()['steps'] == 16   # it is over
 
 def test_a_worse_model_never_replaces_the_best(given, prepared, mini, tmp_path):
-    "Also after a kill: the best model may be of a later update than the checkpoint; patience counts the same."
+    "Also after a kill, when it is of a later update than the checkpoint; patience counts the same."
     config = mini.replace(training={'steps': 20, 'validate_every': 2, 'patience': 3, 'checkpoint_every': 7})
     run, kept = new_run(prepared, config, tmp_path / 'run', HELD), tmp_path / 'run' / 'best'
     run.fit(12)

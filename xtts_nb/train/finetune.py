@@ -12,7 +12,6 @@ __all__ = ['MATRICES', 'MEMORY_ERROR', 'OUT_OF_MEMORY', 'MEMORY_SIGNALS', 'LEAST
 
 # %% ../../nbs/train/finetune.ipynb #f29faf48
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -547,8 +546,9 @@ def find_batch_size(
             if progress: progress(len(tried), len(all_))
         return tried[i]['fits']
 
-    needs = [sum(n for name, n in memory_needs(c, codes, text, count).items() if name != 'copy for a checkpoint')
-             for c in all_]   # a copy is only made where it fits
+    estimates = (memory_needs(c, codes, text, count) for c in all_)
+    # a copy is only made where it fits
+    needs = [sum(parts.values()) - parts['copy for a checkpoint'] for parts in estimates]
     at = next((i for i, n in enumerate(needs) if n <= memory), len(all_) - 1)
     while at < len(all_) and not fits(at): at += 1
     if at == len(all_):

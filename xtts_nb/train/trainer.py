@@ -488,7 +488,10 @@ AS_GOOD = 0.02   # of the distance of a few spoken clips: less is chance, and th
 
 WORDS = 0.1      # of `words_heard`: a model below it says no words, and its distance tells nothing
 
-def says_no_words(metrics: dict[str, float], heard: float = 0.) -> bool:   # heard: the most in this run so far
+def says_no_words(
+    metrics: dict[str, float],   # of a validation
+    heard: float = 0.,           # the most words in the run so far
+) -> bool:                       # False where nothing was spoken
     "Whether a model has spoken, and none of the words that it should have said were heard."
     # in some voices even the right words hardly reach the limit: then half of what was heard once is enough
     limit = min(WORDS, heard / 2) if heard >= WORDS else WORDS
@@ -526,7 +529,8 @@ def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
 def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool = True):
     "Write a checkpoint and the model as it is, or the model as the best so far, or both."
     if not (checkpoint or best): return
-    facts, found, keep = {k: getattr(self, k) for k in RESUMED_FIELDS}, self.best, self.training.keep_checkpoints
+    facts, found = {k: getattr(self, k) for k in RESUMED_FIELDS}, self.best
+    keep = self.training.keep_checkpoints
 
     def write_model(weights: dict):
         if best:
