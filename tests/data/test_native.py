@@ -142,7 +142,8 @@ def test_each_clip_once_an_epoch_and_one_shape_a_bucket(corpus, batch_size, buck
     for batches in (both[:plan.steps_per_epoch], both[plan.steps_per_epoch:]):
         often = batch_size / len(lengths) if batch_size > len(lengths) else 1
         times = heard(batches)
-        assert set(times) == set(range(len(lengths))) and set(times.values()) <= {int(often), math.ceil(often)}
+        assert set(times) == set(range(len(lengths)))
+        assert set(times.values()) <= {int(often), math.ceil(often)}
         assert {(b['codes'].shape[1], b['text'].shape[1]) for b in batches} == set(plan.shapes)
         assert all(b['codes'].shape[0] == b['weight'].shape[0] == batch_size for b in batches)
         assert {b['reference'].shape for b in batches} == {(batch_size, 6, 2)}

@@ -76,11 +76,12 @@ def _goes_on(facts: dict, cache: Path, model: Path | None, mix: Path | None) -> 
 
 def _run_of(out: Path, model: Path | None, mix: Path | None) -> Path:
     "The run in `out` that goes on with the cache there; else a folder for a new one."
+    if not _key(out / 'cache'): return out / 'run'
     for number in count(1):
         run = out / (f'run-{number}' if number > 1 else 'run')
         try: facts = run_facts(run)
         except UserError: continue   # of somebody else
-        if not facts or not _key(out / 'cache') or _goes_on(facts, out / 'cache', model, mix): return run
+        if not facts or _goes_on(facts, out / 'cache', model, mix): return run
 
 def plan_tuning(
     source: Path,                 # recording, folder of recordings, or corpus

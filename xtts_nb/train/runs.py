@@ -342,8 +342,8 @@ def _fixed(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> BatchP
     "The same batches of some clips each time, all of one shape."
     clips = np.flatnonzero(out)
     if len(clips) > VALIDATED:
-        print(f'{cache.folder}: validations read {VALIDATED} of the {len(clips):,} held-out clips, always the '
-              'same.', file=sys.stderr)
+        print(f'{cache.folder}: validations read {VALIDATED} of the {len(clips):,} held-out clips, always '
+              'the same.', file=sys.stderr)
         clips = clips[np.linspace(0, len(clips) - 1, VALIDATED).round().astype(int)]
     rows = config.data.batch_size // config.training.accumulation
     data = config.data.model_copy(update={'batch_size': rows, 'buckets': 1})
