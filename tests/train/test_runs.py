@@ -344,7 +344,8 @@ def test_the_updates_of_a_model(tmp_path):
 
 def test_caches_share_the_shapes_of_their_batches(prepared, eager, monkeypatch):
     "A step is compiled once for each shape; the clips of one cache need not come in all of them."
-    config, order = eager.replace(data={'buckets': 3}), np.argsort(prepared.codes_length)
+    config = eager.replace(data={'batch_size': 1, 'buckets': 3})
+    order = np.argsort(prepared.codes_length)
     short, long = (~np.isin(np.arange(len(prepared)), some) for some in (order[:4], order[4:]))   # not read
     monkeypatch.setattr(runs, 'kept_apart', lambda parts: [long, short])
     mixed = lambda share: Mix(prepared, ['high-1'], share)

@@ -146,8 +146,8 @@ class BatchPlan:
 
     def _key(self, clips, shapes) -> str:
         "The fingerprint of what the columns depend on."
-        names = ('batch_size', 'buckets', 'pad_to_fixed_length', 'balance_speakers', 'balance_languages',
-                 'min_seconds', 'max_seconds', 'max_text_tokens')
+        names = ('buckets', 'pad_to_fixed_length', 'balance_speakers', 'balance_languages', 'min_seconds',
+                 'max_seconds', 'max_text_tokens')
         used = 'all' if clips is None else fingerprint(np.asarray(clips, np.int32).tobytes())
         return fingerprint(self.cache.manifest['key'], len(self.cache),
                            [getattr(self.data, n) for n in names], used, *([shapes] if shapes else ()))
