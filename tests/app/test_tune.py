@@ -16,18 +16,20 @@ from xtts_nb.app.demo import DEMO_SENTENCES, speak, VOICES
 from xtts_nb.app.tune import plan_tuning, run_stage, tune
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import save_audio
+from xtts_nb.data.cache import file_sha
 
 
 @pytest.fixture
 def runs(tmp_path):
     "Stages that only make their file; `runs(*words)` returns the names of those that ran."
     def run(**asked):
-        plan, names = plan_tuning('book.mp3', tmp_path / 'out', **asked), []
+        names = []
+        def plan(): return plan_tuning('book.mp3', tmp_path / 'out', **asked)
         def stage(words):
             names.append(words[0])
-            made = next(s.made for s in plan if s.name == words[0])
+            made = next(s.made for s in plan() if s.name == words[0])
             made.parent.mkdir(parents=True, exist_ok=True)
-            made.touch()
+            made.write_text('{}')
             return {'words': len(words)}
         return names, tune(plan, tmp_path / 'out', lambda line: None, stage)
     return run
@@ -92,24 +94,56 @@ def test_what_follows_a_stage_that_ran_again_is_not_complete(tmp_path):
     "Also if it fails: the model of before is not that of the new clips."
     def stage(words, fails=''):
         if words[0] == fails: raise UserError('no room')
-        made = next(s.made for s in plan if s.name == words[0])
+        made = next(s.made for s in plan() if s.name == words[0])
         made.parent.mkdir(parents=True, exist_ok=True)
-        made.touch()
+        made.write_text('{}')
         return {}
     quiet = lambda line: None
-    plan = plan_tuning('b.mp3', tmp_path)
+    def plan(): return plan_tuning('b.mp3', tmp_path)
     tune(plan, tmp_path, quiet, stage)
-    plan, names = plan_tuning('b.mp3', tmp_path, prepare=('--preset', 'xtts_v2')), []
+    def plan(): return plan_tuning('b.mp3', tmp_path, prepare=('--preset', 'xtts_v2'))
+    names = []
     with pytest.raises(UserError): tune(plan, tmp_path, quiet, lambda words: stage(words, 'train'))
     tune(plan, tmp_path, quiet, lambda words: names.append(words[0]) or stage(words))
     assert names == ['train', 'evaluate']
 
+def test_each_cache_has_a_run_of_its_own(tmp_path):
+    "A corrected corpus begins one, the corpus as it was goes on; likewise another model, or older clips."
+    out, base, mix, words = tmp_path / 'out', tmp_path / 'base', tmp_path / 'mix', {}
+    def write(path, text): path.parent.mkdir(parents=True, exist_ok=True), path.write_text(text)
+    write(base / 'model.safetensors', 'a')
+    write(mix / 'manifest.json', '{"key": "old"}')
+    def run(key, **asked):
+        def stage(said):
+            words[said[0]] = said
+            if said[0] == 'prepare': write(out / 'cache/manifest.json', json.dumps({'key': key}))
+            if said[0] == 'train':
+                folder = Path(said[said.index('--run') + 1])
+                facts = {'key': key}
+                if 'model' in asked: facts['base_sha'] = file_sha(base / 'model.safetensors')
+                if 'mix' in asked: facts |= {'mix': str(mix), 'mix_key': 'old'}
+                known = folder / 'run.json'
+                assert not known.exists() or json.loads(known.read_text()) == facts
+                write(folder / 'run.json', json.dumps(facts))
+                write(folder / 'model.safetensors', key)
+            return {}
+        (out / 'cache/manifest.json').unlink(missing_ok=True)   # the corpus was changed
+        tune(lambda: plan_tuning(tmp_path, out, skip=('corpus',), **asked), out, lambda line: None, stage)
+        trained = Path(words['train'][words['train'].index('--run') + 1])
+        assert words['evaluate'][3] == str(trained / 'best')
+        return trained.name
+    assert [run('a'), run('b'), run('a')] == ['run', 'run-2', 'run']
+    assert [run('b', model=base), run('b', mix=mix), run('b', model=base)] == ['run-3', 'run-4', 'run-3']
+    write(base / 'model.safetensors', 'trained on')
+    write(out / 'run-5/thesis.txt', 'of somebody')
+    assert run('b', model=base) == 'run-6' and (out / 'run' / 'model.safetensors').read_text() == 'a'
+
 def test_a_stage_that_fails_keeps_those_before_it(tmp_path):
-    plan = plan_tuning('book.mp3', tmp_path)
+    def plan(): return plan_tuning('book.mp3', tmp_path)
     def fails(words):
         if words[0] == 'prepare': raise UserError('no room')
-        plan[0].made.parent.mkdir()
-        plan[0].made.touch()
+        plan()[0].made.parent.mkdir()
+        plan()[0].made.touch()
         return {}
     with pytest.raises(UserError, match='no room'): tune(plan, tmp_path, lambda line: None, fails)
     names, lines = [], []

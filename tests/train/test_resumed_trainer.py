@@ -147,19 +147,33 @@ def test_weights_that_may_be_half_written_are_not_trained_on(cheap, prepared, mi
         pytest.raises(UserError, run._more_parts, refused).match(
             'out of memory, perhaps while the weights were being written; set training.accumulation to 2')
 
-def test_a_full_disk_keeps_the_checkpoint_before(cheap, prepared, mini, tmp_path, monkeypatch):
-    "The error of the thread comes up, and the run goes on from the state that was written."
-    real, calls = checkpoint.save_checkpoint, []
-    def full(*args, **kwargs):
-        calls.append(kwargs['step'])
-        if len(calls) == 2: raise UserError('the disk is full')
-        return real(*args, **kwargs)
+@pytest.mark.parametrize('fails, written', [([4], [2, 5, 6, 8]), ([4, 5], [2])])
+def test_a_full_disk(cheap, prepared, mini, tmp_path, monkeypatch, fails, written):
+    "The present state is tried at once; if that fails too, the run ends, and goes on from what was written."
+    real, steps = checkpoint.save_checkpoint, []
+    def full(folder, step, **more):
+        if step in fails: raise UserError('the disk is full')
+        steps.append(step)
+        return real(folder, step, **more)
     monkeypatch.setattr(trainer_page, 'save_checkpoint', full)
     config = mini.replace(training={'checkpoint_every': 2, 'keep_checkpoints': 1})
-    with pytest.raises(UserError, match='the disk is full'): new_run(prepared, config, tmp_path / 'run').fit()
-    assert calls[:2] == [2, 4]
-    assert resume_run(tmp_path / 'run').step == 2
-    assert resume_run(tmp_path / 'run').fit()['steps'] == 8
+    run = new_run(prepared, config, tmp_path / 'run')
+    update = run.train_step
+    run.train_step = lambda *given: (time.sleep(.1), update(*given))[1]   # the writer has failed by then
+    try: assert run.fit()['steps'] == 8 and len(fails) == 1
+    except UserError: assert len(fails) == 2
+    assert steps == written
+    assert resume_run(tmp_path / 'run').step == written[-1]
+
+@pytest.mark.parametrize('ema', [0., .9])
+def test_without_room_for_a_copy_training_waits(cheap, prepared, mini, tmp_path, monkeypatch, ema):
+    "And saves the same, where the model is the mean of the weights too."
+    config = mini.replace(training={'ema': ema})
+    new_run(prepared, config, tmp_path / 'copied').fit()
+    monkeypatch.setattr(trainer_page, '_room_in_container', lambda: 0.)
+    monkeypatch.setattr(trainer_page, 'snapshot', lambda variables: pytest.fail('a copy'))
+    new_run(prepared, config, tmp_path / 'waited').fit()
+    assert outcome(tmp_path / 'copied') == outcome(tmp_path / 'waited')
 
 def test_a_step_that_xla_refuses_trains_as_a_graph(prepared, mini, tmp_path, capsys):
     class Odd(Cheap):

@@ -23,7 +23,8 @@ from xtts_nb.train.step import averaged, learning_rate, Update
 from xtts_nb.bench import to_device, trace_count, wait_for
 from xtts_nb.monitor.loop import StepTimer
 from xtts_nb.train.runs import new_run, resume_run
-from xtts_nb.train.trainer import Hooks, Trainer, WORDS, _mean, _numbers, epochs_to_steps, on_device
+from xtts_nb.train.trainer import (
+    checkpoints, epochs_to_steps, Hooks, on_device, Trainer, WORDS, _mean, _numbers)
 
 
 # --- the optimizer --------------------------------------------------------------------------------
@@ -413,6 +414,19 @@ def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, t
     assert not np.array_equal(best, run.xtts.gpt.final_norm.beta.numpy())
     assert resume_run(tmp_path / 'run').fit()['steps'] == 16   # it is over
 
+def test_a_worse_model_never_replaces_the_best(given, prepared, mini, tmp_path):
+    "Also after a kill, when it is of a later update than the checkpoint; patience counts the same."
+    config = mini.replace(training={'steps': 20, 'validate_every': 2, 'patience': 3, 'checkpoint_every': 7})
+    run, kept = new_run(prepared, config, tmp_path / 'run', HELD), tmp_path / 'run' / 'best'
+    run.fit(12)
+    for path in checkpoints(tmp_path / 'run' / 'checkpoints')[1:]: path.unlink()   # as if it had been killed
+    before = (kept / 'model.safetensors').read_bytes()
+    again = resume_run(tmp_path / 'run')
+    assert again.step == 7 and again.best == {'step': 10, 'val_loss': 1.}
+    again.fit(9)   # validated with 2
+    assert (kept / 'model.safetensors').read_bytes() == before
+    assert resume_run(tmp_path / 'run').fit()['steps'] == 16
+
 def test_a_training_ends_with_a_validation(given, prepared, mini, tmp_path):
     "Where its steps are no multiple of those between two; a part of it does not."
     config = mini.replace(training={'steps': 5, 'validate_every': 3, 'checkpoint_every': 2})
@@ -482,6 +496,8 @@ def test_a_model_that_says_no_words_is_never_the_nearest(capsys):
     assert capsys.readouterr().err == ('Update 1: the model no longer says the words of its held-out '
                                        'sentences; the best one so far is that of update 0.\n')
     assert kept((5., 20., .5), (4., 10., -.1)) == (0, 1)
+    # in a voice where even the right words hardly reach the limit, a little less is not nothing
+    assert kept((3., 17., .101), (2.5, 15., .097), (2.2, 14., .094), (2., 13., .04)) == (2, 1)
 
 def test_a_number_is_better_than_none(cheap, prepared, mini, tmp_path, monkeypatch):
     config, nan = mini.replace(training={'validate_every': 2}), float('nan')

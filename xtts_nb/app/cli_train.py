@@ -70,14 +70,14 @@ def _tune(
         from xtts_nb.app.tune import (
             judged_words, next_commands, plan_tuning, tune, tuned_model, tuning_page, tuning_text)
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
-    plan = plan_tuning(source, out, text, language, base, tuple(skip or ()),
-                       words(preset=preset, config=config),
-                       words(config=config, finetune=finetune, steps=steps), mix, judged_words(config),
-                       words(transcribe=transcribe))
+    plan = partial(plan_tuning, source, out, text, language, base, tuple(skip or ()),
+                   words(preset=preset, config=config),
+                   words(config=config, finetune=finetune, steps=steps), mix, judged_words(config),
+                   words(transcribe=transcribe))
     done = tune(plan, out, to_stderr)
     page, model = tuning_page(done, out, language), tuned_model(done, out)
     result = {name: stage['result'] for name, stage in done.items()}
-    return result | {'page': str(page), 'run': str(out / 'run'), 'model': str(model)}, (
+    return result | {'page': str(page), 'run': result['train']['run'], 'model': str(model)}, (
         f'{tuning_text(done, out)}\nRead and listen: {page}\n{next_commands(done, out, language)[0]}')
 
 # %% ../../nbs/app/cli_train.ipynb #8179c210

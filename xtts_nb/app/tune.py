@@ -14,14 +14,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 from .demo import plot_losses
 from ..config import read_settings, TrainingConfig, UserError
+from ..data.cache import file_sha
 from ..files import check_writable, read_json, read_json_lines, write_json
 from ..speech.evaluate import facts, heading, picture, player, scores_table, write_report
 from ..train.launch import catch_sigterm
+from ..train.runs import run_facts
 from ..train.trainer import says_no_words, WORDS
 
 # %% ../../nbs/app/tune.ipynb #c0720006
@@ -47,6 +51,38 @@ def judged_words(config: Path | None) -> tuple[str, ...]:   # a file with settin
     return tuple(word for key, value in left.items() for word in ('--set', f'training.{key}={value}'))
 
 # %% ../../nbs/app/tune.ipynb #c0720016
+@lru_cache
+def _sha(path: Path, stamp: int) -> str:   # stamp: when it was written
+    return file_sha(path)
+
+def _key(cache: Path) -> str | None:
+    "The key of a cache; None for what is none."
+    made = cache / 'manifest.json'
+    return read_json(made).get('key') if made.is_file() else None
+
+def _older_key(mix: Path | None, facts: dict) -> str | None:
+    "The key that the cache of the older clips will have; None for an unknown one, or without older clips."
+    if not mix or (key := _key(mix)): return key if mix else None
+    table, made = mix / 'metadata.csv', Path(facts.get('mix', '')) / 'manifest.json'
+    newer = made.is_file() and table.is_file() and table.stat().st_mtime_ns > made.stat().st_mtime_ns
+    return None if newer else _key(made.parent)
+
+def _goes_on(facts: dict, cache: Path, model: Path | None, mix: Path | None) -> bool:   # facts: of a run
+    "Whether a run was begun with these clips and this model, as they are now."
+    weights = model and Path(model) / 'model.safetensors'
+    sha = _sha(weights, weights.stat().st_mtime_ns) if model and weights.is_file() else None
+    wanted = {'key': _key(cache), 'base_sha': sha, 'mix_key': _older_key(mix and Path(mix), facts)}
+    return ('mix' in facts) == bool(mix) and wanted == {name: facts.get(name) for name in wanted}
+
+def _run_of(out: Path, model: Path | None, mix: Path | None) -> Path:
+    "The run in `out` that goes on with the cache there; else a folder for a new one."
+    if not _key(out / 'cache'): return out / 'run'
+    for number in count(1):
+        run = out / (f'run-{number}' if number > 1 else 'run')
+        try: facts = run_facts(run)
+        except UserError: continue   # of somebody else
+        if not facts or _goes_on(facts, out / 'cache', model, mix): return run
+
 def plan_tuning(
     source: Path,                 # recording, folder of recordings, or corpus
     out: Path,
@@ -69,7 +105,7 @@ def plan_tuning(
         raise UserError(f'tune: --skip corpus: nothing is cut, so {shlex.join(said)} is not read; '
                         'leave it out.')
     corpus = source if 'corpus' in skip else out / 'corpus'
-    cache, run = out / 'cache', out / 'run'
+    cache, run = out / 'cache', _run_of(out, model, mix)
     best = run / 'best'
     words = {
         'corpus': [source, '--out', corpus, '--language', language, *said],
@@ -82,7 +118,8 @@ def plan_tuning(
                              out / 'scores' / 'scores.json')))
     older = [mix / 'manifest.json', mix / 'metadata.csv'] if mix else []
     reads = {'corpus': [source, *([text] if text else ())], 'prepare': [corpus / 'metadata.csv'],
-             'train': [made['prepare'], *older], 'evaluate': [best / 'model.safetensors']}
+             'train': [made['prepare'], *older, *([Path(model) / 'model.safetensors'] if model else ())],
+             'evaluate': [best / 'model.safetensors']}
     return [TuningStage(name, [name, *map(str, words[name])], made[name], [*map(Path, reads[name])])
             for name in STAGES if name not in skip]
 
@@ -110,27 +147,32 @@ def _stamps(paths: list[Path]) -> list:
     return [[str(path.resolve()), path.stat().st_mtime_ns] for path in paths if path.exists()]
 
 def tune(
-    stages: list[TuningStage],
+    plan: Callable,                    # () -> stages, asked before each: another cache has another run
     out: Path,
     say: Callable = print,             # gets a line before each stage
     run: Callable = run_stage,
 ) -> dict:                             # stage -> {words, read, result}
     "Run the stages that are not complete."
+    names = [stage.name for stage in plan()]
     check_writable(out)
     path = out / 'tune.json'
     done, again = read_json(path) if path.is_file() else {}, False
-    for number, stage in enumerate(stages, 1):
+    for number, name in enumerate(names, 1):
+        stage = next(stage for stage in plan() if stage.name == name)
         known, read = done.get(stage.name, {}), _stamps(stage.reads)
         again = (again or known.get('words') != stage.words or known.get('read') != read
                  or not stage.made.exists())
-        head = f'{number} of {len(stages)}: xtts-nb {shlex.join(stage.words)}'
+        head = f'{number} of {len(names)}: xtts-nb {shlex.join(stage.words)}'
         say(head if again else f'{head}   (complete)')
         if not again: continue
+        if name == 'train' and (out / 'run').exists() and not stage.made.parent.exists():
+            say(f'The runs in {out} were begun with other clips or another model; they stay there, and '
+                f'{stage.made.parent} begins.')
         for name in STAGES[STAGES.index(stage.name):]: done.pop(name, None)   # they are of what was before
         write_json(path, done)
         done[stage.name] = {'words': stage.words, 'read': read, 'result': run(stage.words)}
         write_json(path, done)
-    return {stage.name: done[stage.name] for stage in stages}
+    return {name: done[name] for name in names}
 
 # %% ../../nbs/app/tune.ipynb #c0720012
 def _losses(log: list[dict]) -> Iterator[str]:
@@ -143,7 +185,10 @@ def _losses(log: list[dict]) -> Iterator[str]:
 # %% ../../nbs/app/tune.ipynb #c0720013
 def tuned_model(done: dict, out: Path) -> Path:   # done: of `tune`
     "The folder of the model that is kept: the best one, if any was judged."
-    return out / 'run' / 'best' if done['train']['result'].get('best') else out / 'run'
+    run = _run(done, out)
+    return run / 'best' if done['train']['result'].get('best') else run
+
+def _run(done: dict, out: Path) -> Path: return Path(done['train']['result'].get('run', out / 'run'))
 
 def _candidate(line: dict, run: Path, kept: bool) -> str:   # line: of the log, with a validation
     "The row of a model: its scores, and one of the held-out sentences."
@@ -157,30 +202,32 @@ def _candidate(line: dict, run: Path, kept: bool) -> str:   # line: of the log, 
 _CHOSEN = {'dtw': 'Kept is the model whose speech has the least distance from the recordings',
            'loss': 'Kept is the model with the lowest loss'}
 
-def _candidates(log: list[dict], run: Path, kept: dict, judge: str) -> Iterator[str]:
+def _candidates(log: list[dict], run: Path, kept: dict, judge: str) -> Iterator[str]:   # kept: of `_kept`
     "What was spoken at each validation."
     lines = [line for line in log if 'val_dtw' in line]
     if not lines: return
     choice = _CHOSEN[judge]
     if judge == 'dtw' and any(map(says_no_words, lines)):
         choice += ', of those that say words'
-        if says_no_words(kept): choice = 'None of them says words yet, so that with the lowest loss is kept'
+        if _mute(kept): choice = 'None of them says words yet, so that with the lowest loss is kept'
     yield heading('Candidates', 'At each validation the model speaks some of the held-out sentences; one is '
                                 f'here to listen to. {choice}. Words: by how much the speech is nearer to '
                                 f'its recording than to the same played backwards; below {WORDS:.0%} no word '
                                 'is heard. Loss and ends are computed on the recordings.')
     names = ('updates', 'loss', 'ends in time', 'words', 'distance', 'length', '', '')
     head = ''.join(f'<th>{name}</th>' for name in names)
-    rows = ''.join(_candidate(line, run, line is kept) for line in lines)
+    rows = ''.join(_candidate(line, run, line['step'] == kept.get('step')) for line in lines)
     yield f'<div style="overflow-x: auto"><table><tr>{head}</tr>{rows}</table></div>'
 
 # %% ../../nbs/app/tune.ipynb #c0720014
 NO_CORPUS = {'clips': [], 'dropped': [], 'missing': []}   # of a corpus that stood
 
 def _kept(trained: dict, log: list[dict]) -> dict:   # trained: result of the stage
-    "The line in the log of the model that is kept; empty if none was judged."
-    chosen = (trained.get('best') or {}).get('step')
-    return next((line for line in log if line['step'] == chosen and 'val_loss' in line), {})
+    "The line in the log of the model that is kept, and what is told beside it; empty if none was judged."
+    best = trained.get('best') or {}
+    return next((line | best for line in log if line['step'] == best.get('step') and 'val_loss' in line), {})
+
+def _mute(kept: dict) -> bool: return says_no_words(kept, kept.get('heard', 0.))
 
 def _figures(result: dict, kept: dict) -> dict:   # results of the stages
     "What was used, and of the model that is kept what it says, how it ends and what it forgot."
@@ -192,7 +239,7 @@ def _figures(result: dict, kept: dict) -> dict:   # results of the stages
                'sentence not found' if missing == 1 else 'sentences not found': missing}
     if kept: figures['updates of the model that is kept'] = f'{kept["step"]:,} of {steps}'
     else: figures['updates'] = steps
-    if says_no_words(kept): figures['words of the sentences it was asked for'] = 'none'
+    if _mute(kept): figures['words of the sentences it was asked for'] = 'none'
     if 'val_stop' in kept: figures['held-out clips that end where they should'] = f'{kept["val_stop"]:.0%}'
     if 'val_old_loss' in kept and (old := trained.get('old')) and old['before'] is not None:
         figures['loss of older clips'] = f'{old["before"]:.3f} before, {kept["val_old_loss"]:.3f} now'
@@ -201,7 +248,7 @@ def _figures(result: dict, kept: dict) -> dict:   # results of the stages
 def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # updates in all; from a model?
     "Whether more updates are worth trying."
     falls = not kept or kept['step'] >= 0.8 * steps
-    if says_no_words(kept):
+    if _mute(kept):
         loss = f'The held-out loss still falls, so give it time: the same tune with --steps {5 * steps}.'
         if not falls: loss = 'The held-out loss no longer falls, so more updates will hardly help.'
         other = ('Listen to the model that it began from: does it speak this language?' if begun else
@@ -231,7 +278,8 @@ class Outcome(NamedTuple):
 
 def _outcome(done: dict, out: Path) -> Outcome:   # done: of `tune`
     result = {name: stage['result'] for name, stage in done.items()}
-    log, judge = read_json_lines(out / 'run' / 'metrics.jsonl'), _judge(out / 'run' / 'config.yaml')
+    run = _run(done, out)
+    log, judge = read_json_lines(run / 'metrics.jsonl'), _judge(run / 'config.yaml')
     kept = _kept(result['train'], log)
     more = _more(kept, result['train']['steps'], judge, '--model' in done['train']['words'])
     return Outcome(_figures(result, kept), kept, log, judge, more)
@@ -265,7 +313,7 @@ def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: 
     pieces = [facts(found.figures), *(f'<p><a href="{place}">{text}</a></p>'
                                 for name, (place, text) in links.items() if name in (*result, 'card')),
               heading('Losses', 'Once that of the held-out sentences rises, more updates make it worse.'),
-              *_losses(found.log), *_candidates(found.log, out / 'run', found.kept, found.judge)]
+              *_losses(found.log), *_candidates(found.log, _run(done, out), found.kept, found.judge)]
     if 'evaluate' in result:
         seen = ', as those by which the model was chosen' if result['train'].get('best') else ''
         pieces += [heading('Scores', f'Of held-out sentences{seen}; beside them the recordings and an '

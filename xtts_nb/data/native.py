@@ -36,17 +36,19 @@ def bucket_shapes(
     buckets: int,         # at most
     most: int = 40,       # lengths of each kind to choose from
     weights: np.ndarray | None = None,   # (clips,) whole numbers, how often each is read; default: alike
+    least: int = 16,      # clips of a bucket, so that most rows of its batches are clips
 ) -> list[tuple[int, int]]:   # (S, T), ascending in both; the last takes every clip
     "The chain of shapes with the fewest positions; a clip goes to the first into which it fits."
     columns = int(text.max()) + 1
     place, room = codes.astype(np.int64) * columns + text, (int(codes.max()) + 1) * columns
-    count = np.bincount(place, weights, minlength=room)
-    n = count.reshape(-1, columns).cumsum(0).cumsum(1)
+    inside = lambda weights: np.bincount(place, weights, room).reshape(-1, columns).cumsum(0).cumsum(1)
+    n, clips = inside(weights), inside(None)
     grid = np.meshgrid(_candidates(n[:, -1], most), _candidates(n[-1], most), indexing='ij')
     S, T = (g.ravel() for g in grid)
-    n, size = n[S, T], (S + T).astype(float)
-    inside = (S[:, None] <= S) & (T[:, None] <= T)
-    cost, before = n * size, []
+    n, clips, size = n[S, T], clips[S, T], (S + T).astype(float)
+    more = clips - clips[:, None]
+    inside = (S[:, None] <= S) & (T[:, None] <= T) & ((more >= least) | (more == 0))
+    cost, before = np.where(clips >= min(least, clips[-1]), n * size, np.inf), []
     for _ in range(buckets - 1):   # cost[q]: positions of the best chain that ends in q
         longer = np.where(inside, cost[:, None] + (n - n[:, None]) * size, np.inf)
         before.append(longer.argmin(0))
@@ -101,7 +103,7 @@ def order_columns(
         used = np.unique(bucket_of(codes, text, shapes))
         shapes = [shapes[i] for i in used]
     elif data.pad_to_fixed_length: shapes = [fixed_shape(cache.config.model, data)]
-    else: shapes = bucket_shapes(codes, text, data.buckets)
+    else: shapes = bucket_shapes(codes, text, data.buckets, least=data.batch_size)
     bucket, speaker = bucket_of(codes, text, shapes), cache.speaker
     by_bucket, by_speaker = np.argsort(bucket, kind='stable'), np.argsort(speaker[use], kind='stable')
     starts = np.cumsum(count := np.bincount(bucket)) - count   # no bucket is empty
@@ -169,16 +171,17 @@ def pick(self: BatchPlan, step):
 
 @patch
 def _once_per_epoch(self: BatchPlan, step):
-    "Every clip once per epoch."
+    "Every clip once per epoch; those of a bucket that fills no batch again, until it is full."
     epoch, within = step // self.steps_per_epoch, step % self.steps_per_epoch
     batch = _shuffled(within, self.steps_per_epoch, (self.data.seed, epoch))
     bucket, first = _bucket(np.cumsum(self.batches), batch)
     rows = (batch - first) * self.data.batch_size + tf.range(self.data.batch_size, dtype=tf.int64)
     count = tf.constant(self.count)[bucket]
-    own = _shuffled(tf.minimum(rows, count - 1), count,
+    again = (count < self.data.batch_size) & (not self.fixed)   # a validation counts each clip once
+    own = _shuffled(tf.where(again, rows % count, tf.minimum(rows, count - 1)), count,
                     (self.data.seed + 1 + tf.cast(bucket, tf.int64), epoch))
     clip = self.members(tf.constant(np.cumsum(self.count) - self.count)[bucket] + own)
-    return bucket, clip, tf.cast(rows < count, tf.float32)
+    return bucket, clip, tf.cast(again | (rows < count), tf.float32)
 
 def _shuffled(place, count, seed):
     "The element at `place` in the permutation of 0 ... count - 1 given by a seed of two numbers."

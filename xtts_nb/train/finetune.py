@@ -12,7 +12,6 @@ __all__ = ['MATRICES', 'MEMORY_ERROR', 'OUT_OF_MEMORY', 'MEMORY_SIGNALS', 'LEAST
 
 # %% ../../nbs/train/finetune.ipynb #f29faf48
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -32,7 +31,7 @@ import tensorflow as tf
 from tokenizers import Tokenizer as BPE
 
 from ..bench import put_back, to_device
-from ..config import control_groups, ModelConfig, setup_tf, TrainingConfig, UserError, XTTSConfig
+from ..config import ModelConfig, setup_tf, TrainingConfig, UserError, XTTSConfig
 from ..data.text import LANGUAGE_CODE, learn_merges, Tokenizer
 from ..devices import DevicePlan
 from ..files import atomic_file, atomic_folder, write_json
@@ -41,7 +40,7 @@ from ..models.gpt import GPT
 from ..models.xtts import forward_numbers, POLICIES, XTTS
 from ..sampler import visible_cards
 from .step import choose_xla, compile_step, lacked_memory, random_batch, Update, writes_in_place
-from .trainer import Trainer
+from .trainer import _room_in_container, Trainer
 
 # %% ../../nbs/train/finetune.ipynb #ea4477ca
 def new_pieces(
@@ -388,10 +387,13 @@ def memory_needs(
     # on a CPU XLA writes beside the old values; a graph clips the gradients where the activations were
     anew = max(0., 4. * moving - kept['activations']) if writes_in_place(written) else written
     if gpu or not choose_xla(training)[0]: anew = 0.
+    # of the state and of the model, where that has other weights; from a GPU it goes to the host
+    other = training.finetune != 'whole' or training.ema > 0
+    copy = 0. if gpu else 4. * moving + moments + means + 4. * (all_['DVAE'] + other * all_['GPT'])
     return {'weights': 4. * (all_['GPT'] + all_['DVAE']), 'copies of weights': kept['copies of weights'],
             'gradients': 4. * moving * (1 + (training.accumulation > 1)), 'moments': moments,
             'mean weights': means,
-            'written anew': anew,
+            'written anew': anew, 'copy for a checkpoint': copy,
             'program': 2e8, 'activations': kept['activations']}
 
 # %% ../../nbs/train/finetune.ipynb #16ff03ee
@@ -454,21 +456,6 @@ def run_trial(
     if done.returncode < 0: last = f'{signal.Signals(-done.returncode).name}; {last}'
     raise UserError(f'The trial of an update failed ({last}); see whether xtts-nb train does without it.')
 
-# %% ../../nbs/train/finetune.ipynb #bb44640b
-def _room_in_group(group: Path) -> float:
-    "Free bytes of a control group of either version; cached files do not count as used."
-    for names in (('max', 'current', 'stat'), ('limit_in_bytes', 'usage_in_bytes', 'stat')):
-        try: most, used, stat = ((group / f'memory.{name}').read_text() for name in names)
-        except OSError: continue
-        stat = dict(line.split() for line in stat.splitlines())
-        cached = int(stat.get('total_inactive_file', stat.get('inactive_file', 0)))   # with its children
-        return math.inf if most.strip() == 'max' else int(most) - int(used) + cached
-    return math.inf
-
-def _room_in_container(*places: Path) -> float:   # as of `control_groups`
-    "The least free bytes of this process's control group and those around it."
-    return min(map(_room_in_group, control_groups('memory', *places)))
-
 # %% ../../nbs/train/finetune.ipynb #77f96b3c
 def free_memory(
     plan: DevicePlan | None = None,   # of the devices; default: the first card trains
@@ -522,9 +509,12 @@ def check_memory(
     if room is None: return f'{line}; what is free is unknown on {device}, so nothing was compared.'
     line += f'; {room / 1e9:.1f} GB are free on {device}'
     less = 'training.finetune lora' if config.training.finetune == 'whole' else 'a larger machine'
-    if sum(needs.values()) - needs['activations'] > room:
+    copy, total = needs['copy for a checkpoint'], sum(needs.values())
+    if total - copy - needs['activations'] > room:
         raise UserError(f'{line}, which cannot suffice; use {less}.')
-    if sum(needs.values()) <= room: return f'{line}.'
+    if total <= room: return f'{line}.'
+    if total - copy <= room:
+        return f'{line}: checkpoints are written without a copy, and training waits for the disk meanwhile.'
     return (f'{line}, which may not suffice: xtts-nb train --fit-memory tries what does, with '
             'training.accumulation and training.gradient_checkpointing.')
 
@@ -556,7 +546,9 @@ def find_batch_size(
             if progress: progress(len(tried), len(all_))
         return tried[i]['fits']
 
-    needs = [sum(memory_needs(c, codes, text, count).values()) for c in all_]
+    estimates = (memory_needs(c, codes, text, count) for c in all_)
+    # a copy is only made where it fits
+    needs = [sum(parts.values()) - parts['copy for a checkpoint'] for parts in estimates]
     at = next((i for i, n in enumerate(needs) if n <= memory), len(all_) - 1)
     while at < len(all_) and not fits(at): at += 1
     if at == len(all_):

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import psutil
 import tensorflow as tf
 from fastcore.basics import patch
 
 from ..bench import to_device, trace_count
-from ..config import TrainingConfig, UserError
+from ..config import control_groups, TrainingConfig, UserError
 from ..data.native import BatchPlan
 from ..devices import products_in_tf32
 from ..files import (
@@ -55,10 +56,14 @@ def checkpoint_step(path: Path) -> int:
     "The number of updates before a checkpoint, by its name."
     return int(path.stem.removeprefix('step-'))
 
+def _told(best: Path) -> dict:   # `best` of a run
+    "Which model is kept there, with its scores; empty for none."
+    return read_json(best / 'best.json') if (best / 'best.json').is_file() else {}
+
 def updates_of(model: str | Path) -> int | None:   # folder of a run, or its `best`
     "How many updates a model is of; None if nothing tells."
-    told, saved = Path(model) / 'best.json', checkpoints(Path(model) / 'checkpoints')
-    if told.is_file(): return read_json(told)['step']
+    told, saved = _told(Path(model)), checkpoints(Path(model) / 'checkpoints')
+    if told: return told['step']
     return checkpoint_step(saved[-1]) if saved else None
 
 def load_checkpoint(
@@ -77,16 +82,58 @@ def snapshot(variables: dict) -> dict[str, np.ndarray]:
     return {name: np.array(v.numpy()) for name, v in variables.items()}
 
 class Writer:
-    "Runs one job at a time in a thread; the next call waits for it and raises its error."
+    "Runs one job at a time in a thread; after one that failed the next is tried at once, and may raise."
     def __init__(self): self.thread, self.job = ThreadPoolExecutor(1, 'writer'), None
 
     def __call__(self, job):
-        self.wait()
+        error = self.job and self.job.exception()   # waits
         self.job = self.thread.submit(job)
+        if not error: return
+        self.wait()
+        print(f'{error} A later state was written instead.', file=sys.stderr)
+
+    @property
+    def failed(self) -> bool:
+        "Whether a job has ended with an error that nobody has received yet."
+        return bool(self.job and self.job.done() and self.job.exception())
 
     def wait(self):
         job, self.job = self.job, None
         if job: job.result()
+
+    def finish(self, job):
+        "Run a job, and return when it is done."
+        self(job)
+        self.wait()
+
+# %% ../../nbs/train/trainer.ipynb #7be0c5a1
+def _room_in_group(group: Path) -> float:
+    "Free bytes of a control group of either version; cached files do not count as used."
+    for names in (('max', 'current', 'stat'), ('limit_in_bytes', 'usage_in_bytes', 'stat')):
+        try: most, used, stat = ((group / f'memory.{name}').read_text() for name in names)
+        except OSError: continue
+        stat = dict(line.split() for line in stat.splitlines())
+        cached = int(stat.get('total_inactive_file', stat.get('inactive_file', 0)))   # with its children
+        return math.inf if most.strip() == 'max' else int(most) - int(used) + cached
+    return math.inf
+
+def _room_in_container(*places: Path) -> float:   # as of `control_groups`
+    "The least free bytes of this process's control group and those around it."
+    return min(map(_room_in_group, control_groups('memory', *places)))
+
+def _idle_memory() -> int:
+    "Bytes that this process held at its peak and does not hold now, such as those of an update."
+    status = Path('/proc/self/status')
+    if not status.is_file(): return 0
+    told = dict(line.split(':', 1) for line in status.read_text(encoding='utf-8').splitlines())
+    peak, now = (1024 * int(told[name].split()[0]) for name in ('VmHWM', 'VmRSS'))
+    return peak - now
+
+def _room_to_copy(variables: list) -> bool:
+    "Whether the host has room for a copy of `variables` while updates go on."
+    size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)
+    free = min(psutil.virtual_memory().available, _room_in_container())
+    return free - _idle_memory() > 1.1 * size
 
 # %% ../../nbs/train/trainer.ipynb #48726dad
 class Hooks:
@@ -316,6 +363,7 @@ def fit(self: Trainer,
                          or hooks.model.stop_training)
             checkpoint = self._due(self.training.checkpoint_every)
             if ended or checkpoint or self._validates or self._ends_epoch: ended = self._pause(ended)
+            elif self.writer.failed: self._save_again()
             elif self._due(self.training.log_every): self._fetch()
         if not (requests or self._validates): self._note_old()   # else the validation has done it
         self.writer.wait()
@@ -323,7 +371,8 @@ def fit(self: Trainer,
     if self.failure: raise UserError(self.failure)
     if requests: raise SystemExit(143)   # as a shell reports a process that SIGTERM ended
     return {'steps': self.step, 'loss_first': _mean(self.first_losses), 'loss_last': _mean(self.last_losses),
-            'clips_per_s': timer.median_rate(), 'traces': trace_count(self.train_step), 'best': self.best,
+            'clips_per_s': timer.median_rate(), 'traces': trace_count(self.train_step),
+            'best': self.run and _told(self.run / 'best') or self.best,
             'compile_seconds': round(timer.compile_seconds, 2),
             'seconds': round(time.perf_counter() - begun, 2)}
 
@@ -392,6 +441,15 @@ def _pause(self: Trainer, ended: bool) -> bool:
     return ended
 
 @patch
+def _save_again(self: Trainer):
+    "After a checkpoint that could not be written: one of the state as it is now, or an error."
+    self._fetch()
+    self._log_fetched()
+    self.counts = self.hooks.counts()
+    self.save()
+    self.timer.restart()
+
+@patch
 def validate(self: Trainer) -> dict[str, float]:
     "Losses of the held-out clips and the scores of `listen`, of the trained model without dropout."
     with self.as_trained():
@@ -429,31 +487,40 @@ AS_GOOD = 0.02   # of the distance of a few spoken clips: less is chance, and th
 
 WORDS = 0.1      # of `words_heard`: a model below it says no words, and its distance tells nothing
 
-def says_no_words(metrics: dict[str, float]) -> bool:   # of a validation; False where nothing was spoken
+def says_no_words(
+    metrics: dict[str, float],   # of a validation
+    heard: float = 0.,           # the most words in the run so far
+) -> bool:                       # False where nothing was spoken
     "Whether a model has spoken, and none of the words that it should have said were heard."
-    return metrics.get('val_words', 1.) < WORDS
+    # in some voices even the right words hardly reach the limit: then half of what was heard once is enough
+    limit = min(WORDS, heard / 2) if heard >= WORDS else WORDS
+    return metrics.get('val_words', 1.) < limit
 
 @patch
 def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
     "Whether the model of a validation is kept: it is the best so far, or it speaks as well as that one."
     name, best = f'val_{self.training.judge_by}', self.best or {}
     if name not in best: best = {}   # the run was judged by something else before
-    mute, before = (name == 'val_dtw' and says_no_words(m) for m in (metrics, best))
+    again = self.step <= best.get('step', -1)   # after a kill: a later model was kept, and patience not over
+    heard = best.get('heard', 0.)
+    mute, before = (name == 'val_dtw' and says_no_words(m, heard) for m in (metrics, best))
     if mute and best and not before:
         print(f'Update {self.step}: the model no longer says the words of its held-out sentences; the best '
               f'one so far is that of update {best["step"]}.', file=sys.stderr)
-        self.since_best += 1
+        self.since_best = 0 if again else self.since_best + 1
         return False
     if mute: name = 'val_loss'   # a hum may be nearer than speech
     elif before: best = {}
     known, now = best.get(name, math.inf), metrics[name]
     lowest = best.get('lowest', known)
     better = now < lowest or math.isnan(lowest) and not math.isnan(now)
-    self.since_best = 0 if better else self.since_best + 1
-    if not better and not (name == 'val_dtw' and now <= lowest * (1 + AS_GOOD)): return False
+    self.since_best = 0 if better or again else self.since_best + 1
+    as_good = name == 'val_dtw' and now <= lowest * (1 + AS_GOOD) and not again
+    if not (better or as_good): return False
     told = 'val_loss', 'val_dtw', 'val_words'
     self.best = {'step': self.step} | {k: metrics[k] for k in told if k in metrics}
     if not better: self.best['lowest'] = lowest
+    if 'val_words' in metrics: self.best['heard'] = max(heard, metrics['val_words'])
     return True
 
 # %% ../../nbs/train/trainer.ipynb #2ebc67c4
@@ -461,27 +528,28 @@ def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
 def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool = True):
     "Write a checkpoint and the model as it is, or the model as the best so far, or both."
     if not (checkpoint or best): return
-    # no copy if nothing changes any more
-    facts, copied = {k: getattr(self, k) for k in RESUMED_FIELDS}, dict if wait else snapshot
-    found = self.best
-    state = copied(self.state) if checkpoint else {}
-    # no second copy
-    same = {} if self.optimizer.use_ema else {k: v for k, v in state.items() if k in self.xtts.weights}
-    with self.as_trained():
-        model = same | snapshot({k: v for k, v in self.xtts.weights.items() if k not in same})
+    facts, found = {k: getattr(self, k) for k in RESUMED_FIELDS}, self.best
+    keep = self.training.keep_checkpoints
 
-    def write():
+    def write_model(weights: dict):
         if best:
-            self.xtts.save(self.run / 'best', model)
+            self.xtts.save(self.run / 'best', weights)
             write_json(self.run / 'best' / 'best.json', found)
+        if checkpoint: self.xtts.save(self.run, weights)   # first, so that every checkpoint has its model
+
+    def write_state(state: dict):
         if not checkpoint: return
-        self.xtts.save(self.run, model)   # first, so that every checkpoint has its model
-        keep = self.training.keep_checkpoints
         save_checkpoint(self.run / 'checkpoints', variables=state, keep=keep, **facts)
         self.known = _newest(self.run)
 
-    self.writer(write)
-    if wait: self.writer.wait()
+    state, means = self.state if checkpoint else {}, self.optimizer.use_ema
+    rest = {k: v for k, v in self.xtts.weights.items() if means or k not in state}   # no second copy
+    if wait or not _room_to_copy([*state.values(), *rest.values()]):
+        with self.as_trained(): self.writer.finish(lambda: write_model(self.xtts.weights))
+        return self.writer.finish(lambda: write_state(state))
+    state = snapshot(state)
+    with self.as_trained(): model = state | snapshot(rest)
+    self.writer(lambda: (write_model({k: model[k] for k in self.xtts.weights}), write_state(state)))
 
 # %% ../../nbs/train/trainer.ipynb #46f25f39
 def _newest(run: Path) -> tuple | None:
@@ -518,6 +586,7 @@ def restore(trainer: Trainer):
         for part in filter(Path.is_file, folder.glob(f'*{PART}')): part.unlink()
     if saved := _newest_whole(run):
         for name, value in load_checkpoint(saved, trainer.state).items(): setattr(trainer, name, value)
+    if kept := _told(run / 'best'): trainer.best = kept   # it may be of a later update than the checkpoint
     trainer.known = _newest(run)
     metrics = run / 'metrics.jsonl'
     if not metrics.is_file(): return
