@@ -41,7 +41,7 @@ from .cache import (
 from .corpora import (
     check_dropped, Clip, Dropped, measure_clip, MEASURED, read_audio, read_corpus, report_text, summary,
     synthetic_corpus, visible)
-from .text import Tokenizer, train_tokenizer
+from .text import clean, Tokenizer, train_tokenizer
 from ..devices import hide_cards
 from ..files import atomic_file, atomic_folder, fingerprint, inside, locked, read_json, write_json
 
@@ -609,7 +609,7 @@ def prepare(
     check_dropped(unread, total, config, corpus)
     check_cache_folder(out)
     check_part(part, tokenizer is not None, len(clips), shard_clips)
-    tokenizer = tokenizer or train_tokenizer((c.text for c in clips), (c.language for c in clips),
+    tokenizer = tokenizer or train_tokenizer((clean(c.text, c.language) for c in clips), (c.language for c in clips),
                                              config.model.gpt.text_tokens)
     shards = [clips[i:i + shard_clips] for i in range(0, len(clips), shard_clips)]
     jobs = [Job(i, shards[i]) for i in range(part[0] - 1, len(shards), part[1])]
@@ -838,7 +838,7 @@ def _same_tokenizer(folder: Path, manifest: dict, corpus: Path, config: XTTSConf
     sha = manifest['files'][path.name]['sha']
     if path.is_file() and file_sha(path) == sha: return Tokenizer.load(path)
     clips = read_corpus(corpus / of['metadata'], of['language'], of['layout'])[0]
-    again = train_tokenizer((c.text for c in clips), (c.language for c in clips),
+    again = train_tokenizer((clean(c.text, c.language) for c in clips), (c.language for c in clips),
                             config.model.gpt.text_tokens)
     if fingerprint(again.to_json().encode()) == sha: return again
     raise UserError(f'the tokenizer of the cache is damaged, and was not learned from {corpus}; '
