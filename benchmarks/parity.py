@@ -96,7 +96,7 @@ def our_text(
 ) -> list[tuple]:                       # cleaned text, ids or None
     "Our reading; there are no ids in a language that the vocabulary lacks."
     ids = lambda text, language: tokenizer.encode(text, language) if language in tokenizer.languages else None
-    return [(clean_for(text, language), ids(text, language)) for language, text in sentences]
+    return [(clean_for(text, language, as_trained=True), ids(text, language)) for language, text in sentences]
 
 
 def _text_row(stage: str, pairs: list[tuple]) -> dict:

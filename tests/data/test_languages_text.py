@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from xtts_nb.config import UserError
-from xtts_nb.data.text import ABBREVIATIONS, LANGUAGES, SYMBOLS, Tokenizer, clean_for, clean_persian
+from xtts_nb.data.text import ABBREVIATIONS, LANGUAGES, SYMBOLS, Tokenizer, clean, clean_for, clean_persian
 
 # text, and of coqui: the cleaned text and the ids, or the error that it raises
 SENTENCES = json.loads((Path(__file__).parents[1] / 'stored/sentences.json').read_text(encoding='utf-8'))
@@ -30,7 +30,7 @@ def test_each_language_has_thirty_sentences_that_both_can_say():
 @pytest.mark.parametrize('language, i', SPOKEN)
 def test_the_cleaned_text_is_equal(language, i):
     row = SENTENCES[language][i]
-    assert clean_for(row['text'], language) == row['clean']
+    assert clean_for(row['text'], language, as_trained=True) == row['clean']
 
 @pytest.mark.parametrize('language', [l for l in LANGUAGES if l not in ('hu', 'ko', 'hi')])
 def test_the_ids_are_equal(vocabulary, language):
@@ -93,6 +93,28 @@ def test_words_alone_need_no_library(monkeypatch, language):
     assert clean_for('Good & bad', language).startswith('good')
 
 
+@pytest.mark.parametrize('language, text, cleaned', [
+    ('pl', '-5', 'minus pięć'), ('en', '(−5) 3-5', '(minus five) three five'), ('zh-cn', '降到-7', 'jiang4dao4fu4qi1'),
+    ('hi', '1,00,000', 'एक लाख'), ('hi', '१२३', 'एक सौ तेईस'), ('ar', '٣٫٥', 'ثلاثة فاصلة خمسة'),
+    ('tr', 'ISI 3.5', 'ısı üç virgül beş'), ('tr', 'İzmir', 'izmir'), ('fr', '1 000 000 €', 'un million euros'),
+    ('fr', '12\u202f345', 'douze mille trois cent quarante-cinq'), ('ru', '3-ье', 'третий'),
+    ('ko', '1,234', 'cheon-ibaegsamsibsa'), ('pt', '€21', 'vinte e um euros'), ('de', 'Im Jahr 2001.', 'im jahr zweitausendeins.'),
+    ('en', '½ cup, 10:05, 2.0.1', 'zero point five cup, ten zero five, two zero one'),
+    ('en', '5kg of H₂O at 3pm', 'five kg of h two o at three pm'), ('en', 'ten m²', 'ten m squared'),
+    ('en', '021 & +1 (555) 123-4567', 'zero two one and one five five five one two three four five six seven'),
+    ('ja', '12月', 'juu ni gatsu'), ('de', 'e\u0301 5\u00ad0', 'é fünfzig'), ('en', 'R&amp;B &#x27;', "r and b '"),
+    ('zh-hk', '早', '早')])
+def test_what_people_write_is_said_as_they_mean_it(language, text, cleaned):
+    assert clean_for(text, language) == cleaned
+
+@pytest.mark.parametrize('language, text, cleaned', [
+    ('sv', '12 katter, -3,5', 'tolv katter, minus tre komma fem'), ('uk', '2', 'два'), ('kab', '3 x', '3 x'),
+    ('en', '"Dr." 5 & 3%', 'dr. five and three percent'), ('fa', '۵٪', 'پنج درصد'), ('zh', '3个', '三个'),
+    ('tr', 'ISPARTA', 'ısparta')])
+def test_the_plain_cleaner_says_numbers_in_words(language, text, cleaned):
+    assert clean(text, language) == clean(cleaned, language) == cleaned
+
+
 # ---- Persian
 
 Z = '\u200c'   # the half-space
@@ -100,7 +122,7 @@ Z = '\u200c'   # the half-space
 @pytest.mark.parametrize('text, cleaned', [
     ('', ''), ('كتابي', 'کتابی'), ('ىك', 'یک'), ('ة', 'ه'), ('خانۀ ما', f'خانه{Z}ی ما'), ('کـــتاب', 'کتاب'),
     ('کِتابُ', 'کتاب'), ('کتاب\u064b\u0652', 'کتاب'),
-    ('ا\u0653', 'ا\u0653'),   # the first and the last vowel sign, and one beyond
+    ('ا\u0653', 'آ'), ('خانه\u0654 ما', f'خانه{Z}ی ما'), ('۰۲۱', 'صفر دو یک'),
     ('می رود', f'می{Z}رود'), ('نمی رود', f'نمی{Z}رود'), (f'می{Z}رود', f'می{Z}رود'),
     (f'می{Z}{Z}رود', f'می{Z}رود'),
     ('قدیمی رود', 'قدیمی رود'), ('کتاب ها', f'کتاب{Z}ها'), ('کتاب های او', f'کتاب{Z}های او'),

@@ -7,12 +7,12 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
-from xtts_nb.data.text import ABBREVIATIONS, LANGUAGES, Speakable, Tokenizer
+from xtts_nb.data.text import ABBREVIATIONS, LANGUAGES, NothingToSay, Tokenizer
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.guard import Rate
 from xtts_nb.speech.long import (
-    MAX_CHARACTERS, SHORT_FORMS, TextPiece, _notes, _separable, language_runs, sentences, speak_long,
-    speak_whole, split_text, text_pieces)
+    MAX_CHARACTERS, SHORT_FORMS, TextPiece, _separable, language_runs, sentences, speak_long,
+    speak_whole, split_text, spoken_pieces, text_pieces)
 
 VOICE = synthetic_voice(1.)
 SCRIPTS = {'ru': 'абвгд', 'ar': 'ابتثَِ', 'fa': 'اب\u200cپچَ', 'zh-cn': '你好吗，。！', 'ja': '私はカ゛ー。、',
@@ -245,16 +245,16 @@ def test_pieces_of_similar_length_together(recorder):
 
 def test_reports_name_their_piece(xtts):
     recorder = Recorder(xtts, [[{'found': 'x'}], []])
-    _, report = speak_whole(recorder, f'{TEXT}\n\n*', 'en', 'me', rows=2, early=True)
-    left = {'found': 'cannot be said: *', 'done': 'left out'}
+    _, report = speak_whole(recorder, f'{TEXT}\n\n☺', 'en', 'me', rows=2, early=True)
+    left = {'found': 'cannot be said: ☺', 'done': 'left out'}
     assert report == [{'piece': 0, 'text': 'aa bb cc dd ee ff'} | left,
                       {'piece': 0, 'text': 'aa bb cc dd ee ff', 'found': 'x'},
                       {'piece': 2, 'text': 'aa bb cc dd ee ff gg hh', 'found': 'x'},
-                      {'piece': 4, 'text': '*', 'found': 'nothing to say', 'done': 'skipped'}]
+                      {'piece': 4, 'text': '☺', 'found': 'nothing to say', 'done': 'skipped'}]
 
 @pytest.mark.parametrize('language', ['en', 'auto'])
 @pytest.mark.parametrize('text, words', [
-    ('', 'empty'), (' \n', 'empty'), ('- * \n\n…', 'no letter'), ('aa\n\nbb ж', '"bb ж".*ж'),
+    ('', 'empty'), (' \n', 'empty'), ('- * \n\n…', 'no letter'), ('ж!', 'ж'), ('```\naa\n```', 'no letter'),
     ('aa \udcff', 'UTF-8')])
 def test_what_cannot_be_spoken_is_refused_at_once(recorder, text, language, words):
     with pytest.raises(UserError, match=words): speak_long(recorder, text, language, 'me')
@@ -269,18 +269,19 @@ def test_a_piece_has_room_for_its_codes(recorder):
         assert tokens / 2 < count() <= tokens
 
 def test_a_mark_that_is_not_said_still_divides(recorder):
-    "The vocabulary has no full stop; a text of it alone, and one of emoji alone, is refused."
-    pieces, tokens = text_pieces(recorder, '# Aa bb. Cc dd ee ff.\n\n**Gg** hh aa bb cc dd 😀', 'EN-us')
+    "The vocabulary has no full stop; a heading and an item of a list end like a sentence."
+    pieces, tokens = text_pieces(recorder, '# Aa bb\n- Cc dd ee ff.\n- gg hh\n\n**Gg** hh aa bb ccж dd 😀', 'EN-us')
     assert [(p.text, p.language, p.pause) for p in pieces] == [
-        ('Aa bb. Cc dd ee ff.\n\n', 'en', .7), ('Gg hh aa bb cc dd 😀', 'en', 0.)]
-    assert pieces[0].notes == ({'found': 'cannot be said: # * . 😀', 'done': 'left out'},)
-    assert pieces[1].notes == () and all(tokens)
-    with pytest.raises(UserError, match='no letter'): text_pieces(recorder, '😀 ...', 'en')
+        ('Aa bb.\n\n', 'en', .7), ('Cc dd ee ff. Gg hh.\n\n', 'en', .7), ('Gg hh aa bb ccж dd 😀', 'en', 0.)]
+    assert pieces[0].notes == ({'found': 'cannot be said: # * - . 😀', 'done': 'left out'},
+                               {'found': 'unknown letters: ж', 'done': 'left out'})
+    assert pieces[1].notes == pieces[2].notes == () and all(tokens)
 
-def test_what_is_not_printable_is_named_by_its_number():
-    notes = _notes(Speakable('', ['\u200b', '*'], ['ж']))
-    assert notes == ({'found': 'cannot be said: U+200B *', 'done': 'left out'},
-                     {'found': 'unknown letters: ж', 'done': 'said as [UNK]'})
+@pytest.mark.parametrize('text', ['😀 ...', '---', '\u200b', ' ', '', 'ж', '```py\nx\n```'])
+def test_a_text_with_nothing_to_say_has_no_spoken_piece(recorder, text):
+    "So that a service can answer it with silence."
+    assert not any(text_pieces(recorder, text, 'en')[1])
+    with pytest.raises(NothingToSay): spoken_pieces(recorder, text, 'en')
 
 def test_a_language_that_the_model_does_not_know(recorder):
     for text in ('aa', ''):

@@ -156,7 +156,7 @@ def test_pieces_are_joined_with_their_pauses(monkeypatch):
             yield np.ones(3)
             yield np.full(2, 0.5)
     pieces = [TextPiece('a', 'en', 0.2), TextPiece('-', 'en', 9.), TextPiece('bb', 'de', 0.7)]
-    monkeypatch.setattr(page, 'text_pieces', lambda *given: (pieces, [1, 0, 2]))
+    monkeypatch.setattr(page, 'spoken_pieces', lambda *given: (pieces, [1, 0, 2]))
     spoken = page._speak(Rows(), 'text', 'auto', 'voice', 7, 2.)
     assert Rows.log == [('released', 0), ([1, 'en'], 'voice', 7, 2.), ([2, 'de'], 'voice', 7, 2.)]
     assert spoken.wav.tolist() == [1., 1., 1., .5, .5] + [0.] * 10 + [1., 1., 1., .5, .5]

@@ -176,7 +176,7 @@ def test_a_stream_refuses_what_a_call_refuses(speaker, voices):
 def test_a_long_text_is_streamed_with_its_pauses(speaker, voices, monkeypatch):
     "Also after a piece with nothing to say."
     pieces = [TextPiece('aa bb', 'en', 0.1), TextPiece(' - ', 'en', 0.5), TextPiece('hh', 'en', 0.2)]
-    monkeypatch.setattr(streaming, 'text_pieces', lambda *given: (pieces, [3, 0, 2]))
+    monkeypatch.setattr(streaming, 'spoken_pieces', lambda *given: (pieces, [3, 0, 2]))
     monkeypatch.setattr(speaker, 'speech', speaker.speech.model_copy(update={'speed': 2.}))
     first, second = (list(speaker.stream(text, 'en', voices[0], seed=3)) for text in ('aa bb', 'hh'))
     pause = np.zeros(round(0.05 * speaker.sample_rate))

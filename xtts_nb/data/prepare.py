@@ -42,7 +42,7 @@ from .cache import (
 from .corpora import (
     check_dropped, Clip, Dropped, measure_clip, MEASURED, read_audio, read_corpus, read_rows, report_text,
     summary, synthetic_corpus, visible)
-from .text import Tokenizer, train_tokenizer
+from .text import clean, Tokenizer, train_tokenizer
 from ..devices import hide_cards
 from xtts_nb.files import (
     atomic_file, atomic_folder, check_own, fingerprint, inside, locked, PART, read_json, without_part,
@@ -663,7 +663,8 @@ def prepare(
         total = len(clips) + len(unread)
         check_dropped(unread, total, config, corpus)
         check_part(part, tokenizer is not None, len(clips), shard_clips)
-        tokenizer = tokenizer or train_tokenizer((c.text for c in clips), (c.language for c in clips),
+        tokenizer = tokenizer or train_tokenizer((clean(c.text, c.language) for c in clips),
+                                                 (c.language for c in clips),
                                                  config.model.gpt.text_tokens)
         numbers = range(part[0] - 1, -(-len(clips) // shard_clips), part[1])
         jobs = (Job(n, clips[n * shard_clips:(n + 1) * shard_clips]) for n in numbers)
@@ -892,7 +893,7 @@ def _same_tokenizer(folder: Path, manifest: dict, corpus: Path, config: XTTSConf
     sha = manifest['files'][path.name]['sha']
     if path.is_file() and file_sha(path) == sha: return Tokenizer.load(path)
     clips = read_corpus(corpus / of['metadata'], of['language'], of['layout'], parts=True)[0]
-    again = train_tokenizer((c.text for c in clips), (c.language for c in clips),
+    again = train_tokenizer((clean(c.text, c.language) for c in clips), (c.language for c in clips),
                             config.model.gpt.text_tokens)
     if fingerprint(again.to_json().encode()) == sha: return again
     raise UserError(f'the tokenizer of the cache is damaged, and was not learned from {corpus}; '

@@ -19,7 +19,7 @@ from keras import ops
 from ..config import AudioConfig, SpeechConfig, UserError
 from ..data.audio import griffin_lim, load_audio, log_mel, resample, speaker_log_mel
 from ..data.corpora import SILENT
-from ..data.text import pad_ids, TEXT_STOP
+from ..data.text import NothingToSay, pad_ids, TEXT_STOP
 from ..models.gpt import causal_mask, GPT, Int8GPT, shifted, split_heads, TransformerBlock
 from ..models.hifigan import in_precision, stretch
 from ..models.xtts import XTTS
@@ -398,14 +398,11 @@ def _ids(self: Speaker, text: str, language: str) -> list[int]:
     "Token ids; raises `UserError` naming what is wrong with the text."
     tokenizer = self.xtts.tokenizer
     said = tokenizer.speakable(text, language)
-    if said.unknown and tokenizer.refuses_letters:
-        known = set(filter(str.isalpha, text)) - set(said.unknown)
-        if not known: raise UserError(f'"{text}": the model never saw a letter of this text; give it one in '
-                                      'a language that it was trained on.')
-        raise UserError(f'"{text}": the model never saw the characters {" ".join(said.unknown)}; '
-                        'write the text without them, and numbers in words.')
+    if not text.strip(): raise NothingToSay('The text is empty; give the model something to say.')
+    if not any(map(str.isalnum, said.text)):
+        why = f'the model never saw {" ".join(said.unknown)}' if said.unknown else 'has no letter and no digit'
+        raise NothingToSay(f'"{text.strip()[:40]}": {why}; give the model words of a language that it knows.')
     ids = tokenizer.encode(said.text, language)
-    if len(ids) < 2: raise UserError('The text is empty; give the model something to say.')
     limit = self.xtts.config.model.gpt.max_text_tokens
     if len(ids) > limit:
         raise UserError(f'The text has {len(ids)} tokens, the model takes {limit}; '

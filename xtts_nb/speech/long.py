@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PARAGRAPH', 'SENTENCE', 'CLAUSE', 'SPACE', 'PAUSES', 'PARAGRAPH_PAUSE', 'PAUSE_OF', 'CLOSED', 'SHORT_FORMS',
            'MAX_CHARACTERS', 'sentences', 'TextPiece', 'split_text', 'language_runs', 'Spoken', 'text_pieces',
-           'speak_long', 'speak_whole']
+           'spoken_pieces', 'speak_long', 'speak_whole']
 
 # %% ../../nbs/speech/long.ipynb #785b83ca
 import re
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..config import UserError
-from ..data.text import ABBREVIATIONS, plain_markdown, RULES, Speakable
+from ..data.text import ABBREVIATIONS, NothingToSay, plain_markdown, RULES, Speakable
 from .generate import Speaker
 
 # %% ../../nbs/speech/long.ipynb #b7806c22
@@ -303,10 +303,10 @@ class Spoken(NamedTuple):
 
 def _notes(said: Speakable) -> tuple:
     "What becomes of the characters that cannot be said, as entries of a report."
-    kinds = ('cannot be said', said.dropped, 'left out'), ('unknown letters', said.unknown, 'said as [UNK]')
+    kinds = ('cannot be said', said.dropped), ('unknown letters', said.unknown)
     shown = lambda c: c if c.isprintable() else f'U+{ord(c):04X}'
-    return tuple({'found': f'{what}: {" ".join(map(shown, characters))}', 'done': done}
-                 for what, characters, done in kinds if characters)
+    return tuple({'found': f'{what}: {" ".join(map(shown, characters))}', 'done': 'left out'}
+                 for what, characters in kinds if characters)
 
 # %% ../../nbs/speech/long.ipynb #6e788c2f
 def text_pieces(
@@ -315,29 +315,36 @@ def text_pieces(
     language: str,   # or auto
     soon: bool = False,   # as for `split_text`
 ) -> tuple[list[TextPiece], list[int]]:   # and the number of tokens of each, 0 if it is not spoken
-    "The pieces of a text; raises `UserError` for a text that cannot be spoken."
+    "The pieces of a text, none of them spoken if it has nothing to say; raises `UserError` for bad input."
     tokenizer, most = speaker.xtts.tokenizer, speaker.xtts.config.model.gpt.max_text_tokens
     if any('\ud800' <= c <= '\udfff' for c in text):
         raise UserError('The text holds bytes that are not UTF-8; save it as UTF-8.')
     text = '\n'.join(re.split('\r\n?', text))   # ends of lines of other systems
     if language != 'auto': language = tokenizer.language(language)
-    if not text.strip(): speaker._ids('', tokenizer.languages[0] if language == 'auto' else language)
+    if not text.strip(): return [], []
     runs = language_runs(text, tokenizer.languages) if language == 'auto' else [(text, language)]
     def room(l):
         rate = speaker.rates.get(l)
         if not rate: return most
         spoken = int(1.4 * speaker.max_codes / rate.most)   # within one clip
         return min(most, max(16, min(spoken, rate.longest or most)))
-    fits = lambda l: lambda piece: len(tokenizer.encode(piece, l)) <= room(l)
+    said = lambda piece, l: tokenizer.speakable(piece, l).text
+    fits = lambda l: lambda piece: len(tokenizer.encode(said(piece, l), l)) <= room(l)
     # marks divide a text, whether they are said or not
     pieces = [p._replace(notes=() if i else _notes(tokenizer.speakable(part, l)))
               for n, (part, l) in enumerate(runs)
-              for i, p in enumerate(split_text(plain_markdown(part), l, fits(l), soon and not n))]
-    says = lambda p: any(map(str.isalnum, tokenizer.clean(p.text, p.language)))
-    tokens = [len(speaker._ids(p.text, p.language)) if says(p) else 0 for p in pieces]
-    if not any(tokens):
-        raise UserError(f'"{text.strip()[:40]}": has no letter and no digit; give the model words to say.')
-    return pieces, tokens
+              for i, p in enumerate(split_text(plain_markdown(part, l), l, fits(l), soon and not n))]
+    says = lambda p: any(map(str.isalnum, said(p.text, p.language)))
+    return pieces, [len(speaker._ids(p.text, p.language)) if says(p) else 0 for p in pieces]
+
+def spoken_pieces(speaker: Speaker, text: str, *given) -> tuple[list[TextPiece], list[int]]:
+    "As `text_pieces`; raises `NothingToSay` if nothing of the text can be said."
+    pieces, tokens = text_pieces(speaker, text, *given)
+    if any(tokens): return pieces, tokens
+    if not text.strip(): raise NothingToSay('The text is empty; give the model something to say.')
+    lost = ', '.join(dict.fromkeys(note['found'] for p in pieces for note in p.notes)) or 'code or marks alone'
+    raise NothingToSay(f'"{text.strip()[:40]}": has no letter and no digit for the model ({lost}); '
+                       'give it words of a language that it knows.')
 
 def speak_long(
     speaker: Speaker,
@@ -350,7 +357,7 @@ def speak_long(
     progress=None,          # called with (done, total) pieces
 ) -> Iterator[Spoken]:      # in order
     "A text of any length, piece by piece; raises `UserError` at once for a text that cannot be spoken."
-    pieces, tokens = text_pieces(speaker, text, language)
+    pieces, tokens = spoken_pieces(speaker, text, language)
     return _spoken(speaker, pieces, tokens, speaker.listen(reference), seed, rows, early, progress)
 
 # %% ../../nbs/speech/long.ipynb #2ce7260e

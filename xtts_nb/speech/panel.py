@@ -25,7 +25,7 @@ from ..models.gpt import causal_mask, GPT, split_heads
 from ..models.xtts import XTTS
 from .generate import Sampling, Speaker
 from .voices import Voice
-from .long import text_pieces
+from .long import spoken_pieces
 from .stream import SpeechRows
 from .voices import find_voice, list_voices
 
@@ -84,7 +84,7 @@ def _speak(
     "Speak a text piece by piece; raises `UserError` for a text that cannot be spoken."
     speaker, wavs, spoken = rows.speaker, [], []
     if not rows.free: rows.release(0)   # of a text that was interrupted
-    for piece, tokens in zip(*text_pieces(speaker, text, language)):
+    for piece, tokens in zip(*spoken_pieces(speaker, text, language)):
         if not tokens: continue
         ids = speaker._ids(piece.text, piece.language)
         wavs += [*rows.sounds(ids, voice, sampling, speed),

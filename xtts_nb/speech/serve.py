@@ -359,6 +359,7 @@ async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(
     try: pieces, tokens = await run_sync(text_pieces, speaker, wanted.input, language, soon)
     except UserError as error: raise ServiceError(400, str(error), code='invalid_input') from None
     spoken = [(piece, n) for piece, n in zip(pieces, tokens) if n]
+    if not spoken: raise ServiceError(400, 'The input has nothing to say.', 'input', 'invalid_input')
     streams = speaker.decoder and wanted.response_format != 'flac' and spoken[0][1] > SHORT_TOKENS
     return voice, [(piece, bool(streams and not i)) for i, (piece, _) in enumerate(spoken)]
 

@@ -26,7 +26,7 @@ from ..models.gpt import GPT
 from .generate import (
     advance_rows, begin_rows, empty_cache, fresh_rows, longer_ring, Sampling, Speaker, Voice)
 from .guard import inspect_codes, Rate, retry_sampling, settled, unsolved
-from .long import text_pieces
+from .long import spoken_pieces
 
 # %% ../../nbs/speech/stream.ipynb #57e00006
 def stretched_count(
@@ -287,7 +287,7 @@ def stream_text(
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
     "A text as a stream of sound; raises `UserError` at once for a text that cannot be spoken."
     soon = not speaker.decoder   # else the first piece sounds after a few codes, however long it is
-    pieces, tokens = text_pieces(speaker, text, language, soon)
+    pieces, tokens = spoken_pieces(speaker, text, language, soon)
     return _stream_pieces(speaker, [p for p, n in zip(pieces, tokens) if n], speaker.listen(reference), seed)
 
 def _stream_pieces(speaker, pieces, voice, seed) -> Iterator[np.ndarray]:
