@@ -188,7 +188,8 @@ def test_settings_are_frozen():
     with pytest.raises(pydantic.ValidationError, match='frozen'): XTTSConfig().data.batch_size = 3
 
 def test_presets_by_name():
-    assert XTTSConfig.preset('tiny') == XTTSConfig.tiny() and XTTSConfig.preset('xtts_v2') == XTTSConfig()
+    assert XTTSConfig.preset('tiny') == XTTSConfig.tiny()
+    assert XTTSConfig.preset('xtts_v2').model == ModelConfig()
     with pytest.raises(UserError, match='no preset "huge".*tiny, xtts_v2'): XTTSConfig.preset('huge')
 
 TINY = {   # what it has instead of the released model's
@@ -198,8 +199,7 @@ TINY = {   # what it has instead of the released model's
                 perceiver_head_dim=32, code_noise=0.15),
     'speaker': dict(filters=(8, 16, 16, 16), blocks=(1, 1, 1, 1), width=32), 'decoder': dict(channels=64),
     'data': dict(batch_size=16, reference_frames=128, buckets=3),
-    'training': dict(learning_rate=1e-3, warmup_steps=50, schedule='cosine', beta_2=0.98,
-                     dvae_learning_rate=2e-3),
+    'training': dict(learning_rate=1e-3, warmup_steps=50, beta_2=0.98, dvae_learning_rate=2e-3),
     'voice': dict(steps=2000, batch_size=8, window=8, learning_rate=1e-3, reference_seconds=1.,
                   periods=(2, 3, 5), windows=(512,), channels=8)}
 

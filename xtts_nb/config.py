@@ -395,7 +395,7 @@ class TrainingConfig(Section):
     steps: Positive = 1000               # updates of the GPT
     epochs: int = Field(0, ge=0)         # passes over the clips; replaces steps unless 0
     learning_rate: float = Field(5e-6, gt=0)   # of the GPT; peak, after warm-up
-    warmup_steps: int = Field(0, ge=0)   # updates, linear from 0
+    warmup_steps: int = Field(0, ge=0)   # updates, linear from 0; at most a quarter of all
     schedule: Literal['constant', 'cosine', 'noam'] = 'constant'   # after the warm-up; cosine ends at 2 %
     finetune: Literal['whole', 'lora', 'rows'] = 'whole'   # all weights, LoRA adapters, or rows of new tokens
     lora_rank: Positive = 8              # rank of a LoRA adapter
@@ -408,7 +408,7 @@ class TrainingConfig(Section):
     tf32: bool = False                   # float32 products in TF32 on a GPU: faster, 10 bits of mantissa
     accumulation: Positive = 1           # micro-batches per update, one after the other
     gradient_checkpointing: bool = False # recompute activations instead of storing them
-    ema: float = Field(0., ge=0, lt=1)   # decay of the moving average of the weights; 0: none is kept
+    ema: float = Field(0., ge=0, lt=1)   # decay of the moving average of the weights, in the end; 0: none
     mode: Literal['auto', 'eager', 'graph', 'xla'] = 'auto'   # of the step; auto: graph or XLA, by device
     log_every: Positive = 10             # updates between two log lines; each is a host sync
     checkpoint_every: Positive = 500     # updates
@@ -584,8 +584,8 @@ def _merge(base: dict, changes: dict) -> dict:
 # %% ../nbs/00_config.ipynb #b1c0a002
 @patch(cls_method=True)
 def xtts_v2(cls: XTTSConfig) -> 'XTTSConfig':
-    "The released model."
-    return cls()
+    "A model of the size of the released one, and how it is trained from nothing."
+    return cls(training=TrainingConfig(learning_rate=1e-4, warmup_steps=1000, schedule='cosine'))
 
 @patch(cls_method=True)
 def tiny(cls: XTTSConfig,

@@ -16,7 +16,7 @@ from process import check_bounds, main, tree, xtts_nb
 from xtts_nb.app import cli, cli_train
 from xtts_nb.train import runs
 from xtts_nb.data.cache import Cache
-from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.config import cores, UserError, XTTSConfig
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.app.recipes import flat, gpu_preset, optimization_level
 from xtts_nb.train.step import CompiledStep
@@ -283,7 +283,7 @@ def test_layers_of_settings():
                     'optimization_level': 'basic'})
     own = {'training.steps': 7, 'training.epochs': 0, 'training.learning_rate': 0.1, 'data.seed': 3}
     assert list(asked.items()) == [
-        ('environment', {}), ('GPU preset 3060', gpu_preset('3060', os.cpu_count())),
+        ('environment', {}), ('GPU preset 3060', gpu_preset('3060', cores())),
         ('optimization level basic', optimization_level('basic')), ('options', own)]
     assert layers({'val': 0., 'epochs': 2})['options'] == {'training.epochs': 2}
 
@@ -430,14 +430,37 @@ def base(tmp_path) -> Path:
 def test_what_is_requested_beside_a_base_is_kept(base):
     "Its architecture, voice and speech, but for what a person sets; resuming loses nothing of that."
     with_base = lambda settings, *more: cli_train._with_base(base, settings, None, TINY, *more)
-    assert with_base(TINY) == TINY.replace(
-        model={'gpt': {'layers': 3}}, speech={'temperature': .25, 'top_k': 7}, voice={'steps': 9})
+    slower = {'learning_rate': 1e-4, 'warmup_steps': 0, 'schedule': 'constant'}
+    assert with_base(TINY) == TINY.replace(model={'gpt': {'layers': 3}}, training=slower,
+                                           speech={'temperature': .25, 'top_k': 7}, voice={'steps': 9})
     wanted = TINY.replace(model={'gpt': {'dropout': .1, 'code_noise': .2}}, speech={'temperature': .5},
                           voice={'batch_size': 3}, data={'batch_size': 5})
-    assert with_base(wanted) == wanted.replace(model={'gpt': {'layers': 3}}, speech={'top_k': 7},
-                                               voice={'steps': 9})
+    assert with_base(wanted) == wanted.replace(model={'gpt': {'layers': 3}}, training=slower,
+                                               speech={'top_k': 7}, voice={'steps': 9})
     assert cli_train._with_base(base, wanted, 'lora', wanted, True) == wanted.replace(
         model={'gpt': {'layers': 3}}, training={'finetune': 'lora'})
+
+@pytest.mark.parametrize('options, expected', [
+    ([], (5e-6, 0, 'constant')), (['--finetune', 'lora'], (1e-4, 50, 'cosine')),
+    (['--finetune', 'rows'], (1e-3, 50, 'cosine')),
+    (['--finetune', 'lora', '--lr', '5e-6'], (5e-6, 50, 'cosine')),
+    (['--config', 'c.yaml'], (5e-6, 0, 'constant')), (['--config', 'two.yaml'], (3e-5, 7, 'constant')),
+    (None, (1e-4, 1000, 'cosine'))])
+def test_the_rate_is_that_of_what_is_trained(ran, behind, base, monkeypatch, options, expected):
+    "Unless somebody chose another; a file that holds every key, as `config create` writes it, chooses none."
+    monkeypatch.chdir(base.parent)
+    made = SimpleNamespace(config=XTTSConfig(), folder='cache')   # with the DVAE of a converted XTTS-v2
+    behind('data.cache.Cache', made)
+    (base / 'config.yaml').write_text(XTTSConfig().to_yaml())
+    Path('c.yaml').write_text(XTTSConfig.xtts_v2().to_yaml())
+    Path('two.yaml').write_text('training: {learning_rate: 3e-5, warmup_steps: 7}')
+    model = [] if options is None else ['--model', str(base), *options]
+    shown = ran('config show --json --data cache', *model).json['settings']
+    found = {row['key']: row for row in shown}
+    keys = [f'training.{key}' for key in ('learning_rate', 'warmup_steps', 'schedule')]
+    assert tuple(found[key]['value'] for key in keys) == expected
+    if options is None: assert found[keys[0]]['from'] == 'new model'
+    if options == ['--finetune', 'lora']: assert found[keys[0]]['from'] == 'finetune lora'
 
 @pytest.mark.parametrize('change', [{'gpt': {'layers': 5}}, {'audio': {'f_max': 7000.}}],
                          ids=['layers', 'f_max'])
@@ -574,11 +597,9 @@ def test_config_create_and_train_with_it(home, prepared, mini, capfd):
     before = tree(home)
     assert main('config', 'create', 'c.yaml') == 2 and 'already exists' in capfd.readouterr().err
     assert tree(home) == before
-    assert main('config', 'create') == 0 and XTTSConfig.load(home / 'config.yaml') == XTTSConfig()
+    assert main('config', 'create') == 0 and XTTSConfig.load(home / 'config.yaml') == XTTSConfig.xtts_v2()
     assert capfd.readouterr().out == 'config.yaml: xtts-nb train --config config.yaml --data CACHE\n'
-    text = (home / 'config.yaml').read_text()
-    assert '# batches ready ahead of the step' in text
-    assert yaml.safe_load(text)['training']['learning_rate'] == 5e-6
+    assert '# batches ready ahead of the step' in (home / 'config.yaml').read_text()
 
 def test_config_create_needs_no_tensorflow(home):
     done = xtts_nb('config', 'create', cwd=home)

@@ -62,7 +62,7 @@ def test_the_gradients_are_those_of_the_weights(plain, rows, kind):
     wanted = []
     for part in update.parts:
         g = of[part.weight.path.removeprefix(f'{update.gpt.name}/')].numpy()
-        if kind == 'lora':
+        if hasattr(part, 'down'):
             wanted += [part.scale * g @ part.up.numpy().T, part.scale * part.down.numpy().T @ g]
         else: wanted.append(np.take(g, [i for a, b in RUNS for i in range(a, b)], part.axis))
     for change in ({}, {'accumulation': 2, 'gradient_checkpointing': True}):
@@ -126,8 +126,9 @@ def test_half_precision_does_not_swallow_small_changes(plain):
     assert seen.dtype == np.float32 and np.allclose(seen - part.base.numpy(), wanted, atol=1e-8)
 
 def test_only_what_moves_is_kept(plain, rows):
-    for kind, names in (('lora', 4), ('rows', 3)):
+    for kind, names, decayed in (('lora', 7, 5), ('rows', 3, 1)):
         update = made(plain, kind, training={'ema': 0.9})
+        assert sum(map(update.optimizer._use_weight_decay, update.weights)) == decayed   # the matrices
         numbers = sum(int(np.prod(v.shape)) for v in update.state.values())
         own = update.state.keys() - update.variables.keys()
         assert len(own) == names and all(k.startswith(f'{kind}/') for k in own)
@@ -146,7 +147,8 @@ def test_rows_of_several_languages():
     for grown, languages in ((old.size, ['en']), (old.size, ['xx']), (0, ['fa']), (second, ['fa'])):
         with pytest.raises(UserError, match='was not grown by .* xtts-nb add-language OUT --model'):
             new_rows(config(grown), both, languages)
-    assert new_rows(config(0).replace(training={'finetune': 'lora'}), both, ['en']) == []
+    of = lambda kind, grown: new_rows(config(grown).replace(training={'finetune': kind}), both, ['en', 'sv'])
+    assert of('lora', 0) == of('whole', old.size) == [] and of('lora', old.size) == [(second, both.size)]
 
 def test_adjacent_runs_and_the_very_end(plain):
     gpt = GPT(plain, 5)

@@ -8,13 +8,15 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import TrainingConfig
-from xtts_nb.train.step import LossScale, Noam, averaged, learning_rate, make_optimizer
+from xtts_nb.train.step import LossScale, Noam, averaged, extended_rate, learning_rate, make_optimizer
 
 
 @pytest.mark.parametrize('schedule', ['constant', 'cosine', 'noam'])
-@pytest.mark.parametrize('steps, warmup', [(20, 0), (20, 1), (20, 5), (5, 5), (1, 0)])
+@pytest.mark.parametrize('steps, warmup', [(20, 0), (20, 1), (20, 5), (20, 50), (5, 5), (1, 3)])
 def test_the_schedule_is_what_it_is_called(schedule, steps, warmup):
+    "Also where it is shorter than the warm-up that was asked for: a quarter of it is one."
     training = TrainingConfig(steps=steps, warmup_steps=warmup, schedule=schedule, learning_rate=3e-4)
+    warmup = min(warmup, steps // 4)
     rates = [float(learning_rate(training)(s)) / 3e-4 for s in range(steps + 1)]
     assert rates[warmup] == pytest.approx(1, rel=1e-5) and rates[0] == pytest.approx(0 if warmup else 1)
     assert np.allclose(np.diff(rates[:warmup + 1], 2), 0, atol=1e-5)   # a straight line
@@ -25,6 +27,19 @@ def test_the_schedule_is_what_it_is_called(schedule, steps, warmup):
               'noam': [math.sqrt(max(1, warmup) / max(1, s)) for s in range(warmup, steps + 1)]}[schedule]
     assert rates[warmup:] == pytest.approx(wanted, rel=1e-4)
     if schedule == 'cosine' and steps > warmup: assert rates[-1] == pytest.approx(0.02, rel=1e-4)
+
+@pytest.mark.parametrize('schedule', ['constant', 'cosine', 'noam'])
+def test_a_run_that_is_extended_goes_on_from_its_rate(schedule):
+    "Extended twice, once at its end and once before it; resumed with the same length, the same to the bit."
+    of = lambda steps: TrainingConfig(steps=steps, warmup_steps=10, schedule=schedule, learning_rate=1.)
+    known, rates = {'steps': 100}, [float(learning_rate(of(100))(n)) for n in range(100)]
+    for first, steps in ((100, 200), (150, 400)):
+        rate, known = extended_rate(of(steps), known, first)
+        rates[first:] = [float(rate(n)) for n in range(first, steps)]
+        again, same = extended_rate(of(steps), known, first + 20)
+        assert same == known and float(again(first + 30)) == rates[first + 30]
+    assert max(np.abs(np.diff(rates))) < 0.101   # a step of the warm-up
+    assert rates[399] == pytest.approx(float(learning_rate(of(400))(399)), rel=1e-5)
 
 def test_weight_decay_is_for_matrices_only(xtts):
     "With gradients of zero, what moves is what decays, and by exactly rate x decay."
@@ -63,13 +78,12 @@ def test_a_number_takes_the_place_of_the_schedule():
 @pytest.mark.parametrize('schedule', ['cosine', 'noam'])
 def test_an_update_is_that_of_keras_and_computes_the_rate_once(schedule):
     "To the bit; Keras computes the rate for each weight that decays, the powers of beta for each variable."
-    training = TrainingConfig(schedule=schedule, steps=9, warmup_steps=2, ema=0.9)
-    draw = np.random.default_rng(0)
-    rate, ema = learning_rate(training), {'use_ema': True, 'ema_momentum': training.ema}
+    training = TrainingConfig(schedule=schedule, steps=9, warmup_steps=2)
+    draw, rate = np.random.default_rng(0), learning_rate(training)
     values = [draw.normal(size=(2, 3)).astype('float32') for _ in range(3)]
     ours, theirs = ([variable(*v) for v in values] for _ in range(2))
     optimizers = (make_optimizer(ours, training),
-                  keras.optimizers.AdamW(rate, training.weight_decay, beta_2=training.beta_2, **ema))
+                  keras.optimizers.AdamW(rate, training.weight_decay, beta_2=training.beta_2))
     optimizers[1].build(theirs)
     gradients = [tf.constant(v) for v in draw.normal(size=(3, 2, 3)).astype('float32')]
     steps = [tf.function(partial(o.apply, gradients, some)) for o, some in zip(optimizers, (ours, theirs))]
@@ -86,9 +100,10 @@ def test_the_mean_follows_the_weights_and_training_never_sees_it(share):
     x, y = variable(3., -1.), variable(3., -1.)
     with_mean, without = make_optimizer([x], training), make_optimizer([y], TrainingConfig(learning_rate=0.1))
     mean = None
-    for _ in range(5):
+    for n in range(12):
         for optimizer, v in ((with_mean, x), (without, y)): optimizer.apply([2 * v.value], [v])
-        mean = x.numpy().copy() if mean is None else share * mean + (1 - share) * x.numpy()
+        decay = min(share, n / (n + 9))   # at first it is the mean of all updates
+        mean = x.numpy().copy() if mean is None else decay * mean + (1 - decay) * x.numpy()
         assert np.array_equal(x.numpy(), y.numpy())
     with averaged(with_mean, [x]): assert np.allclose(x.numpy(), mean, rtol=1e-5)
     assert np.array_equal(x.numpy(), y.numpy())

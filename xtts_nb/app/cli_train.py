@@ -136,9 +136,7 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
     "Train, as the command `name`: the result, and its text."
     from xtts_nb.train.step import mode_line
     to_stderr(mode_line(trainer.training))
-    complete = trainer.step >= trainer.training.steps
-    how = 'is complete; it goes on with a larger --steps' if complete else f'goes on at update {trainer.step}'
-    if trainer.step: to_stderr(f'{trainer.run} {how}.')
+    if trainer.step: to_stderr(f'{trainer.run} {_resumes(trainer)}.')
     tell(name, trainer.step, trainer.training.steps, 'compiling')
     try: result = trainer.fit(progress=lambda done, total, line: tell(name, done, total, _note(line)))
     except SystemExit:
@@ -154,6 +152,12 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
     if old and None not in old.values():
         text += f'\nOlder clips, held out: loss {old["before"]:.3f} before, {old["after"]:.3f} now.'
     return result | {'run': str(trainer.run)} | more, text + _ends(ends)
+
+def _resumes(trainer) -> str:
+    "How a run that exists continues."
+    done, asked, unit = trainer.step, trainer.training.steps, 'epochs' if trainer.training.epochs else 'steps'
+    if done < asked: return f'continues at update {done}'
+    return f'is complete: {done} of {asked} updates are done; to train it further, give a larger --{unit}'
 
 def _forgotten(trainer) -> dict[str, float]:
     "The loss of older clips before the training and now, None for no number; empty if it is not known."
@@ -182,7 +186,7 @@ def _gpus(options: dict) -> dict:
 
 def _layers(options: dict) -> dict[str, dict]:
     "The settings that options ask for, by layer, the general first; raises `UserError` if two contradict."
-    from xtts_nb.config import UserError
+    from xtts_nb.config import cores, UserError
     from xtts_nb.app.recipes import (
         FLAGS, from_environment, gpu_preset, optimization_level, parse_assignments)
     flags = {name: value for name, value in options.items() if value is not None}
@@ -192,7 +196,7 @@ def _layers(options: dict) -> dict[str, dict]:
         raise UserError('train: --val and --val-data both hold clips out; give one of them.')
     card, level = flags.get('gpu_preset'), flags.get('optimization_level')
     layers = {'environment': from_environment()}
-    if card: layers[f'GPU preset {card}'] = gpu_preset(card, os.cpu_count())
+    if card: layers[f'GPU preset {card}'] = gpu_preset(card, cores())
     if level: layers[f'optimization level {level}'] = optimization_level(level)
     length = {'training.steps': flags['steps'], 'training.epochs': 0} if 'steps' in flags else {}
     options = {key: flags[name] for name, key in FLAGS.items() if name in flags}
@@ -221,7 +225,24 @@ def _resolved(asked, layers: dict):
         begun, origin = XTTSConfig.preset(name), f'preset {name}'
     elif facts: begun, origin = XTTSConfig.load(run / 'config.yaml'), str(run)
     else: begun, origin = cache.config, str(cache.folder)
-    return resolve(begun, origin, asked.config, layers, to_stderr), facts, cache
+    resolved = resolve(begun, origin, asked.config, layers, to_stderr)
+    base = asked.base or facts.get('base')
+    return _with_rates(resolved, base, origin, asked.config, bool(facts)), facts, cache
+
+def _with_rates(resolved, base, origin: str, file, resumed: bool):   # origin: of what the settings begin with
+    "The settings with the model to start from and the rates for what is trained of it, which are printed."
+    from xtts_nb.app.recipes import RATE_KEYS, usual_rates
+    chosen = {key for key, name in resolved.came_from.items() if name != origin}
+    of_file = {f'training.{key}' for key in RATE_KEYS if resolved.came_from[f'training.{key}'] == str(file)}
+    if len(of_file) == len(RATE_KEYS) and usual_rates(resolved.config.training):
+        chosen -= of_file   # of a file that holds every key
+    settings = _with_base(base, resolved.config, None, resolved.begun, resumed, chosen)
+    what = f'finetune {settings.training.finetune}' if base else 'new model'
+    names = {'training': what} | dict.fromkeys(('model', 'speech', 'voice'), str(base))
+    found = resolved.then(settings, names)
+    new = [f'{row["key"]} {row["value"]}' for row in found.rows() if row['from'] == what]
+    if new: to_stderr(f'{what}: {", ".join(new)}')
+    return found
 
 def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
     "A trainer on a cache, or that of an existing run; under `TF_CONFIG` one of several workers."
@@ -230,8 +251,7 @@ def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
     from xtts_nb.train.runs import check_made_for, held_out_share, open_cache
     resolved, facts, cache = _resolved(asked, layers)
     data, base, initial = asked.data, asked.base or facts.get('base'), resolved.begun
-    on_device = bool(_gpus(vars(asked)) or asked.buffer_size)
-    settings = _with_base(base, resolved.config, asked.finetune, initial, bool(facts))
+    on_device, settings = bool(_gpus(vars(asked)) or asked.buffer_size), resolved.config
     if on_device and not cache: settings = _without_codes(settings)
     cache = open_cache(cache.folder if cache else _corpus_cache(data, settings, base), settings)
     if not _is_corpus(data): _check_prepared(cache, initial, settings, layers['options'])
@@ -288,10 +308,11 @@ def _settings(cache, preset, config, base, finetune):
     _check_prepared(cache, initial, settings)
     return _with_base(base, settings, finetune, initial)
 
-def _with_base(base, settings, finetune, initial, resumed: bool = False):
+def _with_base(base, settings, finetune, initial, resumed: bool = False, chosen=None):
     "The settings with the model of `base`, and what is trained of it; each request is kept or refused."
     from xtts_nb.config import UserError, XTTSConfig
-    from xtts_nb.app.recipes import config_diff, flat, nested
+    from xtts_nb.app.recipes import config_diff, flat, nested, rates, SMALL, usual_rates
+    from xtts_nb.train.finetune import compute_capability
     from xtts_nb.train.runs import base_config
     requested = config_diff(initial, settings)
     out = base_config(base, settings.replace(training={'finetune': finetune}) if finetune else settings)
@@ -301,8 +322,16 @@ def _with_base(base, settings, finetune, initial, resumed: bool = False):
         if (base or resumed) and key.startswith('model.') and key not in free and made[key] != value:
             raise UserError(f'{key} = {value}: the model that is trained has {made[key]}, and its '
                             'architecture cannot change; leave it out.')
-    if not base or resumed: return out
-    found = XTTSConfig.load(Path(base) / 'config.yaml')   # its voice and speech, but for what was requested
+    if resumed: return out
+    found = XTTSConfig.load(Path(base) / 'config.yaml') if base else initial
+    if usual_rates(initial.training, found.training):
+        usual = rates(out.model.gpt.width, out.training.finetune if base else None)
+        if not base and out.model.gpt.width >= SMALL and compute_capability() >= 8:
+            usual['precision'] = 'bfloat16'
+        chosen = requested if chosen is None else chosen
+        out = out.replace(training={k: v for k, v in usual.items() if f'training.{k}' not in chosen})
+    if not base: return out
+    # its voice and speech, but for what was requested
     mine = {key: value for key, (_, value) in requested.items() if key.startswith(('speech.', 'voice.'))}
     return out.model_copy(update={'speech': found.speech, 'voice': found.voice}).replace(**nested(mine))
 
@@ -576,12 +605,12 @@ def _config_create(
     gpu_preset: GPUPreset = None,
 ):
     "Write all settings with their defaults to a commented YAML file, for xtts-nb train --config."
-    from xtts_nb.config import UserError, XTTSConfig
+    from xtts_nb.config import cores, UserError, XTTSConfig
     from xtts_nb.files import atomic_file
     from xtts_nb.app.recipes import commented_yaml, config_diff, gpu_preset as sizes, recipe
     config = base = XTTSConfig.preset(preset)
     if gpu_preset:
-        config = recipe(base, {gpu_preset: sizes(gpu_preset, os.cpu_count())}, lambda line: None)
+        config = recipe(base, {gpu_preset: sizes(gpu_preset, cores())}, lambda line: None)
     if out.exists(): raise UserError(f'{out}: already exists; choose another name or remove it.')
     with atomic_file(out) as part: part.write_text(commented_yaml(config), encoding='utf-8')
     changed = {key: new for key, (_, new) in config_diff(base, config).items()}

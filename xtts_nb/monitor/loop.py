@@ -91,7 +91,7 @@ def metrics(self: StepTimer, interval: Interval, arrived: float) -> dict:
         return dict.fromkeys(('clips_per_s', 'au', *(f'{p}_ms' for p in PHASES)))
     self.rates.append(interval.counted * self.clips_per_step / wall)
     each = {f'{p}_ms': round(1e3 * interval.spent[p] / interval.counted, 3) for p in PHASES}
-    au = min(1., sum(interval.alone) / wall)
+    au = sum(interval.alone) / wall   # above 1 where a step alone was measured too long
     return {'clips_per_s': round(self.rates[-1], 2), 'au': round(au, 3), **each}
 
 @patch
@@ -720,7 +720,7 @@ def _phases(intervals, spans, results, first_batch, first_step, traces, ended, b
     spent = {p: 1e3 * sum(i.spent[p] for i in timed) / max(1, count) for p in PHASES}
     between = [b[0] - a[0] for a, b in zip(spans, spans[1:])]
     return Phases(first_batch, first_step, count, seconds, count * intervals.timer.clips_per_step / seconds,
-                  min(1., alone / seconds) if alone else None, variation(between),
+                  alone / seconds if alone else None, variation(between),
                   traces, ended, spent, spans)
 
 # %% ../../nbs/monitor/loop.ipynb #4cedbcd5

@@ -223,21 +223,19 @@ def sample_code(
     penalised = tf.where(score_BV > 0, score_BV / penalty, score_BV * penalty)
     score_BV = tf.where(spoken_BV, penalised, score_BV)
     best = tf.argmax(score_BV, -1, tf.int32)
-
-    def drawn():
-        scaled = score_BV / tf.where(each.temperature > 0, each.temperature, 1.)
-        ranked = tf.sort(scaled, direction='DESCENDING')
-        among = tf.range(ranked.shape[1]) < tf.maximum(each.top_k, 1)
-        share = tf.nn.softmax(tf.where(among, ranked, -np.inf))
-        likely = among & (tf.cumsum(share, -1, exclusive=True) < each.top_p)
-        least = tf.reduce_min(tf.where(likely, ranked, np.inf), -1, keepdims=True)
-        least = tf.minimum(least, ranked[:, :1])   # the best one always stays
-        chance = tf.nn.softmax(tf.where(scaled >= least, scaled, -np.inf))
-        until = tf.where(chance > 0, tf.cumsum(chance, -1), 0.)
-        above = until > uniform_B[:, None] * tf.reduce_max(until, -1, keepdims=True)
-        code = tf.argmax(tf.cast(above, tf.float32), -1, tf.int32)   # the first
-        return tf.where(sampling.temperature > 0, code, best)
-    return tf.cond(tf.reduce_any(sampling.temperature > 0), drawn, lambda: best)
+    # no condition around the rest: the host of a GPU would read it for each code
+    scaled = score_BV / tf.where(each.temperature > 0, each.temperature, 1.)
+    ranked = tf.sort(scaled, direction='DESCENDING')
+    among = tf.range(ranked.shape[1]) < tf.maximum(each.top_k, 1)
+    share = tf.nn.softmax(tf.where(among, ranked, -np.inf))
+    likely = among & (tf.cumsum(share, -1, exclusive=True) < each.top_p)
+    least = tf.reduce_min(tf.where(likely, ranked, np.inf), -1, keepdims=True)
+    least = tf.minimum(least, ranked[:, :1])   # the best one always stays
+    chance = tf.nn.softmax(tf.where(scaled >= least, scaled, -np.inf))
+    until = tf.where(chance > 0, tf.cumsum(chance, -1), 0.)
+    above = until > uniform_B[:, None] * tf.reduce_max(until, -1, keepdims=True)
+    code = tf.argmax(tf.cast(above, tf.float32), -1, tf.int32)   # the first
+    return tf.where(sampling.temperature > 0, code, best)
 
 def next_code(
     gpt: GPT,

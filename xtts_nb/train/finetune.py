@@ -33,7 +33,7 @@ from tokenizers import Tokenizer as BPE
 from ..bench import put_back, to_device
 from ..config import ModelConfig, setup_tf, TrainingConfig, UserError, XTTSConfig
 from ..data.text import LANGUAGE_CODE, learn_merges, Tokenizer
-from ..devices import DevicePlan
+from ..devices import DevicePlan, products_in_tf32
 from ..files import atomic_file, atomic_folder, write_json
 from ..models.dvae import DVAE, parameter_count
 from ..models.gpt import GPT
@@ -182,14 +182,14 @@ def new_rows(
     tokenizer: Tokenizer,
     languages: list[str],    # to be learned
 ) -> list[tuple[int, int]]:  # (first, last + 1) of each
-    "The ids that were added with `languages`, none unless `training.finetune` is rows; raises `UserError`."
-    if config.training.finetune != 'rows': return []
+    "The ids that were added with `languages` and that adapters must train; `UserError` if rows has none."
+    if config.training.finetune == 'whole': return []
     grown_from = config.model.gpt.grown_from
     ids = {language: tokenizer.bpe.token_to_id(f'[{language}]') for language in tokenizer.languages}
     tags = sorted(i for i in ids.values() if 0 < grown_from <= i)
     wanted = {ids.get(language) for language in languages}
     runs = [run for run in zip(tags, [*tags[1:], tokenizer.size]) if run[0] in wanted]
-    if runs: return runs
+    if runs or config.training.finetune == 'lora': return runs
     raise UserError(f'training.finetune rows: the model was not grown by {", ".join(languages)} and has no '
                     'rows of its own; grow it first, by xtts-nb add-language OUT --model MODEL '
                     '--language CODE --texts FILE, or choose lora.')
@@ -247,12 +247,12 @@ class AdapterUpdate(Update):
 def make_update(
     gpt: GPT,
     training: TrainingConfig,
-    runs: list[tuple[int, int]] = (),     # from `new_rows`, where rows are to be learned
+    runs: list[tuple[int, int]] = (),     # from `new_rows`
 ) -> Update:
     "The update that `training.finetune` selects."
     if training.finetune == 'whole': return Update(gpt, training)
-    parts = low_rank_parts(gpt, training) if training.finetune == 'lora' else row_parts(gpt, runs)
-    return AdapterUpdate(gpt, training, parts)
+    parts = low_rank_parts(gpt, training) if training.finetune == 'lora' else []
+    return AdapterUpdate(gpt, training, parts + (row_parts(gpt, runs) if runs else []))
 
 # %% ../../nbs/train/finetune.ipynb #69b85109
 @lru_cache
@@ -269,9 +269,9 @@ def trainable_count(
 ) -> int:
     "How many numbers `training.finetune` trains."
     gpt, training = config.model.gpt, config.training
-    if training.finetune == 'rows': return rows * (2 * gpt.width + 1)
-    if training.finetune == 'lora': return gpt.layers * training.lora_rank * 6 * gpt.width
-    return parameter_counts(config.model)['GPT']
+    if training.finetune == 'whole': return parameter_counts(config.model)['GPT']
+    adapters = gpt.layers * training.lora_rank * 6 * gpt.width * (training.finetune == 'lora')
+    return adapters + rows * (2 * gpt.width + 1)
 
 # %% ../../nbs/train/finetune.ipynb #3ce55e41
 def compute_capability() -> float:
@@ -427,9 +427,10 @@ def trial():
         gpt = GPT(config, 0, dtype=POLICIES[training.precision])
         step = compile_step(make_update(gpt, training, request['runs']), training)
         batch = random_batch(config, *request['shape'])
-        for number in range(2):
-            begun = time.perf_counter()
-            step(batch, tf.constant(number))['loss'].numpy()
+        with products_in_tf32(training.tf32):
+            for number in range(2):
+                begun = time.perf_counter()
+                step(batch, tf.constant(number))['loss'].numpy()
     except Exception as e:
         if not lacked_memory(e): raise
         sys.exit(OUT_OF_MEMORY)
@@ -594,10 +595,11 @@ def find_learning_rate(
                         '10 updates or more.')
     rising, losses = ExponentialRate(low, high, steps), []
     trainer.optimizer.learning_rate = rising
-    for number, batch in enumerate(trainer.batches(0, steps)):
-        losses.append(float(trainer.train_step(to_device(batch), tf.constant(number))['loss']))
-        if progress: progress(number + 1, steps)
-        if not np.isfinite(losses[-1]) or smoothed(losses)[-1] > 2 * smoothed(losses).min(): break
+    with products_in_tf32(trainer.training.tf32):
+        for number, batch in enumerate(trainer.batches(0, steps)):
+            losses.append(float(trainer.train_step(to_device(batch), tf.constant(number))['loss']))
+            if progress: progress(number + 1, steps)
+            if not np.isfinite(losses[-1]) or smoothed(losses)[-1] > 2 * smoothed(losses).min(): break
     losses = [l for l in losses if np.isfinite(l)]
     if not losses:
         raise UserError(f'The loss was not finite at a rate of {low:g}; check the clips or begin lower.')

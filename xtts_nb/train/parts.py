@@ -57,9 +57,8 @@ class PartUpdate:
         "Mean losses from the sums of `evaluate`."
         return {name: total / sums['count'] for name, total in sums.items() if name != 'count'}
 
-    def finish(self, losses: dict, gradients: list, also=lambda good: None) -> dict:
+    def finish(self, losses: dict, gradients: list, norm, also=lambda good: None) -> dict:
         "Apply the gradients of each optimizer if all are finite, and call `also` with whether they are."
-        norm = tf.linalg.global_norm([g for each in gradients for g in each])
         good = tf.math.is_finite(losses['loss']) & tf.math.is_finite(norm)
 
         def apply():
@@ -122,11 +121,11 @@ class DVAEUpdate(PartUpdate):
             found = dvae_losses(self.model, batch['mel'])
             loss = found['mel_loss'] + 0.25 * found['commitment']
         gradients = tape.gradient(loss, self.weights)
-        gradients, _ = tf.clip_by_global_norm(gradients, self.training.gradient_clip_norm)
+        gradients, norm = tf.clip_by_global_norm(gradients, self.training.gradient_clip_norm)
         seed = tf.stack([tf.constant(self.training.seed), number])
         move = lambda good: update_codebook(self.model.codebook, found['z'], found['codes'], seed, good=good)
         losses = {'loss': loss, 'mel_loss': found['mel_loss'], 'commitment': found['commitment']}
-        return self.finish(losses, [gradients], move)
+        return self.finish(losses, [gradients], norm, move)
 
     def evaluate(self, batch):
         "Summed losses of held-out crops."
@@ -449,7 +448,8 @@ class VoiceUpdate(PartUpdate):
         *gradients, to_vector = tape.gradient(found['loss'], [*self.decoder.trainable_variables, vector])
         if self.vector_weights: gradients += tape.gradient(vector, self.vector_weights, to_vector)
         critic_gradients = tape.gradient(critic, self.learned[1])
-        return self.finish(found | {'critic_loss': critic}, [gradients, critic_gradients])
+        norm = tf.linalg.global_norm([*gradients, *critic_gradients])
+        return self.finish(found | {'critic_loss': critic}, [gradients, critic_gradients], norm)
 
 # %% ../../nbs/train/parts.ipynb #c3e5a7b9
 @patch

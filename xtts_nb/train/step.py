@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Schedule', 'DECAYED', 'WRITES_NOTHING', 'IN_PLACE', 'MODES', 'random_batch', 'Update', 'global_norm', 'Noam',
-           'learning_rate', 'Assignable', 'AdamW', 'make_optimizer', 'bfloat16_units', 'choose_xla', 'lacked_memory',
-           'two_programs', 'writes_in_place', 'in_two', 'CompiledStep', 'compile_step', 'mode_line', 'step_modes',
-           'check_modes_agree', 'first_steps', 'step_before_after', 'LossScale', 'averaged']
+           'learning_rate', 'Extended', 'extended_rate', 'Assignable', 'AdamW', 'make_optimizer', 'bfloat16_units',
+           'choose_xla', 'lacked_memory', 'two_programs', 'writes_in_place', 'in_two', 'CompiledStep', 'compile_step',
+           'mode_line', 'step_modes', 'check_modes_agree', 'first_steps', 'step_before_after', 'LossScale', 'averaged']
 
 # %% ../../nbs/30_trainer_xla.ipynb #ddc9afc7
 import re
@@ -143,7 +143,9 @@ def check_finite(self: Update, loss, norm):
     return good, bad
 
 # %% ../../nbs/30_trainer_xla.ipynb #8affb090
-class Noam(keras.optimizers.schedules.LearningRateSchedule):
+Schedule = keras.optimizers.schedules.LearningRateSchedule
+
+class Noam(Schedule):
     "A linear rise to `peak` at update `warmup`, then a fall with the inverse square root of the update."
     def __init__(self, peak: float, warmup: int): self.peak, self.warmup = peak, warmup
 
@@ -153,19 +155,39 @@ class Noam(keras.optimizers.schedules.LearningRateSchedule):
         return self.peak * tf.minimum(rise, tf.sqrt(warmup / tf.maximum(done, 1.)))
 
 def learning_rate(training: TrainingConfig):
-    "The schedule of a run, a function of the number of updates."
-    t = training
-    if t.schedule == 'noam': return Noam(t.learning_rate, t.warmup_steps)
+    "The schedule of a run, a function of the number of updates; at most a quarter of them warm up."
+    t, warmup = training, min(training.warmup_steps, training.steps // 4)
+    if t.schedule == 'noam': return Noam(t.learning_rate, warmup)
     if t.schedule == 'cosine':
         return keras.optimizers.schedules.CosineDecay(
-            0., max(1, t.steps - t.warmup_steps), alpha=0.02, warmup_target=t.learning_rate,
-            warmup_steps=t.warmup_steps)
-    first = 0. if t.warmup_steps else t.learning_rate
-    return keras.optimizers.schedules.PolynomialDecay(first, max(1, t.warmup_steps), t.learning_rate)
+            0., max(1, t.steps - warmup), alpha=0.02, warmup_target=t.learning_rate, warmup_steps=warmup)
+    return keras.optimizers.schedules.PolynomialDecay(0. if warmup else t.learning_rate, max(1, warmup),
+                                                      t.learning_rate)
+
+class Extended(Schedule):
+    "`schedule`, reached in a straight line of `rise` updates from the rate `low` at update `first`."
+    def __init__(self, schedule, first: int, low: float, rise: int):
+        self.schedule, self.first, self.low, self.rise = schedule, first, low, rise
+
+    def __call__(self, step):
+        share = tf.minimum((tf.cast(step, 'float32') - self.first) / self.rise, 1.)
+        return self.low + (tf.cast(self.schedule(step), 'float32') - self.low) * share
+
+def extended_rate(
+    training: TrainingConfig,
+    known: dict,              # steps; first and low too if the run was extended: of the run until now
+    done: int,                # updates
+) -> tuple[Schedule, dict]:   # and what to know at the next resume
+    "The schedule of a resumed run; a new length is reached from the rate as it is, in a tenth of the rest."
+    if known['steps'] != training.steps:
+        before, _ = extended_rate(training.model_copy(update={'steps': known['steps']}), known, done)
+        known = {'steps': training.steps, 'first': done, 'low': float(before(done))}
+    schedule = learning_rate(training)
+    if 'first' not in known: return schedule, known
+    rise = max(1, (known['steps'] - known['first']) // 10)
+    return Extended(schedule, known['first'], known['low'], rise), known
 
 # %% ../../nbs/30_trainer_xla.ipynb #b9e05f16
-Schedule = keras.optimizers.schedules.LearningRateSchedule
-
 class Assignable(Schedule):
     "A schedule until a number is assigned in its place."
     def __init__(self, schedule: Schedule):
@@ -210,7 +232,16 @@ def update_step(self: AdamW, gradient, variable, learning_rate):
     self.assign_add(second, (tf.square(gradient) - second) * (1 - self.beta_2))
     self.assign_sub(variable, first * self.alpha / (tf.sqrt(second) + self.epsilon))
 
-DECAYED = ('kernel', 'latents', 'gain')
+@patch
+def _update_model_variables_moving_average(self: AdamW, trainable_variables):
+    "The mean is of all updates at first: its decay is n / (n + 9) until that exceeds `ema_momentum`."
+    if not self.use_ema: return
+    done = tf.cast(self.iterations, 'float32')
+    decay = tf.minimum(tf.cast(self.ema_momentum, 'float32'), done / (done + 9))
+    for variable, mean in zip(trainable_variables, self._model_variables_moving_average):
+        mean.assign(decay * mean + (1 - decay) * variable)
+
+DECAYED = 'kernel', 'latents', 'gain', '_down', '_up', '_kernel_rows'   # how the names of matrices end
 
 def make_optimizer(
     variables: list,             # trainable
@@ -221,7 +252,7 @@ def make_optimizer(
     ema = {'use_ema': True, 'ema_momentum': training.ema} if training.ema else {}
     rate = Assignable(learning_rate(training))
     optimizer = AdamW(rate, training.weight_decay, beta_2=training.beta_2, name=name, **ema)
-    optimizer.exclude_from_weight_decay([v for v in variables if v.path.rsplit('/', 1)[-1] not in DECAYED])
+    optimizer.exclude_from_weight_decay([v for v in variables if not v.path.endswith(DECAYED)])
     optimizer.build(variables)
     return optimizer
 

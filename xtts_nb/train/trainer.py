@@ -31,7 +31,7 @@ from ..files import (
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
 from .launch import catch_sigterm, late_interrupt
-from .step import compile_step, lacked_memory, Update, WRITES_NOTHING
+from .step import compile_step, extended_rate, lacked_memory, Update, WRITES_NOTHING
 
 # %% ../../nbs/train/trainer.ipynb #66999487
 def save_checkpoint(
@@ -70,11 +70,22 @@ def load_checkpoint(
     path: str | Path,
     variables: dict,       # {name: variable} to fill
 ) -> dict:                 # the facts, `step` among them
-    "Restore a state; raises `UserError` naming the tensor that is missing or has another shape."
+    "Restore a state; raises `UserError` naming what is missing or has another shape, or the changed setting."
+    with open_weights(path) as file: known = {*file.keys()}
+    if key := _changed_setting(variables.keys() - known, known):
+        raise UserError(f'{path}: was saved with another {key}; give the value that the run began with, or '
+                        'begin a new run from its model, with --model RUN.')
     found = load_weights(path, variables)
     if 'facts' not in found:
         raise UserError(f'{path}: holds weights but no step to go on from; give a checkpoint of a run.')
     return json.loads(found['facts'])
+
+def _changed_setting(missing: set, known: set) -> str | None:   # names of variables
+    "The setting whose change explains what a checkpoint lacks; None if none does."
+    kinds = lambda names: {name.split('/')[0] for name in names} & {'gpt', 'lora', 'rows'}
+    if kinds(missing) - kinds(known): return 'training.finetune'
+    if 'loss_scale' in missing: return 'training.precision'
+    if any(name.endswith('_average') for name in missing): return 'training.ema'
 
 # %% ../../nbs/train/trainer.ipynb #b703f6b7
 def snapshot(variables: dict) -> dict[str, np.ndarray]:
@@ -200,7 +211,7 @@ def check_callbacks(callbacks: list):
 
 # %% ../../nbs/train/trainer.ipynb #89935424
 RESUMED_FIELDS = ('step', 'first_losses', 'last_losses', 'best', 'since_best', 'bad_in_row', 'counts',
-                  'assigned_rate')
+                  'assigned_rate', 'length')
 
 def epochs_to_steps(training: TrainingConfig, plan: BatchPlan) -> TrainingConfig:
     "`training` with `steps` computed from `epochs`, if these are set: schedules count updates."
@@ -245,6 +256,7 @@ class Trainer:
         self.rate = tf.function(lambda: self.optimizer.learning_rate)   # eagerly it would fetch
         self.evaluate = compile_step(self.update.evaluate, self.training)
         self.step, self.first_losses, self.last_losses, self.counts = 0, [], [], []
+        self._length = {'steps': self.training.steps}
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
         self.validated = {}   # by the last validation
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
@@ -275,6 +287,19 @@ class Trainer:
     @assigned_rate.setter
     def assigned_rate(self, rate: float | None):
         if rate is not None: self.optimizer.learning_rate = rate
+
+    @property
+    def length(self) -> dict:
+        "The number of updates for which the schedule is made, and since when if it was changed."
+        return self._length
+
+    @length.setter
+    def length(self, known: dict):
+        if known == self._length: return
+        for update in getattr(self.update, 'updates', [self.update]):   # of each device
+            optimizer = update.optimizer
+            found = extended_rate(self.training, known, int(optimizer.iterations))
+            optimizer.schedule.schedule, self._length = found
 
 # %% ../../nbs/train/trainer.ipynb #944aa2cf
 @patch
