@@ -408,12 +408,11 @@ def test_notebooks_are_copied_with_their_records(ran, tmp_path):
 def test_serve(ran, behind, bars, monkeypatch, tmp_path):
     engines = []
     class Engine:
-        sample_rate, rows, closed = 24000, SimpleNamespace(streams=[None] * 8), False
+        sample_rate, rows, calls = 24000, SimpleNamespace(streams=[None] * 8), 0
         def __init__(self, speaker, rows):
             self.speaker, self.given, self.warm = speaker, rows, []
             engines.append(self)
-        def warm_up(self, voice): self.warm.append(voice)
-        def close(self): self.closed = True
+        def warm_up(self): self.warm.append(len(loaded))   # before a voice is there
     tokenizer = SimpleNamespace(languages=['de', 'fa'])
     behind('speech.guard.run_rates', {})
     monkeypatch.setattr('xtts_nb.speech.generate.Speaker',
@@ -433,13 +432,17 @@ def test_serve(ran, behind, bars, monkeypatch, tmp_path):
     assert done.out == 'Requests by status: {200: 2, 429: 1}\n'
     assert 'Ready: http://x:1, voices: 2. Ctrl-C ends' in done.err
     more = ('--port 0 --host h --key k --language fa --rows 3 --queue 5 --max-characters 7 --grace 2 '
-            '--wait 4 --json')
+            '--wait 4 --voice-alias alloy=b --cors http://a:1 --cors http://b --allow-host x.example --json')
     assert ran(f'serve --model m --voices {tmp_path} {more}').json == {'requests': {'200': 2, '429': 1}}
     one, two = ([s['service'].queue, s['service'].max_characters, s['service'].language, s['service'].key,
                  s['host'], s['port'], s['grace'], s['service'].wait] for s in served)
     assert one == [64, 4096, 'de', None, '127.0.0.1', 8000, 30., 30.]
     assert two == [5, 7, 'fa', 'k', 'h', 0, 2., 4.]
-    assert [(e.given, e.warm) for e in engines] == [(8, ['voice a']), (3, ['voice a'])]
+    assert [(e.given, len(e.warm)) for e in engines] == [(8, 1), (3, 1)]
+    last = served[-1]['service']
+    assert (last.aliases, last.origins) == ({'alloy': 'b'}, ('http://a:1', 'http://b'))
+    assert last.hosts == {'x.example'}
+    assert ran(f'serve --model m --voices {tmp_path} --voice-alias alloy').code == 2
     assert len(loaded) == 4 and len(hashed) == 2 and {one['model'] for one in loaded} == {'abc'}
     for e in engines: assert e.speaker.xtts.tokenizer is tokenizer and e.speaker.rates == {}
     assert ports == [('127.0.0.1', 8000, 0), ('h', 0, 1)]   # before the model is loaded
