@@ -301,7 +301,7 @@ def test_two_streams_at_once_are_refused(speaker, voices, alone):
 @pytest.fixture(scope='module')
 def engine(speaker, voices):
     engine = Engine(speaker, rows=2, chunk=5, widths=(5,))
-    engine.warm_up(voices[0])
+    engine.warm_up()
     counts = lambda rows: [trace_count(run) for run in (rows._prefix, rows._admit, rows._advance)]
     assert counts(engine.rows) == [2, 2, 1]   # 5 and 40 tokens, one ring
     yield engine
@@ -421,6 +421,30 @@ def test_a_closed_engine(speaker, voices):
         with pytest.raises(EngineClosed, match='closed'): list(u)
     with pytest.raises(EngineClosed): engine.submit('aa', 'en', voices[0])
 
+def test_one_row_of_eight_is_kept_for_new_texts_while_all_listeners_have_sound():
+    dry = time.monotonic() + streaming.PATIENCE   # of one who runs dry now
+    for dues, free, rows, count in (
+            ([0, 1, 2], 2, 8, 2), ([dry + 9] * 3, 2, 8, 1), ([dry + 9] * 3, 1, 8, 0), ([0, dry + 9], 1, 8, 1),
+            ([dry - 9] * 3, 2, 8, 2), ([dry + 9] * 3, 2, 4, 2), ([], 8, 8, 0), ([dry + 9] * 20, 8, 8, 7)):
+        assert streaming._admissible(dues, free, rows) == count, (dues, free, rows)
+
+def test_a_call_that_hangs_is_overdue_and_closes_all_the_same(speaker, voices, monkeypatch):
+    go, advance = threading.Event(), SpeechRows.advance
+    monkeypatch.setattr(SpeechRows, 'advance', lambda rows: go.wait(30) and advance(rows))
+    monkeypatch.setattr(streaming, 'ROUND_SECONDS', 0.05)
+    engine = lone(speaker)
+    assert not engine.overdue and not engine.calls
+    spoken, waits = (engine.submit('aa', 'en', voices[0]) for _ in range(2))
+    until = time.monotonic() + 10
+    while not engine.overdue: assert time.monotonic() < until
+    engine.close()
+    assert engine.calls == 1
+    for text in (spoken, waits):
+        with pytest.raises(EngineClosed): list(text)
+    go.set()
+    engine._thread.join(10)
+    assert not engine.calls
+
 def test_a_failure_reaches_the_callers(speaker, voices, monkeypatch):
     def fail(*_): raise RuntimeError('out of memory')
     monkeypatch.setattr(streaming.SpeechRows, 'advance', fail)
@@ -454,26 +478,27 @@ def test_an_engine_that_failed_is_restarted(speaker, voices, alone, monkeypatch)
 @pytest.mark.parametrize('retries, attempts', [(0, 1), (2, 1), (2, 2), (2, 3)])
 def test_a_guarded_text_is_inspected_before_it_sounds(engine, speaker, voices, monkeypatch, retries,
                                                       attempts):
-    "Spoken again while it has faults and before newcomers; the best attempt sounds, and is trimmed."
-    found, submitted, submit = [], [], Engine.submit
+    "Spoken again while it has faults, in its place of the queue; the best attempt sounds, and is trimmed."
+    found, submitted, submit = [], [], Engine._queue
     def inspect(codes, tokens, text, limit, rate):
         assert (tokens, text, limit) == (len(speaker._ids(TEXTS[2], 'en')), TEXTS[2], speaker.max_codes)
         assert rate == Rate(1., 2.)
         found.append(codes)
         if len(found) < attempts: return len(codes), [{'found': 'no end'}] * (3 - len(found))
         return len(codes) - 4, [{'found': 'trailing repetition', 'done': 'trimmed'}]
-    def log(engine, text, language, voice, sampling=None, speed=None, continues=False, retries=None):
-        if retries is None: submitted.append((sampling, continues))
-        return submit(engine, text, language, voice, sampling, speed, continues, retries)
+    def log(engine, text, language, voice, sampling, speed, due):
+        submitted.append((sampling, due))
+        return submit(engine, text, language, voice, sampling, speed, due)
     monkeypatch.setattr(streaming, 'inspect_codes', inspect)
-    monkeypatch.setattr(Engine, 'submit', log)
+    monkeypatch.setattr(Engine, '_queue', log)
     monkeypatch.setattr(speaker, 'rates', {'en': Rate(1., 2.)})
     sampling = seeded(speaker, 2)._replace(temperature=0.)
     request = engine.submit(TEXTS[2], 'en', voices[0], sampling, retries=retries)
     sounds = list(request)
     assert len(found) == attempts == len(submitted) and len(sounds) == 1 and request.started
-    assert submitted == [(sampling, False), *(
-        (sampling._replace(seed=2 + 7919 * i, temperature=0.75), True) for i in range(1, attempts))]
+    assert [given for given, _ in submitted] == [sampling, *(
+        sampling._replace(seed=2 + 7919 * i, temperature=0.75) for i in range(1, attempts))]
+    assert len({due for _, due in submitted}) == 1
     again = [{'found': 'no end', 'done': 'spoken again'}] * 2 * (attempts > 1)
     assert request.report == [*again, {'found': 'trailing repetition', 'done': 'trimmed'}]
     codes, n, states = speaker._codes([TEXTS[2]], ['en'], [voices[0]], submitted[-1][0])
@@ -516,7 +541,7 @@ def test_settings_of_many_texts_share_one_loop(engine, speaker, voices):
     assert trace_count(engine.rows._advance) == 1
     assert len({wav.tobytes() for wav in made}) == 3
 
-def test_pieces_of_a_text_that_is_spoken_go_before_newcomers(engine, voices, monkeypatch):
+def test_new_texts_go_before_later_pieces_and_these_as_listeners_run_dry(engine, voices, monkeypatch):
     hold, admitted, next_ = threading.Event(), [], engine._next
     def wait():
         assert hold.wait(30)
@@ -527,10 +552,12 @@ def test_pieces_of_a_text_that_is_spoken_go_before_newcomers(engine, voices, mon
         admitted.append(sampling.seed) or admit(ids, voice, sampling, speed)))
     engine.submit('aa', 'en', voices[0], seeded(engine.speaker, 0)).cancel()   # the thread comes to `wait`
     while engine.waiting: time.sleep(0.01)
-    texts = [engine.submit('aa', 'en', voices[0], seeded(engine.speaker, seed), continues=seed > 3)
-             for seed in (1, 2, 4, 3, 5, 6)]
+    heard = {1: 5., 2: 1., 3: None, 4: -60., 5: None, 6: 3.}   # s from now; 4 has heard nothing for a minute
+    texts = [engine.submit('aa', 'en', voices[0], seeded(engine.speaker, seed),
+                           continues=None if left is None else time.monotonic() + left)
+             for seed, left in heard.items()]
     assert not any(text.started for text in texts)
     hold.set()
     for text in texts: list(text)
-    assert admitted == [4, 5, 6, 1, 2, 3] and all(text.started and text.report == () for text in texts)
+    assert admitted == [4, 3, 5, 2, 6, 1] and all(text.started and text.report == () for text in texts)
     idle(engine)

@@ -321,6 +321,14 @@ def _evaluate(
     return result, text
 
 # %% ../../nbs/app/cli_speak.ipynb #5e7ec002
+def _aliases(given: list[str]) -> dict[str, str]:
+    "`NAME=VOICE` as a table."
+    from xtts_nb.config import UserError
+    for alias in given:
+        if not all(alias.partition('=')):
+            raise UserError(f'--voice-alias {alias}: write NAME=VOICE, such as alloy=anna.')
+    return dict(alias.split('=', 1) for alias in given)
+
 @_speech('serve', renamed='--run', example='--model runs/mine --voices voices --port 8000')
 def _serve(
     model: Model,
@@ -337,6 +345,11 @@ def _serve(
     wait: option(float, 'Seconds that a text may wait; then its client gets status 503.', min=0) = 30.,
     max_characters: option(int, 'Of the text of a request.', min=1) = 4096,
     grace: option(float, 'Seconds for the requests under way after SIGTERM or Ctrl-C.', min=0) = 30.,
+    voice_alias: option(list[str], 'Another name of a voice, NAME=VOICE; may be repeated.') = (),
+    cors: option(list[str], 'Web site whose pages may speak here, http://HOST:PORT; may be repeated.') = (),
+    allow_host: option(list[str], 'Name of this service for clients without a key; may be repeated.') = (),
+    private_lists: option(bool, 'Ask for the key for the lists of voices and models too.',
+                          '--private-lists') = False,
 ):
     "Speak for other programs over HTTP, as OpenAI's /v1/audio/speech; / is a page to type and listen."
     key = os.environ.get('XTTS_NB_KEY') if key is None else key   # typer takes an empty one for none
@@ -348,6 +361,7 @@ def _serve(
     from xtts_nb.speech.stream import Engine
     from xtts_nb.speech.voices import load_voice, voice_model
     refuse_empty(key)
+    aliases = _aliases(voice_alias)
     check_port(host, port)
     with progress() as tell:
         tell('load the model', 0, 1)
@@ -356,11 +370,15 @@ def _serve(
         load = partial(load_voice, xtts=speaker.xtts, model=voice_model(speaker.xtts))
         folder = VoiceFolder(voices, load, to_stderr)
         engine = Engine(speaker, rows)
-        service = SpeechService(engine, folder, queue, max_characters, language, key, wait)
+        service = SpeechService(engine, folder, queue, max_characters, language, key, wait, aliases, cors,
+                                allow_host, private_lists)
         tell('compile', 0, 1)
-        for voice in [*folder().values()][:1]: engine.warm_up(voice)
+        engine.warm_up()
     serve(service, host, port, grace, log=to_stderr,
           ready=lambda url: to_stderr(f'Ready: {url}, voices: {len(folder())}. Ctrl-C ends the service.'))
+    if engine.calls:   # one hangs, and would keep the process
+        to_stderr('A call of TensorFlow has not returned; the process ends without it.')
+        os._exit(1)
     requests = dict(sorted(service.metrics.statuses().items()))
     return {'requests': requests}, f'Requests by status: {requests}'
 
