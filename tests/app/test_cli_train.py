@@ -316,64 +316,6 @@ def test_the_budget_is_that_of_both_caches(built, prepared):
 
 # --- the parts of a trainer ---------------------------------------------------------------------------------
 
-@pytest.fixture
-def made(behind, tmp_path, monkeypatch):
-    "`_trainer` with stubbed parts, the calls of `new_run` that it makes, and what a test may change."
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'settings.ini').write_text('[workspace]\n')
-    (tmp_path / 'run').mkdir()
-    has = SimpleNamespace(facts={'cache': 'a', 'held_out': ['x'], 'val': 'b', 'base': 'm'}, feed={})
-    caches = {name: SimpleNamespace(name=name, folder=name, config=TINY.replace(data={'seed': seed}))
-              for seed, name in enumerate('abc')}
-    behind('train.runs.run_facts', lambda run: has.facts)
-    behind('data.cache.Cache', lambda folder, **more: caches[str(folder)])
-    behind('train.runs.open_cache', lambda folder, **more: caches[str(folder)])
-    behind('train.runs.held_out_share', lambda cache, share: [f'{share} of {cache.name}'])
-    behind('app.cli_train._feed', lambda **call: has.feed)
-    behind('app.cli_train._in_memory', lambda cache, settings, **more: settings)
-    behind('app.cli_train._with_base', lambda base, settings, **more: settings)
-    for name in ('app.cli_train._check_prepared', 'train.runs.check_made_for'): behind(name)
-    has.no_codes, has.runs = behind('train.dual.check_no_codes'), behind('train.runs.new_run', 'the trainer')
-    layers = {'options': {'training.ema': 0.5}}
-    def build(data=None, run=None, preset=None, val=0., val_data=None, base=None):
-        data, val_data = (value and Path(value) for value in (data, val_data))
-        place = run and tmp_path / run
-        asked = dict(data=data, run=place, preset=preset, val=val, val_data=val_data, base=base, config=None,
-                     finetune=None, fit_memory=False, buffer_size=None, mix=None,
-                    mix_share=None) | dict.fromkeys(GPU_OPTIONS)
-        assert cli_train._trainer(SimpleNamespace(**asked), layers, 'devices') == 'the trainer'
-        return SimpleNamespace(**{'where': {}} | has.runs[-1])
-    return build, has
-
-def test_an_existing_run_keeps_its_settings(made, tmp_path):
-    build, has = made
-    new = build('a', 'run', val=0.5)   # a new folder
-    assert (new.cache.name, new.run, new.held_out, new.base, new.val) == ('a', tmp_path / 'run', ['0.5 of a'],
-        None, None)
-    assert new.config == TINY.replace(training={'ema': 0.5, 'validate_every': TINY.training.steps // 10})
-    (tmp_path / 'run' / 'run.json').touch()
-    (tmp_path / 'run' / 'config.yaml').write_text(TINY.replace(data={'batch_size': 3}).to_yaml())
-    on = build(run='run', val=0.5)
-    assert (on.cache.name, on.held_out, on.base, on.val.name) == ('a', ['x'], 'm', 'b')
-    assert on.config.data.batch_size == 3
-    other = build('c', 'run', preset='xtts_v2', val_data='a', base='n')
-    assert (other.cache.name, other.base, other.val.name) == ('c', 'n', 'a')
-    assert other.config.model == XTTSConfig.xtts_v2().model
-    assert not has.no_codes
-
-def test_a_new_run_takes_the_settings_of_its_cache(made, tmp_path):
-    build, has = made
-    plain = build('b')
-    assert plain.run == tmp_path / 'runs' / 'train-1'
-    assert (plain.held_out, plain.val, plain.where) == ((), None, {})
-    assert plain.config == TINY.replace(data={'seed': 1}, training={'ema': 0.5})
-    assert build('b', preset='tiny').config == TINY.replace(training={'ema': 0.5})
-    has.feed = {'feed': 'f', 'device': 'd'}
-    assert build('b', val_data='c').where == has.feed
-    assert [call['cache'].name for call in has.no_codes] == ['c']
-    build('b')
-    assert len(has.no_codes) == 1
-
 def test_older_clips_are_read_too(built, prepared, tmp_path):
     run = tmp_path / 'mixed'
     trainer = built('--mix', prepared.folder, '--val', .3, '--run', run)
@@ -446,11 +388,11 @@ def test_what_is_requested_beside_a_base_is_kept(base):
     (['--finetune', 'lora', '--lr', '5e-6'], (5e-6, 50, 'cosine')),
     (['--config', 'c.yaml'], (5e-6, 0, 'constant')), (['--config', 'two.yaml'], (3e-5, 7, 'constant')),
     (None, (1e-4, 1000, 'cosine'))])
-def test_the_rate_is_that_of_what_is_trained(ran, behind, base, monkeypatch, options, expected):
+def test_the_rate_is_that_of_what_is_trained(ran, base, monkeypatch, options, expected):
     "Unless somebody chose another; a file that holds every key, as `config create` writes it, chooses none."
     monkeypatch.chdir(base.parent)
     made = SimpleNamespace(config=XTTSConfig(), folder='cache')   # with the DVAE of a converted XTTS-v2
-    behind('data.cache.Cache', made)
+    monkeypatch.setattr('xtts_nb.data.cache.Cache', lambda *given, **named: made)
     (base / 'config.yaml').write_text(XTTSConfig().to_yaml())
     Path('c.yaml').write_text(XTTSConfig.xtts_v2().to_yaml())
     Path('two.yaml').write_text('training: {learning_rate: 3e-5, warmup_steps: 7}')

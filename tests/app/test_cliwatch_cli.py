@@ -1,7 +1,5 @@
 "The commands that watch and measure: exit codes, one JSON object, one sentence."
 import json
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 
@@ -28,13 +26,6 @@ def test_bounds():
 # --- profile ------------------------------------------------------------------------------------------------
 
 # --- diagnose and quick-fix ---------------------------------------------------------------------------------
-
-@pytest.fixture
-def cache(behind):
-    "The cache that is measured on."
-    cache = SimpleNamespace(folder='my/cache', config=TINY.replace(data={'buckets': 3}))
-    cache.asked = behind('app.check.cache_for', nullcontext(cache))
-    return cache
 
 # --- check --------------------------------------------------------------------------------------------------
 

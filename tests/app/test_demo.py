@@ -3,7 +3,6 @@ import csv
 import json
 import shutil
 from collections import Counter
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,14 +224,6 @@ def test_a_stage_is_reported_and_marked(stages):
     silent.begin('listen')(1, 3)
     assert notes[4:] == [('mark', 'listen')]
 
-class Trainer:
-    "Ends its training at once."
-    xtts, run = SimpleNamespace(config=TINY), Path('run')
-    def fit(self, progress):
-        progress(2, 4, {'loss': 1.234, 'clips_per_s': 56.7})
-        return {'loss_last': 1.2}
-    def as_trained(self): return nullcontext()
-
 def row(name, unit, fault, *medians):
     sources = {source: {'median': m, 'low': m, 'high': m, 'clips': 16} for source, m in zip(
         ('recording', 'copy', 'model', 'untrained'), medians)}
@@ -251,61 +242,6 @@ def test_the_summary_has_a_line_of_scores():
 
 REPORT = {'clips': 9, 'seconds': 12.5, 'speakers': {'a': 5, 'b': 4}, 'languages': {'en': 9},
           'dropped': ['x', 'y', 'z'], 'longest': 2.}
-
-@pytest.fixture
-def calls(behind, monkeypatch, tmp_path):
-    "A demo whose parts are replaced; the calls of each."
-    result = demo.TrainedDemo(Trainer(), {'loss_last': 1.2}, [tmp_path / 'u.wav'],
-                          [tmp_path / f'{name}.wav' for name in 'abc'],
-                          [(False, True)] * 4, [(True, False)] * 4)
-    made = {name: behind(f'app.demo.{name}', value) for name, value in {
-        'make_corpus': CLIPS, 'prepare_cache': ('the cache', REPORT),
-        'measure_before_after': ([{'name': 'd'}], [{'name': 's'}]),
-        'train_and_speak': result, 'score_held_out': ['the scores'],
-        'write_pairs': None, 'demo_report': None}.items()}
-    monkeypatch.setattr(demo, 'best_probe', lambda say: say('a line') or (lambda: demo.Sampler))
-    marks = SimpleNamespace(mark=lambda name: None)
-    monkeypatch.setattr(demo, 'Sampler', lambda probe, say: nullcontext(marks))
-    return made
-
-def test_a_whole_demo(calls, monkeypatch, tmp_path):
-    clock, lines = iter([100., 163.46]), []
-    monkeypatch.setattr(demo, 'time', SimpleNamespace(perf_counter=lambda: next(clock)))
-    result = demo.run_demo(tmp_path, sentences=3, pairs=2, rounds=7, seed=5, say=lines.append)
-    assert result == {
-        'corpus': {'folder': str(tmp_path / 'corpus'), 'clips': 9, 'seconds': 12.5, 'voices': 2,
-                   'languages': 1, 'dropped': 3},
-        'data_before_after': [{'name': 'd'}], 'step_before_after': [{'name': 's'}],
-        'train': {'loss_last': 1.2},
-        'spoken': spoken_counts(choose_pairs(CLIPS, 2, 5), [(True, False)] * 4, [(False, True)] * 4),
-        'scores': ['the scores'], 'wav': str(tmp_path / 'c.wav'), 'report': str(tmp_path / 'report.html'),
-        'seconds': 63.5}
-    assert lines == ['a line']
-    config = TINY.replace(data={'seed': 5}, training={'seed': 5})
-    assert [*calls['make_corpus'][0].values()] == [tmp_path / 'corpus', 3]
-    assert calls['measure_before_after'][0]['rounds'] == 7
-    assert calls['prepare_cache'][0]['config'] == config and calls['prepare_cache'][0]['out'] == tmp_path
-    chosen, call = choose_pairs(CLIPS, 2, 5), calls['train_and_speak'][0]
-    assert (call['cache'], call['clips'], call['corpus'], call['pairs'], call['longest']) == (
-        'the cache', CLIPS, tmp_path / 'corpus', chosen, 2.)
-    assert [(c['path'].name, c['pairs'], [p.name for p in c['spoken']]) for c in calls['write_pairs']] == [
-        ('pairs.csv', chosen, ['a.wav', 'b.wav', 'c.wav']), ('untrained.csv', chosen, ['u.wav'])]
-    assert calls['demo_report'][0]['result'] is result
-    assert [*calls['score_held_out'][0].values()][1:3] == [chosen, tmp_path / 'corpus']
-    assert calls['demo_report'][0]['scores'] == [(True, False)] * 4
-
-def test_the_scores_of_a_seed(calls, tmp_path):
-    reports, config = [], TINY.replace(training={'seed': 3})
-    scores = demo._one_seed(CLIPS, tmp_path / 'corpus', tmp_path, config, 2, 3,
-                            lambda *report: reports.append(report))
-    assert scores == {'seed': 3, 'loss': 1.2} | spoken_counts(choose_pairs(CLIPS, 2, 3), [(True, False)] * 4,
-        [(False, True)] * 4)
-    assert calls['prepare_cache'][0]['config'] == config and calls['train_and_speak'][0]['longest'] == 2.
-    calls['prepare_cache'][0]['stages'].begin('encode')
-    assert reports == [('3: encode', 0, 1, '')]
-    demo._one_seed(CLIPS, tmp_path, tmp_path, config, 2, 3, None)
-    calls['prepare_cache'][1]['stages'].begin('encode')
-    assert len(reports) == 1
 
 # --- the whole ----------------------------------------------------------------------------------------------
 

@@ -8,10 +8,9 @@ import yaml
 
 from process import tree, xtts_nb
 from xtts_nb.app import check
-from xtts_nb.bench import Arm
-from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.config import XTTSConfig
 from xtts_nb.app.check import (
-    LEARNING, apply_settings, change_for, changed_keys, prerequisites)
+    LEARNING, change_for, changed_keys, prerequisites)
 
 TINY = XTTSConfig.tiny()
 
@@ -128,57 +127,12 @@ def test_the_keys_that_differ():
 
 # --- trying, writing, proving -------------------------------------------------------------------------------
 
-class Verdict(list):
-    "Findings, in the form of a diagnosis."
-    def lines(self): return ['THE VERDICT']
-    def to_dict(self): return {'findings': len(self)}
-
 def finding(name): return SimpleNamespace(disease=name, remedy=f'remedy of {name}', predicted_gain=2.)
 
 TRIED = {'helps': {'data': {'num_workers': 7, 'buckets': 3}}, 'hardly': {'data': {'reference_frames': 48}},
          'by hand': None, 'more rows': {'data': {'batch_size': 9}},
          'too much': {'training': {'gradient_checkpointing': True}}, 'no key': {'training': {'ema': 0.5}},
          'again': {'data': {'num_workers': 3}}}
-
-@pytest.fixture
-def timed(behind):
-    "Trainings whose time a clip takes follows from their settings; the two that were compared."
-    compared = []
-    def seconds(config):
-        if config.training.gradient_checkpointing:
-            raise tf.errors.ResourceExhaustedError(None, None, 'no memory\nmore')
-        if config.training.ema: raise UserError('cannot be\nmore')
-        base = {7: 1.05, 3: 1.05 / 1.06}.get(config.data.num_workers, 2.1)
-        return 1. if config.data.reference_frames == 48 else base / config.data.batch_size
-    def compare_loops(loops, **how):
-        compared.append((*(config for config, _ in loops.values()), *how.values()))
-        return {name: Arm(name, [seconds(config)]) for name, (config, _) in loops.items()}
-    behind('app.check.training', lambda cache, config: (config, 'step'))
-    behind('app.check.compare_loops', compare_loops)
-    behind('app.check.change_for', lambda finding, verdict, config: TRIED[finding.disease])
-    return compared
-
-@pytest.mark.parametrize('change_learning', [False, True])
-def test_remedies_are_kept_if_they_are_clearly_faster(timed, change_learning):
-    said, one = [], TINY.replace(data={'batch_size': 1, 'reference_frames': 40})
-    config, trials = apply_settings('a cache', one, Verdict(map(finding, TRIED)), 9, 3., said.append,
-                                    change_learning)
-    rows = 9 if change_learning else 1
-    assert config == one.replace(data={'num_workers': 3, 'buckets': 3, 'batch_size': rows})
-    assert [(t.disease, t.measured_gain and round(t.measured_gain, 4), t.kept) for t in trials] == [
-        ('helps', 2., True), ('hardly', 1.05, False), ('by hand', None, False),
-        ('more rows', 9. if change_learning else None, change_learning), ('too much', None, False),
-        ('no key', None, False), ('again', 1.06, True)]
-    assert [t.remedy for t in trials[:4]] == ['data.num_workers = 7, data.buckets = 3',
-                                              'data.reference_frames = 48', 'remedy of by hand',
-                                              'data.batch_size = 9']
-    assert [t.alters for t in trials if t.alters] == ([] if change_learning else ['data.batch_size'])
-    assert all(t.predicted_gain == 2. for t in trials)
-    with_seven = one.replace(data={'num_workers': 7, 'buckets': 3})
-    assert timed[:2] == [(one, with_seven, 9, 3.),   # against what was kept so far, in one run
-                         (with_seven, with_seven.replace(data={'reference_frames': 48}), 9, 3.)]
-    assert [line for line in said if 'predicted' not in line] == ['too much: no memory', 'no key: cannot be']
-    assert len(said) == 9
 
 def test_the_keys_that_change_what_is_learned():
     known = {f'{section}.{key}' for section, keys in TINY.model_dump().items() for key in keys}
