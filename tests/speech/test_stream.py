@@ -431,7 +431,7 @@ def test_one_row_of_eight_is_kept_for_new_texts_while_all_listeners_have_sound()
 def test_a_call_that_hangs_is_overdue_and_closes_all_the_same(speaker, voices, monkeypatch):
     go, advance = threading.Event(), SpeechRows.advance
     monkeypatch.setattr(SpeechRows, 'advance', lambda rows: go.wait(30) and advance(rows))
-    monkeypatch.setattr(streaming, 'ROUND_SECONDS', 0.05)
+    monkeypatch.setitem(streaming.CALL_SECONDS, 'round', 0.05)
     engine = lone(speaker)
     assert not engine.overdue and not engine.calls
     spoken, waits = (engine.submit('aa', 'en', voices[0]) for _ in range(2))

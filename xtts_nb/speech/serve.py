@@ -470,7 +470,7 @@ async def sound(self: SpeechService,
                 if part: yield part
             live.popleft()
             self.metrics.codes.inc(utterance.codes)
-            notes['codes'] = notes.get('codes', 0) + utterance.codes
+            notes['codes'] = notes.get('codes', 0) + int(utterance.codes)
             self._submit(live, rest, wanted, voice, heard())
         self.whole += 1
         silence = b'' if sent else writer.write(np.zeros(rate // 4, np.float32))   # nothing was to be said
