@@ -7,7 +7,7 @@
         --record    writes a record into benchmarks/ too
 
 `--prepare` prepares corpora of clips of 5 s, each in a process of its own: of 1 and 10 hours as they are,
-with loudness in place of codes, and of 10, 100 and 1,000 hours with synthetic frames. There the decoder and
+with loudness in place of codes, and of 100 and 1,000 hours with synthetic frames. There the decoder and
 the mels, whose cost per clip is the same in any corpus, are replaced by a few bytes for each clip. What is
 done with all clips is measured: the table, the plan, the shards, the report.
 
@@ -255,7 +255,7 @@ def growth_verdict(rows: list[dict], bound: float = BOUND) -> dict:   # bound, l
     return {'bound': bound, 'largest_error': abs(worst['error']), 'holds': holds, 'verdict': verdict}
 
 
-CORPORA = (1, 'real'), (10, 'real'), (10, 'synthetic'), (100, 'synthetic'), (1000, 'synthetic')
+CORPORA = (1, 'real'), (10, 'real'), (100, 'synthetic'), (1000, 'synthetic')
 CLIP_SECONDS = 5
 
 def spoken_corpus(folder: Path, clips: int):

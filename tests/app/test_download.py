@@ -267,7 +267,7 @@ def test_a_wrong_archive_is_never_unpacked(server, fetch, corpus, tmp_path):
     source = archive(server, packed(corpus))
     server.files['c.tar.bz2'] = tarred(('evil', b'x'))
     (tmp_path / 'c.download').mkdir()
-    (tmp_path / 'c.download' / 'tmp123').write_text('left by a killed process')
+    (tmp_path / 'c.download' / 'tmp12345678').write_text('left by a killed process')
     assert source.files[0]['sha256'] in refused(fetch, source, tmp_path / 'c')
     assert tree(tmp_path) == {'c.download': b''}
 

@@ -187,7 +187,7 @@ def _fill(source: Source, out: Path, base: str | None):
     "Fetch all files, then create the folder."
     work = out.with_name(f'{out.name}.download')
     work.mkdir(parents=True, exist_ok=True)
-    check_own(work, partial(_is_of, source), f'of a download of {source.name}')
+    check_own(work, partial(_is_of, source), f'a download of {source.name}')
     for temporary in work.glob('tmp*'): temporary.unlink()   # left by pooch in a killed process
     sizes = lambda name: sum(p.stat().st_size for p in (work / name, work / f'{name}.part') if p.exists())
     needed = sum(max(0, f['bytes'] - sizes(f['file'])) for f in source.files)
