@@ -1,8 +1,15 @@
-"""What more devices bring: their speed, predicted from the step of one, and the prediction checked.
+"""What grows with the devices, and what with the hours of a corpus.
 
     python benchmarks/growth.py             measures 1 to 4 local workers, and prints rows and verdict
+    python benchmarks/growth.py --prepare   measures time and memory of `prepare`, up to 1,000 hours
+        --most H    leaves out corpora of more hours
         --json      one JSON object as the last line of stdout
         --record    writes a record into benchmarks/ too
+
+`--prepare` prepares corpora of clips of 5 s, each in a process of its own: of 1 and 10 hours as they are,
+with loudness in place of codes, and of 100 and 1,000 hours with synthetic frames. There the decoder and
+the mels, whose cost per clip is the same in any corpus, are replaced by a few bytes for each clip. What is
+done with all clips is measured: the table, the plan, the shards, the report.
 
 An all-reduce adds up the gradients of all devices and gives the sum to each. In a ring it takes 2 (n - 1)
 rounds; in each round every device sends one n-th of the gradients to its neighbour. So each device sends at
@@ -23,8 +30,10 @@ over NVLink, it is 0. It has not been tried where every worker has a device of i
 import argparse
 import json
 import math
+import re
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +49,9 @@ import tensorflow as tf  # noqa: E402
 
 from xtts_nb.bench import COLOURS, png_bytes, record, rows_markdown  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig, setup_tf  # noqa: E402
+from xtts_nb.data import prepare as preparing  # noqa: E402
+from xtts_nb.data.audio import save_audio, synthetic_voice  # noqa: E402
+from xtts_nb.data.prepare import Loudness, prepare, ShardMaker  # noqa: E402
 from xtts_nb.files import read_json, write_json  # noqa: E402
 from xtts_nb.models.dvae import parameter_count  # noqa: E402
 from xtts_nb.models.gpt import GPT  # noqa: E402
@@ -243,18 +255,94 @@ def growth_verdict(rows: list[dict], bound: float = BOUND) -> dict:   # bound, l
     return {'bound': bound, 'largest_error': abs(worst['error']), 'holds': holds, 'verdict': verdict}
 
 
+CORPORA = (1, 'real'), (10, 'real'), (100, 'synthetic'), (1000, 'synthetic')
+CLIP_SECONDS = 5
+
+def spoken_corpus(folder: Path, clips: int):
+    "A table of clips with different texts, which share 32 recordings."
+    for i in range(32): save_audio(folder / f'wavs/{i}.wav', synthetic_voice(CLIP_SECONDS, 90 + 5. * i))
+    rng = np.random.default_rng(0)
+    word = lambda: ''.join(rng.choice([*'abcdefghijklmnoprstuvw'], rng.integers(2, 9)))
+    words = np.array([word() for _ in range(5000)])
+    with open(folder / 'metadata.csv', 'w') as file:
+        file.write('id|audio|text|speaker\n')
+        for i in range(clips):
+            file.write(f'clip-{i}|{i % 32}.wav|{" ".join(rng.choice(words, 12))}|voice-{i % 50}\n')
+
+def synthetic_frames():
+    "From now on no recording is read: the frames of each clip are made up."
+    loud = dict.fromkeys(('peak', 'clipped', 'leading', 'inner', 'trailing'), .1) | {'hum': None}
+    def records(maker, job, sources):
+        for clip in job.clips:
+            ids = maker.encoder.tokenizer.encode(clip.text, clip.language)
+            arrays = {'codes': np.zeros(8), 'mel': np.zeros((4, 80)), 'text': ids}
+            lengths = {f'{name}_length': len(x) for name, x in arrays.items()}
+            yield arrays | lengths | {'samples': CLIP_SECONDS * 22050}, None, maker.plan.stored
+    ShardMaker._records, ShardMaker._measured = records, lambda maker, clip, wav: loud | {'sound': clip.id}
+    preparing.source_digest = lambda path: 1
+
+def peak_mb() -> float:
+    "The most memory that this process has used."
+    return int(re.search(r'VmHWM:\s+(\d+)', Path('/proc/self/status').read_text())[1]) / 1024
+
+def prepare_hours(hours: int, frames: str) -> dict:
+    "Prepare a corpus; its row of the record."
+    clips, config = hours * 3600 // CLIP_SECONDS, XTTSConfig.tiny()
+    if frames == 'synthetic': synthetic_frames()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ('a', 'b'): spoken_corpus(Path(folder) / name, clips if name == 'b' else 64)
+        prepare(Path(folder) / 'a', Path(folder) / 'first', config, Loudness())   # imports, traces
+        start, before, cpu = time.perf_counter(), peak_mb(), time.process_time()
+        report = prepare(Path(folder) / 'b', Path(folder) / 'cache', config, Loudness())
+        seconds = time.perf_counter() - start
+    assert report['clips'] == clips
+    return {'hours': hours, 'frames': frames, 'clips': clips, 'seconds': round(seconds, 1),
+            'cpu_seconds': round(time.process_time() - cpu, 1),
+            'ms_per_clip': round(1e3 * seconds / clips, 3), 'peak_mb': round(peak_mb()),
+            'kb_per_clip': round(1024 * (peak_mb() - before) / clips, 2)}
+
+def check_prepare(most: float = math.inf) -> list[dict]:
+    "The rows of all corpora, each prepared in a process of its own."
+    rows = []
+    for hours, frames in CORPORA:
+        if hours > most: continue
+        child = [sys.executable, __file__, '--hours', str(hours), '--frames', frames]
+        done = subprocess.run(child, stdout=subprocess.PIPE, text=True)
+        if done.returncode: raise UserError(f'{hours} hours: the process ended with code {done.returncode}.')
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+def prepare_verdict(rows: list[dict]) -> dict:   # linear, verdict
+    "Whether ten times the clips take at most ten times the time and the memory, and a third more."
+    made = [r for r in rows if r['frames'] == 'synthetic'][-2:]
+    growth = lambda name: made[-1][name] / max(made[0][name], 1e-9)
+    linear = growth('ms_per_clip') < 1.34 and growth('kb_per_clip') < 1.34
+    last = made[-1]
+    than = ' and '.join(f'{growth(n):.2f}' for n in ('ms_per_clip', 'kb_per_clip'))
+    return {'linear': linear, 'verdict': f'{last["hours"]:,} hours: {last["ms_per_clip"]} ms and '
+            f'{last["kb_per_clip"]} KB a clip, {than} times those of {made[0]["hours"]} hours.'}
+
+
 def main():
     "The command line."
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument('--json', action='store_true', help='print one JSON object as the last line')
     parse.add_argument('--record', action='store_true', help='write a record into benchmarks/')
+    parse.add_argument('--prepare', action='store_true', help='time and memory of prepare by hours')
+    parse.add_argument('--most', type=float, default=math.inf, help='hours; larger corpora are left out')
+    parse.add_argument('--hours', type=int, help=argparse.SUPPRESS)
+    parse.add_argument('--frames', help=argparse.SUPPRESS)
     given = parse.parse_args()
     setup_tf()
-    rows = check_growth(progress=lambda done, total: print(f'{done} of {total} measured', file=sys.stderr))
-    found = growth_verdict(rows)
+    if given.hours: return print(json.dumps(prepare_hours(given.hours, given.frames)))
+    tell = lambda done, total: print(f'{done} of {total} measured', file=sys.stderr)
+    rows = check_prepare(given.most) if given.prepare else check_growth(progress=tell)
+    found = prepare_verdict(rows) if given.prepare else growth_verdict(rows)
     if given.record:
         command = shlex.join(['python', 'benchmarks/growth.py', *sys.argv[1:]])
-        print(record('growth', rows, ROOT / 'benchmarks', command, **found), file=sys.stderr)
+        page = 'prepare' if given.prepare else 'growth'
+        print(record(page, rows, ROOT / 'benchmarks', command, **found), file=sys.stderr)
     if given.json: print(json.dumps({'rows': rows} | found))
     else: print(rows_markdown(rows), found['verdict'], sep='\n\n')
 

@@ -452,6 +452,7 @@ TOOLS = {'xla': 'python benchmarks/xla_gpu.py record',   # of a checkout
          'memory': 'python benchmarks/memory.py',
          'cuts': 'python benchmarks/cuts.py',
          'growth': 'python benchmarks/growth.py --record',
+         'prepare': 'python benchmarks/growth.py --prepare --record',
          'parity': 'python benchmarks/parity.py COQUI_DIR --coqui-python PYTHON --record',
          'gpt2': 'python benchmarks/gpt2.py --record',
          'patients': 'python benchmarks/diagnosis/patients.py --record',

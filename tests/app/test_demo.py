@@ -155,6 +155,9 @@ def test_a_demo_starts_anew(prepared, small, tmp_path):
     "A second demo does not go on with the run of the first."
     run = demo._fresh_run(prepared, small, tmp_path / 'run', ['low-0'])
     run.save()
+    (tmp_path / 'run' / 'notes.txt').write_text('mine')
+    with pytest.raises(UserError, match='notes.txt'): demo._fresh_run(prepared, small, tmp_path / 'run', [])
+    (tmp_path / 'run' / 'notes.txt').unlink()
     again = demo._fresh_run(prepared, small, tmp_path / 'run', ['low-1'])
     assert again.step == 0
     assert json.loads((tmp_path / 'run' / 'run.json').read_text())['held_out'] == ['low-1']

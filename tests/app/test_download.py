@@ -267,7 +267,7 @@ def test_a_wrong_archive_is_never_unpacked(server, fetch, corpus, tmp_path):
     source = archive(server, packed(corpus))
     server.files['c.tar.bz2'] = tarred(('evil', b'x'))
     (tmp_path / 'c.download').mkdir()
-    (tmp_path / 'c.download' / 'tmp123').write_text('left by a killed process')
+    (tmp_path / 'c.download' / 'tmp12345678').write_text('left by a killed process')
     assert source.files[0]['sha256'] in refused(fetch, source, tmp_path / 'c')
     assert tree(tmp_path) == {'c.download': b''}
 
@@ -358,3 +358,10 @@ def test_the_command(ran, server, corpus, tmp_path, monkeypatch):
     assert done.code == 0 and done.json == {'name': 'corpus', 'folder': folder, 'files': source.files}
     done = ran('download corpus --out', 'my data/corpus')
     assert done.code == 0 and 'xtts-nb prepare my data/corpus --out CACHE' in done.out
+
+def test_what_somebody_put_next_to_an_unfinished_download_stays(server, fetch, corpus, tmp_path):
+    source = archive(server, packed(corpus))
+    (tmp_path / 'c.download').mkdir()
+    (tmp_path / 'c.download' / 'thesis.txt').write_text('mine')
+    assert 'thesis.txt' in refused(fetch, source, tmp_path / 'c') and not (tmp_path / 'c').exists()
+    assert (tmp_path / 'c.download' / 'thesis.txt').read_text() == 'mine'

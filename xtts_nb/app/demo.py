@@ -19,6 +19,7 @@ import functools
 import hashlib
 import html
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -43,7 +44,7 @@ from ..data.corpora import Clip, read_corpus, visible
 from ..data.native import CacheReader
 from ..data.prepare import mel_function, mel_sample, prepare
 from ..files import (
-    atomic_file, atomic_folder, fingerprint, read_json, read_json_lines, real_place, write_json)
+    atomic_file, atomic_folder, check_own, fingerprint, read_json, read_json_lines, real_place, write_json)
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS
 from ..monitor.live import device_names, plot_samples
@@ -206,7 +207,6 @@ def speak_words(
     words = []
     samples, rate = speak(text, language, words=words)
     return samples, rate, words
-
 
 # %% ../../nbs/app/demo.ipynb #f63ce357
 class Utterance(NamedTuple):
@@ -676,6 +676,8 @@ def _fresh_run(cache: Cache, config: XTTSConfig, run: Path, held_out: list[str])
     return trainer
 
 MARK = 'demo.json'   # in a run that a demo has made: with how many steps
+_RUN = re.compile(r'lock|(run|demo|tokenizer)\.json|config\.yaml|model\.safetensors|metrics\.jsonl|'
+                  r'(checkpoints|best|spoken|plan)(/.*)?')
 
 def check_own_run(run: Path, config: XTTSConfig):
     "Raise `UserError` if somebody has trained in `run` since a demo made it, by its mark or `config`."
@@ -684,7 +686,8 @@ def check_own_run(run: Path, config: XTTSConfig):
     steps = read_json(made)['steps'] if made.is_file() else config.training.steps
     stored, last = XTTSConfig.load(run / 'config.yaml'), max(checkpoints(run / 'checkpoints'), default=None)
     same = stored.training.steps == steps
-    if same and (last is None or checkpoint_step(last) <= steps): return
+    if same and (last is None or checkpoint_step(last) <= steps):
+        return check_own(run, _RUN.fullmatch, 'as a demo left it')
     raise UserError(f'{run}: is not as a demo left it, and would be removed; choose another folder with '
                     '--out, or remove it yourself.')
 

@@ -6,6 +6,7 @@
 __all__ = ['SOURCES', 'Source', 'source_rows', 'find_source', 'terms', 'download', 'download_text']
 
 # %% ../../nbs/app/download.ipynb #ce684b88
+import re
 import shutil
 import tarfile
 import tempfile
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from ..config import UserError
-from ..files import atomic_folder, inside, read_json, write_json
+from ..files import atomic_folder, check_own, inside, read_json, write_json
 
 # %% ../../nbs/app/download.ipynb #0824ccdb
 @dataclass(frozen=True)
@@ -175,10 +176,18 @@ def _complete(source: Source, out: Path) -> bool:
     raise UserError(f'{out}: already holds something that is not all of {source.name}; '
                     'remove it or choose another.')
 
+def _is_of(source: Source, name: str) -> bool:
+    "Whether an unfinished download of a source has such a file: also those of pooch and the Hub's client."
+    files = [f['file'] for f in source.files]
+    folders = {str(p) for file in files for p in Path(file).parents}
+    return (name.removesuffix('.part') in files or name in folders
+            or bool(re.fullmatch(r'tmp\w{8}|\.cache(/.*)?', name)))
+
 def _fill(source: Source, out: Path, base: str | None):
     "Fetch all files, then create the folder."
     work = out.with_name(f'{out.name}.download')
     work.mkdir(parents=True, exist_ok=True)
+    check_own(work, partial(_is_of, source), f'a download of {source.name}')
     for temporary in work.glob('tmp*'): temporary.unlink()   # left by pooch in a killed process
     sizes = lambda name: sum(p.stat().st_size for p in (work / name, work / f'{name}.part') if p.exists())
     needed = sum(max(0, f['bytes'] - sizes(f['file'])) for f in source.files)

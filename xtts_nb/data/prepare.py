@@ -9,7 +9,6 @@ __all__ = ['BESIDES', 'FACTS', 'FOLLOWS', 'mel_function', 'mel_sample', 'ClipEnc
            'check_part', 'lesson_cache', 'merge_caches', 'differing_parts', 'verify_and_fix_cache']
 
 # %% ../../nbs/data/prepare.ipynb #f9e29d4a
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -206,22 +205,25 @@ class Job:
 # %% ../../nbs/data/prepare.ipynb #e311ae31
 class StoredClips(Sequence):
     "The clips of a corpus in a file, each read on access: a large corpus must not fill the memory."
-    def __init__(self, path: Path): self.path, self.rows = path, ()
+    def __init__(self, path: Path, corpus: Path):   # the folder of the recordings
+        self.path, self.top, self.rows, self.languages = path, os.path.join(corpus, ''), (), set()
 
     def fill(self, clips: Iterable[Clip]):
-        "Write the file."
+        "Write the file; it is the same wherever the corpus is."
         starts = array('q')
         with atomic_file(self.path, durable=False) as part, open(part, 'wb') as file:
             for clip in clips:
                 starts.append(file.tell())
-                file.write(json.dumps(vars(clip) | {'path': str(clip.path)}).encode() + b'\n')
+                self.languages.add(clip.language)
+                path = str(clip.path).removeprefix(self.top)
+                file.write(json.dumps(vars(clip) | {'path': path}).encode() + b'\n')
         self.rows = ClipRows(self.path, np.asarray(starts))
 
     def __len__(self) -> int: return len(self.rows)
 
     def __getitem__(self, i):
         if isinstance(i, slice): return [self[k] for k in range(len(self))[i]]
-        return Clip(**(row := self.rows[i]) | {'path': Path(row['path'])})
+        return Clip(**(row := self.rows[i]) | {'path': Path(os.path.join(self.top, row['path']))})
 
 # %% ../../nbs/data/prepare.ipynb #977f68b9
 def source_digest(path: Path) -> int:
@@ -304,9 +306,14 @@ def __call__(self: ShardMaker, job: Job, progress=lambda clips: None) -> dict[st
     path = self.plan.work / f'{job.name}.safetensors'
     line = write_shard(path, records) if records else {'file': '', 'clips': 0}
     line = {'number': job.number, 'key': key} | line | {'dropped': dropped}
-    # written last: it marks the shard as finished
-    write_json(self.plan.work / f'{job.name}.json', {'line': line, 'rows': rows})
+    self._finish(job, line, rows)
     return dict(made)
+
+@patch
+def _finish(self: ShardMaker, job: Job, line: dict, rows: list[dict]):
+    "Mark a shard as finished."
+    with atomic_file(self.plan.work / f'{job.name}.json') as part:   # in one line, which is written faster
+        part.write_text(json.dumps({'line': line, 'rows': rows}), encoding='utf-8')
 
 # %% ../../nbs/data/prepare.ipynb #837281b0
 @patch
@@ -332,7 +339,7 @@ def taken_over(self: ShardMaker, job: Job, key: str) -> bool:
     folder, rows = self.older.folder, [self.older.clips[i] for i in some]
     if not is_whole(folder, line, rows): return False
     for name in _files(line, rows): _link(name, folder, self.plan.work)
-    write_json(self.plan.work / f'{job.name}.json', {'line': line, 'rows': rows})
+    self._finish(job, line, rows)
     return True
 
 # %% ../../nbs/data/prepare.ipynb #7cc268eb
@@ -657,15 +664,14 @@ def prepare(
     corpus, out = Path(corpus), Path(out)
     check_cache_folder(out)
     with work_folder(out) as work:
-        clips, unread = StoredClips(work / 'clips.jsonl'), []
+        clips, unread = StoredClips(work / 'clips.jsonl', corpus if corpus.is_dir() else corpus.parent), []
         clips.fill(row for row in read_rows(corpus, language, layout, parts=True)
                    if isinstance(row, Clip) or unread.append(row))
         total = len(clips) + len(unread)
         check_dropped(unread, total, config, corpus)
         check_part(part, tokenizer is not None, len(clips), shard_clips)
-        tokenizer = tokenizer or train_tokenizer((clean(c.text, c.language) for c in clips),
-                                                 (c.language for c in clips),
-                                                 config.model.gpt.text_tokens)
+        texts = (clean(row['text'], row['language']) for row in clips.rows)
+        tokenizer = tokenizer or train_tokenizer(texts, clips.languages, config.model.gpt.text_tokens)
         numbers = range(part[0] - 1, -(-len(clips) // shard_clips), part[1])
         jobs = (Job(n, clips[n * shard_clips:(n + 1) * shard_clips]) for n in numbers)
         mine = sum(min(shard_clips, len(clips) - n * shard_clips) for n in numbers)
@@ -677,7 +683,7 @@ def prepare(
         source = {'corpus': str(plan.corpus), 'metadata': '' if corpus.is_dir() else corpus.name,
                   'language': language, 'layout': layout, 'learned': learned}
         facts = {'mode': plan.mode, 'stored': plan.stored, 'keys': plan.keys, 'settings': plan.settings,
-                 'part': list(part), 'corpus': _corpus_key(clips, plan.corpus, shard_clips),
+                 'part': list(part), 'corpus': fingerprint(file_sha(clips.path), shard_clips),
                  'rows': total, 'source': source, 'shard_clips': shard_clips,
                  'unread': [[visible(d.id), d.reason] for d in unread]}
         known = made.pop('taken_over', 0) == len(numbers)
@@ -690,12 +696,6 @@ def prepare(
             report = assemble(folder, work, _pieces(work, numbers), facts, check, page)
             if accept: accept(folder)
     return report | result
-
-def _corpus_key(clips: Iterable[Clip], corpus: Path, shard_clips: int) -> str:
-    "The fingerprint of all rows, in their order."
-    total = hashlib.sha256()
-    for clip in clips: total.update(fingerprint(clip_row(clip, corpus, 0, 1)).encode())
-    return fingerprint(total.hexdigest(), shard_clips)
 
 # %% ../../nbs/data/prepare.ipynb #448a5cde
 def _plan(work: Path, corpus: Path, clips: Sequence[Clip], config: XTTSConfig, dvae, tokenizer: Tokenizer,
