@@ -28,7 +28,7 @@ from fastcore.basics import patch
 from tokenizers import models, pre_tokenizers, Tokenizer as BPE, trainers
 
 from ..config import UserError
-from ..files import atomic_file
+from ..files import atomic_file, check_arrived
 
 # %% ../../nbs/data/text.ipynb #008b4ace
 def clean(text: str) -> str:
@@ -435,6 +435,7 @@ def load(cls: Tokenizer,
     cleaner: str | None = None,   # default: that of the file
 ) -> 'Tokenizer':
     "The tokenizer in `path`; raises `UserError` if it is missing, incomplete, or its cleaner is unknown."
+    check_arrived(path)
     try:
         values = json.loads(Path(path).read_text(encoding='utf-8'))
         stored = values.pop('cleaner', 'plain')   # tokenizers accepts no other keys
