@@ -1145,6 +1145,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'xtts_nb.files.append_line': ('base/files.html#append_line', 'xtts_nb/files.py'),
                                'xtts_nb.files.atomic_file': ('base/files.html#atomic_file', 'xtts_nb/files.py'),
                                'xtts_nb.files.atomic_folder': ('base/files.html#atomic_folder', 'xtts_nb/files.py'),
+                               'xtts_nb.files.check_arrived': ('base/files.html#check_arrived', 'xtts_nb/files.py'),
+                               'xtts_nb.files.check_folder': ('base/files.html#check_folder', 'xtts_nb/files.py'),
                                'xtts_nb.files.check_free': ('base/files.html#check_free', 'xtts_nb/files.py'),
                                'xtts_nb.files.check_own': ('base/files.html#check_own', 'xtts_nb/files.py'),
                                'xtts_nb.files.check_tensor': ('base/files.html#check_tensor', 'xtts_nb/files.py'),

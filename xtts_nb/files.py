@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PART', 'ABANDONED', 'TENSOR_TYPES', 'real_place', 'without_part', 'atomic_file', 'check_writable', 'atomic_folder',
-           'check_free', 'check_own', 'append_line', 'locked', 'inside', 'write_json', 'read_json', 'read_json_lines',
-           'fingerprint', 'write_tensors', 'save_weights', 'open_weights', 'check_tensor', 'load_weights',
-           'read_tensors', 'named_weights', 'reserve', 'raise_file_limit']
+           'check_free', 'check_own', 'append_line', 'locked', 'inside', 'check_folder', 'check_arrived', 'write_json',
+           'read_json', 'read_json_lines', 'fingerprint', 'write_tensors', 'save_weights', 'open_weights',
+           'check_tensor', 'load_weights', 'read_tensors', 'named_weights', 'reserve', 'raise_file_limit']
 
 # %% ../nbs/base/files.ipynb #db2293af
 import ctypes
@@ -307,6 +307,23 @@ def inside(
                         'there. Get the folder anew from somebody whom you trust.')
     return Path(folder) / name
 
+# %% ../nbs/base/files.ipynb #b3143571
+def check_folder(path: str | Path):
+    "Raise `UserError` for a file, or for nothing, where a folder is wanted."
+    path = Path(path)
+    if path.is_file(): raise UserError(f'{path}: is a file; give its folder, {path.parent}.')
+    if not path.is_dir(): raise UserError(f'{path}: there is no such folder; check its name.')
+
+def check_arrived(path: str | Path):
+    "Raise `UserError` for a pointer of Git LFS or a web page in place of a file; for no other content."
+    try:
+        with open(path, 'rb') as file: head = file.read(256).lstrip().lower()
+    except OSError: return   # its reader names the reason
+    if head.startswith(b'version https://git-lfs'):
+        raise UserError(f'{path}: is a pointer of Git LFS, not the file; run git lfs pull in its folder.')
+    if head.startswith((b'<!doctype html', b'<html')):
+        raise UserError(f'{path}: is a web page, not the file; sign in if needed, and download it again.')
+
 # %% ../nbs/base/files.ipynb #b3143579
 def write_json(path: str | Path, value):
     "Write `value` as indented JSON, atomically."
@@ -315,6 +332,7 @@ def write_json(path: str | Path, value):
 
 def read_json(path: str | Path):
     "The content of a JSON file; raises `UserError` if it is missing or broken."
+    check_arrived(path)
     try: return json.loads(Path(path).read_text(encoding='utf-8'))
     except FileNotFoundError: raise UserError(f'{path}: the file is missing; make it again.') from None
     except ValueError as e: raise UserError(f'{path}: not JSON ({e}); make it again.') from None
@@ -392,6 +410,7 @@ def save_weights(
 def open_weights(path: str | Path):
     "A safetensors file, to be used in a `with`; raises `UserError` if it cannot be read."
     _numpy()   # a file may hold tensors in bfloat16
+    check_arrived(path)
     try: return safetensors.safe_open(path, 'numpy')
     except (OSError, safetensors.SafetensorError) as e:
         raise UserError(f'{path}: not readable as weights ({e}); copy or train it again.') from None

@@ -730,3 +730,27 @@ def test_tensors_of_pytorch_itself_are_read_without_it(torch, tmp_path):
     assert {k: [*v] for k, v in found.items()} == {k: [*v] for k, v in voices.items()}
     for name, parts in voices.items():
         for part, x in parts.items(): assert np.array_equal(found[name][part], x.numpy())
+
+POINTER = 'version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1867929118\n'
+PAGE = '\n<!DOCTYPE html><html><title>Sign in</title></html>'
+
+@pytest.mark.parametrize('name, text, word', [
+    ('model.pth', POINTER, 'git lfs pull'), ('vocab.json', POINTER, 'git lfs pull'),
+    ('model.pth', PAGE, 'web page'), ('config.json', PAGE, 'web page')])
+def test_a_file_that_did_not_arrive_is_named(tmp_path, xtts, name, text, word):
+    "Before PyTorch is asked for, and nothing half-made is left."
+    folder = tmp_path / 'theirs'
+    folder.mkdir()
+    (folder / 'config.json').write_text('{}')
+    (folder / 'model.pth').write_bytes(b'')
+    xtts.tokenizer.save(folder / 'vocab.json')
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=f'{name}: .*{word}'): convert.from_coqui(folder, tmp_path / 'out')
+    assert [path.name for path in tmp_path.iterdir()] == ['theirs']
+
+def test_a_model_is_a_folder_and_its_weights_have_arrived(tmp_path, xtts):
+    xtts.save(tmp_path)
+    for place, word in (('config.yaml', 'give its folder'), ('none', 'no such folder')):
+        with pytest.raises(UserError, match=f'{place}: .*{word}'): XTTS.load(tmp_path / place)
+    (tmp_path / 'model.safetensors').write_text(POINTER)
+    with pytest.raises(UserError, match='model.safetensors: .*git lfs pull'): XTTS.load(tmp_path)

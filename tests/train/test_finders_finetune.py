@@ -7,7 +7,7 @@ import pytest
 
 from process import tree, xtts_nb
 from xtts_nb.train import finetune as finders
-from xtts_nb.config import UserError
+from xtts_nb.config import TrainingConfig, UserError
 from xtts_nb.train.finetune import (
     ExponentialRate, _trial_row, memory_settings, find_batch_size, find_learning_rate,
     memory_needs, plot_learning_rate, run_trial, smoothed)
@@ -96,6 +96,7 @@ def test_a_running_mean_forgets():
 
 class Valley:
     "A trainer whose loss depends on the rate alone."
+    training = TrainingConfig()
     def __init__(self, loss): self.loss, self.optimizer, self.steps = loss, type('Optimizer', (), {})(), 0
     def batches(self, first, last): return [{}] * (last - first)
     def train_step(self, batch, number):

@@ -375,7 +375,9 @@ def _maker():
 # %% ../../nbs/app/cli_train.ipynb #cfef841f
 def _is_corpus(data: Path | None) -> bool:
     "Whether `data` exists, is not empty and is not a cache."
+    from xtts_nb.files import check_folder
     if data is None or (data / 'manifest.json').is_file(): return False
+    if data.suffix in ('.safetensors', '.yaml', '.npy'): check_folder(data)   # of a cache or a model
     return data.is_file() or data.is_dir() and any(data.iterdir())
 
 def _corpus_cache_folder(corpus: Path, settings, made: Path | None = None) -> Path:
@@ -452,6 +454,8 @@ def _train_dvae(
 def _known(run: Path | None, source, missing: str, remedy: str) -> bool:
     "Whether `run` holds a run; raises `UserError` if not and nothing is given to start one."
     from xtts_nb.config import UserError
+    from xtts_nb.files import check_folder
+    if run is not None and run.is_file(): check_folder(run)
     if run is not None and (run / 'run.json').is_file(): return True
     if source: return False
     where = f'{run}: holds no run to go on with' if run else missing

@@ -357,6 +357,8 @@ def _without_folder(argument: str) -> str:
 def load_settings(preset: str, config: Path | None, made: Path | None = None):
     "Settings of a file, ours or a guide's, laid over those of a cache or run, or of a preset."
     from xtts_nb.config import UserError, XTTSConfig
+    from xtts_nb.files import check_folder
+    if made: check_folder(made)
     if made and not (made / 'config.yaml').is_file():
         raise UserError(f'{made}: holds no config.yaml; give a cache or a run.')
     return with_file(XTTSConfig.load(made / 'config.yaml') if made else XTTSConfig.preset(preset), config)

@@ -31,7 +31,7 @@ from fastcore.basics import patch
 from tokenizers import models, pre_tokenizers, Tokenizer as BPE, trainers
 
 from ..config import UserError
-from ..files import atomic_file
+from ..files import atomic_file, check_arrived
 
 # %% ../../nbs/data/text.ipynb #7356c0e2
 _LONG_CODES = dict(pair.split('=') for pair in (   # where a language has a shorter one
@@ -604,6 +604,7 @@ def load(cls: Tokenizer,
     cleaner: str | None = None,   # default: that of the file
 ) -> 'Tokenizer':
     "The tokenizer in `path`; raises `UserError` if it is missing, incomplete, or its cleaner is unknown."
+    check_arrived(path)
     try:
         values = json.loads(Path(path).read_text(encoding='utf-8'))
         stored = values.pop('cleaner', 'plain')   # tokenizers accepts no other keys

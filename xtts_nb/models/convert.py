@@ -25,7 +25,9 @@ import tensorflow as tf
 
 from ..config import UserError, XTTSConfig
 from ..data.text import Tokenizer
-from ..files import atomic_folder, named_weights, read_json, read_tensors, TENSOR_TYPES, write_tensors
+from ..files import (
+    atomic_folder, check_arrived, check_folder, named_weights, read_json, read_tensors, TENSOR_TYPES,
+    write_tensors)
 from .dvae import DVAE
 from .gpt import GPT
 from .hifigan import HiFiGAN, SpeakerEncoder, unfold_weight_norm, WEIGHT_NORM_PAIRS
@@ -182,6 +184,7 @@ def read_pth(path: str | Path):   # the contents, tensors as arrays that are sti
     "A PyTorch file, read without running code; raises `UserError` if it is broken or forbidden."
     path = Path(path)
     if not path.is_file(): raise UserError(f'{path}: the file is missing; copy it there.')
+    check_arrived(path)
     torch = _torch()
     inert = [(type(name.rpartition('.')[2], (Inert,), {}), name) for name in CONFIG_CLASSES]
     lazy = {'mmap': True} if zipfile.is_zipfile(path) else {}   # older files are no archives
@@ -410,9 +413,11 @@ def from_coqui(
 ) -> dict:                # tensors, kept_aside, text_tokens
     "Convert a model of coqui-tts to a folder that `XTTS.load` reads; raises `UserError` for a wrong tensor."
     folder = Path(folder)
+    check_folder(folder)
     for name in ('config.json', 'vocab.json'):
         if not (folder / name).is_file():
             raise UserError(f'{folder / name}: the file is missing; copy it beside the checkpoint.')
+    for path in (*folder.glob('*.json'), *folder.glob('*.pth')): check_arrived(path)   # before any is read
     tokenizer, tensors = Tokenizer.load(folder / 'vocab.json', 'xtts'), read_coqui(folder)
     config = infer_config({key: x.shape for key, x in tensors.items()}, model_args(folder), folder)
     check_vocabulary(folder / 'vocab.json', tokenizer, config)

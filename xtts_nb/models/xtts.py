@@ -22,7 +22,7 @@ from ..bench import compare, host_syncs, trace_count, wait_for
 from ..config import UserError, XTTSConfig
 from ..data.native import speech_lengths
 from ..data.text import TEXT_STOP, Tokenizer
-from ..files import atomic_file, load_weights, named_weights, save_weights
+from ..files import atomic_file, check_folder, load_weights, named_weights, save_weights
 from .dvae import DVAE
 from .gpt import GPT, joint_mask, shifted
 from .hifigan import HiFiGAN, load_hifigan, SpeakerEncoder
@@ -276,6 +276,7 @@ class XTTS:
     ) -> 'XTTS':
         "The model in `folder`; raises `UserError` naming what is missing or does not fit."
         folder = Path(folder)
+        check_folder(folder)
         if not (folder / 'config.yaml').is_file():
             raise UserError(f'{folder}: holds no model (config.yaml is missing); train one there.')
         config, tokenizer = XTTSConfig.load(folder / 'config.yaml'), Tokenizer.load(folder / 'tokenizer.json')

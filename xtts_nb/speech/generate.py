@@ -256,6 +256,8 @@ def read_reference(
     seconds: float = 30.,                 # the rest is cut off
 ) -> np.ndarray:                          # (N,)
     "The recording of a voice; raises `UserError` for silence, or less than half a second."
+    if not isinstance(reference, np.ndarray) and Path(reference).is_dir():
+        raise UserError(f'{reference}: is a folder; name a recording of the voice in it.')
     if not isinstance(reference, np.ndarray) and not Path(reference).is_file():
         raise UserError(f'{reference}: there is no such recording; name a file of the voice.')
     wav = reference if isinstance(reference, np.ndarray) else load_audio(reference, audio.sample_rate)

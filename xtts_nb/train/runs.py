@@ -24,7 +24,8 @@ from ..data.cache import ARRAYS, Cache, content_keys, file_sha, left_out_line, w
 from ..config import DataConfig, UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, bucket_shapes, reader_of
 from ..models.dvae import load_dvae
-from ..files import atomic_file, atomic_folder, fingerprint, load_weights, PART, read_json, write_json
+from ..files import (
+    atomic_file, atomic_folder, check_folder, fingerprint, load_weights, PART, read_json, write_json)
 from ..speech.evaluate import Listener, mean_world_scores, world_package
 from ..models.xtts import XTTS
 from ..data.text import Tokenizer
@@ -77,6 +78,7 @@ def base_config(
     if base is None:
         kind = settings.training.finetune
         raise UserError(f'training.finetune {kind} needs a model to begin from; name it with --model.')
+    check_folder(base)
     for name in ('config.yaml', 'tokenizer.json', 'model.safetensors'):
         if not (Path(base) / name).is_file():
             raise UserError(f'{base}: holds no model to begin from ({name} is missing); make one by xtts-nb '
