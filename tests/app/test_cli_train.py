@@ -471,20 +471,22 @@ def test_what_is_forgotten_is_told(tmp_path):
 def test_what_tune_hands_to_its_stages(behind, ran, home):
     (home / 'c').write_text('training: {listen_clips: 8}\n')   # half of how the model is chosen
     plans, tuned = behind('app.tune.plan_tuning', 'the plan'), behind(
-        'app.tune.tune', {'train': {'result': {'best': {'step': 5}}}})
+        'app.tune.tune', {'train': {'result': {'best': {'step': 5}, 'run': 'o/run'}}})
     pages = behind('app.tune.tuning_page', Path('o/index.html'))
     texts, commands = behind('app.tune.tuning_text', 'FIGURES'), behind('app.tune.next_commands', ['SAY', ''])
     done = ran('tune a.mp3 --out o --text t --language de --model m --finetune lora --preset tiny --config c '
                '--mix OLD --steps 7 --skip evaluate --json')
     assert done.code == 0 and (done.json['run'], done.json['model']) == ('o/run', 'o/run/best')
-    (plan,), (asked,) = plans, tuned
+    (asked,) = tuned
+    assert asked['plan']() == 'the plan'
+    (plan,) = plans
     assert [str(plan[name]) for name in ('source', 'out', 'text', 'language', 'model')] == [
         'a.mp3', 'o', 't', 'de', 'm']
     assert (plan['skip'], plan['prepare']) == (('evaluate',), ['--preset', 'tiny', '--config', 'c'])
     assert plan['train'] == ['--config', 'c', '--finetune', 'lora', '--steps', '7']
     assert plan['judged'] == ('--set', 'training.judge_by=dtw')   # the file says only how many are spoken
     assert str(plan['mix']) == 'OLD'
-    assert asked['stages'] == 'the plan' and str(asked['out']) == 'o' and pages[0]['language'] == 'de'
+    assert str(asked['out']) == 'o' and pages[0]['language'] == 'de'
     assert str(texts[0]['out']) == str(commands[0]['out']) == 'o' and commands[0]['language'] == 'de'
 
 def test_the_end_tells_what_was_forgotten(behind):
