@@ -192,18 +192,22 @@ def test_what_waits_for_the_backward_pass(mini, monkeypatch, training, numbers):
 
 # 1000 numbers, 100 of a DVAE, 4 rows of 7
 PLAIN = {'weights': 4400, 'copies of weights': 0, 'gradients': 4000, 'moments': 8000, 'mean weights': 0,
-         'written anew': 0, 'program': 2e8, 'activations': 4 * 4 * 7}
+         'written anew': 0, 'copy for a checkpoint': 4 * 1000 + 8000 + 4 * 100, 'program': 2e8,
+         'activations': 4 * 4 * 7}
+MEANS = 4 * 1000 + 8000 + 4000 + 4400   # the copy, with a model of other weights than the state
 
 @pytest.mark.parametrize('training, cards, other', [
     ({}, 0, {}), ({'precision': 'bfloat16'}, 0, {'copies of weights': 2000, 'activations': 2 * 4 * 7}),
     ({'accumulation': 2}, 0, {'gradients': 8000, 'activations': 4 * 2 * 7}),
-    ({'ema': 0.5}, 0, {'mean weights': 4000}),
+    ({'ema': 0.5}, 0, {'mean weights': 4000, 'copy for a checkpoint': MEANS}),
     ({'mode': 'xla', 'ema': 0.5}, 0,
-     {'mean weights': 4000, 'written anew': 4000 + 8000 + 4000}),
-    ({'mode': 'xla'}, 1, {'copies of weights': 8.9, 'activations': 5 * 2}),
+     {'mean weights': 4000, 'written anew': 4000 + 8000 + 4000, 'copy for a checkpoint': MEANS}),
+    ({'mode': 'xla'}, 1, {'copies of weights': 8.9, 'activations': 5 * 2, 'copy for a checkpoint': 0}),
     ({'finetune': 'lora', 'lora_rank': 2}, 0,
-     {'copies of weights': 16 * 64**2, 'gradients': 4 * 768, 'moments': 8 * 768}),
-    ({'finetune': 'rows'}, 0, {'gradients': 4 * 645, 'moments': 8 * 645})])
+     {'copies of weights': 16 * 64**2, 'gradients': 4 * 768, 'moments': 8 * 768,
+      'copy for a checkpoint': 12 * 768 + 4400}),
+    ({'finetune': 'rows'}, 0, {'gradients': 4 * 645, 'moments': 8 * 645,
+                               'copy for a checkpoint': 12 * 645 + 4400})])
 def test_the_estimate_by_hand(mini, monkeypatch, training, cards, other):
     monkeypatch.setattr(finetune, 'parameter_counts', lambda model: {'GPT': 1000, 'DVAE': 100})
     monkeypatch.setattr(finetune, 'activation_count', lambda config, codes, text: codes + text)
@@ -287,7 +291,8 @@ def test_the_compute_capability_is_that_of_the_first_card(monkeypatch, cards, de
     (1.199e9, UserError)])
 def test_the_message_about_memory(mini, monkeypatch, room, said):
     "Parts of less than 50 MB are not listed."
-    needs = {'weights': 1.11e9, 'moments': 4e7, 'program': 5e7, 'activations': 1e9}
+    needs = {'weights': 1.11e9, 'moments': 4e7, 'program': 5e7, 'activations': 1e9,
+             'copy for a checkpoint': 0}
     monkeypatch.setattr(finetune, 'memory_needs', lambda *_: needs)
     begin = 'Training needs about 2.2 GB (weights 1.1, program 0.1, activations 1.0)'
     say = lambda kind: check_memory(mini.replace(training={'finetune': kind}), 48, 40, free=('a card', room))
