@@ -609,8 +609,8 @@ def prepare(
     check_dropped(unread, total, config, corpus)
     check_cache_folder(out)
     check_part(part, tokenizer is not None, len(clips), shard_clips)
-    tokenizer = tokenizer or train_tokenizer((clean(c.text, c.language) for c in clips), (c.language for c in clips),
-                                             config.model.gpt.text_tokens)
+    texts, languages = (clean(c.text, c.language) for c in clips), (c.language for c in clips)
+    tokenizer = tokenizer or train_tokenizer(texts, languages, config.model.gpt.text_tokens)
     shards = [clips[i:i + shard_clips] for i in range(0, len(clips), shard_clips)]
     jobs = [Job(i, shards[i]) for i in range(part[0] - 1, len(shards), part[1])]
     mine = sum(len(job.clips) for job in jobs)
