@@ -732,7 +732,7 @@ def _instead(self: Tokenizer, c: str, language: str) -> str:
     "A plainer form of a character that the vocabulary lacks; empty if there is none."
     base = ''.join(x for x in unicodedata.normalize('NFKD', c) if unicodedata.category(x)[0] != 'M')
     marks = next((group for group in _ALIKE if c in group), '')
-    plainer = base, _LETTERS.get(c.lower(), ''), _LETTERS.get(base.lower(), ''), *marks
+    plainer = *marks, base, _LETTERS.get(c.lower(), ''), _LETTERS.get(base.lower(), '')
     return next((x for x in plainer if x and x != c and not self.unknown(x, language)), '')
 
 @patch
