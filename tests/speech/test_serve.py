@@ -155,7 +155,7 @@ def test_the_language_of_a_service(toy):
 
 @pytest.mark.parametrize('wrong, status, param, words', [
     ({'input': ''}, 400, None, 'text is empty'), ({'input': ' \n'}, 400, None, 'text is empty'),
-    ({'input': '?! ..'}, 400, None, ''), ({'input': 'aa Ω'}, 400, None, 'never saw the characters'),
+    ({'input': '?! ..'}, 400, None, ''),
     ({'input': 'a' * 71}, 413, 'input', 'limit is 70'), ({'input': None}, 400, 'input', 'Field required.'),
     ({'voice': 'carl'}, 404, 'voice', 'no voice "carl"; there is anna, bert'),
     ({'voice': '../../etc'}, 404, 'voice', 'no voice'), ({'voice': ''}, 404, 'voice', 'no voice'),
