@@ -1072,6 +1072,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'xtts_nb.data.text._sentence': ('data/text.html#_sentence', 'xtts_nb/data/text.py'),
                                    'xtts_nb.data.text._signs': ('data/text.html#_signs', 'xtts_nb/data/text.py'),
                                    'xtts_nb.data.text._whole_numbers': ('data/text.html#_whole_numbers', 'xtts_nb/data/text.py'),
+                                   'xtts_nb.data.text._written_fraction': ('data/text.html#_written_fraction', 'xtts_nb/data/text.py'),
                                    'xtts_nb.data.text.chinese_group': ('data/text.html#chinese_group', 'xtts_nb/data/text.py'),
                                    'xtts_nb.data.text.chinese_number': ('data/text.html#chinese_number', 'xtts_nb/data/text.py'),
                                    'xtts_nb.data.text.clean': ('data/text.html#clean', 'xtts_nb/data/text.py'),

@@ -391,7 +391,7 @@ def test_fixed_sentences_take_the_voices_in_turn(xtts, prepared, tmp_path, monke
     assert made[1].other_sentence is None and all(t.other_voice is None for t in made)
     wav = load_audio(made[0].clip.path, 22050)
     assert np.allclose(wav, np.arange(220) * 50 / 32768, atol=1e-4)
-    page.SENTENCES[language] = ['ßßß', known[0]]   # letters that it never saw
+    page.SENTENCES[language] = ['ЖЖЖ', known[0]]   # letters that it never saw
     (left,) = page.sentence_trials(xtts, [language], speak, tmp_path, voices)
     assert left.clip.text == known[0] and left.reference == CLIPS[0]
     page.SENTENCES[language] = ['ßßß']

@@ -305,7 +305,7 @@ def test_in_parity_code_1_and_start_count_as_spoken(endless, inputs, monkeypatch
 def speaker(xtts): return Speaker(xtts, temperature=0.)
 
 @pytest.mark.parametrize('text, language, message', [
-    ('Жaa', 'en', 'never saw the characters ж; write the text without'), ('a 1 ?', 'en', 'characters 1;'),
+    ('Ж?', 'en', 'never saw ж'),
     ('☺ *', 'en', 'The text is empty'),
     ('', 'en', 'The text is empty'),
     (' \n', 'en', 'The text is empty'), ('"“', 'en', 'The text is empty'),

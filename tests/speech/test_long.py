@@ -246,7 +246,7 @@ def test_pieces_of_similar_length_together(recorder):
 def test_reports_name_their_piece(xtts):
     recorder = Recorder(xtts, [[{'found': 'x'}], []])
     _, report = speak_whole(recorder, f'{TEXT}\n\n☺', 'en', 'me', rows=2, early=True)
-    left = {'found': 'cannot be said: ☺', 'done': 'left out'}
+    left = {'found': 'cannot be said "☺"', 'done': 'left out'}
     assert report == [{'piece': 0, 'text': 'aa bb cc dd ee ff'} | left,
                       {'piece': 0, 'text': 'aa bb cc dd ee ff', 'found': 'x'},
                       {'piece': 2, 'text': 'aa bb cc dd ee ff gg hh', 'found': 'x'},
@@ -270,11 +270,12 @@ def test_a_piece_has_room_for_its_codes(recorder):
 
 def test_a_mark_that_is_not_said_still_divides(recorder):
     "The vocabulary has no full stop; a heading and an item of a list end like a sentence."
-    pieces, tokens = text_pieces(recorder, '# Aa bb\n- Cc dd ee ff.\n- gg hh\n\n**Gg** hh aa bb ccж dd 😀', 'EN-us')
+    text = '# Aa bb\n- Cc dd ee ff.\n- gg hh\n\n**Gg** hh aa bb ccж dd 😀'
+    pieces, tokens = text_pieces(recorder, text, 'EN-us')
     assert [(p.text, p.language, p.pause) for p in pieces] == [
         ('Aa bb.\n\n', 'en', .7), ('Cc dd ee ff. Gg hh.\n\n', 'en', .7), ('Gg hh aa bb ccж dd 😀', 'en', 0.)]
-    assert pieces[0].notes == ({'found': 'cannot be said: # * - . 😀', 'done': 'left out'},
-                               {'found': 'unknown letters: ж', 'done': 'left out'})
+    assert pieces[0].notes == ({'found': 'cannot be said "# * - . 😀"', 'done': 'left out'},
+                               {'found': 'unknown letters "ж"', 'done': 'left out'})
     assert pieces[1].notes == pieces[2].notes == () and all(tokens)
 
 @pytest.mark.parametrize('text', ['😀 ...', '---', '\u200b', ' ', '', 'ж', '```py\nx\n```'])

@@ -35,12 +35,14 @@ from ..files import atomic_file, check_arrived
 
 # %% ../../nbs/data/text.ipynb #7356c0e2
 _LONG_CODES = dict(pair.split('=') for pair in (   # where a language has a shorter one
-    'eng=en spa=es fra=fr fre=fr deu=de ger=de ita=it por=pt pol=pl tur=tr rus=ru nld=nl dut=nl ces=cs cze=cs '
-    'ara=ar zho=zh chi=zh cmn=zh jpn=ja hun=hu kor=ko hin=hi fas=fa per=fa pes=fa ukr=uk swe=sv nor=no nob=nb '
-    'nno=nn dan=da fin=fi ell=el gre=el heb=he ron=ro rum=ro vie=vi tha=th ind=id msa=ms may=ms urd=ur ben=bn '
-    'tam=ta tel=te mar=mr pan=pa kur=ku cat=ca eus=eu baq=eu glg=gl bul=bg hrv=hr srp=sr slk=sk slo=sk slv=sl '
-    'est=et lav=lv lit=lt aze=az kaz=kk uzb=uz hye=hy arm=hy kat=ka geo=ka swa=sw afr=af isl=is ice=is').split())
-LANGUAGE_CODE = re.compile(rf'(?!(?:{"|".join(_LONG_CODES)})\b)[a-z]{{2,3}}(-[a-z0-9]{{2,4}})?')   # en, kab, zh-cn
+    'eng=en spa=es fra=fr fre=fr deu=de ger=de ita=it por=pt pol=pl tur=tr rus=ru nld=nl dut=nl '
+    'ces=cs cze=cs ara=ar zho=zh chi=zh cmn=zh jpn=ja hun=hu kor=ko hin=hi fas=fa per=fa pes=fa '
+    'ukr=uk swe=sv nor=no nob=nb nno=nn dan=da fin=fi ell=el gre=el heb=he ron=ro rum=ro vie=vi '
+    'tha=th ind=id msa=ms may=ms urd=ur ben=bn tam=ta tel=te mar=mr pan=pa kur=ku cat=ca eus=eu '
+    'baq=eu glg=gl bul=bg hrv=hr srp=sr slk=sk slo=sk slv=sl est=et lav=lv lit=lt aze=az kaz=kk '
+    'uzb=uz hye=hy arm=hy kat=ka geo=ka swa=sw afr=af isl=is ice=is').split())
+LANGUAGE_CODE = re.compile(   # en, kab, zh-cn; not eng or zh-hk, which `fold_language` writes in one way
+    rf'(?!(?:{"|".join(_LONG_CODES)}|zh-(?!cn))\b)[a-z]{{2,3}}(-[a-z0-9]{{2,4}})?')
 
 def fold_language(code: str) -> str:
     "The language of a code: en-US and eng are en; Chinese is zh-cn, as XTTS writes it, but zh-HK is yue."
@@ -53,7 +55,8 @@ def fold_language(code: str) -> str:
 HALF_SPACE = '\u200c'
 _ENTITY = re.compile(r'&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z]{2,31}[0-9]{0,2});')
 _ARABIC = '\u0620-\u065f\u066e-\u06d3\u06fa-\u06ff'   # letters and the marks on them
-_STRAY = re.compile(rf'(?<![{_ARABIC}]){HALF_SPACE}+|{HALF_SPACE}+(?![{HALF_SPACE}{_ARABIC}])|(?<={HALF_SPACE}){HALF_SPACE}+')
+_STRAY = re.compile(rf'(?<![{_ARABIC}]){HALF_SPACE}+|{HALF_SPACE}+(?![{HALF_SPACE}{_ARABIC}])'
+                    rf'|(?<={HALF_SPACE}){HALF_SPACE}+')
 _FORMS = {'\u200b': HALF_SPACE, '٪': '%', 'ª': 'ª', 'º': 'º'} | dict(zip('％＄＆＃＠＋－．／', '%$&#@+-./'))
 
 @cache
@@ -63,9 +66,9 @@ def _one_form(c: str) -> str:
     kind = unicodedata.category(c)
     if kind == 'Zs': return ' '
     if kind == 'Cf' or '\ufe00' <= c <= '\ufe0f': return HALF_SPACE * (c == HALF_SPACE)
-    wide = kind[0] == 'L' and not '\u3131' <= c <= '\u318e'   # Korean letters alone are not joined to syllables
-    return unicodedata.normalize('NFKC', c) if wide or kind == 'Nl' or c in '℃℉' or '①' <= c <= '⓿' or \
-        '\u3200' <= c <= '\u33ff' else c
+    letter = kind[0] == 'L' and not '\u3131' <= c <= '\u318e'   # these Korean ones would join to syllables
+    whole = letter or kind == 'Nl' or c in '℃℉' or '①' <= c <= '⓿' or '\u3200' <= c <= '\u33ff'
+    return unicodedata.normalize('NFKC', c) if whole else c
 
 def tidy(text: str) -> str:
     "The same text composed, and without characters that have no sound."
@@ -143,7 +146,7 @@ def number_words(
 
 # %% ../../nbs/data/text.ipynb #f544bc5e
 CURRENCIES = {'£': 'GBP', '$': 'USD', '€': 'EUR'}
-HINDI_MONEY = {'£': 'पाउंड', '$': 'डॉलर', '€': 'यूरो'}
+HINDI_MONEY = {'£': 'पाउंड', '$': 'डॉलर', '€': 'यूरो', '₹': 'रुपये'}
 
 def money_words(digits: str, sign: str, language: str) -> str:
     "An amount such as 12,50 in words; raises one of `UNSUPPORTED` if it is unsupported."
@@ -336,13 +339,15 @@ SIGNS = {language: dict(zip('−+€²³', words.split('|'))) for language, word
     'hu': 'mínusz|plusz|euró|a négyzeten|a köbön', 'ko': '마이너스|플러스|유로|제곱|세제곱',
     'hi': 'माइनस|प्लस|यूरो|वर्ग|घन', 'zh': '负|加|欧元|平方|立方', 'ja': 'マイナス|プラス|ユーロ|二乗|三乗',
     'fa': 'منفی|به‌علاوه|یورو|به توان دو|به توان سه'}.items()}
-POINTS = {'tr': 'virgül', 'ar': 'فاصلة', 'hi': 'दशमलव', 'vi': 'phẩy'}   # where num2words reads decimals as something else
-COMMA_GROUPS = {'en', 'ko', 'ja', 'zh', 'hi', 'ar', 'fa', 'he', 'th', 'ur', 'bn', 'yue', 'fil'}   # 1,234 is one number
+# where num2words reads a decimal as something else, and where 1,234 is one number
+POINTS = {'tr': 'virgül', 'ar': 'فاصلة', 'hi': 'दशमलव', 'vi': 'phẩy'}
+COMMA_GROUPS = {'en', 'ko', 'ja', 'zh', 'hi', 'ar', 'fa', 'he', 'th', 'ur', 'bn', 'yue', 'fil'}
 _NO_SPACES = 'zh', 'yue', 'ja', 'ko'
 _MONEY = CURRENCIES | {'¥': 'JPY', '₹': 'INR', '₽': 'RUB', '₺': 'TRY', '₩': 'KRW'}
 _SIGN, _AMOUNT = f'[{"".join(_MONEY)}]', '[0-9]+(?:[.,][0-9]+)?'
-_TELEPHONE = re.compile(r'''(?<![\w.,:/+-])(?<![0-9]\ )(?:\+[0-9][0-9 ()-]{6,}[0-9]|0[0-9]{2,}(?:[ -][0-9]{2,})*
-    |0[0-9](?:\ [0-9]{2}){4}|(?:1-)?(?:\(?[0-9]{3}\)?[ -])?[0-9]{3}-[0-9]{4})(?![\w-]|[.,:/][0-9])''', re.X)
+_TELEPHONE = re.compile(r'''(?<![\w.,:/+-])(?<![0-9]\ )(?:
+    \+[0-9][0-9 ()-]{6,}[0-9] | 0[0-9]{2,}(?:[ -][0-9]{2,})* | 0[0-9](?:\ [0-9]{2}){4}
+    | (?:1-)?(?:\(?[0-9]{3}\)?[ -])?[0-9]{3}-[0-9]{4})(?![\w-]|[.,:/][0-9])''', re.X)
 
 def _one_by_one(digits: str, language: str) -> str:
     "The words of the digits among some characters; the characters as they are if the language has none."
@@ -350,20 +355,31 @@ def _one_by_one(digits: str, language: str) -> str:
     except UNSUPPORTED: return digits
     return ('' if language in _NO_SPACES[:3] else ' ').join(words)
 
+def _written_fraction(m: re.Match) -> str:
+    return {'1/2': '½', '1/4': '¼', '3/4': '¾'}.get(m[0], m[0])
+
 def _whole_numbers(text: str, language: str) -> str:
     "Telephone numbers digit by digit, fractions as decimals, and the marks between thousands removed."
     point = '.' if language in COMMA_GROUPS else ','
-    fraction = lambda m: (m[1] or '0').strip() + point + f'{unicodedata.numeric(m[2]):.3f}'[2:].rstrip('0')
+    part = lambda c: f'{unicodedata.numeric(c):.3f}'[2:].rstrip('0')
+    fraction = lambda m: (m[1] or '0').strip() + point + part(m[2])
+    if language != 'zh': text = re.sub('(?<![0-9/.,])([13])/([24])(?![0-9/])', _written_fraction, text)
     text = re.sub('([0-9]+ ?)?([¼-¾⅐-⅞])', fraction, text)
     power = lambda m: ' ' + SIGNS.get(language, {}).get(m[0], unicodedata.normalize('NFKC', m[0]))
     text = re.sub(r'(?<=[\w)])[²³⁰¹⁴-⁹₀-₉]', power, text)
     joined = lambda marks: lambda m: re.sub(f'[{marks}]', '', m[0])
-    text = re.sub('(?<![0-9.,])[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}(?![0-9])', joined(','), text)   # lakhs
+    first = '(?<![0-9.,])[1-9]'
+    text = re.sub(f'{first}[0-9]?(?:,[0-9]{{2}})+,[0-9]{{3}}(?![0-9])', joined(','), text)   # lakhs
     mark = ',' if language in COMMA_GROUPS else '.'
-    text = re.sub(rf'(?<![0-9.,])[1-9][0-9]{{0,2}}(?:[{mark}][0-9]{{3}})+(?![0-9]|[{mark}][0-9])', joined(mark), text)
+    grouped = rf'{first}[0-9]{{0,2}}(?:[{mark}][0-9]{{3}})+(?![0-9]|[{mark}][0-9])'
+    text = re.sub(grouped, joined(mark), text)
+    swiss = f"{first}[0-9]{{0,2}}(?:['’][0-9]{{3}})+(?![0-9])"
+    text = re.sub(swiss, joined("'’"), text)
     if language not in COMMA_GROUPS | {'tr'}:
-        text = re.sub('(?<![0-9.,+])(?<![0-9] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?! ?[0-9])', joined(' '), text)
-    telephone = re.compile(r'(?<![0-9.,])0[0-9]{2,}(?![0-9-]|[.,][0-9])') if language in ('zh', 'yue') else _TELEPHONE
+        spaced = f'(?<!\\+)(?<![0-9] ){first}[0-9]{{0,2}}(?: [0-9]{{3}})+(?! ?[0-9])'
+        text = re.sub(spaced, joined(' '), text)
+    short = r'(?<![0-9.,])0[0-9]{2,}(?![0-9-]|[.,][0-9])'   # the rules of Chinese know the others
+    telephone = re.compile(short) if language in ('zh', 'yue') else _TELEPHONE
     text = telephone.sub(lambda m: _one_by_one(m[0], language), text)
     if language in _NO_SPACES: return text
     text = re.sub(r'(?<=[^\W\d_])(?=[0-9])', ' ', text)   # A4, 5kg; but 3rd, 1990s, 80er
@@ -380,18 +396,25 @@ def _minus(language: str) -> str:
 
 def _money(digits: str, sign: str, language: str) -> str:
     "An amount with the name of its currency; cents only if there are any."
-    name = SIGNS.get(language, {}).get(sign) or SYMBOLS.get(language, {}).get(sign)
-    try: words = number_words(float(digits.replace(',', '.')), language, to='currency', currency=_MONEY[sign])
+    names = SYMBOLS.get(language, {}) | SIGNS.get(language, {}) | (HINDI_MONEY if language == 'hi' else {})
+    name = names.get(sign)
+    amount = float(digits.replace(',', '.'))
+    try: words = number_words(amount, language, to='currency', currency=_MONEY[sign])
     except UNSUPPORTED: return f'{digits} {name or sign}'
-    if float(digits.replace(',', '.')) % 1: return words
     zero = words.rfind(number_words(0, language))
-    return words if zero < 1 else re.sub(r'[\s,]+(?:con|et|und|e|و)?\s*$', '', words[:zero].rstrip())
+    if amount % 1 or zero < 1: return words
+    return re.sub(r'[\s,]+(?:con|et|und|e|و)?\s*$', '', words[:zero].rstrip())
 
 def _signs(text: str, language: str) -> str:
     "Minus, plus and money in words."
-    before = r'(?<![0-9A-Za-z)\]._-])' if language in _NO_SPACES else r'(?<![^\s(\["„“«\'])'
-    if minus := _minus(language): text = re.sub(rf'{before}[-−–](?={_SIGN}? ?[0-9])', minus + ' ' * (language not in _NO_SPACES[:3]), text)
-    if plus := SIGNS.get(language, {}).get('+'): text = re.sub(r'\s?(?<!\+)\+\s?(?=[0-9])', f' {plus} ', text)
+    if language == 'ru': text = text.replace('№', '#')
+    before = r'(?<![^\s(\["„“«\'])'
+    if language in _NO_SPACES: before = r'(?<![0-9A-Za-z)\]._-])'
+    if minus := _minus(language):
+        minus += ' ' * (language not in _NO_SPACES[:3])
+        text = re.sub(rf'{before}[-−–](?={_SIGN}? ?[0-9])', minus, text)
+    if plus := SIGNS.get(language, {}).get('+'):
+        text = re.sub(r'\s?(?<!\+)\+\s?(?=[0-9])', f' {plus} ', text)
     amount = lambda m: _money(m[2] or m[3], m[1] or m[4], language)
     return re.sub(f'({_SIGN}) ?({_AMOUNT})|({_AMOUNT}) ?({_SIGN})(?! ?[0-9])', amount, text)
 
@@ -400,8 +423,8 @@ def _decimal(digits: str, language: str) -> str:
     "A decimal in words; the digits where the language has none."
     whole, part = re.split('[.,]', digits)
     try:
-        if language in POINTS: return f'{whole_words(whole, language)} {POINTS[language]} {_one_by_one(part, language)}'
-        return decimal_words(digits, language)
+        if language not in POINTS: return decimal_words(digits, language)
+        return f'{whole_words(whole, language)} {POINTS[language]} {_one_by_one(part, language)}'
     except UNSUPPORTED: return digits
 
 def _parts(text: str, language: str) -> str:
@@ -428,7 +451,9 @@ def written_out(text: str, language: str) -> str:
     text = _whole_numbers(text, language)
     if language == 'fa': return text   # `spell_persian` reads the rest
     text = _signs(text, language)
-    if language == 'zh': return re.sub('([0-9]{1,2}):([0-9]{2})(?![0-9:])', _chinese_time, text)
+    if language == 'zh':
+        text = re.sub(r'[0-9]{4,}\.[0-9]+', lambda m: chinese_number(m[0]), text)
+        return re.sub('([0-9]{1,2}):([0-9]{2})(?![0-9:])', _chinese_time, text)
     text = _parts(text, language)
     if language in RULES: return text
     def words(m):
@@ -522,7 +547,7 @@ class Tokenizer:
     "Sentence <-> ids, with a language tag; one object for training and synthesis."
     def __init__(self, bpe: BPE, cleaner: str = 'plain'):
         self.bpe, self.cleaner, vocabulary = bpe, cleaner, bpe.get_vocab()
-        self.start = vocabulary['[START]']
+        self.start, self._missing = vocabulary['[START]'], {' ': False}   # whether a character is not in it
         self.size = max(vocabulary.values()) + 1
         tags = [token[1:-1] for token in vocabulary if token[0] == '[']
         self.languages = sorted(filter(LANGUAGE_CODE.fullmatch, tags))
@@ -552,7 +577,9 @@ class Tokenizer:
         return sorted(self._lacks(self.clean(text, language)))
 
     def _lacks(self, cleaned: str) -> set[str]:
-        return {c for c in {*cleaned} - {' '} if 1 in self.bpe.encode(c).ids}
+        "The characters of a cleaned text that are not in the vocabulary."
+        self._missing |= {c: 1 in self.bpe.encode(c).ids for c in {*cleaned} - self._missing.keys()}
+        return {c for c in {*cleaned} if self._missing[c]}
 
 # %% ../../nbs/data/text.ipynb #83f4165f
 def _learn(texts: Iterable[str], **options) -> BPE:
@@ -669,10 +696,10 @@ def plain_markdown(
 ) -> str:
     "A text without its Markdown: chat programs send it, and nobody says it."
     if not _MARKED.search(text): return _ADDRESS.sub(r'\1', text)
-    parts, block, depth, number, cells = [], 0, 0, '', None   # parts: (text, block in which it ends like a sentence)
+    parts, block, depth, number, cells = [], 0, 0, '', None   # of `parts`: text, block of its sentences
     for token in _markdown().parse(_BULLET.sub(r'\1- ', text)):
         block += token.level == 0 and token.nesting > 0
-        if token.type in ('list_item_open', 'list_item_close', 'heading_open', 'heading_close'): depth += token.nesting
+        if token.tag in ('li', 'h1', 'h2', 'h3', 'h4', 'h5', 'h6'): depth += token.nesting
         if token.type == 'list_item_open' and token.info: number = f'{token.info}{token.markup} '
         elif token.type == 'list_item_close' and number: parts, number = [*parts, (number, block)], ''
         elif token.type == 'tr_open': cells = []
@@ -686,6 +713,7 @@ def plain_markdown(
     said = ''.join(chain(*zip((part for part, _ in parts), gaps))).rstrip('\n')
     return _ADDRESS.sub(r'\1', said)   # its path cannot be said
 
+# %% ../../nbs/data/text.ipynb #b1328290
 class Speakable(NamedTuple):
     "A text as a model can say it, and what had to be left out for it."
     text: str
@@ -694,21 +722,23 @@ class Speakable(NamedTuple):
 
 class NothingToSay(UserError): "A text in which the model finds no letter and no digit."
 
-_PLAINER = dict(zip('’‘ʼ´–—‑−“”„«»…，。！？：；、،؛؟।॥۔', "''''----" + '"' * 5 + '.,.!?:;,,;?...')) | dict(zip('!?;:', '..,,'))
+_ALIKE = (   # the best first
+    "'’‘ʼ´`", '-‑–—−', '.。।॥۔…', ',，、،', '!！.。।', '?？؟.。।', ';；؛,，،', ':：,，،')
 _LETTERS = dict(pair.split('=') for pair in (   # where taking the marks away does not help
-    'ß=ss æ=ae œ=oe ø=o ł=l đ=d ð=d þ=th ħ=h ı=i ŋ=ng ə=e x=ks q=k w=v ي=ی ى=ی ك=ک ة=ه ۀ=ه ی=ي ک=ك ە=ه').split())
+    'ß=ss æ=ae œ=oe ø=o ł=l đ=d ð=d þ=th ħ=h ı=i ŋ=ng ə=e x=ks q=k w=v '
+    'ي=ی ى=ی ك=ک ة=ه ۀ=ه ی=ي ک=ك ە=ه').split())
 
 @patch
 def _instead(self: Tokenizer, c: str, language: str) -> str:
     "A plainer form of a character that the vocabulary lacks; empty if there is none."
     base = ''.join(x for x in unicodedata.normalize('NFKD', c) if unicodedata.category(x)[0] != 'M')
-    plainer = _PLAINER.get(c, ''), base, _LETTERS.get(c.lower(), ''), _LETTERS.get(base.lower(), '')
-    plainer += tuple(_PLAINER.get(x, '') for x in plainer)
+    marks = next((group for group in _ALIKE if c in group), '')
+    plainer = *marks, base, _LETTERS.get(c.lower(), ''), _LETTERS.get(base.lower(), '')
     return next((x for x in plainer if x and x != c and not self.unknown(x, language)), '')
 
 @patch
 def speakable(self: Tokenizer, text: str, language: str) -> Speakable:
-    "What of a text can be said: numbers in words, and no Markdown or character that the vocabulary lacks."
+    "What of a text can be said: no Markdown, and no character that the vocabulary lacks."
     language = self.language(language)
     read = plain_markdown(text, language)
     plain = self.cleaner == 'plain'   # then letters of its numbers may be missing, too

@@ -155,4 +155,4 @@ def _readme(about: dict, specs: dict) -> str:
         'arguments': '\n'.join(map(line, specs.values())), 'language': about['languages'][0],
         'languages': ', '.join(f'`[{language}]`' for language in about['languages']),
         'voice': f'voices/{(about["voices"] or ["NAME"])[0]}.safetensors',
-        'numbers': _NUMBERS if about['cleaner'] == 'xtts' else ''})
+        'numbers': _NUMBERS if about['cleaner'] == 'xtts' else ', numbers as words'})

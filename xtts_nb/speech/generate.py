@@ -400,7 +400,8 @@ def _ids(self: Speaker, text: str, language: str) -> list[int]:
     said = tokenizer.speakable(text, language)
     if not text.strip(): raise NothingToSay('The text is empty; give the model something to say.')
     if not any(map(str.isalnum, said.text)):
-        why = f'the model never saw {" ".join(said.unknown)}' if said.unknown else 'has no letter and no digit'
+        why = 'has no letter and no digit'
+        if said.unknown: why = f'the model never saw {" ".join(said.unknown)}'
         raise NothingToSay(f'"{text.strip()[:40]}": {why}; give the model words of a language that it knows.')
     ids = tokenizer.encode(said.text, language)
     limit = self.xtts.config.model.gpt.max_text_tokens

@@ -305,7 +305,7 @@ def _notes(said: Speakable) -> tuple:
     "What becomes of the characters that cannot be said, as entries of a report."
     kinds = ('cannot be said', said.dropped), ('unknown letters', said.unknown)
     shown = lambda c: c if c.isprintable() else f'U+{ord(c):04X}'
-    return tuple({'found': f'{what}: {" ".join(map(shown, characters))}', 'done': 'left out'}
+    return tuple({'found': f'{what} "{" ".join(map(shown, characters))}"', 'done': 'left out'}
                  for what, characters in kinds if characters)
 
 # %% ../../nbs/speech/long.ipynb #6e788c2f
@@ -342,7 +342,7 @@ def spoken_pieces(speaker: Speaker, text: str, *given) -> tuple[list[TextPiece],
     pieces, tokens = text_pieces(speaker, text, *given)
     if any(tokens): return pieces, tokens
     if not text.strip(): raise NothingToSay('The text is empty; give the model something to say.')
-    lost = ', '.join(dict.fromkeys(note['found'] for p in pieces for note in p.notes)) or 'code or marks alone'
+    lost = ', '.join(note['found'] for piece in pieces for note in piece.notes) or 'code or marks alone'
     raise NothingToSay(f'"{text.strip()[:40]}": has no letter and no digit for the model ({lost}); '
                        'give it words of a language that it knows.')
 
