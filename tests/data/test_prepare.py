@@ -7,7 +7,6 @@ import subprocess
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from fake_dvae import (
 from process import Forked, server, tree
 from xtts_nb.data.audio import decode_wav, load_audio, save_audio, synthetic_voice
 from xtts_nb.data import prepare as module
-from xtts_nb.data.cache import Cache, check_cache_folder
+from xtts_nb.data.cache import Cache, check_cache_folder, verify_cache
 from xtts_nb.data.corpora import Clip, read_corpus
 from xtts_nb.config import UserError
 from xtts_nb.files import read_json, write_json
@@ -701,16 +700,30 @@ def test_the_mode_follows_the_settings_and_the_size(corpus, small, straight, cha
 def test_the_size_of_a_cache_is_estimated_from_every_third_of_401_clips(monkeypatch, small, gb, mode):
     "22050 / 256 frames/s of 80 numbers of 2 bytes, a code of 2 bytes per 4; 33 clips of 0.2 s, 34 of 0.1 s."
     asked = []
-    def info(path):
+    def seconds(path):
         asked.append(int(str(path)))
-        if asked[-1] % 2: raise soundfile.LibsndfileError(1)
-        return SimpleNamespace(duration=0.1 if asked[-1] % 4 else 0.2)
-    monkeypatch.setattr(soundfile, 'info', info)
+        if asked[-1] % 2: raise UserError('not readable')
+        return 0.1 if asked[-1] % 4 else 0.2
+    monkeypatch.setattr('xtts_nb.data.prepare.audio_seconds', seconds)
     clips = [Clip(str(i), 'a', 'a', 'en', Path(str(i))) for i in range(401)]
     config = small.replace(data={'preprocessing_mode': 'auto', 'max_cache_gb': gb})
     assert choose_mode(clips, config) == mode and asked == list(range(0, 401, 3))
     none = config.replace(data={'max_cache_gb': 1e-9})
     assert choose_mode(clips[1:2], none) == 'precompute' and len(asked) == 135   # it cannot be read
+
+@pytest.mark.parametrize('mode', ['precompute', 'runtime'])
+def test_parts_of_a_recording_are_cut_out(small, tokenizer, tmp_path, mode):
+    "Each becomes a clip of its own sound, in this run and in one that finds nothing to do."
+    folder, wavs = tmp_path / 'corpus', [synthetic_voice(1., 100.), synthetic_voice(1.5, 200.)]
+    save_audio(folder / 'talk.wav', np.concatenate(wavs))
+    (folder / 'metadata.csv').write_text('file,offset,duration,text\ntalk.wav,0,1,aa\ntalk.wav,1,1.5,bb\n')
+    config = small.replace(data={'preprocessing_mode': mode})
+    prepare(folder, tmp_path / 'out', config, Fake(), tokenizer)
+    assert prepare(folder, tmp_path / 'out', config, Fake(), tokenizer)['up_to_date']
+    cache = Cache(tmp_path / 'out')
+    assert [(c['text'], c['seconds']) for c in cache.clips] == [('aa', 1.), ('bb', 1.5)]
+    for i, wav in enumerate(wavs): assert np.allclose(load_audio(cache.wav_path(i)), wav, atol=1e-4)
+    assert not verify_cache(tmp_path / 'out')[1]
 
 def test_runtime_caches_can_be_merged(sounds, small, tokenizer, tmp_path):
     config = small.replace(data={'preprocessing_mode': 'runtime', 'min_seconds': 0.1})
