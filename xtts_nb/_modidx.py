@@ -205,6 +205,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'xtts_nb.app.demo._one_seed': ('app/demo.html#_one_seed', 'xtts_nb/app/demo.py'),
                                   'xtts_nb.app.demo._pair_section': ('app/demo.html#_pair_section', 'xtts_nb/app/demo.py'),
                                   'xtts_nb.app.demo._sound_sections': ('app/demo.html#_sound_sections', 'xtts_nb/app/demo.py'),
+                                  'xtts_nb.app.demo._surroundings': ('app/demo.html#_surroundings', 'xtts_nb/app/demo.py'),
                                   'xtts_nb.app.demo._synthesise': ('app/demo.html#_synthesise', 'xtts_nb/app/demo.py'),
                                   'xtts_nb.app.demo._with_note': ('app/demo.html#_with_note', 'xtts_nb/app/demo.py'),
                                   'xtts_nb.app.demo._words_begin': ('app/demo.html#_words_begin', 'xtts_nb/app/demo.py'),

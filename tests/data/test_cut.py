@@ -112,7 +112,7 @@ def test_silence_is_refused(tmp_path, wav, reason):
 @pytest.mark.parametrize('there, text, reason', [
     ('a.txt', 'a.txt', 'a.wav: there is no such file; give a recording'),
     ('a.wav', 'a.txt', 'a.txt: there is no such file; give the text'),
-    ('a.wav', None, r'a.wav: no text beside it \(a.txt, .srt, .vtt, .ass, .ssa\); give --text FILE')])
+    ('a.wav', None, 'a.wav: no text beside it .*give --text FILE')])
 def test_a_file_that_is_missing_is_named(tmp_path, there, text, reason):
     (tmp_path / there).write_text('The train is late.')
     with pytest.raises(UserError, match=reason):

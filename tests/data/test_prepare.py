@@ -19,7 +19,7 @@ from fake_dvae import (
 from process import Forked, server, tree
 from xtts_nb.data.audio import decode_wav, load_audio, save_audio, synthetic_voice
 from xtts_nb.data import prepare as module
-from xtts_nb.data.cache import Cache, check_cache_folder
+from xtts_nb.data.cache import Cache, check_cache_folder, verify_cache
 from xtts_nb.data.corpora import Clip, read_corpus
 from xtts_nb.config import UserError
 from xtts_nb.files import PART, read_json, write_json
@@ -732,6 +732,20 @@ def test_a_recording_of_unknown_length_does_not_change_the_mode(small, tmp_path)
     data[21], data[22:26] = data[21] & 0xF0, bytes(4)   # the number of samples
     clips[3].path.write_bytes(data)
     assert choose_mode(clips, small.replace(data={'preprocessing_mode': 'auto'})) == 'precompute'
+
+@pytest.mark.parametrize('mode', ['precompute', 'runtime'])
+def test_parts_of_a_recording_are_cut_out(small, tokenizer, tmp_path, mode):
+    "Each becomes a clip of its own sound, in this run and in one that finds nothing to do."
+    folder, wavs = tmp_path / 'corpus', [synthetic_voice(1., 100.), synthetic_voice(1.5, 200.)]
+    save_audio(folder / 'talk.wav', np.concatenate(wavs))
+    (folder / 'metadata.csv').write_text('file,offset,duration,text\ntalk.wav,0,1,aa\ntalk.wav,1,1.5,bb\n')
+    config = small.replace(data={'preprocessing_mode': mode})
+    prepare(folder, tmp_path / 'out', config, Fake(), tokenizer)
+    assert prepare(folder, tmp_path / 'out', config, Fake(), tokenizer)['up_to_date']
+    cache = Cache(tmp_path / 'out')
+    assert [(c['text'], c['seconds']) for c in cache.clips] == [('aa', 1.), ('bb', 1.5)]
+    for i, wav in enumerate(wavs): assert np.allclose(load_audio(cache.wav_path(i)), wav, atol=1e-4)
+    assert not verify_cache(tmp_path / 'out')[1]
 
 def test_runtime_caches_can_be_merged(sounds, small, tokenizer, tmp_path):
     config = small.replace(data={'preprocessing_mode': 'runtime', 'min_seconds': 0.1})

@@ -28,17 +28,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import soundfile
 import tensorflow as tf
 from matplotlib.figure import Figure
 
 from .speed import check_equal, comparison_plan, data_before_after
 from ..config import UserError, XTTSConfig
-from ..data.audio import griffin_lim, load_audio, save_audio, wav_bytes
+from ..data.audio import griffin_lim, load_audio, open_audio, save_audio, wav_bytes
 from ..data.cache import Cache
 from ..data.corpora import Clip, read_corpus, visible
 from ..data.native import CacheReader
@@ -416,15 +416,23 @@ def plot_cut(wav: np.ndarray, rate: int, start: float, end: float) -> Figure:
     ax.set_xlim(0, max(at[-1], 0.01) if len(at) else 1)
     return fig
 
-def _cut_section(clip: dict, path: Path, folder: Path, around: float = 0.6) -> list[str]:
-    "A clip with its text, its sound, and the recording around it (s)."
-    with soundfile.SoundFile(path) as file:
-        rate, first = file.samplerate, max(0, round((clip['start'] - around) * file.samplerate))
-        file.seek(first)
-        length = round((clip['end'] + around) * rate) - first
-        wav = file.read(length, dtype='float32', always_2d=True).mean(1)
+def _surroundings(clips: list[dict], path_of, around: float = 0.6) -> dict[int, tuple]:
+    "Of each clip, by its index: the samples around it (s), their rate, the first of them."
+    found, order = {}, sorted(range(len(clips)), key=lambda i: (path_of(clips[i]), clips[i]['start']))
+    for path, some in groupby(order, lambda i: path_of(clips[i])):
+        with open_audio(path) as file:
+            for i in some:
+                start, last = clips[i]['start'], round((clips[i]['end'] + around) * file.samplerate)
+                first = max(0, round((start - around) * file.samplerate))
+                file.seek(first)
+                found[i] = file.read(last - first), file.samplerate, first
+    return found
+
+def _cut_section(clip: dict, sound: tuple, source: str, folder: Path) -> list[str]:
+    "A clip with its text, its sound, and what is around it, of `_surroundings`."
+    wav, rate, first = sound
     begin = clip['start'] - first / rate
-    place = f'{clip.get("source", path.name)}, {clip["start"]:.2f} to {clip["end"]:.2f} s'
+    place = f'{source}, {clip["start"]:.2f} to {clip["end"]:.2f} s'
     fig = plot_cut(wav, rate, begin, begin + clip['end'] - clip['start'])
     return [f'<p dir="auto"><b>{html.escape(visible(clip["text"], 400))}</b></p>',
             f'<p>{html.escape(clip.get("cut", ""))}</p>' if 'cut' in clip else '',
@@ -442,14 +450,16 @@ def cuts_page(
     clips, seconds = sorted(result['clips'], key=sure)[:most], lambda c: c['end'] - c['start']
     used, lost = (sum(map(seconds, result[kind])) for kind in ('clips', 'dropped'))
     root = source if source.is_dir() else source.parent
+    name = lambda clip: clip.get('source', source.name)
+    sounds = _surroundings(clips, lambda clip: root / name(clip))
     rows = [(f'{d["start"]:.2f}', f'{d["end"]:.2f}', d.get('source', source.name), d['reason'])
             for d in sorted(result['dropped'], key=seconds, reverse=True) if d['reason'] != 'pause']
     pieces = [
         facts({'clips': f'{len(result["clips"]):,}', 'minutes': f'{used / 60:.1f}',
                'minutes in no clip': f'{lost / 60:.1f}', 'sentences not found': len(result['missing'])}),
         heading('Worst first', 'The clips whose sound fits their text least. Red lines are the cuts.'),
-        *(piece for clip in clips
-          for piece in _cut_section(clip, root / clip.get('source', source.name), folder)),
+        *(piece for i, clip in enumerate(clips)
+          for piece in _cut_section(clip, sounds[i], name(clip), folder)),
         heading('In no clip', 'Longest first; pauses are left out.'),
         html_table(['from', 'to', 'recording', 'reason'], rows, len(rows)),
         heading('Not found', 'Sentences of the text that nobody reads here.'),

@@ -120,7 +120,7 @@ def _open_mp3(path: str | Path):
         promised, kind = next(heads, (None, None))
         kinds = Counter([kind] * (promised is None) + [k for told, k in heads if told is None])
         kind, number = next(iter(kinds.most_common(1)), (None, 0))
-        if not number: return None
+        if not kind: return None
         if number < 0.99 * kinds.total(): return _open_media(path, 'an MP3 that changes its rate or channels')
         if promised == number or (promised or 0) > number + 1: return _OneWay(path)
         with tempfile.TemporaryFile() as copy:

@@ -115,7 +115,8 @@ def find_audio(
             if first is None or first[1] == 'missing':
                 first = first if first and fault == 'missing' else (path, fault)
     if first and not _elsewhere(name): return '', f'the file {visible(first[0])} is {first[1]}'
-    return '', f'the path leaves the corpus folder, and no file there has its name: {visible(name)}'
+    no_file = ', and no file there has its name' if _elsewhere(name) and '..' not in name else ''
+    return '', f'the path leaves the corpus folder{no_file}: {visible(name)}'
 
 # %% ../../nbs/data/corpora.ipynb #d6277825
 LONGEST_TEXT = 10_000   # characters; the longest that XTTS takes has a few hundred

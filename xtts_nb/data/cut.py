@@ -668,8 +668,9 @@ def _measured(clips: list[Clip], faults: dict, progress: Callable) -> dict[Clip,
     "The frames of each clip; `faults` gets the reasons for those that cannot be read."
     sounds = {}
     for done, clip in enumerate(clips, 1):
-        try: sound = measure_file(clip.path, start=clip.start, end=clip.end)
+        try: sound = measure_file(clip.path, lambda done, total: None, clip.start, clip.end)
         except UserError as e: faults[clip] = str(e).removeprefix(f'{clip.path}: ').rstrip('.')
+        except OSError as e: faults[clip] = f'the file is not readable: {e.strerror or e}'   # the disk
         else:
             if sound.seconds > LONGEST_CHECKED: faults[clip] = f'{sound.seconds:.0f} s long; cut it first'
             elif not speech_frames(sound)[0].any(): faults[clip] = 'nobody speaks in it'
@@ -719,8 +720,9 @@ def check_corpus(
         result['dropped'] += [_dropped(name(c), 0., reason) for c, reason in faults.items()]
         result['dropped'] += [_dropped(d.id, 0., d.reason) for d in unread]
         if not result['clips']:
+            first = result['dropped'][0]
             raise UserError(f'{source}: none of {len(rows) + len(unread)} clips fits its text '
-                            f'({result["dropped"][0]["reason"]}); look at the table, and at --language.')
+                            f'({first["source"]}: {first["reason"]}); look at the table, and at --language.')
         _write(folder, result['clips'])
         if page: page(result, source, folder)
     return _told(result, False)

@@ -291,7 +291,9 @@ def _fill_audio(config: XTTSConfig, cache: Cache, clips: np.ndarray, corpus, out
 
     def clip(place):
         i = clips[place]
-        wav = load_audio(Path(corpus) / cache.clips[i]['path'] if corpus else cache.wav_path(i), rate)
+        row = cache.clips[i]
+        if corpus: wav = load_audio(Path(corpus) / row['path'], rate, row.get('start', 0.), row.get('end'))
+        else: wav = load_audio(cache.wav_path(i), rate)
         mel = speaker_log_mel(resample(wav, rate, speaker.sample_rate), speaker).numpy()
         for array, end, n, x in zip(out, ends[:, place], lengths[:, place], (np.round(wav * 32767), mel)):
             # rounding may leave the last one out
