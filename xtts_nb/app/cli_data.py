@@ -39,11 +39,11 @@ def _download(
 
 # %% ../../nbs/app/cli_data.ipynb #c0a95002
 def _has_table(source: Path) -> bool:
-    "Whether clips with a table are there, or this is their table."
+    "Whether this is a table of clips, or a folder with one."
     from xtts_nb.config import UserError
-    from xtts_nb.data.corpora import find_layout
-    tables = '.csv', '.tsv', '.jsonl', '.json', '.txt'
-    try: return (source.is_dir() or source.suffix.lower() in tables) and bool(find_layout(source))
+    from xtts_nb.data.corpora import find_layout, SUFFIXES
+    if source.is_file(): return source.suffix.lower() not in SUFFIXES and bool(find_layout(source))
+    try: return source.is_dir() and bool(find_layout(source))
     except UserError: return False
 
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
@@ -51,9 +51,10 @@ def _corpus(
     source: argument(Path, 'A recording, a folder of recordings (or a folder for each speaker), or clips '
                            'with a table, which are checked.'),
     out: option(Path, 'Folder of the corpus; it must be new or empty.'),
-    text: option(Path | None, 'What is read: paragraphs, or subtitles (.srt, .vtt, .ass); default: a file of '
-                              'the same name beside each recording.') = None,
-    language: option(str, 'Language of the text.') = 'en',
+    text: option(Path | None, 'What is read: paragraphs, a book (.epub) or subtitles (.srt, .vtt, .ass); '
+                              'default: a file of the same name next to each recording.') = None,
+    language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
+                                 'Whisper hears.') = None,
     fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.') = None,
     transcribe: Whisper = None,
 ):
@@ -68,11 +69,11 @@ def _corpus(
     from xtts_nb.speech.long import sentences
     table = not fix and not text and _has_table(source)
     if table and transcribe: raise UserError(f'corpus: {source} has a table; leave --transcribe out.')
-    hear = load_whisper(transcribe) if transcribe else None
+    hear, known = load_whisper(transcribe) if transcribe else None, language or 'en'
     if not fix: espeak_files()   # before the recording is read
     with progress() as tell:
-        if fix: result = recut(source, fix, out, language, cuts_page, stage(tell, 'read the recording'))
-        elif table: result = check_corpus(source, out, language, speak_words, tell, cuts_page)
+        if fix: result = recut(source, fix, out, known, cuts_page, stage(tell, 'read the recording'))
+        elif table: result = check_corpus(source, out, known, speak_words, tell, cuts_page)
         else: result = cut_corpus(source, text, out, language, speak_words, sentences, tell, cuts_page, hear)
     return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'
                     f'{out} is ready: xtts-nb prepare {out}')
