@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['SUBTITLES', 'LARGEST_BOOK', 'LONG', 'ESPEAK_NAMES', 'LONGEST_PART', 'FRAME', 'WIDTH', 'BANDS', 'TOP', 'PAUSE',
            'SLOPE', 'STEP', 'EDGE', 'SKIP', 'NULL', 'BEAM', 'WINDOW', 'BLOCK', 'FAR', 'STAY', 'LEFT_OUT', 'BROUGHT',
-           'LEAST', 'LEAD', 'SHARE', 'read_paragraphs', 'Sentence', 'spoken_sentence', 'text_sentences', 'hop_length',
-           'band_count', 'frames_of', 'SoundFrames', 'measure_sound', 'measure_file', 'find_pauses', 'loud_edges',
-           'Speech', 'speech_frames', 'frame_times', 'band_ranges', 'cut_off', 'with_slopes', 'SpokenSentence',
-           'speak_sentences', 'TextFrames', 'comparable', 'distances', 'null_cost', 'Search', 'edge_cost', 'Match',
-           'align', 'Fit', 'fit_words', 'without_foreign', 'lead_of', 'found_sentences']
+           'LEAST', 'LEAD', 'SHARE', 'no_space_after', 'read_paragraphs', 'Sentence', 'spoken_sentence',
+           'text_sentences', 'hop_length', 'band_count', 'frames_of', 'SoundFrames', 'measure_sound', 'measure_file',
+           'find_pauses', 'loud_edges', 'Speech', 'speech_frames', 'frame_times', 'band_ranges', 'cut_off',
+           'with_slopes', 'SpokenSentence', 'speak_sentences', 'TextFrames', 'comparable', 'distances', 'null_cost',
+           'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'without_foreign', 'lead_of', 'found_sentences']
 
 # %% ../../nbs/data/align.ipynb #f6ed09b6
 import html
@@ -98,18 +98,15 @@ def _captions(path: Path) -> list[str]:
     "What is said in subtitles, each time once."
     cues = sorted(SUBTITLES[path.suffix.lower()](path), key=lambda cue: cue[:2])
     cues = [(*times, text, said.split()) for *times, text in cues if (said := _spoken_text(text))]
-    pairs = [(a[3], b[3], _overlap(a[3], b[3]) if b[0] < a[1] + 0.1 else 0) for a, b in pairwise(cues)]
-    # a line that rolls up, or is written word by word, is in most captions again
-    rolls = sum(k > 0 for *_, k in pairs) > len(pairs) / 2 and _are_shown_again(cues)
-    said = [' '.join(cue[3]) for cue in cues[:1]]
-    for (_, words, k), a, b in zip(pairs, cues, cues[1:]):
-        again = a[0] == b[0] and a[3] == b[3]   # the same caption twice in the file
-        said.append(' '.join(words[len(words) if again else k if rolls else 0:]))
-    return [text for text in said if text]
-
-def _are_shown_again(cues: list[tuple]) -> bool:
-    "Not if all captions are the same: somebody shouts."
-    return any(cue[2:] != cues[0][2:] for cue in cues)
+    said, pairs = [cue[3] for cue in cues], [*pairwise(cues)]
+    again = [_overlap(a[3], b[3]) for a, b in pairs]
+    # where captions roll up or grow word by word, most show old words with others; nobody shouts "No!" like that
+    shown = sum(b[0] < a[1] + 0.1 and (0 < k < len(b[3]) or k > 0 and a[2] != b[2])
+                for (a, b), k in zip(pairs, again))
+    for i, ((a, b), k) in enumerate(zip(pairs, again), 1):
+        twice = a[0] == b[0] and a[3] == b[3]   # the same caption twice in the file
+        if twice or 2 * shown > len(pairs): said[i] = b[3][k:]
+    return [' '.join(words) for words in said if words]
 
 # %% ../../nbs/data/align.ipynb #a2b15171
 LARGEST_BOOK = 2**26   # bytes of the text of a book
@@ -179,6 +176,10 @@ _NO_SPACES = ('\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U
               '\u1000-\u102a\u1780-\u17b3')                                                    # Burmese, Khmer
 _SYLLABLE = re.compile('[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]')
 _FULL_STOP = re.compile(r'[.!?…]["”’»)\]]*(?=\s|$)|[。！？।॥؟۔។။]')
+
+def no_space_after(text: str) -> bool:
+    "Whether Chinese or Japanese continues after it without a space."
+    return bool(re.search(rf'(?:{_SYLLABLE.pattern}|[{_MARKS}”’」』])$', text))
 
 def _length(text: str) -> int:
     "Letters of a text; a syllable of Chinese or Japanese takes as long as three."

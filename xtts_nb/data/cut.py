@@ -31,7 +31,7 @@ import soundfile
 from ..config import UserError
 from .align import (
     align, comparable, distances, EDGE, find_pauses, Fit, found_sentences, FRAME, frame_times, hop_length,
-    loud_edges, Match, measure_file, PAUSE, read_paragraphs, Sentence, SoundFrames, speak_sentences, Speech,
+    loud_edges, Match, measure_file, no_space_after, PAUSE, read_paragraphs, Sentence, SoundFrames, speak_sentences, Speech,
     SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES, text_sentences, TextFrames)
 from .audio import open_audio, wav_bytes
 from .corpora import (
@@ -111,7 +111,9 @@ def pieces_of(fit: Fit, match: Match, sentence: Sentence, speech: Speech, words:
         left, right = (int(speech.pause[frame]) if to_cut(frame) else -1 for frame in (begin, end))
         start = speech.pauses[left, 1] if left >= 0 else speech.times[begin] - FRAME / 2
         stop = speech.pauses[right, 0] if right >= 0 else speech.times[end - 1] + FRAME / 2
-        pieces.append(CutPiece(left, right, float(start), float(stop), sentence.text[first:after].strip(),
+        text = sentence.text[first:after]
+        if end == match.end and not no_space_after(text): text += ' '
+        pieces.append(CutPiece(left, right, float(start), float(stop), text,
                                end != match.end or sentence.inner, fit.score))
     return pieces
 
@@ -461,7 +463,7 @@ def find_clips(
         rest += left
         for pieces in chosen:
             start, end = _clip_times(pieces, speech, sound.seconds)
-            clips.append({'text': ' '.join(p.text for p in pieces), 'start': round(float(start), 3),
+            clips.append({'text': ''.join(p.text for p in pieces).strip(), 'start': round(float(start), 3),
                           'end': round(float(end), 3), 'score': round(min(p.score for p in pieces), 2)})
     heard = {f.match.sentence for f in fits}
     missing = [s.text for i, s in enumerate(sentences) if i not in heard]
