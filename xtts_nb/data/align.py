@@ -340,7 +340,7 @@ def measure_file(path: str | Path, progress: Callable = lambda done, total: None
     "The frames of a long recording, read in blocks; raises `UserError` if it is no sound."
     parts, rest, done = [], np.zeros(0, np.float32), 0
     with open_audio(path, 16000) as file:
-        rate, total = file.samplerate, max(1, file.frames)
+        rate, total = file.samplerate, max(1, file.frames or 0)
         try:
             while len(block := file.read(60 * rate, dtype='float32', always_2d=True)):
                 rest, done = np.concatenate([rest, np.nan_to_num(block.mean(1))]), done + len(block)

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'WITHIN', 'SHORTEST', 'LONGEST', 'SHORT', 'BRIEF', 'USUAL', 'REST', 'CUT', 'MARGIN', 'LONG_PAUSE', 'GAP',
-           'TEXTS', 'TRANSCRIPT', 'CUTS', 'ALONE', 'LED_BY', 'FOLLOWED_BY', 'UNREAD_START', 'UNREAD_END', 'WRONG',
+           'ALONE', 'TEXTS', 'TRANSCRIPT', 'CUTS', 'LED_BY', 'FOLLOWED_BY', 'UNREAD_START', 'UNREAD_END', 'WRONG',
            'CLEAR', 'ALIKE', 'LONGEST_CHECKED', 'TOGETHER', 'LEAST_VOICE', 'FITS', 'CutPiece', 'with_edges',
            'pieces_of', 'chains', 'shortest_clip', 'choose_clips', 'account', 'Recording', 'join_sounds', 'located',
-           'find_recordings', 'usable_recordings', 'read_texts_beside', 'measure_recordings', 'unfinished_corpus',
-           'load_whisper', 'find_clips', 'Reading', 'cut_corpus', 'read_cuts', 'recut', 'ClipFit', 'fit_clip', 'Judged',
-           'clip_faults', 'judge', 'clarity', 'check_corpus', 'corpus_text']
+           'find_recordings', 'usable_recordings', 'are_clips', 'read_texts_beside', 'measure_recordings',
+           'unfinished_corpus', 'load_whisper', 'find_clips', 'Reading', 'cut_corpus', 'read_cuts', 'recut', 'ClipFit',
+           'fit_clip', 'Judged', 'clip_faults', 'judge', 'clarity', 'check_corpus', 'corpus_text']
 
 # %% ../../nbs/data/cut.ipynb #c0700003
 import os
@@ -288,12 +288,15 @@ def find_recordings(source: Path) -> list[Path]:
     return [*map(_with_a_name, found)]
 
 # %% ../../nbs/data/cut.ipynb #c0700034
+ALONE = 120.   # s; shorter recordings are joined, since a voice and a room show only in more sound
+
 def usable_recordings(paths: list[Path]) -> tuple[dict[Path, float], dict[Path, str]]:
     "The lengths (s) of recordings, and why others are left out; one of several formats is used."
     seconds, faults, used = {}, {}, {}
     for path in paths:
         try: seconds[path] = _seconds(path)
         except UserError as e: faults[path] = _fault(path, e)
+    seconds = {path: length or ALONE for path, length in seconds.items()}
     kind = lambda path: SUFFIXES.index(path.suffix.lower()) if path.suffix.lower() in SUFFIXES else -1
     for path in sorted(seconds, key=kind): used.setdefault(path.with_suffix(''), path)
     for path in [path for path in seconds if used[path.with_suffix('')] != path]:
@@ -303,7 +306,12 @@ def usable_recordings(paths: list[Path]) -> tuple[dict[Path, float], dict[Path, 
 
 def _fault(path: Path, error: UserError) -> str: return str(error).removeprefix(f'{path}: ').rstrip('.')
 
-TEXTS = '.txt', *SUBTITLES, '.epub'
+TEXTS = '.txt', '.lab', *SUBTITLES, '.epub'
+
+def are_clips(folder: Path) -> bool:
+    "Whether recordings with their texts are clips already: at least half are no longer than one."
+    seconds = usable_recordings(find_recordings(folder))[0]
+    return sum(length <= LONGEST for length in seconds.values()) >= max(1, len(seconds) / 2)
 
 def _text_beside(path: Path, files: dict[str, Path]) -> Path | None:
     "The text of a recording among the files of its folder: `a.txt`, or `a.en.srt`, as of a download."
@@ -559,8 +567,6 @@ def _speaker(source: Path) -> str:
     "The name of a file or a folder, as that of its speaker."
     return re.sub(r'[^\w-]+', '_', source.resolve().stem).strip('_') or 'speaker'
 
-ALONE = 120.   # s; shorter recordings are joined, since a voice and a room show only in more sound
-
 class Reading(NamedTuple):
     "Recordings that are searched as one, and their text."
     paths: list[Path]
@@ -570,18 +576,16 @@ class Reading(NamedTuple):
 
 def _readings(texts: dict[Path, list[str]], languages: dict, language: str) -> Iterator[Reading]:
     "Each recording with its text; short ones of a folder are joined."
-    short = defaultdict(list)
+    short, seconds = defaultdict(list), usable_recordings([*texts])[0]
     def joined(some):
         return Reading(some, [p for path in some for p in texts[path]], languages.get(some[0], language),
-                       sum(map(_seconds, some)))
+                       sum(map(seconds.get, some)))
     for path in texts:
-        if _seconds(path) >= ALONE: yield joined([path])
-        else:
-            some = short[path.parent, languages.get(path, language)]
-            some.append(path)
-            if sum(map(_seconds, some)) < ALONE: continue
-            yield joined([*some])
-            some.clear()
+        some = [path] if seconds[path] >= ALONE else short[path.parent, languages.get(path, language)]
+        if some != [path]: some.append(path)
+        if sum(map(seconds.get, some)) < ALONE: continue
+        yield joined([*some])
+        some.clear()
     yield from map(joined, filter(None, short.values()))
 
 def _cut(reading: Reading, source: Path, text, speak: Callable, split: Callable, stage: Callable) -> dict:
@@ -681,8 +685,8 @@ def _name(result: dict, source: Path):
 
 # %% ../../nbs/data/cut.ipynb #c0700016
 def _seconds(path: Path) -> float:
-    "The length of a recording; raises `UserError` if it is no sound."
-    with open_audio(path, 16000) as file: return file.frames / file.samplerate
+    "The length of a recording by its header, 0 where it does not tell; raises `UserError` if it is no sound."
+    with open_audio(path, 16000) as file: return (file.frames or 0) / file.samplerate
 
 def read_cuts(table: str | Path, source: Path) -> list[dict]:
     "The clips of an edited `cuts.csv`; raises `UserError` for a line that cannot be cut."
@@ -698,7 +702,7 @@ def read_cuts(table: str | Path, source: Path) -> list[dict]:
         if longer := next((n for n in starts if n in paths), None):   # it may hold a |
             name, (*times, text) = longer, (c.strip() for c in line[len(longer) + 1:].split('|', 2))
         if name not in paths: raise UserError(f'{where}: there is no recording {visible(name)}; correct it.')
-        if name not in seconds: seconds[name] = _seconds(paths[name])
+        if name not in seconds: seconds[name] = _seconds(paths[name]) or float('inf')
         try: start, end = map(float, times)
         except ValueError: raise UserError(f'{where}: "{visible("|".join(times))}" is no time.') from None
         if not 0 <= start < end <= seconds[name] + 0.01:
@@ -883,6 +887,8 @@ def _portions(group: list[Clip], seconds: dict[Clip, float]) -> Iterator[list[Cl
     place = (ends / ends[-1] * np.ceil(ends[-1] / TOGETHER) * (1 - 1e-9)).astype(int)
     for _, part in groupby(zip(place, group), lambda pair: pair[0]): yield [clip for _, clip in part]
 
+def _too_long(seconds: float) -> str: return f'{seconds:.0f} s long; cut it first'
+
 def _lengths(clips: list[Clip], faults: dict) -> dict[Clip, float]:
     "The seconds of each clip; `faults` gets the reasons for those that are not compared."
     seconds = {}
@@ -890,8 +896,8 @@ def _lengths(clips: list[Clip], faults: dict) -> dict[Clip, float]:
         try: length = _seconds(clip.path)
         except UserError as e: faults[clip] = _fault(clip.path, e)
         else:
-            if length > LONGEST_CHECKED: faults[clip] = f'{length:.0f} s long; cut it first'
-            else: seconds[clip] = length
+            if length > LONGEST_CHECKED: faults[clip] = _too_long(length)
+            else: seconds[clip] = length or 5.
     return seconds
 
 def _measured(clips: list[Clip], faults: dict) -> dict[Clip, SoundFrames]:
@@ -901,7 +907,8 @@ def _measured(clips: list[Clip], faults: dict) -> dict[Clip, SoundFrames]:
         try: sound = measure_file(clip.path)
         except UserError as e: faults[clip] = _fault(clip.path, e)
         else:
-            if speech_frames(sound)[0].any(): sounds[clip] = sound
+            if sound.seconds > LONGEST_CHECKED: faults[clip] = _too_long(sound.seconds)
+            elif speech_frames(sound)[0].any(): sounds[clip] = sound
             else: faults[clip] = 'nobody speaks in it'
     return sounds
 
