@@ -68,7 +68,8 @@ def srt(*texts):
     ('doubled.srt', srt('Hello.', 'Bye.').replace('\n', '\r\r\n'), 'Hello. Bye.'),
     ('blank.srt', srt('Hello\n\nthere.', 'Bye.'), 'Hello there. Bye.'),
     ('tags.srt', srt('<i>un</i>believable R&amp;B', '(laughs) >> JOHN: Hi'), 'unbelievable R&B Hi'),
-    ('short.vtt', 'WEBVTT\n\n00:05 --> 00:07\nFirst.\n\nNOTE no\n\nname\n00:08 --> 00:09\nNext.', 'First. Next.'),
+    ('short.vtt', 'WEBVTT\n\n00:05 --> 00:07\nFirst.\n\nNOTE no\n\nname\n00:08 --> 00:09\nNext.',
+     'First. Next.'),
     ('karaoke.ass', ASS.replace('The\\N', '{\\k20}T{\\k15}he ').replace('p1', 'p4'), 'The train is late.')])
 def test_subtitles_in_the_wild(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content.encode())
@@ -76,36 +77,38 @@ def test_subtitles_in_the_wild(tmp_path, name, content, said):
 
 def book(path, chapters, spine, folder='OEBPS/'):
     import zipfile
-    items = ''.join(f'<item id="{n}" href="text/{n}%20a.xhtml" media-type="application/xhtml+xml"/>' for n in chapters)
+    items = ''.join(f'<item id="{n}" href="text/{n}%20a.xhtml" media-type="application/xhtml+xml"/>'
+                    for n in chapters)
     refs = ''.join(f'<itemref idref="{n}"/>' for n in spine)
     with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as file:
-        file.writestr('META-INF/container.xml', f'<rootfiles><rootfile full-path="{folder}a.opf"/></rootfiles>')
-        file.writestr(f'{folder}a.opf', f'<package><manifest>{items}</manifest><spine>{refs}</spine></package>')
+        file.writestr('META-INF/container.xml', f'<rootfile full-path="{folder}a.opf"/>')
+        file.writestr(f'{folder}a.opf', f'<manifest>{items}</manifest><spine>{refs}</spine>')
         for n, text in chapters.items(): file.writestr(f'{folder}text/{n} a.xhtml', text)
 
 def test_a_book(tmp_path):
     "Chapters in the order of the spine; what is no book, or would fill the memory, is refused."
-    page = '<html><head><title>No</title></head><body><h1>{}</h1><p>The <i>tr</i>ain\nis late.</p></body></html>'
+    page = '<head><title>No</title></head><body><h1>{}</h1><p>The <i>tr</i>ain\nis late.</p></body>'
     book(tmp_path / 'a.epub', {n: page.format(n) for n in ('one', 'two')}, ('two', 'one'))
     assert read_paragraphs(tmp_path / 'a.epub') == ['two', 'The train is late.', 'one', 'The train is late.']
     book(tmp_path / 'bomb.epub', {'one': 'a' * 2**27}, ('one',))
     (tmp_path / 'none.epub').write_bytes(b'PK no')
     book(tmp_path / 'out.epub', {'one': page}, ('one',), '../../')
     for name in ('bomb', 'none'):
-        with pytest.raises(UserError, match=f'{name}.epub: not readable'): read_paragraphs(tmp_path / f'{name}.epub')
+        with pytest.raises(UserError, match=f'{name}.epub'): read_paragraphs(tmp_path / f'{name}.epub')
     assert read_paragraphs(tmp_path / 'out.epub') and sorted(p.name for p in tmp_path.iterdir()) == [
         'a.epub', 'bomb.epub', 'none.epub', 'out.epub']
 
 def test_where_there_is_no_full_stop(tmp_path):
     "Line ends divide rows, not a text that is wrapped; then commas do, and lengths."
-    rows = [f'row {word} of a list that somebody reads aloud' for word in ('one', 'number two', 'three', 'no 4')]
+    rows = [f'row {word} of a list that somebody reads aloud' for word in ('one', 'number 2', '3', 'no 4')]
     (tmp_path / 'rows.txt').write_text('\n'.join(rows))
     assert read_paragraphs(tmp_path / 'rows.txt') == rows
     (tmp_path / 'wrapped.txt').write_text('\n'.join(['abcd efgh ijkl mnop qrst uvwx'] * 9))
     assert len(read_paragraphs(tmp_path / 'wrapped.txt')) == 1
     divide = lambda text, language='en': text_sentences([text], language, lambda text, language: [text])
     parts = divide('one two, three ' * 100)
-    assert max(len(s.text) for s in parts) <= 200 and [s.inner for s in parts] == [True] * (len(parts) - 1) + [False]
+    assert max(len(s.text) for s in parts) <= 200
+    assert [s.inner for s in parts] == [True] * (len(parts) - 1) + [False]
     assert all(s.text.endswith(',') for s in parts[:-1])
     assert ' '.join(s.text for s in parts).split() == ['one', 'two,', 'three'] * 100
     assert ''.join(s.text for s in divide('我带着雨伞去上班' * 40, 'zh-cn')) == '我带着雨伞去上班' * 40
@@ -114,8 +117,8 @@ def test_where_there_is_no_full_stop(tmp_path):
 # --- sound --------------------------------------------------------------------------------------------------
 
 def test_bands_are_the_same_at_each_rate():
-    tones = lambda rate: [int(measure_sound(np.sin(2 * np.pi * f * np.arange(rate) / rate).astype(np.float32), rate)
-                              .mel[5].argmax()) for f in (300, 1000, 3000)]
+    sine = lambda f, rate: np.sin(2 * np.pi * f * np.arange(rate) / rate).astype(np.float32)
+    tones = lambda rate: [measure_sound(sine(f, rate), rate).mel[5].argmax() for f in (300, 1000, 3000)]
     assert all(tones(rate) == tones(22050) for rate in (8000, 11025, 48000))
 
 @pytest.mark.parametrize('rate', [8000, 22050, 44100])

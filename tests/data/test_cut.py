@@ -224,8 +224,8 @@ def test_a_recording_that_breaks_off_is_left_out(tmp_path):
     "Its clips are named as dropped, those of others are written."
     for name, seconds in (('a', 1), ('b', 9)):
         soundfile.write(tmp_path / f'{name}.wav', np.zeros(seconds * RATE), RATE)
-    clips = [{'path': tmp_path / f'{name}.wav', 'start': float(start), 'end': start + 1., 'text': 'hi', 'speaker': 's',
-              'language': 'en', 'source': name} for name in 'ab' for start in (4, 0)]
+    clips = [{'path': tmp_path / f'{name}.wav', 'start': float(start), 'end': start + 1., 'text': 'hi',
+              'speaker': 's', 'language': 'en', 'source': name} for name in 'ab' for start in (4, 0)]
     (tmp_path / 'out').mkdir()
     dropped = cut._write(tmp_path / 'out', clips)
     assert [d['source'] for d in dropped] == ['a'] and [c['file'] for c in clips] == [

@@ -69,7 +69,8 @@ def _corpus(
     from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, load_whisper, recut
     from xtts_nb.speech.long import sentences
     clips = not fix and not text and _are_clips(source)
-    if clips and transcribe: raise UserError(f'corpus: {source} holds clips with their texts; leave --transcribe out.')
+    if clips and transcribe:
+        raise UserError(f'corpus: {source} holds clips with their texts; leave --transcribe out.')
     hear, known = load_whisper(transcribe) if transcribe else None, language or 'en'
     if not fix: espeak_files()   # before the recording is read
     with progress() as tell:

@@ -100,7 +100,7 @@ def _captions(path: Path) -> list[str]:
     cues = [(*times, text, said.split()) for *times, text in cues if (said := _spoken_text(text))]
     said, pairs = [cue[3] for cue in cues], [*pairwise(cues)]
     again = [_overlap(a[3], b[3]) for a, b in pairs]
-    # where captions roll up or grow word by word, most show old words with others; nobody shouts "No!" like that
+    # where captions roll up or grow word by word, most show old words with others, unlike a cry of "No!"
     shown = sum(b[0] < a[1] + 0.1 and (0 < k < len(b[3]) or k > 0 and a[2] != b[2])
                 for (a, b), k in zip(pairs, again))
     for i, ((a, b), k) in enumerate(zip(pairs, again), 1):
@@ -113,7 +113,7 @@ LARGEST_BOOK = 2**26   # bytes of the text of a book
 
 class _Tags(HTMLParser):
     "The elements of an XML file, and the paragraphs of a page."
-    BLOCKS = set('p div h1 h2 h3 h4 h5 h6 li tr td th dt dd blockquote pre section article br hr'.split())
+    BLOCKS = set('p div h1 h2 h3 h4 h5 h6 li tr td th dt dd blockquote pre section br hr'.split())
     SILENT = set('head script style rt rp nav'.split())
     def __init__(self, text: str):
         super().__init__()
@@ -159,22 +159,25 @@ def _book(path: Path) -> list[str]:
 
 def _spine(read: Callable) -> Iterator[str]:
     "The names of the chapters, in order."
-    package = next(a['full-path'] for tag, a in read('META-INF/container.xml').elements if tag == 'rootfile')
+    container = read('META-INF/container.xml').elements
+    package = next((a['full-path'] for tag, a in container if tag == 'rootfile'), None)
+    if package is None: raise ValueError('no book in it')
     elements, folder = read(package).elements, posixpath.dirname(package)
     items = {a['id']: a for tag, a in elements if tag == 'item' and 'id' in a}
     for tag, a in elements:
         item = items.get(a.get('idref', '')) if tag == 'itemref' and a.get('linear') != 'no' else None
-        if item and 'html' in item.get('media-type', '') and 'nav' not in item.get('properties', '').split():
+        page = item and 'html' in item.get('media-type', '')
+        if page and 'nav' not in item.get('properties', '').split():
             yield posixpath.normpath(posixpath.join(folder, unquote(item['href'])))
 
 # %% ../../nbs/data/align.ipynb #f47649ad
 LONG = 120    # letters between two full stops, from which on line ends divide a text
 
 # letters that are a syllable or more, of scripts that write no spaces between words
-_NO_SPACES = ('\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff'   # Chinese, Japanese
-              '\u0e01-\u0e30\u0e32\u0e33\u0e40-\u0e46\u0e80-\u0eb0\u0eb2\u0eb3\u0ebd-\u0ec6'   # Thai, Lao
-              '\u1000-\u102a\u1780-\u17b3')                                                    # Burmese, Khmer
-_SYLLABLE = re.compile('[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]')
+_HAN = '\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff'   # with kana
+_THAI = '\u0e01-\u0e30\u0e32\u0e33\u0e40-\u0e46\u0e80-\u0eb0\u0eb2\u0eb3\u0ebd-\u0ec6'   # and Lao
+_NO_SPACES = f'{_HAN}{_THAI}\u1000-\u102a\u1780-\u17b3'   # Burmese, Khmer
+_SYLLABLE = re.compile(f'[{_HAN}]')
 _FULL_STOP = re.compile(r'[.!?…]["”’»)\]]*(?=\s|$)|[。！？।॥؟۔។။]')
 
 def no_space_after(text: str) -> bool:
@@ -235,21 +238,25 @@ class Sentence(NamedTuple):
     inner: bool = False   # whether it is part of a long one, and goes on
 
 _MARKS = '，、；：。！？'
-_COMBINING = '\u0300-\u036f\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u0eb1\u0eb4-\u0ebc\u0ec8-\u0ece\u102b-\u103e\u17b4-\u17d3'
+_COMBINING = ('\u0300-\u036f\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u0eb1\u0eb4-\u0ebc\u0ec8-\u0ece'
+              '\u102b-\u103e\u17b4-\u17d3')
 # without spaces each letter is a place for a cut, if espeak-ng begins a word there
 _WORD = re.compile(rf'(?:[{_NO_SPACES}][{_COMBINING}]*|[^\s{_MARKS}{_NO_SPACES}]+)[{_MARKS}]*\s*')
 ESPEAK_NAMES = {'zh-cn': 'cmn'}   # where its name differs from the code
 _AS_WRITTEN = 'zh-cn', 'ja', 'ko'
 
+_said = lru_cache(2**16)(clean_for)   # most words of a text come again
+
 def spoken_sentence(text: str, language: str) -> Sentence | None:
     "A sentence with its words in words; None if there is nothing to say."
     words, spoken, places = [], '', []
     for word in _WORD.finditer(text):
-        said = word[0].strip() if language in _AS_WRITTEN else clean_for(word[0], language)
+        said = word[0].strip() if language in _AS_WRITTEN else _said(word[0], language)
         if not any(map(str.isalnum, said)): continue
         words.append(word.start())
         places.append(len(spoken))
-        joined = word[0] == word[0].rstrip() and (language in _AS_WRITTEN or re.match(f'[{_NO_SPACES}]', word[0]))
+        joined = word[0] == word[0].rstrip() and (
+            language in _AS_WRITTEN or re.match(f'[{_NO_SPACES}]', word[0]))
         spoken += said + ('' if joined else ' ')
     return Sentence(text.strip(), words, spoken.strip(), places) if words else None
 
@@ -283,7 +290,8 @@ def text_sentences(
     return found
 
 # %% ../../nbs/data/align.ipynb #5ca2a0d6
-FRAME, WIDTH, BANDS, TOP = 0.04, 0.048, 26, 7000   # s from frame to frame, s of each, mel bands up to so many Hz
+FRAME, WIDTH = 0.04, 0.048   # s from frame to frame, s of each
+BANDS, TOP = 26, 7000        # mel bands, up to so many Hz
 
 def hop_length(rate: int) -> int:
     "Samples from frame to frame, a multiple of four."

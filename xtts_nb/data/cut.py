@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -29,15 +30,17 @@ import numpy as np
 import soundfile
 
 from ..config import UserError
-from .align import (
+from xtts_nb.data.align import (
     align, comparable, distances, EDGE, find_pauses, Fit, found_sentences, FRAME, frame_times, hop_length,
-    loud_edges, Match, measure_file, no_space_after, PAUSE, read_paragraphs, Sentence, SoundFrames, speak_sentences, Speech,
-    SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES, text_sentences, TextFrames)
+    loud_edges, Match, measure_file, no_space_after, PAUSE, read_paragraphs, Sentence, SoundFrames,
+    speak_sentences, Speech, SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES, text_sentences,
+    TextFrames)
 from .audio import open_audio, wav_bytes
 from .corpora import (
     check_language, Clip, DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, visible)
 from .. import __version__
-from ..files import atomic_folder, fingerprint, locked, read_json, real_place, write_json
+from ..files import (
+    atomic_folder, fingerprint, locked, read_json, real_place, write_json)
 
 # %% ../../nbs/data/cut.ipynb #6bf8d422
 NEAR, WITHIN = 6, 2            # frames that the edge of a sentence is moved to a pause, outwards and inwards
@@ -522,18 +525,19 @@ def _write_clips(folder: Path, path: Path, clips: list[dict]):
         raise
 
 def _write(folder: Path, clips: list[dict]) -> list[dict]:   # dropped
-    "Write `wavs/` and `metadata.csv`, and add the names of the files; clips of a broken recording leave the list."
+    "Write `wavs/` and `metadata.csv`; clips get the names of their files, those of a broken recording leave."
     (folder / 'wavs').mkdir()
     kept, dropped = [], []
     with open(folder / 'metadata.csv', 'w', encoding='utf-8', newline='\n') as table:
-        for path, some in groupby(clips, lambda clip: clip['path']):
-            some, name = [*some], _clip_name(path)
+        for path, group in groupby(clips, lambda clip: clip['path']):
+            some, name = [*group], _clip_name(path)
             for number, clip in enumerate(some, len(kept) + 1):
                 ending = path.suffix.lower() if 'whole' in clip else '.wav'
                 clip['file'] = f'wavs/{name}-{number:05d}{ending}'
             try: _write_clips(folder, path, some)
             except UserError as e:
-                dropped.append(_dropped(some[0].get('source', path.name), 0., _fault(path, e)) | {'path': path})
+                name = some[0].get('source', path.name)
+                dropped.append(_dropped(name, 0., _fault(path, e)) | {'path': path})
                 continue
             kept += some
             for clip in some:
@@ -597,8 +601,8 @@ def _cut(reading: Reading, source: Path, text, speak: Callable, split: Callable,
     result = find_clips(sound, sentences, spoken, source, text, stage('align'))
     _locate(result, recordings)
     if not result['clips']:
-        raise UserError(f'{source}: has no pause where the text can be divided; give a recording with pauses, '
-                        'and a text with full stops, commas or line ends where they are.')
+        raise UserError(f'{source}: has no pause where the text can be divided; give a recording with '
+                        'pauses, and a text with full stops, commas or line ends where they are.')
     result['dropped'] += [{'start': 0., 'end': 0., 'reason': faults[p], 'path': p} for p in faults]
     for clip in result['clips']: clip['language'] = reading.language
     for part in result['clips'] + result['dropped']: part['path'] = str(part['path'])
@@ -607,12 +611,13 @@ def _cut(reading: Reading, source: Path, text, speak: Callable, split: Callable,
 def _cut_all(readings: list[Reading], work: Path, faults: dict, progress: Callable, cut: Callable) -> dict:
     "The clips of all readings, one after the other; a reading that fails leaves its reason in `faults`."
     result, at, total = {'clips': [], 'dropped': [], 'missing': []}, 0., sum(r.seconds for r in readings)
+    def stage(at, seconds, name, done, all):
+        if len(readings) == 1: progress(name, done, all)
+        elif name == 'align': progress(name, at + seconds * done / all, total)
     for reading in readings:
-        def stage(name):
-            if len(readings) == 1: return lambda done, all: progress(name, done, all)
-            return lambda done, all: name == 'align' and progress(name, at + reading.seconds * done / all, total)
+        tell = partial(partial, stage, at, reading.seconds)   # name -> (done, all)
         key = 'cut', [*map(_stamp, reading.paths)], reading.paragraphs, reading.language
-        try: part = _once(work, key, lambda: cut(reading, stage))
+        try: part = _once(work, key, partial(cut, reading, tell))
         except UserError as e:
             if len(readings) == 1: raise
             faults |= dict.fromkeys(reading.paths, _fault(reading.paths[0], e))
@@ -940,9 +945,9 @@ def check_corpus(
         seconds = _lengths(rows, faults)
         result, known, done = {'clips': [], 'dropped': [], 'missing': [], 'unclear': 0}, [], 0
         for group in _groups(seconds):
-            tell = lambda some, all: progress('compare the clips', done + some, len(seconds))
+            tell = lambda some, all, done=done: progress('compare the clips', done + some, len(seconds))
             key = 'check', [[*_stamp(c.path), name(c), c.text, c.speaker, c.language] for c in group]
-            part = _once(work, key, lambda: _check(group, speak, name, tell))
+            part = _once(work, key, partial(_check, group, speak, name, tell))
             for stretch in part['clips']: stretch['path'] = Path(stretch['path'])
             for kind in ('clips', 'dropped', 'unclear'): result[kind] += part[kind]
             known += [part['clarity']] * bool(part['clarity'])
