@@ -178,6 +178,11 @@ _HAN = '\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003fff
 _THAI = '\u0e01-\u0e30\u0e32\u0e33\u0e40-\u0e46\u0e80-\u0eb0\u0eb2\u0eb3\u0ebd-\u0ec6'   # and Lao
 _NO_SPACES = f'{_HAN}{_THAI}\u1000-\u102a\u1780-\u17b3'   # Burmese, Khmer
 _SYLLABLE = re.compile(f'[{_HAN}]')
+_MARKS = '，、；：。！？'
+_COMBINING = ('\u0300-\u036f\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u0eb1\u0eb4-\u0ebc\u0ec8-\u0ece'
+              '\u102b-\u103e\u17b4-\u17d3')
+# without spaces each letter is a place for a cut, if espeak-ng begins a word there
+_WORD = re.compile(rf'(?:[{_NO_SPACES}][{_COMBINING}]*|[^\s{_MARKS}{_NO_SPACES}]+)[{_MARKS}]*\s*')
 _FULL_STOP = re.compile(r'[.!?…]["”’»)\]]*(?=\s|$)|[。！？।॥؟۔។။]')
 
 def no_space_after(text: str) -> bool:
@@ -237,11 +242,6 @@ class Sentence(NamedTuple):
     places: list[int]     # where each word begins in `spoken`
     inner: bool = False   # whether it is part of a long one, and goes on
 
-_MARKS = '，、；：。！？'
-_COMBINING = ('\u0300-\u036f\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u0eb1\u0eb4-\u0ebc\u0ec8-\u0ece'
-              '\u102b-\u103e\u17b4-\u17d3')
-# without spaces each letter is a place for a cut, if espeak-ng begins a word there
-_WORD = re.compile(rf'(?:[{_NO_SPACES}][{_COMBINING}]*|[^\s{_MARKS}{_NO_SPACES}]+)[{_MARKS}]*\s*')
 ESPEAK_NAMES = {'zh-cn': 'cmn'}   # where its name differs from the code
 _AS_WRITTEN = 'zh-cn', 'ja', 'ko'
 
