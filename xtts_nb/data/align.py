@@ -137,6 +137,7 @@ class _Tags(HTMLParser):
     def handle_data(self, data):
         if not self.silent: self.paragraphs[-1] += data
 
+# %% ../../nbs/data/align.ipynb #a2b15181
 def _book(path: Path) -> list[str]:
     "The paragraphs of an EPUB in the order of its spine; nothing is extracted."
     try:
@@ -214,6 +215,7 @@ def _joined(lines: list[str], divide: bool = True) -> list[str]:
             begin = end
     return [*parts, text[begin:]]
 
+# %% ../../nbs/data/align.ipynb #a2b15182
 def read_paragraphs(path: str | Path) -> list[str]:
     "The paragraphs of a text file or an EPUB, or what is said in subtitles in the order of their times."
     path, suffix = Path(path), Path(path).suffix.lower()
@@ -514,6 +516,7 @@ class TextFrames:
             else: high, at = high + 1, high + 1
             yield int(order[at])
 
+# %% ../../nbs/data/align.ipynb #a2b15183
 def comparable(sound: SoundFrames, spoken: list[SpokenSentence]) -> tuple[Speech, TextFrames]:
     "Both sounds in frames that can be compared; raises `UserError` for a silent recording."
     keep, pauses = speech_frames(sound)

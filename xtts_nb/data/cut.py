@@ -309,6 +309,7 @@ def usable_recordings(paths: list[Path]) -> tuple[dict[Path, float], dict[Path, 
 
 def _fault(path: Path, error: UserError) -> str: return str(error).removeprefix(f'{path}: ').rstrip('.')
 
+# %% ../../nbs/data/cut.ipynb #c0700041
 TEXTS = '.txt', '.lab', *SUBTITLES, '.epub'
 
 def are_clips(folder: Path) -> bool:
@@ -508,6 +509,7 @@ def _cut_out(path: Path, clips: list[dict]) -> Iterator[tuple[dict, np.ndarray, 
             if at + len(kept) < last - rate / 10: raise UserError(f'{path}: breaks off; copy it again.')
             yield clip, kept[first - at:last - at], rate
 
+# %% ../../nbs/data/cut.ipynb #c0700042
 def _link(path: Path, target: Path):
     "A clip that is kept whole takes no room again, but on another disk."
     try: os.link(path.resolve(), target)
@@ -608,6 +610,7 @@ def _cut(reading: Reading, source: Path, text, speak: Callable, split: Callable,
     for part in result['clips'] + result['dropped']: part['path'] = str(part['path'])
     return result
 
+# %% ../../nbs/data/cut.ipynb #c0700043
 def _cut_all(readings: list[Reading], work: Path, faults: dict, progress: Callable, cut: Callable) -> dict:
     "The clips of all readings, one after the other; a reading that fails leaves its reason in `faults`."
     result, at, total = {'clips': [], 'dropped': [], 'missing': []}, 0., sum(r.seconds for r in readings)
@@ -628,6 +631,7 @@ def _cut_all(readings: list[Reading], work: Path, faults: dict, progress: Callab
         at += reading.seconds
     return result
 
+# %% ../../nbs/data/cut.ipynb #c0700044
 def cut_corpus(
     source: str | Path,       # a recording, in any format that libsndfile reads, or a folder of them
     text: str | Path | None,  # what is spoken: paragraphs, or subtitles; None: files beside the recordings
@@ -905,6 +909,7 @@ def _lengths(clips: list[Clip], faults: dict) -> dict[Clip, float]:
             else: seconds[clip] = length or 5.
     return seconds
 
+# %% ../../nbs/data/cut.ipynb #c0700045
 def _measured(clips: list[Clip], faults: dict) -> dict[Clip, SoundFrames]:
     "The frames of each clip; `faults` gets the reasons for those that cannot be read."
     sounds = {}
