@@ -526,6 +526,7 @@ def _write_clips(folder: Path, path: Path, clips: list[dict]):
         for clip in clips: (folder / clip['file']).unlink(missing_ok=True)
         raise
 
+# %% ../../nbs/data/cut.ipynb #c0700046
 def _write(folder: Path, clips: list[dict]) -> list[dict]:   # dropped
     "Write `wavs/` and `metadata.csv`; clips get the names of their files, those of a broken recording leave."
     (folder / 'wavs').mkdir()
