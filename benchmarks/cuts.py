@@ -4,6 +4,8 @@
         --corpus DIR      clips in a layout that `prepare` reads; default: the demo's, 3 languages, 6 voices
         --orders N        recordings of each voice, its clips in another order each time; default: 1
         --hours H         instead: the time and memory of one recording of H hours of random words
+        --growth H [H ..] instead: those of so many hours of random words in recordings of ten minutes, and
+                          of 10 and 1,000 hours with synthetic frames: no search, and clips of 100 Hz
         --json, --record  one JSON object as the last line of stdout; a record in benchmarks/
 
 The clips of a voice are joined, with pauses or without. One sentence of twenty is missing from the text, and
@@ -12,12 +14,16 @@ sound; the sound of a clip begins and ends where it is within 30 dB of its loud 
 syllable if its edge is later or earlier by more than 30 ms, or if its first or last 10 ms are loud. Faults:
 of 32 clips three lose their end, three have the beginning of another clip behind them, two its end before
 them, and two have each other's text."""
+import argparse
 import functools
+import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,12 +34,14 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import arguments, output, run, stage, start  # noqa: E402
-from xtts_nb.app.demo import DEMO_SENTENCES, make_corpus, speak, speak_words, VOICES  # noqa: E402
+from xtts_nb.app.demo import cuts_page, DEMO_SENTENCES, make_corpus, speak, speak_words, VOICES  # noqa: E402
 from xtts_nb.app.terminal import progress  # noqa: E402
 from xtts_nb.app.tune import run_stage  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402
+from xtts_nb.data import align, cut  # noqa: E402
 from xtts_nb.data.corpora import read_corpus  # noqa: E402
 from xtts_nb.data.cut import check_corpus, cut_corpus  # noqa: E402
+from xtts_nb.speech.long import sentences as split  # noqa: E402
 
 PAUSES = {'no pauses': (0.,), '0.2 s': (0.2,), '0 to 0.8 s': (0., 0.2, 0.5, 0.8)}
 COUNTED = 'refused', 'sentences', 'found', 'whole', 'absent', 'aligned', 'lost'
@@ -193,12 +201,13 @@ def check_all(clips: list, orders: int, tell) -> dict:
     return row | {'kinds': {kind: f'{found} of {made}' for kind, (found, made) in kinds.items()}}
 
 
-def long_recording(hours: float, folder: Path, tell) -> tuple[int, list[str]]:   # sentences, those absent
-    "Write hours of random words, spoken by two voices, and a text that lacks some sentences and has others."
-    rng = np.random.default_rng(0)
+def long_recording(hours: float, path: Path, tell, seed: int = 0) -> tuple[int, list[str]]:
+    """Write hours of random words, spoken by two voices, and a text that lacks some sentences and has others;
+    how many sentences are in both, and those that nobody says."""
+    rng = np.random.default_rng(seed)
     words = sorted({w.strip('.,?!') for t in DEMO_SENTENCES['en'] for w in t.split()})
     seconds, sentences, text, absent = 0., 0, [], []
-    with soundfile.SoundFile(folder / 'long.wav', 'w', 22050, 1) as file:
+    with soundfile.SoundFile(path, 'w', 22050, 1) as file:
         while seconds < 3600 * hours:
             sentence = ' '.join(rng.choice(words, rng.integers(4, 12))).capitalize() + '.'
             chance = rng.random()
@@ -211,17 +220,16 @@ def long_recording(hours: float, folder: Path, tell) -> tuple[int, list[str]]:  
             for part in (wav, pause): file.write(part)
             seconds, sentences = seconds + (len(wav) + len(pause)) / rate, sentences + 1
             tell('speak', seconds, 3600 * hours)
-    (folder / 'long.txt').write_text('\n\n'.join(text), encoding='utf-8')
+    path.with_suffix('.txt').write_text('\n\n'.join(text), encoding='utf-8')
     return len(text) - len(absent), absent
 
 
 def time_hours(hours: float, tell) -> list[dict]:   # rows
     "The command on a long recording: how long it takes, and its memory."
     with tempfile.TemporaryDirectory() as folder:
-        sentences, absent = long_recording(hours, Path(folder), tell)
+        sentences, absent = long_recording(hours, Path(folder) / 'long.wav', tell)
         begin = time.perf_counter()
-        result = run_stage(['corpus', f'{folder}/long.wav', '--text', f'{folder}/long.txt',
-                            '--out', f'{folder}/out'])
+        result = run_stage(['corpus', f'{folder}/long.wav', '--out', f'{folder}/out'])
         seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     texts = {c['text'] for c in result['clips']}
@@ -230,18 +238,103 @@ def time_hours(hours: float, tell) -> list[dict]:   # rows
              'absent': len(absent), 'aligned': sum(any(a in t for t in texts) for a in absent)}]
 
 
+SYNTHETIC = 10, 1000   # h
+MINUTES = 10                # of each recording
+EVERY = 5                   # s from sentence to sentence of a synthetic recording
+
+
+def many(folder: Path, hours: float, first: list[Path]):
+    "Hours of recordings with their texts, links to a few."
+    folder.mkdir()
+    for i in range(round(hours * 60 / MINUTES)):
+        for suffix in ('.wav', '.txt'):
+            os.link(first[i % len(first)].with_suffix(suffix), folder / f'{i:05d}{suffix}')
+
+
+def synthetic(source: Path, out: Path):
+    "The command without sound: frames, speech and matches are made up, the rest is as always."
+    seconds = 60 * MINUTES
+    begins = np.arange(0., seconds + 1, EVERY)
+    pauses = np.clip(np.stack([begins - 0.2, begins + 0.2], 1), 0, seconds)
+    level = np.zeros(int(seconds / align.FRAME) * 4, np.float32)
+
+    def frames(path, progress):
+        mel = np.random.rand(len(level) // 4, align.BANDS).astype(np.float32)
+        return align.SoundFrames(16000, seconds, mel, level, align.BANDS, pauses)
+
+    def compared(sound, spoken):
+        keep = align.speech_frames(sound)[0]
+        x = np.concatenate([sound.mel, sound.mel], 1)[keep]
+        before = align._pauses_before(sound, keep, pauses)
+        starts = np.cumsum([0, *[100] * len(spoken)])
+        return (align.Speech(x, align.frame_times(sound)[keep], before, pauses, x[:, 0]),
+                align.TextFrames(x[:1], starts, [s.words for s in spoken]))
+
+    def fits(matches, speech, model):
+        edge = np.searchsorted(speech.times, begins)
+        return [align.Fit(align.Match(i, a, b), 2., np.linspace(0, 99, b - a).astype(int))
+                for i, (a, b) in enumerate(pairwise(edge.tolist()))]
+
+    cut.measure_file, cut.comparable, cut.found_sentences = frames, compared, fits
+    cut.align = lambda *speech: None
+    cut.speak_sentences = lambda sentences, *more: [
+        align.SpokenSentence(None, None, [i * 100 // len(s.words) for i in range(len(s.words))])
+        for s in sentences]
+    cut_corpus(source, None, out, 'en', None, split, page=cuts_page)
+
+
+def time_growth(hours: list[float], tell) -> list[dict]:   # rows
+    "Time and memory of the command in a process of its own."
+    rows = []
+    for number, kind in [*((h, '') for h in hours), *((h, 'synthetic') for h in SYNTHETIC)]:
+        with tempfile.TemporaryDirectory() as home:
+            home = Path(home)
+            if kind:
+                soundfile.write(home / '0.wav', np.zeros(6000 * MINUTES, np.int16), 100)
+                (home / '0.txt').write_text(' '.join(
+                    f'This is what somebody says as sentence {i}.' for i in range(60 * MINUTES // EVERY)))
+            else:
+                for i in range(round(min(1, number) * 60 / MINUTES)):
+                    long_recording(MINUTES / 60, home / f'{i}.wav', tell, i)
+            many(home / 'all', number, sorted(home.glob('*.wav')))
+            program = [sys.executable, __file__, '--synthetic'] if kind else [
+                sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', 'corpus']
+            words = [home / 'all', home / 'out'] if kind else [home / 'all', '--out', home / 'out']
+            tell('cut', number, number)
+            begin = time.perf_counter()
+            child = subprocess.Popen([*program, *words], stdout=subprocess.DEVNULL)
+            _, status, usage = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+            if status: raise UserError(f'{number:g} hours: the command has failed, as said above.')
+            minutes, clips = (time.perf_counter() - begin) / 60, len(read_cuts_lines(home / 'out'))
+        rows.append({'name': f'{number:g} h{" " * bool(kind)}{kind}', 'minutes': round(minutes, 2),
+                     'peak_gb': round(usage.ru_maxrss * 1024 / 1e9, 2), 'clips': clips,
+                     'ms_a_clip': round(6e4 * minutes / clips, 1)})
+    return rows
+
+
+def read_cuts_lines(folder: Path) -> list[str]:
+    return (folder / cut.CUTS).read_text(encoding='utf-8').splitlines()[1:]
+
+
 def main():
     "The command line."
     parser = arguments(__doc__)
     parser.add_argument('--corpus', type=Path, help='clips; default: those of the demo')
     parser.add_argument('--orders', type=int, default=1, help='recordings of each voice')
     parser.add_argument('--hours', type=float, help='one recording of random words instead')
+    parser.add_argument('--growth', type=float, nargs='+', metavar='H', help='hours of many recordings')
+    parser.add_argument('--synthetic', type=Path, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.synthetic: return synthetic(*given.synthetic)
     start()
     with progress() as tell, tempfile.TemporaryDirectory() as folder:
         if given.hours:
             rows = time_hours(given.hours, tell)
             return output(given, 'cuts', {'rows': rows, 'about': 'Random words'}, about='about')
+        if given.growth:
+            result = {'rows': time_growth(given.growth, tell), 'about': 'Recordings of ten minutes'}
+            return output(given, 'cuts_growth', result, about='about')
         corpus = given.corpus or Path(folder) / 'demo'
         if not given.corpus: make_corpus(corpus, progress=stage(tell, 'speak'))
         clips = read_corpus(corpus)[0]

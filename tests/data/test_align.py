@@ -37,20 +37,89 @@ def test_a_text_that_is_none(tmp_path, content, reason):
 
 @pytest.mark.parametrize('text, language, spoken, words', [
     ('On the 3rd, Dr. No – came.', 'en', 'on the third, doctor no came.', [0, 3, 7, 12, 16, 21]),
-    ('是，不是。', 'zh-cn', '是，不是。', [0, 2]), ('سلام دنیا', 'fa', 'سلام دنیا', [0, 5])])
+    ('是，不是。', 'zh-cn', '是，不是。', [0, 2, 3]), ('سلام دنیا', 'fa', 'سلام دنیا', [0, 5])])
 def test_words_keep_their_places(text, language, spoken, words):
     found = spoken_sentence(text, language)
     assert (found.text, found.spoken, found.words) == (text, spoken, words)
     assert len(found.places) == len(words) and spoken_sentence('– …', language) is None
 
-def test_a_text_without_punctuation_is_divided():
-    "The search would need the square of its length."
-    found = text_sentences(['one two three ' * 100, 'x' * 900], 'en', lambda text, language: [text])
-    assert max(len(s.text) for s in found[:-1]) <= 400 and len(found[-1].text) == 900
-    assert ' '.join(s.text for s in found[:-1]).split() == ['one', 'two', 'three'] * 100
+ROLLING = (   # (start, end) in ms, lines, as YouTube makes them by itself
+    (160, 2389, ' \nhello<00:00:00.480><c> everyone</c><00:00:00.960><c> welcome</c>'),
+    (2389, 2399, 'hello everyone welcome\n '),
+    (2999, 4789, 'hello everyone welcome\nto<00:00:02.560><c> the</c><00:00:02.879><c> show</c>'),
+    (4789, 4799, 'to the show\n '))
+
+def vtt(*cues):
+    time = lambda ms: f'00:{ms // 60_000:02d}:{ms // 1000 % 60:02d}.{ms % 1000:03d}'
+    return 'WEBVTT\n\n' + ''.join(f'{time(a)} --> {time(b)}\n{text}\n\n' for a, b, text in cues)
+
+def in_turn(*texts): return vtt(*((1000 * i, 1000 * i + 1000, text) for i, text in enumerate(texts)))
+
+def srt(*texts):
+    return ''.join(f'{i}\n00:00:{i:02d},000 --> 00:00:{i:02d},900\n{t}\n\n' for i, t in enumerate(texts, 1))
+
+@pytest.mark.parametrize('name, content, said', [
+    ('rolling.vtt', vtt(*ROLLING), 'hello everyone welcome to the show'),
+    ('grows.vtt', in_turn('we', 'we like', 'we like tea'), 'we like tea'),
+    ('marked.vtt', in_turn('<b>we</b> like', 'we <b>like</b>', '<b>tea</b> too', 'tea <b>too</b>'),
+     'we like tea too'),
+    ('shouts.vtt', in_turn('No!', 'No!', 'No!', 'Go!\nGo!'), 'No! No! No! Go! Go!'),
+    ('numbers.srt', srt('In\n1984', '42', 'in\n1990'), 'In 1984 42 in 1990'),
+    ('doubled.srt', srt('Hello.', 'Bye.').replace('\n', '\r\r\n'), 'Hello. Bye.'),
+    ('blank.srt', srt('Hello\n\nthere.', 'Bye.'), 'Hello there. Bye.'),
+    ('tags.srt', srt('<i>un</i>believable R&amp;B', '(laughs) >> JOHN: Hi'), 'unbelievable R&B Hi'),
+    ('short.vtt', 'WEBVTT\n\n00:05 --> 00:07\nFirst.\n\nNOTE no\n\nname\n00:08 --> 00:09\nNext.',
+     'First. Next.'),
+    ('karaoke.ass', ASS.replace('The\\N', '{\\k20}T{\\k15}he ').replace('p1', 'p4'), 'The train is late.')])
+def test_subtitles_in_the_wild(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content.encode())
+    assert ' '.join(read_paragraphs(tmp_path / name)) == said
+
+def book(path, chapters, spine, folder='OEBPS/'):
+    import zipfile
+    items = ''.join(f'<item id="{n}" href="text/{n}%20a.xhtml" media-type="application/xhtml+xml"/>'
+                    for n in chapters)
+    refs = ''.join(f'<itemref idref="{n}"/>' for n in spine)
+    with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as file:
+        file.writestr('META-INF/container.xml', f'<rootfile full-path="{folder}a.opf"/>')
+        file.writestr(f'{folder}a.opf', f'<manifest>{items}</manifest><spine>{refs}</spine>')
+        for n, text in chapters.items(): file.writestr(f'{folder}text/{n} a.xhtml', text)
+
+def test_a_book(tmp_path):
+    "Chapters in the order of the spine; what is no book, or would fill the memory, is refused."
+    page = '<head><title>No</title></head><body><h1>{}</h1><p>The <i>tr</i>ain\nis late.</p></body>'
+    book(tmp_path / 'a.epub', {n: page.format(n) for n in ('one', 'two')}, ('two', 'one'))
+    assert read_paragraphs(tmp_path / 'a.epub') == ['two', 'The train is late.', 'one', 'The train is late.']
+    book(tmp_path / 'bomb.epub', {'one': 'a' * 2**27}, ('one',))
+    (tmp_path / 'none.epub').write_bytes(b'PK no')
+    book(tmp_path / 'out.epub', {'one': page}, ('one',), '../../')
+    for name in ('bomb', 'none'):
+        with pytest.raises(UserError, match=f'{name}.epub'): read_paragraphs(tmp_path / f'{name}.epub')
+    assert read_paragraphs(tmp_path / 'out.epub') and sorted(p.name for p in tmp_path.iterdir()) == [
+        'a.epub', 'bomb.epub', 'none.epub', 'out.epub']
+
+def test_where_there_is_no_full_stop(tmp_path):
+    "Line ends divide rows, not a text that is wrapped; then commas do, and lengths."
+    rows = [f'row {word} of a list that somebody reads aloud' for word in ('one', 'number 2', '3', 'no 4')]
+    (tmp_path / 'rows.txt').write_text('\n'.join(rows))
+    assert read_paragraphs(tmp_path / 'rows.txt') == rows
+    (tmp_path / 'wrapped.txt').write_text('\n'.join(['abcd efgh ijkl mnop qrst uvwx'] * 9))
+    assert len(read_paragraphs(tmp_path / 'wrapped.txt')) == 1
+    divide = lambda text, language='en': text_sentences([text], language, lambda text, language: [text])
+    parts = divide('one two, three ' * 100)
+    assert max(len(s.text) for s in parts) <= 200
+    assert [s.inner for s in parts] == [True] * (len(parts) - 1) + [False]
+    assert all(s.text.endswith(',') for s in parts[:-1])
+    assert ' '.join(s.text for s in parts).split() == ['one', 'two,', 'three'] * 100
+    assert ''.join(s.text for s in divide('我带着雨伞去上班' * 40, 'zh-cn')) == '我带着雨伞去上班' * 40
 
 
 # --- sound --------------------------------------------------------------------------------------------------
+
+def test_bands_are_the_same_at_each_rate():
+    sine = lambda f, rate: np.sin(2 * np.pi * f * np.arange(rate) / rate).astype(np.float32)
+    tones = lambda rate: [measure_sound(sine(f, rate), rate).mel[5].argmax() for f in (300, 1000, 3000)]
+    assert all(tones(rate) == tones(22050) for rate in (8000, 11025, 48000))
 
 @pytest.mark.parametrize('rate', [8000, 22050, 44100])
 def test_pauses(tmp_path, rate):

@@ -38,16 +38,13 @@ def _download(
     return result, download_text(source, result)
 
 # %% ../../nbs/app/cli_data.ipynb #c0a95002
-def _has_table(source: Path) -> bool:
-    "Whether clips with a table are there, or this is their table."
+def _are_clips(source: Path) -> bool:
+    "Whether this is a table of clips, a folder with one, or clips with their texts."
     from xtts_nb.config import UserError
-    from xtts_nb.data.audio import open_audio
     from xtts_nb.data.corpora import find_layout, SUFFIXES
-    if source.suffix.lower() in SUFFIXES: return False
-    try: open_audio(source).close()   # a recording, whatever it is called
-    except UserError: pass
-    else: return False
-    try: return find_layout(source)[0] != 'pairs'
+    from xtts_nb.data.cut import are_clips
+    if source.is_file(): return source.suffix.lower() not in SUFFIXES and bool(find_layout(source))
+    try: return source.is_dir() and (find_layout(source)[0] != 'pairs' or are_clips(source))
     except UserError: return False
 
 @_data('corpus', example='book.mp3 --text book.txt --out recordings')
@@ -55,9 +52,10 @@ def _corpus(
     source: argument(Path, 'A recording, a folder of recordings (or a folder for each speaker), or clips '
                            'with a table, which are checked.'),
     out: option(Path, 'Folder of the corpus; it must be new or empty.'),
-    text: option(Path | None, 'What is read: paragraphs, or subtitles (.srt, .vtt, .ass); default: a file of '
-                              'the same name beside each recording.') = None,
-    language: option(str, 'Language of the text.') = 'en',
+    text: option(Path | None, 'What is read: paragraphs, a book (.epub) or subtitles (.srt, .vtt, .ass); '
+                              'default: a file of the same name next to each recording.') = None,
+    language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
+                                 'Whisper hears.') = None,
     fix: option(Path | None, 'A corrected cuts.csv of an earlier corpus: cut at its lines.') = None,
     transcribe: Whisper = None,
 ):
@@ -70,13 +68,14 @@ def _corpus(
     from xtts_nb.app.demo import cuts_page, espeak_files, speak_words
     from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, load_whisper, recut
     from xtts_nb.speech.long import sentences
-    table = not fix and not text and _has_table(source)
-    if table and transcribe: raise UserError(f'corpus: {source} has a table; leave --transcribe out.')
-    hear = load_whisper(transcribe) if transcribe else None
+    clips = not fix and not text and _are_clips(source)
+    if clips and transcribe:
+        raise UserError(f'corpus: {source} holds clips with their texts; leave --transcribe out.')
+    hear, known = load_whisper(transcribe) if transcribe else None, language or 'en'
     if not fix: espeak_files()   # before the recording is read
     with progress() as tell:
-        if fix: result = recut(source, fix, out, language, cuts_page, stage(tell, 'read the recording'))
-        elif table: result = check_corpus(source, out, language, speak_words, tell, cuts_page)
+        if fix: result = recut(source, fix, out, known, cuts_page, stage(tell, 'read the recording'))
+        elif clips: result = check_corpus(source, out, known, speak_words, tell, cuts_page)
         else: result = cut_corpus(source, text, out, language, speak_words, sentences, tell, cuts_page, hear)
     return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'
                     f'{out} is ready: xtts-nb prepare {out}')

@@ -4,34 +4,42 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'WITHIN', 'SHORTEST', 'LONGEST', 'SHORT', 'BRIEF', 'USUAL', 'REST', 'CUT', 'MARGIN', 'LONG_PAUSE', 'GAP',
-           'TRANSCRIPT', 'CUTS', 'LED_BY', 'FOLLOWED_BY', 'UNREAD_START', 'UNREAD_END', 'WRONG', 'CLEAR', 'ALIKE',
-           'LONGEST_CHECKED', 'FITS', 'CutPiece', 'with_edges', 'pieces_of', 'chains', 'shortest_clip', 'choose_clips',
-           'account', 'Recording', 'join_sounds', 'located', 'find_recordings', 'read_texts_beside',
-           'measure_recordings', 'load_whisper', 'find_clips', 'cut_corpus', 'read_cuts', 'recut', 'ClipFit',
+           'ALONE', 'TRANSCRIPT', 'CUTS', 'LED_BY', 'FOLLOWED_BY', 'UNREAD_START', 'UNREAD_END', 'WRONG', 'CLEAR',
+           'ALIKE', 'LONGEST_CHECKED', 'TOGETHER', 'LEAST_VOICE', 'FITS', 'CutPiece', 'with_edges', 'pieces_of',
+           'chains', 'shortest_clip', 'choose_clips', 'account', 'Recording', 'join_sounds', 'located',
+           'find_recordings', 'usable_recordings', 'are_clips', 'read_texts_beside', 'measure_recordings',
+           'unfinished_corpus', 'load_whisper', 'find_clips', 'Reading', 'cut_corpus', 'read_cuts', 'recut', 'ClipFit',
            'fit_clip', 'Judged', 'clip_faults', 'judge', 'clarity', 'check_corpus', 'corpus_text']
 
 # %% ../../nbs/data/cut.ipynb #c0700003
 import os
 import re
+import shutil
 import statistics
+import sys
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ..config import UserError
-from .align import (
+from xtts_nb.data.align import (
     align, comparable, distances, EDGE, find_pauses, Fit, found_sentences, FRAME, frame_times, hop_length,
-    loud_edges, Match, measure_file, PAUSE, read_paragraphs, Sentence, SoundFrames, speak_sentences, Speech,
-    SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES, text_sentences, TextFrames)
-from .audio import audio_seconds, open_audio, wav_bytes
-from xtts_nb.data.corpora import (
-    check_language, Clip, DAMAGED, find_beside, read_corpus, read_lines, reason_kind, SUFFIXES, TEXTS,
-    visible)
-from ..files import atomic_folder
+    loud_edges, Match, measure_file, no_space_after, PAUSE, read_paragraphs, Sentence, SoundFrames,
+    speak_sentences, Speech, SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES, text_sentences,
+    TextFrames)
+from .audio import open_audio, wav_bytes
+from .corpora import (
+    check_language, Clip, DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, TEXTS, visible)
+from .. import __version__
+from ..files import (
+    atomic_folder, fingerprint, locked, read_json, real_place, write_json)
 
 # %% ../../nbs/data/cut.ipynb #6bf8d422
 NEAR, WITHIN = 6, 2            # frames that the edge of a sentence is moved to a pause, outwards and inwards
@@ -84,7 +92,7 @@ def _word_at(fit: Fit, frame: int, pause: float, sentence: Sentence, words: list
     place = fit.path[min(frame - fit.match.begin, len(fit.path) - 1)]
     after_mark = lambda k: sentence.text[:sentence.words[k]].rstrip().endswith(_MARKS)
     off = {k: abs(words[k] - place) - 3 * after_mark(k) for k in range(1, len(words))}
-    best = min(off, key=off.get, default=None)
+    best = min(reversed(off), key=off.get, default=None)   # of words without a mark, the next one with one
     if best is None or off[best] > 5: return None
     if after_mark(best): return best if pause >= 0.15 else None
     return best if pause >= 0.25 and 2 <= best <= len(words) - 2 else None
@@ -105,8 +113,10 @@ def pieces_of(fit: Fit, match: Match, sentence: Sentence, speech: Speech, words:
         left, right = (int(speech.pause[frame]) if to_cut(frame) else -1 for frame in (begin, end))
         start = speech.pauses[left, 1] if left >= 0 else speech.times[begin] - FRAME / 2
         stop = speech.pauses[right, 0] if right >= 0 else speech.times[end - 1] + FRAME / 2
-        pieces.append(CutPiece(left, right, float(start), float(stop), sentence.text[first:after].strip(),
-                               end != match.end, fit.score))
+        text = sentence.text[first:after]
+        if end == match.end and not no_space_after(text): text += ' '
+        pieces.append(CutPiece(left, right, float(start), float(stop), text,
+                               end != match.end or sentence.inner, fit.score))
     return pieces
 
 # %% ../../nbs/data/cut.ipynb #50f8b265
@@ -183,8 +193,8 @@ def _clip_times(pieces: list[CutPiece], speech: Speech, seconds: float) -> tuple
 def _gap(start: float, end: float, times: np.ndarray,   # (T,) s, of speech
          why: str = 'no sentence of the text is spoken here') -> dict:
     "A stretch in no clip: a pause, or sound with its reason."
-    inside = (times > start) & (times < end)
-    reason = why if inside.sum() * FRAME > 0.1 else 'pause'
+    inside = np.searchsorted(times, end) - np.searchsorted(times, start, 'right')
+    reason = why if inside * FRAME > 0.1 else 'pause'
     return {'start': round(float(start), 3), 'end': round(float(end), 3), 'reason': reason}
 
 def account(clips: list[dict], rest: list[CutPiece], speech: Speech, seconds: float,
@@ -230,7 +240,8 @@ def join_sounds(
         at += len(sound.mel) + more
         pauses.append([[recordings[-1].begin + sound.seconds / scale, at * frame]])
     level = np.concatenate([s.level for s in sounds])
-    whole = SoundFrames(sounds[0].rate, at * frame, np.concatenate(mel), level)
+    bands = min(s.bands for s in sounds)
+    whole = SoundFrames(sounds[0].rate, at * frame, np.concatenate(mel), level, bands)
     whole.pauses = _merged(np.concatenate(pauses))
     return whole, recordings
 
@@ -242,7 +253,9 @@ def _merged(stretches: np.ndarray) -> np.ndarray:   # (P, 2) s
 def located(stretches: list[dict], recordings: list[Recording]) -> Iterator[dict]:
     "Stretches of the whole in seconds of their recordings; between two recordings is nothing."
     for stretch in stretches:
-        for r in recordings:
+        first = max(0, bisect_right(recordings, stretch['start'], key=lambda r: r.begin) - 1)
+        for r in islice(recordings, first, None):
+            if r.begin >= stretch['end']: break
             start, end = ((stretch[key] - r.begin) * r.scale for key in ('start', 'end'))
             start, end = max(0., start), min(r.seconds, end)
             if end - start > 0.0005:
@@ -258,8 +271,8 @@ def _named_in(path: Path, source: Path) -> str:
     return path.relative_to(source).as_posix() if source.is_dir() else path.name
 
 def _with_a_name(path: Path) -> Path:
-    if not re.search('[\ud800-\udfff]', path.name): return path
-    raise UserError(f'{visible(str(path))}: its name is not UTF-8; rename it.')
+    if not re.search('[\ud800-\udfff\r\n]', path.name): return path
+    raise UserError(f'{visible(str(path))}: its name is not UTF-8, or has a line break; rename it.')
 
 def _recordings_in(folder: Path) -> list[Path]:
     "In the order of their names, without what a system hides there."
@@ -276,18 +289,69 @@ def find_recordings(source: Path) -> list[Path]:
     if not found: raise UserError(f'{source}: holds no recordings ({", ".join(SUFFIXES)}).')
     return [*map(_with_a_name, found)]
 
+# %% ../../nbs/data/cut.ipynb #c0700034
+ALONE = 120.   # s; shorter recordings are joined, since a voice and a room show only in more sound
+
+def usable_recordings(paths: list[Path]) -> tuple[dict[Path, float], dict[Path, str]]:
+    "The lengths (s) of recordings, and why others are left out; one of several formats is used."
+    seconds, faults, used = {}, {}, {}
+    for path in paths:
+        try: seconds[path] = _seconds(path)
+        except UserError as e: faults[path] = _fault(path, e)
+    seconds = {path: length or ALONE for path, length in seconds.items()}
+    kind = lambda path: SUFFIXES.index(path.suffix.lower()) if path.suffix.lower() in SUFFIXES else -1
+    for path in sorted(seconds, key=kind): used.setdefault(path.with_suffix(''), path)
+    for path in [path for path in seconds if used[path.with_suffix('')] != path]:
+        faults[path] = f'the same recording in another format is used: {used[path.with_suffix("")].name}'
+        del seconds[path]
+    return seconds, faults
+
+def _fault(path: Path, error: UserError) -> str: return str(error).removeprefix(f'{path}: ').rstrip('.')
+
+# %% ../../nbs/data/cut.ipynb #c0700041
+_READ = *TEXTS, *SUBTITLES, '.epub'
+
+def are_clips(folder: Path) -> bool:
+    "Whether recordings with their texts are clips already: at least half are no longer than one."
+    seconds = usable_recordings(find_recordings(folder))[0]
+    return sum(length <= LONGEST for length in seconds.values()) >= max(1, len(seconds) / 2)
+
+def _text_beside(path: Path, files: dict[str, Path]) -> Path | None:
+    "The text of a recording among the files of its folder: `a.txt`, or `a.en.srt`, as of a download."
+    stem = path.stem.lower()
+    exact = (files.get(f'{stem}{ending}') for ending in _READ)
+    tagged = (file for name, file in files.items() if name.endswith(_READ) and name.startswith(f'{stem}.')
+              and re.fullmatch(r'[a-z]{2,3}(-\w+)?', name[len(stem) + 1:].rpartition('.')[0]))
+    return next(filter(None, exact), None) or next(tagged, None)
+
 def read_texts_beside(
     paths: list[Path],
     transcribe: Callable | None = None,   # path -> paragraphs, for those without a file
+    faults: dict | None = None,           # gets the reasons for those that are left out
 ) -> dict[Path, list[str]]:               # of recordings with a text, its paragraphs
     "What is said in recordings, in files of the same name beside them."
-    endings, texts = (*TEXTS, *SUBTITLES), {}
-    for path in paths:
-        if found := find_beside(path, endings): texts[path] = read_paragraphs(found)
-        elif transcribe: texts[path] = transcribe(path)
-    if texts: return texts
-    raise UserError(f'{paths[0]}: no text beside it ({paths[0].stem}{", ".join(endings)}); give --text FILE, '
-                    'what is said in it, or --transcribe MODEL, a Whisper model that writes it.')
+    faults, texts, folders = {} if faults is None else faults, {}, {}
+    seconds, unusable = usable_recordings(paths)
+    faults |= unusable
+    for path in seconds:
+        if path.parent not in folders:
+            folders[path.parent] = {p.name.lower(): p for p in sorted(path.parent.iterdir()) if p.is_file()}
+        try:
+            if beside := _text_beside(path, folders[path.parent]): texts[path] = read_paragraphs(beside)
+            elif transcribe: texts[path] = transcribe(path)
+            else: faults[path] = 'no text beside the recording'
+        except UserError as e: faults[path] = _fault(path, e)
+    if not texts: raise _nothing_left(paths, faults)
+    return texts
+
+def _nothing_left(paths: list[Path], faults: dict[Path, str]) -> UserError:
+    "Why no recording is left."
+    path, reason = next(((p, f) for p, f in faults.items() if not f.startswith('no text')), (paths[0], ''))
+    if not reason:
+        return UserError(f'{path}: no text beside it ({path.stem}{", ".join(_READ)}); give --text FILE, what '
+                         'is said in it, or --transcribe MODEL, a Whisper model that writes it.')
+    if len(paths) == 1: return UserError(f'{path}: {reason}.')
+    return UserError(f'{path.parent}: no recording can be read or cut; the first, {path.name}: {reason}.')
 
 # %% ../../nbs/data/cut.ipynb #c0700033
 def measure_recordings(paths: list[Path], progress: Callable) -> tuple[SoundFrames, list[Recording], dict]:
@@ -295,19 +359,58 @@ def measure_recordings(paths: list[Path], progress: Callable) -> tuple[SoundFram
     sounds, faults = {}, {}
     for path in paths:
         try: sounds[path] = measure_file(path, progress)
-        except UserError as e:
-            if len(paths) == 1: raise
-            faults[path] = str(e).removeprefix(f'{path}: ').rstrip('.')
-    if not sounds: raise UserError(f'{paths[0].parent}: no recording can be read ({faults[paths[0]]}).')
+        except UserError as e: faults[path] = _fault(path, e)
+    if not sounds: raise _nothing_left(paths, faults)
     if len(paths) > 1: return *join_sounds([*sounds], [*sounds.values()]), faults
     return sounds[paths[0]], [Recording(paths[0], 0., sounds[paths[0]].seconds, 1.)], {}
+
+# %% ../../nbs/data/cut.ipynb #c0700035
+_OURS = re.compile(r'[0-9a-f]{16}\.json|corpus\.json|lock')
+
+@contextmanager
+def unfinished_corpus(out: Path):   # yields the folder
+    "A folder beside `out` that keeps what is done, until a run succeeds; the same command continues there."
+    out = real_place(out).absolute()
+    work = out.with_name(f'{out.name}.unfinished')
+    names = {p.name for p in work.iterdir()} if work.is_dir() else set()
+    if work.is_file() or names and 'corpus.json' not in names:
+        raise UserError(f'{work}: holds something that is not ours, where unfinished work would be kept; '
+                        'choose another --out.')
+    with locked(work / 'lock', f'{out}: another run writes this corpus; wait for its end or choose another '
+                               'folder.'):
+        write_json(work / 'corpus.json', {'for': out.name})
+        try: yield work
+        except BaseException:
+            if kept := sum(p.name not in ('corpus.json', 'lock') for p in work.iterdir()):
+                print(f'{work}: keeps {kept} results; the same command continues there.', file=sys.stderr)
+            else: _remove_work(work)
+            raise
+        _remove_work(work)
+
+def _remove_work(work: Path):
+    "Remove the files that are ours, and the folder if it is empty then."
+    for path in [p for p in work.iterdir() if _OURS.fullmatch(p.name)]: path.unlink(missing_ok=True)
+    with suppress(OSError): work.rmdir()
+
+def _stamp(path: Path) -> list:
+    "What tells whether a file has changed."
+    stat = path.stat()
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+
+def _once(work: Path, key: tuple, make: Callable) -> dict:
+    "What `make` gives, kept under a fingerprint of all that it depends on."
+    path = work / f'{fingerprint(__version__, *key)}.json'
+    with suppress(UserError): return read_json(path)
+    result = make()
+    write_json(path, result)
+    return result
 
 # %% ../../nbs/data/cut.ipynb #c0700032
 TRANSCRIPT = 'transcript.txt'
 
 def load_whisper(
     model: str,   # folder of a Whisper model for CTranslate2, or a name that faster-whisper fetches
-) -> Callable:    # (path, language, progress) -> text
+) -> Callable:    # (path, language or None, progress) -> text, language
     "What writes down what is said; raises `UserError` where the package or the model is missing."
     try: from faster_whisper import WhisperModel
     except ModuleNotFoundError as e:
@@ -319,26 +422,27 @@ def load_whisper(
                         'give its folder, or a name such as small.') from None
     def hear(path, language, progress):
         # text of earlier windows makes it repeat itself
-        segments, info = whisper.transcribe(str(path), language=language.split('-')[0], vad_filter=True,
-                                            condition_on_previous_text=False)
+        segments, info = whisper.transcribe(str(path), language=language and language.split('-')[0],
+                                            vad_filter=True, condition_on_previous_text=False)
         texts = []
         for segment in segments:
             texts.append(segment.text)
             progress(segment.end, info.duration)
-        return ' '.join(' '.join(texts).split())
+        return ' '.join(' '.join(texts).split()), language or check_language(info.language)
+    hear.model = model
     return hear
 
-def _heard(hear: Callable, language: str, alone: bool, progress: Callable) -> Callable:
-    "What gives the paragraphs of a recording."
+def _heard(hear: Callable, language: str | None, work: Path, languages: dict, progress: Callable) -> Callable:
+    "What gives the paragraphs of a recording, and keeps them; `languages` gets the language that was heard."
     def transcribe(path):
-        try: open_audio(path, 16000).close()
-        except UserError:
-            if alone: raise
-            return []   # told where all are measured
-        try: text = hear(path, language, progress)
-        except ValueError as e:
-            raise UserError(f'--transcribe: {e}; give a text of {path} instead.') from None
-        return [text] if text else []
+        def write():
+            try: return dict(zip(('text', 'language'), hear(path, language, progress)))
+            except ValueError as e:
+                raise UserError(f'--transcribe: {e}; give a text of {path} instead.') from None
+        heard = _once(work, ('transcript', _stamp(path), str(hear.model), language), write)
+        if not heard['text']: raise UserError(f'{path}: Whisper hears nobody speak in it.')
+        languages[path] = heard['language']
+        return [heard['text']]
     return transcribe
 
 def _write_transcript(folder: Path, paragraphs: list[str]):
@@ -370,7 +474,7 @@ def find_clips(
         rest += left
         for pieces in chosen:
             start, end = _clip_times(pieces, speech, sound.seconds)
-            clips.append({'text': ' '.join(p.text for p in pieces), 'start': round(float(start), 3),
+            clips.append({'text': ''.join(p.text for p in pieces).strip(), 'start': round(float(start), 3),
                           'end': round(float(end), 3), 'score': round(min(p.score for p in pieces), 2)})
     heard = {f.match.sentence for f in fits}
     missing = [s.text for i, s in enumerate(sentences) if i not in heard]
@@ -384,23 +488,71 @@ def _cell(text: str) -> str:
     "A text as it stands in a table."
     return ' '.join(text.replace('|', ' ').split())
 
-def _write(folder: Path, clips: list[dict]):
-    "Write `wavs/` and `metadata.csv`, and the name of its file to each clip, which loses what is not told."
+def _clip_name(path: Path) -> str:
+    "The name of a recording in those of its clips, of at most 100 bytes."
+    name = re.sub(r'[^\w-]+', '_', path.stem).strip('_').encode()[:100].decode(errors='ignore')
+    return name or 'clip'
+
+def _cut_out(path: Path, clips: list[dict]) -> Iterator[tuple[dict, np.ndarray, int]]:
+    "Clips with their samples and the rate, in their order; read on, since a jump within an MP3 is not exact."
+    with open_audio(path, 16000) as file:
+        rate, kept, at, block = file.samplerate, np.zeros(0, np.float32), 0, (0,)
+        for clip in sorted(clips, key=lambda clip: clip['start']):
+            first, last = (round(clip[key] * rate) for key in ('start', 'end'))
+            while at + len(kept) < last and len(block):
+                past = max(0, min(first - at, len(kept)))
+                block = file.read(10 * rate)
+                kept, at = np.concatenate([kept[past:], np.nan_to_num(block)]), at + past
+            if at + len(kept) < last - rate / 10: raise UserError(f'{path}: breaks off; copy it again.')
+            yield clip, kept[first - at:last - at], rate
+
+# %% ../../nbs/data/cut.ipynb #c0700042
+def _link(path: Path, target: Path):
+    "A clip that is kept whole takes no room again, but on another disk."
+    try: os.link(path.resolve(), target)
+    except OSError: shutil.copyfile(path, target)
+
+def _write_clips(folder: Path, path: Path, clips: list[dict]):
+    "Write the clips of a recording; all or none of them."
+    try:
+        if 'whole' in clips[0]: _link(path, folder / clips[0]['file'])
+        else:
+            for clip, wav, rate in _cut_out(path, clips):
+                (folder / clip['file']).write_bytes(wav_bytes(wav, rate))
+    except BaseException:
+        for clip in clips: (folder / clip['file']).unlink(missing_ok=True)
+        raise
+
+# %% ../../nbs/data/cut.ipynb #c0700046
+def _write(folder: Path, clips: list[dict]) -> list[dict]:   # dropped
+    "Write `wavs/` and `metadata.csv`; clips get the names of their files, those of a broken recording leave."
     (folder / 'wavs').mkdir()
-    rows, number = [], 0
-    for path, cut in groupby(clips, lambda clip: clip['path']):
-        name = re.sub(r'[^\w-]+', '_', path.stem).strip('_') or 'clip'
-        with open_audio(path) as file:
-            for clip in cut:
-                number, text = number + 1, _cell(clip['text'])
-                first, last = (round(clip[key] * file.samplerate) for key in ('start', 'end'))
-                file.seek(first)
-                wav = file.read(last - first)
-                clip['file'] = f'wavs/{name}-{number:05d}.wav'
-                (folder / clip['file']).write_bytes(wav_bytes(wav, file.samplerate))
-                cells = (f'{name}-{number:05d}', text, text, _cell(clip.pop('speaker')), clip.pop('language'))
-                rows.append('|'.join(cells) + '\n')
-    (folder / 'metadata.csv').write_text(''.join(rows), encoding='utf-8', newline='\n')
+    kept, dropped = [], []
+    with open(folder / 'metadata.csv', 'w', encoding='utf-8', newline='\n') as table:
+        for path, group in groupby(clips, lambda clip: clip['path']):
+            some, name = [*group], _clip_name(path)
+            for number, clip in enumerate(some, len(kept) + 1):
+                ending = path.suffix.lower() if 'whole' in clip else '.wav'
+                clip['file'] = f'wavs/{name}-{number:05d}{ending}'
+            try: _write_clips(folder, path, some)
+            except UserError as e:
+                name = some[0].get('source', path.name)
+                dropped.append(_dropped(name, 0., _fault(path, e)) | {'path': path})
+                continue
+            kept += some
+            for clip in some:
+                text, file = _cell(clip['text']), Path(clip['file'])
+                cell = file.stem if file.suffix in SUFFIXES else file.name
+                table.write('|'.join((cell, text, text, _cell(clip['speaker']), clip['language'])) + '\n')
+    clips[:] = kept
+    return dropped
+
+def _write_corpus(folder: Path, result: dict, source: Path, page: Callable | None):
+    "Write the clips of a result, its table and its page."
+    result['dropped'] += _write(folder, result['clips'])
+    if not result['clips']:
+        raise UserError(f'{source}: no recording can be read to its end ({result["dropped"][-1]["reason"]}).')
+    if page: page(result, source, folder)
 
 def _write_cuts(folder: Path, clips: list[dict]):
     row = lambda c: f'{c["source"]}|{c["start"]}|{c["end"]}|{_cell(c["text"])}\n'
@@ -410,7 +562,7 @@ def _write_cuts(folder: Path, clips: list[dict]):
 def _told(result: dict, one: bool) -> dict:
     "A result without paths; `source` is told where there are several recordings."
     for stretch in result['clips'] + result['dropped']:
-        stretch.pop('path', None)
+        for name in ('path', 'speaker', 'language', 'whole'): stretch.pop(name, None)
         if one: stretch.pop('source', None)
     return result
 
@@ -419,11 +571,70 @@ def _speaker(source: Path) -> str:
     "The name of a file or a folder, as that of its speaker."
     return re.sub(r'[^\w-]+', '_', source.resolve().stem).strip('_') or 'speaker'
 
+class Reading(NamedTuple):
+    "Recordings that are searched as one, and their text."
+    paths: list[Path]
+    paragraphs: list[str]
+    language: str
+    seconds: float
+
+def _readings(texts: dict[Path, list[str]], languages: dict, language: str) -> Iterator[Reading]:
+    "Each recording with its text; short ones of a folder are joined."
+    short, seconds = defaultdict(list), usable_recordings([*texts])[0]
+    def joined(some):
+        return Reading(some, [p for path in some for p in texts[path]], languages.get(some[0], language),
+                       sum(map(seconds.get, some)))
+    for path in texts:
+        some = [path] if seconds[path] >= ALONE else short[path.parent, languages.get(path, language)]
+        if some != [path]: some.append(path)
+        if sum(map(seconds.get, some)) < ALONE: continue
+        yield joined([*some])
+        some.clear()
+    yield from map(joined, filter(None, short.values()))
+
+def _cut(reading: Reading, source: Path, text, speak: Callable, split: Callable, stage: Callable) -> dict:
+    "The clips of a reading, as JSON."
+    sentences = text_sentences(reading.paragraphs, reading.language, split)
+    if not sentences: raise UserError(f'{text}: nothing in it can be spoken; look at --language.')
+    sound, recordings, faults = measure_recordings(reading.paths, stage('read the recording'))
+    spoken = speak_sentences(sentences, reading.language, speak, stage('speak the text'))
+    result = find_clips(sound, sentences, spoken, source, text, stage('align'))
+    _locate(result, recordings)
+    if not result['clips']:
+        raise UserError(f'{source}: has no pause where the text can be divided; give a recording with '
+                        'pauses, and a text with full stops, commas or line ends where they are.')
+    result['dropped'] += [{'start': 0., 'end': 0., 'reason': faults[p], 'path': p} for p in faults]
+    for clip in result['clips']: clip['language'] = reading.language
+    for part in result['clips'] + result['dropped']: part['path'] = str(part['path'])
+    return result
+
+# %% ../../nbs/data/cut.ipynb #c0700043
+def _cut_all(readings: list[Reading], work: Path, faults: dict, progress: Callable, cut: Callable) -> dict:
+    "The clips of all readings, one after the other; a reading that fails leaves its reason in `faults`."
+    result, at, total = {'clips': [], 'dropped': [], 'missing': []}, 0., sum(r.seconds for r in readings)
+    def stage(at, seconds, name, done, all):
+        if len(readings) == 1: progress(name, done, all)
+        elif name == 'align': progress(name, at + seconds * done / all, total)
+    for reading in readings:
+        tell = partial(partial, stage, at, reading.seconds)   # name -> (done, all)
+        key = 'cut', [*map(_stamp, reading.paths)], reading.paragraphs, reading.language
+        try: part = _once(work, key, partial(cut, reading, tell))
+        except UserError as e:
+            if len(readings) == 1: raise
+            faults |= dict.fromkeys(reading.paths, _fault(reading.paths[0], e))
+        else:
+            paths = {str(p): p for p in reading.paths}
+            for stretch in part['clips'] + part['dropped']: stretch['path'] = paths[stretch['path']]
+            for name in result: result[name] += part[name]
+        at += reading.seconds
+    return result
+
+# %% ../../nbs/data/cut.ipynb #c0700044
 def cut_corpus(
     source: str | Path,       # a recording, in any format that libsndfile reads, or a folder of them
     text: str | Path | None,  # what is spoken: paragraphs, or subtitles; None: files beside the recordings
     out: str | Path,          # folder to write
-    language: str,            # a code such as en
+    language: str | None,     # a code such as en; None: en, or what `hear` hears
     speak: Callable,          # as in `speak_sentences`
     split: Callable,          # (text, language) -> sentences
     progress: Callable = lambda stage, done, total: None,
@@ -431,30 +642,30 @@ def cut_corpus(
     hear: Callable | None = None,   # of `load_whisper`, for recordings without a text
 ) -> dict:                    # clips, dropped, missing
     "Cut recordings into clips with their texts; raises `UserError` and writes nothing if they do not match."
-    source, out, language = Path(source), Path(out), check_language(language)
-    found = find_recordings(source)
+    source, out, language = Path(source), Path(out), language and check_language(language)
+    found, faults, languages = find_recordings(source), {}, {}
     if text and not Path(text).is_file(): raise UserError(f'{text}: there is no such file; give the text.')
     stage = lambda name: lambda done, total: progress(name, done, total)
-    with atomic_folder(out) as folder:   # before the work: it may exist already
-        paths, paragraphs = found, read_paragraphs(text) if text else []
-        if not text:
-            write = hear and _heard(hear, language, len(found) == 1, stage('transcribe'))
-            texts = read_texts_beside(found, write)
-            paths, paragraphs = [*texts], [p for some in texts.values() for p in some]
-            if hear: _write_transcript(folder, paragraphs)
-        sentences = text_sentences(paragraphs, language, split)
-        sound, recordings, faults = measure_recordings(paths, stage('read the recording'))
-        faults |= {p: 'no text beside the recording' for p in found if p not in paths}
-        spoken = speak_sentences(sentences, language, speak, stage('speak the text'))
-        result = find_clips(sound, sentences, spoken, source, text or 'their files', stage('align'))
-        _locate(result, recordings)
-        if not result['clips']:
-            raise UserError(f'{source}: has no pause to cut it at; give a recording with pauses.')
+    # both before the work: `out` may exist already
+    with unfinished_corpus(out) as work, atomic_folder(out) as folder:
+        if text:
+            seconds, faults = usable_recordings(found)
+            if not seconds: raise _nothing_left(found, faults)
+            readings = [Reading([*seconds], read_paragraphs(text), language or 'en', sum(seconds.values()))]
+        else:
+            write = hear and _heard(hear, language, work, languages, stage('transcribe'))
+            texts = read_texts_beside(found, write, faults)
+            readings = [*_readings(texts, languages, language or 'en')]
+            if hear: _write_transcript(folder, [p for some in texts.values() for p in some])
+        one = lambda reading, stage: _cut(
+            reading, source if text or len(reading.paths) > 1 else reading.paths[0],
+            text or 'its file', speak, split, stage)
+        result = _cut_all(readings, work, faults, progress, one)
+        if not result['clips']: raise _nothing_left(found, faults)
         result['dropped'] += [{'start': 0., 'end': 0., 'reason': faults[p], 'path': p} for p in faults]
-        _name(result, source, language)
+        _name(result, source)
+        _write_corpus(folder, result, source, page)
         _write_cuts(folder, result['clips'])
-        _write(folder, result['clips'])
-        if page: page(result, source, folder)
     return _told(result, source.is_file())
 
 # %% ../../nbs/data/cut.ipynb #c0700017
@@ -467,14 +678,23 @@ def _locate(result: dict, recordings: list[Recording]):
     result['dropped'] = [*located(result['dropped'], recordings), *(
         part | {'reason': 'its sentence goes on in another recording'} for part in split)]
 
-def _name(result: dict, source: Path, language: str):
-    "Add to all stretches from which recording they are, and to clips their speaker and language."
-    for stretch in result['clips'] + result['dropped']: stretch['source'] = _named_in(stretch['path'], source)
+def _name(result: dict, source: Path):
+    "Add to all stretches from which recording they are, and to clips their speaker."
+    folder, names, speakers = source.is_dir(), {}, {}
+    for stretch in result['clips'] + result['dropped']:
+        path = stretch['path']
+        if path not in names: names[path] = _named_in(path, source)
+        stretch['source'] = names[path]
     for clip in result['clips']:
-        speaker = clip['path'].parent if source.is_dir() else source
-        clip.update(speaker=_speaker(speaker), language=language)
+        speaker = clip['path'].parent if folder else source
+        if speaker not in speakers: speakers[speaker] = _speaker(speaker)
+        clip['speaker'] = speakers[speaker]
 
 # %% ../../nbs/data/cut.ipynb #c0700016
+def _seconds(path: Path) -> float:
+    "The length of a recording by its header, 0 where it does not tell; raises `UserError` if it is no sound."
+    with open_audio(path, 16000) as file: return (file.frames or 0) / file.samplerate
+
 def read_cuts(table: str | Path, source: Path) -> list[dict]:
     "The clips of an edited `cuts.csv`; raises `UserError` for a line that cannot be cut."
     paths, seconds, clips = {_named_in(p, source): p for p in find_recordings(source)}, {}, []
@@ -485,10 +705,11 @@ def read_cuts(table: str | Path, source: Path) -> list[dict]:
             raise UserError(f'{where} is not UTF-8; save the table again as UTF-8.')
         if len(cells) != 4: raise UserError(f'{where} has {len(cells)} columns; write source|start|end|text.')
         name, *times, text = cells
-        if longer := next((n for n in paths if line.startswith(f'{n}|')), None):   # it may hold a |
+        starts = (line[:m.start()] for m in re.finditer(r'\|', line))
+        if longer := next((n for n in starts if n in paths), None):   # it may hold a |
             name, (*times, text) = longer, (c.strip() for c in line[len(longer) + 1:].split('|', 2))
         if name not in paths: raise UserError(f'{where}: there is no recording {visible(name)}; correct it.')
-        if name not in seconds: seconds[name] = audio_seconds(paths[name])
+        if name not in seconds: seconds[name] = _seconds(paths[name]) or float('inf')
         try: start, end = map(float, times)
         except ValueError: raise UserError(f'{where}: "{visible("|".join(times))}" is no time.') from None
         if not 0 <= start < end <= seconds[name] + 0.01:
@@ -505,22 +726,23 @@ def recut(source: str | Path, table: str | Path, out: str | Path, language: str,
     "Cut recordings at the lines of an edited `cuts.csv`; as `cut_corpus` otherwise."
     source, language = Path(source), check_language(language)
     clips = read_cuts(table, source)
-    result = {'clips': clips, 'dropped': _between(clips, progress), 'missing': []}
-    _name(result, source, language)
+    result = {'clips': [c | {'language': language} for c in clips], 'missing': []}
     with atomic_folder(out) as folder:
-        _write_cuts(folder, clips)
-        _write(folder, clips)
-        if page: page(result, source, folder)
+        result['dropped'] = _between(clips, progress)
+        _name(result, source)
+        _write_corpus(folder, result, source, page)
+        _write_cuts(folder, result['clips'])
     return _told(result, source.is_file())
 
 def _between(clips: list[dict], progress: Callable) -> list[dict]:
     "What lies in no clip, of each recording."
-    dropped = []
-    for path in dict.fromkeys(c['path'] for c in clips):
-        sound = measure_file(path, progress)
-        times = frame_times(sound)[speech_frames(sound)[0]]
-        taken, at = sorted((c['start'], c['end']) for c in clips if c['path'] == path), 0.
-        for start, end in [*taken, (sound.seconds,) * 2]:
+    dropped, clips_of = [], defaultdict(list)
+    for c in clips: clips_of[c['path']].append((c['start'], c['end']))
+    for path, taken in clips_of.items():
+        try: sound = measure_file(path, progress)
+        except UserError: continue   # told where its clips are cut
+        times, at = frame_times(sound)[speech_frames(sound)[0]], 0.
+        for start, end in [*sorted(taken), (sound.seconds,) * 2]:
             if start - at > 0.0005: dropped.append(_gap(at, start, times, f'not in {CUTS}') | {'path': path})
             at = max(at, end)
     return dropped
@@ -607,15 +829,6 @@ def clip_faults(judged: Judged) -> list[str]:
     return faults
 
 # %% ../../nbs/data/cut.ipynb #c0700024
-def _groups(clips: list[Clip], sounds: dict) -> Iterator[list[Clip]]:
-    "Clips whose sounds are alike."
-    groups, rest = defaultdict(list), defaultdict(list)
-    for clip in clips: groups[clip.language, clip.speaker].append(clip)
-    for (language, _), group in groups.items():
-        if sum(sounds[c].seconds for c in group) >= 60: yield group
-        else: rest[language] += group
-    yield from rest.values()
-
 def _in_pauses(speech: Speech, path: tuple[int, int], recording: Recording) -> tuple:   # s or None, twice
     "Where a clip can begin and end beside a path, in the pauses there."
     own = lambda time: min(max(0., (time - recording.begin) * recording.scale), recording.seconds)
@@ -663,35 +876,60 @@ def _verdict(judged: Judged, clear: bool) -> tuple[float, float, list[str], bool
 
 # %% ../../nbs/data/cut.ipynb #c0700026
 LONGEST_CHECKED = 60   # s; memory grows with its square
+TOGETHER = 1800.       # s, clips of one voice that are normalised together and in memory at once
+LEAST_VOICE = 60.      # s; a speaker of less joins the others of the language
 
-def _measured(clips: list[Clip], faults: dict, progress: Callable) -> dict[Clip, SoundFrames]:
+def _groups(seconds: dict[Clip, float]) -> Iterator[list[Clip]]:
+    "Clips whose sounds are alike, not too many at once."
+    groups, rest = defaultdict(list), defaultdict(list)
+    for clip in seconds: groups[clip.language, clip.speaker].append(clip)
+    for (language, _), group in groups.items():
+        if sum(map(seconds.get, group)) >= LEAST_VOICE: yield from _portions(group, seconds)
+        else: rest[language] += group
+    for group in rest.values(): yield from _portions(group, seconds)
+
+def _portions(group: list[Clip], seconds: dict[Clip, float]) -> Iterator[list[Clip]]:
+    "A group in equal parts of at most `TOGETHER`."
+    ends = np.cumsum([*map(seconds.get, group)])
+    place = (ends / ends[-1] * np.ceil(ends[-1] / TOGETHER) * (1 - 1e-9)).astype(int)
+    for _, part in groupby(zip(place, group), lambda pair: pair[0]): yield [clip for _, clip in part]
+
+def _too_long(seconds: float) -> str: return f'{seconds:.0f} s long; cut it first'
+
+def _lengths(clips: list[Clip], faults: dict) -> dict[Clip, float]:
+    "The seconds of each clip; `faults` gets the reasons for those that are not compared."
+    seconds = {}
+    for clip in clips:
+        try: length = clip.end - clip.start if clip.end else _seconds(clip.path)
+        except UserError as e: faults[clip] = _fault(clip.path, e)
+        else:
+            if length > LONGEST_CHECKED: faults[clip] = _too_long(length)
+            else: seconds[clip] = length or 5.
+    return seconds
+
+# %% ../../nbs/data/cut.ipynb #c0700045
+def _measured(clips: list[Clip], faults: dict) -> dict[Clip, SoundFrames]:
     "The frames of each clip; `faults` gets the reasons for those that cannot be read."
     sounds = {}
-    for done, clip in enumerate(clips, 1):
+    for clip in clips:
         try: sound = measure_file(clip.path, lambda done, total: None, clip.start, clip.end)
-        except UserError as e: faults[clip] = str(e).removeprefix(f'{clip.path}: ').rstrip('.')
-        except OSError as e: faults[clip] = f'the file is not readable: {e.strerror or e}'   # the disk
+        except UserError as e: faults[clip] = _fault(clip.path, e)
         else:
-            if sound.seconds > LONGEST_CHECKED: faults[clip] = f'{sound.seconds:.0f} s long; cut it first'
-            elif not speech_frames(sound)[0].any(): faults[clip] = 'nobody speaks in it'
-            else: sounds[clip] = sound
-        progress(done, len(clips))
+            if sound.seconds > LONGEST_CHECKED: faults[clip] = _too_long(sound.seconds)
+            elif speech_frames(sound)[0].any(): sounds[clip] = sound
+            else: faults[clip] = 'nobody speaks in it'
     return sounds
 
-def _spoken(sentences: dict[Clip, Sentence], speak: Callable, progress: Callable) -> dict:
-    "Each text as espeak-ng says it, in the language of its clip."
-    spoken = {}
-    for language in {c.language for c in sentences}:
-        some = {c: s for c, s in sentences.items() if c.language == language}
-        spoken |= zip(some, speak_sentences([*some.values()], language, speak, progress, CUT))
-    return spoken
-
-def _judged(clips: list[Clip], sounds: dict, sentences: dict, spoken: dict, faults: dict) -> list:
-    groups = []
-    for group in _groups(clips, sounds):
-        try: groups.append(judge(group, sounds, sentences, spoken))
-        except UserError: faults |= dict.fromkeys(group, 'less than a second of speech to compare it with')
-    return groups
+def _check(clips: list[Clip], speak: Callable, name_of: Callable, progress: Callable) -> dict:
+    "What a group of clips of one language is worth, as JSON."
+    sentences = {c: s for c in clips if (s := spoken_sentence(c.text, c.language))}
+    faults, group = {c: 'nothing in its text can be spoken' for c in clips if c not in sentences}, []
+    sounds = _measured([*sentences], faults)
+    spoken = dict(zip(sounds, speak_sentences([sentences[c] for c in sounds], clips[0].language, speak,
+                                              progress, CUT)))
+    try: group = judge([*sounds], sounds, sentences, spoken) if sounds else []
+    except UserError: faults |= dict.fromkeys(sounds, 'less than a second of speech to compare it with')
+    return _sorted(group, faults, name_of)
 
 # %% ../../nbs/data/cut.ipynb #c0700028
 def check_corpus(
@@ -703,51 +941,53 @@ def check_corpus(
     page: Callable | None = None,   # as in `cut_corpus`
 ) -> dict:                    # clips, dropped, missing; unclear: clips whose ends cannot be judged
     "Compare each clip with its text, and write those that fit; raises `UserError` if none does."
-    source, stage = Path(source), lambda name: lambda done, total: progress(name, done, total)
-    with atomic_folder(out) as folder:
+    source, out, faults = Path(source), Path(out), {}
+    with unfinished_corpus(out) as work, atomic_folder(out) as folder:
         rows, unread = read_corpus(source, check_language(language), parts=True)
-        sentences = {c: s for c in rows if (s := spoken_sentence(c.text, c.language))}
-        faults = {c: 'nothing in its text can be spoken' for c in rows if c not in sentences}
-        sounds = _measured([*sentences], faults, stage('read the clips'))
-        spoken = _spoken({c: sentences[c] for c in sounds}, speak, stage('speak the texts'))
-        groups = _judged([*sounds], sounds, sentences, spoken, faults)
-        known = [*filter(None, map(clarity, groups))]
+        name = lambda clip: os.path.relpath(clip.path, source if source.is_dir() else source.parent)
+        seconds = _lengths(rows, faults)
+        result, known, done = {'clips': [], 'dropped': [], 'missing': [], 'unclear': 0}, [], 0
+        for group in _groups(seconds):
+            tell = lambda some, all, done=done: progress('compare the clips', done + some, len(seconds))
+            key = 'check', [[*_stamp(c.path), name(c), c.start, c.end, c.text, c.speaker, c.language] for c in group]
+            part = _once(work, key, partial(_check, group, speak, name, tell))
+            for stretch in part['clips']: stretch['path'] = Path(stretch['path'])
+            for kind in ('clips', 'dropped', 'unclear'): result[kind] += part[kind]
+            known += [part['clarity']] * bool(part['clarity'])
+            done += len(group)
         if known and max(known) <= ALIKE:
             raise UserError(f'{source}: the texts fit no better than those of other clips; look at '
                             '--language, for rows that are shifted, or for strong noise.')
-        name = lambda clip: os.path.relpath(clip.path, source if source.is_dir() else source.parent)
-        result = _sorted(groups, name)
         result['dropped'] += [_dropped(name(c), 0., reason) for c, reason in faults.items()]
         result['dropped'] += [_dropped(d.id, 0., d.reason) for d in unread]
         if not result['clips']:
             first = result['dropped'][0]
             raise UserError(f'{source}: none of {len(rows) + len(unread)} clips fits its text '
                             f'({first["source"]}: {first["reason"]}); look at the table, and at --language.')
-        _write(folder, result['clips'])
-        if page: page(result, source, folder)
+        _write_corpus(folder, result, source, page)
     return _told(result, False)
 
 # %% ../../nbs/data/cut.ipynb #c0700027
 def _dropped(source: str, seconds: float, reason: str) -> dict:
     return {'start': 0., 'end': round(seconds, 3), 'reason': reason, 'source': source}
 
-def _sorted(groups: list[list[Judged]], name_of: Callable) -> dict:
+def _sorted(group: list[Judged], faults: dict[Clip, str], name_of: Callable) -> dict:
     "Clips that are kept, whole or cut, and those that are dropped."
-    result = {'clips': [], 'dropped': [], 'missing': [], 'unclear': 0}
-    for group in groups:
-        clear = clarity(group) >= CLEAR
-        result['unclear'] += 0 if clear else len(group)
-        for judged in group:
-            start, end, faults, cut = _verdict(judged, clear)
-            clip, name = judged.clip, name_of(judged.clip)
-            if faults and not cut:
-                result['dropped'].append(_dropped(name, judged.sound.seconds, '; '.join(faults)))
-                continue
-            result['clips'].append({
-                'text': clip.text, 'source': name,
-                'start': round(clip.start + start, 3), 'end': round(clip.start + end, 3),
-                'score': round(judged.fit.gain, 2), 'path': clip.path, 'speaker': clip.speaker,
-                'language': clip.language} | ({'cut': '; '.join(faults)} if cut else {}))
+    worth = clarity(group)
+    clear = worth >= CLEAR
+    result = {'clips': [], 'dropped': [], 'unclear': 0 if clear else len(group), 'clarity': float(worth)}
+    for judged in group:
+        start, end, wrong, cut = _verdict(judged, clear)
+        clip, name = judged.clip, name_of(judged.clip)
+        if wrong and not cut:
+            result['dropped'].append(_dropped(name, judged.sound.seconds, '; '.join(wrong)))
+            continue
+        result['clips'].append({
+            'text': clip.text, 'source': name,
+            'start': round(clip.start + start, 3), 'end': round(clip.start + end, 3),
+            'score': round(float(judged.fit.gain), 2), 'path': str(clip.path), 'speaker': clip.speaker,
+            'language': clip.language} | ({'cut': '; '.join(wrong)} if cut else {} if clip.end else {'whole': True}))
+    result['dropped'] += [_dropped(name_of(c), 0., reason) for c, reason in faults.items()]
     return result
 
 # %% ../../nbs/data/cut.ipynb #c5e67264
