@@ -217,7 +217,7 @@ ADAPTED = {'training.finetune': 'lora', 'training.lora_rank': 4}
 RUN = {'training.steps': 8, 'training.log_every': 2, 'training.checkpoint_every': 2,
        'training.validate_every': 2, 'training.listen_clips': 1, 'training.mode': 'eager',
        'data.buckets': 1}
-RATES = {'training.steps': 10, 'training.warmup_steps': 2, 'training.schedule': 'cosine'}
+RATES = {'training.steps': 40, 'training.warmup_steps': 2, 'training.schedule': 'cosine'}
 HEARD = {'data.reference_frames': 120}
 DRAWN = {'speech.temperature': 1., 'speech.top_p': 0.95, 'speech.repetition_penalty': 1.5}
 

@@ -87,8 +87,8 @@ def test_the_pace_by_hand(clock, monkeypatch):
                                             'copy_ms': 0., 'step_ms': 2700.,
                                             'callbacks_ms': 0.}
     timer.run(step, {'x': np.zeros(3)}, 2.)
-    # 0.5 s where a step alone takes 1
-    assert timer.metrics(timer.take_interval(), clock.now - 1.5)['au'] == 2   # not cut: the time alone was measured too long
+    # 0.5 s where a step alone takes 1: not cut
+    assert timer.metrics(timer.take_interval(), clock.now - 1.5)['au'] == 2
     assert timer.rates == pytest.approx([20 / wall, 8])
     assert timer.median_rate() == round((20 / wall + 8) / 2, 2)
     nothing = dict.fromkeys(('clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'))
