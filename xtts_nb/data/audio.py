@@ -57,26 +57,34 @@ def open_audio(
 # %% ../../nbs/data/audio.ipynb #a52cec99
 LOUDEST = 8.   # times full scale, 18 dB above it
 
-def read_samples(file: soundfile.SoundFile) -> np.ndarray:   # (N,) float32, the mean of the channels
+def _mono(block: np.ndarray) -> np.ndarray:   # (N, C) -> (N,)
+    "The mean of the channels, or the loudest one where they cancel out."
+    mean, power = block.mean(axis=1), np.square(block).mean(axis=0)
+    if np.square(mean).mean() < 0.01 * power.max(): return np.ascontiguousarray(block[:, power.argmax()])
+    return mean
+
+def read_samples(
+    file: soundfile.SoundFile,
+    most: int | None = None,   # samples; default: all
+) -> np.ndarray:               # (N,) float32
     "The samples of an open file; raises `UserError` if they are broken, missing or not audio."
-    blocks, size = [], 2**20 // file.channels
+    blocks, left = [], 2**63 if most is None else most
     try:
-        while not blocks or len(blocks[-1]) == size:
-            block = file.read(size, dtype='float32', always_2d=True)
+        while left and len(block := file.read(min(left, 2**20 // file.channels), 'float32', always_2d=True)):
             if not np.isfinite(block).all():
                 raise UserError(f'{file.name}: holds NaN or infinite samples; export it again.')
             if (peak := np.abs(block).max(initial=0)) > LOUDEST:
                 raise UserError(f'{file.name}: has samples of {peak:,.0f} times full scale; '
                                 'divide them and save it.')
-            blocks.append(block.mean(axis=1))
+            blocks.append(_mono(block))
+            left -= len(block)
     except soundfile.LibsndfileError as e:
         reason = e.error_string.rstrip('.') or 'the sound breaks off'
         raise UserError(f'{file.name}: not readable as audio to its end ({reason}); '
                         'convert it again.') from None
-    wav = np.concatenate(blocks)
-    if not len(wav):
+    if not blocks:
         raise UserError(f'{file.name}: the clip has 0 samples; record it again or remove its row.')
-    return wav
+    return np.concatenate(blocks)
 
 def load_audio(
     path: str | Path,              # any format that libsndfile reads
@@ -390,10 +398,15 @@ def griffin_lim(
 def wav_header(
     rate: int,                  # Hz
     size: int = 2**32 - 1,      # bytes of samples; the default stands for an unknown length
+    wide: bool = False,         # 80 bytes long instead of 44, as RF64 is
 ) -> bytes:
-    "The header of mono sound of 16 bits."
-    return struct.pack('<4sI8sIHHIIHH4sI', b'RIFF', min(36 + size, 2**32 - 1),
-                       b'WAVEfmt ', 16, 1, 1, rate, 2 * rate, 2, 16, b'data', size)
+    "The header of mono sound of 16 bits; of more than 4 GiB as RF64."
+    large, most, room = size >= 2**32, 2**32 - 1, b''
+    if large: room = struct.pack('<4sIQQQI', b'ds64', 28, 72 + size, size, size // 2, 0)
+    elif wide: room = struct.pack('<4sI28x', b'JUNK', 28)
+    head = struct.pack('<4sI4s', b'RF64' if large else b'RIFF', min(36 + len(room) + size, most), b'WAVE')
+    sound = struct.pack('<4sIHHIIHH4sI', b'fmt ', 16, 1, 1, rate, 2 * rate, 2, 16, b'data', min(size, most))
+    return head + room + sound
 
 def pcm16(wav: np.ndarray) -> bytes:   # (N,) int16, or float in [-1, 1]
     "Samples as 16-bit integers, little-endian; floats above full scale are clipped."
@@ -415,5 +428,7 @@ def save_audio(
     sample_rate: int = 22050,      # Hz
 ):
     "Write 16-bit PCM; audio above full scale is scaled down."
-    wav = np.asarray(wav) / max(1., np.abs(wav).max(initial=0))
-    with atomic_file(path) as part: part.write_bytes(wav_bytes(wav, sample_rate))
+    loudest = max(1., np.max(wav, initial=0), -np.min(wav, initial=0))
+    with atomic_file(path) as part, open(part, 'wb') as file:
+        file.write(wav_header(sample_rate, 2 * len(wav)))
+        for i in range(0, len(wav), 2**16): file.write(pcm16(wav[i:i + 2**16] / loudest))   # no whole copy

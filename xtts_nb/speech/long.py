@@ -20,7 +20,7 @@ import numpy as np
 
 from ..config import UserError
 from ..data.text import ABBREVIATIONS, plain_markdown, RULES, Speakable
-from .generate import Speaker
+from .generate import piece_seeds, Speaker
 
 # %% ../../nbs/speech/long.ipynb #b7806c22
 PARAGRAPH, SENTENCE, CLAUSE, SPACE = range(4)   # ranks of a place where a text may be divided
@@ -358,11 +358,12 @@ def _spoken(speaker, pieces, tokens, voice, seed, rows, early, progress) -> Iter
     "The pieces, as soon as all before them have been spoken."
     rows, ready, following = min(rows, sum(map(bool, tokens))), {}, 0
     order = [i for i, n in enumerate(tokens) if n]
+    seeds = dict(zip(order, piece_seeds(seed)))
     if not early: order.sort(key=lambda i: tokens[i])
     for first in range(0, len(order), rows):
         group = order[first:first + rows]
         texts, languages, *_ = zip(*(pieces[i] for i in np.resize(group, rows)))
-        wavs = speaker.batch(texts, languages, [voice] * rows, seed + first)
+        wavs = speaker.batch(texts, languages, [voice] * rows, [seeds[i] for i in np.resize(group, rows)])
         reports = getattr(speaker, 'reports', [[]] * rows)
         ready |= zip(group, zip(wavs, reports))
         if progress: progress(min(first + rows, len(order)), len(order))

@@ -368,8 +368,8 @@ def _submit(self: SpeechService, live: deque, rest: deque, wanted: SpeechBody, v
     "Move the next pieces into the engine; those behind one that streams come when it sounds."
     from xtts_nb.speech.guard import RETRIES
     while rest and len(live) < AHEAD and (speaks or not live or not live[0][-1]):
-        piece, streams = rest.popleft()
-        sampling = self.engine.speaker.sampling._replace(**wanted.sampling())
+        (piece, streams), seed = rest.popleft()
+        sampling = self.engine.speaker.sampling._replace(**wanted.sampling() | {'seed': seed})
         request = self.engine.submit(piece.text, piece.language, voice, sampling, wanted.speed,
                                      continues=speaks, retries=None if streams else RETRIES)
         live.append((request, piece, streams))
@@ -389,7 +389,8 @@ async def sound(self: SpeechService,
     notes: dict,      # `began`, when the request came; gets `first`, the seconds until the first sound
 ) -> AsyncIterator[bytes]:
     "The sound of a request; what is raised before the first bytes can still become a status."
-    rate, live, rest = self.engine.sample_rate, deque(), deque(pieces)
+    from xtts_nb.speech.generate import piece_seeds
+    rate, live, rest = self.engine.sample_rate, deque(), deque(zip(pieces, piece_seeds(wanted.seed)))
     speed = wanted.speed or self.engine.speaker.speech.speed
     writer, sent, overdue, timer = SoundWriter(wanted.response_format, rate), 0, False, None
 

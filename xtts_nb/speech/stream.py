@@ -20,11 +20,12 @@ from fastcore.basics import patch
 from keras import ops
 
 from ..config import cores, DecoderConfig, UserError
-from ..data.audio import griffin_lim, pcm16, wav_header
+from ..data.audio import pcm16, wav_header
 from ..data.text import pad_ids
 from ..models.gpt import GPT
-from .generate import (
-    advance_rows, begin_rows, empty_cache, fresh_rows, longer_ring, Sampling, Speaker, Voice)
+from xtts_nb.speech.generate import (
+    advance_rows, begin_rows, empty_cache, faded, fresh_rows, longer_ring, piece_seeds, Sampling, Speaker,
+    Voice)
 from .guard import inspect_codes, Rate, retry_sampling, settled, unsolved
 from .long import text_pieces
 
@@ -106,13 +107,13 @@ class SoundStream:
         wav = self.speaker.frames_sound(frames[None], self.voice.vector[None])[0].numpy()
         forget = max(0, int((until - self.margin) / np.prod(self.scales)) - 2 - self.first_state)
         self.states, self.first_state = self.states[forget:], self.first_state + forget
-        return wav[(sent - begin) * self.hop:(until - begin) * self.hop]
+        wav = wav[(sent - begin) * self.hop:(until - begin) * self.hop]
+        return faded(wav, self.speaker.sample_rate).numpy() if last else wav
 
     def _whole(self) -> np.ndarray:
         "All sound at once, for a model without HiFi-GAN: Griffin-Lim needs the whole mel."
         codes = np.concatenate([*self.codes, [0]])[None].astype(np.int32)   # one more, if STOP came first
-        mel = self.speaker._mels(codes, [codes.shape[1] - 1], self.speed)[0]
-        return griffin_lim(tf.constant(mel), self.speaker.xtts.config.model.audio).numpy()
+        return self.speaker._mel_sound(self.speaker._mels(codes, [codes.shape[1] - 1], self.speed)[0]).numpy()
 
 # %% ../../nbs/speech/stream.ipynb #57e0000e
 def free_rows(
@@ -267,7 +268,7 @@ def stream(self: Speaker,
     text: str,
     language: str,
     reference,         # as `listen` takes it
-    seed: int = 0,
+    seed: int | None = 0,   # none: random
     first: int = 8,    # codes before the first sound
     chunk: int = 16,   # codes between two sounds
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
@@ -275,7 +276,7 @@ def stream(self: Speaker,
     ids, voice = self._ids(text, language), self.listen(reference)
     if getattr(self, 'rows', None) is None or self.rows.chunk != chunk: self.rows = SpeechRows(self, 1, chunk)
     if not self.rows.free: self.rows.release(0)   # of a stream that was not read to its end
-    yield from self.rows.sounds(ids, voice, self.sampling._replace(seed=seed), self.speech.speed, first)
+    yield from self.rows.sounds(ids, voice, self._seeded(seed, 1), self.speech.speed, first)
 
 # %% ../../nbs/speech/stream.ipynb #57e0aa02
 def stream_text(
@@ -283,7 +284,7 @@ def stream_text(
     text: str,           # of any length
     language: str,       # or auto: detected for each sentence
     reference,           # as `Speaker.listen` takes it
-    seed: int = 0,
+    seed: int | None = 0,   # none: random
 ) -> Iterator[np.ndarray]:   # samples (N,) float32, in order
     "A text as a stream of sound; raises `UserError` at once for a text that cannot be spoken."
     soon = not speaker.decoder   # else the first piece sounds after a few codes, however long it is
@@ -293,9 +294,9 @@ def stream_text(
 def _stream_pieces(speaker, pieces, voice, seed) -> Iterator[np.ndarray]:
     "The sound of each piece, and the pauses between them."
     pause = 0.   # s
-    for piece in pieces:
+    for piece, own in zip(pieces, piece_seeds(seed)):
         if pause: yield np.zeros(round(pause * speaker.sample_rate), np.float32)
-        yield from speaker.stream(piece.text, piece.language, voice, seed)
+        yield from speaker.stream(piece.text, piece.language, voice, own)
         pause = piece.pause / speaker.speech.speed
 
 def write_stream(
@@ -458,13 +459,13 @@ def submit(self: Engine,
     text: str,
     language: str,
     voice: Voice,
-    sampling: Sampling | None = None,   # default: the settings of the speaker
-    speed: float | None = None,         # as well
+    sampling: Sampling | None = None,   # default: the settings of the speaker, and a random seed
+    speed: float | None = None,         # default: that of the speaker
     continues: bool = False,            # a piece of a text that is being spoken; goes before newcomers
     retries: int | None = None,         # guard it, with so many other attempts; none: stream it
 ) -> SpeechRequest | GuardedRequest:
     "Queue a text of one piece; raises `UserError` if the model cannot say it."
-    if sampling is None: sampling = self.speaker.sampling
+    if sampling is None: sampling = self.speaker._seeded(None, 1)
     if sampling.limit is not None and sampling.limit < 1:
         raise UserError(f'limit: expected at least 1 code, got {sampling.limit}.')
     if retries is not None:
