@@ -197,7 +197,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 
 class Recorder:
     "Speaks a text as as many samples as it has characters, each the number of the batch."
-    sample_rate = 100
+    sample_rate, decoder = 100, True
     def __init__(self, xtts, reports=None):
         self.xtts, self.rates, self.batches = xtts, {}, []
         self._ids = Speaker._ids.__get__(self)

@@ -22,7 +22,7 @@ from xtts_nb.speech import stream as streaming
 from xtts_nb.speech.generate import never_stop, piece_seeds, Speaker
 from xtts_nb.speech.guard import Rate
 from xtts_nb.speech.stream import (
-    Engine, EngineClosed, receptive_frames, SoundStream, SpeechRows, stream_text, stretched_count,
+    Engine, EngineClosed, receptive_frames, SoundStream, speak_file, SpeechRows, stream_text, stretched_count,
     stretched_frames, write_stream)
 from xtts_nb.speech.long import speak_whole, TextPiece
 
@@ -196,6 +196,41 @@ def test_the_pieces_of_a_text_sound_the_same_as_a_file_and_as_a_stream(speaker, 
     close(whole[:len(first)], first, atol=1e-3)
     close(whole[-len(second):], second, atol=1e-3)
     assert len(first) != len(second) or not np.allclose(first, second, atol=1e-2)
+
+def test_a_file_is_written_as_it_is_spoken_and_continued(speaker, voices, tmp_path):
+    "A killed call leaves the older file of that name; the next call speaks the rest only."
+    text, path, told, spoken = 'aa bb cc.\n\nhh.\n\ndd ee ff gg.', tmp_path / 'book.wav', [], []
+    def speak(kill=None, seed=3):
+        def progress(done, total):
+            spoken.append(total)
+            if done == kill: raise KeyboardInterrupt
+        return speak_file(speaker, text, 'en', voices[0], path, seed, 1, progress, told.append)
+    path.write_bytes(b'older')
+    for kill, left in ((1, 1), (2, 3)):
+        with pytest.raises(KeyboardInterrupt): speak(kill)
+        assert path.read_bytes() == b'older' and len([*tmp_path.iterdir()]) == left
+    part, = tmp_path.glob('*.part')
+    with open(part, 'ab') as file: file.write(b'half a piece')
+    spoken.clear()
+    seconds, report = speak()
+    assert spoken == [2, 2] and 'same command' in told[0] and len(told) == 2
+    whole, reports = speak_whole(speaker, text, 'en', voices[0], seed=3, rows=1)
+    wav, rate = soundfile.read(path)
+    close(wav, whole, atol=1e-3)
+    assert seconds == len(wav) / rate and report == reports and [*tmp_path.iterdir()] == [path]
+    with pytest.raises(KeyboardInterrupt): speak(2, seed=4)
+    assert 2 < len([*tmp_path.iterdir()]) and soundfile.info(path).frames == len(wav)
+    next(tmp_path.glob('*.pieces')).write_text('notes of mine')
+    with pytest.raises(UserError, match='not written by'): speak(seed=4)
+
+@pytest.mark.parametrize('size, kind', [(2**33, 'RF64'), (2**20, 'WAV')])
+def test_a_header_tells_any_length(tmp_path, size, kind):
+    with open(tmp_path / 'a.wav', 'wb') as file:
+        head = wav_header(24000, size, wide=True)
+        file.write(head)
+        file.truncate(len(head) + size)
+    info = soundfile.info(tmp_path / 'a.wav')
+    assert (len(head), info.format, info.frames, info.samplerate) == (80, kind, size // 2, 24000)
 
 def test_only_a_first_piece_that_sounds_when_it_is_whole_is_one_sentence(speaker, plain, voices, monkeypatch):
     said = []
