@@ -332,7 +332,8 @@ def _key(speaker: Speaker, voice: Voice, *given) -> str:
     else: model = [fingerprint(*(np.asarray(v).tobytes() for v in xtts.weights.values()))]
     guard = [getattr(speaker, name, None) for name in ('retries', 'check_words')]
     parts = [np.asarray(x).tobytes() for x in voice if x is not None]
-    return fingerprint(given, model, speaker.speech.model_dump(), speaker.max_codes, speaker.rates, guard, *parts)
+    settings = speaker.speech.model_dump(), speaker.max_codes, speaker.rates, guard
+    return fingerprint(given, model, settings, *parts)
 
 def _written(part: Path, journal: Path, mark: dict) -> list[dict]:   # of each piece
     "What an earlier process has written; raises `UserError` for files that it did not write."
