@@ -81,7 +81,7 @@ def _say(
     speed: option(float | None, '2 is twice as fast, at the same pitch.') = None,
     decoder_precision: DecoderPrecision = None,
     weights: Weights = None,
-    seed: option(int, 'Seed for sampling the codes.') = 0,
+    seed: option(int, 'Seed for sampling the codes.', min=0, max=2**31 - 1) = 0,
     retries: option(int, 'Attempts with other seeds where speech has a fault.', min=0) = 2,
     check_words: option(bool, 'Also look for words that were left out; on a CPU about as long as speaking.',
                         '--check-words') = False,
@@ -89,7 +89,9 @@ def _say(
                    '--stream') = False,
     pcm: option(bool, 'Stream 16-bit samples without a WAV header.', '--pcm') = False,
 ):
-    "Speak a text in a voice; settings that are not given come from the config.yaml of the model."
+    """Speak a text in a voice; settings that are not given come from the config.yaml of the model.
+
+    The file is written as it is spoken. If the command is killed, give it again: it continues."""
     settings = given(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
                      speed=speed, decoder_precision=decoder_precision, weights=weights)
     from xtts_nb.files import check_writable
@@ -97,11 +99,10 @@ def _say(
     if stream or pcm: _check_stream(out, check_words)
     else: check_writable(out := out or Path('say.wav'))
     start()
-    from xtts_nb.data.audio import save_audio
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
     from xtts_nb.speech.guard import GuardedSpeaker, run_rates
-    from xtts_nb.speech.long import speak_whole
+    from xtts_nb.speech.stream import speak_file
     from xtts_nb.speech.voices import find_voice
     with progress() as tell:
         tell('load the model', 0, 1)
@@ -111,9 +112,9 @@ def _say(
         if stream or pcm:
             return _streamed(Speaker(xtts, rates=rates, **settings), text, language, found, seed, not pcm)
         speaker = GuardedSpeaker(xtts, retries=retries, rates=rates, check_words=check_words, **settings)
-        wav, report = speak_whole(speaker, text, language, found, seed, progress=stage(tell, 'speak'))
-    save_audio(out, wav, speaker.sample_rate)
-    return _spoken(out, len(wav) / speaker.sample_rate, speaker, report)
+        seconds, report = speak_file(speaker, text, language, found, out, seed,
+                                     progress=stage(tell, 'speak'), log=to_stderr)
+    return _spoken(out, seconds, speaker, report)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0008
 voices_app = typer.Typer(no_args_is_help=True, help='Saved voices: made from recordings, listed, blended.')

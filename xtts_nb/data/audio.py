@@ -658,10 +658,15 @@ def griffin_lim(
 def wav_header(
     rate: int,                  # Hz
     size: int = 2**32 - 1,      # bytes of samples; the default stands for an unknown length
+    wide: bool = False,         # 80 bytes long instead of 44, as RF64 is
 ) -> bytes:
-    "The header of mono sound of 16 bits."
-    return struct.pack('<4sI8sIHHIIHH4sI', b'RIFF', min(36 + size, 2**32 - 1),
-                       b'WAVEfmt ', 16, 1, 1, rate, 2 * rate, 2, 16, b'data', size)
+    "The header of mono sound of 16 bits; of more than 4 GiB as RF64."
+    large, most, room = size >= 2**32, 2**32 - 1, b''
+    if large: room = struct.pack('<4sIQQQI', b'ds64', 28, 72 + size, size, size // 2, 0)
+    elif wide: room = struct.pack('<4sI28x', b'JUNK', 28)
+    head = struct.pack('<4sI4s', b'RF64' if large else b'RIFF', min(36 + len(room) + size, most), b'WAVE')
+    sound = struct.pack('<4sIHHIIHH4sI', b'fmt ', 16, 1, 1, rate, 2 * rate, 2, 16, b'data', min(size, most))
+    return head + room + sound
 
 def pcm16(wav: np.ndarray) -> bytes:   # (N,) int16, or float in [-1, 1]
     "Samples as 16-bit integers, little-endian; floats above full scale are clipped."
@@ -684,5 +689,7 @@ def save_audio(
     durable: bool = True,          # of `atomic_file`
 ):
     "Write 16-bit PCM; audio above full scale is scaled down."
-    wav = np.asarray(wav) / max(1., np.abs(wav).max(initial=0))
-    with atomic_file(path, durable) as part: part.write_bytes(wav_bytes(wav, sample_rate))
+    loudest = max(1., np.max(wav, initial=0), -np.min(wav, initial=0))
+    with atomic_file(path, durable) as part, open(part, 'wb') as file:
+        file.write(wav_header(sample_rate, 2 * len(wav)))
+        for i in range(0, len(wav), 2**16): file.write(pcm16(wav[i:i + 2**16] / loudest))   # no whole copy

@@ -12,7 +12,6 @@ from pathlib import Path
 import tensorflow as tf
 
 from ..config import UserError
-from ..data.audio import griffin_lim
 from ..files import atomic_folder, write_json
 from .generate import generate, Speaker
 from .voices import add_voice, list_voices, load_voice, voice_model, voice_path
@@ -36,10 +35,10 @@ def _spoken(speaker: Speaker):
                                         limit=max_codes)
         if speaker.decoder:
             sounding = tf.minimum(count[0] + 1, tf.maximum(1, max_codes))   # with that of STOP
-            wav = speaker.decoder(speaker._at_speed(states[:, :sounding]), vector[None])[0]
+            wav = speaker._sound(states[:, :sounding], vector[None])[0]
         else:
             codes = tf.where(codes < gpt.code_start, codes, 0)[:, :tf.maximum(1, count[0])]
-            wav = griffin_lim(speaker._at_speed(xtts.dvae.decode(codes))[0], model.audio)
+            wav = speaker._mel_sound(speaker._at_speed(xtts.dvae.decode(codes))[0])
         return {'wav': wav}
     return speak
 

@@ -168,9 +168,12 @@ def unsolved(found: list[dict]) -> int: return sum('done' not in fault for fault
 # %% ../../nbs/speech/guard.ipynb #b51b50b8
 RETRIES, RETRY_TEMPERATURE = 2, 0.75
 
-def retry_sampling(sampling: Sampling, number: int) -> Sampling:
-    "The settings of attempt `number`: another seed, and never the likeliest code each time."
-    return sampling._replace(seed=sampling.seed + 7919 * number,
+def retry_sampling(
+    sampling: Sampling,         # of the first attempt
+    number: int | np.ndarray,   # of this one, or that of each row
+) -> Sampling:
+    "The settings of another attempt: another seed, and never the likeliest code each time."
+    return sampling._replace(seed=np.add(sampling.seed, 7919 * number) % 2**31,
                              temperature=sampling.temperature or RETRY_TEMPERATURE)
 
 class GuardedSpeaker(Speaker):
@@ -178,7 +181,7 @@ class GuardedSpeaker(Speaker):
     def __init__(self,
         xtts: XTTS,
         max_seconds: float | None = None,     # as for `Speaker`
-        retries: int = RETRIES,               # batches with other seeds at most
+        retries: int = RETRIES,               # attempts with other seeds at most
         rates: dict[str, Rate] | None = None,   # by language, from `code_rates`
         check_words: bool = False,            # look for words that were left out
         **speech,
@@ -188,6 +191,7 @@ class GuardedSpeaker(Speaker):
 
     def _codes(self, texts, languages, voices, sampling):
         tokens, rows = [len(self._ids(*given)) for given in zip(texts, languages)], range(len(texts))
+        seeds = np.broadcast_to(sampling.seed, len(texts))
         def attempt(rows, sampling):
             given = ([each[row] for row in rows] for each in (texts, languages, voices))
             made = map(np.asarray, Speaker._codes(self, *given, sampling))
@@ -200,11 +204,12 @@ class GuardedSpeaker(Speaker):
                 yield row, (codes, states, kept, found)
         best = dict(attempt(rows, sampling))
         first = {row: made[-1] for row, made in best.items()}
-        for number in range(1, self.retries + 1):
-            faulty = [row for row in rows if unsolved(best[row][-1])]
-            if not faulty: break
-            for row, made in attempt(np.resize(faulty, len(rows)), retry_sampling(sampling, number)):
+        tries = [(row, number) for number in range(1, self.retries + 1) for row in rows]
+        while tries := [(row, number) for row, number in tries if unsolved(best[row][-1])]:
+            again, numbers = np.resize(tries[:len(rows)], (len(rows), 2)).T
+            for row, made in attempt(again, retry_sampling(sampling._replace(seed=seeds[again]), numbers)):
                 if unsolved(made[-1]) < unsolved(best[row][-1]): best[row] = made
+            tries = tries[len(rows):]
         codes, states, length, self.reports = zip(*(settled(first[row], *best[row]) for row in rows))
         return padded(codes, self.gpt.code_stop), tf.constant(length), padded(states, 0)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..config import UserError
 from ..data.text import ABBREVIATIONS, NothingToSay, plain_markdown, RULES, Speakable
-from .generate import Speaker
+from .generate import piece_seeds, Speaker
 
 # %% ../../nbs/speech/long.ipynb #b7806c22
 PARAGRAPH, SENTENCE, CLAUSE, SPACE = range(4)   # ranks of a place where a text may be divided
@@ -354,22 +354,25 @@ def speak_long(
     seed: int = 0,
     rows: int = 8,          # pieces in a batch
     early: bool = True,     # speak the pieces in order; else those of similar length together
+    start: int = 0,         # number of the piece to begin with
     progress=None,          # called with (done, total) pieces
 ) -> Iterator[Spoken]:      # in order
     "A text of any length, piece by piece; raises `UserError` at once for a text that cannot be spoken."
-    pieces, tokens = spoken_pieces(speaker, text, language)
-    return _spoken(speaker, pieces, tokens, speaker.listen(reference), seed, rows, early, progress)
+    pieces, tokens = spoken_pieces(speaker, text, language, not speaker.decoder)   # as a stream
+    return _spoken(speaker, pieces, tokens, speaker.listen(reference), seed, rows, early, start, progress)
 
 # %% ../../nbs/speech/long.ipynb #2ce7260e
-def _spoken(speaker, pieces, tokens, voice, seed, rows, early, progress) -> Iterator[Spoken]:
+def _spoken(speaker, pieces, tokens, voice, seed, rows, early, start, progress) -> Iterator[Spoken]:
     "The pieces, as soon as all before them have been spoken."
-    rows, ready, following = min(rows, sum(map(bool, tokens))), {}, 0
+    rows, ready, following = min(rows, sum(map(bool, tokens))), {}, start
     order = [i for i, n in enumerate(tokens) if n]
+    seeds = dict(zip(order, piece_seeds(seed)))
+    order = [i for i in order if i >= start]
     if not early: order.sort(key=lambda i: tokens[i])
     for first in range(0, len(order), rows):
         group = order[first:first + rows]
         texts, languages, *_ = zip(*(pieces[i] for i in np.resize(group, rows)))
-        wavs = speaker.batch(texts, languages, [voice] * rows, seed + first)
+        wavs = speaker.batch(texts, languages, [voice] * rows, [seeds[i] for i in np.resize(group, rows)])
         reports = getattr(speaker, 'reports', [[]] * rows)
         ready |= zip(group, zip(wavs, reports))
         if progress: progress(min(first + rows, len(order)), len(order))

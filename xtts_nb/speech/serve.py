@@ -414,8 +414,8 @@ def _submit(self: SpeechService, live: deque, rest: deque, wanted: SpeechBody, v
     from xtts_nb.speech.guard import RETRIES
     while rest and len(live) < AHEAD and (heard is not None or not live or not live[0][-1]):
         continues = heard if heard is not None else time.monotonic() if live else None   # none: the first one
-        piece, streams = rest.popleft()
-        sampling = self.engine.speaker.sampling._replace(**wanted.sampling())
+        (piece, streams), seed = rest.popleft()
+        sampling = self.engine.speaker.sampling._replace(**wanted.sampling() | {'seed': seed})
         request = self.engine.submit(piece.text, piece.language, voice, sampling, wanted.speed,
                                      continues=continues, retries=None if streams else RETRIES)
         live.append((request, piece, streams))
@@ -435,7 +435,8 @@ async def sound(self: SpeechService,
     notes: dict,      # `began`, when the request came; gets `first`, the seconds until the first sound
 ) -> AsyncIterator[bytes]:
     "The sound of a request; what is raised before the first bytes can still become a status."
-    rate, live, rest = self.engine.sample_rate, deque(), deque(pieces)
+    from xtts_nb.speech.generate import piece_seeds
+    rate, live, rest = self.engine.sample_rate, deque(), deque(zip(pieces, piece_seeds(wanted.seed)))
     speed = wanted.speed or self.engine.speaker.speech.speed
     kind, known = wanted.response_format, len(pieces) < 2 and not any(streams for _, streams in pieces)
     writer = Encoder(kind, rate, wanted.sample_rate, kind == 'flac' or known and kind != 'pcm')
