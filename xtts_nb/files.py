@@ -241,8 +241,8 @@ def _sweep(path: Path):
     homes = *((home, path.name) for home in path.parent.glob(f'*{PART}')), \
             *((home, '.') for home in path.glob(f'*{PART}'))
     for home, name in homes:
-        with suppress(UserError, OSError, TypeError, KeyError):   # not ours, or swept by another process
-            facts = read_json(home / _MARK)
+        with suppress(ValueError, OSError, TypeError, KeyError):   # not ours, or swept by another process
+            facts = json.loads((home / _MARK).read_text())
             if facts['for'] != name: continue
             with open(home / _MARK, 'a') as mark:
                 held = _hold(mark)
