@@ -344,7 +344,7 @@ def voice_named(self: SpeechService, name: str):
 async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(piece, whether it streams)]
     "Everything that can be wrong with a request; raises `ServiceError`."
     from xtts_nb.speech.guard import SHORT_TOKENS
-    from xtts_nb.speech.long import text_pieces
+    from xtts_nb.speech.long import spoken_pieces
     if len(wanted.input) > self.max_characters:
         raise ServiceError(413, f'The input has {len(wanted.input)} characters, the limit is '
                            f'{self.max_characters}; send it in parts.', 'input', 'input_too_long')
@@ -356,10 +356,9 @@ async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(
     language = wanted.language or self.language
     speaker = self.engine.speaker
     soon = not speaker.decoder   # as for `stream_text`
-    try: pieces, tokens = await run_sync(text_pieces, speaker, wanted.input, language, soon)
+    try: pieces, tokens = await run_sync(spoken_pieces, speaker, wanted.input, language, soon)
     except UserError as error: raise ServiceError(400, str(error), code='invalid_input') from None
     spoken = [(piece, n) for piece, n in zip(pieces, tokens) if n]
-    if not spoken: raise ServiceError(400, 'The input has nothing to say.', 'input', 'invalid_input')
     streams = speaker.decoder and wanted.response_format != 'flac' and spoken[0][1] > SHORT_TOKENS
     return voice, [(piece, bool(streams and not i)) for i, (piece, _) in enumerate(spoken)]
 
