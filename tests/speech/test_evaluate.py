@@ -376,7 +376,7 @@ def test_every_language_has_sentences_of_its_own():
 def test_fixed_sentences_take_the_voices_in_turn(xtts, prepared, tmp_path, monkeypatch):
     said, language = [], xtts.tokenizer.languages[0]
     known = [c['text'] for c in prepared.clips][:3]
-    monkeypatch.setattr(page, 'SENTENCES', {language: [*known, known[0]], 'de': ['ßßß']})
+    monkeypatch.setattr(page, 'SENTENCES', {language: [*known, known[0]], 'de': ['ЖЖЖ']})
     def speak(text, language):
         said.append((text, language))
         return (np.arange(220) * 50).astype(np.int16), 22050
@@ -394,7 +394,7 @@ def test_fixed_sentences_take_the_voices_in_turn(xtts, prepared, tmp_path, monke
     page.SENTENCES[language] = ['ЖЖЖ', known[0]]   # letters that it never saw
     (left,) = page.sentence_trials(xtts, [language], speak, tmp_path, voices)
     assert left.clip.text == known[0] and left.reference == CLIPS[0]
-    page.SENTENCES[language] = ['ßßß']
+    page.SENTENCES[language] = ['ЖЖЖ']
     with pytest.raises(UserError, match='the model never saw some letters'):
         page.sentence_trials(xtts, [language], speak, tmp_path, voices)
     with pytest.raises(UserError, match='The tokenizer has no language "tlh"; it has'):

@@ -986,7 +986,8 @@ def _sorted(group: list[Judged], faults: dict[Clip, str], name_of: Callable) -> 
             'text': clip.text, 'source': name,
             'start': round(clip.start + start, 3), 'end': round(clip.start + end, 3),
             'score': round(float(judged.fit.gain), 2), 'path': str(clip.path), 'speaker': clip.speaker,
-            'language': clip.language} | ({'cut': '; '.join(wrong)} if cut else {} if clip.end else {'whole': True}))
+            'language': clip.language}
+            | ({'cut': '; '.join(wrong)} if cut else {} if clip.end else {'whole': True}))
     result['dropped'] += [_dropped(name_of(c), 0., reason) for c, reason in faults.items()]
     return result
 

@@ -401,6 +401,8 @@ async def check(self: SpeechService, wanted: SpeechBody) -> tuple:   # voice, [(
     language = wanted.language or self.language
     speaker = self.engine.speaker
     soon = not speaker.decoder   # as for `stream_text`
+    if not wanted.input.strip():
+        raise ServiceError(400, 'The text is empty; give the model something to say.', code='invalid_input')
     try: pieces, tokens = await run_sync(text_pieces, speaker, wanted.input, language, soon)
     except UserError as error: raise ServiceError(400, str(error), code='invalid_input') from None
     spoken, wanted._tokens = [(piece, n) for piece, n in zip(pieces, tokens) if n], sum(tokens)
