@@ -949,7 +949,8 @@ def check_corpus(
         result, known, done = {'clips': [], 'dropped': [], 'missing': [], 'unclear': 0}, [], 0
         for group in _groups(seconds):
             tell = lambda some, all, done=done: progress('compare the clips', done + some, len(seconds))
-            key = 'check', [[*_stamp(c.path), name(c), c.start, c.end, c.text, c.speaker, c.language] for c in group]
+            key = 'check', [[*_stamp(c.path), name(c), c.start, c.end, c.text, c.speaker, c.language]
+                            for c in group]
             part = _once(work, key, partial(_check, group, speak, name, tell))
             for stretch in part['clips']: stretch['path'] = Path(stretch['path'])
             for kind in ('clips', 'dropped', 'unclear'): result[kind] += part[kind]
