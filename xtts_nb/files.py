@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PART', 'ABANDONED', 'TENSOR_TYPES', 'real_place', 'without_part', 'with_ending', 'atomic_file', 'check_writable',
-           'atomic_folder', 'check_free', 'check_own', 'has_keys', 'is_work', 'check_results', 'append_line', 'locked',
-           'inside', 'check_folder', 'check_arrived', 'write_json', 'read_json', 'read_json_lines', 'fingerprint',
-           'write_tensors', 'save_weights', 'open_weights', 'check_tensor', 'load_weights', 'read_tensors',
-           'named_weights', 'reserve', 'raise_file_limit']
+           'atomic_folder', 'check_free', 'check_own', 'append_line', 'locked', 'inside', 'check_folder',
+           'check_arrived', 'write_json', 'read_json', 'read_json_lines', 'fingerprint', 'has_keys', 'is_work',
+           'check_results', 'write_tensors', 'save_weights', 'open_weights', 'check_tensor', 'load_weights',
+           'read_tensors', 'named_weights', 'reserve', 'raise_file_limit']
 
 # %% ../nbs/base/files.ipynb #db2293af
 import ctypes
@@ -51,9 +51,10 @@ def without_part(name: str) -> str:
     return re.sub(rf'\.[0-9a-f]{{8}}{re.escape(PART)}$', '', name)
 
 def with_ending(path: Path, ending: str) -> Path:
-    "A path with an ending behind its name, which is shortened where the result would be too long for a disk."
+    "A path with an ending behind its name, which is shortened where a disk would not take the result."
     name = f'{path.name}{ending}'
-    return path.with_name(name if len(os.fsencode(name)) < 256 else fingerprint(os.fsencode(path.name)) + ending)
+    if len(os.fsencode(name)) > 255: name = fingerprint(os.fsencode(path.name)) + ending
+    return path.with_name(name)
 
 @contextmanager
 def atomic_file(
@@ -165,29 +166,6 @@ def check_own(
         raise UserError(f'{folder}: holds something that is not {what} ({name}); move it away or choose '
                         'another folder.')
 
-# %% ../nbs/base/files.ipynb #743c25c6
-def has_keys(path: str | Path, *keys: str) -> bool:
-    "Whether a file is a JSON object with these keys, as this library writes it."
-    try: facts = read_json(path)
-    except (UserError, OSError): return False
-    return isinstance(facts, dict) and {*keys} <= facts.keys()
-
-def is_work(folder: Path, mark: str) -> bool:   # name of a JSON file that says what the folder is `for`
-    "Whether a folder was begun by this library: it has the mark, or holds nothing before it."
-    before = lambda name: name == 'lock' or without_part(name) == mark != name
-    return has_keys(folder / mark, 'for') or all(map(before, os.listdir(folder)))
-
-def check_results(
-    folder: str | Path,
-    written: Iterable[str],   # names that the caller is about to write
-    ours: Callable,           # () -> whether the caller has written there before
-):
-    "Raise `UserError` if results would replace files of somebody else."
-    taken = next((name for name in written if os.path.lexists(Path(folder) / name)), None)
-    if taken and not ours():
-        raise UserError(f'{folder}: {taken} is there already, and xtts-nb has not made it; choose another '
-                        'name, or move it away.')
-
 # %% ../nbs/base/files.ipynb #743c25d1
 def _settle(home: Path, path: Path, replace: bool | Callable):
     "Move the new folder to `path`; if something has come there meanwhile, next to it."
@@ -206,7 +184,7 @@ def _settle(home: Path, path: Path, replace: bool | Callable):
         why = f'{path}: something else is there by now ({e}).' if isinstance(e, OSError) else e
         raise UserError(f'{why} What was made is kept in {kept}.') from e
     _sync(home.parent)
-    if not (callable(replace) and old.is_dir()): return
+    if not (callable(replace) and old.is_dir() and any(_names(old))): return
     try: replace(old)   # something may have come while it was looked through
     except UserError as e:
         print(f'{e} It is kept in {_keep(old, home.parent / path.name)}.', file=sys.stderr)
@@ -387,6 +365,29 @@ def fingerprint(*parts) -> str:
     for p in parts:
         digest.update(p if isinstance(p, bytes) else json.dumps(p, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
+
+# %% ../nbs/base/files.ipynb #743c25c6
+def has_keys(path: str | Path, *keys: str) -> bool:
+    "Whether a file is a JSON object with these keys, as this library writes it."
+    try: facts = read_json(path)
+    except (UserError, OSError): return False
+    return isinstance(facts, dict) and {*keys} <= facts.keys()
+
+def is_work(folder: Path, mark: str) -> bool:   # name of a JSON file that says what the folder is `for`
+    "Whether a folder was begun by this library: it has the mark, or holds nothing before it."
+    before = lambda name: name == 'lock' or without_part(name) == mark != name
+    return has_keys(folder / mark, 'for') or all(map(before, os.listdir(folder)))
+
+def check_results(
+    folder: str | Path,
+    written: Iterable[str],   # names that the caller is about to write
+    ours: Callable,           # () -> whether the caller has written there before
+):
+    "Raise `UserError` if results would replace files of somebody else."
+    taken = next((name for name in written if os.path.lexists(Path(folder) / name)), None)
+    if taken and not ours():
+        raise UserError(f'{folder}: {taken} is there already, and xtts-nb has not made it; choose another '
+                        'name, or move it away.')
 
 # %% ../nbs/base/files.ipynb #d2a89bb1
 TENSOR_TYPES = {   # wide types first, so that all are aligned

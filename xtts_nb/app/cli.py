@@ -234,7 +234,8 @@ def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     devices = start(two=True)
     from xtts_nb.files import check_results, has_keys, write_json
     from xtts_nb.train.profile import profile_dual
-    check_results(folder, ('dual.json', 'dual.png'), lambda: has_keys(folder / 'dual.json', 'rows', 'picture'))
+    check_results(folder, ('dual.json', 'dual.png'),
+                  lambda: has_keys(folder / 'dual.json', 'rows', 'picture'))
     folder.mkdir(parents=True, exist_ok=True)
     result = profile_dual(data, folder / 'dual.png', devices=devices)
     write_json(folder / 'dual.json', result)

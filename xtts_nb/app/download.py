@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from ..config import UserError
-from ..files import atomic_folder, check_own, inside, is_work, read_json, with_ending, without_part, write_json
+from ..files import (
+    atomic_folder, check_own, inside, is_work, read_json, with_ending, without_part, write_json)
 
 # %% ../../nbs/app/download.ipynb #0824ccdb
 @dataclass(frozen=True)

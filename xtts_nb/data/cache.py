@@ -189,7 +189,8 @@ def own_name(name: str) -> bool:
 
 def check_is_cache(folder: str | Path):
     "Raise `UserError` unless a folder holds a cache and nothing else."
-    if not has_keys(Path(folder) / 'manifest.json', 'format', 'key', 'mode', 'keys', 'shards', 'files', 'sha'):
+    keys = 'format', 'key', 'mode', 'keys', 'shards', 'files', 'sha'
+    if not has_keys(Path(folder) / 'manifest.json', *keys):
         raise UserError(f'{folder}: holds something that is not a cache; choose another folder, or remove it '
                         'yourself if it is a damaged one.')
     check_own(folder, own_name, 'a cache')

@@ -24,8 +24,9 @@ from ..data.cache import ARRAYS, Cache, content_keys, file_sha, left_out_line, w
 from ..config import DataConfig, UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, bucket_shapes, reader_of
 from ..models.dvae import load_dvae
-from ..files import (
-    atomic_file, atomic_folder, check_folder, fingerprint, has_keys, load_weights, PART, read_json, write_json)
+from xtts_nb.files import (
+    atomic_file, atomic_folder, check_folder, fingerprint, has_keys, load_weights, PART, read_json,
+    write_json)
 from ..speech.evaluate import Listener, mean_world_scores, world_package
 from ..models.xtts import XTTS
 from ..data.text import Tokenizer
