@@ -330,6 +330,25 @@ def test_what_is_not_ours_is_never_replaced(tmp_path, when):
     with atomic_folder(out, own) as part: (part / 'b').write_text('new')
     assert tree(out) == {'b': b'new'}
 
+def test_what_comes_after_the_last_look_is_kept(tmp_path):
+    out, looks = tmp_path / 'out', []
+    with atomic_folder(out) as part: (part / 'a').write_text('old')
+    def own(folder):
+        check_own(folder, {'a'}.__contains__, 'a cache')
+        looks.append(folder)
+        if len(looks) == 2: (out / 'thesis').write_text('mine')
+    with atomic_folder(out, own) as part: (part / 'b').write_text('new')
+    kept = {'out-2': b'', 'out-2/a': b'old', 'out-2/thesis': b'mine'}
+    assert tree(tmp_path) == {'out': b'', 'out/b': b'new'} | kept
+
+@pytest.mark.parametrize('inside, ours', [
+    ({}, True), ({'lock': ''}, True), ({f'mark.json.0123abcd{files.PART}': '{'}, True),
+    ({'mark.json': ''}, False),
+    ({'mark.json': '{"for": "out"}', 'x': ''}, True), ({'mark.json': '["for"]'}, False), ({'x': ''}, False)])
+def test_a_work_folder_is_known_by_its_mark(tmp_path, inside, ours):
+    for name, text in inside.items(): (tmp_path / name).write_text(text)
+    assert files.is_work(tmp_path, 'mark.json') == ours
+
 WITHIN = '''
 import sys
 from pathlib import Path

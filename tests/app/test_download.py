@@ -187,10 +187,14 @@ def test_an_archive_that_stops_is_not_fetched_from_its_start(server, fetch, corp
     assert server.requests == [('c.tar.bz2', 'bytes=131072-')]
     assert read_corpus(tmp_path / 'c')[0] and not part.parent.exists()
 
+def begin(work):
+    work.mkdir()
+    (work / 'download.json').write_text('{"for": "c"}')
+
 @pytest.mark.parametrize('left', [b'x' * 1000, b'x' * 10**6], ids=['of another file', 'longer than the file'])
 def test_a_wrong_part_costs_one_more_fetch(server, fetch, corpus, tmp_path, left):
     source = archive(server, packed(corpus))
-    (tmp_path / 'c.download').mkdir()
+    begin(tmp_path / 'c.download')
     (tmp_path / 'c.download' / 'c.tar.bz2.part').write_bytes(left)
     if len(left) < source.files[0]['bytes']:
         assert 'repeat the command' in refused(fetch, source, tmp_path / 'c')   # its checksum is wrong
@@ -199,7 +203,7 @@ def test_a_wrong_part_costs_one_more_fetch(server, fetch, corpus, tmp_path, left
 
 def test_a_part_that_is_whole_needs_no_request(server, fetch, corpus, tmp_path):
     source = archive(server, body := packed(corpus))
-    (tmp_path / 'c.download').mkdir()
+    begin(tmp_path / 'c.download')
     (tmp_path / 'c.download' / 'c.tar.bz2.part').write_bytes(body)
     fetch(source, tmp_path / 'c')
     assert server.requests == [] and read_corpus(tmp_path / 'c')[0]
@@ -255,7 +259,7 @@ def special(kind, target='') -> bytes:
     ids=['up', 'up later', 'symlink', 'hard link', 'pipe', 'zip up', 'zip absolute', 'broken', 'no zip'])
 def test_an_archive_stays_in_its_folder(server, fetch, tmp_path, name, body):
     refused(fetch, archive(server, body, name), tmp_path / 'c')
-    assert {*tree(tmp_path)} == {'c.download', f'c.download/{name}'}
+    assert {*tree(tmp_path)} == {'c.download', 'c.download/download.json', f'c.download/{name}'}
 
 def test_a_link_in_a_zip_is_a_file(server, fetch, tmp_path):
     link = zipfile.ZipInfo('evil')
@@ -266,10 +270,10 @@ def test_a_link_in_a_zip_is_a_file(server, fetch, tmp_path):
 def test_a_wrong_archive_is_never_unpacked(server, fetch, corpus, tmp_path):
     source = archive(server, packed(corpus))
     server.files['c.tar.bz2'] = tarred(('evil', b'x'))
-    (tmp_path / 'c.download').mkdir()
+    begin(tmp_path / 'c.download')
     (tmp_path / 'c.download' / 'tmp12345678').write_text('left by a killed process')
     assert source.files[0]['sha256'] in refused(fetch, source, tmp_path / 'c')
-    assert tree(tmp_path) == {'c.download': b''}
+    assert {*tree(tmp_path)} == {'c.download', 'c.download/download.json'}
 
 def test_ctrl_c_while_unpacking_keeps_the_archive(server, fetch, corpus, tmp_path, monkeypatch):
     source = archive(server, packed(corpus))
@@ -277,7 +281,7 @@ def test_ctrl_c_while_unpacking_keeps_the_archive(server, fetch, corpus, tmp_pat
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(tarfile.TarFile, 'extractfile', press)
         fetch(source, tmp_path / 'c')
-    assert {*tree(tmp_path)} == {'c.download', 'c.download/c.tar.bz2'}
+    assert {*tree(tmp_path)} == {'c.download', 'c.download/c.tar.bz2', 'c.download/download.json'}
     fetch(source, tmp_path / 'c')
     assert not server.requests and list(tmp_path.iterdir()) == [tmp_path / 'c']
 
@@ -359,9 +363,10 @@ def test_the_command(ran, server, corpus, tmp_path, monkeypatch):
     done = ran('download corpus --out', 'my data/corpus')
     assert done.code == 0 and 'xtts-nb prepare my data/corpus --out CACHE' in done.out
 
-def test_what_somebody_put_next_to_an_unfinished_download_stays(server, fetch, corpus, tmp_path):
+@pytest.mark.parametrize('name', ['thesis.txt', 'c.tar.bz2'])
+def test_what_somebody_put_next_to_an_unfinished_download_stays(server, fetch, corpus, tmp_path, name):
     source = archive(server, packed(corpus))
     (tmp_path / 'c.download').mkdir()
-    (tmp_path / 'c.download' / 'thesis.txt').write_text('mine')
-    assert 'thesis.txt' in refused(fetch, source, tmp_path / 'c') and not (tmp_path / 'c').exists()
-    assert (tmp_path / 'c.download' / 'thesis.txt').read_text() == 'mine'
+    (tmp_path / 'c.download' / name).write_text('mine')
+    assert name in refused(fetch, source, tmp_path / 'c') and not (tmp_path / 'c').exists()
+    assert (tmp_path / 'c.download' / name).read_text() == 'mine'

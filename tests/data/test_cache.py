@@ -210,7 +210,9 @@ def test_only_a_free_folder_or_a_cache_is_written_to(tmp_path):
     places = {name: tmp_path / name for name in ('nowhere', 'empty', 'cache', 'file', 'music')}
     for name in ('empty', 'cache', 'music'): places[name].mkdir()
     for path in (places['file'], places['music'] / 'a'): path.write_text('x')
-    (places['cache'] / 'manifest.json').write_text('{"format": 1, "files": {}}')
+    keys = 'format', 'key', 'mode', 'keys', 'shards', 'files', 'sha'
+    (places['cache'] / 'manifest.json').write_text(json.dumps(dict.fromkeys(keys)))
+    (places['music'] / 'manifest.json').write_text('{"format": 1, "files": {"a": {}}}')   # of somebody else
     for name in ('nowhere', 'empty', 'cache'): check_cache_folder(places[name])
     for name in ('file', 'music'):
         with pytest.raises(UserError, match=f'{name}: .*holds something'):

@@ -324,12 +324,13 @@ def test_what_is_left_of_a_run_in_words(tmp_path, files, left):
 @pytest.mark.parametrize('there, ours', [
     (['lock'], True), (['lock', 'plan.json'], True), ([f'plan.json.0123abcd{PART}'], True),
     (['config.yaml'], False), (['plan.json', 'config.yaml'], True), (['x', 'plan.json'], False),
-    (['plan.json', 'x.7.part'], False), (['x'], False), (None, False)])
+    (['plan.json', 'x.7.part'], False), (['x'], False), (None, False), ('a plan of mine', False)])
 def test_a_work_folder_of_somebody_else_is_left_alone(tmp_path, there, ours):
     work = tmp_path / 'out.work'
     if there is None: work.write_text('mine')
     else: work.mkdir()
-    for name in there or (): (work / name).write_text('')
+    if there == 'a plan of mine': there = write_json(work / 'plan.json', {'monday': 'write'})
+    for name in there or (): (work / name).write_text('{"for": "out"}' if name == 'plan.json' else '')
     if ours:
         with work_folder(tmp_path / 'out') as given: assert given == work and (work / 'plan.json').is_file()
         assert not work.exists()

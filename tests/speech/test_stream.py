@@ -205,10 +205,12 @@ def test_a_file_is_written_as_it_is_spoken_and_continued(speaker, voices, tmp_pa
             spoken.append(total)
             if done == kill: raise KeyboardInterrupt
         return speak_file(speaker, text, 'en', voices[0], path, seed, 1, progress, told.append)
-    path.write_bytes(b'older')
+    path.write_bytes(b'mine')
+    with pytest.raises(UserError, match='book.wav: is there already'): speak()
+    path.write_bytes(older := wav_header(24000, 2, wide=True) + b'xx')
     for kill, left in ((1, 1), (2, 3)):
         with pytest.raises(KeyboardInterrupt): speak(kill)
-        assert path.read_bytes() == b'older' and len([*tmp_path.iterdir()]) == left
+        assert path.read_bytes() == older and len([*tmp_path.iterdir()]) == left
     part, = tmp_path.glob('*.part')
     with open(part, 'ab') as file: file.write(b'half a piece')
     spoken.clear()

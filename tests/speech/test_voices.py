@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import soundfile
 import tensorflow as tf
 
@@ -154,6 +155,12 @@ def test_a_voice_is_replaced_only_by_force(singer, plain):
                     lambda: blend_voices(plain, 'one', {'three': 1.})):
         with pytest.raises(UserError, match='one.safetensors: the voice exists already; .*--force'): refused()
     assert (plain / 'one.safetensors').read_bytes() == before
+    (plain / 'model.safetensors').write_bytes(safetensors.numpy.save({'w': np.ones(2)}))   # of somebody else
+    (plain / 'cut.safetensors').write_bytes(before[:-1])
+    for refused in (lambda: blend_voices(plain, 'model', {'three': 1.}, force=True),
+                    lambda: remove_voice(plain, 'model')):
+        with pytest.raises(UserError, match='model.safetensors: is not a voice'): refused()
+    remove_voice(plain, 'cut')
     blend_voices(plain, 'one', {'three': 1.}, force=True)
     assert (read_voice(plain / 'one.safetensors')[0].prompt == 3).all()
 

@@ -42,7 +42,7 @@ from ..data.cache import Cache
 from ..data.native import BatchPlan, cached_batches
 from ..data.prepare import lesson_cache
 from ..devices import tf_started
-from ..files import atomic_file, read_json
+from ..files import atomic_file, check_results, read_json
 from ..models.dvae import DVAE, load_dvae
 from ..models.gpt import GPT
 from ..models.xtts import POLICIES, XTTS
@@ -94,11 +94,20 @@ def environment(settings: TFSettings) -> dict[str, str]:
     return out | dict(zip(ENVIRONMENT, ('auto' if settings.xla else 'false', settings.precision)))
 
 # %% ../../nbs/app/check.ipynb #2c25b6ba
+def _are_ours(path: Path) -> bool:
+    "Whether a file holds nothing but variables of `environment`."
+    kinds = TFSettings(memory_limit=1), TFSettings(allocator='cuda_malloc_async')
+    ours = {name for settings in kinds for name in environment(settings)}
+    try: lines = path.read_text(encoding='utf-8').splitlines()
+    except (OSError, ValueError): return False
+    return {line.partition('=')[0] for line in lines} <= ours
+
 def write_environment(
     path: str | Path,   # for a shell: set -a; . FILE; set +a
     settings: TFSettings,
 ):
     "Write the environment variables of these settings as a file that a shell reads."
+    check_results(Path(path).parent, [Path(path).name], lambda: _are_ours(Path(path)))
     lines = [f'{name}={shlex.quote(value)}\n' for name, value in environment(settings).items()]
     with atomic_file(path) as part: part.write_text(''.join(lines), encoding='utf-8')
 

@@ -198,11 +198,13 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     if cache: cache.read(settings.data.ram_budget)
     start()
     from xtts_nb.data.native import BatchPlan, cached_batches
-    from xtts_nb.files import write_json
+    from xtts_nb.files import check_results, has_keys, write_json
     from xtts_nb.models.gpt import GPT
     from xtts_nb.models.xtts import POLICIES
     from xtts_nb.train.profile import profile, profile_text, write_page
     from xtts_nb.train.step import Update, random_batch
+    check_results(folder, ('profile.json', 'profile.html'),
+                  lambda: has_keys(folder / 'profile.json', 'ops', 'variables', 'unseen'))
     gpt, text_start, batches = settings.model.gpt, 1, None
     if cache:
         batches, text_start = cached_batches(BatchPlan(cache, settings.data)), cache.tokenizer.start
@@ -214,8 +216,8 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     with progress() as tell:
         result = profile(update, batch, settings.training, folder / 'trace', rounds, batches,
                          lambda name: tell(name, 0, 1))
+    write_json(folder / 'profile.json', result)   # first: it tells whose the page is
     page = write_page(result, folder / 'profile.html')
-    write_json(folder / 'profile.json', result)
     return result | {'page': str(page)}, f'{profile_text(result)}\nThe page: {page}'
 
 # %% ../../nbs/app/cli.ipynb #0a2c4e43
@@ -230,9 +232,13 @@ def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     from xtts_nb.config import UserError
     if not data: raise UserError('profile --dual: needs a runtime cache; name it with --data CACHE.')
     devices = start(two=True)
+    from xtts_nb.files import check_results, has_keys, write_json
     from xtts_nb.train.profile import profile_dual
+    check_results(folder, ('dual.json', 'dual.png'),
+                  lambda: has_keys(folder / 'dual.json', 'rows', 'picture'))
     folder.mkdir(parents=True, exist_ok=True)
     result = profile_dual(data, folder / 'dual.png', devices=devices)
+    write_json(folder / 'dual.json', result)
     lines = [table('Who worked when', result['rows']), result['verdict'], f'The picture: {result["picture"]}']
     return result, '\n'.join(lines)
 

@@ -102,8 +102,9 @@ def _say(
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.generate import Speaker
     from xtts_nb.speech.guard import GuardedSpeaker, run_rates
-    from xtts_nb.speech.stream import speak_file
+    from xtts_nb.speech.stream import check_replaceable, speak_file
     from xtts_nb.speech.voices import find_voice
+    if not (stream or pcm): check_replaceable(out)
     with progress() as tell:
         tell('load the model', 0, 1)
         found = find_voice(voice, xtts := XTTS.load(model), voices)
@@ -303,8 +304,9 @@ def _evaluate(
     "Score what a model speaks beside the recordings, their codes alone and an untrained model."
     start()
     from xtts_nb.models.xtts import XTTS
-    from xtts_nb.speech.evaluate import evaluate, evaluation_report, scores_text
+    from xtts_nb.speech.evaluate import check_report, evaluate, evaluation_report, scores_text
     from xtts_nb.speech.guard import training_facts
+    if report: check_report(report)
     facts = training_facts(model)
     with progress() as tell:
         tell('load the model', 0, 1)

@@ -582,9 +582,10 @@ def _find_learning_rate(
     "Train at rising rates until the loss rises, and suggest a rate."
     start()
     import tempfile
-    from xtts_nb.train.finetune import find_learning_rate, plot_learning_rate
+    from xtts_nb.train.finetune import check_rates, find_learning_rate, plot_learning_rate
     from xtts_nb.data.cache import Cache
     from xtts_nb.train.runs import new_run
+    check_rates(out)
     cache = Cache(data, in_memory=False)
     settings = _settings(cache, preset, config, base, finetune)
     cache.read(settings.data.ram_budget)

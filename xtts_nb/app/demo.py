@@ -44,7 +44,8 @@ from ..data.corpora import Clip, read_corpus, visible
 from ..data.native import CacheReader
 from ..data.prepare import mel_function, mel_sample, prepare
 from ..files import (
-    atomic_file, atomic_folder, check_own, fingerprint, read_json, read_json_lines, real_place, write_json)
+    atomic_file, atomic_folder, check_own, check_results, fingerprint, has_keys, locked, read_json,
+    read_json_lines, real_place, without_part, write_json)
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS
 from ..monitor.live import device_names, plot_samples
@@ -637,7 +638,9 @@ def run_demo(
     "Corpus, DVAE, cache, measurements, training, speech and report, all under `out`."
     start, out, config = time.perf_counter(), Path(out), seeded(config or XTTSConfig.tiny(), seed)
     corpus = out / 'corpus'
-    check_own_run(out / 'run', config)   # before minutes of work
+    check_own_run(out / 'run')   # before minutes of work
+    check_results(out, ('pairs.csv', 'untrained.csv', 'report.html', 'untrained', 'spoken'),
+                  (out / 'run' / MARK).is_file)
     with Sampler(best_probe(say), say=say) as sampler:
         stages = Stages(listen, sampler)
         clips = make_corpus(corpus, limit=sentences, progress=stages.begin('speak the corpus'))
@@ -679,25 +682,27 @@ def _with_note(progress: Callable, template: str) -> Callable:
 
 def _fresh_run(cache: Cache, config: XTTSConfig, run: Path, held_out: list[str]) -> Trainer:
     "A run from the beginning; a second demo does not continue the run of the first."
-    check_own_run(run, config)
-    if (run / 'run.json').is_file(): shutil.rmtree(real_place(run))
+    if (run / 'run.json').is_file():
+        with locked(run / 'lock', f'{run}: another process trains here; wait for its end.'):
+            check_own_run(run)
+            shutil.rmtree(real_place(run))
     trainer = new_run(cache, config, run, held_out)
     write_json(run / MARK, {'steps': config.training.steps})
     return trainer
 
 MARK = 'demo.json'   # in a run that a demo has made: with how many steps
-_RUN = re.compile(r'lock|(run|demo|tokenizer)\.json|config\.yaml|model\.safetensors|metrics\.jsonl|'
-                  r'(checkpoints|best|spoken|plan)(/.*)?')
+_RUN = re.compile(r'lock|(run|demo)\.json|metrics\.jsonl|(best/)?(tokenizer\.json|config\.yaml|'
+                  r'model\.safetensors)|best(/best\.json)?|checkpoints(/step-\d+\.safetensors)?|'
+                  r'spoken(/\d+(/mels\.png|/[^/]+\.wav)?)?')
 
-def check_own_run(run: Path, config: XTTSConfig):
-    "Raise `UserError` if somebody has trained in `run` since a demo made it, by its mark or `config`."
+def check_own_run(run: Path):
+    "Raise `UserError` if somebody has trained in `run` since a demo made it, or has put something there."
     if not (run / 'run.json').is_file(): return
-    made = run / MARK
-    steps = read_json(made)['steps'] if made.is_file() else config.training.steps
-    stored, last = XTTSConfig.load(run / 'config.yaml'), max(checkpoints(run / 'checkpoints'), default=None)
-    same = stored.training.steps == steps
-    if same and (last is None or checkpoint_step(last) <= steps):
-        return check_own(run, _RUN.fullmatch, 'as a demo left it')
+    last = max(checkpoints(run / 'checkpoints'), default=None)
+    steps = XTTSConfig.load(run / 'config.yaml').training.steps
+    made = read_json(run / MARK)['steps'] if has_keys(run / MARK, 'steps') else None
+    if made == steps and (last is None or checkpoint_step(last) <= steps) or made is last is None:
+        return check_own(run, lambda name: _RUN.fullmatch(without_part(name)), 'as a demo left it')
     raise UserError(f'{run}: is not as a demo left it, and would be removed; choose another folder with '
                     '--out, or remove it yourself.')
 

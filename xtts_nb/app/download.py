@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from ..config import UserError
-from ..files import atomic_folder, check_own, inside, read_json, write_json
+from ..files import (
+    atomic_folder, check_own, inside, is_work, read_json, with_ending, without_part, write_json)
 
 # %% ../../nbs/app/download.ipynb #0824ccdb
 @dataclass(frozen=True)
@@ -180,14 +181,16 @@ def _is_of(source: Source, name: str) -> bool:
     "Whether an unfinished download of a source has such a file: also those of pooch and the Hub's client."
     files = [f['file'] for f in source.files]
     folders = {str(p) for file in files for p in Path(file).parents}
-    return (name.removesuffix('.part') in files or name in folders
+    return (name.removesuffix('.part') in files or name in folders or without_part(name) == 'download.json'
             or bool(re.fullmatch(r'tmp\w{8}|\.cache(/.*)?', name)))
 
 def _fill(source: Source, out: Path, base: str | None):
     "Fetch all files, then create the folder."
-    work = out.with_name(f'{out.name}.download')
+    work = with_ending(out, '.download')
     work.mkdir(parents=True, exist_ok=True)
-    check_own(work, partial(_is_of, source), f'a download of {source.name}')
+    begun = is_work(work, 'download.json')
+    check_own(work, lambda name: begun and _is_of(source, name), f'a download of {source.name}')
+    write_json(work / 'download.json', {'for': out.name})
     for temporary in work.glob('tmp*'): temporary.unlink()   # left by pooch in a killed process
     sizes = lambda name: sum(p.stat().st_size for p in (work / name, work / f'{name}.part') if p.exists())
     needed = sum(max(0, f['bytes'] - sizes(f['file'])) for f in source.files)

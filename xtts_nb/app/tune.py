@@ -22,7 +22,7 @@ from typing import NamedTuple
 from .demo import plot_losses
 from ..config import read_settings, TrainingConfig, UserError
 from ..data.cache import file_sha
-from ..files import check_writable, read_json, read_json_lines, write_json
+from ..files import check_results, check_writable, has_keys, read_json, read_json_lines, write_json
 from ..speech.evaluate import facts, heading, picture, player, scores_table, write_report
 from ..train.launch import catch_sigterm
 from ..train.runs import run_facts
@@ -146,6 +146,12 @@ def _stamps(paths: list[Path]) -> list:
     "What tells whether files have changed."
     return [[str(path.resolve()), path.stat().st_mtime_ns] for path in paths if path.exists()]
 
+def _is_tuning(path: Path) -> bool:
+    "Whether a file is the `tune.json` of a tuning."
+    done = read_json(path) if has_keys(path) else {'': 0}
+    stages = all(isinstance(stage, dict) and 'words' in stage for stage in done.values())
+    return stages and {*done} <= {*STAGES}
+
 def tune(
     plan: Callable,                    # () -> stages, asked before each: another cache has another run
     out: Path,
@@ -153,9 +159,9 @@ def tune(
     run: Callable = run_stage,
 ) -> dict:                             # stage -> {words, read, result}
     "Run the stages that are not complete."
-    names = [stage.name for stage in plan()]
-    check_writable(out)
-    path = out / 'tune.json'
+    names, path = [stage.name for stage in plan()], out / 'tune.json'
+    check_results(out, ('tune.json', 'index.html', 'scores'), lambda: _is_tuning(path))
+    check_writable(path)
     done, again = read_json(path) if path.is_file() else {}, False
     for number, name in enumerate(names, 1):
         stage = next(stage for stage in plan() if stage.name == name)

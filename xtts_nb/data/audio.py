@@ -663,7 +663,7 @@ def wav_header(
     "The header of mono sound of 16 bits; of more than 4 GiB as RF64."
     large, most, room = size >= 2**32, 2**32 - 1, b''
     if large: room = struct.pack('<4sIQQQI', b'ds64', 28, 72 + size, size, size // 2, 0)
-    elif wide: room = struct.pack('<4sI28x', b'JUNK', 28)
+    elif wide: room = struct.pack('<4sI28s', b'JUNK', 28, b'xtts_nb')
     head = struct.pack('<4sI4s', b'RF64' if large else b'RIFF', min(36 + len(room) + size, most), b'WAVE')
     sound = struct.pack('<4sIHHIIHH4sI', b'fmt ', 16, 1, 1, rate, 2 * rate, 2, 16, b'data', min(size, most))
     return head + room + sound

@@ -29,8 +29,8 @@ from fastcore.basics import patch
 from ..config import DataConfig, UserError, XTTSConfig
 from .text import Tokenizer
 from ..files import (
-    atomic_file, atomic_folder, check_free, check_own, fingerprint, inside, raise_file_limit, read_json,
-    read_json_lines, real_place, without_part, write_json)
+    atomic_file, atomic_folder, check_free, check_own, fingerprint, has_keys, inside, raise_file_limit,
+    read_json, read_json_lines, real_place, with_ending, without_part, write_json)
 
 # %% ../../nbs/data/cache.ipynb #ce02b29a
 FORMAT = 2     # version of the cache format
@@ -160,8 +160,7 @@ def write_manifest(folder: Path, facts: dict) -> dict:
 # %% ../../nbs/data/cache.ipynb #0eaa9b37
 def work_path(folder: str | Path) -> Path:
     "The folder of finished shards until the cache in `folder` is complete."
-    folder = real_place(folder).absolute()
-    return folder.with_name(f'{folder.name}.work')
+    return with_ending(real_place(folder).absolute(), '.work')
 
 def read_manifest(folder: str | Path) -> dict:
     "The manifest of a cache; raises `UserError` if it is missing, damaged, or names a file outside."
@@ -181,22 +180,20 @@ def read_manifest(folder: str | Path) -> dict:
         inside(folder, name)
     return facts
 
-_OWN = re.compile(r'shard-\d{5,}\.safetensors|audio(/\d{5,}-\d{5,}\.wav)?')
+_OWN = re.compile(r'shard-\d{5,}\.safetensors|audio(/\d{5,}-\d{5,}\.wav)?|report\.(json|txt|html)|'
+                  r'(manifest|tokenizer)\.json|config\.yaml|clips\.jsonl|(dvae|index)\.safetensors')
 
-def own_name(name: str, manifest: dict) -> bool:
-    "Whether a file of this name is of a cache with this manifest, or was left half-written there."
-    whole = without_part(name)
-    return whole in ('manifest.json', REPORT_PAGE, *manifest['files']) or bool(_OWN.fullmatch(whole))
+def own_name(name: str) -> bool:
+    "Whether a cache has a file of this name, or one was left half-written there."
+    return bool(_OWN.fullmatch(without_part(name)))
 
 def check_is_cache(folder: str | Path):
     "Raise `UserError` unless a folder holds a cache and nothing else."
-    try: manifest = read_json(Path(folder) / 'manifest.json')
-    except (UserError, OSError): manifest = None
-    manifest = manifest if isinstance(manifest, dict) else {}
-    if not (isinstance(manifest.get('format'), int) and isinstance(manifest.get('files'), dict)):
+    keys = 'format', 'key', 'mode', 'keys', 'shards', 'files', 'sha'
+    if not has_keys(Path(folder) / 'manifest.json', *keys):
         raise UserError(f'{folder}: holds something that is not a cache; choose another folder, or remove it '
                         'yourself if it is a damaged one.')
-    check_own(folder, partial(own_name, manifest=manifest), 'a cache')
+    check_own(folder, own_name, 'a cache')
 
 def check_cache_folder(out: str | Path):
     "Raise `UserError` unless `out` is free, or holds nothing but a cache, which may be replaced."

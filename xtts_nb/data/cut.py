@@ -39,7 +39,7 @@ from .corpora import (
     check_language, Clip, DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, TEXTS, visible)
 from .. import __version__
 from ..files import (
-    atomic_folder, fingerprint, locked, read_json, real_place, write_json)
+    atomic_folder, check_free, fingerprint, is_work, locked, read_json, real_place, with_ending, write_json)
 
 # %% ../../nbs/data/cut.ipynb #6bf8d422
 NEAR, WITHIN = 6, 2            # frames that the edge of a sentence is moved to a pause, outwards and inwards
@@ -371,9 +371,9 @@ _OURS = re.compile(r'[0-9a-f]{16}\.json|corpus\.json|lock')
 def unfinished_corpus(out: Path):   # yields the folder
     "A folder beside `out` that keeps what is done, until a run succeeds; the same command continues there."
     out = real_place(out).absolute()
-    work = out.with_name(f'{out.name}.unfinished')
-    names = {p.name for p in work.iterdir()} if work.is_dir() else set()
-    if work.is_file() or names and 'corpus.json' not in names:
+    check_free(out)
+    work = with_ending(out, '.unfinished')
+    if work.is_file() or work.is_dir() and not is_work(work, 'corpus.json'):
         raise UserError(f'{work}: holds something that is not ours, where unfinished work would be kept; '
                         'choose another --out.')
     with locked(work / 'lock', f'{out}: another run writes this corpus; wait for its end or choose another '

@@ -43,9 +43,9 @@ from .corpora import (
     summary, synthetic_corpus, visible)
 from .text import clean, Tokenizer, train_tokenizer
 from ..devices import hide_cards
-from xtts_nb.files import (
-    atomic_file, atomic_folder, check_own, fingerprint, inside, locked, PART, read_json, without_part,
-    write_json)
+from ..files import (
+    atomic_file, atomic_folder, check_own, fingerprint, inside, is_work, locked, PART, read_json,
+    without_part, write_json)
 
 # %% ../../nbs/data/prepare.ipynb #dc275e82
 def mel_function(config: XTTSConfig, n_fft: int) -> Callable:   # (N,) samples -> (F, C) log-mel
@@ -452,8 +452,7 @@ def _check_work(work: Path):
     what = 'ours, where unfinished work would go'
     if work.is_file(): raise UserError(f'{work}: holds something that is not {what}; choose another folder.')
     if not work.is_dir(): return
-    begun = {*map(without_part, os.listdir(work))} <= {'lock', 'plan.json'}
-    ours = begun or (work / 'plan.json').is_file()
+    ours = is_work(work, 'plan.json')
     check_own(work, lambda name: ours and _WORK.fullmatch(without_part(name)), what)
 
 @contextmanager
@@ -851,7 +850,7 @@ def _repair(folder: Path, problems: list[dict], source, load) -> dict[str, str]:
     except UserError as e: return dict.fromkeys(names, str(e))
     with _locked(folder):
         for name in names - bad:
-            try: _remove(folder, name, manifest)
+            try: _remove(folder, name)
             except UserError as e: reasons[name] = str(e)
         if bad and bad <= FOLLOWS:   # needs neither the corpus nor the DVAE
             with atomic_folder(folder, check_is_cache) as made:
@@ -867,9 +866,9 @@ def _same_page(folder: Path) -> Callable:
                                  and _link(REPORT_PAGE, folder, path.parent))
 
 # %% ../../nbs/data/prepare.ipynb #7ed84f42
-def _remove(folder: Path, name: str, manifest: dict):
+def _remove(folder: Path, name: str):
     "Remove a file that belongs to nothing, if its name is one that this library writes."
-    if not own_name(name, manifest): raise UserError(f'{name}: is not ours; move it away.')
+    if not own_name(name): raise UserError(f'{name}: is not ours; move it away.')
     inside(folder, name).unlink()
 
 # %% ../../nbs/data/prepare.ipynb #7ed84b42

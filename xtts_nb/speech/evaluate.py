@@ -11,8 +11,8 @@ __all__ = ['SCORES', 'RATE', 'HOP', 'SILENCE_LEVEL', 'AUDIO', 'QUICK_JUDGES', 'F
            'Trial', 'read_clips', 'choose_trials', 'sentence_trials', 'copy_synthesis', 'speak_trials', 'speak_sources',
            'source_sounds', 'badness', 'spread', 'fault', 'Evaluation', 'score_sounds', 'judged', 'evaluate',
            'scores_text', 'scores_line', 'picture', 'player', 'heading', 'facts', 'plot_mels', 'write_report',
-           'scores_table', 'evaluation_report', 'model_card', 'spoken_distance', 'words_heard', 'Listener',
-           'plot_spoken']
+           'scores_table', 'check_report', 'evaluation_report', 'model_card', 'spoken_distance', 'words_heard',
+           'Listener', 'plot_spoken']
 
 # %% ../../nbs/speech/evaluate.ipynb #8916aed9
 import base64
@@ -40,7 +40,7 @@ from ..data.cache import Cache
 from ..data.corpora import Clip, read_corpus, visible
 from ..data.native import BatchPlan
 from ..data.prepare import ClipEncoder
-from ..files import atomic_file, write_json
+from ..files import atomic_file, check_results, has_keys, write_json
 from ..models.xtts import XTTS
 from .generate import generate, Sampling, Speaker
 
@@ -861,6 +861,11 @@ def _trial_section(evaluation: Evaluation, k: int, folder: Path) -> list[str]:
             picture(mels, 'mels of recording, copy-synthesis, model and untrained model'),
             '<div class="row">', *pieces, '</div>']
 
+def check_report(folder: str | Path):
+    "Raise `UserError` if a report would replace files of somebody else."
+    check_results(folder, ('scores.json', 'report.html', 'wavs'),
+                  lambda: has_keys(Path(folder) / 'scores.json', 'scores', 'clips'))
+
 def evaluation_report(
     evaluation: Evaluation,
     folder: str | Path,      # receives `report.html`, `scores.json` and `wavs`
@@ -868,6 +873,8 @@ def evaluation_report(
 ) -> Path:
     "Write the scores, and some clips, as one page."
     folder, about = Path(folder), evaluation.about
+    check_report(folder)
+    write_json(folder / 'scores.json', evaluation.to_dict())   # first: it tells whose the others are
     seen = 'The model never saw them.' if about['held_out'] else 'The model may have been trained on them.'
     if own := about.get('own_reference'):
         seen = (f'{own} of them are alone in their voice and were the reference too: the model heard what it '
@@ -878,7 +885,6 @@ def evaluation_report(
               heading('Scores', f'Median of {about["clips"]} clips, and quartiles below it. {seen}'),
               scores_table(evaluation.scores), heading('Clips', 'As they were scored.')]
     for k in range(min(most, about['clips'])): pieces += _trial_section(evaluation, k, folder)
-    write_json(folder / 'scores.json', evaluation.to_dict())
     return write_report(folder / 'report.html', 'How good is this voice?', pieces)
 
 # %% ../../nbs/speech/evaluate.ipynb #6ada2055

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HEAD', 'PATIENCE', 'CALL_SECONDS', 'stretched_count', 'stretched_frames', 'receptive_frames', 'SoundStream',
-           'free_rows', 'admit_row', 'SpeechRows', 'stream_text', 'write_stream', 'speak_file', 'EngineClosed',
-           'SpeechRequest', 'GuardedRequest', 'Engine']
+           'free_rows', 'admit_row', 'SpeechRows', 'stream_text', 'write_stream', 'check_replaceable', 'speak_file',
+           'EngineClosed', 'SpeechRequest', 'GuardedRequest', 'Engine']
 
 # %% ../../nbs/speech/stream.ipynb #57e00003
 import json
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from keras import ops
 from ..config import cores, DecoderConfig, UserError
 from ..data.audio import pcm16, wav_header
 from ..data.text import pad_ids
-from ..files import append_line, fingerprint, locked, real_place
+from ..files import append_line, fingerprint, locked, real_place, with_ending
 from ..models.gpt import GPT
 from xtts_nb.speech.generate import (
     advance_rows, begin_rows, empty_cache, faded, fresh_rows, longer_ring, piece_seeds, Sampling, Speaker,
@@ -335,6 +336,17 @@ def _key(speaker: Speaker, voice: Voice, *given) -> str:
     settings = speaker.speech.model_dump(), speaker.max_codes, speaker.rates, guard
     return fingerprint(given, model, settings, *parts)
 
+def check_replaceable(path: str | Path):
+    "Raise `UserError` for a file that `speak_file` has not written."
+    path = real_place(path)
+    if not os.path.exists(path): return
+    if not path.is_file(): raise UserError(f'{path}: is no regular file; choose another name.')
+    with open(path, 'rb') as file: head = file.read(HEAD)
+    rate, size = int.from_bytes(head[60:64], 'little'), path.stat().st_size - HEAD
+    if size < 0 or head != wav_header(rate, size, wide=True):
+        raise UserError(f'{path}: is there already, and was not written by xtts-nb say; choose another name, '
+                        'or move it away.')
+
 def _written(part: Path, journal: Path, mark: dict) -> list[dict]:   # of each piece
     "What an earlier process has written; raises `UserError` for files that it did not write."
     lines = journal.read_text(encoding='utf-8').split('\n')[:-1] if journal.is_file() else []
@@ -352,7 +364,7 @@ def speak_file(
     text: str,
     language: str,          # or auto: detected for each sentence
     reference,              # as `Speaker.listen` takes it
-    path: str | Path,       # of the WAV file; an older one is replaced at the end
+    path: str | Path,       # of the WAV file; an older one of `say` is replaced at the end
     seed: int = 0,
     rows: int = 8,          # pieces in a batch
     progress=None,          # called with (done, total) pieces
@@ -360,11 +372,10 @@ def speak_file(
 ) -> tuple[float, list[dict]]:   # seconds, and the reports with number and text of their piece
     "Write a text of any length as it is spoken, or go on with what a killed process has written of it."
     path, log = real_place(path), log or (lambda line: None)
-    if path.exists() and not path.is_file():
-        raise UserError(f'{path}: is no regular file; choose another name.')
+    check_replaceable(path)
     voice = speaker.listen(reference)
     mark = {'unfinished': path.name, 'key': _key(speaker, voice, text, language, seed, rows)}
-    part, journal = (path.with_name(f'{path.name}.{mark["key"]}.{end}') for end in ('part', 'pieces'))
+    part, journal = (with_ending(path, f'.{mark["key"]}.{end}') for end in ('part', 'pieces'))
     done = _written(part, journal, mark)
     spoken = speak_long(speaker, text, language, voice, seed, rows, start=len(done), progress=progress)
     try:
@@ -373,7 +384,7 @@ def speak_file(
             try: _write_pieces(part, journal, mark, done, spoken, speaker.sample_rate)
             finally:
                 if not done: _remove(part, journal)
-            os.replace(part, path)
+            _settle(part, path)
             _remove(journal)
     except BaseException as error:
         if done: log(f'{path}: {len(done)} pieces are in {part.name}; the same command continues there.')
@@ -398,6 +409,16 @@ def _write_pieces(part: Path, journal: Path, mark: dict, done: list, spoken: Ite
         file.seek(0)
         file.write(wav_header(rate, done[-1]['end'] - HEAD, wide=True))
         _flush(file)
+
+def _settle(part: Path, path: Path):
+    "Move a whole file to its name; if something else has come there meanwhile, next to it."
+    try: check_replaceable(path)
+    except UserError as e:
+        names = (path.with_name(f'{path.stem}-{n}{path.suffix}') for n in count(2))
+        kept = next(name for name in names if not os.path.lexists(name))
+        os.rename(part, kept)
+        raise UserError(f'{e} What was spoken is kept in {kept}.') from None
+    os.replace(part, path)
 
 def _remove(*files: Path):
     for file in files: file.unlink(missing_ok=True)

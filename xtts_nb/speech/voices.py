@@ -10,7 +10,9 @@ __all__ = ['VOICE_FORMAT', 'VOICE_PARTS', 'VOICE_BYTES', 'Voice', 'voice_model',
 # %% ../../nbs/speech/voices.ipynb #7e1c0002
 import json
 import math
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,15 +121,25 @@ def load_voice(
 # %% ../../nbs/speech/voices.ipynb #7e1c0010
 _NO_NAME = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f\ud800-\udfff]|^[. ]|[. ]$|^$')
 
+def _check_is_voice(path: Path):
+    "Raise `UserError` for a file that was not written as a voice, by its header; the rest may be damaged."
+    if not os.path.exists(path): return
+    with suppress(OSError, ValueError, TypeError, KeyError), open(path, 'rb') as file:
+        size = int.from_bytes(file.read(8), 'little')
+        if size < VOICE_BYTES and 'made_from' in json.loads(file.read(size))['__metadata__']: return
+    raise UserError(f'{path}: is not a voice, so it is neither replaced nor removed; choose another name, or '
+                    'remove it yourself.')
+
 def voice_path(
     folder: str | Path,
     name: str,
-    exists: bool | None = None,   # what is required of the file, if anything
+    exists: bool | None = None,   # what is required of the file; None: a voice there may be replaced
 ) -> Path:
     "The file of a voice; raises `UserError` if the name is none, or the file exists or not."
     if _NO_NAME.search(name) or len(name.encode()) > 200:
         raise UserError(f'{name[:80]!r} is no name of a voice; use letters, digits, spaces, - and _.')
     path = inside(folder, f'{name}.safetensors')
+    if exists is None: _check_is_voice(path)
     if exists is False and path.exists():
         raise UserError(f'{path}: the voice exists already; choose another name, or replace it by --force.')
     if exists and not path.is_file():
@@ -225,7 +237,8 @@ def blend_voices(
 
 def remove_voice(folder: str | Path, name: str):
     "Delete a voice of a folder."
-    voice_path(folder, name, exists=True).unlink()
+    _check_is_voice(path := voice_path(folder, name, exists=True))
+    path.unlink()
 
 # %% ../../nbs/speech/voices.ipynb #7e1c0019
 def find_voice(

@@ -8,7 +8,7 @@ __all__ = ['MATRICES', 'MEMORY_ERROR', 'OUT_OF_MEMORY', 'MEMORY_SIGNALS', 'LEAST
            'row_parts', 'AdapterUpdate', 'make_update', 'parameter_counts', 'trainable_count', 'compute_capability',
            'block_buffers', 'kept_for_backward', 'gpu_memory', 'activation_count', 'memory_needs', 'limit_memory',
            'trial', 'run_trial', 'free_memory', 'memory_budget', 'check_memory', 'memory_settings', 'find_batch_size',
-           'ExponentialRate', 'smoothed', 'find_learning_rate', 'plot_learning_rate']
+           'ExponentialRate', 'smoothed', 'find_learning_rate', 'check_rates', 'plot_learning_rate']
 
 # %% ../../nbs/train/finetune.ipynb #f29faf48
 import json
@@ -34,7 +34,7 @@ from ..bench import put_back, to_device
 from ..config import ModelConfig, setup_tf, TrainingConfig, UserError, XTTSConfig
 from ..data.text import LANGUAGE_CODE, learn_merges, Tokenizer
 from ..devices import DevicePlan, products_in_tf32
-from ..files import atomic_file, atomic_folder, write_json
+from ..files import atomic_file, atomic_folder, check_results, has_keys, write_json
 from ..models.dvae import DVAE, parameter_count
 from ..models.gpt import GPT
 from ..models.xtts import forward_numbers, POLICIES, XTTS
@@ -610,11 +610,18 @@ def find_learning_rate(
             'suggestion': float(f'{lowest / 10:.1g}') if fell else None}
 
 # %% ../../nbs/train/finetune.ipynb #cafa5e99
+def check_rates(path: str | Path):   # as of `plot_learning_rate`
+    "Raise `UserError` if picture and numbers would replace files of somebody else."
+    path, numbers = Path(path), Path(path).with_suffix('.json')
+    check_results(path.parent, (path.name, numbers.name), lambda: has_keys(numbers, 'rates', 'suggestion'))
+
 def plot_learning_rate(
     found: dict,           # from `find_learning_rate`
     path: str | Path,      # of a PNG; the numbers go beside it, as JSON
 ):
     "Draw the losses over the rates, and mark the suggestion."
+    check_rates(path)
+    write_json(Path(path).with_suffix('.json'), found)   # first: it tells whose the picture is
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6, 3.5), layout='constrained')
     axes = figure.subplots()
@@ -624,4 +631,3 @@ def plot_learning_rate(
     axes.set(xscale='log', xlabel='learning rate', ylabel='loss')
     axes.legend()
     with atomic_file(path) as part: figure.savefig(part, format='png', dpi=100)
-    write_json(Path(path).with_suffix('.json'), found)

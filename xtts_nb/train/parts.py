@@ -22,8 +22,9 @@ from ..config import AudioConfig, TrainingConfig, UserError, XTTSConfig
 from ..data.audio import load_audio, log_mel, resample, resample_batch, speaker_log_mel
 from ..data.cache import Cache, cumulative_chances, GraphArrays, HOST, left_out_line, within_limits
 from ..data.native import batches_of, BatchPlan
-from ..files import (
-    atomic_file, atomic_folder, check_own, named_weights, read_json, reserve, save_weights, write_json)
+from xtts_nb.files import (
+    atomic_file, atomic_folder, check_own, locked, named_weights, read_json, reserve, save_weights,
+    write_json)
 from ..models.dvae import DVAE, dvae_losses, load_dvae, mel_stats, update_codebook
 from ..models.hifigan import (
     adversarial_loss, Critic, critic_loss, feature_loss, HiFiGAN, SpeakerEncoder)
@@ -181,10 +182,11 @@ def new_dvae_run(
     if not (facts or mels):
         raise UserError(f'{run}: holds no run; begin one with xtts-nb train-dvae CORPUS --run {run}.')
     if not facts:
-        with atomic_file(run / 'mels.npy') as part, open(part, 'wb') as file: np.save(file, mels())
-        if config: write_config(run, config)
-        facts = {'part': 'dvae', 'held_out': held_out}
-        write_json(run / 'run.json', facts)   # last: a start that was cut off before it is made again
+        facts, busy = {'part': 'dvae', 'held_out': held_out}, f'{run}: another process begins a run here.'
+        with locked(run / 'lock', busy):
+            with atomic_file(run / 'mels.npy') as part, open(part, 'wb') as file: np.save(file, mels())
+            if config: write_config(run, config)
+            write_json(run / 'run.json', facts)   # last: a start that was cut off before it is made again
     config = config or XTTSConfig.load(run / 'config.yaml')
     trainer = dvae_trainer(np.load(run / 'mels.npy'), config, run, facts['held_out'])
     write_config(run, config)

@@ -24,8 +24,9 @@ from ..data.cache import ARRAYS, Cache, content_keys, file_sha, left_out_line, w
 from ..config import DataConfig, UserError, XTTSConfig
 from ..data.native import batches_of, BatchPlan, bucket_shapes, reader_of
 from ..models.dvae import load_dvae
-from ..files import (
-    atomic_file, atomic_folder, check_folder, fingerprint, load_weights, PART, read_json, write_json)
+from xtts_nb.files import (
+    atomic_file, atomic_folder, check_folder, fingerprint, has_keys, load_weights, PART, read_json,
+    write_json)
 from ..speech.evaluate import Listener, mean_world_scores, world_package
 from ..models.xtts import XTTS
 from ..data.text import Tokenizer
@@ -218,9 +219,13 @@ def run_facts(run: str | Path, part: str = 'gpt') -> dict:
     "The facts of a run, empty for a new one; raises `UserError` for a run of another part or other files."
     run = Path(run)
     if not (run / 'run.json').is_file():
-        begun = lambda p: p.name in ('plan', 'mels.npy', 'config.yaml', 'lock') or p.name.endswith(PART)
-        if not run.is_dir() or all(map(begun, run.iterdir())): return {}   # of a start that was cut off
+        names = {p.name for p in run.iterdir()} if run.is_dir() else set()
+        # of a start that was cut off; settings without a lock are somebody's own
+        begun = {'plan', 'lock'} | ({'mels.npy', 'config.yaml'} if 'lock' in names else set())
+        if all(name in begun or name.endswith(PART) for name in names): return {}
         raise UserError(f'{run}: holds something that is not a run; choose another folder.')
+    if not any(has_keys(run / 'run.json', key) for key in ('part', 'key')):
+        raise UserError(f'{run}: its run.json is not of a run of xtts-nb; choose another folder.')
     facts = read_json(run / 'run.json')
     known = facts.get('part', 'gpt')
     if known == part: return facts
@@ -291,7 +296,8 @@ def held_out_mask(cache: Cache, held_out: list[str]) -> np.ndarray:
     return np.array([i in wanted for i in ids])
 
 def _write_run(run: Path, config: XTTSConfig, cache: Cache, held_out: list[str], origin: dict):
-    "Write `config.yaml` and `run.json`."
+    "Write `config.yaml` and `run.json`, unless another process has begun a run there meanwhile."
+    if known := run_facts(run): _check_run(run, known, cache, held_out, origin)
     write_config(run, config)
     facts = {'part': 'gpt', 'cache': str(cache.folder.resolve()), 'key': cache.manifest['key'],
              'held_out': sorted(held_out)}
