@@ -54,7 +54,8 @@ def _tune(
     source: argument(Path, 'A recording, a folder of recordings, or a corpus.'),
     out: option(Path, 'Folder for all of it; the same command goes on there.'),
     text: option(Path | None, 'What is read; default: a file of the same name beside each recording.') = None,
-    language: option(str, 'Language of the text.') = 'en',
+    language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
+                                 'Whisper hears.') = None,
     base: Base = None,
     finetune: Kind = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --model, else tiny.') = None,
@@ -69,12 +70,15 @@ def _tune(
     with without_start_messages():   # a device is for the stages
         from xtts_nb.app.tune import (
             judged_words, next_commands, plan_tuning, tune, tuned_model, tuning_page, tuning_text)
+        from xtts_nb.files import read_json
+    language = language or (None if transcribe else 'en')
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
     plan = partial(plan_tuning, source, out, text, language, base, tuple(skip or ()),
                    words(preset=preset, config=config),
                    words(config=config, finetune=finetune, steps=steps), mix, judged_words(config),
                    words(transcribe=transcribe))
     done = tune(plan, out, to_stderr)
+    language = language or read_json(out / 'cache' / 'manifest.json')['languages'][0]
     page, model = tuning_page(done, out, language), tuned_model(done, out)
     result = {name: stage['result'] for name, stage in done.items()}
     return result | {'page': str(page), 'run': result['train']['run'], 'model': str(model)}, (
