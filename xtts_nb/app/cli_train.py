@@ -459,8 +459,11 @@ def _known(run: Path | None, source, missing: str, remedy: str) -> bool:
     "Whether `run` holds a run; raises `UserError` if not and nothing is given to start one."
     from xtts_nb.config import UserError
     from xtts_nb.files import check_folder
-    if run is not None and run.is_file(): check_folder(run)
     if run is not None and (run / 'run.json').is_file(): return True
+    if run is not None and run.exists():   # best/, a checkpoint, the model
+        whole = next((p for p in run.absolute().parents[:2] if (p / 'run.json').is_file()), None)
+        if whole: raise UserError(f'{run}: is a part of a run; give the folder of the run, {whole}.')
+        if run.is_file(): check_folder(run)
     if source: return False
     where = f'{run}: holds no run to go on with' if run else missing
     raise UserError(f'{where}; {remedy}.')
