@@ -445,6 +445,11 @@ def test_a_run_or_something_to_begin_one_with(tmp_path):
     with pytest.raises(UserError, match='holds no run to go on with; begin one.$'): known(tmp_path, None)
     (tmp_path / 'run.json').touch()
     assert known(tmp_path, None) and known(tmp_path, 'corpus')
+    (tmp_path / 'best').mkdir()
+    (tmp_path / 'best' / 'model').touch()
+    for inner in (tmp_path / 'best', tmp_path / 'best' / 'model'):   # a checkpoint is as deep
+        for source in (None, 'corpus'): pytest.raises(UserError, known, inner, source).match(f'{tmp_path}.$')
+    assert not known(tmp_path / 'new', 'corpus')
 
 def test_held_out_clips_turn_validation_on():
     most, changed = TINY.training.checkpoint_every, cli_train._changed

@@ -251,7 +251,7 @@ def test_rows_of_the_comparison(compared):
     again = compared(LOSSES, 0.17)
     again['xla']['emulated_au'] = None
     assert again == {name: rows[name] for name in ARMS}
-    assert compared(LOSSES, 0.1)['xla']['au'] == 1   # never more
+    assert compared(LOSSES, 0.1)['xla']['au'] == 1.5   # a loop that was faster than the step alone is seen
 
 def test_on_a_gpu_no_accelerator_is_emulated(compared, monkeypatch):
     monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: ['GPU:0'])

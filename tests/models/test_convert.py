@@ -3,6 +3,7 @@ import json
 import os
 import re
 import sys
+import zipfile
 from pathlib import Path
 
 import ml_dtypes
@@ -209,6 +210,11 @@ def test_trainer_folder_without_released_files(disk, tmp_path):
     assert_same(disk.files['model.pth']['model'], files['model.pth'])
     assert_same(disk.files['dvae.pth'], files['dvae.pth'])
 
+def test_a_missing_file_is_named_before_pytorch_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torch', None)
+    with zipfile.ZipFile(tmp_path / 'model.pth', 'w') as archive:
+        archive.writestr('archive/data.pkl', b'gpt.text_embedding.weight mel_stats')
+    with pytest.raises(UserError, match='dvae.pth: the file is missing'): convert.read_coqui(tmp_path)
 
 def test_a_dvae_beside_a_trainers_file_comes_before_the_one_inside(disk, tmp_path):
     files = coqui_folder(disk, tmp_path / 'coqui', prefix='xtts.')

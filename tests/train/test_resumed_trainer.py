@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cheap import Cheap, lines_of, outcome, summary
+from cheap import HELD, Cheap, lines_of, outcome, summary
 from process import reached, started, tree, xtts_nb
 from xtts_nb.files import PART, read_tensors
 from xtts_nb.train import trainer as checkpoint, runs, trainer as trainer_page
@@ -164,6 +164,25 @@ def test_a_full_disk(cheap, prepared, mini, tmp_path, monkeypatch, fails, writte
     except UserError: assert len(fails) == 2
     assert steps == written
     assert resume_run(tmp_path / 'run').step == written[-1]
+
+def test_a_best_model_is_written_once_there_is_room(given, prepared, mini, tmp_path, monkeypatch):
+    "As it was, although training went on."
+    real, best, tries = XTTS.save, tmp_path / 'run' / 'best', []
+    def full(self, folder, weights=None):
+        if folder == best: tries.append(1)
+        if folder == best and len(tries) == 3: raise UserError('the disk is full')   # of updates 2, 4 and 10
+        real(self, folder, weights)
+    monkeypatch.setattr(XTTS, 'save', full)
+    config = mini.replace(training={'steps': 16, 'validate_every': 2, 'checkpoint_every': 7})
+    run = new_run(prepared, config, tmp_path / 'run', HELD)
+    update, seen = run.train_step, {}
+    def step(*given):
+        time.sleep(.1)   # the writer has failed by then
+        seen[run.step] = run.xtts.gpt.final_norm.beta.numpy()   # before the update
+        return update(*given)
+    run.train_step = step
+    assert run.fit()['best'] == {'step': 10, 'val_loss': 1.}
+    assert np.array_equal(XTTS.load(best).gpt.final_norm.beta, seen[10])
 
 @pytest.mark.parametrize('ema', [0., .9])
 def test_without_room_for_a_copy_training_waits(cheap, prepared, mini, tmp_path, monkeypatch, ema):

@@ -416,6 +416,10 @@ def test_a_sentence_of_several_voices_is_held_out_in_one_of_them(voices, share, 
     again = clips + [{'id': f'{i}-a', 'text': 'a', 'speaker': 0} for i in range(9)]   # one voice, ten times
     assert set(held_out_share(SimpleNamespace(clips=again), share)) <= {c['id'] for c in again}
 
+def test_one_sentence_of_several_voices_is_held_out_in_one_of_them():
+    clips = [{'id': voice, 'text': 'a', 'speaker': voice} for voice in 'xyz']
+    assert len(held_out_share(SimpleNamespace(clips=clips), .05)) == 1
+
 def test_takes_of_one_voice_are_no_voices():
     takes = [{'id': f'{i}-{text}', 'text': text, 'speaker': 'a'} for text in 'ab' for i in range(5)]
     assert len(held_out_share(SimpleNamespace(clips=takes), .5)) == 5

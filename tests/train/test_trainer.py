@@ -14,7 +14,7 @@ import tensorflow as tf
 from cheap import HELD, Cheap, lines_of, outcome, read_eagerly, summary
 from clock import Clock
 from process import tree
-from xtts_nb.files import read_tensors
+from xtts_nb.files import open_weights, read_tensors
 from xtts_nb.monitor import loop
 from xtts_nb.train import runs, trainer as trainer_page
 from xtts_nb.config import TrainingConfig, UserError
@@ -25,7 +25,7 @@ from xtts_nb.bench import to_device, trace_count, wait_for
 from xtts_nb.monitor.loop import StepTimer
 from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.train.trainer import (
-    checkpoints, epochs_to_steps, Hooks, on_device, Trainer, WORDS, _mean, _numbers)
+    checkpoints, epochs_to_steps, Hooks, on_device, save_checkpoint, Trainer, WORDS, _mean, _numbers)
 
 
 # --- the optimizer --------------------------------------------------------------------------------
@@ -37,16 +37,22 @@ def test_the_optimizer_follows_the_schedule(cheap, prepared, mini, tmp_path):
     assert rates == pytest.approx([float(learning_rate(run.training)(s)) for s in (2, 4, 6, 8)])
 
 def test_an_extended_run_continues_from_its_rate(cheap, prepared, mini, tmp_path):
-    "In one go or resumed, the same to the bit."
+    "In one go or resumed, the same to the bit; also from a checkpoint that does not tell its length."
     config = lambda steps: mini.replace(training={'schedule': 'cosine', 'steps': steps, 'learning_rate': 1.,
                                                   'log_every': 1})
-    one, two = tmp_path / 'one', tmp_path / 'two'
+    one, two, old = (tmp_path / name for name in ('one', 'two', 'old'))
     new_run(prepared, config(10), one).fit()
     shutil.copytree(one, two)
+    shutil.copytree(one, old)
+    saved = checkpoints(old / 'checkpoints')[-1]
+    with open_weights(saved) as file: facts = json.loads(file.metadata()['facts'])
+    del facts['length']
+    save_checkpoint(saved.parent, variables=dict(read_tensors(saved)), **facts)
     new_run(prepared, config(60), one).fit()
+    new_run(prepared, config(60), old).fit()
     new_run(prepared, config(60), two).fit(30)
     resume_run(two).fit()
-    assert outcome(one) == outcome(two)
+    assert outcome(one) == outcome(two) == outcome(old)
     rates = [line['learning_rate'] for line in lines_of(one)]
     assert rates[9] < .03 and rates[10] < .25 and max(rates[10:]) > .8 and rates[59] < .03
 

@@ -54,7 +54,8 @@ def _tune(
     source: argument(Path, 'A recording, a folder of recordings, or a corpus.'),
     out: option(Path, 'Folder for all of it; the same command goes on there.'),
     text: option(Path | None, 'What is read; default: a file of the same name beside each recording.') = None,
-    language: option(str, 'Language of the text.') = 'en',
+    language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
+                                 'Whisper hears.') = None,
     base: Base = None,
     finetune: Kind = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --model, else tiny.') = None,
@@ -69,12 +70,15 @@ def _tune(
     with without_start_messages():   # a device is for the stages
         from xtts_nb.app.tune import (
             judged_words, next_commands, plan_tuning, tune, tuned_model, tuning_page, tuning_text)
+        from xtts_nb.files import read_json
+    language = language or (None if transcribe else 'en')
     words = lambda **options: [w for key, value in given(**options).items() for w in (f'--{key}', str(value))]
     plan = partial(plan_tuning, source, out, text, language, base, tuple(skip or ()),
                    words(preset=preset, config=config),
                    words(config=config, finetune=finetune, steps=steps), mix, judged_words(config),
                    words(transcribe=transcribe))
     done = tune(plan, out, to_stderr)
+    language = language or read_json(out / 'cache' / 'manifest.json')['languages'][0]
     page, model = tuning_page(done, out, language), tuned_model(done, out)
     result = {name: stage['result'] for name, stage in done.items()}
     return result | {'page': str(page), 'run': result['train']['run'], 'model': str(model)}, (
@@ -455,8 +459,11 @@ def _known(run: Path | None, source, missing: str, remedy: str) -> bool:
     "Whether `run` holds a run; raises `UserError` if not and nothing is given to start one."
     from xtts_nb.config import UserError
     from xtts_nb.files import check_folder
-    if run is not None and run.is_file(): check_folder(run)
     if run is not None and (run / 'run.json').is_file(): return True
+    if run is not None and run.exists():   # best/, a checkpoint, the model
+        whole = next((p for p in run.absolute().parents[:2] if (p / 'run.json').is_file()), None)
+        if whole: raise UserError(f'{run}: is a part of a run; give the folder of the run, {whole}.')
+        if run.is_file(): check_folder(run)
     if source: return False
     where = f'{run}: holds no run to go on with' if run else missing
     raise UserError(f'{where}; {remedy}.')

@@ -87,7 +87,7 @@ def plan_tuning(
     source: Path,                 # recording, folder of recordings, or corpus
     out: Path,
     text: Path | None = None,
-    language: str = 'en',
+    language: str | None = 'en',   # None: the one that is heard
     model: Path | None = None,    # to start from; None: a new one
     skip: tuple[str, ...] = (),   # stages that are left out: corpus (the source is one), evaluate
     prepare: tuple[str, ...] = (),   # more words for a stage
@@ -106,14 +106,13 @@ def plan_tuning(
                         'leave it out.')
     corpus = source if 'corpus' in skip else out / 'corpus'
     cache, run = out / 'cache', _run_of(out, model, mix)
-    best = run / 'best'
+    best, spoken = run / 'best', ('--language', language) if language else ()
     words = {
-        'corpus': [source, '--out', corpus, '--language', language, *said],
-        'prepare': [corpus, '--out', cache, '--language', language, *(('--dvae', model) if model else ()),
-                    *prepare],
+        'corpus': [source, '--out', corpus, *spoken, *said],
+        'prepare': [corpus, '--out', cache, *spoken, *(('--dvae', model) if model else ()), *prepare],
         'train': ['--data', cache, '--run', run, '--val', str(HELD_OUT),
                   *(('--model', model) if model else ()), *(('--mix', mix) if mix else ()), *judged, *train],
-        'evaluate': [cache, '--model', best, '--report', out / 'scores', '--language', language]}
+        'evaluate': [cache, '--model', best, '--report', out / 'scores', *spoken]}
     made = dict(zip(STAGES, (corpus / 'metadata.csv', cache / 'manifest.json', run / 'model.safetensors',
                              out / 'scores' / 'scores.json')))
     older = [mix / 'manifest.json', mix / 'metadata.csv'] if mix else []

@@ -337,9 +337,22 @@ def _arrays(path: Path, contents) -> dict:
     if not arrays: raise UserError(f'{path}: holds no named tensors; copy the file again.')
     return arrays
 
+def _check_files(folder: Path, checkpoint: Path):
+    "Raise `UserError` for a missing file whose tensors are not in the checkpoint; needs no PyTorch."
+    if not zipfile.is_zipfile(checkpoint): return   # of the older format, which names them only when read
+    try:
+        with zipfile.ZipFile(checkpoint) as archive:
+            (pickled,) = (f for f in archive.infolist() if f.filename.endswith('/data.pkl'))
+            names = archive.read(pickled) if pickled.file_size < 2**26 else b''
+    except Exception: return   # its reader names what is broken
+    for file, part in ('dvae.pth', b'dvae.'), ('mel_stats.pth', b'mel_stats'):
+        if part not in names and not (folder / file).is_file():
+            raise UserError(f'{folder / file}: the file is missing; copy it there.')
+
 def read_coqui(folder: Path) -> dict:
     "`{(file, name): array}` of a folder of coqui-tts, still on disk, with the names of the released files."
     path = checkpoint_file(folder)
+    _check_files(folder, path)
     contents = read_pth(path)
     state = _arrays(path, contents.get('model', contents) if isinstance(contents, dict) else contents)
     state = {n.removeprefix('xtts.'): x for n, x in state.items()}

@@ -116,6 +116,7 @@ class DVAEUpdate(PartUpdate):
         super().__init__(dvae, {'dvae': dvae}, training)
         self.weights = dvae.trainable_variables
         self.learned, self.optimizers = [self.weights], [make_optimizer(self.weights, training)]
+        self.training_of = dvae_training
 
     def __call__(self, batch, number):
         with tf.GradientTape() as tape:
@@ -417,6 +418,7 @@ class VoiceUpdate(PartUpdate):
         self.decoder, self.encoder, self.critic = decoder, encoder, Critic(config.voice, name='critic')
         nets = {'decoder': decoder, 'speaker': encoder, 'critic': self.critic}
         super().__init__(decoder, nets, voice_training(config))
+        self.training_of = voice_training   # of a config
         self.vector_weights = encoder.trainable_variables if learning else []
         self.weights = [*decoder.trainable_variables, *self.vector_weights]
         self.learned = self.weights, self.critic.trainable_variables
@@ -475,6 +477,8 @@ def voice_training(config: XTTSConfig) -> TrainingConfig:
 # %% ../../nbs/train/parts.ipynb #f8036c64
 class SavedVoice:
     "A model with its decoder, as a folder."
+    exports = 20   # in a training: most of the file is the GPT, which stays as it is
+
     def __init__(self, xtts: XTTS, nets: dict):   # {'decoder': HiFiGAN, 'speaker': SpeakerEncoder}
         self.xtts, self.nets, self.config = xtts, nets, xtts.config
 

@@ -56,12 +56,13 @@ def held_out_share(
     read = {}   # {text: {speaker: the id of a clip}}
     for c in cache.clips: read.setdefault(c['text'], {}).setdefault(c['speaker'], c['id'])
     said = Counter(c['text'] for c in cache.clips)
-    if len(said) == 1:
+    shared = np.median([len(voices) for voices in read.values()]) >= READ_BY
+    if len(said) == 1 and not shared:
         raise UserError(f'All clips ({len(cache.clips)}) say the same sentence, and none would be left to '
                         'train on if it were held out; add recordings of other sentences, or use xtts-nb '
                         'train without --val.')
     sentences = sorted(read, key=fingerprint)
-    if np.median([len(voices) for voices in read.values()]) >= READ_BY:   # it is learned from the others
+    if shared:   # it is learned from the others
         some = [min(read[text].values(), key=fingerprint) for text in sentences]
         return some[:max(1, round(share * len(cache.clips)))]
     # a sentence of more than half of the clips is learned

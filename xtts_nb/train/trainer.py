@@ -23,7 +23,7 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..bench import to_device, trace_count
-from ..config import control_groups, TrainingConfig, UserError
+from ..config import control_groups, TrainingConfig, UserError, XTTSConfig
 from ..data.native import BatchPlan
 from ..devices import products_in_tf32
 from ..files import (
@@ -259,6 +259,7 @@ class Trainer:
         self._length = {'steps': self.training.steps}
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
         self.validated = {}   # by the last validation
+        self.unsaved = None   # a best model that could not be written, with its scores
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
         self.hooks, self.known = Hooks([], self.update.model, self.optimizer, self.epoch_updates), None
         with _locked(self.run):
@@ -332,6 +333,13 @@ def stops(self: Trainer, requests: list) -> bool:
 def _due(self: Trainer, every: int) -> bool:
     "Whether the number of updates is a multiple of `every`."
     return every > 0 and self.step % every == 0
+
+@patch(as_prop=True)
+def _exports(self: Trainer) -> bool:
+    "Whether this checkpoint comes with the model: each does, or as many in a training as `xtts` asks for."
+    steps = self.training.steps
+    before = lambda step: step * getattr(self.xtts, 'exports', steps) // steps
+    return before(self.step) > before(self.step - self.training.checkpoint_every)
 
 @patch(as_prop=True)
 def _validates(self: Trainer) -> bool:
@@ -554,13 +562,15 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
     "Write a checkpoint and the model as it is, or the model as the best so far, or both."
     if not (checkpoint or best): return
     facts, found = {k: getattr(self, k) for k in RESUMED_FIELDS}, self.best
-    keep = self.training.keep_checkpoints
+    keep, exports = self.training.keep_checkpoints, checkpoint and (wait or self._exports)
 
     def write_model(weights: dict):
-        if best:
-            self.xtts.save(self.run / 'best', weights)
-            write_json(self.run / 'best' / 'best.json', found)
-        if checkpoint: self.xtts.save(self.run, weights)   # first, so that every checkpoint has its model
+        if best: self.unsaved = weights, found
+        if self.unsaved:
+            self.xtts.save(self.run / 'best', self.unsaved[0])
+            write_json(self.run / 'best' / 'best.json', self.unsaved[1])
+        self.unsaved = None
+        if exports: self.xtts.save(self.run, weights)   # first, so that the checkpoint has its model
 
     def write_state(state: dict):
         if not checkpoint: return
@@ -568,13 +578,16 @@ def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool 
         self.known = _newest(self.run)
 
     state, means = self.state if checkpoint else {}, self.optimizer.use_ema
-    rest = {k: v for k, v in self.xtts.weights.items() if means or k not in state}   # no second copy
+    weights = self.xtts.weights if best or exports else {}
+    rest = {k: v for k, v in weights.items() if means or k not in state}   # no second copy
     if wait or not _room_to_copy([*state.values(), *rest.values()]):
-        with self.as_trained(): self.writer.finish(lambda: write_model(self.xtts.weights))
+        try:
+            with self.as_trained(): self.writer.finish(lambda: write_model(weights))
+        finally: self.unsaved = None   # the variables change
         return self.writer.finish(lambda: write_state(state))
     state = snapshot(state)
     with self.as_trained(): model = state | snapshot(rest)
-    self.writer(lambda: (write_model({k: model[k] for k in self.xtts.weights}), write_state(state)))
+    self.writer(lambda: (write_model({k: model[k] for k in weights}), write_state(state)))
 
 # %% ../../nbs/train/trainer.ipynb #46f25f39
 def _newest(run: Path) -> tuple | None:
@@ -604,14 +617,22 @@ def _check_unchanged(self: Trainer):
         raise UserError(f'{self.run}: another process has trained here since this one read it; begin again, '
                         'to go on from its last checkpoint.')
 
+def _length_before(trainer: Trainer) -> dict:
+    "As of `Trainer.length`, by the settings of the run: checkpoints of older versions do not tell."
+    path = trainer.run / 'config.yaml'
+    if not path.is_file(): return trainer.length
+    of = getattr(trainer.update, 'training_of', lambda c: epochs_to_steps(c.training, trainer.plan))
+    return {'steps': of(XTTSConfig.load(path)).steps}
+
 def restore(trainer: Trainer):
     "Resume from the newest checkpoint that is whole; later metrics and half-written files are deleted."
     run = trainer.run
     for folder in (run, run / 'checkpoints', run / 'best'):
         for part in filter(Path.is_file, folder.glob(f'*{PART}')): part.unlink()
     if saved := _newest_whole(run):
-        for name, value in load_checkpoint(saved, trainer.state).items(): setattr(trainer, name, value)
-    if kept := _told(run / 'best'): trainer.best = kept   # it may be of a later update than the checkpoint
+        facts = {'length': _length_before(trainer)} | load_checkpoint(saved, trainer.state)
+        for name, value in facts.items(): setattr(trainer, name, value)
+    trainer.best = _told(run / 'best') or None   # it may be of a later update than the checkpoint
     trainer.known = _newest(run)
     metrics = run / 'metrics.jsonl'
     if not metrics.is_file(): return
