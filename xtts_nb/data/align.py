@@ -258,7 +258,7 @@ def _joined(lines: list[str], divide: bool = True) -> list[str]:
 
 # %% ../../nbs/data/align.ipynb #a2b15182
 WEB = '.html', '.htm', '.xhtml'
-OTHER = {*'.pdf .doc .docx .odt .rtf .mobi .azw .fb2 .json .csv .tsv .textgrid .eaf .xml .smi .sub'.split()}
+OTHER = {*'.pdf .doc .docx .odt .rtf .mobi .azw .fb2 .json .csv .tsv .textgrid .xml .smi .sub'.split()}
 
 def _has_times(path: Path) -> bool:
     "Whether a file of any name holds SRT or VTT."
