@@ -163,7 +163,8 @@ WRITTEN = {   # file: its content, what is said
     'x.sbv': ('0:00:01.000,0:00:02.000\nHello.', 'Hello.'),
     'srt.txt': ('1\n00:00:01,000 --> 00:00:02,000\nHello.', 'Hello.'),
     'x.html': ('<head><title>T</title></head><p>One<a role="doc-noteref"><sup>1</sup></a> two'
-               '<sup><a>2</a></sup> 10<sup>th</sup></p><aside role="doc-footnote"><p>Note</p></aside>', 'One two 10th')}
+               '<sup><a>2</a></sup> 10<sup>th</sup></p><aside role="doc-footnote"><p>Note</p></aside>',
+               'One two 10th')}
 
 @pytest.mark.parametrize('name', WRITTEN)
 def test_only_what_is_said_is_read(tmp_path, name):
