@@ -155,3 +155,24 @@ def test_sound_that_is_not_in_the_text_is_no_part_of_a_sentence():
         assert len(again.path) == again.match.end - again.match.begin
         again = without_foreign(fit_words(m._replace(end=m.end + 20), speech, model), speech, model)
         assert abs(again.match.end - m.end) <= 2 and again.match.begin == m.begin
+
+WRITTEN = {   # file: its content, what is said
+    'label.srt': ('1\n00:01,0 --> 00:02,0\nMAN 1: Come in.\nИВАН: Да.\n*sighs*\nIt is 5:30.',
+                  'Come in. Да. It is 5:30.'),
+    'x.lrc': ('[ar:Me]\n[00:12.00]Hello.\n[00:02.0]First.', 'First. Hello.'),
+    'x.sbv': ('0:00:01.000,0:00:02.000\nHello.', 'Hello.'),
+    'srt.txt': ('1\n00:00:01,000 --> 00:00:02,000\nHello.', 'Hello.'),
+    'x.html': ('<head><title>T</title></head><p>One<a role="doc-noteref"><sup>1</sup></a> two'
+               '<sup><a>2</a></sup> 10<sup>th</sup></p><aside role="doc-footnote"><p>Note</p></aside>',
+               'One two 10th')}
+
+@pytest.mark.parametrize('name', WRITTEN)
+def test_only_what_is_said_is_read(tmp_path, name):
+    content, said = WRITTEN[name]
+    (tmp_path / name).write_text(content, encoding='utf-8')
+    assert ' '.join(read_paragraphs(tmp_path / name)) == said
+
+@pytest.mark.parametrize('name, content', [('x.pdf', '%PDF'), ('x.lab', '0 300 sil\n300 900 a')])
+def test_other_files_are_no_text(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=name): read_paragraphs(tmp_path / name)

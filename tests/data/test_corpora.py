@@ -78,7 +78,7 @@ BAD_ROWS = {   # line 2; id; what the reason says
     'blank text': ('low-1| | ', 'low-1', 'the text is empty'),
     'quotes only': ('low-1|""|«»', 'low-1', 'the text is empty'),
     'control characters only': ('low-1|\x01\x02|\x03', 'low-1', 'the text is empty'),
-    'marks only': ('low-1|x|\u200f\u200f', 'low-1', r'no letter or digit: \u200f\u200f'),
+    'marks only': ('low-1|x|\u200f\u200f', 'low-1', 'the text is empty'),
     'dots only': ('low-1|...|...', 'low-1', 'no letter or digit: ...'),
     'emoji only': ('low-1|a|😀', 'low-1', 'no letter'),
     'a novel': (f'low-1|a|{"word " * LONGEST_TEXT}', 'low-1', 'the text has 49,999 characters'),
@@ -378,8 +378,25 @@ def test_a_list_whose_columns_are_not_clear_is_refused(folder, line):
     rows = [line.format(file=file, text=text, i=i) for i, (file, text) in enumerate(zip(FILES, TEXTS))]
     with pytest.raises(UserError, match='x.list.*first line'): read(folder, '\n'.join(rows), 'x.list')
 
-def test_a_single_row_with_a_name_behind_is_no_normalised_text(folder):
-    with pytest.raises(UserError, match='not clear'): read(folder, 'low-0|Hello there, you.|anna')
+@pytest.mark.parametrize('line', ['low-{}|Hello there, {}.|{}', 'low-{0}|{2}|Hello there, {1}.'])
+def test_speakers_of_one_clip_each_are_no_texts(folder, line):
+    clips, _ = read(folder, '\n'.join(line.format(i, i, name) for i, name in enumerate(('anna', 'bob'))))
+    assert [(c.text, c.speaker) for c in clips] == [('Hello there, 0.', 'anna'), ('Hello there, 1.', 'bob')]
+
+@pytest.mark.parametrize('content', ['low-0\t12345\nlow-1\t23456\nlow-2\t34567', 'low-0,Hello\nlow-1,Bye'])
+def test_sizes_and_unnamed_cells_are_no_texts(folder, content):
+    with pytest.raises(UserError, match='x.tsv.*first line'): read(folder, content, 'x.tsv')
+
+def test_a_cell_in_quotes_may_have_several_lines(folder):
+    rows = 'file,text\nlow-0,"one\ntwo"\nlow-1,"open\nlow-2,three'
+    clips, dropped = read(folder, rows)
+    assert [c.text for c in clips] == ['one two', 'three'] and [*dropped] == ['line 4']
+
+def test_the_text_beside_is_of_the_same_name_and_language(tmp_path):
+    for name in 'a.de.srt a.en.srt b.de.srt b.de.wav B.txt b.wav c.old.txt'.split(): put(tmp_path / name)
+    beside = corpora.Beside(('.txt', '.srt'), 'en')
+    found = [beside.find(tmp_path / name) for name in ('a.wav', 'b.de.wav', 'B.wav', 'c.wav')]
+    assert [p and p.name for p in found] == ['a.en.srt', 'b.de.srt', 'B.txt', None]
 
 def test_two_paths_of_another_machine_are_not_one_file(folder):
     clips, dropped = read(folder, 'D:\\a\\low-0.wav|hello\nD:\\b\\low-0.wav|good morning')

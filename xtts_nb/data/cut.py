@@ -36,7 +36,7 @@ from xtts_nb.data.align import (
     TextFrames)
 from .audio import open_audio, wav_bytes
 from .corpora import (
-    check_language, Clip, DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, TEXTS, visible)
+    Beside, check_language, Clip, DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, TEXTS, visible)
 from .. import __version__
 from ..files import (
     atomic_folder, check_free, fingerprint, is_work, locked, read_json, real_place, with_ending, write_json)
@@ -316,28 +316,19 @@ def are_clips(folder: Path) -> bool:
     seconds = usable_recordings(find_recordings(folder))[0]
     return sum(length <= LONGEST for length in seconds.values()) >= max(1, len(seconds) / 2)
 
-def _text_beside(path: Path, files: dict[str, Path]) -> Path | None:
-    "The text of a recording among the files of its folder: `a.txt`, or `a.en.srt`, as of a download."
-    stem = path.stem.lower()
-    exact = (files.get(f'{stem}{ending}') for ending in _READ)
-    tagged = (file for name, file in files.items() if name.endswith(_READ) and name.startswith(f'{stem}.')
-              and re.fullmatch(r'[a-z]{2,3}(-\w+)?', name[len(stem) + 1:].rpartition('.')[0]))
-    return next(filter(None, exact), None) or next(tagged, None)
-
 def read_texts_beside(
     paths: list[Path],
     transcribe: Callable | None = None,   # path -> paragraphs, for those without a file
     faults: dict | None = None,           # gets the reasons for those that are left out
+    language: str = 'en',                 # preferred where there are texts in several
 ) -> dict[Path, list[str]]:               # of recordings with a text, its paragraphs
     "What is said in recordings, in files of the same name beside them."
-    faults, texts, folders = {} if faults is None else faults, {}, {}
+    faults, texts, beside = {} if faults is None else faults, {}, Beside(_READ, language)
     seconds, unusable = usable_recordings(paths)
     faults |= unusable
     for path in seconds:
-        if path.parent not in folders:
-            folders[path.parent] = {p.name.lower(): p for p in sorted(path.parent.iterdir()) if p.is_file()}
         try:
-            if beside := _text_beside(path, folders[path.parent]): texts[path] = read_paragraphs(beside)
+            if text := beside.find(path): texts[path] = read_paragraphs(text)
             elif transcribe: texts[path] = transcribe(path)
             else: faults[path] = 'no text beside the recording'
         except UserError as e: faults[path] = _fault(path, e)
@@ -654,7 +645,7 @@ def cut_corpus(
             readings = [Reading([*seconds], read_paragraphs(text), language or 'en', sum(seconds.values()))]
         else:
             write = hear and _heard(hear, language, work, languages, stage('transcribe'))
-            texts = read_texts_beside(found, write, faults)
+            texts = read_texts_beside(found, write, faults, language or 'en')
             readings = [*_readings(texts, languages, language or 'en')]
             if hear: _write_transcript(folder, [p for some in texts.values() for p in some])
         one = lambda reading, stage: _cut(
