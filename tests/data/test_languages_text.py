@@ -109,6 +109,14 @@ def test_words_alone_need_no_library(monkeypatch, language):
     ('en', '021 & +1 (555) 123', 'zero two one and one five five five one two three'),
     ('ja', '12月', 'juu ni gatsu'), ('de', 'e\u0301 5\u00ad0', 'é fünfzig'),
     ('en', 'R&amp;B &#x27;', "r and b '"),
+    ('de', '$1,000.50 1.234', 'eintausend dollar und fünfzig cent eintausendzweihundertvierunddreißig'),
+    ('en', '10 000 or 192.168.100.200.', 'ten thousand or one hundred and ninety-two, one hundred and '
+     'sixty-eight, one hundred, two hundred.'),
+    ('en', '$5 million, US$3, £2m', 'five million dollars, us three dollars, two million pounds sterling'),
+    ('ar', '$5', 'خمسة دولار'), ('hu', '£3', 'három font'), ('pt', 'R$ 2, H2O', 'dois reais, h dois o'),
+    ('en', '1\ufe0f\u20e3②CO₂ 10⁻³', 'one two co two ten minus three'), ('tr', '5%', 'yüzde beş'),
+    ('fr', '1ère', 'premier'), ('zh-cn', '12:34:56', 'shi2er4dian3san1shi2si4fen1wu3shi2liu4miao3'),
+    ('ja', 'パピ ポ', 'papi po'), ('en', 'a\x07b', 'a b'),
     ('zh-hk', '早', '早')])
 def test_what_people_write_is_said_as_they_mean_it(language, text, cleaned):
     assert clean_for(text, language) == cleaned
@@ -116,7 +124,7 @@ def test_what_people_write_is_said_as_they_mean_it(language, text, cleaned):
 @pytest.mark.parametrize('language, text, cleaned', [
     ('sv', '12 katter, -3,5', 'tolv katter, minus tre komma fem'), ('uk', '2', 'два'), ('kab', '3 x', '3 x'),
     ('en', '"Dr." 5 & 3%', 'dr. five and three percent'), ('fa', '۵٪', 'پنج درصد'), ('zh', '3个', '三个'),
-    ('tr', 'ISPARTA', 'ısparta')])
+    ('tr', 'ISPARTA', 'ısparta'), ('vi', '$5', 'năm $'), ('ar', 'مـــرحبا', 'مرحبا')])
 def test_the_plain_cleaner_says_numbers_in_words(language, text, cleaned):
     assert clean(text, language) == clean(cleaned, language) == cleaned
 

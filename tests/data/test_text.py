@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -101,9 +102,15 @@ def test_numbers_are_said_though_the_corpus_has_no_digit():
     ('Use this:\n```py\nfor i in x:\n```\nDone.', 'Use this:\n\nDone.'), ('* * *\na', 'a'), ('> b\n---', 'b'),
     ('See [the docs](https://e.com/x_(y)), [more](https://a.b "title"), https://www.e.com/x?y=1.',
      'See the docs, more, e.com.'),
-    ('<p>One <b>t</b>wo</p>', '\nOne two'),
+    ('<p>One <b>t</b>wo</p>', '\nOne two'), ('Dear <name>, $x^2$ for $5', 'Dear  name , x^2 for $5'),
+    ('A[^1] b.\n\n[^1]: note', 'A b.\n\nnote'),
     ('    It was dark.\n\n[Anna]: yes', 'It was dark.\n\n[Anna]: yes')])
 def test_only_what_markdown_means_is_removed(text, plain): assert plain_markdown(text) == plain
+
+@pytest.mark.parametrize('text', ['1' * 30_000, '1' + ',000' * 8_000, '[' * 30_000, '\ud800a'])
+def test_no_text_takes_time_squared_or_fails(tokenizer, text):
+    began = time.monotonic()
+    assert tokenizer.speakable(text, 'en') and time.monotonic() - began < 20
 
 def test_the_released_tokenizer_is_given_numbers_as_they_are_meant():
     signs = Tokenizer(train_tokenizer(['five at percent euro minus and a b'], ['en'], 128).bpe, 'xtts')
@@ -153,6 +160,7 @@ def test_what_occurs_twice_is_merged_the_commonest_first(capfd):
 
 CHILD = '''
 import sys
+import time
 sys.path.insert(0, sys.argv[1])
 from test_text import LANGUAGES, TEXTS, train_tokenizer
 import hashlib

@@ -57,7 +57,8 @@ _ENTITY = re.compile(r'&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z]{2,31}[0-9]
 _ARABIC = '\u0620-\u065f\u066e-\u06d3\u06fa-\u06ff'   # letters and the marks on them
 _STRAY = re.compile(rf'(?<![{_ARABIC}]){HALF_SPACE}+|{HALF_SPACE}+(?![{HALF_SPACE}{_ARABIC}])'
                     rf'|(?<={HALF_SPACE}){HALF_SPACE}+')
-_FORMS = {'\u200b': HALF_SPACE, '٪': '%', 'ª': 'ª', 'º': 'º'} | dict(zip('％＄＆＃＠＋－．／', '%$&#@+-./'))
+_FORMS = {'\u200b': HALF_SPACE, '٪': '%', 'ª': 'ª', 'º': 'º', '\u20e3': ' ', '\u034f': ''} | dict(
+    zip('％＄＆＃＠＋－．／⁄', '%$&#@+-.//'))   # ⃣ is the frame of a key
 
 @cache
 def _one_form(c: str) -> str:
@@ -65,10 +66,14 @@ def _one_form(c: str) -> str:
     if c in _FORMS: return _FORMS[c]
     kind = unicodedata.category(c)
     if kind == 'Zs': return ' '
-    if kind == 'Cf' or '\ufe00' <= c <= '\ufe0f': return HALF_SPACE * (c == HALF_SPACE)
+    if kind == 'Cs': return ''   # half of a character
+    variant = '\ufe00' <= c <= '\ufe0f' or '\U000e0100' <= c <= '\U000e01ef'
+    if kind == 'Cf' or variant: return HALF_SPACE * (c == HALF_SPACE)
     letter = kind[0] == 'L' and not '\u3131' <= c <= '\u318e'   # these Korean ones would join to syllables
-    whole = letter or kind == 'Nl' or c in '℃℉' or '①' <= c <= '⓿' or '\u3200' <= c <= '\u33ff'
-    return unicodedata.normalize('NFKC', c) if whole else c
+    plain = unicodedata.normalize('NFKC', c)
+    if '①' <= c <= '⓿': return f' {plain} ' if plain.isdigit() else plain
+    if '\u3380' <= c <= '\u33dd': return plain.translate({ord('2'): '²', ord('3'): '³'})   # m² in one
+    return plain if letter or kind == 'Nl' or c in '℃℉' or '\u3200' <= c <= '\u33ff' else c
 
 def tidy(text: str) -> str:
     "The same text composed, and without characters that have no sound."
@@ -121,7 +126,8 @@ def hindi_words(n: int) -> str:
 
 # %% ../../nbs/data/text.ipynb #dd440c63
 # what `num2words` raises for numbers that it does not support
-UNSUPPORTED = NotImplementedError, LookupError, ArithmeticError, ValueError, TypeError
+UNSUPPORTED = (
+    NotImplementedError, LookupError, ArithmeticError, ValueError, TypeError, AttributeError)
 
 def needs(package: str):
     "Import a package; raises `UserError` that names its extra if it is missing."
@@ -266,7 +272,8 @@ def persian_words(n: int) -> str:
 # %% ../../nbs/data/text.ipynb #9f0404f4
 def spell_persian(text: str) -> str:
     "`text` with its numbers in Persian words: thousands, decimals, times, signs and per cent."
-    text = re.sub(r'(?<=[0-9])[,٬](?=[0-9]{3}(?![0-9]))', '', text)
+    groups = r'(?<![0-9.,])[1-9][0-9]{0,2}(?:[,٬][0-9]{3})+(?![0-9])'
+    text = re.sub(groups, lambda m: re.sub('[,٬]', '', m[0]), text)
     text = re.sub(r'([$€£])\s?([0-9](?:[0-9.٫]*[0-9])?)', r'\2 \1', text)
     text = re.sub(r'([0-9])\s?[%٪]|[%٪]\s?([0-9.٫]*[0-9])', r'\1\2 درصد', text)
     text = re.sub(r'(?<![0-9\w])[-−](?=[0-9])', 'منفی ', text)
@@ -344,45 +351,73 @@ POINTS = {'tr': 'virgül', 'ar': 'فاصلة', 'hi': 'दशमलव', 'vi': 'p
 COMMA_GROUPS = {'en', 'ko', 'ja', 'zh', 'hi', 'ar', 'fa', 'he', 'th', 'ur', 'bn', 'yue', 'fil'}
 _NO_SPACES = 'zh', 'yue', 'ja', 'ko'
 _MONEY = CURRENCIES | {'¥': 'JPY', '₹': 'INR', '₽': 'RUB', '₺': 'TRY', '₩': 'KRW'}
+_NO_MONEY = 'ar', 'hu'   # num2words says any amount in riyals, and in English
+_SCALE = (r'(?:[mb]|tr)il(?:li?[oóa][nr]|ion|iard|h[ãõ]|j[oa]|y[oa])\w*|thousand|mio\.?|mrd\.?|mln|mld'
+          r'|млн\.?|млрд\.?|милли\w+|тыс\w*')
+_SHORT_SCALE = dict(pair.split('=') for pair in (   # in English
+    'k=thousand m=million bn=billion b=billion tn=trillion').split())
 _SIGN, _AMOUNT = f'[{"".join(_MONEY)}]', '[0-9]+(?:[.,][0-9]+)?'
 _TELEPHONE = re.compile(r'''(?<![\w.,:/+-])(?<![0-9]\ )(?:
     \+[0-9][0-9 ()-]{6,}[0-9] | 0[0-9]{2,}(?:[ -][0-9]{2,})* | 0[0-9](?:\ [0-9]{2}){4}
-    | (?:1-)?(?:\(?[0-9]{3}\)?[ -])?[0-9]{3}-[0-9]{4})(?![\w-]|[.,:/][0-9])''', re.X)
+    | (?:1-)?(?:\(?[0-9]{3}\)?[ -])?[0-9]{3}-[0-9]{4}
+    | \(0[0-9]+\)(?:[ -]?[0-9]{2,})+)(?![\w-]|[.,:/][0-9])''', re.X)
 
 def _one_by_one(digits: str, language: str) -> str:
     "The words of the digits among some characters; the characters as they are if the language has none."
-    try: words = [number_words(int(d), language) for d in digits if d.isdecimal()]
+    try: words = {d: number_words(int(d), language) for d in {*digits} if d.isdecimal()}
     except UNSUPPORTED: return digits
+    words = [words[d] for d in digits if d in words]
     return ('' if language in _NO_SPACES[:3] else ' ').join(words)
 
 def _written_fraction(m: re.Match) -> str:
     return {'1/2': '½', '1/4': '¼', '3/4': '¾'}.get(m[0], m[0])
 
+_BYTE = '(?:25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])'
+_ADDRESS_OF_IP = re.compile(rf'(?<![0-9.]){_BYTE}(?:\.{_BYTE}){{3}}(?!\.?[0-9])')
+
+def _grouped(text: str, language: str) -> str:
+    "The marks between thousands removed, those of other languages too where they can be nothing else."
+    def joined(marks, must=''):
+        def join(m):
+            whole = re.sub(f'[{marks}]', '', m[0])
+            if must not in m[0]: return m[0]
+            return chinese_number(whole.replace(',', '.')) if language in ('zh', 'yue') else whole
+        return join
+    first, ends = '(?<![0-9.,])[1-9][0-9]{0,2}', '(?![0-9])'
+    text = _ADDRESS_OF_IP.sub(lambda m: m[0].replace('.', ', '), text)
+    text = re.sub(f'(?<![0-9.,])[1-9][0-9]?(?:,[0-9]{{2}})+,[0-9]{{3}}{ends}', joined(','), text)   # lakhs
+    for mark, point in (',.', '.,'):
+        own = (mark == ',') == (language in COMMA_GROUPS)
+        groups, part = f'{first}(?:[{mark}][0-9]{{3}})', f'[{point}][0-9]+'
+        text = re.sub(f'{groups}+{part}(?![0-9]|[.,][0-9])', joined(mark), text)
+        text = re.sub(f'{groups}{"+" if own else "{2,}"}(?![0-9]|[{mark}][0-9])', joined(mark), text)
+    text = re.sub(f"{first}(?:['’][0-9]{{3}})+{ends}", joined("'’"), text)   # Swiss
+    text = re.sub("(?<=[0-9])['’′](?=[0-9])", ' ', text)   # feet and inches
+    sure = ' 0' if language in COMMA_GROUPS | {'tr'} else ''   # there 5 200 may be two numbers
+    return re.sub(f'(?<!\\+)(?<![0-9] ){first}(?: [0-9]{{3}})+(?! ?[0-9])', joined(' ', sure), text)
+
+def _short_runs(text: str, language: str) -> str:
+    "Very long numbers digit by digit: the patterns would take time squared."
+    return re.sub('[0-9]{40,}', lambda m: f' {_one_by_one(m[0], language)} ', text)
+
 def _whole_numbers(text: str, language: str) -> str:
     "Telephone numbers digit by digit, fractions as decimals, and the marks between thousands removed."
-    point = '.' if language in COMMA_GROUPS else ','
+    text, point = _short_runs(text, language), '.' if language in COMMA_GROUPS else ','
     part = lambda c: f'{unicodedata.numeric(c):.3f}'[2:].rstrip('0')
     fraction = lambda m: (m[1] or '0').strip() + point + part(m[2])
     if language != 'zh': text = re.sub('(?<![0-9/.,])([13])/([24])(?![0-9/])', _written_fraction, text)
     text = re.sub('([0-9]+ ?)?([¼-¾⅐-⅞])', fraction, text)
-    power = lambda m: ' ' + SIGNS.get(language, {}).get(m[0], unicodedata.normalize('NFKC', m[0]))
-    text = re.sub(r'(?<=[\w)])[²³⁰¹⁴-⁹₀-₉]', power, text)
-    joined = lambda marks: lambda m: re.sub(f'[{marks}]', '', m[0])
-    first = '(?<![0-9.,])[1-9]'
-    text = re.sub(f'{first}[0-9]?(?:,[0-9]{{2}})+,[0-9]{{3}}(?![0-9])', joined(','), text)   # lakhs
-    mark = ',' if language in COMMA_GROUPS else '.'
-    grouped = rf'{first}[0-9]{{0,2}}(?:[{mark}][0-9]{{3}})+(?![0-9]|[{mark}][0-9])'
-    text = re.sub(grouped, joined(mark), text)
-    swiss = f"{first}[0-9]{{0,2}}(?:['’][0-9]{{3}})+(?![0-9])"
-    text = re.sub(swiss, joined("'’"), text)
-    if language not in COMMA_GROUPS | {'tr'}:
-        spaced = f'(?<!\\+)(?<![0-9] ){first}[0-9]{{0,2}}(?: [0-9]{{3}})+(?! ?[0-9])'
-        text = re.sub(spaced, joined(' '), text)
-    short = r'(?<![0-9.,])0[0-9]{2,}(?![0-9-]|[.,][0-9])'   # the rules of Chinese know the others
+    def power(m):
+        return ' ' + SIGNS.get(language, {}).get(m[0], unicodedata.normalize('NFKC', m[0]))
+    text = re.sub(r'(?<=[\w)])[⁺⁻]?[²³⁰¹⁴-⁹₀-₉]+', power, text)
+    text = re.sub('[²³⁰¹⁴-⁹₀-₉]+', lambda m: unicodedata.normalize('NFKC', m[0]), text)
+    text = _short_runs(_grouped(text, language), language)
+    short = r'\+[0-9][0-9 ()-]{6,}[0-9]|(?<![0-9.,])0[0-9]{2,}(?![0-9-]|[.,][0-9])'   # Chinese has the others
     telephone = re.compile(short) if language in ('zh', 'yue') else _TELEPHONE
     text = telephone.sub(lambda m: _one_by_one(m[0], language), text)
     if language in _NO_SPACES: return text
     text = re.sub(r'(?<=[^\W\d_])(?=[0-9])', ' ', text)   # A4, 5kg; but 3rd, 1990s, 80er
+    text = re.sub(r'(?<=[^\W\d_]) ([0-9]+)(?=[^\W\d_])(?!s\b)', r' \1 ', text)   # H2O
     endings = getattr(RULES.get(language), 'ordinal', '') or 's'
     return re.sub(rf"(?<=[0-9])(?=[^\W\d_])(?!(?:{endings}|'?s|er[sn]?)(?![^\W\d_]))", ' ', text, flags=re.I)
 
@@ -399,11 +434,36 @@ def _money(digits: str, sign: str, language: str) -> str:
     names = SYMBOLS.get(language, {}) | SIGNS.get(language, {}) | (HINDI_MONEY if language == 'hi' else {})
     name = names.get(sign)
     amount = float(digits.replace(',', '.'))
-    try: words = number_words(amount, language, to='currency', currency=_MONEY[sign])
+    try:
+        if language in _NO_MONEY: raise NotImplementedError
+        words = number_words(amount, language, to='currency', currency=_MONEY[sign])
     except UNSUPPORTED: return f'{digits} {name or sign}'
     zero = words.rfind(number_words(0, language))
     if amount % 1 or zero < 1: return words
     return re.sub(r'[\s,]+(?:con|et|und|e|و)?\s*$', '', words[:zero].rstrip())
+
+def _scaled_money(m: re.Match, language: str) -> str:
+    "An amount such as $5 million, with the currency last."
+    sign, amount, scale = (m[1], m[2], m[3]) if m[1] else (m[6], m[4], m[5])
+    name = _money('5', sign, language).partition(' ')[2] or sign
+    return f'{amount} {_SHORT_SCALE.get(scale.lower(), scale)} {name}'
+
+def _reais(m: re.Match) -> str:
+    words = _money(m[1], '€', 'pt').replace('euros', 'reais').replace('euro', 'real')
+    return words.replace('cêntimo', 'centavo')
+
+def _prices(text: str, language: str) -> str:
+    "Amounts of money in words."
+    if language == 'pt': text = re.sub(rf'\bR\$ ?({_AMOUNT})', _reais, text)
+    text = re.sub(f'(?<=[^\\W\\d_])(?={_SIGN} ?[0-9])', ' ', text)                    # US$5
+    text = re.sub(f'(?<![0-9.,])([0-9]+)({_SIGN})([0-9]{{2}})(?![0-9])', r'\1.\3\2', text)   # 5€50
+    if language not in _NO_SPACES:
+        scale = _SCALE + (f'|{"|".join(_SHORT_SCALE)}' if language == 'en' else '')
+        scaled = (f'({_SIGN}) ?({_AMOUNT}) ?({scale})(?!\\w)'
+                  f'|({_AMOUNT}) ?({scale}) ?({_SIGN})(?! ?[0-9])')
+        text = re.sub(scaled, partial(_scaled_money, language=language), text, flags=re.I)
+    amount = lambda m: _money(m[2] or m[3], m[1] or m[4], language)
+    return re.sub(f'({_SIGN}) ?({_AMOUNT})|({_AMOUNT}) ?({_SIGN})(?! ?[0-9])', amount, text)
 
 def _signs(text: str, language: str) -> str:
     "Minus, plus and money in words."
@@ -415,8 +475,7 @@ def _signs(text: str, language: str) -> str:
         text = re.sub(rf'{before}[-−–](?={_SIGN}? ?[0-9])', minus, text)
     if plus := SIGNS.get(language, {}).get('+'):
         text = re.sub(r'\s?(?<!\+)\+\s?(?=[0-9])', f' {plus} ', text)
-    amount = lambda m: _money(m[2] or m[3], m[1] or m[4], language)
-    return re.sub(f'({_SIGN}) ?({_AMOUNT})|({_AMOUNT}) ?({_SIGN})(?! ?[0-9])', amount, text)
+    return _prices(text, language)
 
 # %% ../../nbs/data/text.ipynb #c24b5359
 def _decimal(digits: str, language: str) -> str:
@@ -436,6 +495,8 @@ def _parts(text: str, language: str) -> str:
     text = re.sub(r'(?<![0-9.])[0-9]+(?:\.[0-9]+){2,}', lambda m: m[0].replace('.', ' '), text)
     text = re.sub('(?<![0-9,])[0-9]+(?:,[0-9]+){2,}', lambda m: m[0].replace(',', ', '), text)
     text = re.sub('(?<=[0-9])[-–—−:/](?=[0-9])', ' ', text)
+    if language in ('tr', 'eu'): text = re.sub(f'({_AMOUNT}) ?%', r'%\1', text)   # yüzde beş
+    else: text = re.sub(f'(?<![0-9])%({_AMOUNT})', r'\1%', text)
     text = re.sub('[0-9]+[.,][0-9]+', lambda m: _decimal(m[0], language), text)
     if r'\.' not in getattr(RULES.get(language), 'ordinal', ''): return text
     words = lambda m: whole_words(m[1], language) + '.'   # a year, or the last word of a text, is no ordinal
@@ -445,15 +506,20 @@ def written_out(text: str, language: str) -> str:
     "`text`, tidy, with numbers and signs as people mean them; plain numbers may stay digits."
     language = fold_language(language).split('-')[0]
     text = re.sub(r'(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))', '', text)   # between thousands
-    text = plain_digits(tidy(text))
+    text = re.sub(r'[\x00-\x08\x0e-\x1f\x7f-\x9f]+', ' ', text)
+    text = plain_digits(tidy(text)).replace('ـ', '')   # the stroke that widens Arabic words
     if language in ('tr', 'az'): text = text.replace('I', 'ı')
-    if not re.search('[0-9¼-¾⅐-⅞²³]', text): return text
+    if not re.search('[0-9¼-¾⅐-⅞²³⁰¹⁴-⁹₀-₉]', text): return text
+    if language == 'fr': text = re.sub(r'(?<=[0-9])[èe]re\b', 're', text)   # 1ère
     text = _whole_numbers(text, language)
     if language == 'fa': return text   # `spell_persian` reads the rest
     text = _signs(text, language)
     if language == 'zh':
         text = re.sub(r'[0-9]{4,}\.[0-9]+', lambda m: chinese_number(m[0]), text)
-        return re.sub('([0-9]{1,2}):([0-9]{2})(?![0-9:])', _chinese_time, text)
+        text = re.sub(r'(?<=[0-9]) (?=%)', '', text)
+        text = re.sub(r'(?<![0-9.])[0-9]+(?:\.[0-9]+){2,}', lambda m: m[0].replace('.', '点'), text)
+        text = re.sub('(?<![0-9/])[0-9]+(?:/[0-9]+){2,}', lambda m: m[0].replace('/', ' '), text)
+        return re.sub('([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?(?![0-9:])', _chinese_time, text)
     text = _parts(text, language)
     if language in RULES: return text
     def words(m):
@@ -462,7 +528,8 @@ def written_out(text: str, language: str) -> str:
     text = re.sub('[0-9]+', words, text)
     return expand_symbols(text, 'ja') if language == 'ja' else text
 
-def _chinese_time(m: re.Match) -> str: return f'{int(m[1])}点' + (f'{m[2]}分' if int(m[2]) else '')
+def _chinese_time(m: re.Match) -> str:
+    return f'{int(m[1])}点' + (f'{m[2]}分' if int(m[2]) or m[3] else '') + (f'{m[3]}秒' if m[3] else '')
 
 # %% ../../nbs/data/text.ipynb #25e20012
 def _lower(text: str) -> str: return text.replace('İ', 'i').lower()   # else a dot stays on the i
@@ -536,6 +603,7 @@ def clean_for(
     code = fold_language(language)
     language = code.split('-')[0]
     text = tidy(text) if as_trained and code in LANGUAGES else written_out(text, language)
+    if language == 'ja' and not as_trained: return ' '.join(map(OWN['ja'], text.split()))   # it joins words
     if language in OWN: return OWN[language](text)
     return clean_words(text, language) if language in SYMBOLS else squeeze(_lower(text.replace('"', '')))
 
@@ -665,12 +733,19 @@ _BULLET = re.compile(r'^([ \t]*)[•◦▪‣·●][ \t]*', re.M)
 _ENDS = '.!?…:;,。！？：；，、؟،؛۔।॥'
 
 @cache
-def _markdown():
+def _markdown(links: bool):   # whether there are any; the search for them takes time squared
     "The parser, without the rules that would take text of a book for code, or drop it."
     from markdown_it import MarkdownIt
     parser = MarkdownIt('commonmark', {'maxNesting': 200})
-    return parser.enable(['table', 'strikethrough']).disable(['code', 'html_block', 'reference'])
+    off = ['code', 'html_block', 'reference', *['link', 'image'] * (not links)]
+    return parser.enable(['table', 'strikethrough']).disable(off)
 
+_NOTE = re.compile(r'\[\^[^\]\s]{1,40}\](?::[ \t]?)?')   # the number of a footnote
+_MATH = re.compile(r'(?<![\w$\\])\$\$?(?=[^\s$])([^$\n]*[\\^={}][^$\n]*)(?<=\S)\$\$?(?![\w$])')
+_TAG = re.compile('a|abbr|article|audio|b|blockquote|body|br|button|center|code|dd|del|details|div|dl|dt|em'
+                  '|figure|font|footer|form|h[1-6]|head|header|hr|html|i|img|input|ins|kbd|label|li|main|mark'
+                  '|nav|ol|p|pre|q|s|script|section|small|span|strong|style|sub|summary|sup|svg|table|tbody|td'
+                  '|th|thead|tr|u|ul|video|wbr', re.I)
 _SPAN = re.compile(r'</?(?:a|abbr|b|code|em|font|i|kbd|mark|q|s|small|span|strong|sub|sup|u|wbr)\b', re.I)
 _ADDRESS = re.compile(r'https?://(?:www\.)?([\w-]+(?:\.[\w-]+)+)(?:[:/?#][^\s<>"]*?)?(?=[.,;:!?)\]"*]*(?:\s|$))')
 
@@ -695,9 +770,12 @@ def plain_markdown(
     language: str = '',
 ) -> str:
     "A text without its Markdown: chat programs send it, and nobody says it."
+    text = _MATH.sub(r'\1', _NOTE.sub('', text))
+    keep = lambda m: m[0] if _TAG.fullmatch(m[1]) or f'</{m[1]}>' in text else f' {m[1]} '   # <name>
+    text = re.sub(r'<([A-Za-z]\w{0,30}(?: \w{1,30})?)>', keep, text)
     if not _MARKED.search(text): return _ADDRESS.sub(r'\1', text)
     parts, block, depth, number, cells = [], 0, 0, '', None   # of `parts`: text, block of its sentences
-    for token in _markdown().parse(_BULLET.sub(r'\1- ', text)):
+    for token in _markdown('](' in text).parse(_BULLET.sub(r'\1- ', text)):
         block += token.level == 0 and token.nesting > 0
         if token.tag in ('li', 'h1', 'h2', 'h3', 'h4', 'h5', 'h6'): depth += token.nesting
         if token.type == 'list_item_open' and token.info: number = f'{token.info}{token.markup} '
