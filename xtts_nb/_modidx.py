@@ -1230,6 +1230,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'xtts_nb.files.read_json_lines': ('base/files.html#read_json_lines', 'xtts_nb/files.py'),
                                'xtts_nb.files.read_tensors': ('base/files.html#read_tensors', 'xtts_nb/files.py'),
                                'xtts_nb.files.real_place': ('base/files.html#real_place', 'xtts_nb/files.py'),
+                               'xtts_nb.files.remove_work': ('base/files.html#remove_work', 'xtts_nb/files.py'),
                                'xtts_nb.files.reserve': ('base/files.html#reserve', 'xtts_nb/files.py'),
                                'xtts_nb.files.save_weights': ('base/files.html#save_weights', 'xtts_nb/files.py'),
                                'xtts_nb.files.with_ending': ('base/files.html#with_ending', 'xtts_nb/files.py'),

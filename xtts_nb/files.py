@@ -6,8 +6,8 @@
 __all__ = ['PART', 'ABANDONED', 'TENSOR_TYPES', 'real_place', 'without_part', 'with_ending', 'atomic_file', 'check_writable',
            'atomic_folder', 'check_free', 'check_own', 'append_line', 'locked', 'inside', 'check_folder',
            'check_arrived', 'write_json', 'read_json', 'read_json_lines', 'fingerprint', 'has_keys', 'is_work',
-           'check_results', 'write_tensors', 'save_weights', 'open_weights', 'check_tensor', 'load_weights',
-           'read_tensors', 'named_weights', 'reserve', 'raise_file_limit']
+           'remove_work', 'check_results', 'write_tensors', 'save_weights', 'open_weights', 'check_tensor',
+           'load_weights', 'read_tensors', 'named_weights', 'reserve', 'raise_file_limit']
 
 # %% ../nbs/base/files.ipynb #db2293af
 import ctypes
@@ -245,7 +245,7 @@ def _remove(home: Path, path: Path):
     if home.parent == path: _move_contents(ready if ready.is_dir() else old, path)
     elif old.is_dir() and not path.exists(): os.rename(old, path)
     elif old.is_dir() and new.is_dir(): return   # something else is there: nothing is lost
-    shutil.rmtree(home, ignore_errors=True)
+    remove_work(home, _MARK)
 
 def _changed(folder: Path) -> float:
     "When something in a folder changed last."
@@ -377,6 +377,16 @@ def is_work(folder: Path, mark: str) -> bool:   # name of a JSON file that says 
     "Whether a folder was begun by this library: it has the mark, or holds nothing before it."
     before = lambda name: name == 'lock' or without_part(name) == mark != name
     return has_keys(folder / mark, 'for') or all(map(before, os.listdir(folder)))
+
+def remove_work(folder: Path, mark: str, ours: Callable = bool):   # name in it -> whether it goes
+    "Remove such a folder, its mark last: what a kill leaves is still known as ours."
+    last = [mark, 'lock']
+    names = filter(ours, os.listdir(folder) if folder.is_dir() else [])
+    for name in sorted(names, key=lambda name: last.index(name) if name in last else -1):
+        path = folder / name
+        if path.is_dir() and not path.is_symlink(): shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError): path.unlink()   # a folder is gone by now
+    with suppress(OSError): folder.rmdir()   # not empty
 
 def check_results(
     folder: str | Path,

@@ -414,8 +414,7 @@ def texts_of(xtts):
 
 def test_texts_of_two_to_the_greatest_number_of_tokens(xtts):
     for tokens in (2, 40): assert len(texts_of(xtts)._ids(str(tokens), 'en')) == tokens
-    for tokens, message in ((1, 'is empty'), (41, 'has 41 tokens, the model takes 40')):
-        with pytest.raises(UserError, match=message): texts_of(xtts)._ids(str(tokens), 'en')
+    with pytest.raises(UserError, match='has 41 tokens'): texts_of(xtts)._ids('41', 'en')
 
 @pytest.mark.parametrize('tokens, width', [((2, 9), 32), ((32,), 32), ((2, 33), 40), ((40,), 40)])
 def test_texts_are_padded_to_few_widths(xtts, tokens, width):

@@ -38,8 +38,9 @@ from .audio import open_audio, wav_bytes
 from .corpora import (
     Beside, check_language, Clip, DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, TEXTS, visible)
 from .. import __version__
-from ..files import (
-    atomic_folder, check_free, fingerprint, is_work, locked, read_json, real_place, with_ending, write_json)
+from xtts_nb.files import (
+    atomic_folder, check_free, fingerprint, is_work, locked, read_json, real_place, remove_work, with_ending,
+    write_json)
 
 # %% ../../nbs/data/cut.ipynb #6bf8d422
 NEAR, WITHIN = 6, 2            # frames that the edge of a sentence is moved to a pause, outwards and inwards
@@ -380,8 +381,7 @@ def unfinished_corpus(out: Path):   # yields the folder
 
 def _remove_work(work: Path):
     "Remove the files that are ours, and the folder if it is empty then."
-    for path in [p for p in work.iterdir() if _OURS.fullmatch(p.name)]: path.unlink(missing_ok=True)
-    with suppress(OSError): work.rmdir()
+    remove_work(work, 'corpus.json', _OURS.fullmatch)
 
 def _stamp(path: Path) -> list:
     "What tells whether a file has changed."

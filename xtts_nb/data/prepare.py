@@ -44,7 +44,7 @@ from .corpora import (
 from .text import clean, Tokenizer, train_tokenizer
 from ..devices import hide_cards
 from ..files import (
-    atomic_file, atomic_folder, check_own, fingerprint, inside, is_work, locked, PART, read_json,
+    atomic_file, atomic_folder, check_own, fingerprint, inside, is_work, locked, PART, read_json, remove_work,
     without_part, write_json)
 
 # %% ../../nbs/data/prepare.ipynb #dc275e82
@@ -488,7 +488,7 @@ def _remove_work(work: Path):
     "Remove a work folder, unless somebody has put something there."
     try: _check_work(work)
     except UserError as e: print(e, file=sys.stderr)
-    else: shutil.rmtree(work, ignore_errors=True)
+    else: remove_work(work, 'plan.json')
 
 # %% ../../nbs/data/prepare.ipynb #c1a66be8
 @dataclass(frozen=True)
