@@ -303,6 +303,7 @@ def read_reference(
         raise UserError(f'{name}: is silent; give a recording of the voice.')
     return wav
 
+# %% ../../nbs/60_speech.ipynb #83f8c71e
 LEAST_SECONDS = 0.5   # of sound, in all recordings of a voice
 
 def _sounding_seconds(wav: np.ndarray, sample_rate: int) -> float:
@@ -492,6 +493,7 @@ def _codes(self: Speaker, texts: list[str], languages: list[str], voices: list[V
     return self._generate(tf.constant(pad_ids(ids, width)), tf.constant([len(i) for i in ids]),
                           tf.stack([v.prompt for v in voices]), sampling.tensors(len(ids), self.max_codes))
 
+# %% ../../nbs/60_speech.ipynb #6f20b70e
 @patch
 def _at_speed(self: Speaker, x, speed: float | None = None):   # (B, S, D) -> (B, S / speed, D)
     speed = speed or self.speech.speed
