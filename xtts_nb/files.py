@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PART', 'ABANDONED', 'TENSOR_TYPES', 'real_place', 'without_part', 'with_ending', 'atomic_file', 'check_writable',
-           'atomic_folder', 'check_free', 'check_own', 'append_line', 'locked', 'inside', 'check_folder',
+           'atomic_folder', 'check_free', 'check_own', 'remove_work', 'append_line', 'locked', 'inside', 'check_folder',
            'check_arrived', 'write_json', 'read_json', 'read_json_lines', 'fingerprint', 'has_keys', 'is_work',
-           'remove_work', 'check_results', 'write_tensors', 'save_weights', 'open_weights', 'check_tensor',
-           'load_weights', 'read_tensors', 'named_weights', 'reserve', 'raise_file_limit']
+           'check_results', 'write_tensors', 'save_weights', 'open_weights', 'check_tensor', 'load_weights',
+           'read_tensors', 'named_weights', 'reserve', 'raise_file_limit']
 
 # %% ../nbs/base/files.ipynb #db2293af
 import ctypes
@@ -239,6 +239,16 @@ def _hold(file) -> bool | None:
     except (ImportError, OSError): return None   # Windows, or a file system without locks
     return True
 
+def remove_work(folder: Path, mark: str, ours: Callable = bool):   # name in it -> whether it goes
+    "Remove such a folder, its mark last: what a kill leaves is still known as ours."
+    last = [mark, 'lock']
+    names = filter(ours, os.listdir(folder) if folder.is_dir() else [])
+    for name in sorted(names, key=lambda name: last.index(name) if name in last else -1):
+        path = folder / name
+        if path.is_dir() and not path.is_symlink(): shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError): path.unlink()   # a folder is gone by now
+    with suppress(OSError): folder.rmdir()   # not empty
+
 def _remove(home: Path, path: Path):
     "Remove a temporary folder; what it took from `path` goes back, unless the new content is there."
     new, old, ready = (home / name for name in ('new', 'old', 'ready'))
@@ -377,16 +387,6 @@ def is_work(folder: Path, mark: str) -> bool:   # name of a JSON file that says 
     "Whether a folder was begun by this library: it has the mark, or holds nothing before it."
     before = lambda name: name == 'lock' or without_part(name) == mark != name
     return has_keys(folder / mark, 'for') or all(map(before, os.listdir(folder)))
-
-def remove_work(folder: Path, mark: str, ours: Callable = bool):   # name in it -> whether it goes
-    "Remove such a folder, its mark last: what a kill leaves is still known as ours."
-    last = [mark, 'lock']
-    names = filter(ours, os.listdir(folder) if folder.is_dir() else [])
-    for name in sorted(names, key=lambda name: last.index(name) if name in last else -1):
-        path = folder / name
-        if path.is_dir() and not path.is_symlink(): shutil.rmtree(path, ignore_errors=True)
-        with suppress(OSError): path.unlink()   # a folder is gone by now
-    with suppress(OSError): folder.rmdir()   # not empty
 
 def check_results(
     folder: str | Path,
