@@ -273,7 +273,7 @@ def test_a_run_goes_on_with_what_its_folder_says(eager, tmp_path, monkeypatch):
     (tmp_path / 'config.yaml').write_text(eager.to_yaml())
     older = {'mix': 'old', 'mix_share': .3, 'mix_held_out': ['b']}
     for more in ({}, {'base': str(tmp_path), 'val': 'other'} | older):
-        facts = {'cache': 'one', 'held_out': ['a']} | more
+        facts = {'cache': 'one', 'key': 'k', 'held_out': ['a']} | more
         (tmp_path / 'run.json').write_text(json.dumps(facts))
         if more:
             pytest.raises(UserError, resume_run, tmp_path).match('which is gone; put it back there')
