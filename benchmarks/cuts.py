@@ -307,9 +307,11 @@ def time_growth(hours: list[float], tell) -> list[dict]:   # rows
             child.returncode = os.waitstatus_to_exitcode(status)
             if status: raise UserError(f'{number:g} hours: the command has failed, as said above.')
             minutes, clips = (time.perf_counter() - begin) / 60, len(read_cuts_lines(home / 'out'))
+        cpu = (usage.ru_utime + usage.ru_stime) / 60
         rows.append({'name': f'{number:g} h{" " * bool(kind)}{kind}', 'minutes': round(minutes, 2),
+                     'cpu_minutes': round(cpu, 2),
                      'peak_gb': round(usage.ru_maxrss * 1024 / 1e9, 2), 'clips': clips,
-                     'ms_a_clip': round(6e4 * minutes / clips, 1)})
+                     'ms_a_clip': round(6e4 * cpu / clips, 1)})
     return rows
 
 
