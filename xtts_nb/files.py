@@ -6,8 +6,8 @@
 __all__ = ['PART', 'ABANDONED', 'TENSOR_TYPES', 'real_place', 'without_part', 'with_ending', 'atomic_file', 'check_writable',
            'atomic_folder', 'check_free', 'check_own', 'remove_work', 'append_line', 'locked', 'inside', 'check_folder',
            'check_arrived', 'write_json', 'read_json', 'read_json_lines', 'fingerprint', 'has_keys', 'is_work',
-           'check_results', 'write_tensors', 'save_weights', 'open_weights', 'check_tensor', 'load_weights',
-           'read_tensors', 'named_weights', 'reserve', 'raise_file_limit']
+           'kept_work', 'check_results', 'write_tensors', 'save_weights', 'open_weights', 'check_tensor',
+           'load_weights', 'read_tensors', 'named_weights', 'reserve', 'raise_file_limit']
 
 # %% ../nbs/base/files.ipynb #db2293af
 import ctypes
@@ -387,6 +387,19 @@ def is_work(folder: Path, mark: str) -> bool:   # name of a JSON file that says 
     "Whether a folder was begun by this library: it has the mark, or holds nothing before it."
     before = lambda name: name == 'lock' or without_part(name) == mark != name
     return has_keys(folder / mark, 'for') or all(map(before, os.listdir(folder)))
+
+@contextmanager
+def kept_work(folder: Path, mark: str, out: str, left: Callable, remove: Callable):   # yields the folder
+    "Mark a folder as work for `out`; it is removed at the end, or after an error if `left()` names nothing."
+    try:
+        write_json(folder / mark, {'for': out})
+        yield folder
+    except BaseException:
+        if kept := left(folder):
+            print(f'{folder}: keeps {kept}; the same command goes on from there.', file=sys.stderr)
+        else: remove(folder)
+        raise
+    remove(folder)
 
 def check_results(
     folder: str | Path,

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import statistics
-import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -38,9 +37,9 @@ from .audio import open_audio, wav_bytes
 from .corpora import (
     Beside, check_language, Clip, DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, TEXTS, visible)
 from .. import __version__
-from xtts_nb.files import (
-    atomic_folder, check_free, fingerprint, is_work, locked, read_json, real_place, remove_work, with_ending,
-    write_json)
+from ..files import (
+    atomic_folder, check_free, fingerprint, is_work, kept_work, locked, read_json, real_place, remove_work,
+    with_ending, write_json)
 
 # %% ../../nbs/data/cut.ipynb #6bf8d422
 NEAR, WITHIN = 6, 2            # frames that the edge of a sentence is moved to a pause, outwards and inwards
@@ -361,7 +360,7 @@ _OURS = re.compile(r'[0-9a-f]{16}\.json|corpus\.json|lock')
 
 @contextmanager
 def unfinished_corpus(out: Path):   # yields the folder
-    "A folder beside `out` that keeps what is done, until a run succeeds; the same command continues there."
+    "A folder next to `out` that keeps the results so far, until a run succeeds; the same command resumes."
     out = real_place(out).absolute()
     check_free(out)
     work = with_ending(out, '.unfinished')
@@ -370,14 +369,12 @@ def unfinished_corpus(out: Path):   # yields the folder
                         'choose another --out.')
     with locked(work / 'lock', f'{out}: another run writes this corpus; wait for its end or choose another '
                                'folder.'):
-        write_json(work / 'corpus.json', {'for': out.name})
-        try: yield work
-        except BaseException:
-            if kept := sum(p.name not in ('corpus.json', 'lock') for p in work.iterdir()):
-                print(f'{work}: keeps {kept} results; the same command continues there.', file=sys.stderr)
-            else: _remove_work(work)
-            raise
-        _remove_work(work)
+        with kept_work(work, 'corpus.json', out.name, _results, _remove_work): yield work
+
+def _results(work: Path) -> str:
+    "How many results are kept, in words; empty for none."
+    number = sum(p.name not in ('corpus.json', 'lock') for p in work.iterdir())
+    return f'{number} results' if number else ''
 
 def _remove_work(work: Path):
     "Remove the files that are ours, and the folder if it is empty then."

@@ -44,8 +44,8 @@ from .corpora import (
 from .text import clean, Tokenizer, train_tokenizer
 from ..devices import hide_cards
 from ..files import (
-    atomic_file, atomic_folder, check_own, fingerprint, inside, is_work, locked, PART, read_json, remove_work,
-    without_part, write_json)
+    atomic_file, atomic_folder, check_own, fingerprint, inside, is_work, kept_work, locked, PART, read_json,
+    remove_work, without_part, write_json)
 
 # %% ../../nbs/data/prepare.ipynb #dc275e82
 def mel_function(config: XTTSConfig, n_fft: int) -> Callable:   # (N,) samples -> (F, C) log-mel
@@ -474,15 +474,7 @@ def work_folder(
         if left := unfinished(work):
             print(f'{work}: an earlier run left {left}; what still fits is taken over.', file=sys.stderr)
         for part in filter(Path.is_file, work.rglob(f'*{PART}')): part.unlink()   # of a killed run
-        try:
-            write_json(work / 'plan.json', {'for': out.name})
-            yield work
-        except BaseException:
-            if left := unfinished(work):
-                print(f'{work}: keeps {left}; the same command goes on from there.', file=sys.stderr)
-            else: _remove_work(work)
-            raise
-        _remove_work(work)
+        with kept_work(work, 'plan.json', out.name, unfinished, _remove_work): yield work
 
 def _remove_work(work: Path):
     "Remove a work folder, unless somebody has put something there."

@@ -282,7 +282,7 @@ class SpeechService:
         wait: float = 30.,              # seconds until a request must have a row
         aliases: dict | None = None,    # other names of voices
         origins: tuple = (),            # of web pages that may speak here; *: all
-        hosts: tuple = (),              # names of this service, beside addresses and names of a local network
+        hosts: tuple = (),              # names of this service, besides those of a local network
         private_lists: bool = False,    # ask for the key for the lists of voices and models too
     ):
         refuse_empty(key)
