@@ -97,7 +97,9 @@ class Writer:
     def __init__(self): self.thread, self.job = ThreadPoolExecutor(1, 'writer'), None
 
     def __call__(self, job):
-        error = self.job and self.job.exception()   # waits
+        error = None
+        try: self.wait()
+        except Exception as e: error = e   # whatever it is, the next may succeed
         self.job = self.thread.submit(job)
         if not error: return
         self.wait()
@@ -106,7 +108,7 @@ class Writer:
     @property
     def failed(self) -> bool:
         "Whether a job has ended with an error that nobody has received yet."
-        return bool(self.job and self.job.done() and self.job.exception())
+        return bool(self.job and self.job.done() and isinstance(self.job.exception(), Exception))
 
     def wait(self):
         job, self.job = self.job, None
