@@ -606,6 +606,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'xtts_nb.data.align.lead_of': ('data/align.html#lead_of', 'xtts_nb/data/align.py'),
                                     'xtts_nb.data.align.loud_edges': ('data/align.html#loud_edges', 'xtts_nb/data/align.py'),
                                     'xtts_nb.data.align.measure_file': ('data/align.html#measure_file', 'xtts_nb/data/align.py'),
+                                    'xtts_nb.data.align.measure_part': ('data/align.html#measure_part', 'xtts_nb/data/align.py'),
                                     'xtts_nb.data.align.measure_sound': ('data/align.html#measure_sound', 'xtts_nb/data/align.py'),
                                     'xtts_nb.data.align.no_space_after': ('data/align.html#no_space_after', 'xtts_nb/data/align.py'),
                                     'xtts_nb.data.align.null_cost': ('data/align.html#null_cost', 'xtts_nb/data/align.py'),

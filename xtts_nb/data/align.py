@@ -6,10 +6,11 @@
 __all__ = ['SUBTITLES', 'LARGEST_BOOK', 'LONG', 'WEB', 'OTHER', 'ESPEAK_NAMES', 'LONGEST_PART', 'FRAME', 'WIDTH', 'BANDS', 'TOP',
            'PAUSE', 'SLOPE', 'STEP', 'EDGE', 'SKIP', 'NULL', 'BEAM', 'WINDOW', 'BLOCK', 'FAR', 'STAY', 'LEFT_OUT',
            'BROUGHT', 'LEAST', 'LEAD', 'SHARE', 'no_space_after', 'read_paragraphs', 'Sentence', 'spoken_sentence',
-           'text_sentences', 'hop_length', 'band_count', 'frames_of', 'SoundFrames', 'measure_sound', 'measure_file',
-           'find_pauses', 'loud_edges', 'Speech', 'speech_frames', 'frame_times', 'band_ranges', 'cut_off',
-           'with_slopes', 'SpokenSentence', 'speak_sentences', 'TextFrames', 'comparable', 'distances', 'null_cost',
-           'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'without_foreign', 'lead_of', 'found_sentences']
+           'text_sentences', 'hop_length', 'band_count', 'frames_of', 'SoundFrames', 'measure_sound', 'measure_part',
+           'measure_file', 'find_pauses', 'loud_edges', 'Speech', 'speech_frames', 'frame_times', 'band_ranges',
+           'cut_off', 'with_slopes', 'SpokenSentence', 'speak_sentences', 'TextFrames', 'comparable', 'distances',
+           'null_cost', 'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'without_foreign', 'lead_of',
+           'found_sentences']
 
 # %% ../../nbs/data/align.ipynb #f6ed09b6
 import html
@@ -31,7 +32,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from ..config import UserError
-from .audio import hann_window, mel_triangles, open_audio
+from .audio import AudioFile, hann_window, mel_triangles, open_audio
 from .corpora import DAMAGED, HTK, read_lines, visible
 from .text import clean_for
 
@@ -398,22 +399,24 @@ def measure_sound(wav: np.ndarray, rate: int) -> SoundFrames:
     "The frames of a short sound."
     return _join(rate, len(wav), [frames_of(np.pad(wav, (0, 2 * hop_length(rate))), rate)])
 
-def measure_file(path: str | Path, progress: Callable = lambda done, total: None,
-                 start: float = 0., end: float | None = None) -> SoundFrames:
-    "The frames of a long recording or of a part of it (s), in blocks; raises `UserError` if it is no sound."
-    parts, rest, done = [], np.zeros(0, np.float32), 0
-    with open_audio(path, 16000) as file:
-        rate = file.samplerate
-        left = total = round((end - start) * rate) if end else file.frames or 2**63
-        if start: file.seek(round(start * rate))
-        while len(block := file.read(min(left, 60 * rate))):
-            rest, done, left = np.append(rest, np.nan_to_num(block)), done + len(block), left - len(block)
-            parts.append(frames_of(rest, rate))
-            rest = rest[parts[-1][2]:]
-            progress(done // rate, total // rate if total < 2**63 else done // rate)
-    if not done: raise UserError(f'{path}: holds no sound; give the recording.')
+def measure_part(file: AudioFile, start: float = 0., end: float | None = None,
+                 progress: Callable = lambda done, total: None) -> SoundFrames:
+    "The frames of an open recording or of a part of it (s), in blocks; raises `UserError` if it is no sound."
+    parts, rest, done, rate = [], np.zeros(0, np.float32), 0, file.samplerate
+    left = total = round((end - start) * rate) if end else file.frames or 2**63
+    if start or file.at: file.seek(round(start * rate))
+    while len(block := file.read(min(left, 60 * rate))):
+        rest, done, left = np.append(rest, np.nan_to_num(block)), done + len(block), left - len(block)
+        parts.append(frames_of(rest, rate))
+        rest = rest[parts[-1][2]:]
+        progress(done // rate, total // rate if total < 2**63 else done // rate)
+    if not done: raise UserError(f'{file.name}: holds no sound; give the recording.')
     parts.append(frames_of(np.pad(rest, (0, 2 * hop_length(rate))), rate))
     return _join(rate, done, parts)
+
+def measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> SoundFrames:
+    "The frames of a long recording."
+    with open_audio(path, 16000) as file: return measure_part(file, progress=progress)
 
 # %% ../../nbs/data/align.ipynb #ab12cbff
 PAUSE = 0.05   # s
