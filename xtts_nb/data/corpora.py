@@ -443,6 +443,26 @@ def _read_libritts(folder: Path) -> Iterator[Row | Dropped]:
             yield from _pairs(folder, {p.stem: p for p in files if p.suffix.lower() in SUFFIXES}, texts,
                               chapter.parent.name)
 
+def _keyed(path: Path) -> Iterator[tuple[str, str]]:
+    "The first word of each line, and the rest of it; nothing if there is no file."
+    for _, line in read_lines(path) if path.is_file() else (): yield (*line.strip().split(maxsplit=1), '')[:2]
+
+def _lists(folder: Path) -> list[Path]:
+    "Files of names and texts: of LibriSpeech `19/198/19-198.trans.txt`, of MLS and Kaldi one."
+    names = ['transcripts.txt'] * (folder / 'audio').is_dir() + ['text'] * (folder / 'wav.scp').is_file()
+    return sorted(p for name in (*names, '*/*/*.trans.txt', '*/*/*/*.trans.txt') for p in folder.glob(name))
+
+def _read_lists(folder: Path) -> Iterator[Row | Dropped]:
+    "The audio is next to the list, in MLS `audio/19/198/19_198_0001.flac`, in Kaldi a line of `wav.scp`."
+    sound, speakers, parts = (dict(_keyed(folder / name)) for name in ('wav.scp', 'utt2spk', 'segments'))
+    for path in _lists(folder):
+        for name, text in _keyed(path):
+            audio, *times = parts.get(name, name).split()
+            speaker, *chapter = re.split('[-_]', name)[:2]
+            place = Path('audio', speaker, *chapter) if path.name == 'transcripts.txt' else path.parent
+            audio = sound.get(audio, os.path.relpath(folder / place / audio, folder))
+            yield Row(path.name, audio, text, speakers.get(name, speaker), '', name, *times)
+
 TEXTS = '.txt', '.lab'
 
 class Beside:
@@ -526,6 +546,8 @@ LAYOUTS = {
     'commonvoice': Layout('named columns and clips/', _tsv, _always, _read_table, ('clips', '')),
     'vctk': Layout('wav48*/ and txt/', _vctk, _always, _read_vctk),
     'libritts': Layout('speaker/chapter/*.normalized.txt', _libritts, _always, _read_libritts),
+    'lists': Layout('lists of names and texts, as LibriSpeech, MLS and Kaldi have',
+                    lambda source: source if _lists(source) else None, _always, _read_lists),
     'pairs': Layout('x.wav with x.txt or x.lab', _beside, _always, _read_pairs)}
 
 # %% ../../nbs/data/corpora.ipynb #41719549
