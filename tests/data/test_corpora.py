@@ -14,8 +14,8 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import corpora
 from xtts_nb.data.audio import load_audio, resample, save_audio, synthetic_voice
 from xtts_nb.data.corpora import (
-    check_dropped, Clip, Dropped, find_audio, find_layout, LAYOUTS, layout_line, LONGEST_LINE,
-    LONGEST_TEXT, measure_clip, read_audio, read_corpus, read_lines, read_rows, reason_kind, report_text,
+    check_dropped, Clip, Dropped, find_layout, LAYOUTS, layout_line, LONGEST_LINE,
+    LONGEST_TEXT, measure_clip, read_audio, read_corpus, read_rows, reason_kind, report_text,
     summary, synthetic_corpus, visible)
 from xtts_nb.data.prepare import prepare
 from xtts_nb.data.text import clean
@@ -91,25 +91,6 @@ def test_the_longest_text_and_what_is_shown_of_a_text(folder):
     assert [c.id for c in clips] == ['low-0'] and '10,001 characters' in dropped['low-1']
     assert visible('می\u200cخوابد\u200e') == 'می\u200cخوابد\\u200e'   # a joiner belongs to the word
     assert [visible('a\n' * n, 4) for n in (2, 3)] == ['a\\na\\n', 'a\\na\\n…']
-
-@pytest.mark.parametrize('content, lines', [
-    ('abcdefg\nx\n', ['abcdefg', 'x']), ('abcdefgh\nx', ['abcdefgh', 'x']), ('abcdefgh', ['abcdefgh']),
-    ('abcdefghijklmnop\nx', ['abcdefgh', 'x']), ('\nab\n', [None, 'ab'])])
-def test_what_is_beyond_the_longest_line_is_skipped(folder, monkeypatch, content, lines):
-    monkeypatch.setattr(corpora, 'LONGEST_LINE', 8)
-    assert [*read_lines(put(folder / 'x', content))] == [(i, l) for i, l in enumerate(lines, 1) if l]
-
-@pytest.mark.parametrize('there, found', [
-    ({}, (None, 'wavs/x.wav is missing')), ({'wavs/x.wav': 'folder', 'x.flac': 'file'}, ('x.flac', None)),
-    ({'wavs/x.wav': 'folder', 'x.wav': 'pipe'}, (None, 'wavs/x.wav is a folder')),
-    ({'x.wav': 'pipe', 'x.mp3': 'folder'}, (None, 'x.wav is no regular file')),
-    ({'x.wav': 'file', 'wavs/x.flac': 'file'}, ('x.wav', None)),
-    ({'wavs/x.wav': 'file', 'x.wav': 'file'}, ('wavs/x.wav', None))], ids=str)
-def test_which_file_is_meant_or_is_at_fault(folder, there, found):
-    for name, kind in there.items():
-        {'file': put, 'folder': os.mkdir, 'pipe': os.mkfifo}[kind](folder / name)
-    path, reason = find_audio(folder, 'x', ('wavs', ''))
-    assert (path or None, reason) == (found[0], found[1] and f'the file {found[1]}')
 
 def test_bytes_that_are_not_utf8_cost_their_row(folder):
     clips, dropped = read(folder, f'{LINE}\nlow-1|schön|schön\n'.encode('latin-1')

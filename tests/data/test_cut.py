@@ -269,32 +269,26 @@ def hear(monkeypatch):
 
 def test_what_has_no_text_is_transcribed_and_the_transcript_is_aligned(tmp_path, monkeypatch, hear):
     "What Whisper made up is spoken nowhere; a text beside a recording is believed more."
-    (tmp_path / 'all').mkdir()
-    texts, told = EN, []
+    texts, folder = EN, tmp_path / 'all'
     for name, part in {'1': texts[:5], '2': texts[5:10], '3': texts[10:12]}.items():
-        soundfile.write(tmp_path / 'all' / f'{name}.wav', reading(part)[0], RATE)
-    soundfile.write(tmp_path / 'all' / '4.wav', np.zeros(2 * RATE), RATE)
-    (tmp_path / 'all' / '5.wav').write_bytes(b'no sound')
-    (tmp_path / 'all' / '2.txt').write_text(' '.join(texts[5:10]), encoding='utf-8')
+        write(folder / f'{name}.wav', reading(part)[0], ' '.join(part) if name == '2' else None)
+    write(folder / '4.wav', np.zeros(2 * RATE))
+    (folder / '5.wav').write_bytes(b'no sound')
     made_up = 'Thank you so much for watching this video.'
     monkeypatch.setattr(Whisper, 'said', {'1.wav': [*texts[:5], made_up], '3.wav': texts[10:12], '4.wav': []})
-    result = run(tmp_path / 'all', tmp_path / 'out', progress=lambda *now: told.append(now), hear=hear)
+    result = run(folder, tmp_path / 'out', hear=hear)
     assert Whisper.asked == [(f'{name}.wav', 'en', True, False) for name in '134']
     assert hear('4.wav', 'zh-cn', None)[0] == '' and Whisper.asked[-1][1] == 'zh'
-    assert ('transcribe', 6., 6.) in told
-    assert result['missing'] == [made_up]
-    assert said(result) == ' '.join(texts[:12])
-    assert {d['source'] for d in result['dropped'] if 'no sound' in d['reason']} <= {'5.wav'}
+    assert result['missing'] == [made_up] and said(result) == ' '.join(texts[:12])
     assert '5.wav' in {d['source'] for d in result['dropped']}
     transcript = (tmp_path / 'out' / cut.TRANSCRIPT).read_text(encoding='utf-8')
     assert transcript.split('\n\n') == [
         ' '.join([*texts[:5], made_up]), ' '.join(texts[5:10]), ' '.join(texts[10:12]), '']
-
     with pytest.raises(UserError, match='1.wav.*--transcribe MODEL'):
-        run(tmp_path / 'all' / '1.wav', tmp_path / 'no')
+        run(folder / '1.wav', tmp_path / 'no')
     monkeypatch.setattr(Whisper, 'said', {'1.wav': None})
     with pytest.raises(UserError, match='valid language code.*1.wav'):
-        run(tmp_path / 'all' / '1.wav', tmp_path / 'no', hear=hear)
+        run(folder / '1.wav', tmp_path / 'no', hear=hear)
     with pytest.raises(UserError, match='^none: '): cut.load_whisper('none')
     assert not (tmp_path / 'no').exists()
 
@@ -435,15 +429,6 @@ def test_clips_that_cannot_be_compared(tmp_path):
     assert len(result['clips']) == result['unclear'] == 3
     assert '3 clips are kept unjudged' in corpus_text(result)
     json.dumps(result, allow_nan=False)
-
-def test_the_best_path_begins_and_ends_anywhere():
-    local = np.full((9, 7), 2., np.float32)
-    for t, m in ((2, 1), (3, 2), (4, 2), (5, 4), (6, 5)): local[t, m] = -3.   # one stays, one jumps
-    assert cut._best_end(local) == (pytest.approx(15 - 2 * 1.8), 7, 6)
-    fit = cut.fit_clip(np.eye(4)[[3, 0, 1, 2]], np.full(4, 1.), np.eye(4)[[0, 1, 2]], [np.eye(4)[[3]]])
-    assert (fit.begin, fit.end, fit.first, fit.last, fit.left, fit.unread) == (1, 4, 0, 3, 0, 0)
-    assert fit.before == 1 and fit.after == 0 and fit.gain == pytest.approx(.75)
-    assert fit.other == pytest.approx(.25)
 
 
 # --- clips --------------------------------------------------------------------------------------------------
