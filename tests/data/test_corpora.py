@@ -373,9 +373,11 @@ CORPORA = {
               [('low-0.wav', 'hello', 'speaker', 'en')])}
 
 @pytest.mark.parametrize('name', LAYOUTS)
-def test_each_layout_is_found_and_read(folder, name):
+def test_each_layout_is_found_and_read(folder, name, monkeypatch):
     make, wanted = CORPORA[name]
     make(folder)
+    monkeypatch.chdir(folder.parent)
+    assert facts(read_corpus('corpus')[0]) == wanted   # of a path that is relative
     for layout in (None, name):
         clips, dropped = read_corpus(folder, layout=layout)
         assert facts(clips) == wanted and not dropped and all(c.path.is_file() for c in clips)

@@ -459,8 +459,9 @@ def _read_lists(folder: Path) -> Iterator[Row | Dropped]:
         for name, text in _keyed(path):
             audio, *times = parts.get(name, name).split()
             speaker, *chapter = re.split('[-_]', name)[:2]
-            place = Path('audio', speaker, *chapter) if path.name == 'transcripts.txt' else path.parent
-            audio = sound.get(audio, os.path.relpath(folder / place / audio, folder))
+            mls, here = Path('audio', speaker, *chapter), path.parent.relative_to(folder)
+            place = mls if path.name == 'transcripts.txt' else here
+            audio = sound.get(audio, (place / audio).as_posix())
             yield Row(path.name, audio, text, speakers.get(name, speaker), '', name, *times)
 
 TEXTS = '.txt', '.lab'
