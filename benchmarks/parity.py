@@ -44,7 +44,7 @@ from xtts_nb.files import read_json  # noqa: E402
 from xtts_nb.models.convert import from_coqui  # noqa: E402
 from xtts_nb.models.hifigan import load_hifigan  # noqa: E402
 from xtts_nb.models.xtts import XTTS, token_losses  # noqa: E402
-from xtts_nb.speech.generate import Speaker, generate, reference_mels  # noqa: E402
+from xtts_nb.speech.generate import faded, Speaker, generate, reference_mels  # noqa: E402
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -398,7 +398,8 @@ def utterance_parity(xtts, inputs: dict, theirs: dict) -> list[dict]:
     speaker = Speaker(xtts, max_seconds=(int(inputs['most_codes']) - 0.5) / per_second, temperature=0)
     voice = speaker.listen([inputs[name] for name in sorted(inputs) if name.startswith('reference_')])
     sound = speaker(str(inputs['sentence']), str(inputs['language']), voice)
-    row = compare_stage('utterance: waveform', sound, theirs['utterance_wav'])
+    ends = faded(theirs['utterance_wav'], speaker.sample_rate)   # as ours do, without a click
+    row = compare_stage('utterance: waveform', sound, np.asarray(ends))
     seconds, codes = len(theirs['utterance_wav']) / speaker.sample_rate, theirs['utterance_states'].shape[1]
     return [compare_stage('utterance: prompt of all clips', voice.prompt[None], theirs['utterance_prompt']),
             compare_stage('utterance: speaker embedding of all clips', voice.vector[None],

@@ -1,4 +1,6 @@
 "Texts, pauses, and where sentences are spoken."
+import zipfile
+
 import numpy as np
 import pytest
 import soundfile
@@ -8,7 +10,6 @@ from xtts_nb.config import UserError
 from xtts_nb.data.align import (
     align, comparable, find_pauses, fit_words, found_sentences, measure_file, measure_sound, read_paragraphs,
     speak_sentences, spoken_sentence, text_sentences, without_foreign)
-
 
 RATE = 22050
 
@@ -21,28 +22,6 @@ ASS = ('[Events]\nFormat: Layer, Start, End, Style, Name, MarginL, MarginR, Marg
        'Dialogue: 0,0:00:05.00,0:00:06.00,A,,0,0,0,,is {\\b1}late.\n'
        'Dialogue: 0,0:00:01.00,0:00:09.00,A,,0,0,0,,The\\Ntrain\n'
        'Dialogue: 0,0:00:01.00,0:00:09.00,A,,0,0,0,,{\\p1}m 0 0 l 9 9\n')
-
-@pytest.mark.parametrize('name, content', [
-    ('a.srt', SRT), ('a.vtt', VTT), ('a.ass', ASS), ('a.SRT', SRT + '[laughs]\n♪\n'),
-    ('twice.srt', SRT + '\n3\n00:00:04,500 --> 00:00:07,000\nis late.\n'), ('a.txt', 'The train\nis late.')])
-def test_a_text_and_subtitles(tmp_path, name, content):
-    (tmp_path / name).write_text(content, encoding='utf-16')
-    assert read_paragraphs(tmp_path / name) == ['The train is late.']
-
-@pytest.mark.parametrize('content, reason', [
-    (b'', 'holds no text'), (b'\n - \n', 'holds no text'), ('schön'.encode('latin-1'), 'is not UTF-8')])
-def test_a_text_that_is_none(tmp_path, content, reason):
-    (tmp_path / 'a.txt').write_bytes(content)
-    with pytest.raises(UserError, match=f'a.txt: {reason}'): read_paragraphs(tmp_path / 'a.txt')
-
-@pytest.mark.parametrize('text, language, spoken, words', [
-    ('On the 3rd, Dr. No – came.', 'en', 'on the third, doctor no came.', [0, 3, 7, 12, 16, 21]),
-    ('是，不是。', 'zh-cn', '是，不是。', [0, 2, 3]), ('سلام دنیا', 'fa', 'سلام دنیا', [0, 5])])
-def test_words_keep_their_places(text, language, spoken, words):
-    found = spoken_sentence(text, language)
-    assert (found.text, found.spoken, found.words) == (text, spoken, words)
-    assert len(found.places) == len(words) and spoken_sentence('– …', language) is None
-
 ROLLING = (   # (start, end) in ms, lines, as YouTube makes them by itself
     (160, 2389, ' \nhello<00:00:00.480><c> everyone</c><00:00:00.960><c> welcome</c>'),
     (2389, 2399, 'hello everyone welcome\n '),
@@ -59,6 +38,10 @@ def srt(*texts):
     return ''.join(f'{i}\n00:00:{i:02d},000 --> 00:00:{i:02d},900\n{t}\n\n' for i, t in enumerate(texts, 1))
 
 @pytest.mark.parametrize('name, content, said', [
+    *((name, content.encode('utf-16'), 'The train is late.') for name, content in (
+        ('a.srt', SRT), ('a.vtt', VTT), ('a.ass', ASS), ('a.SRT', SRT + '[laughs]\n♪\n'),
+        ('twice.srt', SRT + '\n3\n00:00:04,500 --> 00:00:07,000\nis late.\n'),
+        ('a.txt', 'The train\nis late.'))),
     ('rolling.vtt', vtt(*ROLLING), 'hello everyone welcome to the show'),
     ('grows.vtt', in_turn('we', 'we like', 'we like tea'), 'we like tea'),
     ('marked.vtt', in_turn('<b>we</b> like', 'we <b>like</b>', '<b>tea</b> too', 'tea <b>too</b>'),
@@ -70,13 +53,18 @@ def srt(*texts):
     ('tags.srt', srt('<i>un</i>believable R&amp;B', '(laughs) >> JOHN: Hi'), 'unbelievable R&B Hi'),
     ('short.vtt', 'WEBVTT\n\n00:05 --> 00:07\nFirst.\n\nNOTE no\n\nname\n00:08 --> 00:09\nNext.',
      'First. Next.'),
-    ('karaoke.ass', ASS.replace('The\\N', '{\\k20}T{\\k15}he ').replace('p1', 'p4'), 'The train is late.')])
-def test_subtitles_in_the_wild(tmp_path, name, content, said):
-    (tmp_path / name).write_bytes(content.encode())
+    ('karaoke.ass', ASS.replace('The\\N', '{\\k20}T{\\k15}he ').replace('p1', 'p4'), 'The train is late.'),
+    ('label.srt', '1\n00:01,0 --> 00:02,0\nMAN 1: Come in.\nИВАН: Да.\n*sighs*\nIt is 5:30.',
+     'Come in. Да. It is 5:30.'),
+    ('x.lrc', '[ar:Me]\n[00:12.00]Hello.\n[00:02.0]First.', 'First. Hello.'),
+    ('x.sbv', '0:00:01.000,0:00:02.000\nHello.', 'Hello.'), ('srt.txt', srt('Hello.'), 'Hello.'),
+    ('x.html', '<head><title>T</title></head><p>One<a role="doc-noteref"><sup>1</sup></a> two<sup><a>2</a>'
+               '</sup> 10<sup>th</sup></p><aside role="doc-footnote"><p>Note</p></aside>', 'One two 10th')])
+def test_only_what_is_said_is_read(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert ' '.join(read_paragraphs(tmp_path / name)) == said
 
 def book(path, chapters, spine, folder='OEBPS/'):
-    import zipfile
     items = ''.join(f'<item id="{n}" href="text/{n}%20a.xhtml" media-type="application/xhtml+xml"/>'
                     for n in chapters)
     refs = ''.join(f'<itemref idref="{n}"/>' for n in spine)
@@ -86,17 +74,29 @@ def book(path, chapters, spine, folder='OEBPS/'):
         for n, text in chapters.items(): file.writestr(f'{folder}text/{n} a.xhtml', text)
 
 def test_a_book(tmp_path):
-    "Chapters in the order of the spine; what is no book, or would fill the memory, is refused."
+    "Chapters in the order of the spine; nothing is extracted, and names that lead out are names in the file."
     page = '<head><title>No</title></head><body><h1>{}</h1><p>The <i>tr</i>ain\nis late.</p></body>'
-    book(tmp_path / 'a.epub', {n: page.format(n) for n in ('one', 'two')}, ('two', 'one'))
-    assert read_paragraphs(tmp_path / 'a.epub') == ['two', 'The train is late.', 'one', 'The train is late.']
-    book(tmp_path / 'bomb.epub', {'one': 'a' * 2**27}, ('one',))
-    (tmp_path / 'none.epub').write_bytes(b'PK no')
-    book(tmp_path / 'out.epub', {'one': page}, ('one',), '../../')
-    for name in ('bomb', 'none'):
-        with pytest.raises(UserError, match=f'{name}.epub'): read_paragraphs(tmp_path / f'{name}.epub')
-    assert read_paragraphs(tmp_path / 'out.epub') and sorted(p.name for p in tmp_path.iterdir()) == [
-        'a.epub', 'bomb.epub', 'none.epub', 'out.epub']
+    for name, folder in (('a', 'OEBPS/'), ('out', '../../')):
+        book(tmp_path / f'{name}.epub', {n: page.format(n) for n in ('one', 'two')}, ('two', 'one'), folder)
+        assert read_paragraphs(tmp_path / f'{name}.epub') == [
+            'two', 'The train is late.', 'one', 'The train is late.']
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['a.epub', 'out.epub']
+
+@pytest.mark.parametrize('name, content', [
+    ('a.txt', b''), ('a.txt', b'\n - \n'), ('a.txt', 'schön'.encode('latin-1')), ('x.pdf', b'%PDF'),
+    ('x.lab', b'0 300 sil\n300 900 a'), ('none.epub', b'PK no'), ('bomb.epub', None)])
+def test_a_file_that_holds_no_text_is_named(tmp_path, name, content):
+    if content is None: book(tmp_path / name, {'one': 'a' * (2**26 + 9)}, ('one',))   # would fill the memory
+    else: (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=name): read_paragraphs(tmp_path / name)
+
+@pytest.mark.parametrize('text, language, spoken, words', [
+    ('On the 3rd, Dr. No – came.', 'en', 'on the third, doctor no came.', [0, 3, 7, 12, 16, 21]),
+    ('是，不是。', 'zh-cn', '是，不是。', [0, 2, 3]), ('سلام دنیا', 'fa', 'سلام دنیا', [0, 5])])
+def test_words_keep_their_places(text, language, spoken, words):
+    found = spoken_sentence(text, language)
+    assert (found.text, found.spoken, found.words) == (text, spoken, words)
+    assert len(found.places) == len(words) and spoken_sentence('– …', language) is None
 
 def test_where_there_is_no_full_stop(tmp_path):
     "Line ends divide rows, not a text that is wrapped; then commas do, and lengths."
@@ -155,24 +155,3 @@ def test_sound_that_is_not_in_the_text_is_no_part_of_a_sentence():
         assert len(again.path) == again.match.end - again.match.begin
         again = without_foreign(fit_words(m._replace(end=m.end + 20), speech, model), speech, model)
         assert abs(again.match.end - m.end) <= 2 and again.match.begin == m.begin
-
-WRITTEN = {   # file: its content, what is said
-    'label.srt': ('1\n00:01,0 --> 00:02,0\nMAN 1: Come in.\nИВАН: Да.\n*sighs*\nIt is 5:30.',
-                  'Come in. Да. It is 5:30.'),
-    'x.lrc': ('[ar:Me]\n[00:12.00]Hello.\n[00:02.0]First.', 'First. Hello.'),
-    'x.sbv': ('0:00:01.000,0:00:02.000\nHello.', 'Hello.'),
-    'srt.txt': ('1\n00:00:01,000 --> 00:00:02,000\nHello.', 'Hello.'),
-    'x.html': ('<head><title>T</title></head><p>One<a role="doc-noteref"><sup>1</sup></a> two'
-               '<sup><a>2</a></sup> 10<sup>th</sup></p><aside role="doc-footnote"><p>Note</p></aside>',
-               'One two 10th')}
-
-@pytest.mark.parametrize('name', WRITTEN)
-def test_only_what_is_said_is_read(tmp_path, name):
-    content, said = WRITTEN[name]
-    (tmp_path / name).write_text(content, encoding='utf-8')
-    assert ' '.join(read_paragraphs(tmp_path / name)) == said
-
-@pytest.mark.parametrize('name, content', [('x.pdf', '%PDF'), ('x.lab', '0 300 sil\n300 900 a')])
-def test_other_files_are_no_text(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=name): read_paragraphs(tmp_path / name)

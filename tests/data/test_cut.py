@@ -1,6 +1,7 @@
 "A recording and its text become clips, and clips are compared with their texts: what is found and refused."
 import json
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,23 @@ import pytest
 import soundfile
 
 from benchmarks.cuts import cut_all
-from xtts_nb.app.demo import DEMO_SENTENCES, speak, speak_words, VOICES
+from xtts_nb.app import demo
+from xtts_nb.app.demo import DEMO_SENTENCES, VOICES
 from xtts_nb.config import UserError
 from xtts_nb.data import cut
-from xtts_nb.data.align import measure_sound, Speech
-from xtts_nb.data.corpora import read_corpus
+from xtts_nb.data.align import measure_part, Speech
+from xtts_nb.data.audio import open_audio, resample
+from xtts_nb.data.corpora import Clip, read_corpus
 from xtts_nb.data.cut import (
-    account, BRIEF, choose_clips, corpus_text, cut_corpus, CutPiece, join_sounds, located, LONGEST)
+    account, BRIEF, choose_clips, corpus_text, cut_corpus, CutPiece, LONGEST)
 from xtts_nb.speech.long import sentences
 
-RATE = 22050
+RATE, EN = 22050, DEMO_SENTENCES['en']
+speak_words = cache(demo.speak_words)   # many tests need the same sentences
+
+@cache
+def speak(text, language, voice=None):   # its name
+    return demo.speak(text, language, *([VOICES[voice]] if voice else []))
 
 
 # --- a reading ----------------------------------------------------------------------------------------------
@@ -28,18 +36,27 @@ def reading(spoken, voices=('f4', 'm3'), pauses=(0.2, 0.5, 0.8), language='en', 
     "Speech with pauses, and where each sentence lies: samples, [(start, end)] in s."
     rng, parts, places = np.random.default_rng(0), [np.zeros(int(lead * RATE))], []
     for i, text in enumerate(spoken):
-        wav = speak(text, language, VOICES[voices[i % len(voices)]])[0] / 2.**15
+        wav = speak(text, language, voices[i % len(voices)])[0] / 2.**15
         at, loud = sum(map(len, parts)), np.flatnonzero(np.abs(wav) > 0.01)
         places.append(((at + loud[0]) / RATE, (at + loud[-1]) / RATE))
         parts += [wav, np.zeros(int(rng.choice(pauses) * RATE))]
     wav = np.concatenate(parts)
     return (wav + 1e-4 * rng.standard_normal(len(wav))).astype(np.float32), places
 
-def corpus(folder, wav, text, language='en', out='out'):
-    soundfile.write(folder / 'book.wav', wav, RATE)
-    (folder / 'book.txt').write_text(text, encoding='utf-8')
-    return cut_corpus(folder / 'book.wav', folder / 'book.txt', folder / out, language, speak_words,
-                       sentences)
+def write(path, wav, text=None, rate=RATE):
+    "A recording, perhaps with its text of the same name."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, wav, rate)
+    if text is not None: path.with_suffix('.txt').write_text(text, encoding='utf-8')
+    return path
+
+def run(source, out, language='en', text=None, **how):
+    return cut_corpus(source, text, out, language, speak_words, sentences, **how)
+
+def corpus(folder, wav, text, language='en'):
+    return run(write(folder / 'book.wav', wav, text), folder / 'out', language, folder / 'book.txt')
+
+def said(result): return ' '.join(c['text'] for c in result['clips'])
 
 @pytest.mark.parametrize('language, voices', [('en', ('f4', 'm3')), ('de', ('f1',))])
 def test_what_is_missing_on_either_side_is_left_out(tmp_path, language, voices):
@@ -61,101 +78,77 @@ def test_what_is_missing_on_either_side_is_left_out(tmp_path, language, voices):
         assert 0.04 < places[inside[0]][0] - clip['start'] < 0.2
         assert 0.04 < clip['end'] - places[inside[-1]][1] < 0.2
 
-def test_what_a_text_says_again_is_found_each_time(tmp_path):
-    "As a refrain does, or people who read the same sentences in turn; one that is not read again is missing."
-    said = [*DEMO_SENTENCES['en'][:5], *DEMO_SENTENCES['en'][4::-1], *DEMO_SENTENCES['en'][:5]]
-    wav, places = reading(said)
-    more = [*said, DEMO_SENTENCES['en'][9], said[0]]
-    result = corpus(tmp_path, wav, ' '.join(more))
-    assert ' '.join(c['text'] for c in result['clips']) == ' '.join(said)
-    assert result['missing'] == more[-2:]
-
-def test_the_clips_are_a_corpus(tmp_path):
-    texts = DEMO_SENTENCES['en'][:8]
-    wav, _ = reading(texts)
-    result = corpus(tmp_path, wav, ' '.join(texts))
     rows, dropped = read_corpus(tmp_path / 'out')
     assert not dropped and [r.text for r in rows] == [c['text'] for c in result['clips']]
-    assert {(r.speaker, r.language) for r in rows} == {('book', 'en')}
+    assert {(r.speaker, r.language) for r in rows} == {('book', language)}
     for row, clip in zip(rows, result['clips']):
-        cut, rate = soundfile.read(row.path)
+        found, rate = soundfile.read(row.path)
         first, last = round(clip['start'] * RATE), round(clip['end'] * RATE)
-        assert rate == RATE and np.abs(cut - wav[first:last]).max() < 1e-3
-        assert BRIEF <= len(cut) / RATE <= LONGEST
-        assert max(np.abs(cut[:600]).max(), np.abs(cut[-600:]).max()) < 0.02
+        assert rate == RATE and np.abs(found - wav[first:last]).max() < 1e-3
+        assert BRIEF <= len(found) / RATE <= LONGEST
+        assert max(np.abs(found[:600]).max(), np.abs(found[-600:]).max()) < 0.02
     json.dumps(result)
 
+def test_what_a_text_says_again_is_found_each_time(tmp_path):
+    "As a refrain does, or people who read the same sentences in turn; one that is not read again is missing."
+    spoken = [*EN[:5], *EN[4::-1], *EN[:5]]
+    result = corpus(tmp_path, reading(spoken)[0], ' '.join([*spoken, EN[9], spoken[0]]))
+    assert said(result) == ' '.join(spoken) and result['missing'] == [EN[9], spoken[0]]
+
 def test_a_long_sentence_is_cut_at_its_pauses(tmp_path):
-    parts = [f'{t.rstrip(".").lower()},' for t in DEMO_SENTENCES['en'][:8] if t.endswith('.')]
+    parts = [f'{t.rstrip(".").lower()},' for t in EN[:8] if t.endswith('.')]
     wav, places = reading(parts, ('m4',), (0.5,))
     result = corpus(tmp_path, wav, ' '.join(parts))
-    assert len(result['clips']) > 1 and not result['missing']
-    assert ' '.join(c['text'] for c in result['clips']) == ' '.join(parts)
+    assert len(result['clips']) > 1 and not result['missing'] and said(result) == ' '.join(parts)
     for clip in result['clips']:
         assert clip['text'] == ' '.join(t for t, (a, b) in zip(parts, places)
                                         if clip['start'] < a and b < clip['end'])
 
-@pytest.mark.parametrize('text, language', [(' '.join(DEMO_SENTENCES['de']), 'de'),
-                                            (' '.join(DEMO_SENTENCES['fa']), 'fa'),
-                                            (' '.join(DEMO_SENTENCES['en'][12:]), 'en')])
-def test_another_text_is_refused(tmp_path, text, language):
-    wav, _ = reading(DEMO_SENTENCES['en'][:12])
-    with pytest.raises(UserError, match=r'only \d+ of \d+ sentences .* give the text of this recording'):
-        corpus(tmp_path, wav, text, language)
-    assert not list(tmp_path.glob('out*'))
+@pytest.mark.parametrize('wav, text, language, named', [
+    (lambda: reading(EN[:6])[0], ' '.join(DEMO_SENTENCES['de']), 'de', 'text of this recording'),
+    (lambda: np.zeros(RATE * 3), 'Hello there.', 'en', 'silent'), (lambda: [], 'Hello.', 'en', 'no sound'),
+    (lambda: np.zeros(9), 'Hello.', 'English!', '"English!"'), (lambda: np.zeros(9), None, 'en', 'book.txt')])
+def test_what_cannot_be_cut(tmp_path, wav, text, language, named):
+    with pytest.raises(UserError) as e: corpus(tmp_path, np.float32(wav()), text, language)
+    assert named in str(e.value) and not [*tmp_path.glob('out*')]
 
-@pytest.mark.parametrize('wav, reason', [(np.zeros(RATE * 3), 'silent'), (np.zeros(0), 'no sound')])
-def test_silence_is_refused(tmp_path, wav, reason):
-    with pytest.raises(UserError, match=reason): corpus(tmp_path, wav.astype(np.float32), 'Hello there.')
-    assert not list(tmp_path.glob('out*'))
-
-@pytest.mark.parametrize('there, text, reason', [
-    ('a.txt', 'a.txt', 'a.wav: there is no such file; give a recording'),
-    ('a.wav', 'a.txt', 'a.txt: there is no such file; give the text')])
-def test_a_file_that_is_missing_is_named(tmp_path, there, text, reason):
-    (tmp_path / there).write_text('The train is late.')
-    with pytest.raises(UserError, match=reason):
-        cut_corpus(tmp_path / 'a.wav', text and tmp_path / text, tmp_path / 'out', 'en', speak_words,
-                   sentences)
-    assert not (tmp_path / 'out').exists()
-
-def test_other_work_is_not_overwritten(tmp_path, monkeypatch):
-    monkeypatch.setattr(cut, 'measure_file', lambda *what: 1 / 0)   # before the work
+def test_other_files_are_not_touched(tmp_path):
     (tmp_path / 'out').mkdir()
     (tmp_path / 'out' / 'mine').touch()
     with pytest.raises(UserError, match='already holds something'): corpus(tmp_path, np.zeros(9), 'Hello.')
-    with pytest.raises(UserError, match='no language code'):
-        corpus(tmp_path, np.zeros(9), 'Hello.', 'English!')
+    assert [p.name for p in (tmp_path / 'out').iterdir()] == ['mine']
+    for files in ({}, {'a.wav': b'x', 'b.wav': b'x', 'a.txt': b'Hi.', 'b.txt': b'Ho.'}):
+        (tmp_path / 'book').mkdir(exist_ok=True)
+        for name, data in files.items(): (tmp_path / 'book' / name).write_bytes(data)
+        with pytest.raises(UserError, match='book'): run(tmp_path / 'book', tmp_path / 'new')
+    with pytest.raises(UserError, match='gone.wav'): run(tmp_path / 'gone.wav', tmp_path / 'new')
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['book', 'book.txt', 'book.wav', 'out']
 
 
 # --- several recordings -------------------------------------------------------------------------------------
 
-def chapters(folder, texts, rates=(22050, 44100), bad=False):
-    "Three readings, `1.wav`, `2.wav` and `10.wav`, with their texts beside them; where each sentence lies."
-    from xtts_nb.data.audio import resample
-    folder.mkdir()
+def chapters(folder, texts):
+    "Three readings, `1.wav`, `2.wav` and `10.wav`, with their texts; where each sentence lies."
     places = {}
-    for i, number in enumerate((1, 2, 10)):
-        part, rate = texts[4 * i:4 * i + 4], rates[i % len(rates)]
+    for i, (number, rate) in enumerate(((1, 22050), (2, 44100), (10, 22050))):
+        part = texts[4 * i:4 * i + 4]
         wav, places[f'{number}.wav'] = reading(part, ('f4',), (0.4,))
-        soundfile.write(folder / f'{number}.wav', resample(wav, RATE, rate), rate)
-        (folder / f'{number}.txt').write_text(' '.join(part))
-    if bad:
-        (folder / '3.wav').write_bytes(b'no sound')
-        (folder / '3.txt').write_text('Nobody can hear this.')
-        (folder / '4.wav').write_bytes((folder / '1.wav').read_bytes())
+        write(folder / f'{number}.wav', resample(wav, RATE, rate), ' '.join(part), rate)
     return places
 
 @pytest.mark.parametrize('beside', [True, False])
 def test_chapters(tmp_path, beside):
-    texts = DEMO_SENTENCES['en'][:12]
-    places = chapters(tmp_path / 'book', texts, bad=beside)
+    texts, book = EN[:12], tmp_path / 'book'
+    places = chapters(book, texts)
+    if beside:
+        (book / '3.wav').write_bytes(b'no sound')
+        (book / '3.txt').write_text('Nobody can hear this.')
+        (book / '4.wav').write_bytes((book / '1.wav').read_bytes())
     (tmp_path / 'all.txt').write_text(' '.join(texts))
-    text = None if beside else tmp_path / 'all.txt'
-    result = cut_corpus(tmp_path / 'book', text, tmp_path / 'out', 'en', speak_words, sentences)
-    spoken = {c['text']: c for c in result['clips']}
-    assert ' '.join(spoken) == ' '.join(texts) and [c['source'] for c in result['clips']] == sorted(
-        (c['source'] for c in result['clips']), key=lambda name: int(name[:-4]))
+    result = run(book, tmp_path / 'out', text=None if beside else tmp_path / 'all.txt')
+    assert said(result) == ' '.join(texts)
+    sources = [c['source'] for c in result['clips']]
+    assert sources == sorted(sources, key=lambda name: int(name[:-4]))
     for clip in result['clips']:
         first, *_, last = [place for place, part in zip(places[clip['source']], texts[4 * list(places).index(
             clip['source']):]) if part in clip['text']] * 2
@@ -174,19 +167,9 @@ def test_chapters(tmp_path, beside):
         assert parts[0][0] == 0 and all(a[1] == pytest.approx(b[0], abs=3e-3) for a, b in pairwise(parts))
         assert parts[-1][1] == pytest.approx(soundfile.info(tmp_path / 'book' / name).duration, abs=2e-3)
 
-@pytest.mark.parametrize('files, reason', [
-    ({}, 'holds no recordings'),
-    ({'a.wav': b'x', 'b.wav': b'x', 'a.txt': b'Hi.', 'b.txt': b'Ho.'}, 'no recording can be read')])
-def test_a_folder_without_recordings(tmp_path, files, reason):
-    (tmp_path / 'book').mkdir()
-    for name, data in files.items(): (tmp_path / 'book' / name).write_bytes(data)
-    with pytest.raises(UserError, match=reason):
-        cut_corpus(tmp_path / 'book', None, tmp_path / 'out', 'en', speak_words, sentences)
-    assert not list(tmp_path.glob('out*'))
-
 def test_finished_recordings_are_kept(tmp_path, monkeypatch):
     "A run that ends early is continued; a recording that fails is named; nothing of a user's is touched."
-    texts, spoken = DEMO_SENTENCES['en'][:12], []
+    texts, spoken = EN[:12], []
     chapters(tmp_path / 'book', texts)
     (tmp_path / 'book' / '2.txt').write_text(' '.join(DEMO_SENTENCES['de'][:8]))
     monkeypatch.setattr(cut, 'ALONE', 1.)
@@ -203,20 +186,18 @@ def test_finished_recordings_are_kept(tmp_path, monkeypatch):
     assert not (tmp_path / 'out').exists()
     result = again()
     assert len(spoken) == 13 + 8 + 4 and not {*spoken[:4]} & {*spoken[13:]}
-    assert ' '.join(c['text'] for c in result['clips']) == ' '.join(texts[:4] + texts[8:])
+    assert said(result) == ' '.join(texts[:4] + texts[8:])
     assert ['2.wav'] == [d['source'] for d in result['dropped'] if 'are spoken here' in d['reason']]
     assert sorted(p.name for p in tmp_path.iterdir()) == ['book', 'mine', 'out']
 
-def test_recordings_in_several_formats_and_with_long_names(tmp_path):
+def test_recordings_in_several_formats_with_odd_names_and_of_a_telephone(tmp_path):
     "One of each name is read, and its text once; a text may be in capitals, or name its language."
-    texts, name = DEMO_SENTENCES['en'][:4], 'あ' * 80
-    (tmp_path / 'all').mkdir()
-    wav, _ = reading(texts)
-    for ending in ('flac', 'wav'): soundfile.write(tmp_path / 'all' / f'{name}.{ending}', wav, RATE)
+    texts, name, wav = EN[:12], 'あ' * 80, resample(reading(EN[:12])[0], RATE, 8000)
+    for ending in ('flac', 'wav'): write(tmp_path / 'all' / f'{name}.{ending}', wav, rate=8000)
     (tmp_path / 'all' / f'{name}.mp3').write_bytes(b'no sound')
     (tmp_path / 'all' / f'{name}.en.SRT').write_text(f'1\n00:00:01,000 --> 00:00:09,000\n{" ".join(texts)}\n')
-    result = cut_corpus(tmp_path / 'all', None, tmp_path / 'out', 'en', speak_words, sentences)
-    assert ' '.join(c['text'] for c in result['clips']) == ' '.join(texts) and not result['missing']
+    result = run(tmp_path / 'all', tmp_path / 'out')
+    assert said(result) == ' '.join(texts) and not result['missing']
     assert {d['source'] for d in result['dropped'] if d['end'] == 0} == {f'{name}.flac', f'{name}.mp3'}
     assert len(read_corpus(tmp_path / 'out')[0]) == len(result['clips'])
 
@@ -231,52 +212,33 @@ def test_a_recording_that_breaks_off_is_left_out(tmp_path):
     assert [d['source'] for d in dropped] == ['a'] and [c['file'] for c in clips] == [
         'wavs/b-00001.wav', 'wavs/b-00002.wav'] and len([*(tmp_path / 'out' / 'wavs').iterdir()]) == 2
 
-@pytest.mark.parametrize('rate', [8000, 11025])
-def test_a_telephone_recording(tmp_path, rate):
-    from xtts_nb.data.audio import resample
-    texts = DEMO_SENTENCES['en'][:12]
-    soundfile.write(tmp_path / 'a.wav', resample(reading(texts)[0], RATE, rate), rate)
-    (tmp_path / 'a.txt').write_text(' '.join(texts))
-    result = cut_corpus(tmp_path / 'a.wav', None, tmp_path / 'out', 'en', speak_words, sentences)
-    assert not result['missing'] and ' '.join(c['text'] for c in result['clips']) == ' '.join(texts)
-
 def test_chinese_without_marks(tmp_path):
     lines = ['今天早上下了一场大雨', '我带着雨伞去上班', '下午天气慢慢变好了', '妹妹打来电话说她要来']
-    parts = [p for line in lines for p in (speak(line, 'cmn')[0], np.zeros(15000, np.int16))]
-    soundfile.write(tmp_path / 'a.wav', np.concatenate(parts), RATE)
+    wav = np.concatenate([p for line in lines for p in (speak(line, 'cmn')[0], np.zeros(15000, np.int16))])
     for name, text in (('lines', '\n'.join(lines)), ('bare', ''.join(lines))):
-        (tmp_path / 'a.txt').write_text(text, encoding='utf-8')
-        result = cut_corpus(tmp_path / 'a.wav', None, tmp_path / name, 'zh-cn', speak_words, sentences)
+        result = run(write(tmp_path / 'a.wav', wav, text), tmp_path / name, 'zh-cn')
         assert sum(any(line in c['text'] for c in result['clips']) for line in lines) >= 3
 
-def test_pauses_of_joined_recordings():
-    "Pauses at both sides of the border and the gap between are one; frames at 22,050 Hz are shorter."
-    quiet, tone = lambda n: np.zeros(n), lambda n: np.sin(np.arange(n) * 0.3)
-    one = lambda rate: np.concatenate([quiet(rate // 2), tone(rate), quiet(rate // 4)])
-    sounds = [measure_sound(one(rate).astype(np.float32), rate) for rate in (22050, 16000)]
-    whole, recordings = join_sounds(['a', 'b'], sounds, 1.)
-    assert recordings[1].scale == pytest.approx(0.04 / (880 / 22050)) and recordings[0].scale == 1
-    first, border, last = whole.pauses
-    assert first == pytest.approx([0, .5], abs=.03) and last[1] == pytest.approx(whole.seconds)
-    back = [*located([{'start': border[0], 'end': border[1]}], recordings)]
-    assert [(b['path'], b['start'], b['end']) for b in back] == [
-        ('a', pytest.approx(1.5, abs=.03), 1.75), ('b', 0, pytest.approx(.5, abs=.03))]
-
+def test_a_sentence_over_two_recordings_is_no_clip(tmp_path):
+    texts, folder = EN[:6], tmp_path / 'book'
+    wav, places = reading(texts, ('f4',), (0.4,))
+    at = int(sum(places[2]) / 2 * RATE)   # within the third sentence
+    write(folder / '1.wav', wav[:at])
+    write(folder / '2.wav', wav[at:])
+    (tmp_path / 'all.txt').write_text(' '.join(texts))
+    spoken = [c['text'] for c in run(folder, tmp_path / 'out', text=tmp_path / 'all.txt')['clips']]
+    assert len({*spoken}) == len(spoken) and not any(texts[2] in text for text in spoken)
 
 def test_each_folder_of_recordings_is_a_speaker(tmp_path):
-    said = {'Anna M': DEMO_SENTENCES['en'][:3], 'Ben/old': DEMO_SENTENCES['en'][3:6],
-            'Ben': DEMO_SENTENCES['en'][6:9]}
-    for name, texts in said.items():
-        (tmp_path / 'all' / name).mkdir(parents=True, exist_ok=True)
+    spoken = {'Anna M': EN[:3], 'Ben/old': EN[3:6], 'Ben': EN[6:9]}
+    for name, texts in spoken.items():
         wav, _ = reading(texts, ('f4',) if name == 'Anna M' else ('m3',))
-        soundfile.write(tmp_path / 'all' / name / '1.wav', wav, RATE)
+        write(tmp_path / 'all' / name / '1.wav', wav, ' '.join(texts))
         (tmp_path / 'all' / name / '._1.wav').write_bytes(b'hidden')
-        (tmp_path / 'all' / name / '1.txt').write_text(' '.join(texts))
-    result = cut_corpus(tmp_path / 'all', None, tmp_path / 'out', 'en', speak_words, sentences)
+    result = run(tmp_path / 'all', tmp_path / 'out')
     rows = read_corpus(tmp_path / 'out')[0]
-    told = {speaker: ' '.join(r.text for r in rows if r.speaker == speaker) for speaker in ('Anna_M', 'Ben')}
-    assert told == {'Anna_M': ' '.join(said['Anna M']), 'Ben': ' '.join(said['Ben'])}
-    assert {r.speaker for r in rows} == {*told}
+    found = {speaker: ' '.join(r.text for r in rows if r.speaker == speaker) for speaker in ('Anna_M', 'Ben')}
+    assert found == {'Anna_M': ' '.join(spoken['Anna M']), 'Ben': ' '.join(spoken['Ben'])}
     assert {s['source'] for s in result['clips'] + result['dropped']} == {'Anna M/1.wav', 'Ben/1.wav'}
     again = cut.recut(tmp_path / 'all', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')['clips']
     assert again == [{k: v for k, v in c.items() if k != 'score'} for c in result['clips']]
@@ -307,61 +269,35 @@ def hear(monkeypatch):
 
 def test_what_has_no_text_is_transcribed_and_the_transcript_is_aligned(tmp_path, monkeypatch, hear):
     "What Whisper made up is spoken nowhere; a text beside a recording is believed more."
-    (tmp_path / 'all').mkdir()
-    texts, told = DEMO_SENTENCES['en'], []
-    for name, said in {'1': texts[:5], '2': texts[5:10], '3': texts[10:12]}.items():
-        soundfile.write(tmp_path / 'all' / f'{name}.wav', reading(said)[0], RATE)
-    soundfile.write(tmp_path / 'all' / '4.wav', np.zeros(2 * RATE), RATE)
-    (tmp_path / 'all' / '5.wav').write_bytes(b'no sound')
-    (tmp_path / 'all' / '2.txt').write_text(' '.join(texts[5:10]), encoding='utf-8')
+    texts, folder = EN, tmp_path / 'all'
+    for name, part in {'1': texts[:5], '2': texts[5:10], '3': texts[10:12]}.items():
+        write(folder / f'{name}.wav', reading(part)[0], ' '.join(part) if name == '2' else None)
+    write(folder / '4.wav', np.zeros(2 * RATE))
+    (folder / '5.wav').write_bytes(b'no sound')
     made_up = 'Thank you so much for watching this video.'
     monkeypatch.setattr(Whisper, 'said', {'1.wav': [*texts[:5], made_up], '3.wav': texts[10:12], '4.wav': []})
-    result = cut_corpus(tmp_path / 'all', None, tmp_path / 'out', 'en', speak_words, sentences,
-                        lambda *now: told.append(now), hear=hear)
+    result = run(folder, tmp_path / 'out', hear=hear)
     assert Whisper.asked == [(f'{name}.wav', 'en', True, False) for name in '134']
     assert hear('4.wav', 'zh-cn', None)[0] == '' and Whisper.asked[-1][1] == 'zh'
-    assert ('transcribe', 6., 6.) in told
-    assert result['missing'] == [made_up]
-    assert ' '.join(c['text'] for c in result['clips']) == ' '.join(texts[:12])
-    assert {d['source'] for d in result['dropped'] if 'no sound' in d['reason']} <= {'5.wav'}
+    assert result['missing'] == [made_up] and said(result) == ' '.join(texts[:12])
     assert '5.wav' in {d['source'] for d in result['dropped']}
     transcript = (tmp_path / 'out' / cut.TRANSCRIPT).read_text(encoding='utf-8')
     assert transcript.split('\n\n') == [
         ' '.join([*texts[:5], made_up]), ' '.join(texts[5:10]), ' '.join(texts[10:12]), '']
-
-def test_the_language_is_heard(tmp_path, monkeypatch, hear):
-    soundfile.write(tmp_path / '1.wav', reading(DEMO_SENTENCES['de'][:4], language='de')[0], RATE)
-    monkeypatch.setattr(Whisper, 'said', {'1.wav': DEMO_SENTENCES['de'][:4]})
-    result = cut_corpus(tmp_path / '1.wav', None, tmp_path / 'out', None, speak_words, sentences, hear=hear)
-    assert {r.language for r in read_corpus(tmp_path / 'out')[0]} == {'de'} and not result['missing']
-
-def test_a_transcript_is_written_only_where_it_was_asked_for(tmp_path):
-    corpus(tmp_path, reading(DEMO_SENTENCES['en'][:3])[0], ' '.join(DEMO_SENTENCES['en'][:3]))
-    assert not (tmp_path / 'out' / cut.TRANSCRIPT).exists()
-
-def test_what_cannot_be_transcribed(tmp_path, monkeypatch, hear):
-    with pytest.raises(UserError, match=r"^none: no Whisper model for CTranslate2 \(Unable to open"):
-        cut.load_whisper('none')
-    soundfile.write(tmp_path / '1.wav', reading(DEMO_SENTENCES['en'][:2])[0], RATE)
+    with pytest.raises(UserError, match='1.wav.*--transcribe MODEL'):
+        run(folder / '1.wav', tmp_path / 'no')
     monkeypatch.setattr(Whisper, 'said', {'1.wav': None})
-    with pytest.raises(UserError, match="'en' is not a valid language code; give a text of .*1.wav instead"):
-        cut_corpus(tmp_path / '1.wav', None, tmp_path / 'out', 'en', speak_words, sentences, hear=hear)
-    with pytest.raises(UserError, match='no text beside it .* or --transcribe MODEL'):
-        cut_corpus(tmp_path / '1.wav', None, tmp_path / 'out', 'en', speak_words, sentences)
-    monkeypatch.setitem(sys.modules, 'faster_whisper', None)
-    with pytest.raises(UserError, match=r'faster_whisper is missing; pip install "xtts_nb\[transcribe\]"'):
-        cut.load_whisper('small')
-    (tmp_path / '2.wav').write_bytes(b'no sound')
-    with pytest.raises(UserError, match='2.wav: not readable as audio'):
-        cut_corpus(tmp_path / '2.wav', None, tmp_path / 'out', 'en', speak_words, sentences, hear=hear)
-    assert not (tmp_path / 'out').exists()
+    with pytest.raises(UserError, match='valid language code.*1.wav'):
+        run(folder / '1.wav', tmp_path / 'no', hear=hear)
+    with pytest.raises(UserError, match='^none: '): cut.load_whisper('none')
+    assert not (tmp_path / 'no').exists()
 
 
 # --- corrected by hand --------------------------------------------------------------------------------------
 
 def test_a_corrected_table_is_cut_again(tmp_path):
-    wav, _ = reading(DEMO_SENTENCES['en'][:6])
-    first = corpus(tmp_path, wav, ' '.join(DEMO_SENTENCES['en'][:6]))
+    wav, _ = reading(EN[:6])
+    first = corpus(tmp_path, wav, ' '.join(EN[:6]))
     lines = (tmp_path / 'out' / 'cuts.csv').read_text().splitlines()
     assert lines[0] == 'source|start|end|text' and len(lines) == len(first['clips']) + 1
     same = cut.recut(tmp_path / 'book.wav', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')
@@ -377,27 +313,30 @@ def test_a_corrected_table_is_cut_again(tmp_path):
     assert [(d['start'], d['end'], d['reason']) for d in result['dropped']] == [
         (0, .5, 'not in cuts.csv'), (3, round(len(wav) / RATE, 3), 'not in cuts.csv')]
 
-@pytest.mark.parametrize('line, reason', [
-    ('book.wav|1|2', 'line 2 has 3 columns'), ('other.wav|1|2|a', 'there is no recording other.wav'),
-    ('../book.wav|1|2|a', 'there is no recording'), ('book.wav|one|2|a', r'"one\|2" is no time'),
-    ('book.wav|2|2|a', '2 to 2 s is no part of book.wav, which has 3.00 s'),
-    ('book.wav|-1|2|a', 'no part of'),
-    ('book.wav|1|3.1|a', 'no part of'), ('book.wav|1|nan|a', 'no part of'), ('book.wav|1|2|–', 'has no text'),
-    ('book.wav|1|2|sch\udcf6n', 'line 2 is not UTF-8'), ('', 'holds no line')])
-def test_a_line_that_cannot_be_cut_is_named(tmp_path, line, reason):
-    soundfile.write(tmp_path / 'book.wav', np.zeros(3 * RATE), RATE)
+@pytest.mark.parametrize('line, named', [
+    ('book.wav|1|2', 'line 2'), ('other.wav|1|2|a', 'other.wav'), ('../book.wav|1|2|a', '../book.wav'),
+    ('book.wav|one|2|a', 'one'), ('book.wav|2|2|a', 'book.wav'), ('book.wav|-1|2|a', '-1'),
+    ('book.wav|1|3.1|a', '3.1'), ('book.wav|1|nan|a', 'nan'), ('book.wav|1|2|–', 'line 2'),
+    ('book.wav|1|2|sch\udcf6n', 'UTF-8'), ('', 'cuts.csv'), ('bad.wav|1|2|a', 'bad.wav')])
+def test_a_line_that_cannot_be_cut_is_named(tmp_path, line, named):
+    write(tmp_path / 'all/book.wav', np.zeros(3 * RATE))
+    (tmp_path / 'all/bad.wav').write_bytes(b'no sound')
     table = f'source|start|end|text\n{line}\n'.encode(errors='surrogateescape')
     (tmp_path / 'cuts.csv').write_bytes(table)
-    with pytest.raises(UserError, match=reason):
-        cut.recut(tmp_path / 'book.wav', tmp_path / 'cuts.csv', tmp_path / 'out', 'en')
-    assert not (tmp_path / 'out').exists()
+    with pytest.raises(UserError) as e:
+        cut.recut(tmp_path / 'all', tmp_path / 'cuts.csv', tmp_path / 'out', 'en')
+    assert named in str(e.value) and not (tmp_path / 'out').exists()
 
-
-def test_a_recording_that_is_none_cannot_be_cut_again(tmp_path):
-    (tmp_path / 'book.wav').write_bytes(b'no sound')
-    (tmp_path / 'cuts.csv').write_text('book.wav|1|2|a\n')
-    with pytest.raises(UserError, match='book.wav: not readable as audio'):
-        cut.recut(tmp_path / 'book.wav', tmp_path / 'cuts.csv', tmp_path / 'out', 'en')
+def test_names_with_marks(tmp_path):
+    "A recording with a | in its name is cut again from its table; one that is not UTF-8 is refused."
+    source = write(tmp_path / 'a | b.wav', reading(EN[:6])[0], ' '.join(EN[:6]))
+    first = run(source, tmp_path / 'out')
+    again = cut.recut(source, tmp_path / 'out' / 'cuts.csv', tmp_path / 'again', 'en')
+    assert [c['start'] for c in again['clips']] == [c['start'] for c in first['clips']]
+    bad = tmp_path / 'b\udcf6.wav'
+    bad.write_bytes(source.read_bytes())
+    with pytest.raises(UserError, match='is not UTF-8'):
+        run(bad, tmp_path / 'no', text=tmp_path / 'a | b.txt')
 
 
 # --- clips and their texts ----------------------------------------------------------------------------------
@@ -406,7 +345,7 @@ def with_faults(folder, kinds, language='en', noise=0.):
     "Clips of two voices, some with a fault: its number -> its kind."
     texts, rng = DEMO_SENTENCES[language], np.random.default_rng(2)
     said = [(t, v) for v in ('f4', 'm3') for t in texts]
-    wavs = [speak(t, language, VOICES[v])[0] / 2.**15 for t, v in said]
+    wavs = [speak(t, language, v)[0] / 2.**15 for t, v in said]
     (folder / 'wavs').mkdir(parents=True)
     rows = []
     for i, (text, voice) in enumerate(said):
@@ -425,7 +364,7 @@ def with_faults(folder, kinds, language='en', noise=0.):
 
 FAULTS = {2: 'half', 7: 'end', 11: 'text', 16: 'second', 21: 'pause', 30: 'start'}
 
-@pytest.mark.parametrize('language, noise', [('en', 0.), ('en', 1e-3), ('fa', 0.)])
+@pytest.mark.parametrize('language, noise', [('en', 1e-3), ('fa', 0.)])
 def test_faults_of_clips_are_found(tmp_path, language, noise):
     said = with_faults(tmp_path / 'clips', FAULTS, language, noise)
     result = cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en', speak_words)
@@ -444,6 +383,18 @@ def test_faults_of_clips_are_found(tmp_path, language, noise):
         (t, v, language) for i, (t, v) in enumerate(said) if i not in found]
     lost = next(d['reason'] for d in result['dropped'] if name(d) == 2)
     assert lost.split('"')[1] and said[2][0].endswith(lost.split('"')[1])
+
+def test_a_long_recording_is_opened_once_for_all_its_parts(tmp_path, monkeypatch):
+    "In any order, with one that lies beyond its end; each has the frames that it has by itself."
+    path, opened, faults = write(tmp_path / 'a.mp3', reading(EN[:6])[0]), [], {}
+    parts = (4.5, 6.), (0., 1.), (900., 901.), (.5, 3.2), (2., 4.)
+    clips = [Clip(f'{start}', 'hi', 's', 'en', path, start, end) for start, end in parts]
+    monkeypatch.setattr(cut, 'open_audio', lambda *a: opened.append(a) or open_audio(*a))
+    found = cut._measured(clips, faults)
+    assert len(opened) == 1 and [*found] == clips[:2] + clips[3:] and 'no sound' in faults[clips[2]]
+    for clip in found:
+        with open_audio(path) as file: alone = measure_part(file, clip.start, clip.end)
+        assert np.array_equal(found[clip].mel, alone.mel) and found[clip].seconds == alone.seconds
 
 def test_texts_of_other_clips_are_refused(tmp_path):
     with_faults(tmp_path / 'clips', dict.fromkeys(range(48), 'text'))
@@ -464,7 +415,7 @@ def test_clips_that_cannot_be_compared(tmp_path):
     "One is silent, one of another language too short, one an hour; all texts but one are the same."
     clips = tmp_path / 'clips'
     (clips / 'wavs').mkdir(parents=True)
-    says = [speak(DEMO_SENTENCES['en'][0], 'en', VOICES[v])[0] for v in ('f4', 'm3', 'm4')]
+    says = [speak(EN[0], 'en', v)[0] for v in ('f4', 'm3', 'm4')]
     wavs = [*says, np.zeros(RATE), np.zeros(100), says[0][:9000], np.zeros(70 * RATE, np.int16)]
     texts = [DEMO_SENTENCES['en'][0]] * 5 + ['Ja.'] + ['Long.']
     for i, wav in enumerate(wavs):
@@ -478,41 +429,6 @@ def test_clips_that_cannot_be_compared(tmp_path):
     assert len(result['clips']) == result['unclear'] == 3
     assert '3 clips are kept unjudged' in corpus_text(result)
     json.dumps(result, allow_nan=False)
-
-def test_a_sentence_over_two_recordings_is_no_clip(tmp_path):
-    texts, folder = DEMO_SENTENCES['en'][:6], tmp_path / 'book'
-    wav, places = reading(texts, ('f4',), (0.4,))
-    folder.mkdir()
-    at = int(sum(places[2]) / 2 * RATE)   # within the third sentence
-    soundfile.write(folder / '1.wav', wav[:at], RATE)
-    soundfile.write(folder / '2.wav', wav[at:], RATE)
-    (tmp_path / 'all.txt').write_text(' '.join(texts))
-    result = cut_corpus(folder, tmp_path / 'all.txt', tmp_path / 'out', 'en', speak_words, sentences)
-    spoken = [c['text'] for c in result['clips']]
-    assert len({*spoken}) == len(spoken) and not any(texts[2] in text for text in spoken)
-
-def test_names_with_marks(tmp_path):
-    "A recording with a | in its name is cut again from its table; one that is not UTF-8 is refused."
-    wav, _ = reading(DEMO_SENTENCES['en'][:6])
-    soundfile.write(tmp_path / 'a | b.wav', wav, RATE)
-    (tmp_path / 'a | b.txt').write_text(' '.join(DEMO_SENTENCES['en'][:6]))
-    source = tmp_path / 'a | b.wav'
-    first = cut_corpus(source, None, tmp_path / 'out', 'en', speak_words, sentences)
-    again = cut.recut(source, tmp_path / 'out' / 'cuts.csv', tmp_path / 'again', 'en')
-    assert [c['start'] for c in again['clips']] == [c['start'] for c in first['clips']]
-    with pytest.raises(UserError, match='is not UTF-8'):
-        bad = tmp_path / 'b\udcf6.wav'
-        bad.write_bytes(source.read_bytes())
-        cut_corpus(bad, tmp_path / 'a | b.txt', tmp_path / 'no', 'en', speak_words, sentences)
-
-def test_the_best_path_begins_and_ends_anywhere():
-    local = np.full((9, 7), 2., np.float32)
-    for t, m in ((2, 1), (3, 2), (4, 2), (5, 4), (6, 5)): local[t, m] = -3.   # one stays, one jumps
-    assert cut._best_end(local) == (pytest.approx(15 - 2 * 1.8), 7, 6)
-    fit = cut.fit_clip(np.eye(4)[[3, 0, 1, 2]], np.full(4, 1.), np.eye(4)[[0, 1, 2]], [np.eye(4)[[3]]])
-    assert (fit.begin, fit.end, fit.first, fit.last, fit.left, fit.unread) == (1, 4, 0, 3, 0, 0)
-    assert fit.before == 1 and fit.after == 0 and fit.gain == pytest.approx(.75)
-    assert fit.other == pytest.approx(.25)
 
 
 # --- clips --------------------------------------------------------------------------------------------------
@@ -556,20 +472,16 @@ def test_every_second_has_a_reason():
         (0, .5, 'pause'), (3.5, 4, 'pause'), (4, 4.5, 'shorter than 2 s, and nothing beside it to join'),
         (4.5, 9, 'no sentence of the text is spoken here'), (9, 12, 'no pause beside it to cut in'),
         (12, 30, 'longer than 11 s'), (30, 31, 'pause')]
-    told = corpus_text({'clips': [], 'missing': [], 'dropped': [
+    told = corpus_text({'clips': [], 'missing': ['a'] * 12, 'dropped': [
         {'start': 0, 'end': 0, 'reason': 'no sound; convert it'},
         {'start': 0, 'end': 1,
-         'reason': 'sound before its text: 1; its text goes on after the sound: "a; b"'}]})
-    assert told.splitlines()[1:] == [
+         'reason': 'sound before its text: 1; its text goes on after the sound: "a; b"'}]}).splitlines()
+    assert told[1:4] == [
         'dropped  1 × no sound; convert it, 0.0 s', 'dropped  1 × sound before its text, 1.0 s',
-        'dropped  1 × its text goes on after the sound, 1.0 s']
+        'dropped  1 × its text goes on after the sound, 1.0 s'] and told[-1] == 'missing  and 2 more'
     scored = lambda *scores: corpus_text({'dropped': [], 'missing': [], 'clips': [
         {'start': 0., 'end': 1., 'score': score} for score in scores]}).splitlines()
-    assert scored(1.6, 1.2, 1.4)[1:] == ['doubtful  the text fits its sound by 1.4, clean speech by 1.5 and '
-                                         'more: another --language, or strong noise']
-    assert len(scored(1.5, 1., 1.8)) == len(scored()) == 1
-    lines = corpus_text({'clips': [], 'dropped': dropped, 'missing': ['a'] * 12}).splitlines()
-    assert lines[0] == '0 clips, 0.0 minutes of 0.5' and lines[-1] == 'missing  and 2 more'
+    assert 'by 1.4' in scored(1.6, 1.2, 1.4)[1] and len(scored(1.5, 1., 1.8)) == len(scored()) == 1
 
 
 # --- recorded speech ----------------------------------------------------------------------------------------

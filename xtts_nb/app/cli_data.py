@@ -182,7 +182,7 @@ def _prepare(
     language: option(str, 'Language of rows without one.') = 'en',
     layout: option(
         str | None,
-        'jsonl, table, ljspeech, commonvoice, vctk, libritts or pairs; default: detected.') = None,
+        'jsonl, table, ljspeech, commonvoice, vctk, libritts, lists or pairs; default: detected.') = None,
     workers: option(int | None, 'Processes; default: one per core if that is faster.', min=0) = None,
     shard: option(str, 'Prepare part I of N, to be joined by merge.', metavar='I/N') = '1/1',
 ):

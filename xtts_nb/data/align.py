@@ -6,10 +6,11 @@
 __all__ = ['SUBTITLES', 'LARGEST_BOOK', 'LONG', 'WEB', 'OTHER', 'ESPEAK_NAMES', 'LONGEST_PART', 'FRAME', 'WIDTH', 'BANDS', 'TOP',
            'PAUSE', 'SLOPE', 'STEP', 'EDGE', 'SKIP', 'NULL', 'BEAM', 'WINDOW', 'BLOCK', 'FAR', 'STAY', 'LEFT_OUT',
            'BROUGHT', 'LEAST', 'LEAD', 'SHARE', 'no_space_after', 'read_paragraphs', 'Sentence', 'spoken_sentence',
-           'text_sentences', 'hop_length', 'band_count', 'frames_of', 'SoundFrames', 'measure_sound', 'measure_file',
-           'find_pauses', 'loud_edges', 'Speech', 'speech_frames', 'frame_times', 'band_ranges', 'cut_off',
-           'with_slopes', 'SpokenSentence', 'speak_sentences', 'TextFrames', 'comparable', 'distances', 'null_cost',
-           'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'without_foreign', 'lead_of', 'found_sentences']
+           'text_sentences', 'hop_length', 'band_count', 'frames_of', 'SoundFrames', 'measure_sound', 'measure_part',
+           'measure_file', 'find_pauses', 'loud_edges', 'Speech', 'speech_frames', 'frame_times', 'band_ranges',
+           'cut_off', 'with_slopes', 'SpokenSentence', 'speak_sentences', 'TextFrames', 'comparable', 'distances',
+           'null_cost', 'Search', 'edge_cost', 'Match', 'align', 'Fit', 'fit_words', 'without_foreign', 'lead_of',
+           'found_sentences']
 
 # %% ../../nbs/data/align.ipynb #f6ed09b6
 import html
@@ -31,12 +32,13 @@ from urllib.parse import unquote
 import numpy as np
 
 from ..config import UserError
-from .audio import hann_window, mel_triangles, open_audio
+from .audio import AudioFile, hann_window, mel_triangles, open_audio
 from .corpora import DAMAGED, HTK, read_lines, visible
 from .text import clean_for
 
 # %% ../../nbs/data/align.ipynb #a2b1516c
-_TIMES = re.compile(r'\s*' + r'\s*-->\s*'.join([r'(?:(\d+):)?(\d+):(\d+)(?:[.,](\d+))?'] * 2))
+_CLOCK = r'[^\S\n]*(?:(\d+):)?(\d+):(\d+)(?:[.,](\d+))?[^\S\n]*'
+_TIMES = re.compile(f'^{_CLOCK}-->{_CLOCK}.*', re.M)
 
 _SBV = re.compile(r'^(\d+:\d+:\d+\.\d+),(?=\d+:\d+:\d+\.\d+$)')
 
@@ -47,29 +49,16 @@ def _seconds(hours: str | None, minutes: str, seconds: str, part: str | None) ->
 
 def _cues(path: Path) -> Iterator[tuple[float, float, str]]:
     "Starts (s), ends and texts of SRT or VTT, as they are found in the wild."
-    lines, vtt = [(i, _SBV.sub(r'\1 --> ', line)) for i, line in read_lines(path)], _is_vtt(path)
-    at = [i for i, (_, line) in enumerate(lines) if _TIMES.match(line)]
-    numbered = bool(at and at[0] and lines[at[0] - 1][1].strip().isdecimal())
-    for i, following in zip(at, [*at[1:], None]):
-        body = lines[i + 1:following]
-        if body and following and _is_name(lines[following - len(body) - 1:following + 1], numbered, vtt):
-            body.pop()
-        times = _TIMES.match(lines[i][1]).groups()
-        text = '\n'.join(_without_notes(body, lines[i][0]) if vtt else (line for _, line in body))
-        yield _seconds(*times[:4]), _seconds(*times[4:]), text
-
-def _is_name(lines: list[tuple[int, str]], numbered: bool, vtt: bool) -> bool:
-    "Whether the line before the last one, the time of a cue, is the number or the name of that cue."
-    (before, _), (number, line), (time, _) = lines[-3:]
-    return numbered and line.strip().isdecimal() or vtt and before + 1 < number == time - 1
-
-def _without_notes(lines: list[tuple[int, str]], before: int) -> Iterator[str]:
-    "The lines of a cue of VTT without comments behind it; `before` is the number of the line before."
-    note = False
-    for number, line in lines:
-        if number > before + 1: note = line.startswith('NOTE')
-        if not note: yield line
-        before = number
+    lines, vtt = dict(read_lines(path)), _is_vtt(path)
+    text = '\n'.join(_SBV.sub(r'\1 --> ', lines.get(i, '')) for i in range(1, max(lines, default=0) + 1))
+    head, *parts = _TIMES.split(text)
+    names = [r'\n\s*\d+\s*\Z'] * bool(re.search(r'^\s*\d+\s*\Z', head, re.M)) + [r'\n\s*\n[^\n]+\n\Z'] * vtt
+    for i in range(0, len(parts), 9):   # two times of four parts, and a text
+        body = parts[i + 8]
+        if i + 9 < len(parts) and names: body = re.sub('|'.join(names), '', body)   # of the next one
+        if vtt: body = re.sub(r'\n\s*\nNOTE.*(?:\n.+)*', '', body)
+        said = '\n'.join(filter(str.strip, body.split('\n')))
+        yield _seconds(*parts[i:i + 4]), _seconds(*parts[i + 4:i + 8]), said
 
 def _events(path: Path) -> Iterator[tuple[float, float, str]]:
     "Starts (s), ends and texts of the other formats."
@@ -398,22 +387,24 @@ def measure_sound(wav: np.ndarray, rate: int) -> SoundFrames:
     "The frames of a short sound."
     return _join(rate, len(wav), [frames_of(np.pad(wav, (0, 2 * hop_length(rate))), rate)])
 
-def measure_file(path: str | Path, progress: Callable = lambda done, total: None,
-                 start: float = 0., end: float | None = None) -> SoundFrames:
-    "The frames of a long recording or of a part of it (s), in blocks; raises `UserError` if it is no sound."
-    parts, rest, done = [], np.zeros(0, np.float32), 0
-    with open_audio(path, 16000) as file:
-        rate = file.samplerate
-        left = total = round((end - start) * rate) if end else file.frames or 2**63
-        if start: file.seek(round(start * rate))
-        while len(block := file.read(min(left, 60 * rate))):
-            rest, done, left = np.append(rest, np.nan_to_num(block)), done + len(block), left - len(block)
-            parts.append(frames_of(rest, rate))
-            rest = rest[parts[-1][2]:]
-            progress(done // rate, total // rate if total < 2**63 else done // rate)
-    if not done: raise UserError(f'{path}: holds no sound; give the recording.')
+def measure_part(file: AudioFile, start: float = 0., end: float | None = None,
+                 progress: Callable = lambda done, total: None) -> SoundFrames:
+    "The frames of an open recording or of a part of it (s), in blocks; raises `UserError` if it is no sound."
+    parts, rest, done, rate = [], np.zeros(0, np.float32), 0, file.samplerate
+    left = total = round((end - start) * rate) if end else file.frames or 2**63
+    if start or file.at: file.seek(round(start * rate))
+    while len(block := file.read(min(left, 60 * rate))):
+        rest, done, left = np.append(rest, np.nan_to_num(block)), done + len(block), left - len(block)
+        parts.append(frames_of(rest, rate))
+        rest = rest[parts[-1][2]:]
+        progress(done // rate, total // rate if total < 2**63 else done // rate)
+    if not done: raise UserError(f'{file.name}: holds no sound; give the recording.')
     parts.append(frames_of(np.pad(rest, (0, 2 * hop_length(rate))), rate))
     return _join(rate, done, parts)
+
+def measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> SoundFrames:
+    "The frames of a long recording."
+    with open_audio(path, 16000) as file: return measure_part(file, progress=progress)
 
 # %% ../../nbs/data/align.ipynb #ab12cbff
 PAUSE = 0.05   # s

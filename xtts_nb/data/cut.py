@@ -17,7 +17,7 @@ import re
 import shutil
 import statistics
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,11 +28,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..config import UserError
-from xtts_nb.data.align import (
+from .align import (
     align, comparable, distances, EDGE, find_pauses, Fit, found_sentences, FRAME, frame_times, hop_length,
-    loud_edges, Match, measure_file, no_space_after, PAUSE, read_paragraphs, Sentence, SoundFrames,
-    speak_sentences, Speech, SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES, text_sentences,
-    TextFrames)
+    loud_edges, Match, measure_file, measure_part, no_space_after, PAUSE, read_paragraphs, Sentence,
+    SoundFrames, speak_sentences, Speech, SpokenSentence, speech_frames, spoken_sentence, STEP, SUBTITLES,
+    text_sentences, TextFrames)
 from .audio import open_audio, wav_bytes
 from .corpora import (
     Beside, check_language, Clip, DAMAGED, read_corpus, read_lines, reason_kind, SUFFIXES, TEXTS, visible)
@@ -897,16 +897,21 @@ def _lengths(clips: list[Clip], faults: dict) -> dict[Clip, float]:
 
 # %% ../../nbs/data/cut.ipynb #c0700045
 def _measured(clips: list[Clip], faults: dict) -> dict[Clip, SoundFrames]:
-    "The frames of each clip; `faults` gets the reasons for those that cannot be read."
+    "The frames of each clip; `faults` gets the reasons of others. Each recording is read once."
     sounds = {}
-    for clip in clips:
-        try: sound = measure_file(clip.path, lambda done, total: None, clip.start, clip.end)
-        except UserError as e: faults[clip] = _fault(clip.path, e)
-        else:
-            if sound.seconds > LONGEST_CHECKED: faults[clip] = _too_long(sound.seconds)
-            elif speech_frames(sound)[0].any(): sounds[clip] = sound
-            else: faults[clip] = 'nobody speaks in it'
-    return sounds
+    for path, some in groupby(sorted(clips, key=lambda c: (str(c.path), c.start)), lambda c: c.path):
+        left = deque(some)
+        while left:   # opened again only after an error
+            try:
+                with open_audio(path, 16000) as file:
+                    while left:
+                        sounds[left[0]] = measure_part(file, left[0].start, left[0].end)
+                        left.popleft()
+            except UserError as e: faults[left.popleft()] = _fault(path, e)
+    for clip, sound in sounds.items():
+        if sound.seconds > LONGEST_CHECKED: faults[clip] = _too_long(sound.seconds)
+        elif not speech_frames(sound)[0].any(): faults[clip] = 'nobody speaks in it'
+    return {clip: sounds[clip] for clip in clips if clip not in faults}
 
 def _check(clips: list[Clip], speak: Callable, name_of: Callable, progress: Callable) -> dict:
     "What a group of clips of one language is worth, as JSON."

@@ -1,0 +1,195 @@
+"Slow programs that the diagnosis is measured on: each is complete and as described; how answers are counted."
+import ast
+import itertools
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from benchmarks.diagnosis.patients import patient_totals, PATIENTS, run_patients
+from benchmarks.diagnosis.ward import score
+from benchmarks.diagnosis.ward import cases as ward
+from benchmarks.diagnosis.ward.cases import Case, cases, half_of, HALVES, KINDS, WARD, WAYS
+from benchmarks.diagnosis.ward.run import measure
+from benchmarks.diagnosis.ward.score import judge, totals
+from process import xtts_nb
+from xtts_nb.config import setup_tf
+from xtts_nb.monitor.loop import SyncHooks
+
+setup_tf(threads=2)
+ALL = cases()
+SICK = [c for c in ALL if not c.healthy]
+BY_NAME = {p.name: p for p in PATIENTS}
+
+
+# --- programs that others reported --------------------------------------------------------------------------
+
+def test_the_ward_is_whole():
+    "A folder for each case, both halves large enough, each kind and way of training, no source twice."
+    folders = {f.name for f in WARD.iterdir() if f.is_dir() and f.name != '__pycache__'}
+    assert folders == {c.name for c in ALL}
+    for half in HALVES:
+        found = Counter(c.healthy for c in cases(half))
+        assert found[False] >= 18 and found[True] >= 6, half
+    assert half_of('a') == 'development' and half_of('b') == 'scored'   # their SHA-256 begin with c and 3
+    assert {c.kind for c in SICK} == set(KINDS) and {c.way for c in SICK} == set(WAYS)
+    assert not [s for s, n in Counter(c.source for c in ALL).items() if n > 1]
+    measured = json.loads((WARD / 'scored.json').read_text(encoding='utf-8'))
+    assert set(measured) == {c.name for c in cases('scored') if not c.healthy and not c.gpu_only}
+    assert min(measured.values()) >= 1.3
+
+@pytest.mark.parametrize('case', ALL, ids=lambda c: c.name)
+def test_a_case_is_complete_and_its_programs_need_nothing_else(case: Case):
+    sick = case.cause, case.place, case.cure, case.way, case.kind, case.named, case.led
+    well = case.why_healthy, case.looks_like
+    assert case.title and case.checked and re.match(r'https://\S+$', case.source)
+    assert all(well) and not any(sick) if case.healthy else all(sick) and not any(well)
+    texts = [script.read_text(encoding='utf-8') for script in case.scripts]
+    if not case.healthy:
+        assert case.place in [line.strip() for line in texts[0].splitlines()] and texts[0] != texts[1]
+        for expression in case.named + case.led:
+            for empty in ('input-bound', 'Python in the step'): assert not re.search(expression, empty, re.I)
+    for text in texts:
+        tree = ast.parse(text)
+        modules = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+        modules += [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+        assert {*modules} <= {'json', 'math', 'random', 'tempfile', 'time', 'pathlib', 'keras', 'numpy',
+                              'tensorflow'}
+        assert text.rstrip().splitlines()[-1].startswith('print(json.dumps({"items": ')
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['tape_without_function', 'generator_of_rows'])
+def test_the_cured_program_is_faster(name): assert measure(ward.read_case(WARD / name))['ratio'] > 1.3
+
+
+# --- how answers are judged and counted ---------------------------------------------------------------------
+
+SLOW = Case('slow', 'One', 'a', 'read', cause='c', place='p', cure='c', way='fit', kind='serial map',
+            named=('no parallel', ), led=('num_parallel_calls', ))
+WELL = Case('well', 'Two', 'b', 'read', why_healthy='w', looks_like='l')   # of the scored half
+
+def finding(disease='busy', evidence='-', remedy='-', change='', gain=2., interval=(1.5, 2.5)):
+    return dict(disease=disease, evidence=evidence, remedy=remedy, change=change, place='a.py:1',
+                predicted_gain=gain, gain_interval=interval)
+
+def said(*findings, **more): return {'findings': [*findings], 'notes': [], 'seconds': 9.} | more
+
+@pytest.mark.parametrize('findings, named, led', [
+    ([finding('No Parallel calls')], 1, None), ([finding(evidence='has no parallel calls')], 1, None),
+    ([finding(), finding('no parallel')], 2, None),
+    ([finding(), finding(), finding('no parallel')], None, None),
+    ([finding(remedy='no parallel')], None, None), ([finding('num_parallel_calls')], None, None),
+    ([finding(remedy='num_parallel_calls=8')], None, 1),
+    ([finding('no parallel'), finding(change='map(f, num_parallel_calls=8)')], 1, 2), ([], None, None)])
+def test_a_cause_is_named_and_a_cure_led_to_by_the_first_two(findings, named, led):
+    row = judge(SLOW, said(*findings))
+    assert (row['named'], row['led'], row['half'], row['kind']) == (named, led, 'development', 'serial map')
+    assert 'predicted' not in row
+
+@pytest.mark.parametrize('ratio, gain, interval, within, inside', [
+    (2., 2., (1.5, 2.5), True, True), (2.6, 2., (1.5, 2.5), True, False), (2.7, 2., (1.5, 2.8), False, True),
+    (2., 2.6, (2.1, 3.), True, False), (2., 2.7, (1.5, 3.), False, True), (1.5, 2., (1.5, 2.5), False, True)])
+def test_a_gain_is_that_of_the_finding_that_names_the_cause(ratio, gain, interval, within, inside):
+    right = finding('no parallel', gain=gain, interval=interval)
+    row = judge(SLOW, said(finding(gain=50.), right), ratio)
+    assert (row['predicted'], row['within_30_percent'], row['in_interval']) == (gain, within, inside)
+    assert 'predicted' not in judge(SLOW, said(finding()), ratio)
+
+
+def test_each_half_is_counted_by_itself():
+    right, fell = finding('no parallel'), {'error': 'fell', 'seconds': 30.}
+    rows = [judge(SLOW, said(finding(), right), 2.), judge(SLOW, said(right)), judge(SLOW, fell),
+            judge(WELL, said()), judge(WELL, said(finding()))]
+    found = totals(rows)
+    assert found['development'] == {
+        'slow': 3, 'named': 2, 'named_first': 1, 'led': 0, 'healthy': 0, 'false_alarms': 0, 'gains': 1,
+        'within_30_percent': 1, 'in_interval': 1, 'errors': 1, 'longest_seconds': 30.}
+    assert found['scored'] == dict.fromkeys(found['scored'], 0) | {
+        'healthy': 2, 'false_alarms': 1, 'longest_seconds': 9.}
+
+
+def test_what_is_published_hides_the_scored_half():
+    rows = [judge(SLOW, said(finding('no parallel')), 2.), judge(WELL, said(finding('a secret')))]
+    shown = score.published(rows)
+    assert shown[0]['first'] == 'no parallel' and 'secret' not in json.dumps(shown)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['count_as_argument'])
+def test_a_case_is_diagnosed_as_its_user_would(name):
+    "By the command itself, in a process of its own."
+    done = xtts_nb('bench', 'diagnose', name, '--repeat', '0', '--json')
+    assert done.code == 0, done.err
+    (row,) = done.json['rows']
+    assert row['named'] == 1 and row['led'] == 1 and row['seconds'] < 60
+    assert row['case'] == name and done.json['development']['named'] == 1
+
+
+# --- programs with a cause that was planted -----------------------------------------------------------------
+
+def first(data, batches=1): return list(itertools.islice(data, batches))
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name, batches', [
+    ('numpy_function', 2), ('slow disk', 1), ('single-threaded map', 1), ('no prefetch', 1),
+    ('oversubscription', 1), ('real: numpy_function', 2), ('real: no prefetch', 1), ('real: input-bound', 1),
+    ('real: many small files', 2)])
+def test_both_pipelines_deliver_the_same(name, batches):
+    sick, cured = (first(arm()[0], batches) for arm in (BY_NAME[name].sick, BY_NAME[name].cured))
+    np.testing.assert_allclose(sick, cured, rtol=1e-6)
+    assert len(sick) == batches
+
+
+def watched(arm, times=3):
+    "What the later ones of some steps did, and all results."
+    data, step = arm()
+    (batch,) = first(data)
+    notes, results = [], []
+    with SyncHooks() as hooks:
+        for _ in range(times):
+            with hooks.step() as events: result = step(batch)
+            notes.append(events)
+            results.append(float(result))
+    return notes[1:], results
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name, what, slow, remedied', [
+    ('retracing', lambda i: len(i.traced), 1, 0), ('real: retracing', lambda i: len(i.traced), 1, 0),
+    ('host sync per step', lambda i: i.syncs, 1, 0), ('real: host sync per step', lambda i: i.syncs, 1, 0),
+    ('device copy in step', lambda i: (i.down, i.up), (16 * 4096 * 4,) * 2, (0, 0)),
+    ('real: device copy in step', lambda i: (i.down, i.up), (16 * 16384 * 4,) * 2, (0, 0)),
+    ('real: step not compiled', lambda i: len(i.calls), 0, 1),
+    ('real: variable shapes', lambda i: len(i.calls), 1, 1)])
+def test_a_remedy_takes_the_cause_away_and_keeps_the_results(name, what, slow, remedied):
+    patient = BY_NAME[name]
+    sick, results = watched(patient.sick)
+    cured, same = watched(patient.cured)
+    assert [what(i) for i in sick] == [slow] * 2 and [what(i) for i in cured] == [remedied] * 2
+    assert results == pytest.approx(same, rel=1e-3,
+                                    abs=1e-2 if name == 'real: device copy in step' else 1e-12)
+    if name == 'real: variable shapes':
+        assert all(i.calls[0].function._jit_compile for i in sick) and results == pytest.approx([64.] * 3)
+    if name == 'device copy in step': assert results[0] == pytest.approx(16 * 4096 / 255)
+    if name.endswith('retracing'): assert len(set(results)) == 3   # the number of the step is used
+
+
+def test_patients_are_counted():
+    row = dict(kind='real', right=True, measured=2., true=True)
+    rows = [row, row | {'right': False, 'true': False}, row | {'kind': 'emulated', 'true': None},
+            row | {'measured': None}, row | {'measured': None, 'right': False}]
+    assert patient_totals(rows) == {'emulated': {'slow': 1, 'named': 1, 'predicted': 0},
+                                    'real': {'slow': 2, 'named': 1, 'predicted': 1},
+                                    'healthy': 2, 'left_alone': 1}
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_patients_that_compute_and_healthy_ones():
+    """What helps on this machine, with what else computes on it, is named; the script records the gains.
+
+    Those that sleep are in the quick tests of the rules."""
+    rows = run_patients([p for p in PATIENTS if p.kind == 'real' or p.disease is None], seconds=12.)
+    slow, healthy = ([row for row in rows if (row['measured'] is None) == well] for well in (False, True))
+    helped = [row for row in slow if row['measured'] > 1.3]
+    assert len(slow) == 12 and len(helped) >= 9 and len(healthy) == 3, rows
+    assert not [row for row in (*helped, *healthy) if not row['right']]
