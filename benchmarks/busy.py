@@ -29,12 +29,12 @@ import tensorflow as tf  # noqa: E402
 from benchmarks.peer import (  # noqa: E402
     add_rounds, add_sizes, arguments, measuring, output, run, stage, start)
 from xtts_nb.app.cli_train import sized  # noqa: E402
-from xtts_nb.app.speed import check_equal, differing_share  # noqa: E402
+from xtts_nb.app.speed import check_equal, differing_share, readers  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
 from xtts_nb.data.cache import Cache  # noqa: E402
 from xtts_nb.data.corpora import synthetic_corpus  # noqa: E402
-from xtts_nb.data.native import BATCH, batches_of, BatchPlan, readers  # noqa: E402
+from xtts_nb.data.native import BATCH, batches_of, BatchPlan  # noqa: E402
 from xtts_nb.data.prepare import prepare  # noqa: E402
 from xtts_nb.models.dvae import DVAE  # noqa: E402
 from xtts_nb.sampler import best_probe, Sampler, summarise_arms  # noqa: E402

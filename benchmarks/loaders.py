@@ -28,11 +28,11 @@ import tensorflow as tf  # noqa: E402
 from benchmarks.peer import (  # noqa: E402
     COQUI, Peer, add_rounds, arguments, measuring, output, run, start)
 from xtts_nb.app.cli_data import data_speed  # noqa: E402
-from xtts_nb.app.speed import compared_text, differing_share  # noqa: E402
+from xtts_nb.app.speed import PythonReader, compared_text, differing_share  # noqa: E402
 from xtts_nb.bench import check_python  # noqa: E402
 from xtts_nb.data.audio import hann_window, load_audio, log_mel, log_mel_numpy  # noqa: E402
 from xtts_nb.data.cache import Cache  # noqa: E402
-from xtts_nb.data.native import BatchPlan, OnlineReader, PythonReader, decode_wav  # noqa: E402
+from xtts_nb.data.native import BatchPlan, OnlineReader, decode_wav  # noqa: E402
 
 
 # --- readers of ours that run what others run ---------------------------------------------------------------

@@ -1,52 +1,50 @@
-"Outputs appear whole or not at all: under exceptions, Ctrl-C and a full disk, and beside foreign content."
+"Outputs appear whole or not at all: under exceptions, kills and a full disk, and next to foreign content."
 import errno
 import hashlib
 import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import keras
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
-from process import python, tree
-from xtts_nb.config import UserError
+from process import Forked, python, tree
 from xtts_nb import files
+from xtts_nb.config import UserError
 from xtts_nb.data.cache import work_path
 from xtts_nb.files import (
-    append_line, atomic_file, atomic_folder, check_own, check_writable, fingerprint, inside, locked,
-    raise_file_limit, read_json, read_json_lines, write_json)
+    append_line, atomic_file, atomic_folder, check_own, check_writable, fingerprint, inside, load_weights,
+    locked, named_weights, read_json, read_json_lines, read_tensors, save_weights,
+    write_json, write_tensors)
 
 
-@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit, MemoryError, UserError])
-@pytest.mark.parametrize('before', [None, b'old'])
-def test_an_interrupted_file_leaves_what_was_there(tmp_path, error, before):
-    path = tmp_path / 'a.txt'
-    if before: path.write_bytes(before)
-    kept = tree(tmp_path)
-    with pytest.raises(error), atomic_file(path) as part:
-        part.write_text('half')
-        raise error('stop')
-    assert tree(tmp_path) == kept
+# --- files and folders ------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit, MemoryError, UserError])
-@pytest.mark.parametrize('replace', [False, True])
-def test_an_interrupted_folder_leaves_what_was_there(tmp_path, error, replace):
-    out = tmp_path / 'out'
-    if replace:
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize('before', [False, True])
+def test_an_interrupted_write_leaves_what_was_there(tmp_path, error, before):
+    file, out = tmp_path / 'a.txt', tmp_path / 'out'
+    if before:
+        file.write_bytes(b'old')
         out.mkdir()
         (out / 'old').write_text('old')
     kept = tree(tmp_path)
-    with pytest.raises(error), atomic_folder(out, replace) as part:
+    with pytest.raises(error), atomic_file(file) as part:
+        part.write_text('half')
+        raise error('stop')
+    with pytest.raises(error), atomic_folder(out, replace=before) as part:
         (part / 'sub').mkdir()
         (part / 'sub' / 'half').write_text('half')
         raise error('stop')
     assert tree(tmp_path) == kept
-
 
 @pytest.mark.parametrize('files', [3, 60])
 def test_what_is_written_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch, files):
@@ -65,10 +63,9 @@ def test_what_is_written_is_on_the_disk_before_it_gets_its_name(tmp_path, monkey
     assert order[-2:] == ['rename', tmp_path.name]
     assert set(order[:-2]) == ({'0', '1', '2', 'sub', 'new'} if files == 3 else set())
 
-
 @pytest.mark.parametrize('there', [True, False])
 def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path, there):
-    "Else the content would lie on the disk of the link, and the old one would never be freed."
+    "Else the content would be on the disk of the link, and the old one would never be freed."
     here, disk = tmp_path / 'here', tmp_path / 'disk'
     for folder in (here, disk): folder.mkdir()
     if there:
@@ -84,63 +81,30 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path, there):
     assert {p.name for p in here.iterdir()} == {'cache', 'file'}
     assert work_path(here / 'cache') == disk / 'cache.work'
 
+def test_a_folder_appears_whole_and_keeps_nothing_of_an_old_one(tmp_path):
+    (tmp_path / 'out').mkdir()   # an empty one may be filled
+    for name, replace in (('a', False), ('b', True)):
+        with atomic_folder(tmp_path / 'out', replace) as part:
+            (part / name).write_text('x')
+            assert not (tmp_path / 'out' / name).exists()
+        assert tree(tmp_path) == {'out': b'', f'out/{name}': b'x'}
+    name = 'あ' * 85   # as long as the disk allows
+    with atomic_file(tmp_path / 'new' / name) as part: part.write_text('x')
+    assert (tmp_path / 'new' / name).is_file()
 
-def test_nothing_stands_there_before_the_end(tmp_path):
-    with atomic_file(tmp_path / 'a') as part:
-        part.write_text('half')
-        assert not (tmp_path / 'a').exists() and part.parent == tmp_path
-    with atomic_folder(tmp_path / 'f') as part:
-        (part / 'x').write_text('half')
-        assert not (tmp_path / 'f').exists() and part.parent.parent == tmp_path
-    assert tree(tmp_path) == {'a': b'half', 'f': b'', 'f/x': b'half'}
-
-
-def test_a_file_that_was_never_written_is_an_error(tmp_path):
-    with pytest.raises(UserError, match='a.txt'), atomic_file(tmp_path / 'a.txt'): pass
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_file_takes_no_place_of_a_folder_or_a_device(tmp_path):
-    (tmp_path / 'folder').mkdir()
+def test_a_place_that_holds_something_else_is_refused_before_any_work(tmp_path):
+    for name in ('file', 'full/mine', 'folder/mine'): write_json(tmp_path / name, 1)
     os.mkfifo(tmp_path / 'pipe')
-    for name in ('folder', 'pipe'):
-        with pytest.raises(UserError, match=f'{name}: is not a regular file and will not be replaced'):
-            with atomic_file(tmp_path / name): pytest.fail('worked')
-    with atomic_folder(tmp_path / 'new' / 'deep') as part: (part / 'x').write_text('1')
-    assert (tmp_path / 'new/deep/x').is_file()
-
-
-@pytest.mark.parametrize('make', ['file', 'folder'])
-def test_a_folder_that_holds_something_is_refused_before_any_work(tmp_path, make):
-    out = tmp_path / 'out'
-    if make == 'file': out.write_text('mine')
-    else:
-        out.mkdir()
-        (out / 'mine').write_text('mine')
-    kept, worked = tree(tmp_path), []
-    with pytest.raises(UserError, match='out.*already holds something.*choose another'), atomic_folder(out):
-        worked.append(1)
-    assert not worked and tree(tmp_path) == kept
-
-
-def test_an_empty_folder_may_be_filled(tmp_path):
-    (tmp_path / 'out').mkdir()
-    with atomic_folder(tmp_path / 'out') as part: (part / 'x').write_text('1')
-    assert tree(tmp_path) == {'out': b'', 'out/x': b'1'}
-
-
-def test_a_replaced_folder_keeps_nothing_of_the_old_one(tmp_path):
-    with atomic_folder(tmp_path / 'out') as part: (part / 'old').write_text('1')
-    with atomic_folder(tmp_path / 'out', replace=True) as part: (part / 'new').write_text('2')
-    assert tree(tmp_path) == {'out': b'', 'out/new': b'2'}
-
-
-def test_a_file_is_no_folder_to_replace(tmp_path):
-    (tmp_path / 'out').write_text('mine')
-    with pytest.raises(UserError, match='out'), atomic_folder(tmp_path / 'out', replace=True) as part:
-        (part / 'x').write_text('1')
-    assert tree(tmp_path) == {'out': b'mine'}
-
+    kept = tree(tmp_path)
+    for place in (atomic_folder(tmp_path / 'file'), atomic_folder(tmp_path / 'full'),
+                  atomic_folder(tmp_path / 'file', replace=True), atomic_file(tmp_path / 'folder'),
+                  atomic_file(tmp_path / 'pipe')):
+        with pytest.raises(UserError, match='choose another'), place: pytest.fail('worked')
+    for write in (lambda: check_writable(tmp_path / 'file/b'), lambda: write_json(tmp_path / 'file/b', 1)):
+        with pytest.raises(UserError, match='a file stands where a folder is needed'): write()
+    with pytest.raises(TypeError): write_json(tmp_path / 'file', object())
+    with pytest.raises(UserError, match='never'), atomic_file(tmp_path / 'never'): pass   # never written
+    assert tree(tmp_path) == kept
 
 def test_ctrl_c_while_the_old_folder_goes_loses_neither(tmp_path, monkeypatch):
     out, real = tmp_path / 'out', shutil.rmtree
@@ -156,39 +120,6 @@ def test_ctrl_c_while_the_old_folder_goes_loses_neither(tmp_path, monkeypatch):
         for i in range(3): (part / f'{i}').write_text('new')
     contents = {p.name: p.read_text() for p in out.iterdir()}
     assert contents in ({str(i): 'old' for i in range(3)}, {str(i): 'new' for i in range(3)})
-
-
-REASONS = [(errno.ENOSPC, 'the disk is full; free some space'), (errno.EDQUOT, 'quota'),
-           (errno.EACCES, 'not writable'),
-           (errno.EROFS, 'read-only'), (errno.EIO, 'Input/output error')]
-
-@pytest.mark.parametrize('number, reason', REASONS)
-def test_a_failed_write_names_file_and_remedy(tmp_path, monkeypatch, number, reason):
-    def fail(handle): raise OSError(number, os.strerror(number))
-    (tmp_path / 'a.json').write_text('{}')
-    kept = tree(tmp_path)
-    monkeypatch.setattr(os, 'fsync', fail)
-    with pytest.raises(UserError, match=f'a.json.*{reason}.*nothing was written'):
-        write_json(tmp_path / 'a.json', {'a': 1})
-    with pytest.raises(UserError, match=f'f: .*{reason}'), atomic_folder(tmp_path / 'f') as part:
-        (part / 'x').write_text('1')
-    monkeypatch.undo()
-    assert tree(tmp_path) == kept
-
-
-def test_a_place_to_write_is_made_or_found_and_left_empty(tmp_path):
-    for _ in range(2): check_writable(tmp_path / 'a/b/c')
-    assert [p.name for p in tmp_path.rglob('*')] == ['a', 'b']
-    (tmp_path / 'file').write_text('mine')
-    with pytest.raises(UserError, match='a file stands where a folder is needed'):
-        check_writable(tmp_path / 'file/b')
-
-def test_a_file_in_the_way_of_a_folder(tmp_path):
-    (tmp_path / 'a').write_text('mine')
-    with pytest.raises(UserError, match='a file stands where a folder is needed'):
-        write_json(tmp_path / 'a' / 'b', 1)
-    assert tree(tmp_path) == {'a': b'mine'}
-
 
 WRITE_TOO_MUCH = '''
 import resource, signal, sys
@@ -216,62 +147,34 @@ for name, write in writers.items():
     else: print(name, 'written')
 '''
 
-@pytest.fixture(scope='module')
-def limited(tmp_path_factory):
-    "What four writers say when no file may grow beyond 20 000 bytes, and the folder they wrote to."
-    folder = tmp_path_factory.mktemp('limited')
-    done = python(WRITE_TOO_MUCH, folder)
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    "Four writers where no file may grow beyond 20 000 bytes."
+    done = python(WRITE_TOO_MUCH, tmp_path)
     assert done.code == 0, done.err
-    return dict(line.split(' ', 1) for line in done.out.splitlines()), folder
+    assert done.out.splitlines() == [f'{name} UserError True True' for name in
+                                     ('json', 'wav', 'weights', 'shards')]
+    assert not any(tmp_path.iterdir())
 
-@pytest.mark.parametrize('name', ['json', 'wav', 'weights', 'shards'])
-def test_a_write_that_the_system_refuses_is_one_sentence(limited, name):
-    assert limited[0][name] == 'UserError True True'
-
-def test_a_write_that_the_system_refuses_leaves_nothing(limited):
-    assert len(limited[0]) == 4 and not any(limited[1].iterdir())
-
-
-def test_json_goes_there_and_back(tmp_path):
-    value = {'ü': [1, 2.5, None, True], 'سلام': {'a': ''}}
-    write_json(tmp_path / 'deep' / 'er' / 'a.json', value)
-    assert read_json(tmp_path / 'deep' / 'er' / 'a.json') == value
-    write_json(tmp_path / 'b.json', {'سلام': [1]})
-    assert (tmp_path / 'b.json').read_text(encoding='utf-8') == '{\n "سلام": [\n  1\n ]\n}\n'
-
-
-def test_a_value_json_cannot_hold_leaves_the_old_file(tmp_path):
-    write_json(tmp_path / 'a.json', 1)
-    with pytest.raises(TypeError): write_json(tmp_path / 'a.json', {'a': object()})
-    assert tree(tmp_path) == {'a.json': b'1\n'}
+@pytest.mark.parametrize('room, line', [(3, 'second'), (0, 'second'), (0, '')])
+def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, line):
+    path = tmp_path / 'new' / 'lines'
+    append_line(path, 'first')
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6 + room, before[1]))   # as on a disk with little room left
+    try:
+        with pytest.raises(UserError, match='lines: the'): append_line(path, line)
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b'first\n'
+    append_line(path, 'سلام')
+    assert path.read_text(encoding='utf-8') == 'first\nسلام\n'
 
 
-@pytest.mark.parametrize('content, message', [(None, 'missing'), (b'', 'not JSON'), (b'{"a": ', 'not JSON'),
-                                              (b'\xff\xfe', 'not JSON')])
-def test_a_bad_json_file_is_named(tmp_path, content, message):
-    if content is not None: (tmp_path / 'a.json').write_bytes(content)
-    with pytest.raises(UserError, match=f'a.json: .*{message}.*make it again'): read_json(tmp_path / 'a.json')
-
-
-def test_a_fingerprint_changes_with_every_part():
-    prints = [fingerprint(*parts) for parts in
-              [(), (1,), ('1',), (1, 2), ([1, 2],), (b'x',), ('x',), ({'a': 1},), ({'a': 2},), ({'b': 1},),
-               ('12',), ('1', '2')]]
-    assert len(set(prints)) == len(prints) and all(len(p) == 16 for p in prints)
-    assert fingerprint({'a': 1, 'b': 2}) == fingerprint({'b': 2, 'a': 1})
-    assert fingerprint(np.arange(3).tobytes()) == fingerprint(np.arange(3).tobytes())
-    # caches and runs of every release hold such ones
-    known = hashlib.sha256(b'ab' + b'{"a": 2, "b": [1]}').hexdigest()[:16]
-    assert fingerprint(b'ab', {'b': [1], 'a': 2}) == known
-
+# --- what a killed writer leaves, and what is not ours ------------------------------------------------
 
 MINE = 'out.20251129.old', 'out.7.part', 'out.host-7.old', f'out.0a1b2c3d{files.PART}'
 
-@pytest.mark.parametrize('there', [True, False])
-def test_backups_of_the_user_are_no_leftovers(tmp_path, there):
-    for name in (*MINE, *['out'] * there):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / 'mine').write_text('mine')
+def test_backups_of_the_user_are_no_leftovers(tmp_path):
+    for name in (*MINE, 'out'): write_json(tmp_path / name / 'mine', 'mine')
     kept = tree(tmp_path)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / 'out', replace=True) as part:
@@ -324,9 +227,6 @@ def test_what_is_not_ours_is_never_replaced(tmp_path, when):
         (out / 'thesis').write_text('mine')
     kept = {'out-2': b'', 'out-2/b': b'new'} if when == 'meanwhile' else {}
     assert tree(tmp_path) == {'out': b'', 'out/a': b'old', 'out/thesis': b'mine'} | kept
-    (out / 'thesis').unlink()
-    with atomic_folder(out, own) as part: (part / 'b').write_text('new')
-    assert tree(out) == {'b': b'new'}
 
 def test_what_comes_after_the_last_look_is_kept(tmp_path):
     out, looks = tmp_path / 'out', []
@@ -339,14 +239,6 @@ def test_what_comes_after_the_last_look_is_kept(tmp_path):
     kept = {'out-2': b'', 'out-2/a': b'old', 'out-2/thesis': b'mine'}
     assert tree(tmp_path) == {'out': b'', 'out/b': b'new'} | kept
 
-@pytest.mark.parametrize('inside, ours', [
-    ({}, True), ({'lock': ''}, True), ({f'mark.json.0123abcd{files.PART}': '{'}, True),
-    ({'mark.json': ''}, False),
-    ({'mark.json': '{"for": "out"}', 'x': ''}, True), ({'mark.json': '["for"]'}, False), ({'x': ''}, False)])
-def test_a_work_folder_is_known_by_its_mark(tmp_path, inside, ours):
-    for name, text in inside.items(): (tmp_path / name).write_text(text)
-    assert files.is_work(tmp_path, 'mark.json') == ours
-
 WITHIN = '''
 import sys
 from pathlib import Path
@@ -356,10 +248,13 @@ for name in 'ab':
 print(*[p.name for p in Path(sys.argv[1]).iterdir()])
 '''
 
-def test_a_mount_point_is_filled_from_within(tmp_path):
+def test_a_mount_point_and_the_current_folder_are_filled_from_within(tmp_path, monkeypatch):
     "Also one on the same disk, which looks like any other folder."
-    (tmp_path / 'out').mkdir()
-    (tmp_path / 'here').mkdir()
+    for name in ('out', 'here', 'current'): (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / 'current')
+    for name in 'ab':
+        with atomic_folder('.', replace=True) as part: (part / name).write_text(name)
+    assert os.listdir('.') == ['b'] and tree(tmp_path / 'current') == {'b': b'b'}
     for mount in ('mount -t tmpfs none', f'mount --bind {tmp_path / "here"}'):
         out, shell = tmp_path / 'out', f'{mount} "$0" && exec "$@"'
         done = subprocess.run(['unshare', '-rm', 'sh', '-c', shell, out, sys.executable, '-c', WITHIN, out],
@@ -368,62 +263,57 @@ def test_a_mount_point_is_filled_from_within(tmp_path):
         assert done.stdout == 'b\n', done.stderr
     assert tree(tmp_path / 'here') == {'b': b'b'}
 
-def test_the_current_folder_is_filled_from_within(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in 'ab':
-        with atomic_folder('.', replace=True) as part: (part / name).write_text(name)
-    assert os.listdir('.') == ['b'] and tree(tmp_path) == {'b': b'b'}
 
-def test_a_name_as_long_as_the_disk_allows(tmp_path):
-    name = 'あ' * 85
-    with atomic_file(tmp_path / f'{name}') as part: part.write_text('x')
-    assert tree(tmp_path) == {name: b'x'}
-    with pytest.raises(UserError, match='the name is too long'), atomic_file(tmp_path / f'{name}a') as part:
-        part.write_text('x')
+# --- locks --------------------------------------------------------------------------------------------
 
-LARGER = 'the file would be larger than allowed'
+HOLD = '''
+import os, sys, time
+from xtts_nb.files import locked
+with locked(sys.argv[1], 'busy'):
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    print('held', flush=True)
+    time.sleep(60)
+'''
+ASK = 'import sys; from xtts_nb.files import locked\nwith locked(sys.argv[1], "busy"): print("free")'
 
-@pytest.mark.parametrize('room, line, reason', [
-    (3, 'second', 'the disk is full'), (0, 'second', LARGER), (0, '', LARGER)])
-def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, line, reason):
-    path = tmp_path / 'new' / 'lines'
-    append_line(path, 'first')
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6 + room, before[1]))   # as on a disk with so much room left
-    try:
-        with pytest.raises(UserError, match=f'lines: {reason}'): append_line(path, line)
-    finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert path.read_bytes() == b'first\n'
-    append_line(path, 'سلام')
-    assert path.read_text(encoding='utf-8') == 'first\nسلام\n'
+def test_a_lock_is_held_until_its_process_ends_and_no_longer(tmp_path):
+    "Even if a process that it has forked lives on; and a file that is locked keeps its content."
+    path = tmp_path / 'new' / 'lock'
+    append_line(path, 'content')
+    child = Forked(HOLD, path, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == 'held\n'
+    with pytest.raises(UserError, match='^busy$'), locked(path, 'busy'): pytest.fail('worked')
+    import psutil
+    orphans = psutil.Process(child.pid).children()
+    child.kill()
+    child.wait()
+    with locked(path, 'busy'): assert path.read_text() == 'content\n'
+    for orphan in orphans: orphan.send_signal(signal.SIGKILL)
+    assert orphans
 
-LOCKS = [(None, True), (BlockingIOError, False), (PermissionError, False), (OSError, True)]
+def test_a_lock_outlives_other_uses_of_its_file_and_locks_within(tmp_path):
+    "POSIX record locks end as soon as the process closes any handle of the file."
+    path = tmp_path / 'journal'
+    with locked(path, 'busy'):
+        with locked(path, 'busy'): append_line(path, 'one')
+        assert 'UserError: busy' in python(ASK, path).err
+        path.unlink()   # somebody else's lock is on another file
+        assert python(ASK, path).out == 'free\n'
+    with locked(path, 'busy'): pass
+    with pytest.raises(UserError, match='nothing was written there'), locked(path / 'lock', 'busy'): pass
 
-@pytest.mark.parametrize('error, works', LOCKS)
-def test_a_held_lock_is_refused_and_a_disk_without_locks_is_not(tmp_path, monkeypatch, error, works):
+def test_a_disk_without_locks_is_used_without(tmp_path, monkeypatch):
     import fcntl
-    def lockf(file, how):
-        assert how == fcntl.LOCK_EX | fcntl.LOCK_NB and file.name == str(path)
-        if error: raise error
-    path, worked = tmp_path / 'new' / 'lock', []
-    monkeypatch.setattr(fcntl, 'lockf', lockf)
-    if works:
-        with locked(path, 'busy'): worked.append(1)
-    else:
-        with pytest.raises(UserError, match='^busy$'), locked(path, 'busy'): worked.append(1)
-    assert worked == [1] * works
-    (tmp_path / 'file').write_text('')
-    with pytest.raises(UserError, match='nothing was written there'):
-        with locked(tmp_path / 'file' / 'lock', 'busy'): pass
+    def flock(file, how): raise OSError(errno.ENOLCK, 'No locks available')
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    with locked(tmp_path / 'lock', 'busy'): pass
+    with atomic_folder(tmp_path / 'out') as part: (part / 'x').write_text('1')
+    assert (tmp_path / 'out/x').is_file()
 
-@pytest.mark.parametrize('name', ['a', 'deep/a', './a', 'deep/../a', 'within', 'deep/back/a', 'not there'])
-def test_a_name_inside(nested, name): assert inside(nested, name) == nested / name
 
-@pytest.mark.parametrize('name', ['', '.', '..', '../a', '/etc/passwd', 'deep/../../a', 'out/a', 'out',
-                                  'deep/up/x', 'round',
-                                  'a\0b', 7, None])
-def test_a_name_that_leads_out(nested, name):
-    with pytest.raises(UserError, match='get the folder anew|Get the folder anew'): inside(nested, name)
+# --- names, JSON, fingerprints ------------------------------------------------------------------------
 
 @pytest.fixture
 def nested(tmp_path):
@@ -431,25 +321,97 @@ def nested(tmp_path):
     home = tmp_path / 'home'
     (home / 'deep').mkdir(parents=True)
     (home / 'a').write_text('')
-    (home / 'within').symlink_to('a')
-    (home / 'deep' / 'back').symlink_to(home)
-    (home / 'out').symlink_to(tmp_path)
-    (home / 'deep' / 'up').symlink_to('../..')
-    (home / 'round').symlink_to('round')
+    for name, target in (('within', 'a'), ('deep/back', home), ('out', tmp_path), ('deep/up', '../..'),
+                         ('round', 'round')): (home / name).symlink_to(target)
     (tmp_path / 'linked').symlink_to(home)
     return tmp_path / 'linked'
 
+def test_a_name_leads_inside_or_is_refused(nested):
+    for name in ('a', 'deep/a', './a', 'deep/../a', 'within', 'deep/back/a', 'not there'):
+        assert inside(nested, name) == nested / name
+    for name in ('', '.', '..', '../a', '/etc/passwd', 'deep/../../a', 'out/a', 'out', 'deep/up/x', 'round',
+                 'a\0b', 7, None):
+        with pytest.raises(UserError, match='linked: '): inside(nested, name)
 
-def test_more_files_may_be_open_only_if_the_system_allows_it():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
-    try: assert [raise_file_limit(n) for n in (600, 400)] == [600, 600] == [
-        resource.getrlimit(resource.RLIMIT_NOFILE)[0]] * 2
-    finally: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-def test_a_value_in_each_line(tmp_path):
-    "A text within JSON may hold other ends of lines."
-    values = [{'a': 'one\u2028two\x85'}, 3]
+def test_json_is_text_in_any_language_and_a_bad_file_is_named(tmp_path):
+    write_json(tmp_path / 'deep/a.json', {'سلام': [1]})
+    assert (tmp_path / 'deep/a.json').read_text(encoding='utf-8') == '{\n "سلام": [\n  1\n ]\n}\n'
+    values = [{'a': 'one\u2028two\x85'}, 3]   # a text within JSON may hold other ends of lines
     text = ''.join(json.dumps(value, ensure_ascii=False) + '\n' for value in values)
-    (tmp_path / 'f').write_text(text, encoding='utf-8')
-    assert read_json_lines(tmp_path / 'f') == values
+    (tmp_path / 'lines').write_text(text, encoding='utf-8')
+    assert read_json_lines(tmp_path / 'lines') == values
+    for content in (None, b'', b'{"a": ', b'\xff\xfe', b'version https://git-lfs', b'\n<!DOCTYPE html>'):
+        if content is not None: (tmp_path / 'b.json').write_bytes(content)
+        with pytest.raises(UserError, match='b.json: '): read_json(tmp_path / 'b.json')
+
+def test_a_fingerprint_is_that_of_caches_and_runs_that_exist():
+    known = hashlib.sha256(b'ab' + b'{"a": 2, "b": [1]}').hexdigest()[:16]
+    assert fingerprint(b'ab', {'b': [1], 'a': 2}) == known != fingerprint('ab', {'b': [1], 'a': 2})
+
+
+# --- tensors by name ----------------------------------------------------------------------------------
+
+def model(width=4, seed=0):
+    keras.utils.set_random_seed(seed)
+    net = keras.Sequential([keras.layers.Dense(width, name='one'), keras.layers.Dense(2, name='two')],
+                           name='net')
+    net.build((None, 3))
+    return net
+
+def values(net): return {k: np.asarray(v) for k, v in named_weights(net).items()}
+
+def test_the_bytes_are_those_of_the_safetensors_library(tmp_path):
+    given = {'b': np.arange(6, dtype=np.float32).reshape(2, 3), 'a': np.zeros(3, np.float16),
+             'é"x/y': np.array(3, np.int64), 'z': np.ones((2, 0), np.float32), 'c': np.ones(4, np.uint8),
+             'q': np.ones(2, bool), 'i': np.ones(1, np.int32), 'h': np.ones(3, ml_dtypes.bfloat16),
+             'd': np.ones(1), 'e': np.ones(3, np.int8), 'f': np.ones(3, np.int16)}
+    for metadata in ({}, {'facts': json.dumps({'step': 1, 'note': 'ü\n'})}):
+        save_weights(tmp_path / 'ours', given, **metadata)
+        safetensors.numpy.save_file(given, tmp_path / 'theirs', metadata or None)
+        assert (tmp_path / 'ours').read_bytes() == (tmp_path / 'theirs').read_bytes()
+        assert load_weights(tmp_path / 'ours', {}) == metadata
+    for n in range(1, 10):   # heads of every length
+        save_weights(tmp_path / 'ours', {'x' * n: np.ones(1)})
+        safetensors.numpy.save_file({'x' * n: np.ones(1)}, tmp_path / 'theirs')
+        assert (tmp_path / 'ours').read_bytes() == (tmp_path / 'theirs').read_bytes()
+    given |= {'scalar': np.float32(3), 'F': np.asfortranarray(np.arange(6.).reshape(2, 3)),
+              'strided': np.arange(12.).reshape(3, 4)[:, ::2]}
+    calls = []
+    write_tensors(tmp_path / 'ours', given, lambda *done: calls.append(done))
+    read = dict(read_tensors(tmp_path / 'ours'))
+    assert calls[-1] == (14, 14) == (len(calls), len(read))
+    assert all(np.array_equal(read[n], x) and read[n].dtype == x.dtype for n, x in given.items())
+    write_tensors(tmp_path / 'none', {})
+    assert list(read_tensors(tmp_path / 'none')) == []
+
+BAD_WEIGHTS = {'missing': 'not readable', 'text': 'not readable', 'folder': 'not readable',
+               'cut in the head': 'not readable', 'cut in the tensors': 'not readable',
+               'lacking': '"two/bias" is missing',
+               'wider': r'"one/kernel" has shape \(3, 5\), expected \(3, 4\)'}
+
+@pytest.mark.parametrize('kind', BAD_WEIGHTS)
+def test_a_bad_file_of_weights_is_named_and_changes_nothing(tmp_path, kind):
+    path, net = tmp_path / 'a.safetensors', model()
+    save_weights(path, named_weights(model(5 if kind == 'wider' else 4, seed=1)))
+    data = path.read_bytes()
+    if kind in ('missing', 'folder'): path.unlink()
+    if kind == 'folder': path.mkdir()
+    if kind == 'text': path.write_text('these are no weights\n' * 9)
+    if kind == 'cut in the head': path.write_bytes(data[:20])
+    if kind == 'cut in the tensors': path.write_bytes(data[:-10])
+    if kind == 'lacking': save_weights(path, {k: v for k, v in named_weights(net).items() if k != 'two/bias'})
+    before = values(net)
+    with pytest.raises(UserError, match=f'a.safetensors: .*{BAD_WEIGHTS[kind]}'):
+        load_weights(path, named_weights(net))
+    assert all(np.array_equal(v, before[k]) for k, v in values(net).items())
+
+def test_parts_that_are_not_written_come_from_another_file(tmp_path):
+    old = {'gpt/a': np.zeros(1), 'gpt/b': np.zeros(2), 'voice/a': np.ones(1), 'gptx': np.ones(2)}
+    save_weights(tmp_path / 'old', old)
+    save_weights(tmp_path / 'new', {'gpt/a': np.full(3, 7.)}, tmp_path / 'old', step='1')
+    read = {name: x.tolist() for name, x in read_tensors(tmp_path / 'new')}
+    assert read == {'gpt/a': [7, 7, 7], 'voice/a': [1], 'gptx': [1, 1]}
+    original = (tmp_path / 'new').read_bytes()
+    def stop(done, total): raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): write_tensors(tmp_path / 'new', old, stop)
+    assert (tmp_path / 'new').read_bytes() == original and len(list(tmp_path.iterdir())) == 2

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -216,10 +216,9 @@ def _temporary_folder(path: Path):
     home = (path if inner else path.parent) / _part_name(path.name)
     home.mkdir(parents=True)
     try:
-        with open(home / _MARK, 'w') as mark:
-            _hold(mark)
-            json.dump({'for': '.' if inner else path.name, 'host': socket.gethostname()}, mark)
-            mark.flush()
+        with _lock(home / 'lock'):   # before the mark: what has one is locked
+            facts = {'for': '.' if inner else path.name, 'host': socket.gethostname()}
+            (home / _MARK).write_text(json.dumps(facts))
             yield home
     finally: _remove(home, path)
 
@@ -230,14 +229,19 @@ def _stays(folder: Path) -> bool:
         if folder.samefile('.'): return True
     return str(folder.resolve()) in mounts or not os.access(folder.parent, os.W_OK)
 
-def _hold(file) -> bool | None:
-    "Lock an open file; False if it is locked already, None where there are no locks."
-    try:
-        import fcntl
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError: return False
-    except (ImportError, OSError): return None   # Windows, or a file system without locks
-    return True
+_NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL   # of a disk
+
+def _lock(
+    path: Path,
+    again: bool = False,   # whether a process that holds it may take it again
+) -> AbstractContextManager | None:
+    "A lock that is held until the context ends; None if it is held already."
+    from filelock import FileLock, Timeout
+    try: return FileLock(path, blocking=False, is_singleton=again, fallback_to_soft=False).acquire()
+    except Timeout: return None
+    except OSError as e:
+        if e.errno not in _NO_LOCKS: raise
+        return nullcontext()
 
 def remove_work(folder: Path, mark: str, ours: Callable = bool):   # name in it -> whether it goes
     "Remove such a folder, its mark last: what a kill leaves is still known as ours."
@@ -269,12 +273,11 @@ def _sweep(path: Path):
         with suppress(ValueError, OSError, TypeError, KeyError):   # not ours, or swept by another process
             facts = json.loads((home / _MARK).read_text())
             if facts['for'] != name: continue
-            with open(home / _MARK, 'a') as mark:
-                held = _hold(mark)
-                here = held and facts['host'] == socket.gethostname()
+            if not (lock := _lock(home / 'lock')): continue   # its writer lives
+            with lock:
+                here = not isinstance(lock, nullcontext) and facts['host'] == socket.gethostname()
                 # elsewhere, or without locks, one cannot see whether the writer lives
-                if held is False or not here and time.time() - _changed(home) < ABANDONED: continue
-                _remove(home, path)
+                if here or time.time() - _changed(home) >= ABANDONED: _remove(home, path)
 
 # %% ../nbs/base/files.ipynb #b1eb8407
 def append_line(path: str | Path, line: str):
@@ -302,21 +305,10 @@ def locked(
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, 'ab')
+        lock = _lock(path, again=True)
     except OSError as e: raise _unwritable(path, e) from e
-    with file:
-        try:
-            import fcntl
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError): raise UserError(busy) from None
-        except (ImportError, OSError): pass   # Windows, or a file system without locks
-        if not _is_at(path, file): raise UserError(busy)   # whoever held it has removed it
-        yield
-
-def _is_at(path: Path, file) -> bool:
-    "Whether an open file is still the one of that name."
-    try: return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError: return False
+    if not lock: raise UserError(busy)
+    with lock: yield
 
 # %% ../nbs/base/files.ipynb #5d20fa86
 def inside(
@@ -342,12 +334,13 @@ def check_folder(path: str | Path):
 def check_arrived(path: str | Path):
     "Raise `UserError` for a pointer of Git LFS or a web page in place of a file; for no other content."
     try:
-        with open(path, 'rb') as file: head = file.read(256).lstrip().lower()
+        with open(path, 'rb') as file: head = file.read(256).lstrip(b'\xef\xbb\xbf \r\n\t').lower()
     except OSError: return   # its reader names the reason
     if head.startswith(b'version https://git-lfs'):
         raise UserError(f'{path}: is a pointer of Git LFS, not the file; run git lfs pull in its folder.')
-    if head.startswith((b'<!doctype html', b'<html')):
-        raise UserError(f'{path}: is a web page, not the file; sign in if needed, and download it again.')
+    if head.startswith(b'<'):
+        raise UserError(f'{path}: is a web page or XML, not the file; sign in if needed, and '
+                        'download it again.')
 
 # %% ../nbs/base/files.ipynb #b3143579
 def write_json(path: str | Path, value):

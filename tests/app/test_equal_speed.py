@@ -3,9 +3,10 @@
 import pytest
 import tensorflow as tf
 
-from xtts_nb.app.speed import check_equal, comparison_plan, differing_share, refuse_differences
+from xtts_nb.app.speed import (
+    check_equal, comparison_plan, differing_share, readers, refuse_differences)
 from xtts_nb.config import UserError
-from xtts_nb.data.native import BatchPlan, CacheReader, readers
+from xtts_nb.data.native import BatchPlan, CacheReader
 
 ONLINE = {'clip', 'weight', 'text', 'text_length', 'mel_length', 'mel', 'reference'}
 

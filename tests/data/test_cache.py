@@ -1,263 +1,112 @@
-"Bad input is dropped and counted, or raises an error of one sentence; a cache is written atomically."
-import hashlib
-import json
+"A cache: bad input is dropped with its reason, every damage is found, and its rows are the same from files."
 import os
+import resource
 import shutil
-from types import SimpleNamespace
 
+import fake_dvae
 import numpy as np
 import pytest
-import safetensors.numpy
 import soundfile
+import tensorflow as tf
 
-from xtts_nb.data.audio import log_mel, save_audio, synthetic_voice
+from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import cache as cache_module
+from xtts_nb.data.audio import log_mel, save_audio, synthetic_voice
 from xtts_nb.data.cache import (
-    DTYPES, ARRAYS, Cache, InFiles, check_cache_folder, content_keys, digest, file_sha,
-    load_shard, map_arrays, read_manifest, records, verify_cache, work_path, write_manifest, write_shard,
-    write_table)
-from xtts_nb.config import UserError
-from xtts_nb.data.corpora import Dropped, read_corpus, read_audio
-from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare
+    ARRAYS, Cache, InFiles, InMemory, clip_limits, left_out_line, map_arrays, read_manifest, verify_cache,
+    within_limits, write_manifest, write_shard, write_table)
+from xtts_nb.data.corpora import read_audio, read_corpus
+from xtts_nb.data.native import BatchPlan, WavReader, batches_of, cached_batches, reader_of
+from xtts_nb.data.prepare import ClipEncoder, lesson_cache, mel_sample, prepare, verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 
-LINE = 'low-0|aa bb|aa bb|low|en'   # a row that can be used
 
+# --- what is dropped ----------------------------------------------------------------------------------
 
-@pytest.fixture
-def make(corpus, tmp_path):
-    "Write metadata beside a copy of the corpus' sound."
-    folder = tmp_path / 'corpus'
-    def write(rows=(), raw=None, extra=()):
-        (folder / 'wavs').mkdir(parents=True, exist_ok=True)
-        for i in range(3): shutil.copy(corpus / 'wavs' / f'low-{i}.wav', folder / 'wavs')
-        for name, wav in dict(extra).items(): save_audio(folder / 'wavs' / f'{name}.wav', wav)
-        (folder / 'metadata.csv').write_bytes(raw if raw is not None else '\n'.join(rows).encode())
-        return folder
-    return write
-
-
-# --- sound ----------------------------------------------------------------------------------------
-
-SOUND = {'not audio': 'not readable as audio', 'empty file': 'not readable as audio',
-         'no samples': '0 samples', 'nan': 'NaN',
-         'too short': 'shorter than data.min_seconds', 'too long': 'longer than data.max_seconds'}
+DROPPED = {'not audio': 'not readable as audio', 'empty': 'not readable as audio', 'no samples': '0 samples',
+           'nan': 'NaN', 'too short': 'shorter than data.min_seconds', 'nobody': 'nobody.wav is missing',
+           'too long': 'longer than data.max_seconds', 'words': 'the tokenizer does not know ? ж',
+           'language': 'no language de', 'tokens': 'tokens, more than 40',
+           'codes': '54 codes, more than model.gpt.max_audio_codes 48'}
 
 @pytest.fixture
-def mixed(make):
+def mixed(tmp_path):
     "Three good clips and one of every bad kind."
-    folder = make([f'low-{i}|aa bb|aa bb|low|en' for i in range(3)] + [f'{k}|aa|aa|low|en' for k in SOUND],
-                  extra={'too short': np.zeros(2000), 'too long': np.zeros(22050 * 12),
-                         'no samples': np.zeros(0)})
-    (folder / 'wavs/not audio.wav').write_text('this is text')
-    (folder / 'wavs/empty file.wav').write_bytes(b'')
-    soundfile.write(folder / 'wavs/nan.wav', np.full(22050, np.nan), 22050, subtype='FLOAT')
+    folder, wavs = tmp_path / 'corpus', tmp_path / 'corpus/wavs'
+    texts = {'words': 'Ж \ufeffaa ?', 'tokens': 'a' * 90}
+    sounds = {'too short': np.zeros(2000), 'too long': np.zeros(22050 * 12), 'no samples': np.zeros(0),
+              'codes': synthetic_voice(2.5)} | dict.fromkeys(
+                  ('good-0', 'good-1', 'good-2', 'words', 'language', 'tokens'), synthetic_voice(1.))
+    for name, wav in sounds.items(): save_audio(wavs / f'{name}.wav', wav)
+    (wavs / 'not audio.wav').write_text('this is text')
+    (wavs / 'empty.wav').write_bytes(b'')
+    soundfile.write(wavs / 'nan.wav', np.full(22050, np.nan), 22050, subtype='FLOAT')
+    names = *(f'good-{i}' for i in range(3)), *DROPPED
+    rows = ((name, text := texts.get(name, 'aa bb'), text, 'low', 'de' if name == 'language' else 'en')
+            for name in names)
+    (folder / 'metadata.csv').write_text('\n'.join(map('|'.join, rows)))
     return folder
 
-def test_one_bad_clip_never_ends_a_run(mixed, small, dvae, tmp_path):
-    report = prepare(mixed, tmp_path / 'out', small.replace(data={'max_drop_rate': 0.9}), dvae)
+def test_bad_clips_are_dropped_with_their_reason_as_far_as_is_allowed(mixed, small, dvae, tmp_path):
+    tokenizer, allow = train_tokenizer(['aa bb'], ['en'], 48), lambda rate: small.replace(
+        data={'max_drop_rate': rate})
+    with pytest.raises(UserError, match='corpus.*11 of 14 clips cannot be used, .*data.max_drop_rate'):
+        prepare(mixed, tmp_path / 'out', allow(.78), dvae, tokenizer)   # 11 of 14 are .786
+    assert not (tmp_path / 'out').exists()   # finished shards wait in `out.work`
+    report = prepare(mixed, tmp_path / 'out', allow(.79), dvae, tokenizer)
     dropped = {d['id']: d['reason'] for d in report['dropped']}
-    assert report['clips'] == 3 and set(dropped) == set(SOUND)
-    assert all(SOUND[k] in dropped[k] for k in SOUND), dropped
+    assert report['clips'] == 3 and dropped.keys() == DROPPED.keys()
+    assert all(DROPPED[k] in dropped[k] for k in DROPPED), dropped
     assert not any(str(mixed) in r or '\n' in r for r in dropped.values())
     text = (tmp_path / 'out/report.txt').read_text()
-    assert all(f'{k}: {dropped[k]}' in text for k in SOUND) and 'dropped    6' in text
-    assert json.loads((tmp_path / 'out/report.json').read_text()).items() <= report.items()
-    assert [c['id'] for c in Cache(tmp_path / 'out').clips] == ['low-0', 'low-1', 'low-2']
+    assert all(f'{k}: {dropped[k]}' in text for k in DROPPED)
+    assert [c['id'] for c in Cache(tmp_path / 'out').clips] == ['good-0', 'good-1', 'good-2']
+    (mixed / 'metadata.csv').write_text('nobody|a|a|low|en\ntoo long|aa|aa|low|en')
+    with pytest.raises(UserError, match='none of the 2 clips can be used'):
+        prepare(mixed, tmp_path / 'none', allow(1.), dvae)
+    assert not any(tmp_path.glob('none*'))
 
-@pytest.mark.parametrize('rate, works', [(0.66, False), (0.67, True)])
-def test_more_dropped_clips_than_allowed_is_an_error(mixed, small, dvae, tmp_path, rate, works):
-    config = small.replace(data={'max_drop_rate': rate})   # 6 of 9
-    if works:
-        assert prepare(mixed, tmp_path / 'out', config, dvae)['clips'] == 3
-        return
-    with pytest.raises(UserError,
-                       match='6 of 9 clips cannot be used, more than data.max_drop_rate.*not audio') as e:
-        prepare(mixed, tmp_path / 'out', config, dvae)
-    assert str(mixed) in str(e.value)
-    assert not (tmp_path / 'out').exists()   # finished shards wait in `out.work`
-
-@pytest.mark.parametrize('rows', [['nobody|a|a', 'noone|a|a'], ['low-0'], ['too long|aa|aa|low|en']])
-def test_no_usable_clip_is_an_error_whatever_is_allowed(make, small, dvae, tmp_path, rows):
-    folder = make(rows, extra={'too long': np.zeros(22050 * 12)})
-    with pytest.raises(UserError, match='none of the . clips can be used \\('):
-        prepare(folder, tmp_path / 'out', small.replace(data={'max_drop_rate': 1.}), dvae)
-    assert not any(tmp_path.glob('out*'))
-
-def test_a_drop_rate_of_zero_takes_a_clean_corpus_only(make, small, dvae, tmp_path):
-    config = small.replace(data={'max_drop_rate': 0.})
-    assert prepare(make([LINE]), tmp_path / 'a', config, dvae)['dropped'] == []
-    with pytest.raises(UserError, match='1 of 2'):
-        prepare(make([LINE, 'nobody|a|a']), tmp_path / 'b', config, dvae)
-
-def test_what_the_model_cannot_take_is_dropped(make, small, dvae, tmp_path):
-    tokenizer = train_tokenizer(['aa bb'], ['en'], 48)
-    folder = make([LINE, 'low-1|Ж aa ?|Ж \ufeffaa ?|low|en', 'low-2|aa|aa|low|de',
-                   f'long|{"a" * 90}|{"a" * 90}|low|en',
-                   'codes|aa|aa|low|en'],
-                  extra={'long': synthetic_voice(1.), 'codes': synthetic_voice(2.5)})
-    report = prepare(folder, tmp_path / 'out', small.replace(data={'max_drop_rate': 0.9}), dvae, tokenizer)
-    dropped = {d['id']: d['reason'] for d in report['dropped']}
-    assert dropped['low-1'] == r'the tokenizer does not know ? ж'
-    assert 'no language de' in dropped['low-2']
-    assert 'tokens, more than 40' in dropped['long']
-    assert '54 codes, more than model.gpt.max_audio_codes 48' == dropped['codes']
-    assert report['clips'] == 1
-
-def test_a_clip_too_short_for_a_frame_is_dropped_even_if_allowed(make, small, dvae, tmp_path):
-    folder = make([LINE, 'tiny|aa|aa|low|en', 'one|aa|aa|low|en'],
-                  extra={'tiny': synthetic_voice(1.)[:300], 'one': np.ones(1)})
-    config = small.replace(data={'min_seconds': 0., 'max_drop_rate': 0.9})
-    report = prepare(folder, tmp_path / 'out', config, dvae)
-    assert all(Cache(tmp_path / 'out').mel_length > 0) and report['clips'] + len(report['dropped']) == 3
-
-def test_mels_to_train_on(corpus, mixed, small):
+def test_mels_to_train_on_are_drawn_until_there_are_enough(corpus, mixed, small):
     clips, seen = read_corpus(corpus)[0], []
-    mels = mel_sample(clips, small, progress=lambda *done: seen.append(done))
-    assert mels.shape[1] == 80 and seen == [(i, 14) for i in range(1, 15)]
-    assert np.array_equal(mels, mel_sample(clips, small))
-    assert len(mel_sample(clips, small, seconds=1.)) < len(mels)
-    good = [c for c in read_corpus(mixed)[0] if c.id not in SOUND]
-    assert len(mel_sample(read_corpus(mixed)[0], small)) == len(mel_sample(good, small))
-    with pytest.raises(UserError, match='none of the 6 clips can be used'):
-        mel_sample([c for c in read_corpus(mixed)[0] if c.id in SOUND], small)
+    first, second = np.random.default_rng(small.data.seed).permutation(14)[:2]
+    seconds = [soundfile.info(clips[i].path).duration for i in (first, second)]
+    for wanted, count in ((seconds[0], 1), (seconds[0] + 0.01, 2)):
+        mels = mel_sample(clips, small, wanted, lambda *done: seen.append(done))
+        assert mels.shape == (sum(1 + int(s * 22050) // 256 for s in seconds[:count]), 80)
+    assert seen == [(1, 14), (1, 14), (2, 14)]
+    bad = [c for c in read_corpus(mixed)[0] if c.id in ('nan', 'empty')]
+    assert len(mel_sample([*bad, clips[0]], small)) == len(mel_sample(clips[:1], small))
+    with pytest.raises(UserError, match='none of the 2 clips can be used'): mel_sample(bad, small)
 
 
-# --- reading it again -----------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------
 
-def test_arrays_are_those_of_the_clips(corpus, small, dvae, stats, prepared):
-    encoder, (clips, _) = ClipEncoder(small, dvae, prepared.tokenizer), read_corpus(corpus)
+def test_arrays_are_those_of_the_clips_in_memory_and_mapped(corpus, small, dvae, stats, prepared):
+    from xtts_nb.models.dvae import load_dvae
+    clips, mapped = read_corpus(corpus)[0], Cache(prepared.folder, in_memory=False)
+    stored = load_dvae(prepared.folder / 'dvae.safetensors', prepared.config)
+    encoders = [ClipEncoder(small, net, prepared.tokenizer) for net in (dvae, stored)]
     assert len(prepared) == len(clips) == 14 and len(prepared.manifest['shards']) == 3
     for i, (clip, wav) in enumerate(read_audio(clips, small)):
-        made = encoder(clip, wav)
-        assert not isinstance(made, Dropped) and prepared.clips[i]['id'] == clip.id
-        assert np.array_equal(prepared.array('codes', i), made['codes'])
-        assert list(prepared.array('text', i)) == made['text']
-        assert np.array_equal(prepared.array('mel', i), made['mel'].astype(np.float16))
+        made = encoders[i == 0](clip, wav)   # the DVAE of the cache makes its codes
+        for kind, dtype in ARRAYS.items():
+            for cache in (prepared, mapped):
+                found = cache.array(kind, i)
+                assert found.dtype == dtype and np.array_equal(found, np.asarray(made[kind], dtype))
         assert len(made['codes']) == -(-len(wav) // 1024) and len(made['mel']) == 1 + len(wav) // 256
         voice = log_mel(wav, 2048).numpy() / stats
         assert np.abs(prepared.array('mel', i).astype(np.float32) - voice).max() < 2e-3
-
-def test_the_dvae_of_the_cache_makes_its_codes(corpus, small, prepared):
-    from xtts_nb.models.dvae import load_dvae
-    again = ClipEncoder(small, load_dvae(prepared.folder / 'dvae.safetensors', prepared.config),
-                        prepared.tokenizer)
-    clip, wav = next(read_audio(read_corpus(corpus)[0], small))
-    assert np.array_equal(again(clip, wav)['codes'], prepared.array('codes', 0))
-
-PARTS = ['manifest.json', 'clips.jsonl', 'tokenizer.json', 'config.yaml', 'shard-00001.safetensors',
-         'index.safetensors']
-
-@pytest.mark.parametrize('name', PARTS)
-@pytest.mark.parametrize('in_memory', [True, False])
-def test_a_missing_part_is_named(prepared, tmp_path, name, in_memory):
-    shutil.copytree(prepared.folder, tmp_path / 'c')
-    (tmp_path / 'c' / name).unlink()
-    with pytest.raises(UserError, match='holds no cache' if name == 'manifest.json' else name):
-        cache = Cache(tmp_path / 'c', in_memory)
-        cache.array('codes', 6)   # a mapped shard is opened when it is needed
-
-@pytest.mark.parametrize('name', PARTS[:3] + PARTS[4:])
-@pytest.mark.parametrize('in_memory', [True, False])
-def test_a_part_cut_off_is_named(prepared, tmp_path, name, in_memory):
-    shutil.copytree(prepared.folder, tmp_path / 'c')
-    path = tmp_path / 'c' / name
-    path.write_bytes(path.read_bytes()[:path.stat().st_size // 2 + 10])
-    if not in_memory and name.startswith('shard'):   # opened when needed
-        assert Cache(tmp_path / 'c', False)
-        return
-    with pytest.raises(UserError, match=name): Cache(tmp_path / 'c', in_memory)
-
-def test_a_mapped_cache_is_opened_without_reading_its_files_whole(prepared, tmp_path):
-    shutil.copytree(prepared.folder, tmp_path / 'c')
-    path = tmp_path / 'c/report.txt'
-    path.write_bytes(path.read_bytes()[::-1])
-    assert len(Cache(tmp_path / 'c', in_memory=False)) == 14
-    with pytest.raises(UserError, match='report.txt: is damaged; mend the cache'): Cache(tmp_path / 'c')
-
-def test_the_table_and_the_index_by_hand(tmp_path):
-    "Two shards; the codes were left to be made at runtime."
-    rows = [{'id': 'ä', 'speaker': 'b', 'language': 'en'}, {'id': 'x', 'speaker': 'a', 'language': 'en'},
-            {'id': 'y', 'speaker': 'b', 'language': 'de'}]
-    shards = []
-    for i, lengths in enumerate(([3, 1], [2])):
-        made = [record(i, text=np.arange(n), text_length=n, codes=[], mel=np.ones((0, 80))) for n in lengths]
-        write_shard(tmp_path / f'{i}', made)
-        shards.append(load_shard(tmp_path / f'{i}'))
-    (tmp_path / 'c').mkdir()
-    names = write_table(tmp_path / 'c', [(0, rows[:2], shards[0]), (7, rows[2:], shards[1])], ['text'])
-    index = {name: array.tolist() for name, array in map_arrays(tmp_path / 'c/index.safetensors').items()}
-    lines = (tmp_path / 'c/clips.jsonl').read_bytes().splitlines(keepends=True)
-    assert names == {'speakers': ['b', 'a'], 'languages': ['en', 'de']} and [*map(json.loads, lines)] == rows
-    assert index.items() >= {
-        'row': [0, len(lines[0]), len(lines[0] + lines[1])], 'shard': [0, 0, 7], 'speaker': [0, 1, 0],
-        'language': [0, 0, 1], 'text_length': [3, 1, 2], 'text_start': [0, 3, 4], 'codes_length': [4] * 3,
-        'codes_start': [0] * 3, 'mel_start': [0] * 3, 'samples': [4000] * 3, 'source': [0, 0, 1]}.items()
-    assert len(list(records(shards[0], ['text']))) == 2 and 'ä'.encode() in lines[0]
-    with pytest.raises(ValueError, match='lengths of codes do not add up'): list(records(shards[0], ARRAYS))
-
-def test_fingerprints_are_the_same_in_every_release(tmp_path):
-    "Else every cache that was made before would be refused."
-    data = b''.join(len(part).to_bytes(8, 'little') + part for part in (b'ab', b'c'))
-    assert digest(b'ab', b'c') == int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), 'little')
-    facts = {'a': 'ü', 'b': [1]}
-    sha = cache_module.fingerprint(facts)
-    assert cache_module._manifest_text(facts) == f'{{\n "a": "ü",\n "b": [\n  1\n ],\n "sha": "{sha}"\n}}\n'
-    (tmp_path / 'x').write_bytes(b'abc')
-    assert file_sha(tmp_path / 'x') == hashlib.sha256(b'abc').hexdigest()[:16]
-
-def test_only_a_free_folder_or_a_cache_is_written_to(tmp_path):
-    places = {name: tmp_path / name for name in ('nowhere', 'empty', 'cache', 'file', 'music')}
-    for name in ('empty', 'cache', 'music'): places[name].mkdir()
-    for path in (places['file'], places['music'] / 'a'): path.write_text('x')
-    keys = 'format', 'key', 'mode', 'keys', 'shards', 'files', 'sha'
-    (places['cache'] / 'manifest.json').write_text(json.dumps(dict.fromkeys(keys)))
-    (places['music'] / 'manifest.json').write_text('{"format": 1, "files": {"a": {}}}')   # of somebody else
-    for name in ('nowhere', 'empty', 'cache'): check_cache_folder(places[name])
-    for name in ('file', 'music'):
-        with pytest.raises(UserError, match=f'{name}: .*holds something'):
-            check_cache_folder(places[name])
-
-def test_a_cache_that_was_begun_is_mentioned(tmp_path):
-    said = []
-    for _ in range(2):
-        with pytest.raises(UserError, match='c: holds no cache') as e: read_manifest(tmp_path / 'c')
-        said.append(str(e.value).endswith(f' {work_path(tmp_path / "c")} keeps what an earlier run '
-                                          'finished.'))
-        work_path(tmp_path / 'c').mkdir(exist_ok=True)
-    assert said == [False, True] and work_path(tmp_path / 'c') == tmp_path / 'c.work'
-
-def test_where_a_recording_lies(prepared, corpus):
-    cache = Cache(prepared.folder, in_memory=False)
-    assert cache.wav_path(0) == corpus / 'wavs/low-0.wav'
-    cache.clips = [{'path': 'wavs/low-0.wav', 'wav': 'audio/x.wav'}]
-    assert cache.wav_path(0) == cache.folder / 'audio/x.wav'
-
-def test_a_shard_with_other_arrays_is_named(prepared, tmp_path):
-    shutil.copytree(prepared.folder, tmp_path / 'c')
-    safetensors.numpy.save_file({'x': np.zeros(3)}, tmp_path / 'c/shard-00001.safetensors')
-    with pytest.raises(UserError, match='shard-00001'): Cache(tmp_path / 'c')
-
-def test_a_flipped_byte_is_noticed(prepared, tmp_path):
-    shutil.copytree(prepared.folder, tmp_path / 'c')
-    path = tmp_path / 'c/shard-00001.safetensors'
-    data = bytearray(path.read_bytes())
-    data[-50] ^= 0xff
-    path.write_bytes(data)
-    with pytest.raises(UserError, match='shard-00001'): Cache(tmp_path / 'c')
-
-def test_mapped_arrays_are_those_in_memory(prepared):
-    mapped = Cache(prepared.folder, in_memory=False)
-    for kind, dtype in ARRAYS.items():
-        pairs = [[cache.array(kind, i) for cache in (prepared, mapped)] for i in (*range(14), -1)]
-        assert all(np.array_equal(one, other) and one.dtype == other.dtype == dtype for one, other in pairs)
     assert list(mapped.clips) == list(prepared.clips) and mapped.clips[-1] == mapped.clips[13]
     assert [mapped.speakers[n] for n in mapped.speaker] == [c['speaker'] for c in mapped.clips]
     assert (mapped.samples / 22050).round(4).tolist() == [c['seconds'] for c in mapped.clips]
+    assert prepared.recordings is prepared.recordings   # the table is read once
     with pytest.raises(IndexError): mapped.clips[14]
 
+def record(i, **changes):
+    return dict(codes=np.full(4, i % 32), text=np.arange(3), mel=np.ones((5, 80)), codes_length=4,
+                text_length=3, mel_length=5, samples=4000, source=i, sound=0) | changes
+
 def test_more_shards_than_files_may_be_open(tmp_path):
-    import resource
     many, limit = 300, resource.getrlimit(resource.RLIMIT_NOFILE)
     lines = [write_shard(tmp_path / f'{i}', [record(i)]) for i in range(many)]
     class Mapped(Cache):
@@ -268,157 +117,56 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     cache._open()
     used = len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else 64
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 270, limit[1]))
-    try: assert [int(cache.array('codes', i)[0]) for i in range(many)] == [i % 32 for i in range(many)]
-    finally: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-
-def test_more_shards_than_files_may_be_open_are_read_in_a_graph(tmp_path):
-    import resource
-    many, limit = 300, resource.getrlimit(resource.RLIMIT_NOFILE)
-    lines = [write_shard(tmp_path / f'{i}', [record(i)]) for i in range(many)]
-    cache = SimpleNamespace(folder=tmp_path, manifest={'shards': lines}, codes_start=np.arange(many) * 4)
-    used = len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else 64
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, limit[1]))
-    try: rows = InFiles(cache, ('codes',))('codes', np.arange(many) * 4, np.full(many, 4), 4)
+    try:
+        assert [int(cache.array('codes', i)[0]) for i in range(many)] == [i % 32 for i in range(many)]
+        rows = InFiles(cache, ('codes',))('codes', np.arange(many) * 4, np.full(many, 4), 4)   # in a graph
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert rows[:, 0].numpy().tolist() == [i % 32 for i in range(many)]
 
-def record(i, **changes):
-    made = dict(codes=np.full(4, i % 32), text=np.arange(3), mel=np.ones((5, 80)), codes_length=4,
-                text_length=3, mel_length=5,
-                samples=4000, source=i, sound=0)
-    return made | changes
 
-def hollow(cache, folder, clips):
-    "A copy of a cache whose index says that there are so many clips; most of the file is a hole."
-    shutil.copytree(cache.folder, folder)
-    head, end = {}, 0
-    for name, array in cache.index.items():
-        dtype = {v: k for k, v in DTYPES.items()}[array.dtype.type]
-        head[name] = {'dtype': dtype, 'shape': [clips],
-                      'data_offsets': [end, end := end + clips * array.itemsize]}
-    text = json.dumps(head).encode()
-    text += b' ' * (-len(text) % 8)
-    with open(folder / 'index.safetensors', 'wb') as f:
-        f.write(len(text).to_bytes(8, 'little') + text)
-        f.truncate(8 + len(text) + end)
-    return folder
+# --- damage -------------------------------------------------------------------------------------------
 
-def test_ten_million_clips_are_opened_without_reading_them(prepared, tmp_path):
-    "What is read of the index does not grow with it: the pages of the file that are touched."
-    import psutil
-    folder = hollow(prepared, tmp_path / 'c', 10_000_000)
-    facts = {k: v for k, v in prepared.manifest.items() if k not in ('format', 'files')}
-    with pytest.MonkeyPatch.context() as patch:   # its fingerprint would take a second
-        patch.setattr(cache_module, 'file_sha', lambda path: '0' * 16)
-        write_manifest(folder, facts)
-    process = psutil.Process()
-    before = process.memory_info().rss
-    cache = Cache(folder, in_memory=False)
-    assert len(cache) == 10_000_000 and process.memory_info().rss - before < 20e6
-    assert cache.codes_length[5_000_000] == 0 and process.memory_info().rss - before < 20e6
+PARTS = ['clips.jsonl', 'tokenizer.json', 'config.yaml', 'shard-00001.safetensors', 'index.safetensors']
 
+@pytest.mark.parametrize('how', ['missing', 'cut off', 'empty', 'longer', 'flipped'])
+def test_what_is_damaged_is_found_and_not_opened(copy, how):
+    for name in [*PARTS, 'dvae.safetensors', 'report.txt']:
+        whole = (copy / name).read_bytes()
+        (copy / name).unlink()
+        if how != 'missing':
+            flipped = whole[:-50] + bytes([whole[-50] ^ 255]) + whole[-49:]
+            (copy / name).write_bytes({'cut off': whole[:len(whole) // 2], 'empty': b'',
+                                       'longer': whole + b'x', 'flipped': flipped}[how])
+        problems = verify_cache(copy)[1]
+        assert {p['file'] for p in problems} == {name}
+        assert how != 'missing' or problems[0]['problem'] == 'is missing'
+        with pytest.raises(UserError, match=f'{name}: is '): Cache(copy, in_memory=True)
+        if how == 'missing' and name in PARTS:
+            with pytest.raises(UserError, match=f'{name}: is '): Cache(copy, False).array('codes', 6)
+        if how == 'flipped' and name == 'report.txt': assert len(Cache(copy, False)) == 14   # not read whole
+        (copy / name).write_bytes(whole)
+    for content in (b'', b'{', b'[]', b'{"format": 1}'):
+        (copy / 'manifest.json').write_bytes(content)
+        checked, (problem,) = verify_cache(copy)
+        assert checked == 1 and (problem['file'], problem['clip']) == ('manifest.json', '')
+        with pytest.raises(UserError, match='manifest.json'): Cache(copy)
 
-# --- verifying ------------------------------------------------------------------------------------
-
-@pytest.fixture
-def copy(prepared, tmp_path):
-    shutil.copytree(prepared.folder, tmp_path / 'c')
-    return tmp_path / 'c'
-
-def test_a_whole_cache_has_no_problem(prepared):
+def test_a_whole_cache_has_no_problem_but_what_belongs_to_nothing(copy, tmp_path):
     seen = []
-    checked, problems = verify_cache(prepared.folder, lambda *done: seen.append(done))
-    assert problems == [] and checked == 14 + sum(p.suffix != '.part' for p in prepared.folder.iterdir()) - 3
+    checked, problems = verify_cache(copy, lambda *done: seen.append(done))
+    assert problems == [] and checked == 14 + len(list(copy.iterdir())) - 3
     assert seen == [(5, 14), (10, 14), (14, 14)]
-
-def test_every_flipped_bit_is_found(copy):
-    "Drawn at random; from each file as many."
-    rng, missed = np.random.default_rng(0), []
-    for path in sorted(copy.iterdir()):
-        whole = path.read_bytes()
-        for _ in range(20):
-            broken, place, bit = bytearray(whole), rng.integers(len(whole)), int(rng.integers(8))
-            broken[place] ^= 1 << bit
-            path.write_bytes(broken)
-            try: found = verify_cache(copy)[1]
-            except UserError: found = ['refused']
-            if not any(p == 'refused' or p['file'] == path.name for p in found):
-                missed.append((path.name, int(place), bit))
-        path.write_bytes(whole)
-    assert not missed and verify_cache(copy)[1] == []
-
-@pytest.mark.parametrize('name', ['codes_length', 'samples', 'source', 'check'])
-def test_the_sign_of_a_number_is_found(copy, name):
-    path = copy / 'shard-00001.safetensors'
-    shard = {k: np.array(a) for k, a in map_arrays(path).items()}
-    data = bytearray(path.read_bytes())
-    data[data.index(shard[name].tobytes()) + shard[name].itemsize - 1] ^= 128
-    path.write_bytes(data)
-    assert {p['file'] for p in verify_cache(copy)[1]} == {path.name}
-
-def test_every_bit_of_a_head_is_found(copy):
-    "Where a flip changes the sense of what follows."
-    path = copy / 'shard-00001.safetensors'
-    whole = path.read_bytes()
-    for place in range(0, 8 + int.from_bytes(whole[:8], 'little'), 9):
-        broken = bytearray(whole)
-        broken[place] ^= 1 << place % 7
-        path.write_bytes(broken)
-        assert {p['file'] for p in verify_cache(copy)[1]} == {path.name}, place
-
-@pytest.mark.parametrize('name', PARTS[1:] + ['dvae.safetensors', 'report.json', 'report.txt'])
-@pytest.mark.parametrize('how', ['missing', 'cut off', 'empty', 'longer'])
-def test_what_is_missing_or_cut_off_is_found(copy, name, how):
-    data = (copy / name).read_bytes()
-    if how == 'missing': (copy / name).unlink()
-    else:
-        (copy / name).write_bytes({'cut off': data[:len(data) // 2], 'empty': b'',
-                                   'longer': data + b'x'}[how])
-    problems = verify_cache(copy)[1]
-    assert {p['file'] for p in problems} == {name}
-    assert how != 'missing' or problems[0]['problem'] == 'is missing'
-
-@pytest.mark.parametrize('content', [b'', b'{', b'[]', b'{"format": 1}', b'null'])
-def test_a_manifest_that_is_none_is_a_problem(copy, content):
-    (copy / 'manifest.json').write_bytes(content)
-    checked, (problem,) = verify_cache(copy)
-    assert checked == 1 and (problem['file'], problem['clip']) == ('manifest.json', '')
-    with pytest.raises(UserError, match='manifest.json'): Cache(copy)
-
-def test_what_belongs_to_nothing_is_named(copy):
     (copy / 'notes.txt').write_text('mine')
-    (copy / 'audio').mkdir()
-    (copy / 'audio' / 'x.wav').write_bytes(b'')
-    assert [(p['file'], p['problem'])
-            for p in verify_cache(copy)[1]] == [('audio/x.wav', 'belongs to nothing'),
-                                                ('notes.txt', 'belongs to nothing')]
-
-def test_in_a_cache_without_clips_every_shard_belongs_to_nothing(copy, tmp_path):
+    assert [(p['file'], p['problem']) for p in verify_cache(copy)[1]] == [('notes.txt', 'belongs to nothing')]
+    (copy / 'notes.txt').unlink()
     facts = {k: v for k, v in read_manifest(copy).items() if k not in ('format', 'files')}
-    write_table(copy, [])
+    write_table(copy, [])   # without clips, no shard belongs to anything
     for i in range(3): (copy / f'shard-0000{i}.safetensors').rename(tmp_path / f'shard-0000{i}.safetensors')
     write_manifest(copy, facts | {'shards': []})
     for i in range(3): (tmp_path / f'shard-0000{i}.safetensors').rename(copy / f'shard-0000{i}.safetensors')
     assert [p['file'] for p in verify_cache(copy)[1]] == [f'shard-0000{i}.safetensors' for i in range(3)]
 
-def test_recordings_of_a_cache_are_checked_one_by_one(tmp_path):
-    for name in 'ab': (tmp_path / name).write_bytes(b'sound')
-    names = 'a', 'none', 'b', 'gone', '../out'
-    rows = [{'id': name} | ({} if name == 'none' else {'wav': name}) for name in names]
-    found = cache_module._check_sound(tmp_path, rows, [digest(b'sound'), 0, digest(b'sound') + 1, 0, 0])
-    assert found[:2] == [('b', 'b', 'is not what was written'), ('gone', 'gone', 'is missing')]
-    ((*place, problem),) = found[2:]
-    assert place == ['../out', '../out'] and 'leads out of this folder' in problem
-
-def test_a_clip_is_named_by_its_number_where_the_table_is_lost(copy):
-    path, mel = copy / 'shard-00001.safetensors', Cache(copy).array('mel', 7).tobytes()
-    path.write_bytes(path.read_bytes().replace(mel, mel[::-1]))
-    (copy / 'clips.jsonl').unlink()
-    problems = verify_cache(copy)[1]
-    assert [(p['file'], p['clip']) for p in problems] == [('clips.jsonl', ''), (path.name, 'record 7')]
-
 WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'),
-         'infinite': ({'mel': np.full((5, 80), np.inf)}, 'not finite'),
          'a code too high': ({'codes': [0, 1, 2, 32]}, 'codes go beyond the 32'),
          'an id too high': ({'text': [0, 1, None]}, 'text go beyond'),   # None: one more than the last
          'an id below 0': ({'text': [0, 1, -1]}, 'text go beyond'),
@@ -442,43 +190,113 @@ def test_a_record_that_was_written_wrong_is_found(copy, kind):
     (found,) = verify_cache(copy)[1]
     assert problem in found['problem'] and found['clip'] == ('' if 'length' in kind else rows[3]['id'])
 
-def test_another_kind_of_numbers_is_found(copy):
-    path, facts = copy / 'shard-00001.safetensors', read_manifest(copy)
-    shard = dict(map_arrays(path))
-    for name, array in (('codes', shard['codes'].astype(np.int32)), ('mel', shard['mel'].ravel()),
-                        ('check', None)):
-        arrays = {k: np.array(v) for k, v in (shard | {name: array}).items() if v is not None}
-        path.unlink()
-        safetensors.numpy.save_file(arrays, path)
-        facts['shards'][1]['sha'] = file_sha(path)
-        write_manifest(copy, {k: v for k, v in facts.items() if k not in ('format', 'files')})
-        (found,) = verify_cache(copy)[1]
-        assert found['file'] == path.name and name in found['problem']
 
-def test_the_key_follows_from_what_goes_in(small):
-    one = content_keys(small, 'a', 'b', np.ones(80))
-    # that of caches which were made before the precision was a part of it
-    audio = {k: v for k, v in small.model.audio.model_dump().items() if not k.endswith('_n_fft')}
-    known = cache_module.fingerprint(1, audio, small.model.audio.dvae_n_fft, 'a')
-    assert one['codes'] == known and 'precision' not in one
-    half = content_keys(small, 'a', 'b', np.ones(80), 'bfloat16')
-    assert half['codes'] != one['codes'] and half['precision'] == 'bfloat16'
-    assert {k: v for k, v in half.items() if k not in ('codes', 'precision')} == {
-        k: v for k, v in one.items() if k != 'codes'}
-    assert one == content_keys(small.replace(training={'steps': 5}), 'a', 'b', np.ones(80))
-    changed = {'dvae': content_keys(small, 'x', 'b', np.ones(80)),
-               'text': content_keys(small, 'a', 'x', np.ones(80)),
-               'stats': content_keys(small, 'a', 'b', np.full(80, 2.))}
-    for name, value in (('dvae_n_fft', 4096), ('reference_n_fft', 4096), ('hop_length', 128)):
-        changed[name] = content_keys(small.replace(model={'audio': {name: value}}), 'a', 'b', np.ones(80))
-    differ = {name: {k for k in ARRAYS if keys[k] != one[k]} for name, keys in changed.items()}
-    assert differ == {'dvae': {'codes'}, 'text': {'text'}, 'stats': {'mel'}, 'dvae_n_fft': {'codes'},
-                      'reference_n_fft': {'mel'}, 'hop_length': {'codes', 'mel'}}
-    assert one == content_keys(small, 'a', 'b', one['stats'])
+# --- parts of a cache, and its rows in a graph --------------------------------------------------------
 
-@pytest.mark.parametrize('kind', ['nowhere', 'a file', 'empty'])
-def test_what_is_no_cache_is_named_with_the_remedy(tmp_path, kind):
-    path = tmp_path / 'c'
-    if kind == 'a file': path.write_text('')
-    if kind == 'empty': path.mkdir()
-    with pytest.raises(UserError, match='c: holds no cache; make one with xtts-nb prepare'): Cache(path)
+def test_limits_to_the_sample_and_the_token():
+    facts = dict(folder='fake', config=XTTSConfig(), text_length=np.array([1, 8, 8, 8, 9, 9]),
+                 samples=np.array([22049, 22050, 44101, 44102, 44100, 1]))
+    cache = type('Lengths', (), {'__len__': lambda self: 6, **facts})()
+    limits = DataConfig(min_seconds=1., max_seconds=2.00001, max_text_tokens=8)   # 44100.2 samples
+    assert [np.flatnonzero(out).tolist() for out in clip_limits(cache, limits).values()] == [
+        [0, 5], [3], [4, 5]]
+    assert np.flatnonzero(within_limits(cache, limits)).tolist() == [1, 2]
+    assert left_out_line(cache, limits) == (
+        'fake: 4 of 6 clips are left out: 2 shorter than data.min_seconds 1.0, '
+        '1 longer than data.max_seconds 2.00001, 2 of more text tokens than data.max_text_tokens 8.')
+
+def test_batches_from_files_are_those_from_memory(prepared, small):
+    caches = Cache(prepared.folder, ram_budget=1.), Cache(prepared.folder, False)
+    memory, files = (BatchPlan(cache, small.data) for cache in caches)
+    assert isinstance(reader_of(memory).rows, InMemory) and isinstance(reader_of(files).rows, InFiles)
+    for a, b in zip(*(cached_batches(plan, 3, 15) for plan in (memory, files)), strict=True):
+        assert a.keys() == b.keys()
+        assert all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+def address(array) -> int: return np.asarray(array).__array_interface__['data'][0]
+
+def test_the_arrays_of_a_cache_are_in_memory_once_and_on_the_host(prepared, small):
+    "A copy would double what the budget allows; on a GPU an op that reads them would be given a copy of all."
+    cache = Cache(prepared.folder)
+    for plan in (BatchPlan(cache, small.data), BatchPlan(cache, small.data, np.arange(3))):
+        assert reader_of(plan) is reader_of(plan)
+        for kind, held in reader_of(plan).rows.flat.items():
+            assert address(held()) == address(getattr(cache, kind)), kind
+    for budget in (0., 1.):
+        reader = reader_of(BatchPlan(Cache(prepared.folder, ram_budget=budget), small.data))
+        @tf.function
+        def read(step, reader=reader):
+            with tf.device('/GPU:0'): return reader(step)
+        graph = read.get_concrete_function(tf.constant(0, tf.int64)).graph
+        parts = [graph.as_graph_def(), *graph.as_graph_def().library.function]
+        nodes = [n for part in parts for n in (getattr(part, 'node', None) or part.node_def)]
+        lists = [n for n in nodes if n.op == 'TensorListGetItem']
+        users = [n for n in nodes if any(i.split(':')[0] in {l.name for l in lists} for i in n.input)]
+        assert lists and users
+        assert {n.device for n in lists + users if n.op != 'StridedSlice'} == {'/device:CPU:0'}
+
+def test_the_budget_decides_where_nothing_else_does(tmp_path, small, prepared):
+    frugal = small.replace(data={'ram_budget': 0.})
+    assert lesson_cache(tmp_path, frugal, clips=1).held == 0   # as its own settings say
+    size = sum(line['bytes'] for line in prepared.manifest['shards'])
+    assert prepared.held == sum(getattr(prepared, kind).nbytes for kind in ARRAYS)
+    for budget, held in ((size - 1, 0), (size, prepared.held)):
+        assert Cache(prepared.folder, ram_budget=budget / 2**30).held == held
+    assert Cache(prepared.folder, in_memory=False).read(1).held == prepared.held
+
+
+# --- a cache that is replaced while it is read --------------------------------------------------------
+
+@pytest.fixture
+def replaced(copy, corpus, small, tokenizer):
+    "Replaces the cache `copy` by one with other codes and files of the same sizes."
+    return lambda: prepare(corpus, copy, small, fake_dvae.Fake(gain=2.), tokenizer, shard_clips=5)
+
+@pytest.mark.parametrize('in_memory', [True, False], ids=['in memory', 'mapped'])
+def test_a_plan_goes_on_with_the_cache_that_it_was_made_of(copy, replaced, small, in_memory):
+    plan = BatchPlan(Cache(copy, in_memory), small.data)
+    before = [{k: v.numpy() for k, v in batch.items()} for batch in cached_batches(plan, 0, 8)]
+    batches = iter(cached_batches(plan, 0, 8))
+    seen = [next(batches)]
+    replaced()
+    seen += list(batches)
+    assert len(seen) == 8 and all(np.array_equal(a[k], b[k]) for a, b in zip(before, seen) for k in a)
+    after = next(iter(cached_batches(BatchPlan(Cache(copy), small.data))))
+    assert not np.array_equal(after['codes'], before[0]['codes'])
+
+def test_what_is_opened_after_the_cache_was_replaced_is_refused(copy, replaced, small, monkeypatch):
+    mapped, plan = Cache(copy, in_memory=False), BatchPlan(Cache(copy), small.data)
+    assert len(mapped.array('codes', 0))   # of the first shard, which is open
+    replaced()
+    real = cache_module.map_arrays
+    def late(path):   # the manifest of one and the shards of the other
+        monkeypatch.undo()
+        verify_and_fix_cache(copy)
+        prepare(mapped.manifest['source']['corpus'], copy, small, fake_dvae.Fake(), mapped.tokenizer)
+        return real(path)
+    for use in (lambda: mapped.array('codes', 13), lambda: cached_batches(BatchPlan(mapped, small.data)),
+                lambda: next(iter(cached_batches(plan))),
+                lambda: monkeypatch.setattr(cache_module, 'map_arrays', late) or Cache(copy, False)):
+        with pytest.raises(UserError, match='out: was replaced while it was read'): use()
+
+def test_recordings_of_a_replaced_cache_are_refused(corpus, small, tokenizer, tmp_path):
+    "Other clips have their names: the first of the second cache is the last of the first."
+    runtime, rows = small.replace(data={'preprocessing_mode': 'runtime'}), tmp_path / 'corpus'
+    shutil.copytree(corpus, rows)
+    for path in (rows / 'wavs').iterdir(): soundfile.write(path, soundfile.read(path)[0][::2], 11025)
+    prepare(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
+    plan = BatchPlan(Cache(tmp_path / 'out'), runtime.data)
+    batches = iter(batches_of(WavReader(plan, np.ones(80, np.float32)), runtime.data))
+    next(batches)
+    table = (rows / 'metadata.csv').read_text().splitlines(keepends=True)
+    (rows / 'metadata.csv').write_text(''.join(table[::-1]))
+    prepare(rows, tmp_path / 'out', runtime, fake_dvae.Fake(), tokenizer)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='out: was replaced while it was read'):
+        for _ in range(20): next(batches)
+
+def test_a_cache_that_is_repaired_is_no_other(copy):
+    cache = Cache(copy, in_memory=False)
+    assert cache.array('codes', 0).size
+    (copy / 'report.txt').unlink()
+    verify_and_fix_cache(copy, fix=True, load=fake_dvae.load)
+    assert np.array_equal(cache.array('codes', 13), Cache(copy).array('codes', 13))

@@ -88,7 +88,7 @@ def test_a_start_that_was_cut_off_is_made_again(tmp_path, name):
 HOLDER = """
 import fcntl, sys
 file = open(sys.argv[1], 'ab')
-fcntl.lockf(file, fcntl.LOCK_EX)
+fcntl.flock(file, fcntl.LOCK_EX)
 print('held', flush=True)
 sys.stdin.read()
 """

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['EMULATED_CLIPS_PER_SECOND', 'RUNS', 'CHAINED', 'EMULATED_BATCH', 'NARROW', 'ARMS', 'HOST_THREADS', 'STEP_ARMS',
-           'BATCHES', 'STREAM_TEXTS', 'ARM_SECONDS', 'LOAD_TEXT', 'CLIENTS', 'ONE_CLIENT_WAVES', 'comparison_plan',
-           'differing_share', 'check_equal', 'refuse_differences', 'Tiled', 'measure_loaders', 'data_before_after',
-           'padding', 'watch_loaders', 'bench_loaders', 'compared_text', 'matmul_ceiling', 'loop_seconds',
-           'emulated_step_seconds', 'emulated_use', 'step_positions', 'step_speed', 'training_process',
-           'kernel_workspace', 'start_training', 'compare_starts', 'compare_steps', 'bench_config', 'say_speed',
-           'load_row', 'load_speaker', 'service_load']
+           'BATCHES', 'STREAM_TEXTS', 'ARM_SECONDS', 'LOAD_TEXT', 'CLIENTS', 'ONE_CLIENT_WAVES', 'PythonReader',
+           'readers', 'comparison_plan', 'differing_share', 'check_equal', 'refuse_differences', 'Tiled',
+           'measure_loaders', 'data_before_after', 'padding', 'watch_loaders', 'bench_loaders', 'compared_text',
+           'matmul_ceiling', 'loop_seconds', 'emulated_step_seconds', 'emulated_use', 'step_positions', 'step_speed',
+           'training_process', 'kernel_workspace', 'start_training', 'compare_starts', 'compare_steps', 'bench_config',
+           'say_speed', 'load_row', 'load_speaker', 'service_load']
 
 # %% ../../nbs/app/speed.ipynb #1aacaa21
 import json
@@ -33,9 +33,10 @@ import tensorflow as tf
 from ..bench import (
     accelerator_utilisation, Arm, compare, fed_steps, host_syncs, Peer, trace_count)
 from ..config import DataConfig, UserError, XTTSConfig
-from ..data.audio import synthetic_voice
+from ..data.audio import load_audio, log_mel_numpy, synthetic_voice
 from ..data.cache import Cache
-from ..data.native import batches_of, BatchPlan, mels_of, PythonReader, readers
+from ..data.native import (
+    batches_of, BatchPlan, CacheReader, MelReader, mels_of, OnlineReader, WavReader)
 from ..data.text import train_tokenizer
 from ..models.gpt import GPT, Int8GPT
 from ..models.hifigan import HiFiGAN, in_precision, SpeakerEncoder
@@ -48,6 +49,43 @@ from ..speech.voices import Voice
 from ..train.step import (
     MODES, check_modes_agree, first_steps, random_batch, step_modes)
 from ..train.trainer import Trainer
+
+# %% ../../nbs/app/speed.ipynb #equ0a1a0
+class PythonReader(OnlineReader):
+    "Both mels by Python, inside `tf.numpy_function`."
+    log_mel = staticmethod(log_mel_numpy)
+
+    def load(self, clip, other, start):
+        "One clip by soundfile and NumPy; the text is tokenised as well, as such loaders do."
+        self.cache.tokenizer.encode(self.cache.clips[int(clip)]['text'],
+                                    self.cache.clips[int(clip)]['language'])
+        wavs = [load_audio(self.names[i], self.audio.sample_rate) for i in (clip, other)]
+        mel = self.log_mel(wavs[0], self.audio.dvae_n_fft, self.audio)
+        voice = self.log_mel(wavs[1], self.audio.reference_n_fft, self.audio) / self.stats
+        frames = self.plan.data.reference_frames
+        voice = voice[start + np.arange(frames) % min(len(voice), frames)]
+        return mel.astype(np.float32), voice.astype(np.float32)
+
+    def sounds(self, clip, other, start, bucket):
+        "Mels (B, F, C) and references (B, F, C)."
+        frames = self.plan.frames[bucket]
+
+        def row(x):
+            mel, voice = tf.numpy_function(self.load, x, (tf.float32, tf.float32))
+            mel = tf.reshape(mel, [-1, self.audio.n_mels])
+            return tf.pad(mel, [[0, frames - tf.shape(mel, tf.int64)[0]], [0, 0]]), voice
+
+        mel, voice = tf.map_fn(row, (clip, other, start), fn_output_signature=(tf.float32, tf.float32))
+        return dict(mel=mel, reference=tf.ensure_shape(voice, [None, self.plan.data.reference_frames,
+                                                               self.audio.n_mels]))
+
+def readers(
+    plan: BatchPlan,
+    stats: np.ndarray,        # (C,) mel constants of the DVAE
+) -> dict[str, Callable]:
+    "The four readers of the same clips: Python, samples only, both mels, the cache."
+    return {'numpy_function': PythonReader(plan, stats), 'native_wav': WavReader(plan, stats),
+            'native': MelReader(plan, stats), 'cache': CacheReader(plan.cache, plan)}
 
 # %% ../../nbs/app/speed.ipynb #equ0a1a2
 def comparison_plan(cache: Cache) -> BatchPlan:

@@ -6,9 +6,9 @@
 __all__ = ['FORMAT', 'ARRAYS', 'REPORT_PAGE', 'COLUMN_TYPES', 'DTYPES', 'FEATURES', 'HOST', 'digest', 'record_check',
            'write_shard', 'array_parts', 'map_arrays', 'content_keys', 'write_table', 'file_sha', 'write_manifest',
            'work_path', 'read_manifest', 'own_name', 'check_is_cache', 'check_cache_folder', 'changed_files',
-           'ClipRows', 'Cache', 'aligned', 'GraphArrays', 'map_whole_file', 'Column', 'InMemory', 'InFiles',
-           'stored_columns', 'clip_limits', 'within_limits', 'left_out_line', 'cumulative_chances', 'records',
-           'load_shard', 'verify_cache']
+           'ClipRows', 'Cache', 'aligned', 'GraphArrays', 'Column', 'InMemory', 'InFiles', 'stored_columns',
+           'clip_limits', 'within_limits', 'left_out_line', 'cumulative_chances', 'records', 'load_shard',
+           'verify_cache']
 
 # %% ../../nbs/data/cache.ipynb #2e06cc97
 import hashlib
@@ -361,7 +361,7 @@ def _shard(self: Cache, line: dict, path: Path) -> dict:
 HOST = '/CPU:0'   # holds the arrays, whatever the device of the model
 
 class GraphArrays:
-    "Arrays for use in a graph, on the host; memory-mapped ones are not copied."
+    "Arrays for use in a graph, on the host; those mapped with mode `c` are not copied."
     def __init__(self,
         arrays: list[np.ndarray],   # all of one dtype and inner shape
         share: bool = False,        # also use the memory of those of `aligned`, which must not change then
@@ -371,8 +371,9 @@ class GraphArrays:
             self.list = tf.raw_ops.EmptyTensorList(element_shape=self.shape, max_num_elements=-1,
                                                    element_dtype=self.dtype)
             for a in arrays:
-                # at an address that TensorFlow takes
-                used = a.size and (share or isinstance(a, np.memmap)) and _address(a) % 64 == 0
+                # writable, and at an address that TensorFlow takes
+                used = a.size and a.flags.writeable and _address(a) % 64 == 0 and (
+                    share or isinstance(a, np.memmap))
                 tensor = tf.experimental.dlpack.from_dlpack(a.__dlpack__()) if used else tf.constant(a)
                 self.list = tf.raw_ops.TensorListPushBack(input_handle=self.list, tensor=tensor)
 
@@ -382,25 +383,12 @@ class GraphArrays:
                                                 element_dtype=self.dtype)
 
 # %% ../../nbs/data/cache.ipynb #5c0a17e2
-def map_whole_file(array: np.ndarray) -> tuple[np.ndarray, int]:   # flat array, index of the first element
-    "A memory-mapped array as a map of its whole file (copy on write), any other array flat."
-    base = array
-    while isinstance(base, np.ndarray) and not (isinstance(base, np.memmap)
-                                                and not isinstance(base.base, np.ndarray)):
-        base = base.base
-    if isinstance(base, np.memmap):
-        first, odd = divmod(_address(array) - _address(base) + base.offset, array.itemsize)
-        if not odd: return np.memmap(base.filename, array.dtype, 'c', shape=(first + array.size,)), first
-    return np.ravel(np.asarray(array)), 0
-
 class Column:
     "One number per clip, read in graph as int64."
-    def __init__(self, array: np.ndarray):
-        whole, self.first = map_whole_file(array)
-        self.arrays = GraphArrays([whole])
+    def __init__(self, array: np.ndarray): self.arrays = GraphArrays([array])
 
     def __call__(self, place):
-        with tf.device(HOST): return tf.cast(tf.gather(self.arrays(), self.first + place), tf.int64)
+        with tf.device(HOST): return tf.cast(tf.gather(self.arrays(), place), tf.int64)
 
 # %% ../../nbs/data/cache.ipynb #row0c1d4
 def _places(count, width, around: bool):
@@ -464,7 +452,7 @@ def stored_columns(
             for name, array in columns.items(): array.tofile(part / name)
             facts = {'key': key, 'columns': {name: [str(a.dtype), a.shape] for name, a in columns.items()}}
             write_json(part / 'columns.json', facts)
-    return {name: np.memmap(folder / name, dtype, 'r', shape=tuple(shape)) if np.prod(shape)
+    return {name: np.memmap(folder / name, dtype, 'c', shape=tuple(shape)) if np.prod(shape)
             else np.zeros(shape, dtype) for name, (dtype, shape) in facts['columns'].items()}
 
 # %% ../../nbs/data/cache.ipynb #lim0e1f2

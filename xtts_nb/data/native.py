@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BATCH', 'bucket_shapes', 'bucket_of', 'speech_lengths', 'fixed_shape', 'order_columns', 'BatchPlan', 'OnlineReader',
-           'PythonReader', 'WavReader', 'mels_of', 'MelReader', 'CacheReader', 'batches_of', 'readers', 'CodeReader',
-           'one_reader', 'reader_of', 'cached_batches']
+           'WavReader', 'mels_of', 'MelReader', 'CacheReader', 'batches_of', 'CodeReader', 'one_reader', 'reader_of',
+           'cached_batches']
 
 # %% ../../nbs/10_data_tf_native.ipynb #e2354c9e
 import math
@@ -17,10 +17,10 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import DataConfig, ModelConfig, UserError
-from .audio import check_native, decode_wav, load_audio, log_mel, log_mel_numpy
+from .audio import check_native, decode_wav, log_mel
 from .cache import (
     ARRAYS, Cache, Column, cumulative_chances, GraphArrays, HOST, InFiles, InMemory, left_out_line,
-    map_whole_file, stored_columns, within_limits)
+    stored_columns, within_limits)
 from ..files import fingerprint
 
 # %% ../../nbs/10_data_tf_native.ipynb #3903bb47
@@ -141,7 +141,7 @@ class BatchPlan:
         self.members, self.speaker, self.by_speaker = (Column(columns[n])
                                                        for n in ('members', 'speaker', 'by_speaker'))
         self.mel_length = Column(cache.mel_length)
-        self.share, self.share_ends = GraphArrays([map_whole_file(columns['share'])[0]]), None
+        self.share, self.share_ends = GraphArrays([columns['share']]), None
         if len(columns['share']): self.share_ends = np.asarray(columns['share'][np.cumsum(self.count) - 1])
 
     def _key(self, clips, shapes) -> str:
@@ -261,35 +261,6 @@ class OnlineReader:
                      mel_length=self.plan.mel_length(clip))
         return batch | self.sounds(clip, other, start, bucket)
 
-# %% ../../nbs/10_data_tf_native.ipynb #57e65290
-class PythonReader(OnlineReader):
-    "Both mels by Python, inside `tf.numpy_function`."
-    log_mel = staticmethod(log_mel_numpy)
-
-    def load(self, clip, other, start):
-        "One clip by soundfile and NumPy; the text is tokenised as well, as such loaders do."
-        self.cache.tokenizer.encode(self.cache.clips[int(clip)]['text'],
-                                    self.cache.clips[int(clip)]['language'])
-        wavs = [load_audio(self.names[i], self.audio.sample_rate) for i in (clip, other)]
-        mel = self.log_mel(wavs[0], self.audio.dvae_n_fft, self.audio)
-        voice = self.log_mel(wavs[1], self.audio.reference_n_fft, self.audio) / self.stats
-        frames = self.plan.data.reference_frames
-        voice = voice[start + np.arange(frames) % min(len(voice), frames)]
-        return mel.astype(np.float32), voice.astype(np.float32)
-
-    def sounds(self, clip, other, start, bucket):
-        "Mels (B, F, C) and references (B, F, C)."
-        frames = self.plan.frames[bucket]
-
-        def row(x):
-            mel, voice = tf.numpy_function(self.load, x, (tf.float32, tf.float32))
-            mel = tf.reshape(mel, [-1, self.audio.n_mels])
-            return tf.pad(mel, [[0, frames - tf.shape(mel, tf.int64)[0]], [0, 0]]), voice
-
-        mel, voice = tf.map_fn(row, (clip, other, start), fn_output_signature=(tf.float32, tf.float32))
-        return dict(mel=mel, reference=tf.ensure_shape(voice, [None, self.plan.data.reference_frames,
-                                                               self.audio.n_mels]))
-
 # %% ../../nbs/10_data_tf_native.ipynb #fb24b558
 def _frames_of(wav, n_fft: int, hop: int, start, count):
     "The samples under frames `start` ... `start` + `count` - 1 of a clip (N,), its ends mirrored."
@@ -402,14 +373,6 @@ def _gpu_of(model: str | None) -> str | None:
     "The GPU of a model on the device `model`, if that is one."
     if model: return model if 'GPU:' in model.upper() else None
     return '/GPU:0' if tf.config.list_logical_devices('GPU') else None
-
-def readers(
-    plan: BatchPlan,
-    stats: np.ndarray,        # (C,) mel constants of the DVAE
-) -> dict[str, Callable]:
-    "The four readers of the same clips: Python, samples only, both mels, the cache."
-    return {'numpy_function': PythonReader(plan, stats), 'native_wav': WavReader(plan, stats),
-            'native': MelReader(plan, stats), 'cache': CacheReader(plan.cache, plan)}
 
 # %% ../../nbs/10_data_tf_native.ipynb #95f8c6e1
 class CodeReader(MelReader):
