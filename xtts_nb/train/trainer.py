@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -22,12 +23,13 @@ import psutil
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import to_device, trace_count
+from ..bench import put_back, to_device, trace_count
 from ..config import control_groups, TrainingConfig, UserError, XTTSConfig
 from ..data.native import BatchPlan
 from ..devices import products_in_tf32
 from ..files import (
-    append_line, atomic_file, load_weights, locked, open_weights, PART, read_json, save_weights, write_json)
+    append_line, atomic_file, load_weights, locked, open_weights, PART, read_json, read_json_lines,
+    save_weights, write_json)
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
 from .launch import catch_sigterm, late_interrupt
@@ -262,6 +264,7 @@ class Trainer:
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
         self.validated = {}   # by the last validation
         self.unsaved = None   # a best model that could not be written, with its scores
+        self.listen_last = None   # () -> as `listen`, of more clips, for the end of the training
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
         self.hooks, self.known = Hooks([], self.update.model, self.optimizer, self.epoch_updates), None
         with _locked(self.run):
@@ -362,6 +365,11 @@ def over(self: Trainer) -> bool:
     "Whether the validation has not improved for `training.patience` validations."
     return 0 < self.training.patience <= self.since_best
 
+@patch(as_prop=True)
+def _finished(self: Trainer) -> bool:
+    "Whether the training ends with this update, and not only this call of `fit`."
+    return self.step == self.training.steps or self.over or self.hooks.model.stop_training
+
 # %% ../../nbs/train/trainer.ipynb #b70d8089
 @patch
 def fit(self: Trainer,
@@ -402,6 +410,7 @@ def fit(self: Trainer,
             elif self._due(self.training.log_every): self._fetch()
         if not (requests or self._validates): self._note_old()   # else the validation has done it
         self.writer.wait()
+        if not (requests or self.failure) and self._finished: self._compare_last()
     hooks.all.on_train_end(hooks.logs)
     if self.failure: raise UserError(self.failure)
     if requests: raise SystemExit(143)   # as a shell reports a process that SIGTERM ended
@@ -557,6 +566,32 @@ def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
     if not better: self.best['lowest'] = lowest
     if 'val_words' in metrics: self.best['heard'] = max(heard, metrics['val_words'])
     return True
+
+# %% ../../nbs/train/trainer.ipynb #6f7475e5
+@patch
+def _compare_last(self: Trainer):
+    "When training ends: keep the last model in place of the best one if it speaks more clips better."
+    best, last = self.best, self.step
+    if not (self.run and self.listen_last and best) or last in (best['step'], best.get('compared')): return
+    logged = [line for line in read_json_lines(self.run / 'metrics.jsonl') if 'val_loss' in line]
+    if not (logged and logged[-1]['step'] == last): return
+    listen, kept = self.listen_last(), self.run / 'best' / 'model.safetensors'
+    if len(listen.ids) <= self.training.listen_clips: return   # there are no more
+    heard = lambda: {f'val_{name}': float(value) for name, value in listen(None).items()}
+    with self.as_trained():
+        now = logged[-1] | heard()
+        with put_back([*self.xtts.weights.values()]):
+            load_weights(kept, self.xtts.weights)
+            then = {name: value for name, value in best.items() if name != 'lowest'} | heard()
+    judged = SimpleNamespace(training=self.training, best=then, step=last, since_best=0)
+    better = Trainer._note_best(judged, now)
+    self.best = judged.best | {'compared': last}
+    if better: self.save(False, True)
+    else: write_json(kept.with_name('best.json'), self.best)
+    told = ', '.join(f'distance {one["val_dtw"]:.2f} and words {max(0., one["val_words"]):.0%} at update '
+                     f'{one["step"]}' for one in (then, now))
+    print(f'Compared on {len(listen.ids)} held-out clips: {told}; the model of update {self.best["step"]} is '
+          'kept.', file=sys.stderr)
 
 # %% ../../nbs/train/trainer.ipynb #2ebc67c4
 @patch
