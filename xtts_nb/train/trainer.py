@@ -33,7 +33,7 @@ from ..files import (
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
 from .launch import catch_sigterm, late_interrupt
-from .step import compile_step, extended_rate, lacked_memory, Update, WRITES_NOTHING
+from .step import compile_step, extended_rate, lacked_memory, Update
 
 # %% ../../nbs/train/trainer.ipynb #66999487
 def save_checkpoint(
@@ -144,11 +144,11 @@ def _idle_memory() -> int:
     peak, now = (1024 * int(told[name].split()[0]) for name in ('VmHWM', 'VmRSS'))
     return peak - now
 
-def _room_to_copy(variables: list) -> bool:
-    "Whether the host has room for a copy of `variables` while updates go on."
+def _room_to_copy(variables: list, times: float = 1.1) -> bool:
+    "Whether the host has room for a copy of `variables` while updates go on: `times` its size."
     size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)
     free = min(psutil.virtual_memory().available, _room_in_container())
-    return free - _idle_memory() > 1.1 * size
+    return free - _idle_memory() > times * size
 
 # %% ../../nbs/train/trainer.ipynb #48726dad
 class Hooks:
@@ -310,7 +310,7 @@ class Trainer:
 # %% ../../nbs/train/trainer.ipynb #944aa2cf
 @patch
 def compiled_step(self: Trainer):
-    "The step in the mode of the training section; an `Update` that nobody overrides, in two programs."
+    "The step in the mode of the training section."
     own = type(self).custom_train_step is not Trainer.custom_train_step
     plain = isinstance(self.update, Update) and not own
     return compile_step(self.update if plain else self.custom_train_step, self.training)
@@ -378,7 +378,7 @@ def fit(self: Trainer,
     callbacks: list = (),       # of Keras
 ) -> dict:                      # steps, loss_first, loss_last, clips_per_s, traces, compile_seconds, seconds
     "Train; the summary's losses are means over the first and the last 10 updates."
-    steps, begun = steps or self.training.steps, time.perf_counter()
+    steps, begun, self.first = steps or self.training.steps, time.perf_counter(), self.step
     self.report = lambda line: progress and progress(line['step'], steps, line)
     self.pending, self.in_flight, self.timer = [], None, StepTimer(self.plan.data.batch_size, self.alone)
     timer = self.timer
@@ -680,7 +680,8 @@ def restore(trainer: Trainer):
 # %% ../../nbs/train/trainer.ipynb #9c54881d
 @patch
 def _update(self: Trainer, batch: dict) -> dict:
-    "One update; after an out-of-memory error it is repeated in more parts."
+    "One update; if the first one lacks memory, the training begins again with fewer rows at once."
+    self.fresh = self._copy_of_state() if self.step == self.first else None
     while True:
         try: return self.timer.run(self.train_step, batch, tf.constant(self.step))
         except tf.errors.OpError as e:
@@ -688,29 +689,28 @@ def _update(self: Trainer, batch: dict) -> dict:
             self._more_parts(e)
 
 @patch
+def _copy_of_state(self: Trainer) -> dict | None:
+    "The state on the host, to begin again with; None where there is no room, or no smaller part."
+    times = 1.1 if tf.config.list_logical_devices('GPU') else 10   # a CPU computes in the same memory
+    divisible = isinstance(self.update, Update) and self.training.accumulation < self.plan.data.batch_size
+    return snapshot(self.state) if divisible and _room_to_copy([*self.state.values()], times) else None
+
+@patch
 def _more_parts(self: Trainer, error: tf.errors.OpError):
-    "Compute each batch in at least twice as many parts from now on; raises `UserError` where it cannot."
-    rows, parts, where = self.plan.data.batch_size, self.training.accumulation, self.run or 'training'
+    "Begin again, with each batch in at least twice as many parts; raises `UserError` where that cannot be."
+    rows, parts = self.plan.data.batch_size, self.training.accumulation
     more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
     if not isinstance(self.update, Update):
-        raise UserError(f'{where}: out of memory with {rows // parts} rows at once; lower '
-                        'training.dvae_batch_size (DVAE), or voice.batch_size or voice.window '
-                        '(decoder).') from error
-    if not more:
-        raise UserError(f'{where}: out of memory with {rows // parts} rows at once; set '
-                        'training.gradient_checkpointing, or training.finetune to lora.') from error
-    if not _untouched(self.train_step, self.optimizer, error):
-        raise UserError(f'{where}: out of memory, perhaps while the weights were being written; set '
-                        f'training.accumulation to {more} and go on from the last checkpoint.') from error
-    print(f'OUT OF MEMORY at update {self.step}: nothing was changed; it is made again in {more} parts '
-          f'instead of {parts}, and so are all that follow.', file=sys.stderr, flush=True)
+        remedy = 'lower training.dvae_batch_size (DVAE), or voice.batch_size or voice.window (decoder)'
+    elif not more: remedy = 'set training.gradient_checkpointing, or training.finetune to lora'
+    else: remedy = f'set training.accumulation to {more} and start again, from the last checkpoint if any'
+    if not (more and self.fresh):
+        raise UserError(f'{self.run or "training"}: out of memory at update {self.step} with '
+                        f'{rows // parts} rows at once; {remedy}.') from error
+    for name, v in self.state.items(): v.assign(self.fresh[name])   # the update may be half written
+    print(f'OUT OF MEMORY at the first update with {rows // parts} rows at once: the training begins again, '
+          f'with {rows // more}.', file=sys.stderr, flush=True)
     self.xtts.config = self.xtts.config.replace(training={'accumulation': more})
     self.training = self.update.training = self.training.model_copy(update={'accumulation': more})
     self.train_step = self.compiled_step()
     self.alone.clear()   # the measured times of a single step are no longer valid
-
-def _untouched(step, optimizer, error: Exception) -> bool:
-    "Whether a compiled step that ran out of memory has changed no variable yet."
-    # a program of XLA that writes has given the memory of the old values away
-    if getattr(step, 'xla', False): return f'node {WRITES_NOTHING}/' in str(error)
-    return hasattr(step, 'graph') and optimizer.name not in str(error)   # the message names the operation
