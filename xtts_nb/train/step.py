@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Schedule', 'DECAYED', 'IN_PLACE', 'MODES', 'random_batch', 'Update', 'global_norm', 'Noam', 'learning_rate',
-           'Extended', 'extended_rate', 'Assignable', 'AdamW', 'make_optimizer', 'bfloat16_units', 'choose_xla',
-           'lacked_memory', 'writes_in_place', 'written_bytes', 'CompiledStep', 'compile_step', 'mode_line',
-           'step_modes', 'check_modes_agree', 'first_steps', 'step_before_after', 'LossScale', 'averaged']
+           'Extended', 'extended_rate', 'Assignable', 'AdamW', 'bfloat16_units', 'choose_xla', 'lacked_memory',
+           'writes_in_place', 'written_bytes', 'CompiledStep', 'compile_step', 'mode_line', 'step_modes',
+           'check_modes_agree', 'first_steps', 'step_before_after', 'LossScale', 'averaged']
 
 # %% ../../nbs/30_trainer_xla.ipynb #ddc9afc7
 import re
@@ -49,7 +49,7 @@ class Update:
                  weights: list | None = None):   # default: all trainable weights
         self.model = self.gpt = gpt
         self.training, self.weights = training, weights or gpt.trainable_variables
-        self.optimizer = make_optimizer(self.weights, training)
+        self.optimizer = AdamW(self.weights, training)
         self.scale = LossScale() if training.precision == 'float16' else None
 
     def as_trained(self):
@@ -196,65 +196,50 @@ class Assignable(Schedule):
     def __call__(self, step):
         return tf.where(self.number < 0, tf.cast(self.schedule(step), 'float32'), self.number)
 
-class AdamW(keras.optimizers.AdamW):
-    "AdamW with an `Assignable` rate; `assigned` is the number that was assigned last."
-    assigned = rate = None
+DECAYED = 'kernel', 'latents', 'gain', '_down', '_up', '_kernel_rows'   # how the names of matrices end
+
+# %% ../../nbs/30_trainer_xla.ipynb #b9e05f17
+class AdamW(keras.optimizers.Optimizer):
+    "AdamW with decay on matrices, an `Assignable` rate, and a mean of the weights if `training.ema` is set."
+    beta_1, epsilon = 0.9, 1e-7
+    assigned = None   # the number that was assigned last
+
+    def __init__(self, variables: list, training: TrainingConfig, name: str = 'adamw'):   # of its variables
+        ema = {'use_ema': True, 'ema_momentum': training.ema} if training.ema else {}
+        super().__init__(Assignable(learning_rate(training)), name=name, **ema)
+        self.decay, self.beta_2 = training.weight_decay, training.beta_2
+        self.decays = [v.path.endswith(DECAYED) for v in variables]
+        self.build(variables)
+        self.first, self.second = self.add_optimizer_variables(variables, ['momentum', 'velocity'])
 
     @property
-    def learning_rate(self): return super().learning_rate if self.rate is None else self.rate
+    def learning_rate(self): return self.schedule(self.iterations)
 
     @learning_rate.setter
     def learning_rate(self, rate):
-        if isinstance(rate, Schedule): keras.optimizers.Optimizer.learning_rate.fset(self, rate)
+        if isinstance(rate, Schedule): self._learning_rate = rate
         else:
             self.assigned = float(rate)
-            self._learning_rate.number.assign(self.assigned)
+            self.schedule.number.assign(self.assigned)
 
     @property
     def schedule(self) -> Schedule: return self._learning_rate
 
-# %% ../../nbs/30_trainer_xla.ipynb #b9e05f17
-@patch
-def apply(self: AdamW, grads, trainable_variables=None):
-    "As of Keras, with the rate and the corrections of the moments computed once, not for each variable."
-    self.rate, done = self.learning_rate, tf.cast(self.iterations + 1, 'float32')
-    kept = [1 - tf.pow(tf.cast(beta, 'float32'), done) for beta in (self.beta_1, self.beta_2)]
-    self.alpha = self.rate * tf.sqrt(kept[1]) / kept[0]
-    try: keras.optimizers.AdamW.apply(self, grads, trainable_variables)
-    finally: self.rate = self.alpha = None
-
-@patch
-def update_step(self: AdamW, gradient, variable, learning_rate):
-    "Move the two moments of a variable, and the variable."
-    i = self._get_variable_index(variable)
-    first, second = self._momentums[i], self._velocities[i]
-    self.assign_add(first, (gradient - first) * (1 - self.beta_1))
-    self.assign_add(second, (tf.square(gradient) - second) * (1 - self.beta_2))
-    self.assign_sub(variable, first * self.alpha / (tf.sqrt(second) + self.epsilon))
-
-@patch
-def _update_model_variables_moving_average(self: AdamW, trainable_variables):
-    "The mean is of all updates at first: its decay is n / (n + 9) until that exceeds `ema_momentum`."
-    if not self.use_ema: return
-    done = tf.cast(self.iterations, 'float32')
-    decay = tf.minimum(tf.cast(self.ema_momentum, 'float32'), done / (done + 9))
-    for variable, mean in zip(trainable_variables, self._model_variables_moving_average):
-        mean.assign(decay * mean + (1 - decay) * variable)
-
-DECAYED = 'kernel', 'latents', 'gain', '_down', '_up', '_kernel_rows'   # how the names of matrices end
-
-def make_optimizer(
-    variables: list,             # trainable
-    training: TrainingConfig,
-    name: str = 'adamw',         # of its variables, where there are two optimizers
-) -> keras.optimizers.Optimizer:
-    "AdamW with decay on matrices only; its moments are created for `variables`."
-    ema = {'use_ema': True, 'ema_momentum': training.ema} if training.ema else {}
-    rate = Assignable(learning_rate(training))
-    optimizer = AdamW(rate, training.weight_decay, beta_2=training.beta_2, name=name, **ema)
-    optimizer.exclude_from_weight_decay([v for v in variables if not v.path.endswith(DECAYED)])
-    optimizer.build(variables)
-    return optimizer
+    def apply(self, gradients, variables):   # all of the variables, in their order
+        rate, done = self.learning_rate, tf.cast(self.iterations, 'float32')
+        kept = [1 - tf.pow(tf.cast(beta, 'float32'), done + 1) for beta in (self.beta_1, self.beta_2)]
+        alpha, values = rate * tf.sqrt(kept[1]) / kept[0], lambda some: [v.value for v in some]
+        weights, moments = values(variables), (values(self.first), values(self.second))
+        for w, g, first, second, decays in zip(weights, gradients, *moments, self.decays):
+            if decays: w.assign_sub(w * self.decay * rate)
+            first.assign_add((g - first) * (1 - self.beta_1))
+            second.assign_add((tf.square(g) - second) * (1 - self.beta_2))
+            w.assign_sub(first * alpha / (tf.sqrt(second) + self.epsilon))
+        if self.use_ema:   # of all updates at first: the decay is n / (n + 9) until that exceeds the setting
+            share = tf.minimum(tf.cast(self.ema_momentum, 'float32'), done / (done + 9))
+            for w, mean in zip(weights, values(self._model_variables_moving_average)):
+                mean.assign(share * mean + (1 - share) * w)
+        self.iterations.assign_add(1)
 
 # %% ../../nbs/30_trainer_xla.ipynb #7e08859d
 def bfloat16_units(cpu: str = '/proc/cpuinfo') -> bool:

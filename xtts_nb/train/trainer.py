@@ -24,7 +24,7 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..bench import put_back, to_device, trace_count
-from ..config import control_groups, TrainingConfig, UserError, XTTSConfig
+from ..config import control_groups, TrainingConfig, UserError
 from ..data.native import BatchPlan
 from ..devices import products_in_tf32
 from ..files import (
@@ -654,21 +654,13 @@ def _check_unchanged(self: Trainer):
         raise UserError(f'{self.run}: another process has trained here since this one read it; begin again, '
                         'to go on from its last checkpoint.')
 
-def _length_before(trainer: Trainer) -> dict:
-    "As of `Trainer.length`, by the settings of the run: checkpoints of older versions do not tell."
-    path = trainer.run / 'config.yaml'
-    if not path.is_file(): return trainer.length
-    of = getattr(trainer.update, 'training_of', lambda c: epochs_to_steps(c.training, trainer.plan))
-    return {'steps': of(XTTSConfig.load(path)).steps}
-
 def restore(trainer: Trainer):
     "Resume from the newest checkpoint that is whole; later metrics and half-written files are deleted."
     run = trainer.run
     for folder in (run, run / 'checkpoints', run / 'best'):
         for part in filter(Path.is_file, folder.glob(f'*{PART}')): part.unlink()
     if saved := _newest_whole(run):
-        facts = {'length': _length_before(trainer)} | load_checkpoint(saved, trainer.state)
-        for name, value in facts.items(): setattr(trainer, name, value)
+        for name, value in load_checkpoint(saved, trainer.state).items(): setattr(trainer, name, value)
     trainer.best = _told(run / 'best') or None   # it may be of a later update than the checkpoint
     trainer.known = _newest(run)
     metrics = run / 'metrics.jsonl'
