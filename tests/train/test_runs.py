@@ -319,11 +319,10 @@ def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     assert log[-1]['val_old_loss'] == pytest.approx(after) != before and log[-1]['val_loss'] != after
     again = resume_run(tmp_path / 'run')
     assert again.plan.share == .5 and again.old.count.sum() == 1 and again.step == 2
-    again.fit(4)
     again.training = again.training.model_copy(update={'validate_every': 0})   # the end is measured still
-    again.fit(5)
+    again.fit(3)
     log = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
-    assert [line['step'] for line in log if 'val_old_loss' in line] == [0, 2, 4, 5]
+    assert [line['step'] for line in log if 'val_old_loss' in line] == [0, 2, 3]
     for other in (None, mix._replace(share=.2), mix._replace(held_out=[])):
         with pytest.raises(UserError, match='was trained with older clips in'): begin(other)
 

@@ -1,10 +1,8 @@
 "One update: the same in parts, without what is not finite, in any precision, and compiled where it can be."
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import keras
-import nbformat
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -151,20 +149,6 @@ def test_eager_graph_and_xla_compute_the_same(plain, rows):
     losses = check_modes_agree(modes, [rows] * 3)
     assert list(losses) == ['eager', 'graph', 'xla'] and len(set(losses['eager'])) > 1   # it moves
     assert [trace_count(s) for s in modes.values()] == [0, 1, 1]
-
-def test_the_code_for_a_step_of_one_s_own(capsys):
-    "As the lesson prints it, with a step that is not ours."
-    nb = nbformat.read(Path(__file__).parents[2] / 'nbs/30_trainer_xla.ipynb', as_version=4)
-    text = next(c.source for c in nb.cells if c.source.startswith('### A step of your own in each mode'))
-    def make_step():
-        weight = tf.Variable(1.)
-        def step(batch, number):
-            weight.assign_sub(0.1)
-            return {'loss': tf.reduce_sum(batch['x']) * weight}
-        return step
-    exec(text.split('```')[1].removeprefix('python'), {'make_step': make_step, 'batch': {'x': tf.ones(3)}})
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(' | ')[0] for line in lines[2:]] == ['| eager', '| graph', '| xla']
 
 @pytest.mark.parametrize('setting, precision, gpus, units, written, xla', [
     ('auto', 'float32', [], True, 0., True), ('auto', 'bfloat16', [], True, 0., False),

@@ -578,11 +578,17 @@ def _compare_last(self: Trainer):
     listen, kept = self.listen_last(), self.run / 'best' / 'model.safetensors'
     if len(listen.ids) <= self.training.listen_clips: return   # there are no more
     heard = lambda: {f'val_{name}': float(value) for name, value in listen(None).items()}
-    with self.as_trained():
-        now = logged[-1] | heard()
-        with put_back([*self.xtts.weights.values()]):
-            load_weights(kept, self.xtts.weights)
-            then = {name: value for name, value in best.items() if name != 'lowest'} | heard()
+    then = {name: value for name, value in best.items() if name != 'lowest'}
+    try:
+        with self.as_trained():
+            now = logged[-1] | heard()
+            with put_back([*self.xtts.weights.values()]):
+                load_weights(kept, self.xtts.weights)
+                then |= heard()
+    except tf.errors.OpError as e:
+        if not lacked_memory(e): raise
+        return print(f'No memory to compare the best and the last model on {len(listen.ids)} clips; the best '
+                     'one is kept.', file=sys.stderr)
     judged = SimpleNamespace(training=self.training, best=then, step=last, since_best=0)
     better = Trainer._note_best(judged, now)
     self.best = judged.best | {'compared': last}
