@@ -23,7 +23,7 @@ from xtts_nb.speech.evaluate import Listener
 from xtts_nb.train.launch import late_interrupt
 from xtts_nb.train.trainer import checkpoints, epochs_to_steps, save_checkpoint, updates_of
 from xtts_nb.train.runs import (
-    base_config, check_made_for, held_out_share, Mix, new_run, open_cache, Replay, resume_run, run_facts,
+    base_config, check_made_for, held_out_share, Mix, new_run, Replay, resume_run, run_facts,
     shared_shapes)
 
 
@@ -161,12 +161,6 @@ def test_an_update_that_is_done_is_counted(prepared, mini, tmp_path, monkeypatch
             done.append('never')
         assert done[1:] == ['late'] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally: signal.signal(signal.SIGINT, before)
-
-def test_a_cache_as_large_as_the_budget_is_not_mapped(prepared, eager):
-    size = sum(line['bytes'] for line in prepared.manifest['shards'])
-    settings = [eager.replace(data={'ram_budget': budget / 2**30}) for budget in (size, size - 1)]
-    assert [open_cache(prepared.folder, c).held == 0 for c in settings] == [False, True]
-    assert open_cache(prepared.folder).held   # its own settings
 
 @pytest.mark.parametrize('said, out', [('a', None), ('aaa', None), ('ab', 1), ('aaaaaab', 1)])
 def test_one_sentence_is_held_out_and_one_left_to_train_on(said, out):
