@@ -29,7 +29,7 @@ from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import XTTSConfig  # noqa: E402
 from xtts_nb.models.gpt import TransformerBlock, causal_mask  # noqa: E402
 from xtts_nb.models.xtts import POLICIES  # noqa: E402
-from xtts_nb.train.step import compile_step, make_optimizer  # noqa: E402
+from xtts_nb.train.step import AdamW, compile_step  # noqa: E402
 
 
 def plain_gpt2(
@@ -49,7 +49,7 @@ def plain_gpt2(
         x = TransformerBlock(gpt.width, gpt.heads, 0., (2 * gpt.layers)**-0.5, dtype=policy)(x, mask)
     x = keras.layers.LayerNormalization(epsilon=1e-5, dtype=policy)(x)
     model = keras.Model(ids, keras.layers.Dense(vocabulary, dtype=policy)(x))
-    weights, optimizer = model.trainable_variables, make_optimizer(model.trainable_variables, training)
+    weights, optimizer = model.trainable_variables, AdamW(model.trainable_variables, training)
 
     def step(ids):
         with tf.GradientTape() as tape:

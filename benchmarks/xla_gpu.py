@@ -76,17 +76,21 @@ def settings(one: dict):
 
 
 def step_programs(config, text: int, codes: int) -> dict:   # name -> (function, arguments)
-    "Both programs of a training step."
+    "Both halves of a training step."
     import tensorflow as tf
     from xtts_nb.models.gpt import GPT
-    from xtts_nb.models.xtts import POLICIES
+    from xtts_nb.models.xtts import POLICIES, token_counts
     from xtts_nb.train.finetune import make_update
-    from xtts_nb.train.step import random_batch, two_programs
+    from xtts_nb.train.step import random_batch
     update = make_update(GPT(config, 5, dtype=POLICIES[config.training.precision]), config.training)
-    gradients, finish = two_programs(update)
+
+    def gradients(batch, number):
+        counts = token_counts(update.gpt, batch)
+        return *update.gradients(batch, number, counts), counts
+
     given = random_batch(config, text, codes), tf.constant(0)
-    found = gradients.get_concrete_function(*given).structured_outputs
-    return {'gradients': (gradients.python_function, given), 'update': (finish.python_function, found)}
+    found = tf.function(gradients).get_concrete_function(*given).structured_outputs
+    return {'gradients': (gradients, given), 'update': (update.finish, found)}
 
 
 def evaluation(config, batch):

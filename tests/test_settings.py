@@ -20,7 +20,7 @@ from xtts_nb.models.dvae import DVAE
 from xtts_nb.files import write_json
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import POLICIES
-from xtts_nb.train.step import averaged, learning_rate, make_optimizer, compile_step
+from xtts_nb.train.step import AdamW, averaged, learning_rate, compile_step
 from xtts_nb.data.prepare import choose_mode
 from xtts_nb.app.recipes import flat
 from xtts_nb.train.runs import new_run, open_cache
@@ -130,7 +130,7 @@ def length(config, world): return epochs_to_steps(config.training, BatchPlan(wor
 def moved(config, world):
     "A weight and its running mean after three updates."
     x = keras.Variable(np.float32([3., -1.]), name='kernel')
-    optimizer = make_optimizer([x], config.training)
+    optimizer = AdamW([x], config.training)
     for n in range(3): optimizer.apply([tf.constant([1., 2.]) * (n + 1)], [x])
     last = x.numpy().copy()
     with averaged(optimizer, [x]): return last, x.numpy().copy()

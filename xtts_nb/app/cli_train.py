@@ -139,7 +139,7 @@ def _train(
 def _fit(trainer, name: str, tell) -> tuple[dict, str]:
     "Train, as the command `name`: the result, and its text."
     from xtts_nb.train.step import mode_line
-    to_stderr(mode_line(trainer.training))
+    to_stderr(mode_line(trainer.training, trainer.update))
     if trainer.step: to_stderr(f'{trainer.run} {_resumes(trainer)}.')
     tell(name, trainer.step, trainer.training.steps, 'compiling')
     try: result = trainer.fit(progress=lambda done, total, line: tell(name, done, total, _note(line)))

@@ -215,6 +215,7 @@ def _candidates(log: list[dict], run: Path, kept: dict, judge: str) -> Iterator[
     if judge == 'dtw' and any(map(says_no_words, lines)):
         choice += ', of those that say words'
         if _mute(kept): choice = 'None of them says words yet, so that with the lowest loss is kept'
+    if 'compared' in kept: choice += '; it was compared with the last one on more sentences'
     yield heading('Candidates', 'At each validation the model speaks some of the held-out sentences; one is '
                                 f'here to listen to. {choice}. Words: by how much the speech is nearer to '
                                 f'its recording than to the same played backwards; below {WORDS:.0%} no word '

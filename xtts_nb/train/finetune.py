@@ -384,9 +384,9 @@ def memory_needs(
         kept = {'copies of weights': 2. * all_['GPT'] * half + adapted,   # adapted ones in float32
                 'activations': (2. if half else 4.) * at_once * activation_count(config, codes, text)}
     written = 4. * moving + moments + means
-    # on a CPU XLA writes beside the old values; a graph clips the gradients where the activations were
-    anew = max(0., 4. * moving - kept['activations']) if writes_in_place(written) else written
-    if gpu or not choose_xla(training)[0]: anew = 0.
+    # on a CPU XLA writes next to the old values; a graph clips the gradients where the activations were
+    clipped = max(0., 4. * moving - kept['activations']) if writes_in_place(written) else 0.
+    anew = 0. if gpu else written if choose_xla(training, written)[0] else clipped
     # of the state and of the model, where that has other weights; from a GPU it goes to the host
     other = training.finetune != 'whole' or training.ema > 0
     copy = 0. if gpu else 4. * moving + moments + means + 4. * (all_['DVAE'] + other * all_['GPT'])
@@ -417,7 +417,7 @@ OUT_OF_MEMORY = 3   # exit code of a trial
 MEMORY_SIGNALS = signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS
 
 def trial():
-    "The process of a trial: settings from stdin, two updates, a JSON line with their time and memory."
+    "The process of a trial: settings from stdin, two updates, a look at the state; a JSON line of the cost."
     request = json.load(sys.stdin)
     config = XTTSConfig.from_dict(request['config'])
     setup_tf(memory_growth=False)
@@ -425,18 +425,22 @@ def trial():
     before, training = psutil.Process().memory_info().rss, config.training
     try:
         gpt = GPT(config, 0, dtype=POLICIES[training.precision])
-        step = compile_step(make_update(gpt, training, request['runs']), training)
+        update = make_update(gpt, training, request['runs'])
+        step = compile_step(update, training)
         batch = random_batch(config, *request['shape'])
         with products_in_tf32(training.tf32):
             for number in range(2):
                 begun = time.perf_counter()
                 step(batch, tf.constant(number))['loss'].numpy()
+        seconds = time.perf_counter() - begun
+        with update.as_trained():   # as a checkpoint and the model are written
+            for v in update.state.values(): v.numpy()
     except Exception as e:
         if not lacked_memory(e): raise
         sys.exit(OUT_OF_MEMORY)
     gpu = tf.config.list_logical_devices('GPU')
     peak = tf.config.experimental.get_memory_info('GPU:0')['peak'] if gpu else _status('VmHWM') - before
-    print(json.dumps({'seconds': round(time.perf_counter() - begun, 3), 'peak': peak}))
+    print(json.dumps({'seconds': round(seconds, 3), 'peak': peak}))
 
 # %% ../../nbs/train/finetune.ipynb #60bde10f
 def run_trial(

@@ -31,7 +31,7 @@ from ..models.hifigan import (
 from ..models.xtts import XTTS
 from ..speech.guard import training_facts
 from .runs import held_out_mask, open_cache, run_facts, write_config
-from .step import averaged, compile_step, make_optimizer
+from .step import AdamW, averaged, compile_step
 from .trainer import Trainer
 
 # %% ../../nbs/train/parts.ipynb #f08e1ec2
@@ -115,7 +115,7 @@ class DVAEUpdate(PartUpdate):
     def __init__(self, dvae: DVAE, training: TrainingConfig):
         super().__init__(dvae, {'dvae': dvae}, training)
         self.weights = dvae.trainable_variables
-        self.learned, self.optimizers = [self.weights], [make_optimizer(self.weights, training)]
+        self.learned, self.optimizers = [self.weights], [AdamW(self.weights, training)]
         self.training_of = dvae_training
 
     def __call__(self, batch, number):
@@ -423,7 +423,7 @@ class VoiceUpdate(PartUpdate):
         self.weights = [*decoder.trainable_variables, *self.vector_weights]
         self.learned = self.weights, self.critic.trainable_variables
         names = 'adamw', 'critic_adamw'
-        self.optimizers = [make_optimizer(w, self.training, n) for w, n in zip(self.learned, names)]
+        self.optimizers = [AdamW(w, self.training, n) for w, n in zip(self.learned, names)]
         # a rate that is assigned to the first is the rate of both
         self.optimizers[1].learning_rate = self.optimizers[0].schedule
 

@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -22,16 +23,17 @@ import psutil
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import to_device, trace_count
-from ..config import control_groups, TrainingConfig, UserError, XTTSConfig
+from ..bench import put_back, to_device, trace_count
+from ..config import control_groups, TrainingConfig, UserError
 from ..data.native import BatchPlan
 from ..devices import products_in_tf32
 from ..files import (
-    append_line, atomic_file, load_weights, locked, open_weights, PART, read_json, save_weights, write_json)
+    append_line, atomic_file, load_weights, locked, open_weights, PART, read_json, read_json_lines,
+    save_weights, write_json)
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
 from .launch import catch_sigterm, late_interrupt
-from .step import compile_step, extended_rate, lacked_memory, Update, WRITES_NOTHING
+from .step import compile_step, extended_rate, lacked_memory, Update
 
 # %% ../../nbs/train/trainer.ipynb #66999487
 def save_checkpoint(
@@ -142,11 +144,11 @@ def _idle_memory() -> int:
     peak, now = (1024 * int(told[name].split()[0]) for name in ('VmHWM', 'VmRSS'))
     return peak - now
 
-def _room_to_copy(variables: list) -> bool:
-    "Whether the host has room for a copy of `variables` while updates go on."
+def _room_to_copy(variables: list, times: float = 1.1) -> bool:
+    "Whether the host has room for a copy of `variables` while updates go on: `times` its size."
     size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)
     free = min(psutil.virtual_memory().available, _room_in_container())
-    return free - _idle_memory() > 1.1 * size
+    return free - _idle_memory() > times * size
 
 # %% ../../nbs/train/trainer.ipynb #48726dad
 class Hooks:
@@ -262,6 +264,7 @@ class Trainer:
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
         self.validated = {}   # by the last validation
         self.unsaved = None   # a best model that could not be written, with its scores
+        self.listen_last = None   # () -> as `listen`, of more clips, for the end of the training
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
         self.hooks, self.known = Hooks([], self.update.model, self.optimizer, self.epoch_updates), None
         with _locked(self.run):
@@ -307,7 +310,7 @@ class Trainer:
 # %% ../../nbs/train/trainer.ipynb #944aa2cf
 @patch
 def compiled_step(self: Trainer):
-    "The step in the mode of the training section; an `Update` that nobody overrides, in two programs."
+    "The step in the mode of the training section."
     own = type(self).custom_train_step is not Trainer.custom_train_step
     plain = isinstance(self.update, Update) and not own
     return compile_step(self.update if plain else self.custom_train_step, self.training)
@@ -362,6 +365,11 @@ def over(self: Trainer) -> bool:
     "Whether the validation has not improved for `training.patience` validations."
     return 0 < self.training.patience <= self.since_best
 
+@patch(as_prop=True)
+def _finished(self: Trainer) -> bool:
+    "Whether the training ends with this update, and not only this call of `fit`."
+    return self.step == self.training.steps or self.over or self.hooks.model.stop_training
+
 # %% ../../nbs/train/trainer.ipynb #b70d8089
 @patch
 def fit(self: Trainer,
@@ -370,7 +378,7 @@ def fit(self: Trainer,
     callbacks: list = (),       # of Keras
 ) -> dict:                      # steps, loss_first, loss_last, clips_per_s, traces, compile_seconds, seconds
     "Train; the summary's losses are means over the first and the last 10 updates."
-    steps, begun = steps or self.training.steps, time.perf_counter()
+    steps, begun, self.first = steps or self.training.steps, time.perf_counter(), self.step
     self.report = lambda line: progress and progress(line['step'], steps, line)
     self.pending, self.in_flight, self.timer = [], None, StepTimer(self.plan.data.batch_size, self.alone)
     timer = self.timer
@@ -402,6 +410,7 @@ def fit(self: Trainer,
             elif self._due(self.training.log_every): self._fetch()
         if not (requests or self._validates): self._note_old()   # else the validation has done it
         self.writer.wait()
+        if not (requests or self.failure) and self._finished: self._compare_last()
     hooks.all.on_train_end(hooks.logs)
     if self.failure: raise UserError(self.failure)
     if requests: raise SystemExit(143)   # as a shell reports a process that SIGTERM ended
@@ -558,6 +567,38 @@ def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
     if 'val_words' in metrics: self.best['heard'] = max(heard, metrics['val_words'])
     return True
 
+# %% ../../nbs/train/trainer.ipynb #6f7475e5
+@patch
+def _compare_last(self: Trainer):
+    "When training ends: keep the last model in place of the best one if it speaks more clips better."
+    best, last = self.best, self.step
+    if not (self.run and self.listen_last and best) or last in (best['step'], best.get('compared')): return
+    logged = [line for line in read_json_lines(self.run / 'metrics.jsonl') if 'val_loss' in line]
+    if not (logged and logged[-1]['step'] == last): return
+    listen, kept = self.listen_last(), self.run / 'best' / 'model.safetensors'
+    if len(listen.ids) <= self.training.listen_clips: return   # there are no more
+    heard = lambda: {f'val_{name}': float(value) for name, value in listen(None).items()}
+    then = {name: value for name, value in best.items() if name != 'lowest'}
+    try:
+        with self.as_trained():
+            now = logged[-1] | heard()
+            with put_back([*self.xtts.weights.values()]):
+                load_weights(kept, self.xtts.weights)
+                then |= heard()
+    except tf.errors.OpError as e:
+        if not lacked_memory(e): raise
+        return print(f'No memory to compare the best and the last model on {len(listen.ids)} clips; the best '
+                     'one is kept.', file=sys.stderr)
+    judged = SimpleNamespace(training=self.training, best=then, step=last, since_best=0)
+    better = Trainer._note_best(judged, now)
+    self.best = judged.best | {'compared': last}
+    if better: self.save(False, True)
+    else: write_json(kept.with_name('best.json'), self.best)
+    told = ', '.join(f'distance {one["val_dtw"]:.2f} and words {max(0., one["val_words"]):.0%} at update '
+                     f'{one["step"]}' for one in (then, now))
+    print(f'Compared on {len(listen.ids)} held-out clips: {told}; the model of update {self.best["step"]} is '
+          'kept.', file=sys.stderr)
+
 # %% ../../nbs/train/trainer.ipynb #2ebc67c4
 @patch
 def save(self: Trainer, checkpoint: bool = True, best: bool = False, wait: bool = True):
@@ -619,21 +660,13 @@ def _check_unchanged(self: Trainer):
         raise UserError(f'{self.run}: another process has trained here since this one read it; begin again, '
                         'to go on from its last checkpoint.')
 
-def _length_before(trainer: Trainer) -> dict:
-    "As of `Trainer.length`, by the settings of the run: checkpoints of older versions do not tell."
-    path = trainer.run / 'config.yaml'
-    if not path.is_file(): return trainer.length
-    of = getattr(trainer.update, 'training_of', lambda c: epochs_to_steps(c.training, trainer.plan))
-    return {'steps': of(XTTSConfig.load(path)).steps}
-
 def restore(trainer: Trainer):
     "Resume from the newest checkpoint that is whole; later metrics and half-written files are deleted."
     run = trainer.run
     for folder in (run, run / 'checkpoints', run / 'best'):
         for part in filter(Path.is_file, folder.glob(f'*{PART}')): part.unlink()
     if saved := _newest_whole(run):
-        facts = {'length': _length_before(trainer)} | load_checkpoint(saved, trainer.state)
-        for name, value in facts.items(): setattr(trainer, name, value)
+        for name, value in load_checkpoint(saved, trainer.state).items(): setattr(trainer, name, value)
     trainer.best = _told(run / 'best') or None   # it may be of a later update than the checkpoint
     trainer.known = _newest(run)
     metrics = run / 'metrics.jsonl'
@@ -645,7 +678,8 @@ def restore(trainer: Trainer):
 # %% ../../nbs/train/trainer.ipynb #9c54881d
 @patch
 def _update(self: Trainer, batch: dict) -> dict:
-    "One update; after an out-of-memory error it is repeated in more parts."
+    "One update; if the first one lacks memory, the training begins again with fewer rows at once."
+    self.fresh = self._copy_of_state() if self.step == self.first else None
     while True:
         try: return self.timer.run(self.train_step, batch, tf.constant(self.step))
         except tf.errors.OpError as e:
@@ -653,29 +687,28 @@ def _update(self: Trainer, batch: dict) -> dict:
             self._more_parts(e)
 
 @patch
+def _copy_of_state(self: Trainer) -> dict | None:
+    "The state on the host, to begin again with; None where there is no room, or no smaller part."
+    times = 1.1 if tf.config.list_logical_devices('GPU') else 10   # a CPU computes in the same memory
+    divisible = isinstance(self.update, Update) and self.training.accumulation < self.plan.data.batch_size
+    return snapshot(self.state) if divisible and _room_to_copy([*self.state.values()], times) else None
+
+@patch
 def _more_parts(self: Trainer, error: tf.errors.OpError):
-    "Compute each batch in at least twice as many parts from now on; raises `UserError` where it cannot."
-    rows, parts, where = self.plan.data.batch_size, self.training.accumulation, self.run or 'training'
+    "Begin again, with each batch in at least twice as many parts; raises `UserError` where that cannot be."
+    rows, parts = self.plan.data.batch_size, self.training.accumulation
     more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
     if not isinstance(self.update, Update):
-        raise UserError(f'{where}: out of memory with {rows // parts} rows at once; lower '
-                        'training.dvae_batch_size (DVAE), or voice.batch_size or voice.window '
-                        '(decoder).') from error
-    if not more:
-        raise UserError(f'{where}: out of memory with {rows // parts} rows at once; set '
-                        'training.gradient_checkpointing, or training.finetune to lora.') from error
-    if not _untouched(self.train_step, self.optimizer, error):
-        raise UserError(f'{where}: out of memory, perhaps while the weights were being written; set '
-                        f'training.accumulation to {more} and go on from the last checkpoint.') from error
-    print(f'OUT OF MEMORY at update {self.step}: nothing was changed; it is made again in {more} parts '
-          f'instead of {parts}, and so are all that follow.', file=sys.stderr, flush=True)
+        remedy = 'lower training.dvae_batch_size (DVAE), or voice.batch_size or voice.window (decoder)'
+    elif not more: remedy = 'set training.gradient_checkpointing, or training.finetune to lora'
+    else: remedy = f'set training.accumulation to {more} and start again, from the last checkpoint if any'
+    if not (more and self.fresh):
+        raise UserError(f'{self.run or "training"}: out of memory at update {self.step} with '
+                        f'{rows // parts} rows at once; {remedy}.') from error
+    for name, v in self.state.items(): v.assign(self.fresh[name])   # the update may be half written
+    print(f'OUT OF MEMORY at the first update with {rows // parts} rows at once: the training begins again, '
+          f'with {rows // more}.', file=sys.stderr, flush=True)
     self.xtts.config = self.xtts.config.replace(training={'accumulation': more})
     self.training = self.update.training = self.training.model_copy(update={'accumulation': more})
     self.train_step = self.compiled_step()
     self.alone.clear()   # the measured times of a single step are no longer valid
-
-def _untouched(step, optimizer, error: Exception) -> bool:
-    "Whether a compiled step that ran out of memory has changed no variable yet."
-    # a program of XLA that writes has given the memory of the old values away
-    if getattr(step, 'xla', False): return f'node {WRITES_NOTHING}/' in str(error)
-    return hasattr(step, 'graph') and optimizer.name not in str(error)   # the message names the operation
