@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection
 
 import pytest
 import tree as repository
-import typer
 
 from xtts_nb.app import cli
 
@@ -82,23 +81,6 @@ def main(*arguments) -> int:
         with pytest.raises(SystemExit) as end: cli.main()
         return end.value.code
     finally: sys.argv = old
-
-
-def parsed(line: str) -> dict:
-    "The parsed arguments of a command, without running it; raises the errors that `main` would report."
-    command, words = typer.main.get_command(cli.app), line.split()
-    while hasattr(command, 'commands'): command = command.commands[words.pop(0)]
-    return command.make_context('xtts-nb', words).params
-
-
-def check_bounds(
-    *bounds: tuple,   # (a command up to an option, the last valid value, the first invalid one)
-):
-    "Check the limits of options: the last valid value, and the first invalid one."
-    for line, inside, outside in bounds:
-        parsed(f'{line} {inside}')
-        with pytest.raises(Exception, match='Input should be (greater|less) than or equal'):
-            parsed(f'{line} {outside}')
 
 
 # --- processes forked from one that has imported everything -------------------------------------------------

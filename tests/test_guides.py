@@ -1,4 +1,4 @@
-"The code of the guides runs, with small stand-ins for what a reader has: a network, files, batches."
+"The code and the commands of the guides run, with small stand-ins for what a reader has."
 import json
 import re
 import shlex
@@ -12,47 +12,42 @@ import tensorflow as tf
 GUIDES = Path(__file__).parents[1] / 'nbs/guides'
 
 
-def blocks(page: str) -> list[str]:
-    "The Python of a page, in order."
+def source(page: str, kind: str) -> list[str]:
     cells = json.loads((GUIDES / f'{page}.ipynb').read_text(encoding='utf-8'))['cells']
-    text = '\n'.join(''.join(c['source']) for c in cells if c['cell_type'] == 'markdown')
-    return re.findall(r'```python\n(.*?)```', text, re.S)
+    return [''.join(c['source']) for c in cells if c['cell_type'] == kind]
 
-
-def make_model() -> keras.Model: return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-
-
-def reader(folder: Path) -> dict:
-    "What a reader of the page has: the names in its code."
-    for i in range(80): (folder / f'{i}.txt').write_text(str(i))
-    def load(name):
-        x = tf.fill((3,), tf.strings.to_number(tf.io.read_file(name)))
-        return x, x[:1]
-    files = tf.data.Dataset.list_files(str(folder / '*.txt'), shuffle=False)
-    model = make_model()
-    model.compile('adam', 'mse')
-    optimizer = keras.optimizers.Adam()
-    optimizer.build(model.trainable_variables)
-    texts = tf.data.Dataset.range(1, 200).map(lambda n: tf.range(n))
-    return dict(files=files, load=load, dataset=files.map(load).batch(4), model=model, optimizer=optimizer,
-                loss_of=keras.losses.mean_squared_error, make_model=make_model, texts=texts,
-                step=tf.function(lambda batch: tf.reduce_mean(model(batch[0]))))
+def blocks(page: str, language: str = 'python') -> list[str]:
+    "The blocks of code in the text of a page, in order."
+    return re.findall(rf'```{language}\n(.*?)```', '\n'.join(source(page, 'markdown')), re.S)
 
 
 @pytest.mark.filterwarnings('ignore')   # of the library's own code only; this code is the reader's
 def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
-    names, code = reader(tmp_path), blocks('idle_gpu')
-    shapes = []
+    for i in range(80): (tmp_path / f'{i}.txt').write_text(str(i))
+    def load(name):
+        x = tf.fill((3,), tf.strings.to_number(tf.io.read_file(name)))
+        return x, x[:1]
+    make_model = lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    files, model, optimizer = tf.data.Dataset.list_files(str(tmp_path / '*.txt'),
+                                                         shuffle=False), make_model(), \
+        keras.optimizers.Adam()
+    model.compile('adam', 'mse')
+    optimizer.build(model.trainable_variables)
+    names = dict(files=files, load=load, dataset=files.map(load).batch(4), model=model, optimizer=optimizer,
+                 loss_of=keras.losses.mean_squared_error, make_model=make_model,
+                 texts=tf.data.Dataset.range(1, 200).map(lambda n: tf.range(n)),
+                 step=tf.function(lambda batch: tf.reduce_mean(model(batch[0]))))
+    code, shapes = blocks('idle_gpu'), []
     for block in code:
         exec(compile(block, block, 'exec'), names)
         if 'MirroredStrategy' in block: assert names['twin'].optimizer.iterations.numpy() == 20
-        if 'bucket_by_sequence_length' in block:
-            shapes = {tuple(batch.shape) for batch in names['texts']}
+        if 'bucket_by_sequence_length' in block: shapes = {tuple(batch.shape) for batch in names['texts']}
         if '.prefetch' in block: assert next(iter(names['batches']))[0].shape == (32, 3)
-    assert shapes == {(32, 63), (16, 127)}
     said = capsys.readouterr().out
     assert all(re.search(rf'^{name} [0-9.e-]+$', said, re.M) for name in ('data', 'step', 'both'))
-    assert len(code) == 16 and len(names['losses']) == 1
+    assert shapes == {(32, 63), (16, 127)} and len(code) == 16 and len(names['losses']) == 1
+    assert code == blocks('idle_gpu_fa') and source('technical', 'code') == source('technical_fa',
+                                                                                   'code') != []
 
 
 # speech, several processes or machines, many clips, the full size, files of others, whole benches: each has
@@ -66,12 +61,10 @@ SHORT = {'train': '--steps 4', 'find': '--steps 10', 'evaluate': '--clips 2', 'm
 
 def commands_of(page: str) -> list[list[str]]:
     "The commands of a page that are run, in order, made short; of an option given twice the last counts."
-    cells = json.loads((GUIDES / f'{page}.ipynb').read_text(encoding='utf-8'))['cells']
-    text = '\n'.join(''.join(c['source']) for c in cells)
-    lines = [line for block in re.findall(r'```sh\n(.*?)```', text, re.S) for line in block.splitlines()]
-    lines = [line.replace('--stress-duration 60', '--stress-duration 0.1') for line in lines
-             if not any(words in line for words in ELSEWHERE)]
-    out = [shlex.split(line, comments=True) for line in lines]
+    lines = [line.replace('--stress-duration 60', '--stress-duration 0.1') for block in blocks(page, 'sh')
+             for line in block.splitlines() if not any(words in line for words in ELSEWHERE)]
+    out = [shlex.split(line.replace('Hello there.', 'aa bb').replace('Hello again.', 'cc dd'), comments=True)
+           for line in lines]
     assert {program for program, *_ in out} == {'xtts-nb'}
     small = lambda words: ['--config', 'small.yaml'] * (words[0] == 'prepare' and '--dvae' not in words)
     return [[*words, *SHORT.get(words[0], '').split(), *small(words)] for _, *words in out]
@@ -79,12 +72,11 @@ def commands_of(page: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('page, count, made', [
-    ('user_guide', 17, ('runs/mine', 'runs/both', 'models/tuned', 'models/fa', 'runs/fa', 'book.wav',
-                        'speaks', 'report/report.html', 'learning_rate.png', 'voices/anna.safetensors')),
-    ('quick_start', 11, ('runs/mine', 'book.wav', 'voices/anna.safetensors', 'report/report.html',
-                         'cache/tuning')),
-    ('testing_guide', 3, ('load.csv', 'report.md')),
-    ('idle_gpu', 4, ('CACHE',))])
+    ('user_guide', 17,
+     'runs/mine runs/both models/tuned models/fa runs/fa book.wav speaks report/report.html '
+                       'learning_rate.png voices/anna.safetensors hello.wav'),
+    ('quick_start', 11, 'runs/mine book.wav voices/anna.safetensors report/report.html cache/tuning'),
+    ('testing_guide', 3, 'load.csv report.md'), ('idle_gpu', 4, 'CACHE')])
 def test_the_commands_of_a_guide(page, count, made, corpus, mini, cheap, ran, tmp_path, monkeypatch):
     "In order, in one folder, on a small corpus and with updates that take no time."
     monkeypatch.chdir(tmp_path)
@@ -95,27 +87,12 @@ def test_the_commands_of_a_guide(page, count, made, corpus, mini, cheap, ran, tm
     Path('train.py').write_text('import keras, numpy as np\nx = np.ones((64, 3))\nmodel = keras.Sequential('
                                 '[keras.layers.Dense(1)])\nmodel.compile("sgd", "mse")\nmodel.fit(x, x, 8)\n')
     Path('small.yaml').write_text(mini.replace(training={'dvae_steps': 20}).to_yaml())
-    assert ran('prepare CORPUS --out first --config small.yaml').code == 0
-    assert ran('train --data first --run MODEL --steps 2').code == 0
-    assert ran('prepare CORPUS --out cache/mine --dvae MODEL').code == 0
+    for line in ('prepare CORPUS --out first --config small.yaml', 'train --data first --run MODEL --steps 2',
+                 'prepare CORPUS --out cache/mine --dvae MODEL'): assert ran(line).code == 0
     lines = commands_of(page)
     for words in lines:
-        words = [w.replace('Hello there.', 'aa bb').replace('Hello again.', 'cc dd') for w in words]
         done = ran('', *words)
         assert done.code == 0, (words, done.err)
-    assert len(lines) == count
-    for path in made: assert Path(path).exists(), path
     for block in blocks(page):
         if 'Speaker' in block: exec(block.replace('Hello there.', 'aa bb'), {})
-    assert Path('hello.wav').exists() == (page == 'user_guide')
-
-
-def cells(page: str) -> list[str]:
-    "The code that runs with the page."
-    found = json.loads((GUIDES / f'{page}.ipynb').read_text(encoding='utf-8'))['cells']
-    return [''.join(c['source']) for c in found if c['cell_type'] == 'code']
-
-
-@pytest.mark.parametrize('page, code', [('idle_gpu', blocks), ('technical', cells)])
-def test_a_guide_in_persian_has_the_same_code(page, code):
-    assert code(page) == code(f'{page}_fa') != []
+    assert len(lines) == count and [path for path in made.split() if not Path(path).exists()] == []

@@ -1,94 +1,126 @@
-"The functions that exist for the names of the guides."
-
+"The settings, options and functions of MyXTTS."
 import numpy as np
 import pytest
+import soundfile
 import tensorflow as tf
+import yaml
 
-from xtts_nb.app import myxtts
 from xtts_nb.app.myxtts import (
-    TFNativeDataLoader, apply_aggressive_prefetching, configure_tensorflow_for_max_throughput,
-    create_parallel_interleave_dataset, ensure_gpu_placement, get_optimized_dataset_options,
-    optimize_dataset_pipeline, print_optimization_summary)
-from xtts_nb.config import UserError
+    ABSENT_SETTINGS, THEIR_OPTIONS, THEIR_SETTINGS, TFNativeDataLoader, apply_aggressive_prefetching,
+    configure_tensorflow_for_max_throughput, create_parallel_interleave_dataset, optimize_dataset_pipeline,
+    our_keys, our_options, print_optimization_summary)
+from xtts_nb.app.recipes import config_diff, flat, load_recipe, nested
+from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import load_audio, log_mel, save_audio, synthetic_voice
 from xtts_nb.monitor.loop import python_operations
 
+DEFAULT = XTTSConfig()
+
+CONVERTED = [   # their key, their value -> our key, our value: each different from the default
+    ('data.enable_xla', False, 'training.mode', 'graph'),
+    ('data.mixed_precision', True, 'training.precision', 'bfloat16'),
+    ('training.mixed_precision', 'mixed_float16', 'training.precision', 'float16'),
+    ('training.gradient_accumulation_steps', 2, 'training.accumulation', 2),
+    ('data.enhanced_gpu_prefetch', False, 'data.prefetch_to_gpu', False),
+    ('data.pipeline_buffer_size', 100, 'data.prefetch_buffer_size', 100),
+    ('model.max_mel_frames', '800', 'data.max_seconds', 9.288),
+    ('data.max_mel_frames', 150, 'data.max_seconds', 1.741),
+    ('data.min_audio_length', 1.0, 'data.min_seconds', 1.0),
+    ('model.max_text_length', 180, 'data.max_text_tokens', 180),
+    ('data.sample_rate', 24000, 'model.audio.sample_rate', 24000),
+    ('model.n_mels', 64, 'model.audio.n_mels', 64),
+    ('training.batch_size', 48, 'data.batch_size', 48), ('batch_size', 48, 'data.batch_size', 48),
+    ('data.learning_rate', '1e-4', 'training.learning_rate', 1e-4),
+    ('training.enable_graph_mode', False, 'training.mode', 'eager'),
+    ('training.enable_xla_compilation', True, 'training.mode', 'xla'),
+    ('training.enable_eager_debug', True, 'training.mode', 'eager'),
+    ('training.epochs', 9, 'training.epochs', 9)]
+
+def test_their_keys_become_ours():
+    for theirs, value, ours, got in CONVERTED:
+        keys, said = our_keys({theirs: value}, 'their.yaml')
+        config = XTTSConfig.from_dict(nested(keys))
+        assert {k: new for k, (_, new) in config_diff(DEFAULT, config).items()} == {ours: got}
+        assert len(said) == (theirs != ours) and all(theirs in line and ours in line for line in said)
+    assert {c[0].rpartition('.')[2] for c in CONVERTED} >= {*THEIR_SETTINGS}
+
+def test_keys_without_counterpart_are_reported_or_refused():
+    for name, (why, harmless) in ABSENT_SETTINGS.items():
+        for value in (2.0,) if harmless is None else harmless:
+            assert our_keys({f'data.{name}': value}, 'f') == ({},
+                                                              [f'f: data.{name} does nothing here: {why}.'])
+        if harmless is None: continue
+        with pytest.raises(UserError, match=f'f: there is no key "data.{name}": {why}'):
+            our_keys({f'data.{name}': 'another'}, 'f')
+    for value in ('maybe', [1]):
+        with pytest.raises(UserError, match='data.mixed_precision'): our_keys({'data.mixed_precision': value},
+                                                                              'f')
+
+@pytest.mark.parametrize('text, changed', [   # settings from the guides on low GPU utilisation
+    ('data: {batch_size: 48, num_workers: 12, prefetch_buffer_size: 8, shuffle_buffer_multiplier: 20, '
+     'enable_xla: true, mixed_precision: true, pin_memory: true}\ntraining: {batch_size: 48}',
+     {'data.batch_size': 48, 'data.num_workers': 12, 'data.prefetch_buffer_size': 8, 'training.mode': 'xla',
+      'training.precision': 'bfloat16'}),
+    ('training: {enable_graph_mode: true, enable_xla_compilation: true, enable_eager_debug: false, '
+     'learning_rate: 1e-4}',
+     {'training.mode': 'xla', 'training.learning_rate': 1e-4}),
+    ('training: {enable_graph_mode: true, enable_xla_compilation: true, enable_eager_debug: true}',
+     {'training.mode': 'eager'}),
+    ('data: {prefetch_buffer_size: 9, pipeline_buffer_size: 100, pad_to_fixed_length: true}',   # ours wins
+     {'data.prefetch_buffer_size': 9, 'data.pad_to_fixed_length': True}),
+    ('data: {preprocessing_mode: precompute, max_mel_frames: 800, use_tf_native_loading: true, seed: 3}',
+     {'data.preprocessing_mode': 'precompute', 'data.max_seconds': 9.288, 'data.seed': 3})])
+def test_the_files_of_the_guides_load(tmp_path, text, changed):
+    (tmp_path / 'guide.yaml').write_text(text)
+    said = []
+    config = load_recipe(tmp_path / 'guide.yaml', said.append)
+    assert {k: new for k, (_, new) in config_diff(DEFAULT, config).items()} == changed
+    silent = [key for key in flat(yaml.safe_load(text)) if not any(f' {key} ' in line for line in said)]
+    assert {*silent} <= {*flat(DEFAULT.model_dump())}   # each other key has its line
+
+def test_their_options_become_ours():
+    said = []
+    assert our_options('--train-data c --lr 1 --resume --model-start-delay 2 --max-text-length=9'.split(),
+                       said.append) == '--data c --lr 1 --set data.max_text_tokens=9'.split()
+    assert len(said) == 4 and our_options(['--train-data'],
+                                          said.append) == ['--data']   # its value is missing
+    for old, new in THEIR_OPTIONS.items():
+        if new.startswith('not here'):
+            with pytest.raises(UserError,
+                               match=f'^{old.split()[0]} is no option here: '): our_options(old.split())
+
+
+# --- functions ----------------------------------------------------------------------------------------------
 
 def test_the_native_loader_gives_samples_and_mel_in_graph(tmp_path):
     save_audio(tmp_path / 'a.wav', synthetic_voice(0.5))
-    loader = TFNativeDataLoader()
-    native = tf.function(loader.load_and_process_audio)
-    path = tf.constant(str(tmp_path / 'a.wav'))
+    load, path = TFNativeDataLoader().load_and_process_audio, tf.constant(str(tmp_path / 'a.wav'))
+    native = tf.function(load)
     wav, mel = native(path)
-    assert np.array_equal(wav, load_audio(tmp_path / 'a.wav'))
-    assert np.allclose(mel, log_mel(wav, 1024), atol=1e-4)
+    assert np.array_equal(wav, load_audio(tmp_path / 'a.wav')) and np.allclose(mel, log_mel(wav, 1024),
+                                                                               atol=1e-4)
     assert [part.shape for part in native(path, max_length=5120)] == [(5120,), (21, 80)]
     assert not any('PyFunc' in op.type for op in native.get_concrete_function(path).graph.get_operations())
-    assert not np.allclose(TFNativeDataLoader(n_fft=2048).load_and_process_audio(path)[1], mel, atol=1e-2)
+    soundfile.write(tmp_path / 'b.wav', np.zeros((9000, 2)), 22050)   # it would be read as noise
+    source = tf.data.Dataset.from_tensors(str(tmp_path / 'b.wav')).map(load)
+    with pytest.raises(tf.errors.InvalidArgumentError,
+                       match='b.wav: is .*native reading takes'): next(iter(source))
 
-@pytest.mark.parametrize('how', [dict(channels=2), dict(subtype='PCM_24'), dict(samplerate=44100),
-                                 dict(format='FLAC')], ids=str)
-def test_the_native_loader_refuses_what_it_would_read_as_noise(tmp_path, how):
-    "As a user's own pipeline meets it."
-    import soundfile
-    how = dict(samplerate=22050, channels=1, subtype='PCM_16', format='WAV') | how
-    soundfile.write(tmp_path / 'a.wav', np.zeros((9000, how.pop('channels'))), **how)
-    load = TFNativeDataLoader().load_and_process_audio
-    source = tf.data.Dataset.from_tensors(str(tmp_path / 'a.wav')).map(load)
-    with pytest.raises(tf.errors.InvalidArgumentError, match='a.wav: is .*native reading takes'):
-        next(iter(source))
-
-def test_options_are_those_this_tensorflow_has():
-    options = get_optimized_dataset_options(num_workers=3, ram_budget=2)
-    assert options.deterministic
-    assert options.threading.private_threadpool_size == 3
-    assert options.autotune.ram_budget == 2**31
-    better = options.experimental_optimization
-    assert better.map_and_batch_fusion and better.map_parallelization and better.parallel_batch
-    assert get_optimized_dataset_options(ram_budget=0.5).autotune.ram_budget == 2**29
-    plain = get_optimized_dataset_options()
-    assert plain.threading.private_threadpool_size is None and plain.autotune.ram_budget is None
-    taken = tf.data.Dataset.range(2).with_options(options).options()
-    assert taken.threading.private_threadpool_size == 3
-    table, again = configure_tensorflow_for_max_throughput(num_workers=2)
-    assert 'intra-op threads' in table and again.threading.private_threadpool_size == 2
-
-def test_prefetching_ends_on_the_device():
+def test_a_whole_pipeline_in_one_call_refuses_python():
+    table, options = configure_tensorflow_for_max_throughput(num_workers=3, ram_budget=2)
+    assert 'intra-op threads' in table and options.autotune.ram_budget == 2**31
     source = tf.data.Dataset.range(10)
-    plain = apply_aggressive_prefetching(source, batch_size=4, buffer_size=3)
-    assert [b.tolist() for b in plain.as_numpy_iterator()] == [[0, 1, 2, 3], [4, 5, 6, 7]]   # of one shape
-    assert plain.element_spec.shape == (4,)
-    device = apply_aggressive_prefetching(source, batch_size=4, prefetch_to_device='/CPU:0')
-    names = lambda dataset: [n for d in dataset._inputs() for n in names(d)] + [type(dataset).__name__]
-    assert names(plain)[-1] == '_PrefetchDataset' and '_CopyToDeviceDataset' not in names(plain)
-    assert names(device)[-3:] == ['_PrefetchDataset', '_CopyToDeviceDataset', '_PrefetchDataset']
-    assert [b.tolist() for b in device.as_numpy_iterator()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    stages = myxtts._stages(device)
-    assert stages[-3] == 'Prefetch buffer 4'
-    assert stages[-1] == 'Prefetch buffer 2'   # one used, one on its way
-
-def test_a_whole_pipeline_in_one_call_refuses_python(capsys):
-    source = tf.data.Dataset.range(8)
     fast = optimize_dataset_pipeline(source, lambda x: x * 2, batch_size=4, num_workers=3, buffer_size=5)
-    assert [b.tolist() for b in fast.as_numpy_iterator()] == [[0, 2, 4, 6], [8, 10, 12, 14]]
-    assert python_operations(fast) == 0
+    assert [b.tolist() for b in fast.as_numpy_iterator()] == [[0, 2, 4, 6], [8, 10, 12, 14]]   # of one shape
     lines = print_optimization_summary(fast)
-    assert capsys.readouterr().out == '\n'.join(lines) + '\n'
-    assert lines[0].startswith('Range') and 'parallel 3' in lines[1] and any('rows 4' in l for l in lines)
-    assert 'Prefetch buffer 5' in lines[-2] and lines[-1].startswith('deterministic True')
-    slow = lambda x: tf.numpy_function(lambda v: v, (x,), tf.int64)
-    with pytest.raises(UserError,
-                       match='load runs Python, one call at a time; write it with TensorFlow operations'):
-        optimize_dataset_pipeline(source, slow, 4)
+    assert python_operations(fast) == 0 and 'parallel 3' in lines[1] and 'Prefetch buffer 5' in lines[-2]
+    with pytest.raises(UserError, match='runs Python'):
+        optimize_dataset_pipeline(source, lambda x: tf.numpy_function(lambda v: v, (x,), tf.int64), 4)
+    device = apply_aggressive_prefetching(source, batch_size=4, prefetch_to_device='/CPU:0')
+    assert type(device._inputs()[0]).__name__ == '_CopyToDeviceDataset'   # the device is the last stage
+    assert len(list(device.as_numpy_iterator())) == 2
 
 def test_files_are_read_side_by_side_in_a_fixed_order(tmp_path):
     for name in 'abc': (tmp_path / name).write_text(f'{name}1\n{name}2\n')
-    files = [tmp_path / name for name in 'abc']
-    read = [list(create_parallel_interleave_dataset(files, tf.data.TextLineDataset).as_numpy_iterator())
-            for _ in range(2)]
-    assert read[0] == read[1] == [b'a1', b'b1', b'a2', b'b2', b'c1', b'c2']
-
-@pytest.mark.cpu
-def test_tensors_stay_where_they_are_without_a_gpu():
-    x = tf.constant(1.)
-    assert ensure_gpu_placement(x) is x and ensure_gpu_placement({'a': x}) == {'a': x}
+    files = create_parallel_interleave_dataset([tmp_path / name for name in 'abc'], tf.data.TextLineDataset)
+    assert list(files.as_numpy_iterator()) == [b'a1', b'b1', b'a2', b'b2', b'c1', b'c2']

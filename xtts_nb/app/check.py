@@ -91,7 +91,7 @@ def environment(settings: TFSettings) -> dict[str, str]:
     flags = [flag for flag in os.environ.get('TF_XLA_FLAGS', '').split() if 'tf_xla_auto_jit' not in flag]
     if settings.xla: flags.append('--tf_xla_auto_jit=2')   # on a GPU, also functions without jit_compile
     out['TF_XLA_FLAGS'] = ' '.join(flags)
-    return out | dict(zip(ENVIRONMENT, ('auto' if settings.xla else 'false', settings.precision)))
+    return out | dict(zip(ENVIRONMENT, ('auto' if settings.xla else 'graph', settings.precision)))
 
 # %% ../../nbs/app/check.ipynb #2c25b6ba
 def _are_ours(path: Path) -> bool:

@@ -17,7 +17,7 @@ import typer
 
 from .terminal import (
     answer, app, argument, bench_app, command, convert_app, from_checkout, given, Json, load_settings, main,
-    moved, option, Preset, progress, Record, Settings, shown, stage, start, table, to_stderr, write_record)
+    option, Preset, progress, Record, Settings, shown, stage, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli.ipynb #95e5c0de
 ModelFolder = option(Path, 'Folder of a model or of a run.', '--model')
@@ -28,7 +28,7 @@ def _demo(
     out: option(Path, 'Folder for all results.') = Path('runs/demo'),
     steps: option(int | None, 'Updates of the GPT; default: from the preset.', min=1) = None,
     seed: option(int | None, 'Seed of all random draws; default: 0.', min=0) = None,
-    seeds: option(int | None, 'Run so many seeds, for scores only; continues after a stop.', min=1) = None,
+    seeds: option(int | None, 'Number of seeds, for scores only; continues after a stop.', min=1) = None,
     record: Record = False,
 ):
     "Run everything from nothing: corpus, DVAE, cache, both comparisons, training, speech, report."
@@ -147,10 +147,6 @@ def _add_language(
     text = f'{out}: {result["tokens_before"]} -> {result["tokens"]} text tokens, {language} among them'
     return result | {'out': str(out)}, text
 
-# %% ../../nbs/app/cli.ipynb #e87cffa3
-moved('grow', 'add-language OUT --model MODEL')
-moved('parity', 'python benchmarks/parity.py in a checkout of the repository')
-
 # %% ../../nbs/app/cli.ipynb #5af5c0de
 _speed = partial(command, panel='Speed')
 
@@ -176,7 +172,7 @@ def _profile_step(
     preset: option(str | None, 'tiny or xtts_v2; default: as the cache was made, else tiny.') = None,
     config: Settings = None,
     out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
-    rounds: option(int | None, 'Times that each arm runs; default: 7.', min=1) = None,
+    rounds: option(int | None, 'Times that each variant runs; default: 7.', min=1) = None,
     dual: option(bool, 'Profile the stages of training on two devices instead.', '--dual') = False,
     tensorboard: option(bool, 'Show the trace in TensorBoard until Ctrl-C.', '--tensorboard') = False,
     json_: Json = False,
@@ -255,7 +251,7 @@ DataOption = option(Path | None, 'Cache; default: that of the workspace, else sy
 BatchesOption = option(int, 'Batches in each round of measurements.', min=8)
 RowsOption = option(int | None, 'Rows of a batch; default: from the settings.', min=1)
 SecondsOption = option(float, 'Approximate time for the measurements.', min=1)
-LearningOption = option(bool, 'Also try remedies that change what is learned: batch size, precision.',
+LearningOption = option(bool, 'Also try fixes that change what is learned: batch size, precision.',
                         '--change-learning')
 
 def _with_rows(config, batch_size: int | None): return config.replace(data=given(batch_size=batch_size))
@@ -271,7 +267,7 @@ def _diagnose(
     batch_size: RowsOption = None,
     num_batches: BatchesOption = 50,
     seconds: SecondsOption = 40.,
-    apply: option(bool, 'Try the remedies one by one, keep the faster ones, measure once more.',
+    apply: option(bool, 'Try the fixes one by one, keep the faster ones, measure again.',
                   '--apply') = False,
     change_learning: LearningOption = False,
 ):
@@ -317,8 +313,9 @@ def _diagnosed(
     name, config, data, out, batch_size, batches, seconds, apply, change_learning
 ) -> tuple[dict, str]:
     "The diagnosis of a training and, with `apply`, settings that are faster: the result, and its text."
-    from xtts_nb.config import UserError, XTTSConfig
-    requested = XTTSConfig.load(config) if config else None
+    from xtts_nb.app.recipes import load_recipe
+    from xtts_nb.config import UserError
+    requested = load_recipe(config, to_stderr) if config else None
     start()
     from xtts_nb.monitor.diagnose import diagnose
     from xtts_nb.app.check import cache_for, prerequisites, quick_fix, training
@@ -345,11 +342,11 @@ def _fixed_text(found: dict, out: Path | None) -> str:
 # %% ../../nbs/app/cli.ipynb #b49a29f9
 @command('diagnose', group=bench_app, example='--half development --out found.jsonl')
 def _bench_diagnose(
-    cases: argument(list[str] | None, 'Cases of the ward, by their folders; default: all.') = None,
-    half: option(str | None, 'One half of the ward alone: development or scored.') = None,
-    repeat: option(int, 'Runs of a slow and its cured program, in turn; 0: no gain is measured.', min=0) = 1,
-    out: option(Path | None, 'File with a line of JSON for each case; a run that was stopped goes on '
-                             'there.') = None,
+    cases: argument(list[str] | None, 'Cases to run, by their folders; default: all.') = None,
+    half: option(str | None, 'Run one half of the cases: development or scored.') = None,
+    repeat: option(int, 'Runs of each slow and fixed program, in turn; 0: no gain is measured.', min=0) = 1,
+    out: option(Path | None, 'File with a line of JSON for each case; a run that was stopped '
+                             'continues there.') = None,
     record: Record = False,
 ):
     "Diagnose slow programs that others reported, and healthy ones: how often is the diagnosis right?"

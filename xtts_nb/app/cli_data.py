@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from .terminal import (
-    argument, bench_app, command, elsewhere, load_settings, option, progress, Record, Rounds, Settings, stage,
+    argument, bench_app, command, load_settings, option, progress, Record, Rounds, Settings, stage,
     start, table, to_stderr, Whisper, write_record)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
@@ -283,7 +283,6 @@ def data_speed(
 def _bench_data(
     data: option(Path, 'Folder with metadata.csv and wavs/.'),
     clips: option(int, 'Least number of distinct clips in memory.', min=1) = 10_000,
-    coqui_python: elsewhere('loaders.py') = None,
     rounds: Rounds = 7,
     record: Record = False,
 ):

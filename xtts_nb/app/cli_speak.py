@@ -15,7 +15,7 @@ from pathlib import Path
 import typer
 
 from .terminal import (
-    app, argument, bench_app, command, convert_app, elsewhere, given, option, Preset, progress,
+    app, argument, bench_app, command, convert_app, given, option, Preset, progress,
     Record, Rounds, stage, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0004
@@ -23,8 +23,8 @@ _speech = partial(command, panel='Speak')
 
 Model = option(Path, 'Folder of a model or of a run.', '--model')
 Voices = option(Path, 'Folder of saved voices.')
-DecoderPrecision = option(str | None, 'Of HiFi-GAN: float32, or bfloat16 for CPUs that compute in it.')
-Weights = option(str | None, 'Of the GPT, while codes are made: float, or int8, which a CPU reads faster.')
+DecoderPrecision = option(str | None, 'Precision of HiFi-GAN: float32, or bfloat16 where the CPU has it.')
+Weights = option(str | None, 'Weights of the GPT in speech: float, or int8, which a CPU reads faster.')
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0012
 def _text_of(text: str | None, file: Path | None) -> str:
@@ -65,7 +65,7 @@ def _streamed(speaker, text: str, language: str, voice, seed: int, header: bool)
     return result, None
 
 # %% ../../nbs/app/cli_speak.ipynb #5d65bdf9
-@_speech('say', renamed='--run', example="'Hello there.' --model runs/mine --voice me.wav")
+@_speech('say', example="'Hello there.' --model runs/mine --voice me.wav")
 def _say(
     model: Model,
     voice: option(list[Path], 'Recordings of the voice, or the file or name of a saved one.'),
@@ -131,7 +131,7 @@ def _voice_text(row: dict) -> str:
                           for m in row['made_from'])
     return f'{row["name"]}: {made_from}'
 
-@command('add', group=voices_app, renamed='--run',
+@command('add', group=voices_app,
          example='anna anna1.wav anna2.wav --model runs/mine --voices voices')
 def _voices_add(
     name: Name,
@@ -154,7 +154,7 @@ def _voices_add(
     return row, _voice_text(row)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0009
-@command('import', group=voices_app, renamed='--run',
+@command('import', group=voices_app,
          example='speakers_xtts.pth --model models/xtts --voices voices')
 def _voices_import(
     file: argument(Path, 'speakers_xtts.pth of the released model.'),
@@ -217,9 +217,9 @@ def _voices_remove(name: Name, voices: Voices):
 def _convert_to_savedmodel(
     out: argument(Path, 'A new folder.'),
     folder: Model,
-    voice: option(list[Path] | None, 'Recording or saved voice to put beside it; may be repeated.') = None,
+    voice: option(list[Path] | None, 'Recording or saved voice to add to it; may be repeated.') = None,
     voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.') = None,
-    temperature: option(float | None, 'Of the sampled codes; default: from the config.yaml.', min=0) = None,
+    temperature: option(float | None, 'Temperature of sampling; default: from config.yaml.', min=0) = None,
 ):
     "Write a TensorFlow SavedModel of text ids and a voice to samples, with tokenizer, voices and README."
     start()
@@ -332,21 +332,21 @@ def _aliases(given: list[str]) -> dict[str, str]:
             raise UserError(f'--voice-alias {alias}: write NAME=VOICE, such as alloy=anna.')
     return dict(alias.split('=', 1) for alias in given)
 
-@_speech('serve', renamed='--run', example='--model runs/mine --voices voices --port 8000')
+@_speech('serve', example='--model runs/mine --voices voices --port 8000')
 def _serve(
     model: Model,
     voices: option(Path, 'Folder of saved voices; it may change while the service runs.'),
     port: option(int, 'Port; 0: a free one.', min=0, max=65535) = 8000,
     host: option(str, 'Address to listen on; 0.0.0.0: all addresses of this machine.') = '127.0.0.1',
     key: option(str | None, 'Key that clients must send; none: any.', envvar='XTTS_NB_KEY') = None,
-    language: option(str | None, 'Of requests that name none; auto detects it. Default: en, else the first '
-                                 'of the model.') = None,
+    language: option(str | None, 'Language of requests that name none; auto detects it. Default: en, else '
+                                 'the first of the model.') = None,
     rows: option(int, 'Texts that are spoken at once.', min=1) = 8,
     decoder_precision: DecoderPrecision = None,
     weights: Weights = None,
     queue: option(int, 'Texts that may wait; beyond them clients get status 429.', min=1) = 64,
     wait: option(float, 'Seconds that a text may wait; then its client gets status 503.', min=0) = 30.,
-    max_characters: option(int, 'Of the text of a request.', min=1) = 4096,
+    max_characters: option(int, 'Most characters in the text of a request.', min=1) = 4096,
     grace: option(float, 'Seconds for the requests under way after SIGTERM or Ctrl-C.', min=0) = 30.,
     voice_alias: option(list[str], 'Another name of a voice, NAME=VOICE; may be repeated.') = (),
     cors: option(list[str], 'Web site whose pages may speak here, http://HOST:PORT; may be repeated.') = (),
@@ -392,7 +392,6 @@ SAY_CODES = 64   # of each text, 3 s of sound
 @command('say', group=bench_app, example='--rounds 3')
 def _bench_say(
     preset: Preset = 'tiny',
-    coqui_python: elsewhere('speech.py') = None,
     rounds: Rounds = 5,
     record: Record = False,
 ):

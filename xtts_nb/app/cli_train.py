@@ -19,8 +19,8 @@ from types import SimpleNamespace
 import typer
 
 from .terminal import (
-    app, argument, bench_app, command, convert_app, elsewhere, from_checkout, given, load_settings,
-    moved, option, Preset, progress, Record, Rounds, Settings, shown, stage, start, table,
+    app, argument, bench_app, command, convert_app, from_checkout, given, load_settings,
+    option, Preset, progress, Record, Rounds, Settings, shown, stage, start, table,
     to_stderr, Whisper, with_file, write_record)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
@@ -49,11 +49,11 @@ Buffer = option(
     int | None, 'Batches of a runtime cache on the model GPU, including the current one; default: 3.', min=1)
 
 # %% ../../nbs/app/cli_train.ipynb #c0720102
-@_training('tune', renamed='--from', example='reading.mp3 --text reading.txt --out voice')
+@_training('tune', example='reading.mp3 --text reading.txt --out voice')
 def _tune(
     source: argument(Path, 'A recording, a folder of recordings, or a corpus.'),
-    out: option(Path, 'Folder for all of it; the same command goes on there.'),
-    text: option(Path | None, 'What is read; default: a file of the same name beside each recording.') = None,
+    out: option(Path, 'Folder for all results; the same command continues there.'),
+    text: option(Path | None, 'What is read; default: a file of the same name next to each one.') = None,
     language: option(str | None, 'Language of the text; default: en, or with --transcribe the one that '
                                  'Whisper hears.') = None,
     base: Base = None,
@@ -84,13 +84,21 @@ def _tune(
     return result | {'page': str(page), 'run': result['train']['run'], 'model': str(model)}, (
         f'{tuning_text(done, out)}\nRead and listen: {page}\n{next_commands(done, out, language)[0]}')
 
+# %% ../../nbs/app/cli_train.ipynb #8179c20f
+class _TakesMyXTTS(typer.core.TyperCommand):
+    "A command that translates the options of MyXTTS before it reads its own."
+    def parse_args(self, ctx, args):
+        own = {'--help', *(o for p in self.params for o in (*p.opts, *p.secondary_opts))}
+        if any(word.startswith('--') and word.partition('=')[0] not in own for word in args):
+            from xtts_nb.app.myxtts import our_options
+            args = our_options(args, to_stderr)
+        return super().parse_args(ctx, args)
+
 # %% ../../nbs/app/cli_train.ipynb #8179c210
-@_training('train', renamed='--from', example='--data cache/mine --run runs/mine',
-           context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
+@_training('train', cls=_TakesMyXTTS, example='--data cache/mine --run runs/mine')
 def _train(
     ctx: typer.Context,
-    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.',
-                 '--data', '--train-data') = None,
+    data: option(Path | None, 'Cache, or corpus to prepare first; not needed to resume.') = None,
     run: RunFolder = None,
     base: Base = None,
     finetune: Kind = None,
@@ -113,20 +121,17 @@ def _train(
     mix_share: OlderShare = None,
     batch_size: option(int | None, 'Clips of an update.', min=1) = None,
     grad_accum: option(int | None, 'Parts that a batch is computed in, one after the other.', min=1) = None,
-    lr: option(float | None, 'Peak learning rate.', '--lr', '--learning-rate') = None,
+    lr: option(float | None, 'Peak learning rate.') = None,
     num_workers: option(int | None, 'Parallel calls in the input pipeline.', min=1) = None,
     prefetch_buffer_size: option(int | None, 'Batches ready ahead of the step.', min=1) = None,
     preprocessing_mode: option(str | None, 'Preparation of a corpus: auto or precompute.') = None,
     enable_static_shapes: option(bool | None, 'One shape for all clips instead of buckets.',
-                                 '--enable-static-shapes', '--pad-to-fixed-length') = None,
+                                 '--enable-static-shapes') = None,
     prefetch_to_gpu: option(bool | None, 'Keep two batches on the GPU.',
                             '--prefetch-to-gpu/--disable-gpu-prefetch') = None,
-    enable_eager_debug: option(bool | None, 'Run op by op, for debugging.', '--enable-eager-debug') = None,
     set_: option(list[str] | None, 'Set any key; may be repeated.', '--set', metavar='KEY=VALUE') = None,
 ):
     "Train the GPT on a cache; the model and metrics.jsonl go to RUN. SIGTERM saves and exits with 143."
-    from xtts_nb.app.recipes import check_unknown
-    check_unknown(ctx.args, [o for p in ctx.command.params for o in (*p.opts, *p.secondary_opts)])
     _known(run, data, 'train: neither a cache nor a run is given',
            'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
     layers, gpus = _layers(ctx.params), _gpus(ctx.params)
@@ -192,7 +197,7 @@ def _layers(options: dict) -> dict[str, dict]:
     "The settings that options ask for, by layer, the general first; raises `UserError` if two contradict."
     from xtts_nb.config import cores, UserError
     from xtts_nb.app.recipes import (
-        FLAGS, from_environment, gpu_preset, optimization_level, parse_assignments)
+        from_environment, gpu_preset, optimization_level, OPTIONS, parse_assignments)
     flags = {name: value for name, value in options.items() if value is not None}
     if 'steps' in flags and 'epochs' in flags:
         raise UserError('train: --steps and --epochs both say how long; give one of them.')
@@ -203,7 +208,7 @@ def _layers(options: dict) -> dict[str, dict]:
     if card: layers[f'GPU preset {card}'] = gpu_preset(card, cores())
     if level: layers[f'optimization level {level}'] = optimization_level(level)
     length = {'training.steps': flags['steps'], 'training.epochs': 0} if 'steps' in flags else {}
-    options = {key: flags[name] for name, key in FLAGS.items() if name in flags}
+    options = {key: flags[name] for name, key in OPTIONS.items() if name in flags}
     return layers | {'options': length | options | parse_assignments(flags.get('set_') or ())}
 
 # %% ../../nbs/app/cli_train.ipynb #0b1d71dc
@@ -555,7 +560,7 @@ def _fitting(settings, codes, text, runs, memory=None):
     return found, tried
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
-@command('batch-size', group=find_app, renamed='--from', example='--data cache/mine --memory 12')
+@command('batch-size', group=find_app, example='--data cache/mine --memory 12')
 def _find_batch_size(
     data: option(Path, 'Cache to train on.'),
     base: Base = None,
@@ -574,17 +579,17 @@ def _find_batch_size(
     return {'training': keys, 'tried': tried}, table('In the section training: ' + str(keys), tried)
 
 # %% ../../nbs/app/cli_train.ipynb #53bc1d5f
-@command('learning-rate', group=find_app, renamed='--from', example='--data cache/mine')
+@command('learning-rate', group=find_app, example='--data cache/mine')
 def _find_learning_rate(
     data: option(Path, 'Cache to train on.'),
     base: Base = None,
     finetune: Kind = None,
     preset: AsMade = None,
     config: Settings = None,
-    low: option(float, 'First rate.') = 1e-7,
-    high: option(float, 'Last rate, if the loss does not rise before.') = 1.,
-    steps: option(int, 'Most updates.', min=10) = 80,
-    out: option(Path, 'PNG file; the numbers go into a JSON file beside it.') = Path('learning_rate.png'),
+    low: option(float, 'First learning rate.') = 1e-7,
+    high: option(float, 'Last learning rate, if the loss does not rise before.') = 1.,
+    steps: option(int, 'Most updates to run.', min=10) = 80,
+    out: option(Path, 'PNG file; the numbers go into a JSON file next to it.') = Path('learning_rate.png'),
 ):
     "Train at rising rates until the loss rises, and suggest a rate."
     start()
@@ -633,10 +638,8 @@ def _config_create(
          context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
 def _config_show(ctx: typer.Context):
     "Print every setting that `train` would use with the same options, and where its value comes from."
-    from xtts_nb.app.recipes import check_unknown
     train = typer.main.get_command(app).commands['train']
-    asked = train.make_context('config show', list(ctx.args))
-    check_unknown(asked.args, [o for p in train.params for o in (*p.opts, *p.secondary_opts)])
+    asked = train.make_context('show', list(ctx.args), parent=ctx.parent)
     start()
     resolved, *_ = _resolved(SimpleNamespace(**asked.params), _layers(asked.params))
     rows = resolved.rows()
@@ -658,14 +661,11 @@ def _convert_to_model(
     result = export_run(run, out, best, 'bfloat16' if bfloat16 else 'float32')
     return result, f'{out}: {result["bytes"] / 1e6:,.1f} MB'
 
-moved('export', 'convert to-model OUT --model RUN')
-moved('train-voice', 'train-decoder --model MODEL')
-
 # %% ../../nbs/app/cli_train.ipynb #3c614ad3
 Layers = option(int, 'Layers of the GPT.', min=1)
-Width = option(int, 'D.', min=64)
-Heads = option(int, 'H.', min=1)
-Rows = option(int, 'B.', min=1)
+Width = option(int, 'Width of the GPT; a multiple of 32 and of --heads.', min=64)
+Heads = option(int, 'Attention heads of the GPT.', min=1)
+Rows = option(int, 'Clips of a batch.', min=1)
 
 def sized(layers: int, width: int, heads: int, batch_size: int):
     "The settings of XTTS-v2 with another size of the GPT and of the batch."
@@ -678,7 +678,6 @@ def _bench_train(
     layers: Layers = 8, width: Width = 512, heads: Heads = 8, batch_size: Rows = 4,
     text_tokens: option(int, 'Text tokens of each clip.', min=1, max=400) = 120,
     codes: option(int, 'Audio codes of each clip.', min=1, max=603) = 220,
-    coqui_python: elsewhere('step.py') = None,
     rounds: Rounds = 7,
     record: Record = False,
 ):
@@ -693,9 +692,6 @@ def _bench_train(
              'no dropout')
     if record: write_record('step_speed', rows, model=about)
     return {'rows': rows, 'model': about}, table(about, rows)
-
-# %% ../../nbs/app/cli_train.ipynb #5f0a9c2e
-moved('gpt2', 'python benchmarks/gpt2.py in a checkout of the repository', bench_app)
 
 # %% ../../nbs/app/cli_train.ipynb #c0f1c001
 @command('config', group=bench_app, example='--rounds 3')
@@ -806,6 +802,3 @@ def _distributed(
     if warning := exposure(addresses, mine): to_stderr(warning)
     program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', *arguments]
     return supervise(program, addresses, shares, wait, restarts)
-
-# %% ../../nbs/app/cli_train.ipynb #af7e9f90
-moved('growth', 'python benchmarks/growth.py in a checkout of the repository', bench_app)

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Rounds', 'Budget', 'Settings', 'Whisper',
            'READER_GONE', 'option', 'argument', 'main', 'answer', 'to_stderr', 'progress', 'stage', 'command', 'shown',
-           'moved', 'elsewhere', 'from_checkout', 'start', 'table', 'write_record', 'load_settings', 'with_file',
-           'given']
+           'from_checkout', 'start', 'table', 'write_record', 'load_settings', 'with_file', 'given']
 
 # %% ../../nbs/app/terminal.ipynb #0a52b53b
 import codecs
@@ -45,9 +44,9 @@ def argument(kind, text: str, **settings):
 Json = option(bool, 'Print one JSON object as the last line of stdout.', '--json')
 Preset = option(str, 'tiny or xtts_v2.')
 Record = option(bool, 'Write the numbers into a new file in benchmarks/.', '--record')
-Rounds = option(int, 'Times that each arm runs, if the budget allows it.', min=1)
+Rounds = option(int, 'Times that each variant runs, if the budget allows it.', min=1)
 Budget = option(float, 'Minutes; fewer rounds are run if they would take longer, but at least three.', min=0)
-Settings = option(Path | None, 'YAML settings; they beat the preset.')
+Settings = option(Path | None, 'YAML file of settings; they override the preset.')
 Whisper = option(str | None, 'Recordings without a text: a Whisper model that writes it, a folder or a name '
                              'such as small, which faster-whisper fetches.', '--transcribe')
 
@@ -55,7 +54,7 @@ Whisper = option(str | None, 'Recordings without a text: a Whisper model that wr
 def _common(
     version: option(bool, 'Print the version.', '--version', is_eager=True,
                     callback=lambda on: _version() if on else None) = False,
-    debug: option(bool, 'Show the traceback of a mistake; may stand anywhere.', '--debug') = False,
+    debug: option(bool, 'Show the traceback of an error; works anywhere in the command.', '--debug') = False,
 ):
     pass
 
@@ -229,14 +228,13 @@ def command(
     panel: str | None = None,   # heading of its group in the help
     group: typer.Typer = app,
     example: str = '',          # what to type behind its name, for the help
-    renamed: str = '',          # what `--model` was called before
     **settings,                 # of `typer.Typer.command`
 ):
     "Makes a command of a function that returns the result, its text and, unless 0, the exit code."
     def register(function):
         own = inspect.signature(function).parameters
         @wraps(function)
-        def run(json_: bool, budget: float | None = None, before: str | None = None, **options):
+        def run(json_: bool, budget: float | None = None, **options):
             limit = nullcontext() if budget is None else _limited(name, options['rounds'], budget)
             with answer(json_) as show, limit:
                 result, text, *code = function(**options)
@@ -244,18 +242,11 @@ def command(
             return code[0] if code else 0
         extra = {'budget': (5., Budget)} if group is bench_app and 'rounds' in own else {}
         extra['json_'] = False, Json
-        if renamed: extra['before'] = None, option(str | None, '', renamed, hidden=True, callback=_renamed)
         run.__signature__ = inspect.Signature([*own.values(), *(
             inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=a)
             for n, (d, a) in extra.items())])
         return group.command(name, rich_help_panel=panel, epilog=shown(name, group, example), **settings)(run)
     return register
-
-def _renamed(ctx: typer.Context, param: typer.CallbackParam, value: str | None):
-    if value is None: return
-    from xtts_nb.config import UserError
-    raise UserError(f'{ctx.command_path.removeprefix("xtts-nb ")}: {param.opts[0]} is --model now; '
-                    f'write --model {value}.')
 
 def shown(name: str, group: typer.Typer, example: str) -> str:
     "The last line of a command's help: an example of it."
@@ -263,29 +254,6 @@ def shown(name: str, group: typer.Typer, example: str) -> str:
     return f'Example: xtts-nb {names.get(id(group), "")}{name} {example}'.rstrip()
 
 # %% ../../nbs/app/terminal.ipynb #dc6f036e
-def moved(
-    name: str,                  # the old one
-    now: str,                   # what to type instead
-    group: typer.Typer = app,
-):
-    "Answers an old command, whatever its options, with one sentence that names the new one, and exit code 2."
-    whatever = {'ignore_unknown_options': True, 'allow_extra_args': True}
-    @group.command(name, hidden=True, add_help_option=False, context_settings=whatever)
-    def old(ctx: typer.Context):
-        from xtts_nb.config import UserError
-        raise UserError(f'{ctx.command_path.removeprefix("xtts-nb ")}: write {now} instead.')
-
-def elsewhere(
-    script: str,                # of `benchmarks`
-):
-    "The annotation of a hidden option that left a command; whoever gives it reads which script has it."
-    def name(ctx: typer.Context, param: typer.CallbackParam, value: str | None):
-        if value is None: return
-        from xtts_nb.config import UserError
-        raise UserError(f'{ctx.command_path.removeprefix("xtts-nb ")}: {param.opts[0]} is an option of '
-                        f'python benchmarks/{script} in a checkout of the repository; use that.')
-    return option(str | None, '', hidden=True, callback=name)
-
 def from_checkout(
     name: str,                  # a module of `benchmarks`, as in diagnosis.ward.score
     what: str,                  # the command that needs it
@@ -299,7 +267,6 @@ def from_checkout(
                         'package; clone the repository and run the command there.')
     if str(root) not in sys.path: sys.path.insert(0, str(root))
     return importlib.import_module(f'benchmarks.{name}')
-
 
 # %% ../../nbs/app/terminal.ipynb #4012d1c2
 def start(**requested):   # arguments of `setup_devices`
