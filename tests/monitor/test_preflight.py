@@ -151,14 +151,6 @@ def test_a_small_network_for_images_of_keras(half, jit, metrics, said):
                      jit_compile=jit)
     assert fit(model, tf.ones((2, 8, 8, 3)), tf.zeros(2, tf.int32)) == said
 
-def test_layers_that_draw_random_numbers(half):
-    "As a graph they fetch their seed, which Keras keeps on the GPU; compiled they do not."
-    for jit in (False, True):
-        model = model_of(half.Input((8, 8, 3)), half.RandomFlip(), half.Dropout(.1), half.GlobalMaxPool2D(),
-                         half.Dense(1), optimizer='sgd', loss='mse', jit_compile=jit)
-        said = fit(model, tf.ones((2, 8, 8, 3)), tf.zeros((2, 1)))
-        assert said == (set() if jit else {('wait', 'StatelessRandomGetKeyCounter')})
-
 def test_place_count_and_bytes():
     def step(x):
         for _ in range(3): x = x + tf.cast(words(x), tf.float32)
