@@ -7,6 +7,7 @@ import tensorflow as tf
 from watched import calls, LINE, only, seen
 from xtts_nb.monitor import input_rules as page
 from xtts_nb.monitor.input_rules import find_python_input
+from xtts_nb.monitor.loop import tf_sleep
 from xtts_nb.monitor.watch import Place, PythonCall
 
 @pytest.mark.parametrize('line, cause', [
@@ -80,10 +81,7 @@ def test_passes_over_a_pipeline():
     assert [again(data.repeat(), 1), again(data, 2), again(data, 1)] == [True, True, False]
     assert [again(tf.data.Dataset.range(n).repeat(), 1) for n in (59, 60)] == [True, False]
 
-def heavy(i):
-    x = tf.sin(tf.reshape(tf.range(3600.), (60, 60)) + tf.cast(i, tf.float32))
-    for _ in range(40): x = tf.tanh(x @ x / 8)
-    return x[0]
+def heavy(i): return tf_sleep(2000, tf.cast(i, tf.float32))   # as long on busy cores
 
 @pytest.mark.parametrize('build, passes, steps, cause', [
     (lambda d: d.map(heavy).repeat().cache().batch(8), 1, 90, 'cache after repeat'),
