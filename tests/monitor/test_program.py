@@ -210,7 +210,7 @@ def test_a_validation_is_watched_apart(capsys):
 
 def test_fit_is_watched_and_continues(capsys):
     def rows():
-        for _ in range(600):
+        for _ in range(700):
             time.sleep(.004)
             yield np.ones(3, 'float32'), np.ones(1, 'float32')
     kinds = tf.TensorSpec(3), tf.TensorSpec(1)
@@ -218,7 +218,7 @@ def test_fit_is_watched_and_continues(capsys):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile('sgd', 'mse')
     lines = []
-    diagnose = Diagnose(steps=40, seconds=2., report=lines.append)
+    diagnose = Diagnose(steps=40, seconds=8., report=lines.append)
     history = model.fit(data, epochs=1, verbose=0, callbacks=[diagnose])
     assert len(history.history['loss']) == 1 and not isinstance(model.train_function, page.FitPhases)
     first = diagnose.findings[0].disease   # on busy cores the small batches cost more
