@@ -1,170 +1,195 @@
-"Diagnosis: what is asked of the rules, the order of findings, remedies that are tried, and whole trainings."
+"Diagnosis: costs of an iteration, changed graphs, remedies, whole trainings; the rules are in `golden.json`."
 import json
 import re
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from clock import Clock
 from process import python
 
 from xtts_nb.bench import Arm
-from xtts_nb.monitor import diagnose as costs, diagnose as rules, diagnose as diagnosis
 from xtts_nb.config import UserError, setup_tf
+from xtts_nb.monitor import diagnose as page
 from xtts_nb.monitor.diagnose import (
-    MIN_GAIN, Diagnosis, Finding, Measured, RemedyTrial, ranked, _shares, apply_remedies, compare_loops,
-    diagnose, measured_gain)
-from xtts_nb.monitor.loop import tf_sleep, stages
+    apply_remedies, Case, diagnose, Diagnosis, Finding, in_float32, measure_training, Measured, measured_gain,
+    merge_batches, pad_to_few_shapes, predict_gain, ranked, RemedyTrial,
+    repeat_if_finite)
+from xtts_nb.monitor.loop import Call, host_part, tf_sleep
 
 setup_tf(threads=2)
 
-
 def measured(**more):
-    "A batch takes 8 s, a step 10 s, of which 6 s are compiled; nothing hides behind anything."
-    return Measured(**dict(loop=18., pipeline=8., step=10., compute=6., first=1., batches=20, rows=4,
+    "Nothing hides behind anything: 8 s of a pipeline, then 10 s of a step."
+    return Measured(**dict(loop=18., pipeline=8., step=10., compute=10., first=0., batches=20, rows=4,
                            wait=8.) | more)
 
 def finding(disease, gain, cure=None): return Finding(disease, f'why {disease}', f'do {disease}', gain, cure)
+def called(function, *args, **kwargs):
+    function(*args, **kwargs)
+    return Call(function, args, kwargs, 0., False)
 
+def threads(n, data):
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = n
+    return data.with_options(options)
 
-# Order and shares
+# --- costs of an iteration ---------------------------------------------------------------------------------
 
-def test_earlier_findings_stay_before_equal_ones():
+@pytest.mark.parametrize('more, expected', [
+    ({}, 0.), (dict(loop=14.), .5), (dict(wait=4.), .5), (dict(loop=10.), 1.), (dict(loop=5.), 1.),
+    (dict(loop=18., traced=4.), .5), (dict(pipeline=16., loop=21., wait=99.), .5), (dict(pipeline=0.), 1.)])
+def test_how_much_of_the_shorter_part_is_hidden(more, expected): assert measured(**more).overlap == expected
+
+@pytest.mark.parametrize('more, change, expected', [
+    ({}, {}, 1.), ({}, dict(pipeline=4.), 18 / 14), ({}, dict(step=5.), 18 / 13), ({}, dict(overlap=1.), 1.8),
+    ({}, dict(pipeline=-3.), 1.8), ({}, dict(traced=2.), .9), (dict(compute=4., traced_alone=2.), {}, 1.),
+    (dict(loop=20., traced=2.), dict(traced=0.), 20 / 18),
+    (dict(loop=10.), dict(pipeline=0.), 1.),   # it is hidden already
+    (dict(loop=50., pipeline=0.), dict(step=5.), 2.)])
+
+def test_what_a_change_would_bring(more, change, expected):
+    assert predict_gain(measured(**more), **change) == pytest.approx(expected)
+
+def test_what_ends_is_repeated():
+    data = tf.data.Dataset.range(3)
+    assert list(repeat_if_finite(data).take(7).as_numpy_iterator()) == [0, 1, 2, 0, 1, 2, 0]
+    unknown, batches = data.filter(lambda i: i > 0), [1, 2]
+    assert repeat_if_finite(unknown) is unknown and repeat_if_finite(batches) is batches
+    there = data.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
+    assert host_part(repeat_if_finite(there))[1:] == ('/CPU:0', 3)
+    assert [int(i) for _, i in zip(range(4), repeat_if_finite(there))] == [0, 1, 2, 0]
+
+def test_batches_are_let_go():
+    "Beside the four that are ready and those under way, none stays; the calls keep what describes them."
+    made, alive = [], []
+    class Batches:
+        def __iter__(self):
+            while True:
+                made.append(weakref.ref(x := tf.random.normal([4, 8])))
+                yield x
+    step = tf.function(lambda x: tf.reduce_sum(x))
+    def watched(batch):
+        result = step(batch)
+        alive.append(sum(ref() is not None for ref in made))
+        return result
+    m, resident, calls = measure_training(Batches(), watched, 24, .2)
+    assert len(made) > 12 and max(alive) <= 4 + 3   # resident; in hand, the one before, one of another shape
+    assert any(calls[0].args[0] is x for x in resident)   # the last step can be called again
+
+def test_a_real_measurement_tells_the_parts_apart():
+    "A step that fetches two results, on batches of two shapes, and a pipeline that runs Python."
+    compiled = tf.function(lambda b: (tf.reduce_sum(b), tf.reduce_max(b)))
+    rows = tf.data.Dataset.range(40).map(lambda i: tf.numpy_function(np.float32, [i], tf.float32))
+    data = rows.map(lambda x: tf.ensure_shape(tf.fill([tf.cast(x, tf.int32) % 2 + 3, 4], x), [None, 4]))
+    step = lambda b: [x.numpy() for x in compiled(b)]
+    m, resident, calls = measure_training(data, step, batches=8, seconds=1.)
+    assert (m.shapes, m.syncs, m.traces, m.rebuilt, m.compiled, m.rows, m.batches) == (2, 2, 0, 1, True, 3, 8)
+    assert len(resident) == 4 and len(calls) == 1 and m.python > 0 and 0 < m.compute <= m.step
+
+# --- what the table of rules cannot say --------------------------------------------------------------------
+
+def test_too_many_calls_are_tried_as_fewer(monkeypatch):
+    monkeypatch.setattr(page, 'cores', lambda: 3)
+    data = threads(24, tf.data.Dataset.range(4).map(lambda i: i + 1, num_parallel_calls=24))
+    found = page.find_oversubscription(Case(data, print, measured(), [], []))
+    assert '24 calls or threads at a time on 3 cores; with 3 a batch takes' in found.evidence
+    cured, _ = found.cure(data, print)
+    assert list(cured.as_numpy_iterator()) == [1, 2, 3, 4]
+    assert host_part(cured)[0].options().threading.private_threadpool_size == 3
+
+def test_a_trial_ends_with_the_time_and_its_failure_is_no_finding(monkeypatch):
+    c, late = (Case((), lambda b: b, measured(compiled=False), ['batch'], []) for _ in range(2))
+    assert page._trial_seconds(c, lambda batch: 1 / 0, 'batch') is None and not c.unseen
+    late.deadline = -1.
+    assert page.find_uncompiled_step(late) is page.find_missing_xla(late) is None
+    assert late.unseen == ['some trials: no time was left for them']
+    def find_nothing(c): raise KeyError('first\nsecond')
+    assert page._ask(find_nothing, c) is None   # the other rules are asked
+    assert c.unseen == ["what find_nothing looks for: KeyError: 'first\\nsecond'"]
+
+def test_what_a_gpu_would_wait_for_is_noted():
+    "Once for each function; products are the matter of another rule."
+    def step(x):
+        for _ in range(4): x = tf.random.shuffle(x) @ x
+        return x
+    c = Case((), print, measured(), [], [called(tf.function(step), tf.ones((3, 3)))] * 2)
+    page.note_for_a_gpu(c)
+    (note,) = c.notes
+    assert note.startswith('On a GPU, host operation: 4 x RandomShuffle at ') and 'test_diagnose.py:' in note
+
+# --- changed graphs and pipelines --------------------------------------------------------------------------
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_a_step_in_float32_computes_the_same_on_copies(compiled):
+    "Variables, a constant, a captured tensor, a function within, a branch, an integer beside."
+    w, count = tf.Variable(tf.ones((2, 2), tf.float64)), tf.Variable(0)
+    captured = tf.constant([.5, .25], tf.float64)
+    inner = tf.function(lambda x: x @ w + captured)
+    @tf.function(jit_compile=compiled)
+    def step(x, more):
+        y = tf.cond(more > 1, lambda: inner(x), lambda: x) * tf.constant([[1.5]], tf.float64)
+        w.assign_add(tf.reduce_mean(y) * tf.ones((2, 2), tf.float64))
+        count.assign_add(1)
+        return {'y': y, 'n': more + 1}
+    x, more = tf.constant([[1., 2.]], tf.float64), tf.constant(2)
+    call = called(step, x, more)
+    before, counted = w.numpy(), count.numpy()
+    run = in_float32(call)
+    first, second = run(), run()
+    assert np.array_equal(w.numpy(), before) and count.numpy() == counted   # those of the program stay
+    now = step(x, more)
+    assert [t.dtype for t in first] == [now['n'].dtype, tf.float32] and first[0] == now['n']
+    assert np.allclose(first[1], now['y']) and np.allclose(second[1], step(x, more)['y'])
+
+def test_what_is_no_variable_is_read_as_it_is():
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(['a'], tf.constant([3])), 0)
+    step = tf.function(lambda x, name: x * 2 * tf.cast(table.lookup(name), tf.float64))
+    (found,) = in_float32(called(step, tf.constant([2.], tf.float64), tf.constant(['a'])))()
+    assert found.dtype == tf.float32 and found == 12.
+
+@pytest.mark.parametrize('kind', [tf.float16, tf.bfloat16])
+def test_half_precision_as_float32(kind):
+    w = tf.Variable(tf.ones((2, 2)))
+    half = tf.function(lambda x: tf.cast(x, kind) @ tf.cast(w, kind) * tf.constant(3, kind))
+    (run,) = in_float32(called(half, tf.ones((1, 2))), page.HALF)()
+    assert run.dtype == tf.float32 and run.numpy().tolist() == [[6., 6.]]
+
+@pytest.mark.parametrize('make', [lambda i: {'x': tf.fill([3, 2], i)}, lambda i: (tf.fill([3, 2], i), i)])
+def test_larger_batches_hold_the_same_rows(make):
+    "Fourteen rows in twos make two batches of three times as many; the last batch is dropped."
+    data = tf.data.Dataset.range(14).map(make).batch(2, drop_remainder=True)
+    grown, rows = list(merge_batches(data, 3)), list(data)[:6]
+    for i, _ in enumerate(tf.nest.flatten(rows[0])):
+        have = [tf.nest.flatten(b)[i].numpy() for b in grown]
+        assert [len(x) for x in have] == [6, 6]
+        np.testing.assert_array_equal(np.concatenate(have),
+                                      np.concatenate([tf.nest.flatten(b)[i] for b in rows]))
+    there = data.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
+    assert host_part(merge_batches(there, 3))[1:] == ('/CPU:0', 3)
+
+@pytest.mark.parametrize('wrap', [lambda x, i: (x, i), lambda x, i: {'x': x, 'i': i}])
+def test_rounded_shapes_are_few_and_nothing_is_cut(wrap):
+    "The longest known batch has 20 columns: multiples of 5; a short axis and one of known length stay."
+    def row(i): return wrap(tf.ensure_shape(tf.ones(tf.stack([3, i, i % 3 + 1])), [3, None, None]), i)
+    ragged = tf.data.Dataset.range(1, 31).map(row)
+    resident = [b for i, b in enumerate(ragged, 1) if i in (20, 3)]
+    rounded = [tf.nest.flatten(b) for b in pad_to_few_shapes(ragged, resident)]
+    for n, parts in enumerate(rounded, 1):
+        (x,) = [x for x in parts if x.shape.rank]
+        (i,) = [x for x in parts if not x.shape.rank]
+        assert i == n and x.shape == (3, -(-n // 5) * 5, n % 3 + 1)
+        assert np.all(x[:, :n] == 1) and np.all(x[:, n:] == 0)
+    there = ragged.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
+    assert host_part(pad_to_few_shapes(there, resident))[1:] == ('/CPU:0', 3)
+    assert pad_to_few_shapes(iter(resident), resident) is None is merge_batches(resident, 3)   # no pipelines
+
+# --- remedies ----------------------------------------------------------------------------------------------
+
+def test_earlier_findings_stay_before_nearly_equal_ones():
     found = [finding(name, gain) for name, gain in (('a', 1.5), ('b', 1.55), ('c', 3.), ('d', 1.2))]
     assert [f.disease for f in ranked(found)] == ['c', 'a', 'b', 'd']
-    found = [finding('a', 1.), finding('b', 1.1), finding('c', 1.11)]
-    assert [f.disease for f in ranked(found)] == ['c', 'a', 'b']
-
-
-@pytest.mark.parametrize('more, shares', [
-    ({}, (.444, .222, .333)), (dict(wait=2.), (.111, .556, .333)), (dict(traced=4.), (.222, .444, .333)),
-    (dict(loop=5.), (0., 0., 1.)), (dict(loop=9.), (0., .333, .667)),
-    (dict(loop=.5, step=.25, compute=.25), (.5, 0., .5))])
-def test_shares_of_the_wall_time(more, shares): assert tuple(_shares(measured(**more)).values()) == shares
-
-
-# The rules are asked
-
-@pytest.fixture
-def asked(monkeypatch):
-    "A training whose measurement and findings the test states; notes what is timed, and the rules' case."
-    class Asked:
-        def __init__(self):
-            self.m, self.input, self.step, self.staged, self.cases = measured(), [], [], [], []
-        def __call__(self, batches=8, seconds=10.):
-            def rule(found): return lambda c: (self.cases.append(c), found)[1]
-            monkeypatch.setattr(diagnosis, 'INPUT_RULES', [rule(f) for f in self.input])
-            monkeypatch.setattr(diagnosis, 'STEP_RULES', [rule(f) for f in self.step])
-            return diagnose([1, 2], print, batches, seconds)
-    one, clock = Asked(), Clock()
-    def measure_training(dataset, step, batches, seconds, timeout):
-        clock.sleep(30.)
-        return one.m, [np.ones(3)], []
-    def stage_seconds(dataset, seconds):
-        one.staged.append(seconds)
-        return []
-    for name, new in dict(time=clock, measure_training=measure_training, stage_seconds=stage_seconds).items():
-        monkeypatch.setattr(diagnosis, name, new)
-    return one
-
-
-@pytest.mark.parametrize('found, expected', [
-    ([None, None], ['input-bound']), ([finding('a', 2.), None], ['a']),
-    ([None, finding('a', MIN_GAIN)], ['a']),
-    ([finding('a', 1.1), None], ['input-bound'])])
-def test_a_slow_input_without_a_known_cause_is_input_bound(asked, found, expected):
-    asked.input = found
-    assert [f.disease for f in asked()] == expected
-
-
-def test_what_is_worth_a_change_is_reported(asked):
-    asked.input = [finding('a', 2.)]
-    asked.step = [finding('b', MIN_GAIN), None, finding('c', 1.14), finding('d', 3.)]
-    verdict = asked()
-    assert [f.disease for f in verdict] == ['d', 'a', 'b'] and len(verdict) == 3 and verdict[1].disease == 'a'
-    assert {id(c) for c in asked.cases} == {id(asked.cases[0])} and len(asked.cases) == 5
-    c = asked.cases[0]
-    assert (c.dataset, c.step, c.m, c.python, c.deadline, c.calls) == ([1, 2], print, asked.m, None, 114., [])
-    assert (verdict.seconds, verdict.bound, verdict.slow_stage) == (30., 'input-bound', None)
-
-
-def test_a_rule_that_fails_is_named_and_the_others_are_asked(asked, monkeypatch):
-    asked.step = [finding('a', 2.)]
-    def find_nothing(c): raise KeyError('first\nsecond')
-    asked()
-    monkeypatch.setattr(diagnosis, 'INPUT_RULES', [find_nothing])
-    verdict = diagnose([1, 2], print, 8, 10.)
-    assert [f.disease for f in verdict] == ['a', 'input-bound']
-    assert verdict.unseen[-1] == "what find_nothing looks for: KeyError: 'first\\nsecond'"
-
-
-@pytest.mark.parametrize('promised, staged', [(1.05, []), (1.06, [2.])])
-def test_stages_are_timed_where_the_input_matters(asked, monkeypatch, promised, staged):
-    asked.m = measured(loop=.018, pipeline=.008, step=.01, compute=.006, wait=.008)
-    asked()
-    assert asked.staged == [2.]   # a fifth of 10 s: the input costs nearly half of the time
-    asked.staged.clear()
-    monkeypatch.setattr(diagnosis, 'predict_gain', lambda m, **change: promised)
-    asked()
-    assert asked.staged == staged
-
-
-def test_the_slow_stage_and_the_largest_share_are_named(asked, monkeypatch):
-    asked.m = measured(compute=10., wait=1.)
-    (stage,) = stages(tf.data.Dataset.range(3))
-    monkeypatch.setattr(diagnosis, 'stage_seconds', lambda dataset, seconds: [(stage, 5.)])
-    verdict = asked()
-    assert (verdict.slow_stage, verdict.bound) == ('Range', 'compute-bound')
-
-
-def test_too_few_batches_are_refused(asked):
-    asked(batches=8)
-    with pytest.raises(UserError, match='7 batches are too few'): asked(batches=7)
-
-
-# What is shown
-
-def test_a_diagnosis_in_text_markdown_and_json():
-    m = measured(loop=.018, pipeline=.008, step=.0100004, compute=.006)
-    shares = {'input': .444, 'host': .556}
-    two = Diagnosis([finding('a', 2.04), finding('b', 1.5)], m, 'input-bound', shares, 'Map', ['n'], ['u'],
-                    1.26)
-    head = ('18.0 ms per step, most of it input (input 44%, host 56%); the pipeline alone takes 8.0 ms, '
-            'the step alone 10.0 ms, its compiled functions 6.0 ms.')
-    assert two.lines() == [head, '1. a, gain 2.0 x', '   why a', '   Remedy: do a.', '2. b, gain 1.5 x',
-                           '   why b',
-                           '   Remedy: do b.', 'Note: n', 'Not seen: u.']
-    assert two._repr_markdown_().splitlines() == [
-        head, '', '| disease | evidence | remedy | predicted gain |', '|---|---|---|---:|',
-        '| a | why a | do a | 2.0 × |',
-        '| b | why b | do b | 1.5 × |', '', 'Note: n', '', 'Not seen: u.']
-    said = json.loads(json.dumps(two.to_dict()))
-    assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3
-    assert said['slow_stage'] == 'Map'
-    assert [f['disease'] for f in said['findings']] == ['a', 'b']
-    assert (said['notes'], said['unseen']) == (['n'], ['u'])
-    none = Diagnosis([], m, 'input-bound', shares, None, [], [], 1.)
-    head = head.replace('18.0 ms per step, most of it input', 'input-bound: 18.0 ms per step')
-    assert none.lines() == [head, 'Nothing to fix.'] and repr(none) == f'{head}\nNothing to fix.'
-    assert none._repr_markdown_() == f'{head}\n\nNothing to fix.'
-
-
-# Remedies
-
-def test_trainings_take_turns_and_each_round_counts_by_row(monkeypatch):
-    asked, first, periods = [], [], iter([8., 3., 4., 6., 2., 5.])
-    def run_iterations(batches, step, at_most, seconds): asked.append((step, at_most, seconds))
-    monkeypatch.setattr(diagnosis, 'run_iterations', run_iterations)
-    monkeypatch.setattr(diagnosis, 'first_step', lambda step, batch: first.append((step, batch)))
-    monkeypatch.setattr(diagnosis, 'period', lambda some: next(periods))
-    rows = tf.data.Dataset.from_tensors(tf.ones((4, 2)))
-    # a has 4 rows, those of b are unknown
-    arms = {'a': Arm('a', [2., 1., .5]), 'b': Arm('b', [3., 6., 5.])}
-    assert compare_loops({'a': (rows, 'A'), 'b': ([7], 'B')}, 9, 5.) == arms
-    assert asked == [('A', 9, 5.), ('B', 9, 5.)] * 3
-    assert [step for step, _ in first] == ['A', 'B'] and first[1][1] == 7
-
 
 @pytest.mark.parametrize('now, then, gain, clear', [
     ([3., 3., 3.], [2., 2., 2.], 1.5, True), ([1.05] * 3, [1.] * 3, 1.05, False),
@@ -175,37 +200,6 @@ def test_trainings_take_turns_and_each_round_counts_by_row(monkeypatch):
 def test_a_gain_is_clear_if_every_round_shows_it(now, then, gain, clear):
     assert measured_gain(Arm('now', now), Arm('then', then)) == (gain, clear)
 
-
-@pytest.mark.parametrize('gain, kept, line', [
-    (None, False, 'a: b; predicted 2.00 x, by hand'),
-    (1.5, True, 'a: b; predicted 2.00 x, measured 1.50 x, kept'),
-    (.9, False, 'a: b; predicted 2.00 x, measured 0.90 x, taken back')])
-def test_a_trial_in_a_line(gain, kept, line):
-    trial = RemedyTrial('a', 'b', 2., gain, kept)
-    assert trial.line() == line and len({trial, trial}) == 1
-    failed = RemedyTrial('a', 'b', 2., None, False, 'TypeError')
-    assert failed.line() == 'a: b; predicted 2.00 x, failed (TypeError)'
-    left = RemedyTrial('a', 'b', 2., None, False, alters='the batch size')
-    assert left.line() == ('a: b; predicted 2.00 x, not tried, because it changes what is learned: '
-                           'the batch size')
-
-
-@pytest.mark.parametrize('cure, now, measured_gain, kept', [
-    (lambda d, s: ('d', 's'), 1.05, 1.05, False), (lambda d, s: ('d', 's'), 1.06, 1.06, True),
-    (None, 2., None, False),
-    (lambda d, s: None, 2., None, False), (lambda d, s: (None, s), 2., None, False),
-    (lambda d, s: (d, None), 2., 2., True)])
-def test_a_remedy_is_kept_where_it_helps(monkeypatch, cure, now, measured_gain, kept):
-    compared, said = [], []
-    def compare_loops(*what): compared.append(what); return {'now': Arm('', [now]), 'then': Arm('', [1.])}
-    monkeypatch.setattr(diagnosis, 'compare_loops', compare_loops)
-    dataset, step, (trial,) = apply_remedies('data', 'step', [finding('a', 2., cure)], 8, 3., said.append)
-    assert trial == RemedyTrial('a', 'do a', 2., measured_gain, kept) and said == [trial.line()]
-    assert (dataset, step) == (cure('data', 'step') if kept else ('data', 'step'))
-    assert compared == ([] if measured_gain is None else [({'now': ('data', 'step'),
-                                                            'then': cure('data', 'step')}, 8, 3.)])
-
-
 @pytest.mark.parametrize('change_learning', [False, True])
 def test_what_is_learned_is_changed_only_on_request(change_learning):
     data, cure = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat(), lambda d, s: (d, fast)
@@ -215,7 +209,6 @@ def test_what_is_learned_is_changed_only_on_request(change_learning):
     _, step, (trial,) = apply_remedies(data, slow, [larger], 8, .2, lambda line: None, change_learning)
     assert (step is fast) == trial.kept == (trial.measured_gain is not None) == change_learning
     assert trial.alters == ('' if change_learning else 'the batch size')
-
 
 def test_a_remedy_is_tried_on_what_earlier_ones_left():
     data = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat()
@@ -229,14 +222,22 @@ def test_a_remedy_is_tried_on_what_earlier_ones_left():
     assert step is fast and [t.kept for t in trials] == [True] + [False] * 4
     assert [t.error for t in trials] == ['', '', 'UserError', 'TypeError', '']
 
+# --- whole trainings ---------------------------------------------------------------------------------------
 
-# Whole trainings
-
-def test_no_rule_knows_what_the_emulated_trainings_are_made_of():
-    for module in (rules, costs, diagnosis):
-        source = Path(module.__file__).read_text()
-        assert not re.search('SleepDataset|tf_sleep|emulated|patients', source), module.__name__
-
+def test_a_diagnosis_in_text_markdown_and_json():
+    m = measured(loop=.018, pipeline=.008, step=.0100004, compute=.006)
+    shares, found = {'input': .444, 'host': .556}, [finding('a', 2.04), finding('b', 1.5)]
+    one = Diagnosis(found, m, 'input-bound', shares, 'Map', ['n'], ['u'], 1.26)
+    head = ('18.0 ms per step, most of it input (input 44%, host 56%); the pipeline alone takes 8.0 ms, '
+            'the step alone 10.0 ms, its compiled functions 6.0 ms.')
+    assert one.lines() == [head, '1. a, gain 2.0 x', '   why a', '   Remedy: do a.', '2. b, gain 1.5 x',
+                           '   why b', '   Remedy: do b.', 'Note: n', 'Not seen: u.']
+    assert '| a | why a | do a | 2.0 × |' in one._repr_markdown_()
+    said = json.loads(json.dumps(one.to_dict()))
+    assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3
+    assert repr(Diagnosis([], m, 'input-bound', shares, None, [], [], 1.)).endswith('\nNothing to fix.')
+    line = RemedyTrial('a', 'b', 2., .9, False).line()
+    assert line == 'a: b; predicted 2.00 x, measured 0.90 x, taken back'
 
 def test_syncs_of_a_real_step_are_noted_in_text_and_json():
     compiled = tf.function(lambda b: (tf.reduce_sum(b), tf.reduce_mean(b), tf.reduce_max(b)))
@@ -249,7 +250,6 @@ def test_syncs_of_a_real_step_are_noted_in_text_and_json():
     if not any(f.disease == 'host sync per step' for f in verdict):
         assert any('3 results' in n for n in verdict.to_dict()['notes'])
         assert any('3 results' in line for line in verdict.lines())
-
 
 def test_compilations_are_noted_where_every_length_returns_in_the_same_order():
     "Each round sees lengths that are compiled already, so no loop gains from fewer of them."
@@ -264,20 +264,12 @@ def test_compilations_are_noted_where_every_length_returns_in_the_same_order():
     assert f'{m.rebuilt} times' in note and ' ms each' in note
     assert note in verdict.to_dict()['notes'] and f'Note: {note}' in verdict.lines()
 
-
-def test_what_is_compiled_once_is_not_noted():
-    step = tf.function(lambda b: tf.reduce_sum(b), jit_compile=True)
-    verdict = diagnose(tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat().prefetch(2), step, batches=8,
-                       seconds=1.)
-    assert verdict.measured.rebuilt == 0 and not any('compiled again' in n for n in verdict.notes)
-
-
 def test_a_finite_dataset_of_python_batches_and_a_step_that_returns_nothing():
     verdict = diagnose([np.ones((4, 2), 'f')] * 30, lambda b: None, batches=8, seconds=1.)
     assert verdict.bound and 'Python operations of the pipeline: its graph cannot be read' in verdict.unseen
 
-
-# Data and steps that fail
+def test_no_rule_knows_what_the_emulated_trainings_are_made_of():
+    assert not re.search('SleepDataset|tf_sleep|emulated|patients', Path(page.__file__).read_text())
 
 def from_python(source):
     return tf.data.Dataset.from_generator(source, output_signature=tf.TensorSpec([2], tf.float32))
@@ -286,23 +278,15 @@ def raising():
     yield np.ones(2, 'f')
     raise OSError('clip 7 is gone')
 
-@pytest.mark.parametrize('data, says', [
-    (lambda: tf.data.Dataset.range(0), 'is empty'),
-    (lambda: from_python(raising), 'failed at batch 1: .*clip 7 is gone'),
-    (lambda: [np.ones(2)] * 2, 'ended after 2 of 4 batches')])
-def test_data_that_fails_is_named(data, says):
-    with pytest.raises(UserError, match=says): diagnose(data(), lambda b: b)
-
-
-def test_a_step_that_fails_is_named():
-    with pytest.raises(UserError, match='The step failed on the first batch: ZeroDivisionError'):
-        diagnose(tf.data.Dataset.range(9), lambda b: 1 / 0)
-
-
-def test_what_this_tensorflow_lacks_is_not_seen(asked, monkeypatch):
-    monkeypatch.setattr(diagnosis, 'missing_hooks', lambda: ['host syncs: none'])
-    assert asked().unseen == ['host syncs: none']
-
+FINE, STEP = [np.ones(2)] * 9, lambda b: b
+@pytest.mark.parametrize('data, step, more, says', [
+    (lambda: tf.data.Dataset.range(0), STEP, {}, 'is empty'),
+    (lambda: from_python(raising), STEP, {}, 'failed at batch 1: .*clip 7 is gone'),
+    (lambda: FINE[:2], STEP, {}, 'ended after 2 of 4 batches'),
+    (lambda: FINE, STEP, {'batches': 7}, '7 batches are too few'),
+    (lambda: FINE, lambda b: 1 / 0, {}, 'The step failed on the first batch: ZeroDivisionError')])
+def test_what_fails_is_named(data, step, more, says):
+    with pytest.raises(UserError, match=says): diagnose(data(), step, **more)
 
 @pytest.mark.slow
 def test_data_that_never_comes_does_not_keep_the_process():
@@ -312,16 +296,3 @@ def test_data_that_never_comes_does_not_keep_the_process():
                'diagnose(data, lambda b: b, timeout=1)')
     done = python(program, timeout=100)
     assert done.code == 1 and 'gave no batch within 1 s' in done.err.splitlines()[-1]
-
-@pytest.mark.parametrize('given, reason', [
-    ([{'a': 1., 'z': 2.}, {'b': 1., 'z': 2.}], 'its argument t is a dict whose keys change: a, z; b, z; ...'),
-    ([[1.], [1., 2.]], 'its argument t holds other numbers of tensors: 1, 2, ...'),
-    ([[1.], [2.]], None)])
-def test_arguments_of_another_structure(given, reason):
-    @tf.function
-    def step(x, t): return x + sum(tf.nest.flatten(t))
-    for t in given: step(tf.zeros(2), tf.nest.map_structure(tf.constant, t))
-    step(tf.zeros(3), tf.nest.map_structure(tf.constant, given[0]))
-    found = rules.python_argument(rules.changed_arguments(step))
-    assert (found and found[0]) == reason
-    if found: assert 't' in found[1] and found[2].startswith('step(x, ')

@@ -1,51 +1,41 @@
-"Phases of a step: what it calls, fetches and sends, how long an iteration takes; data and steps that fail."
+"Loops that are measured: hooks, iterations, phases, pipelines taken apart; data and steps that fail."
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from clock import Clock
+from tensorflow.python.framework import op_def_registry
 
-from xtts_nb.monitor import loop as phases
 from xtts_nb.config import UserError, setup_tf
+from xtts_nb.monitor import loop as page
 from xtts_nb.monitor.loop import (
-    HOOKED, TF_FUNCTION, _LARGE, Call, Iteration, StepEvents, SyncHooks, as_user_error, batch_of_each_shape,
-    batch_rows, compute_seconds, covered_seconds, emulated_step, find_cycle, first_batches,
-    first_step, missing_hooks, open_dataset, period, run_iterations, shapes_of, variation, with_timeout)
+    _LARGE, batch_of_each_shape, CALLS_INPUT, dataset_graph, drain,
+    first_batches, host_part, IntervalTimer, Iteration,
+    max_parallel_calls, operations, prefetch_on_device, python_operations, run_iterations,
+    stages, StepEvents, SyncHooks, time_phases,
+    with_parallel_calls)
 
 setup_tf(threads=2)
 
-
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(phases, 'time', Clock())
-    return phases.time
+    "One clock of loops and steps, on which results arrive at once."
+    monkeypatch.setattr(page, 'time', Clock())
+    monkeypatch.setattr(page, 'ThreadPoolExecutor', AtOnce)
+    return page.time
 
+class AtOnce:
+    "Stands for a pool of threads: what is submitted is done at once."
+    def __init__(self, *how): pass
+    def shutdown(self): pass
+    def submit(self, work):
+        done = Future()
+        done.set_result(work())
+        return done
 
-# The emulated device
-
-def test_an_emulated_device_takes_the_time_that_is_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(phases, 'tf_sleep', lambda us, value: asked.append(float(us)) or value)
-    assert float(emulated_step(lambda batch: .02)({'a': tf.ones(3)})) == 3.
-    sums = emulated_step(lambda batch: .5, lambda batch, *rest: batch[0] + rest[0], blocking=True)
-    assert float(sums(tf.ones(3), 4.)) == 5.
-    assert asked == [2e4, 5e5]
-
-
-@pytest.mark.parametrize('blocking', [False, True])
-def test_only_a_blocking_device_makes_the_host_wait(blocking):
-    gate = threading.Event()
-    if blocking: gate.set()
-    wait = lambda batch: tf.numpy_function(lambda: gate.wait(5), [], tf.bool)
-    step = emulated_step(lambda batch: 0., wait, blocking=blocking)
-    assert isinstance(step, TF_FUNCTION) == blocking
-    result = step(tf.ones(1))
-    gate.set()   # the call has returned
-    assert bool(result)
-
-
-# Hooks
+# --- hooks -------------------------------------------------------------------------------------------------
 
 def test_the_calls_of_a_step_are_noted_with_their_time(clock):
     "A function takes half a second while it is traced, and a quarter of one for its Python."
@@ -64,38 +54,18 @@ def test_the_calls_of_a_step_are_noted_with_their_time(clock):
     assert first == ((True, .5, True, True), (True, 0., False, False), (True, 0., False, True))
     assert [s[3] for s in second] == [True, False, True] and not any(s[0] for s in second)
 
-
-def test_traced_calls_are_separated_from_the_others():
-    calls = [Call(None, (), {}, 0., traced) for traced in (False, True, False)]
-    assert StepEvents(calls).traced == [calls[1]]
-
-
-def test_what_a_step_does_is_noted_and_only_inside_it():
-    double = tf.function(lambda x: x * 2)
-    with SyncHooks() as hooks:
-        double(tf.ones(2)).numpy()
-        with hooks.step() as events: bool(tf.reduce_all(double(tf.ones(3)) > 0))
-        tf.ones(2).numpy(), tf.constant(np.ones(_LARGE, np.uint8))
-    assert len(events.calls) == events.syncs == 1 and len(events.traced) == 1 and events.up == 0
-
-
-def test_what_another_thread_does_is_no_part_of_the_step():
+def test_what_another_thread_or_tensorflow_itself_does_is_no_sync_of_the_step():
+    w = tf.Variable(tf.ones(3))
     with SyncHooks() as hooks, hooks.step() as events:
         other = threading.Thread(target=lambda: tf.ones(2).numpy())
         other.start(), other.join()
-    assert events.syncs == 0
-
-
-def test_what_tensorflow_fetches_for_itself_is_no_sync_of_the_step():
-    w = tf.Variable(tf.ones(3))
-    with SyncHooks() as hooks, hooks.step() as events:
         with tf.GradientTape() as tape: loss = tf.reduce_mean(w**2)
         tape.gradient(loss, w)
     assert events.syncs == 0
-    with SyncHooks() as hooks, hooks.step() as events:
-        float(loss), loss.numpy(), f'{loss:.2f}', bool(loss > 0)
-    assert events.syncs == 4
-
+    with SyncHooks() as hooks:
+        with hooks.step() as events: float(loss), loss.numpy(), f'{loss:.2f}', bool(loss > 0)
+        loss.numpy(), tf.constant(np.ones(_LARGE, np.uint8))   # outside of the step
+    assert events.syncs == 4 and events.up == 0
 
 def test_large_pieces_are_copies_and_small_ones_are_syncs(clock):
     "To fetch takes 1/4 s; the detour goes from the first large piece fetched to the last handed over."
@@ -117,45 +87,23 @@ def test_large_pieces_are_copies_and_small_ones_are_syncs(clock):
     assert (events.up, events.down, events.detour) == (2 * _LARGE, 2 * _LARGE, .25 + 1 + .25 + 2)
     assert (events.syncs, events.sync) == (2, .5)
 
-
 def test_the_python_of_a_pipeline_is_noted(clock):
     slow = lambda i: (clock.sleep(.5), i)[1]
     rows = tf.data.Dataset.range(3).map(lambda i: tf.numpy_function(slow, [i], tf.int64))
     with SyncHooks() as hooks: assert [int(i) for i in rows] == [0, 1, 2]
     assert hooks.python == [(100., 100.5), (100.5, 101.), (101., 101.5)]
 
-
 def test_functions_are_restored_after_a_failure():
     before = type(tf.function(lambda: 0)).__call__
     with pytest.raises(ZeroDivisionError), SyncHooks() as hooks, hooks.step(): raise ZeroDivisionError
     assert type(tf.function(lambda: 0)).__call__ is before and hooks.events is None
 
-
-def test_functions_that_tensorflow_lacks_are_not_counted(monkeypatch):
-    lacking = {'fetch': ('host syncs', 'tensorflow.python.framework.ops:NoTensor', '_numpy'),
-               'convert': ('copies', 'tensorflow.python.framework.constant_op', 'no_function'),
-               'run_python': ('Python', 'tensorflow.python.no_module', '__call__')}
-    monkeypatch.setattr(phases, 'HOOKED', HOOKED | lacking)
-    with SyncHooks() as hooks, hooks.step() as events: tf.function(lambda x: x + 1)(tf.ones(2)).numpy()
-    assert len(events.calls) == 1 and events.syncs == 0
-    assert [line.partition(':')[0] for line in missing_hooks()] == ['host syncs', 'copies', 'Python']
-    monkeypatch.undo()
-    assert missing_hooks() == []
-
-
-# Iterations of a loop
-
-def test_rows_and_shapes_of_any_structure():
-    assert batch_rows({'a': np.zeros((3, 2))}) == 3 and batch_rows((tf.ones(5), 1)) == 5
-    assert batch_rows(7) is None
-    assert batch_rows((tf.constant(1.), np.zeros((0, 2)), np.ones((4, 0)))) == 4
-    assert shapes_of({'a': tf.ones((2, 3)), 'b': 4, 'c': (np.zeros(5),)}) == ((2, 3), (5,))
-
+# --- iterations --------------------------------------------------------------------------------------------
 
 def test_an_iteration_waits_for_the_step_before_the_last(clock, monkeypatch):
     "A batch comes after 1/4 s, a step takes 1/2 s, and its result is there 1/8 s after it was asked for."
     results, waited = iter('abcd'), []
-    monkeypatch.setattr(phases, 'wait_for', lambda result: (waited.append(result), clock.sleep(.125)))
+    monkeypatch.setattr(page, 'wait_for', lambda result: (waited.append(result), clock.sleep(.125)))
     batches = clock.each([.25] * 9, np.ones((3, 2)))
     some = run_iterations(batches, lambda batch: (clock.sleep(.5), next(results))[1], at_most=4, seconds=99.)
     assert waited == list('abcd')
@@ -164,116 +112,51 @@ def test_an_iteration_waits_for_the_step_before_the_last(clock, monkeypatch):
     assert some == [Iteration(100 + begun, .25, .5, 100 + ended, StepEvents(), ((3, 2),))
                     for begun, ended in expected]
 
-
 @pytest.mark.parametrize('seconds, at_least, there, count', [
-    (0., 4, 9, 4), (0., 2, 9, 2), (1.5, 1, 9, 2), (1.6, 1, 9, 3), (99., 1, 9, 6), (99., 4, 3, 3),
-    (99., 4, 0, 0)])
+    (0., 4, 9, 4), (1.5, 1, 9, 2), (1.6, 1, 9, 3), (99., 1, 9, 6), (99., 4, 3, 3), (99., 4, 0, 0)])
 def test_iterations_end_with_their_time_their_number_or_the_data(clock, seconds, at_least, there, count):
+    "No batch is fetched in vain; nor by `drain`, whose batches take all of the time."
     batches = clock.each([.25] * there, 1.)
-    step = lambda batch: clock.sleep(.5)
-    assert len(run_iterations(batches, step, at_most=6, seconds=seconds, at_least=at_least)) == count
-    assert sum(1 for _ in batches) == max(0, there - count)   # no batch is fetched in vain
+    limits = dict(at_most=6, seconds=seconds, at_least=at_least)
+    some = run_iterations(batches, lambda batch: clock.sleep(.5), **limits)
+    assert len(some) == count and sum(1 for _ in batches) == max(0, there - count)
+    batches = clock.each([.75] * there)
+    assert drain(batches, 6, seconds, at_least) == [.75] * count
+    assert sum(1 for _ in batches) == max(0, there - count)
 
+# --- data and steps that fail ------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('n, warm, expected',
-                         [(1, 2, 1.), (2, 2, 1.), (3, 2, 2.), (4, 2, 3.), (10, 2, 78 / 8), (10, 9, 57 / 5)])
-def test_a_period_leaves_the_first_iterations_out(n, warm, expected):
-    "Iteration i begins at i squared, and takes a second."
-    assert period([Iteration(i**2, 0., 0., i**2 + 1, None, ()) for i in range(n)], warm) == expected
-
-
-@pytest.mark.parametrize('seconds, expected',
-                         [([1., 3.], .5), ([.25, .75], .5), ([], 0.), ([0., 0.], 0.), ([2.], 0.)])
-@pytest.mark.filterwarnings('error')
-def test_variation(seconds, expected): assert variation(seconds) == expected
-
-
-def drifting(times): return [x + .1 * i for i, x in enumerate(times)]
-
-@pytest.mark.parametrize('seconds, expected', [
-    ([], 0), ([1.] * 30, 0), ([0.] * 10, 0), (list(range(20)), 0), ([9, 1] * 3 + [9], 0), ([9, 1] * 4, 2),
-    ([9, 1, 1] * 10, 3), ([9, 1, 1] * 3, 3), ([9, 1, 1] * 3 + [9], 3), ([9, 1, 1, 1] * 2 + [9], 0),
-    ([9, 1, 1, 1] * 3, 4),
-    (np.random.default_rng(0).normal(10, 1, 40), 0), (drifting([9, 1, 1] * 10), 3)], ids=str)
-def test_find_cycle(seconds, expected):
-    cycle, correlation = find_cycle(seconds)
-    assert cycle == expected and (.85 < correlation <= 1 if cycle else correlation == 0)
-
-
-def test_a_cycle_in_noise_is_an_autocorrelation():
-    "Against the formula: the mean product of times that far apart, over their mean square, without trend."
-    times = 10 + np.random.default_rng(0).normal(0, 1, 60) + [2.5, 0, 0, 0, 0] * 12
-    x, at = times - times.mean(), np.arange(60) - 29.5
-    x = x - at * (at @ x) / (at @ at)
-    expected = np.mean([x[i] * x[i + 5] for i in range(55)]) / np.mean(x**2)
-    assert .3 < expected < .6 and find_cycle(times) == (5, round(expected, 2))
-
-
-@pytest.mark.parametrize('seconds, at_most, bursts', [(0., 3, 2), (15., 3, 2), (15.5, 3, 3), (99., 4, 4)])
-def test_compiled_functions_are_timed_three_in_a_row(clock, monkeypatch, seconds, at_most, bursts):
-    "The first row takes 9 s, the second one 6 s."
-    waited, calls = [], []
-    monkeypatch.setattr(phases, 'wait_for', waited.append)
-    times = iter([7., 3., 3., 3., *[1., 4., 1., 3., 3., 3.] * 3])
-    def function(x, y): calls.append((x, y)); clock.sleep(next(times)); return len(calls)
-    assert compute_seconds([Call(function, (1,), {'y': 2}, 0., False)], at_most, seconds) == 2.
-    assert waited == [1 + 3 * i for i in range(bursts + 1)] and set(calls) == {(1, 2)}
-    assert compute_seconds([]) is None
-
-
-@pytest.mark.parametrize('spans, expected', [
-    ([], 0.), ([(0, 2), (1, 3), (5, 6)], 4.), ([(5, 6), (0, 10), (2, 3), (4, 4.5)], 10.), ([(-3, -1)], 2.)])
-def test_time_that_is_covered(spans, expected): assert covered_seconds(spans) == expected
-
-
-# Data and steps that fail
-
-@pytest.mark.parametrize('error, words', [
-    (ValueError('first\nsecond'), 'work: ValueError: first'), (ValueError(''), 'work: ValueError: '),
-    (OSError('{{node a/b}} gone'), 'work: OSError: gone'), (UserError('as it is'), 'as it is')])
-def test_what_failed_is_named(error, words):
-    with pytest.raises(UserError) as said, as_user_error('work'): raise error
-    assert str(said.value) == words
-
-
-def test_work_in_a_thread_is_left_alone_when_it_is_late():
-    # it does not keep the process
-    assert with_timeout(9., lambda: threading.current_thread().daemon, 'late') is True
-    with pytest.raises(ZeroDivisionError): with_timeout(9., lambda: 1 / 0, 'late')
-    gate = threading.Event()
-    with pytest.raises(UserError, match='^late$'): with_timeout(.01, gate.wait, 'late')
-    gate.set()
-
+def batches(n=40, rows=4): return [tf.fill([rows], float(i)) for i in range(n)]
 
 def raising(n):
-    yield from range(n)
+    yield from batches(n)
     raise OSError('clip 7 is gone')
 
-@pytest.mark.parametrize('data, words', [
-    (lambda: [], 'The dataset is empty'),
-    (lambda: raising(0), 'failed before its first batch: OSError: clip 7 is gone'),
-    (lambda: raising(2), 'failed at batch 2: OSError: clip 7 is gone'),
-    (lambda: range(3), 'ended after 3 of 4 batches')])
-def test_data_that_fails_is_named(data, words):
-    with pytest.raises(UserError, match=words): first_batches(data())
+def stuck(gate=threading.Event()):   # noqa: B008
+    yield 1
+    gate.wait(9)
 
-
-def test_as_many_batches_as_asked_are_fetched():
-    source, first = open_dataset(range(3, 9))
-    assert first == 3 and list(source) == [4, 5, 6, 7, 8]
-    for many in (1, 2, 4):
-        rest = iter(range(9))
-        assert first_batches(rest, many) == list(range(many))
-        assert next(rest) == many
-    late = threading.Event()
-    def stuck(): yield 1; late.wait(9); yield 2
-    with pytest.raises(UserError, match='no batch within 0.05 s after 1'): first_batches(stuck(), 2, .05)
-    late.set()
-
+first = lambda b: b[0]
+@pytest.mark.parametrize('work, words', [
+    (lambda: first_batches([]), 'The dataset is empty'),
+    (lambda: first_batches(raising(0)), 'failed before its first batch: OSError: clip 7 is gone'),
+    (lambda: first_batches(raising(2)), 'failed at batch 2: OSError: clip 7 is gone'),
+    (lambda: first_batches(range(3)), 'ended after 3 of 4 batches'),
+    (lambda: first_batches(stuck(), 2, .05), 'no batch within 0.05 s after 1'),
+    (lambda: page.first_step(lambda b: 1 / 0, 2), 'The step failed on the first batch: Zero'),
+    (lambda: time_phases(batches(), first, steps=1), '1 steps are'),
+    (lambda: time_phases([], first, steps=4), 'is empty'),
+    (lambda: time_phases(batches(3), first, steps=4), 'ended after 3 batches'),
+    (lambda: time_phases(batches(5), first, steps=4), 'ended after 5 batches'),
+    (lambda: time_phases(raising(0), first, steps=4), 'before its first batch: OSError: clip 7 is gone'),
+    (lambda: time_phases(raising(2), first, steps=4), 'failed at batch 2: OSError: clip 7 is gone'),
+    (lambda: time_phases(7, first, steps=4), 'before its first batch: TypeError'),
+    (lambda: time_phases(batches(), lambda b: 1 / 0, steps=4), 'step failed at batch 0: ZeroDivisionError')])
+def test_what_fails_names_its_place(work, words):
+    with pytest.raises(UserError, match=words): work()
 
 @pytest.mark.parametrize('batches, seconds, at_most, lengths, left', [
-    (9, 99., 9, [1, 2, 3, 4], 0), (9, 99., 2, [1, 2], 4), (3, 99., 9, [1, 2], 3), (9, 1., 9, [1, 2], 3),
-    (9, .9, 9, [1, 2], 4)])
+    (9, 99., 9, [1, 2, 3, 4], 0), (9, 99., 2, [1, 2], 4), (3, 99., 9, [1, 2], 3), (9, .9, 9, [1, 2], 4)])
 def test_one_batch_of_each_shape(clock, batches, seconds, at_most, lengths, left):
     "Half a second each; the first of each shape is kept."
     source = (clock.sleep(.5) or np.full(n, i) for i, n in enumerate([1, 2, 1, 3, 2, 4]))
@@ -281,8 +164,141 @@ def test_one_batch_of_each_shape(clock, batches, seconds, at_most, lengths, left
     assert [len(b) for b in found] == lengths and [int(b[0]) for b in found[:2]] == [0, 1]
     assert sum(1 for _ in source) == left
 
+# --- phases ------------------------------------------------------------------------------------------------
 
-def test_the_first_step_returns_what_it_computed():
-    assert first_step(lambda batch: batch + 1, 2) == 3
-    with pytest.raises(UserError,
-                       match='The step failed on the first batch: Zero'): first_step(lambda b: 1 / 0, 2)
+class LateResult:
+    "A result that arrives when it is let go."
+    def __init__(self, gate): self.gate, self.shape, self.asked = gate, (), 0
+    def numpy(self): self.asked += 1; assert self.gate.wait(20); return 1.
+    def __float__(self): return float(self.numpy())
+
+def test_every_batch_is_trained_on_once_and_in_order():
+    seen, called = [], []
+    found = time_phases(batches(20), lambda b: seen.append(float(b[0])) or b[0], steps=10, warmup=3, every=4,
+                        callback=lambda n, result: called.append((n, float(result))))
+    assert seen == list(range(13)) and called == [(i, float(i)) for i in range(13)]
+    assert found.steps == 10 and len(found.spans) == 10 and not found.ended
+    found = time_phases(batches(12), lambda b: b[0], steps=50)
+    assert found.ended and found.steps == 8
+    step = tf.function(lambda b: {'loss': tf.reduce_sum(b)})
+    assert time_phases([tf.ones(2 + i % 2) for i in range(30)], step, steps=10).traces == 2
+
+def test_the_loop_does_not_wait_for_an_interval():
+    "Results of an interval arrive late; the steps after it run on."
+    gate, results = threading.Event(), []
+    intervals = IntervalTimer(every=2)
+    intervals.timer.alone[((4,),)] = [0., 0., 0.]   # nothing is left to be timed alone
+    for batch in batches(3):
+        results.append(LateResult(gate))
+        intervals.step(lambda b: {'loss': results[-1]}, batch)
+    assert intervals.done == 3 and not intervals.lines and results[0].asked == 0   # the interval goes on
+    gate.set()
+    intervals.close()
+    assert [line['step'] for line in intervals.lines] == [2] and intervals.lines[0]['loss'] == 1.
+
+def test_phases_are_added_up_by_hand(clock):
+    "A batch takes 1/4 s, one 3/4 s, a copy 1/8 s, a step 1/2 s and a callback 1/16 s. Two steps warm up."
+    reported, done = [], []
+    data = clock.each([.25, .25, .25, .75, .25], tf.ones((4, 2)))
+    found = time_phases(
+        data, lambda batch: clock.sleep(.5) or {'loss': 1.}, 3, lambda batch: clock.sleep(.125) or batch,
+        lambda number, results: (clock.sleep(.0625), done.append((number, results))), 2, reported.append, 2)
+    assert done == [(i, {'loss': 1.}) for i in range(5)] and [line['step'] for line in reported] == [2, 4, 5]
+    assert (found.first_batch, found.first_step, found.steps, found.seconds) == (.25, .5, 3, 3.3125)
+    assert found.clips_per_s == 3 * 4 / 3.3125 and found.au == 1.5 / 3.3125 and found.traces == 0
+    assert not found.ended
+    assert found.cv == pytest.approx(.25 / 1.1875)
+    assert found.spent == pytest.approx({'wait': 1250 / 3, 'copy': 125., 'step': 500., 'callbacks': 62.5})
+    assert found.spans == [(101.875, .25, .125, .5, .0625), (102.8125, .75, .125, .5, .0625),
+                           (104.25, .25, .125, .5, .0625)]
+
+def test_phases_where_every_step_compiles(clock):
+    "Each batch has a shape of its own; a step that takes no time has no share of it."
+    data = (clock.sleep(.5) or tf.ones(n) for n in range(1, 9))
+    found = time_phases(data, lambda batch: 1., 3, warmup=1)
+    assert (found.steps, found.au, found.clips_per_s, found.spent['wait']) == (0, None, 0., 1500.)
+    assert '| – |' in found._repr_markdown_() and 'spans' not in found.to_dict()
+
+# --- pipelines ---------------------------------------------------------------------------------------------
+
+def numbers(n=16): return tf.data.Dataset.range(n)
+def python_rows(n=16): return numbers(n).map(lambda i: tf.numpy_function(lambda i: i + 1, [i], tf.int64))
+def on_device(dataset): return dataset.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
+def values(dataset): return [x.tolist() for x in dataset.as_numpy_iterator()]
+
+def test_the_host_part_is_found_behind_other_stages():
+    host = numbers().batch(2)
+    copied = host.apply(tf.data.experimental.copy_to_device('/CPU:0'))
+    for data, device, buffer in ((host, None, 0), (on_device(host), '/CPU:0', 3), (copied, '/CPU:0', 0),
+                                 (on_device(host).with_options(tf.data.Options()), '/CPU:0', 3)):
+        assert host_part(data) == (host, device, buffer)
+    assert host_part([1]) == ([1], None, 0)
+    assert prefetch_on_device(host, None, 0) is host
+    for buffer, expected in ((0, 2), (5, 5)):
+        assert host_part(prefetch_on_device(host, '/CPU:0', buffer)) == (host, '/CPU:0', expected)
+
+def test_the_stages_from_the_source_on():
+    kept = python_rows().filter(lambda i: i > 0).map(lambda i: i, num_parallel_calls=4)
+    data = on_device(kept.batch(2).batch(3).prefetch(5))
+    assert [(s.name, s.calls, s.buffer, s.elements, s.python) for s in stages(data)] == [
+        ('Range', None, None, None, False), ('Map', None, None, None, True), ('Filter', None, None, 6, False),
+        ('ParallelMap', 4, None, 6, False), ('Batch', None, None, 3, False), ('Batch', None, None, 1, False),
+        ('Prefetch', None, 5, 1, False)]
+    # the first of several sources
+    both = tf.data.Dataset.zip(numbers().map(lambda i: i), numbers().shuffle(9))
+    assert [(s.name, s.elements) for s in stages(both)] == [('Range', 1), ('Map', 1), ('Zip', 1)]
+
+def calls_in(dataset) -> dict:
+    "The fixed number of calls of each operation in the graph that has one."
+    graph = dataset_graph(dataset)
+    constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node
+                 if n.op == 'Const' and n.attr['dtype'].type == tf.int64.as_datatype_enum}
+    return {n.op: int(constants[n.input[CALLS_INPUT[n.op]]]) for n in graph.node if n.op in CALLS_INPUT}
+
+def test_the_number_of_calls_stands_where_tensorflow_says():
+    for op, at in CALLS_INPUT.items():
+        assert op_def_registry.get(op).input_arg[at].name == 'num_parallel_calls', op
+
+@pytest.mark.parametrize('calls, above, expected', [
+    (5, 0, (5, 5, 5)), (5, 3, (3, 5, 5)), (2, 4, (3, 4, 2)), (5, 9, (3, 4, 6))])
+def test_other_calls_are_made_in_all_stages_or_where_they_were_many(calls, above, expected):
+    data = numbers(20).interleave(lambda i: tf.data.Dataset.from_tensors(i), cycle_length=6,
+                                  num_parallel_calls=3)
+    data = data.map(lambda i: 2 * i, num_parallel_calls=4).batch(3, num_parallel_calls=6)
+    changed = with_parallel_calls(data, calls, above)
+    assert values(changed) == values(data)
+    assert tuple(calls_in(changed).values()) == expected
+
+def test_plain_maps_become_parallel_only_where_all_stages_change():
+    data = on_device(python_rows().map(lambda i: i, num_parallel_calls=tf.data.AUTOTUNE).batch(2))
+    changed = with_parallel_calls(data, 4)
+    assert [b.numpy().tolist() for b in changed] == [b.numpy().tolist() for b in data]
+    assert host_part(changed)[1:] == ('/CPU:0', 3) and python_operations(changed) == 1
+    assert 'MapDataset' not in operations(dataset_graph(changed))
+    assert calls_in(changed) == {'ParallelMapDatasetV2': 4}
+    same = with_parallel_calls(data, 4, above=1)   # what TensorFlow chooses is no fixed number
+    assert 'MapDataset' in operations(dataset_graph(same)) and calls_in(same) == {'ParallelMapDatasetV2': -1}
+
+TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1, 2], [5, 6], tf.int64, tf.int64), 0)
+
+@pytest.mark.parametrize('source', [
+    lambda: numbers(9).shuffle(4, seed=1), lambda: numbers(9).cache(), lambda: numbers(9).map(TABLE.lookup),
+    lambda: tf.data.Dataset.sample_from_datasets([numbers(4)], seed=1),
+    lambda: tf.data.Dataset.from_tensor_slices(['a', 'bc']).map(tf.strings.length),
+    lambda: tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])).map(tf.size)],
+    ids=['shuffle', 'cache', 'table', 'sample', 'text', 'ragged'])
+def test_any_constant_may_stand_in_the_graph(source):
+    "Resources, variants and texts are constants too; they are no numbers of calls."
+    data = source().map(lambda x: x + 1)
+    for above in (0, 1):
+        changed = with_parallel_calls(data, 3, above)
+        assert sorted(map(str, values(changed))) == sorted(map(str, values(data)))
+    assert 3 in calls_in(with_parallel_calls(data, 3)).values()
+
+def test_the_largest_number_of_calls():
+    options, same = tf.data.Options(), lambda i: i
+    options.threading.private_threadpool_size = 8
+    parallel = numbers().map(same, num_parallel_calls=4).map(same, num_parallel_calls=3).batch(2)
+    tuned = numbers().map(same, num_parallel_calls=tf.data.AUTOTUNE)
+    cases = numbers().map(same), tuned, parallel, on_device(parallel.with_options(options)), [1]
+    assert [*map(max_parallel_calls, cases)] == [1, 1, 4, 8, 1]

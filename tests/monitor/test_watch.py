@@ -1,8 +1,9 @@
-"Watching a program: what a look says, what is counted, and that nothing stays replaced."
+"Watching a program: what a look says, what is counted, that nothing stays replaced; the steady part."
 import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import keras
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.monitor import watch as page
+from watched import calls, LINE, OTHER, seen, watched
+from xtts_nb.monitor import seen as trials, watch as page
 from xtts_nb.monitor.loop import TF_FUNCTION
-from xtts_nb.monitor.watch import Look, Place, Watch, is_users, libraries, look_at, place_of, users_frame
+from xtts_nb.monitor.program import finding_lines
+from xtts_nb.monitor.seen import finding, steady_part, variables_put_back
+from xtts_nb.monitor.watch import Place, Watch, is_users, libraries, look_at, place_of, users_frame
 
 HERE = __file__
-
 
 def stack(*frames):
     "Frames from the innermost outwards, as (file, function, line)."
@@ -50,18 +53,6 @@ def test_a_callback_of_the_user_is_a_callback():
     assert look_at(stack(*frames)).kind == 'callback'
     board = (f'{KERAS}/callbacks/tensorboard.py', 'TensorBoard.on_epoch_end', 1)
     assert look_at(stack(board, *frames[1:])).callback == 'TensorBoard'
-
-def test_where_libraries_lie(tmp_path, monkeypatch):
-    "Those of `pip install --target` too, beside a program in the same folder."
-    (tmp_path / 'apart').mkdir()
-    (tmp_path / 'apart/__init__.py').touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    found = libraries(['/usr/lib/python3/dist-packages', str(tmp_path), '/users/me'], ('apart',))
-    own = f'{os.path.dirname(os.__file__)}/'
-    assert {'/usr/lib/python3/dist-packages/', f'{tmp_path}/apart/', own} <= {*found}
-    assert not f'{tmp_path}/train.py'.startswith(found) and not '/users/me/train.py'.startswith(found)
-    packages = [os.path.dirname(module.__file__) + os.sep for module in (tf, keras, np)]
-    assert {*packages} <= {*libraries([])}
 
 def test_what_pip_installed_beside_a_program(tmp_path):
     "By the lists that pip leaves, as of `pip install --target`; scripts lie outside of the folder."
@@ -113,15 +104,6 @@ def test_rows_of_a_network_and_calls_inside_other_calls():
                         ('train_on_batch', 1, 'train_on_batch')]
     assert not [e for e in watch.events if e.kind == 'call']   # they are inside
 
-def test_what_is_made():
-    with Watch() as watch:
-        tf.Variable(1.).assign(2.)
-        keras.optimizers.SGD()
-        keras.Sequential()
-    assert [e.kind for e in watch.events if e.kind in page.PASSED][0] == 'variable'
-    kinds = [e.kind for e in watch.events]
-    assert kinds.count('model') == 1 and kinds.count('optimizer') == 1 and kinds.count('variable') >= 1
-
 def test_the_shapes_of_calls_and_the_device_of_variables():
     double = tf.function(lambda x, n=1: 2 * x, jit_compile=True)
     with Watch() as watch:
@@ -158,50 +140,6 @@ def test_functions_that_ran_operation_by_operation():
     (function, (x,)), *_ = watch.eager_functions()
     assert function is step and x.shape == (3,) and not watch._wanted
 
-def test_a_function_is_kept_though_the_next_call_comes_from_the_loop(monkeypatch):
-    "As where only what applies the gradients runs operation by operation: `next` follows it."
-    made = tf.function(lambda x: 2. * x)
-    def step(x):
-        x = made(x)
-        for _ in range(50): x = x + 1.
-    data = iter(tf.data.Dataset.from_tensors(tf.zeros(3)).repeat())
-    with Watch(interval=.001) as watch:
-        watch._wanted = 2
-        x = next(data)
-        assert not watch.kept and watch._wanted == 1   # no function of the user takes a tensor there
-        step(x)
-    assert [function for function, _ in watch.eager_functions()] == [step]
-    with Watch(interval=1.) as watch:
-        watch._wanted = 2
-        for _ in range(3): next(data)
-    assert not watch.kept and watch._wanted == 0
-
-def test_the_line_of_other_threads_is_one_of_the_given_time():
-    watch = Watch()
-    watch.beside = [Look(1., Place('a.py', 1), 'own', '')]
-    assert watch.pipeline_place(1., 2.) == watch.pipeline_place(0., 1.) == Place('a.py', 1)
-    assert watch.pipeline_place(1.1, 2.) is None
-
-def test_no_function_is_wanted_where_nothing_runs_operation_by_operation():
-    with Watch(interval=.001) as watch: time.sleep(.1)
-    assert len(watch.looks) > 20 and not watch._wanted
-
-def test_another_thread_is_not_counted():
-    with Watch() as watch:
-        other = threading.Thread(target=lambda: tf.zeros(1).numpy())
-        other.start()
-        other.join()
-    assert not watch.events
-
-def test_a_function_that_this_version_lacks_is_left_out(monkeypatch):
-    monkeypatch.setitem(page.COUNTED, 'next', (('no.such.module:Thing', 'x'), ('tensorflow:Module',
-    'nothing')))
-    with Watch() as watch: tf.zeros(1).numpy()
-    assert [e.kind for e in watch.events] == ['fetch']
-
-
-# --- the end of a pass --------------------------------------------------------------------------------------
-
 def test_an_iterator_is_let_go_when_the_next_pass_begins():
     data = tf.data.Dataset.range(3)
     with Watch() as watch:
@@ -218,41 +156,6 @@ def test_an_iterator_is_let_go_when_the_next_pass_begins():
     assert all(0 <= e.seconds < 5 for e in watch.events) and watch._pass is None
     assert look_at(stack((page.__file__, '_end_pass', 9), (HERE, 'f', 3))).kind == 'end'
 
-
-def test_runs_of_a_session_and_the_operations_of_its_graph():
-    "As programs of the first TensorFlow train."
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session, Watch() as watch:
-        x = tf.constant(1.)
-        for i in range(4):
-            session.run(x)
-            if i > 1: x = x + 1.
-    runs = [e for e in watch.events if e.kind == 'session']
-    assert [e.rows - runs[0].rows for e in runs] == [0, 0, 0, 2] and runs[0].place.text == 'session.run(x)'
-    code = tf.compat.v1.Session.run.__code__
-    assert page._about(code).kind == 'graph'
-
-def test_arguments_that_are_the_same_tensor_in_each_call():
-    f, a, plain = tf.function(lambda x, y, z: x + y), tf.constant(1.), np.ones(1, 'float32')
-    with Watch() as watch:
-        for _ in range(5): f(a, tf.constant(2.), plain)   # an array may have been written into
-    assert [*watch.same.values()] == [{0: 4}]
-
-def test_letting_go_of_an_iterator_is_the_end_of_a_pass():
-    "A look that comes then knows it, and takes it for no operation."
-    assert look_at(stack((page.__file__, '_keep_call', 1), (page.__file__, 'around', 1), USER)).kind == 'end'
-    keras = f'{KERAS}/trainers/epoch_iterator.py', f'{KERAS}/backend/tensorflow/trainer.py'
-    assert look_at(stack((keras[0], 'reset', 1), (keras[1], 'evaluate', 1), USER)).kind == 'end'
-    assert look_at(stack((keras[0], 'enumerate_epoch', 1), (keras[1], 'fit', 1), USER)).kind == 'eager'
-
-def test_the_owner_of_a_function():
-    class Owner:
-        def plain(self, x): return x
-        method = tf.function(plain)
-    owner = Owner()
-    bound = owner.method
-    assert page._owner(bound) is owner is page._owner(tf.function(owner.plain))
-    assert page._owner(tf.function(lambda x: x)) is None
-
 def test_an_iterator_that_a_function_gets_is_not_kept_beyond_its_next_call():
     take, plain = tf.function(lambda batches: next(batches)), tf.function(lambda x: x)
     with Watch() as watch:
@@ -264,3 +167,70 @@ def test_an_iterator_that_a_function_gets_is_not_kept_beyond_its_next_call():
     assert int(kept[0][0]) == 2
     assert page.reads_iterator((1, [batches]), {}) and page.reads_iterator((), {'x': batches})
     assert not page.reads_iterator((1, tf.constant(2)), {})
+
+# --- the steady part of it ---------------------------------------------------------------------------------
+
+def test_the_main_loop_begins_with_its_third_call():
+    events = calls('next', 20, .5) + calls('call', 60, .15, place=OTHER) + calls('predict', 2)
+    part = steady_part(watched(['graph'] * 1000, sorted(events, key=lambda e: e.start)))
+    assert part.loop == ('call', OTHER) and part.begin == pytest.approx(.3)   # nearly as long, and more often
+    assert part.end == pytest.approx(59 * .15 + .01) and len(part.steps) == 58
+    assert len(part.looks) == 857
+    nothing = steady_part(watched(['own'] * 10))
+    assert nothing.loop == () and (nothing.begin, nothing.end) == (0., 10.)
+    fits = steady_part(watched([], calls('fits', 6, 1.) + calls('fit', 50)))
+    assert fits.loop == ('fits', LINE) and fits.begin == 2.
+    within = steady_part(watched([], calls('fit', 50), windows=[(1., 2.), (2., 4.05)]))
+    assert within.loop == ('fit', LINE) and (within.begin, within.end) == (2.,
+        4.05) and len(within.steps) == 21
+
+def test_a_finding_has_an_interval_and_a_line():
+    found = finding(seen(['own'] * 400), 'cause', 'evidence', 'remedy', .5, .2, LINE, 'a\nb')
+    assert found.predicted_gain == pytest.approx(1 / .6) and found.low < found.predicted_gain < found.high
+    assert found.place == 'watched.py:3' and found.line == LINE.text
+    lines = finding_lines([found], ['a note'])
+    assert lines[0].startswith('1. cause at watched.py:3: about 1.7 x as fast (')
+    assert lines[1:] == [f'   > {LINE.text}', '   evidence.', '   Change: remedy.', '       a', '       b',
+                         'Run it again after a change: the next cause may show only then.', 'Note: a note.']
+    assert finding_lines([replace(found, low=3., high=500.)], [])[0].endswith('(3.0 or more)')
+    assert {'place', 'line', 'change', 'gain_interval'} < found.to_dict().keys()
+
+def test_variables_are_put_back():
+    v = tf.Variable([1., 2.])
+    with variables_put_back() as possible: v.assign([5., 5.])
+    assert possible and v.numpy().tolist() == [1., 2.]
+    with variables_put_back(most=0.) as possible: v.assign([5., 5.])
+    assert not possible and v.numpy().tolist() == [5., 5.]
+
+def test_a_variable_of_a_graph_is_left_alone():
+    "As a program of the first TensorFlow has them; it has no value outside of its graph."
+    with tf.Graph().as_default(): inside = tf.compat.v1.get_variable('inside', initializer=[1., 2.])
+    v = tf.Variable(3.)
+    with variables_put_back() as possible: v.assign(4.)
+    assert possible and v.numpy() == 3. and inside.graph is not None
+
+def test_what_may_be_called_again():
+    "Not a step that reads an iterator, which would be at its end. Nothing of the program is changed by it."
+    total = tf.Variable(0.)
+    @tf.function
+    def step(x, *more):
+        total.assign_add(1.)
+        return x
+    part = lambda *given: seen(['graph'] * 9, calls('call', 9), last={('call', LINE): (step, '', given, {})})
+    assert trials.compiled_call(part(tf.zeros(3))).function is step
+    assert trials.compiled_call(part(tf.zeros(3), iter(tf.data.Dataset.range(3)))) is None
+    assert 0 < trials.again(part(tf.zeros(3)), LINE) < .1 and float(total) == 0
+    assert trials.again(part(tf.zeros(3)), OTHER) is None
+    broken = seen(last={('predict', LINE): (SimpleNamespace(predict=lambda x: 1 / 0), 'predict', (1,), {})})
+    assert trials.again(broken, LINE) is None
+
+def test_a_step_is_judged_by_a_whole_batch():
+    "The last call may have got the rest of an epoch; where sizes are alike, the last one counts."
+    step = tf.function(lambda x: x)
+    def rows(early, last):
+        given = lambda n, mark: ((tf.fill((n, 2), mark),), {})
+        part = seen(['graph'] * 9, calls('call', 9), last={('call', LINE): (step, '', *given(last, 2.))},
+                    early={('call', LINE): given(early, 1.)})
+        x = trials.compiled_call(part).args[0]
+        return x.shape[0], float(x[0, 0])
+    assert rows(32, 10) == (32, 1.) and rows(32, 32) == (32, 2.) and rows(10, 32) == (32, 2.)

@@ -66,7 +66,8 @@ def values_line(values: dict) -> str:
 
 def _plot_marks(ax, samples, marks):
     "A dotted line for each mark; its name only where there is room."
-    span, free = samples[-1].time - samples[0].time if samples else 0, -1.
+    if not samples: return
+    span, free = samples[-1].time - samples[0].time, -1.
     for when, name in marks:
         at = when - samples[0].time
         ax.axvline(at, color='#999999', lw=.7, ls=':')

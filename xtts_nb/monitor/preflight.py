@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +22,6 @@ import tensorflow as tf
 from fastcore.basics import patch
 from tensorflow.python.framework import kernels
 from tensorflow.python.ops import handle_data_util
-
-import xtts_nb
 
 # %% ../../nbs/monitor/preflight.ipynb #35052139
 @cache
@@ -130,7 +129,7 @@ def remedy_for(kind: str, op: str) -> str:
 _OTHERS = tuple(str(Path(m.__file__).resolve().parent) for m in (tf, keras))
 _PYTHON = str(Path(sysconfig.get_path('stdlib')).resolve())
 
-_WATCH = str(Path(xtts_nb.__file__).resolve().parent / 'monitor')   # calls functions of the program
+_WATCH = str(Path(find_spec('xtts_nb.monitor').origin).resolve().parent)   # calls functions of the program
 
 def _foreign(file: str) -> bool:
     "Whether a file belongs to TensorFlow, Keras or Python itself."
