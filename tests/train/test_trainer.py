@@ -333,7 +333,7 @@ ELSEWHERE = {'schedule', 'ema', 'patience', 'max_bad_steps',   # here and in tes
              'mode', 'gradient_checkpointing',   # test_step.py
              'tf32',   # above
              'dvae_steps', 'dvae_batch_size', 'dvae_learning_rate',   # test_voices.py
-             'listen_clips', 'listen_world', 'judge_by',   # test_listening.py
+             'listen_clips', 'judge_by',   # speech/test_listen.py
              'epochs'}   # below
 
 def test_no_key_of_the_training_section_is_forgotten():
