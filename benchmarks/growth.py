@@ -271,7 +271,7 @@ def spoken_corpus(folder: Path, clips: int):
 
 def synthetic_frames():
     "From now on no recording is read: the frames of each clip are made up."
-    loud = dict.fromkeys(('peak', 'clipped', 'leading', 'inner', 'trailing'), .1) | {'hum': None}
+    loud = dict.fromkeys(('peak', 'clipped', 'leading', 'inner', 'trailing'), .1)
     def records(maker, job, sources):
         for clip in job.clips:
             ids = maker.encoder.tokenizer.encode(clip.text, clip.language)

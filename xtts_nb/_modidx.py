@@ -827,7 +827,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'xtts_nb.data.corpora.file_fault': ('data/corpora.html#file_fault', 'xtts_nb/data/corpora.py'),
                                       'xtts_nb.data.corpora.find_audio': ('data/corpora.html#find_audio', 'xtts_nb/data/corpora.py'),
                                       'xtts_nb.data.corpora.find_layout': ('data/corpora.html#find_layout', 'xtts_nb/data/corpora.py'),
-                                      'xtts_nb.data.corpora.hum_level': ('data/corpora.html#hum_level', 'xtts_nb/data/corpora.py'),
                                       'xtts_nb.data.corpora.layout_line': ('data/corpora.html#layout_line', 'xtts_nb/data/corpora.py'),
                                       'xtts_nb.data.corpora.measure_clip': ('data/corpora.html#measure_clip', 'xtts_nb/data/corpora.py'),
                                       'xtts_nb.data.corpora.missing_share': ('data/corpora.html#missing_share', 'xtts_nb/data/corpora.py'),

@@ -13,7 +13,7 @@ from xtts_nb.data.cache import Cache
 from xtts_nb.data.prepare import prepare
 from xtts_nb.config import XTTSConfig
 from xtts_nb.data.corpora import (
-    Clip, Dropped, hum_level, NO_HUM, read_corpus, STREAMED, _load, _ogg_ends, measure_clip, missing_share,
+    Clip, Dropped, read_corpus, STREAMED, _load, _ogg_ends, measure_clip, missing_share,
     read_audio, reason_kind, report_text, distribution, summary)
 
 CONFIG = XTTSConfig.tiny()
@@ -213,7 +213,6 @@ def test_clips_come_in_order_for_any_number_of_workers(corpus, small):
             for n in (1, 4)]
     assert runs[0] == runs[1] and [i for i, _ in runs[0]] == [c.id for c in clips]
 
-
 # --- what is measured -----------------------------------------------------------------------------
 
 def test_silence_is_measured_by_position():
@@ -238,30 +237,7 @@ def test_clipping_is_found_after_a_change_of_rate(tmp_path, rate):
 def test_anything_can_be_measured(wav):
     told = measure_clip(wav.astype(np.float32), 22050)
     json.dumps(told, allow_nan=False)
-    assert told.pop('hum') is None
     assert all(0 <= v <= 1 for v in told.values() if not isinstance(v, str))
-
-@pytest.mark.parametrize('mains', [50, 60])
-def test_a_hum_is_a_tone_that_never_stops(mains):
-    "Of the mains, with its multiples, beside speech that comes and goes; a lone tone is none."
-    rate, rng = 22050, np.random.default_rng(0)
-    t = np.arange(5 * rate) / rate
-    speech = rng.normal(0, .1, len(t)) * (np.sin(2 * np.pi * .7 * t) > 0) + rng.normal(0, 1e-4, len(t))
-    tone = lambda f, level: np.sqrt(2) * speech.std() * 10**(level / 20) * np.sin(2 * np.pi * f * t)
-    level = lambda wav: hum_level(np.float32(wav), rate)
-    assert level(speech) == NO_HUM == level(speech + tone(mains, -20))
-    for f in (mains + .2, mains - .2):   # of 0.4 % from its nominal frequency
-        found = level(speech + tone(f, -30) + tone(2 * f, -36))
-        assert found == pytest.approx(10 * np.log10(1e-3 + 10**-3.6), abs=3.5)
-    assert level(speech + tone(mains * 1.13, -30) + tone(mains * 2.26, -30)) == NO_HUM
-    both = speech + tone(mains, -30) + tone(5 * mains, -30)
-    assert level(both) == pytest.approx(-27, abs=4)   # the tenth of its seconds where speech is against it
-    assert level(both * 1e-3) == pytest.approx(level(both), abs=.1)
-    assert level(speech + tone(mains, -30) + tone(6 * mains, -30)) == NO_HUM
-    assert hum_level(np.float32(both[:3 * rate - 1]), rate) is None
-    assert hum_level(np.float32(both[:3 * rate]), rate) == pytest.approx(-27, abs=4)
-    assert measure_clip(np.float32(both), rate)['hum'] == level(both)
-    assert hum_level(np.zeros(3 * rate, np.float32), rate) == NO_HUM
 
 @pytest.mark.parametrize('scale', [1., 0.05])
 def test_a_frame_is_silent_below_a_hundredth_of_the_loudest(scale):
@@ -284,7 +260,6 @@ def test_the_fingerprint_of_a_clip_depends_on_its_samples():
     assert measure_clip(VOICE, 22050)['sound'] == measure_clip(VOICE.copy(),
                                                                22050)['sound'] != measure_clip(VOICE[:-1],
                                                                                                22050)['sound']
-
 
 # --- the report -----------------------------------------------------------------------------------
 
@@ -312,15 +287,6 @@ def test_clips_that_are_alike_are_named():
     assert report['same_text'] == [['a', 'b']] and report['same_sound'] == [['a', 'd']]
     assert 'same text  2 clips (a = b)' in report_text(report)
     assert 'same sound 2 clips (a = d)' in report_text(report)
-
-def test_clips_with_a_hum_are_counted_and_named():
-    "Also beside clips that are too short to tell, and those of a cache that did not measure it."
-    table = [row('a', hum=-54.9), row('b', hum=-55.), row('c', hum=-31.4), row('d', hum=None), row('e')]
-    report = summary(table, [])
-    assert report['hum'] == 2
-    assert report['most_hum'] == [{'id': 'c', 'share': -31.4}, {'id': 'a', 'share': -54.9}]
-    assert '\nhum        2: c -31 dB, a -55 dB\n' in report_text(report)
-    assert '\nhum ' not in report_text(summary(table[1:2], []))
 
 def test_the_worst_are_named():
     table = [row('a', clipped=0.02), row('b', clipped=0.0005), row('c', leading=0.5, trailing=0.25),

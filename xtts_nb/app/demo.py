@@ -368,19 +368,15 @@ def counts_table(counts: dict[str, int], name: str, max_rows: int = 40) -> str:
 
 # %% ../../nbs/app/demo.ipynb #67287e8f
 def _sound_sections(report: dict) -> list[str]:
-    "Silence, clipping and hum, if they were measured."
+    "Silence and clipping, if they were measured."
     if 'silence' not in report: return []
     shares = lambda clips: [(f'{c["share"]:.1%}', c['id']) for c in clips]
     silence = ', '.join(f'{v:.1%} {k}' for k, v in report['silence'].items())
     clipped = f'{report["clipped"]} clips are at full scale for more than a thousandth of their length.'
-    pieces = [heading('Silence', f'Of the mean clip, {silence}.'),
-              html_table(['silent', 'clip'], shares(report['most_silent'])),
-              heading('Clipping', clipped),
-              html_table(['at full scale', 'clip'], shares(report['most_clipped']))]
-    if not report.get('hum'): return pieces
-    hum = f'{report["hum"]} clips have a tone of the mains (50 or 60 Hz and its multiples) all the time.'
-    rows = [(f'{c["share"]:.0f} dB', c['id']) for c in report['most_hum']]
-    return [*pieces, heading('Hum', hum), html_table(['below the clip', 'clip'], rows)]
+    return [heading('Silence', f'Of the mean clip, {silence}.'),
+            html_table(['silent', 'clip'], shares(report['most_silent'])),
+            heading('Clipping', clipped),
+            html_table(['at full scale', 'clip'], shares(report['most_clipped']))]
 
 def corpus_page(report: dict, path: str | Path, title: str = 'Corpus') -> Path:
     "The report of a corpus, as `summary` returns it, as one HTML file."

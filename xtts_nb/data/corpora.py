@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['JOINERS', 'SUFFIXES', 'LONGEST_TEXT', 'DAMAGED', 'HTK', 'LONGEST_LINE', 'MARKS', 'PLACES', 'COLUMN_NAMES',
            'LONGEST_ROW', 'LJSPEECH', 'CODES', 'VCTK_SOUND', 'NORMALISED', 'TEXTS', 'LAYOUTS', 'STREAMED', 'SILENT',
-           'MAINS', 'NO_HUM', 'MEASURED', 'FULL_SCALE', 'CLIPPED', 'HUM', 'Clip', 'Dropped', 'Row', 'visible',
-           'file_fault', 'find_audio', 'read_lines', 'Beside', 'Layout', 'find_layout', 'layout_line', 'check_language',
-           'read_rows', 'read_corpus', 'synthetic_corpus', 'check_dropped', 'missing_share', 'decode', 'read_audio',
-           'hum_level', 'measure_clip', 'reason_kind', 'distribution', 'summary', 'report_text']
+           'MEASURED', 'FULL_SCALE', 'CLIPPED', 'Clip', 'Dropped', 'Row', 'visible', 'file_fault', 'find_audio',
+           'read_lines', 'Beside', 'Layout', 'find_layout', 'layout_line', 'check_language', 'read_rows', 'read_corpus',
+           'synthetic_corpus', 'check_dropped', 'missing_share', 'decode', 'read_audio', 'measure_clip', 'reason_kind',
+           'distribution', 'summary', 'report_text']
 
 # %% ../../nbs/data/corpora.ipynb #c96c12ed
 import csv
@@ -709,37 +709,15 @@ def read_audio(
             for some, wavs in zip(groups, pool.map(lambda some: _load_parts(some, config), groups)):
                 yield from zip(some, wavs)
 
-# %% ../../nbs/data/corpora.ipynb #hum00001
-MAINS = 50, 60      # Hz
-NO_HUM = -120.      # dB
-
-def hum_level(
-    wav: np.ndarray,     # (N,) float32
-    rate: int,           # Hz
-) -> float | None:       # dB of the clip, `NO_HUM` without a hum; None for a clip shorter than 3 s
-    "The level of a tone of the mains that never stops."
-    if len(wav) < 3 * rate: return None
-    windows = np.lib.stride_tricks.sliding_window_view(wav, rate)[::rate // 2] * np.hanning(rate)
-    power = np.quantile(np.abs(np.fft.rfft(windows))**2, 0.1, axis=0)   # bins of 1 Hz
-    levels = [NO_HUM]
-    for mains in MAINS:
-        lines = range(mains, 5 * mains + 1, mains)
-        found = [(power[f - 1:f + 2].max(), np.median(np.r_[power[f - 12:f - 3], power[f + 4:f + 13]]))
-                 for f in lines]
-        clear = [line for line, beside in found if line > 10 * beside]
-        if len(clear) > 1:   # the sum of sines under a Hann window
-            levels.append(10 * np.log10(8 * sum(clear) / rate**2 / np.mean(np.square(wav, dtype=np.float64))))
-    return round(float(max(levels)), 1)
-
 # %% ../../nbs/data/corpora.ipynb #36b48320
-MEASURED = 'peak', 'clipped', 'leading', 'inner', 'trailing', 'hum', 'sound'   # of `measure_clip`
+MEASURED = 'peak', 'clipped', 'leading', 'inner', 'trailing', 'sound'   # of `measure_clip`
 
 FULL_SCALE = 0.99   # below 1, because resampling adds ripples to clipped samples
 
 def measure_clip(
     wav: np.ndarray,     # (N,) float32
     rate: int,           # Hz
-) -> dict:               # sound, peak, clipped, hum, and the silent shares: leading, inner, trailing
+) -> dict:               # sound, peak, clipped, and the silent shares: leading, inner, trailing
     "The measurements of a clip for the report."
     frame = rate // 50
     level = wav[:len(wav) // frame * frame].reshape(-1, frame).std(axis=1)
@@ -751,7 +729,7 @@ def measure_clip(
     loudness = {'peak': np.abs(wav).max(initial=0),
                 'clipped': np.mean(np.abs(wav) >= FULL_SCALE) if len(wav) else 0}
     numbers = {k: round(float(v), 4) for k, v in (loudness | silent).items()}
-    return numbers | {'hum': hum_level(wav, rate), 'sound': fingerprint(wav.tobytes())}
+    return numbers | {'sound': fingerprint(wav.tobytes())}
 
 # %% ../../nbs/data/corpora.ipynb #cf9bc1af
 def reason_kind(reason: str) -> str:
@@ -777,7 +755,6 @@ def _key(*parts: str) -> int: return int(fingerprint(parts), 16)   # 64 bits for
 
 # %% ../../nbs/data/corpora.ipynb #f8a89722
 CLIPPED = 0.001   # a clip counts as clipped if a larger share of its samples is at full scale
-HUM = -55.        # dB of the clip: a hum below that is not heard
 
 def _worst(table: Sequence[dict], shares: np.ndarray, least: float = 0.) -> list[dict]:
     "The five clips with the largest share above `least`."
@@ -786,23 +763,21 @@ def _worst(table: Sequence[dict], shares: np.ndarray, least: float = 0.) -> list
 
 _SHARES = 'leading', 'inner', 'trailing', 'clipped'
 _COLUMNS = [('seconds', 'f8'), ('length', 'i4'), ('letters', 'u8'), ('measured', '?'),
-            *((name, 'f8') for name in _SHARES), ('hum', 'f8'), ('sound', 'u8')]
+            *((name, 'f8') for name in _SHARES), ('sound', 'u8')]
 
 def _row_of(t: dict, text: str) -> tuple:
     "The columns of a clip; `letters` are equal for clips of the same text."
     letters = _key(t['speaker'], t['language'], ''.join(filter(str.isalnum, text)))
-    # no hum: of a short clip, or of an older cache
-    measured = 'sound' in t, *(t.get(name, 0) for name in _SHARES), t.get('hum'), _key(t.get('sound', ''))
-    return t['seconds'], len(text), letters, *(NO_HUM if x is None else x for x in measured)
+    measured = 'sound' in t, *(t.get(name, 0) for name in _SHARES), _key(t.get('sound', ''))
+    return t['seconds'], len(text), letters, *measured
 
 def _sound(table: Sequence[dict], c: np.ndarray) -> dict:
-    "Silence, clipping and hum of measured clips."
+    "Silence and clipping of measured clips."
     ends = _SHARES[:3]
     return {'silence': {e: round(float(np.mean(c[e])), 4) for e in ends},
             'most_silent': _worst(table, sum(c[e] for e in ends)),
             'clipped': int((c['clipped'] > CLIPPED).sum()),
             'most_clipped': _worst(table, c['clipped'], CLIPPED),
-            'hum': int((c['hum'] > HUM).sum()), 'most_hum': _worst(table, c['hum'], HUM),
             'same_sound': _alike(table, c['sound'])}
 
 def summary(
@@ -869,9 +844,6 @@ def report_text(
                   '  most in  ' + (_shares(report['most_silent']) or 'none'),
                   f'clipped    {report["clipped"]}'
                   + (f': {_shares(report["most_clipped"])}' if report['clipped'] else '')]
-    if report.get('hum'):
-        worst = ', '.join(f'{visible(w["id"], 40)} {w["share"]:.0f} dB' for w in report['most_hum'])
-        lines.append(f'hum        {report["hum"]}: {worst}')
     lines += [f'dropped    {len(report["dropped"])}',
               *(f'  {n:,} × {kind}' for kind, n in report['reasons'].items())]
     lines += [f'  {visible(d["id"])}: {d["reason"]}' for d in report['dropped'][:most]]
