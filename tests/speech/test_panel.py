@@ -1,4 +1,4 @@
-"The panel: attention by hand, the sound of a press, what is compiled, and what a user does wrong."
+"The panel: the sound of a press, and what is compiled."
 import io
 
 import numpy as np
@@ -6,22 +6,14 @@ import pytest
 import soundfile
 import tensorflow as tf
 
-from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
-from xtts_nb.speech import panel as page
 from xtts_nb.speech import stream as streaming
 from xtts_nb.speech.generate import Speaker
-from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.panel import speech_panel
-from xtts_nb.speech.voices import save_voice, voice_model
 
 close = np.testing.assert_allclose
 LOW, HIGH = synthetic_voice(1., 110.), synthetic_voice(1., 210.)
-IDS, CODES = [5, 9, 6, 7], np.array([3, 1, 4, 1, 5])
-VOICE = Voice(tf.constant(np.random.default_rng(0).normal(size=(4, 64)), tf.float32), None)
 SETTINGS = {'max_seconds': 0.5, 'top_p': 1., 'repetition_penalty': 2.}
-
-# --- the picture --------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
 def made(xtts):
@@ -50,18 +42,3 @@ def test_a_press_speaks_and_other_settings_compile_nothing(made, xtts, monkeypat
     message = press(made, speed=2., seed=4, voice='low', temperature=0.)
     assert message.endswith('functions compiled: 0') and len(traced) == 1
     assert len(made.controls.player.value) < 0.7 * len(first)
-
-def test_a_folder_of_voices(xtts, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match='holds no voice; add one with xtts-nb voices add'):
-        speech_panel(Speaker(xtts), tmp_path)
-    for name, value in (('one', 1.), ('two', 2.)):
-        voice = Voice(np.full((4, 64), value), None)
-        save_voice(tmp_path / f'{name}.safetensors', voice, voice_model(xtts), [])
-    (tmp_path / 'broken.safetensors').write_text('no voice')
-    panel, used = speech_panel(Speaker(xtts), tmp_path), []
-    assert panel.controls.voice.options == ('one', 'two')
-    monkeypatch.setattr(page, '_speak', lambda *given: used.append(given[3]) or 1 / 0)
-    press(panel, voice='two', text='aa')
-    assert (used[0].prompt.numpy() == 2).all()
-    (tmp_path / 'one.safetensors').unlink()
-    assert 'has no voice "one"' in press(panel, voice='one')
