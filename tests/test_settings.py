@@ -272,7 +272,6 @@ TABLE = {
     'training.validate_every': (4, ran, RUN), 'training.patience': (1, ran, RUN),
     'training.judge_by': ('dtw', ran, RUN),
     'training.max_bad_steps': (2, ran, RUN), 'training.listen_clips': (2, listener, RUN),
-    'training.listen_world': (True, listener, RUN),
     'training.dvae_steps': (50, dvae_rates), 'training.dvae_learning_rate': (0.5, dvae_rates),
     'training.dvae_batch_size': (3, crops),
     'voice.steps': (7, voice_rates), 'voice.learning_rate': (0.5, voice_rates),

@@ -371,7 +371,6 @@ class TrainingConfig(Section):
     validate_every: int = Field(0, ge=0) # updates between two validations; 0: no validation
     patience: int = Field(0, ge=0)       # validations without improvement before training stops; 0: never
     listen_clips: int = Field(0, ge=0)   # held-out clips synthesised at each validation
-    listen_world: bool = False           # score them by mel-cepstral distortion and pitch too; needs pyworld
     judge_by: Literal['loss', 'dtw'] = 'loss'   # criterion of the best validation
     max_bad_steps: Positive = 10         # consecutive updates skipped for NaN before training stops
     dvae_steps: Positive = 2000          # updates of the DVAE when it is trained here
@@ -383,8 +382,6 @@ class TrainingConfig(Section):
     def _scores_need_clips(self):
         if self.judge_by == 'dtw' and not self.listen_clips:
             raise ValueError('judge_by dtw needs listen_clips above 0')
-        if self.listen_world and not self.listen_clips:
-            raise ValueError('listen_world needs listen_clips above 0')
         return self
 
 # %% ../nbs/00_config.ipynb #4c6eab7c

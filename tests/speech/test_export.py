@@ -1,16 +1,12 @@
 "The SavedModel sounds as the speaker does, in a process that cannot import the library."
-import json
 import re
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from process import python
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
-from xtts_nb.files import fingerprint
-from xtts_nb.models.gpt import Int8Dense
 from xtts_nb.speech.export import export_speaker
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import add_voice, load_voice
@@ -65,30 +61,6 @@ def test_another_process_makes_the_same_sound(made):
     assert 0 < len(sounds['0']) < len(sounds['5']) < len(expected)
     assert np.abs(load_audio(home / 'out/say.wav', speaker.sample_rate) - said.clip(-1, 1)).max() < 1e-3
 
-def test_what_lies_beside_the_graph(made):
-    speaker, home, about, _ = made
-    assert json.loads((home / 'out/export.json').read_text()) == about == {
-        'sample_rate': speaker.sample_rate, 'vocoder': speaker.vocoder, 'max_text_tokens': 40,
-        'max_codes': 48, 'languages': ['en'], 'cleaner': 'plain', 'voices': ["d'or"],
-        'speech': {'temperature': speaker.speech.temperature, 'top_k': 9, 'top_p': 0.85,
-                   'repetition_penalty': 1., 'speed': 0.8}}
-    stored = (home / "out/voices/d'or.safetensors").read_bytes()
-    assert stored == (home / "voices/d'or.safetensors").read_bytes()
-    readme = (home / 'out/README.md').read_text()
-    assert '- `prompt`: float32 (4, 64)\n' in readme and '- `text`: int32 (1, None)\n' in readme
-    assert ('- `vector`: float32 (32,)\n' in readme) == (speaker.vocoder == 'hifigan')
-    assert f'at {speaker.sample_rate} Hz' in readme and 'most 48,' in readme and '`[en]`' in readme
-
-def test_only_the_weights_that_speak_are_written(made):
-    speaker, home, _, _ = made
-    sizes = [shape for _, shape in tf.train.list_variables(str(home / 'out/model/variables/variables'))]
-    written = sum(int(np.prod(shape)) for shape in sizes)
-    gpt, net = speaker.xtts.gpt, speaker.xtts.hifigan[0] if speaker.xtts.hifigan else speaker.xtts.dvae
-    quick = [dense for block in speaker.gpt.blocks for dense in vars(block).values()
-             if isinstance(dense, Int8Dense)]
-    more = sum(int(np.prod(x.shape)) for dense in quick for x in (dense.kernel, dense.scale))
-    assert written < gpt.count_params() + net.count_params() - gpt.conditioning.count_params() + more
-
 @pytest.fixture
 def graphless(monkeypatch):
     "The graph is not made."
@@ -111,16 +83,3 @@ def test_voices_of_several_kinds(xtts, graphless, tmp_path):
         with pytest.raises(UserError, match=words): export_speaker(speaker, tmp_path / 'd', voices)
     with pytest.raises(UserError, match='already holds something'): export_speaker(speaker, tmp_path / 'a')
     assert not (tmp_path / 'd').exists()
-
-def test_the_readme_names_the_cleaner(toy_xtts, graphless, tmp_path):
-    export_speaker(Speaker(toy_xtts), tmp_path / 'o')
-    text = (tmp_path / 'o/README.md').read_text()
-    assert ('numbers and abbreviations as words' in text) == (toy_xtts.tokenizer.cleaner == 'xtts')
-
-def test_the_model_is_hashed_once_for_all_voices(xtts, graphless, tmp_path, monkeypatch):
-    speaker, hashed = Speaker(xtts), []
-    for name in 'abc': add_voice(tmp_path / 'v', name, [synthetic_voice(1.)], speaker)
-    monkeypatch.setattr('xtts_nb.speech.voices.fingerprint',
-                        lambda *parts: hashed.append(1) or fingerprint(*parts))
-    assert export_speaker(speaker, tmp_path / 'out', folder=tmp_path / 'v')['voices'] == ['a', 'b', 'c']
-    assert hashed == [1]

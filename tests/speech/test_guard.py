@@ -10,22 +10,16 @@ import tensorflow as tf
 from xtts_nb.bench import trace_count
 from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.models.gpt import GPT
-from xtts_nb.speech import generate as synthesis, guard
+from xtts_nb.speech import generate as synthesis
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.guard import (
-    GuardedSpeaker, Rate, code_likelihoods, code_rates, edit_distance, inspect_codes, missing_word,
-    repeated_word, run_rates, tail_start)
-from xtts_nb.speech.long import speak_whole
+    GuardedSpeaker, Rate, code_likelihoods, code_rates, inspect_codes, run_rates)
 
 DEMO = json.loads((Path(__file__).parents[1] / 'stored' / 'codes.json').read_text(encoding='utf-8'))
 CLIPS = [(np.array(clip['codes']), clip['tokens'], clip['text'], Rate(*DEMO['rates'][clip['language']]))
          for clip in DEMO['clips']]
 VOICE, LIMIT = synthetic_voice(1.), 256
-
-
-
-# --- finding ------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('clip', CLIPS, ids=[clip[2] for clip in CLIPS])
 def test_a_clean_clip_passes(clip):
@@ -55,36 +49,6 @@ MANY = (np.arange(120) * 7 % 251).tolist()
 def test_each_fault_is_named(codes, tokens, limit, kept, found):
     assert inspect_codes(np.array(codes, np.int32), tokens, TEXT, limit, RATE) == (kept, found)
 
-def test_what_the_text_repeats_may_be_spoken_twice():
-    codes = np.array([*CODES[:20], *WORD, *CODES[20:]])
-    for text, faults in (('It was very, very old.', 0), ('It was Very very old.', 0), ('你看看他', 0),
-                         ('It was every very old', 1)):
-        assert len(inspect_codes(codes, TOKENS, text, LIMIT, RATE)[1]) == faults
-
-def test_a_tail_has_few_codes_and_rare_ones_are_speech():
-    assert tail_start([*CODES, *[3, 9, 4, 8, 5] * 4]) == 55 and tail_start([3, 9, 4, 8] * 4) == 0
-    assert tail_start([*CODES, 1, 2, *[7] * 16]) == 37 and tail_start([*CODES, 1, 1, 1, *[7] * 16]) == 35
-
-def test_a_steady_sound_is_no_word():
-    steady = np.array([*MANY[:10], *[5] * 30, *MANY[10:20]])
-    assert repeated_word(steady) is None and tail_start(steady) == 50
-    assert repeated_word(np.array(MANY[:8] * 2)) == (0, 8) and repeated_word(np.array(MANY[:7] * 2)) is None
-    assert repeated_word(np.array(MANY[20:60] * 2)) == (0, 39)
-    assert repeated_word(np.array(MANY[20:80] * 2)) is None
-
-def test_edit_distance_equals_the_table():
-    draw = np.random.default_rng(0)
-    for _ in range(20):
-        a, b = (draw.integers(0, 4, draw.integers(0, 9)) for _ in range(2))
-        table = np.add.outer(np.arange(len(a) + 1), np.arange(len(b) + 1))
-        for i, x in enumerate(a):
-            for j, y in enumerate(b):
-                table[i + 1, j + 1] = min(table[i, j] + (x != y), table[i, j + 1] + 1, table[i + 1, j] + 1)
-        assert edit_distance(a, b) == table[-1, -1]
-
-
-# --- rates --------------------------------------------------------------------------------------------------
-
 def test_rates_of_a_cache(prepared, tmp_path):
     ratio = prepared.codes_length / prepared.text_length
     low, high = np.quantile(ratio, [.01, .99])
@@ -103,21 +67,6 @@ def test_rates_of_a_cache(prepared, tmp_path):
         (tmp_path / 'run.json').write_text(json.dumps(facts))
         assert run_rates(tmp_path, 14) == {'en': own._replace(longest=longest)}
 
-@pytest.mark.parametrize('own, of_base', [(5, 9), (9, 5), (9, 9)])
-def test_what_the_base_has_learned_counts_too(monkeypatch, tmp_path, own, of_base):
-    longest = {}
-    for name, most in (('base', of_base), ('run', own)):
-        for folder in (tmp_path / name, cache := tmp_path / f'{name} cache'): folder.mkdir()
-        (cache / 'manifest.json').touch()
-        facts = {'cache': str(cache)} | ({'base': str(tmp_path / 'base')} if name == 'run' else {})
-        (tmp_path / name / 'run.json').write_text(json.dumps(facts))
-        longest[str(cache)] = most
-    monkeypatch.setattr(guard, 'code_rates', lambda cache, clips: {'en': Rate(1., 2., longest[cache])})
-    assert run_rates(tmp_path / 'run') == {'en': Rate(1., 2., 9)}
-
-
-# --- words that were left out -------------------------------------------------------------------------------
-
 def test_likelihoods_are_those_of_the_logits(xtts):
     gpt, draw = xtts.gpt, np.random.default_rng(0)
     texts, codes = [[3, 5, 4, 6, 7], [3, 5, 7], [3, 6, 6, 6]], draw.integers(0, xtts.gpt.code_start, 9)
@@ -131,51 +80,6 @@ def test_likelihoods_are_those_of_the_logits(xtts):
             expected = sum(np.log(share[i, code]) for i, code in enumerate([*spoken, gpt.code_stop]))
             assert likelihood == pytest.approx(expected, rel=1e-4)
         assert len({*found.tolist()}) == 3
-
-@pytest.fixture
-def likely(monkeypatch, guarded):
-    "The codes have so many of the words; each other word of a text makes them less likely."
-    def likelihoods(gpt, texts, prompt, codes):
-        assert gpt is guarded.xtts.gpt and prompt == 'prompt of b'
-        written = [set(guarded.xtts.tokenizer.decode(ids)) & set('abc') for ids in texts]
-        return np.array([-10 - lack * len(words - set(codes)) for words in written])
-    lack = 3.
-    monkeypatch.setattr('xtts_nb.speech.guard.code_likelihoods', likelihoods)
-    def change(value):
-        nonlocal lack
-        lack = value
-    return change
-
-@pytest.mark.parametrize('text, spoken, word', [
-    ('aa bb cc', 'abc', None), ('aa bb cc', 'ac', 'bb'), ('aa bb cc', '', 'aa'), ('aa', '', None),
-    ('aa bb', 'b', 'aa'), ('aa bb', 'a', 'bb')])
-def test_the_missing_word_is_named(guarded, likely, text, spoken, word):
-    "From a gain of the log-likelihood above 1 on."
-    given = text, 'en', Voice('prompt of b', None), [*spoken]
-    assert missing_word(guarded, *given) == word
-    likely(1.01)
-    assert missing_word(guarded, *given) == word
-    likely(1.)
-    assert missing_word(guarded, *given) is None
-
-@pytest.mark.parametrize('word, checked, again', [
-    (None, True, False), ('bb', True, True), ('bb', False, False)])
-def test_a_text_with_a_missing_word_is_spoken_again(xtts, forced, monkeypatch, word, checked, again):
-    looked = []
-    def missing(speaker, text, language, voice, codes):
-        looked.append((text, language, voice, codes.tolist()))
-        return word if codes.tolist() == GOOD else None
-    monkeypatch.setattr('xtts_nb.speech.guard.missing_word', missing)
-    speaker = GuardedSpeaker(xtts, rates={'en': Rate(1.5, 4.)}, check_words=checked)
-    calls = forced([MANY[:39], GOOD], [MANY[:41]] * 2)
-    length, _, _ = speak(speaker, 2)
-    assert length == [39, 41 if again else 40] and len(calls) == 1 + again
-    report = [{'found': 'missing word', 'word': 'bb', 'done': 'spoken again'}]
-    assert speaker.reports == ([], report if again else [])
-    assert looked[:2] == [(LONG, 'en', 'a', MANY[:39]), (LONG + ' ', 'en', 'b', GOOD)][:2 * checked]
-
-
-# --- speaking again -----------------------------------------------------------------------------------------
 
 @pytest.fixture
 def forced(monkeypatch):
@@ -209,12 +113,6 @@ def speak(speaker, count, text=LONG):
     return length.numpy().tolist(), states[:, 0, 0].numpy().tolist(), codes.numpy()
 
 def faults(speaker): return [[(f['found'], f['done']) for f in row] for row in speaker.reports]
-
-def test_a_clean_batch_is_spoken_once(guarded, forced):
-    calls = forced([GOOD, GOOD])
-    length, states, codes = speak(guarded, 2)
-    assert length == [40, 40] and states == [100, 101] and faults(guarded) == [[], []] and len(calls) == 1
-    assert codes[1, :40].tolist() == GOOD and codes.dtype == np.int32
 
 def test_a_faulty_row_is_spoken_again_in_every_row(guarded, forced):
     "With a seed for each attempt. The first better one is kept; its fault, which is trimmed, is reported."
@@ -265,15 +163,3 @@ def test_a_shorter_attempt_of_the_real_loop_is_kept_beside_a_longer_one(unending
                                [('trailing repetition', 'spoken again'), ('too few codes', 'spoken again')]]
     assert len(speaker.mels(['aa', LONG], ['en'] * 2, voices)) == 2
     assert [trace_count(loop) for loop in (speaker._begin, speaker._extend)] == [1, 2]   # greedy and sampled
-
-def test_noise_after_a_short_text_is_cut(guarded, forced):
-    forced([MANY[:50]], [MANY[:55]], [MANY[:50]])
-    tokens = len(guarded._ids('aa', 'en'))
-    assert speak(guarded, 1, 'aa')[0] == [4 * tokens + 11] and tokens <= 8
-    assert faults(guarded) == [[('noise after a short text', 'trimmed')]]
-
-def test_the_report_reaches_the_long_text_and_the_sound_is_shorter(guarded, forced):
-    calls = forced([[*GOOD, *[7] * 16]])
-    wav, report = speak_whole(guarded, LONG, 'en', VOICE)
-    assert report == [{'piece': 0, 'text': LONG, 'done': 'trimmed', 'found': 'trailing repetition', 'at': 42}]
-    assert len(calls) == 1 and abs(len(wav) - 42 * 1024) < 1024

@@ -1,5 +1,4 @@
 "Long text: nothing lost, nothing too long, linear; spoken in order with pauses, and what cannot be spoken."
-import sys
 from random import Random
 
 import numpy as np
@@ -7,19 +6,18 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
-from xtts_nb.data.text import ABBREVIATIONS, LANGUAGES, NothingToSay, Tokenizer
+from xtts_nb.data.text import LANGUAGES
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.guard import Rate
 from xtts_nb.speech.long import (
-    MAX_CHARACTERS, SHORT_FORMS, TextPiece, _separable, language_runs, sentences, speak_long,
-    speak_whole, split_text, spoken_pieces, text_pieces)
+    MAX_CHARACTERS, TextPiece, _separable, language_runs, sentences, speak_long,
+    split_text, text_pieces)
 
 VOICE = synthetic_voice(1.)
 SCRIPTS = {'ru': 'абвгд', 'ar': 'ابتثَِ', 'fa': 'اب\u200cپچَ', 'zh-cn': '你好吗，。！', 'ja': '私はカ゛ー。、',
            'hi': 'कि्षा।ं', 'ko': '안녕가\u1100\u1161\u11a8'}
 MARKS = ' ' * 20 + ',.;:!?…"\')-—\n0123456789e\u0301👍🏽🇩🇪👩\u200d🚀'
 EVERY = [*LANGUAGES, 'fa']
-
 
 def texts(language, n):
     "Words, no spaces, digits, mixed scripts, marks alone, spaces, and marks that combine."
@@ -29,7 +27,6 @@ def texts(language, n):
     yield ''.join(draw.choices('0123456789', k=n))
     yield ''.join(draw.choices(''.join(SCRIPTS.values()) + 'abcXYZ' + MARKS, k=n))
     for unit in ('. ', ' \n', 'a\u0301\u0300', '\ud83d\ude00'): yield unit * (n // len(unit))
-
 
 def check(text, language, most):
     "Split, with `most` weighted characters to a piece; the weighed characters for each of the text."
@@ -55,12 +52,6 @@ def test_no_character_is_lost_and_every_piece_fits(language):
 def test_the_work_grows_with_the_text(language, most):
     "Counted in characters that `fits` sees."
     for text in texts(language, 100_000): assert check(text, language, most) < 6
-
-@pytest.mark.slow
-@pytest.mark.parametrize('language', EVERY)
-def test_a_long_text_of_each_language(language):
-    for text in texts(language, 100_000): assert check(text, language, 120) < 6
-
 
 ALWAYS = lambda piece: True
 
@@ -125,11 +116,6 @@ def test_an_abbreviation_ends_no_sentence(language):
     marked = ABBREVIATED[language]
     assert '|'.join(sentences(marked.replace('|', ''), language)) == marked
 
-def test_one_table_of_abbreviations():
-    "All languages, and all that the cleaning expands."
-    assert {*SHORT_FORMS} == {language[:2] for language in EVERY}
-    for language, forms in ABBREVIATIONS.items(): assert {*forms} <= {*SHORT_FORMS[language][0]}
-
 DOG = 'The dog sleeps. '
 
 @pytest.mark.parametrize('text, most, pieces', [   # sentences in each piece
@@ -143,16 +129,6 @@ def test_sentences_are_packed(text, most, pieces):
     assert ''.join(p.text for p in found) == text
     assert [len(sentences(p.text, 'en')) for p in found] == pieces
 
-def test_the_first_sentence_can_come_alone():
-    for text, first in ((DOG * 6, DOG), ('Yes. ' + DOG * 6, 'Yes. ' + DOG), (DOG, DOG)):
-        found = [p.text for p in split_text(text, 'en', ALWAYS, soon=True)]
-        assert found[0] == first and ''.join(found) == text and len(found) <= 2
-
-@pytest.mark.parametrize('text, pieces', [
-    ('Yes. The dog sleeps all day.', 1), ('The dog sleeps. . . - ', 1),
-    ('Yes.\n\nThe dog sleeps all day.', 2)])
-def test_a_short_piece_is_joined(text, pieces): assert len(split_text(text, 'en', ALWAYS)) == pieces
-
 def test_the_pause_follows_the_punctuation():
     text = ('At Smith Jr., Bob and I are. This is the first one. This is the second… This is the third, '
             'long one; and here, yes, a very long part\n\nof what is it? "Look at that!" he said again')
@@ -162,24 +138,6 @@ def test_the_pause_follows_the_punctuation():
         (' one.', .35), ('cond…', .5), ('hird,', .15), (' yes,', .15), (' part', .7),
         ('s it?', .35), ('hat!"', .25), ('again', 0)]
 
-@pytest.mark.parametrize('text, most, parts', [
-    ('one two, three four five', 20, ['one two, ', 'three four five']),   # a clause before a space
-    ('ab, ' + 'c' * 30, 20, ['ab, ' + 'c' * 13, 'c' * 17]),   # not at its edge
-    ('在那2024年他来', 6, ['在那2024', '年他来']), ('123456', 3, ['123', '456']),
-    ('a' + '\u0301' * 9, 3, ['a' + '\u0301' * 9])])
-def test_where_a_long_sentence_is_divided(text, most, parts):
-    assert [p.text for p in split_text(text, 'zh', lambda piece: len(piece.strip()) <= most)] == parts
-
-def test_numbers_count_as_they_are_read(xtts):
-    "Each piece has the tokens of its words, not of its digits."
-    tokenizer = Tokenizer(xtts.tokenizer.bpe, 'xtts')
-    count = lambda piece: len(tokenizer.encode(piece, 'en'))
-    pieces = split_text('1234567 ' * 9, 'en', lambda piece: count(piece) <= 150)
-    assert len(pieces) > 3 and max(count(p.text) for p in pieces) <= 150
-
-
-# --- the language -------------------------------------------------------------------------------------------
-
 def test_each_sentence_has_its_language():
     parts = [('I like it a lot. No. Really? ', 'en'), ('Das Leben ist schön, und ich komme morgen. ', 'de'),
              ('That is all. ', 'en'), ('你好。我是学生。', 'zh-cn'), ('今日は天気がいいですね。', 'ja')]
@@ -187,13 +145,6 @@ def test_each_sentence_has_its_language():
     assert language_runs(text, ['de', 'en', 'it', 'ja', 'xx', 'zh-cn']) == parts
     assert language_runs(text, ['fa']) == [(text, 'fa')]
     with pytest.raises(UserError, match='en, xx.*give the language'): language_runs(text, ['en', 'xx'])
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'lingua', None)
-    with pytest.raises(UserError, match=r"pip install 'xtts_nb\[detect\]'"): language_runs('a', ['en', 'de'])
-
-
-# --- speaking -----------------------------------------------------------------------------------------------
 
 class Recorder:
     "Speaks a text as as many samples as it has characters, each the number of the batch."
@@ -211,11 +162,6 @@ class Recorder:
 @pytest.fixture
 def recorder(xtts): return Recorder(xtts)
 
-@pytest.mark.parametrize('newline', ['\r\n', '\r'])
-def test_a_text_is_the_same_with_any_end_of_line(recorder, newline):
-    text = 'aa bb\ncc dd\n\ngg hh\n \n# aa\n\n* bb\n* cc\n'
-    assert text_pieces(recorder, text.replace('\n', newline), 'en') == text_pieces(recorder, text, 'en')
-
 TEXT = 'aa bb cc dd ee ff\n\ngg hh\n\naa bb cc dd ee ff gg hh\n\nbb'
 
 def test_pieces_are_spoken_in_order(recorder):
@@ -232,26 +178,6 @@ def test_pieces_are_spoken_in_order(recorder):
     *given, seeds = zip(*recorder.batches)
     assert given == [(tuple(texts[:3]), ('bb',) * 3), (('en',) * 3,) * 2, (['heard me'] * 3,) * 2]
     assert seeds[0][0] == 7 and len({*seeds[0], *seeds[1]}) == 4   # one for each piece
-
-def test_only_the_first_sentence_comes_alone_and_only_if_it_is_wanted_soon(recorder):
-    text = 'Aa bb cc dd ee ff. ' * 4
-    count = lambda *soon: [p.text.count('.') for p in text_pieces(recorder, text, 'en', *soon)[0]]
-    assert count() == count(False) == [3, 1] and count(True) == [1, 3]
-
-def test_pieces_of_similar_length_together(recorder):
-    wav, report = speak_whole(recorder, TEXT, 'en', 'me', rows=2)
-    assert [[len(t.strip()) for t in texts] for texts, *_ in recorder.batches] == [[2, 5], [17, 23]]
-    assert report == [] and wav[[0, 19, 54, -1]].tolist() == [2, 0, 1, 1]
-    assert len(wav) == len(TEXT) + 3 * 35
-
-def test_reports_name_their_piece(xtts):
-    recorder = Recorder(xtts, [[{'found': 'x'}], []])
-    _, report = speak_whole(recorder, f'{TEXT}\n\n☺', 'en', 'me', rows=2, early=True)
-    left = {'found': 'cannot be said "☺"', 'done': 'left out'}
-    assert report == [{'piece': 0, 'text': 'aa bb cc dd ee ff'} | left,
-                      {'piece': 0, 'text': 'aa bb cc dd ee ff', 'found': 'x'},
-                      {'piece': 2, 'text': 'aa bb cc dd ee ff gg hh', 'found': 'x'},
-                      {'piece': 4, 'text': '☺', 'found': 'nothing to say', 'done': 'skipped'}]
 
 @pytest.mark.parametrize('language', ['en', 'auto'])
 @pytest.mark.parametrize('text, words', [
@@ -278,19 +204,3 @@ def test_a_mark_that_is_not_said_still_divides(recorder):
     assert pieces[0].notes == ({'found': 'cannot be said "# * - . 😀"', 'done': 'left out'},
                                {'found': 'unknown letters "ж"', 'done': 'left out'})
     assert pieces[1].notes == pieces[2].notes == () and all(tokens)
-
-@pytest.mark.parametrize('text', ['😀 ...', '---', '\u200b', ' ', '', 'ж', '```py\nx\n```'])
-def test_a_text_with_nothing_to_say_has_no_spoken_piece(recorder, text):
-    "So that a service can answer it with silence."
-    assert not any(text_pieces(recorder, text, 'en')[1])
-    with pytest.raises(NothingToSay): spoken_pieces(recorder, text, 'en')
-
-def test_a_language_that_the_model_does_not_know(recorder):
-    for text in ('aa', ''):
-        with pytest.raises(UserError, match='"xx"'): speak_long(recorder, text, 'xx', 'me')
-
-@pytest.mark.slow
-def test_a_speaker_says_the_same_as_alone(xtts):
-    speaker = Speaker(xtts, max_seconds=0.3)
-    wav, report = speak_whole(speaker, 'aa bb', 'en', VOICE)
-    assert np.array_equal(wav, speaker('aa bb', 'en', VOICE)) and not report

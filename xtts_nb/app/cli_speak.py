@@ -297,6 +297,8 @@ def _evaluate(
     sentences: option(str | None, 'Speak fixed sentences of these languages (de,fa or all) in the voices of '
                                   'DATA instead.') = None,
     report: option(Path | None, 'Folder for a page with players.') = None,
+    transcribe: option(str | None, 'Whisper model for word and character errors: a folder, or a name such as '
+                                   'small, which faster-whisper fetches.', '--transcribe') = None,
     language: option(str, 'Language of rows without one, in a corpus.') = 'en',
     seed: option(int, 'Seed for the choice of clips and for sampling.', min=0) = 0,
     record: Record = False,
@@ -314,7 +316,7 @@ def _evaluate(
         held = _never_seen(data, facts)
         with tempfile.TemporaryDirectory() as folder:
             fixed = _fixed(xtts, sentences, Path(folder), clips) if sentences else None
-            found = evaluate(xtts, data, held, clips, seed, language, tell, fixed)
+            found = evaluate(xtts, data, held, clips, seed, language, tell, fixed, transcribe)
     result, text = found.to_dict(), scores_text(found.scores)
     if report:
         result['report'] = str(evaluation_report(found, report))

@@ -729,8 +729,8 @@ def _bench_model(
 ):
     "Milliseconds of masks and losses row by row and at once, and of a forward pass at changing shapes."
     start()
-    from xtts_nb.models.xtts import model_speed
-    with progress() as tell: rows = model_speed(batches, batch_size, rounds, tell)
+    measure = from_checkout('model', 'bench model').model_speed
+    with progress() as tell: rows = measure(batches, batch_size, rounds, tell)
     about = f'GPT 1 x 64, {batches} batches of {batch_size} random clips as long as those of LJSpeech'
     if record: write_record('model', rows, model=about, batches=batches)
     return {'rows': rows, 'model': about}, f'{table(about, rows[:3])}\n{table("", rows[3:])}'

@@ -49,11 +49,12 @@ from ..files import (
 from ..models.dvae import load_dvae
 from ..models.xtts import XTTS
 from ..monitor.live import device_names, plot_samples
+from ..report import facts, heading, picture, player, plot_mels, write_report
 from ..sampler import best_probe, Sampler
 from ..speech.evaluate import (
-    facts, heading, hits, MAIN_SOURCES, picture, player, plot_mels, QUICK_JUDGES, score_sounds, scores_table,
-    source_sounds, Trial, write_report)
+    MAIN_SOURCES, QUICK_JUDGES, score_sounds, scores_table, source_sounds, Trial)
 from ..speech.generate import Speaker
+from ..speech.listen import hits
 from ..train.parts import train_dvae
 from ..train.runs import new_run
 from ..train.step import step_before_after, step_modes

@@ -23,7 +23,8 @@ from .demo import plot_losses
 from ..config import read_settings, TrainingConfig, UserError
 from ..data.cache import file_sha
 from ..files import check_results, check_writable, has_keys, read_json, read_json_lines, write_json
-from ..speech.evaluate import facts, heading, picture, player, scores_table, write_report
+from ..report import facts, heading, picture, player, write_report
+from ..speech.evaluate import scores_table
 from ..train.launch import catch_sigterm
 from ..train.runs import run_facts
 from ..train.trainer import says_no_words, WORDS

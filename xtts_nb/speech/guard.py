@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TAIL_CODES', 'TAIL_VARIETY', 'WORD_CODES', 'WORD_EDITS', 'TEXT_REPEATS', 'SECOND', 'SHORT_TOKENS', 'SHORT_NOISE',
-           'MISSING', 'RETRIES', 'RETRY_TEMPERATURE', 'tail_start', 'edit_distance', 'repeated_word', 'Rate',
-           'code_rates', 'training_facts', 'run_rates', 'code_likelihoods', 'missing_word', 'inspect_codes', 'unsolved',
+           'MISSING', 'RETRIES', 'RETRY_TEMPERATURE', 'tail_start', 'repeated_word', 'Rate', 'code_rates',
+           'training_facts', 'run_rates', 'code_likelihoods', 'missing_word', 'inspect_codes', 'unsolved',
            'retry_sampling', 'GuardedSpeaker', 'padded', 'settled']
 
 # %% ../../nbs/speech/guard.ipynb #92f88dc3
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from rapidfuzz.distance import Levenshtein
 
 from ..data.cache import map_arrays, read_manifest
 from ..data.text import pad_ids
@@ -42,14 +43,6 @@ def tail_start(codes: np.ndarray) -> int:   # len(codes) if there is no such tai
 WORD_CODES, WORD_EDITS = (8, 40), 0.3   # length of a repeated word; edits per code at most
 TEXT_REPEATS = re.compile(r'\b(\w+)\W+\1\b|([\u0900-\uffff]{1,4})\2')
 
-def edit_distance(a: np.ndarray, b: np.ndarray) -> int:
-    "Codes to insert, remove or replace."
-    places, row = np.arange(len(b) + 1), np.arange(len(b) + 1)
-    for i, code in enumerate(a):
-        best = np.minimum(row[:-1] + (b != code), row[1:] + 1)
-        row = np.minimum.accumulate(np.concatenate([[i + 1], best]) - places) + places
-    return int(row[-1])
-
 def repeated_word(codes: np.ndarray) -> tuple[int, int] | None:   # start and length
     "The first stretch of codes that is followed by nearly the same."
     for n in range(WORD_CODES[0], min(WORD_CODES[1], len(codes) // 2) + 1):
@@ -59,7 +52,7 @@ def repeated_word(codes: np.ndarray) -> tuple[int, int] | None:   # start and le
         for i in np.flatnonzero(share >= 0.5):
             word = codes[i:i + n]
             if 2 * len({*word.tolist()}) <= n: continue
-            if edit_distance(word, codes[i + n:i + 2 * n]) <= WORD_EDITS * n: return int(i), n
+            if Levenshtein.distance(word, codes[i + n:i + 2 * n]) <= WORD_EDITS * n: return int(i), n
 
 # %% ../../nbs/speech/guard.ipynb #e85fd165
 SECOND = 22   # codes

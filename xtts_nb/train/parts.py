@@ -101,7 +101,7 @@ class Crops:
 
 # %% ../../nbs/train/parts.ipynb #27a2f6a7
 GPT_ONLY = dict(epochs=0, precision='float32', accumulation=1, gradient_checkpointing=False, listen_clips=0,
-                listen_world=False, judge_by='loss')
+                judge_by='loss')
 DVAE_ALWAYS = GPT_ONLY | dict(schedule='cosine', warmup_steps=50, weight_decay=0., beta_2=0.999,
                               gradient_clip_norm=1.)
 

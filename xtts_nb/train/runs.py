@@ -28,7 +28,7 @@ from ..models.dvae import load_dvae
 from xtts_nb.files import (
     atomic_file, atomic_folder, check_folder, fingerprint, has_keys, load_weights, PART, read_json,
     write_json)
-from ..speech.evaluate import Listener, mean_world_scores, world_package
+from ..speech.listen import Listener
 from ..models.xtts import XTTS
 from ..data.text import Tokenizer
 from .trainer import Trainer, epochs_to_steps, on_device
@@ -371,10 +371,8 @@ def _listener(xtts: XTTS, cache: Cache, out: np.ndarray):   # (number of clips) 
         raise UserError('training.listen_clips: there is nothing to listen to; hold clips out and set '
                         'training.validate_every.')
     clips = np.flatnonzero(out & within_limits(cache, xtts.config.data))
-    judge = mean_world_scores if training.listen_world else None
-    if judge: world_package()   # a missing one is named before the training begins
     encoder = _encoder(cache, xtts.config)
-    return lambda count: Listener(xtts, cache, clips, count, encoder, judge)
+    return lambda count: Listener(xtts, cache, clips, count, encoder)
 
 # %% ../../nbs/train/runs.ipynb #1337b1c1
 def _check_alike(cache: Cache, val: Cache):
