@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,6 @@ from tree import ROOT, notebooks
 from wheels import users_environment
 
 from xtts_nb.config import workspace
-from xtts_nb.train.profile import free_port
 
 pytestmark = pytest.mark.slow
 LIVE = '.widget-html .xtts-live'   # not the frame that the page itself shows
@@ -110,7 +110,7 @@ def lab(chromium, pages, user, tmp_path_factory):
                   'JUPYTER_RUNTIME_DIR': str(home / 'runtime'),
                   'JUPYTERLAB_SETTINGS_DIR': str(home / 'settings'),
                   'JUPYTERLAB_WORKSPACES_DIR': str(home / 'workspaces')}
-    port = free_port()
+    with socket.create_server(('127.0.0.1', 0)) as server: port = server.getsockname()[1]
     command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--ip=127.0.0.1', f'--port={port}',
                '--allow-root', '--ServerApp.port_retries=0', '--IdentityProvider.token=',
                f'--ServerApp.root_dir={pages}', '--LabApp.expose_app_in_browser=True',
