@@ -60,12 +60,6 @@ allocation 4: size 1000, preallocated-temp:
                                   'peak': 1148}
 
 
-def test_an_unknown_card_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'argv', ['xla_gpu.py', 'record', 'tpu'])
-    with pytest.raises(SystemExit): xla_gpu.main()
-    assert 'there is no card tpu' in capsys.readouterr().err
-
-
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
     "Names of the programs that were compiled, in an empty folder of records; `lora` is cut off at first."
@@ -94,13 +88,3 @@ def test_a_run_that_was_cut_off_goes_on(asked, tmp_path):
     assert cut.is_file() and (len(first), len(second)) == (2, 5)   # what another call wrote stays
     assert [row['name'] for row in rows] == [f'gradients, {one["name"]}' for one in wanted]
     assert [(row['rows'], row['training'].get('finetune')) for row in rows[-2:]] == [(8, None), (8, 'lora')]
-
-
-def test_a_program_is_compiled_again_if_asked_or_for_another_card_or_compiler(asked, tmp_path, monkeypatch):
-    one = xla_gpu.memory_requests([30], [2])[:1]
-    for card, anew in (('h100', False), ('h100', False), ('h100', True), ('h200', False)):
-        xla_gpu.make_record('memory', card, one, anew)
-    assert len(asked) == 3 and len([*tmp_path.glob('*.json')]) == 3
-    monkeypatch.setattr(xla_gpu, 'JAX', '1.0')
-    xla_gpu.make_record('memory', 'h100', one)
-    assert len(asked) == 4 and len([*tmp_path.glob('*.json')]) == 4
