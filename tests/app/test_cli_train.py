@@ -336,8 +336,8 @@ def test_a_corpus_of_older_clips_is_prepared_for_the_cache(built, corpus, prepar
     ({'mix_share': .5}, {}, False, '', '--mix-share: there are no older clips; name them with --mix'),
     ({'mix': 'a'}, {}, True, '', '--mix: older clips are read where one device does all'),
     ({}, {'mix': 'a'}, True, '', '--mix: older clips are read where one device does all'),
-    ({'mix': 'a'}, {}, False, 'x', '--mix: is for one device; train without xtts-nb distributed'),
-    ({}, {'mix': 'a'}, False, 'x', '--mix: is for one device')])
+    ({'mix': 'a'}, {}, False, 'x', '--mix: is for one machine; train on one, or leave it out'),
+    ({}, {'mix': 'a'}, False, 'x', '--mix: is for one machine')])
 def test_where_older_clips_cannot_be_read(monkeypatch, asked, facts, fed, cluster, said):
     if cluster: monkeypatch.setenv('TF_CONFIG', cluster)
     asked = SimpleNamespace(**{'mix': None, 'mix_share': None, 'val': 0.} | asked)

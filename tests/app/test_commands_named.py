@@ -28,9 +28,7 @@ def commands() -> dict[tuple, set]:   # {(command,) or (group, command): its opt
 def unknown(text: str, known: dict) -> list[str]:
     "The commands and options in `text` that do not exist."
     out = []
-    # `distributed -- train --data CACHE` are two commands
-    parts = (part for found in COMMAND.finditer(text) for part in re.split(r'\s--\s', found.group(1)))
-    for words in map(str.split, parts):
+    for words in (found.group(1).split() for found in COMMAND.finditer(text)):
         path = max((p for p in known if tuple(words[:len(p)]) == p), key=len, default=None)
         options = known.get(path, set())
         wrong = {re.match(r'--[a-z0-9-]+', w).group() for w in words if re.match(r'--[a-z]', w)} - options

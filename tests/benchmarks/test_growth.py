@@ -1,8 +1,7 @@
 "Scaling over devices: the ring, the limits, and the fit of a link."
 import json
-import sys
+import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from benchmarks import growth as page
 from benchmarks.growth import (
     LINKS, Link, StepCost, check_growth, computed_cost, emulate, fit_link, growth, growth_verdict,
-    measure_workers, measured_cost, plot_growth, predict, ring_seconds, scaling_limit)
+    measure_workers, measured_cost, plot_growth, predict, ring_seconds, run_workers, scaling_limit)
 from xtts_nb.config import UserError
-from xtts_nb.train.launch import tf_config
 
 pytestmark = pytest.mark.slow
 
@@ -176,29 +174,30 @@ def test_the_verdict_is_on_the_largest_error_of_what_was_not_fitted(errors, larg
 @pytest.mark.parametrize('index', [0, 1])
 def test_a_worker_sleeps_adds_up_and_worker_0_writes_the_medians(index, monkeypatch, tmp_path):
     "The first two steps, which compile, do not count."
-    monkeypatch.setenv('TF_CONFIG', tf_config(['a:1', 'b:2'], index))
     now, took, added = [5.], iter([90., 90., 1., 2., 3., 10.] * 2 + [0.] * 9), []
     clock = SimpleNamespace(perf_counter=lambda: now[0],
                             sleep=lambda s: now.__setitem__(0, now[0] + s * next(took)))
-    strategy = SimpleNamespace(run=lambda f, x: added.append(x[0].shape[0]) or x[0],
+    strategy = SimpleNamespace(run=lambda f, x: added.append(x[0].shape[0]) or x[0], cluster_resolver=None,
                                experimental_local_results=lambda x: (x,))
     monkeypatch.setattr(page, 'time', clock)
     monkeypatch.setattr(page, 'setup_gpu_strategy', lambda: strategy)
+    monkeypatch.setattr(page, 'this_worker', lambda resolver: (index, 2))
     emulate(tmp_path / 'medians.json', [100, 200], 0.5, 4)
     assert added == [25, 50]   # of four bytes
     assert sorted(tmp_path.iterdir()) == [tmp_path / 'medians.json'][index:]
     if not index: assert json.loads((tmp_path / 'medians.json').read_text()) == {'100': 1.25, '200': 1.25}
 
-def test_workers_are_started_without_a_card_and_their_medians_read(monkeypatch):
-    commands = []
-    def supervise(command, workers, gpus, wait, restarts):
-        commands.append((command[:2], len(workers), gpus, restarts))
-        call = command[2].rpartition('; ')[2]
-        write = lambda out, sizes, s, n: Path(out).write_text(json.dumps(dict.fromkeys(sizes, s + n)))
-        exec(call, {'emulate': write})
-        return codes.pop()
-    codes = [7, 0]
-    monkeypatch.setattr(page, 'supervise', supervise)
-    assert measure_workers(3, [4, 8], 0.5, 2) == {4: 2.5, 8: 2.5}
-    assert commands == [([sys.executable, '-c'], 3, {0: '-1', 1: '-1', 2: '-1'}, 0)]
-    with pytest.raises(UserError, match='3 local workers ended with code 7'): measure_workers(3, [4], 0.5, 2)
+def test_workers_run_together_and_end_together(tmp_path):
+    "Each in its own place, without a card; one that fails ends the others."
+    program = f"""import json, os, pathlib, sys, time
+place = json.loads(os.environ['TF_CONFIG'])
+index = place['task']['index']
+pathlib.Path({str(tmp_path)!r}, f'{{index}}-{{len(place["cluster"]["worker"])}}').touch()
+assert os.environ['CUDA_VISIBLE_DEVICES'] == '-1'
+"""
+    assert run_workers(program, 3) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['0-3', '1-3', '2-3']
+    begun = time.monotonic()
+    assert run_workers(program + 'if index: sys.exit(7)\ntime.sleep(60)', 2) == 7
+    assert time.monotonic() - begun < 30
+    with pytest.raises(UserError, match='2 local workers ended with code'): measure_workers(2, ['x'])

@@ -15,8 +15,7 @@ from cheap import HELD, Cheap, lines_of, outcome, summary
 from process import reached, started, tree, xtts_nb
 from xtts_nb.files import PART, read_tensors
 from xtts_nb.train import trainer as checkpoint, runs, trainer as trainer_page
-from xtts_nb.train.launch import catch_sigterm
-from xtts_nb.train.trainer import checkpoints, snapshot, Trainer
+from xtts_nb.train.trainer import catch_sigterm, checkpoints, snapshot, Trainer
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.xtts import XTTS

@@ -24,9 +24,8 @@ from ..config import read_settings, TrainingConfig, UserError
 from ..data.cache import file_sha
 from ..files import check_results, check_writable, has_keys, read_json, read_json_lines, write_json
 from ..speech.evaluate import facts, heading, picture, player, scores_table, write_report
-from ..train.launch import catch_sigterm
 from ..train.runs import run_facts
-from ..train.trainer import says_no_words, WORDS
+from ..train.trainer import catch_sigterm, says_no_words, WORDS
 
 # %% ../../nbs/app/tune.ipynb #c0720006
 class TuningStage(NamedTuple):
