@@ -58,33 +58,3 @@ allocation 4: size 1000, preallocated-temp:
 '''
     assert xla_gpu.plan(text) == {'arguments': 140, 'results': 48, 'in_place': 40, 'temporary': 1000,
                                   'peak': 1148}
-
-
-@pytest.fixture
-def asked(tmp_path, monkeypatch):
-    "Names of the programs that were compiled, in an empty folder of records; `lora` is cut off at first."
-    names = []
-
-    def rows_of(wanted, card, *_):
-        names.append(wanted[0]['name'])
-        if names.count(names[-1]) == 1 and 'lora' in names[-1]: raise KeyboardInterrupt
-        return [{'name': f'gradients, {names[-1]}', 'peak': len(names)}]
-
-    monkeypatch.setattr(xla_gpu, 'rows_of', rows_of)
-    monkeypatch.setattr(xla_gpu, 'RECORDS', tmp_path)
-    return names
-
-
-def test_a_run_that_was_cut_off_goes_on(asked, tmp_path):
-    wanted = xla_gpu.memory_requests([30], [2, 8], ['all kept', 'checkpointing', 'lora'])
-    with pytest.raises(KeyboardInterrupt): xla_gpu.make_record('memory', 'h100', wanted)
-    cut, = tmp_path.glob('*.json')
-    assert [row['peak'] for row in json.loads(cut.read_text())['rows']] == [1, 2]
-    with pytest.raises(KeyboardInterrupt): xla_gpu.make_record('memory', 'h100', wanted)
-    xla_gpu.make_record('memory', 'h100', wanted)
-    assert asked == [one['name'] for one in [*wanted[:3], *wanted[2:], wanted[-1]]]
-    tables = [json.loads(p.read_text())['rows'] for p in tmp_path.glob('*.json')]
-    first, second, rows = sorted(tables, key=len)
-    assert cut.is_file() and (len(first), len(second)) == (2, 5)   # what another call wrote stays
-    assert [row['name'] for row in rows] == [f'gradients, {one["name"]}' for one in wanted]
-    assert [(row['rows'], row['training'].get('finetune')) for row in rows[-2:]] == [(8, None), (8, 'lora')]

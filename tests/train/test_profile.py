@@ -1,6 +1,4 @@
 "The placement, time and memory of a training step."
-from types import SimpleNamespace
-
 import keras
 import numpy as np
 import pytest
@@ -9,10 +7,9 @@ import tensorflow as tf
 from process import tree, xtts_nb
 from xtts_nb.config import UserError
 from xtts_nb.models.gpt import GPT
-from xtts_nb.train import profile as page
 from xtts_nb.train.profile import (
     memory, op_placement, owners, peak_memory, placement_summary, prefixes, profile_page, profile_text,
-    slowest_stage_text, split, tables, trace, variable_placement, write_page)
+    slowest_stage_text, tables, trace, variable_placement, write_page)
 from xtts_nb.train.step import Update, random_batch
 
 
@@ -62,16 +59,6 @@ def test_prefixes_are_parts_of_the_step(plain):
     np.testing.assert_allclose(norm, whole['gradient_norm'], rtol=1e-4)
     halves = prefixes(made(plain, accumulation=2))['forward'](batch, number)
     np.testing.assert_allclose(forward, halves, rtol=1e-5)
-
-
-def test_a_part_of_the_step_takes_what_it_adds(monkeypatch):
-    "0.1 s to the losses, 0.3 to the gradients, only 0.2 for all: nothing is left for the optimizer."
-    took = {'forward': 0.1, 'backward': 0.3, 'optimizer': 0.2}
-    arms = [SimpleNamespace(name=name, per_item=seconds, spread=0.) for name, seconds in took.items()]
-    monkeypatch.setattr(page, 'compare', lambda *given: SimpleNamespace(arms=arms))
-    rows = split(dict.fromkeys(took), {})
-    assert [(r['name'], r['ms'], r['share']) for r in rows] == [
-        ('forward', 100., 0.5), ('backward', 200., 1.), ('optimizer', 0., 0.)]
 
 
 FOUND = {'device': 'A <card>', 'mode': 'graph', 'trace': 'folder', 'unseen': ['this & that'],
