@@ -8,7 +8,7 @@ stage. Sleeping takes no core from the others, so this is the same on any machin
 import time
 from collections.abc import Callable, Iterable
 
-from xtts_nb.train.dual import Batches, Pipeline, SerialBatches, alternating_runs, pipeline_rows
+from xtts_nb.train.dual import Batches, Pipeline, pipeline_rows, SerialBatches
 
 STAGE_SECONDS = {'host': 0.030, 'data': 0.040, 'model': 0.050}
 
@@ -44,6 +44,10 @@ def bench_stages(
     progress=None,        # called with (done, total)
 ) -> list[dict]:          # of `pipeline_rows`
     "Emulated stages in turn and overlapped, in alternating rounds."
-    arms = {'serial': lambda: run_emulated(steps, times),
-            'pipelined': lambda: run_emulated(steps, times, ring)}
-    return pipeline_rows(alternating_runs(arms, rounds, progress), 1 / max(times.values()))
+    arms = {'serial': 0, 'pipelined': ring}
+    runs = {name: [] for name in arms}
+    for done in range(2 * rounds):
+        name = [*arms][done % 2]
+        runs[name].append(run_emulated(steps, times, arms[name]))
+        if progress: progress(done + 1, 2 * rounds)
+    return pipeline_rows(runs, 1 / max(times.values()))

@@ -30,13 +30,16 @@ over NVLink, it is 0. It has not been tried where every worker has a device of i
 import argparse
 import json
 import math
+import os
 import re
 import shlex
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,8 +59,7 @@ from xtts_nb.files import read_json, write_json  # noqa: E402
 from xtts_nb.models.dvae import parameter_count  # noqa: E402
 from xtts_nb.models.gpt import GPT  # noqa: E402
 from xtts_nb.models.xtts import step_flops  # noqa: E402
-from xtts_nb.train.distributed import setup_gpu_strategy  # noqa: E402
-from xtts_nb.train.launch import local_workers, supervise, this_worker  # noqa: E402
+from xtts_nb.train.distributed import setup_gpu_strategy, this_worker  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,25 @@ def emulate(out: str, sizes: list[int], seconds: float, steps: int):
             summed(x)[0].numpy()
             times.append(time.perf_counter() - begin)
         medians[size] = statistics.median(times[2:])
-    if this_worker()[0] == 0: write_json(out, medians)
+    if this_worker(strategy.cluster_resolver)[0] == 0: write_json(out, medians)
+
+def run_workers(program: str, count: int) -> int:
+    "Run `program` as so many workers of this machine, without a GPU; the first exit code that is not 0."
+    with ExitStack() as open_:   # all at once, so that no port is taken twice
+        servers = [open_.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(count)]
+        workers = [f'127.0.0.1:{server.getsockname()[1]}' for server in servers]
+    def start(index):
+        place = {'cluster': {'worker': workers}, 'task': {'type': 'worker', 'index': index}}
+        env = os.environ | {'TF_CONFIG': json.dumps(place), 'CUDA_VISIBLE_DEVICES': '-1'}
+        return subprocess.Popen([sys.executable, '-c', program], env=env)
+    children = [start(index) for index in range(count)]
+    try:
+        while not any(codes := [child.poll() for child in children]) and None in codes: time.sleep(0.2)
+        return next(filter(None, codes), 0)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 def measure_workers(workers: int, sizes: list[int], seconds: float = 0.05,
                     steps: int = 15) -> dict[int, float]:
@@ -202,9 +222,7 @@ def measure_workers(workers: int, sizes: list[int], seconds: float = 0.05,
         program = (f'import sys; sys.path.insert(0, {str(ROOT)!r}); '
                    'from xtts_nb.config import setup_tf; setup_tf(); '
                    f'from benchmarks.growth import emulate; emulate({out!r}, {sizes}, {seconds}, {steps})')
-        command = [sys.executable, '-c', program]
-        code = supervise(command, local_workers(workers), dict.fromkeys(range(workers), '-1'), wait=120,
-                         restarts=0)
+        code = run_workers(program, workers)
         if code: raise UserError(f'{workers} local workers ended with code {code}; see above.')
         return {int(size): s for size, s in read_json(out).items()}
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,6 @@ from tree import ROOT, notebooks
 from wheels import users_environment
 
 from xtts_nb.config import workspace
-from xtts_nb.train.profile import free_port
 
 pytestmark = pytest.mark.slow
 LIVE = '.widget-html .xtts-live'   # not the frame that the page itself shows
@@ -99,7 +99,7 @@ def lab(browser, pages, user, tmp_path_factory):
         file.write_text(json.dumps(values))
     folders = {'JUPYTER_CONFIG_DIR': 'config', 'JUPYTER_DATA_DIR': 'data', 'JUPYTER_RUNTIME_DIR': 'runtime',
                'JUPYTERLAB_SETTINGS_DIR': 'settings', 'JUPYTERLAB_WORKSPACES_DIR': 'workspaces'}
-    port = free_port()
+    with socket.create_server(('127.0.0.1', 0)) as server: port = server.getsockname()[1]
     command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--ip=127.0.0.1', f'--port={port}',
                '--allow-root', '--ServerApp.port_retries=0', '--IdentityProvider.token=',
                f'--ServerApp.root_dir={pages}', '--LabApp.expose_app_in_browser=True',

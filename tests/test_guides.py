@@ -52,7 +52,7 @@ def test_the_code_of_why_is_my_gpu_idle_runs(tmp_path, capsys):
 
 # speech, several processes or machines, many clips, the full size, files of others, whole benches: each has
 # tests of its own; and what a shell does
-ELSEWHERE = ('xtts-nb corpus', 'xtts-nb tune', 'voice/run', 'distributed', 'serve', '--shard', 'merge',
+ELSEWHERE = ('xtts-nb corpus', 'xtts-nb tune', 'voice/run', 'serve', '--shard', 'merge',
              '--preset xtts_v2', 'from-coqui', 'to-coqui', 'bench', 'check', 'profile', 'diagnose --data',
              'download', 'import', 'Claribel', '--data-gpu', 'make ', 'pip ', 'git ', 'curl', '-d ',
              '. .venv')
@@ -76,7 +76,7 @@ def commands_of(page: str) -> list[list[str]]:
      'runs/mine runs/both models/tuned models/fa runs/fa book.wav speaks report/report.html '
                        'learning_rate.png voices/anna.safetensors hello.wav'),
     ('quick_start', 11, 'runs/mine book.wav voices/anna.safetensors report/report.html cache/tuning'),
-    ('testing_guide', 3, 'load.csv report.md'), ('idle_gpu', 4, 'CACHE')])
+    ('testing_guide', 3, 'load.csv report.md'), ('idle_gpu', 5, 'CACHE RUN')])
 def test_the_commands_of_a_guide(page, count, made, corpus, mini, cheap, ran, tmp_path, monkeypatch):
     "In order, in one folder, on a small corpus and with updates that take no time."
     monkeypatch.chdir(tmp_path)

@@ -20,8 +20,7 @@ from xtts_nb.config import UserError
 from xtts_nb.files import append_line, PART
 from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
 from xtts_nb.speech.listen import Listener
-from xtts_nb.train.launch import late_interrupt
-from xtts_nb.train.trainer import checkpoints, epochs_to_steps, save_checkpoint, updates_of
+from xtts_nb.train.trainer import checkpoints, epochs_to_steps, late_interrupt, save_checkpoint, updates_of
 from xtts_nb.train.runs import (
     base_config, check_made_for, held_out_share, Mix, new_run, Replay, resume_run, run_facts,
     shared_shapes)

@@ -174,16 +174,14 @@ def _profile_step(
     out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
     rounds: option(int | None, 'Times that each variant runs; default: 7.', min=1) = None,
     dual: option(bool, 'Profile the stages of training on two devices instead.', '--dual') = False,
-    tensorboard: option(bool, 'Show the trace in TensorBoard until Ctrl-C.', '--tensorboard') = False,
     json_: Json = False,
 ):
-    "Profile a training step: placement, forward and backward, memory, most expensive operations."
+    "Profile a training step: placement, forward and backward, memory, and a trace for TensorBoard."
     with answer(json_) as show:
         from xtts_nb.config import workspace
         folder = out or workspace().runs / 'profile'
-        if dual: _refuse_with_dual(preset=preset, config=config, rounds=rounds, tensorboard=tensorboard)
+        if dual: _refuse_with_dual(preset=preset, config=config, rounds=rounds)
         show(*(_profile_dual(data, folder) if dual else _profile(data, preset, config, folder, rounds or 7)))
-    if tensorboard: _show_trace(folder)   # after the result is printed
 
 # %% ../../nbs/app/cli.ipynb #0a2b4e42
 def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str]:
@@ -237,14 +235,6 @@ def _profile_dual(data, folder: Path) -> tuple[dict, str]:
     write_json(folder / 'dual.json', result)
     lines = [table('Who worked when', result['rows']), result['verdict'], f'The picture: {result["picture"]}']
     return result, '\n'.join(lines)
-
-def _show_trace(folder: Path):
-    "Serve `folder` with TensorBoard until Ctrl-C."
-    import time
-    from xtts_nb.train.profile import TensorBoard
-    with TensorBoard(folder) as board:
-        to_stderr(f'{board.url}#profile shows the trace, to this machine only; Ctrl-C ends.')
-        while True: time.sleep(1)
 
 # %% ../../nbs/app/cli.ipynb #5b08c8c5
 DataOption = option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.')

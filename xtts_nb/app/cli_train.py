@@ -9,8 +9,6 @@ __all__ = ['find_app', 'Base', 'Kind', 'AsMade', 'RunFolder', 'Steps', 'HeldOut'
 
 # %% ../../nbs/app/cli_train.ipynb #08777d06
 import math
-import os
-import sys
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +18,7 @@ import typer
 
 from .terminal import (
     app, argument, bench_app, command, convert_app, from_checkout, given, load_settings,
-    option, Preset, progress, Record, Rounds, Settings, shown, stage, start, table,
+    option, Preset, progress, Record, Rounds, Settings, stage, start, table,
     to_stderr, Whisper, with_file, write_record)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
@@ -136,7 +134,8 @@ def _train(
            'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
     layers, gpus = _layers(ctx.params), _gpus(ctx.params)
     _check_fit(fit_memory, gpus)
-    trainer = _trainer(SimpleNamespace(**ctx.params), layers, start(**gpus))
+    one = gpus or fit_memory or buffer_size or mix
+    trainer = _trainer(SimpleNamespace(**ctx.params), layers, start(**gpus) if one else start(every=True))
     with progress() as tell: result, text = _fit(trainer, 'train', tell)
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 
@@ -254,8 +253,8 @@ def _with_rates(resolved, base, origin: str, file, resumed: bool):   # origin: o
     return found
 
 def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
-    "A trainer on a cache, or that of an existing run; under `TF_CONFIG` one of several workers."
-    new_run, replicas = _maker()   # first: the strategy of a cluster is made before anything is computed
+    "A trainer on a cache, or that of an existing run; in a cluster one of several workers."
+    new_run, replicas = _maker(devices)   # first: a strategy is made before anything is computed
     from xtts_nb.train.dual import check_no_codes
     from xtts_nb.train.runs import check_made_for, held_out_share, open_cache
     resolved, facts, cache = _resolved(asked, layers)
@@ -265,6 +264,7 @@ def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
     cache = open_cache(cache.folder if cache else _corpus_cache(data, settings, base), settings)
     if not _is_corpus(data): _check_prepared(cache, initial, settings, layers['options'])
     check_made_for(cache, settings)   # before the check of the memory: that needs a model that can be trained
+    new_run, replicas = _one_or_all(new_run, replicas, settings, cache, facts)
     feed = _feed(cache, settings, devices, on_device, asked.buffer_size or 3)
     mix = _mix(asked, facts, settings, cache, bool(feed))
     settings = _in_memory(cache, settings, base, asked.fit_memory, devices, replicas, mix)
@@ -282,6 +282,7 @@ def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
 def _mix(asked, facts: dict, settings, cache, fed: bool):
     "The older clips that are read as well, asked for or of the run; None if there are none."
     from xtts_nb.config import UserError
+    from xtts_nb.devices import in_cluster
     from xtts_nb.train.runs import held_out_share, Mix, open_cache
     known = 'mix' in facts
     if not (asked.mix or known):
@@ -290,8 +291,7 @@ def _mix(asked, facts: dict, settings, cache, fed: bool):
     if fed:
         raise UserError('--mix: older clips are read where one device does all; leave --data-gpu and its '
                         'like out, and prepare the codes.')
-    if os.environ.get('TF_CONFIG'):
-        raise UserError('--mix: is for one device; train without xtts-nb distributed.')
+    if in_cluster(): raise UserError('--mix: is for one machine; train on one, or leave it out.')
     folder = _corpus_cache(asked.mix, settings, cache.folder) if _is_corpus(asked.mix) else asked.mix
     old = open_cache(folder or facts['mix'], settings, cache)
     share = facts.get('mix_share') if asked.mix_share is None else asked.mix_share
@@ -347,7 +347,8 @@ def _with_base(base, settings, finetune, initial, resumed: bool = False, chosen=
 # %% ../../nbs/app/cli_train.ipynb #26f03410
 def _feed(cache, settings, devices, on_device: bool, ring: int) -> dict:
     "Where the batches of a runtime cache are made; empty if codes are prepared and no GPU was requested."
-    if os.environ.get('TF_CONFIG') or ('codes' in cache.manifest['stored'] and not on_device): return {}
+    from xtts_nb.devices import in_cluster
+    if in_cluster() or ('codes' in cache.manifest['stored'] and not on_device): return {}
     from xtts_nb.train.dual import Feed
     feed = Feed(cache, settings, devices, ring)
     limits = [f'GPU {card}: {" and ".join(map(str, parts))} MiB.'
@@ -366,20 +367,33 @@ def _without_codes(settings):
 def _check_fit(fit: bool, gpus: dict):
     "Raise `UserError` if `--fit-memory` would try updates on another device than the one that trains."
     from xtts_nb.config import UserError
+    from xtts_nb.devices import in_cluster
     if fit and gpus:
         raise UserError('--fit-memory: tries updates on the first GPU with all its memory; leave --data-gpu '
                         'and its like out, or find the sizes first: '
                         'xtts-nb find batch-size --data CACHE --memory GB.')
-    if fit and os.environ.get('TF_CONFIG'):
-        raise UserError('--fit-memory: is for one device; leave it out. Workers that run out of memory '
-                        'compute a batch in more parts by themselves.')
+    if fit and in_cluster():
+        raise UserError('--fit-memory: is for one device; find the sizes first with xtts-nb find batch-size.')
 
-def _maker():
-    "The function that makes a trainer, on one device or on a cluster, and how many devices share a batch."
+def _maker(devices):
+    "The function that makes a trainer, on one device or on several, and how many devices share a batch."
+    from xtts_nb.devices import in_cluster
     from xtts_nb.train.runs import new_run
-    if not os.environ.get('TF_CONFIG'): return new_run, 1
+    if not in_cluster() and (len(devices.limits) < 2 or devices.data != devices.model): return new_run, 1
     from xtts_nb.train.distributed import cluster_run
     return cluster_run()
+
+def _one_or_all(make, replicas: int, settings, cache, facts: dict) -> tuple:
+    "The same as `_maker`; one device where the training cannot use several of this machine."
+    from xtts_nb.devices import in_cluster
+    from xtts_nb.train.distributed import one_device_reason
+    from xtts_nb.train.runs import new_run
+    if replicas == 1 or in_cluster(): return make, replicas
+    if reason := one_device_reason(settings, cache, 'mix' in facts):
+        to_stderr(f'This training uses the first of {replicas} GPUs: {reason}.')
+        return new_run, 1
+    to_stderr(f'Each of {replicas} GPUs computes its share of every batch.')
+    return make, replicas
 
 # %% ../../nbs/app/cli_train.ipynb #cfef841f
 def _is_corpus(data: Path | None) -> bool:
@@ -778,27 +792,3 @@ def _dual_trainer(data: Path, gpus: dict, ring: int):
     from xtts_nb.train.dual import dual_trainer
     cache = Cache(data)
     return dual_trainer(cache, cache.config, devices, ring=ring), devices.line
-
-# %% ../../nbs/app/cli_train.ipynb #9b0c56d1
-@app.command('distributed', rich_help_panel='Train', epilog=shown(
-    'distributed', app, '--local 2 -- train --data cache/mine --run runs/mine'))
-def _distributed(
-    arguments: argument(list[str], 'With --run, where a failed worker resumes.', metavar='-- train ...'),
-    workers: option(str | None, 'All workers, the same list everywhere.', metavar='HOST:PORT,...') = None,
-    index: option(int | None, 'Index of this machine in the list, from 0; 0 writes the run.', min=0) = None,
-    local: option(int | None, 'Number of workers on this machine.', min=1) = None,
-    gpus: option(int | None, 'GPUs of each worker; default: all, in equal shares.', min=0) = None,
-    wait: option(float, 'Seconds to wait for a worker.', min=1) = 30.,
-    restarts: option(int, 'Failures of workers before it gives up.', min=0) = 10,
-):
-    "Train on several GPUs or machines; if a worker fails, all resume from the last checkpoint."
-    from xtts_nb.config import UserError
-    if arguments[0] != 'train' or not any(a == '--run' or a.startswith('--run=') for a in arguments):
-        raise UserError(f'distributed: "{" ".join(arguments)}" cannot be spread; write train with --run RUN '
-                        'behind the --.')
-    from xtts_nb.train.launch import exposure, find_workers, share_gpus, supervise, visible_gpus
-    addresses, mine = find_workers(workers, index, local)
-    shares = share_gpus(visible_gpus(), addresses, mine, gpus)
-    if warning := exposure(addresses, mine): to_stderr(warning)
-    program = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()', *arguments]
-    return supervise(program, addresses, shares, wait, restarts)

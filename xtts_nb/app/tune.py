@@ -25,9 +25,8 @@ from ..data.cache import file_sha
 from ..files import check_results, check_writable, has_keys, read_json, read_json_lines, write_json
 from ..report import facts, heading, picture, player, write_report
 from ..speech.evaluate import scores_table
-from ..train.launch import catch_sigterm
 from ..train.runs import run_facts
-from ..train.trainer import says_no_words, WORDS
+from ..train.trainer import catch_sigterm, says_no_words, WORDS
 
 # %% ../../nbs/app/tune.ipynb #c0720006
 class TuningStage(NamedTuple):

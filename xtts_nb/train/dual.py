@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['SOUNDS', 'Span', 'Batches', 'SerialBatches', 'by_stage', 'overlap', 'stage_rows', 'steady_period', 'plot_timeline',
            'PipelineClosed', 'Ring', 'Pipeline', 'SoundReader', 'sound_batches', 'finish_batch', 'check_no_codes',
-           'Feed', 'wait_computed', 'dual_trainer', 'run_feed', 'pipeline_rows', 'pipeline_table', 'alternating_runs',
-           'bench_feed']
+           'Feed', 'wait_computed', 'dual_trainer', 'run_feed', 'pipeline_rows', 'pipeline_table', 'bench_feed']
 
 # %% ../../nbs/40_dual_gpu.ipynb #4d465564
 import itertools
@@ -14,7 +13,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -23,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..bench import Arm, compare, Comparison, to_device
+from ..bench import Arm, Comparison, to_device
 from ..config import UserError, XTTSConfig
 from ..data.cache import Cache, Column
 from ..data.native import BATCH, batches_of, BatchPlan, mels_of, one_reader, WavReader
@@ -438,25 +436,12 @@ def pipeline_table(rows: list[dict]) -> list[dict]:
              'batches before the model': r['ring_max']} for r in rows]
 
 # %% ../../nbs/40_dual_gpu.ipynb #da41ca62
-def alternating_runs(
-    arms: dict[str, Callable[[], Batches]],
-    rounds: int,
-    progress=None,        # called with (done, total)
-) -> dict[str, list]:     # {arm: its runs}
-    "The runs of each arm, in alternating rounds."
-    runs = {name: [] for name in arms}
-    def timed(name):
-        runs[name].append(arms[name]())
-        return 1   # item; the rates come from the spans
-    compare({name: partial(timed, name) for name in arms}, 'step_ms', rounds, warmup=0, progress=progress)
-    return runs
-
 def bench_feed(trainer: Trainer, steps: int = 30, rounds: int = 3) -> list[dict]:   # of `pipeline_rows`
     "Stages in turn and overlapped, in alternating rounds; the ideal is the rate of the slowest in turn."
     def run(threads):
         trainer.feed.threads = threads
         return run_feed(trainer, steps)[1]
     run_feed(trainer, steps)   # compiles
-    runs = alternating_runs({'serial_real': lambda: run(False), 'pipelined_real': lambda: run(True)}, rounds)
-    slowest = median(max(r['ms'] for r in stage_rows(run.spans)) for run in runs['serial_real']) / 1e3
-    return pipeline_rows(runs, 1 / slowest)
+    turn, side = zip(*((run(False), run(True)) for _ in range(rounds)))
+    slowest = median(max(r['ms'] for r in stage_rows(some.spans)) for some in turn) / 1e3
+    return pipeline_rows({'serial_real': turn, 'pipelined_real': side}, 1 / slowest)

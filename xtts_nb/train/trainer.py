@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['REFUSED_CALLBACKS', 'RESUMED_FIELDS', 'AS_GOOD', 'WORDS', 'save_checkpoint', 'checkpoints', 'checkpoint_step',
            'updates_of', 'load_checkpoint', 'snapshot', 'Writer', 'Hooks', 'check_callbacks', 'epochs_to_steps',
-           'on_device', 'closed_after', 'Trainer', 'says_no_words', 'restore']
+           'on_device', 'closed_after', 'catch_sigterm', 'late_interrupt', 'Trainer', 'says_no_words', 'restore']
 
 # %% ../../nbs/train/trainer.ipynb #a8f1eac0
 import json
 import math
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,6 @@ from ..files import (
     save_weights, write_json)
 from ..models.xtts import XTTS
 from ..monitor.loop import StepTimer
-from .launch import catch_sigterm, late_interrupt
 from .step import compile_step, extended_rate, lacked_memory, Update
 
 # %% ../../nbs/train/trainer.ipynb #66999487
@@ -240,6 +240,31 @@ def _locked(run: Path | None):
     return locked(run / 'lock', busy) if run else nullcontext()
 
 def _mean(values) -> float | None: return round(float(np.mean(values)), 5) if len(values) else None
+
+# %% ../../nbs/train/trainer.ipynb #d5a20002
+@contextmanager
+def catch_sigterm(handler):
+    "SIGTERM calls `handler` inside the block, instead of ending the process."
+    try: before = signal.signal(signal.SIGTERM, handler)
+    except ValueError:   # not the main thread
+        yield
+        return
+    try: yield
+    finally: signal.signal(signal.SIGTERM, before)
+
+@contextmanager
+def late_interrupt():
+    "Ctrl-C inside the block acts at its end; a second one acts at once."
+    before, heard = signal.getsignal(signal.SIGINT), []
+    def hear(number, frame):
+        if heard: raise KeyboardInterrupt
+        heard.append(True)
+    try: changed = callable(before) and signal.signal(signal.SIGINT, hear)
+    except ValueError: changed = None   # not the main thread
+    try: yield
+    finally:
+        if changed: signal.signal(signal.SIGINT, before)
+    if heard: before(signal.SIGINT, None)
 
 # %% ../../nbs/train/trainer.ipynb #944aa2c0
 class Trainer:
