@@ -7,10 +7,10 @@ import tensorflow as tf
 from xtts_nb.app import speed as page
 from xtts_nb.app.speed import (
     Tiled, check_equal, differing_share, load_row, load_speaker, padding, refuse_differences, say_speed,
-    service_load)
+    readers, service_load)
 from xtts_nb.bench import Arm, Comparison
 from xtts_nb.config import UserError
-from xtts_nb.data.native import BatchPlan, cached_batches, readers
+from xtts_nb.data.native import BatchPlan, cached_batches
 
 ONLINE = {'clip', 'weight', 'text', 'text_length', 'mel_length', 'mel', 'reference'}
 
