@@ -60,6 +60,7 @@ def visible(
         if code:
             cell.outputs = [o for o in cell.outputs if is_shown(o) and found.get('output') != 'false']
             if found.get('echo') == 'false': cell.metadata.transient = {'remove_source': True}
+            if 'fig-alt' in found: cell.metadata['fig-alt'] = found['fig-alt'].strip('"')
         if cell.source.strip() or (code and cell.outputs): cells.append(cell)
     nb.cells = cells
     return nb
@@ -109,6 +110,7 @@ README = """{%- extends 'markdown/index.md.j2' -%}
 def take_picture(
     output: NotebookNode,  # becomes a Markdown output that shows the picture, if it holds one
     stem: str,             # of the picture's file
+    alt: str = 'figure',   # its text for a reader who does not see it
 ) -> dict[str, bytes]:
     "The picture of an output as `{file name: bytes}`."
     data = output.get('data', {})
@@ -116,7 +118,7 @@ def take_picture(
     if kind not in SUFFIX: return {}
     name = f'{stem}.{SUFFIX[kind]}'
     content = data[kind].encode() if kind == 'image/svg+xml' else base64.b64decode(data[kind])
-    output.data = NotebookNode({'text/markdown': f'![figure](images/{name})'})
+    output.data = NotebookNode({'text/markdown': f'![{alt}](images/{name})'})
     return {name: content}
 
 
@@ -128,7 +130,8 @@ def readme(
     for cell in nb.cells:
         if 'outputs' not in cell: continue
         cell.outputs = [o for o in cell.outputs if '<audio' not in o.get('data', {}).get('text/html', '')]
-        for i, output in enumerate(cell.outputs): pictures |= take_picture(output, f'index-{cell.id}-{i}')
+        for i, output in enumerate(cell.outputs):
+            pictures |= take_picture(output, f'index-{cell.id}-{i}', cell.metadata.get('fig-alt', 'figure'))
     relink_cells(nb, lambda target: os.path.normpath(f'nbs/{target}').replace(os.sep, '/'))
     exporter = MarkdownExporter(extra_loaders=[DictLoader({'readme.md.j2': README})],
                                 template_file='readme.md.j2')
