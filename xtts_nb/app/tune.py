@@ -138,7 +138,7 @@ def run_stage(words: list[str]) -> dict:
     if code in (130, 143): raise SystemExit(code)   # its message says how to resume
     if code:
         raise UserError(f'tune: the stage {words[0]} has failed (see above); fix the cause, and give the '
-                        'same command again. What is complete is kept.')
+                        'same command again. Complete stages are kept.')
     return json.loads(output.rstrip('\n').rpartition('\n')[2])   # JSON may hold other ends of lines
 
 def _stamps(paths: list[Path]) -> list:

@@ -260,7 +260,7 @@ def _read_cells(lines, delimiter: str) -> Iterator[tuple[str, list[str] | csv.Er
         yield f'line {number}', cells
 
 def _table_rows(lines, delimiter: str, names: list[str], widths: tuple[int, ...]) -> Iterator[Row | Dropped]:
-    "Rows of as many cells as `widths` allows, the first of which are named."
+    "Rows whose number of cells is in `widths`; `names` are those of the first ones."
     for where, cells in _read_cells(lines, delimiter):
         if isinstance(cells, csv.Error):
             yield Dropped(where, f'{where} is not a row: {cells}')
@@ -285,7 +285,7 @@ CODES = set(   # of languages, as lists of trainers hold them
     'pa pl ps pt ro ru rus si sk sl so spa sq sr sv sw ta te th tl tr tt uk ur uz vi yue zh zho'.split())
 
 def _kind(cells: tuple[str, ...]) -> str:   # language, speaker, text, or nothing
-    "What a column holds, if not audio."
+    "What a column without audio holds."
     cells = [*filter(None, cells)]
     kinds, few = set(cells), len(set(cells)) <= len(cells) / 2
     if not any(map(str.isalnum, ''.join(kinds))): return 'nothing'

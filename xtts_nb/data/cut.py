@@ -322,7 +322,7 @@ def read_texts_beside(
     faults: dict | None = None,           # gets the reasons for those that are left out
     language: str = 'en',                 # preferred where there are texts in several
 ) -> dict[Path, list[str]]:               # of recordings with a text, its paragraphs
-    "What is said in recordings, in files of the same name next to them."
+    "What is said in recordings, from files of the same name next to them."
     faults, texts, beside = {} if faults is None else faults, {}, Beside(_READ, language)
     seconds, unusable = usable_recordings(paths)
     faults |= unusable

@@ -171,7 +171,7 @@ def measure_training(
     seconds: float = 40.,     # for all rounds, about
     timeout: float = 60.,     # s without a batch
 ) -> tuple[Measured, list, list]:   # what was measured, some batches, the calls of the last step
-    "Measure a training as it is; meanwhile it continues."
+    "Measure a training as it is, while it continues."
     dataset, start = repeat_if_finite(dataset), time.perf_counter()
     resident = first_batches(dataset, 4, timeout)
     begun, hooks = time.perf_counter(), SyncHooks()
@@ -871,7 +871,7 @@ def diagnose(
     seconds: float = 40.,     # for the rounds, about; the trials after them take some seconds more
     timeout: float = 60.,     # s without a batch before an error
 ) -> Diagnosis:
-    "Find out why a training is slow; meanwhile it continues. Raises `UserError` where data or step fail."
+    "Find out why a training is slow, while it continues. Raises `UserError` where data or step fail."
     start = time.perf_counter()
     if batches < 8: raise UserError(f'diagnose: {batches} batches are too few to find a cycle; take 8.')
     m, resident, calls = measure_training(dataset, step, batches, seconds, timeout)

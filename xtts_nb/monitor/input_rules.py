@@ -216,7 +216,7 @@ FILLED = Shape(
     'random in a row must then come after it), or take a smaller buffer',
     'names.shuffle(len(names)).map(load, num_parallel_calls=tf.data.AUTOTUNE)   # or numbers of rows')
 INSIDE = Shape(
-    'a cache that is made again for each file',
+    'a cache that is rebuilt for each file',
     'cache() behind interleave or flat_map: one inside their function is new at each call, and is read once',
     'files.interleave(read).cache().shuffle(1000)   # cache outside of read')
 CROPPED = Shape(
@@ -520,7 +520,7 @@ def find_ended_passes(seen: Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/input_rules.ipynb #e2c000a1
 def find_new_iterators(seen: Seen) -> list[Finding]:
-    "A pass over the same dataset that starts again for each step."
+    "A new iterator over the same dataset for each step."
     made = seen.watch.datasets.get(seen.loop[1], []) if seen.loop[:1] == ('next',) else []
     inside = [e for e in seen.watch.events if e.kind == 'next' and e.place == seen.loop[1]] if made else []
     share = seen.share('input', 'end')

@@ -61,7 +61,7 @@ def xla_kernel(op: tf.Operation):
 
 # %% ../../nbs/monitor/preflight.ipynb #02f67bad
 KINDS = {'refused by XLA': 'a compiled function that holds it fails at its first call',
-         'int32 variable': 'it is in the memory of the host',
+         'int32 variable': 'it is in host memory',
          'Python': 'the GPU waits for the Python interpreter',
          'host operation': 'no kernel for a GPU: its inputs are copied to the host, and the GPU waits',
          'wait': 'the host must read a value of the GPU before it can continue',
@@ -270,7 +270,7 @@ def _operation(self: GraphReader, op, inputs: list[Value], compiled: bool, aside
     python, kernel = 'PyFunc' in op.type, xla_kernel(op) if compiled else gpu_kernel(op)
     if kernel and not python: return [] if compiled else self._on_gpu(op, inputs, {*kernel.host_memory_arg})
     kind = 'refused by XLA' if compiled else 'Python' if python else 'host operation'
-    # what only continues with the result of one that was noted is not noted again
+    # an operation that only uses the result of a noted one is not noted again
     if compiled or _NOTED not in inputs or _GPU in inputs:
         if not (compiled and _NOTED in inputs): self.note(kind, op, [*op.inputs, *op.outputs])
     return [_NOTED] * len(op.outputs)

@@ -127,7 +127,7 @@ MADE = {'model': 'a model is made in the loop', 'optimizer': 'an optimizer is ma
         'variable': 'variables are made in the loop'}
 
 def find_made_in_loop(seen: Seen) -> list[Finding]:
-    "Models, optimizers or variables that each iteration makes again."
+    "Models, optimizers or variables that each iteration creates again."
     fits = seen.loop[:1] == ('fits',)
     if seen.loop[:1] == ('fit',): return []   # what a callback makes is not the loop's
     share = seen.share('trace') + fits * seen.share('eager')
@@ -401,7 +401,7 @@ def find_same_values(seen: Seen) -> list[Finding]:
         sizes = ', '.join(str(tuple(x.shape)) for x in anew[:3])
         return [finding(
             seen, 'the same is computed in each iteration',
-            f'what {name} gets at {place} ({sizes}) is made again for each of {calls} calls, and its values '
+            f'what {name} gets at {place} ({sizes}) is created for each of {calls} calls, and its values '
             f'are the same each time; the work outside the calls takes {share:.0%} of the time',
             'compute it once, before the loop, and keep the tensors', share, .02,
             next((p for p, _ in seen.places('eager', 'own', 'numpy')), None),
@@ -412,7 +412,7 @@ def find_same_values(seen: Seen) -> list[Finding]:
 OFTEN = 8   # epochs
 
 def _epoch_cost(seen: Seen) -> list[Finding]:
-    "What Keras does around the steps of `fit`, without validation."
+    "What Keras does around the steps of `fit`, apart from validation."
     tests = [e for e in seen.events if e.kind == 'validation']
     around = [l for l in seen.looks if not any(e.start <= l.time <= e.start + e.seconds for e in tests)]
     share_of = lambda *kinds: sum(l.kind in kinds for l in around) / len(seen.looks)

@@ -137,7 +137,7 @@ def voice_path(
 ) -> Path:
     "The file of a voice; raises `UserError` if the name is none, or the file exists or not."
     if _NO_NAME.search(name) or len(name.encode()) > 200:
-        raise UserError(f'{name[:80]!r} is not a name of a voice; use letters, digits, spaces, - and _.')
+        raise UserError(f'{name[:80]!r} is not a valid voice name; use letters, digits, spaces, - and _.')
     path = inside(folder, f'{name}.safetensors')
     if exists is None: _check_is_voice(path)
     if exists is False and path.exists():

@@ -367,9 +367,9 @@ def copy(self: Feed, batch: dict) -> dict:
     try:
         with tf.device(self.devices.model): return self._note('copy', self.transfer(batch))
     except tf.errors.ResourceExhaustedError as e:
-        raise UserError(f'{self.devices.model}: out of memory for the next batch, with the {self.ring - 1} '
-                        'before it; lower --buffer-size or data.batch_size, set training.accumulation, or '
-                        'leave data.prefetch_to_gpu off.') from e
+        raise UserError(f'{self.devices.model}: out of memory for the next batch, in addition to the '
+                        f'{self.ring - 1} before it; lower --buffer-size or data.batch_size, set '
+                        'training.accumulation, or leave data.prefetch_to_gpu off.') from e
 
 @patch
 def _all_to_model(self: Feed, batch: dict) -> dict:

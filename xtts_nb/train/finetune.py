@@ -305,7 +305,7 @@ def kept_for_backward(
     text: int,           # T
     gpu: float,          # compute capability
 ) -> list[tuple[str, float, int]]:   # purpose, bytes, how many
-    "What a step for a GPU holds when its backward pass begins, without weights and gradients."
+    "What a step for a GPU holds when its backward pass begins, apart from weights and gradients."
     gpt, training, frames = config.model.gpt, config.training, config.data.reference_frames
     clips, whole = config.data.batch_size // training.accumulation, training.finetune == 'whole'
     size, length = (4. if training.precision == 'float32' else 2.), gpt.prompt_latents + text + codes + 4
@@ -333,7 +333,7 @@ def gpu_memory(
     text: int,           # T
     gpu: float,          # compute capability
 ) -> dict[str, float]:   # bytes of activations, copies of weights
-    "What a step for a GPU holds, without weights and gradients; part of it is where gradients come later."
+    "What a step for a GPU holds apart from weights and gradients; part of it is where gradients come later."
     gpt, held = config.model.gpt, kept_for_backward(config, codes, text, gpu)
     total = Counter()
     for purpose, n, many in held: total[purpose] += n * many
