@@ -43,9 +43,10 @@ test: $(ready)
 	@$(MAKE) --no-print-directory -j3 style quick-pages quick-tests
 
 style:
-	@echo "== style, notebooks and library"
+	@echo "== style, notebooks, library and words"
 	@$(bin)/ruff check nbs xtts_nb tests dev benchmarks
 	@$(bin)/python dev/in_step.py
+	@$(bin)/python dev/words.py
 
 quick-pages:
 	@echo "== every notebook"

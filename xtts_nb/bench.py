@@ -109,7 +109,7 @@ def time_budget(
     finally: _deadline.reset(token)
 
 def _time_is_up(rounds: int, seconds: float) -> bool:
-    "Whether another round of so many seconds would end too late."
+    "Whether another round of `seconds` would end too late."
     until = _deadline.get()
     return until is not None and rounds >= LEAST_ROUNDS and time.perf_counter() + seconds > until
 
@@ -347,7 +347,7 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError): return None
 
 # %% ../nbs/base/bench.ipynb #915df966
-QUIET = 0.25   # the largest spread of a row in a quiet record, as a share of the median
+QUIET = 0.25   # the largest spread of a row in a low-variance record, as a share of the median
 
 def noisy_rows(
     one: dict,             # a record; all its lists of rows are checked
@@ -365,7 +365,7 @@ def noise_text(rows: dict[str, float]) -> str:
 
 # %% ../nbs/base/bench.ipynb #ad8e66fb
 def benchmarks() -> Path:
-    "The folder of recorded runs: `benchmarks` beside the nearest `settings.ini`."
+    "The folder of recorded runs: `benchmarks` next to the nearest `settings.ini`."
     return workspace().root / 'benchmarks'
 
 def record(
@@ -383,8 +383,8 @@ def record(
     if not (device or name.startswith('CPU')): one['tf32'] = _tf32()
     noisy = noisy_rows(one)
     if noisy:
-        print(f'{page}: {noise_text(noisy)}; recorded, but no headline. Measure again on a quiet machine.',
-              file=sys.stderr)
+        print(f'{page}: {noise_text(noisy)}; recorded, but not as a main figure. '
+              'Measure again on an idle machine.', file=sys.stderr)
     plain = ''.join(c if c.isalnum() else '-' for c in name.lower()).strip('-').replace('--', '-')
     return _write_new(Path(folder) / f'{page}-{plain}-{now:%Y-%m-%d-%H%M%S}',
                       one | {'noisy': bool(noisy), 'noisy_rows': noisy})
@@ -414,7 +414,7 @@ def recorded(
     page: str,
     folder: str | Path,
 ) -> list[dict]:     # with `noisy` and `noisy_rows`
-    "For each device the newest quiet record of `page`, else the newest; `UserError` if there is none."
+    "For each device the newest low-variance record of `page`, else the newest; `UserError` if there is none."
     records = sorted(_read_records(page, folder), key=lambda one: not one['noisy'])
     command = TOOLS.get(page) or f'xtts-nb {WRITERS.get(page, "bench")} --record'
     if not records: raise UserError(f'{folder}: holds no record of {page}; make one with {command}.')
@@ -424,7 +424,7 @@ def headline(
     page: str,
     folder: str | Path,
 ) -> dict | None:
-    "The newest quiet record of `page` on any device, or None."
+    "The newest low-variance record of `page` on any device, or None."
     quiet = [one for one in _read_records(page, folder) if not one['noisy']]
     return quiet[-1] if quiet else None
 

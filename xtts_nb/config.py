@@ -58,7 +58,7 @@ def workspace(
         parser = configparser.ConfigParser(interpolation=None)   # a path may hold a %
         try: parser.read(found, encoding='utf-8-sig')
         except (configparser.Error, UnicodeDecodeError) as e:
-            raise UserError(f'{found}: {str(e).splitlines()[0]}; mend that line.') from None
+            raise UserError(f'{found}: {str(e).splitlines()[0]}; fix that line.') from None
         for name in difflib.get_close_matches('workspace', set(parser.sections()) - {'workspace'}):
             raise UserError(f'{found}: there is no section [{name}]; did you mean [workspace]?')
         values, root = dict(parser['workspace']) if parser.has_section('workspace') else {}, found.parent
@@ -388,7 +388,7 @@ class TrainingConfig(Section):
 class SpeechConfig(Section):
     "How a trained model uses a reference recording and samples codes."
     temperature: float = Field(0.0, ge=0)    # 0 takes the likeliest code; higher values vary more
-    top_k: Positive = 50                     # sample from at most so many codes
+    top_k: Positive = 50                     # sample from at most this many codes
     top_p: float = Field(0.85, ge=0, le=1)   # sample from the likeliest codes up to this total probability
     repetition_penalty: float = Field(1.0, gt=0)     # of codes already generated; 1: no penalty
     speed: float = Field(1.0, ge=0.25, le=4)         # 2 is twice as fast, at the same pitch

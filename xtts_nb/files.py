@@ -318,10 +318,10 @@ def inside(
     "The path of a file in `folder`; raises `UserError` if it lies outside after links are followed."
     try: path, home = (Path(folder) / name).resolve(), Path(folder).resolve()
     except (TypeError, ValueError, OSError, RuntimeError) as e:   # no text, a zero byte, a link loop
-        raise UserError(f'{folder}: {name!r} is no name of a file ({e}); get the folder anew.') from None
+        raise UserError(f'{folder}: {name!r} is not a file name ({e}); get the folder again.') from None
     if path == home or not path.is_relative_to(home):
         raise UserError(f'{folder}: the name {name!r} leads out of this folder; nothing is read or written '
-                        'there. Get the folder anew from somebody whom you trust.')
+                        'there. Get the folder again, from a source that you trust.')
     return Path(folder) / name
 
 # %% ../nbs/base/files.ipynb #b3143571
@@ -389,7 +389,7 @@ def kept_work(folder: Path, mark: str, out: str, left: Callable, remove: Callabl
         yield folder
     except BaseException:
         if kept := left(folder):
-            print(f'{folder}: keeps {kept}; the same command goes on from there.', file=sys.stderr)
+            print(f'{folder}: keeps {kept}; the same command continues from there.', file=sys.stderr)
         else: remove(folder)
         raise
     remove(folder)
@@ -399,7 +399,7 @@ def check_results(
     written: Iterable[str],   # names that the caller is about to write
     ours: Callable,           # () -> whether the caller has written there before
 ):
-    "Raise `UserError` if results would replace files of somebody else."
+    "Raise `UserError` if results would replace files of another program."
     taken = next((name for name in written if os.path.lexists(Path(folder) / name)), None)
     if taken and not ours():
         raise UserError(f'{folder}: {taken} is there already, and xtts-nb has not made it; choose another '

@@ -114,7 +114,7 @@ def _cpu_clocks():   # a callable that returns them
     quota, group = cpu_quota()
     allowed = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(psutil.cpu_count())
     here = lambda: (time.perf_counter(), time.process_time())
-    if quota < len(allowed) and group_cpu_seconds(group) is not None:   # what runs beside it does not count
+    if quota < len(allowed) and group_cpu_seconds(group) is not None:   # what runs outside it does not count
         return lambda: (*(now := here()), now[0] * quota, group_cpu_seconds(group))
     return lambda: (*here(), *_core_seconds(allowed))
 
@@ -530,7 +530,7 @@ def sample(self: Sampler) -> Sample:
     source = (s.error or '').partition(':')[0]
     if source and source not in self._reported:
         self._reported.add(source)
-        self.say(f'The sampler misses readings from here ({s.error}); it goes on.')
+        self.say(f'The sampler misses readings from here ({s.error}); it continues.')
     return s
 
 @patch

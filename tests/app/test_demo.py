@@ -60,7 +60,7 @@ def test_every_voice_speaks_every_sentence_for_a_second_to_six(spoken):
     assert {p: p.stat().st_mtime_ns for p in out.rglob('*')} == before
 
 @pytest.mark.parametrize('there, found', [
-    ({'thesis.txt': 'mine'}, 'no demo corpus'), ({'corpus.json': '{}'}, 'no demo corpus'),
+    ({'thesis.txt': 'mine'}, 'not a demo corpus'), ({'corpus.json': '{}'}, 'not a demo corpus'),
     ({'corpus.json': '{"settings": 2}'}, 'other settings'),
     ({'corpus.json': '{"settings": 1, "digest": "x"}'}, 'changed after'),
     (None, False), ({}, False), ({'corpus.json': '{"settings": 1, "digest": "right"}'}, True)])

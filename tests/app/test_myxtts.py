@@ -87,7 +87,7 @@ def test_their_options_become_ours():
     for old, new in THEIR_OPTIONS.items():
         if new.startswith('not here'):
             with pytest.raises(UserError,
-                               match=f'^{old.split()[0]} is no option here: '): our_options(old.split())
+                               match=f'^{old.split()[0]} is not an option here: '): our_options(old.split())
 
 
 # --- functions ----------------------------------------------------------------------------------------------

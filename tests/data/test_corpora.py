@@ -62,7 +62,7 @@ BAD_ROWS = [   # line 2, id, what the reason names
     ('||||||', 'line 2', 'line 2'), ('|a|a', 'line 2', 'line 2'), ('low-0|b|b', 'low-0', 'occurs twice'),
     ('nobody|a|a', 'nobody', 'wavs/nobody.wav is missing'), ('x' * 300 + '|a|a', 'x' * 300, 'missing'),
     ('lo\0w|a|a', 'lo\0w', r'wavs/lo\x00w.wav is missing'), ('folder|a|a', 'folder', 'wav is a folder'),
-    ('pipe|a|a', 'pipe', 'no regular file'), ('device|a|a', 'device', 'no regular file'),
+    ('pipe|a|a', 'pipe', 'not a regular file'), ('device|a|a', 'device', 'not a regular file'),
     ('circle|a|a', 'circle', 'leads back to itself'), ('circle2|a|a', 'circle2', 'leads back to itself'),
     ('nowhere|a|a', 'nowhere', 'missing'), ('../low-1|a|a', '../low-1', 'leaves the corpus folder'),
     ('a/../../low-1|a|a', 'a/../../low-1', 'leaves'), ('..\\x|a|a', '..\\x', 'leaves'),
@@ -204,9 +204,9 @@ ROW = '{{"audio": "wavs/low-{}.wav", "text": "a", "speaker": 7}}'
 BAD_CELLS = [   # header, row; id; reason
     ('audio,text,speaker', 'wavs/low-1.wav,hello', 'wavs/low-1.wav', 'line 3 has 2 columns'),
     ('audio,text', 'wavs/low-1.wav,hello, you', 'wavs/low-1.wav', 'line 3 has 3 columns'),
-    ('audio,text', 'wavs/low-1.wav,"hello', 'line 3', 'line 3 is no row'),
-    ('audio,text', 'wavs/low-1.wav,"hello" you', 'line 3', 'line 3 is no row'),
-    ('audio,text', f'wavs/low-1.wav,{"a" * 200_000}', 'line 3', 'line 3 is no row: field larger'),
+    ('audio,text', 'wavs/low-1.wav,"hello', 'line 3', 'line 3 is not a row'),
+    ('audio,text', 'wavs/low-1.wav,"hello" you', 'line 3', 'line 3 is not a row'),
+    ('audio,text', f'wavs/low-1.wav,{"a" * 200_000}', 'line 3', 'line 3 is not a row: field larger'),
     ('audio,text', ',hello', 'line 3', 'line 3'), ('audio,text', 'low-1.wav,', 'low-1.wav', 'empty'),
     ('audio,text,locale', 'wavs/low-1.wav,hello,unknown', 'wavs/low-1.wav', '"unknown"'),
     ('audio\ttext', 'wavs/low-1.wav,hello', 'wavs/low-1.wav,hello', '1 columns'),
@@ -415,7 +415,7 @@ def test_sound_and_text_belong_together(folder, make):
     found = {d.id: d.reason for d in dropped}
     assert len(clips) == 2
     assert found.pop('alone' if make is vctk else 'alone_mic1') == 'the recording has no text file'
-    assert found.pop('pipe') == 'the text file is no regular file'
+    assert found.pop('pipe') == 'the text file is not a regular file'
     assert found.pop('empty') == 'the text is empty'
     assert 'not UTF-8' in found.pop('latin') and 'not UTF-8' in found.pop('odd')
     assert list(found.values()) == ['the text has no recording'], found

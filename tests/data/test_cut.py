@@ -159,7 +159,7 @@ def test_chapters(tmp_path, beside):
     reasons = {d['source']: d['reason'] for d in result['dropped'] if d['end'] == 0}
     assert reasons.keys() == ({'3.wav', '4.wav'} if beside else set())
     if beside:
-        assert reasons['4.wav'] == 'no text beside the recording'
+        assert reasons['4.wav'] == 'no text next to the recording'
         assert 'not readable as audio' in reasons['3.wav']
     for name in places:   # each second of each recording once
         parts = sorted((p['start'], p['end']) for p in result['clips'] + result['dropped']
@@ -371,7 +371,7 @@ def test_faults_of_clips_are_found(tmp_path, language, noise):
     name = lambda stretch: int(stretch['source'].removeprefix('wavs/').removesuffix('.wav'))
     found = {name(d): d['reason'].partition(':')[0] for d in result['dropped']}
     cuts = {name(c): (c['cut'].partition(':')[0], c) for c in result['clips'] if 'cut' in c}
-    assert found == {2: 'its text goes on after the sound', 7: 'sound after its text',
+    assert found == {2: 'its text continues after the sound', 7: 'sound after its text',
                      11: 'another text is spoken', 16: 'its text begins before the sound',
                      30: 'sound before its text'}
     assert [*cuts] == [21] and cuts[21][0] == 'sound after its text' and result['unclear'] == 0
@@ -469,16 +469,16 @@ def test_every_second_has_a_reason():
             for left, start, end in ((1, 4., 4.5), (-1, 9., 12.), (1, 12., 30.))]
     dropped = account([{'start': 0.5, 'end': 3.5}], rest, speech, 31.)
     assert [(d['start'], d['end'], d['reason'].split(':')[0]) for d in dropped] == [
-        (0, .5, 'pause'), (3.5, 4, 'pause'), (4, 4.5, 'shorter than 2 s, and nothing beside it to join'),
-        (4.5, 9, 'no sentence of the text is spoken here'), (9, 12, 'no pause beside it to cut in'),
+        (0, .5, 'pause'), (3.5, 4, 'pause'), (4, 4.5, 'shorter than 2 s, and nothing next to it to join'),
+        (4.5, 9, 'no sentence of the text is spoken here'), (9, 12, 'no pause next to it to cut in'),
         (12, 30, 'longer than 11 s'), (30, 31, 'pause')]
     told = corpus_text({'clips': [], 'missing': ['a'] * 12, 'dropped': [
         {'start': 0, 'end': 0, 'reason': 'no sound; convert it'},
         {'start': 0, 'end': 1,
-         'reason': 'sound before its text: 1; its text goes on after the sound: "a; b"'}]}).splitlines()
+         'reason': 'sound before its text: 1; its text continues after the sound: "a; b"'}]}).splitlines()
     assert told[1:4] == [
         'dropped  1 × no sound; convert it, 0.0 s', 'dropped  1 × sound before its text, 1.0 s',
-        'dropped  1 × its text goes on after the sound, 1.0 s'] and told[-1] == 'missing  and 2 more'
+        'dropped  1 × its text continues after the sound, 1.0 s'] and told[-1] == 'missing  and 2 more'
     scored = lambda *scores: corpus_text({'dropped': [], 'missing': [], 'clips': [
         {'start': 0., 'end': 1., 'score': score} for score in scores]}).splitlines()
     assert 'by 1.4' in scored(1.6, 1.2, 1.4)[1] and len(scored(1.5, 1., 1.8)) == len(scored()) == 1

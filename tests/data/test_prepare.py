@@ -154,7 +154,7 @@ def test_a_killed_worker_costs_no_finished_shard(corpus, small, tokenizer, undis
     out, more = tmp_path / 'out', {'shard_clips': 2, 'workers': 1}
     with pytest.raises(UserError, match='ended before its work was done'):
         prepare(corpus, out, small, Fake(), tokenizer, load=load_and_die_later, **more)
-    assert f'{out}.work: keeps 3 finished shards; the same command goes on' in capfd.readouterr().err
+    assert f'{out}.work: keeps 3 finished shards; the same command continues' in capfd.readouterr().err
     assert prepare(corpus, out, small, Fake(), tokenizer, load=load, **more)['made']['codes'] == 14 - 3 * 2
     assert f'{out}.work: an earlier run left 3 finished shards' in capfd.readouterr().err
     assert tree(out) == undisturbed and [p.name for p in tmp_path.iterdir()] == ['out']

@@ -244,7 +244,7 @@ def test_a_tensor_that_no_one_knows_is_named(disk, tmp_path, name):
     convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     path = tmp_path / 'ours/model.safetensors'
     convert.write_tensors(path, dict(convert.read_tensors(path)) | {name: np.ones(1)})
-    with pytest.raises(UserError, match=f'model.safetensors: "{re.escape(name)}" is no tensor of XTTS'):
+    with pytest.raises(UserError, match=f'model.safetensors: "{re.escape(name)}" is not a tensor of XTTS'):
         convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert not (tmp_path / 'back').exists()
 

@@ -171,7 +171,7 @@ def test_the_model_card(evaluation, prepared):
     run = {'base': '/models/a|b', 'held_out': ['a', 'b'], 'mix': 'x', 'mix_share': .25}
     text = model_card(evaluation, config, run, prepared, 1234)
     for line in ('language: ["en"]', f'| clips | {len(prepared)} |', '| held out, not trained on | 2 clips |',
-                 '| began from | a\\|b |', '| trained | adapters beside the weights (LoRA) |',
+                 '| began from | a\\|b |', '| trained | adapters next to the weights (LoRA) |',
                  '| updates | 1,234 of 7 clips |', '| older clips | 25% of the updates |'):
         assert f'{line}\n' in text, line
     plain = model_card(evaluation._replace(about=evaluation.about | {'held_out': False}), XTTSConfig.tiny())

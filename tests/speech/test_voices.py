@@ -75,7 +75,7 @@ def test_the_fingerprint_is_that_of_the_encoders(with_hifigan, singer, tmp_path)
 @pytest.mark.parametrize('name', ['', '.', '..', '../../etc', '/etc/passwd', 'a/b', 'a\\b', 'C:x', 'a\0',
                                   'a\n', '.hidden', 'end.', ' a', 'a ', '\udc80', 'a' * 201, 'é' * 101])
 def test_a_name_is_no_path(tmp_path, name):
-    with pytest.raises(UserError, match='is no name of a voice; use letters'): voice_path(tmp_path, name)
+    with pytest.raises(UserError, match='is not a valid voice name; use letters'): voice_path(tmp_path, name)
 
 def test_a_voice_is_replaced_only_by_force(singer, plain):
     before = (plain / 'one.safetensors').read_bytes()
@@ -145,7 +145,7 @@ def test_studio_voices_become_voices_of_a_folder(singer, tmp_path):
     ({'A': studio(gpt_cond_latent=(1, 4, 32))}, r'"A" has .*\(1, 4, 32\).*takes .*\(1, 4, 64\)'),
     ({'A': studio(), 'B': {'gpt_cond_latent': np.zeros((1, 4, 64), np.float32)}}, '"B" has'),
     ({'A': {k: x * np.float32('nan') for k, x in studio().items()}}, '"A" has'),
-    ({'A': np.zeros(3, np.float32)}, '"A" has'), ({'../A': studio()}, "'../A' is no name of a voice")],
+    ({'A': np.zeros(3, np.float32)}, '"A" has'), ({'../A': studio()}, "'../A' is not a valid voice name")],
     ids=['none', 'shape', 'part', 'nan', 'tensor', 'name'])
 def test_a_file_of_other_voices_is_refused_whole(singer, tmp_path, contents, words):
     torch_file.write_dict(tmp_path / 'x.pth', contents)

@@ -364,13 +364,13 @@ HALF, EMA = {'precision': 'bfloat16'}, {'ema': 0.5}
 @pytest.mark.parametrize('training, changes', [   # bytes for each number of the GPT
     ({}, {}), (HALF, {'copies of weights': 2}), ({'accumulation': 2}, {'gradients': 8}),
     (EMA, {'mean weights': 4, 'copy for a checkpoint': 20}),
-    ({'mode': 'xla'} | EMA, {'mean weights': 4, 'copy for a checkpoint': 20, 'written anew': 16})])
+    ({'mode': 'xla'} | EMA, {'mean weights': 4, 'copy for a checkpoint': 20, 'new values': 16})])
 def test_the_estimate_by_parts(mini, training, changes):
     "Stored for a number: itself, its gradient, two moments; XLA on a CPU writes them once more."
     config = mini.replace(training={'mode': 'graph'} | training)
     counts, found = parameter_counts(config.model), memory_needs(config, 5, 2)
     wanted = {'weights': 4, 'copies of weights': 0, 'gradients': 4, 'moments': 8, 'mean weights': 0,
-              'written anew': 0, 'copy for a checkpoint': 12} | changes
+              'new values': 0, 'copy for a checkpoint': 12} | changes
     wanted = {name: n * counts['GPT'] for name, n in wanted.items()} | {'program': 2e8}
     for name in 'weights', 'copy for a checkpoint': wanted[name] += 4 * counts['DVAE']
     wanted['activations'] = 4 * activation_count(config, 5, 2) * config.data.batch_size
@@ -382,10 +382,10 @@ def test_a_large_update_is_no_program_of_xla(mini, monkeypatch):
     "As a graph it needs its gradients once more, where the activations were: only what these leave."
     config = mini.replace(training={'mode': 'auto'})
     size = 4 * parameter_counts(config.model)['GPT']
-    assert memory_needs(config, 5, 2)['written anew'] == 3 * size
+    assert memory_needs(config, 5, 2)['new values'] == 3 * size
     monkeypatch.setattr(step_page, 'IN_PLACE', 0)
     needs = memory_needs(config, 5, 2)
-    assert needs['written anew'] == max(0, size - needs['activations'])
+    assert needs['new values'] == max(0, size - needs['activations'])
 
 PLANS = [row | {'card': one['device'], 'gpu': one['capability']}
          for one in recorded('xla_memory', ROOT / 'benchmarks') for row in one['rows']]

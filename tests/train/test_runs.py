@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_put_aside(cheap, prepared, mini, tmp_path, caps
     trainer = resume_run(torn)
     assert trainer.step == int(first.stem.removeprefix('step-')) == 4
     said = capsys.readouterr().err
-    assert f'{last}: not readable' in said and 'goes on from the checkpoint before' in said
+    assert f'{last}: not readable' in said and 'resumes from the checkpoint before' in said
     assert (damaged := last.with_name(f'{last.name}.damaged')).is_file()
     trainer.fit(), resume_run(whole).fit()
     damaged.unlink()
@@ -211,7 +211,7 @@ def test_what_a_folder_holds(tmp_path, inside, found):
     else:
         with pytest.raises(UserError) as e: run_facts(run)
         part = inside.get('part') if isinstance(inside, dict) else None
-        wanted = f'go on with xtts-nb {runs.COMMANDS[part]} --run {run}' if part else 'not .*a run'
+        wanted = f'continue with xtts-nb {runs.COMMANDS[part]} --run {run}' if part else 'not .*a run'
         assert re.search(wanted, str(e.value))
         if part: assert run_facts(run, part) == inside
 

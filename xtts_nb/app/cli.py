@@ -158,7 +158,7 @@ def _monitor(
     log_file: option(Path | None, 'Write samples to a new .jsonl or .csv file.') = None,
     log: option(bool, 'Write them to a .jsonl file named after the time.', '--log') = False,
 ):
-    "Show the load of the GPUs (or of the CPU, if there is none) live, and a summary at the end."
+    "Show the utilisation of the GPUs (or of the CPU, if there is none) live, and a summary at the end."
     from rich.console import Console
     from xtts_nb.monitor.live import monitor, summary_lines
     if log and not log_file: log_file = Path(f'monitor-{datetime.now():%Y%m%d-%H%M%S}.jsonl')
@@ -339,7 +339,7 @@ def _bench_diagnose(
                              'continues there.') = None,
     record: Record = False,
 ):
-    "Diagnose slow programs that others reported, and healthy ones: how often is the diagnosis right?"
+    "Diagnose slow programs that others reported, and controls: how often is the diagnosis right?"
     ward = from_checkout('diagnosis.ward.score', 'bench diagnose')
     found = ward.score_cases(cases, half, repeat, out, to_stderr)
     rows, totals = ward.published(found), ward.totals(found)

@@ -33,7 +33,7 @@ def _download(
     if source.terms and not accept_cpml: to_stderr(terms(source, from_))
     try: result = download(source, out or workspace().data / name, from_, accept_cpml)
     except KeyboardInterrupt:
-        to_stderr('Complete files are kept: the same command goes on from there.')
+        to_stderr('Complete files are kept; the same command continues from there.')
         raise
     return result, download_text(source, result)
 
@@ -140,7 +140,7 @@ def _train_dvae(clips, work: Path, settings, tell):
     run_settings = settings.replace(training={'checkpoint_every': every, 'keep_checkpoints': 1})
     mels = lambda: mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
     trainer = new_dvae_run(run, run_settings, mels)
-    if trainer.step: to_stderr(f'The training of the DVAE goes on at update {trainer.step} of {steps}.')
+    if trainer.step: to_stderr(f'The training of the DVAE resumes at update {trainer.step} of {steps}.')
     report = lambda done, total, line: tell('train the DVAE', done, total, f'mel loss {line["mel_loss"]:.3f}')
     tell('train the DVAE', trainer.step, steps, 'compiling')
     trainer.fit(progress=report)

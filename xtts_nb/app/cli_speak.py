@@ -189,7 +189,7 @@ def _weights(shares: list[str]) -> dict[str, float]:
             raise UserError(f'"{share}": the voice is named twice; give it one weight.')
         try: weights[name or weight] = float(weight) if equals else 1.
         except ValueError:
-            raise UserError(f'"{share}": the weight is no number; write NAME=WEIGHT.') from None
+            raise UserError(f'"{share}": the weight is not a number; write NAME=WEIGHT.') from None
     return weights
 
 @command('blend', group=voices_app, example='both anna=2 bert --voices voices')
@@ -236,7 +236,7 @@ def _convert_to_savedmodel(
 
 # %% ../../nbs/app/cli_speak.ipynb #5e7ec0c4
 def _write_card(folder: Path, found, config, model: Path, facts: dict, held: list) -> Path:
-    "Write `MODEL.md` of what `evaluate` found on such clips; beside a completed one `MODEL.new.md`."
+    "Write what `evaluate` found to `MODEL.md`, or to `MODEL.new.md` next to a completed one."
     from xtts_nb.files import atomic_file
     from xtts_nb.speech.evaluate import model_card
     from xtts_nb.speech.guard import training_facts
@@ -303,7 +303,7 @@ def _evaluate(
     seed: option(int, 'Seed for the choice of clips and for sampling.', min=0) = 0,
     record: Record = False,
 ):
-    "Score what a model speaks beside the recordings, their codes alone and an untrained model."
+    "Score the speech of a model against the recordings, their codes alone and an untrained model."
     start()
     from xtts_nb.models.xtts import XTTS
     from xtts_nb.speech.evaluate import check_report, evaluate, evaluation_report, scores_text

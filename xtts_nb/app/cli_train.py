@@ -149,7 +149,7 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
     try: result = trainer.fit(progress=lambda done, total, line: tell(name, done, total, _note(line)))
     except SystemExit:
         command = f'xtts-nb {name} --run {trainer.run}'
-        to_stderr(f'SIGTERM: saved at update {trainer.step}; {command} goes on.')
+        to_stderr(f'SIGTERM: saved at update {trainer.step}; {command} resumes the run.')
         raise
     text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '
             f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
@@ -299,10 +299,10 @@ def _mix(asked, facts: dict, settings, cache, fed: bool):
     return Mix(old, out) if share is None else Mix(old, out, share)
 
 # %% ../../nbs/app/cli_train.ipynb #9578a515
-def _validated(settings, begun, val, cache):   # begun: of the run that goes on, if the interval is its own
+def _validated(settings, begun, val, cache):   # begun: of the run to resume, if the interval is its own
     "Settings that validate, if clips are held out; as often as the length of the training asks for."
     def updates(training):
-        epochs = training.epochs   # of about so many updates each
+        epochs = training.epochs   # of about this many updates each
         return epochs * -(-len(cache) // settings.data.batch_size) if epochs else training.steps
     every = lambda training: _every(training, updates(training))
     if begun and begun.training.validate_every == settings.training.validate_every == every(begun.training):
@@ -484,7 +484,7 @@ def _known(run: Path | None, source, missing: str, remedy: str) -> bool:
         if whole: raise UserError(f'{run}: is a part of a run; give the folder of the run, {whole}.')
         if run.is_file(): check_folder(run)
     if source: return False
-    where = f'{run}: holds no run to go on with' if run else missing
+    where = f'{run}: holds no run to resume' if run else missing
     raise UserError(f'{where}; {remedy}.')
 
 def _every(training, updates: int) -> int:   # updates: of the whole training

@@ -249,7 +249,7 @@ def _already_made(out: Path, settings: dict) -> bool:
     "Whether `out` holds the corpus of `settings`; raises `UserError` if it holds anything else."
     if not out.exists() or out.is_dir() and not any(out.iterdir()): return False
     made = read_json(out / 'corpus.json') if (out / 'corpus.json').is_file() else {}
-    reason = ('something that is no demo corpus' if not made else
+    reason = ('something that is not a demo corpus' if not made else
               'a corpus of other settings' if made.get('settings') != settings else
               'a corpus that was changed after it was made' if made.get('digest') != corpus_digest(out)
               else None)
@@ -354,7 +354,7 @@ def plot_spread(spread: dict, title: str, unit: str) -> Figure:
 
 # %% ../../nbs/app/demo.ipynb #08f352f2
 def html_table(head: list[str], rows: list[tuple], max_rows: int = 200) -> str:
-    "Rows under a head; the number of rows that are not shown stands below."
+    "Rows under a head, and below them the number of rows that are not shown."
     cell = lambda value, tag: f'<{tag} dir="auto">{html.escape(visible(str(value)))}</{tag}>'
     row = lambda cells, tag: f'<tr>{"".join(cell(c, tag) for c in cells)}</tr>'
     if not rows: return '<p>none</p>'

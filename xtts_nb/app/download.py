@@ -194,7 +194,7 @@ def _fill(source: Source, out: Path, base: str | None):
     for temporary in work.glob('tmp*'): temporary.unlink()   # left by pooch in a killed process
     sizes = lambda name: sum(p.stat().st_size for p in (work / name, work / f'{name}.part') if p.exists())
     needed = sum(max(0, f['bytes'] - sizes(f['file'])) for f in source.files)
-    # an archive is unpacked beside itself
+    # an archive is unpacked next to itself
     needed += 0 if source.hub else sum(f['bytes'] for f in source.files)
     if needed > (free := shutil.disk_usage(work).free):
         raise UserError(f'{work}: {needed:,} bytes are needed and {free:,} are free; '

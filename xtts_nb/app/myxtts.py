@@ -66,7 +66,7 @@ def our_options(
             continue
         old, new = table[name]
         if new.startswith(_NOT_HERE):
-            raise UserError(f'{name} is no option here: {new.removeprefix(_NOT_HERE)}.')
+            raise UserError(f'{name} is not an option here: {new.removeprefix(_NOT_HERE)}.')
         ours = new.split()
         if old.endswith('VALUE') and not equals:
             if left: value = left.pop(0)

@@ -23,7 +23,7 @@ from ..config import Section, TrainingConfig, UserError, XTTSConfig, read_settin
 
 # %% ../../nbs/app/recipes.ipynb #f96a6954
 def descriptions(section: type[Section]) -> dict[str, str]:
-    "The comment beside each key of a section, from its source."
+    "The comment next to each key of a section, from its source."
     lines = inspect.getsource(section).splitlines()
     matches = (re.match(r'    (\w+): .*?\s# (.+)', line) for line in lines)
     return {match[1]: match[2] for match in matches if match}
@@ -145,7 +145,7 @@ def parse_assignments(given: Iterable[str]) -> dict:
             raise UserError(f'--set {text}: give KEY=VALUE, such as training.precision=bfloat16.')
         try: out[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise UserError(f'--set {text}: {value} is no value; put it in quotes.') from None
+            raise UserError(f'--set {text}: {value} is not a YAML value; put it in quotes.') from None
     return out
 
 # %% ../../nbs/app/recipes.ipynb #601d574a

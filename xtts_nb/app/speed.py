@@ -594,7 +594,7 @@ def _streamed(config: XTTSConfig, gpt: GPT, decoder: HiFiGAN, codes: int, inputs
 
 # %% ../../nbs/app/speed.ipynb #5bed00aa
 BATCHES = {'batch8': 'float32', 'batch8_int8': 'int8'}   # arms with eight texts, and how the GPT computes
-STREAM_TEXTS = 5    # the stream is so many times as long
+STREAM_TEXTS = 5    # the stream is this many times as long
 ARM_SECONDS = 0.5   # each arm repeats its call for so long, so that short calls are measured as well
 
 def _repeated(run):
@@ -665,7 +665,7 @@ def say_speed(
 
 # %% ../../nbs/app/speed.ipynb #5bed1011
 def _clients(host: str, port: int, body: str, waves: list[int]):
-    "For each wave of so many clients: status, seconds to the first sound and to the end, of each."
+    "For each wave (a number of clients): status, seconds to first sound and to the end, of each client."
     import asyncio, time
     head = f'POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}'
 

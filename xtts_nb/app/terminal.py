@@ -182,7 +182,7 @@ def to_stderr(*parts):
 def progress():
     """Yields `tell(name, done, total, note)`: one bar per stage on stderr, with rate and remaining time.
 
-    A log, which is no terminal, gets a line when a stage begins, and the bars at the end."""
+    A log, which is not a terminal, gets a line when a stage begins, and the bars at the end."""
     from rich.console import Console
     from rich.progress import (
         BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn)
@@ -218,7 +218,7 @@ def stage(tell, name: str):
 
 # %% ../../nbs/app/terminal.ipynb #3c0d10e0
 def _limited(name: str, rounds: int, minutes: float):
-    "A block in which measurements end after so many minutes; prints so to stderr."
+    "A block in which measurements end after `minutes`; says so on stderr."
     from xtts_nb.bench import time_budget
     to_stderr(f'bench {name}: {rounds} rounds, or fewer in about {minutes:g} minutes; --budget MINUTES.')
     return time_budget(60 * minutes)

@@ -75,12 +75,12 @@ def _goes_on(facts: dict, cache: Path, model: Path | None, mix: Path | None) -> 
     return ('mix' in facts) == bool(mix) and wanted == {name: facts.get(name) for name in wanted}
 
 def _run_of(out: Path, model: Path | None, mix: Path | None) -> Path:
-    "The run in `out` that goes on with the cache there; else a folder for a new one."
+    "The run in `out` that continues with the cache there, else a folder for a new one."
     if not _key(out / 'cache'): return out / 'run'
     for number in count(1):
         run = out / (f'run-{number}' if number > 1 else 'run')
         try: facts = run_facts(run)
-        except UserError: continue   # of somebody else
+        except UserError: continue   # of another program
         if not facts or _goes_on(facts, out / 'cache', model, mix): return run
 
 def plan_tuning(
@@ -135,10 +135,10 @@ def run_stage(words: list[str]) -> dict:
             child.wait()
             raise
     code = {-signal.SIGTERM: 143, -signal.SIGINT: 130}.get(child.returncode, child.returncode)
-    if code in (130, 143): raise SystemExit(code)   # its message tells how to go on
+    if code in (130, 143): raise SystemExit(code)   # its message says how to resume
     if code:
-        raise UserError(f'tune: the stage {words[0]} has failed, as said above; mend that, and give the same '
-                        'command again. What is complete is kept.')
+        raise UserError(f'tune: the stage {words[0]} has failed (see above); fix the cause, and give the '
+                        'same command again. Complete stages are kept.')
     return json.loads(output.rstrip('\n').rpartition('\n')[2])   # JSON may hold other ends of lines
 
 def _stamps(paths: list[Path]) -> list:
@@ -204,8 +204,8 @@ def _candidate(line: dict, run: Path, kept: bool) -> str:   # line: of the log, 
     cells.append(player(sounds[0], '') if sounds else '')
     return f'<tr{" style=font-weight:600" if kept else ""}>{"".join(f"<td>{c}</td>" for c in cells)}</tr>'
 
-_CHOSEN = {'dtw': 'Kept is the model whose speech has the least distance from the recordings',
-           'loss': 'Kept is the model with the lowest loss'}
+_CHOSEN = {'dtw': 'We keep the model whose speech has the least distance from the recordings',
+           'loss': 'We keep the model with the lowest loss'}
 
 def _candidates(log: list[dict], run: Path, kept: dict, judge: str) -> Iterator[str]:   # kept: of `_kept`
     "What was spoken at each validation."
@@ -229,7 +229,7 @@ def _candidates(log: list[dict], run: Path, kept: dict, judge: str) -> Iterator[
 NO_CORPUS = {'clips': [], 'dropped': [], 'missing': []}   # of a corpus that stood
 
 def _kept(trained: dict, log: list[dict]) -> dict:   # trained: result of the stage
-    "The line in the log of the model that is kept, and what is told beside it; empty if none was judged."
+    "The log line of the kept model, with what the stage reports of it; empty if none was judged."
     best = trained.get('best') or {}
     return next((line | best for line in log if line['step'] == best.get('step') and 'val_loss' in line), {})
 
@@ -322,7 +322,7 @@ def tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done: 
               *_losses(found.log), *_candidates(found.log, _run(done, out), found.kept, found.judge)]
     if 'evaluate' in result:
         seen = ', as those by which the model was chosen' if result['train'].get('best') else ''
-        pieces += [heading('Scores', f'Of held-out sentences{seen}; beside them the recordings and an '
+        pieces += [heading('Scores', f'Of held-out sentences{seen}, compared with the recordings and an '
                                      'untrained model.'),
                    scores_table(result['evaluate']['scores'])]
     pieces += [heading('What was typed'),

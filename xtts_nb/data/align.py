@@ -256,7 +256,7 @@ def _has_times(path: Path) -> bool:
 def read_paragraphs(path: str | Path) -> list[str]:
     "The paragraphs of a text file or an EPUB, or what is said in subtitles in the order of their times."
     path, suffix = Path(path), Path(path).suffix.lower()
-    if suffix in OTHER: raise UserError(f'{path}: is no plain text; save what was read as .txt.')
+    if suffix in OTHER: raise UserError(f'{path}: is not plain text; save what was read as .txt.')
     if suffix == '.epub': paragraphs = _book(path)
     elif suffix in WEB: paragraphs = _page(_Tags(_decoded(path.read_bytes())))
     elif suffix in SUBTITLES or _has_times(path): paragraphs = _joined(_captions(path))
@@ -283,7 +283,7 @@ class Sentence(NamedTuple):
     words: list[int]      # where each word begins in `text`
     spoken: str           # for espeak-ng
     places: list[int]     # where each word begins in `spoken`
-    inner: bool = False   # whether it is part of a long one, and goes on
+    inner: bool = False   # whether it is part of a long one, which continues
 
 ESPEAK_NAMES = {'zh-cn': 'cmn'}   # where its name differs from the code
 _AS_WRITTEN = 'zh-cn', 'ja', 'ko'
@@ -334,7 +334,7 @@ def text_sentences(
 
 # %% ../../nbs/data/align.ipynb #5ca2a0d6
 FRAME, WIDTH = 0.04, 0.048   # s from frame to frame, s of each
-BANDS, TOP = 26, 7000        # mel bands, up to so many Hz
+BANDS, TOP = 26, 7000        # mel bands, and their upper limit in Hz
 
 def hop_length(rate: int) -> int:
     "Samples from frame to frame, a multiple of four."
@@ -389,7 +389,7 @@ def measure_sound(wav: np.ndarray, rate: int) -> SoundFrames:
 
 def measure_part(file: AudioFile, start: float = 0., end: float | None = None,
                  progress: Callable = lambda done, total: None) -> SoundFrames:
-    "The frames of an open recording or of a part of it (s), in blocks; raises `UserError` if it is no sound."
+    "The frames of an open recording or of a part of it (s), in blocks; raises `UserError` if not audio."
     parts, rest, done, rate = [], np.zeros(0, np.float32), 0, file.samplerate
     left = total = round((end - start) * rate) if end else file.frames or 2**63
     if start or file.at: file.seek(round(start * rate))
@@ -453,10 +453,10 @@ class Speech:
     @cached_property
     def silence(self) -> np.ndarray:   # (T + 1,) s
         "The length of the pause before each frame and at the end, 0 for none."
-        return np.append(np.diff(self.pauses)[:, 0], 0.)[self.pause]   # the last one is no pause
+        return np.append(np.diff(self.pauses)[:, 0], 0.)[self.pause]   # the last one is not a pause
 
 def speech_frames(sound: SoundFrames, least: float = PAUSE) -> tuple[np.ndarray, np.ndarray]:
-    "Which frames (F,) are no pause; and the pauses (P, 2) in s, of at least `least` s."
+    "The frames (F,) outside pauses; and the pauses (P, 2) in s, of at least `least` s."
     pauses = find_pauses(sound, least) if sound.pauses is None else sound.pauses
     times = frame_times(sound)
     at = np.searchsorted(pauses[:, 0], times, 'right') - 1
@@ -471,7 +471,7 @@ def frame_times(sound: SoundFrames) -> np.ndarray:   # (F,) s
 SLOPE = 3.   # weight of the slopes
 
 def band_ranges(mel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:   # (C,) each
-    "Where loud frames lie in each band, and how far the quiet ones lie below."
+    "The level of loud frames in each band, and how far the quiet ones are below it."
     some = mel[np.linspace(0, len(mel) - 1, min(len(mel), 20_000)).astype(int)]
     low, high = np.percentile(some, (5, 95), axis=0)
     return high, high - low
@@ -585,7 +585,7 @@ def _pauses_before(sound: SoundFrames, keep: np.ndarray, pauses: np.ndarray) -> 
     return np.array([a + length[a:b].argmax() if b > a else -1 for a, b in zip(last, last[1:])])
 
 # %% ../../nbs/data/align.ipynb #d9f51d25
-STEP, EDGE, SKIP = 1.8, 12., 2.   # costs: to stay or jump; an edge beside no pause; to leave out a sentence
+STEP, EDGE, SKIP = 1.8, 12., 2.   # costs: to stay or jump; an edge without a pause; to leave out a sentence
 NULL = 0.3                        # share of the frames of the text that are nearer than wrong text
 BEAM = 300.                       # a path that costs so much more than the best one is given up
 WINDOW, BLOCK, FAR = 12_000, 256, np.float32(1e9)   # states at once (8 minutes), frames at once, no path
@@ -621,7 +621,7 @@ class Search:
     def move(self):
         "Put the window around the best path: a third behind it, two thirds before it."
         starts, (first, last) = self.model.starts, self.window
-        states = self.cost[starts[first]:starts[last]]   # elsewhere is no path
+        states = self.cost[starts[first]:starts[last]]   # there is no path elsewhere
         gap = first + int(self.gap[first:last + 1].argmin())
         best = starts[first] + int(states.argmin()) if states.min() < self.gap[gap] else starts[gap]
         new = max(first, int(np.searchsorted(starts, best - WINDOW // 3, 'right')) - 1)
@@ -664,7 +664,7 @@ def _gaps_step(gap: np.ndarray, ended: np.ndarray, length: np.ndarray) -> tuple[
 
 # %% ../../nbs/data/align.ipynb #1051d2df
 def edge_cost(speech: Speech) -> np.ndarray:   # (T + 1,)
-    "The cost of a sentence's edge before each frame: less beside a pause, the longer it is."
+    "The cost of a sentence's edge before each frame: the longer the pause there, the lower."
     return (EDGE * np.exp(-speech.silence / 0.15)).astype(np.float32)
 
 # %% ../../nbs/data/align.ipynb #8fbe6da7
@@ -751,7 +751,7 @@ def _rows(local: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:   # (M,
 
 # %% ../../nbs/data/align.ipynb #1b2e5ab6
 BROUGHT = 0.5   # less than this share of the mean gain is brought by sound that is not of the sentence ...
-LEAST = 5       # ... from so many frames on
+LEAST = 5       # ... from this many frames on
 
 def without_foreign(fit: Fit, speech: Speech, model: TextFrames) -> Fit:
     "A sentence without sound at its ends that the path was only led over, as far as a pause divides it."

@@ -47,7 +47,7 @@ class _OneWay(soundfile.SoundFile):
 _KBPS = {True: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0),   # MPEG 1, layer III
          False: (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)}      # MPEG 2 and 2.5
 
-def _frame_size(head: bytes) -> int:   # bytes; 0 if this is no header
+def _frame_size(head: bytes) -> int:   # bytes; 0 if this is not a header
     "The size of a frame of MPEG layer III, by its header."
     if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2: return 0
     version, kbps, rate = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3

@@ -87,7 +87,7 @@ def map_arrays(path: str | Path) -> dict[str, np.ndarray]:
 def _unreadable(path, error: Exception) -> str:
     "Why a file of a cache cannot be used, with the remedy."
     reason = 'is missing' if not Path(path).exists() else f'is damaged ({error})' if error else 'is damaged'
-    return f'{reason}; mend the cache with xtts-nb verify --fix, or run xtts-nb prepare again.'
+    return f'{reason}; repair the cache with xtts-nb verify --fix, or run xtts-nb prepare again.'
 
 # %% ../../nbs/data/cache.ipynb #2e271174
 FEATURES = 1   # increase it when the same settings give other arrays
@@ -147,7 +147,7 @@ def _manifest_text(facts: dict) -> str:
     return json.dumps(facts | {'sha': fingerprint(facts)}, indent=1, ensure_ascii=False) + '\n'
 
 def write_manifest(folder: Path, facts: dict) -> dict:
-    "Write `manifest.json`: `facts` and the files beside the shards; the last step of making a cache."
+    "Write `manifest.json`: `facts` and the files that are not shards; the last step of making a cache."
     shards = {line['file'] for line in facts['shards']}
     shards |= {'manifest.json', REPORT_PAGE}
     others = sorted(f for f in folder.iterdir() if f.is_file() and f.name not in shards)
@@ -205,7 +205,7 @@ def changed_files(
     manifest: dict,
     whole: bool = True,   # else only the sizes are checked
 ) -> dict[str, str]:
-    "The problem of each file beside the shards that is missing or changed."
+    "The problem of each missing or changed file that is not a shard."
     problems = {}
     for name, facts in manifest['files'].items():
         path = folder / name
@@ -256,7 +256,7 @@ class Cache:
     def __len__(self) -> int: return len(self.clips)
 
     def check_unchanged(self):
-        """Raise `UserError` if another cache stands in the folder by now; called after files are opened.
+        """Raise `UserError` if the folder holds another cache by now; called after files are opened.
 
         What was opened before stays as it was, but parts of two caches are never mixed."""
         path = self.folder / 'manifest.json'
@@ -289,7 +289,7 @@ def wav_path(self: Cache, i: int) -> Path:
 # %% ../../nbs/data/cache.ipynb #a2fe11b0
 @patch
 def _check_files(self: Cache, whole: bool):
-    "Raise `UserError` if a file beside the shards is missing or changed."
+    "Raise `UserError` if a file that is not a shard is missing or changed."
     for name in changed_files(self.folder, self.manifest, whole):
         raise UserError(f'{self.folder / name}: {_unreadable(self.folder / name, None)}')
 

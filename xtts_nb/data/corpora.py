@@ -84,7 +84,7 @@ def file_fault(path: str | Path) -> str | None:
     except (OSError, ValueError) as e:   # ValueError: an invalid name
         if getattr(e, 'errno', None) == errno.ELOOP: return 'a link that leads back to itself'
         return 'not readable' if isinstance(e, PermissionError) else 'missing'
-    if not stat.S_ISREG(mode): return 'a folder' if stat.S_ISDIR(mode) else 'no regular file'
+    if not stat.S_ISREG(mode): return 'a folder' if stat.S_ISDIR(mode) else 'not a regular file'
     return None if os.access(path, os.R_OK) else 'not readable'
 
 def _elsewhere(name: str) -> bool:
@@ -238,7 +238,7 @@ def _row(values: dict[str, str], where: str) -> Row:
              for field, names in COLUMN_NAMES.items()}
     return Row(where, **found | {'audio': found['audio'] or found['id']})
 
-LONGEST_ROW = 20   # lines; a cell in quotes may go on in the next one
+LONGEST_ROW = 20   # lines; a cell in quotes may continue in the next one
 
 def _read_cells(lines, delimiter: str) -> Iterator[tuple[str, list[str] | csv.Error]]:
     "The place and the cells of each row."
@@ -260,10 +260,10 @@ def _read_cells(lines, delimiter: str) -> Iterator[tuple[str, list[str] | csv.Er
         yield f'line {number}', cells
 
 def _table_rows(lines, delimiter: str, names: list[str], widths: tuple[int, ...]) -> Iterator[Row | Dropped]:
-    "Rows of so many cells, the first of which are named."
+    "Rows whose number of cells is in `widths`; `names` are those of the first ones."
     for where, cells in _read_cells(lines, delimiter):
         if isinstance(cells, csv.Error):
-            yield Dropped(where, f'{where} is no row: {cells}')
+            yield Dropped(where, f'{where} is not a row: {cells}')
             continue
         while len(cells) not in widths and not cells[-1] and len(cells) > 1: cells.pop()
         if len(cells) in widths: yield _row(dict(zip(names, cells)), where)
@@ -285,7 +285,7 @@ CODES = set(   # of languages, as lists of trainers hold them
     'pa pl ps pt ro ru rus si sk sl so spa sq sr sv sw ta te th tl tr tt uk ur uz vi yue zh zho'.split())
 
 def _kind(cells: tuple[str, ...]) -> str:   # language, speaker, text, or nothing
-    "What a column holds that is no audio."
+    "What a column without audio holds."
     cells = [*filter(None, cells)]
     kinds, few = set(cells), len(set(cells)) <= len(cells) / 2
     if not any(map(str.isalnum, ''.join(kinds))): return 'nothing'
@@ -559,7 +559,7 @@ def find_layout(
     "The layout of a corpus; raises `UserError` if none matches."
     source = Path(source)
     if layout is not None and layout not in LAYOUTS:
-        raise UserError(f'"{visible(layout)}" is no layout; choose one of {", ".join(LAYOUTS)}.')
+        raise UserError(f'"{visible(layout)}" is not a layout; choose one of {", ".join(LAYOUTS)}.')
     if not source.is_dir() and (fault := file_fault(source)):
         what = 'there is no such folder' if fault == 'missing' else f'is {fault}'
         raise UserError(f'{source}: {what}; give the folder that holds metadata.csv, or the metadata file.')
@@ -584,7 +584,7 @@ def layout_line(source: str | Path, layout: str | None = None) -> str:
 def check_language(language: str) -> str:   # its code, such as en
     "The code of a language, in small letters; raises `UserError` for what is none."
     if LANGUAGE_CODE.fullmatch(code := fold_language(language)): return code
-    raise UserError(f'"{visible(language)}" is no language code; write one such as en or zh-cn.')
+    raise UserError(f'"{visible(language)}" is not a language code; write one such as en or zh-cn.')
 
 def read_rows(
     source: str | Path,           # folder, or a metadata file in it
@@ -649,10 +649,10 @@ def check_dropped(dropped: list[Dropped], total: int, config: XTTSConfig, corpus
     "Raise `UserError` if more clips are dropped than allowed, naming the first reasons."
     worst = '; '.join(f'{visible(d.id)}: {d.reason}' for d in dropped[:3])
     if dropped and len(dropped) == total:
-        raise UserError(f'{corpus}: none of the {total} clips can be used ({worst}); mend them.')
+        raise UserError(f'{corpus}: none of the {total} clips can be used ({worst}); fix them.')
     if len(dropped) <= config.data.max_drop_rate * total: return
     raise UserError(f'{corpus}: {len(dropped)} of {total} clips cannot be used, more than data.max_drop_rate '
-                    f'{config.data.max_drop_rate:.0%} ({worst}); mend them or raise the rate.')
+                    f'{config.data.max_drop_rate:.0%} ({worst}); fix them or raise the rate.')
 
 # %% ../../nbs/data/corpora.ipynb #0ebf88f6
 # bytes; a header with this length or more was written before the length was known

@@ -47,7 +47,7 @@ SHORTEST, LONGEST = 2., 11.    # s, of a clip
 SHORT = 3.                     # s; where most sentences are shorter, each is a clip of its own ...
 BRIEF = 1.                     # s, ... from this length on
 USUAL = 2., 5., 8.             # s, in turn: later a model is given short texts and long ones
-REST = 10                      # frames; more sound without text is no syllable of a neighbour
+REST = 10                      # frames; more sound without text is not a syllable of a neighbour
 CUT = 0.1                      # s, the shortest pause to cut in: half of it stays on either side
 MARGIN, LONG_PAUSE = 0.1, 1.5  # s of silence at both ends of a clip, s of silence within one
 _MARKS = tuple('.,;:!?…)]»”"—–، ؛؟。，、；：！？।')
@@ -181,8 +181,8 @@ def _reason(piece: CutPiece, shortest: float) -> str:
     seconds = piece.end - piece.start
     if seconds > LONGEST - 2 * MARGIN:
         return f'longer than {LONGEST:g} s: {seconds:.1f} s without a pause to cut in'
-    if piece.left < 0 or piece.right < 0: return 'no pause beside it to cut in'
-    return f'shorter than {shortest:g} s, and nothing beside it to join: {seconds:.1f} s'
+    if piece.left < 0 or piece.right < 0: return 'no pause next to it to cut in'
+    return f'shorter than {shortest:g} s, and nothing next to it to join: {seconds:.1f} s'
 
 def _clip_times(pieces: list[CutPiece], speech: Speech, seconds: float) -> tuple[float, float]:
     "Start and end of a clip (s), with at most half of each pause."
@@ -322,7 +322,7 @@ def read_texts_beside(
     faults: dict | None = None,           # gets the reasons for those that are left out
     language: str = 'en',                 # preferred where there are texts in several
 ) -> dict[Path, list[str]]:               # of recordings with a text, its paragraphs
-    "What is said in recordings, in files of the same name beside them."
+    "What is said in recordings, from files of the same name next to them."
     faults, texts, beside = {} if faults is None else faults, {}, Beside(_READ, language)
     seconds, unusable = usable_recordings(paths)
     faults |= unusable
@@ -330,7 +330,7 @@ def read_texts_beside(
         try:
             if text := beside.find(path): texts[path] = read_paragraphs(text)
             elif transcribe: texts[path] = transcribe(path)
-            else: faults[path] = 'no text beside the recording'
+            else: faults[path] = 'no text next to the recording'
         except UserError as e: faults[path] = _fault(path, e)
     if not texts: raise _nothing_left(paths, faults)
     return texts
@@ -339,8 +339,8 @@ def _nothing_left(paths: list[Path], faults: dict[Path, str]) -> UserError:
     "Why no recording is left."
     path, reason = next(((p, f) for p, f in faults.items() if not f.startswith('no text')), (paths[0], ''))
     if not reason:
-        return UserError(f'{path}: no text beside it ({path.stem}{", ".join(_READ)}); give --text FILE, what '
-                         'is said in it, or --transcribe MODEL, a Whisper model that writes it.')
+        return UserError(f'{path}: no text next to it ({path.stem}{", ".join(_READ)}); give --text FILE, '
+                         'what is said in it, or --transcribe MODEL, a Whisper model that writes it.')
     if len(paths) == 1: return UserError(f'{path}: {reason}.')
     return UserError(f'{path.parent}: no recording can be read or cut; the first, {path.name}: {reason}.')
 
@@ -473,7 +473,7 @@ def find_clips(
 CUTS = 'cuts.csv'   # where each clip of a corpus was cut: source|start|end|text
 
 def _cell(text: str) -> str:
-    "A text as it stands in a table."
+    "A text as a cell of a table."
     return ' '.join(text.replace('|', ' ').split())
 
 def _clip_name(path: Path) -> str:
@@ -548,7 +548,7 @@ def _write_cuts(folder: Path, clips: list[dict]):
     (folder / CUTS).write_text(text, encoding='utf-8', newline='\n')
 
 def _told(result: dict, one: bool) -> dict:
-    "A result without paths; `source` is told where there are several recordings."
+    "A result without paths; `source` stays where there are several recordings."
     for stretch in result['clips'] + result['dropped']:
         for name in ('path', 'speaker', 'language', 'whole'): stretch.pop(name, None)
         if one: stretch.pop('source', None)
@@ -620,7 +620,7 @@ def _cut_all(readings: list[Reading], work: Path, faults: dict, progress: Callab
 # %% ../../nbs/data/cut.ipynb #c0700044
 def cut_corpus(
     source: str | Path,       # a recording, in any format that libsndfile reads, or a folder of them
-    text: str | Path | None,  # what is spoken: paragraphs, or subtitles; None: files beside the recordings
+    text: str | Path | None,  # what is spoken: paragraphs, or subtitles; None: files next to the recordings
     out: str | Path,          # folder to write
     language: str | None,     # a code such as en; None: en, or what `hear` hears
     speak: Callable,          # as in `speak_sentences`
@@ -658,13 +658,13 @@ def cut_corpus(
 
 # %% ../../nbs/data/cut.ipynb #c0700017
 def _locate(result: dict, recordings: list[Recording]):
-    "Give all stretches in seconds of their recordings; what goes on in the next one is no clip."
+    "Give all stretches in seconds of their recordings; what continues in the next one is not a clip."
     parts = [[*located([clip], recordings)] for clip in result['clips']]
     split = [{key: part[key] for key in ('start', 'end', 'path')} for some in parts if len(some) > 1
              for part in some]
     result['clips'] = [some[0] for some in parts if len(some) == 1]
     result['dropped'] = [*located(result['dropped'], recordings), *(
-        part | {'reason': 'its sentence goes on in another recording'} for part in split)]
+        part | {'reason': 'its sentence continues in another recording'} for part in split)]
 
 def _name(result: dict, source: Path):
     "Add to all stretches from which recording they are, and to clips their speaker."
@@ -680,7 +680,7 @@ def _name(result: dict, source: Path):
 
 # %% ../../nbs/data/cut.ipynb #c0700016
 def _seconds(path: Path) -> float:
-    "The length of a recording by its header, 0 where it does not tell; raises `UserError` if it is no sound."
+    "The length of a recording by its header, or 0 if that has none; raises `UserError` if it is not audio."
     with open_audio(path, 16000) as file: return (file.frames or 0) / file.samplerate
 
 def read_cuts(table: str | Path, source: Path) -> list[dict]:
@@ -699,9 +699,9 @@ def read_cuts(table: str | Path, source: Path) -> list[dict]:
         if name not in paths: raise UserError(f'{where}: there is no recording {visible(name)}; correct it.')
         if name not in seconds: seconds[name] = _seconds(paths[name]) or float('inf')
         try: start, end = map(float, times)
-        except ValueError: raise UserError(f'{where}: "{visible("|".join(times))}" is no time.') from None
+        except ValueError: raise UserError(f'{where}: "{visible("|".join(times))}" is not a time.') from None
         if not 0 <= start < end <= seconds[name] + 0.01:
-            raise UserError(f'{where}: {start:g} to {end:g} s is no part of {name}, '
+            raise UserError(f'{where}: {start:g} to {end:g} s is not within {name}, '
                             f'which has {seconds[name]:.2f} s; correct the times.')
         if not any(map(str.isalnum, text)): raise UserError(f'{where} has no text; write it, or delete it.')
         clips.append({'path': paths[name], 'start': start, 'end': end, 'text': text})
@@ -723,7 +723,7 @@ def recut(source: str | Path, table: str | Path, out: str | Path, language: str,
     return _told(result, source.is_file())
 
 def _between(clips: list[dict], progress: Callable) -> list[dict]:
-    "What lies in no clip, of each recording."
+    "The parts of each recording that are in no clip."
     dropped, clips_of = [], defaultdict(list)
     for c in clips: clips_of[c['path']].append((c['start'], c['end']))
     for path, taken in clips_of.items():
@@ -790,7 +790,7 @@ class Judged(NamedTuple):
     sentence: Sentence
     words: list[int]       # the first frame of each word
     fit: ClipFit
-    alone: bool            # a pause lies in the sound after the path
+    alone: bool            # there is a pause in the sound after the path
     start: float | None    # s, in the pause before the path; None without one
     end: float | None      # s, in the pause after it
 
@@ -813,12 +813,12 @@ def clip_faults(judged: Judged) -> list[str]:
     if -fit.before >= UNREAD_START[begins]:
         faults.append(f'its text begins before the sound: "{_unread(judged)}"')
     if -fit.after >= UNREAD_END[ends]:
-        faults.append(f'its text goes on after the sound: "{_unread(judged, end=True)}"')
+        faults.append(f'its text continues after the sound: "{_unread(judged, end=True)}"')
     return faults
 
 # %% ../../nbs/data/cut.ipynb #c0700024
 def _in_pauses(speech: Speech, path: tuple[int, int], recording: Recording) -> tuple:   # s or None, twice
-    "Where a clip can begin and end beside a path, in the pauses there."
+    "Where a clip can begin and end, in the pauses next to a path."
     own = lambda time: min(max(0., (time - recording.begin) * recording.scale), recording.seconds)
     (a, b), (c, d) = (speech.pauses[speech.pause[frame]] for frame in path)
     before, after = (speech.silence[frame] >= CUT for frame in path)

@@ -402,7 +402,7 @@ def _answer(link):
     try: kind, value = link.recv()
     except (EOFError, ConnectionError):
         raise UserError('A worker process ended before its work was done, perhaps '
-                        'for want of memory; give fewer --workers.') from None
+                        'for lack of memory; give fewer --workers.') from None
     if kind == 'done': return value
     raise UserError(value) if kind == 'user' else RuntimeError(f'A worker process failed: {value}')
 

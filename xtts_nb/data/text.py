@@ -477,7 +477,7 @@ def _parts(text: str, language: str) -> str:
     else: text = re.sub(f'(?<![0-9])%({_AMOUNT})', r'\1%', text)
     text = re.sub('[0-9]+[.,][0-9]+', lambda m: _decimal(m[0], language), text)
     if r'\.' not in getattr(RULES.get(language), 'ordinal', ''): return text
-    words = lambda m: whole_words(m[1], language) + '.'   # a year, or the last word of a text, is no ordinal
+    words = lambda m: whole_words(m[1], language) + '.'   # not an ordinal: a year, the last word of a text
     return re.sub(r'([0-9]{3,}|[0-9]+(?=\.["”»)\s]*$))\.(?=\W|$)', words, text)
 
 def written_out(text: str, language: str) -> str:
@@ -649,7 +649,7 @@ def train_tokenizer(
     "Byte-pair merges learned from `texts`; the same texts in the same order give the same tokenizer."
     languages = sorted(set(languages))
     if bad := [l for l in languages if not LANGUAGE_CODE.fullmatch(l)]:
-        raise UserError(f'"{bad[0]}" is no language code; write one such as en or zh-cn.')
+        raise UserError(f'"{bad[0]}" is not a language code; write one such as en or zh-cn.')
     marks = ['[STOP]', '[UNK]', '[SPACE]', '[START]', *(f'[{l}]' for l in languages)]
     words = [clean(t, languages[0] if len(languages) == 1 else '') for t in texts]
     characters = sorted(set(''.join(words)) - {' '})
@@ -688,7 +688,7 @@ def load(cls: Tokenizer,
         raise UserError(f'{path}: not a tokenizer file ({e}); copy it again.') from None
     missing = {'[STOP]', '[UNK]', '[SPACE]', '[START]'} - set(bpe.get_vocab())
     if missing:
-        raise UserError(f'{path}: lacks {", ".join(sorted(missing))}; this is no tokenizer of XTTS.')
+        raise UserError(f'{path}: lacks {", ".join(sorted(missing))}; this is not a tokenizer of XTTS.')
     if cleaner not in CLEANERS:
         raise UserError(f'{path}: its texts are cleaned by "{cleaner}", which is none of '
                         f'{", ".join(CLEANERS)}; add the function that cleans them to '

@@ -52,7 +52,7 @@ LAYER_TENSORS = {   # kind of layer -> {tensor in coqui-tts: (tensor here, layou
 
 # %% ../../nbs/models/convert.ipynb #6bf8b81a
 def _inside(theirs: str, ours: str, rows: list) -> list:
-    "Rows of layers that lie in a larger one."
+    "Rows of layers within a larger one."
     return [(theirs + a, ours + b, kind) for a, b, kind in rows]
 
 def dvae_rows(model):
@@ -187,7 +187,7 @@ def read_pth(path: str | Path):   # the contents, tensors as arrays that are sti
     check_arrived(path)
     torch = _torch()
     inert = [(type(name.rpartition('.')[2], (Inert,), {}), name) for name in CONFIG_CLASSES]
-    lazy = {'mmap': True} if zipfile.is_zipfile(path) else {}   # older files are no archives
+    lazy = {'mmap': True} if zipfile.is_zipfile(path) else {}   # older files are not archives
     try:
         with torch.serialization.safe_globals(inert):
             return _array(torch.load(path, map_location='cpu', weights_only=True, **lazy))
@@ -429,7 +429,7 @@ def from_coqui(
     check_folder(folder)
     for name in ('config.json', 'vocab.json'):
         if not (folder / name).is_file():
-            raise UserError(f'{folder / name}: the file is missing; copy it beside the checkpoint.')
+            raise UserError(f'{folder / name}: the file is missing; copy it next to the checkpoint.')
     for path in (*folder.glob('*.json'), *folder.glob('*.pth')): check_arrived(path)   # before any is read
     tokenizer, tensors = Tokenizer.load(folder / 'vocab.json', 'xtts'), read_coqui(folder)
     config = infer_config({key: x.shape for key, x in tensors.items()}, model_args(folder), folder)
@@ -464,7 +464,7 @@ def tensors_to_coqui(tensors, names: dict, folder: Path) -> dict:
         key, layout = back.get(name, ((), ''))
         if name.startswith('coqui/'): key, layout = tuple(name.split('/', 2)[1:]), 'keep'
         if len(key) != 2 or key[0] not in files:
-            raise UserError(f'{folder / "model.safetensors"}: "{name}" is no tensor of XTTS; '
+            raise UserError(f'{folder / "model.safetensors"}: "{name}" is not a tensor of XTTS; '
                             'use a model made or converted here.')
         file, theirs = key
         x = to_torch(x, layout)

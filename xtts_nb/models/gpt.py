@@ -350,7 +350,7 @@ def states(self: GPT, text, text_length, codes, code_length, prompt, seed=None):
     return x[:, P:P + T], x[:, P + T:]
 
 # %% ../../nbs/models/gpt.ipynb #18e10002
-FEW_ROWS = 32   # up to so many rows, reading the weights takes longer than multiplying
+FEW_ROWS = 32   # up to this many rows, reading the weights takes longer than multiplying
 
 class Int8Dense:
     "A dense layer with int8 weights for few rows; more are multiplied as `dense` does it."

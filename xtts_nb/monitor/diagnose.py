@@ -171,7 +171,7 @@ def measure_training(
     seconds: float = 40.,     # for all rounds, about
     timeout: float = 60.,     # s without a batch
 ) -> tuple[Measured, list, list]:   # what was measured, some batches, the calls of the last step
-    "Measure a training as it is; it goes on training meanwhile."
+    "Measure a training as it is, while it continues."
     dataset, start = repeat_if_finite(dataset), time.perf_counter()
     resident = first_batches(dataset, 4, timeout)
     begun, hooks = time.perf_counter(), SyncHooks()
@@ -227,7 +227,7 @@ class Finding:
     remedy: str
     predicted_gain: float      # wall time per row now divided by wall time after the remedy
     cure: Callable | None = field(default=None, repr=False, compare=False)   # (dataset, step) -> the same
-    alters: str = ''           # what the cure changes of what is learned
+    alters: str = ''           # what the fix changes in what is learned
     place: str = ''            # file:line of the program
     line: str = ''             # its text
     change: str = ''           # lines of code to write instead
@@ -236,7 +236,7 @@ class Finding:
     only_on_gpu: bool = False  # only a GPU shows what it costs: the gain is not known
 
     def to_dict(self) -> dict:
-        "For JSON, without the cure."
+        "For JSON, without `cure`."
         known = {k: getattr(self, k) for k in ('place', 'line', 'change') if getattr(self, k)}
         interval = {'gain_interval': [round(self.low, 2), round(self.high, 2)]} if self.high else {}
         interval |= {'only_on_gpu': True} if self.only_on_gpu else {}
@@ -306,7 +306,7 @@ def find_slow_disk(c: Case) -> Finding | None:
     stage, jump = c.slowest_stage
     if not stage or not stage.reads or stage.python: return
     if c.m.busy >= 0.5 or c.m.pipeline < c.m.clean_step: return
-    computing = c.m.busy * c.m.pipeline / cores()   # what remains, whoever reads
+    computing = c.m.busy * c.m.pipeline / cores()   # what remains, however the files are read
     return Finding('slow disk', f'stage {stage.name} reads files and waits {ms(jump)} of the '
                    f'{ms(c.m.pipeline)} that a batch takes; the pipeline keeps {c.m.busy:.1f} cores busy',
                    'copy the files to a local disk, read several at once (interleave, num_parallel_calls), '
@@ -318,7 +318,7 @@ SMALL_FILE = 100_000   # bytes; opening a smaller file takes longer than reading
 # %% ../../nbs/monitor/diagnose.ipynb #15e4f9fd
 @cache
 def opening_seconds(size: int) -> float:
-    "What opening and reading a file of so many bytes takes that was read before."
+    "The time to open and read a file of `size` bytes that was read before."
     with tempfile.TemporaryDirectory() as folder:
         path = f'{folder}/x'
         Path(path).write_bytes(bytes(size))
@@ -354,7 +354,7 @@ def find_oversubscription(c: Case) -> Finding | None:
                    predict_gain(c.m, pipeline=seconds), lambda d, s: (fewer(d), s))
 
 def _own_threads(dataset, at_most: int):
-    "The dataset with at most so many threads of its own."
+    "The dataset with at most `at_most` threads of its own."
     if not isinstance(dataset, tf.data.Dataset): return dataset
     if (host_part(dataset)[0].options().threading.private_threadpool_size or 0) <= at_most: return dataset
     options = tf.data.Options()
@@ -503,7 +503,7 @@ NO_GAIN = 'leaving that out brings no gain on this device, but on a GPU'
 def find_host_sync(c: Case) -> Finding | None:
     if not c.m.syncs: return
     found = f'the step fetches {c.m.syncs:.3g} results (host syncs) and waits {ms(c.m.sync)} for them'
-    remedy = 'return tensors, and read them every so many steps'
+    remedy = 'return tensors, and read them every N steps'
     gain = predict_gain(c.m, step=max(c.m.compute, c.m.clean_step - c.m.sync), overlap=1.)
     if gain < MIN_GAIN: return c.notes.append(f'{found}; {NO_GAIN} each one stops the pipeline: {remedy}.')
     return Finding('host sync per step', f'{found}; meanwhile the host prepares nothing', remedy, gain)
@@ -857,7 +857,7 @@ class Diagnosis:
         return [f'Note: {n}' for n in self.notes] + [f'Not seen: {u}.' for u in self.unseen]
 
     def _repr_markdown_(self) -> str:
-        head = ['', '| disease | evidence | remedy | predicted gain |', '|---|---|---|---:|']
+        head = ['', '| cause | evidence | remedy | predicted gain |', '|---|---|---|---:|']
         rows = [f'| {f.disease} | {f.evidence} | {f.remedy} | {f.predicted_gain:.1f} × |'
                 for f in self.findings]
         found = head + rows if rows else ['', 'Nothing to fix.']
@@ -871,7 +871,7 @@ def diagnose(
     seconds: float = 40.,     # for the rounds, about; the trials after them take some seconds more
     timeout: float = 60.,     # s without a batch before an error
 ) -> Diagnosis:
-    "Find out why a training is slow; it goes on training. Raises `UserError` where data or step fail."
+    "Find out why a training is slow, while it continues. Raises `UserError` where data or step fail."
     start = time.perf_counter()
     if batches < 8: raise UserError(f'diagnose: {batches} batches are too few to find a cycle; take 8.')
     m, resident, calls = measure_training(dataset, step, batches, seconds, timeout)

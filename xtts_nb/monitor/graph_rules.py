@@ -519,7 +519,7 @@ def _is_read_only(variable: tf.Tensor) -> bool:
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a6
 def _parts_of_a_batch(seen: Seen) -> int:
-    "How many tensors a batch has; what a step gets beside them is no part of the rows."
+    "How many tensors a batch has; other inputs of a step are not part of the rows."
     if seen.loop[0] == 'fit': return 10**9
     return len(tf.nest.flatten(datasets_of(seen)[-1].element_spec))
 
@@ -565,11 +565,11 @@ def _weightless(seen: Seen, call: Call, computing: float) -> list[Finding]:
         'sample_weight=weights[keep])', .5)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e2b000a5
-WAYS = 4   # back through the same layers; a penalty on gradients needs up to three
+WAYS = 4   # backward passes through the same layers; a penalty on gradients needs up to three
 LAYERS = 'MatMul', 'Conv'   # parts of the names of operations that are worth most
 
 def _backward_again(seen: Seen, call: Call, computing: float) -> list[Finding]:
-    "One way back through the network for each of several losses."
+    "One backward pass through the network for each of several losses."
     every = [op for op in call.concrete.graph.get_operations() if any(p in op.type for p in LAYERS)]
     forward, users = Counter(), {}
     for op in every:
@@ -582,7 +582,7 @@ def _backward_again(seen: Seen, call: Call, computing: float) -> list[Finding]:
     left = _left(call, partial(done_without, call, [*extra]))
     if not _is_much(left, computing, .25): return []
     return [finding(
-        seen, 'several ways back through the network',
+        seen, 'several backward passes through the network',
         f'the step computes gradients {np.median(times):.0f} times through the same layers, one loss at a '
         f'time; all but one of them take {1 - left:.0%} of it',
         'add the losses up, and ask the tape once: the gradient of a sum is the sum of the gradients',
@@ -596,7 +596,7 @@ def _over_table(shape: tuple) -> float:
     return seconds_of(lambda: mean.assign_add((gradient - mean) * .1)) / 3
 
 def _one_hot_product(shape: tuple, rows: int = 32) -> float:
-    "The time of a product that picks so many rows of a table."
+    "The time of a product that picks `rows` rows of a table."
     table, ids = tf.zeros(shape), tf.zeros(rows, tf.int32)
     return seconds_of(lambda: tf.one_hot(ids, shape[0]) @ table)
 
@@ -708,7 +708,7 @@ def find_fetches(seen: Seen) -> list[Finding]:
     share = seen.share('fetch')
     about = (f'the line reads a value of the step in each iteration ({count} times in {steps} steps: '
              'float, numpy, print): a host sync, for which the host waits until the device is done')
-    remedy = ('keep the tensors, and read them every so many steps; sums and means in a tf.Variable or '
+    remedy = ('keep the tensors, and read them every N steps; sums and means in a tf.Variable or '
               'keras.metrics.Mean inside the step')
     change = 'if step % 100 == 0: print(float(loss))'
     if gain_without(share) < MIN_GAIN:

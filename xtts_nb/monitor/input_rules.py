@@ -184,7 +184,7 @@ EVERY_EPOCH = Shape(
     'cache() after it and before shuffle and random changes, or store the result in files',
     'dataset.map(function).cache().shuffle(1000).batch(size).prefetch(2)   # repeat() only behind cache()')
 BESIDE_RANDOM = Shape(
-    'the same work in every epoch, beside what is random',
+    'the same work in every epoch, mixed with random work',
     'two maps instead of one: what is the same for a row in every epoch (read, decode, resize), cache(), and '
     'then what is random. Pictures that are made much smaller can be decoded so: '
     'tf.io.decode_jpeg(bytes, ratio=4)',
@@ -216,7 +216,7 @@ FILLED = Shape(
     'random in a row must then come after it), or take a smaller buffer',
     'names.shuffle(len(names)).map(load, num_parallel_calls=tf.data.AUTOTUNE)   # or numbers of rows')
 INSIDE = Shape(
-    'a cache that is made anew for each file',
+    'a cache that is rebuilt for each file',
     'cache() behind interleave or flat_map: one inside their function is new at each call, and is read once',
     'files.interleave(read).cache().shuffle(1000)   # cache outside of read')
 CROPPED = Shape(
@@ -270,7 +270,7 @@ def _order(
         if any(MEDIA.match(op) or op == 'ReadFile' for op in before): return SHUFFLED
 
 def _shape(some: list, stage, added: float, pipeline: float, again: bool) -> tuple | None:
-    "Of a stage that adds so many seconds to a batch: what is wrong with it, and what is left after the "
+    "Of a stage that adds `added` seconds to a batch: what is wrong with it, and what is left after the "
     "change."
     types = stage.operations
     has = lambda *parts: any(p in op for p in parts for op in types)
@@ -457,7 +457,7 @@ def find_slow_input(seen: Seen) -> list[Finding]:
     missing = None if out else find_missing_prefetch(case)
     if missing: out.append(missing)
     where = {'place': str(seen.loop[1]), 'line': seen.loop[1].text} if seen.loop[1] else {}
-    # without a cause a small gain is no help
+    # without a cause a small gain does not help
     rest = [f for f in [find_input_bound(case)] if f.predicted_gain >= NO_CAUSE]
     return [f if f.place else replace(f, **where) for f in out or rest]
 
@@ -520,7 +520,7 @@ def find_ended_passes(seen: Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/input_rules.ipynb #e2c000a1
 def find_new_iterators(seen: Seen) -> list[Finding]:
-    "A pass over the same dataset that is begun anew for each step."
+    "A new iterator over the same dataset for each step."
     made = seen.watch.datasets.get(seen.loop[1], []) if seen.loop[:1] == ('next',) else []
     inside = [e for e in seen.watch.events if e.kind == 'next' and e.place == seen.loop[1]] if made else []
     share = seen.share('input', 'end')
@@ -532,7 +532,7 @@ def find_new_iterators(seen: Seen) -> list[Finding]:
         left = min(1., statistics.median(_read(repeat_if_finite(dataset))[2] or [0.]) / (share * period))
     return [finding(
         seen, 'an iterator is made in the loop',
-        f'iter() is called {len(made)} times for {len(inside)} batches: each begins the pipeline anew (its '
+        f'iter() is called {len(made)} times for {len(inside)} batches: each starts the pipeline again (its '
         f'threads, its shuffle buffer), and gives its first batch; that takes {share:.0%} of the time',
         'make one iterator before the loop; each next() then gives the next batch, and not the first one '
         'again',

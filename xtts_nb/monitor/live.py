@@ -101,7 +101,7 @@ def plot_samples(
     losses=(),          # (seconds, loss) pairs, for a second panel
     phases: dict = {},  # noqa: B006 -- {phase: ms}, for a bar below it; only read
 ):                      # matplotlib Figure
-    "Utilisation over time, a curve per device, its mean dashed, arms shaded; beside it what was reported."
+    "Utilisation over time, a curve per device, its mean dashed, arms shaded; next to it what was reported."
     from matplotlib.figure import Figure
     samples, beside = list(samples), len(losses) > 1 or bool(phases)
     fig = Figure(figsize=(9.4 if beside else 7.2, 2.5), layout='constrained')

@@ -117,7 +117,7 @@ def prefetch_on_device(dataset, device: str | None, buffer: int):
     return dataset.apply(tf.data.experimental.prefetch_to_device(device, buffer or 2)) if device else dataset
 
 def change_host_part(dataset, change: Callable):
-    "The pipeline with `change` of its host part and the same device stage; None for what is no pipeline."
+    "The pipeline with `change` of its host part and the same device stage; None if it is not a pipeline."
     if not isinstance(dataset, tf.data.Dataset): return None
     host, device, buffer = host_part(dataset)
     return prefetch_on_device(change(host), device, buffer)
@@ -162,7 +162,7 @@ class Stage:
     def reads(self) -> bool: return any(r in op for r in READERS for op in (self.name, *self.operations))
 
 def stages(dataset) -> list[Stage]:
-    "The stages of the host part of a pipeline, from the source on; none if it is no `tf.data.Dataset`."
+    "The stages of the host part of a pipeline, from the source on; none if it is not a `tf.data.Dataset`."
     if not isinstance(dataset, tf.data.Dataset): return []
     out, here, elements = [], host_part(dataset)[0], 1
     while here is not None:

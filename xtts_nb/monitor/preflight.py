@@ -61,10 +61,10 @@ def xla_kernel(op: tf.Operation):
 
 # %% ../../nbs/monitor/preflight.ipynb #02f67bad
 KINDS = {'refused by XLA': 'a compiled function that holds it fails at its first call',
-         'int32 variable': 'it lies in the memory of the host',
+         'int32 variable': 'it is in host memory',
          'Python': 'the GPU waits for the Python interpreter',
          'host operation': 'no kernel for a GPU: its inputs are copied to the host, and the GPU waits',
-         'wait': 'the host must read a value of the GPU before it can go on',
+         'wait': 'the host must read a value of the GPU before it can continue',
          'float64 product': 'at a half to a sixty-fourth of the rate of float32',
          'float32 product': 'without tensor cores',
          'layout': 'cuDNN computes it channels first: input and result are transposed'}
@@ -103,7 +103,7 @@ REMEDIES = (   # (kind, operations, what to do)
     ('Python|refused by XLA', 'PyFunc', 'write it with TensorFlow operations, or do it in the pipeline'),
     ('', 'String|AsString|Regex|Substr|Decode|Encode|ReadFile|Lookup|Unicode',
      'do it in the input pipeline, before the batch is copied to the GPU'),
-    ('', 'Print|Summary', 'return the tensor, and print it outside, every so many steps'),
+    ('', 'Print|Summary', 'return the tensor, and print it outside, every N steps'),
     ('', 'RandomShuffle', 'sort by random numbers: tf.argsort(tf.random.uniform(...)), then tf.gather'),
     ('refused by XLA', 'Segment', 'use tf.math.unsorted_segment_sum and its relatives'),
     ('refused by XLA', 'Ragged|Sparse', 'use dense tensors, padded, with a mask'),
@@ -270,7 +270,7 @@ def _operation(self: GraphReader, op, inputs: list[Value], compiled: bool, aside
     python, kernel = 'PyFunc' in op.type, xla_kernel(op) if compiled else gpu_kernel(op)
     if kernel and not python: return [] if compiled else self._on_gpu(op, inputs, {*kernel.host_memory_arg})
     kind = 'refused by XLA' if compiled else 'Python' if python else 'host operation'
-    # what only goes on with the result of one that was noted is not noted again
+    # an operation that only uses the result of a noted one is not noted again
     if compiled or _NOTED not in inputs or _GPU in inputs:
         if not (compiled and _NOTED in inputs): self.note(kind, op, [*op.inputs, *op.outputs])
     return [_NOTED] * len(op.outputs)

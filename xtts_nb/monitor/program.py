@@ -127,7 +127,7 @@ MADE = {'model': 'a model is made in the loop', 'optimizer': 'an optimizer is ma
         'variable': 'variables are made in the loop'}
 
 def find_made_in_loop(seen: Seen) -> list[Finding]:
-    "Models, optimizers or variables that each iteration makes anew."
+    "Models, optimizers or variables that each iteration creates again."
     fits = seen.loop[:1] == ('fits',)
     if seen.loop[:1] == ('fit',): return []   # what a callback makes is not the loop's
     share = seen.share('trace') + fits * seen.share('eager')
@@ -148,8 +148,8 @@ def find_made_in_loop(seen: Seen) -> list[Finding]:
                 seen, cause,
                 f'{count} of them in {seen.seconds:.1f} s; making and tracing them takes '
                 f'{share + here:.0%} of the time',
-                'make it once before the loop, and put back or assign its values where they must begin '
-                'anew',
+                'make it once before the loop, and restore or assign its values where they must '
+                'start again',
                 min(0.98, share + here), 0.03, place)]
     return []
 
@@ -197,7 +197,7 @@ def find_pipelines(seen: Seen) -> list[Finding]:
         seen, 'a pipeline is made in the loop',
         f'{len(made)} pipelines were built; building and tracing them takes {share:.0%} of the time',
         'build the dataset once before the loop, and iterate over it again in each epoch '
-        '(reshuffle_each_iteration shuffles anew)',
+        '(reshuffle_each_iteration shuffles again)',
         share, 0.03, place)]
 
 def _name(function) -> str: return getattr(function, '__name__', 'a function')
@@ -218,7 +218,7 @@ def find_traces(seen: Seen) -> list[Finding]:
             f'fit is called {len(seen.steps)} times in {seen.seconds:.1f} s, and {share:.0%} of the '
             'time its step is traced again and compiled',
             'compile() once, before the loop: it throws the traced training function away; keep model '
-            'and optimizer, and set their weights anew where a run must begin anew',
+            'and optimizer, and reset their weights where a run must start again',
             share, 0.03, seen.loop[1], 'model.compile(...)   # before the loop')]
     place = Counter(e.place for e in traced if e.place).most_common(1)
     place = place[0][0] if place else next((p for p, _ in seen.places('trace')), None)
@@ -302,7 +302,7 @@ def find_compiled_again(seen: Seen) -> list[Finding]:
 EAGER = {   # cause, why operations start one by one, what to do, the lines
     'setting': ('run_eagerly', 'run_eagerly is set', 'leave run_eagerly out',
                 'model.compile(...)   # without run_eagerly'),
-    'beside': ('operations beside the step', 'they stand beside the compiled step',
+    'beside': ('operations outside the step', 'they are outside the compiled step',
                'put them into the function with @tf.function too, or into the pipeline (dataset.map), or do '
                'them for many rows at once', '@tf.function\ndef step(batch): ...'),
     'step': ('step not compiled', 'the loop calls it outside tf.function',
@@ -310,7 +310,7 @@ EAGER = {   # cause, why operations start one by one, what to do, the lines
              '@tf.function\ndef step(batch): ...')}
 
 ASIDE = 'input', 'callback', 'save', 'summary', 'fetch', 'trace', 'end'   # no part of an eager function
-LONG_STEP = .25   # s; beside a longer one, and without a trial, nobody knows what its start costs
+LONG_STEP = .25   # s; with a longer one, and without a trial, the cost of its start is unknown
 
 def find_eager(seen: Seen) -> list[Finding]:
     "A step outside `tf.function`."
@@ -355,7 +355,7 @@ def _read_singly(seen: Seen) -> list[Finding]:
         f'the loop reads values of tensors one by one, {count[place] / len(seen.steps):.0f} of them in each '
         'iteration at this line (an index, float, numpy): each starts operations and is a host sync; that '
         f'takes {share:.0%} of the time',
-        'keep the tensors, and read a whole one at once (x.numpy()) every so many steps; sums, means and '
+        'keep the tensors, and read a whole one at once (x.numpy()) every N steps; sums, means and '
         'counts in a tf.Variable or keras.metrics.Mean inside the step',
         share, .05, place, 'labels, found = labels.numpy(), found.numpy()  # before the loop over rows',
         spread=.3)]
@@ -387,7 +387,7 @@ def _are_equal(old, new) -> bool:
     return old.dtype == new.dtype and old.shape == new.shape and np.array_equal(old, new)
 
 def find_same_values(seen: Seen) -> list[Finding]:
-    "What each iteration computes beside the step, and what comes out the same each time."
+    "What each iteration computes outside the step with the same result each time."
     share = seen.share('eager', 'own', 'numpy', 'fetch')
     if share < .2 or seen.loop[:1] in ((), ('fit',), ('fits',)): return []
     for (kind, place), early in seen.watch.early.items():
@@ -401,8 +401,8 @@ def find_same_values(seen: Seen) -> list[Finding]:
         sizes = ', '.join(str(tuple(x.shape)) for x in anew[:3])
         return [finding(
             seen, 'the same is computed in each iteration',
-            f'what {name} gets at {place} ({sizes}) is made anew for each of {calls} calls, and its values '
-            f'are the same each time; what is done beside the calls takes {share:.0%} of the time',
+            f'what {name} gets at {place} ({sizes}) is created for each of {calls} calls, and its values '
+            f'are the same each time; the work outside the calls takes {share:.0%} of the time',
             'compute it once, before the loop, and keep the tensors', share, .02,
             next((p for p, _ in seen.places('eager', 'own', 'numpy')), None),
             f'inputs = ...   # before the loop\n{name}(inputs)   # in it', spread=1.)]
@@ -412,7 +412,7 @@ def find_same_values(seen: Seen) -> list[Finding]:
 OFTEN = 8   # epochs
 
 def _epoch_cost(seen: Seen) -> list[Finding]:
-    "What Keras does around the steps of `fit`, beside validation."
+    "What Keras does around the steps of `fit`, apart from validation."
     tests = [e for e in seen.events if e.kind == 'validation']
     around = [l for l in seen.looks if not any(e.start <= l.time <= e.start + e.seconds for e in tests)]
     share_of = lambda *kinds: sum(l.kind in kinds for l in around) / len(seen.looks)
@@ -467,9 +467,9 @@ def _as_graph(watch: Watch) -> float | None:
     return None
 
 # %% ../../nbs/monitor/program.ipynb #b0a1000f
-BESIDE = {'callback': ('a callback blocks', 'do it less often, every so many steps or once per epoch, or in '
+BESIDE = {'callback': ('a callback blocks', 'do it less often, every N steps or once per epoch, or in '
                                             'a background thread'),
-          'save': ('saving the model blocks', 'save less often, every so many steps or minutes or once per '
+          'save': ('saving the model blocks', 'save less often, every N steps or minutes or once per '
                                               'epoch, or in the background (asynchronously)'),
           'summary': ('summaries at each step', 'write them less often: tf.summary.record_if(step % 100 '
                                                 '== 0)')}
@@ -530,7 +530,7 @@ def find_own_python(seen: Seen) -> list[Finding]:
     doing = f', most of it in {work[0][0]}' if work else ''
     also = ', '.join(str(p) for p, s in places[1:3] if s * total > .03 * looked)
     return [finding(
-        seen, 'Python beside the step',
+        seen, 'Python between the steps',
         f"{total:.0%} of the time the program computes in Python or NumPy between the steps, "
         f"{share:.0%} at this line{doing}{(f'; also {also}' if also else '')}",
         'do it once before the loop, or for many rows at once with array operations, or in the tf.data '
@@ -540,7 +540,7 @@ def find_own_python(seen: Seen) -> list[Finding]:
 # %% ../../nbs/monitor/program.ipynb #d0a00005
 def find_growth(seen: Seen) -> list[Finding]:
     "Steps that take longer and longer."
-    # what grows may begin anew with each pass
+    # what grows may start again with each pass
     ends = [e.start for e in seen.events if e.kind == 'end']
     passes = zip([0., *ends], [*ends, math.inf])
     starts = max(([e.start for e in seen.steps if a <= e.start < b] for a, b in passes), key=len)
@@ -571,7 +571,7 @@ def find_growth(seen: Seen) -> list[Finding]:
 
 # %% ../../nbs/monitor/program.ipynb #e1b00022
 def find_added_operations(seen: Seen) -> list[Finding]:
-    "A loop that makes operations in the graph of its session: each run then begins anew with all of it."
+    "A loop that makes operations in the graph of its session: each run then starts again with all of it."
     runs = [e for e in seen.events if e.kind == 'session']
     new = [e for before, e in zip(runs, runs[1:]) if e.rows > before.rows]
     if len(new) < max(4, .2 * len(runs)): return []
@@ -582,7 +582,7 @@ def find_added_operations(seen: Seen) -> list[Finding]:
     return [finding(
         seen, 'operations are added in the loop',
         f'the graph grows from {runs[0].rows:,} to {runs[-1].rows:,} operations in {seen.seconds:.1f} s; '
-        f'making them takes {making:.0%} of the time, and that runs begin anew after a change {lost:.0%}',
+        f'making them takes {making:.0%} of the time, and that runs start again after a change {lost:.0%}',
         'make every operation once, before the loop (graph.finalize() then shows what still adds one), and '
         'give it what changes through a placeholder', min(.99, making + lost), .02, place,
         'update = tf.compat.v1.assign(w, value)   # before the loop; session.run(update) in it', spread=.3)]
@@ -600,7 +600,7 @@ SPENT = {   # the kinds of looks: their name, and what the limit is where one of
     'end': ('ending passes over a dataset', 'tf.data')}
 
 def time_spent(seen: Seen, nothing_found: bool) -> str:
-    "What the watched time went into, and what limits a program in which nothing is to be mended."
+    "What the watched time went into, and what limits a program in which there is nothing to fix."
     shares = {kind: seen.share(kind) for kind in SPENT}
     if seen.loop[:1] in (('fit',), ('fits',)) and seen.watch.fits:   # it waits inside of its function
         waits = min(seen.watch.fits[-1].wait_share, shares['graph'] + shares['input'])
@@ -628,7 +628,7 @@ WORTH = 1.2   # times; of a program as it runs, a smaller gain is hard to tell f
 def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
     "The findings about a watched program, largest gain first, and notes."
     seen, notes = steady_part(watch), []
-    if len(seen.looks) < FEW_LOOKS and seen.seconds < MOMENT:   # Python's lock may keep looks away for longer
+    if len(seen.looks) < FEW_LOOKS and seen.seconds < MOMENT:   # the GIL may keep looks away for longer
         notes.append(f'only {len(seen.looks)} looks: {TOO_SHORT}; let it train for longer')
         return [], notes
     if len(seen.looks) < 40:
@@ -661,7 +661,7 @@ def _with_interval(f: Finding) -> Finding:
 # %% ../../nbs/monitor/program.ipynb #b0a10015
 @dataclass
 class FitRecord:
-    "What a training by `fit` showed beside its steps."
+    "What a training by `fit` showed in addition to its steps."
     model: keras.Model
     wait_share: float = 0.       # of the time of an iteration, for its batch
     wait_seconds: float = 0.     # for a batch

@@ -139,7 +139,7 @@ def gain_without(share: float, left: float = 0.) -> float:
 
 def finding(
     seen: Seen,
-    cause: str,          # the disease in few words
+    cause: str,          # in few words
     evidence: str,
     remedy: str,
     share: float,        # of the time that the change touches

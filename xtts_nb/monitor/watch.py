@@ -91,7 +91,7 @@ class Mark(NamedTuple):
 
 MARKS = (
     Mark('end', 'xtts_nb/monitor/watch.py', ('_end_pass', '_keep_call')),
-    Mark('end', 'keras/src/trainers/epoch_iterator.py', ('reset',)),   # it lets go of the iterator before
+    Mark('end', 'keras/src/trainers/epoch_iterator.py', ('reset',)),   # it releases the iterator before
     Mark('trace', 'polymorphic_function/tracing_compilation.py', ('trace_function', '_maybe_define_function',
                                                                   '_create_concrete_function'), True),
     Mark('trace', 'framework/func_graph.py', ('func_graph_from_py_func',), True),
@@ -314,7 +314,7 @@ def _is_passing(kind: str, made) -> bool:
 # %% ../../nbs/monitor/watch.ipynb #c0a00011
 @patch
 def _keep_call(self: Watch, event: Event, function, args: tuple, kwargs: dict):
-    "Keep it as the last one of its line, with what it belongs to; to let go of an iterator may take long."
+    "Keep it as the last one of its line, with what it belongs to; releasing an iterator may take long."
     key = 'call', event.place
     before = self.last.get(key, ((),) * 4)[2]
     same = [i for i, (old, new) in enumerate(zip(before, args)) if old is new and tf.is_tensor(new)]

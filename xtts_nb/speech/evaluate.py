@@ -48,7 +48,7 @@ class Score(NamedTuple):
     unit: str
     best: str      # low, high, or one for a ratio
     limits: str
-    apart: float = 0.   # of a comparison with the recording: a difference that is none (of a ratio, its log)
+    apart: float = 0.   # of a comparison with the recording: a negligible difference (of a ratio, its log)
 
 SCORES = {
     'mel': Score('mel distance', '', 'low', 'after time warping, without loudness; as in the demo', 3.),
@@ -372,7 +372,7 @@ def copy_synthesis(
     return made
 
 def _speak_trials(speaker: Speaker, trials: list[Trial], seed: int, rows: int = 8) -> list[np.ndarray]:
-    "What a model makes of the trials, in batches of so many rows."
+    "What a model makes of the trials, in batches of `rows` rows."
     made = []
     for i in range(0, len(trials), rows):
         some = trials[i:i + rows]
@@ -424,7 +424,7 @@ def badness(best: str, value: float | None) -> float:
     return {'low': value, 'high': -value, 'one': abs(np.log(value)) if value > 0 else np.inf}[best]
 
 def spread(best: str, values: list[float | None]) -> dict:   # median, low, high, clips, missing
-    "The median and the quartiles, from the best to the worst value; None where that is no number."
+    "The median and the quartiles, from the best to the worst value; None where that is not a number."
     ranked = sorted(values, key=lambda v: badness(best, v))
     at = lambda share: ranked[int(share * (len(ranked) - 1) + 0.5)] if ranked else None
     return {'median': at(0.5), 'low': at(0.25), 'high': at(0.75), 'clips': len(ranked),
@@ -503,7 +503,7 @@ def evaluate(
     fixed: Callable | None = None,  # makes other trials of all clips; see `sentence_trials`
     whisper: str | None = None,     # a model that hears the words: a folder, or a name such as small
 ) -> Evaluation:
-    "Let a model speak some clips, and score them beside the recordings."
+    "Let a model speak some clips, and score them against the recordings."
     clips, held = read_clips(data, language), set(held_out)
     trials = fixed(clips) if fixed else choose_trials(clips, held, count, seed, partial(_speakable, xtts))
     if not trials: raise UserError(f'{data}: has no clip that the model can speak; check its languages.')
@@ -542,7 +542,7 @@ def scores_text(scores: list[dict]) -> str:   # of `Evaluation`
     return '\n'.join(lines + [f'Not offered: {s["name"]}: {s["fault"]}.' for s in scores if s['fault']])
 
 def scores_line(scores: list[dict]) -> str:   # of `Evaluation`
-    "The medians of the model, beside those of copy-synthesis and of the untrained model, in one line."
+    "The medians of the model, with those of copy-synthesis and of the untrained model, in one line."
     median = lambda s, source: _number(s[source]['median'])
     figures = lambda s: f' {median(s, "model")} ({median(s, "copy")}, {median(s, "untrained")})'
     offered = [f'{s["name"]}{figures(s)} {s["unit"]}' for s in scores if s['offered']]
@@ -625,7 +625,7 @@ def _trial_section(evaluation: Evaluation, k: int, folder: Path) -> list[str]:
             '<div class="row">', *pieces, '</div>']
 
 def check_report(folder: str | Path):
-    "Raise `UserError` if a report would replace files of somebody else."
+    "Raise `UserError` if a report would replace files of another program."
     check_results(folder, ('scores.json', 'report.html', 'wavs'),
                   lambda: has_keys(Path(folder) / 'scores.json', 'scores', 'clips'))
 
@@ -651,7 +651,7 @@ def evaluation_report(
     return write_report(folder / 'report.html', 'How good is this voice?', pieces)
 
 # %% ../../nbs/speech/evaluate.ipynb #6ada2055
-_TRAINED = {'whole': 'all weights', 'lora': 'adapters beside the weights (LoRA)', 'rows': 'new tokens alone'}
+_TRAINED = {'whole': 'all weights', 'lora': 'adapters next to the weights (LoRA)', 'rows': 'new tokens alone'}
 
 # %% ../../nbs/speech/evaluate.ipynb #6ada2054
 def _cells(rows: dict) -> str:
@@ -660,7 +660,7 @@ def _cells(rows: dict) -> str:
     return rows_markdown([{'name': name, 'value': plain(value)} for name, value in rows.items()])
 
 def _samples(trials: list[Trial], most: int = 3) -> str:
-    "Links to what the model said, beside the recordings; the sounds are those of `evaluation_report`."
+    "Links to what the model said, and to the recordings; the sounds are those of `evaluation_report`."
     plain = lambda text: visible(text).replace('[', '\\[').replace(']', '\\]')
     return '\n'.join(f'- {plain(trial.clip.text)}: [model](wavs/{k:03d}-model.wav), '
                      f'[recording](wavs/{k:03d}-recording.wav)' for k, trial in enumerate(trials[:most]))

@@ -124,7 +124,7 @@ values vary more, and `seed` is the number of the random draw. `prompt`, and `ve
 are the tensors of a file in `voices/`.
 
 A text is cleaned as in training (cleaner "{cleaner}": lower case, one space between words, no
-quotes{numbers}), each space becomes `[SPACE]`, and the language stands in front: {languages}.
+quotes{numbers}), each space becomes `[SPACE]`, and the language comes first: {languages}.
 
 ```python
 import json

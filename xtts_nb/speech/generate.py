@@ -68,7 +68,7 @@ def whole_prefix(
 
 # %% ../../nbs/60_speech.ipynb #6d8122f2
 def empty_cache(gpt: GPT, rows: int, positions: int) -> list:   # of pairs (B, H, L, K), for each block
-    "A cache of keys and values with room for so many positions."
+    "A cache of keys and values with room for that number of positions."
     shape = rows, gpt.cfg.heads, positions, gpt.cfg.width // gpt.cfg.heads
     return [(ops.zeros(shape, gpt.compute_dtype),) * 2 for _ in gpt.blocks]
 
@@ -103,7 +103,7 @@ def fresh_rows(
     rows: int,
     sampling: 'Sampling',   # of tensors (B,)
 ) -> dict:
-    "What the loop keeps of each row beside its positions, before the first code."
+    "What the loop keeps of each row in addition to its positions, before the first code."
     number, seeds = tf.range(gpt.code_stop + 1), tf.unstack(sampling.seed, rows)
     spoken = ((number == 1) | (number == gpt.code_start)) & gpt.parity
     draws = lambda seed: tf.random.stateless_uniform([gpt.cfg.max_audio_codes + 1], [seed, 0])
@@ -286,7 +286,7 @@ def read_reference(
     audio: AudioConfig,
     seconds: float = 30.,                 # the rest is cut off
 ) -> np.ndarray:                          # (N,)
-    "The recording of a voice; raises `UserError` for silence, and for what is no sound."
+    "The recording of a voice; raises `UserError` for silence, and for anything but audio."
     most, name = int(seconds * audio.sample_rate), reference
     if isinstance(reference, np.ndarray):
         wav, name = reference, 'the reference'
@@ -418,7 +418,7 @@ class Speaker:
 def read(self: Speaker,
     recordings: list,      # audio files, or samples (N,)
 ) -> list[np.ndarray]:     # (N,) each, cut off at the limit of the model
-    "The recordings of a voice; raises `UserError` for one that is none, and for too little sound."
+    "The recordings of a voice; raises `UserError` for one that is not audio, and for too little sound."
     audio, seconds = self.xtts.config.model.audio, self.speech.max_reference_seconds
     wavs = [read_reference(r, audio, seconds) for r in recordings]
     if (found := sum(_sounding_seconds(wav, audio.sample_rate) for wav in wavs)) < LEAST_SECONDS:

@@ -27,7 +27,7 @@ from .generate import Sampling, Speaker
 from .voices import Voice
 
 # %% ../../nbs/speech/guard.ipynb #a1dfe62d
-TAIL_CODES, TAIL_VARIETY = 16, 4   # a tail has at least so many codes, and at most so many different ones
+TAIL_CODES, TAIL_VARIETY = 16, 4   # a tail has at least this many codes, and at most this many different ones
 
 def tail_start(codes: np.ndarray) -> int:   # len(codes) if there is no such tail
     "Where a tail begins that repeats a few codes."
@@ -56,7 +56,7 @@ def repeated_word(codes: np.ndarray) -> tuple[int, int] | None:   # start and le
 
 # %% ../../nbs/speech/guard.ipynb #e85fd165
 SECOND = 22   # codes
-SHORT_TOKENS, SHORT_NOISE = 8, 'noise after a short text'   # of a text with so many tokens or fewer
+SHORT_TOKENS, SHORT_NOISE = 8, 'noise after a short text'   # of a text with this many tokens or fewer
 
 class Rate(NamedTuple):
     "Codes for one token of text, and the longest text of the training."

@@ -175,7 +175,7 @@ def _sentences(text: str, places: list[int], found: dict) -> list[tuple[int, int
 
 # %% ../../nbs/speech/long.ipynb #7335a827
 def _one_word(text: str, i: int) -> bool:
-    "Whether a number or a Latin word goes on at character `i`."
+    "Whether a number or a Latin word continues at character `i`."
     a, b = text[i - 1], text[i]
     return a.isdecimal() and b.isdecimal() or a < '\u0250' > b and a.isalpha() and b.isalpha()
 

@@ -235,7 +235,7 @@ class VoiceFolder:
         return {path.stem: voice for path, (_, voice) in found.items() if voice is not None}
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0015
-disable_created_metrics()   # no time of creation beside each counter
+disable_created_metrics()   # no time of creation next to each counter
 
 class Metrics:
     "What the service counts."
@@ -323,7 +323,7 @@ def check_sender(self: SpeechService, method: str, headers: Headers):
     if self.key: return
     host, origin = headers.get('host', ''), headers.get('origin')
     if not _is_local(name := re.sub(r':\d*$', '', host.lower())) and name not in self.hosts:
-        raise ServiceError(403, f'"{name[:80]}" is no name of this service; allow it by --allow-host.')
+        raise ServiceError(403, f'"{name[:80]}" is not a name of this service; allow it with --allow-host.')
     if method != 'POST': return
     kind = headers.get('content-type')
     if kind and kind.partition(';')[0].strip().lower() != 'application/json':
@@ -369,7 +369,7 @@ def place(self: SpeechService):
 
 @patch
 def revive(self: SpeechService) -> bool:
-    "Start a failed engine anew; false if it has spoken nothing whole since the last time, or cannot start."
+    "Restart a failed engine; false if it has spoken nothing whole since the last time, or cannot start."
     if self.restarts and not self.whole: return False
     self.restarts, self.whole = self.restarts + 1, 0
     with suppress(Exception): self.engine.restart()
@@ -748,5 +748,5 @@ def serve(
     try:
         _Server(config, service, grace).run([listener])
         if failed := service.engine.failed:
-            raise RuntimeError('The engine failed again, so the service ends; start it anew.') from failed
+            raise RuntimeError('The engine failed again, so the service ends; restart it.') from failed
     finally: service.engine.close()

@@ -148,7 +148,7 @@ def admit_row(
     return shared | tf.nest.map_structure(put, rows, new) | {'cache': cache}
 
 def _by_row(state: dict) -> tuple[dict, dict]:
-    "What all rows share, and what each row has of its own beside keys and values."
+    "What all rows share, and what each row has of its own in addition to keys and values."
     shared = 'slot', 'cache'
     return ({name: x for name, x in state.items() if name in shared},
             {name: x for name, x in state.items() if name not in shared})
@@ -166,7 +166,7 @@ class SpeechRows:
         gpt, cfg = speaker.gpt, speaker.xtts.config.model.gpt
         self.speaker, self.gpt, self.chunk = speaker, gpt, chunk
         self.widths = *(w for w in sorted(widths) if w < cfg.max_text_tokens), cfg.max_text_tokens
-        self.fixed = cfg.prompt_latents + 3      # positions of a prefix beside its text
+        self.fixed = cfg.prompt_latents + 3      # positions of a prefix in addition to its text
         most = self.fixed + cfg.max_text_tokens + speaker.max_codes
         self.rings = *(n for n in sorted(rings) if n < most), most
         self._prefix = tf.function(partial(begin_rows, gpt), jit_compile=True)
@@ -340,7 +340,7 @@ def check_replaceable(path: str | Path):
     "Raise `UserError` for a file that `speak_file` has not written."
     path = real_place(path)
     if not os.path.exists(path): return
-    if not path.is_file(): raise UserError(f'{path}: is no regular file; choose another name.')
+    if not path.is_file(): raise UserError(f'{path}: is not a regular file; choose another name.')
     with open(path, 'rb') as file: head = file.read(HEAD)
     rate, size = int.from_bytes(head[60:64], 'little'), path.stat().st_size - HEAD
     if size < 0 or head != wav_header(rate, size, wide=True):
@@ -370,7 +370,7 @@ def speak_file(
     progress=None,          # called with (done, total) pieces
     log=None,               # called with a line when a file is continued, or left unfinished
 ) -> tuple[float, list[dict]]:   # seconds, and the reports with number and text of their piece
-    "Write a text of any length as it is spoken, or go on with what a killed process has written of it."
+    "Write a text of any length as it is spoken, or continue what a killed process has written of it."
     path, log = real_place(path), log or (lambda line: None)
     check_replaceable(path)
     voice = speaker.listen(reference)
@@ -588,7 +588,7 @@ class Engine:
             self._end(EngineClosed('A call of TensorFlow hangs; start another process.'))
 
     def restart(self):
-        "Begin anew after a failure, with free rows; what is compiled is kept."
+        "Start again after a failure, with free rows; what is compiled is kept."
         if self.failed is None: raise UserError('The engine has not failed; only a failed one is restarted.')
         self._thread.join()
         self.rows.clear(len(self.rows.streams))
@@ -603,7 +603,7 @@ def submit(self: Engine,
     sampling: Sampling | None = None,   # default: the settings of the speaker, and a random seed
     speed: float | None = None,         # default: that of the speaker
     continues: float | None = None,     # a later piece: when its listener will have heard all before
-    retries: int | None = None,         # guard it, with so many other attempts; none: stream it
+    retries: int | None = None,         # guard it, with this many other attempts; none: stream it
 ) -> SpeechRequest | GuardedRequest:
     "Queue a text of one piece; raises `UserError` if the model cannot say it."
     if sampling is None: sampling = self.speaker._seeded(None, 1)

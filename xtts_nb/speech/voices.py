@@ -53,7 +53,7 @@ def save_voice(
 
 # %% ../../nbs/speech/voices.ipynb #7e1c000c
 VOICE_PARTS = {'prompt': 2, 'vector': 1}   # name -> dimensions
-VOICE_BYTES = 2**26   # more is no voice: the released model's has 133 kB
+VOICE_BYTES = 2**26   # more is not a voice: the released model's has 133 kB
 
 def _voice_file(path: Path) -> tuple[dict, dict]:   # header, and {name: {dtype, shape, data}}
     "A file of weights, read at once: a file that is mapped kills the process if somebody shortens it."
@@ -137,7 +137,7 @@ def voice_path(
 ) -> Path:
     "The file of a voice; raises `UserError` if the name is none, or the file exists or not."
     if _NO_NAME.search(name) or len(name.encode()) > 200:
-        raise UserError(f'{name[:80]!r} is no name of a voice; use letters, digits, spaces, - and _.')
+        raise UserError(f'{name[:80]!r} is not a valid voice name; use letters, digits, spaces, - and _.')
     path = inside(folder, f'{name}.safetensors')
     if exists is None: _check_is_voice(path)
     if exists is False and path.exists():
@@ -181,7 +181,7 @@ def studio_voices(
     path: str | Path,   # of coqui-tts: name -> {gpt_cond_latent (1, P, D), speaker_embedding (1, width, 1)}
     xtts,               # of `XTTS`
 ) -> dict[str, Voice]:
-    "The voices of one file; raises `UserError` for what is no such file or does not fit the model."
+    "The voices of one file; raises `UserError` for a file of another kind or of another model."
     from xtts_nb.models.convert import read_plain_pth   # imports TensorFlow
     found, model = read_plain_pth(path), xtts.config.model
     if not xtts.hifigan:

@@ -277,7 +277,7 @@ def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
                         'data.batch_size, data.num_workers or data.prefetch_buffer_size.') from e
     except tf.errors.OpError as e:
         raise UserError(f'{plan.cache.folder}: a recording cannot be read ({e.message.splitlines()[0]}); '
-                        'mend it with xtts-nb verify --fix.') from e
+                        'repair it with xtts-nb verify --fix.') from e
 
 # %% ../../nbs/40_dual_gpu.ipynb #cc25a88d
 def finish_batch(
@@ -367,9 +367,9 @@ def copy(self: Feed, batch: dict) -> dict:
     try:
         with tf.device(self.devices.model): return self._note('copy', self.transfer(batch))
     except tf.errors.ResourceExhaustedError as e:
-        raise UserError(f'{self.devices.model}: out of memory for the next batch, beside the {self.ring - 1} '
-                        'before it; lower --buffer-size or data.batch_size, set training.accumulation, or '
-                        'leave data.prefetch_to_gpu off.') from e
+        raise UserError(f'{self.devices.model}: out of memory for the next batch, in addition to the '
+                        f'{self.ring - 1} before it; lower --buffer-size or data.batch_size, set '
+                        'training.accumulation, or leave data.prefetch_to_gpu off.') from e
 
 @patch
 def _all_to_model(self: Feed, batch: dict) -> dict:

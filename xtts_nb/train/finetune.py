@@ -62,7 +62,7 @@ def grow_tokenizer(
 ) -> Tokenizer:
     "A tokenizer with the language's tag, characters and pieces added; the ids of all old tokens stay."
     if not LANGUAGE_CODE.fullmatch(language):
-        raise UserError(f'"{language}" is no language code such as fa or zh-cn.')
+        raise UserError(f'"{language}" is not a language code such as fa or zh-cn.')
     if language in tokenizer.languages:
         raise UserError(f'The model has {language} already; train it on the texts as it is.')
     cleaned, known = [tokenizer.clean(t, language) for t in texts], set(tokenizer.bpe.get_vocab())
@@ -305,7 +305,7 @@ def kept_for_backward(
     text: int,           # T
     gpu: float,          # compute capability
 ) -> list[tuple[str, float, int]]:   # purpose, bytes, how many
-    "What a step for a GPU holds when its backward pass begins, beside weights and gradients."
+    "What a step for a GPU holds when its backward pass begins, apart from weights and gradients."
     gpt, training, frames = config.model.gpt, config.training, config.data.reference_frames
     clips, whole = config.data.batch_size // training.accumulation, training.finetune == 'whole'
     size, length = (4. if training.precision == 'float32' else 2.), gpt.prompt_latents + text + codes + 4
@@ -333,7 +333,7 @@ def gpu_memory(
     text: int,           # T
     gpu: float,          # compute capability
 ) -> dict[str, float]:   # bytes of activations, copies of weights
-    "What a step for a GPU holds beside weights and gradients; part of it lies where gradients come later."
+    "What a step for a GPU holds apart from weights and gradients; part of it is where gradients come later."
     gpt, held = config.model.gpt, kept_for_backward(config, codes, text, gpu)
     total = Counter()
     for purpose, n, many in held: total[purpose] += n * many
@@ -393,7 +393,7 @@ def memory_needs(
     return {'weights': 4. * (all_['GPT'] + all_['DVAE']), 'copies of weights': kept['copies of weights'],
             'gradients': 4. * moving * (1 + (training.accumulation > 1)), 'moments': moments,
             'mean weights': means,
-            'written anew': anew, 'copy for a checkpoint': copy,
+            'new values': anew, 'copy for a checkpoint': copy,
             'program': 2e8, 'activations': kept['activations']}
 
 # %% ../../nbs/train/finetune.ipynb #16ff03ee
@@ -459,7 +459,7 @@ def run_trial(
     if done.returncode == OUT_OF_MEMORY or -done.returncode in MEMORY_SIGNALS: return None
     last = (done.stderr.strip().splitlines() or ['no message'])[-1]
     if done.returncode < 0: last = f'{signal.Signals(-done.returncode).name}; {last}'
-    raise UserError(f'The trial of an update failed ({last}); see whether xtts-nb train does without it.')
+    raise UserError(f'The trial of an update failed ({last}); see whether xtts-nb train fails as well.')
 
 # %% ../../nbs/train/finetune.ipynb #77f96b3c
 def free_memory(
@@ -595,8 +595,8 @@ def find_learning_rate(
 ) -> dict:                  # rates, losses, smooth, suggestion: None if no rate lowered the loss
     "Losses at ever higher rates, and a suggested rate; stops when the loss rises steeply."
     if not 0 < low < high or steps < 10:
-        raise UserError(f'Rates from {low:g} to {high:g} in {steps} updates are no range; give two rates and '
-                        '10 updates or more.')
+        raise UserError(f'Rates from {low:g} to {high:g} in {steps} updates are not a range; give two rates '
+                        'and 10 updates or more.')
     rising, losses = ExponentialRate(low, high, steps), []
     trainer.optimizer.learning_rate = rising
     with products_in_tf32(trainer.training.tf32):
@@ -615,13 +615,13 @@ def find_learning_rate(
 
 # %% ../../nbs/train/finetune.ipynb #cafa5e99
 def check_rates(path: str | Path):   # as of `plot_learning_rate`
-    "Raise `UserError` if picture and numbers would replace files of somebody else."
+    "Raise `UserError` if picture and numbers would replace files of another program."
     path, numbers = Path(path), Path(path).with_suffix('.json')
     check_results(path.parent, (path.name, numbers.name), lambda: has_keys(numbers, 'rates', 'suggestion'))
 
 def plot_learning_rate(
     found: dict,           # from `find_learning_rate`
-    path: str | Path,      # of a PNG; the numbers go beside it, as JSON
+    path: str | Path,      # of a PNG; the numbers go next to it, as JSON
 ):
     "Draw the losses over the rates, and mark the suggestion."
     check_rates(path)

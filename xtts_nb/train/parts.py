@@ -254,7 +254,7 @@ def make_bank(
     return Bank(folder)
 
 def _empty_arrays(folder: Path, config: XTTSConfig, sizes) -> list[np.ndarray]:
-    "Mapped files for states, samples and speaker mels with so many rows."
+    "Mapped files for states, samples and speaker mels with that number of rows."
     rows = {'states': (config.model.gpt.width,), 'wav': (), 'voice': (config.model.speaker.n_mels,)}
     create = np.lib.format.open_memmap
     arrays = [create(folder / f'{name}.npy', 'w+', np.int16 if name == 'wav' else np.float16, (int(n), *row))

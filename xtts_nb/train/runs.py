@@ -132,7 +132,7 @@ class Replay:
     def __getattr__(self, name): return getattr(self.plan, name)
 
     def updates(self, epochs: int) -> int:
-        "The updates in which every new clip is read so many times."
+        "The updates in which every new clip is read `epochs` times."
         wanted = epochs * self.plan.steps_per_epoch
         found = int(wanted / (1 - self.share)) + 1
         while found - 1 - math.floor(self.share * (found - 1)) >= wanted: found -= 1
@@ -231,7 +231,7 @@ def run_facts(run: str | Path, part: str = 'gpt') -> dict:
     facts = read_json(run / 'run.json')
     known = facts.get('part', 'gpt')
     if known == part: return facts
-    raise UserError(f'{run}: is a run of xtts-nb {COMMANDS[known]}; go on with xtts-nb {COMMANDS[known]} '
+    raise UserError(f'{run}: is a run of xtts-nb {COMMANDS[known]}; continue with xtts-nb {COMMANDS[known]} '
                     f'--run {run}.')
 
 # %% ../../nbs/train/runs.ipynb #e3cf65e4
@@ -393,7 +393,7 @@ def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin
                         'another folder.')
     if known.get('base_sha') != origin.get('base_sha'):
         began = f'{known["base"]} as it was then' if 'base' in known else 'nothing'
-        raise UserError(f'{run}: began from {began}; go on from that or choose another folder.')
+        raise UserError(f'{run}: began from {began}; continue from that or choose another folder.')
     if known.get('val_key') != origin.get('val_key'):
         raise UserError(f'{run}: was validated on {known.get("val", "no cache of its own")}; give the same '
                         'or choose another folder.')

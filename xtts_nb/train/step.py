@@ -263,7 +263,7 @@ def choose_xla(
 
 # %% ../../nbs/30_trainer_xla.ipynb #7e08859e
 def lacked_memory(error: Exception) -> bool:
-    "Whether an update failed for want of memory; on a CPU, oneDNN says so by its own number of a status."
+    "Whether an update failed for lack of memory; on a CPU, oneDNN reports it by a status number of its own."
     if isinstance(error, tf.errors.AbortedError): return 'Status: 1,' in str(error)
     return isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))
 
@@ -290,7 +290,7 @@ class CompiledStep:
         except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, tf.errors.InternalError) as e:
             if not (self.xla and re.search('_XlaMustCompile|unsupported operations .* on XLA', str(e))): raise
             print(f'XLA CANNOT COMPILE THE STEP: {_refused_operation(str(e))}\n'
-                  'Training goes on as a plain graph, without XLA.', file=sys.stderr, flush=True)
+                  'Training continues as a plain graph, without XLA.', file=sys.stderr, flush=True)
         self.xla, self.refused, self.graph = False, True, tf.function(self.step)
         return self.graph(*arguments)
 

@@ -79,7 +79,7 @@ def load_checkpoint(
                         'begin a new run from its model, with --model RUN.')
     found = load_weights(path, variables)
     if 'facts' not in found:
-        raise UserError(f'{path}: holds weights but no step to go on from; give a checkpoint of a run.')
+        raise UserError(f'{path}: holds weights but no step to resume from; give a checkpoint of a run.')
     return json.loads(found['facts'])
 
 def _changed_setting(missing: set, known: set) -> str | None:   # names of variables
@@ -145,7 +145,7 @@ def _idle_memory() -> int:
     return peak - now
 
 def _room_to_copy(variables: list, times: float = 1.1) -> bool:
-    "Whether the host has room for a copy of `variables` while updates go on: `times` its size."
+    "Whether the host has room for a copy of `variables` while updates continue: `times` its size."
     size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)
     free = min(psutil.virtual_memory().available, _room_in_container())
     return free - _idle_memory() > times * size
@@ -195,7 +195,7 @@ def _numbers(callback) -> dict[str, float]:
 # %% ../../nbs/train/trainer.ipynb #d27b6e93
 _K = keras.callbacks
 REFUSED_CALLBACKS = (   # class, the settings that cannot work (None: all), the remedy
-    (_K.BackupAndRestore, None, 'a run goes on from its own checkpoints; leave it out'),
+    (_K.BackupAndRestore, None, 'a run resumes from its own checkpoints; leave it out'),
     (_K.SwapEMAWeights, None,
      'training.ema shows the mean weights to every validation and file; set that instead'),
     (_K.EarlyStopping, lambda c: c.restore_best_weights,
@@ -674,7 +674,7 @@ def _newest_whole(run: Path) -> Path | None:
             torn.append((path, e))
     for bad, e in torn:
         bad.replace(aside := bad.with_name(f'{bad.name}.damaged'))
-        print(f'{e} It is kept as {aside.name}; the run goes on from the checkpoint before.', file=sys.stderr)
+        print(f'{e} It is kept as {aside.name}; the run resumes from the checkpoint before.', file=sys.stderr)
     return path if saved else None
 
 @patch
@@ -683,7 +683,7 @@ def _check_unchanged(self: Trainer):
     self.writer.wait()   # of a training that was interrupted
     if self.run and _newest(self.run) != self.known:
         raise UserError(f'{self.run}: another process has trained here since this one read it; begin again, '
-                        'to go on from its last checkpoint.')
+                        'to continue from its last checkpoint.')
 
 def restore(trainer: Trainer):
     "Resume from the newest checkpoint that is whole; later metrics and half-written files are deleted."
