@@ -47,6 +47,7 @@ style:
 	@$(bin)/ruff check nbs xtts_nb tests dev benchmarks
 	@$(bin)/python dev/in_step.py
 	@$(bin)/python dev/words.py
+	@$(bin)/python dev/words.py
 
 quick-pages:
 	@echo "== every notebook"

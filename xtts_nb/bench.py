@@ -450,6 +450,7 @@ TOOLS = {'xla': 'python benchmarks/xla_gpu.py record',   # of a checkout
          'busy': 'python benchmarks/busy.py',
          'memory': 'python benchmarks/memory.py',
          'cuts': 'python benchmarks/cuts.py',
+         'cuts_growth': 'python benchmarks/cuts.py --growth 1 10',
          'growth': 'python benchmarks/growth.py --record',
          'prepare': 'python benchmarks/growth.py --prepare --record',
          'parity': 'python benchmarks/parity.py COQUI_DIR --coqui-python PYTHON --record',
