@@ -13,7 +13,7 @@ import pytest
 from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
-    EmulatedDevice, GPU, Process, Sample, Sampler, arm_spans, best_probe, card_environment, cpu_probe,
+    EmulatedDevice, GPU, Process, Sample, Sampler, arm_spans, best_probe, cpu_probe,
     group_cpu_seconds, longest_idle, nvml_probe, visible_cards,
     visible_ids, series, summarise, summarise_arms)
 
@@ -289,11 +289,7 @@ def test_cards_are_found_as_cuda_finds_them(named, monkeypatch, shown, found):
     else:
         with pytest.raises(UserError, match='CUDA_VISIBLE_DEVICES (hides every|names no) GPU'): nvml_probe()
 
-def test_what_a_child_process_is_shown(monkeypatch):
-    monkeypatch.delenv('XTTS_NB_CPU_CARDS', raising=False)
-    assert card_environment('GPU-a,1') == {'CUDA_VISIBLE_DEVICES': 'GPU-a,1'}
-    monkeypatch.setenv('XTTS_NB_CPU_CARDS', '4')
-    assert [card_environment(shown)['XTTS_NB_CPU_CARDS'] for shown in ('0,1', '2', '-1')] == ['2', '1', '']
+def test_the_identifiers_of_visible_gpus(monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '2, GPU-a,-1,3')
     assert visible_ids() == ['2', 'GPU-a']
 

@@ -2288,7 +2288,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'xtts_nb.sampler._visible': ('base/sampler.html#_visible', 'xtts_nb/sampler.py'),
                                  'xtts_nb.sampler.arm_spans': ('base/sampler.html#arm_spans', 'xtts_nb/sampler.py'),
                                  'xtts_nb.sampler.best_probe': ('base/sampler.html#best_probe', 'xtts_nb/sampler.py'),
-                                 'xtts_nb.sampler.card_environment': ('base/sampler.html#card_environment', 'xtts_nb/sampler.py'),
                                  'xtts_nb.sampler.cpu_card_count': ('base/sampler.html#cpu_card_count', 'xtts_nb/sampler.py'),
                                  'xtts_nb.sampler.cpu_probe': ('base/sampler.html#cpu_probe', 'xtts_nb/sampler.py'),
                                  'xtts_nb.sampler.disk_bytes': ('base/sampler.html#disk_bytes', 'xtts_nb/sampler.py'),

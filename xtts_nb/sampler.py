@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ACTIVITY', 'CPU_CARDS', 'IDLE', 'MEANS', 'Process', 'GPU', 'EmulatedGPU', 'CPU', 'Sample', 'group_cpu_seconds',
            'disk_bytes', 'disk_rates', 'cpu_probe', 'Activity', 'Card', 'visible_ids', 'visible_cards', 'nvml_probe',
-           'best_probe', 'cpu_card_count', 'card_environment', 'replay_probe', 'EmulatedDevice', 'emulated_probe',
-           'series', 'longest_idle', 'summarise', 'arm_spans', 'summarise_arms', 'Sampler']
+           'best_probe', 'cpu_card_count', 'replay_probe', 'EmulatedDevice', 'emulated_probe', 'series', 'longest_idle',
+           'summarise', 'arm_spans', 'summarise_arms', 'Sampler']
 
 # %% ../nbs/base/sampler.ipynb #ca69d2e0
 import itertools
@@ -338,13 +338,6 @@ CPU_CARDS = 'XTTS_NB_CPU_CARDS'
 def cpu_card_count() -> int:
     "The number of logical CPU devices that replace GPUs."
     return environment_number(CPU_CARDS) or 0
-
-def card_environment(
-    shown: str,          # as `CUDA_VISIBLE_DEVICES`
-) -> dict[str, str]:     # environment variables
-    "Environment variables that make only these cards visible to a child process."
-    if not cpu_card_count(): return {'CUDA_VISIBLE_DEVICES': shown}
-    return {CPU_CARDS: '' if shown == '-1' else str(1 + shown.count(','))}
 
 # %% ../nbs/base/sampler.ipynb #e62602a7
 def replay_probe(
