@@ -987,7 +987,7 @@ def _sorted(group: list[Judged], faults: dict[Clip, str], name_of: Callable) -> 
 
 # %% ../../nbs/data/cut.ipynb #c5e67264
 FITS = 1.5   # score in the median: LJSpeech has 1.9, as if it were German 1.2, with noise at 20 dB 1.0
-_FAULTS = re.compile('; (?=sound (?:before|after) its text|its text (?:begins|goes))')   # between two
+_FAULTS = re.compile('; (?=sound (?:before|after) its text|its text (?:begins|continues))')   # between two
 
 def corpus_text(result: dict, most: int = 10) -> str:
     "A result of `cut_corpus` or `check_corpus` as text."
