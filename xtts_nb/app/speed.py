@@ -587,7 +587,8 @@ def _streamed(config: XTTSConfig, gpt: GPT, decoder: HiFiGAN, codes: int, inputs
     "A function that speaks the first text as a stream, and returns the samples of each piece."
     speaker = SimpleNamespace(
         gpt=gpt, xtts=SimpleNamespace(gpt=gpt, config=config), decoder=decoder, max_codes=codes,
-        sampling=Sampling(), frames_sound=tf.function(decoder.sound, reduce_retracing=True))
+        sample_rate=config.model.decoder.sample_rate, sampling=Sampling(),
+        frames_sound=tf.function(decoder.sound, reduce_retracing=True))
     rows, ids = SpeechRows(speaker), inputs['text'][0].numpy().tolist()
     voice = Voice(inputs['prompt'][0], tf.random.stateless_normal((config.model.speaker.width,), (0, 0)))
     return lambda: rows.sounds(ids, voice)
