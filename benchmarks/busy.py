@@ -29,12 +29,12 @@ import tensorflow as tf  # noqa: E402
 from benchmarks.peer import (  # noqa: E402
     add_rounds, add_sizes, arguments, measuring, output, run, stage, start)
 from xtts_nb.app.cli_train import sized  # noqa: E402
-from xtts_nb.app.speed import check_equal, differing_share, readers  # noqa: E402
+from xtts_nb.app.speed import check_equal, _differing_share, readers  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
 from xtts_nb.data.cache import Cache  # noqa: E402
 from xtts_nb.data.corpora import synthetic_corpus  # noqa: E402
-from xtts_nb.data.native import BATCH, batches_of, BatchPlan  # noqa: E402
+from xtts_nb.data.native import _BATCH, batches_of, BatchPlan  # noqa: E402
 from xtts_nb.data.prepare import prepare  # noqa: E402
 from xtts_nb.models.dvae import DVAE  # noqa: E402
 from xtts_nb.sampler import best_probe, Sampler, summarise_arms  # noqa: E402
@@ -67,7 +67,7 @@ class Encode:
         if 'codes' in batch: return batch
         codes, length = self.call(batch['mel'], batch['mel_length'], batch['clip'])
         batch |= {'codes': codes, 'code_length': length, 'reference': tf.cast(batch['reference'], tf.float16)}
-        return {name: batch[name] for name in BATCH}
+        return {name: batch[name] for name in _BATCH}
 
 
 def checked(plan: BatchPlan, feeds: dict, encode: Encode, steps: dict) -> dict:   # {what: number}
@@ -76,7 +76,7 @@ def checked(plan: BatchPlan, feeds: dict, encode: Encode, steps: dict) -> dict: 
     first = {name: next(iter(batches_of(reader, plan.data))) for name, reader in feeds.items()}
     made = {name: encode(batch) for name, batch in first.items()}
     codes = made['cache']['codes']
-    differ = {name: differing_share(codes, batch['codes'][:, :codes.shape[1]])
+    differ = {name: _differing_share(codes, batch['codes'][:, :codes.shape[1]])
               for name, batch in made.items()}
     losses = {name: float(step(made['cache'], tf.constant(0))['loss']) for name, step in steps.items()}
     if max(differ.values()) > 0.02 or not np.allclose(losses['xla'], losses['eager'], rtol=0.02):

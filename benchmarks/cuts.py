@@ -34,9 +34,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import arguments, output, run, stage, start  # noqa: E402
-from xtts_nb.app.demo import cuts_page, DEMO_SENTENCES, make_corpus, speak, speak_words, VOICES  # noqa: E402
+from xtts_nb.app.demo import _cuts_page, DEMO_SENTENCES, make_corpus, speak, speak_words, VOICES  # noqa: E402
 from xtts_nb.app.terminal import progress  # noqa: E402
-from xtts_nb.app.tune import run_stage  # noqa: E402
+from xtts_nb.app.tune import _run_stage  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402
 from xtts_nb.data import align, cut  # noqa: E402
 from xtts_nb.data.corpora import read_corpus  # noqa: E402
@@ -229,7 +229,7 @@ def time_hours(hours: float, tell) -> list[dict]:   # rows
     with tempfile.TemporaryDirectory() as folder:
         sentences, absent = long_recording(hours, Path(folder) / 'long.wav', tell)
         begin = time.perf_counter()
-        result = run_stage(['corpus', f'{folder}/long.wav', '--out', f'{folder}/out'])
+        result = _run_stage(['corpus', f'{folder}/long.wav', '--out', f'{folder}/out'])
         seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     texts = {c['text'] for c in result['clips']}
@@ -260,27 +260,27 @@ def synthetic(source: Path, out: Path):
 
     def frames(path, progress):
         mel = np.random.rand(len(level) // 4, align.BANDS).astype(np.float32)
-        return align.SoundFrames(16000, seconds, mel, level, align.BANDS, pauses)
+        return align._SoundFrames(16000, seconds, mel, level, align.BANDS, pauses)
 
     def compared(sound, spoken):
-        keep = align.speech_frames(sound)[0]
+        keep = align._speech_frames(sound)[0]
         x = np.concatenate([sound.mel, sound.mel], 1)[keep]
         before = align._pauses_before(sound, keep, pauses)
         starts = np.cumsum([0, *[100] * len(spoken)])
-        return (align.Speech(x, align.frame_times(sound)[keep], before, pauses, x[:, 0]),
-                align.TextFrames(x[:1], starts, [s.words for s in spoken]))
+        return (align.Speech(x, align._frame_times(sound)[keep], before, pauses, x[:, 0]),
+                align._TextFrames(x[:1], starts, [s.words for s in spoken]))
 
     def fits(matches, speech, model):
         edge = np.searchsorted(speech.times, begins)
-        return [align.Fit(align.Match(i, a, b), 2., np.linspace(0, 99, b - a).astype(int))
+        return [align._Fit(align._Match(i, a, b), 2., np.linspace(0, 99, b - a).astype(int))
                 for i, (a, b) in enumerate(pairwise(edge.tolist()))]
 
     cut.measure_file, cut.comparable, cut.found_sentences = frames, compared, fits
     cut.align = lambda *speech: None
     cut.speak_sentences = lambda sentences, *more: [
-        align.SpokenSentence(None, None, [i * 100 // len(s.words) for i in range(len(s.words))])
+        align._SpokenSentence(None, None, [i * 100 // len(s.words) for i in range(len(s.words))])
         for s in sentences]
-    cut_corpus(source, None, out, 'en', None, split, page=cuts_page)
+    cut_corpus(source, None, out, 'en', None, split, page=_cuts_page)
 
 
 def time_growth(hours: list[float], tell) -> list[dict]:   # rows
@@ -316,7 +316,7 @@ def time_growth(hours: list[float], tell) -> list[dict]:   # rows
 
 
 def read_cuts_lines(folder: Path) -> list[str]:
-    return (folder / cut.CUTS).read_text(encoding='utf-8').splitlines()[1:]
+    return (folder / cut._CUTS).read_text(encoding='utf-8').splitlines()[1:]
 
 
 def main():

@@ -8,7 +8,7 @@ stage. Sleeping takes no core from the others, so this is the same on any machin
 import time
 from collections.abc import Callable, Iterable
 
-from xtts_nb.train.dual import Batches, Pipeline, pipeline_rows, SerialBatches
+from xtts_nb.train.dual import Batches, Pipeline, _pipeline_rows, SerialBatches
 
 STAGE_SECONDS = {'host': 0.030, 'data': 0.040, 'model': 0.050}
 
@@ -50,4 +50,4 @@ def bench_stages(
         name = [*arms][done % 2]
         runs[name].append(run_emulated(steps, times, arms[name]))
         if progress: progress(done + 1, 2 * rounds)
-    return pipeline_rows(runs, 1 / max(times.values()))
+    return _pipeline_rows(runs, 1 / max(times.values()))

@@ -24,11 +24,11 @@ import tensorflow as tf  # noqa: E402
 from benchmarks.peer import (  # noqa: E402
     add_rounds, add_sizes, arguments, measuring, output, run, stage, start, step_peer)
 from xtts_nb.app.cli_train import sized  # noqa: E402
-from xtts_nb.app.speed import ARMS  # noqa: E402
+from xtts_nb.app.speed import _ARMS  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import XTTSConfig  # noqa: E402
 from xtts_nb.models.gpt import TransformerBlock, causal_mask  # noqa: E402
-from xtts_nb.models.xtts import POLICIES  # noqa: E402
+from xtts_nb.models.xtts import _POLICIES  # noqa: E402
 from xtts_nb.train.step import AdamW, compile_step  # noqa: E402
 
 
@@ -39,7 +39,7 @@ def plain_gpt2(
 ):                             # (ids (B, L + 1)) -> loss
     "One update of a GPT-2 made of our blocks, without dropout, compiled as the training section says."
     gpt, training = config.model.gpt, config.training
-    policy = POLICIES[training.precision]
+    policy = _POLICIES[training.precision]
     keras.utils.set_random_seed(training.seed)
     ids = keras.Input((tokens,), dtype='int32')
     embed = lambda n: keras.layers.Embedding(n, gpt.width, keras.initializers.RandomNormal(stddev=0.02),
@@ -85,7 +85,7 @@ def _torch_steps(threads, layers, width, heads, vocabulary, batch, tokens, mode)
         optimizer.step()
         yield float(value.detach())
 
-PLAIN_ARMS = {name: settings for name, settings in ARMS.items() if name != 'eager'}
+PLAIN_ARMS = {name: settings for name, settings in _ARMS.items() if name != 'eager'}
 TORCH, TORCH_ARMS = 'PyTorch with transformers', ('torch', 'torch_compile', 'torch_bf16')
 
 def gpt2_speed(

@@ -54,12 +54,12 @@ from xtts_nb.bench import COLOURS, png_bytes, record, rows_markdown  # noqa: E40
 from xtts_nb.config import UserError, XTTSConfig, setup_tf  # noqa: E402
 from xtts_nb.data import prepare as preparing  # noqa: E402
 from xtts_nb.data.audio import save_audio, synthetic_voice  # noqa: E402
-from xtts_nb.data.prepare import Loudness, prepare, ShardMaker  # noqa: E402
+from xtts_nb.data.prepare import Loudness, prepare, _ShardMaker  # noqa: E402
 from xtts_nb.files import read_json, write_json  # noqa: E402
 from xtts_nb.models.dvae import parameter_count  # noqa: E402
 from xtts_nb.models.gpt import GPT  # noqa: E402
 from xtts_nb.models.xtts import step_flops  # noqa: E402
-from xtts_nb.train.distributed import setup_gpu_strategy, this_worker  # noqa: E402
+from xtts_nb.train.distributed import setup_gpu_strategy, _this_worker  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def emulate(out: str, sizes: list[int], seconds: float, steps: int):
             summed(x)[0].numpy()
             times.append(time.perf_counter() - begin)
         medians[size] = statistics.median(times[2:])
-    if this_worker(strategy.cluster_resolver)[0] == 0: write_json(out, medians)
+    if _this_worker(strategy.cluster_resolver)[0] == 0: write_json(out, medians)
 
 def run_workers(program: str, count: int) -> int:
     "Run `program` as so many workers of this machine, without a GPU; the first exit code that is not 0."
@@ -296,8 +296,8 @@ def synthetic_frames():
             arrays = {'codes': np.zeros(8), 'mel': np.zeros((4, 80)), 'text': ids}
             lengths = {f'{name}_length': len(x) for name, x in arrays.items()}
             yield arrays | lengths | {'samples': CLIP_SECONDS * 22050}, None, maker.plan.stored
-    ShardMaker._records, ShardMaker._measured = records, lambda maker, clip, wav: loud | {'sound': clip.id}
-    preparing.source_digest = lambda path: 1
+    _ShardMaker._records, _ShardMaker._measured = records, lambda maker, clip, wav: loud | {'sound': clip.id}
+    preparing._source_digest = lambda path: 1
 
 def peak_mb() -> float:
     "The most memory that this process has used."

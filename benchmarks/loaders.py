@@ -27,12 +27,12 @@ import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import (  # noqa: E402
     COQUI, Peer, add_rounds, arguments, measuring, output, run, start)
-from xtts_nb.app.cli_data import data_speed  # noqa: E402
-from xtts_nb.app.speed import PythonReader, compared_text, differing_share  # noqa: E402
-from xtts_nb.bench import check_python  # noqa: E402
-from xtts_nb.data.audio import hann_window, load_audio, log_mel, log_mel_numpy  # noqa: E402
+from xtts_nb.app.cli_data import _data_speed  # noqa: E402
+from xtts_nb.app.speed import PythonReader, _compared_text, _differing_share  # noqa: E402
+from xtts_nb.bench import _check_python  # noqa: E402
+from xtts_nb.data.audio import _hann_window, load_audio, log_mel, log_mel_numpy  # noqa: E402
 from xtts_nb.data.cache import Cache  # noqa: E402
-from xtts_nb.data.native import BatchPlan, OnlineReader, decode_wav  # noqa: E402
+from xtts_nb.data.native import BatchPlan, _OnlineReader, decode_wav  # noqa: E402
 
 
 # --- readers of ours that run what others run ---------------------------------------------------------------
@@ -51,7 +51,7 @@ class LibrosaReader(PythonReader):
             norm='slaney')
         return np.log(np.maximum(power, 1e-5)).T
 
-class OneMelReader(OnlineReader):
+class OneMelReader(_OnlineReader):
     "Only the clip's mel, by native ops."
     runs = 'tensorflow: one mel'
 
@@ -141,8 +141,8 @@ class CoquiLoader(PeerLoader):
             expected_text = self.cache.array('text', index[str(path)])
             wav = batch['wav'][row, 0, :batch['wav_lengths'][row]]
             expected = load_audio(path, self.cache.config.model.audio.sample_rate)
-            share['text'] = max(share['text'], differing_share(text, expected_text))
-            share['wav'] = max(share['wav'], differing_share(wav, expected, 1e-4))
+            share['text'] = max(share['text'], _differing_share(text, expected_text))
+            share['wav'] = max(share['wav'], _differing_share(wav, expected, 1e-4))
         return share
 
 def _dali_batches(files, audio, window, batch_size, workers, first_batch):
@@ -179,7 +179,7 @@ class DaliLoader(PeerLoader):
 
     def __init__(self, python: str | Path, cache: Cache, batch_size: int, workers: int = 2):
         self.cache, self.audio = cache, cache.config.model.audio
-        window = hann_window(self.audio.win_length, self.audio.win_length).tolist()
+        window = _hann_window(self.audio.win_length, self.audio.win_length).tolist()
         files = [str(cache.wav_path(i)) for i in range(len(cache))]
         super().__init__(python, _dali_batches, 2, 'nvidia-dali', files=files, audio=self.audio.model_dump(),
                          window=window, batch_size=batch_size, workers=workers)
@@ -190,7 +190,7 @@ class DaliLoader(PeerLoader):
         for mel, frames, clip in zip(batch['mel'], batch['frames'].ravel(), batch['clip']):
             wav = load_audio(self.cache.wav_path(clip), self.audio.sample_rate)
             expected = log_mel_numpy(wav, self.audio.dvae_n_fft, self.audio)
-            share = max(share, differing_share(mel[:frames], expected, 5e-3))
+            share = max(share, _differing_share(mel[:frames], expected, 5e-3))
         return {'mel': share}
 
 def _has_dali(python: str | Path) -> bool:
@@ -225,12 +225,12 @@ def main():
     parser.add_argument('--coqui-python', help='of an environment with coqui-tts 0.28, and possibly DALI')
     parser.add_argument('--clips', type=int, default=10_000, help='least number of distinct clips in memory')
     given = parser.parse_args()
-    if given.coqui_python: check_python(given.coqui_python, COQUI)
+    if given.coqui_python: _check_python(given.coqui_python, COQUI)
     start()
     found = lambda *what: others(*what, given.coqui_python)
     with measuring(given) as tell:
-        result = data_speed(given.data, given.clips, given.rounds, tell, found)
-    output(given, 'data', result, about='corpus', below=compared_text(result))
+        result = _data_speed(given.data, given.clips, given.rounds, tell, found)
+    output(given, 'data', result, about='corpus', below=_compared_text(result))
 
 
 if __name__ == '__main__': run(main)

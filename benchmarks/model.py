@@ -15,9 +15,9 @@ import tensorflow as tf
 from xtts_nb.bench import compare, host_syncs, trace_count, wait_for
 from xtts_nb.config import XTTSConfig
 from xtts_nb.data.native import speech_lengths
-from xtts_nb.data.text import TEXT_STOP
+from xtts_nb.data.text import _TEXT_STOP
 from xtts_nb.models.gpt import GPT, joint_mask, shifted
-from xtts_nb.models.xtts import cross_entropies, INPUTS
+from xtts_nb.models.xtts import _cross_entropies, _INPUTS
 
 
 def speech_batches(
@@ -44,7 +44,7 @@ def row_by_row(
 ) -> dict:   # inputs text and codes, attention mask (B, L, L), sums and counts of both losses
     "The slow way: one row after the other, with numbers read on the host. A baseline."
     made, sums = {'text': [], 'codes': [], 'mask': []}, {}
-    parts = (('text', 'text', logits[0], gpt.text_start, TEXT_STOP),
+    parts = (('text', 'text', logits[0], gpt.text_start, _TEXT_STOP),
              ('codes', 'code', logits[1], gpt.code_start, gpt.code_stop))
     add = lambda key, value: sums.update({key: sums.get(key, 0.) + value})
     for i in range(batch['text'].shape[0]):
@@ -75,16 +75,16 @@ def whole_batch(
     logits: tuple,
 ) -> dict:   # as from `row_by_row`
     "Inputs, attention mask and losses of all rows at once."
-    text, _, _ = shifted(batch['text'], batch['text_length'], gpt.text_start, TEXT_STOP)
+    text, _, _ = shifted(batch['text'], batch['text_length'], gpt.text_start, _TEXT_STOP)
     codes, _, _ = shifted(batch['codes'], batch['code_length'], gpt.code_start, gpt.code_stop)
     mask = joint_mask(gpt.cfg.prompt_latents, text.shape[1], batch['text_length'], codes.shape[1])
-    return {'text': text, 'codes': codes, 'mask': mask[:, 0]} | cross_entropies(gpt, batch, logits)
+    return {'text': text, 'codes': codes, 'mask': mask[:, 0]} | _cross_entropies(gpt, batch, logits)
 
 
 def compiled_forward(gpt: GPT):   # a function of a batch that returns the logits
     "The forward pass, compiled by XLA; a new function, which knows no shape yet."
     @tf.function(jit_compile=True)
-    def forward(batch): return gpt(*(batch[key] for key in INPUTS))
+    def forward(batch): return gpt(*(batch[key] for key in _INPUTS))
     return forward
 
 
@@ -122,7 +122,7 @@ def losses_speed(
     "Masks and losses of one batch: row by row, at once, and at once in a compiled function."
     ways = {'row by row': partial(row_by_row, gpt), 'whole batch': partial(whole_batch, gpt)}
     ways['whole batch, compiled'] = tf.function(ways['whole batch'], jit_compile=True)
-    logits = gpt(*(batch[key] for key in INPUTS))
+    logits = gpt(*(batch[key] for key in _INPUTS))
     def arm(way):
         def run():
             for _ in range(repeats): wait_for(way(batch, logits))

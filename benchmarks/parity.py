@@ -42,9 +42,9 @@ from xtts_nb.data.audio import load_audio, log_mel, resample, speaker_log_mel, s
 from xtts_nb.data.text import Tokenizer, clean_for  # noqa: E402
 from xtts_nb.files import read_json  # noqa: E402
 from xtts_nb.models.convert import from_coqui  # noqa: E402
-from xtts_nb.models.hifigan import load_hifigan  # noqa: E402
+from xtts_nb.models.hifigan import _load_hifigan  # noqa: E402
 from xtts_nb.models.xtts import XTTS, token_losses  # noqa: E402
-from xtts_nb.speech.generate import faded, Speaker, generate, reference_mels  # noqa: E402
+from xtts_nb.speech.generate import faded, Speaker, generate, _reference_mels  # noqa: E402
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -364,8 +364,8 @@ def gpt_parity(gpt, inputs: dict, theirs: dict) -> list[dict]:
 
 def latents_parity(xtts, inputs: dict, theirs: dict) -> list[dict]:
     "The prompt of a long recording: the mean over its chunks."
-    chunks = reference_mels(xtts, [inputs['wav_0']],
-                            SpeechConfig(reference_seconds=30, reference_chunk_seconds=4))
+    chunks = _reference_mels(xtts, [inputs['wav_0']],
+                             SpeechConfig(reference_seconds=30, reference_chunk_seconds=4))
     prompts = [xtts.gpt.conditioning(mel[None]) for mel in chunks]
     return [compare_stage('conditioning latents', tf.reduce_mean(prompts, 0), theirs['latents'])]
 
@@ -384,7 +384,7 @@ def greedy_parity(gpt, inputs: dict, theirs: dict) -> list[dict]:
 
 def voice_parity(folder: Path, config: XTTSConfig, inputs: dict, theirs: dict) -> list[dict]:
     "The vector of each voice, and the waveform."
-    decoder, encoder = load_hifigan(folder / 'model.safetensors', config)
+    decoder, encoder = _load_hifigan(folder / 'model.safetensors', config)
     vector = lambda i: encoder(np.swapaxes(theirs[f'speaker_mel_{i}'], 1, 2))
     rows = [compare_stage(f'speaker embedding, clip {i}', vector(i), theirs[f'voice_{i}'])
             for i in range(sum(k.startswith('wav_') for k in inputs))]

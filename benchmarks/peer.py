@@ -66,7 +66,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 @contextmanager
 def measuring(given: argparse.Namespace):   # of `add_rounds`
     "Yields the progress of a measurement that ends after its budget."
-    with bench.time_budget(60 * given.budget), progress() as tell: yield tell
+    with bench._time_budget(60 * given.budget), progress() as tell: yield tell
 
 
 def output(

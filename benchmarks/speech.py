@@ -20,9 +20,9 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import (  # noqa: E402
     COQUI, Peer, add_rounds, arguments, measuring, output, run, stage, start, step_peer)
-from xtts_nb.app.cli_speak import SAY_CODES  # noqa: E402
-from xtts_nb.app.speed import say_speed  # noqa: E402
-from xtts_nb.bench import check_python  # noqa: E402
+from xtts_nb.app.cli_speak import _SAY_CODES  # noqa: E402
+from xtts_nb.app.speed import _say_speed  # noqa: E402
+from xtts_nb.bench import _check_python  # noqa: E402
 from xtts_nb.config import XTTSConfig  # noqa: E402
 
 
@@ -85,15 +85,15 @@ def main():
     parser = add_rounds(arguments(__doc__), 5)
     parser.add_argument('--coqui-python', required=True, help='of an environment with coqui-tts 0.28')
     given = parser.parse_args()
-    check_python(given.coqui_python, COQUI)
+    _check_python(given.coqui_python, COQUI)
     config = XTTSConfig.xtts_v2()
     start()
     with measuring(given) as tell:
-        rows, more = say_speed(config, SAY_CODES, given.rounds,
-                               partial(coqui_arms, given.coqui_python, config, SAY_CODES),
-                               stage(tell, 'measure'))
+        rows, more = _say_speed(config, _SAY_CODES, given.rounds,
+                                partial(coqui_arms, given.coqui_python, config, _SAY_CODES),
+                                stage(tell, 'measure'))
     gpt = config.model.gpt
-    about = f'xtts_v2, GPT {gpt.layers} x {gpt.width}, {SAY_CODES} codes for each text'
+    about = f'xtts_v2, GPT {gpt.layers} x {gpt.width}, {_SAY_CODES} codes for each text'
     output(given, 'say_full', {'rows': rows, 'model': about, **more})
 
 

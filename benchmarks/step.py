@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 from benchmarks.peer import (  # noqa: E402
     Peer, add_rounds, add_sizes, arguments, measuring, output, run, stage, start, step_peer)
 from xtts_nb.app.cli_train import sized  # noqa: E402
-from xtts_nb.app.speed import step_positions, step_speed  # noqa: E402
+from xtts_nb.app.speed import _step_positions, step_speed  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
 
 
@@ -78,7 +78,7 @@ def main():
     start()
     with (coqui_step(given.coqui_python, config, *sizes) if given.coqui_python else nullcontext() as theirs,
           measuring(given) as tell):
-        if theirs: check_same_work(theirs(), step_positions(config, *sizes))
+        if theirs: check_same_work(theirs(), _step_positions(config, *sizes))
         rows = step_speed(config, *sizes, given.rounds, {'coqui': theirs} if theirs else None,
                           stage(tell, 'measure'))
     about = (f'GPT {given.layers} x {given.width}, batch {given.batch_size}, {sizes[0]} text tokens, '

@@ -79,13 +79,13 @@ def step_programs(config, text: int, codes: int) -> dict:   # name -> (function,
     "Both halves of a training step."
     import tensorflow as tf
     from xtts_nb.models.gpt import GPT
-    from xtts_nb.models.xtts import POLICIES, token_counts
+    from xtts_nb.models.xtts import _POLICIES, _token_counts
     from xtts_nb.train.finetune import make_update
     from xtts_nb.train.step import random_batch
-    update = make_update(GPT(config, 5, dtype=POLICIES[config.training.precision]), config.training)
+    update = make_update(GPT(config, 5, dtype=_POLICIES[config.training.precision]), config.training)
 
     def gradients(batch, number):
-        counts = token_counts(update.gpt, batch)
+        counts = _token_counts(update.gpt, batch)
         return *update.gradients(batch, number, counts), counts
 
     given = random_batch(config, text, codes), tf.constant(0)
@@ -138,20 +138,20 @@ def hifigan(config, _):
 def dvae_step(config, _):
     import tensorflow as tf
     from xtts_nb.models.dvae import DVAE
-    from xtts_nb.train.parts import DVAEUpdate, dvae_training
+    from xtts_nb.train.parts import _DVAEUpdate, _dvae_training
     mel = tf.zeros([config.training.dvae_batch_size, 64, config.model.audio.n_mels])
-    return DVAEUpdate(DVAE(config), dvae_training(config)), ({'mel': mel}, tf.constant(0))
+    return _DVAEUpdate(DVAE(config), _dvae_training(config)), ({'mel': mel}, tf.constant(0))
 
 
 def decoder_step(config, _):
     "HiFi-GAN, its critics and the speaker encoder."
     import tensorflow as tf
     from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
-    from xtts_nb.train.parts import VoiceUpdate, window_samples
+    from xtts_nb.train.parts import VoiceUpdate, _window_samples
     voice, speaker, B = config.voice, config.model.speaker, config.voice.batch_size
     frames = int(voice.reference_seconds * speaker.sample_rate / speaker.hop_length)
     batch = {'states': tf.zeros([B, voice.window, config.model.gpt.width], tf.float16),
-             'wav': tf.zeros([B, window_samples(config)], tf.int16),
+             'wav': tf.zeros([B, _window_samples(config)], tf.int16),
              'voice': tf.zeros([B, frames, speaker.n_mels], tf.float16)}
     return VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config), (batch, tf.constant(0))
 

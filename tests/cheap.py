@@ -3,7 +3,7 @@ import json
 
 import tensorflow as tf
 
-from xtts_nb.data.native import reader_of
+from xtts_nb.data.native import _reader_of
 from xtts_nb.train.trainer import Trainer
 
 HELD = ['low-0', 'low-3', 'high-6']   # held-out clips
@@ -13,7 +13,7 @@ CLOCKS = 'clips_per_s', 'au', 'wait_ms', 'copy_ms', 'step_ms', 'callbacks_ms'
 
 def read_eagerly(plan, first: int, last: int):
     "The batches of `plan.stream`, whose graph would take longer to trace than a few batches to read."
-    reader = reader_of(plan)
+    reader = _reader_of(plan)
     for step in range(first, last): yield reader(tf.constant(step, tf.int64))
 
 

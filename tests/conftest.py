@@ -276,7 +276,7 @@ def toy(tmp_path_factory) -> Path:
     for name in ('model.pth', 'dvae.pth', 'mel_stats.pth'): (there / name).touch()
     with pytest.MonkeyPatch.context() as m:
         files = coqui_toy.tensors(coqui_toy.config())
-        m.setattr(convert, 'read_pth', lambda path: files[path.name])
+        m.setattr(convert, '_read_pth', lambda path: files[path.name])
         convert.from_coqui(there, out)
     return out
 

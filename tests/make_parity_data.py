@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import coqui_toy
 
 from benchmarks.parity import coqui_outputs
-from xtts_nb.models.convert import write_pth
+from xtts_nb.models.convert import _write_pth
 
 HERE = Path(__file__).parent
 
@@ -42,9 +42,9 @@ def main(coqui_python):
         mel = {'0.filter': np.array([[[-0.97, 1]]], np.float32)}
         files['model.pth'] |= {speaker + k: v for k, v in mel.items()}
         files['model.pth'] |= {speaker + k: v for k, v in speaker_mel().items()}
-        write_pth(folder / 'model.pth', {'model': files['model.pth']})
-        write_pth(folder / 'dvae.pth', files['dvae.pth'])
-        write_pth(folder / 'mel_stats.pth', files['mel_stats.pth'])
+        _write_pth(folder / 'model.pth', {'model': files['model.pth']})
+        _write_pth(folder / 'dvae.pth', files['dvae.pth'])
+        _write_pth(folder / 'mel_stats.pth', files['mel_stats.pth'])
         theirs = coqui_outputs(folder, coqui_python, inputs() | utterance())
     said = {k: theirs.pop(k) for k in list(theirs) if k.startswith('utterance_')}
     for name, arrays in (('parity', theirs), ('utterance', said)):
@@ -53,8 +53,8 @@ def main(coqui_python):
 
 
 def speaker_mel():
-    from xtts_nb.data.audio import mel_triangles
-    filters = mel_triangles(512, 16000, 64, 8000.)[0].astype(np.float32)
+    from xtts_nb.data.audio import _mel_triangles
+    filters = _mel_triangles(512, 16000, 64, 8000.)[0].astype(np.float32)
     window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(400) / 400)
     return {'1.mel_scale.fb': filters, '1.spectrogram.window': window.astype(np.float32)}
 

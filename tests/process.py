@@ -39,7 +39,7 @@ small = XTTSConfig.tiny(64).replace(
     training={'warmup_steps': 1, 'dvae_steps': 20, 'log_every': 4})
 XTTSConfig.tiny = classmethod(lambda cls: small)
 demo.run_demo = partial(demo.run_demo, pairs=2, rounds=1)
-speed.bench_loaders = partial(speed.bench_loaders, seconds=0.2)
+speed._bench_loaders = partial(speed._bench_loaders, seconds=0.2)
 main()
 '''
 

@@ -7,10 +7,10 @@ from clock import Clock
 
 from xtts_nb import bench
 from xtts_nb.bench import (
-    accelerator_utilisation, Arm, compare, Comparison, emulated_steps, fed_steps, record, recorded,
+    accelerator_utilisation, _Arm, compare, Comparison, _emulated_steps, fed_steps, record, recorded,
     rows_markdown, timeline)
 from xtts_nb.config import UserError
-from xtts_nb.devices import products_in_tf32
+from xtts_nb.devices import _products_in_tf32
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize('unit, values', [('clips_per_s', [2., 8.]), ('step_ms', [500., 125.]),
                                           ('start_s', [.5, .125])])
 def test_the_ratio_is_the_speed_relative_to_the_first(unit, values):
-    rows = Comparison([Arm('slow', [.5, .5]), Arm('fast', [.125, .125])], unit).rows()
+    rows = Comparison([_Arm('slow', [.5, .5]), _Arm('fast', [.125, .125])], unit).rows()
     assert [r[unit] for r in rows] == values and [r['ratio'] for r in rows] == [1., 4.]
     json.dumps(rows)
 
@@ -50,7 +50,7 @@ def test_a_clock_of_its_own_and_what_happens_before_the_clock(clock):
 def test_the_time_budget_ends_a_comparison(clock, seconds, rounds):
     clock.now = 50.
     nap = lambda: clock.sleep(1.) or 1
-    with bench.time_budget(seconds): result = compare({'a': nap, 'b': nap}, 'step_ms', rounds=9)
+    with bench._time_budget(seconds): result = compare({'a': nap, 'b': nap}, 'step_ms', rounds=9)
     assert [len(arm.times) for arm in result.arms] == [rounds, rounds]
     assert len(compare({'a': nap}, 'step_ms', rounds=9).arms[0].times) == 9
 
@@ -103,14 +103,14 @@ def test_the_host_runs_one_batch_ahead_and_no_further(clock):
         for i in range(9):
             taken.append(clock.now)
             yield i
-    list(itertools.islice(emulated_steps(source(), 10.), 5))
+    list(itertools.islice(_emulated_steps(source(), 10.), 5))
     assert taken == [0., 0., 10., 20., 30.]
 
 ROWS = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 2., 'spread': 0.25}]
 NOISY = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 9., 'spread': 0.251}]
 
 @pytest.fixture
-def cpu(monkeypatch): monkeypatch.setattr(bench, 'device_name', lambda: 'CPU, 2 cores')
+def cpu(monkeypatch): monkeypatch.setattr(bench, '_device_name', lambda: 'CPU, 2 cores')
 
 def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
     path = record('step_speed', ROWS, tmp_path / 'new', 'xtts-nb bench train --record', corpus='demo')
@@ -118,15 +118,16 @@ def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
     when = f'{one["date"]}-{one["time"].replace(":", "")}'
     assert path.name == f'step_speed-cpu-2-cores-{when}.json' and list(path.parent.iterdir()) == [path]
     assert one['device'] == 'CPU, 2 cores' and one['rows'] == ROWS and one['corpus'] == 'demo'
-    assert one['cpu'] == bench.cpu_name() and one['command'] == 'xtts-nb bench train --record'
+    assert one['cpu'] == bench._cpu_name() and one['command'] == 'xtts-nb bench train --record'
     assert one['noisy'] is False and one['noisy_rows'] == {} and capsys.readouterr().err == ''
     one = json.loads(record('a', ROWS, tmp_path, 'x', 'NVIDIA H200').read_text())
-    assert one['device'] == 'NVIDIA H200' and 'tf32' not in one and one['cpu'] == bench.cpu_name()
+    assert one['device'] == 'NVIDIA H200' and 'tf32' not in one and one['cpu'] == bench._cpu_name()
 
 def test_a_record_of_a_gpu_says_whether_it_multiplied_in_tf32(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, 'device_name', lambda: 'NVIDIA H200')
+    monkeypatch.setattr(bench, '_device_name', lambda: 'NVIDIA H200')
     for on in (True, False):
-        with products_in_tf32(on): assert json.loads(record('a', [], tmp_path, 'x').read_text())['tf32'] is on
+        with _products_in_tf32(on): assert json.loads(record('a', [], tmp_path,
+                                                             'x').read_text())['tf32'] is on
 
 @pytest.mark.parametrize('links', [True, False])
 def test_no_record_replaces_another(cpu, tmp_path, monkeypatch, links):
@@ -147,7 +148,7 @@ def test_a_noisy_run_says_so(cpu, tmp_path, capsys, rows, said):
 
 def test_records_of_the_wheel_stand_in_where_there_is_no_folder(cpu, tmp_path, monkeypatch):
     "As in Colab; a folder of one's own, even an empty one, has its own."
-    monkeypatch.setattr(bench, 'PACKED', tmp_path / 'packed')
+    monkeypatch.setattr(bench, '_PACKED', tmp_path / 'packed')
     (tmp_path / 'own').mkdir()
     record('demo', ROWS, tmp_path / 'packed', 'first')
     assert bench.headline('demo', tmp_path / 'missing')['command'] == 'first'
@@ -179,6 +180,6 @@ def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
     record('step_speed', NOISY, tmp_path, 'xtts-nb bench train --record')
     (one,) = recorded('step_speed', tmp_path)
     origin, table = bench.record_markdown(one, about='a small GPT').split('\n\n')
-    assert origin.startswith(f'a small GPT, CPU, 2 cores ({bench.cpu_name()}), {one["date"]}.')
+    assert origin.startswith(f'a small GPT, CPU, 2 cores ({bench._cpu_name()}), {one["date"]}.')
     assert '`xtts-nb bench train --record`' in origin and 'b 25%' in origin and table == rows_markdown(NOISY)
     with pytest.raises(UserError, match='10_data'): recorded('10_data', tmp_path)

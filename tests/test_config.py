@@ -11,8 +11,8 @@ import pytest
 from process import python
 from xtts_nb import config as page
 from xtts_nb.config import (
-    UserError, XTTSConfig, control_groups, cores, cpu_quota, environment_number, setup_tf, sizes,
-    usable_cores, workspace)
+    UserError, XTTSConfig, _control_groups, cores, _cpu_quota, _environment_number, setup_tf, sizes,
+    _usable_cores, workspace)
 
 DEFAULT = XTTSConfig()
 
@@ -141,7 +141,7 @@ def tf_config(monkeypatch):
         monkeypatch.delenv(f'TF_NUM_{kind.upper()}OP_THREADS', raising=False)
     monkeypatch.delenv('XTTS_NB_MEMORY_LIMIT', raising=False)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {3, 4, 5} if pid == 0 else {0}, raising=False)
-    monkeypatch.setattr(page, 'cpu_quota', lambda: (64., None))
+    monkeypatch.setattr(page, '_cpu_quota', lambda: (64., None))
     monkeypatch.setattr(page, '_reported', set())
     return told
 
@@ -160,9 +160,9 @@ def test_threads_and_memory_as_given_else_as_the_environment_asks(tf_config, mon
     for value, number in ((None, None), ('', None), ('12', 12), ('0', UserError), ('x', UserError),
                           ('1.5', UserError)):
         monkeypatch.setenv('A_NUMBER', value or '')
-        if number is UserError: pytest.raises(UserError, environment_number,
+        if number is UserError: pytest.raises(UserError, _environment_number,
                                               'A_NUMBER').match(f'^A_NUMBER={value}: ')
-        else: assert environment_number('A_NUMBER') == number
+        else: assert _environment_number('A_NUMBER') == number
 
 @pytest.mark.parametrize('shown, cards, says', [
     (None, 2, 'has 2 GPUs, but TensorFlow opens none'), ('-1', 2, None), ('', 2, None), (None, 0, None)])
@@ -271,9 +271,10 @@ def test_a_container_has_the_cores_of_its_quota(monkeypatch, tmp_path, files, qu
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (own := tmp_path / 'own').write_text('4:cpu,cpuacct:/a/b\n3:memory:/m\n0::/c\n')
-    groups = lambda kind: [g.relative_to(tmp_path).as_posix() for g in control_groups(kind, tmp_path, own)]
+    groups = lambda kind: [g.relative_to(tmp_path).as_posix() for g in _control_groups(kind, tmp_path, own)]
     assert groups('cpu') == ['.', 'cpu', 'cpu/a/b', 'cpu/a', 'c'] and groups('memory') == ['.', 'memory',
                                                                                            'memory/m', 'c']
-    monkeypatch.setattr(page, 'control_groups', lambda kind: [tmp_path, tmp_path / kind])
+    monkeypatch.setattr(page, '_control_groups', lambda kind: [tmp_path, tmp_path / kind])
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {1, 5, 7}, raising=False)
-    assert cpu_quota()[0] == quota and usable_cores() == min(3, quota) and cores() == math.ceil(min(3, quota))
+    assert _cpu_quota()[0] == quota and _usable_cores() == min(3,
+                                                               quota) and cores() == math.ceil(min(3, quota))

@@ -77,7 +77,7 @@ def test_a_training_and_a_worker_take_all_cards(variables, every, read_back, mon
 @pytest.fixture
 def gpus(monkeypatch):
     "TensorFlow's device functions with two simulated GPUs, before it starts; returns their arguments."
-    monkeypatch.setattr(devices, 'tf_started', lambda: False)
+    monkeypatch.setattr(devices, '_tf_started', lambda: False)
     told, config = {}, tf.config
     cards = [tf.config.PhysicalDevice(f'/physical_device:GPU:{i}', 'GPU') for i in range(2)]
     def logical():
@@ -96,7 +96,7 @@ def test_limits_are_set_and_read_back(gpus, monkeypatch):
     assert check_plan(plan) == {'GPU 0, MiB': ((4800, 16_800),) * 2,
                                 'devices': (('GPU:0', 'GPU:1'), ['GPU:0', 'GPU:1'])}
     assert [gpu.name[-1] for gpu in gpus['visible']] == ['0']   # the other card is left to others
-    monkeypatch.setattr(devices, 'tf_started', lambda: True)
+    monkeypatch.setattr(devices, '_tf_started', lambda: True)
     apply_plan(plan)   # changes nothing
     with pytest.raises(UserError, match='has started before'): apply_plan(plan_devices([CARD, CARD], 0, 1))
     def full(): raise tf.errors.InternalError(None, None, 'out of memory')
@@ -111,7 +111,7 @@ def test_without_options_one_card_is_taken_and_a_limit_of_the_environment_stays(
 @pytest.mark.parametrize('totals, found', [([20, 10], [20, 10]), ([10], [10, None]), ([1, 2, 3], [1, 2])])
 def test_there_are_as_many_cards_as_tensorflow_sees(gpus, monkeypatch, totals, found):
     cards = [SimpleNamespace(memory_total=n and n * 2**20 + 7) for n in totals]
-    monkeypatch.setattr(devices, 'visible_cards', lambda: cards)
+    monkeypatch.setattr(devices, '_visible_cards', lambda: cards)
     assert card_memory() == found
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
     with pytest.raises(UserError, match='2 GPUs are visible'): card_memory()
@@ -152,9 +152,9 @@ def test_float32_is_float32_unless_tf32_is_asked_for():
     setup_tf(threads=2)
     enabled = tf.config.experimental.tensor_float_32_execution_enabled
     assert not enabled() and precision_of_products()
-    with devices.products_in_tf32(True):
+    with devices._products_in_tf32(True):
         assert enabled() and not precision_of_products()
-        with devices.products_in_tf32(False): assert precision_of_products()
+        with devices._products_in_tf32(False): assert precision_of_products()
         assert enabled()
-    with pytest.raises(KeyError), devices.products_in_tf32(True): raise KeyError
+    with pytest.raises(KeyError), devices._products_in_tf32(True): raise KeyError
     assert not enabled()

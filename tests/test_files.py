@@ -19,10 +19,10 @@ import safetensors.numpy
 from process import Forked, python, tree
 from xtts_nb import files
 from xtts_nb.config import UserError
-from xtts_nb.data.cache import work_path
+from xtts_nb.data.cache import _work_path
 from xtts_nb.files import (
-    append_line, atomic_file, atomic_folder, check_own, check_writable, fingerprint, inside, load_weights,
-    locked, named_weights, read_json, read_json_lines, read_tensors, save_weights,
+    append_line, atomic_file, atomic_folder, _check_own, _check_writable, fingerprint, inside, load_weights,
+    locked, named_weights, read_json, _read_json_lines, read_tensors, save_weights,
     write_json, write_tensors)
 
 
@@ -79,7 +79,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path, there):
     assert all((here / name).is_symlink() for name in ('cache', 'file'))
     assert tree(disk) == {'cache': b'', 'cache/x': b'new', 'file': b'new'}
     assert {p.name for p in here.iterdir()} == {'cache', 'file'}
-    assert work_path(here / 'cache') == disk / 'cache.work'
+    assert _work_path(here / 'cache') == disk / 'cache.work'
 
 def test_a_folder_appears_whole_and_keeps_nothing_of_an_old_one(tmp_path):
     (tmp_path / 'out').mkdir()   # an empty one may be filled
@@ -100,7 +100,7 @@ def test_a_place_that_holds_something_else_is_refused_before_any_work(tmp_path):
                   atomic_folder(tmp_path / 'file', replace=True), atomic_file(tmp_path / 'folder'),
                   atomic_file(tmp_path / 'pipe')):
         with pytest.raises(UserError, match='choose another'), place: pytest.fail('worked')
-    for write in (lambda: check_writable(tmp_path / 'file/b'), lambda: write_json(tmp_path / 'file/b', 1)):
+    for write in (lambda: _check_writable(tmp_path / 'file/b'), lambda: write_json(tmp_path / 'file/b', 1)):
         with pytest.raises(UserError, match='a file stands where a folder is needed'): write()
     with pytest.raises(TypeError): write_json(tmp_path / 'file', object())
     with pytest.raises(UserError, match='never'), atomic_file(tmp_path / 'never'): pass   # never written
@@ -171,7 +171,7 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path, room, line):
 
 # --- what a killed writer leaves, and what is not ours ------------------------------------------------
 
-MINE = 'out.20251129.old', 'out.7.part', 'out.host-7.old', f'out.0a1b2c3d{files.PART}'
+MINE = 'out.20251129.old', 'out.7.part', 'out.host-7.old', f'out.0a1b2c3d{files._PART}'
 
 def test_backups_of_the_user_are_no_leftovers(tmp_path):
     for name in (*MINE, 'out'): write_json(tmp_path / name / 'mine', 'mine')
@@ -202,7 +202,7 @@ def test_what_a_killed_writer_left_is_undone_or_finished(tmp_path, within, renam
     out = tmp_path / 'out'
     with atomic_folder(out) as part:
         for name in 'ab': (part / name).write_text('old')
-    assert python(KILLED, out, within, renames).code == -9 and [*tmp_path.rglob(f'*{files.PART}')]
+    assert python(KILLED, out, within, renames).code == -9 and [*tmp_path.rglob(f'*{files._PART}')]
     with pytest.raises(KeyboardInterrupt), atomic_folder(out, replace=True): raise KeyboardInterrupt
     names, text = ('bc', b'new') if renames > 2 else ('ab', b'old')   # the third says that all is there
     assert tree(tmp_path) == {'out': b'', **{f'out/{name}': text for name in names}}
@@ -218,7 +218,7 @@ def test_a_writer_that_lives_is_not_disturbed_and_no_result_is_lost(tmp_path):
 
 @pytest.mark.parametrize('when', ['before', 'meanwhile'])
 def test_what_is_not_ours_is_never_replaced(tmp_path, when):
-    out, own = tmp_path / 'out', lambda folder: check_own(folder, {'a', 'b'}.__contains__, 'a cache')
+    out, own = tmp_path / 'out', lambda folder: _check_own(folder, {'a', 'b'}.__contains__, 'a cache')
     with atomic_folder(out) as part: (part / 'a').write_text('old')
     if when == 'before': (out / 'thesis').write_text('mine')
     with pytest.raises(UserError, match='not a cache .thesis.;'), atomic_folder(out, own) as part:
@@ -232,7 +232,7 @@ def test_what_comes_after_the_last_look_is_kept(tmp_path):
     out, looks = tmp_path / 'out', []
     with atomic_folder(out) as part: (part / 'a').write_text('old')
     def own(folder):
-        check_own(folder, {'a'}.__contains__, 'a cache')
+        _check_own(folder, {'a'}.__contains__, 'a cache')
         looks.append(folder)
         if len(looks) == 2: (out / 'thesis').write_text('mine')
     with atomic_folder(out, own) as part: (part / 'b').write_text('new')
@@ -339,7 +339,7 @@ def test_json_is_text_in_any_language_and_a_bad_file_is_named(tmp_path):
     values = [{'a': 'one\u2028two\x85'}, 3]   # a text within JSON may hold other ends of lines
     text = ''.join(json.dumps(value, ensure_ascii=False) + '\n' for value in values)
     (tmp_path / 'lines').write_text(text, encoding='utf-8')
-    assert read_json_lines(tmp_path / 'lines') == values
+    assert _read_json_lines(tmp_path / 'lines') == values
     for content in (None, b'', b'{"a": ', b'\xff\xfe', b'version https://git-lfs', b'\n<!DOCTYPE html>'):
         if content is not None: (tmp_path / 'b.json').write_bytes(content)
         with pytest.raises(UserError, match='b.json: '): read_json(tmp_path / 'b.json')

@@ -37,8 +37,8 @@ def test_the_memory_of_each_card_is_known():
 
 def test_one_step_takes_memory_of_the_gpu():
     import tensorflow as tf
-    from xtts_nb.train.profile import peak_memory
-    assert peak_memory(lambda: tf.random.normal((1024, 1024)) + 1) >= 4 * 1024**2
+    from xtts_nb.train.profile import _peak_memory
+    assert _peak_memory(lambda: tf.random.normal((1024, 1024)) + 1) >= 4 * 1024**2
 
 
 def test_a_tensor_is_moved_to_the_gpu():

@@ -23,7 +23,7 @@ DRAWN = [pytest.param(nb, cell, id=f'{stem}-{cell.id}') for stem, nb in NOTEBOOK
 
 def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."
-    known = sorted(bench.WRITERS | bench.TOOLS, key=len, reverse=True)
+    known = sorted(bench.WRITERS | bench._TOOLS, key=len, reverse=True)
     return next(page for page in known if file.name.startswith(f'{page}-'))
 
 def named(nb) -> set[str]:
@@ -33,7 +33,7 @@ def named(nb) -> set[str]:
 def test_a_page_names_the_command_of_what_it_shows():
     for stem, nb in NOTEBOOKS.items():
         text = '\n'.join(c.source for c in nb.cells if c.cell_type == 'markdown')
-        commands = {bench.TOOLS.get(page) or f'xtts-nb {bench.WRITERS[page]}' for page in named(nb)}
+        commands = {bench._TOOLS.get(page) or f'xtts-nb {bench.WRITERS[page]}' for page in named(nb)}
         assert [c for c in commands if c not in text and c.replace('xtts-nb', 'make') not in text] == [], stem
 
 @pytest.mark.parametrize('nb, cell', DRAWN)

@@ -13,9 +13,9 @@ import pytest
 from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
-    EmulatedDevice, GPU, Process, Sample, Sampler, arm_spans, best_probe, cpu_probe,
-    group_cpu_seconds, longest_idle, nvml_probe, visible_cards,
-    visible_ids, series, summarise, summarise_arms)
+    EmulatedDevice, GPU, _Process, Sample, Sampler, arm_spans, best_probe, cpu_probe,
+    _group_cpu_seconds, _longest_idle, nvml_probe, _visible_cards,
+    _visible_ids, series, summarise, summarise_arms)
 
 def gpu_trace(*curves, step=.1):
     "One GPU per curve."
@@ -120,11 +120,11 @@ def test_nvml_processes_of_each_card(driver):
     driver.now += 1
     first, second = probe().gpus
     assert first.processes == ()
-    assert second.processes == (Process(os.getpid(), psutil.Process().name(), 5),
-                                Process(busy.pid, None, None, 70.))
+    assert second.processes == (_Process(os.getpid(), psutil.Process().name(), 5),
+                                _Process(busy.pid, None, None, 70.))
     driver.fail['ProcessUtilization', 1] = pynvml.NVML_ERROR_NOT_FOUND   # nobody worked since the last time
     driver.now += 2
-    assert probe().gpus[1].processes[1] == Process(busy.pid)
+    assert probe().gpus[1].processes[1] == _Process(busy.pid)
     # each card what came since the last time; the failed call is not among them
     assert driver.since == [0, 0, 0]
     driver.fail.clear()
@@ -163,9 +163,9 @@ def test_each_reason_has_its_remedy_and_the_cpu_is_shown_instead(driver, monkeyp
 
 def test_disk_rates_are_differences(monkeypatch):
     totals, now = iter([(100, 0), (1100, 40), (1100, 40), (100, 100), None, (300, 100)]), [0.]
-    monkeypatch.setattr(sampler, 'disk_bytes', lambda: next(totals))
+    monkeypatch.setattr(sampler, '_disk_bytes', lambda: next(totals))
     monkeypatch.setattr(sampler.time, 'perf_counter', lambda: now[0])
-    read = sampler.disk_rates()
+    read = sampler._disk_rates()
     for now[0], rates in (
             (0., (None, None)), (2., (500., 20.)), (2.5, (500., 20.)), (4., (0., 0.)),   # once a second
             (5., (0., 60.)), (8., (0., 60.)), (9., (50., 0.))):   # began again at 0; nobody tells; as before
@@ -175,7 +175,7 @@ def test_cpu_probe_waits_for_two_hundredths_of_a_second_and_stays_within_100_per
     clocks = iter([(0., 0., 0., 0.), (.02, .01, .04, .01), (1., .5, 0., 0.), (1., .5, 3., 1.),
                    (2., 9., 4., 0.), (3., 8., 5., 9.)])
     monkeypatch.setattr(sampler, '_cpu_clocks', lambda: lambda: next(clocks))
-    monkeypatch.setattr(sampler, 'usable_cores', lambda: 2.)
+    monkeypatch.setattr(sampler, '_usable_cores', lambda: 2.)
     monkeypatch.setattr(psutil, 'virtual_memory', lambda: SimpleNamespace(total=100, available=30))
     probe = cpu_probe()
     samples = [probe() for _ in range(5)]
@@ -194,7 +194,7 @@ def test_seconds_of_the_cpu(monkeypatch, times, total, busy):
     monkeypatch.setattr(psutil, 'cpu_count', lambda: 3)
     monkeypatch.setattr(psutil, 'cpu_times', lambda percpu=False: three if percpu else one)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: allowed, raising=False)
-    monkeypatch.setattr(sampler, 'cpu_quota', lambda: (3., Path('/none')))
+    monkeypatch.setattr(sampler, '_cpu_quota', lambda: (3., Path('/none')))
     allowed = {0, 1, 2}
     assert sampler._cpu_clocks()()[2:] == (total, busy)
     allowed = {0, 1}   # of three cores: the third does not count
@@ -210,8 +210,8 @@ def test_seconds_of_a_control_group(tmp_path, monkeypatch, files, seconds):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     group = tmp_path / 'cpu/x' if (tmp_path / 'cpu').is_dir() else tmp_path
-    assert group_cpu_seconds(group) == seconds
-    monkeypatch.setattr(sampler, 'cpu_quota', lambda: (.5, group))
+    assert _group_cpu_seconds(group) == seconds
+    monkeypatch.setattr(sampler, '_cpu_quota', lambda: (.5, group))
     wall, _, total, busy = sampler._cpu_clocks()()
     assert (total == .5 * wall and busy == seconds) == (seconds is not None)
 
@@ -227,7 +227,7 @@ def test_series_has_gaps_where_a_device_is_missing():
 @pytest.mark.parametrize('values, longest', [([0, 0, 0, 0], 3), ([9, 0, 0, 9], 2), ([9, 4.9, 9, 9], 1),
                                              ([9, 5, 5, 9], 0), ([0, 0, np.nan, 0], 1), ([], 0)])
 def test_longest_idle(values, longest):
-    assert longest_idle(np.arange(len(values), dtype=float), np.array(values, float)) == longest
+    assert _longest_idle(np.arange(len(values), dtype=float), np.array(values, float)) == longest
 
 def test_summary_numbers_of_each_device():
     devices = summarise(gpu_trace(list(np.arange(101.)), [0.] * 101))['devices']
@@ -281,7 +281,7 @@ def named(driver, monkeypatch):
 def test_cards_are_found_as_cuda_finds_them(named, monkeypatch, shown, found):
     "By number, UUID or its beginning; CUDA ignores all names after an unknown or ambiguous one."
     if shown is not None: monkeypatch.setenv('CUDA_VISIBLE_DEVICES', shown)
-    cards = visible_cards()
+    cards = _visible_cards()
     assert [card.name for card in cards] == found and all(card.memory_total == 8 << 30 for card in cards)
     if found:   # the live view shows the same ones, under TensorFlow's numbers
         gpus = nvml_probe()().gpus
@@ -291,7 +291,7 @@ def test_cards_are_found_as_cuda_finds_them(named, monkeypatch, shown, found):
 
 def test_the_identifiers_of_visible_gpus(monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '2, GPU-a,-1,3')
-    assert visible_ids() == ['2', 'GPU-a']
+    assert _visible_ids() == ['2', 'GPU-a']
 
 def test_an_emulated_device_is_busy_while_it_computes():
     device = EmulatedDevice()

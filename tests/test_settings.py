@@ -13,21 +13,21 @@ from xtts_nb.train import runs
 from xtts_nb.train.finetune import make_update, new_rows
 from xtts_nb.data.audio import log_mel, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.data.corpora import Dropped, check_dropped, read_corpus
-from xtts_nb.data.native import BatchPlan, batches_of, CacheReader, reader_of
+from xtts_nb.data.corpora import Dropped, _check_dropped, read_corpus
+from xtts_nb.data.native import BatchPlan, batches_of, CacheReader, _reader_of
 from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.files import write_json
 from xtts_nb.models.gpt import GPT
-from xtts_nb.models.xtts import POLICIES
+from xtts_nb.models.xtts import _POLICIES
 from xtts_nb.train.step import AdamW, averaged, learning_rate, compile_step
 from xtts_nb.data.prepare import choose_mode
 from xtts_nb.app.recipes import flat
 from xtts_nb.train.runs import new_run, open_cache
-from xtts_nb.speech.generate import Speaker, reference_mels, sample_code, speaker_vector
-from xtts_nb.train.trainer import epochs_to_steps
+from xtts_nb.speech.generate import Speaker, _reference_mels, _sample_code, _speaker_vector
+from xtts_nb.train.trainer import _epochs_to_steps
 from xtts_nb.train.parts import (
-    Bank, Crops, VoiceUpdate, Windows, dvae_training, voice_training, window_samples)
+    _Bank, Crops, VoiceUpdate, Windows, _dvae_training, _voice_training, _window_samples)
 
 WAV = synthetic_voice(2.)
 
@@ -41,12 +41,12 @@ def hearing(config):
     gpt = SimpleNamespace(mel_stats=1., conditioning=lambda mel: mel)
     return SimpleNamespace(config=config, gpt=gpt, hifigan=None)
 
-def reference_mel(config, world): return reference_mels(hearing(config), [WAV], config.speech)
+def reference_mel(config, world): return _reference_mels(hearing(config), [WAV], config.speech)
 
 def speaker_mel(config, world):
     model = hearing(config)
     model.hifigan = None, lambda mel: mel
-    return speaker_vector(model, [WAV])
+    return _speaker_vector(model, [WAV])
 
 def prompt(config, world):
     speaker = SimpleNamespace(xtts=hearing(config), speech=config.speech)
@@ -77,7 +77,7 @@ def rows_to_learn(config, world):
 def updated(config, world):
     "One update of a GPT: losses, applied gradients, number of parts, and how often blocks are recomputed."
     keras.utils.set_random_seed(0)
-    gpt, draw = GPT(config, 3, dtype=POLICIES[config.training.precision]), np.random.default_rng(0)
+    gpt, draw = GPT(config, 3, dtype=_POLICIES[config.training.precision]), np.random.default_rng(0)
     applied, shares = [], []
     update = make_update(gpt, config.training, [])
     update.optimizer.apply = lambda gradients, weights: applied.extend(gradients)
@@ -97,7 +97,7 @@ def planned(config, world):
     return plan.shapes, plan.steps_per_epoch, [plan.pick(tf.constant(step, tf.int64)) for step in range(3)]
 
 def first_batch(config, world):
-    return reader_of(BatchPlan(world.cache, config.data))(tf.constant(0, tf.int64))
+    return _reader_of(BatchPlan(world.cache, config.data))(tf.constant(0, tf.int64))
 
 def pipeline(config, world):
     "Parallel calls, buffer and device of a pipeline, with a fake GPU."
@@ -113,7 +113,7 @@ def place(config, world):
     return cache.held, type(reader.rows).__name__
 
 def dropped(config, world):
-    try: return check_dropped([Dropped('a', 'bad')] * 2, 5, config, 'corpus')
+    try: return _check_dropped([Dropped('a', 'bad')] * 2, 5, config, 'corpus')
     except UserError as e: return str(e)
 
 def mode(config, world): return choose_mode(read_corpus(world.corpus)[0], config)
@@ -122,10 +122,10 @@ def rates(config, world, training):
     return [float(learning_rate(training(config))(step)) for step in (0, 1, 2, 5, 9, 60)]
 
 gpt_rates = partial(rates, training=lambda config: config.training)
-dvae_rates = partial(rates, training=dvae_training)
-voice_rates = partial(rates, training=voice_training)
+dvae_rates = partial(rates, training=_dvae_training)
+voice_rates = partial(rates, training=_voice_training)
 
-def length(config, world): return epochs_to_steps(config.training, BatchPlan(world.cache, config.data)).steps
+def length(config, world): return _epochs_to_steps(config.training, BatchPlan(world.cache, config.data)).steps
 
 def moved(config, world):
     "A weight and its running mean after three updates."
@@ -174,7 +174,7 @@ def crops(config, world): return Crops(np.ones((200, 80), np.float32), config)(t
 
 def windows(config, world): return Windows(world.bank, config)(tf.constant(0, tf.int64))
 
-def window_length(config, world): return window_samples(config)
+def window_length(config, world): return _window_samples(config)
 
 def voice_losses(config, world):
     world.update.voice = config.voice
@@ -187,7 +187,7 @@ def spoken(config, world):
     scores, before = tf.constant(np.random.default_rng(0).normal(size=(64, 40)) * 2,
                                  tf.float32), tf.range(40)[None] % 2 == 0
     uniform = np.random.default_rng(1).random(64, np.float32)
-    return sample_code(scores, before, uniform, Speaker(model).sampling.tensors(64, 1))
+    return _sample_code(scores, before, uniform, Speaker(model).sampling.tensors(64, 1))
 
 def sounding(config, world):
     "A speaker's decoder, always with the same weights."
@@ -303,7 +303,7 @@ def base(small) -> XTTSConfig:
                'reference_seconds': 0.5})
 
 @pytest.fixture(scope='module')
-def bank(base, tmp_path_factory) -> Bank:
+def bank(base, tmp_path_factory) -> _Bank:
     "Noise in the shape of three clips of two speakers."
     folder, draw = tmp_path_factory.mktemp('bank'), np.random.default_rng(0)
     n = np.array([[9] * 3, [12000] * 3, [80] * 3])
@@ -313,7 +313,7 @@ def bank(base, tmp_path_factory) -> Bank:
               'language': np.zeros(3, int)}
     for name, array in arrays.items(): np.save(folder / f'{name}.npy', array)
     write_json(folder / 'clips.json', {'ids': ['a', 'b', 'c']})
-    return Bank(folder)
+    return _Bank(folder)
 
 @pytest.fixture(scope='module')
 def world(base, bank, prepared, corpus, tokenizer, tmp_path_factory) -> SimpleNamespace:

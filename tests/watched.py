@@ -2,23 +2,23 @@
 
 from types import SimpleNamespace
 
-from xtts_nb.monitor.seen import Seen
-from xtts_nb.monitor.watch import Event, Look, Place
+from xtts_nb.monitor.seen import _Seen
+from xtts_nb.monitor.watch import Event, _Look, _Place
 
-LINE, OTHER = Place(__file__, 3), Place(__file__, 4)
+LINE, OTHER = _Place(__file__, 3), _Place(__file__, 4)
 
 def watched(looks=(), events=(), python=(), **more):
     "A watch of 10 s: the kind of each look, 100 a second, at one line."
-    looks = [Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside') for i,
+    looks = [_Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside') for i,
         k in enumerate(looks)]
     given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={}, shapes={},
                  validated=[], beside=[], same={}, early={}, owners={}, concrete_functions=list)
     return SimpleNamespace(looks=looks, events=[*events], python=[*python], pipeline_place=lambda *_: None,
                            **given | more)
 
-def seen(looks=(), events=(), loop=('next', LINE), **more) -> Seen:
+def seen(looks=(), events=(), loop=('next', LINE), **more) -> _Seen:
     watch = watched(looks, events, **more)
-    return Seen(watch, 0., 10., loop, [e for e in events if e.kind == loop[0]])
+    return _Seen(watch, 0., 10., loop, [e for e in events if e.kind == loop[0]])
 
 def calls(kind, count, every=.1, seconds=.01, place=LINE, **more):
     return [Event(kind, place, every * i, seconds, **more) for i in range(count)]

@@ -27,8 +27,8 @@ import tensorflow as tf  # noqa: E402
 from benchmarks.peer import arguments, output, run, stage, start  # noqa: E402
 from xtts_nb.app.terminal import progress  # noqa: E402
 from xtts_nb.config import cores  # noqa: E402
-from xtts_nb.monitor.diagnose import compare_loops, diagnose  # noqa: E402
-from xtts_nb.monitor.loop import emulated_step, in_background, tf_sleep  # noqa: E402
+from xtts_nb.monitor.diagnose import _compare_loops, diagnose  # noqa: E402
+from xtts_nb.monitor.loop import emulated_step, _in_background, tf_sleep  # noqa: E402
 
 
 # --- Parts of the emulated trainings --------------------------------------------------------------
@@ -307,7 +307,7 @@ def real_retracing(tensor: bool = False):
     return cheap_batches((64, 256)), lambda batch: step(batch, number())
 
 def real_sync(fetched: bool = True):
-    device, log = in_background(recurrent_step(1000)), list(range(80_000))
+    device, log = _in_background(recurrent_step(1000)), list(range(80_000))
     def step(batch):
         loss = device(batch)
         if fetched: loss.numpy()
@@ -413,7 +413,7 @@ def run_patient(
     row = {'patient': patient.name, 'kind': patient.kind, 'found': found or 'nothing to fix',
            'right': found == patient.disease, 'predicted': None, 'measured': None, 'true': None}
     if patient.cured:
-        each = compare_loops({'sick': patient.sick(), 'cured': patient.cured()}, batches, seconds / 4)
+        each = _compare_loops({'sick': patient.sick(), 'cured': patient.cured()}, batches, seconds / 4)
         gain = each['sick'].per_item / each['cured'].per_item
         predicted = next((f.predicted_gain for f in verdict if f.disease == patient.disease), None)
         row |= {'predicted': predicted and round(predicted, 2), 'measured': round(gain, 2),

@@ -13,9 +13,9 @@ import yaml
 from process import python, xtts_nb
 from xtts_nb.app import check
 from xtts_nb.app.check import (
-    CHECKS, LEARNING, StepTrial, TFSettings, change_for, environment, run_checks,
+    _CHECKS, _LEARNING, StepTrial, TFSettings, _change_for, environment, run_checks,
     verify_settings, write_environment)
-from xtts_nb.app.recipes import flat, from_environment
+from xtts_nb.app.recipes import flat, _from_environment
 from xtts_nb.config import TrainingConfig, UserError, XTTSConfig
 from xtts_nb.sampler import CPU, GPU, Sample
 from xtts_nb.train.step import MODES, choose_xla, step_modes
@@ -52,7 +52,7 @@ def trial(small, probe=no_gpu, **steps):
 @pytest.mark.cpu
 def test_all_pass_or_are_skipped_on_a_cpu(small):
     rows = run_checks(trial(small))
-    assert [r['name'] for r in rows] == [*CHECKS]
+    assert [r['name'] for r in rows] == [*_CHECKS]
     assert [r['result'] for r in rows] == ['PASSED', 'PASSED', 'SKIPPED', 'PASSED', 'SKIPPED'], rows
 
 NAN = float('nan')
@@ -127,7 +127,7 @@ def test_check_ends_with_1_where_one_failed(monkeypatch, ran, result, code):
 def test_check_as_a_user_runs_it():
     done = xtts_nb('check', '--stress-duration', '1', '--json')
     assert done.code == 0 and done.json['failed'] == 0
-    assert [r['name'] for r in done.json['checks']] == [*CHECKS, 'Stress']
+    assert [r['name'] for r in done.json['checks']] == [*_CHECKS, 'Stress']
     assert {row['program'] for row in done.json['preflight']} == {'step', 'data', 'speech'}
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_a_shell_reads_the_file_and_training_takes_its_keys(clean, tmp_path, mon
     assert environment(settings).items() <= got.items()
     assert got['TF_XLA_FLAGS'] == '--other=2 --tf_xla_auto_jit=2'
     for name in ('XTTS_NB_MODE', 'XTTS_NB_PRECISION'): monkeypatch.setenv(name, got[name])
-    assert from_environment() == {'training.mode': 'auto', 'training.precision': 'bfloat16'}
+    assert _from_environment() == {'training.mode': 'auto', 'training.precision': 'bfloat16'}
 
 CHILD = '''
 import json
@@ -225,9 +225,9 @@ def test_the_change_for_a_finding(monkeypatch, name, given, changed):
     monkeypatch.setattr(check, 'cores', lambda: 6)
     disease, _, cycle = name.partition(' c=')
     verdict = SimpleNamespace(measured=SimpleNamespace(cycle=int(cycle or 1)))
-    found = change_for(SimpleNamespace(disease=disease), verdict, SLOW.replace(**given))
+    found = _change_for(SimpleNamespace(disease=disease), verdict, SLOW.replace(**given))
     assert (found and flat(found)) == changed
-    assert {*LEARNING} == {'data.batch_size', 'training.precision'} <= {*flat(TINY.model_dump())}
+    assert {*_LEARNING} == {'data.batch_size', 'training.precision'} <= {*flat(TINY.model_dump())}
 
 @pytest.mark.slow
 def test_quick_fix_writes_settings_that_are_faster_and_load(tmp_path, small, cheap_xla):

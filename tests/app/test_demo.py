@@ -19,8 +19,8 @@ from matplotlib.image import imread
 from process import SMALL, python, tree, xtts_nb
 from xtts_nb.app import demo
 from xtts_nb.app.demo import (
-    DEMO_SENTENCES, VOICES, Pair, choose_pairs, corpus_digest, corpus_page, facts, heading,
-    make_corpus, picture, plan_corpus, player, plot_before_after, short_path, speak,
+    DEMO_SENTENCES, VOICES, _Pair, _choose_pairs, corpus_digest, corpus_page, facts, heading,
+    make_corpus, picture, _plan_corpus, player, plot_before_after, _short_path, speak,
     write_report)
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
@@ -28,7 +28,7 @@ from xtts_nb.data.cache import Cache
 from xtts_nb.data.corpora import Dropped, summary
 from xtts_nb.train.runs import new_run
 
-CLIPS = plan_corpus()
+CLIPS = _plan_corpus()
 
 
 # --- the corpus ---------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_data_behind_a_long_path_is_found(tmp_path, monkeypatch):
     wanted = speak('Hello.', 'en')[0]
     monkeypatch.setattr(demo, 'espeak_files', lambda: (library, str(deep / 'espeak-ng-data')))
     with pytest.raises(UserError, match='does not find its data'): speak('Hello.', 'en')
-    monkeypatch.setattr(demo, 'espeak_files', lambda: (library, short_path(str(deep / 'espeak-ng-data'))))
+    monkeypatch.setattr(demo, 'espeak_files', lambda: (library, _short_path(str(deep / 'espeak-ng-data'))))
     assert np.array_equal(speak('Hello.', 'en')[0], wanted)
 
 def test_a_library_held_by_others_is_noticed(tmp_path):
@@ -113,10 +113,10 @@ def test_a_library_held_by_others_is_noticed(tmp_path):
 # --- pairs --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('clips, n', [
-    (CLIPS, 16), (CLIPS, 1), (plan_corpus({l: t[:4] for l, t in DEMO_SENTENCES.items()},
-                                          dict([*VOICES.items()][:3])), 5)], ids=['all', 'one', 'few'])
+    (CLIPS, 16), (CLIPS, 1), (_plan_corpus({l: t[:4] for l, t in DEMO_SENTENCES.items()},
+                                           dict([*VOICES.items()][:3])), 5)], ids=['all', 'one', 'few'])
 def test_held_out_pairs_are_not_in_training(clips, n):
-    pairs = choose_pairs(clips, n)
+    pairs = _choose_pairs(clips, n)
     held = {p.target for p in pairs if p.set == 'heldout'}
     train = {p.target for p in pairs if p.set == 'train'}
     assert len(held) == len(train) == n and [p.set for p in pairs] == ['train'] * n + ['heldout'] * n
@@ -154,8 +154,8 @@ def test_real_clips_score_right(corpus, small):
     first = clips[0]
     voice = next(c for c in clips if c.text == first.text and c.speaker != first.speaker)
     words = next(c for c in clips if c.text != first.text and c.speaker == first.speaker)
-    pairs = [Pair('train', first, words)] * 3
-    scores = demo.score_pairs(pairs, [c.path for c in (first, voice, words)], clips, corpus, small)
+    pairs = [_Pair('train', first, words)] * 3
+    scores = demo._score_pairs(pairs, [c.path for c in (first, voice, words)], clips, corpus, small)
     assert scores[0] == (True, True) and scores[1] == (True, False) and not scores[2][0]
 
 

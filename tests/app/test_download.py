@@ -14,7 +14,7 @@ import pytest
 
 from process import tree
 from xtts_nb.app.download import (
-    SOURCES, Source, _file, download, download_text, find_source, terms)
+    _SOURCES, Source, _file, download, _download_text, _find_source, terms)
 from xtts_nb.config import UserError
 from xtts_nb.data.corpora import read_corpus
 
@@ -116,15 +116,15 @@ def refused(call, *arguments, **options) -> str:
 # --- the table and the licence ------------------------------------------------------------------------------
 
 def test_every_file_of_the_table_is_pinned():
-    files = [f for s in SOURCES.values() for f in s.files]
+    files = [f for s in _SOURCES.values() for f in s.files]
     assert all(re.fullmatch('[0-9a-f]{64}', f['sha256']) and f['bytes'] > 0 for f in files)
-    assert (len(SOURCES), len(files), sum(f['bytes'] for f in files)) == (11, 17, 100_786_687_369)
-    model, voices, *corpora = SOURCES.values()
+    assert (len(_SOURCES), len(files), sum(f['bytes'] for f in files)) == (11, 17, 100_786_687_369)
+    model, voices, *corpora = _SOURCES.values()
     assert re.fullmatch('[0-9a-f]{40}', model.hub[1]) and model.hub[1] in model.url
     assert model.terms and voices.terms and voices.hub == model.hub
     assert model.files[0] == voices.files[0] and model.files[0]['file'] == 'LICENSE.txt'
     assert all(len(s.files) == 1 and not s.hub and s.url.startswith('https://') for s in corpora)
-    assert 'ljspeech' in refused(find_source, 'ljspech')
+    assert 'ljspeech' in refused(_find_source, 'ljspech')
 
 def test_nothing_is_fetched_before_the_licence_is_accepted(server, model, fetch, tmp_path):
     text = refused(fetch, model, tmp_path / 'out', accept=False)
@@ -181,7 +181,7 @@ def test_a_corpus_that_prepare_reads(server, fetch, corpus, tmp_path, top):
     got = tree(out)
     assert json.loads(got.pop('download.json'))['files'] == result['files'] == source.files
     assert got == tree(corpus) and len(read_corpus(out)[0]) == 14 and list(out.parent.iterdir()) == [out]
-    assert f'xtts-nb prepare {out} --out CACHE' in download_text(source, result)
+    assert f'xtts-nb prepare {out} --out CACHE' in _download_text(source, result)
 
 def special(kind, target='') -> bytes:
     member = tarfile.TarInfo('evil')
@@ -250,9 +250,9 @@ def test_the_command(ran, server, corpus, tmp_path, monkeypatch):
     assert (done.code, done.out) == (2, '') and {name for name, _ in server.requests} <= {'LICENSE.txt'}
     assert 'https://coqui.ai/cpml.txt' in done.err and '--accept-cpml' in done.said[-1]
     assert tree(tmp_path) == before
-    monkeypatch.setitem(SOURCES, 'corpus', source := archive(server, packed(corpus)))
+    monkeypatch.setitem(_SOURCES, 'corpus', source := archive(server, packed(corpus)))
     done = ran(f'download corpus --from {server.address} --json')
     folder = str(tmp_path / 'my data' / 'corpus')
     assert done.code == 0 and done.json == {'name': 'corpus', 'folder': folder, 'files': source.files}
     names = [row['name'] for row in ran('download --json').json['sources']]
-    assert names == [*SOURCES] and all(name in ran('download').out for name in names)
+    assert names == [*_SOURCES] and all(name in ran('download').out for name in names)

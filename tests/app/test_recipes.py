@@ -3,8 +3,8 @@ import pytest
 import yaml
 
 from xtts_nb.app.recipes import (
-    GPU_PRESETS, LEVELS, OPTIONS, check_used, commented_yaml, config_diff, descriptions, flat,
-    from_environment, gpu_preset, nested, optimization_level, parse_assignments, recipe, resolve)
+    GPU_PRESETS, _LEVELS, _OPTIONS, check_used, commented_yaml, config_diff, descriptions, flat,
+    _from_environment, gpu_preset, nested, optimization_level, _parse_assignments, _recipe, resolve)
 from xtts_nb.config import Section, UserError, XTTSConfig
 
 DEFAULT = XTTSConfig()
@@ -28,17 +28,17 @@ def test_a_commented_file_says_the_same_and_explains_each_key():
 def test_flat_and_nested_are_inverse():
     values = DEFAULT.model_dump()
     assert flat({'a': {}, 'b': {'c': 1, 'd': {'e': 2}}}) == {'a': {}, 'b.c': 1, 'b.d.e': 2}
-    assert nested(flat(values)) == values and {*OPTIONS.values()} <= {*flat(values)}
+    assert nested(flat(values)) == values and {*_OPTIONS.values()} <= {*flat(values)}
     with pytest.raises(UserError,
                        match='data.seed: data is given as 3 too'): nested({'data': 3, 'data.seed': 1})
     after = DEFAULT.replace(data={'batch_size': 3}, model={'gpt': {'layers': 2}})
     assert config_diff(DEFAULT, after) == {'model.gpt.layers': (30, 2), 'data.batch_size': (8, 3)}
 
-@pytest.mark.parametrize('name', [*GPU_PRESETS, *LEVELS])
+@pytest.mark.parametrize('name', [*GPU_PRESETS, *_LEVELS])
 def test_a_preset_changes_the_keys_it_names(name):
     start = DEFAULT.replace(training={'precision': 'float16', 'schedule': 'noam', 'ema': 0.5})
     keys = gpu_preset(name, cores=3) if name in GPU_PRESETS else optimization_level(name)
-    config = recipe(start, {name: keys}, **QUIET)
+    config = _recipe(start, {name: keys}, **QUIET)
     assert keys.items() <= flat(config.model_dump()).items() and config != start
     assert keys.get('data.num_workers', 3) == 3   # no more than cores
 
@@ -59,14 +59,14 @@ def test_what_wins():
                                                                                                     'level')
     assert said[1].startswith('GPU preset 4090: data.batch_size 3 -> 32, ')
     assert said[3] == 'options: data.batch_size 32 -> 16'
-    assert recipe(DEFAULT, {'options': {'data.seed': 0}}, said.append) == DEFAULT and len(said) == 4
-    with pytest.raises(UserError, match='batch_size 3'): recipe(file, {'card': {'training.accumulation': 2}},
-                                                                **QUIET)
+    assert _recipe(DEFAULT, {'options': {'data.seed': 0}}, said.append) == DEFAULT and len(said) == 4
+    with pytest.raises(UserError, match='batch_size 3'): _recipe(file, {'card': {'training.accumulation': 2}},
+                                                                 **QUIET)
 
 def test_the_environment(monkeypatch):
     monkeypatch.setenv('XTTS_NB_MODE', 'graph')
     monkeypatch.setenv('XTTS_NB_PRECISION', '')
-    assert from_environment() == {'training.mode': 'graph'}
+    assert _from_environment() == {'training.mode': 'graph'}
 
 @pytest.mark.parametrize('text, value', [
     ('training.precision=bfloat16', 'bfloat16'), ('data.prefetch_to_gpu=false', False),
@@ -74,7 +74,7 @@ def test_the_environment(monkeypatch):
     ('speech.reference_chunk_seconds=null', None),
     ('seed', UserError), ('=3', UserError), ('data.seed=[', UserError), ('data=3', UserError)])
 def test_any_key_can_be_set(text, value):
-    config = lambda: recipe(DEFAULT, {'--set': parse_assignments([text])}, **QUIET)
+    config = lambda: _recipe(DEFAULT, {'--set': _parse_assignments([text])}, **QUIET)
     if value is UserError: pytest.raises(UserError, config)
     else: assert flat(config().model_dump())[text.partition('=')[0]] == value
 

@@ -6,9 +6,9 @@ import tensorflow as tf
 
 from xtts_nb.app import speed as page
 from xtts_nb.app.speed import (
-    Tiled, check_equal, differing_share, load_row, load_speaker, padding, refuse_differences, say_speed,
+    Tiled, check_equal, _differing_share, load_row, _load_speaker, padding, _refuse_differences, _say_speed,
     readers, service_load)
-from xtts_nb.bench import Arm, Comparison
+from xtts_nb.bench import _Arm, Comparison
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 
@@ -41,12 +41,12 @@ def test_the_share_of_cells_that_differ():
     "Mels and codes may differ in one cell of a thousand, anything else in none."
     for x, y, tolerance, share in (([1, 2], [1, 2], 0., 0.), ([1, 2, 3, 4], [1, 2, 3, 5], 0., 0.25),
                                    ([1], [1, 1], 0., 1.), ([1., 0.], [1.5, 1.], 0.5, 0.5)):
-        assert differing_share(x, y, tolerance) == share
+        assert _differing_share(x, y, tolerance) == share
     near = dict.fromkeys(('mel', 'reference', 'codes'), 1e-3)
-    refuse_differences({'a': near | {'text': 0.}})
+    _refuse_differences({'a': near | {'text': 0.}})
     for part, share in (('mel', 0.0011), ('codes', 0.0011), ('text', 1e-4)):
         with pytest.raises(UserError,
-                           match=f'b {part}'): refuse_differences({'a': near, 'b': near | {part: share}})
+                           match=f'b {part}'): _refuse_differences({'a': near, 'b': near | {part: share}})
 
 def test_copies_are_clips_of_their_own(prepared, small):
     many = Tiled(prepared, 3)
@@ -74,7 +74,7 @@ def quick(small): return small.replace(model={'gpt': {'layers': 1, 'conditioning
 def test_a_second_start_compiles_nothing(quick, cheap_xla):
     "Real processes: the counted start reads what the first one wrote; more threads, more switches."
     with page.kernel_workspace() as folder:
-        rows = page.compare_starts(quick, 6, 8, folder, rounds=1)
+        rows = page._compare_starts(quick, 6, 8, folder, rounds=1)
         stamps = lambda: {file.name: file.stat().st_mtime_ns for file in folder.rglob('xla_compile_cache*')}
         kept = stamps()
         assert len(kept) == 1 and len({row['loss'] for row in rows}) == 1   # one program for each update
@@ -89,7 +89,7 @@ def test_a_second_start_compiles_nothing(quick, cheap_xla):
 def test_rows_of_speech():
     "Two rounds of seconds per code; a code lasts 0.5 s; the first call is not counted."
     times = {'naive': .4, 'float32': .1, 'stream': .2}
-    timed = Comparison([Arm(name, [s, s]) for name, s in times.items()], 'clips_per_s')
+    timed = Comparison([_Arm(name, [s, s]) for name, s in times.items()], 'clips_per_s')
     firsts = {'naive': [9., 1., 3.], 'float32': [9., .5, .5], 'stream': [9., .01, .03]}
     assert [[*row.values()] for row in page._say_rows(timed, firsts, 0.5)] == [
         ['naive', 2.5, 0.8, 2000., 1., 0.], ['float32', 10., 0.2, 500., 4., 0.],
@@ -97,8 +97,8 @@ def test_rows_of_speech():
 
 @pytest.mark.slow
 def test_each_arm_speaks_the_same_codes(quick, monkeypatch):
-    monkeypatch.setattr(page, 'ARM_SECONDS', 0)
-    rows, more = say_speed(quick, 22, 1)
+    monkeypatch.setattr(page, '_ARM_SECONDS', 0)
+    rows, more = _say_speed(quick, 22, 1)
     assert [r['name'] for r in rows] == ['naive', 'float32', 'bfloat16', 'int8', 'batch8', 'batch8_int8',
                                          'stream']
     same = more['same_codes']
@@ -122,6 +122,6 @@ def test_a_row_of_the_service():
 @pytest.mark.slow
 def test_200_clients_at_once():
     "A real engine: 72 have a place and are spoken, the others know at once that there is none."
-    (row,) = service_load(load_speaker()[0], clients=(200,), rounds=1)
+    (row,) = service_load(_load_speaker()[0], clients=(200,), rounds=1)
     assert row['admitted'] >= 72 and row['admitted'] + row['refused'] == 200 and not row['late']
     assert row['refused_p99_ms'] < row['first_p50_ms']

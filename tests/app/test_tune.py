@@ -12,7 +12,7 @@ import yaml
 
 from xtts_nb.app import tune as page
 from xtts_nb.app.demo import DEMO_SENTENCES, speak, VOICES
-from xtts_nb.app.tune import plan_tuning, run_stage, tune
+from xtts_nb.app.tune import plan_tuning, _run_stage, tune
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import save_audio
 from xtts_nb.data.cache import file_sha
@@ -57,7 +57,7 @@ def test_the_commands(tmp_path):
     ('training: {listen_clips: 0, judge_by: loss}', True, True), ('', True, True)])   # as a whole config
 def test_a_file_may_choose_the_model_otherwise(tmp_path, text, listens, judges):
     (tmp_path / 'own.yaml').write_text(text)
-    words = page.judged_words(tmp_path / 'own.yaml')
+    words = page._judged_words(tmp_path / 'own.yaml')
     assert words == (*('--set', 'training.listen_clips=4') * listens,
                      *('--set', 'training.judge_by=dtw') * judges)
     assert plan_tuning('b', tmp_path, judged=words)[2].words.count('--set') == listens + judges
@@ -132,9 +132,9 @@ def test_a_process_of_its_own(tmp_path, monkeypatch, ends, raised, match):
     (tmp_path / 'python').write_text(program)
     (tmp_path / 'python').chmod(0o755)
     monkeypatch.setattr(page.sys, 'executable', str(tmp_path / 'python'))
-    if raised is None: assert run_stage(['corpus']) == {'a': '\u2028'}
+    if raised is None: assert _run_stage(['corpus']) == {'a': '\u2028'}
     else:
-        with pytest.raises(raised, match=match): run_stage(['corpus'])
+        with pytest.raises(raised, match=match): _run_stage(['corpus'])
 
 def tuned(folder, *lines, steps=100, begun=False, **trained):
     "What `tune` returns for a training with this log, whose first validation is kept."
@@ -155,7 +155,7 @@ MUTE, SPEAKS = {'step': 90, 'val_words': -.004}, {'step': 20, 'val_words': .5}
     ([SPEAKS | {'val_old_loss': 2.25}], {'old': {'before': 2.5, 'after': 2.}}, ['2.500 before, 2.250 now']),
     ([SPEAKS], {'old': {'before': None, 'after': 2.}}, ['minutes left out: 0.5', 'sentence not found: 1'])])
 def test_the_terminal_says_what_came_of_it(tmp_path, lines, more, said):
-    text = page.tuning_text(tuned(tmp_path, *lines, **more), tmp_path)
+    text = page._tuning_text(tuned(tmp_path, *lines, **more), tmp_path)
     assert all(part in text for part in ['clips: 1,234', *said]), text
     assert ('no words yet' in text) == (lines[0]['val_words'] < 0)
 
@@ -165,7 +165,7 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
         'step': 40, 'val_loss': .5, 'val_dtw': 2.25}
     for name in ('b', 'a'): save_audio(tmp_path / f'run/spoken/000000020/{name}.wav', np.zeros(9), 22050)
     done, words = tuned(tmp_path, *lines), {'words': [], 'result': {'scores': []}}
-    shown = lambda **more: page.tuning_page(done | more, tmp_path).read_text()
+    shown = lambda **more: page._tuning_page(done | more, tmp_path).read_text()
     text = shown()
     rows = [re.sub('<audio.*?</audio>', '!', row).replace('</td><td>', '|')
             for row in re.findall('<tr.*?</tr>', text[text.index('Candidates'):])]
@@ -183,13 +183,13 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
     assert 'had a higher loss' in shown()
     (tmp_path / 'run/metrics.jsonl').write_text('{"step": 5, "loss": 3.0}\n')
     done['train']['result']['best'] = None
-    text = page.tuning_page(done | {'evaluate': words}, tmp_path, 'de').read_text()
+    text = page._tuning_page(done | {'evaluate': words}, tmp_path, 'de').read_text()
     assert f'xtts-nb say TEXT --language de --model {tmp_path}/run --voice' in text
     assert 'Candidates' not in text and 'by which the model was chosen' not in text
 
 def test_a_stage_is_a_command(tmp_path):
     (tmp_path / 'voices').mkdir()
-    assert run_stage(['voices', 'list', '--voices', str(tmp_path / 'voices')]) == {'voices': []}
+    assert _run_stage(['voices', 'list', '--voices', str(tmp_path / 'voices')]) == {'voices': []}
 
 
 @pytest.mark.slow

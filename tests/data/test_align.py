@@ -8,8 +8,9 @@ import soundfile
 from xtts_nb.app.demo import DEMO_SENTENCES, speak, speak_words, VOICES
 from xtts_nb.config import UserError
 from xtts_nb.data.align import (
-    align, comparable, find_pauses, fit_words, found_sentences, measure_file, measure_sound, read_paragraphs,
-    speak_sentences, spoken_sentence, text_sentences, without_foreign)
+    align, comparable, _find_pauses, _fit_words, found_sentences, measure_file, measure_sound,
+    read_paragraphs,
+    speak_sentences, spoken_sentence, _text_sentences, _without_foreign)
 
 RATE = 22050
 
@@ -105,7 +106,7 @@ def test_where_there_is_no_full_stop(tmp_path):
     assert read_paragraphs(tmp_path / 'rows.txt') == rows
     (tmp_path / 'wrapped.txt').write_text('\n'.join(['abcd efgh ijkl mnop qrst uvwx'] * 9))
     assert len(read_paragraphs(tmp_path / 'wrapped.txt')) == 1
-    divide = lambda text, language='en': text_sentences([text], language, lambda text, language: [text])
+    divide = lambda text, language='en': _text_sentences([text], language, lambda text, language: [text])
     parts = divide('one two, three ' * 100)
     assert max(len(s.text) for s in parts) <= 200
     assert [s.inner for s in parts] == [True] * (len(parts) - 1) + [False]
@@ -128,7 +129,7 @@ def test_pauses(tmp_path, rate):
     parts = [level * rng.standard_normal(int(s * rate)) for level, s in (
         (.1, .5), (quiet, .3), (.1, .5), (quiet, .03), (.1, .5), (quiet, .5), (.1, .5))]
     wav = np.concatenate(parts).astype(np.float32)
-    pauses = find_pauses(measure_sound(wav, rate))
+    pauses = _find_pauses(measure_sound(wav, rate))
     assert pauses == pytest.approx(np.array([[.5, .8], [1.83, 2.33]]), abs=0.025)
     soundfile.write(tmp_path / 'x.wav', np.tile(wav, 25), rate, 'FLOAT')
     whole, blocks = measure_sound(np.tile(wav, 25), rate), measure_file(tmp_path / 'x.wav')
@@ -144,14 +145,14 @@ def test_sound_that_is_not_in_the_text_is_no_part_of_a_sentence():
     texts = [DEMO_SENTENCES['en'][i] for i in (0, 4, 7, 9, 12)]
     pause, wavs = np.zeros(RATE // 3, np.float32), [speak(t, 'en', VOICES['m3'])[0] / 2.**15 for t in texts]
     wav = np.concatenate([p for wav in wavs for p in (wav, pause)]).astype(np.float32)
-    spoken = speak_sentences(text_sentences(texts, 'en', lambda text, language: [text]), 'en', speak_words)
+    spoken = speak_sentences(_text_sentences(texts, 'en', lambda text, language: [text]), 'en', speak_words)
     speech, model = comparable(measure_sound(wav, RATE), spoken)
     matches = [fit.match for fit in found_sentences(align(speech, model), speech, model)]
     assert [m.sentence for m in matches] == [0, 1, 2, 3, 4]
     for m in matches[1:-1]:
-        assert without_foreign(fit_words(m, speech, model), speech, model).match == m
-        again = without_foreign(fit_words(m._replace(begin=m.begin - 20), speech, model), speech, model)
+        assert _without_foreign(_fit_words(m, speech, model), speech, model).match == m
+        again = _without_foreign(_fit_words(m._replace(begin=m.begin - 20), speech, model), speech, model)
         assert abs(again.match.begin - m.begin) <= 2 and again.match.end == m.end
         assert len(again.path) == again.match.end - again.match.begin
-        again = without_foreign(fit_words(m._replace(end=m.end + 20), speech, model), speech, model)
+        again = _without_foreign(_fit_words(m._replace(end=m.end + 20), speech, model), speech, model)
         assert abs(again.match.end - m.end) <= 2 and again.match.begin == m.begin

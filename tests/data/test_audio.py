@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from xtts_nb.config import AudioConfig, SpeakerConfig, UserError
 from xtts_nb.data.audio import (
-    LOG_FLOOR, audio_seconds, check_native, decode_wav, frame_count, griffin_lim, load_audio, log_mel,
-    log_mel_numpy, open_audio, pcm16, resample, resample_batch, save_audio, speaker_log_mel,
-    synthetic_voice, wav_bytes, wav_header)
+    _LOG_FLOOR, audio_seconds, check_native, decode_wav, frame_count, griffin_lim, load_audio, log_mel,
+    log_mel_numpy, open_audio, _pcm16, resample, resample_batch, save_audio, speaker_log_mel,
+    synthetic_voice, _wav_bytes, _wav_header)
 
 RATE, TONE = 22050, 440.
 AUDIO = AudioConfig()
@@ -52,7 +52,8 @@ def wav_of(samples, rate=RATE):
 
 NO_CLIPS = {   # bytes, what the error says
     'missing': (None, 'missing'), 'empty': (b'', '0 bytes'), 'text': (b'id|text\n' * 50, 'not readable'),
-    'cut in the head': (wav_bytes(np.zeros(9))[:30], 'not readable'), 'no samples': (wav_of([]), '0 samples'),
+    'cut in the head': (_wav_bytes(np.zeros(9))[:30], 'not readable'),
+    'no samples': (wav_of([]), '0 samples'),
     'NaN': (wav_of([0., np.nan]), 'NaN'), 'infinite': (wav_of([0., np.inf]), 'infinite'),
     'a page': (b'\xef\xbb\xbf\n <html>', 'web page'), 'a pointer': (b'version https://git-lfs.', 'git lfs'),
     'WAV of any size': (b'RIFF\x3c\x07\0\0WAVEfmt ', 'not readable'),   # by bytes at their place
@@ -164,9 +165,9 @@ def test_resampling_is_the_defining_sum(samples, old, new):
 def test_samples_are_written_as_libsndfile_writes_them(tmp_path):
     samples = np.array([0, 1, -2, 32767, -32768], np.int16)
     soundfile.write(tmp_path / 'b.wav', samples, 16000, subtype='PCM_16')
-    assert (tmp_path / 'b.wav').read_bytes() == wav_bytes(samples, 16000)
+    assert (tmp_path / 'b.wav').read_bytes() == _wav_bytes(samples, 16000)
     wav = np.array([0.5, -1, 1, 2, -2, 0.6 / 2**15, -0.6 / 2**15, 0.4 / 2**15], np.float32)
-    assert np.frombuffer(pcm16(wav), '<i2').tolist() == [16384, -32768, 32767, 32767, -32768, 1, -1, 0]
+    assert np.frombuffer(_pcm16(wav), '<i2').tolist() == [16384, -32768, 32767, 32767, -32768, 1, -1, 0]
 
 def test_written_sound_is_scaled_rather_than_clipped_and_calls_no_python(monkeypatch, tmp_path):
     "Ctrl-C in a call from C gets lost."
@@ -199,20 +200,20 @@ def encoded(**how):
     return file.getvalue()
 
 DATA, NOTE = chunk(b'data', SAMPLES.tobytes()), chunk(b'LIST', b'noise!')
-READ = {'plain': wav_bytes(SAMPLES), 'of libsndfile': encoded(), 'a chunk before': wav_file(NOTE, DATA),
-        'a chunk behind': wav_file(DATA, NOTE), 'longer than it says': wav_bytes(SAMPLES) + b'\0' * 8,
+READ = {'plain': _wav_bytes(SAMPLES), 'of libsndfile': encoded(), 'a chunk before': wav_file(NOTE, DATA),
+        'a chunk behind': wav_file(DATA, NOTE), 'longer than it says': _wav_bytes(SAMPLES) + b'\0' * 8,
         'data inside a chunk': wav_file(chunk(b'JUNK', b'data\4\0\0\0noise!'), DATA),
-        'one sample': wav_bytes(SAMPLES[:1])}
+        'one sample': _wav_bytes(SAMPLES[:1])}
 REFUSED = {'24 bits': encoded(subtype='PCM_24'), 'float': encoded(subtype='FLOAT'),
            'AVI': chunk(b'RIFF', b'AVI '),
            'extensible': encoded(format='WAVEX'), 'stereo': wav_file(DATA, channels=2), 'empty': b'',
            'mu-law': encoded(subtype='ULAW'), 'rate': wav_file(DATA, rate=44100), '4 bytes': b'RIFF',
            'FLAC': encoded(format='FLAC'), 'RF64': encoded(format='RF64'),
-           'cut off': wav_bytes(SAMPLES)[:-500], 'RIFX': wav_file(DATA, mark=b'RIFX'),
-           'no data': wav_file(NOTE), 'chunks': wav_file(NOTE, NOTE, DATA), 'none': wav_bytes(SAMPLES[:0]),
+           'cut off': _wav_bytes(SAMPLES)[:-500], 'RIFX': wav_file(DATA, mark=b'RIFX'),
+           'no data': wav_file(NOTE), 'chunks': wav_file(NOTE, NOTE, DATA), 'none': _wav_bytes(SAMPLES[:0]),
            'a chunk beyond': wav_file(b'LIST' + struct.pack('<I', 2**32 - 16), DATA),
            'data too long': wav_file(chunk(b'data', SAMPLES.tobytes())[:-9]),
-           'endless': wav_header(22050) + SAMPLES.tobytes()}
+           'endless': _wav_header(22050) + SAMPLES.tobytes()}
 
 def test_native_reading_gives_the_samples_that_libsndfile_gives_or_names_the_file(tmp_path):
     "Inside a graph, outside of one, and before the first batch: bytes of another kind would be noise."
@@ -231,7 +232,7 @@ def test_native_reading_gives_the_samples_that_libsndfile_gives_or_names_the_fil
         if kind in ('24 bits', 'float', 'AVI', 'stereo', 'rate', 'empty', 'FLAC'):   # by its header alone
             with pytest.raises(UserError, match=f'bä{words}'): check_native([path], 22050)
     assert not any('Py' in op.type for op in in_graph.get_concrete_function().graph.get_operations())
-    (tmp_path / 'bäd.wav').write_bytes(wav_bytes(SAMPLES, 24000))
+    (tmp_path / 'bäd.wav').write_bytes(_wav_bytes(SAMPLES, 24000))
     assert np.array_equal(decode_wav(path, 24000), SAMPLES)
 
 
@@ -304,7 +305,7 @@ def test_a_mel_of_any_length_and_level_sounds_without_a_new_trace():
         wav = griffin_lim(mel[:frames], iterations=3)
         assert wav.shape == ((frames - 1) * AUDIO.hop_length,) and np.isfinite(wav).all()
     before = griffin_lim.experimental_get_tracing_count()
-    for level in (-100., LOG_FLOOR, 0.):
+    for level in (-100., _LOG_FLOOR, 0.):
         assert np.isfinite(griffin_lim(tf.fill((40, 80), float(level)), iterations=3)).all()
     assert griffin_lim.experimental_get_tracing_count() == before
     error = lambda n: np.abs(log_mel(griffin_lim(mel, iterations=n), AUDIO.dvae_n_fft) - mel)[4:-4].mean()

@@ -13,10 +13,10 @@ from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import log_mel, save_audio, synthetic_voice
 from xtts_nb.data.cache import (
-    ARRAYS, Cache, InFiles, InMemory, clip_limits, left_out_line, map_arrays, read_manifest, verify_cache,
-    within_limits, write_manifest, write_shard, write_table)
+    ARRAYS, Cache, InFiles, InMemory, _clip_limits, left_out_line, map_arrays, _read_manifest, verify_cache,
+    _within_limits, write_manifest, write_shard, write_table)
 from xtts_nb.data.corpora import read_audio, read_corpus
-from xtts_nb.data.native import BatchPlan, WavReader, batches_of, cached_batches, reader_of
+from xtts_nb.data.native import BatchPlan, WavReader, batches_of, cached_batches, _reader_of
 from xtts_nb.data.prepare import ClipEncoder, lesson_cache, mel_sample, prepare, verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 
@@ -159,7 +159,7 @@ def test_a_whole_cache_has_no_problem_but_what_belongs_to_nothing(copy, tmp_path
     (copy / 'notes.txt').write_text('mine')
     assert [(p['file'], p['problem']) for p in verify_cache(copy)[1]] == [('notes.txt', 'belongs to nothing')]
     (copy / 'notes.txt').unlink()
-    facts = {k: v for k, v in read_manifest(copy).items() if k not in ('format', 'files')}
+    facts = {k: v for k, v in _read_manifest(copy).items() if k not in ('format', 'files')}
     write_table(copy, [])   # without clips, no shard belongs to anything
     for i in range(3): (copy / f'shard-0000{i}.safetensors').rename(tmp_path / f'shard-0000{i}.safetensors')
     write_manifest(copy, facts | {'shards': []})
@@ -177,7 +177,7 @@ WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'),
 def test_a_record_that_was_written_wrong_is_found(copy, kind):
     "Bytes and checksums agree, the sense does not."
     changes, problem = WRONG[kind]
-    facts = read_manifest(copy)
+    facts = _read_manifest(copy)
     rows, ids = list(Cache(copy).clips)[:5], Cache(copy).tokenizer.size
     for line in facts['shards']: (copy / line['file']).unlink()
     if None in changes.get('text', ()): changes = {'text': [0, 1, ids]}
@@ -198,9 +198,9 @@ def test_limits_to_the_sample_and_the_token():
                  samples=np.array([22049, 22050, 44101, 44102, 44100, 1]))
     cache = type('Lengths', (), {'__len__': lambda self: 6, **facts})()
     limits = DataConfig(min_seconds=1., max_seconds=2.00001, max_text_tokens=8)   # 44100.2 samples
-    assert [np.flatnonzero(out).tolist() for out in clip_limits(cache, limits).values()] == [
+    assert [np.flatnonzero(out).tolist() for out in _clip_limits(cache, limits).values()] == [
         [0, 5], [3], [4, 5]]
-    assert np.flatnonzero(within_limits(cache, limits)).tolist() == [1, 2]
+    assert np.flatnonzero(_within_limits(cache, limits)).tolist() == [1, 2]
     assert left_out_line(cache, limits) == (
         'fake: 4 of 6 clips are left out: 2 shorter than data.min_seconds 1.0, '
         '1 longer than data.max_seconds 2.00001, 2 of more text tokens than data.max_text_tokens 8.')
@@ -208,7 +208,7 @@ def test_limits_to_the_sample_and_the_token():
 def test_batches_from_files_are_those_from_memory(prepared, small):
     caches = Cache(prepared.folder, ram_budget=1.), Cache(prepared.folder, False)
     memory, files = (BatchPlan(cache, small.data) for cache in caches)
-    assert isinstance(reader_of(memory).rows, InMemory) and isinstance(reader_of(files).rows, InFiles)
+    assert isinstance(_reader_of(memory).rows, InMemory) and isinstance(_reader_of(files).rows, InFiles)
     for a, b in zip(*(cached_batches(plan, 3, 15) for plan in (memory, files)), strict=True):
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
@@ -219,11 +219,11 @@ def test_the_arrays_of_a_cache_are_in_memory_once_and_on_the_host(prepared, smal
     "A copy would double what the budget allows; on a GPU an op that reads them would be given a copy of all."
     cache = Cache(prepared.folder)
     for plan in (BatchPlan(cache, small.data), BatchPlan(cache, small.data, np.arange(3))):
-        assert reader_of(plan) is reader_of(plan)
-        for kind, held in reader_of(plan).rows.flat.items():
+        assert _reader_of(plan) is _reader_of(plan)
+        for kind, held in _reader_of(plan).rows.flat.items():
             assert address(held()) == address(getattr(cache, kind)), kind
     for budget in (0., 1.):
-        reader = reader_of(BatchPlan(Cache(prepared.folder, ram_budget=budget), small.data))
+        reader = _reader_of(BatchPlan(Cache(prepared.folder, ram_budget=budget), small.data))
         @tf.function
         def read(step, reader=reader):
             with tf.device('/GPU:0'): return reader(step)

@@ -14,8 +14,8 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import corpora
 from xtts_nb.data.audio import load_audio, resample, save_audio, synthetic_voice
 from xtts_nb.data.corpora import (
-    check_dropped, Clip, Dropped, find_layout, LAYOUTS, layout_line, LONGEST_LINE,
-    LONGEST_TEXT, measure_clip, read_audio, read_corpus, read_rows, reason_kind, report_text,
+    _check_dropped, Clip, Dropped, _find_layout, _LAYOUTS, layout_line, _LONGEST_LINE,
+    _LONGEST_TEXT, measure_clip, read_audio, read_corpus, _read_rows, _reason_kind, report_text,
     summary, synthetic_corpus, visible)
 from xtts_nb.data.prepare import prepare
 from xtts_nb.data.text import clean
@@ -69,8 +69,9 @@ BAD_ROWS = [   # line 2, id, what the reason names
     ('/etc/passwd|a|a', '/etc/passwd', 'leaves the corpus folder'), ('low-1| | ', 'low-1', 'empty'),
     ('low-1|""|«»', 'low-1', 'empty'), ('low-1|\x01\x02|\x03', 'low-1', 'empty'),
     ('low-1|x|\u200f\u200f', 'low-1', 'empty'), ('low-1|...|...', 'low-1', 'no letter or digit: ...'),
-    ('low-1|a|😀', 'low-1', 'no letter'), (f'low-1|a|{"word " * LONGEST_TEXT}', 'low-1', '49,999 characters'),
-    (f'low-1|a|{"a" * (LONGEST_LINE + 9)}', 'low-1', 'characters, more than'),
+    ('low-1|a|😀', 'low-1', 'no letter'),
+    (f'low-1|a|{"word " * _LONGEST_TEXT}', 'low-1', '49,999 characters'),
+    (f'low-1|a|{"a" * (_LONGEST_LINE + 9)}', 'low-1', 'characters, more than'),
     ('low-1|a|sch�n', 'low-1', 'not UTF-8: "sch'), ('low-1|a|a|low|English', 'low-1', '"English"'),
     ('low-1|a|a|low|e\x1bn', 'low-1', r'"e\x1bn"')]
 
@@ -274,7 +275,7 @@ def test_cells_of_several_lines_and_paths_of_another_machine(folder):
 
 def test_the_text_beside_is_of_the_same_name_and_language(tmp_path):
     for name in 'a.de.srt a.en.srt b.de.srt b.de.wav B.txt b.wav c.old.txt'.split(): put(tmp_path / name)
-    beside = corpora.Beside(('.txt', '.srt'), 'en')
+    beside = corpora._Beside(('.txt', '.srt'), 'en')
     found = [beside.find(tmp_path / name) for name in ('a.wav', 'b.de.wav', 'B.wav', 'c.wav')]
     assert [p and p.name for p in found] == ['a.en.srt', 'b.de.srt', 'B.txt', None]
 
@@ -372,7 +373,7 @@ CORPORA = {
     'jsonl': (lambda f: put(f / 'metadata.jsonl', '{"path": "low-0.wav", "text": "hello"}'),
               [('low-0.wav', 'hello', 'speaker', 'en')])}
 
-@pytest.mark.parametrize('name', LAYOUTS)
+@pytest.mark.parametrize('name', _LAYOUTS)
 def test_each_layout_is_found_and_read(folder, name, monkeypatch):
     make, wanted = CORPORA[name]
     make(folder)
@@ -382,7 +383,7 @@ def test_each_layout_is_found_and_read(folder, name, monkeypatch):
         clips, dropped = read_corpus(folder, layout=layout)
         assert facts(clips) == wanted and not dropped and all(c.path.is_file() for c in clips)
     line = layout_line(folder)
-    assert find_layout(folder)[0] == name and f'read as {name} (' in line and len(line.splitlines()) == 1
+    assert _find_layout(folder)[0] == name and f'read as {name} (' in line and len(line.splitlines()) == 1
 
 @pytest.mark.parametrize('make', [
     lambda f: vctk(f, 'wav48', '{}.wav'), lambda f: libritts(f, 'train-clean-100'),
@@ -394,7 +395,7 @@ def test_which_metadata_are_read(folder):
     commonvoice(folder)
     assert [len(read_corpus(folder / f'{name}.tsv')[0]) for name in ('other', 'validated')] == [1, 3]
     put(vctk(folder) / 'metadata.csv', LINE)
-    assert find_layout(folder)[0] == 'ljspeech' and len(read_corpus(folder, layout='vctk')[0]) == 3
+    assert _find_layout(folder)[0] == 'ljspeech' and len(read_corpus(folder, layout='vctk')[0]) == 3
     put(folder / 'wavs' / 'audio.wav')
     assert facts(read(folder, 'audio|text', layout='ljspeech')[0]) == [('audio', 'text', 'speaker', 'en')]
 
@@ -423,19 +424,19 @@ def test_sound_and_text_belong_together(folder, make):
 def test_rows_come_one_by_one(folder):
     "The first clip is there before the second line is read."
     path = put(folder / 'metadata.csv', f'{LINE}\n' + 'low-1|a\n' * 100_000)
-    rows = read_rows(folder)
+    rows = _read_rows(folder)
     assert next(rows).id == 'low-0'
     path.write_text('')   # what the buffer does not hold is gone
     assert sum(1 for _ in rows) < 5000
 
 def test_a_drop_rate_is_a_share_of_all_rows():
     dropped, config = [Dropped('a\nb', 'bad')] * 2, XTTSConfig.tiny().replace(data={'max_drop_rate': 0.5})
-    check_dropped(dropped, 4, config, 'x')
-    check_dropped([], 0, config, 'x')
+    _check_dropped(dropped, 4, config, 'x')
+    _check_dropped([], 0, config, 'x')
     with pytest.raises(UserError, match=r'x: 2 of 3 clips .*\(a\\nb: bad; a'):
-        check_dropped(dropped, 3, config, 'x')
+        _check_dropped(dropped, 3, config, 'x')
     with pytest.raises(UserError, match='none of the 2'):
-        check_dropped(dropped, 2, config.replace(data={'max_drop_rate': 1.}), 'x')
+        _check_dropped(dropped, 2, config.replace(data={'max_drop_rate': 1.}), 'x')
 
 def test_the_synthetic_corpus_is_the_same_in_every_release(tmp_path):
     "Recorded times and scores were taken on it."
@@ -617,7 +618,7 @@ def test_reasons_of_one_kind_are_counted_together():
     report = summary([row('a')], [Dropped(str(i), r) for i, r in enumerate(reasons)])
     assert report['reasons'] == {
         'the file … is missing': 2, 'not UTF-8': 1, 'line N has N columns instead of id|text': 2,
-        'N s, longer than data.max_seconds N': 2} and {*map(reason_kind, reasons)} == {*report['reasons']}
+        'N s, longer than data.max_seconds N': 2} and {*map(_reason_kind, reasons)} == {*report['reasons']}
 
 def test_no_name_forges_a_line():
     report = summary([row('a\nclipped 99', speaker='\u202ex\n'), row('b', sound='a\nclipped 99')],

@@ -15,11 +15,11 @@ from xtts_nb.app import demo
 from xtts_nb.app.demo import DEMO_SENTENCES, VOICES
 from xtts_nb.config import UserError
 from xtts_nb.data import cut
-from xtts_nb.data.align import measure_part, Speech
+from xtts_nb.data.align import _measure_part, Speech
 from xtts_nb.data.audio import open_audio, resample
 from xtts_nb.data.corpora import Clip, read_corpus
 from xtts_nb.data.cut import (
-    account, BRIEF, choose_clips, corpus_text, cut_corpus, CutPiece, LONGEST)
+    account, BRIEF, _choose_clips, corpus_text, cut_corpus, _CutPiece, LONGEST)
 from xtts_nb.speech.long import sentences
 
 RATE, EN = 22050, DEMO_SENTENCES['en']
@@ -172,7 +172,7 @@ def test_finished_recordings_are_kept(tmp_path, monkeypatch):
     texts, spoken = EN[:12], []
     chapters(tmp_path / 'book', texts)
     (tmp_path / 'book' / '2.txt').write_text(' '.join(DEMO_SENTENCES['de'][:8]))
-    monkeypatch.setattr(cut, 'ALONE', 1.)
+    monkeypatch.setattr(cut, '_ALONE', 1.)
     def speak_some(text, language):
         spoken.append(text)
         if len(spoken) == 13: raise KeyboardInterrupt   # the third recording
@@ -240,11 +240,11 @@ def test_each_folder_of_recordings_is_a_speaker(tmp_path):
     found = {speaker: ' '.join(r.text for r in rows if r.speaker == speaker) for speaker in ('Anna_M', 'Ben')}
     assert found == {'Anna_M': ' '.join(spoken['Anna M']), 'Ben': ' '.join(spoken['Ben'])}
     assert {s['source'] for s in result['clips'] + result['dropped']} == {'Anna M/1.wav', 'Ben/1.wav'}
-    again = cut.recut(tmp_path / 'all', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')['clips']
+    again = cut._recut(tmp_path / 'all', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')['clips']
     assert again == [{k: v for k, v in c.items() if k != 'score'} for c in result['clips']]
     assert [r.speaker for r in read_corpus(tmp_path / 'same')[0]] == [r.speaker for r in rows]
     soundfile.write(tmp_path / 'all' / 'own.wav', np.zeros(RATE), RATE)   # then only what lies there itself
-    assert [p.name for p in cut.find_recordings(tmp_path / 'all')] == ['own.wav']
+    assert [p.name for p in cut._find_recordings(tmp_path / 'all')] == ['own.wav']
 
 
 # --- recordings without a text ------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Whisper:
 def hear(monkeypatch):
     monkeypatch.setitem(sys.modules, 'faster_whisper', SimpleNamespace(WhisperModel=Whisper))
     monkeypatch.setattr(Whisper, 'asked', [])
-    return cut.load_whisper('small')
+    return cut._load_whisper('small')
 
 def test_what_has_no_text_is_transcribed_and_the_transcript_is_aligned(tmp_path, monkeypatch, hear):
     "What Whisper made up is spoken nowhere; a text beside a recording is believed more."
@@ -281,7 +281,7 @@ def test_what_has_no_text_is_transcribed_and_the_transcript_is_aligned(tmp_path,
     assert hear('4.wav', 'zh-cn', None)[0] == '' and Whisper.asked[-1][1] == 'zh'
     assert result['missing'] == [made_up] and said(result) == ' '.join(texts[:12])
     assert '5.wav' in {d['source'] for d in result['dropped']}
-    transcript = (tmp_path / 'out' / cut.TRANSCRIPT).read_text(encoding='utf-8')
+    transcript = (tmp_path / 'out' / cut._TRANSCRIPT).read_text(encoding='utf-8')
     assert transcript.split('\n\n') == [
         ' '.join([*texts[:5], made_up]), ' '.join(texts[5:10]), ' '.join(texts[10:12]), '']
     with pytest.raises(UserError, match='1.wav.*--transcribe MODEL'):
@@ -289,7 +289,7 @@ def test_what_has_no_text_is_transcribed_and_the_transcript_is_aligned(tmp_path,
     monkeypatch.setattr(Whisper, 'said', {'1.wav': None})
     with pytest.raises(UserError, match='valid language code.*1.wav'):
         run(folder / '1.wav', tmp_path / 'no', hear=hear)
-    with pytest.raises(UserError, match='^none: '): cut.load_whisper('none')
+    with pytest.raises(UserError, match='^none: '): cut._load_whisper('none')
     assert not (tmp_path / 'no').exists()
 
 
@@ -300,11 +300,11 @@ def test_a_corrected_table_is_cut_again(tmp_path):
     first = corpus(tmp_path, wav, ' '.join(EN[:6]))
     lines = (tmp_path / 'out' / 'cuts.csv').read_text().splitlines()
     assert lines[0] == 'source|start|end|text' and len(lines) == len(first['clips']) + 1
-    same = cut.recut(tmp_path / 'book.wav', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')
+    same = cut._recut(tmp_path / 'book.wav', tmp_path / 'out' / 'cuts.csv', tmp_path / 'same', 'en')
     assert same['clips'] == [{k: v for k, v in c.items() if k != 'score'} for c in first['clips']]
     assert same['dropped'] == first['dropped'] and {d['reason'] for d in same['dropped']} == {'pause'}
     (tmp_path / 'new.csv').write_text(f'{lines[0]}\nbook.wav|0.5|2|One | two.\nbook.wav| 1.5 |3|Three.\n')
-    result = cut.recut(tmp_path / 'book.wav', tmp_path / 'new.csv', tmp_path / 'new', 'EN')
+    result = cut._recut(tmp_path / 'book.wav', tmp_path / 'new.csv', tmp_path / 'new', 'EN')
     rows = read_corpus(tmp_path / 'new')[0]
     assert [(r.text, r.speaker, r.language) for r in rows] == [
         ('One two.', 'book', 'en'), ('Three.', 'book', 'en')]
@@ -324,14 +324,14 @@ def test_a_line_that_cannot_be_cut_is_named(tmp_path, line, named):
     table = f'source|start|end|text\n{line}\n'.encode(errors='surrogateescape')
     (tmp_path / 'cuts.csv').write_bytes(table)
     with pytest.raises(UserError) as e:
-        cut.recut(tmp_path / 'all', tmp_path / 'cuts.csv', tmp_path / 'out', 'en')
+        cut._recut(tmp_path / 'all', tmp_path / 'cuts.csv', tmp_path / 'out', 'en')
     assert named in str(e.value) and not (tmp_path / 'out').exists()
 
 def test_names_with_marks(tmp_path):
     "A recording with a | in its name is cut again from its table; one that is not UTF-8 is refused."
     source = write(tmp_path / 'a | b.wav', reading(EN[:6])[0], ' '.join(EN[:6]))
     first = run(source, tmp_path / 'out')
-    again = cut.recut(source, tmp_path / 'out' / 'cuts.csv', tmp_path / 'again', 'en')
+    again = cut._recut(source, tmp_path / 'out' / 'cuts.csv', tmp_path / 'again', 'en')
     assert [c['start'] for c in again['clips']] == [c['start'] for c in first['clips']]
     bad = tmp_path / 'b\udcf6.wav'
     bad.write_bytes(source.read_bytes())
@@ -393,7 +393,7 @@ def test_a_long_recording_is_opened_once_for_all_its_parts(tmp_path, monkeypatch
     found = cut._measured(clips, faults)
     assert len(opened) == 1 and [*found] == clips[:2] + clips[3:] and 'no sound' in faults[clips[2]]
     for clip in found:
-        with open_audio(path) as file: alone = measure_part(file, clip.start, clip.end)
+        with open_audio(path) as file: alone = _measure_part(file, clip.start, clip.end)
         assert np.array_equal(found[clip].mel, alone.mel) and found[clip].seconds == alone.seconds
 
 def test_texts_of_other_clips_are_refused(tmp_path):
@@ -438,7 +438,7 @@ def pieces(*seconds, pause=0.4, inner=(), closed=()):
     out, at = [], 1.
     for i, s in enumerate(seconds):
         left, right = (-1 if k in closed else k + 1 for k in (i - 1, i))
-        out.append(CutPiece(left, right, at, at + s, str(i), i in inner))
+        out.append(_CutPiece(left, right, at, at + s, str(i), i in inner))
         at += s + pause
     return out
 
@@ -450,22 +450,22 @@ def pieces(*seconds, pause=0.4, inner=(), closed=()):
     (pieces(5, 5, pause=2.), ['0', '1'], ''), (pieces(4, 4, 4, 4, inner=(0, 2)), ['01', '23'], ''),
     (pieces(6, 6, closed=(0,)), [], '01'), (pieces(3, 3, closed=(0,)), ['01'], '')])
 def test_clips_are_chosen(chain, clips, rest):
-    chosen, left = choose_clips(chain)
+    chosen, left = _choose_clips(chain)
     assert [''.join(p.text for p in c) for c in chosen] == clips and ''.join(p.text for p in left) == rest
 
 def test_clips_of_a_recording_of_short_sentences_are_short():
     "Of one sentence each; a sentence that is cut at its pauses is as long as before."
     short, longer = pieces(*[2.79] * 5, *[9] * 4), pieces(*[2.79] * 4, *[2.81] * 5)
     inner = pieces(*[1.5] * 8, inner=(0, 2, 4, 6))
-    lengths = [cut.shortest_clip(chain) for chain in (short, longer, inner, inner[:1])]
+    lengths = [cut._shortest_clip(chain) for chain in (short, longer, inner, inner[:1])]
     assert lengths == [cut.BRIEF, cut.SHORTEST, cut.SHORTEST, cut.SHORTEST] == [1, 2, 2, 2]
-    assert [len(clip) for clip in choose_clips(pieces(*[1.5] * 5), 1.)[0]] == [1] * 5
-    assert [len(clip) for clip in choose_clips(pieces(1.5, .5, .5, 1.5), 1.)[0]] == [1, 2, 1]
-    assert [len(clip) for clip in choose_clips(pieces(*[1.5] * 9))[0]] == [2, 5, 2]
+    assert [len(clip) for clip in _choose_clips(pieces(*[1.5] * 5), 1.)[0]] == [1] * 5
+    assert [len(clip) for clip in _choose_clips(pieces(1.5, .5, .5, 1.5), 1.)[0]] == [1, 2, 1]
+    assert [len(clip) for clip in _choose_clips(pieces(*[1.5] * 9))[0]] == [2, 5, 2]
 
 def test_every_second_has_a_reason():
     speech = Speech(None, np.arange(7, 9, 0.04), None, None, None)
-    rest = [CutPiece(left, 2, start, end, '', False)
+    rest = [_CutPiece(left, 2, start, end, '', False)
             for left, start, end in ((1, 4., 4.5), (-1, 9., 12.), (1, 12., 30.))]
     dropped = account([{'start': 0.5, 'end': 3.5}], rest, speech, 31.)
     assert [(d['start'], d['end'], d['reason'].split(':')[0]) for d in dropped] == [

@@ -18,7 +18,7 @@ from xtts_nb.data.audio import save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache, left_out_line
 from xtts_nb.data.native import (
     BatchPlan, CacheReader, MelReader, WavReader, batches_of, bucket_of, bucket_shapes, cached_batches,
-    fixed_shape, mels_of, speech_lengths)
+    _fixed_shape, _mels_of, speech_lengths)
 from xtts_nb.data.prepare import Loudness, lesson_cache, prepare
 
 
@@ -244,13 +244,13 @@ def test_speakers_and_languages_are_balanced_where_asked():
 
 def test_a_fixed_length_is_that_of_the_settings(prepared, small):
     plan = BatchPlan(prepared, small.data.model_copy(update={'pad_to_fixed_length': True}))
-    shape = fixed_shape(prepared.config.model, plan.data)
+    shape = _fixed_shape(prepared.config.model, plan.data)
     assert shape == (48, 40) and plan.shapes == [shape]   # 11.6 s would be 250 codes, but the model takes 48
     assert {(b['codes'].shape[1], b['text'].shape[1]) for b in epoch(plan)} == {shape}
     large = XTTSConfig().model
     most = large.gpt.max_audio_codes, large.gpt.max_text_tokens
     for seconds, tokens, right in ((11.6, 400, (250, 400)), (1., 20, (22, 20)), (1e4, 10**5, most)):
-        assert fixed_shape(large, DataConfig(max_seconds=seconds, max_text_tokens=tokens)) == right
+        assert _fixed_shape(large, DataConfig(max_seconds=seconds, max_text_tokens=tokens)) == right
 
 @pytest.mark.parametrize('key', ['min_seconds', 'max_seconds', 'max_text_tokens'])
 def test_limits_leave_clips_of_a_finished_cache_out(prepared, small, tmp_path, key):
@@ -270,8 +270,8 @@ def test_limits_leave_clips_of_a_finished_cache_out(prepared, small, tmp_path, k
         BatchPlan(prepared, small.data.model_copy(update={'min_seconds': 5.}))
 
 def test_kept_columns_are_used_until_something_else_is_asked(tmp_path, monkeypatch):
-    made, real = [], module.order_columns
-    monkeypatch.setattr(module, 'order_columns', lambda *a: made.append(1) or real(*a))
+    made, real = [], module._order_columns
+    monkeypatch.setattr(module, '_order_columns', lambda *a: made.append(1) or real(*a))
     cache = fake_cache(CORPORA['random'], SPEAKERS)
     plan = lambda clips=None, **how: BatchPlan(cache, data(**how), clips, keep=tmp_path / 'plan')
     fresh = epoch(BatchPlan(cache, data()))
@@ -300,7 +300,7 @@ def test_a_large_plan_is_resumed_in_little_memory(tmp_path, monkeypatch):
     clips, step = 720_000, 100_000
     cache = lengths_only(tmp_path, clips)
     before = BatchPlan(cache, data(), keep=tmp_path / 'plan').pick(tf.constant(step, tf.int64))
-    monkeypatch.setattr(module, 'order_columns', lambda *a: pytest.fail('made again'))
+    monkeypatch.setattr(module, '_order_columns', lambda *a: pytest.fail('made again'))
     start = own()
     again = BatchPlan(cache, data(), keep=tmp_path / 'plan')
     after = next(iter(tf.data.Dataset.range(step, step + 1).map(again.pick)))
@@ -342,8 +342,8 @@ def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, small, sta
     audio = prepared.config.model.audio
     kinds = WavReader(plan, stats), MelReader(plan, stats), CacheReader(prepared, plan)
     for wav, native, cached in zip(*(batches_of(kind, data_, 0, 4) for kind in kinds)):
-        mel = mels_of(wav['wav'], audio.dvae_n_fft, audio).numpy()
-        voice = mels_of(wav['reference_wav'], audio.reference_n_fft, audio).numpy() / stats
+        mel = _mels_of(wav['wav'], audio.dvae_n_fft, audio).numpy()
+        voice = _mels_of(wav['reference_wav'], audio.reference_n_fft, audio).numpy() / stats
         for row, (n, m) in enumerate(zip(wav['mel_length'].numpy(), wav['reference_length'].numpy())):
             assert np.allclose(mel[row, :n], native['mel'][row, :n], atol=1e-4)
             assert not native['mel'][row, n:].numpy().any()

@@ -11,10 +11,10 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.text import (
-    ABBREVIATIONS, chinese_number, clean, clean_for, CLEANERS, clean_persian, decimal_words, fold_language,
+    _ABBREVIATIONS, chinese_number, clean, clean_for, CLEANERS, clean_persian, decimal_words, fold_language,
     hindi_words, japanese_reader, LANGUAGES, learn_merges, money_words, number_words, ordinal_words, pad_ids,
-    plain_markdown, RULES, spell_chinese, spell_numbers, SYMBOLS, TEXT_STOP, Tokenizer, train_tokenizer,
-    UNSUPPORTED)
+    plain_markdown, _RULES, spell_chinese, spell_numbers, _SYMBOLS, _TEXT_STOP, Tokenizer, train_tokenizer,
+    _UNSUPPORTED)
 from xtts_nb.files import fingerprint
 
 TEXTS = ['The old dog sleeps.', 'The cold fog creeps, and the old dog sleeps.', 'Der alte Hund schläft.',
@@ -50,7 +50,7 @@ def tokenizer(): return train_tokenizer(TEXTS, TAGS, 128)
     ('hi', '$5', 'पाँच डॉलर'), ('hi', '$2.50', 'दो दशमलव पाँच शून्य डॉलर')])
 def test_numbers_as_in_training(language, text, said): assert spell_numbers(text, language) == said
 
-@pytest.mark.parametrize('language', RULES)
+@pytest.mark.parametrize('language', _RULES)
 def test_every_whole_number_is_spelled(language):
     said = [spell_numbers(str(n), language)
             for n in (*range(120), 200, 999, 1000, 1001, 99_999, 10**6, 10**7)]
@@ -63,7 +63,7 @@ def test_a_number_of_each_kind():
         'twelve dollars, fifty cents', 'zwanzig Euro', 'drei Komma eins vier', 'सात दशमलव शून्य पाँच',
         'twenty-third', 'tři', 'tři.', 'třix']
     for amount in (('5', '£', 'ru'), ('5', '$', 'tr'), ('1.2.3', '$', 'en'), ('5', '€', 'ko')):
-        with pytest.raises(UNSUPPORTED): money_words(*amount)
+        with pytest.raises(_UNSUPPORTED): money_words(*amount)
 
 @pytest.mark.parametrize('digits, said', [
     ('0', '零'), ('2', '二'), ('10', '十'), ('12', '十二'), ('20', '二十'), ('22', '二十二'), ('00', ''),
@@ -183,8 +183,8 @@ def test_more_digits_than_python_reads(): assert not {*clean_for('1' * 5000, 'en
 def test_nothing_stays_nothing_and_tables_are_whole():
     for language in LANGUAGES:
         for text in ('', ' ', '\t\n', '"', '"" ""'): assert clean_for(text, language).strip(' "') == ''
-    assert all(set(row) == set('&@%#$£°') and all(row.values()) for row in SYMBOLS.values())
-    assert {*ABBREVIATIONS} | {l.split('-')[0] for l in LANGUAGES} - {'ja'} <= {*SYMBOLS}
+    assert all(set(row) == set('&@%#$£°') and all(row.values()) for row in _SYMBOLS.values())
+    assert {*_ABBREVIATIONS} | {l.split('-')[0] for l in LANGUAGES} - {'ja'} <= {*_SYMBOLS}
 
 @pytest.mark.parametrize('language, text, package', [
     ('en', 'room 5', 'num2words'), ('zh-cn', '早', 'pypinyin'), ('ja', '今日', 'cutlet'),
@@ -254,7 +254,7 @@ def test_decoding_gives_the_cleaned_text_and_the_tag(tokenizer):
             ids = tokenizer.encode(text, language)
             assert tokenizer.decode(ids) == f'[{language}]{clean(text)}'
             assert ids[:1] == tokenizer.encode('', language)
-            assert TEXT_STOP not in ids and tokenizer.start not in ids and max(ids) < tokenizer.size
+            assert _TEXT_STOP not in ids and tokenizer.start not in ids and max(ids) < tokenizer.size
     assert tokenizer.languages == sorted(TAGS) and tokenizer.start == 3
     assert [tokenizer.bpe.id_to_token(i) for i in range(4)] == ['[STOP]', '[UNK]', '[SPACE]', '[START]']
     assert len(tokenizer.encode('the old dog', 'en')) < 1 + len('the old dog') - 2   # merges shorten
@@ -302,7 +302,7 @@ def test_a_mark_written_in_a_text_is_unknown(tokenizer):
     "It is refused before it could act as a mark; capitals never do."
     for text in ('[STOP]', '[START] the', 'the[UNK]', '[SPACE]', '[en] the', 'the [de]'):
         assert {'[', ']'} <= set(tokenizer.unknown(text))
-        assert not {TEXT_STOP, tokenizer.start} & set(tokenizer.encode(text, 'en'))
+        assert not {_TEXT_STOP, tokenizer.start} & set(tokenizer.encode(text, 'en'))
 
 CHILD = '''
 import hashlib, sys

@@ -37,8 +37,8 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch):
     disk = Disk()
-    monkeypatch.setattr(convert, 'read_pth', disk.read)
-    monkeypatch.setattr(convert, 'write_pth', disk.write)
+    monkeypatch.setattr(convert, '_read_pth', disk.read)
+    monkeypatch.setattr(convert, '_write_pth', disk.write)
     return disk
 
 def coqui_folder(disk, folder: Path, spelling='new', prefix='') -> dict:
@@ -129,7 +129,7 @@ def test_the_last_checkpoint_is_taken(tmp_path):
              'best_model.pth', 'model.pth']
     for i, name in enumerate(names):
         (tmp_path / name).touch()
-        if i: assert convert.checkpoint_file(tmp_path).name == name
+        if i: assert convert._checkpoint_file(tmp_path).name == name
 
 ROWS = ('gpt.text_embedding.weight', 'gpt.text_head.weight', 'gpt.text_head.bias')   # one row per text token
 
@@ -282,15 +282,15 @@ def test_code_in_a_checkpoint_never_runs(torch, tmp_path, archive):
     contents = {'model': {'w': torch.ones(2)}, 'config': Touch(tmp_path / 'ran')}
     torch.save(contents, tmp_path / 'model.pth', _use_new_zipfile_serialization=archive)
     with pytest.raises(UserError, match=r'model.pth: asks for (posix|nt)\.system'):
-        convert.read_pth(tmp_path / 'model.pth')
+        convert._read_pth(tmp_path / 'model.pth')
     assert not (tmp_path / 'ran').exists()
 
 @pytest.mark.torch
 def test_files_of_pytorch_come_back(torch, tmp_path):
     given = {'model': {'a': np.random.randn(3, 4).astype(np.float32).T, 'b': np.ones(3, ml_dtypes.bfloat16),
                        'c': np.array(5)}}
-    convert.write_pth(tmp_path / 'x.pth', given)
-    assert_same(convert.read_pth(tmp_path / 'x.pth')['model'], given['model'])
+    convert._write_pth(tmp_path / 'x.pth', given)
+    assert_same(convert._read_pth(tmp_path / 'x.pth')['model'], given['model'])
 
 def test_each_mel_has_its_own_constants(disk, tmp_path):
     "model.pth's are for the reference in speaking, mel_stats.pth's for the codes and for training."
@@ -328,7 +328,7 @@ def test_tensors_are_read_without_pytorch(tmp_path, monkeypatch):
     x, path = np.arange(12, dtype=np.float32), tmp_path / 'x.pth'
     turned = torch_file.tensor(0, 12, (2, 3), (1, 4), 2)
     torch_file.write_dict(path, {'a': {'b': x.reshape(1, 3, 4)}, 'c': x[:1] / 2}, turned=turned)
-    found = convert.read_plain_pth(path)
+    found = convert._read_plain_pth(path)
     assert [*found] == ['a', 'c', 'turned'] and found['c'].tolist() == [0]
     assert np.array_equal(found['a']['b'], x.reshape(1, 3, 4))
     assert np.array_equal(found['turned'], [[2, 6, 10], [3, 7, 11]])
@@ -345,7 +345,7 @@ def test_a_name_in_a_file_of_tensors_is_refused(tmp_path, monkeypatch, code, nam
     monkeypatch.chdir(tmp_path)
     torch_file.write_dict(tmp_path / 'x.pth', {'a': np.ones(2, np.float32)}, more=code)
     with pytest.raises(UserError, match=f'x.pth: asks for {named}, which could run code'):
-        convert.read_plain_pth(tmp_path / 'x.pth')
+        convert._read_plain_pth(tmp_path / 'x.pth')
     assert not (tmp_path / 'ran').exists()
 
 @pytest.mark.parametrize('pickled', [
@@ -356,7 +356,7 @@ def test_a_name_in_a_file_of_tensors_is_refused(tmp_path, monkeypatch, code, nam
     ids='beyond end repeated back rank missing huge call empty state'.split())
 def test_a_damaged_file_of_tensors_is_named(tmp_path, pickled):
     torch_file.write(tmp_path / 'x.pth', pickled, [np.arange(4, dtype=np.float32)])
-    try: found = convert.read_plain_pth(tmp_path / 'x.pth')
+    try: found = convert._read_plain_pth(tmp_path / 'x.pth')
     except UserError as e: assert re.match('.*x.pth: not readable as a PyTorch file of tensors', str(e))
     else: assert found == {}   # a state that a dictionary ignores
 

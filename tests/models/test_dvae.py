@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.models.dvae import (
-    DVAE, Codebook, update_codebook)
+    DVAE, Codebook, _update_codebook)
 from benchmarks.parity import dvae_parity
 from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 
@@ -25,7 +25,8 @@ def test_one_update_to_the_last_digit():
     counts, sums, z = np.array([2e-5, 4., 2**-17]), normal(2, 3), normal(1, 4, 2, seed=1)
     book.cluster_size.assign(counts)
     book.embed_avg.assign(sums)
-    update_codebook(book, z, tf.constant([[0, 1, 1, 0]]), tf.constant([0, 1]), decay=0.75, lost=0.75 * 2**-17)
+    _update_codebook(book, z, tf.constant([[0, 1, 1, 0]]), tf.constant([0, 1]), decay=0.75,
+                     lost=0.75 * 2**-17)
     counts = 0.75 * counts + 0.25 * np.array([2, 2, 0])
     sums = 0.75 * sums + 0.25 * np.stack([z[0, 0] + z[0, 3], z[0, 1] + z[0, 2], np.zeros(2)], 1)
     assert np.allclose(book.cluster_size, counts, rtol=1e-5) and np.allclose(book.embed_avg, sums, rtol=1e-5)
@@ -40,10 +41,10 @@ def test_a_bad_batch_leaves_the_codes_as_they_are():
     book.cluster_size.assign([1., 2., 3.])
     before = [v.numpy() for v in (book.embed, book.cluster_size, book.embed_avg)]
     codes, seed, bad = tf.constant([[0, 1, 1, 0]]), tf.constant([0, 1]), tf.constant(False)
-    update_codebook(book, np.full((1, 4, 2), np.nan, np.float32), codes, seed, good=bad)
+    _update_codebook(book, np.full((1, 4, 2), np.nan, np.float32), codes, seed, good=bad)
     held = book.embed, book.cluster_size, book.embed_avg
     assert all((v.numpy() == old).all() for v, old in zip(held, before))
-    update_codebook(book, normal(1, 4, 2), codes, seed, good=tf.constant(True))
+    _update_codebook(book, normal(1, 4, 2), codes, seed, good=tf.constant(True))
     assert (book.embed.numpy() != before[0]).any()
 
 def test_gradients_pass_straight_through(dvae):

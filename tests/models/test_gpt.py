@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from benchmarks.parity import gpt_parity
 from xtts_nb.models.gpt import (
-    AttentionBlock, causal_mask, dropout, dropout_keys, GPT, Int8Dense, recomputed,
+    AttentionBlock, causal_mask, dropout, dropout_keys, GPT, Int8Dense, _recomputed,
     RMSNorm, shifted, TransformerBlock)
 
 P, T, S, START = 4, 10, 12, 3
@@ -60,7 +60,7 @@ def test_the_answers_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok
 
 def test_a_recomputed_block_draws_its_masks_again():
     "Its keys depend on its input, so a compiler cannot hold the masks of the forward pass."
-    block = recomputed(lambda x, mask, keys: dropout(x * mask, 0.5, keys[0]))
+    block = _recomputed(lambda x, mask, keys: dropout(x * mask, 0.5, keys[0]))
 
     @tf.function
     def both(x, keys):

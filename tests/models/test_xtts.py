@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from xtts_nb.files import save_weights
 from xtts_nb.models.xtts import (
-    XTTS, step_flops, stop_counts, stop_shares,
-    token_counts, token_losses, total_loss)
+    XTTS, step_flops, _stop_counts, _stop_shares,
+    _token_counts, token_losses, _total_loss)
 
 SEED = tf.constant([1, 2])
 
@@ -19,7 +19,7 @@ def losses(xtts):
     def run(batch, seed):
         with tf.GradientTape() as tape:
             parts = token_losses(xtts.gpt, batch, seed)
-            loss = total_loss(parts)
+            loss = _total_loss(parts)
         gradients = tape.gradient(loss, xtts.gpt.trainable_variables)
         return loss, parts, tf.concat([tf.reshape(tf.convert_to_tensor(g), [-1]) for g in gradients], 0)
     return lambda batch, seed=None: tf.nest.map_structure(np.array, run(batch, seed))
@@ -40,14 +40,14 @@ def test_the_loss_of_the_whole_is_that_of_its_halves(losses, batch):
     whole, halves = losses(batch)[1], [losses(take(batch, rows))[1] for rows in ([0, 1], [2, 3])]
     for name in whole: assert whole[name] == pytest.approx(sum(h[name] for h in halves), rel=1e-5)
     together = {name: tf.constant(sum(h[name] for h in halves)) for name in whole}
-    assert float(total_loss(together)) == pytest.approx(float(losses(batch)[0]), rel=1e-5)
+    assert float(_total_loss(together)) == pytest.approx(float(losses(batch)[0]), rel=1e-5)
 
 def test_counts_are_known_before(losses, batch, xtts):
     some = with_rows(batch, [1, 0.5, 0, 1])
-    known, parts = token_counts(xtts.gpt, some), losses(some)[1]
+    known, parts = _token_counts(xtts.gpt, some), losses(some)[1]
     assert {k: float(v) for k, v in known.items()} == {k: float(parts[k]) for k in known}
     four = SimpleNamespace(code_stops=4)   # as coqui-tts has it
-    assert token_counts(four, some)['code_count'] - known['code_count'] == 3 * 2.5
+    assert _token_counts(four, some)['code_count'] - known['code_count'] == 3 * 2.5
 
 def test_where_the_likeliest_stop_comes():
     "Lengths and places of STOPs: at the end, 3 and 4 codes before, twice, behind, none; one without weight."
@@ -56,21 +56,21 @@ def test_where_the_likeliest_stop_comes():
     logits = np.zeros((len(ends), 133, 5), np.float32)
     for row, (_, stops) in enumerate(ends): logits[row, stops, 4] = 1.
     batch = {'code_length': tf.constant([n for n, _ in ends]), 'weight': tf.constant([1.] * 8 + [0.])}
-    counts = stop_counts(SimpleNamespace(code_stop=4), batch, tf.constant(logits))
+    counts = _stop_counts(SimpleNamespace(code_stop=4), batch, tf.constant(logits))
     assert {k: float(v) for k, v in counts.items()} == {
         'short_clips': 3, 'short_stops': 2, 'middle_clips': 2, 'middle_stops': 1, 'long_clips': 3,
         'long_stops': 1, 'never_stops': 2}
-    assert stop_shares(counts) == {'stop': 4 / 8, 'stop_short': 2 / 3, 'stop_middle': .5,
-                                   'stop_long': pytest.approx(1 / 3), 'never': 2 / 8}
-    assert stop_shares({**counts, 'middle_clips': 0., 'middle_stops': 0.}).keys() == {
+    assert _stop_shares(counts) == {'stop': 4 / 8, 'stop_short': 2 / 3, 'stop_middle': .5,
+                                    'stop_long': pytest.approx(1 / 3), 'never': 2 / 8}
+    assert _stop_shares({**counts, 'middle_clips': 0., 'middle_stops': 0.}).keys() == {
         'stop', 'stop_short', 'stop_long', 'never'}
-    assert stop_shares({}) == {} == stop_shares({'short_clips': 0., 'short_stops': 0., 'never_stops': 0.})
+    assert _stop_shares({}) == {} == _stop_shares({'short_clips': 0., 'short_stops': 0., 'never_stops': 0.})
 
 def test_a_share_of_an_update_is_divided_by_the_counts_of_the_whole():
     parts = {'text_loss': tf.constant(6.), 'text_count': tf.constant(2.), 'code_loss': tf.constant(8.),
              'code_count': tf.constant(0.5)}
-    assert float(total_loss(parts)) == pytest.approx(0.01 * 3 + 8)   # no division by less than one
-    assert float(total_loss(parts, 2., {'text_count': 3., 'code_count': 16.})) == pytest.approx(2 * 2 + 0.5)
+    assert float(_total_loss(parts)) == pytest.approx(0.01 * 3 + 8)   # no division by less than one
+    assert float(_total_loss(parts, 2., {'text_count': 3., 'code_count': 16.})) == pytest.approx(2 * 2 + 0.5)
 
 def test_a_batch_of_nothing_is_no_nan(losses, batch):
     loss, parts, gradient = losses(with_rows(batch, [0, 0, 0, 0]))
@@ -140,7 +140,7 @@ def test_flops_agree_with_what_tensorflow_counts(small):
     batch = {k: tf.TensorSpec(v, tf.float32 if k in ('reference', 'weight') else tf.int32)
              for k, v in shapes.items()}
     def step(batch):
-        with tf.GradientTape() as tape: loss = total_loss(token_losses(net, batch))
+        with tf.GradientTape() as tape: loss = _total_loss(token_losses(net, batch))
         return tape.gradient(loss, net.trainable_variables)
     graph = tf.function(step).get_concrete_function(batch).graph
     options = ProfileOptionBuilder(ProfileOptionBuilder.float_operation()).with_empty_output().build()

@@ -9,14 +9,14 @@ import pytest
 import tensorflow as tf
 from process import python
 
-from xtts_nb.bench import Arm
+from xtts_nb.bench import _Arm
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor import diagnose as page
 from xtts_nb.monitor.diagnose import (
     apply_remedies, Case, diagnose, Diagnosis, Finding, in_float32, measure_training, Measured, measured_gain,
-    merge_batches, pad_to_few_shapes, predict_gain, ranked, RemedyTrial,
-    repeat_if_finite)
-from xtts_nb.monitor.loop import Call, host_part, tf_sleep
+    _merge_batches, _pad_to_few_shapes, predict_gain, _ranked, _RemedyTrial,
+    _repeat_if_finite)
+from xtts_nb.monitor.loop import Call, _host_part, tf_sleep
 
 setup_tf(threads=2)
 
@@ -54,12 +54,12 @@ def test_what_a_change_would_bring(more, change, expected):
 
 def test_what_ends_is_repeated():
     data = tf.data.Dataset.range(3)
-    assert list(repeat_if_finite(data).take(7).as_numpy_iterator()) == [0, 1, 2, 0, 1, 2, 0]
+    assert list(_repeat_if_finite(data).take(7).as_numpy_iterator()) == [0, 1, 2, 0, 1, 2, 0]
     unknown, batches = data.filter(lambda i: i > 0), [1, 2]
-    assert repeat_if_finite(unknown) is unknown and repeat_if_finite(batches) is batches
+    assert _repeat_if_finite(unknown) is unknown and _repeat_if_finite(batches) is batches
     there = data.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
-    assert host_part(repeat_if_finite(there))[1:] == ('/CPU:0', 3)
-    assert [int(i) for _, i in zip(range(4), repeat_if_finite(there))] == [0, 1, 2, 0]
+    assert _host_part(_repeat_if_finite(there))[1:] == ('/CPU:0', 3)
+    assert [int(i) for _, i in zip(range(4), _repeat_if_finite(there))] == [0, 1, 2, 0]
 
 def test_batches_are_let_go():
     "Beside the four that are ready and those under way, none stays; the calls keep what describes them."
@@ -97,7 +97,7 @@ def test_too_many_calls_are_tried_as_fewer(monkeypatch):
     assert '24 calls or threads at a time on 3 cores; with 3 a batch takes' in found.evidence
     cured, _ = found.cure(data, print)
     assert list(cured.as_numpy_iterator()) == [1, 2, 3, 4]
-    assert host_part(cured)[0].options().threading.private_threadpool_size == 3
+    assert _host_part(cured)[0].options().threading.private_threadpool_size == 3
 
 def test_a_trial_ends_with_the_time_and_its_failure_is_no_finding(monkeypatch):
     c, late = (Case((), lambda b: b, measured(compiled=False), ['batch'], []) for _ in range(2))
@@ -115,7 +115,7 @@ def test_what_a_gpu_would_wait_for_is_noted():
         for _ in range(4): x = tf.random.shuffle(x) @ x
         return x
     c = Case((), print, measured(), [], [called(tf.function(step), tf.ones((3, 3)))] * 2)
-    page.note_for_a_gpu(c)
+    page._note_for_a_gpu(c)
     (note,) = c.notes
     assert note.startswith('On a GPU, host operation: 4 x RandomShuffle at ') and 'test_diagnose.py:' in note
 
@@ -160,14 +160,14 @@ def test_half_precision_as_float32(kind):
 def test_larger_batches_hold_the_same_rows(make):
     "Fourteen rows in twos make two batches of three times as many; the last batch is dropped."
     data = tf.data.Dataset.range(14).map(make).batch(2, drop_remainder=True)
-    grown, rows = list(merge_batches(data, 3)), list(data)[:6]
+    grown, rows = list(_merge_batches(data, 3)), list(data)[:6]
     for i, _ in enumerate(tf.nest.flatten(rows[0])):
         have = [tf.nest.flatten(b)[i].numpy() for b in grown]
         assert [len(x) for x in have] == [6, 6]
         np.testing.assert_array_equal(np.concatenate(have),
                                       np.concatenate([tf.nest.flatten(b)[i] for b in rows]))
     there = data.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
-    assert host_part(merge_batches(there, 3))[1:] == ('/CPU:0', 3)
+    assert _host_part(_merge_batches(there, 3))[1:] == ('/CPU:0', 3)
 
 @pytest.mark.parametrize('wrap', [lambda x, i: (x, i), lambda x, i: {'x': x, 'i': i}])
 def test_rounded_shapes_are_few_and_nothing_is_cut(wrap):
@@ -175,21 +175,21 @@ def test_rounded_shapes_are_few_and_nothing_is_cut(wrap):
     def row(i): return wrap(tf.ensure_shape(tf.ones(tf.stack([3, i, i % 3 + 1])), [3, None, None]), i)
     ragged = tf.data.Dataset.range(1, 31).map(row)
     resident = [b for i, b in enumerate(ragged, 1) if i in (20, 3)]
-    rounded = [tf.nest.flatten(b) for b in pad_to_few_shapes(ragged, resident)]
+    rounded = [tf.nest.flatten(b) for b in _pad_to_few_shapes(ragged, resident)]
     for n, parts in enumerate(rounded, 1):
         (x,) = [x for x in parts if x.shape.rank]
         (i,) = [x for x in parts if not x.shape.rank]
         assert i == n and x.shape == (3, -(-n // 5) * 5, n % 3 + 1)
         assert np.all(x[:, :n] == 1) and np.all(x[:, n:] == 0)
     there = ragged.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
-    assert host_part(pad_to_few_shapes(there, resident))[1:] == ('/CPU:0', 3)
-    assert pad_to_few_shapes(iter(resident), resident) is None is merge_batches(resident, 3)   # no pipelines
+    assert _host_part(_pad_to_few_shapes(there, resident))[1:] == ('/CPU:0', 3)
+    assert _pad_to_few_shapes(iter(resident), resident) is None is _merge_batches(resident, 3)   # none
 
 # --- remedies ----------------------------------------------------------------------------------------------
 
 def test_earlier_findings_stay_before_nearly_equal_ones():
     found = [finding(name, gain) for name, gain in (('a', 1.5), ('b', 1.55), ('c', 3.), ('d', 1.2))]
-    assert [f.disease for f in ranked(found)] == ['c', 'a', 'b', 'd']
+    assert [f.disease for f in _ranked(found)] == ['c', 'a', 'b', 'd']
 
 @pytest.mark.parametrize('now, then, gain, clear', [
     ([3., 3., 3.], [2., 2., 2.], 1.5, True), ([1.05] * 3, [1.] * 3, 1.05, False),
@@ -198,7 +198,7 @@ def test_earlier_findings_stay_before_nearly_equal_ones():
     ([2., 2., 1.], [1., 1., 1.], 2., False),        # not faster in each round
     ([9., 1., 1.], [1., 1., 1.1], 1., False)])      # one slow round before is no gain
 def test_a_gain_is_clear_if_every_round_shows_it(now, then, gain, clear):
-    assert measured_gain(Arm('now', now), Arm('then', then)) == (gain, clear)
+    assert measured_gain(_Arm('now', now), _Arm('then', then)) == (gain, clear)
 
 @pytest.mark.parametrize('change_learning', [False, True])
 def test_what_is_learned_is_changed_only_on_request(change_learning):
@@ -236,7 +236,7 @@ def test_a_diagnosis_in_text_markdown_and_json():
     said = json.loads(json.dumps(one.to_dict()))
     assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3
     assert repr(Diagnosis([], m, 'input-bound', shares, None, [], [], 1.)).endswith('\nNothing to fix.')
-    line = RemedyTrial('a', 'b', 2., .9, False).line()
+    line = _RemedyTrial('a', 'b', 2., .9, False).line()
     assert line == 'a: b; predicted 2.00 x, measured 0.90 x, taken back'
 
 def test_syncs_of_a_real_step_are_noted_in_text_and_json():

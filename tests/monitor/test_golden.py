@@ -17,11 +17,11 @@ import tensorflow as tf
 sys.path.append(str(Path(__file__).parents[1]))
 from watched import calls, LINE, OTHER, seen
 
-from xtts_nb.bench import Arm, Comparison
+from xtts_nb.bench import _Arm, Comparison
 from xtts_nb.config import setup_tf
 from xtts_nb.monitor import diagnose, graph_rules, input_rules, program, seen as trials
 from xtts_nb.monitor.loop import Call, Stage, stages
-from xtts_nb.monitor.watch import Look, PythonCall
+from xtts_nb.monitor.watch import _Look, _PythonCall
 
 setup_tf(threads=2)
 TABLE = Path(__file__).with_name('golden.json')
@@ -262,14 +262,14 @@ def edges(patch, given: dict):
         return takes.pop(0) if takes[1:] else takes[0]
     def compared(arms, unit, *how, **named):
         for arm in arms.values(): arm()
-        return Comparison([Arm(name, [t]) for name, t in zip(arms, takes)], unit)
-    edge = {'cores': lambda: given.get('cores', 3), 'seconds_of': timed, 'compare': compared,
+        return Comparison([_Arm(name, [t]) for name, t in zip(arms, takes)], unit)
+    edge = {'cores': lambda: given.get('cores', 3), '_seconds_of': timed, 'compare': compared,
             'period': lambda some: given['trial'],
-            'opening_seconds': lambda size: 1e-9 * given.get('opens', 1e9)}
+            '_opening_seconds': lambda size: 1e-9 * given.get('opens', 1e9)}
     for module in MODULES:
         for name in edge.keys() & vars(module).keys() - ({'compare'} if module is trials else set()):
             patch.setattr(module, name, edge[name])
-    if 'long' in given: patch.setattr(graph_rules, 'LONG_TABLE', given['long'])   # rows, and numbers
+    if 'long' in given: patch.setattr(graph_rules, '_LONG_TABLE', given['long'])   # rows, and numbers
     if given.get('gpu'): patch.setattr(tf.config, 'list_logical_devices', lambda kind: [kind])
 
 def training(given: dict) -> diagnose.Case:
@@ -299,9 +299,9 @@ def program_of(given: dict):
     part = seen(
         looks, events, loop=(kind, place[where]) if kind else (), datasets={LINE: data} if data else {},
         validated=data, eager_functions=list, fits=[fit(**f) for f in given.get('fits', [])],
-        python=[PythonCall(i * every, i * every + busy, LINE, name)
+        python=[_PythonCall(i * every, i * every + busy, LINE, name)
                 for n, every, busy, name in given.get('python', []) for i in range(n)],
-        beside=[Look(i / 10, LINE, kind, '') for i, kind in enumerate(
+        beside=[_Look(i / 10, LINE, kind, '') for i, kind in enumerate(
             kind for kind, n in given.get('beside', {}).items() for _ in range(n))])
     for name, step in given.get('last', {}).items():
         call = compiled(step, given.get('jit', False)) if step in STEPS else None
@@ -374,7 +374,7 @@ def test_each_rule_finds_what_the_table_says(rule):
         assert found_in(rule, given) == case['found'], given
 
 def test_every_rule_is_in_the_table():
-    every = {*diagnose.INPUT_RULES, *diagnose.STEP_RULES, *program.PROGRAM_RULES}
+    every = {*diagnose._INPUT_RULES, *diagnose._STEP_RULES, *program._PROGRAM_RULES}
     apart = {'find_copy_bound', 'note_for_a_gpu', 'find_growth', 'find_added_operations', 'find_same_values',
              'find_copied_weights', 'find_slow_input', 'find_filled_again', 'find_on_host'}   # tested alone
     assert {rule.__name__ for rule in every} - apart == table().keys() & {r.__name__ for r in every}

@@ -9,19 +9,19 @@ import tensorflow as tf
 from test_golden import compiled, gradient_of
 from watched import calls, LINE, only, seen
 from xtts_nb.monitor import diagnose, graph_rules as page
-from xtts_nb.monitor.program import every_fit_watched
-from xtts_nb.monitor.seen import steady_part, variables_put_back
-from xtts_nb.monitor.watch import Event, Place, Watch
+from xtts_nb.monitor.program import _every_fit_watched
+from xtts_nb.monitor.seen import steady_part, _variables_put_back
+from xtts_nb.monitor.watch import Event, _Place, Watch
 
 @pytest.mark.parametrize('name, types', [
-    ('factor', page.LOOPS), ('one-hot 512', ('MatMul',)), ('all pairs', ('Sum',)), ('4 losses', ('MatMul',)),
-    ('softmax 9999', ('MatMul', 'SparseSoftmaxCrossEntropyWithLogits')), ('rows in a loop', page.LOOPS)])
+    ('factor', page._LOOPS), ('one-hot 512', ('MatMul',)), ('all pairs', ('Sum',)), ('4 losses', ('MatMul',)),
+    ('softmax 9999', ('MatMul', 'SparseSoftmaxCrossEntropyWithLogits')), ('rows in a loop', page._LOOPS)])
 def test_a_step_without_some_operations_gives_the_same(name, types):
     "Their results are known; all that the step changes is changed."
     call = compiled(name)
     some = [op for op in call.concrete.graph.get_operations() if op.type in types]
-    with variables_put_back(): expected = tf.nest.flatten(call.function(*call.args))
-    with variables_put_back(): got = diagnose.done_without(call, some)()[1:]
+    with _variables_put_back(): expected = tf.nest.flatten(call.function(*call.args))
+    with _variables_put_back(): got = diagnose._done_without(call, some)()[1:]
     assert some
     for a, b in zip(got, expected, strict=True): np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -31,22 +31,22 @@ def test_a_step_without_its_loop_is_quicker_and_changes_what_it_did():
         total.assign_add(1.)
         return tf.reduce_sum(tf.map_fn(lambda row: row / tf.norm(row), x) + total)
     call = page.Call(tf.function(gradient_of(loss)), (rows,), {}, 0., False)
-    some = [op for op in call.concrete.graph.get_operations() if op.type in page.LOOPS]
-    with variables_put_back():
-        without = diagnose.done_without(call, some)
+    some = [op for op in call.concrete.graph.get_operations() if op.type in page._LOOPS]
+    with _variables_put_back():
+        without = diagnose._done_without(call, some)
         assert total.numpy() == 0.   # the loops alone change nothing
         without()
         assert total.numpy() == 1.
-    assert total.numpy() == 0. and 0 < page._left(call, lambda: diagnose.done_without(call, some)) < .9
+    assert total.numpy() == 0. and 0 < page._left(call, lambda: diagnose._done_without(call, some)) < .9
     assert page._left(call, lambda: 1 / 0) is None
 
 def test_metrics_are_left_out_and_all_else_is_done():
     call = compiled('AUC')
     writes = [op for op in call.concrete.graph.get_operations() if op.type == 'AssignAddVariableOp'
               and op.inputs[0].shape.rank == 0 and op.inputs[1].shape.rank == 1]
-    with variables_put_back():
+    with _variables_put_back():
         before = float(call.function(*call.args)[0])
-        total, _ = diagnose.without_changes(call, writes)()[1:]
+        total, _ = diagnose._without_changes(call, writes)()[1:]
         assert float(total) == pytest.approx(before + .7)
 
 
@@ -61,7 +61,7 @@ def on_gpu(found): assert only(found).only_on_gpu and found[0].predicted_gain ==
     ("tf.config.set_visible_devices(gpus, 'GPU')", False)])
 def test_a_program_that_hides_its_gpu(tmp_path, line, hides):
     (tmp_path / 'train.py').write_text(f'import os\n{line}\n')
-    place = Place(str(tmp_path / 'train.py'), 1)
+    place = _Place(str(tmp_path / 'train.py'), 1)
     found = page.find_on_host(seen([(place, 'graph')] * 50))
     assert bool(found) == hides
     if hides:
@@ -71,7 +71,7 @@ def test_a_program_that_hides_its_gpu(tmp_path, line, hides):
 def test_what_is_put_on_the_cpu(tmp_path):
     def look(function, *events):
         last = {('call', LINE): (tf.function(function), '__call__', (tf.zeros((40, 40)),), {})}
-        looks = [(Place(str(scope), 1), 'graph')] * 9
+        looks = [(_Place(str(scope), 1), 'graph')] * 9
         return page.find_on_host(seen(looks, [*calls('call', 9), *events], last=last))
     def aside(x, cells=40):
         with tf.device('/CPU:0'): return tf.nn.softmax(x[:cells, :cells])
@@ -82,7 +82,7 @@ def test_what_is_put_on_the_cpu(tmp_path):
     assert look(lambda x: aside(x, 31)) == [] == look(lambda x: x + 1)   # 961 numbers are few
     on_gpu(found := look(tf.random.shuffle))
     assert 'RandomShuffle' in found[0].evidence
-    made = lambda device, rows: Event('variable', Place(__file__, 4), 0., rows=rows, device=device)
+    made = lambda device, rows: Event('variable', _Place(__file__, 4), 0., rows=rows, device=device)
     on_gpu(found := look(lambda x: x, made('/device:CPU:0', 1000)))
     assert found[0].disease == 'variables on the CPU'
     assert look(lambda x: x, made('', 1000), made('/device:CPU:0', 999)) == []
@@ -139,7 +139,7 @@ def test_a_frozen_layer_of_fit_is_read_only_through_all_its_functions(monkeypatc
     model = keras.Sequential([keras.Input((4,)), first, keras.layers.Dense(1)])
     model.compile('sgd', 'mse')
     rows, tried = tf.data.Dataset.from_tensors((tf.ones(4), tf.ones(1))).repeat(60).batch(2), []
-    with Watch() as watch, every_fit_watched(watch): model.fit(rows, epochs=3, verbose=0)
+    with Watch() as watch, _every_fit_watched(watch): model.fit(rows, epochs=3, verbose=0)
     part = steady_part(watch)
     call = page.compiled_call(part)
     monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed.args[1]) or .2)

@@ -8,7 +8,7 @@ from watched import calls, LINE, only, seen
 from xtts_nb.monitor import input_rules as page
 from xtts_nb.monitor.input_rules import find_python_input
 from xtts_nb.monitor.loop import tf_sleep
-from xtts_nb.monitor.watch import Place, PythonCall
+from xtts_nb.monitor.watch import _Place, _PythonCall
 
 @pytest.mark.parametrize('line, cause', [
     ('x = np.load(path)', 'many small files read in Python'),
@@ -18,9 +18,9 @@ from xtts_nb.monitor.watch import Place, PythonCall
     ("x = np.load('all.npz')['x']", 'compressed files read in Python')])
 def test_a_line_of_the_pipeline_that_reads_files(tmp_path, line, cause):
     (path := tmp_path / 'train.py').write_text(f'{line}\n')
-    python = [PythonCall(i * .1, i * .1 + .08, LINE, 'load') for i in range(100)]
+    python = [_PythonCall(i * .1, i * .1 + .08, LINE, 'load') for i in range(100)]
     part = seen(['input'] * 60 + ['graph'] * 40, python=python)
-    part.watch.pipeline_place = lambda *_: Place(str(path), 1)
+    part.watch.pipeline_place = lambda *_: _Place(str(path), 1)
     found = only(find_python_input(part))
     assert found.disease == cause and found.line == line and found.place == 'train.py:1'
     if 'read' in cause: assert found.predicted_gain == pytest.approx(1 / (1 - .6 * .95))
@@ -30,9 +30,9 @@ def test_a_step_alone_is_timed_and_what_python_does_beside_it_stays():
     step = tf.function(lambda x: x + 1)
     events, last = calls('call', 100), {('call', LINE): (step, '__call__', (tf.zeros(3),), {})}
     part = seen(['input'] * 40 + ['graph'] * 50 + ['own'] * 10, events, last=last)
-    assert page.alone_seconds(part, 1.) == pytest.approx(.1, abs=.02)   # the graph takes far less than 0.5 s
-    assert page.alone_seconds(part, 1e-6) == pytest.approx(.6e-6)       # never longer than in the loop
-    assert page.alone_seconds(seen(['input'] * 40 + ['graph'] * 60), 1.) == pytest.approx(.6)
+    assert page._alone_seconds(part, 1.) == pytest.approx(.1, abs=.02)   # the graph takes far less than 0.5 s
+    assert page._alone_seconds(part, 1e-6) == pytest.approx(.6e-6)       # never longer than in the loop
+    assert page._alone_seconds(seen(['input'] * 40 + ['graph'] * 60), 1.) == pytest.approx(.6)
 
 def picture(parts):
     "A pipeline of maps, each a list of words."
@@ -108,7 +108,7 @@ def test_a_shuffle_that_is_filled_again(monkeypatch, build, passes, fill, is_fou
     "In 10 s, with batches of 10 ms; or another stage takes the time."
     some = page.stages(build(tf.data.Dataset.range(9)))
     for share, expected in ((.4, is_found), (.39, False)):
-        monkeypatch.setattr(page, 'first_seconds', lambda dataset, share=share: share * fill)
+        monkeypatch.setattr(page, '_first_seconds', lambda dataset, share=share: share * fill)
         assert bool(page._filled(seen([]), some, passes, fill, [.01, .01, .5])) == expected
 
 @pytest.mark.parametrize('build, loop, is_found', [
@@ -120,4 +120,4 @@ def test_fit_in_a_loop_fills_its_shuffle_buffer_again(build, loop, is_found):
     part = seen([], calls(loop, 4), datasets={LINE: [data] * 4}, loop=(loop, LINE))
     part.end = 5 * fill
     found = page.find_filled_again(part)
-    assert bool(found) == is_found and (not found or page.FILLED.cause == only(found).disease)
+    assert bool(found) == is_found and (not found or page._FILLED.cause == only(found).disease)

@@ -18,10 +18,10 @@ from xtts_nb.bench import png_bytes
 from xtts_nb.config import UserError
 from xtts_nb.monitor import live as page
 from xtts_nb.monitor.live import (
-    arm_lines, arm_shades, ARM_SHADES, gpu_live, live_html, LiveCallback, monitor, phases_of,
-    plot_samples, summary_lines, values_line)
+    _arm_lines, _arm_shades, _ARM_SHADES, gpu_live, live_html, LiveCallback, monitor, _phases_of,
+    plot_samples, _summary_lines, _values_line)
 from xtts_nb.sampler import (
-    CPU, EmulatedDevice, emulated_probe, GPU, Process, replay_probe, Sample, summarise,
+    CPU, EmulatedDevice, emulated_probe, GPU, _Process, replay_probe, Sample, summarise,
     summarise_arms)
 
 def moment(i, gpus=2):
@@ -48,17 +48,17 @@ def test_arms_are_shaded_and_have_their_means_and_the_factor():
     (ax,) = plot_samples(BUSIER, arms=[*ARMS, (15.5, 'before')]).axes
     assert [t.get_text() for t in ax.texts] == ['before: 37 %', 'after: 90 %', 'before: 37 %']
     assert [(p.get_x(), p.get_width()) for p in ax.patches] == [(0, 3.5), (3.5, 2.), (5.5, 1.5)]
-    *_, last = arm_lines(summarise_arms(BUSIER, ARMS))
+    *_, last = _arm_lines(summarise_arms(BUSIER, ARMS))
     assert last == 'GPU 0 is 9 times as busy in "after" as in "before".'
     unread = [Sample(10., (GPU(0, 'A'),)), Sample(14., (GPU(0, 'A'),))]
-    assert arm_lines(summarise_arms(unread, ARMS)) == [] == arm_lines({})
+    assert _arm_lines(summarise_arms(unread, ARMS)) == [] == _arm_lines({})
 
 def test_an_arm_has_one_shade_in_the_picture_and_in_the_frame():
     "Of 200 s the frame shows the last minute: the first arm is over, and the second comes again."
     names, starts = ['a', 'b', 'c', 'b', 'd', 'e'], [-1., 50., 145., 160., 170., 180.]
     samples, arms = [Sample(float(i), (GPU(0, 'A', 50.),)) for i in range(200)], list(zip(starts, names))
-    one, two, three, four = ARM_SHADES
-    assert arm_shades(arms) == {'a': one, 'b': two, 'c': three, 'd': four, 'e': one}
+    one, two, three, four = _ARM_SHADES
+    assert _arm_shades(arms) == {'a': one, 'b': two, 'c': three, 'd': four, 'e': one}
     drawn = [to_hex(patch.get_facecolor()) for patch in plot_samples(samples, arms=arms).axes[0].patches]
     assert drawn == [one, two, three, two, four, one]
     frame = re.findall(r'<rect .*?fill="(.*?)".*?y="9">(\w+)<', live_html(samples, arms=arms))
@@ -76,7 +76,7 @@ def test_losses_and_phases_stand_beside():
     ([moment(0)], {}, ()), (TRACE, dict(au=None, loss=float('nan')), [(0, float('nan'))] * 3),
     (TRACE, dict(loss=1., wait_ms=0.), [(0, 1.), (0, 1.)]), (TRACE, dict(step='7', loss='?'), ())])
 def test_little_nothing_or_odd_values(samples, values, losses):
-    assert png_bytes(plot_samples(samples, losses=losses, phases=phases_of(values))).startswith(b'\x89PNG')
+    assert png_bytes(plot_samples(samples, losses=losses, phases=_phases_of(values))).startswith(b'\x89PNG')
     assert values or 'nan' not in live_html(samples, values=values)
 
 def test_long_runs_stay_small():
@@ -89,11 +89,11 @@ def test_a_sentence_for_each_device():
     busy = {'name': 'A', 'samples': 3, 'mean': 90.4, 'p95': 95., 'idle_share': 0.25, 'longest_idle_s': 1.25}
     devices = {'GPU 0': busy | {'memory_max': 3 * 2**29}, 'GPU 2': {'name': 'C', 'samples': 0}}
     summary = {'devices': devices, 'gaps': 2, 'overhead': 0.0123, 'samples': 6, 'seconds': 5.}
-    assert summary_lines(summary) == [
+    assert _summary_lines(summary) == [
         'GPU 0 (A): 90 % busy on average, 95th percentile 95 %, below 5 % in 25 % of the samples '
         '(at most 1.2 s on end), memory up to 1.5 GiB.', 'GPU 2 (C): offers no utilisation.',
         '6 samples over 5.0 s; 2 of them with readings missing; taking them took 1.2 % of a core.']
-    assert summary_lines(summarise(TRACE))[0].startswith('GPU 0 (Card): 90 % busy')
+    assert _summary_lines(summarise(TRACE))[0].startswith('GPU 0 (Card): 90 % busy')
 
 FULL = dict(power=100., temperature=50., clock=1000., sm_active=61., tensor_active=42., from_host=2.5e9,
             to_host=1.5e9)
@@ -104,7 +104,7 @@ FULL = dict(power=100., temperature=50., clock=1000., sm_active=61., tensor_acti
                                '1000 MHz · PCIe in 2.5 GB/s · out 1.5 GB/s'),
     (CPU('A', 50., 20., disk_read=3e6, disk_write=0.),
      'GPU 0 50 % this process 20 % · disk reads 3.0 MB/s · writes 0.0 MB/s'),
-    (GPU(0, 'A', 1., processes=(Process(7, '<b>', GIB), Process(8), Process(9, None, 0))),
+    (GPU(0, 'A', 1., processes=(_Process(7, '<b>', GIB), _Process(8), _Process(9, None, 0))),
      'GPU 0 1 % &lt;b&gt; 1.0 GiB, 8, 9 0.0 GiB')])
 def test_a_reading(device, said):
     assert text_of('</style>' + page._reading('GPU 0', device, '#123456')) == said
@@ -117,7 +117,7 @@ def test_the_whole_frame():
                                      '100 % 50 % 0 % 10 s ago now GPU 0 90 % 1.0 of 8 GiB')
     assert live_html([]) == '<i>waiting for the first sample</i>'
     values = {'step': 12345, 'loss': 2.34567, 'wait_ms': 2., 'lazy': Lazy(), 'flag': True, 'none': None}
-    assert values_line(values) == 'step 12345 · loss 2.346 · lazy 1235 · flag True'
+    assert _values_line(values) == 'step 12345 · loss 2.346 · lazy 1235 · flag True'
 
 # --- the live view -----------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Time:
 def watched(t=None, **kwargs):
     out, t = io.StringIO(), t or Time()
     summary = monitor(console=Console(file=out, width=120), clock=t.clock, sleep=t.sleep, **kwargs)
-    return summary, '\n'.join([out.getvalue(), *summary_lines(summary)]), t.now - 100
+    return summary, '\n'.join([out.getvalue(), *_summary_lines(summary)]), t.now - 100
 
 @pytest.mark.parametrize('duration, slept', [(3, [.5] * 6), (1.2, [.5, .5, pytest.approx(.2)]), (.5, [.5])])
 def test_monitor_runs_for_its_duration(duration, slept):

@@ -11,10 +11,10 @@ from tensorflow.python.framework import op_def_registry
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor import loop as page
 from xtts_nb.monitor.loop import (
-    _LARGE, batch_of_each_shape, CALLS_INPUT, dataset_graph, drain,
-    first_batches, host_part, IntervalTimer, Iteration,
-    max_parallel_calls, operations, prefetch_on_device, python_operations, run_iterations,
-    stages, StepEvents, SyncHooks, time_phases,
+    _LARGE, _batch_of_each_shape, _CALLS_INPUT, _dataset_graph, drain,
+    first_batches, _host_part, _IntervalTimer, _Iteration,
+    max_parallel_calls, operations, _prefetch_on_device, python_operations, run_iterations,
+    stages, _StepEvents, SyncHooks, time_phases,
     with_parallel_calls)
 
 setup_tf(threads=2)
@@ -109,7 +109,7 @@ def test_an_iteration_waits_for_the_step_before_the_last(clock, monkeypatch):
     assert waited == list('abcd')
     # the last one ends when nothing is left to do
     expected = [(0., .75), (.75, 1.5), (1.5, 2.375), (2.375, 3.5)]
-    assert some == [Iteration(100 + begun, .25, .5, 100 + ended, StepEvents(), ((3, 2),))
+    assert some == [_Iteration(100 + begun, .25, .5, 100 + ended, _StepEvents(), ((3, 2),))
                     for begun, ended in expected]
 
 @pytest.mark.parametrize('seconds, at_least, there, count', [
@@ -160,7 +160,7 @@ def test_what_fails_names_its_place(work, words):
 def test_one_batch_of_each_shape(clock, batches, seconds, at_most, lengths, left):
     "Half a second each; the first of each shape is kept."
     source = (clock.sleep(.5) or np.full(n, i) for i, n in enumerate([1, 2, 1, 3, 2, 4]))
-    found = batch_of_each_shape(source, batches, seconds, at_most)
+    found = _batch_of_each_shape(source, batches, seconds, at_most)
     assert [len(b) for b in found] == lengths and [int(b[0]) for b in found[:2]] == [0, 1]
     assert sum(1 for _ in source) == left
 
@@ -186,7 +186,7 @@ def test_every_batch_is_trained_on_once_and_in_order():
 def test_the_loop_does_not_wait_for_an_interval():
     "Results of an interval arrive late; the steps after it run on."
     gate, results = threading.Event(), []
-    intervals = IntervalTimer(every=2)
+    intervals = _IntervalTimer(every=2)
     intervals.timer.alone[((4,),)] = [0., 0., 0.]   # nothing is left to be timed alone
     for batch in batches(3):
         results.append(LateResult(gate))
@@ -231,11 +231,11 @@ def test_the_host_part_is_found_behind_other_stages():
     copied = host.apply(tf.data.experimental.copy_to_device('/CPU:0'))
     for data, device, buffer in ((host, None, 0), (on_device(host), '/CPU:0', 3), (copied, '/CPU:0', 0),
                                  (on_device(host).with_options(tf.data.Options()), '/CPU:0', 3)):
-        assert host_part(data) == (host, device, buffer)
-    assert host_part([1]) == ([1], None, 0)
-    assert prefetch_on_device(host, None, 0) is host
+        assert _host_part(data) == (host, device, buffer)
+    assert _host_part([1]) == ([1], None, 0)
+    assert _prefetch_on_device(host, None, 0) is host
     for buffer, expected in ((0, 2), (5, 5)):
-        assert host_part(prefetch_on_device(host, '/CPU:0', buffer)) == (host, '/CPU:0', expected)
+        assert _host_part(_prefetch_on_device(host, '/CPU:0', buffer)) == (host, '/CPU:0', expected)
 
 def test_the_stages_from_the_source_on():
     kept = python_rows().filter(lambda i: i > 0).map(lambda i: i, num_parallel_calls=4)
@@ -250,13 +250,13 @@ def test_the_stages_from_the_source_on():
 
 def calls_in(dataset) -> dict:
     "The fixed number of calls of each operation in the graph that has one."
-    graph = dataset_graph(dataset)
+    graph = _dataset_graph(dataset)
     constants = {n.name: tf.make_ndarray(n.attr['value'].tensor) for n in graph.node
                  if n.op == 'Const' and n.attr['dtype'].type == tf.int64.as_datatype_enum}
-    return {n.op: int(constants[n.input[CALLS_INPUT[n.op]]]) for n in graph.node if n.op in CALLS_INPUT}
+    return {n.op: int(constants[n.input[_CALLS_INPUT[n.op]]]) for n in graph.node if n.op in _CALLS_INPUT}
 
 def test_the_number_of_calls_stands_where_tensorflow_says():
-    for op, at in CALLS_INPUT.items():
+    for op, at in _CALLS_INPUT.items():
         assert op_def_registry.get(op).input_arg[at].name == 'num_parallel_calls', op
 
 @pytest.mark.parametrize('calls, above, expected', [
@@ -273,11 +273,11 @@ def test_plain_maps_become_parallel_only_where_all_stages_change():
     data = on_device(python_rows().map(lambda i: i, num_parallel_calls=tf.data.AUTOTUNE).batch(2))
     changed = with_parallel_calls(data, 4)
     assert [b.numpy().tolist() for b in changed] == [b.numpy().tolist() for b in data]
-    assert host_part(changed)[1:] == ('/CPU:0', 3) and python_operations(changed) == 1
-    assert 'MapDataset' not in operations(dataset_graph(changed))
+    assert _host_part(changed)[1:] == ('/CPU:0', 3) and python_operations(changed) == 1
+    assert 'MapDataset' not in operations(_dataset_graph(changed))
     assert calls_in(changed) == {'ParallelMapDatasetV2': 4}
     same = with_parallel_calls(data, 4, above=1)   # what TensorFlow chooses is no fixed number
-    assert 'MapDataset' in operations(dataset_graph(same)) and calls_in(same) == {'ParallelMapDatasetV2': -1}
+    assert 'MapDataset' in operations(_dataset_graph(same)) and calls_in(same) == {'ParallelMapDatasetV2': -1}
 
 TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1, 2], [5, 6], tf.int64, tf.int64), 0)
 

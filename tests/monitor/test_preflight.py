@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.devices import products_in_tf32
+from xtts_nb.devices import _products_in_tf32
 from xtts_nb.monitor import preflight as page
 from xtts_nb.monitor.preflight import (
-    KINDS, gpu_kernel, preflight, preflight_lines, xla_kernel)
+    _KINDS, _gpu_kernel, preflight, preflight_lines, _xla_kernel)
 
 X = tf.ones((4, 6))
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    with products_in_tf32(False): yield
+    with _products_in_tf32(False): yield
 
 def found(function, *args, jit=False) -> list[tuple]:   # (kind, operation)
     "What is said of a function of tensors."
@@ -162,7 +162,7 @@ def test_place_count_and_bytes():
     assert strings.line.startswith(f'host operation: 3 x AsString at {strings.place}, 288 bytes: no kernel')
     assert strings.line.endswith('Remedy: do it in the input pipeline, before the batch is copied to the '
                                  'GPU.')
-    assert strings.to_dict() | {'means': KINDS['host operation']} == strings.to_dict()
+    assert strings.to_dict() | {'means': _KINDS['host operation']} == strings.to_dict()
     assert preflight_lines([python]) == [python.line]
     assert preflight_lines([])[0].startswith('Nothing was found')
 
@@ -170,8 +170,8 @@ def test_a_kernel_fits_by_its_types_and_any_function_is_read():
     graph = tf.function(lambda x: (tf.scatter_nd([[0]], [True], [3]), x + 1)).get_concrete_function(X).graph
     scatter, add = (next(op for op in graph.get_operations() if op.type == kind)
                     for kind in ('ScatterNd', 'AddV2'))
-    assert gpu_kernel(scatter) is None and xla_kernel(scatter) is not None
-    assert gpu_kernel(add).device_type == 'GPU' and list(gpu_kernel(add).host_memory_arg) == []
+    assert _gpu_kernel(scatter) is None and _xla_kernel(scatter) is not None
+    assert _gpu_kernel(add).device_type == 'GPU' and list(_gpu_kernel(add).host_memory_arg) == []
     graph = tf.function(shuffled)
     said = [preflight(shuffled, X), preflight(graph, tf.TensorSpec((4, 6))),
             preflight(graph.get_concrete_function(X))]
@@ -179,7 +179,7 @@ def test_a_kernel_fits_by_its_types_and_any_function_is_read():
 
 def test_the_place_is_outside_tensorflow_keras_and_this_page():
     frame = lambda file, line: SimpleNamespace(filename=file, lineno=line)
-    at = lambda *frames: page.source_line(SimpleNamespace(traceback=frames))
+    at = lambda *frames: page._source_line(SimpleNamespace(traceback=frames))
     mine, theirs = frame('/somewhere/project/train.py', 7), frame(keras.__file__, 1)
     assert at(frame('/a.py', 1), mine, theirs, frame(tf.__file__, 2)) == 'project/train.py:7'
     assert at(mine, frame(page.__file__, 300), frame(inspect.__file__, 9)) == 'project/train.py:7'

@@ -13,8 +13,8 @@ from xtts_nb.config import UserError
 from xtts_nb.monitor import program as page
 from xtts_nb.monitor.loop import tf_sleep
 from xtts_nb.monitor.program import Diagnose, explain, find_beside, find_growth, watch_script
-from xtts_nb.monitor.seen import finding, only_on_gpu, Seen, steady_part
-from xtts_nb.monitor.watch import Event, Look, Place, Watch
+from xtts_nb.monitor.seen import finding, _only_on_gpu, _Seen, steady_part
+from xtts_nb.monitor.watch import Event, _Look, _Place, Watch
 
 BLOCKS = '''
 for x in data:
@@ -29,7 +29,7 @@ for x in data:
 
 def test_what_is_computed_for_summaries_is_their_cost(tmp_path):
     (tmp_path / 'a.py').write_text(BLOCKS)
-    at = lambda line: Place(str(tmp_path / 'a.py'), line)
+    at = lambda line: _Place(str(tmp_path / 'a.py'), line)
     looks = [(at(line), kind) for line, kind, many in (
         (7, 'summary', 20), (6, 'eager', 30), (8, 'eager', 10), (3, 'graph', 40)) for _ in range(many)]
     look = lambda *lines: only(find_beside(seen(looks, [Event('call', at(n), .1, .1) for n in lines])))
@@ -66,9 +66,9 @@ def test_operations_that_a_loop_adds_to_its_graph():
 def test_weights_that_are_copied_through_numpy():
     def look(n):
         watch = watched([(OTHER, 'graph')] * (100 - n))
-        watch.looks += [Look(9., LINE, kind, 'Layer.set_weights') for kind in ('own', 'eager')]
-        watch.looks += [Look(9., LINE, 'numpy', 'mean')] * (n - 2)   # between them
-        return page.find_copied_weights(Seen(watch, 0., 10., ('next', LINE), []))
+        watch.looks += [_Look(9., LINE, kind, 'Layer.set_weights') for kind in ('own', 'eager')]
+        watch.looks += [_Look(9., LINE, 'numpy', 'mean')] * (n - 2)   # between them
+        return page.find_copied_weights(_Seen(watch, 0., 10., ('next', LINE), []))
     found = only(look(30))
     assert found.predicted_gain == pytest.approx(1 / (1 - .3 * .9)) and found.place == 'watched.py:3'
     assert 'take 30% of the time' in found.evidence and look(14) == []
@@ -91,7 +91,7 @@ def asked(monkeypatch, *rules):
             if isinstance(found, Exception): raise found
             return [found]
         return find_it
-    monkeypatch.setattr(page, 'PROGRAM_RULES', [rule(found) for found in rules])
+    monkeypatch.setattr(page, '_PROGRAM_RULES', [rule(found) for found in rules])
     return explain(watched(['own'] * 1000))
 
 def test_what_is_reported_of_what_the_rules_find(monkeypatch):
@@ -101,7 +101,7 @@ def test_what_is_reported_of_what_the_rules_find(monkeypatch):
     assert names(of(1.19), of(2), of(3.9), of(4.5), of(3, OTHER)) == ['4.5', '3', '2']
     assert names(of(1.21)) == ['1.21']
     sure = page.Finding('sure', '', '', 1.5, low=1.01, high=2.)
-    hidden = only_on_gpu('hidden', '', '', 'a.py:1')   # comes last, also of the same line
+    hidden = _only_on_gpu('hidden', '', '', 'a.py:1')   # comes last, also of the same line
     assert names(hidden, replace(sure, disease='noise', low=1.), sure) == ['sure', 'hidden']
     assert names(replace(sure, place='a.py:1'), hidden) == ['sure', 'hidden']
     found, notes = asked(monkeypatch, ValueError('odd'), sure)
@@ -117,8 +117,8 @@ def test_an_interval_holds_what_a_rule_leaves_out(monkeypatch, gain, low, high, 
 @pytest.mark.parametrize('looks, seconds, judged', [(19, .49, False), (20, .49, True), (19, .5, True)])
 def test_a_program_that_is_too_short_is_not_judged(looks, seconds, judged):
     found, notes = explain(watched(['graph'] * looks, ended=seconds))
-    assert found == [] and (page.TOO_SHORT in notes[0]) is not judged
-    assert page.finding_lines(found, notes)[0] == ('Nothing to fix.' if judged else 'Not judged.')
+    assert found == [] and (page._TOO_SHORT in notes[0]) is not judged
+    assert page._finding_lines(found, notes)[0] == ('Nothing to fix.' if judged else 'Not judged.')
 
 SCRIPT = '''
 import sys
@@ -239,11 +239,11 @@ def test_a_fit_that_the_end_of_the_watch_meets(at, windows):
     "Its waiting is what was measured until then; where nothing was, the fit tells nothing."
     class Ends(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if batch == at: raise page.Enough
+            if batch == at: raise page._Enough
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile('sgd', 'mse')
     whole = keras.Model.fit
-    with Watch() as watch, page.every_fit_watched(watch), pytest.raises(page.Enough):
+    with Watch() as watch, page._every_fit_watched(watch), pytest.raises(page._Enough):
         model.fit(np.zeros((160, 2)), np.zeros((160, 1)), batch_size=4, callbacks=[Ends()], verbose=0)
     (fit,) = watch.fits
     assert len(watch.windows) == windows and (fit.one is not None) == bool(windows)
@@ -256,7 +256,7 @@ def test_what_comes_out_the_same_in_each_iteration(change, looks, is_found):
     with Watch() as watch:
         for i in range(20): step(tf.fill((40, 40), float(change(i))), mask, 3)
     part = steady_part(watch)
-    part.looks = [Look(0., LINE, kind, '') for kind in ['eager'] * looks + ['graph'] * (100 - looks)]
+    part.looks = [_Look(0., LINE, kind, '') for kind in ['eager'] * looks + ['graph'] * (100 - looks)]
     found = page.find_same_values(part)
     assert bool(found) == is_found
     if found: assert '((40, 40))' in found[0].evidence and 'each of 18 calls' in found[0].evidence
@@ -267,7 +267,7 @@ def test_a_fit_in_a_loop_is_seen_from_inside():
         lambda i: (tf_sleep(20_000, tf.ones((20, 1))), tf.ones((20, 1))))
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile('sgd', 'mse')
-    with Watch() as watch, page.every_fit_watched(watch):
+    with Watch() as watch, page._every_fit_watched(watch):
         for _ in range(4): model.fit(rows, verbose=0)
     assert watch.fits[0].wait_share == 0. < .3 < watch.fits[-1].wait_share
     found, _ = explain(watch)

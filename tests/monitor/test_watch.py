@@ -14,9 +14,9 @@ import tensorflow as tf
 from watched import calls, LINE, OTHER, seen, watched
 from xtts_nb.monitor import seen as trials, watch as page
 from xtts_nb.monitor.loop import TF_FUNCTION
-from xtts_nb.monitor.program import finding_lines
-from xtts_nb.monitor.seen import finding, steady_part, variables_put_back
-from xtts_nb.monitor.watch import Place, Watch, is_users, libraries, look_at, place_of, users_frame
+from xtts_nb.monitor.program import _finding_lines
+from xtts_nb.monitor.seen import finding, steady_part, _variables_put_back
+from xtts_nb.monitor.watch import _Place, Watch, _is_users, libraries, look_at, _place_of, _users_frame
 
 HERE = __file__
 
@@ -44,7 +44,7 @@ USER = ('/users/me/train.py', 'main', 42)
     ([(f'{np.__path__[0]}/core/numeric.py', 'full', 1)], 'numpy'), ([], 'own')])
 def test_a_look_says_what_a_line_waits_for(inside, kind):
     look = look_at(stack(*inside, USER, ('/users/me/train.py', '<module>', 7)), 3.)
-    assert (look.time, look.place, look.kind) == (3., Place('/users/me/train.py', 42), kind)
+    assert (look.time, look.place, look.kind) == (3., _Place('/users/me/train.py', 42), kind)
     assert look.within == (inside[-1][1] if inside else '')
 
 def test_a_callback_of_the_user_is_a_callback():
@@ -68,12 +68,12 @@ def test_what_pip_installed_beside_a_program(tmp_path):
     assert not f'{tmp_path.parent}/bin/tree'.startswith(found)
 
 def test_whose_file_it_is():
-    assert is_users(HERE) and is_users('<ipython-input-3-abc>') and is_users('<string>')
-    assert not is_users(tf.__file__) and not is_users(threading.__file__) and not is_users(page.__file__)
-    assert not is_users('<frozen importlib>')
+    assert _is_users(HERE) and _is_users('<ipython-input-3-abc>') and _is_users('<string>')
+    assert not _is_users(tf.__file__) and not _is_users(threading.__file__) and not _is_users(page.__file__)
+    assert not _is_users('<frozen importlib>')
     here = sys._getframe()
-    assert users_frame(here) is here and place_of(here).file == HERE and place_of(None) is None
-    assert str(Place(HERE, 1)) == 'test_watch.py:1' and Place(HERE, 1).text.startswith('"Watching')
+    assert _users_frame(here) is here and _place_of(here).file == HERE and _place_of(None) is None
+    assert str(_Place(HERE, 1)) == 'test_watch.py:1' and _Place(HERE, 1).text.startswith('"Watching')
 
 def test_calls_are_counted_with_their_lines_and_nothing_stays_replaced():
     double, before = tf.function(lambda x: 2 * x), TF_FUNCTION.__call__
@@ -86,7 +86,7 @@ def test_calls_are_counted_with_their_lines_and_nothing_stays_replaced():
     calls = [e for e in watch.events if e.kind == 'call']
     assert [(e.traced, e.new) for e in calls] == [(True, True), (False, False), (False, False)]
     assert sum(e.kind == 'next' for e in watch.events) == 4   # the last one ends the dataset
-    assert sum(e.kind == 'fetch' and e.place == Place(HERE,
+    assert sum(e.kind == 'fetch' and e.place == _Place(HERE,
         calls[0].place.line + 1) for e in watch.events) == 1
     assert calls[0].place.text == 'for x in data: y = double(x)' == next(iter(watch.datasets)).text
     assert {l.kind for l in watch.looks if l.place and l.place.text == 'time.sleep(.05)'} == {'own'}
@@ -165,8 +165,8 @@ def test_an_iterator_that_a_function_gets_is_not_kept_beyond_its_next_call():
             plain(tf.constant(i))
     (kept,) = watch.early.values()
     assert int(kept[0][0]) == 2
-    assert page.reads_iterator((1, [batches]), {}) and page.reads_iterator((), {'x': batches})
-    assert not page.reads_iterator((1, tf.constant(2)), {})
+    assert page._reads_iterator((1, [batches]), {}) and page._reads_iterator((), {'x': batches})
+    assert not page._reads_iterator((1, tf.constant(2)), {})
 
 # --- the steady part of it ---------------------------------------------------------------------------------
 
@@ -188,25 +188,25 @@ def test_a_finding_has_an_interval_and_a_line():
     found = finding(seen(['own'] * 400), 'cause', 'evidence', 'remedy', .5, .2, LINE, 'a\nb')
     assert found.predicted_gain == pytest.approx(1 / .6) and found.low < found.predicted_gain < found.high
     assert found.place == 'watched.py:3' and found.line == LINE.text
-    lines = finding_lines([found], ['a note'])
+    lines = _finding_lines([found], ['a note'])
     assert lines[0].startswith('1. cause at watched.py:3: about 1.7 x as fast (')
     assert lines[1:] == [f'   > {LINE.text}', '   evidence.', '   Change: remedy.', '       a', '       b',
                          'Run it again after a change: the next cause may show only then.', 'Note: a note.']
-    assert finding_lines([replace(found, low=3., high=500.)], [])[0].endswith('(3.0 or more)')
+    assert _finding_lines([replace(found, low=3., high=500.)], [])[0].endswith('(3.0 or more)')
     assert {'place', 'line', 'change', 'gain_interval'} < found.to_dict().keys()
 
 def test_variables_are_put_back():
     v = tf.Variable([1., 2.])
-    with variables_put_back() as possible: v.assign([5., 5.])
+    with _variables_put_back() as possible: v.assign([5., 5.])
     assert possible and v.numpy().tolist() == [1., 2.]
-    with variables_put_back(most=0.) as possible: v.assign([5., 5.])
+    with _variables_put_back(most=0.) as possible: v.assign([5., 5.])
     assert not possible and v.numpy().tolist() == [5., 5.]
 
 def test_a_variable_of_a_graph_is_left_alone():
     "As a program of the first TensorFlow has them; it has no value outside of its graph."
     with tf.Graph().as_default(): inside = tf.compat.v1.get_variable('inside', initializer=[1., 2.])
     v = tf.Variable(3.)
-    with variables_put_back() as possible: v.assign(4.)
+    with _variables_put_back() as possible: v.assign(4.)
     assert possible and v.numpy() == 3. and inside.graph is not None
 
 def test_what_may_be_called_again():
@@ -217,8 +217,8 @@ def test_what_may_be_called_again():
         total.assign_add(1.)
         return x
     part = lambda *given: seen(['graph'] * 9, calls('call', 9), last={('call', LINE): (step, '', given, {})})
-    assert trials.compiled_call(part(tf.zeros(3))).function is step
-    assert trials.compiled_call(part(tf.zeros(3), iter(tf.data.Dataset.range(3)))) is None
+    assert trials._compiled_call(part(tf.zeros(3))).function is step
+    assert trials._compiled_call(part(tf.zeros(3), iter(tf.data.Dataset.range(3)))) is None
     assert 0 < trials.again(part(tf.zeros(3)), LINE) < .1 and float(total) == 0
     assert trials.again(part(tf.zeros(3)), OTHER) is None
     broken = seen(last={('predict', LINE): (SimpleNamespace(predict=lambda x: 1 / 0), 'predict', (1,), {})})
@@ -231,6 +231,6 @@ def test_a_step_is_judged_by_a_whole_batch():
         given = lambda n, mark: ((tf.fill((n, 2), mark),), {})
         part = seen(['graph'] * 9, calls('call', 9), last={('call', LINE): (step, '', *given(last, 2.))},
                     early={('call', LINE): given(early, 1.)})
-        x = trials.compiled_call(part).args[0]
+        x = trials._compiled_call(part).args[0]
         return x.shape[0], float(x[0, 0])
     assert rows(32, 10) == (32, 1.) and rows(32, 32) == (32, 2.) and rows(10, 32) == (32, 2.)

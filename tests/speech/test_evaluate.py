@@ -14,9 +14,10 @@ from xtts_nb.data.corpora import Clip
 from xtts_nb.data.text import LANGUAGES
 from xtts_nb.speech import evaluate as page
 from xtts_nb.speech.evaluate import (
-    badness, choose_trials, end_judge, evaluate, evaluation_report, judged, model_card, RATE,
-    read_clips, score_sounds, scores_text, Sound, SOUND_SOURCES, source_sounds, speaker_judge, spread, Trial,
-    Wanted, warping_judge, word_errors, words_judge)
+    _badness, _choose_trials, _end_judge, evaluate, evaluation_report, judged, _model_card, RATE,
+    _read_clips, _score_sounds, scores_text, Sound, _SOUND_SOURCES, _source_sounds, _speaker_judge, spread,
+    _Trial,
+    Wanted, warping_judge, word_errors, _words_judge)
 
 def voice(seconds=0.5, pitch=120.): return Sound(synthetic_voice(seconds, pitch, RATE), RATE)
 
@@ -41,7 +42,7 @@ def test_distance_length_and_end():
     assert judge(slow, wanted(voice()))['mel'] < 0.5 * judge(noise, wanted(voice()))['mel']
     assert judge(silence(), wanted(voice())) == {'mel': None, 'duration': None}
     tone = np.sin(np.arange(RATE) * .5).astype(np.float32) * .5
-    end = lambda wav: end_judge()(Sound(wav, RATE), None)['end']
+    end = lambda wav: _end_judge()(Sound(wav, RATE), None)['end']
     for after, level in ((tone[:0], 0), (.01 * tone, -40), (np.zeros(400, np.float32), -3)):   # half of 50 ms
         assert end(np.r_[tone, after]) == pytest.approx(level, abs=.2)
     assert end(np.zeros(RATE)) is None
@@ -66,25 +67,25 @@ def test_whisper_hears_the_sound_itself(monkeypatch):
             said = 'hello world' if np.abs(wav).max() > .01 else 'Thank you.'
             return [SimpleNamespace(text=said, end=1.)], SimpleNamespace(duration=1., language=language)
     monkeypatch.setitem(sys.modules, 'faster_whisper', SimpleNamespace(WhisperModel=Whisper))
-    judge = words_judge('small')
+    judge = _words_judge('small')
     assert judge(voice(), wanted(voice())) == {'cer': 0, 'wer': 0}
     assert judge(silence(), wanted(voice()))['wer'] == 100
     assert judge(voice(), wanted(voice(), language='xx')) == {}
     monkeypatch.setitem(sys.modules, 'faster_whisper', None)
     for model in (None, 'small'):
-        with pytest.raises(UserError, match='--transcribe'): words_judge(model)
+        with pytest.raises(UserError, match='--transcribe'): _words_judge(model)
 
 def test_a_speaker_resembles_itself(singer, xtts):
-    judge, low, high = speaker_judge(singer.xtts), voice(1.), voice(1., 230.)
+    judge, low, high = _speaker_judge(singer.xtts), voice(1.), voice(1., 230.)
     same, other = (judge(sound, wanted(low))['speaker'] for sound in (low, high))
     assert same == pytest.approx(1, abs=1e-5) and other < same
     assert judge(silence(), wanted(low)) == {'speaker': None}
-    with pytest.raises(UserError, match='no speaker encoder'): speaker_judge(xtts)
+    with pytest.raises(UserError, match='no speaker encoder'): _speaker_judge(xtts)
 
 def test_none_is_worst_and_quartiles_run_from_best_to_worst():
-    assert badness('low', 2) < badness('low', 3) < badness('low', None) == badness('one', 0) == np.inf
-    assert badness('high', 3) < badness('high', 2) < badness('high', float('nan'))
-    assert badness('one', 1) < badness('one', 0.9) < badness('one', 2) == badness('one', .5)
+    assert _badness('low', 2) < _badness('low', 3) < _badness('low', None) == _badness('one', 0) == np.inf
+    assert _badness('high', 3) < _badness('high', 2) < _badness('high', float('nan'))
+    assert _badness('one', 1) < _badness('one', 0.9) < _badness('one', 2) == _badness('one', .5)
     assert spread('low', [5, 1, None, 3, 2]) == {'median': 3, 'low': 2, 'high': 5, 'clips': 5, 'missing': 1}
     assert spread('high', [5, 1, 3, 2, 4]) == {'median': 3, 'low': 4, 'high': 2, 'clips': 5, 'missing': 0}
     assert spread('low', []) == {'median': None, 'low': None, 'high': None, 'clips': 0, 'missing': 0}
@@ -96,7 +97,7 @@ def test_none_is_worst_and_quartiles_run_from_best_to_worst():
 def test_a_score_is_offered_if_it_separates_real_speech(score, real, untrained, offered):
     "From the untrained model; a recording is never compared with itself, and the figures stay."
     row = {'score': score, 'offered': None, 'fault': 'by another rule'}
-    row |= {name: {'median': 0, 'low': 0, 'high': 0, 'clips': 3} for name in page.MAIN_SOURCES}
+    row |= {name: {'median': 0, 'low': 0, 'high': 0, 'clips': 3} for name in page._MAIN_SOURCES}
     row['recording' if score in ('wer', 'speaker') else 'copy']['high'] = real
     row['untrained']['low'] = untrained
     found = judged(row)
@@ -107,7 +108,7 @@ CLIPS = [Clip(f'{language}-{text}-{speaker}', text, speaker, language, None)
 
 def test_trials_are_held_out_and_their_references_are_not():
     held = {'en-a-x', 'en-b-y', 'de-c-x', 'de-d-y'}
-    trials = choose_trials(CLIPS, [*held, 'gone'], 9)
+    trials = _choose_trials(CLIPS, [*held, 'gone'], 9)
     assert {t.clip.id for t in trials} == held
     for clip, reference, other_voice, other_sentence in trials:
         assert reference.id not in held and other_sentence.id not in held and reference != other_sentence
@@ -117,14 +118,14 @@ def test_trials_are_held_out_and_their_references_are_not():
         assert other_voice.speaker != clip.speaker
     unseen = [c.id for c in CLIPS if c.speaker == 'y']   # a voice that was never seen
     assert all(t.reference.speaker == 'y' and t.reference.text != t.clip.text
-               for t in choose_trials(CLIPS, unseen, 9))
-    assert choose_trials(CLIPS[:1]) == [Trial(CLIPS[0], CLIPS[0], None, None)]
+               for t in _choose_trials(CLIPS, unseen, 9))
+    assert _choose_trials(CLIPS[:1]) == [_Trial(CLIPS[0], CLIPS[0], None, None)]
 
 def test_every_language_has_sentences_of_its_own():
-    assert [*sorted(page.SENTENCES)] == sorted([*LANGUAGES, 'fa'])
-    texts = [t for some in page.SENTENCES.values() for t in some]
+    assert [*sorted(page._SENTENCES)] == sorted([*LANGUAGES, 'fa'])
+    texts = [t for some in page._SENTENCES.values() for t in some]
     assert len({*texts}) == len(texts) == 5 * 18 and all(len(t) >= 9 for t in texts)
-    assert all(len(t) == 5 for t in page.READ_AS.values())
+    assert all(len(t) == 5 for t in page._READ_AS.values())
 
 @pytest.fixture(scope='module')
 def evaluation(xtts, prepared):
@@ -132,12 +133,12 @@ def evaluation(xtts, prepared):
     return evaluate(xtts, prepared.folder, [c['id'] for c in prepared.clips][:3], 9)
 
 def test_every_source_of_every_clip_is_scored(evaluation, prepared, corpus):
-    assert read_clips(prepared.folder) == read_clips(corpus)
+    assert _read_clips(prepared.folder) == _read_clips(corpus)
     assert evaluation.about == {'clips': 3, 'voices': 1, 'languages': 'en', 'vocoder': 'griffin-lim',
                                 'held_out': True}
     mel, duration, cer, wer, speaker = evaluation.scores
     assert mel['recording']['median'] < 0.05 < mel['copy']['median'] and duration['recording']['median'] == 1
-    assert [mel[name]['clips'] for name in SOUND_SOURCES] == [3] * 6
+    assert [mel[name]['clips'] for name in _SOUND_SOURCES] == [3] * 6
     for row, word in ((cer, 'Whisper'), (wer, 'Whisper'), (speaker, 'speaker encoder')):
         assert not row['offered'] and word in row['fault'] and 'recording' not in row
     assert json.loads(json.dumps(evaluation.to_dict()))['offered'] == evaluation.offered
@@ -169,38 +170,38 @@ def test_the_report_shows_each_score_and_each_clip(evaluation, tmp_path):
 def test_the_model_card(evaluation, prepared):
     config = XTTSConfig.tiny().replace(training={'finetune': 'lora'}, data={'batch_size': 7})
     run = {'base': '/models/a|b', 'held_out': ['a', 'b'], 'mix': 'x', 'mix_share': .25}
-    text = model_card(evaluation, config, run, prepared, 1234)
+    text = _model_card(evaluation, config, run, prepared, 1234)
     for line in ('language: ["en"]', f'| clips | {len(prepared)} |', '| held out, not trained on | 2 clips |',
                  '| began from | a\\|b |', '| trained | adapters next to the weights (LoRA) |',
                  '| updates | 1,234 of 7 clips |', '| older clips | 25% of the updates |'):
         assert f'{line}\n' in text, line
-    plain = model_card(evaluation._replace(about=evaluation.about | {'held_out': False}), XTTSConfig.tiny())
+    plain = _model_card(evaluation._replace(about=evaluation.about | {'held_out': False}), XTTSConfig.tiny())
     assert '(not used in training)' in text and '(perhaps used in training)' in plain
     assert not any(f'| {word}' in plain for word in ('hours', 'updates', 'held out', 'began', 'trained'))
 
 def test_fixed_sentences(xtts, prepared, tmp_path, monkeypatch):
     "In the voices of the data in turn, without letters that the model never saw, scored without a melody."
     language, known = xtts.tokenizer.languages[0], [c['text'] for c in prepared.clips]
-    monkeypatch.setattr(page, 'SENTENCES', {language: ['ЖЖЖ', *known]})
-    fixed = lambda clips: page.sentence_trials(xtts, [language], speak, tmp_path, clips, each=3)
+    monkeypatch.setattr(page, '_SENTENCES', {language: ['ЖЖЖ', *known]})
+    fixed = lambda clips: page._sentence_trials(xtts, [language], speak, tmp_path, clips, each=3)
     found = evaluate(xtts, prepared.folder, fixed=fixed)
     assert [t.clip.text for t in found.trials] == known[:2]
     assert found.about['fixed'] and found.about['held_out'] and found.about['voices'] == 2
     assert [s['score'] for s in found.scores] == ['duration', 'end', 'cer', 'wer', 'speaker']
     assert found.scores[0]['recording']['median'] == 1
-    assert '(of fixed sentences; the recording is espeak-ng' in model_card(found, xtts.config)
-    page.SENTENCES[language] = ['ЖЖЖ']
+    assert '(of fixed sentences; the recording is espeak-ng' in _model_card(found, xtts.config)
+    page._SENTENCES[language] = ['ЖЖЖ']
     for names in ([language], ['tlh']):
         with pytest.raises(UserError, match='letters|"tlh"'):
-            page.sentence_trials(xtts, names, speak, tmp_path, CLIPS[:1])
+            page._sentence_trials(xtts, names, speak, tmp_path, CLIPS[:1])
 
 def test_what_cannot_be_scored(xtts, evaluation):
     "A silent recording is refused, and a score without a clip says so; given speech is kept."
     spoken = {name: [evaluation.sounds[name][0].wav] for name in ('model', 'untrained')}
-    sounds = source_sounds(xtts, evaluation.trials[:1], spoken=spoken)
+    sounds = _source_sounds(xtts, evaluation.trials[:1], spoken=spoken)
     assert all(sounds[name][0].wav is wav for name, (wav,) in spoken.items())
     with pytest.raises(UserError, match='is silent'):
-        score_sounds(evaluation.sounds | {'recording': [silence()] * 3}, evaluation.trials)
-    (row,) = score_sounds(evaluation.sounds, evaluation.trials,
-                          judges={('wer',): lambda: lambda spoken, wanted: {}})
+        _score_sounds(evaluation.sounds | {'recording': [silence()] * 3}, evaluation.trials)
+    (row,) = _score_sounds(evaluation.sounds, evaluation.trials,
+                           judges={('wer',): lambda: lambda spoken, wanted: {}})
     assert row['fault'] == 'no clip of a language that it knows' and not row['offered']

@@ -64,7 +64,7 @@ def test_another_process_makes_the_same_sound(made):
 @pytest.fixture
 def graphless(monkeypatch):
     "The graph is not made."
-    monkeypatch.setattr('xtts_nb.speech.export.saved_model', lambda speaker, folder: folder.mkdir())
+    monkeypatch.setattr('xtts_nb.speech.export._saved_model', lambda speaker, folder: folder.mkdir())
 
 def test_voices_of_several_kinds(xtts, graphless, tmp_path):
     speaker = Speaker(xtts)

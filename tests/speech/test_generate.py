@@ -15,9 +15,9 @@ from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.config import AudioConfig, UserError
 from xtts_nb.models.gpt import GPT
 from xtts_nb.speech.generate import (
-    Sampling, Speaker, generate, piece_seeds, read_reference,
-    reference_mels, sample_code)
-from xtts_nb.speech.guard import retry_sampling
+    Sampling, Speaker, generate, piece_seeds, _read_reference,
+    _reference_mels, _sample_code)
+from xtts_nb.speech.guard import _retry_sampling
 from xtts_nb.speech.voices import Voice
 
 TEXTS, VOICE = ['aa bb cc', 'hh', 'dd ee ff gg'], synthetic_voice(1.)
@@ -30,7 +30,7 @@ def draws(score, n=400, spoken=None, temperature=1., top_k=50, top_p=1., penalty
 def picked(score, spoken, *settings, uniform=None):
     "A code of each row, by numbers that are spread evenly from 0 to 1."
     if uniform is None: uniform = (np.arange(len(score), dtype=np.float32) + 0.5) / len(score)
-    return sample_code(score, spoken, uniform, Sampling(*settings).tensors(len(score), 1)).numpy()
+    return _sample_code(score, spoken, uniform, Sampling(*settings).tensors(len(score), 1)).numpy()
 
 def coqui_chances(score, spoken, temperature, top_k, top_p, repetition_penalty):
     "Probabilities of the codes by coqui-tts's order of transforms, which are those of Hugging Face."
@@ -85,7 +85,7 @@ def inputs(xtts):
     ids = [xtts.tokenizer.encode(t, 'en') for t in TEXTS]
     width = max(map(len, ids)) + 2
     voices = [synthetic_voice(1., p) for p in (90., 150., 230.)]
-    reference = np.stack(reference_mels(xtts, voices, xtts.config.speech))
+    reference = np.stack(_reference_mels(xtts, voices, xtts.config.speech))
     return (np.array([i + [0] * (width - len(i)) for i in ids], np.int32),
             np.array([len(i) for i in ids], np.int32), reference)
 
@@ -166,7 +166,7 @@ def test_each_piece_of_a_text_has_its_own_seed():
     pieces = lambda seed: [*islice(piece_seeds(seed), 9)]
     assert pieces(3) == pieces(3) and pieces(3)[0] == 3 and len({*pieces(3), *pieces(4)}) == 18
     assert len({*pieces(None), *pieces(None)}) == 18
-    again = [retry_sampling(Sampling(seed=seed), 2).seed for seed in pieces(2**31 - 1)]
+    again = [_retry_sampling(Sampling(seed=seed), 2).seed for seed in pieces(2**31 - 1)]
     assert all(0 <= seed < 2**31 for seed in (*pieces(2**31 - 1), *again))
 
 def test_xla_says_the_same(endless, inputs):
@@ -190,9 +190,9 @@ def speaker(xtts): return Speaker(xtts, temperature=0.)
 
 def test_a_recording_is_heard_where_its_sound_begins_and_in_the_channel_that_has_it(xtts, tmp_path):
     silence, there = np.zeros(3 * 22050, np.float32), lambda name, wav: soundfile.write(
-        tmp_path / name, wav, 22050, subtype='FLOAT') or read_reference(tmp_path / name, AudioConfig(), 1.)
+        tmp_path / name, wav, 22050, subtype='FLOAT') or _read_reference(tmp_path / name, AudioConfig(), 1.)
     late, loud = np.concatenate([silence, VOICE]), np.flatnonzero(np.abs(VOICE) > 1e-3)[0]
-    for found in (there('late.wav', late), read_reference(late, AudioConfig(), 1.)):
+    for found in (there('late.wav', late), _read_reference(late, AudioConfig(), 1.)):
         assert np.array_equal(found, VOICE[loud:loud + 22050])
     assert np.array_equal(there('phase.wav', np.stack([VOICE, -VOICE], 1)), VOICE[:22050])
     soundfile.write(tmp_path / 'word.wav', np.concatenate([silence, VOICE[:8000], silence]), 22050)
@@ -204,7 +204,7 @@ def test_of_a_long_recording_only_the_beginning_is_read(tmp_path):
         for _ in range(600): file.write(np.stack([VOICE[:22050]] * 2, 1))
     tracemalloc.start()
     try:
-        assert len(read_reference(tmp_path / 'long.wav', AudioConfig())) == 30 * 22050
+        assert len(_read_reference(tmp_path / 'long.wav', AudioConfig())) == 30 * 22050
         assert tracemalloc.get_traced_memory()[1] < 20e6   # of 106 MB as float32
     finally: tracemalloc.stop()
 
@@ -214,7 +214,7 @@ def heard(xtts, wavs, speech=None):
 
 def crop(xtts, reference):
     "What a model trained here hears of a recording."
-    return reference_mels(xtts, [read_reference(reference, xtts.config.model.audio)], xtts.config.speech)[0]
+    return _reference_mels(xtts, [_read_reference(reference, xtts.config.model.audio)], xtts.config.speech)[0]
 
 def test_the_cache_grows_while_a_text_needs_it(xtts, small, monkeypatch):
     "Same codes and states as with room for all from the start; compiled for each size that is needed."
@@ -224,7 +224,7 @@ def test_the_cache_grows_while_a_text_needs_it(xtts, small, monkeypatch):
     voices, made = [Voice(tf.random.stateless_normal((4, 64), (n, 0)), None) for n in range(2)], {}
     three = Sampling(temperature=0.9, top_p=1., seed=3)
     for rooms in ((), (9, 20)):
-        monkeypatch.setattr(synthesis, 'ROOMS', rooms)
+        monkeypatch.setattr(synthesis, '_ROOMS', rooms)
         speaker = made[rooms] = Speaker(model)
         assert speaker.rooms == (*rooms, 48)
         speaker.spoken = [x.numpy() for x in speaker._codes(['aa bb', 'cc'], ['en', 'en'], voices, three)]

@@ -14,10 +14,10 @@ from xtts_nb.speech import generate as synthesis
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.guard import (
-    GuardedSpeaker, Rate, code_likelihoods, code_rates, inspect_codes, run_rates)
+    GuardedSpeaker, _Rate, _code_likelihoods, _code_rates, inspect_codes, run_rates)
 
 DEMO = json.loads((Path(__file__).parents[1] / 'stored' / 'codes.json').read_text(encoding='utf-8'))
-CLIPS = [(np.array(clip['codes']), clip['tokens'], clip['text'], Rate(*DEMO['rates'][clip['language']]))
+CLIPS = [(np.array(clip['codes']), clip['tokens'], clip['text'], _Rate(*DEMO['rates'][clip['language']]))
          for clip in DEMO['clips']]
 VOICE, LIMIT = synthetic_voice(1.), 256
 
@@ -53,13 +53,14 @@ def test_rates_of_a_cache(prepared, tmp_path):
     ratio = prepared.codes_length / prepared.text_length
     low, high = np.quantile(ratio, [.01, .99])
     longest = int(prepared.text_length.max())
-    assert code_rates(prepared.folder, 14) == {'en': Rate(round(.7 * low, 3), round(1.4 * high, 3), longest)}
-    assert code_rates(prepared.folder) == {}   # 14 clips are too few
+    assert _code_rates(prepared.folder,
+                       14) == {'en': _Rate(round(.7 * low, 3), round(1.4 * high, 3), longest)}
+    assert _code_rates(prepared.folder) == {}   # 14 clips are too few
     assert run_rates(tmp_path) == {}
-    for cache, rates in ((prepared.folder, code_rates(prepared.folder, 14)), (tmp_path / 'gone', {})):
+    for cache, rates in ((prepared.folder, _code_rates(prepared.folder, 14)), (tmp_path / 'gone', {})):
         (tmp_path / 'run.json').write_text(json.dumps({'cache': str(cache)}))
         assert run_rates(tmp_path, 14) == run_rates(tmp_path / 'best', 14) == rates
-    own = code_rates(prepared.folder, 14)['en']
+    own = _code_rates(prepared.folder, 14)['en']
     (tmp_path / 'base').mkdir()
     for based, longest in (({}, None), ({'cache': str(prepared.folder)}, own.longest)):   # released; ours
         (tmp_path / 'base/run.json').write_text(json.dumps(based))
@@ -72,7 +73,7 @@ def test_likelihoods_are_those_of_the_logits(xtts):
     texts, codes = [[3, 5, 4, 6, 7], [3, 5, 7], [3, 6, 6, 6]], draw.integers(0, xtts.gpt.code_start, 9)
     prompt = Speaker(xtts).listen(VOICE).prompt
     for spoken in (codes, codes[:0]):
-        found = code_likelihoods(gpt, texts, prompt, spoken, rows=2)
+        found = _code_likelihoods(gpt, texts, prompt, spoken, rows=2)
         for ids, likelihood in zip(texts, found, strict=True):   # each alone, position by position
             states = gpt.states(tf.constant([ids]), tf.constant([len(ids)]), tf.constant([spoken], tf.int32),
                                 tf.constant([len(spoken)]), prompt[None])[1][0]
@@ -102,7 +103,7 @@ GOOD, FEW, WORSE = MANY[:40], MANY[:9], [*MANY[:9], *MANY[:9]]
 
 @pytest.fixture(scope='module')
 def guarded(xtts):
-    speaker = GuardedSpeaker(xtts, rates={'en': Rate(1.5, 4.)})
+    speaker = GuardedSpeaker(xtts, rates={'en': _Rate(1.5, 4.)})
     assert len(speaker._ids(LONG, 'en')) == 14 and len(speaker._ids(LONG + ' h', 'en')) == 16
     return speaker
 
@@ -128,7 +129,7 @@ def test_a_faulty_row_is_spoken_again_in_every_row(guarded, forced):
 
 @pytest.mark.parametrize('retries', [0, 1, 2])
 def test_attempts_are_bounded_and_the_best_is_kept(xtts, forced, retries):
-    speaker = GuardedSpeaker(xtts, retries=retries, rates={'en': Rate(2., 4.)}, temperature=.5)
+    speaker = GuardedSpeaker(xtts, retries=retries, rates={'en': _Rate(2., 4.)}, temperature=.5)
     calls = forced([WORSE], [FEW], [FEW])
     length, states, _ = speak(speaker, 1)
     assert len(calls) == 1 + retries and all(call[0] is speaker for call in calls)
@@ -141,7 +142,7 @@ def test_attempts_are_bounded_and_the_best_is_kept(xtts, forced, retries):
 @pytest.fixture
 def unending(xtts, small, monkeypatch):
     "A real model with the same scores at each place: the likeliest code is never STOP, a drawn one may be."
-    monkeypatch.setattr(synthesis, 'ROOMS', (4, 12))
+    monkeypatch.setattr(synthesis, '_ROOMS', (4, 12))
     model = copy.copy(xtts)
     model.gpt = GPT(small.replace(model={'gpt': {'layers': 1}}), xtts.gpt.text_start)
     model.gpt.code_head.kernel.assign(tf.zeros_like(model.gpt.code_head.kernel))
@@ -154,7 +155,7 @@ def unending(xtts, small, monkeypatch):
 def test_a_shorter_attempt_of_the_real_loop_is_kept_beside_a_longer_one(unending):
     "Nothing is lost where the attempts of the rows have room for different numbers of codes."
     voices = [Voice(tf.zeros((4, 64)), None)] * 2
-    speaker = GuardedSpeaker(unending, retries=3, rates={'en': Rate(0.7, 9.)}, top_p=1.)
+    speaker = GuardedSpeaker(unending, retries=3, rates={'en': _Rate(0.7, 9.)}, top_p=1.)
     made = speaker._codes(['aa', LONG], ['en'] * 2, voices, speaker.sampling)
     codes, length, states = (x.numpy() for x in made)
     assert codes.shape == states.shape[:2] and length[0] == 2 and length[1] >= 9

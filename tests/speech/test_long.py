@@ -8,9 +8,9 @@ from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
 from xtts_nb.data.text import LANGUAGES
 from xtts_nb.speech.generate import Speaker
-from xtts_nb.speech.guard import Rate
+from xtts_nb.speech.guard import _Rate
 from xtts_nb.speech.long import (
-    MAX_CHARACTERS, TextPiece, _separable, language_runs, sentences, speak_long,
+    _MAX_CHARACTERS, _TextPiece, _separable, language_runs, sentences, speak_long,
     split_text, text_pieces)
 
 VOICE = synthetic_voice(1.)
@@ -35,7 +35,7 @@ def check(text, language, most):
         weighed.append(len(piece))
         return weigh(piece) <= most
     pieces = split_text(text, language, fits)
-    limit = min(most, MAX_CHARACTERS[language[:2]])
+    limit = min(most, _MAX_CHARACTERS[language[:2]])
     assert ''.join(p.text for p in pieces) == text and {p.language for p in pieces} == {language}
     place = 0
     for piece in pieces:
@@ -169,7 +169,7 @@ def test_pieces_are_spoken_in_order(recorder):
     spoken = speak_long(recorder, TEXT, 'en', 'me', 7, rows=3, progress=lambda *n: done.append(n))
     assert not recorder.batches
     first = next(spoken)
-    assert first.piece == TextPiece('aa bb cc dd ee ff\n\n', 'en', .7) and first.report == []
+    assert first.piece == _TextPiece('aa bb cc dd ee ff\n\n', 'en', .7) and first.report == []
     assert first.wav.tolist() == [1] * 19 + [0] * 35 and len(recorder.batches) == 1   # 0.7 s at speed 2
     rest = [*spoken]
     assert [s.wav.max() for s in rest] == [1, 1, 2] and len(rest[-1].wav) == 2
@@ -192,7 +192,7 @@ def test_a_piece_has_room_for_its_codes(recorder):
     count = lambda: max(text_pieces(recorder, text, 'en')[1])
     assert 30 < count() <= 40
     for most, longest, tokens in ((1.4 * 3, None, 20), (1.4 * 30, None, 16), (1., 22, 22), (1., 3, 16)):
-        recorder.rates = {'en': Rate(1., most, longest)}
+        recorder.rates = {'en': _Rate(1., most, longest)}
         assert tokens / 2 < count() <= tokens
 
 def test_a_mark_that_is_not_said_still_divides(recorder):

@@ -27,7 +27,7 @@ from xtts_nb.speech import serve as serving
 from xtts_nb.speech.generate import Sampling, Speaker
 from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.serve import (
-    Encoder, FORMATS, serve, SPEECH, speech_app, SpeechService,
+    Encoder, _FORMATS, serve, SPEECH, speech_app, SpeechService,
     VoiceFolder)
 from xtts_nb.speech.stream import EngineClosed
 from xtts_nb.speech.voices import load_voice, remove_voice, save_voice, voice_model
@@ -106,7 +106,7 @@ def until(true, seconds=5.):
 
 # --- sound as bytes -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kind', FORMATS)
+@pytest.mark.parametrize('kind', _FORMATS)
 @pytest.mark.parametrize('rate, whole', [(RATE, False), (22050, True)])
 def test_a_format_gives_the_sound_back_at_24_khz(kind, rate, whole):
     wav, writer = 0.4 * synthetic_voice(1., 150.), Encoder(kind, rate, whole=whole)
@@ -330,7 +330,7 @@ def test_a_steady_reader_is_not_cut_off(service, toy, monkeypatch):
         sock.close()
 
 def test_a_body_that_does_not_come(service, monkeypatch):
-    monkeypatch.setattr(serving, 'REQUEST_SECONDS', 0.1)
+    monkeypatch.setattr(serving, '_REQUEST_SECONDS', 0.1)
     with served(service) as url:
         head = f'POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Length: '
         assert connected(url, head + '9\r\n\r\n{').recv(99).startswith(b'HTTP/1.1 408')

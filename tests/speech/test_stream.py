@@ -11,7 +11,7 @@ import soundfile
 import tensorflow as tf
 
 from xtts_nb.config import DecoderConfig, UserError, XTTSConfig
-from xtts_nb.data.audio import griffin_lim, synthetic_voice, wav_header
+from xtts_nb.data.audio import griffin_lim, synthetic_voice, _wav_header
 from xtts_nb.models.hifigan import HiFiGAN, stretch
 from xtts_nb.bench import trace_count
 from xtts_nb.speech import stream as streaming
@@ -81,7 +81,7 @@ def test_a_file_is_written_as_it_is_spoken_and_continued(speaker, voices, tmp_pa
         return speak_file(speaker, text, 'en', voices[0], path, seed, 1, progress, told.append)
     path.write_bytes(b'mine')
     with pytest.raises(UserError, match='book.wav: is there already'): speak()
-    path.write_bytes(older := wav_header(24000, 2, wide=True) + b'xx')
+    path.write_bytes(older := _wav_header(24000, 2, wide=True) + b'xx')
     for kill, left in ((1, 1), (2, 3)):
         with pytest.raises(KeyboardInterrupt): speak(kill)
         assert path.read_bytes() == older and len([*tmp_path.iterdir()]) == left
@@ -218,7 +218,7 @@ def lone(speaker) -> Engine:
 def test_a_call_that_hangs_is_overdue_and_closes_all_the_same(speaker, voices, monkeypatch):
     go, advance = threading.Event(), SpeechRows.advance
     monkeypatch.setattr(SpeechRows, 'advance', lambda rows: go.wait(30) and advance(rows))
-    monkeypatch.setitem(streaming.CALL_SECONDS, 'round', 0.05)
+    monkeypatch.setitem(streaming._CALL_SECONDS, 'round', 0.05)
     engine = lone(speaker)
     assert not engine.overdue and not engine.calls
     spoken, waits = (engine.submit('aa', 'en', voices[0]) for _ in range(2))

@@ -21,11 +21,11 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.files import read_tensors
 from xtts_nb.models.gpt import GPT
-from xtts_nb.models.xtts import token_counts
+from xtts_nb.models.xtts import _token_counts
 from xtts_nb.train import distributed as page
 from xtts_nb.train.distributed import (
-    DistributedTrainer, Replicas, Share, bit_sums, cluster_resolver, differing, distributed_train_step,
-    distributed_validation_step, from_first, one_device_reason, this_worker)
+    DistributedTrainer, _Replicas, Share, bit_sums, _cluster_resolver, differing, distributed_train_step,
+    distributed_validation_step, _from_first, _one_device_reason, _this_worker)
 from xtts_nb.train.runs import held_out_share, new_run
 from xtts_nb.train.step import Update, random_batch
 from xtts_nb.train.trainer import checkpoints, Trainer
@@ -67,11 +67,11 @@ STEP = ('SLURM_JOB_ID', 'SLURM_PROCID', 'SLURM_STEP_NUM_TASKS', 'SLURM_STEP_NODE
 def test_a_job_step_of_slurm_is_read(monkeypatch, step, workers, index):
     "By node and number on it: TensorFlow sorts the nodes, and the rank of a task may be another number."
     for name, value in zip(STEP, step): monkeypatch.setenv(name, value)
-    if index is None: pytest.raises(UserError, cluster_resolver).match(workers)
+    if index is None: pytest.raises(UserError, _cluster_resolver).match(workers)
     else:
-        found = cluster_resolver()
+        found = _cluster_resolver()
         assert found.cluster_spec().as_dict() == {'worker': workers.split()}
-        assert this_worker(found)[0] == index
+        assert _this_worker(found)[0] == index
 
 @pytest.mark.parametrize('config, found', [
     ({}, (0, 1)), ({'cluster': {'worker': ['a:1']}, 'task': {'type': 'worker', 'index': 0}}, (0, 1)),
@@ -80,7 +80,7 @@ def test_a_job_step_of_slurm_is_read(monkeypatch, step, workers, index):
     ({'cluster': {'chief': ['a:1'], 'worker': ['b:2']}, 'task': {'type': 'worker', 'index': 0}}, (1, 2))])
 def test_a_worker_knows_its_number(monkeypatch, config, found):
     monkeypatch.setenv('TF_CONFIG', json.dumps(config))
-    assert this_worker(cluster_resolver()) == found
+    assert _this_worker(_cluster_resolver()) == found
 
 @pytest.mark.parametrize('guide', ['user_guide', 'user_guide_fa'])
 def test_the_scripts_of_the_guide(guide, tmp_path, monkeypatch):
@@ -96,7 +96,7 @@ def test_the_scripts_of_the_guide(guide, tmp_path, monkeypatch):
     for index in range(2):
         env = os.environ | {'JOB_COMPLETION_INDEX': str(index)}
         monkeypatch.setenv('TF_CONFIG', subprocess.check_output(['bash', '-c', shown], env=env, text=True))
-        assert this_worker(cluster_resolver()) == (index, 2)
+        assert _this_worker(_cluster_resolver()) == (index, 2)
     for name, body in (('srun', '[ "$SLURM_RESTART_COUNT" = 3 ]'), ('scontrol', 'echo "$@" >>asked')):
         (tmp_path / name).write_text(f'#!/bin/bash\n{body}\n')
         (tmp_path / name).chmod(0o755)
@@ -112,11 +112,11 @@ def pair():
 def test_a_training_that_cannot_be_divided_says_why(mini, prepared):
     runtime = SimpleNamespace(manifest={'stored': []})
     lora = mini.replace(training={'finetune': 'lora'})
-    reasons = [one_device_reason(*asked) for asked in (
+    reasons = [_one_device_reason(*asked) for asked in (
         (mini, prepared, False), (lora, prepared, False), (mini, runtime, False), (mini, prepared, True))]
     assert not reasons[0] and all(reasons[1:]) and len({*reasons}) == 4
     with pytest.raises(UserError, match='training.finetune'):
-        Replicas(SimpleNamespace(gpt=None, training=mini.training), mini, pair())
+        _Replicas(SimpleNamespace(gpt=None, training=mini.training), mini, pair())
 
 @pytest.mark.parametrize('rows, devices, parts, good', [
     (8, 2, 2, True), (8, 4, 2, True), (8, 3, 1, False), (4, 4, 2, False)])
@@ -154,7 +154,7 @@ def test_rows_elsewhere_are_parts_of_the_batch(mini):
         keras.utils.set_random_seed(0)
         return Update(GPT(config, 5), config.replace(training={'accumulation': parts}).training)
     whole, half = update(4), update(2)
-    counts = token_counts(whole.gpt, batch)
+    counts = _token_counts(whole.gpt, batch)
     rows = lambda i: {k: x[4 * i:4 * i + 4] for k, x in batch.items()}
     wanted = whole.gradients(batch, tf.constant(3), counts)
     parts = [half.gradients(rows(i), tf.constant(3), counts, first=2 * i) for i in range(2)]
@@ -172,7 +172,7 @@ def test_two_devices_make_the_update_of_one(mini):
     def update():
         keras.utils.set_random_seed(0)
         return Update(GPT(config, 5), config.training)
-    copies, whole = Replicas(update(), config, pair()), update()
+    copies, whole = _Replicas(update(), config, pair()), update()
     for v, w in zip(copies.updates[1].weights, copies.updates[0].weights): v.assign(w.value)
     copies.all_reduce = lambda compute: [tf.nest.map_structure(tf.add, compute(0), compute(1))] * 2
     lengths = {'text_length': tf.range(5, 13), 'code_length': tf.range(20, 4, -2)}
@@ -192,7 +192,7 @@ def test_places_among_all_devices(monkeypatch):
     here = SimpleNamespace(worker=2, devices=['a', 'b'], training=SimpleNamespace(accumulation=2))
     monkeypatch.setattr(tf.distribute, 'get_replica_context',
                         lambda: SimpleNamespace(replica_id_in_sync_group=tf.constant(5)))
-    assert Replicas.local_index(here) == 1
+    assert _Replicas.local_index(here) == 1
     batch = {'weight': tf.range(4), 'whole_weight': tf.range(24)}
     here.gradient_steps = [lambda rows, number, counts, part: (list(rows['weight'].numpy()), part)] * 2
     assert [page._gradients(here, batch, 0, {}, i) for i in range(2)] == [([0, 1], 8), ([2, 3], 10)]
@@ -200,7 +200,7 @@ def test_places_among_all_devices(monkeypatch):
 @pytest.mark.parametrize('worker', [0, 1])
 def test_only_the_first_copy_of_worker_0_is_received(worker):
     copies = SimpleNamespace(worker=worker, all_reduce=lambda sent: [sent(0), sent(1)])
-    received = from_first(copies, [[tf.constant([5.])], [tf.constant([7.])]])
+    received = _from_first(copies, [[tf.constant([5.])], [tf.constant([7.])]])
     assert [float(x[0][0]) for x in received] == [0. if worker else 5., 0.]
 
 def test_one_changed_bit_is_found():
@@ -266,7 +266,7 @@ def test_a_cluster_of_one_device_begins_as_a_trainer(prepared, mini):
     assert trainer.training.steps == trainer.length['steps'] == 2 * trainer.plan.steps_per_epoch
     assert (trainer.step, trainer.since_best, trainer.assigned_rate) == (0, 0, None)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(page, 'from_first', lambda copies, values: [[tf.zeros(4)]])
+        m.setattr(page, '_from_first', lambda copies, values: [[tf.zeros(4)]])
         with pytest.raises(UserError, match='other settings'): page._check_alike(trainer.copies, 'settings')
 
 

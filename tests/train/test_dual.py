@@ -23,8 +23,8 @@ from xtts_nb.models.dvae import load_dvae
 from xtts_nb.train import dual as page
 from xtts_nb.train.distributed import Share, code_feed
 from xtts_nb.train.dual import (
-    Feed, Pipeline, PipelineClosed, Ring, SerialBatches, Span, by_stage, dual_trainer, finish_batch, overlap,
-    pipeline_rows, pipeline_table, run_feed, sound_batches, stage_rows, steady_period)
+    Feed, Pipeline, PipelineClosed, _Ring, SerialBatches, Span, by_stage, dual_trainer, finish_batch, overlap,
+    _pipeline_rows, pipeline_table, run_feed, sound_batches, stage_rows, _steady_period)
 from xtts_nb.train.profile import device_placement, placement_summary
 from xtts_nb.train.runs import new_run, resume_run
 
@@ -104,7 +104,7 @@ def test_a_failure_of_the_reader_and_a_second_close_leave_nothing(nobody_stays):
     with pytest.raises(PipelineClosed): next(batches)
 
 def test_a_slot_is_taken_before_and_given_back_after():
-    ring = Ring(2)
+    ring = _Ring(2)
     for _ in range(2): ring.reserve()
     third = threading.Thread(target=ring.reserve)
     third.start()
@@ -138,8 +138,8 @@ def a_run(rate, most=1, host=0.25):
                                              for stage, share in shares for n in range(4)])
 
 def test_rows_are_medians_of_the_rounds():
-    rows = pipeline_rows({'a': [a_run(1 / 3, host=h) for h in (0.1, 0.2, 0.9)],
-                          'b': [a_run(r, most) for r, most in ((1, 2), (4, 3), (2, 1))]}, 2 / 3)
+    rows = _pipeline_rows({'a': [a_run(1 / 3, host=h) for h in (0.1, 0.2, 0.9)],
+                           'b': [a_run(r, most) for r, most in ((1, 2), (4, 3), (2, 1))]}, 2 / 3)
     assert rows == [{'name': 'a', 'rate': 0.333, 'ideal_rate': 0.667, 'ratio': 1., 'spread': 0.,
                      'busy': {'host': 0.2, 'model': 0.5}, 'model_wait_share': 0.4286, 'ring_max': 1},
                     {'name': 'b', 'rate': 2., 'ideal_rate': 0.667, 'ratio': 6., 'spread': 1.5,
@@ -154,7 +154,7 @@ def even(stage, batches, first=0., last=0.5):
 @pytest.mark.parametrize('host, model, period', [
     (15, 15, (0., 16.5)), (16, 16, (10., 15.5)), (20, 20, (12., 19.5)), (5, 20, (0., 21.5))])
 def test_the_steady_period_is_the_second_half_while_all_work(host, model, period):
-    assert steady_period([*even('host', host), *even('model', model, 2.)]) == period
+    assert _steady_period([*even('host', host), *even('model', model, 2.)]) == period
 
 # --- batches of a runtime cache -------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ def test_devices_without_memory_are_named(runtime, mini, batch, monkeypatch):
     with pytest.raises(UserError, match='^CPU:0: out of memory while it made a batch of 4 clips'):
         with feed(plan, 0, 2) as batches: next(batches)
     def read(self, step): return {'wav': tf.fill(tf.reshape(step, [1]) + 2**46, 0.) + 1}
-    monkeypatch.setattr(page.SoundReader, '__call__', read)
+    monkeypatch.setattr(page._SoundReader, '__call__', read)
     with pytest.raises(UserError, match='out of memory while recordings were read'): next(sound_batches(plan))
 
 @pytest.mark.slow

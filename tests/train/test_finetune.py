@@ -25,12 +25,12 @@ from xtts_nb.files import named_weights, read_tensors, save_weights, write_tenso
 from xtts_nb.models.dvae import DVAE
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
-from xtts_nb.models.xtts import POLICIES, token_counts, XTTS
+from xtts_nb.models.xtts import _POLICIES, _token_counts, XTTS
 from xtts_nb.sampler import GPU
 from xtts_nb.train import finetune, step as step_page
 from xtts_nb.train.finetune import (
-    activation_count, check_memory, DerivedWeights, find_batch_size, find_learning_rate, free_memory, grow,
-    grow_tokenizer, low_rank_parts, make_update, memory_budget, MEMORY_ERROR, memory_needs, memory_settings,
+    _activation_count, check_memory, DerivedWeights, find_batch_size, find_learning_rate, _free_memory, grow,
+    grow_tokenizer, low_rank_parts, make_update, _memory_budget, MEMORY_ERROR, memory_needs, memory_settings,
     new_rows, parameter_counts, plot_learning_rate, read_texts, row_parts, run_trial, trainable_count)
 from xtts_nb.train.runs import export_run, new_run, resume_run
 from xtts_nb.train.step import compile_step, random_batch, Update
@@ -152,7 +152,7 @@ def rows(plain) -> dict: return random_batch(plain, 12, 20)
 def made(config, kind, **changes) -> Update:
     config = config.replace(training={'finetune': kind, 'learning_rate': 1e-2}).replace(**changes)
     keras.utils.set_random_seed(0)
-    gpt = GPT(config, 5, dtype=POLICIES[config.training.precision])
+    gpt = GPT(config, 5, dtype=_POLICIES[config.training.precision])
     update = make_update(gpt, config.training, RUNS)
     if kind == 'lora':   # as after some training: a zero hides half of the gradients
         for v in update.weights: v.assign(v.value + 0.02 * keras.random.normal(v.shape, seed=1))
@@ -192,7 +192,7 @@ def test_the_gradients_are_those_of_the_weights(plain, rows, kind):
     update, whole = made(plain, kind), made(plain, 'whole')
     with update.as_trained(): seen = values(update.gpt)
     for k, v in named_weights(whole.gpt).items(): v.assign(seen[k])
-    counts = token_counts(update.gpt, rows)
+    counts = _token_counts(update.gpt, rows)
     names = [v.path.removeprefix(f'{whole.gpt.name}/') for v in whole.weights]
     of = dict(zip(names, whole.gradients(rows, tf.constant(0), counts)[0]))
     wanted = []
@@ -373,7 +373,7 @@ def test_the_estimate_by_parts(mini, training, changes):
               'new values': 0, 'copy for a checkpoint': 12} | changes
     wanted = {name: n * counts['GPT'] for name, n in wanted.items()} | {'program': 2e8}
     for name in 'weights', 'copy for a checkpoint': wanted[name] += 4 * counts['DVAE']
-    wanted['activations'] = 4 * activation_count(config, 5, 2) * config.data.batch_size
+    wanted['activations'] = 4 * _activation_count(config, 5, 2) * config.data.batch_size
     if training == HALF or 'accumulation' in training: wanted['activations'] /= 2
     assert found == wanted
 
@@ -383,7 +383,7 @@ def test_a_large_update_is_no_program_of_xla(mini, monkeypatch):
     config = mini.replace(training={'mode': 'auto'})
     size = 4 * parameter_counts(config.model)['GPT']
     assert memory_needs(config, 5, 2)['new values'] == 3 * size
-    monkeypatch.setattr(step_page, 'IN_PLACE', 0)
+    monkeypatch.setattr(step_page, '_IN_PLACE', 0)
     needs = memory_needs(config, 5, 2)
     assert needs['new values'] == max(0, size - needs['activations'])
 
@@ -427,18 +427,18 @@ def card(monkeypatch):
     def cards():
         if isinstance(state.cards, UserError): raise state.cards
         return state.cards
-    monkeypatch.setattr(finetune, 'visible_cards', cards)
+    monkeypatch.setattr(finetune, '_visible_cards', cards)
     return state
 
 def test_free_memory_of_a_card(card):
-    assert free_memory() == ('A card', 7 * 10**9)
+    assert _free_memory() == ('A card', 7 * 10**9)
     # which TensorFlow has reserved already
     card.limit = [tf.config.LogicalDeviceConfiguration(memory_limit=1000)]
-    assert free_memory() == ('GPU 0, limited', 1000 * 2**20 - 10**6)
+    assert _free_memory() == ('GPU 0, limited', 1000 * 2**20 - 10**6)
     # a trial is another process: what this one has reserved is not free for it, nor more than the limit
-    assert free_memory(child=True) == ('A card', 1000 * 2**20) and memory_budget() == int(.9 * 1000 * 2**20)
+    assert _free_memory(child=True) == ('A card', 1000 * 2**20) and _memory_budget() == int(.9 * 1000 * 2**20)
     card.cards = [GPU(0, 'A card', memory_total=8 * 10**9, memory_used=8 * 10**9 - 5000)]
-    assert free_memory(child=True) == ('A card', 5000) and memory_budget() == 4500
+    assert _free_memory(child=True) == ('A card', 5000) and _memory_budget() == 4500
 
 @pytest.mark.parametrize('cards, why', [
     (UserError('NVML: Driver Not Loaded; load it'), 'NVML: Driver Not Loaded'), ([], 'knows no card'),
@@ -446,8 +446,8 @@ def test_free_memory_of_a_card(card):
 def test_where_the_memory_is_unknown_training_continues_and_says_so(card, mini, cards, why):
     card.cards = cards
     assert why in check_memory(mini, 48, 40)
-    with pytest.raises(UserError, match='--memory GB'): memory_budget()
-    assert memory_budget(10**9) == 10**9
+    with pytest.raises(UserError, match='--memory GB'): _memory_budget()
+    assert _memory_budget(10**9) == 10**9
 
 @pytest.mark.cpu
 def test_a_container_counts(tmp_path):
@@ -466,11 +466,11 @@ def test_a_container_counts(tmp_path):
         (tmp_path / 'own').write_text(own)
         write(tmp_path / group, names, '90\n', '70\n', 'inactive_file 3\ntotal_inactive_file 5\n')
         assert room() == 25
-    device, free = free_memory()
+    device, free = _free_memory()
     assert device == 'this machine' and 0 < free <= psutil.virtual_memory().total
 
 @pytest.mark.parametrize('code, out, err, found', [
-    (0, 'a word\n{"peak": 5}\n', '', {'peak': 5}), (finetune.OUT_OF_MEMORY, '', 'OOM', None),
+    (0, 'a word\n{"peak": 5}\n', '', {'peak': 5}), (finetune._OUT_OF_MEMORY, '', 'OOM', None),
     *((-number, '', '', None) for number in (6, 7, 9, 11)),   # as allocations fail
     (-15, '', 'bye\n', 'SIGTERM; bye'), (1, '', 'first\nlast words\n', r'\(last words\)')])
 def test_what_a_trial_comes_to(mini, monkeypatch, code, out, err, found):

@@ -21,12 +21,12 @@ from xtts_nb.models.dvae import DVAE, load_dvae
 from xtts_nb.files import write_json
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.data.prepare import prepare
-from xtts_nb.train.runs import COMMANDS, new_run
+from xtts_nb.train.runs import _COMMANDS, new_run
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.train.parts import (
-    Crops, DVAEUpdate, SavedVoice, VoiceUpdate, Windows, _check_same,
-    _is_made, _limits, _other, cache_of, dvae_training, make_bank,
+    Crops, _DVAEUpdate, SavedVoice, VoiceUpdate, Windows, _check_same,
+    _is_made, _limits, _other, _cache_of, _dvae_training, make_bank,
     mel_distance, new_voice_run)
 
 LOSSES = ('loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss',
@@ -84,7 +84,7 @@ def test_crops_lie_in_the_pool(small, frames, starts, epoch):
 def test_a_broken_batch_changes_neither_weights_nor_codebook(small):
     keras.utils.set_random_seed(0)
     config = settings(small)
-    update = DVAEUpdate(DVAE(config), dvae_training(config))
+    update = _DVAEUpdate(DVAE(config), _dvae_training(config))
     before = {name: v.numpy() for name, v in update.state.items()}
     found = update({'mel': tf.fill((2, 16, 80), np.nan)}, tf.constant(0))
     assert found['skipped'] == found['bad'] == 1
@@ -391,8 +391,8 @@ def test_a_recording_that_is_gone_is_named(model, mine, small, dvae, tiny, tmp_p
 
 def test_which_cache_a_model_was_trained_on(model, prepared, small, tmp_path):
     new_run(prepared, small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), tmp_path / 'run')
-    assert cache_of(tmp_path / 'run') == cache_of(tmp_path / 'run' / 'best') == prepared.folder.resolve()
-    with pytest.raises(UserError, match='name one with --data'): cache_of(model)
+    assert _cache_of(tmp_path / 'run') == _cache_of(tmp_path / 'run' / 'best') == prepared.folder.resolve()
+    with pytest.raises(UserError, match='name one with --data'): _cache_of(model)
 
 
 # --- the commands ---------------------------------------------------------------------------------
@@ -435,13 +435,13 @@ def test_kill_9(part, corpus, model, prepared, tiny, tmp_path, cheap_xla):
                           voice={'steps': 40})
     (tmp_path / 'c.yaml').write_text(config.to_yaml())
     given = {'dvae': [corpus], 'voice': ['--model', model, '--data', prepared.folder]}[part]
-    arguments = [COMMANDS[part], *map(str, given), '--config', str(tmp_path / 'c.yaml'), '--run']
+    arguments = [_COMMANDS[part], *map(str, given), '--config', str(tmp_path / 'c.yaml'), '--run']
     assert xtts_nb(*arguments, tmp_path / 'whole', '--json').code == 0
     child = started(*arguments, tmp_path / 'run', stderr=subprocess.PIPE)
     while reached(tmp_path / 'run') < 17 and child.poll() is None: time.sleep(0.002)
     child.send_signal(signal.SIGKILL)
     assert child.communicate() and child.returncode == -signal.SIGKILL
-    assert xtts_nb(COMMANDS[part], '--run', tmp_path / 'run', '--json').code == 0
+    assert xtts_nb(_COMMANDS[part], '--run', tmp_path / 'run', '--json').code == 0
     assert lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
     for name in ('checkpoints', {'dvae': 'dvae.safetensors', 'voice': 'model.safetensors'}[part]):
         whole = tmp_path / 'whole'

@@ -8,7 +8,7 @@ from process import tree, xtts_nb
 from xtts_nb.config import UserError
 from xtts_nb.models.gpt import GPT
 from xtts_nb.train.profile import (
-    memory, op_placement, owners, peak_memory, placement_summary, prefixes, profile_page, profile_text,
+    memory, op_placement, _owners, _peak_memory, placement_summary, prefixes, _profile_page, profile_text,
     slowest_stage_text, tables, trace, variable_placement, write_page)
 from xtts_nb.train.step import Update, random_batch
 
@@ -28,11 +28,11 @@ def test_every_variable_has_an_owner_and_a_device(plain):
     size = {owner: sum(r['bytes'] for r in rows if r['owner'] == owner) for owner in ('weights', 'optimizer')}
     assert size['weights'] == sum(4 * int(np.prod(v.shape)) for v in update.weights)
     assert size['optimizer'] >= 2 * size['weights']   # two moments
-    kinds = lambda of: [owner for owner in owners(of) if owner != 'frozen']   # some may be frozen
+    kinds = lambda of: [owner for owner in _owners(of) if owner != 'frozen']   # some may be frozen
     assert kinds(update) == ['weights', 'optimizer']
     assert kinds(half) == ['weights', 'optimizer', 'mean weights', 'loss scale']
     some = Update(update.gpt, update.training, update.gpt.trainable_variables[:2])
-    assert {id(v) for v in owners(some)['frozen']} == {id(v) for v in some.gpt.variables[:]} - {
+    assert {id(v) for v in _owners(some)['frozen']} == {id(v) for v in some.gpt.variables[:]} - {
         id(v) for v in some.weights}
     batch = random_batch(plain, text=12, codes=16)
     found = {r['owner']: r['bytes'] for r in memory(rows, batch, 7)}
@@ -46,7 +46,7 @@ def test_operations_have_a_device():
     inner = tf.function(lambda x: tf.tanh(x @ v))
     rows = op_placement(lambda x: tf.reduce_sum(inner(x)), tf.ones((2, 4)))
     assert any('MatMul' in r['op'] for r in rows) and 'ReadVariableOp' in {r['op'] for r in rows}
-    assert {r['device'] for r in rows} == {'CPU:0'} and peak_memory(lambda: None) is None
+    assert {r['device'] for r in rows} == {'CPU:0'} and _peak_memory(lambda: None) is None
 
 
 def test_prefixes_are_parts_of_the_step(plain):
@@ -88,7 +88,7 @@ TABLES = {
 def test_findings_as_tables_as_text_and_as_a_page(tmp_path):
     "What is not markup is escaped; a list of nothing is empty."
     assert tables(FOUND) == TABLES
-    text, html = profile_text(FOUND), profile_page(FOUND | {'ops': []})
+    text, html = profile_text(FOUND), _profile_page(FOUND | {'ops': []})
     assert text.startswith('A <card>, a step of 1.5 ms') and 'weights    GPU:0   2          1.0 KiB' in text
     assert text.endswith('Not seen: this & that.\n\nThe trace: tensorboard --logdir folder')
     assert 'A &lt;card&gt;' in html and 'this &amp; that' in html and '<card>' not in html

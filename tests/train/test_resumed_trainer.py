@@ -13,7 +13,7 @@ import tensorflow as tf
 from cheap import Cheap, HELD, lines_of, outcome, summary
 from process import reached, started, tree, xtts_nb
 from xtts_nb.config import TrainingConfig, UserError
-from xtts_nb.files import PART, write_tensors
+from xtts_nb.files import _PART, write_tensors
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train import runs, trainer as trainer_page
 from xtts_nb.train.runs import new_run, resume_run
@@ -293,7 +293,7 @@ def test_what_a_killed_run_left_half_written_goes(cheap, undisturbed, prepared, 
     new_run(prepared, mini, run).fit(steps=4)
     with open(run / 'metrics.jsonl', 'a') as f: f.write('{"step": 6, "loss": 0.')
     for name in 'checkpoints/step-000000006.safetensors', 'model.safetensors':
-        (run / f'{name}.0123abcd{PART}').write_text('half')
+        (run / f'{name}.0123abcd{_PART}').write_text('half')
     (run / 'film.7.part').write_text('mine')
     assert summary(resume_run(run).fit()) | outcome(run) == undisturbed(mini)
     assert [p for p in tree(run) if '.part' in p] == ['film.7.part']

@@ -17,13 +17,13 @@ from process import tree
 from xtts_nb.data import native as data
 from xtts_nb.train import runs
 from xtts_nb.config import UserError
-from xtts_nb.files import append_line, PART
-from xtts_nb.data.native import BatchPlan, CodeReader, cached_batches, reader_of
+from xtts_nb.files import append_line, _PART
+from xtts_nb.data.native import BatchPlan, _CodeReader, cached_batches, _reader_of
 from xtts_nb.speech.listen import Listener
-from xtts_nb.train.trainer import checkpoints, epochs_to_steps, late_interrupt, save_checkpoint, updates_of
+from xtts_nb.train.trainer import checkpoints, _epochs_to_steps, _late_interrupt, save_checkpoint, _updates_of
 from xtts_nb.train.runs import (
-    base_config, check_made_for, held_out_share, Mix, new_run, Replay, resume_run, run_facts,
-    shared_shapes)
+    _base_config, _check_made_for, held_out_share, Mix, new_run, Replay, resume_run, _run_facts,
+    _shared_shapes)
 
 
 @pytest.fixture(scope='module')
@@ -36,7 +36,7 @@ def eager(small):
 
 def test_a_cache_without_codes_gives_the_batches_of_one_with(prepared, runtime, small, dvae):
     plans = BatchPlan(prepared, small.data), BatchPlan(runtime, small.data, dvae=dvae)
-    assert isinstance(reader_of(plans[1]), CodeReader)
+    assert isinstance(_reader_of(plans[1]), _CodeReader)
     wrong = codes = 0
     for a, b in zip(*(cached_batches(plan, 0, 8) for plan in plans), strict=True):
         assert list(a) == list(b) and all(a[k].shape == b[k].shape and a[k].dtype == b[k].dtype for k in a)
@@ -50,10 +50,10 @@ def test_a_cache_without_codes_gives_the_batches_of_one_with(prepared, runtime, 
 def test_the_plan_of_a_large_corpus_is_made_once(prepared, eager, tmp_path, monkeypatch):
     new_run(prepared, eager, tmp_path / 'few')
     assert not (tmp_path / 'few' / 'plan').exists()
-    monkeypatch.setattr(runs, 'LARGE_CACHE', 14)
+    monkeypatch.setattr(runs, '_LARGE_CACHE', 14)
     first = new_run(prepared, eager, tmp_path / 'run')
     assert (tmp_path / 'run' / 'plan' / 'columns.json').is_file()
-    monkeypatch.setattr(data, 'order_columns', None)   # would be called to make it again
+    monkeypatch.setattr(data, '_order_columns', None)   # would be called to make it again
     step = tf.constant(3, tf.int64)
     for a, b in zip(first.plan.pick(step), new_run(prepared, eager, tmp_path / 'run').plan.pick(step)):
         assert np.array_equal(a, b)
@@ -89,7 +89,7 @@ def test_what_does_not_go_together_is_refused(prepared, eager, wanted, said):
 def test_a_run_that_another_process_trains_is_not_touched(prepared, eager, tmp_path):
     run = tmp_path / 'run'
     trainer = new_run(prepared, eager.replace(training={'steps': 1}), run)
-    half = run / f'half{PART}'
+    half = run / f'half{_PART}'
     half.write_text('of the other process')
     append_line(run / 'metrics.jsonl', '{"step": 7}')
     with subprocess.Popen([sys.executable, '-c', HOLDER, run / 'lock'], stdin=subprocess.PIPE,
@@ -151,7 +151,7 @@ def test_an_update_that_is_done_is_counted(prepared, mini, tmp_path, monkeypatch
         run.fit(steps=8)
         assert int(run.optimizer.iterations) == 8
         assert np.array_equal(run.xtts.gpt.final_norm.beta.numpy(), plain.xtts.gpt.final_norm.beta.numpy())
-        with pytest.raises(KeyboardInterrupt), late_interrupt():
+        with pytest.raises(KeyboardInterrupt), _late_interrupt():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0)
             done.append('late')
@@ -174,7 +174,7 @@ def test_what_is_held_out_of_one_cache_is_not_read_from_the_other():
         clips = [{'text': text, 'speaker': voice} for text in 'ab' for voice in voices]
         return SimpleNamespace(clips=clips), np.array([f"{c['text']}{c['speaker']}" in held for c in clips])
     left = lambda *parts: [[c['text'] + c['speaker'] for c, out in zip(cache.clips, mask) if out]
-                           for (cache, _), mask in zip(parts, runs.kept_apart(parts))]
+                           for (cache, _), mask in zip(parts, runs._kept_apart(parts))]
     assert left(part('xyz', 'ax'), part('xw')) == [['ax'], ['ax']]
     assert left(part('x', 'ax'), part('yw', 'by')) == [['ax'], ['ay', 'aw', 'by']]
 
@@ -186,18 +186,18 @@ def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, t
                           training={'steps': 99}, data={'seed': 3}, speech={'reference_seconds': 7.})
     parts = {'config.yaml': other.to_yaml(), 'tokenizer.json': '{}', 'model.safetensors': ''}
     for name in parts:   # one after the other
-        pytest.raises(UserError, base_config, tmp_path, eager).match(f'no model to begin from .{name} is '
+        pytest.raises(UserError, _base_config, tmp_path, eager).match(f'no model to begin from .{name} is '
                                                                     'missing')
         (tmp_path / name).write_text(parts[name])
     lora = eager.replace(training={'finetune': 'lora'})
     for settings in (eager, lora):
-        assert base_config(tmp_path, settings) == settings.replace(model={'gpt': {'layers': 3}})
-    assert base_config(None, eager) is eager
-    pytest.raises(UserError, base_config, None, lora).match('training.finetune lora needs a model to begin '
-                                                            'from')
+        assert _base_config(tmp_path, settings) == settings.replace(model={'gpt': {'layers': 3}})
+    assert _base_config(None, eager) is eager
+    pytest.raises(UserError, _base_config, None, lora).match('training.finetune lora needs a model to begin '
+                                                             'from')
 
 @pytest.mark.parametrize('inside, found', [
-    (None, {}), (['plan'], {}), (['lock', 'mels.npy', 'config.yaml', f'plan.0123abcd{PART}'], {}),
+    (None, {}), (['plan'], {}), (['lock', 'mels.npy', 'config.yaml', f'plan.0123abcd{_PART}'], {}),
     (['config.yaml'], UserError), (['plan.7.part'], UserError), (['plan', 'lock', 'thesis'], UserError),
     ({'key': 1}, {'key': 1}), ({'part': 'gpt'}, {'part': 'gpt'}), ({'part': 'voice'}, UserError),
     ({'run_id': 'of another program'}, UserError)])
@@ -207,23 +207,23 @@ def test_what_a_folder_holds(tmp_path, inside, found):
     if inside is not None: run.mkdir()
     if isinstance(inside, dict): (run / 'run.json').write_text(json.dumps(inside))
     for name in inside if isinstance(inside, list) else (): (run / name).touch()
-    if found is not UserError: assert run_facts(run) == found
+    if found is not UserError: assert _run_facts(run) == found
     else:
-        with pytest.raises(UserError) as e: run_facts(run)
+        with pytest.raises(UserError) as e: _run_facts(run)
         part = inside.get('part') if isinstance(inside, dict) else None
-        wanted = f'continue with xtts-nb {runs.COMMANDS[part]} --run {run}' if part else 'not .*a run'
+        wanted = f'continue with xtts-nb {runs._COMMANDS[part]} --run {run}' if part else 'not .*a run'
         assert re.search(wanted, str(e.value))
-        if part: assert run_facts(run, part) == inside
+        if part: assert _run_facts(run, part) == inside
 
 def test_a_cache_must_be_made_with_the_front_end_and_fit_into_the_gpt(prepared, eager):
     longest = {'audio_codes': prepared.codes_length.max(), 'text_tokens': prepared.text_length.max()}
     for name, n in longest.items():
-        check_made_for(prepared, eager.replace(model={'gpt': {f'max_{name}': int(n)}}))
+        _check_made_for(prepared, eager.replace(model={'gpt': {f'max_{name}': int(n)}}))
         with pytest.raises(UserError,
                            match=f'the longest clip has {n} .* more than model.gpt.max_{name} {n - 1}'):
-            check_made_for(prepared, eager.replace(model={'gpt': {f'max_{name}': int(n) - 1}}))
+            _check_made_for(prepared, eager.replace(model={'gpt': {f'max_{name}': int(n) - 1}}))
     with pytest.raises(UserError, match=r'other settings of model.dvae; .*\(codes 16 instead of 32\)'):
-        check_made_for(prepared, eager.replace(model={'dvae': {'codes': 16}}))
+        _check_made_for(prepared, eager.replace(model={'dvae': {'codes': 16}}))
 
 def test_who_looks_and_who_listens(prepared, eager):
     """Only where clips are held out and validation is asked for; as many rows as are computed at once,
@@ -265,36 +265,36 @@ def test_epochs_are_over_when_each_new_clip_was_read(share, batches, epochs):
     done = replay.updates(epochs)
     assert new(done) == epochs * batches > new(done - 1) and replay.steps_per_epoch == replay.updates(1)
     training = SimpleNamespace(epochs=epochs, model_copy=lambda update: update)
-    assert epochs_to_steps(training, replay) == {'steps': done}
+    assert _epochs_to_steps(training, replay) == {'steps': done}
 
 def test_the_updates_of_a_model(tmp_path):
     "Of the newest checkpoint, and of the best model by the file beside it."
     best = tmp_path / 'best'
     best.mkdir()
-    assert updates_of(tmp_path) is None and updates_of(best) is None
+    assert _updates_of(tmp_path) is None and _updates_of(best) is None
     for step in (4, 6): save_checkpoint(tmp_path / 'checkpoints', step, {'a': np.zeros(1)})
     (best / 'best.json').write_text('{"step": 5, "val_loss": 1.0}')
-    assert updates_of(tmp_path) == 6 and updates_of(best) == 5
+    assert _updates_of(tmp_path) == 6 and _updates_of(best) == 5
 
 def test_caches_share_the_shapes_of_their_batches(prepared, eager, monkeypatch):
     "A step is compiled once for each shape; the clips of one cache need not come in all of them."
     config = eager.replace(data={'batch_size': 1, 'buckets': 3})
     order = np.argsort(prepared.codes_length)
     short, long = (~np.isin(np.arange(len(prepared)), some) for some in (order[:4], order[4:]))   # not read
-    monkeypatch.setattr(runs, 'kept_apart', lambda parts: [long, short])
+    monkeypatch.setattr(runs, '_kept_apart', lambda parts: [long, short])
     mixed = lambda share: Mix(prepared, ['high-1'], share)
     plans = lambda share: new_run(prepared, config, None, ['low-0'], mix=mixed(share)).plan
-    shapes, both = shared_shapes([(prepared, long, .6), (prepared, short, .4)], config.data), plans(.4)
+    shapes, both = _shared_shapes([(prepared, long, .6), (prepared, short, .4)], config.data), plans(.4)
     assert len(shapes) == 3 and both.old.shapes == shapes[:1] and both.plan.shapes == shapes[1:]
     alone = BatchPlan(prepared, config.data, np.flatnonzero(~long)).shapes
     assert plans(0).plan.shapes == alone != both.plan.shapes   # no older clip is read
-    most = [shared_shapes([(prepared, long, 1 - share), (prepared, short, share)], config.data)
+    most = [_shared_shapes([(prepared, long, 1 - share), (prepared, short, share)], config.data)
             for share in (1e-6, 1 - 1e-6)]
     assert most[0] != most[1] and most[0][1:] != most[1][1:]   # those of what is read more often
     nothing = prepared, np.ones(len(prepared), bool), .5
-    assert shared_shapes([nothing], config.data) is None
-    assert shared_shapes([nothing, (prepared, long, .5)], config.data) == alone
-    assert shared_shapes([], config.data.model_copy(update={'pad_to_fixed_length': True})) is None
+    assert _shared_shapes([nothing], config.data) is None
+    assert _shared_shapes([nothing, (prepared, long, .5)], config.data) == alone
+    assert _shared_shapes([], config.data.model_copy(update={'pad_to_fixed_length': True})) is None
 
 def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     "Before the first update, and with each validation; a resumed run is the same one."

@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from xtts_nb.bench import trace_count
 from xtts_nb.config import TrainingConfig
-from xtts_nb.models.gpt import fold_seed, GPT
-from xtts_nb.models.xtts import POLICIES, token_counts
+from xtts_nb.models.gpt import _fold_seed, GPT
+from xtts_nb.models.xtts import _POLICIES, _token_counts
 from xtts_nb.train import step as step_page
 from xtts_nb.train.step import (
-    bfloat16_units, check_modes_agree, choose_xla, compile_step, global_norm, lacked_memory,
+    _bfloat16_units, _check_modes_agree, choose_xla, compile_step, _global_norm, _lacked_memory,
     mode_line, random_batch, step_modes, Update)
 
 
@@ -27,7 +27,7 @@ def rows(plain) -> dict:
 def update(config, **changes) -> Update:
     keras.utils.set_random_seed(0)
     config = config.replace(**changes)
-    return Update(GPT(config, 5, dtype=POLICIES[config.training.precision]), config.training)
+    return Update(GPT(config, 5, dtype=_POLICIES[config.training.precision]), config.training)
 
 def run(step, batch, count=3, first=0) -> list[dict]:
     return [{k: float(v) for k, v in step(batch, tf.constant(first + i)).items()} for i in range(count)]
@@ -55,7 +55,7 @@ def test_a_part_draws_by_its_index_in_the_whole_batch(plain, rows, parts, first)
     made = update(plain, model={'gpt': {'dropout': 0.5}}, training={'accumulation': parts, 'seed': 7})
     seed, size = tf.constant([7, 9]), 4 // parts
     cut = [{k: v[i * size:(i + 1) * size] for k, v in rows.items()} for i in range(parts)]
-    folded = [fold_seed(seed, (first or 0) + i) for i in range(parts)]
+    folded = [_fold_seed(seed, (first or 0) + i) for i in range(parts)]
     seeds = [seed] if parts == 1 and first is None else folded
     wanted = [made.share(some, s, ONES) for some, s in zip(cut, seeds)]
     gradients, sums = made.gradients(rows, tf.constant(9), ONES, first)
@@ -66,9 +66,9 @@ def test_a_part_draws_by_its_index_in_the_whole_batch(plain, rows, parts, first)
 def test_the_norm_reads_all_vectors_at_once():
     some = [tf.constant(x, tf.float32) for x in (3., [4., 12.], [[0., 84.]], [[[5.]]], [2., 1.])]
     norm = np.sqrt(sum(np.sum(np.square(g.numpy())) for g in some))
-    assert float(global_norm(some)) == pytest.approx(norm, rel=1e-6)
-    assert float(global_norm(some[2:3])) == 84 and float(global_norm(some[1:2])) == pytest.approx(160**.5)
-    ops = tf.function(lambda: global_norm(some)).get_concrete_function().graph.get_operations()
+    assert float(_global_norm(some)) == pytest.approx(norm, rel=1e-6)
+    assert float(_global_norm(some[2:3])) == 84 and float(_global_norm(some[1:2])) == pytest.approx(160**.5)
+    ops = tf.function(lambda: _global_norm(some)).get_concrete_function().graph.get_operations()
     assert sum(op.type == 'L2Loss' for op in ops) == 3
 
 def test_a_row_of_an_embedding_that_many_clips_share_is_counted_once(plain, rows):
@@ -86,7 +86,7 @@ def test_recomputed_blocks_give_the_same_gradients(plain, rows, parts):
     made = [update(plain, **noisy, training={'accumulation': parts, 'gradient_checkpointing': on})
             for on in (False, True)]
     assert [u.gpt.recompute for u in made] == [u.gpt.conditioning.recompute for u in made] == [False, True]
-    both = [compute(rows, tf.constant(3), token_counts(made[0].gpt, rows))[0]
+    both = [compute(rows, tf.constant(3), _token_counts(made[0].gpt, rows))[0]
             for compute in (made[0].gradients, tf.function(made[1].gradients))]
     for v, a, b in zip(made[0].weights, *both): assert np.allclose(a, b, rtol=1e-4, atol=1e-6), v.path
 
@@ -146,7 +146,7 @@ def test_half_precision_learns_as_float32_does(plain, rows, precision):
 @pytest.mark.slow
 def test_eager_graph_and_xla_compute_the_same(plain, rows):
     modes = step_modes(plain.replace(training={'mode': 'xla'}), 5)
-    losses = check_modes_agree(modes, [rows] * 3)
+    losses = _check_modes_agree(modes, [rows] * 3)
     assert list(losses) == ['eager', 'graph', 'xla'] and len(set(losses['eager'])) > 1   # it moves
     assert [trace_count(s) for s in modes.values()] == [0, 1, 1]
 
@@ -157,7 +157,7 @@ def test_eager_graph_and_xla_compute_the_same(plain, rows):
     ('graph', 'float32', ['GPU:0'], True, 0., False)])
 def test_xla_is_chosen_by_device_and_precision(monkeypatch, setting, precision, gpus, units, written, xla):
     monkeypatch.setattr(tf.config, 'get_visible_devices', lambda kind: gpus if kind == 'GPU' else None)
-    monkeypatch.setattr(step_page, 'bfloat16_units', lambda: units)
+    monkeypatch.setattr(step_page, '_bfloat16_units', lambda: units)
     training = TrainingConfig(mode=setting, precision=precision)
     chosen, why = choose_xla(training, written)
     assert chosen == xla
@@ -168,7 +168,7 @@ def test_a_large_update_on_a_cpu_is_a_plain_graph(plain, monkeypatch):
     made = update(plain, training={'mode': 'auto'})
     size = sum(4 * v.numpy().size for v in (*made.weights, *made.optimizer.variables))
     for limit, xla in ((size, True), (size - 1, False)):
-        monkeypatch.setattr(step_page, 'IN_PLACE', limit)
+        monkeypatch.setattr(step_page, '_IN_PLACE', limit)
         assert compile_step(made, made.training).xla == xla
         assert ('old and the new' in mode_line(made.training, made)) != xla
 
@@ -177,7 +177,7 @@ def test_a_large_update_on_a_cpu_is_a_plain_graph(plain, monkeypatch):
     ('Features : bf16\n', False), (None, False)])
 def test_whether_a_cpu_multiplies_in_bfloat16(tmp_path, text, found):
     if text: (tmp_path / 'cpuinfo').write_text(text)
-    assert bfloat16_units(tmp_path / 'cpuinfo') == found
+    assert _bfloat16_units(tmp_path / 'cpuinfo') == found
 
 @pytest.mark.cpu
 def test_xla_turns_products_in_bfloat16_into_float32_ones_on_a_cpu():
@@ -200,4 +200,4 @@ def test_what_xla_cannot_compile_runs_as_a_graph_and_says_so(capsys):
     (tf.errors.AbortedError(None, None, 'Operation received an exception:Status: 1, message: out of'), True),
     (tf.errors.AbortedError(None, None, 'Operation received an exception:Status: 2, message: wrong'), False),
     (tf.errors.InternalError(None, None, 'Status: 1, message'), False)])
-def test_what_ends_an_update_for_want_of_memory(error, lacked): assert lacked_memory(error) == lacked
+def test_what_ends_an_update_for_want_of_memory(error, lacked): assert _lacked_memory(error) == lacked

@@ -21,7 +21,7 @@ from xtts_nb.monitor.loop import StepTimer
 from xtts_nb.train import runs, trainer as trainer_page
 from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.train.step import learning_rate
-from xtts_nb.train.trainer import checkpoints, Trainer, WORDS
+from xtts_nb.train.trainer import checkpoints, Trainer, _WORDS
 
 
 def rates(folder) -> list[float]: return [line['learning_rate'] for line in lines_of(folder)]
@@ -243,9 +243,9 @@ def test_the_later_of_two_models_that_speak_alike_is_kept():
 
 def test_a_model_that_says_no_words_is_never_the_nearest(capsys):
     "Among such models the loss decides; one that says words beats them all, and is kept where they are lost."
-    kept, mute = (lambda *validations: chosen('dtw', *validations)[:2]), WORDS - .001
+    kept, mute = (lambda *validations: chosen('dtw', *validations)[:2]), _WORDS - .001
     assert kept((5., 10., 0.), (4., 20., mute)) == (1, 0) and kept((4., 20., mute), (5., 10., 0.)) == (0, 1)
-    assert kept((4., 10., mute), (5., 20., WORDS), (5., 20.3, .5)) == (2, 1)
+    assert kept((4., 10., mute), (5., 20., _WORDS), (5., 20.3, .5)) == (2, 1)
     assert not capsys.readouterr().err
     assert kept((5., 20., .5), (4., 10., 0.), (6., 19., .5)) == (2, 0)
     assert 'Update 1: the model no longer says the words' in capsys.readouterr().err
@@ -261,7 +261,7 @@ def test_the_best_and_the_last_model_speak_more_clips(cheap, prepared, mini, tmp
               4: {'val_loss': last_loss, 'val_dtw': 12., 'val_words': 0.}}
     best = judged(monkeypatch, prepared, config, tmp_path / 'run', looked)
     said = capsys.readouterr().err
-    assert best['step'] == kept and best['compared'] == 4 and best['val_words'] < WORDS
+    assert best['step'] == kept and best['compared'] == 4 and best['val_words'] < _WORDS
     assert f'Compared on 3 held-out clips: distance {best["val_dtw"]:.2f}' in said or kept == 4
     assert f'the model of update {kept} is kept.' in said
     assert json.loads((tmp_path / 'run/best/best.json').read_text()) == best
@@ -420,4 +420,4 @@ def test_a_loss_that_is_no_number_ends_the_run_if_keras_is_asked_to(prepared, mi
     (lambda: keras.callbacks.ModelCheckpoint('a.weights.h5', save_weights_only=True, save_freq=3), 'freq'),
     (lambda: keras.callbacks.SwapEMAWeights(), 'training.ema')])
 def test_a_callback_that_cannot_act_is_refused(callback, key):
-    with pytest.raises(UserError, match=key): trainer_page.check_callbacks([callback()])
+    with pytest.raises(UserError, match=key): trainer_page._check_callbacks([callback()])

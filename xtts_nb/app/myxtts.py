@@ -11,7 +11,7 @@ __all__ = ['THEIR_OPTIONS', 'THEIR_SETTINGS', 'ABSENT_SETTINGS', 'our_options', 
 # %% ../../nbs/guides/from_myxtts.ipynb #6d795802
 from collections.abc import Callable
 
-from ..config import AudioConfig, key_named, Section, setup_tf, UserError, XTTSConfig
+from ..config import AudioConfig, _key_named, Section, setup_tf, UserError, XTTSConfig
 
 # %% ../../nbs/guides/from_myxtts.ipynb #91a50006
 _NOT_HERE = 'not here: '
@@ -115,7 +115,7 @@ def _is_ours(key: str) -> bool:
 def _converted(key: str, value, where: str) -> tuple[str, object] | None:
     "Our key and value for one of MyXTTS; `None` if there is none."
     name = key.rpartition('.')[2]
-    if name not in THEIR_SETTINGS: return (key_named(name), value) if key_named(name) else None
+    if name not in THEIR_SETTINGS: return (_key_named(name), value) if _key_named(name) else None
     ours, convert = THEIR_SETTINGS[name]
     try: return ours, convert(value)
     except (KeyError, TypeError, ValueError):
@@ -254,5 +254,5 @@ def print_optimization_summary(dataset) -> list[str]:
 # %% ../../nbs/guides/from_myxtts.ipynb #6d795804
 def ensure_gpu_placement(tensors):   # a tensor, or a list or dict of them
     "The same on the first GPU; unchanged where there is none."
-    from xtts_nb.bench import to_device
-    return to_device(tensors)
+    from xtts_nb.bench import _to_device
+    return _to_device(tensors)

@@ -219,9 +219,9 @@ def stage(tell, name: str):
 # %% ../../nbs/app/terminal.ipynb #3c0d10e0
 def _limited(name: str, rounds: int, minutes: float):
     "A block in which measurements end after `minutes`; says so on stderr."
-    from xtts_nb.bench import time_budget
+    from xtts_nb.bench import _time_budget
     to_stderr(f'bench {name}: {rounds} rounds, or fewer in about {minutes:g} minutes; --budget MINUTES.')
-    return time_budget(60 * minutes)
+    return _time_budget(60 * minutes)
 
 def command(
     name: str,
@@ -275,9 +275,9 @@ def start(**requested):   # arguments of `setup_devices`
     setup_tf()
     _end_if_pressed()
     from xtts_nb.devices import setup_devices
-    from xtts_nb.sampler import CPU_CARDS, cpu_card_count
-    if cpu_card_count():
-        to_stderr(f'{CPU_CARDS}: {cpu_card_count()} logical CPU devices stand in for GPUs.')
+    from xtts_nb.sampler import _CPU_CARDS, _cpu_card_count
+    if _cpu_card_count():
+        to_stderr(f'{_CPU_CARDS}: {_cpu_card_count()} logical CPU devices stand in for GPUs.')
     return setup_devices(**requested)
 
 def table(title: str, rows: list[dict]) -> str:
@@ -286,12 +286,12 @@ def table(title: str, rows: list[dict]) -> str:
     from rich import box
     from rich.console import Console
     from rich.table import Table
-    from xtts_nb.bench import rows_cells
+    from xtts_nb.bench import _rows_cells
     console = Console(file=None, width=72, force_terminal=False, highlight=False)
     least = lambda column: max(len(part) for cell in column
                                for part in ([cell] if len(cell) < 14 else cell.split()))
     needs = lambda lines: sum(map(least, zip(*lines))) + 2 * len(lines[0])
-    lines = rows_cells(rows)
+    lines = _rows_cells(rows)
     if needs(lines) > console.width: lines = min(lines, list(zip(*lines)), key=needs)
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in zip(*lines):

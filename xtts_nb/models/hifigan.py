@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_NORM_PAIRS', 'stretch', 'DilatedBlock', 'HiFiGAN', 'fold_weight_norm', 'unfold_weight_norm', 'Conv2D',
-           'batch_norm', 'SpeakerBlock', 'SpeakerEncoder', 'in_precision', 'load_decoder', 'load_hifigan',
-           'PeriodDiscriminator', 'SpectrumDiscriminator', 'Critic', 'critic_loss', 'adversarial_loss', 'feature_loss']
+           'SpeakerBlock', 'SpeakerEncoder', 'load_decoder', 'PeriodDiscriminator', 'SpectrumDiscriminator', 'Critic',
+           'critic_loss', 'adversarial_loss', 'feature_loss']
 
 # %% ../../nbs/models/hifigan.ipynb #0283807f
 import keras
@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import ops
 
 from ..config import VoiceConfig, XTTSConfig
-from ..files import check_tensor, load_weights, named_weights, open_weights
+from ..files import _check_tensor, load_weights, named_weights, _open_weights
 
 # %% ../../nbs/models/hifigan.ipynb #3ade5b3e
 def stretch(
@@ -129,7 +129,7 @@ class Conv2D(keras.layers.Layer):
         return self.conv(ops.pad(x, ((0, 0), (h, h), (h, h), (0, 0))) if h else x[:, ::s, ::s])
 
 # %% ../../nbs/models/hifigan.ipynb #91f2c458
-def batch_norm(name):
+def _batch_norm(name):
     "Batch normalisation in float32; without `training`, it uses the moving averages."
     return keras.layers.BatchNormalization(epsilon=1e-5, dtype='float32', name=name)
 
@@ -140,7 +140,7 @@ class SpeakerBlock(keras.layers.Layer):
         self.filters, self.stride = filters, stride
         same = dict(dtype=self.dtype_policy)
         self.convs = [Conv2D(filters, 3, s, name=f'conv_{i}', **same) for i, s in enumerate((stride, 1))]
-        self.norms = [batch_norm(f'norm_{i}') for i in range(2)]
+        self.norms = [_batch_norm(f'norm_{i}') for i in range(2)]
         self.squeeze = keras.layers.Dense(filters // 8, name='squeeze', **same)
         self.excite = keras.layers.Dense(filters, name='excite', **same)
 
@@ -149,7 +149,7 @@ class SpeakerBlock(keras.layers.Layer):
         self.skip = None
         if self.stride > 1 or shape[-1] != self.filters:
             self.skip = Conv2D(self.filters, 1, self.stride, name='skip', dtype=self.dtype_policy)
-            self.skip_norm = batch_norm('skip_norm')
+            self.skip_norm = _batch_norm('skip_norm')
             self.skip.build(shape)
             self.skip_norm.build(inner)
         self.convs[0].build(shape)
@@ -172,14 +172,14 @@ class SpeakerEncoder(keras.Model):
         super().__init__(dtype=dtype, **kwargs)
         cfg, same = config.model.speaker, dict(dtype=self.dtype_policy)
         self.cfg, self.enter = cfg, Conv2D(cfg.filters[0], use_bias=True, name='enter', **same)
-        self.enter_norm = batch_norm('enter_norm')
+        self.enter_norm = _batch_norm('enter_norm')
         stride = lambda stage, block: 2 if stage and not block else 1
         self.blocks = [SpeakerBlock(n, stride(i, j), name=f'block_{i}_{j}', **same)
                        for i, (n, count) in enumerate(zip(cfg.filters, cfg.blocks)) for j in range(count)]
         self.flat = cfg.filters[-1] * -(-cfg.n_mels // 2**(len(cfg.filters) - 1))
         dense = lambda n, name: keras.layers.Dense(n, name=name, **same)
         self.narrow, self.weigh = dense(128, 'narrow'), dense(self.flat, 'weigh')
-        self.narrow_norm, self.leave = batch_norm('narrow_norm'), dense(cfg.width, 'leave')
+        self.narrow_norm, self.leave = _batch_norm('narrow_norm'), dense(cfg.width, 'leave')
         self._build_all()
 
     def _build_all(self):
@@ -206,7 +206,7 @@ class SpeakerEncoder(keras.Model):
         return voice / ops.maximum(ops.sqrt(ops.sum(voice * voice, -1, keepdims=True)), 1e-12)
 
 # %% ../../nbs/models/hifigan.ipynb #d3d605f4
-def in_precision(decoder: HiFiGAN, config: XTTSConfig, precision: str) -> HiFiGAN:
+def _in_precision(decoder: HiFiGAN, config: XTTSConfig, precision: str) -> HiFiGAN:
     "The decoder, computing in float32 or bfloat16."
     if decoder.compute_dtype == precision: return decoder
     other = HiFiGAN(config, dtype='float32' if precision == 'float32' else f'mixed_{precision}')
@@ -222,20 +222,20 @@ def load_decoder(
     "The decoder in `path`, folded; raises `UserError` if a tensor is missing or has another shape."
     decoder = HiFiGAN(config)
     variables = named_weights(decoder, 'decoder/')
-    with open_weights(path) as file:
+    with _open_weights(path) as file:
         stored = set(file.keys())
         pairs = {n: (n + a, n + b) for n in variables for a, b in WEIGHT_NORM_PAIRS if n + b in stored}
         for name, (length, direction) in pairs.items():
             shape = tuple(variables[name].shape)
-            check_tensor(path, file, length, (1, 1, shape[-1]))
-            check_tensor(path, file, direction, shape)
+            _check_tensor(path, file, length, (1, 1, shape[-1]))
+            _check_tensor(path, file, direction, shape)
             variables[name].assign(fold_weight_norm(file.get_tensor(length), file.get_tensor(direction)))
     load_weights(path, {n: v for n, v in variables.items() if n not in pairs})
     return decoder
 
-def load_hifigan(path, config: XTTSConfig) -> tuple[HiFiGAN, SpeakerEncoder] | None:
+def _load_hifigan(path, config: XTTSConfig) -> tuple[HiFiGAN, SpeakerEncoder] | None:
     "Decoder and speaker encoder in `path`, None if it holds neither; raises `UserError` as `load_decoder`."
-    with open_weights(path) as file:
+    with _open_weights(path) as file:
         if not any(name.startswith(('decoder/', 'speaker/')) for name in file.keys()): return None
     encoder = SpeakerEncoder(config)
     load_weights(path, named_weights(encoder, 'speaker/'))
