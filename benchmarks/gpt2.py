@@ -38,15 +38,16 @@ def plain_gpt2(
     vocabulary: int = 1026,
 ):                             # (ids (B, L + 1)) -> loss
     "One update of a GPT-2 made of our blocks, without dropout, compiled as the training section says."
-    gpt, training = config.model.gpt, config.training
+    gpt, training = config.model.gpt, config.training.gpt
     policy = _POLICIES[training.precision]
     keras.utils.set_random_seed(training.seed)
     ids = keras.Input((tokens,), dtype='int32')
-    embed = lambda n: keras.layers.Embedding(n, gpt.width, keras.initializers.RandomNormal(stddev=0.02),
+    embed = lambda n: keras.layers.Embedding(n, gpt.hidden_dim, keras.initializers.RandomNormal(stddev=0.02),
                                              dtype=policy)
     x, mask = embed(vocabulary)(ids) + embed(tokens)(keras.ops.arange(tokens)), causal_mask(tokens, tokens)
-    for _ in range(gpt.layers):
-        x = TransformerBlock(gpt.width, gpt.heads, 0., (2 * gpt.layers)**-0.5, dtype=policy)(x, mask)
+    for _ in range(gpt.num_layers):
+        block = TransformerBlock(gpt.hidden_dim, gpt.num_heads, 0., (2 * gpt.num_layers)**-0.5, dtype=policy)
+        x = block(x, mask)
     x = keras.layers.LayerNormalization(epsilon=1e-5, dtype=policy)(x)
     model = keras.Model(ids, keras.layers.Dense(vocabulary, dtype=policy)(x))
     weights, optimizer = model.trainable_variables, AdamW(model.trainable_variables, training)
@@ -98,9 +99,9 @@ def gpt2_speed(
     "The step of a plain GPT-2 in all compiled modes, and that of PyTorch."
     gpt, B, vocabulary = config.model.gpt, config.data.batch_size, 1026
     ids = tf.constant(np.random.default_rng(0).integers(3, vocabulary, (B, tokens + 1)), tf.int32)
-    steps = {name: plain_gpt2(config.replace(training=changes), tokens, vocabulary)
+    steps = {name: plain_gpt2(config.replace(training={'gpt': changes}), tokens, vocabulary)
              for name, changes in PLAIN_ARMS.items()}
-    sizes = dict(layers=gpt.layers, width=gpt.width, heads=gpt.heads, batch=B, tokens=tokens,
+    sizes = dict(layers=gpt.num_layers, width=gpt.hidden_dim, heads=gpt.num_heads, batch=B, tokens=tokens,
                  vocabulary=vocabulary)
     arm = lambda loss: lambda: loss() is not None
     with ExitStack() as children:
@@ -118,12 +119,12 @@ def main():
     parser.add_argument('--tokens', type=int, default=512, help='of each row')
     parser.add_argument('--torch-python', help='of an environment with PyTorch and transformers')
     given = parser.parse_args()
-    config = sized(given.layers, given.width, given.heads, given.batch_size)
+    config = sized(given.num_layers, given.hidden_dim, given.num_heads, given.batch_size)
     start()
     with measuring(given) as tell:
         rows = gpt2_speed(config, given.tokens, given.rounds, given.torch_python, stage(tell, 'measure'))
-    about = (f'GPT-2 {given.layers} x {given.width}, batch {given.batch_size}, {given.tokens} tokens, '
-             'no dropout')
+    about = (f'GPT-2 {given.num_layers} x {given.hidden_dim}, batch {given.batch_size}, '
+             f'{given.tokens} tokens, no dropout')
     output(given, 'gpt2', {'rows': rows, 'model': about})
 
 

@@ -28,7 +28,7 @@ CASES = {'batch 2': (2, {}), 'batch 8': (8, {}),
 def compared(name: str, rows: int, training: dict, memory: float) -> dict:   # memory: bytes
     "The estimate for a case, and what it took; in GB."
     changes = {'precision': 'bfloat16', 'mode': 'xla'} | training
-    config = XTTSConfig.xtts_v2().replace(data={'batch_size': rows}, training=changes)
+    config = XTTSConfig.xtts_v2().replace(data={'batch_size': rows}, training={'gpt': changes})
     needs = sum(memory_needs(config, CODES, TEXT).values())
     found = run_trial(config, CODES, TEXT, memory=memory)
     peak = found and found['peak']

@@ -161,7 +161,7 @@ def model_speed(
     progress=None,       # called with (stage, done, total)
 ) -> list[dict]:         # of `losses_speed`, then of `shapes_speed`
     "Both comparisons with the small GPT of the page on the model."
-    config = XTTSConfig.tiny(width=64).replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
+    config = XTTSConfig.tiny(width=64).replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
                                                data={'batch_size': batch_size})
     gpt, some = GPT(config, text_start=3), speech_batches(config, batches)
     stage = lambda name: progress and partial(progress, name)

@@ -428,7 +428,7 @@ def parity(
         config = XTTSConfig.load(folder / 'config.yaml')
         gpt = config.model.gpt
         tokenizer = Tokenizer.load(folder / 'tokenizer.json')
-        inputs = make_inputs(wavs, gpt.text_tokens, gpt.width, config.model.dvae.codes)
+        inputs = make_inputs(wavs, gpt.text_tokens, gpt.hidden_dim, config.model.dvae.codes)
         inputs |= utterance_inputs(wavs, tokenizer.languages) | {'sentences': np.array(json.dumps(texts))}
         report('coqui-tts')
         theirs = coqui_outputs(coqui_dir, coqui_python, inputs)
@@ -444,7 +444,8 @@ def parity(
         rows += latents_parity(xtts, inputs, theirs) + voice + greedy_parity(xtts.gpt, inputs, theirs)
         report('utterance')
         rows += utterance_parity(xtts, inputs, theirs)
-    return dict(rows=rows, ok=all(r['ok'] for r in rows), model=f'GPT of {gpt.layers} layers x {gpt.width}')
+    return dict(rows=rows, ok=all(r['ok'] for r in rows),
+                model=f'GPT of {gpt.num_layers} layers x {gpt.hidden_dim}')
 
 
 def parity_markdown(result: dict) -> str:

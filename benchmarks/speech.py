@@ -64,7 +64,7 @@ def _coqui_speech(threads, layers, width, heads, vocabulary, ids, codes, streame
 def coqui_speech(python: str | Path, config: XTTSConfig, ids: list[int], codes: int, streamed: bool) -> Peer:
     "coqui-tts at these sizes; a call speaks the tokens once, and returns `codes` and `first_s`."
     gpt = config.model.gpt
-    return step_peer(python, _coqui_speech, layers=gpt.layers, width=gpt.width, heads=gpt.heads,
+    return step_peer(python, _coqui_speech, layers=gpt.num_layers, width=gpt.hidden_dim, heads=gpt.num_heads,
                      vocabulary=gpt.text_tokens, ids=ids, codes=codes, streamed=streamed)
 
 
@@ -93,7 +93,7 @@ def main():
                                 partial(coqui_arms, given.coqui_python, config, _SAY_CODES),
                                 stage(tell, 'measure'))
     gpt = config.model.gpt
-    about = f'xtts_v2, GPT {gpt.layers} x {gpt.width}, {_SAY_CODES} codes for each text'
+    about = f'xtts_v2, GPT {gpt.num_layers} x {gpt.hidden_dim}, {_SAY_CODES} codes for each text'
     output(given, 'say_full', {'rows': rows, 'model': about, **more})
 
 

@@ -57,7 +57,7 @@ def setup():
 
 STEPS = {   # settings of the training section
     'float32': {}, 'bfloat16': {'precision': 'bfloat16'}, 'float16': {'precision': 'float16'},
-    'accumulation': {'precision': 'bfloat16', 'accumulation': 2},
+    'grad_accum_steps': {'precision': 'bfloat16', 'grad_accum_steps': 2},
     'checkpointing': {'precision': 'bfloat16', 'gradient_checkpointing': True},
     'lora': {'precision': 'bfloat16', 'finetune': 'lora'}}
 OWN_UPDATE = 'bfloat16', 'float16', 'lora'   # the others have that of bfloat16
@@ -69,9 +69,9 @@ def settings(one: dict):
     from xtts_nb.config import XTTSConfig
     if one.get('small'):
         return XTTSConfig.tiny(64).replace(
-            model={'gpt': {'layers': 2, 'heads': 4}}, data={'batch_size': 4, 'reference_frames': 32},
+            model={'gpt': {'num_layers': 2, 'num_heads': 4}}, data={'batch_size': 4, 'reference_frames': 32},
             voice={'batch_size': 2, 'window': 4})
-    layers = {'gpt': {'layers': one['layers']}} if 'layers' in one else {}
+    layers = {'gpt': {'num_layers': one['layers']}} if 'layers' in one else {}
     return XTTSConfig.xtts_v2().replace(model=layers, data={'batch_size': one.get('rows', 8)})
 
 
@@ -82,7 +82,7 @@ def step_programs(config, text: int, codes: int) -> dict:   # name -> (function,
     from xtts_nb.models.xtts import _POLICIES, _token_counts
     from xtts_nb.train.finetune import make_update
     from xtts_nb.train.step import random_batch
-    update = make_update(GPT(config, 5, dtype=_POLICIES[config.training.precision]), config.training)
+    update = make_update(GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision]), config.training.gpt)
 
     def gradients(batch, number):
         counts = _token_counts(update.gpt, batch)
@@ -122,7 +122,7 @@ def speech(config, _):
     from xtts_nb.models.gpt import GPT
     from xtts_nb.speech.generate import generate
     gpt = GPT(config, 5, dtype='mixed_bfloat16')
-    prompt = tf.zeros([1, gpt.cfg.prompt_latents, gpt.cfg.width])
+    prompt = tf.zeros([1, gpt.cfg.prompt_latents, gpt.cfg.hidden_dim])
     return (lambda text, length, prompt: generate(gpt, text, length, prompt, 128),
             (tf.zeros([1, 64], tf.int32), tf.fill([1], 50), prompt))
 
@@ -132,14 +132,14 @@ def hifigan(config, _):
     import tensorflow as tf
     from xtts_nb.models.hifigan import HiFiGAN
     model = config.model
-    return HiFiGAN(config), (tf.zeros([1, 128, model.gpt.width]), tf.zeros([1, model.speaker.width]))
+    return HiFiGAN(config), (tf.zeros([1, 128, model.gpt.hidden_dim]), tf.zeros([1, model.speaker.width]))
 
 
 def dvae_step(config, _):
     import tensorflow as tf
     from xtts_nb.models.dvae import DVAE
     from xtts_nb.train.parts import _DVAEUpdate, _dvae_training
-    mel = tf.zeros([config.training.dvae_batch_size, 64, config.model.audio.n_mels])
+    mel = tf.zeros([config.training.dvae.batch_size, 64, config.model.audio.n_mels])
     return _DVAEUpdate(DVAE(config), _dvae_training(config)), ({'mel': mel}, tf.constant(0))
 
 
@@ -148,9 +148,9 @@ def decoder_step(config, _):
     import tensorflow as tf
     from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
     from xtts_nb.train.parts import VoiceUpdate, _window_samples
-    voice, speaker, B = config.voice, config.model.speaker, config.voice.batch_size
+    voice, speaker, B = config.training.decoder, config.model.speaker, config.training.decoder.batch_size
     frames = int(voice.reference_seconds * speaker.sample_rate / speaker.hop_length)
-    batch = {'states': tf.zeros([B, voice.window, config.model.gpt.width], tf.float16),
+    batch = {'states': tf.zeros([B, voice.window, config.model.gpt.hidden_dim], tf.float16),
              'wav': tf.zeros([B, _window_samples(config)], tf.int16),
              'voice': tf.zeros([B, frames, speaker.n_mels], tf.float16)}
     return VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config), (batch, tf.constant(0))
@@ -182,7 +182,7 @@ def write(folder: str, wanted: list[dict]):
         if name in OTHERS: programs = {name: OTHERS[name](config, random_batch(config, *lengths))}
         else:
             training = one.get('training') or STEPS[name]
-            made = step_programs(config.replace(training=training), *lengths)
+            made = step_programs(config.replace(training={'gpt': training}), *lengths)
             programs = {f'{part}, {name}': made[part] for part in one['parts']}
         for each, program in programs.items():
             part = Path(folder, f'{each}.part')
@@ -346,7 +346,8 @@ KEPT = {'all kept': {}, 'checkpointing': {'gradient_checkpointing': True}, 'lora
 def memory_requests(blocks: list[int], clips: list[int], kinds: list[str] = KEPT) -> list[dict]:
     "Gradients of the released model with so many of its blocks."
     return [{'name': f'{kind}, {n} blocks, {rows} clips', 'layers': n, 'rows': rows, 'text': TEXT,
-             'codes': CODES, 'training': {'precision': 'bfloat16'} | training, 'parts': ['gradients']}
+             'codes': CODES, 'training': {'precision': 'bfloat16'} | training,
+             'parts': ['gradients']}
             for n in blocks for rows in clips for kind, training in KEPT.items() if kind in kinds]
 
 

@@ -78,7 +78,7 @@ def small():
     setup_tf(threads=2)
     return XTTSConfig.tiny(64).replace(
         model={'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32},
-               'gpt': {'layers': 2, 'text_tokens': 48, 'max_text_tokens': 40, 'max_audio_codes': 48,
+               'gpt': {'num_layers': 2, 'text_tokens': 48, 'max_text_tokens': 40, 'max_audio_codes': 48,
                        'prompt_latents': 4},
                'decoder': {'channels': 32, 'rates': (16, 16), 'up_kernels': (32, 32),
                            'residual_kernels': (3, 7), 'dilations': (1, 3)}},
@@ -212,9 +212,10 @@ def batch(prepared, small):
 @pytest.fixture(scope='session')
 def mini(small):
     "One block, two shapes, no XLA: a second to trace."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 2},
-                         training={'steps': 8, 'warmup_steps': 2, 'log_every': 2, 'checkpoint_every': 4,
-                                   'mode': 'graph'})
+    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'buckets': 2},
+                         training={'gpt': {'steps': 8, 'warmup_steps': 2, 'log_every': 2,
+                                           'checkpoint_every': 4,
+                                   'mode': 'graph'}})
 
 
 @pytest.fixture

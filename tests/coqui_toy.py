@@ -67,12 +67,13 @@ def settings() -> dict:
     audio = {'sample_rate': 22050, 'output_sample_rate': 24000}
     speech = dict(repetition_penalty=3.0, max_ref_len=2, gpt_cond_len=3, gpt_cond_chunk_len=1)
     return {'model': 'xtts', 'languages': ['en', 'de'], 'audio': audio, **speech, 'model_args': dict(
-        gpt_layers=g.layers, gpt_n_model_channels=g.width, gpt_n_heads=g.heads,
+        gpt_layers=g.num_layers, gpt_n_model_channels=g.hidden_dim, gpt_n_heads=g.num_heads,
         gpt_number_text_tokens=g.text_tokens,
         gpt_max_text_tokens=g.max_text_tokens, gpt_max_audio_tokens=g.max_audio_codes,
         gpt_start_text_token=tokenizer().start,
         gpt_stop_text_token=0, gpt_num_audio_tokens=66, gpt_start_audio_token=64, gpt_stop_audio_token=65,
-        gpt_use_masking_gt_prompt_approach=True, gpt_use_perceiver_resampler=True, decoder_input_dim=g.width)}
+        gpt_use_masking_gt_prompt_approach=True, gpt_use_perceiver_resampler=True,
+        decoder_input_dim=g.hidden_dim)}
 
 
 def write_settings(folder: Path):

@@ -22,7 +22,8 @@ def inputs():
     from benchmarks.parity import make_inputs
     from xtts_nb.data.audio import synthetic_voice
     cfg = coqui_toy.config().model
-    return make_inputs([synthetic_voice(0.4)], cfg.gpt.text_tokens, cfg.gpt.width, cfg.dvae.codes, states=6)
+    return make_inputs([synthetic_voice(0.4)], cfg.gpt.text_tokens, cfg.gpt.hidden_dim, cfg.dvae.codes,
+                       states=6)
 
 
 def utterance():

@@ -35,8 +35,8 @@ from xtts_nb.app.cli import main
 from xtts_nb.config import XTTSConfig
 small = XTTSConfig.tiny(64).replace(
     model={'dvae': {'hidden': 16, 'codebook_dim': 8, 'codes': 32},
-           'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'batch_size': 8, 'buckets': 1},
-    training={'warmup_steps': 1, 'dvae_steps': 20, 'log_every': 4})
+           'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'batch_size': 8, 'buckets': 1},
+    training={'gpt': {'warmup_steps': 1, 'log_every': 4}, 'dvae': {'steps': 20}})
 XTTSConfig.tiny = classmethod(lambda cls: small)
 demo.run_demo = partial(demo.run_demo, pairs=2, rounds=1)
 speed._bench_loaders = partial(speed._bench_loaders, seconds=0.2)

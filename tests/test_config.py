@@ -28,22 +28,24 @@ def test_yaml_goes_there_and_back(tmp_path):
         path.write_text(text)
         assert XTTSConfig.load(path) == DEFAULT
     for written in '1e-4', '1.0e-4', '0.0001', '"1e-4"':
-        path.write_text(f'training: {{learning_rate: {written}}}')
-        assert XTTSConfig.load(path).training.learning_rate == 1e-4
+        path.write_text(f'training: {{gpt: {{learning_rate: {written}}}}}')
+        assert XTTSConfig.load(path).training.gpt.learning_rate == 1e-4
     path.write_bytes(b'\xef\xbb\xbfdata:\r\n  batch_size: 3\r\n\r\nspeech:\r\n  top_k: 7\r\n')   # of Windows
     assert XTTSConfig.load(path) == DEFAULT.replace(data={'batch_size': 3}, speech={'top_k': 7})
 
 WRONG = [   # settings, and what the sentence names
-    ('training: {learnin_rate: 1}', '"training.learnin_rate"; did you mean "learning_rate"?'),
+    ('training: {gpt: {learnin_rate: 1}}', '"training.gpt.learnin_rate"; did you mean "learning_rate"?'),
+    ('training: {steps: 1}', '"training.steps"; did you mean "training.gpt.steps"?'),
     ('trainin: {}', 'did you mean "training"?'), ('zzz: 1', 'it has model, data, training'),
     ('model: {gpt: {layer: 1}}', 'did you mean "layers"?'), ('model: {seed: 8}', 'it has audio, dvae, gpt'),
     ('training: {batch_size: 8}', 'did you mean "data.batch_size"?'),
-    ('training: {learning_rate: fast}', "training.learning_rate: .*'fast'"),
-    ('training: {learning_rate: .nan}', 'training.learning_rate: .*nan'),
-    ('training: {precision: float8}', "training.precision: .*'bfloat16'.*'float8'"),
-    ('{data: {batch_size: 6}, training: {accumulation: 4}}', 'batch_size 6 .*accumulation 4'),
+    ('training: {gpt: {learning_rate: fast}}', "training.gpt.learning_rate: .*'fast'"),
+    ('training: {gpt: {learning_rate: .nan}}', 'training.gpt.learning_rate: .*nan'),
+    ('training: {gpt: {precision: float8}}', "training.gpt.precision: .*'bfloat16'.*'float8'"),
+    ('{data: {batch_size: 6}, training: {gpt: {grad_accum_steps: 4}}}', 'batch_size 6 .*grad_accum_steps 4'),
     ('data: {batch_size: 1.5}', 'data.batch_size: .*1.5'), ('data: {batch_size: 0}', 'data.batch_size'),
-    ('data: {seed: -1}', 'data.seed: .*-1'), ('training: {seed: 2147483648}', 'training.seed: .*2147483648'),
+    ('data: {seed: -1}', 'data.seed: .*-1'),
+    ('training: {gpt: {seed: 2147483648}}', 'training.gpt.seed: .*2147483648'),
     ('model: {gpt: {width: 80, heads: 2}}', 'width 80 .*32'),
     ('model: {gpt: {heads: 3}}', 'width 1024 .*heads 3'),
     ('model: {audio: {win_length: 2000}}', 'win_length 2000 .*1024'),
@@ -51,7 +53,7 @@ WRONG = [   # settings, and what the sentence names
     ('model: {gpt: {dropout: 1.0}}', 'model.gpt.dropout'),
     ('data: {min_seconds: 5, max_seconds: 4}', 'min_seconds 5.* max_seconds 4'),
     ('speech: {top_p: 1.1}', 'speech.top_p: .*1.1'), ('speech: {speed: 0.24}', 'speech.speed: .*0.24'),
-    ('training: {judge_by: dtw}', 'listen_clips'),
+    ('training: {gpt: {judge_by: dtw}}', 'eval_clips'),
     ('voice: {periods: [], windows: []}', 'at least one discriminator'),
     ('data:', 'data: .*None'), ('data: [1]', r'data: .*\[1\]'), ('data: {1: 2}', 'data'),
     ('a: [', 'not YAML'),
@@ -67,10 +69,10 @@ def test_wrong_settings_name_their_file_key_and_value(tmp_path, text, named):
 
 def test_replace_keeps_the_rest_and_settings_are_frozen():
     config = XTTSConfig.tiny()
-    changed = config.replace(data={'batch_size': 3}, model={'gpt': {'layers': 1}})
-    assert (changed.data.batch_size, changed.model.gpt.layers) == (3, 1)
+    changed = config.replace(data={'batch_size': 3}, model={'gpt': {'num_layers': 1}})
+    assert (changed.data.batch_size, changed.model.gpt.num_layers) == (3, 1)
     assert changed.replace(data={'batch_size': config.data.batch_size},
-                           model={'gpt': {'layers': 4}}) == config
+                           model={'gpt': {'num_layers': 4}}) == config
     for wrong in ({'data': 3}, {'dat': {'batch_size': 3}}, {'data': {'batchsize': 3}}):
         with pytest.raises(UserError): config.replace(**wrong)
     with pytest.raises(ValueError, match='frozen'): config.data.batch_size = 3

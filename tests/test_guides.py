@@ -86,7 +86,7 @@ def test_the_commands_of_a_guide(page, count, made, corpus, mini, cheap, ran, tm
     Path('fa.txt').write_text('سگ پیر\nقایق\n', encoding='utf-8')
     Path('train.py').write_text('import keras, numpy as np\nx = np.ones((64, 3))\nmodel = keras.Sequential('
                                 '[keras.layers.Dense(1)])\nmodel.compile("sgd", "mse")\nmodel.fit(x, x, 8)\n')
-    Path('small.yaml').write_text(mini.replace(training={'dvae_steps': 20}).to_yaml())
+    Path('small.yaml').write_text(mini.replace(training={'dvae': {'steps': 20}}).to_yaml())
     for line in ('prepare CORPUS --out first --config small.yaml', 'train --data first --run MODEL --steps 2',
                  'prepare CORPUS --out cache/mine --dvae MODEL'): assert ran(line).code == 0
     lines = commands_of(page)

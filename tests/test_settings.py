@@ -27,7 +27,7 @@ from xtts_nb.train.runs import new_run, open_cache
 from xtts_nb.speech.generate import Speaker, _reference_mels, _sample_code, _speaker_vector
 from xtts_nb.train.trainer import _epochs_to_steps
 from xtts_nb.train.parts import (
-    _Bank, Crops, VoiceUpdate, Windows, _dvae_training, _voice_training, _window_samples)
+    _Bank, Crops, VoiceUpdate, Windows, _window_samples)
 
 WAV = synthetic_voice(2.)
 
@@ -60,15 +60,16 @@ dvae_shapes = partial(shapes, make=DVAE)
 gpt_shapes = partial(shapes, make=lambda config: GPT(config, 3))
 encoder_shapes = partial(shapes, make=SpeakerEncoder)
 decoder_shapes = partial(shapes, make=HiFiGAN)
-critic_shapes = partial(shapes, make=lambda config: Critic(config.voice))
+critic_shapes = partial(shapes, make=lambda config: Critic(config.training.decoder))
 
 def sound(config, world):
     "The output of a decoder for two states."
     keras.utils.set_random_seed(0)
-    return HiFiGAN(config)(tf.ones((1, 2, config.model.gpt.width)), tf.ones((1, config.model.speaker.width)))
+    return HiFiGAN(config)(tf.ones((1, 2, config.model.gpt.hidden_dim)),
+                           tf.ones((1, config.model.speaker.width)))
 
 def critic_maps(config, world):
-    return [[x.shape for x in part] for part in Critic(config.voice)(tf.ones((1, 3000)))]
+    return [[x.shape for x in part] for part in Critic(config.training.decoder)(tf.ones((1, 3000)))]
 
 def rows_to_learn(config, world):
     try: return new_rows(config, world.tokenizer, ['en'])
@@ -77,9 +78,9 @@ def rows_to_learn(config, world):
 def updated(config, world):
     "One update of a GPT: losses, applied gradients, number of parts, and how often blocks are recomputed."
     keras.utils.set_random_seed(0)
-    gpt, draw = GPT(config, 3, dtype=_POLICIES[config.training.precision]), np.random.default_rng(0)
+    gpt, draw = GPT(config, 3, dtype=_POLICIES[config.training.gpt.precision]), np.random.default_rng(0)
     applied, shares = [], []
-    update = make_update(gpt, config.training, [])
+    update = make_update(gpt, config.training.gpt, [])
     update.optimizer.apply = lambda gradients, weights: applied.extend(gradients)
     share = update.share
     update.share = lambda batch, *rest: shares.append(len(batch['text'])) or share(batch, *rest)
@@ -121,22 +122,23 @@ def mode(config, world): return choose_mode(read_corpus(world.corpus)[0], config
 def rates(config, world, training):
     return [float(learning_rate(training(config))(step)) for step in (0, 1, 2, 5, 9, 60)]
 
-gpt_rates = partial(rates, training=lambda config: config.training)
-dvae_rates = partial(rates, training=_dvae_training)
-voice_rates = partial(rates, training=_voice_training)
+gpt_rates = partial(rates, training=lambda config: config.training.gpt)
+dvae_rates = partial(rates, training=lambda config: config.training.dvae)
+voice_rates = partial(rates, training=lambda config: config.training.decoder)
 
-def length(config, world): return _epochs_to_steps(config.training, BatchPlan(world.cache, config.data)).steps
+def length(config, world): return _epochs_to_steps(config.training.gpt,
+                                                   BatchPlan(world.cache, config.data)).steps
 
 def moved(config, world):
     "A weight and its running mean after three updates."
     x = keras.Variable(np.float32([3., -1.]), name='kernel')
-    optimizer = AdamW([x], config.training)
+    optimizer = AdamW([x], config.training.gpt)
     for n in range(3): optimizer.apply([tf.constant([1., 2.]) * (n + 1)], [x])
     last = x.numpy().copy()
     with averaged(optimizer, [x]): return last, x.numpy().copy()
 
 def compiled(config, world):
-    step = compile_step(tf.identity, config.training)
+    step = compile_step(tf.identity, config.training.gpt)
     return type(step).__name__, getattr(step, 'xla', None)
 
 def multiplied(config, world):
@@ -177,7 +179,7 @@ def windows(config, world): return Windows(world.bank, config)(tf.constant(0, tf
 def window_length(config, world): return _window_samples(config)
 
 def voice_losses(config, world):
-    world.update.voice = config.voice
+    world.update.voice = config.training.decoder
     return world.update.losses(*world.sounds, tf.constant(0))[0]['loss']
 
 def spoken(config, world):
@@ -195,14 +197,15 @@ def sounding(config, world):
     model = SimpleNamespace(config=config, hifigan=(HiFiGAN(config), None), gpt=SimpleNamespace(parity=False),
                             dvae=SimpleNamespace(decode=None))
     draw = lambda *shape: tf.random.stateless_normal(shape, (0, 0))
-    return Speaker(model).decoder(draw(1, 4, config.model.gpt.width), draw(1, config.model.speaker.width))
+    return Speaker(model).decoder(draw(1, 4, config.model.gpt.hidden_dim),
+                                  draw(1, config.model.speaker.width))
 
 def qkv(config, world):
     "What a product of a speaker's GPT gives, always with the same weights."
     keras.utils.set_random_seed(0)
     model = SimpleNamespace(config=config, hifigan=None, gpt=GPT(config, 2),
                             dvae=SimpleNamespace(decode=None))
-    x = tf.random.stateless_normal((1, 1, config.model.gpt.width), (0, 0))
+    x = tf.random.stateless_normal((1, 1, config.model.gpt.hidden_dim), (0, 0))
     return Speaker(model).gpt.blocks[0].qkv(x)
 
 def in_time(config, world):
@@ -213,11 +216,11 @@ def in_time(config, world):
 
 # --- the table: key -> changed value, observer, settings on both sides --------------------------------------
 
-ADAPTED = {'training.finetune': 'lora', 'training.lora_rank': 4}
-RUN = {'training.steps': 8, 'training.log_every': 2, 'training.checkpoint_every': 2,
-       'training.validate_every': 2, 'training.listen_clips': 1, 'training.mode': 'eager',
+ADAPTED = {'training.gpt.finetune': 'lora', 'training.gpt.lora_rank': 4}
+RUN = {'training.gpt.steps': 8, 'training.gpt.log_every': 2, 'training.gpt.checkpoint_every': 2,
+       'training.gpt.validate_every': 2, 'training.gpt.eval_clips': 1, 'training.gpt.mode': 'eager',
        'data.buckets': 1}
-RATES = {'training.steps': 40, 'training.warmup_steps': 2, 'training.schedule': 'cosine'}
+RATES = {'training.gpt.steps': 40, 'training.gpt.warmup_steps': 2, 'training.gpt.schedule': 'cosine'}
 HEARD = {'data.reference_frames': 120}
 DRAWN = {'speech.temperature': 1., 'speech.top_p': 0.95, 'speech.repetition_penalty': 1.5}
 
@@ -229,15 +232,15 @@ TABLE = {
     'model.audio.reference_n_fft': (4096, reference_mel),
     'model.dvae.hidden': (24, dvae_shapes), 'model.dvae.codebook_dim': (12, dvae_shapes),
     'model.dvae.codes': (48, dvae_shapes), 'model.dvae.resnet_blocks': (2, dvae_shapes),
-    'model.gpt.layers': (2, gpt_shapes), 'model.gpt.width': (128, gpt_shapes),
+    'model.gpt.num_layers': (2, gpt_shapes), 'model.gpt.hidden_dim': (128, gpt_shapes),
     'model.gpt.text_tokens': (60, gpt_shapes),
     'model.gpt.max_text_tokens': (30, gpt_shapes), 'model.gpt.max_audio_codes': (30, gpt_shapes),
     'model.gpt.prompt_latents': (6, gpt_shapes), 'model.gpt.conditioning_layers': (2, gpt_shapes),
     'model.gpt.perceiver_layers': (2, gpt_shapes), 'model.gpt.perceiver_heads': (2, gpt_shapes),
-    'model.gpt.perceiver_head_dim': (16, gpt_shapes), 'model.gpt.heads': (4, updated),
+    'model.gpt.perceiver_head_dim': (16, gpt_shapes), 'model.gpt.num_heads': (4, updated),
     'model.gpt.dropout': (0.5, updated),
     'model.gpt.code_noise': (0.6, updated),
-    'model.gpt.grown_from': (1, rows_to_learn, {'training.finetune': 'rows'}),
+    'model.gpt.grown_from': (1, rows_to_learn, {'training.gpt.finetune': 'rows'}),
     'model.speaker.sample_rate': (8000, speaker_mel), 'model.speaker.n_fft': (1024, speaker_mel),
     'model.speaker.win_length': (300, speaker_mel), 'model.speaker.hop_length': (80, speaker_mel),
     'model.speaker.n_mels': (32, speaker_mel), 'model.speaker.pre_emphasis': (0.5, speaker_mel),
@@ -257,31 +260,34 @@ TABLE = {
     'data.seed': (3, planned),
     'data.max_drop_rate': (0.3, dropped), 'data.preprocessing_mode': ('runtime', mode),
     'data.max_cache_gb': (1e-9, mode),
-    'training.steps': (20, gpt_rates, RATES), 'training.learning_rate': (0.5, gpt_rates, RATES),
-    'training.warmup_steps': (5, gpt_rates, RATES), 'training.schedule': ('noam', gpt_rates, RATES),
-    'training.epochs': (3, length),
-    'training.finetune': ('lora', updated), 'training.lora_rank': (8, updated, ADAPTED),
-    'training.lora_alpha': (2., updated, ADAPTED), 'training.gradient_clip_norm': (1e-3, updated),
-    'training.text_loss_weight': (0.5, updated), 'training.precision': ('bfloat16', updated),
-    'training.accumulation': (2, updated), 'training.gradient_checkpointing': (True, updated),
-    'training.seed': (3, updated),
-    'training.weight_decay': (0.5, moved), 'training.beta_2': (0.5, moved), 'training.ema': (0.5, moved),
-    'training.mode': ('eager', compiled), 'training.tf32': (True, multiplied),
-    'training.log_every': (3, ran, RUN), 'training.checkpoint_every': (4, ran, RUN),
-    'training.keep_checkpoints': (1, ran, RUN),
-    'training.validate_every': (4, ran, RUN), 'training.patience': (1, ran, RUN),
-    'training.judge_by': ('dtw', ran, RUN),
-    'training.max_bad_steps': (2, ran, RUN), 'training.listen_clips': (2, listener, RUN),
-    'training.dvae_steps': (50, dvae_rates), 'training.dvae_learning_rate': (0.5, dvae_rates),
-    'training.dvae_batch_size': (3, crops),
-    'voice.steps': (7, voice_rates), 'voice.learning_rate': (0.5, voice_rates),
-    'voice.batch_size': (3, windows),
-    'voice.window': (5, windows), 'voice.reference_seconds': (0.6, windows),
-    'voice.mel_weight': (1., voice_losses),
-    'voice.adversarial_weight': (9., voice_losses), 'voice.feature_weight': (9., voice_losses),
-    'voice.speaker_weight': (9., voice_losses), 'voice.adversarial_from': (5, voice_losses),
-    'voice.periods': ((2, 3), critic_shapes), 'voice.windows': ((512,), critic_maps),
-    'voice.channels': (4, critic_shapes),
+    'training.gpt.steps': (20, gpt_rates, RATES), 'training.gpt.learning_rate': (0.5, gpt_rates, RATES),
+    'training.gpt.warmup_steps': (5, gpt_rates, RATES), 'training.gpt.schedule': ('noam', gpt_rates, RATES),
+    'training.gpt.epochs': (3, length),
+    'training.gpt.finetune': ('lora', updated), 'training.gpt.lora_rank': (8, updated, ADAPTED),
+    'training.gpt.lora_alpha': (2., updated, ADAPTED), 'training.gpt.gradient_clip_norm': (1e-3, updated),
+    'training.gpt.text_loss_weight': (0.5, updated), 'training.gpt.precision': ('bfloat16', updated),
+    'training.gpt.grad_accum_steps': (2, updated), 'training.gpt.gradient_checkpointing': (True, updated),
+    'training.gpt.seed': (3, updated),
+    'training.gpt.weight_decay': (0.5, moved), 'training.gpt.beta_2': (0.5, moved),
+    'training.gpt.ema': (0.5, moved),
+    'training.gpt.mode': ('eager', compiled), 'training.gpt.tf32': (True, multiplied),
+    'training.gpt.log_every': (3, ran, RUN), 'training.gpt.checkpoint_every': (4, ran, RUN),
+    'training.gpt.keep_checkpoints': (1, ran, RUN),
+    'training.gpt.validate_every': (4, ran, RUN), 'training.gpt.patience': (1, ran, RUN),
+    'training.gpt.judge_by': ('dtw', ran, RUN),
+    'training.gpt.max_bad_steps': (2, ran, RUN), 'training.gpt.eval_clips': (2, listener, RUN),
+    'training.dvae.steps': (50, dvae_rates), 'training.dvae.learning_rate': (0.5, dvae_rates),
+    'training.dvae.batch_size': (3, crops),
+    'training.decoder.steps': (7, voice_rates), 'training.decoder.learning_rate': (0.5, voice_rates),
+    'training.decoder.batch_size': (3, windows),
+    'training.decoder.window': (5, windows), 'training.decoder.reference_seconds': (0.6, windows),
+    'training.decoder.mel_weight': (1., voice_losses),
+    'training.decoder.adversarial_weight': (9., voice_losses),
+    'training.decoder.feature_weight': (9., voice_losses),
+    'training.decoder.speaker_weight': (9., voice_losses),
+    'training.decoder.adversarial_from': (5, voice_losses),
+    'training.decoder.periods': ((2, 3), critic_shapes), 'training.decoder.windows': ((512,), critic_maps),
+    'training.decoder.channels': (4, critic_shapes),
     'speech.temperature': (0., spoken, DRAWN), 'speech.top_k': (2, spoken, DRAWN),
     'speech.top_p': (0.1, spoken, DRAWN),
     'speech.repetition_penalty': (5., spoken, DRAWN), 'speech.speed': (2., in_time),
@@ -295,7 +301,7 @@ TABLE = {
 def base(small) -> XTTSConfig:
     "Small networks, no dropout or noise unless a row asks for it."
     return small.replace(
-        model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1, 'code_noise': 0.,
+        model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1, 'code_noise': 0.,
                        'dropout': 0.1}, 'decoder': {'channels': 8, 'rates': [16, 16], 'up_kernels': [32, 32],
                                                     'residual_kernels': [3], 'dilations': [1, 3]},
                'speaker': {'filters': [8, 8], 'blocks': [1, 1], 'width': 8}},
@@ -307,7 +313,7 @@ def bank(base, tmp_path_factory) -> _Bank:
     "Noise in the shape of three clips of two speakers."
     folder, draw = tmp_path_factory.mktemp('bank'), np.random.default_rng(0)
     n = np.array([[9] * 3, [12000] * 3, [80] * 3])
-    arrays = {'states': draw.normal(size=(27, base.model.gpt.width)).astype(np.float16), 'length': n,
+    arrays = {'states': draw.normal(size=(27, base.model.gpt.hidden_dim)).astype(np.float16), 'length': n,
               'wav': draw.integers(-999, 999, 36000).astype(np.int16),
               'voice': draw.normal(size=(240, 64)).astype(np.float16), 'speaker': np.array([0, 0, 1]),
               'language': np.zeros(3, int)}

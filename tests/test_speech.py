@@ -9,7 +9,7 @@ from process import xtts_nb
 @pytest.mark.slow
 def test_the_commands_of_the_first_page(speech, tmp_path):
     "`prepare` learns its DVAE, `train` 40 updates of the tiny preset, `say` speaks."
-    (tmp_path / 'short.yaml').write_text('training: {dvae_steps: 50}')
+    (tmp_path / 'short.yaml').write_text('training: {dvae: {steps: 50}}')
     run = lambda *words: xtts_nb(*words, '--json', cwd=tmp_path, timeout=1800)
     done = run('prepare', speech, '--out', 'runs/lj', '--config', 'short.yaml')
     assert done.code == 0 and done.json['clips'] >= 8, done.err

@@ -9,8 +9,8 @@ LINE, OTHER = _Place(__file__, 3), _Place(__file__, 4)
 
 def watched(looks=(), events=(), python=(), **more):
     "A watch of 10 s: the kind of each look, 100 a second, at one line."
-    looks = [_Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside') for i,
-        k in enumerate(looks)]
+    looks = [_Look(i / 100, *(k if isinstance(k, tuple) else (LINE, k)), 'inside')
+             for i, k in enumerate(looks)]
     given = dict(begun=0., ended=10., fits=[], windows=[], datasets={}, functions={}, last={}, shapes={},
                  validated=[], beside=[], same={}, early={}, owners={}, concrete_functions=list)
     return SimpleNamespace(looks=looks, events=[*events], python=[*python], pipeline_place=lambda *_: None,

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Positive', 'UserError', 'Section', 'Workspace', 'workspace', 'sizes', 'cores', 'setup_tf', 'AudioConfig',
-           'DVAEConfig', 'GPTConfig', 'SpeakerConfig', 'DecoderConfig', 'ModelConfig', 'DataConfig', 'TrainingConfig',
-           'SpeechConfig', 'VoiceConfig', 'XTTSConfig']
+           'DVAEConfig', 'GPTConfig', 'SpeakerConfig', 'DecoderConfig', 'ModelConfig', 'DataConfig', 'PartTraining',
+           'GPTTraining', 'DVAETraining', 'DecoderTraining', 'TrainingConfig', 'SpeechConfig', 'XTTSConfig']
 
 # %% ../nbs/00_config.ipynb #0670ef92
 import configparser
@@ -18,7 +18,7 @@ import sys
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pydantic
 import yaml
@@ -205,7 +205,7 @@ def setup_tf(
     within, between = (threads or _environment_number(f'TF_NUM_{kind}OP_THREADS') or cores()
                        for kind in ('INTRA', 'INTER'))
     limit = memory_limit or _environment_number('XTTS_NB_MEMORY_LIMIT')
-    # float32 is float32 on every device; `training.tf32` changes it while a run trains
+    # float32 is float32 on every device; `training.gpt.tf32` changes it while a run trains
     tf.config.experimental.enable_tensor_float_32_execution(False)
     with suppress(RuntimeError):   # TensorFlow has started: the table shows what it kept
         tf.config.threading.set_intra_op_parallelism_threads(within)
@@ -262,9 +262,9 @@ class DVAEConfig(Section):
 # %% ../nbs/00_config.ipynb #040dec3b
 class GPTConfig(Section):
     "Voice and text -> audio codes."
-    layers: Positive = 30                # blocks over voice, text and codes
-    width: Positive = 1024               # D
-    heads: Positive = 16                 # H
+    num_layers: Positive = 30            # blocks over voice, text and codes
+    hidden_dim: Positive = 1024          # D
+    num_heads: Positive = 16             # H
     text_tokens: Positive = 6681         # V of the text
     grown_from: int = Field(0, ge=0)     # first token id added to a pretrained model; 0: none was added
     max_text_tokens: Positive = 402      # T, without START and STOP
@@ -279,10 +279,10 @@ class GPTConfig(Section):
 
     @pydantic.model_validator(mode='after')
     def _heads_divide_width(self):
-        if self.width % self.heads:
-            raise ValueError(f'width {self.width} is not a multiple of heads {self.heads}')
-        if self.width % 32:
-            raise ValueError(f'width {self.width} is not a multiple of 32, the groups of the norm')
+        if self.hidden_dim % self.num_heads:
+            raise ValueError(f'hidden_dim {self.hidden_dim} is not a multiple of num_heads {self.num_heads}')
+        if self.hidden_dim % 32:
+            raise ValueError(f'hidden_dim {self.hidden_dim} is not a multiple of 32, the groups of the norm')
         return self
 
 class SpeakerConfig(Section):
@@ -344,11 +344,25 @@ class DataConfig(Section):
         return self
 
 # %% ../nbs/00_config.ipynb #741bfc48
-class TrainingConfig(Section):
+class PartTraining(Section):
+    "What the trainings of GPT, DVAE and decoder have in common."
+    steps: Positive = 1000               # updates
+    learning_rate: float = Field(1e-4, gt=0)   # peak, after warm-up
+    ema: float = Field(0., ge=0, lt=1)   # decay of the moving average of the weights, in the end; 0: none
+    mode: Literal['auto', 'eager', 'graph', 'xla'] = 'auto'   # of the step; auto: graph or XLA, by device
+    tf32: bool = False                   # float32 products in TF32 on a GPU: faster, 10 bits of mantissa
+    log_every: Positive = 10             # updates between two log lines; each is a host sync
+    checkpoint_every: Positive = 500     # updates
+    keep_checkpoints: Positive = 2       # the newest ones; the best one is kept in addition
+    validate_every: int = Field(0, ge=0) # updates between two validations; 0: no validation
+    patience: int = Field(0, ge=0)       # validations without improvement before training stops; 0: never
+    max_bad_steps: Positive = 10         # consecutive updates skipped for NaN before training stops
+    seed: int = Field(0, ge=0, lt=2**31)     # of the initial weights and of everything drawn in training
+
+class GPTTraining(PartTraining):
     "How the GPT is trained."
-    steps: Positive = 1000               # updates of the GPT
+    learning_rate: float = Field(5e-6, gt=0)   # peak, after warm-up
     epochs: int = Field(0, ge=0)         # passes over the clips; replaces steps unless 0
-    learning_rate: float = Field(5e-6, gt=0)   # of the GPT; peak, after warm-up
     warmup_steps: int = Field(0, ge=0)   # updates, linear from 0; at most a quarter of all
     schedule: Literal['constant', 'cosine', 'noam'] = 'constant'   # after the warm-up; cosine ends at 2 %
     finetune: Literal['whole', 'lora', 'rows'] = 'whole'   # all weights, LoRA adapters, or rows of new tokens
@@ -359,48 +373,45 @@ class TrainingConfig(Section):
     gradient_clip_norm: float = Field(1.0, gt=0)   # global norm of all gradients
     text_loss_weight: float = Field(0.01, ge=0)   # weight of the text loss; the loss over codes has weight 1
     precision: Literal['float32', 'bfloat16', 'float16'] = 'float32'   # of matrix products
-    tf32: bool = False                   # float32 products in TF32 on a GPU: faster, 10 bits of mantissa
-    accumulation: Positive = 1           # micro-batches per update, one after the other
+    grad_accum_steps: Positive = 1       # micro-batches per update, one after the other
     gradient_checkpointing: bool = False # recompute activations instead of storing them
-    ema: float = Field(0., ge=0, lt=1)   # decay of the moving average of the weights, in the end; 0: none
-    mode: Literal['auto', 'eager', 'graph', 'xla'] = 'auto'   # of the step; auto: graph or XLA, by device
-    log_every: Positive = 10             # updates between two log lines; each is a host sync
-    checkpoint_every: Positive = 500     # updates
-    keep_checkpoints: Positive = 2       # the newest ones; the best one is kept in addition
-    validate_every: int = Field(0, ge=0) # updates between two validations; 0: no validation
-    patience: int = Field(0, ge=0)       # validations without improvement before training stops; 0: never
-    listen_clips: int = Field(0, ge=0)   # held-out clips synthesised at each validation
+    eval_clips: int = Field(0, ge=0)     # held-out clips synthesised at each validation
     judge_by: Literal['loss', 'dtw'] = 'loss'   # criterion of the best validation
-    max_bad_steps: Positive = 10         # consecutive updates skipped for NaN before training stops
-    dvae_steps: Positive = 2000          # updates of the DVAE when it is trained here
-    dvae_batch_size: Positive = 16       # crops per batch
-    dvae_learning_rate: float = Field(5e-4, gt=0)   # of Adam, for the DVAE; peak
-    seed: int = Field(0, ge=0, lt=2**31)     # of the initial weights and the dropout masks
 
     @pydantic.model_validator(mode='after')
     def _scores_need_clips(self):
-        if self.judge_by == 'dtw' and not self.listen_clips:
-            raise ValueError('judge_by dtw needs listen_clips above 0')
+        if self.judge_by == 'dtw' and not self.eval_clips:
+            raise ValueError('judge_by dtw needs eval_clips above 0')
         return self
 
-# %% ../nbs/00_config.ipynb #4c6eab7c
-class SpeechConfig(Section):
-    "How a trained model uses a reference recording and samples codes."
-    temperature: float = Field(0.0, ge=0)    # 0 takes the likeliest code; higher values vary more
-    top_k: Positive = 50                     # sample from at most this many codes
-    top_p: float = Field(0.85, ge=0, le=1)   # sample from the likeliest codes up to this total probability
-    repetition_penalty: float = Field(1.0, gt=0)     # of codes already generated; 1: no penalty
-    speed: float = Field(1.0, ge=0.25, le=4)         # 2 is twice as fast, at the same pitch
-    decoder_precision: Literal['float32', 'bfloat16'] = 'float32'   # of the convolutions of HiFi-GAN
-    weights: Literal['float', 'int8'] = 'float'   # of the GPT's blocks, while codes are made
-    max_reference_seconds: float = Field(30.0, ge=0.5)   # used of each recording; the rest is ignored
-    reference_seconds: float = Field(30.0, ge=0.5)       # of all recordings, concatenated, for the prompt
-    reference_chunk_seconds: float | None = Field(None, ge=0.5)   # per chunk; none: one training crop
+class _FixedTraining(PartTraining):
+    "A training in float32 on whole batches, judged by its loss."
+    epochs: ClassVar = 0
+    schedule: ClassVar = 'cosine'
+    precision: ClassVar = 'float32'
+    grad_accum_steps: ClassVar = 1
+    gradient_checkpointing: ClassVar = False
+    eval_clips: ClassVar = 0
+    judge_by: ClassVar = 'loss'
 
-class VoiceConfig(Section):
+class DVAETraining(_FixedTraining):
+    "How the DVAE is trained."
+    steps: Positive = 2000               # updates
+    learning_rate: float = Field(5e-4, gt=0)   # of Adam; peak, cosine decay to 2 %
+    batch_size: Positive = 16            # crops per batch
+    warmup_steps: ClassVar = 50
+    weight_decay: ClassVar = 0.
+    beta_2: ClassVar = 0.999
+    gradient_clip_norm: ClassVar = 1.
+
+class DecoderTraining(_FixedTraining):
     "How the HiFi-GAN decoder is trained."
     steps: Positive = 200_000            # updates, each of decoder and discriminators
     batch_size: Positive = 16            # windows per batch
+    weight_decay: float = Field(1e-2, ge=0)   # on matrices only
+    warmup_steps: ClassVar = 0
+    beta_2: ClassVar = 0.99
+    gradient_clip_norm: ClassVar = math.inf
     window: Positive = 32                # codes per window, 46 ms each
     learning_rate: float = Field(2e-4, gt=0)   # of decoder and discriminators; peak, cosine decay to 2 %
     mel_weight: float = Field(20.0, ge=0)      # weight of the distance between output and recording mels
@@ -419,10 +430,30 @@ class VoiceConfig(Section):
             raise ValueError('periods and windows are both empty; give at least one discriminator')
         return self
 
+class TrainingConfig(Section):
+    "How each part of the model is trained."
+    gpt: GPTTraining = GPTTraining()
+    dvae: DVAETraining = DVAETraining()
+    decoder: DecoderTraining = DecoderTraining()
+
+# %% ../nbs/00_config.ipynb #4c6eab7c
+class SpeechConfig(Section):
+    "How a trained model uses a reference recording and samples codes."
+    temperature: float = Field(0.0, ge=0)    # 0 takes the likeliest code; higher values vary more
+    top_k: Positive = 50                     # sample from at most this many codes
+    top_p: float = Field(0.85, ge=0, le=1)   # sample from the likeliest codes up to this total probability
+    repetition_penalty: float = Field(1.0, gt=0)     # of codes already generated; 1: no penalty
+    speed: float = Field(1.0, ge=0.25, le=4)         # 2 is twice as fast, at the same pitch
+    decoder_precision: Literal['float32', 'bfloat16'] = 'float32'   # of the convolutions of HiFi-GAN
+    weights: Literal['float', 'int8'] = 'float'   # of the GPT's blocks, while codes are made
+    max_reference_seconds: float = Field(30.0, ge=0.5)   # used of each recording; the rest is ignored
+    reference_seconds: float = Field(30.0, ge=0.5)       # of all recordings, concatenated, for the prompt
+    reference_chunk_seconds: float | None = Field(None, ge=0.5)   # per chunk; none: one training crop
+
 # %% ../nbs/00_config.ipynb #06639889
 def _key_named(name: str) -> str | None:
-    "The full key `section.name`, if exactly one of data, training and speech has it."
-    parts = {part: XTTSConfig.model_fields[part].annotation for part in ('data', 'training', 'speech')}
+    "The full key `section.name`, if exactly one of data, training.gpt and speech has it."
+    parts = {'data': DataConfig, 'training.gpt': GPTTraining, 'speech': SpeechConfig}
     keys = [f'{part}.{name}' for part, section in parts.items() if name in section.model_fields]
     return keys[0] if len(keys) == 1 else None
 
@@ -458,18 +489,18 @@ def _read_settings(path: str | Path) -> dict:
 
 # %% ../nbs/00_config.ipynb #37150e62
 class XTTSConfig(Section):
-    "All settings of a run: `model`, `data`, `training`, `voice`, `speech`."
+    "All settings of a run: `model`, `data`, `training`, `speech`."
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
-    voice: VoiceConfig = VoiceConfig()
     speech: SpeechConfig = SpeechConfig()
 
     @pydantic.model_validator(mode='after')
     def _micro_batches_are_equal(self):
-        rows, parts = self.data.batch_size, self.training.accumulation
+        rows, parts = self.data.batch_size, self.training.gpt.grad_accum_steps
         if rows % parts:
-            raise ValueError(f'data.batch_size {rows} is not a multiple of training.accumulation {parts}')
+            raise ValueError(
+                f'data.batch_size {rows} is not a multiple of training.gpt.grad_accum_steps {parts}')
         return self
 
     @classmethod
@@ -490,8 +521,10 @@ class XTTSConfig(Section):
         return self.from_dict(_merge(self.model_dump(), sections), where)
 
     def _repr_markdown_(self) -> str:
-        rows = [f'| {name} | ' + ', '.join(f'{k} {v}' for k, v in section) + ' |'
-                for name, section in (*self.model, *list(self)[1:])]
+        parts = {f'model.{name}': part for name, part in self.model} | {'data': self.data}
+        parts |= {f'training.{name}': part for name, part in self.training} | {'speech': self.speech}
+        rows = [f'| {name} | ' + ', '.join(f'{k} {v}' for k, v in part) + ' |'
+                for name, part in parts.items()]
         return '\n'.join(['| section | settings |', '|---|---|', *rows])
 
 def _merge(base: dict, changes: dict) -> dict:
@@ -505,7 +538,8 @@ def _merge(base: dict, changes: dict) -> dict:
 @patch(cls_method=True)
 def xtts_v2(cls: XTTSConfig) -> 'XTTSConfig':
     "A model of the size of the released one, and how it is trained from nothing."
-    return cls(training=TrainingConfig(learning_rate=1e-4, warmup_steps=1000, schedule='cosine'))
+    return cls(training=TrainingConfig(
+        gpt=GPTTraining(learning_rate=1e-4, warmup_steps=1000, schedule='cosine')))
 
 @patch(cls_method=True)
 def tiny(cls: XTTSConfig,
@@ -515,16 +549,18 @@ def tiny(cls: XTTSConfig,
     return cls(
         model=ModelConfig(
             dvae=DVAEConfig(hidden=96, codebook_dim=64, codes=256, resnet_blocks=1),
-            gpt=GPTConfig(layers=4, width=width, heads=width // 32, text_tokens=256, max_text_tokens=200,
+            gpt=GPTConfig(num_layers=4, hidden_dim=width, num_heads=width // 32, text_tokens=256,
+                          max_text_tokens=200,
                           max_audio_codes=256, prompt_latents=8, conditioning_layers=2,
                           perceiver_layers=1, perceiver_heads=4, perceiver_head_dim=32, code_noise=0.15),
             speaker=SpeakerConfig(filters=(8, 16, 16, 16), blocks=(1, 1, 1, 1), width=32),
             decoder=DecoderConfig(channels=64)),
         data=DataConfig(batch_size=16, reference_frames=128, buckets=3),
-        training=TrainingConfig(steps=1000, learning_rate=1e-3, warmup_steps=50, schedule='cosine',
-                                beta_2=0.98, dvae_learning_rate=2e-3),
-        voice=VoiceConfig(steps=2000, batch_size=8, window=8, learning_rate=1e-3, reference_seconds=1.0,
-                          periods=(2, 3, 5), windows=(512,), channels=8))
+        training=TrainingConfig(
+            gpt=GPTTraining(learning_rate=1e-3, warmup_steps=50, schedule='cosine', beta_2=0.98),
+            dvae=DVAETraining(learning_rate=2e-3),
+            decoder=DecoderTraining(steps=2000, batch_size=8, window=8, learning_rate=1e-3,
+                                    reference_seconds=1.0, periods=(2, 3, 5), windows=(512,), channels=8)))
 
 @patch(cls_method=True)
 def preset(cls: XTTSConfig, name: str) -> 'XTTSConfig':

@@ -102,8 +102,8 @@ def test_the_result_of_a_load(small, monkeypatch, step, result):
 
 def test_what_a_gpu_is_given_holds_nothing_that_it_cannot_do(small):
     "A real step of one block, traced and never compiled. Codes are made in float32, as on a CPU."
-    config = small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
-                           training={'precision': 'bfloat16', 'mode': 'xla'})
+    config = small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
+                           training={'gpt': {'precision': 'bfloat16', 'mode': 'xla'}})
     only = {'xla': MODES['xla']}
     real = StepTrial(config, 12, 20, make_steps=lambda config, start: step_modes(config, start, only))
     assert len(real.steps['xla'].step.weights) > 20
@@ -167,7 +167,7 @@ def test_a_shell_reads_the_file_and_training_takes_its_keys(clean, tmp_path, mon
     assert environment(settings).items() <= got.items()
     assert got['TF_XLA_FLAGS'] == '--other=2 --tf_xla_auto_jit=2'
     for name in ('XTTS_NB_MODE', 'XTTS_NB_PRECISION'): monkeypatch.setenv(name, got[name])
-    assert _from_environment() == {'training.mode': 'auto', 'training.precision': 'bfloat16'}
+    assert _from_environment() == {'training.gpt.mode': 'auto', 'training.gpt.precision': 'bfloat16'}
 
 CHILD = '''
 import json
@@ -206,7 +206,7 @@ def test_a_child_trains_with_the_settings(clean, settings):
 # --- what a training needs, and what is changed for a finding -----------------------------------------------
 
 SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_size': 4,
-                          'prefetch_to_gpu': False}, training={'mode': 'eager'})
+                          'prefetch_to_gpu': False}, training={'gpt': {'mode': 'eager'}})
 
 @pytest.mark.parametrize('name, given, changed', [   # with six cores, and a cycle of `c` batches
     ('no prefetch', {}, {'data.prefetch_buffer_size': 4}),
@@ -218,21 +218,21 @@ SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_si
     ('input-bound', {'data': {'num_workers': 5}}, {'data.num_workers': 10}),
     ('copy-bound', {}, {'data.prefetch_to_gpu': True}),
     ('variable shapes', {}, {'data.pad_to_fixed_length': True}),
-    ('tiny batch', {}, {'data.batch_size': 16}), ('no XLA', {}, {'training.mode': 'xla'}),
-    ('float32 on tensor cores', {}, {'training.precision': 'bfloat16'}),
-    ('step not compiled', {}, {'training.mode': 'auto'}), ('something else', {}, None)])
+    ('tiny batch', {}, {'data.batch_size': 16}), ('no XLA', {}, {'training.gpt.mode': 'xla'}),
+    ('float32 on tensor cores', {}, {'training.gpt.precision': 'bfloat16'}),
+    ('step not compiled', {}, {'training.gpt.mode': 'auto'}), ('something else', {}, None)])
 def test_the_change_for_a_finding(monkeypatch, name, given, changed):
     monkeypatch.setattr(check, 'cores', lambda: 6)
     disease, _, cycle = name.partition(' c=')
     verdict = SimpleNamespace(measured=SimpleNamespace(cycle=int(cycle or 1)))
     found = _change_for(SimpleNamespace(disease=disease), verdict, SLOW.replace(**given))
     assert (found and flat(found)) == changed
-    assert {*_LEARNING} == {'data.batch_size', 'training.precision'} <= {*flat(TINY.model_dump())}
+    assert {*_LEARNING} == {'data.batch_size', 'training.gpt.precision'} <= {*flat(TINY.model_dump())}
 
 @pytest.mark.slow
 def test_quick_fix_writes_settings_that_are_faster_and_load(tmp_path, small, cheap_xla):
-    config = small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
-                           training={'mode': 'eager'})
+    config = small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
+                           training={'gpt': {'mode': 'eager'}})
     (tmp_path / 'toy.yaml').write_text(config.to_yaml())
     few = ['--config', 'toy.yaml', '--num-batches', '8', '--seconds', '24', '--json']
     done = xtts_nb('diagnose', *few, '--batch-size', '2', cwd=tmp_path)
@@ -240,5 +240,5 @@ def test_quick_fix_writes_settings_that_are_faster_and_load(tmp_path, small, che
     assert {f['disease'] for f in done.json['findings']} >= {'step not compiled'}
     done = xtts_nb('quick-fix', *few, cwd=tmp_path)
     assert done.code == 0, done.err
-    assert 'training.mode: eager -> auto' in done.json['changes'] and done.json['verified_gain'] > 1
-    assert yaml.safe_load((tmp_path / 'fixed.yaml').read_text())['training']['mode'] == 'auto'
+    assert 'training.gpt.mode: eager -> auto' in done.json['changes'] and done.json['verified_gain'] > 1
+    assert yaml.safe_load((tmp_path / 'fixed.yaml').read_text())['training']['gpt']['mode'] == 'auto'

@@ -41,10 +41,10 @@ COMMANDS = dict(leaves(typer.main.get_command(app)))
 @pytest.fixture(scope='session')
 def mini(small):
     "The smallest settings that still have every part; one shape, and seconds less without XLA."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
+    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
                          data={'buckets': 1, 'max_drop_rate': 1.},
-                         training={'steps': 4, 'log_every': 2, 'checkpoint_every': 2, 'dvae_steps': 2,
-                                   'mode': 'graph'})
+                         training={'gpt': {'steps': 4, 'log_every': 2, 'checkpoint_every': 2,
+                                           'mode': 'graph'}, 'dvae': {'steps': 2}})
 
 @pytest.fixture(scope='session')
 def session(corpus, mini, tmp_path_factory):
@@ -166,7 +166,7 @@ train --data CACHE --set data.bach_size=3 > batch_size
 train --data CACHE --batch-size 6 --grad-accum 4 > accumulation
 train --data CACHE --set data.max_drop_rate=0.1 > data.max_drop_rate
 train --data CACHE --set data.max_seconds=0.55 > data.max_seconds
-train --data CACHE --lr 0 > training.learning_rate
+train --data CACHE --lr 0 > training.gpt.learning_rate
 train --data CACHE --mix-share 0.5 > --mix
 train-dvae > xtts-nb train-dvae
 train-decoder > --model
@@ -224,7 +224,7 @@ def bad(tmp_path, corpus, monkeypatch):
     (tmp_path / 'corpus/metadata.csv').write_text(
         ''.join(f'{name}|aa|aa|low|en\n' for name in ('good', 'gone', 'text', 'nothing', 'short')))
     for name in ('foreign/thesis.txt', 'demo/corpus/a'): (tmp_path / name).write_text('mine')
-    (tmp_path / 'bad.yaml').write_text('training: {learnin_rate: 1}\n')
+    (tmp_path / 'bad.yaml').write_text('training: {gpt: {learnin_rate: 1}}\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -315,7 +315,8 @@ def test_verify_finds_and_repairs(corpus, prepared, tmp_path, ran):
 @pytest.fixture
 def ten(mini, tmp_path):
     "Ten updates of the DVAE without a graph, which would take longer to trace."
-    (tmp_path / 'ten.yaml').write_text(mini.replace(training={'dvae_steps': 10, 'mode': 'eager'}).to_yaml())
+    (tmp_path / 'ten.yaml').write_text(mini.replace(training={'gpt': {'mode': 'eager'},
+                                                              'dvae': {'steps': 10}}).to_yaml())
     return tmp_path / 'ten.yaml'
 
 @pytest.mark.slow
@@ -356,9 +357,10 @@ def test_the_training_of_a_dvae_goes_on(corpus, ten, tmp_path, ran):
 def test_what_a_learned_dvae_belongs_to(tmp_path):
     key = lambda corpus='a', layout=None, **changes: cli_data._learned_key(
         tmp_path / corpus, XTTSConfig.tiny().replace(**changes), layout)
-    same = {key('b/../a'), key(data={'batch_size': 3}), key(training={'steps': 7}),
-            key(model={'gpt': {'layers': 1}})}
-    others = {key('b'), key(layout='vctk'), key(training={'seed': 3}), key(training={'dvae_steps': 3}),
+    same = {key('b/../a'), key(data={'batch_size': 3}), key(training={'gpt': {'steps': 7}}),
+            key(model={'gpt': {'num_layers': 1}})}
+    others = {key('b'), key(layout='vctk'), key(training={'gpt': {'seed': 3}}),
+              key(training={'dvae': {'steps': 3}}),
               key(model={'audio': {'f_max': 7000.}}), key(model={'dvae': {'codes': 7}})}
     assert same == {key()} and len(others - {key()}) == 6
 
@@ -478,8 +480,8 @@ def longer(corpus, tmp_path_factory):
     rows = [line.split('|', 1) for line in (corpus / 'metadata.csv').read_text(encoding='utf-8').splitlines()]
     for i in range(40):
         for name, _ in rows: os.link(corpus / f'wavs/{name}.wav', folder / f'wavs/{name}-{i}.wav')
-    (folder / 'metadata.csv').write_text(''.join(f'{name}-{i}|{rest}\n' for i in range(40) for name,
-                                                 rest in rows),
+    (folder / 'metadata.csv').write_text(''.join(f'{name}-{i}|{rest}\n' for i in range(40)
+                                                 for name, rest in rows),
                                          encoding='utf-8')
     return folder
 

@@ -23,10 +23,10 @@ TINY = XTTSConfig.tiny()
 @pytest.fixture(scope='module')
 def mini(small):
     "One block, one shape, no XLA."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
-                         training={'steps': 4, 'log_every': 2, 'checkpoint_every': 2, 'dvae_steps': 2,
-                                   'learning_rate': 1e-3, 'schedule': 'constant', 'warmup_steps': 0,
-                                   'mode': 'graph'})
+    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
+                         training={'gpt': {'steps': 4, 'log_every': 2, 'checkpoint_every': 2,
+                                           'learning_rate': 1e-3, 'schedule': 'constant', 'warmup_steps': 0,
+                                           'mode': 'graph'}, 'dvae': {'steps': 2}})
 
 @pytest.fixture
 def home(mini, tmp_path, monkeypatch):
@@ -70,17 +70,17 @@ EFFECTS = {   # option -> (observer, value with the option); without the option 
     '--num-workers 3': (lambda t: int(source(t)[1]._num_parallel_calls), 3),
     '--prefetch-buffer-size 7': (lambda t: int(source(t)[0]._buffer_size), 7),
     '--enable-static-shapes': (lambda t: shape(t)[1] > 40, True),   # fits the longest clip
-    '--grad-accum 2': (lambda t: t.update.training.accumulation, 2),
+    '--grad-accum 2': (lambda t: t.update.training.grad_accum_steps, 2),
     '--lr 1e-2': (lambda t: float(t.optimizer.learning_rate), pytest.approx(1e-2)),
     '--steps 9': (lambda t: t.training.steps, 9),
     '--epochs 5': (lambda t: t.training.steps / t.plan.steps_per_epoch, 5),
     '--enable-eager-debug': (lambda t: isinstance(t.train_step, CompiledStep), False),   # of MyXTTS
-    '--set training.ema=0.5': (lambda t: t.optimizer.use_ema, True),
+    '--set training.gpt.ema=0.5': (lambda t: t.optimizer.use_ema, True),
     '--set data.reference_frames=48': (lambda t: shape(t, 'reference')[1], 48),
     '--optimization-level enhanced': (lambda t: t.train_step.xla, True),
     '--optimization-level experimental': (lambda t: (t.xtts.gpt.compute_dtype, t.optimizer.use_ema),
                                           ('bfloat16', True)),
-    '--gpu-preset 3060': (lambda t: (shape(t)[0], t.training.accumulation, t.xtts.gpt.compute_dtype),
+    '--gpu-preset 3060': (lambda t: (shape(t)[0], t.training.grad_accum_steps, t.xtts.gpt.compute_dtype),
                           (8, 2, 'bfloat16')),
     '--gpu-preset 3090': (lambda t: t.plan.data.prefetch_buffer_size, 24),
     '--val 0.3': (lambda t: t.held_out is not None, True)}
@@ -90,7 +90,7 @@ TOGETHER = [   # options that can be tested in one run
     '--epochs 5 --set data.reference_frames=48 --val 0.3 --optimization-level enhanced',
     '--batch-size 6 --gpu-preset 3090 --grad-accum 2 --steps 9 --enable-eager-debug',   # over a card's preset
     '--gpu-preset 3060', '--optimization-level experimental',
-    '--optimization-level basic --set training.ema=0.5']
+    '--optimization-level basic --set training.gpt.ema=0.5']
 
 @pytest.mark.parametrize('options', TOGETHER)
 def test_an_option_changes_what_is_trained(built, options):
@@ -112,7 +112,7 @@ def test_a_file_of_myxtts_is_laid_over_what_the_cache_was_made_with(built, home,
                                      'learning_rate: 1e-4, enable_graph_mode: true}\n')
     monkeypatch.setenv('XTTS_NB_MODE', 'eager')
     monkeypatch.setenv('XTTS_NB_PRECISION', 'bfloat16')
-    trainer = built('--set', 'training.precision=float32', config='guide.yaml')
+    trainer = built('--set', 'training.gpt.precision=float32', config='guide.yaml')
     assert trainer.xtts.config.model == prepared.config.model and trainer.training.mode == 'eager'
     assert trainer.xtts.gpt.compute_dtype == 'float32' and trainer.update.training.learning_rate == 1e-4
     said = capfd.readouterr().err
@@ -124,9 +124,9 @@ def test_the_settings_are_shown_with_where_they_come_from(ran, home, prepared, m
     line = (f'config show --train-data {prepared.folder} --config f.yaml --gpu-preset 3060 '
             '--set data.seed=3 --lr 2e-4')
     shown = {row['key']: (row['value'], row['from']) for row in ran(f'{line} --json').json['settings']}
-    assert shown['data.buckets'] == (2, 'f.yaml') and shown['training.mode'] == ('graph', 'f.yaml')
-    assert shown['data.seed'] == (3, 'options') and shown['training.learning_rate'] == (2e-4, 'options')
-    assert shown['training.precision'] == ('bfloat16', 'GPU preset 3060')   # over the environment
+    assert shown['data.buckets'] == (2, 'f.yaml') and shown['training.gpt.mode'] == ('graph', 'f.yaml')
+    assert shown['data.seed'] == (3, 'options') and shown['training.gpt.learning_rate'] == (2e-4, 'options')
+    assert shown['training.gpt.precision'] == ('bfloat16', 'GPU preset 3060')   # over the environment
     assert shown['data.max_seconds'] == (prepared.config.data.max_seconds, str(prepared.folder))
     assert [*shown] == [*flat(prepared.config.model_dump())]
     assert {row['from'] for row in ran('config show --preset xtts_v2 --json').json['settings']} == {
@@ -136,7 +136,7 @@ def test_the_settings_are_shown_with_where_they_come_from(ran, home, prepared, m
 # --- corpora and older clips --------------------------------------------------------------------------------
 
 def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, prepared, capfd):
-    options = '--preprocessing-mode', 'precompute', '--set', 'training.mode=eager'
+    options = '--preprocessing-mode', 'precompute', '--set', 'training.gpt.mode=eager'
     first = built(*options, data=corpus)
     (made,) = (home / 'cache').iterdir()
     before = tree(made)
@@ -145,9 +145,9 @@ def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, prepare
     named, settings = cli_train._corpus_cache_folder, first.xtts.config
     assert named(corpus, settings) == made and named(corpus, settings, made) != made   # of another DVAE
     for change in ({'data': {'min_seconds': 0.8}}, {'model': {'audio': {'f_max': 7000.}}},
-                   {'training': {'dvae_steps': 3}}):
+                   {'training': {'dvae': {'steps': 3}}}):
         assert named(corpus, settings.replace(**change)) != made
-    assert named(corpus, settings.replace(data={'batch_size': 2}, training={'steps': 7})) == made
+    assert named(corpus, settings.replace(data={'batch_size': 2}, training={'gpt': {'steps': 7}})) == made
     (home / 'runtime.yaml').write_text(settings.replace(data={'preprocessing_mode': 'runtime'}).to_yaml())
     stored = built(data=corpus, config='runtime.yaml').plan.cache.manifest['stored']
     assert 'codes' not in stored and cli_train._is_corpus(corpus) and not cli_train._is_corpus(made)
@@ -176,7 +176,8 @@ def test_older_clips_are_read_too(built, prepared, corpus, tmp_path, ran):
 @pytest.fixture
 def base(tmp_path) -> Path:
     "The folder of a model of another size, with a voice and a speech of its own."
-    own = TINY.replace(model={'gpt': {'layers': 3, 'dropout': .3}}, speech={'temperature': .25, 'top_k': 7},
+    own = TINY.replace(model={'gpt': {'num_layers': 3, 'dropout': .3}},
+                       speech={'temperature': .25, 'top_k': 7},
                        voice={'steps': 9})
     (folder := tmp_path / 'base').mkdir()
     (folder / 'config.yaml').write_text(own.to_yaml())
@@ -187,15 +188,15 @@ def test_what_is_requested_beside_a_base_is_kept(base):
     "Its architecture, voice and speech, but for what a person sets; resuming loses nothing of that."
     with_base = lambda settings, *more: cli_train._with_base(base, settings, None, TINY, *more)
     slower = {'learning_rate': 1e-4, 'warmup_steps': 0, 'schedule': 'constant'}
-    assert with_base(TINY) == TINY.replace(model={'gpt': {'layers': 3}}, training=slower,
+    assert with_base(TINY) == TINY.replace(model={'gpt': {'num_layers': 3}}, training=slower,
                                            speech={'temperature': .25, 'top_k': 7}, voice={'steps': 9})
     wanted = TINY.replace(model={'gpt': {'dropout': .1, 'code_noise': .2}}, speech={'temperature': .5},
                           voice={'batch_size': 3}, data={'batch_size': 5})
-    assert with_base(wanted) == wanted.replace(model={'gpt': {'layers': 3}}, training=slower,
+    assert with_base(wanted) == wanted.replace(model={'gpt': {'num_layers': 3}}, training=slower,
                                                speech={'top_k': 7}, voice={'steps': 9})
-    other = TINY.replace(model={'gpt': {'layers': 5}})
+    other = TINY.replace(model={'gpt': {'num_layers': 5}})
     for folder, resumed in ((base, False), (base, True), (None, True)):
-        with pytest.raises(UserError, match='model.gpt.layers = 5'):
+        with pytest.raises(UserError, match='model.gpt.num_layers = 5'):
             cli_train._with_base(folder, other, None, TINY, resumed)
     assert cli_train._with_base(None, other, None, TINY) == other   # a new model
 
@@ -211,7 +212,7 @@ def test_the_rate_is_that_of_what_is_trained(ran, base, monkeypatch, options, ex
     monkeypatch.setattr('xtts_nb.data.cache.Cache', lambda *given, **named: made)
     (base / 'config.yaml').write_text(XTTSConfig().to_yaml())
     Path('c.yaml').write_text(XTTSConfig.xtts_v2().to_yaml())
-    Path('two.yaml').write_text('training: {learning_rate: 3e-5, warmup_steps: 7}')
+    Path('two.yaml').write_text('training: {gpt: {learning_rate: 3e-5, warmup_steps: 7}}')
     model = [] if options is None else ['--model', str(base), *options]
     found = {row['key']: row['value'] for row
              in ran('config show --json --data cache', *model).json['settings']}
@@ -235,8 +236,9 @@ def test_a_run_or_something_to_begin_one_with(tmp_path):
     ({'steps': 50, 'validate_every': 5}, {'steps': 90, 'validate_every': 7}, 7),   # asked for
     ({'steps': 50, 'validate_every': 4}, {'steps': 90, 'validate_every': 4}, 4)])
 def test_a_training_that_goes_on_is_validated_by_its_new_length(begun, now, every):
-    begun, now = (values and TINY.replace(training=values, data={'batch_size': 4}) for values in (begun, now))
-    assert cli_train._validated(now, begun, .1, range(33)).training.validate_every == every
+    begun, now = (values and TINY.replace(training={'gpt': values},
+                                          data={'batch_size': 4}) for values in (begun, now))
+    assert cli_train._validated(now, begun, .1, range(33)).training.gpt.validate_every == every
 
 def test_an_interval_that_is_asked_for_stays(built, home):
     "Also where it is the one that a shorter training had by itself."
@@ -244,7 +246,7 @@ def test_an_interval_that_is_asked_for_stays(built, home):
     again = lambda *options: built('--run', home / 'r', *options, data=None,
                                    config=None).training.validate_every
     assert first.validate_every == again() == 5 and again('--steps', 90) == 9 and again('--steps', 50) == 5
-    assert again('--steps', 90, '--set', 'training.validate_every=5') == again('--steps', 120) == 5
+    assert again('--steps', 90, '--set', 'training.gpt.validate_every=5') == again('--steps', 120) == 5
 
 # --- config create, and the whole ---------------------------------------------------------------------------
 

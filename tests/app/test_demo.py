@@ -132,7 +132,7 @@ def test_seeds_go_on_after_a_stop(tmp_path, small, monkeypatch):
     "Each seed's scores are kept as it ends; other settings are another measurement."
     seen = []
     def one_seed(clips, corpus, folder, config, pairs, seed, listen):
-        seen.append((config.data.seed, config.training.seed))
+        seen.append((config.data.seed, config.training.gpt.seed))
         if seen == [(0, 0), (1, 1)]: raise KeyboardInterrupt
         return {'seed': seed, 'loss': 10. - seed}
     monkeypatch.setattr(demo, 'make_corpus', lambda *a, **k: CLIPS)
@@ -142,7 +142,7 @@ def test_seeds_go_on_after_a_stop(tmp_path, small, monkeypatch):
     assert seen == [(0, 0), (1, 1), (1, 1), (2, 2)]   # the first was not repeated
     assert demo.demo_seeds(tmp_path, 3, small) == rows and len(seen) == 4
     assert demo.seed_spread(rows) == {'loss': {'min': 8., 'median': 9., 'max': 10.}}
-    demo.demo_seeds(tmp_path, 1, small.replace(training={'steps': small.training.steps + 1}))
+    demo.demo_seeds(tmp_path, 1, small.replace(training={'gpt': {'steps': small.training.gpt.steps + 1}}))
     assert len(seen) == 5
 
 def read_pairs(path) -> list[dict]:
@@ -163,8 +163,8 @@ def test_real_clips_score_right(corpus, small):
 
 def test_a_demo_starts_again_and_removes_only_its_own_run(cheap, prepared, mini, tmp_path):
     "Not what somebody trained further, nor what somebody put there; that is found before minutes of work."
-    config, run = mini.replace(training={'steps': 2, 'checkpoint_every': 1}), tmp_path / 'run'
-    longer, fresh = config.replace(training={'steps': 3}), partial(demo._fresh_run, prepared)
+    config, run = mini.replace(training={'gpt': {'steps': 2, 'checkpoint_every': 1}}), tmp_path / 'run'
+    longer, fresh = config.replace(training={'gpt': {'steps': 3}}), partial(demo._fresh_run, prepared)
     fresh(config, run, ['low-0']).fit()
     for name in ('notes.txt', 'checkpoints/notes.txt'):
         (run / name).write_text('mine')
@@ -174,10 +174,11 @@ def test_a_demo_starts_again_and_removes_only_its_own_run(cheap, prepared, mini,
     assert again.step == 0 and not list(run.glob('checkpoints/*'))
     assert json.loads((run / 'run.json').read_text())['held_out'] == ['low-1']
     again.fit()
-    (run / 'config.yaml').write_text(config.replace(training={'steps': 9}).to_yaml())   # as by `train`
+    nine = config.replace(training={'gpt': {'steps': 9}})   # as by `train`
+    (run / 'config.yaml').write_text(nine.to_yaml())
     (tmp_path / 'mine').mkdir()
     (tmp_path / 'mine/thesis').write_text('mine')
-    new_run(prepared, config.replace(training={'steps': 8}), tmp_path / 'other').fit(steps=8)
+    new_run(prepared, config.replace(training={'gpt': {'steps': 8}}), tmp_path / 'other').fit(steps=8)
     before = tree(tmp_path)
     for folder in (run, tmp_path / 'mine', tmp_path / 'other'):
         with pytest.raises(UserError): fresh(config, folder, [])

@@ -17,10 +17,10 @@ from xtts_nb.monitor.loop import python_operations
 DEFAULT = XTTSConfig()
 
 CONVERTED = [   # their key, their value -> our key, our value: each different from the default
-    ('data.enable_xla', False, 'training.mode', 'graph'),
-    ('data.mixed_precision', True, 'training.precision', 'bfloat16'),
-    ('training.mixed_precision', 'mixed_float16', 'training.precision', 'float16'),
-    ('training.gradient_accumulation_steps', 2, 'training.accumulation', 2),
+    ('data.enable_xla', False, 'training.gpt.mode', 'graph'),
+    ('data.mixed_precision', True, 'training.gpt.precision', 'bfloat16'),
+    ('training.mixed_precision', 'mixed_float16', 'training.gpt.precision', 'float16'),
+    ('training.gradient_accumulation_steps', 2, 'training.gpt.grad_accum_steps', 2),
     ('data.enhanced_gpu_prefetch', False, 'data.prefetch_to_gpu', False),
     ('data.pipeline_buffer_size', 100, 'data.prefetch_buffer_size', 100),
     ('model.max_mel_frames', '800', 'data.max_seconds', 9.288),
@@ -30,11 +30,11 @@ CONVERTED = [   # their key, their value -> our key, our value: each different f
     ('data.sample_rate', 24000, 'model.audio.sample_rate', 24000),
     ('model.n_mels', 64, 'model.audio.n_mels', 64),
     ('training.batch_size', 48, 'data.batch_size', 48), ('batch_size', 48, 'data.batch_size', 48),
-    ('data.learning_rate', '1e-4', 'training.learning_rate', 1e-4),
-    ('training.enable_graph_mode', False, 'training.mode', 'eager'),
-    ('training.enable_xla_compilation', True, 'training.mode', 'xla'),
-    ('training.enable_eager_debug', True, 'training.mode', 'eager'),
-    ('training.epochs', 9, 'training.epochs', 9)]
+    ('data.learning_rate', '1e-4', 'training.gpt.learning_rate', 1e-4),
+    ('training.enable_graph_mode', False, 'training.gpt.mode', 'eager'),
+    ('training.enable_xla_compilation', True, 'training.gpt.mode', 'xla'),
+    ('training.enable_eager_debug', True, 'training.gpt.mode', 'eager'),
+    ('training.gpt.epochs', 9, 'training.gpt.epochs', 9)]
 
 def test_their_keys_become_ours():
     for theirs, value, ours, got in CONVERTED:
@@ -59,13 +59,14 @@ def test_keys_without_counterpart_are_reported_or_refused():
 @pytest.mark.parametrize('text, changed', [   # settings from the guides on low GPU utilisation
     ('data: {batch_size: 48, num_workers: 12, prefetch_buffer_size: 8, shuffle_buffer_multiplier: 20, '
      'enable_xla: true, mixed_precision: true, pin_memory: true}\ntraining: {batch_size: 48}',
-     {'data.batch_size': 48, 'data.num_workers': 12, 'data.prefetch_buffer_size': 8, 'training.mode': 'xla',
-      'training.precision': 'bfloat16'}),
+     {'data.batch_size': 48, 'data.num_workers': 12, 'data.prefetch_buffer_size': 8,
+      'training.gpt.mode': 'xla',
+      'training.gpt.precision': 'bfloat16'}),
     ('training: {enable_graph_mode: true, enable_xla_compilation: true, enable_eager_debug: false, '
      'learning_rate: 1e-4}',
-     {'training.mode': 'xla', 'training.learning_rate': 1e-4}),
+     {'training.gpt.mode': 'xla', 'training.gpt.learning_rate': 1e-4}),
     ('training: {enable_graph_mode: true, enable_xla_compilation: true, enable_eager_debug: true}',
-     {'training.mode': 'eager'}),
+     {'training.gpt.mode': 'eager'}),
     ('data: {prefetch_buffer_size: 9, pipeline_buffer_size: 100, pad_to_fixed_length: true}',   # ours wins
      {'data.prefetch_buffer_size': 9, 'data.pad_to_fixed_length': True}),
     ('data: {preprocessing_mode: precompute, max_mel_frames: 800, use_tf_native_loading: true, seed: 3}',

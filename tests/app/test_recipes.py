@@ -31,12 +31,12 @@ def test_flat_and_nested_are_inverse():
     assert nested(flat(values)) == values and {*_OPTIONS.values()} <= {*flat(values)}
     with pytest.raises(UserError,
                        match='data.seed: data is given as 3 too'): nested({'data': 3, 'data.seed': 1})
-    after = DEFAULT.replace(data={'batch_size': 3}, model={'gpt': {'layers': 2}})
-    assert config_diff(DEFAULT, after) == {'model.gpt.layers': (30, 2), 'data.batch_size': (8, 3)}
+    after = DEFAULT.replace(data={'batch_size': 3}, model={'gpt': {'num_layers': 2}})
+    assert config_diff(DEFAULT, after) == {'model.gpt.num_layers': (30, 2), 'data.batch_size': (8, 3)}
 
 @pytest.mark.parametrize('name', [*GPU_PRESETS, *_LEVELS])
 def test_a_preset_changes_the_keys_it_names(name):
-    start = DEFAULT.replace(training={'precision': 'float16', 'schedule': 'noam', 'ema': 0.5})
+    start = DEFAULT.replace(training={'gpt': {'precision': 'float16', 'schedule': 'noam', 'ema': 0.5}})
     keys = gpu_preset(name, cores=3) if name in GPU_PRESETS else optimization_level(name)
     config = _recipe(start, {name: keys}, **QUIET)
     assert keys.items() <= flat(config.model_dump()).items() and config != start
@@ -50,27 +50,28 @@ def test_cards_as_people_call_them():
 def test_what_wins():
     "File < environment < card < level < options; only the end has to be valid; each prints a line."
     said, file = [], DEFAULT.replace(data={'batch_size': 3, 'min_seconds': 1.0})
-    layers = {'environment': {'training.precision': 'float16'}, 'GPU preset 4090': gpu_preset('4090', 64),
+    layers = {'environment': {'training.gpt.precision': 'float16'}, 'GPU preset 4090': gpu_preset('4090', 64),
               'level': optimization_level('basic'), 'options': {'data.batch_size': 16}}
     found = resolve(file, 'run', None, layers, said.append)
     shown = {row['key']: (row['value'], row['from']) for row in found.rows()}
     assert shown['data.min_seconds'] == (1.0, 'run') and shown['data.batch_size'] == (16, 'options')
-    assert shown['data.num_workers'] == (24, 'GPU preset 4090') and shown['training.precision'] == ('float32',
+    assert shown['data.num_workers'] == (24,
+                                         'GPU preset 4090') and shown['training.gpt.precision'] == ('float32',
                                                                                                     'level')
     assert said[1].startswith('GPU preset 4090: data.batch_size 3 -> 32, ')
     assert said[3] == 'options: data.batch_size 32 -> 16'
     assert _recipe(DEFAULT, {'options': {'data.seed': 0}}, said.append) == DEFAULT and len(said) == 4
-    with pytest.raises(UserError, match='batch_size 3'): _recipe(file, {'card': {'training.accumulation': 2}},
-                                                                 **QUIET)
+    with pytest.raises(UserError, match='batch_size 3'):
+        _recipe(file, {'card': {'training.gpt.grad_accum_steps': 2}}, **QUIET)
 
 def test_the_environment(monkeypatch):
     monkeypatch.setenv('XTTS_NB_MODE', 'graph')
     monkeypatch.setenv('XTTS_NB_PRECISION', '')
-    assert _from_environment() == {'training.mode': 'graph'}
+    assert _from_environment() == {'training.gpt.mode': 'graph'}
 
 @pytest.mark.parametrize('text, value', [
-    ('training.precision=bfloat16', 'bfloat16'), ('data.prefetch_to_gpu=false', False),
-    ('training.learning_rate=1e-4', 1e-4), ('model.speaker.blocks=[1, 2, 3, 4]', (1, 2, 3, 4)),
+    ('training.gpt.precision=bfloat16', 'bfloat16'), ('data.prefetch_to_gpu=false', False),
+    ('training.gpt.learning_rate=1e-4', 1e-4), ('model.speaker.blocks=[1, 2, 3, 4]', (1, 2, 3, 4)),
     ('speech.reference_chunk_seconds=null', None),
     ('seed', UserError), ('=3', UserError), ('data.seed=[', UserError), ('data=3', UserError)])
 def test_any_key_can_be_set(text, value):
@@ -79,13 +80,15 @@ def test_any_key_can_be_set(text, value):
     else: assert flat(config().model_dump())[text.partition('=')[0]] == value
 
 @pytest.mark.parametrize('changes, explicit, refused', [
-    ({}, [], None), ({'data': {'seed': 7}}, [], None), ({'training': {'precision': 'float16'}}, [], None),
-    ({'training': {'precision': 'float32'}}, [], None),   # back to the default: not a request
-    ({'training': {'precision': 'float32'}}, ['training.precision'], 'training.precision: float32'),
+    ({}, [], None), ({'data': {'seed': 7}}, [], None),
+    ({'training': {'gpt': {'precision': 'float16'}}}, [], None),
+    ({'training': {'gpt': {'precision': 'float32'}}}, [], None),   # back to the default: not a request
+    ({'training': {'gpt': {'precision': 'float32'}}}, ['training.gpt.precision'],
+     'training.gpt.precision: float32'),
     ({'data': {'seed': 7, 'batch_size': 3}}, [], 'data.batch_size: 3')])
 def test_a_change_without_effect_is_refused(changes, explicit, refused):
-    begun = DEFAULT.replace(training={'precision': 'bfloat16'})
-    always = {'training.precision': 'float16', 'data.batch_size': 5}
+    begun = DEFAULT.replace(training={'gpt': {'precision': 'bfloat16'}})
+    always = {'training.gpt.precision': 'float16', 'data.batch_size': 5}
     check = lambda: check_used(begun, begun.replace(**changes), always, 'why', explicit)
     if refused: pytest.raises(UserError, check).match(refused)
     else: check()

@@ -68,7 +68,7 @@ def test_copies_are_clips_of_their_own(prepared, small):
 # --- the step, and the start of a process -------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
-def quick(small): return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}})
+def quick(small): return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}})
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(quick, cheap_xla):

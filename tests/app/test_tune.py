@@ -38,8 +38,8 @@ def test_the_commands(tmp_path):
     assert [' '.join(s.words).replace(f'{tmp_path}/', '') for s in plan] == [
         'corpus b.mp3 --out corpus --language de --text b.srt',
         'prepare corpus --out cache --language de --dvae MODEL --config c',
-        'train --data cache --run run --val 0.05 --model MODEL --set training.listen_clips=4 '
-        '--set training.judge_by=dtw --steps 9',
+        'train --data cache --run run --val 0.05 --model MODEL --set training.gpt.eval_clips=4 '
+        '--set training.gpt.judge_by=dtw --steps 9',
         'evaluate cache --model run/best --report scores --language de']
     heard = plan_tuning('b', tmp_path, language=None, cut=('--transcribe', 'small'))
     assert not any('--language' in stage.words for stage in heard)   # each clip has the one that was heard
@@ -52,18 +52,18 @@ def test_the_commands(tmp_path):
         with pytest.raises(UserError, match=key): plan_tuning('b', tmp_path, **given)
 
 @pytest.mark.parametrize('text, listens, judges', [
-    ('training: {listen_clips: 8}', False, True), ('training: {judge_by: loss}', True, False),
-    ('training: {listen_clips: 0}', False, False), ('training: {steps: 5}', True, True),
-    ('training: {listen_clips: 0, judge_by: loss}', True, True), ('', True, True)])   # as a whole config
+    ('training: {gpt: {eval_clips: 8}}', False, True), ('training: {gpt: {judge_by: loss}}', True, False),
+    ('training: {gpt: {eval_clips: 0}}', False, False), ('training: {gpt: {steps: 5}}', True, True),
+    ('training: {gpt: {eval_clips: 0, judge_by: loss}}', True, True), ('', True, True)])   # as a whole config
 def test_a_file_may_choose_the_model_otherwise(tmp_path, text, listens, judges):
     (tmp_path / 'own.yaml').write_text(text)
     words = page._judged_words(tmp_path / 'own.yaml')
-    assert words == (*('--set', 'training.listen_clips=4') * listens,
-                     *('--set', 'training.judge_by=dtw') * judges)
+    assert words == (*('--set', 'training.gpt.eval_clips=4') * listens,
+                     *('--set', 'training.gpt.judge_by=dtw') * judges)
     assert plan_tuning('b', tmp_path, judged=words)[2].words.count('--set') == listens + judges
     if '{' in text:   # with the words, the settings are valid
         sets = yaml.safe_load('\n'.join(w.removeprefix('training.').replace('=', ': ') for w in words[1::2]))
-        XTTSConfig.tiny().replace(training=yaml.safe_load(text)['training'] | (sets or {}))
+        XTTSConfig.tiny().replace(training={'gpt': yaml.safe_load(text)['training']['gpt'] | (sets or {})})
 
 def test_only_what_changed_and_what_follows_runs_again(runs, tmp_path):
     assert runs()[0] == [*page.STAGES] and runs()[0] == []
@@ -179,7 +179,7 @@ def test_the_page_lets_one_hear_the_candidates(tmp_path):
     assert 'by which the model was chosen' in shown(evaluate=words)
     assert 'href="scores/MODEL.md"' in shown(evaluate={'words': [], 'result': {'scores': [],
                                                                                'card': 'scores/MODEL.md'}})
-    (tmp_path / 'run/config.yaml').write_text('training: {judge_by: loss}')
+    (tmp_path / 'run/config.yaml').write_text('training: {gpt: {judge_by: loss}}')
     assert 'had a higher loss' in shown()
     (tmp_path / 'run/metrics.jsonl').write_text('{"step": 5, "loss": 3.0}\n')
     done['train']['result']['best'] = None
@@ -198,8 +198,9 @@ def test_from_a_recording_to_a_voice(ran, cheap, tmp_path, monkeypatch):
     parts = [p for t in texts for p in (speak(t, 'en', VOICES['f4'])[0], np.zeros(9000, np.int16))]
     soundfile.write(tmp_path / 'book.wav', np.concatenate(parts), 22050)
     (tmp_path / 'book.txt').write_text(' '.join(texts))
-    small = XTTSConfig.tiny(64).replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
-                                        training={'dvae_steps': 20, 'log_every': 1, 'mode': 'graph'})
+    small = XTTSConfig.tiny(64).replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
+                                        training={'gpt': {'log_every': 1, 'mode': 'graph'},
+                                                  'dvae': {'steps': 20}})
     (tmp_path / 'small.yaml').write_text(small.to_yaml())
     def stage(words):
         done = ran('', *words, '--json')

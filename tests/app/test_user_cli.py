@@ -53,7 +53,7 @@ def test_a_user_without_a_home(folders, home):
 def test_a_user_without_a_home_trains_and_speaks(folders):
     "And leaves nothing beside the folders that it names."
     before = tree(folders)
-    (folders / 'mine/few.yaml').write_text('training: {dvae_steps: 2}')
+    (folders / 'mine/few.yaml').write_text('training: {dvae: {steps: 2}}')
     voice = next((folders / 'corpus').rglob('*.wav')).relative_to(folders)
     for line in ('prepare corpus --out mine/cache --preset tiny --config mine/few.yaml',
                  'train --data mine/cache --run mine/run --steps 1',

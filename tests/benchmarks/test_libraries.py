@@ -62,7 +62,7 @@ def slow_steps(threads, layers, width, heads, vocabulary, batch, tokens, mode):
 def test_the_answer_of_another_library_is_one_step_whatever_its_loss(small, monkeypatch):
     monkeypatch.setattr(gpt2, 'PLAIN_ARMS', {'graph': PLAIN_ARMS['graph']})
     monkeypatch.setattr(gpt2, '_torch_steps', slow_steps)
-    config = small.replace(model={'gpt': {'layers': 1}})
+    config = small.replace(model={'gpt': {'num_layers': 1}})
     rows = {row['name']: row for row in gpt2_speed(config, 8, rounds=3, torch_python=sys.executable)}
     assert set(rows) == {'graph', *TORCH_ARMS}
     for name in TORCH_ARMS: assert rows[name]['step_ms'] >= 30, 'a loss of 7 is not taken for 7 steps'

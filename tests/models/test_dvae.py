@@ -64,7 +64,8 @@ def other_policy():
     yield
     keras.config.set_dtype_policy(before)
 
-@pytest.mark.parametrize('make', [DVAE, HiFiGAN, SpeakerEncoder, lambda config: Critic(config.voice)],
+@pytest.mark.parametrize('make',
+                         [DVAE, HiFiGAN, SpeakerEncoder, lambda config: Critic(config.training.decoder)],
                          ids=['DVAE', 'HiFiGAN', 'SpeakerEncoder', 'Critic'])
 def test_no_layer_follows_the_global_policy(small, other_policy, make):
     "Else a cache that is prepared after `configure` would hold other codes under the same key."

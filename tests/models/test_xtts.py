@@ -132,7 +132,7 @@ def test_flops_agree_with_what_tensorflow_counts(small):
     from tensorflow.python.profiler.option_builder import ProfileOptionBuilder
 
     from xtts_nb.models.gpt import GPT
-    config = small.replace(model={'gpt': {'width': 256, 'heads': 8}})
+    config = small.replace(model={'gpt': {'hidden_dim': 256, 'num_heads': 8}})
     net, B, T, S = GPT(config, 3), 2, 20, 40
     shapes = dict(text=(B, T), text_length=(B,), codes=(B, S), code_length=(B,),
                   reference=(B, config.data.reference_frames, 80),

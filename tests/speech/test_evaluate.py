@@ -168,7 +168,7 @@ def test_the_report_shows_each_score_and_each_clip(evaluation, tmp_path):
     with pytest.raises(UserError, match='mine'): evaluation_report(evaluation, tmp_path / 'mine')
 
 def test_the_model_card(evaluation, prepared):
-    config = XTTSConfig.tiny().replace(training={'finetune': 'lora'}, data={'batch_size': 7})
+    config = XTTSConfig.tiny().replace(training={'gpt': {'finetune': 'lora'}}, data={'batch_size': 7})
     run = {'base': '/models/a|b', 'held_out': ['a', 'b'], 'mix': 'x', 'mix_share': .25}
     text = _model_card(evaluation, config, run, prepared, 1234)
     for line in ('language: ["en"]', f'| clips | {len(prepared)} |', '| held out, not trained on | 2 clips |',

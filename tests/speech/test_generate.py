@@ -218,7 +218,7 @@ def crop(xtts, reference):
 
 def test_the_cache_grows_while_a_text_needs_it(xtts, small, monkeypatch):
     "Same codes and states as with room for all from the start; compiled for each size that is needed."
-    gpt = biased(GPT(small.replace(model={'gpt': {'layers': 1}}), xtts.gpt.text_start), -50.)
+    gpt = biased(GPT(small.replace(model={'gpt': {'num_layers': 1}}), xtts.gpt.text_start), -50.)
     model = SimpleNamespace(config=xtts.config, hifigan=None, gpt=gpt, tokenizer=xtts.tokenizer,
                             dvae=xtts.dvae)
     voices, made = [Voice(tf.random.stateless_normal((4, 64), (n, 0)), None) for n in range(2)], {}

@@ -144,7 +144,7 @@ def unending(xtts, small, monkeypatch):
     "A real model with the same scores at each place: the likeliest code is never STOP, a drawn one may be."
     monkeypatch.setattr(synthesis, '_ROOMS', (4, 12))
     model = copy.copy(xtts)
-    model.gpt = GPT(small.replace(model={'gpt': {'layers': 1}}), xtts.gpt.text_start)
+    model.gpt = GPT(small.replace(model={'gpt': {'num_layers': 1}}), xtts.gpt.text_start)
     model.gpt.code_head.kernel.assign(tf.zeros_like(model.gpt.code_head.kernel))
     bias = np.zeros(model.gpt.code_stop + 1, np.float32)
     bias[:3], bias[model.gpt.code_stop] = (0.2, 0.1, 0.), 1.

@@ -32,9 +32,10 @@ def test_hits_ask_for_the_sentence_among_all_and_the_voice_within_it():
 
 @pytest.fixture(scope='module')
 def quick(small):
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
-                         training={'steps': 6, 'log_every': 2, 'checkpoint_every': 2, 'validate_every': 2,
-                                   'listen_clips': 2, 'mode': 'graph'})
+    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
+                         training={'gpt': {'steps': 6, 'log_every': 2, 'checkpoint_every': 2,
+                                           'validate_every': 2,
+                                   'eval_clips': 2, 'mode': 'graph'}})
 
 @pytest.fixture(scope='module')
 def listener(quick, prepared, dvae):
@@ -73,23 +74,24 @@ def test_either_score_decides(prepared, quick, tmp_path, monkeypatch, judge, bes
     looked = {2: {'val_loss': 3., 'val_dtw': 1.}, 4: {'val_loss': 2., 'val_dtw': 2.},
               6: {'val_loss': 1., 'val_dtw': 3.}}
     monkeypatch.setattr(runs, 'Trainer', Cheap)
-    run = new_run(prepared, quick.replace(training={'judge_by': judge, 'patience': 1}), tmp_path / 'run',
+    run = new_run(prepared, quick.replace(training={'gpt': {'judge_by': judge, 'patience': 1}}),
+                  tmp_path / 'run',
                   ['low-0', 'high-0'])
     monkeypatch.setattr(run, 'validate', lambda: looked[run.step])
     assert run.fit()['steps'] == steps and run.best == {'step': best, **looked[best]}
 
 def adapted(prepared, quick, dvae, kind, folder, **training) -> Trainer:
     "A trainer of a model that speaks, `kind` of which is trained at a high rate."
-    config = quick.replace(training={'finetune': kind, 'learning_rate': 0.3, 'warmup_steps': 0,
+    config = quick.replace(training={'gpt': {'finetune': kind, 'learning_rate': 0.3, 'warmup_steps': 0,
                                      'schedule': 'constant', 'steps': 2, 'lora_alpha': 64.,
-                                     'mode': 'eager'} | training)   # two updates: no trace
+                                     'mode': 'eager'}} | training)   # two updates: no trace
     keras.utils.set_random_seed(0)
     xtts = XTTS(config, prepared.tokenizer, dvae)
     for name, v in xtts.weights.items():   # zeros at first: neither text nor voice would matter
         if name.endswith('project/kernel'): v.assign(keras.random.normal(v.shape, stddev=0.3))
     clips, held = np.arange(4, len(prepared)), np.array([0, 1, 2, 3])
     data = config.data.model_copy(update={'buckets': 1})
-    update = make_update(xtts.gpt, config.training, [(5, 48)])
+    update = make_update(xtts.gpt, config.training.gpt, [(5, 48)])
     fixed = BatchPlan(prepared, data, held, fixed=True)
     return Trainer(xtts, BatchPlan(prepared, data, clips), folder, fixed, update,
                    listen=Listener(xtts, prepared, held, 3))

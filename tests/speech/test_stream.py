@@ -47,7 +47,7 @@ def test_the_receptive_field(cfg):
     config = XTTSConfig.tiny().replace(model={'decoder': cfg.model_dump() | {'channels': 16}})
     keras.utils.set_random_seed(0)
     decoder, reach = HiFiGAN(config), receptive_frames(cfg)
-    frames = np.random.default_rng(0).normal(size=(1, 81, config.model.gpt.width)).astype(np.float32)
+    frames = np.random.default_rng(0).normal(size=(1, 81, config.model.gpt.hidden_dim)).astype(np.float32)
     changed = frames.copy()
     changed[0, 40] += 100.
     vector = tf.zeros((1, config.model.speaker.width))
@@ -60,7 +60,7 @@ def test_the_receptive_field(cfg):
 @pytest.mark.parametrize('sizes', [[30], [1] * 30, [8, 16, 6], [29, 1]], ids=lambda s: f'{len(s)} parts')
 @pytest.mark.parametrize('speed', [1., 1.3])
 def test_the_pieces_are_the_whole(speaker, voices, small, sizes, speed):
-    states = np.random.default_rng(1).normal(size=(30, small.model.gpt.width)).astype(np.float32)
+    states = np.random.default_rng(1).normal(size=(30, small.model.gpt.hidden_dim)).astype(np.float32)
     stream, parts, place = SoundStream(speaker, voices[0], speed), [], 0
     for n in sizes:
         place += n

@@ -37,9 +37,10 @@ GUIDES = Path(__file__).resolve().parents[2] / 'nbs/guides'
 def mini(small) -> XTTSConfig:
     "One block, one shape, nothing random."
     return small.replace(
-        model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0., 'code_noise': 0.}},
+        model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'dropout': 0., 'code_noise': 0.}},
         data={'buckets': 1},
-        training={'steps': 6, 'warmup_steps': 0, 'log_every': 1, 'checkpoint_every': 3, 'mode': 'graph'})
+        training={'gpt': {'steps': 6, 'warmup_steps': 0, 'log_every': 1, 'checkpoint_every': 3,
+                          'mode': 'graph'}})
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
@@ -111,17 +112,17 @@ def pair():
 
 def test_a_training_that_cannot_be_divided_says_why(mini, prepared):
     runtime = SimpleNamespace(manifest={'stored': []})
-    lora = mini.replace(training={'finetune': 'lora'})
+    lora = mini.replace(training={'gpt': {'finetune': 'lora'}})
     reasons = [_one_device_reason(*asked) for asked in (
         (mini, prepared, False), (lora, prepared, False), (mini, runtime, False), (mini, prepared, True))]
     assert not reasons[0] and all(reasons[1:]) and len({*reasons}) == 4
-    with pytest.raises(UserError, match='training.finetune'):
-        _Replicas(SimpleNamespace(gpt=None, training=mini.training), mini, pair())
+    with pytest.raises(UserError, match='training.gpt.finetune'):
+        _Replicas(SimpleNamespace(gpt=None, training=mini.training.gpt), mini, pair())
 
 @pytest.mark.parametrize('rows, devices, parts, good', [
     (8, 2, 2, True), (8, 4, 2, True), (8, 3, 1, False), (4, 4, 2, False)])
 def test_a_batch_must_divide_evenly(mini, rows, devices, parts, good):
-    config = mini.replace(data={'batch_size': rows}, training={'accumulation': parts})
+    config = mini.replace(data={'batch_size': rows}, training={'gpt': {'grad_accum_steps': parts}})
     if good: page._check_rows(config, devices)
     else:
         with pytest.raises(UserError, match=str(devices * parts)): page._check_rows(config, devices)
@@ -152,7 +153,7 @@ def test_rows_elsewhere_are_parts_of_the_batch(mini):
     batch = random_batch(config, 12, 20)
     def update(parts):
         keras.utils.set_random_seed(0)
-        return Update(GPT(config, 5), config.replace(training={'accumulation': parts}).training)
+        return Update(GPT(config, 5), config.replace(training={'gpt': {'grad_accum_steps': parts}}).training)
     whole, half = update(4), update(2)
     counts = _token_counts(whole.gpt, batch)
     rows = lambda i: {k: x[4 * i:4 * i + 4] for k, x in batch.items()}
@@ -168,10 +169,10 @@ def test_rows_elsewhere_are_parts_of_the_batch(mini):
 
 def test_two_devices_make_the_update_of_one(mini):
     "Both devices are the same CPU; the sums are made here."
-    config = mini.replace(training={'mode': 'eager', 'accumulation': 2}, data={'batch_size': 8})
+    config = mini.replace(training={'gpt': {'mode': 'eager', 'grad_accum_steps': 2}}, data={'batch_size': 8})
     def update():
         keras.utils.set_random_seed(0)
-        return Update(GPT(config, 5), config.training)
+        return Update(GPT(config, 5), config.training.gpt)
     copies, whole = _Replicas(update(), config, pair()), update()
     for v, w in zip(copies.updates[1].weights, copies.updates[0].weights): v.assign(w.value)
     copies.all_reduce = lambda compute: [tf.nest.map_structure(tf.add, compute(0), compute(1))] * 2
@@ -189,7 +190,7 @@ def test_two_devices_make_the_update_of_one(mini):
 
 def test_places_among_all_devices(monkeypatch):
     "Two devices of the third worker: 4 and 5 of all, with parts 8 to 11 of a batch in two parts each."
-    here = SimpleNamespace(worker=2, devices=['a', 'b'], training=SimpleNamespace(accumulation=2))
+    here = SimpleNamespace(worker=2, devices=['a', 'b'], training=SimpleNamespace(grad_accum_steps=2))
     monkeypatch.setattr(tf.distribute, 'get_replica_context',
                         lambda: SimpleNamespace(replica_id_in_sync_group=tf.constant(5)))
     assert _Replicas.local_index(here) == 1
@@ -251,14 +252,15 @@ def test_worker_0_judges_and_decides(monkeypatch, worker, voted):
 
 @pytest.mark.parametrize('run, where', [(None, 'training'), ('a/run', 'a/run')])
 def test_what_one_worker_cannot_do_alone_is_refused(run, where):
-    trainer = bare(run=run, training=SimpleNamespace(accumulation=3))
-    with pytest.raises(UserError, match=f'^{where}: .* training.accumulation to 6'): trainer._more_parts(None)
+    trainer = bare(run=run, training=SimpleNamespace(grad_accum_steps=3))
+    with pytest.raises(UserError,
+                       match=f'^{where}: .* training.gpt.grad_accum_steps to 6'): trainer._more_parts(None)
     for given, named in (((2, None, ['c']), {}), ((), {'callbacks': ['c']})):
         pytest.raises(UserError, trainer.fit, *given, **named).match('callbacks')
 
 def test_a_cluster_of_one_device_begins_as_a_trainer(prepared, mini):
     "Only the parts on a device are compiled by XLA; epochs count in updates; other settings are refused."
-    config = mini.replace(training={'mode': 'xla', 'epochs': 2, 'steps': 1000})
+    config = mini.replace(training={'gpt': {'mode': 'xla', 'epochs': 2, 'steps': 1000}})
     make = partial(DistributedTrainer, strategy=tf.distribute.OneDeviceStrategy('CPU:0'))
     trainer = new_run(prepared, config, None, make=make)
     assert [trainer.train_step.xla, trainer.evaluate.xla] == [False] * 2
@@ -282,10 +284,11 @@ def test_two_devices_train_as_one_does(prepared, mini, held, tmp_path, monkeypat
 
     One device does it in four parts without XLA, which compiles longer than it would compute."""
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
-    config = mini.replace(data={'buckets': 2}, training={
-        'epochs': 4, 'schedule': 'cosine', 'accumulation': 2, 'ema': 0.9, 'validate_every': 6, 'mode': 'xla'})
+    config = mini.replace(data={'buckets': 2}, training={'gpt': {
+        'epochs': 4, 'schedule': 'cosine', 'grad_accum_steps': 2, 'ema': 0.9, 'validate_every': 6,
+        'mode': 'xla'}})
     (tmp_path / 'settings.yaml').write_text(config.to_yaml())
-    alone = config.replace(training={'accumulation': 4, 'mode': 'graph'})
+    alone = config.replace(training={'gpt': {'grad_accum_steps': 4, 'mode': 'graph'}})
     one = new_run(prepared, alone, tmp_path / 'one', held)
     one.fit()
     done = xtts_nb('train', '--data', prepared.folder, '--config', tmp_path / 'settings.yaml', '--run',
@@ -365,7 +368,7 @@ def ended(children, timeout=300) -> tuple[list[int], list[tuple]]:
 def long_run(prepared, mini, tmp_path_factory):
     "A run of thirty updates on one device, and the arguments of the same run on two workers."
     home = tmp_path_factory.mktemp('long')
-    config = mini.replace(data={'buckets': 2}, training={'steps': 30, 'checkpoint_every': 7})
+    config = mini.replace(data={'buckets': 2}, training={'gpt': {'steps': 30, 'checkpoint_every': 7}})
     (home / 'settings.yaml').write_text(config.to_yaml())
     new_run(prepared, config, home / 'run').fit()
     return home / 'run', ['--data', prepared.folder, '--config', home / 'settings.yaml', '--json']
@@ -418,7 +421,8 @@ def test_stopped_killed_and_resumed_exactly(long_run, whole, tmp_path):
 @pytest.mark.slow
 def test_workers_must_agree(prepared, mini, tmp_path):
     settings = [tmp_path / f'{index}.yaml' for index in range(2)]
-    for index, path in enumerate(settings): path.write_text(mini.replace(training={'seed': index}).to_yaml())
+    for index, path in enumerate(settings):
+        path.write_text(mini.replace(training={'gpt': {'seed': index}}).to_yaml())
     asked = '--data', prepared.folder, '--run', tmp_path / 'run'
     codes, outputs = ended(two_workers(*asked, settings=settings))
     assert codes[1] == 2 and codes[0] and 'Worker 1 has other settings' in outputs[1][1], outputs

@@ -233,15 +233,15 @@ def test_a_batch_is_copied_by_one_program(runtime, mini, batch):
 
 def test_no_batch_waits_on_the_gpu_where_the_settings_say_so(runtime, mini):
     "`prefetch_to_gpu` off: the ring holds the batch in use alone."
-    ahead = mini.replace(data={'buckets': 1}, training={'mode': 'eager'})   # op by op
+    ahead = mini.replace(data={'buckets': 1}, training={'gpt': {'mode': 'eager'}})   # op by op
     for config, ring in ((ahead, 3), (ahead.replace(data={'prefetch_to_gpu': False}), 1)):
         feed = Feed(runtime, config, ONE)
         with feed(BatchPlan(runtime, config.data), 0, 4) as batches: made = sum(1 for _ in batches)
         assert (feed.ring, made) == (ring, 4) and batches.most <= ring
 
 def test_what_a_data_device_cannot_do(prepared, runtime, mini):
-    with pytest.raises(UserError, match='training.tf32'):
-        Feed(runtime, mini.replace(training={'tf32': True}), ONE)
+    with pytest.raises(UserError, match='training.gpt.tf32'):
+        Feed(runtime, mini.replace(training={'gpt': {'tf32': True}}), ONE)
     with pytest.raises(UserError, match='has its codes already'): Feed(prepared, mini, ONE)
 
 @pytest.mark.cpu
@@ -269,7 +269,7 @@ def test_devices_without_memory_are_named(runtime, mini, batch, monkeypatch):
 @pytest.mark.slow
 def test_the_gpu_of_a_worker_makes_the_codes_of_its_rows(runtime, prepared, mini):
     "A batch at once; with prepared codes, on a CPU or with several cards it has nothing to make."
-    config = mini.replace(data={'buckets': 1}, training={'mode': 'eager'})   # op by op
+    config = mini.replace(data={'buckets': 1}, training={'gpt': {'mode': 'eager'}})   # op by op
     plan = BatchPlan(runtime, config.data)
     with tf.device('CPU:0'): plan.dvae = load_dvae(runtime.folder / 'dvae.safetensors', config)
     for devices, cache in ((['CPU:0'], runtime), (['GPU:0', 'GPU:1'], runtime), (['GPU:0'], prepared)):
@@ -303,7 +303,7 @@ from xtts_nb.train.dual import Feed
 from xtts_nb.train.profile import device_placement, placement_summary
 from xtts_nb.train.runs import new_run
 devices, cache, run = setup_devices(two=True), Cache(sys.argv[1]), sys.argv[2]
-config = cache.config.replace(training={'validate_every': 4})
+config = cache.config.replace(training={'gpt': {'validate_every': 4}})
 held = [cache.clips[0]['id']]
 trainer = new_run(cache, config, run, held, feed=Feed(cache, config, devices), device=devices.model)
 trainer.fit(4)
@@ -319,7 +319,7 @@ def test_two_devices_train_as_one_does_and_the_other_continues(one_shape, tmp_pa
     done = python(CHILD, one_shape.folder, tmp_path / 'two', timeout=200)
     assert done.code == 0, done.err
     two = done.json
-    config = one_shape.config.replace(training={'validate_every': 4})
+    config = one_shape.config.replace(training={'gpt': {'validate_every': 4}})
     feed = lambda: dict(feed=Feed(one_shape, config, ONE), device='CPU:0')
     one = new_run(one_shape, config, tmp_path / 'one', [one_shape.clips[0]['id']], **feed())
     one.fit(4)
@@ -354,7 +354,7 @@ def test_train_on_a_runtime_cache_with_two_cards(one_shape, two_cards, tmp_path,
 @pytest.mark.slow
 def test_a_corpus_is_prepared_for_the_data_gpu(corpus, mini, two_cards, tmp_path):
     "In auto mode so small a corpus would get codes, and then there would be nothing to do for a data GPU."
-    quick = mini.replace(data={'preprocessing_mode': 'auto', 'buckets': 1}, training={'dvae_steps': 2})
+    quick = mini.replace(data={'preprocessing_mode': 'auto', 'buckets': 1}, training={'dvae': {'steps': 2}})
     (tmp_path / 'settings.yaml').write_text(quick.to_yaml())
     (tmp_path / 'settings.ini').touch()
     train = ('train', '--data', corpus, '--config', tmp_path / 'settings.yaml', '--run', tmp_path / 'run',

@@ -150,10 +150,10 @@ RUNS = [(20, 25), (30, 48)]   # of 48 text tokens
 def rows(plain) -> dict: return random_batch(plain, 12, 20)
 
 def made(config, kind, **changes) -> Update:
-    config = config.replace(training={'finetune': kind, 'learning_rate': 1e-2}).replace(**changes)
+    config = config.replace(training={'gpt': {'finetune': kind, 'learning_rate': 1e-2}}).replace(**changes)
     keras.utils.set_random_seed(0)
-    gpt = GPT(config, 5, dtype=_POLICIES[config.training.precision])
-    update = make_update(gpt, config.training, RUNS)
+    gpt = GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision])
+    update = make_update(gpt, config.training.gpt, RUNS)
     if kind == 'lora':   # as after some training: a zero hides half of the gradients
         for v in update.weights: v.assign(v.value + 0.02 * keras.random.normal(v.shape, seed=1))
     return update
@@ -169,7 +169,8 @@ def values(gpt) -> dict: return {k: v.numpy() for k, v in named_weights(gpt).ite
     pytest.param(*m, marks=pytest.mark.slow) for m in ((1, False, 'float32'), (1, True, 'bfloat16')))])
 def test_the_model_stays_and_its_adapters_move(plain, rows, kind, parts, again, precision):
     update = made(plain, kind,
-                  training={'accumulation': parts, 'gradient_checkpointing': again, 'precision': precision})
+                  training={'gpt': {'grad_accum_steps': parts, 'gradient_checkpointing': again,
+                                    'precision': precision}})
     before, own = values(update.gpt), [v.numpy() for v in update.weights]
     losses = run(update, rows)
     assert losses[-1] < losses[0] and all(np.array_equal(v, before[k]) for k, v in values(update.gpt).items())
@@ -201,7 +202,7 @@ def test_the_gradients_are_those_of_the_weights(plain, rows, kind):
         if hasattr(part, 'down'):
             wanted += [part.scale * g @ part.up.numpy().T, part.scale * part.down.numpy().T @ g]
         else: wanted.append(np.take(g, [i for a, b in RUNS for i in range(a, b)], part.axis))
-    for change in ({}, {'accumulation': 2, 'gradient_checkpointing': True}):
+    for change in ({}, {'grad_accum_steps': 2, 'gradient_checkpointing': True}):
         other = made(plain, kind, training=change)
         got = tf.function(other.gradients)(rows, tf.constant(0), counts)[0]
         for v, a, b in zip(update.weights, wanted, got):
@@ -211,7 +212,8 @@ def test_an_adapter_begins_as_nothing_and_alpha_scales_it(plain):
     "Its first factor is random, each its own; in bfloat16 a change below the last bit of a weight survives."
     gpt = GPT(plain, 5)
     for alpha in (8., 32.):
-        training = plain.replace(training={'finetune': 'lora', 'lora_rank': 4, 'lora_alpha': alpha}).training
+        training = plain.replace(training={'gpt': {'finetune': 'lora', 'lora_rank': 4,
+                                                   'lora_alpha': alpha}}).training
         part, other = low_rank_parts(gpt, training)
         assert 0.8 < np.std(part.down) * 64**0.5 < 1.2 and not np.array_equal(part.down, other.down)
         with DerivedWeights([part]): assert np.array_equal(part.weight.numpy(), part.base.numpy())
@@ -219,14 +221,14 @@ def test_an_adapter_begins_as_nothing_and_alpha_scales_it(plain):
         assert part.down.shape == (64, 4) and part.scale == alpha / 4
         with DerivedWeights([part]): delta = part.weight.numpy() - part.base.numpy()
         assert np.allclose(delta, alpha / 4 * part.down.numpy() @ part.up.numpy(), atol=1e-5)
-    part = made(plain, 'lora', training={'precision': 'bfloat16'}).parts[0]
+    part = made(plain, 'lora', training={'gpt': {'precision': 'bfloat16'}}).parts[0]
     part.up.assign(1e-4 * np.sign(part.up.numpy()))
     with DerivedWeights([part]): seen = part.weight.numpy()
     assert np.allclose(seen - part.base.numpy(), part.scale * part.down.numpy() @ part.up.numpy(), atol=1e-8)
 
 def test_rows_of_several_languages(plain):
     config = lambda grown, kind='rows': XTTSConfig().replace(model={'gpt': {'grown_from': grown}},
-                                                             training={'finetune': kind})
+                                                             training={'gpt': {'finetune': kind}})
     old = train_tokenizer(['the old dog'], ['en'], 40)
     one = grow_tokenizer(old, 'fa', ['سگ پیر'])
     both, first, second = grow_tokenizer(one, 'sv', ['å ä ö']), old.size, one.size
@@ -249,10 +251,10 @@ KINDS = 'whole', 'lora', 'rows'
 @pytest.fixture(scope='module')
 def mini(small):
     "One block, one shape, op by op: nothing to trace."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
-                         training={'steps': 4, 'warmup_steps': 0, 'schedule': 'constant',
+    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
+                         training={'gpt': {'steps': 4, 'warmup_steps': 0, 'schedule': 'constant',
                                    'learning_rate': 1e-2, 'log_every': 2,
-                                   'checkpoint_every': 2, 'mode': 'eager'})
+                                   'checkpoint_every': 2, 'mode': 'eager'}})
 
 @pytest.fixture(scope='module')
 def base(mini, dvae, tokenizer, tmp_path_factory):
@@ -279,7 +281,7 @@ def persian(corpus, base, tmp_path_factory) -> Cache:
     prepare(folder / 'corpus', folder / 'cache', grown.config, grown.dvae, grown.tokenizer)
     return Cache(folder / 'cache')
 
-def settings(mini, kind): return mini.replace(training={'finetune': kind})
+def settings(mini, kind): return mini.replace(training={'gpt': {'finetune': kind}})
 
 @pytest.fixture(scope='module')
 def done(mini, base, persian, tmp_path_factory):
@@ -297,7 +299,7 @@ def done(mini, base, persian, tmp_path_factory):
 def test_a_stopped_run_is_resumed_to_the_bit(done, mini, base, persian, tmp_path, kind):
     new_run(persian, settings(mini, kind), tmp_path / 'run', base=base, feed=read_eagerly).fit(steps=2)
     again = resume_run(tmp_path / 'run', feed=read_eagerly)
-    assert again.step == 2 and again.training.finetune == kind
+    assert again.step == 2 and again.training.gpt.finetune == kind
     again.fit()
     left = [[p.read_bytes() for p in (run / 'model.safetensors', checkpoints(run / 'checkpoints')[-1])]
             for run in (tmp_path / 'run', done(kind))]
@@ -354,33 +356,33 @@ def test_moving_numbers_are_those_that_move(mini, base, persian):
     config, grown = XTTSConfig.load(base / 'config.yaml'), XTTS.load(base)
     first, last = config.model.gpt.grown_from, grown.tokenizer.size
     for kind in KINDS:
-        changed = config.replace(training={'finetune': kind})
-        update = make_update(grown.gpt, changed.training, [(first, last)])
+        changed = config.replace(training={'gpt': {'finetune': kind}})
+        update = make_update(grown.gpt, changed.training.gpt, [(first, last)])
         assert trainable_count(changed, last - first) == sum(int(np.prod(v.shape)) for v in update.weights)
 
 HALF, EMA = {'precision': 'bfloat16'}, {'ema': 0.5}
 
 @pytest.mark.cpu
 @pytest.mark.parametrize('training, changes', [   # bytes for each number of the GPT
-    ({}, {}), (HALF, {'copies of weights': 2}), ({'accumulation': 2}, {'gradients': 8}),
+    ({}, {}), (HALF, {'copies of weights': 2}), ({'grad_accum_steps': 2}, {'gradients': 8}),
     (EMA, {'mean weights': 4, 'copy for a checkpoint': 20}),
     ({'mode': 'xla'} | EMA, {'mean weights': 4, 'copy for a checkpoint': 20, 'new values': 16})])
 def test_the_estimate_by_parts(mini, training, changes):
     "Stored for a number: itself, its gradient, two moments; XLA on a CPU writes them once more."
-    config = mini.replace(training={'mode': 'graph'} | training)
+    config = mini.replace(training={'gpt': {'mode': 'graph'} | training})
     counts, found = parameter_counts(config.model), memory_needs(config, 5, 2)
     wanted = {'weights': 4, 'copies of weights': 0, 'gradients': 4, 'moments': 8, 'mean weights': 0,
               'new values': 0, 'copy for a checkpoint': 12} | changes
     wanted = {name: n * counts['GPT'] for name, n in wanted.items()} | {'program': 2e8}
     for name in 'weights', 'copy for a checkpoint': wanted[name] += 4 * counts['DVAE']
     wanted['activations'] = 4 * _activation_count(config, 5, 2) * config.data.batch_size
-    if training == HALF or 'accumulation' in training: wanted['activations'] /= 2
+    if training == HALF or 'grad_accum_steps' in training: wanted['activations'] /= 2
     assert found == wanted
 
 @pytest.mark.cpu
 def test_a_large_update_is_no_program_of_xla(mini, monkeypatch):
     "As a graph it needs its gradients once more, where the activations were: only what these leave."
-    config = mini.replace(training={'mode': 'auto'})
+    config = mini.replace(training={'gpt': {'mode': 'auto'}})
     size = 4 * parameter_counts(config.model)['GPT']
     assert memory_needs(config, 5, 2)['new values'] == 3 * size
     monkeypatch.setattr(step_page, '_IN_PLACE', 0)
@@ -393,8 +395,8 @@ PLANS = [row | {'card': one['device'], 'gpu': one['capability']}
 @pytest.mark.parametrize('row', PLANS, ids=lambda row: f'{row["name"]}, {row["card"]}')
 def test_the_estimate_for_a_gpu_is_close_to_what_xla_plans(row):
     "The plan is that of the gradients; the moments are in memory too, the DVAE and the code are not in it."
-    config = XTTSConfig.xtts_v2().replace(model={'gpt': {'layers': row['layers']}},
-                                          training=row['training'], data={'batch_size': row['rows']})
+    config = XTTSConfig.xtts_v2().replace(model={'gpt': {'num_layers': row['layers']}},
+                                          training={'gpt': row['training']}, data={'batch_size': row['rows']})
     needs = memory_needs(config, row['codes'], row['text'], gpu=row['gpu'])
     planned = row['peak'] + needs['moments']
     estimate = sum(needs.values()) - needs['program'] - 4 * parameter_counts(config.model)['DVAE']
@@ -408,11 +410,12 @@ def test_the_message_about_memory(mini):
     "Enough, enough without a copy, perhaps not, surely not; less than 50 MB is not listed."
     needs = memory_needs(mini, 48, 40)
     total, copy = sum(needs.values()), needs['copy for a checkpoint']
-    say = lambda room, **kind: check_memory(mini.replace(training=kind), 48, 40, free=('a card', room))
+    say = lambda room, **kind: check_memory(mini.replace(training={'gpt': kind}), 48, 40,
+                                            free=('a card', room))
     assert 'program 0.2' in say(total) and 'moments' not in say(total) and say(total).endswith('on a card.')
     assert 'without a copy' in say(total - copy) and '--fit-memory' in say(total - copy - 1)
     assert 'unknown on a card' in say(None)
-    for kind, less in (('whole', 'training.finetune lora'), ('lora', 'a larger machine')):
+    for kind, less in (('whole', 'training.gpt.finetune lora'), ('lora', 'a larger machine')):
         with pytest.raises(UserError, match=less): say(1e8, finetune=kind)
 
 @pytest.fixture
@@ -480,7 +483,7 @@ def test_what_a_trial_comes_to(mini, monkeypatch, code, out, err, found):
     else: pytest.raises(UserError, run_trial, mini, 20, 12, [], 77).match(found)
 
 @pytest.fixture(scope='module')
-def wide(mini): return mini.replace(data={'batch_size': 12}, training={'mode': 'graph'})
+def wide(mini): return mini.replace(data={'batch_size': 12}, training={'gpt': {'mode': 'graph'}})
 
 @pytest.mark.parametrize('begin', [0, 6, 99])   # 99: no estimate fits; the tightest comes first
 @pytest.mark.parametrize('first', [0, 5, 11, 99])
@@ -495,7 +498,7 @@ def test_the_first_choice_that_fits_is_found(wide, monkeypatch, first, begin):
         return {'seconds': 1., 'peak': 10**9} if tried[-1] >= first else None
     monkeypatch.setattr(finetune, 'run_trial', trial)
     if first == 99:   # nothing fits
-        with pytest.raises(UserError, match='training.finetune'): find_batch_size(wide, *asked)
+        with pytest.raises(UserError, match='training.gpt.finetune'): find_batch_size(wide, *asked)
         return
     found, rows = find_batch_size(wide, *asked)
     at = min(begin, 11)
@@ -512,14 +515,14 @@ def sized(wide):
 def test_a_trial_that_ends_badly(sized, mini):
     assert run_trial(sized, 250, 150, memory=2 * 10**8) is None   # in too little memory
     with pytest.raises(UserError, match='trial of an update failed'):
-        run_trial(mini.replace(training={'finetune': 'rows'}), 20, 12, [(47, 60)])   # rows that are not there
+        run_trial(mini.replace(training={'gpt': {'finetune': 'rows'}}), 20, 12, [(47, 60)])   # absent rows
 
 @pytest.mark.slow
 @pytest.mark.cpu
-@pytest.mark.parametrize('change', [{}, {'gradient_checkpointing': True}, {'accumulation': 4},
+@pytest.mark.parametrize('change', [{}, {'gradient_checkpointing': True}, {'grad_accum_steps': 4},
                                     {'finetune': 'lora'}], ids=str)
 def test_the_estimate_is_near_what_is_taken(sized, change):
-    settings, begun = sized.replace(training=change), time.monotonic()
+    settings, begun = sized.replace(training={'gpt': change}), time.monotonic()
     needs, took = memory_needs(settings, 250, 150), run_trial(settings, 250, 150)
     estimate = sum(needs.values()) - needs['copy for a checkpoint']   # a trial saves nothing
     print(change, round(estimate / 1e6), 'MB estimated,', round(took['peak'] / 1e6), 'MB taken')
@@ -575,7 +578,7 @@ def test_the_commands(prepared, wide, tmp_path):
     assert set(tree(tmp_path)) == {'r.png', 'r.json', 'a.yaml'}
     size = xtts_nb('find', 'batch-size', *asked, '--json')
     assert size.code == 0, size.err
-    assert size.json['training'] == {'accumulation': 1, 'gradient_checkpointing': False}, size.err
+    assert size.json['training']['gpt'] == {'grad_accum_steps': 1, 'gradient_checkpointing': False}, size.err
 
 
 # --- at full size ---------------------------------------------------------------------------------
@@ -613,7 +616,7 @@ def test_the_full_size_trains_in_16_gb(corpus, tokenizer, tmp_path, record_prope
     tokenizer.save(tmp_path / 'small.json')
     subprocess.run([sys.executable, '-c', MAKE, corpus, tmp_path], check=True, env=environment())
     config = XTTSConfig.xtts_v2().replace(data={'batch_size': 1, 'pad_to_fixed_length': True},
-                                          training={'steps': 3, 'log_every': 1})
+                                          training={'gpt': {'steps': 3, 'log_every': 1}})
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
     asked = [*COMMAND, 'train', '--data', tmp_path / 'cache', '--model', tmp_path / 'base', '--run',
              tmp_path / 'run', '--config', tmp_path / 'run.yaml']

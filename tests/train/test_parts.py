@@ -26,7 +26,7 @@ from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.train.parts import (
     Crops, _DVAEUpdate, SavedVoice, VoiceUpdate, Windows, _check_same,
-    _is_made, _limits, _other, _cache_of, _dvae_training, make_bank,
+    _is_made, _limits, _other, _cache_of, make_bank,
     mel_distance, new_voice_run)
 
 LOSSES = ('loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss',
@@ -62,9 +62,8 @@ def mels():
 
 def settings(small, **training):
     "Op by op: cheaper than a trace."
-    return small.replace(training={'dvae_steps': 6, 'dvae_batch_size': 4, 'dvae_learning_rate': 2e-3,
-                                   'log_every': 1,
-                                   'mode': 'eager'} | training)
+    return small.replace(training={'gpt': {'log_every': 1, 'mode': 'eager'},
+                                   'dvae': {'steps': 6, 'batch_size': 4, 'learning_rate': 2e-3}} | training)
 
 @pytest.mark.parametrize('frames, starts, epoch',
                          [(1, {0}, 1), (64, {0}, 1), (67, {0, 1, 2}, 1), (2 * 256, None, 2)])
@@ -84,7 +83,7 @@ def test_crops_lie_in_the_pool(small, frames, starts, epoch):
 def test_a_broken_batch_changes_neither_weights_nor_codebook(small):
     keras.utils.set_random_seed(0)
     config = settings(small)
-    update = _DVAEUpdate(DVAE(config), _dvae_training(config))
+    update = _DVAEUpdate(DVAE(config), config.training.dvae)
     before = {name: v.numpy() for name, v in update.state.items()}
     found = update({'mel': tf.fill((2, 16, 80), np.nan)}, tf.constant(0))
     assert found['skipped'] == found['bad'] == 1
@@ -98,12 +97,12 @@ def test_a_broken_batch_changes_neither_weights_nor_codebook(small):
 @pytest.fixture(scope='module')
 def tiny(small):
     return small.replace(
-        model={'gpt': {'layers': 1, 'conditioning_layers': 1},
+        model={'gpt': {'num_layers': 1, 'conditioning_layers': 1},
                'decoder': {'channels': 16, 'residual_kernels': [3], 'dilations': [1, 3]},
                'speaker': {'filters': [8, 8], 'blocks': [1, 1], 'width': 8}},
         voice={'steps': 8, 'batch_size': 2, 'window': 4, 'periods': [2], 'windows': [256], 'channels': 2,
                'reference_seconds': 0.5},
-        training={'log_every': 2, 'checkpoint_every': 4, 'mode': 'eager'})
+        training={'gpt': {'log_every': 2, 'checkpoint_every': 4, 'mode': 'eager'}})
 
 @pytest.fixture(scope='module')
 def model(tiny, prepared, dvae, tmp_path_factory):
@@ -117,7 +116,7 @@ def model(tiny, prepared, dvae, tmp_path_factory):
 def bank(model, prepared, tmp_path_factory):
     "Made by a graph, unlike those of single tests."
     xtts = XTTS.load(model)
-    xtts.config = xtts.config.replace(training={'mode': 'auto'})
+    xtts.config = xtts.config.replace(training={'gpt': {'mode': 'auto'}})
     return make_bank(xtts, prepared, tmp_path_factory.mktemp('bank') / 'bank')
 
 def test_a_bank_holds_states_and_recordings(bank, model, prepared):
@@ -285,7 +284,7 @@ def test_the_loss_is_the_weighed_sum(tiny, number):
 def test_a_killed_voice_goes_on_to_the_bit_and_speaks(model, prepared, tiny, tmp_path, monkeypatch):
     "Although a checkpoint does not write the GPT again."
     monkeypatch.setattr(SavedVoice, 'exports', 1)
-    config = tiny.replace(training={'validate_every': 2, 'checkpoint_every': 2, 'mode': 'eager'},
+    config = tiny.replace(training={'gpt': {'validate_every': 2, 'checkpoint_every': 2, 'mode': 'eager'}},
                           voice={'steps': 4})
     whole = new_voice_run(tmp_path / 'whole', model, prepared, config, ['low-0', 'high-0'])
     whole.fit()
@@ -337,7 +336,7 @@ def banks(bank, monkeypatch) -> list:
     return asked
 
 def test_a_voice_begins_and_goes_on(model, prepared, tiny, banks, tmp_path):
-    config, run = tiny.replace(training={'validate_every': 2}), tmp_path / 'run'
+    config, run = tiny.replace(training={'gpt': {'validate_every': 2}}), tmp_path / 'run'
     begun = new_voice_run(run, model, prepared, config, ['low-0', 'high-0'], progress=print)
     facts = {'part': 'voice', 'model': str(model.resolve()), 'cache': str(prepared.folder.resolve()),
              'corpus': None, 'held_out': ['high-0', 'low-0'], 'learning_voices': True}
@@ -346,12 +345,12 @@ def test_a_voice_begins_and_goes_on(model, prepared, tiny, banks, tmp_path):
     assert ids(begun.held_out) == {'low-0', 'high-0'} == {*begun.plan.bank.ids} - ids(begun.plan)
     again = new_voice_run(run)
     assert same(begun.state, again.state) and len(banks) == 1
-    assert XTTSConfig.load(run / 'config.yaml').voice == config.voice
+    assert XTTSConfig.load(run / 'config.yaml').voice == config.training.decoder
     (run / 'model.safetensors').unlink()   # killed while it was written, and before the bank was made
     shutil.rmtree(run / 'bank')
     assert same(begun.state, new_voice_run(run, config=config).state)
     assert json.loads((run / 'run.json').read_text()) == facts
-    assert new_voice_run(run, config=tiny.replace(training={'validate_every': 0},
+    assert new_voice_run(run, config=tiny.replace(training={'gpt': {'validate_every': 0}},
                                                   data={'max_seconds': 9.})).held_out is None
     assert banks[1:] == [(prepared.folder.resolve(), None, None)] * 2   # of other clips the second time
 
@@ -359,7 +358,7 @@ def test_held_out_clips_outside_the_limits_are_left_out_and_named(model, prepare
     "They are in no bank; the run goes on without them, now and when it resumes."
     seconds = {c['id']: c['seconds'] for c in prepared.clips}
     short, *_, long = sorted(seconds, key=seconds.get)
-    limited = tiny.replace(data={'max_seconds': seconds[long] - .01}, training={'validate_every': 2})
+    limited = tiny.replace(data={'max_seconds': seconds[long] - .01}, training={'gpt': {'validate_every': 2}})
     begun = new_voice_run(tmp_path / 'run', model, prepared, limited, [short, long])
     for trainer in (begun, new_voice_run(tmp_path / 'run')):
         assert [trainer.held_out.bank.ids[i] for i in trainer.held_out.clips] == [short]
@@ -390,7 +389,8 @@ def test_a_recording_that_is_gone_is_named(model, mine, small, dvae, tiny, tmp_p
     assert len(make_bank(XTTS.load(model), cache, tmp_path / 'bank', tmp_path / 'elsewhere')) == len(cache)
 
 def test_which_cache_a_model_was_trained_on(model, prepared, small, tmp_path):
-    new_run(prepared, small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}}), tmp_path / 'run')
+    new_run(prepared, small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}),
+            tmp_path / 'run')
     assert _cache_of(tmp_path / 'run') == _cache_of(tmp_path / 'run' / 'best') == prepared.folder.resolve()
     with pytest.raises(UserError, match='name one with --data'): _cache_of(model)
 
@@ -400,7 +400,7 @@ def test_which_cache_a_model_was_trained_on(model, prepared, small, tmp_path):
 @pytest.fixture
 def yaml(tiny, tmp_path):
     path = tmp_path / 'tiny.yaml'
-    path.write_text(tiny.replace(training={'steps': 2, 'dvae_steps': 4, 'validate_every': 2},
+    path.write_text(tiny.replace(training={'gpt': {'steps': 2, 'validate_every': 2}, 'dvae': {'steps': 4}},
                                  voice={'steps': 2}).to_yaml())
     return path
 
@@ -430,8 +430,9 @@ def test_from_a_corpus_to_a_voice_of_its_own(corpus, yaml, tmp_path, monkeypatch
 def test_kill_9(part, corpus, model, prepared, tiny, tmp_path, cheap_xla):
     """A run killed at some moment and gone on with is the run that nobody disturbed; a decoder's under
     XLA, see dev/LOG.md."""
-    config = tiny.replace(training={'dvae_steps': 60, 'checkpoint_every': 5, 'log_every': 3,
-                                    'mode': 'xla' if part == 'voice' else 'graph'},
+    config = tiny.replace(training={'gpt': {'checkpoint_every': 5, 'log_every': 3,
+                                            'mode': 'xla' if part == 'voice' else 'graph'},
+                                            'dvae': {'steps': 60}},
                           voice={'steps': 40})
     (tmp_path / 'c.yaml').write_text(config.to_yaml())
     given = {'dvae': [corpus], 'voice': ['--model', model, '--data', prepared.folder]}[part]

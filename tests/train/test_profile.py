@@ -15,8 +15,8 @@ from xtts_nb.train.step import Update, random_batch
 
 def made(config, **training):
     keras.utils.set_random_seed(0)
-    config = config.replace(training=training)
-    return Update(GPT(config, text_start=1), config.training)
+    config = config.replace(training={'gpt': training})
+    return Update(GPT(config, text_start=1), config.training.gpt)
 
 
 @pytest.mark.cpu
@@ -57,7 +57,7 @@ def test_prefixes_are_parts_of_the_step(plain):
     whole = made(plain)(batch, number)   # the same first weights: nothing was updated yet
     np.testing.assert_allclose(forward, whole['loss'], rtol=1e-5)
     np.testing.assert_allclose(norm, whole['gradient_norm'], rtol=1e-4)
-    halves = prefixes(made(plain, accumulation=2))['forward'](batch, number)
+    halves = prefixes(made(plain, grad_accum_steps=2))['forward'](batch, number)
     np.testing.assert_allclose(forward, halves, rtol=1e-5)
 
 

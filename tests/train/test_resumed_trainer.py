@@ -63,7 +63,7 @@ def test_a_state_that_does_not_fit_or_is_torn_is_refused_whole(tmp_path):
         assert found['a/kernel'].numpy().tolist() == [0., 0.]   # nothing was filled in
     refused('more', {'more': tf.Variable([1.])})
     refused('count', {'count': tf.Variable([1, 2])})
-    refused('training.ema', {'a_average': tf.Variable([1.])})
+    refused('training.gpt.ema', {'a_average': tf.Variable([1.])})
     whole = path.read_bytes()
     for cut in (0, 5, 60, -1):
         path.write_bytes(whole[:cut])
@@ -90,7 +90,7 @@ class Broken(Cheap):
 
 def test_a_broken_update_is_counted_and_its_clips_are_named(prepared, mini, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runs, 'Trainer', type('Some', (Broken,), {'at': (1, 4, 5)}))
-    run = new_run(prepared, mini.replace(training={'max_bad_steps': 3}), tmp_path / 'run')
+    run = new_run(prepared, mini.replace(training={'gpt': {'max_bad_steps': 3}}), tmp_path / 'run')
     result = run.fit()
     ids = {n: [prepared.clips[i]['id'] for i in run.plan.pick(tf.constant(n, tf.int64))[1].numpy()]
            for n in (1, 4, 5)}
@@ -103,7 +103,7 @@ def test_a_broken_update_is_counted_and_its_clips_are_named(prepared, mini, tmp_
 
 def test_too_many_in_a_row_stop_with_the_last_good_state(prepared, mini, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, 'Trainer', type('All', (Broken,), {'at': tuple(range(2, 20))}))
-    run = new_run(prepared, mini.replace(training={'max_bad_steps': 3, 'log_every': 3, 'steps': 20}),
+    run = new_run(prepared, mini.replace(training={'gpt': {'max_bad_steps': 3, 'log_every': 3, 'steps': 20}}),
                   tmp_path / 'run')
     with pytest.raises(UserError, match='updates in a row .*(low|high)-'): run.fit()
     good = new_run(prepared, mini, tmp_path / 'good')
@@ -121,7 +121,7 @@ def test_a_full_disk(cheap, prepared, mini, tmp_path, monkeypatch, fails, writte
         steps.append(step)
         return real(folder, step, **more)
     monkeypatch.setattr(trainer_page, 'save_checkpoint', full)
-    config = mini.replace(training={'checkpoint_every': 2, 'keep_checkpoints': 1})
+    config = mini.replace(training={'gpt': {'checkpoint_every': 2, 'keep_checkpoints': 1}})
     run = new_run(prepared, config, tmp_path / 'run')
     update = run.train_step
     run.train_step = lambda *given: (time.sleep(.1), update(*given))[1]   # the writer has failed by then
@@ -138,7 +138,7 @@ def test_a_best_model_is_written_once_there_is_room(given, prepared, mini, tmp_p
         if folder == best and len(tries) == 3: raise UserError('the disk is full')   # of updates 2, 4 and 10
         real(self, folder, weights)
     monkeypatch.setattr(XTTS, 'save', full)
-    config = mini.replace(training={'steps': 16, 'validate_every': 2, 'checkpoint_every': 7})
+    config = mini.replace(training={'gpt': {'steps': 16, 'validate_every': 2, 'checkpoint_every': 7}})
     run = new_run(prepared, config, tmp_path / 'run', HELD)
     update, seen = run.train_step, {}
     def step(*given):
@@ -152,7 +152,7 @@ def test_a_best_model_is_written_once_there_is_room(given, prepared, mini, tmp_p
 @pytest.mark.parametrize('ema', [0., .9])
 def test_without_room_for_a_copy_training_waits(cheap, prepared, mini, tmp_path, monkeypatch, ema):
     "And saves the same, where the model is the mean of the weights too."
-    config = mini.replace(training={'ema': ema})
+    config = mini.replace(training={'gpt': {'ema': ema}})
     new_run(prepared, config, tmp_path / 'copied').fit()
     monkeypatch.setattr(trainer_page, '_room_in_container', lambda: 0.)
     monkeypatch.setattr(trainer_page, 'snapshot', lambda variables: pytest.fail('a copy'))
@@ -167,7 +167,7 @@ class Greedy:
     at, enough = 0, 2
     def custom_train_step(self, batch, number):
         found = super().custom_train_step(batch, number)
-        if self.training.accumulation >= self.enough: return found
+        if self.training.grad_accum_steps >= self.enough: return found
         size = tf.where(number >= self.at, tf.constant(2**46, tf.int64), tf.constant(1, tf.int64))
         with tf.control_dependencies([self.optimizer.iterations.value]):   # the update is written by then
             return found | {'loss': found['loss'] + tf.zeros(size[None])[0]}
@@ -181,17 +181,18 @@ def trained(prepared, config, folder, monkeypatch, **kind):
 @pytest.mark.slow   # TensorFlow tries for 10 s and more to find the memory
 def test_out_of_memory_at_first_begins_again_in_more_parts(prepared, mini, tmp_path, monkeypatch, capsys):
     "From the same state to the bit, new or resumed, although the update that failed was written."
-    config = mini.replace(data={'buckets': 1}, training={'steps': 4, 'checkpoint_every': 2, 'log_every': 1})
-    parts = config.replace(training={'accumulation': 2})
+    config = mini.replace(data={'buckets': 1},
+                          training={'gpt': {'steps': 4, 'checkpoint_every': 2, 'log_every': 1}})
+    parts = config.replace(training={'gpt': {'grad_accum_steps': 2}})
     found = trained(prepared, config, tmp_path / 'run', monkeypatch)
     wanted = trained(prepared, parts, tmp_path / 'parts', monkeypatch)
     assert found.keys() == wanted.keys() and all(np.array_equal(found[k], wanted[k]) for k in found)
     said = capsys.readouterr().err
     assert said.count('OUT OF MEMORY') == 1 and 'the training begins again, with 2' in said
-    assert resume_run(tmp_path / 'run').training.accumulation == 2
+    assert resume_run(tmp_path / 'run').training.grad_accum_steps == 2
     with pytest.raises(UserError, match='update 2 with 4 rows.*accumulation to 2'):   # later, it ends
         trained(prepared, config, tmp_path / 'late', monkeypatch, at=2)
-    config = config.replace(training={'accumulation': 4})
+    config = config.replace(training={'gpt': {'grad_accum_steps': 4}})
     with pytest.raises(UserError, match='with 1 rows at once; .*gradient_checkpointing'):
         trained(prepared, config, tmp_path / 'one', monkeypatch, enough=9)
 
@@ -220,16 +221,17 @@ def test_only_a_lack_of_memory_begins_again(prepared, mini, tmp_path, monkeypatc
     def said(status, room=True):
         run = new_run(prepared, mini, None, make=Cheap)
         def step(batch, number):
-            if run.training.accumulation > 1: return {'loss': tf.constant(1.)}
+            if run.training.grad_accum_steps > 1: return {'loss': tf.constant(1.)}
             raise tf.errors.AbortedError(None, None, f'Status: {status}, ')
         monkeypatch.setattr(trainer_page, '_room_to_copy', lambda *given: room)
         monkeypatch.setattr(Cheap, 'compiled_step', lambda self: step)
         run.train_step = step
         run.fit(1)
-        return run.training.accumulation
+        return run.training.grad_accum_steps
     assert said(1) == 2
     with pytest.raises(tf.errors.AbortedError): said(2)
-    with pytest.raises(UserError, match='memory at update 0 .*training.accumulation to 2'): said(1, False)
+    with pytest.raises(UserError, match='memory at update 0 .*training.gpt.grad_accum_steps to 2'): said(1,
+                                                                                                         False)
 
 
 # --- stopped and resumed --------------------------------------------------------------------------
@@ -277,8 +279,8 @@ SLOW = [pytest.param(*both, marks=pytest.mark.slow) for both in ((2, 4), (4, 3),
 def test_stopped_anywhere_and_resumed(cheap, undisturbed, prepared, mini, tmp_path, monkeypatch, where,
                                       log_every, checkpoint_every):
     "Stopped over and over, each time a bit later, until it gets through: the same run in the end."
-    config = mini.replace(training={'steps': 13, 'log_every': log_every,
-                                    'checkpoint_every': checkpoint_every})
+    config = mini.replace(training={'gpt': {'steps': 13, 'log_every': log_every,
+                                    'checkpoint_every': checkpoint_every}})
     whole, folder, stops = undisturbed(config), tmp_path / 'run', 0
     for count in (1, 3, 6, 10, 999):
         run = new_run(prepared, config, folder) if not stops else resume_run(folder)
@@ -310,8 +312,8 @@ def whole(prepared, mini, tmp_path_factory):
     def of(xla):
         if xla not in made:
             folder = tmp_path_factory.mktemp('whole')
-            config = mini.replace(training={'steps': STEPS, 'log_every': 3, 'checkpoint_every': 5,
-                                            'mode': 'xla' if xla else 'graph'},
+            config = mini.replace(training={'gpt': {'steps': STEPS, 'log_every': 3, 'checkpoint_every': 5,
+                                            'mode': 'xla' if xla else 'graph'}},
                                   data={'buckets': 2 if xla else 1})
             (folder / 'run.yaml').write_text(config.to_yaml())
             done = xtts_nb('train', '--data', prepared.folder, '--config', folder / 'run.yaml', '--run',
@@ -354,8 +356,8 @@ def test_killed_and_resumed_to_the_bit(whole, prepared, tmp_path, cheap_xla, xla
 def test_sigterm_saves_and_says_so(prepared, mini, tmp_path):
     "Exit code 143, and a checkpoint of the update that was running."
     config = mini.replace(data={'buckets': 1},
-                          training={'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000,
-                                    'mode': 'eager'})
+                          training={'gpt': {'steps': 100_000, 'log_every': 2, 'checkpoint_every': 100_000,
+                                    'mode': 'eager'}})
     (tmp_path / 'run.yaml').write_text(config.to_yaml())
     child = started('train', '--data', prepared.folder, '--config', tmp_path / 'run.yaml', '--run',
                     tmp_path / 'run', stderr=subprocess.PIPE)

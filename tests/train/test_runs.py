@@ -29,10 +29,10 @@ from xtts_nb.train.runs import (
 @pytest.fixture(scope='module')
 def eager(small):
     "One block, one shape, and nothing to trace."
-    return small.replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1, 'dropout': 0.}},
+    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'dropout': 0.}},
                          data={'buckets': 1},
-                         training={'steps': 2, 'warmup_steps': 0, 'log_every': 2, 'validate_every': 2,
-                                   'mode': 'eager'})
+                         training={'gpt': {'steps': 2, 'warmup_steps': 0, 'log_every': 2, 'validate_every': 2,
+                                   'mode': 'eager'}})
 
 def test_a_cache_without_codes_gives_the_batches_of_one_with(prepared, runtime, small, dvae):
     plans = BatchPlan(prepared, small.data), BatchPlan(runtime, small.data, dvae=dvae)
@@ -88,7 +88,7 @@ def test_what_does_not_go_together_is_refused(prepared, eager, wanted, said):
 
 def test_a_run_that_another_process_trains_is_not_touched(prepared, eager, tmp_path):
     run = tmp_path / 'run'
-    trainer = new_run(prepared, eager.replace(training={'steps': 1}), run)
+    trainer = new_run(prepared, eager.replace(training={'gpt': {'steps': 1}}), run)
     half = run / f'half{_PART}'
     half.write_text('of the other process')
     append_line(run / 'metrics.jsonl', '{"step": 7}')
@@ -182,18 +182,19 @@ def test_what_is_held_out_of_one_cache_is_not_read_from_the_other():
 # --- what belongs together ------------------------------------------------------------------------
 
 def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, tmp_path):
-    other = eager.replace(model={'gpt': {'layers': 3, 'dropout': 0.2, 'code_noise': 0.3}},
-                          training={'steps': 99}, data={'seed': 3}, speech={'reference_seconds': 7.})
+    other = eager.replace(model={'gpt': {'num_layers': 3, 'dropout': 0.2, 'code_noise': 0.3}},
+                          training={'gpt': {'steps': 99}}, data={'seed': 3}, speech={'reference_seconds': 7.})
     parts = {'config.yaml': other.to_yaml(), 'tokenizer.json': '{}', 'model.safetensors': ''}
     for name in parts:   # one after the other
         pytest.raises(UserError, _base_config, tmp_path, eager).match(f'no model to begin from .{name} is '
                                                                     'missing')
         (tmp_path / name).write_text(parts[name])
-    lora = eager.replace(training={'finetune': 'lora'})
+    lora = eager.replace(training={'gpt': {'finetune': 'lora'}})
     for settings in (eager, lora):
-        assert _base_config(tmp_path, settings) == settings.replace(model={'gpt': {'layers': 3}})
+        assert _base_config(tmp_path, settings) == settings.replace(model={'gpt': {'num_layers': 3}})
     assert _base_config(None, eager) is eager
-    pytest.raises(UserError, _base_config, None, lora).match('training.finetune lora needs a model to begin '
+    pytest.raises(UserError, _base_config, None,
+                  lora).match('training.gpt.finetune lora needs a model to begin '
                                                              'from')
 
 @pytest.mark.parametrize('inside, found', [
@@ -228,16 +229,17 @@ def test_a_cache_must_be_made_with_the_front_end_and_fit_into_the_gpt(prepared, 
 def test_who_looks_and_who_listens(prepared, eager):
     """Only where clips are held out and validation is asked for; as many rows as are computed at once,
     one shape."""
-    settings = eager.replace(training={'accumulation': 2, 'listen_clips': 1})
+    settings = eager.replace(training={'gpt': {'grad_accum_steps': 2, 'eval_clips': 1}})
     run = new_run(prepared, settings, None, ['low-0', 'high-0'])
     assert run.run is None and isinstance(run.listen, Listener)
     assert (run.held_out.data.batch_size, len(run.held_out.shapes), run.held_out.fixed) == (2, 1, True)
     assert type(run.held_out.data.batch_size) is int and run.held_out.count.sum() == 2 and not run.plan.fixed
     for held, changes in (([], {}), (['low-0'], {'validate_every': 0})):
-        silent = new_run(prepared, settings.replace(training=changes | {'listen_clips': 0}), None, held)
+        silent = new_run(prepared, settings.replace(training={'gpt': changes | {'eval_clips': 0}}), None,
+                         held)
         assert silent.held_out is silent.listen is None
         with pytest.raises(UserError, match='there is nothing to listen to'):
-            new_run(prepared, settings.replace(training=changes), None, held)
+            new_run(prepared, settings.replace(training={'gpt': changes}), None, held)
 
 
 # --- older clips beside the new ones ------------------------------------------------------------------------

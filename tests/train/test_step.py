@@ -27,7 +27,7 @@ def rows(plain) -> dict:
 def update(config, **changes) -> Update:
     keras.utils.set_random_seed(0)
     config = config.replace(**changes)
-    return Update(GPT(config, 5, dtype=_POLICIES[config.training.precision]), config.training)
+    return Update(GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision]), config.training.gpt)
 
 def run(step, batch, count=3, first=0) -> list[dict]:
     return [{k: float(v) for k, v in step(batch, tf.constant(first + i)).items()} for i in range(count)]
@@ -42,17 +42,20 @@ ONES = {'text_count': tf.constant(1.), 'code_count': tf.constant(1.)}
 @pytest.mark.parametrize('xla', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parts_make_the_whole(plain, rows, xla):
     "Parts hold different numbers of tokens, one of them none at all; the gradients are clipped."
-    whole, cut = update(plain), update(plain, training={'accumulation': 4, 'mode': 'xla' if xla else 'graph'})
+    whole, cut = update(plain), update(plain,
+                                       training={'gpt': {'grad_accum_steps': 4,
+                                                         'mode': 'xla' if xla else 'graph'}})
     step = compile_step(cut, cut.training)
     lines = run(step, rows)
     for a, b in zip(run(whole, rows), lines): assert b == pytest.approx(a, rel=3e-4)   # whole: op by op
-    assert trace_count(step) == 1 and lines[0]['gradient_norm'] > plain.training.gradient_clip_norm
+    assert trace_count(step) == 1 and lines[0]['gradient_norm'] > plain.training.gpt.gradient_clip_norm
     assert step.xla == xla and lines[0]['loss'] != lines[1]['loss']
 
 @pytest.mark.parametrize('parts, first', [(1, None), (1, 3), (2, None), (2, 3)])
 def test_a_part_draws_by_its_index_in_the_whole_batch(plain, rows, parts, first):
     "A single part draws by the seed itself."
-    made = update(plain, model={'gpt': {'dropout': 0.5}}, training={'accumulation': parts, 'seed': 7})
+    made = update(plain, model={'gpt': {'dropout': 0.5}},
+                  training={'gpt': {'grad_accum_steps': parts, 'seed': 7}})
     seed, size = tf.constant([7, 9]), 4 // parts
     cut = [{k: v[i * size:(i + 1) * size] for k, v in rows.items()} for i in range(parts)]
     folded = [_fold_seed(seed, (first or 0) + i) for i in range(parts)]
@@ -82,8 +85,9 @@ def test_a_row_of_an_embedding_that_many_clips_share_is_counted_once(plain, rows
 @pytest.mark.parametrize('parts', [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_recomputed_blocks_give_the_same_gradients(plain, rows, parts):
     "With dropout: a mask that is drawn again would give others."
-    noisy = {'model': {'gpt': {'layers': 2, 'dropout': 0.1}}}
-    made = [update(plain, **noisy, training={'accumulation': parts, 'gradient_checkpointing': on})
+    noisy = {'model': {'gpt': {'num_layers': 2, 'dropout': 0.1}}}
+    made = [update(plain, **noisy,
+                   training={'gpt': {'grad_accum_steps': parts, 'gradient_checkpointing': on}})
             for on in (False, True)]
     assert [u.gpt.recompute for u in made] == [u.gpt.conditioning.recompute for u in made] == [False, True]
     both = [compute(rows, tf.constant(3), _token_counts(made[0].gpt, rows))[0]
@@ -94,7 +98,7 @@ def test_recomputed_blocks_give_the_same_gradients(plain, rows, parts):
 # --- what is not finite ---------------------------------------------------------------------------
 
 def test_a_broken_batch_changes_nothing(plain, rows):
-    made = update(plain, training={'accumulation': 2, 'ema': 0.9})
+    made = update(plain, training={'gpt': {'grad_accum_steps': 2, 'ema': 0.9}})
     step = compile_step(made, made.training)
     run(step, rows, 1)
     for number, what in ((1, np.nan), (3, np.inf)):
@@ -108,7 +112,7 @@ def test_a_broken_batch_changes_nothing(plain, rows):
         assert not all(np.array_equal(a, b) for a, b in zip(before, values(made))), what
 
 def test_an_overflow_lowers_the_scale_and_nothing_else(plain, rows):
-    made = update(plain, training={'precision': 'float16'})
+    made = update(plain, training={'gpt': {'precision': 'float16'}})
     # TensorFlow has no kernel of a GPU for an int32 variable, and XLA cannot reach one on the host
     assert 'good_updates' in made.state and not [n for n, v in made.state.items() if 'int32' in str(v.dtype)]
     made.scale.factor.assign(2.**24)
@@ -136,7 +140,7 @@ def test_only_what_a_smaller_scale_cures_is_not_bad(factor, loss, norm, good, ba
 @pytest.mark.parametrize('precision', ['bfloat16', pytest.param('float16', marks=pytest.mark.slow)])
 def test_half_precision_learns_as_float32_does(plain, rows, precision):
     losses = [[line['loss'] for line in run(u, rows, 4)]   # op by op: a trace takes as long as ten updates
-              for u in (update(plain), update(plain, training={'precision': precision}))]
+              for u in (update(plain), update(plain, training={'gpt': {'precision': precision}}))]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[1] != losses[0]
     assert losses[1][-1] < losses[1][0]
 
@@ -145,7 +149,7 @@ def test_half_precision_learns_as_float32_does(plain, rows, precision):
 
 @pytest.mark.slow
 def test_eager_graph_and_xla_compute_the_same(plain, rows):
-    modes = step_modes(plain.replace(training={'mode': 'xla'}), 5)
+    modes = step_modes(plain.replace(training={'gpt': {'mode': 'xla'}}), 5)
     losses = _check_modes_agree(modes, [rows] * 3)
     assert list(losses) == ['eager', 'graph', 'xla'] and len(set(losses['eager'])) > 1   # it moves
     assert [trace_count(s) for s in modes.values()] == [0, 1, 1]
@@ -165,7 +169,7 @@ def test_xla_is_chosen_by_device_and_precision(monkeypatch, setting, precision, 
 
 @pytest.mark.cpu
 def test_a_large_update_on_a_cpu_is_a_plain_graph(plain, monkeypatch):
-    made = update(plain, training={'mode': 'auto'})
+    made = update(plain, training={'gpt': {'mode': 'auto'}})
     size = sum(4 * v.numpy().size for v in (*made.weights, *made.optimizer.variables))
     for limit, xla in ((size, True), (size - 1, False)):
         monkeypatch.setattr(step_page, '_IN_PLACE', limit)

@@ -45,8 +45,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(cheap, prepared, secon
     before = tree(tmp_path)
     for given, words in (
             ((other, mini, run), 'was trained on the cache with key'), ((second, mini, run), 'with key'),
-            ((prepared, of(gpt={'layers': 2}), run), 'another model'),
-            ((prepared, of(gpt={'width': 32, 'heads': 1}), run), 'has shape'),
+            ((prepared, of(gpt={'num_layers': 2}), run), 'another model'),
+            ((prepared, of(gpt={'hidden_dim': 32, 'num_heads': 1}), run), 'has shape'),
             ((prepared, of(audio={'f_max': 7000.}), tmp_path / 'new'), 'settings of model.audio'),
             ((prepared, of(dvae={'codes': 16}), tmp_path / 'new'), 'settings of model.dvae'),
             ((prepared, mini, tmp_path / 'mine'), 'not a run'),
@@ -78,7 +78,7 @@ def test_held_out_clips_are_neither_trained_on_nor_heard(cheap, prepared, mini, 
     assert len(out) == 3 and clips == references == set(range(len(prepared))) - out
 
 def test_validation_on_a_cache_of_its_own(cheap, prepared, second, other, mini, tmp_path):
-    config = mini.replace(training={'validate_every': 2, 'steps': 2})
+    config = mini.replace(training={'gpt': {'validate_every': 2, 'steps': 2}})
     run = new_run(prepared, config, tmp_path / 'run', val=second)
     assert run.held_out.cache is second and run.held_out.count.sum() == 4
     assert run.plan.count.sum() == len(prepared)
@@ -97,11 +97,12 @@ def test_validation_on_a_cache_of_its_own(cheap, prepared, second, other, mini, 
     assert not (tmp_path / 'new').exists()
 
 def test_epochs_are_counted_in_updates(cheap, prepared, mini, tmp_path):
-    run = new_run(prepared, mini.replace(training={'epochs': 3, 'schedule': 'cosine'}), tmp_path / 'run')
+    run = new_run(prepared, mini.replace(training={'gpt': {'epochs': 3, 'schedule': 'cosine'}}),
+                  tmp_path / 'run')
     updates = 3 * run.plan.steps_per_epoch
-    assert run.training.steps == updates != mini.training.steps and run.fit()['steps'] == updates
+    assert run.training.steps == updates != mini.training.gpt.steps and run.fit()['steps'] == updates
     rate = lines_of(tmp_path / 'run')[-1]['learning_rate']   # its end
-    assert rate == pytest.approx(0.02 * mini.training.learning_rate)
+    assert rate == pytest.approx(0.02 * mini.training.gpt.learning_rate)
     assert resume_run(tmp_path / 'run').fit()['steps'] == updates
 
 def test_a_share_of_the_sentences_is_held_out_in_every_voice(prepared):
@@ -114,7 +115,7 @@ def test_a_share_of_the_sentences_is_held_out_in_every_voice(prepared):
 
 def test_the_command_exports_either_model(given, prepared, mini, tmp_path, capsys):
     run, moved = tmp_path / 'run', 'gpt/final_norm/beta'   # by the step of these runs
-    new_run(prepared, mini.replace(training={'validate_every': 2}), run, HELD).fit()
+    new_run(prepared, mini.replace(training={'gpt': {'validate_every': 2}}), run, HELD).fit()
     written = []
     for flags in ([], ['--best']):
         out = tmp_path / f'out{len(flags)}'

@@ -36,8 +36,9 @@ def streamed(prepared, config) -> Cheap:
 
 def test_an_extended_run_continues_from_its_rate(cheap, prepared, mini, tmp_path):
     "In one go or resumed, the same to the bit; before that it follows the schedule."
-    config = lambda steps: mini.replace(training={'schedule': 'cosine', 'steps': steps, 'learning_rate': 1.,
-                                                  'log_every': 1})
+    config = lambda steps: mini.replace(training={'gpt': {'schedule': 'cosine', 'steps': steps,
+                                                          'learning_rate': 1.,
+                                                  'log_every': 1}})
     one, two = tmp_path / 'one', tmp_path / 'two'
     for run in (one, two): new_run(prepared, config(10), run).fit()
     new_run(prepared, config(60), one).fit()
@@ -45,7 +46,8 @@ def test_an_extended_run_continues_from_its_rate(cheap, prepared, mini, tmp_path
     resume_run(two).fit()
     assert outcome(one) == outcome(two)
     found = rates(one)
-    assert found[:10] == pytest.approx([float(learning_rate(config(10).training)(s)) for s in range(1, 11)])
+    assert found[:10] == pytest.approx([float(learning_rate(config(10).training.gpt)(s)) for s in range(1,
+                                                                                                        11)])
     assert found[9] < .03 and found[10] < .25 and max(found[10:]) > .8 and found[59] < .03
 
 class Timed:
@@ -88,7 +90,7 @@ def test_nothing_is_fetched_between_two_log_lines(prepared, mini, monkeypatch, t
     """Every way from a tensor to a number is watched; what is fetched at a log line does not grow with
     the updates before it. Without a folder nothing is written."""
     monkeypatch.chdir(tmp_path)
-    run = streamed(prepared, mini.replace(training={'log_every': 4, 'checkpoint_every': 16},
+    run = streamed(prepared, mini.replace(training={'gpt': {'log_every': 4, 'checkpoint_every': 16}},
                                           data={'buckets': 1}))
     eager, fetched = type(tf.constant(0)), []
     owner = next(c for c in eager.__mro__ if '_numpy' in vars(c))
@@ -114,7 +116,7 @@ def test_a_log_line_is_the_mean_of_its_updates(cheap, prepared, mini, tmp_path):
     "And the summary that of the first and the last ten; progress is reported at each line."
     by_step, seen = {}, []
     for every in (1, 3):
-        run = new_run(prepared, mini.replace(training={'log_every': every, 'checkpoint_every': 5}),
+        run = new_run(prepared, mini.replace(training={'gpt': {'log_every': every, 'checkpoint_every': 5}}),
                       tmp_path / str(every))
         result = run.fit(13, lambda done, total, line: seen.append((done, total, line['step'])))
         by_step[every] = {line['step']: line for line in lines_of(tmp_path / str(every))}
@@ -133,7 +135,7 @@ def test_a_log_line_is_the_mean_of_its_updates(cheap, prepared, mini, tmp_path):
 
 def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_path):
     "Over all of them, once each, at dropout 0, whatever the batches; and twice the same."
-    config = mini.replace(training={'validate_every': 1}, data={'batch_size': 2})
+    config = mini.replace(training={'gpt': {'validate_every': 1}}, data={'batch_size': 2})
     run = new_run(prepared, config, tmp_path / 'run', HELD)
     seen = run.validate()
     assert run.validate() == seen == run.validated and trace_count(run.evaluate) == 1
@@ -142,7 +144,7 @@ def test_validation_is_the_mean_over_the_tokens_held_out(prepared, mini, tmp_pat
              for b in cached_batches(run.held_out, 0, run.held_out.steps_per_epoch)]
     assert sorted(prepared.clips[i]['id'] for i in np.concatenate(clips)) == sorted(HELD)
     config = config.replace(data={'batch_size': 4},
-                            training={'text_loss_weight': 0.5, 'mode': 'eager'})
+                            training={'gpt': {'text_loss_weight': 0.5, 'mode': 'eager'}})
     other = new_run(prepared, config, tmp_path / 'other', HELD).validate()
     # a clip keeps its reference
     assert other['val_text_loss'] == pytest.approx(seen['val_text_loss'], rel=1e-5)
@@ -168,8 +170,9 @@ def test_what_is_saved_is_the_state_at_that_moment(cheap, prepared, mini, tmp_pa
 
 def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, tmp_path):
     "In one go, or stopped twice; and a run that is over stays over."
-    config = mini.replace(training={'steps': 20, 'validate_every': 2, 'patience': 3, 'checkpoint_every': 7,
-                                    'log_every': 5})
+    config = mini.replace(training={'gpt': {'steps': 20, 'validate_every': 2, 'patience': 3,
+                                            'checkpoint_every': 7,
+                                    'log_every': 5}})
     run, weights = new_run(prepared, config, tmp_path / 'run', HELD), {}
     store = run.save
     def save(checkpoint, best, wait):
@@ -190,7 +193,8 @@ def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, t
 
 def test_a_worse_model_never_replaces_the_best(given, prepared, mini, tmp_path):
     "Also after a kill, when it is of a later update than the checkpoint; patience counts the same."
-    config = mini.replace(training={'steps': 20, 'validate_every': 2, 'patience': 3, 'checkpoint_every': 7})
+    config = mini.replace(training={'gpt': {'steps': 20, 'validate_every': 2, 'patience': 3,
+                                            'checkpoint_every': 7}})
     run, kept = new_run(prepared, config, tmp_path / 'run', HELD), tmp_path / 'run' / 'best'
     run.fit(12)
     for path in checkpoints(tmp_path / 'run' / 'checkpoints')[1:]: path.unlink()   # as if it had been killed
@@ -203,7 +207,7 @@ def test_a_worse_model_never_replaces_the_best(given, prepared, mini, tmp_path):
 
 def test_a_training_ends_with_a_validation(given, prepared, mini, tmp_path):
     "Where its steps are no multiple of those between two; a part of it does not."
-    config = mini.replace(training={'steps': 5, 'validate_every': 3, 'checkpoint_every': 2})
+    config = mini.replace(training={'gpt': {'steps': 5, 'validate_every': 3, 'checkpoint_every': 2}})
     validated = lambda: [line['step'] for line in lines_of(tmp_path / 'run') if 'val_loss' in line]
     new_run(prepared, config, tmp_path / 'run', HELD).fit(4)
     assert validated() == [3]
@@ -217,11 +221,12 @@ def judged(monkeypatch, prepared, config, folder, looked: dict) -> dict:
 
 def test_a_run_is_resumed_under_another_measure(cheap, prepared, mini, tmp_path, monkeypatch):
     "And a number is better than none."
-    config, nan = mini.replace(training={'validate_every': 2}), float('nan')
+    config, nan = mini.replace(training={'gpt': {'validate_every': 2}}), float('nan')
     run, none, some = tmp_path / 'run', {'val_loss': nan}, {'val_loss': 9.}
     assert judged(monkeypatch, prepared, config, run, {2: none}) is None and not (run / 'best').exists()
     assert judged(monkeypatch, prepared, config, run, {4: some, 6: none})['step'] == 4
-    other = config.replace(training={'steps': 12, 'listen_clips': 1, 'judge_by': 'dtw', 'mode': 'eager'})
+    other = config.replace(training={'gpt': {'steps': 12, 'eval_clips': 1, 'judge_by': 'dtw',
+                                             'mode': 'eager'}})
     seen = {8: {'val_loss': 3., 'val_dtw': 2.}, 10: {'val_loss': 2., 'val_dtw': 2.5}}
     assert judged(monkeypatch, prepared, other, run, seen) == {'step': 8} | seen[8]
 
@@ -256,7 +261,8 @@ def test_a_model_that_says_no_words_is_never_the_nearest(capsys):
 def test_the_best_and_the_last_model_speak_more_clips(cheap, prepared, mini, tmp_path, monkeypatch, capsys,
                                                       last_loss, kept):
     "By one clip the first model seems to say words. By three neither does, so that the loss decides."
-    config = mini.replace(training={'steps': 4, 'validate_every': 2, 'listen_clips': 1, 'judge_by': 'dtw'})
+    config = mini.replace(training={'gpt': {'steps': 4, 'validate_every': 2, 'eval_clips': 1,
+                                            'judge_by': 'dtw'}})
     looked = {2: {'val_loss': 3., 'val_dtw': 10., 'val_words': .5},
               4: {'val_loss': last_loss, 'val_dtw': 12., 'val_words': 0.}}
     best = judged(monkeypatch, prepared, config, tmp_path / 'run', looked)
@@ -274,8 +280,8 @@ def test_the_best_and_the_last_model_speak_more_clips(cheap, prepared, mini, tmp
     assert again.fit()['best'] == best and 'Compared' not in capsys.readouterr().err
 
 def test_validation_and_the_saved_model_see_the_mean_weights(prepared, mini, tmp_path):
-    config = mini.replace(data={'buckets': 1}, training={'steps': 2, 'ema': 0.9, 'validate_every': 2,
-                                                         'learning_rate': 1e-2, 'mode': 'eager'})
+    config = mini.replace(data={'buckets': 1}, training={'gpt': {'steps': 2, 'ema': 0.9, 'validate_every': 2,
+                                                         'learning_rate': 1e-2, 'mode': 'eager'}})
     run = new_run(prepared, config, tmp_path / 'run', HELD)
     run.fit()
     beta = lambda xtts: xtts.gpt.final_norm.beta.numpy()
@@ -319,13 +325,14 @@ for name in METHODS:
 @pytest.fixture
 def epochs(mini):
     "Four epochs of two updates, at a constant rate."
-    return mini.replace(training={'validate_every': 2, 'mode': 'eager', 'schedule': 'constant',
-                                  'warmup_steps': 0})
+    return mini.replace(training={'gpt': {'validate_every': 2, 'mode': 'eager', 'schedule': 'constant',
+                                  'warmup_steps': 0}})
 
 def test_callbacks_are_called_as_by_keras(cheap, prepared, epochs, tmp_path):
     "With the numbers of the latest log line; those of a validation, with val_ at an epoch's end."
     ours, theirs = Noting(), Noting()
-    new_run(prepared, epochs.replace(training={'log_every': 3}), tmp_path / 'run', HELD).fit(callbacks=[ours])
+    new_run(prepared, epochs.replace(training={'gpt': {'log_every': 3}}), tmp_path / 'run',
+            HELD).fit(callbacks=[ours])
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile(loss='mse')
     x, y = np.ones((4, 2)), np.ones((4, 1))
@@ -341,14 +348,14 @@ def test_callbacks_are_called_as_by_keras(cheap, prepared, epochs, tmp_path):
 def test_the_callbacks_of_keras(given, prepared, epochs, tmp_path):
     "Losses 3, 2, 2.5, 2: the plateau lowers the rate; a line of the table and an event for each epoch."
     pytest.importorskip('tensorboard')
-    run = new_run(prepared, epochs.replace(training={'ema': 0.9}), tmp_path / 'run', HELD)
+    run = new_run(prepared, epochs.replace(training={'gpt': {'ema': 0.9}}), tmp_path / 'run', HELD)
     begun = run.xtts.gpt.final_norm.beta.numpy()   # the step of this test moves it, and no mean
     k, path = keras.callbacks, tmp_path / 'epoch-{epoch}.weights.h5'
     run.fit(callbacks=[k.TensorBoard(tmp_path / 'logs'), k.CSVLogger(tmp_path / 'epochs.csv'),
                        k.ReduceLROnPlateau('val_loss', factor=0.1, patience=1),
                        k.ModelCheckpoint(path, 'val_loss', save_best_only=True, save_weights_only=True)])
     folder, shares = tmp_path / 'run', (1, 1, 1, 0.1)
-    assert rates(folder) == pytest.approx([share * epochs.training.learning_rate for share in shares])
+    assert rates(folder) == pytest.approx([share * epochs.training.gpt.learning_rate for share in shares])
     with open(tmp_path / 'epochs.csv', newline='') as file: rows = list(csv.DictReader(file))
     assert [(row['epoch'], float(row['val_loss'])) for row in rows] == [('0', 3.), ('1', 2.), ('2', 2.5),
                                                                         ('3', 2.)]
@@ -372,7 +379,7 @@ def test_the_scheduler_of_keras_sets_the_rate_and_a_stop_changes_nothing(given, 
     "Also where the stop is inside an epoch, and the new rate is a share of the old one."
     halved = lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     new_run(prepared, epochs, tmp_path / 'whole', HELD).fit(callbacks=[halved()])
-    assert rates(tmp_path / 'whole') == pytest.approx([epochs.training.learning_rate / 2**n
+    assert rates(tmp_path / 'whole') == pytest.approx([epochs.training.gpt.learning_rate / 2**n
                                                        for n in (1, 2, 3, 4)])
     new_run(prepared, epochs, tmp_path / 'run', HELD).fit(3, callbacks=[halved()])
     resume_run(tmp_path / 'run').fit(6, callbacks=[halved()])
@@ -392,7 +399,7 @@ def test_an_assigned_rate_is_that_of_a_real_update(prepared, mini, tmp_path):
     assert run.fit(3)['traces'] == 1 and not np.array_equal(run.update.weights[0].numpy(), before[0])
 
 def test_early_stopping_of_keras_works_and_continues_to_count(given, prepared, mini, tmp_path):
-    config = mini.replace(training={'steps': 20, 'validate_every': 2, 'checkpoint_every': 7})
+    config = mini.replace(training={'gpt': {'steps': 20, 'validate_every': 2, 'checkpoint_every': 7}})
     early = lambda: keras.callbacks.EarlyStopping('val_loss', patience=3)
     whole = new_run(prepared, config, tmp_path / 'whole', HELD).fit(callbacks=[early()])
     new_run(prepared, config, tmp_path / 'run', HELD).fit(14, callbacks=[early()])
@@ -418,6 +425,6 @@ def test_a_loss_that_is_no_number_ends_the_run_if_keras_is_asked_to(prepared, mi
     (lambda: keras.callbacks.EarlyStopping(restore_best_weights=True), 'restore_best_weights'),
     (lambda: keras.callbacks.ModelCheckpoint('a.keras'), 'save_weights_only'),
     (lambda: keras.callbacks.ModelCheckpoint('a.weights.h5', save_weights_only=True, save_freq=3), 'freq'),
-    (lambda: keras.callbacks.SwapEMAWeights(), 'training.ema')])
+    (lambda: keras.callbacks.SwapEMAWeights(), 'training.gpt.ema')])
 def test_a_callback_that_cannot_act_is_refused(callback, key):
     with pytest.raises(UserError, match=key): trainer_page._check_callbacks([callback()])

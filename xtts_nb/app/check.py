@@ -169,13 +169,13 @@ def settings_text(rows: list[dict]) -> str:
 def _settings_in_use() -> dict:
     "Make one update with the settings of the environment, and return what TensorFlow used for it."
     table = setup_tf()
-    config = XTTSConfig.tiny(64).replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
+    config = XTTSConfig.tiny(64).replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
                                          data={'batch_size': 2, 'reference_frames': 32})
     config = config.replace(**nested(_from_environment()))
-    gpt = GPT(config, 5, dtype=_POLICIES[config.training.precision])
-    step = compile_step(Update(gpt, config.training), config.training)
+    gpt = GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision])
+    step = compile_step(Update(gpt, config.training.gpt), config.training.gpt)
     loss = float(step(random_batch(config, 12, 20), tf.constant(0))['loss'])
-    chosen, why = choose_xla(config.training)
+    chosen, why = choose_xla(config.training.gpt)
     return {'table': table, 'xla': (chosen, step.xla, why), 'precision': gpt.compute_dtype, 'loss': loss}
 
 def verify_settings(settings: TFSettings) -> list[dict]:   # rows as of `configure`
@@ -208,8 +208,8 @@ class StepTrial:
         probe: Callable | None = None,    # makes the probe of the GPUs; default: NVML
         make_steps: Callable = step_modes,
     ):
-        self.config = config.replace(training={'learning_rate': 1e-3, 'warmup_steps': 0,
-                                               'schedule': 'constant'})
+        self.config = config.replace(training={'gpt': {'learning_rate': 1e-3, 'warmup_steps': 0,
+                                               'schedule': 'constant'}})
         self.batch = random_batch(self.config, text_length, code_length)
         self.probe, self.make_steps = probe or nvml_probe, make_steps
 
@@ -362,7 +362,7 @@ def _gpu_programs(trial: StepTrial) -> dict:   # {name: what `preflight` takes}
     gpt, dvae, given = step.step.gpt, DVAE(config), trial.batch
     finish = tf.function(lambda batch: finish_batch(batch, dvae, config), jit_compile=True)
     speak = tf.function(partial(generate, gpt, max_codes=32), jit_compile=True)
-    prompt = tf.TensorSpec((1, config.model.gpt.prompt_latents, config.model.gpt.width))
+    prompt = tf.TensorSpec((1, config.model.gpt.prompt_latents, config.model.gpt.hidden_dim))
     return {'step': (step.graph, _to_device(given), tf.constant(0)), 'data': (finish, _sounds(given, config)),
             'speech': (speak, given['text'][:1], given['text_length'][:1], prompt)}
 
@@ -464,7 +464,7 @@ def training(
     config: XTTSConfig,
 ) -> tuple:               # (dataset, step)
     "Batches and step of a training, as `diagnose` takes them."
-    keras.utils.set_random_seed(config.training.seed)
+    keras.utils.set_random_seed(config.training.gpt.seed)
     xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
     trainer, numbers = Trainer(xtts, BatchPlan(cache, config.data)), itertools.count()
     step = lambda batch: trainer.train_step(_to_device(batch), tf.constant(next(numbers)))
@@ -499,8 +499,9 @@ def _change_for(finding: Finding, verdict: Diagnosis, config: XTTSConfig) -> dic
         'copy-bound': {'data': {'prefetch_to_gpu': True}},
         'variable shapes': {'data': {'pad_to_fixed_length': True}},
         'tiny batch': {'data': {'batch_size': 4 * data.batch_size}},
-        'float32 on tensor cores': {'training': {'precision': 'bfloat16'}},
-        'no XLA': {'training': {'mode': 'xla'}}, 'step not compiled': {'training': {'mode': 'auto'}}}
+        'float32 on tensor cores': {'training': {'gpt': {'precision': 'bfloat16'}}},
+        'no XLA': {'training': {'gpt': {'mode': 'xla'}}},
+        'step not compiled': {'training': {'gpt': {'mode': 'auto'}}}}
     change = changes.get(finding.disease)
     return change if change and config.replace(**change) != config else None
 
@@ -509,7 +510,7 @@ def changed_keys(before: XTTSConfig, after: XTTSConfig) -> list[str]:
     return [f'{key}: {old} -> {new}' for key, (old, new) in config_diff(before, after).items()]
 
 # %% ../../nbs/app/check.ipynb #fe698129
-_LEARNING = 'data.batch_size', 'training.precision'   # keys on which depends what is learned
+_LEARNING = 'data.batch_size', 'training.gpt.precision'   # keys on which depends what is learned
 
 def apply_settings(
     cache: Cache,

@@ -37,11 +37,11 @@ def _demo(
         raise UserError(f'demo: --seeds {seeds} runs the seeds 0 to {seeds - 1}; leave out --seed.')
     start()
     from xtts_nb.app.demo import demo_seeds, run_demo, seed_spread
-    config = XTTSConfig.tiny().replace(training=given(steps=steps))
+    config = XTTSConfig.tiny().replace(training={'gpt': given(steps=steps)})
     if seeds:
         with progress() as tell: rows = demo_seeds(out, seeds, config, listen=tell)
         spread = seed_spread(rows)
-        if record: write_record('demo_seeds', rows, steps=config.training.steps, spread=spread)
+        if record: write_record('demo_seeds', rows, steps=config.training.gpt.steps, spread=spread)
         return {'rows': rows, 'spread': spread}, _seeds_text(len(rows), spread)
     with progress() as tell: result = run_demo(out, config, seed=seed or 0, listen=tell, say=to_stderr)
     recorded = ('data_before_after', 'step_before_after', 'train', 'scores', 'seconds')
@@ -206,10 +206,10 @@ def _profile(data, preset, config, folder: Path, rounds: int) -> tuple[dict, str
     else:
         text_tokens = min(settings.data.max_text_tokens, gpt.max_text_tokens) // 2
         batch = random_batch(settings, text_tokens, gpt.max_audio_codes // 2)
-    update = Update(GPT(settings, text_start, dtype=_POLICIES[settings.training.precision]),
-                    settings.training)
+    update = Update(GPT(settings, text_start, dtype=_POLICIES[settings.training.gpt.precision]),
+                    settings.training.gpt)
     with progress() as tell:
-        result = profile(update, batch, settings.training, folder / 'trace', rounds, batches,
+        result = profile(update, batch, settings.training.gpt, folder / 'trace', rounds, batches,
                          lambda name: tell(name, 0, 1))
     write_json(folder / 'profile.json', result)   # first: it tells whose the page is
     page = write_page(result, folder / 'profile.html')

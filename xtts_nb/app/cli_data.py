@@ -92,8 +92,8 @@ def _given(dvae: Path, settings):
     return encoder, Tokenizer.load(tokenizer) if tokenizer.is_file() else None
 
 def _dvae_settings(settings) -> dict:
-    "The settings of the training section that a DVAE depends on."
-    return {k: v for k, v in settings.training.model_dump().items() if k.startswith('dvae') or k == 'seed'}
+    "The settings of its training that a DVAE depends on."
+    return settings.training.dvae.model_dump(include={'steps', 'batch_size', 'learning_rate', 'ema', 'seed'})
 
 def _learned_key(corpus: Path, settings, layout: str | None) -> str:
     "The key of a DVAE that is trained here: the path of the corpus and the settings of the DVAE."
@@ -132,12 +132,12 @@ def _train_dvae(clips, work: Path, settings, tell):
     from xtts_nb.files import fingerprint
     from xtts_nb.data.prepare import mel_sample
     from xtts_nb.train.parts import new_dvae_run
-    steps, state = settings.training.dvae_steps, lambda file: (file.st_size, file.st_mtime_ns)
+    steps, state = settings.training.dvae.steps, lambda file: (file.st_size, file.st_mtime_ns)
     corpus = [fingerprint(str(c), state(c.path.stat())) for c in clips]
     run = work / f'dvae-{fingerprint(settings.model_dump(), corpus)}'
     if not (run / 'run.json').is_file(): shutil.rmtree(run, ignore_errors=True)   # killed before its start
-    every = max(1, min(settings.training.checkpoint_every, steps // 10))
-    run_settings = settings.replace(training={'checkpoint_every': every, 'keep_checkpoints': 1})
+    every = max(1, min(settings.training.dvae.checkpoint_every, steps // 10))
+    run_settings = settings.replace(training={'dvae': {'checkpoint_every': every, 'keep_checkpoints': 1}})
     mels = lambda: mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
     trainer = new_dvae_run(run, run_settings, mels)
     if trainer.step: to_stderr(f'The training of the DVAE resumes at update {trainer.step} of {steps}.')
@@ -252,7 +252,7 @@ def _temporary_cache(corpus: Path, tell, data: dict | None = None):
     from xtts_nb.data.cache import Cache
     from xtts_nb.config import XTTSConfig
     from xtts_nb.data.prepare import prepare
-    settings = XTTSConfig.tiny().replace(training={'dvae_steps': 200}, data=data or {})
+    settings = XTTSConfig.tiny().replace(training={'dvae': {'steps': 200}}, data=data or {})
     with tempfile.TemporaryDirectory() as folder:
         learn = lambda clips, work: _train_dvae(clips, work, settings, tell)[0]
         prepare(corpus, Path(folder) / 'cache', settings, learn, progress=stage(tell, 'encode the clips'))

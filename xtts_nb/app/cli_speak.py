@@ -421,7 +421,8 @@ def _bench_say(
         tell('measure', 0, 1, 'compiling')
         rows, more = _say_speed(config, _SAY_CODES, rounds, progress=stage(tell, 'measure'))
     gpt = config.model.gpt
-    about = {'model': f'{preset}, GPT {gpt.layers} x {gpt.width}, {_SAY_CODES} codes for each text', **more}
+    about = {'model': f'{preset}, GPT {gpt.num_layers} x {gpt.hidden_dim}, {_SAY_CODES} codes for each text',
+             **more}
     if record and preset == 'xtts_v2': write_record('say_full', rows, **about)
     elif record: write_record('say', rows, **about)
     return {'rows': rows} | about, table(about['model'], rows)

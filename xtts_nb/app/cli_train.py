@@ -204,7 +204,7 @@ def _layers(options: dict) -> dict[str, dict]:
     layers = {'environment': _from_environment()}
     if card: layers[f'GPU preset {card}'] = gpu_preset(card, cores())
     if level: layers[f'optimization level {level}'] = optimization_level(level)
-    length = {'training.steps': flags['steps'], 'training.epochs': 0} if 'steps' in flags else {}
+    length = {'training.gpt.steps': flags['steps'], 'training.gpt.epochs': 0} if 'steps' in flags else {}
     options = {key: flags[name] for name, key in _OPTIONS.items() if name in flags}
     return layers | {'options': length | options | _parse_assignments(flags.get('set_') or ())}
 
@@ -239,12 +239,12 @@ def _with_rates(resolved, base, origin: str, file, resumed: bool):   # origin: o
     "The settings with the model to start from and the rates for what is trained of it, which are printed."
     from xtts_nb.app.recipes import _RATE_KEYS, usual_rates
     chosen = {key for key, name in resolved.came_from.items() if name != origin}
-    of_file = {f'training.{key}' for key in _RATE_KEYS if resolved.came_from[f'training.{key}'] == str(file)}
-    if len(of_file) == len(_RATE_KEYS) and usual_rates(resolved.config.training):
+    of_file = {key for name in _RATE_KEYS if resolved.came_from[key := f'training.gpt.{name}'] == str(file)}
+    if len(of_file) == len(_RATE_KEYS) and usual_rates(resolved.config.training.gpt):
         chosen -= of_file   # of a file that holds every key
     settings = _with_base(base, resolved.config, None, resolved.begun, resumed, chosen)
-    what = f'finetune {settings.training.finetune}' if base else 'new model'
-    names = {'training': what} | dict.fromkeys(('model', 'speech', 'voice'), str(base))
+    what = f'finetune {settings.training.gpt.finetune}' if base else 'new model'
+    names = {'training.gpt': what} | dict.fromkeys(('model', 'speech', 'training.decoder'), str(base))
     found = resolved.then(settings, names)
     new = [f'{row["key"]} {row["value"]}' for row in found.rows() if row['from'] == what]
     if new: to_stderr(f'{what}: {", ".join(new)}')
@@ -270,7 +270,7 @@ def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
     else: val_data = asked.val_data or facts.get('val')
     held_out = facts['held_out'] if facts else held_out_share(cache, asked.val) if asked.val else ()
     # nobody asks for another interval
-    kept = facts and resolved.came_from['training.validate_every'] == str(asked.run)
+    kept = facts and resolved.came_from['training.gpt.validate_every'] == str(asked.run)
     settings = _validated(settings, initial if kept else None, asked.val or val_data, cache)
     val_cache = open_cache(val_data, settings, cache, mix and mix.cache) if val_data else None
     if val_cache and feed: _check_no_codes(val_cache)
@@ -303,9 +303,10 @@ def _validated(settings, begun, val, cache):   # begun: of the run to resume, if
         epochs = training.epochs   # of about this many updates each
         return epochs * -(-len(cache) // settings.data.batch_size) if epochs else training.steps
     every = lambda training: _every(training, updates(training))
-    if begun and begun.training.validate_every == settings.training.validate_every == every(begun.training):
-        return settings.replace(training={'validate_every': every(settings.training)})
-    return _changed(settings, val, updates(settings.training))
+    now, then = settings.training.gpt, begun and begun.training.gpt
+    if then and then.validate_every == now.validate_every == every(then):
+        return settings.replace(training={'gpt': {'validate_every': every(now)}})
+    return _changed(settings, 'gpt', val, updates=updates(settings.training.gpt))
 
 def _settings(cache, preset, config, base, finetune):
     "The requested settings, over those of the cache."
@@ -322,7 +323,8 @@ def _with_base(base, settings, finetune, initial, resumed: bool = False, chosen=
     from xtts_nb.train.finetune import _compute_capability
     from xtts_nb.train.runs import _base_config
     requested = config_diff(initial, settings)
-    out = _base_config(base, settings.replace(training={'finetune': finetune}) if finetune else settings)
+    if finetune: settings = settings.replace(training={'gpt': {'finetune': finetune}})
+    out = _base_config(base, settings)
     made = flat((initial if resumed else out).model_dump())
     free = 'model.gpt.dropout', 'model.gpt.code_noise'
     for key, (_, value) in requested.items():
@@ -331,16 +333,19 @@ def _with_base(base, settings, finetune, initial, resumed: bool = False, chosen=
                             'architecture cannot change; leave it out.')
     if resumed: return out
     found = XTTSConfig.load(Path(base) / 'config.yaml') if base else initial
-    if usual_rates(initial.training, found.training):
-        usual = rates(out.model.gpt.width, out.training.finetune if base else None)
-        if not base and out.model.gpt.width >= _SMALL and _compute_capability() >= 8:
+    if usual_rates(initial.training.gpt, found.training.gpt):
+        usual = rates(out.model.gpt.hidden_dim, out.training.gpt.finetune if base else None)
+        if not base and out.model.gpt.hidden_dim >= _SMALL and _compute_capability() >= 8:
             usual['precision'] = 'bfloat16'
         chosen = requested if chosen is None else chosen
-        out = out.replace(training={k: v for k, v in usual.items() if f'training.{k}' not in chosen})
+        out = out.replace(training={'gpt': {k: v for k, v in usual.items()
+                                               if f'training.gpt.{k}' not in chosen}})
     if not base: return out
     # its voice and speech, but for what was requested
-    mine = {key: value for key, (_, value) in requested.items() if key.startswith(('speech.', 'voice.'))}
-    return out.model_copy(update={'speech': found.speech, 'voice': found.voice}).replace(**nested(mine))
+    mine = {key: value for key, (_, value) in requested.items()
+            if key.startswith(('speech.', 'training.decoder.'))}
+    training = out.training.model_copy(update={'decoder': found.training.decoder})
+    return out.model_copy(update={'speech': found.speech, 'training': training}).replace(**nested(mine))
 
 # %% ../../nbs/app/cli_train.ipynb #26f03410
 def _feed(cache, settings, devices, on_device: bool, ring: int) -> dict:
@@ -454,19 +459,14 @@ def _train_dvae(
     start()
     from xtts_nb.data.corpora import _check_dropped, read_corpus
     from xtts_nb.data.prepare import mel_sample
-    from xtts_nb.app.recipes import check_used
-    from xtts_nb.train.parts import DVAE_ALWAYS, new_dvae_run
-    initial = load_settings(preset or 'tiny', None, run if known and not preset else None)
-    settings = with_file(initial, config)
-    check_used(initial, settings, {f'training.{k}': v for k, v in DVAE_ALWAYS.items()},
-               'it is for xtts-nb train, and the DVAE has training.dvae_steps, dvae_batch_size and '
-               'dvae_learning_rate; leave it out')
+    from xtts_nb.train.parts import new_dvae_run
+    settings = load_settings(preset or 'tiny', config, run if known and not preset else None)
     with progress() as tell:
         def mels():
             clips, dropped = read_corpus(corpus)
             _check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
             return mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
-        changed = _changed(settings, val, steps or settings.training.dvae_steps, dvae_steps=steps)
+        changed = _changed(settings, 'dvae', val, steps)
         trainer = new_dvae_run(run or _free_run('dvae'), changed, mels, val)
         result, text = _fit(trainer, 'train-dvae', tell)
     return result, f'{text}\nxtts-nb prepare CORPUS --dvae {trainer.run} --out CACHE'
@@ -489,12 +489,12 @@ def _every(training, updates: int) -> int:   # updates: of the whole training
     "Updates between two validations: ten of them, or with each checkpoint."
     return min(training.checkpoint_every, max(1, updates // 10))
 
-def _changed(settings, val, updates, **training):
-    "Settings with the values of the options; held-out data turns validation on."
-    changes = given(**training)
-    if val and not settings.training.validate_every:
-        changes['validate_every'] = _every(settings.training, updates)
-    return settings.replace(training=changes)
+def _changed(settings, part: str, val, steps: int | None = None, updates: int | None = None):
+    "Settings with the steps of a part's training, if given; held-out data turns validation on."
+    settings = settings.replace(training={part: given(steps=steps)})
+    training = getattr(settings.training, part)
+    if not val or training.validate_every: return settings
+    return settings.replace(training={part: {'validate_every': _every(training, updates or training.steps)}})
 
 # %% ../../nbs/app/cli_train.ipynb #67c31047
 @_training('train-decoder', example='--model runs/mine --run runs/decoder')
@@ -514,8 +514,7 @@ def _train_decoder(
     from xtts_nb.train.runs import held_out_share, open_cache
     from xtts_nb.train.parts import _cache_of, new_voice_run
     settings = _voice_settings(run if known else model, config, known)
-    if steps: settings = settings.replace(voice={'steps': steps})
-    settings = _changed(settings, val, settings.voice.steps)
+    settings = _changed(settings, 'decoder', val, steps)
     cache = None if known else open_cache(data or _cache_of(model), settings)
     out = held_out_share(cache, val) if cache and val else ()
     with progress() as tell:
@@ -528,14 +527,11 @@ def _voice_settings(folder: Path, config: Path | None, known: bool):
     "The settings of a model or a decoder's run, with a file over them; raises `UserError` for an unused one."
     from xtts_nb.config import XTTSConfig
     from xtts_nb.app.recipes import check_used, flat
-    from xtts_nb.train.parts import _VOICE_ALWAYS
     initial = XTTSConfig.load(folder / 'config.yaml')
     settings, fixed = with_file(initial, config), initial.model_dump(include={'model'})
     sizes = () if known else ('model.speaker.', 'model.decoder.')
-    always = {f'training.{k}': v for k, v in _VOICE_ALWAYS.items()}
-    always |= {key: value for key, value in flat(fixed).items() if not key.startswith(sizes)}
-    check_used(initial, settings, always, 'the decoder is trained with the settings of the section voice, '
-               'for a model that stays as it is; leave it out')
+    always = {key: value for key, value in flat(fixed).items() if not key.startswith(sizes)}
+    check_used(initial, settings, always, 'only the decoder of the model is trained; leave it out')
     return settings
 
 # %% ../../nbs/app/cli_train.ipynb #09f0a38d
@@ -554,7 +550,7 @@ def _in_memory(cache, settings, base, fit: bool, devices, replicas: int, mix=Non
     from xtts_nb.train.finetune import check_memory, _free_memory
     codes, text, runs = _largest(cache, settings, base, mix)
     if fit: settings = _fitting(settings, codes, text, runs)[0]
-    rows = max(settings.training.accumulation, settings.data.batch_size // replicas)
+    rows = max(settings.training.gpt.grad_accum_steps, settings.data.batch_size // replicas)
     share = settings.replace(data={'batch_size': rows}) if replicas > 1 else settings
     new_rows = sum(b - a for a, b in runs)
     to_stderr(check_memory(share, codes, text, new_rows, _free_memory(devices)))
@@ -565,10 +561,10 @@ def _fitting(settings, codes, text, runs, memory=None):
     from xtts_nb.train.finetune import find_batch_size
     with progress() as tell:
         found, tried = find_batch_size(settings, codes, text, runs, memory, stage(tell, 'try an update'))
-    chosen = found.training
+    chosen = found.training.gpt
     again = ', each block computed again' if chosen.gradient_checkpointing else ''
-    rows = found.data.batch_size // chosen.accumulation
-    to_stderr(f'{rows} rows at once, in {chosen.accumulation} parts{again}.')
+    rows = found.data.batch_size // chosen.grad_accum_steps
+    to_stderr(f'{rows} rows at once, in {chosen.grad_accum_steps} parts{again}.')
     return found, tried
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
@@ -587,8 +583,9 @@ def _find_batch_size(
     cache = Cache(data, in_memory=False)   # only its lengths are used
     settings = _settings(cache, preset, config, base, finetune)
     found, tried = _fitting(settings, *_largest(cache, settings, base), memory and int(memory * 1e9))
-    keys = found.training.model_dump(include={'accumulation', 'gradient_checkpointing'})
-    return {'training': keys, 'tried': tried}, table('In the section training: ' + str(keys), tried)
+    keys = found.training.gpt.model_dump(include={'grad_accum_steps', 'gradient_checkpointing'})
+    text = table('In the section training.gpt: ' + str(keys), tried)
+    return {'training': {'gpt': keys}, 'tried': tried}, text
 
 # %% ../../nbs/app/cli_train.ipynb #53bc1d5f
 @command('learning-rate', group=_find_app, example='--data cache/mine')
@@ -618,7 +615,7 @@ def _find_learning_rate(
         found = find_learning_rate(trainer, low, high, steps, stage(tell, 'raise the rate'))
     plot_learning_rate(found, out)
     suggestion, lowest = found['suggestion'], found['lowest']
-    text = (f'training.learning_rate: {suggestion:g} (the loss was lowest at {lowest:.1e}); see {out}'
+    text = (f'training.gpt.learning_rate: {suggestion:g} (the loss was lowest at {lowest:.1e}); see {out}'
             if suggestion else f'No rate lowered the loss: take the preset\'s, or more --steps; see {out}')
     result = {'suggestion': suggestion, 'lowest': lowest, 'updates': len(found['losses']), 'plot': str(out)}
     return result, text

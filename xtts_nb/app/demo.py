@@ -657,7 +657,7 @@ def run_demo(
 
 def _seeded(config: XTTSConfig, seed: int) -> XTTSConfig:
     "`config` with one seed for data and training."
-    return config.replace(data={'seed': seed}, training={'seed': seed})
+    return config.replace(data={'seed': seed}, training={'gpt': {'seed': seed}})
 
 # %% ../../nbs/app/demo.ipynb #dd2e53f6
 def _spoken_counts(pairs: list[_Pair], scores: list, untrained: list) -> dict:
@@ -681,7 +681,7 @@ def _fresh_run(cache: Cache, config: XTTSConfig, run: Path, held_out: list[str])
             _check_own_run(run)
             shutil.rmtree(_real_place(run))
     trainer = new_run(cache, config, run, held_out)
-    write_json(run / _MARK, {'steps': config.training.steps})
+    write_json(run / _MARK, {'steps': config.training.gpt.steps})
     return trainer
 
 _MARK = 'demo.json'   # in a run that a demo has made: with how many steps
@@ -693,7 +693,7 @@ def _check_own_run(run: Path):
     "Raise `UserError` if somebody has trained in `run` since a demo made it, or has put something there."
     if not (run / 'run.json').is_file(): return
     last = max(checkpoints(run / 'checkpoints'), default=None)
-    steps = XTTSConfig.load(run / 'config.yaml').training.steps
+    steps = XTTSConfig.load(run / 'config.yaml').training.gpt.steps
     made = read_json(run / _MARK)['steps'] if has_keys(run / _MARK, 'steps') else None
     if made == steps and (last is None or _checkpoint_step(last) <= steps) or made is last is None:
         return _check_own(run, lambda name: _RUN.fullmatch(_without_part(name)), 'as a demo left it')

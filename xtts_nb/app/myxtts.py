@@ -20,7 +20,7 @@ _NO_ENCODER = f'{_NOT_HERE}the speaker encoder is that of XTTS and part of the m
 THEIR_OPTIONS = {   # option of MyXTTS -> ours with its VALUE, nothing if it changes nothing, or a reason
     '--train-data VALUE': '--data VALUE', '--checkpoint-dir VALUE': '--run VALUE',
     '--pad-to-fixed-length': '--enable-static-shapes', '--no-prefetch-to-gpu': '--disable-gpu-prefetch',
-    '--enable-eager-debug': '--set training.mode=eager',
+    '--enable-eager-debug': '--set training.gpt.mode=eager',
     '--max-text-length VALUE': '--set data.max_text_tokens=VALUE',
     '--resume': '', '--apply-fast-convergence': '', '--model-start-delay VALUE': '',
     '--max-mel-frames VALUE': f'{_NOT_HERE}clips are limited in seconds; use --set data.max_seconds=...',
@@ -37,7 +37,7 @@ THEIR_OPTIONS = {   # option of MyXTTS -> ours with its VALUE, nothing if it cha
     '--decoder-strategy VALUE': f'{_NOT_HERE}codes are always made one after the other; leave it out',
     '--vocoder-type VALUE': f'{_NOT_HERE}the vocoder is HiFi-GAN; train it by xtts-nb train-decoder',
     '--enable-evaluation': f'{_NOT_HERE}xtts-nb evaluate scores a run; to validate in training use --val',
-    '--evaluation-interval VALUE': f'{_NOT_HERE}use --val, and --set training.validate_every=...',
+    '--evaluation-interval VALUE': f'{_NOT_HERE}use --val, and --set training.gpt.validate_every=...',
     '--simple-loss': f'{_NOT_HERE}there is one loss, the cross-entropy of text and codes; leave it out',
     **dict.fromkeys(('--create-optimized-model', '--lightweight-config VALUE',
                      '--compression-target VALUE'),
@@ -78,29 +78,30 @@ def our_options(
 
 # %% ../../nbs/guides/from_myxtts.ipynb #91a50008
 THEIR_SETTINGS = {   # key of MyXTTS, in any section -> ours, and its value there; None: done anyway
-    'enable_eager_debug': ('training.mode', {True: 'eager', False: None}.__getitem__),
-    'enable_graph_mode': ('training.mode', {False: 'eager', True: None}.__getitem__),
-    'enable_xla_compilation': ('training.mode', {True: 'xla', False: 'graph'}.__getitem__),
-    'enable_xla': ('training.mode', {True: 'xla', False: 'graph'}.__getitem__),
-    'mixed_precision': ('training.precision',
+    'enable_eager_debug': ('training.gpt.mode', {True: 'eager', False: None}.__getitem__),
+    'enable_graph_mode': ('training.gpt.mode', {False: 'eager', True: None}.__getitem__),
+    'enable_xla_compilation': ('training.gpt.mode', {True: 'xla', False: 'graph'}.__getitem__),
+    'enable_xla': ('training.gpt.mode', {True: 'xla', False: 'graph'}.__getitem__),
+    'mixed_precision': ('training.gpt.precision',
                         {True: 'bfloat16', False: 'float32', 'mixed_float16': 'float16'}.__getitem__),
     'max_mel_frames': ('data.max_seconds', lambda n: round(float(n) / AudioConfig().frames_per_second, 3)),
     **{theirs: (ours, lambda value: value) for theirs, ours in {
-        'gradient_accumulation_steps': 'training.accumulation', 'min_audio_length': 'data.min_seconds',
+        'gradient_accumulation_steps': 'training.gpt.grad_accum_steps',
+        'min_audio_length': 'data.min_seconds',
         'enhanced_gpu_prefetch': 'data.prefetch_to_gpu', 'max_text_length': 'data.max_text_tokens',
         'pipeline_buffer_size': 'data.prefetch_buffer_size', 'n_mels': 'model.audio.n_mels',
         'sample_rate': 'model.audio.sample_rate'}.items()}}
 ABSENT_SETTINGS = {   # key of MyXTTS -> why there is none, and the values that change nothing; None: any
     'use_tf_native_loading': ('reading is always native', (True,)),
     'optimize_cpu_gpu_overlap': ('data.prefetch_buffer_size batches are always made ahead', (True,)),
-    'enable_tensorrt': ('the step is compiled as training.mode says', (False,)),
+    'enable_tensorrt': ('the step is compiled as training.gpt.mode says', (False,)),
     'shuffle_buffer_multiplier': ('there is no shuffle buffer, data.seed gives the order', None),
     'pin_memory': ('TensorFlow pins what data.prefetch_to_gpu copies', None),
     'cache_verification': ('a cache is checked whenever it is opened', None),
     'model_start_delay': ('the first update waits for its batch and for nothing else', None),
     'auto_tune_performance': ('xtts-nb diagnose --apply measures and sets what is faster', None),
     'max_memory_fraction': ('memory is limited in MiB, by xtts-nb configure --memory-limit', ()),
-    'kl_loss_weight': ('training.text_loss_weight weights the two losses', ())}
+    'kl_loss_weight': ('training.gpt.text_loss_weight weights the two losses', ())}
 
 # %% ../../nbs/guides/from_myxtts.ipynb #91a5002c
 def _is_ours(key: str) -> bool:

@@ -18,12 +18,13 @@ from typing import Literal, get_args, get_origin
 import yaml
 
 from .myxtts import our_keys
-from ..config import Section, TrainingConfig, UserError, XTTSConfig, _read_settings
+from ..config import GPTTraining, Section, UserError, XTTSConfig, _read_settings
 
 # %% ../../nbs/app/recipes.ipynb #f96a6954
 def descriptions(section: type[Section]) -> dict[str, str]:
     "The comment next to each key of a section, from its source."
-    lines = inspect.getsource(section).splitlines()
+    parts = [part for part in section.__mro__ if issubclass(part, Section)]
+    lines = [line for part in reversed(parts) for line in inspect.getsource(part).splitlines()]
     matches = (re.match(r'    (\w+): .*?\s# (.+)', line) for line in lines)
     return {match[1]: match[2] for match in matches if match}
 
@@ -93,17 +94,18 @@ def gpu_preset(
     if plain not in GPU_PRESETS:
         raise UserError(f'There is no preset for the card "{name}"; there is {", ".join(GPU_PRESETS)}.')
     batch, parts, workers, buffer, checkpointing = GPU_PRESETS[plain]
-    return {'data.batch_size': batch, 'training.accumulation': parts, 'data.num_workers': min(workers, cores),
-            'data.prefetch_buffer_size': buffer, 'training.gradient_checkpointing': checkpointing,
-            'training.precision': 'bfloat16'}
+    return {'data.batch_size': batch, 'training.gpt.grad_accum_steps': parts,
+            'data.num_workers': min(workers, cores),
+            'data.prefetch_buffer_size': buffer, 'training.gpt.gradient_checkpointing': checkpointing,
+            'training.gpt.precision': 'bfloat16'}
 
 # %% ../../nbs/app/recipes.ipynb #067102bf
 _LEVELS = {
-    'basic': {'training.mode': 'graph', 'training.precision': 'float32',
-              'training.schedule': 'constant', 'training.ema': 0.},
-    'enhanced': {'training.mode': 'auto', 'training.schedule': 'cosine'},
-    'experimental': {'training.mode': 'auto', 'training.schedule': 'cosine',
-                     'training.precision': 'bfloat16', 'training.ema': 0.999}}
+    'basic': {'training.gpt.mode': 'graph', 'training.gpt.precision': 'float32',
+              'training.gpt.schedule': 'constant', 'training.gpt.ema': 0.},
+    'enhanced': {'training.gpt.mode': 'auto', 'training.gpt.schedule': 'cosine'},
+    'experimental': {'training.gpt.mode': 'auto', 'training.gpt.schedule': 'cosine',
+                     'training.gpt.precision': 'bfloat16', 'training.gpt.ema': 0.999}}
 
 def optimization_level(name: str) -> dict:
     "The keys of an optimization level; raises `UserError` naming the known levels."
@@ -131,8 +133,9 @@ _OPTIONS = {   # option of xtts-nb train -> key
     'batch_size': 'data.batch_size', 'num_workers': 'data.num_workers',
     'prefetch_buffer_size': 'data.prefetch_buffer_size',
     'preprocessing_mode': 'data.preprocessing_mode', 'enable_static_shapes': 'data.pad_to_fixed_length',
-    'prefetch_to_gpu': 'data.prefetch_to_gpu', 'epochs': 'training.epochs', 'lr': 'training.learning_rate',
-    'grad_accum': 'training.accumulation', 'finetune': 'training.finetune'}
+    'prefetch_to_gpu': 'data.prefetch_to_gpu', 'epochs': 'training.gpt.epochs',
+    'lr': 'training.gpt.learning_rate',
+    'grad_accum': 'training.gpt.grad_accum_steps', 'finetune': 'training.gpt.finetune'}
 
 # %% ../../nbs/app/recipes.ipynb #9250a881
 def _parse_assignments(given: Iterable[str]) -> dict:
@@ -141,21 +144,21 @@ def _parse_assignments(given: Iterable[str]) -> dict:
     for text in given:
         key, equals, value = text.partition('=')
         if not (equals and key.strip()):
-            raise UserError(f'--set {text}: give KEY=VALUE, such as training.precision=bfloat16.')
+            raise UserError(f'--set {text}: give KEY=VALUE, such as training.gpt.precision=bfloat16.')
         try: out[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise UserError(f'--set {text}: {value} is not a YAML value; put it in quotes.') from None
     return out
 
 # %% ../../nbs/app/recipes.ipynb #601d574a
-_ENVIRONMENT = {'XTTS_NB_MODE': 'training.mode', 'XTTS_NB_PRECISION': 'training.precision'}
+_ENVIRONMENT = {'XTTS_NB_MODE': 'training.gpt.mode', 'XTTS_NB_PRECISION': 'training.gpt.precision'}
 
 def _from_environment() -> dict:
     "`{key: value}` of the settings in the environment."
     return {key: os.environ[name] for name, key in _ENVIRONMENT.items() if os.environ.get(name)}
 
 # %% ../../nbs/app/recipes.ipynb #1bc4bea1
-RATES = {   # training.finetune -> rate of a wide model such as XTTS-v2, of a tiny one, warm-up, schedule
+RATES = {   # training.gpt.finetune -> rate of a wide model such as XTTS-v2, of a tiny one, warm-up, schedule
     'whole': (5e-6, 1e-4, 0, 'constant'), 'lora': (1e-4, 1e-3, 50, 'cosine'),
     'rows': (1e-3, 1e-3, 50, 'cosine')}
 _RATE_KEYS = 'learning_rate', 'warmup_steps', 'schedule'   # of the training section
@@ -168,15 +171,15 @@ def rates(
     "Rate, warm-up and schedule for what is trained."
     if finetune is None:
         preset = XTTSConfig.tiny() if width < _SMALL else XTTSConfig.xtts_v2()
-        return preset.training.model_dump(include={*_RATE_KEYS})
+        return preset.training.gpt.model_dump(include={*_RATE_KEYS})
     large, small, warmup, schedule = RATES[finetune]
     return dict(zip(_RATE_KEYS, (small if width < _SMALL else large, warmup, schedule)))
 
-def usual_rates(training: TrainingConfig, *others: TrainingConfig) -> bool:
+def usual_rates(training: GPTTraining, *others: GPTTraining) -> bool:
     "Whether these are rates that nobody chose: those of the defaults, of this table, or of one of `others`."
     of = lambda section: section.model_dump(include={*_RATE_KEYS})
     usual = [rates(width, kind) for width in (0, _SMALL) for kind in (None, *RATES)]
-    return of(training) in usual + [of(section) for section in (TrainingConfig(), *others)]
+    return of(training) in usual + [of(section) for section in (GPTTraining(), *others)]
 
 # %% ../../nbs/app/recipes.ipynb #1bc4beba
 def _recipe(
@@ -202,7 +205,8 @@ class _Resolved:
 
     def then(self, config: XTTSConfig, names: dict) -> '_Resolved':   # {section: where its changes come from}
         "The same, with what a model to start from changes."
-        came_from = {key: names[key.partition('.')[0]] for key in config_diff(self.config, config)}
+        came_from = {key: next(name for prefix, name in names.items() if key.startswith(prefix))
+                     for key in config_diff(self.config, config)}
         return replace(self, config=config, came_from=self.came_from | came_from)
 
     def rows(self) -> list[dict]:   # {key, value, from}

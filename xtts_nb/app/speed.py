@@ -345,7 +345,7 @@ class _OneBatchTrainer(Trainer):
         plan = SimpleNamespace(data=config.data, steps_per_epoch=1)
         update = getattr(step, 'step', step)   # the update inside the compiled function
         super().__init__(SimpleNamespace(config=config, gpt=update.gpt), plan, update=update)
-        self.batch, self.train_step, self.training = batch, step, config.training
+        self.batch, self.train_step, self.training = batch, step, config.training.gpt
 
     def batches(self, first: int, last: int):
         return tf.data.Dataset.from_tensors(self.batch).repeat(last - first).prefetch(2)
@@ -353,14 +353,14 @@ class _OneBatchTrainer(Trainer):
 def loop_seconds(step, batch: dict, config: XTTSConfig, steps: int) -> tuple[float, int]:
     "Seconds per step in the loop, and the host synchronisations between two log lines, `steps` steps apart."
     settings = {'log_every': steps, 'checkpoint_every': 10**6, 'validate_every': 0}
-    trainer, counts = _OneBatchTrainer(step, batch, config.replace(training=settings)), []
+    trainer, counts = _OneBatchTrainer(step, batch, config.replace(training={'gpt': settings})), []
     trainer.fit(steps * -(-4 // steps))   # the trainer times its first few steps one by one
     with host_syncs() as syncs: trainer.fit(trainer.step + 2 * steps, lambda *_: counts.append(len(syncs)))
     return config.data.batch_size / trainer.timer.rates[-1], counts[1] - counts[0]
 
 # %% ../../nbs/app/speed.ipynb #e30a0002
 _EMULATED_BATCH = 48, 60, 140   # clips, text tokens and codes of each, on the emulated accelerator
-NARROW = XTTSConfig.tiny(64).replace(model={'gpt': {'layers': 1, 'conditioning_layers': 1}},
+NARROW = XTTSConfig.tiny(64).replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
                                      data={'batch_size': 4, 'reference_frames': 32})
 
 def emulated_step_seconds(config: XTTSConfig) -> float:
@@ -407,7 +407,8 @@ def step_speed(
     arms = {name: arm(step) for name, step in steps.items()}
     for name, call in (others or {}).items(): arms[name] = lambda call=call: call() is not None
     rows = compare(arms, 'step_ms', rounds, progress=progress).rows()
-    ceilings = {p: matmul_ceiling(p, B * positions, config.model.gpt.width) for p in ('float32', 'bfloat16')}
+    ceilings = {p: matmul_ceiling(p, B * positions, config.model.gpt.hidden_dim) for p in ('float32',
+                                                                                           'bfloat16')}
     emulated = {} if tf.config.list_logical_devices('GPU') else _emulated_use(NARROW)
     for row in rows:
         seconds, step = row['step_ms'] / 1e3, steps.get(row['name'])
@@ -524,7 +525,7 @@ def compare_steps(
 
     with ExitStack() as running:
         for name, (threads, training) in _STEP_ARMS.items():
-            changed = config.replace(training=training)
+            changed = config.replace(training={'gpt': training})
             processes[name] = running.enter_context(
                 start_training(changed, text, codes, folder, threads, updates))
         with ThreadPoolExecutor(2) as pool:   # a start is not measured here
@@ -559,7 +560,7 @@ def _say_inputs(gpt: GPT, rows: int, tokens: int = 32) -> dict:
     "Random texts and voices."
     draw = np.random.default_rng(0)
     ids = draw.integers(gpt.text_start + 1, gpt.cfg.text_tokens, (rows, tokens))
-    prompt = draw.normal(size=(rows, gpt.cfg.prompt_latents, gpt.cfg.width))
+    prompt = draw.normal(size=(rows, gpt.cfg.prompt_latents, gpt.cfg.hidden_dim))
     return {'text': tf.constant(ids, tf.int32), 'text_length': tf.fill([rows], tokens),
             'prompt': tf.constant(prompt, tf.float32)}
 
@@ -576,7 +577,7 @@ def _say_arms(config: XTTSConfig, gpts: dict[str, GPT], codes: int) -> dict:
     loops = {name: tf.function(partial(generate, gpt, max_codes=codes, temperature=0), jit_compile=True)
              for name, gpt in gpts.items()}
     arms = loops | {name: loops[precision] for name, precision in _BATCHES.items()}
-    if config.model.gpt.layers <= 12:
+    if config.model.gpt.num_layers <= 12:
         arms = {'naive': partial(whole_prefix(gpts['float32']), max_codes=codes)} | arms
     return arms
 
@@ -708,14 +709,15 @@ def _load_speaker(model: str | Path | None = None) -> tuple[Speaker, str]:   # a
     if model:
         xtts = XTTS.load(model)
         gpt = xtts.config.model.gpt
-        return Speaker(xtts, rates=run_rates(model)), f'{Path(model).name}, GPT {gpt.layers} x {gpt.width}'
+        return Speaker(xtts,
+                       rates=run_rates(model)), f'{Path(model).name}, GPT {gpt.num_layers} x {gpt.hidden_dim}'
     keras.utils.set_random_seed(0)
     config = XTTSConfig.tiny()
     xtts = XTTS(config, train_tokenizer([_LOAD_TEXT] * 4, ['en']))
     xtts.hifigan = HiFiGAN(config), SpeakerEncoder(config)
     never_stop(xtts.gpt)
     gpt = config.model.gpt
-    return Speaker(xtts, max_seconds=2.), f'random weights, GPT {gpt.layers} x {gpt.width}'
+    return Speaker(xtts, max_seconds=2.), f'random weights, GPT {gpt.num_layers} x {gpt.hidden_dim}'
 
 @contextmanager
 def _served(service):   # a `SpeechService`

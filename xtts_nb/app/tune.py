@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .demo import plot_losses
-from ..config import _read_settings, TrainingConfig, UserError
+from ..config import GPTTraining, _read_settings, UserError
 from ..data.cache import file_sha
 from ..files import check_results, _check_writable, has_keys, read_json, _read_json_lines, write_json
 from ..report import facts, heading, picture, player, write_report
@@ -37,17 +37,18 @@ class _TuningStage(NamedTuple):
 
 STAGES = 'corpus', 'prepare', 'train', 'evaluate'
 _HELD_OUT = 0.05   # of the sentences; in a small corpus each that is not learned is missed
-_JUDGED = {'listen_clips': 4, 'judge_by': 'dtw'}   # the model is chosen by its speech
+_JUDGED = {'eval_clips': 4, 'judge_by': 'dtw'}   # the model is chosen by its speech
 
 def _judged_words(config: Path | None) -> tuple[str, ...]:   # a file with settings
     "The options that choose the model; each that the file sets stays as it is there."
     own = (_read_settings(config) if config else {}).get('training')
+    own = own.get('gpt') if isinstance(own, dict) else None
     asked = {key: own[key] for key in _JUDGED if key in own} if isinstance(own, dict) else {}
     # a whole config, as a run keeps it, asks for nothing
-    if asked == TrainingConfig().model_dump(include=set(_JUDGED)): asked = {}
+    if asked == GPTTraining().model_dump(include=set(_JUDGED)): asked = {}
     left = {key: value for key, value in _JUDGED.items() if key not in asked}
-    if asked.get('listen_clips') == 0: left = {}   # nothing is spoken
-    return tuple(word for key, value in left.items() for word in ('--set', f'training.{key}={value}'))
+    if asked.get('eval_clips') == 0: left = {}   # nothing is spoken
+    return tuple(word for key, value in left.items() for word in ('--set', f'training.gpt.{key}={value}'))
 
 # %% ../../nbs/app/tune.ipynb #c0720016
 @lru_cache
@@ -268,7 +269,7 @@ def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # updates i
 # %% ../../nbs/app/tune.ipynb #c0720017
 def _judge(config: Path) -> str:   # of a run
     "By what the best model was chosen."
-    return _read_settings(config)['training']['judge_by'] if config.is_file() else _JUDGED['judge_by']
+    return _read_settings(config)['training']['gpt']['judge_by'] if config.is_file() else _JUDGED['judge_by']
 
 def _typed(command: str) -> str:
     "A command to be copied."

@@ -84,7 +84,7 @@ def _gpt_rows(model):
                 ('conditioning_perceiver.norm.gamma', 'conditioning/perceiver/norm/gain', 'as is')]
     g = model.gpt
     for count, theirs, ours, rows in (
-            (g.layers, 'gpt.h', 'block', block),
+            (g.num_layers, 'gpt.h', 'block', block),
             (g.conditioning_layers, 'conditioning_encoder.attn', 'conditioning/block', attend),
             (g.perceiver_layers, 'conditioning_perceiver.layers', 'conditioning/perceiver/layer', perceive)):
         for i in range(count): yield from _inside(f'{theirs}.{i}.', f'{ours}_{i}/', rows)
@@ -505,12 +505,13 @@ def _coqui_settings(config: XTTSConfig, tokenizer, folder: Path) -> dict:
     languages = settings.get('languages') or []
     settings['languages'] = languages + [l for l in tokenizer.languages if l not in languages]
     sizes = {f'gpt_{key}': value for key, value in dict(
-        layers=g.layers, n_model_channels=g.width, n_heads=g.heads, number_text_tokens=g.text_tokens,
+        layers=g.num_layers, n_model_channels=g.hidden_dim, n_heads=g.num_heads,
+        number_text_tokens=g.text_tokens,
         max_text_tokens=g.max_text_tokens, max_audio_tokens=g.max_audio_codes,
         start_text_token=tokenizer.start,
         stop_text_token=0, num_audio_tokens=codes + 2, start_audio_token=codes, stop_audio_token=codes + 1,
         use_masking_gt_prompt_approach=True, use_perceiver_resampler=True).items()}
-    sizes |= dict(decoder_input_dim=g.width, d_vector_dim=config.model.speaker.width)
+    sizes |= dict(decoder_input_dim=g.hidden_dim, d_vector_dim=config.model.speaker.width)
     rates = dict(sample_rate=config.model.audio.sample_rate,
                  output_sample_rate=config.model.decoder.sample_rate)
     return settings | {'model_args': settings.get('model_args', {}) | sizes,

@@ -169,11 +169,11 @@ class ConditioningEncoder(keras.layers.Layer):
     "Normalised reference mel (B, F, C) -> prompt (B, P, D)."
     def __init__(self, cfg, n_mels, **kwargs):
         super().__init__(**kwargs)
-        self.n_mels, self.width, self.recompute = n_mels, cfg.width, False
-        self.init = keras.layers.Dense(cfg.width, dtype=self.dtype_policy, name='init')
-        self.blocks = [AttentionBlock(cfg.heads, dtype=self.dtype_policy, name=f'block_{i}')
+        self.n_mels, self.width, self.recompute = n_mels, cfg.hidden_dim, False
+        self.init = keras.layers.Dense(cfg.hidden_dim, dtype=self.dtype_policy, name='init')
+        self.blocks = [AttentionBlock(cfg.num_heads, dtype=self.dtype_policy, name=f'block_{i}')
                        for i in range(cfg.conditioning_layers)]
-        self.perceiver = Perceiver(cfg.prompt_latents, cfg.width, cfg.perceiver_layers, cfg.perceiver_heads,
+        self.perceiver = Perceiver(cfg.prompt_latents, cfg.hidden_dim, cfg.perceiver_layers, cfg.perceiver_heads,
                                    cfg.perceiver_head_dim, dtype=self.dtype_policy, name='perceiver')
 
     def build(self, shape=None):
@@ -284,11 +284,11 @@ class GPT(keras.Model):
         self.code_start, self.code_stop = config.model.dvae.codes, config.model.dvae.codes + 1
         dtype, normal = self.dtype_policy, lambda: keras.initializers.RandomNormal(stddev=0.02)
         embed = lambda n, name: keras.layers.Embedding(
-            n, cfg.width, embeddings_initializer=normal(), dtype=dtype, name=name)
+            n, cfg.hidden_dim, embeddings_initializer=normal(), dtype=dtype, name=name)
         dense = lambda n, name: keras.layers.Dense(n, kernel_initializer=normal(), dtype=dtype, name=name)
         norm = lambda name: keras.layers.LayerNormalization(epsilon=1e-5, dtype=dtype, name=name)
         block = lambda i: TransformerBlock(
-            cfg.width, cfg.heads, cfg.dropout, (2 * cfg.layers)**-0.5, dtype=dtype, name=f'block_{i}')
+            cfg.hidden_dim, cfg.num_heads, cfg.dropout, (2 * cfg.num_layers)**-0.5, dtype=dtype, name=f'block_{i}')
         codes, n_mels = config.model.dvae.codes + 2, config.model.audio.n_mels
         self.mel_stats = self.add_weight(
             shape=(n_mels,), initializer='ones', trainable=False, dtype='float32', name='mel_stats')
@@ -297,11 +297,11 @@ class GPT(keras.Model):
         self.code_embedding = embed(codes, 'code_embedding')
         self.text_position = embed(cfg.max_text_tokens + 2, 'text_position')
         self.code_position = embed(cfg.max_audio_codes + 3, 'code_position')
-        self.blocks = [block(i) for i in range(cfg.layers)]
+        self.blocks = [block(i) for i in range(cfg.num_layers)]
         self.stack_norm, self.final_norm = norm('stack_norm'), norm('final_norm')
         self.text_head, self.code_head = dense(cfg.text_tokens, 'text_head'), dense(codes, 'code_head')
-        self.recompute = self.conditioning.recompute = config.training.gradient_checkpointing
-        self._build_all(cfg.width)
+        self.recompute = self.conditioning.recompute = config.training.gpt.gradient_checkpointing
+        self._build_all(cfg.hidden_dim)
 
     def _build_all(self, width):
         self.conditioning.build()

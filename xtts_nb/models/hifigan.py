@@ -61,7 +61,7 @@ class HiFiGAN(keras.Model):
         if np.prod(cfg.rates) != hop:
             raise ValueError(f'decoder.rates multiply to {np.prod(cfg.rates)}, expected the hop {hop}')
         self.widths = [cfg.channels >> i for i in range(len(cfg.rates) + 1)]
-        self.latent_width, self.voice_width = model.gpt.width, model.speaker.width
+        self.latent_width, self.voice_width = model.gpt.hidden_dim, model.speaker.width
         layer = lambda kind, *args, **kw: kind(*args, padding='same', dtype=self.dtype_policy, **kw)
         conv, up = keras.layers.Conv1D, keras.layers.Conv1DTranspose
         self.enter = layer(conv, cfg.channels, 7, name='enter')

@@ -100,7 +100,7 @@ class XTTS:
             raise UserError(f'The tokenizer has {tokenizer.size} tokens, model.gpt.text_tokens is '
                             f'{config.model.gpt.text_tokens}; raise it to at least that.')
         self.dvae = dvae or DVAE(config)
-        dtype = dtype or config.training.precision
+        dtype = dtype or config.training.gpt.precision
         if dtype not in _POLICIES:
             raise UserError(f'dtype: "{dtype}" is none of {", ".join(_POLICIES)}; choose one of them.')
         self.gpt = gpt or GPT(config, tokenizer.start, parity, dtype=_POLICIES[dtype])
@@ -155,7 +155,8 @@ def _sizes(config: XTTSConfig, text: int, codes: int) -> tuple[int, ...]:
     "F, P, T and S with START and STOP, L, D, and the inner width of the perceiver's attention."
     g, T, S = config.model.gpt, text + 2, codes + 2
     P = g.prompt_latents
-    return config.data.reference_frames, P, T, S, P + T + S, g.width, g.perceiver_heads * g.perceiver_head_dim
+    inner = g.perceiver_heads * g.perceiver_head_dim
+    return config.data.reference_frames, P, T, S, P + T + S, g.hidden_dim, inner
 
 def forward_flops(
     config: XTTSConfig,
@@ -168,7 +169,7 @@ def forward_flops(
     encoder = 2 * config.model.audio.n_mels * D * F + g.conditioning_layers * block
     perceiver = g.perceiver_layers * (2 * D * inner * (2 * P + 2 * (P + F)) + 2 * 4 * D**2 * P * 2)
     return {'GPT voice': encoder + perceiver,
-            'GPT blocks': g.layers * (2 * 12 * D**2 * L + 4 * L * L * D),
+            'GPT blocks': g.num_layers * (2 * 12 * D**2 * L + 4 * L * L * D),
             'GPT heads': 2 * D * (T * g.text_tokens + S * (config.model.dvae.codes + 2))}
 
 def step_flops(
@@ -187,9 +188,9 @@ def forward_numbers(
 ) -> dict[str, float]:
     "Numbers that each part of the GPT computes for one clip and keeps for the backward pass."
     g, (F, P, T, S, L, D, inner) = config.model.gpt, _sizes(config, text, codes)
-    encoder = F * D + g.conditioning_layers * (7 * F * D + 2 * g.heads * F * F)
+    encoder = F * D + g.conditioning_layers * (7 * F * D + 2 * g.num_heads * F * F)
     attention = 2 * (P + F) * inner + 2 * P * inner + 2 * g.perceiver_heads * P * (P + F)
     perceiver = g.perceiver_layers * (attention + 12 * P * D)
     return {'GPT voice': encoder + perceiver, 'GPT embeddings': 3 * (T + S) * D,
-            'GPT blocks': g.layers * (18 * L * D + 2 * g.heads * L * L),
+            'GPT blocks': g.num_layers * (18 * L * D + 2 * g.num_heads * L * L),
             'GPT heads': 2 * L * D + 2 * (T * g.text_tokens + S * (config.model.dvae.codes + 2))}

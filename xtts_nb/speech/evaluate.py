@@ -684,14 +684,14 @@ def _model_card(
     chosen: bool = False,          # whether it was chosen by held-out clips
 ) -> str:                          # Markdown
     "What a model was made of, and how good it is; what is not known is left out."
-    about, training, gpt = evaluation.about, config.training, config.model.gpt
+    about, training, gpt = evaluation.about, config.training.gpt, config.model.gpt
     languages = cache.languages if cache else about['languages'].split(', ')
     data = {'languages': ', '.join(languages)}
     if cache:
         seconds, voices = sum(c['seconds'] for c in cache.clips), {c['speaker'] for c in cache.clips}
         data = {'hours': f'{seconds / 3600:.2f}', 'clips': f'{len(cache):,}', 'voices': len(voices)} | data
     if run.get('held_out'): data['held out, not trained on'] = f'{len(run["held_out"])} clips'
-    made = {'model': f'XTTS, {gpt.layers} blocks of width {gpt.width}'}
+    made = {'model': f'XTTS, {gpt.num_layers} blocks of width {gpt.hidden_dim}'}
     if run:
         made |= {'began from': Path(run['base']).name if 'base' in run else 'random weights',
                  'trained': _TRAINED[training.finetune], 'precision': training.precision,

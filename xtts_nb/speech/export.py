@@ -47,7 +47,7 @@ def _inputs(speaker: Speaker) -> dict[str, tf.TensorSpec]:
     "Names, shapes and types of the arguments."
     model = speaker.xtts.config.model
     specs = {'text': tf.TensorSpec((1, None), tf.int32), 'length': tf.TensorSpec((1,), tf.int32),
-             'prompt': tf.TensorSpec((model.gpt.prompt_latents, model.gpt.width)),
+             'prompt': tf.TensorSpec((model.gpt.prompt_latents, model.gpt.hidden_dim)),
              'temperature': tf.TensorSpec(()), 'seed': tf.TensorSpec((), tf.int32),
              'max_codes': tf.TensorSpec((), tf.int32)}
     if speaker.xtts.hifigan: specs['vector'] = tf.TensorSpec((model.speaker.width,))

@@ -67,7 +67,7 @@ def whole_prefix(
 # %% ../../nbs/60_speech.ipynb #6d8122f2
 def _empty_cache(gpt: GPT, rows: int, positions: int) -> list:   # of pairs (B, H, L, K), for each block
     "A cache of keys and values with room for that number of positions."
-    shape = rows, gpt.cfg.heads, positions, gpt.cfg.width // gpt.cfg.heads
+    shape = rows, gpt.cfg.num_heads, positions, gpt.cfg.hidden_dim // gpt.cfg.num_heads
     return [(ops.zeros(shape, gpt.compute_dtype),) * 2 for _ in gpt.blocks]
 
 def _cached_block(
@@ -165,7 +165,7 @@ def advance_rows(
         return i + 1, state | {'slot': slot, 'hidden': x, 'visible': visible, 'index': index, 'done': done,
                                'cache': cache, 'spoken': spoken}, codes, states
 
-    begin = (tf.constant(0), state, tf.fill([B, chunk], gpt.code_stop), tf.zeros([B, chunk, gpt.cfg.width]))
+    begin = (tf.constant(0), state, tf.fill([B, chunk], gpt.code_stop), tf.zeros([B, chunk, gpt.cfg.hidden_dim]))
     most = chunk if limit is None else tf.minimum(limit, chunk)
     unfinished = lambda i, state, *_: (i < most) & ~tf.reduce_all(state['done'])
     return tf.while_loop(unfinished, step, begin)[1:]

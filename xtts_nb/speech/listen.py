@@ -122,7 +122,7 @@ class Listener:
         most = min(config.model.gpt.max_audio_codes, int(1.5 * batch['codes'].shape[1]) + 1)
         gpt = xtts.gpt
         sampling = Sampling.of(config.speech)._asdict()
-        compiled = config.training.mode in ('auto', 'xla')   # many small operations
+        compiled = config.training.gpt.mode in ('auto', 'xla')   # many small operations
         self._speak = tf.function(lambda text, length, reference: generate(
             gpt, text, length, gpt.conditioning(reference), most, **sampling), jit_compile=compiled)
         self.recorded = self._mels(batch['codes'], batch['code_length'])

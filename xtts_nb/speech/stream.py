@@ -85,7 +85,7 @@ class SoundStream:
     ):
         self.speaker, self.voice = speaker, voice
         self.codes, self.made, self.speed = [], 0, speed   # `made`: codes, also those not fed yet
-        self.states = np.zeros((0, speaker.xtts.config.model.gpt.width), np.float32)
+        self.states = np.zeros((0, speaker.xtts.config.model.gpt.hidden_dim), np.float32)
         self.count = self.first_state = self.sent = 0   # states in all, of them forgotten; frames sent
         self.scales = () if speed == 1 else (1 / speed,)
         if not speaker.decoder: return
@@ -128,7 +128,7 @@ def _free_rows(
 ) -> dict:
     "The state of the loop while no row has a text."
     return _fresh_rows(gpt, rows, Sampling(limit=0).tensors(rows, 0)) | {
-        'slot': tf.constant(0), 'hidden': tf.zeros((rows, 1, gpt.cfg.width), gpt.compute_dtype),
+        'slot': tf.constant(0), 'hidden': tf.zeros((rows, 1, gpt.cfg.hidden_dim), gpt.compute_dtype),
         'visible': tf.zeros([rows], tf.int32), 'cache': _empty_cache(gpt, rows, positions)}
 
 # %% ../../nbs/speech/stream.ipynb #57e0ab0e
@@ -570,7 +570,7 @@ class Engine:
         "Compile everything before the first caller waits for it."
         model = self.speaker.xtts.config.model
         if voice is None:
-            prompt = tf.zeros((model.gpt.prompt_latents, model.gpt.width))
+            prompt = tf.zeros((model.gpt.prompt_latents, model.gpt.hidden_dim))
             voice = Voice(prompt, tf.zeros([model.speaker.width]))
         self.rows.compile(voice)
         for n in 8, 9:   # two lengths of sound: then TensorFlow traces for any

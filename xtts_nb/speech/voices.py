@@ -106,7 +106,7 @@ def load_voice(
     from keras.ops import convert_to_tensor   # who lists or removes voices needs no TensorFlow
     voice, about = read_voice(path)
     cfg = xtts.config.model
-    fitting = {'prompt': [cfg.gpt.prompt_latents, cfg.gpt.width]}
+    fitting = {'prompt': [cfg.gpt.prompt_latents, cfg.gpt.hidden_dim]}
     if xtts.hifigan: fitting['vector'] = [cfg.speaker.width]
     found = {name: about[name] for name in _VOICE_PARTS if name in about}
     if found != fitting:
@@ -185,7 +185,7 @@ def studio_voices(
     found, model = _read_plain_pth(path), xtts.config.model
     if not xtts.hifigan:
         raise UserError('The model has no HiFi-GAN decoder, which these voices need; use the released model.')
-    shapes = {'gpt_cond_latent': (1, model.gpt.prompt_latents, model.gpt.width),
+    shapes = {'gpt_cond_latent': (1, model.gpt.prompt_latents, model.gpt.hidden_dim),
               'speaker_embedding': (1, model.speaker.width, 1)}
     if not isinstance(found, dict) or not found:
         raise UserError(f'{path}: holds no voices; use speakers_xtts.pth.')

@@ -128,7 +128,7 @@ class _Replicas:
         self.strategy, self.devices = strategy, strategy.extended.worker_devices
         (self.worker, self.workers), gpt = _this_worker(strategy.cluster_resolver), update.gpt
         if len(self.devices) > 1 and type(update) is not Update:
-            raise UserError('training.finetune: adapters are trained on one GPU of a machine, and '
+            raise UserError('training.gpt.finetune: adapters are trained on one GPU of a machine, and '
                             f'{len(self.devices)} can be seen; leave one in CUDA_VISIBLE_DEVICES.')
         self.updates = [update]
         for device in self.devices[1:]:
@@ -171,7 +171,7 @@ def _rows(batch: dict, device: int, devices: int) -> dict:
 def _gradients(replicas: _Replicas, batch: dict, number, counts, i: int):
     "Gradients and summed losses of the rows of device `i`."
     devices = len(replicas.devices)
-    part = (replicas.worker * devices + i) * replicas.training.accumulation
+    part = (replicas.worker * devices + i) * replicas.training.grad_accum_steps
     return replicas.gradient_steps[i](_rows(batch, i, devices), number, counts, part)
 
 def _counts(replicas: _Replicas, batch: dict) -> dict:
@@ -228,10 +228,11 @@ def _from_first(copies: _Replicas, values: list) -> list:   # a list of tensors 
 # %% ../../nbs/train/distributed.ipynb #e459e2ae
 def _check_rows(config: XTTSConfig, devices: int):
     "Raise `UserError` if the rows of a batch cannot be divided evenly."
-    parts = devices * config.training.accumulation
+    parts = devices * config.training.gpt.grad_accum_steps
     if config.data.batch_size % parts:
         raise UserError(f'data.batch_size {config.data.batch_size} cannot be divided among {devices} devices '
-                        f'with {config.training.accumulation} parts each; make it a multiple of {parts}, or '
+                        f'with {config.training.gpt.grad_accum_steps} parts each; make it a multiple of {parts} '
+                        'or '
                         'leave fewer GPUs in CUDA_VISIBLE_DEVICES.')
 
 def _check_alike(copies: _Replicas, *facts):
@@ -247,7 +248,7 @@ class DistributedTrainer(Trainer):
     "A `Trainer` on all devices of a strategy; one on each worker."
     def __init__(self, xtts: XTTS, plan: BatchPlan, run=None, held_out: BatchPlan | None = None,
                  update: Update | None = None, *, strategy, listen=None):
-        update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training, plan))
+        update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training.gpt, plan))
         copies = self.copies = _Replicas(update, xtts.config, strategy)
         _check_rows(xtts.config, strategy.num_replicas_in_sync)
         _check_alike(copies, xtts.config.model_dump(), plan.cache.manifest['key'], int(plan.count.sum()))
@@ -302,8 +303,9 @@ def _begin_as_first(self: DistributedTrainer):
 @patch
 def _more_parts(self: DistributedTrainer, error: tf.errors.OpError):
     "Raise `UserError`: one worker cannot repeat an update whose gradients all workers add up."
-    more, where = 2 * self.training.accumulation, self.run or 'training'
-    raise UserError(f'{where}: out of memory; set training.accumulation to {more} on all workers and run the '
+    more, where = 2 * self.training.grad_accum_steps, self.run or 'training'
+    raise UserError(f'{where}: out of memory; set training.gpt.grad_accum_steps to {more} on all workers and '
+                    'run the '
                     'same command again, which continues from the last checkpoint.') from error
 
 # %% ../../nbs/train/distributed.ipynb #d4185ace
@@ -346,7 +348,7 @@ def _cluster_run() -> tuple:   # (`new_run` for this worker, number of devices o
 
 def _one_device_reason(config: XTTSConfig, cache: Cache, mixed: bool) -> str:   # mixed: with older clips
     "Why a training uses one GPU of a machine; empty if it can use all."
-    kind = config.training.finetune
-    if kind != 'whole': return f'training.finetune is {kind}'
+    kind = config.training.gpt.finetune
+    if kind != 'whole': return f'training.gpt.finetune is {kind}'
     if 'codes' not in cache.manifest['stored']: return 'it also makes the codes of a runtime cache'
     return 'older clips are mixed in' if mixed else ''

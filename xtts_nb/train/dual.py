@@ -314,13 +314,13 @@ class Feed:
         threads: bool = True,   # False: one stage after the other, as a baseline
     ):
         _check_no_codes(cache)
-        if config.training.tf32:
-            raise UserError('training.tf32: the data GPU would make other codes than a CPU does; leave it '
+        if config.training.gpt.tf32:
+            raise UserError('training.gpt.tf32: the data GPU would make other codes than a CPU; leave it '
                             'off, or prepare the codes (data.preprocessing_mode precompute).')
         self.cache, self.config, self.devices, self.threads = cache, config, devices, threads
         self.ring = ring if config.data.prefetch_to_gpu else 1
         with tf.device(devices.data): self.dvae = load_dvae(cache.folder / 'dvae.safetensors', config)
-        training = config.training.model_copy(update={'precision': 'float32'})   # that of the DVAE
+        training = config.training.gpt.model_copy(update={'precision': 'float32'})   # that of the DVAE
         self.finish = compile_step(lambda batch: finish_batch(batch, self.dvae, config), training)
         self.transfer, self.latest, self.outputs = tf.function(self._all_to_model), None, {}
 
@@ -368,7 +368,7 @@ def copy(self: Feed, batch: dict) -> dict:
     except tf.errors.ResourceExhaustedError as e:
         raise UserError(f'{self.devices.model}: out of memory for the next batch, in addition to the '
                         f'{self.ring - 1} before it; lower --buffer-size or data.batch_size, set '
-                        'training.accumulation, or leave data.prefetch_to_gpu off.') from e
+                        'training.gpt.grad_accum_steps, or leave data.prefetch_to_gpu off.') from e
 
 @patch
 def _all_to_model(self: Feed, batch: dict) -> dict:
@@ -394,7 +394,7 @@ def dual_trainer(
 ) -> Trainer:
     "A trainer without a folder, to measure with; its model is made on the model's device."
     feed = Feed(cache, config, devices, **feed)
-    keras.utils.set_random_seed(config.training.seed)
+    keras.utils.set_random_seed(config.training.gpt.seed)
     with on_device(devices.model):
         xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
         return Trainer(xtts, BatchPlan(cache, config.data), feed=feed, device=devices.model)

@@ -28,7 +28,7 @@ import tensorflow as tf
 from tokenizers import Tokenizer as BPE
 
 from ..bench import _put_back, _to_device
-from ..config import ModelConfig, setup_tf, TrainingConfig, UserError, XTTSConfig
+from ..config import ModelConfig, setup_tf, GPTTraining, UserError, XTTSConfig
 from ..data.text import _LANGUAGE_CODE, learn_merges, Tokenizer
 from ..devices import DevicePlan, _products_in_tf32
 from ..files import atomic_file, atomic_folder, check_results, has_keys, write_json
@@ -162,7 +162,7 @@ class _LowRank:
     def own(self) -> list: return [self.down, self.up]
     def __call__(self): return self.base + self.scale * tf.matmul(self.down.value, self.up.value)
 
-def low_rank_parts(gpt: GPT, training: TrainingConfig) -> list[_LowRank]:
+def low_rank_parts(gpt: GPT, training: GPTTraining) -> list[_LowRank]:
     "An adapter for both matrices of each block's attention; the first factor is random, the second zero."
     parts, rank = [], training.lora_rank
     for i, block in enumerate(gpt.blocks):
@@ -181,14 +181,14 @@ def new_rows(
     languages: list[str],    # to be learned
 ) -> list[tuple[int, int]]:  # (first, last + 1) of each
     "The ids that were added with `languages` and that adapters must train; `UserError` if rows has none."
-    if config.training.finetune == 'whole': return []
+    if config.training.gpt.finetune == 'whole': return []
     grown_from = config.model.gpt.grown_from
     ids = {language: tokenizer.bpe.token_to_id(f'[{language}]') for language in tokenizer.languages}
     tags = sorted(i for i in ids.values() if 0 < grown_from <= i)
     wanted = {ids.get(language) for language in languages}
     runs = [run for run in zip(tags, [*tags[1:], tokenizer.size]) if run[0] in wanted]
-    if runs or config.training.finetune == 'lora': return runs
-    raise UserError(f'training.finetune rows: the model was not grown by {", ".join(languages)} and has no '
+    if runs or config.training.gpt.finetune == 'lora': return runs
+    raise UserError(f'training.gpt.finetune rows: the model was not grown by {", ".join(languages)}, has no '
                     'rows of its own; grow it first, by xtts-nb add-language OUT --model MODEL '
                     '--language CODE --texts FILE, or choose lora.')
 
@@ -224,7 +224,7 @@ def row_parts(gpt: GPT, runs: list[tuple[int, int]]) -> list[_ReplacedRows]:
 # %% ../../nbs/train/finetune.ipynb #23e77cec
 class _AdapterUpdate(Update):
     "An update of the variables of `parts`; the weights of `gpt` stay unchanged."
-    def __init__(self, gpt: GPT, training: TrainingConfig, parts: list):
+    def __init__(self, gpt: GPT, training: GPTTraining, parts: list):
         self.parts = parts
         super().__init__(gpt, training, [v for part in parts for v in part.own])
 
@@ -244,10 +244,10 @@ class _AdapterUpdate(Update):
 
 def make_update(
     gpt: GPT,
-    training: TrainingConfig,
+    training: GPTTraining,
     runs: list[tuple[int, int]] = (),     # from `new_rows`
 ) -> Update:
-    "The update that `training.finetune` selects."
+    "The update that `training.gpt.finetune` selects."
     if training.finetune == 'whole': return Update(gpt, training)
     parts = low_rank_parts(gpt, training) if training.finetune == 'lora' else []
     return _AdapterUpdate(gpt, training, parts + (row_parts(gpt, runs) if runs else []))
@@ -265,11 +265,11 @@ def trainable_count(
     config: XTTSConfig,
     rows: int = 0,      # of a new language
 ) -> int:
-    "How many numbers `training.finetune` trains."
-    gpt, training = config.model.gpt, config.training
+    "How many numbers `training.gpt.finetune` trains."
+    gpt, training = config.model.gpt, config.training.gpt
     if training.finetune == 'whole': return parameter_counts(config.model)['GPT']
-    adapters = gpt.layers * training.lora_rank * 6 * gpt.width * (training.finetune == 'lora')
-    return adapters + rows * (2 * gpt.width + 1)
+    adapters = gpt.num_layers * training.lora_rank * 6 * gpt.hidden_dim * (training.finetune == 'lora')
+    return adapters + rows * (2 * gpt.hidden_dim + 1)
 
 # %% ../../nbs/train/finetune.ipynb #3ce55e41
 def _compute_capability() -> float:
@@ -285,9 +285,9 @@ def _block_buffers(
     gpu: float,          # compute capability
 ) -> list[tuple[float, int]]:   # bytes, how many
     "What one block of a step for a GPU holds for its backward pass, as XLA plans it."
-    gpt, training = config.model.gpt, config.training
-    clips, whole = config.data.batch_size // training.accumulation, training.finetune == 'whole'
-    states, scores = clips * length * gpt.width, clips * gpt.heads * length**2
+    gpt, training = config.model.gpt, config.training.gpt
+    clips, whole = config.data.batch_size // training.grad_accum_steps, training.finetune == 'whole'
+    states, scores = clips * length * gpt.hidden_dim, clips * gpt.num_heads * length**2
     size = 4. if training.precision == 'float32' else 2.
     masks = [(1. * scores, 1), (1. * states, 2)]
     hopper = size == 2 and gpu >= 9   # adds in bfloat16, and keeps the softmax in float32
@@ -304,24 +304,25 @@ def _kept_for_backward(
     gpu: float,          # compute capability
 ) -> list[tuple[str, float, int]]:   # purpose, bytes, how many
     "What a step for a GPU holds when its backward pass begins, apart from weights and gradients."
-    gpt, training, frames = config.model.gpt, config.training, config.data.reference_frames
-    clips, whole = config.data.batch_size // training.accumulation, training.finetune == 'whole'
+    gpt, training, frames = config.model.gpt, config.training.gpt, config.data.reference_frames
+    clips, whole = config.data.batch_size // training.grad_accum_steps, training.finetune == 'whole'
     size, length = (4. if training.precision == 'float32' else 2.), gpt.prompt_latents + text + codes + 4
     parts, block = forward_numbers(config, text, codes), _block_buffers(config, length, gpu)
-    states, ends = clips * length * gpt.width, size * clips * (parts['GPT heads'] + parts['GPT embeddings'])
-    softmax = 2. * gpt.heads * frames**2 * gpt.conditioning_layers * (size == 2 and gpu >= 9)
+    states = clips * length * gpt.hidden_dim
+    ends = size * clips * (parts['GPT heads'] + parts['GPT embeddings'])
+    softmax = 2. * gpt.num_heads * frames**2 * gpt.conditioning_layers * (size == 2 and gpu >= 9)
     voice = clips * (size * parts['GPT voice'] + softmax) * whole   # an adapter sends it no gradient
     if training.gradient_checkpointing:   # the input of each block, and one block computed again
-        inputs = 2 * size * clips * frames * gpt.width * gpt.conditioning_layers * whole
+        inputs = 2 * size * clips * frames * gpt.hidden_dim * gpt.conditioning_layers * whole
         again = sum(n * many for n, many in block) + (4 * size + 8) * states
         at_once = max(again, ends, voice / gpt.conditioning_layers)
-        kept = [((2. if softmax else 4.) * states, gpt.layers), (inputs + at_once, 1)]
-    else: kept = [(n, many * gpt.layers) for n, many in block] + [(ends + voice, 1)]
+        kept = [((2. if softmax else 4.) * states, gpt.num_layers), (inputs + at_once, 1)]
+    else: kept = [(n, many * gpt.num_layers) for n, many in block] + [(ends + voice, 1)]
     held = [('activations', n, many) for n, many in kept]
-    square, lora = gpt.width**2, training.finetune == 'lora'
+    square, lora = gpt.hidden_dim**2, training.finetune == 'lora'
     if size == 2:   # every matrix of a block is converted once and held
-        held += [('copies of weights', size * n * square, gpt.layers * many) for n, many in _MATRICES]
-    elif lora: held += [('copies of weights', 4. * n * square, gpt.layers) for n in (3, 1)]
+        held += [('copies of weights', size * n * square, gpt.num_layers * many) for n, many in _MATRICES]
+    elif lora: held += [('copies of weights', 4. * n * square, gpt.num_layers) for n in (3, 1)]
     return held
 
 # %% ../../nbs/train/finetune.ipynb #3ce55e43
@@ -335,8 +336,8 @@ def _gpu_memory(
     gpt, held = config.model.gpt, _kept_for_backward(config, codes, text, gpu)
     total = Counter()
     for purpose, n, many in held: total[purpose] += n * many
-    if config.training.finetune != 'whole': return total
-    places = {4. * n * gpt.width**2: many * gpt.layers for n, many in _MATRICES}   # one value at a time each
+    if config.training.gpt.finetune != 'whole': return total
+    places = {4. * n * gpt.hidden_dim**2: many * gpt.num_layers for n, many in _MATRICES}   # one at a time
     for purpose, n, many in sorted(held, key=lambda one: -one[1]):
         for place in sorted(p for p in places if p >= n):
             placed = min(many, places[place])
@@ -351,13 +352,13 @@ def _activation_count(
     text: int,       # T
 ) -> float:
     "Activations of one clip: those stored for the backward pass, and those needed in it at once."
-    gpt, training, data = config.model.gpt, config.training, config.data
+    gpt, training, data = config.model.gpt, config.training.gpt, config.data
     stored = forward_numbers(config, text, codes)
-    length, block = gpt.prompt_latents + text + codes + 4, stored['GPT blocks'] / gpt.layers
+    length, block = gpt.prompt_latents + text + codes + 4, stored['GPT blocks'] / gpt.num_layers
     if training.gradient_checkpointing:   # the input of each block, and one block computed again
-        stored['GPT blocks'] = gpt.layers * length * gpt.width + block
+        stored['GPT blocks'] = gpt.num_layers * length * gpt.hidden_dim + block
         layers = gpt.conditioning_layers
-        stored['GPT voice'] = layers * data.reference_frames * gpt.width + stored['GPT voice'] / layers
+        stored['GPT voice'] = layers * data.reference_frames * gpt.hidden_dim + stored['GPT voice'] / layers
     if training.finetune != 'whole': stored['GPT voice'] = 0   # it gets no gradient
     return sum(stored.values()) + 2 * block
 
@@ -371,14 +372,16 @@ def memory_needs(
     gpu: float | None = None,   # compute capability of the GPU that trains, 0 for a CPU; default: as here
 ) -> dict[str, float]:
     "An estimate of the bytes that training needs, by purpose; for a GPU as XLA plans them (`MEMORY_ERROR`)."
-    training, all_, moving = config.training, parameter_counts(config.model), trainable_count(config, rows)
+    training, all_, moving = config.training.gpt, parameter_counts(config.model), trainable_count(config,
+                                                                                                  rows)
     half = training.precision != 'float32'
     if gpu is None: gpu = _compute_capability()
-    at_once = config.data.batch_size // training.accumulation
+    at_once = config.data.batch_size // training.grad_accum_steps
     moments, means = 8. * moving, 4. * moving * (training.ema > 0)
     if gpu: kept = _gpu_memory(config, codes, text, gpu)
     else:
-        adapted = 16. * config.model.gpt.layers * config.model.gpt.width**2 * (training.finetune == 'lora')
+        gpt = config.model.gpt
+        adapted = 16. * gpt.num_layers * gpt.hidden_dim**2 * (training.finetune == 'lora')
         kept = {'copies of weights': 2. * all_['GPT'] * half + adapted,   # adapted ones in float32
                 'activations': (2. if half else 4.) * at_once * _activation_count(config, codes, text)}
     written = 4. * moving + moments + means
@@ -389,7 +392,7 @@ def memory_needs(
     other = training.finetune != 'whole' or training.ema > 0
     copy = 0. if gpu else 4. * moving + moments + means + 4. * (all_['DVAE'] + other * all_['GPT'])
     return {'weights': 4. * (all_['GPT'] + all_['DVAE']), 'copies of weights': kept['copies of weights'],
-            'gradients': 4. * moving * (1 + (training.accumulation > 1)), 'moments': moments,
+            'gradients': 4. * moving * (1 + (training.grad_accum_steps > 1)), 'moments': moments,
             'mean weights': means,
             'new values': anew, 'copy for a checkpoint': copy,
             'program': 2e8, 'activations': kept['activations']}
@@ -420,7 +423,7 @@ def trial():
     config = XTTSConfig.from_dict(request['config'])
     setup_tf(memory_growth=False)
     _limit_memory(request['memory'])
-    before, training = psutil.Process().memory_info().rss, config.training
+    before, training = psutil.Process().memory_info().rss, config.training.gpt
     try:
         gpt = GPT(config, 0, dtype=_POLICIES[training.precision])
         update = make_update(gpt, training, request['runs'])
@@ -511,7 +514,7 @@ def check_memory(
     line = f'Training needs about {sum(needs.values()) / 1e9:.1f} GB ({parts})'
     if room is None: return f'{line}; what is free is unknown on {device}, so nothing was compared.'
     line += f'; {room / 1e9:.1f} GB are free on {device}'
-    less = 'training.finetune lora' if config.training.finetune == 'whole' else 'a larger machine'
+    less = 'training.gpt.finetune lora' if config.training.gpt.finetune == 'whole' else 'a larger machine'
     copy, total = needs['copy for a checkpoint'], sum(needs.values())
     if total - copy - needs['activations'] > room:
         raise UserError(f'{line}, which cannot suffice; use {less}.')
@@ -519,15 +522,15 @@ def check_memory(
     if total - copy <= room:
         return f'{line}: checkpoints are written without a copy, and training waits for the disk meanwhile.'
     return (f'{line}, which may not suffice: xtts-nb train --fit-memory tries what does, with '
-            'training.accumulation and training.gradient_checkpointing.')
+            'training.gpt.grad_accum_steps and training.gpt.gradient_checkpointing.')
 
 # %% ../../nbs/train/finetune.ipynb #46c0c4cb
 def memory_settings(config: XTTSConfig) -> list[XTTSConfig]:
     "Settings with ever fewer rows at once, then the same with gradient checkpointing."
-    training, rows = config.training, config.data.batch_size
-    parts = [n for n in range(training.accumulation, rows + 1) if rows % n == 0]
+    training, rows = config.training.gpt, config.data.batch_size
+    parts = [n for n in range(training.grad_accum_steps, rows + 1) if rows % n == 0]
     checkpointing = (True,) if training.gradient_checkpointing else (False, True)
-    return [config.replace(training={'accumulation': n, 'gradient_checkpointing': on})
+    return [config.replace(training={'gpt': {'grad_accum_steps': n, 'gradient_checkpointing': on}})
             for on in checkpointing for n in parts]
 
 # %% ../../nbs/train/finetune.ipynb #907dce5c
@@ -556,15 +559,15 @@ def find_batch_size(
     while at < len(all_) and not fits(at): at += 1
     if at == len(all_):
         raise UserError(f'{memory / 1e9:.1f} GB do not suffice for one row of {codes} codes and {text} text '
-                        'tokens; use training.finetune lora, a lower data.max_seconds, or a larger machine.')
+                        'tokens; use training.gpt.finetune lora, a lower data.max_seconds, a larger machine.')
     while at > 0 and fits(at - 1): at -= 1
     return all_[at], list(tried.values())
 
 def _trial_row(config: XTTSConfig, took: dict | None) -> dict:
     "A trial and its result, as a row."
-    rows = config.data.batch_size // config.training.accumulation
-    return {'rows': rows, 'accumulation': config.training.accumulation,
-            'gradient_checkpointing': config.training.gradient_checkpointing, 'fits': took is not None,
+    rows = config.data.batch_size // config.training.gpt.grad_accum_steps
+    return {'rows': rows, 'grad_accum_steps': config.training.gpt.grad_accum_steps,
+            'gradient_checkpointing': config.training.gpt.gradient_checkpointing, 'fits': took is not None,
             'memory_gb': took and round(took['peak'] / 1e9, 2), 'seconds': took and took['seconds']}
 
 # %% ../../nbs/train/finetune.ipynb #b2985ae0

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench import compare, _device_name, png_bytes, _to_device, wait_for
-from ..config import TrainingConfig, UserError
+from ..config import PartTraining, UserError
 from ..data.cache import Cache
 from ..devices import DevicePlan, setup_devices
 from ..files import atomic_file, named_weights
@@ -82,7 +82,7 @@ def prefixes(update: Update) -> dict:   # {name: function of (batch, number)}
     "The step up to its losses, up to its gradients, and whole."
     def forward(batch, number):
         counts, seed = _token_counts(update.gpt, batch), tf.stack([tf.constant(update.training.seed), number])
-        weight, n = update.training.text_loss_weight, update.training.accumulation
+        weight, n = update.training.text_loss_weight, update.training.grad_accum_steps
         loss = lambda rows: _total_loss(token_losses(update.gpt, rows, seed), weight, counts)
         if n == 1: return loss(batch)
         cut = {k: tf.reshape(v, (n, v.shape[0] // n, *v.shape[1:])) for k, v in batch.items()}
@@ -153,7 +153,7 @@ _TRACED = 5   # steps in a trace
 def profile(
     update: Update,
     batch: dict,
-    training: TrainingConfig,
+    training: PartTraining,
     folder: str | Path,      # keeps the trace, for TensorBoard
     rounds: int = 7,
     batches=None,            # of a pipeline, to measure the step together with its data

@@ -75,10 +75,10 @@ def _base_config(
     settings: XTTSConfig,    # of the run
 ) -> XTTSConfig:
     "`settings` with the architecture of the model in `base`, if one is given; dropout and noise stay."
-    if base is None and settings.training.finetune == 'whole': return settings
+    if base is None and settings.training.gpt.finetune == 'whole': return settings
     if base is None:
-        kind = settings.training.finetune
-        raise UserError(f'training.finetune {kind} needs a model to begin from; name it with --model.')
+        kind = settings.training.gpt.finetune
+        raise UserError(f'training.gpt.finetune {kind} needs a model to begin from; name it with --model.')
     check_folder(base)
     for name in ('config.yaml', 'tokenizer.json', 'model.safetensors'):
         if not (Path(base) / name).is_file():
@@ -262,7 +262,7 @@ def new_run(
     out = _held_out_mask(cache, held_out)
     for part in caches:
         if line := left_out_line(part, config.data): print(line, file=sys.stderr)
-    keras.utils.set_random_seed(config.training.seed)
+    keras.utils.set_random_seed(config.training.gpt.seed)
     with on_device(where.get('device')):
         if base: xtts = _load_base(base, config, cache)
         else: xtts = XTTS(config, cache.tokenizer, load_dvae(cache.folder / 'dvae.safetensors', config))
@@ -272,12 +272,13 @@ def new_run(
     else: plan, more = BatchPlan(cache, config.data, np.flatnonzero(~out), plan_folder, encoder), {}
     if val: cache, out, encoder = val, np.ones(len(val), bool), _encoder(val, config)
     validation, listener = _validation(cache, config, out, encoder), _listener(xtts, cache, out)
-    listen = listener and listener(config.training.listen_clips)
+    listen = listener and listener(config.training.gpt.eval_clips)
     with on_device(where.get('device')):
         rows = new_rows(config, xtts.tokenizer, plan.cache.languages)
-        update = make_update(xtts.gpt, _epochs_to_steps(config.training, plan), rows)
+        update = make_update(xtts.gpt, _epochs_to_steps(config.training.gpt, plan), rows)
         trainer = (make or Trainer)(xtts, plan, run, validation, update, listen=listen, **more, **where)
-    if listener and config.training.judge_by == 'dtw': trainer.listen_last = partial(listener, _LAST_CLIPS)
+    if listener and config.training.gpt.judge_by == 'dtw': trainer.listen_last = partial(listener,
+                                                                                         _LAST_CLIPS)
     if run: _write_run(run, config, plan.cache, held_out, origin)
     return trainer
 
@@ -344,7 +345,7 @@ def _encoder(cache: Cache, config: XTTSConfig):
 
 def _validation(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> BatchPlan | None:
     "Batches of the held-out clips, all of one shape; None if nothing is validated."
-    return _fixed(cache, config, out, encoder) if out.any() and config.training.validate_every else None
+    return _fixed(cache, config, out, encoder) if out.any() and config.training.gpt.validate_every else None
 
 _VALIDATED = 500   # held-out clips at most of which a loss is computed, some ten times in a training
 
@@ -355,19 +356,19 @@ def _fixed(cache: Cache, config: XTTSConfig, out: np.ndarray, encoder) -> BatchP
         print(f'{cache.folder}: validations read {_VALIDATED} of the {len(clips):,} held-out clips, always '
               'the same.', file=sys.stderr)
         clips = clips[np.linspace(0, len(clips) - 1, _VALIDATED).round().astype(int)]
-    rows = config.data.batch_size // config.training.accumulation
+    rows = config.data.batch_size // config.training.gpt.grad_accum_steps
     data = config.data.model_copy(update={'batch_size': rows, 'buckets': 1})
     return BatchPlan(cache, data, clips, dvae=encoder, fixed=True)
 
 _LAST_CLIPS = 16   # held-out clips that the best and the last model of a training speak
 
 def _listener(xtts: XTTS, cache: Cache, out: np.ndarray):   # (number of clips) -> Listener, or None
-    "Makes what scores the model's speech for some held-out clips; None without `training.listen_clips`."
-    training = xtts.config.training
-    if not training.listen_clips: return None
+    "Makes what scores the model's speech for some held-out clips; None without `training.gpt.eval_clips`."
+    training = xtts.config.training.gpt
+    if not training.eval_clips: return None
     if not (out.any() and training.validate_every):
-        raise UserError('training.listen_clips: there is nothing to listen to; hold clips out and set '
-                        'training.validate_every.')
+        raise UserError('training.gpt.eval_clips: there is nothing to listen to; hold clips out and set '
+                        'training.gpt.validate_every.')
     clips = np.flatnonzero(out & _within_limits(cache, xtts.config.data))
     encoder = _encoder(cache, xtts.config)
     return lambda count: Listener(xtts, cache, clips, count, encoder)
@@ -426,7 +427,7 @@ def export_run(
     "Write only the model of a run, as a folder that `XTTS.load` reads."
     run, out = Path(run), Path(out)
     if best and not (run / 'best' / 'config.yaml').is_file():
-        raise UserError(f'{run}: keeps no best model; train with training.validate_every and clips held out.')
+        raise UserError(f'{run}: keeps no best model; set training.gpt.validate_every and hold clips out.')
     xtts = XTTS.load(run / 'best' if best else run)
     with atomic_folder(out) as part:
         xtts.save(part, {name: tf.cast(v.value, precision).numpy() for name, v in xtts.weights.items()})

@@ -20,7 +20,7 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..bench import compare, _put_back, trace_count
-from ..config import TrainingConfig, XTTSConfig
+from ..config import GPTTraining, XTTSConfig
 from ..files import named_weights
 from ..models.gpt import _fold_seed, GPT
 from xtts_nb.models.xtts import (
@@ -35,7 +35,7 @@ def random_batch(
 ) -> dict:            # as from `data`
     "A batch of random numbers; no row is padded."
     B, F, C = config.data.batch_size, config.data.reference_frames, config.model.audio.n_mels
-    draw = np.random.default_rng(config.training.seed)
+    draw = np.random.default_rng(config.training.gpt.seed)
     ids = lambda n, top: tf.constant(draw.integers(3, top, (B, n)), tf.int32)
     return {'text': ids(text, config.model.gpt.text_tokens), 'text_length': tf.fill([B], text),
             'codes': ids(codes, config.model.dvae.codes), 'code_length': tf.fill([B], codes),
@@ -45,7 +45,7 @@ def random_batch(
 # %% ../../nbs/30_trainer_xla.ipynb #6515ef3a
 class Update:
     "One update of `gpt`: (batch, number) -> float32 loss, text_loss, code_loss, gradient_norm, skipped, bad."
-    def __init__(self, gpt: GPT, training: TrainingConfig,
+    def __init__(self, gpt: GPT, training: GPTTraining,
                  weights: list | None = None):   # default: all trainable weights
         self.model = self.gpt = gpt
         self.training, self.weights = training, weights or gpt.trainable_variables
@@ -53,7 +53,7 @@ class Update:
         self.scale = LossScale() if training.precision == 'float16' else None
 
     def as_trained(self):
-        "Inside, the weights are their running means if `training.ema` is set."
+        "Inside, the weights are their running means if `training.gpt.ema` is set."
         return averaged(self.optimizer, self.weights)
 
     @property
@@ -94,8 +94,8 @@ def share(self: Update, batch, seed, counts):
 
 @patch
 def gradients(self: Update, batch, number, counts, first: int | None = None):
-    "The same of all rows, in `training.accumulation` parts; `first` is the number of this worker's first."
-    seed, parts = tf.stack([tf.constant(self.training.seed), number]), self.training.accumulation
+    "The same of all rows, in `grad_accum_steps` parts; `first` is the number of this worker's first."
+    seed, parts = tf.stack([tf.constant(self.training.seed), number]), self.training.grad_accum_steps
     if parts == 1: return self.share(batch, seed if first is None else _fold_seed(seed, first), counts)
     cut = {k: tf.reshape(v, (parts, v.shape[0] // parts, *v.shape[1:])) for k, v in batch.items()}
 
@@ -154,7 +154,7 @@ class Noam(Schedule):
         rise = done / warmup if self.warmup else 1.
         return self.peak * tf.minimum(rise, tf.sqrt(warmup / tf.maximum(done, 1.)))
 
-def learning_rate(training: TrainingConfig):
+def learning_rate(training: GPTTraining):
     "The schedule of a run, a function of the number of updates; at most a quarter of them warm up."
     t, warmup = training, min(training.warmup_steps, training.steps // 4)
     if t.schedule == 'noam': return Noam(t.learning_rate, warmup)
@@ -174,7 +174,7 @@ class Extended(Schedule):
         return self.low + (tf.cast(self.schedule(step), 'float32') - self.low) * share
 
 def extended_rate(
-    training: TrainingConfig,
+    training: GPTTraining,
     known: dict,              # steps; first and low too if the run was extended: of the run until now
     done: int,                # updates
 ) -> tuple[Schedule, dict]:   # and what to know at the next resume
@@ -204,7 +204,7 @@ class AdamW(keras.optimizers.Optimizer):
     beta_1, epsilon = 0.9, 1e-7
     assigned = None   # the number that was assigned last
 
-    def __init__(self, variables: list, training: TrainingConfig, name: str = 'adamw'):   # of its variables
+    def __init__(self, variables: list, training: GPTTraining, name: str = 'adamw'):   # of its variables
         ema = {'use_ema': True, 'ema_momentum': training.ema} if training.ema else {}
         super().__init__(Assignable(learning_rate(training)), name=name, **ema)
         self.decay, self.beta_2 = training.weight_decay, training.beta_2
@@ -250,11 +250,11 @@ def _bfloat16_units(cpu: str = '/proc/cpuinfo') -> bool:
     return bool({'amx_bf16', 'avx512_bf16'} & {*flags})
 
 def choose_xla(
-    training: TrainingConfig,
+    training: GPTTraining,
     written: float = 0.,     # bytes that the step writes
 ) -> tuple[bool, str]:       # whether, and why
     "Whether XLA compiles the graph: as set, else where it is no slower than the graph alone."
-    if training.mode != 'auto': return training.mode == 'xla', 'as training.mode says'
+    if training.mode != 'auto': return training.mode == 'xla', 'as training.gpt.mode says'
     if tf.config.get_visible_devices('GPU'): return True, 'on a GPU it makes fewer kernels'
     if _writes_in_place(written): return False, 'on a CPU XLA would hold the old and the new weights at once'
     if training.precision == 'bfloat16' and _bfloat16_units():
@@ -300,12 +300,12 @@ def _refused_operation(message: str) -> str:
     place = re.findall(r'File "[^"]*", line \d+, in \w+', message)
     return ' at '.join([op[1].strip() if op else message.splitlines()[0], *place[-1:]])
 
-def compile_step(step, training: TrainingConfig):
+def compile_step(step, training: GPTTraining):
     "`step` in the mode that the training section selects."
     if training.mode == 'eager': return step
     return CompiledStep(step, choose_xla(training, _written_bytes(step))[0])
 
-def mode_line(training: TrainingConfig, step=None) -> str:
+def mode_line(training: GPTTraining, step=None) -> str:
     "What `compile_step` does, in one line."
     if training.mode == 'eager': return 'Eager mode: op by op, for debugging'
     xla, why = choose_xla(training, _written_bytes(step))
@@ -322,9 +322,10 @@ def step_modes(
     "The training step in each of `modes`, without dropout and noise."
     config, steps = config.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}), {}
     for name, settings in modes.items():
-        training = config.replace(training=settings).training
+        changed = config.replace(training={'gpt': settings})
+        training = changed.training.gpt
         keras.utils.set_random_seed(training.seed)
-        gpt = GPT(config.replace(training=settings), text_start, dtype=_POLICIES[training.precision])
+        gpt = GPT(changed, text_start, dtype=_POLICIES[training.precision])
         steps[name] = compile_step(Update(gpt, training), training)
     return steps
 

@@ -24,7 +24,7 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..bench import _put_back, _to_device, trace_count
-from ..config import _control_groups, TrainingConfig, UserError
+from ..config import _control_groups, PartTraining, UserError
 from ..data.native import BatchPlan
 from ..devices import _products_in_tf32
 from ..files import (
@@ -84,9 +84,9 @@ def load_checkpoint(
 def _changed_setting(missing: set, known: set) -> str | None:   # names of variables
     "The setting whose change explains what a checkpoint lacks; None if none does."
     kinds = lambda names: {name.split('/')[0] for name in names} & {'gpt', 'lora', 'rows'}
-    if kinds(missing) - kinds(known): return 'training.finetune'
-    if 'loss_scale' in missing: return 'training.precision'
-    if any(name.endswith('_average') for name in missing): return 'training.ema'
+    if kinds(missing) - kinds(known): return 'training.gpt.finetune'
+    if 'loss_scale' in missing: return 'training.gpt.precision'
+    if any(name.endswith('_average') for name in missing): return 'training.gpt.ema'
 
 # %% ../../nbs/train/trainer.ipynb #b703f6b7
 def snapshot(variables: dict) -> dict[str, np.ndarray]:
@@ -196,14 +196,14 @@ _K = keras.callbacks
 _REFUSED_CALLBACKS = (   # class, the settings that cannot work (None: all), the remedy
     (_K.BackupAndRestore, None, 'a run resumes from its own checkpoints; leave it out'),
     (_K.SwapEMAWeights, None,
-     'training.ema shows the mean weights to every validation and file; set that instead'),
+     'training.gpt.ema shows the mean weights to every validation and file; set that instead'),
     (_K.EarlyStopping, lambda c: c.restore_best_weights,
      'restore_best_weights cannot act; leave it out, and take the best model from RUN/best or by xtts-nb '
      'export --best'),
     (_K.ModelCheckpoint, lambda c: not c.save_weights_only,
      'only weights can be saved so; give save_weights_only=True'),
     (_K.ModelCheckpoint, lambda c: c.save_freq != 'epoch',
-     'weights are saved at the end of an epoch only; leave save_freq out, and set training.validate_every'))
+     'weights are saved at the end of an epoch only; leave save_freq out, set training.gpt.validate_every'))
 
 def _check_callbacks(callbacks: list):
     "Raise `UserError` for a Keras callback that cannot work in this loop."
@@ -216,7 +216,7 @@ def _check_callbacks(callbacks: list):
 RESUMED_FIELDS = ('step', 'first_losses', 'last_losses', 'best', 'since_best', 'bad_in_row', 'counts',
                   'assigned_rate', 'length')
 
-def _epochs_to_steps(training: TrainingConfig, plan: BatchPlan) -> TrainingConfig:
+def _epochs_to_steps(training: PartTraining, plan: BatchPlan) -> PartTraining:
     "`training` with `steps` computed from `epochs`, if these are set: schedules count updates."
     if not training.epochs: return training
     one_kind = lambda epochs: epochs * plan.steps_per_epoch
@@ -278,7 +278,7 @@ class Trainer:
         self.xtts, self.plan, self.run, self.held_out = xtts, plan, run and Path(run), held_out
         self.feed = feed or (lambda plan, first, last: plan.stream(first, last, model=device))
         self.device = device
-        self.update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training, plan))
+        self.update = update or Update(xtts.gpt, _epochs_to_steps(xtts.config.training.gpt, plan))
         self.training, self.optimizer = self.update.training, self.update.optimizer
         self.train_step = self.compiled_step()
         self.rate = tf.function(lambda: self.optimizer.learning_rate)   # eagerly it would fetch
@@ -386,7 +386,7 @@ def epoch_updates(self: Trainer) -> int:
 
 @patch(as_prop=True)
 def over(self: Trainer) -> bool:
-    "Whether the validation has not improved for `training.patience` validations."
+    "Whether the validation has not improved for `training.gpt.patience` validations."
     return 0 < self.training.patience <= self.since_best
 
 @patch(as_prop=True)
@@ -397,7 +397,7 @@ def _finished(self: Trainer) -> bool:
 # %% ../../nbs/train/trainer.ipynb #b70d8089
 @patch
 def fit(self: Trainer,
-    steps: int | None = None,   # train until this many updates are done in all; default: training.steps
+    steps: int | None = None,   # train until this many updates are done in all; default: training.gpt.steps
     progress=None,              # called with (done, total, the metrics of the latest log line)
     callbacks: list = (),       # of Keras
 ) -> dict:                      # steps, loss_first, loss_last, clips_per_s, traces, compile_seconds, seconds
@@ -488,7 +488,7 @@ def _count_bad(self: Trainer, step: int, bad) -> dict:
             self.failure = (f'{self.run or "training"}: {self.bad_in_row} updates in a row had a loss or '
                             'gradient that is not finite, the last with the clips '
                             f'{", ".join(clips[number])}; the weights are those before them. Check these '
-                            'clips or lower training.learning_rate.')
+                            'clips or lower training.gpt.learning_rate.')
     return {'bad': clips} if clips else {}
 
 # %% ../../nbs/train/trainer.ipynb #6f7475e1
@@ -600,7 +600,7 @@ def _compare_last(self: Trainer):
     logged = [line for line in _read_json_lines(self.run / 'metrics.jsonl') if 'val_loss' in line]
     if not (logged and logged[-1]['step'] == last): return
     listen, kept = self.listen_last(), self.run / 'best' / 'model.safetensors'
-    if len(listen.ids) <= self.training.listen_clips: return   # there are no more
+    if len(listen.ids) <= self.training.eval_clips: return   # there are no more
     heard = lambda: {f'val_{name}': float(value) for name, value in listen(None).items()}
     then = {name: value for name, value in best.items() if name != 'lowest'}
     try:
@@ -714,25 +714,26 @@ def _update(self: Trainer, batch: dict) -> dict:
 def _copy_of_state(self: Trainer) -> dict | None:
     "The state on the host, to begin again with; None where there is no room, or no smaller part."
     times = 1.1 if tf.config.list_logical_devices('GPU') else 10   # a CPU computes in the same memory
-    divisible = isinstance(self.update, Update) and self.training.accumulation < self.plan.data.batch_size
+    divisible = isinstance(self.update, Update) and self.training.grad_accum_steps < self.plan.data.batch_size
     return snapshot(self.state) if divisible and _room_to_copy([*self.state.values()], times) else None
 
 @patch
 def _more_parts(self: Trainer, error: tf.errors.OpError):
     "Begin again, with each batch in at least twice as many parts; raises `UserError` where that cannot be."
-    rows, parts = self.plan.data.batch_size, self.training.accumulation
+    rows, parts = self.plan.data.batch_size, self.training.grad_accum_steps
     more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
     if not isinstance(self.update, Update):
-        remedy = 'lower training.dvae_batch_size (DVAE), or voice.batch_size or voice.window (decoder)'
-    elif not more: remedy = 'set training.gradient_checkpointing, or training.finetune to lora'
-    else: remedy = f'set training.accumulation to {more} and start again, from the last checkpoint if any'
+        remedy = ('lower training.dvae.batch_size (DVAE), or training.decoder.batch_size or '
+                  'training.decoder.window (decoder)')
+    elif not more: remedy = 'set training.gpt.gradient_checkpointing, or training.gpt.finetune to lora'
+    else: remedy = f'set training.gpt.grad_accum_steps to {more}, start again from the last checkpoint if any'
     if not (more and self.fresh):
         raise UserError(f'{self.run or "training"}: out of memory at update {self.step} with '
                         f'{rows // parts} rows at once; {remedy}.') from error
     for name, v in self.state.items(): v.assign(self.fresh[name])   # the update may be half written
     print(f'OUT OF MEMORY at the first update with {rows // parts} rows at once: the training begins again, '
           f'with {rows // more}.', file=sys.stderr, flush=True)
-    self.xtts.config = self.xtts.config.replace(training={'accumulation': more})
-    self.training = self.update.training = self.training.model_copy(update={'accumulation': more})
+    self.xtts.config = self.xtts.config.replace(training={'gpt': {'grad_accum_steps': more}})
+    self.training = self.update.training = self.training.model_copy(update={'grad_accum_steps': more})
     self.train_step = self.compiled_step()
     self.alone.clear()   # the measured times of a single step are no longer valid
