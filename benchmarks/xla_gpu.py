@@ -147,13 +147,13 @@ def decoder_step(config, _):
     "HiFi-GAN, its critics and the speaker encoder."
     import tensorflow as tf
     from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
-    from xtts_nb.train.parts import VoiceUpdate, _window_samples
+    from xtts_nb.train.parts import DecoderUpdate, _window_samples
     voice, speaker, B = config.training.decoder, config.model.speaker, config.training.decoder.batch_size
     frames = int(voice.reference_seconds * speaker.sample_rate / speaker.hop_length)
     batch = {'states': tf.zeros([B, voice.window, config.model.gpt.hidden_dim], tf.float16),
              'wav': tf.zeros([B, _window_samples(config)], tf.int16),
              'voice': tf.zeros([B, frames, speaker.n_mels], tf.float16)}
-    return VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config), (batch, tf.constant(0))
+    return DecoderUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config), (batch, tf.constant(0))
 
 
 OTHERS = {f.__name__.replace('_', ' '): f

@@ -27,7 +27,7 @@ from xtts_nb.train.runs import new_run, open_cache
 from xtts_nb.speech.generate import Speaker, _reference_mels, _sample_code, _speaker_vector
 from xtts_nb.train.trainer import _epochs_to_steps
 from xtts_nb.train.parts import (
-    _Bank, Crops, VoiceUpdate, Windows, _window_samples)
+    _Bank, Crops, DecoderUpdate, Windows, _window_samples)
 
 WAV = synthetic_voice(2.)
 
@@ -124,7 +124,7 @@ def rates(config, world, training):
 
 gpt_rates = partial(rates, training=lambda config: config.training.gpt)
 dvae_rates = partial(rates, training=lambda config: config.training.dvae)
-voice_rates = partial(rates, training=lambda config: config.training.decoder)
+decoder_rates = partial(rates, training=lambda config: config.training.decoder)
 
 def length(config, world): return _epochs_to_steps(config.training.gpt,
                                                    BatchPlan(world.cache, config.data)).steps
@@ -178,8 +178,8 @@ def windows(config, world): return Windows(world.bank, config)(tf.constant(0, tf
 
 def window_length(config, world): return _window_samples(config)
 
-def voice_losses(config, world):
-    world.update.voice = config.training.decoder
+def decoder_losses(config, world):
+    world.update.training = config.training.decoder
     return world.update.losses(*world.sounds, tf.constant(0))[0]['loss']
 
 def spoken(config, world):
@@ -278,14 +278,14 @@ TABLE = {
     'training.gpt.max_bad_steps': (2, ran, RUN), 'training.gpt.eval_clips': (2, listener, RUN),
     'training.dvae.steps': (50, dvae_rates), 'training.dvae.learning_rate': (0.5, dvae_rates),
     'training.dvae.batch_size': (3, crops),
-    'training.decoder.steps': (7, voice_rates), 'training.decoder.learning_rate': (0.5, voice_rates),
+    'training.decoder.steps': (7, decoder_rates), 'training.decoder.learning_rate': (0.5, decoder_rates),
     'training.decoder.batch_size': (3, windows),
     'training.decoder.window': (5, windows), 'training.decoder.reference_seconds': (0.6, windows),
-    'training.decoder.mel_weight': (1., voice_losses),
-    'training.decoder.adversarial_weight': (9., voice_losses),
-    'training.decoder.feature_weight': (9., voice_losses),
-    'training.decoder.speaker_weight': (9., voice_losses),
-    'training.decoder.adversarial_from': (5, voice_losses),
+    'training.decoder.mel_weight': (1., decoder_losses),
+    'training.decoder.adversarial_weight': (9., decoder_losses),
+    'training.decoder.feature_weight': (9., decoder_losses),
+    'training.decoder.speaker_weight': (9., decoder_losses),
+    'training.decoder.adversarial_from': (5, decoder_losses),
     'training.decoder.periods': ((2, 3), critic_shapes), 'training.decoder.windows': ((512,), critic_maps),
     'training.decoder.channels': (4, critic_shapes),
     'speech.temperature': (0., spoken, DRAWN), 'speech.top_k': (2, spoken, DRAWN),
@@ -325,7 +325,7 @@ def bank(base, tmp_path_factory) -> _Bank:
 def world(base, bank, prepared, corpus, tokenizer, tmp_path_factory) -> SimpleNamespace:
     "What the observers need, made once."
     keras.utils.set_random_seed(0)
-    update = VoiceUpdate(HiFiGAN(base), SpeakerEncoder(base), True, base)
+    update = DecoderUpdate(HiFiGAN(base), SpeakerEncoder(base), True, base)
     sounds = [tf.random.stateless_normal((1, 3000), [i, 0], stddev=0.1) for i in (0, 1)]
     return SimpleNamespace(cache=prepared, corpus=corpus, tokenizer=tokenizer, bank=bank, update=update,
                            sounds=sounds, folder=lambda: tmp_path_factory.mktemp('runs') / 'run', seen={})

@@ -370,7 +370,7 @@ def test_what_a_run_has_never_seen(prepared, tmp_path):
     assert seen(here, {'key': 'x', 'held_out': ['a'], 'mix_key': own, 'mix_held_out': ['b']}) == ['b']
     assert seen(here, {'key': 'x', 'held_out': ['a']}) == seen(here, {}) == []
     (tmp_path / 'run.json').write_text(json.dumps({'key': own, 'held_out': ['a', 'b']}))
-    assert seen(here, {'part': 'voice', 'model': str(tmp_path), 'held_out': ['b', 'c']}) == ['b']
+    assert seen(here, {'part': 'decoder', 'model': str(tmp_path), 'held_out': ['b', 'c']}) == ['b']
 
 @pytest.mark.slow
 def test_fixed_sentences_from_the_command_to_the_card(ran, prepared, with_hifigan, tmp_path, monkeypatch):

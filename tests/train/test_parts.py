@@ -25,9 +25,9 @@ from xtts_nb.train.runs import _COMMANDS, new_run
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.train.parts import (
-    Crops, _DVAEUpdate, SavedVoice, VoiceUpdate, Windows, _check_same,
+    Crops, _DVAEUpdate, SavedDecoder, DecoderUpdate, Windows, _check_same,
     _is_made, _limits, _other, _cache_of, make_bank,
-    mel_distance, new_voice_run)
+    mel_distance, new_decoder_run)
 
 LOSSES = ('loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss',
           'val_loss')
@@ -231,7 +231,7 @@ def test_the_reference_is_another_clip_where_there_is_one(bank, tiny):
 def first_update(bank, config, learning=True, number=0, batch=None):
     "The update after its first call, and what it returned."
     keras.utils.set_random_seed(0)
-    update = VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), learning, config)
+    update = DecoderUpdate(HiFiGAN(config), SpeakerEncoder(config), learning, config)
     (own,) = Windows(bank, config).stream(0, 1)
     return update, {name: float(x) for name, x in update(batch or own, tf.constant(number)).items()}
 
@@ -241,7 +241,7 @@ def plain(bank, tiny): return first_update(bank, tiny)
 def test_one_update_moves_all_three_networks(bank, tiny, plain):
     update, found = plain
     keras.utils.set_random_seed(0)
-    fresh = VoiceUpdate(HiFiGAN(tiny), SpeakerEncoder(tiny), True, tiny)
+    fresh = DecoderUpdate(HiFiGAN(tiny), SpeakerEncoder(tiny), True, tiny)
     moved = {name: not np.array_equal(v, update.state[name]) for name, v in fresh.state.items()}
     for part in ('decoder', 'speaker', 'critic'):
         assert any(m for name, m in moved.items() if name.startswith(f'{part}/')), part
@@ -255,7 +255,7 @@ def test_one_update_moves_all_three_networks(bank, tiny, plain):
     fresh.optimizer.learning_rate = 0.5
     rates = [float(o.learning_rate) for o in fresh.optimizers]
     assert rates == [0.5, 0.5]   # a callback sets the rate of both
-    still = VoiceUpdate(fresh.decoder, fresh.encoder, False, tiny)
+    still = DecoderUpdate(fresh.decoder, fresh.encoder, False, tiny)
     assert len(still.weights) == len(fresh.decoder.trainable_variables) < len(fresh.weights)
 
 WEIGHTS = {'mel_weight': 3., 'adversarial_weight': 5., 'feature_weight': 7., 'speaker_weight': 11.,
@@ -266,7 +266,7 @@ def test_the_loss_is_the_weighed_sum(tiny, number):
     "Before update `adversarial_from` the critics have no say."
     config = tiny.replace(voice=WEIGHTS)
     made, real = (tf.random.stateless_normal((1, 3000), [i, 0], stddev=0.1) for i in (0, 1))
-    update = VoiceUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config)
+    update = DecoderUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config)
     found, judged = update.losses(made, real, tf.constant(number))
     seen, known = update.critic(made), update.critic(real)
     voice = [update.encoder(speaker_log_mel(resample_batch(x, 24000, 16000), config.model.speaker))
@@ -283,16 +283,16 @@ def test_the_loss_is_the_weighed_sum(tiny, number):
 @pytest.mark.slow
 def test_a_killed_voice_goes_on_to_the_bit_and_speaks(model, prepared, tiny, tmp_path, monkeypatch):
     "Although a checkpoint does not write the GPT again."
-    monkeypatch.setattr(SavedVoice, 'exports', 1)
+    monkeypatch.setattr(SavedDecoder, 'exports', 1)
     config = tiny.replace(training={'gpt': {'validate_every': 2, 'checkpoint_every': 2, 'mode': 'eager'}},
                           voice={'steps': 4})
-    whole = new_voice_run(tmp_path / 'whole', model, prepared, config, ['low-0', 'high-0'])
+    whole = new_decoder_run(tmp_path / 'whole', model, prepared, config, ['low-0', 'high-0'])
     whole.fit()
-    run = new_voice_run(tmp_path / 'run', model, prepared, config, ['low-0', 'high-0'])
+    run = new_decoder_run(tmp_path / 'run', model, prepared, config, ['low-0', 'high-0'])
     written = lambda: (tmp_path / 'run' / 'model.safetensors').stat().st_mtime_ns
     begun = written()
     kill_at(run, 4)
-    again = new_voice_run(tmp_path / 'run')
+    again = new_decoder_run(tmp_path / 'run')
     assert again.step == 2 and written() == begun
     again.fit()
     assert same(whole.state, again.state) and lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
@@ -311,7 +311,7 @@ def test_a_cache_with_other_codes_or_another_tokenizer_is_refused(model, corpus,
     keras.utils.set_random_seed(7)
     prepare(corpus, tmp_path / 'cache', small, DVAE(small))
     with pytest.raises(UserError, match='another DVAE or tokenizer.*--dvae'):
-        new_voice_run(tmp_path / 'run', model, Cache(tmp_path / 'cache'))
+        new_decoder_run(tmp_path / 'run', model, Cache(tmp_path / 'cache'))
     assert not (tmp_path / 'run').exists()
     other = SimpleNamespace(config=xtts.config, dvae=xtts.dvae, tokenizer=train_tokenizer(['zz'], ['en'], 48))
     _check_same(xtts, prepared, 'm')
@@ -337,20 +337,20 @@ def banks(bank, monkeypatch) -> list:
 
 def test_a_voice_begins_and_goes_on(model, prepared, tiny, banks, tmp_path):
     config, run = tiny.replace(training={'gpt': {'validate_every': 2}}), tmp_path / 'run'
-    begun = new_voice_run(run, model, prepared, config, ['low-0', 'high-0'], progress=print)
-    facts = {'part': 'voice', 'model': str(model.resolve()), 'cache': str(prepared.folder.resolve()),
+    begun = new_decoder_run(run, model, prepared, config, ['low-0', 'high-0'], progress=print)
+    facts = {'part': 'decoder', 'model': str(model.resolve()), 'cache': str(prepared.folder.resolve()),
              'corpus': None, 'held_out': ['high-0', 'low-0'], 'learning_voices': True}
     assert json.loads((run / 'run.json').read_text()) == facts and banks == [(prepared.folder, None, print)]
     ids = lambda plan: {plan.bank.ids[i] for i in plan.clips}
     assert ids(begun.held_out) == {'low-0', 'high-0'} == {*begun.plan.bank.ids} - ids(begun.plan)
-    again = new_voice_run(run)
+    again = new_decoder_run(run)
     assert same(begun.state, again.state) and len(banks) == 1
     assert XTTSConfig.load(run / 'config.yaml').voice == config.training.decoder
     (run / 'model.safetensors').unlink()   # killed while it was written, and before the bank was made
     shutil.rmtree(run / 'bank')
-    assert same(begun.state, new_voice_run(run, config=config).state)
+    assert same(begun.state, new_decoder_run(run, config=config).state)
     assert json.loads((run / 'run.json').read_text()) == facts
-    assert new_voice_run(run, config=tiny.replace(training={'gpt': {'validate_every': 0}},
+    assert new_decoder_run(run, config=tiny.replace(training={'gpt': {'validate_every': 0}},
                                                   data={'max_seconds': 9.})).held_out is None
     assert banks[1:] == [(prepared.folder.resolve(), None, None)] * 2   # of other clips the second time
 
@@ -359,23 +359,23 @@ def test_held_out_clips_outside_the_limits_are_left_out_and_named(model, prepare
     seconds = {c['id']: c['seconds'] for c in prepared.clips}
     short, *_, long = sorted(seconds, key=seconds.get)
     limited = tiny.replace(data={'max_seconds': seconds[long] - .01}, training={'gpt': {'validate_every': 2}})
-    begun = new_voice_run(tmp_path / 'run', model, prepared, limited, [short, long])
-    for trainer in (begun, new_voice_run(tmp_path / 'run')):
+    begun = new_decoder_run(tmp_path / 'run', model, prepared, limited, [short, long])
+    for trainer in (begun, new_decoder_run(tmp_path / 'run')):
         assert [trainer.held_out.bank.ids[i] for i in trainer.held_out.clips] == [short]
     line = f'1 of the held-out clips lie outside the limits of data and are left out: {long}.'
     assert capsys.readouterr().err.count(line) == 2
 
 def test_a_voice_that_came_along_is_not_learned_again(model, prepared, tiny, banks, tmp_path):
-    first = new_voice_run(tmp_path / 'first', model, prepared, tiny)
-    second = new_voice_run(tmp_path / 'second', tmp_path / 'first', prepared, tiny, corpus=tmp_path)
+    first = new_decoder_run(tmp_path / 'first', model, prepared, tiny)
+    second = new_decoder_run(tmp_path / 'second', tmp_path / 'first', prepared, tiny, corpus=tmp_path)
     assert not second.update.vector_weights and second.held_out is None
     assert banks[1][1] == str(tmp_path.resolve())
     for one, other in ((second.update.decoder, first.update.decoder),
                        (second.update.encoder, first.update.encoder)):
         assert all(np.array_equal(a, b) for a, b in zip(one.variables, other.variables))
-    with pytest.raises(UserError, match='holds no run'): new_voice_run(tmp_path / 'third', model)
+    with pytest.raises(UserError, match='holds no run'): new_decoder_run(tmp_path / 'third', model)
     with pytest.raises(UserError, match='has no clip nobody to hold out'):
-        new_voice_run(tmp_path / 'fourth', model, prepared, tiny, ['nobody'])
+        new_decoder_run(tmp_path / 'fourth', model, prepared, tiny, ['nobody'])
     assert not (tmp_path / 'fourth').exists()
 
 @pytest.mark.slow
@@ -426,16 +426,16 @@ def test_from_a_corpus_to_a_voice_of_its_own(corpus, yaml, tmp_path, monkeypatch
     assert told(capsys)['vocoder'] == 'hifigan'
 
 @pytest.mark.slow
-@pytest.mark.parametrize('part', ['dvae', 'voice'])
+@pytest.mark.parametrize('part', ['dvae', 'decoder'])
 def test_kill_9(part, corpus, model, prepared, tiny, tmp_path, cheap_xla):
     """A run killed at some moment and gone on with is the run that nobody disturbed; a decoder's under
     XLA, see dev/LOG.md."""
     config = tiny.replace(training={'gpt': {'checkpoint_every': 5, 'log_every': 3,
-                                            'mode': 'xla' if part == 'voice' else 'graph'},
+                                            'mode': 'xla' if part == 'decoder' else 'graph'},
                                             'dvae': {'steps': 60}},
                           voice={'steps': 40})
     (tmp_path / 'c.yaml').write_text(config.to_yaml())
-    given = {'dvae': [corpus], 'voice': ['--model', model, '--data', prepared.folder]}[part]
+    given = {'dvae': [corpus], 'decoder': ['--model', model, '--data', prepared.folder]}[part]
     arguments = [_COMMANDS[part], *map(str, given), '--config', str(tmp_path / 'c.yaml'), '--run']
     assert xtts_nb(*arguments, tmp_path / 'whole', '--json').code == 0
     child = started(*arguments, tmp_path / 'run', stderr=subprocess.PIPE)
@@ -444,7 +444,7 @@ def test_kill_9(part, corpus, model, prepared, tiny, tmp_path, cheap_xla):
     assert child.communicate() and child.returncode == -signal.SIGKILL
     assert xtts_nb(_COMMANDS[part], '--run', tmp_path / 'run', '--json').code == 0
     assert lines_of(tmp_path / 'run') == lines_of(tmp_path / 'whole')
-    for name in ('checkpoints', {'dvae': 'dvae.safetensors', 'voice': 'model.safetensors'}[part]):
+    for name in ('checkpoints', {'dvae': 'dvae.safetensors', 'decoder': 'model.safetensors'}[part]):
         whole = tmp_path / 'whole'
         for file in sorted(whole.glob(f'{name}/*') if name == 'checkpoints' else [whole / name]):
             assert file.read_bytes() == (tmp_path / 'run' / file.relative_to(whole)).read_bytes(), file

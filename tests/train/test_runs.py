@@ -200,7 +200,7 @@ def test_the_architecture_comes_from_the_base_and_the_rest_from_the_run(eager, t
 @pytest.mark.parametrize('inside, found', [
     (None, {}), (['plan'], {}), (['lock', 'mels.npy', 'config.yaml', f'plan.0123abcd{_PART}'], {}),
     (['config.yaml'], UserError), (['plan.7.part'], UserError), (['plan', 'lock', 'thesis'], UserError),
-    ({'key': 1}, {'key': 1}), ({'part': 'gpt'}, {'part': 'gpt'}), ({'part': 'voice'}, UserError),
+    ({'key': 1}, {'key': 1}), ({'part': 'gpt'}, {'part': 'gpt'}), ({'part': 'decoder'}, UserError),
     ({'run_id': 'of another program'}, UserError)])
 def test_what_a_folder_holds(tmp_path, inside, found):
     "A start that was cut off is made again; files of somebody else are never touched."

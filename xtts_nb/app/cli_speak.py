@@ -242,7 +242,7 @@ def _write_card(folder: Path, found, config, model: Path, facts: dict, held: lis
     from xtts_nb.speech.guard import _training_facts
     from xtts_nb.train.trainer import _updates_of
     chosen = _was_chosen(model, facts, held)
-    if facts.get('part') == 'voice':   # a decoder's run: what it speaks with was made by another one
+    if facts.get('part') == 'decoder':   # a decoder's run: what it speaks with was made by another one
         model = Path(facts['model'])
         facts = _training_facts(model)
     card = _model_card(found, config, facts, _trained_on(facts), _updates_of(model), chosen)
@@ -267,7 +267,7 @@ def _never_seen(data: Path, facts: dict) -> list[str]:
     "Ids of the clips that a run held out, of a cache that it trained on, or of a corpus."
     from xtts_nb.files import read_json
     from xtts_nb.speech.guard import _training_facts
-    if facts.get('part') == 'voice':   # of a decoder's run: what neither it nor the GPT was trained on
+    if facts.get('part') == 'decoder':   # of a decoder's run: what neither it nor the GPT was trained on
         gpt = _never_seen(data, _training_facts(facts['model']))
         return [clip for clip in facts['held_out'] if clip in gpt]
     if not (data / 'manifest.json').is_file(): return facts.get('held_out', [])

@@ -512,18 +512,18 @@ def _train_decoder(
                    'start a run with xtts-nb train-decoder --model MODEL')
     start()
     from xtts_nb.train.runs import held_out_share, open_cache
-    from xtts_nb.train.parts import _cache_of, new_voice_run
-    settings = _voice_settings(run if known else model, config, known)
+    from xtts_nb.train.parts import _cache_of, new_decoder_run
+    settings = _decoder_settings(run if known else model, config, known)
     settings = _changed(settings, 'decoder', val, steps)
     cache = None if known else open_cache(data or _cache_of(model), settings)
     out = held_out_share(cache, val) if cache and val else ()
     with progress() as tell:
-        trainer = new_voice_run(run or _free_run('voice'), model, cache, settings, out, corpus,
+        trainer = new_decoder_run(run or _free_run('decoder'), model, cache, settings, out, corpus,
                                 stage(tell, 'states and recordings'))
         result, text = _fit(trainer, 'train-decoder', tell)
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 
-def _voice_settings(folder: Path, config: Path | None, known: bool):
+def _decoder_settings(folder: Path, config: Path | None, known: bool):
     "The settings of a model or a decoder's run, with a file over them; raises `UserError` for an unused one."
     from xtts_nb.config import XTTSConfig
     from xtts_nb.app.recipes import check_used, flat

@@ -173,7 +173,8 @@ class ConditioningEncoder(keras.layers.Layer):
         self.init = keras.layers.Dense(cfg.hidden_dim, dtype=self.dtype_policy, name='init')
         self.blocks = [AttentionBlock(cfg.num_heads, dtype=self.dtype_policy, name=f'block_{i}')
                        for i in range(cfg.conditioning_layers)]
-        self.perceiver = Perceiver(cfg.prompt_latents, cfg.hidden_dim, cfg.perceiver_layers, cfg.perceiver_heads,
+        self.perceiver = Perceiver(cfg.prompt_latents, cfg.hidden_dim, cfg.perceiver_layers,
+                                   cfg.perceiver_heads,
                                    cfg.perceiver_head_dim, dtype=self.dtype_policy, name='perceiver')
 
     def build(self, shape=None):
@@ -288,7 +289,8 @@ class GPT(keras.Model):
         dense = lambda n, name: keras.layers.Dense(n, kernel_initializer=normal(), dtype=dtype, name=name)
         norm = lambda name: keras.layers.LayerNormalization(epsilon=1e-5, dtype=dtype, name=name)
         block = lambda i: TransformerBlock(
-            cfg.hidden_dim, cfg.num_heads, cfg.dropout, (2 * cfg.num_layers)**-0.5, dtype=dtype, name=f'block_{i}')
+            cfg.hidden_dim, cfg.num_heads, cfg.dropout, (2 * cfg.num_layers)**-0.5, dtype=dtype,
+            name=f'block_{i}')
         codes, n_mels = config.model.dvae.codes + 2, config.model.audio.n_mels
         self.mel_stats = self.add_weight(
             shape=(n_mels,), initializer='ones', trainable=False, dtype='float32', name='mel_stats')

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from ..config import VoiceConfig, XTTSConfig
+from ..config import DecoderTraining, XTTSConfig
 from ..files import _check_tensor, load_weights, named_weights, _open_weights
 
 # %% ../../nbs/models/hifigan.ipynb #3ade5b3e
@@ -296,11 +296,11 @@ class SpectrumDiscriminator(keras.layers.Layer):
 # %% ../../nbs/models/hifigan.ipynb #3e261e7c
 class Critic(keras.Model):
     "All discriminators: samples (B, N) -> a list of feature maps from each."
-    def __init__(self, voice: VoiceConfig, dtype='float32', **kwargs):   # not the global policy
+    def __init__(self, training: DecoderTraining, dtype='float32', **kwargs):   # not the global policy
         super().__init__(dtype=dtype, **kwargs)
-        make = lambda kind, what, n: kind(n, voice.channels, name=f'{what}_{n}', dtype=self.dtype_policy)
-        self.parts = [make(PeriodDiscriminator, 'period', p) for p in voice.periods]
-        self.parts += [make(SpectrumDiscriminator, 'spectrum', n) for n in voice.windows]
+        make = lambda kind, what, n: kind(n, training.channels, name=f'{what}_{n}', dtype=self.dtype_policy)
+        self.parts = [make(PeriodDiscriminator, 'period', p) for p in training.periods]
+        self.parts += [make(SpectrumDiscriminator, 'spectrum', n) for n in training.windows]
         for part in self.parts: part.build(None)
         self.built = True
 

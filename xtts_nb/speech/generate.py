@@ -165,7 +165,8 @@ def advance_rows(
         return i + 1, state | {'slot': slot, 'hidden': x, 'visible': visible, 'index': index, 'done': done,
                                'cache': cache, 'spoken': spoken}, codes, states
 
-    begin = (tf.constant(0), state, tf.fill([B, chunk], gpt.code_stop), tf.zeros([B, chunk, gpt.cfg.hidden_dim]))
+    begin = (tf.constant(0), state, tf.fill([B, chunk], gpt.code_stop),
+             tf.zeros([B, chunk, gpt.cfg.hidden_dim]))
     most = chunk if limit is None else tf.minimum(limit, chunk)
     unfinished = lambda i, state, *_: (i < most) & ~tf.reduce_all(state['done'])
     return tf.while_loop(unfinished, step, begin)[1:]

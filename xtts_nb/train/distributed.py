@@ -231,8 +231,8 @@ def _check_rows(config: XTTSConfig, devices: int):
     parts = devices * config.training.gpt.grad_accum_steps
     if config.data.batch_size % parts:
         raise UserError(f'data.batch_size {config.data.batch_size} cannot be divided among {devices} devices '
-                        f'with {config.training.gpt.grad_accum_steps} parts each; make it a multiple of {parts} '
-                        'or '
+                        f'with {config.training.gpt.grad_accum_steps} parts each; make it a multiple of '
+                        f'{parts} or '
                         'leave fewer GPUs in CUDA_VISIBLE_DEVICES.')
 
 def _check_alike(copies: _Replicas, *facts):

@@ -213,7 +213,7 @@ def _with_older(
     return plan, {'old': _fixed(old, config, old_out, old_encoder)} if old_out.any() else {}
 
 # %% ../../nbs/train/runs.ipynb #cdd4f009
-_COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'voice': 'train-decoder'}   # part -> its command
+_COMMANDS = {'gpt': 'train', 'dvae': 'train-dvae', 'decoder': 'train-decoder'}   # part -> its command
 
 def _run_facts(run: str | Path, part: str = 'gpt') -> dict:
     "The facts of a run, empty for a new one; raises `UserError` for a run of another part or other files."
@@ -277,7 +277,7 @@ def new_run(
         rows = new_rows(config, xtts.tokenizer, plan.cache.languages)
         update = make_update(xtts.gpt, _epochs_to_steps(config.training.gpt, plan), rows)
         trainer = (make or Trainer)(xtts, plan, run, validation, update, listen=listen, **more, **where)
-    if listener and config.training.gpt.judge_by == 'dtw': trainer.listen_last = partial(listener,
+    if listener and config.training.gpt.judge_by == 'dtw': trainer.eval_last = partial(listener,
                                                                                          _LAST_CLIPS)
     if run: _write_run(run, config, plan.cache, held_out, origin)
     return trainer

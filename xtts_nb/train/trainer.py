@@ -288,7 +288,7 @@ class Trainer:
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
         self.validated = {}   # by the last validation
         self.unsaved = None   # a best model that could not be written, with its scores
-        self.listen_last = None   # () -> as `listen`, of more clips, for the end of the training
+        self.eval_last = None   # () -> as `listen`, of more clips, for the end of the training
         self.writer, self.fetcher, self.alone = Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
         self.hooks, self.known = _Hooks([], self.update.model, self.optimizer, self.epoch_updates), None
         with _locked(self.run):
@@ -596,10 +596,10 @@ def _note_best(self: Trainer, metrics: dict[str, float]) -> bool:
 def _compare_last(self: Trainer):
     "When training ends: keep the last model in place of the best one if it speaks more clips better."
     best, last = self.best, self.step
-    if not (self.run and self.listen_last and best) or last in (best['step'], best.get('compared')): return
+    if not (self.run and self.eval_last and best) or last in (best['step'], best.get('compared')): return
     logged = [line for line in _read_json_lines(self.run / 'metrics.jsonl') if 'val_loss' in line]
     if not (logged and logged[-1]['step'] == last): return
-    listen, kept = self.listen_last(), self.run / 'best' / 'model.safetensors'
+    listen, kept = self.eval_last(), self.run / 'best' / 'model.safetensors'
     if len(listen.ids) <= self.training.eval_clips: return   # there are no more
     heard = lambda: {f'val_{name}': float(value) for name, value in listen(None).items()}
     then = {name: value for name, value in best.items() if name != 'lowest'}
