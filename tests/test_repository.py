@@ -123,7 +123,7 @@ def test_imports_follow_the_order_of_the_rooms_without_a_circle():
 
 # modules that are imported one after the other, and what none up to then may have imported
 LIGHT = {'xtts_nb': ['numpy', 'pydantic'], 'xtts_nb.config': [], 'xtts_nb.files': ['numpy'],
-         'xtts_nb.app.recipes': [], 'xtts_nb.app.download': ['pooch', 'huggingface_hub', 'tqdm'],
+         'xtts_nb.settings': [], 'xtts_nb.app.download': ['pooch', 'huggingface_hub', 'tqdm'],
          'xtts_nb.sampler': ['pynvml'], 'xtts_nb.monitor.live': ['matplotlib', 'IPython', 'ipywidgets']}
 IMPORT = '''
 import importlib, json, sys
@@ -141,7 +141,7 @@ def test_imports_are_light():
 def test_the_names_that_people_import_are_here():
     import xtts_nb
     assert [name for name in dir(xtts_nb) if name[0] != '_'] == xtts_nb.__all__ and {*xtts_nb.__all__} == {
-        'XTTS', 'Trainer', 'prepare', 'Speaker', 'gpu_live', 'diagnose', 'XTTSConfig', 'setup_tf'}
+        'XTTS', 'Trainer', 'begin', 'prepare', 'Speaker', 'gpu_live', 'diagnose', 'XTTSConfig', 'setup_tf'}
     for name in xtts_nb.__all__: assert getattr(xtts_nb, name).__name__ == name and name in vars(xtts_nb)
     with pytest.raises(AttributeError): xtts_nb.nothing  # noqa: B018
     headings = re.findall(r'^## \[?([^\]\s]+)', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'),

@@ -22,7 +22,7 @@ from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import _POLICIES
 from xtts_nb.train.step import AdamW, averaged, learning_rate, compile_step
 from xtts_nb.data.prepare import choose_mode
-from xtts_nb.app.recipes import flat
+from xtts_nb.settings import flat
 from xtts_nb.train.runs import new_run, open_cache
 from xtts_nb.speech.generate import Speaker, _reference_mels, _sample_code, _speaker_vector
 from xtts_nb.train.trainer import _epochs_to_steps

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from .monitor.diagnose import diagnose
     from .monitor.live import gpu_live
     from .speech.generate import Speaker
+    from .train.begin import begin
     from .train.trainer import Trainer
 
 _MODULES = {'Speaker': 'speech.generate', 'Trainer': 'train.trainer', 'XTTS': 'models.xtts',
-            'XTTSConfig': 'config', 'diagnose': 'monitor.diagnose', 'gpu_live': 'monitor.live',
+            'XTTSConfig': 'config', 'begin': 'train.begin', 'diagnose': 'monitor.diagnose', 'gpu_live': 'monitor.live',
             'prepare': 'data.prepare', 'setup_tf': 'config'}
-__all__ = ['Speaker', 'Trainer', 'XTTS', 'XTTSConfig', 'diagnose', 'gpu_live', 'prepare', 'setup_tf']
+__all__ = ['Speaker', 'Trainer', 'XTTS', 'XTTSConfig', 'begin', 'diagnose', 'gpu_live', 'prepare', 'setup_tf']
 
 
 def __getattr__(name: str):

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Positive', 'UserError', 'Section', 'Workspace', 'workspace', 'sizes', 'cores', 'setup_tf', 'AudioConfig',
            'DVAEConfig', 'GPTConfig', 'SpeakerConfig', 'DecoderConfig', 'ModelConfig', 'DataConfig', 'PartTraining',
-           'GPTTraining', 'DVAETraining', 'DecoderTraining', 'TrainingConfig', 'SpeechConfig', 'XTTSConfig']
+           'GPTTraining', 'DVAETraining', 'DecoderTraining', 'TrainingConfig', 'SpeechConfig', 'read_settings',
+           'XTTSConfig']
 
 # %% ../nbs/00_config.ipynb #0670ef92
 import configparser
@@ -475,7 +476,7 @@ def _explain(error: pydantic.ValidationError, where: str) -> str:
     if e['type'] == 'value_error': return f'{where}: {key or "the settings"}: {e["ctx"]["error"]}.'
     return f'{where}: {key or "the settings"}: {e["msg"]}; got {e["input"]!r}.'
 
-def _read_settings(path: str | Path) -> dict:
+def read_settings(path: str | Path) -> dict:
     "The content of a YAML file, not yet validated; raises `UserError` if it is not YAML of sections."
     try: values = yaml.safe_load(Path(path).read_text(encoding='utf-8')) or {}
     except FileNotFoundError: raise UserError(f'{path}: there is no such settings file.') from None
@@ -512,7 +513,7 @@ class XTTSConfig(Section):
     @classmethod
     def load(cls, path: str | Path) -> 'XTTSConfig':
         "Settings from a YAML file; keys left out keep their defaults."
-        return cls.from_dict(_read_settings(path), str(path))
+        return cls.from_dict(read_settings(path), str(path))
 
     def to_yaml(self) -> str: return yaml.safe_dump(self.model_dump(), sort_keys=False)
 

@@ -15,7 +15,7 @@ from xtts_nb.app import check
 from xtts_nb.app.check import (
     _CHECKS, _LEARNING, StepTrial, TFSettings, _change_for, environment, run_checks,
     verify_settings, write_environment)
-from xtts_nb.app.recipes import flat, _from_environment
+from xtts_nb.settings import flat, from_environment
 from xtts_nb.config import TrainingConfig, UserError, XTTSConfig
 from xtts_nb.sampler import CPU, GPU, Sample
 from xtts_nb.train.step import MODES, choose_xla, step_modes
@@ -167,7 +167,7 @@ def test_a_shell_reads_the_file_and_training_takes_its_keys(clean, tmp_path, mon
     assert environment(settings).items() <= got.items()
     assert got['TF_XLA_FLAGS'] == '--other=2 --tf_xla_auto_jit=2'
     for name in ('XTTS_NB_MODE', 'XTTS_NB_PRECISION'): monkeypatch.setenv(name, got[name])
-    assert _from_environment() == {'training.gpt.mode': 'auto', 'training.gpt.precision': 'bfloat16'}
+    assert from_environment() == {'training.gpt.mode': 'auto', 'training.gpt.precision': 'bfloat16'}
 
 CHILD = '''
 import json

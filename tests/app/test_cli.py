@@ -22,8 +22,9 @@ import typer
 
 from process import SMALL, Done, Forked, hears_ctrl_c, interrupted, main, python, started, tree, xtts_nb
 from xtts_nb import __version__
-from xtts_nb.app import cli_data, cli_speak
+from xtts_nb.app import cli_speak
 from xtts_nb.app.cli import app
+from xtts_nb.train import caches
 from xtts_nb.config import XTTSConfig
 from xtts_nb.data.cache import Cache
 
@@ -315,8 +316,8 @@ def test_verify_finds_and_repairs(corpus, prepared, tmp_path, ran):
 @pytest.fixture
 def ten(mini, tmp_path):
     "Ten updates of the DVAE without a graph, which would take longer to trace."
-    (tmp_path / 'ten.yaml').write_text(mini.replace(training={'gpt': {'mode': 'eager'},
-                                                              'dvae': {'steps': 10}}).to_yaml())
+    (tmp_path / 'ten.yaml').write_text(mini.replace(training={'dvae': {'mode': 'eager',
+                                                                       'steps': 10}}).to_yaml())
     return tmp_path / 'ten.yaml'
 
 @pytest.mark.slow
@@ -330,7 +331,7 @@ def test_prepare_again_learns_and_writes_nothing(mine, ten, tmp_path, ran):
     with open(mine / 'metadata.csv', 'a') as file: file.write('new|aa bb|aa bb|low|en\n')
     weights = (out / 'dvae.safetensors').read_bytes()
     assert ran(line).json['made']['codes'] == 1 and (out / 'dvae.safetensors').read_bytes() == weights
-    ten.write_text(ten.read_text().replace('dvae_steps: 10', 'dvae_steps: 5'))
+    ten.write_text(ten.read_text().replace('steps: 10\n', 'steps: 5\n'))
     assert ran(line).json['made']['codes'] == 15 and (out / 'dvae.safetensors').read_bytes() != weights
 
 @pytest.mark.slow
@@ -344,7 +345,7 @@ def test_the_training_of_a_dvae_goes_on(corpus, ten, tmp_path, ran):
     child.kill()
     child.wait()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('xtts_nb.data.prepare.ShardMaker.__call__',
+        patch.setattr('xtts_nb.data.prepare._ShardMaker.__call__',
                       lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         done = ran(line, tmp_path / 'out')
     assert done.code == 130 and re.search(r'at update \d+ of 10',
@@ -355,11 +356,11 @@ def test_the_training_of_a_dvae_goes_on(corpus, ten, tmp_path, ran):
     assert not work.exists()
 
 def test_what_a_learned_dvae_belongs_to(tmp_path):
-    key = lambda corpus='a', layout=None, **changes: cli_data._learned_key(
+    key = lambda corpus='a', layout=None, **changes: caches._learned_key(
         tmp_path / corpus, XTTSConfig.tiny().replace(**changes), layout)
     same = {key('b/../a'), key(data={'batch_size': 3}), key(training={'gpt': {'steps': 7}}),
             key(model={'gpt': {'num_layers': 1}})}
-    others = {key('b'), key(layout='vctk'), key(training={'gpt': {'seed': 3}}),
+    others = {key('b'), key(layout='vctk'), key(training={'dvae': {'seed': 3}}),
               key(training={'dvae': {'steps': 3}}),
               key(model={'audio': {'f_max': 7000.}}), key(model={'dvae': {'codes': 7}})}
     assert same == {key()} and len(others - {key()}) == 6

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from process import main, tree, xtts_nb
-from xtts_nb.app import cli, cli_train
-from xtts_nb.app.recipes import flat
+from xtts_nb.app import cli
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan, cached_batches
-from xtts_nb.train import runs
+from xtts_nb.settings import flat
+from xtts_nb.train import begin, caches, runs
 from xtts_nb.train.step import CompiledStep
 
 TINY = XTTSConfig.tiny()
@@ -142,7 +142,7 @@ def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, prepare
     before = tree(made)
     assert first.plan.cache.folder == made and f'is a corpus; its cache is {made}' in capfd.readouterr().err
     assert len(built(*options, data=corpus).plan.cache) == 14 and tree(made) == before
-    named, settings = cli_train._corpus_cache_folder, first.xtts.config
+    named, settings = caches.cache_folder, first.xtts.config
     assert named(corpus, settings) == made and named(corpus, settings, made) != made   # of another DVAE
     for change in ({'data': {'min_seconds': 0.8}}, {'model': {'audio': {'f_max': 7000.}}},
                    {'training': {'dvae': {'steps': 3}}}):
@@ -150,7 +150,7 @@ def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, prepare
     assert named(corpus, settings.replace(data={'batch_size': 2}, training={'gpt': {'steps': 7}})) == made
     (home / 'runtime.yaml').write_text(settings.replace(data={'preprocessing_mode': 'runtime'}).to_yaml())
     stored = built(data=corpus, config='runtime.yaml').plan.cache.manifest['stored']
-    assert 'codes' not in stored and cli_train._is_corpus(corpus) and not cli_train._is_corpus(made)
+    assert 'codes' not in stored and caches.is_corpus(corpus) and not caches.is_corpus(made)
     validated = built('--val-data', corpus)
     assert validated.held_out.count.sum() == 14 and validated.training.validate_every == 1   # of 4 updates
     assert validated.held_out.cache.manifest['keys'] == prepared.manifest['keys']   # its DVAE and tokenizer
@@ -178,7 +178,7 @@ def base(tmp_path) -> Path:
     "The folder of a model of another size, with a voice and a speech of its own."
     own = TINY.replace(model={'gpt': {'num_layers': 3, 'dropout': .3}},
                        speech={'temperature': .25, 'top_k': 7},
-                       voice={'steps': 9})
+                       training={'decoder': {'steps': 9}})
     (folder := tmp_path / 'base').mkdir()
     (folder / 'config.yaml').write_text(own.to_yaml())
     for name in ('tokenizer.json', 'model.safetensors'): (folder / name).touch()
@@ -186,19 +186,20 @@ def base(tmp_path) -> Path:
 
 def test_what_is_requested_beside_a_base_is_kept(base):
     "Its architecture, voice and speech, but for what a person sets; resuming loses nothing of that."
-    with_base = lambda settings, *more: cli_train._with_base(base, settings, None, TINY, *more)
+    with_base = lambda settings, *more: begin._with_base(base, settings, TINY, *more)
     slower = {'learning_rate': 1e-4, 'warmup_steps': 0, 'schedule': 'constant'}
-    assert with_base(TINY) == TINY.replace(model={'gpt': {'num_layers': 3}}, training=slower,
-                                           speech={'temperature': .25, 'top_k': 7}, voice={'steps': 9})
+    assert with_base(TINY) == TINY.replace(model={'gpt': {'num_layers': 3}},
+                                           speech={'temperature': .25, 'top_k': 7},
+                                           training={'gpt': slower, 'decoder': {'steps': 9}})
     wanted = TINY.replace(model={'gpt': {'dropout': .1, 'code_noise': .2}}, speech={'temperature': .5},
-                          voice={'batch_size': 3}, data={'batch_size': 5})
-    assert with_base(wanted) == wanted.replace(model={'gpt': {'num_layers': 3}}, training=slower,
-                                               speech={'top_k': 7}, voice={'steps': 9})
+                          training={'decoder': {'batch_size': 3}}, data={'batch_size': 5})
+    assert with_base(wanted) == wanted.replace(model={'gpt': {'num_layers': 3}}, speech={'top_k': 7},
+                                               training={'gpt': slower, 'decoder': {'steps': 9}})
     other = TINY.replace(model={'gpt': {'num_layers': 5}})
     for folder, resumed in ((base, False), (base, True), (None, True)):
         with pytest.raises(UserError, match='model.gpt.num_layers = 5'):
-            cli_train._with_base(folder, other, None, TINY, resumed)
-    assert cli_train._with_base(None, other, None, TINY) == other   # a new model
+            begin._with_base(folder, other, TINY, resumed)
+    assert begin._with_base(None, other, TINY) == other   # a new model
 
 @pytest.mark.parametrize('options, expected', [
     ([], (5e-6, 0, 'constant')), (['--finetune', 'lora'], (1e-4, 50, 'cosine')),
@@ -209,18 +210,19 @@ def test_the_rate_is_that_of_what_is_trained(ran, base, monkeypatch, options, ex
     "Unless somebody chose another; a file that holds every key, as `config create` writes it, chooses none."
     monkeypatch.chdir(base.parent)
     made = SimpleNamespace(config=XTTSConfig(), folder='cache')   # with the DVAE of a converted XTTS-v2
-    monkeypatch.setattr('xtts_nb.data.cache.Cache', lambda *given, **named: made)
+    monkeypatch.setattr(begin, 'Cache', lambda *given, **named: made)
+    monkeypatch.setattr(begin, '_check_prepared', lambda *given: None)
     (base / 'config.yaml').write_text(XTTSConfig().to_yaml())
     Path('c.yaml').write_text(XTTSConfig.xtts_v2().to_yaml())
     Path('two.yaml').write_text('training: {gpt: {learning_rate: 3e-5, warmup_steps: 7}}')
     model = [] if options is None else ['--model', str(base), *options]
     found = {row['key']: row['value'] for row
              in ran('config show --json --data cache', *model).json['settings']}
-    assert tuple(found[f'training.{key}'] for key
+    assert tuple(found[f'training.gpt.{key}'] for key
                  in ('learning_rate', 'warmup_steps', 'schedule')) == expected
 
 def test_a_run_or_something_to_begin_one_with(tmp_path):
-    known = lambda run, source: cli_train._known(run, source, 'nothing is given', 'begin one')
+    known = lambda run, source: begin.known_run(run, source, 'nothing is given', 'begin one')
     assert not known(None, 'corpus') and not known(tmp_path / 'new', 'corpus')
     pytest.raises(UserError, known, None, None)
     (tmp_path / 'run.json').touch()
@@ -238,7 +240,7 @@ def test_a_run_or_something_to_begin_one_with(tmp_path):
 def test_a_training_that_goes_on_is_validated_by_its_new_length(begun, now, every):
     begun, now = (values and TINY.replace(training={'gpt': values},
                                           data={'batch_size': 4}) for values in (begun, now))
-    assert cli_train._validated(now, begun, .1, range(33)).training.gpt.validate_every == every
+    assert begin._validated(now, begun, .1, range(33)).training.gpt.validate_every == every
 
 def test_an_interval_that_is_asked_for_stays(built, home):
     "Also where it is the one that a shorter training had by itself."

@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-from .recipes import config_diff, _ENVIRONMENT, _from_environment, nested
+from ..settings import config_diff, ENVIRONMENT, from_environment, nested
 from ..bench import _cpu_name, _device_name, _to_device, trace_count, wait_for
 from ..config import cores, setup_tf, UserError, workspace, XTTSConfig
 from ..data.cache import Cache
@@ -89,7 +89,7 @@ def environment(settings: TFSettings) -> dict[str, str]:
     flags = [flag for flag in os.environ.get('TF_XLA_FLAGS', '').split() if 'tf_xla_auto_jit' not in flag]
     if settings.xla: flags.append('--tf_xla_auto_jit=2')   # on a GPU, also functions without jit_compile
     out['TF_XLA_FLAGS'] = ' '.join(flags)
-    return out | dict(zip(_ENVIRONMENT, ('auto' if settings.xla else 'graph', settings.precision)))
+    return out | dict(zip(ENVIRONMENT, ('auto' if settings.xla else 'graph', settings.precision)))
 
 # %% ../../nbs/app/check.ipynb #2c25b6ba
 def _are_ours(path: Path) -> bool:
@@ -171,7 +171,7 @@ def _settings_in_use() -> dict:
     table = setup_tf()
     config = XTTSConfig.tiny(64).replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
                                          data={'batch_size': 2, 'reference_frames': 32})
-    config = config.replace(**nested(_from_environment()))
+    config = config.replace(**nested(from_environment()))
     gpt = GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision])
     step = compile_step(Update(gpt, config.training.gpt), config.training.gpt)
     loss = float(step(random_batch(config, 12, 20), tf.constant(0))['loss'])

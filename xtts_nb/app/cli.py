@@ -304,9 +304,9 @@ def _diagnosed(
     name, config, data, out, batch_size, batches, seconds, apply, change_learning
 ) -> tuple[dict, str]:
     "The diagnosis of a training and, with `apply`, settings that are faster: the result, and its text."
-    from xtts_nb.app.recipes import load_recipe
+    from xtts_nb.app.myxtts import load_config
     from xtts_nb.config import UserError
-    requested = load_recipe(config, to_stderr) if config else None
+    requested = load_config(config, to_stderr) if config else None
     start()
     from xtts_nb.monitor.diagnose import diagnose
     from xtts_nb.app.check import cache_for, prerequisites, quick_fix, training

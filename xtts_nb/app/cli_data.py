@@ -6,7 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/app/cli_data.ipynb #e3681f9a
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -80,97 +79,6 @@ def _corpus(
     return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'
                     f'{out} is ready: xtts-nb prepare {out}')
 
-# %% ../../nbs/app/cli_data.ipynb #49b0d04d
-def _given(dvae: Path, settings):
-    "The DVAE in the folder of a run or a cache, and its tokenizer or None."
-    from xtts_nb.models.dvae import load_dvae
-    from xtts_nb.data.text import Tokenizer
-    inside = (dvae / 'dvae.safetensors').is_file()
-    path = dvae / ('dvae.safetensors' if inside else 'model.safetensors')
-    encoder = load_dvae(path, settings, prefix='' if inside else 'dvae/')
-    tokenizer = dvae / 'tokenizer.json'   # a run of train-dvae has none
-    return encoder, Tokenizer.load(tokenizer) if tokenizer.is_file() else None
-
-def _dvae_settings(settings) -> dict:
-    "The settings of its training that a DVAE depends on."
-    return settings.training.dvae.model_dump(include={'steps', 'batch_size', 'learning_rate', 'ema', 'seed'})
-
-def _learned_key(corpus: Path, settings, layout: str | None) -> str:
-    "The key of a DVAE that is trained here: the path of the corpus and the settings of the DVAE."
-    from xtts_nb.files import fingerprint
-    model = [section.model_dump() for section in (settings.model.audio, settings.model.dvae)]
-    return fingerprint(str(corpus.resolve()), layout, model, _dvae_settings(settings))
-
-def _known_dvae(out: Path, work: Path, key: str) -> Path | None:
-    "The file of the DVAE with this key, in the cache or in the folder of unfinished work; None without one."
-    from xtts_nb.data.cache import _changed_files, _read_manifest
-    from xtts_nb.config import UserError
-    try: manifest = _read_manifest(out)
-    except UserError: manifest = {'source': {}}
-    if manifest['source'].get('learned') == key and 'dvae.safetensors' not in _changed_files(out, manifest):
-        return out / 'dvae.safetensors'
-    unfinished = work / f'learned-{key}.safetensors'
-    return unfinished if unfinished.is_file() else None
-
-# %% ../../nbs/app/cli_data.ipynb #d31c85f7
-def _learned(clips, work: Path, out: Path, key: str, settings, tell):
-    "The DVAE with this key: an existing one, else one trained on `clips`."
-    import shutil
-    from xtts_nb.models.dvae import load_dvae
-    if known := _known_dvae(out, work, key):
-        to_stderr(f'{known}: was learned from this corpus with these settings, and is kept.')
-        return load_dvae(known, settings)
-    trained, run = _train_dvae(clips, work, settings, tell)
-    trained.save(work / f'learned-{key}.safetensors')
-    shutil.rmtree(run, ignore_errors=True)
-    return trained
-
-def _train_dvae(clips, work: Path, settings, tell):
-    "A DVAE trained on `clips`, and its run in `work`; an unfinished run on these recordings is resumed."
-    import shutil
-    from xtts_nb.models.dvae import load_dvae
-    from xtts_nb.files import fingerprint
-    from xtts_nb.data.prepare import mel_sample
-    from xtts_nb.train.parts import new_dvae_run
-    steps, state = settings.training.dvae.steps, lambda file: (file.st_size, file.st_mtime_ns)
-    corpus = [fingerprint(str(c), state(c.path.stat())) for c in clips]
-    run = work / f'dvae-{fingerprint(settings.model_dump(), corpus)}'
-    if not (run / 'run.json').is_file(): shutil.rmtree(run, ignore_errors=True)   # killed before its start
-    every = max(1, min(settings.training.dvae.checkpoint_every, steps // 10))
-    run_settings = settings.replace(training={'dvae': {'checkpoint_every': every, 'keep_checkpoints': 1}})
-    mels = lambda: mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
-    trainer = new_dvae_run(run, run_settings, mels)
-    if trainer.step: to_stderr(f'The training of the DVAE resumes at update {trainer.step} of {steps}.')
-    report = lambda done, total, line: tell('train the DVAE', done, total, f'mel loss {line["mel_loss"]:.3f}')
-    tell('train the DVAE', trainer.step, steps, 'compiling')
-    trainer.fit(progress=report)
-    return load_dvae(run / 'dvae.safetensors', settings), run
-
-# %% ../../nbs/app/cli_data.ipynb #4d60fed8
-def _make_cache(
-    corpus: Path,
-    out: Path,                  # folder of the cache
-    settings,
-    dvae: Path | None = None,   # run or cache whose DVAE and tokenizer to use; default: train both
-    language: str = 'en',
-    layout: str | None = None,
-    workers: int | None = None,
-    part: tuple[int, int] = (1, 1),   # (I, N)
-) -> dict:
-    "Prepare a corpus, with progress on stderr; returns the report."
-    from xtts_nb.data.prepare import prepare
-    from xtts_nb.data.corpora import layout_line
-    from xtts_nb.models.dvae import load_dvae
-    from xtts_nb.app.demo import corpus_page
-    to_stderr(layout_line(corpus, layout))
-    with progress() as tell:
-        key = '' if dvae else _learned_key(corpus, settings, layout)
-        learn = partial(_learned, out=out, key=key, settings=settings, tell=tell)
-        encoder, tokenizer = _given(dvae, settings) if dvae else (learn, None)
-        return prepare(corpus, out, settings, encoder, tokenizer, language,
-                       progress=stage(tell, 'encode the clips'), workers=workers, load=load_dvae, part=part,
-                       layout=layout, page=corpus_page, learned=key)
-
 # %% ../../nbs/app/cli_data.ipynb #244de7ef
 @_data('prepare', example='recordings --out cache/mine')
 def _prepare(
@@ -193,7 +101,10 @@ def _prepare(
     settings, part = load_settings(preset or 'tiny', config, dvae), _part(shard)
     start()
     from xtts_nb.data.corpora import report_text
-    report = _make_cache(corpus, out, settings, dvae, language, layout, workers, part)
+    from xtts_nb.train.caches import make_cache
+    with progress() as tell:
+        report = make_cache(corpus, out, settings, dvae, to_stderr, tell, language=language, layout=layout,
+                            workers=workers, part=part)
     text = report_text(report, most=20)
     if report['up_to_date']:
         text += (f'{out} is up to date: these recordings and settings would make the same; '
@@ -244,20 +155,6 @@ def _verify(
     lines += [f'{name:8}{result[name]}' for name in ('checked', 'bad', 'fixed', 'failed')]
     return result, '\n'.join(lines), 1 if result['bad'] > result['fixed'] else 0
 
-# %% ../../nbs/app/cli_data.ipynb #13f9f1b5
-@contextmanager
-def _temporary_cache(corpus: Path, tell, data: dict | None = None):
-    "A cache of `corpus` in a temporary folder, with a DVAE of few updates: enough for measurements."
-    import tempfile
-    from xtts_nb.data.cache import Cache
-    from xtts_nb.config import XTTSConfig
-    from xtts_nb.data.prepare import prepare
-    settings = XTTSConfig.tiny().replace(training={'dvae': {'steps': 200}}, data=data or {})
-    with tempfile.TemporaryDirectory() as folder:
-        learn = lambda clips, work: _train_dvae(clips, work, settings, tell)[0]
-        prepare(corpus, Path(folder) / 'cache', settings, learn, progress=stage(tell, 'encode the clips'))
-        yield Cache(Path(folder) / 'cache')
-
 # %% ../../nbs/app/cli_data.ipynb #a9ef203d
 def _data_speed(
     corpus: Path,
@@ -270,8 +167,9 @@ def _data_speed(
     from xtts_nb.config import DataConfig
     from xtts_nb.models.dvae import load_dvae
     from xtts_nb.app.speed import _bench_loaders
+    from xtts_nb.train.caches import temporary_cache
     sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
-    with _temporary_cache(corpus, tell, sizes) as cache:
+    with temporary_cache(corpus, tell, sizes) as cache:
         dvae = load_dvae(cache.folder / 'dvae.safetensors', cache.config)
         result = _bench_loaders(cache, dvae, clips, rounds, others=others, progress=stage(tell, 'measure'))
         seconds = [c['seconds'] for c in cache.clips]

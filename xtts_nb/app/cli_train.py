@@ -8,9 +8,7 @@ __all__ = ['sized']
 # %% ../../nbs/app/cli_train.ipynb #08777d06
 import math
 from functools import partial
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import typer
 
@@ -128,14 +126,25 @@ def _train(
     set_: option(list[str] | None, 'Set any key; may be repeated.', '--set', metavar='KEY=VALUE') = None,
 ):
     "Train the GPT on a cache; the model and metrics.jsonl go to RUN. SIGTERM saves and exits with 143."
-    _known(run, data, 'train: neither a cache nor a run is given',
-           'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
-    layers, gpus = _layers(ctx.params), _gpus(ctx.params)
-    _check_fit(fit_memory, gpus)
-    one = gpus or fit_memory or buffer_size or mix
-    trainer = _trainer(SimpleNamespace(**ctx.params), layers, start(**gpus) if one else start(every=True))
-    with progress() as tell: result, text = _fit(trainer, 'train', tell)
+    with progress() as tell:
+        from xtts_nb.train.begin import begin
+        trainer = begin(**_wanted(ctx.params), val=val, val_data=val_data, mix=mix, mix_share=mix_share,
+                        gpus=_gpus(ctx.params), ring=buffer_size, fit_memory=fit_memory, tell=tell)
+        result, text = _fit(trainer, 'train', tell)
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
+
+def _keys(config: Path | None) -> dict | None:
+    "The keys of a settings file, ours or MyXTTS's, under its name."
+    from xtts_nb.app.myxtts import keys_of
+    return config and {str(config): keys_of(config, to_stderr)}
+
+def _wanted(options: dict) -> dict:
+    "What `train` is asked for, as `settings_for` takes it."
+    from xtts_nb.settings import OPTIONS, parse_assignments
+    named = 'data', 'run', 'base', 'preset', 'gpu_preset', 'optimization_level', *OPTIONS
+    keys = parse_assignments(options['set_'] or ())
+    wanted = {name: options[name] for name in named} | keys
+    return wanted | {'config': _keys(options['config']), 'say': to_stderr}
 
 # %% ../../nbs/app/cli_train.ipynb #06d1c738
 def _fit(trainer, name: str, tell) -> tuple[dict, str]:
@@ -190,258 +199,12 @@ def _gpus(options: dict) -> dict:
     names = 'data_gpu', 'model_gpu', 'isolate', 'data_memory', 'model_memory'
     return given(**{name: options[name] for name in names})
 
-def _layers(options: dict) -> dict[str, dict]:
-    "The settings that options ask for, by layer, the general first; raises `UserError` if two contradict."
-    from xtts_nb.config import cores, UserError
-    from xtts_nb.app.recipes import (
-        _from_environment, gpu_preset, optimization_level, _OPTIONS, _parse_assignments)
-    flags = {name: value for name, value in options.items() if value is not None}
-    if 'steps' in flags and 'epochs' in flags:
-        raise UserError('train: --steps and --epochs both say how long; give one of them.')
-    if flags['val'] and 'val_data' in flags:
-        raise UserError('train: --val and --val-data both hold clips out; give one of them.')
-    card, level = flags.get('gpu_preset'), flags.get('optimization_level')
-    layers = {'environment': _from_environment()}
-    if card: layers[f'GPU preset {card}'] = gpu_preset(card, cores())
-    if level: layers[f'optimization level {level}'] = optimization_level(level)
-    length = {'training.gpt.steps': flags['steps'], 'training.gpt.epochs': 0} if 'steps' in flags else {}
-    options = {key: flags[name] for name, key in _OPTIONS.items() if name in flags}
-    return layers | {'options': length | options | _parse_assignments(flags.get('set_') or ())}
-
 # %% ../../nbs/app/cli_train.ipynb #0b1d71dc
 def _note(line: dict) -> str:
     "The latest log line, for the progress bar."
     parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'val_dtw': 'DTW {:.2f}',
              'clips_per_s': '{:,.0f} clips/s', 'au': 'AU {:.0%}'}
     return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
-
-# %% ../../nbs/app/cli_train.ipynb #ddb4b70b
-def _resolved(asked, layers: dict):
-    "The settings that `train` is asked for, the facts of its run, if it is one, and its cache or None."
-    from xtts_nb.config import XTTSConfig
-    from xtts_nb.data.cache import Cache
-    from xtts_nb.app.recipes import resolve
-    from xtts_nb.train.runs import _run_facts
-    run = asked.run
-    facts = _run_facts(run) if run and (run / 'run.json').is_file() else {}
-    folder = None if _is_corpus(asked.data) else asked.data or facts.get('cache')
-    cache = Cache(folder, in_memory=False) if folder else None   # mapped until its budget is known
-    if asked.preset or not (facts or cache):
-        name = asked.preset or 'tiny'
-        begun, origin = XTTSConfig.preset(name), f'preset {name}'
-    elif facts: begun, origin = XTTSConfig.load(run / 'config.yaml'), str(run)
-    else: begun, origin = cache.config, str(cache.folder)
-    resolved = resolve(begun, origin, asked.config, layers, to_stderr)
-    base = asked.base or facts.get('base')
-    return _with_rates(resolved, base, origin, asked.config, bool(facts)), facts, cache
-
-def _with_rates(resolved, base, origin: str, file, resumed: bool):   # origin: of what the settings begin with
-    "The settings with the model to start from and the rates for what is trained of it, which are printed."
-    from xtts_nb.app.recipes import _RATE_KEYS, usual_rates
-    chosen = {key for key, name in resolved.came_from.items() if name != origin}
-    of_file = {key for name in _RATE_KEYS if resolved.came_from[key := f'training.gpt.{name}'] == str(file)}
-    if len(of_file) == len(_RATE_KEYS) and usual_rates(resolved.config.training.gpt):
-        chosen -= of_file   # of a file that holds every key
-    settings = _with_base(base, resolved.config, None, resolved.begun, resumed, chosen)
-    what = f'finetune {settings.training.gpt.finetune}' if base else 'new model'
-    names = {'training.gpt': what} | dict.fromkeys(('model', 'speech', 'training.decoder'), str(base))
-    found = resolved.then(settings, names)
-    new = [f'{row["key"]} {row["value"]}' for row in found.rows() if row['from'] == what]
-    if new: to_stderr(f'{what}: {", ".join(new)}')
-    return found
-
-def _trainer(asked, layers: dict, devices):   # asked: the options of `train`
-    "A trainer on a cache, or that of an existing run; in a cluster one of several workers."
-    new_run, replicas = _maker(devices)   # first: a strategy is made before anything is computed
-    from xtts_nb.train.dual import _check_no_codes
-    from xtts_nb.train.runs import _check_made_for, held_out_share, open_cache
-    resolved, facts, cache = _resolved(asked, layers)
-    data, base, initial = asked.data, asked.base or facts.get('base'), resolved.begun
-    on_device, settings = bool(_gpus(vars(asked)) or asked.buffer_size), resolved.config
-    if on_device and not cache: settings = _without_codes(settings)
-    cache = open_cache(cache.folder if cache else _corpus_cache(data, settings, base), settings)
-    if not _is_corpus(data): _check_prepared(cache, initial, settings, layers['options'])
-    _check_made_for(cache, settings)   # first: the check of the memory needs a model that can be trained
-    new_run, replicas = _one_or_all(new_run, replicas, settings, cache, facts)
-    feed = _feed(cache, settings, devices, on_device, asked.buffer_size or 3)
-    mix = _mix(asked, facts, settings, cache, bool(feed))
-    settings = _in_memory(cache, settings, base, asked.fit_memory, devices, replicas, mix)
-    if _is_corpus(asked.val_data): val_data = _corpus_cache(asked.val_data, settings, cache.folder)
-    else: val_data = asked.val_data or facts.get('val')
-    held_out = facts['held_out'] if facts else held_out_share(cache, asked.val) if asked.val else ()
-    # nobody asks for another interval
-    kept = facts and resolved.came_from['training.gpt.validate_every'] == str(asked.run)
-    settings = _validated(settings, initial if kept else None, asked.val or val_data, cache)
-    val_cache = open_cache(val_data, settings, cache, mix and mix.cache) if val_data else None
-    if val_cache and feed: _check_no_codes(val_cache)
-    return new_run(cache, settings, asked.run or _free_run(), held_out, base, val_cache, mix, **feed)
-
-# %% ../../nbs/app/cli_train.ipynb #ddb4b70c
-def _mix(asked, facts: dict, settings, cache, fed: bool):
-    "The older clips that are read as well, asked for or of the run; None if there are none."
-    from xtts_nb.config import UserError
-    from xtts_nb.devices import in_cluster
-    from xtts_nb.train.runs import held_out_share, Mix, open_cache
-    known = 'mix' in facts
-    if not (asked.mix or known):
-        if asked.mix_share is None: return None
-        raise UserError('--mix-share: there are no older clips; name them with --mix.')
-    if fed:
-        raise UserError('--mix: older clips are read where one device does all; leave --data-gpu and its '
-                        'like out, and prepare the codes.')
-    if in_cluster(): raise UserError('--mix: is for one machine; train on one, or leave it out.')
-    folder = _corpus_cache(asked.mix, settings, cache.folder) if _is_corpus(asked.mix) else asked.mix
-    old = open_cache(folder or facts['mix'], settings, cache)
-    share = facts.get('mix_share') if asked.mix_share is None else asked.mix_share
-    out = facts['mix_held_out'] if known else held_out_share(old, asked.val or 0.1)
-    return Mix(old, out) if share is None else Mix(old, out, share)
-
-# %% ../../nbs/app/cli_train.ipynb #9578a515
-def _validated(settings, begun, val, cache):   # begun: of the run to resume, if the interval is its own
-    "Settings that validate, if clips are held out; as often as the length of the training asks for."
-    def updates(training):
-        epochs = training.epochs   # of about this many updates each
-        return epochs * -(-len(cache) // settings.data.batch_size) if epochs else training.steps
-    every = lambda training: _every(training, updates(training))
-    now, then = settings.training.gpt, begun and begun.training.gpt
-    if then and then.validate_every == now.validate_every == every(then):
-        return settings.replace(training={'gpt': {'validate_every': every(now)}})
-    return _changed(settings, 'gpt', val, updates=updates(settings.training.gpt))
-
-def _settings(cache, preset, config, base, finetune):
-    "The requested settings, over those of the cache."
-    from xtts_nb.config import XTTSConfig
-    initial = XTTSConfig.preset(preset) if preset else cache.config
-    settings = with_file(initial, config)
-    _check_prepared(cache, initial, settings)
-    return _with_base(base, settings, finetune, initial)
-
-def _with_base(base, settings, finetune, initial, resumed: bool = False, chosen=None):
-    "The settings with the model of `base`, and what is trained of it; each request is kept or refused."
-    from xtts_nb.config import UserError, XTTSConfig
-    from xtts_nb.app.recipes import config_diff, flat, nested, rates, _SMALL, usual_rates
-    from xtts_nb.train.finetune import _compute_capability
-    from xtts_nb.train.runs import _base_config
-    requested = config_diff(initial, settings)
-    if finetune: settings = settings.replace(training={'gpt': {'finetune': finetune}})
-    out = _base_config(base, settings)
-    made = flat((initial if resumed else out).model_dump())
-    free = 'model.gpt.dropout', 'model.gpt.code_noise'
-    for key, (_, value) in requested.items():
-        if (base or resumed) and key.startswith('model.') and key not in free and made[key] != value:
-            raise UserError(f'{key} = {value}: the model that is trained has {made[key]}, and its '
-                            'architecture cannot change; leave it out.')
-    if resumed: return out
-    found = XTTSConfig.load(Path(base) / 'config.yaml') if base else initial
-    if usual_rates(initial.training.gpt, found.training.gpt):
-        usual = rates(out.model.gpt.hidden_dim, out.training.gpt.finetune if base else None)
-        if not base and out.model.gpt.hidden_dim >= _SMALL and _compute_capability() >= 8:
-            usual['precision'] = 'bfloat16'
-        chosen = requested if chosen is None else chosen
-        out = out.replace(training={'gpt': {k: v for k, v in usual.items()
-                                               if f'training.gpt.{k}' not in chosen}})
-    if not base: return out
-    # its voice and speech, but for what was requested
-    mine = {key: value for key, (_, value) in requested.items()
-            if key.startswith(('speech.', 'training.decoder.'))}
-    training = out.training.model_copy(update={'decoder': found.training.decoder})
-    return out.model_copy(update={'speech': found.speech, 'training': training}).replace(**nested(mine))
-
-# %% ../../nbs/app/cli_train.ipynb #26f03410
-def _feed(cache, settings, devices, on_device: bool, ring: int) -> dict:
-    "Where the batches of a runtime cache are made; empty if codes are prepared and no GPU was requested."
-    from xtts_nb.devices import in_cluster
-    if in_cluster() or ('codes' in cache.manifest['stored'] and not on_device): return {}
-    from xtts_nb.train.dual import Feed
-    feed = Feed(cache, settings, devices, ring)
-    limits = [f'GPU {card}: {" and ".join(map(str, parts))} MiB.'
-              for card, parts in devices.limits.items() if parts]
-    to_stderr(devices.line, *limits)
-    return {'feed': feed, 'device': devices.model}
-
-def _without_codes(settings):
-    "Settings that leave the codes to a data GPU; raises `UserError` if they ask for prepared codes."
-    from xtts_nb.config import UserError
-    if settings.data.preprocessing_mode == 'precompute':
-        raise UserError('--data-gpu and its like: data.preprocessing_mode precompute leaves nothing to do '
-                        'for a data GPU; use auto or runtime, or leave the GPUs out.')
-    return settings.replace(data={'preprocessing_mode': 'runtime'})
-
-def _check_fit(fit: bool, gpus: dict):
-    "Raise `UserError` if `--fit-memory` would try updates on another device than the one that trains."
-    from xtts_nb.config import UserError
-    from xtts_nb.devices import in_cluster
-    if fit and gpus:
-        raise UserError('--fit-memory: tries updates on the first GPU with all its memory; leave --data-gpu '
-                        'and its like out, or find the sizes first: '
-                        'xtts-nb find batch-size --data CACHE --memory GB.')
-    if fit and in_cluster():
-        raise UserError('--fit-memory: is for one device; find the sizes first with xtts-nb find batch-size.')
-
-def _maker(devices):
-    "The function that makes a trainer, on one device or on several, and how many devices share a batch."
-    from xtts_nb.devices import in_cluster
-    from xtts_nb.train.runs import new_run
-    if not in_cluster() and (len(devices.limits) < 2 or devices.data != devices.model): return new_run, 1
-    from xtts_nb.train.distributed import _cluster_run
-    return _cluster_run()
-
-def _one_or_all(make, replicas: int, settings, cache, facts: dict) -> tuple:
-    "The same as `_maker`; one device where the training cannot use several of this machine."
-    from xtts_nb.devices import in_cluster
-    from xtts_nb.train.distributed import _one_device_reason
-    from xtts_nb.train.runs import new_run
-    if replicas == 1 or in_cluster(): return make, replicas
-    if reason := _one_device_reason(settings, cache, 'mix' in facts):
-        to_stderr(f'This training uses the first of {replicas} GPUs: {reason}.')
-        return new_run, 1
-    to_stderr(f'Each of {replicas} GPUs computes its share of every batch.')
-    return make, replicas
-
-# %% ../../nbs/app/cli_train.ipynb #cfef841f
-def _is_corpus(data: Path | None) -> bool:
-    "Whether `data` exists, is not empty and is not a cache."
-    from xtts_nb.files import check_folder
-    if data is None or (data / 'manifest.json').is_file(): return False
-    if data.suffix in ('.safetensors', '.yaml', '.npy'): check_folder(data)   # of a cache or a model
-    return data.is_file() or data.is_dir() and any(data.iterdir())
-
-def _corpus_cache_folder(corpus: Path, settings, made: Path | None = None) -> Path:
-    "The folder in the workspace for the cache of this corpus and these settings."
-    from xtts_nb.config import workspace
-    from xtts_nb.files import fingerprint
-    from xtts_nb.app.cli_data import _dvae_settings
-    limits = settings.data.model_dump(
-        include={'min_seconds', 'max_seconds', 'max_text_tokens', 'preprocessing_mode'})
-    corpus, made = corpus.resolve(), str(made.resolve()) if made else ''
-    mark = fingerprint(str(corpus), settings.model.model_dump(), _dvae_settings(settings), limits, made)
-    return workspace().cache / f'{corpus.stem}-{mark[:8]}'
-
-def _corpus_cache(corpus: Path, settings, made: Path | None = None) -> Path:
-    "The cache of a corpus in the workspace, up to date; `made`: a cache whose DVAE and tokenizer to use."
-    from xtts_nb.app.cli_data import _make_cache
-    out = _corpus_cache_folder(corpus, settings, made)
-    state = 'brought up to date' if (out / 'manifest.json').is_file() else 'made now'
-    to_stderr(f'{corpus} is a corpus; its cache is {out}, {state}.')
-    _make_cache(corpus, out, settings, made)
-    return out
-
-def _check_prepared(cache, initial, settings, options: dict = {}):   # noqa: B006 -- only read
-    "Raise `UserError` for a changed setting that only the preparation of a cache uses."
-    from xtts_nb.app.recipes import check_used
-    made, mode = cache.config.data, cache.manifest['mode']
-    always = {'data.max_drop_rate': made.max_drop_rate, 'data.max_cache_gb': made.max_cache_gb,
-              'data.preprocessing_mode': mode}
-    explicit = [key for key, value in options.items() if value != 'auto']
-    reason = (f'{cache.folder} is prepared, with preprocessing_mode {mode}; prepare the corpus again with '
-              'the new value, or leave it out')
-    check_used(initial, settings, always, reason, explicit)
-
-def _free_run(name: str = 'train') -> Path:
-    "The first of train-1, train-2, ... that is free in the workspace."
-    from xtts_nb.config import workspace
-    runs = workspace().runs
-    return next(run for n in count(1) if not (run := runs / f'{name}-{n}').exists())
 
 # %% ../../nbs/app/cli_train.ipynb #dd2c5fa6
 @_training('train-dvae', example='recordings --run runs/dvae')
@@ -454,8 +217,9 @@ def _train_dvae(
     val: option(float, 'Share of the audio to hold out and validate on.', min=0, max=0.9) = 0.,
 ):
     "Train a DVAE on a corpus, for prepare --dvae RUN. SIGTERM saves and exits with 143."
-    known = _known(run, corpus, 'train-dvae: neither a run nor a corpus is given',
-                   'start a run with xtts-nb train-dvae CORPUS')
+    from xtts_nb.train.begin import free_run, known_run, validated
+    known = known_run(run, corpus, 'train-dvae: neither a run nor a corpus is given',
+                      'start a run with xtts-nb train-dvae CORPUS')
     start()
     from xtts_nb.data.corpora import _check_dropped, read_corpus
     from xtts_nb.data.prepare import mel_sample
@@ -466,35 +230,9 @@ def _train_dvae(
             clips, dropped = read_corpus(corpus)
             _check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
             return mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
-        changed = _changed(settings, 'dvae', val, steps)
-        trainer = new_dvae_run(run or _free_run('dvae'), changed, mels, val)
+        trainer = new_dvae_run(run or free_run('dvae'), validated(settings, 'dvae', val, steps), mels, val)
         result, text = _fit(trainer, 'train-dvae', tell)
     return result, f'{text}\nxtts-nb prepare CORPUS --dvae {trainer.run} --out CACHE'
-
-# %% ../../nbs/app/cli_train.ipynb #cb59c0a4
-def _known(run: Path | None, source, missing: str, remedy: str) -> bool:
-    "Whether `run` holds a run; raises `UserError` if not and nothing is given to start one."
-    from xtts_nb.config import UserError
-    from xtts_nb.files import check_folder
-    if run is not None and (run / 'run.json').is_file(): return True
-    if run is not None and run.exists():   # best/, a checkpoint, the model
-        whole = next((p for p in run.absolute().parents[:2] if (p / 'run.json').is_file()), None)
-        if whole: raise UserError(f'{run}: is a part of a run; give the folder of the run, {whole}.')
-        if run.is_file(): check_folder(run)
-    if source: return False
-    where = f'{run}: holds no run to resume' if run else missing
-    raise UserError(f'{where}; {remedy}.')
-
-def _every(training, updates: int) -> int:   # updates: of the whole training
-    "Updates between two validations: ten of them, or with each checkpoint."
-    return min(training.checkpoint_every, max(1, updates // 10))
-
-def _changed(settings, part: str, val, steps: int | None = None, updates: int | None = None):
-    "Settings with the steps of a part's training, if given; held-out data turns validation on."
-    settings = settings.replace(training={part: given(steps=steps)})
-    training = getattr(settings.training, part)
-    if not val or training.validate_every: return settings
-    return settings.replace(training={part: {'validate_every': _every(training, updates or training.steps)}})
 
 # %% ../../nbs/app/cli_train.ipynb #67c31047
 @_training('train-decoder', example='--model runs/mine --run runs/decoder')
@@ -508,17 +246,17 @@ def _train_decoder(
     corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.') = None,
 ):
     "Train a decoder for a trained model. SIGTERM saves and exits with 143."
-    known = _known(run, model, 'train-decoder: neither a run nor a model is given',
-                   'start a run with xtts-nb train-decoder --model MODEL')
+    from xtts_nb.train.begin import free_run, known_run, validated
+    known = known_run(run, model, 'train-decoder: neither a run nor a model is given',
+                      'start a run with xtts-nb train-decoder --model MODEL')
     start()
     from xtts_nb.train.runs import held_out_share, open_cache
     from xtts_nb.train.parts import _cache_of, new_decoder_run
-    settings = _decoder_settings(run if known else model, config, known)
-    settings = _changed(settings, 'decoder', val, steps)
+    settings = validated(_decoder_settings(run if known else model, config, known), 'decoder', val, steps)
     cache = None if known else open_cache(data or _cache_of(model), settings)
     out = held_out_share(cache, val) if cache and val else ()
     with progress() as tell:
-        trainer = new_decoder_run(run or _free_run('decoder'), model, cache, settings, out, corpus,
+        trainer = new_decoder_run(run or free_run('decoder'), model, cache, settings, out, corpus,
                                 stage(tell, 'states and recordings'))
         result, text = _fit(trainer, 'train-decoder', tell)
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
@@ -526,46 +264,13 @@ def _train_decoder(
 def _decoder_settings(folder: Path, config: Path | None, known: bool):
     "The settings of a model or a decoder's run, with a file over them; raises `UserError` for an unused one."
     from xtts_nb.config import XTTSConfig
-    from xtts_nb.app.recipes import check_used, flat
+    from xtts_nb.settings import check_used, flat
     initial = XTTSConfig.load(folder / 'config.yaml')
     settings, fixed = with_file(initial, config), initial.model_dump(include={'model'})
     sizes = () if known else ('model.speaker.', 'model.decoder.')
     always = {key: value for key, value in flat(fixed).items() if not key.startswith(sizes)}
     check_used(initial, settings, always, 'only the decoder of the model is trained; leave it out')
     return settings
-
-# %% ../../nbs/app/cli_train.ipynb #09f0a38d
-def _largest(cache, settings, base, mix=None):
-    "Codes and text tokens of the largest bucket, and the rows that are trained."
-    from xtts_nb.train.finetune import new_rows
-    from xtts_nb.data.native import BatchPlan
-    from xtts_nb.data.text import Tokenizer
-    tokenizer = Tokenizer.load(Path(base) / 'tokenizer.json') if base else cache.tokenizer
-    caches = [cache, mix.cache] if mix else [cache]
-    shapes = [BatchPlan(part, settings.data).shapes[-1] for part in caches]
-    return *map(max, zip(*shapes)), new_rows(settings, tokenizer, cache.languages)
-
-def _in_memory(cache, settings, base, fit: bool, devices, replicas: int, mix=None):
-    "The settings, or some that fit into memory; each of `replicas` devices computes its share of a batch."
-    from xtts_nb.train.finetune import check_memory, _free_memory
-    codes, text, runs = _largest(cache, settings, base, mix)
-    if fit: settings = _fitting(settings, codes, text, runs)[0]
-    rows = max(settings.training.gpt.grad_accum_steps, settings.data.batch_size // replicas)
-    share = settings.replace(data={'batch_size': rows}) if replicas > 1 else settings
-    new_rows = sum(b - a for a, b in runs)
-    to_stderr(check_memory(share, codes, text, new_rows, _free_memory(devices)))
-    return settings
-
-def _fitting(settings, codes, text, runs, memory=None):
-    "Run `find_batch_size` and print what it finds."
-    from xtts_nb.train.finetune import find_batch_size
-    with progress() as tell:
-        found, tried = find_batch_size(settings, codes, text, runs, memory, stage(tell, 'try an update'))
-    chosen = found.training.gpt
-    again = ', each block computed again' if chosen.gradient_checkpointing else ''
-    rows = found.data.batch_size // chosen.grad_accum_steps
-    to_stderr(f'{rows} rows at once, in {chosen.grad_accum_steps} parts{again}.')
-    return found, tried
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
 @command('batch-size', group=_find_app, example='--data cache/mine --memory 12')
@@ -579,13 +284,15 @@ def _find_batch_size(
 ):
     "Find how many rows fit into memory at once: tries updates of the largest bucket in child processes."
     start()
-    from xtts_nb.data.cache import Cache
-    cache = Cache(data, in_memory=False)   # only its lengths are used
-    settings = _settings(cache, preset, config, base, finetune)
-    found, tried = _fitting(settings, *_largest(cache, settings, base), memory and int(memory * 1e9))
+    from xtts_nb.train.begin import fit_batch, largest_batch, settings_for
+    request = settings_for(data, base=base, preset=preset, config=_keys(config), finetune=finetune,
+                           say=to_stderr)
+    settings = request.settings.config
+    with progress() as tell:
+        found, tried = fit_batch(settings, largest_batch(request.cache, settings, base),
+                                 memory and int(memory * 1e9), to_stderr, tell)
     keys = found.training.gpt.model_dump(include={'grad_accum_steps', 'gradient_checkpointing'})
-    text = table('In the section training.gpt: ' + str(keys), tried)
-    return {'training': {'gpt': keys}, 'tried': tried}, text
+    return {'training': {'gpt': keys}, 'tried': tried}, table(f'In the section training.gpt: {keys}', tried)
 
 # %% ../../nbs/app/cli_train.ipynb #53bc1d5f
 @command('learning-rate', group=_find_app, example='--data cache/mine')
@@ -603,12 +310,13 @@ def _find_learning_rate(
     "Train at rising rates until the loss rises, and suggest a rate."
     start()
     import tempfile
+    from xtts_nb.train.begin import settings_for
     from xtts_nb.train.finetune import _check_rates, find_learning_rate, plot_learning_rate
-    from xtts_nb.data.cache import Cache
     from xtts_nb.train.runs import new_run
     _check_rates(out)
-    cache = Cache(data, in_memory=False)
-    settings = _settings(cache, preset, config, base, finetune)
+    request = settings_for(data, base=base, preset=preset, config=_keys(config), finetune=finetune,
+                           say=to_stderr)
+    cache, settings = request.cache, request.settings.config
     cache.read(settings.data.ram_budget)
     with tempfile.TemporaryDirectory() as folder, progress() as tell:
         trainer = new_run(cache, settings, Path(folder) / 'run', base=base)
@@ -633,10 +341,9 @@ def _config_create(
     "Write all settings with their defaults to a commented YAML file, for xtts-nb train --config."
     from xtts_nb.config import cores, UserError, XTTSConfig
     from xtts_nb.files import atomic_file
-    from xtts_nb.app.recipes import commented_yaml, config_diff, gpu_preset as sizes, _recipe
-    config = base = XTTSConfig.preset(preset)
-    if gpu_preset:
-        config = _recipe(base, {gpu_preset: sizes(gpu_preset, cores())}, lambda line: None)
+    from xtts_nb.settings import commented_yaml, config_diff, gpu_preset as keys_for, nested
+    base = XTTSConfig.preset(preset)
+    config = base.replace(**nested(keys_for(gpu_preset, cores()))) if gpu_preset else base
     if out.exists(): raise UserError(f'{out}: already exists; choose another name or remove it.')
     with atomic_file(out) as part: part.write_text(commented_yaml(config), encoding='utf-8')
     changed = {key: new for key, (_, new) in config_diff(base, config).items()}
@@ -650,8 +357,8 @@ def _config_show(ctx: typer.Context):
     train = typer.main.get_command(app).commands['train']
     asked = train.make_context('show', list(ctx.args), parent=ctx.parent)
     start()
-    resolved, *_ = _resolved(SimpleNamespace(**asked.params), _layers(asked.params))
-    rows = resolved.rows()
+    from xtts_nb.train.begin import settings_for
+    rows = settings_for(**_wanted(asked.params)).settings.rows()
     wide, long = (max(len(str(row[name])) for row in rows) for name in ('key', 'value'))
     lines = [f'{row["key"]:{wide}}  {str(row["value"]):{long}}  {row["from"]}' for row in rows]
     return {'settings': rows}, '\n'.join(lines)
@@ -679,7 +386,7 @@ _Rows = option(int, 'Clips of a batch.', min=1)
 def sized(layers: int, width: int, heads: int, batch_size: int):
     "The settings of XTTS-v2 with another size of the GPT and of the batch."
     from xtts_nb.config import XTTSConfig
-    sizes = {'layers': layers, 'width': width, 'heads': heads}
+    sizes = {'num_layers': layers, 'hidden_dim': width, 'num_heads': heads}
     return XTTSConfig.xtts_v2().replace(model={'gpt': sizes}, data={'batch_size': batch_size})
 
 @command('train', group=bench_app, example='--layers 8 --width 512')

@@ -332,8 +332,8 @@ def load_settings(preset: str, config: Path | None, made: Path | None = None):
 
 def with_file(base, config: Path | None):
     "`base` with the settings of a file over it; prints to stderr how a guide's keys are converted."
-    from xtts_nb.app.recipes import load_recipe
-    return load_recipe(config, to_stderr, base) if config else base
+    from xtts_nb.app.myxtts import load_config
+    return load_config(config, to_stderr, base) if config else base
 
 def given(**options) -> dict:
     "The options that were given."

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .demo import plot_losses
-from ..config import GPTTraining, _read_settings, UserError
+from ..config import GPTTraining, read_settings, UserError
 from ..data.cache import file_sha
 from ..files import check_results, _check_writable, has_keys, read_json, _read_json_lines, write_json
 from ..report import facts, heading, picture, player, write_report
@@ -41,7 +41,7 @@ _JUDGED = {'eval_clips': 4, 'judge_by': 'dtw'}   # the model is chosen by its sp
 
 def _judged_words(config: Path | None) -> tuple[str, ...]:   # a file with settings
     "The options that choose the model; each that the file sets stays as it is there."
-    own = (_read_settings(config) if config else {}).get('training')
+    own = (read_settings(config) if config else {}).get('training')
     own = own.get('gpt') if isinstance(own, dict) else None
     asked = {key: own[key] for key in _JUDGED if key in own} if isinstance(own, dict) else {}
     # a whole config, as a run keeps it, asks for nothing
@@ -269,7 +269,7 @@ def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # updates i
 # %% ../../nbs/app/tune.ipynb #c0720017
 def _judge(config: Path) -> str:   # of a run
     "By what the best model was chosen."
-    return _read_settings(config)['training']['gpt']['judge_by'] if config.is_file() else _JUDGED['judge_by']
+    return read_settings(config)['training']['gpt']['judge_by'] if config.is_file() else _JUDGED['judge_by']
 
 def _typed(command: str) -> str:
     "A command to be copied."

@@ -2,13 +2,14 @@
 import pytest
 import yaml
 
-from xtts_nb.app.recipes import (
-    GPU_PRESETS, _LEVELS, _OPTIONS, check_used, commented_yaml, config_diff, descriptions, flat,
-    _from_environment, gpu_preset, nested, optimization_level, _parse_assignments, _recipe, resolve)
+from xtts_nb.settings import (
+    GPU_PRESETS, _LEVELS, OPTIONS, check_used, commented_yaml, config_diff, descriptions, flat,
+    from_environment, gpu_preset, nested, option_keys, optimization_level, parse_assignments, resolve)
 from xtts_nb.config import Section, UserError, XTTSConfig
 
 DEFAULT = XTTSConfig()
-QUIET = dict(say=lambda line: None)
+
+def laid_over(begun, **layers): return resolve(begun, 'run', layers, say=lambda line: None).config
 
 def test_a_commented_file_says_the_same_and_explains_each_key():
     for config in (DEFAULT, XTTSConfig.tiny()):
@@ -28,7 +29,7 @@ def test_a_commented_file_says_the_same_and_explains_each_key():
 def test_flat_and_nested_are_inverse():
     values = DEFAULT.model_dump()
     assert flat({'a': {}, 'b': {'c': 1, 'd': {'e': 2}}}) == {'a': {}, 'b.c': 1, 'b.d.e': 2}
-    assert nested(flat(values)) == values and {*_OPTIONS.values()} <= {*flat(values)}
+    assert nested(flat(values)) == values and {*OPTIONS.values()} <= {*flat(values)}
     with pytest.raises(UserError,
                        match='data.seed: data is given as 3 too'): nested({'data': 3, 'data.seed': 1})
     after = DEFAULT.replace(data={'batch_size': 3}, model={'gpt': {'num_layers': 2}})
@@ -38,7 +39,7 @@ def test_flat_and_nested_are_inverse():
 def test_a_preset_changes_the_keys_it_names(name):
     start = DEFAULT.replace(training={'gpt': {'precision': 'float16', 'schedule': 'noam', 'ema': 0.5}})
     keys = gpu_preset(name, cores=3) if name in GPU_PRESETS else optimization_level(name)
-    config = _recipe(start, {name: keys}, **QUIET)
+    config = laid_over(start, preset=keys)
     assert keys.items() <= flat(config.model_dump()).items() and config != start
     assert keys.get('data.num_workers', 3) == 3   # no more than cores
 
@@ -52,22 +53,25 @@ def test_what_wins():
     said, file = [], DEFAULT.replace(data={'batch_size': 3, 'min_seconds': 1.0})
     layers = {'environment': {'training.gpt.precision': 'float16'}, 'GPU preset 4090': gpu_preset('4090', 64),
               'level': optimization_level('basic'), 'options': {'data.batch_size': 16}}
-    found = resolve(file, 'run', None, layers, said.append)
+    found = resolve(file, 'run', layers, say=said.append)
     shown = {row['key']: (row['value'], row['from']) for row in found.rows()}
     assert shown['data.min_seconds'] == (1.0, 'run') and shown['data.batch_size'] == (16, 'options')
-    assert shown['data.num_workers'] == (24,
-                                         'GPU preset 4090') and shown['training.gpt.precision'] == ('float32',
-                                                                                                    'level')
+    assert shown['data.num_workers'] == (24, 'GPU preset 4090')
+    assert shown['training.gpt.precision'] == ('float32', 'level')
     assert said[1].startswith('GPU preset 4090: data.batch_size 3 -> 32, ')
     assert said[3] == 'options: data.batch_size 32 -> 16'
-    assert _recipe(DEFAULT, {'options': {'data.seed': 0}}, said.append) == DEFAULT and len(said) == 4
+    assert resolve(DEFAULT, '', {'options': {'data.seed': 0}}, say=said.append).config == DEFAULT
+    assert len(said) == 4
     with pytest.raises(UserError, match='batch_size 3'):
-        _recipe(file, {'card': {'training.gpt.grad_accum_steps': 2}}, **QUIET)
+        laid_over(file, card={'training.gpt.grad_accum_steps': 2})
+    with pytest.raises(UserError, match='a.yaml: data.seed'):   # a file is checked by itself
+        resolve(DEFAULT, '', {'a.yaml': {'data.seed': -1}, 'options': {'data.seed': 1}}, 'a.yaml')
+    for wrong in ({'steps': 1, 'epochs': 1}, {'stepps': 1}): pytest.raises(UserError, option_keys, wrong)
 
 def test_the_environment(monkeypatch):
     monkeypatch.setenv('XTTS_NB_MODE', 'graph')
     monkeypatch.setenv('XTTS_NB_PRECISION', '')
-    assert _from_environment() == {'training.gpt.mode': 'graph'}
+    assert from_environment() == {'training.gpt.mode': 'graph'}
 
 @pytest.mark.parametrize('text, value', [
     ('training.gpt.precision=bfloat16', 'bfloat16'), ('data.prefetch_to_gpu=false', False),
@@ -75,7 +79,7 @@ def test_the_environment(monkeypatch):
     ('speech.reference_chunk_seconds=null', None),
     ('seed', UserError), ('=3', UserError), ('data.seed=[', UserError), ('data=3', UserError)])
 def test_any_key_can_be_set(text, value):
-    config = lambda: _recipe(DEFAULT, {'--set': _parse_assignments([text])}, **QUIET)
+    config = lambda: laid_over(DEFAULT, options=parse_assignments([text]))
     if value is UserError: pytest.raises(UserError, config)
     else: assert flat(config().model_dump())[text.partition('=')[0]] == value
 
