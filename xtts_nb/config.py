@@ -465,7 +465,6 @@ def _nearest(key: str, section: type) -> str:
     close = difflib.get_close_matches(key, names, n=1)
     return f'did you mean "{close[0]}"?' if close else f'it has {", ".join(names)}.'
 
-# %% ../nbs/00_config.ipynb #b4471fce
 def _explain(error: pydantic.ValidationError, where: str) -> str:
     "The first validation error as one sentence with a remedy."
     e = error.errors()[0]

@@ -113,7 +113,6 @@ def _prepare(
     else: state = f'shard {shard}; xtts-nb merge joins them.'
     return report | {'cache': str(out)}, f'{text}All of it: {out}/report.html\n{out} is {state}'
 
-# %% ../../nbs/app/cli_data.ipynb #95e5c2c2
 def _part(shard: str) -> tuple[int, int]:
     "(I, N) of `I/N`."
     from xtts_nb.config import UserError

@@ -88,6 +88,64 @@ class _TakesMyXTTS(typer.core.TyperCommand):
             args = our_options(args, to_stderr)
         return super().parse_args(ctx, args)
 
+# %% ../../nbs/app/cli_train.ipynb #06d1c738
+def _fit(trainer, name: str, tell) -> tuple[dict, str]:
+    "Train, as the command `name`: the result, and its text."
+    from xtts_nb.train.step import mode_line
+    to_stderr(mode_line(trainer.training, trainer.update))
+    if trainer.step: to_stderr(f'{trainer.run} {_resumes(trainer)}.')
+    tell(name, trainer.step, trainer.training.steps, 'compiling')
+    try: result = trainer.fit(progress=lambda done, total, line: tell(name, done, total, _note(line)))
+    except SystemExit:
+        command = f'xtts-nb {name} --run {trainer.run}'
+        to_stderr(f'SIGTERM: saved at update {trainer.step}; {command} resumes the run.')
+        raise
+    text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '
+            f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
+    ends = getattr(trainer, 'validated', {}) if getattr(trainer, '_validates', False) else {}   # at the end
+    ends = {name: value if math.isfinite(value) else None for name, value in ends.items()}
+    old = _forgotten(trainer)
+    more = {name: found for name, found in {'held_out': ends, 'old': old}.items() if found}
+    if old and None not in old.values():
+        text += f'\nOlder clips, held out: loss {old["before"]:.3f} before, {old["after"]:.3f} now.'
+    return result | {'run': str(trainer.run)} | more, text + _ends(ends)
+
+def _resumes(trainer) -> str:
+    "How a run that exists continues."
+    done, asked, unit = trainer.step, trainer.training.steps, 'epochs' if trainer.training.epochs else 'steps'
+    if done < asked: return f'continues at update {done}'
+    return f'is complete: {done} of {asked} updates are done; to train it further, give a larger --{unit}'
+
+def _forgotten(trainer) -> dict[str, float]:
+    "The loss of older clips before the training and now, None for no number; empty if it is not known."
+    from xtts_nb.files import _read_json_lines
+    if not getattr(trainer, 'old', None): return {}
+    log = _read_json_lines(trainer.run / 'metrics.jsonl')
+    losses = {line['step']: line['val_old_loss'] for line in log if 'val_old_loss' in line}
+    if 0 not in losses or trainer.step not in losses: return {}
+    number = lambda loss: loss if math.isfinite(loss) else None
+    return {'before': number(losses[0]), 'after': number(losses[trainer.step])}
+
+def _ends(validated: dict) -> str:
+    "How many held-out clips end where they should; empty if that is not known."
+    if 'val_stop' not in validated: return ''
+    seconds = {'short': 'up to 3 s', 'middle': 'to 6 s', 'long': 'longer'}
+    each = ', '.join(f'{text} {validated[f"val_stop_{name}"]:.0%}' for name, text in seconds.items()
+                     if f'val_stop_{name}' in validated)
+    return (f'\nHeld-out clips: {validated["val_stop"]:.0%} end within 3 codes (0.14 s) of their end '
+            f'({each}), {validated["val_never"]:.0%} never.')
+
+def _gpus(options: dict) -> dict:
+    "The options of a command that assign GPUs, as `start` takes them."
+    names = 'data_gpu', 'model_gpu', 'isolate', 'data_memory', 'model_memory'
+    return given(**{name: options[name] for name in names})
+
+def _note(line: dict) -> str:
+    "The latest log line, for the progress bar."
+    parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'val_dtw': 'DTW {:.2f}',
+             'clips_per_s': '{:,.0f} clips/s', 'au': 'AU {:.0%}'}
+    return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
+
 # %% ../../nbs/app/cli_train.ipynb #8179c210
 @_training('train', cls=_TakesMyXTTS, example='--data cache/mine --run runs/mine')
 def _train(
@@ -145,66 +203,6 @@ def _wanted(options: dict) -> dict:
     keys = parse_assignments(options['set_'] or ())
     wanted = {name: options[name] for name in named} | keys
     return wanted | {'config': _keys(options['config']), 'say': to_stderr}
-
-# %% ../../nbs/app/cli_train.ipynb #06d1c738
-def _fit(trainer, name: str, tell) -> tuple[dict, str]:
-    "Train, as the command `name`: the result, and its text."
-    from xtts_nb.train.step import mode_line
-    to_stderr(mode_line(trainer.training, trainer.update))
-    if trainer.step: to_stderr(f'{trainer.run} {_resumes(trainer)}.')
-    tell(name, trainer.step, trainer.training.steps, 'compiling')
-    try: result = trainer.fit(progress=lambda done, total, line: tell(name, done, total, _note(line)))
-    except SystemExit:
-        command = f'xtts-nb {name} --run {trainer.run}'
-        to_stderr(f'SIGTERM: saved at update {trainer.step}; {command} resumes the run.')
-        raise
-    text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '
-            f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
-    ends = getattr(trainer, 'validated', {}) if getattr(trainer, '_validates', False) else {}   # at the end
-    ends = {name: value if math.isfinite(value) else None for name, value in ends.items()}
-    old = _forgotten(trainer)
-    more = {name: found for name, found in {'held_out': ends, 'old': old}.items() if found}
-    if old and None not in old.values():
-        text += f'\nOlder clips, held out: loss {old["before"]:.3f} before, {old["after"]:.3f} now.'
-    return result | {'run': str(trainer.run)} | more, text + _ends(ends)
-
-def _resumes(trainer) -> str:
-    "How a run that exists continues."
-    done, asked, unit = trainer.step, trainer.training.steps, 'epochs' if trainer.training.epochs else 'steps'
-    if done < asked: return f'continues at update {done}'
-    return f'is complete: {done} of {asked} updates are done; to train it further, give a larger --{unit}'
-
-def _forgotten(trainer) -> dict[str, float]:
-    "The loss of older clips before the training and now, None for no number; empty if it is not known."
-    from xtts_nb.files import _read_json_lines
-    if not getattr(trainer, 'old', None): return {}
-    log = _read_json_lines(trainer.run / 'metrics.jsonl')
-    losses = {line['step']: line['val_old_loss'] for line in log if 'val_old_loss' in line}
-    if 0 not in losses or trainer.step not in losses: return {}
-    number = lambda loss: loss if math.isfinite(loss) else None
-    return {'before': number(losses[0]), 'after': number(losses[trainer.step])}
-
-def _ends(validated: dict) -> str:
-    "How many held-out clips end where they should; empty if that is not known."
-    if 'val_stop' not in validated: return ''
-    seconds = {'short': 'up to 3 s', 'middle': 'to 6 s', 'long': 'longer'}
-    each = ', '.join(f'{text} {validated[f"val_stop_{name}"]:.0%}' for name, text in seconds.items()
-                     if f'val_stop_{name}' in validated)
-    return (f'\nHeld-out clips: {validated["val_stop"]:.0%} end within 3 codes (0.14 s) of their end '
-            f'({each}), {validated["val_never"]:.0%} never.')
-
-# %% ../../nbs/app/cli_train.ipynb #ed7d77ee
-def _gpus(options: dict) -> dict:
-    "The options of a command that assign GPUs, as `start` takes them."
-    names = 'data_gpu', 'model_gpu', 'isolate', 'data_memory', 'model_memory'
-    return given(**{name: options[name] for name in names})
-
-# %% ../../nbs/app/cli_train.ipynb #0b1d71dc
-def _note(line: dict) -> str:
-    "The latest log line, for the progress bar."
-    parts = {'loss': 'loss {:.3f}', 'val_loss': 'held out {:.3f}', 'val_dtw': 'DTW {:.2f}',
-             'clips_per_s': '{:,.0f} clips/s', 'au': 'AU {:.0%}'}
-    return '  '.join(text.format(line[k]) for k, text in parts.items() if line.get(k) is not None)
 
 # %% ../../nbs/app/cli_train.ipynb #dd2c5fa6
 @_training('train-dvae', example='recordings --run runs/dvae')
