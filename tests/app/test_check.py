@@ -16,7 +16,7 @@ from xtts_nb.app.check import (
     _CHECKS, _LEARNING, StepTrial, TFSettings, _change_for, environment, run_checks,
     verify_settings, write_environment)
 from xtts_nb.app.recipes import flat, _from_environment
-from xtts_nb.config import TrainingConfig, UserError, XTTSConfig
+from xtts_nb.config import GPTTraining, UserError, XTTSConfig
 from xtts_nb.sampler import CPU, GPU, Sample
 from xtts_nb.train.step import MODES, choose_xla, step_modes
 
@@ -198,7 +198,7 @@ def test_a_child_trains_with_the_settings(clean, settings):
     rows = {row['setting']: row for row in verify_settings(settings)}
     assert not [row for row in rows.values() if row['ok'] is False]
     mode = 'auto' if settings.xla else 'graph'
-    chosen = choose_xla(TrainingConfig(mode=mode, precision=settings.precision))[0]
+    chosen = choose_xla(GPTTraining(mode=mode, precision=settings.precision))[0]
     assert (rows['XLA']['got'], rows['precision']['got']) == (chosen, settings.precision)
     if settings.threads: assert rows['intra-op threads']['got'] == settings.threads
 

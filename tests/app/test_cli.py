@@ -163,7 +163,7 @@ train --data CACHE --steps 3 --epochs 3 > --epochs
 train --data CACHE --gpu-preset T4 > 4090
 train --data CACHE --preprocessing-mode runtime > data.preprocessing_mode
 train --data CACHE --set data.bach_size=3 > batch_size
-train --data CACHE --batch-size 6 --grad-accum 4 > accumulation
+train --data CACHE --batch-size 6 --grad-accum 4 > grad_accum_steps
 train --data CACHE --set data.max_drop_rate=0.1 > data.max_drop_rate
 train --data CACHE --set data.max_seconds=0.55 > data.max_seconds
 train --data CACHE --lr 0 > training.gpt.learning_rate
@@ -330,7 +330,7 @@ def test_prepare_again_learns_and_writes_nothing(mine, ten, tmp_path, ran):
     with open(mine / 'metadata.csv', 'a') as file: file.write('new|aa bb|aa bb|low|en\n')
     weights = (out / 'dvae.safetensors').read_bytes()
     assert ran(line).json['made']['codes'] == 1 and (out / 'dvae.safetensors').read_bytes() == weights
-    ten.write_text(ten.read_text().replace('dvae_steps: 10', 'dvae_steps: 5'))
+    ten.write_text(XTTSConfig.load(ten).replace(training={'dvae': {'steps': 5}}).to_yaml())
     assert ran(line).json['made']['codes'] == 15 and (out / 'dvae.safetensors').read_bytes() != weights
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def _settings_in_use() -> dict:
 
 def verify_settings(settings: TFSettings) -> list[dict]:   # rows as of `configure`
     "Train for one update in a child process that gets these settings as environment variables; what it used."
-    program = 'import json; from xtts_nb.app import check; print(json.dumps(check.settings_in_use()))'
+    program = 'import json; from xtts_nb.app import check; print(json.dumps(check._settings_in_use()))'
     log = {} if settings.allocator == 'bfc' else {'TF_CPP_MIN_LOG_LEVEL': '0'}   # only the log names it
     child = subprocess.run([sys.executable, '-c', program], env=os.environ | environment(settings) | log,
                            capture_output=True, text=True)

@@ -365,7 +365,7 @@ NARROW = XTTSConfig.tiny(64).replace(model={'gpt': {'num_layers': 1, 'conditioni
 
 def emulated_step_seconds(config: XTTSConfig) -> float:
     "The time of a step on the emulated accelerator: as many blocks as `config` has, of the released width."
-    whole, depth = XTTSConfig.xtts_v2(), ('layers', 'conditioning_layers', 'perceiver_layers')
+    whole, depth = XTTSConfig.xtts_v2(), ('num_layers', 'conditioning_layers', 'perceiver_layers')
     part = whole.replace(model={'gpt': {name: getattr(config.model.gpt, name) for name in depth}})
     share = step_flops(part, *_EMULATED_BATCH) / step_flops(whole, *_EMULATED_BATCH)
     return share * _EMULATED_BATCH[0] / _EMULATED_CLIPS_PER_SECOND
