@@ -56,7 +56,7 @@ def _seeds_text(seeds: int, spread: dict) -> str:
 
 def _demo_text(result: dict) -> str:
     "The summary that `make demo` prints at the end."
-    from xtts_nb.speech.evaluate import _scores_line
+    from xtts_nb.speech.scores import _scores_line
     spoken = result['spoken']
     n, m = spoken['nearest_total'], spoken['heldout_total']
     return '\n\n'.join([

@@ -48,8 +48,9 @@ from ..models.xtts import XTTS
 from ..monitor.live import _device_names, plot_samples
 from ..report import facts, heading, picture, player, plot_mels, write_report
 from ..sampler import best_probe, Sampler
-from ..speech.evaluate import (
-    _MAIN_SOURCES, _QUICK_JUDGES, _score_sounds, _scores_table, _source_sounds, _Trial)
+from ..speech.evaluate import _score_sounds, _source_sounds, _Trial
+from ..speech.score_page import scores_table
+from ..speech.scores import _MAIN_SOURCES, _QUICK_JUDGES
 from ..speech.generate import Speaker
 from ..speech.listen import hits
 from ..train.parts import train_dvae
@@ -795,7 +796,7 @@ def _demo_report(out: Path, result: dict, pairs: list[_Pair], spoken: list[Path]
             f'{counts["untrained_heldout_sentence_hits"]} of {counts["heldout_total"]} sentences right.')
     pieces = [_key_figures(result), *_charts(result, trainer, sampler),
               heading('Scores', f'Medians of {counts["heldout_total"]} new pairs, and quartiles below them.'),
-              _scores_table(result['scores']), heading('Speech', lead)]
+              scores_table(result['scores']), heading('Speech', lead)]
     for i in [i for i, p in enumerate(pairs) if p.set == 'heldout'][::3]:
         pieces += _pair_section(pairs[i], spoken[i], scores[i], out / 'corpus', mel, audio.frames_per_second)
     write_report(out / 'report.html', 'XTTS, from nothing to a voice', pieces)
