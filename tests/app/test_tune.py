@@ -62,7 +62,8 @@ def test_a_file_may_choose_the_model_otherwise(tmp_path, text, listens, judges):
                      *('--set', 'training.gpt.judge_by=dtw') * judges)
     assert plan_tuning('b', tmp_path, judged=words)[2].words.count('--set') == listens + judges
     if '{' in text:   # with the words, the settings are valid
-        sets = yaml.safe_load('\n'.join(w.removeprefix('training.gpt.').replace('=', ': ') for w in words[1::2]))
+        lines = (word.removeprefix('training.gpt.').replace('=', ': ') for word in words[1::2])
+        sets = yaml.safe_load('\n'.join(lines))
         XTTSConfig.tiny().replace(training={'gpt': yaml.safe_load(text)['training']['gpt'] | (sets or {})})
 
 def test_only_what_changed_and_what_follows_runs_again(runs, tmp_path):

@@ -269,7 +269,7 @@ def _data_speed(
     "Measure the data pipelines on a corpus, at the sizes of the released model."
     from xtts_nb.config import DataConfig
     from xtts_nb.models.dvae import load_dvae
-    from xtts_nb.app.speed import _bench_loaders
+    from xtts_nb.app.bench_data import _bench_loaders
     sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
     with _temporary_cache(corpus, tell, sizes) as cache:
         dvae = load_dvae(cache.folder / 'dvae.safetensors', cache.config)
@@ -288,7 +288,7 @@ def _bench_data(
 ):
     "Clips per second of each pipeline, and the step rate of an emulated accelerator that it keeps busy."
     start()
-    from xtts_nb.app.speed import _compared_text
+    from xtts_nb.app.bench_data import _compared_text
     with progress() as tell: result = _data_speed(data, clips, rounds, tell)
     if record: write_record('data', **result)
     return result, f'{table(result["corpus"], result["rows"])}\n{_compared_text(result)}'

@@ -418,7 +418,7 @@ def _bench_say(
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.app.speed import _say_speed
+    from xtts_nb.app.bench_say import _say_speed
     with progress() as tell:
         tell('measure', 0, 1, 'compiling')
         rows, more = _say_speed(config, _SAY_CODES, rounds, progress=stage(tell, 'measure'))
@@ -443,7 +443,7 @@ def _bench_service(
     admitted, refused, late: answers with sound, with status 429, with 503 for no row in time
     refused_p99_ms: until a refused client knows"""
     start()
-    from xtts_nb.app.speed import _load_speaker, _LOAD_TEXT, service_load
+    from xtts_nb.app.bench_service import _load_speaker, _LOAD_TEXT, service_load
     with progress() as tell:
         tell('load the model', 0, 1)
         speaker, what = _load_speaker(model)

@@ -33,7 +33,7 @@ import numpy as np
 import tensorflow as tf
 from matplotlib.figure import Figure
 
-from .speed import check_equal, comparison_plan, _data_before_after
+from .bench_data import check_equal, comparison_plan, _data_before_after
 from ..config import UserError, XTTSConfig
 from ..data.audio import griffin_lim, load_audio, open_audio, save_audio, _wav_bytes
 from ..data.cache import Cache
