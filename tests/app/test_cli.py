@@ -378,7 +378,7 @@ def test_fixed_sentences_from_the_command_to_the_card(ran, prepared, with_hifiga
             f'--report {tmp_path}/r')
     done = ran(line)   # its tokenizer is learned from a few words
     assert done.code == 2 and 'en: the model never saw some letters of each fixed sentence' in done.err
-    monkeypatch.setattr('xtts_nb.speech.sentences.SENTENCES', {'en': [prepared.clips[0]['text']]})
+    monkeypatch.setattr('xtts_nb.speech.fixed_sentences.SENTENCES', {'en': [prepared.clips[0]['text']]})
     result = ran(f'{line} --json').json
     assert result['fixed'] and result['clips'] == 1 and (tmp_path / 'r/report.html').is_file()
     assert 'of fixed sentences' in (tmp_path / 'r/MODEL.md').read_text(encoding='utf-8')

@@ -12,7 +12,7 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import load_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
 from xtts_nb.data.text import LANGUAGES
-from xtts_nb.speech import sentences
+from xtts_nb.speech import fixed_sentences
 from xtts_nb.speech.evaluate import (
     _choose_trials, evaluate, _read_clips, _score_sounds, _source_sounds, _Trial)
 from xtts_nb.speech.model_card import model_card
@@ -124,10 +124,10 @@ def test_trials_are_held_out_and_their_references_are_not():
     assert _choose_trials(CLIPS[:1]) == [_Trial(CLIPS[0], CLIPS[0], None, None)]
 
 def test_every_language_has_sentences_of_its_own():
-    assert [*sorted(sentences.SENTENCES)] == sorted([*LANGUAGES, 'fa'])
-    texts = [t for some in sentences.SENTENCES.values() for t in some]
+    assert [*sorted(fixed_sentences.SENTENCES)] == sorted([*LANGUAGES, 'fa'])
+    texts = [t for some in fixed_sentences.SENTENCES.values() for t in some]
     assert len({*texts}) == len(texts) == 5 * 18 and all(len(t) >= 9 for t in texts)
-    assert all(len(t) == 5 for t in sentences._READ_AS.values())
+    assert all(len(t) == 5 for t in fixed_sentences._READ_AS.values())
 
 @pytest.fixture(scope='module')
 def evaluation(xtts, prepared):
@@ -184,18 +184,18 @@ def test_the_model_card(evaluation, prepared):
 def test_fixed_sentences(xtts, prepared, tmp_path, monkeypatch):
     "In the voices of the data in turn, without letters that the model never saw, scored without a melody."
     language, known = xtts.tokenizer.languages[0], [c['text'] for c in prepared.clips]
-    monkeypatch.setattr(sentences, 'SENTENCES', {language: ['ЖЖЖ', *known]})
-    fixed = lambda clips: sentences.sentence_trials(xtts, [language], speak, tmp_path, clips, each=3)
+    monkeypatch.setattr(fixed_sentences, 'SENTENCES', {language: ['ЖЖЖ', *known]})
+    fixed = lambda clips: fixed_sentences.sentence_trials(xtts, [language], speak, tmp_path, clips, each=3)
     found = evaluate(xtts, prepared.folder, fixed=fixed)
     assert [t.clip.text for t in found.trials] == known[:2]
     assert found.about['fixed'] and found.about['held_out'] and found.about['voices'] == 2
     assert [s['score'] for s in found.scores] == ['duration', 'end', 'cer', 'wer', 'speaker']
     assert found.scores[0]['recording']['median'] == 1
     assert '(of fixed sentences; the recording is espeak-ng' in model_card(found, xtts.config)
-    sentences.SENTENCES[language] = ['ЖЖЖ']
+    fixed_sentences.SENTENCES[language] = ['ЖЖЖ']
     for names in ([language], ['tlh']):
         with pytest.raises(UserError, match='letters|"tlh"'):
-            sentences.sentence_trials(xtts, names, speak, tmp_path, CLIPS[:1])
+            fixed_sentences.sentence_trials(xtts, names, speak, tmp_path, CLIPS[:1])
 
 def test_what_cannot_be_scored(xtts, evaluation):
     "A silent recording is refused, and a score without a clip says so; given speech is kept."

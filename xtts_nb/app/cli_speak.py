@@ -280,7 +280,7 @@ def _fixed(xtts, languages: str, folder: Path, each: int):
     "What makes trials of fixed sentences."
     from xtts_nb.app.demo import speak
     from xtts_nb.config import UserError
-    from xtts_nb.speech.sentences import sentence_trials, SENTENCES
+    from xtts_nb.speech.fixed_sentences import sentence_trials, SENTENCES
     known = [language for language in SENTENCES if language in xtts.tokenizer.languages]
     names = known if languages == 'all' else languages.split(',')
     for name in names:
