@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from xtts_nb.app.demo import speak
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import load_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
+from xtts_nb.data.espeak import speak
 from xtts_nb.data.text import LANGUAGES
 from xtts_nb.speech import evaluate as page
 from xtts_nb.speech.evaluate import (

@@ -278,8 +278,8 @@ def _never_seen(data: Path, facts: dict) -> list[str]:
 # %% ../../nbs/app/cli_speak.ipynb #e7a10c02
 def _fixed(xtts, languages: str, folder: Path, each: int):
     "What makes trials of fixed sentences."
-    from xtts_nb.app.demo import speak
     from xtts_nb.config import UserError
+    from xtts_nb.data.espeak import speak
     from xtts_nb.speech.evaluate import _sentence_trials, _SENTENCES
     known = [language for language in _SENTENCES if language in xtts.tokenizer.languages]
     names = known if languages == 'all' else languages.split(',')
