@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from xtts_nb.app.demo import speak
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import load_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
@@ -185,7 +184,7 @@ def test_fixed_sentences(xtts, prepared, tmp_path, monkeypatch):
     "In the voices of the data in turn, without letters that the model never saw, scored without a melody."
     language, known = xtts.tokenizer.languages[0], [c['text'] for c in prepared.clips]
     monkeypatch.setattr(fixed_sentences, 'SENTENCES', {language: ['ЖЖЖ', *known]})
-    fixed = lambda clips: fixed_sentences.sentence_trials(xtts, [language], speak, tmp_path, clips, each=3)
+    fixed = lambda clips: fixed_sentences.sentence_trials(xtts, [language], tmp_path, clips, each=3)
     found = evaluate(xtts, prepared.folder, fixed=fixed)
     assert [t.clip.text for t in found.trials] == known[:2]
     assert found.about['fixed'] and found.about['held_out'] and found.about['voices'] == 2
@@ -195,7 +194,7 @@ def test_fixed_sentences(xtts, prepared, tmp_path, monkeypatch):
     fixed_sentences.SENTENCES[language] = ['ЖЖЖ']
     for names in ([language], ['tlh']):
         with pytest.raises(UserError, match='letters|"tlh"'):
-            fixed_sentences.sentence_trials(xtts, names, speak, tmp_path, CLIPS[:1])
+            fixed_sentences.sentence_trials(xtts, names, tmp_path, CLIPS[:1])
 
 def test_what_cannot_be_scored(xtts, evaluation):
     "A silent recording is refused, and a score without a clip says so; given speech is kept."

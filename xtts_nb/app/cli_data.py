@@ -65,18 +65,15 @@ def _corpus(
         raise UserError('corpus: --fix cuts at the lines of its table; leave --text and --transcribe out.')
     if text and transcribe: raise UserError('corpus: the text is known; leave --text or --transcribe out.')
     start()
-    from xtts_nb.app.demo import _cuts_page, espeak_files, speak_words
     from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, _load_whisper, _recut
-    from xtts_nb.speech.long import sentences
     clips = not fix and not text and _are_clips(source)
     if clips and transcribe:
         raise UserError(f'corpus: {source} holds clips with their texts; leave --transcribe out.')
     hear, known = _load_whisper(transcribe) if transcribe else None, language or 'en'
-    if not fix: espeak_files()   # before the recording is read
     with progress() as tell:
-        if fix: result = _recut(source, fix, out, known, _cuts_page, stage(tell, 'read the recording'))
-        elif clips: result = check_corpus(source, out, known, speak_words, tell, _cuts_page)
-        else: result = cut_corpus(source, text, out, language, speak_words, sentences, tell, _cuts_page, hear)
+        if fix: result = _recut(source, fix, out, known, stage(tell, 'read the recording'))
+        elif clips: result = check_corpus(source, out, known, tell)
+        else: result = cut_corpus(source, text, out, language, tell, hear)
     return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'
                     f'{out} is ready: xtts-nb prepare {out}')
 
@@ -158,18 +155,15 @@ def _make_cache(
     part: tuple[int, int] = (1, 1),   # (I, N)
 ) -> dict:
     "Prepare a corpus, with progress on stderr; returns the report."
-    from xtts_nb.data.prepare import prepare
+    from xtts_nb.data.prepare import _check_shared, encode_corpus, open_corpus
     from xtts_nb.data.corpora import layout_line
-    from xtts_nb.models.dvae import load_dvae
-    from xtts_nb.app.demo import corpus_page
     to_stderr(layout_line(corpus, layout))
-    with progress() as tell:
-        key = '' if dvae else _learned_key(corpus, settings, layout)
-        learn = partial(_learned, out=out, key=key, settings=settings, tell=tell)
-        encoder, tokenizer = _given(dvae, settings) if dvae else (learn, None)
-        return prepare(corpus, out, settings, encoder, tokenizer, language,
-                       progress=stage(tell, 'encode the clips'), workers=workers, load=load_dvae, part=part,
-                       layout=layout, page=corpus_page, learned=key)
+    key = '' if dvae else _learned_key(corpus, settings, layout)
+    given = dvae and _given(dvae, settings)
+    _check_shared(part, dvae)
+    with progress() as tell, open_corpus(corpus, out, settings, language, layout, part=part) as rows:
+        encoder, tokenizer = given or (_learned(rows.clips, rows.work, out, key, settings, tell), None)
+        return encode_corpus(rows, encoder, tokenizer, workers, stage(tell, 'encode the clips'), key)
 
 # %% ../../nbs/app/cli_data.ipynb #244de7ef
 @_data('prepare', example='recordings --out cache/mine')
@@ -220,9 +214,8 @@ def _merge(
     start()
     from xtts_nb.data.prepare import merge_caches
     from xtts_nb.data.corpora import report_text
-    from xtts_nb.app.demo import corpus_page
     from xtts_nb.models.dvae import load_dvae
-    report = merge_caches(parts, out, corpus_page, load_dvae)
+    report = merge_caches(parts, out, load_dvae)
     text = f'{report_text(report, most=20)}{out} is ready: xtts-nb train --data {out}'
     return report | {'cache': str(out)}, text
 
@@ -251,11 +244,12 @@ def _temporary_cache(corpus: Path, tell, data: dict | None = None):
     import tempfile
     from xtts_nb.data.cache import Cache
     from xtts_nb.config import XTTSConfig
-    from xtts_nb.data.prepare import prepare
+    from xtts_nb.data.prepare import encode_corpus, open_corpus
     settings = XTTSConfig.tiny().replace(training={'dvae': {'steps': 200}}, data=data or {})
     with tempfile.TemporaryDirectory() as folder:
-        learn = lambda clips, work: _train_dvae(clips, work, settings, tell)[0]
-        prepare(corpus, Path(folder) / 'cache', settings, learn, progress=stage(tell, 'encode the clips'))
+        with open_corpus(corpus, Path(folder) / 'cache', settings) as rows:
+            dvae = _train_dvae(rows.clips, rows.work, settings, tell)[0]
+            encode_corpus(rows, dvae, progress=stage(tell, 'encode the clips'))
         yield Cache(Path(folder) / 'cache')
 
 # %% ../../nbs/app/cli_data.ipynb #a9ef203d

@@ -278,7 +278,6 @@ def _never_seen(data: Path, facts: dict) -> list[str]:
 # %% ../../nbs/app/cli_speak.ipynb #e7a10c02
 def _fixed(xtts, languages: str, folder: Path, each: int):
     "What makes trials of fixed sentences."
-    from xtts_nb.app.demo import speak
     from xtts_nb.config import UserError
     from xtts_nb.speech.fixed_sentences import sentence_trials, SENTENCES
     known = [language for language in SENTENCES if language in xtts.tokenizer.languages]
@@ -286,7 +285,7 @@ def _fixed(xtts, languages: str, folder: Path, each: int):
     for name in names:
         if name not in SENTENCES:
             raise UserError(f'--sentences {name}: use all, or some of {",".join(SENTENCES)}.')
-    return lambda clips: sentence_trials(xtts, names, speak, folder, clips, each)
+    return lambda clips: sentence_trials(xtts, names, folder, clips, each)
 
 @_speech('evaluate', example='cache/mine --model runs/mine --report report')
 def _evaluate(

@@ -6,7 +6,6 @@
 __all__ = ['SENTENCES', 'sentence_trials']
 
 # %% ../../nbs/speech/fixed_sentences.ipynb #50aa4424
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from ..config import UserError
 from ..data.align import _ESPEAK_NAMES
 from ..data.audio import save_audio
 from ..data.corpora import Clip
+from ..data.espeak import speak
 from ..models.xtts import XTTS
 from .evaluate import _speakable, _Trial
 
@@ -126,7 +126,6 @@ _READ_AS = {   # by espeak-ng, which reads no kanji
 def sentence_trials(
     xtts: XTTS,
     languages: list[str],   # of `SENTENCES`
-    speak: Callable,        # gets text and language; (N,) int16 and Hz, of a plain voice
     folder: Path,           # receives its clips
     clips: list[Clip],      # each sentence takes the voice of the next speaker
     each: int = 5,          # sentences of a language
