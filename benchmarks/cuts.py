@@ -15,7 +15,6 @@ syllable if its edge is later or earlier by more than 30 ms, or if its first or 
 of 32 clips three lose their end, three have the beginning of another clip behind them, two its end before
 them, and two have each other's text."""
 import argparse
-import functools
 import os
 import resource
 import subprocess
@@ -26,6 +25,7 @@ from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import soundfile
@@ -34,14 +34,14 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import arguments, output, run, stage, start  # noqa: E402
-from xtts_nb.app.demo import _cuts_page, DEMO_SENTENCES, make_corpus, speak, speak_words, VOICES  # noqa: E402
+from xtts_nb.app.demo import DEMO_SENTENCES, make_corpus  # noqa: E402
 from xtts_nb.app.terminal import progress  # noqa: E402
 from xtts_nb.app.tune import _run_stage  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402
 from xtts_nb.data import align, cut  # noqa: E402
 from xtts_nb.data.corpora import read_corpus  # noqa: E402
 from xtts_nb.data.cut import check_corpus, cut_corpus  # noqa: E402
-from xtts_nb.speech.long import sentences as split  # noqa: E402
+from xtts_nb.data.espeak import speak, VOICES  # noqa: E402
 
 PAUSES = {'no pauses': (0.,), '0.2 s': (0.2,), '0 to 0.8 s': (0., 0.2, 0.5, 0.8)}
 COUNTED = 'refused', 'sentences', 'found', 'whole', 'absent', 'aligned', 'lost'
@@ -108,16 +108,16 @@ def loud_ends(path: Path) -> int:
     return int((level[[0, -1]] > np.percentile(level, 95) - 20).sum())
 
 
-def cut_one(clips: list, folder: Path, pauses: tuple[float, ...], rng, spoken) -> dict:
+def cut_one(clips: list, folder: Path, pauses: tuple[float, ...], rng) -> dict:
     "Join clips of one voice, cut them again, and count."
     order, few = rng.permutation(len(clips)), max(1, round(NOT_FOUND * len(clips)))
     unread, unwritten = set(order[3:3 + few]), set(order[-3 - few:-3])
     said = joined([clips[i] for i in order if i not in unread], folder / 'book.wav', pauses, rng)
     (folder / 'book.txt').write_text('\n\n'.join(clips[i].text for i in order if i not in unwritten),
                                      encoding='utf-8')
-    whole = lambda text, language: [text]
-    try: result = cut_corpus(folder / 'book.wav', folder / 'book.txt', folder / 'out', clips[0].language,
-                             spoken, whole)
+    try:
+        with patch.object(align, 'sentences', lambda text, language: [text]):   # each clip is one
+            result = cut_corpus(folder / 'book.wav', folder / 'book.txt', folder / 'out', clips[0].language)
     except UserError as e:
         if 'no pause' not in str(e): raise
         return {'refused': 1, 'off': []}
@@ -143,13 +143,13 @@ def cut_all(clips: list, orders: int, tell) -> list[dict]:   # rows
     for clip in clips: voices[clip.language, clip.speaker].append(clip)
     voices = [some for some in voices.values() if len(some) >= LEAST]
     if not voices: raise UserError(f'no voice has {LEAST} clips; give a --corpus with more.')
-    spoken, rows = functools.cache(speak_words), []
+    rows = []
     jobs = [(name, order, some) for name in PAUSES for order in range(orders) for some in voices]
     found = defaultdict(list)
     for done, (name, order, some) in enumerate(jobs):
         tell('cut', done, len(jobs))
         with tempfile.TemporaryDirectory() as folder:
-            one = cut_one(some, Path(folder), PAUSES[name], np.random.default_rng(order), spoken)
+            one = cut_one(some, Path(folder), PAUSES[name], np.random.default_rng(order))
         found[name].append(one)
     for name, some in found.items():
         total = {key: sum(one.get(key, 0) for one in some) for key in COUNTED}
@@ -184,13 +184,13 @@ def plant(clips: list, folder: Path, rng) -> dict[int, str]:   # number of a cli
 
 def check_all(clips: list, orders: int, tell) -> dict:
     "Faults that are found, and clean clips that are left out."
-    spoken, row, kinds = functools.cache(speak_words), defaultdict(int), defaultdict(lambda: np.zeros(2, int))
+    row, kinds = defaultdict(int), defaultdict(lambda: np.zeros(2, int))
     number = lambda stretch: int(Path(stretch['source']).stem)
     for order in range(orders):
         tell('check', order, orders)
         with tempfile.TemporaryDirectory() as folder:
             faults = plant(clips, Path(folder) / 'clips', np.random.default_rng(order))
-            result = check_corpus(Path(folder) / 'clips', Path(folder) / 'out', 'en', spoken)
+            result = check_corpus(Path(folder) / 'clips', Path(folder) / 'out', 'en')
         left_out = {number(d) for d in result['dropped']}
         named = left_out | {number(c) for c in result['clips'] if 'cut' in c}
         row['faults'] += len(faults)
@@ -280,7 +280,7 @@ def synthetic(source: Path, out: Path):
     cut.speak_sentences = lambda sentences, *more: [
         align._SpokenSentence(None, None, [i * 100 // len(s.words) for i in range(len(s.words))])
         for s in sentences]
-    cut_corpus(source, None, out, 'en', None, split, page=_cuts_page)
+    cut_corpus(source, None, out, 'en')
 
 
 def time_growth(hours: list[float], tell) -> list[dict]:   # rows

@@ -128,17 +128,19 @@ def test_stand_ins_share_the_memory_and_come_too_late_as_cards_do(monkeypatch):
     assert card_memory() == [5, 5]   # whole MiB
     with pytest.raises(UserError, match='has started before'): setup_devices(data_gpu=0, model_gpu=1)
 
-def tell(path, config):
-    "Called in a worker in the place of loading a DVAE."
-    seen = [d.name.rpartition('device:')[2] for d in tf.config.list_logical_devices()]
-    raise UserError(f'{os.environ["CUDA_VISIBLE_DEVICES"]} {os.environ["XTTS_NB_CPU_CARDS"]!r} {seen}')
+class Telling(Fake):
+    "Tells what its worker sees."
+    @classmethod
+    def load(cls, path, config):
+        seen = [d.name.rpartition('device:')[2] for d in tf.config.list_logical_devices()]
+        raise UserError(f'{os.environ["CUDA_VISIBLE_DEVICES"]} {os.environ["XTTS_NB_CPU_CARDS"]!r} {seen}')
 
 def test_workers_that_encode_leave_the_cards_alone(corpus, small, tokenizer, tmp_path, monkeypatch):
     server()
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
     monkeypatch.setenv('XTTS_NB_CPU_CARDS', '2')
     with pytest.raises(UserError) as e:
-        prepare(corpus, tmp_path / 'out', small, Fake(), tokenizer, shard_clips=5, workers=1, load=tell)
+        prepare(corpus, tmp_path / 'out', small, Telling(), tokenizer, shard_clips=5, workers=1)
     assert str(e.value) == "-1 '' ['CPU:0']"
 
 def precision_of_products() -> bool:

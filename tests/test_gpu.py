@@ -12,7 +12,7 @@ def card():
 
 
 def test_the_step_s_tensors_are_on_the_gpu_and_the_driver_answers(small):
-    from xtts_nb.app.check import StepTrial, run_checks
+    from xtts_nb.app.check import run_checks, StepTrial
     config = small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}})
     rows = {r['name']: r for r in run_checks(StepTrial(config, 8, 12))}
     for name in ('GPU placement', 'GPU monitoring', 'Training step'):

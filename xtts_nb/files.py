@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['atomic_file', 'atomic_folder', 'remove_work', 'append_line', 'locked', 'inside', 'check_folder', 'check_arrived',
            'write_json', 'read_json', 'fingerprint', 'has_keys', 'is_work', 'check_results', 'write_tensors',
-           'save_weights', 'load_weights', 'read_tensors', 'named_weights']
+           'save_weights', 'load_weights', 'read_tensors', 'named_weights', 'visible']
 
 # %% ../nbs/base/files.ipynb #db2293af
 import ctypes
@@ -525,3 +525,12 @@ def _raise_file_limit(wanted: int) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             soft = more
     return wanted if soft == resource.RLIM_INFINITY else soft
+
+# %% ../nbs/base/files.ipynb #d434d2d9
+_JOINERS = '\u200c\u200d'   # within words of Persian and Indic scripts
+
+def visible(text: str, most: int = 120) -> str:
+    "`text` in one line, with invisible characters escaped."
+    cut = text[:most] + '…' * (len(text) > most)
+    return ''.join(c if c.isprintable() or c in _JOINERS else
+                   c.encode('unicode_escape', 'surrogatepass').decode() for c in cut)

@@ -11,12 +11,12 @@ import tensorflow as tf
 import yaml
 
 from process import python, xtts_nb
-from xtts_nb.app import check
-from xtts_nb.app.check import (
-    _CHECKS, _LEARNING, StepTrial, TFSettings, _change_for, environment, run_checks,
-    verify_settings, write_environment)
+from xtts_nb.app import check, quick_fix
+from xtts_nb.app.check import _CHECKS, run_checks, StepTrial
+from xtts_nb.app.configure import environment, TFSettings, verify_settings, write_environment
+from xtts_nb.app.quick_fix import _change_for, _LEARNING
 from xtts_nb.settings import flat, from_environment
-from xtts_nb.config import TrainingConfig, UserError, XTTSConfig
+from xtts_nb.config import GPTTraining, UserError, XTTSConfig
 from xtts_nb.sampler import CPU, GPU, Sample
 from xtts_nb.train.step import MODES, choose_xla, step_modes
 
@@ -171,7 +171,7 @@ def test_a_shell_reads_the_file_and_training_takes_its_keys(clean, tmp_path, mon
 
 CHILD = '''
 import json
-from xtts_nb.app.check import configure
+from xtts_nb.app.configure import configure
 first = configure(threads=1, xla=True, mixed_precision=True)
 import keras, tensorflow as tf
 layer = keras.layers.Dense(2)
@@ -198,7 +198,7 @@ def test_a_child_trains_with_the_settings(clean, settings):
     rows = {row['setting']: row for row in verify_settings(settings)}
     assert not [row for row in rows.values() if row['ok'] is False]
     mode = 'auto' if settings.xla else 'graph'
-    chosen = choose_xla(TrainingConfig(mode=mode, precision=settings.precision))[0]
+    chosen = choose_xla(GPTTraining(mode=mode, precision=settings.precision))[0]
     assert (rows['XLA']['got'], rows['precision']['got']) == (chosen, settings.precision)
     if settings.threads: assert rows['intra-op threads']['got'] == settings.threads
 
@@ -222,7 +222,7 @@ SLOW = TINY.replace(data={'prefetch_buffer_size': 1, 'num_workers': 2, 'batch_si
     ('float32 on tensor cores', {}, {'training.gpt.precision': 'bfloat16'}),
     ('step not compiled', {}, {'training.gpt.mode': 'auto'}), ('something else', {}, None)])
 def test_the_change_for_a_finding(monkeypatch, name, given, changed):
-    monkeypatch.setattr(check, 'cores', lambda: 6)
+    monkeypatch.setattr(quick_fix, 'cores', lambda: 6)
     disease, _, cycle = name.partition(' c=')
     verdict = SimpleNamespace(measured=SimpleNamespace(cycle=int(cycle or 1)))
     found = _change_for(SimpleNamespace(disease=disease), verdict, SLOW.replace(**given))

@@ -164,7 +164,7 @@ train --data CACHE --steps 3 --epochs 3 > --epochs
 train --data CACHE --gpu-preset T4 > 4090
 train --data CACHE --preprocessing-mode runtime > data.preprocessing_mode
 train --data CACHE --set data.bach_size=3 > batch_size
-train --data CACHE --batch-size 6 --grad-accum 4 > accumulation
+train --data CACHE --batch-size 6 --grad-accum 4 > grad_accum_steps
 train --data CACHE --set data.max_drop_rate=0.1 > data.max_drop_rate
 train --data CACHE --set data.max_seconds=0.55 > data.max_seconds
 train --data CACHE --lr 0 > training.gpt.learning_rate
@@ -331,7 +331,7 @@ def test_prepare_again_learns_and_writes_nothing(mine, ten, tmp_path, ran):
     with open(mine / 'metadata.csv', 'a') as file: file.write('new|aa bb|aa bb|low|en\n')
     weights = (out / 'dvae.safetensors').read_bytes()
     assert ran(line).json['made']['codes'] == 1 and (out / 'dvae.safetensors').read_bytes() == weights
-    ten.write_text(ten.read_text().replace('steps: 10\n', 'steps: 5\n'))
+    ten.write_text(XTTSConfig.load(ten).replace(training={'dvae': {'steps': 5}}).to_yaml())
     assert ran(line).json['made']['codes'] == 15 and (out / 'dvae.safetensors').read_bytes() != weights
 
 @pytest.mark.slow
@@ -379,7 +379,7 @@ def test_fixed_sentences_from_the_command_to_the_card(ran, prepared, with_hifiga
             f'--report {tmp_path}/r')
     done = ran(line)   # its tokenizer is learned from a few words
     assert done.code == 2 and 'en: the model never saw some letters of each fixed sentence' in done.err
-    monkeypatch.setattr('xtts_nb.speech.evaluate._SENTENCES', {'en': [prepared.clips[0]['text']]})
+    monkeypatch.setattr('xtts_nb.speech.fixed_sentences.SENTENCES', {'en': [prepared.clips[0]['text']]})
     result = ran(f'{line} --json').json
     assert result['fixed'] and result['clips'] == 1 and (tmp_path / 'r/report.html').is_file()
     assert 'of fixed sentences' in (tmp_path / 'r/MODEL.md').read_text(encoding='utf-8')

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shutil
-import signal
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,13 +18,15 @@ from matplotlib.image import imread
 from process import SMALL, python, tree, xtts_nb
 from xtts_nb.app import demo
 from xtts_nb.app.demo import (
-    DEMO_SENTENCES, VOICES, _Pair, _choose_pairs, corpus_digest, corpus_page, facts, heading,
-    make_corpus, picture, _plan_corpus, player, plot_before_after, _short_path, speak,
+    DEMO_SENTENCES, _Pair, _choose_pairs, corpus_digest, facts, heading,
+    make_corpus, picture, _plan_corpus, player, plot_before_after,
     write_report)
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.corpora import Dropped, summary
+from xtts_nb.data.espeak import VOICES
+from xtts_nb.data.pages import corpus_page
 from xtts_nb.train.runs import new_run
 
 CLIPS = _plan_corpus()
@@ -42,9 +43,10 @@ def test_two_fresh_processes_write_the_same_bytes(spoken, tmp_path):
     "Whatever was spoken before, and whenever: noise is not seeded by the clock."
     out, _ = spoken
     for name, before in ('a', ''), ('b', 'speak("Something else first.", "de", SynthVoice("f4"));'):
-        code = f'from xtts_nb.app.demo import *; {before} make_corpus({str(tmp_path / name)!r}, limit=2)'
+        code = ('from xtts_nb.app.demo import *; from xtts_nb.data.espeak import *; '
+                f'{before} make_corpus({str(tmp_path / name)!r}, limit=2)')
         assert python(code).code == 0 and corpus_digest(tmp_path / name) == corpus_digest(out)
-    code = ('import hashlib, time; time.sleep({}); from xtts_nb.app.demo import *; '
+    code = ('import hashlib, time; time.sleep({}); from xtts_nb.data.espeak import *; '
             'print(hashlib.sha256(speak("Hush.", "en", SynthVoice("whisper"))[0].tobytes()).hexdigest())')
     assert len({python(code.format(seconds)).out for seconds in (0, 1.1)}) == 1
 
@@ -84,29 +86,9 @@ def test_an_interrupted_corpus_and_a_full_disk_leave_nothing(monkeypatch, tmp_pa
     with pytest.raises(UserError, match='c: the disk is full'): make_corpus(tmp_path / 'c', limit=1)
     assert not any(tmp_path.iterdir())
 
-def test_ctrl_c_waits_until_the_library_is_unloaded():
-    before, reached = signal.signal(signal.SIGINT, signal.default_int_handler), []
-    try:
-        with pytest.raises(KeyboardInterrupt), demo._defer_interrupts():
-            signal.raise_signal(signal.SIGINT)
-            reached.append(1)
-        assert reached == [1] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally: signal.signal(signal.SIGINT, before)
-
-def test_data_behind_a_long_path_is_found(tmp_path, monkeypatch):
-    "espeak-ng cuts long paths, so they become a link."
-    library, data = demo.espeak_files()
-    deep = tmp_path / ('x' * 100) / ('y' * 100)
-    deep.mkdir(parents=True)
-    (deep / 'espeak-ng-data').symlink_to(data)
-    wanted = speak('Hello.', 'en')[0]
-    monkeypatch.setattr(demo, 'espeak_files', lambda: (library, str(deep / 'espeak-ng-data')))
-    with pytest.raises(UserError, match='does not find its data'): speak('Hello.', 'en')
-    monkeypatch.setattr(demo, 'espeak_files', lambda: (library, _short_path(str(deep / 'espeak-ng-data'))))
-    assert np.array_equal(speak('Hello.', 'en')[0], wanted)
-
 def test_a_library_held_by_others_is_noticed(tmp_path):
-    code = ('import ctypes; from xtts_nb.app.demo import *; held = ctypes.CDLL(espeak_files()[0])\n'
+    code = ('import ctypes; from xtts_nb.app.demo import *; from xtts_nb.data.espeak import *\n'
+            'held = ctypes.CDLL(espeak_files()[0])\n'
             f'make_corpus({str(tmp_path / "c")!r}, limit=1)')
     assert 'a process of its own' in python(code).err and not list(tmp_path.iterdir())
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.app import speed as page
-from xtts_nb.app.speed import (
-    Tiled, check_equal, _differing_share, load_row, _load_speaker, padding, _refuse_differences, _say_speed,
-    readers, service_load)
-from xtts_nb.bench import _Arm, Comparison
+from xtts_nb.app import bench_config, bench_say
+from xtts_nb.app.bench_data import (
+    check_equal, _differing_share, padding, readers, _refuse_differences, Tiled)
+from xtts_nb.app.bench_say import _say_speed
+from xtts_nb.app.bench_service import load_row, _load_speaker, service_load
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 
@@ -73,31 +73,22 @@ def quick(small): return small.replace(model={'gpt': {'num_layers': 1, 'conditio
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(quick, cheap_xla):
     "Real processes: the counted start reads what the first one wrote; more threads, more switches."
-    with page.kernel_workspace() as folder:
-        rows = page._compare_starts(quick, 6, 8, folder, rounds=1)
+    with bench_config.kernel_workspace() as folder:
+        rows = bench_config._compare_starts(quick, 6, 8, folder, rounds=1)
         stamps = lambda: {file.name: file.stat().st_mtime_ns for file in folder.rglob('xla_compile_cache*')}
         kept = stamps()
         assert len(kept) == 1 and len({row['loss'] for row in rows}) == 1   # one program for each update
         assert all(row[phase] >= 0 for row in rows for phase in ('imports', 'model', 'trace', 'compile'))
-        many, own, half = page.compare_steps(quick, 6, 8, folder, rounds=2, updates=5)
+        many, own, half = bench_config.compare_steps(quick, 6, 8, folder, rounds=2, updates=5)
         assert own['switches'] < many['switches'] and half['loss'] != own['loss'] == rows[0]['loss']
         assert stamps().items() >= kept.items()   # other threads may need more kernels, not these once more
 
 
 # --- speech -------------------------------------------------------------------------------------------------
 
-def test_rows_of_speech():
-    "Two rounds of seconds per code; a code lasts 0.5 s; the first call is not counted."
-    times = {'naive': .4, 'float32': .1, 'stream': .2}
-    timed = Comparison([_Arm(name, [s, s]) for name, s in times.items()], 'clips_per_s')
-    firsts = {'naive': [9., 1., 3.], 'float32': [9., .5, .5], 'stream': [9., .01, .03]}
-    assert [[*row.values()] for row in page._say_rows(timed, firsts, 0.5)] == [
-        ['naive', 2.5, 0.8, 2000., 1., 0.], ['float32', 10., 0.2, 500., 4., 0.],
-        ['stream', 5., 0.4, 20., 2., 0.]]
-
 @pytest.mark.slow
 def test_each_arm_speaks_the_same_codes(quick, monkeypatch):
-    monkeypatch.setattr(page, '_ARM_SECONDS', 0)
+    monkeypatch.setattr(bench_say, '_ARM_SECONDS', 0)
     rows, more = _say_speed(quick, 22, 1)
     assert [r['name'] for r in rows] == ['naive', 'float32', 'bfloat16', 'int8', 'batch8', 'batch8_int8',
                                          'stream']

@@ -11,11 +11,12 @@ import soundfile
 import yaml
 
 from xtts_nb.app import tune as page
-from xtts_nb.app.demo import DEMO_SENTENCES, speak, VOICES
+from xtts_nb.app.demo import DEMO_SENTENCES
 from xtts_nb.app.tune import plan_tuning, _run_stage, tune
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import save_audio
 from xtts_nb.data.cache import file_sha
+from xtts_nb.data.espeak import speak, VOICES
 
 
 @pytest.fixture

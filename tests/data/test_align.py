@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from xtts_nb.app.demo import DEMO_SENTENCES, speak, speak_words, VOICES
+from xtts_nb.app.demo import DEMO_SENTENCES
 from xtts_nb.config import UserError
 from xtts_nb.data.align import (
     align, comparable, _find_pauses, _fit_words, found_sentences, measure_file, measure_sound,
     read_paragraphs,
     speak_sentences, spoken_sentence, _text_sentences, _without_foreign)
+from xtts_nb.data.espeak import speak, VOICES
 
 RATE = 22050
 
@@ -106,7 +107,7 @@ def test_where_there_is_no_full_stop(tmp_path):
     assert read_paragraphs(tmp_path / 'rows.txt') == rows
     (tmp_path / 'wrapped.txt').write_text('\n'.join(['abcd efgh ijkl mnop qrst uvwx'] * 9))
     assert len(read_paragraphs(tmp_path / 'wrapped.txt')) == 1
-    divide = lambda text, language='en': _text_sentences([text], language, lambda text, language: [text])
+    divide = lambda text, language='en': _text_sentences([text], language)
     parts = divide('one two, three ' * 100)
     assert max(len(s.text) for s in parts) <= 200
     assert [s.inner for s in parts] == [True] * (len(parts) - 1) + [False]
@@ -145,7 +146,7 @@ def test_sound_that_is_not_in_the_text_is_no_part_of_a_sentence():
     texts = [DEMO_SENTENCES['en'][i] for i in (0, 4, 7, 9, 12)]
     pause, wavs = np.zeros(RATE // 3, np.float32), [speak(t, 'en', VOICES['m3'])[0] / 2.**15 for t in texts]
     wav = np.concatenate([p for wav in wavs for p in (wav, pause)]).astype(np.float32)
-    spoken = speak_sentences(_text_sentences(texts, 'en', lambda text, language: [text]), 'en', speak_words)
+    spoken = speak_sentences(_text_sentences(texts, 'en'), 'en')
     speech, model = comparable(measure_sound(wav, RATE), spoken)
     matches = [fit.match for fit in found_sentences(align(speech, model), speech, model)]
     assert [m.sentence for m in matches] == [0, 1, 2, 3, 4]

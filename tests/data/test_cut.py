@@ -11,23 +11,21 @@ import pytest
 import soundfile
 
 from benchmarks.cuts import cut_all
-from xtts_nb.app import demo
-from xtts_nb.app.demo import DEMO_SENTENCES, VOICES
+from xtts_nb.app.demo import DEMO_SENTENCES
 from xtts_nb.config import UserError
-from xtts_nb.data import cut
+from xtts_nb.data import align, cut, espeak
 from xtts_nb.data.align import _measure_part, Speech
 from xtts_nb.data.audio import open_audio, resample
 from xtts_nb.data.corpora import Clip, read_corpus
 from xtts_nb.data.cut import (
     account, BRIEF, _choose_clips, corpus_text, cut_corpus, _CutPiece, LONGEST)
-from xtts_nb.speech.long import sentences
+from xtts_nb.data.espeak import VOICES
 
 RATE, EN = 22050, DEMO_SENTENCES['en']
-speak_words = cache(demo.speak_words)   # many tests need the same sentences
 
 @cache
 def speak(text, language, voice=None):   # its name
-    return demo.speak(text, language, *([VOICES[voice]] if voice else []))
+    return espeak.speak(text, language, *([VOICES[voice]] if voice else []))
 
 
 # --- a reading ----------------------------------------------------------------------------------------------
@@ -51,7 +49,7 @@ def write(path, wav, text=None, rate=RATE):
     return path
 
 def run(source, out, language='en', text=None, **how):
-    return cut_corpus(source, text, out, language, speak_words, sentences, **how)
+    return cut_corpus(source, text, out, language, **how)
 
 def corpus(folder, wav, text, language='en'):
     return run(write(folder / 'book.wav', wav, text), folder / 'out', language, folder / 'book.txt')
@@ -176,8 +174,9 @@ def test_finished_recordings_are_kept(tmp_path, monkeypatch):
     def speak_some(text, language):
         spoken.append(text)
         if len(spoken) == 13: raise KeyboardInterrupt   # the third recording
-        return speak_words(text, language)
-    again = lambda: cut_corpus(tmp_path / 'book', None, tmp_path / 'out', 'en', speak_some, sentences)
+        return espeak.speak_words(text, language)
+    monkeypatch.setattr(align, 'speak_words', speak_some)
+    again = lambda: run(tmp_path / 'book', tmp_path / 'out')
     (tmp_path / 'out.unfinished').mkdir()
     (tmp_path / 'out.unfinished' / 'mine').touch()
     with pytest.raises(UserError, match='not ours'): again()
@@ -367,7 +366,7 @@ FAULTS = {2: 'half', 7: 'end', 11: 'text', 16: 'second', 21: 'pause', 30: 'start
 @pytest.mark.parametrize('language, noise', [('en', 1e-3), ('fa', 0.)])
 def test_faults_of_clips_are_found(tmp_path, language, noise):
     said = with_faults(tmp_path / 'clips', FAULTS, language, noise)
-    result = cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en', speak_words)
+    result = cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en')
     name = lambda stretch: int(stretch['source'].removeprefix('wavs/').removesuffix('.wav'))
     found = {name(d): d['reason'].partition(':')[0] for d in result['dropped']}
     cuts = {name(c): (c['cut'].partition(':')[0], c) for c in result['clips'] if 'cut' in c}
@@ -399,14 +398,14 @@ def test_a_long_recording_is_opened_once_for_all_its_parts(tmp_path, monkeypatch
 def test_texts_of_other_clips_are_refused(tmp_path):
     with_faults(tmp_path / 'clips', dict.fromkeys(range(48), 'text'))
     with pytest.raises(UserError, match='fit no better than those of other clips'):
-        cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en', speak_words)
+        cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en')
     assert not (tmp_path / 'out').exists()
 
 def test_in_strong_noise_nothing_is_judged(tmp_path):
     with_faults(tmp_path / 'clips', {2: 'half'}, noise=0.02)
     (tmp_path / 'clips' / 'wavs' / '5.wav').write_bytes(b'no sound')
     with open(tmp_path / 'clips' / 'metadata.csv', 'a') as table: table.write('none|a|a|f4|en\n0|a|a|f4|en\n')
-    result = cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en', speak_words)
+    result = cut.check_corpus(tmp_path / 'clips', tmp_path / 'out', 'en')
     assert result['unclear'] == len(result['clips']) == 47
     assert [d['source'] for d in result['dropped']] == ['wavs/5.wav', 'none', '0']
     assert 'unclear  47 clips are kept unjudged' in corpus_text(result)
@@ -422,7 +421,7 @@ def test_clips_that_cannot_be_compared(tmp_path):
         soundfile.write(clips / 'wavs' / f'{i}.wav', wav.astype(np.int16), RATE)
     (clips / 'metadata.csv').write_text(''.join(
         f'{i}|{t}|{t}|a b|{"de" if t == "Ja." else "en"}\n' for i, t in enumerate(texts)))
-    result = cut.check_corpus(clips, tmp_path / 'out', 'en', speak_words)
+    result = cut.check_corpus(clips, tmp_path / 'out', 'en')
     reasons = {d['source'][5]: d['reason'] for d in result['dropped']}
     assert reasons == {'3': 'nobody speaks in it', '4': 'nobody speaks in it',
                        '5': 'less than a second of speech to compare it with', '6': '70 s long; cut it first'}
@@ -472,13 +471,6 @@ def test_every_second_has_a_reason():
         (0, .5, 'pause'), (3.5, 4, 'pause'), (4, 4.5, 'shorter than 2 s, and nothing next to it to join'),
         (4.5, 9, 'no sentence of the text is spoken here'), (9, 12, 'no pause next to it to cut in'),
         (12, 30, 'longer than 11 s'), (30, 31, 'pause')]
-    told = corpus_text({'clips': [], 'missing': ['a'] * 12, 'dropped': [
-        {'start': 0, 'end': 0, 'reason': 'no sound; convert it'},
-        {'start': 0, 'end': 1,
-         'reason': 'sound before its text: 1; its text continues after the sound: "a; b"'}]}).splitlines()
-    assert told[1:4] == [
-        'dropped  1 × no sound; convert it, 0.0 s', 'dropped  1 × sound before its text, 1.0 s',
-        'dropped  1 × its text continues after the sound, 1.0 s'] and told[-1] == 'missing  and 2 more'
     scored = lambda *scores: corpus_text({'dropped': [], 'missing': [], 'clips': [
         {'start': 0., 'end': 1., 'score': score} for score in scores]}).splitlines()
     assert 'by 1.4' in scored(1.6, 1.2, 1.4)[1] and len(scored(1.5, 1., 1.8)) == len(scored()) == 1

@@ -320,18 +320,6 @@ def test_the_device_comes_last_and_the_batches_are_the_same():
     assert stages(cached_batches(plan, 0, 6))[-2:] == ['_ParallelMapDataset', '_PrefetchDataset']
     assert all(map(same, with_device, cached_batches(plan, 0, 6)))
 
-@pytest.mark.parametrize('on, gpus, model, device, asked', [
-    (True, 1, None, None, '/GPU:0'), (True, 0, None, None, None), (False, 1, None, None, None),
-    (True, 1, None, '/GPU:1', '/GPU:1'), (True, 2, 'GPU:1', None, 'GPU:1'), (True, 2, 'CPU:0', None, None)])
-def test_batches_go_to_the_gpu_of_the_model(monkeypatch, on, gpus, model, device, asked):
-    "Copied to the first GPU, each batch of a model on the second would have to move again."
-    seen = []
-    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind: ['gpu'] * gpus)
-    apply = lambda device, n: seen.append((device, n)) or (lambda ds: ds)
-    monkeypatch.setattr(tf.data.experimental, 'prefetch_to_device', apply)
-    cached_batches(BatchPlan(fake_cache([5]), data(prefetch_to_gpu=on)), device=device, model=model)
-    assert seen == ([(asked, 2)] if asked else [])   # one in use, one on its way
-
 
 # --- online -------------------------------------------------------------------------------------------
 

@@ -6,13 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.text import (
     _ABBREVIATIONS, chinese_number, clean, clean_for, CLEANERS, clean_persian, decimal_words, fold_language,
-    hindi_words, japanese_reader, LANGUAGES, learn_merges, money_words, number_words, ordinal_words, pad_ids,
+    hindi_words, japanese_reader, LANGUAGES, learn_merges, money_words, number_words, ordinal_words,
     plain_markdown, _RULES, spell_chinese, spell_numbers, _SYMBOLS, _TEXT_STOP, Tokenizer, train_tokenizer,
     _UNSUPPORTED)
 from xtts_nb.files import fingerprint
@@ -344,12 +343,6 @@ def test_a_file_that_is_no_tokenizer_is_named(tokenizer, tmp_path, content):
     if made is not None: path.write_bytes(made if isinstance(made, bytes) else made.encode())
     with pytest.raises(UserError) as e: Tokenizer.load(path)
     assert str(path) in str(e.value)
-
-@pytest.mark.parametrize('rows, width', [([[1, 2], [3]], 4), ([[1, 2], [3]], 2), ([[]], 3), ([[7]], 1)])
-def test_padding(rows, width):
-    padded = pad_ids(rows, width)
-    assert padded.shape == (len(rows), width) and padded.dtype == np.int32
-    assert all(list(p[:len(r)]) == r and not p[len(r):].any() for p, r in zip(padded, rows))
 
 def test_the_ids_are_those_of_coqui():
     "With XTTS's own tokenizer, where the environment names its file."

@@ -7,17 +7,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from xtts_nb.app.demo import speak
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import load_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
 from xtts_nb.data.text import LANGUAGES
-from xtts_nb.speech import evaluate as page
+from xtts_nb.speech import fixed_sentences
 from xtts_nb.speech.evaluate import (
-    _badness, _choose_trials, _end_judge, evaluate, evaluation_report, judged, _model_card, RATE,
-    _read_clips, _score_sounds, scores_text, Sound, _SOUND_SOURCES, _source_sounds, _speaker_judge, spread,
-    _Trial,
-    Wanted, warping_judge, word_errors, _words_judge)
+    _choose_trials, evaluate, _read_clips, _score_sounds, _source_sounds, _Trial)
+from xtts_nb.speech.model_card import model_card
+from xtts_nb.speech.score_page import evaluation_report
+from xtts_nb.speech.scores import (
+    _badness, _end_judge, judged, _MAIN_SOURCES, RATE, scores_text, Sound, _SOUND_SOURCES, _speaker_judge,
+    spread, Wanted, warping_judge, word_errors, _words_judge)
 
 def voice(seconds=0.5, pitch=120.): return Sound(synthetic_voice(seconds, pitch, RATE), RATE)
 
@@ -97,7 +98,7 @@ def test_none_is_worst_and_quartiles_run_from_best_to_worst():
 def test_a_score_is_offered_if_it_separates_real_speech(score, real, untrained, offered):
     "From the untrained model; a recording is never compared with itself, and the figures stay."
     row = {'score': score, 'offered': None, 'fault': 'by another rule'}
-    row |= {name: {'median': 0, 'low': 0, 'high': 0, 'clips': 3} for name in page._MAIN_SOURCES}
+    row |= {name: {'median': 0, 'low': 0, 'high': 0, 'clips': 3} for name in _MAIN_SOURCES}
     row['recording' if score in ('wer', 'speaker') else 'copy']['high'] = real
     row['untrained']['low'] = untrained
     found = judged(row)
@@ -122,10 +123,10 @@ def test_trials_are_held_out_and_their_references_are_not():
     assert _choose_trials(CLIPS[:1]) == [_Trial(CLIPS[0], CLIPS[0], None, None)]
 
 def test_every_language_has_sentences_of_its_own():
-    assert [*sorted(page._SENTENCES)] == sorted([*LANGUAGES, 'fa'])
-    texts = [t for some in page._SENTENCES.values() for t in some]
+    assert [*sorted(fixed_sentences.SENTENCES)] == sorted([*LANGUAGES, 'fa'])
+    texts = [t for some in fixed_sentences.SENTENCES.values() for t in some]
     assert len({*texts}) == len(texts) == 5 * 18 and all(len(t) >= 9 for t in texts)
-    assert all(len(t) == 5 for t in page._READ_AS.values())
+    assert all(len(t) == 5 for t in fixed_sentences._READ_AS.values())
 
 @pytest.fixture(scope='module')
 def evaluation(xtts, prepared):
@@ -170,30 +171,30 @@ def test_the_report_shows_each_score_and_each_clip(evaluation, tmp_path):
 def test_the_model_card(evaluation, prepared):
     config = XTTSConfig.tiny().replace(training={'gpt': {'finetune': 'lora'}}, data={'batch_size': 7})
     run = {'base': '/models/a|b', 'held_out': ['a', 'b'], 'mix': 'x', 'mix_share': .25}
-    text = _model_card(evaluation, config, run, prepared, 1234)
+    text = model_card(evaluation, config, run, prepared, 1234)
     for line in ('language: ["en"]', f'| clips | {len(prepared)} |', '| held out, not trained on | 2 clips |',
                  '| began from | a\\|b |', '| trained | adapters next to the weights (LoRA) |',
                  '| updates | 1,234 of 7 clips |', '| older clips | 25% of the updates |'):
         assert f'{line}\n' in text, line
-    plain = _model_card(evaluation._replace(about=evaluation.about | {'held_out': False}), XTTSConfig.tiny())
+    plain = model_card(evaluation._replace(about=evaluation.about | {'held_out': False}), XTTSConfig.tiny())
     assert '(not used in training)' in text and '(perhaps used in training)' in plain
     assert not any(f'| {word}' in plain for word in ('hours', 'updates', 'held out', 'began', 'trained'))
 
 def test_fixed_sentences(xtts, prepared, tmp_path, monkeypatch):
     "In the voices of the data in turn, without letters that the model never saw, scored without a melody."
     language, known = xtts.tokenizer.languages[0], [c['text'] for c in prepared.clips]
-    monkeypatch.setattr(page, '_SENTENCES', {language: ['ЖЖЖ', *known]})
-    fixed = lambda clips: page._sentence_trials(xtts, [language], speak, tmp_path, clips, each=3)
+    monkeypatch.setattr(fixed_sentences, 'SENTENCES', {language: ['ЖЖЖ', *known]})
+    fixed = lambda clips: fixed_sentences.sentence_trials(xtts, [language], tmp_path, clips, each=3)
     found = evaluate(xtts, prepared.folder, fixed=fixed)
     assert [t.clip.text for t in found.trials] == known[:2]
     assert found.about['fixed'] and found.about['held_out'] and found.about['voices'] == 2
     assert [s['score'] for s in found.scores] == ['duration', 'end', 'cer', 'wer', 'speaker']
     assert found.scores[0]['recording']['median'] == 1
-    assert '(of fixed sentences; the recording is espeak-ng' in _model_card(found, xtts.config)
-    page._SENTENCES[language] = ['ЖЖЖ']
+    assert '(of fixed sentences; the recording is espeak-ng' in model_card(found, xtts.config)
+    fixed_sentences.SENTENCES[language] = ['ЖЖЖ']
     for names in ([language], ['tlh']):
         with pytest.raises(UserError, match='letters|"tlh"'):
-            page._sentence_trials(xtts, names, speak, tmp_path, CLIPS[:1])
+            fixed_sentences.sentence_trials(xtts, names, tmp_path, CLIPS[:1])
 
 def test_what_cannot_be_scored(xtts, evaluation):
     "A silent recording is refused, and a score without a clip says so; given speech is kept."

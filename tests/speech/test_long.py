@@ -6,12 +6,12 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import synthetic_voice
+from xtts_nb.data.sentences import sentences, _separable
 from xtts_nb.data.text import LANGUAGES
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.guard import _Rate
 from xtts_nb.speech.long import (
-    _MAX_CHARACTERS, _TextPiece, _separable, language_runs, sentences, speak_long,
-    split_text, text_pieces)
+    _MAX_CHARACTERS, _TextPiece, language_runs, speak_long, split_text, text_pieces)
 
 VOICE = synthetic_voice(1.)
 SCRIPTS = {'ru': 'абвгд', 'ar': 'ابتثَِ', 'fa': 'اب\u200cپچَ', 'zh-cn': '你好吗，。！', 'ja': '私はカ゛ー。、',

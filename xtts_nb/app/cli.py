@@ -56,7 +56,7 @@ def _seeds_text(seeds: int, spread: dict) -> str:
 
 def _demo_text(result: dict) -> str:
     "The summary that `make demo` prints at the end."
-    from xtts_nb.speech.evaluate import _scores_line
+    from xtts_nb.speech.scores import _scores_line
     spoken = result['spoken']
     n, m = spoken['nearest_total'], spoken['heldout_total']
     return '\n\n'.join([
@@ -309,7 +309,7 @@ def _diagnosed(
     requested = load_config(config, to_stderr) if config else None
     start()
     from xtts_nb.monitor.diagnose import diagnose
-    from xtts_nb.app.check import cache_for, prerequisites, quick_fix, training
+    from xtts_nb.app.quick_fix import cache_for, prerequisites, quick_fix, training
     needs = prerequisites(data, config) if apply else []
     for need in needs: to_stderr(need.line())
     for missing in (n for n in needs if not n.ok): raise UserError(f'{name}: {missing.name}: {missing.found}')
@@ -363,15 +363,16 @@ def _configure(
     env_file: option(Path | None, 'Write a file for a shell: set -a; . FILE; set +a') = None,
 ):
     "Show threads, GPU memory, XLA and precision, as requested and as in effect. Exit code 1 if they differ."
-    from xtts_nb.app import check
-    requested = check.TFSettings(threads, memory_limit, allocator, not no_xla, not no_mixed_precision)
-    if env_file: check.write_environment(env_file, requested)
-    rows = check.verify_settings(requested) if verify else check.configure(**vars(requested))
-    result = {'rows': rows, 'environment': check.environment(requested),
+    from xtts_nb.app.configure import (
+        configure, environment, settings_text, TFSettings, verify_settings, write_environment)
+    requested = TFSettings(threads, memory_limit, allocator, not no_xla, not no_mixed_precision)
+    if env_file: write_environment(env_file, requested)
+    rows = verify_settings(requested) if verify else configure(**vars(requested))
+    result = {'rows': rows, 'environment': environment(requested),
               'env_file': env_file and str(env_file)}
     if env_file: hint = f'set -a; . {_sourced(env_file)}; set +a; xtts-nb train ...'
     else: hint = 'For a child process: xtts-nb configure --env-file FILE'
-    return result, f'{check.settings_text(rows)}\n{hint}', 1 if any(row['ok'] is False for row in rows) else 0
+    return result, f'{settings_text(rows)}\n{hint}', 1 if any(row['ok'] is False for row in rows) else 0
 
 # %% ../../nbs/app/cli.ipynb #be04dd56
 @_speed('check', example='--stress-duration 60')
@@ -384,7 +385,7 @@ def _check(
     config = XTTSConfig.preset(preset)
     start()
     from xtts_nb.bench import _device_name
-    from xtts_nb.app.check import StepTrial, _checks_text, preflight_rows, preflight_text, run_checks
+    from xtts_nb.app.check import _checks_text, preflight_rows, preflight_text, run_checks, StepTrial
     with progress() as tell:
         report = lambda done, total, name: tell('check', done, total, name)
         trial = StepTrial(config)
@@ -408,19 +409,20 @@ def _report(
     if out and out.exists(): raise UserError(f'{out}: exists already; name a new file.')
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.app import check
+    from xtts_nb.app.check import preflight_rows, run_checks, StepTrial
+    from xtts_nb.app.machine import before_after, machine, machine_report, _own_records
     from xtts_nb.bench import benchmarks
     from xtts_nb.files import atomic_file
-    trial = check.StepTrial(config)
+    trial = StepTrial(config)
     with progress() as tell:
         tell('measure', 0, 2)
-        rows = check.before_after(trial, seconds)
+        rows = before_after(trial, seconds)
         tell('measure', 1, 2)
-        checks = check.run_checks(check.StepTrial(config))
+        checks = run_checks(StepTrial(config))
         tell('measure', 2, 2)
-    result = {'machine': check.machine(), 'step': rows, 'checks': checks,
-              'preflight': check.preflight_rows(trial), 'records': check._own_records(benchmarks())}
-    text = check.machine_report(*result.values())
+    result = {'machine': machine(), 'step': rows, 'checks': checks,
+              'preflight': preflight_rows(trial), 'records': _own_records(benchmarks())}
+    text = machine_report(*result.values())
     if not out: return result, text
     with atomic_file(out) as part: part.write_text(text + '\n', encoding='utf-8')
     return result | {'out': str(out)}, f'{out}: paste it into the issue.'

@@ -64,18 +64,15 @@ def _corpus(
         raise UserError('corpus: --fix cuts at the lines of its table; leave --text and --transcribe out.')
     if text and transcribe: raise UserError('corpus: the text is known; leave --text or --transcribe out.')
     start()
-    from xtts_nb.app.demo import _cuts_page, espeak_files, speak_words
     from xtts_nb.data.cut import check_corpus, corpus_text, cut_corpus, _load_whisper, _recut
-    from xtts_nb.speech.long import sentences
     clips = not fix and not text and _are_clips(source)
     if clips and transcribe:
         raise UserError(f'corpus: {source} holds clips with their texts; leave --transcribe out.')
     hear, known = _load_whisper(transcribe) if transcribe else None, language or 'en'
-    if not fix: espeak_files()   # before the recording is read
     with progress() as tell:
-        if fix: result = _recut(source, fix, out, known, _cuts_page, stage(tell, 'read the recording'))
-        elif clips: result = check_corpus(source, out, known, speak_words, tell, _cuts_page)
-        else: result = cut_corpus(source, text, out, language, speak_words, sentences, tell, _cuts_page, hear)
+        if fix: result = _recut(source, fix, out, known, stage(tell, 'read the recording'))
+        elif clips: result = check_corpus(source, out, known, tell)
+        else: result = cut_corpus(source, text, out, language, tell, hear)
     return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'
                     f'{out} is ready: xtts-nb prepare {out}')
 
@@ -130,9 +127,8 @@ def _merge(
     start()
     from xtts_nb.data.prepare import merge_caches
     from xtts_nb.data.corpora import report_text
-    from xtts_nb.app.demo import corpus_page
     from xtts_nb.models.dvae import load_dvae
-    report = merge_caches(parts, out, corpus_page, load_dvae)
+    report = merge_caches(parts, out, load_dvae)
     text = f'{report_text(report, most=20)}{out} is ready: xtts-nb train --data {out}'
     return report | {'cache': str(out)}, text
 
@@ -165,7 +161,7 @@ def _data_speed(
     "Measure the data pipelines on a corpus, at the sizes of the released model."
     from xtts_nb.config import DataConfig
     from xtts_nb.models.dvae import load_dvae
-    from xtts_nb.app.speed import _bench_loaders
+    from xtts_nb.app.bench_data import _bench_loaders
     from xtts_nb.train.caches import temporary_cache
     sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
     with temporary_cache(corpus, tell, sizes) as cache:
@@ -185,7 +181,7 @@ def _bench_data(
 ):
     "Clips per second of each pipeline, and the step rate of an emulated accelerator that it keeps busy."
     start()
-    from xtts_nb.app.speed import _compared_text
+    from xtts_nb.app.bench_data import _compared_text
     with progress() as tell: result = _data_speed(data, clips, rounds, tell)
     if record: write_record('data', **result)
     return result, f'{table(result["corpus"], result["rows"])}\n{_compared_text(result)}'

@@ -238,14 +238,14 @@ def _convert_to_savedmodel(
 def _write_card(folder: Path, found, config, model: Path, facts: dict, held: list) -> Path:
     "Write what `evaluate` found to `MODEL.md`, or to `MODEL.new.md` next to a completed one."
     from xtts_nb.files import atomic_file
-    from xtts_nb.speech.evaluate import _model_card
+    from xtts_nb.speech.model_card import model_card
     from xtts_nb.speech.guard import _training_facts
     from xtts_nb.train.trainer import _updates_of
     chosen = _was_chosen(model, facts, held)
     if facts.get('part') == 'decoder':   # a decoder's run: what it speaks with was made by another one
         model = Path(facts['model'])
         facts = _training_facts(model)
-    card = _model_card(found, config, facts, _trained_on(facts), _updates_of(model), chosen)
+    card = model_card(found, config, facts, _trained_on(facts), _updates_of(model), chosen)
     path = folder / 'MODEL.md'
     if path.is_file() and path.read_text(encoding='utf-8') != card: path = folder / 'MODEL.new.md'
     with atomic_file(path) as part: part.write_text(card, encoding='utf-8')
@@ -278,15 +278,14 @@ def _never_seen(data: Path, facts: dict) -> list[str]:
 # %% ../../nbs/app/cli_speak.ipynb #e7a10c02
 def _fixed(xtts, languages: str, folder: Path, each: int):
     "What makes trials of fixed sentences."
-    from xtts_nb.app.demo import speak
     from xtts_nb.config import UserError
-    from xtts_nb.speech.evaluate import _sentence_trials, _SENTENCES
-    known = [language for language in _SENTENCES if language in xtts.tokenizer.languages]
+    from xtts_nb.speech.fixed_sentences import sentence_trials, SENTENCES
+    known = [language for language in SENTENCES if language in xtts.tokenizer.languages]
     names = known if languages == 'all' else languages.split(',')
     for name in names:
-        if name not in _SENTENCES:
-            raise UserError(f'--sentences {name}: use all, or some of {",".join(_SENTENCES)}.')
-    return lambda clips: _sentence_trials(xtts, names, speak, folder, clips, each)
+        if name not in SENTENCES:
+            raise UserError(f'--sentences {name}: use all, or some of {",".join(SENTENCES)}.')
+    return lambda clips: sentence_trials(xtts, names, folder, clips, each)
 
 @_speech('evaluate', example='cache/mine --model runs/mine --report report')
 def _evaluate(
@@ -306,7 +305,9 @@ def _evaluate(
     "Score the speech of a model against the recordings, their codes alone and an untrained model."
     start()
     from xtts_nb.models.xtts import XTTS
-    from xtts_nb.speech.evaluate import _check_report, evaluate, evaluation_report, scores_text
+    from xtts_nb.speech.evaluate import evaluate
+    from xtts_nb.speech.score_page import _check_report, evaluation_report
+    from xtts_nb.speech.scores import scores_text
     from xtts_nb.speech.guard import _training_facts
     if report: _check_report(report)
     facts = _training_facts(model)
@@ -416,7 +417,7 @@ def _bench_say(
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.app.speed import _say_speed
+    from xtts_nb.app.bench_say import _say_speed
     with progress() as tell:
         tell('measure', 0, 1, 'compiling')
         rows, more = _say_speed(config, _SAY_CODES, rounds, progress=stage(tell, 'measure'))
@@ -441,7 +442,7 @@ def _bench_service(
     admitted, refused, late: answers with sound, with status 429, with 503 for no row in time
     refused_p99_ms: until a refused client knows"""
     start()
-    from xtts_nb.app.speed import _load_speaker, _LOAD_TEXT, service_load
+    from xtts_nb.app.bench_service import _load_speaker, _LOAD_TEXT, service_load
     with progress() as tell:
         tell('load the model', 0, 1)
         speaker, what = _load_speaker(model)

@@ -422,7 +422,7 @@ def _bench_config(
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.tiny(width).replace(data={'batch_size': batch_size})
     start()
-    from xtts_nb.app.speed import bench_config
+    from xtts_nb.app.bench_config import bench_config
     with progress() as tell:
         tell('measure', 0, 1, 'starting processes')
         measured = bench_config(config, text_tokens, codes, rounds, updates, stage(tell, 'measure'))

@@ -23,7 +23,7 @@ from ..config import GPTTraining, read_settings, UserError
 from ..data.cache import file_sha
 from ..files import check_results, _check_writable, has_keys, read_json, _read_json_lines, write_json
 from ..report import facts, heading, picture, player, write_report
-from ..speech.evaluate import _scores_table
+from ..speech.score_page import scores_table
 from ..train.runs import _run_facts
 from ..train.trainer import _catch_sigterm, _says_no_words, _WORDS
 
@@ -325,7 +325,7 @@ def _tuning_page(done: dict, out: Path, language: str = 'en') -> Path:   # done:
         seen = ', as those by which the model was chosen' if result['train'].get('best') else ''
         pieces += [heading('Scores', f'Of held-out sentences{seen}, compared with the recordings and an '
                                      'untrained model.'),
-                   _scores_table(result['evaluate']['scores'])]
+                   scores_table(result['evaluate']['scores'])]
     pieces += [heading('What was typed'),
                *(_typed(shlex.join(['xtts-nb', *s['words']])) for s in done.values()),
                heading('Next', f'{found.more} Speak, save a voice, serve:'),

@@ -28,8 +28,11 @@ import numpy as np
 
 from ..config import UserError
 from .audio import _AudioFile, _hann_window, _mel_triangles, open_audio
-from .corpora import _DAMAGED, _HTK, _read_lines, visible
+from .corpora import _DAMAGED, _HTK, _read_lines
+from .espeak import speak_words
+from .sentences import sentences
 from .text import clean_for
+from ..files import visible
 
 # %% ../../nbs/data/align.ipynb #a2b1516c
 _CLOCK = r'[^\S\n]*(?:(\d+):)?(\d+):(\d+)(?:[.,](\d+))?[^\S\n]*'
@@ -318,11 +321,10 @@ def _divided(text: str) -> Iterator[str]:
 def _text_sentences(
     paragraphs: list[str],
     language: str,
-    split: Callable,        # (text, language) -> sentences
 ) -> list[Sentence]:
     "All sentences that have something to say, long ones in parts."
     found = []
-    for sentence in (s for p in paragraphs for s in split(p, language)):
+    for sentence in (s for p in paragraphs for s in sentences(p, language)):
         parts = [s for part in _divided(sentence.strip()) if (s := spoken_sentence(part, language))]
         found += [s._replace(inner=True) for s in parts[:-1]] + parts[-1:]
     return found
@@ -499,14 +501,13 @@ class _SpokenSentence(NamedTuple):
 def speak_sentences(
     sentences: list[Sentence],
     language: str,
-    speak: Callable,     # (text, language) -> (N,) int16, Hz, [(character, sample)] of words
     progress: Callable = lambda done, total: None,
     least: float = _PAUSE,   # s, the shortest pause that is left out
 ) -> list[_SpokenSentence]:
     "The sentences as espeak-ng says them."
     spoken = []
     for done, sentence in enumerate(sentences, 1):
-        wav, rate, marks = speak(sentence.spoken, _ESPEAK_NAMES.get(language, language))
+        wav, rate, marks = speak_words(sentence.spoken, _ESPEAK_NAMES.get(language, language))
         sound = measure_sound(wav.astype(np.float32) / 2**15, rate)
         keep = _speech_frames(sound, least)[0]
         if keep.sum() < 3: keep[:3] = True

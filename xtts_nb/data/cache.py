@@ -262,27 +262,6 @@ class Cache:
             raise UserError(f'{self.folder}: was replaced while it was read; '
                             'start again with what it holds now.')
 
-# %% ../../nbs/data/cache.ipynb #a2fe10b0
-@patch
-def array(self: Cache, name: str, i: int) -> np.ndarray:
-    "The `codes`, `text` or `mel` of clip `i`; raises `UserError` for a kind that is not stored."
-    if name not in self.manifest['stored']:
-        raise UserError(f'{self.folder}: holds no {name}; '
-                        'prepare it with data.preprocessing_mode precompute.')
-    starts, length = getattr(self, f'{name}_start'), int(getattr(self, f'{name}_length')[i])
-    start, flat = int(starts[i]), getattr(self, name, None)
-    if flat is None:
-        number = int(np.searchsorted(self.first, range(len(self))[i], 'right')) - 1
-        start, flat = start - int(starts[self.first[number]]), self.mapped(number)[name]
-    return flat[start:start + length]
-
-@patch
-def wav_path(self: Cache, i: int) -> Path:
-    "The recording of clip `i`; in a runtime cache a 16-bit wav at the model's rate."
-    row = self.clips[i]
-    if 'wav' in row: return inside(self.folder, row['wav'])
-    return Path(self.manifest['source']['corpus']) / row['path']
-
 # %% ../../nbs/data/cache.ipynb #a2fe11b0
 @patch
 def _check_files(self: Cache, whole: bool):
@@ -304,6 +283,27 @@ def _map(self: Cache, number: int) -> dict:
     arrays = map_arrays(self.files[number])
     self.check_unchanged()
     return arrays
+
+# %% ../../nbs/data/cache.ipynb #a2fe10b0
+@patch
+def array(self: Cache, name: str, i: int) -> np.ndarray:
+    "The `codes`, `text` or `mel` of clip `i`; raises `UserError` for a kind that is not stored."
+    if name not in self.manifest['stored']:
+        raise UserError(f'{self.folder}: holds no {name}; '
+                        'prepare it with data.preprocessing_mode precompute.')
+    starts, length = getattr(self, f'{name}_start'), int(getattr(self, f'{name}_length')[i])
+    start, flat = int(starts[i]), getattr(self, name, None)
+    if flat is None:
+        number = int(np.searchsorted(self.first, range(len(self))[i], 'right')) - 1
+        start, flat = start - int(starts[self.first[number]]), self.mapped(number)[name]
+    return flat[start:start + length]
+
+@patch
+def wav_path(self: Cache, i: int) -> Path:
+    "The recording of clip `i`; in a runtime cache a 16-bit wav at the model's rate."
+    row = self.clips[i]
+    if 'wav' in row: return inside(self.folder, row['wav'])
+    return Path(self.manifest['source']['corpus']) / row['path']
 
 # %% ../../nbs/data/cache.ipynb #a2fe12b0
 def _address(array: np.ndarray) -> int: return array.__array_interface__['data'][0]

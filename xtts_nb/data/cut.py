@@ -30,14 +30,14 @@ from .align import (
     _SoundFrames, speak_sentences, Speech, _SpokenSentence, _speech_frames, spoken_sentence, STEP, _SUBTITLES,
     _text_sentences, _TextFrames)
 from .audio import open_audio, _wav_bytes
-from xtts_nb.data.corpora import (
-    _Beside, _check_language, Clip, _DAMAGED, read_corpus, _read_lines, _reason_kind, _SUFFIXES, _TEXTS,
-    visible)
+from .corpora import (
+    _Beside, _check_language, Clip, _DAMAGED, read_corpus, _read_lines, _reason_kind, _SUFFIXES, _TEXTS)
+from .espeak import espeak_files
+from .pages import cuts_page
 from .. import __version__
 from ..files import (
     atomic_folder, _check_free, fingerprint, is_work, _kept_work, locked, read_json, _real_place,
-    remove_work,
-    _with_ending, write_json)
+    remove_work, visible, _with_ending, write_json)
 
 # %% ../../nbs/data/cut.ipynb #6bf8d422
 NEAR, WITHIN = 6, 2            # frames that the edge of a sentence is moved to a pause, outwards and inwards
@@ -308,6 +308,10 @@ def _usable_recordings(paths: list[Path]) -> tuple[dict[Path, float], dict[Path,
 
 def _fault(path: Path, error: UserError) -> str: return str(error).removeprefix(f'{path}: ').rstrip('.')
 
+def _seconds(path: Path) -> float:
+    "The length of a recording by its header, or 0 if that has none; raises `UserError` if it is not audio."
+    with open_audio(path, 16000) as file: return (file.frames or 0) / file.samplerate
+
 # %% ../../nbs/data/cut.ipynb #c0700041
 _READ = *_TEXTS, *_SUBTITLES, '.epub'
 
@@ -535,12 +539,12 @@ def _write(folder: Path, clips: list[dict]) -> list[dict]:   # dropped
     clips[:] = kept
     return dropped
 
-def _write_corpus(folder: Path, result: dict, source: Path, page: Callable | None):
+def _write_corpus(folder: Path, result: dict, source: Path):
     "Write the clips of a result, its table and its page."
     result['dropped'] += _write(folder, result['clips'])
     if not result['clips']:
         raise UserError(f'{source}: no recording can be read to its end ({result["dropped"][-1]["reason"]}).')
-    if page: page(result, source, folder)
+    cuts_page(result, source, folder)
 
 def _write_cuts(folder: Path, clips: list[dict]):
     row = lambda c: f'{c["source"]}|{c["start"]}|{c["end"]}|{_cell(c["text"])}\n'
@@ -553,6 +557,28 @@ def _told(result: dict, one: bool) -> dict:
         for name in ('path', 'speaker', 'language', 'whole'): stretch.pop(name, None)
         if one: stretch.pop('source', None)
     return result
+
+# %% ../../nbs/data/cut.ipynb #c0700017
+def _locate(result: dict, recordings: list[_Recording]):
+    "Give all stretches in seconds of their recordings; what continues in the next one is not a clip."
+    parts = [[*_located([clip], recordings)] for clip in result['clips']]
+    split = [{key: part[key] for key in ('start', 'end', 'path')} for some in parts if len(some) > 1
+             for part in some]
+    result['clips'] = [some[0] for some in parts if len(some) == 1]
+    result['dropped'] = [*_located(result['dropped'], recordings), *(
+        part | {'reason': 'its sentence continues in another recording'} for part in split)]
+
+def _name(result: dict, source: Path):
+    "Add to all stretches from which recording they are, and to clips their speaker."
+    folder, names, speakers = source.is_dir(), {}, {}
+    for stretch in result['clips'] + result['dropped']:
+        path = stretch['path']
+        if path not in names: names[path] = _named_in(path, source)
+        stretch['source'] = names[path]
+    for clip in result['clips']:
+        speaker = clip['path'].parent if folder else source
+        if speaker not in speakers: speakers[speaker] = _speaker(speaker)
+        clip['speaker'] = speakers[speaker]
 
 # %% ../../nbs/data/cut.ipynb #c0700014
 def _speaker(source: Path) -> str:
@@ -580,12 +606,12 @@ def _readings(texts: dict[Path, list[str]], languages: dict, language: str) -> I
         some.clear()
     yield from map(joined, filter(None, short.values()))
 
-def _cut(reading: _Reading, source: Path, text, speak: Callable, split: Callable, stage: Callable) -> dict:
+def _cut(reading: _Reading, source: Path, text, stage: Callable) -> dict:
     "The clips of a reading, as JSON."
-    sentences = _text_sentences(reading.paragraphs, reading.language, split)
+    sentences = _text_sentences(reading.paragraphs, reading.language)
     if not sentences: raise UserError(f'{text}: nothing in it can be spoken; look at --language.')
     sound, recordings, faults = _measure_recordings(reading.paths, stage('read the recording'))
-    spoken = speak_sentences(sentences, reading.language, speak, stage('speak the text'))
+    spoken = speak_sentences(sentences, reading.language, stage('speak the text'))
     result = _find_clips(sound, sentences, spoken, source, text, stage('align'))
     _locate(result, recordings)
     if not result['clips']:
@@ -623,14 +649,12 @@ def cut_corpus(
     text: str | Path | None,  # what is spoken: paragraphs, or subtitles; None: files next to the recordings
     out: str | Path,          # folder to write
     language: str | None,     # a code such as en; None: en, or what `hear` hears
-    speak: Callable,          # as in `speak_sentences`
-    split: Callable,          # (text, language) -> sentences
     progress: Callable = lambda stage, done, total: None,
-    page: Callable | None = None,   # (result, source, folder), to be written into the folder
     hear: Callable | None = None,   # of `load_whisper`, for recordings without a text
 ) -> dict:                    # clips, dropped, missing
     "Cut recordings into clips with their texts; raises `UserError` and writes nothing if they do not match."
     source, out, language = Path(source), Path(out), language and _check_language(language)
+    espeak_files()   # before anything is read
     found, faults, languages = _find_recordings(source), {}, {}
     if text and not Path(text).is_file(): raise UserError(f'{text}: there is no such file; give the text.')
     stage = lambda name: lambda done, total: progress(name, done, total)
@@ -647,42 +671,16 @@ def cut_corpus(
             if hear: _write_transcript(folder, [p for some in texts.values() for p in some])
         one = lambda reading, stage: _cut(
             reading, source if text or len(reading.paths) > 1 else reading.paths[0],
-            text or 'its file', speak, split, stage)
+            text or 'its file', stage)
         result = _cut_all(readings, work, faults, progress, one)
         if not result['clips']: raise _nothing_left(found, faults)
         result['dropped'] += [{'start': 0., 'end': 0., 'reason': faults[p], 'path': p} for p in faults]
         _name(result, source)
-        _write_corpus(folder, result, source, page)
+        _write_corpus(folder, result, source)
         _write_cuts(folder, result['clips'])
     return _told(result, source.is_file())
 
-# %% ../../nbs/data/cut.ipynb #c0700017
-def _locate(result: dict, recordings: list[_Recording]):
-    "Give all stretches in seconds of their recordings; what continues in the next one is not a clip."
-    parts = [[*_located([clip], recordings)] for clip in result['clips']]
-    split = [{key: part[key] for key in ('start', 'end', 'path')} for some in parts if len(some) > 1
-             for part in some]
-    result['clips'] = [some[0] for some in parts if len(some) == 1]
-    result['dropped'] = [*_located(result['dropped'], recordings), *(
-        part | {'reason': 'its sentence continues in another recording'} for part in split)]
-
-def _name(result: dict, source: Path):
-    "Add to all stretches from which recording they are, and to clips their speaker."
-    folder, names, speakers = source.is_dir(), {}, {}
-    for stretch in result['clips'] + result['dropped']:
-        path = stretch['path']
-        if path not in names: names[path] = _named_in(path, source)
-        stretch['source'] = names[path]
-    for clip in result['clips']:
-        speaker = clip['path'].parent if folder else source
-        if speaker not in speakers: speakers[speaker] = _speaker(speaker)
-        clip['speaker'] = speakers[speaker]
-
 # %% ../../nbs/data/cut.ipynb #c0700016
-def _seconds(path: Path) -> float:
-    "The length of a recording by its header, or 0 if that has none; raises `UserError` if it is not audio."
-    with open_audio(path, 16000) as file: return (file.frames or 0) / file.samplerate
-
 def _read_cuts(table: str | Path, source: Path) -> list[dict]:
     "The clips of an edited `cuts.csv`; raises `UserError` for a line that cannot be cut."
     paths, seconds, clips = {_named_in(p, source): p for p in _find_recordings(source)}, {}, []
@@ -710,7 +708,7 @@ def _read_cuts(table: str | Path, source: Path) -> list[dict]:
 
 # %% ../../nbs/data/cut.ipynb #c0700018
 def _recut(source: str | Path, table: str | Path, out: str | Path, language: str,
-           page: Callable | None = None, progress: Callable = lambda done, total: None) -> dict:
+           progress: Callable = lambda done, total: None) -> dict:
     "Cut recordings at the lines of an edited `cuts.csv`; as `cut_corpus` otherwise."
     source, language = Path(source), _check_language(language)
     clips = _read_cuts(table, source)
@@ -718,7 +716,7 @@ def _recut(source: str | Path, table: str | Path, out: str | Path, language: str
     with atomic_folder(out) as folder:
         result['dropped'] = _between(clips, progress)
         _name(result, source)
-        _write_corpus(folder, result, source, page)
+        _write_corpus(folder, result, source)
         _write_cuts(folder, result['clips'])
     return _told(result, source.is_file())
 
@@ -913,53 +911,16 @@ def _measured(clips: list[Clip], faults: dict) -> dict[Clip, _SoundFrames]:
         elif not _speech_frames(sound)[0].any(): faults[clip] = 'nobody speaks in it'
     return {clip: sounds[clip] for clip in clips if clip not in faults}
 
-def _check(clips: list[Clip], speak: Callable, name_of: Callable, progress: Callable) -> dict:
+def _check(clips: list[Clip], name_of: Callable, progress: Callable) -> dict:
     "What a group of clips of one language is worth, as JSON."
     sentences = {c: s for c in clips if (s := spoken_sentence(c.text, c.language))}
     faults, group = {c: 'nothing in its text can be spoken' for c in clips if c not in sentences}, []
     sounds = _measured([*sentences], faults)
-    spoken = dict(zip(sounds, speak_sentences([sentences[c] for c in sounds], clips[0].language, speak,
-                                              progress, _CUT)))
+    spoken = dict(zip(sounds, speak_sentences([sentences[c] for c in sounds], clips[0].language, progress,
+                                              _CUT)))
     try: group = judge([*sounds], sounds, sentences, spoken) if sounds else []
     except UserError: faults |= dict.fromkeys(sounds, 'less than a second of speech to compare it with')
     return _sorted(group, faults, name_of)
-
-# %% ../../nbs/data/cut.ipynb #c0700028
-def check_corpus(
-    source: str | Path,       # a corpus in a layout that `read_corpus` knows
-    out: str | Path,          # folder to write
-    language: str,            # of rows that name none
-    speak: Callable,          # as in `speak_sentences`
-    progress: Callable = lambda stage, done, total: None,
-    page: Callable | None = None,   # as in `cut_corpus`
-) -> dict:                    # clips, dropped, missing; unclear: clips whose ends cannot be judged
-    "Compare each clip with its text, and write those that fit; raises `UserError` if none does."
-    source, out, faults = Path(source), Path(out), {}
-    with _unfinished_corpus(out) as work, atomic_folder(out) as folder:
-        rows, unread = read_corpus(source, _check_language(language), parts=True)
-        name = lambda clip: os.path.relpath(clip.path, source if source.is_dir() else source.parent)
-        seconds = _lengths(rows, faults)
-        result, known, done = {'clips': [], 'dropped': [], 'missing': [], 'unclear': 0}, [], 0
-        for group in _groups(seconds):
-            tell = lambda some, all, done=done: progress('compare the clips', done + some, len(seconds))
-            key = 'check', [[*_stamp(c.path), name(c), c.start, c.end, c.text, c.speaker, c.language]
-                            for c in group]
-            part = _once(work, key, partial(_check, group, speak, name, tell))
-            for stretch in part['clips']: stretch['path'] = Path(stretch['path'])
-            for kind in ('clips', 'dropped', 'unclear'): result[kind] += part[kind]
-            known += [part['clarity']] * bool(part['clarity'])
-            done += len(group)
-        if known and max(known) <= ALIKE:
-            raise UserError(f'{source}: the texts fit no better than those of other clips; look at '
-                            '--language, for rows that are shifted, or for strong noise.')
-        result['dropped'] += [_dropped(name(c), 0., reason) for c, reason in faults.items()]
-        result['dropped'] += [_dropped(d.id, 0., d.reason) for d in unread]
-        if not result['clips']:
-            first = result['dropped'][0]
-            raise UserError(f'{source}: none of {len(rows) + len(unread)} clips fits its text '
-                            f'({first["source"]}: {first["reason"]}); look at the table, and at --language.')
-        _write_corpus(folder, result, source, page)
-    return _told(result, False)
 
 # %% ../../nbs/data/cut.ipynb #c0700027
 def _dropped(source: str, seconds: float, reason: str) -> dict:
@@ -984,6 +945,42 @@ def _sorted(group: list[_Judged], faults: dict[Clip, str], name_of: Callable) ->
             | ({'cut': '; '.join(wrong)} if cut else {} if clip.end else {'whole': True}))
     result['dropped'] += [_dropped(name_of(c), 0., reason) for c, reason in faults.items()]
     return result
+
+# %% ../../nbs/data/cut.ipynb #c0700028
+def check_corpus(
+    source: str | Path,       # a corpus in a layout that `read_corpus` knows
+    out: str | Path,          # folder to write
+    language: str,            # of rows that name none
+    progress: Callable = lambda stage, done, total: None,
+) -> dict:                    # clips, dropped, missing; unclear: clips whose ends cannot be judged
+    "Compare each clip with its text, and write those that fit; raises `UserError` if none does."
+    source, out, faults = Path(source), Path(out), {}
+    espeak_files()   # before anything is read
+    with _unfinished_corpus(out) as work, atomic_folder(out) as folder:
+        rows, unread = read_corpus(source, _check_language(language), parts=True)
+        name = lambda clip: os.path.relpath(clip.path, source if source.is_dir() else source.parent)
+        seconds = _lengths(rows, faults)
+        result, known, done = {'clips': [], 'dropped': [], 'missing': [], 'unclear': 0}, [], 0
+        for group in _groups(seconds):
+            tell = lambda some, all, done=done: progress('compare the clips', done + some, len(seconds))
+            key = 'check', [[*_stamp(c.path), name(c), c.start, c.end, c.text, c.speaker, c.language]
+                            for c in group]
+            part = _once(work, key, partial(_check, group, name, tell))
+            for stretch in part['clips']: stretch['path'] = Path(stretch['path'])
+            for kind in ('clips', 'dropped', 'unclear'): result[kind] += part[kind]
+            known += [part['clarity']] * bool(part['clarity'])
+            done += len(group)
+        if known and max(known) <= ALIKE:
+            raise UserError(f'{source}: the texts fit no better than those of other clips; look at '
+                            '--language, for rows that are shifted, or for strong noise.')
+        result['dropped'] += [_dropped(name(c), 0., reason) for c, reason in faults.items()]
+        result['dropped'] += [_dropped(d.id, 0., d.reason) for d in unread]
+        if not result['clips']:
+            first = result['dropped'][0]
+            raise UserError(f'{source}: none of {len(rows) + len(unread)} clips fits its text '
+                            f'({first["source"]}: {first["reason"]}); look at the table, and at --language.')
+        _write_corpus(folder, result, source)
+    return _told(result, False)
 
 # %% ../../nbs/data/cut.ipynb #c5e67264
 _FITS = 1.5   # score in the median: LJSpeech has 1.9, as if it were German 1.2, with noise at 20 dB 1.0

@@ -182,6 +182,8 @@ def load_dvae(
     load_weights(path, named_weights(dvae, prefix))
     return dvae
 
+DVAE.load = staticmethod(load_dvae)   # for worker processes, which know the class alone
+
 # %% ../../nbs/models/dvae.ipynb #afcb8264
 def parameter_count(model: keras.Model) -> int:
     "Trainable parameters."

@@ -335,6 +335,7 @@ def _is_local(host: str) -> bool:
     with suppress(ValueError): return bool(ipaddress.ip_address(host.strip('[]')))
     return '.' not in host or host.endswith(('.localhost', '.local', '.internal', '.lan', '.home.arpa'))
 
+# %% ../../nbs/speech/serve.ipynb #8e188c9a
 @patch
 def fresh_fields(self: SpeechService, wanted: SpeechBody) -> list[str]:
     "Fields that have no effect, the first time that they come; at most 100 names are remembered."
@@ -508,14 +509,6 @@ class _SoundAnswer(StreamingResponse):
             await send({'type': 'http.response.body', 'body': b'', 'more_body': False})
         finally: await sounds.aclose()
 
-# %% ../../nbs/speech/serve.ipynb #5e7e001d
-SPEECH = '/v1/audio/speech'
-_MODELS = {name: {'id': name, 'object': 'model', 'created': 0, 'owned_by': 'xtts_nb'}   # as OpenAI lists them
-           for name in ('xtts', 'tts-1', 'tts-1-hd', 'gpt-4o-mini-tts')}
-_DEAD_SECONDS = 60.   # that a call of TensorFlow may be overdue
-_POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-           "media-src blob:; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
-
 # %% ../../nbs/speech/serve.ipynb #5e7e0a1d
 def _access_line(
     scope: dict,    # of the request
@@ -533,6 +526,7 @@ def _access_line(
     return ' '.join(parts)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0c1d
+SPEECH = '/v1/audio/speech'
 _OPEN = '/', '/health', '/live', '/openapi.json'   # without a key
 _LISTS = '/v1/audio/voices', '/v1/audio/models', '/v1/models'
 
@@ -575,7 +569,27 @@ class _Gate:
             refusal = ServiceError(503, 'The service is shutting down.', Retry_After='10')
         await error_answer(refusal)(scope, receive, send)
 
+# %% ../../nbs/speech/serve.ipynb #5e7e001f
+def _handle_errors(app: FastAPI):
+    "Answer each error in OpenAI's form."
+    from xtts_nb.speech.stream import EngineClosed
+    known = {ServiceError: lambda e: e,
+             EngineClosed: lambda e: ServiceError(503, 'The engine is closed; try again.', Retry_After='1'),
+             UserError: lambda e: ServiceError(400, str(e)),
+             HTTPException: lambda e: ServiceError(e.status_code, e.detail, **(e.headers or {})),
+             ClientDisconnect: lambda e: ServiceError(499, 'The client went away.'),
+             Exception: lambda e: ServiceError(500, 'The service failed; its log says how.')}
+    for kind, told in known.items():
+        async def answer(request, error, told=told): return error_answer(told(error))
+        app.add_exception_handler(kind, answer)
+
 # %% ../../nbs/speech/serve.ipynb #5e7e001e
+_MODELS = {name: {'id': name, 'object': 'model', 'created': 0, 'owned_by': 'xtts_nb'}   # as OpenAI lists them
+           for name in ('xtts', 'tts-1', 'tts-1-hd', 'gpt-4o-mini-tts')}
+_DEAD_SECONDS = 60.   # that a call of TensorFlow may be overdue
+_POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+           "media-src blob:; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+
 def speech_app(
     service: SpeechService,
     log=None,     # called with a line for each request
@@ -638,20 +652,6 @@ def speech_app(
     async def index(): return HTMLResponse(page, headers={'Content-Security-Policy': _POLICY})
 
     return app
-
-# %% ../../nbs/speech/serve.ipynb #5e7e001f
-def _handle_errors(app: FastAPI):
-    "Answer each error in OpenAI's form."
-    from xtts_nb.speech.stream import EngineClosed
-    known = {ServiceError: lambda e: e,
-             EngineClosed: lambda e: ServiceError(503, 'The engine is closed; try again.', Retry_After='1'),
-             UserError: lambda e: ServiceError(400, str(e)),
-             HTTPException: lambda e: ServiceError(e.status_code, e.detail, **(e.headers or {})),
-             ClientDisconnect: lambda e: ServiceError(499, 'The client went away.'),
-             Exception: lambda e: ServiceError(500, 'The service failed; its log says how.')}
-    for kind, told in known.items():
-        async def answer(request, error, told=told): return error_answer(told(error))
-        app.add_exception_handler(kind, answer)
 
 # %% ../../nbs/speech/serve.ipynb #5e7e0025
 class _Connection(H11Protocol):

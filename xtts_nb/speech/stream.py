@@ -520,8 +520,19 @@ def __iter__(self: GuardedRequest) -> Iterator[np.ndarray]:   # samples (N,) flo
     with self.request._making(): wav = stream.feed(codes[:kept], states[:kept + 1], True)
     if len(wav): yield wav
 
-# %% ../../nbs/speech/stream.ipynb #57e00018
+# %% ../../nbs/speech/stream.ipynb #aab80fb5
 _PATIENCE = 10.        # s that a listener hears nothing before the next piece goes before new texts
+
+def _admissible(
+    dues: list[float],   # of the texts that wait, in order
+    free: int,           # rows
+    rows: int,           # in all
+) -> int:
+    "How many texts get a row now: one row of eight stays free while all listeners still have sound."
+    soon = sum(due < time.monotonic() + _PATIENCE for due in dues)   # new, or their listeners hear nothing
+    return min(free, max(soon, min(len(dues), free - rows // 8)))
+
+# %% ../../nbs/speech/stream.ipynb #57e00018
 _CALL_SECONDS = {'round': 2., 'sound': 5.}   # that a call may take, or ten times what the last one took
 
 class Engine:
@@ -662,15 +673,6 @@ def _next(self: Engine) -> list[SpeechRequest] | None:
         self._begun = wanted[:count]
     for u in self._begun: u.started = True
     return self._begun
-
-def _admissible(
-    dues: list[float],   # of the texts that wait, in order
-    free: int,           # rows
-    rows: int,           # in all
-) -> int:
-    "How many texts get a row now: one row of eight stays free while all listeners still have sound."
-    soon = sum(due < time.monotonic() + _PATIENCE for due in dues)   # new, or their listeners hear nothing
-    return min(free, max(soon, min(len(dues), free - rows // 8)))
 
 @patch
 def _admit(self: Engine, texts: list[SpeechRequest]):

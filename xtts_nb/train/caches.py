@@ -10,13 +10,12 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from ..config import UserError, workspace, XTTSConfig
 from ..data.cache import Cache, _changed_files, _read_manifest
 from ..data.corpora import layout_line
-from ..data.prepare import mel_sample, prepare
+from ..data.prepare import _check_shared, encode_corpus, mel_sample, open_corpus
 from ..data.text import Tokenizer
 from ..files import check_folder, fingerprint
 from ..models.dvae import DVAE, load_dvae
@@ -105,14 +104,13 @@ def make_cache(
     part: tuple[int, int] = (1, 1),   # (I, N)
 ) -> dict:
     "Prepare a corpus; returns the report."
-    from xtts_nb.app.demo import corpus_page
     say(layout_line(corpus, layout))
     key = '' if dvae else _learned_key(corpus, config, layout)
-    learn = partial(_learned, out=out, key=key, config=config, say=say, tell=tell)
-    encoder, tokenizer = _given(dvae, config) if dvae else (learn, None)
-    return prepare(corpus, out, config, encoder, tokenizer, language,
-                   progress=stage(tell, 'encode the clips'), workers=workers, load=load_dvae,
-                   part=part, layout=layout, page=corpus_page, learned=key)
+    given = dvae and _given(dvae, config)
+    _check_shared(part, dvae)
+    with open_corpus(corpus, out, config, language, layout, part=part) as rows:
+        encoder, tokenizer = given or (_learned(rows.clips, rows.work, out, key, config, say, tell), None)
+        return encode_corpus(rows, encoder, tokenizer, workers, stage(tell, 'encode the clips'), key)
 
 # %% ../../nbs/train/caches.ipynb #37608279
 def is_corpus(data: str | Path | None) -> bool:
@@ -148,6 +146,7 @@ def temporary_cache(corpus: Path, tell: Callable = silent, data: dict | None = N
     "A cache of `corpus` in a temporary folder, with a DVAE of few updates: enough for measurements."
     config = XTTSConfig.tiny().replace(training={'dvae': {'steps': 200}}, data=data or {})
     with tempfile.TemporaryDirectory() as folder:
-        learn = lambda clips, work: train_dvae_for(clips, work, config, tell=tell)[0]
-        prepare(corpus, Path(folder) / 'cache', config, learn, progress=stage(tell, 'encode the clips'))
+        with open_corpus(corpus, Path(folder) / 'cache', config) as rows:
+            dvae = train_dvae_for(rows.clips, rows.work, config, tell=tell)[0]
+            encode_corpus(rows, dvae, progress=stage(tell, 'encode the clips'))
         yield Cache(Path(folder) / 'cache')
