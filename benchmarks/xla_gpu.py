@@ -398,7 +398,7 @@ def key(row: dict) -> str:
 def make_record(what: str, card: str, wanted: list[dict], anew: bool = False, buffers: str = ''):
     "Compile the programs that the newest record of a card lacks, and write the record after each."
     sys.path.insert(0, str(ROOT))
-    from xtts_nb.bench import record
+    from xtts_nb.records import record
     page, name = {'record': 'xla', 'memory': 'xla_memory'}[what], CARDS[card]['name']
     about = {'model': f'the released model, clips of {TEXT} text tokens and {CODES} codes',
              'compiler': f'jaxlib {JAX}, without the card, nothing autotuned'}

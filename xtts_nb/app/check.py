@@ -34,7 +34,7 @@ import psutil
 import tensorflow as tf
 
 from .recipes import config_diff, _ENVIRONMENT, _from_environment, nested
-from ..bench import _cpu_name, _device_name, _to_device, trace_count, wait_for
+from ..bench import _to_device, trace_count, wait_for
 from ..config import cores, setup_tf, UserError, workspace, XTTSConfig
 from ..data.cache import Cache
 from ..data.native import BatchPlan, cached_batches
@@ -47,6 +47,7 @@ from ..models.xtts import _POLICIES, XTTS
 from ..monitor.diagnose import (
     _compare_loops, diagnose, Diagnosis, Finding, measured_gain, _RemedyTrial)
 from ..monitor.preflight import _Obstacle, preflight, preflight_lines
+from ..records import _cpu_name, _device_name
 from ..sampler import best_probe, nvml_probe, Sampler, summarise, _visible_cards
 from ..speech.generate import generate
 from ..train.dual import finish_batch

@@ -383,8 +383,8 @@ def _check(
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.bench import _device_name
     from xtts_nb.app.check import StepTrial, _checks_text, preflight_rows, preflight_text, run_checks
+    from xtts_nb.records import _device_name
     with progress() as tell:
         report = lambda done, total, name: tell('check', done, total, name)
         trial = StepTrial(config)
@@ -409,8 +409,8 @@ def _report(
     config = XTTSConfig.preset(preset)
     start()
     from xtts_nb.app import check
-    from xtts_nb.bench import benchmarks
     from xtts_nb.files import atomic_file
+    from xtts_nb.records import benchmarks
     trial = check.StepTrial(config)
     with progress() as tell:
         tell('measure', 0, 2)
@@ -424,4 +424,3 @@ def _report(
     if not out: return result, text
     with atomic_file(out) as part: part.write_text(text + '\n', encoding='utf-8')
     return result | {'out': str(out)}, f'{out}: paste it into the issue.'
-
