@@ -138,9 +138,9 @@ def hifigan(config, _):
 def dvae_step(config, _):
     import tensorflow as tf
     from xtts_nb.models.dvae import DVAE
-    from xtts_nb.train.parts import _DVAEUpdate, _dvae_training
+    from xtts_nb.train.parts import _DVAEUpdate
     mel = tf.zeros([config.training.dvae.batch_size, 64, config.model.audio.n_mels])
-    return _DVAEUpdate(DVAE(config), _dvae_training(config)), ({'mel': mel}, tf.constant(0))
+    return _DVAEUpdate(DVAE(config), config.training.dvae), ({'mel': mel}, tf.constant(0))
 
 
 def decoder_step(config, _):
