@@ -50,7 +50,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 import tensorflow as tf  # noqa: E402
 
-from xtts_nb.bench import COLOURS, png_bytes, record, rows_markdown  # noqa: E402
+from xtts_nb.bench import COLOURS, png_bytes, rows_markdown  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig, setup_tf  # noqa: E402
 from xtts_nb.data import prepare as preparing  # noqa: E402
 from xtts_nb.data.audio import save_audio, synthetic_voice  # noqa: E402
@@ -59,6 +59,7 @@ from xtts_nb.files import read_json, write_json  # noqa: E402
 from xtts_nb.models.dvae import parameter_count  # noqa: E402
 from xtts_nb.models.gpt import GPT  # noqa: E402
 from xtts_nb.models.xtts import step_flops  # noqa: E402
+from xtts_nb.records import record  # noqa: E402
 from xtts_nb.train.distributed import setup_gpu_strategy, _this_worker  # noqa: E402
 
 

@@ -138,9 +138,9 @@ def hifigan(config, _):
 def dvae_step(config, _):
     import tensorflow as tf
     from xtts_nb.models.dvae import DVAE
-    from xtts_nb.train.parts import _DVAEUpdate, _dvae_training
+    from xtts_nb.train.parts import _DVAEUpdate
     mel = tf.zeros([config.training.dvae.batch_size, 64, config.model.audio.n_mels])
-    return _DVAEUpdate(DVAE(config), _dvae_training(config)), ({'mel': mel}, tf.constant(0))
+    return _DVAEUpdate(DVAE(config), config.training.dvae), ({'mel': mel}, tf.constant(0))
 
 
 def decoder_step(config, _):
@@ -398,7 +398,7 @@ def key(row: dict) -> str:
 def make_record(what: str, card: str, wanted: list[dict], anew: bool = False, buffers: str = ''):
     "Compile the programs that the newest record of a card lacks, and write the record after each."
     sys.path.insert(0, str(ROOT))
-    from xtts_nb.bench import record
+    from xtts_nb.records import record
     page, name = {'record': 'xla', 'memory': 'xla_memory'}[what], CARDS[card]['name']
     about = {'model': f'the released model, clips of {TEXT} text tokens and {CODES} codes',
              'compiler': f'jaxlib {JAX}, without the card, nothing autotuned'}

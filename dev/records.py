@@ -35,6 +35,9 @@ from nbformat.v4 import new_output
 
 from tree import ROOT, notebooks
 
+from xtts_nb.app.terminal import WRITERS
+from xtts_nb.records import TOOLS, recorded
+
 NAMES_A_RECORD = re.compile(r"\b(?:recorded|headline)\('(\w+)', benchmarks\(\)\)")
 
 
@@ -116,19 +119,18 @@ PROGRAM = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()']
 
 
 def command_of(
-    page: str,       # a key of `bench.WRITERS`
+    page: str,       # a key of `WRITERS` or `TOOLS`
     corpus: str,     # for `bench data`
     small: bool = False,
 ) -> list[str]:      # program and arguments
     "The command that writes a record; that of `PEERS` where there is another library."
-    bench = importlib.import_module('xtts_nb.bench')
     if small: options = SMALL[page].split()
     else: options = ['--budget', '3'] * (page in ('config', 'data', 'step_speed'))   # all pages in 20 minutes
     options += ['--data', corpus] * (page == 'data')
     peer = None if small else os.environ.get('XTTS_NB_COQUI')
     options += ['--record', '--json']
-    if page in bench.TOOLS: return [sys.executable, str(ROOT / bench.TOOLS[page].split()[1]), *options]
-    if page not in PEERS or not peer: return [*PROGRAM, *bench.WRITERS[page].split(), *options]
+    if page in TOOLS: return [sys.executable, str(ROOT / TOOLS[page].split()[1]), *options]
+    if page not in PEERS or not peer: return [*PROGRAM, *WRITERS[page].split(), *options]
     return [sys.executable, f'benchmarks/{PEERS[page]}', '--coqui-python', peer, *options]
 
 
@@ -147,16 +149,15 @@ def written(
 
 
 def measure(
-    page: str,                     # a key of `bench.WRITERS`
+    page: str,                     # a key of `WRITERS` or `TOOLS`
     copy_to: Path | None = None,
 ) -> str:                          # what became of the record
     "Run the command of a record, as `written` does."
-    bench = importlib.import_module('xtts_nb.bench')
     new = written(command_of(page, os.environ.get('XTTS_NB_SPEECH', 'runs/demo/corpus')), ROOT)
     if copy_to: shutil.copy(new, copy_to)
     one = json.loads(new.read_text(encoding='utf-8'))
     if not one['noisy']: return f'{new.name}: quiet'
-    shown = next(r for r in bench.recorded(page, new.parent) if r['device'] == one['device'])
+    shown = next(r for r in recorded(page, new.parent) if r['device'] == one['device'])
     if shown['noisy']: return f'{new.name}: noisy, but no quiet one of this device exists'
     new.unlink()
     return f'{new.name}: noisy, removed; the quiet record of {shown["date"]} stays'

@@ -5,7 +5,7 @@ import sys
 import pytest
 from tree import ROOT, notebooks
 
-from xtts_nb.bench import recorded
+from xtts_nb.records import recorded
 
 sys.path.insert(0, str(ROOT / 'dev'))
 import pages  # noqa: E402

@@ -7,7 +7,12 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from xtts_nb import bench
+from xtts_nb import records as module
+from xtts_nb.app.terminal import WRITERS
+from xtts_nb.bench import rows_markdown
+from xtts_nb.config import UserError
+from xtts_nb.devices import _products_in_tf32
+from xtts_nb.records import TOOLS, headline, record, record_markdown, recorded
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / 'dev'))
@@ -23,7 +28,7 @@ DRAWN = [pytest.param(nb, cell, id=f'{stem}-{cell.id}') for stem, nb in NOTEBOOK
 
 def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."
-    known = sorted(bench.WRITERS | bench._TOOLS, key=len, reverse=True)
+    known = sorted(WRITERS | TOOLS, key=len, reverse=True)
     return next(page for page in known if file.name.startswith(f'{page}-'))
 
 def named(nb) -> set[str]:
@@ -33,7 +38,7 @@ def named(nb) -> set[str]:
 def test_a_page_names_the_command_of_what_it_shows():
     for stem, nb in NOTEBOOKS.items():
         text = '\n'.join(c.source for c in nb.cells if c.cell_type == 'markdown')
-        commands = {bench._TOOLS.get(page) or f'xtts-nb {bench.WRITERS[page]}' for page in named(nb)}
+        commands = {TOOLS.get(page) or f'xtts-nb {WRITERS[page]}' for page in named(nb)}
         assert [c for c in commands if c not in text and c.replace('xtts-nb', 'make') not in text] == [], stem
 
 @pytest.mark.parametrize('nb, cell', DRAWN)
@@ -51,13 +56,13 @@ def test_no_page_writes_a_record():
     assert [stem for stem, source in lessons if re.search(r'\brecord\([^)]*benchmarks\(\)', source)] == []
 
 def test_the_wheel_holds_the_records_that_pages_show():
-    "And no others: what `bench` would show of this folder is the same in a folder of these alone."
+    "And no others: what pages would show of this folder is the same in a folder of these alone."
     kept, pages = wheel.shown(ROOT / 'benchmarks'), {page_of(file) for file in FILES}
     key = lambda one: (one['device'], one['date'], one.get('time'))
-    shown = {(page, key(one)) for page in pages for one in bench.recorded(page, ROOT / 'benchmarks')}
+    shown = {(page, key(one)) for page in pages for one in recorded(page, ROOT / 'benchmarks')}
     assert {(page_of(f), key(json.loads(f.read_text()))) for f in FILES if f.name in kept} == shown
     for page in pages:
-        best = bench.headline(page, ROOT / 'benchmarks')
+        best = headline(page, ROOT / 'benchmarks')
         assert best is None or (page, key(best)) in shown
 
 
@@ -68,3 +73,74 @@ def test_a_part_as_it_would_run_on_a_lent_gpu(part):
     before = {*(ROOT / 'benchmarks').iterdir()}
     assert records.main(['renew', '--rehearse', '--part', part]) == 0
     assert {*(ROOT / 'benchmarks').iterdir()} == before
+
+
+ROWS = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 2., 'spread': 0.25}]
+NOISY = [{'name': 'a', 'step_ms': 1., 'spread': 0.1}, {'name': 'b', 'step_ms': 9., 'spread': 0.251}]
+
+@pytest.fixture
+def cpu(monkeypatch): monkeypatch.setattr(module, '_device_name', lambda: 'CPU, 2 cores')
+
+def commands(page, folder) -> list[str]: return [one['command'] for one in recorded(page, folder)]
+
+def test_a_record_says_where_when_and_how(cpu, tmp_path, capsys):
+    path = record('step_speed', ROWS, tmp_path / 'new', 'xtts-nb bench train --record', corpus='demo')
+    one = json.loads(path.read_text())
+    when = f'{one["date"]}-{one["time"].replace(":", "")}'
+    assert path.name == f'step_speed-cpu-2-cores-{when}.json' and list(path.parent.iterdir()) == [path]
+    assert one['device'] == 'CPU, 2 cores' and one['rows'] == ROWS and one['corpus'] == 'demo'
+    assert one['cpu'] == module._cpu_name() and one['command'] == 'xtts-nb bench train --record'
+    assert one['noisy'] is False and one['noisy_rows'] == {} and capsys.readouterr().err == ''
+    one = json.loads(record('a', ROWS, tmp_path, 'x', 'NVIDIA H200').read_text())
+    assert one['device'] == 'NVIDIA H200' and 'tf32' not in one and one['cpu'] == module._cpu_name()
+
+def test_a_record_of_a_gpu_says_whether_it_multiplied_in_tf32(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, '_device_name', lambda: 'NVIDIA H200')
+    for on in (True, False):
+        with _products_in_tf32(on): path = record('a', [], tmp_path, 'x')
+        assert json.loads(path.read_text())['tf32'] is on
+
+@pytest.mark.parametrize('links', [True, False])
+def test_no_record_replaces_another(cpu, tmp_path, monkeypatch, links):
+    "Twelve runs within one second are twelve files, also on a disk without hard links."
+    def link(part, path): raise PermissionError(1, 'Operation not permitted', str(part))
+    if not links: monkeypatch.setattr(module.os, 'link', link)
+    paths = [record('step_speed', [{'name': str(i)}], tmp_path, 'c') for i in range(12)]
+    assert len(set(paths)) == len(list(tmp_path.iterdir())) == 12
+    assert [json.loads(p.read_text())['rows'][0]['name'] for p in paths] == [str(i) for i in range(12)]
+
+def test_a_noisy_run_says_so_and_is_no_headline_however_new(cpu, tmp_path, capsys):
+    "A row without a spread counts as noisy, and so does a list of rows next to `rows`."
+    record('demo', ROWS, tmp_path, 'first')
+    for rows, more, said in ((NOISY, {}, 'b 25%'), ([{'name': 'once', 'spread': None}], {}, 'once unknown'),
+                             (ROWS, {'data_before_after': NOISY}, 'b 25%')):
+        one = json.loads(record('demo', rows, tmp_path, 'noisy', **more).read_text())
+        assert one['noisy'] is True and [*one['noisy_rows']] == [said.split()[0]]
+        assert said in capsys.readouterr().err
+    assert headline('demo', tmp_path)['command'] == 'first' and commands('demo', tmp_path) == ['first']
+    record('demo', ROWS, tmp_path, 'last')
+    assert headline('demo', tmp_path)['command'] == 'last'
+
+def test_records_of_the_wheel_stand_in_where_there_is_no_folder(cpu, tmp_path, monkeypatch):
+    "As in Colab; a folder of one's own, even an empty one, has its own."
+    monkeypatch.setattr(module, '_PACKED', tmp_path / 'packed')
+    (tmp_path / 'own').mkdir()
+    record('demo', ROWS, tmp_path / 'packed', 'first')
+    assert headline('demo', tmp_path / 'missing')['command'] == 'first'
+    assert commands('demo', tmp_path / 'missing') == ['first'] and headline('demo', tmp_path / 'own') is None
+
+def test_the_newest_record_of_each_device_is_read(tmp_path):
+    "As records were written before they had a time, a command and a verdict on their spread, too."
+    for device, date in [('A', '2025-01-02'), ('A', '2025-11-01'), ('A', '2024-12-31'), ('B', '2023-01-01')]:
+        one = {'device': device, 'date': date, 'commit': None, 'rows': []}
+        (tmp_path / f'page-{device}-{date}.json').write_text(json.dumps(one))
+    assert sorted((r['device'], r['date']) for r in recorded('page', tmp_path)) == [('A', '2025-11-01'),
+                                                                                    ('B', '2023-01-01')]
+
+def test_a_record_is_drawn_with_its_origin(cpu, tmp_path):
+    record('step_speed', NOISY, tmp_path, 'xtts-nb bench train --record')
+    (one,) = recorded('step_speed', tmp_path)
+    origin, table = record_markdown(one, about='a small GPT').split('\n\n')
+    assert origin.startswith(f'a small GPT, CPU, 2 cores ({module._cpu_name()}), {one["date"]}.')
+    assert '`xtts-nb bench train --record`' in origin and 'b 25%' in origin and table == rows_markdown(NOISY)
+    with pytest.raises(UserError, match='10_data'): recorded('10_data', tmp_path)

@@ -13,9 +13,8 @@ import pytest
 from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
-    EmulatedDevice, GPU, _Process, Sample, Sampler, arm_spans, best_probe, cpu_probe,
-    _group_cpu_seconds, _longest_idle, nvml_probe, _visible_cards,
-    _visible_ids, series, summarise, summarise_arms)
+    arm_spans, best_probe, cpu_probe, EmulatedDevice, GPU, _group_cpu_seconds, _longest_idle, nvml_probe,
+    _Process, Sample, Sampler, summarise, summarise_arms, _visible_cards)
 
 def gpu_trace(*curves, step=.1):
     "One GPU per curve."
@@ -75,16 +74,11 @@ def test_nvml_units(driver):
 @pytest.mark.parametrize('name, field, code', [
     ('UtilizationRates', 'utilisation', pynvml.NVML_ERROR_NOT_SUPPORTED),
     ('MemoryInfo', 'memory_used', pynvml.NVML_ERROR_NO_PERMISSION),
-    ('PowerUsage', 'power', pynvml.NVML_ERROR_FUNCTION_NOT_FOUND),
-    ('Temperature', 'temperature', pynvml.NVML_ERROR_NOT_SUPPORTED),
-    ('ClockInfo', 'clock', pynvml.NVML_ERROR_NOT_SUPPORTED),
-    ('PcieThroughput', 'from_host', pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)])
+    ('PowerUsage', 'power', pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)])
 def test_nvml_what_a_card_does_not_offer_is_none(driver, name, field, code):
     driver.fail[name, 0] = code
-    probe = nvml_probe()
-    driver.now += 1
-    s = probe()
-    assert getattr(s.gpus[0], field) is None and getattr(s.gpus[1], field) is not None and s.error is None
+    first, second = nvml_probe()().gpus
+    assert getattr(first, field) is None and getattr(second, field) is not None
 
 def test_nvml_a_lost_card_keeps_its_neighbour(driver):
     probe = nvml_probe()
@@ -146,20 +140,15 @@ def test_nvml_asks_one_card_each_time_and_more_after_a_pause(driver):
         asked.append([h for name, h in driver.asked if name == 'ComputeRunningProcesses'])
     assert asked == [[0], [1, 2, 3], [4], [0]]
 
-@pytest.mark.parametrize('code, remedy', [
-    (pynvml.NVML_ERROR_NO_PERMISSION, '/dev/nvidia'),
-    (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, 'load the NVIDIA driver'),
-    (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, 'restart the machine'),
-    (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, 'install the NVIDIA driver')])
-def test_each_reason_has_its_remedy_and_the_cpu_is_shown_instead(driver, monkeypatch, code, remedy):
+def test_each_reason_has_its_remedy_and_the_cpu_is_shown_instead(driver, monkeypatch):
     lines = []
     assert best_probe(lines.append)().devices.keys() == {'GPU 0', 'GPU 1', 'CPU'} and not lines
-    def refused(): raise pynvml.NVMLError(code)
-    monkeypatch.setattr(pynvml, 'nvmlInit', refused)
-    with pytest.raises(UserError, match=remedy): nvml_probe()
-    assert best_probe(lines.append)().devices.keys() == {'CPU'}
-    (line,) = lines
-    assert 'showing the CPU instead' in line
+    for code, remedy in ((pynvml.NVML_ERROR_NO_PERMISSION, '/dev/nvidia'),
+                         (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, 'install the NVIDIA driver')):
+        def refused(code=code): raise pynvml.NVMLError(code)
+        monkeypatch.setattr(pynvml, 'nvmlInit', refused)
+        with pytest.raises(UserError, match=remedy): nvml_probe()
+    assert best_probe(lines.append)().devices.keys() == {'CPU'} and 'CPU instead' in lines.pop() and not lines
 
 def test_disk_rates_are_differences(monkeypatch):
     totals, now = iter([(100, 0), (1100, 40), (1100, 40), (100, 100), None, (300, 100)]), [0.]
@@ -176,13 +165,11 @@ def test_cpu_probe_waits_for_two_hundredths_of_a_second_and_stays_within_100_per
                    (2., 9., 4., 0.), (3., 8., 5., 9.)])
     monkeypatch.setattr(sampler, '_cpu_clocks', lambda: lambda: next(clocks))
     monkeypatch.setattr(sampler, '_usable_cores', lambda: 2.)
-    monkeypatch.setattr(psutil, 'virtual_memory', lambda: SimpleNamespace(total=100, available=30))
     probe = cpu_probe()
     samples = [probe() for _ in range(5)]
     assert [s.time for s in samples] == [.02, 1., 1., 2., 3.]
     assert [(s.cpu.utilisation, s.cpu.process) for s in samples] == [
         (None, None), (None, None), (33.33, 25.), (0., 100.), (100., 0.)]
-    assert (samples[0].cpu.memory_used, samples[0].cpu.memory_total) == (70, 100)
 
 @pytest.mark.parametrize('times, total, busy', [
     (dict(user=5, nice=1, system=2, idle=10, iowait=3, guest=2, guest_nice=1), 21, 8),
@@ -215,17 +202,8 @@ def test_seconds_of_a_control_group(tmp_path, monkeypatch, files, seconds):
     wall, _, total, busy = sampler._cpu_clocks()()
     assert (total == .5 * wall and busy == seconds) == (seconds is not None)
 
-def test_series_has_gaps_where_a_device_is_missing():
-    trace = [Sample(5., (GPU(0, 'a', 1.),)), Sample(6., error='x'),
-             Sample(7., (GPU(0, 'a', 3.), GPU(1, 'b', 4.)))]
-    curves = series(trace)
-    np.testing.assert_array_equal(curves['GPU 0'][0], [0, 1, 2])
-    np.testing.assert_array_equal(curves['GPU 0'][1], [1, np.nan, 3])
-    np.testing.assert_array_equal(curves['GPU 1'][1], [np.nan, np.nan, 4])
-    assert series([]) == {}
-
-@pytest.mark.parametrize('values, longest', [([0, 0, 0, 0], 3), ([9, 0, 0, 9], 2), ([9, 4.9, 9, 9], 1),
-                                             ([9, 5, 5, 9], 0), ([0, 0, np.nan, 0], 1), ([], 0)])
+@pytest.mark.parametrize('values, longest', [([0, 0, 0, 0], 3), ([9, 0, 0, 9], 2), ([9, 4.9, 9, 5], 1),
+                                             ([0, 0, np.nan, 0], 1), ([], 0)])
 def test_longest_idle(values, longest):
     assert _longest_idle(np.arange(len(values), dtype=float), np.array(values, float)) == longest
 
@@ -288,10 +266,6 @@ def test_cards_are_found_as_cuda_finds_them(named, monkeypatch, shown, found):
         assert [(gpu.label, gpu.name) for gpu in gpus] == [(f'GPU {i}', name) for i, name in enumerate(found)]
     else:
         with pytest.raises(UserError, match='CUDA_VISIBLE_DEVICES (hides every|names no) GPU'): nvml_probe()
-
-def test_the_identifiers_of_visible_gpus(monkeypatch):
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '2, GPU-a,-1,3')
-    assert _visible_ids() == ['2', 'GPU-a']
 
 def test_an_emulated_device_is_busy_while_it_computes():
     device = EmulatedDevice()

@@ -22,8 +22,9 @@ import numpy as np
 import psutil
 from fastcore.basics import patch
 
-from .bench import _cpu_name, _emulated_steps
+from .bench import _emulated_steps
 from .config import _cpu_quota, _environment_number, _usable_cores, UserError
+from .records import _cpu_name
 
 # %% ../nbs/base/sampler.ipynb #25f9e9f5
 @dataclass(frozen=True, slots=True)

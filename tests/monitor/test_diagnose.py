@@ -14,8 +14,7 @@ from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor import diagnose as page
 from xtts_nb.monitor.diagnose import (
     apply_remedies, Case, diagnose, Diagnosis, Finding, in_float32, measure_training, Measured, measured_gain,
-    _merge_batches, _pad_to_few_shapes, predict_gain, _ranked, _RemedyTrial,
-    _repeat_if_finite)
+    _merge_batches, _pad_to_few_shapes, predict_gain, _ranked, _repeat_if_finite)
 from xtts_nb.monitor.loop import Call, _host_part, tf_sleep
 
 setup_tf(threads=2)
@@ -109,15 +108,12 @@ def test_a_trial_ends_with_the_time_and_its_failure_is_no_finding(monkeypatch):
     assert page._ask(find_nothing, c) is None   # the other rules are asked
     assert c.unseen == ["what find_nothing looks for: KeyError: 'first\\nsecond'"]
 
-def test_what_a_gpu_would_wait_for_is_noted():
-    "Once for each function; products are the matter of another rule."
-    def step(x):
-        for _ in range(4): x = tf.random.shuffle(x) @ x
-        return x
-    c = Case((), print, measured(), [], [called(tf.function(step), tf.ones((3, 3)))] * 2)
+def test_what_a_gpu_would_wait_for_is_noted_once_for_each_function():
+    step = tf.function(lambda x: tf.random.shuffle(tf.random.shuffle(x) @ x) @ x)
+    c = Case((), print, measured(), [], [called(step, tf.ones((3, 3)))] * 2)
     page._note_for_a_gpu(c)
     (note,) = c.notes
-    assert note.startswith('On a GPU, host operation: 4 x RandomShuffle at ') and 'test_diagnose.py:' in note
+    assert note.startswith('On a GPU, host operation: 2 x RandomShuffle at ') and 'test_diagnose.py:' in note
 
 # --- changed graphs and pipelines --------------------------------------------------------------------------
 
@@ -160,12 +156,10 @@ def test_half_precision_as_float32(kind):
 def test_larger_batches_hold_the_same_rows(make):
     "Fourteen rows in twos make two batches of three times as many; the last batch is dropped."
     data = tf.data.Dataset.range(14).map(make).batch(2, drop_remainder=True)
-    grown, rows = list(_merge_batches(data, 3)), list(data)[:6]
-    for i, _ in enumerate(tf.nest.flatten(rows[0])):
-        have = [tf.nest.flatten(b)[i].numpy() for b in grown]
+    grown, rows = ([tf.nest.flatten(b) for b in d] for d in (_merge_batches(data, 3), data))
+    for have, want in zip(zip(*grown), zip(*rows[:6])):
         assert [len(x) for x in have] == [6, 6]
-        np.testing.assert_array_equal(np.concatenate(have),
-                                      np.concatenate([tf.nest.flatten(b)[i] for b in rows]))
+        np.testing.assert_array_equal(tf.concat(have, 0), tf.concat(want, 0))
     there = data.apply(tf.data.experimental.prefetch_to_device('/CPU:0', 3))
     assert _host_part(_merge_batches(there, 3))[1:] == ('/CPU:0', 3)
 
@@ -228,65 +222,21 @@ def test_a_diagnosis_in_text_markdown_and_json():
     m = measured(loop=.018, pipeline=.008, step=.0100004, compute=.006)
     shares, found = {'input': .444, 'host': .556}, [finding('a', 2.04), finding('b', 1.5)]
     one = Diagnosis(found, m, 'input-bound', shares, 'Map', ['n'], ['u'], 1.26)
-    head = ('18.0 ms per step, most of it input (input 44%, host 56%); the pipeline alone takes 8.0 ms, '
-            'the step alone 10.0 ms, its compiled functions 6.0 ms.')
-    assert one.lines() == [head, '1. a, gain 2.0 x', '   why a', '   Remedy: do a.', '2. b, gain 1.5 x',
-                           '   why b', '   Remedy: do b.', 'Note: n', 'Not seen: u.']
+    assert one.lines()[1:] == ['1. a, gain 2.0 x', '   why a', '   Remedy: do a.', '2. b, gain 1.5 x',
+                               '   why b', '   Remedy: do b.', 'Note: n', 'Not seen: u.']
     assert '| a | why a | do a | 2.0 × |' in one._repr_markdown_()
     said = json.loads(json.dumps(one.to_dict()))
     assert said['measured'] == vars(m) | {'step': .01} and said['seconds'] == 1.3
     assert repr(Diagnosis([], m, 'input-bound', shares, None, [], [], 1.)).endswith('\nNothing to fix.')
-    line = _RemedyTrial('a', 'b', 2., .9, False).line()
-    assert line == 'a: b; predicted 2.00 x, measured 0.90 x, taken back'
-
-def test_syncs_of_a_real_step_are_noted_in_text_and_json():
-    compiled = tf.function(lambda b: (tf.reduce_sum(b), tf.reduce_mean(b), tf.reduce_max(b)))
-    def step(batch): return [x.numpy() for x in compiled(batch)]
-    data = tf.data.Dataset.from_tensors(tf.ones((4, 8))).repeat().prefetch(2)
-    verdict = diagnose(data, step, batches=8, seconds=1.)
-    assert verdict.measured.syncs == 3
-    said = [f.evidence for f in verdict if f.disease == 'host sync per step'] + verdict.notes
-    assert any('3 results' in s for s in said)
-    if not any(f.disease == 'host sync per step' for f in verdict):
-        assert any('3 results' in n for n in verdict.to_dict()['notes'])
-        assert any('3 results' in line for line in verdict.lines())
-
-def test_compilations_are_noted_where_every_length_returns_in_the_same_order():
-    "Each round sees lengths that are compiled already, so no loop gains from fewer of them."
-    w = tf.ones((8, 8))
-    step = tf.function(lambda b: tf.reduce_sum(b @ w), jit_compile=True,
-                       input_signature=[tf.TensorSpec([None, 8])])
-    lengths = tf.data.Dataset.range(1, 51).map(lambda n: tf.ones([n, 8])).prefetch(2)
-    verdict = diagnose(lengths, step, batches=8, seconds=20.)   # time for all eight
-    m = verdict.measured
-    assert m.shapes >= 8 and m.rebuilt == m.shapes - 1 and m.rebuilding > 0, m
-    (note,) = [n for n in verdict.notes if 'traced or compiled again' in n]
-    assert f'{m.rebuilt} times' in note and ' ms each' in note
-    assert note in verdict.to_dict()['notes'] and f'Note: {note}' in verdict.lines()
 
 def test_a_finite_dataset_of_python_batches_and_a_step_that_returns_nothing():
-    verdict = diagnose([np.ones((4, 2), 'f')] * 30, lambda b: None, batches=8, seconds=1.)
+    batches = [np.ones((4, 2), 'f')] * 30
+    verdict = diagnose(batches, lambda b: None, batches=8, seconds=1.)
     assert verdict.bound and 'Python operations of the pipeline: its graph cannot be read' in verdict.unseen
+    with pytest.raises(UserError): diagnose(batches, lambda b: None, batches=7)
 
 def test_no_rule_knows_what_the_emulated_trainings_are_made_of():
     assert not re.search('SleepDataset|tf_sleep|emulated|patients', Path(page.__file__).read_text())
-
-def from_python(source):
-    return tf.data.Dataset.from_generator(source, output_signature=tf.TensorSpec([2], tf.float32))
-
-def raising():
-    yield np.ones(2, 'f')
-    raise OSError('clip 7 is gone')
-
-FINE, STEP = [np.ones(2)] * 9, lambda b: b
-@pytest.mark.parametrize('data, step, more, says', [
-    (lambda: tf.data.Dataset.range(0), STEP, {}, 'is empty'),
-    (lambda: from_python(raising), STEP, {}, 'failed at batch 1: .*clip 7 is gone'),
-    (lambda: FINE[:2], STEP, {}, 'ended after 2 of 4 batches'),
-    (lambda: FINE, STEP, {'batches': 7}, '7 batches are too few'),
-    (lambda: FINE, lambda b: 1 / 0, {}, 'The step failed on the first batch: ZeroDivisionError')])
-def test_what_fails_is_named(data, step, more, says):
-    with pytest.raises(UserError, match=says): diagnose(data(), step, **more)
 
 @pytest.mark.slow
 def test_data_that_never_comes_does_not_keep_the_process():

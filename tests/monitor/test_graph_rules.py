@@ -10,7 +10,7 @@ from test_golden import compiled, gradient_of
 from watched import calls, LINE, only, seen
 from xtts_nb.monitor import diagnose, graph_rules as page
 from xtts_nb.monitor.program import _every_fit_watched
-from xtts_nb.monitor.seen import steady_part, _variables_put_back
+from xtts_nb.monitor.seen import _compiled_call, steady_part, _variables_put_back
 from xtts_nb.monitor.watch import Event, _Place, Watch
 
 @pytest.mark.parametrize('name, types', [
@@ -113,7 +113,7 @@ def test_a_part_that_is_the_same_in_each_call(monkeypatch, changes, trains, is_f
         for i in range(20): decode(source + 0. if changes else source, tf.fill((2, 3), float(i)))
     monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed.args[1]) or .2)
     part = steady_part(watch)
-    found = page._same_part(part, page.compiled_call(part), .9)
+    found = page._same_part(part, _compiled_call(part), .9)
     assert bool(found) == is_found
     if not found: return
     assert [op.type for op in only(tried)] == ['MatMul'] and found[0].predicted_gain == pytest.approx(1 / .28)
@@ -141,7 +141,7 @@ def test_a_frozen_layer_of_fit_is_read_only_through_all_its_functions(monkeypatc
     rows, tried = tf.data.Dataset.from_tensors((tf.ones(4), tf.ones(1))).repeat(60).batch(2), []
     with Watch() as watch, _every_fit_watched(watch): model.fit(rows, epochs=3, verbose=0)
     part = steady_part(watch)
-    call = page.compiled_call(part)
+    call = _compiled_call(part)
     monkeypatch.setattr(page, '_left', lambda call, changed: tried.append(changed.args[1]) or .2)
     page._in_every_epoch(part, call, 1.)
     assert any(op.type == 'Tanh' for ops in tried for op in ops) == frozen

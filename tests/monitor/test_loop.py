@@ -11,11 +11,9 @@ from tensorflow.python.framework import op_def_registry
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.monitor import loop as page
 from xtts_nb.monitor.loop import (
-    _LARGE, _batch_of_each_shape, _CALLS_INPUT, _dataset_graph, drain,
-    first_batches, _host_part, _IntervalTimer, _Iteration,
-    max_parallel_calls, operations, _prefetch_on_device, python_operations, run_iterations,
-    stages, _StepEvents, SyncHooks, time_phases,
-    with_parallel_calls)
+    _batch_of_each_shape, _CALLS_INPUT, _dataset_graph, drain, first_batches, _host_part, _IntervalTimer,
+    _Iteration, _LARGE, max_parallel_calls, operations, _prefetch_on_device, python_operations,
+    run_iterations, stages, _StepEvents, SyncHooks, time_phases, with_parallel_calls)
 
 setup_tf(threads=2)
 
@@ -87,12 +85,6 @@ def test_large_pieces_are_copies_and_small_ones_are_syncs(clock):
     assert (events.up, events.down, events.detour) == (2 * _LARGE, 2 * _LARGE, .25 + 1 + .25 + 2)
     assert (events.syncs, events.sync) == (2, .5)
 
-def test_the_python_of_a_pipeline_is_noted(clock):
-    slow = lambda i: (clock.sleep(.5), i)[1]
-    rows = tf.data.Dataset.range(3).map(lambda i: tf.numpy_function(slow, [i], tf.int64))
-    with SyncHooks() as hooks: assert [int(i) for i in rows] == [0, 1, 2]
-    assert hooks.python == [(100., 100.5), (100.5, 101.), (101., 101.5)]
-
 def test_functions_are_restored_after_a_failure():
     before = type(tf.function(lambda: 0)).__call__
     with pytest.raises(ZeroDivisionError), SyncHooks() as hooks, hooks.step(): raise ZeroDivisionError
@@ -136,24 +128,19 @@ def stuck(gate=threading.Event()):   # noqa: B008
     yield 1
     gate.wait(9)
 
-first = lambda b: b[0]
-@pytest.mark.parametrize('work, words', [
-    (lambda: first_batches([]), 'The dataset is empty'),
-    (lambda: first_batches(raising(0)), 'failed before its first batch: OSError: clip 7 is gone'),
-    (lambda: first_batches(raising(2)), 'failed at batch 2: OSError: clip 7 is gone'),
-    (lambda: first_batches(range(3)), 'ended after 3 of 4 batches'),
-    (lambda: first_batches(stuck(), 2, .05), 'no batch within 0.05 s after 1'),
-    (lambda: page.first_step(lambda b: 1 / 0, 2), 'The step failed on the first batch: Zero'),
-    (lambda: time_phases(batches(), first, steps=1), '1 steps are'),
-    (lambda: time_phases([], first, steps=4), 'is empty'),
-    (lambda: time_phases(batches(3), first, steps=4), 'ended after 3 batches'),
-    (lambda: time_phases(batches(5), first, steps=4), 'ended after 5 batches'),
-    (lambda: time_phases(raising(0), first, steps=4), 'before its first batch: OSError: clip 7 is gone'),
-    (lambda: time_phases(raising(2), first, steps=4), 'failed at batch 2: OSError: clip 7 is gone'),
-    (lambda: time_phases(7, first, steps=4), 'before its first batch: TypeError'),
-    (lambda: time_phases(batches(), lambda b: 1 / 0, steps=4), 'step failed at batch 0: ZeroDivisionError')])
-def test_what_fails_names_its_place(work, words):
-    with pytest.raises(UserError, match=words): work()
+@pytest.mark.parametrize('work, place', [
+    (lambda: first_batches([]), 'empty'), (lambda: first_batches(raising(0)), 'first batch: OSError: clip 7'),
+    (lambda: first_batches(raising(2)), 'batch 2: OSError: clip 7'),
+    (lambda: first_batches(range(3)), '3 of'),
+    (lambda: first_batches(stuck(), 2, .05), '0.05 s after 1'),
+    (lambda: page.first_step(lambda b: 1 / 0, 2), 'first batch: Zero'),
+    (lambda: time_phases(batches(), len, steps=1), '1 steps'),
+    (lambda: time_phases(batches(5), len, steps=4), 'after 5 batches'),
+    (lambda: time_phases(raising(2), len, steps=4), 'batch 2: OSError: clip 7'),
+    (lambda: time_phases(7, len, steps=4), 'first batch: TypeError'),
+    (lambda: time_phases(batches(), lambda b: 1 / 0, steps=4), 'batch 0: ZeroDivisionError')])
+def test_what_fails_names_its_place(work, place):
+    with pytest.raises(UserError, match=place): work()
 
 @pytest.mark.parametrize('batches, seconds, at_most, lengths, left', [
     (9, 99., 9, [1, 2, 3, 4], 0), (9, 99., 2, [1, 2], 4), (3, 99., 9, [1, 2], 3), (9, .9, 9, [1, 2], 4)])

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from xtts_nb.devices import _products_in_tf32
 from xtts_nb.monitor import preflight as page
-from xtts_nb.monitor.preflight import (
-    _KINDS, _gpu_kernel, preflight, preflight_lines, _xla_kernel)
+from xtts_nb.monitor.preflight import _gpu_kernel, _KINDS, preflight, _xla_kernel
 
 X = tf.ones((4, 6))
 
@@ -159,12 +158,8 @@ def test_place_count_and_bytes():
     line = inspect.getsourcelines(words)[1]
     assert strings.place.endswith(f'test_preflight.py:{line}') and strings.count == 3
     assert strings.bytes == 3 * 4 * 6 * 4 and strings.node == 'AsString' and python.bytes == 4 * 6 * 4
-    assert strings.line.startswith(f'host operation: 3 x AsString at {strings.place}, 288 bytes: no kernel')
-    assert strings.line.endswith('Remedy: do it in the input pipeline, before the batch is copied to the '
-                                 'GPU.')
-    assert strings.to_dict() | {'means': _KINDS['host operation']} == strings.to_dict()
-    assert preflight_lines([python]) == [python.line]
-    assert preflight_lines([])[0].startswith('Nothing was found')
+    assert f'3 x AsString at {strings.place}, 288 bytes' in strings.line
+    assert strings.to_dict()['means'] == _KINDS['host operation']
 
 def test_a_kernel_fits_by_its_types_and_any_function_is_read():
     graph = tf.function(lambda x: (tf.scatter_nd([[0]], [True], [3]), x + 1)).get_concrete_function(X).graph

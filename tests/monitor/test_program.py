@@ -42,15 +42,13 @@ def test_steps_that_take_longer_and_longer():
     looks = ['graph'] * 60 + [(OTHER, 'eager')] * 120
     steps = lambda periods: [Event('next', LINE, t, .001) for t in np.cumsum(periods)]
     look = lambda periods: find_growth(seen(looks, steps(periods)))
-    found = only(look(np.linspace(.01, .05, 60)))
-    assert found.disease == 'time grows' and found.place == 'watched.py:4'
-    assert look([.1] * 60) == [] == look(np.linspace(.01, .05, 60)[:20])
+    growing = np.linspace(.01, .05, 60)
+    assert only(look(growing)).place == 'watched.py:4' and look([.1] * 60) == [] == look(growing[:20])
     assert look(np.repeat([.01, .02, .015, .025, .02, .03], 10)) == []   # it goes up and down
     assert look([.01] * 40 + [.05] * 20) == []                          # something came later, and stayed
     uneven = np.where(np.arange(400) % 4 == 0, np.linspace(.01, .2, 400), .005)   # each fourth grows
     assert 'takes 7.' in only(look(uneven)).evidence
-    accident = [0., .01, .03, .01, *np.linspace(.01, .05, 57)]
-    assert 'takes 10.0 ms at first' in only(look(accident)).evidence
+    assert 'takes 10.0 ms at first' in only(look([0., .01, .03, .01, *np.linspace(.01, .05, 57)])).evidence
 
 def test_operations_that_a_loop_adds_to_its_graph():
     runs = [Event('session', LINE, i * .1, .002 if i % 2 else .05, rows=100 + i // 2 * 3) for i in range(100)]

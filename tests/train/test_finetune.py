@@ -16,7 +16,6 @@ import tensorflow as tf
 from benchmarks import xla_gpu
 from cheap import read_eagerly
 from process import COMMAND, environment, tree, xtts_nb
-from xtts_nb.bench import recorded
 from xtts_nb.config import TrainingConfig, UserError, XTTSConfig
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.prepare import prepare
@@ -26,6 +25,7 @@ from xtts_nb.models.dvae import DVAE
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
 from xtts_nb.models.xtts import _POLICIES, _token_counts, XTTS
+from xtts_nb.records import recorded
 from xtts_nb.sampler import GPU
 from xtts_nb.train import finetune, step as step_page
 from xtts_nb.train.finetune import (

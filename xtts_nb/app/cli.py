@@ -19,9 +19,6 @@ from .terminal import (
     answer, app, argument, bench_app, command, convert_app, from_checkout, given, Json, load_settings, main,
     option, Preset, progress, Record, Settings, shown, stage, start, table, to_stderr, write_record)
 
-# %% ../../nbs/app/cli.ipynb #95e5c0de
-_ModelFolder = option(Path, 'Folder of a model or of a run.', '--model')
-
 # %% ../../nbs/app/cli.ipynb #49b0d04d
 @command('demo', panel='Begin')
 def _demo(
@@ -73,7 +70,7 @@ def _demo_text(result: dict) -> str:
 
 # %% ../../nbs/app/cli.ipynb #e2c0ffee
 @command('notebooks', panel='Begin', example='pages')
-def _notebooks(folder: argument(Path, 'A new folder.')):
+def _notebooks(folder: argument(Path, 'A new folder for the pages.')):
     "Copy the pages of this version into a folder, to be opened in JupyterLab."
     import shutil
     from xtts_nb.config import UserError
@@ -101,6 +98,8 @@ def _notebooks(folder: argument(Path, 'A new folder.')):
 from . import cli_data, cli_train, cli_speak   # here: the groups of --help are in this order
 
 # %% ../../nbs/app/cli.ipynb #d08eb5e8
+_ModelFolder = option(Path, 'Folder of a model or of a run.', '--model')
+
 @command('from-coqui', group=convert_app, example='XTTS-v2 models/xtts')
 def _convert_from_coqui(
     folder: argument(Path, 'Folder with model.pth, dvae.pth, mel_stats.pth, vocab.json, config.json.'),
@@ -169,7 +168,8 @@ def _monitor(
 @app.command('profile', rich_help_panel='Speed', epilog=shown('profile', app, '--data cache/mine'))
 def _profile_step(
     data: option(Path | None, 'Cache to take batches from; default: random batches.') = None,
-    preset: option(str | None, 'tiny or xtts_v2; default: as the cache was made, else tiny.') = None,
+    preset: option(str | None, 'Sizes of the model: tiny or xtts_v2; default: those of the cache, else '
+                               'tiny.') = None,
     config: Settings = None,
     out: option(Path | None, 'Folder for page, JSON and trace; default: runs/profile.') = None,
     rounds: option(int | None, 'Times that each variant runs; default: 7.', min=1) = None,
@@ -240,8 +240,8 @@ def _profile_dual(data, folder: Path) -> tuple[dict, str]:
 # %% ../../nbs/app/cli.ipynb #5b08c8c5
 _DataOption = option(Path | None, 'Cache; default: that of the workspace, else synthetic clips.')
 _BatchesOption = option(int, 'Batches in each round of measurements.', min=8)
-_RowsOption = option(int | None, 'Rows of a batch; default: from the settings.', min=1)
-_SecondsOption = option(float, 'Approximate time for the measurements.', min=1)
+_RowsOption = option(int | None, 'Clips of a batch; default: from the settings.', min=1)
+_SecondsOption = option(float, 'Seconds for all measurements, approximately.', min=1)
 _LearningOption = option(bool, 'Also try fixes that change what is learned: batch size, precision.',
                          '--change-learning')
 
@@ -384,8 +384,8 @@ def _check(
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.preset(preset)
     start()
-    from xtts_nb.bench import _device_name
     from xtts_nb.app.check import _checks_text, preflight_rows, preflight_text, run_checks, StepTrial
+    from xtts_nb.records import _device_name
     with progress() as tell:
         report = lambda done, total, name: tell('check', done, total, name)
         trial = StepTrial(config)
@@ -411,8 +411,8 @@ def _report(
     start()
     from xtts_nb.app.check import preflight_rows, run_checks, StepTrial
     from xtts_nb.app.machine import before_after, machine, machine_report, _own_records
-    from xtts_nb.bench import benchmarks
     from xtts_nb.files import atomic_file
+    from xtts_nb.records import benchmarks
     trial = StepTrial(config)
     with progress() as tell:
         tell('measure', 0, 2)
@@ -426,4 +426,3 @@ def _report(
     if not out: return result, text
     with atomic_file(out) as part: part.write_text(text + '\n', encoding='utf-8')
     return result | {'out': str(out)}, f'{out}: paste it into the issue.'
-

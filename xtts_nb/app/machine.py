@@ -16,10 +16,11 @@ import psutil
 import tensorflow as tf
 
 from .check import _checks_text, _no_gpu_reason, preflight_text, StepTrial
-from ..bench import _cpu_name, _device_name, _to_device, wait_for
+from ..bench import _to_device, wait_for
 from ..config import cores
 from ..files import read_json
 from ..sampler import best_probe, Sampler, summarise, _visible_cards
+from ..records import _cpu_name, _device_name
 
 # %% ../../nbs/app/machine.ipynb #4e904002
 _PACKAGES = 'tensorflow', 'keras', 'numpy', 'nvidia-ml-py', 'soundfile', 'jupyterlab', 'ipywidgets'

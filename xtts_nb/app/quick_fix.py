@@ -20,7 +20,7 @@ import psutil
 import tensorflow as tf
 
 from ..settings import config_diff
-from ..bench import _cpu_name, _to_device
+from ..bench import _to_device
 from ..config import cores, UserError, workspace, XTTSConfig
 from ..data.cache import Cache
 from ..data.native import BatchPlan, cached_batches
@@ -31,6 +31,7 @@ from ..models.xtts import XTTS
 from ..monitor.diagnose import (
     _compare_loops, diagnose, Diagnosis, Finding, measured_gain, _RemedyTrial)
 from ..train.trainer import Trainer
+from ..records import _cpu_name
 
 # %% ../../nbs/app/quick_fix.ipynb #46270fb7
 def training(

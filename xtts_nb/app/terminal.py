@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Rounds', 'Budget', 'Settings', 'Whisper',
-           'READER_GONE', 'option', 'argument', 'main', 'answer', 'to_stderr', 'progress', 'stage', 'command', 'shown',
-           'from_checkout', 'start', 'table', 'write_record', 'load_settings', 'with_file', 'given']
+           'READER_GONE', 'WRITERS', 'option', 'argument', 'main', 'to_stderr', 'answer', 'progress', 'stage',
+           'command', 'shown', 'from_checkout', 'start', 'table', 'write_record', 'load_settings', 'with_file', 'given']
 
 # %% ../../nbs/app/terminal.ipynb #0a52b53b
 import codecs
@@ -42,7 +42,7 @@ def argument(kind, text: str, **settings):
     return Annotated[kind, typer.Argument(help=text, **settings)]
 
 Json = option(bool, 'Print one JSON object as the last line of stdout.', '--json')
-Preset = option(str, 'tiny or xtts_v2.')
+Preset = option(str, 'Sizes of the model: tiny, or xtts_v2 as released.')
 Record = option(bool, 'Write the numbers into a new file in benchmarks/.', '--record')
 Rounds = option(int, 'Times that each variant runs, if the budget allows it.', min=1)
 Budget = option(float, 'Minutes; fewer rounds are run if they would take longer, but at least three.', min=0)
@@ -161,6 +161,10 @@ def _print_error(message: str, code: int) -> int:
     to_stderr(f'xtts-nb: {message}')
     return code
 
+def to_stderr(*parts):
+    "Print a line for the user that is not the result."
+    print(*parts, file=sys.stderr, flush=True)
+
 # %% ../../nbs/app/terminal.ipynb #0f15db80
 @contextmanager
 def answer(as_json: bool):
@@ -172,10 +176,6 @@ def answer(as_json: bool):
             stream = sys.stderr if text is None else sys.stdout
             print(json.dumps(value, ensure_ascii=not _is_utf8(stream)), file=stream)
         elif text is not None: print(text)
-
-def to_stderr(*parts):
-    "Print a line for the user that is not the result."
-    print(*parts, file=sys.stderr, flush=True)
 
 # %% ../../nbs/app/terminal.ipynb #0f15db81
 @contextmanager
@@ -302,14 +302,20 @@ def table(title: str, rows: list[dict]) -> str:
     return '\n'.join(map(str.rstrip, captured.get().rstrip().splitlines()))
 
 # %% ../../nbs/app/terminal.ipynb #db60e1b8
+WRITERS = {   # {record: the command that writes it}; `records.TOOLS` has those of scripts
+    'config': 'bench config', 'data': 'bench data', 'model': 'bench model', 'step_speed': 'bench train',
+    'dual': 'bench dual', 'ward': 'bench diagnose', 'say': 'bench say',
+    'say_full': 'bench say --preset xtts_v2', 'service': 'bench service', 'demo': 'demo',
+    'demo_seeds': 'demo --seeds 5', 'evaluate': 'evaluate'}
+
 def write_record(
-    page: str,         # a key of `bench.WRITERS`
+    page: str,         # a key of `WRITERS` or `records.TOOLS`
     rows: list[dict],
     program: str = 'xtts-nb',
     **notes,           # conditions of the measurement: sizes, lengths
 ):
     "Write the numbers of a command into a new file in `benchmarks/` and print its name to stderr."
-    from xtts_nb.bench import benchmarks, record
+    from xtts_nb.records import benchmarks, record
     command = ' '.join([program, shlex.join(map(_without_folder, sys.argv[1:]))])
     path = record(page, rows, benchmarks(), command.strip(), **notes)
     to_stderr(f'Recorded: {path}')

@@ -926,7 +926,7 @@ def _compare_loops(
 _CLEAR_GAIN = 1.05
 
 def measured_gain(now: _Arm, then: _Arm) -> tuple[float, bool]:
-    "The median gain of the rounds; and whether it is clear: above `CLEAR_GAIN`, and faster in every round."
+    "The median gain of the rounds; and whether it is clear: above `_CLEAR_GAIN`, and faster in every round."
     gains = [before / after for before, after in zip(now.times, then.times)]
     gain = statistics.median(gains)
     return gain, gain > _CLEAR_GAIN and min(gains) > 1

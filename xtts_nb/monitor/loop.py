@@ -109,7 +109,7 @@ def _host_part(dataset) -> tuple:   # (dataset, device or None, buffer on the de
     return dataset, None, 0
 
 def _prefetch_on_device(dataset, device: str | None, buffer: int):
-    "`dataset` with the device stage that `host_part` removed."
+    "`dataset` with the device stage that `_host_part` removed."
     return dataset.apply(tf.data.experimental.prefetch_to_device(device, buffer or 2)) if device else dataset
 
 def _change_host_part(dataset, change: Callable):
@@ -323,7 +323,7 @@ _HOOKED = {   # method of `SyncHooks`: what it counts; owner and name of the fun
     'run_python': ('Python in the pipeline', 'tensorflow.python.ops.script_ops:FuncRegistry', '__call__')}
 
 def _hooked_functions() -> dict:   # {method: (owner, name, function)}
-    "Those functions of `HOOKED` that this version of TensorFlow has."
+    "Those functions of `_HOOKED` that this version of TensorFlow has."
     found = {}
     for method, (_, owner, name) in _HOOKED.items():
         try:
@@ -333,7 +333,7 @@ def _hooked_functions() -> dict:   # {method: (owner, name, function)}
     return found
 
 def _missing_hooks() -> list[str]:
-    "What cannot be counted, because this version of TensorFlow lacks a function of `HOOKED`."
+    "What cannot be counted, because this version of TensorFlow lacks a function of `_HOOKED`."
     found = _hooked_functions()
     return [f'{what}: TensorFlow {tf.__version__} has no {owner}.{name}'
             for method, (what, owner, name) in _HOOKED.items() if method not in found]

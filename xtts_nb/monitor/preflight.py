@@ -11,7 +11,6 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +69,7 @@ _KINDS = {'refused by XLA': 'a compiled function that holds it fails at its firs
 @dataclass(frozen=True)
 class _Obstacle:
     "What a GPU cannot do, or does slowly: one for all operations of a type at one place of the source."
-    kind: str           # one of `KINDS`
+    kind: str           # one of `_KINDS`
     op: str             # type of the operation
     node: str           # name of the first one in its graph
     place: str          # file:line that made it; '' if unknown
@@ -127,13 +126,11 @@ def _remedy_for(kind: str, op: str) -> str:
 _OTHERS = tuple(str(Path(m.__file__).resolve().parent) for m in (tf, keras))
 _PYTHON = str(Path(sysconfig.get_path('stdlib')).resolve())
 
-_WATCH = str(Path(find_spec('xtts_nb.monitor').origin).resolve().parent)   # calls functions of the program
-
 def _foreign(file: str) -> bool:
-    "Whether a file belongs to TensorFlow, Keras or Python itself."
+    "Whether a file belongs to TensorFlow, Keras, Python itself or what watches the program."
     inner = file.startswith(_PYTHON) and 'site-packages' not in file
-    own = file.startswith(_WATCH) or file == preflight.__code__.co_filename
-    return inner or own or file.startswith(_OTHERS) or '/fastcore/' in file
+    rooms = '/fastcore/', '/xtts_nb/monitor/'   # call functions of the program
+    return inner or file.startswith(_OTHERS) or any(room in file for room in rooms)
 
 def _source_line(op: tf.Operation) -> str:
     "The newest line outside TensorFlow and Keras that made an operation, as file:line; '' if there is none."
@@ -181,6 +178,20 @@ def _in_order(graph) -> list[tf.Operation]:
             left += [b for b in before if b.name not in begun]
     return list(done.values())
 
+# %% ../../nbs/monitor/preflight.ipynb #e397715d
+def _bodies(op: tf.Operation) -> list:   # of (function, graph)
+    "The functions that an operation calls; those without a graph are left out."
+    names = [f.name for a in op.op_def.attr if a.type in ('func', 'list(func)')
+             for f in (op.get_attr(a.name) if a.type == 'list(func)' else [op.get_attr(a.name)])]
+    made = [op.graph._functions.get(name) for name in names]
+    return [(f, f.graph) for f in made if getattr(f, 'graph', None) is not None]
+
+def _graph_operations(graph) -> Iterator[tf.Operation]:
+    "Those of a graph, and of the functions that they call."
+    for op in graph.get_operations():
+        yield op
+        for _, inner in _bodies(op): yield from _graph_operations(inner)
+
 # %% ../../nbs/monitor/preflight.ipynb #603fb537
 _CALLS = {'PartitionedCall': 0, 'StatefulPartitionedCall': 0, 'If': 1, 'StatelessIf': 1, 'Case': 1,
           'StatelessCase': 1, 'While': 0, 'StatelessWhile': 0}   # inputs that are not handed on
@@ -225,34 +236,20 @@ class _GraphReader:
                                  sum(sizes) if sizes else None, _remedy_for(kind, name)))
         return sorted(out, key=lambda o: ([*_KINDS].index(o.kind), -(o.bytes or 0)))
 
-# %% ../../nbs/monitor/preflight.ipynb #e397715d
-def _bodies(op: tf.Operation) -> list:   # of (function, graph)
-    "The functions that an operation calls; those without a graph are left out."
-    names = [f.name for a in op.op_def.attr if a.type in ('func', 'list(func)')
-             for f in (op.get_attr(a.name) if a.type == 'list(func)' else [op.get_attr(a.name)])]
-    made = [op.graph._functions.get(name) for name in names]
-    return [(f, f.graph) for f in made if getattr(f, 'graph', None) is not None]
-
-def _graph_operations(graph) -> Iterator[tf.Operation]:
-    "Those of a graph, and of the functions that they call."
-    for op in graph.get_operations():
-        yield op
-        for _, inner in _bodies(op): yield from _graph_operations(inner)
-
-def _compiles(function) -> bool: return function.cached_definition.attr['_XlaMustCompile'].b
+# %% ../../nbs/monitor/preflight.ipynb #50f56d78
+_MULTIPLIES = re.compile('^(MatMul|BatchMatMul(V2|V3)?|Einsum|Conv[23]D(Backprop(Input|Filter)(V2)?)?)$')
 
 @patch
-def _call(self: _GraphReader, op, inputs: list[_Value], compiled: bool, aside: bool) -> list[_Value]:
-    "A call, a conditional or a loop."
-    given, called = inputs[_CALLS[op.type]:], _bodies(op)
-    results = [self.read(graph, given, compiled or _compiles(f), aside) for f, graph in called
-               if len(graph.inputs) == len(given)]
-    asked = inputs[0] if _CALLS[op.type] else None
-    if 'While' in op.type and len(results) == 2: asked, results = results[0][0], results[1:]
-    guard = 'AssertGuard' in op.name   # of an assertion, which waits for nobody else
-    if asked == _GPU and not (compiled or aside or guard): self.note('wait', op, op.inputs[:_CALLS[op.type]])
-    if not results: return []
-    return [_GPU if _GPU in several else several[0] for several in zip(*results)]
+def _products(self: _GraphReader, op, compiled: bool):
+    "Note products for which tensor cores are not used, and convolutions that are transposed."
+    if not _MULTIPLIES.match(op.type): return
+    kind, tf32 = op.inputs[-1].dtype, tf.config.experimental.tensor_float_32_execution_enabled()
+    inputs = [t for t in op.inputs if t.dtype == kind]
+    if kind == tf.float64 or kind == tf.float32 and not tf32: self.note(f'{kind.name} product', op, inputs)
+    if not op.type.startswith('Conv'): return
+    last = op.get_attr('data_format').decode().endswith('C')
+    half = kind in (tf.float16, tf.bfloat16) or (kind == tf.float32 and tf32 and not compiled)
+    if last and not (half and '3D' not in op.type): self.note('layout', op, [*inputs, *op.outputs])
 
 # %% ../../nbs/monitor/preflight.ipynb #9ca4f7a5
 @patch
@@ -292,20 +289,21 @@ def _on_gpu(self: _GraphReader, op, inputs: list[_Value], host_arguments: set[st
     return [_HOST if name in host_arguments or lists and t.dtype == tf.int32 else _GPU
             for name, t in _arguments(op, op.op_def.output_arg, op.outputs)]
 
-# %% ../../nbs/monitor/preflight.ipynb #50f56d78
-_MULTIPLIES = re.compile('^(MatMul|BatchMatMul(V2|V3)?|Einsum|Conv[23]D(Backprop(Input|Filter)(V2)?)?)$')
+# %% ../../nbs/monitor/preflight.ipynb #9ae5aadb
+def _compiles(function) -> bool: return function.cached_definition.attr['_XlaMustCompile'].b
 
 @patch
-def _products(self: _GraphReader, op, compiled: bool):
-    "Note products for which tensor cores are not used, and convolutions that are transposed."
-    if not _MULTIPLIES.match(op.type): return
-    kind, tf32 = op.inputs[-1].dtype, tf.config.experimental.tensor_float_32_execution_enabled()
-    inputs = [t for t in op.inputs if t.dtype == kind]
-    if kind == tf.float64 or kind == tf.float32 and not tf32: self.note(f'{kind.name} product', op, inputs)
-    if not op.type.startswith('Conv'): return
-    last = op.get_attr('data_format').decode().endswith('C')
-    half = kind in (tf.float16, tf.bfloat16) or (kind == tf.float32 and tf32 and not compiled)
-    if last and not (half and '3D' not in op.type): self.note('layout', op, [*inputs, *op.outputs])
+def _call(self: _GraphReader, op, inputs: list[_Value], compiled: bool, aside: bool) -> list[_Value]:
+    "A call, a conditional or a loop."
+    given, called = inputs[_CALLS[op.type]:], _bodies(op)
+    results = [self.read(graph, given, compiled or _compiles(f), aside) for f, graph in called
+               if len(graph.inputs) == len(given)]
+    asked = inputs[0] if _CALLS[op.type] else None
+    if 'While' in op.type and len(results) == 2: asked, results = results[0][0], results[1:]
+    guard = 'AssertGuard' in op.name   # of an assertion, which waits for nobody else
+    if asked == _GPU and not (compiled or aside or guard): self.note('wait', op, op.inputs[:_CALLS[op.type]])
+    if not results: return []
+    return [_GPU if _GPU in several else several[0] for several in zip(*results)]
 
 # %% ../../nbs/monitor/preflight.ipynb #9b72a159
 def preflight(

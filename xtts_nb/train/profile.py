@@ -19,13 +19,14 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import compare, _device_name, png_bytes, _to_device, wait_for
+from ..bench import compare, png_bytes, _to_device, wait_for
 from ..config import PartTraining, UserError
 from ..data.cache import Cache
 from ..devices import DevicePlan, setup_devices
 from ..files import atomic_file, named_weights
 from ..models.xtts import _token_counts, token_losses, _total_loss
 from ..monitor.loop import time_phases
+from ..records import _device_name
 from .dual import dual_trainer, overlap, plot_timeline, run_feed, stage_rows
 from .step import compile_step, Update
 from .trainer import Trainer
