@@ -47,11 +47,10 @@ style:
 	@$(bin)/ruff check nbs xtts_nb tests dev benchmarks
 	@$(bin)/python dev/in_step.py
 	@$(bin)/python dev/words.py
-	@$(bin)/python dev/words.py
 
 quick-pages:
 	@echo "== every notebook"
-	@$(env) $(bin)/python dev/run_pages.py $(two_pages) --flags "$(device)"
+	@$(env) XLA_FLAGS="$$($(bin)/python dev/quick.py)" $(bin)/nbdev-test $(two_pages) --flags "$(device)"
 
 quick-tests:
 	@echo "== tests"
@@ -70,7 +69,7 @@ test-all: $(ready)
 
 slow-pages:
 	@echo "== every notebook but the lessons, with its slow cells"
-	@$(env) $(bin)/python dev/run_pages.py $(two_pages) --skip-file-re '^[_.0-9]' --flags "slow $(device)"
+	@$(env) $(bin)/nbdev-test $(two_pages) --skip-file-re '^[_.0-9]' --flags "slow $(device)"
 
 # Parts of about the same length by the seconds in dev/durations.json, which are renewed by
 # make test-all ARGS="--store-durations --durations-path dev/durations.json"

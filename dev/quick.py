@@ -1,4 +1,4 @@
-"What makes compiling cheap where little is computed: for the quick tests, their processes and pages."
+"What makes compiling cheap where little is computed: for quick tests and their processes; `make test` prints it for pages."
 import os
 
 # On a CPU XLA takes four times as long to compile with its fusion emitters and LLVM's optimizations.
@@ -9,13 +9,6 @@ XLA = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false ' 
 def choose():
     "For this process and those it starts; before TensorFlow is imported."
     os.environ.setdefault('XLA_FLAGS', XLA)
-
-def leave_graphs():
-    """Run graphs as they were traced: to rewrite one takes longer than to run it a few times.
-
-    Only where no other process computes the same: a rewritten graph may round otherwise."""
-    import tensorflow as tf
-    tf.config.optimizer.set_experimental_options({'disable_meta_optimizer': True})
 
 def keep_functions():
     """A seed of TensorFlow that is set once more leaves compiled functions as they are.
@@ -30,3 +23,6 @@ def keep_functions():
         set_seed.last = seed
     set_seed.last = None
     tf.random.set_seed = set_seed
+
+
+if __name__ == '__main__': print(XLA)
