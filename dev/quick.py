@@ -1,4 +1,4 @@
-"What makes compiling cheap where little is computed: for quick tests and their processes; `make test` prints it for pages."
+"Cheap compilation where little is computed: for quick tests, their processes, and (printed) for pages."
 import os
 
 # On a CPU XLA takes four times as long to compile with its fusion emitters and LLVM's optimizations.
