@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import arguments, output, run, stage, start  # noqa: E402
-from xtts_nb.app.demo import DEMO_SENTENCES, make_corpus  # noqa: E402
+from xtts_nb.app.demo_corpus import DEMO_SENTENCES, make_corpus  # noqa: E402
 from xtts_nb.app.terminal import progress  # noqa: E402
 from xtts_nb.app.tune import _run_stage  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402

@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from process import SMALL, python, tree, xtts_nb
-from xtts_nb.app import demo
-from xtts_nb.app.demo import (
-    DEMO_SENTENCES, _Pair, _choose_pairs, corpus_digest, facts, heading,
-    make_corpus, picture, _plan_corpus, player, plot_before_after,
-    write_report)
+from xtts_nb.app import demo, demo_corpus
+from xtts_nb.app.charts import plot_before_after
+from xtts_nb.report import facts, heading, picture, player, write_report
+from xtts_nb.app.demo_corpus import corpus_digest, DEMO_SENTENCES, make_corpus, _plan_corpus
+from xtts_nb.app.demo_pairs import _choose_pairs, _Pair
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache
@@ -43,7 +43,7 @@ def test_two_fresh_processes_write_the_same_bytes(spoken, tmp_path):
     "Whatever was spoken before, and whenever: noise is not seeded by the clock."
     out, _ = spoken
     for name, before in ('a', ''), ('b', 'speak("Something else first.", "de", SynthVoice("f4"));'):
-        code = ('from xtts_nb.app.demo import *; from xtts_nb.data.espeak import *; '
+        code = ('from xtts_nb.app.demo_corpus import *; from xtts_nb.data.espeak import *; '
                 f'{before} make_corpus({str(tmp_path / name)!r}, limit=2)')
         assert python(code).code == 0 and corpus_digest(tmp_path / name) == corpus_digest(out)
     code = ('import hashlib, time; time.sleep({}); from xtts_nb.data.espeak import *; '
@@ -67,14 +67,14 @@ def test_every_voice_speaks_every_sentence_for_a_second_to_six(spoken):
     ({'corpus.json': '{"settings": 1, "digest": "x"}'}, 'changed after'),
     (None, False), ({}, False), ({'corpus.json': '{"settings": 1, "digest": "right"}'}, True)])
 def test_a_folder_that_already_holds_something(tmp_path, monkeypatch, there, found):
-    monkeypatch.setattr(demo, 'corpus_digest', lambda out: 'right')
+    monkeypatch.setattr(demo_corpus, 'corpus_digest', lambda out: 'right')
     out = tmp_path / 'c'
     if there is not None: out.mkdir()
     for name, text in (there or {}).items(): (out / name).write_text(text)
     before = tree(tmp_path)
-    if isinstance(found, bool): assert demo._already_made(out, 1) is found
+    if isinstance(found, bool): assert demo_corpus._already_made(out, 1) is found
     elif 'thesis.txt' in there: pytest.raises(UserError, make_corpus, out, limit=1).match(found)
-    else: pytest.raises(UserError, demo._already_made, out, 1).match(found)
+    else: pytest.raises(UserError, demo_corpus._already_made, out, 1).match(found)
     assert tree(tmp_path) == before
 
 def test_an_interrupted_corpus_and_a_full_disk_leave_nothing(monkeypatch, tmp_path):
@@ -87,7 +87,7 @@ def test_an_interrupted_corpus_and_a_full_disk_leave_nothing(monkeypatch, tmp_pa
     assert not any(tmp_path.iterdir())
 
 def test_a_library_held_by_others_is_noticed(tmp_path):
-    code = ('import ctypes; from xtts_nb.app.demo import *; from xtts_nb.data.espeak import *\n'
+    code = ('import ctypes; from xtts_nb.app.demo_corpus import *; from xtts_nb.data.espeak import *\n'
             'held = ctypes.CDLL(espeak_files()[0])\n'
             f'make_corpus({str(tmp_path / "c")!r}, limit=1)')
     assert 'a process of its own' in python(code).err and not list(tmp_path.iterdir())
@@ -241,7 +241,7 @@ def test_the_model_has_learned(whole):
     assert [r['traces'] for r in result['step_before_after']] == [0, 1, 1]
     train = result['train']
     assert train['steps'] == 1000 and train['loss_last'] < train['loss_first'] and train['traces'] == 3
-    assert {'mel', 'duration', 'mcd'} <= {s['score'] for s in result['scores'] if s['offered']}
+    assert {'mel', 'duration'} <= {s['score'] for s in result['scores'] if s['offered']}
 
 @pytest.mark.slow
 def test_what_a_demo_leaves(whole, tmp_path, cheap_xla):

@@ -11,7 +11,7 @@ import soundfile
 import yaml
 
 from xtts_nb.app import tune as page
-from xtts_nb.app.demo import DEMO_SENTENCES
+from xtts_nb.app.demo_corpus import DEMO_SENTENCES
 from xtts_nb.app.tune import plan_tuning, _run_stage, tune
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import save_audio

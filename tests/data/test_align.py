@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from xtts_nb.app.demo import DEMO_SENTENCES
+from xtts_nb.app.demo_corpus import DEMO_SENTENCES
 from xtts_nb.config import UserError
 from xtts_nb.data.align import (
     align, comparable, _find_pauses, _fit_words, found_sentences, measure_file, measure_sound,

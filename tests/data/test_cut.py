@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from benchmarks.cuts import cut_all
-from xtts_nb.app.demo import DEMO_SENTENCES
+from xtts_nb.app.demo_corpus import DEMO_SENTENCES
 from xtts_nb.config import UserError
 from xtts_nb.data import align, cut, espeak
 from xtts_nb.data.align import _measure_part, Speech

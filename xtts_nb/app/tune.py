@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from .demo import plot_losses
+from .charts import plot_losses
 from ..config import GPTTraining, read_settings, UserError
 from ..data.cache import file_sha
 from ..files import check_results, _check_writable, has_keys, read_json, _read_json_lines, write_json
