@@ -72,10 +72,6 @@ def test_little_nothing_or_odd_values(samples, values, losses):
     assert png_bytes(plot_samples(samples, losses=losses, phases=_phases_of(values))).startswith(b'\x89PNG')
     assert values or 'nan' not in live_html(samples, values=values)
 
-def test_long_runs_stay_small():
-    many = [Sample(i / 100, moment(i).gpus, moment(i).cpu) for i in range(6000)]
-    assert len(live_html(many)) < 20_000 and len(png_bytes(plot_samples(many))) < 30_000
-
 # --- sentences and frames ----------------------------------------------------------------------------------
 
 def test_a_sentence_for_each_device_also_for_one_without_utilisation():
@@ -150,6 +146,7 @@ from xtts_nb.sampler import GPU, Sample, replay_probe
 with gpu_live(replay_probe([Sample(float(i), (GPU(0, 'Card', 50.),)) for i in range(9)])): pass
 '''
 
+@pytest.mark.slow
 def test_stored_output_is_a_plain_picture_and_a_replay_of_arms():
     "As nbdev-test stores the outputs of cells."
     pytest.importorskip('execnb')
@@ -163,6 +160,7 @@ def test_stored_output_is_a_plain_picture_and_a_replay_of_arms():
                 for out in json.loads(done.stdout.rpartition('OUT')[2])]
     assert pictures == [[{'image/png', 'text/plain'}], [{'image/png', 'image/svg+xml', 'text/plain'}]]
 
+@pytest.mark.slow
 def test_a_kernel_replaces_the_widget_by_the_picture():
     "In a real Jupyter kernel, as `jupyter execute` runs it."
     nbclient, nbformat = pytest.importorskip('nbclient'), pytest.importorskip('nbformat')

@@ -16,27 +16,18 @@ from xtts_nb.monitor.program import Diagnose, explain, find_beside, find_growth,
 from xtts_nb.monitor.seen import finding, _only_on_gpu, _Seen, steady_part
 from xtts_nb.monitor.watch import Event, _Look, _Place, Watch
 
-BLOCKS = '''
-for x in data:
-    loss = step(x)
-    if n % 1 == 0:
-        with writer.as_default():
-            made = model(seed)
-            summary.image(made)
-        writer.flush()
-    n += 1
-'''
-
 def test_what_is_computed_for_summaries_is_their_cost(tmp_path):
-    (tmp_path / 'a.py').write_text(BLOCKS)
+    (tmp_path / 'a.py').write_text('for x in data:\n    loss = step(x)\n    if n % 1 == 0:\n'
+                                   '        with writer:\n            made = model(seed)\n'
+                                   '            summary.image(made)\n        writer.flush()\n    n += 1\n')
     at = lambda line: _Place(str(tmp_path / 'a.py'), line)
     looks = [(at(line), kind) for line, kind, many in (
-        (7, 'summary', 20), (6, 'eager', 30), (8, 'eager', 10), (3, 'graph', 40)) for _ in range(many)]
+        (6, 'summary', 20), (5, 'eager', 30), (7, 'eager', 10), (2, 'graph', 40)) for _ in range(many)]
     look = lambda *lines: only(find_beside(seen(looks, [Event('call', at(n), .1, .1) for n in lines])))
-    found = look(3)
+    found = look(2)
     assert found.disease == 'summaries at each step' and '50%' in found.evidence
     assert found.predicted_gain == pytest.approx(1 / (.5 + .5 * .02))
-    assert '20%' in look(3, 6).evidence   # a step is in that block too
+    assert '20%' in look(2, 5).evidence   # a step is in that block too
 
 def test_steps_that_take_longer_and_longer():
     looks = ['graph'] * 60 + [(OTHER, 'eager')] * 120
@@ -151,10 +142,8 @@ def test_a_script_is_ended_when_enough_was_seen(tmp_path):
 
 def test_a_script_that_fails_is_named(tmp_path):
     (tmp_path / 'bad.py').write_text('raise ValueError("no data")')
-    with pytest.raises(UserError, match='bad.py: failed while it was watched: ValueError: no data'):
-        watch_script(tmp_path / 'bad.py')
-    with pytest.raises(UserError,
-        match='none.py: there is no such script'): watch_script(tmp_path / 'none.py')
+    for name, says in (('bad.py', 'bad.py: .*ValueError: no data'), ('none.py', 'none.py: there is no')):
+        with pytest.raises(UserError, match=says): watch_script(tmp_path / name)
 
 def test_an_error_that_the_end_of_the_watch_became(tmp_path):
     "C code that calls Python may make an error of its own of the end; one that came before stays."
@@ -223,6 +212,7 @@ def test_fit_is_watched_and_continues(capsys):
     assert first in ('Python makes the batches', 'tiny batch') and diagnose.fit.wait_share > 0
     assert lines[0].startswith(f'1. {first} at test_program.py:')
 
+@pytest.mark.slow
 def test_the_command_takes_a_script(ran, tmp_path):
     path = tmp_path / 'train.py'
     path.write_text(SCRIPT)

@@ -68,12 +68,10 @@ def test_what_pip_installed_beside_a_program(tmp_path):
     assert not f'{tmp_path.parent}/bin/tree'.startswith(found)
 
 def test_whose_file_it_is():
-    assert _is_users(HERE) and _is_users('<ipython-input-3-abc>') and _is_users('<string>')
-    assert not _is_users(tf.__file__) and not _is_users(threading.__file__) and not _is_users(page.__file__)
-    assert not _is_users('<frozen importlib>')
+    mine, others = (HERE, '<ipython-input-3-abc>'), (threading.__file__, page.__file__, '<frozen x>')
+    assert all(map(_is_users, mine)) and not any(map(_is_users, others))
     here = sys._getframe()
     assert _users_frame(here) is here and _place_of(here).file == HERE and _place_of(None) is None
-    assert str(_Place(HERE, 1)) == 'test_watch.py:1' and _Place(HERE, 1).text.startswith('"Watching')
 
 def test_calls_are_counted_with_their_lines_and_nothing_stays_replaced():
     double, before = tf.function(lambda x: 2 * x), TF_FUNCTION.__call__
