@@ -2611,8 +2611,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.speech.scores._end_judge': ('speech/scores.html#_end_judge', 'xtts_nb/speech/scores.py'),
                                        'xtts_nb.speech.scores._number': ('speech/scores.html#_number', 'xtts_nb/speech/scores.py'),
                                        'xtts_nb.speech.scores._row': ('speech/scores.html#_row', 'xtts_nb/speech/scores.py'),
-                                       'xtts_nb.speech.scores._scores_line': ( 'speech/scores.html#_scores_line',
-                                                                               'xtts_nb/speech/scores.py'),
                                        'xtts_nb.speech.scores._sounding': ('speech/scores.html#_sounding', 'xtts_nb/speech/scores.py'),
                                        'xtts_nb.speech.scores._speaker_judge': ( 'speech/scores.html#_speaker_judge',
                                                                                  'xtts_nb/speech/scores.py'),
