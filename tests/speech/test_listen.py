@@ -83,8 +83,8 @@ def test_either_score_decides(prepared, quick, tmp_path, monkeypatch, judge, bes
 def adapted(prepared, quick, dvae, kind, folder, **training) -> Trainer:
     "A trainer of a model that speaks, `kind` of which is trained at a high rate."
     config = quick.replace(training={'gpt': {'finetune': kind, 'learning_rate': 0.3, 'warmup_steps': 0,
-                                     'schedule': 'constant', 'steps': 2, 'lora_alpha': 64.,
-                                     'mode': 'eager'}} | training)   # two updates: no trace
+                                             'schedule': 'constant', 'steps': 2, 'lora_alpha': 64.,
+                                             'mode': 'eager'} | training})   # two updates: no trace
     keras.utils.set_random_seed(0)
     xtts = XTTS(config, prepared.tokenizer, dvae)
     for name, v in xtts.weights.items():   # zeros at first: neither text nor voice would matter

@@ -151,7 +151,7 @@ def _score_held_out(trained: _TrainedDemo, pairs: list[_Pair], corpus: Path, sta
 # %% ../../nbs/app/demo.ipynb #ee75eb43
 def _seeded(config: XTTSConfig, seed: int) -> XTTSConfig:
     "`config` with one seed for data and training."
-    return config.replace(data={'seed': seed}, training={'gpt': {'seed': seed}})
+    return config.replace(data={'seed': seed}, training={'gpt': {'seed': seed}, 'dvae': {'seed': seed}})
 
 def run_demo(
     out: str | Path = 'runs/demo',

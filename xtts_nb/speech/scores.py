@@ -201,21 +201,11 @@ def _number(value: float | None) -> str:
 
 def scores_text(scores: list[dict]) -> str:   # of `Evaluation`
     "The medians as a table, those that are not offered at its end, and why they are not."
-    rows = [('', *_SOUND_SOURCES.values())]
-    rows += [(f'{s["name"]}, {s["unit"]}'.rstrip(', '), *(_number(s[k]['median']) for k in _SOUND_SOURCES))
+    sources = [k for k in _SOUND_SOURCES if any(k in s for s in scores)]
+    rows = [('', *map(_SOUND_SOURCES.get, sources))]
+    rows += [(f'{s["name"]}, {s["unit"]}'.rstrip(', '), *(_number(s[k]['median']) for k in sources))
              for s in sorted(scores, key=lambda s: not s['offered']) if 'recording' in s]
     widths = [max(map(len, column)) for column in zip(*rows)]
     right = lambda row: [c.rjust(w) for c, w in zip(row[1:], widths[1:])]
     lines = ['  '.join([row[0].ljust(widths[0]), *right(row)]) for row in rows]
     return '\n'.join(lines + [f'Not offered: {s["name"]}: {s["fault"]}.' for s in scores if s['fault']])
-
-# %% ../../nbs/speech/scores.ipynb #b76d5f04
-def _scores_line(scores: list[dict]) -> str:   # of `Evaluation`
-    "The medians of the model, with those of copy-synthesis and of the untrained model, in one line."
-    median = lambda s, source: _number(s[source]['median'])
-    figures = lambda s: f' {median(s, "model")} ({median(s, "copy")}, {median(s, "untrained")})'
-    offered = [f'{s["name"]}{figures(s)} {s["unit"]}' for s in scores if s['offered']]
-    left_out = [f'{s["name"]}{figures(s) if "model" in s else ""} ({s["fault"]})'
-                for s in scores if s['fault']]
-    return ('Scores, as model (copy-synthesis, untrained): ' + ', '.join(map(str.strip, offered)) +
-            ('; not offered: ' * bool(left_out) + ', '.join(left_out)) + '.')
