@@ -126,7 +126,6 @@ def test_records_of_the_wheel_stand_in_where_there_is_no_folder(cpu, tmp_path, m
     monkeypatch.setattr(module, '_PACKED', tmp_path / 'packed')
     (tmp_path / 'own').mkdir()
     record('demo', ROWS, tmp_path / 'packed', 'first')
-    assert headline('demo', tmp_path / 'missing')['command'] == 'first'
     assert commands('demo', tmp_path / 'missing') == ['first'] and headline('demo', tmp_path / 'own') is None
 
 def test_the_newest_record_of_each_device_is_read(tmp_path):
