@@ -43,8 +43,9 @@ from xtts_nb.data.text import Tokenizer, clean_for  # noqa: E402
 from xtts_nb.files import read_json  # noqa: E402
 from xtts_nb.models.convert import from_coqui  # noqa: E402
 from xtts_nb.models.hifigan import _load_hifigan  # noqa: E402
-from xtts_nb.models.xtts import XTTS, token_losses  # noqa: E402
+from xtts_nb.models.xtts import XTTS  # noqa: E402
 from xtts_nb.speech.generate import faded, Speaker, generate, _reference_mels  # noqa: E402
+from xtts_nb.train.step import token_losses  # noqa: E402
 
 
 # --- text ---------------------------------------------------------------------------------------------------

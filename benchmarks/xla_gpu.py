@@ -70,7 +70,7 @@ def settings(one: dict):
     if one.get('small'):
         return XTTSConfig.tiny(64).replace(
             model={'gpt': {'num_layers': 2, 'num_heads': 4}}, data={'batch_size': 4, 'reference_frames': 32},
-            voice={'batch_size': 2, 'window': 4})
+            training={'decoder': {'batch_size': 2, 'window': 4}})
     layers = {'gpt': {'num_layers': one['layers']}} if 'layers' in one else {}
     return XTTSConfig.xtts_v2().replace(model=layers, data={'batch_size': one.get('rows', 8)})
 
@@ -79,13 +79,13 @@ def step_programs(config, text: int, codes: int) -> dict:   # name -> (function,
     "Both halves of a training step."
     import tensorflow as tf
     from xtts_nb.models.gpt import GPT
-    from xtts_nb.models.xtts import _POLICIES, _token_counts
+    from xtts_nb.models.xtts import _POLICIES
     from xtts_nb.train.finetune import make_update
-    from xtts_nb.train.step import random_batch
+    from xtts_nb.train.step import random_batch, token_counts
     update = make_update(GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision]), config.training.gpt)
 
     def gradients(batch, number):
-        counts = _token_counts(update.gpt, batch)
+        counts = token_counts(update.gpt, batch)
         return *update.gradients(batch, number, counts), counts
 
     given = random_batch(config, text, codes), tf.constant(0)
@@ -95,7 +95,7 @@ def step_programs(config, text: int, codes: int) -> dict:   # name -> (function,
 
 def evaluation(config, batch):
     from xtts_nb.models.gpt import GPT
-    from xtts_nb.models.xtts import token_losses
+    from xtts_nb.train.step import token_losses
     gpt = GPT(config, 5, dtype='mixed_bfloat16')
     return lambda batch: token_losses(gpt, batch), (batch,)
 

@@ -212,10 +212,10 @@ def batch(prepared, small):
 @pytest.fixture(scope='session')
 def mini(small):
     "One block, two shapes, no XLA: a second to trace."
-    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'buckets': 2},
+    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1}},
+                         data={'buckets': 2},
                          training={'gpt': {'steps': 8, 'warmup_steps': 2, 'log_every': 2,
-                                           'checkpoint_every': 4,
-                                   'mode': 'graph'}})
+                                           'checkpoint_every': 4, 'mode': 'graph'}})
 
 
 @pytest.fixture

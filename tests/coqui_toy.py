@@ -26,7 +26,7 @@ def config(small: bool = False) -> XTTSConfig:
     return XTTSConfig.from_dict({'model': dict(
         **voice,
         dvae=dict(hidden=32, codebook_dim=16, codes=64, resnet_blocks=2),
-        gpt=dict(layers=2, width=64, heads=4, text_tokens=tokenizer().size, max_text_tokens=60,
+        gpt=dict(num_layers=2, hidden_dim=64, num_heads=4, text_tokens=tokenizer().size, max_text_tokens=60,
                  max_audio_codes=90))})
 
 

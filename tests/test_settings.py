@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cheap import HELD, Cheap
-from xtts_nb.train import runs
+from cheap import HELD
+from xtts_nb.train import parts, runs
 from xtts_nb.train.finetune import make_update, new_rows
 from xtts_nb.data.audio import log_mel, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
@@ -25,7 +25,7 @@ from xtts_nb.data.prepare import choose_mode
 from xtts_nb.settings import flat
 from xtts_nb.train.runs import new_run, open_cache
 from xtts_nb.speech.generate import Speaker, _reference_mels, _sample_code, _speaker_vector
-from xtts_nb.train.trainer import _epochs_to_steps
+from xtts_nb.train.trainer import _epochs_to_steps, Trainer
 from xtts_nb.train.parts import (
     _Bank, Crops, DecoderUpdate, Windows, _window_samples)
 
@@ -129,40 +129,52 @@ decoder_rates = partial(rates, training=lambda config: config.training.decoder)
 def length(config, world): return _epochs_to_steps(config.training.gpt,
                                                    BatchPlan(world.cache, config.data)).steps
 
-def moved(config, world):
+def moved(config, world, part='gpt'):
     "A weight and its running mean after three updates."
     x = keras.Variable(np.float32([3., -1.]), name='kernel')
-    optimizer = AdamW([x], config.training.gpt)
+    optimizer = AdamW([x], getattr(config.training, part))
     for n in range(3): optimizer.apply([tf.constant([1., 2.]) * (n + 1)], [x])
     last = x.numpy().copy()
     with averaged(optimizer, [x]): return last, x.numpy().copy()
 
-def compiled(config, world):
-    step = compile_step(tf.identity, config.training.gpt)
+def compiled(config, world, part='gpt'):
+    step = compile_step(tf.identity, getattr(config.training, part))
     return type(step).__name__, getattr(step, 'xla', None)
 
-def multiplied(config, world):
-    "Whether a GPU would multiply in TF32 in an update."
-    seen, enabled = [], tf.config.experimental.tensor_float_32_execution_enabled
-    with patch.object(runs, 'Trainer', Cheap): trainer = new_run(world.cache, config, world.folder())
-    trainer.train_step = lambda batch, number: seen.append(enabled()) or {'loss': tf.constant(1.)}
-    trainer.fit(1)
-    return seen
-
-class Told(Cheap):
-    "A trainer with given validation losses, whose updates are bad from the third on."
+class Told(Trainer):
+    "A trainer with given validation losses, whose updates cost nothing and are bad from the third on."
+    def __init__(self, *given, feed=None, **named):
+        super().__init__(*given, feed=lambda plan, first, last: iter([{}] * (last - first)), **named)
     def custom_train_step(self, batch, number):
         bad = tf.cast(number >= 3, tf.float32)
-        return super().custom_train_step(batch, number) | {'skipped': bad, 'bad': bad}
+        return {'loss': tf.constant(1.), 'skipped': bad, 'bad': bad}
     def validate(self):
         n = self.step // self.training.validate_every
         return {'val_loss': [3., 2., 2.5, 2.2, 4.][n], 'val_dtw': 5. - n}
 
-def ran(config, world):
+def told(config, world, folder, part):
+    "Such a trainer of a part, made as its command makes it."
+    if part == 'gpt':
+        with patch.object(runs, 'Trainer', Told), patch.object(runs, 'Listener', lambda *given: None):
+            return new_run(world.cache, config, folder, HELD)
+    nets = world.update.decoder, world.update.encoder
+    model = SimpleNamespace(config=config, hifigan=nets, weights={}, save=lambda *given: None)
+    with patch.object(parts, 'Trainer', Told), patch.object(parts, '_Bank', lambda folder: world.bank):
+        if part == 'dvae': return parts._dvae_trainer(np.ones((200, 80), np.float32), config, folder, 0.5)
+        return parts._decoder_trainer(folder, model, {'held_out': ['c'], 'learning_voices': False})
+
+def multiplied(config, world, part='gpt'):
+    "Whether a GPU would multiply in TF32 in an update."
+    seen, enabled = [], tf.config.experimental.tensor_float_32_execution_enabled
+    trainer = told(config, world, world.folder(), part)
+    trainer.train_step = lambda batch, number: seen.append(enabled()) or {'loss': tf.constant(1.)}
+    trainer.fit(1)
+    return seen
+
+def ran(config, world, part='gpt'):
     "The log lines, checkpoints and the best validation of a run, and how it ended."
     folder = world.folder()
-    with patch.object(runs, 'Trainer', Told), patch.object(runs, 'Listener', lambda *given: None):
-        trainer = new_run(world.cache, config, folder, HELD)
+    trainer = told(config, world, folder, part)
     try: ended = trainer.fit()['steps']
     except UserError as e: ended = str(e).replace(str(folder), '')
     lines = [line.split(',')[0] for line in (folder / 'metrics.jsonl').read_text().splitlines()]
@@ -172,7 +184,9 @@ def listener(config, world):
     with patch.object(runs, 'Trainer', Told), patch.object(runs, 'Listener', lambda *given: given[3::2]):
         return new_run(world.cache, config, None, HELD).listen
 
-def crops(config, world): return Crops(np.ones((200, 80), np.float32), config)(tf.constant(0, tf.int64))
+def crops(config, world):
+    mels = np.arange(16_000, dtype=np.float32).reshape(200, 80)
+    return Crops(mels, config)(tf.constant(0, tf.int64))
 
 def windows(config, world): return Windows(world.bank, config)(tf.constant(0, tf.int64))
 
@@ -296,6 +310,21 @@ TABLE = {
     'speech.reference_chunk_seconds': (1., prompt, HEARD),
 }
 
+def shared(part: str, drawn) -> dict:
+    "The rows of what the DVAE and the decoder have in common with the GPT, in their own section."
+    run = {f'training.{part}.{name}': RUN[f'training.gpt.{name}']
+           for name in ('steps', 'log_every', 'checkpoint_every', 'validate_every', 'mode')}
+    seen = {'compiled': partial(compiled, part=part), 'moved': partial(moved, part=part),
+            'multiplied': partial(multiplied, part=part), 'ran': partial(ran, part=part)}
+    rows = {name: TABLE[f'training.gpt.{name}'] for name in parts.PartTraining.model_fields
+            if name not in ('steps', 'learning_rate', 'seed')}
+    return {f'training.{part}.seed': (3, drawn)} | {
+        f'training.{part}.{name}': (value, seen[observe.__name__], *([run] if given else []))
+        for name, (value, observe, *given) in rows.items()}
+
+TABLE |= shared('dvae', crops) | shared('decoder', windows)
+TABLE['training.decoder.weight_decay'] = 0.5, partial(moved, part='decoder')
+
 
 @pytest.fixture(scope='module')
 def base(small) -> XTTSConfig:
@@ -305,8 +334,8 @@ def base(small) -> XTTSConfig:
                        'dropout': 0.1}, 'decoder': {'channels': 8, 'rates': [16, 16], 'up_kernels': [32, 32],
                                                     'residual_kernels': [3], 'dilations': [1, 3]},
                'speaker': {'filters': [8, 8], 'blocks': [1, 1], 'width': 8}},
-        voice={'steps': 8, 'batch_size': 2, 'window': 4, 'periods': [2], 'windows': [256], 'channels': 2,
-               'reference_seconds': 0.5})
+        training={'decoder': {'steps': 8, 'batch_size': 2, 'window': 4, 'periods': [2], 'windows': [256],
+                              'channels': 2, 'reference_seconds': 0.5}})
 
 @pytest.fixture(scope='module')
 def bank(base, tmp_path_factory) -> _Bank:

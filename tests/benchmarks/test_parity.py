@@ -10,7 +10,7 @@ from benchmarks import parity
 from benchmarks.parity import our_text, PARITY_SENTENCES, read_sentences, text_parity
 from xtts_nb.config import UserError
 from xtts_nb.data.text import clean_for, LANGUAGES, Tokenizer, train_tokenizer
-from xtts_nb.models import xtts as model
+from xtts_nb.train.step import token_losses
 from xtts_nb.models.xtts import XTTS
 
 STORED = Path(__file__).parents[1] / 'stored'
@@ -77,7 +77,7 @@ def test_a_whole_utterance(toy_xtts, all_ok):
 def test_habits_show_without_parity(toy, toy_inputs, theirs):
     "Without `parity`, the mask of the text's STOP and the number of STOPs give another loss."
     default = XTTS.load(toy)
-    parts = model.token_losses(default.gpt, parity.gpt_batch(toy_inputs, theirs))
+    parts = token_losses(default.gpt, parity.gpt_batch(toy_inputs, theirs))
     ours = {name: float(parts[f'{name}_loss'] / parts[f'{name}_count']) for name in ('text', 'code')}
     assert abs(ours['code'] / theirs['code_loss'] - 1) > 1e-3
     assert int(parts['code_count']) == sum(toy_inputs['code_length'] + 1)

@@ -11,7 +11,7 @@ import pytest
 
 from xtts_nb.files import named_weights, read_tensors, save_weights
 from xtts_nb.models import convert
-from xtts_nb.config import UserError, XTTSConfig
+from xtts_nb.config import UserError
 from xtts_nb.models.hifigan import load_decoder
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.finetune import grow_folder
@@ -122,14 +122,6 @@ def test_trainer_folder_without_released_files(disk, tmp_path):
     convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert_same(disk.files['model.pth']['model'], files['model.pth'])
     assert_same(disk.files['dvae.pth'], files['dvae.pth'])
-
-def test_the_last_checkpoint_is_taken(tmp_path):
-    "The best of all, then the latest of the best, then the latest; a released file before all of them."
-    names = ['checkpoint_900.pth', 'checkpoint_1000.pth', 'best_model_5.pth', 'best_model_10.pth',
-             'best_model.pth', 'model.pth']
-    for i, name in enumerate(names):
-        (tmp_path / name).touch()
-        if i: assert convert._checkpoint_file(tmp_path).name == name
 
 ROWS = ('gpt.text_embedding.weight', 'gpt.text_head.weight', 'gpt.text_head.bias')   # one row per text token
 
@@ -259,14 +251,6 @@ def test_nothing_half_written_stays(disk, tmp_path, monkeypatch):
         convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     assert everything(tmp_path) == before and not list(tmp_path.glob('*.part'))
 
-def test_nothing_is_overwritten(disk, tmp_path):
-    coqui_folder(disk, tmp_path / 'coqui')
-    (tmp_path / 'ours').mkdir()
-    (tmp_path / 'ours/note').write_text('mine')
-    with pytest.raises(UserError, match='already holds something'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    assert (tmp_path / 'ours/note').read_text() == 'mine'
-
 # With PyTorch: real files
 
 class Touch:
@@ -305,20 +289,6 @@ def test_each_mel_has_its_own_constants(disk, tmp_path):
     assert np.array_equal(disk.files['model.pth']['model']['mel_stats'], other)
     assert np.array_equal(disk.files['mel_stats.pth'], files['mel_stats.pth'])
 
-@pytest.mark.parametrize('speech, expected', [
-    ({}, (2.0, 12, 4)),
-    ({'repetition_penalty': 5.0, 'gpt_cond_len': 30, 'gpt_cond_chunk_len': 6}, (5.0, 30, 6))])
-def test_it_speaks_as_its_config_says(disk, tmp_path, speech, expected):
-    "A silent config.json means the defaults of coqui-tts' class."
-    coqui_folder(disk, tmp_path / 'coqui')
-    plain = {k: v
-             for k, v in coqui_toy.settings().items() if k in ('model', 'languages', 'audio', 'model_args')}
-    (tmp_path / 'coqui/config.json').write_text(json.dumps(plain | speech))
-    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    speech = XTTSConfig.load(tmp_path / 'ours/config.yaml').speech
-    assert (speech.repetition_penalty, speech.reference_seconds, speech.reference_chunk_seconds) == expected
-    rest = speech.temperature, speech.top_k, speech.top_p, speech.max_reference_seconds
-    assert rest == (0.85, 50, 0.85, 10)
 
 # --- files of tensors alone, without PyTorch ----------------------------------------------------------------
 
@@ -359,4 +329,3 @@ def test_a_damaged_file_of_tensors_is_named(tmp_path, pickled):
     try: found = convert._read_plain_pth(tmp_path / 'x.pth')
     except UserError as e: assert re.match('.*x.pth: not readable as a PyTorch file of tensors', str(e))
     else: assert found == {}   # a state that a dictionary ignores
-

@@ -36,17 +36,6 @@ def test_inputs_and_targets(length, stops):
     assert inputs == [1, *row_ids] + [2] * (rest + stops) and targets == [*row_ids] + [2] * (rest + stops + 1)
     assert counted == [1.] * (length + stops) + [0.] * (rest + 1)
 
-@pytest.mark.parametrize('more', [1, 5, 20])
-@pytest.mark.parametrize('filler', [0, 17])
-def test_padding_does_not_count(gpt, inputs, more, filler):
-    wide = lambda x: np.pad(x, ((0, 0), (0, more)), constant_values=filler)
-    text, code = call(gpt, inputs)
-    text2, code2 = call(gpt, inputs, text=wide(inputs['text']), codes=wide(inputs['codes']))
-    for row in range(2):
-        t, c = inputs['text_length'][row] + 1, inputs['code_length'][row] + 1
-        assert np.allclose(text[row, :t], text2[row, :t], atol=1e-5)
-        assert np.allclose(code[row, :c], code2[row, :c], atol=1e-5)
-
 @pytest.mark.parametrize('kind, near', [('bfloat16', 0.05), ('float16', 0.005)])
 def test_half_precision_is_close_to_float32(small, gpt, inputs, kind, near):
     mixed = GPT(small, gpt.text_start, dtype=f'mixed_{kind}')

@@ -18,17 +18,15 @@ import yaml
 
 from process import python, reached, started, xtts_nb
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.data.native import BatchPlan
 from xtts_nb.files import read_tensors
 from xtts_nb.models.gpt import GPT
-from xtts_nb.models.xtts import _token_counts
 from xtts_nb.train import distributed as page
 from xtts_nb.train.distributed import (
-    DistributedTrainer, _Replicas, Share, bit_sums, _cluster_resolver, differing, distributed_train_step,
-    distributed_validation_step, _from_first, _one_device_reason, _this_worker)
+    DistributedTrainer, _Replicas, bit_sums, _cluster_resolver, differing, distributed_train_step,
+    distributed_validation_step, _one_device_reason, _this_worker)
 from xtts_nb.train.runs import held_out_share, new_run
-from xtts_nb.train.step import Update, random_batch
-from xtts_nb.train.trainer import checkpoints, Trainer
+from xtts_nb.train.step import random_batch, token_counts, Update
+from xtts_nb.train.trainer import checkpoints
 
 GUIDES = Path(__file__).resolve().parents[2] / 'nbs/guides'
 
@@ -37,7 +35,8 @@ GUIDES = Path(__file__).resolve().parents[2] / 'nbs/guides'
 def mini(small) -> XTTSConfig:
     "One block, one shape, nothing random."
     return small.replace(
-        model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'dropout': 0., 'code_noise': 0.}},
+        model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1, 'dropout': 0.,
+                       'code_noise': 0.}},
         data={'buckets': 1},
         training={'gpt': {'steps': 6, 'warmup_steps': 0, 'log_every': 1, 'checkpoint_every': 3,
                           'mode': 'graph'}})
@@ -119,33 +118,8 @@ def test_a_training_that_cannot_be_divided_says_why(mini, prepared):
     with pytest.raises(UserError, match='training.gpt.finetune'):
         _Replicas(SimpleNamespace(gpt=None, training=mini.training.gpt), mini, pair())
 
-@pytest.mark.parametrize('rows, devices, parts, good', [
-    (8, 2, 2, True), (8, 4, 2, True), (8, 3, 1, False), (4, 4, 2, False)])
-def test_a_batch_must_divide_evenly(mini, rows, devices, parts, good):
-    config = mini.replace(data={'batch_size': rows}, training={'gpt': {'grad_accum_steps': parts}})
-    if good: page._check_rows(config, devices)
-    else:
-        with pytest.raises(UserError, match=str(devices * parts)): page._check_rows(config, devices)
-
 
 # --- shares ---------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('workers', [2, 4])
-def test_every_clip_once_an_epoch(prepared, mini, workers):
-    "Shares are the rows of the batch in its order, and each knows the lengths of all of it."
-    config = mini.replace(data={'buckets': 2})
-    plan = BatchPlan(prepared, config.data)
-    shares = [list(Share(plan, i, workers).stream(0, 2 * plan.steps_per_epoch)) for i in range(workers)]
-    whole = list(plan.stream(0, 2 * plan.steps_per_epoch))
-    for parts, batch in zip(zip(*shares), whole):
-        for k in batch: assert np.array_equal(np.concatenate([p[k] for p in parts]), batch[k])
-        for k in ('weight', 'text_length', 'code_length'):
-            assert all(np.array_equal(p[f'whole_{k}'], batch[k]) for p in parts)
-    for epoch in range(2):
-        first, last = epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch
-        batches = [b for share in shares for b in share[first:last]]
-        clips = np.concatenate([b['clip'][b['weight'] > 0] for b in batches])
-        assert sorted(clips) == list(range(len(prepared)))
 
 def test_rows_elsewhere_are_parts_of_the_batch(mini):
     "The same gradients, masks included, as one device with twice the parts."
@@ -153,9 +127,10 @@ def test_rows_elsewhere_are_parts_of_the_batch(mini):
     batch = random_batch(config, 12, 20)
     def update(parts):
         keras.utils.set_random_seed(0)
-        return Update(GPT(config, 5), config.replace(training={'gpt': {'grad_accum_steps': parts}}).training)
+        parted = config.replace(training={'gpt': {'grad_accum_steps': parts}})
+        return Update(GPT(config, 5), parted.training.gpt)
     whole, half = update(4), update(2)
-    counts = _token_counts(whole.gpt, batch)
+    counts = token_counts(whole.gpt, batch)
     rows = lambda i: {k: x[4 * i:4 * i + 4] for k, x in batch.items()}
     wanted = whole.gradients(batch, tf.constant(3), counts)
     parts = [half.gradients(rows(i), tf.constant(3), counts, first=2 * i) for i in range(2)]
@@ -187,22 +162,6 @@ def test_two_devices_make_the_update_of_one(mini):
         assert floats(made[0]) == pytest.approx(floats(made[1]), rel=1e-3)
     first, second = ([v.numpy() for v in u.weights] for u in copies.updates)
     assert all(np.array_equal(a, b) for a, b in zip(first, second))
-
-def test_places_among_all_devices(monkeypatch):
-    "Two devices of the third worker: 4 and 5 of all, with parts 8 to 11 of a batch in two parts each."
-    here = SimpleNamespace(worker=2, devices=['a', 'b'], training=SimpleNamespace(grad_accum_steps=2))
-    monkeypatch.setattr(tf.distribute, 'get_replica_context',
-                        lambda: SimpleNamespace(replica_id_in_sync_group=tf.constant(5)))
-    assert _Replicas.local_index(here) == 1
-    batch = {'weight': tf.range(4), 'whole_weight': tf.range(24)}
-    here.gradient_steps = [lambda rows, number, counts, part: (list(rows['weight'].numpy()), part)] * 2
-    assert [page._gradients(here, batch, 0, {}, i) for i in range(2)] == [([0, 1], 8), ([2, 3], 10)]
-
-@pytest.mark.parametrize('worker', [0, 1])
-def test_only_the_first_copy_of_worker_0_is_received(worker):
-    copies = SimpleNamespace(worker=worker, all_reduce=lambda sent: [sent(0), sent(1)])
-    received = _from_first(copies, [[tf.constant([5.])], [tf.constant([7.])]])
-    assert [float(x[0][0]) for x in received] == [0. if worker else 5., 0.]
 
 def test_one_changed_bit_is_found():
     values = [np.array([1., -2.], np.float32), np.array(3, np.int64), np.array([1., 2.], np.float16),
@@ -239,16 +198,6 @@ def test_a_stop_is_voted_on_and_read_one_log_line_later():
     assert [at(5), at(6), at(7)] == [False] * 3   # voted at 6
     requested.clear()
     assert at(8) is True and requested == [True]
-
-@pytest.mark.parametrize('worker, voted', [(0, 1.), (1, 0.)])
-def test_worker_0_judges_and_decides(monkeypatch, worker, voted):
-    "It alone has heard the model: others that judged for themselves might stop alone."
-    votes = []
-    trainer = bare(copies=SimpleNamespace(worker=worker), update=SimpleNamespace(state={'v': 0}),
-                   bit_sums=lambda: tf.zeros((2, 1, 4)), votes=lambda vote: votes.append(float(vote)) or 1.)
-    monkeypatch.setattr(Trainer, '_pause', lambda self, ended: True)
-    monkeypatch.setattr(Trainer, '_note_best', lambda self, metrics: True)
-    assert trainer._pause(False) is True and votes == [voted] and trainer._note_best({}) == (worker == 0)
 
 @pytest.mark.parametrize('run, where', [(None, 'training'), ('a/run', 'a/run')])
 def test_what_one_worker_cannot_do_alone_is_refused(run, where):

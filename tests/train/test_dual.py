@@ -23,7 +23,7 @@ from xtts_nb.models.dvae import load_dvae
 from xtts_nb.train import dual as page
 from xtts_nb.train.distributed import Share, code_feed
 from xtts_nb.train.dual import (
-    Feed, Pipeline, PipelineClosed, _Ring, SerialBatches, Span, by_stage, dual_trainer, finish_batch, overlap,
+    Feed, Pipeline, PipelineClosed, Span, by_stage, dual_trainer, finish_batch, overlap,
     _pipeline_rows, pipeline_table, run_feed, sound_batches, stage_rows, _steady_period)
 from xtts_nb.train.profile import device_placement, placement_summary
 from xtts_nb.train.runs import new_run, resume_run
@@ -49,12 +49,6 @@ def test_batches_arrive_in_order_whatever_the_times(ring, between, nobody_stays)
     assert got == [[n, 'a', 'b', 'c'] for n in range(12)]
     assert batches.most <= ring and all(r.most <= between for r in batches.rings[:-1])
     assert [s.number for s in by_stage(batches.spans)['b']] == list(range(12))
-
-@pytest.mark.parametrize('kind', [Pipeline, SerialBatches])
-def test_both_ways_give_the_same(kind, nobody_stays):
-    with kind(range(5), {'double': lambda n: 2 * n}) as batches: assert list(batches) == [0, 2, 4, 6, 8]
-    assert [s.stage for s in batches.spans].count('model') == 5
-    with kind([], {'data': str}) as batches: assert list(batches) == [] and list(batches) == []
 
 def test_a_slow_reader_holds_everybody_back(nobody_stays):
     asked = []
@@ -103,18 +97,6 @@ def test_a_failure_of_the_reader_and_a_second_close_leave_nothing(nobody_stays):
     for _ in range(2): batches.close()
     with pytest.raises(PipelineClosed): next(batches)
 
-def test_a_slot_is_taken_before_and_given_back_after():
-    ring = _Ring(2)
-    for _ in range(2): ring.reserve()
-    third = threading.Thread(target=ring.reserve)
-    third.start()
-    ring.put('a')
-    assert ring.get() == 'a'
-    third.join(0.05)
-    assert third.is_alive()   # it is still in use
-    ring.free()
-    third.join(5)
-    assert not third.is_alive() and ring.most == 2
 
 # --- measures of a run ----------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.config import TrainingConfig
+from xtts_nb.config import GPTTraining
 from xtts_nb.train.step import AdamW, averaged, extended_rate, learning_rate, LossScale, Noam
 
 SCHEDULES = 'constant', 'cosine', 'noam'
@@ -17,7 +17,7 @@ SCHEDULES = 'constant', 'cosine', 'noam'
 @pytest.mark.parametrize('steps, warmup', [(20, 0), (20, 5), (20, 50), (1, 3)])
 def test_the_schedule_is_what_it_is_called(schedule, steps, warmup):
     "Also where it is shorter than the warm-up that was requested: a quarter of it is one."
-    training = TrainingConfig(steps=steps, warmup_steps=warmup, schedule=schedule, learning_rate=3e-4)
+    training = GPTTraining(steps=steps, warmup_steps=warmup, schedule=schedule, learning_rate=3e-4)
     warmup = min(warmup, steps // 4)
     rates = [float(learning_rate(training)(s)) / 3e-4 for s in range(steps + 1)]
     assert rates[warmup] == pytest.approx(1, rel=1e-5) and rates[0] == pytest.approx(0 if warmup else 1)
@@ -31,7 +31,7 @@ def test_the_schedule_is_what_it_is_called(schedule, steps, warmup):
 @pytest.mark.parametrize('schedule', SCHEDULES)
 def test_a_run_that_is_extended_continues_from_its_rate(schedule):
     "Extended twice, once at its end and once before it; resumed with the same length, the same to the bit."
-    of = lambda steps: TrainingConfig(steps=steps, warmup_steps=10, schedule=schedule, learning_rate=1.)
+    of = lambda steps: GPTTraining(steps=steps, warmup_steps=10, schedule=schedule, learning_rate=1.)
     known, rates = {'steps': 100}, [float(learning_rate(of(100))(n)) for n in range(100)]
     for first, steps in ((100, 200), (150, 400)):
         rate, known = extended_rate(of(steps), known, first)
@@ -48,7 +48,7 @@ def test_weight_decay_is_for_matrices_only(xtts):
     names = {v.path.rsplit('/', 1)[-1] for v in xtts.gpt.trainable_variables}
     # a new kind wants a decision
     assert names == {'beta', 'bias', 'embeddings', 'gain', 'gamma', 'kernel', 'latents'}
-    optimizer = AdamW(variables, TrainingConfig(learning_rate=0.1, weight_decay=0.5))
+    optimizer = AdamW(variables, GPTTraining(learning_rate=0.1, weight_decay=0.5))
     optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
     for v in variables:
         decays = v.name in ('kernel', 'latents', 'gain')
@@ -60,7 +60,7 @@ def variable(*values): return keras.Variable(np.float32(values), name='kernel')
 def test_a_number_replaces_the_schedule():
     "Zero included; what reports it does not report schedules."
     x = variable(1.)
-    optimizer = AdamW([x], TrainingConfig(learning_rate=0.1, weight_decay=0.))
+    optimizer = AdamW([x], GPTTraining(learning_rate=0.1, weight_decay=0.))
     rate = lambda: float(optimizer.learning_rate)
     assert optimizer.assigned is None and rate() == pytest.approx(0.1)
     for value in (0.5, 2., 0.):
@@ -69,7 +69,7 @@ def test_a_number_replaces_the_schedule():
         assert float(optimizer.schedule.schedule(0)) == pytest.approx(0.1)
     optimizer.apply([tf.ones(1)], [x])
     assert x.numpy() == 1   # at a rate of 0 nothing moves
-    optimizer = AdamW([x], TrainingConfig(learning_rate=0.1))
+    optimizer = AdamW([x], GPTTraining(learning_rate=0.1))
     optimizer.learning_rate = Noam(0.3, 0)
     assert optimizer.assigned is None and rate() == pytest.approx(0.3)
 
@@ -77,7 +77,7 @@ def test_a_number_replaces_the_schedule():
 def test_an_update_is_that_of_keras_and_computes_the_rate_once(schedule):
     """To the bit, with the same variables in the same order: checkpoints keep their names. Keras computes the
     rate for each weight that decays, the powers of beta for each variable."""
-    training = TrainingConfig(schedule=schedule, steps=9, warmup_steps=2)
+    training = GPTTraining(schedule=schedule, steps=9, warmup_steps=2)
     draw, rate = np.random.default_rng(0), learning_rate(training)
     values = [draw.normal(size=(2, 3)).astype('float32') for _ in range(3)]
     ours, theirs = ([variable(*v) for v in values] for _ in range(2))
@@ -95,9 +95,9 @@ def test_an_update_is_that_of_keras_and_computes_the_rate_once(schedule):
 
 @pytest.mark.parametrize('share', [0.5, 0.99])
 def test_the_mean_follows_the_weights_and_training_never_sees_it(share):
-    training = TrainingConfig(learning_rate=0.1, ema=share)
+    training = GPTTraining(learning_rate=0.1, ema=share)
     x, y = variable(3., -1.), variable(3., -1.)
-    with_mean, without = AdamW([x], training), AdamW([y], TrainingConfig(learning_rate=0.1))
+    with_mean, without = AdamW([x], training), AdamW([y], GPTTraining(learning_rate=0.1))
     with averaged(with_mean, [x]): assert x.numpy().tolist() == [3., -1.]   # before the first update
     mean = None
     for n in range(12):

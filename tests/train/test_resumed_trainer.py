@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cheap import Cheap, HELD, lines_of, outcome, summary
 from process import reached, started, tree, xtts_nb
-from xtts_nb.config import TrainingConfig, UserError
+from xtts_nb.config import GPTTraining, UserError
 from xtts_nb.files import _PART, write_tensors
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train import runs, trainer as trainer_page
@@ -210,7 +210,7 @@ class Hungry(Update):
 @pytest.mark.slow
 def test_a_program_of_xla_without_memory_can_begin_again():
     "It gives the memory of the old values away, so a variable that it writes is lost until it is assigned."
-    made, training = Hungry(), TrainingConfig(mode='xla')
+    made, training = Hungry(), GPTTraining(mode='xla')
     with pytest.raises(tf.errors.ResourceExhaustedError): compile_step(made, training)({}, tf.constant(0))
     made.hungry = False
     made.number.assign(1.)

@@ -29,7 +29,8 @@ from xtts_nb.train.runs import (
 @pytest.fixture(scope='module')
 def eager(small):
     "One block, one shape, and nothing to trace."
-    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'dropout': 0.}},
+    return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1, 'perceiver_layers': 1,
+                                        'dropout': 0.}},
                          data={'buckets': 1},
                          training={'gpt': {'steps': 2, 'warmup_steps': 0, 'log_every': 2, 'validate_every': 2,
                                    'mode': 'eager'}})

@@ -1,7 +1,6 @@
 "Training: compiled once a shape, silent between log lines, the best model kept, callbacks of Keras called."
 import csv
 import json
-from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -21,7 +20,7 @@ from xtts_nb.monitor.loop import StepTimer
 from xtts_nb.train import runs, trainer as trainer_page
 from xtts_nb.train.runs import new_run, resume_run
 from xtts_nb.train.step import learning_rate
-from xtts_nb.train.trainer import checkpoints, Trainer, _WORDS
+from xtts_nb.train.trainer import checkpoints, judge, _WORDS
 
 
 def rates(folder) -> list[float]: return [line['learning_rate'] for line in lines_of(folder)]
@@ -230,14 +229,14 @@ def test_a_run_is_resumed_under_another_measure(cheap, prepared, mini, tmp_path,
     seen = {8: {'val_loss': 3., 'val_dtw': 2.}, 10: {'val_loss': 2., 'val_dtw': 2.5}}
     assert judged(monkeypatch, prepared, other, run, seen) == {'step': 8} | seen[8]
 
-def chosen(judge, *validations) -> tuple:
+def chosen(by, *validations) -> tuple:
     "Which validation is kept, the number since the best, the lowest distance; of (loss, dtw, words) each."
-    run = SimpleNamespace(training=SimpleNamespace(judge_by=judge), best=None, since_best=0)
-    for run.step, seen in enumerate(validations):
+    best, since = None, 0
+    for step, seen in enumerate(validations):
         values = {f'val_{name}': value for name, value in zip(('loss', 'dtw', 'words'), seen)}
-        before = run.best
-        assert Trainer._note_best(run, values) == (run.best is not before)
-    return run.best['step'], run.since_best, run.best.get('lowest')
+        found, restart = judge(best, values, step, by)
+        best, since = found or best, 0 if restart else since + 1
+    return best['step'], since, best.get('lowest')
 
 def test_the_later_of_two_models_that_speak_alike_is_kept():
     "Within 2 % of the lowest distance there was; patience counts from that one, and a loss is no chance."

@@ -53,7 +53,7 @@ def _seeds_text(seeds: int, spread: dict) -> str:
 
 def _demo_text(result: dict) -> str:
     "The summary that `make demo` prints at the end."
-    from xtts_nb.speech.scores import _scores_line
+    from xtts_nb.speech.scores import scores_text
     spoken = result['spoken']
     n, m = spoken['nearest_total'], spoken['heldout_total']
     return '\n\n'.join([
@@ -65,7 +65,8 @@ def _demo_text(result: dict) -> str:
         f'{spoken["heldout_sentence_hits"]} of {m} the right sentence, '
         f'{spoken["heldout_voice_hits"]} of {m} the right voice\n'
         f'(untrained: {spoken["untrained_heldout_sentence_hits"]} and '
-        f'{spoken["untrained_heldout_voice_hits"]}).\n' + _scores_line(result['scores']),
+        f'{spoken["untrained_heldout_voice_hits"]}).',
+        scores_text(result['scores']),
         f'{result["seconds"] / 60:.1f} minutes. Listen and look: {result["report"]}'])
 
 # %% ../../nbs/app/cli.ipynb #e2c0ffee

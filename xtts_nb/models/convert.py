@@ -270,15 +270,16 @@ def _infer_config(
                 codebook_dim=size('codebook.embed', file='dvae.pth'),
                 codes=size('codebook.embed', 1, 'dvae.pth'),
                 resnet_blocks=layers(r'encoder\.(\d+)\.net\.0\.weight') - 2)
-    gpt = dict(layers=layers(r'gpt\.gpt\.h\.(\d+)\.ln_1\.weight'), width=size('gpt.text_embedding.weight', 1),
-               heads=args.get('gpt_n_heads') or 16, text_tokens=size('gpt.text_embedding.weight'),
+    gpt = dict(num_layers=layers(r'gpt\.gpt\.h\.(\d+)\.ln_1\.weight'),
+               hidden_dim=size('gpt.text_embedding.weight', 1), num_heads=args.get('gpt_n_heads') or 16,
+               text_tokens=size('gpt.text_embedding.weight'),
                max_text_tokens=size('gpt.text_pos_embedding.emb.weight') - 2,
                max_audio_codes=size('gpt.mel_pos_embedding.emb.weight') - 3,
                prompt_latents=size('gpt.conditioning_perceiver.latents'),
                conditioning_layers=layers(r'gpt\.conditioning_encoder\.attn\.(\d+)\.norm\.weight'),
                perceiver_layers=layers(r'gpt\.conditioning_perceiver\.layers\.(\d+)\.0\.to_q\.weight'),
                perceiver_heads=size('gpt.conditioning_perceiver.layers.0.0.to_q.weight') // 64)
-    inferred = {'gpt_layers': gpt['layers'], 'gpt_n_model_channels': gpt['width'],
+    inferred = {'gpt_layers': gpt['num_layers'], 'gpt_n_model_channels': gpt['hidden_dim'],
                 'gpt_start_audio_token': dvae['codes']}
     for key, value in inferred.items():
         if args.get(key) not in (value, None):
@@ -472,25 +473,6 @@ def tensors_to_coqui(tensors, names: dict, folder: Path) -> dict:
                             'start from a converted XTTS-v2.')
     return files
 
-# %% ../../nbs/models/convert.ipynb #d16b547e
-def to_coqui(
-    folder: str | Path,   # a model of ours
-    out: str | Path,      # a new folder
-) -> dict:                # tensors
-    "Write files that coqui-tts 0.28 loads; raises `UserError` if the model lacks a part that it needs."
-    folder = Path(folder)
-    config, tokenizer = XTTSConfig.load(folder / 'config.yaml'), Tokenizer.load(folder / 'tokenizer.json')
-    _check_vocabulary(folder / 'tokenizer.json', tokenizer, config)
-    files = tensors_to_coqui(read_tensors(folder / 'model.safetensors'), name_map(config.model), folder)
-    with atomic_folder(out) as part:
-        _write_pth(part / 'model.pth', {'model': files['model.pth']})
-        _write_pth(part / 'dvae.pth', files['dvae.pth'])
-        _write_pth(part / 'mel_stats.pth', files['mel_stats.pth'][''])
-        (part / 'vocab.json').write_bytes(_vocabulary_bytes(tokenizer, folder))
-        settings = json.dumps(_coqui_settings(config, tokenizer, folder), indent=4, ensure_ascii=False)
-        (part / 'config.json').write_text(settings, encoding='utf-8')
-    return dict(tensors=sum(map(len, files.values())))
-
 # %% ../../nbs/models/convert.ipynb #04979f2d
 def _vocabulary_bytes(tokenizer, folder: Path) -> bytes:
     "vocab.json for coqui-tts: the original one if the tokenizer is unchanged."
@@ -516,3 +498,22 @@ def _coqui_settings(config: XTTSConfig, tokenizer, folder: Path) -> dict:
                  output_sample_rate=config.model.decoder.sample_rate)
     return settings | {'model_args': settings.get('model_args', {}) | sizes,
                        'audio': settings.get('audio', {}) | rates}
+
+# %% ../../nbs/models/convert.ipynb #d16b547e
+def to_coqui(
+    folder: str | Path,   # a model of ours
+    out: str | Path,      # a new folder
+) -> dict:                # tensors
+    "Write files that coqui-tts 0.28 loads; raises `UserError` if the model lacks a part that it needs."
+    folder = Path(folder)
+    config, tokenizer = XTTSConfig.load(folder / 'config.yaml'), Tokenizer.load(folder / 'tokenizer.json')
+    _check_vocabulary(folder / 'tokenizer.json', tokenizer, config)
+    files = tensors_to_coqui(read_tensors(folder / 'model.safetensors'), name_map(config.model), folder)
+    with atomic_folder(out) as part:
+        _write_pth(part / 'model.pth', {'model': files['model.pth']})
+        _write_pth(part / 'dvae.pth', files['dvae.pth'])
+        _write_pth(part / 'mel_stats.pth', files['mel_stats.pth'][''])
+        (part / 'vocab.json').write_bytes(_vocabulary_bytes(tokenizer, folder))
+        settings = json.dumps(_coqui_settings(config, tokenizer, folder), indent=4, ensure_ascii=False)
+        (part / 'config.json').write_text(settings, encoding='utf-8')
+    return dict(tensors=sum(map(len, files.values())))

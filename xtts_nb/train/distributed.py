@@ -22,10 +22,10 @@ from ..data.cache import Cache, Column
 from ..devices import card_names, DevicePlan, in_cluster
 from ..files import fingerprint
 from ..models.gpt import GPT
-from ..models.xtts import _token_counts, XTTS
+from ..models.xtts import XTTS
 from .dual import Feed, _SoundReader
 from .runs import new_run
-from .step import compile_step, Update
+from .step import compile_step, token_counts, Update
 from .trainer import Trainer, _epochs_to_steps
 
 # %% ../../nbs/train/distributed.ipynb #d5a10001
@@ -177,7 +177,7 @@ def _gradients(replicas: _Replicas, batch: dict, number, counts, i: int):
 def _counts(replicas: _Replicas, batch: dict) -> dict:
     "Tokens of all rows of the update, those of other workers included."
     whole = {name.removeprefix(_WHOLE): x for name, x in batch.items() if name.startswith(_WHOLE)}
-    return _token_counts(replicas.gpt, whole)
+    return token_counts(replicas.gpt, whole)
 
 def distributed_train_step(replicas: _Replicas, batch: dict, number) -> dict:
     "(rows of this worker, number of the update) -> what `Update` gives for all rows."
@@ -282,6 +282,13 @@ class DistributedTrainer(Trainer):
                             f'({e.message.strip().splitlines()[0]}); start all of them again, to continue '
                             'from the last checkpoint.') from e
 
+    def _more_parts(self, error: tf.errors.OpError):
+        "Raise `UserError`: one worker cannot repeat an update whose gradients all workers add up."
+        more, where = 2 * self.training.grad_accum_steps, self.run or 'training'
+        raise UserError(f'{where}: out of memory; set training.gpt.grad_accum_steps to {more} on all workers '
+                        'and run the same command again, which continues from the last checkpoint.'
+                        ) from error
+
 # %% ../../nbs/train/distributed.ipynb #b27e4f10
 @patch
 def _begin_as_first(self: DistributedTrainer):
@@ -299,16 +306,7 @@ def _begin_as_first(self: DistributedTrainer):
     for update in self.copies.updates:
         if rate >= 0: update.optimizer.learning_rate = rate
 
-# %% ../../nbs/train/distributed.ipynb #f0bef436
-@patch
-def _more_parts(self: DistributedTrainer, error: tf.errors.OpError):
-    "Raise `UserError`: one worker cannot repeat an update whose gradients all workers add up."
-    more, where = 2 * self.training.grad_accum_steps, self.run or 'training'
-    raise UserError(f'{where}: out of memory; set training.gpt.grad_accum_steps to {more} on all workers and '
-                    'run the '
-                    'same command again, which continues from the last checkpoint.') from error
-
-# %% ../../nbs/train/distributed.ipynb #d4185ace
+# %% ../../nbs/train/distributed.ipynb #18d26fa4
 @patch
 def stops(self: DistributedTrainer, stop_requested: list) -> bool:
     "Send this worker's vote at a log line; whether any worker voted to stop at the line before."
@@ -317,7 +315,6 @@ def stops(self: DistributedTrainer, stop_requested: list) -> bool:
     if float(last_vote): stop_requested.append(True)
     return float(last_vote) > 0
 
-# %% ../../nbs/train/distributed.ipynb #18d26fa4
 @patch
 def _pause(self: DistributedTrainer, ended: bool) -> bool:
     "Compare all copies, then do the same as a `Trainer`; worker 0 decides."

@@ -50,7 +50,7 @@ class _PartUpdate:
     def optimizer(self): return self.optimizers[0]
 
     def as_trained(self):
-        "Inside, the weights are their running means if `training.gpt.ema` is set."
+        "Inside, the weights are their running means if the section of the training sets `ema`."
         return averaged(self.optimizer, self.weights)
 
     def means(self, sums: dict) -> dict:

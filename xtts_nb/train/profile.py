@@ -24,11 +24,10 @@ from ..config import PartTraining, UserError
 from ..data.cache import Cache
 from ..devices import DevicePlan, setup_devices
 from ..files import atomic_file, named_weights
-from ..models.xtts import _token_counts, token_losses, _total_loss
 from ..monitor.loop import time_phases
 from ..records import _device_name
 from .dual import dual_trainer, overlap, plot_timeline, run_feed, stage_rows
-from .step import compile_step, Update
+from .step import compile_step, token_counts, token_losses, total_loss, Update
 from .trainer import Trainer
 
 # %% ../../nbs/train/profile.ipynb #163f7319
@@ -82,9 +81,9 @@ def _inner(graph) -> list:
 def prefixes(update: Update) -> dict:   # {name: function of (batch, number)}
     "The step up to its losses, up to its gradients, and whole."
     def forward(batch, number):
-        counts, seed = _token_counts(update.gpt, batch), tf.stack([tf.constant(update.training.seed), number])
+        counts, seed = token_counts(update.gpt, batch), tf.stack([tf.constant(update.training.seed), number])
         weight, n = update.training.text_loss_weight, update.training.grad_accum_steps
-        loss = lambda rows: _total_loss(token_losses(update.gpt, rows, seed), weight, counts)
+        loss = lambda rows: total_loss(token_losses(update.gpt, rows, seed), weight, counts)
         if n == 1: return loss(batch)
         cut = {k: tf.reshape(v, (n, v.shape[0] // n, *v.shape[1:])) for k, v in batch.items()}
         add = lambda i, total: (i + 1, total + loss({k: v[i] for k, v in cut.items()}))
@@ -92,7 +91,7 @@ def prefixes(update: Update) -> dict:   # {name: function of (batch, number)}
         return tf.while_loop(lambda i, _: i < n, add, start, maximum_iterations=n)[1]
 
     def backward(batch, number):
-        gradients, sums = update.gradients(batch, number, _token_counts(update.gpt, batch))
+        gradients, sums = update.gradients(batch, number, token_counts(update.gpt, batch))
         return tf.linalg.global_norm(gradients), sums
 
     return {'forward': forward, 'backward': backward, 'optimizer': update}
