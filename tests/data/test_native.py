@@ -199,6 +199,7 @@ def test_a_crop_is_part_of_its_clip_and_repeats_only_if_that_is_shorter(frames):
         for row, (o, s) in enumerate(zip(other, start)):
             assert (b['reference'][row, :, 0].numpy() == o + 1).all()
             assert np.array_equal(b['reference'][row, :, 1], s + np.arange(frames) % cache.mel_length[o])
+    if frames > 1: return
     few = BatchPlan(fake_cache([5] * 8), data(reference_frames=3))
     starts = {(int(o), int(s)) for _, _, other, start, _ in picks(few, 400) for o, s in zip(other, start)}
     assert starts == {(o, s) for o in range(8) for s in range(few.cache.mel_length[o] - 2)}
@@ -222,7 +223,7 @@ def test_speakers_and_languages_are_balanced_where_asked():
     "One clip of a, 36 of b; b speaks two languages' worth of clips."
     speakers, languages = ['a'] + ['b'] * 36, ['de'] * 5 + ['en'] * 32
     cache = fake_cache(CORPORA['random'], speakers, languages=languages)
-    def drawn(**how): return Counter(int(c) for p in picks(BatchPlan(cache, data(**how)), 600) for c in p[1])
+    def drawn(**how): return Counter(int(c) for p in picks(BatchPlan(cache, data(**how)), 300) for c in p[1])
     share = lambda count, which: sum(n for c, n in count.items() if which[c]) / sum(count.values())
     first, german = [s == 'a' for s in speakers], [x == 'de' for x in languages]
     plain, voices, tongues = drawn(), drawn(balance_speakers=True), drawn(balance_languages=True)
@@ -329,7 +330,7 @@ def test_samples_become_the_mels_of_the_cache_on_any_device(prepared, small, sta
     plan = BatchPlan(prepared, data_)
     audio = prepared.config.model.audio
     kinds = WavReader(plan, stats), MelReader(plan, stats), CacheReader(prepared, plan)
-    for wav, native, cached in zip(*(batches_of(kind, data_, 0, 4) for kind in kinds)):
+    for wav, native, cached in zip(*(batches_of(kind, data_, 0, 2) for kind in kinds)):
         mel = _mels_of(wav['wav'], audio.dvae_n_fft, audio).numpy()
         voice = _mels_of(wav['reference_wav'], audio.reference_n_fft, audio).numpy() / stats
         for row, (n, m) in enumerate(zip(wav['mel_length'].numpy(), wav['reference_length'].numpy())):

@@ -320,19 +320,11 @@ def test_two_fresh_processes_make_the_same_tokenizer():
 def test_the_file_of_a_tokenizer(tokenizer, tmp_path, monkeypatch):
     "Of the plain cleaner it is one of Hugging Face, so that files from before cleaners had names stay valid."
     assert tokenizer.to_json() == tokenizer.bpe.to_str()
-    tokenizer.save(tmp_path / 'new' / 't.json')
-    again = Tokenizer.load(tmp_path / 'new' / 't.json')
-    assert again.to_json() == tokenizer.to_json() and again.languages == tokenizer.languages
-    again.save(tmp_path / 'b.json')
-    assert (tmp_path / 'b.json').read_bytes() == (tmp_path / 'new/t.json').read_bytes()
     monkeypatch.setitem(CLEANERS, 'loud', lambda text, language: text.upper())
-    loud = Tokenizer(tokenizer.bpe, 'loud')
-    loud.save(tmp_path / 't.json')
-    assert '睡' in (tmp_path / 't.json').read_text(encoding='utf-8')   # as people read it
-    again = Tokenizer.load(tmp_path / 't.json')
-    assert again.cleaner == 'loud' and again.unknown('the') == ['E', 'H', 'T']
-    assert again.to_json() == loud.to_json()
-    assert Tokenizer.load(tmp_path / 't.json', 'plain').encode('the', 'en') == tokenizer.encode('the', 'en')
+    Tokenizer(tokenizer.bpe, 'loud').save(tmp_path / 'new' / 't.json')
+    assert '睡' in (tmp_path / 'new/t.json').read_text(encoding='utf-8')   # as people read it
+    again = Tokenizer.load(tmp_path / 'new/t.json', 'plain')
+    assert again.to_json() == tokenizer.to_json() and again.languages == tokenizer.languages
 
 @pytest.mark.parametrize('content', ['', '{}', '[1]', b'\xff\xfe', 'half', 'no START', 'no cleaner', None])
 def test_a_file_that_is_no_tokenizer_is_named(tokenizer, tmp_path, content):
