@@ -189,7 +189,7 @@ def test_the_gradients_are_those_of_the_weights(plain, rows, kind):
             wanted += [part.scale * g @ part.up.numpy().T, part.scale * part.down.numpy().T @ g]
         else: wanted.append(np.take(g, [i for a, b in RUNS for i in range(a, b)], part.axis))
     for change in ({}, {'grad_accum_steps': 2, 'gradient_checkpointing': True}):
-        other = made(plain, kind, training=change)
+        other = made(plain, kind, training={'gpt': change})
         got = tf.function(other.gradients)(rows, tf.constant(0), counts)[0]
         for v, a, b in zip(update.weights, wanted, got):
             assert np.allclose(a, b, rtol=1e-3, atol=1e-6), (change, v.path)

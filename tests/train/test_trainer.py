@@ -40,14 +40,14 @@ def test_an_extended_run_continues_from_its_rate(cheap, prepared, mini, tmp_path
                                                   'log_every': 1}})
     one, two = tmp_path / 'one', tmp_path / 'two'
     for run in (one, two): new_run(prepared, config(10), run).fit()
-    new_run(prepared, config(60), one).fit()
-    new_run(prepared, config(60), two).fit(30)
+    new_run(prepared, config(30), one).fit()
+    new_run(prepared, config(30), two).fit(20)
     resume_run(two).fit()
     assert outcome(one) == outcome(two)
     found = rates(one)
     assert found[:10] == pytest.approx([float(learning_rate(config(10).training.gpt)(s)) for s in range(1,
                                                                                                         11)])
-    assert found[9] < .03 and found[10] < .25 and max(found[10:]) > .8 and found[59] < .03
+    assert found[9] < .03 and found[10] < .5 and max(found[10:]) > .6 and found[29] < .03   # no jump to .7
 
 class Timed:
     "A step that takes as many seconds as its batch says, and traces where it says so."

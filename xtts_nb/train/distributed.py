@@ -285,9 +285,9 @@ class DistributedTrainer(Trainer):
     def _more_parts(self, error: tf.errors.OpError):
         "Raise `UserError`: one worker cannot repeat an update whose gradients all workers add up."
         more, where = 2 * self.training.grad_accum_steps, self.run or 'training'
-        raise UserError(f'{where}: out of memory; set training.gpt.grad_accum_steps to {more} on all workers '
-                        'and run the same command again, which continues from the last checkpoint.'
-                        ) from error
+        raise UserError(f'{where}: out of memory; set training.gpt.grad_accum_steps to {more} on all '
+                        'workers and run the same command again, which continues from the last '
+                        'checkpoint.') from error
 
 # %% ../../nbs/train/distributed.ipynb #b27e4f10
 @patch
