@@ -150,14 +150,14 @@ def main():
     parser.add_argument('--seconds', type=float, default=6., help='of each turn')
     parser.add_argument('--workers', type=int, default=8, help='parallel calls of the input pipeline')
     given = parser.parse_args()
-    config = sized(given.num_layers, given.hidden_dim, given.num_heads, given.batch_size)
+    config = sized(given.layers, given.width, given.heads, given.batch_size)
     config = config.replace(data={'num_workers': given.workers, 'max_drop_rate': 1.})
     start()
     with measuring(given) as tell, tempfile.TemporaryDirectory() as folder:
         corpus = given.data or synthetic_corpus(Path(folder), given.clips, 4.)
         result = busy(config, corpus, given.seconds, given.rounds, stage(tell, 'measure'))
     clips = f'clips of {given.data.name}' if given.data else 'clips of 4 to 10 s'
-    about = f'GPT {given.num_layers} x {given.hidden_dim}, batch {given.batch_size}, {clips}, no dropout'
+    about = f'GPT {given.layers} x {given.width}, batch {given.batch_size}, {clips}, no dropout'
     output(given, 'busy', result | {'model': about})
 
 

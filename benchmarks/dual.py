@@ -42,7 +42,7 @@ def bench_stages(
     ring: int = 3,
     rounds: int = 3,
     progress=None,        # called with (done, total)
-) -> list[dict]:          # of `pipeline_rows`
+) -> list[dict]:          # of `_pipeline_rows`
     "Emulated stages in turn and overlapped, in alternating rounds."
     arms = {'serial': 0, 'pipelined': ring}
     runs = {name: [] for name in arms}

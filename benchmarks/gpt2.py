@@ -119,11 +119,11 @@ def main():
     parser.add_argument('--tokens', type=int, default=512, help='of each row')
     parser.add_argument('--torch-python', help='of an environment with PyTorch and transformers')
     given = parser.parse_args()
-    config = sized(given.num_layers, given.hidden_dim, given.num_heads, given.batch_size)
+    config = sized(given.layers, given.width, given.heads, given.batch_size)
     start()
     with measuring(given) as tell:
         rows = gpt2_speed(config, given.tokens, given.rounds, given.torch_python, stage(tell, 'measure'))
-    about = (f'GPT-2 {given.num_layers} x {given.hidden_dim}, batch {given.batch_size}, '
+    about = (f'GPT-2 {given.layers} x {given.width}, batch {given.batch_size}, '
              f'{given.tokens} tokens, no dropout')
     output(given, 'gpt2', {'rows': rows, 'model': about})
 

@@ -73,7 +73,7 @@ def main():
     parser.add_argument('--codes', type=int, default=220, help='of each clip')
     parser.add_argument('--coqui-python', help='of an environment with coqui-tts 0.28')
     given = parser.parse_args()
-    config = sized(given.num_layers, given.hidden_dim, given.num_heads, given.batch_size)
+    config = sized(given.layers, given.width, given.heads, given.batch_size)
     sizes = given.text_tokens, given.codes
     start()
     with (coqui_step(given.coqui_python, config, *sizes) if given.coqui_python else nullcontext() as theirs,
@@ -81,7 +81,7 @@ def main():
         if theirs: check_same_work(theirs(), _step_positions(config, *sizes))
         rows = step_speed(config, *sizes, given.rounds, {'coqui': theirs} if theirs else None,
                           stage(tell, 'measure'))
-    about = (f'GPT {given.num_layers} x {given.hidden_dim}, batch {given.batch_size}, '
+    about = (f'GPT {given.layers} x {given.width}, batch {given.batch_size}, '
              f'{sizes[0]} text tokens, '
              f'{sizes[1]} codes, no dropout')
     output(given, 'step_speed', {'rows': rows, 'model': about})

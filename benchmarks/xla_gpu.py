@@ -57,7 +57,7 @@ def setup():
 
 STEPS = {   # settings of the training section
     'float32': {}, 'bfloat16': {'precision': 'bfloat16'}, 'float16': {'precision': 'float16'},
-    'grad_accum_steps': {'precision': 'bfloat16', 'grad_accum_steps': 2},
+    'accumulation': {'precision': 'bfloat16', 'grad_accum_steps': 2},
     'checkpointing': {'precision': 'bfloat16', 'gradient_checkpointing': True},
     'lora': {'precision': 'bfloat16', 'finetune': 'lora'}}
 OWN_UPDATE = 'bfloat16', 'float16', 'lora'   # the others have that of bfloat16

@@ -169,6 +169,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                'xtts_nb/app/cli_train.py'),
                                        'xtts_nb.app.cli_train._bench_train': ( 'app/cli_train.html#_bench_train',
                                                                                'xtts_nb/app/cli_train.py'),
+                                       'xtts_nb.app.cli_train._check_cache': ( 'app/cli_train.html#_check_cache',
+                                                                               'xtts_nb/app/cli_train.py'),
                                        'xtts_nb.app.cli_train._config_create': ( 'app/cli_train.html#_config_create',
                                                                                  'xtts_nb/app/cli_train.py'),
                                        'xtts_nb.app.cli_train._config_show': ( 'app/cli_train.html#_config_show',

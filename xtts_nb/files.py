@@ -471,7 +471,7 @@ def _open_weights(path: str | Path):
 
 def _check_tensor(
     path: str | Path,      # of the file
-    file,                  # opened by `open_weights`
+    file,                  # opened by `_open_weights`
     name: str,
     expected: tuple,       # shape
 ):

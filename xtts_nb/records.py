@@ -135,7 +135,7 @@ def _read_records(page: str, folder: str | Path) -> list[dict]:
 def recorded(
     page: str,
     folder: str | Path,
-) -> list[dict]:     # with `noisy` and `noisy_rows`
+) -> list[dict]:     # with `noisy` and `_noisy_rows`
     "For each device the newest low-variance record of `page`, else the newest; `UserError` if there is none."
     records = sorted(_read_records(page, folder), key=lambda one: not one['noisy'])
     if not records:

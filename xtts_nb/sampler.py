@@ -412,7 +412,7 @@ _IDLE = 5.   # %, below which a device counts as idle
 def _longest_idle(
     seconds, values,   # one curve of `series`
 ) -> float:            # s
-    "The longest period in which every reading was below `IDLE`."
+    "The longest period in which every reading was below `_IDLE`."
     longest = run = 0.
     for dt, v in zip(np.diff(seconds, prepend=seconds[:1]), values):
         run = run + dt if v < _IDLE else 0.

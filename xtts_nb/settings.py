@@ -156,13 +156,13 @@ def from_environment() -> dict:
 RATES = {   # training.gpt.finetune -> rate of a wide model such as XTTS-v2, of a tiny one, warm-up, schedule
     'whole': (5e-6, 1e-4, 0, 'constant'), 'lora': (1e-4, 1e-3, 50, 'cosine'),
     'rows': (1e-3, 1e-3, 50, 'cosine')}
-RATE_KEYS = 'learning_rate', 'warmup_steps', 'schedule'   # of the training section
+RATE_KEYS = 'learning_rate', 'warmup_steps', 'schedule'   # of `training.gpt`
 SMALL = 512   # width of the GPT below which a model counts as tiny
 
 def rates(
     width: int,            # of the GPT
     finetune: str | None,  # None: a new model
-) -> dict:                 # {key of the training section: value}
+) -> dict:                 # {key of `training.gpt`: value}
     "Rate, warm-up and schedule for what is trained."
     if finetune is None:
         preset = XTTSConfig.tiny() if width < SMALL else XTTSConfig.xtts_v2()

@@ -143,7 +143,7 @@ def bench_config(
     rounds: int = 5,
     updates: int = 10,   # of each round of the step
     progress=None,       # called with (done, total)
-) -> dict:               # rows of `compare_starts`, steps of `compare_steps`, kernels (MB kept)
+) -> dict:               # rows of `_compare_starts`, steps of `compare_steps`, kernels (MB kept)
     "What the settings of TensorFlow bring: at the start of a training, and in each of its steps."
     arms, turns = 2 + len(_STEP_ARMS), rounds + 1
     after = lambda before: progress and (lambda done, _: progress(before + done, arms * turns))

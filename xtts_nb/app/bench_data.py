@@ -251,7 +251,7 @@ def _bench_loaders(
     seconds: float = 4.,                 # of a round of each, about
     others: Callable | None = None,      # (cache, plan, stats, stack) -> more readers, loaders of others
     progress=None,                       # called with (done, total)
-) -> dict:                               # rows, compared, not_compared, swing of `watch_loaders`
+) -> dict:                               # rows, compared, not_compared, swing of `_watch_loaders`
     """Every pipeline over the same clips; raises `UserError` if they deliver different content.
 
     rows: {name, runs, clips_per_s, ratio, spread, au, cv, padding, steps_per_s}"""
@@ -282,7 +282,7 @@ def _bench_loaders(
     return {'rows': rows, 'compared': compared, 'not_compared': not_compared, 'swing': swing}
 
 # %% ../../nbs/app/bench_data.ipynb #c215b014
-def _compared_text(result: dict) -> str:   # of `bench_loaders`
+def _compared_text(result: dict) -> str:   # of `_bench_loaders`
     "What was compared before the measurement, and what was not, as text."
     lines = ['Equal before anything was timed (of mel cells and codes, one in 1,000 may differ):']
     lines += [f'  {arm}: {", ".join(parts)}' for arm, parts in result['compared'].items()]

@@ -76,7 +76,7 @@ def _repeated(run):
     return repeat
 
 def _say_rows(timed, firsts: dict[str, list[float]], seconds_per_code: float) -> list[dict]:
-    "Rows of `say_speed`; the first call of each arm compiled and does not count."
+    "Rows of `_say_speed`; the first call of each arm compiled and does not count."
     return [{'name': row['name'], 'tokens_per_s': row['clips_per_s'],
              'rtf': round(arm.per_item / seconds_per_code, 4),
              'first_sound_ms': round(1e3 * statistics.median(firsts[row['name']][1:]), 1),

@@ -205,7 +205,7 @@ def _sounds(batch: dict, config: XTTSConfig) -> dict:
                               'reference_wav': samples(config.data.reference_frames)}
 
 # %% ../../nbs/app/check.ipynb #b3f09c13
-def preflight_rows(trial: StepTrial) -> list[dict]:   # program, and the fields of `Obstacle`
+def preflight_rows(trial: StepTrial) -> list[dict]:   # program, and the fields of `_Obstacle`
     "What a GPU could not do in the programs of this library, or only slowly."
     return [{'program': name} | o.to_dict() for name, program in _gpu_programs(trial).items()
             for o in preflight(*program)]

@@ -156,8 +156,8 @@ def _data_speed(
     clips: int,       # distinct ones in memory, at least
     rounds: int,
     tell,             # of `progress`
-    others=None,      # of `bench_loaders`
-) -> dict:            # of `bench_loaders`, and the corpus in words
+    others=None,      # of `_bench_loaders`
+) -> dict:            # of `_bench_loaders`, and the corpus in words
     "Measure the data pipelines on a corpus, at the sizes of the released model."
     from xtts_nb.config import DataConfig
     from xtts_nb.models.dvae import load_dvae

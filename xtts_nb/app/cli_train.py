@@ -24,7 +24,7 @@ app.add_typer(_find_app, name='find', rich_help_panel='Train')
 
 _Base = option(Path | None, 'Model to start from: a folder made by convert or add-language.', '--model')
 _Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
-_AsMade = option(str | None, 'tiny or xtts_v2; default: from the cache.')
+_AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache has it.')
 _RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
 _Steps = option(int | None, 'Total number of updates.', min=1)
 _HeldOut = option(float, 'Share of the sentences to hold out and validate on.', min=0, max=0.9)
@@ -271,6 +271,12 @@ def _decoder_settings(folder: Path, config: Path | None, known: bool):
     return settings
 
 # %% ../../nbs/app/cli_train.ipynb #6322399e
+def _check_cache(cache, data: Path):
+    "Raise `UserError` for a corpus: the searches read a cache."
+    from xtts_nb.config import UserError
+    if not cache:
+        raise UserError(f'{data}: is a corpus; prepare it first with xtts-nb prepare {data} --out CACHE.')
+
 @command('batch-size', group=_find_app, example='--data cache/mine --memory 12')
 def _find_batch_size(
     data: option(Path, 'Cache to train on.'),
@@ -285,6 +291,7 @@ def _find_batch_size(
     from xtts_nb.train.begin import fit_batch, largest_batch, settings_for
     request = settings_for(data, base=base, preset=preset, config=_keys(config), finetune=finetune,
                            say=to_stderr)
+    _check_cache(request.cache, data)
     settings = request.settings.config
     with progress() as tell:
         found, tried = fit_batch(settings, largest_batch(request.cache, settings, base),
@@ -314,6 +321,7 @@ def _find_learning_rate(
     _check_rates(out)
     request = settings_for(data, base=base, preset=preset, config=_keys(config), finetune=finetune,
                            say=to_stderr)
+    _check_cache(request.cache, data)
     cache, settings = request.cache, request.settings.config
     cache.read(settings.data.ram_budget)
     with tempfile.TemporaryDirectory() as folder, progress() as tell:
@@ -351,7 +359,7 @@ def _config_create(
 @command('show', group=_config_app, example='--data cache/mine --config faster.yaml --set data.seed=3',
          context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
 def _config_show(ctx: typer.Context):
-    "Print every setting that `train` would use with the same options, and where its value comes from."
+    "Print every setting with which `train` would begin, given the same options, and where its value comes from."
     train = typer.main.get_command(app).commands['train']
     asked = train.make_context('show', list(ctx.args), parent=ctx.parent)
     start()

@@ -197,7 +197,7 @@ def demo_seeds(
     sentences: int | None = None,       # per language; default: all
     pairs: int = 16,                    # of each set
     listen=None,                        # called with (stage, done, total, note)
-) -> list[dict]:                        # of each seed: seed, loss, and the counts of `spoken_counts`
+) -> list[dict]:                        # of each seed: seed, loss, and the counts of `_spoken_counts`
     "Train and speak once for each seed; seeds that are finished under `out / 'seeds'` are read."
     out, config = Path(out), config or XTTSConfig.tiny()
     clips = make_corpus(out / 'corpus', limit=sentences)

@@ -79,7 +79,7 @@ def machine_report(
     rows: list[dict],        # of `before_after`
     checks: list[dict],      # of `run_checks`
     ahead: list[dict],       # of `preflight_rows`
-    records: list[str],      # of `own_records`
+    records: list[str],      # of `_own_records`
 ) -> str:
     "The report as Markdown."
     busy = lambda row: ', '.join(f'{label} {row[label]} % busy' for label in row

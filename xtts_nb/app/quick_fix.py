@@ -19,7 +19,7 @@ import keras
 import psutil
 import tensorflow as tf
 
-from ..settings import config_diff
+from ..settings import config_diff, flat
 from ..bench import _to_device
 from ..config import cores, UserError, workspace, XTTSConfig
 from ..data.cache import Cache
@@ -63,7 +63,7 @@ def cache_for(
 
 # %% ../../nbs/app/quick_fix.ipynb #c08e0fc1
 def _change_for(finding: Finding, verdict: Diagnosis, config: XTTSConfig) -> dict | None:
-    "The keys that remedy a finding, by section; `None` if there are none, or if they are set already."
+    "The keys that fix a finding, by section; `None` if there are none, or if they are set already."
     data = config.data
     changes = {
         'no prefetch': {'data': {'prefetch_buffer_size': max(4, data.prefetch_buffer_size)}},
@@ -93,14 +93,14 @@ def apply_settings(
     verdict: Diagnosis,
     batches: int = 24,
     seconds: float = 5.,       # for each run
-    say=print,                 # receives a line per remedy
-    change_learning: bool = False,   # also try keys of `LEARNING`
+    say=print,                 # receives a line per fix
+    change_learning: bool = False,   # also try keys of `_LEARNING`
 ) -> tuple[XTTSConfig, list[_RemedyTrial]]:
-    "Try the remedies as changes of keys, one by one, and keep those that are clearly faster."
+    "Try the fixes as changes of keys, one by one, and keep those that are clearly faster."
     trials, now = [], None   # now: the training with the changes kept so far
     for finding in verdict:
         change, gain, kept = _change_for(finding, verdict, config), None, False
-        keys = {f'{s}.{k}': v for s, values in (change or {}).items() for k, v in values.items()}
+        keys = flat(change or {})
         alters = '' if change_learning else ', '.join(key for key in keys if key in _LEARNING)
         if change and not alters:
             now = now or training(cache, config)

@@ -146,7 +146,7 @@ def _code(arguments: list[str], debug: bool) -> int:
         return _print_error(str(e), 2)
     except OSError as e:
         if debug: raise
-        return _print_error(f'{e.filename or "xtts-nb"}: {e.strerror or e}; nothing was written there.', 2)
+        return _print_error(f'{e.filename or "xtts-nb"}: {e.strerror or e}.', 2)
     except Exception as e:
         if debug or not hasattr(e, 'format_message'): raise
         message, place = e.format_message(), getattr(e, 'ctx', None)   # of a wrong option

@@ -374,7 +374,7 @@ class _SoundFrames:
     mel: np.ndarray       # (F, C) float32
     level: np.ndarray     # float32, dB, four for each frame
     bands: int            # of `mel`, those that hold something
-    pauses: np.ndarray | None = None   # (P, 2) s, start and end; None: those of `find_pauses`
+    pauses: np.ndarray | None = None   # (P, 2) s, start and end; None: those of `_find_pauses`
 
 def _join(rate: int, samples: int, parts: list) -> _SoundFrames:
     mel, level = (np.concatenate([p[i] for p in parts]) for i in (0, 1))

@@ -339,7 +339,7 @@ def _read_part(
     start: float = 0.,             # s
     end: float | None = None,      # s; default: that of the file
 ) -> np.ndarray:                   # (N,) float32
-    "The samples of a part of an open file, as `read_samples`."
+    "The samples of a part of an open file, as `_read_samples`."
     first = round(start * file.samplerate)
     if first or file.at: file.seek(first)
     return _read_samples(file, None if end is None else round(end * file.samplerate) - first)

@@ -361,7 +361,7 @@ class _GraphArrays:
     "Arrays for use in a graph, on the host; those mapped with mode `c` are not copied."
     def __init__(self,
         arrays: list[np.ndarray],   # all of one dtype and inner shape
-        share: bool = False,        # also use the memory of those of `aligned`, which must not change then
+        share: bool = False,        # also use the memory of those of `_aligned`, which must not change then
     ):
         self.dtype, self.shape = tf.as_dtype(arrays[0].dtype), [-1, *arrays[0].shape[1:]]
         with tf.device(_HOST):

@@ -609,7 +609,7 @@ def read_corpus(
     source: str | Path,           # folder, or a metadata file in it
     language: str = 'en',         # of rows that name none
     layout: str | None = None,    # default: the first that fits
-    parts: bool = False,          # as in `read_rows`
+    parts: bool = False,          # as in `_read_rows`
 ) -> tuple[list[Clip], list[Dropped]]:
     "The usable rows and the dropped ones; raises `UserError` if there is no row."
     clips, dropped = [], []

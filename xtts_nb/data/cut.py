@@ -650,7 +650,7 @@ def cut_corpus(
     out: str | Path,          # folder to write
     language: str | None,     # a code such as en; None: en, or what `hear` hears
     progress: Callable = lambda stage, done, total: None,
-    hear: Callable | None = None,   # of `load_whisper`, for recordings without a text
+    hear: Callable | None = None,   # of `_load_whisper`, for recordings without a text
 ) -> dict:                    # clips, dropped, missing
     "Cut recordings into clips with their texts; raises `UserError` and writes nothing if they do not match."
     source, out, language = Path(source), Path(out), language and _check_language(language)
@@ -875,7 +875,7 @@ def _groups(seconds: dict[Clip, float]) -> Iterator[list[Clip]]:
     for group in rest.values(): yield from _portions(group, seconds)
 
 def _portions(group: list[Clip], seconds: dict[Clip, float]) -> Iterator[list[Clip]]:
-    "A group in equal parts of at most `TOGETHER`."
+    "A group in equal parts of at most `_TOGETHER`."
     ends = np.cumsum([*map(seconds.get, group)])
     place = (ends / ends[-1] * np.ceil(ends[-1] / _TOGETHER) * (1 - 1e-9)).astype(int)
     for _, part in groupby(zip(place, group), lambda pair: pair[0]): yield [clip for _, clip in part]

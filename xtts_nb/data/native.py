@@ -126,7 +126,7 @@ class BatchPlan:
         keep: str | Path | None = None,    # folder where the columns are stored for the next start
         dvae=None,                         # makes the codes of a runtime cache
         fixed: bool = False,               # one reference per clip for all steps, for validation
-        shapes: list[tuple[int, int]] | None = None,   # of `order_columns`
+        shapes: list[tuple[int, int]] | None = None,   # of `_order_columns`
     ):
         self.data, self.cache, self.dvae, self.fixed = data, cache, dvae, fixed
         make = lambda: _order_columns(cache, data, clips, shapes)

@@ -531,7 +531,7 @@ _FACTS = 'mode', 'stored', 'keys', 'settings', 'part', 'corpus', 'rows', 'source
 
 def _assemble(
     folder: Path,               # empty
-    besides: Path,              # holds the files `BESIDES`
+    besides: Path,              # holds the files `_BESIDES`
     pieces: Iterator[_Piece],
     facts: dict,                # for the manifest
     check: Callable,            # called with all dropped clips

@@ -23,7 +23,7 @@ _CLOSERS = '])}"\'”’»›」』）】〉》'
 _PLACE = re.compile(rf'(?:[{re.escape("".join(_PAUSE_OF))}]+[{re.escape(_CLOSERS)}]*\s*)+|\s+')
 
 # %% ../../nbs/data/sentences.ipynb #c026d7a1
-_LATIN = 'mr mrs ms dr prof st vs|no nos vol p pp fig tel ver'   # in texts without an alphabet
+_LATIN = 'mr mrs ms dr prof st vs|no nos vol p pp fig tel ver'   # in Chinese, Japanese and Korean
 _FORMS = {   # behind |: in front of a number only
     'en': 'mr mrs ms mx messrs dr drs prof gen col capt cpt lt sgt maj cmdr rev hon pres gov sen rep '
           'supt mt st ft vs cf viz approx ca e.g eg i.e ie u.s u.k ave blvd rd|no nos fig figs vol vols '
@@ -111,7 +111,7 @@ def _abbreviated(
 def _ends_sentence(
     text: str,
     start: int,      # of the punctuation
-    end: int,        # after it and the spaces behind it
+    end: int,        # after it and the spaces after it
     language: str,   # empty: the abbreviations of all languages hold
 ) -> bool:
     "Whether a run with one of the marks . ! ? or … ends a sentence."
@@ -157,10 +157,10 @@ def sentences(
     text: str,
     language: str = '',   # a code such as en or zh-cn; empty: unknown
 ) -> list[str]:           # together they are the text
-    "The sentences of a text, spaces behind them included."
+    "The sentences of a text, spaces after them included."
     return [text[start:end] for start, end in _sentences(text, *_places(text, language.split('-')[0]))]
 
 def _sentences(text: str, places: list[int], found: dict) -> list[tuple[int, int]]:
-    "Start and end of each sentence, spaces behind it included."
+    "Start and end of each sentence, spaces after it included."
     ends = [0, *(i for i in places if found[i][0] <= SENTENCE and i < len(text)), len(text)]
     return list(pairwise(ends))

@@ -137,7 +137,7 @@ def number_words(
     language: str,      # two letters, or three
     **options,          # of `num2words`: to='ordinal', to='currency' with currency='EUR'
 ) -> str:
-    "A number in words; raises one of `UNSUPPORTED` for an unsupported form or language."
+    "A number in words; raises one of `_UNSUPPORTED` for an unsupported form or language."
     if language in ('hi', 'fa', 'zh', 'yue') and (options or value != int(value)): raise NotImplementedError
     if language in ('zh', 'yue'): return chinese_number(str(int(value)))
     if language == 'hi': return hindi_words(int(value))
@@ -151,7 +151,7 @@ _CURRENCIES = {'£': 'GBP', '$': 'USD', '€': 'EUR'}
 _HINDI_MONEY = {'£': 'पाउंड', '$': 'डॉलर', '€': 'यूरो', '₹': 'रुपये'}
 
 def money_words(digits: str, sign: str, language: str) -> str:
-    "An amount such as 12,50 in words; raises one of `UNSUPPORTED` if it is unsupported."
+    "An amount such as 12,50 in words; raises one of `_UNSUPPORTED` if it is unsupported."
     amount = float(digits.replace(',', '.'))
     if language == 'hi': return f'{decimal_words(digits, language)} {_HINDI_MONEY[sign]}'
     words = number_words(amount, language, to='currency', currency=_CURRENCIES[sign])
@@ -182,7 +182,7 @@ def _whole_words(digits: str, language: str) -> str:
 # %% ../../nbs/data/text.ipynb #285f3db7
 def spell_numbers(
     text: str,          # lower case
-    language: str,      # one of `RULES`
+    language: str,      # one of `_RULES`
 ) -> str:
     "`text` with its digits in words."
     rules, number = _RULES[language], '[0-9.,]*[0-9]'

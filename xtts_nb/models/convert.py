@@ -208,7 +208,7 @@ def _write_pth(path: Path, arrays):
     _torch().save(_tensor(arrays), path)
 
 # %% ../../nbs/models/convert.ipynb #c0e26a8a
-_PLAIN_BYTES = 2**27   # of all that `read_plain_pth` reads
+_PLAIN_BYTES = 2**27   # of all that `_read_plain_pth` reads
 _STORAGES = {'FloatStorage': '<f4', 'DoubleStorage': '<f8', 'HalfStorage': '<f2', 'LongStorage': '<i8'}
 
 def _strided(numbers: np.ndarray, offset: int, size: tuple, stride: tuple, *_) -> np.ndarray:
@@ -254,7 +254,7 @@ def _read_plain_pth(path: str | Path):   # the contents, tensors as arrays
 # %% ../../nbs/models/convert.ipynb #8ed04f56
 def _infer_config(
     shapes: dict,     # {(file, name in coqui-tts): shape}
-    args: dict,       # `model_args` of config.json
+    args: dict,       # `_model_args` of config.json
     folder: Path,
 ) -> XTTSConfig:
     "The settings that fit the tensors; raises `UserError` for a missing tensor or contradicting `args`."
@@ -392,7 +392,7 @@ def tensors_from_coqui(tensors: dict, names: dict, shapes: dict, folder: Path) -
 
 # %% ../../nbs/models/convert.ipynb #3f1b13cf
 def _model_args(folder: Path) -> dict:
-    "`model_args` of config.json; raises `UserError` if it has none."
+    "`_model_args` of config.json; raises `UserError` if it has none."
     settings = read_json(folder / 'config.json')
     args = settings.get('model_args', {}) if isinstance(settings, dict) else None
     if isinstance(args, dict): return args

@@ -95,7 +95,7 @@ class Codebook(keras.layers.Layer):
         self.codes, self.dim = codes, dim
 
     def build(self, shape=None):
-        fixed = dict(trainable=False, dtype='float32')   # moved by `update_codebook`, not by gradients
+        fixed = dict(trainable=False, dtype='float32')   # moved by `_update_codebook`, not by gradients
         add = lambda name, shape, init: self.add_weight(shape=shape, initializer=init, name=name, **fixed)
         self.embed = add('embed', (self.dim, self.codes), keras.initializers.RandomNormal(stddev=1.0, seed=0))
         self.cluster_size = add('cluster_size', (self.codes,), 'zeros')

@@ -106,7 +106,7 @@ _REMEDIES = (   # (kind, operations, what to do)
     ('refused by XLA', 'Ragged|Sparse', 'use dense tensors, padded, with a mask'),
     ('refused by XLA', '', 'write it with other operations, or leave it out of the compiled function'),
     ('wait', 'If|Case', 'compute both branches and choose with tf.where, or compile the function with XLA'),
-    ('wait', 'While', 'count turns in int32, whose number is known to the host, or compile it with XLA'),
+    ('wait', 'While', 'count iterations in int32, whose number is known to the host, or compile it with XLA'),
     ('wait', 'of int32', 'compute it in int64 or float32, since int32 is computed on the host, or compile '
      'the function with XLA'),
     ('wait', 'Random', 'compile the function with XLA, or pass the seed as an argument in int32'),
@@ -150,7 +150,7 @@ class _Value(NamedTuple):
     variable: str = ''   # the name, if it is the handle of an int32 variable
 
 _HOST, _GPU, _CONSTANT, _NOTED = map(_Value, ('host', 'gpu', 'constant', 'noted'))
-_ON_HOST = tf.int32, tf.string, tf.resource, tf.variant   # types of arguments that lie there
+_ON_HOST = tf.int32, tf.string, tf.resource, tf.variant   # types of arguments that are there
 
 def _bytes(tensors: list) -> int | None:
     "Of the tensors whose size is known before the program runs; None without any."

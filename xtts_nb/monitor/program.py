@@ -799,7 +799,7 @@ def _every_fit_watched(watch: Watch):
 
 @contextmanager
 def _ended_after(seconds: float, watch: Watch):
-    "Raise `Enough` inside the block when its loop has run so long, or none was seen ten times as long."
+    "Raise `_Enough` inside the block when its loop has run so long, or none was seen ten times as long."
     over, begun = False, time.perf_counter()
     def enough(*_):
         nonlocal over

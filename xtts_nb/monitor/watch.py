@@ -123,7 +123,7 @@ class About(NamedTuple):
     users: bool
     kind: str | None
     rank: int          # of the kind
-    anywhere: bool     # see `Mark`
+    anywhere: bool     # see `_Mark`
     name: str
     callback: str      # the class, of a callback of Keras
 

@@ -87,7 +87,7 @@ def _cached_block(
     x = x + block.project(ops.reshape(mixed, (-1, mixed.shape[1], block.width)))
     return x + block.contract(ops.gelu(block.expand(block.mlp_norm(x)), approximate=True)), (k, v)
 
-def _cached_pass(gpt: GPT, x, mask, cache: list, position):   # as of `cached_block`, for all blocks
+def _cached_pass(gpt: GPT, x, mask, cache: list, position):   # as of `_cached_block`, for all blocks
     "Hidden states of the new positions, and the extended cache."
     extended = []
     for block, pair in zip(gpt.blocks, cache):
@@ -157,7 +157,7 @@ def _sample_code(
 def _next_code(
     gpt: GPT,
     hidden_BD,
-    state: dict,   # of the loop, as of `fresh_rows`
+    state: dict,   # of the loop, as of `_fresh_rows`
 ):                 # (B,) int32, STOP in rows that are done
     "The code that follows a hidden state, never START."
     score = tf.cast(gpt.code_head(hidden_BD), tf.float32)

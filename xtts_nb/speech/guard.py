@@ -173,7 +173,7 @@ class GuardedSpeaker(Speaker):
         xtts: XTTS,
         max_seconds: float | None = None,     # as for `Speaker`
         retries: int = RETRIES,               # attempts with other seeds at most
-        rates: dict[str, _Rate] | None = None,   # by language, from `code_rates`
+        rates: dict[str, _Rate] | None = None,   # by language, from `_code_rates`
         check_words: bool = False,            # look for words that were left out
         **speech,
     ):

@@ -162,7 +162,7 @@ class _Stream:
 class Encoder:
     "Waveforms in, bytes of a format out."
     def __init__(self,
-        kind: str,             # of `FORMATS`
+        kind: str,             # of `_FORMATS`
         rate: int,             # of the waveforms, Hz
         out: int = RATE,       # of the sound that is sent
         whole: bool = False,   # all bytes come at the end, and the header tells the length

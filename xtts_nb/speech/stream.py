@@ -557,7 +557,7 @@ class Engine:
     def busy(self) -> int: return len(self._speaking)   # rows in use
 
     @contextmanager
-    def _call(self, kind: str):   # of `CALL_SECONDS`
+    def _call(self, kind: str):   # of `_CALL_SECONDS`
         "A call of TensorFlow, which nobody can interrupt."
         began, me = time.monotonic(), object()
         self._calls[me] = began + max(_CALL_SECONDS[kind], 10 * self._took[kind])

@@ -49,13 +49,12 @@ def _with_base(base, settings, initial, resumed: bool = False, chosen=None) -> X
                             'architecture cannot change; leave it out.')
     if resumed: return out
     found = XTTSConfig.load(Path(base) / 'config.yaml') if base else initial
+    new_and_large = not base and out.model.gpt.hidden_dim >= SMALL
+    usual = {'precision': 'bfloat16'} if new_and_large and _compute_capability() >= 8 else {}
     if usual_rates(initial.training.gpt, found.training.gpt):
-        usual = rates(out.model.gpt.hidden_dim, out.training.gpt.finetune if base else None)
-        if not base and out.model.gpt.hidden_dim >= SMALL and _compute_capability() >= 8:
-            usual['precision'] = 'bfloat16'
-        chosen = requested if chosen is None else chosen
-        out = out.replace(training={'gpt': {k: v for k, v in usual.items()
-                                            if f'training.gpt.{k}' not in chosen}})
+        usual |= rates(out.model.gpt.hidden_dim, out.training.gpt.finetune if base else None)
+    chosen = requested if chosen is None else chosen
+    out = out.replace(training={'gpt': {k: v for k, v in usual.items() if f'training.gpt.{k}' not in chosen}})
     if not base: return out
     # its decoder and its speech, but for what was requested
     mine = {key: value for key, (_, value) in requested.items()
@@ -91,7 +90,7 @@ def settings_for(
 ) -> Request:
     "The settings of a training, and where the value of each key comes from."
     run, data = run and Path(run), data and Path(data)
-    facts = _run_facts(run) if run and (run / 'run.json').is_file() else {}
+    facts = _run_facts(run) if run else {}   # refuses a folder that holds something else
     folder = None if is_corpus(data) else data or facts.get('cache')
     cache = Cache(folder, in_memory=False) if folder else None   # mapped until its budget is known
     if preset or not (facts or cache):
@@ -271,6 +270,7 @@ def begin(
     **options,                           # settings by short name (`steps`, `lr`, ...) or key; presets
 ) -> Trainer:
     "A trainer of the GPT on a cache, or that of an existing run; in a cluster one of several workers."
+    run = run and Path(run)
     known_run(run, data, 'train: neither a cache nor a run is given',
               'name a cache with --data, made by xtts-nb prepare CORPUS --out CACHE')
     if val and val_data:
@@ -293,7 +293,12 @@ def begin(
     config = _in_memory(config, largest, fit_memory, devices, replicas, say, tell)
     if is_corpus(val_data): val_data = prepare(val_data, config, cache.folder)
     val_data = val_data or facts.get('val')
-    held_out = facts['held_out'] if facts else held_out_share(cache, val) if val else ()
+    held_out = facts['held_out'] if facts else []
+    if val and sorted(wanted := held_out_share(cache, val)) != sorted(held_out):
+        if facts:
+            raise UserError(f'{run}: holds {len(held_out)} clips out since it began, --val {val} would hold out '
+                            f'{len(wanted)}; leave --val out, or begin a new run.')
+        held_out = wanted
     # an interval that nobody asks for follows the length of the training
     own = facts and settings.came_from['training.gpt.validate_every'] == str(run)
     config = _validated(config, settings.begun if own else None, val or val_data, cache)

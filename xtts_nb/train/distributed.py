@@ -99,7 +99,7 @@ _WHOLE = 'whole_'   # prefix of the names of arrays that cover all rows
 
 class ShareReader:
     "Step -> the rows of one worker; `whole_weight`, `whole_text_length`, `whole_code_length` cover all rows."
-    def __init__(self, share: Share, own=None):   # reader of the worker's rows; default: `reader_of`
+    def __init__(self, share: Share, own=None):   # reader of the worker's rows; default: `_reader_of`
         self.plan, self.own, cache = share.plan, own or _reader_of(share), share.cache
         self.lengths = {'text_length': Column(cache.text_length), 'code_length': Column(cache.codes_length)}
 

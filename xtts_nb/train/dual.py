@@ -280,7 +280,7 @@ def sound_batches(plan: BatchPlan, first: int = 0, last: int | None = None):
 
 # %% ../../nbs/40_dual_gpu.ipynb #cc25a88d
 def finish_batch(
-    batch: dict,          # from `SoundReader`
+    batch: dict,          # from `_SoundReader`
     dvae,
     config: XTTSConfig,
 ) -> dict:                # as from `CacheReader`
@@ -426,7 +426,7 @@ def _pipeline_rows(
     return rows
 
 def pipeline_table(rows: list[dict]) -> list[dict]:
-    "Rows of `pipeline_rows`, formatted; older records lack the shares of the stages."
+    "Rows of `_pipeline_rows`, formatted; older records lack the shares of the stages."
     share = lambda value: None if value is None else f'{value:.1%}'
     name = lambda n: f'{n}, emulated' if n in ('serial', 'pipelined') else n   # of `benchmarks/dual.py`
     return [{'name': name(r['name']), 'batches/s': f'{r["rate"]:,.2f}', 'ratio': r.get('ratio'),
@@ -435,7 +435,7 @@ def pipeline_table(rows: list[dict]) -> list[dict]:
              'batches before the model': r['ring_max']} for r in rows]
 
 # %% ../../nbs/40_dual_gpu.ipynb #da41ca62
-def _bench_feed(trainer: Trainer, steps: int = 30, rounds: int = 3) -> list[dict]:   # of `pipeline_rows`
+def _bench_feed(trainer: Trainer, steps: int = 30, rounds: int = 3) -> list[dict]:   # of `_pipeline_rows`
     "Stages in turn and overlapped, in alternating rounds; the ideal is the rate of the slowest in turn."
     def run(threads):
         trainer.feed.threads = threads

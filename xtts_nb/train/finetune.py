@@ -506,7 +506,7 @@ def check_memory(
     codes: int,         # S of the largest bucket
     text: int,          # T of it
     rows: int = 0,      # of a new language
-    free: tuple[str, int | None] | None = None,   # default: `free_memory`
+    free: tuple[str, int | None] | None = None,   # default: `_free_memory`
 ) -> str:
     "The needed and the free memory in a line; raises `UserError` if even without activations it cannot fit."
     needs, (device, room) = memory_needs(config, codes, text, rows), free or _free_memory()

@@ -351,7 +351,7 @@ def choose_xla(
     written: float = 0.,     # bytes that the step writes
 ) -> tuple[bool, str]:       # whether, and why
     "Whether XLA compiles the graph: as set, else where it is no slower than the graph alone."
-    if training.mode != 'auto': return training.mode == 'xla', 'as training.gpt.mode says'
+    if training.mode != 'auto': return training.mode == 'xla', 'as mode says'
     if tf.config.get_visible_devices('GPU'): return True, 'on a GPU it makes fewer kernels'
     if _writes_in_place(written): return False, 'on a CPU XLA would hold the old and the new weights at once'
     if training.precision == 'bfloat16' and _bfloat16_units():
@@ -414,7 +414,7 @@ MODES = {mode: {'mode': mode} for mode in ('eager', 'graph', 'xla')}
 def step_modes(
     config: XTTSConfig,
     text_start: int,
-    modes: dict = MODES,     # {name: settings of the training section}
+    modes: dict = MODES,     # {name: settings of `training.gpt`}
 ) -> dict:                   # {name: step}, each with its own model, all with the same first weights
     "The training step in each of `modes`, without dropout and noise."
     config, steps = config.replace(model={'gpt': {'dropout': 0., 'code_noise': 0.}}), {}

@@ -130,7 +130,7 @@ def _room_in_group(group: Path) -> float:
         return math.inf if most.strip() == 'max' else int(most) - int(used) + cached
     return math.inf
 
-def _room_in_container(*places: Path) -> float:   # as of `control_groups`
+def _room_in_container(*places: Path) -> float:   # as of `_control_groups`
     "The least free bytes of this process's control group and those around it."
     return min(map(_room_in_group, _control_groups('memory', *places)))
 
@@ -230,14 +230,14 @@ _K = keras.callbacks
 _REFUSED_CALLBACKS = (   # class, the settings that cannot work (None: all), the remedy
     (_K.BackupAndRestore, None, 'a run resumes from its own checkpoints; leave it out'),
     (_K.SwapEMAWeights, None,
-     'training.gpt.ema shows the mean weights to every validation and file; set that instead'),
+     'ema in the section of the training shows the mean weights to every validation and file; set that'),
     (_K.EarlyStopping, lambda c: c.restore_best_weights,
-     'restore_best_weights cannot act; leave it out, and take the best model from RUN/best or by xtts-nb '
-     'export --best'),
+     'restore_best_weights cannot act; leave it out, and take the best model from RUN/best, or with '
+     'xtts-nb convert to-model OUT --model RUN --best'),
     (_K.ModelCheckpoint, lambda c: not c.save_weights_only,
      'only weights can be saved so; give save_weights_only=True'),
     (_K.ModelCheckpoint, lambda c: c.save_freq != 'epoch',
-     'weights are saved at the end of an epoch only; leave save_freq out, set training.gpt.validate_every'))
+     'weights are saved at the end of an epoch only; leave save_freq out, set validate_every'))
 
 def _check_callbacks(callbacks: list):
     "Raise `UserError` for a Keras callback that cannot work in this loop."
@@ -418,7 +418,7 @@ def epoch_updates(self: Trainer) -> int:
 
 @patch(as_prop=True)
 def over(self: Trainer) -> bool:
-    "Whether the validation has not improved for `training.gpt.patience` validations."
+    "Whether the validation has not improved for `patience` validations."
     return 0 < self.training.patience <= self.since_best
 
 @patch(as_prop=True)
