@@ -359,7 +359,7 @@ def _config_create(
 @command('show', group=_config_app, example='--data cache/mine --config faster.yaml --set data.seed=3',
          context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
 def _config_show(ctx: typer.Context):
-    "Print every setting with which `train` would begin, given the same options, and where its value comes from."
+    "Print the settings with which `train` would begin, given the same options, and where each comes from."
     train = typer.main.get_command(app).commands['train']
     asked = train.make_context('show', list(ctx.args), parent=ctx.parent)
     start()

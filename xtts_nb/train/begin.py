@@ -296,8 +296,8 @@ def begin(
     held_out = facts['held_out'] if facts else []
     if val and sorted(wanted := held_out_share(cache, val)) != sorted(held_out):
         if facts:
-            raise UserError(f'{run}: holds {len(held_out)} clips out since it began, --val {val} would hold out '
-                            f'{len(wanted)}; leave --val out, or begin a new run.')
+            raise UserError(f'{run}: holds {len(held_out)} clips out since it began, --val {val} would hold '
+                            f'out {len(wanted)}; leave --val out, or begin a new run.')
         held_out = wanted
     # an interval that nobody asks for follows the length of the training
     own = facts and settings.came_from['training.gpt.validate_every'] == str(run)
