@@ -71,13 +71,14 @@ def test_what_wins():
 def test_the_environment(monkeypatch):
     monkeypatch.setenv('XTTS_NB_MODE', 'graph')
     monkeypatch.setenv('XTTS_NB_PRECISION', '')
-    assert from_environment() == {'training.gpt.mode': 'graph'}
+    assert from_environment() == {f'training.{part}.mode': 'graph' for part in ('gpt', 'dvae', 'decoder')}
 
 @pytest.mark.parametrize('text, value', [
     ('training.gpt.precision=bfloat16', 'bfloat16'), ('data.prefetch_to_gpu=false', False),
     ('training.gpt.learning_rate=1e-4', 1e-4), ('model.speaker.blocks=[1, 2, 3, 4]', (1, 2, 3, 4)),
     ('speech.reference_chunk_seconds=null', None),
-    ('seed', UserError), ('=3', UserError), ('data.seed=[', UserError), ('data=3', UserError)])
+    ('seed', UserError), ('=3', UserError), ('data.seed=[', UserError), ('data=3', UserError),
+    ('val=0.1', UserError)])
 def test_any_key_can_be_set(text, value):
     config = lambda: laid_over(DEFAULT, options=parse_assignments([text]))
     if value is UserError: pytest.raises(UserError, config)

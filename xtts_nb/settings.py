@@ -77,7 +77,7 @@ def config_diff(before: XTTSConfig, after: XTTSConfig) -> dict[str, tuple]:
     return {key: (old[key], value) for key, value in new.items() if old[key] != value}
 
 # %% ../nbs/base/settings.ipynb #dde51d87
-GPU_PRESETS = {   # card: batch_size, accumulation, num_workers, prefetch_buffer_size, gradient_checkpointing
+GPU_PRESETS = {   # GPU: batch_size, grad_accum_steps, workers, prefetch_buffer_size, gradient_checkpointing
     '4090': (32, 4, 24, 32, False),     # 24 GB
     '3090': (24, 3, 16, 24, False),     # 24 GB
     '3060': (8, 2, 8, 8, True),         # 12 GB
@@ -101,7 +101,7 @@ def gpu_preset(
 # %% ../nbs/base/settings.ipynb #067102bf
 _LEVELS = {
     'basic': {'training.gpt.mode': 'graph', 'training.gpt.precision': 'float32',
-              'training.gpt.schedule': 'constant', 'training.gpt.ema': 0.},
+              'training.gpt.schedule': 'constant', 'training.gpt.ema': 0., 'training.dvae.mode': 'graph'},
     'enhanced': {'training.gpt.mode': 'auto', 'training.gpt.schedule': 'cosine'},
     'experimental': {'training.gpt.mode': 'auto', 'training.gpt.schedule': 'cosine',
                      'training.gpt.precision': 'bfloat16', 'training.gpt.ema': 0.999}}
@@ -120,9 +120,9 @@ OPTIONS = {   # short name -> key
     'prefetch_buffer_size': 'data.prefetch_buffer_size', 'prefetch_to_gpu': 'data.prefetch_to_gpu',
     'preprocessing_mode': 'data.preprocessing_mode', 'enable_static_shapes': 'data.pad_to_fixed_length'}
 
-def option_keys(options: dict) -> dict:   # {short name or key: value}, None: not given
+def option_keys(options: dict) -> dict:   # {short name or key: value}; a short name with None: not given
     "The same with keys only; raises `UserError` for a name that is neither."
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None or '.' in name}
     if 'steps' in given and 'epochs' in given:
         raise UserError('--steps and --epochs both say how long; give one of them.')
     length = {'training.gpt.epochs': 0} if 'steps' in given else {}
@@ -138,7 +138,7 @@ def parse_assignments(given: Iterable[str]) -> dict:
     out = {}
     for text in given:
         key, equals, value = text.partition('=')
-        if not (equals and key.strip()):
+        if not (equals and '.' in key.strip()):
             raise UserError(f'--set {text}: give KEY=VALUE, such as training.gpt.precision=bfloat16.')
         try: out[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
@@ -150,7 +150,9 @@ ENVIRONMENT = {'XTTS_NB_MODE': 'training.gpt.mode', 'XTTS_NB_PRECISION': 'traini
 
 def from_environment() -> dict:
     "`{key: value}` of the settings in the environment."
-    return {key: os.environ[name] for name, key in ENVIRONMENT.items() if os.environ.get(name)}
+    keys = {key: os.environ[name] for name, key in ENVIRONMENT.items() if os.environ.get(name)}
+    mode = keys.get('training.gpt.mode')   # of every step
+    return keys | ({'training.dvae.mode': mode, 'training.decoder.mode': mode} if mode else {})
 
 # %% ../nbs/base/settings.ipynb #1bc4bea1
 RATES = {   # training.gpt.finetune -> rate of a wide model such as XTTS-v2, of a tiny one, warm-up, schedule

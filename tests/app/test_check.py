@@ -167,7 +167,8 @@ def test_a_shell_reads_the_file_and_training_takes_its_keys(clean, tmp_path, mon
     assert environment(settings).items() <= got.items()
     assert got['TF_XLA_FLAGS'] == '--other=2 --tf_xla_auto_jit=2'
     for name in ('XTTS_NB_MODE', 'XTTS_NB_PRECISION'): monkeypatch.setenv(name, got[name])
-    assert from_environment() == {'training.gpt.mode': 'auto', 'training.gpt.precision': 'bfloat16'}
+    assert from_environment() == {'training.gpt.precision': 'bfloat16'} | {
+        f'training.{part}.mode': 'auto' for part in ('gpt', 'dvae', 'decoder')}
 
 CHILD = '''
 import json

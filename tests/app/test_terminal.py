@@ -65,9 +65,9 @@ def test_ctrl_c_that_native_code_loses_ends_a_command_at_its_next_report(monkeyp
 ENDS = [   # what a command does -> the exit code, what stderr says
     (0, 0, ''), (1, 1, ''), (None, 0, ''), (130, 130, 'xtts-nb: Stopped.\n'),
     (UserError('fix it'), 2, 'xtts-nb: fix it\n'),
-    (OSError(28, 'No space left', 'out'), 2, 'xtts-nb: out: No space left; nothing was written there.\n'),
+    (OSError(28, 'No space left', 'out'), 2, 'xtts-nb: out: No space left.\n'),
     (KeyboardInterrupt(), 130, 'xtts-nb: Stopped.\n'), (typer.Abort(), 130, 'xtts-nb: Stopped.\n'),
-    (BrokenPipeError(32, 'Broken pipe'), 2, 'xtts-nb: xtts-nb: Broken pipe; nothing was written there.\n'),
+    (BrokenPipeError(32, 'Broken pipe'), 2, 'xtts-nb: xtts-nb: Broken pipe.\n'),
     (ValueError('ours'), ValueError, '')]   # a mistake of ours is not hidden
 
 @pytest.mark.parametrize('end, code, err', ENDS, ids=repr)

@@ -63,7 +63,7 @@ def test_a_state_that_does_not_fit_or_is_torn_is_refused_whole(tmp_path):
         assert found['a/kernel'].numpy().tolist() == [0., 0.]   # nothing was filled in
     refused('more', {'more': tf.Variable([1.])})
     refused('count', {'count': tf.Variable([1, 2])})
-    refused('training.gpt.ema', {'a_average': tf.Variable([1.])})
+    refused('ema', {'a_average': tf.Variable([1.])})
     whole = path.read_bytes()
     for cut in (0, 5, 60, -1):
         path.write_bytes(whole[:cut])
@@ -190,7 +190,7 @@ def test_out_of_memory_at_first_begins_again_in_more_parts(prepared, mini, tmp_p
     said = capsys.readouterr().err
     assert said.count('OUT OF MEMORY') == 1 and 'the training begins again, with 2' in said
     assert resume_run(tmp_path / 'run').training.grad_accum_steps == 2
-    with pytest.raises(UserError, match='update 2 with 4 rows.*accumulation to 2'):   # later, it ends
+    with pytest.raises(UserError, match='update 2 with 4 rows.*grad_accum_steps to 2'):   # later, it ends
         trained(prepared, config, tmp_path / 'late', monkeypatch, at=2)
     config = config.replace(training={'gpt': {'grad_accum_steps': 4}})
     with pytest.raises(UserError, match='with 1 rows at once; .*gradient_checkpointing'):

@@ -185,6 +185,8 @@ def _train(
 ):
     "Train the GPT on a cache; the model and metrics.jsonl go to RUN. SIGTERM saves and exits with 143."
     with progress() as tell:
+        from xtts_nb.config import setup_tf
+        setup_tf()   # TensorFlow starts without its messages
         from xtts_nb.train.begin import begin
         trainer = begin(**_wanted(ctx.params), val=val, val_data=val_data, mix=mix, mix_share=mix_share,
                         gpus=_gpus(ctx.params), ring=buffer_size, fit_memory=fit_memory, tell=tell)
@@ -215,10 +217,10 @@ def _train_dvae(
     val: option(float, 'Share of the audio to hold out and validate on.', min=0, max=0.9) = 0.,
 ):
     "Train a DVAE on a corpus, for prepare --dvae RUN. SIGTERM saves and exits with 143."
+    start()
     from xtts_nb.train.begin import free_run, known_run, validated
     known = known_run(run, corpus, 'train-dvae: neither a run nor a corpus is given',
                       'start a run with xtts-nb train-dvae CORPUS')
-    start()
     from xtts_nb.data.corpora import _check_dropped, read_corpus
     from xtts_nb.data.prepare import mel_sample
     from xtts_nb.train.parts import new_dvae_run
@@ -244,10 +246,10 @@ def _train_decoder(
     corpus: option(Path | None, 'The corpus that the cache came from, if it was moved.') = None,
 ):
     "Train a decoder for a trained model. SIGTERM saves and exits with 143."
+    start()
     from xtts_nb.train.begin import free_run, known_run, validated
     known = known_run(run, model, 'train-decoder: neither a run nor a model is given',
                       'start a run with xtts-nb train-decoder --model MODEL')
-    start()
     from xtts_nb.train.runs import held_out_share, open_cache
     from xtts_nb.train.parts import _cache_of, new_decoder_run
     settings = validated(_decoder_settings(run if known else model, config, known), 'decoder', val, steps)

@@ -118,7 +118,9 @@ def _is_ours(key: str) -> bool:
 def _converted(key: str, value, where: str) -> tuple[str, object] | None:
     "Our key and value for one of MyXTTS; `None` if there is none."
     name = key.rpartition('.')[2]
-    if name not in THEIR_SETTINGS: return (_key_named(name), value) if _key_named(name) else None
+    if name not in THEIR_SETTINGS:
+        ours = key.count('.') < 2 and not key.startswith('voice.') and _key_named(name)
+        return (ours, value) if ours else None
     ours, convert = THEIR_SETTINGS[name]
     try: return ours, convert(value)
     except (KeyError, TypeError, ValueError):

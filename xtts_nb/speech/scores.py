@@ -153,8 +153,6 @@ def _speaker_judge(xtts: XTTS) -> Callable:
         return {'speaker': float(vector(spoken) @ vector(wanted.voice)) if len(spoken.sounds) else None}
     return judge
 
-_QUICK_JUDGES = {('mel', 'duration'): warping_judge}   # need neither a package nor a download
-
 # %% ../../nbs/speech/scores.ipynb #0cdafb11
 _SOUND_SOURCES = {'recording': 'recording', 'copy': 'copy-synthesis', 'model': 'model',
                   'untrained': 'untrained', 'other_voice': 'another voice',

@@ -228,6 +228,8 @@ def _run_facts(run: str | Path, part: str = 'gpt') -> dict:
         raise UserError(f'{run}: its run.json is not of a run of xtts-nb; choose another folder.')
     facts = read_json(run / 'run.json')
     known = facts.get('part', 'gpt')
+    if known not in _COMMANDS:
+        raise UserError(f'{run}: is a run of an unknown part, {known}; choose another folder.')
     if known == part: return facts
     command = f'xtts-nb {_COMMANDS[known]}'
     raise UserError(f'{run}: is a run of {command}; continue with {command} --run {run}.')

@@ -83,9 +83,9 @@ def load_checkpoint(
 def _changed_setting(missing: set, known: set) -> str | None:   # names of variables
     "The setting whose change explains what a checkpoint lacks; None if none does."
     kinds = lambda names: {name.split('/')[0] for name in names} & {'gpt', 'lora', 'rows'}
-    if kinds(missing) - kinds(known): return 'training.gpt.finetune'
-    if 'loss_scale' in missing: return 'training.gpt.precision'
-    if any(name.endswith('_average') for name in missing): return 'training.gpt.ema'
+    if kinds(missing) - kinds(known): return 'finetune'
+    if 'loss_scale' in missing: return 'precision'
+    if any(name.endswith('_average') for name in missing): return 'ema'
 
 # %% ../../nbs/train/trainer.ipynb #b703f6b7
 def snapshot(variables: dict) -> dict[str, np.ndarray]:
