@@ -215,7 +215,7 @@ def _voices_remove(name: _Name, voices: Voices):
 # %% ../../nbs/app/cli_speak.ipynb #7c0e000c
 @command('to-savedmodel', group=convert_app, example='speaks --model runs/mine --voices voices')
 def _convert_to_savedmodel(
-    out: argument(Path, 'A new folder.'),
+    out: argument(Path, 'New folder for the SavedModel.'),
     folder: Model,
     voice: option(list[Path] | None, 'Recording or saved voice to add to it; may be repeated.') = None,
     voices: option(Path | None, 'Folder of saved voices; --voice is a name in it.') = None,

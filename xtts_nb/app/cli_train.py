@@ -56,7 +56,7 @@ def _tune(
     config: Settings = None,
     mix: _Older = None,
     steps: _Steps = None,
-    skip: option(list[str] | None, 'corpus, where SOURCE is one that needs no check, or evaluate.') = None,
+    skip: option(list[str] | None, 'Stage to leave out: corpus, if SOURCE is one already, or evaluate.') = None,
     transcribe: Whisper = None,
 ):
     "From recordings to a voice: corpus, prepare, train and evaluate, and one page at the end."
@@ -158,7 +158,8 @@ def _train(
     preset: _AsMade = None,
     config: Settings = None,
     gpu_preset: _GPUPreset = None,
-    optimization_level: option(str | None, 'basic, enhanced or experimental.') = None,
+    optimization_level: option(str | None, 'basic: graph, float32; enhanced: XLA where it pays; '
+                                           'experimental: also bfloat16 and a moving average.') = None,
     steps: _Steps = None,
     epochs: option(int | None, 'Total passes over the clips, instead of --steps.', min=1) = None,
     val: _HeldOut = 0.,
@@ -424,7 +425,7 @@ def _bench_config(
     batch_size: _Rows = 4,
     text_tokens: option(int, 'Text tokens of each clip.', min=1, max=200) = 40,
     codes: option(int, 'Audio codes of each clip.', min=1, max=256) = 60,
-    updates: option(int, 'Updates of a step in each round.', min=1) = 10,
+    updates: option(int, 'Updates timed in each round.', min=1) = 10,
     rounds: Rounds = 5,
     record: Record = False,
 ):
