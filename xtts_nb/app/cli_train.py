@@ -56,7 +56,7 @@ def _tune(
     config: Settings = None,
     mix: _Older = None,
     steps: _Steps = None,
-    skip: option(list[str] | None, 'Stage to leave out: corpus, if SOURCE is one already, or evaluate.') = None,
+    skip: option(list[str] | None, 'Stage to leave out: corpus, if SOURCE is one, or evaluate.') = None,
     transcribe: Whisper = None,
 ):
     "From recordings to a voice: corpus, prepare, train and evaluate, and one page at the end."
