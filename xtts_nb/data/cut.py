@@ -51,7 +51,7 @@ MARGIN, LONG_PAUSE = 0.1, 1.5  # s of silence at both ends of a clip, s of silen
 _MARKS = tuple('.,;:!?…)]»”"—–، ؛؟。，、；：！？।')
 
 class _CutPiece(NamedTuple):
-    "What lies between two places where the recording can be cut."
+    "The part between two possible cuts."
     left: int        # the pause before it, -1 if there is none to cut in
     right: int       # the pause after it
     start: float     # s, of its sound

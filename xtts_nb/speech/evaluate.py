@@ -105,7 +105,7 @@ def _speak_trials(speaker: Speaker, trials: list[_Trial], seed: int, rows: int =
 
 def _speak_sources(xtts: XTTS, speaker: Speaker, trials: list[_Trial], longest: float, seed: int,
                   progress) -> dict[str, list[np.ndarray]]:
-    "What the model makes of the trials, and what it made before it was trained."
+    "The speech of the model and of an untrained copy."
     progress('speak', 0, 2)
     model = _speak_trials(speaker, trials, seed)
     progress('speak', 1, 2)

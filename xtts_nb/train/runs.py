@@ -388,7 +388,8 @@ def _check_run(run: Path, known: dict, cache: Cache, held_out: list[str], origin
     "Raise `UserError` if `run` has another cache, other held-out clips or another base model."
     if known['key'] != cache.manifest['key']:
         raise UserError(f'{run}: was trained on the cache with key {known["key"]}, {cache.folder} has '
-                        f'{cache.manifest["key"]}; choose another folder.')
+                        f'{cache.manifest["key"]}; choose another folder, and begin from this model with '
+                        f'--model {run}.')
     if known['held_out'] != sorted(held_out):
         raise UserError(f'{run}: held out {len(known["held_out"])} other clips; hold out the same or choose '
                         'another folder.')
