@@ -20,7 +20,7 @@ from xtts_nb.models.dvae import DVAE
 from xtts_nb.files import write_json
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import _POLICIES
-from xtts_nb.train.step import AdamW, averaged, learning_rate, compile_step
+from xtts_nb.train.step import AdamW, averaged, learning_rate, compile_step, Update
 from xtts_nb.data.prepare import choose_mode
 from xtts_nb.settings import flat
 from xtts_nb.train.runs import new_run, open_cache
@@ -152,14 +152,19 @@ class Told(Trainer):
         n = self.step // self.training.validate_every
         return {'val_loss': [3., 2., 2.5, 2.2, 4.][n], 'val_dtw': 5. - n}
 
-def told(config, world, folder, part):
-    "Such a trainer of a part, made as its command makes it."
-    if part == 'gpt':
-        with patch.object(runs, 'Trainer', Told), patch.object(runs, 'Listener', lambda *given: None):
-            return new_run(world.cache, config, folder, HELD)
+def told(config, world, folder, part, listener=lambda *given: None):
+    "Such a trainer of a part, made as its command makes it; of networks that all share, as no update does."
     nets = world.update.decoder, world.update.encoder
-    model = SimpleNamespace(config=config, hifigan=nets, weights={}, save=lambda *given: None)
-    with patch.object(parts, 'Trainer', Told), patch.object(parts, '_Bank', lambda folder: world.bank):
+    model = SimpleNamespace(config=config, hifigan=nets, weights={}, save=lambda *given: None, gpt=world.gpt,
+                            tokenizer=None)
+    few = lambda gpt, training, rows: Update(gpt, training, gpt.trainable_variables[:1])
+    if part == 'gpt':
+        with patch.multiple(runs, Trainer=Told, Listener=listener, XTTS=lambda *given: model,
+                            load_dvae=lambda *given: None, make_update=few):
+            return new_run(world.cache, config, folder, HELD)
+    with patch.multiple(parts, Trainer=Told, _Bank=lambda folder: world.bank, DVAE=lambda config: world.dvae,
+                        Critic=lambda *given, **named: world.update.critic,
+                        AdamW=lambda weights, *given: AdamW(weights[:1], *given)):
         if part == 'dvae': return parts._dvae_trainer(np.ones((200, 80), np.float32), config, folder, 0.5)
         return parts._decoder_trainer(folder, model, {'held_out': ['c'], 'learning_voices': False})
 
@@ -180,9 +185,7 @@ def ran(config, world, part='gpt'):
     lines = [line.split(',')[0] for line in (folder / 'metrics.jsonl').read_text().splitlines()]
     return lines, sorted(p.name for p in (folder / 'checkpoints').iterdir()), trainer.best, ended
 
-def listener(config, world):
-    with patch.object(runs, 'Trainer', Told), patch.object(runs, 'Listener', lambda *given: given[3::2]):
-        return new_run(world.cache, config, None, HELD).listen
+def listener(config, world): return told(config, world, None, 'gpt', lambda *given: given[3::2]).listen
 
 def crops(config, world):
     mels = np.arange(16_000, dtype=np.float32).reshape(200, 80)
@@ -357,7 +360,7 @@ def world(base, bank, prepared, corpus, tokenizer, tmp_path_factory) -> SimpleNa
     update = DecoderUpdate(HiFiGAN(base), SpeakerEncoder(base), True, base)
     sounds = [tf.random.stateless_normal((1, 3000), [i, 0], stddev=0.1) for i in (0, 1)]
     return SimpleNamespace(cache=prepared, corpus=corpus, tokenizer=tokenizer, bank=bank, update=update,
-                           sounds=sounds, folder=lambda: tmp_path_factory.mktemp('runs') / 'run', seen={})
+                           gpt=GPT(base, 3), dvae=DVAE(base), sounds=sounds, folder=lambda: tmp_path_factory.mktemp('runs') / 'run', seen={})
 
 def changed(config: XTTSConfig, key: str, value) -> XTTSConfig:
     *sections, name = key.split('.')

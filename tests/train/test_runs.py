@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cheap import Cheap, outcome
+from cheap import Cheap, outcome, read_eagerly
 from process import tree
 from xtts_nb.data import native as data
 from xtts_nb.train import runs
@@ -303,7 +303,9 @@ def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     "Before the first update, and with each validation; a resumed run is the same one."
     mix = Mix(prepared, ['high-1'], .5)
     begin = lambda mix: new_run(prepared, eager, tmp_path / 'run', ['low-0'], mix=mix)
+    def feed(plan, *limits): return read_eagerly(plan, *limits) if plan.fixed else plan.stream(*limits)
     trainer = begin(mix)
+    trainer.feed = feed   # what is held out: op by op
     assert trainer.old.count.sum() == trainer.held_out.count.sum() == 1
     # what is held out of one of the two is read from neither
     assert trainer.plan.old.count.sum() == trainer.plan.count.sum() == len(prepared) - 2
@@ -314,6 +316,7 @@ def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     after = trainer._means_of(trainer.old)['loss']
     assert log[-1]['val_old_loss'] == pytest.approx(after) != before and log[-1]['val_loss'] != after
     again = resume_run(tmp_path / 'run')
+    again.feed = feed
     assert again.plan.share == .5 and again.old.count.sum() == 1 and again.step == 2
     again.training = again.training.model_copy(update={'validate_every': 0})   # the end is measured still
     again.fit(3)

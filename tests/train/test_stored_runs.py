@@ -29,13 +29,12 @@ def second(prepared, corpus, dvae, tmp_path_factory):
     return Cache(folder / 'cache')
 
 @pytest.fixture(scope='module')
-def other(prepared, corpus, small, tmp_path_factory):
-    "The corpus as a cache, made with another encoder."
-    dvae = DVAE(small)
+def other(prepared, second, small):
+    "The same clips as a cache, made with another encoder."
+    dvae, home = DVAE(small), second.folder.parent
     dvae.mel_stats.assign(np.full(80, 4.))
-    folder = tmp_path_factory.mktemp('other') / 'cache'
-    prepare(corpus, folder, prepared.config, dvae, prepared.tokenizer)
-    return Cache(folder)
+    prepare(home / 'corpus', home / 'other', prepared.config, dvae, prepared.tokenizer)
+    return Cache(home / 'other')
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(cheap, prepared, second, other, mini, tmp_path):
     run, of = tmp_path / 'run', lambda **model: mini.replace(model=model)
