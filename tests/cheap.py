@@ -18,9 +18,9 @@ def read_eagerly(plan, first: int, last: int):
     """The batches of `plan.stream`, whose graph would take longer to trace than a few batches to read.
 
     A batch is read once for all plans that are alike."""
-    reader, facts = _reader_of(plan), plan.data.model_dump_json()
-    known = _READ.setdefault(fingerprint(str(plan.cache.folder), plan.cache.manifest['key'], facts, plan.fixed,
-                                         plan.shapes, plan.members.arrays().numpy().tolist()), {})
+    reader, cache, clips = _reader_of(plan), plan.cache, plan.members.arrays().numpy().tolist()
+    facts = cache.manifest['key'], plan.data.model_dump_json(), plan.fixed, plan.shapes, clips
+    known = _READ.setdefault(fingerprint(str(cache.folder), *facts), {})
     for step in range(first, last):
         if step not in known: known[step] = reader(tf.constant(step, tf.int64))
         yield dict(known[step])

@@ -360,7 +360,8 @@ def world(base, bank, prepared, corpus, tokenizer, tmp_path_factory) -> SimpleNa
     update = DecoderUpdate(HiFiGAN(base), SpeakerEncoder(base), True, base)
     sounds = [tf.random.stateless_normal((1, 3000), [i, 0], stddev=0.1) for i in (0, 1)]
     return SimpleNamespace(cache=prepared, corpus=corpus, tokenizer=tokenizer, bank=bank, update=update,
-                           gpt=GPT(base, 3), dvae=DVAE(base), sounds=sounds, folder=lambda: tmp_path_factory.mktemp('runs') / 'run', seen={})
+                           gpt=GPT(base, 3), dvae=DVAE(base), sounds=sounds, seen={},
+                           folder=lambda: tmp_path_factory.mktemp('runs') / 'run')
 
 def changed(config: XTTSConfig, key: str, value) -> XTTSConfig:
     *sections, name = key.split('.')

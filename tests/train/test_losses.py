@@ -11,8 +11,7 @@ SEED = tf.constant([1, 2])
 
 @pytest.fixture(scope='module')
 def losses(xtts):
-    "Compiled: loss, its parts, and the gradients as one vector."
-    @tf.function
+    "The loss, its parts, and the gradients as one vector; op by op, since a trace takes longer."
     def run(batch, seed):
         with tf.GradientTape() as tape:
             parts = token_losses(xtts.gpt, batch, seed)
