@@ -1,6 +1,7 @@
 "Trainers that are quick to run, and what two equal runs have in common."
 import json
 
+import numpy as np
 import tensorflow as tf
 
 from xtts_nb.data.native import _reader_of
@@ -55,6 +56,19 @@ class Given(Cheap):
     "The same, with given validation losses."
     losses = [3., 2., 2.5, 2., 1., 4., 4., 4.]
     def validate(self): return {'val_loss': self.losses[self.step // self.training.validate_every - 1]}
+
+
+class Broken(Cheap):
+    "Whose losses are not finite at some updates."
+    at = ()
+    def custom_train_step(self, batch, number):
+        bad = tf.reduce_any(tf.equal(number, tf.constant(self.at)))
+        before = [tf.identity(v.value) for v in self.xtts.gpt.final_norm.variables]
+        losses = super().custom_train_step(batch, number)
+        for v, value in zip(self.xtts.gpt.final_norm.variables, before):
+            v.assign(tf.where(bad, value, v.value))
+        flag = tf.cast(bad, 'float32')
+        return {k: tf.where(bad, np.nan, v) for k, v in losses.items()} | {'skipped': flag, 'bad': flag}
 
 
 def lines_of(run) -> list[dict]:

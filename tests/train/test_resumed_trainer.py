@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cheap import Cheap, HELD, lines_of, outcome, summary
+from cheap import Broken, Cheap, HELD, lines_of, outcome, summary
 from process import reached, started, tree, xtts_nb
 from xtts_nb.config import GPTTraining, UserError
 from xtts_nb.files import _PART, write_tensors
@@ -75,18 +75,6 @@ def test_a_state_that_does_not_fit_or_is_torn_is_refused_whole(tmp_path):
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
-
-class Broken(Cheap):
-    "Whose losses are not finite at some updates."
-    at = ()
-    def custom_train_step(self, batch, number):
-        bad = tf.reduce_any(tf.equal(number, tf.constant(self.at)))
-        before = [tf.identity(v.value) for v in self.xtts.gpt.final_norm.variables]
-        losses = super().custom_train_step(batch, number)
-        for v, value in zip(self.xtts.gpt.final_norm.variables, before):
-            v.assign(tf.where(bad, value, v.value))
-        flag = tf.cast(bad, 'float32')
-        return {k: tf.where(bad, np.nan, v) for k, v in losses.items()} | {'skipped': flag, 'bad': flag}
 
 def test_a_broken_update_is_counted_and_its_clips_are_named(prepared, mini, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runs, 'Trainer', type('Some', (Broken,), {'at': (1, 4, 5)}))

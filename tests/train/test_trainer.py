@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cheap import Cheap, HELD, lines_of, outcome, read_eagerly, summary
+from cheap import Broken, Cheap, HELD, lines_of, outcome, read_eagerly, summary
 from clock import Clock
 from process import tree
 from xtts_nb.bench import trace_count
@@ -172,10 +172,10 @@ def test_what_is_saved_is_the_state_at_that_moment(cheap, prepared, mini, tmp_pa
     assert (tmp_path / 'run' / 'best').is_dir() and [p.name for p in kept.parent.iterdir()] == [kept.name]
 
 def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, tmp_path):
-    "In one go, or stopped; and a run that is over stays over."
-    config = mini.replace(training={'gpt': {'steps': 20, 'validate_every': 2, 'patience': 3,
-                                            'checkpoint_every': 7,
-                                    'log_every': 5}})
+    """A run that is over stays over. A worse model never replaces the best, also after a kill, when that is of
+    a later update than the checkpoint; patience counts the same."""
+    config = mini.replace(training={'gpt': {'steps': 20, 'validate_every': 2, 'patience': 3, 'log_every': 5,
+                                            'checkpoint_every': 7}})
     run, weights = new_run(prepared, config, tmp_path / 'run', HELD), {}
     store = run.save
     def save(checkpoint, best, wait):
@@ -190,22 +190,14 @@ def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, t
     assert np.array_equal(best, weights[10])
     assert not np.array_equal(best, run.xtts.gpt.final_norm.beta.numpy())
     assert resume_run(tmp_path / 'run').fit()['steps'] == 16
-    new_run(prepared, config, tmp_path / 'stopped', HELD).fit(14)
-    assert summary(resume_run(tmp_path / 'stopped').fit()) == summary(result)
-
-def test_a_worse_model_never_replaces_the_best(given, prepared, mini, tmp_path):
-    "Also after a kill, when it is of a later update than the checkpoint; patience counts the same."
-    config = mini.replace(training={'gpt': {'steps': 20, 'validate_every': 2, 'patience': 3,
-                                            'checkpoint_every': 7}})
-    run, kept = new_run(prepared, config, tmp_path / 'run', HELD), tmp_path / 'run' / 'best'
-    run.fit(12)
-    for path in checkpoints(tmp_path / 'run' / 'checkpoints')[1:]: path.unlink()   # as if it had been killed
-    before = (kept / 'model.safetensors').read_bytes()
-    again = resume_run(tmp_path / 'run')
+    killed, kept = tmp_path / 'killed', tmp_path / 'killed/best/model.safetensors'
+    new_run(prepared, config, killed, HELD).fit(12)
+    for path in checkpoints(killed / 'checkpoints')[1:]: path.unlink()   # as if it had been killed
+    before, again = kept.read_bytes(), resume_run(killed)
     assert again.step == 7 and again.best == {'step': 10, 'val_loss': 1.}
     again.fit(9)   # validated with 2
-    assert (kept / 'model.safetensors').read_bytes() == before
-    assert resume_run(tmp_path / 'run').fit()['steps'] == 16
+    assert kept.read_bytes() == before
+    assert summary(resume_run(killed).fit()) == summary(result)
 
 def test_a_training_ends_with_a_validation(given, prepared, mini, tmp_path):
     "Where its steps are no multiple of those between two; a part of it does not."
@@ -419,14 +411,8 @@ def test_early_stopping_of_keras_works_and_continues_to_count(given, prepared, m
     assert resume_run(tmp_path / 'run').fit(callbacks=[early(), heard])['steps'] == 16
     assert [c for c in heard.calls if c[0] == 'on_epoch_end'] == [('on_epoch_end', 7)]
 
-class Broken(Cheap):
-    "Whose fourth update has no loss."
-    def custom_train_step(self, batch, number):
-        bad = tf.cast(number == 3, tf.float32)
-        return super().custom_train_step(batch, number) | {'skipped': bad, 'bad': bad}
-
 def test_a_loss_that_is_no_number_ends_the_run_if_keras_is_asked_to(prepared, mini, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, 'Trainer', Broken)
+    monkeypatch.setattr(runs, 'Trainer', type('Fourth', (Broken,), {'at': (3,)}))
     run = new_run(prepared, mini, tmp_path / 'run')
     # with the log line of the fourth
     assert run.fit(callbacks=[keras.callbacks.TerminateOnNaN()])['steps'] == 5
