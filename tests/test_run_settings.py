@@ -17,13 +17,13 @@ def test_a_commented_file_says_the_same_and_explains_each_key():
     lines, todo = commented_yaml(DEFAULT).splitlines(), [XTTSConfig]
     while todo:
         section = todo.pop()
+        comments = descriptions(section)
         for name, field in section.model_fields.items():
             if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
                 todo.append(field.annotation)
                 continue
-            comment = descriptions(section)[name]
             assert any(line.strip().startswith(f'{name}: ')
-                       and f'# {comment}' in line for line in lines), name
+                       and f'# {comments[name]}' in line for line in lines), name
     assert 'one of float32, bfloat16, float16' in commented_yaml(DEFAULT)
 
 def test_flat_and_nested_are_inverse():

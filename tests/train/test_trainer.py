@@ -172,8 +172,8 @@ def test_what_is_saved_is_the_state_at_that_moment(cheap, prepared, mini, tmp_pa
     assert (tmp_path / 'run' / 'best').is_dir() and [p.name for p in kept.parent.iterdir()] == [kept.name]
 
 def test_the_best_model_is_kept_and_patience_ends_a_run(given, prepared, mini, tmp_path):
-    """A run that is over stays over. A worse model never replaces the best, also after a kill, when that is of
-    a later update than the checkpoint; patience counts the same."""
+    """A run that is over stays over. A worse model never replaces the best, also after a kill, when that is
+    of a later update than the checkpoint; patience counts the same."""
     config = mini.replace(training={'gpt': {'steps': 20, 'validate_every': 2, 'patience': 3, 'log_every': 5,
                                             'checkpoint_every': 7}})
     run, weights = new_run(prepared, config, tmp_path / 'run', HELD), {}
