@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, get_args, get_origin
 
 import yaml
@@ -20,6 +21,7 @@ import yaml
 from .config import cores, GPTTraining, Section, UserError, XTTSConfig
 
 # %% ../nbs/base/settings.ipynb #f96a6954
+@cache
 def descriptions(section: type[Section]) -> dict[str, str]:
     "The comment next to each key of a section, from its source."
     parts = [part for part in section.__mro__ if issubclass(part, Section)]
