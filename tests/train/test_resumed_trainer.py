@@ -322,7 +322,7 @@ def kill_behind(step, run, *arguments, jitter):
     assert child.returncode == -signal.SIGKILL, err.decode()
 
 @pytest.mark.slow
-@pytest.mark.parametrize('xla, points', [(False, [3, (9, 50)]), (True, [(1, 19), (20, 55)])])
+@pytest.mark.parametrize('xla, points', [(False, [3, (9, 50)]), (True, [(1, 19), (20, 39), (40, 55)])])
 def test_killed_and_resumed_to_the_bit(whole, prepared, tmp_path, cheap_xla, xla, points):
     "Before the first checkpoint, and at random moments."
     settings, wanted = whole(xla)
