@@ -77,16 +77,17 @@ import io, json, sys
 from contextlib import redirect_stdout
 from xtts_nb.app.cli import main
 for command in json.loads(sys.argv[1]):
-    sys.argv[1:], shown = [*command.split(), '--help'], io.StringIO()
+    sys.argv[1:], shown = command.split(), io.StringIO()
     with redirect_stdout(shown):
         try: main()
         except SystemExit as end: assert end.code == 0, command
-    assert 'Usage' in shown.getvalue(), command
+    assert ('Usage' in shown.getvalue()) == command.endswith('--help'), command
     assert not {'tensorflow', 'keras'} & {*sys.modules}, command
 '''
 
-def test_help_imports_nothing_heavy():
-    done = python(HELP, json.dumps(['', *COMMANDS]), cold=True)
+def test_help_and_new_settings_import_nothing_heavy(tmp_path):
+    done = python(HELP, json.dumps([*(f'{c} --help' for c in ['', *COMMANDS]), 'config create']), cold=True,
+                  cwd=tmp_path)
     assert done.code == 0 and not done.err, done.err
     assert xtts_nb('--version', cold=True) == Done(0, f'{__version__}\n', '')
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from process import main, tree, xtts_nb
+from process import main, tree
 from xtts_nb.app import cli
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.cache import Cache
@@ -259,9 +259,9 @@ def test_an_interval_that_is_asked_for_stays(built, home):
 
 # --- config create, and the whole ---------------------------------------------------------------------------
 
-def test_config_create_needs_no_tensorflow_and_overwrites_nothing(home):
+def test_config_create_overwrites_nothing(home, ran):
     line = 'config', 'create', 'c.yaml', '--preset', 'tiny', '--gpu-preset', '3060', '--json'
-    done = xtts_nb(*line, cwd=home)
+    done = ran('', *line)
     config = XTTSConfig.load(home / 'c.yaml')
     assert done.code == 0 and done.err == '' \
         and done.json['changed']['data.batch_size'] == config.data.batch_size == 8
