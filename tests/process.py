@@ -30,7 +30,7 @@ COMMAND = [sys.executable, '-c', PROGRAM]
 # The same with a smaller tiny preset, demos of two pairs, and pipelines that are measured for a moment.
 SMALL = '''
 from functools import partial
-from xtts_nb.app import bench_data, bench_say, demo
+from xtts_nb.app import bench_data, demo
 from xtts_nb.app.cli import main
 from xtts_nb.config import XTTSConfig
 small = XTTSConfig.tiny(64).replace(
@@ -39,7 +39,6 @@ small = XTTSConfig.tiny(64).replace(
     training={'gpt': {'warmup_steps': 1, 'log_every': 4}, 'dvae': {'steps': 20}})
 XTTSConfig.tiny = classmethod(lambda cls: small)
 demo.run_demo = partial(demo.run_demo, pairs=2, rounds=1)
-bench_say._ARM_SECONDS = 0
 bench_data._bench_loaders = partial(bench_data._bench_loaders, seconds=0.2)
 main()
 '''

@@ -71,10 +71,14 @@ def commands_of(page: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_guides(corpus, mini, cheap, ran, tmp_path, monkeypatch):
-    """In order, in one folder, on a small corpus and with updates that take no time.
-
-    What several guides say is run once."""
+@pytest.mark.parametrize('page, count, made', [
+    ('user_guide', 17,
+     'runs/mine runs/both models/tuned models/fa runs/fa book.wav speaks report/report.html '
+                       'learning_rate.png voices/anna.safetensors hello.wav'),
+    ('quick_start', 11, 'runs/mine book.wav voices/anna.safetensors report/report.html cache/tuning'),
+    ('testing_guide', 3, 'load.csv report.md'), ('idle_gpu', 5, 'CACHE RUN')])
+def test_the_commands_of_a_guide(page, count, made, corpus, mini, cheap, ran, tmp_path, monkeypatch):
+    "In order, in one folder, on a small corpus and with updates that take no time."
     monkeypatch.chdir(tmp_path)
     shutil.copytree(corpus, 'CORPUS')
     shutil.copy(corpus / 'wavs/low-0.wav', 'a_few_seconds.wav')
@@ -82,24 +86,13 @@ def test_the_commands_of_the_guides(corpus, mini, cheap, ran, tmp_path, monkeypa
     Path('fa.txt').write_text('سگ پیر\nقایق\n', encoding='utf-8')
     Path('train.py').write_text('import keras, numpy as np\nx = np.ones((64, 3))\nmodel = keras.Sequential('
                                 '[keras.layers.Dense(1)])\nmodel.compile("sgd", "mse")\nmodel.fit(x, x, 8)\n')
-    small = mini.replace(training={'dvae': {'steps': 5, 'mode': 'eager'}})
-    Path('small.yaml').write_text(small.to_yaml())
+    Path('small.yaml').write_text(mini.replace(training={'dvae': {'steps': 20}}).to_yaml())
     for line in ('prepare CORPUS --out first --config small.yaml', 'train --data first --run MODEL --steps 2',
                  'prepare CORPUS --out cache/mine --dvae MODEL'): assert ran(line).code == 0
-    seen = []
-    for page, count in ('user_guide', 17), ('quick_start', 11), ('testing_guide', 3), ('idle_gpu', 5):
-        assert len(lines := commands_of(page)) == count
-        for words in lines:
-            if words not in seen:
-                done = ran('', *words)
-                assert done.code == 0, (words, done.err)
-            seen.append(words)
-        for block in blocks(page):
-            if 'Speaker' in block: exec(block.replace('Hello there.', 'aa bb'), {})
-    made = ('runs/mine runs/both models/tuned models/fa runs/fa book.wav speaks report/report.html hello.wav '
-            'learning_rate.png voices/anna.safetensors cache/tuning load.csv report.md CACHE RUN')
-    assert [path for path in made.split() if not Path(path).exists()] == []
-    text = Path('report.md').read_text()   # of `xtts-nb report`
-    assert [line for line in text.splitlines() if line.startswith('## ')] == [
-        '## Machine', '## The training step', '## Checks', '## Records of this machine']
-    assert 'FAILED' not in text and '| tensorflow |' in text and '- compiled: ' in text
+    lines = commands_of(page)
+    for words in lines:
+        done = ran('', *words)
+        assert done.code == 0, (words, done.err)
+    for block in blocks(page):
+        if 'Speaker' in block: exec(block.replace('Hello there.', 'aa bb'), {})
+    assert len(lines) == count and [path for path in made.split() if not Path(path).exists()] == []

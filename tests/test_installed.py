@@ -26,11 +26,11 @@ def test_prepare_train_and_say(installed, corpus, mini, tmp_path):
     program = 'import xtts_nb, xtts_nb.data.cache as c; print(xtts_nb.__file__, c.__file__, sep="\\n")'
     for file in there(installed, 'python', '-c', program, cwd=tmp_path).splitlines():
         assert Path(file).is_relative_to(installed.parent) and not Path(file).is_relative_to(ROOT), file
-    config = mini.replace(training={'gpt': {'steps': 2, 'warmup_steps': 0, 'mode': 'eager'},
-                                    'dvae': {'steps': 2, 'mode': 'eager'}})
+    config = mini.replace(training={'gpt': {'steps': 2, 'warmup_steps': 0}, 'dvae': {'steps': 2}})
     (tmp_path / 'tiny.yaml').write_text(config.to_yaml())
     there(installed, 'xtts-nb', 'prepare', corpus, '--out', 'cache', '--config', 'tiny.yaml', cwd=tmp_path)
     there(installed, 'xtts-nb', 'train', '--data', 'cache', '--run', 'run', cwd=tmp_path)
     there(installed, 'xtts-nb', 'say', 'aa bb', '--model', 'run', '--voice', corpus / 'wavs/low-0.wav',
-          '--out', 'said.wav', cwd=tmp_path)
+          '--out',
+          'said.wav', cwd=tmp_path)
     assert (tmp_path / 'said.wav').stat().st_size > 1000

@@ -130,6 +130,15 @@ def test_check_as_a_user_runs_it():
     assert [r['name'] for r in done.json['checks']] == [*_CHECKS, 'Stress']
     assert {row['program'] for row in done.json['preflight']} == {'step', 'data', 'speech'}
 
+@pytest.mark.slow
+def test_a_report_as_a_user_writes_it(tmp_path):
+    done = xtts_nb('report', '--seconds', '0.1', '--out', tmp_path / 'report.md')
+    assert done.code == 0, done.err
+    text = (tmp_path / 'report.md').read_text()
+    assert [line for line in text.splitlines() if line.startswith('## ')] == [
+        '## Machine', '## The training step', '## Checks', '## Records of this machine']
+    assert 'FAILED' not in text and '| tensorflow |' in text and '- compiled: ' in text
+
 # --- settings of TensorFlow ---------------------------------------------------------------------------------
 
 @pytest.fixture

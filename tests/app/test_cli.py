@@ -405,12 +405,6 @@ def test_bench(corpus, tmp_path, request, what, unit, names, more):
     rows = done.json['rows']
     assert [r['name'] for r in rows][:len(names.split())] == names.split()
     assert all(r[unit] > 0 and r['ratio'] > 0 for r in rows)
-    if what == 'say':
-        same = done.json['same_codes']
-        assert same['float32'] == same['batch8'] == 1 and 0 < same['bfloat16'] <= 1
-        assert 0 < same['int8'] == same['batch8_int8'] <= 1
-        pieces, firsts = done.json['piece_ms'], {r['name']: r['first_sound_ms'] for r in rows}
-        assert min(pieces) > 0 and len(pieces) > 7 and firsts['stream'] < sum(pieces)
     if what == 'data':
         assert all(0 < r['au'] <= 1 and 0 <= r['padding'] < 1 and r['runs'] for r in rows[:4])
         assert {'codes', 'reference', 'text'} < {*done.json['compared']['cache']}

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.app import bench_config
+from xtts_nb.app import bench_config, bench_say
 from xtts_nb.app.bench_data import (
     check_equal, _differing_share, padding, readers, _refuse_differences, Tiled)
+from xtts_nb.app.bench_say import _say_speed
 from xtts_nb.app.bench_service import load_row, _load_speaker, service_load
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
@@ -88,6 +89,20 @@ def test_a_second_start_compiles_nothing(quick, cheap_xla):
 
 
 # --- speech -------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+def test_each_arm_speaks_the_same_codes(quick, monkeypatch):
+    monkeypatch.setattr(bench_say, '_ARM_SECONDS', 0)
+    rows, more = _say_speed(quick, 22, 1)
+    assert [r['name'] for r in rows] == ['naive', 'float32', 'bfloat16', 'int8', 'batch8', 'batch8_int8',
+                                         'stream']
+    same = more['same_codes']
+    assert same['float32'] == same['batch8'] == 1 and 0 < same['bfloat16'] <= 1
+    assert 0 < same['int8'] == same['batch8_int8'] <= 1
+    assert len(more['piece_ms']) == 7 \
+        and min(more['piece_ms']) > 0   # 8, then 16, ..., then the last 6 of 110
+    first = {r['name']: r['first_sound_ms'] for r in rows}
+    assert first['stream'] < sum(more['piece_ms'])
 
 def test_a_row_of_the_service():
     "Ten and two admitted in two waves; the median of the first wave is 0.55 s, that of the second 1.5 s."
