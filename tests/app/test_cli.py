@@ -1,4 +1,5 @@
 "The command line: help, the form of errors, each command as a whole, what a full disk or Ctrl-C leaves."
+import io
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 
@@ -44,22 +45,28 @@ def mini(small):
     return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
                          data={'buckets': 1, 'max_drop_rate': 1.},
                          training={'gpt': {'steps': 4, 'log_every': 2, 'checkpoint_every': 2,
-                                           'mode': 'graph'}, 'dvae': {'steps': 2}})
+                                           'mode': 'graph'}, 'dvae': {'steps': 2, 'mode': 'eager'}})
 
 @pytest.fixture(scope='session')
 def session(corpus, mini, tmp_path_factory):
-    "Prepare, train and say as a user does, in a folder whose name has a space and non-ASCII letters."
+    """Prepare, train and say as a user does, in a folder whose name has a space and non-ASCII letters.
+
+    In this process, which has most of their functions compiled; test_installed has processes of their own."""
     home = tmp_path_factory.mktemp('a b') / 'Größe 大'
     shutil.copytree(corpus, home / 'my corpus')
     (home / 'mini settings.yaml').write_text(mini.to_yaml())
     done = {'home': home, 'run': home / 'runs/train-1'}
-    for name, words in {
-        'prepare': ['my corpus', '--out', 'the cache', '--config', 'mini settings.yaml'],
-        'train': ['--data', 'the cache'],
-        'say': ['aa bb', '--model', 'runs/train-1', '--voice', 'my corpus/wavs/low-0.wav', '--out',
-                'out put/ä.wav']}.items():
-        done[name] = xtts_nb(name, *words, '--json', cwd=home)
-        assert done[name].code == 0, done[name].err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        for name, words in {
+            'prepare': ['my corpus', '--out', 'the cache', '--config', 'mini settings.yaml'],
+            'train': ['--data', 'the cache'],
+            'say': ['aa bb', '--model', 'runs/train-1', '--voice', 'my corpus/wavs/low-0.wav', '--out',
+                    'out put/ä.wav']}.items():
+            with redirect_stdout(out := io.StringIO()), redirect_stderr(err := io.StringIO()):
+                code = main(name, *words, '--json')
+            assert code == 0, err.getvalue()
+            done[name] = Done(code, out.getvalue(), err.getvalue())
     return done
 
 
@@ -70,16 +77,17 @@ import io, json, sys
 from contextlib import redirect_stdout
 from xtts_nb.app.cli import main
 for command in json.loads(sys.argv[1]):
-    sys.argv[1:], shown = [*command.split(), '--help'], io.StringIO()
+    sys.argv[1:], shown = command.split(), io.StringIO()
     with redirect_stdout(shown):
         try: main()
         except SystemExit as end: assert end.code == 0, command
-    assert 'Usage' in shown.getvalue(), command
+    assert ('Usage' in shown.getvalue()) == command.endswith('--help'), command
     assert not {'tensorflow', 'keras'} & {*sys.modules}, command
 '''
 
-def test_help_imports_nothing_heavy():
-    done = python(HELP, json.dumps(['', *COMMANDS]), cold=True)
+def test_help_and_new_settings_import_nothing_heavy(tmp_path):
+    done = python(HELP, json.dumps([*(f'{c} --help' for c in ['', *COMMANDS]), 'config create']), cold=True,
+                  cwd=tmp_path)
     assert done.code == 0 and not done.err, done.err
     assert xtts_nb('--version', cold=True) == Done(0, f'{__version__}\n', '')
 
@@ -274,8 +282,9 @@ def test_prepare_train_and_say(session, corpus, mini, ran, tmp_path):
                                                 'out put'}
     assert not [p for p in home.rglob('*') if '.part' in p.name]
     shutil.copytree(run, more := tmp_path / 'run')   # a run goes on, and --steps extends it
-    again = ran(f'train --run {more} --steps 6 --json')
+    again = ran(f'train --run {more} --steps 6 --set training.gpt.mode=eager --json')
     assert again.json['steps'] == 6 and 'continues at update 4' in again.err
+    assert again.json['traces'] == 0
     assert again.json['loss_first'] != first['loss_first']   # of the first six updates, not of the first four
     metrics = (more / 'metrics.jsonl').read_text().splitlines()
     assert [json.loads(line)['step'] for line in metrics] == [2, 4, 6]

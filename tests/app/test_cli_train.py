@@ -3,12 +3,13 @@ import json
 import math
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from process import main, tree, xtts_nb
+from process import main, tree
 from xtts_nb.app import cli
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.cache import Cache
@@ -26,7 +27,7 @@ def mini(small):
     return small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}}, data={'buckets': 1},
                          training={'gpt': {'steps': 4, 'log_every': 2, 'checkpoint_every': 2,
                                            'learning_rate': 1e-3, 'schedule': 'constant', 'warmup_steps': 0,
-                                           'mode': 'graph'}, 'dvae': {'steps': 2}})
+                                           'mode': 'graph'}, 'dvae': {'steps': 2, 'mode': 'eager'}})
 
 @pytest.fixture
 def home(mini, tmp_path, monkeypatch):
@@ -59,11 +60,17 @@ def built(prepared, home, monkeypatch):
 
 def source(trainer):
     "The stages of its pipeline, last first."
-    stages = [cached_batches(trainer.plan, 0, 4)]
+    stages = [pipeline(trainer)]
     while stages[-1]._inputs(): stages += stages[-1]._inputs()
     return stages
 
-def shape(trainer, kind='codes'): return next(iter(cached_batches(trainer.plan)))[kind].shape
+@cache
+def pipeline(trainer): return cached_batches(trainer.plan, 0, 4)
+
+@cache
+def batch(trainer): return next(iter(pipeline(trainer)))
+
+def shape(trainer, kind='codes'): return batch(trainer)[kind].shape
 
 EFFECTS = {   # option -> (observer, value with the option); without the option the value is another
     '--batch-size 2': (lambda t: shape(t)[0], 2), '--batch-size 6': (lambda t: shape(t)[0], 6),
@@ -252,9 +259,9 @@ def test_an_interval_that_is_asked_for_stays(built, home):
 
 # --- config create, and the whole ---------------------------------------------------------------------------
 
-def test_config_create_needs_no_tensorflow_and_overwrites_nothing(home):
+def test_config_create_overwrites_nothing(home, ran):
     line = 'config', 'create', 'c.yaml', '--preset', 'tiny', '--gpu-preset', '3060', '--json'
-    done = xtts_nb(*line, cwd=home)
+    done = ran('', *line)
     config = XTTSConfig.load(home / 'c.yaml')
     assert done.code == 0 and done.err == '' \
         and done.json['changed']['data.batch_size'] == config.data.batch_size == 8
