@@ -60,8 +60,8 @@ def test_a_case_is_complete_and_its_programs_need_nothing_else(case: Case):
         assert text.rstrip().splitlines()[-1].startswith('print(json.dumps({"items": ')
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['tape_without_function', 'generator_of_rows'])
-def test_the_cured_program_is_faster(name): assert measure(ward.read_case(WARD / name))['ratio'] > 1.3
+def test_the_cured_program_is_faster():
+    assert measure(ward.read_case(WARD / 'tape_without_function'))['ratio'] > 1.3
 
 
 # --- how answers are judged and counted ---------------------------------------------------------------------
@@ -88,15 +88,12 @@ def test_a_cause_is_named_and_a_cure_led_to_by_the_first_two(findings, named, le
     assert (row['named'], row['led'], row['half'], row['kind']) == (named, led, 'development', 'serial map')
     assert 'predicted' not in row
 
-@pytest.mark.parametrize('ratio, gain, interval, within, inside', [
-    (2., 2., (1.5, 2.5), True, True), (2.6, 2., (1.5, 2.5), True, False), (2.7, 2., (1.5, 2.8), False, True),
-    (2., 2.6, (2.1, 3.), True, False), (2., 2.7, (1.5, 3.), False, True), (1.5, 2., (1.5, 2.5), False, True)])
-def test_a_gain_is_that_of_the_finding_that_names_the_cause(ratio, gain, interval, within, inside):
-    right = finding('no parallel', gain=gain, interval=interval)
-    row = judge(SLOW, said(finding(gain=50.), right), ratio)
+@pytest.mark.parametrize('ratio, gain, within, inside', [
+    (2., 2., True, True), (2.6, 2., True, False), (2.7, 2.4, True, False), (1.5, 2., False, True)])
+def test_a_gain_is_that_of_the_finding_that_names_the_cause(ratio, gain, within, inside):
+    row = judge(SLOW, said(finding(gain=50.), finding('no parallel', gain=gain)), ratio)
     assert (row['predicted'], row['within_30_percent'], row['in_interval']) == (gain, within, inside)
     assert 'predicted' not in judge(SLOW, said(finding()), ratio)
-
 
 def test_each_half_is_counted_by_itself():
     right, fell = finding('no parallel'), {'error': 'fell', 'seconds': 30.}
@@ -116,9 +113,9 @@ def test_what_is_published_hides_the_scored_half():
     assert shown[0]['first'] == 'no parallel' and 'secret' not in json.dumps(shown)
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['count_as_argument'])
-def test_a_case_is_diagnosed_as_its_user_would(name):
+def test_a_case_is_diagnosed_as_its_user_would():
     "By the command itself, in a process of its own."
+    name = 'count_as_argument'
     done = xtts_nb('bench', 'diagnose', name, '--repeat', '0', '--json')
     assert done.code == 0, done.err
     (row,) = done.json['rows']
@@ -132,9 +129,8 @@ def first(data, batches=1): return list(itertools.islice(data, batches))
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name, batches', [
-    ('numpy_function', 2), ('slow disk', 1), ('single-threaded map', 1), ('no prefetch', 1),
-    ('oversubscription', 1), ('real: numpy_function', 2), ('real: no prefetch', 1), ('real: input-bound', 1),
-    ('real: many small files', 2)])
+    ('slow disk', 1), ('oversubscription', 1), ('real: numpy_function', 2), ('real: no prefetch', 1),
+    ('real: input-bound', 1), ('real: many small files', 2)])
 def test_both_pipelines_deliver_the_same(name, batches):
     sick, cured = (first(arm()[0], batches) for arm in (BY_NAME[name].sick, BY_NAME[name].cured))
     np.testing.assert_allclose(sick, cured, rtol=1e-6)
@@ -155,9 +151,7 @@ def watched(arm, times=3):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name, what, slow, remedied', [
-    ('retracing', lambda i: len(i.traced), 1, 0), ('real: retracing', lambda i: len(i.traced), 1, 0),
-    ('host sync per step', lambda i: i.syncs, 1, 0), ('real: host sync per step', lambda i: i.syncs, 1, 0),
-    ('device copy in step', lambda i: (i.down, i.up), (16 * 4096 * 4,) * 2, (0, 0)),
+    ('real: retracing', lambda i: len(i.traced), 1, 0), ('real: host sync per step', lambda i: i.syncs, 1, 0),
     ('real: device copy in step', lambda i: (i.down, i.up), (16 * 16384 * 4,) * 2, (0, 0)),
     ('real: step not compiled', lambda i: len(i.calls), 0, 1),
     ('real: variable shapes', lambda i: len(i.calls), 1, 1)])
@@ -170,7 +164,6 @@ def test_a_remedy_takes_the_cause_away_and_keeps_the_results(name, what, slow, r
                                     abs=1e-2 if name == 'real: device copy in step' else 1e-12)
     if name == 'real: variable shapes':
         assert all(i.calls[0].function._jit_compile for i in sick) and results == pytest.approx([64.] * 3)
-    if name == 'device copy in step': assert results[0] == pytest.approx(16 * 4096 / 255)
     if name.endswith('retracing'): assert len(set(results)) == 3   # the number of the step is used
 
 

@@ -1,4 +1,6 @@
-"Every stage against the stored results of coqui-tts for the same small checkpoint; PyTorch is not needed."
+"""Stages against the stored results of coqui-tts for the same small checkpoint; PyTorch is not needed.
+
+Those of one network are compared in `tests/models`."""
 import json
 from pathlib import Path
 
@@ -16,46 +18,14 @@ from xtts_nb.models.xtts import XTTS
 STORED = Path(__file__).parents[1] / 'stored'
 
 
-@pytest.fixture
-def seen(monkeypatch) -> dict:
-    "The shape of what is compared, stage by stage."
-    shapes, real = {}, parity.compare_stage
-    def spy(stage, ours, *rest):
-        shapes[stage] = np.shape(ours)
-        return real(stage, ours, *rest)
-    monkeypatch.setattr(parity, 'compare_stage', spy)
-    return shapes
-
-
 def test_features(toy_inputs, theirs, toy_xtts, all_ok):
     rows = parity.feature_parity(toy_inputs, theirs, toy_xtts.config)
     all_ok(rows)
     assert len(rows) == 4
 
 
-@pytest.mark.slow
-def test_dvae(toy_inputs, theirs, toy_xtts, all_ok):
-    all_ok(parity.dvae_parity(toy_xtts.dvae, toy_inputs, theirs))
-
-
-@pytest.mark.slow
-def test_gpt(toy_inputs, theirs, toy_xtts, all_ok, seen):
-    "A STOP behind each text and four behind the codes count."
-    all_ok(parity.gpt_parity(toy_xtts.gpt, toy_inputs, theirs))
-    tokens = toy_xtts.config.model.gpt.text_tokens
-    assert seen['text logits'] == (21 + 9 + 14 + 3, tokens)
-    assert seen['code logits'] == (40 + 17 + 33 + 3 * 4, 66)
-
-
 def test_latents(toy_inputs, theirs, toy_xtts, all_ok):
     all_ok(parity.latents_parity(toy_xtts, toy_inputs, theirs))
-
-
-@pytest.mark.slow
-def test_voice(toy, toy_inputs, theirs, toy_xtts, all_ok):
-    rows = parity.voice_parity(toy, toy_xtts.config, toy_inputs, theirs)
-    all_ok(rows)
-    assert [r['stage'] for r in rows] == ['speaker embedding, clip 0', 'HiFi-GAN waveform']
 
 
 @pytest.mark.slow

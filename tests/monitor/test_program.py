@@ -12,56 +12,9 @@ from watched import LINE, only, OTHER, seen, watched
 from xtts_nb.config import UserError
 from xtts_nb.monitor import program as page
 from xtts_nb.monitor.loop import tf_sleep
-from xtts_nb.monitor.program import Diagnose, explain, find_beside, find_growth, watch_script
-from xtts_nb.monitor.seen import finding, _only_on_gpu, _Seen, steady_part
-from xtts_nb.monitor.watch import Event, _Look, _Place, Watch
-
-def test_what_is_computed_for_summaries_is_their_cost(tmp_path):
-    (tmp_path / 'a.py').write_text('for x in data:\n    loss = step(x)\n    if n % 1 == 0:\n'
-                                   '        with writer:\n            made = model(seed)\n'
-                                   '            summary.image(made)\n        writer.flush()\n    n += 1\n')
-    at = lambda line: _Place(str(tmp_path / 'a.py'), line)
-    looks = [(at(line), kind) for line, kind, many in (
-        (6, 'summary', 20), (5, 'eager', 30), (7, 'eager', 10), (2, 'graph', 40)) for _ in range(many)]
-    look = lambda *lines: only(find_beside(seen(looks, [Event('call', at(n), .1, .1) for n in lines])))
-    found = look(2)
-    assert found.disease == 'summaries at each step' and '50%' in found.evidence
-    assert found.predicted_gain == pytest.approx(1 / (.5 + .5 * .02))
-    assert '20%' in look(2, 5).evidence   # a step is in that block too
-
-def test_steps_that_take_longer_and_longer():
-    looks = ['graph'] * 60 + [(OTHER, 'eager')] * 120
-    steps = lambda periods: [Event('next', LINE, t, .001) for t in np.cumsum(periods)]
-    look = lambda periods: find_growth(seen(looks, steps(periods)))
-    growing = np.linspace(.01, .05, 60)
-    assert only(look(growing)).place == 'watched.py:4' and look([.1] * 60) == [] == look(growing[:20])
-    assert look(np.repeat([.01, .02, .015, .025, .02, .03], 10)) == []   # it goes up and down
-    assert look([.01] * 40 + [.05] * 20) == []                          # something came later, and stayed
-    uneven = np.where(np.arange(400) % 4 == 0, np.linspace(.01, .2, 400), .005)   # each fourth grows
-    assert 'takes 7.' in only(look(uneven)).evidence
-    assert 'takes 10.0 ms at first' in only(look([0., .01, .03, .01, *np.linspace(.01, .05, 57)])).evidence
-
-def test_operations_that_a_loop_adds_to_its_graph():
-    runs = [Event('session', LINE, i * .1, .002 if i % 2 else .05, rows=100 + i // 2 * 3) for i in range(100)]
-    look = lambda runs: page.find_added_operations(
-        seen([(OTHER, 'eager')] * 10 + ['graph'] * 90, runs, loop=('session', LINE)))
-    found = only(look(runs))
-    assert found.place == 'watched.py:4' and 'from 100 to 247 operations' in found.evidence
-    assert found.predicted_gain == pytest.approx(1 / (1 - (.1 + 49 * .048 / 10) * .98))
-    assert look([replace(e, rows=100) for e in runs]) == []
-    few = [replace(e, rows=100 + 3 * (i > 20) + 3 * (i > 40)) for i, e in enumerate(runs)]
-    assert look(few) == []
-
-def test_weights_that_are_copied_through_numpy():
-    def look(n):
-        watch = watched([(OTHER, 'graph')] * (100 - n))
-        watch.looks += [_Look(9., LINE, kind, 'Layer.set_weights') for kind in ('own', 'eager')]
-        watch.looks += [_Look(9., LINE, 'numpy', 'mean')] * (n - 2)   # between them
-        return page.find_copied_weights(_Seen(watch, 0., 10., ('next', LINE), []))
-    found = only(look(30))
-    assert found.predicted_gain == pytest.approx(1 / (1 - .3 * .9)) and found.place == 'watched.py:3'
-    assert 'take 30% of the time' in found.evidence and look(14) == []
-    assert page.find_copied_weights(seen(['own'] * 100)) == []
+from xtts_nb.monitor.program import Diagnose, explain, watch_script
+from xtts_nb.monitor.seen import finding, _only_on_gpu, steady_part
+from xtts_nb.monitor.watch import Watch
 
 def test_a_model_of_several_inputs_is_made_while_it_is_watched():
     "A layer that joins them is called with a list of symbols of Keras, or of arrays of unlike shapes."
@@ -96,12 +49,6 @@ def test_what_is_reported_of_what_the_rules_find(monkeypatch):
     found, notes = asked(monkeypatch, ValueError('odd'), sure)
     assert [f.disease for f in found] == ['sure'] and notes == [
         'find_it failed: ValueError: odd', 'of the 10.0 s that were watched: Python 100%']
-
-@pytest.mark.parametrize('gain, low, high, expected', [
-    (3., 2.9, 3.1, (1.2, 7.5)), (3., 1.2, 9., (1.2, 9.)), (1.3, 1.2, 1.4, (1., 3.25))])
-def test_an_interval_holds_what_a_rule_leaves_out(monkeypatch, gain, low, high, expected):
-    one = only(asked(monkeypatch, page.Finding('cause', '', '', gain, low=low, high=high))[0])
-    assert (one.low, one.high) == pytest.approx(expected)
 
 @pytest.mark.parametrize('looks, seconds, judged', [(19, .49, False), (20, .49, True), (19, .5, True)])
 def test_a_program_that_is_too_short_is_not_judged(looks, seconds, judged):
@@ -197,7 +144,7 @@ def test_a_validation_is_watched_apart(capsys):
 
 def test_fit_is_watched_and_continues(capsys):
     def rows():
-        for _ in range(700):
+        for _ in range(240):
             time.sleep(.004)
             yield np.ones(3, 'float32'), np.ones(1, 'float32')
     kinds = tf.TensorSpec(3), tf.TensorSpec(1)
@@ -205,7 +152,7 @@ def test_fit_is_watched_and_continues(capsys):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile('sgd', 'mse')
     lines = []
-    diagnose = Diagnose(steps=40, seconds=8., report=lines.append)
+    diagnose = Diagnose(steps=20, seconds=4., report=lines.append)
     history = model.fit(data, epochs=1, verbose=0, callbacks=[diagnose])
     assert len(history.history['loss']) == 1 and not isinstance(model.train_function, page.FitPhases)
     first = diagnose.findings[0].disease   # on busy cores the small batches cost more
@@ -222,44 +169,29 @@ def test_the_command_takes_a_script(ran, tmp_path):
     refused = ran(f'diagnose --apply {path} 40')
     assert refused.code == 2 and 'only --seconds and --json act on a script' in refused.err
 
-@pytest.mark.parametrize('at, windows', [(20, 0), (30, 1)])
-def test_a_fit_that_the_end_of_the_watch_meets(at, windows):
+def test_a_fit_that_the_end_of_the_watch_meets():
     "Its waiting is what was measured until then; where nothing was, the fit tells nothing."
-    class Ends(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == at: raise page._Enough
-    model = keras.Sequential([keras.layers.Dense(1)])
+    model, whole = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), keras.Model.fit
     model.compile('sgd', 'mse')
-    whole = keras.Model.fit
-    with Watch() as watch, page._every_fit_watched(watch), pytest.raises(page._Enough):
-        model.fit(np.zeros((160, 2)), np.zeros((160, 1)), batch_size=4, callbacks=[Ends()], verbose=0)
-    (fit,) = watch.fits
-    assert len(watch.windows) == windows and (fit.one is not None) == bool(windows)
-    assert fit.steps == at and fit.epochs == 1 and keras.Model.fit is whole
-
-@pytest.mark.parametrize('change, looks, is_found', [
-    (lambda i: 0, 50, True), (lambda i: i, 50, False), (lambda i: 0, 19, False)])
-def test_what_comes_out_the_same_in_each_iteration(change, looks, is_found):
-    step, mask = tf.function(lambda x, y, n: tf.reduce_sum(x * y)), tf.ones((40, 40))
-    with Watch() as watch:
-        for i in range(20): step(tf.fill((40, 40), float(change(i))), mask, 3)
-    part = steady_part(watch)
-    part.looks = [_Look(0., LINE, kind, '') for kind in ['eager'] * looks + ['graph'] * (100 - looks)]
-    found = page.find_same_values(part)
-    assert bool(found) == is_found
-    if found: assert '((40, 40))' in found[0].evidence and 'each of 18 calls' in found[0].evidence
+    for at, windows in ((20, 0), (30, 1)):
+        def end(batch, logs, at=at):
+            if batch == at: raise page._Enough
+        with Watch() as watch, page._every_fit_watched(watch), pytest.raises(page._Enough):
+            model.fit(np.zeros((160, 2)), np.zeros((160, 1)), batch_size=4, verbose=0,
+                      callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end)])
+        (fit,) = watch.fits
+        assert len(watch.windows) == windows and (fit.one is not None) == bool(windows)
+        assert fit.steps == at and fit.epochs == 1 and keras.Model.fit is whole
 
 def test_a_fit_in_a_loop_is_seen_from_inside():
     "Of unknown length, so that only the fits before tell where its middle is."
-    rows = tf.data.Dataset.range(800).batch(20).filter(lambda i: i[0] >= 0).map(   # 20: no tiny batch
-        lambda i: (tf_sleep(20_000, tf.ones((20, 1))), tf.ones((20, 1))))
+    rows = tf.data.Dataset.range(800).batch(20).filter(lambda i: i[0] >= 0).map(
+        lambda i: (tf_sleep(5_000, tf.ones((20, 1))), tf.ones((20, 1))))
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile('sgd', 'mse')
     with Watch() as watch, page._every_fit_watched(watch):
-        for _ in range(4): model.fit(rows, verbose=0)
-    assert watch.fits[0].wait_share == 0. < .3 < watch.fits[-1].wait_share
-    found, _ = explain(watch)   # on busy cores another cause may gain more
-    assert 'the same work in every epoch' in [f.disease for f in found]
+        for _ in range(2): model.fit(rows, verbose=0)
+    assert watch.fits[0].wait_share == 0. < .1 < watch.fits[-1].wait_share
 
 def test_a_method_keeps_its_object():
     class Trainer:

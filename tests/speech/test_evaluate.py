@@ -11,7 +11,7 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import load_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
 from xtts_nb.data.text import LANGUAGES
-from xtts_nb.speech import fixed_sentences
+from xtts_nb.speech import evaluate as page, fixed_sentences
 from xtts_nb.speech.evaluate import (
     _choose_trials, evaluate, _read_clips, _score_sounds, _source_sounds, _Trial)
 from xtts_nb.speech.model_card import model_card
@@ -184,6 +184,8 @@ def test_fixed_sentences(xtts, prepared, tmp_path, monkeypatch):
     "In the voices of the data in turn, without letters that the model never saw, scored without a melody."
     language, known = xtts.tokenizer.languages[0], [c['text'] for c in prepared.clips]
     monkeypatch.setattr(fixed_sentences, 'SENTENCES', {language: ['ЖЖЖ', *known]})
+    spoken = {name: [voice().wav] * 2 for name in ('model', 'untrained')}   # how they speak is shown above
+    monkeypatch.setattr(page, '_speak_sources', lambda *given: spoken)
     fixed = lambda clips: fixed_sentences.sentence_trials(xtts, [language], tmp_path, clips, each=3)
     found = evaluate(xtts, prepared.folder, fixed=fixed)
     assert [t.clip.text for t in found.trials] == known[:2]

@@ -97,7 +97,7 @@ def adapted(prepared, quick, dvae, kind, folder, **training) -> Trainer:
                    listen=Listener(xtts, prepared, held, 3))
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind, ema', [('lora', 0.5), ('lora', 0.), ('rows', 0.), ('whole', 0.5)])
+@pytest.mark.parametrize('kind, ema', [('lora', 0.5), ('rows', 0.), ('whole', 0.5)])
 def test_a_validation_hears_the_model_that_is_exported(prepared, quick, dvae, tmp_path, kind, ema):
     run = adapted(prepared, quick, dvae, kind, tmp_path / 'run', ema=ema)
     begun = run.validate()

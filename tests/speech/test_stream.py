@@ -57,8 +57,8 @@ def test_the_receptive_field(cfg):
     assert 40 - reach <= moved.min() and moved.max() < 41 + reach
     assert moved.min() < 40 - reach + 3 and moved.max() > 41 + reach - 3
 
-@pytest.mark.parametrize('sizes', [[30], [1] * 30, [8, 16, 6], [29, 1]], ids=lambda s: f'{len(s)} parts')
-@pytest.mark.parametrize('speed', [1., 1.3])
+@pytest.mark.parametrize('sizes, speed', [([30], 1.3), ([1] * 30, 1.), ([8, 16, 6], 1.3), ([29, 1], 1.)],
+                         ids=lambda x: f'{len(x)} parts' if isinstance(x, list) else str(x))
 def test_the_pieces_are_the_whole(speaker, voices, small, sizes, speed):
     states = np.random.default_rng(1).normal(size=(30, small.model.gpt.hidden_dim)).astype(np.float32)
     stream, parts, place = SoundStream(speaker, voices[0], speed), [], 0
