@@ -2169,6 +2169,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program._with_interval': ( 'monitor/program.html#_with_interval',
                                                                                      'xtts_nb/monitor/program.py'),
+                                         'xtts_nb.monitor.program.account': ('monitor/program.html#account', 'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.explain': ('monitor/program.html#explain', 'xtts_nb/monitor/program.py'),
                                          'xtts_nb.monitor.program.find_added_operations': ( 'monitor/program.html#find_added_operations',
                                                                                             'xtts_nb/monitor/program.py'),

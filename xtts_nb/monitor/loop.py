@@ -132,15 +132,17 @@ def operations(graph) -> list[str]:
     return [n.op for n in graph.node] + [n.op for f in graph.library.function for n in f.node_def]
 
 def python_operations(dataset) -> int | None:
-    "How many operations of a pipeline call Python; None if it is not a `tf.data.Dataset`."
+    "How many operations of a pipeline call Python; None if they cannot be known."
     if not isinstance(dataset, tf.data.Dataset): return None
-    left, count = [dataset], 0
+    left, types = [dataset], []
     while left:   # the graph of the whole would hold the arrays of the program
         here = left.pop()
-        count += sum('PyFunc' in op for f in here._functions()
-                     for op in operations(f.function.graph.as_graph_def()))
         left += here._inputs()
-    return count
+        if type(here).__name__ == '_VariantDataset':   # made of a graph
+            if (graph := _dataset_graph(here)) is None: return None
+            types += operations(graph)
+        for f in here._functions(): types += operations(f.function.graph.as_graph_def())
+    return sum('PyFunc' in op for op in types)
 
 # %% ../../nbs/monitor/loop.ipynb #b38a9d7d
 _READERS = 'ReadFile', 'TFRecord', 'TextLine', 'FixedLengthRecord', 'CSV'

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ROW_BY_ROW', 'MANY', 'FEW_LOOKS', 'MOMENT', 'find_eager_rows', 'find_single_rows', 'find_made_in_loop',
            'find_pipelines', 'find_traces', 'find_compiled_again', 'find_eager', 'find_copied_weights',
-           'find_same_values', 'find_beside', 'find_own_python', 'find_growth', 'find_added_operations', 'explain',
-           'Diagnose', 'watch_script']
+           'find_same_values', 'find_beside', 'find_own_python', 'find_growth', 'find_added_operations', 'account',
+           'explain', 'Diagnose', 'watch_script']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import ast
@@ -614,15 +614,34 @@ _SPENT = {   # the kinds of looks: their name, and what the limit is where one o
     'fetch': ('reading results', 'the device, for whose results the loop waits'),
     'save': ('saving', 'the disk'), 'summary': ('summaries', 'the disk'),
     'callback': ('callbacks', 'callbacks'),
-    'end': ('ending passes over a dataset', 'tf.data')}
+    'end': ('ending passes over a dataset', 'tf.data'), 'pipeline': ('building pipelines', 'tf.data'),
+    'validation': ('validation', 'how often it is validated, and on how many rows')}
+
+_CALLED = {   # kinds of counted calls: the part of an iteration that their time is
+    'next': 'input', 'fetch': 'fetch', 'end': 'end', 'validation': 'validation', 'evaluate': 'validation',
+    **dict.fromkeys(('call', 'session', 'predict', 'train_on_batch', 'fit'), 'graph')}
+
+def account(seen: _Seen) -> dict[str, float]:
+    """The watched time divided into parts, as shares that sum to 1.
+
+    The clock tells the calls apart that were counted; looks at the stack divide what is left."""
+    spent, until = Counter(), seen.begin
+    for e in sorted(seen.events, key=lambda e: e.start):
+        if e.kind not in _CALLED or e.start < until: continue   # a part of the call around it
+        until = min(seen.end, e.start + e.seconds)
+        spent['trace' if e.traced else _CALLED[e.kind]] += max(0., until - e.start) / seen.seconds
+    if seen.loop[:1] in (('fit',), ('fits',)) and seen.watch.fits:   # it waits inside of its function
+        waits = seen.watch.fits[-1].wait_share * spent['graph']
+        spent.update(input=waits, graph=-waits)
+    outside = Counter(look.kind for look in seen.looks if look.kind not in _CALLED.values())
+    rest, looks = max(0., 1 - sum(spent.values())), sum(outside.values())
+    spent.update({kind: rest * n / looks for kind, n in outside.items()} if looks else {'own': rest})
+    return {kind: share / sum(spent.values()) for kind, share in spent.items()}
 
 def _time_spent(seen: _Seen, nothing_found: bool) -> str:
     "What the watched time went into, and what limits a program in which there is nothing to fix."
-    shares = {kind: seen.share(kind) for kind in _SPENT}
-    if seen.loop[:1] in (('fit',), ('fits',)) and seen.watch.fits:   # it waits inside of its function
-        waits = min(seen.watch.fits[-1].wait_share, shares['graph'] + shares['input'])
-        shares |= {'graph': shares['graph'] + shares['input'] - waits, 'input': waits}
-    most = sorted(((kind, s) for kind, s in shares.items() if s >= .05), key=lambda pair: -pair[1])
+    shares = account(seen)
+    most = sorted(((kind, s) for kind, s in shares.items() if s >= .005), key=lambda pair: -pair[1])
     parts = ', '.join(f'{_SPENT[kind][0]} {share:.0%}' for kind, share in most)
     limit = f'; the limit is {_SPENT[most[0][0]][1]}' if nothing_found and most else ''
     return f'of the {seen.seconds:.1f} s that were watched: {parts}{limit}'
