@@ -95,7 +95,8 @@ def test_what_is_reported_of_what_the_rules_find(monkeypatch):
     assert names(replace(sure, place='a.py:1'), hidden) == ['sure', 'hidden']
     found, notes = asked(monkeypatch, ValueError('odd'), sure)
     assert [f.disease for f in found] == ['sure'] and notes == [
-        'find_it could not be examined: ValueError', 'of the 0.6 s that were watched: Python 89%, waiting for batches 11%']
+        'find_it could not be examined: ValueError',
+        'of the 0.6 s that were watched: Python 89%, waiting for batches 11%']
 
 @pytest.mark.parametrize('gain, low, high, expected', [
     (3., 2.9, 3.1, (1.2, 7.5)), (3., 1.2, 9., (1.2, 9.)), (1.3, 1.2, 1.4, (1., 3.25))])
