@@ -19,9 +19,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import handle_data_util
 
+from ..bench import compare
 from .diagnose import (
-    Case, _done_without, find_float64, find_half_on_cpu, find_idle_tensor_cores, Finding, Measured,
-    _MIN_GAIN, ms, _without_changes, _without_devices)
+    Case, _changed, _done_without, find_float64, find_half_on_cpu, find_idle_tensor_cores, Finding, in_a_row,
+    Measured, _MIN_GAIN, ms, _without_changes, _without_devices)
 from .loop import _batch_rows, Call, covered_seconds, python_operations, stages
 from .preflight import _bodies, _graph_operations, preflight, _source_line
 from .seen import (
@@ -67,13 +68,22 @@ def _is_row_loop(op: tf.Operation) -> bool:
     return True
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b000a2
-def _left(call: Call, changed: Callable) -> float | None:
-    "The time of what `changed` makes of a step, as a share of the step; None if it fails."
+def _left(
+    call: Call,
+    changed: Callable,        # makes the step without a part
+    as_graph: bool = True,    # whether that runs as a graph, and not as the function itself
+) -> float | None:
+    "The time of a step without a part, as a share of the step; None if the trial fails."
+    itself = lambda: call.function(*call.args, **call.kwargs)
     try:
         with _variables_put_back() as possible:
             if not possible: return None
-            whole = _seconds_of(lambda: call.function(*call.args, **call.kwargs))
-            return min(1., _seconds_of(changed()) / whole)
+            # to call a function of many variables takes time of its own, which stays
+            same = _changed(call, call.concrete.graph.as_graph_def()) if as_graph else itself
+            arms = {'itself': itself, 'whole': same, 'without': changed()}
+            timed = compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 3, warmup=2).arms
+            itself, whole, without = (min(arm.times) for arm in timed)
+            return min(1., max(0., 1 - (whole - without) / max(itself, whole)))
     except Exception: return None   # a trial may fail in any way
 
 def _is_much(left: float | None, computing: float, least: float) -> bool:
@@ -299,7 +309,7 @@ def _padding(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     if 1 - (end - first) / length < _PADDED: return _unlike_lengths(seen, long, computing)
     def cut(x): return x[:, first:end] if tf.is_tensor(x) and x.shape.rank and x.shape[1:2] == [length] else x
     args, kwargs = tf.nest.map_structure(cut, given)
-    left = _left(call, lambda: partial(call.function, *args, **kwargs)) or (end - first) / length
+    left = _left(call, lambda: partial(call.function, *args, **kwargs), False) or (end - first) / length
     if computing * (1 - left) < .2: return []
     return [finding(
         seen, 'mostly padding',
@@ -552,7 +562,7 @@ def _weightless(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     counts = np.reshape(batch[2].numpy() != 0, (batch[2].shape[0], -1)).any(1)
     if not 0 < counts.mean() < .7: return []
     used = tf.nest.map_structure(lambda x: tf.boolean_mask(x, counts), tuple(batch))
-    left = _left(call, lambda: partial(call.function, used, **call.kwargs)) or float(counts.mean())
+    left = _left(call, lambda: partial(call.function, used, **call.kwargs), False) or float(counts.mean())
     if not _is_much(left, computing, .2): return []
     return [finding(
         seen, 'rows without weight',
