@@ -3,9 +3,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from watched import seen
 from xtts_nb.monitor import diagnose, graph_rules as page
 from xtts_nb.monitor.loop import Call
 from xtts_nb.monitor.seen import _variables_put_back
+from xtts_nb.monitor.watch import _Place
 
 def call_of(loss, *given):
     "A step with its gradients, and what it is called with."
@@ -54,3 +56,18 @@ def test_a_step_without_its_loop_is_quicker_and_changes_what_it_did():
     (count,) = operations(call, 'AssignAddVariableOp')
     diagnose._without_changes(call, [count])()
     assert total.numpy() == 0.
+
+@pytest.mark.parametrize('line, hides', [
+    ("os.environ['CUDA_VISIBLE_DEVICES'] = '-1'", True), ('os.environ["CUDA_VISIBLE_DEVICES"]=""', True),
+    ("os.environ.setdefault('CUDA_VISIBLE_DEVICES', '-1')", True),
+    ("if '--cpu' in sys.argv: os.environ['CUDA_VISIBLE_DEVICES'] = '-1'", False),
+    ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'", False),
+    ("# os.environ['CUDA_VISIBLE_DEVICES'] = '-1'", False)])
+def test_a_program_that_hides_its_gpu(tmp_path, monkeypatch, line, hides):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', 'was' if 'if ' in line else '-1')
+    (tmp_path / 'train.py').write_text(f'import os\n{line}\n')
+    place = _Place(str(tmp_path / 'train.py'), 1)
+    found = page.find_on_host(seen([(place, 'graph')] * 50, cards='was'))
+    assert bool(found) == hides
+    if hides:
+        assert found[0].only_on_gpu and found[0].place == 'train.py:2' and found[0].line == line

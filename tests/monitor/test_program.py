@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from watched import LINE, only, OTHER, seen, watched
+from watched import calls, LINE, only, OTHER, seen, watched
 from xtts_nb.config import UserError
 from xtts_nb.monitor import program as page
 from xtts_nb.monitor.loop import tf_sleep
 from xtts_nb.monitor.program import Diagnose, explain, watch_script
-from xtts_nb.monitor.seen import finding, _only_on_gpu, steady_part
+from xtts_nb.monitor.seen import finding, _only_on_gpu, _Seen, steady_part
 from xtts_nb.monitor.watch import Watch
 
 def test_a_model_of_several_inputs_is_made_while_it_is_watched():
@@ -34,7 +34,7 @@ def asked(monkeypatch, *rules):
             return [found]
         return find_it
     monkeypatch.setattr(page, '_PROGRAM_RULES', [rule(found) for found in rules])
-    return explain(watched(['own'] * 1000))
+    return explain(watched(['own'] * 1000, calls('next', 9)))
 
 def test_what_is_reported_of_what_the_rules_find(monkeypatch):
     names = lambda *rules: [f.disease for f in asked(monkeypatch, *rules)[0]]
@@ -48,11 +48,13 @@ def test_what_is_reported_of_what_the_rules_find(monkeypatch):
     assert names(replace(sure, place='a.py:1'), hidden) == ['sure', 'hidden']
     found, notes = asked(monkeypatch, ValueError('odd'), sure)
     assert [f.disease for f in found] == ['sure'] and notes == [
-        'find_it failed: ValueError: odd', 'of the 10.0 s that were watched: Python 100%']
+        'find_it could not be examined: ValueError',
+        'of the 0.6 s that were watched: Python 89%, waiting for batches 11%']
 
 @pytest.mark.parametrize('looks, seconds, judged', [(19, .49, False), (20, .49, True), (19, .5, True)])
-def test_a_program_that_is_too_short_is_not_judged(looks, seconds, judged):
-    found, notes = explain(watched(['graph'] * looks, ended=seconds))
+def test_a_program_that_is_too_short_is_not_judged(monkeypatch, looks, seconds, judged):
+    monkeypatch.setattr(page, 'steady_part', lambda watch: _Seen(watch, 0., seconds, ('call', LINE), []))
+    found, notes = explain(watched(['graph'] * looks))
     assert found == [] and (page._TOO_SHORT in notes[0]) is not judged
     assert page._finding_lines(found, notes)[0] == ('Nothing to fix.' if judged else 'Not judged.')
 
@@ -137,8 +139,8 @@ def test_a_validation_is_watched_apart(capsys):
     assert tests and all(e.rows == 3 and e.seconds > 0 for e in tests)
     (training,), validated = callback.watch.datasets.values(), callback.watch.validated
     stages_of = lambda dataset: [s.name for s in page.stages(dataset)]
-    assert len(validated) == len(tests) and all('Cache' in stages_of(d) for d in validated)
-    assert not any('Cache' in stages_of(d) for d in training) and not callback.watch.validating
+    assert validated.total == len(tests) and 'Cache' in stages_of(validated.last)
+    assert 'Cache' not in stages_of(training.last) and not callback.watch.validating
     model.evaluate(rows.batch(8), verbose=0, callbacks=[callback])   # after the training
     assert len([e for e in callback.watch.events if e.kind == 'validation']) == len(tests)
 
@@ -175,8 +177,8 @@ def test_a_fit_that_the_end_of_the_watch_meets():
     model.compile('sgd', 'mse')
     for at, windows in ((20, 0), (30, 1)):
         def end(batch, logs, at=at):
-            if batch == at: raise page._Enough
-        with Watch() as watch, page._every_fit_watched(watch), pytest.raises(page._Enough):
+            if batch == at: raise KeyboardInterrupt
+        with Watch() as watch, page._every_fit_watched(watch), pytest.raises(KeyboardInterrupt):
             model.fit(np.zeros((160, 2)), np.zeros((160, 1)), batch_size=4, verbose=0,
                       callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end)])
         (fit,) = watch.fits

@@ -281,10 +281,13 @@ def _diagnosed_script(script: list[str], seconds: float, *others) -> tuple[dict,
     if any(others):
         raise UserError('diagnose SCRIPT: only --seconds and --json act on a script; leave the other options '
                         'out.')
-    from xtts_nb.monitor.program import explain, _finding_lines, watch_script
+    from xtts_nb.monitor.program import explain, _finding_lines, _leave_with, watch_script
     with redirect_stdout(sys.stderr):
-        found, notes = explain(watch_script(script[0], script[1:], seconds))
-    return {'findings': [f.to_dict() for f in found], 'notes': notes}, '\n'.join(_finding_lines(found, notes))
+        watch = watch_script(script[0], script[1:], seconds)
+        found, notes = explain(watch)
+    _leave_with(watch.exit_code)
+    text = '\n'.join(_finding_lines(found, notes))
+    return {'findings': [f.to_dict() for f in found], 'notes': notes}, text, watch.exit_code
 
 # %% ../../nbs/app/cli.ipynb #9f5ad44b
 @_speed('quick-fix', example='--data cache/mine --out faster.yaml')

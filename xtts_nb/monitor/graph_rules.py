@@ -19,13 +19,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import handle_data_util
 
+from ..bench import compare
 from .diagnose import (
-    Case, _done_without, find_float64, find_half_on_cpu, find_idle_tensor_cores, Finding, Measured,
-    _MIN_GAIN, ms, _without_changes, _without_devices)
+    Case, _changed, _done_without, find_float64, find_half_on_cpu, find_idle_tensor_cores, Finding, in_a_row,
+    Measured, _MIN_GAIN, ms, _without_changes, _without_devices)
 from .loop import _batch_rows, Call, covered_seconds, python_operations, stages
 from .preflight import _bodies, _graph_operations, preflight, _source_line
 from .seen import (
-    alive, _compiled_call, _datasets_of, finding, gain_without, _only_on_gpu, _seconds_of, _Seen,
+    alive, _compiled_call, _datasets_of, finding, gain_without, _only_on_gpu, _seconds_of, _Seen, tried,
     _variables_put_back, waiting)
 from .watch import _is_compiled, _is_users, _Place
 
@@ -38,7 +39,7 @@ def find_in_graph(seen: _Seen) -> list[Finding]:
     rules = (_row_loops, _linear_loops, _metrics, _python_inside, _dense_table, _one_hot, _full_softmax,
              _pairs, _padding, _recurrent_dropout, _wide, _unrolled, _same_part, _several_devices,
              _in_every_epoch, _weightless, _backward_again)
-    return [f for rule in rules for f in rule(seen, call, computing)]
+    return [f for rule in rules for f in seen.ask(rule, call, computing)]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #b0a1001a
 _LOOPS = 'While', 'StatelessWhile'
@@ -67,13 +68,22 @@ def _is_row_loop(op: tf.Operation) -> bool:
     return True
 
 # %% ../../nbs/monitor/graph_rules.ipynb #e1b000a2
-def _left(call: Call, changed: Callable) -> float | None:
-    "The time of what `changed` makes of a step, as a share of the step; None if it fails."
+def _left(
+    call: Call,
+    changed: Callable,        # makes the step without a part
+    as_graph: bool = True,    # whether that runs as a graph, and not as the function itself
+) -> float | None:
+    "The time of a step without a part, as a share of the step; None if the trial fails."
+    itself = lambda: call.function(*call.args, **call.kwargs)
     try:
         with _variables_put_back() as possible:
             if not possible: return None
-            whole = _seconds_of(lambda: call.function(*call.args, **call.kwargs))
-            return min(1., _seconds_of(changed()) / whole)
+            # to call a function of many variables takes time of its own, which stays
+            same = _changed(call, call.concrete.graph.as_graph_def()) if as_graph else itself
+            arms = {'itself': itself, 'whole': same, 'without': changed()}
+            timed = compare({name: in_a_row(arm) for name, arm in arms.items()}, 'step_ms', 3, warmup=2).arms
+            itself, whole, without = (min(arm.times) for arm in timed)
+            return min(1., max(0., 1 - (whole - without) / max(itself, whole)))
     except Exception: return None   # a trial may fail in any way
 
 def _is_much(left: float | None, computing: float, least: float) -> bool:
@@ -299,7 +309,7 @@ def _padding(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     if 1 - (end - first) / length < _PADDED: return _unlike_lengths(seen, long, computing)
     def cut(x): return x[:, first:end] if tf.is_tensor(x) and x.shape.rank and x.shape[1:2] == [length] else x
     args, kwargs = tf.nest.map_structure(cut, given)
-    left = _left(call, lambda: partial(call.function, *args, **kwargs)) or (end - first) / length
+    left = _left(call, lambda: partial(call.function, *args, **kwargs), False) or (end - first) / length
     if computing * (1 - left) < .2: return []
     return [finding(
         seen, 'mostly padding',
@@ -311,7 +321,8 @@ def _padding(seen: _Seen, call: Call, computing: float) -> list[Finding]:
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a00006
 def _recurrent_dropout(seen: _Seen, call: Call, computing: float) -> list[Finding]:
-    layers = [o for o in alive(keras.layers.RNN) if o.built and getattr(o, 'recurrent_dropout', 0)]
+    layers = [o for o in alive(keras.layers.RNN) if o.built and getattr(o, 'recurrent_dropout', 0)
+              and hasattr(getattr(o, 'cell', None), 'kernel') and o.cell.kernel.ndim == 2]
     if not layers: return []
     left = _without_dropout(layers[0], _batch_rows(call.args[0]) or 32)
     about = (f'{layers[0].name} has recurrent_dropout={layers[0].recurrent_dropout}: it draws masks for each '
@@ -494,12 +505,12 @@ def _random_rows(dataset) -> bool:
 
 def _epochs(seen: _Seen) -> int:
     "How often the same rows are given to the step, as far as is known."
-    made = _datasets_of(seen)
+    made = _datasets_of(seen, own=False)
     if not made or python_operations(made[-1]) or _random_rows(made[-1]): return 1
     fits = seen.watch.fits
     if seen.loop[0] == 'fit' and fits: return max(fits[-1].planned, len(fits))
-    alike = sum(d is made[-1] for d in made)
-    return max(alike, 2 * any(s.name == 'Repeat' for s in stages(made[-1])))
+    passes = seen.watch.datasets.get(seen.loop[1])
+    return max(passes.alike if passes else 1, 2 * any(s.name == 'Repeat' for s in stages(made[-1])))
 
 _ASSIGNS = 'assign', 'assign_add', 'assign_sub', 'set_weights'
 
@@ -519,7 +530,7 @@ def _is_read_only(variable: tf.Tensor) -> bool:
 def _parts_of_a_batch(seen: _Seen) -> int:
     "How many tensors a batch has; other inputs of a step are not part of the rows."
     if seen.loop[0] == 'fit': return 10**9
-    return len(tf.nest.flatten(_datasets_of(seen)[-1].element_spec))
+    return len(tf.nest.flatten(_datasets_of(seen, own=False)[-1].element_spec))
 
 def _in_every_epoch(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     "What depends on the rows alone, and on nothing that is learned: a frozen part, or a preparation."
@@ -551,7 +562,7 @@ def _weightless(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     counts = np.reshape(batch[2].numpy() != 0, (batch[2].shape[0], -1)).any(1)
     if not 0 < counts.mean() < .7: return []
     used = tf.nest.map_structure(lambda x: tf.boolean_mask(x, counts), tuple(batch))
-    left = _left(call, lambda: partial(call.function, used, **call.kwargs)) or float(counts.mean())
+    left = _left(call, lambda: partial(call.function, used, **call.kwargs), False) or float(counts.mean())
     if not _is_much(left, computing, .2): return []
     return [finding(
         seen, 'rows without weight',
@@ -637,11 +648,12 @@ def _dense_table(seen: _Seen, call: Call, computing: float) -> list[Finding]:
     return []
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f014
-_HIDES = re.compile(r"[^#]*(set_visible_devices\((devices=)?\[\]"
-                    r"|CUDA_VISIBLE_DEVICES['\"]\]?\s*[,=]\s*['\"](-1)?['\"])")
+_HIDES = re.compile(r"[^#]*CUDA_VISIBLE_DEVICES['\"]\]?\s*[,=]\s*['\"](-1)?['\"]")
 
 def _hidden_gpu(seen: _Seen) -> _Place | None:
-    "The line of the program that hides every GPU."
+    "The line of the program that has hidden every GPU."
+    called = next((e.place for e in seen.watch.events if e.kind == 'hidden' and e.rows == 0), None)
+    if called or seen.watch.cards == os.environ.get('CUDA_VISIBLE_DEVICES'): return called
     files = {l.place.file for l in seen.watch.looks if l.place}
     lines = ((_Place(f, n), line) for f in sorted(files) for n, line in enumerate(linecache.getlines(f), 1))
     return next((place for place, line in lines if _HIDES.match(line)), None)
@@ -704,7 +716,9 @@ def find_fetches(seen: _Seen) -> list[Finding]:
     fetched = Counter(e.place for e in seen.events if e.kind == 'fetch').most_common(1)
     place, count = fetched[0] if fetched else (None, 0)
     if place is None or count < .9 * steps or seen.seconds / steps > _SHORT_STEP: return []
-    share = seen.share('fetch')
+    share, call = seen.share('fetch'), _compiled_call(seen)
+    alone = tried(lambda: call.function(*call.args, **call.kwargs)) if call else None
+    if alone is not None: share = min(share, max(0., 1 - alone * steps / seen.seconds))   # it computes anyway
     about = (f'the line reads a value of the step in each iteration ({count} times in {steps} steps: '
              'float, numpy, print): a host sync, for which the host waits until the device is done')
     remedy = ('keep the tensors, and read them every N steps; sums and means in a tf.Variable or '

@@ -26,9 +26,9 @@ from .loop import (
     steady_mean, variation)
 from .preflight import _graph_operations
 from .seen import (
-    _calls_with_rows, _compiled_call, _datasets_of, finding, gain_without, _seconds_of, _Seen, tried,
-    _variables_put_back, waiting)
-from .watch import _is_users, _Place
+    _calls_with_rows, _compiled_call, _datasets_of, finding, gain_without, _result_bytes, _seconds_of, _Seen,
+    _times_that_fit, tried, _variables_put_back, waiting)
+from .watch import _is_users, _Passes, _Place
 
 # %% ../../nbs/monitor/input_rules.ipynb #b0a10011
 def find_python_input(seen: _Seen) -> list[Finding]:
@@ -119,7 +119,9 @@ def find_tiny_steps(seen: _Seen, enough: int = 64) -> list[Finding]:
     given = call and [list(call.args), call.kwargs]
     rows = call and _batch_rows(given)
     if not rows or rows > _TINY_ROWS: return []
-    times = enough // rows
+    made = call.concrete.graph if hasattr(call.function, 'get_concrete_function') else None
+    times = _times_that_fit(_result_bytes(made, rows) if made else 0., enough // rows)
+    if times < 2: return []
     grow = lambda x: tf.repeat(x, times, 0) if tf.is_tensor(x) and x.shape.rank and x.shape[0] == rows else x
     try:
         with _variables_put_back() as possible:
@@ -338,12 +340,13 @@ def _unpacks(stage) -> bool:
 def _passes(seen: _Seen, made: list) -> tuple[int, bool]:   # how many, whether each was read to its end
     "Over the pipeline of the loop."
     known = _host_part(made[-1])[0].cardinality().numpy()
+    passes = seen.watch.datasets.get(seen.loop[1], _Passes(total=1, alike=1))
     if seen.loop[0] == 'fit' and seen.watch.fits:   # it takes more iterators than it reads
-        fit, alike = seen.watch.fits[-1], all(d is made[-1] for d in made)
+        fit, alike = seen.watch.fits[-1], passes.alike == passes.total
         epochs = sum(f.epochs for f in seen.watch.fits) if alike else fit.epochs
         return epochs, known <= 0 or fit.asked is None or fit.asked >= .9 * known
     steps = sum(e.kind == 'next' and e.place == seen.loop[1] for e in seen.watch.events) or len(seen.steps)
-    return len(made), known <= 0 or steps / len(made) >= .9 * known
+    return passes.total, known <= 0 or steps / passes.total >= .9 * known
 
 def _again(seen: _Seen, some: list, passes: int) -> bool:
     "Whether the same rows were read twice."
@@ -467,9 +470,10 @@ def find_validation(seen: _Seen) -> list[Finding]:
     if share < .2: return []
     each, count = statistics.mean(e.seconds for e in tests), max(e.rows for e in tests)
     about = f'validation takes {share:.0%} of the time, {ms(each)} for {count} batches after each epoch'
-    for dataset in seen.watch.validated[-1:]:
+    validated = seen.watch.validated
+    for dataset in [validated.last] if validated.total else []:
         known = _host_part(dataset)[0].cardinality().numpy()
-        order = _order(stages(dataset), len(seen.watch.validated), known <= 0 or count >= .9 * known)
+        order = _order(stages(dataset), validated.total, known <= 0 or count >= .9 * known)
         if order in (_PART_OF_CACHE, _REPEATED):
             left = .2   # where reading it again would call the program's Python
             if not python_operations(dataset):
@@ -519,18 +523,18 @@ def find_ended_passes(seen: _Seen) -> list[Finding]:
 # %% ../../nbs/monitor/input_rules.ipynb #e2c000a1
 def find_new_iterators(seen: _Seen) -> list[Finding]:
     "A new iterator over the same dataset for each step."
-    made = seen.watch.datasets.get(seen.loop[1], []) if seen.loop[:1] == ('next',) else []
-    inside = [e for e in seen.watch.events if e.kind == 'next' and e.place == seen.loop[1]] if made else []
+    made = seen.watch.datasets.get(seen.loop[1], _Passes()) if seen.loop[:1] == ('next',) else _Passes()
+    inside = [e for e in seen.watch.events if e.kind == 'next' and e.place == seen.loop[1]]
     share = seen.share('input', 'end')
-    if len(made) < max(8, .8 * len(inside)) or made[-1] is not made[-2] or share < .12: return []
-    dataset, known = made[-1], _host_part(made[-1])[0].cardinality().numpy()
+    if made.total < max(8, .8 * len(inside)) or made.alike < 2 or share < .12: return []
+    dataset, known = made.last, _host_part(made.last)[0].cardinality().numpy()
     if known == 1: return []
     period, left = seen.seconds / max(1, len(seen.steps)), .2
     if not python_operations(dataset):
         left = min(1., statistics.median(_read(_repeat_if_finite(dataset))[2] or [0.]) / (share * period))
     return [finding(
         seen, 'an iterator is made in the loop',
-        f'iter() is called {len(made)} times for {len(inside)} batches: each starts the pipeline again (its '
+        f'iter() is called {made.total} times for {len(inside)} batches: each starts the pipeline again (its '
         f'threads, its shuffle buffer), and gives its first batch; that takes {share:.0%} of the time',
         'make one iterator before the loop; each next() then gives the next batch, and not the first one '
         'again',

@@ -463,6 +463,7 @@ def LiveCallback(phases: bool = True, **kwargs):   # the others as of `gpu_live`
         def on_epoch_begin(self, epoch, logs=None):
             self._epoch = epoch + 1
             self.live.sampler.mark(f'epoch {epoch + 1}')
+        def on_train_batch_begin(self, batch, logs=None): self._phases.arm()
         def on_train_batch_end(self, batch, logs=None):
             self.live.update(**{'epoch': self._epoch, 'batch': batch + 1} | (logs or {}))
         def on_epoch_end(self, epoch, logs=None):

@@ -132,9 +132,17 @@ def operations(graph) -> list[str]:
     return [n.op for n in graph.node] + [n.op for f in graph.library.function for n in f.node_def]
 
 def python_operations(dataset) -> int | None:
-    "How many operations of a pipeline call Python; None if its graph is unknown."
-    graph = _dataset_graph(dataset)
-    return None if graph is None else sum('PyFunc' in op for op in operations(graph))
+    "How many operations of a pipeline call Python; None if they cannot be known."
+    if not isinstance(dataset, tf.data.Dataset): return None
+    left, types = [dataset], []
+    while left:   # the graph of the whole would hold the arrays of the program
+        here = left.pop()
+        left += here._inputs()
+        if type(here).__name__ == '_VariantDataset':   # made of a graph
+            if (graph := _dataset_graph(here)) is None: return None
+            types += operations(graph)
+        for f in here._functions(): types += operations(f.function.graph.as_graph_def())
+    return sum('PyFunc' in op for op in types)
 
 # %% ../../nbs/monitor/loop.ipynb #b38a9d7d
 _READERS = 'ReadFile', 'TFRecord', 'TextLine', 'FixedLengthRecord', 'CSV'
@@ -446,7 +454,8 @@ class _Iteration:
 def _batch_rows(batch) -> int | None:
     "How many rows a batch holds: the length of its first array; None if it has none."
     shapes = (getattr(x, 'shape', ()) for x in tf.nest.flatten(batch))
-    return next((int(shape[0]) for shape in shapes if len(shape) and shape[0]), None)
+    known = (shape for shape in shapes if getattr(shape, 'rank', 0) is not None)
+    return next((int(shape[0]) for shape in known if len(shape) and shape[0]), None)
 
 def run_iterations(
     batches,                 # an iterator
@@ -734,9 +743,14 @@ class FitPhases:
         self.model, self.whole, self.one = model, model.train_function, model.train_step
         if not model.run_eagerly:
             self.one = tf.function(self.one, jit_compile=model.jit_compile, reduce_retracing=True)
-        model.train_function = self
+        self.arm()
+
+    def arm(self):
+        "Time the next step; to be called before each, so that an error between two steps leaves nothing."
+        if self.model is not None: self.model.train_function = self
 
     def __call__(self, iterator):
+        self.model.train_function = self.whole
         with self.intervals.timer.phase('wait'): batch = next(iterator)
         batch = keras.tree.map_structure(_without_optional, batch)
         # the last one, but not the rest at the end of an epoch

@@ -5,23 +5,26 @@
 # %% auto #0
 __all__ = ['ROW_BY_ROW', 'MANY', 'FEW_LOOKS', 'MOMENT', 'find_eager_rows', 'find_single_rows', 'find_made_in_loop',
            'find_pipelines', 'find_traces', 'find_compiled_again', 'find_eager', 'find_copied_weights',
-           'find_same_values', 'find_beside', 'find_own_python', 'find_growth', 'find_added_operations', 'explain',
-           'Diagnose', 'watch_script']
+           'find_same_values', 'find_beside', 'find_own_python', 'find_growth', 'find_added_operations', 'account',
+           'explain', 'Diagnose', 'watch_script']
 
 # %% ../../nbs/monitor/program.ipynb #b0a10003
 import ast
+import inspect
 import linecache
 import math
+import os
 import runpy
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial, wraps
 from pathlib import Path
 
 import keras
@@ -37,10 +40,10 @@ from .input_rules import (
     find_slow_input, find_small_evaluation, find_tiny_steps, find_validation)
 from .loop import FitPhases, python_operations, stages
 from .seen import (
-    again, _calls_with_rows, _datasets_of, finding, _LOOP_KINDS, _seconds_of, _Seen, steady_part,
-    _steps_of_fit,
-    tried, _variables_put_back, waiting)
-from .watch import Event, _is_compiled, _Place, _place_of, Watch
+    again, _calls_with_rows, _datasets_of, finding, _free_memory, _seconds_of, _Seen, _size_of, steady_part,
+    _steps_of_fit, _times_that_fit, tried, _variables, _variables_put_back, waiting)
+from .watch import (
+    _chain, Event, _is_compiled, _LOOP_KINDS, _Passes, _Place, _place_of, _shapes, Watch)
 
 # %% ../../nbs/monitor/program.ipynb #b0a10009
 ROW_BY_ROW, MANY = 4, 64   # rows of a call at most; how many times as many are tried
@@ -60,11 +63,12 @@ def find_single_rows(seen: _Seen, eagerly: bool = False) -> list[Finding]:
         if eagerly and gradients >= .5 * len(some): continue
         name = {'layer': 'the model'}.get(kind, f'model.{some[-1].name}')
         each = statistics.median(e.seconds for e in some)
-        left = _many_rows(*seen.watch.last[kind, place], MANY, each)
+        many = _times_that_fit(rows * _row_bytes(seen.watch.last[kind, place]), MANY)
+        left = _many_rows(*seen.watch.last[kind, place], many, each) if many >= 8 else None
         if left is None or left > .8: continue
         found.append((share, left, place, name,
                       f"is called {len(some)} times in {seen.seconds:.1f} s with {rows:g} "
-                      f"row{'s' * (rows > 1)} each, {ms(each)} a call; with {MANY} times as many rows a row "
+                      f"row{'s' * (rows > 1)} each, {ms(each)} a call; with {many} times as many rows a row "
                       f"takes {left:.0%} of that"))
     if not eagerly: found += _single_fits(seen) + _unbatched(seen)
     if not (found := sorted(found, reverse=True)): return []
@@ -106,6 +110,15 @@ def _unbatched(seen: _Seen) -> list[tuple]:
                  'gets row after row, since the dataset of the loop is not batched; for one row it '
                  f'takes {ms(period)}')]
     return []
+
+def _row_bytes(call: tuple) -> float:
+    "About what a row takes in a network: the results of its layers, or 50 times what it is given."
+    network, _, args, kwargs = call
+    layers = [layer.output for layer in getattr(network, 'layers', ()) if hasattr(layer, '_inbound_nodes')
+              and layer._inbound_nodes]
+    if layers: return 4. * sum(math.prod(n or 1 for n in x.shape[1:]) for x in tf.nest.flatten(layers))
+    given = [np.asarray(x) for x in tf.nest.flatten([args, kwargs]) if hasattr(x, 'shape')]
+    return 50. * sum(x.nbytes / max(1, len(x) if x.ndim else 1) for x in given)
 
 def _many_rows(network, name: str, args: tuple, kwargs: dict, times: int, each: float) -> float | None:
     "The time of a row among many, as a share of that of one alone; None if the trial fails."
@@ -154,18 +167,17 @@ def find_made_in_loop(seen: _Seen) -> list[Finding]:
 
 def _source_of(dataset):
     "The first stage of a pipeline."
-    while inputs := dataset._inputs(): dataset = inputs[0]
-    return dataset
+    return _chain(dataset)[-1]
 
 # %% ../../nbs/monitor/program.ipynb #d0a00002
-def _new_caches(seen: _Seen, made: list) -> list[Finding]:
+def _new_caches(seen: _Seen, made: _Passes) -> list[Finding]:
     "cache() that is called again for each pass begins with an empty cache."
-    some, fits = made[:9], seen.loop[0] == 'fits'
-    passes = len(seen.steps if fits else made)   # fit takes two iterators
-    caches = {id(s.dataset): s.dataset for d in some for s in stages(d) if s.name == 'Cache'}
+    fits = seen.loop[0] == 'fits'
+    passes = len(seen.steps) if fits else made.total   # fit takes two iterators
     # one each for training and validation is none of these
-    if len(caches) < max(4, .8 * len(some) / (1 + fits)): return []
-    waits = _filling(seen, [*caches.values()][-1]) if fits else waiting(seen)
+    if made.caches < max(4, .8 * made.total / (1 + fits)): return []
+    cache = next(d for d in _chain(made.last) if 'Cache' in type(d).__name__)
+    waits = _filling(seen, cache) if fits else waiting(seen)
     if waits < .1: return []
     return [finding(
         seen, 'a cache is made in the loop',
@@ -186,15 +198,15 @@ def _filling(seen: _Seen, cache) -> float:
 def find_pipelines(seen: _Seen) -> list[Finding]:
     "Pipelines that are built again for each pass."
     if not seen.loop or seen.loop[0] not in ('next', 'fits'): return []
-    made = seen.watch.datasets.get(seen.loop[1], [])
-    share = seen.share('trace', 'eager')
+    made = seen.watch.datasets.get(seen.loop[1], _Passes())
+    share = seen.share('trace', 'pipeline')
     cached = _new_caches(seen, made)
-    if seen.loop[0] == 'fits' or len({id(_source_of(d)) for d in made}) < 4: return cached
+    if seen.loop[0] == 'fits' or made.sources < 4: return cached
     if cached and waiting(seen) > share: return cached
-    place = next((p for p, _ in seen.places('trace', 'eager')), seen.loop[1])
+    place = next((p for p, _ in seen.places('trace', 'pipeline')), seen.loop[1])
     return [finding(
         seen, 'a pipeline is made in the loop',
-        f'{len(made)} pipelines were built; building and tracing them takes {share:.0%} of the time',
+        f'{made.total} pipelines were built; building and tracing them takes {share:.0%} of the time',
         'build the dataset once before the loop, and iterate over it again in each epoch '
         '(reshuffle_each_iteration shuffles again)',
         share, 0.03, place)]
@@ -537,13 +549,19 @@ def find_own_python(seen: _Seen) -> list[Finding]:
         total, 0.1, place, spread=1.0)]
 
 # %% ../../nbs/monitor/program.ipynb #d0a00005
+def _rows_grow(seen: _Seen) -> bool:
+    "Whether the program gives its step more and more, as a curriculum does."
+    size = lambda given: sum(math.prod(shape) for shape in _shapes(*given))
+    return any(size(last[2:]) > 1.2 * size(seen.watch.early[key]) for key, last in seen.watch.last.items()
+               if key in seen.watch.early)
+
 def find_growth(seen: _Seen) -> list[Finding]:
     "Steps that take longer and longer."
     # what grows may start again with each pass
     ends = [e.start for e in seen.events if e.kind == 'end']
     passes = zip([0., *ends], [*ends, math.inf])
     starts = max(([e.start for e in seen.steps if a <= e.start < b] for a, b in passes), key=len)
-    if len(starts) < 24: return []
+    if len(starts) < 24 or _rows_grow(seen): return []
     turns = min(8, max(1, len(starts) // 48))   # what is done in some steps alone is in every few
     periods = np.diff(starts[::turns]) / turns
     third = len(periods) // 3
@@ -596,15 +614,34 @@ _SPENT = {   # the kinds of looks: their name, and what the limit is where one o
     'fetch': ('reading results', 'the device, for whose results the loop waits'),
     'save': ('saving', 'the disk'), 'summary': ('summaries', 'the disk'),
     'callback': ('callbacks', 'callbacks'),
-    'end': ('ending passes over a dataset', 'tf.data')}
+    'end': ('ending passes over a dataset', 'tf.data'), 'pipeline': ('building pipelines', 'tf.data'),
+    'validation': ('validation', 'how often it is validated, and on how many rows')}
+
+_CALLED = {   # kinds of counted calls: the part of an iteration that their time is
+    'next': 'input', 'fetch': 'fetch', 'end': 'end', 'validation': 'validation', 'evaluate': 'validation',
+    **dict.fromkeys(('call', 'session', 'predict', 'train_on_batch', 'fit'), 'graph')}
+
+def account(seen: _Seen) -> dict[str, float]:
+    """The watched time divided into parts, as shares that sum to 1.
+
+    The clock tells the calls apart that were counted; looks at the stack divide what is left."""
+    spent, until = Counter(), seen.begin
+    for e in sorted(seen.events, key=lambda e: e.start):
+        if e.kind not in _CALLED or e.start < until: continue   # a part of the call around it
+        until = min(seen.end, e.start + e.seconds)
+        spent['trace' if e.traced else _CALLED[e.kind]] += max(0., until - e.start) / seen.seconds
+    if seen.loop[:1] in (('fit',), ('fits',)) and seen.watch.fits:   # it waits inside of its function
+        waits = seen.watch.fits[-1].wait_share * spent['graph']
+        spent.update(input=waits, graph=-waits)
+    outside = Counter(look.kind for look in seen.looks if look.kind not in _CALLED.values())
+    rest, looks = max(0., 1 - sum(spent.values())), sum(outside.values())
+    spent.update({kind: rest * n / looks for kind, n in outside.items()} if looks else {'own': rest})
+    return {kind: share / sum(spent.values()) for kind, share in spent.items()}
 
 def _time_spent(seen: _Seen, nothing_found: bool) -> str:
     "What the watched time went into, and what limits a program in which there is nothing to fix."
-    shares = {kind: seen.share(kind) for kind in _SPENT}
-    if seen.loop[:1] in (('fit',), ('fits',)) and seen.watch.fits:   # it waits inside of its function
-        waits = min(seen.watch.fits[-1].wait_share, shares['graph'] + shares['input'])
-        shares |= {'graph': shares['graph'] + shares['input'] - waits, 'input': waits}
-    most = sorted(((kind, s) for kind, s in shares.items() if s >= .05), key=lambda pair: -pair[1])
+    shares = account(seen)
+    most = sorted(((kind, s) for kind, s in shares.items() if s >= .005), key=lambda pair: -pair[1])
     parts = ', '.join(f'{_SPENT[kind][0]} {share:.0%}' for kind, share in most)
     limit = f'; the limit is {_SPENT[most[0][0]][1]}' if nothing_found and most else ''
     return f'of the {seen.seconds:.1f} s that were watched: {parts}{limit}'
@@ -622,31 +659,49 @@ _INSIDE_FIT = (   # of a `fit` that is called in a loop, where nothing is to be 
 
 FEW_LOOKS, MOMENT = 20, .5   # s; below both nothing is said
 _TOO_SHORT = 'the program was too short to be judged'
+_NO_LOOP = 'no training was seen'
+_UNTIMED = 'how long fit waits for its batches was not measured'
 _WORTH = 1.2   # times; of a program as it runs, a smaller gain is hard to tell from noise
 
 def explain(watch: Watch) -> tuple[list[Finding], list[str]]:
     "The findings about a watched program, largest gain first, and notes."
     seen, notes = steady_part(watch), []
+    if not seen.loop: return [], [_no_loop(watch)]
     if len(seen.looks) < FEW_LOOKS and seen.seconds < MOMENT:   # the GIL may keep looks away for longer
         notes.append(f'only {len(seen.looks)} looks: {_TOO_SHORT}; let it train for longer')
         return [], notes
     if len(seen.looks) < 40:
         notes.append(f'only {len(seen.looks)} looks: the program was too short to be sure')
+    notes += _not_measured(seen)
     found = _asked(_PROGRAM_RULES, seen, notes)
     if seen.loop[:1] == ('fits',) and watch.windows and all(f.only_on_gpu for f in found):
         found += _asked(_INSIDE_FIT, _steps_of_fit(watch), notes)
     if seen.looks: notes.append(_time_spent(seen, not found))
     return _ranked([_with_interval(f) for f in found]), notes
 
+def _no_loop(watch: Watch) -> str:
+    "What a program did instead of training."
+    places = Counter(look.place for look in watch.looks if look.place).most_common(1)
+    where = f'; most of the {watch.ended - watch.begun:.0f} s it was at {places[0][0]}' if places else ''
+    return (f'{_NO_LOOP} in the main thread of this process{where}. If it had not begun, give a larger '
+            '--seconds; if the script starts another program, diagnose that one')
+
+def _not_measured(seen: _Seen) -> list[str]:
+    "What no figure is given for, and why."
+    out, size = [fit.untimed for fit in seen.watch.fits[-1:] if fit.untimed], _size_of(_variables())
+    if size > _free_memory():
+        out.append(f'the variables of the program take {size / 1e9:.1f} GB, and a trial needs as much again, '
+                   'which is not free: nothing inside the step was tried')
+    return out
+
 def _asked(rules: tuple, seen: _Seen, notes: list) -> list[Finding]:
     "What rules find beyond noise."
     found = []
     for rule in rules:
-        try:
-            known = {f.place: f.predicted_gain for f in found if f.place}
-            found += [f for f in rule(seen) if f.only_on_gpu or
-                      f.predicted_gain >= max(_WORTH, 2 * known.get(f.place, 0.))]
-        except Exception as e: notes.append(f'{rule.__name__} failed: {type(e).__name__}: {e}')
+        known = {f.place: f.predicted_gain for f in found if f.place}
+        found += [f for f in seen.ask(rule) if f.only_on_gpu or
+                  f.predicted_gain >= max(_WORTH, 2 * known.get(f.place, 0.))]
+    notes += dict.fromkeys(seen.notes)
     return [f for f in found if f.only_on_gpu or not f.high or f.low > 1.]
 
 _AGREES = 2.5   # times; of 28 programs that no rule was made for 23 gained what it spans, with 2 only 20
@@ -672,6 +727,8 @@ class _FitRecord:
     one: Callable | None = None  # the step of one batch
     batch: object = None
     shapes: list = field(default_factory=list)   # of the batches that were fetched apart
+    arrays: bool = False         # whether Keras itself made the pipeline, of arrays
+    untimed: str = ''            # why waiting and step were not told apart
 
 # %% ../../nbs/monitor/program.ipynb #d0a0000b
 def _fit_frame(frame):
@@ -698,8 +755,10 @@ class Diagnose(keras.callbacks.Callback):
         if self.done: return
         if self.phases: self.phases.end()   # of a training that has failed
         if self.watch and not self.given: self.watch.__exit__()
-        self.watch = self.given or Watch(frame=_fit_frame(sys._getframe())).__enter__()
+        frame = _fit_frame(sys._getframe())
+        self.watch = self.given or Watch(frame=frame).__enter__()
         self.fit, self.began, self.phases = _FitRecord(self.model), None, None
+        self.fit.arrays = not isinstance(frame and frame.f_locals.get('x'), tf.data.Dataset)
         self.fit.asked, self.fit.planned = self.params.get('steps'), self.params.get('epochs', 1)
         before = [f.steps // f.epochs for f in self.watch.fits if f.epochs and f.model is self.model]
         total = (self.fit.asked or (before or [10**9])[-1]) * self.fit.planned
@@ -710,7 +769,9 @@ class Diagnose(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None): self.fit.epochs += not self.done   # as `steps` counts
 
-    def on_train_batch_begin(self, batch, logs=None): self.start = time.perf_counter()
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.phases and not self.done: self.phases.arm()
+        self.start = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
         if self.done: return
@@ -729,6 +790,7 @@ class Diagnose(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         if not self.done: self._finish()
+        if self.findings is None and not self.given: self._explain()
 
 # %% ../../nbs/monitor/program.ipynb #d0a0f002
 @patch
@@ -736,7 +798,9 @@ def _part(self: Diagnose, now: float):
     "The watched steps are over; in some more, fetching the batch and the step are two calls."
     self.watch.windows.append((self.began, now))
     self.phases, self.until, self.split = FitPhases(10**9), self.fit.steps + 24, now
-    if self.phases.begin(self.model): self._finish()
+    if why := self.phases.begin(self.model):
+        self.fit.untimed = f'{_UNTIMED}: {why}'
+        self._finish()
 
 @patch
 def _finish(self: Diagnose):
@@ -751,11 +815,13 @@ def _finish(self: Diagnose):
         self.fit.batch, self.fit.shapes = getattr(self.phases, 'batch', None), self.phases.shapes
     elif self.began: self.watch.windows.append((self.began, time.perf_counter()))
     self.done = True
-    if self.given: return
-    self.watch.__exit__()
+    if not self.given: self.watch.__exit__()
+
+@patch
+def _explain(self: Diagnose):
+    "Once the training is over: a trial reads the dataset, and calls the step."
     self.findings, self.notes = explain(self.watch)
-    if self.report:
-        for line in _finding_lines(self.findings, self.notes): self.report(line)
+    for line in _finding_lines(self.findings, self.notes) if self.report else []: self.report(line)
 
 @patch
 def on_test_begin(self: Diagnose, logs=None):   # of the validation; `evaluate` alone is not watched
@@ -775,19 +841,19 @@ def on_test_end(self: Diagnose, logs=None):
     self.watch.events.append(self.tested)
 
 # %% ../../nbs/monitor/program.ipynb #b0a10016
-class _Enough(BaseException):
-    "Ends a watched script; no `except Exception` of it holds it up."
-
 @contextmanager
 def _every_fit_watched(watch: Watch):
     "Inside, each `fit` has a `Diagnose` that reports to `watch`."
     original = keras.Model.fit
+    @wraps(original)
     def fit(self, *args, **kwargs):
-        own = kwargs.get('callbacks') or []
-        own = [*own] if isinstance(own, (list, tuple)) else [own]
+        given = inspect.signature(original).bind(self, *args, **kwargs)
+        own = given.arguments.get('callbacks') or []
         event = Event('fits', _place_of(sys._getframe(1)), time.perf_counter())
         mine = [Diagnose(watch=watch)] if sum(e.kind == 'fits' for e in watch.events) < 3 else []
-        try: return original(self, *args, **kwargs | {'callbacks': own + mine})
+        if isinstance(own, keras.callbacks.CallbackList): mine = []   # it belongs to the program
+        else: given.arguments['callbacks'] = [*own, *mine] if isinstance(own, (list, tuple)) else [own, *mine]
+        try: return original(*given.args, **given.kwargs)
         finally:
             for one in mine:
                 if one.phases: one.on_train_end()   # Keras does not, where the watch ends inside of it
@@ -798,43 +864,72 @@ def _every_fit_watched(watch: Watch):
     finally: keras.Model.fit = original
 
 @contextmanager
-def _ended_after(seconds: float, watch: Watch):
-    "Raise `_Enough` inside the block when its loop has run so long, or none was seen ten times as long."
-    over, begun = False, time.perf_counter()
-    def enough(*_):
-        nonlocal over
-        first = next((e.start for e in watch.events if e.kind in _LOOP_KINDS), begun + 9 * seconds)
-        over = time.perf_counter() - first > seconds
-        if over: raise _Enough
-    before = signal.signal(signal.SIGALRM, enough)
-    signal.setitimer(signal.ITIMER_REAL, 1., .5)
+def _as_python_would():
+    "Inside, Ctrl-C does what it does in `python script`."
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try: yield
-    except Exception as e:   # C code that calls Python makes an error of its own of it
-        if over: raise _Enough from e
-        raise
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.)
-        signal.signal(signal.SIGALRM, before)
+    finally: signal.signal(signal.SIGINT, before)
+
+_watching = []   # not empty while a script is watched
+
+@cache   # a hook cannot be taken away
+def _refuse_other_backends():
+    "A script that chooses another backend of Keras gets a `UserError` there: Keras is imported by now."
+    def heard(event, arguments):
+        if event != 'os.putenv' or not _watching or arguments[0] != b'KERAS_BACKEND': return
+        if arguments[1] != b'tensorflow': raise _other_backend(arguments[1].decode())
+    sys.addaudithook(heard)
+
+def _other_backend(name: str) -> UserError:
+    return UserError(f'KERAS_BACKEND={name}: only the backend tensorflow can be diagnosed; run the script '
+                     'without diagnose, or with that backend.')
+
+def _leave_with(code: int):
+    "Let the process end with the main thread: a thread of the script that is no daemon would hold it."
+    others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    def leave():
+        threading.main_thread().join()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if others: threading.Thread(target=leave, daemon=True).start()
 
 # %% ../../nbs/monitor/program.ipynb #d0a0000c
 def watch_script(
     path: str | Path,
     arguments: list[str] = (),
-    seconds: float = 30.,    # after its loop has begun
+    seconds: float = 30.,    # after its loop has begun; then it is ended as by one Ctrl-C
 ) -> Watch:
     "Run a script as `python script arguments` would, under a watch; raises `UserError` if it fails."
     path = Path(path)
     if not path.is_file(): raise UserError(f'{path}: there is no such script.')
+    if (backend := keras.backend.backend()) != 'tensorflow': raise _other_backend(backend)
+    _refuse_other_backends()
     argv, search, watch = sys.argv, sys.path[:], Watch()
     sys.argv, sys.path[:] = [str(path), *arguments], [str(path.parent.resolve()), *sys.path]
+    watch.limit = seconds
+    _watching.append(watch)
     try:
-        with watch, _every_fit_watched(watch), _ended_after(seconds, watch):
+        with _as_python_would(), watch, _every_fit_watched(watch):
             runpy.run_path(str(path), run_name='__main__')
-    except (_Enough, SystemExit): pass
-    except Exception as e:
-        raise UserError(f'{path}: failed while it was watched: {type(e).__name__}: {e}') from e
-    finally: sys.argv, sys.path[:] = argv, search
+    except SystemExit as e: _check_exit(path, watch, e.code)
+    except UserError: raise
+    except (Exception, KeyboardInterrupt) as e:   # native code that calls Python makes another error of it
+        if not watch.over:
+            if isinstance(e, KeyboardInterrupt): raise
+            raise UserError(f'{path}: failed while it was watched: {type(e).__name__}: {e}') from e
+    finally:
+        sys.argv, sys.path[:] = argv, search
+        _watching.pop()
     return watch
+
+def _check_exit(path: Path, watch: Watch, code):
+    "Raise `UserError` if a script has ended with an error of its own before it trained."
+    watch.exit_code = code if isinstance(code, int) else int(code is not None)
+    if isinstance(code, str): print(code, file=sys.stderr)
+    if watch.exit_code and not steady_part(watch).steps:
+        raise UserError(f'{path}: ended with exit code {watch.exit_code} before it trained; see its last '
+                        'lines above.')
 
 _MUCH = 500.   # times; beyond, a few per cent of the time decide
 
@@ -850,6 +945,7 @@ def _finding_lines(findings: list[Finding], notes: list[str]) -> list[str]:
         if f.line: out.append(f'   > {f.line}')
         out += [f'   {f.evidence}.', f'   Change: {f.remedy}.']
         out += [f'       {line}' for line in f.change.splitlines()]
-    nothing = 'Not judged.' if any(_TOO_SHORT in note for note in notes) else 'Nothing to fix.'
+    unknown = any(reason in note for note in notes for reason in (_TOO_SHORT, _NO_LOOP, _UNTIMED))
+    nothing = 'Not judged.' if unknown else 'Nothing to fix.'
     out += ['Run it again after a change: the next cause may show only then.'] if out else [nothing]
     return out + [f'Note: {n}.' for n in notes]

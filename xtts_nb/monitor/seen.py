@@ -11,20 +11,19 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import psutil
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from ..bench import compare, _put_back
 from .diagnose import Finding, in_a_row
 from .loop import _batch_rows, Call
-from .watch import _Place, _reads_iterator, _SHAPED, Watch
+from .watch import _LOOP_KINDS, _Place, _reads_iterator, _SHAPED, Watch
 
 # %% ../../nbs/monitor/seen.ipynb #b0a10005
-_LOOP_KINDS = 'next', 'call', 'session', 'predict', 'train_on_batch', 'layer', 'fit'
-
 @dataclass
 class _Seen:
     "The steady part of a watched program."
@@ -33,6 +32,14 @@ class _Seen:
     end: float
     loop: tuple          # (kind, place) of the main loop, or ()
     steps: list          # its events
+    notes: list = field(default_factory=list)   # what could not be examined
+
+    def ask(self, rule: Callable, *given) -> list:
+        "What a rule finds; one that fails on an unusual program must not take the others with it."
+        try: return rule(self, *given)
+        except Exception as e:
+            self.notes.append(f'{rule.__name__.strip("_")} could not be examined: {type(e).__name__}')
+            return []
 
     @property
     def seconds(self) -> float: return max(1e-9, self.end - self.begin)
@@ -121,10 +128,12 @@ def _compiled_call(seen: _Seen) -> Call | None:
     if early and rows(early) > rows((args, kwargs)): args, kwargs = early
     return Call(function, args, kwargs, 0., False)
 
-def _datasets_of(seen: _Seen) -> list:
-    "The pipelines that the main loop reads, else all."
-    every = [d for some in seen.watch.datasets.values() for d in some]
-    return (seen.loop and seen.watch.datasets.get(seen.loop[1])) or every
+def _datasets_of(seen: _Seen, own: bool = True) -> list:
+    "The pipelines that the main loop reads, else all; `own`: not one that Keras makes of arrays by itself."
+    fits = seen.watch.fits if seen.loop[:1] in (('fit',), ('fits',)) else []
+    if own and fits and fits[-1].arrays: return []
+    mine = seen.loop and seen.watch.datasets.get(seen.loop[1])
+    return [passes.last for passes in ([mine] if mine else seen.watch.datasets.values())]
 
 def waiting(seen: _Seen) -> float:
     "The share of the time in which the program waits for its next batch."
@@ -169,14 +178,38 @@ def alive(kind: type) -> list:
     of_kind = lambda t: kinds[t] if t in kinds else kinds.setdefault(t, issubclass(t, kind))
     return [o for o in gc.get_objects() if of_kind(type(o))]
 
-@contextmanager
-def _variables_put_back(most: float = 2e9):
-    "After the block, every variable of the process has its old value; yields False if they are too large."
-    # a variable of a graph holds nothing outside of it
-    some = [v for v in alive(BaseResourceVariable)
+def _variables() -> list:
+    "Those of this process; one of a graph holds nothing outside of it."
+    return [v for v in alive(BaseResourceVariable)
             if v.dtype not in (tf.resource, tf.variant) and not tf.is_symbolic_tensor(v.handle)]
-    size = sum(np.prod(v.shape) * v.dtype.size for v in some if v.shape.is_fully_defined())
-    if size > most:
+
+def _size_of(variables: list) -> float:
+    return sum(np.prod(v.shape) * v.dtype.size for v in variables if v.shape.is_fully_defined())
+
+def _free_memory() -> float:
+    "Bytes that a trial may take."
+    return psutil.virtual_memory().available / 3
+
+def _times_that_fit(
+    call_bytes: float,   # that a call takes now
+    times: int,
+) -> int:
+    "How many times as many rows a trial may have: it takes less than half of what the program takes."
+    own = psutil.Process().memory_info().rss / 2
+    while times > 1 and call_bytes * times > own: times //= 2
+    return times
+
+def _result_bytes(graph, rows: int) -> float:
+    "Of all results of the operations of a graph; an axis of unknown length counts as `rows`."
+    sizes = lambda t: [rows if n is None else n for n in t.shape] if t.shape.rank is not None else []
+    return sum(math.prod(sizes(t)) * t.dtype.size for op in graph.get_operations() for t in op.outputs
+               if t.dtype not in (tf.resource, tf.variant, tf.string))
+
+@contextmanager
+def _variables_put_back(most: float | None = None):
+    "After the block, every variable of the process has its old value; yields False without memory for that."
+    some = _variables()
+    if _size_of(some) > (_free_memory() if most is None else most):
         yield False
         return
     with _put_back(some): yield True

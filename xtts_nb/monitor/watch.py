@@ -9,14 +9,16 @@ __all__ = ['MARKS', 'PASSED', 'libraries', 'About', 'look_at', 'Event', 'Watch']
 import gc
 import linecache
 import os
+import signal
 import sys
 import sysconfig
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,7 +102,7 @@ MARKS = (
     _Mark('callback', 'keras/src/callbacks/callback_list.py', (), True),
     _Mark('input', 'data/ops/iterator_ops.py',
           ('__next__', '_next_internal', 'get_next', '_create_iterator')),
-    _Mark('input', 'keras/src/trainers/data_adapters/'),
+    _Mark('input', 'keras/src/trainers/data_adapters/'), _Mark('pipeline', 'tensorflow/python/data/ops/'),
     _Mark('fetch', 'framework/ops.py', ('numpy', '_numpy', '__array__', '__float__', '__int__', '__bool__',
                                         '__format__', '__repr__', '__str__', '__index__', 'tolist')),
     _Mark('graph', 'polymorphic_function/polymorphic_function.py', ('__call__', '_call')),
@@ -166,7 +168,8 @@ _COUNTED = {   # kind of call: owner and name of the functions
     'gradient': (('tensorflow.python.eager.backprop:GradientTape', 'gradient'),),
     'variable': (('tensorflow.python.ops.resource_variable_ops:BaseResourceVariable', '__init__'),),
     'optimizer': (('keras.src.optimizers.base_optimizer:BaseOptimizer', '__init__'),),
-    'model': (('keras.src.backend.tensorflow.trainer:TensorFlowTrainer', '__init__'),)}
+    'model': (('keras.src.backend.tensorflow.trainer:TensorFlowTrainer', '__init__'),),
+    'hidden': (('tensorflow.python.eager.context:Context', 'set_visible_devices'),)}
 PASSED = 'variable', 'optimizer', 'model', 'fetch'   # counted inside other calls too
 
 @dataclass
@@ -190,6 +193,30 @@ class _PythonCall(NamedTuple):
     name: str
 
 # %% ../../nbs/monitor/watch.ipynb #a0a1000b
+@dataclass
+class _Passes:
+    "The passes over the datasets of one line; only the last dataset is kept, since others may hold arrays."
+    last: tf.data.Dataset | None = None
+    total: int = 0
+    alike: int = 0     # over the last dataset, with no other between them
+    sources: int = 0   # how often the source was another one than in the pass before
+    caches: int = 0    # the same of cache()
+
+    def add(self, dataset):
+        if dataset is not self.last:
+            now, before = _chain(dataset), _chain(self.last)
+            self.sources += now[-1:] != before[-1:]
+            caches = lambda some: [d for d in some if 'Cache' in type(d).__name__]
+            self.caches += bool(caches(now)) and caches(now) != caches(before)
+            self.alike = 0
+        self.last, self.total, self.alike = dataset, self.total + 1, self.alike + 1
+
+def _chain(dataset) -> list:
+    "A dataset and those that it was made from, each by its first input."
+    out = [dataset] if dataset is not None else []
+    while out and (inputs := out[-1]._inputs()): out.append(inputs[0])
+    return out
+
 class Watch:
     "Watches the thread that enters it: `with Watch() as watch: program()`."
     def __init__(self,
@@ -203,11 +230,18 @@ class Watch:
         self.shapes, self._wanted = {}, 0   # of arguments of what XLA compiles; see `_keep_function`
         self.thread, self._depth, self._patched, self._stop = None, 0, [], threading.Event()
         self.beside, self.kept = [], {}   # looks at other threads; arguments of functions
+        self._running = {}   # frames of functions that ran at the last question, by their code
         self.owners = {}   # of methods, by kind and line
         self.early, self._count = {}, Counter()   # arguments of the third call of a line; how many calls
         self.same = {}   # by line: which arguments were the very same tensor as in the call before, how often
         self.windows = []   # (begin, end) of the steps that `Diagnose` watched
-        self.validated, self.validating = [], False   # pipelines of the validation in `fit`
+        self.validated, self.validating = _Passes(), False   # of the validation in `fit`
+        self.limit, self.over = None, 0.   # s after which the program is ended; when that was done
+        self.exit_code = 0                 # of a script
+        self.cards = os.environ.get('CUDA_VISIBLE_DEVICES')   # before the program could hide one
+        self.at_end = []   # functions that are called when the watch ends
+        self._loop_began = self._ended_loop = None
+        self._idle = time.perf_counter(), time.process_time()   # since when little was computed
         self._pass = None   # (place, iterator) of the pass over a dataset that began last
 
     def __enter__(self):
@@ -225,6 +259,8 @@ class Watch:
         self._pass = None
         if threading.current_thread() is not self._looker: self._looker.join()
         self.ended = time.perf_counter()
+        self._running = {}
+        for function in self.at_end: function()
         while self._patched:
             owner, name, function = self._patched.pop()
             setattr(owner, name, function)
@@ -235,6 +271,7 @@ class Watch:
             owner = resolve_name(owner) if isinstance(owner, str) else owner
             original = getattr(owner, name)
         except (ImportError, AttributeError): return
+        @wraps(original)   # AutoGraph knows by its module that it is not the program's
         def function(first, /, *args, **kwargs): return around(original, first, args, kwargs)
         self._patched.append((owner, name, original))
         setattr(owner, name, function)
@@ -252,6 +289,7 @@ def _look(self: Watch):
     while not self._stop.wait(self.interval):
         now, turn, frames = time.perf_counter(), turn + 1, sys._current_frames()
         frame = frames.pop(self.thread, None)
+        if self.limit and turn % 20 == 0: self._end_if_over(now)
         if self.frame and turn % 20 == 0 and not _is_running(frame, *self.frame): self.__exit__()
         if frame is None: continue
         self.looks.append(look := look_at(frame, now))
@@ -263,8 +301,33 @@ def _look(self: Watch):
 def _look_beside(self: Watch, frames: dict, now: float):
     "Note lines of the program in other threads: functions of a pipeline."
     frames.pop(threading.get_ident(), None)
-    for frame in frames.values():
-        if (look := look_at(frame, now)).place: self.beside.append(look)
+    for frame in frames.values():   # a thread of the program itself makes no batches
+        if _in_pipeline(frame) and (look := look_at(frame, now)).place: self.beside.append(look)
+
+@patch
+def _waits(self: Watch, now: float) -> bool:
+    "Whether a program without a loop has waited for `limit` seconds, and at least five."
+    if self._loop_began: return False
+    used = time.process_time()
+    if used - self._idle[1] > .2 * (now - self._idle[0]): self._idle = now, used
+    return now - self._idle[0] > max(5., self.limit)
+
+def _in_pipeline(frame) -> bool:
+    "Whether TensorFlow has called the Python that a thread runs."
+    while frame is not None and not frame.f_code.co_filename.endswith('script_ops.py'): frame = frame.f_back
+    return frame is not None
+
+@patch
+def _end_if_over(self: Watch, now: float):
+    """End the program as Ctrl-C does, once its loop has run for `limit` seconds, or no loop was seen in ten
+    times as long, or in that time where it only waits. Once more only where native code has lost that, and
+    the loop goes on."""
+    loop = next((e for e in reversed(self.events[-50:]) if e.kind in _LOOP_KINDS), None)
+    if self.over:
+        if not loop or loop.place != self._ended_loop or loop.start < self.over + 1.: return
+    elif now - (self._loop_began or self.begun + 9 * self.limit) < self.limit and not self._waits(now): return
+    self.over, self._ended_loop = now, loop and loop.place
+    signal.pthread_kill(self.thread, signal.SIGINT)
 
 # %% ../../nbs/monitor/watch.ipynb #c0a00001
 @patch
@@ -285,17 +348,32 @@ def _counting(self: Watch, kind: str, name: str) -> Callable:
         finally:
             self._depth -= not passed
             event.seconds = time.perf_counter() - event.start
-            if kind == 'call':
-                event.traced = first.experimental_get_tracing_count() > before
-                self._keep_call(event, first, args, kwargs)
-            elif kind in ('predict', 'evaluate', 'train_on_batch', 'layer'):
-                self._note_rows(event, first, args, kwargs)
-            elif kind == 'session': event.rows = first.graph.version
-            elif kind == 'variable' and hasattr(first, 'shape'): event.rows = first.shape.num_elements()
-            if kind in _SHAPED and _is_compiled(first):
-                self.shapes.setdefault((kind, event.place), set()).add(_shapes(args, kwargs))
-            if len(self.events) < self.most: self.events.append(event)
+            if kind == 'call': event.traced = first.experimental_get_tracing_count() > before
+            if not (kind == 'layer' and _is_symbolic(args)):   # a model is built
+                # an error of the watch must not be one of the program
+                with suppress(Exception): self._note(event, first, args, kwargs)
+                if kind in _LOOP_KINDS and not self._loop_began: self._loop_began = event.start
+                if len(self.events) < self.most: self.events.append(event)
     return around
+
+@patch
+def _note(self: Watch, event: Event, owner, args: tuple, kwargs: dict):
+    "What a call says besides its time."
+    kind = event.kind
+    if kind == 'call': self._keep_call(event, owner, args, kwargs)
+    elif kind in ('predict', 'evaluate', 'train_on_batch', 'layer'):
+        self._note_rows(event, owner, args, kwargs)
+    elif kind == 'hidden': event.rows = len(args[0] or ()) if 'GPU' in args else None   # that are left
+    elif kind == 'session': event.rows = owner.graph.version
+    elif kind == 'variable' and hasattr(owner, 'shape'): event.rows = owner.shape.num_elements()
+    if kind in _SHAPED and _is_compiled(owner):
+        self.shapes.setdefault((kind, event.place), set()).add(_shapes(args, kwargs))
+
+def _is_symbolic(args: tuple) -> bool:
+    "Whether a layer is called with symbols of Keras, to build a model."
+    return any(type(x).__name__ == 'KerasTensor' for x in tf.nest.flatten(args))
+
+_LOOP_KINDS = 'next', 'call', 'session', 'predict', 'train_on_batch', 'layer', 'fit'
 
 _SHAPED = 'call', 'predict', 'train_on_batch'
 
@@ -366,8 +444,7 @@ def _note_dataset(self: Watch, original, dataset, args, kwargs):
     if mine:
         place = _place_of(sys._getframe(2))
         self._pass = place, getattr(source, '_iterator_resource', None)
-        some = self.validated if self.validating else self.datasets.setdefault(place, [])
-        some.append(dataset)
+        (self.validated if self.validating else self.datasets.setdefault(place, _Passes())).add(dataset)
     return source
 
 @patch
@@ -395,12 +472,16 @@ def _keep_function(self: Watch, frame):
 
     A call may come from outside of it, as `next` in the loop does; then the following ones are asked too.
     In the thread that is watched: the variables of a frame that runs must not be read from another."""
-    found, self._wanted = None, self._wanted - 1
+    found, here, self._wanted = None, {}, self._wanted - 1
     while frame is not None:
         code = frame.f_code
         mine = _is_users(code.co_filename) and not code.co_name.startswith('<')
-        if mine and _takes_tensors(frame): found = frame
+        if mine and _takes_tensors(frame):
+            here[code] = frame
+            # one that runs since the last question may be the whole training
+            if self._running.get(code, frame) is not frame: found = frame
         frame = frame.f_back
+    self._running = here if found is None and self._wanted else {}
     if found is None: return
     self._wanted, code = 0, found.f_code
     names = code.co_varnames[:code.co_argcount]
