@@ -16,6 +16,7 @@ as a log does. Without a GPU it shows the load of the CPU, which says nothing: t
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import (  # noqa: E402
-    add_rounds, add_sizes, arguments, measuring, output, run, stage, start)
+    add_rounds, add_sizes, arguments, measuring, output, run, start)
 from xtts_nb.app.cli_train import sized  # noqa: E402
 from xtts_nb.app.bench_data import check_equal, _differing_share, readers  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
@@ -155,7 +156,7 @@ def main():
     start()
     with measuring(given) as tell, tempfile.TemporaryDirectory() as folder:
         corpus = given.data or synthetic_corpus(Path(folder), given.clips, 4.)
-        result = busy(config, corpus, given.seconds, given.rounds, stage(tell, 'measure'))
+        result = busy(config, corpus, given.seconds, given.rounds, partial(tell, 'measure'))
     clips = f'clips of {given.data.name}' if given.data else 'clips of 4 to 10 s'
     about = f'GPT {given.layers} x {given.width}, batch {given.batch_size}, {clips}, no dropout'
     output(given, 'busy', result | {'model': about})

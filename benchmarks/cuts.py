@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,7 @@ import soundfile
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
-from benchmarks.peer import arguments, output, run, stage, start  # noqa: E402
+from benchmarks.peer import arguments, output, run, start  # noqa: E402
 from xtts_nb.app.demo_corpus import DEMO_SENTENCES, make_corpus  # noqa: E402
 from xtts_nb.app.terminal import progress  # noqa: E402
 from xtts_nb.app.tune import _run_stage  # noqa: E402
@@ -338,7 +339,7 @@ def main():
             result = {'rows': time_growth(given.growth, tell), 'about': 'Recordings of ten minutes'}
             return output(given, 'cuts_growth', result, about='about')
         corpus = given.corpus or Path(folder) / 'demo'
-        if not given.corpus: make_corpus(corpus, progress=stage(tell, 'speak'))
+        if not given.corpus: make_corpus(corpus, progress=partial(tell, 'speak'))
         clips = read_corpus(corpus)[0]
         rows, faults = cut_all(clips, given.orders, tell), check_all(clips, given.orders, tell)
     result = {'rows': rows, 'faults': faults, 'about': f'{len(clips)} clips of {corpus.name}, joined'}

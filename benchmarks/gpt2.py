@@ -11,6 +11,7 @@ our transformer blocks, with forward pass, backward pass and AdamW, on random to
 `transformers` in PyTorch, eager and with `torch.compile`."""
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import (  # noqa: E402
-    add_rounds, add_sizes, arguments, measuring, output, run, stage, start, step_peer)
+    add_rounds, add_sizes, arguments, measuring, output, run, start, step_peer)
 from xtts_nb.app.cli_train import sized  # noqa: E402
 from xtts_nb.app.speed import _ARMS  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
@@ -122,7 +123,7 @@ def main():
     config = sized(given.layers, given.width, given.heads, given.batch_size)
     start()
     with measuring(given) as tell:
-        rows = gpt2_speed(config, given.tokens, given.rounds, given.torch_python, stage(tell, 'measure'))
+        rows = gpt2_speed(config, given.tokens, given.rounds, given.torch_python, partial(tell, 'measure'))
     about = (f'GPT-2 {given.layers} x {given.width}, batch {given.batch_size}, '
              f'{given.tokens} tokens, no dropout')
     output(given, 'gpt2', {'rows': rows, 'model': about})

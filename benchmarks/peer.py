@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from xtts_nb import bench  # noqa: E402
-from xtts_nb.app.terminal import progress, stage, start, table, to_stderr, write_record  # noqa: E402
+from xtts_nb.app.terminal import progress, start, table, to_stderr, write_record  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402
 
 COQUI = 'coqui-tts 0.28'
@@ -92,5 +92,5 @@ def run(main: Callable):   # a script; its value is the exit code, None: 0
         sys.exit(2)
 
 
-__all__ = ['COQUI', 'Peer', 'add_rounds', 'add_sizes', 'arguments', 'measuring', 'output', 'run', 'stage',
+__all__ = ['COQUI', 'Peer', 'add_rounds', 'add_sizes', 'arguments', 'measuring', 'output', 'run',
            'start', 'step_peer', 'to_stderr']

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import (  # noqa: E402
-    COQUI, Peer, add_rounds, arguments, measuring, output, run, stage, start, step_peer)
+    COQUI, Peer, add_rounds, arguments, measuring, output, run, start, step_peer)
 from xtts_nb.app.cli_speak import _SAY_CODES  # noqa: E402
 from xtts_nb.app.bench_say import _say_speed  # noqa: E402
 from xtts_nb.bench import _check_python  # noqa: E402
@@ -91,7 +91,7 @@ def main():
     with measuring(given) as tell:
         rows, more = _say_speed(config, _SAY_CODES, given.rounds,
                                 partial(coqui_arms, given.coqui_python, config, _SAY_CODES),
-                                stage(tell, 'measure'))
+                                partial(tell, 'measure'))
     gpt = config.model.gpt
     about = f'xtts_v2, GPT {gpt.num_layers} x {gpt.hidden_dim}, {_SAY_CODES} codes for each text'
     output(given, 'say_full', {'rows': rows, 'model': about, **more})

@@ -13,13 +13,14 @@ clip, so it receives three fewer. With each step it reports the number of positi
 both are compared with ours before the measurement, and both are in the record."""
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import (  # noqa: E402
-    Peer, add_rounds, add_sizes, arguments, measuring, output, run, stage, start, step_peer)
+    Peer, add_rounds, add_sizes, arguments, measuring, output, run, start, step_peer)
 from xtts_nb.app.cli_train import sized  # noqa: E402
 from xtts_nb.app.speed import _step_positions, step_speed  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
@@ -80,7 +81,7 @@ def main():
           measuring(given) as tell):
         if theirs: check_same_work(theirs(), _step_positions(config, *sizes))
         rows = step_speed(config, *sizes, given.rounds, {'coqui': theirs} if theirs else None,
-                          stage(tell, 'measure'))
+                          partial(tell, 'measure'))
     about = (f'GPT {given.layers} x {given.width}, batch {given.batch_size}, '
              f'{sizes[0]} text tokens, '
              f'{sizes[1]} codes, no dropout')

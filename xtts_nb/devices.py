@@ -7,6 +7,7 @@ __all__ = ['DevicePlan', 'plan_devices', 'card_memory', 'apply_plan', 'check_pla
 
 # %% ../nbs/base/devices.ipynb #dea4df2b
 import os
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -166,10 +167,14 @@ def in_cluster() -> bool:
 def setup_devices(
     two: bool = False,   # two devices, also without options
     every: bool = False, # all cards, for a strategy of `tf.distribute`; always so in a cluster
+    say: Callable = print,   # receives a line where logical CPU devices stand in for GPUs
     **options,           # of `plan_devices`
 ) -> DevicePlan:
     "Decide on the devices of this process and set TensorFlow up for them, before it computes anything."
-    cards, kind = card_memory(), 'CPU' if _cpu_card_count() else 'GPU'
+    cards, kind = card_memory(), 'GPU'
+    if _cpu_card_count():
+        kind = 'CPU'
+        say(f'{_CPU_CARDS}: {_cpu_card_count()} logical CPU devices stand in for GPUs.')
     if every or in_cluster():
         if options:
             raise UserError('--data-gpu and similar options are for one machine; leave them out.')

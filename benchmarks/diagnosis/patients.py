@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from benchmarks.peer import arguments, output, run, stage, start  # noqa: E402
+from benchmarks.peer import arguments, output, run, start  # noqa: E402
 from xtts_nb.app.terminal import progress  # noqa: E402
 from xtts_nb.config import cores  # noqa: E402
 from xtts_nb.monitor.diagnose import _compare_loops, diagnose  # noqa: E402
@@ -461,7 +462,7 @@ def main():
     given = parser.parse_args()
     start()
     with progress() as tell:
-        rows = run_patients(PATIENTS, given.num_batches, given.seconds, stage(tell, 'diagnose the trainings'))
+        rows = run_patients(PATIENTS, given.num_batches, given.seconds, partial(tell, 'diagnose'))
     total = patient_totals(rows)
     output(given, 'patients', {'rows': rows, 'about': 'Diagnosed trainings'} | total, about='about',
            below='\n'.join(total_lines(total)))

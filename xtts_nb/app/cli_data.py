@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from .terminal import (
-    argument, bench_app, command, load_settings, option, progress, Record, Rounds, Settings, stage,
+    argument, bench_app, command, load_settings, option, progress, Record, Rounds, Settings,
     start, table, to_stderr, Whisper, write_record)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
@@ -70,7 +70,7 @@ def _corpus(
         raise UserError(f'corpus: {source} holds clips with their texts; leave --transcribe out.')
     hear, known = _load_whisper(transcribe) if transcribe else None, language or 'en'
     with progress() as tell:
-        if fix: result = _recut(source, fix, out, known, stage(tell, 'read the recording'))
+        if fix: result = _recut(source, fix, out, known, partial(tell, 'read the recording'))
         elif clips: result = check_corpus(source, out, known, tell)
         else: result = cut_corpus(source, text, out, language, tell, hear)
     return result, (f'{corpus_text(result)}\nTo listen: {out / "listen.html"}\n'
@@ -143,7 +143,7 @@ def _verify(
     from xtts_nb.data.prepare import verify_and_fix_cache
     from xtts_nb.models.dvae import load_dvae
     with progress() as tell:
-        result = verify_and_fix_cache(cache, fix, source, load_dvae, stage(tell, 'verify the clips'))
+        result = verify_and_fix_cache(cache, fix, source, load_dvae, partial(tell, 'verify the clips'))
     end = lambda p: ', repaired' if p['fixed'] else f'; {p["reason"]}' if 'reason' in p else ''
     lines = [f'{" ".join(filter(None, (p["file"], p["clip"])))}: {p["problem"]}{end(p)}'
              for p in result['problems']]
@@ -166,7 +166,7 @@ def _data_speed(
     sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
     with temporary_cache(corpus, tell, sizes) as cache:
         dvae = load_dvae(cache.folder / 'dvae.safetensors', cache.config)
-        result = _bench_loaders(cache, dvae, clips, rounds, others=others, progress=stage(tell, 'measure'))
+        result = _bench_loaders(cache, dvae, clips, rounds, others=others, progress=partial(tell, 'measure'))
         seconds = [c['seconds'] for c in cache.clips]
     about = (f'{len(seconds)} clips of {min(seconds):.1f} to {max(seconds):.1f} s, '
              f'laid out as {clips:,} or more, batch 16, references of {sizes["reference_frames"]} frames')

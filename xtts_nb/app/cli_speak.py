@@ -16,7 +16,7 @@ import typer
 
 from .terminal import (
     app, argument, bench_app, command, convert_app, given, option, Preset, progress,
-    Record, Rounds, stage, start, table, to_stderr, write_record)
+    Record, Rounds, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0004
 _speech = partial(command, panel='Speak')
@@ -114,7 +114,7 @@ def _say(
             return _streamed(Speaker(xtts, rates=rates, **settings), text, language, found, seed, not pcm)
         speaker = GuardedSpeaker(xtts, retries=retries, rates=rates, check_words=check_words, **settings)
         seconds, report = speak_file(speaker, text, language, found, out, seed,
-                                     progress=stage(tell, 'speak'), log=to_stderr)
+                                     progress=partial(tell, 'speak'), log=to_stderr)
     return _spoken(out, seconds, speaker, report)
 
 # %% ../../nbs/app/cli_speak.ipynb #7c0e0008
@@ -420,7 +420,7 @@ def _bench_say(
     from xtts_nb.app.bench_say import _say_speed
     with progress() as tell:
         tell('measure', 0, 1, 'compiling')
-        rows, more = _say_speed(config, _SAY_CODES, rounds, progress=stage(tell, 'measure'))
+        rows, more = _say_speed(config, _SAY_CODES, rounds, progress=partial(tell, 'measure'))
     gpt = config.model.gpt
     about = {'model': f'{preset}, GPT {gpt.num_layers} x {gpt.hidden_dim}, {_SAY_CODES} codes for each text',
              **more}
@@ -447,6 +447,6 @@ def _bench_service(
         tell('load the model', 0, 1)
         speaker, what = _load_speaker(model)
         tell('measure', 0, 1, 'compiling')
-        rows = service_load(speaker, text or _LOAD_TEXT, rounds=waves, progress=stage(tell, 'measure'))
+        rows = service_load(speaker, text or _LOAD_TEXT, rounds=waves, progress=partial(tell, 'measure'))
     if record: write_record('service', rows, model=what)
     return {'rows': rows, 'model': what}, table(what, rows)

@@ -14,7 +14,7 @@ import typer
 
 from .terminal import (
     app, argument, bench_app, command, convert_app, from_checkout, given, load_settings,
-    option, Preset, progress, Record, Rounds, Settings, stage, start, table,
+    option, Preset, progress, Record, Rounds, Settings, start, table,
     to_stderr, Whisper, with_file, write_record)
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
@@ -230,7 +230,7 @@ def _train_dvae(
         def mels():
             clips, dropped = read_corpus(corpus)
             _check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
-            return mel_sample(clips, settings, progress=stage(tell, 'read the clips'))
+            return mel_sample(clips, settings, progress=partial(tell, 'read the clips'))
         trainer = new_dvae_run(run or free_run('dvae'), validated(settings, 'dvae', val, steps), mels, val)
         result, text = _fit(trainer, 'train-dvae', tell)
     return result, f'{text}\nxtts-nb prepare CORPUS --dvae {trainer.run} --out CACHE'
@@ -258,7 +258,7 @@ def _train_decoder(
     out = held_out_share(cache, val) if cache and val else ()
     with progress() as tell:
         trainer = new_decoder_run(run or free_run('decoder'), model, cache, settings, out, corpus,
-                                stage(tell, 'states and recordings'))
+                                partial(tell, 'states and recordings'))
         result, text = _fit(trainer, 'train-decoder', tell)
     return result, f'{text}\nxtts-nb say TEXT --model {trainer.run} --voice FILE'
 
@@ -329,7 +329,7 @@ def _find_learning_rate(
     cache.read(settings.data.ram_budget)
     with tempfile.TemporaryDirectory() as folder, progress() as tell:
         trainer = new_run(cache, settings, Path(folder) / 'run', base=base)
-        found = find_learning_rate(trainer, low, high, steps, stage(tell, 'raise the rate'))
+        found = find_learning_rate(trainer, low, high, steps, partial(tell, 'raise the rate'))
     plot_learning_rate(found, out)
     suggestion, lowest = found['suggestion'], found['lowest']
     text = (f'training.gpt.learning_rate: {suggestion:g} (the loss was lowest at {lowest:.1e}); see {out}'
@@ -412,7 +412,7 @@ def _bench_train(
     from xtts_nb.app.speed import step_speed
     with progress() as tell:
         tell('measure', 0, 1, 'compiling')
-        rows = step_speed(config, text_tokens, codes, rounds, progress=stage(tell, 'measure'))
+        rows = step_speed(config, text_tokens, codes, rounds, progress=partial(tell, 'measure'))
     about = (f'GPT {layers} x {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes, '
              'no dropout')
     if record: write_record('step_speed', rows, model=about)
@@ -436,7 +436,7 @@ def _bench_config(
     from xtts_nb.app.bench_config import bench_config
     with progress() as tell:
         tell('measure', 0, 1, 'starting processes')
-        measured = bench_config(config, text_tokens, codes, rounds, updates, stage(tell, 'measure'))
+        measured = bench_config(config, text_tokens, codes, rounds, updates, partial(tell, 'measure'))
     model = f'tiny GPT, width {width}, batch {batch_size}, {text_tokens} text tokens, {codes} codes'
     about = {'model': model, 'kernels_mb': measured['kernels']}
     rows, steps = measured['rows'], measured['steps']
@@ -490,7 +490,7 @@ def _bench_dual(
     about = {'stages_ms': chosen, 'steps': steps, 'rounds': rounds}
     trainer, about['devices'] = _dual_trainer(data, gpus, ring) if data else (None, None)
     with progress() as tell:
-        asleep = dict(ring=ring, rounds=rounds, progress=stage(tell, 'emulated stages'))
+        asleep = dict(ring=ring, rounds=rounds, progress=partial(tell, 'emulated stages'))
         rows = emulated.bench_stages(steps, **asleep) if emulated else []
     if trainer: rows += _bench_feed(trainer, steps, rounds)
     if record: write_record('dual', rows, **about)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'bench_app', 'convert_app', 'Json', 'Preset', 'Record', 'Rounds', 'Budget', 'Settings', 'Whisper',
-           'READER_GONE', 'WRITERS', 'option', 'argument', 'main', 'to_stderr', 'answer', 'progress', 'stage',
-           'command', 'shown', 'from_checkout', 'start', 'table', 'write_record', 'load_settings', 'with_file', 'given']
+           'READER_GONE', 'WRITERS', 'option', 'argument', 'main', 'to_stderr', 'answer', 'progress', 'command',
+           'shown', 'from_checkout', 'start', 'table', 'write_record', 'load_settings', 'with_file', 'given']
 
 # %% ../../nbs/app/terminal.ipynb #0a52b53b
 import codecs
@@ -212,10 +212,6 @@ def progress():
         for one in bars.tasks:
             if one.total == 1: bars.update(one.id, completed=1)   # a stage without parts
 
-def stage(tell, name: str):
-    "The progress callback (done, total) of one stage."
-    return lambda done, total: tell(name, done, total)
-
 # %% ../../nbs/app/terminal.ipynb #3c0d10e0
 def _limited(name: str, rounds: int, minutes: float):
     "A block in which measurements end after `minutes`; says so on stderr."
@@ -275,10 +271,7 @@ def start(**requested):   # arguments of `setup_devices`
     setup_tf()
     _end_if_pressed()
     from xtts_nb.devices import setup_devices
-    from xtts_nb.sampler import _CPU_CARDS, _cpu_card_count
-    if _cpu_card_count():
-        to_stderr(f'{_CPU_CARDS}: {_cpu_card_count()} logical CPU devices stand in for GPUs.')
-    return setup_devices(**requested)
+    return setup_devices(say=to_stderr, **requested)
 
 def table(title: str, rows: list[dict]) -> str:
     """Rows of a comparison as text. No figure is cut or broken: where the columns do not fit, each row

@@ -18,14 +18,13 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import tensorflow as tf
 
 from ..config import UserError, XTTSConfig
 from ..data.text import Tokenizer
 from ..files import (
     atomic_folder, check_arrived, check_folder, named_weights, read_json, read_tensors, _TENSOR_TYPES,
     write_tensors)
-from .dvae import DVAE
+from .dvae import DVAE, without_values
 from .gpt import GPT
 from .hifigan import HiFiGAN, SpeakerEncoder, unfold_weight_norm, WEIGHT_NORM_PAIRS
 from .xtts import _COQUI_FILES
@@ -308,11 +307,10 @@ def with_speech(config: XTTSConfig, settings: dict, path: Path) -> XTTSConfig:
 @lru_cache
 def expected_shapes(config: XTTSConfig, text_start: int) -> dict:
     "`{name here: shape}` of every variable, without allocating one."
-    with tf.Graph().as_default():
-        nets = dict(dvae=DVAE(config), gpt=GPT(config, text_start),
-                    decoder=HiFiGAN(config), speaker=SpeakerEncoder(config))
-        return {name: tuple(v.shape) for part, net in nets.items()
-                for name, v in named_weights(net, f'{part}/').items()}
+    nets = without_values(lambda: dict(dvae=DVAE(config), gpt=GPT(config, text_start),
+                                       decoder=HiFiGAN(config), speaker=SpeakerEncoder(config)))
+    return {name: tuple(v.shape) for part, net in nets.items()
+            for name, v in named_weights(net, f'{part}/').items()}
 
 # %% ../../nbs/models/convert.ipynb #56dbb8fa
 def _checkpoint_file(folder: Path) -> Path:

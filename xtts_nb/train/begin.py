@@ -19,10 +19,9 @@ from ..data.native import BatchPlan
 from ..data.text import Tokenizer
 from ..devices import DevicePlan, in_cluster, setup_devices
 from ..files import check_folder
-from ..sampler import _CPU_CARDS, _cpu_card_count
 from ..settings import (
     check_used, config_diff, flat, layers_of, nested, RATE_KEYS, rates, Resolved, resolve, SMALL, usual_rates)
-from .caches import corpus_cache, is_corpus, silent, stage
+from .caches import corpus_cache, is_corpus, silent
 from .dual import _check_no_codes, Feed
 from .finetune import _compute_capability, check_memory, find_batch_size, _free_memory, new_rows
 from .runs import (
@@ -207,7 +206,7 @@ def largest_batch(cache: Cache, config: XTTSConfig, base: Path | None = None,
 def fit_batch(config: XTTSConfig, largest: tuple, memory: int | None = None, say=print,
               tell=silent) -> tuple:
     "Run `find_batch_size` for `largest_batch` and print what it finds."
-    found, tried = find_batch_size(config, *largest, memory, stage(tell, 'try an update'))
+    found, tried = find_batch_size(config, *largest, memory, partial(tell, 'try an update'))
     chosen = found.training.gpt
     again = ', each block computed again' if chosen.gradient_checkpointing else ''
     rows = found.data.batch_size // chosen.grad_accum_steps
@@ -309,5 +308,4 @@ def begin(
 def _devices(gpus: dict, one: bool, say) -> DevicePlan:
     "The devices of this process, before TensorFlow computes anything."
     setup_tf()
-    if _cpu_card_count(): say(f'{_CPU_CARDS}: {_cpu_card_count()} logical CPU devices stand in for GPUs.')
-    return setup_devices(**gpus) if one else setup_devices(every=True)
+    return setup_devices(say=say, **gpus) if one else setup_devices(every=True, say=say)

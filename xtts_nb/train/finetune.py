@@ -32,7 +32,7 @@ from ..config import ModelConfig, setup_tf, GPTTraining, UserError, XTTSConfig
 from ..data.text import _LANGUAGE_CODE, learn_merges, Tokenizer
 from ..devices import DevicePlan, _products_in_tf32
 from ..files import atomic_file, atomic_folder, check_results, has_keys, write_json
-from ..models.dvae import DVAE, parameter_count
+from ..models.dvae import DVAE, parameter_count, without_values
 from ..models.gpt import GPT
 from ..models.xtts import forward_numbers, _POLICIES, XTTS
 from ..sampler import _visible_cards
@@ -257,9 +257,8 @@ def make_update(
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
     "The number of weights of each network that is in memory during training; nothing is allocated."
     config = XTTSConfig(model=model)
-    with tf.Graph().as_default():
-        nets = GPT(config, 0, name='GPT'), DVAE(config, name='DVAE')
-        return {net.name: parameter_count(net) for net in nets}
+    nets = without_values(lambda: (GPT(config, 0, name='GPT'), DVAE(config, name='DVAE')))
+    return {net.name: parameter_count(net) for net in nets}
 
 def trainable_count(
     config: XTTSConfig,
