@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 sys.path.append(str(Path(__file__).parents[1]))
-from watched import calls, LINE, OTHER, seen
+from watched import calls, LINE, OTHER, passes, seen
 
 from xtts_nb.bench import _Arm, Comparison
 from xtts_nb.config import setup_tf
@@ -138,7 +138,7 @@ def program_of(given: dict):
     data = [pipeline(name) for name in given.get('data', [])]
     part = seen(
         looks, events, loop=(kind, place[where]) if kind else (), datasets={LINE: data} if data else {},
-        validated=data, eager_functions=list, fits=[fit(**f) for f in given.get('fits', [])],
+        validated=passes(data), eager_functions=list, fits=[fit(**f) for f in given.get('fits', [])],
         python=[_PythonCall(i * every, i * every + busy, LINE, name)
                 for n, every, busy, name in given.get('python', []) for i in range(n)],
         beside=[_Look(i / 10, LINE, kind, '') for i, kind in enumerate(

@@ -17,7 +17,7 @@ import typer
 
 from .terminal import (
     answer, app, argument, bench_app, command, convert_app, from_checkout, given, Json, load_settings, main,
-    option, Preset, progress, Record, Settings, shown, stage, start, table, to_stderr, write_record)
+    option, Preset, progress, Record, Settings, shown, start, table, to_stderr, write_record)
 
 # %% ../../nbs/app/cli.ipynb #49b0d04d
 @command('demo', panel='Begin')
@@ -108,7 +108,7 @@ def _convert_from_coqui(
 ):
     "Convert a checkpoint of coqui-tts into a model; no code in it is run."
     from xtts_nb.models.convert import from_coqui
-    with progress() as tell: result = from_coqui(folder, out, stage(tell, 'write the tensors'))
+    with progress() as tell: result = from_coqui(folder, out, partial(tell, 'write the tensors'))
     text = f'{out}: {result["tensors"]} tensors, {result["text_tokens"]} text tokens'
     return result | {'out': str(out)}, text
 
