@@ -3343,6 +3343,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'xtts_nb.train.step._check_modes_agree': ( 'trainer_xla.html#_check_modes_agree',
                                                                                'xtts_nb/train/step.py'),
                                     'xtts_nb.train.step._global_norm': ('trainer_xla.html#_global_norm', 'xtts_nb/train/step.py'),
+                                    'xtts_nb.train.step._is_of_the_library': ( 'trainer_xla.html#_is_of_the_library',
+                                                                               'xtts_nb/train/step.py'),
                                     'xtts_nb.train.step._lacked_memory': ('trainer_xla.html#_lacked_memory', 'xtts_nb/train/step.py'),
                                     'xtts_nb.train.step._refused_operation': ( 'trainer_xla.html#_refused_operation',
                                                                                'xtts_nb/train/step.py'),

@@ -30,9 +30,9 @@ def test_its_end_comes_once_and_what_it_saves_then_is_whole(tmp_path):
     assert (tmp_path / 'saved').read_text() == 16 * 'whole' and watch.over and steady_part(watch).steps
 
 def test_an_end_that_native_code_loses_comes_again(tmp_path):
-    lost = (STEPS + 'n = 0\nwhile n < 4:\n    try:\n        while True: x = f(x)\n'
+    lost = (STEPS + 'n = 0\nwhile n < 2:\n    try:\n        while True: x = f(x)\n'
             '    except BaseException: n += 1\n')
-    assert steady_part(run(tmp_path, lost)).seconds > 3.   # three times a second later
+    assert steady_part(run(tmp_path, lost)).seconds > 1.   # after a second more
 
 def test_its_own_alarm_stays(tmp_path):
     alarm = ('import signal\nrung = []\nsignal.signal(signal.SIGALRM, lambda *_: rung.append(1))\n'
@@ -54,13 +54,11 @@ def test_it_may_choose_its_backend_only_alone(tmp_path):
     with pytest.raises(UserError, match='KERAS_BACKEND=jax: only'):
         run(tmp_path, 'import os\nos.environ["KERAS_BACKEND"] = "jax"\nraise ValueError')
 
-@pytest.mark.parametrize('callbacks', ['[keras.callbacks.TerminateOnNaN()]', 'None',
-                                       'keras.callbacks.History()',
-                                       'keras.callbacks.CallbackList([], add_history=True, model=model)'])
-def test_fit_takes_what_it_takes(tmp_path, capsys, callbacks):
+def test_fit_takes_what_it_takes(tmp_path, capsys):
     run(tmp_path, 'import keras\nimport numpy as np\nmodel = keras.Sequential([keras.layers.Dense(1)])\n'
-        'model.compile("sgd", "mse")\nx = np.ones((8, 2), "float32")\n'
-        f'model.fit(x, x[:, :1], 4, 2, 0, {callbacks})\nprint("TRAINED")\n', 60.)
+        'model.compile("sgd", "mse")\nx, of = np.ones((8, 2), "float32"), keras.callbacks\n'
+        'for given in ([of.TerminateOnNaN()], None, of.History(), of.CallbackList([], True, model=model)):\n'
+        '    model.fit(x, x[:, :1], 4, 2, 0, given)\nprint("TRAINED")\n', 60.)
     assert 'TRAINED' in capsys.readouterr().out
 
 def test_a_layer_may_get_rows_of_unknown_rank():
@@ -133,7 +131,7 @@ def test_a_fit_reads_its_rows_in_the_same_order():
         model, keep = Rows(), Keep()
         model.compile()
         data = tf.data.Dataset.range(400).shuffle(400, seed=3).map(lambda i: tf.cast(i, tf.float32)).batch(4)
-        model.fit(data, epochs=3, verbose=0, callbacks=[*more, keep])
+        model.fit(data, epochs=2, verbose=0, callbacks=[*more, keep])
         return keep.rows
     assert read() == read(Diagnose(steps=20, seconds=2., report=None))
 

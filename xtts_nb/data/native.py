@@ -364,6 +364,7 @@ def batches_of(
     "Batches of steps first, first + 1, ...; the same for any number of workers."
     if not device and data.prefetch_to_gpu: device = _gpu_of(model)
     steps = tf.data.Dataset.range(first, 2**62 if last is None else last)
+    reader = tf.autograph.experimental.do_not_convert(reader)   # it has no Python loop over tensors
     batches = steps.map(reader, num_parallel_calls=data.num_workers, deterministic=True)
     batches = batches.prefetch(data.prefetch_buffer_size)
     return batches.apply(tf.data.experimental.prefetch_to_device(device, 2)) if device else batches

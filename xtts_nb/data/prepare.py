@@ -51,7 +51,8 @@ from ..files import (
 def _mel_function(config: XTTSConfig, n_fft: int) -> Callable:   # (N,) samples -> (F, C) log-mel
     "`log_mel` compiled for clips of any length."
     signature = [tf.TensorSpec([None], tf.float32)]
-    return tf.function(lambda wav: log_mel(wav, n_fft, config.model.audio), input_signature=signature)
+    return tf.function(lambda wav: log_mel(wav, n_fft, config.model.audio), input_signature=signature,
+                       autograph=False)
 
 # %% ../../nbs/data/prepare.ipynb #efda4e6a
 def mel_sample(
@@ -91,7 +92,7 @@ class ClipEncoder:
         self.stats = np.asarray(dvae.mel_stats)
         self.code_mel, self.voice_mel = (_mel_function(config, n)
                                          for n in (audio.dvae_n_fft, audio.reference_n_fft))
-        self.encode = tf.function(dvae.encode,
+        self.encode = tf.function(dvae.encode, autograph=False,
                                   input_signature=[tf.TensorSpec([1, None, audio.n_mels], tf.float32)])
         self.rate = audio.sample_rate
         self.samples_per_code = audio.hop_length * config.model.dvae.frames_per_code

@@ -23,7 +23,7 @@ def _spoken(speaker: Speaker):
     gpt, model = speaker.gpt, xtts.config.model
     T = model.gpt.max_text_tokens
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=True, autograph=False)
     def codes_of(text, length, prompt, **chosen):
         return generate(gpt, text, length, prompt, speaker.max_codes, **fixed | chosen)
 
@@ -58,7 +58,8 @@ def _saved_model(
     folder: str | Path,
 ):
     "Write a SavedModel with the signature that servers look for, `serving_default`."
-    module, speak = tf.Module(), tf.function(_spoken(speaker)).get_concrete_function(**_inputs(speaker))
+    speak = tf.function(_spoken(speaker), autograph=False).get_concrete_function(**_inputs(speaker))
+    module = tf.Module()
     module.used = list(speak.graph.variables)
     logger = tf.get_logger()
     level = logger.level

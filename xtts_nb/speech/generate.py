@@ -384,10 +384,11 @@ class Speaker:
         self.max_codes, self.sampling = most, Sampling.of(s)
         self.rooms = *(n for n in _ROOMS if n < most), most
         room = self.rooms[0]
+        how = {'jit_compile': True, 'autograph': False}   # no Python loop over tensors is in it
         self._begin = tf.function(lambda *given: advance_rows(
-            gpt, longer_ring(begin_rows(gpt, *given), room), room), jit_compile=True)
+            gpt, longer_ring(begin_rows(gpt, *given), room), room), **how)
         self._extend = tf.function(lambda state, more: advance_rows(
-            gpt, longer_ring(state, more), more), jit_compile=True)
+            gpt, longer_ring(state, more), more), **how)
         self._decode = tf.function(xtts.dvae.decode, reduce_retracing=True)
         self._sound = tf.function(
             lambda states, vector: faded(self.decoder(self._at_speed(states), vector), self.sample_rate),

@@ -124,7 +124,8 @@ class Listener:
         sampling = Sampling.of(config.speech)._asdict()
         compiled = config.training.gpt.mode in ('auto', 'xla')   # many small operations
         self._speak = tf.function(lambda text, length, reference: generate(
-            gpt, text, length, gpt.conditioning(reference), most, **sampling), jit_compile=compiled)
+            gpt, text, length, gpt.conditioning(reference), most, **sampling),
+            jit_compile=compiled, autograph=False)
         self.recorded = self._mels(batch['codes'], batch['code_length'])
 
     def _mels(self, codes, length) -> list[np.ndarray]:

@@ -168,9 +168,10 @@ class SpeechRows:
         self.fixed = cfg.prompt_latents + 3      # positions of a prefix in addition to its text
         most = self.fixed + cfg.max_text_tokens + speaker.max_codes
         self.rings = *(n for n in sorted(rings) if n < most), most
-        self._prefix = tf.function(partial(begin_rows, gpt), jit_compile=True)
-        self._admit = tf.function(_admit_row, jit_compile=True)
-        self._advance = tf.function(partial(advance_rows, gpt, chunk=chunk), jit_compile=True)
+        how = {'jit_compile': True, 'autograph': False}
+        self._prefix = tf.function(partial(begin_rows, gpt), **how)
+        self._admit = tf.function(_admit_row, **how)
+        self._advance = tf.function(partial(advance_rows, gpt, chunk=chunk), **how)
         self.clear(rows)
 
     def clear(self, rows: int):

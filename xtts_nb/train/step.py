@@ -380,7 +380,8 @@ class CompiledStep:
     "`step` as a graph, compiled by XLA if `xla` is set and XLA can compile it."
     def __init__(self, step, xla: bool):
         self.step, self.xla, self.refused = step, xla, False
-        self.graph = tf.function(step, jit_compile=xla)
+        self.autograph = not _is_of_the_library(step)   # to convert 50 functions takes seconds
+        self.graph = tf.function(step, jit_compile=xla, autograph=self.autograph)
 
     def __call__(self, *arguments):
         try: return self.graph(*arguments)
@@ -388,8 +389,14 @@ class CompiledStep:
             if not (self.xla and re.search('_XlaMustCompile|unsupported operations .* on XLA', str(e))): raise
             print(f'XLA CANNOT COMPILE THE STEP: {_refused_operation(str(e))}\n'
                   'Training continues as a plain graph, without XLA.', file=sys.stderr, flush=True)
-        self.xla, self.refused, self.graph = False, True, tf.function(self.step)
+        self.xla, self.refused = False, True
+        self.graph = tf.function(self.step, autograph=self.autograph)
         return self.graph(*arguments)
+
+def _is_of_the_library(step) -> bool:
+    "Whether a step has no `if` or `for` over tensors, which only AutoGraph can trace: nothing here has."
+    module = getattr(step, '__module__', None) or getattr(getattr(step, 'func', None), '__module__', None)
+    return str(module).startswith('xtts_nb.')
 
 def _refused_operation(message: str) -> str:
     "The operation that XLA cannot compile, and the line that created it."
