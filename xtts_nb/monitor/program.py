@@ -885,7 +885,7 @@ def _other_backend(name: str) -> UserError:
                      'without diagnose, or with that backend.')
 
 def _leave_with(code: int):
-    "Let the process end with the main thread: a thread of the script that is no daemon would hold it."
+    "Let the process end with the main thread: another thread of the script would hold it, unless it is a daemon."
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     def leave():
         threading.main_thread().join()

@@ -321,7 +321,7 @@ def _in_pipeline(frame) -> bool:
 def _end_if_over(self: Watch, now: float):
     """End the program as Ctrl-C does, once its loop has run for `limit` seconds, or no loop was seen in ten
     times as long, or in that time where it only waits. Once more only where native code has lost that, and
-    the loop goes on."""
+    the loop continues."""
     loop = next((e for e in reversed(self.events[-50:]) if e.kind in _LOOP_KINDS), None)
     if self.over:
         if not loop or loop.place != self._ended_loop or loop.start < self.over + 1.: return
