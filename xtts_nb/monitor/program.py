@@ -885,7 +885,7 @@ def _other_backend(name: str) -> UserError:
                      'without diagnose, or with that backend.')
 
 def _leave_with(code: int):
-    "Let the process end with the main thread: another thread of the script would hold it, unless it is a daemon."
+    "Let the process end with the main thread; one of the script that is not a daemon would hold it."
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     def leave():
         threading.main_thread().join()
