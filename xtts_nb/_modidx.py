@@ -2294,6 +2294,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'xtts_nb.monitor.watch._is_symbolic': ( 'monitor/watch.html#_is_symbolic',
                                                                                'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch._is_users': ('monitor/watch.html#_is_users', 'xtts_nb/monitor/watch.py'),
+                                       'xtts_nb.monitor.watch._living': ('monitor/watch.html#_living', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch._owner': ('monitor/watch.html#_owner', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch._place_of': ('monitor/watch.html#_place_of', 'xtts_nb/monitor/watch.py'),
                                        'xtts_nb.monitor.watch._reads_iterator': ( 'monitor/watch.html#_reads_iterator',

@@ -90,6 +90,14 @@ def test_calls_are_counted_with_their_lines_and_nothing_stays_replaced():
     assert {l.kind for l in watch.looks if l.place and l.place.text == 'time.sleep(.05)'} == {'own'}
     assert watch.begun < watch.looks[0].time < watch.ended
 
+def test_watches_that_overlap():
+    double, before = tf.function(lambda x: 2 * x), TF_FUNCTION.__call__
+    first, second = Watch().__enter__(), Watch().__enter__()
+    first.__exit__()
+    double(1)
+    second.__exit__()
+    assert not first.events and [e.kind for e in second.events] == ['call'] and TF_FUNCTION.__call__ is before
+
 def test_rows_of_a_network_and_calls_inside_other_calls():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     model.compile('sgd', 'mse')

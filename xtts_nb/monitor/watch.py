@@ -25,6 +25,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from types import FunctionType
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
@@ -217,6 +218,8 @@ def _chain(dataset) -> list:
     while out and (inputs := out[-1]._inputs()): out.append(inputs[0])
     return out
 
+_PLACED = WeakKeyDictionary()   # functions that watches put in the place of others, and whose they are
+
 class Watch:
     "Watches the thread that enters it: `with Watch() as watch: program()`."
     def __init__(self,
@@ -239,7 +242,6 @@ class Watch:
         self.limit, self.over = None, 0.   # s after which the program is ended; when that was done
         self.exit_code = 0                 # of a script
         self.cards = os.environ.get('CUDA_VISIBLE_DEVICES')   # before the program could hide one
-        self.at_end = []   # functions that are called when the watch ends
         self._loop_began = self._ended_loop = None
         self._idle = time.perf_counter(), time.process_time()   # since when little was computed
         self._pass = None   # (place, iterator) of the pass over a dataset that began last
@@ -260,10 +262,10 @@ class Watch:
         if threading.current_thread() is not self._looker: self._looker.join()
         self.ended = time.perf_counter()
         self._running = {}
-        for function in self.at_end: function()
         while self._patched:
-            owner, name, function = self._patched.pop()
-            setattr(owner, name, function)
+            owner, name, ours = self._patched.pop()
+            # another watch may have begun since: what it put there stays, and calls ours, which passes on
+            if getattr(owner, name) is ours: setattr(owner, name, _living(ours.__wrapped__))
 
     def _replace(self, owner, name: str, around: Callable):
         "Replace a function by one that calls `around(original, first, args, kwargs)`."
@@ -272,9 +274,17 @@ class Watch:
             original = getattr(owner, name)
         except (ImportError, AttributeError): return
         @wraps(original)   # AutoGraph knows by its module that it is not the program's
-        def function(first, /, *args, **kwargs): return around(original, first, args, kwargs)
-        self._patched.append((owner, name, original))
+        def function(first, /, *args, **kwargs):
+            if self._stop.is_set(): return original(first, *args, **kwargs)
+            return around(original, first, args, kwargs)
+        _PLACED[function] = self
+        self._patched.append((owner, name, function))
         setattr(owner, name, function)
+
+def _living(function):
+    "The function behind those of watches that are over."
+    while function in _PLACED and _PLACED[function]._stop.is_set(): function = function.__wrapped__
+    return function
 
 # %% ../../nbs/monitor/watch.ipynb #a0a1000c
 def _is_running(frame, number: int, code) -> bool:
