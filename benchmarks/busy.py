@@ -29,7 +29,7 @@ import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import (  # noqa: E402
     add_rounds, add_sizes, arguments, measuring, output, run, start)
-from xtts_nb.app.cli_train import sized  # noqa: E402
+from xtts_nb.app.cli_train import _sized  # noqa: E402
 from xtts_nb.app.bench_data import check_equal, _differing_share, readers  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
@@ -151,7 +151,7 @@ def main():
     parser.add_argument('--seconds', type=float, default=6., help='of each turn')
     parser.add_argument('--workers', type=int, default=8, help='parallel calls of the input pipeline')
     given = parser.parse_args()
-    config = sized(given.layers, given.width, given.heads, given.batch_size)
+    config = _sized(given.layers, given.width, given.heads, given.batch_size)
     config = config.replace(data={'num_workers': given.workers, 'max_drop_rate': 1.})
     start()
     with measuring(given) as tell, tempfile.TemporaryDirectory() as folder:

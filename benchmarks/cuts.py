@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import arguments, output, run, start  # noqa: E402
-from xtts_nb.app.demo_corpus import DEMO_SENTENCES, make_corpus  # noqa: E402
+from xtts_nb.app.demo_corpus import _DEMO_SENTENCES, _make_corpus  # noqa: E402
 from xtts_nb.app.terminal import progress  # noqa: E402
 from xtts_nb.app.tune import _run_stage  # noqa: E402
 from xtts_nb.config import UserError  # noqa: E402
@@ -206,7 +206,7 @@ def long_recording(hours: float, path: Path, tell, seed: int = 0) -> tuple[int, 
     """Write hours of random words, spoken by two voices, and a text that lacks some sentences and has others;
     how many sentences are in both, and those that nobody says."""
     rng = np.random.default_rng(seed)
-    words = sorted({w.strip('.,?!') for t in DEMO_SENTENCES['en'] for w in t.split()})
+    words = sorted({w.strip('.,?!') for t in _DEMO_SENTENCES['en'] for w in t.split()})
     seconds, sentences, text, absent = 0., 0, [], []
     with soundfile.SoundFile(path, 'w', 22050, 1) as file:
         while seconds < 3600 * hours:
@@ -339,7 +339,7 @@ def main():
             result = {'rows': time_growth(given.growth, tell), 'about': 'Recordings of ten minutes'}
             return output(given, 'cuts_growth', result, about='about')
         corpus = given.corpus or Path(folder) / 'demo'
-        if not given.corpus: make_corpus(corpus, progress=partial(tell, 'speak'))
+        if not given.corpus: _make_corpus(corpus, progress=partial(tell, 'speak'))
         clips = read_corpus(corpus)[0]
         rows, faults = cut_all(clips, given.orders, tell), check_all(clips, given.orders, tell)
     result = {'rows': rows, 'faults': faults, 'about': f'{len(clips)} clips of {corpus.name}, joined'}

@@ -24,7 +24,7 @@ import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import (  # noqa: E402
     add_rounds, add_sizes, arguments, measuring, output, run, start, step_peer)
-from xtts_nb.app.cli_train import sized  # noqa: E402
+from xtts_nb.app.cli_train import _sized  # noqa: E402
 from xtts_nb.app.speed import _ARMS  # noqa: E402
 from xtts_nb.bench import compare  # noqa: E402
 from xtts_nb.config import XTTSConfig  # noqa: E402
@@ -120,7 +120,7 @@ def main():
     parser.add_argument('--tokens', type=int, default=512, help='of each row')
     parser.add_argument('--torch-python', help='of an environment with PyTorch and transformers')
     given = parser.parse_args()
-    config = sized(given.layers, given.width, given.heads, given.batch_size)
+    config = _sized(given.layers, given.width, given.heads, given.batch_size)
     start()
     with measuring(given) as tell:
         rows = gpt2_speed(config, given.tokens, given.rounds, given.torch_python, partial(tell, 'measure'))

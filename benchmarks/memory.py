@@ -17,7 +17,7 @@ import tensorflow as tf  # noqa: E402
 
 from benchmarks.peer import arguments, output, run  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
-from xtts_nb.train.finetune import memory_needs, run_trial  # noqa: E402
+from xtts_nb.train.finetune import memory_needs, _run_trial  # noqa: E402
 
 TEXT, CODES, AT_ONCE = 200, 250, 3
 CASES = {'batch 2': (2, {}), 'batch 8': (8, {}),
@@ -30,7 +30,7 @@ def compared(name: str, rows: int, training: dict, memory: float) -> dict:   # m
     changes = {'precision': 'bfloat16', 'mode': 'xla'} | training
     config = XTTSConfig.xtts_v2().replace(data={'batch_size': rows}, training={'gpt': changes})
     needs = sum(memory_needs(config, CODES, TEXT).values())
-    found = run_trial(config, CODES, TEXT, memory=memory)
+    found = _run_trial(config, CODES, TEXT, memory=memory)
     peak = found and found['peak']
     return {'name': name, 'estimate_gb': round(needs / 1e9, 2), 'peak_gb': peak and round(peak / 1e9, 2),
             'estimate_to_peak': peak and round(needs / peak, 3)}

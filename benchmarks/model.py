@@ -16,8 +16,8 @@ from xtts_nb.bench import compare, host_syncs, trace_count, wait_for
 from xtts_nb.config import XTTSConfig
 from xtts_nb.data.native import speech_lengths
 from xtts_nb.data.text import _TEXT_STOP
-from xtts_nb.models.gpt import GPT, joint_mask, shifted
-from xtts_nb.train.step import cross_entropies, _INPUTS
+from xtts_nb.models.gpt import GPT, _joint_mask, shifted
+from xtts_nb.train.step import _cross_entropies, _INPUTS
 
 
 def speech_batches(
@@ -77,8 +77,8 @@ def whole_batch(
     "Inputs, attention mask and losses of all rows at once."
     text, _, _ = shifted(batch['text'], batch['text_length'], gpt.text_start, _TEXT_STOP)
     codes, _, _ = shifted(batch['codes'], batch['code_length'], gpt.code_start, gpt.code_stop)
-    mask = joint_mask(gpt.cfg.prompt_latents, text.shape[1], batch['text_length'], codes.shape[1])
-    return {'text': text, 'codes': codes, 'mask': mask[:, 0]} | cross_entropies(gpt, batch, logits)
+    mask = _joint_mask(gpt.cfg.prompt_latents, text.shape[1], batch['text_length'], codes.shape[1])
+    return {'text': text, 'codes': codes, 'mask': mask[:, 0]} | _cross_entropies(gpt, batch, logits)
 
 
 def compiled_forward(gpt: GPT):   # a function of a batch that returns the logits

@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer import (  # noqa: E402
     Peer, add_rounds, add_sizes, arguments, measuring, output, run, start, step_peer)
-from xtts_nb.app.cli_train import sized  # noqa: E402
+from xtts_nb.app.cli_train import _sized  # noqa: E402
 from xtts_nb.app.speed import _step_positions, step_speed  # noqa: E402
 from xtts_nb.config import UserError, XTTSConfig  # noqa: E402
 
@@ -74,7 +74,7 @@ def main():
     parser.add_argument('--codes', type=int, default=220, help='of each clip')
     parser.add_argument('--coqui-python', help='of an environment with coqui-tts 0.28')
     given = parser.parse_args()
-    config = sized(given.layers, given.width, given.heads, given.batch_size)
+    config = _sized(given.layers, given.width, given.heads, given.batch_size)
     sizes = given.text_tokens, given.codes
     start()
     with (coqui_step(given.coqui_python, config, *sizes) if given.coqui_python else nullcontext() as theirs,

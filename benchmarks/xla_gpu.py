@@ -80,9 +80,9 @@ def step_programs(config, text: int, codes: int) -> dict:   # name -> (function,
     import tensorflow as tf
     from xtts_nb.models.gpt import GPT
     from xtts_nb.models.xtts import _POLICIES
-    from xtts_nb.train.finetune import make_update
+    from xtts_nb.train.finetune import _make_update
     from xtts_nb.train.step import random_batch, token_counts
-    update = make_update(GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision]), config.training.gpt)
+    update = _make_update(GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision]), config.training.gpt)
 
     def gradients(batch, number):
         counts = token_counts(update.gpt, batch)
@@ -147,13 +147,13 @@ def decoder_step(config, _):
     "HiFi-GAN, its critics and the speaker encoder."
     import tensorflow as tf
     from xtts_nb.models.hifigan import HiFiGAN, SpeakerEncoder
-    from xtts_nb.train.parts import DecoderUpdate, _window_samples
+    from xtts_nb.train.parts import _DecoderUpdate, _window_samples
     voice, speaker, B = config.training.decoder, config.model.speaker, config.training.decoder.batch_size
     frames = int(voice.reference_seconds * speaker.sample_rate / speaker.hop_length)
     batch = {'states': tf.zeros([B, voice.window, config.model.gpt.hidden_dim], tf.float16),
              'wav': tf.zeros([B, _window_samples(config)], tf.int16),
              'voice': tf.zeros([B, frames, speaker.n_mels], tf.float16)}
-    return DecoderUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config), (batch, tf.constant(0))
+    return _DecoderUpdate(HiFiGAN(config), SpeakerEncoder(config), True, config), (batch, tf.constant(0))
 
 
 OTHERS = {f.__name__.replace('_', ' '): f

@@ -35,8 +35,8 @@ from nbformat.v4 import new_output
 
 from tree import ROOT, notebooks
 
-from xtts_nb.app.terminal import WRITERS
-from xtts_nb.records import TOOLS, recorded
+from xtts_nb.app.terminal import _WRITERS
+from xtts_nb.records import _TOOLS, recorded
 
 NAMES_A_RECORD = re.compile(r"\b(?:recorded|headline)\('(\w+)', benchmarks\(\)\)")
 
@@ -119,7 +119,7 @@ PROGRAM = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()']
 
 
 def command_of(
-    page: str,       # a key of `WRITERS` or `TOOLS`
+    page: str,       # a key of `_WRITERS` or `_TOOLS`
     corpus: str,     # for `bench data`
     small: bool = False,
 ) -> list[str]:      # program and arguments
@@ -129,8 +129,8 @@ def command_of(
     options += ['--data', corpus] * (page == 'data')
     peer = None if small else os.environ.get('XTTS_NB_COQUI')
     options += ['--record', '--json']
-    if page in TOOLS: return [sys.executable, str(ROOT / TOOLS[page].split()[1]), *options]
-    if page not in PEERS or not peer: return [*PROGRAM, *WRITERS[page].split(), *options]
+    if page in _TOOLS: return [sys.executable, str(ROOT / _TOOLS[page].split()[1]), *options]
+    if page not in PEERS or not peer: return [*PROGRAM, *_WRITERS[page].split(), *options]
     return [sys.executable, f'benchmarks/{PEERS[page]}', '--coqui-python', peer, *options]
 
 
@@ -149,7 +149,7 @@ def written(
 
 
 def measure(
-    page: str,                     # a key of `WRITERS` or `TOOLS`
+    page: str,                     # a key of `_WRITERS` or `_TOOLS`
     copy_to: Path | None = None,
 ) -> str:                          # what became of the record
     "Run the command of a record, as `written` does."

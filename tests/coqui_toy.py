@@ -7,7 +7,7 @@ from zlib import crc32
 import numpy as np
 
 from xtts_nb.config import XTTSConfig
-from xtts_nb.models.convert import expected_shapes, name_map, to_torch
+from xtts_nb.models.convert import _expected_shapes, _name_map, _to_torch
 from xtts_nb.data.text import train_tokenizer
 
 WORDS = 'the old dog sleeps all day in the bay and every boat waits for wind'
@@ -45,12 +45,12 @@ def numbers(name: str, shape: tuple) -> np.ndarray:
 
 def tensors(cfg: XTTSConfig, spelling: str = 'new') -> dict:
     "`{file: {name: array}}` of the whole checkpoint."
-    names = {here: (key, layout) for key, (here, layout) in name_map(cfg.model).items()}
+    names = {here: (key, layout) for key, (here, layout) in _name_map(cfg.model).items()}
     files = {'model.pth': {}, 'dvae.pth': {}, 'mel_stats.pth': {}}
-    for here, shape in expected_shapes(cfg, tokenizer().start).items():
+    for here, shape in _expected_shapes(cfg, tokenizer().start).items():
         pair = here + '_original1' in names and here.startswith('decoder/')
         (file, name), layout = names[here + '_original1' if pair else here]
-        there = to_torch(np.empty(shape, np.bool_), layout).shape
+        there = _to_torch(np.empty(shape, np.bool_), layout).shape
         if pair:
             length, direction = (name.replace(SPELLINGS['new'][1], s) for s in SPELLINGS[spelling])
             files[file][direction] = numbers(name, there) * 3

@@ -11,7 +11,7 @@ from xtts_nb import devices
 from xtts_nb.config import UserError, setup_tf
 from xtts_nb.data.prepare import prepare
 from xtts_nb.devices import (
-    apply_plan, card_memory, card_names, check_plan, DevicePlan, in_cluster, plan_devices, setup_devices)
+    _apply_plan, card_memory, card_names, _check_plan, _DevicePlan, _in_cluster, plan_devices, setup_devices)
 
 CARD = 24_000   # MiB
 
@@ -36,7 +36,7 @@ def alone(monkeypatch):
     ([CARD] * 3, dict(data_gpu=2, model_gpu=1, kind='CPU'), {1: (), 2: ()}, 'CPU:1', 'CPU:0', (1, 0))])
 def test_plans(cards, asked, limits, data, model, part):
     plan = plan_devices(cards, **asked)
-    assert plan == DevicePlan(limits, data, model) and plan.model_part == part
+    assert plan == _DevicePlan(limits, data, model) and plan.model_part == part
 
 @pytest.mark.parametrize('cards, asked, words', [
     ([CARD, CARD], dict(data_gpu=1, model_gpu=1), 'both 1'),
@@ -59,7 +59,7 @@ def test_two_devices_in_any_case(cards, asked, limits, data, model, monkeypatch)
     applied = []
     for name, fake in {'card_memory': lambda: cards, 'apply_plan': applied.append,
                        'check_plan': applied.append}.items(): monkeypatch.setattr(devices, name, fake)
-    plan = DevicePlan(limits, data, model)
+    plan = _DevicePlan(limits, data, model)
     assert setup_devices(two=True, **asked) == plan and applied == [plan] * 2   # set up, and read back
 
 @pytest.mark.parametrize('variables, every, read_back', [
@@ -70,8 +70,8 @@ def test_a_training_and_a_worker_take_all_cards(variables, every, read_back, mon
     for name, value in variables.items(): monkeypatch.setenv(name, value)
     for name, fake in {'card_memory': lambda: [CARD] * 2, 'apply_plan': lambda plan: None,
                        'check_plan': read.append}.items(): monkeypatch.setattr(devices, name, fake)
-    assert setup_devices(every=every) == DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:0')
-    assert bool(read) == read_back == (not in_cluster())
+    assert setup_devices(every=every) == _DevicePlan({0: (), 1: ()}, 'GPU:0', 'GPU:0')
+    assert bool(read) == read_back == (not _in_cluster())
     with pytest.raises(UserError, match='for one machine'): setup_devices(every=every, data_gpu=0)
 
 @pytest.fixture
@@ -92,17 +92,17 @@ def gpus(monkeypatch):
     return told
 
 def test_limits_are_set_and_read_back(gpus, monkeypatch):
-    apply_plan(plan := plan_devices([CARD], isolate=True))   # one card becomes two devices
-    assert check_plan(plan) == {'GPU 0, MiB': ((4800, 16_800),) * 2,
+    _apply_plan(plan := plan_devices([CARD], isolate=True))   # one card becomes two devices
+    assert _check_plan(plan) == {'GPU 0, MiB': ((4800, 16_800),) * 2,
                                 'devices': (('GPU:0', 'GPU:1'), ['GPU:0', 'GPU:1'])}
     assert [gpu.name[-1] for gpu in gpus['visible']] == ['0']   # the other card is left to others
     monkeypatch.setattr(devices, '_tf_started', lambda: True)
-    apply_plan(plan)   # changes nothing
-    with pytest.raises(UserError, match='has started before'): apply_plan(plan_devices([CARD, CARD], 0, 1))
+    _apply_plan(plan)   # changes nothing
+    with pytest.raises(UserError, match='has started before'): _apply_plan(plan_devices([CARD, CARD], 0, 1))
     def full(): raise tf.errors.InternalError(None, None, 'out of memory')
     for fake, words in ((lambda: [], 'not as planned'), (full, 'out of memory.*lower the limits')):
         monkeypatch.setattr(tf.config, 'list_logical_devices', fake)
-        with pytest.raises(UserError, match=words): check_plan(plan)
+        with pytest.raises(UserError, match=words): _check_plan(plan)
 
 def test_without_options_one_card_is_taken_and_a_limit_of_the_environment_stays(gpus):
     gpus['/physical_device:GPU:0'] = [tf.config.LogicalDeviceConfiguration(memory_limit=4096)]

@@ -12,19 +12,19 @@ def card():
 
 
 def test_the_step_s_tensors_are_on_the_gpu_and_the_driver_answers(small):
-    from xtts_nb.app.check import run_checks, StepTrial
+    from xtts_nb.app.check import _run_checks, _StepTrial
     config = small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}})
-    rows = {r['name']: r for r in run_checks(StepTrial(config, 8, 12))}
+    rows = {r['name']: r for r in _run_checks(_StepTrial(config, 8, 12))}
     for name in ('GPU placement', 'GPU monitoring', 'Training step'):
         assert rows[name]['result'] == 'PASSED', rows[name]
     assert rows['GPU placement']['reason'].endswith('tensors on GPU:0')
 
 
 def test_every_weight_has_its_device(small):
-    from xtts_nb.train.profile import variable_placement
+    from xtts_nb.train.profile import _variable_placement
     from xtts_nb.models.gpt import GPT
     from xtts_nb.train.step import Update
-    rows = variable_placement(Update(GPT(small, 5), small.training.gpt))
+    rows = _variable_placement(Update(GPT(small, 5), small.training.gpt))
     assert {r['device'] for r in rows if r['owner'] == 'weights'} == {'GPU:0'}
 
 

@@ -8,11 +8,11 @@ import nbformat
 import pytest
 
 from xtts_nb import records as module
-from xtts_nb.app.terminal import WRITERS
+from xtts_nb.app.terminal import _WRITERS
 from xtts_nb.bench import rows_markdown
 from xtts_nb.config import UserError
 from xtts_nb.devices import _products_in_tf32
-from xtts_nb.records import TOOLS, headline, record, record_markdown, recorded
+from xtts_nb.records import _TOOLS, headline, record, record_markdown, recorded
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / 'dev'))
@@ -28,7 +28,7 @@ DRAWN = [pytest.param(nb, cell, id=f'{stem}-{cell.id}') for stem, nb in NOTEBOOK
 
 def page_of(file: Path) -> str:
     "The longest name of a page that the name of a record begins with."
-    known = sorted(WRITERS | TOOLS, key=len, reverse=True)
+    known = sorted(_WRITERS | _TOOLS, key=len, reverse=True)
     return next(page for page in known if file.name.startswith(f'{page}-'))
 
 def named(nb) -> set[str]:
@@ -38,7 +38,7 @@ def named(nb) -> set[str]:
 def test_a_page_names_the_command_of_what_it_shows():
     for stem, nb in NOTEBOOKS.items():
         text = '\n'.join(c.source for c in nb.cells if c.cell_type == 'markdown')
-        commands = {TOOLS.get(page) or f'xtts-nb {WRITERS[page]}' for page in named(nb)}
+        commands = {_TOOLS.get(page) or f'xtts-nb {_WRITERS[page]}' for page in named(nb)}
         assert [c for c in commands if c not in text and c.replace('xtts-nb', 'make') not in text] == [], stem
 
 @pytest.mark.parametrize('nb, cell', DRAWN)

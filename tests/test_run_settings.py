@@ -3,7 +3,7 @@ import pytest
 import yaml
 
 from xtts_nb.settings import (
-    GPU_PRESETS, _LEVELS, OPTIONS, check_used, commented_yaml, config_diff, descriptions, flat,
+    _GPU_PRESETS, _LEVELS, _OPTIONS, check_used, commented_yaml, config_diff, descriptions, flat,
     from_environment, gpu_preset, nested, option_keys, optimization_level, parse_assignments, resolve)
 from xtts_nb.config import Section, UserError, XTTSConfig
 
@@ -29,16 +29,16 @@ def test_a_commented_file_says_the_same_and_explains_each_key():
 def test_flat_and_nested_are_inverse():
     values = DEFAULT.model_dump()
     assert flat({'a': {}, 'b': {'c': 1, 'd': {'e': 2}}}) == {'a': {}, 'b.c': 1, 'b.d.e': 2}
-    assert nested(flat(values)) == values and {*OPTIONS.values()} <= {*flat(values)}
+    assert nested(flat(values)) == values and {*_OPTIONS.values()} <= {*flat(values)}
     with pytest.raises(UserError,
                        match='data.seed: data is given as 3 too'): nested({'data': 3, 'data.seed': 1})
     after = DEFAULT.replace(data={'batch_size': 3}, model={'gpt': {'num_layers': 2}})
     assert config_diff(DEFAULT, after) == {'model.gpt.num_layers': (30, 2), 'data.batch_size': (8, 3)}
 
-@pytest.mark.parametrize('name', [*GPU_PRESETS, *_LEVELS])
+@pytest.mark.parametrize('name', [*_GPU_PRESETS, *_LEVELS])
 def test_a_preset_changes_the_keys_it_names(name):
     start = DEFAULT.replace(training={'gpt': {'precision': 'float16', 'schedule': 'noam', 'ema': 0.5}})
-    keys = gpu_preset(name, cores=3) if name in GPU_PRESETS else optimization_level(name)
+    keys = gpu_preset(name, cores=3) if name in _GPU_PRESETS else optimization_level(name)
     config = laid_over(start, preset=keys)
     assert keys.items() <= flat(config.model_dump()).items() and config != start
     assert keys.get('data.num_workers', 3) == 3   # no more than cores

@@ -13,7 +13,7 @@ import pytest
 from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
-    arm_spans, best_probe, cpu_probe, EmulatedDevice, GPU, _group_cpu_seconds, _longest_idle, nvml_probe,
+    arm_spans, best_probe, _cpu_probe, EmulatedDevice, GPU, _group_cpu_seconds, _longest_idle, nvml_probe,
     _Process, Sample, Sampler, summarise, summarise_arms, _visible_cards)
 
 def gpu_trace(*curves, step=.1):
@@ -165,7 +165,7 @@ def test_cpu_probe_waits_for_two_hundredths_of_a_second_and_stays_within_100_per
                    (2., 9., 4., 0.), (3., 8., 5., 9.)])
     monkeypatch.setattr(sampler, '_cpu_clocks', lambda: lambda: next(clocks))
     monkeypatch.setattr(sampler, '_usable_cores', lambda: 2.)
-    probe = cpu_probe()
+    probe = _cpu_probe()
     samples = [probe() for _ in range(5)]
     assert [s.time for s in samples] == [.02, 1., 1., 2., 3.]
     assert [(s.cpu.utilisation, s.cpu.process) for s in samples] == [

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from cheap import HELD
 from xtts_nb.train import parts, runs
-from xtts_nb.train.finetune import make_update, new_rows
+from xtts_nb.train.finetune import _make_update, _new_rows
 from xtts_nb.data.audio import log_mel, synthetic_voice
 from xtts_nb.config import UserError, XTTSConfig
-from xtts_nb.data.corpora import Dropped, _check_dropped, read_corpus
+from xtts_nb.data.corpora import _Dropped, _check_dropped, read_corpus
 from xtts_nb.data.native import BatchPlan, batches_of, CacheReader, _reader_of
 from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 from xtts_nb.models.dvae import DVAE
@@ -21,13 +21,13 @@ from xtts_nb.files import write_json
 from xtts_nb.models.gpt import GPT
 from xtts_nb.models.xtts import _POLICIES
 from xtts_nb.train.step import AdamW, averaged, learning_rate, compile_step, Update
-from xtts_nb.data.prepare import choose_mode
+from xtts_nb.data.prepare import _choose_mode
 from xtts_nb.settings import flat
 from xtts_nb.train.runs import new_run, open_cache
 from xtts_nb.speech.generate import Speaker, _reference_mels, _sample_code, _speaker_vector
 from xtts_nb.train.trainer import _epochs_to_steps, Trainer
 from xtts_nb.train.parts import (
-    _Bank, Crops, DecoderUpdate, Windows, _window_samples)
+    _Bank, _Crops, _DecoderUpdate, Windows, _window_samples)
 
 WAV = synthetic_voice(2.)
 
@@ -72,7 +72,7 @@ def critic_maps(config, world):
     return [[x.shape for x in part] for part in Critic(config.training.decoder)(tf.ones((1, 3000)))]
 
 def rows_to_learn(config, world):
-    try: return new_rows(config, world.tokenizer, ['en'])
+    try: return _new_rows(config, world.tokenizer, ['en'])
     except UserError as e: return str(e)
 
 def updated(config, world):
@@ -80,7 +80,7 @@ def updated(config, world):
     keras.utils.set_random_seed(0)
     gpt, draw = GPT(config, 3, dtype=_POLICIES[config.training.gpt.precision]), np.random.default_rng(0)
     applied, shares = [], []
-    update = make_update(gpt, config.training.gpt, [])
+    update = _make_update(gpt, config.training.gpt, [])
     update.optimizer.apply = lambda gradients, weights: applied.extend(gradients)
     share = update.share
     update.share = lambda batch, *rest: shares.append(len(batch['text'])) or share(batch, *rest)
@@ -114,10 +114,10 @@ def place(config, world):
     return cache.held, type(reader.rows).__name__
 
 def dropped(config, world):
-    try: return _check_dropped([Dropped('a', 'bad')] * 2, 5, config, 'corpus')
+    try: return _check_dropped([_Dropped('a', 'bad')] * 2, 5, config, 'corpus')
     except UserError as e: return str(e)
 
-def mode(config, world): return choose_mode(read_corpus(world.corpus)[0], config)
+def mode(config, world): return _choose_mode(read_corpus(world.corpus)[0], config)
 
 def rates(config, world, training):
     return [float(learning_rate(training(config))(step)) for step in (0, 1, 2, 5, 9, 60)]
@@ -189,7 +189,7 @@ def listener(config, world): return told(config, world, None, 'gpt', lambda *giv
 
 def crops(config, world):
     mels = np.arange(16_000, dtype=np.float32).reshape(200, 80)
-    return Crops(mels, config)(tf.constant(0, tf.int64))
+    return _Crops(mels, config)(tf.constant(0, tf.int64))
 
 def windows(config, world): return Windows(world.bank, config)(tf.constant(0, tf.int64))
 
@@ -357,7 +357,7 @@ def bank(base, tmp_path_factory) -> _Bank:
 def world(base, bank, prepared, corpus, tokenizer, tmp_path_factory) -> SimpleNamespace:
     "What the observers need, made once."
     keras.utils.set_random_seed(0)
-    update = DecoderUpdate(HiFiGAN(base), SpeakerEncoder(base), True, base)
+    update = _DecoderUpdate(HiFiGAN(base), SpeakerEncoder(base), True, base)
     sounds = [tf.random.stateless_normal((1, 3000), [i, 0], stddev=0.1) for i in (0, 1)]
     return SimpleNamespace(cache=prepared, corpus=corpus, tokenizer=tokenizer, bank=bank, update=update,
                            gpt=GPT(base, 3), dvae=DVAE(base), sounds=sounds, seen={},

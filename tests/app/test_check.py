@@ -12,8 +12,8 @@ import yaml
 
 from process import python, xtts_nb
 from xtts_nb.app import check, quick_fix
-from xtts_nb.app.check import _CHECKS, run_checks, StepTrial
-from xtts_nb.app.configure import environment, TFSettings, verify_settings, write_environment
+from xtts_nb.app.check import _CHECKS, _run_checks, _StepTrial
+from xtts_nb.app.configure import environment, _TFSettings, _verify_settings, _write_environment
 from xtts_nb.app.quick_fix import _change_for, _LEARNING
 from xtts_nb.settings import flat, from_environment
 from xtts_nb.config import GPTTraining, UserError, XTTSConfig
@@ -47,11 +47,11 @@ def no_gpu(): raise UserError('NVML: there is no driver; install it.')
 
 def trial(small, probe=no_gpu, **steps):
     made = {name: steps.get(name) or FakeStep() for name in ('eager', 'graph', 'xla')}
-    return StepTrial(small, 12, 20, probe, lambda config, start: made)
+    return _StepTrial(small, 12, 20, probe, lambda config, start: made)
 
 @pytest.mark.cpu
 def test_all_pass_or_are_skipped_on_a_cpu(small):
-    rows = run_checks(trial(small))
+    rows = _run_checks(trial(small))
     assert [r['name'] for r in rows] == [*_CHECKS]
     assert [r['result'] for r in rows] == ['PASSED', 'PASSED', 'SKIPPED', 'PASSED', 'SKIPPED'], rows
 
@@ -68,7 +68,7 @@ FLAWS = [   # check, the step that has the flaw, and a word of the reason
 
 @pytest.mark.parametrize('name, steps, word', FLAWS)
 def test_a_flaw_is_found(small, name, steps, word):
-    rows = run_checks(trial(small, **{mode: FakeStep(**how) for mode, how in steps.items()}))
+    rows = _run_checks(trial(small, **{mode: FakeStep(**how) for mode, how in steps.items()}))
     row = next(row for row in rows if row['name'] == name)
     assert row['result'] == 'FAILED' and word in row['reason'], row
 
@@ -81,7 +81,7 @@ def gpu(busy, used):
     (lambda: gpu(50., None), 'FAILED'), (lambda: lambda: Sample(0., (), None, 'gone'), 'FAILED'),
     pytest.param(no_gpu, 'SKIPPED', marks=pytest.mark.cpu)],
     ids=['busy', 'no utilisation', 'no memory', 'gone', 'no driver'])
-def test_monitoring(small, probe, got): assert run_checks(trial(small, probe))[-1]['result'] == got
+def test_monitoring(small, probe, got): assert _run_checks(trial(small, probe))[-1]['result'] == got
 
 @pytest.mark.parametrize('step, result', [
     ({}, '20 updates in 4 s, 20.0 clips/s, GPU 0 50 % busy, CPU 1 % busy'),
@@ -105,9 +105,9 @@ def test_what_a_gpu_is_given_holds_nothing_that_it_cannot_do(small):
     config = small.replace(model={'gpt': {'num_layers': 1, 'conditioning_layers': 1}},
                            training={'gpt': {'precision': 'bfloat16', 'mode': 'xla'}})
     only = {'xla': MODES['xla']}
-    real = StepTrial(config, 12, 20, make_steps=lambda config, start: step_modes(config, start, only))
+    real = _StepTrial(config, 12, 20, make_steps=lambda config, start: step_modes(config, start, only))
     assert len(real.steps['xla'].step.weights) > 20
-    found = [(row['program'], row['kind'], row['op']) for row in check.preflight_rows(real)]
+    found = [(row['program'], row['kind'], row['op']) for row in check._preflight_rows(real)]
     assert {pair[:2] for pair in found} == {('data', 'float32 product'), ('data', 'layout')}
     assert {op for *_, op in found} <= {'MatMul', 'BatchMatMulV2', 'Einsum', 'Conv2D'}
 
@@ -117,8 +117,8 @@ def test_what_a_gpu_is_given_holds_nothing_that_it_cannot_do(small):
 @pytest.mark.parametrize('result, code', [('PASSED', 0), ('SKIPPED', 0), ('FAILED', 1)])
 def test_check_ends_with_1_where_one_failed(monkeypatch, ran, result, code):
     rows = [{'name': 'a', 'result': 'PASSED', 'reason': 'x'}, {'name': 'b', 'result': result, 'reason': 'y'}]
-    monkeypatch.setattr(check, 'run_checks', lambda *_: rows)
-    monkeypatch.setattr(check, 'preflight_rows', lambda trial: [])
+    monkeypatch.setattr(check, '_run_checks', lambda *_: rows)
+    monkeypatch.setattr(check, '_preflight_rows', lambda trial: [])
     done = ran('check --json')
     assert done.code == code and done.json['checks'] == rows
     assert done.json[result.lower()] == 1 + (result == 'PASSED')
@@ -144,7 +144,7 @@ def test_a_report_as_a_user_writes_it(tmp_path):
 @pytest.fixture
 def clean(monkeypatch):
     "No settings of an earlier test."
-    for name in environment(TFSettings(memory_limit=1, allocator='cuda_malloc_async')):
+    for name in environment(_TFSettings(memory_limit=1, allocator='cuda_malloc_async')):
         monkeypatch.delenv(name, raising=False)
 
 @pytest.mark.parametrize('settings, name, value', [
@@ -155,11 +155,11 @@ def clean(monkeypatch):
     ({'xla': False}, 'TF_XLA_FLAGS', ''), ({'xla': False}, 'XTTS_NB_MODE', 'graph'),
     ({'mixed_precision': False}, 'XTTS_NB_PRECISION', 'float32')])
 def test_each_setting_changes_the_environment(clean, settings, name, value):
-    assert environment(TFSettings(**settings)).get(name) == value != environment(TFSettings()).get(name)
+    assert environment(_TFSettings(**settings)).get(name) == value != environment(_TFSettings()).get(name)
 
 def test_a_shell_reads_the_file_and_training_takes_its_keys(clean, tmp_path, monkeypatch):
     monkeypatch.setenv('TF_XLA_FLAGS', '--tf_xla_auto_jit=1 --other=2')   # flags of others stay
-    write_environment(tmp_path / 'tf.env', settings := TFSettings(threads=3, memory_limit=512))
+    _write_environment(tmp_path / 'tf.env', settings := _TFSettings(threads=3, memory_limit=512))
     shell = 'set -a; . ./tf.env; set +a; exec "$0" -c "import os, json; print(json.dumps(dict(os.environ)))"'
     done = subprocess.run(['sh', '-c', shell, sys.executable], cwd=tmp_path, capture_output=True, text=True,
                           check=True)
@@ -194,9 +194,9 @@ def test_what_is_set_in_tensorflow_is_read_back(clean):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('settings', [
-    TFSettings(threads=1), TFSettings(threads=2, mixed_precision=False), TFSettings(xla=False)], ids=str)
+    _TFSettings(threads=1), _TFSettings(threads=2, mixed_precision=False), _TFSettings(xla=False)], ids=str)
 def test_a_child_trains_with_the_settings(clean, settings):
-    rows = {row['setting']: row for row in verify_settings(settings)}
+    rows = {row['setting']: row for row in _verify_settings(settings)}
     assert not [row for row in rows.values() if row['ok'] is False]
     mode = 'auto' if settings.xla else 'graph'
     chosen = choose_xla(GPTTraining(mode=mode, precision=settings.precision))[0]

@@ -16,7 +16,7 @@ from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan, cached_batches
 from xtts_nb.settings import flat
 from xtts_nb.train import begin, caches, runs
-from xtts_nb.train.step import CompiledStep
+from xtts_nb.train.step import _CompiledStep
 
 TINY = XTTSConfig.tiny()
 
@@ -44,7 +44,7 @@ def built(prepared, home, monkeypatch):
     class Stopped(Exception): pass
     really = runs.Trainer.fit
     def fit(self, *given, **named):
-        if not isinstance(self.plan, BatchPlan | runs.Replay): return really(self, *given, **named)   # a DVAE
+        if not isinstance(self.plan, BatchPlan | runs._Replay): return really(self, *given, **named)  # DVAE
         raise Stopped(self)
     monkeypatch.setattr(runs.Trainer, 'fit', fit)
     def build(*options, data=prepared.folder, config='mini.yaml'):
@@ -81,7 +81,7 @@ EFFECTS = {   # option -> (observer, value with the option); without the option 
     '--lr 1e-2': (lambda t: float(t.optimizer.learning_rate), pytest.approx(1e-2)),
     '--steps 9': (lambda t: t.training.steps, 9),
     '--epochs 5': (lambda t: t.training.steps / t.plan.steps_per_epoch, 5),
-    '--enable-eager-debug': (lambda t: isinstance(t.train_step, CompiledStep), False),   # of MyXTTS
+    '--enable-eager-debug': (lambda t: isinstance(t.train_step, _CompiledStep), False),   # of MyXTTS
     '--set training.gpt.ema=0.5': (lambda t: t.optimizer.use_ema, True),
     '--set data.reference_frames=48': (lambda t: shape(t, 'reference')[1], 48),
     '--optimization-level enhanced': (lambda t: t.train_step.xla, True),
@@ -149,7 +149,7 @@ def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, prepare
     before = tree(made)
     assert first.plan.cache.folder == made and f'is a corpus; its cache is {made}' in capfd.readouterr().err
     assert len(built(*options, data=corpus).plan.cache) == 14 and tree(made) == before
-    named, settings = caches.cache_folder, first.xtts.config
+    named, settings = caches._cache_folder, first.xtts.config
     assert named(corpus, settings) == made and named(corpus, settings, made) != made   # of another DVAE
     for change in ({'data': {'min_seconds': 0.8}}, {'model': {'audio': {'f_max': 7000.}}},
                    {'training': {'dvae': {'steps': 3}}}):
@@ -157,7 +157,7 @@ def test_a_corpus_is_prepared_first_and_found_again(built, home, corpus, prepare
     assert named(corpus, settings.replace(data={'batch_size': 2}, training={'gpt': {'steps': 7}})) == made
     (home / 'runtime.yaml').write_text(settings.replace(data={'preprocessing_mode': 'runtime'}).to_yaml())
     stored = built(data=corpus, config='runtime.yaml').plan.cache.manifest['stored']
-    assert 'codes' not in stored and caches.is_corpus(corpus) and not caches.is_corpus(made)
+    assert 'codes' not in stored and caches._is_corpus(corpus) and not caches._is_corpus(made)
     validated = built('--val-data', corpus)
     assert validated.held_out.count.sum() == 14 and validated.training.validate_every == 1   # of 4 updates
     assert validated.held_out.cache.manifest['keys'] == prepared.manifest['keys']   # its DVAE and tokenizer
@@ -229,7 +229,7 @@ def test_the_rate_is_that_of_what_is_trained(ran, base, monkeypatch, options, ex
                  in ('learning_rate', 'warmup_steps', 'schedule')) == expected
 
 def test_a_run_or_something_to_begin_one_with(tmp_path):
-    known = lambda run, source: begin.known_run(run, source, 'nothing is given', 'begin one')
+    known = lambda run, source: begin._known_run(run, source, 'nothing is given', 'begin one')
     assert not known(None, 'corpus') and not known(tmp_path / 'new', 'corpus')
     pytest.raises(UserError, known, None, None)
     (tmp_path / 'run.json').touch()

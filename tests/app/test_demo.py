@@ -15,14 +15,14 @@ from matplotlib.figure import Figure
 from process import SMALL, python, tree, xtts_nb
 from xtts_nb.app import demo, demo_corpus
 from xtts_nb.report import facts, heading, picture, player
-from xtts_nb.app.demo_corpus import corpus_digest, DEMO_SENTENCES, make_corpus, _plan_corpus
+from xtts_nb.app.demo_corpus import _corpus_digest, _DEMO_SENTENCES, _make_corpus, _plan_corpus
 from xtts_nb.app.demo_pairs import _choose_pairs, _Pair
 from xtts_nb.config import UserError
 from xtts_nb.data.audio import load_audio, save_audio, synthetic_voice
 from xtts_nb.data.cache import Cache
-from xtts_nb.data.corpora import Dropped, summary
+from xtts_nb.data.corpora import _Dropped, summary
 from xtts_nb.data.espeak import VOICES
-from xtts_nb.data.pages import corpus_page
+from xtts_nb.data.pages import _corpus_page
 from xtts_nb.train.runs import new_run
 
 CLIPS = _plan_corpus()
@@ -33,7 +33,7 @@ CLIPS = _plan_corpus()
 @pytest.fixture(scope='module')
 def spoken(tmp_path_factory):
     out = tmp_path_factory.mktemp('corpus') / 'small'
-    return out, make_corpus(out, limit=1)
+    return out, _make_corpus(out, limit=1)
 
 HUSH = ('import hashlib, time; from xtts_nb.app.demo_corpus import *; from xtts_nb.data.espeak import *\n'
         'print(hashlib.sha256(speak("Hush.", "en", SynthVoice("whisper"))[0].tobytes()).hexdigest())\n')
@@ -41,18 +41,18 @@ HUSH = ('import hashlib, time; from xtts_nb.app.demo_corpus import *; from xtts_
 def test_fresh_processes_write_the_same_bytes(spoken, tmp_path):
     "Whatever was spoken before, and whenever: noise is not seeded by the clock."
     first = python(HUSH + f'make_corpus({str(tmp_path / "a")!r}, limit=1); time.sleep(1.1)')
-    assert first.code == 0 and corpus_digest(tmp_path / 'a') == corpus_digest(spoken[0])
+    assert first.code == 0 and _corpus_digest(tmp_path / 'a') == _corpus_digest(spoken[0])
     assert python(HUSH).out == first.out != ''
 
 def test_every_voice_speaks_every_sentence_for_a_second_to_six(spoken):
     out, clips = spoken
-    everything = {(v, l, t) for v in VOICES for l in DEMO_SENTENCES for t in DEMO_SENTENCES[l][:1]}
+    everything = {(v, l, t) for v in VOICES for l in _DEMO_SENTENCES for t in _DEMO_SENTENCES[l][:1]}
     assert {(c.speaker, c.language, c.text) for c in clips} == everything
     audio = [load_audio(out / 'wavs' / f'{c.id}.wav') for c in clips]
     assert all(1 <= len(x) / 22050 <= 6 and np.abs(x).max() > 0.09 for x in audio)
     assert len({x.tobytes() for x in audio}) == len(clips) == len([*(out / 'wavs').iterdir()])
     before = {p: p.stat().st_mtime_ns for p in out.rglob('*')}
-    assert make_corpus(out, limit=1, progress=lambda *_: pytest.fail('the clips are made again')) == clips
+    assert _make_corpus(out, limit=1, progress=lambda *_: pytest.fail('the clips are made again')) == clips
     assert {p: p.stat().st_mtime_ns for p in out.rglob('*')} == before
 
 @pytest.mark.parametrize('there, found', [
@@ -61,23 +61,23 @@ def test_every_voice_speaks_every_sentence_for_a_second_to_six(spoken):
     ({'corpus.json': '{"settings": 1, "digest": "x"}'}, 'changed after'),
     (None, False), ({}, False), ({'corpus.json': '{"settings": 1, "digest": "right"}'}, True)])
 def test_a_folder_that_already_holds_something(tmp_path, monkeypatch, there, found):
-    monkeypatch.setattr(demo_corpus, 'corpus_digest', lambda out: 'right')
+    monkeypatch.setattr(demo_corpus, '_corpus_digest', lambda out: 'right')
     out = tmp_path / 'c'
     if there is not None: out.mkdir()
     for name, text in (there or {}).items(): (out / name).write_text(text)
     before = tree(tmp_path)
     if isinstance(found, bool): assert demo_corpus._already_made(out, 1) is found
-    elif 'thesis.txt' in there: pytest.raises(UserError, make_corpus, out, limit=1).match(found)
+    elif 'thesis.txt' in there: pytest.raises(UserError, _make_corpus, out, limit=1).match(found)
     else: pytest.raises(UserError, demo_corpus._already_made, out, 1).match(found)
     assert tree(tmp_path) == before
 
 def test_an_interrupted_corpus_and_a_full_disk_leave_nothing(monkeypatch, tmp_path):
     def stop(done, total):
         if done == 3: raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): make_corpus(tmp_path / 'c', limit=1, progress=stop)
+    with pytest.raises(KeyboardInterrupt): _make_corpus(tmp_path / 'c', limit=1, progress=stop)
     def full(*_): raise OSError(errno.ENOSPC, 'No space left on device')
     monkeypatch.setattr(Path, 'write_bytes', full)
-    with pytest.raises(UserError, match='c: the disk is full'): make_corpus(tmp_path / 'c', limit=1)
+    with pytest.raises(UserError, match='c: the disk is full'): _make_corpus(tmp_path / 'c', limit=1)
     assert not any(tmp_path.iterdir())
 
 def test_a_library_held_by_others_is_noticed(tmp_path):
@@ -89,7 +89,7 @@ def test_a_library_held_by_others_is_noticed(tmp_path):
 # --- pairs --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('clips, n', [
-    (CLIPS, 16), (CLIPS, 1), (_plan_corpus({l: t[:4] for l, t in DEMO_SENTENCES.items()},
+    (CLIPS, 16), (CLIPS, 1), (_plan_corpus({l: t[:4] for l, t in _DEMO_SENTENCES.items()},
                                            dict([*VOICES.items()][:3])), 5)], ids=['all', 'one', 'few'])
 def test_held_out_pairs_are_not_in_training(clips, n):
     pairs = _choose_pairs(clips, n)
@@ -114,12 +114,12 @@ def test_seeds_go_on_after_a_stop(tmp_path, small, monkeypatch):
         return {'seed': seed, 'loss': 10. - seed}
     monkeypatch.setattr(demo, 'make_corpus', lambda *a, **k: CLIPS)
     monkeypatch.setattr(demo, '_one_seed', one_seed)
-    with pytest.raises(KeyboardInterrupt): demo.demo_seeds(tmp_path, 3, small)
-    rows = demo.demo_seeds(tmp_path, 3, small)
+    with pytest.raises(KeyboardInterrupt): demo._demo_seeds(tmp_path, 3, small)
+    rows = demo._demo_seeds(tmp_path, 3, small)
     assert seen == [(0, 0), (1, 1), (1, 1), (2, 2)]   # the first was not repeated
-    assert demo.demo_seeds(tmp_path, 3, small) == rows and len(seen) == 4
-    assert demo.seed_spread(rows) == {'loss': {'min': 8., 'median': 9., 'max': 10.}}
-    demo.demo_seeds(tmp_path, 1, small.replace(training={'gpt': {'steps': small.training.gpt.steps + 1}}))
+    assert demo._demo_seeds(tmp_path, 3, small) == rows and len(seen) == 4
+    assert demo._seed_spread(rows) == {'loss': {'min': 8., 'median': 9., 'max': 10.}}
+    demo._demo_seeds(tmp_path, 1, small.replace(training={'gpt': {'steps': small.training.gpt.steps + 1}}))
     assert len(seen) == 5
 
 def read_pairs(path) -> list[dict]:
@@ -160,7 +160,7 @@ def test_a_demo_starts_again_and_removes_only_its_own_run(cheap, prepared, mini,
     for folder in (run, tmp_path / 'mine', tmp_path / 'other'):
         with pytest.raises(UserError): fresh(config, folder, [])
         assert tree(tmp_path) == before
-    with pytest.raises(UserError, match='not as a demo left it'): demo.run_demo(tmp_path, config)
+    with pytest.raises(UserError, match='not as a demo left it'): demo._run_demo(tmp_path, config)
     assert tree(tmp_path) == before
 
 
@@ -183,8 +183,9 @@ class Page(HTMLParser):
 @pytest.mark.parametrize('piece', [
     lambda path: picture(Figure(), NASTY), lambda path: player(path, NASTY),
     lambda path: heading(NASTY, NASTY), lambda path: facts({NASTY: NASTY}),
-    lambda path: corpus_page(summary([{'id': NASTY, 'text': NASTY, 'speaker': f'{NASTY}\u202e', 'seconds': 1.,
-                                       'language': 'fa'}], [Dropped('x', NASTY)]),
+    lambda path: _corpus_page(summary([{'id': NASTY, 'text': NASTY, 'speaker': f'{NASTY}\u202e',
+                                        'seconds': 1.,
+                                       'language': 'fa'}], [_Dropped('x', NASTY)]),
                              path.with_name('p.html'), NASTY).read_text(encoding='utf-8')],
     ids=['picture', 'player', 'heading', 'facts', 'page'])
 def test_texts_are_escaped(tmp_path, piece):

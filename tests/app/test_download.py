@@ -14,7 +14,7 @@ import pytest
 
 from process import tree
 from xtts_nb.app.download import (
-    _SOURCES, Source, _file, download, _download_text, _find_source, terms)
+    _SOURCES, _Source, _file, download, _download_text, _find_source, _terms)
 from xtts_nb.config import UserError
 from xtts_nb.data.corpora import read_corpus
 
@@ -69,10 +69,10 @@ def server(monkeypatch):
 def known(name, body) -> dict: return _file(name, len(body), hashlib.sha256(body).hexdigest())
 
 @pytest.fixture
-def model(server) -> Source:
+def model(server) -> _Source:
     server.files |= FILES
     files = [known(*f) for f in FILES.items()]
-    return Source('model', files, 'Some License', server.address, HUB, True, 'convert from-coqui {} MODEL')
+    return _Source('model', files, 'Some License', server.address, HUB, True, 'convert from-coqui {} MODEL')
 
 @pytest.fixture
 def fetch(server):
@@ -82,10 +82,10 @@ def fetch(server):
         return download(source, out, server.address, **{'accept': True} | options)
     return fetch
 
-def archive(server, body, name='c.tar.bz2') -> Source:
+def archive(server, body, name='c.tar.bz2') -> _Source:
     "A corpus that is this archive."
     server.files[name] = body
-    return Source('corpus', [known(name, body)], 'public domain', 'https://example.org')
+    return _Source('corpus', [known(name, body)], 'public domain', 'https://example.org')
 
 def tarred(*members) -> bytes:
     "An archive of (name, bytes) or ready `TarInfo`s."
@@ -128,9 +128,9 @@ def test_every_file_of_the_table_is_pinned():
 def test_nothing_is_fetched_before_the_licence_is_accepted(server, model, fetch, tmp_path):
     text = refused(fetch, model, tmp_path / 'out', accept=False)
     assert '--accept-cpml' in text and not server.requests and tree(tmp_path) == {}
-    assert terms(model, server.address) == 'Ask first.\n' and server.requests == [('LICENSE.txt', None)]
+    assert _terms(model, server.address) == 'Ask first.\n' and server.requests == [('LICENSE.txt', None)]
     server.files['LICENSE.txt'] = b'Ask nobody'   # other bytes than those that were pinned
-    assert 'Ask nobody' not in terms(model, server.address)
+    assert 'Ask nobody' not in _terms(model, server.address)
 
 
 # --- a model and an archive ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import tensorflow as tf
 import yaml
 
 from xtts_nb.app.myxtts import (
-    ABSENT_SETTINGS, load_config, THEIR_OPTIONS, THEIR_SETTINGS, TFNativeDataLoader,
+    ABSENT_SETTINGS, _load_config, THEIR_OPTIONS, THEIR_SETTINGS, TFNativeDataLoader,
     apply_aggressive_prefetching, configure_tensorflow_for_max_throughput,
     create_parallel_interleave_dataset, optimize_dataset_pipeline,
     our_keys, our_options, print_optimization_summary)
@@ -75,7 +75,7 @@ def test_keys_without_counterpart_are_reported_or_refused():
 def test_the_files_of_the_guides_load(tmp_path, text, changed):
     (tmp_path / 'guide.yaml').write_text(text)
     said = []
-    config = load_config(tmp_path / 'guide.yaml', said.append)
+    config = _load_config(tmp_path / 'guide.yaml', said.append)
     assert {k: new for k, (_, new) in config_diff(DEFAULT, config).items()} == changed
     silent = [key for key in flat(yaml.safe_load(text)) if not any(f' {key} ' in line for line in said)]
     assert {*silent} <= {*flat(DEFAULT.model_dump())}   # each other key has its line

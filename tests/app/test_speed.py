@@ -7,9 +7,9 @@ import tensorflow as tf
 
 from xtts_nb.app import bench_config, bench_say
 from xtts_nb.app.bench_data import (
-    check_equal, _differing_share, padding, readers, _refuse_differences, Tiled)
+    check_equal, _differing_share, padding, readers, _refuse_differences, _Tiled)
 from xtts_nb.app.bench_say import _say_speed
-from xtts_nb.app.bench_service import load_row, _load_speaker, service_load
+from xtts_nb.app.bench_service import _load_row, _load_speaker, _service_load
 from xtts_nb.config import UserError
 from xtts_nb.data.native import BatchPlan, cached_batches
 
@@ -53,7 +53,7 @@ def test_the_share_of_cells_that_differ():
                            match=f'b {part}'): _refuse_differences({'a': near, 'b': near | {part: share}})
 
 def test_copies_are_clips_of_their_own(prepared, small):
-    many = Tiled(prepared, 3)
+    many = _Tiled(prepared, 3)
     assert len(many) == 3 * len(prepared) == len({c['id'] for c in many.clips})
     for i in (0, 13, 14, 41):
         for kind in ('codes', 'text', 'mel'):
@@ -108,15 +108,15 @@ def test_a_row_of_the_service():
     "Ten and two admitted in two waves; the median of the first wave is 0.55 s, that of the second 1.5 s."
     waves = [[(200, i / 10, 9.) for i in range(1, 11)] + [(429, 0.01, 0.02), (503, 5., 5.)],
              [(200, 1., 9.), (200, 2., 9.), (429, 0.03, 0.04)]]
-    assert load_row(12, waves) == {
+    assert _load_row(12, waves) == {
         'name': '12 clients', 'first_p50_ms': 650., 'first_p99_ms': 1890., 'spread': 1.39, 'waves': 2,
         'admitted': 12, 'refused': 2, 'late': 1, 'refused_p99_ms': 29.8}
     for answers in ([(200, 1., 1.), (400, 1., 1.)], [(429, 1., 1.)]):
-        with pytest.raises(UserError, match='give a text that the model can speak'): load_row(2, [answers])
+        with pytest.raises(UserError, match='give a text that the model can speak'): _load_row(2, [answers])
 
 @pytest.mark.slow
 def test_200_clients_at_once():
     "A real engine: 72 have a place and are spoken, the others know at once that there is none."
-    (row,) = service_load(_load_speaker()[0], clients=(200,), rounds=1)
+    (row,) = _service_load(_load_speaker()[0], clients=(200,), rounds=1)
     assert row['admitted'] >= 72 and row['admitted'] + row['refused'] == 200 and not row['late']
     assert row['refused_p99_ms'] < row['first_p50_ms']

@@ -143,7 +143,7 @@ def test_settings_of_a_file_lie_over_a_preset_or_what_was_made(tmp_path, capsys)
     made, file = XTTSConfig.tiny().replace(data={'batch_size': 3, 'buckets': 2}), tmp_path / 'file.yaml'
     (tmp_path / 'config.yaml').write_text(made.to_yaml())
     file.write_text('data: {batch_size: 5, pin_memory: true}\n')
-    load = terminal.load_settings
+    load = terminal._load_settings
     assert load('tiny', None) == XTTSConfig.tiny() and load('xtts_v2', None, tmp_path) == made
     assert load('tiny', file) == XTTSConfig.tiny().replace(data={'batch_size': 5})
     assert load('tiny', file, tmp_path) == made.replace(data={'batch_size': 5})

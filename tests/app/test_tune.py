@@ -11,8 +11,8 @@ import soundfile
 import yaml
 
 from xtts_nb.app import tune as page
-from xtts_nb.app.demo_corpus import DEMO_SENTENCES
-from xtts_nb.app.tune import plan_tuning, _run_stage, tune
+from xtts_nb.app.demo_corpus import _DEMO_SENTENCES
+from xtts_nb.app.tune import _plan_tuning, _run_stage, tune
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import save_audio
 from xtts_nb.data.cache import file_sha
@@ -24,7 +24,7 @@ def runs(tmp_path):
     "Stages that only make their file; `runs(*words)` returns the names of those that ran."
     def run(**asked):
         names = []
-        def plan(): return plan_tuning('book.mp3', tmp_path / 'out', **asked)
+        def plan(): return _plan_tuning('book.mp3', tmp_path / 'out', **asked)
         def stage(words):
             names.append(words[0])
             made = next(s.made for s in plan() if s.name == words[0])
@@ -35,22 +35,22 @@ def runs(tmp_path):
     return run
 
 def test_the_commands(tmp_path):
-    plan = plan_tuning('b.mp3', tmp_path, 'b.srt', 'de', 'MODEL', (), ('--config', 'c'), ('--steps', '9'))
+    plan = _plan_tuning('b.mp3', tmp_path, 'b.srt', 'de', 'MODEL', (), ('--config', 'c'), ('--steps', '9'))
     assert [' '.join(s.words).replace(f'{tmp_path}/', '') for s in plan] == [
         'corpus b.mp3 --out corpus --language de --text b.srt',
         'prepare corpus --out cache --language de --dvae MODEL --config c',
         'train --data cache --run run --val 0.05 --model MODEL --set training.gpt.eval_clips=4 '
         '--set training.gpt.judge_by=dtw --steps 9',
         'evaluate cache --model run/best --report scores --language de']
-    heard = plan_tuning('b', tmp_path, language=None, cut=('--transcribe', 'small'))
+    heard = _plan_tuning('b', tmp_path, language=None, cut=('--transcribe', 'small'))
     assert not any('--language' in stage.words for stage in heard)   # each clip has the one that was heard
-    short = plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
+    short = _plan_tuning(tmp_path / 'mine', tmp_path, skip=('corpus', 'evaluate'))
     assert [s.name for s in short] == ['prepare', 'train'] and short[0].words[1] == str(tmp_path / 'mine')
-    mixed = plan_tuning('b', tmp_path, train=('--steps', '9'), mix=Path('OLD'))[2]
+    mixed = _plan_tuning('b', tmp_path, train=('--steps', '9'), mix=Path('OLD'))[2]
     assert [str(p) for p in mixed.reads[1:]] == ['OLD/manifest.json', 'OLD/metadata.csv']
     for key, given in (('--transcribe', dict(skip=('corpus',), cut=('--transcribe', 'small'))),
                        ('b.txt', dict(skip=('corpus',), text='b.txt')), ('--skip', dict(skip=('train',)))):
-        with pytest.raises(UserError, match=key): plan_tuning('b', tmp_path, **given)
+        with pytest.raises(UserError, match=key): _plan_tuning('b', tmp_path, **given)
 
 @pytest.mark.parametrize('text, listens, judges', [
     ('training: {gpt: {eval_clips: 8}}', False, True), ('training: {gpt: {judge_by: loss}}', True, False),
@@ -61,7 +61,7 @@ def test_a_file_may_choose_the_model_otherwise(tmp_path, text, listens, judges):
     words = page._judged_words(tmp_path / 'own.yaml')
     assert words == (*('--set', 'training.gpt.eval_clips=4') * listens,
                      *('--set', 'training.gpt.judge_by=dtw') * judges)
-    assert plan_tuning('b', tmp_path, judged=words)[2].words.count('--set') == listens + judges
+    assert _plan_tuning('b', tmp_path, judged=words)[2].words.count('--set') == listens + judges
     if '{' in text:   # with the words, the settings are valid
         keys = [word.removeprefix('training.gpt.').replace('=', ': ') for word in words[1::2]]
         sets = yaml.safe_load('\n'.join(keys))
@@ -69,7 +69,7 @@ def test_a_file_may_choose_the_model_otherwise(tmp_path, text, listens, judges):
         XTTSConfig.tiny().replace(training={'gpt': given | (sets or {})})
 
 def test_only_what_changed_and_what_follows_runs_again(runs, tmp_path):
-    assert runs()[0] == [*page.STAGES] and runs()[0] == []
+    assert runs()[0] == [*page._STAGES] and runs()[0] == []
     assert runs(train=('--steps', '9'))[0] == ['train', 'evaluate']
     (tmp_path / 'out' / 'cache' / 'manifest.json').unlink()
     names, done = runs(train=('--steps', '9'))
@@ -88,9 +88,9 @@ def test_what_follows_a_stage_that_ran_again_is_not_complete(tmp_path):
         made.write_text('{}')
         return {}
     quiet = lambda line: None
-    def plan(): return plan_tuning('b.mp3', tmp_path)
+    def plan(): return _plan_tuning('b.mp3', tmp_path)
     tune(plan, tmp_path, quiet, stage)
-    def plan(): return plan_tuning('b.mp3', tmp_path, prepare=('--preset', 'xtts_v2'))
+    def plan(): return _plan_tuning('b.mp3', tmp_path, prepare=('--preset', 'xtts_v2'))
     names = []
     with pytest.raises(UserError): tune(plan, tmp_path, quiet, lambda words: stage(words, 'train'))
     tune(plan, tmp_path, quiet, lambda words: names.append(words[0]) or stage(words))
@@ -117,7 +117,7 @@ def test_each_cache_has_a_run_of_its_own(tmp_path):
                 write(folder / 'model.safetensors', key)
             return {}
         (out / 'cache/manifest.json').unlink(missing_ok=True)   # the corpus was changed
-        tune(lambda: plan_tuning(tmp_path, out, skip=('corpus',), **asked), out, lambda line: None, stage)
+        tune(lambda: _plan_tuning(tmp_path, out, skip=('corpus',), **asked), out, lambda line: None, stage)
         trained = Path(words['train'][words['train'].index('--run') + 1])
         assert words['evaluate'][3] == str(trained / 'best')
         return trained.name
@@ -188,7 +188,7 @@ def test_a_stage_is_a_command(tmp_path):
 
 @pytest.mark.slow
 def test_from_a_recording_to_a_voice(ran, cheap, tmp_path, monkeypatch):
-    texts = DEMO_SENTENCES['en'][:16]
+    texts = _DEMO_SENTENCES['en'][:16]
     parts = [p for t in texts for p in (speak(t, 'en', VOICES['f4'])[0], np.zeros(9000, np.int16))]
     soundfile.write(tmp_path / 'book.wav', np.concatenate(parts), 22050)
     (tmp_path / 'book.txt').write_text(' '.join(texts))

@@ -11,7 +11,7 @@ from make_parity_data import utterance
 from benchmarks import parity
 from benchmarks.parity import our_text, PARITY_SENTENCES, read_sentences, text_parity
 from xtts_nb.config import UserError
-from xtts_nb.data.text import clean_for, LANGUAGES, Tokenizer, train_tokenizer
+from xtts_nb.data.text import _clean_for, _LANGUAGES, Tokenizer, train_tokenizer
 from xtts_nb.train.step import token_losses
 from xtts_nb.models.xtts import XTTS
 
@@ -97,9 +97,10 @@ def reader():
     return Tokenizer(train_tokenizer(['yes no and ja nein und oui non et'], ['en', 'de'], 64).bpe, 'xtts')
 
 def test_every_language_has_a_sentence_with_something_to_read(tmp_path):
-    assert sorted(PARITY_SENTENCES) == sorted(LANGUAGES)
+    assert sorted(PARITY_SENTENCES) == sorted(_LANGUAGES)
     assert read_sentences() == list(PARITY_SENTENCES.items())
-    for language, text in PARITY_SENTENCES.items(): assert clean_for(text, language) != text.lower(), language
+    for language, text in PARITY_SENTENCES.items(): assert _clean_for(text,
+                                                                      language) != text.lower(), language
     for text in (None, '[]', '{"en": [5]}', '{"en": 5}', '{"en": [{"said": "x"}]}'):
         if text: (tmp_path / 's.json').write_text(text)
         with pytest.raises(UserError, match='s.json'): read_sentences(tmp_path / 's.json')
@@ -107,10 +108,10 @@ def test_every_language_has_a_sentence_with_something_to_read(tmp_path):
 def test_the_stored_sentences_as_rows():
     "Cleaned text of all languages, without any vocabulary, against the stored readings of coqui-tts."
     stored = json.loads((STORED / 'sentences.json').read_text(encoding='utf-8'))
-    rows = [(language, row) for language in LANGUAGES for row in stored[language]]
-    assert len(rows) > 500 and all(sum('clean' in row for row in stored[l]) >= 30 for l in LANGUAGES)
+    rows = [(language, row) for language in _LANGUAGES for row in stored[language]]
+    assert len(rows) > 500 and all(sum('clean' in row for row in stored[l]) >= 30 for l in _LANGUAGES)
     pairs = [(language, row['text']) for language, row in rows]
-    ours = [(clean_for(text, language, as_trained=True), None) for language, text in pairs]
+    ours = [(_clean_for(text, language, as_trained=True), None) for language, text in pairs]
     theirs = [[row['clean'], None] if 'clean' in row else None for _, row in rows]
     cleaned, unread = text_parity(pairs, ours, theirs)
     assert cleaned['ok'] and unread['ok']

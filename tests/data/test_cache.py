@@ -13,9 +13,10 @@ from xtts_nb.config import DataConfig, UserError, XTTSConfig
 from xtts_nb.data import cache as cache_module
 from xtts_nb.data.audio import log_mel, save_audio, synthetic_voice
 from xtts_nb.data.cache import (
-    ARRAYS, Cache, InFiles, InMemory, _clip_limits, left_out_line, map_arrays, _read_manifest, verify_cache,
-    _within_limits, write_manifest, write_shard, write_table)
-from xtts_nb.data.corpora import read_audio, read_corpus
+    ARRAYS, Cache, _InFiles, _InMemory, _clip_limits, left_out_line, map_arrays, _read_manifest,
+    _verify_cache,
+    _within_limits, _write_manifest, _write_shard, _write_table)
+from xtts_nb.data.corpora import _read_audio, read_corpus
 from xtts_nb.data.native import BatchPlan, WavReader, batches_of, cached_batches, _reader_of
 from xtts_nb.data.prepare import ClipEncoder, lesson_cache, mel_sample, prepare, verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
@@ -82,7 +83,7 @@ def test_arrays_are_those_of_the_clips_in_memory_and_mapped(corpus, small, dvae,
     stored = load_dvae(prepared.folder / 'dvae.safetensors', prepared.config)
     encoders = [ClipEncoder(small, net, prepared.tokenizer) for net in (dvae, stored)]
     assert len(prepared) == len(clips) == 14 and len(prepared.manifest['shards']) == 3
-    for i, (clip, wav) in enumerate(read_audio(clips, small)):
+    for i, (clip, wav) in enumerate(_read_audio(clips, small)):
         made = encoders[i == 0](clip, wav)   # the DVAE of the cache makes its codes
         for kind, dtype in ARRAYS.items():
             for cache in (prepared, mapped):
@@ -103,7 +104,7 @@ def record(i, **changes):
 
 def test_more_shards_than_files_may_be_open(tmp_path):
     many, limit = 300, resource.getrlimit(resource.RLIMIT_NOFILE)
-    lines = [write_shard(tmp_path / f'{i}', [record(i)]) for i in range(many)]
+    lines = [_write_shard(tmp_path / f'{i}', [record(i)]) for i in range(many)]
     class Mapped(Cache):
         __init__, __len__, check_unchanged = object.__init__, lambda self: many, lambda self: None
     cache = Mapped()
@@ -114,7 +115,7 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 270, limit[1]))
     try:
         assert [int(cache.array('codes', i)[0]) for i in range(many)] == [i % 32 for i in range(many)]
-        rows = InFiles(cache, ('codes',))('codes', np.arange(many) * 4, np.full(many, 4), 4)   # in a graph
+        rows = _InFiles(cache, ('codes',))('codes', np.arange(many) * 4, np.full(many, 4), 4)   # in a graph
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert rows[:, 0].numpy().tolist() == [i % 32 for i in range(many)]
 
@@ -132,7 +133,7 @@ def test_what_is_damaged_is_found_and_not_opened(copy, how):
             flipped = whole[:-50] + bytes([whole[-50] ^ 255]) + whole[-49:]
             (copy / name).write_bytes({'cut off': whole[:len(whole) // 2], 'empty': b'',
                                        'longer': whole + b'x', 'flipped': flipped}[how])
-        problems = verify_cache(copy)[1]
+        problems = _verify_cache(copy)[1]
         assert {p['file'] for p in problems} == {name}
         assert how != 'missing' or problems[0]['problem'] == 'is missing'
         with pytest.raises(UserError, match=f'{name}: is '): Cache(copy, in_memory=True)
@@ -142,24 +143,25 @@ def test_what_is_damaged_is_found_and_not_opened(copy, how):
         (copy / name).write_bytes(whole)
     for content in (b'', b'{', b'[]', b'{"format": 1}'):
         (copy / 'manifest.json').write_bytes(content)
-        checked, (problem,) = verify_cache(copy)
+        checked, (problem,) = _verify_cache(copy)
         assert checked == 1 and (problem['file'], problem['clip']) == ('manifest.json', '')
         with pytest.raises(UserError, match='manifest.json'): Cache(copy)
 
 def test_a_whole_cache_has_no_problem_but_what_belongs_to_nothing(copy, tmp_path):
     seen = []
-    checked, problems = verify_cache(copy, lambda *done: seen.append(done))
+    checked, problems = _verify_cache(copy, lambda *done: seen.append(done))
     assert problems == [] and checked == 14 + len(list(copy.iterdir())) - 4   # 3 shards, the page
     assert seen == [(5, 14), (10, 14), (14, 14)]
     (copy / 'notes.txt').write_text('mine')
-    assert [(p['file'], p['problem']) for p in verify_cache(copy)[1]] == [('notes.txt', 'belongs to nothing')]
+    assert [(p['file'], p['problem']) for p in _verify_cache(copy)[1]] == [('notes.txt',
+                                                                            'belongs to nothing')]
     (copy / 'notes.txt').unlink()
     facts = {k: v for k, v in _read_manifest(copy).items() if k not in ('format', 'files')}
-    write_table(copy, [])   # without clips, no shard belongs to anything
+    _write_table(copy, [])   # without clips, no shard belongs to anything
     for i in range(3): (copy / f'shard-0000{i}.safetensors').rename(tmp_path / f'shard-0000{i}.safetensors')
-    write_manifest(copy, facts | {'shards': []})
+    _write_manifest(copy, facts | {'shards': []})
     for i in range(3): (tmp_path / f'shard-0000{i}.safetensors').rename(copy / f'shard-0000{i}.safetensors')
-    assert [p['file'] for p in verify_cache(copy)[1]] == [f'shard-0000{i}.safetensors' for i in range(3)]
+    assert [p['file'] for p in _verify_cache(copy)[1]] == [f'shard-0000{i}.safetensors' for i in range(3)]
 
 WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'),
          'a code too high': ({'codes': [0, 1, 2, 32]}, 'codes go beyond the 32'),
@@ -178,11 +180,11 @@ def test_a_record_that_was_written_wrong_is_found(copy, kind):
     if None in changes.get('text', ()): changes = {'text': [0, 1, ids]}
     good = {'codes': [0, 1, 31, 0], 'text': [0, ids - 1, 1]}   # the first and the last that there are
     made = [record(i, **(changes if i == 3 else good)) for i in range(5)]
-    line = {'number': 0} | write_shard(copy / 'shard-00000.safetensors', made)
-    write_table(copy, [(0, rows, map_arrays(copy / line['file']))])
-    write_manifest(copy, {k: v for k, v in facts.items() if k not in ('format', 'files')}
+    line = {'number': 0} | _write_shard(copy / 'shard-00000.safetensors', made)
+    _write_table(copy, [(0, rows, map_arrays(copy / line['file']))])
+    _write_manifest(copy, {k: v for k, v in facts.items() if k not in ('format', 'files')}
                    | {'shards': [line]})
-    (found,) = verify_cache(copy)[1]
+    (found,) = _verify_cache(copy)[1]
     assert problem in found['problem'] and found['clip'] == ('' if 'length' in kind else rows[3]['id'])
 
 
@@ -203,7 +205,7 @@ def test_limits_to_the_sample_and_the_token():
 def test_batches_from_files_are_those_from_memory(prepared, small):
     caches = Cache(prepared.folder, ram_budget=1.), Cache(prepared.folder, False)
     memory, files = (BatchPlan(cache, small.data) for cache in caches)
-    assert isinstance(_reader_of(memory).rows, InMemory) and isinstance(_reader_of(files).rows, InFiles)
+    assert isinstance(_reader_of(memory).rows, _InMemory) and isinstance(_reader_of(files).rows, _InFiles)
     for a, b in zip(*(cached_batches(plan, 3, 15) for plan in (memory, files)), strict=True):
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)

@@ -11,17 +11,17 @@ import pytest
 import soundfile
 
 from benchmarks.cuts import cut_all
-from xtts_nb.app.demo_corpus import DEMO_SENTENCES
+from xtts_nb.app.demo_corpus import _DEMO_SENTENCES
 from xtts_nb.config import UserError
 from xtts_nb.data import align, cut, espeak
 from xtts_nb.data.align import _measure_part, Speech
 from xtts_nb.data.audio import open_audio, resample
 from xtts_nb.data.corpora import Clip, read_corpus
 from xtts_nb.data.cut import (
-    account, BRIEF, _choose_clips, corpus_text, cut_corpus, _CutPiece, LONGEST)
+    account, _BRIEF, _choose_clips, corpus_text, cut_corpus, _CutPiece, LONGEST)
 from xtts_nb.data.espeak import VOICES
 
-RATE, EN = 22050, DEMO_SENTENCES['en']
+RATE, EN = 22050, _DEMO_SENTENCES['en']
 
 @cache
 def speak(text, language, voice=None):   # its name
@@ -58,7 +58,7 @@ def said(result): return ' '.join(c['text'] for c in result['clips'])
 
 @pytest.mark.parametrize('language, voices', [('en', ('f4', 'm3')), ('de', ('f1',))])
 def test_what_is_missing_on_either_side_is_left_out(tmp_path, language, voices):
-    texts = DEMO_SENTENCES[language]
+    texts = _DEMO_SENTENCES[language]
     unread, unwritten = texts[5], texts[9]
     spoken = [t for t in texts[:14] if t != unread]
     wav, places = reading(spoken, voices, language=language)
@@ -83,7 +83,7 @@ def test_what_is_missing_on_either_side_is_left_out(tmp_path, language, voices):
         found, rate = soundfile.read(row.path)
         first, last = round(clip['start'] * RATE), round(clip['end'] * RATE)
         assert rate == RATE and np.abs(found - wav[first:last]).max() < 1e-3
-        assert BRIEF <= len(found) / RATE <= LONGEST
+        assert _BRIEF <= len(found) / RATE <= LONGEST
         assert max(np.abs(found[:600]).max(), np.abs(found[-600:]).max()) < 0.02
     json.dumps(result)
 
@@ -103,7 +103,7 @@ def test_a_long_sentence_is_cut_at_its_pauses(tmp_path):
                                         if clip['start'] < a and b < clip['end'])
 
 @pytest.mark.parametrize('wav, text, language, named', [
-    (lambda: reading(EN[:6])[0], ' '.join(DEMO_SENTENCES['de']), 'de', 'text of this recording'),
+    (lambda: reading(EN[:6])[0], ' '.join(_DEMO_SENTENCES['de']), 'de', 'text of this recording'),
     (lambda: np.zeros(RATE * 3), 'Hello there.', 'en', 'silent'), (lambda: [], 'Hello.', 'en', 'no sound'),
     (lambda: np.zeros(9), 'Hello.', 'English!', '"English!"'), (lambda: np.zeros(9), None, 'en', 'book.txt')])
 def test_what_cannot_be_cut(tmp_path, wav, text, language, named):
@@ -169,12 +169,12 @@ def test_finished_recordings_are_kept(tmp_path, monkeypatch):
     "A run that ends early is continued; a recording that fails is named; nothing of a user's is touched."
     texts, spoken = EN[:12], []
     chapters(tmp_path / 'book', texts)
-    (tmp_path / 'book' / '2.txt').write_text(' '.join(DEMO_SENTENCES['de'][:8]))
+    (tmp_path / 'book' / '2.txt').write_text(' '.join(_DEMO_SENTENCES['de'][:8]))
     monkeypatch.setattr(cut, '_ALONE', 1.)
     def speak_some(text, language):
         spoken.append(text)
         if len(spoken) == 13: raise KeyboardInterrupt   # the third recording
-        return espeak.speak_words(text, language)
+        return espeak._speak_words(text, language)
     monkeypatch.setattr(align, 'speak_words', speak_some)
     again = lambda: run(tmp_path / 'book', tmp_path / 'out')
     (tmp_path / 'out.unfinished').mkdir()
@@ -342,7 +342,7 @@ def test_names_with_marks(tmp_path):
 
 def with_faults(folder, kinds, language='en', noise=0.):
     "Clips of two voices, some with a fault: its number -> its kind."
-    texts, rng = DEMO_SENTENCES[language][:16], np.random.default_rng(2)
+    texts, rng = _DEMO_SENTENCES[language][:16], np.random.default_rng(2)
     said = [(t, v) for v in ('f4', 'm3') for t in texts]
     wavs = [speak(t, language, v)[0] / 2.**15 for t, v in said]
     (folder / 'wavs').mkdir(parents=True)
@@ -416,7 +416,7 @@ def test_clips_that_cannot_be_compared(tmp_path):
     (clips / 'wavs').mkdir(parents=True)
     says = [speak(EN[0], 'en', v)[0] for v in ('f4', 'm3', 'm4')]
     wavs = [*says, np.zeros(RATE), np.zeros(100), says[0][:9000], np.zeros(70 * RATE, np.int16)]
-    texts = [DEMO_SENTENCES['en'][0]] * 5 + ['Ja.'] + ['Long.']
+    texts = [_DEMO_SENTENCES['en'][0]] * 5 + ['Ja.'] + ['Long.']
     for i, wav in enumerate(wavs):
         soundfile.write(clips / 'wavs' / f'{i}.wav', wav.astype(np.int16), RATE)
     (clips / 'metadata.csv').write_text(''.join(
@@ -457,7 +457,7 @@ def test_clips_of_a_recording_of_short_sentences_are_short():
     short, longer = pieces(*[2.79] * 5, *[9] * 4), pieces(*[2.79] * 4, *[2.81] * 5)
     inner = pieces(*[1.5] * 8, inner=(0, 2, 4, 6))
     lengths = [cut._shortest_clip(chain) for chain in (short, longer, inner, inner[:1])]
-    assert lengths == [cut.BRIEF, cut.SHORTEST, cut.SHORTEST, cut.SHORTEST] == [1, 2, 2, 2]
+    assert lengths == [cut._BRIEF, cut.SHORTEST, cut.SHORTEST, cut.SHORTEST] == [1, 2, 2, 2]
     assert [len(clip) for clip in _choose_clips(pieces(*[1.5] * 5), 1.)[0]] == [1] * 5
     assert [len(clip) for clip in _choose_clips(pieces(1.5, .5, .5, 1.5), 1.)[0]] == [1, 2, 1]
     assert [len(clip) for clip in _choose_clips(pieces(*[1.5] * 9))[0]] == [2, 5, 2]

@@ -18,10 +18,10 @@ from process import Forked, server, tree
 from xtts_nb.config import UserError
 from xtts_nb.data import cache as cache_module, prepare as prepare_module
 from xtts_nb.data.audio import decode_wav, load_audio, save_audio, synthetic_voice
-from xtts_nb.data.cache import Cache, _read_manifest, verify_cache, write_manifest
+from xtts_nb.data.cache import Cache, _read_manifest, _verify_cache, _write_manifest
 from xtts_nb.data.corpora import read_corpus
 from xtts_nb.data.prepare import (
-    ClipEncoder, choose_mode, merge_caches, prepare, _run_jobs, verify_and_fix_cache, _work_folder)
+    ClipEncoder, _choose_mode, merge_caches, prepare, _run_jobs, verify_and_fix_cache, _work_folder)
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.files import _PART, read_json, write_json
 
@@ -146,7 +146,7 @@ def test_too_many_dropped_clips_cost_no_finished_shard(mine, small, tokenizer, t
     assert [p.name for p in tmp_path.glob('out*')] == ['out.work']
     assert run(0.2)['made']['codes'] == 0 and [p.name for p in tmp_path.glob('out*')] == ['out']
     cache, mapped = (Cache(tmp_path / 'out', in_memory=kind) for kind in (True, False))
-    assert len(cache) == 12 and not verify_cache(tmp_path / 'out')[1]
+    assert len(cache) == 12 and not _verify_cache(tmp_path / 'out')[1]
     assert all(np.array_equal(cache.array('mel', i), mapped.array('mel', i)) for i in range(12))
 
 def test_a_killed_worker_costs_no_finished_shard(corpus, small, tokenizer, undisturbed, tmp_path, capfd):
@@ -428,7 +428,7 @@ def test_the_mode_follows_the_settings_and_the_size(mine, small, change, mode):
     data = bytearray((mine / 'wavs/low-0.wav').read_bytes())
     data[21], data[22:26] = data[21] & 0xF0, bytes(4)   # the number of samples
     (mine / 'wavs/low-0.wav').write_bytes(data)
-    assert choose_mode(read_corpus(mine)[0], small.replace(data=change)) == mode
+    assert _choose_mode(read_corpus(mine)[0], small.replace(data=change)) == mode
 
 @pytest.mark.parametrize('mode', ['precompute', 'runtime'])
 def test_parts_of_a_recording_are_cut_out(small, tokenizer, tmp_path, mode):
@@ -442,7 +442,7 @@ def test_parts_of_a_recording_are_cut_out(small, tokenizer, tmp_path, mode):
     cache = Cache(tmp_path / 'out')
     assert [(c['text'], c['seconds']) for c in cache.clips] == [('aa', 1.), ('bb', 1.5)]
     for i, wav in enumerate(wavs): assert np.allclose(load_audio(cache.wav_path(i)), wav, atol=1e-4)
-    assert not verify_cache(tmp_path / 'out')[1]
+    assert not _verify_cache(tmp_path / 'out')[1]
 
 
 # --- repair -------------------------------------------------------------------------------------------
@@ -568,7 +568,7 @@ def own_sound(corpus, small, tokenizer, tmp_path_factory):
 def seal(folder, **facts):
     "Write the manifest again, as somebody does who wants it to be believed."
     kept = {k: v for k, v in _read_manifest(folder).items() if k not in ('format', 'files')}
-    write_manifest(folder, kept | facts)
+    _write_manifest(folder, kept | facts)
 
 def name_a_shard_outside(cache, outside):
     (cache / 'shard-00000.safetensors').rename(outside / 'shard.safetensors')
@@ -598,6 +598,6 @@ def test_a_cache_reaches_nothing_outside_its_folder(own_sound, tmp_path, trick):
     for read in (lambda: Cache(cache).wav_path(0), lambda: Cache(cache, in_memory=False).wav_path(0),
                  lambda: merge_caches([cache], tmp_path / 'merged')):
         with pytest.raises(UserError, match='leads out of this folder'): read()
-    for problems in (verify_cache(cache)[1], verify_and_fix_cache(cache, fix=True, load=load)['problems']):
+    for problems in (_verify_cache(cache)[1], verify_and_fix_cache(cache, fix=True, load=load)['problems']):
         assert any('leads out of this folder' in p['problem'] for p in problems)
     assert tree(outside) == before and not (tmp_path / 'merged').exists()

@@ -10,9 +10,10 @@ import pytest
 
 from xtts_nb.config import UserError
 from xtts_nb.data.text import (
-    _ABBREVIATIONS, chinese_number, clean, clean_for, CLEANERS, clean_persian, decimal_words, fold_language,
-    hindi_words, japanese_reader, LANGUAGES, learn_merges, money_words, number_words, ordinal_words,
-    plain_markdown, _RULES, spell_chinese, spell_numbers, _SYMBOLS, _TEXT_STOP, Tokenizer, train_tokenizer,
+    _ABBREVIATIONS, _chinese_number, clean, _clean_for, _CLEANERS, _clean_persian, _decimal_words,
+    _fold_language,
+    _hindi_words, _japanese_reader, _LANGUAGES, learn_merges, _money_words, _number_words, _ordinal_words,
+    plain_markdown, _RULES, _spell_chinese, _spell_numbers, _SYMBOLS, _TEXT_STOP, Tokenizer, train_tokenizer,
     _UNSUPPORTED)
 from xtts_nb.files import fingerprint
 
@@ -47,22 +48,22 @@ def tokenizer(): return train_tokenizer(TEXTS, TAGS, 128)
      'die dritte von eintausendzweihundertvierunddreißig münzen kostet zwölf Euro und fünfzig Cent.'),
     ('hi', '2.0', 'दो'), ('hi', '$.5', 'शून्य दशमलव पाँच डॉलर'), ('hi', '12.5', 'बारह दशमलव पाँच'),
     ('hi', '$5', 'पाँच डॉलर'), ('hi', '$2.50', 'दो दशमलव पाँच शून्य डॉलर')])
-def test_numbers_as_in_training(language, text, said): assert spell_numbers(text, language) == said
+def test_numbers_as_in_training(language, text, said): assert _spell_numbers(text, language) == said
 
 @pytest.mark.parametrize('language', _RULES)
 def test_every_whole_number_is_spelled(language):
-    said = [spell_numbers(str(n), language)
+    said = [_spell_numbers(str(n), language)
             for n in (*range(120), 200, 999, 1000, 1001, 99_999, 10**6, 10**7)]
     assert len(set(said)) == len(said) and not any(c in '0123456789' for c in ''.join(said))
 
 def test_a_number_of_each_kind():
-    assert [money_words('12.50', '$', 'en'), money_words('20', '€', 'de'), decimal_words('3,14', 'de'),
-            decimal_words('7.05', 'hi'), ordinal_words('23', 'rd', 'en'), ordinal_words('3', '.', 'cs'),
-            ordinal_words('3', '.', 'cs', last=True), ordinal_words('3', 'x', 'cs')] == [
+    assert [_money_words('12.50', '$', 'en'), _money_words('20', '€', 'de'), _decimal_words('3,14', 'de'),
+            _decimal_words('7.05', 'hi'), _ordinal_words('23', 'rd', 'en'), _ordinal_words('3', '.', 'cs'),
+            _ordinal_words('3', '.', 'cs', last=True), _ordinal_words('3', 'x', 'cs')] == [
         'twelve dollars, fifty cents', 'zwanzig Euro', 'drei Komma eins vier', 'सात दशमलव शून्य पाँच',
         'twenty-third', 'tři', 'tři.', 'třix']
     for amount in (('5', '£', 'ru'), ('5', '$', 'tr'), ('1.2.3', '$', 'en'), ('5', '€', 'ko')):
-        with pytest.raises(_UNSUPPORTED): money_words(*amount)
+        with pytest.raises(_UNSUPPORTED): _money_words(*amount)
 
 @pytest.mark.parametrize('digits, said', [
     ('0', '零'), ('2', '二'), ('10', '十'), ('12', '十二'), ('20', '二十'), ('22', '二十二'), ('00', ''),
@@ -71,7 +72,7 @@ def test_a_number_of_each_kind():
     ('100100', '十万零一百'), ('120000', '十二万'), ('200000000', '两亿'), ('100000002', '一亿零二'),
     ('2000000000000', '两万亿'), ('1' * 17, '一' * 17), ('1' * 17 + '.5', '一' * 17 + '点五'),
     ('1.50', '一点五零'), ('0.5', '零点五')])
-def test_chinese_counts(digits, said): assert chinese_number(digits) == said
+def test_chinese_counts(digits, said): assert _chinese_number(digits) == said
 
 @pytest.mark.parametrize('text, said', [
     ('1999年', '一九九九年'), ('1862年', '一千八百六十二年'), ('08年', '零八年'), ('12年', '十二年'),
@@ -80,15 +81,15 @@ def test_chinese_counts(digits, said): assert chinese_number(digits) == said
     ('3/4', '四分之三'), ('010-12345678', '零一零一二三四五六七八'),
     ('12345678元', '一千两百三十四万五千六百七十八元'), ('15%', '百分之十五'), ('5月3日', '五月三日'),
     ('3.14159', '三.一四一五九'), ('没有', '没有'), ('b2b和a4', 'b2b和a四')])
-def test_chinese_in_context(text, said): assert spell_chinese(text) == said
+def test_chinese_in_context(text, said): assert _spell_chinese(text) == said
 
 EDGES = sorted({10**k + d for k in range(2, 16) for d in (-1, 0, 1, 10**k)})
 FIVE_DIGITS = [f'{n:05d}' for n in range(1200)]
 TESTED = {   # function, numbers, fingerprint of the words
-    'hindi': (hindi_words, [*range(1200), *EDGES], '0d56e5d0a3d078e5'),
-    'persian': (lambda n: number_words(n, 'fa'), [*range(1200), *(n for n in EDGES if n < 10**15)],
+    'hindi': (_hindi_words, [*range(1200), *EDGES], '0d56e5d0a3d078e5'),
+    'persian': (lambda n: _number_words(n, 'fa'), [*range(1200), *(n for n in EDGES if n < 10**15)],
                 '0b89386020ed5d43'),
-    'chinese': (chinese_number, [*map(str, [*range(3000), *range(9990, 31000, 7), *EDGES]), *FIVE_DIGITS],
+    'chinese': (_chinese_number, [*map(str, [*range(3000), *range(9990, 31000, 7), *EDGES]), *FIVE_DIGITS],
                 '99a2d6edf3c08d9c')}
 
 @pytest.mark.parametrize('language', TESTED)
@@ -136,10 +137,10 @@ def test_clean(text, cleaned): assert clean(text) == cleaned and clean(cleaned) 
     ('ja', 'パピ ポ', 'papi po'), ('en', 'a\x07b', 'a b'),
     ('zh-hk', '早', '早')])
 def test_what_people_write_is_said_as_they_mean_it(language, text, cleaned):
-    assert clean_for(text, language) == cleaned
+    assert _clean_for(text, language) == cleaned
 
 @pytest.mark.parametrize('a, b', [('en-gb', 'en'), ('pt-br', 'pt'), ('zh', 'zh-cn'), ('zh-tw', 'zh-cn')])
-def test_the_region_does_not_matter(a, b): assert clean_for('3 & $5, 早', a) == clean_for('3 & $5, 早', b)
+def test_the_region_does_not_matter(a, b): assert _clean_for('3 & $5, 早', a) == _clean_for('3 & $5, 早', b)
 
 @pytest.mark.parametrize('language, text, cleaned', [
     ('sv', '12 katter, -3,5', 'tolv katter, minus tre komma fem'), ('uk', '2', 'два'), ('kab', '3 x', '3 x'),
@@ -168,32 +169,32 @@ Z = '\u200c'   # the half-space of Persian
     ('الف & ب', 'الف و ب'), ('12.50 متر، 15% و 10:30', 'دوازده ممیز پنجاه متر، پانزده درصد و ده و سی دقیقه'),
     ('5.', 'پنج.'), ('0.00', 'صفر ممیز صفر صفر'), ('1:05', 'یک و پنج دقیقه'), ('£2', 'دو پوند'),
     ('1,00', 'یک,صفر'), ('1' + '0' * 14, 'صد تریلیون')])
-def test_persian(text, cleaned): assert clean_for(text, 'fa') == clean_persian(cleaned) == cleaned
+def test_persian(text, cleaned): assert _clean_for(text, 'fa') == _clean_persian(cleaned) == cleaned
 
-@pytest.mark.parametrize('language', [l for l in LANGUAGES if l != 'ja'])
+@pytest.mark.parametrize('language', [l for l in _LANGUAGES if l != 'ja'])
 def test_no_number_is_too_much(language):
     for number in ('1' * 400, '1' * 400 + '.5', '$' + '9' * 30, '1.' + '3' * 40, '0' * 50, '$', '1,',
                    '£1.2.3', '1.000.00,5', '00.00'):
-        said = clean_for(f'x {number} y', language)
+        said = _clean_for(f'x {number} y', language)
         assert said.startswith('x') and (language == 'zh-cn' or not {*said} & {*'0123456789'}), number
 
-def test_more_digits_than_python_reads(): assert not {*clean_for('1' * 5000, 'en')} & {*'0123456789'}
+def test_more_digits_than_python_reads(): assert not {*_clean_for('1' * 5000, 'en')} & {*'0123456789'}
 
 def test_nothing_stays_nothing_and_tables_are_whole():
-    for language in LANGUAGES:
-        for text in ('', ' ', '\t\n', '"', '"" ""'): assert clean_for(text, language).strip(' "') == ''
+    for language in _LANGUAGES:
+        for text in ('', ' ', '\t\n', '"', '"" ""'): assert _clean_for(text, language).strip(' "') == ''
     assert all(set(row) == set('&@%#$£°') and all(row.values()) for row in _SYMBOLS.values())
-    assert {*_ABBREVIATIONS} | {l.split('-')[0] for l in LANGUAGES} - {'ja'} <= {*_SYMBOLS}
+    assert {*_ABBREVIATIONS} | {l.split('-')[0] for l in _LANGUAGES} - {'ja'} <= {*_SYMBOLS}
 
 @pytest.mark.parametrize('language, text, package', [
     ('en', 'room 5', 'num2words'), ('zh-cn', '早', 'pypinyin'), ('ja', '今日', 'cutlet'),
     ('ko', '오늘', 'ko_speech_tools')])
 def test_a_missing_library_is_asked_for_only_where_it_is_needed(monkeypatch, language, text, package):
-    japanese_reader.cache_clear()
+    _japanese_reader.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf'{package}.*xtts_nb\[languages\]'): clean_for(text, language)
-    assert clean_for('Good & bad', 'ru').startswith('good')
-    japanese_reader.cache_clear()
+    with pytest.raises(UserError, match=rf'{package}.*xtts_nb\[languages\]'): _clean_for(text, language)
+    assert _clean_for('Good & bad', 'ru').startswith('good')
+    _japanese_reader.cache_clear()
 
 
 # --- what of a text can be said -----------------------------------------------------------------------------
@@ -261,7 +262,7 @@ def test_decoding_gives_the_cleaned_text_and_the_tag(tokenizer):
 def test_case_and_region_of_a_language_do_not_matter(tokenizer):
     for codes, language in (('en EN en-US en_GB', 'en'), ('zh ZH zh-CN zh-tw cmn', 'zh-cn'), ('fa-IR', 'fa')):
         for code in [*codes.split(), f' {language} ']:
-            assert tokenizer.language(code) == fold_language(code) == language
+            assert tokenizer.language(code) == _fold_language(code) == language
             assert tokenizer.encode('the', code) == tokenizer.encode('the', language)
     codes = 'kab', 'kmr', 'ckb', 'fil', 'yue', 'pt', 'pt-br'
     many = train_tokenizer(TEXTS, codes, 128)
@@ -320,7 +321,7 @@ def test_two_fresh_processes_make_the_same_tokenizer():
 def test_the_file_of_a_tokenizer(tokenizer, tmp_path, monkeypatch):
     "Of the plain cleaner it is one of Hugging Face, so that files from before cleaners had names stay valid."
     assert tokenizer.to_json() == tokenizer.bpe.to_str()
-    monkeypatch.setitem(CLEANERS, 'loud', lambda text, language: text.upper())
+    monkeypatch.setitem(_CLEANERS, 'loud', lambda text, language: text.upper())
     Tokenizer(tokenizer.bpe, 'loud').save(tmp_path / 'new' / 't.json')
     assert '睡' in (tmp_path / 'new/t.json').read_text(encoding='utf-8')   # as people read it
     again = Tokenizer.load(tmp_path / 'new/t.json', 'plain')
@@ -342,6 +343,6 @@ def test_the_ids_are_those_of_coqui():
     if not path: pytest.skip('no vocabulary of XTTS: XTTS_NB_VOCAB names no file')
     vocabulary = Tokenizer.load(path, 'xtts')
     stored = json.loads((Path(__file__).parents[1] / 'stored/sentences.json').read_text(encoding='utf-8'))
-    for language in [l for l in LANGUAGES if l not in ('hu', 'ko', 'hi')]:
+    for language in [l for l in _LANGUAGES if l not in ('hu', 'ko', 'hi')]:
         rows = [row for row in stored[language] if 'clean' in row]
         assert [vocabulary.encode(row['text'], language) for row in rows] == [row['ids'] for row in rows]

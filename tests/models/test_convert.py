@@ -12,7 +12,7 @@ import pytest
 from xtts_nb.files import named_weights, read_tensors, save_weights
 from xtts_nb.models import convert
 from xtts_nb.config import UserError
-from xtts_nb.models.hifigan import load_decoder
+from xtts_nb.models.hifigan import _load_decoder
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train.finetune import grow_folder
 from xtts_nb.data.text import Tokenizer
@@ -60,8 +60,8 @@ def assert_same(a: dict, b: dict):
 @pytest.mark.parametrize('spelling, prefix', [('new', ''), ('old', ''), ('new', 'xtts.')])
 def test_round_trip_is_bit_identical(disk, tmp_path, spelling, prefix):
     files = coqui_folder(disk, tmp_path / 'coqui', spelling, prefix)
-    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert_same(disk.files['model.pth']['model'], files['model.pth'])
     assert_same(disk.files['dvae.pth'], files['dvae.pth'])
     assert np.array_equal(disk.files['mel_stats.pth'], files['mel_stats.pth'])
@@ -74,8 +74,8 @@ def test_half_precision_survives(disk, tmp_path):
     for name, kind in (('gpt.text_head.weight', np.float16), ('gpt.mel_head.weight', ml_dtypes.bfloat16)):
         state[name] = state[name].astype(kind)
     given = dict(state)
-    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert_same(disk.files['model.pth']['model'], given)
     xtts = XTTS.load(tmp_path / 'ours')
     assert np.allclose(xtts.gpt.code_head.kernel, files['model.pth']['gpt.mel_head.weight'].T, rtol=1e-2)
@@ -94,12 +94,12 @@ def test_the_written_config_has_the_sizes_of_the_tensors(disk, tmp_path):
 def test_a_decoder_trained_here_has_lengths_again(disk, tmp_path):
     "Its kernels are folded; coqui-tts expects a length and a direction, under its own names and no others."
     files = coqui_folder(disk, tmp_path / 'coqui')
-    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     path = tmp_path / 'ours/model.safetensors'
-    decoder = load_decoder(path, coqui_toy.config(small=True))
+    decoder = _load_decoder(path, coqui_toy.config(small=True))
     rest = {name: x for name, x in read_tensors(path) if not name.startswith('decoder/')}
     save_weights(path, rest | {f'decoder/{name}': v for name, v in named_weights(decoder).items()})
-    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
     result = disk.files['model.pth']['model']
     assert result.keys() == files['model.pth'].keys()
     length, direction = (result[f'hifigan_decoder.waveform_decoder.ups.1.{s}']
@@ -118,8 +118,8 @@ def test_trainer_folder_without_released_files(disk, tmp_path):
         (tmp_path / 'coqui' / name).unlink()
         disk.files.pop(name)
     disk.write(tmp_path / 'coqui/best_model.pth', {'model': state, 'optimizer': {}, 'config': {}})
-    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert_same(disk.files['model.pth']['model'], files['model.pth'])
     assert_same(disk.files['dvae.pth'], files['dvae.pth'])
 
@@ -173,7 +173,7 @@ PAIR = 'hifigan_decoder.waveform_decoder.ups.0.parametrizations.weight.original'
 def test_what_is_wrong_with_a_folder_is_named(disk, tmp_path, change, message):
     coqui_folder(disk, tmp_path / 'coqui')
     change(tmp_path / 'coqui', disk.files)
-    with pytest.raises(UserError, match=message): convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    with pytest.raises(UserError, match=message): convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     assert not (tmp_path / 'ours').exists()
 
 def test_merges_that_stand_twice(disk, tmp_path):
@@ -188,20 +188,20 @@ def test_merges_that_stand_twice(disk, tmp_path):
     words = [letters[i:i + 9] for i in range(0, len(letters), 4)]
     ids = lambda path, cleaner=None: [Tokenizer.load(path, cleaner).encode(w, 'en') for w in words]
     given = ids(path, 'xtts')
-    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     assert ids(tmp_path / 'ours/tokenizer.json') == given
     assert given != [coqui_toy.tokenizer().encode(w, 'en') for w in words]
-    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert (tmp_path / 'back/vocab.json').read_bytes() == path.read_bytes()
     XTTS.load(tmp_path / 'ours').save(tmp_path / 'saved')
-    convert.to_coqui(tmp_path / 'saved', tmp_path / 'again')
+    convert._to_coqui(tmp_path / 'saved', tmp_path / 'again')
     assert (tmp_path / 'again/vocab.json').read_bytes() == path.read_bytes()
 
 def test_a_grown_model_goes_back_with_its_vocabulary(disk, tmp_path):
     files = coqui_folder(disk, tmp_path / 'coqui')
-    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     done = grow_folder(tmp_path / 'ours', tmp_path / 'grown', 'fa', ['سگ پیر'])
-    convert.to_coqui(tmp_path / 'grown', tmp_path / 'back')
+    convert._to_coqui(tmp_path / 'grown', tmp_path / 'back')
     state = disk.files['model.pth']['model']
     settings = json.loads((tmp_path / 'back/config.json').read_text())
     for name in ROWS:
@@ -222,8 +222,8 @@ def test_names_that_look_like_paths_stay_names(disk, tmp_path):
             'a/../../evil.pth': np.ones(1, np.float32)}
     disk.files['model.pth']['model'] |= evil
     before = everything(tmp_path)
-    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'new/ours')
-    convert.to_coqui(tmp_path / 'new/ours', tmp_path / 'new/back')
+    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'new/ours')
+    convert._to_coqui(tmp_path / 'new/ours', tmp_path / 'new/back')
     after = everything(tmp_path)
     assert {p for p in after if p not in before} == {p for p in after if p.is_relative_to(tmp_path / 'new')}
     assert {p.name for p in (tmp_path / 'new').iterdir()} == {'ours', 'back'}
@@ -233,11 +233,11 @@ def test_names_that_look_like_paths_stay_names(disk, tmp_path):
 @pytest.mark.parametrize('name', ['coqui/../../x', 'gpt/block_99/qkv/kernel'])
 def test_a_tensor_that_no_one_knows_is_named(disk, tmp_path, name):
     coqui_folder(disk, tmp_path / 'coqui')
-    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     path = tmp_path / 'ours/model.safetensors'
     convert.write_tensors(path, dict(convert.read_tensors(path)) | {name: np.ones(1)})
     with pytest.raises(UserError, match=f'model.safetensors: "{re.escape(name)}" is not a tensor of XTTS'):
-        convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+        convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert not (tmp_path / 'back').exists()
 
 def test_nothing_half_written_stays(disk, tmp_path, monkeypatch):
@@ -248,7 +248,7 @@ def test_nothing_half_written_stays(disk, tmp_path, monkeypatch):
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr(convert, 'write_tensors', full)
     with pytest.raises(UserError, match='disk is full'):
-        convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+        convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     assert everything(tmp_path) == before and not list(tmp_path.glob('*.part'))
 
 # With PyTorch: real files
@@ -281,11 +281,11 @@ def test_each_mel_has_its_own_constants(disk, tmp_path):
     files = coqui_folder(disk, tmp_path / 'coqui')
     other = files['mel_stats.pth'] * 2 + 1
     disk.files['model.pth']['model']['mel_stats'] = other
-    convert.from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
+    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     xtts = XTTS.load(tmp_path / 'ours')
     assert np.array_equal(xtts.gpt.mel_stats, other)
     assert np.array_equal(xtts.dvae.mel_stats, files['mel_stats.pth'])
-    convert.to_coqui(tmp_path / 'ours', tmp_path / 'back')
+    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert np.array_equal(disk.files['model.pth']['model']['mel_stats'], other)
     assert np.array_equal(disk.files['mel_stats.pth'], files['mel_stats.pth'])
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from benchmarks.parity import gpt_parity
 from xtts_nb.models.gpt import (
-    AttentionBlock, causal_mask, dropout, dropout_keys, GPT, Int8Dense, _recomputed,
+    AttentionBlock, causal_mask, dropout, _dropout_keys, GPT, Int8Dense, _recomputed,
     RMSNorm, shifted, TransformerBlock)
 
 P, T, S, START = 4, 10, 12, 3
@@ -58,7 +58,7 @@ def test_a_recomputed_block_draws_its_masks_again():
             y = block(x, 2., keys)
         return y, tape.gradient(y, x)
 
-    x, keys = tf.random.normal((4, 50), seed=1), dropout_keys(tf.constant([1, 2]), 1)
+    x, keys = tf.random.normal((4, 50), seed=1), _dropout_keys(tf.constant([1, 2]), 1)
     y, gradient = both(x, keys)
     assert np.array_equal(y, dropout(2 * x, 0.5, keys[0])) and 50 < np.count_nonzero(gradient) < 150
     assert np.array_equal(gradient != 0, y != 0)   # the same masks
@@ -81,7 +81,7 @@ def normal(*shape, seed=0): return np.random.default_rng(seed).normal(size=shape
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 def test_masks_have_the_rate_in_every_precision(dtype):
     "A number drawn in bfloat16 would have eight bits, and the share would be 13/128."
-    made = dropout(tf.ones((1000, 1000), dtype), 0.1, dropout_keys(SEED, 1)[0])
+    made = dropout(tf.ones((1000, 1000), dtype), 0.1, _dropout_keys(SEED, 1)[0])
     assert made.dtype == dtype and abs(float(np.mean(made.numpy() == 0)) - 0.1) < 0.0012
     assert float(tf.reduce_max(made)) == pytest.approx(1 / 0.9, rel=4e-3)
 

@@ -7,8 +7,8 @@ from benchmarks.parity import voice_parity
 from xtts_nb.config import XTTSConfig
 from xtts_nb.files import named_weights, save_weights
 from xtts_nb.models.hifigan import (
-    adversarial_loss, Conv2D, critic_loss, feature_loss, fold_weight_norm, HiFiGAN,
-    load_decoder, PeriodDiscriminator, stretch, unfold_weight_norm)
+    adversarial_loss, Conv2D, critic_loss, feature_loss, _fold_weight_norm, HiFiGAN,
+    _load_decoder, PeriodDiscriminator, stretch, _unfold_weight_norm)
 
 @pytest.fixture(scope='module')
 def config():
@@ -43,7 +43,7 @@ def stored(decoder, a, b) -> dict:
 @pytest.mark.parametrize('names', [('_original0', '_original1'), ('_g', '_v')])
 def test_loading_folds_both_spellings(config, decoder, tmp_path, names):
     save_weights(tmp_path / 'x.safetensors', stored(decoder, *names))
-    again = load_decoder(tmp_path / 'x.safetensors', config)
+    again = _load_decoder(tmp_path / 'x.safetensors', config)
     assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(decoder.weights, again.weights))
 
 def test_a_convolution_of_one_point_skips_before_it_looks():
@@ -59,9 +59,9 @@ def test_voice_and_sound_are_those_of_coqui_tts(toy, toy_xtts, toy_inputs, their
 def test_a_kernel_of_nothing_has_a_direction_and_no_length():
     kernel = np.random.randn(5, 4, 3).astype(np.float32)
     kernel[..., 1] = 0
-    length, direction = unfold_weight_norm(kernel)
+    length, direction = _unfold_weight_norm(kernel)
     assert np.allclose(length[0, 0], np.sqrt((kernel**2).sum((0, 1)))) and (direction[..., 1] == 1).all()
-    assert np.allclose(fold_weight_norm(length, direction), kernel, atol=1e-6)
+    assert np.allclose(_fold_weight_norm(length, direction), kernel, atol=1e-6)
 
 def noise(*shape): return tf.constant(np.random.default_rng(0).normal(size=shape).astype(np.float32))
 

@@ -10,43 +10,43 @@ import pytest
 from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data.audio import load_audio, synthetic_voice
 from xtts_nb.data.corpora import Clip
-from xtts_nb.data.text import LANGUAGES
+from xtts_nb.data.text import _LANGUAGES
 from xtts_nb.speech import evaluate as page, fixed_sentences
 from xtts_nb.speech.evaluate import (
     _choose_trials, evaluate, _read_clips, _score_sounds, _source_sounds, _Trial)
 from xtts_nb.speech.model_card import model_card
 from xtts_nb.speech.score_page import evaluation_report
 from xtts_nb.speech.scores import (
-    _badness, _end_judge, judged, _MAIN_SOURCES, RATE, scores_text, Sound, _SOUND_SOURCES, _speaker_judge,
-    spread, Wanted, warping_judge, word_errors, _words_judge)
+    _badness, _end_judge, judged, _MAIN_SOURCES, _RATE, scores_text, _Sound, _SOUND_SOURCES, _speaker_judge,
+    spread, _Wanted, _warping_judge, _word_errors, _words_judge)
 
-def voice(seconds=0.5, pitch=120.): return Sound(synthetic_voice(seconds, pitch, RATE), RATE)
+def voice(seconds=0.5, pitch=120.): return _Sound(synthetic_voice(seconds, pitch, _RATE), _RATE)
 
-def silence(seconds=0.5): return Sound(np.zeros(int(seconds * RATE)), RATE)
+def silence(seconds=0.5): return _Sound(np.zeros(int(seconds * _RATE)), _RATE)
 
-def wanted(recorded, text='Hello, world', language='en'): return Wanted(text, language, recorded, recorded)
+def wanted(recorded, text='Hello, world', language='en'): return _Wanted(text, language, recorded, recorded)
 
 def test_a_sound_begins_and_ends_where_it_is_loud():
-    tone = 0.5 * np.sin(np.arange(RATE // 2))
-    quiet = np.concatenate([np.zeros(RATE // 10), 0.02 * tone, tone, 0.001 * tone])   # -28 and -54 dB
-    sound = Sound(quiet, RATE)
+    tone = 0.5 * np.sin(np.arange(_RATE // 2))
+    quiet = np.concatenate([np.zeros(_RATE // 10), 0.02 * tone, tone, 0.001 * tone])   # -28 and -54 dB
+    sound = _Sound(quiet, _RATE)
     assert (sound.sounds[0], sound.sounds[-1]) == (10, 109) and sound.seconds == 1.
-    assert Sound(np.repeat(quiet, 2), 2 * RATE).seconds == pytest.approx(1., abs=0.02)
-    assert silence().seconds == 0 and not len(Sound(np.full(RATE, 1e-4), RATE).sounds)
-    assert len(Sound(tone[:50], RATE).mel) > 1
+    assert _Sound(np.repeat(quiet, 2), 2 * _RATE).seconds == pytest.approx(1., abs=0.02)
+    assert silence().seconds == 0 and not len(_Sound(np.full(_RATE, 1e-4), _RATE).sounds)
+    assert len(_Sound(tone[:50], _RATE).mel) > 1
 
 def test_distance_length_and_end():
-    noise = Sound(np.random.default_rng(0).normal(0, .1, RATE), RATE)
-    judge, slow = warping_judge(), voice(0.75)
+    noise = _Sound(np.random.default_rng(0).normal(0, .1, _RATE), _RATE)
+    judge, slow = _warping_judge(), voice(0.75)
     assert judge(voice(), wanted(voice())) == {'mel': pytest.approx(0, abs=0.05), 'duration': 1}
     assert judge(slow, wanted(voice()))['duration'] == pytest.approx(1.5, abs=0.05)
     assert judge(slow, wanted(voice()))['mel'] < 0.5 * judge(noise, wanted(voice()))['mel']
     assert judge(silence(), wanted(voice())) == {'mel': None, 'duration': None}
-    tone = np.sin(np.arange(RATE) * .5).astype(np.float32) * .5
-    end = lambda wav: _end_judge()(Sound(wav, RATE), None)['end']
+    tone = np.sin(np.arange(_RATE) * .5).astype(np.float32) * .5
+    end = lambda wav: _end_judge()(_Sound(wav, _RATE), None)['end']
     for after, level in ((tone[:0], 0), (.01 * tone, -40), (np.zeros(400, np.float32), -3)):   # half of 50 ms
         assert end(np.r_[tone, after]) == pytest.approx(level, abs=.2)
-    assert end(np.zeros(RATE)) is None
+    assert end(np.zeros(_RATE)) is None
 
 @pytest.mark.parametrize('heard, text, language, errors', [
     ('hello word', 'HELLO, World!', 'en', (10, 50)), ('Hello', 'hello', 'de', (0, 0)), ('x', '!', 'en', None),
@@ -55,7 +55,7 @@ def test_distance_length_and_end():
     ('می شود', 'می\u200cشود.', 'fa', (0, 0)), ('图书馆在', '图书馆在哪', 'zh-cn', (20, None)),
     ('नमस्ते', 'नमस्ते।', 'hi', (0, 0))])
 def test_errors_of_words_and_characters(heard, text, language, errors):
-    found = word_errors(heard, text, language)
+    found = _word_errors(heard, text, language)
     names = () if errors is None else ('cer', 'wer') if errors[1] is not None else ('cer',)
     assert found == {name: pytest.approx(value) for name, value in zip(names, errors or ())}
 
@@ -64,7 +64,7 @@ def test_whisper_hears_the_sound_itself(monkeypatch):
         def __init__(self, model): assert model == 'small'
         def transcribe(self, audio, language, **_):
             if language == 'xx': raise ValueError('xx')
-            wav = load_audio(audio, RATE)
+            wav = load_audio(audio, _RATE)
             said = 'hello world' if np.abs(wav).max() > .01 else 'Thank you.'
             return [SimpleNamespace(text=said, end=1.)], SimpleNamespace(duration=1., language=language)
     monkeypatch.setitem(sys.modules, 'faster_whisper', SimpleNamespace(WhisperModel=Whisper))
@@ -123,7 +123,7 @@ def test_trials_are_held_out_and_their_references_are_not():
     assert _choose_trials(CLIPS[:1]) == [_Trial(CLIPS[0], CLIPS[0], None, None)]
 
 def test_every_language_has_sentences_of_its_own():
-    assert [*sorted(fixed_sentences.SENTENCES)] == sorted([*LANGUAGES, 'fa'])
+    assert [*sorted(fixed_sentences.SENTENCES)] == sorted([*_LANGUAGES, 'fa'])
     texts = [t for some in fixed_sentences.SENTENCES.values() for t in some]
     assert len({*texts}) == len(texts) == 5 * 18 and all(len(t) >= 9 for t in texts)
     assert all(len(t) == 5 for t in fixed_sentences._READ_AS.values())

@@ -14,7 +14,7 @@ from xtts_nb.speech import generate as synthesis
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.guard import (
-    GuardedSpeaker, _Rate, _code_likelihoods, _code_rates, inspect_codes, run_rates)
+    GuardedSpeaker, _Rate, _code_likelihoods, _code_rates, _inspect_codes, run_rates)
 
 DEMO = json.loads((Path(__file__).parents[1] / 'stored' / 'codes.json').read_text(encoding='utf-8'))
 CLIPS = [(np.array(clip['codes']), clip['tokens'], clip['text'], _Rate(*DEMO['rates'][clip['language']]))
@@ -24,8 +24,8 @@ VOICE, LIMIT = synthetic_voice(1.), 256
 @pytest.mark.parametrize('clip', CLIPS, ids=[clip[2] for clip in CLIPS])
 def test_a_clean_clip_passes(clip):
     codes, tokens, text, rate = clip
-    assert inspect_codes(codes, tokens, text, LIMIT, rate) == \
-        inspect_codes(codes, tokens, text, LIMIT) == (len(codes), [])
+    assert _inspect_codes(codes, tokens, text, LIMIT, rate) == \
+        _inspect_codes(codes, tokens, text, LIMIT) == (len(codes), [])
 
 SPOKEN, TOKENS, TEXT, RATE = CLIPS[0]   # 35 codes, 19 tokens
 CODES = SPOKEN.tolist()
@@ -47,7 +47,7 @@ MANY = (np.arange(120) * 7 % 251).tolist()
     (MANY[:39], 8, LIMIT, 39, [{'found': 'noise after a short text', 'codes': 39, 'expected': 38}]),
     ([], TOKENS, LIMIT, 0, [{'found': 'too few codes', 'codes': 0, 'expected': 20}])])
 def test_each_fault_is_named(codes, tokens, limit, kept, found):
-    assert inspect_codes(np.array(codes, np.int32), tokens, TEXT, limit, RATE) == (kept, found)
+    assert _inspect_codes(np.array(codes, np.int32), tokens, TEXT, limit, RATE) == (kept, found)
 
 def test_rates_of_a_cache(prepared, tmp_path):
     ratio = prepared.codes_length / prepared.text_length

@@ -9,10 +9,10 @@ import tensorflow as tf
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech.listen import (
-    hits, Listener, spoken_distance, words_heard)
+    hits, Listener, _spoken_distance, words_heard)
 from xtts_nb.train import runs
-from xtts_nb.train.finetune import make_update
-from xtts_nb.train.runs import export_run, new_run, resume_run
+from xtts_nb.train.finetune import _make_update
+from xtts_nb.train.runs import export_run, new_run, _resume_run
 from xtts_nb.train.trainer import Trainer
 
 def clip(frames, seed, bins=80):
@@ -51,7 +51,7 @@ def test_words_are_heard_in_any_voice(listener):
     assert words_heard([np.ones((9, 80))] * 2, walk) == pytest.approx(0, abs=5e-3)
     assert words_heard([np.ones((9, 80))] * 2, [np.zeros((5, 80))] * 2) == 0
     assert words_heard(mels, mels) > 0 > words_heard([m[::-1] for m in mels], mels)
-    for score in (spoken_distance, words_heard):
+    for score in (_spoken_distance, words_heard):
         with pytest.raises(ValueError): score(mels, mels[:1])
 
 def logged_scores(run) -> list[tuple]:
@@ -63,7 +63,7 @@ def test_a_run_listens_and_resumes_to_the_same_numbers(prepared, quick, tmp_path
     new_run(prepared, quick, tmp_path / 'whole', ['low-0', 'high-0']).fit()
     assert [step for step, *_ in logged_scores(tmp_path / 'whole')] == [2, 4, 6]
     new_run(prepared, quick, tmp_path / 'run', ['low-0', 'high-0']).fit(steps=4)
-    resume_run(tmp_path / 'run').fit()
+    _resume_run(tmp_path / 'run').fit()
     assert logged_scores(tmp_path / 'run') == logged_scores(tmp_path / 'whole')
 
 @pytest.mark.parametrize('judge, best, steps', [('loss', 6, 6), ('dtw', 2, 4)])
@@ -91,7 +91,7 @@ def adapted(prepared, quick, dvae, kind, folder, **training) -> Trainer:
         if name.endswith('project/kernel'): v.assign(keras.random.normal(v.shape, stddev=0.3))
     clips, held = np.arange(4, len(prepared)), np.array([0, 1, 2, 3])
     data = config.data.model_copy(update={'buckets': 1})
-    update = make_update(xtts.gpt, config.training.gpt, [(5, 48)])
+    update = _make_update(xtts.gpt, config.training.gpt, [(5, 48)])
     fixed = BatchPlan(prepared, data, held, fixed=True)
     return Trainer(xtts, BatchPlan(prepared, data, clips), folder, fixed, update,
                    listen=Listener(xtts, prepared, held, 3))

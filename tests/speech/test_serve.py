@@ -27,10 +27,10 @@ from xtts_nb.speech import serve as serving
 from xtts_nb.speech.generate import Sampling, Speaker
 from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.serve import (
-    Encoder, _FORMATS, serve, SPEECH, speech_app, SpeechService,
+    Encoder, _FORMATS, serve, _SPEECH, _speech_app, SpeechService,
     VoiceFolder)
 from xtts_nb.speech.stream import EngineClosed
-from xtts_nb.speech.voices import load_voice, remove_voice, save_voice, voice_model
+from xtts_nb.speech.voices import load_voice, remove_voice, _save_voice, voice_model
 
 RATE, PART = 24000, 2400   # samples of one sound of the toy
 
@@ -90,7 +90,7 @@ def service(toy): return SpeechService(toy, lambda: {'anna': 'A', 'bert': 'B'}, 
 
 @pytest.fixture
 def client(service):
-    with TestClient(speech_app(service), raise_server_exceptions=False) as client: yield client
+    with TestClient(_speech_app(service), raise_server_exceptions=False) as client: yield client
 
 LONG = 'Aa bb cc dd ee ff gg.\n\nHh aa bb cc dd ee ff!\n\nGg hh aa bb cc dd'   # three pieces
 ASKED = {'input': 'aa bb.', 'voice': 'anna', 'response_format': 'pcm'}
@@ -136,16 +136,16 @@ def test_a_format_gives_the_sound_back_at_24_khz(kind, rate, whole):
     ({'response_format': 'ogg'}, 400, 'response_format'), ({'sample_rate': 5}, 400, 'sample_rate'),
     ({'response_format': 'opus', 'sample_rate': 22050}, 400, 'response_format')], ids=str)
 def test_a_wrong_request(client, toy, wrong, status, param):
-    answer = client.post(SPEECH, json=ASKED | wrong)
+    answer = client.post(_SPEECH, json=ASKED | wrong)
     error = answer.json()['error']
     assert (answer.status_code, error['param']) == (status, param) and error['message'] and not toy.submitted
     assert error['type'] == 'invalid_request_error' and set(error) == {'message', 'type', 'param', 'code'}
 
 def test_the_key(service, client):
-    assert client.post(SPEECH, json=ASKED, headers={'Authorization': 'Bearer any'}).status_code == 200
+    assert client.post(_SPEECH, json=ASKED, headers={'Authorization': 'Bearer any'}).status_code == 200
     service.key = 'sécret'
     for given in ('', 'Bearer', 'Bearer wrong', 'Bearer sécre', 'sécret2'):
-        answer = client.post(SPEECH, content=b'x' * 9, headers={'Authorization': given.encode('latin-1')})
+        answer = client.post(_SPEECH, content=b'x' * 9, headers={'Authorization': given.encode('latin-1')})
         assert answer.status_code == 401 and answer.json()['error']['code'] == 'invalid_api_key'
     lists = '/v1/audio/voices', '/v1/audio/models', '/v1/models/tts-1'
     for service.private_lists in (True, False):
@@ -153,10 +153,10 @@ def test_the_key(service, client):
         for path in lists: assert client.get(path).status_code == (401 if service.private_lists else 200)
     for path in ('/', '/health', '/live', '/openapi.json'): assert client.get(path).status_code == 200
     for good in ('Bearer sécret', 'bearer  sécret ', 'sécret'):
-        assert client.post(SPEECH, json=ASKED, headers={'Authorization': good.encode()}).status_code == 200
+        assert client.post(_SPEECH, json=ASKED, headers={'Authorization': good.encode()}).status_code == 200
 
 def test_pieces_follow_each_other(client, toy, service):
-    answer = client.post(SPEECH, json=ASKED | {'input': LONG, 'voice': 'bert', 'seed': 7, 'speed': 2,
+    answer = client.post(_SPEECH, json=ASKED | {'input': LONG, 'voice': 'bert', 'seed': 7, 'speed': 2,
                                                'model': 'tts-1', 'instructions': 'x', 'language': 'en'})
     assert answer.status_code == 200 and answer.headers['x-sample-rate'] == '24000'
     assert answer.headers['content-type'] == 'audio/pcm'
@@ -183,7 +183,7 @@ def test_pieces_follow_each_other(client, toy, service):
     ('alias', {'voice': 'me'}, 'audio/mpeg', 'B')])
 def test_what_real_clients_send(client, toy, service, name, asked, kind, voice):
     service.aliases = {'me': 'bert'}
-    answer = client.post(SPEECH, json={'input': 'aa bb.'} | asked)
+    answer = client.post(_SPEECH, json={'input': 'aa bb.'} | asked)
     assert (answer.status_code, answer.headers['content-type']) == (200, kind)
     assert toy.submitted[0].given[1] == voice
     if name != 'livekit': return
@@ -202,27 +202,28 @@ def test_what_real_clients_send(client, toy, service, name, asked, kind, voice):
 def test_a_page_of_another_site_cannot_fill_the_places(client, service, headers, status):
     "A browser sends these without a question in advance; a service with a key is safe from them."
     service.hosts, service.origins = {'tts.example'}, ['https://mine.example']
-    assert client.post(SPEECH, json=ASKED, headers=headers).status_code == status
+    assert client.post(_SPEECH, json=ASKED, headers=headers).status_code == status
     service.key = 'k'
-    assert client.post(SPEECH, json=ASKED, headers=headers | {'Authorization': 'Bearer k'}).status_code == 200
+    assert client.post(_SPEECH, json=ASKED,
+                       headers=headers | {'Authorization': 'Bearer k'}).status_code == 200
 
 def test_a_full_queue(client, service):
     "Two rows, and three may wait."
     service.open = 4
-    assert client.post(SPEECH, json=ASKED).status_code == 200 and service.open == 4
+    assert client.post(_SPEECH, json=ASKED).status_code == 200 and service.open == 4
     service.open = 5
-    answer = client.post(SPEECH, json=ASKED)
+    answer = client.post(_SPEECH, json=ASKED)
     assert answer.status_code == 429 and answer.headers['retry-after'] == '2'
     assert answer.json()['error']['type'] == 'rate_limit_error'
     service.open = 8
-    assert client.post(SPEECH, json=ASKED).headers['retry-after'] == '4'
+    assert client.post(_SPEECH, json=ASKED).headers['retry-after'] == '4'
     assert client.get('/health').status_code == client.get('/v1/models').status_code == 200
 
 def test_no_row_within_the_time_limit(client, service, toy):
     service.wait = 0.05
-    assert client.post(SPEECH, json=ASKED).status_code == 200
+    assert client.post(_SPEECH, json=ASKED).status_code == 200
     toy.go.clear()
-    answer = client.post(SPEECH, json=ASKED | {'input': LONG})
+    answer = client.post(_SPEECH, json=ASKED | {'input': LONG})
     error = answer.json()['error']
     assert answer.status_code == 503 and answer.headers['retry-after'] == '1'
     assert (error['type'], error['code']) == ('server_error', 'queue_timeout')
@@ -233,10 +234,10 @@ def test_while_it_ends_and_while_a_call_hangs(client, service, toy):
     for toy.overdue, ready, live in ((1., 503, 200), (70., 503, 503), (0., 200, 200)):
         assert (client.get('/health').status_code, client.get('/live').status_code) == (ready, live)
     service.ends = time.monotonic() + 9
-    assert client.post(SPEECH, json=ASKED).status_code == client.get('/health').status_code == 503
+    assert client.post(_SPEECH, json=ASKED).status_code == client.get('/health').status_code == 503
     service.ends, toy.failed = None, RuntimeError('x')   # and nobody restarts it
     assert client.get('/health').json() == {'status': 'failed'}
-    assert client.post(SPEECH, json=ASKED).status_code == client.get('/health').status_code == 503
+    assert client.post(_SPEECH, json=ASKED).status_code == client.get('/health').status_code == 503
 
 # --- voices -------------------------------------------------------------------------------------------------
 
@@ -254,11 +255,11 @@ def test_voices_are_edited_while_the_service_runs(toy, singer, tmp_path):
     model, low = voice_model(singer.xtts), Voice(np.zeros((4, 64)), np.zeros(32))
     path = tmp_path / 'anna.safetensors'
     service = SpeechService(toy, VoiceFolder(tmp_path, load, reports.append))
-    client = TestClient(speech_app(service))
-    def spoken(): return client.post(SPEECH, json=ASKED).status_code, len(reports)
+    client = TestClient(_speech_app(service))
+    def spoken(): return client.post(_SPEECH, json=ASKED).status_code, len(reports)
     assert spoken() == (404, 0)
     for value in (0, 1):
-        save_voice(path, Voice(np.zeros((4, 64)), np.full(32, value)), model, [])
+        _save_voice(path, Voice(np.zeros((4, 64)), np.full(32, value)), model, [])
         assert spoken() == (200, 0) and toy.submitted[-1].given[1].vector.numpy().max() == value
     (tmp_path / os.fsdecode(b'\xff.safetensors')).touch()   # a name that would break each list of names
     assert spoken() == (200, 1)
@@ -266,7 +267,7 @@ def test_voices_are_edited_while_the_service_runs(toy, singer, tmp_path):
     for n, damaged in enumerate((b'', whole[:-9], b'\xff' * len(whole)), 2):
         path.write_bytes(damaged)
         assert spoken() == (404, n) == spoken()   # said once
-    save_voice(path, low, 'another', [])
+    _save_voice(path, low, 'another', [])
     assert spoken() == (404, 5) and 'other encoders' in reports[-1]
     remove_voice(tmp_path, 'anna')
     assert spoken() == (404, 5)
@@ -292,19 +293,19 @@ def connected(url, text=None, **asked):
     "A socket that has sent a request, or the bytes of `text`."
     host, port = url.removeprefix('http://').split(':')
     sock, body = socket.create_connection((host, int(port)), timeout=5), json.dumps(ASKED | asked)
-    sock.sendall((f'POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}'
+    sock.sendall((f'POST {_SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}'
                   if text is None else text).encode())
     return sock
 
 def test_sound_is_sent_while_it_is_made_and_others_do_not_wait(service, toy):
     with served(service) as url, httpx.Client(base_url=url) as http:
         toy.parts = 10**9
-        with http.stream('POST', SPEECH, json=ASKED) as endless:
+        with http.stream('POST', _SPEECH, json=ASKED) as endless:
             parts = endless.iter_bytes()
             first = next(parts)
             assert samples(first)[0] == pytest.approx(level('aa bb.'), abs=1e-4)
             toy.parts = 1
-            assert len(http.post(SPEECH, json=ASKED | {'input': 'cc dd'}).content) == 2 * PART
+            assert len(http.post(_SPEECH, json=ASKED | {'input': 'cc dd'}).content) == 2 * PART
             until(lambda: service.open == 1)
             assert not toy.submitted[0].cancelled.is_set()
         until(toy.submitted[0].cancelled.is_set)   # the client closed the connection
@@ -332,7 +333,7 @@ def test_a_steady_reader_is_not_cut_off(service, toy, monkeypatch):
 def test_a_body_that_does_not_come(service, monkeypatch):
     monkeypatch.setattr(serving, '_REQUEST_SECONDS', 0.1)
     with served(service) as url:
-        head = f'POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Length: '
+        head = f'POST {_SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Length: '
         assert connected(url, head + '9\r\n\r\n{').recv(99).startswith(b'HTTP/1.1 408')
         huge = connected(url, head + f'{2**30}\r\n\r\n')
         assert huge.recv(99).startswith(b'HTTP/1.1 413')
@@ -357,7 +358,7 @@ def test_what_is_no_http_gets_an_error_of_the_same_form(service):
             answer = received(connected(url, text))
             assert answer.startswith(b'HTTP/1.1 400') and b'connection: close' in answer.lower()
             assert error_of(answer)['type'] == 'invalid_request_error'
-        chunked = f'POST {SPEECH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n'
+        chunked = f'POST {_SPEECH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n'
         assert received(connected(url, chunked + 'no length\r\n')).startswith(b'HTTP/1.1 400')
         until(lambda: not service.open)
 
@@ -365,7 +366,7 @@ def test_a_refusal_comes_before_the_body(service):
     "And the connection can be used again."
     service.key = 'a'
     with served(service) as url:
-        sock = connected(url, f'POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n')
+        sock = connected(url, f'POST {_SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n')
         answer = b''
         while not answer.endswith(b'}}'): answer += sock.recv(999)
         assert error_of(answer)['code'] == 'invalid_api_key'
@@ -377,7 +378,7 @@ def test_a_failed_engine_is_started_anew(service, toy):
         for spoken in range(2):
             toy.failed = RuntimeError('x')
             until(lambda: toy.failed is None)
-            assert httpx.post(url + SPEECH, json=ASKED).status_code == 200
+            assert httpx.post(url + _SPEECH, json=ASKED).status_code == 200
             assert service.restarts == spoken + 1
 
 def test_an_engine_that_fails_again_ends_the_service(service, toy):
@@ -402,7 +403,7 @@ def test_sigterm_finishes_what_is_under_way(service, toy):
     toy.go.clear()
     answers, urls, ready = {}, [], threading.Event()
     def clients():
-        ask = lambda: httpx.post(urls[0] + SPEECH, json=ASKED)
+        ask = lambda: httpx.post(urls[0] + _SPEECH, json=ASKED)
         first = threading.Thread(target=lambda: answers.update(first=ask()))
         try:
             ready.wait(5)

@@ -17,8 +17,8 @@ from xtts_nb.bench import trace_count
 from xtts_nb.speech import stream as streaming
 from xtts_nb.speech.generate import never_stop, Speaker
 from xtts_nb.speech.stream import (
-    Engine, EngineClosed, receptive_frames, SoundStream, speak_file, SpeechRows)
-from xtts_nb.speech.long import speak_whole
+    Engine, EngineClosed, _receptive_frames, _SoundStream, speak_file, SpeechRows)
+from xtts_nb.speech.long import _speak_whole
 
 close = np.testing.assert_allclose
 TEXTS = ['aa bb cc', 'hh', 'dd ee ff gg', 'a', 'bb hh', 'cc cc', 'gg a']
@@ -46,7 +46,7 @@ def test_the_receptive_field(cfg):
     "Beyond it nothing changes, and not far within it something does."
     config = XTTSConfig.tiny().replace(model={'decoder': cfg.model_dump() | {'channels': 16}})
     keras.utils.set_random_seed(0)
-    decoder, reach = HiFiGAN(config), receptive_frames(cfg)
+    decoder, reach = HiFiGAN(config), _receptive_frames(cfg)
     frames = np.random.default_rng(0).normal(size=(1, 81, config.model.gpt.hidden_dim)).astype(np.float32)
     changed = frames.copy()
     changed[0, 40] += 100.
@@ -61,7 +61,7 @@ def test_the_receptive_field(cfg):
                          ids=lambda x: f'{len(x)} parts' if isinstance(x, list) else str(x))
 def test_the_pieces_are_the_whole(speaker, voices, small, sizes, speed):
     states = np.random.default_rng(1).normal(size=(30, small.model.gpt.hidden_dim)).astype(np.float32)
-    stream, parts, place = SoundStream(speaker, voices[0], speed), [], 0
+    stream, parts, place = _SoundStream(speaker, voices[0], speed), [], 0
     for n in sizes:
         place += n
         parts.append(stream.feed(np.zeros(n), states[place - n:place], place == 30))
@@ -90,7 +90,7 @@ def test_a_file_is_written_as_it_is_spoken_and_continued(speaker, voices, tmp_pa
     spoken.clear()
     seconds, report = speak()
     assert spoken == [2, 2] and 'same command' in told[0] and len(told) == 2
-    whole, reports = speak_whole(speaker, text, 'en', voices[0], seed=3, rows=1)
+    whole, reports = _speak_whole(speaker, text, 'en', voices[0], seed=3, rows=1)
     wav, rate = soundfile.read(path)
     close(wav, whole, atol=1e-3)
     assert seconds == len(wav) / rate and report == reports and [*tmp_path.iterdir()] == [path]
@@ -186,12 +186,12 @@ def test_a_cancelled_text_frees_its_place(engine, voices, alone):
     assert kept.codes > 0 == given_up[-1].codes      # it never had a row
 
 def test_sound_that_fails_ends_one_text_only(engine, voices, alone, monkeypatch):
-    feed = SoundStream.feed
+    feed = _SoundStream.feed
 
     def fail(stream, *given):
         if stream.speed == 2: raise RuntimeError('out of memory')
         return feed(stream, *given)
-    monkeypatch.setattr(SoundStream, 'feed', fail)
+    monkeypatch.setattr(_SoundStream, 'feed', fail)
     fails, works = (engine.submit(TEXTS[2], 'en', voices[0], seeded(engine.speaker, 2), s) for s in (2., 1.))
     with pytest.raises(RuntimeError, match='out of memory'): list(fails)
     close(np.concatenate(list(works)), alone[2], atol=1e-3)
@@ -205,7 +205,7 @@ def test_a_warm_engine_traces_no_sound_again(xtts, speaker, voices):
         traces = [trace_count(f) for f in functions]
         for n, speed in ((1, 1.), (5, 1.7), (30, 1.)):
             states = np.zeros((n, 64), np.float32)
-            SoundStream(fresh, voices[0], speed).feed(np.zeros(n, np.int32), states, True)
+            _SoundStream(fresh, voices[0], speed).feed(np.zeros(n, np.int32), states, True)
         assert [trace_count(f) for f in functions] == traces and sum(traces[:2]) == 2
 
 def lone(speaker) -> Engine:
@@ -273,7 +273,7 @@ def test_a_guarded_text_is_inspected_first(engine, speaker, voices, monkeypatch,
     sampling = sampling._replace(seed=2 + 7919 * (attempts - 1), temperature=0.75 if attempts > 1 else 0.)
     codes, n, states = speaker._codes([TEXTS[2]], ['en'], [voices[0]], sampling)
     assert found[-1].tolist() == codes[0, :n[0]].numpy().tolist()
-    whole = SoundStream(speaker, voices[0]).feed(found[-1], states[0, :n[0] - 3].numpy(), True)
+    whole = _SoundStream(speaker, voices[0]).feed(found[-1], states[0, :n[0] - 3].numpy(), True)
     close(sounds[0], whole, atol=1e-3)
 
 def test_settings_of_many_texts_share_one_loop(engine, speaker, voices):

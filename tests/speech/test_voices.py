@@ -15,8 +15,8 @@ from xtts_nb.files import write_tensors
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.speech.voices import Voice
 from xtts_nb.speech.voices import (
-    add_voice, blend_voices, find_voice, import_voices, list_voices, load_voice, read_voice, remove_voice,
-    save_voice, voice_model, voice_path)
+    add_voice, blend_voices, find_voice, _import_voices, list_voices, load_voice, _read_voice, remove_voice,
+    _save_voice, voice_model, voice_path)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch_file
@@ -34,13 +34,13 @@ def shelf(singer, tmp_path_factory):
 def plain(tmp_path):
     "A folder with two voices of another model, which has no speaker encoder: all 1, and all 3."
     for name, value in (('one', 1.), ('three', 3.)):
-        save_voice(tmp_path / f'{name}.safetensors', Voice(np.full((4, 64), value), None), 'm', [])
+        _save_voice(tmp_path / f'{name}.safetensors', Voice(np.full((4, 64), value), None), 'm', [])
     return tmp_path
 
 def test_a_voice_comes_back(shelf, singer):
     loaded, heard = load_voice(shelf / 'low.safetensors', singer.xtts), singer.listen([LOW, HIGH])
     assert all(np.array_equal(a, b) and a.dtype == tf.float32 for a, b in zip(loaded, heard, strict=True))
-    assert read_voice(shelf / 'low.safetensors')[1] == {
+    assert _read_voice(shelf / 'low.safetensors')[1] == {
         'name': 'low', 'seconds': 2.5, 'prompt': [4, 64], 'vector': [32], 'model': voice_model(singer.xtts),
         'made_from': [{'name': 'samples', 'seconds': 1.}, {'name': 'samples', 'seconds': 1.5}]}
 
@@ -56,7 +56,7 @@ PROMPT = {'prompt': np.ones((4, 64), np.float32)}
     (PROMPT, GOOD | {'made_from': f'[{{"name": "a", "seconds": 1{"0" * 400}}}]'})])
 def test_a_damaged_file_is_named(tmp_path, tensors, header):
     write_tensors(tmp_path / 'v.safetensors', tensors, metadata=header)
-    with pytest.raises(UserError, match='v.safetensors: '): read_voice(tmp_path / 'v.safetensors')
+    with pytest.raises(UserError, match='v.safetensors: '): _read_voice(tmp_path / 'v.safetensors')
     [row] = list_voices(tmp_path)
     assert row.keys() == {'name', 'error'} and row['name'] == 'v'
 
@@ -91,7 +91,7 @@ def test_a_voice_is_replaced_only_by_force(singer, plain):
         with pytest.raises(UserError, match='model.safetensors: is not a voice'): refused()
     remove_voice(plain, 'cut')
     blend_voices(plain, 'one', {'three': 1.}, force=True)
-    assert (read_voice(plain / 'one.safetensors')[0].prompt == 3).all()
+    assert (_read_voice(plain / 'one.safetensors')[0].prompt == 3).all()
 
 # --- what a user means --------------------------------------------------------------------------------------
 
@@ -113,10 +113,10 @@ def test_a_voice_is_found(shelf, singer, tmp_path):
 def test_a_file_that_is_shortened_while_it_is_read(tmp_path):
     "A mapped file would end the process with SIGBUS; so a child reads, and shortens it between the parts."
     path, finite = tmp_path / 'a.safetensors', np.isfinite
-    save_voice(path, Voice(np.ones((32, 1024)), np.ones(512)), 'm', [])
+    _save_voice(path, Voice(np.ones((32, 1024)), np.ones(512)), 'm', [])
     if not (child := os.fork()):
         np.isfinite = lambda x: (os.truncate(path, 0), finite(x))[1]
-        os._exit(len(read_voice(path)[0].vector) != 512)
+        os._exit(len(_read_voice(path)[0].vector) != 512)
     assert os.waitpid(child, 0)[1] == 0 and not path.stat().st_size
 
 def studio(**shapes):
@@ -130,15 +130,15 @@ def test_studio_voices_become_voices_of_a_folder(singer, tmp_path):
     file, folder = tmp_path / 'speakers_xtts.pth', tmp_path / 'voices'
     given = {name: studio() for name in ('Claribel Dervla', 'Eugenio Mataracı')}
     torch_file.write_dict(file, given)
-    rows = import_voices(folder, file, singer.xtts)
+    rows = _import_voices(folder, file, singer.xtts)
     assert rows == list_voices(folder) and [row['name'] for row in rows] == [*given]
     assert rows[0]['made_from'] == [{'name': 'speakers_xtts.pth'}] and rows[0]['seconds'] == 0
     voice, parts = find_voice(['Claribel Dervla'], singer.xtts, folder), given['Claribel Dervla']
     assert np.array_equal(voice.prompt, parts['gpt_cond_latent'][0])
     assert np.array_equal(voice.vector, parts['speaker_embedding'][0, :, 0])
     assert len(singer('aa bb', 'en', voice))
-    with pytest.raises(UserError, match='exists already'): import_voices(folder, file, singer.xtts)
-    assert len(import_voices(folder, file, singer.xtts, force=True)) == 2
+    with pytest.raises(UserError, match='exists already'): _import_voices(folder, file, singer.xtts)
+    assert len(_import_voices(folder, file, singer.xtts, force=True)) == 2
 
 @pytest.mark.parametrize('contents, words', [
     ({}, 'holds no voices'),
@@ -150,7 +150,7 @@ def test_studio_voices_become_voices_of_a_folder(singer, tmp_path):
 def test_a_file_of_other_voices_is_refused_whole(singer, tmp_path, contents, words):
     torch_file.write_dict(tmp_path / 'x.pth', contents)
     with pytest.raises(UserError, match=words):
-        import_voices(tmp_path / 'voices', tmp_path / 'x.pth', singer.xtts)
+        _import_voices(tmp_path / 'voices', tmp_path / 'x.pth', singer.xtts)
     assert not (tmp_path / 'voices').exists()
 
 def test_a_file_of_voices_that_runs_code_is_refused(singer, tmp_path, monkeypatch):
@@ -158,5 +158,5 @@ def test_a_file_of_voices_that_runs_code_is_refused(singer, tmp_path, monkeypatc
     code = torch_file.call(torch_file.name('os', 'mkdir'), torch_file.text('ran'))
     torch_file.write_dict(tmp_path / 'x.pth', {'A': studio()}, B=code)
     with pytest.raises(UserError, match='x.pth: asks for os.mkdir, which could run code'):
-        import_voices('voices', tmp_path / 'x.pth', singer.xtts)
+        _import_voices('voices', tmp_path / 'x.pth', singer.xtts)
     assert [*tmp_path.iterdir()] == [tmp_path / 'x.pth']

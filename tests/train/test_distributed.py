@@ -22,7 +22,7 @@ from xtts_nb.files import read_tensors
 from xtts_nb.models.gpt import GPT
 from xtts_nb.train import distributed as page
 from xtts_nb.train.distributed import (
-    DistributedTrainer, _Replicas, bit_sums, _cluster_resolver, differing, distributed_train_step,
+    _DistributedTrainer, _Replicas, _bit_sums, _cluster_resolver, _differing, distributed_train_step,
     distributed_validation_step, _one_device_reason, _this_worker)
 from xtts_nb.train.runs import held_out_share, new_run
 from xtts_nb.train.step import random_batch, token_counts, Update
@@ -166,22 +166,22 @@ def test_two_devices_make_the_update_of_one(mini):
 def test_one_changed_bit_is_found():
     values = [np.array([1., -2.], np.float32), np.array(3, np.int64), np.array([1., 2.], np.float16),
               np.zeros(4, np.float32)]
-    sums = lambda: bit_sums([tf.constant(v) for v in values]).numpy()
+    sums = lambda: _bit_sums([tf.constant(v) for v in values]).numpy()
     before, names = sums(), ['a', 'b', 'c', 'd']
-    assert differing(names, np.stack([before, sums()])) is None
+    assert _differing(names, np.stack([before, sums()])) is None
     for name, value in zip(names, values):
         flat = value.reshape(-1).view(np.uint8)
         flat[-1] ^= 1
-        assert differing(names, np.stack([before, before, sums()])) == (name, 2, 1)
+        assert _differing(names, np.stack([before, before, sums()])) == (name, 2, 1)
         flat[-1] ^= 1
     assert np.array_equal(before, sums()) and before.max() < 2**16 and before.min() >= 0
 
 
 # --- what all workers decide together -------------------------------------------------------------
 
-def bare(**named) -> DistributedTrainer:
+def bare(**named) -> _DistributedTrainer:
     "A trainer with nothing but what is given."
-    trainer = DistributedTrainer.__new__(DistributedTrainer)
+    trainer = _DistributedTrainer.__new__(_DistributedTrainer)
     vars(trainer).update(named)
     return trainer
 
@@ -210,7 +210,7 @@ def test_what_one_worker_cannot_do_alone_is_refused(run, where):
 def test_a_cluster_of_one_device_begins_as_a_trainer(prepared, mini):
     "Only the parts on a device are compiled by XLA; epochs count in updates; other settings are refused."
     config = mini.replace(training={'gpt': {'mode': 'xla', 'epochs': 2, 'steps': 1000}})
-    make = partial(DistributedTrainer, strategy=tf.distribute.OneDeviceStrategy('CPU:0'))
+    make = partial(_DistributedTrainer, strategy=tf.distribute.OneDeviceStrategy('CPU:0'))
     trainer = new_run(prepared, config, None, make=make)
     assert [trainer.train_step.xla, trainer.evaluate.xla] == [False] * 2
     assert all(step.xla for step in trainer.copies.gradient_steps) and trainer.plan.to_gpu

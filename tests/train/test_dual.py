@@ -18,18 +18,18 @@ from xtts_nb.config import UserError
 from xtts_nb.data.cache import Cache
 from xtts_nb.data.native import BatchPlan
 from xtts_nb.data.prepare import prepare
-from xtts_nb.devices import DevicePlan
+from xtts_nb.devices import _DevicePlan
 from xtts_nb.models.dvae import load_dvae
 from xtts_nb.train import dual as page
-from xtts_nb.train.distributed import Share, code_feed
+from xtts_nb.train.distributed import Share, _code_feed
 from xtts_nb.train.dual import (
     Feed, Pipeline, PipelineClosed, Span, by_stage, dual_trainer, finish_batch, overlap,
-    _pipeline_rows, pipeline_table, run_feed, sound_batches, stage_rows, _steady_period)
+    _pipeline_rows, pipeline_table, run_feed, sound_batches, _stage_rows, _steady_period)
 from xtts_nb.train.profile import device_placement, placement_summary
-from xtts_nb.train.runs import new_run, resume_run
+from xtts_nb.train.runs import new_run, _resume_run
 from xtts_nb.train.trainer import Trainer
 
-ONE = DevicePlan({}, 'CPU:0', 'CPU:0')
+ONE = _DevicePlan({}, 'CPU:0', 'CPU:0')
 
 
 @pytest.fixture
@@ -105,12 +105,12 @@ def test_measures_of_a_run_by_hand():
     spans = [Span('host', 0, 0., 1.), Span('model', 0, 1., 3.), Span('host', 1, 1., 2.),
              Span('model', 1, 4., 6.)]
     assert overlap(spans) == {'wall': 6., 'work': 6., 'rate': 1 / 3, 'model_wait_share': pytest.approx(0.2)}
-    assert stage_rows(spans, {'model': 'GPU:1'}) == [
+    assert _stage_rows(spans, {'model': 'GPU:1'}) == [
         {'name': 'host', 'device': None, 'batches': 2, 'ms': 1000., 'busy': 1.},
         {'name': 'model', 'device': 'GPU:1', 'batches': 2, 'ms': 2000., 'busy': 0.667}]
     starts, lasts = [0, 10, 20, 24, 28], [9, 9, 1, 2, 4]   # of the second half; the last one ends no period
     slow = [Span('model', n, start, start + last) for n, (start, last) in enumerate(zip(starts, lasts))]
-    assert [row['busy'] for some in (slow, slow[:1]) for row in stage_rows(some)] == [(1 + 2) / 8, None]
+    assert [row['busy'] for some in (slow, slow[:1]) for row in _stage_rows(some)] == [(1 + 2) / 8, None]
     alone = {'wall': 9, 'work': 9, 'rate': None, 'model_wait_share': 0}
     assert overlap(slow[:1]) == alone   # one batch has no rate
 
@@ -212,7 +212,7 @@ def test_a_batch_is_copied_by_one_program(runtime, mini, batch):
     finally: op_callbacks.remove_op_callback(note)
     assert len(ran) == 1 and 'all_to_model' in ran[0]
     assert copied.keys() == batch.keys() and all(np.array_equal(copied[k], batch[k]) for k in batch)
-    feed.devices = DevicePlan({}, 'GPU:0', 'GPU:1')
+    feed.devices = _DevicePlan({}, 'GPU:0', 'GPU:1')
     assert feed.where == {'host': 'CPU:0', 'data': 'GPU:0', 'copy': 'GPU:1', 'model': 'GPU:1'}
 
 def test_no_batch_waits_on_the_gpu_where_the_settings_say_so(runtime, mini):
@@ -257,10 +257,10 @@ def test_the_gpu_of_a_worker_makes_the_codes_of_its_rows(runtime, prepared, mini
     plan = BatchPlan(runtime, config.data)
     with tf.device('CPU:0'): plan.dvae = load_dvae(runtime.folder / 'dvae.safetensors', config)
     for devices, cache in ((['CPU:0'], runtime), (['GPU:0', 'GPU:1'], runtime), (['GPU:0'], prepared)):
-        assert code_feed(config, devices, [BatchPlan(cache, config.data)]) is None
+        assert _code_feed(config, devices, [BatchPlan(cache, config.data)]) is None
     for worker in range(2):
         share = Share(plan, worker, 2)
-        feed = code_feed(config, ['GPU:0'], [share])   # its DVAE is placed softly where there is no GPU
+        feed = _code_feed(config, ['GPU:0'], [share])   # its DVAE is placed softly where there is no GPU
         assert (feed.devices.data, feed.devices.model, [*feed.stages]) == ('GPU:0', 'GPU:0', ['data'])
         feed.devices = ONE
         with feed(share, 0, 2) as made:
@@ -313,7 +313,7 @@ def test_two_devices_train_as_one_does_and_the_other_continues(one_shape, tmp_pa
     wanted = {'CPU:0': ('DVAE of the data device', 'stage data'),
               'CPU:1': ('model', 'optimizer', 'stage copy')}
     assert where >= {(name, device) for device, names in wanted.items() for name in names}, where
-    again = resume_run(tmp_path / 'two', **feed())
+    again = _resume_run(tmp_path / 'two', **feed())
     assert again.step == 4
     resumed, straight = again.fit(), one.fit()
     assert again.last_losses == one.last_losses and resumed['best'] == straight['best']

@@ -29,10 +29,12 @@ from xtts_nb.records import recorded
 from xtts_nb.sampler import GPU
 from xtts_nb.train import finetune
 from xtts_nb.train.finetune import (
-    _activation_count, check_memory, DerivedWeights, find_batch_size, find_learning_rate, _free_memory, grow,
-    grow_tokenizer, low_rank_parts, make_update, _memory_budget, MEMORY_ERROR, memory_needs, memory_settings,
-    new_rows, parameter_counts, plot_learning_rate, read_texts, row_parts, run_trial, trainable_count)
-from xtts_nb.train.runs import export_run, new_run, resume_run
+    _activation_count, _check_memory, _DerivedWeights, _find_batch_size, find_learning_rate, _free_memory,
+    grow,
+    _grow_tokenizer, _low_rank_parts, _make_update, _memory_budget, _MEMORY_ERROR, memory_needs,
+    _memory_settings,
+    _new_rows, parameter_counts, plot_learning_rate, read_texts, _row_parts, _run_trial, _trainable_count)
+from xtts_nb.train.runs import export_run, new_run, _resume_run
 from xtts_nb.train.step import compile_step, random_batch, token_counts, Update
 from xtts_nb.train.trainer import checkpoints
 
@@ -56,22 +58,22 @@ def model(english): return XTTS(SHALLOW.replace(model={'gpt': {'text_tokens': en
 
 def test_old_texts_keep_their_ids_and_new_ones_are_known(english, tmp_path):
     "To the last character, in any order of the texts, also after it went through a file."
-    grown = grow_tokenizer(english, 'fa', NEW)
+    grown = _grow_tokenizer(english, 'fa', NEW)
     assert grown.start == english.start and grown.languages == ['en', 'fa']
     grown.save(tmp_path / 't.json')
     again = Tokenizer.load(tmp_path / 't.json')
-    assert again.to_json() == grown.to_json() == grow_tokenizer(english, 'fa', reversed(NEW)).to_json()
+    assert again.to_json() == grown.to_json() == _grow_tokenizer(english, 'fa', reversed(NEW)).to_json()
     for text in NEW:
         ids = again.encode(text, 'fa')
         assert not again.unknown(text, 'fa') and 1 not in ids
         assert again.decode(ids) == '[fa]' + again.clean(text, 'fa')
     marks = {m.pop('content'): m for m in json.loads(grown.bpe.to_str())['added_tokens']}
     assert marks['[fa]'] == marks['[en]'] | {'id': english.size}
-    assert grow_tokenizer(again, 'sw', ['ŋ']).encode(NEW[0], 'fa') == grown.encode(NEW[0], 'fa')
+    assert _grow_tokenizer(again, 'sw', ['ŋ']).encode(NEW[0], 'fa') == grown.encode(NEW[0], 'fa')
 
 def test_pieces_make_rows_shorter_and_leave_old_texts_alone(english):
-    plain, most = (grow_tokenizer(english, 'fa', MANY, n) for n in (0, 10**6))
-    grown = {n: grow_tokenizer(english, 'fa', MANY, n) for n in (5, 30, 40)}
+    plain, most = (_grow_tokenizer(english, 'fa', MANY, n) for n in (0, 10**6))
+    grown = {n: _grow_tokenizer(english, 'fa', MANY, n) for n in (5, 30, 40)}
     assert {n: g.size for n, g in grown.items()} == {
         n: min(max(english.size + n, plain.size), most.size) for n in grown} and plain.size < most.size
     for text in [*OLD, 'boatdog', 'olddog the']:
@@ -140,7 +142,7 @@ def made(config, kind, **changes) -> Update:
     config = config.replace(training={'gpt': {'finetune': kind, 'learning_rate': 1e-2}}).replace(**changes)
     keras.utils.set_random_seed(0)
     gpt = GPT(config, 5, dtype=_POLICIES[config.training.gpt.precision])
-    update = make_update(gpt, config.training.gpt, RUNS)
+    update = _make_update(gpt, config.training.gpt, RUNS)
     if kind == 'lora':   # as after some training: a zero hides half of the gradients
         for v in update.weights: v.assign(v.value + 0.02 * keras.random.normal(v.shape, seed=1))
     return update
@@ -201,30 +203,30 @@ def test_an_adapter_begins_as_nothing_and_alpha_scales_it(plain):
     for alpha in (8., 32.):
         training = plain.replace(training={'gpt': {'finetune': 'lora', 'lora_rank': 4,
                                                    'lora_alpha': alpha}}).training.gpt
-        part, other = low_rank_parts(gpt, training)
+        part, other = _low_rank_parts(gpt, training)
         assert 0.8 < np.std(part.down) * 64**0.5 < 1.2 and not np.array_equal(part.down, other.down)
-        with DerivedWeights([part]): assert np.array_equal(part.weight.numpy(), part.base.numpy())
+        with _DerivedWeights([part]): assert np.array_equal(part.weight.numpy(), part.base.numpy())
         part.up.assign(np.ones(part.up.shape))
         assert part.down.shape == (64, 4) and part.scale == alpha / 4
-        with DerivedWeights([part]): delta = part.weight.numpy() - part.base.numpy()
+        with _DerivedWeights([part]): delta = part.weight.numpy() - part.base.numpy()
         assert np.allclose(delta, alpha / 4 * part.down.numpy() @ part.up.numpy(), atol=1e-5)
     part = made(plain, 'lora', training={'gpt': {'precision': 'bfloat16'}}).parts[0]
     part.up.assign(1e-4 * np.sign(part.up.numpy()))
-    with DerivedWeights([part]): seen = part.weight.numpy()
+    with _DerivedWeights([part]): seen = part.weight.numpy()
     assert np.allclose(seen - part.base.numpy(), part.scale * part.down.numpy() @ part.up.numpy(), atol=1e-8)
 
 def test_rows_of_several_languages(plain):
     config = lambda grown, kind='rows': XTTSConfig().replace(model={'gpt': {'grown_from': grown}},
                                                              training={'gpt': {'finetune': kind}})
     old = train_tokenizer(['the old dog'], ['en'], 40)
-    one = grow_tokenizer(old, 'fa', ['سگ پیر'])
-    both, first, second = grow_tokenizer(one, 'sv', ['å ä ö']), old.size, one.size
-    assert new_rows(config(first), both, ['fa']) == [(first, second)]
-    assert new_rows(config(first), both, ['fa', 'sv']) == [(first, second), (second, both.size)]
+    one = _grow_tokenizer(old, 'fa', ['سگ پیر'])
+    both, first, second = _grow_tokenizer(one, 'sv', ['å ä ö']), old.size, one.size
+    assert _new_rows(config(first), both, ['fa']) == [(first, second)]
+    assert _new_rows(config(first), both, ['fa', 'sv']) == [(first, second), (second, both.size)]
     for grown, languages in ((first, ['en']), (0, ['fa']), (second, ['fa'])):
-        with pytest.raises(UserError, match='add-language'): new_rows(config(grown), both, languages)
-    assert new_rows(config(first, 'whole'), both, ['sv']) == [] == new_rows(config(0, 'lora'), both, ['sv'])
-    for part in row_parts(GPT(plain, 5), [(40, 44), (44, 48)]):   # adjacent, and to the very end
+        with pytest.raises(UserError, match='add-language'): _new_rows(config(grown), both, languages)
+    assert _new_rows(config(first, 'whole'), both, ['sv']) == [] == _new_rows(config(0, 'lora'), both, ['sv'])
+    for part in _row_parts(GPT(plain, 5), [(40, 44), (44, 48)]):   # adjacent, and to the very end
         assert np.array_equal(part(), part.base.numpy()) and part.rows.shape[part.axis] == 8
         part.rows.assign(part.rows.value + 1)
         moved = np.nonzero((part().numpy() != part.base.numpy()).reshape(part().shape))[part.axis]
@@ -286,7 +288,7 @@ def done(mini, base, persian, tmp_path_factory):
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_stopped_run_is_resumed_to_the_bit(done, mini, base, persian, tmp_path, kind):
     new_run(persian, settings(mini, kind), tmp_path / 'run', base=base, feed=read_eagerly).fit(steps=2)
-    again = resume_run(tmp_path / 'run', feed=read_eagerly)
+    again = _resume_run(tmp_path / 'run', feed=read_eagerly)
     assert again.step == 2 and again.training.finetune == kind
     again.fit()
     left = [[p.read_bytes() for p in (run / 'model.safetensors', checkpoints(run / 'checkpoints')[-1])]
@@ -331,9 +333,9 @@ def test_a_base_that_has_changed_or_gone_is_named(mini, base, persian, tmp_path)
     grown = XTTS.load(tmp_path / 'base')
     grown.gpt.final_norm.beta.assign_add(np.ones(64))
     grown.save(tmp_path / 'base')
-    with pytest.raises(UserError, match='as it was then'): resume_run(tmp_path / 'run')
+    with pytest.raises(UserError, match='as it was then'): _resume_run(tmp_path / 'run')
     shutil.rmtree(tmp_path / 'base')
-    with pytest.raises(UserError, match='which is gone'): resume_run(tmp_path / 'run')
+    with pytest.raises(UserError, match='which is gone'): _resume_run(tmp_path / 'run')
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -343,8 +345,8 @@ def test_moving_numbers_are_those_that_move(mini, base, persian):
     first, last = config.model.gpt.grown_from, grown.tokenizer.size
     for kind in KINDS:
         changed = config.replace(training={'gpt': {'finetune': kind}})
-        update = make_update(grown.gpt, changed.training.gpt, [(first, last)])
-        assert trainable_count(changed, last - first) == sum(int(np.prod(v.shape)) for v in update.weights)
+        update = _make_update(grown.gpt, changed.training.gpt, [(first, last)])
+        assert _trainable_count(changed, last - first) == sum(int(np.prod(v.shape)) for v in update.weights)
 
 HALF, EMA = {'precision': 'bfloat16'}, {'ema': 0.5}
 
@@ -376,11 +378,11 @@ def test_the_estimate_for_a_gpu_is_close_to_what_xla_plans(row):
     needs = memory_needs(config, row['codes'], row['text'], gpu=row['gpu'])
     planned = row['peak'] + needs['moments']
     estimate = sum(needs.values()) - needs['program'] - 4 * parameter_counts(config.model)['DVAE']
-    assert estimate / planned >= 1 - MEMORY_ERROR
+    assert estimate / planned >= 1 - _MEMORY_ERROR
     # XLA computes some values twice rather than fill a card
     card = next(c for c in xla_gpu.CARDS.values() if c['name'] == row['card'])
     crowded = row.get('rematerialised') and row['peak'] > 0.7 * card['memory']
-    assert crowded or estimate / planned <= 1 + MEMORY_ERROR
+    assert crowded or estimate / planned <= 1 + _MEMORY_ERROR
 
 @pytest.fixture
 def card(monkeypatch):
@@ -412,7 +414,7 @@ def test_free_memory_of_a_card(card):
     ([GPU(0, 'A card', memory_used=5)], 'does not tell its memory')])
 def test_where_the_memory_is_unknown_training_continues_and_says_so(card, mini, cards, why):
     card.cards = cards
-    assert why in check_memory(mini, 48, 40)
+    assert why in _check_memory(mini, 48, 40)
     with pytest.raises(UserError, match='--memory GB'): _memory_budget()
     assert _memory_budget(10**9) == 10**9
 
@@ -443,18 +445,18 @@ def wide(mini): return mini.replace(data={'batch_size': 12}, training={'gpt': {'
 @pytest.mark.parametrize('first', [0, 5, 11, 99])
 def test_the_first_choice_that_fits_is_found(wide, monkeypatch, first, begin):
     "Wherever the estimate says to begin: on to the first that fits, or back to the last that does not."
-    all_, tried, asked = memory_settings(wide), [], (20, 12, [(3, 7), (9, 11)], 100 - begin)
+    all_, tried, asked = _memory_settings(wide), [], (20, 12, [(3, 7), (9, 11)], 100 - begin)
     monkeypatch.setattr(finetune, 'memory_needs', lambda config, *rest: {
         'all': 100. - all_.index(config), 'copy for a checkpoint': 0.})
     def trial(config, *rest):
         assert rest == asked
         tried.append(all_.index(config))
         return {'seconds': 1., 'peak': 10**9} if tried[-1] >= first else None
-    monkeypatch.setattr(finetune, 'run_trial', trial)
+    monkeypatch.setattr(finetune, '_run_trial', trial)
     if first == 99:   # nothing fits
-        with pytest.raises(UserError, match='training.gpt.finetune'): find_batch_size(wide, *asked)
+        with pytest.raises(UserError, match='training.gpt.finetune'): _find_batch_size(wide, *asked)
         return
-    found, rows = find_batch_size(wide, *asked)
+    found, rows = _find_batch_size(wide, *asked)
     at = min(begin, 11)
     assert tried == [*(range(at, first + 1) if first > at else range(at, max(first - 2, -1), -1))]
     assert found == all_[first] and [row['fits'] for row in rows] == [i >= first for i in tried]
@@ -467,9 +469,9 @@ def sized(wide):
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_a_trial_that_ends_badly(sized, mini):
-    assert run_trial(sized, 250, 150, memory=2 * 10**8) is None   # in too little memory
+    assert _run_trial(sized, 250, 150, memory=2 * 10**8) is None   # in too little memory
     with pytest.raises(UserError, match='trial of an update failed'):
-        run_trial(mini.replace(training={'gpt': {'finetune': 'rows'}}), 20, 12, [(47, 60)])   # absent rows
+        _run_trial(mini.replace(training={'gpt': {'finetune': 'rows'}}), 20, 12, [(47, 60)])   # absent rows
 
 @pytest.mark.slow
 @pytest.mark.cpu
@@ -477,7 +479,7 @@ def test_a_trial_that_ends_badly(sized, mini):
                                     {'finetune': 'lora'}], ids=str)
 def test_the_estimate_is_near_what_is_taken(sized, change):
     settings, begun = sized.replace(training={'gpt': change}), time.monotonic()
-    needs, took = memory_needs(settings, 250, 150), run_trial(settings, 250, 150)
+    needs, took = memory_needs(settings, 250, 150), _run_trial(settings, 250, 150)
     estimate = sum(needs.values()) - needs['copy for a checkpoint']   # a trial saves nothing
     print(change, round(estimate / 1e6), 'MB estimated,', round(took['peak'] / 1e6), 'MB taken')
     assert 0.6 < estimate / took['peak'] < 1.6 and 0 < took['seconds'] < time.monotonic() - begun

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from xtts_nb.config import GPTTraining
-from xtts_nb.train.step import AdamW, averaged, extended_rate, learning_rate, LossScale, Noam
+from xtts_nb.train.step import AdamW, averaged, extended_rate, learning_rate, LossScale, _Noam
 
 SCHEDULES = 'constant', 'cosine', 'noam'
 
@@ -70,7 +70,7 @@ def test_a_number_replaces_the_schedule():
     optimizer.apply([tf.ones(1)], [x])
     assert x.numpy() == 1   # at a rate of 0 nothing moves
     optimizer = AdamW([x], GPTTraining(learning_rate=0.1))
-    optimizer.learning_rate = Noam(0.3, 0)
+    optimizer.learning_rate = _Noam(0.3, 0)
     assert optimizer.assigned is None and rate() == pytest.approx(0.3)
 
 @pytest.mark.parametrize('schedule', ['cosine', 'noam'])

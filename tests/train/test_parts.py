@@ -25,9 +25,9 @@ from xtts_nb.train.runs import _COMMANDS
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.train.parts import (
-    Crops, _DVAEUpdate, SavedDecoder, DecoderUpdate, Windows, _check_same,
-    _is_made, _limits, _other, make_bank,
-    mel_distance, new_decoder_run)
+    _Crops, _DVAEUpdate, _SavedDecoder, _DecoderUpdate, Windows, _check_same,
+    _is_made, _limits, _other, _make_bank,
+    _mel_distance, new_decoder_run)
 
 LOSSES = ('loss', 'mel_loss', 'commitment', 'speaker_loss', 'adversarial_loss', 'feature_loss', 'critic_loss',
           'val_loss')
@@ -70,7 +70,7 @@ def settings(small, **training):
 def test_crops_lie_in_the_pool(small, frames, starts, epoch):
     "Batches of four crops of 64 frames; in a shorter pool the last frame is repeated."
     mels, found = np.random.default_rng(0).normal(size=(frames, 80)).astype(np.float32), set()
-    crops = Crops(mels, settings(small))
+    crops = _Crops(mels, settings(small))
     for step, batch in enumerate(crops.stream(0, 12)):
         begin = crops.starts(tf.constant(step, tf.int64)).numpy()
         found |= {*begin.tolist()}
@@ -118,7 +118,7 @@ def bank(model, prepared, tmp_path_factory):
     "Made by a graph, unlike those of single tests."
     xtts = XTTS.load(model)
     xtts.config = xtts.config.replace(training={'gpt': {'mode': 'graph'}})
-    return make_bank(xtts, prepared, tmp_path_factory.mktemp('bank') / 'bank')
+    return _make_bank(xtts, prepared, tmp_path_factory.mktemp('bank') / 'bank')
 
 def test_a_bank_holds_states_and_recordings(bank, model, prepared):
     xtts, i = XTTS.load(model), 3
@@ -149,7 +149,7 @@ def test_neither_balance_nor_limits_leave_a_clip_without_states(model, prepared,
     clips within the limits."""
     xtts, calls = XTTS.load(model), []
     xtts.config = xtts.config.replace(data={'max_seconds': 0.9, 'balance_speakers': True, 'batch_size': 2})
-    made = make_bank(xtts, prepared, tmp_path / 'bank', progress=lambda *done: calls.append(done))
+    made = _make_bank(xtts, prepared, tmp_path / 'bank', progress=lambda *done: calls.append(done))
     n = len(made)
     assert calls[-n:] == [(n + i, 2 * n) for i in range(1, n + 1)] and [*calls[:-n]] == sorted(calls[:-n])
     assert calls[-n - 1] == (n, 2 * n)
@@ -162,7 +162,7 @@ def test_neither_balance_nor_limits_leave_a_clip_without_states(model, prepared,
             assert np.array_equal(part(made, name, place), part(bank, name, i))
     xtts.config = xtts.config.replace(data={'max_seconds': 0.55})
     with pytest.raises(UserError, match='14 of 14 clips are left out: 14 longer than data.max_seconds 0.55'):
-        make_bank(xtts, prepared, tmp_path / 'none')
+        _make_bank(xtts, prepared, tmp_path / 'none')
     def share(balance) -> float:
         plan, rows, *_ = picked(bank, tiny.replace(data={'balance_speakers': balance}),
                                 np.arange(6, 14))   # 1 and 7
@@ -223,7 +223,7 @@ def test_the_reference_is_another_clip_where_there_is_one(bank, tiny):
 def first_update(bank, config, learning=True, number=0, batch=None):
     "The update after its first call, and what it returned."
     keras.utils.set_random_seed(0)
-    update = DecoderUpdate(HiFiGAN(config), SpeakerEncoder(config), learning, config)
+    update = _DecoderUpdate(HiFiGAN(config), SpeakerEncoder(config), learning, config)
     (own,) = Windows(bank, config).stream(0, 1)
     return update, {name: float(x) for name, x in update(batch or own, tf.constant(number)).items()}
 
@@ -233,27 +233,27 @@ def plain(bank, tiny): return first_update(bank, tiny)
 def test_one_update_moves_all_three_networks(bank, tiny, plain):
     update, found = plain
     keras.utils.set_random_seed(0)
-    fresh = DecoderUpdate(HiFiGAN(tiny), SpeakerEncoder(tiny), True, tiny)
+    fresh = _DecoderUpdate(HiFiGAN(tiny), SpeakerEncoder(tiny), True, tiny)
     moved = {name: not np.array_equal(v, update.state[name]) for name, v in fresh.state.items()}
     for part in ('decoder', 'speaker', 'critic'):
         assert any(m for name, m in moved.items() if name.startswith(f'{part}/')), part
     assert found['skipped'] == 0 and np.isfinite(list(found.values())).all()
     (batch,) = Windows(bank, tiny).stream(0, 1)
     made, looked = fresh.decoder(batch['states'], fresh.encoder(batch['voice'])), fresh.evaluate(batch)
-    expected = float(mel_distance(made, tf.cast(batch['wav'], tf.float32) / 32768, 24000))
+    expected = float(_mel_distance(made, tf.cast(batch['wav'], tf.float32) / 32768, 24000))
     assert [found['mel_loss'], float(looked['loss'])] == pytest.approx([expected] * 2, rel=1e-4)
     assert looked['count'] == 1
     assert found['speaker_loss'] == pytest.approx(float(looked['speaker_loss']), rel=1e-3)
     fresh.optimizer.learning_rate = 0.5
     rates = [float(o.learning_rate) for o in fresh.optimizers]
     assert rates == [0.5, 0.5]   # a callback sets the rate of both
-    still = DecoderUpdate(fresh.decoder, fresh.encoder, False, tiny)
+    still = _DecoderUpdate(fresh.decoder, fresh.encoder, False, tiny)
     assert len(still.weights) == len(fresh.decoder.trainable_variables) < len(fresh.weights)
 
 @pytest.mark.slow
 def test_a_killed_voice_goes_on_to_the_bit_and_speaks(model, prepared, tiny, tmp_path, monkeypatch):
     "Although a checkpoint does not write the GPT again."
-    monkeypatch.setattr(SavedDecoder, 'exports', 1)
+    monkeypatch.setattr(_SavedDecoder, 'exports', 1)
     config = tiny.replace(training={'decoder': {'steps': 4, 'validate_every': 2, 'checkpoint_every': 2}})
     whole = new_decoder_run(tmp_path / 'whole', model, prepared, config, ['low-0', 'high-0'])
     whole.fit()
@@ -300,7 +300,7 @@ def banks(bank, monkeypatch) -> list:
         asked.append((cache.folder, corpus, progress))
         shutil.copytree(bank.folder, folder, dirs_exist_ok=True)
         write_json(folder / 'clips.json', {'ids': bank.ids, 'limits': _limits(xtts.config)})
-    monkeypatch.setattr(voices, 'make_bank', copied)
+    monkeypatch.setattr(voices, '_make_bank', copied)
     return asked
 
 def test_a_voice_begins_and_goes_on(model, prepared, tiny, banks, tmp_path):
@@ -350,9 +350,9 @@ def test_a_recording_that_is_gone_is_named(model, mine, small, dvae, tiny, tmp_p
     shutil.move(mine, tmp_path / 'elsewhere')
     cache = Cache(tmp_path / 'cache')
     with pytest.raises(UserError, match='the file is missing'):
-        make_bank(XTTS.load(model), cache, tmp_path / 'bank')
+        _make_bank(XTTS.load(model), cache, tmp_path / 'bank')
     assert not (tmp_path / 'bank').exists()
-    assert len(make_bank(XTTS.load(model), cache, tmp_path / 'bank', tmp_path / 'elsewhere')) == len(cache)
+    assert len(_make_bank(XTTS.load(model), cache, tmp_path / 'bank', tmp_path / 'elsewhere')) == len(cache)
 
 
 # --- the commands ---------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from process import tree, xtts_nb
 from xtts_nb.config import UserError
 from xtts_nb.models.gpt import GPT
 from xtts_nb.train.profile import (
-    memory, op_placement, _owners, _peak_memory, placement_summary, prefixes, _profile_page, profile_text,
-    tables, trace, variable_placement, write_page)
+    memory, _op_placement, _owners, _peak_memory, placement_summary, _prefixes, _profile_page, profile_text,
+    tables, trace, _variable_placement, write_page)
 from xtts_nb.train.step import Update, random_batch
 
 
@@ -22,7 +22,7 @@ def made(config, **training):
 @pytest.mark.cpu
 def test_every_variable_has_an_owner_and_a_device(plain):
     update, half = made(plain), made(plain, ema=.9, precision='float16')
-    rows = variable_placement(update)
+    rows = _variable_placement(update)
     assert {r['device'] for r in rows} == {'CPU:0'}
     assert len(rows) == len(update.gpt.variables) + len(update.optimizer.variables)
     size = {owner: sum(r['bytes'] for r in rows if r['owner'] == owner) for owner in ('weights', 'optimizer')}
@@ -44,7 +44,7 @@ def test_every_variable_has_an_owner_and_a_device(plain):
 def test_operations_have_a_device():
     v = tf.Variable(tf.ones((4, 4)))
     inner = tf.function(lambda x: tf.tanh(x @ v))
-    rows = op_placement(lambda x: tf.reduce_sum(inner(x)), tf.ones((2, 4)))
+    rows = _op_placement(lambda x: tf.reduce_sum(inner(x)), tf.ones((2, 4)))
     assert any('MatMul' in r['op'] for r in rows) and 'ReadVariableOp' in {r['op'] for r in rows}
     assert {r['device'] for r in rows} == {'CPU:0'} and _peak_memory(lambda: None) is None
 
@@ -52,12 +52,12 @@ def test_operations_have_a_device():
 def test_prefixes_are_parts_of_the_step(plain):
     "Alone, and in two parts of a batch."
     batch, number = random_batch(plain, text=12, codes=16), tf.constant(0)
-    steps = prefixes(made(plain))
+    steps = _prefixes(made(plain))
     forward, (norm, _) = steps['forward'](batch, number), steps['backward'](batch, number)
     whole = made(plain)(batch, number)   # the same first weights: nothing was updated yet
     np.testing.assert_allclose(forward, whole['loss'], rtol=1e-5)
     np.testing.assert_allclose(norm, whole['gradient_norm'], rtol=1e-4)
-    halves = prefixes(made(plain, grad_accum_steps=2))['forward'](batch, number)
+    halves = _prefixes(made(plain, grad_accum_steps=2))['forward'](batch, number)
     np.testing.assert_allclose(forward, halves, rtol=1e-5)
 
 

@@ -16,9 +16,9 @@ from xtts_nb.config import GPTTraining, UserError
 from xtts_nb.files import _PART, write_tensors
 from xtts_nb.models.xtts import XTTS
 from xtts_nb.train import runs, trainer as trainer_page
-from xtts_nb.train.runs import new_run, resume_run
+from xtts_nb.train.runs import new_run, _resume_run
 from xtts_nb.train.step import compile_step, Update
-from xtts_nb.train.trainer import checkpoints, load_checkpoint, save_checkpoint, snapshot, Trainer
+from xtts_nb.train.trainer import checkpoints, _load_checkpoint, _save_checkpoint, _snapshot, Trainer
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -31,9 +31,9 @@ def empty() -> dict: return {k: tf.Variable(tf.zeros_like(v)) for k, v in state(
 
 def test_there_and_back(tmp_path):
     facts = {'losses': [0.1, 1 / 3, float(np.float32(0.1))], 'text': 'Größe', 'none': None}
-    path = save_checkpoint(tmp_path / 'new' / 'folder', 7, state(1 / 3, -0.), **facts)
+    path = _save_checkpoint(tmp_path / 'new' / 'folder', 7, state(1 / 3, -0.), **facts)
     found = empty()
-    assert path.name == 'step-000000007.safetensors' and load_checkpoint(path, found) == facts | {'step': 7}
+    assert path.name == 'step-000000007.safetensors' and _load_checkpoint(path, found) == facts | {'step': 7}
     assert np.array_equal(found['a/kernel'].numpy().view(np.int32), np.float32([1 / 3, -0.]).view(np.int32))
     assert found['count'].numpy() == 3 and found['count'].dtype == tf.int64
 
@@ -41,25 +41,25 @@ def test_the_newest_few_stay_and_nothing_else_counts(tmp_path):
     strange = 'step-000000009.safetensors.123.part', 'step-9.safetensors', 'model.safetensors'
     for name in strange: (tmp_path / name).write_text('something else')
     assert checkpoints(tmp_path) == [] == checkpoints(tmp_path / 'nowhere')
-    for step in (5, 9_999, 10_000, 123_456_789, 123_456_789): save_checkpoint(tmp_path, step, state(step))
+    for step in (5, 9_999, 10_000, 123_456_789, 123_456_789): _save_checkpoint(tmp_path, step, state(step))
     assert [p.name for p in checkpoints(tmp_path)] == ['step-000010000.safetensors',
                                                        'step-123456789.safetensors']
     assert {*strange} < {*tree(tmp_path)}
 
 def test_the_older_ones_stay_where_the_new_one_fails(tmp_path, monkeypatch):
-    for step in (1, 2): save_checkpoint(tmp_path, step, state())
+    for step in (1, 2): _save_checkpoint(tmp_path, step, state())
     before = tree(tmp_path)
     def full(done, total): raise OSError(28, 'No space left on device')
     monkeypatch.setattr('xtts_nb.files.write_tensors',
                         lambda path, arrays, **more: write_tensors(path, arrays, full, **more))
-    with pytest.raises(UserError, match='the disk is full'): save_checkpoint(tmp_path, 3, state())
+    with pytest.raises(UserError, match='the disk is full'): _save_checkpoint(tmp_path, 3, state())
     assert tree(tmp_path) == before
 
 def test_a_state_that_does_not_fit_or_is_torn_is_refused_whole(tmp_path):
-    path = save_checkpoint(tmp_path, 1, state())
+    path = _save_checkpoint(tmp_path, 1, state())
     def refused(said, wanted={}):   # noqa: B006 -- only read
         found = empty() | wanted
-        with pytest.raises(UserError, match=f'{path.name}.*{said}'): load_checkpoint(path, found)
+        with pytest.raises(UserError, match=f'{path.name}.*{said}'): _load_checkpoint(path, found)
         assert found['a/kernel'].numpy().tolist() == [0., 0.]   # nothing was filled in
     refused('more', {'more': tf.Variable([1.])})
     refused('count', {'count': tf.Variable([1, 2])})
@@ -71,7 +71,7 @@ def test_a_state_that_does_not_fit_or_is_torn_is_refused_whole(tmp_path):
     path.unlink()
     refused('')
     trainer_page.save_weights(path, state())   # no step
-    with pytest.raises(UserError, match=path.name): load_checkpoint(path, empty())
+    with pytest.raises(UserError, match=path.name): _load_checkpoint(path, empty())
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
@@ -96,19 +96,19 @@ def test_too_many_in_a_row_stop_with_the_last_good_state(prepared, mini, tmp_pat
     with pytest.raises(UserError, match='updates in a row .*(low|high)-'): run.fit()
     good = new_run(prepared, mini, tmp_path / 'good')
     good.fit(steps=2)
-    again = resume_run(tmp_path / 'run')
+    again = _resume_run(tmp_path / 'run')
     assert np.array_equal(again.xtts.gpt.final_norm.beta.numpy(), good.xtts.gpt.final_norm.beta.numpy())
     assert again.step >= 5
 
 @pytest.mark.parametrize('fails, written', [([4], [2, 5, 6, 8]), ([4, 5], [2])])
 def test_a_full_disk(cheap, prepared, mini, tmp_path, monkeypatch, fails, written):
     "The present state is tried at once; if that fails too, the run ends, and resumes from what was written."
-    real, steps = trainer_page.save_checkpoint, []
+    real, steps = trainer_page._save_checkpoint, []
     def full(folder, step, **more):
         if step in fails: raise UserError('the disk is full')
         steps.append(step)
         return real(folder, step, **more)
-    monkeypatch.setattr(trainer_page, 'save_checkpoint', full)
+    monkeypatch.setattr(trainer_page, '_save_checkpoint', full)
     config = mini.replace(training={'gpt': {'checkpoint_every': 2, 'keep_checkpoints': 1}})
     run = new_run(prepared, config, tmp_path / 'run')
     update = run.train_step
@@ -116,7 +116,7 @@ def test_a_full_disk(cheap, prepared, mini, tmp_path, monkeypatch, fails, writte
     try: assert run.fit()['steps'] == 8 and len(fails) == 1
     except UserError: assert len(fails) == 2
     assert steps == written
-    assert resume_run(tmp_path / 'run').step == written[-1]
+    assert _resume_run(tmp_path / 'run').step == written[-1]
 
 def test_a_best_model_is_written_once_there_is_room(given, prepared, mini, tmp_path, monkeypatch):
     "As it was, although training continued."
@@ -142,7 +142,7 @@ def test_without_room_for_a_copy_training_waits(cheap, prepared, mini, tmp_path,
     config = mini.replace(training={'gpt': {'ema': .9}})
     new_run(prepared, config, tmp_path / 'copied').fit()
     monkeypatch.setattr(trainer_page, '_room_in_container', lambda: 0.)
-    monkeypatch.setattr(trainer_page, 'snapshot', lambda variables: pytest.fail('a copy'))
+    monkeypatch.setattr(trainer_page, '_snapshot', lambda variables: pytest.fail('a copy'))
     new_run(prepared, config, tmp_path / 'waited').fit()
     assert outcome(tmp_path / 'copied') == outcome(tmp_path / 'waited')
 
@@ -163,7 +163,7 @@ def trained(prepared, config, folder, monkeypatch, **kind):
     monkeypatch.setattr(runs, 'Trainer', type('Kind', (Greedy, Trainer), kind))
     run = new_run(prepared, config, folder)
     run.fit()
-    return snapshot(run.state)
+    return _snapshot(run.state)
 
 @pytest.mark.slow   # TensorFlow tries for 10 s and more to find the memory
 def test_out_of_memory_at_first_begins_again_in_more_parts(prepared, mini, tmp_path, monkeypatch, capsys):
@@ -176,7 +176,7 @@ def test_out_of_memory_at_first_begins_again_in_more_parts(prepared, mini, tmp_p
     assert found.keys() == wanted.keys() and all(np.array_equal(found[k], wanted[k]) for k in found)
     said = capsys.readouterr().err
     assert said.count('OUT OF MEMORY') == 1 and 'the training begins again, with 2' in said
-    assert resume_run(tmp_path / 'run').training.grad_accum_steps == 2
+    assert _resume_run(tmp_path / 'run').training.grad_accum_steps == 2
     with pytest.raises(UserError, match='update 2 with 4 rows.*grad_accum_steps to 2'):   # later, it ends
         trained(prepared, config, tmp_path / 'late', monkeypatch, at=2)
     config = config.replace(training={'gpt': {'grad_accum_steps': 4}})
@@ -249,8 +249,8 @@ def fit_killed(monkeypatch, run, where, count):
     with monkeypatch.context() as m:
         if where == 'step': run.train_step = bomb(run.train_step, False)
         elif where == 'log': run._log_fetched = bomb(run._log_fetched, True)
-        elif where == 'checkpoint written': m.setattr(trainer_page, 'save_checkpoint',
-                                                      bomb(trainer_page.save_checkpoint, True))
+        elif where == 'checkpoint written': m.setattr(trainer_page, '_save_checkpoint',
+                                                      bomb(trainer_page._save_checkpoint, True))
         elif where == 'model written': m.setattr(run.xtts, 'save', bomb(run.xtts.save, True))
         elif where == 'before a file': m.setattr(os, 'replace', bomb(os.replace, False))
         try: run.fit()
@@ -269,11 +269,11 @@ def test_stopped_anywhere_and_resumed(cheap, undisturbed, prepared, mini, tmp_pa
                                     'checkpoint_every': checkpoint_every}})
     whole, folder, stops = undisturbed(config), tmp_path / 'run', 0
     for count in (1, 3, 6, 10, 999):
-        run = new_run(prepared, config, folder) if not stops else resume_run(folder)
+        run = new_run(prepared, config, folder) if not stops else _resume_run(folder)
         if not fit_killed(monkeypatch, run, where, count): break
         stops += 1
     assert stops
-    assert summary(resume_run(folder).fit()) | outcome(folder) == whole
+    assert summary(_resume_run(folder).fit()) | outcome(folder) == whole
 
 def test_what_a_killed_run_left_half_written_goes(cheap, undisturbed, prepared, mini, tmp_path):
     "A line that was cut off, and files; one of somebody else stays."
@@ -283,7 +283,7 @@ def test_what_a_killed_run_left_half_written_goes(cheap, undisturbed, prepared, 
     for name in 'checkpoints/step-000000006.safetensors', 'model.safetensors':
         (run / f'{name}.0123abcd{_PART}').write_text('half')
     (run / 'film.7.part').write_text('mine')
-    assert summary(resume_run(run).fit()) | outcome(run) == undisturbed(mini)
+    assert summary(_resume_run(run).fit()) | outcome(run) == undisturbed(mini)
     assert [p for p in tree(run) if '.part' in p] == ['film.7.part']
 
 

@@ -21,9 +21,10 @@ from xtts_nb.config import UserError
 from xtts_nb.files import append_line, _PART
 from xtts_nb.data.native import BatchPlan, _CodeReader, cached_batches, _reader_of
 from xtts_nb.speech.listen import Listener
-from xtts_nb.train.trainer import checkpoints, _epochs_to_steps, _late_interrupt, save_checkpoint, _updates_of
+from xtts_nb.train.trainer import (
+    checkpoints, _epochs_to_steps, _late_interrupt, _save_checkpoint, _updates_of)
 from xtts_nb.train.runs import (
-    _base_config, _check_made_for, held_out_share, Mix, new_run, Replay, resume_run, _run_facts,
+    _base_config, _check_made_for, held_out_share, _Mix, new_run, _Replay, _resume_run, _run_facts,
     _shared_shapes)
 
 
@@ -82,11 +83,11 @@ def test_a_run_continues_with_what_it_was_begun_with(known, origin, said):
     else: pytest.raises(UserError, ask).match(said)
 
 @pytest.mark.parametrize('wanted, said', [
-    (dict(mix=Mix(None), feed='f'), 'one device'), (dict(mix=Mix(None), make='m'), 'one device'),
+    (dict(mix=_Mix(None), feed='f'), 'one device'), (dict(mix=_Mix(None), make='m'), 'one device'),
     (dict(val=SimpleNamespace(folder='other'), held_out=['a']), 'other')])
 def test_what_does_not_go_together_is_refused(prepared, eager, wanted, said):
     with pytest.raises(UserError, match=said): new_run(prepared, eager, None, **wanted)
-    with pytest.raises(UserError, match='share of 1'): Replay(None, None, 1)
+    with pytest.raises(UserError, match='share of 1'): _Replay(None, None, 1)
 
 def test_a_run_that_another_process_trains_is_not_touched(cheap, prepared, eager, tmp_path):
     run = tmp_path / 'run'
@@ -97,11 +98,11 @@ def test_a_run_that_another_process_trains_is_not_touched(cheap, prepared, eager
     with subprocess.Popen([sys.executable, '-c', HOLDER, run / 'lock'], stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == 'held\n'
-        for begin in (lambda: resume_run(run), trainer.fit):
+        for begin in (lambda: _resume_run(run), trainer.fit):
             with pytest.raises(UserError, match=f'{run}: another process trains here; wait'): begin()
         assert half.is_file() and (run / 'metrics.jsonl').read_text() == '{"step": 7}\n'
         other.stdin.close()
-    assert resume_run(run).fit()['steps'] == 1 and not half.exists()
+    assert _resume_run(run).fit()['steps'] == 1 and not half.exists()
 
 def test_a_run_that_changed_since_it_was_read_is_not_trained(cheap, prepared, mini, tmp_path):
     first, second = (new_run(prepared, mini, tmp_path / 'run') for _ in range(2))
@@ -110,7 +111,7 @@ def test_a_run_that_changed_since_it_was_read_is_not_trained(cheap, prepared, mi
     with pytest.raises(UserError, match='has trained here since this one read it; begin again'):
         first.fit(steps=6)
     assert tree(tmp_path / 'run') == kept
-    assert second.fit(steps=6)['steps'] == 6 and resume_run(tmp_path / 'run').fit()['steps'] == 8
+    assert second.fit(steps=6)['steps'] == 6 and _resume_run(tmp_path / 'run').fit()['steps'] == 8
 
 def test_a_damaged_checkpoint_is_put_aside(cheap, prepared, mini, tmp_path, capsys):
     "The one before it goes on, to the same bits; with none left, the last is named."
@@ -119,19 +120,19 @@ def test_a_damaged_checkpoint_is_put_aside(cheap, prepared, mini, tmp_path, caps
     shutil.copytree(whole, torn)
     first, last = checkpoints(torn / 'checkpoints')
     last.write_bytes(last.read_bytes()[:-1])
-    trainer = resume_run(torn)
+    trainer = _resume_run(torn)
     assert trainer.step == int(first.stem.removeprefix('step-')) == 4
     said = capsys.readouterr().err
     assert f'{last}: not readable' in said and 'resumes from the checkpoint before' in said
     assert (damaged := last.with_name(f'{last.name}.damaged')).is_file()
-    trainer.fit(), resume_run(whole).fit()
+    trainer.fit(), _resume_run(whole).fit()
     damaged.unlink()
     last = 'step-000000008.safetensors'
     same = [{k: v for k, v in outcome(run).items() if 'step' not in k or k == last} for run in (torn, whole)]
     assert same[0] == same[1] and last in same[0]
     for path in checkpoints(torn / 'checkpoints'): path.write_bytes(b'')
     kept = tree(torn)
-    with pytest.raises(UserError, match='step-000000004.safetensors: not readable'): resume_run(torn)
+    with pytest.raises(UserError, match='step-000000004.safetensors: not readable'): _resume_run(torn)
     assert tree(torn) == kept
 
 def test_an_update_that_is_done_is_counted(prepared, mini, tmp_path, monkeypatch):
@@ -250,7 +251,7 @@ def test_who_looks_and_who_listens(prepared, eager):
 def test_older_clips_come_between_the_new_ones(prepared, eager):
     "Each keeps its own order, and a stream may begin anywhere."
     new, old = (BatchPlan(prepared, eager.data.model_copy(update={'seed': seed})) for seed in (0, 5))
-    replay, clips = Replay(new, old, .4), lambda batches: [b['clip'].numpy().tolist() for b in batches]
+    replay, clips = _Replay(new, old, .4), lambda batches: [b['clip'].numpy().tolist() for b in batches]
     kinds = [bool(replay.turn(tf.constant(n, tf.int64))[0]) for n in range(10)]
     assert kinds == [False, False, True, False, True] * 2
     parts = {False: clips(read_eagerly(new, 0, 6)), True: clips(read_eagerly(old, 0, 4))}
@@ -263,7 +264,7 @@ def test_older_clips_come_between_the_new_ones(prepared, eager):
 @pytest.mark.parametrize('share', [0, .3, .44, .84, .85, .9])
 @pytest.mark.parametrize('batches, epochs', [(1, 1), (7, 5)])
 def test_epochs_are_over_when_each_new_clip_was_read(share, batches, epochs):
-    replay = Replay(SimpleNamespace(steps_per_epoch=batches), None, share)
+    replay = _Replay(SimpleNamespace(steps_per_epoch=batches), None, share)
     older = replay.turn(tf.range(3000, dtype=tf.int64))[0].numpy()
     new = lambda n: int((~older[:n]).sum())
     done = replay.updates(epochs)
@@ -276,7 +277,7 @@ def test_the_updates_of_a_model(tmp_path):
     best = tmp_path / 'best'
     best.mkdir()
     assert _updates_of(tmp_path) is None and _updates_of(best) is None
-    for step in (4, 6): save_checkpoint(tmp_path / 'checkpoints', step, {'a': np.zeros(1)})
+    for step in (4, 6): _save_checkpoint(tmp_path / 'checkpoints', step, {'a': np.zeros(1)})
     (best / 'best.json').write_text('{"step": 5, "val_loss": 1.0}')
     assert _updates_of(tmp_path) == 6 and _updates_of(best) == 5
 
@@ -286,7 +287,7 @@ def test_caches_share_the_shapes_of_their_batches(prepared, eager, monkeypatch):
     order = np.argsort(prepared.codes_length)
     short, long = (~np.isin(np.arange(len(prepared)), some) for some in (order[:4], order[4:]))   # not read
     monkeypatch.setattr(runs, '_kept_apart', lambda parts: [long, short])
-    mixed = lambda share: Mix(prepared, ['high-1'], share)
+    mixed = lambda share: _Mix(prepared, ['high-1'], share)
     plans = lambda share: new_run(prepared, config, None, ['low-0'], mix=mixed(share)).plan
     shapes, both = _shared_shapes([(prepared, long, .6), (prepared, short, .4)], config.data), plans(.4)
     assert len(shapes) == 3 and both.old.shapes == shapes[:1] and both.plan.shapes == shapes[1:]
@@ -302,7 +303,7 @@ def test_caches_share_the_shapes_of_their_batches(prepared, eager, monkeypatch):
 
 def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     "Before the first update, and with each validation; a resumed run is the same one."
-    mix = Mix(prepared, ['high-1'], .5)
+    mix = _Mix(prepared, ['high-1'], .5)
     begin = lambda mix: new_run(prepared, eager, tmp_path / 'run', ['low-0'], mix=mix)
     def feed(plan, first, last):
         "What `stream` gives, op by op."
@@ -320,7 +321,7 @@ def test_what_is_forgotten_is_measured(prepared, eager, tmp_path):
     assert log[0] == {'step': 0, 'val_old_loss': before}
     after = trainer._means_of(trainer.old)['loss']
     assert log[-1]['val_old_loss'] == pytest.approx(after) != before and log[-1]['val_loss'] != after
-    again = resume_run(tmp_path / 'run')
+    again = _resume_run(tmp_path / 'run')
     again.feed = feed
     assert again.plan.share == .5 and again.old.count.sum() == 1 and again.step == 2
     again.training = again.training.model_copy(update={'validate_every': 0})   # the end is measured still

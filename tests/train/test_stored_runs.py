@@ -13,7 +13,7 @@ from xtts_nb.data.cache import Cache
 from xtts_nb.data.prepare import prepare
 from xtts_nb.files import read_tensors
 from xtts_nb.models.dvae import DVAE
-from xtts_nb.train.runs import export_run, held_out_share, new_run, resume_run
+from xtts_nb.train.runs import export_run, held_out_share, new_run, _resume_run
 from xtts_nb.train.trainer import checkpoints
 
 
@@ -50,24 +50,24 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(cheap, prepared, secon
             ((prepared, mini, tmp_path / 'mine'), 'not a run'),
             ((prepared, mini, tmp_path / 'new', ['nobody']), 'no clip nobody')):
         with pytest.raises(UserError, match=words): new_run(*given)
-    pytest.raises(UserError, resume_run, tmp_path / 'mine').match('holds no run')
+    pytest.raises(UserError, _resume_run, tmp_path / 'mine').match('holds no run')
     pytest.raises(UserError, export_run, run, tmp_path / 'out', best=True).match('no best model')
     pytest.raises(UserError, export_run, run, run).match('already holds something')
     assert tree(tmp_path) == before
     newest = checkpoints(run / 'checkpoints')[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.raises(UserError, match=newest.name): resume_run(run)
+    with pytest.raises(UserError, match=newest.name): _resume_run(run)
 
 def test_a_cache_that_is_gone_is_named(cheap, prepared, mini, tmp_path):
     shutil.copytree(prepared.folder, tmp_path / 'cache')
     new_run(Cache(tmp_path / 'cache'), mini, tmp_path / 'run').fit(steps=2)
     shutil.rmtree(tmp_path / 'cache')
-    with pytest.raises(UserError, match=str(tmp_path / 'cache')): resume_run(tmp_path / 'run')
+    with pytest.raises(UserError, match=str(tmp_path / 'cache')): _resume_run(tmp_path / 'run')
 
 def test_held_out_clips_are_neither_trained_on_nor_heard(cheap, prepared, mini, tmp_path):
     out = {i for i, c in enumerate(prepared.clips) if c['id'] in HELD}
     new_run(prepared, mini, tmp_path / 'run', HELD).fit(steps=2)
-    plan = resume_run(tmp_path / 'run').plan   # also after a resume
+    plan = _resume_run(tmp_path / 'run').plan   # also after a resume
     clips, references, pick = set(), set(), tf.function(plan.pick)
     for step in range(10 * plan.steps_per_epoch):
         _, clip, other, _, _ = pick(tf.constant(step, tf.int64))
@@ -82,7 +82,7 @@ def test_validation_on_a_cache_of_its_own(cheap, prepared, second, other, mini, 
     assert run.plan.count.sum() == len(prepared)
     run.fit()
     assert 'val_loss' in lines_of(tmp_path / 'run')[-1]
-    again = resume_run(tmp_path / 'run')
+    again = _resume_run(tmp_path / 'run')
     assert again.held_out.cache.folder == second.folder and again.validate() == run.validate()
     for known in ({}, {'held_out': ['low-0']}, {'val': prepared}):
         with pytest.raises(UserError, match='choose another folder'):
@@ -101,7 +101,7 @@ def test_epochs_are_counted_in_updates(cheap, prepared, mini, tmp_path):
     assert run.training.steps == updates != mini.training.gpt.steps and run.fit()['steps'] == updates
     rate = lines_of(tmp_path / 'run')[-1]['learning_rate']   # its end
     assert rate == pytest.approx(0.02 * mini.training.gpt.learning_rate)
-    assert resume_run(tmp_path / 'run').fit()['steps'] == updates
+    assert _resume_run(tmp_path / 'run').fit()['steps'] == updates
 
 def test_a_share_of_the_sentences_is_held_out_in_every_voice(prepared):
     few, more = held_out_share(prepared, 0.01), held_out_share(prepared, 0.5)

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from .terminal import (
-    argument, bench_app, command, load_settings, option, progress, Record, Rounds, Settings,
-    start, table, to_stderr, Whisper, write_record)
+    argument, _bench_app, command, _load_settings, option, progress, _Record, _Rounds, _Settings,
+    start, table, to_stderr, Whisper, _write_record)
 
 # %% ../../nbs/app/cli_data.ipynb #e368c0de
 _data = partial(command, panel='Data')
@@ -26,10 +26,10 @@ def _download(
 ):
     "Fetch the released model or an open corpus, and compare its checksums."
     from xtts_nb.config import workspace
-    from xtts_nb.app.download import download, _download_text, _find_source, source_rows, terms
-    if name is None: return {'sources': source_rows()}, table('xtts-nb download NAME', source_rows())
+    from xtts_nb.app.download import download, _download_text, _find_source, _source_rows, _terms
+    if name is None: return {'sources': _source_rows()}, table('xtts-nb download NAME', _source_rows())
     source = _find_source(name)
-    if source.terms and not accept_cpml: to_stderr(terms(source, from_))
+    if source.terms and not accept_cpml: to_stderr(_terms(source, from_))
     try: result = download(source, out or workspace().data / name, from_, accept_cpml)
     except KeyboardInterrupt:
         to_stderr('Complete files are kept; the same command continues from there.')
@@ -83,7 +83,7 @@ def _prepare(
     out: option(Path, 'Folder of the cache; what still fits of an older cache there is kept.'),
     dvae: option(Path | None, 'Run or cache whose DVAE and tokenizer to use; default: train both.') = None,
     preset: option(str | None, 'tiny or xtts_v2; default: that of --dvae, else tiny.') = None,
-    config: Settings = None,
+    config: _Settings = None,
     language: option(str, 'Language of rows without one.') = 'en',
     layout: option(
         str | None,
@@ -95,7 +95,7 @@ def _prepare(
     from xtts_nb.config import UserError
     if dvae and preset:
         raise UserError(f'prepare: the sizes come from --dvae {dvae}; leave out --preset {preset}.')
-    settings, part = load_settings(preset or 'tiny', config, dvae), _part(shard)
+    settings, part = _load_settings(preset or 'tiny', config, dvae), _part(shard)
     start()
     from xtts_nb.data.corpora import report_text
     from xtts_nb.train.caches import make_cache
@@ -162,9 +162,9 @@ def _data_speed(
     from xtts_nb.config import DataConfig
     from xtts_nb.models.dvae import load_dvae
     from xtts_nb.app.bench_data import _bench_loaders
-    from xtts_nb.train.caches import temporary_cache
+    from xtts_nb.train.caches import _temporary_cache
     sizes = DataConfig().model_dump() | {'batch_size': 16, 'buckets': 6}   # those of the released model
-    with temporary_cache(corpus, tell, sizes) as cache:
+    with _temporary_cache(corpus, tell, sizes) as cache:
         dvae = load_dvae(cache.folder / 'dvae.safetensors', cache.config)
         result = _bench_loaders(cache, dvae, clips, rounds, others=others, progress=partial(tell, 'measure'))
         seconds = [c['seconds'] for c in cache.clips]
@@ -172,16 +172,16 @@ def _data_speed(
              f'laid out as {clips:,} or more, batch 16, references of {sizes["reference_frames"]} frames')
     return result | {'corpus': about}
 
-@command('data', group=bench_app, example='--data recordings')
+@command('data', group=_bench_app, example='--data recordings')
 def _bench_data(
     data: option(Path, 'Folder with metadata.csv and wavs/.'),
     clips: option(int, 'Least number of distinct clips in memory.', min=1) = 10_000,
-    rounds: Rounds = 7,
-    record: Record = False,
+    rounds: _Rounds = 7,
+    record: _Record = False,
 ):
     "Clips per second of each pipeline, and the step rate of an emulated accelerator that it keeps busy."
     start()
     from xtts_nb.app.bench_data import _compared_text
     with progress() as tell: result = _data_speed(data, clips, rounds, tell)
-    if record: write_record('data', **result)
+    if record: _write_record('data', **result)
     return result, f'{table(result["corpus"], result["rows"])}\n{_compared_text(result)}'

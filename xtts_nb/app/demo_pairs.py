@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from .demo_corpus import held_out_pairs
+from .demo_corpus import _held_out_pairs
 from ..config import XTTSConfig
 from ..data.audio import griffin_lim, load_audio, save_audio
 from ..data.prepare import _mel_function
@@ -34,9 +34,9 @@ def _choose_pairs(
     seed: int = 0,    # of the choice
 ) -> list[_Pair]:      # n of training, n held out
     "The pairs to speak; the GPT neither learns from held-out clips nor takes a voice from them."
-    held = held_out_pairs(clips, n, seed)
+    held = _held_out_pairs(clips, n, seed)
     known = [c for c in clips if c not in set(held)]
-    chosen = {'train': held_out_pairs(known, n, seed + 1), 'heldout': held}
+    chosen = {'train': _held_out_pairs(known, n, seed + 1), 'heldout': held}
 
     def reference(target, number):
         "Another sentence in the same voice and language."

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['FRAME', 'WIDTH', 'BANDS', 'TOP', 'STEP', 'EDGE', 'SKIP', 'WINDOW', 'BLOCK', 'FAR', 'STAY', 'LEFT_OUT', 'LEAD',
-           'SHARE', 'read_paragraphs', 'Sentence', 'spoken_sentence', 'hop_length', 'measure_sound', 'measure_file',
-           'Speech', 'speak_sentences', 'comparable', 'distances', 'align', 'found_sentences']
+           'SHARE', 'Sentence', 'hop_length', 'Speech', 'distances', 'align']
 
 # %% ../../nbs/data/align.ipynb #f6ed09b6
 import html
@@ -29,9 +28,9 @@ import numpy as np
 from ..config import UserError
 from .audio import _AudioFile, _hann_window, _mel_triangles, open_audio
 from .corpora import _DAMAGED, _HTK, _read_lines
-from .espeak import speak_words
+from .espeak import _speak_words
 from .sentences import sentences
-from .text import clean_for
+from .text import _clean_for
 from ..files import visible
 
 # %% ../../nbs/data/align.ipynb #a2b1516c
@@ -251,7 +250,7 @@ def _has_times(path: Path) -> bool:
     "Whether a file of any name holds SRT or VTT."
     return any(_TIMES.match(line) for _, line in islice(_read_lines(path), 2)) or _is_vtt(path)
 
-def read_paragraphs(path: str | Path) -> list[str]:
+def _read_paragraphs(path: str | Path) -> list[str]:
     "The paragraphs of a text file or an EPUB, or what is said in subtitles in the order of their times."
     path, suffix = Path(path), Path(path).suffix.lower()
     if suffix in _OTHER: raise UserError(f'{path}: is not plain text; save what was read as .txt.')
@@ -286,9 +285,9 @@ class Sentence(NamedTuple):
 _ESPEAK_NAMES = {'zh-cn': 'cmn'}   # where its name differs from the code
 _AS_WRITTEN = 'zh-cn', 'ja', 'ko'
 
-_said = lru_cache(2**16)(clean_for)   # most words of a text come again
+_said = lru_cache(2**16)(_clean_for)   # most words of a text come again
 
-def spoken_sentence(text: str, language: str) -> Sentence | None:
+def _spoken_sentence(text: str, language: str) -> Sentence | None:
     "A sentence with its words in words; None if there is nothing to say."
     words, spoken, places = [], '', []
     for word in _WORD.finditer(text):
@@ -325,7 +324,7 @@ def _text_sentences(
     "All sentences that have something to say, long ones in parts."
     found = []
     for sentence in (s for p in paragraphs for s in sentences(p, language)):
-        parts = [s for part in _divided(sentence.strip()) if (s := spoken_sentence(part, language))]
+        parts = [s for part in _divided(sentence.strip()) if (s := _spoken_sentence(part, language))]
         found += [s._replace(inner=True) for s in parts[:-1]] + parts[-1:]
     return found
 
@@ -380,7 +379,7 @@ def _join(rate: int, samples: int, parts: list) -> _SoundFrames:
     mel, level = (np.concatenate([p[i] for p in parts]) for i in (0, 1))
     return _SoundFrames(rate, samples / rate, mel, level[:samples * 4 // hop_length(rate)], _band_count(rate))
 
-def measure_sound(wav: np.ndarray, rate: int) -> _SoundFrames:
+def _measure_sound(wav: np.ndarray, rate: int) -> _SoundFrames:
     "The frames of a short sound."
     return _join(rate, len(wav), [_frames_of(np.pad(wav, (0, 2 * hop_length(rate))), rate)])
 
@@ -399,7 +398,7 @@ def _measure_part(file: _AudioFile, start: float = 0., end: float | None = None,
     parts.append(_frames_of(np.pad(rest, (0, 2 * hop_length(rate))), rate))
     return _join(rate, done, parts)
 
-def measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> _SoundFrames:
+def _measure_file(path: str | Path, progress: Callable = lambda done, total: None) -> _SoundFrames:
     "The frames of a long recording."
     with open_audio(path, 16000) as file: return _measure_part(file, progress=progress)
 
@@ -498,7 +497,7 @@ class _SpokenSentence(NamedTuple):
     keep: np.ndarray      # (F,) bool, no pause
     words: list[int]      # the first kept frame of each word
 
-def speak_sentences(
+def _speak_sentences(
     sentences: list[Sentence],
     language: str,
     progress: Callable = lambda done, total: None,
@@ -507,8 +506,8 @@ def speak_sentences(
     "The sentences as espeak-ng says them."
     spoken = []
     for done, sentence in enumerate(sentences, 1):
-        wav, rate, marks = speak_words(sentence.spoken, _ESPEAK_NAMES.get(language, language))
-        sound = measure_sound(wav.astype(np.float32) / 2**15, rate)
+        wav, rate, marks = _speak_words(sentence.spoken, _ESPEAK_NAMES.get(language, language))
+        sound = _measure_sound(wav.astype(np.float32) / 2**15, rate)
         keep = _speech_frames(sound, least)[0]
         if keep.sum() < 3: keep[:3] = True
         spoken.append(_SpokenSentence(sound.mel, keep, _word_frames(sentence, marks, keep, rate)))
@@ -555,7 +554,7 @@ class _TextFrames:
             yield int(order[at])
 
 # %% ../../nbs/data/align.ipynb #a2b15183
-def comparable(sound: _SoundFrames, spoken: list[_SpokenSentence]) -> tuple[Speech, _TextFrames]:
+def _comparable(sound: _SoundFrames, spoken: list[_SpokenSentence]) -> tuple[Speech, _TextFrames]:
     "Both sounds in frames that can be compared; raises `UserError` for a silent recording."
     keep, pauses = _speech_frames(sound)
     if sound.level.max(initial=-100) < -80 or keep.sum() < 25:
@@ -773,7 +772,7 @@ def _lead_of(fit: _Fit, speech: Speech, model: _TextFrames, others: int = 4) -> 
     tried = [_fit_words(fit.match._replace(sentence=i), speech, model).score for i in other]
     return fit.score - max(tried, default=0.)
 
-def found_sentences(matches: list[_Match], speech: Speech, model: _TextFrames) -> list[_Fit]:
+def _found_sentences(matches: list[_Match], speech: Speech, model: _TextFrames) -> list[_Fit]:
     "The sentences that are surely spoken where they were found."
     fits = [_fit_words(match, speech, model) for match in matches]
     leads = np.array([_lead_of(fit, speech, model) for fit in fits])

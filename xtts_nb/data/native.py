@@ -16,10 +16,10 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..config import DataConfig, ModelConfig, UserError
-from .audio import check_native, decode_wav, log_mel
+from .audio import _check_native, decode_wav, log_mel
 from .cache import (
-    ARRAYS, Cache, Column, cumulative_chances, _GraphArrays, _HOST, InFiles, InMemory, left_out_line,
-    stored_columns, _within_limits)
+    ARRAYS, Cache, Column, cumulative_chances, _GraphArrays, _HOST, _InFiles, _InMemory, left_out_line,
+    _stored_columns, _within_limits)
 from ..files import fingerprint
 
 # %% ../../nbs/10_data_tf_native.ipynb #3903bb47
@@ -130,7 +130,7 @@ class BatchPlan:
     ):
         self.data, self.cache, self.dvae, self.fixed = data, cache, dvae, fixed
         make = lambda: _order_columns(cache, data, clips, shapes)
-        columns = stored_columns(keep, self._key(clips, shapes), make) if keep else make()
+        columns = _stored_columns(keep, self._key(clips, shapes), make) if keep else make()
         self.shapes = [(int(s), int(t)) for s, t in columns['shapes']]
         # of the longest clip in each bucket
         with tf.device(_HOST): self.frames = tf.constant(columns['frames'], tf.int64)
@@ -271,7 +271,7 @@ class WavReader(_OnlineReader):
     def __init__(self, plan: BatchPlan, stats: np.ndarray):
         super().__init__(plan, stats)
         if self.cache.manifest.get('mode') != 'runtime':   # such a cache wrote its files in this format
-            check_native(self.names, self.audio.sample_rate)
+            _check_native(self.names, self.audio.sample_rate)
 
     def samples(self, frames, n_fft: int): return (frames - 1) * self.audio.hop_length + n_fft
 
@@ -329,7 +329,7 @@ class CacheReader:
     def __init__(self, cache: Cache, plan: BatchPlan, kinds: Iterable[str] = ARRAYS):
         self.plan = plan
         in_memory = all(hasattr(cache, kind) for kind in kinds)
-        self.rows = (InMemory if in_memory else InFiles)(cache, kinds)
+        self.rows = (_InMemory if in_memory else _InFiles)(cache, kinds)
         self.start, self.length = ({k: Column(getattr(cache, f'{k}_{x}')) for k in kinds}
                                    for x in ('start', 'length'))
         cache.check_unchanged()

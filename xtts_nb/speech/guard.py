@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TAIL_CODES', 'TAIL_VARIETY', 'WORD_CODES', 'WORD_EDITS', 'SHORT_TOKENS', 'SHORT_NOISE', 'RETRIES',
-           'RETRY_TEMPERATURE', 'run_rates', 'inspect_codes', 'GuardedSpeaker', 'padded']
+           'RETRY_TEMPERATURE', 'run_rates', 'GuardedSpeaker', 'padded']
 
 # %% ../../nbs/speech/guard.ipynb #92f88dc3
 import re
@@ -132,7 +132,7 @@ def _missing_word(
     return words[best] if others[best] - whole > _MISSING else None
 
 # %% ../../nbs/speech/guard.ipynb #495bdc4c
-def inspect_codes(
+def _inspect_codes(
     codes: np.ndarray,      # (S,) of the clip, without STOP
     tokens: int,            # of the text
     text: str,
@@ -188,7 +188,7 @@ class GuardedSpeaker(Speaker):
             made = map(np.asarray, Speaker._codes(self, *given, sampling))
             for row, codes, n, states in zip(rows, *made):
                 text, rate = texts[row], self.rates.get(languages[row], _Rate())
-                kept, found = inspect_codes(codes[:n], tokens[row], text, len(codes), rate)
+                kept, found = _inspect_codes(codes[:n], tokens[row], text, len(codes), rate)
                 word = self.check_words and _missing_word(
                     self, text, languages[row], voices[row], codes[:kept])
                 if word: found.append({'found': 'missing word', 'word': word})
