@@ -56,7 +56,7 @@ from xtts_nb.data import prepare as preparing  # noqa: E402
 from xtts_nb.data.audio import save_audio, synthetic_voice  # noqa: E402
 from xtts_nb.data.prepare import Loudness, prepare, _ShardMaker  # noqa: E402
 from xtts_nb.files import read_json, write_json  # noqa: E402
-from xtts_nb.models.dvae import parameter_count  # noqa: E402
+from xtts_nb.models.dvae import parameter_count, without_values  # noqa: E402
 from xtts_nb.models.gpt import GPT  # noqa: E402
 from xtts_nb.models.xtts import step_flops  # noqa: E402
 from xtts_nb.records import record  # noqa: E402
@@ -107,7 +107,7 @@ def computed_cost(
     **more,
 ) -> StepCost:
     "The cost from the number of operations and bytes."
-    with tf.Graph().as_default(): weights = parameter_count(GPT(config, text_start=0))   # allocates none
+    weights = parameter_count(without_values(lambda: GPT(config, text_start=0)))
     frames = config.data.reference_frames
     row_bytes = 2 * frames * config.model.audio.n_mels + 4 * (text + codes)
     per_row = step_flops(config, 1, text, codes) / flops

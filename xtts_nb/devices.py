@@ -172,9 +172,9 @@ def setup_devices(
 ) -> _DevicePlan:
     "Decide on the devices of this process and set TensorFlow up for them, before it computes anything."
     cards, kind = card_memory(), 'GPU'
-    if _cpu_card_count():
+    if stand_ins := _cpu_card_count():
         kind = 'CPU'
-        say(f'{_CPU_CARDS}: {_cpu_card_count()} logical CPU devices stand in for GPUs.')
+        say(f'{_CPU_CARDS}: {stand_ins} logical CPU devices stand in for GPUs.')
     if every or _in_cluster():
         if options:
             raise UserError('--data-gpu and similar options are for one machine; leave them out.')

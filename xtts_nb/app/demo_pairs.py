@@ -73,7 +73,7 @@ def _score_pairs(
     config: XTTSConfig,
 ) -> list[tuple[bool, bool]]:    # (sentence, voice) right, for each pair
     "Score spoken files against the recordings, by DTW over log-mels."
-    mel = _mel_function(config, config.model.audio.dvae_n_fft)
+    mel = _mel_function(config.model.audio, config.model.audio.dvae_n_fft)
     recorded = {c.id: mel(load_audio(corpus / 'wavs' / f'{c.id}.wav')).numpy() for c in clips}
     scores = []
     for pair, path in zip(pairs, spoken):

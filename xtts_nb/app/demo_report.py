@@ -70,7 +70,7 @@ def _demo_report(out: Path, result: dict, pairs: list[_Pair], spoken: list[Path]
                  trainer: Trainer, sampler: Sampler):
     "`report.html` for a result of `_run_demo`: figures, comparisons, loss, utilisation, mels and players."
     audio, counts = trainer.xtts.config.model.audio, result['spoken']
-    mel = _mel_function(trainer.xtts.config, audio.dvae_n_fft)
+    mel = _mel_function(audio, audio.dvae_n_fft)
     lead = ('Pairs of sentence and voice that never occurred together in the training of the GPT; the DVAE '
             'learned from all recordings. An untrained model says '
             f'{counts["untrained_heldout_sentence_hits"]} of {counts["heldout_total"]} sentences right.')

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -30,7 +30,7 @@ import safetensors.numpy
 import tensorflow as tf
 from fastcore.basics import patch
 
-from ..config import cores, setup_tf, UserError, XTTSConfig
+from ..config import AudioConfig, cores, setup_tf, UserError, XTTSConfig
 from .audio import _audio_seconds, decode_wav, _frame_count, load_audio, log_mel, save_audio
 from .cache import (
     ARRAYS, Cache, _changed_files, _check_cache_folder, _check_is_cache, _ClipRows, _COLUMN_TYPES,
@@ -50,11 +50,11 @@ from ..files import (
     read_json, remove_work, visible, _without_part, write_json)
 
 # %% ../../nbs/data/prepare.ipynb #dc275e82
-def _mel_function(config: XTTSConfig, n_fft: int) -> Callable:   # (N,) samples -> (F, C) log-mel
+@lru_cache(8)   # a trace takes longer than a hundred clips
+def _mel_function(audio: AudioConfig, n_fft: int) -> Callable:   # (N,) samples -> (F, C) log-mel
     "`log_mel` compiled for clips of any length."
     signature = [tf.TensorSpec([None], tf.float32)]
-    return tf.function(lambda wav: log_mel(wav, n_fft, config.model.audio), input_signature=signature,
-                       autograph=False)
+    return tf.function(lambda wav: log_mel(wav, n_fft, audio), input_signature=signature, autograph=False)
 
 # %% ../../nbs/data/prepare.ipynb #efda4e6a
 def mel_sample(
@@ -64,7 +64,8 @@ def mel_sample(
     progress=None,           # called with (done, total)
 ) -> np.ndarray:             # (total F, C) float32, concatenated
     "Log-mels of random clips, to train a DVAE on; raises `UserError` if no clip is usable."
-    mel, mels, dropped, left = _mel_function(config, config.model.audio.dvae_n_fft), [], [], seconds
+    audio, mels, dropped, left = config.model.audio, [], [], seconds
+    mel = _mel_function(audio, audio.dvae_n_fft)
     order = np.random.default_rng(config.data.seed).permutation(len(clips))
     some = ([clips[i] for i in order[k:k + 64]] for k in range(0, len(order), 64))
     read = itertools.chain.from_iterable(_read_audio(part, config) for part in some)
@@ -74,7 +75,7 @@ def mel_sample(
             dropped.append(wav)
             continue
         mels.append(mel(wav).numpy())
-        left -= len(wav) / config.model.audio.sample_rate
+        left -= len(wav) / audio.sample_rate
         if left <= 0: break
     if not mels:
         _check_dropped(dropped, len(clips), config, clips[0].path.parent.parent if clips else 'the corpus')
@@ -92,7 +93,7 @@ class ClipEncoder:
         audio = config.model.audio
         self.config, self.tokenizer, self.stored = config, tokenizer, stored
         self.stats = np.asarray(dvae.mel_stats)
-        self.code_mel, self.voice_mel = (_mel_function(config, n)
+        self.code_mel, self.voice_mel = (_mel_function(audio, n)
                                          for n in (audio.dvae_n_fft, audio.reference_n_fft))
         self.encode = tf.function(dvae.encode, autograph=False,
                                   input_signature=[tf.TensorSpec([1, None, audio.n_mels], tf.float32)])

@@ -165,18 +165,23 @@ class Stage:
     @property
     def reads(self) -> bool: return any(r in op for r in _READERS for op in (self.name, *self.operations))
 
+def _chain(dataset) -> list:
+    "A dataset and those that it was made from, each by its first input."
+    out = [dataset] if dataset is not None else []
+    while out and (inputs := out[-1]._inputs()): out.append(inputs[0])
+    return out
+
 def stages(dataset) -> list[Stage]:
     "The stages of the host part of a pipeline, from the source on; none if it is not a `tf.data.Dataset`."
     if not isinstance(dataset, tf.data.Dataset): return []
-    out, here, elements = [], _host_part(dataset)[0], 1
-    while here is not None:
+    out, elements = [], 1
+    for here in _chain(_host_part(dataset)[0]):
         name = type(here).__name__.strip('_').replace('Dataset', '').removesuffix('V2')
         types = {op for f in here._functions() for op in operations(f.function.graph.as_graph_def())}
         out.append(Stage(name, here, _number(here, '_num_parallel_calls'), _number(here, '_buffer_size'),
                          tuple(sorted(types)), elements))
         if any(u in name for u in _UNEVEN): elements = None
         if elements: elements *= _number(here, '_batch_size') or 1
-        here = next(iter(here._inputs()), None)
     return out[::-1]
 
 # %% ../../nbs/monitor/loop.ipynb #6447b064

@@ -38,12 +38,12 @@ from .graph_rules import find_fetches, find_in_graph, find_on_host, _SHORT_STEP
 from .input_rules import (
     find_ended_passes, find_few_threads, find_filled_again, find_new_iterators, find_python_input,
     find_slow_input, find_small_evaluation, find_tiny_steps, find_validation)
-from .loop import FitPhases, python_operations, stages
+from .loop import _chain, FitPhases, python_operations, stages
 from .seen import (
     again, _calls_with_rows, _datasets_of, finding, _free_memory, _seconds_of, _Seen, _size_of, steady_part,
     _steps_of_fit, _times_that_fit, tried, _variables, _variables_put_back, waiting)
 from .watch import (
-    _chain, Event, _is_compiled, _LOOP_KINDS, _Passes, _Place, _place_of, _shapes, Watch)
+    Event, _is_compiled, _LOOP_KINDS, _Passes, _Place, _place_of, _shapes, Watch)
 
 # %% ../../nbs/monitor/program.ipynb #b0a10009
 ROW_BY_ROW, MANY = 4, 64   # rows of a call at most; how many times as many are tried
@@ -164,10 +164,6 @@ def find_made_in_loop(seen: _Seen) -> list[Finding]:
                 'start again',
                 min(0.98, share + here), 0.03, place)]
     return []
-
-def _source_of(dataset):
-    "The first stage of a pipeline."
-    return _chain(dataset)[-1]
 
 # %% ../../nbs/monitor/program.ipynb #d0a00002
 def _new_caches(seen: _Seen, made: _Passes) -> list[Finding]:

@@ -33,7 +33,7 @@ from fastcore.basics import patch
 from tensorflow.python.eager.context import context
 from tensorflow.python.util import tf_decorator
 
-from .loop import _batch_rows, TF_FUNCTION
+from .loop import _batch_rows, _chain, TF_FUNCTION
 
 # %% ../../nbs/monitor/watch.ipynb #a0a10005
 def libraries(
@@ -211,12 +211,6 @@ class _Passes:
             self.caches += bool(caches(now)) and caches(now) != caches(before)
             self.alike = 0
         self.last, self.total, self.alike = dataset, self.total + 1, self.alike + 1
-
-def _chain(dataset) -> list:
-    "A dataset and those that it was made from, each by its first input."
-    out = [dataset] if dataset is not None else []
-    while out and (inputs := out[-1]._inputs()): out.append(inputs[0])
-    return out
 
 _PLACED = WeakKeyDictionary()   # functions that watches put in the place of others, and whose they are
 
