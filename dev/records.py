@@ -106,13 +106,13 @@ def write_records():
 
 
 PARTS = {'config': 'config', 'data': 'data', 'model': 'model', 'step': 'step_speed', 'dual': 'dual',
-         'diagnose': 'patients', 'say': 'say', 'service': 'service'}   # {name of a part: its record}
+         'diagnose': 'causes', 'say': 'say', 'service': 'service'}   # {name of a part: its record}
 LESSONS = 'config', 'data', 'model', 'step', 'dual', 'diagnose', 'say'
 LIMIT = 480   # s of a part
 SMALL = {'config': '--width 64 --updates 1 --rounds 2 --budget 0.1',
          'data': '--clips 8 --rounds 2 --budget 0.1',
          'model': '--batches 2 --batch-size 2 --rounds 2', 'step_speed': '--width 64 --rounds 2 --budget 0.1',
-         'dual': '--steps 4 --rounds 2', 'patients': '--num-batches 8 --seconds 1',
+         'dual': '--steps 4 --rounds 2', 'causes': '--num-batches 8 --seconds 1',
          'say': '--rounds 2 --budget 0.1', 'service': '--waves 1'}   # options of a rehearsal
 PEERS = {'data': 'loaders.py', 'step_speed': 'step.py'}   # scripts that measure other libraries too
 PROGRAM = [sys.executable, '-c', 'from xtts_nb.app.cli import main; main()']

@@ -28,7 +28,7 @@ from pydantic import Field
 
 # %% ../nbs/00_config.ipynb #1cd02130
 class UserError(ValueError):
-    "A mistake that the user can correct; the message names it, its place and the remedy."
+    "A mistake that the user can correct; the message names it, its place and the fix."
 
 class Section(pydantic.BaseModel):
     "A frozen group of settings; an unknown key is an error."
@@ -466,7 +466,7 @@ def _nearest(key: str, section: type) -> str:
     return f'did you mean "{close[0]}"?' if close else f'it has {", ".join(names)}.'
 
 def _explain(error: pydantic.ValidationError, where: str) -> str:
-    "The first validation error as one sentence with a remedy."
+    "The first validation error as one sentence with a fix."
     e = error.errors()[0]
     key, section = '.'.join(map(str, e['loc'])), XTTSConfig
     for name in e['loc'][:-1]: section = section.model_fields[name].annotation

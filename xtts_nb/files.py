@@ -86,16 +86,16 @@ def _sync(path: Path):
     finally: os.close(handle)
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    "The reason why `path` could not be written, with the remedy."
-    remedy = {errno.ENOSPC: 'the disk is full; free some space',
+    "The reason why `path` could not be written, with the fix."
+    fix = {errno.ENOSPC: 'the disk is full; free some space',
               errno.EDQUOT: 'the quota is used up; free some space',
               errno.EACCES: 'the folder is not writable; choose another',
               errno.EROFS: 'the disk is read-only; choose another',
               errno.EFBIG: 'the file would be larger than allowed; choose another disk or raise the limit',
               errno.ENAMETOOLONG: 'the name is too long; choose a shorter one',
               errno.ENOTDIR: 'a file stands where a folder is needed; choose another place'}
-    remedy[errno.EEXIST] = remedy[errno.ENOTDIR]
-    return UserError(f'{path}: {remedy.get(error.errno, str(error))}; nothing was written there.')
+    fix[errno.EEXIST] = fix[errno.ENOTDIR]
+    return UserError(f'{path}: {fix.get(error.errno, str(error))}; nothing was written there.')
 
 # %% ../nbs/base/files.ipynb #f9f925a1
 def _check_writable(path: str | Path):

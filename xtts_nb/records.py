@@ -117,8 +117,8 @@ _TOOLS = {   # scripts of a checkout: {page: the command that writes its record}
     'prepare': 'python benchmarks/growth.py --prepare --record',
     'parity': 'python benchmarks/parity.py COQUI_DIR --coqui-python PYTHON --record',
     'gpt2': 'python benchmarks/gpt2.py --record',
-    'patients': 'python benchmarks/diagnosis/patients.py --record',
-    'others': 'python benchmarks/diagnosis/ward/others.py'}
+    'causes': 'python benchmarks/diagnosis/causes.py --record',
+    'others': 'python benchmarks/diagnosis/programs/others.py'}
 
 _PACKED = resources.files('xtts_nb') / 'notebooks/benchmarks'   # in a wheel: the records that its pages show
 

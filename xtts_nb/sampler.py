@@ -246,15 +246,15 @@ class _Card:
 def _cards() -> list[_Card]:
     "Every card of the driver; raises `UserError` if there is none."
     import pynvml as nv
-    remedies = {nv.NVML_ERROR_DRIVER_NOT_LOADED: 'load the NVIDIA driver, or give the container its GPUs',
+    fixes = {nv.NVML_ERROR_DRIVER_NOT_LOADED: 'load the NVIDIA driver, or give the container its GPUs',
                 nv.NVML_ERROR_NO_PERMISSION: 'get access to /dev/nvidia*',
                 nv.NVML_ERROR_LIB_RM_VERSION_MISMATCH: 'restart the machine after the update of its driver'}
     try:
         nv.nvmlInit()
         cards = [_Card(nv.nvmlDeviceGetHandleByIndex(i), i) for i in range(nv.nvmlDeviceGetCount())]
     except nv.NVMLError as e:
-        remedy = remedies.get(e.value, 'install the NVIDIA driver')
-        raise UserError(f'NVML: {e}; {remedy}, or use `_cpu_probe`.') from None
+        fix = fixes.get(e.value, 'install the NVIDIA driver')
+        raise UserError(f'NVML: {e}; {fix}, or use `_cpu_probe`.') from None
     if not cards: raise UserError('NVML: the driver sees no GPU; use `_cpu_probe`.')
     return cards
 

@@ -234,7 +234,7 @@ def check_used(
     begun: XTTSConfig,            # the settings before any change
     config: XTTSConfig,           # the requested settings
     always: dict,                 # {key: value} that the command uses instead
-    why: str,                     # the reason and the remedy, for the message
+    why: str,                     # the reason and the fix, for the message
     explicit: Iterable[str] = (), # keys given by an option: refused even with their default
 ):
     "Raise `UserError` for the first changed key that has no effect."

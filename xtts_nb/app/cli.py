@@ -346,11 +346,12 @@ def _bench_diagnose(
     record: _Record = False,
 ):
     "Diagnose slow programs that others reported, and controls: how often is the diagnosis right?"
-    ward = _from_checkout('diagnosis.ward.score', 'bench diagnose')
-    found = ward.score_cases(cases, half, repeat, out, to_stderr)
-    rows, totals = ward.published(found), ward.totals(found)
-    if record: _write_record('ward', rows, **totals)
-    return {'rows': rows} | totals, '\n'.join([table('Diagnosed programs', rows), *ward.total_lines(totals)])
+    scoring = _from_checkout('diagnosis.programs.score', 'bench diagnose')
+    found = scoring.score_cases(cases, half, repeat, out, to_stderr)
+    rows, totals = scoring.published(found), scoring.totals(found)
+    if record: _write_record('diagnosis', rows, **totals)
+    lines = [table('Diagnosed programs', rows), *scoring.total_lines(totals)]
+    return {'rows': rows} | totals, '\n'.join(lines)
 
 # %% ../../nbs/app/cli.ipynb #a7f8394d
 def _sourced(file: Path) -> str:

@@ -29,7 +29,7 @@ from ..files import atomic_file
 from ..models.dvae import DVAE, load_dvae
 from ..models.xtts import XTTS
 from ..monitor.diagnose import (
-    _compare_loops, diagnose, Diagnosis, Finding, measured_gain, _RemedyTrial)
+    _compare_loops, diagnose, Diagnosis, Finding, measured_gain, _FixTrial)
 from ..train.trainer import Trainer
 from ..records import _cpu_name
 
@@ -77,7 +77,7 @@ def _change_for(finding: Finding, verdict: Diagnosis, config: XTTSConfig) -> dic
         'float32 on tensor cores': {'training': {'gpt': {'precision': 'bfloat16'}}},
         'no XLA': {'training': {'gpt': {'mode': 'xla'}}},
         'step not compiled': {'training': {'gpt': {'mode': 'auto'}}}}
-    change = changes.get(finding.disease)
+    change = changes.get(finding.cause)
     return change if change and config.replace(**change) != config else None
 
 def _changed_keys(before: XTTSConfig, after: XTTSConfig) -> list[str]:
@@ -95,7 +95,7 @@ def _apply_settings(
     seconds: float = 5.,       # for each run
     say=print,                 # receives a line per fix
     change_learning: bool = False,   # also try keys of `_LEARNING`
-) -> tuple[XTTSConfig, list[_RemedyTrial]]:
+) -> tuple[XTTSConfig, list[_FixTrial]]:
     "Try the fixes as changes of keys, one by one, and keep those that are clearly faster."
     trials, now = [], None   # now: the training with the changes kept so far
     for finding in verdict:
@@ -109,12 +109,12 @@ def _apply_settings(
                 times = _compare_loops({'now': now, 'then': then}, batches, seconds)
                 gain, kept = measured_gain(times['now'], times['then'])
             except (UserError, tf.errors.ResourceExhaustedError) as e:
-                say(f'{finding.disease}: {str(e).splitlines()[0]}')
+                say(f'{finding.cause}: {str(e).splitlines()[0]}')
             if kept: config, now = config.replace(**change), then
             then = None
             gc.collect()   # free a model before the next one is built
-        remedy = ', '.join(f'{key} = {value}' for key, value in keys.items()) or finding.remedy
-        trials.append(_RemedyTrial(finding.disease, remedy, finding.predicted_gain, gain, kept,
+        fix = ', '.join(f'{key} = {value}' for key, value in keys.items()) or finding.fix
+        trials.append(_FixTrial(finding.cause, fix, finding.predicted_gain, gain, kept,
                                    alters=alters))
         say(trials[-1].line())
     return config, trials
@@ -129,8 +129,8 @@ class _Need:
 
     def line(self) -> str: return f'{"ok  " if self.ok else "FAIL"} {self.name}: {self.found}'
 
-def _need(name: str, ok: bool, found: str, remedy: str) -> _Need:
-    return _Need(name, ok, found if ok else f'{found}; {remedy}')
+def _need(name: str, ok: bool, found: str, fix: str) -> _Need:
+    return _Need(name, ok, found if ok else f'{found}; {fix}')
 
 def _prerequisites(
     data: str | Path | None = None,    # a cache

@@ -251,7 +251,7 @@ def shown(name: str, group: typer.Typer, example: str) -> str:
 
 # %% ../../nbs/app/terminal.ipynb #dc6f036e
 def _from_checkout(
-    name: str,                  # a module of `benchmarks`, as in diagnosis.ward.score
+    name: str,                  # a module of `benchmarks`, as in diagnosis.programs.score
     what: str,                  # the command that needs it
 ):
     "Import a module of `benchmarks/` that a command runs; `UserError` where there is no checkout."
@@ -297,7 +297,7 @@ def table(title: str, rows: list[dict]) -> str:
 # %% ../../nbs/app/terminal.ipynb #db60e1b8
 _WRITERS = {   # {record: the command that writes it}; `records.TOOLS` has those of scripts
     'config': 'bench config', 'data': 'bench data', 'model': 'bench model', 'step_speed': 'bench train',
-    'dual': 'bench dual', 'ward': 'bench diagnose', 'say': 'bench say',
+    'dual': 'bench dual', 'diagnosis': 'bench diagnose', 'say': 'bench say',
     'say_full': 'bench say --preset xtts_v2', 'service': 'bench service', 'demo': 'demo',
     'demo_seeds': 'demo --seeds 5', 'evaluate': 'evaluate'}
 

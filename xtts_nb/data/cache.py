@@ -81,7 +81,7 @@ def map_arrays(path: str | Path) -> dict[str, np.ndarray]:
         raise UserError(f'{path}: {_unreadable(path, e)}') from None
 
 def _unreadable(path, error: Exception) -> str:
-    "Why a file of a cache cannot be used, with the remedy."
+    "Why a file of a cache cannot be used, with the fix."
     reason = 'is missing' if not Path(path).exists() else f'is damaged ({error})' if error else 'is damaged'
     return f'{reason}; repair the cache with xtts-nb verify --fix, or run xtts-nb prepare again.'
 

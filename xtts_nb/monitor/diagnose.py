@@ -9,7 +9,7 @@ __all__ = ['DOUBLE', 'HALF', 'Measured', 'predict_gain', 'count_rebuilds', 'meas
            'find_retracing', 'find_variable_shapes', 'find_host_sync', 'find_device_copy', 'find_python_in_step',
            'find_tiny_batch', 'find_uncompiled_step', 'find_missing_xla', 'matrix_products', 'once',
            'find_idle_tensor_cores', 'in_float32', 'in_a_row', 'find_float64', 'find_half_on_cpu', 'Diagnosis',
-           'diagnose', 'measured_gain', 'apply_remedies']
+           'diagnose', 'measured_gain', 'apply_fixes']
 
 # %% ../../nbs/monitor/diagnose.ipynb #728bdc97
 import itertools
@@ -218,11 +218,11 @@ _MIN_GAIN = 1.15   # a smaller gain is not worth a change, and hard to tell from
 @dataclass(frozen=True)
 class Finding:
     "One thing that makes a training slow."
-    disease: str
+    cause: str
     evidence: str
-    remedy: str
-    predicted_gain: float      # wall time per row now divided by wall time after the remedy
-    cure: Callable | None = field(default=None, repr=False, compare=False)   # (dataset, step) -> the same
+    fix: str
+    predicted_gain: float      # wall time per row now divided by wall time after the fix
+    apply: Callable | None = field(default=None, repr=False, compare=False)   # (dataset, step) -> the same
     alters: str = ''           # what the fix changes in what is learned
     place: str = ''            # file:line of the program
     line: str = ''             # its text
@@ -232,11 +232,11 @@ class Finding:
     only_on_gpu: bool = False  # only a GPU shows what it costs: the gain is not known
 
     def to_dict(self) -> dict:
-        "For JSON, without `cure`."
+        "For JSON, without `apply`."
         known = {k: getattr(self, k) for k in ('place', 'line', 'change') if getattr(self, k)}
         interval = {'gain_interval': [round(self.low, 2), round(self.high, 2)]} if self.high else {}
         interval |= {'only_on_gpu': True} if self.only_on_gpu else {}
-        return {'disease': self.disease, 'evidence': self.evidence, 'remedy': self.remedy,
+        return {'cause': self.cause, 'evidence': self.evidence, 'fix': self.fix,
                 'predicted_gain': round(self.predicted_gain, 2)} | interval | known
 
 def ms(seconds: float) -> str: return f'{1e3 * seconds:.1f} ms'
@@ -417,7 +417,7 @@ def _most_traced(c: Case):
 
 def _is_python(values: list[str]) -> bool: return any('Literal' in v or 'Weakref' in v for v in values)
 
-def _changed_structure(changed: dict[str, list[str]]) -> tuple | None:   # what it is, remedy, its code
+def _changed_structure(changed: dict[str, list[str]]) -> tuple | None:   # what it is, fix, its code
     "The first argument that is a dict of other keys, or a list of another length, at each trace."
     for name, values in changed.items():
         keys = [*dict.fromkeys(', '.join(re.findall(r"\['?(\w+)'?, ", value)) for value in values)]
@@ -432,7 +432,7 @@ def _changed_structure(changed: dict[str, list[str]]) -> tuple | None:   # what 
                     f'give {name} as one tensor (tf.stack, padded to few lengths)',
                     f'step(x, tf.stack({name}))')
 
-def _python_argument(changed: dict[str, list[str]]) -> tuple | None:   # what it is, remedy, its code
+def _python_argument(changed: dict[str, list[str]]) -> tuple | None:   # what it is, fix, its code
     "Of what `changed_arguments` found: the first that is a Python value, an object, or of another structure."
     name, values = next(((n, v) for n, v in changed.items() if _is_python(v)), ('', []))
     if not values: return _changed_structure(changed)
@@ -448,9 +448,9 @@ def find_retracing(c: Case) -> Finding | None:
     function, changed = _most_traced(c)
     argument = _python_argument(changed)
     if not c.m.traces or not argument: return
-    what, remedy, _ = argument
+    what, fix, _ = argument
     return Finding('retracing', f'{function.__name__} is traced {c.m.traces:.1f} times per step '
-                   f'({ms(c.m.traced)}), because {what}', remedy, predict_gain(c.m, traced=0.))
+                   f'({ms(c.m.traced)}), because {what}', fix, predict_gain(c.m, traced=0.))
 
 def find_variable_shapes(c: Case) -> Finding | None:
     function, changed = _most_traced(c)
@@ -487,7 +487,7 @@ def _pad_to_few_shapes(
 
 # %% ../../nbs/monitor/diagnose.ipynb #c40b7e1f
 def _note_repeated_compilation(c: Case) -> None:
-    "Notes what was traced or compiled again during the measurement, whatever a remedy would bring."
+    "Notes what was traced or compiled again during the measurement, whatever a fix would bring."
     if not c.m.rebuilt: return
     each = ms(c.m.rebuilding / c.m.rebuilt)
     c.notes.append(f'{c.m.rebuilt} times during the measurement, a function of the step was traced or '
@@ -500,19 +500,19 @@ _NO_GAIN = 'leaving that out brings no gain on this device, but on a GPU'
 def find_host_sync(c: Case) -> Finding | None:
     if not c.m.syncs: return
     found = f'the step fetches {c.m.syncs:.3g} results (host syncs) and waits {ms(c.m.sync)} for them'
-    remedy = 'return tensors, and read them every N steps'
+    fix = 'return tensors, and read them every N steps'
     gain = predict_gain(c.m, step=max(c.m.compute, c.m.clean_step - c.m.sync), overlap=1.)
-    if gain < _MIN_GAIN: return c.notes.append(f'{found}; {_NO_GAIN} each one stops the pipeline: {remedy}.')
-    return Finding('host sync per step', f'{found}; meanwhile the host prepares nothing', remedy, gain)
+    if gain < _MIN_GAIN: return c.notes.append(f'{found}; {_NO_GAIN} each one stops the pipeline: {fix}.')
+    return Finding('host sync per step', f'{found}; meanwhile the host prepares nothing', fix, gain)
 
 def find_device_copy(c: Case) -> Finding | None:
     if not (c.m.down and c.m.up): return
     found = (f'{c.m.down / 1e6:.1f} MB leave the device and {c.m.up / 1e6:.1f} MB come back inside the step, '
              f'which takes {ms(c.m.detour)}')
-    remedy = 'keep the data on the device: TensorFlow operations instead of NumPy'
+    fix = 'keep the data on the device: TensorFlow operations instead of NumPy'
     gain = predict_gain(c.m, step=max(c.m.compute, c.m.clean_step - c.m.detour))
-    if gain < _MIN_GAIN: return c.notes.append(f'{found}; {_NO_GAIN} each copy stops the pipeline: {remedy}.')
-    return Finding('device copy in step', found, remedy, gain)
+    if gain < _MIN_GAIN: return c.notes.append(f'{found}; {_NO_GAIN} each copy stops the pipeline: {fix}.')
+    return Finding('device copy in step', found, fix, gain)
 
 def find_python_in_step(c: Case) -> Finding | None:
     left = max(c.m.compute, c.m.clean_step - c.m.sync - c.m.detour)
@@ -843,8 +843,8 @@ class Diagnosis:
         head = [f'{whole} ({shares}); the pipeline alone takes {ms(m.pipeline)}, '
                 f'the step alone {ms(m.step)}, its compiled functions {ms(m.compute)}.']
         found = [line for i, f in enumerate(self.findings, 1) for line in (
-            f'{i}. {f.disease}, gain {f.predicted_gain:.1f} x', f'   {f.evidence}',
-            f'   Remedy: {f.remedy}.')]
+            f'{i}. {f.cause}, gain {f.predicted_gain:.1f} x', f'   {f.evidence}',
+            f'   Fix: {f.fix}.')]
         return head + (found or ['Nothing to fix.']) + self.remarks()
 
     def __repr__(self) -> str: return '\n'.join(self.lines())
@@ -854,8 +854,8 @@ class Diagnosis:
         return [f'Note: {n}' for n in self.notes] + [f'Not seen: {u}.' for u in self.unseen]
 
     def _repr_markdown_(self) -> str:
-        head = ['', '| cause | evidence | remedy | predicted gain |', '|---|---|---|---:|']
-        rows = [f'| {f.disease} | {f.evidence} | {f.remedy} | {f.predicted_gain:.1f} × |'
+        head = ['', '| cause | evidence | fix | predicted gain |', '|---|---|---|---:|']
+        rows = [f'| {f.cause} | {f.evidence} | {f.fix} | {f.predicted_gain:.1f} × |'
                 for f in self.findings]
         found = head + rows if rows else ['', 'Nothing to fix.']
         return '\n'.join([self.lines()[0], *found, *(f'\n{line}' for line in self.remarks())])
@@ -933,10 +933,10 @@ def measured_gain(now: _Arm, then: _Arm) -> tuple[float, bool]:
 
 # %% ../../nbs/monitor/diagnose.ipynb #42f0e9a5
 @dataclass(frozen=True)
-class _RemedyTrial:
-    "A remedy, its predicted gain and its measured gain."
-    disease: str
-    remedy: str
+class _FixTrial:
+    "A fix, its predicted gain and its measured gain."
+    cause: str
+    fix: str
     predicted_gain: float
     measured_gain: float | None    # None: to be done by hand, not tried, or it failed
     kept: bool
@@ -948,27 +948,27 @@ class _RemedyTrial:
         if self.alters: measured = f'not tried, because it changes what is learned: {self.alters}'
         if self.measured_gain is not None:
             measured = f'measured {self.measured_gain:.2f} x, {"kept" if self.kept else "taken back"}'
-        return f'{self.disease}: {self.remedy}; predicted {self.predicted_gain:.2f} x, {measured}'
+        return f'{self.cause}: {self.fix}; predicted {self.predicted_gain:.2f} x, {measured}'
 
-def apply_remedies(
+def apply_fixes(
     dataset, step,
     findings,                 # of `diagnose`
     batches: int = 24,
     seconds: float = 4.,      # for each run
-    say=print,                # receives a line per remedy
+    say=print,                # receives a line per fix
     change_learning: bool = False,   # also try what changes what is learned, such as a larger batch
 ) -> tuple:                   # (dataset, step, list of trials)
-    "Try the remedies one by one and keep those that are clearly faster."
+    "Try the fixes one by one and keep those that are clearly faster."
     trials = []
     for f in findings:
         gain, kept, error, alters = None, False, '', '' if change_learning else f.alters
         try:
-            changed = f.cure(dataset, step) if f.cure and not alters else None
+            changed = f.apply(dataset, step) if f.apply and not alters else None
             if changed and changed[0] is not None:
                 times = _compare_loops({'now': (dataset, step), 'then': changed}, batches, seconds)
                 gain, kept = measured_gain(times['now'], times['then'])
-        except Exception as e: error = type(e).__name__   # a remedy may fail in any way; the others are tried
+        except Exception as e: error = type(e).__name__   # a fix may fail in any way; the others are tried
         if kept: dataset, step = changed
-        trials.append(_RemedyTrial(f.disease, f.remedy, f.predicted_gain, gain, kept, error, alters))
+        trials.append(_FixTrial(f.cause, f.fix, f.predicted_gain, gain, kept, error, alters))
         say(trials[-1].line())
     return dataset, step, trials

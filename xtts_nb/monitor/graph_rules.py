@@ -328,12 +328,12 @@ def _recurrent_dropout(seen: _Seen, call: Call, computing: float) -> list[Findin
     about = (f'{layers[0].name} has recurrent_dropout={layers[0].recurrent_dropout}: it draws masks for each '
              'time step, and on a GPU keeps the layer from the kernel of cuDNN; without it the layer takes '
              f'{left:.0%} of its time here')
-    remedy = ('recurrent_dropout=0 with dropout=... on the inputs, or a Dropout layer behind it (this '
+    fix = ('recurrent_dropout=0 with dropout=... on the inputs, or a Dropout layer behind it (this '
               'changes what is learned)')
     change = f'{type(layers[0]).__name__}(units, dropout=0.2)'
     if gain_without(computing, left) < _MIN_GAIN:
-        return [_only_on_gpu('recurrent dropout', about, remedy, seen.loop[1], change)]
-    return [finding(seen, 'recurrent dropout', about, remedy, computing, left, seen.loop[1], change)]
+        return [_only_on_gpu('recurrent dropout', about, fix, seen.loop[1], change)]
+    return [finding(seen, 'recurrent dropout', about, fix, computing, left, seen.loop[1], change)]
 
 def _without_dropout(layer, rows: int) -> float:
     "The time of forward and backward pass without recurrent dropout, as a share of that with it."
@@ -633,14 +633,14 @@ def _dense_table(seen: _Seen, call: Call, computing: float) -> list[Finding]:
         signs = {op.type: op for op in passes} | ({'OneHot': None} if types['one_hot'] else {})
         known = [sign for sign in _OVER_ALL_ROWS if sign in signs]
         if len(known) > 1: known = [sign for sign in known if sign != 'UnsortedSegmentSum']   # it follows
-        reasons, cures = ('; '.join(words) for words in zip(*(_OVER_ALL_ROWS[sign] for sign in known))) \
+        reasons, fixes = ('; '.join(words) for words in zip(*(_OVER_ALL_ROWS[sign] for sign in known))) \
             if known else ('its optimizer', 'keep the gradient sparse')
         decay = _source_line(signs['L2Loss']) if 'L2Loss' in signs else ''
         found = finding(
             seen, 'dense gradient of a long table',
             f'a step reads few of the {shape[0]:,} rows of a table, but {count} operations go over all rows '
             f'({shape[0]:,} x {shape[1]}, about {ms(one)} each, of the {ms(period)} of a step): {reasons}',
-            f'change only the rows that were read: {cures}. Another optimizer or decay changes what is '
+            f'change only the rows that were read: {fixes}. Another optimizer or decay changes what is '
             'learned. Or a smaller table (hash the ids)',
             share, .02, seen.loop[1], 'tf.nn.l2_loss(rows)   # instead of the table' if decay else
             'optimizer.apply_gradients([(tf.IndexedSlices(gradient, ids), table)])   # SGD', spread=1.)
@@ -676,7 +676,7 @@ def _put_on_cpu(op: tf.Operation) -> bool:
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f022
 def find_on_host(seen: _Seen) -> list[Finding]:
     "What stays on the CPU though the step runs on a GPU."
-    remedy = 'leave out tf.device("/CPU:0") around it, so that TensorFlow places it on the GPU with the rest'
+    fix = 'leave out tf.device("/CPU:0") around it, so that TensorFlow places it on the GPU with the rest'
     if place := _hidden_gpu(seen):
         return [_only_on_gpu('the GPU is hidden', 'this line hides every GPU from TensorFlow, so all '
                              'operations run on the CPU', 'leave it out: TensorFlow finds the GPU', place)]
@@ -687,7 +687,7 @@ def find_on_host(seen: _Seen) -> list[Finding]:
         place, count = put.most_common(1)[0]
         return [_only_on_gpu('variables on the CPU', f'{count} variables are made inside '
                              'tf.device("/CPU:0"): on a GPU each step copies them, or computes with them '
-                             'on the CPU', remedy, place)]
+                             'on the CPU', fix, place)]
     call = _compiled_call(seen)
     if call is None or not hasattr(call.function, 'get_concrete_function'): return []
     graph = call.concrete.graph
@@ -697,12 +697,12 @@ def find_on_host(seen: _Seen) -> list[Finding]:
         return [_only_on_gpu('operations on the CPU inside the step', f'{len(placed)} operations '
                              f'({", ".join(sorted({op.type for op in placed})[:4])}) are put on the CPU '
                              'by tf.device, and a GPU waits for their inputs and results to be copied',
-                             remedy,
+                             fix,
                              os.path.basename(line))]
     some = [o for o in preflight(call.function, *call.args, **call.kwargs)
             if o.kind == 'host operation' and (o.bytes is None or o.bytes >= 1000 or _UNSIZED.search(o.op))]
     return [_only_on_gpu('operations on the CPU inside the step', f'{o.count} x {o.op} ({o.size}) has no '
-                         'kernel for a GPU: its inputs are copied to the CPU, and the GPU waits', o.remedy,
+                         'kernel for a GPU: its inputs are copied to the CPU, and the GPU waits', o.fix,
                          os.path.basename(o.place)) for o in some[:1]]
 
 # %% ../../nbs/monitor/graph_rules.ipynb #d0a0f016
@@ -721,10 +721,10 @@ def find_fetches(seen: _Seen) -> list[Finding]:
     if alone is not None: share = min(share, max(0., 1 - alone * steps / seen.seconds))   # it computes anyway
     about = (f'the line reads a value of the step in each iteration ({count} times in {steps} steps: '
              'float, numpy, print): a host sync, for which the host waits until the device is done')
-    remedy = ('keep the tensors, and read them every N steps; sums and means in a tf.Variable or '
+    fix = ('keep the tensors, and read them every N steps; sums and means in a tf.Variable or '
               'keras.metrics.Mean inside the step')
     change = 'if step % 100 == 0: print(float(loss))'
     if gain_without(share) < _MIN_GAIN:
-        return [_only_on_gpu('host sync per step', about, remedy, place, change)]
-    return [finding(seen, 'host sync per step', about, remedy, share, .1, place, change, spread=1.)]
+        return [_only_on_gpu('host sync per step', about, fix, place, change)]
+    return [finding(seen, 'host sync per step', about, fix, share, .1, place, change, spread=1.)]
 

@@ -57,7 +57,7 @@ def find_python_input(seen: _Seen) -> list[Finding]:
             seen, f'{_ZIPPED.cause} read in Python' if packed else 'many small files read in Python',
             f'the line reads files, one after the other, {busy:.0%} of the time, and the step waits '
             f'{waits:.0%}',
-            _ZIPPED.remedy if packed else 'pack the rows into a few files (one npy that is mapped, TFRecord) '
+            _ZIPPED.fix if packed else 'pack the rows into a few files (one npy that is mapped, TFRecord) '
             'and read them with tf.data, or cache() what was read',
             min(waits, 0.98), 0.05, place, spread=1.0)]
     # written with operations of TensorFlow it takes little, and shares the cores with the step no more
@@ -167,7 +167,7 @@ def find_small_evaluation(seen: _Seen, enough: int = 256) -> list[Finding]:
 class _Shape:
     "A form of a pipeline that costs time."
     cause: str
-    remedy: str
+    fix: str
     change: str
 
 _PER_ROW = _Shape(
@@ -367,7 +367,7 @@ def _filled(seen: _Seen, some: list, passes: int, fill: float, times: list) -> F
     if _first_seconds(some[names.index('Shuffle')].dataset) < .4 * fill: return
     return finding(
         seen, _FILLED.cause, f'the first batch of a pass takes {ms(fill)}, a later one {ms(batch)}: shuffle '
-        f'fills its buffer from the start, {passes} times', _FILLED.remedy, share, .05, seen.loop[1],
+        f'fills its buffer from the start, {passes} times', _FILLED.fix, share, .05, seen.loop[1],
         _FILLED.change, spread=.3)
 
 def _begin(dataset) -> tuple:   # the iterator of a pass, its first element, the seconds that took
@@ -440,17 +440,17 @@ def find_slow_input(seen: _Seen) -> list[Finding]:
     mine = seen.watch.fits[-1].epochs if seen.loop[0] == 'fit' and seen.watch.fits else passes
     filled = _filled(seen, some, mine, fill, times)   # of other fits `find_filled_again` knows
     shape = _worse(order, stage and _shape(some, stage, added, m.pipeline, again))
-    others = [f for f in out if f.disease != _SERIAL.cause]
+    others = [f for f in out if f.cause != _SERIAL.cause]
     if shape and (order or not out or shape[0] in _PLAIN or shape[0] is _EVERY_EPOCH and not others):
         form, left = shape
         # files that are opened too are not the cause; one core may be, whatever it computes
-        if form in _PLAIN: out = [f for f in out if form is _CROPPED and f.disease == _SERIAL.cause]
+        if form in _PLAIN: out = [f for f in out if form is _CROPPED and f.cause == _SERIAL.cause]
         after = m.pipeline * left if form is order else m.pipeline - (1 - left) * min(added, m.pipeline)
         out.insert(0, finding(
             seen, form.cause,
             f'the step waits {waits:.0%} of the time for its batch; stage {stage.name}{_of(stage)} takes '
             f'{ms(added)} of the {ms(m.pipeline)} that a batch takes',
-            form.remedy, 1., min(1., max(step, after) / period), seen.loop[1], form.change, spread=.3))
+            form.fix, 1., min(1., max(step, after) / period), seen.loop[1], form.change, spread=.3))
         # what fills the buffer may cost more, in the later batches too
         if filled and form in _PLAIN and out[0].predicted_gain > filled.predicted_gain: filled = None
     if filled: return [filled]

@@ -75,7 +75,7 @@ class _Obstacle:
     place: str          # file:line that made it; '' if unknown
     count: int          # of such operations
     bytes: int | None   # of what it reads and makes, as far as shapes are static; None: unknown
-    remedy: str
+    fix: str
 
     @property
     def size(self) -> str:
@@ -90,7 +90,7 @@ class _Obstacle:
         many = f'{self.count} x ' if self.count > 1 else ''
         where = f' at {self.place}' if self.place else f' ({self.node})'
         size = f', {self.size}' if self.bytes else ''
-        return f'{self.kind}: {many}{self.op}{where}{size}: {_KINDS[self.kind]}. Remedy: {self.remedy}.'
+        return f'{self.kind}: {many}{self.op}{where}{size}: {_KINDS[self.kind]}. Fix: {self.fix}.'
 
     def to_dict(self) -> dict: return asdict(self) | {'means': _KINDS[self.kind]}
 

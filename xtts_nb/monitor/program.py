@@ -249,11 +249,11 @@ def _traces_of_one(seen: _Seen, share: float, left: float, place: _Place | None,
     function = max(functions, key=lambda f: f.experimental_get_tracing_count(), default=None)
     changed = changed_arguments(function) if function is not None else {}
     if argument := _python_argument(changed):
-        what, remedy, change = argument
+        what, fix, change = argument
         return [finding(
             seen, 'retracing',
             f'{_name(function)} is traced {count} times in {seen.seconds:.1f} s, because {what}; tracing '
-            f'takes {share:.0%} of the time', remedy, share, left, place, change)]
+            f'takes {share:.0%} of the time', fix, share, left, place, change)]
     what = f'{_name(function)} is' if function is not None else 'functions are'
     return [finding(
         seen, 'variable shapes',
@@ -333,12 +333,12 @@ def find_eager(seen: _Seen) -> list[Finding]:
     if left is None and by_setting and seen.seconds > _LONG_STEP * len(seen.steps): return []
     # what Python does inside the function goes with it
     if left is not None: share = max(share, 1 - seen.share(*_ASIDE))
-    cause, why, remedy, change = _EAGER[case]
+    cause, why, fix, change = _EAGER[case]
     trial = '' if left is None else f'; as a graph the function takes {left:.0%} of its time'
     return [finding(
         seen, cause,
         f'{share:.0%} of the time operations are started one by one from Python, because {why}{trial}',
-        remedy, share, 0.35 if left is None else left, next((p for p, _ in seen.places('eager')), None),
+        fix, share, 0.35 if left is None else left, next((p for p, _ in seen.places('eager')), None),
         change, 0.8 if left is None else 0.15)]
 
 # %% ../../nbs/monitor/program.ipynb #b0a1000e
@@ -427,20 +427,20 @@ def _epoch_cost(seen: _Seen) -> list[Finding]:
         steps = _fit_steps(seen.watch)
         ended = len(seen.steps)
         what = f'fit is called again for every {_steps(steps)}'
-        remedy = 'call fit once, for all rows and epochs'
+        fix = 'call fit once, for all rows and epochs'
     else:
         fit = seen.watch.fits[-1]
         steps = fit.steps / max(1, fit.epochs)
         ended = len(seen.steps) / max(1, steps)
         what = f'an epoch has {_steps(steps)}'
-        remedy = 'make epochs longer: dataset.repeat(), with steps_per_epoch'
+        fix = 'make epochs longer: dataset.repeat(), with steps_per_epoch'
     cost = 'eager', *(['end'] if ended >= _OFTEN else [])   # a few passes may end with a long wait by chance
     if steps > 8 or share_of(*cost) < .2 or share_of('callback') > .2: return []
     share = share_of(*cost, 'input', 'callback')
     return [finding(
         seen, 'short epochs',
         f'{what}, and beginning and ending it takes {share:.0%} of the time',
-        remedy, share, 0.05, seen.loop[1],
+        fix, share, 0.05, seen.loop[1],
         'model.fit(dataset.repeat(), steps_per_epoch=epochs * steps, epochs=1)   # as many updates; what '
         'follows an epoch, such as validation, then runs once')]
 
@@ -503,16 +503,16 @@ def _for_summaries(seen: _Seen, place: _Place) -> float:
 def find_beside(seen: _Seen) -> list[Finding]:
     "Callbacks, saving and summaries that the steps wait for."
     out = []
-    for kind, (cause, remedy) in _BESIDE.items():
+    for kind, (cause, fix) in _BESIDE.items():
         share = seen.share(kind)
         if share < .12: continue
         place = next((p for p, _ in seen.places(kind)), None)
         if kind == 'summary' and place: share += _for_summaries(seen, place)
         names = Counter(l.callback for l in seen.looks if l.kind == kind and l.callback).most_common(1)
         who = f'{names[0][0]} takes' if names else f'{kind} takes'
-        if names and names[0][0] in ('TensorBoard',): cause, remedy = 'summaries block', _BESIDE['summary'][1]
-        if names and 'Checkpoint' in names[0][0]: cause, remedy = _BESIDE['save']
-        out.append(finding(seen, cause, f'{who} {share:.0%} of the time', remedy, share, .02, place))
+        if names and names[0][0] in ('TensorBoard',): cause, fix = 'summaries block', _BESIDE['summary'][1]
+        if names and 'Checkpoint' in names[0][0]: cause, fix = _BESIDE['save']
+        out.append(finding(seen, cause, f'{who} {share:.0%} of the time', fix, share, .02, place))
     return out
 
 _CLOCKED = *_LOOP_KINDS, 'fits', 'evaluate', 'gradient', 'fetch', 'end'   # calls of which the clock knows
@@ -937,9 +937,9 @@ def _finding_lines(findings: list[Finding], notes: list[str]) -> list[str]:
         most = f'to {f.high:.1f}' if f.high < _MUCH else 'or more'
         gain = 'only a GPU shows its gain' if f.only_on_gpu else \
             f'about {f.predicted_gain:.1f} x as fast ({f.low:.1f} {most})'
-        out.append(f'{i}. {f.disease}{where}: {gain}')
+        out.append(f'{i}. {f.cause}{where}: {gain}')
         if f.line: out.append(f'   > {f.line}')
-        out += [f'   {f.evidence}.', f'   Change: {f.remedy}.']
+        out += [f'   {f.evidence}.', f'   Change: {f.fix}.']
         out += [f'       {line}' for line in f.change.splitlines()]
     unknown = any(reason in note for note in notes for reason in (_TOO_SHORT, _NO_LOOP, _UNTIMED))
     nothing = 'Not judged.' if unknown else 'Nothing to fix.'

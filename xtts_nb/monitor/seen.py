@@ -149,7 +149,7 @@ def finding(
     seen: _Seen,
     cause: str,          # in few words
     evidence: str,
-    remedy: str,
+    fix: str,
     share: float,        # of the time that the change touches
     left: float = 0.,    # what is left of it
     place: _Place | None = None,
@@ -160,16 +160,16 @@ def finding(
     off, top = seen.error(share), lambda s: min(.999, max(0., s))
     low = gain_without(top(share - off), min(1., left * (1 + spread) + .02))
     high = gain_without(top(share + off), max(0., left * (1 - spread) - .02))
-    return Finding(cause, evidence, remedy, gain_without(top(share), left), place=place and str(place),
+    return Finding(cause, evidence, fix, gain_without(top(share), left), place=place and str(place),
                    line=place.text if place else '', change=change, low=low, high=high)
 
 def _only_on_gpu(
-    cause: str, evidence: str, remedy: str,
+    cause: str, evidence: str, fix: str,
     place: _Place | str | None = None,
     change: str = '',
 ) -> Finding:
     "A finding about what costs nothing on a CPU."
-    return Finding(cause, f'{evidence}; what that costs cannot be measured without a GPU', remedy, 1.,
+    return Finding(cause, f'{evidence}; what that costs cannot be measured without a GPU', fix, 1.,
                    place=str(place or ''), line=getattr(place, 'text', ''), change=change, only_on_gpu=True)
 
 def alive(kind: type) -> list:

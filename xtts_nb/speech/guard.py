@@ -138,7 +138,7 @@ def _inspect_codes(
     text: str,
     limit: int,             # codes that the model may make
     rate: _Rate = _Rate(),
-) -> tuple[int, list[dict]]:   # codes to keep, and what was found; `done` where it is remedied by that
+) -> tuple[int, list[dict]]:   # codes to keep, and what was found; `done` where it is fixed by that
     "The faults of a spoken text."
     found, kept = [], _tail_start(codes)
     if kept < len(codes):

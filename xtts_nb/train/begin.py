@@ -235,7 +235,7 @@ def _check_fit(gpus: dict):
         raise UserError('--fit-memory: is for one device; find the sizes first with xtts-nb find batch-size.')
 
 # %% ../../nbs/train/begin.ipynb #6fa77947
-def _known_run(run: str | Path | None, source, missing: str, remedy: str) -> bool:
+def _known_run(run: str | Path | None, source, missing: str, fix: str) -> bool:
     "Whether `run` holds a run; raises `UserError` if not and no `source` is given to start one."
     run = run and Path(run)
     if run is not None and (run / 'run.json').is_file(): return True
@@ -245,7 +245,7 @@ def _known_run(run: str | Path | None, source, missing: str, remedy: str) -> boo
         if run.is_file(): check_folder(run)
     if source: return False
     where = f'{run}: holds no run to resume' if run else missing
-    raise UserError(f'{where}; {remedy}.')
+    raise UserError(f'{where}; {fix}.')
 
 def _free_run(name: str = 'train') -> Path:
     "The first of train-1, train-2, ... that is free in the workspace."

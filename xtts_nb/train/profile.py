@@ -314,7 +314,7 @@ _ADVICE = {'host': 'give the host more data.num_workers, or prepare the codes '
            'model': 'nothing before it costs time'}
 
 def _slowest_stage_text(rows: list[dict], numbers: dict) -> str:   # of `_stage_rows` and `overlap`
-    "Which stage limits the rate, its remedy, and the effect of the overlap."
+    "Which stage limits the rate, its fix, and the effect of the overlap."
     slowest = max(rows, key=lambda row: row['ms'])
     return (f'The slowest stage is {slowest["name"]} with {slowest["ms"]:.1f} ms a batch: '
             f'{_ADVICE[slowest["name"]]}. {numbers["work"]:.2f} s of work took {numbers["wall"]:.2f} s; the '

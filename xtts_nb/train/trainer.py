@@ -226,7 +226,7 @@ def _numbers(callback) -> dict[str, float]:
 
 # %% ../../nbs/train/trainer.ipynb #d27b6e93
 _K = keras.callbacks
-_REFUSED_CALLBACKS = (   # class, the settings that cannot work (None: all), the remedy
+_REFUSED_CALLBACKS = (   # class, the settings that cannot work (None: all), the fix
     (_K.BackupAndRestore, None, 'a run resumes from its own checkpoints; leave it out'),
     (_K.SwapEMAWeights, None,
      'ema in the section of the training shows the mean weights to every validation and file; set that'),
@@ -241,9 +241,9 @@ _REFUSED_CALLBACKS = (   # class, the settings that cannot work (None: all), the
 def _check_callbacks(callbacks: list):
     "Raise `UserError` for a Keras callback that cannot work in this loop."
     for callback in callbacks:
-        for kind, unfit, remedy in _REFUSED_CALLBACKS:
+        for kind, unfit, fix in _REFUSED_CALLBACKS:
             if isinstance(callback, kind) and (unfit is None or unfit(callback)):
-                raise UserError(f'The callback {kind.__name__}: {remedy}.')
+                raise UserError(f'The callback {kind.__name__}: {fix}.')
 
 # %% ../../nbs/train/trainer.ipynb #89935424
 _RESUMED_FIELDS = ('step', 'first_losses', 'last_losses', 'best', 'since_best', 'bad_in_row', 'counts',
@@ -644,13 +644,13 @@ def _more_parts(self: Trainer, error: tf.errors.OpError):
     rows, parts = self.plan.data.batch_size, self.training.grad_accum_steps
     more = next((n for n in range(2 * parts, rows + 1) if rows % n == 0), None)
     if not isinstance(self.update, Update):
-        remedy = ('lower training.dvae.batch_size (DVAE), or training.decoder.batch_size or '
+        fix = ('lower training.dvae.batch_size (DVAE), or training.decoder.batch_size or '
                   'training.decoder.window (decoder)')
-    elif not more: remedy = 'set training.gpt.gradient_checkpointing, or training.gpt.finetune to lora'
-    else: remedy = f'set training.gpt.grad_accum_steps to {more}, start again from the last checkpoint if any'
+    elif not more: fix = 'set training.gpt.gradient_checkpointing, or training.gpt.finetune to lora'
+    else: fix = f'set training.gpt.grad_accum_steps to {more}, start again from the last checkpoint if any'
     if not (more and self.fresh):
         raise UserError(f'{self.run or "training"}: out of memory at update {self.step} with '
-                        f'{rows // parts} rows at once; {remedy}.') from error
+                        f'{rows // parts} rows at once; {fix}.') from error
     for name, v in self.state.items(): v.assign(self.fresh[name])   # the update may be half written
     print(f'OUT OF MEMORY at the first update with {rows // parts} rows at once: the training begins again, '
           f'with {rows // more}.', file=sys.stderr, flush=True)
