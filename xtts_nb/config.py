@@ -170,18 +170,18 @@ def _driver_cards() -> int:
 def _gpu_troubles(
     gpus: list,   # the physical devices that TensorFlow lists
 ) -> list[str]:
-    "What keeps TensorFlow from a card, or makes it fail there, in a sentence each; it is silent about both."
+    "Why TensorFlow cannot use a GPU or would fail on it, one sentence each; TensorFlow itself says neither."
     import tensorflow as tf
     if not gpus and (cards := _driver_cards()):
         return [f'The NVIDIA driver has {cards} GPU{"s" * (cards > 1)}, but TensorFlow opens none and '
                 "computes on the CPU: pip install 'tensorflow[and-cuda]'; with TF_CPP_MIN_LOG_LEVEL=0 "
-                'it says what it lacks.']
+                'TensorFlow names the missing libraries.']
     built = tf.sysconfig.get_build_info().get('cuda_compute_capabilities', [])
     newest = max((int(name.rpartition('_')[2]) // 10 for name in built), default=math.inf)
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     return [f'{each.get("device_name", "A GPU")} has compute capability {major}.{minor}, and TensorFlow '
             f'{tf.__version__} is built for {newest}.x at most: XLA may end the process. Use the container '
-            'of TensorFlow that NVIDIA offers, another card, or CUDA_VISIBLE_DEVICES=-1.'
+            'of TensorFlow that NVIDIA offers, another GPU, or CUDA_VISIBLE_DEVICES=-1.'
             for each in details for major, minor in [each.get('compute_capability') or (0, 0)]
             if major > newest]
 

@@ -33,7 +33,7 @@ from .config import UserError
 
 # %% ../nbs/base/files.ipynb #f9f925a0
 def _real_place(path: str | Path) -> Path:
-    "Where a link leads (a rename would replace the link, and put the content on its disk), with a name."
+    "The target of a symbolic link, which a rename would replace; a path that ends in .. gets a name."
     path = Path(path)
     return path.resolve() if os.path.islink(path) or path.name in ('', '..') else path
 
@@ -49,7 +49,7 @@ def _without_part(name: str) -> str:
     return re.sub(rf'\.[0-9a-f]{{8}}{re.escape(_PART)}$', '', name)
 
 def _with_ending(path: Path, ending: str) -> Path:
-    "A path with an ending behind its name, which is shortened where a disk would not take the result."
+    "A path with a suffix; the name becomes a fingerprint if the result is too long for the file system."
     name = f'{path.name}{ending}'
     if len(os.fsencode(name)) > 255: name = fingerprint(os.fsencode(path.name)) + ending
     return path.with_name(name)
@@ -93,7 +93,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
               errno.EROFS: 'the disk is read-only; choose another',
               errno.EFBIG: 'the file would be larger than allowed; choose another disk or raise the limit',
               errno.ENAMETOOLONG: 'the name is too long; choose a shorter one',
-              errno.ENOTDIR: 'a file stands where a folder is needed; choose another place'}
+              errno.ENOTDIR: 'a file exists where a folder is needed; choose another path'}
     fix[errno.EEXIST] = fix[errno.ENOTDIR]
     return UserError(f'{path}: {fix.get(error.errno, str(error))}; nothing was written there.')
 

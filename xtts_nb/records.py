@@ -117,6 +117,7 @@ _TOOLS = {   # scripts of a checkout: {page: the command that writes its record}
     'prepare': 'python benchmarks/growth.py --prepare --record',
     'parity': 'python benchmarks/parity.py COQUI_DIR --coqui-python PYTHON --record',
     'gpt2': 'python benchmarks/gpt2.py --record',
+    'one_step': 'python benchmarks/one_step.py --record',
     'causes': 'python benchmarks/diagnosis/causes.py --record',
     'others': 'python benchmarks/diagnosis/programs/others.py'}
 

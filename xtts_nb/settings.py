@@ -92,7 +92,7 @@ def gpu_preset(
     "The settings that fit a card; raises `UserError` naming the known cards."
     plain = re.sub('nvidia|geforce|rtx|[^a-z0-9]', '', name.lower()).upper()
     if plain not in _GPU_PRESETS:
-        raise UserError(f'There is no preset for the card "{name}"; there is {", ".join(_GPU_PRESETS)}.')
+        raise UserError(f'There is no preset for the GPU "{name}"; choose one of {", ".join(_GPU_PRESETS)}.')
     batch, parts, workers, buffer, checkpointing = _GPU_PRESETS[plain]
     return {'data.batch_size': batch, 'training.gpt.grad_accum_steps': parts,
             'data.num_workers': min(workers, cores),

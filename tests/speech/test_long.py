@@ -11,7 +11,7 @@ from xtts_nb.data.text import _LANGUAGES
 from xtts_nb.speech.generate import Speaker
 from xtts_nb.speech.guard import _Rate
 from xtts_nb.speech.long import (
-    _MAX_CHARACTERS, _TextPiece, _language_runs, _speak_long, _split_text, _text_pieces)
+    _MAX_CHARACTERS, _TextPiece, _language_runs, speak_long, _split_text, _text_pieces)
 
 VOICE = synthetic_voice(1.)
 SCRIPTS = {'ru': 'абвгд', 'ar': 'ابتثَِ', 'fa': 'اب\u200cپچَ', 'zh-cn': '你好吗，。！', 'ja': '私はカ゛ー。、',
@@ -103,7 +103,7 @@ TEXT = 'aa bb cc dd ee ff\n\ngg hh\n\naa bb cc dd ee ff gg hh\n\nbb'
 
 def test_pieces_are_spoken_in_order(recorder):
     done = []
-    spoken = _speak_long(recorder, TEXT, 'en', 'me', 7, rows=3, progress=lambda *n: done.append(n))
+    spoken = speak_long(recorder, TEXT, 'en', 'me', 7, rows=3, progress=lambda *n: done.append(n))
     assert not recorder.batches
     first = next(spoken)
     assert first.piece == _TextPiece('aa bb cc dd ee ff\n\n', 'en', .7) and first.report == []
@@ -121,7 +121,7 @@ def test_pieces_are_spoken_in_order(recorder):
     ('', 'empty'), (' \n', 'empty'), ('- * \n\n…', 'no letter'), ('ж!', 'ж'), ('```\naa\n```', 'no letter'),
     ('aa \udcff', 'UTF-8')])
 def test_what_cannot_be_spoken_is_refused_at_once(recorder, text, language, words):
-    with pytest.raises(UserError, match=words): _speak_long(recorder, text, language, 'me')
+    with pytest.raises(UserError, match=words): speak_long(recorder, text, language, 'me')
 
 def test_a_piece_has_room_for_its_codes(recorder):
     "With the codes that a token takes and the longest text of the training, and at least 16 tokens."

@@ -18,7 +18,7 @@ from xtts_nb.speech import stream as streaming
 from xtts_nb.speech.generate import never_stop, Speaker
 from xtts_nb.speech.stream import (
     Engine, EngineClosed, _receptive_frames, _SoundStream, speak_file, SpeechRows)
-from xtts_nb.speech.long import _speak_whole
+from xtts_nb.speech.long import speak_whole
 
 close = np.testing.assert_allclose
 TEXTS = ['aa bb cc', 'hh', 'dd ee ff gg', 'a', 'bb hh', 'cc cc', 'gg a']
@@ -90,7 +90,7 @@ def test_a_file_is_written_as_it_is_spoken_and_continued(speaker, voices, tmp_pa
     spoken.clear()
     seconds, report = speak()
     assert spoken == [2, 2] and 'same command' in told[0] and len(told) == 2
-    whole, reports = _speak_whole(speaker, text, 'en', voices[0], seed=3, rows=1)
+    whole, reports = speak_whole(speaker, text, 'en', voices[0], seed=3, rows=1)
     wav, rate = soundfile.read(path)
     close(wav, whole, atol=1e-3)
     assert seconds == len(wav) / rate and report == reports and [*tmp_path.iterdir()] == [path]

@@ -98,7 +98,7 @@ def _compare_starts(
     with running:
         rows = compare(arms, 'start_s', rounds, before=lambda _: running.close(), progress=progress).rows()
     losses = [answer['loss'] for some in answers.values() for answer in some]
-    assert np.allclose(losses, losses[0], rtol=1e-4), f'the starts compute other losses: {losses}'
+    assert np.allclose(losses, losses[0], rtol=1e-4), f'the starts compute different losses: {losses}'
     phases = 'imports', 'model', 'trace', 'compile', 'gpu_gib'
     return [row | _medians(answers[row['name']][1:], phases, 2) | {'loss': losses[0]} for row in rows]
 

@@ -214,5 +214,5 @@ def _preflight_text(rows: list[dict]) -> str:
     "A line for each."
     fields = _Obstacle.__dataclass_fields__
     lines = [f'{row["program"]}: {_Obstacle(**{f: row[f] for f in fields}).line}' for row in rows]
-    return '\n'.join(['What a GPU would find hard here, read from the graphs (no fault of this machine):',
+    return '\n'.join(['Operations that a GPU would not run, or only slowly (not a problem of this machine):',
                       *(lines or preflight_lines([]))])

@@ -410,7 +410,7 @@ def _report(
     seconds: option(float, 'Seconds for the step before and for the one after.', min=0.1) = 5.,
     preset: _Preset = 'tiny',
 ):
-    "Write what an issue needs: the machine, the load before and after, checks, records."
+    "Write the information for a bug report: machine, utilisation before and after, checks, records."
     from xtts_nb.config import UserError, XTTSConfig
     if out and out.exists(): raise UserError(f'{out}: exists already; name a new file.')
     config = XTTSConfig.preset(preset)

@@ -433,14 +433,14 @@ def _bench_say(
 def _bench_service(
     model: option(Path | None, 'Folder of a model or of a run; default: a small one, random weights.') = None,
     text: option(str | None, 'What each client asks for; default: a sentence with all letters.') = None,
-    waves: option(int, 'Times that each number of clients comes.', min=1) = 5,
+    waves: option(int, 'Rounds for each number of clients.', min=1) = 5,
     record: _Record = False,
 ):
-    """The first sound for 1, 8, 32 and 200 clients that come at once, 8 rows and 64 places to wait.
+    """Time to first audio for 1, 8, 32 and 200 simultaneous clients, with 8 rows and a queue of 64.
 
     first_p50_ms, first_p99_ms: from the connection to the first sound, of the clients that were admitted
     admitted, refused, late: answers with sound, with status 429, with 503 for no row in time
-    refused_p99_ms: until a refused client knows"""
+    refused_p99_ms: until a client receives its rejection"""
     start()
     from xtts_nb.app.bench_service import _load_speaker, _LOAD_TEXT, _service_load
     with progress() as tell:

@@ -429,7 +429,7 @@ def _bench_config(
     rounds: _Rounds = 5,
     record: _Record = False,
 ):
-    "Seconds to the first update, against TensorFlow as it starts; a step on own threads, against 64 threads."
+    "Time to the first update, by default and with setup_tf; a step on 64 threads and on one per core."
     from xtts_nb.config import XTTSConfig
     config = XTTSConfig.tiny(width).replace(data={'batch_size': batch_size})
     start()

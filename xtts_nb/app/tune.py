@@ -214,13 +214,12 @@ def _candidates(log: list[dict], run: Path, kept: dict, judge: str) -> Iterator[
     choice = _CHOSEN[judge]
     if judge == 'dtw' and any(map(_says_no_words, lines)):
         choice += ', of those that say words'
-        if _mute(kept): choice = 'None of them says words yet, so that with the lowest loss is kept'
+        if _mute(kept): choice = 'None of them speaks words yet, so we keep the one with the lowest loss'
     if 'compared' in kept: choice += '; it was compared with the last one on more sentences'
     yield heading('Candidates', 'At each validation the model speaks some of the held-out sentences; one is '
-                                f'here to listen to. {choice}. Words: by how much the speech is nearer to '
-                                f'its recording than to the same played backwards; below {_WORDS:.0%} no '
-                                'word '
-                                'is heard. Loss and ends are computed on the recordings.')
+                                f'here to listen to. {choice}. Words: how much closer the speech is to its '
+                                f'recording than to that recording played backwards; below {_WORDS:.0%} no '
+                                'word is intelligible. Loss and ends are computed on the recordings.')
     names = ('updates', 'loss', 'ends in time', 'words', 'distance', 'length', '', '')
     head = ''.join(f'<th>{name}</th>' for name in names)
     rows = ''.join(_candidate(line, run, line['step'] == kept.get('step')) for line in lines)
@@ -246,7 +245,7 @@ def _figures(result: dict, kept: dict) -> dict:   # results of the stages
                'sentence not found' if missing == 1 else 'sentences not found': missing}
     if kept: figures['updates of the model that is kept'] = f'{kept["step"]:,} of {steps}'
     else: figures['updates'] = steps
-    if _mute(kept): figures['words of the sentences it was asked for'] = 'none'
+    if _mute(kept): figures['intelligible words'] = 'none'
     if 'val_stop' in kept: figures['held-out clips that end where they should'] = f'{kept["val_stop"]:.0%}'
     if 'val_old_loss' in kept and (old := trained.get('old')) and old['before'] is not None:
         figures['loss of older clips'] = f'{old["before"]:.3f} before, {kept["val_old_loss"]:.3f} now'
@@ -259,8 +258,8 @@ def _more(kept: dict, steps: int, judge: str, begun: bool) -> str:   # updates i
         loss = f'The held-out loss still falls, so give it time: the same tune with --steps {5 * steps}.'
         if not falls: loss = 'The held-out loss no longer falls, so more updates will hardly help.'
         other = ('Listen to the model that it began from: does it speak this language?' if begun else
-                 'A few minutes of speech are too few to learn words from nothing: then begin from a trained '
-                 'model, with --model MODEL.')
+                 'A few minutes of speech are not enough to learn words from scratch; start from a '
+                 'trained model, with --model MODEL.')
         return f'This model says no words yet. {loss} {other}'
     worse = {'dtw': 'Later models spoke worse', 'loss': 'Later models had a higher loss'}[judge]
     if not falls: return f'{worse}: more updates will hardly help.'

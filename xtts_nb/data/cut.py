@@ -646,7 +646,7 @@ def _cut_all(readings: list[_Reading], work: Path, faults: dict, progress: Calla
 
 # %% ../../nbs/data/cut.ipynb #c0700044
 def cut_corpus(
-    source: str | Path,       # a recording, in any format that libsndfile reads, or a folder of them
+    source: str | Path,       # a recording, in any format that `open_audio` reads, or a folder of them
     text: str | Path | None,  # what is spoken: paragraphs, or subtitles; None: files next to the recordings
     out: str | Path,          # folder to write
     language: str | None,     # a code such as en; None: en, or what `hear` hears

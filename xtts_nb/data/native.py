@@ -244,7 +244,7 @@ class _OnlineReader:
         self.manifest = self.cache.folder / 'manifest.json' if 'wav' in self.cache.clips[0] else None
 
     def check_unchanged(self, step):
-        "Fails in graph if the recordings lie in the cache and it was replaced: other clips have their names."
+        "Raise an error in graph if the cache that holds the recordings was replaced by another one."
         if not self.manifest: return
         path = tf.gather([str(self.manifest)], tf.minimum(step, 0))   # a constant path would be read once
         now = tf.io.read_file(path)

@@ -67,7 +67,7 @@ def model_card(
     if 'mix' in run: made['older clips'] = f'{run["mix_share"]:.0%} of the updates'
     seen = 'not used in training' if about['held_out'] else 'perhaps used in training'
     if about.get('fixed'): seen = 'of fixed sentences; the recording is espeak-ng, a plain voice'
-    elif about['held_out'] and chosen: seen += ', but by some clips of this kind the model was chosen'
+    elif about['held_out'] and chosen: seen += ', but the model was selected on some clips of this kind'
     if own := about.get('own_reference'): seen += f'; {own} of them were the reference too'
     head = '\n'.join(['---', f'language: {json.dumps(languages)}', 'pipeline_tag: text-to-speech',
                       'library_name: xtts_nb', 'tags: [xtts]', 'license: other', '---'])
@@ -75,7 +75,7 @@ def model_card(
         head, '# Name of the model', 'It speaks a text in the voice of a recording of a few seconds.',
         '## Data', _cells(data), '## Training', _cells(made), '## Scores',
         f'Medians of {about["clips"]} clips ({seen}), with {about["vocoder"]} for the sound. Copy-synthesis '
-        'is the sound of the codes of the recording, which no model of these codes can pass.',
+        'is the sound of the codes of the recording, the upper limit for any model of these codes.',
         _scores_markdown(evaluation.scores), '## Samples', _samples(evaluation.trials),
         '## Licence and consent',
         'To fill in: the licence of the recordings and of the model that it began from; that the speakers '

@@ -735,7 +735,7 @@ def serve(
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * stall_seconds))
     service.hosts.add(host.lower())
     if not service.key and not ipaddress.ip_address(listener.getsockname()[0].split('%')[0]).is_loopback:
-        log(f'Warning: {host} can be reached from other machines and no key is asked for; give one by --key.')
+        log(f'Warning: {host} can be reached from other machines and no key is required; set one with --key.')
     most = min(connections, _raise_file_limit(4 * connections) // 2)
     protocol = partial(_Connection, most=most, request_seconds=request_seconds)
     config = uvicorn.Config(_speech_app(service, log), http=protocol, ws='none', lifespan='off',

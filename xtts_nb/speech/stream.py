@@ -31,7 +31,7 @@ from xtts_nb.speech.generate import (
     advance_rows, begin_rows, _empty_cache, faded, _fresh_rows, longer_ring, piece_seeds, Sampling, Speaker,
     Voice)
 from .guard import _inspect_codes, _Rate, _retry_sampling, _settled, _unsolved
-from .long import _speak_long, _spoken_pieces
+from .long import speak_long, _spoken_pieces
 
 # %% ../../nbs/speech/stream.ipynb #57e00006
 def _stretched_count(
@@ -376,7 +376,7 @@ def speak_file(
     mark = {'unfinished': path.name, 'key': _key(speaker, voice, text, language, seed, rows)}
     part, journal = (_with_ending(path, f'.{mark["key"]}.{end}') for end in ('part', 'pieces'))
     done = _written(part, journal, mark)
-    spoken = _speak_long(speaker, text, language, voice, seed, rows, start=len(done), progress=progress)
+    spoken = speak_long(speaker, text, language, voice, seed, rows, start=len(done), progress=progress)
     try:
         with locked(journal, f'{path}: another process speaks this text into it; wait for it.'):
             if done: log(f'{path}: {len(done)} pieces were spoken before; the next ones follow.')

@@ -146,8 +146,8 @@ def _feed(cache: Cache, config: XTTSConfig, devices: _DevicePlan, on_device: boo
 def _without_codes(config: XTTSConfig) -> XTTSConfig:
     "Settings that leave the codes to a data GPU; raises `UserError` if they ask for prepared codes."
     if config.data.preprocessing_mode == 'precompute':
-        raise UserError('--data-gpu and its like: data.preprocessing_mode precompute leaves nothing to do '
-                        'for a data GPU; use auto or runtime, or leave the GPUs out.')
+        raise UserError('--data-gpu and related options: data.preprocessing_mode precompute leaves '
+                        'nothing to do for a data GPU; use auto or runtime, or leave the GPUs out.')
     return config.replace(data={'preprocessing_mode': 'runtime'})
 
 # %% ../../nbs/train/begin.ipynb #6d3fe577
@@ -159,8 +159,8 @@ def _mix(mix, share: float | None, val: float, facts: dict, config, cache: Cache
         if share is None: return None
         raise UserError('--mix-share: there are no older clips; name them with --mix.')
     if fed:
-        raise UserError('--mix: older clips are read where one device does all; leave --data-gpu and its '
-                        'like out, and prepare the codes.')
+        raise UserError('--mix: works on one device with prepared codes; leave --data-gpu and related '
+                        'options out.')
     if _in_cluster(): raise UserError('--mix: is for one machine; train on one, or leave it out.')
     folder = _corpus_cache(mix, config, cache.folder, say, tell) if _is_corpus(mix) else mix
     old = open_cache(folder or facts['mix'], config, cache)

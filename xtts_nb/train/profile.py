@@ -310,8 +310,8 @@ _ADVICE = {'host': 'give the host more data.num_workers, or prepare the codes '
                   '(data.preprocessing_mode precompute)',
            'data': 'the data device is too slow for this model: prepare the codes '
                   '(data.preprocessing_mode precompute)',
-           'copy': 'the way between the devices is too slow: use GPUs on one switch, or one device for both',
-           'model': 'nothing before it costs time'}
+           'copy': 'the link between the devices is too slow: use GPUs on one switch, or one device for both',
+           'model': 'the stages before it are fully overlapped'}
 
 def _slowest_stage_text(rows: list[dict], numbers: dict) -> str:   # of `_stage_rows` and `overlap`
     "Which stage limits the rate, its fix, and the effect of the overlap."

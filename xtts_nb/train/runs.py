@@ -255,7 +255,7 @@ def new_run(
         raise UserError(f'{run}: clips held out and {val.folder} cannot both be validated on; give '
                         'one of them.')
     if mix and (make or 'feed' in where):
-        raise UserError(f'{run}: older clips are read where one device does all; leave them out.')
+        raise UserError(f'{run}: older clips can be mixed in only on one device; leave them out.')
     caches = [part for part in (cache, val, mix and mix.cache) if part]
     for part in caches[1:]: _check_alike(cache, part)
     for part in caches: _check_made_for(part, config)

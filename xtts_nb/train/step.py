@@ -145,8 +145,8 @@ def extended_rate(
     training: GPTTraining,
     known: dict,              # steps; first and low too if the run was extended: of the run until now
     done: int,                # updates
-) -> tuple[_Schedule, dict]:   # and what to know at the next resume
-    "The schedule of a resumed run; a new length is reached from the rate as it is, in a tenth of the rest."
+) -> tuple[_Schedule, dict]:   # and the facts to save for the next resume
+    "The schedule of a resumed run; for a new length, the rate joins the new curve in a tenth of the rest."
     if known['steps'] != training.steps:
         before, _ = extended_rate(training.model_copy(update={'steps': known['steps']}), known, done)
         known = {'steps': training.steps, 'first': done, 'low': float(before(done))}
@@ -230,7 +230,7 @@ class LossScale:
         self.patience = patience
 
     def note(self, finite):
-        "Take in whether the gradients of an update were finite (bool tensor)."
+        "Update the scale, given whether the gradients of an update were finite (bool tensor)."
         good = tf.where(finite, self.good + 1, tf.zeros_like(self.good))
         grow = good == self.patience
         factor = tf.where(finite, tf.where(grow, 2., 1.), 0.5) * self.factor
@@ -393,7 +393,7 @@ class _CompiledStep:
         return self.graph(*arguments)
 
 def _is_of_the_library(step) -> bool:
-    "Whether a step has no `if` or `for` over tensors, which only AutoGraph can trace: nothing here has."
+    "Whether a step is of this library: those have no `if` or `for` over tensors, so they need no AutoGraph."
     module = getattr(step, '__module__', None) or getattr(getattr(step, 'func', None), '__module__', None)
     return str(module).startswith('xtts_nb.')
 
@@ -443,7 +443,7 @@ def _check_modes_agree(
     first, *others = losses
     for name in others:
         same = np.allclose(losses[name], losses[first], rtol=tolerance)
-        assert same, f'{name} computes other losses than {first}: {losses}'
+        assert same, f'{name} computes different losses from {first}: {losses}'
     return losses
 
 def first_steps(
