@@ -32,7 +32,8 @@ class UserError(ValueError):
 
 class Section(pydantic.BaseModel):
     "A frozen group of settings; an unknown key is an error."
-    model_config = pydantic.ConfigDict(frozen=True, extra='forbid', validate_default=True)
+    model_config = pydantic.ConfigDict(frozen=True, extra='forbid', validate_default=True,
+                                         allow_inf_nan=False)
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -482,7 +483,9 @@ def read_settings(path: str | Path) -> dict:
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f'{path}: not readable as settings ({e}); give a YAML file.') from None
     except yaml.YAMLError as e:
-        raise UserError(f'{path}: not YAML ({str(e).splitlines()[0]}); correct it there.') from None
+        at = getattr(e, 'problem_mark', None)
+        where = f', line {at.line + 1}' if at else ''
+        raise UserError(f'{path}{where}: not YAML ({str(e).splitlines()[0]}); correct it there.') from None
     if not isinstance(values, dict):
         raise UserError(f'{path}: expected sections such as model or data; got {values!r}.')
     return values

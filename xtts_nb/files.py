@@ -466,6 +466,8 @@ def _open_weights(path: str | Path):
     _numpy()   # a file may hold tensors in bfloat16
     check_arrived(path)
     try: return safetensors.safe_open(path, 'numpy')
+    except FileNotFoundError:
+        raise UserError(f'{path}: there is no such file; give the folder of a model or of a run.') from None
     except (OSError, safetensors.SafetensorError) as e:
         raise UserError(f'{path}: not readable as weights ({e}); copy or train it again.') from None
 

@@ -7,6 +7,7 @@ __all__ = ['descriptions', 'commented_yaml', 'flat', 'nested', 'config_diff', 'g
            'parse_assignments', 'from_environment', 'rates', 'usual_rates', 'resolve', 'layers_of', 'check_used']
 
 # %% ../nbs/base/settings.ipynb #ecefca6f
+import difflib
 import inspect
 import os
 import re
@@ -129,8 +130,9 @@ def option_keys(options: dict) -> dict:   # {short name or key: value}; a short 
     length = {'training.gpt.epochs': 0} if 'steps' in given else {}
     for name in given:
         if name not in _OPTIONS and '.' not in name:
-            raise UserError(f'{name}: there is no such option; give a key such as training.gpt.ema, or one '
-                            f'of {", ".join(_OPTIONS)}.')
+            near = difflib.get_close_matches(name, _OPTIONS, 1)
+            meant = f'did you mean {near[0]}?' if near else f'the short names are {", ".join(_OPTIONS)}.'
+            raise UserError(f'{name}: there is no such option; give a key such as training.gpt.ema; {meant}')
     return length | {_OPTIONS.get(name, name): value for name, value in given.items()}
 
 # %% ../nbs/base/settings.ipynb #9250a881

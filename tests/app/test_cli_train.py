@@ -247,7 +247,7 @@ def test_a_run_or_something_to_begin_one_with(tmp_path):
 def test_a_training_that_goes_on_is_validated_by_its_new_length(begun, now, every):
     begun, now = (values and TINY.replace(training={'gpt': values},
                                           data={'batch_size': 4}) for values in (begun, now))
-    assert begin._validated(now, begun, .1, range(33)).training.gpt.validate_every == every
+    assert begin._with_interval(now, begun, .1, range(33)).training.gpt.validate_every == every
 
 def test_an_interval_that_is_asked_for_stays(built, home):
     "Also where it is the one that a shorter training had by itself."

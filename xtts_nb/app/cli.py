@@ -258,7 +258,7 @@ def _diagnose(
     data: _DataOption = None,
     out: option(Path | None, 'New file for the faster settings, with --apply.') = None,
     batch_size: _RowsOption = None,
-    num_batches: _BatchesOption = 50,
+    num_batches: _BatchesOption = 24,
     seconds: _SecondsOption = 40.,
     apply: option(bool, 'Try the fixes one by one, keep the faster ones, measure again.',
                   '--apply') = False,
@@ -301,7 +301,7 @@ def _quick_fix(
     seconds: _SecondsOption = 40.,
     change_learning: _LearningOption = False,
 ):
-    "The same as `diagnose --apply --out FILE`."
+    "The same as `diagnose --apply --out fixed.yaml`."
     return _diagnosed('quick-fix', config, data, out, batch_size, num_batches, seconds, True,
                       change_learning)
 

@@ -98,9 +98,9 @@ def _prepare(
     settings, part = _load_settings(preset or 'tiny', config, dvae), _part(shard)
     start()
     from xtts_nb.data.corpora import report_text
-    from xtts_nb.train.caches import make_cache
+    from xtts_nb.train.caches import prepare
     with progress() as tell:
-        report = make_cache(corpus, out, settings, dvae, to_stderr, tell, language=language, layout=layout,
+        report = prepare(corpus, out, settings, dvae, to_stderr, tell, language=language, layout=layout,
                             workers=workers, part=part)
     text = report_text(report, most=20)
     if report['up_to_date']:
@@ -139,7 +139,7 @@ def _verify(
     source: option(Path | None, 'The corpus, if it was moved.') = None,
 ):
     "Check every byte of a cache; exit code 1 if a fault was found and not repaired."
-    if fix: start()
+    start()
     from xtts_nb.data.prepare import verify_and_fix_cache
     from xtts_nb.models.dvae import load_dvae
     with progress() as tell:

@@ -19,10 +19,10 @@ from .terminal import (
 
 # %% ../../nbs/app/cli_train.ipynb #0877c0de
 _training = partial(command, panel='Train')
-_find_app = typer.Typer(no_args_is_help=True, help='Find a setting by trying values.')
+_find_app = typer.Typer(no_args_is_help=True, help='Find a batch size or learning rate by trying values.')
 app.add_typer(_find_app, name='find', rich_help_panel='Train')
 
-_Base = option(Path | None, 'Model to start from: a folder made by convert or add-language.', '--model')
+_Base = option(Path | None, 'Model to start from: folder of a model or of a run.', '--model')
 _Kind = option(str | None, 'Weights to train: whole, lora or rows; default: from the settings.')
 _AsMade = option(str | None, 'tiny or xtts_v2; default: as the run or the cache has it.')
 _RunFolder = option(Path | None, 'Folder of the run, resumed if it exists; default: a new one.')
@@ -30,7 +30,8 @@ _Steps = option(int | None, 'Total number of updates.', min=1)
 _HeldOut = option(float, 'Share of the sentences to hold out and validate on.', min=0, max=0.9)
 _Older = option(Path | None, 'Cache or corpus that the model knows already, to read some of it too.', '--mix')
 _OlderShare = option(float | None, 'Share of the updates that read these; default: 0.2.', min=0, max=0.9)
-_GPUPreset = option(str | None, 'Sizes for a GPU: 4090, 3090, 3060, A100 or H200.')
+_GPUPreset = option(str | None, 'Batch, precision and workers for a GPU: 4090, 3090, 3060, A100, '
+                                 'H200.')
 
 # %% ../../nbs/app/cli_train.ipynb #178952de
 _DataGPU = option(int | None, 'GPU that computes mels and codes of a runtime cache.', min=0)
@@ -102,7 +103,7 @@ def _fit(trainer, name: str, tell) -> tuple[dict, str]:
         raise
     text = (f'{result["steps"]} updates, loss {result["loss_first"]} -> {result["loss_last"]}, '
             f'{result["clips_per_s"]:,.0f} clips/s; {result["compile_seconds"]:.0f} s to trace and compile.')
-    ends = getattr(trainer, 'validated', {}) if getattr(trainer, '_validates', False) else {}   # at the end
+    ends = trainer.validated if trainer._validates else {}   # at the end
     ends = {name: value if math.isfinite(value) else None for name, value in ends.items()}
     old = _forgotten(trainer)
     more = {name: found for name, found in {'held_out': ends, 'old': old}.items() if found}
@@ -158,8 +159,9 @@ def _train(
     preset: _AsMade = None,
     config: _Settings = None,
     gpu_preset: _GPUPreset = None,
-    optimization_level: option(str | None, 'basic: graph, float32; enhanced: XLA where it pays; '
-                                           'experimental: also bfloat16 and a moving average.') = None,
+    optimization_level: option(str | None, 'basic: graph, float32, constant rate; enhanced: XLA where it '
+                                           'pays, cosine rate; experimental: also bfloat16 and a moving '
+                                           'average.') = None,
     steps: _Steps = None,
     epochs: option(int | None, 'Total passes over the clips, instead of --steps.', min=1) = None,
     val: _HeldOut = 0.,
@@ -182,7 +184,8 @@ def _train(
                                  '--enable-static-shapes') = None,
     prefetch_to_gpu: option(bool | None, 'Keep two batches on the GPU.',
                             '--prefetch-to-gpu/--disable-gpu-prefetch') = None,
-    set_: option(list[str] | None, 'Set any key; may be repeated.', '--set', metavar='KEY=VALUE') = None,
+    set_: option(list[str] | None, 'Set any key of xtts-nb config show; may be repeated.', '--set',
+                 metavar='KEY=VALUE') = None,
 ):
     "Train the GPT on a cache; the model and metrics.jsonl go to RUN. SIGTERM saves and exits with 143."
     with progress() as tell:
@@ -219,7 +222,7 @@ def _train_dvae(
 ):
     "Train a DVAE on a corpus, for prepare --dvae RUN. SIGTERM saves and exits with 143."
     start()
-    from xtts_nb.train.begin import _free_run, _known_run, validated
+    from xtts_nb.train.begin import _free_run, _known_run, with_validation
     known = _known_run(run, corpus, 'train-dvae: neither a run nor a corpus is given',
                       'start a run with xtts-nb train-dvae CORPUS')
     from xtts_nb.data.corpora import _check_dropped, read_corpus
@@ -231,7 +234,8 @@ def _train_dvae(
             clips, dropped = read_corpus(corpus)
             _check_dropped(dropped, len(clips) + len(dropped), settings, corpus)
             return mel_sample(clips, settings, progress=partial(tell, 'read the clips'))
-        trainer = new_dvae_run(run or _free_run('dvae'), validated(settings, 'dvae', val, steps), mels, val)
+        settings = with_validation(settings, 'dvae', val, steps)
+        trainer = new_dvae_run(run or _free_run('dvae'), settings, mels, val, corpus)
         result, text = _fit(trainer, 'train-dvae', tell)
     return result, f'{text}\nxtts-nb prepare CORPUS --dvae {trainer.run} --out CACHE'
 
@@ -248,13 +252,14 @@ def _train_decoder(
 ):
     "Train a decoder for a trained model. SIGTERM saves and exits with 143."
     start()
-    from xtts_nb.train.begin import _free_run, _known_run, validated
+    from xtts_nb.train.begin import _free_run, _known_run, with_validation
     known = _known_run(run, model, 'train-decoder: neither a run nor a model is given',
                       'start a run with xtts-nb train-decoder --model MODEL')
     from xtts_nb.train.runs import held_out_share, open_cache
     from xtts_nb.train.parts import _cache_of, new_decoder_run
-    settings = validated(_decoder_settings(run if known else model, config, known), 'decoder', val, steps)
-    cache = None if known else open_cache(data or _cache_of(model), settings)
+    begun = run if known else model
+    settings = with_validation(_decoder_settings(begun, config, known), 'decoder', val, steps)
+    cache = open_cache(data or _cache_of(begun), settings) if data or val or not known else None
     out = held_out_share(cache, val) if cache and val else ()
     with progress() as tell:
         trainer = new_decoder_run(run or _free_run('decoder'), model, cache, settings, out, corpus,
@@ -338,7 +343,7 @@ def _find_learning_rate(
     return result, text
 
 # %% ../../nbs/app/cli_train.ipynb #28c24994
-_config_app = typer.Typer(no_args_is_help=True, help='Settings files.')
+_config_app = typer.Typer(no_args_is_help=True, help='Create a settings file, or show all settings.')
 app.add_typer(_config_app, name='config', rich_help_panel='Train')
 
 @command('create', group=_config_app, example='config.yaml --gpu-preset 4090')
@@ -362,7 +367,7 @@ def _config_create(
 @command('show', group=_config_app, example='--data cache/mine --config faster.yaml --set data.seed=3',
          context_settings={'ignore_unknown_options': True, 'allow_extra_args': True})
 def _config_show(ctx: typer.Context):
-    "Print the settings with which `train` would begin, given the same options, and where each comes from."
+    "Print the settings that `train` would use and where each comes from; takes all options of `train`."
     train = typer.main.get_command(app).commands['train']
     asked = train.make_context('show', list(ctx.args), parent=ctx.parent)
     start()

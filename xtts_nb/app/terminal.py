@@ -152,7 +152,8 @@ def _code(arguments: list[str], debug: bool) -> int:
         message, place = e.format_message(), getattr(e, 'ctx', None)   # of a wrong option
         if not message: return 2   # the help was printed, as nothing was given
         command = place.command_path if place else 'xtts-nb'
-        return _print_error(f'{message.rstrip(".")}. See {command} --help.', 2)
+        ending = '' if message.endswith(('.', '?')) else '.'
+        return _print_error(f'{message}{ending} See {command} --help.', 2)
     if code == 130: raise KeyboardInterrupt   # how typer reports it
     return code if isinstance(code, int) else 0
 
@@ -295,14 +296,14 @@ def table(title: str, rows: list[dict]) -> str:
     return '\n'.join(map(str.rstrip, captured.get().rstrip().splitlines()))
 
 # %% ../../nbs/app/terminal.ipynb #db60e1b8
-_WRITERS = {   # {record: the command that writes it}; `records.TOOLS` has those of scripts
+_WRITERS = {   # {record: the command that writes it}; `records._TOOLS` has those of scripts
     'config': 'bench config', 'data': 'bench data', 'model': 'bench model', 'step_speed': 'bench train',
     'dual': 'bench dual', 'diagnosis': 'bench diagnose', 'say': 'bench say',
     'say_full': 'bench say --preset xtts_v2', 'service': 'bench service', 'demo': 'demo',
     'demo_seeds': 'demo --seeds 5', 'evaluate': 'evaluate'}
 
 def _write_record(
-    page: str,         # a key of `_WRITERS` or `records.TOOLS`
+    page: str,         # a key of `_WRITERS` or `records._TOOLS`
     rows: list[dict],
     program: str = 'xtts-nb',
     **notes,           # conditions of the measurement: sizes, lengths

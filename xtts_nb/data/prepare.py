@@ -775,7 +775,7 @@ def prepare(
     layout: str | None = None,     # default: detected
     shard_clips: int = 512,
     part: tuple[int, int] = (1, 1),   # (I, N): make every Nth shard from the Ith, to be merged
-    workers: int | None = 0,       # processes; 0: only this one; None: one for each core
+    workers: int | None = 0,       # processes; 0: only this one; None: one for each core, from 4,096 clips on
     progress=None,                 # called with (done, total)
 ) -> dict:   # the report, `mode`, arrays `made` per kind, whether the cache was `up_to_date`
     "Turn a corpus into a cache; raises `UserError` if no usable cache is possible."

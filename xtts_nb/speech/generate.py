@@ -367,11 +367,12 @@ _ROOMS = 128, 256, 512   # codes, 46 ms each, for which the loop is compiled as 
 class Speaker:
     "Makes a model speak; compiled once per padded shape."
     def __init__(self,
-        xtts: XTTS,
+        xtts: XTTS | str | Path,            # a model, or its folder
         max_seconds: float | None = None,   # longer clips are cut off; default: the limit of the model
         rates: dict | None = None,          # by language, from `guard.run_rates`; limit the pieces of a text
         **speech,                           # settings of `config.speech` to change
     ):
+        if isinstance(xtts, str | Path): xtts = XTTS.load(xtts)
         self.xtts, self.rates, model = xtts, rates or {}, xtts.config.model
         self.speech = s = xtts.config.replace(speech=speech).speech
         self.gpt = gpt = _int8_weights(xtts.gpt) if s.weights == 'int8' else xtts.gpt

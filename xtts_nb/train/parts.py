@@ -158,19 +158,30 @@ def train_dvae(
     return trainer.update.model, result
 
 # %% ../../nbs/train/parts.ipynb #55ee3510
+def _check_origin(run: Path, facts: dict, given: dict):   # what a run began with; None: not given
+    "Raise `UserError` if a run that exists began with something else."
+    for name, value in given.items():
+        if facts and value is not None and facts.get(name) not in (None, value):
+            raise UserError(f'{run}: began with {name} {facts[name]}, not {value}; leave that out to resume, '
+                            'or choose another folder.')
+
 def new_dvae_run(
     run: str | Path,
     config: XTTSConfig | None = None,   # default: the run's own
     mels=None,                          # () -> (total F, C) log-mels end to end, called for a new run
     held_out: float = 0.,               # share of them to validate on
+    corpus: str | Path | None = None,   # that they are from
 ) -> Trainer:
-    "A new or resumed run of a DVAE; raises `UserError` if there is neither a run nor mels for a new one."
+    "A new or resumed run of a DVAE; raises `UserError` for no or other mels than those of the run."
     run = Path(run)
     facts = _run_facts(run, 'dvae')
     if not (facts or mels):
         raise UserError(f'{run}: holds no run; begin one with xtts-nb train-dvae CORPUS --run {run}.')
+    corpus = corpus and str(Path(corpus).resolve())
+    _check_origin(run, facts, {'corpus': corpus, 'held_out': held_out or None})
     if not facts:
-        facts, busy = {'part': 'dvae', 'held_out': held_out}, f'{run}: another process begins a run here.'
+        facts = {'part': 'dvae', 'held_out': held_out, 'corpus': corpus}
+        busy = f'{run}: another process begins a run here.'
         with locked(run / 'lock', busy):
             with atomic_file(run / 'mels.npy') as part, open(part, 'wb') as file: np.save(file, mels())
             if config: _write_config(run, config)
@@ -521,8 +532,11 @@ def new_decoder_run(
     if not facts and not (model and cache):
         raise UserError(f'{run}: holds no run; begin one with xtts-nb train-decoder --model MODEL '
                         f'--data CACHE --run {run}.')
+    place = lambda path: path and str(Path(path).resolve())
+    _check_origin(run, facts, {'model': place(model), 'cache': cache and place(cache.folder),
+                               'held_out': sorted(held_out) or None})
     if not (run / 'model.safetensors').is_file():
-        if facts: model, held_out, corpus = Path(facts['model']), facts['held_out'], facts['corpus']
+        if facts: model, held_out, corpus = Path(facts['model']), facts['held_out'], corpus or facts['corpus']
         settings = config or XTTSConfig.load(Path(model) / 'config.yaml')
         if facts: cache = open_cache(facts['cache'], settings)
         _begin_decoder(run, Path(model), cache, settings, held_out, corpus)
@@ -531,7 +545,7 @@ def new_decoder_run(
     if config: xtts.config = _trained_as(xtts, config)
     if not _is_made(run / 'bank', xtts.config):
         cache = cache or open_cache(facts['cache'], xtts.config)
-        _make_bank(xtts, cache, run / 'bank', facts['corpus'], progress)
+        _make_bank(xtts, cache, run / 'bank', corpus or facts['corpus'], progress)
     return _decoder_trainer(run, xtts, facts)
 
 # %% ../../nbs/train/parts.ipynb #4692d0c2

@@ -186,9 +186,9 @@ class AdamW(keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, rate):
         if isinstance(rate, _Schedule): self._learning_rate = rate
-        else:
-            self.assigned = float(rate)
-            self.schedule.number.assign(self.assigned)
+        else:   # None: the schedule again
+            self.assigned = None if rate is None else float(rate)
+            self.schedule.number.assign(-1. if rate is None else self.assigned)
 
     @property
     def schedule(self) -> _Schedule: return self._learning_rate

@@ -355,7 +355,7 @@ class Trainer:
 
     @assigned_rate.setter
     def assigned_rate(self, rate: float | None):
-        if rate is not None: self.optimizer.learning_rate = rate
+        self.optimizer.learning_rate = rate
 
     @property
     def length(self) -> dict:
@@ -696,10 +696,10 @@ def _check_unchanged(self: Trainer):
 
 @patch
 def fit(self: Trainer,
-    steps: int | None = None,   # train until this many updates are done in all; default: training.gpt.steps
+    steps: int | None = None,   # until this many updates are done in all; default: `steps` of its section
     progress=None,              # called with (done, total, the metrics of the latest log line)
     callbacks: list = (),       # of Keras
-) -> dict:                      # steps, loss_first, loss_last, clips_per_s, traces, compile_seconds, seconds
+) -> dict:   # steps, loss_first, loss_last, best, clips_per_s, traces, compile_seconds, seconds
     "Train; the summary's losses are means over the first and the last 10 updates."
     steps, begun, self.first = steps or self.training.steps, time.perf_counter(), self.step
     self.report = lambda line: progress and progress(line['step'], steps, line)
