@@ -545,7 +545,7 @@ def new_decoder_run(
     if config: xtts.config = _trained_as(xtts, config)
     if not _is_made(run / 'bank', xtts.config):
         cache = cache or open_cache(facts['cache'], xtts.config)
-        _make_bank(xtts, cache, run / 'bank', corpus or facts['corpus'], progress)
+        _make_bank(xtts, cache, run / 'bank', place(corpus) or facts['corpus'], progress)
     return _decoder_trainer(run, xtts, facts)
 
 # %% ../../nbs/train/parts.ipynb #4692d0c2
