@@ -72,8 +72,9 @@ def workspace(
     paths = [k for k in ('root', 'data', 'cache', 'runs', 'xla_cache') if getattr(settings, k)]
     return settings.model_copy(update={k: root / getattr(settings, k) for k in paths})
 
-def sizes(tiny, full):
-    "`tiny` or `full`, as the workspace's scale says; always `tiny` under test."
+def sizes(tiny, full, test=None):
+    "`tiny` or `full`, as the workspace's scale says; under test `test`, or `tiny` without one."
+    if os.environ.get('IN_TEST') and test is not None: return test
     return full if workspace().scale == 'full' else tiny
 
 # %% ../nbs/00_config.ipynb #5f7bd488
