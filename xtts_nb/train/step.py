@@ -20,7 +20,7 @@ import tensorflow as tf
 from fastcore.basics import patch
 
 from ..bench import compare, _put_back, trace_count
-from ..config import GPTTraining, XTTSConfig
+from ..config import GPTTraining, PartTraining, XTTSConfig
 from ..data.text import _TEXT_STOP
 from ..files import named_weights
 from ..models.gpt import _fold_seed, GPT, shifted
@@ -122,7 +122,7 @@ class _Noam(_Schedule):
         rise = done / warmup if self.warmup else 1.
         return self.peak * tf.minimum(rise, tf.sqrt(warmup / tf.maximum(done, 1.)))
 
-def learning_rate(training: GPTTraining):
+def learning_rate(training: PartTraining):
     "The schedule of a run, a function of the number of updates; at most a quarter of them warm up."
     t, warmup = training, min(training.warmup_steps, training.steps // 4)
     if t.schedule == 'noam': return _Noam(t.learning_rate, warmup)
@@ -142,7 +142,7 @@ class _Extended(_Schedule):
         return self.low + (tf.cast(self.schedule(step), 'float32') - self.low) * share
 
 def extended_rate(
-    training: GPTTraining,
+    training: PartTraining,
     known: dict,              # steps; first and low too if the run was extended: of the run until now
     done: int,                # updates
 ) -> tuple[_Schedule, dict]:   # and the facts to save for the next resume
@@ -172,13 +172,13 @@ class AdamW(keras.optimizers.Optimizer):
     beta_1, epsilon = 0.9, 1e-7
     assigned = None   # the number that was assigned last
 
-    def __init__(self, variables: list, training: GPTTraining, name: str = 'adamw'):   # of its variables
+    def __init__(self, variables: list, training: PartTraining, name: str = 'adamw'):   # of its variables
         ema = {'use_ema': True, 'ema_momentum': training.ema} if training.ema else {}
         super().__init__(_Assignable(learning_rate(training)), name=name, **ema)
         self.decay, self.beta_2 = training.weight_decay, training.beta_2
         self.decays = [v.path.endswith(_DECAYED) for v in variables]
         self.build(variables)
-        self.first, self.second = self.add_optimizer_variables(variables, ['momentum', 'velocity'])
+        self.momentum, self.velocity = self.add_optimizer_variables(variables, ['momentum', 'velocity'])
 
     @property
     def learning_rate(self): return self.schedule(self.iterations)
@@ -197,12 +197,12 @@ class AdamW(keras.optimizers.Optimizer):
         rate, done = self.learning_rate, tf.cast(self.iterations, 'float32')
         kept = [1 - tf.pow(tf.cast(beta, 'float32'), done + 1) for beta in (self.beta_1, self.beta_2)]
         alpha, values = rate * tf.sqrt(kept[1]) / kept[0], lambda some: [v.value for v in some]
-        weights, moments = values(variables), (values(self.first), values(self.second))
-        for w, g, first, second, decays in zip(weights, gradients, *moments, self.decays):
+        weights, moments = values(variables), (values(self.momentum), values(self.velocity))
+        for w, g, momentum, velocity, decays in zip(weights, gradients, *moments, self.decays):
             if decays: w.assign_sub(w * self.decay * rate)
-            first.assign_add((g - first) * (1 - self.beta_1))
-            second.assign_add((tf.square(g) - second) * (1 - self.beta_2))
-            w.assign_sub(first * alpha / (tf.sqrt(second) + self.epsilon))
+            momentum.assign_add((g - momentum) * (1 - self.beta_1))
+            velocity.assign_add((tf.square(g) - velocity) * (1 - self.beta_2))
+            w.assign_sub(momentum * alpha / (tf.sqrt(velocity) + self.epsilon))
         if self.use_ema:   # of all updates at first: the decay is n / (n + 9) until that exceeds the setting
             share = tf.minimum(tf.cast(self.ema_momentum, 'float32'), done / (done + 9))
             for w, mean in zip(weights, values(self._model_variables_moving_average)):
@@ -346,7 +346,7 @@ def _bfloat16_units(cpu: str = '/proc/cpuinfo') -> bool:
     return bool({'amx_bf16', 'avx512_bf16'} & {*flags})
 
 def choose_xla(
-    training: GPTTraining,
+    training: PartTraining,
     written: float = 0.,     # bytes that the step writes
 ) -> tuple[bool, str]:       # whether, and why
     "Whether XLA compiles the graph: as set, else where it is no slower than the graph alone."
@@ -403,12 +403,12 @@ def _refused_operation(message: str) -> str:
     place = re.findall(r'File "[^"]*", line \d+, in \w+', message)
     return ' at '.join([op[1].strip() if op else message.splitlines()[0], *place[-1:]])
 
-def compile_step(step, training: GPTTraining):
+def compile_step(step, training: PartTraining):
     "`step` in the mode that the training section selects."
     if training.mode == 'eager': return step
     return _CompiledStep(step, choose_xla(training, _written_bytes(step))[0])
 
-def mode_line(training: GPTTraining, step=None) -> str:
+def mode_line(training: PartTraining, step=None) -> str:
     "What `compile_step` does, in one line."
     if training.mode == 'eager': return 'Eager mode: op by op, for debugging'
     xla, why = choose_xla(training, _written_bytes(step))

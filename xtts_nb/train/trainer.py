@@ -320,6 +320,9 @@ class Trainer:
         self._length = {'steps': self.training.steps}
         self.best, self.since_best, self.bad_in_row, self.failure, self.shown = None, 0, 0, None, False
         self.validated = {}   # by the last validation
+        # of the running `fit`: where it began, what it reports, results under way, a copy of its start
+        self.first, self.report, self.pending, self.in_flight = 0, lambda line: None, [], None
+        self.timer = self.fresh = None
         self.unsaved = None   # a best model that could not be written, with its scores
         self.eval_last = None   # () -> as `listen`, of more clips, for the end of the training
         self.writer, self.fetcher, self.alone = _Writer(), ThreadPoolExecutor(1, 'fetcher'), {}
