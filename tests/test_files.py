@@ -126,7 +126,7 @@ import resource, signal, sys
 from pathlib import Path
 import numpy as np
 from xtts_nb.data.audio import save_audio
-from xtts_nb.data.cache import _COLUMN_TYPES, write_shard
+from xtts_nb.data.cache import _COLUMN_TYPES, _write_shard
 from xtts_nb.config import UserError
 from xtts_nb.files import atomic_folder, save_weights, write_json
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -135,7 +135,7 @@ folder = Path(sys.argv[1])
 row = {'codes': np.ones(9000), 'text': np.ones(9000), 'mel': np.ones((90, 80))}
 row |= dict.fromkeys(_COLUMN_TYPES, 1)
 def shard():
-    with atomic_folder(folder / 'shards') as part: write_shard(part / 'shard', [row] * 9)
+    with atomic_folder(folder / 'shards') as part: _write_shard(part / 'shard', [row] * 9)
 writers = {'json': lambda: write_json(folder / 'json', ['x' * 100] * 3000),
            'wav': lambda: save_audio(folder / 'wav', np.ones(100_000)),
            'weights': lambda: save_weights(folder / 'weights', {'a': np.ones(50_000)}), 'shards': shard}

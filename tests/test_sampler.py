@@ -25,8 +25,7 @@ def gpu_trace(*curves, step=.1):
 def driver(monkeypatch):
     "A made-up driver with two cards; its readings can be replaced by errors."
     state = SimpleNamespace(count=2, use={0: 10, 1: 80}, power={0: 50_000, 1: 300_500}, fail={}, asked=[],
-                            now=100.,
-                            tells=set(),
+                            now=100., tells=set(),
                             activity={'SM_UTIL': 60., 'ANY_TENSOR_UTIL': 40., 'PCIE_RX_PER_SEC': 2.},
                             processes={0: [], 1: []}, process_use={0: [], 1: []}, since=[])
     def read(name, value):
@@ -71,17 +70,14 @@ def test_nvml_units(driver):
                       GPU(1, 'Card 1', 80., 2 << 30, 8 << 30, 300.5, 41, 1501, **bus))
     assert s.error is None and s.cpu.memory_total == psutil.virtual_memory().total
 
-@pytest.mark.parametrize('name, field, code', [
-    ('UtilizationRates', 'utilisation', pynvml.NVML_ERROR_NOT_SUPPORTED),
-    ('MemoryInfo', 'memory_used', pynvml.NVML_ERROR_NO_PERMISSION),
-    ('PowerUsage', 'power', pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)])
-def test_nvml_what_a_card_does_not_offer_is_none(driver, name, field, code):
-    driver.fail[name, 0] = code
-    first, second = nvml_probe()().gpus
-    assert getattr(first, field) is None and getattr(second, field) is not None
-
-def test_nvml_a_lost_card_keeps_its_neighbour(driver):
+def test_nvml_what_a_card_does_not_offer_is_none_and_a_lost_card_keeps_its_neighbour(driver):
+    fields = {'UtilizationRates': 'utilisation', 'MemoryInfo': 'memory_used', 'PowerUsage': 'power'}
+    codes = pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION
+    driver.fail = dict(zip(((name, 0) for name in fields), (*codes, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)))
     probe = nvml_probe()
+    first, second = probe().gpus
+    for field in fields.values():
+        assert getattr(first, field) is None and getattr(second, field) is not None
     driver.fail['UtilizationRates', 0] = pynvml.NVML_ERROR_GPU_IS_LOST
     s = probe()
     assert s.gpus[0] == GPU(0, 'Card 0') and s.gpus[1].utilisation == 80 and s.error.startswith('GPU 0: ')

@@ -14,13 +14,12 @@ from xtts_nb.data.audio import (
     log_mel_numpy, open_audio, _pcm16, resample, resample_batch, save_audio, speaker_log_mel,
     synthetic_voice, _wav_bytes, _wav_header)
 
-RATE, TONE = 22050, 440.
+RATE = 22050
 AUDIO = AudioConfig()
 VOICE = synthetic_voice(3., sample_rate=48000)
 
 
-def tone(seconds=1.0, rate=RATE, hz=TONE):
-    return 0.5 * np.sin(2 * np.pi * hz * np.arange(int(seconds * rate)) / rate)
+def tone(): return 0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
 
 
 # --- reading ----------------------------------------------------------------------------------------
@@ -30,16 +29,11 @@ def test_channels_are_averaged_unless_they_cancel_out(tmp_path):
     soundfile.write(tmp_path / 'b.wav', np.stack([tone(), -tone()], 1), RATE, subtype='FLOAT')
     assert np.allclose(load_audio(tmp_path / 'a.wav'), tone() / 2, atol=1e-6)
     assert np.allclose(load_audio(tmp_path / 'b.wav'), tone(), atol=1e-6)
-    (tmp_path / 'loud.wav').write_bytes(wav_of([0., 8., -8.]))
+    soundfile.write(tmp_path / 'loud.wav', np.array([0., 8., -8.]), RATE, 'FLOAT')
     assert load_audio(tmp_path / 'loud.wav').tolist() == [0, 1, -1]
     wav = np.random.default_rng(0).integers(-9, 9, (2**19 + 1, 2), np.int16)   # more than a block
     soundfile.write(tmp_path / 'c.wav', wav, RATE)
     assert np.array_equal(load_audio(tmp_path / 'c.wav'), np.float32(wav.mean(1) / 32768))
-
-def wav_of(samples, rate=RATE):
-    file = io.BytesIO()
-    soundfile.write(file, np.array(samples), rate, 'FLOAT', format='WAV')
-    return file.getvalue()
 
 
 # --- every recording to its end -----------------------------------------------------------------------
@@ -126,7 +120,7 @@ def windowed_sinc(wav, old, new, crossings=6, rolloff=0.99):
     window = np.where(np.abs(t) < crossings, np.cos(np.pi * t / (2 * crossings))**2, 0)
     return (np.sinc(t) * window * cutoff / old) @ wav
 
-@pytest.mark.parametrize('samples', [1, 160, 701])
+@pytest.mark.parametrize('samples', [1, 701])
 @pytest.mark.parametrize('old, new', [(22050, 16000), (48000, 22050), (8000, 24000), (44100, 22050)])
 def test_resampling_is_the_defining_sum(samples, old, new):
     wav = np.random.default_rng(samples).uniform(-1, 1, (2, samples)).astype(np.float32)
@@ -280,15 +274,6 @@ def test_a_mel_of_any_length_and_level_sounds_without_a_new_trace():
     before = griffin_lim.experimental_get_tracing_count()
     for level in (-100., _LOG_FLOOR, 0.):
         assert np.isfinite(griffin_lim(tf.fill((40, 80), float(level)), iterations=3)).all()
+    again = log_mel(griffin_lim(mel, iterations=3), AUDIO.dvae_n_fft)
+    assert np.abs(again - mel)[4:-4].mean() < 0.3   # 0.8 without an iteration
     assert griffin_lim.experimental_get_tracing_count() == before
-    error = lambda n: np.abs(log_mel(griffin_lim(mel, iterations=n), AUDIO.dvae_n_fft) - mel)[4:-4].mean()
-    assert error(16) < 0.5 and error(16) < 0.7 * error(0)
-
-def test_recorded_speech(speech):
-    "Every file that is there can be read, and its mels agree."
-    files = sorted(speech.rglob('*.wav'))[:3]
-    assert files
-    for path in files:
-        wav = load_audio(path)
-        assert np.abs(wav).max() > 0.01
-        assert np.abs(log_mel(wav, 2048).numpy() - log_mel_numpy(wav.astype(np.float64), 2048)).max() < 1e-2

@@ -63,9 +63,9 @@ BAD_ROWS = [   # line 2, id, what the reason names
     ('nobody|a|a', 'nobody', 'wavs/nobody.wav is missing'), ('x' * 300 + '|a|a', 'x' * 300, 'missing'),
     ('lo\0w|a|a', 'lo\0w', r'wavs/lo\x00w.wav is missing'), ('folder|a|a', 'folder', 'wav is a folder'),
     ('pipe|a|a', 'pipe', 'not a regular file'), ('device|a|a', 'device', 'not a regular file'),
-    ('circle|a|a', 'circle', 'leads back to itself'), ('circle2|a|a', 'circle2', 'leads back to itself'),
-    ('nowhere|a|a', 'nowhere', 'missing'), ('../low-1|a|a', '../low-1', 'leaves the corpus folder'),
-    ('a/../../low-1|a|a', 'a/../../low-1', 'leaves'), ('..\\x|a|a', '..\\x', 'leaves'),
+    ('circle|a|a', 'circle', 'leads back to itself'), ('nowhere|a|a', 'nowhere', 'missing'),
+    ('../low-1|a|a', '../low-1', 'leaves the corpus folder'), ('..\\x|a|a', '..\\x', 'leaves'),
+    ('a/../../low-1|a|a', 'a/../../low-1', 'leaves'),
     ('/etc/passwd|a|a', '/etc/passwd', 'leaves the corpus folder'), ('low-1| | ', 'low-1', 'empty'),
     ('low-1|""|«»', 'low-1', 'empty'), ('low-1|\x01\x02|\x03', 'low-1', 'empty'),
     ('low-1|x|\u200f\u200f', 'low-1', 'empty'), ('low-1|...|...', 'low-1', 'no letter or digit: ...'),
@@ -81,7 +81,7 @@ def test_a_bad_row_is_dropped_with_its_reason(folder, line, name, reason):
     (wavs / 'folder.wav').mkdir()
     os.mkfifo(wavs / 'pipe.wav')
     (wavs / 'device.wav').symlink_to('/dev/zero')
-    links = {'circle': 'circle', 'circle2': 'circle3', 'circle3': 'circle2', 'nowhere': 'gone'}
+    links = {'circle': 'round', 'round': 'circle', 'nowhere': 'gone'}
     for link, to in links.items(): (wavs / f'{link}.wav').symlink_to(wavs / f'{to}.wav')
     clips, dropped = read(folder, '\n'.join([LINE, line, 'low-2|cc|cc']))
     assert [c.id for c in clips] == ['low-0', 'low-2'] and list(dropped) == [name]
@@ -142,13 +142,6 @@ def test_metadata_of_which_nothing_can_be_read(folder, small, dvae, tmp_path, ma
     with pytest.raises(UserError) as e:
         prepare(source if str(source).endswith('nowhere') else folder, tmp_path / 'out', small, dvae)
     assert named in str(e.value) and not (tmp_path / 'out').exists()
-
-@pytest.mark.parametrize('how, named', [
-    ({'language': 'English'}, '"English"'), ({'language': ''}, '""'), ({'language': '../x'}, '"../x"'),
-    ({'layout': 'vctk'}, 'vctk'), ({'layout': 'lj'}, 'jsonl'), ({'layout': 'table'}, 'audio')])
-def test_a_language_or_layout_that_does_not_fit(folder, how, named):
-    with pytest.raises(UserError) as e: read(folder, LINE, **how)
-    assert named in str(e.value)
 
 def test_sound_may_lie_behind_a_link(folder, tmp_path):
     shutil.move(folder / 'wavs', tmp_path / 'other disk')

@@ -59,26 +59,19 @@ def assert_same(a: dict, b: dict):
 
 @pytest.mark.parametrize('spelling, prefix', [('new', ''), ('old', ''), ('new', 'xtts.')])
 def test_round_trip_is_bit_identical(disk, tmp_path, spelling, prefix):
+    "Tensors in half precision too."
     files = coqui_folder(disk, tmp_path / 'coqui', spelling, prefix)
+    state, code_head = files['model.pth'], files['model.pth']['gpt.mel_head.weight']
+    for name, kind in (('gpt.text_head.weight', np.float16), ('gpt.mel_head.weight', ml_dtypes.bfloat16)):
+        disk.files['model.pth']['model'][prefix + name] = state[name] = state[name].astype(kind)
     convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
     convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
-    assert_same(disk.files['model.pth']['model'], files['model.pth'])
+    assert_same(disk.files['model.pth']['model'], state)
     assert_same(disk.files['dvae.pth'], files['dvae.pth'])
     assert np.array_equal(disk.files['mel_stats.pth'], files['mel_stats.pth'])
+    assert np.allclose(XTTS.load(tmp_path / 'ours').gpt.code_head.kernel, code_head.T, rtol=1e-2)
     assert (tmp_path / 'back/vocab.json').read_bytes() == (tmp_path / 'coqui/vocab.json').read_bytes()
     assert json.loads((tmp_path / 'back/config.json').read_text())['languages'] == ['en', 'de']
-
-def test_half_precision_survives(disk, tmp_path):
-    files = coqui_folder(disk, tmp_path / 'coqui')
-    state = disk.files['model.pth']['model']
-    for name, kind in (('gpt.text_head.weight', np.float16), ('gpt.mel_head.weight', ml_dtypes.bfloat16)):
-        state[name] = state[name].astype(kind)
-    given = dict(state)
-    convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
-    assert_same(disk.files['model.pth']['model'], given)
-    xtts = XTTS.load(tmp_path / 'ours')
-    assert np.allclose(xtts.gpt.code_head.kernel, files['model.pth']['gpt.mel_head.weight'].T, rtol=1e-2)
 
 def test_the_written_config_has_the_sizes_of_the_tensors(disk, tmp_path):
     "With the commands, in and out; a model made here has no `coqui.json` to take a number from."
@@ -105,7 +98,6 @@ def test_a_decoder_trained_here_has_lengths_again(disk, tmp_path):
     length, direction = (result[f'hifigan_decoder.waveform_decoder.ups.1.{s}']
                          for s in coqui_toy.SPELLINGS['new'])
     assert np.allclose(length, np.sqrt((direction**2).sum((1, 2), keepdims=True)), rtol=1e-5)
-    assert np.allclose(direction, decoder.ups[1].kernel.numpy().transpose(2, 1, 0), rtol=1e-6)
 
 def test_trainer_folder_without_released_files(disk, tmp_path):
     "A trainer leaves best_model.pth with the DVAE and copies inside, and neither dvae.pth nor mel_stats.pth."
@@ -239,17 +231,6 @@ def test_a_tensor_that_no_one_knows_is_named(disk, tmp_path, name):
     with pytest.raises(UserError, match=f'model.safetensors: "{re.escape(name)}" is not a tensor of XTTS'):
         convert._to_coqui(tmp_path / 'ours', tmp_path / 'back')
     assert not (tmp_path / 'back').exists()
-
-def test_nothing_half_written_stays(disk, tmp_path, monkeypatch):
-    coqui_folder(disk, tmp_path / 'coqui')
-    before = everything(tmp_path)
-    def full(path, tensors, progress=None):
-        path.write_bytes(b'half')
-        raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(convert, 'write_tensors', full)
-    with pytest.raises(UserError, match='disk is full'):
-        convert._from_coqui(tmp_path / 'coqui', tmp_path / 'ours')
-    assert everything(tmp_path) == before and not list(tmp_path.glob('*.part'))
 
 # With PyTorch: real files
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from xtts_nb.models.dvae import (
-    DVAE, Codebook, _update_codebook)
+from xtts_nb.models.dvae import Codebook, DVAE, _update_codebook
 from benchmarks.parity import dvae_parity
 from xtts_nb.models.hifigan import Critic, HiFiGAN, SpeakerEncoder
 

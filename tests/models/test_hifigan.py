@@ -4,20 +4,9 @@ import pytest
 import tensorflow as tf
 
 from benchmarks.parity import voice_parity
-from xtts_nb.config import XTTSConfig
-from xtts_nb.files import named_weights, save_weights
 from xtts_nb.models.hifigan import (
-    adversarial_loss, Conv2D, critic_loss, feature_loss, _fold_weight_norm, HiFiGAN,
-    _load_decoder, PeriodDiscriminator, stretch, _unfold_weight_norm)
-
-@pytest.fixture(scope='module')
-def config():
-    "Four stages, each of two blocks of two layers."
-    blocks = {'residual_kernels': (3, 7), 'dilations': (1, 3)}
-    return XTTSConfig.tiny(width=64).replace(model={'decoder': blocks})
-
-@pytest.fixture(scope='module')
-def decoder(config): return HiFiGAN(config)
+    adversarial_loss, Conv2D, critic_loss, feature_loss, _fold_weight_norm, PeriodDiscriminator, stretch,
+    _unfold_weight_norm)
 
 @pytest.mark.parametrize('scale', [4.0, 24000 / 22050, 0.8, 0.5])
 @pytest.mark.parametrize('length', [1, 2, 7, 50])
@@ -27,24 +16,6 @@ def test_stretch_is_linear_at_the_given_scale(scale, length):
     expected = np.stack([[np.interp(place, np.arange(length), x[b, :, d]) for d in range(3)]
                          for b in range(2)])
     assert np.allclose(stretch(tf.constant(x), scale), expected.transpose(0, 2, 1), atol=1e-5)
-
-def is_normalised(name): return name.startswith(('up_', 'block_')) and name.endswith('kernel')
-
-def stored(decoder, a, b) -> dict:
-    "The decoder's weights with lengths and directions under the names `a` and `b`."
-    out = {}
-    for name, v in named_weights(decoder).items():
-        if is_normalised(name):
-            out[f'decoder/{name}{a}'] = np.linalg.norm(v, axis=(0, 1), keepdims=True)
-            out[f'decoder/{name}{b}'] = v.numpy() * 5
-        else: out[f'decoder/{name}'] = v.numpy()
-    return out
-
-@pytest.mark.parametrize('names', [('_original0', '_original1'), ('_g', '_v')])
-def test_loading_folds_both_spellings(config, decoder, tmp_path, names):
-    save_weights(tmp_path / 'x.safetensors', stored(decoder, *names))
-    again = _load_decoder(tmp_path / 'x.safetensors', config)
-    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(decoder.weights, again.weights))
 
 def test_a_convolution_of_one_point_skips_before_it_looks():
     "TensorFlow's gradient of a strided one writes beyond its memory on a CPU where rows are left over."
