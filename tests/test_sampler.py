@@ -13,8 +13,8 @@ import pytest
 from xtts_nb import sampler
 from xtts_nb.config import UserError
 from xtts_nb.sampler import (
-    arm_spans, best_probe, _cpu_probe, EmulatedDevice, GPU, _group_cpu_seconds, _longest_idle, nvml_probe,
-    _Process, Sample, Sampler, summarise, summarise_arms, _visible_cards)
+    arm_spans, best_probe, _cpu_probe, EmulatedDevice, GPU, _group_cpu_seconds, nvml_probe, _Process,
+    Sample, Sampler, summarise, summarise_arms, _visible_cards)
 
 def gpu_trace(*curves, step=.1):
     "One GPU per curve."
@@ -193,16 +193,13 @@ def test_seconds_of_a_control_group(tmp_path, monkeypatch, files, seconds):
     wall, _, total, busy = sampler._cpu_clocks()()
     assert (total == .5 * wall and busy == seconds) == (seconds is not None)
 
-@pytest.mark.parametrize('values, longest', [([0, 0, 0, 0], 3), ([9, 0, 0, 9], 2), ([9, 4.9, 9, 5], 1),
-                                             ([0, 0, np.nan, 0], 1), ([], 0)])
-def test_longest_idle(values, longest):
-    assert _longest_idle(np.arange(len(values), dtype=float), np.array(values, float)) == longest
-
 def test_summary_numbers_of_each_device():
     devices = summarise(gpu_trace(list(np.arange(101.)), [0.] * 101))['devices']
     d, idle = devices['GPU 0'], devices['GPU 1']
     assert [d[k] for k in ('min', 'p50', 'p95', 'max', 'mean', 'idle_share')] == [0, 50, 95, 100, 50, 5 / 101]
     assert idle['mean'] == 0 and idle['idle_share'] == 1 and idle['longest_idle_s'] == pytest.approx(10)
+    gaps = summarise(gpu_trace([0., 0., 9., 4.9, 4.9, None, 4.9], step=1.))['devices']['GPU 0']
+    assert gaps['longest_idle_s'] == 2   # between 9 and the gap
     used = summarise([Sample(5. + i, (GPU(0, 'a', 1., n, 9),)) for i, n in enumerate((3, 7, None, 5))])
     assert used['seconds'] == 3 and used['devices']['GPU 0']['memory_max'] == 7
 

@@ -8,11 +8,11 @@ import pytest
 import soundfile
 import tensorflow as tf
 
-from xtts_nb.config import AudioConfig, SpeakerConfig, UserError
+from xtts_nb.config import AudioConfig, UserError
 from xtts_nb.data.audio import (
     _LOG_FLOOR, _audio_seconds, _check_native, decode_wav, _frame_count, griffin_lim, load_audio, log_mel,
-    log_mel_numpy, open_audio, _pcm16, resample, resample_batch, save_audio, speaker_log_mel,
-    synthetic_voice, _wav_bytes, _wav_header)
+    log_mel_numpy, open_audio, _pcm16, resample, resample_batch, save_audio, synthetic_voice, _wav_bytes,
+    _wav_header)
 
 RATE = 22050
 AUDIO = AudioConfig()
@@ -239,20 +239,6 @@ def test_the_mel_by_its_definition(audio, n_fft):
     assert np.allclose(log_mel(np.stack([0 * wav, wav]), n_fft, audio)[1], right, atol=1e-3)
     mirrored = np.pad(wav, n_fft // 2, 'reflect')
     assert np.allclose(log_mel(mirrored, n_fft, audio, mirror=False), right, atol=1e-3)
-
-TINY = SpeakerConfig(n_fft=64, win_length=40, hop_length=16, n_mels=5, pre_emphasis=0.5)
-
-@pytest.mark.parametrize('speaker', [SpeakerConfig(), TINY], ids=['XTTS', 'tiny'])
-def test_the_mel_of_the_speaker_encoder_by_its_definition(speaker):
-    wav, n_fft = np.random.default_rng(0).normal(size=1500), speaker.n_fft
-    turn = 2 * np.pi * np.arange(speaker.win_length) / speaker.win_length
-    window = centred(0.54 - 0.46 * np.cos(turn), n_fft)   # Hamming's
-    sharp = wav - speaker.pre_emphasis * np.concatenate([wav[1:2], wav[:-1]])
-    power = np.abs(np.fft.rfft(frames_of(sharp, n_fft, speaker.hop_length) * window))**2
-    height, _ = triangles(n_fft, speaker.sample_rate, speaker.n_mels, speaker.sample_rate / 2)
-    right = np.log(power @ height + 1e-6)
-    assert np.allclose(speaker_log_mel(np.stack([0 * wav, wav]), speaker)[1], right, atol=1e-3)
-    assert np.allclose(speaker_log_mel(np.zeros(500, np.float32), speaker), np.log(1e-6))
 
 @pytest.mark.parametrize('samples, n_fft', [(1, 1024), (255, 1024), (512, 1024), (600, 2048), (1024, 2048)])
 def test_a_clip_shorter_than_half_a_window_has_its_frames_or_is_refused(samples, n_fft):

@@ -17,7 +17,7 @@ from xtts_nb.data.cache import (
     _verify_cache, _within_limits, _write_manifest, _write_shard, _write_table)
 from xtts_nb.data.corpora import _read_audio, read_corpus
 from xtts_nb.data.native import BatchPlan, WavReader, batches_of, cached_batches, _reader_of
-from xtts_nb.data.prepare import ClipEncoder, lesson_cache, mel_sample, prepare, verify_and_fix_cache
+from xtts_nb.data.prepare import ClipEncoder, mel_sample, prepare, verify_and_fix_cache
 from xtts_nb.data.text import train_tokenizer
 from xtts_nb.models.dvae import load_dvae
 
@@ -54,13 +54,7 @@ def test_bad_clips_are_dropped_with_their_reason_as_far_as_is_allowed(mixed, sma
     assert report['clips'] == 3 and dropped.keys() == DROPPED.keys()
     assert all(DROPPED[k] in dropped[k] for k in DROPPED), dropped
     assert not any(str(mixed) in r or '\n' in r for r in dropped.values())
-    text = (tmp_path / 'out/report.txt').read_text()
-    assert all(f'{k}: {dropped[k]}' in text for k in DROPPED)
     assert [c['id'] for c in Cache(tmp_path / 'out').clips] == ['good-0', 'good-1', 'good-2']
-    (mixed / 'metadata.csv').write_text('nobody|a|a|low|en\nempty|aa|aa|low|en')
-    with pytest.raises(UserError, match='none of the 2 clips can be used'):
-        prepare(mixed, tmp_path / 'none', allow(1.), dvae)
-    assert not any(tmp_path.glob('none*'))
 
 def test_mels_to_train_on_are_drawn_until_there_are_enough(corpus, mixed, small):
     clips, seen = read_corpus(corpus)[0], []
@@ -147,21 +141,15 @@ def test_what_is_damaged_is_found_and_not_opened(copy, how):
         assert checked == 1 and (problem['file'], problem['clip']) == ('manifest.json', '')
         with pytest.raises(UserError, match='manifest.json'): Cache(copy)
 
-def test_a_whole_cache_has_no_problem_but_what_belongs_to_nothing(copy, tmp_path):
+def test_a_whole_cache_has_no_problem_but_what_belongs_to_nothing(copy):
     seen = []
     checked, problems = _verify_cache(copy, lambda *done: seen.append(done))
     assert problems == [] and checked == 14 + len(list(copy.iterdir())) - 4   # 3 shards, the page
     assert seen == [(5, 14), (10, 14), (14, 14)]
+    shutil.copy(copy / 'shard-00002.safetensors', copy / 'shard-00003.safetensors')
     (copy / 'notes.txt').write_text('mine')
-    assert [(p['file'], p['problem']) for p in _verify_cache(copy)[1]] == [('notes.txt',
-                                                                            'belongs to nothing')]
-    (copy / 'notes.txt').unlink()
-    facts = {k: v for k, v in _read_manifest(copy).items() if k not in ('format', 'files')}
-    _write_table(copy, [])   # without clips, no shard belongs to anything
-    for i in range(3): (copy / f'shard-0000{i}.safetensors').rename(tmp_path / f'shard-0000{i}.safetensors')
-    _write_manifest(copy, facts | {'shards': []})
-    for i in range(3): (tmp_path / f'shard-0000{i}.safetensors').rename(copy / f'shard-0000{i}.safetensors')
-    assert [p['file'] for p in _verify_cache(copy)[1]] == [f'shard-0000{i}.safetensors' for i in range(3)]
+    assert [(p['file'], p['problem']) for p in _verify_cache(copy)[1]] == [
+        (name, 'belongs to nothing') for name in ('notes.txt', 'shard-00003.safetensors')]
 
 WRONG = {'NaN': ({'mel': np.full((5, 80), np.nan)}, 'not finite'),
          'a code too high': ({'codes': [0, 1, 2, 32]}, 'codes go beyond the 32'),
@@ -224,9 +212,7 @@ def test_the_arrays_of_a_cache_are_in_memory_once_and_on_the_host(prepared, smal
         assert lists and users
         assert {n.device for n in lists + users if n.op != 'StridedSlice'} == {'/device:CPU:0'}
 
-def test_the_budget_decides_where_nothing_else_does(tmp_path, small, prepared):
-    frugal = small.replace(data={'ram_budget': 0.})
-    assert lesson_cache(tmp_path, frugal, clips=1).held == 0   # as its own settings say
+def test_the_budget_decides_where_nothing_else_does(prepared):
     size = sum(line['bytes'] for line in prepared.manifest['shards'])
     assert prepared.held == sum(getattr(prepared, kind).nbytes for kind in ARRAYS)
     for budget, held in ((size - 1, 0), (size, prepared.held)):

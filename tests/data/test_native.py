@@ -314,19 +314,6 @@ def test_a_large_plan_is_resumed_in_little_memory(tmp_path, monkeypatch):
     assert all(np.array_equal(a, b) for a, b in zip(before, after))
 
 
-# --- ahead of the step --------------------------------------------------------------------------------
-
-def stages(dataset): return [name for d in dataset._inputs() for name in stages(d)] + [type(dataset).__name__]
-
-@pytest.mark.cpu
-def test_the_device_comes_last_and_the_batches_are_the_same():
-    plan = BatchPlan(fake_cache(CORPORA['random']), data())
-    with_device, without = (cached_batches(plan, 0, 6, device=device) for device in ('/CPU:0', None))
-    assert stages(with_device)[-3:] == ['_PrefetchDataset', '_CopyToDeviceDataset', '_PrefetchDataset']
-    assert stages(without)[-2:] == ['_ParallelMapDataset', '_PrefetchDataset']
-    assert all(map(same, with_device, without))
-
-
 # --- online -------------------------------------------------------------------------------------------
 
 def test_the_longest_clip_fits_whatever_its_length(tmp_path, small, tokenizer, stats):
