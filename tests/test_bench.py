@@ -32,8 +32,7 @@ def test_arms_take_turns_and_the_warm_up_does_not_count(clock):
             return 10
         return f
     result = compare({'a': arm('a', 2.), 'b': arm('b', 1.)}, 'clips_per_s', rounds=3, warmup=1,
-                     before=lambda name: log.append('-' + name),
-                     progress=lambda *done: seen.append(done))
+                     before=lambda name: log.append('-' + name), progress=lambda *done: seen.append(done))
     assert log == ['-a', 'a', '-b', 'b'] * 4 and seen == [(i, 8) for i in range(1, 9)]
     assert [a.times for a in result.arms] == [[.2] * 3, [.1] * 3]
     assert [r['clips_per_s'] for r in result.rows()] == [5., 10.]

@@ -14,9 +14,8 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import corpora
 from xtts_nb.data.audio import load_audio, resample, save_audio, synthetic_voice
 from xtts_nb.data.corpora import (
-    Clip, _Dropped, _find_layout, _LAYOUTS, layout_line, _LONGEST_LINE,
-    _LONGEST_TEXT, _measure_clip, _read_audio, read_corpus, _read_rows, _reason_kind, report_text,
-    summary, synthetic_corpus, visible)
+    Clip, _Dropped, _find_layout, _LAYOUTS, layout_line, _LONGEST_LINE, _LONGEST_TEXT, _measure_clip,
+    _read_audio, read_corpus, _read_rows, _reason_kind, report_text, summary, synthetic_corpus, visible)
 from xtts_nb.data.prepare import prepare
 from xtts_nb.data.text import clean
 

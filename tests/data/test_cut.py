@@ -17,8 +17,7 @@ from xtts_nb.data import align, cut, espeak
 from xtts_nb.data.align import _measure_part, Speech
 from xtts_nb.data.audio import open_audio, resample
 from xtts_nb.data.corpora import Clip, read_corpus
-from xtts_nb.data.cut import (
-    account, _BRIEF, _choose_clips, corpus_text, cut_corpus, _CutPiece, LONGEST)
+from xtts_nb.data.cut import account, _BRIEF, _choose_clips, corpus_text, cut_corpus, _CutPiece, LONGEST
 from xtts_nb.data.espeak import VOICES
 
 RATE, EN = 22050, _DEMO_SENTENCES['en']
@@ -125,18 +124,15 @@ def test_other_files_are_not_touched(tmp_path):
 # --- several recordings -------------------------------------------------------------------------------------
 
 def chapters(folder, texts):
-    "Three readings, `1.wav`, `2.wav` and `10.wav`, with their texts; where each sentence lies."
-    places = {}
-    for i, (number, rate) in enumerate(((1, 22050), (2, 44100), (10, 22050))):
-        part = texts[4 * i:4 * i + 4]
-        wav, places[f'{number}.wav'] = reading(part, ('f4',), (0.4,))
-        write(folder / f'{number}.wav', resample(wav, RATE, rate), ' '.join(part), rate)
-    return places
+    "Three readings of four sentences, with their texts."
+    for number, rate, part in ((1, 22050, texts[:4]), (2, 44100, texts[4:8]), (10, 22050, texts[8:])):
+        wav = resample(reading(part, ('f4',), (0.4,))[0], RATE, rate)
+        write(folder / f'{number}.wav', wav, ' '.join(part), rate)
 
 @pytest.mark.parametrize('beside', [True, False])
 def test_chapters(tmp_path, beside):
     texts, book = EN[:12], tmp_path / 'book'
-    places = chapters(book, texts)
+    chapters(book, texts)
     if beside:
         (book / '3.wav').write_bytes(b'no sound')
         (book / '3.txt').write_text('Nobody can hear this.')
@@ -144,12 +140,7 @@ def test_chapters(tmp_path, beside):
     (tmp_path / 'all.txt').write_text(' '.join(texts))
     result = run(book, tmp_path / 'out', text=None if beside else tmp_path / 'all.txt')
     assert said(result) == ' '.join(texts)
-    sources = [c['source'] for c in result['clips']]
-    assert sources == sorted(sources, key=lambda name: int(name[:-4]))
     for clip in result['clips']:
-        first, *_, last = [place for place, part in zip(places[clip['source']], texts[4 * list(places).index(
-            clip['source']):]) if part in clip['text']] * 2
-        assert 0.04 < first[0] - clip['start'] < 0.2 and 0.04 < clip['end'] - last[1] < 0.2
         assert soundfile.info(tmp_path / 'out' / clip['file']).duration == pytest.approx(
             clip['end'] - clip['start'], abs=1e-3)
     assert {c.speaker for c in read_corpus(tmp_path / 'out')[0]} == {'book'}
@@ -158,9 +149,10 @@ def test_chapters(tmp_path, beside):
     if beside:
         assert reasons['4.wav'] == 'no text next to the recording'
         assert 'not readable as audio' in reasons['3.wav']
-    for name in places:   # each second of each recording once
-        parts = sorted((p['start'], p['end']) for p in result['clips'] + result['dropped']
-                       if p['source'] == name)
+    for i, name in enumerate(('1.wav', '2.wav', '10.wav')):   # each second of each recording once
+        clips = [c for c in result['clips'] if c['source'] == name]
+        assert said({'clips': clips}) == ' '.join(texts[4 * i:4 * i + 4])
+        parts = sorted((p['start'], p['end']) for p in clips + result['dropped'] if p['source'] == name)
         assert parts[0][0] == 0 and all(a[1] == pytest.approx(b[0], abs=3e-3) for a, b in pairwise(parts))
         assert parts[-1][1] == pytest.approx(soundfile.info(tmp_path / 'book' / name).duration, abs=2e-3)
 

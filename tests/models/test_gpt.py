@@ -9,22 +9,7 @@ from xtts_nb.models.gpt import (
     AttentionBlock, causal_mask, dropout, _dropout_keys, GPT, Int8Dense, _recomputed,
     RMSNorm, shifted, TransformerBlock)
 
-P, T, S, START = 4, 10, 12, 3
 SEED = tf.constant([1, 2])
-
-@pytest.fixture(scope='module')
-def gpt(xtts): return xtts.gpt
-
-@pytest.fixture(scope='module')
-def inputs():
-    "Two rows; the second is shorter in both parts."
-    rng = np.random.default_rng(0)
-    return dict(text=rng.integers(4, 20, (2, T)).astype(np.int32), text_length=np.array([T, 6], np.int32),
-                codes=rng.integers(0, 32, (2, S)).astype(np.int32), code_length=np.array([S, 7], np.int32),
-                reference=rng.normal(size=(2, 32, 80)).astype(np.float32))
-
-def call(gpt, inputs, seed=None, **changes):
-    return [np.array(x) for x in gpt(**{k: tf.constant(v) for k, v in (inputs | changes).items()}, seed=seed)]
 
 @pytest.mark.parametrize('stops', [1, 4])
 @pytest.mark.parametrize('length', [0, 1, 3, 5])
@@ -37,11 +22,12 @@ def test_inputs_and_targets(length, stops):
     assert counted == [1.] * (length + stops) + [0.] * (rest + 1)
 
 @pytest.mark.parametrize('kind, near', [('bfloat16', 0.05), ('float16', 0.005)])
-def test_half_precision_is_close_to_float32(small, gpt, inputs, kind, near):
-    mixed = GPT(small, gpt.text_start, dtype=f'mixed_{kind}')
-    for a, b in zip(mixed.variables, gpt.variables): a.assign(b)
-    for plain, rough in zip(call(gpt, inputs), call(mixed, inputs)):
-        assert rough.dtype == np.float32 and 0 < np.abs(plain - rough).max() < near
+def test_half_precision_is_close_to_float32(small, xtts, batch, kind, near):
+    inputs = [batch[k] for k in ('text', 'text_length', 'codes', 'code_length', 'reference')]
+    mixed = GPT(small, xtts.gpt.text_start, dtype=f'mixed_{kind}')
+    for a, b in zip(mixed.variables, xtts.gpt.variables): a.assign(b)
+    for plain, rough in zip(xtts.gpt(*inputs), mixed(*inputs)):
+        assert rough.dtype == tf.float32 and 0 < np.abs(plain - rough).max() < near
     assert all(v.dtype == 'float32' for v in mixed.variables)
 
 def test_the_answers_are_those_of_coqui_tts(toy_xtts, toy_inputs, theirs, all_ok):
