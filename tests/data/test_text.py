@@ -260,10 +260,6 @@ def test_what_occurs_twice_is_merged_the_commonest_first(capfd):
     assert learn_merges(['ab abc', 'abc ab x', 'xy']) == [('a', 'b'), ('ab', 'c')]
     assert capfd.readouterr() == ('', '')
 
-def test_unknown_characters(tokenizer):
-    texts = 'THE', '"the"', '', 'tжe ж q', 'the 😀', 'a1'
-    assert [tokenizer.unknown(text) for text in texts] == [[], [], [], ['q', 'ж'], ['😀'], ['1']]
-
 def test_a_mark_written_in_a_text_is_unknown(tokenizer):
     "It is refused before it could act as a mark; capitals never do."
     for text in ('[STOP]', '[START] the', 'the[UNK]', '[SPACE]', '[en] the', 'the [de]'):

@@ -6,20 +6,10 @@ import tensorflow as tf
 
 from benchmarks.parity import gpt_parity
 from xtts_nb.models.gpt import (
-    AttentionBlock, causal_mask, dropout, _dropout_keys, GPT, Int8Dense, _recomputed,
-    RMSNorm, shifted, TransformerBlock)
+    AttentionBlock, causal_mask, dropout, _dropout_keys, GPT, Int8Dense, _recomputed, RMSNorm,
+    TransformerBlock)
 
 SEED = tf.constant([1, 2])
-
-@pytest.mark.parametrize('stops', [1, 4])
-@pytest.mark.parametrize('length', [0, 1, 3, 5])
-def test_inputs_and_targets(length, stops):
-    ids = tf.constant([[7, 8, 9, 10, 11]])
-    inputs, targets, counted = (np.array(x)[0].tolist()
-                                for x in shifted(ids, tf.constant([length]), 1, 2, stops))
-    row_ids, rest = [7, 8, 9, 10, 11][:length], 5 - length
-    assert inputs == [1, *row_ids] + [2] * (rest + stops) and targets == [*row_ids] + [2] * (rest + stops + 1)
-    assert counted == [1.] * (length + stops) + [0.] * (rest + 1)
 
 @pytest.mark.parametrize('kind, near', [('bfloat16', 0.05), ('float16', 0.005)])
 def test_half_precision_is_close_to_float32(small, xtts, batch, kind, near):
