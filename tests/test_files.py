@@ -215,13 +215,9 @@ for name in 'ab':
 print(*[p.name for p in Path(sys.argv[1]).iterdir()])
 '''
 
-def test_a_mount_point_and_the_current_folder_are_filled_from_within(tmp_path, monkeypatch):
-    "Also one on the same disk, which looks like any other folder."
-    for name in ('out', 'here', 'current'): (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / 'current')
-    for name in 'ab':
-        with atomic_folder('.', replace=True) as part: (part / name).write_text(name)
-    assert os.listdir('.') == ['b'] and tree(tmp_path / 'current') == {'b': b'b'}
+def test_a_mount_point_is_filled_from_within(tmp_path):
+    "As the current folder is; also one on the same disk, which looks like any other folder."
+    for name in ('out', 'here'): (tmp_path / name).mkdir()
     for mount in ('mount -t tmpfs none', f'mount --bind {tmp_path / "here"}'):
         out, shell = tmp_path / 'out', f'{mount} "$0" && exec "$@"'
         done = subprocess.run(['unshare', '-rm', 'sh', '-c', shell, out, sys.executable, '-c', WITHIN, out],
