@@ -14,7 +14,7 @@ from xtts_nb.config import UserError, XTTSConfig
 from xtts_nb.data import corpora
 from xtts_nb.data.audio import load_audio, resample, save_audio, synthetic_voice
 from xtts_nb.data.corpora import (
-    Clip, _Dropped, _find_layout, _LAYOUTS, layout_line, _LONGEST_LINE, _LONGEST_TEXT, _measure_clip,
+    Clip, _Dropped, _find_layout, _LAYOUTS, layout_line, _LONGEST_LINE, _measure_clip,
     _read_audio, read_corpus, _read_rows, _reason_kind, report_text, summary, synthetic_corpus, visible)
 from xtts_nb.data.prepare import prepare
 from xtts_nb.data.text import clean
@@ -69,7 +69,6 @@ BAD_ROWS = [   # line 2, id, what the reason names
     ('low-1|""|«»', 'low-1', 'empty'), ('low-1|\x01\x02|\x03', 'low-1', 'empty'),
     ('low-1|x|\u200f\u200f', 'low-1', 'empty'), ('low-1|...|...', 'low-1', 'no letter or digit: ...'),
     ('low-1|a|😀', 'low-1', 'no letter'),
-    (f'low-1|a|{"word " * _LONGEST_TEXT}', 'low-1', '49,999 characters'),
     (f'low-1|a|{"a" * (_LONGEST_LINE + 9)}', 'low-1', 'characters, more than'),
     ('low-1|a|sch�n', 'low-1', 'not UTF-8: "sch'), ('low-1|a|a|low|English', 'low-1', '"English"'),
     ('low-1|a|a|low|e\x1bn', 'low-1', r'"e\x1bn"')]
@@ -195,18 +194,14 @@ ROW = '{{"audio": "wavs/low-{}.wav", "text": "a", "speaker": 7}}'
 BAD_CELLS = [   # header, row; id; reason
     ('audio,text,speaker', 'wavs/low-1.wav,hello', 'wavs/low-1.wav', 'line 3 has 2 columns'),
     ('audio,text', 'wavs/low-1.wav,hello, you', 'wavs/low-1.wav', 'line 3 has 3 columns'),
-    ('audio,text', 'wavs/low-1.wav,"hello', 'line 3', 'line 3 is not a row'),
     ('audio,text', 'wavs/low-1.wav,"hello" you', 'line 3', 'line 3 is not a row'),
     ('audio,text', f'wavs/low-1.wav,{"a" * 200_000}', 'line 3', 'line 3 is not a row: field larger'),
     ('audio,text', ',hello', 'line 3', 'line 3'), ('audio,text', 'low-1.wav,', 'low-1.wav', 'empty'),
     ('audio,text,locale', 'wavs/low-1.wav,hello,unknown', 'wavs/low-1.wav', '"unknown"'),
-    ('audio\ttext', 'wavs/low-1.wav,hello', 'wavs/low-1.wav,hello', '1 columns'),
-    ('audio,text', 'audio,text', 'audio', 'audio.wav is missing'),
     ('audio,text', 'https://x.y/z.wav,hello', 'https://x.y/z.wav', 'missing')]
 BAD_JSON = [   # line 2; id; reason
     ('{"audio": "wavs/low-1.wav", "text": "he', 'line 2', 'not JSON'), ('["a"]', 'line 2', 'no JSON object'),
     ('[' * 100_000, 'line 2', 'not JSON'), ('NaN', 'line 2', 'no JSON object'),
-    ('{"audio": "wavs/low-1.wav", "text": 3}', 'line 2', '"text" is int'),
     ('{"audio": {"path": "x"}, "text": "a"}', 'line 2', '"audio" is dict'),
     ('{"audio": "wavs/low-1.wav", "text": null}', 'wavs/low-1.wav', 'empty'),
     (r'{"audio": "wavs/low-1.wav", "text": "a\ud83d"}', 'wavs/low-1.wav', 'not UTF-8'),
@@ -217,8 +212,7 @@ BAD_JSON = [   # line 2; id; reason
 @pytest.mark.parametrize('header, row, name, reason', [*BAD_CELLS, *(('', *bad) for bad in BAD_JSON)],
                          ids=range(len(BAD_CELLS + BAD_JSON)))
 def test_a_bad_row_of_a_table_or_of_json(folder, header, row, name, reason):
-    mark = '\t' if '\t' in header else ','
-    good = mark.join(['wavs/low-{}.wav', 'hello', *['en'] * (header.count(mark) - 1)]) if header else ROW
+    good = ','.join(['wavs/low-{}.wav', 'hello', *['en'] * (header.count(',') - 1)]) if header else ROW
     lines = [header, good.format(0), row, good.format(2)]
     clips, dropped = read(folder, '\n'.join(filter(None, lines)), 'metadata.csv' if header else 'm.jsonl')
     assert [c.id for c in clips] == ['wavs/low-0.wav', 'wavs/low-2.wav'], dropped
@@ -442,8 +436,7 @@ CONFIG, VOICE, CLICK = XTTSConfig.tiny(), synthetic_voice(1.), np.arange(22050) 
 def sound(kind='WAV', subtype=None, rate=22050, wav=VOICE, channels=1):
     "A file's bytes."
     data = io.BytesIO()
-    soundfile.write(data, wav if np.ndim(wav) == 2 else np.stack([wav] * channels, 1), rate, format=kind,
-                    subtype=subtype)
+    soundfile.write(data, np.stack([wav] * channels, 1), rate, format=kind, subtype=subtype)
     return data.getvalue()
 
 def half(*kind): return (data := sound(*kind))[:len(data) // 2]
@@ -481,8 +474,7 @@ GOOD = {   # name: bytes, largest error
     '192 kHz.wav': (sound(rate=192000, wav=at(192000)), 0.01),
     '37800 Hz.wav': (sound(rate=37800, wav=at(37800)), 0.01), 'more chunks.wav': (chunks(), 1e-4),
     'from a pipe.wav': (head(0xFFFFFFFF), 1e-4), '4 GB.wav': (head(0xF0000000), 1e-4),
-    'one byte short.wav': (sound()[:-1], 1e-4),
-    'antiphase.wav': (sound(wav=np.stack([VOICE, -VOICE], 1)), 1e-4)}
+    'one byte short.wav': (sound()[:-1], 1e-4)}
 
 BAD = {   # name: bytes, reason
     'cut off.wav': (half('WAV'), 'the sound is cut off: 50% of it is missing'),
@@ -496,7 +488,6 @@ BAD = {   # name: bytes, reason
     'half a head.wav': (sound()[:20], 'not readable'), 'no length.wav': (head(0), '0 samples'),
     'no samples.wav': (sound(wav=np.zeros(0)), '0 samples'),
     'nan.wav': (sound(subtype='FLOAT', wav=np.where(CLICK, np.nan, VOICE)), 'NaN'),
-    'inf.wav': (sound(subtype='FLOAT', wav=np.where(CLICK, np.inf, VOICE)), 'infinite'),
     'beyond float.wav': (sound(subtype='DOUBLE', wav=np.where(CLICK, 1e300, np.float64(VOICE))), 'infinite'),
     'integers as floats.wav': (sound(subtype='FLOAT', wav=VOICE * 32768), 'times full scale'),
     'silent.wav': (sound(wav=np.zeros(22050)), 'silent'), 'dc.wav': (sound(wav=np.full(22050, .5)), 'silent'),
@@ -510,7 +501,6 @@ BAD = {   # name: bytes, reason
     '44101 Hz.wav': (sound(rate=44101), '44101 Hz'), 'text.wav': (b'hello ' * 999, 'not readable as audio'),
     'page.mp3': (b'<!DOCTYPE html><p>404' * 99, 'a web page'),
     'song.m4a': (b'\0\0\0\x18ftypM4A \0\0\0\0M4A mp42' + bytes(999), 'read'),
-    'noise.wav': (np.random.default_rng(0).bytes(9999), 'not readable as audio'),
     'head.raw': (bytes(999), 'not readable as audio'),
     'a pointer.wav': (b'version https://git-lfs.', 'git lfs'),
     # by bytes at their place: not a web page, not AAC
