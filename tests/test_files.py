@@ -23,7 +23,7 @@ from xtts_nb.data.audio import save_audio
 from xtts_nb.data.cache import _COLUMN_TYPES, _work_path, _write_shard
 from xtts_nb.files import (
     append_line, atomic_file, atomic_folder, _check_own, _check_writable, fingerprint, inside, load_weights,
-    locked, named_weights, read_json, _read_json_lines, read_tensors, save_weights, write_json)
+    locked, named_weights, read_json, _read_json_lines, read_tensors, save_weights, write_json, write_tensors)
 
 
 # --- files and folders ------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, room):
             _write_shard(part / 'shard', [row | dict.fromkeys(_COLUMN_TYPES, 1)] * 9)
     writers = {'json': lambda: write_json(tmp_path / 'json', ['x' * 100] * 3000), 'shards': shards,
                'wav': lambda: save_audio(tmp_path / 'wav', np.ones(100_000)),
-               'weights': lambda: save_weights(tmp_path / 'weights', {'a': np.ones(50_000)})}
+               'weights': lambda: save_weights(tmp_path / 'weights', {'a': np.ones(50_000)}),
+               'tensors': lambda: write_tensors(tmp_path / 'tensors', {'a': np.ones(50_000)})}
     room(20_000)
     for name, write in writers.items():
         with pytest.raises(UserError, match=f'{tmp_path / name}.*nothing was written'): write()
