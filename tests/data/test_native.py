@@ -231,7 +231,7 @@ def test_speakers_and_languages_are_balanced_where_asked():
     speakers, languages = ['a'] + ['b'] * 36, ['de'] * 5 + ['en'] * 32
     cache = fake_cache(CORPORA['random'], speakers, languages=languages)
     def drawn(**how):
-        taken = picks(BatchPlan(cache, data(**how)), 150)
+        taken = picks(BatchPlan(cache, data(**how)), 300)
         assert not how or all((p[-1] == 1).all() for p in taken)   # no row only fills a batch
         return Counter(int(c) for p in taken for c in p[1])
     share = lambda count, which: sum(n for c, n in count.items() if which[c]) / sum(count.values())
